@@ -1,0 +1,105 @@
+//! Judges a plan. Knows nothing of how it was made: a sweep over time with the live address ranges in an ordered map.
+
+use std::collections::BTreeMap;
+
+use crate::{BufferId, Problem};
+
+/// One thing that is wrong with a plan.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages name the fields")]
+pub enum Violation {
+    #[error("{offsets} offsets for {buffers} buffers")]
+    Count { offsets: usize, buffers: usize },
+    #[error("buffer {}: offset {offset} is not a multiple of {alignment}", buffer.0)]
+    Misaligned { buffer: BufferId, offset: u64, alignment: u64 },
+    #[error("buffer {}: moved from its pinned offset {pinned} to {offset}", buffer.0)]
+    Moved { buffer: BufferId, pinned: u64, offset: u64 },
+    #[error("buffer {}: ends at byte {end}, past {limit}", buffer.0)]
+    OutOfRange { buffer: BufferId, end: u128, limit: u64 },
+    #[error("buffers {} and {} share bytes at tick {tick}", first.0, second.0)]
+    Overlap { first: BufferId, second: BufferId, tick: u64 },
+}
+
+/// Checks `offsets` against the problem, and against `capacity` bytes when given.
+///
+/// # Errors
+/// Every violation that the sweep meets. Of several buffers that overlap at one place, at least one pair is named.
+pub fn check(problem: &Problem, offsets: &[u64], capacity: Option<u64>) -> Result<(), Vec<Violation>> {
+    if offsets.len() != problem.len() {
+        return Err(vec![Violation::Count { offsets: offsets.len(), buffers: problem.len() }]);
+    }
+    let mut violations = Vec::new();
+    let limit = capacity.unwrap_or(u64::MAX);
+    for id in problem.ids() {
+        let (b, offset) = (problem.buffer(id), offsets[id.index()]);
+        if offset % b.alignment != 0 {
+            violations.push(Violation::Misaligned { buffer: id, offset, alignment: b.alignment });
+        }
+        if let Some(pinned) = b.offset
+            && pinned != offset
+        {
+            violations.push(Violation::Moved { buffer: id, pinned, offset });
+        }
+        let end = u128::from(offset) + u128::from(b.bytes);
+        if end > u128::from(limit) {
+            violations.push(Violation::OutOfRange { buffer: id, end, limit });
+        }
+    }
+    overlaps(problem, offsets, &mut violations);
+    if violations.is_empty() { Ok(()) } else { Err(violations) }
+}
+
+fn overlaps(problem: &Problem, offsets: &[u64], violations: &mut Vec<Violation>) {
+    let mut events: Vec<(u64, bool, BufferId)> = Vec::with_capacity(2 * problem.len());
+    for id in problem.ids().filter(|&id| problem.buffer(id).bytes > 0) {
+        let lifetime = &problem.buffer(id).lifetime;
+        events.push((lifetime.start, true, id));
+        events.push((lifetime.end, false, id));
+    }
+    events.sort_unstable();
+    let end_of = |id: BufferId| u128::from(offsets[id.index()]) + u128::from(problem.buffer(id).bytes);
+    // Live ranges by first byte. A buffer that collides is reported and stays out, so that the map remains disjoint.
+    let mut live: BTreeMap<u64, BufferId> = BTreeMap::new();
+    for (tick, is_birth, id) in events {
+        let offset = offsets[id.index()];
+        if !is_birth {
+            if live.get(&offset) == Some(&id) {
+                live.remove(&offset);
+            }
+            continue;
+        }
+        let below = live.range(..=offset).next_back().filter(|&(_, &other)| end_of(other) > u128::from(offset));
+        let above = live.range(offset..).next().filter(|&(&start, _)| u128::from(start) < end_of(id));
+        match below.or(above) {
+            Some((_, &first)) => violations.push(Violation::Overlap { first, second: id, tick }),
+            None => {
+                live.insert(offset, id);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Buffer;
+
+    fn violations(buffers: Vec<Buffer>, offsets: &[u64], capacity: Option<u64>) -> usize {
+        check(&Problem::new(buffers).unwrap(), offsets, capacity).map_or_else(|v| v.len(), |()| 0)
+    }
+
+    #[test]
+    fn names_every_kind_of_violation() {
+        let two = || vec![Buffer::new(0..2, 10), Buffer::new(1..3, 10)];
+        assert_eq!(violations(two(), &[0, 10], None), 0);
+        assert_eq!(violations(two(), &[0, 9], None), 1);
+        assert_eq!(violations(two(), &[9, 0], None), 1);
+        assert_eq!(violations(two(), &[0, 10], Some(19)), 1);
+        assert_eq!(violations(two(), &[0], None), 1);
+        assert_eq!(violations(vec![Buffer::new(0..1, 10), Buffer::new(1..2, 10)], &[0, 0], None), 0);
+        assert_eq!(violations(vec![Buffer::new(0..1, 4).aligned(4)], &[2], None), 1);
+        assert_eq!(violations(vec![Buffer::new(0..1, 4).at(4)], &[8], None), 1);
+        assert_eq!(violations(vec![Buffer::new(0..1, u64::MAX)], &[1], None), 1);
+        assert_eq!(violations(vec![Buffer::new(0..9, 0), Buffer::new(0..9, 5)], &[2, 0], None), 0);
+    }
+}

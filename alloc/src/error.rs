@@ -1,0 +1,22 @@
+//! What can be wrong with a problem or a table of one.
+
+/// Every error of this crate.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name the fields")]
+pub enum Error {
+    #[error("buffer {buffer}: lifetime [{start}, {end}) is empty; a buffer must end after it starts")]
+    EmptyLifetime { buffer: usize, start: u64, end: u64 },
+    #[error("buffer {buffer}: alignment 0; the smallest alignment is 1")]
+    ZeroAlignment { buffer: usize },
+    #[error("buffer {buffer}: pinned at offset {offset}, which is not a multiple of its alignment {alignment}")]
+    Misaligned { buffer: usize, offset: u64, alignment: u64 },
+    #[error("{bytes} bytes are alive at one tick or pinned past the end of the address space (2^64 - 1 bytes)")]
+    TooLarge { bytes: u128 },
+    #[error("{buffers} buffers; at most 2^32 - 1 can be planned")]
+    TooManyBuffers { buffers: usize },
+    #[error("line {line}: {what}")]
+    Csv { line: u64, what: String },
+    #[error("cannot read or write the table")]
+    Io(#[from] std::io::Error),
+}

@@ -1,0 +1,66 @@
+//! What a buffer is to its owner: the names that reports and pictures show.
+
+use serde::{Deserialize, Serialize};
+
+/// What a tensor is for. Every byte of a plan is accounted to one role.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Role {
+    /// Trained weights.
+    Parameter,
+    /// Accumulated weight gradients.
+    Gradient,
+    /// What the optimizer keeps between steps.
+    OptimizerState,
+    /// Batches and per-step scalars written by the host.
+    Input,
+    /// Values of the forward and backward pass.
+    Activation,
+    /// Scratch of one instruction.
+    Workspace,
+    /// Send and receive buffers.
+    Communication,
+    /// Expert buffers whose size the data decides.
+    Routing,
+}
+
+impl Role {
+    /// All roles, in the order of reports.
+    pub const ALL: [Self; 8] = [
+        Self::Parameter,
+        Self::Gradient,
+        Self::OptimizerState,
+        Self::Input,
+        Self::Activation,
+        Self::Workspace,
+        Self::Communication,
+        Self::Routing,
+    ];
+
+    /// The role in words.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Parameter => "parameter",
+            Self::Gradient => "gradient",
+            Self::OptimizerState => "optimizer state",
+            Self::Input => "input",
+            Self::Activation => "activation",
+            Self::Workspace => "workspace",
+            Self::Communication => "communication",
+            Self::Routing => "routing",
+        }
+    }
+}
+
+/// The names of one buffer.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Label {
+    /// The tensor, e.g. `h.3.attn.c_attn.weight` or `h.3.attn#17`.
+    pub tensor: String,
+    /// The operation that writes it first, e.g. `linear`.
+    pub op: String,
+    /// The layer it belongs to, e.g. `h.3`; empty outside of layers.
+    pub layer: String,
+    /// What it is for.
+    pub role: Role,
+}

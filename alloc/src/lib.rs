@@ -1,0 +1,48 @@
+//! Bytes × time: where every tensor of a step lives, decided before the step runs.
+//!
+//! A [`Problem`] is a table of buffers, each with a size and a half-open lifetime in ticks. [`plan`] gives every buffer
+//! one offset in one arena, so that buffers alive at the same tick never share a byte, as low as the [`lower_bound`]
+//! (the most bytes alive at any one tick) allows. [`check`] judges any plan and shares no code with the planner.
+//!
+//! ```
+//! use gapless_alloc::{check, plan, Buffer, Options, Problem};
+//!
+//! let problem = Problem::new(vec![
+//!     Buffer::new(0..4, 1024), // born at tick 0, dead at tick 4
+//!     Buffer::new(0..2, 512),
+//!     Buffer::new(2..4, 512), // takes the place of the one before
+//! ])?;
+//! let solution = plan(&problem, &Options::default());
+//! assert_eq!(solution.height, solution.lower_bound);
+//! check(&problem, &solution.offsets, None).expect("every plan passes the checker");
+//! # Ok::<(), gapless_alloc::Error>(())
+//! ```
+//!
+//! ```text
+//! bytes ▲
+//!  1536 ┤┌───────┐┌───────┐
+//!       ││   1   ││   2   │
+//!  1024 ┤├───────┴┴───────┤
+//!       ││       0        │
+//!     0 ┼┴───┬───┬───┬────┴─▶ ticks
+//!        0   1   2   3   4
+//! ```
+#![forbid(unsafe_code)]
+#![warn(missing_docs)]
+
+mod bound;
+mod check;
+pub mod csv;
+mod error;
+mod hash;
+mod label;
+mod planner;
+mod problem;
+
+pub use bound::{live_at, lower_bound, peak_tick};
+pub use check::{Violation, check};
+pub use error::Error;
+pub use hash::{PlanHash, plan_hash};
+pub use label::{Label, Role};
+pub use planner::{Options, Proof, Solution, Stats, StopReason, plan};
+pub use problem::{Buffer, BufferId, Lifetime, Problem};

@@ -1,0 +1,29 @@
+//! Who does what when: pipeline schedules as one list of actions per rank.
+//!
+//! A model is cut into stages; a batch is cut into micro-batches. A [`Schedule`] says, for every rank, in which order it
+//! runs the forward and backward parts of its stages. The engine lowers that list into one program per rank; the list
+//! is the lifetime of every tensor.
+//!
+//! ```
+//! use gapless_parallel::{OneForwardOneBackward, Schedule, Shape};
+//!
+//! let table = OneForwardOneBackward.actions(&Shape { ranks: 2, chunks: 1, micro_batches: 3 })?;
+//! let cells: Vec<String> = table[0].iter().map(ToString::to_string).collect();
+//! assert_eq!(cells, ["0F0", "0F1", "0B0", "0F2", "0B1", "0B2"]);
+//! # Ok::<(), gapless_parallel::Error>(())
+//! ```
+//!
+//! ```text
+//! rank 0 │ F0 F1 ·· B0 F2 B1 ·· B2
+//! rank 1 │ ·· F0 B0 F1 B1 F2 B2 ··
+//! ```
+#![forbid(unsafe_code)]
+#![warn(missing_docs)]
+
+mod action;
+mod error;
+mod schedule;
+
+pub use action::{Action, Kind, MicroBatch, StageId};
+pub use error::Error;
+pub use schedule::{GPipe, OneForwardOneBackward, Schedule, Shape};

@@ -1,0 +1,1 @@
+//! gapless: an LLM training engine whose memory has no gaps.
