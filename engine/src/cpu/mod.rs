@@ -1,0 +1,3 @@
+//! Kernels for the CPU: what runs inside a step. None of them allocates; scratch is given by the caller.
+
+pub mod math;
