@@ -1,0 +1,56 @@
+//! A counting allocator proves that the CPU's kernels take no heap memory, on any thread of the pool.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use gapless_engine::cpu::gemm::{Batch, Epilogue, Gemm, Mode, Strides};
+
+struct Counting;
+
+static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
+
+// SAFETY: everything is passed on to the system's allocator.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promise.
+        unsafe { System.dealloc(at, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// Heap allocations of a second and third run; the first one may fill what is detected once and the pool's own queues.
+fn allocations(mut kernel: impl FnMut()) -> u64 {
+    kernel();
+    let before = ALLOCATIONS.load(Ordering::Relaxed);
+    kernel();
+    kernel();
+    ALLOCATIONS.load(Ordering::Relaxed) - before
+}
+
+/// One test, since tests that run at the same time would count each other's allocations.
+#[test]
+fn kernels_do_not_allocate() {
+    const THREADS: usize = 3;
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(THREADS).build().expect("a thread pool starts");
+    pool.install(|| {
+        for (m, n, k, count) in [(1000, 384, 400, 1), (1, 700, 400, 1), (33, 40, 50, 40)] {
+            let batch = Batch { count, a: m * k, b: k * n, c: m * n };
+            let job = Gemm::new(m, n, k, Strides::row_major(k), Strides::transposed(k)).with_batch(batch);
+            let (a, b, mut c) = (vec![1.0; m * k * count], vec![1.0; k * n * count], vec![0.0; m * n * count]);
+            let mut scratch = vec![0.0; job.scratch_len(THREADS)];
+            let counted = allocations(|| {
+                job.run(&a, &b, &mut c, Mode::Overwrite, Epilogue::default(), &mut scratch).expect("the operands fit");
+            });
+            assert_eq!(counted, 0, "{job:?}");
+        }
+        assert!(allocations(|| drop(vec![1u8])) > 0, "the counter counts");
+    });
+}
