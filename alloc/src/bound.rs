@@ -32,7 +32,7 @@ pub(crate) fn max_live(problem: &Problem) -> u128 {
 }
 
 /// Calls `visit(tick, live bytes)` wherever the live bytes may change, in tick order.
-fn sweep(problem: &Problem, mut visit: impl FnMut(u64, u128)) {
+pub(crate) fn sweep(problem: &Problem, mut visit: impl FnMut(u64, u128)) {
     let mut events: Vec<(u64, bool, u64)> = Vec::with_capacity(2 * problem.len());
     for b in problem.buffers() {
         events.push((b.lifetime.start, true, b.bytes));

@@ -15,6 +15,12 @@ pub enum Error {
     TooLarge { bytes: u128 },
     #[error("{buffers} buffers; at most 2^32 - 1 can be planned")]
     TooManyBuffers { buffers: usize },
+    #[error("{entries} {table} for {buffers} buffers; a memory map needs one per buffer")]
+    NotOnePerBuffer { table: &'static str, entries: usize, buffers: usize },
+    #[error("buffer {buffer}: {bytes} bytes at offset {offset} end past the address space (2^64 - 1 bytes)")]
+    OutOfAddressSpace { buffer: usize, offset: u64, bytes: u64 },
+    #[error("mark {name:?}: ticks [{start}, {end}) are empty; a phase must end after it starts")]
+    EmptyMark { name: String, start: u64, end: u64 },
     #[error("line {line}: {what}")]
     Csv { line: u64, what: String },
     #[error("cannot read or write the table")]

@@ -33,6 +33,7 @@
 mod bound;
 mod check;
 pub mod csv;
+pub mod draw;
 mod error;
 mod hash;
 mod label;
