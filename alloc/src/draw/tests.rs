@@ -307,7 +307,7 @@ fn name() -> impl Strategy<Value = String> {
 /// A lifetime, a size and an offset: small ones, and some near the end of `u64`.
 fn placed() -> impl Strategy<Value = (Range<u64>, u64, u64)> {
     let tick = || prop_oneof![4 => 0..50u64, 1 => any::<u64>()];
-    let size = prop_oneof![20 => 0..1000u64, 1 => (1u64 << 60)..(1 << 62), 1 => Just(u64::MAX)];
+    let size = prop_oneof![20 => 0..1000u64, 2 => Just(0), 1 => (1u64 << 60)..(1 << 62), 1 => Just(u64::MAX)];
     (tick(), tick(), size, prop_oneof![4 => 0..5000u64, 1 => any::<u64>()]).prop_filter_map(
         "empty",
         |(a, b, bytes, offset)| {
