@@ -76,7 +76,7 @@ const mix = (a, b, share) => {
   return out >>> 0;
 };
 
-// Fills device pixels directly: no anti-aliased seams, and 100,000 rectangles take less than a tenth of a second.
+// Fills device pixels directly: no anti-aliased seams between neighbours, and no canvas call per rectangle.
 const rasterize = () => {
   const { ratio } = plot, { view } = state;
   const x0 = Math.round(plot.x * ratio), y0 = Math.round(plot.y * ratio);
