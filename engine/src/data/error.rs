@@ -1,0 +1,194 @@
+//! What can be wrong with data, and what to do about it.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// Why data could not be read, tokenized or cut into batches.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DataError {
+    /// Nothing is at the path.
+    #[error("{path} does not exist; check the path of the data")]
+    Missing {
+        /// The path as given.
+        path: PathBuf,
+    },
+    /// The operating system refused a read.
+    #[error("cannot read {path}: {source}")]
+    Read {
+        /// What was read.
+        path: PathBuf,
+        /// What the operating system said.
+        source: io::Error,
+    },
+    /// The operating system refused a write.
+    #[error("cannot write {path}: {source}; is the disk full, or the cache folder not writable?")]
+    Write {
+        /// What was written.
+        path: PathBuf,
+        /// What the operating system said.
+        source: io::Error,
+    },
+    /// A file given as text is not text.
+    #[error(
+        "{path} is not text: {reason}; give UTF-8 text, .jsonl with a \"text\" field, or token ids (u16, little-endian) as .bin"
+    )]
+    Binary {
+        /// The file.
+        path: PathBuf,
+        /// Which byte gave it away.
+        reason: String,
+    },
+    /// A line of a .jsonl file is not an object with a text.
+    #[error("{path}, line {line}: {reason}; every line has to be a JSON object with a string field \"text\"")]
+    Json {
+        /// The file.
+        path: PathBuf,
+        /// The line, counted from 1.
+        line: usize,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// There is no text (or no token) at all.
+    #[error("no text in {path} ({skipped} files skipped); .txt, .rs, .md and .jsonl files are read")]
+    Empty {
+        /// The file or folder.
+        path: PathBuf,
+        /// Files that were there, but were binary or not UTF-8.
+        skipped: usize,
+    },
+    /// The lock file is not one.
+    #[error("cannot read the packages of {path}: {reason}; give the Cargo.lock of a workspace that was built here")]
+    Lock {
+        /// The lock file.
+        path: PathBuf,
+        /// What the parser said.
+        reason: String,
+    },
+    /// A part of the data is shorter than one window.
+    #[error(
+        "the {part} data has {tokens} tokens, but one window of {sequence} tokens and its targets needs {needed}; \
+         give more data or a shorter sequence{}", if *part == "validation" { ", or a larger share for validation" } else { "" }
+    )]
+    TooShort {
+        /// `training` or `validation`.
+        part: &'static str,
+        /// Tokens that there are.
+        tokens: u64,
+        /// Tokens in a window.
+        sequence: usize,
+        /// Tokens that there have to be.
+        needed: u64,
+    },
+    /// A .bin file whose length is not a whole number of tokens.
+    #[error(
+        "{path} has {bytes} bytes, not a whole number of {width}-byte token ids; is it cut off, or of another type?"
+    )]
+    CutOff {
+        /// The file.
+        path: PathBuf,
+        /// Its length.
+        bytes: u64,
+        /// Bytes per token.
+        width: u64,
+    },
+    /// A token that the vocabulary doesn't have.
+    #[error(
+        "{path}: token {token} at position {position} is outside the vocabulary of {vocabulary}; \
+         give the tokenizer that made the file, or the size of its vocabulary"
+    )]
+    TokenOutside {
+        /// The file.
+        path: PathBuf,
+        /// The token's index in the file.
+        position: u64,
+        /// The token.
+        token: u32,
+        /// How many tokens the vocabulary has.
+        vocabulary: usize,
+    },
+    /// A byte-level vocabulary has to hold every byte and the end of text.
+    #[error(
+        "a vocabulary of {size} is too small for byte-level BPE; take at least {least}, or the byte vocabulary (256)"
+    )]
+    VocabularyTooSmall {
+        /// The size asked for.
+        size: usize,
+        /// The smallest that works.
+        least: usize,
+    },
+    /// The model's embedding and the tokenizer disagree.
+    #[error(
+        "the model has a vocabulary of {model} tokens, the tokenizer one of {tokenizer}; \
+         build the model with {tokenizer}, or give the tokenizer that it was trained with"
+    )]
+    VocabularyMismatch {
+        /// Rows of the model's embedding.
+        model: usize,
+        /// Tokens that the tokenizer can make.
+        tokenizer: usize,
+    },
+    /// A tokenizer without a token to put between documents.
+    #[error("{path} has no end-of-text token; add a special token named {wanted}")]
+    NoEndOfText {
+        /// The tokenizer's file.
+        path: PathBuf,
+        /// The name that is looked for first.
+        wanted: &'static str,
+    },
+    /// The tokenizers library refused.
+    #[error("tokenizer {path}: {reason}")]
+    Tokenizer {
+        /// The tokenizer's file, or what was done.
+        path: PathBuf,
+        /// What the library said.
+        reason: String,
+    },
+    /// A prepared dataset is not whole.
+    #[error("the prepared dataset in {path} is damaged: {reason}; delete the folder and prepare it again")]
+    Damaged {
+        /// The dataset's folder.
+        path: PathBuf,
+        /// What does not match.
+        reason: String,
+    },
+    /// Slices that don't hold whole windows, or windows past the batch.
+    #[error(
+        "{inputs} inputs and {targets} targets from window {first} on are not whole windows of {sequence} tokens \
+         within {windows} windows"
+    )]
+    Slices {
+        /// Length of the slice of inputs.
+        inputs: usize,
+        /// Length of the slice of targets.
+        targets: usize,
+        /// The first window asked for.
+        first: usize,
+        /// Tokens in a window.
+        sequence: usize,
+        /// Windows that there are.
+        windows: usize,
+    },
+    /// A size that has to be at least one is zero.
+    #[error("{what} is 0; it has to be at least 1")]
+    Zero {
+        /// Which one.
+        what: &'static str,
+    },
+}
+
+impl DataError {
+    /// Wraps an error of a read, a missing file apart from the rest.
+    pub(crate) fn read(path: &Path, source: io::Error) -> Self {
+        match source.kind() {
+            io::ErrorKind::NotFound => Self::Missing { path: path.to_owned() },
+            _ => Self::Read { path: path.to_owned(), source },
+        }
+    }
+
+    /// For `map_err` on a write.
+    pub(crate) fn write(path: &Path) -> impl FnOnce(io::Error) -> Self {
+        let path = path.to_owned();
+        move |source| Self::Write { path, source }
+    }
+}
