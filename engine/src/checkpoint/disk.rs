@@ -1,0 +1,50 @@
+//! What saving asks of the file system, so that tests can put a failing one in its place.
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::Path;
+
+/// The acts that change a disk. Each may fail, and a power cut may come after each.
+pub(super) trait Disk {
+    fn create_folder(&mut self, path: &Path) -> io::Result<()>;
+    fn create(&mut self, path: &Path) -> io::Result<File>;
+    fn write(&mut self, file: &mut File, bytes: &[u8]) -> io::Result<()>;
+    fn sync(&mut self, file: &File) -> io::Result<()>;
+    fn sync_folder(&mut self, path: &Path) -> io::Result<()>;
+    fn rename(&mut self, from: &Path, to: &Path) -> io::Result<()>;
+    fn remove_folder(&mut self, path: &Path) -> io::Result<()>;
+}
+
+/// The file system there is.
+pub(super) struct RealDisk;
+
+impl Disk for RealDisk {
+    fn create_folder(&mut self, path: &Path) -> io::Result<()> {
+        fs::create_dir_all(path)
+    }
+
+    fn create(&mut self, path: &Path) -> io::Result<File> {
+        File::create(path)
+    }
+
+    fn write(&mut self, file: &mut File, bytes: &[u8]) -> io::Result<()> {
+        file.write_all(bytes)
+    }
+
+    fn sync(&mut self, file: &File) -> io::Result<()> {
+        file.sync_all()
+    }
+
+    /// Makes the names in a folder durable. Windows has no such act, and does not need it.
+    fn sync_folder(&mut self, path: &Path) -> io::Result<()> {
+        if cfg!(unix) { File::open(path)?.sync_all() } else { Ok(()) }
+    }
+
+    fn rename(&mut self, from: &Path, to: &Path) -> io::Result<()> {
+        fs::rename(from, to)
+    }
+
+    fn remove_folder(&mut self, path: &Path) -> io::Result<()> {
+        fs::remove_dir_all(path)
+    }
+}
