@@ -1,3 +1,4 @@
 pub mod checkpoint;
 pub mod cpu;
 pub mod data;
+pub mod learning_rate;
