@@ -1,0 +1,240 @@
+//! What a run tells of itself: one JSON object per line, and the memory of the process.
+
+use std::fs::File;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+
+/// Writes rows as JSON, one per line.
+///
+/// A row is built in a buffer that is kept from row to row, and handed to the file in one piece: a reader never sees half
+/// of one, and a steady run allocates nothing for it. A row that could not be written (a full disk) is an error to the
+/// caller, who may go on training; the next one starts a line of its own.
+///
+/// ```
+/// use gapless_engine::metrics::JsonLines;
+///
+/// #[derive(serde::Serialize)]
+/// struct Row {
+///     step: u64,
+///     loss: f32,
+/// }
+///
+/// # let folder = tempfile::tempdir()?;
+/// # let path = folder.path().join("metrics.jsonl");
+/// let mut metrics = JsonLines::create(&path)?;
+/// metrics.write(&Row { step: 1, loss: 8.25 })?;
+/// metrics.write(&Row { step: 2, loss: f32::NAN })?; // JSON has no NaN
+/// assert_eq!(std::fs::read_to_string(&path)?, "{\"step\":1,\"loss\":8.25}\n{\"step\":2,\"loss\":null}\n");
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct JsonLines<W: Write = File> {
+    out: W,
+    path: PathBuf,
+    row: Vec<u8>,
+    /// Whether what was written so far may end within a line.
+    torn: bool,
+}
+
+/// A row that could not be written.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot write metrics to {path}: {source}; is the disk full?")]
+pub struct MetricsError {
+    /// The file.
+    pub path: PathBuf,
+    /// What went wrong.
+    pub source: io::Error,
+}
+
+impl JsonLines {
+    /// Starts a file, in place of one that may be there.
+    ///
+    /// # Errors
+    /// A file that cannot be created.
+    pub fn create(path: &Path) -> Result<Self, MetricsError> {
+        Self::opened(path, File::create(path), false)
+    }
+
+    /// Goes on with a file, as a resumed run does.
+    ///
+    /// # Errors
+    /// A file that cannot be opened.
+    pub fn append(path: &Path) -> Result<Self, MetricsError> {
+        let file = File::options().append(true).create(true).open(path);
+        // The run before may have been killed within a line; an empty line between rows does no harm.
+        let torn = file.as_ref().is_ok_and(|file| file.metadata().is_ok_and(|metadata| metadata.len() > 0))
+            && !ends_with_newline(path);
+        Self::opened(path, file, torn)
+    }
+
+    fn opened(path: &Path, file: io::Result<File>, torn: bool) -> Result<Self, MetricsError> {
+        let out = file.map_err(|source| MetricsError { path: path.to_owned(), source })?;
+        Ok(Self { torn, ..Self::new(out, path) })
+    }
+}
+
+impl<W: Write> JsonLines<W> {
+    /// Writes to anything; `name` is for messages.
+    pub fn new(out: W, name: impl Into<PathBuf>) -> Self {
+        Self { out, path: name.into(), row: Vec::with_capacity(1024), torn: false }
+    }
+
+    /// Writes one row.
+    ///
+    /// # Errors
+    /// A row that serde_json refuses (a map whose keys are no strings), or a write that fails.
+    pub fn write(&mut self, row: &impl Serialize) -> Result<(), MetricsError> {
+        self.row.clear();
+        if self.torn {
+            self.row.push(b'\n');
+        }
+        let result = serde_json::to_writer(&mut self.row, row).map_err(io::Error::from).and_then(|()| {
+            self.row.push(b'\n');
+            self.torn = true;
+            self.out.write_all(&self.row)?;
+            self.torn = false;
+            self.out.flush()
+        });
+        result.map_err(|source| MetricsError { path: self.path.clone(), source })
+    }
+}
+
+fn ends_with_newline(path: &Path) -> bool {
+    use std::io::{Read, Seek, SeekFrom};
+    let last = || {
+        let mut file = File::open(path)?;
+        file.seek(SeekFrom::End(-1))?;
+        let mut byte = [0];
+        file.read_exact(&mut byte)?;
+        io::Result::Ok(byte)
+    };
+    last().is_ok_and(|byte| byte == *b"\n")
+}
+
+/// Most bytes that the process has had resident since its start; nothing where the system doesn't tell.
+pub fn peak_rss_bytes() -> Option<u64> {
+    proc_field("/proc/self/status", b"VmHWM:")
+}
+
+/// Bytes that the process has resident; nothing where the system doesn't tell.
+///
+/// ```
+/// use gapless_engine::metrics::current_rss_bytes;
+/// if let Some(bytes) = current_rss_bytes() {
+///     println!("{:.1} MiB resident", bytes as f64 / f64::from(1 << 20));
+///     assert!(bytes > 4096);
+/// }
+/// ```
+pub fn current_rss_bytes() -> Option<u64> {
+    proc_field("/proc/self/status", b"VmRSS:")
+}
+
+/// Bytes that may be allocated before the machine starts to swap; nothing where the system doesn't tell. What a container or
+/// a limit of the process leaves may be less.
+pub fn available_memory_bytes() -> Option<u64> {
+    proc_field("/proc/meminfo", b"MemAvailable:")
+}
+
+/// A field of a /proc file that is given in kB (KiB, in fact). Allocates nothing, so that a step may ask.
+fn proc_field(path: &str, field: &[u8]) -> Option<u64> {
+    use std::io::Read;
+    let mut buffer = [0; 8192];
+    let mut filled = 0;
+    let mut file = File::open(path).ok()?;
+    while filled < buffer.len() {
+        match file.read(&mut buffer[filled..]).ok()? {
+            0 => break,
+            count => filled += count,
+        }
+    }
+    kibibytes(&buffer[..filled], field)
+}
+
+fn kibibytes(text: &[u8], field: &[u8]) -> Option<u64> {
+    let line = text.split(|&byte| byte == b'\n').find_map(|line| line.strip_prefix(field))?;
+    let number = line.trim_ascii().strip_suffix(b"kB")?.trim_ascii_end();
+    std::str::from_utf8(number).ok()?.parse::<u64>().ok()?.checked_mul(1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    /// Takes `room` bytes, then fails, then (room again) takes more.
+    struct Full {
+        written: Vec<u8>,
+        room: usize,
+    }
+
+    impl Write for Full {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            if self.room == 0 {
+                self.room = usize::MAX;
+                return Err(io::ErrorKind::StorageFull.into());
+            }
+            let count = bytes.len().min(self.room);
+            self.written.extend(&bytes[..count]);
+            self.room -= count;
+            Ok(count)
+        }
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_torn_row_does_not_tear_the_next() {
+        for room in 0..20 {
+            let mut metrics = JsonLines::new(Full { written: Vec::new(), room }, "metrics");
+            let results = [1, 2, 3].map(|step| metrics.write(&json!({ "step": step })).is_ok());
+            let text = String::from_utf8(metrics.out.written).unwrap();
+            let whole: Vec<u64> = text
+                .lines()
+                .filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok()?.get("step")?.as_u64())
+                .collect();
+            for (step, written) in (1..).zip(results) {
+                assert!(!written || whole.contains(&step), "room {room}, step {step}: {text}");
+            }
+            assert_eq!(results.iter().filter(|written| !**written).count(), 1, "room {room}");
+        }
+    }
+
+    #[test]
+    fn appending_goes_on_after_a_torn_line() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let check = |before: &str, after: &str| {
+            std::fs::write(file.path(), before).unwrap();
+            JsonLines::append(file.path()).unwrap().write(&json!({ "step": 2 })).unwrap();
+            assert_eq!(std::fs::read_to_string(file.path()).unwrap(), after);
+        };
+        check("", "{\"step\":2}\n");
+        check("{\"step\":1}\n", "{\"step\":1}\n{\"step\":2}\n");
+        check("{\"ste", "{\"ste\n{\"step\":2}\n");
+    }
+
+    #[test]
+    fn a_row_that_is_no_json_is_an_error() {
+        let mut metrics = JsonLines::new(Vec::new(), "metrics");
+        let keys_are_lists = std::collections::BTreeMap::from([(vec![1], 2)]);
+        assert!(metrics.write(&keys_are_lists).is_err());
+        metrics.write(&json!({ "step": 1 })).unwrap();
+        assert_eq!(metrics.out, b"{\"step\":1}\n");
+        assert!(JsonLines::create(Path::new("nowhere/at/all.jsonl")).is_err());
+    }
+
+    #[test]
+    fn fields_of_proc() {
+        let check = |text: &str, expected| assert_eq!(kibibytes(text.as_bytes(), b"VmRSS:"), expected, "{text}");
+        check("Name:\tx\nVmRSS:\t    1234 kB\nVmHWM: 5 kB\n", Some(1234 * 1024));
+        check("VmRSS: 12", None);
+        check("VmRSS: x kB", None);
+        check("VmHWM: 5 kB", None);
+        check("VmRSS: 99999999999999999999 kB", None);
+        for told in [current_rss_bytes(), peak_rss_bytes(), available_memory_bytes()] {
+            assert_eq!(told.is_some_and(|bytes| bytes > 4096), cfg!(target_os = "linux"));
+        }
+    }
+}

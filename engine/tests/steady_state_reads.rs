@@ -1,0 +1,77 @@
+//! What a training step asks of data and metrics, with an allocator that counts.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+
+use gapless_engine::data::{DataOptions, Dataset, Source, VocabularyChoice};
+use gapless_engine::learning_rate::{LearningRate, Shape};
+use gapless_engine::metrics::{JsonLines, available_memory_bytes, current_rss_bytes, peak_rss_bytes};
+
+thread_local! {
+    static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
+}
+
+struct Counting;
+
+// SAFETY: every request goes to the system's allocator as it came; counting touches a thread-local that needs no memory.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.set(ALLOCATIONS.get() + 1);
+        // SAFETY: the caller's promises are passed on.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promises are passed on.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+fn allocations(run: impl FnOnce()) -> u64 {
+    let before = ALLOCATIONS.get();
+    run();
+    ALLOCATIONS.get() - before
+}
+
+#[derive(serde::Serialize)]
+struct Row {
+    step: u64,
+    loss: f32,
+    lr: f64,
+    rss_bytes: Option<u64>,
+}
+
+#[test]
+fn batches_metrics_and_memory_figures_allocate_nothing() {
+    assert_eq!(allocations(|| drop(std::hint::black_box(Box::new(1)))), 1, "the allocator counts");
+
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("text.txt");
+    std::fs::write(&file, "to be or not to be, that is the question\n".repeat(500)).unwrap();
+    let options = DataOptions {
+        vocabulary: VocabularyChoice::Bytes,
+        cache: folder.path().join("cache"),
+        ..DataOptions::default()
+    };
+    let dataset = Dataset::prepare(&Source::Path(file), &options).unwrap();
+    let training = dataset.training(64, 4, 1).unwrap();
+    let validation = dataset.validation(64, 4).unwrap().unwrap();
+    let learning_rate =
+        LearningRate { peak: 1e-3, floor: 0.0, warmup_steps: 10, steps: 100, shape: Shape::Cosine }.check().unwrap();
+    let mut metrics = JsonLines::create(&folder.path().join("metrics.jsonl")).unwrap();
+    let (mut inputs, mut targets) = (vec![0; 256], vec![0; 256]);
+
+    let counted = allocations(|| {
+        for step in 0..100 {
+            training.fill(step, 0, &mut inputs, &mut targets).unwrap();
+            validation.fill(0, &mut inputs, &mut targets).unwrap();
+            let rss_bytes = current_rss_bytes().max(peak_rss_bytes()).min(available_memory_bytes());
+            let row = Row { step, loss: 1.0 / (step + 3) as f32, lr: learning_rate.at(step), rss_bytes };
+            metrics.write(&row).unwrap();
+        }
+    });
+    assert_eq!(counted, 0);
+}
