@@ -168,6 +168,9 @@ fn header<'a>(section: &Section<'a>) -> Result<Header<'a>, CheckpointError> {
     if let Some(pair) = names.windows(2).find(|pair| pair[0] == pair[1]) {
         return Err(wrong(format!("there are two tensors named {}", pair[0])));
     }
+    if names.binary_search(&"__metadata__").is_ok() {
+        return Err(wrong("the format keeps the name __metadata__ for itself; name the tensor otherwise".into()));
+    }
     let mut infos = Vec::with_capacity(tensors.len());
     let mut offset = 0;
     for tensor in &tensors {

@@ -249,6 +249,7 @@ fn sections_that_cannot_be_are_refused_before_anything_is_written() {
     assert!(refused(&[twice(), twice()]).contains("two sections of this name"));
     let twins = vec![tensor("w", &[0; 8]), tensor("w", &[0; 8])];
     assert!(refused(&[section("a.safetensors", twins)]).contains("two tensors named w"));
+    assert!(refused(&[section("a.safetensors", vec![tensor("__metadata__", &[0; 8])])]).contains("keeps the name"));
     let short = refused(&[section("a.safetensors", vec![tensor("w", &[0; 7])])]);
     assert!(short.contains("tensor w (f32 [2]) takes 8 bytes, but 7 were given"), "{short}");
     assert!(!dir.exists());
