@@ -81,8 +81,8 @@ impl Checkpoint {
     }
 
     /// Removes all but the newest `keep` (at least one) complete checkpoints, and what interrupted saves left. Answers what
-    /// was removed. A checkpoint counts as complete when all its files have their sizes; to be called when none is being
-    /// saved.
+    /// was removed. Newest is the highest step: a run that starts anew belongs into a folder of its own. A checkpoint counts
+    /// as complete when all its files have their sizes. To be called when none is being saved.
     ///
     /// # Errors
     /// A folder that cannot be read, or a removal that fails.
