@@ -3,6 +3,7 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use gapless_engine::cpu::attention::{Attention, HeadStrides, Mask};
 use gapless_engine::cpu::gemm::{Batch, Epilogue, Gemm, Mode, Strides};
 
 struct Counting;
@@ -48,6 +49,34 @@ fn kernels_do_not_allocate() {
             let mut scratch = vec![0.0; job.scratch_len(THREADS)];
             let counted = allocations(|| {
                 job.run(&a, &b, &mut c, Mode::Overwrite, Epilogue::default(), &mut scratch).expect("the operands fit");
+            });
+            assert_eq!(counted, 0, "{job:?}");
+        }
+        for (batch, tokens) in [(4, 100), (1, 500)] {
+            let strides = HeadStrides { batch: tokens * 6 * 32, head: 32, token: 6 * 32 };
+            let job = Attention {
+                batch,
+                heads: 6,
+                kv_heads: 6,
+                queries: tokens,
+                keys: tokens,
+                head_size: 32,
+                scale: 0.2,
+                mask: Mask::Causal { offset: 0 },
+                q: strides,
+                k: strides,
+                v: strides,
+                out: strides,
+            };
+            let x = vec![0.5; batch * tokens * 6 * 32];
+            let [mut out, mut dq, mut dk, mut dv] = [(); 4].map(|()| x.clone());
+            let mut lse = vec![0.0; batch * 6 * tokens];
+            let scratch_len = job.forward_scratch_len(THREADS).max(job.backward_scratch_len(THREADS));
+            let mut scratch = vec![0.0; scratch_len];
+            let counted = allocations(|| {
+                job.forward(&x, &x, &x, &mut out, &mut lse, &mut scratch).expect("the operands fit");
+                let gradients = (&mut dq[..], &mut dk[..], &mut dv[..]);
+                job.backward(&x, &x, &x, &out, &lse, &x, gradients, &mut scratch).expect("the operands fit");
             });
             assert_eq!(counted, 0, "{job:?}");
         }

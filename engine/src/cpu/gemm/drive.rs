@@ -5,11 +5,10 @@
 
 use std::ops::Range;
 
-use rayon::prelude::*;
-
 use super::kernel::{COLUMN_STRIDE, Kernels, ROW_STRIDE, Tile};
 use super::pack::{self, Source};
 use super::{Gemm, Mode, RawEpilogue};
+use crate::cpu::tasks::{for_each, slot};
 
 /// Longest k block: the widest of its panels takes 48 KiB, and a model of this width needs no second pass over C.
 pub const BLOCK_K: usize = 384;
@@ -69,15 +68,6 @@ struct Operands {
 unsafe impl Send for Operands {}
 // SAFETY: as above.
 unsafe impl Sync for Operands {}
-
-/// Runs `task` for every index on the current pool, without allocating.
-fn for_each(tasks: usize, task: impl Fn(usize) + Send + Sync) {
-    if tasks <= 1 || rayon::current_num_threads() == 1 {
-        (0..tasks).for_each(task);
-    } else {
-        (0..tasks).into_par_iter().with_max_len(1).for_each(task);
-    }
-}
 
 /// # Safety
 /// As [`Gemm::run_raw`].
@@ -160,7 +150,7 @@ unsafe fn run_together(job: &Gemm, kernels: &Kernels, operands: Operands) {
             });
             for_each(job.m.div_ceil(rows_per_task), |task| {
                 let rows = task * rows_per_task..job.m.min((task + 1) * rows_per_task);
-                let slot = rayon::current_thread_index().unwrap_or(0);
+                let slot = slot();
                 // SAFETY: rows are this task's alone; the panels are packed and only read now.
                 unsafe {
                     let operands = &operands;
@@ -196,7 +186,7 @@ unsafe fn run_privately(job: &Gemm, kernels: &Kernels, operands: Operands) {
         let (row_tile, column_tile) = (tile / column_tiles, tile % column_tiles);
         let rows = row_tile * PRIVATE_ROWS..job.m.min((row_tile + 1) * PRIVATE_ROWS);
         let columns = column_tile * tile_columns..job.n.min((column_tile + 1) * tile_columns);
-        let slot = rayon::current_thread_index().unwrap_or(0);
+        let slot = slot();
         // SAFETY: the tile of C is this task's alone, the slot this thread's.
         unsafe {
             let mut operands = operands;

@@ -104,6 +104,48 @@ impl Kernels {
             left -= height;
         }
     }
+
+    /// C (+)= A·B for `rows` × `product.columns` of C, without bias or residual.
+    ///
+    /// # Safety
+    /// As [`Kernels::panel`], for all panels of `product`.
+    pub unsafe fn block(&self, layout: Layout, rows: usize, product: &Product) {
+        for column in (0..product.columns).step_by(self.columns) {
+            let tile = Tile {
+                a: product.a,
+                b: product.b.wrapping_add(column * product.depth),
+                k: product.k,
+                c: product.c.wrapping_add(column),
+                c_row: product.c_row,
+                columns: self.columns.min(product.columns - column),
+                accumulate: product.accumulate,
+                bias: std::ptr::null(),
+                residual: std::ptr::null(),
+            };
+            // SAFETY: the caller's promise.
+            unsafe { self.panel(layout, rows, tile) };
+        }
+    }
+}
+
+/// A small product from packed operands, for [`Kernels::block`].
+pub(crate) struct Product {
+    /// First row of A, in the layout named in the call.
+    pub a: *const f32,
+    /// First line of the first packed panel that takes part.
+    pub b: *const f32,
+    /// Lines of a packed panel, those that take no part included.
+    pub depth: usize,
+    /// Lines that take part.
+    pub k: usize,
+    /// First element of C.
+    pub c: *mut f32,
+    /// Distance between rows of C.
+    pub c_row: usize,
+    /// Columns of C.
+    pub columns: usize,
+    /// Whether C's values are added to.
+    pub accumulate: bool,
 }
 
 /// `ROWS` × 2 vectors of C. Fused multiply-adds in the order of k, one accumulator per element.

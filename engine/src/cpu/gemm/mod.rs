@@ -15,11 +15,11 @@
 //! into panels by all threads, then each thread takes blocks of rows, packs its rows of A into its own scratch,
 //! and multiplies them from cache. With few rows, or many matrices, each thread packs what it needs of B by itself.
 
-mod drive;
+pub(crate) mod drive;
 pub(crate) mod kernel;
 pub(crate) mod pack;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 use self::kernel::Kernels;
 use crate::cpu::simd::Level;

@@ -1,0 +1,418 @@
+//! softmax(scale · Q·Kᵀ)·V in `f32` and its gradients, without ever holding a matrix of scores.
+//!
+//! In: queries, keys and values of any strides over (batch, head, token), so that a packed `qkv` is read and its gradient
+//! written in place. Out: the outputs and the log-sum-exp of each row of scores; from these the gradients. Never: a heap
+//! allocation, scratch that grows with keys × queries, or a result that depends on the number of threads.
+//!
+//! The scheme is FlashAttention-2's (Dao 2023, algorithms 1 and 2): keys go by in blocks with a running maximum and sum
+//! per query; the backward recomputes the probabilities from the log-sum-exp. The small products are those of
+//! [`gemm`](crate::cpu::gemm), and what the causal mask hides is left out at the grain of their registers.
+
+mod backward;
+mod forward;
+mod rows;
+#[cfg(test)]
+mod tests;
+
+use self::rows::Rows;
+use crate::cpu::gemm::drive::BLOCK_K;
+use crate::cpu::gemm::kernel::{Kernels, ROW_STRIDE};
+use crate::cpu::simd::Level;
+
+/// Largest head that the kernels take.
+pub const MAX_HEAD_SIZE: usize = 256;
+
+/// Distances in elements of a tensor over (batch, head, token, element); the elements of a head are neighbours.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HeadStrides {
+    /// From one sequence to the next.
+    pub batch: usize,
+    /// From one head to the next.
+    pub head: usize,
+    /// From one token to the next.
+    pub token: usize,
+}
+
+/// Which keys a query sees.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mask {
+    /// All of them.
+    Full,
+    /// Query i sees keys 0 to i + `offset`: with a cache of past keys, `offset` is their number.
+    Causal {
+        /// Position of the first query among the keys.
+        offset: usize,
+    },
+}
+
+/// The shape of an attention. A gradient is laid out as its value.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Attention {
+    /// Number of sequences.
+    pub batch: usize,
+    /// Heads of queries and outputs.
+    pub heads: usize,
+    /// Heads of keys and values; divides `heads`. Query head h reads key head h ÷ (`heads` ÷ `kv_heads`).
+    pub kv_heads: usize,
+    /// Queries per sequence.
+    pub queries: usize,
+    /// Keys per sequence.
+    pub keys: usize,
+    /// Elements of a head, at most [`MAX_HEAD_SIZE`].
+    pub head_size: usize,
+    /// Factor of the scores, usually 1/√`head_size`; positive.
+    pub scale: f32,
+    /// Which keys a query sees.
+    pub mask: Mask,
+    /// How the queries lie in memory.
+    pub q: HeadStrides,
+    /// How the keys lie in memory.
+    pub k: HeadStrides,
+    /// How the values lie in memory.
+    pub v: HeadStrides,
+    /// How the outputs lie in memory.
+    pub out: HeadStrides,
+}
+
+/// Why an attention cannot run.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum AttentionError {
+    /// Query heads that cannot share the key heads evenly.
+    #[error("{heads} query heads cannot share {kv_heads} key heads evenly; choose a multiple")]
+    Heads {
+        /// Heads of queries.
+        heads: usize,
+        /// Heads of keys and values.
+        kv_heads: usize,
+    },
+    /// A head wider than the kernels take.
+    #[error("a head of {head_size} elements is larger than {MAX_HEAD_SIZE}; use more, smaller heads")]
+    HeadSize {
+        /// Elements of a head.
+        head_size: usize,
+    },
+    /// A factor that is not a positive number.
+    #[error("scale is {scale}; it must be positive and finite, as 1/√head_size is")]
+    Scale {
+        /// The factor.
+        scale: f32,
+    },
+    /// A slice ends before the tensor that it should hold.
+    #[error("{operand} needs {needed} elements, its slice has {given}; give all of the tensor, or correct its strides")]
+    TooShort {
+        /// Name of the tensor, or "scratch".
+        operand: &'static str,
+        /// Elements that the strides reach.
+        needed: usize,
+        /// Elements that were given.
+        given: usize,
+    },
+    /// A tensor's strides overflow `usize`.
+    #[error("{operand}'s strides reach beyond the address space; correct them")]
+    TooLarge {
+        /// Name of the tensor.
+        operand: &'static str,
+    },
+    /// A tensor to be written in which two elements share an address.
+    #[error("heads or tokens of {operand} overlap with strides {strides:?}; keep them apart")]
+    Overlap {
+        /// Name of the tensor.
+        operand: &'static str,
+        /// Its strides.
+        strides: HeadStrides,
+    },
+}
+
+/// What [`Attention::forward_raw`] reads and writes.
+#[derive(Debug, Clone, Copy)]
+pub struct Forward {
+    /// Queries.
+    pub q: *const f32,
+    /// Keys.
+    pub k: *const f32,
+    /// Values.
+    pub v: *const f32,
+    /// Outputs, written.
+    pub out: *mut f32,
+    /// Log-sum-exp of the scores, \[batch, heads, queries\], written.
+    pub lse: *mut f32,
+}
+
+/// What [`Attention::backward_raw`] reads and writes.
+#[derive(Debug, Clone, Copy)]
+pub struct Backward {
+    /// Queries.
+    pub q: *const f32,
+    /// Keys.
+    pub k: *const f32,
+    /// Values.
+    pub v: *const f32,
+    /// Outputs of the forward.
+    pub out: *const f32,
+    /// Log-sum-exp of the forward, \[batch, heads, queries\].
+    pub lse: *const f32,
+    /// Gradient of the outputs.
+    pub dout: *const f32,
+    /// Gradient of the queries, overwritten.
+    pub dq: *mut f32,
+    /// Gradient of the keys, overwritten.
+    pub dk: *mut f32,
+    /// Gradient of the values, overwritten.
+    pub dv: *mut f32,
+}
+
+impl Attention {
+    /// Floats of scratch that the forward needs in a pool of `threads` threads.
+    pub fn forward_scratch_len(&self, threads: usize) -> usize {
+        threads * forward::slot_len(self)
+    }
+
+    /// Floats of scratch that the backward needs in a pool of `threads` threads.
+    pub fn backward_scratch_len(&self, threads: usize) -> usize {
+        threads * backward::slot_len(self)
+    }
+
+    /// Floating-point operations of the forward's two products, hidden scores left out.
+    pub fn forward_flops(&self) -> u64 {
+        let scores: u64 = (0..self.queries).map(|query| self.visible(query) as u64).sum();
+        4 * (self.batch * self.heads * self.head_size) as u64 * scores
+    }
+
+    /// Floating-point operations of the backward's five products, hidden scores left out.
+    pub fn backward_flops(&self) -> u64 {
+        self.forward_flops() / 2 * 5
+    }
+
+    /// Computes the outputs and the log-sum-exp \[batch, heads, queries\] on all threads of the current rayon pool.
+    /// Without keys they are 0 and −∞.
+    ///
+    /// # Errors
+    /// An unsound shape, a slice too short for its strides or for [`Attention::forward_scratch_len`] of the current pool, or outputs
+    /// that overlap. Nothing is written then.
+    pub fn forward(
+        &self,
+        q: &[f32],
+        k: &[f32],
+        v: &[f32],
+        out: &mut [f32],
+        lse: &mut [f32],
+        scratch: &mut [f32],
+    ) -> Result<(), AttentionError> {
+        self.check_shape()?;
+        self.check("q", q.len(), self.q, self.heads, self.queries)?;
+        self.check("k", k.len(), self.k, self.kv_heads, self.keys)?;
+        self.check("v", v.len(), self.v, self.kv_heads, self.keys)?;
+        self.check("out", out.len(), self.out, self.heads, self.queries)?;
+        self.check_apart("out", self.out, self.heads, self.queries)?;
+        at_least("lse", self.batch * self.heads * self.queries, lse.len())?;
+        at_least("scratch", self.forward_scratch_len(rayon::current_num_threads()), scratch.len())?;
+        let operands =
+            Forward { q: q.as_ptr(), k: k.as_ptr(), v: v.as_ptr(), out: out.as_mut_ptr(), lse: lse.as_mut_ptr() };
+        // SAFETY: every extent was compared with its slice above; what is written is borrowed exclusively.
+        unsafe { self.forward_raw(operands, scratch.as_mut_ptr()) };
+        Ok(())
+    }
+
+    /// [`Attention::forward`] on addresses, for operands that lie in one arena.
+    ///
+    /// # Safety
+    /// The shape is one that [`Attention::forward`] takes; the operands exist as far as its strides reach, `scratch` for
+    /// [`Attention::forward_scratch_len`]`(rayon::current_num_threads())` floats; what is written overlaps nothing else, and nothing
+    /// else writes to any operand during the call.
+    pub unsafe fn forward_raw(&self, operands: Forward, scratch: *mut f32) {
+        // SAFETY: the caller's promise.
+        unsafe { forward::run(self, &Level::best().into(), operands, scratch) }
+    }
+
+    /// Computes the gradients of queries, keys and values on all threads of the current rayon pool.
+    ///
+    /// Gradients that are interleaved in one tensor, as that of a packed `qkv`, are for [`Attention::backward_raw`].
+    ///
+    /// # Errors
+    /// An unsound shape, a slice too short for its strides or for [`Attention::backward_scratch_len`] of the current pool, or gradients
+    /// that overlap. Nothing is written then.
+    #[expect(clippy::too_many_arguments, reason = "the operands of an attention")]
+    pub fn backward(
+        &self,
+        q: &[f32],
+        k: &[f32],
+        v: &[f32],
+        out: &[f32],
+        lse: &[f32],
+        dout: &[f32],
+        (dq, dk, dv): (&mut [f32], &mut [f32], &mut [f32]),
+        scratch: &mut [f32],
+    ) -> Result<(), AttentionError> {
+        self.check_shape()?;
+        for (operand, len) in [("q", q.len()), ("dq", dq.len())] {
+            self.check(operand, len, self.q, self.heads, self.queries)?;
+        }
+        for (operand, len) in [("k", k.len()), ("dk", dk.len())] {
+            self.check(operand, len, self.k, self.kv_heads, self.keys)?;
+        }
+        for (operand, len) in [("v", v.len()), ("dv", dv.len())] {
+            self.check(operand, len, self.v, self.kv_heads, self.keys)?;
+        }
+        for (operand, len) in [("out", out.len()), ("dout", dout.len())] {
+            self.check(operand, len, self.out, self.heads, self.queries)?;
+        }
+        self.check_apart("dq", self.q, self.heads, self.queries)?;
+        self.check_apart("dk", self.k, self.kv_heads, self.keys)?;
+        self.check_apart("dv", self.v, self.kv_heads, self.keys)?;
+        at_least("lse", self.batch * self.heads * self.queries, lse.len())?;
+        at_least("scratch", self.backward_scratch_len(rayon::current_num_threads()), scratch.len())?;
+        let operands = Backward {
+            q: q.as_ptr(),
+            k: k.as_ptr(),
+            v: v.as_ptr(),
+            out: out.as_ptr(),
+            lse: lse.as_ptr(),
+            dout: dout.as_ptr(),
+            dq: dq.as_mut_ptr(),
+            dk: dk.as_mut_ptr(),
+            dv: dv.as_mut_ptr(),
+        };
+        // SAFETY: every extent was compared with its slice above; what is written is borrowed exclusively.
+        unsafe { self.backward_raw(operands, scratch.as_mut_ptr()) };
+        Ok(())
+    }
+
+    /// [`Attention::backward`] on addresses, for operands that lie in one arena.
+    ///
+    /// # Safety
+    /// As [`Attention::forward_raw`], with [`Attention::backward_scratch_len`].
+    pub unsafe fn backward_raw(&self, operands: Backward, scratch: *mut f32) {
+        // SAFETY: the caller's promise.
+        unsafe { backward::run(self, &Level::best().into(), operands, scratch) }
+    }
+
+    /// Number of keys that a query sees; they are the first ones.
+    fn visible(&self, query: usize) -> usize {
+        match self.mask {
+            Mask::Full => self.keys,
+            Mask::Causal { offset } => self.keys.min(query.saturating_add(offset).saturating_add(1)),
+        }
+    }
+
+    /// Query heads per key head.
+    fn group(&self) -> usize {
+        self.heads / self.kv_heads.max(1)
+    }
+
+    /// Keys that are packed together: fewer of wider heads, so that they stay in the level-2 cache.
+    fn key_block(&self) -> usize {
+        const FLOATS: usize = BLOCK_K * 64;
+        (FLOATS / self.head_size.max(1) / 32 * 32).clamp(96, BLOCK_K)
+    }
+
+    fn check_shape(&self) -> Result<(), AttentionError> {
+        let &Self { heads, kv_heads, head_size, scale, .. } = self;
+        if heads > 0 && (kv_heads == 0 || heads % kv_heads != 0) {
+            return Err(AttentionError::Heads { heads, kv_heads });
+        }
+        if head_size > MAX_HEAD_SIZE {
+            return Err(AttentionError::HeadSize { head_size });
+        }
+        if !(scale > 0.0 && scale.is_finite()) {
+            return Err(AttentionError::Scale { scale });
+        }
+        Ok(())
+    }
+
+    /// Whether a tensor fits its slice.
+    fn check(
+        &self,
+        operand: &'static str,
+        given: usize,
+        strides: HeadStrides,
+        heads: usize,
+        tokens: usize,
+    ) -> Result<(), AttentionError> {
+        if self.batch == 0 || heads == 0 || tokens == 0 || self.head_size == 0 {
+            return Ok(());
+        }
+        let reach = || {
+            let batch = (self.batch - 1).checked_mul(strides.batch)?;
+            let head = (heads - 1).checked_mul(strides.head)?;
+            let token = (tokens - 1).checked_mul(strides.token)?;
+            batch.checked_add(head)?.checked_add(token)?.checked_add(self.head_size)
+        };
+        let limit = isize::MAX as usize / size_of::<f32>();
+        let needed = reach().filter(|&needed| needed <= limit).ok_or(AttentionError::TooLarge { operand })?;
+        at_least(operand, needed, given)
+    }
+
+    /// Whether no two elements of a tensor share an address: each stride must step over all that the smaller ones reach.
+    fn check_apart(
+        &self,
+        operand: &'static str,
+        strides: HeadStrides,
+        heads: usize,
+        tokens: usize,
+    ) -> Result<(), AttentionError> {
+        let mut axes = [(strides.batch, self.batch), (strides.head, heads), (strides.token, tokens)];
+        if axes.iter().any(|&(_, length)| length == 0) {
+            return Ok(());
+        }
+        axes.sort_unstable();
+        let mut reach = self.head_size;
+        for (stride, length) in axes {
+            if length > 1 {
+                if stride < reach {
+                    return Err(AttentionError::Overlap { operand, strides });
+                }
+                reach += stride * (length - 1);
+            }
+        }
+        Ok(())
+    }
+}
+
+fn at_least(operand: &'static str, needed: usize, given: usize) -> Result<(), AttentionError> {
+    if given < needed { Err(AttentionError::TooShort { operand, needed, given }) } else { Ok(()) }
+}
+
+/// The kernels of one level.
+struct Instructions {
+    products: &'static Kernels,
+    rows: &'static Rows,
+}
+
+impl From<Level> for Instructions {
+    fn from(level: Level) -> Self {
+        Self { products: Kernels::of(level), rows: Rows::of(level) }
+    }
+}
+
+/// Rows of the tallest panel of any level.
+const PANEL_ROWS: usize = 12;
+const _: () = assert!(MAX_HEAD_SIZE <= ROW_STRIDE && BLOCK_K + 16 <= ROW_STRIDE);
+
+/// Floats of `tokens` × `head_size` packed as panels of B, in either direction.
+fn packed_len(job: &Attention, tokens: usize) -> usize {
+    tokens.next_multiple_of(32) * job.head_size.next_multiple_of(32)
+}
+
+/// One head of a tensor: its first element and the distance between tokens. Only what the caller gave as writable is
+/// written to.
+#[derive(Clone, Copy)]
+struct Head {
+    start: *mut f32,
+    token: usize,
+}
+
+impl Head {
+    /// # Safety
+    /// The head exists.
+    unsafe fn new(tensor: *mut f32, strides: HeadStrides, batch: usize, head: usize) -> Self {
+        // SAFETY: the caller's promise.
+        Self { start: unsafe { tensor.add(batch * strides.batch + head * strides.head) }, token: strides.token }
+    }
+
+    /// # Safety
+    /// The token exists.
+    unsafe fn at(self, token: usize) -> *mut f32 {
+        // SAFETY: the caller's promise.
+        unsafe { self.start.add(token * self.token) }
+    }
+}

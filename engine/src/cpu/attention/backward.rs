@@ -1,0 +1,302 @@
+//! The gradients: probabilities recomputed tile by tile, and five products on each tile.
+//!
+//! With P the probabilities and D the row sums of dO ∘ O: dV = Pᵀ·dO, dP = dO·Vᵀ, dS = scale · P ∘ (dP − D),
+//! dQ = dS·K, dK = dSᵀ·Q (FlashAttention-2, algorithm 2).
+//!
+//! With many heads, a task computes all three gradients of a key head, and of the query heads that share it. With few, some tasks
+//! compute dK and dV of one block of keys, others dQ of some queries. Either way an element of dQ sums over the blocks of keys in
+//! order, and one of dK or dV over the heads and the tiles of queries in order, so the bits are equal.
+
+use std::ops::Range;
+use std::slice::{from_raw_parts, from_raw_parts_mut};
+
+use super::forward::{Slots, queries_per_task};
+use super::rows::padded;
+use super::{Attention, Backward, Head, Instructions, PANEL_ROWS, packed_len};
+use crate::cpu::gemm::Strides;
+use crate::cpu::gemm::kernel::{Layout, Product, ROW_STRIDE};
+use crate::cpu::tasks::for_each;
+
+/// Queries of a tile: two tiles and what is packed for them fit a level-2 cache of 1 MiB.
+const TILE_QUERIES: usize = 96;
+
+/// Floats of scratch per thread: three packings of keys and values, two of queries and output gradients, the tiles P and dS, and
+/// panels of queries and output gradients.
+pub(super) fn slot_len(job: &Attention) -> usize {
+    3 * packed_len(job, job.key_block())
+        + 2 * packed_len(job, TILE_QUERIES)
+        + 2 * TILE_QUERIES * ROW_STRIDE
+        + 2 * PANEL_ROWS * ROW_STRIDE
+}
+
+// SAFETY: tasks write disjoint rows of dq, dk and dv and only read the rest.
+unsafe impl Send for Backward {}
+// SAFETY: as above.
+unsafe impl Sync for Backward {}
+
+/// # Safety
+/// As [`Attention::backward_raw`].
+pub(super) unsafe fn run(job: &Attention, instructions: &Instructions, operands: Backward, scratch: *mut f32) {
+    let slots = Slots { start: scratch, len: slot_len(job) };
+    let heads = job.batch * job.kv_heads;
+    let all = Part { queries: 0..job.queries, keys: 0..job.keys, dq: true, dk_dv: true };
+    let run = |pair: usize, part: Part| {
+        let (operands, slots) = (&operands, &slots);
+        // SAFETY: the gradients of this part are this task's alone, and so is its thread's slot.
+        unsafe {
+            let (batch, kv_head) = (pair / job.kv_heads, pair % job.kv_heads);
+            let task = Task { job, instructions, operands, batch, kv_head, scratch: Scratch::new(job, slots.mine()) };
+            task.run(part);
+        }
+    };
+    if heads >= 4 * rayon::current_num_threads() || rayon::current_num_threads() == 1 {
+        for_each(heads, |pair| run(pair, all.clone()));
+        return;
+    }
+    let blocks = job.keys.div_ceil(job.key_block());
+    let per_task = queries_per_task(job, TILE_QUERIES);
+    let chunks = job.queries.div_ceil(per_task);
+    for_each(heads * (blocks + chunks), |task| {
+        let (pair, part) = (task / (blocks + chunks), task % (blocks + chunks));
+        if part < blocks {
+            let keys = part * job.key_block()..job.keys.min((part + 1) * job.key_block());
+            run(pair, Part { keys, dq: false, ..all.clone() });
+        } else {
+            let first = (part - blocks) * per_task;
+            run(pair, Part { queries: first..job.queries.min(first + per_task), dk_dv: false, ..all.clone() });
+        }
+    });
+}
+
+/// What a task reads of a key head, and which gradients it writes.
+#[derive(Debug, Clone)]
+struct Part {
+    queries: Range<usize>,
+    keys: Range<usize>,
+    dq: bool,
+    dk_dv: bool,
+}
+
+/// A thread's scratch.
+struct Scratch {
+    /// Kᵀ: panels of keys.
+    k_transposed: *mut f32,
+    /// K: panels of elements.
+    k: *mut f32,
+    /// Vᵀ: panels of keys.
+    v_transposed: *mut f32,
+    /// Q of a tile: panels of elements.
+    q: *mut f32,
+    /// dO of a tile: panels of elements.
+    dout: *mut f32,
+    /// A tile of probabilities, queries down, keys to the right.
+    probabilities: *mut f32,
+    /// The gradients of a tile's scores.
+    gradients: *mut f32,
+    /// Rows of Q for the micro-kernels.
+    q_panel: *mut f32,
+    /// Rows of dO for the micro-kernels.
+    dout_panel: *mut f32,
+}
+
+impl Scratch {
+    /// # Safety
+    /// There are [`slot_len`] floats.
+    unsafe fn new(job: &Attention, start: *mut f32) -> Self {
+        let mut next = start;
+        let mut take = |len: usize| {
+            let part = next;
+            // SAFETY: the lengths below are those of `slot_len`.
+            next = unsafe { next.add(len) };
+            part
+        };
+        let (block, tile) = (packed_len(job, job.key_block()), packed_len(job, TILE_QUERIES));
+        Self {
+            k_transposed: take(block),
+            k: take(block),
+            v_transposed: take(block),
+            q: take(tile),
+            dout: take(tile),
+            probabilities: take(TILE_QUERIES * ROW_STRIDE),
+            gradients: take(TILE_QUERIES * ROW_STRIDE),
+            q_panel: take(PANEL_ROWS * ROW_STRIDE),
+            dout_panel: take(PANEL_ROWS * ROW_STRIDE),
+        }
+    }
+}
+
+/// One key head and the query heads that share it.
+struct Task<'a> {
+    job: &'a Attention,
+    instructions: &'a Instructions,
+    operands: &'a Backward,
+    batch: usize,
+    kv_head: usize,
+    scratch: Scratch,
+}
+
+impl Task<'_> {
+    /// # Safety
+    /// As [`Attention::backward_raw`]; the part's gradients and the scratch are this thread's.
+    unsafe fn run(&self, part: Part) {
+        let &Self { job, instructions, operands, batch, kv_head, ref scratch } = self;
+        let heads = kv_head * job.group()..(kv_head + 1) * job.group();
+        // SAFETY: heads and tokens exist; packed blocks fit their part of the scratch.
+        unsafe {
+            if part.dq && job.keys == 0 {
+                for head in heads.clone() {
+                    zero(Head::new(operands.dq, job.q, batch, head), part.queries.clone(), job.head_size);
+                }
+            }
+            let k = Head::new(operands.k.cast_mut(), job.k, batch, kv_head);
+            let v = Head::new(operands.v.cast_mut(), job.v, batch, kv_head);
+            for first_key in part.keys.clone().step_by(job.key_block()) {
+                let keys = first_key..part.keys.end.min(first_key + job.key_block());
+                if part.dk_dv {
+                    zero(Head::new(operands.dk, job.k, batch, kv_head), keys.clone(), job.head_size);
+                    zero(Head::new(operands.dv, job.v, batch, kv_head), keys.clone(), job.head_size);
+                }
+                let (d, len) = (job.head_size, keys.len());
+                instructions.pack(k.at(first_key), Strides::transposed(k.token), d, len, scratch.k_transposed);
+                instructions.pack(v.at(first_key), Strides::transposed(v.token), d, len, scratch.v_transposed);
+                if part.dq {
+                    instructions.pack(k.at(first_key), Strides::row_major(k.token), len, d, scratch.k);
+                }
+                for head in heads.clone() {
+                    for first in part.queries.clone().step_by(TILE_QUERIES) {
+                        let queries = first..part.queries.end.min(first + TILE_QUERIES);
+                        if job.visible(queries.end - 1) > first_key {
+                            self.tile(head, queries, keys.clone(), &part);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// One tile of scores: P and dS by panels of queries, with their dQ; then what the tile adds to dV and dK.
+    unsafe fn tile(&self, head: usize, queries: Range<usize>, keys: Range<usize>, part: &Part) {
+        let &Self { job, instructions, operands, batch, ref scratch, .. } = self;
+        let products = instructions.products;
+        // SAFETY: heads and tokens exist; panels and tiles are as large as `slot_len` counts them.
+        unsafe {
+            for first in queries.clone().step_by(products.rows()) {
+                let rows = first..queries.end.min(first + products.rows());
+                self.scores(head, rows, queries.start, &keys, part.dq);
+            }
+            if part.dk_dv {
+                let q = Head::new(operands.q.cast_mut(), job.q, batch, head);
+                let dout = Head::new(operands.dout.cast_mut(), job.out, batch, head);
+                let (d, len) = (job.head_size, queries.len());
+                instructions.pack(q.at(queries.start), Strides::row_major(q.token), len, d, scratch.q);
+                instructions.pack(dout.at(queries.start), Strides::row_major(dout.token), len, d, scratch.dout);
+                let dk = Head::new(operands.dk, job.k, batch, self.kv_head);
+                let dv = Head::new(operands.dv, job.v, batch, self.kv_head);
+                self.add_transposed(scratch.probabilities, scratch.dout, &queries, &keys, dv);
+                self.add_transposed(scratch.gradients, scratch.q, &queries, &keys, dk);
+            }
+        }
+    }
+
+    /// A panel's rows of P and dS, and what they add to dQ.
+    unsafe fn scores(&self, head: usize, rows: Range<usize>, tile_start: usize, keys: &Range<usize>, dq: bool) {
+        let &Self { job, instructions, operands, batch, ref scratch, .. } = self;
+        let Instructions { products, rows: row_kernels } = instructions;
+        let d = job.head_size;
+        let seen = |query: usize| job.visible(query).saturating_sub(keys.start).min(keys.len());
+        let columns = seen(rows.end - 1);
+        if columns == 0 {
+            return;
+        }
+        // SAFETY: as in `tile`.
+        unsafe {
+            let q = Head::new(operands.q.cast_mut(), job.q, batch, head);
+            let out = Head::new(operands.out.cast_mut(), job.out, batch, head);
+            let dout = Head::new(operands.dout.cast_mut(), job.out, batch, head);
+            let lse = operands.lse.add((batch * job.heads + head) * job.queries);
+            let at = (rows.start - tile_start) * ROW_STRIDE;
+            let (probabilities, gradients) = (scratch.probabilities.add(at), scratch.gradients.add(at));
+
+            for (i, query) in rows.clone().enumerate() {
+                std::ptr::copy_nonoverlapping(q.at(query), scratch.q_panel.add(i * ROW_STRIDE), d);
+                std::ptr::copy_nonoverlapping(dout.at(query), scratch.dout_panel.add(i * ROW_STRIDE), d);
+            }
+            let product = |a: *const f32, b: *const f32, c: *mut f32| Product {
+                a,
+                b,
+                depth: d,
+                k: d,
+                c,
+                c_row: ROW_STRIDE,
+                columns: columns.next_multiple_of(products.columns),
+                accumulate: false,
+            };
+            let score = product(scratch.q_panel, scratch.k_transposed, probabilities);
+            products.block(Layout::Rows, rows.len(), &score);
+            let probability_gradient = product(scratch.dout_panel, scratch.v_transposed, gradients);
+            products.block(Layout::Rows, rows.len(), &probability_gradient);
+
+            for (i, query) in rows.clone().enumerate() {
+                let visible = seen(query);
+                let probabilities = from_raw_parts_mut(probabilities.add(i * ROW_STRIDE), padded(visible));
+                let gradients = from_raw_parts_mut(gradients.add(i * ROW_STRIDE), padded(visible));
+                let delta = (row_kernels.dot)(from_raw_parts(out.at(query), d), from_raw_parts(dout.at(query), d));
+                (row_kernels.probabilities)(probabilities, visible, job.scale, *lse.add(query));
+                (row_kernels.score_gradients)(gradients, visible, probabilities, delta, job.scale);
+            }
+            if dq {
+                let dq = Head::new(operands.dq, job.q, batch, head);
+                let product = Product {
+                    a: gradients,
+                    b: scratch.k,
+                    depth: keys.len(),
+                    k: columns,
+                    c: dq.at(rows.start),
+                    c_row: job.q.token,
+                    columns: d,
+                    accumulate: keys.start > 0,
+                };
+                products.block(Layout::Rows, rows.len(), &product);
+            }
+        }
+    }
+
+    /// `to` += tileᵀ · `packed`, for the rows of `keys`. Queries that don't see a panel's first key see none of it.
+    unsafe fn add_transposed(
+        &self,
+        tile: *const f32,
+        packed: *const f32,
+        queries: &Range<usize>,
+        keys: &Range<usize>,
+        to: Head,
+    ) {
+        let products = self.instructions.products;
+        let visible = self.job.visible(queries.end - 1).min(keys.end);
+        for first in (keys.start..visible).step_by(products.rows()) {
+            let rows = products.rows().min(visible - first);
+            let blind = queries.clone().take_while(|&query| self.job.visible(query) <= first).count();
+            // SAFETY: as in `tile`.
+            unsafe {
+                let product = Product {
+                    a: tile.add(blind * ROW_STRIDE + first - keys.start),
+                    b: packed.add(blind * products.columns),
+                    depth: queries.len(),
+                    k: queries.len() - blind,
+                    c: to.at(first),
+                    c_row: to.token,
+                    columns: self.job.head_size,
+                    accumulate: true,
+                };
+                products.block(Layout::WideColumns, rows, &product);
+            }
+        }
+    }
+}
+
+/// Clears rows of a gradient.
+unsafe fn zero(head: Head, tokens: Range<usize>, head_size: usize) {
+    for token in tokens {
+        // SAFETY: the caller names tokens that exist and are its own.
+        unsafe { from_raw_parts_mut(head.at(token), head_size).fill(0.0) };
+    }
+}

@@ -1,0 +1,187 @@
+//! What happens to one row of scores between the products: written as plain loops over sixteen lanes, compiled for each
+//! instruction set.
+
+use crate::cpu::math::exp;
+use crate::cpu::simd::Level;
+
+/// Lanes that a sum is spread over, on every level, so that the order of summation is one.
+const LANES: usize = 16;
+
+/// A row's padded length: all keys of a 12-row panel of the transpose lie below it.
+pub(super) fn padded(visible: usize) -> usize {
+    (visible + 12).next_multiple_of(LANES)
+}
+
+/// The running softmax of a row: its maximum and the sum of its exponentials below that maximum.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Running {
+    pub max: f32,
+    pub sum: f32,
+}
+
+impl Running {
+    /// Of no key at all.
+    pub const EMPTY: Self = Self { max: f32::NEG_INFINITY, sum: 0.0 };
+}
+
+/// The functions of one level. All take rows whose length is a multiple of sixteen.
+pub(super) struct Rows {
+    /// `x` = `factor` · `from`.
+    pub scaled: unsafe fn(from: &[f32], factor: f32, to: &mut [f32]),
+    /// `x` = `factor` · `x`.
+    pub scale: unsafe fn(x: &mut [f32], factor: f32),
+    /// Σ `x`·`y`.
+    pub dot: unsafe fn(x: &[f32], y: &[f32]) -> f32,
+    /// Takes a row's next scores, of which the first `visible` count, into its running softmax, and turns them into exponentials
+    /// below the new maximum. Returns the factor for all that was summed below the old one.
+    pub softmax: unsafe fn(scores: &mut [f32], visible: usize, running: &mut Running) -> f32,
+    /// Turns scores, of which the first `visible` count, into probabilities, given the row's log-sum-exp.
+    pub probabilities: unsafe fn(scores: &mut [f32], visible: usize, scale: f32, lse: f32),
+    /// Turns gradients of probabilities into gradients of scores before scaling: `scale` · p · (dp − `delta`).
+    pub score_gradients:
+        unsafe fn(gradients: &mut [f32], visible: usize, probabilities: &[f32], delta: f32, scale: f32),
+}
+
+impl Rows {
+    /// The functions of a level that is available.
+    pub fn of(level: Level) -> &'static Self {
+        match level {
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512 => &avx512::ROWS,
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx2 => &avx2::ROWS,
+            _ => &portable::ROWS,
+        }
+    }
+}
+
+#[inline(always)]
+fn scaled(from: &[f32], factor: f32, to: &mut [f32]) {
+    for (to, from) in to.iter_mut().zip(from) {
+        *to = factor * from;
+    }
+}
+
+#[inline(always)]
+fn scale(x: &mut [f32], factor: f32) {
+    for x in x {
+        *x *= factor;
+    }
+}
+
+#[inline(always)]
+fn dot(x: &[f32], y: &[f32]) -> f32 {
+    let mut sums = [0.0; LANES];
+    let (x, x_rest) = x.as_chunks::<LANES>();
+    let (y, y_rest) = y.as_chunks::<LANES>();
+    for (x, y) in x.iter().zip(y) {
+        for lane in 0..LANES {
+            sums[lane] = x[lane].mul_add(y[lane], sums[lane]);
+        }
+    }
+    for (lane, (x, y)) in x_rest.iter().zip(y_rest).enumerate() {
+        sums[lane] = x.mul_add(*y, sums[lane]);
+    }
+    fold(sums, |x, y| x + y)
+}
+
+#[inline(always)]
+fn softmax(scores: &mut [f32], visible: usize, running: &mut Running) -> f32 {
+    let larger = |x: f32, y: f32| if x > y { x } else { y };
+    scores[visible..].fill(f32::NEG_INFINITY);
+    let (chunks, _) = scores.as_chunks_mut::<LANES>();
+
+    let mut maxima = [running.max; LANES];
+    for chunk in chunks.iter() {
+        for lane in 0..LANES {
+            maxima[lane] = larger(chunk[lane], maxima[lane]);
+        }
+    }
+    let max = fold(maxima, larger);
+
+    let mut sums = [0.0; LANES];
+    for chunk in chunks {
+        for lane in 0..LANES {
+            chunk[lane] = exp(chunk[lane] - max);
+            sums[lane] += chunk[lane];
+        }
+    }
+    let factor = exp(running.max - max);
+    *running = Running { max, sum: running.sum.mul_add(factor, fold(sums, |x, y| x + y)) };
+    factor
+}
+
+#[inline(always)]
+fn probabilities(scores: &mut [f32], visible: usize, scale: f32, lse: f32) {
+    scores[visible..].fill(f32::NEG_INFINITY);
+    for score in scores {
+        *score = exp(score.mul_add(scale, -lse));
+    }
+}
+
+#[inline(always)]
+fn score_gradients(gradients: &mut [f32], visible: usize, probabilities: &[f32], delta: f32, scale: f32) {
+    gradients[visible..].fill(0.0);
+    for (gradient, probability) in gradients.iter_mut().zip(probabilities) {
+        *gradient = scale * probability * (*gradient - delta);
+    }
+}
+
+/// Combines the lanes pairwise.
+#[inline(always)]
+fn fold(mut lanes: [f32; LANES], combine: impl Fn(f32, f32) -> f32) -> f32 {
+    for half in [8, 4, 2, 1] {
+        for lane in 0..half {
+            lanes[lane] = combine(lanes[lane], lanes[lane + half]);
+        }
+    }
+    lanes[0]
+}
+
+/// Compiles the functions for one level.
+macro_rules! level {
+    ($module:ident $(, $feature:literal)?) => {
+        mod $module {
+            use super::{Rows, Running};
+
+            $(#[target_feature(enable = $feature)])?
+            unsafe fn scaled(from: &[f32], factor: f32, to: &mut [f32]) {
+                super::scaled(from, factor, to);
+            }
+            $(#[target_feature(enable = $feature)])?
+            unsafe fn scale(x: &mut [f32], factor: f32) {
+                super::scale(x, factor);
+            }
+            $(#[target_feature(enable = $feature)])?
+            unsafe fn dot(x: &[f32], y: &[f32]) -> f32 {
+                super::dot(x, y)
+            }
+            $(#[target_feature(enable = $feature)])?
+            unsafe fn softmax(scores: &mut [f32], visible: usize, running: &mut Running) -> f32 {
+                super::softmax(scores, visible, running)
+            }
+            $(#[target_feature(enable = $feature)])?
+            unsafe fn probabilities(scores: &mut [f32], visible: usize, scale: f32, lse: f32) {
+                super::probabilities(scores, visible, scale, lse);
+            }
+            $(#[target_feature(enable = $feature)])?
+            unsafe fn score_gradients(
+                gradients: &mut [f32],
+                visible: usize,
+                probabilities: &[f32],
+                delta: f32,
+                scale: f32,
+            ) {
+                super::score_gradients(gradients, visible, probabilities, delta, scale);
+            }
+
+            pub(super) static ROWS: Rows = Rows { scaled, scale, dot, softmax, probabilities, score_gradients };
+        }
+    };
+}
+
+#[cfg(target_arch = "x86_64")]
+level!(avx512, "avx512f,avx2,fma");
+#[cfg(target_arch = "x86_64")]
+level!(avx2, "avx2,fma");
+level!(portable);

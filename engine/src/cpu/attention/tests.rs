@@ -1,0 +1,391 @@
+//! Attention against a naive one in `f64`, whose gradient is itself judged by finite differences.
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::cpu::gemm::tests::{pool, random};
+
+/// A tensor's elements in `f64`, addressed by (batch, head, token, element).
+#[derive(Clone)]
+struct Tensor {
+    strides: HeadStrides,
+    elements: Vec<f64>,
+}
+
+impl Tensor {
+    fn of(strides: HeadStrides, values: &[f32]) -> Self {
+        Self { strides, elements: values.iter().map(|&x| f64::from(x)).collect() }
+    }
+
+    fn zeros_like(&self) -> Self {
+        Self { elements: vec![0.0; self.elements.len()], ..self.clone() }
+    }
+
+    fn at(&self, batch: usize, head: usize, token: usize, element: usize) -> usize {
+        batch * self.strides.batch + head * self.strides.head + token * self.strides.token + element
+    }
+}
+
+struct Reference {
+    out: Tensor,
+    lse: Vec<f64>,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+}
+
+/// Calls back for each query head and query with its number among all rows, its scores' softmax, and their log-sum-exp.
+fn for_each_row(
+    job: &Attention,
+    q: &Tensor,
+    k: &Tensor,
+    mut row: impl FnMut((usize, usize, usize), usize, Vec<f64>, f64),
+) {
+    for b in 0..job.batch {
+        for h in 0..job.heads {
+            for i in 0..job.queries {
+                let dot = |j| -> f64 {
+                    (0..job.head_size)
+                        .map(|d| q.elements[q.at(b, h, i, d)] * k.elements[k.at(b, h / job.group(), j, d)])
+                        .sum()
+                };
+                let hidden = |j: usize| matches!(job.mask, Mask::Causal { offset } if j > i + offset);
+                let scores: Vec<f64> = (0..job.keys)
+                    .map(|j| if hidden(j) { f64::NEG_INFINITY } else { f64::from(job.scale) * dot(j) })
+                    .collect();
+                let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                let sum: f64 = scores.iter().map(|score| (score - max).exp()).sum();
+                let lse = if scores.is_empty() { f64::NEG_INFINITY } else { max + sum.ln() };
+                let probabilities = scores.iter().map(|score| (score - lse).exp()).collect();
+                row((b, h, i), (b * job.heads + h) * job.queries + i, probabilities, lse);
+            }
+        }
+    }
+}
+
+fn reference(job: &Attention, q: &Tensor, k: &Tensor, v: &Tensor, dout: &Tensor) -> Reference {
+    let mut result = Reference {
+        out: dout.zeros_like(),
+        lse: vec![0.0; job.batch * job.heads * job.queries],
+        dq: q.zeros_like(),
+        dk: k.zeros_like(),
+        dv: v.zeros_like(),
+    };
+    for_each_row(job, q, k, |(b, h, i), row, probabilities, lse| {
+        result.lse[row] = lse;
+        let kv = h / job.group();
+        let dprobability = |j| -> f64 {
+            (0..job.head_size).map(|d| dout.elements[dout.at(b, h, i, d)] * v.elements[v.at(b, kv, j, d)]).sum()
+        };
+        let delta: f64 = probabilities.iter().enumerate().map(|(j, p)| p * dprobability(j)).sum();
+        for (j, p) in probabilities.iter().enumerate() {
+            let dscore = f64::from(job.scale) * p * (dprobability(j) - delta);
+            for d in 0..job.head_size {
+                let (at_q, at_k, at_v, at_out) =
+                    (q.at(b, h, i, d), k.at(b, kv, j, d), v.at(b, kv, j, d), dout.at(b, h, i, d));
+                result.out.elements[at_out] += p * v.elements[at_v];
+                result.dv.elements[at_v] += p * dout.elements[at_out];
+                result.dq.elements[at_q] += dscore * k.elements[at_k];
+                result.dk.elements[at_k] += dscore * q.elements[at_q];
+            }
+        }
+    });
+    result
+}
+
+/// What the kernels computed.
+struct Computed {
+    out: Vec<f32>,
+    lse: Vec<f32>,
+    dq: Vec<f32>,
+    dk: Vec<f32>,
+    dv: Vec<f32>,
+}
+
+/// A job with its operands.
+struct Case {
+    job: Attention,
+    q: Vec<f32>,
+    k: Vec<f32>,
+    v: Vec<f32>,
+    dout: Vec<f32>,
+}
+
+impl Case {
+    fn of(job: Attention) -> Self {
+        let len = |strides: HeadStrides, tokens: usize| strides.batch * job.batch + tokens * strides.token + 300;
+        let spread = |len, seed| random(len, seed).into_iter().map(|x| 2.0 * x).collect();
+        Self {
+            q: spread(len(job.q, job.queries), 1),
+            k: spread(len(job.k, job.keys), 2),
+            v: random(len(job.v, job.keys), 3),
+            dout: random(len(job.out, job.queries), 4),
+            job,
+        }
+    }
+
+    fn reference(&self) -> Reference {
+        let Self { job, q, k, v, dout } = self;
+        let [q, k, v, dout] = [(job.q, q), (job.k, k), (job.v, v), (job.out, dout)].map(|(s, x)| Tensor::of(s, x));
+        reference(job, &q, &k, &v, &dout)
+    }
+
+    fn compute(&self, level: Level, threads: usize) -> Computed {
+        let Self { job, q, k, v, dout } = self;
+        // Zeros where strides leave gaps; NaN in scratch, so that a float that is read before it is written shows.
+        let mut got = Computed {
+            out: vec![0.0; dout.len()],
+            lse: vec![0.0; job.batch * job.heads * job.queries],
+            dq: vec![0.0; q.len()],
+            dk: vec![0.0; k.len()],
+            dv: vec![0.0; v.len()],
+        };
+        let instructions = Instructions::from(level);
+        pool(threads).install(|| {
+            let (q, k, v) = (q.as_ptr(), k.as_ptr(), v.as_ptr());
+            let mut scratch = vec![f32::NAN; job.forward_scratch_len(threads)];
+            let operands = Forward { q, k, v, out: got.out.as_mut_ptr(), lse: got.lse.as_mut_ptr() };
+            // SAFETY: `Case::of` makes slices that reach beyond the strides.
+            unsafe { forward::run(job, &instructions, operands, scratch.as_mut_ptr()) };
+
+            let mut scratch = vec![f32::NAN; job.backward_scratch_len(threads)];
+            let operands = Backward {
+                q,
+                k,
+                v,
+                out: got.out.as_ptr(),
+                lse: got.lse.as_ptr(),
+                dout: dout.as_ptr(),
+                dq: got.dq.as_mut_ptr(),
+                dk: got.dk.as_mut_ptr(),
+                dv: got.dv.as_mut_ptr(),
+            };
+            // SAFETY: as above.
+            unsafe { backward::run(job, &instructions, operands, scratch.as_mut_ptr()) };
+        });
+        got
+    }
+}
+
+/// All available levels agree with the reference.
+fn check(job: Attention, threads: usize) {
+    let case = Case::of(job);
+    let expected = case.reference();
+    for level in Level::ALL.into_iter().filter(|level| level.is_available()) {
+        let got = case.compute(level, threads);
+        let close = |name: &str, got: &[f32], expected: &[f64]| {
+            // Scores of size up to 4·head_size·scale carry rounding errors of their size into the exponent; the gradients are sums
+            // over hundreds of such probabilities. In a norm, that stays below 2⁻²³ × 40.
+            let norm = expected.iter().filter(|x| x.is_finite()).map(|x| x * x).sum::<f64>().sqrt();
+            let off = |(&got, &expected): (&f32, &f64)| {
+                let is_equal = f64::from(got) == expected;
+                if is_equal { 0.0 } else { (f64::from(got) - expected).powi(2) }
+            };
+            let error = got.iter().zip(expected).map(off).sum::<f64>().sqrt();
+            assert!(error <= 5e-6 * norm + 1e-6, "{level:?} {name} is off by {error:e} of {norm:e}, {job:?}");
+        };
+        close("out", &got.out, &expected.out.elements);
+        close("lse", &got.lse, &expected.lse);
+        close("dq", &got.dq, &expected.dq.elements);
+        close("dk", &got.dk, &expected.dk.elements);
+        close("dv", &got.dv, &expected.dv.elements);
+    }
+}
+
+/// [batch, token, head, element] for all, as linear layers make them.
+fn job(
+    batch: usize,
+    (heads, kv_heads): (usize, usize),
+    (queries, keys): (usize, usize),
+    head_size: usize,
+) -> Attention {
+    let strides = |heads: usize, tokens: usize| HeadStrides {
+        batch: tokens * heads * head_size,
+        head: head_size,
+        token: heads * head_size,
+    };
+    Attention {
+        batch,
+        heads,
+        kv_heads,
+        queries,
+        keys,
+        head_size,
+        scale: 1.0 / (head_size.max(1) as f32).sqrt(),
+        mask: Mask::Causal { offset: keys.saturating_sub(queries) },
+        q: strides(heads, queries),
+        k: strides(kv_heads, keys),
+        v: strides(kv_heads, keys),
+        out: strides(heads, queries),
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn any_shape_agrees_with_the_reference(
+        batch in 0usize..3,
+        (kv_heads, group) in (1usize..3, 1usize..4),
+        (queries, keys) in (0usize..60, 0usize..60),
+        head_size in prop_oneof![1usize..10, Just(32), Just(64), Just(70)],
+        offset in prop_oneof![Just(None), (0usize..40).prop_map(Some)],
+        heads_first in any::<bool>(),
+        threads in 1usize..4,
+    ) {
+        let mut job = job(batch, (kv_heads * group, kv_heads), (queries, keys), head_size);
+        job.mask = offset.map_or(Mask::Full, |offset| Mask::Causal { offset });
+        if heads_first {
+            // [batch, head, token, element], with gaps.
+            let token = head_size + 3;
+            let strides = |heads, tokens| HeadStrides { batch: heads * tokens * token, head: tokens * token, token };
+            job.q = strides(job.heads, queries);
+            job.k = strides(kv_heads, keys);
+        }
+        check(job, threads);
+    }
+}
+
+#[test]
+fn long_sequences_agree_with_the_reference() {
+    let cases = [
+        (job(1, (1, 1), (410, 410), 64), 1),
+        (job(1, (2, 1), (300, 500), 64), 3),
+        (job(2, (2, 2), (130, 130), 256), 2),
+        (job(1, (6, 2), (1, 800), 64), 2),
+        (job(1, (1, 1), (800, 10), 16), 2),
+        (Attention { mask: Mask::Full, ..job(1, (2, 1), (120, 430), 33) }, 2),
+        (Attention { mask: Mask::Causal { offset: 0 }, ..job(1, (2, 1), (40, 430), 64) }, 2),
+    ];
+    for (job, threads) in cases {
+        check(job, threads);
+    }
+}
+
+#[test]
+fn bits_do_not_depend_on_the_number_of_threads() {
+    for job in [job(1, (1, 1), (500, 500), 64), job(2, (6, 3), (120, 400), 32), job(4, (6, 6), (100, 100), 64)] {
+        let case = Case::of(job);
+        let one = case.compute(Level::best(), 1);
+        for threads in 2..=4 {
+            let several = case.compute(Level::best(), threads);
+            let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+            let pairs = [
+                ("out", &one.out, &several.out),
+                ("lse", &one.lse, &several.lse),
+                ("dq", &one.dq, &several.dq),
+                ("dk", &one.dk, &several.dk),
+                ("dv", &one.dv, &several.dv),
+            ];
+            for (name, one, several) in pairs {
+                assert!(bits(one) == bits(several), "{name} has other bits on {threads} threads, {job:?}");
+            }
+        }
+    }
+}
+
+/// A packed [batch, token, (q, k, v), head, element] tensor gives the same bits as separate ones, and its gradient comes back packed.
+#[test]
+fn a_packed_qkv_is_read_and_written_in_place() {
+    let separate = job(2, (3, 3), (50, 50), 16);
+    let width = 3 * 16;
+    let packed = HeadStrides { batch: 50 * 3 * width, head: 16, token: 3 * width };
+    let job = Attention { q: packed, k: packed, v: packed, ..separate };
+    let qkv = random(2 * 50 * 3 * width, 7);
+    let dout = random(2 * 50 * width, 8);
+    let unpack = |x: &[f32], part: usize| -> Vec<f32> {
+        x.chunks(3 * width).flat_map(|token| token[part * width..][..width].to_vec()).collect()
+    };
+    let [q, k, v] = [0, 1, 2].map(|part| unpack(&qkv, part));
+    let expected = Case { job: separate, q, k, v, dout: dout.clone() }.compute(Level::best(), 1);
+
+    let (mut out, mut lse) = (vec![0.0; dout.len()], vec![0.0; 2 * 3 * 50]);
+    let mut dqkv = vec![f32::NAN; qkv.len()];
+    pool(1).install(|| {
+        let mut scratch = vec![f32::NAN; job.forward_scratch_len(1)];
+        job.forward(&qkv, &qkv[width..], &qkv[2 * width..], &mut out, &mut lse, &mut scratch)
+            .expect("the operands fit");
+        let mut scratch = vec![f32::NAN; job.backward_scratch_len(1)];
+        let (from, to) = (qkv.as_ptr(), dqkv.as_mut_ptr());
+        // SAFETY: the three parts of both tensors interleave without overlapping.
+        unsafe {
+            let operands = Backward {
+                q: from,
+                k: from.add(width),
+                v: from.add(2 * width),
+                out: out.as_ptr(),
+                lse: lse.as_ptr(),
+                dout: dout.as_ptr(),
+                dq: to,
+                dk: to.add(width),
+                dv: to.add(2 * width),
+            };
+            job.backward_raw(operands, scratch.as_mut_ptr());
+        }
+    });
+    assert_eq!(out, expected.out);
+    assert_eq!(lse, expected.lse);
+    assert_eq!(unpack(&dqkv, 0), expected.dq);
+    assert_eq!(unpack(&dqkv, 1), expected.dk);
+    assert_eq!(unpack(&dqkv, 2), expected.dv);
+}
+
+/// Judges the judge: its gradients are the slopes of Σ dO ∘ O.
+#[test]
+fn the_reference_gradients_are_finite_differences() {
+    for mask in [Mask::Full, Mask::Causal { offset: 2 }] {
+        let job = Attention { mask, ..job(2, (4, 2), (5, 7), 3) };
+        let case = Case::of(job);
+        let [q, k, v] = [(job.q, &case.q), (job.k, &case.k), (job.v, &case.v)].map(|(s, x)| Tensor::of(s, x));
+        let dout = Tensor::of(job.out, &case.dout);
+        let expected = reference(&job, &q, &k, &v, &dout);
+        let loss = |inputs: &[Tensor; 3]| -> f64 {
+            let out = reference(&job, &inputs[0], &inputs[1], &inputs[2], &dout).out;
+            out.elements.iter().zip(&dout.elements).map(|(out, dout)| out * dout).sum()
+        };
+        let inputs = [q, k, v];
+        for (which, gradient) in [&expected.dq, &expected.dk, &expected.dv].into_iter().enumerate() {
+            for at in 0..inputs[which].elements.len() - 300 {
+                let step = 1e-5;
+                let moved = |by: f64| {
+                    let mut inputs = inputs.clone();
+                    inputs[which].elements[at] += by;
+                    loss(&inputs)
+                };
+                let slope = (moved(step) - moved(-step)) / (2.0 * step);
+                let error = (slope - gradient.elements[at]).abs();
+                // The central difference is off by step² times a third derivative of order 10.
+                assert!(error < 1e-7, "input {which} element {at}: slope {slope}, gradient {}", gradient.elements[at]);
+            }
+        }
+    }
+}
+
+#[test]
+fn unsound_operands_are_refused() {
+    let good = job(1, (2, 1), (3, 4), 5);
+    let run = |job: Attention, q: usize, scratch: usize| {
+        let (q, k, v) = (vec![0.0; q], vec![0.0; 20], vec![0.0; 20]);
+        let (mut out, mut lse, mut scratch) = (vec![0.0; 30], vec![0.0; 6], vec![0.0; scratch]);
+        pool(1).install(|| job.forward(&q, &k, &v, &mut out, &mut lse, &mut scratch))
+    };
+    let enough = good.forward_scratch_len(1);
+    let short = |operand, needed, given| Err(AttentionError::TooShort { operand, needed, given });
+    assert_eq!(run(good, 30, enough), Ok(()));
+    assert_eq!(run(good, 29, enough), short("q", 30, 29));
+    assert_eq!(run(good, 30, enough - 1), short("scratch", enough, enough - 1));
+    assert_eq!(
+        run(Attention { kv_heads: 0, ..good }, 30, enough),
+        Err(AttentionError::Heads { heads: 2, kv_heads: 0 })
+    );
+    let wide = Attention { head_size: 257, ..good };
+    assert_eq!(run(wide, 30, enough), Err(AttentionError::HeadSize { head_size: 257 }));
+    assert_eq!(run(Attention { scale: 0.0, ..good }, 30, enough), Err(AttentionError::Scale { scale: 0.0 }));
+    let strides = HeadStrides { head: 4, ..good.out };
+    assert_eq!(
+        run(Attention { out: strides, ..good }, 30, enough),
+        Err(AttentionError::Overlap { operand: "out", strides })
+    );
+    let strides = HeadStrides { token: usize::MAX, ..good.q };
+    assert_eq!(run(Attention { q: strides, ..good }, 30, enough), Err(AttentionError::TooLarge { operand: "q" }));
+}

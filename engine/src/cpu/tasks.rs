@@ -1,0 +1,20 @@
+//! Spreading a kernel's tasks over the current rayon pool.
+
+use rayon::prelude::*;
+
+/// Runs `task` for every index below `tasks`, on all threads, without allocating.
+///
+/// A task must not wait for others (by `rayon::join`, say): its thread would start another task meanwhile, which would
+/// find the scratch of the same [`slot`] in use.
+pub(super) fn for_each(tasks: usize, task: impl Fn(usize) + Send + Sync) {
+    if tasks <= 1 || rayon::current_num_threads() == 1 {
+        (0..tasks).for_each(task);
+    } else {
+        (0..tasks).into_par_iter().with_max_len(1).for_each(task);
+    }
+}
+
+/// Which part of the per-thread scratch a task may use: below `rayon::current_num_threads()`.
+pub(super) fn slot() -> usize {
+    rayon::current_thread_index().unwrap_or(0)
+}
