@@ -1,6 +1,6 @@
 //! Vectors of `f32` for the kernels that are written once and compiled for each instruction set.
 //!
-//! A kernel is an `#[inline(always)]` function over [`Vector`], wrapped for each [`Level`] in a function that has the
+//! A kernel is an `#[inline(always)]` function over `Vector`, wrapped for each [`Level`] in a function that has the
 //! level's `#[target_feature]`s. The methods are unsafe because calling them without those features is undefined.
 
 #[cfg(target_arch = "x86_64")]
