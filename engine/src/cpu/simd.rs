@@ -42,6 +42,18 @@ impl Level {
     }
 }
 
+/// Asks for the cache line at an address that will be read soon. The address may be anything; reading it must not be.
+#[inline(always)]
+pub(super) fn prefetch(at: *const f32) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: SSE is part of x86-64, and a prefetch of any address has no effect that can be observed.
+    unsafe {
+        _mm_prefetch::<_MM_HINT_T0>(at.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = at;
+}
+
 /// A register of `f32` lanes.
 ///
 /// # Safety

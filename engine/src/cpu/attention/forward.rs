@@ -8,6 +8,7 @@ use super::{Attention, Forward, Head, Instructions, PANEL_ROWS, packed_len};
 use crate::cpu::gemm::Strides;
 use crate::cpu::gemm::kernel::{Layout, Product, ROW_STRIDE};
 use crate::cpu::gemm::pack::Source;
+use crate::cpu::simd::prefetch;
 use crate::cpu::tasks::{for_each, slot};
 
 /// Most queries of a head between two packings of the same keys.
@@ -153,6 +154,11 @@ impl Task<'_> {
         unsafe {
             let q = Head::new(operands.q.cast_mut(), job.q, batch, head);
             let out = Head::new(operands.out, job.out, batch, head);
+            for query in rows.end..(rows.end + rows.len()).min(job.queries) {
+                for line in (0..job.head_size).step_by(16) {
+                    prefetch(q.at(query).add(line));
+                }
+            }
             for (i, query) in rows.clone().enumerate() {
                 let from = from_raw_parts(q.at(query), job.head_size);
                 let to = from_raw_parts_mut(query_panel.add(i * ROW_STRIDE), job.head_size);

@@ -127,15 +127,13 @@ fn score_gradients(gradients: &mut [f32], visible: usize, probabilities: &[f32],
     }
 }
 
-/// Combines the lanes pairwise.
+/// Combines the lanes pairwise: by constant lengths, so that it stays in registers.
 #[inline(always)]
-fn fold(mut lanes: [f32; LANES], combine: impl Fn(f32, f32) -> f32) -> f32 {
-    for half in [8, 4, 2, 1] {
-        for lane in 0..half {
-            lanes[lane] = combine(lanes[lane], lanes[lane + half]);
-        }
-    }
-    lanes[0]
+fn fold(lanes: [f32; LANES], combine: impl Fn(f32, f32) -> f32) -> f32 {
+    let lanes: [f32; 8] = std::array::from_fn(|i| combine(lanes[i], lanes[i + 8]));
+    let lanes: [f32; 4] = std::array::from_fn(|i| combine(lanes[i], lanes[i + 4]));
+    let lanes: [f32; 2] = std::array::from_fn(|i| combine(lanes[i], lanes[i + 2]));
+    combine(lanes[0], lanes[1])
 }
 
 /// Compiles the functions for one level.

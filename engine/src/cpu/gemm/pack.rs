@@ -2,7 +2,7 @@
 
 use super::Strides;
 use super::kernel::{COLUMN_STRIDE, Layout, ROW_STRIDE};
-use crate::cpu::simd::Vector;
+use crate::cpu::simd::{Vector, prefetch};
 
 /// A block of a matrix: where it begins and how to walk it.
 #[derive(Clone, Copy)]
@@ -10,6 +10,10 @@ pub(crate) struct Source {
     pub start: *const f32,
     pub strides: Strides,
 }
+
+/// Rows of B that are asked for ahead of those being copied: rows that are far apart (a head's, in a packed `qkv`) are beyond
+/// what processors guess.
+const AHEAD: usize = 16;
 
 /// Packs `k` × `columns` of B as `k` lines of two vectors, the missing columns as zeros.
 ///
@@ -24,6 +28,8 @@ pub(super) unsafe fn panel<V: Vector>(source: &Source, k: usize, columns: usize,
         if columns == width && column == 1 {
             for i in 0..k {
                 let from = source.start.add(i * row);
+                prefetch(from.wrapping_add(AHEAD * row));
+                prefetch(from.wrapping_add(AHEAD * row + V::LANES));
                 V::load(from).store(to.add(i * width));
                 V::load(from.add(V::LANES)).store(to.add(i * width + V::LANES));
             }
@@ -39,8 +45,11 @@ pub(super) unsafe fn panel<V: Vector>(source: &Source, k: usize, columns: usize,
         // Square blocks are transposed in registers; whatever is left at the edges goes float by float.
         let whole = |length: usize| if row == 1 { length - length % V::LANES } else { 0 };
         let (whole_k, whole_columns) = (whole(k), whole(columns));
-        for i in (0..whole_k).step_by(V::LANES) {
-            for j in (0..whole_columns).step_by(V::LANES) {
+        for j in (0..whole_columns).step_by(V::LANES) {
+            for i in (0..whole_k).step_by(V::LANES) {
+                for line in 0..V::LANES {
+                    prefetch(source.start.wrapping_add(i + (j + V::LANES + line) * column));
+                }
                 V::transpose(source.start.add(i + j * column), column, |line, register| {
                     register.store(to.add((i + line) * width + j));
                 });
