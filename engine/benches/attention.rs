@@ -1,5 +1,5 @@
-//! Attention of a GPT of width 384, forward and backward, beside the products alone at the speed of [`Gemm`] in the same
-//! run. Prints GFLOP/s, hidden scores not counted.
+//! Attention of a GPT of width 384, forward and backward, beside the products alone at the speed of [`Gemm`] in the
+//! same run. Prints GFLOP/s, hidden scores not counted.
 //!
 //! `cargo bench -p gapless-engine --bench attention`
 

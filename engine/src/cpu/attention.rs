@@ -1,8 +1,8 @@
 //! softmax(scale · Q·Kᵀ)·V in `f32` and its gradients, without ever holding a matrix of scores.
 //!
-//! In: queries, keys and values of any strides over (batch, head, token), so that a packed `qkv` is read and its gradient
-//! written in place. Out: the outputs and the log-sum-exp of each row of scores; from these the gradients. Never: a heap
-//! allocation, scratch that grows with keys × queries, or a result that depends on the number of threads.
+//! In: queries, keys and values of any strides over (batch, head, token), so that a packed `qkv` is read and its
+//! gradient written in place. Out: the outputs and the log-sum-exp of each row of scores; from these the gradients.
+//! Never: a heap allocation, scratch that grows with keys × queries, or a result that depends on the number of threads.
 //!
 //! The scheme is FlashAttention-2's (Dao 2023, algorithms 1 and 2): keys go by in blocks with a running maximum and sum
 //! per query; the backward recomputes the probabilities from the log-sum-exp. The small products are those of
@@ -187,8 +187,8 @@ impl Attention {
     /// Without keys they are 0 and −∞.
     ///
     /// # Errors
-    /// An unsound shape, a slice too short for its strides or for [`Attention::forward_scratch_len`] of the current pool, or outputs
-    /// that overlap. Nothing is written then.
+    /// An unsound shape, a slice too short for its strides or for [`Attention::forward_scratch_len`] of the current
+    /// pool, or outputs that overlap. Nothing is written then.
     pub fn forward(
         &self,
         q: &[f32],
@@ -216,9 +216,9 @@ impl Attention {
     /// [`Attention::forward`] on addresses, for operands that lie in one arena.
     ///
     /// # Safety
-    /// The shape is one that [`Attention::forward`] takes; the operands exist as far as its strides reach, `scratch` for
-    /// [`Attention::forward_scratch_len`]`(rayon::current_num_threads())` floats; what is written overlaps nothing else, and nothing
-    /// else writes to any operand during the call.
+    /// The shape is one that [`Attention::forward`] takes; the operands exist as far as its strides reach, `scratch`
+    /// for [`Attention::forward_scratch_len`]`(rayon::current_num_threads())` floats; what is written overlaps nothing
+    /// else, and nothing else writes to any operand during the call.
     pub unsafe fn forward_raw(&self, operands: Forward, scratch: *mut f32) {
         // SAFETY: the caller's promise.
         unsafe { forward::run(self, &Level::best().into(), operands, scratch) }
@@ -229,8 +229,8 @@ impl Attention {
     /// Gradients that are interleaved in one tensor, as that of a packed `qkv`, are for [`Attention::backward_raw`].
     ///
     /// # Errors
-    /// An unsound shape, a slice too short for its strides or for [`Attention::backward_scratch_len`] of the current pool, or gradients
-    /// that overlap. Nothing is written then.
+    /// An unsound shape, a slice too short for its strides or for [`Attention::backward_scratch_len`] of the current
+    /// pool, or gradients that overlap. Nothing is written then.
     #[expect(clippy::too_many_arguments, reason = "the operands of an attention")]
     pub fn backward(
         &self,
@@ -342,7 +342,8 @@ impl Attention {
         at_least(operand, needed, given)
     }
 
-    /// Whether no two elements of a tensor share an address: each stride must step over all that the smaller ones reach.
+    /// Whether no two elements of a tensor share an address: each stride must step over all that the smaller ones
+    /// reach.
     fn check_apart(
         &self,
         operand: &'static str,

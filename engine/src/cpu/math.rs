@@ -12,7 +12,8 @@ const ROUND: f32 = 12_582_912.0;
 
 /// eˣ within 1.1 ulp (2 where the result is subnormal); 0 below −104, infinity above 88.73.
 ///
-/// x = n·ln 2 + r with |r| ≤ ln 2 / 2, eʳ by a polynomial of degree 6 fitted at Chebyshev nodes (relative error 1.0e-8).
+/// x = n·ln 2 + r with |r| ≤ ln 2 / 2, eʳ by a polynomial of degree 6 fitted at Chebyshev nodes (relative error
+/// 1.0e-8).
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
     const LN_2: f32 = std::f32::consts::LN_2;

@@ -68,14 +68,17 @@ pub(super) trait Vector: Copy {
     unsafe fn add(self, other: Self) -> Self;
     /// `self` × `factor` + `term`, rounded once.
     unsafe fn mul_add(self, factor: Self, term: Self) -> Self;
-    /// The transpose of the square block whose rows are `from_row` floats apart, as registers for `to` to take in order.
+    /// Transposes the square block whose rows are `from_row` floats apart: gives `to` each column's index and values.
     unsafe fn transpose(from: *const f32, from_row: usize, to: impl Fn(usize, Self));
 }
 
 /// Implements [`Vector`] by intrinsics that are called as they are.
 #[cfg(target_arch = "x86_64")]
 macro_rules! vector {
-    ($register:ty, $lanes:literal, $splat:ident, $load:ident, $store:ident, $add:ident, $mul_add:ident, $transpose:ident) => {
+    (
+        $register:ty, $lanes:literal, $splat:ident, $load:ident, $store:ident, $add:ident, $mul_add:ident,
+        $transpose:ident
+    ) => {
         impl Vector for $register {
             const LANES: usize = $lanes;
 

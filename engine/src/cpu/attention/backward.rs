@@ -3,9 +3,10 @@
 //! With P the probabilities and D the row sums of dO ∘ O: dV = Pᵀ·dO, dP = dO·Vᵀ, dS = scale · P ∘ (dP − D),
 //! dQ = dS·K, dK = dSᵀ·Q (FlashAttention-2, algorithm 2).
 //!
-//! With many heads, a task computes all three gradients of a key head, and of the query heads that share it. With few, some tasks
-//! compute dK and dV of one block of keys, others dQ of some queries. Either way an element of dQ sums over the blocks of keys in
-//! order, and one of dK or dV over the heads and the tiles of queries in order, so the bits are equal.
+//! With many heads, a task computes all three gradients of a key head, and of the query heads that share it. With few,
+//! some tasks compute dK and dV of one block of keys, others dQ of some queries. Either way an element of dQ sums over
+//! the blocks of keys in order, and one of dK or dV over the heads and the tiles of queries in order, so the bits are
+//! equal.
 
 use std::ops::Range;
 use std::slice::{from_raw_parts, from_raw_parts_mut};
@@ -20,8 +21,8 @@ use crate::cpu::tasks::for_each;
 /// Queries of a tile: two tiles and what is packed for them fit a level-2 cache of 1 MiB.
 const TILE_QUERIES: usize = 96;
 
-/// Floats of scratch per thread: three packings of keys and values, two of queries and output gradients, the tiles P and dS, and
-/// panels of queries and output gradients.
+/// Floats of scratch per thread: three packings of keys and values, two of queries and output gradients, the tiles P
+/// and dS, and panels of queries and output gradients.
 pub(super) fn slot_len(job: &Attention) -> usize {
     3 * packed_len(job, job.key_block())
         + 2 * packed_len(job, TILE_QUERIES)

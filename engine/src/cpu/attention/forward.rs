@@ -46,8 +46,8 @@ impl Slots {
     }
 }
 
-/// Queries of a task: all of a head, unless there are so few heads that threads would be idle. A whole number of panels, so that a
-/// row's panel, and with it its bits, stays the same.
+/// Queries of a task: all of a head, unless there are so few heads that threads would be idle. A whole number of
+/// panels, so that a row's panel, and with it its bits, stays the same.
 pub(super) fn queries_per_task(job: &Attention, panels: usize) -> usize {
     let heads = job.batch * job.kv_heads;
     let wanted = (4 * rayon::current_num_threads()).div_ceil(heads.max(1));

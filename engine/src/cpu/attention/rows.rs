@@ -32,8 +32,8 @@ pub(super) struct Rows {
     pub scale: unsafe fn(x: &mut [f32], factor: f32),
     /// Σ `x`·`y`.
     pub dot: unsafe fn(x: &[f32], y: &[f32]) -> f32,
-    /// Takes a row's next scores, of which the first `visible` count, into its running softmax, and turns them into exponentials
-    /// below the new maximum. Returns the factor for all that was summed below the old one.
+    /// Takes a row's next scores, of which the first `visible` count, into its running softmax, and turns them into
+    /// exponentials below the new maximum. Returns the factor for all that was summed below the old one.
     pub softmax: unsafe fn(scores: &mut [f32], visible: usize, running: &mut Running) -> f32,
     /// Turns scores, of which the first `visible` count, into probabilities, given the row's log-sum-exp.
     pub probabilities: unsafe fn(scores: &mut [f32], visible: usize, scale: f32, lse: f32),

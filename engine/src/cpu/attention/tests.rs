@@ -174,8 +174,8 @@ fn check(job: Attention, threads: usize) {
     for level in Level::ALL.into_iter().filter(|level| level.is_available()) {
         let got = case.compute(level, threads);
         let close = |name: &str, got: &[f32], expected: &[f64]| {
-            // Scores of size up to 4·head_size·scale carry rounding errors of their size into the exponent; the gradients are sums
-            // over hundreds of such probabilities. In a norm, that stays below 2⁻²³ × 40.
+            // Scores of size up to 4·head_size·scale carry rounding errors of their size into the exponent; the
+            // gradients are sums over hundreds of such probabilities. In a norm, that stays below 2⁻²³ × 40.
             let norm = expected.iter().filter(|x| x.is_finite()).map(|x| x * x).sum::<f64>().sqrt();
             let off = |(&got, &expected): (&f32, &f64)| {
                 let is_equal = f64::from(got) == expected;
@@ -284,7 +284,8 @@ fn bits_do_not_depend_on_the_number_of_threads() {
     }
 }
 
-/// A packed [batch, token, (q, k, v), head, element] tensor gives the same bits as separate ones, and its gradient comes back packed.
+/// A packed [batch, token, (q, k, v), head, element] tensor gives the same bits as separate ones, and its gradient
+/// comes back packed.
 #[test]
 fn a_packed_qkv_is_read_and_written_in_place() {
     let separate = job(2, (3, 3), (50, 50), 16);

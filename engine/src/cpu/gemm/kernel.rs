@@ -176,7 +176,8 @@ unsafe fn micro<V: Vector, const ROWS: usize, const A_ROW: usize, const A_K: usi
             finish_narrow(tile, &lines);
             return;
         }
-        // One short loop for each addition: a longer body would not be unrolled, and then the sums would live in memory.
+        // One short loop for each addition: a longer body would not be unrolled, and then the sums would live in
+        // memory.
         if tile.accumulate {
             for row in 0..ROWS {
                 let c = tile.c.add(row * tile.c_row);

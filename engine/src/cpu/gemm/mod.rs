@@ -1,14 +1,14 @@
 //! C = A·B in `f32`, out of the caller's scratch, with a fixed order of summation.
 //!
-//! In: two matrices with any strides, so that all four combinations of transposes are one code. Out: row-major C, with an
-//! optional bias and residual added while a tile is hot. Never: a heap allocation, or a result that depends on the
+//! In: two matrices with any strides, so that all four combinations of transposes are one code. Out: row-major C, with
+//! an optional bias and residual added while a tile is hot. Never: a heap allocation, or a result that depends on the
 //! number of threads.
 //!
 //! # Order of summation
 //! k is cut into segments of [`Gemm::k_segment`], and each segment into blocks of at most [`BLOCK_K`]. Within a block,
 //! an element of C is one accumulator that starts at zero and takes fused multiply-adds in the order of k; the blocks'
-//! sums are added to C in order, then the bias, then the residual. So one call with k = 8·s and `k_segment` = s gives the bits of
-//! eight accumulating calls with k = s, and neither tiles, threads nor the instruction set change a bit.
+//! sums are added to C in order, then the bias, then the residual. So one call with k = 8·s and `k_segment` = s gives
+//! the bits of eight accumulating calls with k = s, and neither tiles, threads nor the instruction set change a bit.
 //!
 //! # How it runs
 //! The scheme is that of Goto and van de Geijn ("Anatomy of High-Performance Matrix Multiplication", 2008): B is packed
@@ -123,7 +123,8 @@ impl RawEpilogue {
 pub enum GemmError {
     /// A slice ends before the matrix that it should hold.
     #[error(
-        "{operand} of a {m}×{n}×{k} product needs {needed} elements, its slice has {given}; give all of the matrix, or correct its strides"
+        "{operand} of a {m}×{n}×{k} product needs {needed} elements, its slice has {given}; \
+         give all of the matrix, or correct its strides"
     )]
     TooShort {
         /// "A", "B", "C", "bias", "residual" or "scratch".
@@ -196,8 +197,8 @@ impl Gemm {
     /// Multiplies on all threads of the current rayon pool.
     ///
     /// # Errors
-    /// A slice too short for its strides or for [`Gemm::scratch_len`] of the current pool, overlapping rows or matrices of C, or an empty
-    /// segment. Nothing is written then.
+    /// A slice too short for its strides or for [`Gemm::scratch_len`] of the current pool, overlapping rows or matrices
+    /// of C, or an empty segment. Nothing is written then.
     pub fn run(
         &self,
         a: &[f32],

@@ -11,8 +11,8 @@ pub(crate) struct Source {
     pub strides: Strides,
 }
 
-/// Rows of B that are asked for ahead of those being copied: rows that are far apart (a head's, in a packed `qkv`) are beyond
-/// what processors guess.
+/// Rows of B that are asked for ahead of those being copied: rows that are far apart (a head's, in a packed `qkv`) are
+/// beyond what processors guess.
 const AHEAD: usize = 16;
 
 /// Packs `k` × `columns` of B as `k` lines of two vectors, the missing columns as zeros.
@@ -67,7 +67,7 @@ pub(super) unsafe fn panel<V: Vector>(source: &Source, k: usize, columns: usize,
 /// Packs `rows` × `k` of A in `layout`, which is [`Layout::Rows`] or [`Layout::Columns`].
 ///
 /// # Safety
-/// `source` has that many rows and columns; `to` has room for [`a_len`] floats; `k` and `rows` fit the layout's stride.
+/// `source` has that many rows and columns; `to` has room for a block of the layout; `k` and `rows` fit its stride.
 pub(super) unsafe fn rows(source: &Source, rows: usize, k: usize, layout: Layout, to: *mut f32) {
     let Strides { row, column } = source.strides;
     // SAFETY: rows below `rows` and columns below `k` of both sides.
