@@ -69,7 +69,7 @@ pub(super) trait Vector: Copy {
     /// `self` × `factor` + `term`, rounded once.
     unsafe fn mul_add(self, factor: Self, term: Self) -> Self;
     /// Transposes the square block whose rows are `from_row` floats apart: gives `to` each column's index and values.
-    unsafe fn transpose(from: *const f32, from_row: usize, to: impl Fn(usize, Self));
+    unsafe fn transpose(from: *const f32, from_row: usize, to: impl FnMut(usize, Self));
 }
 
 /// Implements [`Vector`] by intrinsics that are called as they are.
@@ -108,7 +108,7 @@ macro_rules! vector {
                 unsafe { $mul_add(self, factor, term) }
             }
             #[inline(always)]
-            unsafe fn transpose(from: *const f32, from_row: usize, to: impl Fn(usize, Self)) {
+            unsafe fn transpose(from: *const f32, from_row: usize, to: impl FnMut(usize, Self)) {
                 // SAFETY: the caller has the level's features and gives `LANES` rows of `LANES` floats.
                 unsafe { $transpose(from, from_row, to) }
             }
@@ -150,7 +150,7 @@ impl Vector for Lanes {
         std::array::from_fn(|i| self[i].mul_add(factor[i], term[i]))
     }
     #[inline(always)]
-    unsafe fn transpose(from: *const f32, from_row: usize, to: impl Fn(usize, Self)) {
+    unsafe fn transpose(from: *const f32, from_row: usize, mut to: impl FnMut(usize, Self)) {
         for column in 0..Self::LANES {
             // SAFETY: the caller gives eight rows of eight floats.
             to(column, std::array::from_fn(|row| unsafe { *from.add(row * from_row + column) }));
@@ -161,7 +161,7 @@ impl Vector for Lanes {
 /// [`Vector::transpose`] of 8 × 8: interleaves neighbours, then pairs, then halves.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
-unsafe fn transpose_8(from: *const f32, from_row: usize, to: impl Fn(usize, __m256)) {
+unsafe fn transpose_8(from: *const f32, from_row: usize, mut to: impl FnMut(usize, __m256)) {
     // SAFETY: the caller has AVX and gives eight rows of eight floats.
     unsafe {
         let mut rows = [_mm256_setzero_ps(); 8];
@@ -193,7 +193,7 @@ unsafe fn transpose_8(from: *const f32, from_row: usize, to: impl Fn(usize, __m2
 /// [`Vector::transpose`] of 16 × 16: as the one of 8 × 8, with one more round over quarters.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
-unsafe fn transpose_16(from: *const f32, from_row: usize, to: impl Fn(usize, __m512)) {
+unsafe fn transpose_16(from: *const f32, from_row: usize, mut to: impl FnMut(usize, __m512)) {
     // SAFETY: the caller has AVX-512F and gives sixteen rows of sixteen floats.
     unsafe {
         let mut rows = [_mm512_setzero_ps(); 16];

@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use super::kernel::{COLUMN_STRIDE, Kernels, ROW_STRIDE, Tile};
+use super::kernel::{COLUMN_STRIDE, Kernels, Layout, ROW_STRIDE, Tile};
 use super::pack::{self, Source};
 use super::{Gemm, Mode, RawEpilogue};
 use crate::cpu::tasks::{for_each, slot};
@@ -68,6 +68,37 @@ struct Operands {
 unsafe impl Send for Operands {}
 // SAFETY: as above.
 unsafe impl Sync for Operands {}
+
+impl Operands {
+    /// What a k block does to C from an element on; A, B and the columns are still to be named.
+    ///
+    /// # Safety
+    /// The element exists.
+    unsafe fn tile(&self, job: &Gemm, row: usize, column: usize, block: &Range<usize>) -> Tile {
+        let at = row * job.c_row + column;
+        let RawEpilogue { mut bias, mut residual } = if block.end == job.k { self.epilogue } else { RawEpilogue::NONE };
+        // SAFETY: the caller's promise; bias and residual reach as far as C does.
+        unsafe {
+            if !bias.is_null() {
+                bias = bias.add(column);
+            }
+            if !residual.is_null() {
+                residual = residual.add(at);
+            }
+            Tile {
+                a: std::ptr::null(),
+                b: std::ptr::null(),
+                k: block.len(),
+                c: self.c.add(at),
+                c_row: job.c_row,
+                columns: 0,
+                accumulate: self.accumulate || block.start > 0,
+                bias,
+                residual,
+            }
+        }
+    }
+}
 
 /// # Safety
 /// As [`Gemm::run_raw`].
@@ -199,6 +230,10 @@ unsafe fn run_privately(job: &Gemm, kernels: &Kernels, operands: Operands) {
             let packed_a = operands.scratch.add(slot * slot_len);
             let packed_b = packed_a.add(A_LEN);
             for block in blocks(job, 0..job.k) {
+                if job.m == 1 && job.b.row == 1 {
+                    multiply_row(job, kernels, operands, columns.clone(), block, packed_a);
+                    continue;
+                }
                 for start in columns.clone().step_by(width) {
                     let from = offset(operands.b, block.start, start, job.b.row, job.b.column);
                     let to = packed_b.add((start - columns.start) * block.len());
@@ -235,9 +270,6 @@ unsafe fn multiply(
     let width = kernels.columns;
     let k = block.len();
     let layout = pack::layout_of(job.a);
-    let Operands { epilogue, .. } = operands;
-    let accumulate = operands.accumulate || block.start > 0;
-    let is_last = block.end == job.k;
 
     // SAFETY: every address below is that of an element of the tile or of the packed blocks.
     unsafe {
@@ -250,29 +282,44 @@ unsafe fn multiply(
                 for row in (0..height).step_by(kernels.rows()) {
                     let height = kernels.rows().min(height - row);
                     for column in (first_column..end_column).step_by(width) {
-                        let at = (first_row + row) * job.c_row + column;
-                        let (mut bias, mut residual) = (std::ptr::null(), std::ptr::null());
-                        if is_last && !epilogue.bias.is_null() {
-                            bias = epilogue.bias.add(column);
-                        }
-                        if is_last && !epilogue.residual.is_null() {
-                            residual = epilogue.residual.add(at);
-                        }
                         let tile = Tile {
                             a: packed_a.add(row * layout.row()),
                             b: packed_b.add((column - columns.start) * k),
-                            k,
-                            c: operands.c.add(at),
-                            c_row: job.c_row,
                             columns: width.min(end_column - column),
-                            accumulate,
-                            bias,
-                            residual,
+                            ..operands.tile(job, first_row + row, column, &block)
                         };
                         kernels.panel(layout, height, tile);
                     }
                 }
             }
+        }
+    }
+}
+
+/// Adds one k block to some columns of a single row, B's k being neighbours.
+///
+/// # Safety
+/// The columns are the caller's alone, `packed_a` has [`A_LEN`] floats.
+unsafe fn multiply_row(
+    job: &Gemm,
+    kernels: &Kernels,
+    operands: Operands,
+    columns: Range<usize>,
+    block: Range<usize>,
+    packed_a: *mut f32,
+) {
+    // SAFETY: every address below is that of an element of the row or of B's columns.
+    unsafe {
+        let from = offset(operands.a, 0, block.start, job.a.row, job.a.column);
+        pack::rows(&Source { start: from, strides: job.a }, 1, block.len(), Layout::Rows, packed_a);
+        for column in columns.clone().step_by(kernels.columns) {
+            let tile = Tile {
+                a: packed_a,
+                b: offset(operands.b, block.start, column, job.b.row, job.b.column),
+                columns: kernels.columns.min(columns.end - column),
+                ..operands.tile(job, 0, column, &block)
+            };
+            (kernels.row)(&tile, job.b.column);
         }
     }
 }

@@ -64,6 +64,8 @@ pub(crate) struct Kernels {
     micro: [&'static [Micro]; 3],
     /// See [`pack::panel`].
     pub pack_panel: unsafe fn(&pack::Source, usize, usize, *mut f32),
+    /// One row by a panel of B as it lies in memory: k are neighbours, the second argument is the distance of columns.
+    pub row: unsafe fn(&Tile, usize),
 }
 
 impl Kernels {
@@ -230,6 +232,38 @@ unsafe fn finish_narrow(tile: &Tile, lines: &[[f32; 32]]) {
     }
 }
 
+/// One row of C by B as it lies in memory: a decoded token reads each weight once, so packing it first would take longer.
+#[inline(always)]
+unsafe fn row<V: Vector>(tile: &Tile, b_column: usize) {
+    let mut line = [0.0; 32];
+    let mut done = 0;
+    // SAFETY: the tile's promise, its B having `k` rows and `columns` columns.
+    unsafe {
+        if tile.columns == 2 * V::LANES {
+            done = tile.k - tile.k % V::LANES;
+            let mut sums = [V::splat(0.0); 2];
+            for half in 0..2 {
+                let from = tile.b.add(half * V::LANES * b_column);
+                for k in (0..done).step_by(V::LANES) {
+                    let mut block = [V::splat(0.0); 16];
+                    V::transpose(from.add(k), b_column, |i, register| block[i] = register);
+                    for i in 0..V::LANES {
+                        sums[half] = V::splat(*tile.a.add(k + i)).mul_add(block[i], sums[half]);
+                    }
+                }
+            }
+            sums[0].store(line.as_mut_ptr());
+            sums[1].store(line.as_mut_ptr().add(V::LANES));
+        }
+        for (column, sum) in line[..tile.columns].iter_mut().enumerate() {
+            for k in done..tile.k {
+                *sum = (*tile.a.add(k)).mul_add(*tile.b.add(column * b_column + k), *sum);
+            }
+        }
+        finish_narrow(tile, &[line]);
+    }
+}
+
 /// Compiles the kernels for one level, with micro-kernels of the given numbers of rows.
 macro_rules! level {
     ($module:ident, $vector:ty, [$($rows:literal)*] $(, $feature:literal)?) => {
@@ -248,6 +282,12 @@ macro_rules! level {
                 unsafe { pack::panel::<$vector>(source, k, columns, to) }
             }
 
+            $(#[target_feature(enable = $feature)])?
+            unsafe fn row(tile: &Tile, b_column: usize) {
+                // SAFETY: the caller's promise.
+                unsafe { super::row::<$vector>(tile, b_column) }
+            }
+
             pub(super) static KERNELS: Kernels = Kernels {
                 columns: 2 * <$vector>::LANES,
                 micro: [
@@ -256,6 +296,7 @@ macro_rules! level {
                     &[$(micro::<$rows, 1, ROW_STRIDE>),*],
                 ],
                 pack_panel,
+                row,
             };
         }
     };

@@ -191,7 +191,7 @@ proptest! {
 #[test]
 fn long_k_and_several_chunks_agree_with_the_reference() {
     for (m, n, k, k_segment) in
-        [(70, 33, 900, 256), (13, 40, 1300, usize::MAX), (65, 2050, 600, 500), (2, 300, 769, 384)]
+        [(70, 33, 900, 256), (13, 40, 1300, usize::MAX), (65, 2050, 600, 500), (2, 300, 769, 384), (1, 300, 769, 384)]
     {
         let job = Gemm::new(m, n, k, Strides::row_major(k), Strides::transposed(k)).with_segment(k_segment);
         check(&job, 2, Extras { bias: true, residual: true, ..PLAIN });
