@@ -232,7 +232,8 @@ unsafe fn finish_narrow(tile: &Tile, lines: &[[f32; 32]]) {
     }
 }
 
-/// One row of C by B as it lies in memory: a decoded token reads each weight once, so packing it first would take longer.
+/// One row of C by B as it lies in memory: a decoded token reads each weight once, so that packing it first would take
+/// longer than using it.
 #[inline(always)]
 unsafe fn row<V: Vector>(tile: &Tile, b_column: usize) {
     let mut line = [0.0; 32];
@@ -242,13 +243,13 @@ unsafe fn row<V: Vector>(tile: &Tile, b_column: usize) {
         if tile.columns == 2 * V::LANES {
             done = tile.k - tile.k % V::LANES;
             let mut sums = [V::splat(0.0); 2];
-            for half in 0..2 {
+            for (half, sum) in sums.iter_mut().enumerate() {
                 let from = tile.b.add(half * V::LANES * b_column);
                 for k in (0..done).step_by(V::LANES) {
                     let mut block = [V::splat(0.0); 16];
                     V::transpose(from.add(k), b_column, |i, register| block[i] = register);
-                    for i in 0..V::LANES {
-                        sums[half] = V::splat(*tile.a.add(k + i)).mul_add(block[i], sums[half]);
+                    for (i, &register) in block[..V::LANES].iter().enumerate() {
+                        *sum = V::splat(*tile.a.add(k + i)).mul_add(register, *sum);
                     }
                 }
             }
