@@ -1,0 +1,330 @@
+//! The training step as data: single-assignment values of known shape, made by nodes in order.
+//!
+//! In: calls of the builder ([`Tensor`](crate::Tensor)), and of autodiff. Out: a [`Graph`] whose nodes stand in an order
+//! in which they can run. Never: a buffer, an address, or a number.
+//!
+//! View operations (`reshape`, `transpose`, `narrow`, `broadcast_as`) make no data: their value shares the storage of
+//! another one, its *root*, under a layout. A node whose operation cannot read strides gets a `contiguous` copy put in
+//! front of it, so that everything after the graph can rely on what an operation declared.
+
+mod tensor;
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+pub use tensor::Tensor;
+
+use candle_core::{DType, Layout, Shape};
+
+use crate::error::{Error, Result};
+use crate::nn::Init;
+use crate::op::Op;
+use crate::ops::Contiguous;
+
+/// Shape and element type of a value.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Spec {
+    /// Extent of every dimension.
+    pub shape: Shape,
+    /// Element type.
+    pub dtype: DType,
+}
+
+impl Spec {
+    /// An f32 tensor.
+    pub fn f32(shape: impl Into<Shape>) -> Self {
+        Self { shape: shape.into(), dtype: DType::F32 }
+    }
+
+    /// Extents.
+    pub fn dims(&self) -> &[usize] {
+        self.shape.dims()
+    }
+
+    /// Number of elements.
+    pub fn elements(&self) -> usize {
+        self.shape.elem_count()
+    }
+
+    /// Size in bytes when stored without gaps.
+    pub fn bytes(&self) -> u64 {
+        (self.elements() * self.dtype.size_in_bytes()) as u64
+    }
+}
+
+/// Index of a value in its graph.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ValueId(u32);
+
+/// Index of a node in its graph.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct NodeId(u32);
+
+impl ValueId {
+    /// The id as a table index.
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+impl NodeId {
+    /// The id as a table index.
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// Where a value comes from.
+#[derive(Debug, Clone)]
+pub enum Source {
+    /// Output `output` of a node.
+    Node {
+        /// The node.
+        node: NodeId,
+        /// Which of its outputs.
+        output: usize,
+    },
+    /// A tensor that outlives the step: a parameter, or a state of the optimizer.
+    Persistent {
+        /// Full name.
+        name: String,
+        /// How it is filled before the first step.
+        init: Init,
+    },
+    /// Written by the host before each micro-batch.
+    Input {
+        /// Name by which the host writes it.
+        name: String,
+    },
+    /// The same number everywhere.
+    Constant(f64),
+}
+
+/// A tensor that does not exist yet.
+#[derive(Debug, Clone)]
+pub struct Value {
+    /// Shape and element type.
+    pub spec: Spec,
+    /// Where it comes from.
+    pub source: Source,
+    /// The value that owns the bytes; itself unless this is a view.
+    pub root: ValueId,
+    /// Where in the root's bytes the elements lie.
+    pub layout: Layout,
+}
+
+/// Which part of the step a node belongs to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Phase {
+    /// The forward pass, once per micro-batch.
+    Forward,
+    /// Gradients that earlier layers wait for (I), once per micro-batch.
+    BackwardInput,
+    /// Gradients of weights, which nobody waits for before the update (W), once per micro-batch.
+    BackwardWeight,
+    /// Once per step, after the last micro-batch.
+    Update,
+}
+
+/// One operation applied to values.
+#[derive(Debug, Clone)]
+pub struct Node {
+    /// What is computed.
+    pub op: Arc<dyn Op>,
+    /// From what.
+    pub inputs: Vec<ValueId>,
+    /// Into what.
+    pub outputs: Vec<ValueId>,
+    /// The layer it stands in, e.g. `h.3.attn`; empty outside of layers.
+    pub layer: Arc<str>,
+    /// Which part of the step.
+    pub phase: Phase,
+}
+
+/// Values and the nodes that make them, in an order in which they can run.
+#[derive(Debug, Default)]
+pub struct Graph {
+    values: Vec<Value>,
+    nodes: Vec<Node>,
+    names: HashMap<String, ValueId>,
+    /// The stored element of each number, by its bits.
+    constants: HashMap<u64, ValueId>,
+    layers: Vec<Arc<str>>,
+    phase: Option<Phase>,
+}
+
+impl Graph {
+    /// One value.
+    pub fn value(&self, id: ValueId) -> &Value {
+        &self.values[id.index()]
+    }
+
+    /// One node.
+    pub fn node(&self, id: NodeId) -> &Node {
+        &self.nodes[id.index()]
+    }
+
+    /// All nodes, in order.
+    pub fn nodes(&self) -> &[Node] {
+        &self.nodes
+    }
+
+    /// All values, in order.
+    pub fn values(&self) -> &[Value] {
+        &self.values
+    }
+
+    /// All ids of nodes, in order.
+    pub fn node_ids(&self) -> impl DoubleEndedIterator<Item = NodeId> + use<> {
+        (0..self.nodes.len() as u32).map(NodeId)
+    }
+
+    /// All ids of values, in order.
+    pub fn value_ids(&self) -> impl DoubleEndedIterator<Item = ValueId> + use<> {
+        (0..self.values.len() as u32).map(ValueId)
+    }
+
+    /// Whether the value is a view of another one.
+    pub fn is_view(&self, id: ValueId) -> bool {
+        self.value(id).root != id
+    }
+
+    /// The values that outlive the step, with their names, in the order in which they were declared.
+    pub fn persistent(&self) -> impl Iterator<Item = (ValueId, &str)> {
+        self.value_ids().filter_map(|id| match &self.value(id).source {
+            Source::Persistent { name, .. } => Some((id, name.as_str())),
+            _ => None,
+        })
+    }
+
+    /// Declares a tensor that outlives the step, or finds it if it is there already.
+    ///
+    /// # Errors
+    /// [`Error::ParameterShape`] when it was declared with another shape.
+    pub fn add_persistent(&mut self, name: &str, shape: Shape, init: Init) -> Result<ValueId> {
+        if let Some(&id) = self.names.get(name) {
+            let made = &self.value(id).spec;
+            if made.shape != shape {
+                let (asked, made) = (shape, made.shape.clone());
+                return Err(Error::ParameterShape { name: name.into(), asked, made });
+            }
+            return Ok(id);
+        }
+        let id = self.push_value(Spec::f32(shape), Source::Persistent { name: name.into(), init });
+        self.names.insert(name.into(), id);
+        Ok(id)
+    }
+
+    /// Declares a tensor that the host writes, or finds it if it is there already.
+    ///
+    /// # Errors
+    /// [`Error::InputClash`] when it was declared with another shape or type.
+    pub fn add_input(&mut self, name: &str, spec: Spec) -> Result<ValueId> {
+        if let Some(&id) = self.names.get(name) {
+            let same = self.value(id).spec == spec && matches!(self.value(id).source, Source::Input { .. });
+            return if same { Ok(id) } else { Err(Error::InputClash { name: name.into() }) };
+        }
+        let id = self.push_value(spec, Source::Input { name: name.into() });
+        self.names.insert(name.into(), id);
+        Ok(id)
+    }
+
+    /// A tensor of one number, stored as one element that every shape repeats.
+    pub fn add_constant(&mut self, number: f64, shape: Shape) -> ValueId {
+        let stored = match self.constants.get(&number.to_bits()) {
+            Some(&id) => id,
+            None => self.push_value(Spec::f32(()), Source::Constant(number)),
+        };
+        self.constants.insert(number.to_bits(), stored);
+        if shape.rank() == 0 {
+            return stored;
+        }
+        let layout = Layout::new(shape.clone(), vec![0; shape.rank()], 0);
+        self.push_view(stored, Spec::f32(shape), layout)
+    }
+
+    /// Applies `op`, with a copy in front of inputs whose strides it cannot read. Returns one value per output.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] with the operation's own words, the layer and the shapes.
+    pub fn apply(&mut self, op: Arc<dyn Op>, inputs: &[ValueId]) -> Result<Vec<ValueId>> {
+        let specs: Vec<Spec> = inputs.iter().map(|&id| self.value(id).spec.clone()).collect();
+        let out_specs = op.infer(&specs).map_err(|what| Error::Shape {
+            op: op.name().into(),
+            layer: self.layer().to_string(),
+            what,
+            shapes: specs.iter().map(|s| s.shape.clone()).collect(),
+        })?;
+        if let Some(layout) = op.view(&self.value(inputs[0]).layout) {
+            let [spec] = <[Spec; 1]>::try_from(out_specs).expect("a view has one output");
+            let root = self.value(inputs[0]).root;
+            let id = self.push_view(root, spec, layout);
+            self.push_node(op, inputs.to_vec(), vec![id]);
+            return Ok(vec![id]);
+        }
+        let mut inputs = inputs.to_vec();
+        for (index, id) in inputs.iter_mut().enumerate() {
+            if !op.reads_strides(index) && !self.value(*id).layout.is_contiguous() {
+                *id = self.apply(Arc::new(Contiguous), &[*id])?[0];
+            }
+        }
+        let outputs: Vec<ValueId> = out_specs
+            .into_iter()
+            .enumerate()
+            .map(|(output, spec)| {
+                let node = NodeId(self.nodes.len() as u32);
+                self.push_value(spec, Source::Node { node, output })
+            })
+            .collect();
+        self.push_node(op, inputs, outputs.clone());
+        Ok(outputs)
+    }
+
+    /// The layer that nodes are put in from now on.
+    pub fn layer(&self) -> Arc<str> {
+        self.layers.last().cloned().unwrap_or_else(|| Arc::from(""))
+    }
+
+    pub(crate) fn enter_layer(&mut self, name: Arc<str>) {
+        self.layers.push(name);
+    }
+
+    pub(crate) fn leave_layer(&mut self) {
+        self.layers.pop();
+    }
+
+    /// The phase that nodes are put in from now on; forward until told otherwise.
+    pub(crate) fn set_phase(&mut self, phase: Phase) {
+        self.phase = Some(phase);
+    }
+
+    /// Moves a node into another phase.
+    pub(crate) fn reassign_phase(&mut self, id: NodeId, phase: Phase) {
+        self.nodes[id.index()].phase = phase;
+    }
+
+    fn push_node(&mut self, op: Arc<dyn Op>, inputs: Vec<ValueId>, outputs: Vec<ValueId>) {
+        if let [output] = outputs[..]
+            && self.is_view(output)
+        {
+            let node = NodeId(self.nodes.len() as u32);
+            self.values[output.index()].source = Source::Node { node, output: 0 };
+        }
+        let (layer, phase) = (self.layer(), self.phase.unwrap_or(Phase::Forward));
+        self.nodes.push(Node { op, inputs, outputs, layer, phase });
+    }
+
+    fn push_value(&mut self, spec: Spec, source: Source) -> ValueId {
+        let id = ValueId(self.values.len() as u32);
+        let layout = Layout::contiguous(spec.shape.clone());
+        self.values.push(Value { spec, source, root: id, layout });
+        id
+    }
+
+    fn push_view(&mut self, root: ValueId, spec: Spec, layout: Layout) -> ValueId {
+        let id = ValueId(self.values.len() as u32);
+        let source = self.value(root).source.clone();
+        self.values.push(Value { spec, source, root, layout });
+        id
+    }
+}

@@ -1,0 +1,43 @@
+//! What parameters hold before the first step.
+
+use crate::random::Numbers;
+
+/// How a persistent tensor is filled.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Init {
+    /// One number everywhere.
+    Const(f64),
+    /// Normal with this mean and standard deviation.
+    Randn {
+        /// Mean.
+        mean: f64,
+        /// Standard deviation.
+        stdev: f64,
+    },
+    /// Uniform between two numbers.
+    Uniform {
+        /// Lower end.
+        lo: f64,
+        /// Upper end.
+        up: f64,
+    },
+}
+
+impl Init {
+    /// Fills a tensor: a pure function of the run's seed and the tensor's name.
+    pub(crate) fn fill(self, seed: u64, name: &str, out: &mut [f32]) {
+        let hash = blake3::hash(name.as_bytes());
+        let key = u64::from_le_bytes(hash.as_bytes()[..8].try_into().expect("8 of 32 bytes"));
+        let numbers = Numbers::from_seed(seed ^ key);
+        match self {
+            Self::Const(value) => out.fill(value as f32),
+            Self::Randn { mean, stdev } => {
+                out.iter_mut().enumerate().for_each(|(i, x)| *x = (mean + stdev * numbers.normal(i)) as f32);
+            }
+            Self::Uniform { lo, up } => {
+                let uniform = |i| lo + (up - lo) * f64::from(numbers.uniform(i));
+                out.iter_mut().enumerate().for_each(|(i, x)| *x = uniform(i) as f32);
+            }
+        }
+    }
+}

@@ -1,0 +1,56 @@
+//! Names for parameters.
+
+use std::sync::{Arc, Mutex};
+
+use candle_core::Shape;
+
+use super::Init;
+use crate::error::Result;
+use crate::graph::{Graph, Tensor};
+
+/// Declares parameters under a path, as candle's does: `vb.pp("h").pp(3).get((4, 4), "weight")` is `h.3.weight`.
+#[derive(Debug, Clone)]
+pub struct VarBuilder {
+    graph: Arc<Mutex<Graph>>,
+    path: String,
+}
+
+impl VarBuilder {
+    pub(crate) fn new(graph: &Arc<Mutex<Graph>>) -> Self {
+        Self { graph: graph.clone(), path: String::new() }
+    }
+
+    /// The builder one level down.
+    #[must_use]
+    pub fn pp(&self, name: impl ToString) -> Self {
+        Self { graph: self.graph.clone(), path: self.full(&name.to_string()) }
+    }
+
+    /// The path so far, e.g. `h.3`: what [`Tensor::enter`] takes.
+    pub fn prefix(&self) -> &str {
+        &self.path
+    }
+
+    /// A parameter, normal with standard deviation 0.02. The same name gives the same parameter.
+    ///
+    /// # Errors
+    /// When the name was used with another shape.
+    pub fn get(&self, shape: impl Into<Shape>, name: &str) -> Result<Tensor> {
+        self.get_with_hints(shape, name, Init::Randn { mean: 0.0, stdev: 0.02 })
+    }
+
+    /// A parameter with its own initial values.
+    ///
+    /// # Errors
+    /// When the name was used with another shape.
+    pub fn get_with_hints(&self, shape: impl Into<Shape>, name: &str, init: Init) -> Result<Tensor> {
+        let mut graph = self.graph.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let id = graph.add_persistent(&self.full(name), shape.into(), init)?;
+        drop(graph);
+        Ok(Tensor::new(&self.graph, id))
+    }
+
+    fn full(&self, name: &str) -> String {
+        if self.path.is_empty() { name.into() } else { format!("{}.{name}", self.path) }
+    }
+}

@@ -1,0 +1,124 @@
+//! What an operation has to say of itself: one trait, implemented by the built-in operations and by users' own.
+//!
+//! An operation is one value (its attributes) with a shape rule, a gradient written as more graph, a cost, a CPU kernel,
+//! and a reference in f64 that is simple enough to be believed. The reference judges the kernel, and finite differences
+//! of it judge the gradient ([`crate::gradient_check`]).
+
+use std::any::Any;
+use std::fmt;
+
+use candle_core::Layout;
+
+use crate::cpu::Args;
+use crate::error::{Error, Result};
+use crate::graph::{Spec, Tensor};
+use crate::reference::{Array, Reference};
+
+/// One kind of computation.
+pub trait Op: Any + fmt::Debug + Send + Sync {
+    /// The name that reports, errors and recompute policies use.
+    fn name(&self) -> &'static str;
+
+    /// Shape rule: the outputs for these inputs.
+    ///
+    /// # Errors
+    /// What is wrong with the inputs, in words; the builder adds operation, layer and shapes.
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String>;
+
+    /// For operations that move no data: the output's place in the storage of input 0.
+    fn view(&self, _input: &Layout) -> Option<Layout> {
+        None
+    }
+
+    /// Whether the kernel reads input `index` through strides; if not, the builder puts a copy in front.
+    fn reads_strides(&self, _index: usize) -> bool {
+        false
+    }
+
+    /// Records the gradients of the inputs.
+    ///
+    /// # Errors
+    /// [`Error::NoGradient`] when there is none, or what building the graph returns.
+    fn gradient(&self, g: &mut Gradient) -> Result<()> {
+        match (0..g.inputs()).find(|&input| g.needs(input)) {
+            Some(input) => Err(Error::NoGradient { op: self.name().into(), input }),
+            None => Ok(()),
+        }
+    }
+
+    /// Arithmetic, for schedules and reports.
+    fn flops(&self, _inputs: &[Spec], outputs: &[Spec]) -> u64 {
+        outputs.iter().map(|s| s.elements() as u64).sum()
+    }
+
+    /// Pairs (input, output): the kernel may be given the same bytes for both.
+    fn may_overwrite(&self) -> &[(usize, usize)] {
+        &[]
+    }
+
+    /// Pairs (input, output): the output *is* the input, changed (optimizer states).
+    fn must_overwrite(&self) -> &[(usize, usize)] {
+        &[]
+    }
+
+    /// Whether the kernel can add to output `index` instead of setting it, when [`Args::accumulate`] says so. The sum
+    /// over micro-batches must then have the same bits as one call over all of them.
+    fn accumulates(&self, _index: usize) -> bool {
+        false
+    }
+
+    /// Scratch bytes of one call with `threads` threads.
+    fn workspace_bytes(&self, _inputs: &[Spec], _outputs: &[Spec], _threads: usize) -> u64 {
+        0
+    }
+
+    /// The CPU kernel. Not called for views.
+    fn run(&self, args: &mut Args<'_>);
+
+    /// The same in f64, as simply as it can be said: one array per output.
+    fn reference(&self, args: &Reference<'_>) -> Vec<Array>;
+}
+
+/// Where an operation's gradient is written.
+#[derive(Debug)]
+pub struct Gradient {
+    pub(crate) inputs: Vec<Tensor>,
+    pub(crate) outputs: Vec<Tensor>,
+    pub(crate) grads: Vec<Option<Tensor>>,
+    pub(crate) needs: Vec<bool>,
+    pub(crate) sent: Vec<(usize, Tensor)>,
+}
+
+impl Gradient {
+    /// Number of inputs.
+    pub fn inputs(&self) -> usize {
+        self.inputs.len()
+    }
+
+    /// An input of the forward operation.
+    pub fn input(&self, index: usize) -> Tensor {
+        self.inputs[index].clone()
+    }
+
+    /// An output of the forward operation.
+    pub fn output(&self, index: usize) -> Tensor {
+        self.outputs[index].clone()
+    }
+
+    /// The gradient of the loss with respect to an output; zeros if the loss does not depend on it.
+    pub fn grad(&self, index: usize) -> Tensor {
+        let output = &self.outputs[index];
+        self.grads[index].clone().unwrap_or_else(|| output.constant(0.0, output.shape().clone()))
+    }
+
+    /// Whether the gradient with respect to an input is wanted. Send none that is not.
+    pub fn needs(&self, index: usize) -> bool {
+        self.needs[index]
+    }
+
+    /// Adds to the gradient with respect to an input.
+    pub fn send(&mut self, index: usize, gradient: Tensor) {
+        debug_assert_eq!(gradient.dims(), self.inputs[index].dims(), "gradient has the shape of its input");
+        self.sent.push((index, gradient));
+    }
+}
