@@ -38,6 +38,9 @@ fn job(batch: usize, heads: usize, tokens: usize, head_size: usize) -> Attention
         k: packed,
         v: packed,
         out: HeadStrides { batch: tokens * width, head: head_size, token: width },
+        d_q: packed,
+        d_k: packed,
+        d_v: packed,
     }
 }
 

@@ -45,7 +45,7 @@ pub enum Mask {
     },
 }
 
-/// The shape of an attention. A gradient is laid out as its value.
+/// The shape of an attention.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Attention {
     /// Number of sequences.
@@ -70,8 +70,14 @@ pub struct Attention {
     pub k: HeadStrides,
     /// How the values lie in memory.
     pub v: HeadStrides,
-    /// How the outputs lie in memory.
+    /// How the outputs and their gradient lie in memory.
     pub out: HeadStrides,
+    /// How the gradient of the queries lies in memory.
+    pub d_q: HeadStrides,
+    /// How the gradient of the keys lies in memory.
+    pub d_k: HeadStrides,
+    /// How the gradient of the values lies in memory.
+    pub d_v: HeadStrides,
 }
 
 /// Why an attention cannot run.
@@ -244,21 +250,20 @@ impl Attention {
         scratch: &mut [f32],
     ) -> Result<(), AttentionError> {
         self.check_shape()?;
-        for (operand, len) in [("q", q.len()), ("dq", dq.len())] {
-            self.check(operand, len, self.q, self.heads, self.queries)?;
+        for (operand, len, strides) in [("q", q.len(), self.q), ("dq", dq.len(), self.d_q)] {
+            self.check(operand, len, strides, self.heads, self.queries)?;
         }
-        for (operand, len) in [("k", k.len()), ("dk", dk.len())] {
-            self.check(operand, len, self.k, self.kv_heads, self.keys)?;
-        }
-        for (operand, len) in [("v", v.len()), ("dv", dv.len())] {
-            self.check(operand, len, self.v, self.kv_heads, self.keys)?;
+        for (operand, len, strides) in
+            [("k", k.len(), self.k), ("dk", dk.len(), self.d_k), ("v", v.len(), self.v), ("dv", dv.len(), self.d_v)]
+        {
+            self.check(operand, len, strides, self.kv_heads, self.keys)?;
         }
         for (operand, len) in [("out", out.len()), ("dout", dout.len())] {
             self.check(operand, len, self.out, self.heads, self.queries)?;
         }
-        self.check_apart("dq", self.q, self.heads, self.queries)?;
-        self.check_apart("dk", self.k, self.kv_heads, self.keys)?;
-        self.check_apart("dv", self.v, self.kv_heads, self.keys)?;
+        self.check_apart("dq", self.d_q, self.heads, self.queries)?;
+        self.check_apart("dk", self.d_k, self.kv_heads, self.keys)?;
+        self.check_apart("dv", self.d_v, self.kv_heads, self.keys)?;
         at_least("lse", self.batch * self.heads * self.queries, lse.len())?;
         at_least("scratch", self.backward_scratch_len(rayon::current_num_threads()), scratch.len())?;
         let operands = Backward {

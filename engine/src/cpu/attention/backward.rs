@@ -146,7 +146,7 @@ impl Task<'_> {
         unsafe {
             if part.dq && job.keys == 0 {
                 for head in heads.clone() {
-                    zero(Head::new(operands.dq, job.q, batch, head), part.queries.clone(), job.head_size);
+                    zero(Head::new(operands.dq, job.d_q, batch, head), part.queries.clone(), job.head_size);
                 }
             }
             let k = Head::new(operands.k.cast_mut(), job.k, batch, kv_head);
@@ -154,8 +154,8 @@ impl Task<'_> {
             for first_key in part.keys.clone().step_by(job.key_block()) {
                 let keys = first_key..part.keys.end.min(first_key + job.key_block());
                 if part.dk_dv {
-                    zero(Head::new(operands.dk, job.k, batch, kv_head), keys.clone(), job.head_size);
-                    zero(Head::new(operands.dv, job.v, batch, kv_head), keys.clone(), job.head_size);
+                    zero(Head::new(operands.dk, job.d_k, batch, kv_head), keys.clone(), job.head_size);
+                    zero(Head::new(operands.dv, job.d_v, batch, kv_head), keys.clone(), job.head_size);
                 }
                 let (d, len) = (job.head_size, keys.len());
                 instructions.pack(k.at(first_key), Strides::transposed(k.token), d, len, scratch.k_transposed);
@@ -191,8 +191,8 @@ impl Task<'_> {
                 let (d, len) = (job.head_size, queries.len());
                 instructions.pack(q.at(queries.start), Strides::row_major(q.token), len, d, scratch.q);
                 instructions.pack(dout.at(queries.start), Strides::row_major(dout.token), len, d, scratch.dout);
-                let dk = Head::new(operands.dk, job.k, batch, self.kv_head);
-                let dv = Head::new(operands.dv, job.v, batch, self.kv_head);
+                let dk = Head::new(operands.dk, job.d_k, batch, self.kv_head);
+                let dv = Head::new(operands.dv, job.d_v, batch, self.kv_head);
                 self.add_transposed(scratch.probabilities, scratch.dout, &queries, &keys, dv);
                 self.add_transposed(scratch.gradients, scratch.q, &queries, &keys, dk);
             }
@@ -246,14 +246,14 @@ impl Task<'_> {
                 (row_kernels.score_gradients)(gradients, visible, probabilities, delta, job.scale);
             }
             if dq {
-                let dq = Head::new(operands.dq, job.q, batch, head);
+                let dq = Head::new(operands.dq, job.d_q, batch, head);
                 let product = Product {
                     a: gradients,
                     b: scratch.k,
                     depth: keys.len(),
                     k: columns,
                     c: dq.at(rows.start),
-                    c_row: job.q.token,
+                    c_row: job.d_q.token,
                     columns: d,
                     accumulate: keys.start > 0,
                 };

@@ -217,6 +217,9 @@ fn job(
         k: strides(kv_heads, keys),
         v: strides(kv_heads, keys),
         out: strides(heads, queries),
+        d_q: strides(heads, queries),
+        d_k: strides(kv_heads, keys),
+        d_v: strides(kv_heads, keys),
     }
 }
 
@@ -241,6 +244,7 @@ proptest! {
             let strides = |heads, tokens| HeadStrides { batch: heads * tokens * token, head: tokens * token, token };
             job.q = strides(job.heads, queries);
             job.k = strides(kv_heads, keys);
+            (job.d_q, job.d_k) = (job.q, job.k);
         }
         check(job, threads);
     }
@@ -291,7 +295,7 @@ fn a_packed_qkv_is_read_and_written_in_place() {
     let separate = job(2, (3, 3), (50, 50), 16);
     let width = 3 * 16;
     let packed = HeadStrides { batch: 50 * 3 * width, head: 16, token: 3 * width };
-    let job = Attention { q: packed, k: packed, v: packed, ..separate };
+    let job = Attention { q: packed, k: packed, v: packed, d_q: packed, d_k: packed, d_v: packed, ..separate };
     let qkv = random(2 * 50 * 3 * width, 7);
     let dout = random(2 * 50 * width, 8);
     let unpack = |x: &[f32], part: usize| -> Vec<f32> {

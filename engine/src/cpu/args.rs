@@ -1,0 +1,160 @@
+//! What a CPU kernel is given: typed slices of the arena, never an address.
+
+use std::cell::Cell;
+use std::marker::PhantomData;
+
+use candle_core::{DType, Layout};
+
+use crate::random::Stream;
+
+/// One tensor of an instruction, at its planned address.
+#[derive(Debug, Clone)]
+pub(crate) struct Address {
+    /// Byte offset of the first element that the layout shows.
+    pub offset: u64,
+    /// Strides; the start is already in `offset`.
+    pub layout: Layout,
+    pub dtype: DType,
+    /// Elements from the first to the last that the layout shows.
+    pub span: usize,
+    /// For an input: the output that overwrites it.
+    pub overwritten_by: Option<usize>,
+}
+
+/// The arguments of one instruction.
+#[derive(Debug)]
+pub struct Args<'a> {
+    base: *mut u8,
+    inputs: &'a [Address],
+    outputs: &'a [Address],
+    workspace: (u64, u64),
+    accumulate: bool,
+    stream: Stream,
+    taken: Cell<u64>,
+    arena: PhantomData<&'a mut [u8]>,
+}
+
+/// Bit of [`Args::taken`] that stands for the workspace.
+const WORKSPACE: usize = 63;
+
+/// Types that lie in an arena as they are.
+pub trait Element: Copy + Send + Sync + private::Sealed {
+    /// candle's name of the type.
+    const DTYPE: DType;
+}
+
+mod private {
+    pub trait Sealed {}
+    impl Sealed for f32 {}
+    impl Sealed for u32 {}
+}
+
+impl Element for f32 {
+    const DTYPE: DType = DType::F32;
+}
+
+impl Element for u32 {
+    const DTYPE: DType = DType::U32;
+}
+
+impl<'a> Args<'a> {
+    /// # Safety
+    /// `base` points to an arena that outlives `'a` and is not touched by anyone else during it; every operand and the
+    /// workspace lies inside it, aligned for its type; outputs and workspace are disjoint from each other and from all
+    /// inputs but those that they overwrite, which have the same offset. A checked plan guarantees all of it.
+    pub(crate) unsafe fn new(
+        base: *mut u8,
+        inputs: &'a [Address],
+        outputs: &'a [Address],
+        workspace: (u64, u64),
+        accumulate: bool,
+        stream: Stream,
+    ) -> Self {
+        Self { base, inputs, outputs, workspace, accumulate, stream, taken: Cell::new(0), arena: PhantomData }
+    }
+
+    /// The elements of an input that has no gaps.
+    ///
+    /// # Panics
+    /// On a kernel's own bug: the wrong type, an input with gaps (see [`Op::reads_strides`](crate::Op::reads_strides)),
+    /// or one that an output overwrites (see [`Self::is_overwritten`]).
+    pub fn input<T: Element>(&self, index: usize) -> &'a [T] {
+        assert!(self.inputs[index].layout.is_contiguous(), "input {index} has gaps: read it with `strided`");
+        self.strided(index).0
+    }
+
+    /// The storage from an input's first element to its last, and the strides to read it with.
+    ///
+    /// # Panics
+    /// As [`Self::input`], gaps aside.
+    pub fn strided<T: Element>(&self, index: usize) -> (&'a [T], &'a Layout) {
+        let operand = &self.inputs[index];
+        assert_eq!(operand.dtype, T::DTYPE, "type of input {index}");
+        assert!(operand.overwritten_by.is_none(), "input {index} is overwritten: read it from the output");
+        // SAFETY: by `new`'s contract the span lies in the arena, is aligned for its type, and is disjoint from every
+        // output but one that overwrites it, which was excluded above; T is plain data.
+        let slice = unsafe { std::slice::from_raw_parts(self.base.add(operand.offset as usize).cast(), operand.span) };
+        (slice, &operand.layout)
+    }
+
+    /// Whether an output has this input's bytes, so that its values are to be read from there.
+    pub fn is_overwritten(&self, index: usize) -> bool {
+        self.inputs[index].overwritten_by.is_some()
+    }
+
+    /// Number of inputs.
+    pub fn inputs(&self) -> usize {
+        self.inputs.len()
+    }
+
+    /// Extents of an input.
+    pub fn input_dims(&self, index: usize) -> &'a [usize] {
+        self.inputs[index].layout.dims()
+    }
+
+    /// Extents of an output.
+    pub fn output_dims(&self, index: usize) -> &'a [usize] {
+        self.outputs[index].layout.dims()
+    }
+
+    /// An output, to be written in full. Holds the old values where it overwrites an input or accumulates, else garbage.
+    ///
+    /// # Panics
+    /// On a kernel's own bug: the wrong type, or asked for twice.
+    pub fn output<T: Element>(&mut self, index: usize) -> &'a mut [T] {
+        let operand = &self.outputs[index];
+        assert_eq!(operand.dtype, T::DTYPE, "type of output {index}");
+        self.take(index);
+        // SAFETY: by `new`'s contract outputs lie in the arena, aligned, disjoint from each other and from what inputs
+        // show; `take` hands each out once.
+        unsafe { std::slice::from_raw_parts_mut(self.base.add(operand.offset as usize).cast(), operand.span) }
+    }
+
+    /// Scratch of [`Op::workspace_bytes`](crate::Op::workspace_bytes), full of garbage.
+    ///
+    /// # Panics
+    /// On a kernel's own bug: asked for twice.
+    pub fn workspace<T: Element>(&mut self) -> &'a mut [T] {
+        self.take(WORKSPACE);
+        let (offset, bytes) = self.workspace;
+        // SAFETY: as for outputs.
+        unsafe {
+            std::slice::from_raw_parts_mut(self.base.add(offset as usize).cast(), bytes as usize / size_of::<T>())
+        }
+    }
+
+    /// Whether to add to accumulating outputs instead of setting them.
+    pub fn accumulate(&self) -> bool {
+        self.accumulate
+    }
+
+    /// Random numbers of this step and micro-batch.
+    pub fn random(&self) -> Stream {
+        self.stream
+    }
+
+    fn take(&self, bit: usize) {
+        assert!(bit <= WORKSPACE && self.taken.get() >> bit & 1 == 0, "output {bit} is taken twice");
+        self.taken.set(self.taken.get() | 1 << bit);
+    }
+}

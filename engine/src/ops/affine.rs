@@ -1,0 +1,46 @@
+//! Scale and shift by constants.
+
+use crate::cpu::{Args, map};
+use crate::error::Result;
+use crate::graph::Spec;
+use crate::op::{Gradient, Op};
+use crate::reference::{Array, Reference};
+
+/// y = x·scale + shift.
+#[derive(Debug, Clone, Copy)]
+pub struct Affine {
+    /// Factor.
+    pub scale: f64,
+    /// Summand.
+    pub shift: f64,
+}
+
+impl Op for Affine {
+    fn name(&self) -> &'static str {
+        "affine"
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        super::expect_f32(inputs)?;
+        Ok(vec![inputs[0].clone()])
+    }
+
+    fn gradient(&self, g: &mut Gradient) -> Result<()> {
+        let dx = g.grad(0).affine(self.scale, 0.0)?;
+        g.send(0, dx);
+        Ok(())
+    }
+
+    fn may_overwrite(&self) -> &[(usize, usize)] {
+        &[(0, 0)]
+    }
+
+    fn run(&self, args: &mut Args<'_>) {
+        let (scale, shift) = (self.scale as f32, self.shift as f32);
+        map(args, |x| x * scale + shift);
+    }
+
+    fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
+        vec![args.input(0).map(|x| x * self.scale + self.shift)]
+    }
+}

@@ -1,0 +1,57 @@
+//! A copy without gaps.
+
+use rayon::prelude::*;
+
+use crate::cpu::{Args, last_extent, row_of, rows_per_task};
+use crate::error::Result;
+use crate::graph::Spec;
+use crate::op::{Gradient, Op};
+use crate::reference::{Array, Reference};
+
+/// y = x, stored densely whatever the strides of x are. The builder puts it where a kernel cannot read strides.
+#[derive(Debug, Clone, Copy)]
+pub struct Contiguous;
+
+impl Op for Contiguous {
+    fn name(&self) -> &'static str {
+        "contiguous"
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        super::expect_f32(inputs)?;
+        Ok(vec![inputs[0].clone()])
+    }
+
+    fn reads_strides(&self, _: usize) -> bool {
+        true
+    }
+
+    fn gradient(&self, g: &mut Gradient) -> Result<()> {
+        let dy = g.grad(0);
+        g.send(0, dy);
+        Ok(())
+    }
+
+    fn flops(&self, _: &[Spec], _: &[Spec]) -> u64 {
+        0
+    }
+
+    fn run(&self, args: &mut Args<'_>) {
+        let out = args.output::<f32>(0);
+        let (x, layout) = args.strided::<f32>(0);
+        let width = last_extent(layout);
+        let rows = rows_per_task(width);
+        out.par_chunks_mut(rows * width).enumerate().for_each(|(task, out)| {
+            for (row, out) in out.chunks_mut(width).enumerate() {
+                match row_of(x, layout, task * rows + row) {
+                    (x, 1) => out.copy_from_slice(&x[..width]),
+                    (x, step) => out.iter_mut().enumerate().for_each(|(i, o)| *o = x[i * step]),
+                }
+            }
+        });
+    }
+
+    fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
+        vec![args.input(0).clone()]
+    }
+}

@@ -1,0 +1,118 @@
+//! Rows of a table chosen by ids.
+
+use rayon::prelude::*;
+
+use crate::cpu::{Args, rows_per_task, vectorize};
+use crate::error::Result;
+use crate::graph::{Spec, Tensor};
+use crate::op::{Gradient, Op};
+use crate::reference::{Array, Reference};
+
+/// [vocabulary, width] and ids [..] to [.., width].
+#[derive(Debug, Clone, Copy)]
+pub struct Embedding;
+
+impl Op for Embedding {
+    fn name(&self) -> &'static str {
+        "embedding"
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        super::expect_f32(&inputs[..1])?;
+        super::expect_ids("ids", &inputs[1])?;
+        let &[_, width] = inputs[0].dims() else { return Err("the table must be [vocabulary, width]".into()) };
+        let dims: Vec<usize> = inputs[1].dims().iter().copied().chain([width]).collect();
+        Ok(vec![Spec::f32(dims)])
+    }
+
+    fn gradient(&self, g: &mut Gradient) -> Result<()> {
+        let vocabulary = g.input(0).dims()[0];
+        let [d_table] = Tensor::apply_op(EmbeddingGrad { vocabulary }, &[&g.input(1), &g.grad(0)])?;
+        g.send(0, d_table);
+        Ok(())
+    }
+
+    fn flops(&self, _: &[Spec], _: &[Spec]) -> u64 {
+        0
+    }
+
+    fn run(&self, args: &mut Args<'_>) {
+        let out = args.output::<f32>(0);
+        let (table, ids) = (args.input::<f32>(0), args.input::<u32>(1));
+        let width = super::width(args.output_dims(0));
+        let rows = rows_per_task(width);
+        out.par_chunks_mut(rows * width).zip(ids.par_chunks(rows)).for_each(|(out, ids)| {
+            for (out, &id) in out.chunks_exact_mut(width).zip(ids) {
+                out.copy_from_slice(&table[id as usize * width..][..width]);
+            }
+        });
+    }
+
+    fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
+        let (table, ids) = (args.input(0), args.input(1));
+        let width = table.dims[1];
+        let dims: Vec<usize> = ids.dims.iter().copied().chain([width]).collect();
+        let rows = ids.data.iter().flat_map(|&id| table.data[id as usize * width..][..width].iter().copied());
+        vec![Array::new(&dims, rows.collect())]
+    }
+}
+
+/// The rows of dy added into the rows of a table that ids name: rows of the table in parallel, those of dy in order.
+#[derive(Debug, Clone, Copy)]
+struct EmbeddingGrad {
+    vocabulary: usize,
+}
+
+/// Parts that the table is cut into.
+const TASKS: usize = 64;
+
+impl Op for EmbeddingGrad {
+    fn name(&self) -> &'static str {
+        "embedding_grad"
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        Ok(vec![Spec::f32((self.vocabulary, super::width(inputs[1].dims())))])
+    }
+
+    fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
+        inputs[1].elements() as u64
+    }
+
+    fn accumulates(&self, _: usize) -> bool {
+        true
+    }
+
+    fn run(&self, args: &mut Args<'_>) {
+        let accumulate = args.accumulate();
+        let d_table = args.output::<f32>(0);
+        let (ids, dy) = (args.input::<u32>(0), args.input::<f32>(1));
+        let width = super::width(args.output_dims(0));
+        // Every task scans all ids for those of its own rows: reading ids is nothing beside adding rows.
+        let rows = self.vocabulary.div_ceil(TASKS).max(1);
+        d_table.par_chunks_mut(rows * width).enumerate().for_each(|(task, table)| {
+            if !accumulate {
+                table.fill(0.0);
+            }
+            let first = task * rows;
+            vectorize(|| {
+                for (&id, dy) in ids.iter().zip(dy.chunks_exact(width)) {
+                    let Some(row) = (id as usize).checked_sub(first).filter(|&row| row < rows) else { continue };
+                    table[row * width..][..width].iter_mut().zip(dy).for_each(|(d, &dy)| *d += dy);
+                }
+            });
+        });
+    }
+
+    fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
+        let (ids, dy) = (args.input(0), args.input(1));
+        let width = super::width(&dy.dims);
+        let mut d_table = Array::zeros(&[self.vocabulary, width]);
+        for (&id, dy) in ids.data.iter().zip(dy.rows()) {
+            for (c, dy) in dy.iter().enumerate() {
+                d_table.data[id as usize * width + c] += dy;
+            }
+        }
+        vec![d_table]
+    }
+}

@@ -1,0 +1,105 @@
+//! The operations: one file each, with shape rule, gradient, cost, kernel and reference.
+
+mod affine;
+mod attention;
+mod binary;
+mod broadcast;
+mod cat;
+mod contiguous;
+mod cross_entropy;
+mod dropout;
+mod embedding;
+mod layer_norm;
+mod linear;
+mod matmul;
+mod narrow;
+mod norm_grad;
+mod reshape;
+mod rms_norm;
+mod rope;
+mod scaled_sum;
+mod softmax;
+mod sum;
+mod swiglu;
+mod transpose;
+mod unary;
+
+pub use affine::Affine;
+pub use attention::Attention;
+pub use binary::{Binary, BinaryKind};
+pub use broadcast::BroadcastAs;
+pub use cat::Cat;
+pub use contiguous::Contiguous;
+pub use cross_entropy::CrossEntropy;
+pub use dropout::Dropout;
+pub use embedding::Embedding;
+pub use layer_norm::LayerNorm;
+pub use linear::Linear;
+pub use matmul::MatMul;
+pub use narrow::{Narrow, Widen};
+pub use reshape::Reshape;
+pub(crate) use reshape::reshaped;
+pub use rms_norm::RmsNorm;
+pub use rope::Rope;
+pub use scaled_sum::ScaledSum;
+pub use softmax::Softmax;
+pub use sum::Sum;
+pub use swiglu::SwiGlu;
+pub use transpose::Transpose;
+pub use unary::{Unary, UnaryKind};
+
+use candle_core::DType;
+
+use crate::graph::Spec;
+
+/// Refuses anything but f32.
+pub(crate) fn expect_f32(inputs: &[Spec]) -> Result<(), String> {
+    match inputs.iter().position(|s| s.dtype != DType::F32) {
+        Some(index) => Err(format!("input {index} is {:?}; this operation takes f32", inputs[index].dtype)),
+        None => Ok(()),
+    }
+}
+
+/// Refuses anything but equal f32 tensors.
+pub(crate) fn expect_equal(inputs: &[Spec]) -> Result<(), String> {
+    expect_f32(inputs)?;
+    if inputs.windows(2).all(|pair| pair[0] == pair[1]) { Ok(()) } else { Err("the shapes differ".into()) }
+}
+
+/// The part of [`Op`](crate::Op) that operations without data share: they are resolved into layouts when the graph is
+/// built, so no kernel is ever called.
+macro_rules! view_only {
+    () => {
+        fn reads_strides(&self, _: usize) -> bool {
+            true
+        }
+
+        fn flops(&self, _: &[crate::graph::Spec], _: &[crate::graph::Spec]) -> u64 {
+            0
+        }
+
+        fn run(&self, _: &mut crate::cpu::Args<'_>) {
+            unreachable!("a view has no kernel")
+        }
+
+        fn reference(&self, _: &crate::reference::Reference<'_>) -> Vec<crate::reference::Array> {
+            unreachable!("the graph reads a view through its layout")
+        }
+    };
+}
+use view_only;
+
+/// Refuses tensors of fewer dimensions.
+pub(crate) fn expect_rank(input: &Spec, rank: usize) -> Result<(), String> {
+    if input.dims().len() >= rank { Ok(()) } else { Err(format!("at least {rank} dimensions are needed")) }
+}
+
+/// Extent of the last dimension; 1 for scalars.
+pub(crate) fn width(dims: &[usize]) -> usize {
+    dims.last().copied().unwrap_or(1).max(1)
+}
+
+/// Refuses anything but u32.
+pub(crate) fn expect_ids(name: &str, input: &Spec) -> Result<(), String> {
+    if input.dtype == DType::U32 { Ok(()) } else { Err(format!("{name} must be u32, not {:?}", input.dtype)) }
+}

@@ -1,0 +1,71 @@
+//! Sum and mean of everything: what turns a tensor into a loss.
+
+use rayon::prelude::*;
+
+use crate::cpu::Args;
+use crate::error::Result;
+use crate::graph::Spec;
+use crate::op::{Gradient, Op};
+use crate::reference::{Array, Reference};
+
+/// scale · Σ x.
+///
+/// Each index of the first dimension is summed in f64 and rounded, then these sums are added in order: so a loss summed
+/// micro-batch by micro-batch (whole sequences each) has the bits of one summed at once.
+#[derive(Debug, Clone, Copy)]
+pub struct ScaledSum {
+    /// The factor; 1/count for a mean.
+    pub scale: f64,
+}
+
+/// Number of partial sums: the first of several dimensions.
+fn partial_sums(dims: &[usize]) -> usize {
+    if dims.len() > 1 { dims[0].max(1) } else { 1 }
+}
+
+impl Op for ScaledSum {
+    fn name(&self) -> &'static str {
+        "scaled_sum"
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        super::expect_f32(inputs)?;
+        Ok(vec![Spec::f32(())])
+    }
+
+    fn gradient(&self, g: &mut Gradient) -> Result<()> {
+        let dx = g.grad(0).affine(self.scale, 0.0)?.broadcast_as(g.input(0).shape().clone())?;
+        g.send(0, dx);
+        Ok(())
+    }
+
+    fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
+        inputs[0].elements() as u64
+    }
+
+    fn accumulates(&self, _: usize) -> bool {
+        true
+    }
+
+    fn workspace_bytes(&self, inputs: &[Spec], _: &[Spec], _: usize) -> u64 {
+        4 * partial_sums(inputs[0].dims()) as u64
+    }
+
+    fn run(&self, args: &mut Args<'_>) {
+        let accumulate = args.accumulate();
+        let out = args.output::<f32>(0);
+        let x = args.input::<f32>(0);
+        let partial = &mut args.workspace::<f32>()[..partial_sums(args.input_dims(0))];
+        let row = x.len().div_ceil(partial.len()).max(1);
+        partial.fill(0.0);
+        partial.par_iter_mut().zip(x.par_chunks(row)).with_min_len(8).for_each(|(sum, x)| {
+            *sum = (x.iter().map(|&x| f64::from(x)).sum::<f64>() * self.scale) as f32;
+        });
+        let start = if accumulate { out[0] } else { 0.0 };
+        out[0] = partial.iter().fold(start, |sum, part| sum + part);
+    }
+
+    fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
+        vec![Array::new(&[], vec![args.input(0).data.iter().sum::<f64>() * self.scale])]
+    }
+}

@@ -1,0 +1,127 @@
+//! Sum over dimensions.
+
+use candle_core::{Layout, Shape};
+use rayon::prelude::*;
+
+use crate::cpu::{Args, BLOCK, vectorize};
+use crate::error::Result;
+use crate::graph::Spec;
+use crate::op::{Gradient, Op};
+use crate::reference::{Array, Reference, layout_indices};
+
+/// Sum over `dims` (ascending), which keep extent 1.
+///
+/// Sums over leading dimensions add one row after another to the result, so that summing micro-batch by micro-batch
+/// gives the same bits.
+#[derive(Debug, Clone)]
+pub struct Sum {
+    /// The dimensions to sum over.
+    pub dims: Vec<usize>,
+}
+
+impl Sum {
+    fn output_dims(&self, dims: &[usize]) -> Vec<usize> {
+        dims.iter().enumerate().map(|(d, &extent)| if self.dims.contains(&d) { 1 } else { extent }).collect()
+    }
+}
+
+impl Op for Sum {
+    fn name(&self) -> &'static str {
+        "sum"
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        super::expect_f32(inputs)?;
+        Ok(vec![Spec::f32(self.output_dims(inputs[0].dims()))])
+    }
+
+    fn reads_strides(&self, _: usize) -> bool {
+        true
+    }
+
+    fn gradient(&self, g: &mut Gradient) -> Result<()> {
+        let dx = g.grad(0).broadcast_as(g.input(0).shape().clone())?;
+        g.send(0, dx);
+        Ok(())
+    }
+
+    fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
+        inputs[0].elements() as u64
+    }
+
+    fn accumulates(&self, _: usize) -> bool {
+        true
+    }
+
+    fn run(&self, args: &mut Args<'_>) {
+        let accumulate = args.accumulate();
+        let out = args.output::<f32>(0);
+        let (x, layout) = args.strided::<f32>(0);
+        let leading = self.dims.iter().enumerate().all(|(i, &d)| i == d);
+        if leading && layout.is_contiguous() {
+            let width = out.len().max(1);
+            out.par_chunks_mut(BLOCK.min(1024)).enumerate().for_each(|(block, out)| {
+                let start = block * BLOCK.min(1024);
+                vectorize(|| {
+                    for (row, x) in x.chunks_exact(width).enumerate() {
+                        let x = &x[start..start + out.len()];
+                        if row == 0 && !accumulate {
+                            out.copy_from_slice(x);
+                        } else {
+                            out.iter_mut().zip(x).for_each(|(o, &x)| *o += x);
+                        }
+                    }
+                });
+            });
+            return;
+        }
+        let (kept, summed) = self.split(layout);
+        let reduce = |start: usize| strided_sum(&x[start..], summed.dims(), summed.stride());
+        out.par_iter_mut().enumerate().with_min_len(64).for_each(|(i, out)| {
+            let sum = reduce(storage_index(&kept, i)) as f32;
+            *out = if accumulate { *out + sum } else { sum };
+        });
+    }
+
+    fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
+        let x = args.input(0);
+        let mut out = Array::zeros(&self.output_dims(&x.dims));
+        let mut strides = Layout::contiguous(out.dims.clone()).stride().to_vec();
+        self.dims.iter().for_each(|&d| strides[d] = 0);
+        let target = Layout::new(Shape::from_dims(&x.dims), strides, 0);
+        for (index, x) in layout_indices(&target).zip(&x.data) {
+            out.data[index] += x;
+        }
+        vec![out]
+    }
+}
+
+impl Sum {
+    /// The layouts of the kept and of the summed dimensions.
+    fn split(&self, layout: &Layout) -> (Layout, Layout) {
+        let part = |summed: bool| {
+            let chosen = (0..layout.dims().len()).filter(|d| self.dims.contains(d) == summed);
+            let (dims, strides): (Vec<_>, Vec<_>) = chosen.map(|d| (layout.dims()[d], layout.stride()[d])).unzip();
+            Layout::new(Shape::from_dims(&dims), strides, 0)
+        };
+        (part(false), part(true))
+    }
+}
+
+fn storage_index(layout: &Layout, mut flat: usize) -> usize {
+    let mut index = 0;
+    for (&dim, &stride) in layout.dims().iter().zip(layout.stride()).rev() {
+        index += (flat % dim) * stride;
+        flat /= dim;
+    }
+    index
+}
+
+fn strided_sum(x: &[f32], dims: &[usize], strides: &[usize]) -> f64 {
+    match (dims, strides) {
+        ([dim, dims @ ..], [stride, strides @ ..]) => {
+            (0..*dim).map(|i| strided_sum(&x[i * stride..], dims, strides)).sum()
+        }
+        _ => f64::from(x[0]),
+    }
+}
