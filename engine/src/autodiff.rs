@@ -1,0 +1,216 @@
+//! Gradients as more graph.
+//!
+//! In: a graph and its loss. Out: the same graph, followed by nodes that compute the gradient of every parameter that the
+//! loss depends on. Each node is marked as part of the input-gradients (I), which earlier layers wait for, or of the
+//! weight-gradients (W), which nobody waits for before the update: so zero-bubble schedules exist
+//! (Qi et al., arXiv 2401.10241). Never: an order of execution across micro-batches, or memory.
+
+use std::any::Any;
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Mutex};
+
+use crate::error::{Error, Result};
+use crate::graph::{Graph, NodeId, Phase, Source, Tensor, ValueId};
+use crate::op::Gradient;
+use crate::ops::{Cat, Contiguous, Widen};
+
+/// The gradient of one parameter.
+#[derive(Debug, Clone)]
+pub struct ParameterGradient {
+    /// The parameter.
+    pub parameter: ValueId,
+    /// Summands of its gradient, one per use of the parameter, each without gaps. They are accumulated separately over
+    /// micro-batches and added once, so that the order of summation does not depend on how the batch is cut.
+    pub summands: Vec<ValueId>,
+}
+
+/// Records the gradients of `loss`, scaled by `seed`, with respect to all parameters.
+///
+/// # Errors
+/// When the loss is not a scalar or depends on no parameter, or an operation on the way has no gradient.
+pub fn differentiate(graph: &Arc<Mutex<Graph>>, loss: &Tensor, seed: f64) -> Result<Vec<ParameterGradient>> {
+    if loss.rank() != 0 {
+        return Err(Error::LossNotScalar { shape: loss.shape().clone() });
+    }
+    let pass = Pass::new(graph);
+    if !pass.depends[loss.id().index()] {
+        return Err(Error::NothingToTrain);
+    }
+    loss.set_phase(Phase::BackwardInput);
+    let result = pass.run(loss, seed);
+    loss.set_phase(Phase::Forward);
+    result
+}
+
+struct Pass {
+    graph: Arc<Mutex<Graph>>,
+    /// Forward values that depend on a parameter.
+    depends: Vec<bool>,
+    /// Forward values that depend on a parameter through views alone: their gradient is nobody's input.
+    is_weight: Vec<bool>,
+    forward_nodes: Vec<NodeId>,
+}
+
+impl Pass {
+    fn new(graph: &Arc<Mutex<Graph>>) -> Self {
+        let g = lock(graph);
+        let mut depends = vec![false; g.values().len()];
+        let mut is_weight = vec![false; g.values().len()];
+        for (id, _) in g.persistent() {
+            (depends[id.index()], is_weight[id.index()]) = (true, true);
+        }
+        for node in g.nodes() {
+            let any = node.inputs.iter().any(|i| depends[i.index()]);
+            for &output in &node.outputs {
+                depends[output.index()] = any;
+                is_weight[output.index()] = g.is_view(output) && is_weight[node.inputs[0].index()];
+            }
+        }
+        Self { graph: graph.clone(), depends, is_weight, forward_nodes: g.node_ids().collect() }
+    }
+
+    fn run(&self, loss: &Tensor, seed: f64) -> Result<Vec<ParameterGradient>> {
+        let mut pending: HashMap<ValueId, Vec<Tensor>> = HashMap::new();
+        pending.insert(loss.id(), vec![loss.constant(seed, ())]);
+        let mut input_gradients = Vec::new();
+        for &node_id in self.forward_nodes.iter().rev() {
+            let node = lock(&self.graph).node(node_id).clone();
+            if !node.outputs.iter().any(|o| pending.contains_key(o)) {
+                continue;
+            }
+            let needs: Vec<bool> = node.inputs.iter().map(|i| self.depends[i.index()]).collect();
+            if !needs.contains(&true) {
+                continue;
+            }
+            let tensor = |&id: &ValueId| Tensor::new(&self.graph, id);
+            let outputs: Vec<Tensor> = node.outputs.iter().map(tensor).collect();
+            let _layer = outputs[0].enter(&node.layer);
+            let mut grads = Vec::new();
+            for output in &outputs {
+                grads.push(pending.remove(&output.id()).map(|parts| self.total(parts)).transpose()?);
+            }
+            for (output, grad) in outputs.iter().zip(&grads) {
+                if !self.is_weight[output.id().index()] {
+                    input_gradients.extend(grad.as_ref().map(Tensor::id));
+                }
+            }
+            let inputs = node.inputs.iter().map(tensor).collect();
+            let mut gradient = Gradient { inputs, outputs, grads, needs, sent: Vec::new() };
+            node.op.gradient(&mut gradient)?;
+            for (input, grad) in gradient.sent {
+                pending.entry(node.inputs[input]).or_default().push(grad);
+            }
+        }
+        self.mark_phases(&input_gradients);
+        let gradients = self.collect(pending)?;
+        self.defer_movement(&gradients);
+        Ok(gradients)
+    }
+
+    /// What is left belongs to persistent values: the parameters.
+    fn collect(&self, pending: HashMap<ValueId, Vec<Tensor>>) -> Result<Vec<ParameterGradient>> {
+        let mut by_parameter = BTreeMap::new();
+        for (parameter, parts) in pending {
+            if !matches!(lock(&self.graph).value(parameter).source, Source::Persistent { .. }) {
+                continue;
+            }
+            let mut summands = Vec::new();
+            for part in parts {
+                part.set_phase(Phase::BackwardWeight);
+                summands.push(part.contiguous()?.id());
+            }
+            by_parameter.insert(parameter, summands);
+        }
+        Ok(by_parameter.into_iter().map(|(parameter, summands)| ParameterGradient { parameter, summands }).collect())
+    }
+
+    /// Moves what only rearranges a weight's gradient (the rest of an embedding around the rows that were used) behind
+    /// the sum over micro-batches: there it is done once, and the sum is left to the operation before, which can add in
+    /// place.
+    fn defer_movement(&self, gradients: &[ParameterGradient]) {
+        let mut g = lock(&self.graph);
+        let mut readers = vec![0; g.values().len()];
+        g.nodes().iter().flat_map(|node| &node.inputs).for_each(|i| readers[i.index()] += 1);
+        for &summand in gradients.iter().flat_map(|gradient| &gradient.summands) {
+            let mut value = summand;
+            let mut readers_expected = 0;
+            while let Source::Node { node: id, .. } = g.value(value).source {
+                let node = g.node(id);
+                let op: &dyn Any = &*node.op;
+                let moves = g.is_view(value) || op.is::<Widen>() || op.is::<Contiguous>();
+                let alone = readers[value.index()] == readers_expected;
+                if node.phase != Phase::BackwardWeight || !moves || !alone || node.outputs[0] != value {
+                    break;
+                }
+                value = node.inputs[0];
+                readers_expected = 1;
+                g.reassign_phase(id, Phase::Update);
+            }
+        }
+    }
+
+    /// Adds up the gradients of all uses of a value. Those that are ranges tiling one dimension (the thirds of a packed
+    /// qkv) are joined instead.
+    fn total(&self, parts: Vec<Tensor>) -> Result<Tensor> {
+        if let Some(joined) = self.join(&parts)? {
+            return Ok(joined);
+        }
+        let mut parts = parts.into_iter();
+        let first = parts.next().expect("a gradient that is pending has a part");
+        parts.try_fold(first, |sum, part| sum.add(&part))
+    }
+
+    fn join(&self, parts: &[Tensor]) -> Result<Option<Tensor>> {
+        if parts.len() < 2 {
+            return Ok(None);
+        }
+        let mut ranges: Vec<(usize, Tensor, usize)> = Vec::new();
+        let mut extent = 0;
+        for part in parts {
+            let g = lock(&self.graph);
+            let Source::Node { node, .. } = g.value(part.id()).source else { return Ok(None) };
+            let node = g.node(node).clone();
+            drop(g);
+            let op: &dyn Any = &*node.op;
+            let Some(widen) = op.downcast_ref::<Widen>() else { return Ok(None) };
+            extent = widen.extent;
+            ranges.push((widen.start, Tensor::new(&self.graph, node.inputs[0]), widen.dim));
+        }
+        ranges.sort_by_key(|r| r.0);
+        let dim = ranges[0].2;
+        let mut end = 0;
+        for (start, tensor, d) in &ranges {
+            if *d != dim || *start != end {
+                return Ok(None);
+            }
+            end += tensor.dims()[dim];
+        }
+        if end != extent {
+            return Ok(None);
+        }
+        let tensors: Vec<&Tensor> = ranges.iter().map(|r| &r.1).collect();
+        Ok(Some(Tensor::apply_op::<1>(Cat { dim }, &tensors)?[0].clone()))
+    }
+
+    /// I: whatever a gradient of an activation is made of. W: the rest of the backward.
+    fn mark_phases(&self, input_gradients: &[ValueId]) {
+        let mut g = lock(&self.graph);
+        let mut wanted = vec![false; g.values().len()];
+        for id in input_gradients {
+            wanted[id.index()] = true;
+        }
+        let backward: Vec<NodeId> = g.node_ids().skip(self.forward_nodes.len()).collect();
+        for id in backward.into_iter().rev() {
+            let node = g.node(id).clone();
+            let needed = node.outputs.iter().any(|o| wanted[o.index()]);
+            if needed {
+                node.inputs.iter().for_each(|i| wanted[i.index()] = true);
+            }
+            g.reassign_phase(id, if needed { Phase::BackwardInput } else { Phase::BackwardWeight });
+        }
+    }
+}
+
+fn lock(graph: &Mutex<Graph>) -> std::sync::MutexGuard<'_, Graph> {
+    graph.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
