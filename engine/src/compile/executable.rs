@@ -1,0 +1,215 @@
+//! Instructions with resolved addresses, planned and checked.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Instant;
+
+use candle_core::{DType, Layout};
+use gapless_alloc::draw::Mark;
+use gapless_alloc::{Label, Options, PlanHash, Problem, Solution, check, plan, plan_hash};
+
+use super::lifetimes::{Lifetimes, lifetimes, tick_of};
+use super::program::{Held, Operand, Program};
+use crate::cpu::args::Address;
+use crate::error::{Error, Result};
+use crate::graph::Spec;
+use crate::nn::Init;
+use crate::op::Op;
+
+/// How to compile.
+#[derive(Debug, Clone, Default)]
+pub struct CompileOptions {
+    /// What the planner may spend.
+    pub planner: Options,
+}
+
+/// One operation at its addresses.
+#[derive(Debug)]
+pub(crate) struct Instruction {
+    pub op: Arc<dyn Op>,
+    pub inputs: Box<[Address]>,
+    pub outputs: Box<[Address]>,
+    /// Offset and bytes.
+    pub workspace: (u64, u64),
+    pub accumulate: bool,
+    pub micro_batch: u32,
+    pub layer: Arc<str>,
+    /// Ranges of bytes that nobody reads after this instruction.
+    pub dead_after: Box<[Range<u64>]>,
+}
+
+/// A tensor at its address, with the name that the host knows it by.
+#[derive(Debug, Clone)]
+pub(crate) struct Named {
+    pub name: String,
+    pub micro_batch: u32,
+    pub spec: Spec,
+    pub address: Address,
+}
+
+/// A program whose tensors have addresses.
+#[derive(Debug)]
+pub(crate) struct CompiledProgram {
+    pub name: String,
+    pub instructions: Vec<Instruction>,
+    pub inputs: Vec<Named>,
+    pub outputs: Vec<Named>,
+}
+
+/// A tensor that outlives the step.
+#[derive(Debug, Clone)]
+pub(crate) struct Persistent {
+    pub label: Label,
+    pub address: Address,
+    pub spec: Spec,
+    pub init: Init,
+}
+
+/// Programs over one arena: what is left to do at run time is to run them.
+#[derive(Debug)]
+pub struct Executable {
+    pub(crate) programs: Vec<CompiledProgram>,
+    pub(crate) persistent: Vec<Persistent>,
+    /// The problem that was planned.
+    pub problem: Problem,
+    /// Its plan; it has passed the checker.
+    pub solution: Solution,
+    /// Names and roles of the problem's buffers.
+    pub labels: Vec<Label>,
+    /// Ranges of ticks with a name, e.g. `train 0F3`, in order.
+    pub parts: Vec<Mark>,
+    /// The identity of the plan.
+    pub plan_hash: PlanHash,
+    /// Time spent planning.
+    pub plan_ms: f64,
+    /// Arithmetic of one run of each program.
+    pub flops: Vec<u64>,
+}
+
+impl Executable {
+    /// Size of the arena.
+    pub fn arena_bytes(&self) -> u64 {
+        self.solution.height
+    }
+}
+
+/// Plans all `programs` into one arena and resolves their addresses.
+///
+/// # Errors
+/// When the live bytes exceed `u64`; [`Error::BadPlan`] if the planner is broken.
+pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executable> {
+    let Lifetimes { problem, labels, of, spans } = lifetimes(programs)?;
+    let started = Instant::now();
+    let solution = {
+        let _span = tracing::info_span!("plan", buffers = problem.len()).entered();
+        plan(&problem, &options.planner)
+    };
+    let plan_ms = started.elapsed().as_secs_f64() * 1e3;
+    check(&problem, &solution.offsets, Some(solution.height)).map_err(|violations| Error::BadPlan {
+        what: violations.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "),
+    })?;
+    let plan_hash = plan_hash(&problem, &solution.offsets);
+    let mut persistent: HashMap<usize, Persistent> = HashMap::new();
+    let mut compiled = Vec::new();
+    let mut parts = Vec::new();
+    for ((program, indices), span) in programs.iter().zip(&of).zip(&spans) {
+        let address = |operand: &Operand| resolve(operand, solution.offsets[indices[operand.buffer.index()]]);
+        let deaths = deaths(&problem, indices, span);
+        let named = |instances: &[super::program::Instance]| -> Vec<Named> {
+            instances
+                .iter()
+                .map(|i| Named {
+                    name: i.name.clone(),
+                    micro_batch: i.micro_batch,
+                    spec: i.spec.clone(),
+                    address: address(&i.operand),
+                })
+                .collect()
+        };
+        let instructions = program.steps.iter().enumerate().map(|(index, step)| {
+            let dead = deaths.get(&tick_of(span.start, index)).map_or(&[][..], Vec::as_slice);
+            let range = |&b: &usize| solution.offsets[b]..solution.offsets[b] + problem.buffers()[b].bytes;
+            Instruction {
+                op: step.op.clone(),
+                inputs: step.inputs.iter().map(address).collect(),
+                outputs: step.outputs.iter().map(address).collect(),
+                workspace: step
+                    .workspace
+                    .map_or((0, 0), |w| (solution.offsets[indices[w.index()]], program.buffers[w.index()].bytes)),
+                accumulate: step.accumulate,
+                micro_batch: step.micro_batch,
+                layer: step.layer.clone(),
+                dead_after: dead.iter().map(range).collect(),
+            }
+        });
+        compiled.push(CompiledProgram {
+            name: program.name.clone(),
+            instructions: instructions.collect(),
+            inputs: named(&program.inputs),
+            outputs: named(&program.outputs),
+        });
+        for step in &program.steps {
+            for operand in step.inputs.iter().chain(&step.outputs) {
+                let buffer = &program.buffers[operand.buffer.index()];
+                let Held::Always { init } = &buffer.held else { continue };
+                let elements = buffer.bytes as usize / operand.dtype.size_in_bytes();
+                let whole = operand.layout.dims().iter().product::<usize>() == elements
+                    && operand.layout.is_contiguous()
+                    && operand.layout.start_offset() == 0;
+                let entry = persistent.entry(indices[operand.buffer.index()]).or_insert_with(|| {
+                    let layout = Layout::contiguous(elements);
+                    let dense = Operand { layout, ..operand.clone() };
+                    let spec = Spec { shape: elements.into(), dtype: operand.dtype };
+                    Persistent { label: buffer.label.clone(), address: address(&dense), spec, init: *init }
+                });
+                if whole {
+                    entry.spec.shape = operand.layout.shape().clone();
+                }
+            }
+        }
+        parts.extend(program.parts.iter().map(|(steps, name)| {
+            let ticks = tick_of(span.start, steps.start)..tick_of(span.start, steps.end);
+            Mark::new(ticks, format!("{} {name}", program.name))
+        }));
+    }
+    let mut persistent: Vec<(usize, Persistent)> = persistent.into_iter().collect();
+    persistent.sort_by_key(|(index, _)| *index);
+    let flops = programs.iter().map(Program::flops).collect();
+    let persistent = persistent.into_iter().map(|(_, p)| p).collect();
+    Ok(Executable { programs: compiled, persistent, problem, solution, labels, parts, plan_hash, plan_ms, flops })
+}
+
+fn resolve(operand: &Operand, offset: u64) -> Address {
+    let size = operand.dtype.size_in_bytes();
+    let layout = &operand.layout;
+    let reach = layout.dims().iter().zip(layout.stride()).map(|(&dim, &stride)| dim.saturating_sub(1) * stride);
+    let span = if layout.dims().contains(&0) { 0 } else { 1 + reach.sum::<usize>() };
+    Address {
+        offset: offset + (layout.start_offset() * size) as u64,
+        layout: Layout::new(layout.shape().clone(), layout.stride().to_vec(), 0),
+        dtype: operand.dtype,
+        span,
+        overwritten_by: operand.overwritten_by,
+    }
+}
+
+/// The buffers that die with the step that reads at a tick, by that tick.
+fn deaths(problem: &Problem, indices: &[usize], span: &Range<u64>) -> HashMap<u64, Vec<usize>> {
+    let mut deaths: HashMap<u64, Vec<usize>> = HashMap::new();
+    for &index in indices {
+        let end = problem.buffers()[index].lifetime.end;
+        // The end is one past the second tick of the last step that uses the buffer.
+        if let Some(tick) = end.checked_sub(2).filter(|&t| t >= span.start && end < span.end) {
+            deaths.entry(tick).or_default().push(index);
+        }
+    }
+    deaths
+}
+
+impl Named {
+    /// Whether the host reads and writes it as f32.
+    pub(crate) fn is_f32(&self) -> bool {
+        self.spec.dtype == DType::F32
+    }
+}

@@ -1,0 +1,340 @@
+//! One list of instructions per rank: walks the rank's actions and lays down the nodes of each part.
+//!
+//! In: a graph whose nodes are marked F, I, W or update, and the actions of a schedule. Out: a [`Program`]. In-place
+//! decisions are made here, so that the planner sees merged buffers. Never: an address.
+//!
+//! Values of the forward and backward parts exist once per micro-batch. What the update reads of them is their *sum* over
+//! the micro-batches: operations that can add to their output do so in place, others get an addition behind them.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use gapless_alloc::{Label, Role};
+use gapless_parallel::{Action, Kind};
+
+use super::program::{BufferId, Held, Instance, Operand, Program, Step, role_of_node};
+use crate::error::Result;
+use crate::graph::{Graph, Node, NodeId, Phase, Source, Value, ValueId};
+use crate::nn::Init;
+use crate::ops::{Binary, BinaryKind};
+
+/// What to lower, and how.
+#[derive(Debug)]
+pub struct Lowering<'a> {
+    /// The name of the program.
+    pub name: &'a str,
+    /// Forward, backward and update nodes.
+    pub graph: &'a Graph,
+    /// The rank's actions, in order.
+    pub actions: &'a [Action],
+    /// Values that the host reads after the program, with the names it reads them by. Values of the update, or of the
+    /// only micro-batch.
+    pub outputs: &'a [(String, ValueId)],
+    /// Roles of persistent values that are not parameters.
+    pub roles: &'a HashMap<ValueId, Role>,
+    /// Threads that workspaces are sized for.
+    pub threads: usize,
+}
+
+/// Lowers a graph along a schedule.
+///
+/// # Errors
+/// None so far that a sound graph can cause.
+pub fn lower(lowering: &Lowering<'_>) -> Result<Program> {
+    let mut lowerer = Lowerer::new(lowering);
+    for action in lowering.actions {
+        let phases: &[Phase] = match action.kind {
+            Kind::Forward => &[Phase::Forward],
+            Kind::Backward => &[Phase::BackwardInput, Phase::BackwardWeight],
+            Kind::BackwardInput => &[Phase::BackwardInput],
+            Kind::BackwardWeight => &[Phase::BackwardWeight],
+        };
+        lowerer.part(phases, action.micro_batch.0, action.to_string());
+    }
+    lowerer.part(&[Phase::Update], 0, "update".into());
+    lowerer.finish();
+    Ok(lowerer.program)
+}
+
+/// Stands for the sum over micro-batches where a key names a micro-batch.
+const SUM: u32 = u32::MAX;
+
+/// Where an instance of a root lies, and how often it will still be read.
+#[derive(Debug, Clone, Copy)]
+struct Placed {
+    buffer: BufferId,
+    reads_left: usize,
+}
+
+struct Lowerer<'a> {
+    of: &'a Lowering<'a>,
+    program: Program,
+    alive: Vec<bool>,
+    /// Reads of each root by per-micro-batch nodes, and by update nodes.
+    reads: Vec<[usize; 2]>,
+    /// Roots made per micro-batch that the update reads summed.
+    accumulated: Vec<bool>,
+    /// Instances by (root, micro-batch); what exists once stands at micro-batch 0, sums at [`SUM`].
+    placed: HashMap<(ValueId, u32), Placed>,
+}
+
+impl<'a> Lowerer<'a> {
+    fn new(of: &'a Lowering<'a>) -> Self {
+        let graph = of.graph;
+        let alive = alive_nodes(graph, of.outputs);
+        let mut reads = vec![[0, 0]; graph.values().len()];
+        let mut accumulated = vec![false; graph.values().len()];
+        for node in graph.node_ids().filter(|n| alive[n.index()]).map(|n| graph.node(n)) {
+            if graph.is_view(node.outputs[0]) {
+                continue;
+            }
+            for root in node.inputs.iter().map(|&i| graph.value(i).root) {
+                let is_update = node.phase == Phase::Update;
+                reads[root.index()][usize::from(is_update)] += 1;
+                let per_micro_batch = producer(graph, root).is_some_and(|p| p.phase != Phase::Update);
+                accumulated[root.index()] |= is_update && per_micro_batch;
+            }
+        }
+        // What the host reads is never overwritten.
+        for (_, id) in of.outputs {
+            reads[graph.value(*id).root.index()][1] += 1;
+        }
+        let program = Program { name: of.name.into(), ..Program::default() };
+        Self { of, program, alive, reads, accumulated, placed: HashMap::new() }
+    }
+
+    fn part(&mut self, phases: &[Phase], micro_batch: u32, name: String) {
+        let graph = self.of.graph;
+        let first = self.program.steps.len();
+        for id in graph.node_ids() {
+            let node = graph.node(id);
+            if self.alive[id.index()] && phases.contains(&node.phase) && !graph.is_view(node.outputs[0]) {
+                self.node(node, micro_batch);
+            }
+        }
+        let last = self.program.steps.len();
+        if last > first {
+            self.program.parts.push((first..last, name));
+        }
+    }
+
+    fn node(&mut self, node: &Node, micro_batch: u32) {
+        let graph = self.of.graph;
+        let mut inputs: Vec<Operand> = Vec::with_capacity(node.inputs.len());
+        for &id in &node.inputs {
+            let value = graph.value(id);
+            let buffer = self.instance(value.root, node.phase, micro_batch);
+            inputs.push(Operand {
+                buffer,
+                layout: value.layout.clone(),
+                dtype: value.spec.dtype,
+                overwritten_by: None,
+            });
+        }
+        for &id in &node.inputs {
+            let key = self.key(graph.value(id).root, node.phase, micro_batch);
+            self.placed.get_mut(&key).expect("placed above").reads_left -= 1;
+        }
+        let mut outputs = Vec::with_capacity(node.outputs.len());
+        let mut accumulate = false;
+        let mut add_behind = Vec::new();
+        for (index, &id) in node.outputs.iter().enumerate() {
+            let value = graph.value(id);
+            let [per_micro_batch, per_step] = self.reads[id.index()];
+            let sum = self.placed.get(&(id, SUM)).map(|sum| sum.buffer);
+            let buffer = match sum {
+                Some(sum) if per_micro_batch == 0 && node.op.accumulates(index) => {
+                    accumulate = true;
+                    sum
+                }
+                _ => {
+                    let taken_over = self.overwritten(node, index, micro_batch, &mut inputs);
+                    let buffer = taken_over.unwrap_or_else(|| self.fresh(node, id, index, micro_batch));
+                    let reads_left = match (self.accumulated[id.index()], sum) {
+                        (false, _) => per_micro_batch + per_step,
+                        (true, Some(sum)) => {
+                            add_behind.push((sum, buffer, value));
+                            per_micro_batch
+                        }
+                        // The first micro-batch to come: its own value begins the sum, so nothing may take its bytes.
+                        (true, None) => {
+                            self.placed.insert((id, SUM), Placed { buffer, reads_left: per_step });
+                            usize::MAX
+                        }
+                    };
+                    self.placed.insert(self.key(id, node.phase, micro_batch), Placed { buffer, reads_left });
+                    buffer
+                }
+            };
+            let (layout, dtype) = (value.layout.clone(), value.spec.dtype);
+            outputs.push(Operand { buffer, layout, dtype, overwritten_by: None });
+        }
+        let workspace = self.workspace(node, micro_batch);
+        let (op, layer) = (node.op.clone(), node.layer.clone());
+        self.program.steps.push(Step { op, inputs, outputs, workspace, accumulate, micro_batch, layer });
+        for (sum, part, value) in add_behind {
+            self.add(sum, part, value, node, micro_batch);
+        }
+    }
+
+    /// sum += part.
+    fn add(&mut self, sum: BufferId, part: BufferId, value: &Value, node: &Node, micro_batch: u32) {
+        let (layout, dtype) = (&value.layout, value.spec.dtype);
+        let operand = |buffer, overwritten_by| Operand { buffer, layout: layout.clone(), dtype, overwritten_by };
+        self.program.steps.push(Step {
+            op: Arc::new(Binary { kind: BinaryKind::Add }),
+            inputs: vec![operand(sum, Some(0)), operand(part, None)],
+            outputs: vec![operand(sum, None)],
+            workspace: None,
+            accumulate: false,
+            micro_batch,
+            layer: node.layer.clone(),
+        });
+    }
+
+    /// The key of the instance of `root` that a node of `phase` sees.
+    fn key(&self, root: ValueId, phase: Phase, micro_batch: u32) -> (ValueId, u32) {
+        let once = match &self.of.graph.value(root).source {
+            Source::Node { node, .. } => self.of.graph.node(*node).phase == Phase::Update,
+            Source::Persistent { .. } | Source::Constant(_) => true,
+            Source::Input { name } => name.starts_with(PER_STEP),
+        };
+        match phase {
+            _ if once => (root, 0),
+            Phase::Update if self.accumulated[root.index()] => (root, SUM),
+            _ => (root, micro_batch),
+        }
+    }
+
+    /// The buffer of an instance that is read, declared on first sight if it comes from outside.
+    fn instance(&mut self, root: ValueId, phase: Phase, micro_batch: u32) -> BufferId {
+        let key = self.key(root, phase, micro_batch);
+        if let Some(placed) = self.placed.get(&key) {
+            return placed.buffer;
+        }
+        let value = self.of.graph.value(root);
+        let (tensor, role, held) = match &value.source {
+            Source::Persistent { name, init } => {
+                let role = self.of.roles.get(&root).copied().unwrap_or(Role::Parameter);
+                (name.clone(), role, Held::Always { init: init.clone() })
+            }
+            Source::Constant(number) => {
+                (format!("constant {number}"), Role::Input, Held::Always { init: Init::Const(*number) })
+            }
+            Source::Input { name } => (name.clone(), Role::Input, Held::FromStart),
+            Source::Node { .. } => unreachable!("nodes run in an order in which inputs are made before they are read"),
+        };
+        let op = if matches!(held, Held::FromStart) { "input" } else { "" };
+        let layer = tensor.rsplit_once('.').map_or("", |(layer, _)| layer).to_owned();
+        let label = Label { tensor: tensor.clone(), op: op.into(), layer, role };
+        let from_host = matches!(held, Held::FromStart);
+        let buffer = self.program.add(value.spec.bytes(), label, held);
+        // Persistent tensors are read by whoever comes next, so nothing may take their bytes.
+        let [per_micro_batch, per_step] = self.reads[root.index()];
+        let reads_left = if from_host { per_micro_batch + per_step } else { usize::MAX };
+        self.placed.insert(key, Placed { buffer, reads_left });
+        if from_host {
+            let operand =
+                Operand { buffer, layout: value.layout.clone(), dtype: value.spec.dtype, overwritten_by: None };
+            let spec = value.spec.clone();
+            self.program.inputs.push(Instance { name: tensor, micro_batch: key.1, operand, spec });
+        }
+        buffer
+    }
+
+    /// The bytes of an input that this output takes over, if any.
+    fn overwritten(&self, node: &Node, output: usize, micro_batch: u32, inputs: &mut [Operand]) -> Option<BufferId> {
+        let out = &self.of.graph.value(node.outputs[output]).spec;
+        if let Some(&(input, _)) = node.op.must_overwrite().iter().find(|pair| pair.1 == output) {
+            inputs[input].overwritten_by = Some(output);
+            return Some(inputs[input].buffer);
+        }
+        for &(input, _) in node.op.may_overwrite().iter().filter(|pair| pair.1 == output) {
+            let root = self.of.graph.value(node.inputs[input]).root;
+            let placed = self.placed[&self.key(root, node.phase, micro_batch)];
+            let operand = &inputs[input];
+            let whole = operand.layout.is_contiguous()
+                && operand.layout.start_offset() == 0
+                && self.program.buffers[operand.buffer.index()].bytes == out.bytes();
+            let alone = inputs.iter().filter(|other| other.buffer == operand.buffer).count() == 1;
+            let made_here = matches!(self.program.buffers[operand.buffer.index()].held, Held::No);
+            if placed.reads_left == 0 && whole && alone && made_here && operand.overwritten_by.is_none() {
+                let buffer = operand.buffer;
+                inputs[input].overwritten_by = Some(output);
+                return Some(buffer);
+            }
+        }
+        None
+    }
+
+    fn fresh(&mut self, node: &Node, id: ValueId, output: usize, micro_batch: u32) -> BufferId {
+        let of = node.op.name();
+        let tensor = match (node.phase, self.accumulated[id.index()]) {
+            (Phase::Update, _) | (_, true) => format!("{}/{of}.{output}", node.layer),
+            _ => format!("{}/{of}.{output} of micro-batch {micro_batch}", node.layer),
+        };
+        let role = if self.accumulated[id.index()] { Role::Gradient } else { role_of_node(node.phase) };
+        let label = Label { tensor, op: of.into(), layer: node.layer.to_string(), role };
+        self.program.add(self.of.graph.value(id).spec.bytes(), label, Held::No)
+    }
+
+    fn workspace(&mut self, node: &Node, micro_batch: u32) -> Option<BufferId> {
+        let specs = |ids: &[ValueId]| ids.iter().map(|&id| self.of.graph.value(id).spec.clone()).collect::<Vec<_>>();
+        let bytes = node.op.workspace_bytes(&specs(&node.inputs), &specs(&node.outputs), self.of.threads);
+        (bytes > 0).then(|| {
+            let tensor = format!("{}/{} workspace of micro-batch {micro_batch}", node.layer, node.op.name());
+            let (op, layer) = (node.op.name().into(), node.layer.to_string());
+            self.program.add(bytes, Label { tensor, op, layer, role: Role::Workspace }, Held::No)
+        })
+    }
+
+    /// Names what the host reads, and holds it until the end.
+    fn finish(&mut self) {
+        for (name, id) in self.of.outputs {
+            let value = self.of.graph.value(*id);
+            let buffer = self.instance(value.root, Phase::Update, 0);
+            let held = &mut self.program.buffers[buffer.index()].held;
+            if matches!(held, Held::No) {
+                *held = Held::ToEnd;
+            }
+            let operand =
+                Operand { buffer, layout: value.layout.clone(), dtype: value.spec.dtype, overwritten_by: None };
+            let spec = value.spec.clone();
+            self.program.outputs.push(Instance { name: name.clone(), micro_batch: 0, operand, spec });
+        }
+    }
+}
+
+/// Inputs whose name begins so are written once per step instead of once per micro-batch.
+pub(crate) const PER_STEP: &str = "step.";
+
+/// The node that makes a root.
+fn producer(graph: &Graph, root: ValueId) -> Option<&Node> {
+    match graph.value(root).source {
+        Source::Node { node, .. } => Some(graph.node(node)),
+        _ => None,
+    }
+}
+
+/// Nodes that the update's states or the outputs depend on.
+fn alive_nodes(graph: &Graph, outputs: &[(String, ValueId)]) -> Vec<bool> {
+    let mut wanted = vec![false; graph.values().len()];
+    for (_, id) in outputs {
+        wanted[id.index()] = true;
+        wanted[graph.value(*id).root.index()] = true;
+    }
+    let mut alive = vec![false; graph.nodes().len()];
+    let ids: Vec<NodeId> = graph.node_ids().collect();
+    for id in ids.into_iter().rev() {
+        let node = graph.node(id);
+        let changes_state = node.phase == Phase::Update && !node.op.must_overwrite().is_empty();
+        alive[id.index()] = changes_state || node.outputs.iter().any(|o| wanted[o.index()]);
+        if alive[id.index()] {
+            for &input in &node.inputs {
+                wanted[input.index()] = true;
+                wanted[graph.value(input).root.index()] = true;
+            }
+        }
+    }
+    alive
+}
