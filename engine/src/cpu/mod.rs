@@ -1,7 +1,18 @@
-//! Kernels for the CPU: what runs inside a step. None of them allocates; scratch is given by the caller.
+//! The CPU device: arena, threads, executor, and what kernels are made of.
 
+mod arena;
+pub(crate) mod args;
 pub mod attention;
+mod elementwise;
+mod executor;
 pub mod gemm;
 pub mod math;
+pub(crate) mod reduce;
 pub mod simd;
 mod tasks;
+mod workers;
+
+pub use args::{Args, Element};
+pub(crate) use elementwise::{BLOCK, last_extent, map, row_of, rows_per_task, vectorize, zip};
+pub use executor::{Executor, PersistentBytes, ProgramId, RunOptions};
+pub use workers::{Workers, resolve_threads};

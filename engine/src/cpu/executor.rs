@@ -1,0 +1,303 @@
+//! Runs programs: instruction after instruction at planned addresses. No allocation, no name, no free.
+
+use std::sync::Arc;
+
+use candle_core::Tensor;
+use gapless_alloc::{Label, Role};
+
+use super::arena::Arena;
+use super::args::{Address, Args, Element};
+use super::workers::Workers;
+use crate::compile::{CompiledProgram, Executable, Instruction, Named, Persistent};
+use crate::error::{Error, Result};
+use crate::graph::Spec;
+use crate::random::Stream;
+
+/// Index of a program in its executable.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ProgramId(usize);
+
+/// A tensor that outlives the step, as [`Executor::with_persistent`] shows it.
+#[derive(Debug)]
+pub struct PersistentBytes<'a> {
+    /// Its names and role.
+    pub label: &'a Label,
+    /// Shape and type.
+    pub spec: &'a Spec,
+    /// Its elements.
+    pub bytes: &'a [u8],
+}
+
+/// How a program is run.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct RunOptions {
+    /// The run's seed.
+    pub seed: u64,
+    /// The step, which keys the random numbers.
+    pub step: u64,
+    /// Fill every dead range with NaN between instructions: results must not change.
+    pub poison: bool,
+    /// Stop at the first instruction whose output is not finite, and say which it is.
+    pub watch: bool,
+}
+
+/// An executable in an arena of its own.
+#[derive(Debug)]
+pub struct Executor {
+    executable: Arc<Executable>,
+    arena: Arena,
+    workers: Workers,
+}
+
+impl Executor {
+    /// Reserves the arena and fills the persistent tensors.
+    ///
+    /// # Errors
+    /// [`Error::DoesNotFit`], before any byte is touched, when the machine has less memory available.
+    pub fn new(executable: Arc<Executable>, workers: Workers, seed: u64) -> Result<Self> {
+        let needed = executable.arena_bytes();
+        if let Some(available) = crate::metrics::available_memory_bytes().filter(|&available| available < needed) {
+            let largest = crate::report::largest_at_peak(&executable, 8);
+            return Err(Error::DoesNotFit { needed, available, largest });
+        }
+        let executor = Self { arena: Arena::new(needed)?, executable, workers };
+        for persistent in &executor.executable.persistent {
+            let (init, name) = (persistent.init, &persistent.label.tensor);
+            executor.with_slice::<f32, _>(&persistent.address, |out| init.fill(seed, name, out))?;
+        }
+        Ok(executor)
+    }
+
+    /// What it runs.
+    pub fn executable(&self) -> &Executable {
+        &self.executable
+    }
+
+    /// Number of threads.
+    pub fn threads(&self) -> usize {
+        self.workers.threads()
+    }
+
+    /// Finds a program by name.
+    pub fn program(&self, name: &str) -> Option<ProgramId> {
+        self.executable.programs.iter().position(|p| p.name == name).map(ProgramId)
+    }
+
+    /// Runs a program. Returns the first instruction with a non-finite output, if asked to watch for it.
+    ///
+    /// # Errors
+    /// Only if the arena itself is broken.
+    pub fn run(&mut self, id: ProgramId, options: RunOptions) -> Result<Option<String>> {
+        let program = &self.executable.programs[id.0];
+        let span = tracing::info_span!("run", program = program.name, step = options.step);
+        let _entered = span.enter();
+        let bytes = self.arena.bytes();
+        let culprit = self.arena.exclusive(|base| {
+            let base = Base(base);
+            let culprit = std::sync::OnceLock::new();
+            self.workers.run(&|| {
+                if let Some(index) = run_all(program, base, bytes, options) {
+                    let _ = culprit.set(index);
+                }
+            });
+            culprit.into_inner()
+        })?;
+        Ok(culprit.map(|index| program.instructions[index].describe()))
+    }
+
+    /// Writes an input of a program.
+    ///
+    /// # Errors
+    /// When there is no such input, or it holds another number of elements or another type.
+    pub fn write_input<T: Element>(&mut self, id: ProgramId, name: &str, micro_batch: u32, data: &[T]) -> Result<()> {
+        let inputs = &self.executable.programs[id.0].inputs;
+        let Some(named) = inputs.iter().find(|i| i.name == name && i.micro_batch == micro_batch) else {
+            return Err(unknown(name, inputs.iter().map(|i| i.name.as_str())));
+        };
+        if named.address.span != data.len() || named.spec.dtype != T::DTYPE {
+            return Err(Error::ElementCount { name: name.into(), expected: named.address.span, given: data.len() });
+        }
+        self.with_slice(&named.address, |out| out.copy_from_slice(data))
+    }
+
+    /// An output of a program that has run: a candle tensor over the arena's own bytes, valid until the next run.
+    ///
+    /// # Errors
+    /// When there is no such output.
+    pub fn output(&self, id: ProgramId, name: &str) -> Result<Tensor> {
+        let named = self.find_output(id, name)?;
+        if !named.is_f32() {
+            return Err(Error::NotF32 { name: name.into(), dtype: named.spec.dtype });
+        }
+        self.arena.view(named.address.offset, &named.spec.shape)
+    }
+
+    /// A scalar output of a program that has run. Allocates nothing.
+    ///
+    /// # Errors
+    /// When there is no such output.
+    pub fn scalar(&self, id: ProgramId, name: &str) -> Result<f32> {
+        let named = self.find_output(id, name)?;
+        self.with_slice::<f32, _>(&named.address, |x| x[0])
+    }
+
+    fn find_output(&self, id: ProgramId, name: &str) -> Result<&Named> {
+        let outputs = &self.executable.programs[id.0].outputs;
+        outputs.iter().find(|o| o.name == name).ok_or_else(|| unknown(name, outputs.iter().map(|o| o.name.as_str())))
+    }
+
+    /// A parameter or an optimizer state by its full name: a candle tensor over the arena's own bytes.
+    ///
+    /// # Errors
+    /// When there is none of that name.
+    pub fn tensor(&self, name: &str) -> Result<Tensor> {
+        let found = self.find_persistent(name)?;
+        self.arena.view(found.address.offset, &found.spec.shape)
+    }
+
+    /// Names of the persistent tensors of a role, in the order of their declaration.
+    pub fn names(&self, role: Role) -> impl Iterator<Item = &str> {
+        self.executable.persistent.iter().filter(move |p| p.label.role == role).map(|p| p.label.tensor.as_str())
+    }
+
+    /// Names and extents of the persistent tensors of a role, in the order of their declaration.
+    pub fn shapes(&self, role: Role) -> impl Iterator<Item = (&str, &[usize])> {
+        let of_role = self.executable.persistent.iter().filter(move |p| p.label.role == role);
+        of_role.map(|p| (p.label.tensor.as_str(), p.spec.dims()))
+    }
+
+    /// Shows all persistent tensors as bytes, without a copy.
+    ///
+    /// # Errors
+    /// Only if the arena itself is broken.
+    pub fn with_persistent<R>(&self, f: impl FnOnce(&[PersistentBytes<'_>]) -> R) -> Result<R> {
+        self.arena.exclusive(|base| {
+            let show = |p: &'_ Persistent| {
+                // SAFETY: a checked plan puts every address inside the arena; `exclusive` keeps everyone else out, and
+                // `f` cannot keep what it is shown.
+                unsafe {
+                    std::slice::from_raw_parts(
+                        base.add(p.address.offset as usize).cast_const(),
+                        p.address.span * p.address.dtype.size_in_bytes(),
+                    )
+                }
+            };
+            let all = self.executable.persistent.iter();
+            let tensors: Vec<PersistentBytes<'_>> =
+                all.map(|p| PersistentBytes { label: &p.label, spec: &p.spec, bytes: show(p) }).collect();
+            f(&tensors)
+        })
+    }
+
+    /// Lets `fill` write the bytes of a persistent tensor.
+    ///
+    /// # Errors
+    /// When there is none of that name.
+    pub fn fill_tensor<R>(&mut self, name: &str, fill: impl FnOnce(&mut [u8]) -> R) -> Result<R> {
+        let found = self.find_persistent(name)?;
+        self.arena.exclusive(|base| {
+            let bytes = found.address.span * found.address.dtype.size_in_bytes();
+            // SAFETY: as in `with_slice`; every pattern of bits is an f32.
+            fill(unsafe { std::slice::from_raw_parts_mut(base.add(found.address.offset as usize), bytes) })
+        })
+    }
+
+    /// Overwrites a persistent tensor.
+    ///
+    /// # Errors
+    /// When there is none of that name or size.
+    pub fn write_tensor(&mut self, name: &str, data: &[f32]) -> Result<()> {
+        let found = self.find_persistent(name)?;
+        if found.address.span != data.len() {
+            return Err(Error::ElementCount { name: name.into(), expected: found.address.span, given: data.len() });
+        }
+        self.with_slice(&found.address, |out| out.copy_from_slice(data))
+    }
+
+    fn find_persistent(&self, name: &str) -> Result<&Persistent> {
+        let persistent = &self.executable.persistent;
+        let found = persistent.iter().find(|p| p.label.tensor == name);
+        found.ok_or_else(|| unknown(name, persistent.iter().map(|p| p.label.tensor.as_str())))
+    }
+
+    fn with_slice<T: Element, R>(&self, address: &Address, f: impl FnOnce(&mut [T]) -> R) -> Result<R> {
+        debug_assert!(address.layout.is_contiguous() && address.dtype == T::DTYPE);
+        self.arena.exclusive(|base| {
+            // SAFETY: a checked plan puts every address inside the arena, aligned for its type; `exclusive` keeps
+            // everyone else out.
+            let slice =
+                unsafe { std::slice::from_raw_parts_mut(base.add(address.offset as usize).cast::<T>(), address.span) };
+            f(slice)
+        })
+    }
+}
+
+/// The arena's first byte, on its way to the threads of the pool.
+#[derive(Clone, Copy)]
+struct Base(*mut u8);
+
+// SAFETY: the arena is held exclusively while a program runs, and instructions give their threads disjoint parts.
+unsafe impl Send for Base {}
+// SAFETY: as above.
+unsafe impl Sync for Base {}
+
+/// Runs every instruction; returns the index of the first with a non-finite output when watching.
+fn run_all(program: &CompiledProgram, base: Base, bytes: u64, options: RunOptions) -> Option<usize> {
+    for (index, instruction) in program.instructions.iter().enumerate() {
+        let span = tracing::trace_span!("op", name = instruction.op.name(), layer = &*instruction.layer);
+        let _entered = span.enter();
+        let stream = Stream::new(options.seed, options.step, u64::from(instruction.micro_batch));
+        // SAFETY: the addresses come from a plan that has passed the checker; the arena is held exclusively.
+        let mut args = unsafe {
+            Args::new(
+                base.0,
+                &instruction.inputs,
+                &instruction.outputs,
+                instruction.workspace,
+                instruction.accumulate,
+                stream,
+            )
+        };
+        instruction.op.run(&mut args);
+        if options.watch && !outputs_finite(instruction, base) {
+            return Some(index);
+        }
+        if options.poison {
+            poison(instruction, base, bytes);
+        }
+    }
+    None
+}
+
+fn outputs_finite(instruction: &Instruction, base: Base) -> bool {
+    instruction.outputs.iter().filter(|o| o.dtype == f32::DTYPE).all(|output| {
+        // SAFETY: as for the instruction itself, which is over.
+        let data = unsafe {
+            std::slice::from_raw_parts(base.0.add(output.offset as usize).cast::<f32>().cast_const(), output.span)
+        };
+        data.iter().all(|x| x.is_finite())
+    })
+}
+
+fn poison(instruction: &Instruction, base: Base, bytes: u64) {
+    for range in &instruction.dead_after {
+        debug_assert!(range.end <= bytes);
+        let elements = ((range.end - range.start) / 4) as usize;
+        // SAFETY: the checked plan says that nobody holds these bytes after this instruction.
+        unsafe { std::slice::from_raw_parts_mut(base.0.add(range.start as usize).cast::<f32>(), elements) }
+            .fill(f32::NAN);
+    }
+}
+
+impl Instruction {
+    fn describe(&self) -> String {
+        let layer = if self.layer.is_empty() { "the model" } else { &self.layer };
+        format!("{} in {layer}, micro-batch {}", self.op.name(), self.micro_batch)
+    }
+}
+
+fn unknown<'n>(name: &str, names: impl Iterator<Item = &'n str>) -> Error {
+    let common = |other: &&str| other.bytes().zip(name.bytes()).take_while(|(a, b)| a == b).count();
+    let nearest = names.max_by_key(common).unwrap_or("there are none").to_owned();
+    Error::UnknownTensor { name: name.into(), nearest }
+}

@@ -1,0 +1,157 @@
+//! The threads that run a step.
+//!
+//! A rayon pool, one of whose threads waits for whole steps and runs them. A step thus begins inside the pool:
+//! `ThreadPool::install` from outside would put a job into rayon's shared queue, which allocates a block now and then.
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use rayon::{ThreadPool, ThreadPoolBuilder};
+
+use crate::error::Result;
+
+/// A fixed number of threads that run one job at a time.
+#[derive(Debug)]
+pub struct Workers {
+    mailbox: Arc<Mailbox>,
+    /// Held by whoever has a job under way.
+    turn: Mutex<()>,
+    threads: usize,
+    _pool: ThreadPool,
+}
+
+#[derive(Debug)]
+struct Mailbox {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+enum State {
+    Idle,
+    Job(Job),
+    Done(Option<Box<dyn Any + Send>>),
+    Closed,
+}
+
+impl std::fmt::Debug for State {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Idle => "Idle",
+            Self::Job(_) => "Job",
+            Self::Done(_) => "Done",
+            Self::Closed => "Closed",
+        })
+    }
+}
+
+/// A job whose lifetime was erased; [`Workers::run`] does not return before it is done.
+struct Job(*const (dyn Fn() + Sync));
+
+// SAFETY: the pointee is `Sync`, and `Workers::run` keeps it alive until the job is done.
+unsafe impl Send for Job {}
+
+impl Workers {
+    /// Starts `threads` threads; 0 for as many as the machine has cores.
+    ///
+    /// # Errors
+    /// When the system gives no threads.
+    pub fn new(threads: usize) -> Result<Self> {
+        let threads = resolve_threads(threads);
+        let pool = ThreadPoolBuilder::new().num_threads(threads).thread_name(|i| format!("gapless-{i}")).build()?;
+        let mailbox = Arc::new(Mailbox { state: Mutex::new(State::Idle), changed: Condvar::new() });
+        let driver = mailbox.clone();
+        pool.spawn(move || driver.serve());
+        Ok(Self { mailbox, turn: Mutex::new(()), threads, _pool: pool })
+    }
+
+    /// Number of threads.
+    pub fn threads(&self) -> usize {
+        self.threads
+    }
+
+    /// Runs `job` on a thread of the pool, where rayon's parallel iterators use all of them. Allocates nothing.
+    ///
+    /// # Panics
+    /// With the job's own panic.
+    pub fn run(&self, job: &(dyn Fn() + Sync)) {
+        let _turn = lock(&self.turn);
+        let erased: *const (dyn Fn() + Sync + '_) = job;
+        // SAFETY: only the lifetime changes; the pointer is not used after this function returns, as it waits for `Done`.
+        let erased: *const (dyn Fn() + Sync + 'static) = unsafe { std::mem::transmute(erased) };
+        let mut state = lock(&self.mailbox.state);
+        *state = State::Job(Job(erased));
+        self.mailbox.changed.notify_all();
+        loop {
+            if let State::Done(panic) = &mut *state {
+                let panic = panic.take();
+                *state = State::Idle;
+                drop(state);
+                return panic.map_or((), |panic| resume_unwind(panic));
+            }
+            state = self.mailbox.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+impl Mailbox {
+    fn serve(&self) {
+        let mut state = lock(&self.state);
+        loop {
+            match &*state {
+                State::Closed => return,
+                State::Job(job) => {
+                    let job = job.0;
+                    drop(state);
+                    // SAFETY: `run` put the pointer here and waits, with the job alive, until it sees `Done`.
+                    let outcome = catch_unwind(AssertUnwindSafe(|| unsafe { (*job)() }));
+                    state = lock(&self.state);
+                    *state = State::Done(outcome.err());
+                    self.changed.notify_all();
+                }
+                State::Idle | State::Done(_) => {
+                    state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                }
+            }
+        }
+    }
+}
+
+impl Drop for Workers {
+    fn drop(&mut self) {
+        *lock(&self.mailbox.state) = State::Closed;
+        self.mailbox.changed.notify_all();
+    }
+}
+
+/// The number of threads meant by a setting in which 0 is "all cores".
+pub fn resolve_threads(threads: usize) -> usize {
+    if threads > 0 { threads } else { std::thread::available_parallelism().map_or(1, usize::from) }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+
+    #[test]
+    fn jobs_run_in_the_pool_and_their_panics_come_back() {
+        let workers = Workers::new(2).unwrap();
+        let count = AtomicUsize::new(0);
+        for _ in 0..100 {
+            workers.run(&|| {
+                assert_eq!(rayon::current_num_threads(), 2);
+                count.fetch_add(1, Ordering::Relaxed);
+            });
+        }
+        assert_eq!(count.load(Ordering::Relaxed), 100);
+        let panic = catch_unwind(AssertUnwindSafe(|| workers.run(&|| panic!("mine"))));
+        assert_eq!(panic.unwrap_err().downcast_ref(), Some(&"mine"));
+        workers.run(&|| {});
+    }
+}
