@@ -1,0 +1,154 @@
+//! Judges an operation: its gradient by finite differences of the f64 reference, its kernel by the reference itself.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use candle_core::DType;
+use gapless_parallel::{Action, Kind};
+
+use crate::autodiff::differentiate;
+use crate::compile::{CompileOptions, Lowering, compile, lower};
+use crate::cpu::{Executor, RunOptions, Workers};
+use crate::error::Result;
+use crate::graph::{Graph, Spec, Tensor, ValueId};
+use crate::nn::{Init, VarBuilder};
+use crate::random::{Numbers, Stream};
+use crate::reference::{Array, evaluate};
+
+/// How far an operation is from its judges: ‖a − b‖ / ‖b‖, the worst over all inputs.
+#[derive(Debug, Clone, Copy)]
+pub struct GradientError {
+    /// The recorded gradient, evaluated in f64, against central differences of the f64 reference.
+    pub finite_difference: f64,
+    /// The compiled f32 program's output and gradients against the f64 reference's.
+    pub kernel: f64,
+}
+
+/// Checks a function of tensors: `parameters` are filled with standard normal numbers, `ids` with the numbers given.
+/// Its output is weighted at random and summed to a loss.
+///
+/// ```
+/// use gapless_engine::gradient_check;
+///
+/// let error = gradient_check(&[&[2, 3], &[2, 3]], &[], |x, _| x[0].mul(&x[1]))?;
+/// assert!(error.finite_difference < 1e-6 && error.kernel < 1e-5, "{error:?}");
+/// # Ok::<(), gapless_engine::Error>(())
+/// ```
+///
+/// # Errors
+/// What building, compiling or running the function returns.
+pub fn gradient_check(
+    parameters: &[&[usize]],
+    ids: &[(&[usize], &[u32])],
+    f: impl Fn(&[Tensor], &[Tensor]) -> Result<Tensor>,
+) -> Result<GradientError> {
+    let graph = Arc::new(Mutex::new(Graph::default()));
+    let vb = VarBuilder::new(&graph);
+    let mut given: HashMap<String, Array> = HashMap::new();
+    let mut xs = Vec::new();
+    for (index, dims) in parameters.iter().enumerate() {
+        let name = format!("x{index}");
+        xs.push(vb.get_with_hints(dims.to_vec(), &name, Init::Const(0.0))?);
+        given.insert(name, random_array(dims, index as u64));
+    }
+    let mut id_tensors = Vec::new();
+    for (index, (dims, data)) in ids.iter().enumerate() {
+        let name = format!("ids{index}");
+        id_tensors.push(input(&graph, &name, Spec { shape: dims.to_vec().into(), dtype: DType::U32 })?);
+        given.insert(name, Array::new(dims, data.iter().map(|&x| f64::from(x)).collect()));
+    }
+    let y = f(&xs, &id_tensors)?.contiguous()?;
+    let weights = input(&graph, "weights", Spec::f32(y.shape().clone()))?;
+    given.insert("weights".into(), random_array(y.dims(), 99));
+    let loss = y.mul(&weights)?.sum_all()?;
+    let gradients = differentiate(&graph, &loss, 1.0)?;
+    let graph = graph.lock().unwrap_or_else(PoisonError::into_inner);
+
+    let stream = Stream::new(1, 1, 0);
+    let exact = evaluate(&graph, &given, stream);
+    let name_of = |id: ValueId| graph.persistent().find(|p| p.0 == id).map(|p| p.1.to_owned()).expect("a parameter");
+    let total = |summands: &[ValueId]| {
+        let arrays = summands.iter().map(|id| &exact[id.index()]);
+        arrays.cloned().reduce(|a, b| a.zip(&b, |a, b| a + b)).expect("at least one summand")
+    };
+    let mut error = GradientError { finite_difference: 0.0, kernel: 0.0 };
+    for gradient in &gradients {
+        let numeric = differences(&graph, &given, &name_of(gradient.parameter), loss.id(), stream);
+        error.finite_difference = error.finite_difference.max(distance(&total(&gradient.summands).data, &numeric));
+    }
+    let mut outputs: Vec<(String, ValueId)> = vec![("y".into(), y.id())];
+    for gradient in &gradients {
+        outputs.extend(gradient.summands.iter().map(|&id| (format!("gradient {}", id.index()), id)));
+    }
+    let mut executor = executor(&graph, &outputs)?;
+    let program = executor.program("check").expect("it was compiled");
+    for (name, array) in &given {
+        let data: Vec<f32> = array.data.iter().map(|&x| x as f32).collect();
+        if name.starts_with('x') {
+            // A function need not use all of its parameters.
+            let _ = executor.write_tensor(name, &data);
+        } else if name.starts_with("ids") {
+            let data: Vec<u32> = array.data.iter().map(|&x| x as u32).collect();
+            executor.write_input(program, name, 0, &data)?;
+        } else {
+            executor.write_input(program, name, 0, &data)?;
+        }
+    }
+    executor.run(program, RunOptions { seed: 1, step: 1, poison: true, watch: false })?;
+    for (name, id) in &outputs {
+        let data: Vec<f32> = executor.output(program, name)?.flatten_all()?.to_vec1()?;
+        let data: Vec<f64> = data.into_iter().map(f64::from).collect();
+        error.kernel = error.kernel.max(distance(&data, &exact[id.index()].data));
+    }
+    Ok(error)
+}
+
+fn executor(graph: &Graph, outputs: &[(String, ValueId)]) -> Result<Executor> {
+    let workers = Workers::new(2)?;
+    let program = lower(&Lowering {
+        name: "check",
+        graph,
+        actions: &[Action::new(Kind::Forward, 0, 0), Action::new(Kind::Backward, 0, 0)],
+        outputs,
+        roles: &HashMap::new(),
+        threads: workers.threads(),
+    })?;
+    Executor::new(Arc::new(compile(&[program], &CompileOptions::default())?), workers, 0)
+}
+
+/// Central differences of the loss with respect to every element of a parameter.
+fn differences(graph: &Graph, given: &HashMap<String, Array>, name: &str, loss: ValueId, stream: Stream) -> Vec<f64> {
+    // The error of central differences is h²/6·f‴ + ε/h: least near h = ε^⅓.
+    const H: f64 = 1e-5;
+    let mut given = given.clone();
+    let mut at = |index: usize, shift: f64| {
+        let x = &mut given.get_mut(name).expect("given").data[index];
+        let before = *x;
+        *x += shift;
+        let value = evaluate(graph, &given, stream)[loss.index()].data[0];
+        given.get_mut(name).expect("given").data[index] = before;
+        value
+    };
+    let elements = graph.persistent().find(|p| p.1 == name).map_or(0, |p| graph.value(p.0).spec.elements());
+    (0..elements).map(|i| (at(i, H) - at(i, -H)) / (2.0 * H)).collect()
+}
+
+/// ‖a − b‖ / ‖b‖; the plain distance where b vanishes.
+fn distance(a: &[f64], b: &[f64]) -> f64 {
+    let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();
+    let difference = norm(&mut a.iter().zip(b).map(|(a, b)| a - b));
+    let scale = norm(&mut b.iter().copied());
+    if scale < 1e-12 { difference } else { difference / scale }
+}
+
+fn random_array(dims: &[usize], seed: u64) -> Array {
+    let numbers = Numbers::from_seed(seed + 1);
+    // Rounded to f32, so that the f32 program starts from the same numbers.
+    let normal = |i| f64::from(numbers.normal(i) as f32);
+    Array::new(dims, (0..dims.iter().product()).map(normal).collect())
+}
+
+fn input(graph: &Arc<Mutex<Graph>>, name: &str, spec: Spec) -> Result<Tensor> {
+    let id = graph.lock().unwrap_or_else(PoisonError::into_inner).add_input(name, spec)?;
+    Ok(Tensor::new(graph, id))
+}

@@ -1,0 +1,244 @@
+//! Training as a user's own binary calls it: build, report, step, evaluate, sample.
+
+mod compile_step;
+mod options;
+mod sample;
+mod save;
+
+use std::sync::Arc;
+
+use candle_core::DType;
+use gapless_alloc::draw::MemoryMap;
+
+pub use options::TrainOptions;
+pub use sample::SampleOptions;
+
+use crate::cpu::{Executor, ProgramId, RunOptions, Workers, resolve_threads};
+use crate::error::{Error, Result};
+use crate::graph::Tensor;
+use crate::learning_rate::Schedule;
+use crate::nn::VarBuilder;
+use crate::optim::{Optimizer, SCALARS};
+use crate::report::{self, Report};
+
+/// A language model: token ids to logits.
+pub trait Model {
+    /// Logits [batch, tokens, vocabulary] of ids [batch, tokens] (u32). `train` turns dropout on.
+    ///
+    /// # Errors
+    /// When the shapes do not fit.
+    fn forward(&self, tokens: &Tensor, train: bool) -> Result<Tensor>;
+
+    /// The loss: a scalar, the mean over all tokens. By default the cross-entropy of the next token.
+    ///
+    /// # Errors
+    /// When the shapes do not fit.
+    fn loss(&self, tokens: &Tensor, targets: &Tensor, train: bool) -> Result<Tensor> {
+        self.forward(tokens, train)?.cross_entropy(targets)?.mean_all()
+    }
+}
+
+/// What a step did.
+#[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
+pub struct StepReport {
+    /// The step, counted from 0.
+    pub step: u64,
+    /// Mean loss over the batch, before the update.
+    pub loss: f32,
+    /// Norm of all gradients together, before clipping.
+    pub gradient_norm: f32,
+    /// Learning rate of the update.
+    pub lr: f64,
+}
+
+/// A model, its optimizer and all their memory.
+#[derive(Debug)]
+pub struct Trainer {
+    executor: Executor,
+    options: TrainOptions,
+    schedule: Schedule,
+    programs: Programs,
+    parameters: u64,
+    vocabulary: usize,
+    step: u64,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Programs {
+    train: ProgramId,
+    evaluate: ProgramId,
+    logits: ProgramId,
+}
+
+impl Trainer {
+    /// Compiles the training step, the evaluation and the sampling of a model into one arena, and fills its parameters.
+    ///
+    /// # Errors
+    /// When the options or the model's shapes do not fit together, or the arena does not fit the machine's memory.
+    pub fn new<M: Model>(build: impl Fn(VarBuilder) -> Result<M>, options: TrainOptions) -> Result<Self> {
+        let _span = tracing::info_span!("compile").entered();
+        options.check()?;
+        let threads = resolve_threads(options.threads);
+        let compiled = compile_step::compile_step(&build, &options, threads)?;
+        let executor = Executor::new(Arc::new(compiled.executable), Workers::new(threads)?, options.seed)?;
+        let find = |name| executor.program(name).expect("compiled above");
+        let programs = Programs { train: find("train"), evaluate: find("evaluate"), logits: find("logits") };
+        let (parameters, vocabulary) = (compiled.parameters, compiled.vocabulary);
+        let schedule = options.learning_rate.check()?;
+        Ok(Self { executor, options, schedule, programs, parameters, vocabulary, step: 0 })
+    }
+
+    /// The options it was made with.
+    pub fn options(&self) -> &TrainOptions {
+        &self.options
+    }
+
+    /// Steps taken so far.
+    pub fn steps(&self) -> u64 {
+        self.step
+    }
+
+    /// Number of worker threads.
+    pub fn threads(&self) -> usize {
+        self.executor.threads()
+    }
+
+    /// The plan in figures.
+    pub fn report(&self) -> Report {
+        Report::of(self.executor.executable(), self.parameters)
+    }
+
+    /// The plan as a picture.
+    pub fn memory_map(&self) -> MemoryMap<'_> {
+        report::memory_map(self.executor.executable())
+    }
+
+    /// One step on a batch of ids and their targets, [batch × sequence] each. Allocates nothing.
+    ///
+    /// # Errors
+    /// [`Error::NonFinite`] when the loss or a gradient is not finite: the model is left as it was before the step. Ids
+    /// outside the vocabulary, and batches of the wrong size.
+    pub fn step(&mut self, tokens: &[u32], targets: &[u32]) -> Result<StepReport> {
+        let lr = self.schedule.at(self.step);
+        let program = self.programs.train;
+        self.write_step(tokens, targets, lr)?;
+        self.run(program, false)?;
+        let loss = self.executor.scalar(program, "loss")?;
+        let gradient_norm = self.executor.scalar(program, "gradient_norm")?;
+        if !loss.is_finite() || !gradient_norm.is_finite() {
+            // The step has reused the bytes of its inputs.
+            self.write_step(tokens, targets, lr)?;
+            let culprit = self.run(program, true)?;
+            let culprit = culprit.unwrap_or_else(|| "nothing when the step was repeated".into());
+            return Err(Error::NonFinite { step: self.step, loss, culprit });
+        }
+        let report = StepReport { step: self.step, loss, gradient_norm, lr };
+        self.step += 1;
+        Ok(report)
+    }
+
+    /// [`Self::step`] on candle tensors: ids and targets [batch, sequence] of u32.
+    ///
+    /// # Errors
+    /// As [`Self::step`].
+    pub fn step_on(&mut self, tokens: &candle_core::Tensor, targets: &candle_core::Tensor) -> Result<StepReport> {
+        let flat = |t: &candle_core::Tensor| t.flatten_all()?.to_dtype(DType::U32)?.to_vec1::<u32>();
+        self.step(&flat(tokens)?, &flat(targets)?)
+    }
+
+    /// Mean loss over `evaluation_batch` sequences, without dropout.
+    ///
+    /// # Errors
+    /// Ids outside the vocabulary, and batches of the wrong size.
+    pub fn evaluate(&mut self, tokens: &[u32], targets: &[u32]) -> Result<f32> {
+        let program = self.programs.evaluate;
+        self.write_batch(program, 1, self.options.evaluation_batch(), tokens, targets)?;
+        self.run(program, false)?;
+        self.executor.scalar(program, "loss")
+    }
+
+    /// Logits [1, sequence, vocabulary] of one sequence: a candle tensor over the arena's own bytes, valid until the next
+    /// call that runs something.
+    ///
+    /// # Errors
+    /// Ids outside the vocabulary, and sequences of the wrong length.
+    pub fn logits(&mut self, tokens: &[u32]) -> Result<candle_core::Tensor> {
+        let program = self.programs.logits;
+        self.check_ids(tokens)?;
+        self.executor.write_input(program, "tokens", 0, tokens)?;
+        self.run(program, false)?;
+        self.executor.output(program, "logits")
+    }
+
+    /// A parameter or an optimizer state (`exp_avg/…`, `exp_avg_sq/…`) by name: a candle tensor over the arena's own
+    /// bytes.
+    ///
+    /// # Errors
+    /// When there is none of that name.
+    pub fn tensor(&self, name: &str) -> Result<candle_core::Tensor> {
+        self.executor.tensor(name)
+    }
+
+    /// The gradient of a parameter after a step, before clipping: a candle tensor over the arena's own bytes, valid until
+    /// the next run. Needs [`TrainOptions::keep_gradients`].
+    ///
+    /// # Errors
+    /// When gradients are not kept or there is no such parameter.
+    pub fn gradient(&self, name: &str) -> Result<candle_core::Tensor> {
+        self.executor.output(self.programs.train, &compile_step::gradient_output(name))
+    }
+
+    /// Names of the parameters, in the order in which the model declared them.
+    pub fn parameter_names(&self) -> impl Iterator<Item = &str> {
+        self.executor.names(gapless_alloc::Role::Parameter)
+    }
+
+    /// Overwrites a parameter or an optimizer state.
+    ///
+    /// # Errors
+    /// When there is none of that name or size.
+    pub fn set_tensor(&mut self, name: &str, value: &candle_core::Tensor) -> Result<()> {
+        let data: Vec<f32> = value.flatten_all()?.to_dtype(DType::F32)?.to_vec1()?;
+        self.executor.write_tensor(name, &data)
+    }
+
+    fn run(&mut self, program: ProgramId, watch: bool) -> Result<Option<String>> {
+        let options = RunOptions { seed: self.options.seed, step: self.step, poison: self.options.poison, watch };
+        self.executor.run(program, options)
+    }
+
+    fn write_step(&mut self, tokens: &[u32], targets: &[u32], lr: f64) -> Result<()> {
+        let program = self.programs.train;
+        self.write_batch(program, self.options.micro_batches, self.options.batch, tokens, targets)?;
+        let scalars: [f32; SCALARS] = self.options.optimizer.scalars(self.step, lr);
+        self.executor.write_input(program, compile_step::SCALARS_INPUT, 0, &scalars)
+    }
+
+    fn write_batch(
+        &mut self,
+        program: ProgramId,
+        micro_batches: usize,
+        batch: usize,
+        tokens: &[u32],
+        targets: &[u32],
+    ) -> Result<()> {
+        let expected = batch * self.options.sequence;
+        for (name, ids) in [("tokens", tokens), ("targets", targets)] {
+            if ids.len() != expected {
+                return Err(Error::ElementCount { name: name.into(), expected, given: ids.len() });
+            }
+            self.check_ids(ids)?;
+            for (micro_batch, part) in ids.chunks_exact(expected / micro_batches).enumerate() {
+                self.executor.write_input(program, name, micro_batch as u32, part)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn check_ids(&self, ids: &[u32]) -> Result<()> {
+        match ids.iter().find(|&&id| id as usize >= self.vocabulary) {
+            Some(&id) => Err(Error::TokenOutOfRange { id, vocabulary: self.vocabulary }),
+            None => Ok(()),
+        }
+    }
+}
