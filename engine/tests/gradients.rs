@@ -1,0 +1,130 @@
+//! Every operation against its judges: gradients by finite differences in f64, kernels by the f64 reference.
+
+use gapless_engine::{Result, Tensor, gradient_check};
+
+/// Central differences in f64 are good to about 1e-9; f32 kernels to some multiples of 2⁻²⁴ = 6e-8.
+const FINITE_DIFFERENCE: f64 = 1e-6;
+const KERNEL: f64 = 1e-5;
+
+fn check(shapes: &[&[usize]], f: impl Fn(&[Tensor]) -> Result<Tensor>) {
+    check_ids(shapes, &[], |x, _| f(x));
+}
+
+fn check_ids(shapes: &[&[usize]], ids: &[(&[usize], &[u32])], f: impl Fn(&[Tensor], &[Tensor]) -> Result<Tensor>) {
+    let error = gradient_check(shapes, ids, f).unwrap();
+    assert!(error.finite_difference <= FINITE_DIFFERENCE, "{error:?}");
+    assert!(error.kernel <= KERNEL, "{error:?}");
+}
+
+#[test]
+fn functions_of_one_element() {
+    let x: &[&[usize]] = &[&[3, 7]];
+    check(x, |x| x[0].exp());
+    check(x, |x| x[0].sqr()?.affine(1.0, 0.5)?.log());
+    check(x, |x| x[0].sqr()?.affine(1.0, 0.5)?.sqrt());
+    check(x, |x| x[0].sqr()?.affine(1.0, 0.5)?.recip());
+    check(x, |x| x[0].tanh());
+    check(x, |x| x[0].sigmoid());
+    check(x, |x| x[0].relu());
+    check(x, |x| x[0].silu());
+    check(x, |x| x[0].gelu());
+    check(x, |x| x[0].gelu_erf());
+    check(x, |x| x[0].neg()?.affine(3.0, -2.0));
+}
+
+#[test]
+fn functions_of_two_elements() {
+    let pair: &[&[usize]] = &[&[3, 4], &[3, 4]];
+    check(pair, |x| x[0].add(&x[1]));
+    check(pair, |x| x[0].sub(&x[1]));
+    check(pair, |x| x[0].mul(&x[1]));
+    check(pair, |x| x[0].div(&x[1].sqr()?.affine(1.0, 0.5)?));
+    check(pair, |x| x[0].swiglu(&x[1]));
+    check(&[&[5]], |x| x[0].mul(&x[0])?.add(&x[0]));
+}
+
+#[test]
+fn broadcasting() {
+    check(&[&[2, 3, 4], &[4]], |x| x[0].broadcast_add(&x[1]));
+    check(&[&[2, 3, 4], &[3, 1]], |x| x[0].broadcast_mul(&x[1]));
+    check(&[&[2, 1, 4], &[3, 1]], |x| x[0].broadcast_sub(&x[1]));
+    check(&[&[1], &[2, 3]], |x| x[1].broadcast_div(&x[0].sqr()?.affine(1.0, 0.5)?));
+}
+
+#[test]
+fn views() {
+    check(&[&[2, 3, 4]], |x| x[0].transpose(0, 2)?.reshape((4, 6)));
+    check(&[&[2, 6]], |x| x[0].narrow(1, 2, 3)?.mul(&x[0].narrow(1, 0, 3)?));
+    check(&[&[2, 9]], |x| {
+        let parts = x[0].chunk(3, 1)?;
+        parts[0].mul(&parts[1])?.add(&parts[2])
+    });
+    check(&[&[2, 6]], |x| x[0].reshape((2, 2, 3))?.transpose(1, 2)?.contiguous());
+    check(&[&[2, 3]], |x| x[0].unsqueeze(1)?.broadcast_as((2, 4, 3)));
+    check(&[&[2, 3], &[2, 5]], |x| Tensor::cat(&[&x[0], &x[1], &x[0]], 1));
+    check(&[&[3, 4], &[4, 2]], |x| Tensor::cat(&[&x[0].t()?, &x[1]], 1));
+}
+
+#[test]
+fn reductions() {
+    check(&[&[2, 3, 4]], |x| x[0].sum(0));
+    check(&[&[2, 3, 4]], |x| x[0].sum_keepdim(1)?.sqr());
+    check(&[&[2, 3, 4]], |x| x[0].mean_keepdim(2)?.sqr());
+    check(&[&[2, 3, 4]], |x| x[0].transpose(0, 2)?.sum(1)?.sqr());
+    check(&[&[2, 3]], |x| x[0].sum_all()?.sqr());
+    check(&[&[4, 3]], |x| x[0].sqr()?.mean_all());
+    check(&[&[3, 5]], |x| x[0].softmax_last_dim());
+}
+
+#[test]
+fn normalisation() {
+    check(&[&[2, 3, 20], &[20], &[20]], |x| x[0].layer_norm(&x[1], &x[2], 1e-5));
+    check(&[&[2, 3, 20], &[20]], |x| x[0].rms_norm(&x[1], 1e-5));
+}
+
+#[test]
+fn products() {
+    check(&[&[3, 4], &[4, 5]], |x| x[0].matmul(&x[1]));
+    check(&[&[2, 3, 4], &[2, 5, 4]], |x| x[0].matmul(&x[1].t()?));
+    check(&[&[2, 3, 2, 4], &[2, 3, 4, 5]], |x| x[0].matmul(&x[1]));
+    check(&[&[2, 4, 3, 5], &[2, 3, 5, 4]], |x| x[0].transpose(1, 2)?.matmul(&x[1])?.sqr());
+    check(&[&[2, 3, 4], &[5, 4]], |x| x[0].linear(&x[1], None));
+    check(&[&[2, 3, 4], &[5, 4], &[5]], |x| x[0].linear(&x[1], Some(&x[2])));
+    check(&[&[3, 4], &[5, 4], &[5]], |x| x[0].linear(&x[1], Some(&x[2]))?.linear(&x[1].t()?.contiguous()?, None));
+}
+
+#[test]
+fn rotation() {
+    check(&[&[2, 2, 3, 8]], |x| x[0].rope(100.0));
+    check(&[&[2, 3, 2, 8]], |x| x[0].transpose(1, 2)?.rope(100.0)?.sqr());
+}
+
+#[test]
+fn attention() {
+    // Equal heads, grouped heads, and a packed qkv read through strides.
+    check(&[&[2, 2, 5, 8], &[2, 2, 5, 8], &[2, 2, 5, 8]], |x| x[0].causal_attention(&x[1], &x[2], 0.3));
+    check(&[&[1, 4, 3, 8], &[1, 2, 3, 8], &[1, 2, 3, 8]], |x| x[0].causal_attention(&x[1], &x[2], 0.3));
+    check(&[&[2, 5, 48]], |x| {
+        let heads = |i: usize| x[0].narrow(2, 16 * i, 16)?.reshape((2, 5, 2, 8))?.transpose(1, 2);
+        heads(0)?.causal_attention(&heads(1)?, &heads(2)?, 0.3)?.transpose(1, 2)?.reshape((2, 5, 16))
+    });
+}
+
+#[test]
+fn lookups_and_losses() {
+    check_ids(&[&[7, 4]], &[(&[2, 3], &[1, 0, 6, 1, 1, 3])], |x, ids| x[0].embedding(&ids[0]));
+    check_ids(&[&[2, 3, 7]], &[(&[2, 3], &[1, 0, 6, 1, 2, 3])], |x, ids| x[0].cross_entropy(&ids[0]));
+    check_ids(&[&[2, 3, 7]], &[(&[2, 3], &[1, 0, 6, 1, 2, 3])], |x, ids| x[0].cross_entropy(&ids[0])?.mean_all());
+}
+
+#[test]
+fn dropout() {
+    check(&[&[8, 16]], |x| x[0].dropout(0.3)?.sqr()?.dropout(0.5));
+}
+
+#[test]
+fn tied_weights_sum_their_uses() {
+    check_ids(&[&[7, 4]], &[(&[2, 3], &[1, 0, 6, 1, 1, 3])], |x, ids| {
+        x[0].embedding(&ids[0])?.gelu()?.linear(&x[0], None)
+    });
+}
