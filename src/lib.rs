@@ -1,1 +1,45 @@
 //! gapless: an LLM training engine whose memory has no gaps.
+//!
+//! The engine compiles a training step into one list of instructions. That list is the lifetime of every tensor, so all
+//! memory is planned before the first step, at the proven lower bound, and the step runs out of one arena without
+//! allocating.
+//!
+//! ```
+//! use gapless::models::{Gpt, GptConfig};
+//! use gapless::{TrainOptions, Trainer};
+//!
+//! let config = GptConfig { vocabulary: 256, sequence: 32, layers: 2, heads: 2, width: 32, ..GptConfig::default() };
+//! let options = TrainOptions { batch: 4, sequence: 32, ..TrainOptions::default() };
+//! let mut trainer = Trainer::new(|vb| Gpt::new(&config, vb), options)?;
+//! println!("{}", trainer.report()); // parameters, arena, lower bound, gap, bytes by role: known before any step
+//!
+//! let text = b"the quick brown fox jumps over the lazy dog. ".repeat(4);
+//! let tokens: Vec<u32> = text[..128].iter().map(|&b| b.into()).collect();
+//! let targets: Vec<u32> = text[1..129].iter().map(|&b| b.into()).collect();
+//! let first = trainer.step(&tokens, &targets)?.loss;
+//! for _ in 0..5 {
+//!     trainer.step(&tokens, &targets)?;
+//! }
+//! assert!(trainer.step(&tokens, &targets)?.loss < first);
+//! # Ok::<(), gapless::Error>(())
+//! ```
+//!
+//! ```text
+//! models ─▶ engine: graph ─▶ autodiff ─▶ lower ─▶ lifetimes ─▶ alloc: plan ─▶ check ─▶ run
+//!                                          ▲
+//!                     parallel: schedule ──┘
+//! ```
+//!
+//! - [`models`]: GPT and Llama, written with candle's vocabulary.
+//! - [`engine`]: what compiles and runs them; [`Trainer`] is the way in.
+//! - [`alloc`]: planning of bytes × time, on its own.
+//! - [`parallel`]: schedules of pipeline stages.
+#![forbid(unsafe_code)]
+#![warn(missing_docs)]
+
+pub use gapless_alloc as alloc;
+pub use gapless_engine as engine;
+pub use gapless_models as models;
+pub use gapless_parallel as parallel;
+
+pub use gapless_engine::{Error, Model, Report, Result, SampleOptions, StepReport, Tensor, TrainOptions, Trainer, nn};

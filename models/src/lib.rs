@@ -1,1 +1,38 @@
+//! Language models as a text-book writes them, over the gapless engine.
+//!
+//! Each is one file: a configuration, the parameters, and the forward pass in candle's vocabulary. Names of parameters
+//! are those of the Hugging Face checkpoints of the same architecture.
+//!
+//! ```
+//! use gapless_engine::{TrainOptions, Trainer};
+//! use gapless_models::{Gpt, GptConfig};
+//!
+//! let config = GptConfig { vocabulary: 256, sequence: 16, layers: 2, heads: 2, width: 32, ..GptConfig::default() };
+//! let options = TrainOptions { batch: 2, sequence: 16, ..TrainOptions::default() };
+//! let trainer = Trainer::new(|vb| Gpt::new(&config, vb), options)?;
+//! assert_eq!(trainer.report().parameters, config.parameters());
+//! # Ok::<(), gapless_engine::Error>(())
+//! ```
+//!
+//! ```text
+//! tokens ─▶ wte + wpe ─▶ │ x + attn(norm(x)) ─▶ x + mlp(norm(x)) │ × layers ─▶ norm ─▶ head ─▶ logits
+//! ```
+#![forbid(unsafe_code)]
+#![warn(missing_docs)]
 
+mod gpt;
+mod llama;
+
+pub use gpt::{Gpt, GptConfig};
+pub use llama::{Llama, LlamaConfig};
+
+use gapless_engine::{Error, Result};
+
+/// Width of a head.
+fn head_size(width: usize, heads: usize) -> Result<usize> {
+    if heads == 0 || width % heads != 0 {
+        let why = format!("{heads} heads do not divide a width of {width}");
+        return Err(Error::Config { what: "model", why, remedy: "choose a number of heads that divides the width" });
+    }
+    Ok(width / heads)
+}

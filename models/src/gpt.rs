@@ -1,0 +1,169 @@
+//! GPT-2 (Radford et al., 2019): learned positions, layer norm before each part, GELU, head tied to the embedding.
+
+use gapless_engine::nn::{Embedding, Init, LayerNorm, Linear, Module, VarBuilder, embedding, layer_norm, linear};
+use gapless_engine::{Error, Model, Result, Tensor};
+use serde::{Deserialize, Serialize};
+
+use crate::head_size;
+
+/// Extents of a [`Gpt`].
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct GptConfig {
+    /// Number of tokens that exist.
+    pub vocabulary: usize,
+    /// Tokens per sequence, at most.
+    pub sequence: usize,
+    /// Number of blocks.
+    pub layers: usize,
+    /// Attention heads per block.
+    pub heads: usize,
+    /// Width of the residual stream; the feed-forward part is four times as wide.
+    pub width: usize,
+    /// Probability of dropout after the embedding and after each part of a block.
+    pub dropout: f64,
+}
+
+impl Default for GptConfig {
+    /// GPT-2 124M.
+    fn default() -> Self {
+        Self { vocabulary: 50_257, sequence: 1024, layers: 12, heads: 12, width: 768, dropout: 0.0 }
+    }
+}
+
+impl GptConfig {
+    /// Number of trained numbers.
+    pub fn parameters(&self) -> u64 {
+        let width = self.width;
+        let block = 12 * width * width + 13 * width;
+        ((self.vocabulary + self.sequence) * width + self.layers * block + 2 * width) as u64
+    }
+}
+
+/// The model.
+#[derive(Debug, Clone)]
+pub struct Gpt {
+    wte: Embedding,
+    wpe: Tensor,
+    blocks: Vec<Block>,
+    ln_f: LayerNorm,
+    config: GptConfig,
+}
+
+impl Gpt {
+    /// Declares the parameters.
+    ///
+    /// # Errors
+    /// When the heads do not divide the width, or an extent is 0.
+    pub fn new(config: &GptConfig, vb: VarBuilder) -> Result<Self> {
+        if config.vocabulary == 0 || config.sequence == 0 {
+            let why = "an extent is 0".to_owned();
+            return Err(Error::Config { what: "model", why, remedy: "vocabulary and sequence are at least 1" });
+        }
+        let wte = embedding(config.vocabulary, config.width, vb.pp("wte"))?;
+        let wpe = vb.pp("wpe").get((config.sequence, config.width), "weight")?;
+        let blocks = (0..config.layers).map(|i| Block::new(config, vb.pp("h").pp(i))).collect::<Result<_>>()?;
+        let ln_f = layer_norm(config.width, 1e-5, vb.pp("ln_f"))?;
+        Ok(Self { wte, wpe, blocks, ln_f, config: config.clone() })
+    }
+}
+
+impl Model for Gpt {
+    fn forward(&self, tokens: &Tensor, train: bool) -> Result<Tensor> {
+        let (_, t) = tokens.dims2()?;
+        let dropout = if train { self.config.dropout } else { 0.0 };
+        let positions = self.wpe.narrow(0, 0, t)?;
+        let mut x = self.wte.forward(tokens)?.broadcast_add(&positions)?.dropout(dropout)?;
+        for block in &self.blocks {
+            x = block.forward(&x, dropout)?;
+        }
+        let x = self.ln_f.forward(&x)?;
+        let _layer = x.enter("head");
+        x.linear(self.wte.embeddings(), None)
+    }
+}
+
+#[derive(Debug, Clone)]
+struct Block {
+    ln_1: LayerNorm,
+    attn: Attention,
+    ln_2: LayerNorm,
+    mlp: Mlp,
+    layer: String,
+}
+
+impl Block {
+    fn new(config: &GptConfig, vb: VarBuilder) -> Result<Self> {
+        Ok(Self {
+            ln_1: layer_norm(config.width, 1e-5, vb.pp("ln_1"))?,
+            attn: Attention::new(config, vb.pp("attn"))?,
+            ln_2: layer_norm(config.width, 1e-5, vb.pp("ln_2"))?,
+            mlp: Mlp::new(config, vb.pp("mlp"))?,
+            layer: vb.prefix().to_owned(),
+        })
+    }
+
+    fn forward(&self, x: &Tensor, dropout: f64) -> Result<Tensor> {
+        let _layer = x.enter(&self.layer);
+        let x = (x + self.attn.forward(&self.ln_1.forward(x)?)?.dropout(dropout)?)?;
+        &x + self.mlp.forward(&self.ln_2.forward(&x)?)?.dropout(dropout)?
+    }
+}
+
+#[derive(Debug, Clone)]
+struct Attention {
+    c_attn: Linear,
+    c_proj: Linear,
+    heads: usize,
+    head_size: usize,
+    layer: String,
+}
+
+impl Attention {
+    fn new(config: &GptConfig, vb: VarBuilder) -> Result<Self> {
+        let width = config.width;
+        let head_size = head_size(width, config.heads)?;
+        let c_attn = linear(width, 3 * width, vb.pp("c_attn"))?;
+        let c_proj = residual_linear(width, width, config, vb.pp("c_proj"))?;
+        Ok(Self { c_attn, c_proj, heads: config.heads, head_size, layer: vb.prefix().to_owned() })
+    }
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let _layer = x.enter(&self.layer);
+        let (b, t, c) = x.dims3()?;
+        let qkv = self.c_attn.forward(x)?;
+        let heads = |i: usize| qkv.narrow(2, i * c, c)?.reshape((b, t, self.heads, self.head_size))?.transpose(1, 2);
+        let (q_bhtd, k_bhtd, v_bhtd) = (heads(0)?, heads(1)?, heads(2)?);
+        let scale = 1.0 / (self.head_size as f64).sqrt();
+        let y_bhtd = q_bhtd.causal_attention(&k_bhtd, &v_bhtd, scale)?;
+        self.c_proj.forward(&y_bhtd.transpose(1, 2)?.reshape((b, t, c))?)
+    }
+}
+
+#[derive(Debug, Clone)]
+struct Mlp {
+    c_fc: Linear,
+    c_proj: Linear,
+    layer: String,
+}
+
+impl Mlp {
+    fn new(config: &GptConfig, vb: VarBuilder) -> Result<Self> {
+        let c_fc = linear(config.width, 4 * config.width, vb.pp("c_fc"))?;
+        let c_proj = residual_linear(4 * config.width, config.width, config, vb.pp("c_proj"))?;
+        Ok(Self { c_fc, c_proj, layer: vb.prefix().to_owned() })
+    }
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let _layer = x.enter(&self.layer);
+        self.c_proj.forward(&self.c_fc.forward(x)?.gelu()?)
+    }
+}
+
+/// A layer that writes to the residual stream: its initial weights are scaled by 1/√(2·layers) (GPT-2, section 2.3).
+fn residual_linear(in_dim: usize, out_dim: usize, config: &GptConfig, vb: VarBuilder) -> Result<Linear> {
+    let stdev = 0.02 / (2.0 * config.layers.max(1) as f64).sqrt();
+    let weight = vb.get_with_hints((out_dim, in_dim), "weight", Init::Randn { mean: 0.0, stdev })?;
+    let bias = vb.get_with_hints(out_dim, "bias", Init::Const(0.0))?;
+    Ok(Linear::new(weight, Some(bias), vb.prefix()))
+}
