@@ -1,0 +1,306 @@
+//! Trains a small GPT on real text: the binary to copy.
+//!
+//! Without flags it learns from the Rust sources of this workspace and of its unpacked dependencies. `--help` lists the
+//! rest; `--resume` goes on where the last run of the same `--out` stopped, to the same bits.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::{Parser, ValueEnum};
+use gapless::engine::checkpoint::Checkpoint;
+use gapless::engine::data::{DataOptions, Dataset, RustSources, Source, ValidationWindows, VocabularyChoice};
+use gapless::engine::learning_rate::{LearningRate, Shape};
+use gapless::engine::metrics::{JsonLines, peak_rss_bytes};
+use gapless::models::{Gpt, GptConfig};
+use gapless::{SampleOptions, TrainOptions, Trainer};
+use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
+use serde_json::json;
+
+#[derive(Parser)]
+#[command(about = "Trains a small GPT on real text, out of one planned arena")]
+struct Args {
+    /// A file or folder of .txt, .rs, .md or .jsonl, or a .bin of u16 token ids; by default this workspace's Rust sources
+    /// and those of its dependencies
+    #[arg(long)]
+    data: Option<PathBuf>,
+    /// Where checkpoints and the memory map go
+    #[arg(long, default_value = "runs/train_gpt")]
+    out: PathBuf,
+    /// Goes on from the newest checkpoint in --out
+    #[arg(long)]
+    resume: bool,
+    #[arg(long, default_value_t = 300)]
+    steps: u64,
+    /// Sequences per step
+    #[arg(long, default_value_t = 8)]
+    batch: usize,
+    /// Parts into which a batch is cut: more of them need less memory
+    #[arg(long, default_value_t = 2)]
+    micro_batches: usize,
+    /// Tokens per sequence
+    #[arg(long, default_value_t = 256)]
+    sequence: usize,
+    #[arg(long, default_value_t = 6)]
+    layers: usize,
+    #[arg(long, default_value_t = 6)]
+    heads: usize,
+    #[arg(long, default_value_t = 384)]
+    width: usize,
+    #[arg(long, default_value_t = 0.0)]
+    dropout: f64,
+    /// Tokens of the BPE vocabulary; 256 for plain bytes
+    #[arg(long, default_value_t = 4096)]
+    vocabulary: usize,
+    /// A tokenizer.json to use instead of training one
+    #[arg(long)]
+    tokenizer: Option<PathBuf>,
+    /// The highest learning rate
+    #[arg(long, default_value_t = 1e-3)]
+    lr: f64,
+    #[arg(long, default_value = "cosine")]
+    schedule: Schedule,
+    #[arg(long, default_value_t = 20)]
+    warmup: u64,
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// Worker threads; 0 for all cores
+    #[arg(long, default_value_t = 0)]
+    threads: usize,
+    /// Steps between validations
+    #[arg(long, default_value_t = 100)]
+    eval_every: u64,
+    /// Steps between checkpoints
+    #[arg(long, default_value_t = 100)]
+    save_every: u64,
+    /// How the sampled text begins
+    #[arg(long, default_value = "pub fn ")]
+    prompt: String,
+    /// Tokens to sample at the end
+    #[arg(long, default_value_t = 120)]
+    sample: usize,
+    /// Writes one JSON object per step and a summary here
+    #[arg(long)]
+    json: Option<PathBuf>,
+    /// Writes a trace for chrome://tracing or Perfetto here
+    #[arg(long)]
+    trace: Option<PathBuf>,
+    /// Fills every dead range of the arena with NaN between instructions
+    #[arg(long)]
+    poison: bool,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Schedule {
+    Cosine,
+    Wsd,
+    Constant,
+}
+
+fn main() -> Result<()> {
+    let args = Args::parse();
+    let _trace = args.trace.as_deref().map(start_trace);
+    let checkpoints = args.out.join("checkpoints");
+    let checkpoint = open_checkpoint(&args, &checkpoints)?;
+    let dataset = open_data(&args, checkpoint.as_ref())?;
+    let config = GptConfig {
+        vocabulary: dataset.vocabulary().size(),
+        sequence: args.sequence,
+        layers: args.layers,
+        heads: args.heads,
+        width: args.width,
+        dropout: args.dropout,
+    };
+    let training = dataset.training(args.sequence, args.batch, args.seed)?;
+    let validation = dataset.validation(args.sequence, 32.max(args.batch))?;
+    let mut trainer = Trainer::new(|vb| Gpt::new(&config, vb), options(&args))?;
+    let report = trainer.report();
+    println!("{report}");
+    std::fs::create_dir_all(&args.out).with_context(|| format!("cannot create {}", args.out.display()))?;
+    let map = args.out.join("memory.html");
+    std::fs::write(&map, trainer.memory_map().html())?;
+    println!("memory map: {}", map.display());
+    if let Some(checkpoint) = &checkpoint {
+        trainer.resume(checkpoint)?;
+        println!("resumed after {} steps from {}", checkpoint.step(), checkpoint.path().display());
+    }
+
+    let stop = stop_on_ctrl_c()?;
+    let resuming = checkpoint.is_some();
+    let mut json =
+        args.json.as_deref().map(if resuming { JsonLines::append } else { JsonLines::create }).transpose()?;
+    let (mut tokens, mut targets) = (vec![0; args.batch * args.sequence], vec![0; args.batch * args.sequence]);
+    let run = json!({ "data": dataset.folder(), "data_hash": dataset.hash(), "config": config });
+    let first_step = trainer.steps();
+    let progress = progress_bar(args.steps, first_step);
+    let (mut final_loss, mut val_loss, mut busy) = (None, None, Duration::ZERO);
+    let tokens_per_second = |steps: u64, busy: Duration| {
+        (steps * (args.batch * args.sequence) as u64) as f64 / busy.as_secs_f64().max(1e-9)
+    };
+    while trainer.steps() < args.steps && !stop.load(Ordering::Relaxed) {
+        let begun = Instant::now();
+        training.fill(trainer.steps(), 0, &mut tokens, &mut targets)?;
+        let step = trainer.step(&tokens, &targets).with_context(|| {
+            format!("the last good checkpoint, if any, is in {}; a lower --lr may help", checkpoints.display())
+        })?;
+        busy += begun.elapsed();
+        final_loss = Some(step.loss);
+        let rate = tokens_per_second(trainer.steps() - first_step, busy);
+        progress.set_position(trainer.steps());
+        progress.set_message(format!(
+            "loss {:.4} norm {:.2} lr {:.1e} {rate:.0} tokens/s arena {} gap {:.3}",
+            step.loss,
+            step.gradient_norm,
+            step.lr,
+            HumanBytes(report.arena_bytes),
+            report.gap
+        ));
+        if progress.is_hidden() && (step.step % 10 == 0 || trainer.steps() == args.steps) {
+            println!("step {:>5} {}", step.step, progress.message());
+        }
+        if let Some(json) = &mut json {
+            json.write(&json!({
+                "step": step.step, "loss": step.loss, "gradient_norm": step.gradient_norm, "lr": step.lr,
+                "tokens_per_second": rate,
+            }))?;
+        }
+        if trainer.steps() % args.eval_every.max(1) == 0 || trainer.steps() == args.steps {
+            val_loss = validate(&mut trainer, validation.as_ref())?;
+            let shown = val_loss.map_or("not measured: no validation data".into(), |loss| format!("{loss:.4}"));
+            progress.suspend(|| println!("step {:>5} validation loss {shown}", step.step));
+        }
+        if trainer.steps() % args.save_every.max(1) == 0 && trainer.steps() < args.steps {
+            trainer.save(&checkpoints, run.clone())?;
+            Checkpoint::prune(&checkpoints, 2)?;
+        }
+    }
+    progress.finish_and_clear();
+    println!("saved {}", trainer.save(&checkpoints, run)?.display());
+    Checkpoint::prune(&checkpoints, 2)?;
+    if stop.load(Ordering::Relaxed) {
+        println!("stopped; --resume goes on from here");
+    } else if args.sample > 0 {
+        sample(&mut trainer, &dataset, &args)?;
+    }
+    let summary = json!({
+        "final_loss": final_loss,
+        "val_loss": val_loss,
+        "tokens_per_second": tokens_per_second(trainer.steps() - first_step, busy),
+        "steps": trainer.steps(),
+        "parameters": report.parameters,
+        "arena_bytes": report.arena_bytes,
+        "lower_bound_bytes": report.lower_bound_bytes,
+        "gap": report.gap,
+        "peak_rss_bytes": peak_rss_bytes(),
+        "plan_ms": report.plan_ms,
+        "plan_hash": report.plan_hash,
+    });
+    println!("{summary:#}");
+    json.map_or(Ok(()), |mut json| Ok(json.write(&summary)?))
+}
+
+fn options(args: &Args) -> TrainOptions {
+    let shape = match args.schedule {
+        Schedule::Cosine => Shape::Cosine,
+        Schedule::Wsd => Shape::Wsd { decay_steps: args.steps / 5 },
+        Schedule::Constant => Shape::Constant,
+    };
+    let warmup_steps = args.warmup.min(args.steps / 4);
+    TrainOptions {
+        batch: args.batch,
+        micro_batches: args.micro_batches,
+        sequence: args.sequence,
+        learning_rate: LearningRate { peak: args.lr, floor: args.lr / 10.0, warmup_steps, steps: args.steps, shape },
+        seed: args.seed,
+        threads: args.threads,
+        poison: args.poison,
+        ..TrainOptions::default()
+    }
+}
+
+/// The newest checkpoint when resuming. A run that starts anew must not mix its checkpoints with another's.
+fn open_checkpoint(args: &Args, checkpoints: &Path) -> Result<Option<Checkpoint>> {
+    if args.resume {
+        let latest = Checkpoint::latest(checkpoints)?;
+        ensure!(latest.is_some(), "nothing to resume in {}; run without --resume first", checkpoints.display());
+        return Ok(latest);
+    }
+    if checkpoints.exists() {
+        let earlier = (1..u32::MAX).map(|n| args.out.join(format!("checkpoints.{n}"))).find(|p| !p.exists());
+        let Some(earlier) = earlier else { bail!("no free name for the checkpoints of an earlier run") };
+        std::fs::rename(checkpoints, &earlier)?;
+        println!("checkpoints of an earlier run are now in {}", earlier.display());
+    }
+    Ok(None)
+}
+
+/// The data of the run that is resumed, or that of the flags.
+fn open_data(args: &Args, checkpoint: Option<&Checkpoint>) -> Result<Dataset> {
+    if let Some(folder) = checkpoint.and_then(|c| c.metadata()["run"]["data"].as_str()) {
+        return Ok(Dataset::open_prepared(Path::new(folder))?);
+    }
+    let lock = Path::new(env!("CARGO_MANIFEST_DIR")).join("Cargo.lock");
+    let source = args.data.clone().map_or_else(|| Source::RustSources(RustSources::of_lock(lock)), Source::Path);
+    let vocabulary = match &args.tokenizer {
+        Some(file) => VocabularyChoice::File(file.clone()),
+        None if args.vocabulary == 256 => VocabularyChoice::Bytes,
+        None => VocabularyChoice::Bpe { size: args.vocabulary },
+    };
+    println!("preparing the data…");
+    let dataset = Dataset::prepare(&source, &DataOptions { vocabulary, ..DataOptions::default() })?;
+    if let Some(corpus) = dataset.corpus() {
+        println!("{corpus}");
+    }
+    println!("{} training tokens, {} validation tokens", dataset.training_tokens(), dataset.validation_tokens());
+    Ok(dataset)
+}
+
+/// Mean loss over all validation windows; nothing if there are fewer than a batch of them.
+fn validate(trainer: &mut Trainer, windows: Option<&ValidationWindows>) -> Result<Option<f32>> {
+    let batch = trainer.options().evaluation_batch();
+    let batches = windows.map_or(0, |windows| windows.count() / batch);
+    let Some(windows) = windows.filter(|_| batches > 0) else { return Ok(None) };
+    let size = batch * trainer.options().sequence;
+    let (mut tokens, mut targets) = (vec![0; size], vec![0; size]);
+    let mut sum = 0.0;
+    for i in 0..batches {
+        windows.fill(i * batch, &mut tokens, &mut targets)?;
+        sum += trainer.evaluate(&tokens, &targets)?;
+    }
+    Ok(Some(sum / batches as f32))
+}
+
+fn sample(trainer: &mut Trainer, dataset: &Dataset, args: &Args) -> Result<()> {
+    let prompt = dataset.vocabulary().encode(&args.prompt)?;
+    let options = SampleOptions { tokens: args.sample, seed: args.seed, ..SampleOptions::default() };
+    let continuation = trainer.sample(&prompt, &options)?;
+    println!("---\n{}{}\n---", args.prompt, dataset.vocabulary().decode(&continuation)?);
+    Ok(())
+}
+
+/// Set by the first Ctrl-C; the second ends the process at once.
+fn stop_on_ctrl_c() -> Result<Arc<AtomicBool>> {
+    let stop = Arc::new(AtomicBool::new(false));
+    let asked = stop.clone();
+    ctrlc::set_handler(move || {
+        if asked.swap(true, Ordering::Relaxed) {
+            std::process::exit(130);
+        }
+    })?;
+    Ok(stop)
+}
+
+fn progress_bar(steps: u64, done: u64) -> ProgressBar {
+    let style = ProgressStyle::with_template("{pos}/{len} {wide_bar} {msg} ETA {eta}").expect("the template is sound");
+    ProgressBar::new(steps).with_style(style).with_position(done)
+}
+
+fn start_trace(path: &Path) -> impl Drop + use<> {
+    use tracing_subscriber::layer::SubscriberExt;
+    use tracing_subscriber::util::SubscriberInitExt;
+    let (layer, guard) = tracing_chrome::ChromeLayerBuilder::new().file(path).include_args(true).build();
+    tracing_subscriber::registry().with(layer).init();
+    guard
+}

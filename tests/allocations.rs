@@ -1,0 +1,57 @@
+//! A steady-state step touches neither the heap nor new pages.
+
+mod common;
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use common::{Kind, Run};
+use gapless::engine::metrics::current_rss_bytes;
+
+struct Counting;
+
+static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
+
+// SAFETY: everything is passed on to the system's allocator.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promise.
+        unsafe { System.dealloc(ptr, layout) }
+    }
+}
+
+#[global_allocator]
+static COUNTING: Counting = Counting;
+
+/// One test, so that no other thread of this process allocates meanwhile.
+#[test]
+fn steady_state_steps_allocate_nothing_and_memory_stays_flat() {
+    for kind in [Kind::Gpt, Kind::Llama] {
+        let mut run = Run { kind, ..Run::default() };
+        run.options.micro_batches = 2;
+        let mut trainer = run.trainer();
+        let (tokens, targets) = run.batch(0);
+        for _ in 0..50 {
+            trainer.step(&tokens, &targets).unwrap();
+        }
+        let (before, resident) = (ALLOCATIONS.load(Ordering::Relaxed), current_rss_bytes());
+        for _ in 0..1000 {
+            trainer.step(&tokens, &targets).unwrap();
+        }
+        let allocations = ALLOCATIONS.load(Ordering::Relaxed) - before;
+        assert_eq!(allocations, 0, "{kind:?}: heap allocations in 1,000 steps");
+        match (resident, current_rss_bytes()) {
+            // The kernel counts resident pages per processor and adds them up in batches of some dozen pages.
+            (Some(before), Some(after)) => {
+                assert!(after <= before + (256 << 10), "{kind:?}: {before} to {after} bytes")
+            }
+            _ => println!("resident memory is not known on this system: not checked"),
+        }
+    }
+}

@@ -1,0 +1,84 @@
+//! What a user gets wrong is said clearly, and nothing is lost.
+
+mod common;
+
+use common::{Run, parameters};
+use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig};
+use gapless::{Error, TrainOptions, Trainer};
+
+fn small() -> GptConfig {
+    GptConfig { vocabulary: 50, sequence: 16, layers: 1, heads: 2, width: 16, dropout: 0.0 }
+}
+
+fn options() -> TrainOptions {
+    TrainOptions { batch: 2, sequence: 16, ..TrainOptions::default() }
+}
+
+fn refused(result: gapless::Result<Trainer>, words: &[&str]) {
+    let message = result.expect_err("must be refused").to_string();
+    for word in words {
+        assert!(message.contains(word), "{word:?} is not in {message:?}");
+    }
+}
+
+#[test]
+fn extents_that_do_not_fit_together() {
+    let gpt = |config: GptConfig, options| Trainer::new(move |vb| Gpt::new(&config, vb), options);
+    refused(gpt(GptConfig { heads: 3, ..small() }, options()), &["3 heads", "width of 16"]);
+    refused(gpt(GptConfig { vocabulary: 0, ..small() }, options()), &["vocabulary"]);
+    refused(gpt(GptConfig { dropout: 1.5, ..small() }, options()), &["dropout", "1.5"]);
+    refused(gpt(small(), TrainOptions { sequence: 17, ..options() }), &["narrow", "0..17", "16"]);
+    refused(gpt(small(), TrainOptions { micro_batches: 3, ..options() }), &["micro_batches", "divisor"]);
+    refused(gpt(small(), TrainOptions { batch: 0, ..options() }), &["at least 1"]);
+    let llama =
+        LlamaConfig { vocabulary: 50, layers: 1, heads: 4, kv_heads: 3, width: 16, hidden: 8, ..Default::default() };
+    refused(Trainer::new(|vb| Llama::new(&llama, vb), options()), &["3 key-value heads", "4 heads"]);
+}
+
+#[test]
+fn an_arena_larger_than_the_machine_is_refused_before_it_is_touched() {
+    let config = GptConfig { vocabulary: 50_000, sequence: 2048, layers: 96, heads: 96, width: 12_288, dropout: 0.0 };
+    let options = TrainOptions { batch: 64, sequence: 2048, ..TrainOptions::default() };
+    if gapless::engine::metrics::available_memory_bytes().is_none() {
+        println!("available memory is not known on this system: not checked");
+        return;
+    }
+    refused(Trainer::new(|vb| Gpt::new(&config, vb), options), &["the arena needs", "largest", "micro-batches"]);
+}
+
+#[test]
+fn batches_that_do_not_fit() {
+    let run = Run::default();
+    let mut trainer = run.trainer();
+    let (tokens, targets) = run.batch(0);
+    assert!(matches!(trainer.step(&tokens[1..], &targets), Err(Error::ElementCount { .. })));
+    let mut strange = tokens.clone();
+    strange[3] = 50;
+    assert!(matches!(trainer.step(&strange, &targets), Err(Error::TokenOutOfRange { id: 50, vocabulary: 50 })));
+    assert!(matches!(trainer.step(&tokens, &strange), Err(Error::TokenOutOfRange { .. })));
+    assert!(matches!(trainer.tensor("h.0.attn.c_atn.weight"), Err(Error::UnknownTensor { .. })));
+    assert_eq!(trainer.steps(), 0);
+}
+
+#[test]
+fn a_non_finite_loss_stops_names_its_source_and_leaves_the_model_alone() {
+    let run = Run::default();
+    let mut trainer = run.trainer();
+    run.step(&mut trainer);
+    let name = "h.1.mlp.c_fc.weight";
+    let good = trainer.tensor(name).unwrap().copy().unwrap();
+    trainer.set_tensor(name, &good.affine(f64::INFINITY, 0.0).unwrap()).unwrap();
+    let before = parameters(&trainer);
+    let (tokens, targets) = run.batch(1);
+    let error = trainer.step(&tokens, &targets).unwrap_err();
+    let Error::NonFinite { step: 1, culprit, .. } = &error else { panic!("{error}") };
+    assert!(culprit.contains("linear in h.1.mlp.c_fc"), "{culprit}");
+    assert_eq!(parameters(&trainer), before);
+    assert_eq!(trainer.steps(), 1);
+
+    trainer.set_tensor(name, &good).unwrap();
+    let mut straight = run.trainer();
+    run.step(&mut straight);
+    let (a, b) = (run.step(&mut trainer), run.step(&mut straight));
+    assert_eq!(a, b, "after mending, the run goes on as if nothing had happened");
+}

@@ -1,0 +1,48 @@
+//! The same numbers whatever the threads, the micro-batches, and what dead memory holds.
+
+mod common;
+
+use common::{Kind, Run};
+
+fn check(name: &str, change: impl Fn(&mut Run)) {
+    for kind in [Kind::Gpt, Kind::Llama] {
+        let plain = Run { kind, ..Run::default() }.steps(4);
+        let mut run = Run { kind, ..Run::default() };
+        change(&mut run);
+        assert_eq!(plain, run.steps(4), "{name}, {kind:?}: bits of losses, gradient norms or parameters differ");
+    }
+}
+
+#[test]
+fn any_number_of_threads_gives_the_same_bits() {
+    for threads in [1, 3, 4] {
+        check("threads", |run| run.options.threads = threads);
+    }
+}
+
+/// 8 sequences at once, in halves, one by one: sums over the batch are taken sequence by sequence, and with powers of two
+/// the scaling by 1/8 is exact.
+#[test]
+fn any_cut_into_micro_batches_gives_the_same_bits() {
+    for micro_batches in [2, 8] {
+        check("micro-batches", |run| run.options.micro_batches = micro_batches);
+    }
+}
+
+#[test]
+fn nan_in_every_dead_range_changes_nothing() {
+    check("poison", |run| run.options.poison = true);
+    check("poison in micro-batches", |run| {
+        run.options.poison = true;
+        run.options.micro_batches = 4;
+    });
+}
+
+/// The judge of the two tests above: another seed must differ.
+#[test]
+fn another_seed_gives_other_bits() {
+    let plain = Run::default().steps(2);
+    let mut run = Run::default();
+    run.options.seed += 1;
+    assert_ne!(plain, run.steps(2));
+}
