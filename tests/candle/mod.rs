@@ -1,0 +1,96 @@
+//! Text-book twins of the models over candle's eager tensors and its autograd: the judge of gradients in the tests, the
+//! peer in the benches.
+//!
+//! They share nothing with the engine but the names and shapes of parameters. Norms, softmax and rotary positions are
+//! candle-nn's differentiable forms: its fused ones have no backward.
+
+mod gpt;
+mod llama;
+
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Device, Module, Result, Tensor, Var};
+use candle_nn::{Init, Linear, VarBuilder, VarMap};
+use gapless::Trainer;
+use gapless::models::{GptConfig, LlamaConfig};
+
+/// A model over candle's variables.
+pub struct Twin {
+    model: Box<dyn Module>,
+    variables: VarMap,
+}
+
+impl Twin {
+    /// A GPT: `variables` that are there already are taken by name, others are initialized as GPT-2's are.
+    pub fn gpt(config: &GptConfig, variables: VarMap, dtype: DType) -> Result<Self> {
+        let vb = VarBuilder::from_varmap(&variables, dtype, &Device::Cpu);
+        Ok(Self { model: Box::new(gpt::Gpt::new(config, vb)?), variables })
+    }
+
+    /// A Llama, likewise.
+    pub fn llama(config: &LlamaConfig, variables: VarMap, dtype: DType) -> Result<Self> {
+        let vb = VarBuilder::from_varmap(&variables, dtype, &Device::Cpu);
+        Ok(Self { model: Box::new(llama::Llama::new(config, vb)?), variables })
+    }
+
+    /// Logits [batch, tokens, vocabulary] of ids [batch, tokens].
+    pub fn logits(&self, tokens: &Tensor) -> Result<Tensor> {
+        self.model.forward(tokens)
+    }
+
+    /// The mean cross-entropy over all tokens: a scalar.
+    pub fn loss(&self, tokens: &Tensor, targets: &Tensor) -> Result<Tensor> {
+        let logits = self.logits(tokens)?;
+        candle_nn::loss::cross_entropy(&logits.flatten_to(1)?, &targets.flatten_all()?)
+    }
+
+    /// The loss, and the gradient of every variable.
+    pub fn backward(&self, tokens: &Tensor, targets: &Tensor) -> Result<(Tensor, GradStore)> {
+        let loss = self.loss(tokens, targets)?;
+        let gradients = loss.backward()?;
+        Ok((loss, gradients))
+    }
+
+    /// Names and values of all variables.
+    pub fn variables(&self) -> Vec<(String, Var)> {
+        let variables = self.variables.data().lock().expect("no holder of the variables panics");
+        variables.iter().map(|(name, variable)| (name.clone(), variable.clone())).collect()
+    }
+}
+
+/// The parameters of a trainer as they are now, copied.
+pub fn variables_of(trainer: &Trainer, dtype: DType) -> gapless::Result<VarMap> {
+    let variables = VarMap::new();
+    for name in trainer.parameter_names() {
+        // A cast to the same type would hand over the arena's own bytes, which the next step overwrites.
+        let value = trainer.tensor(name)?.copy()?.to_dtype(dtype)?;
+        let variable = Var::from_tensor(&value)?;
+        variables.data().lock().expect("no holder of the variables panics").insert(name.to_owned(), variable);
+    }
+    Ok(variables)
+}
+
+/// Ids as candle takes them: [rows, ids ÷ rows].
+pub fn ids(ids: &[u32], rows: usize) -> Result<Tensor> {
+    Tensor::from_slice(ids, (rows, ids.len() / rows), &Device::Cpu)
+}
+
+/// GPT-2's initial weights: candle-nn's own for linear layers and embeddings make the first losses large.
+const WEIGHT: Init = Init::Randn { mean: 0.0, stdev: 0.02 };
+
+fn linear(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linear> {
+    let weight = vb.get_with_hints((out_dim, in_dim), "weight", WEIGHT)?;
+    Ok(Linear::new(weight, Some(vb.get_with_hints(out_dim, "bias", Init::Const(0.0))?)))
+}
+
+fn linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linear> {
+    Ok(Linear::new(vb.get_with_hints((out_dim, in_dim), "weight", WEIGHT)?, None))
+}
+
+/// softmax(q·kᵀ/√d + mask)·v for [batch, heads, tokens, head size]; a token sees itself and those before it.
+fn causal_attention(q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
+    let (.., t, head_size) = q.dims4()?;
+    let scores = (q.contiguous()?.matmul(&k.t()?.contiguous()?)? / (head_size as f64).sqrt())?;
+    let mask: Vec<f32> = (0..t * t).map(|i| if i % t > i / t { f32::NEG_INFINITY } else { 0.0 }).collect();
+    let mask = Tensor::from_vec(mask, (t, t), q.device())?.to_dtype(q.dtype())?;
+    candle_nn::ops::softmax(&scores.broadcast_add(&mask)?, 3)?.matmul(&v.contiguous()?)
+}

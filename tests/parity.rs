@@ -1,0 +1,260 @@
+//! The engine against candle's autograd: the same weights, the same batch, in every model.
+//!
+//! The twin computes in f64, so that what is judged is our rounding alone. A gradient here is a sum of some 10² to 10⁴
+//! products of numbers that went through 2 to 3 blocks in f32 (ε = 6e-8): errors of a few ε each that add up like a random
+//! walk leave about 1e-6 of the norm. 1e-5 of it is the goal for every parameter, and any wrong term is orders above that.
+
+mod candle;
+
+use candle::{Twin, ids, variables_of};
+use candle_core::{DType, Tensor};
+use candle_nn::{AdamW, Optimizer, ParamsAdamW};
+use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig};
+use gapless::{StepReport, TrainOptions, Trainer};
+
+type Result<T = ()> = std::result::Result<T, Box<dyn std::error::Error>>;
+
+const TOLERANCE: f64 = 1e-5;
+
+/// Sequences per step.
+const BATCH: usize = 3;
+
+#[derive(Debug, Clone)]
+enum Config {
+    Gpt(GptConfig),
+    Llama(LlamaConfig),
+}
+
+/// A model, and the tokens per sequence to train it on.
+fn models() -> Vec<(Config, usize)> {
+    let gpt = |vocabulary, sequence, layers, heads, width| {
+        Config::Gpt(GptConfig { vocabulary, sequence, layers, heads, width, dropout: 0.0 })
+    };
+    let llama = |vocabulary, layers, heads, kv_heads, width, hidden| {
+        let (rope_theta, rms_norm_eps) = (10_000.0, 1e-5);
+        Config::Llama(LlamaConfig { vocabulary, layers, heads, kv_heads, width, hidden, rope_theta, rms_norm_eps })
+    };
+    vec![
+        (gpt(256, 33, 3, 4, 64), 33),
+        (gpt(61, 40, 2, 3, 48), 17), // trained on fewer positions than it has
+        (gpt(11, 5, 1, 3, 21), 5),   // nothing is a multiple of anything
+        (llama(256, 2, 4, 2, 64, 97), 33),
+        (llama(61, 3, 6, 1, 48, 128), 17), // all heads share one key
+        (llama(13, 1, 3, 3, 30, 37), 19),
+    ]
+}
+
+impl Config {
+    fn trainer(&self, options: TrainOptions) -> Result<Trainer> {
+        Ok(match self {
+            Self::Gpt(config) => Trainer::new(|vb| Gpt::new(config, vb), options)?,
+            Self::Llama(config) => Trainer::new(|vb| Llama::new(config, vb), options)?,
+        })
+    }
+
+    /// The twin of a trainer as it is now.
+    fn twin(&self, trainer: &Trainer) -> Result<Twin> {
+        let variables = variables_of(trainer, DType::F64)?;
+        Ok(match self {
+            Self::Gpt(config) => Twin::gpt(config, variables, DType::F64)?,
+            Self::Llama(config) => Twin::llama(config, variables, DType::F64)?,
+        })
+    }
+
+    fn vocabulary(&self) -> usize {
+        match self {
+            Self::Gpt(config) => config.vocabulary,
+            Self::Llama(config) => config.vocabulary,
+        }
+    }
+
+    /// Ids without a pattern, other ones for each step.
+    fn batch(&self, sequence: usize, step: u32) -> (Vec<u32>, Vec<u32>) {
+        let id = |i: u32| (i.wrapping_mul(2_654_435_761) >> 12) % self.vocabulary() as u32;
+        let count = (BATCH * sequence) as u32;
+        let start = step * (count + 1);
+        ((start..start + count).map(id).collect(), (start + 1..=start + count).map(id).collect())
+    }
+}
+
+fn options(sequence: usize, micro_batches: usize) -> TrainOptions {
+    // Poisoned: a plan that hands out bytes too early would show as NaN.
+    let mut options = TrainOptions { batch: BATCH, sequence, micro_batches, poison: true, ..TrainOptions::default() };
+    options.keep_gradients = true;
+    options.learning_rate.peak = 1e-2;
+    options
+}
+
+/// ‖a − b‖ ÷ ‖b‖.
+fn relative_error(a: &Tensor, b: &Tensor) -> Result<f64> {
+    Ok(norm(&(a.to_dtype(DType::F64)? - b)?)? / norm(b)?)
+}
+
+fn norm(x: &Tensor) -> Result<f64> {
+    Ok(x.sqr()?.sum_all()?.to_scalar::<f64>()?.sqrt())
+}
+
+/// Collects what is off, so that one run shows all of it.
+#[derive(Default)]
+struct Verdict {
+    violations: Vec<String>,
+    worst: f64,
+}
+
+impl Verdict {
+    fn expect(&mut self, error: f64, tolerance: f64, what: impl std::fmt::Display) {
+        self.worst = self.worst.max(error);
+        // Not `error > tolerance`: a NaN is off too.
+        if !(error <= tolerance) {
+            self.violations.push(format!("{what}: relative error {error:.2e}, allowed is {tolerance:.0e}"));
+        }
+    }
+
+    fn finish(self, what: &str) {
+        println!("{what}: worst relative error {:.2e}", self.worst);
+        assert!(self.violations.is_empty(), "\n{}", self.violations.join("\n"));
+    }
+}
+
+#[test]
+fn gradients_of_every_parameter_are_those_of_candle() -> Result {
+    let mut verdict = Verdict::default();
+    for (config, sequence) in models() {
+        for micro_batches in [1, 3] {
+            let mut trainer = config.trainer(options(sequence, micro_batches))?;
+            // At step 0 biases are zero and scales one, which would hide a lot; at step 3 nothing is.
+            for step in 0..4 {
+                let twin = config.twin(&trainer)?;
+                let (tokens, targets) = config.batch(sequence, step);
+                let report = trainer.step(&tokens, &targets)?;
+                if step % 3 != 0 {
+                    continue;
+                }
+                let (loss, gradients) = twin.backward(&ids(&tokens, BATCH)?, &ids(&targets, BATCH)?)?;
+                let place = format!("{config:?}, {micro_batches} micro-batches, step {step}");
+                let loss = loss.to_scalar::<f64>()?;
+                verdict.expect((f64::from(report.loss) - loss).abs() / loss, 1e-6, format!("loss of {place}"));
+                let variables = twin.variables();
+                assert_eq!(variables.len(), trainer.parameter_names().count(), "the twin has the same parameters");
+                let mut squares = 0.0;
+                for (name, variable) in variables {
+                    let expected = gradients.get(&variable).expect("every variable has a gradient");
+                    let error = relative_error(&trainer.gradient(&name)?, expected)?;
+                    verdict.expect(error, TOLERANCE, format!("gradient of {name} of {place}"));
+                    squares += norm(expected)?.powi(2);
+                }
+                let error = (f64::from(report.gradient_norm) / squares.sqrt() - 1.0).abs();
+                verdict.expect(error, TOLERANCE, format!("gradient norm of {place}"));
+            }
+        }
+    }
+    verdict.finish("gradients");
+    Ok(())
+}
+
+#[test]
+fn logits_are_those_of_candle() -> Result {
+    let mut verdict = Verdict::default();
+    for (config, sequence) in models() {
+        let mut trainer = config.trainer(options(sequence, 1))?;
+        for step in 0..3 {
+            let (tokens, targets) = config.batch(sequence, step);
+            trainer.step(&tokens, &targets)?;
+        }
+        let twin = config.twin(&trainer)?;
+        let (tokens, targets) = config.batch(sequence, 3);
+        let sequence = &tokens[..sequence];
+        let expected = twin.logits(&ids(sequence, 1)?)?;
+        let error = relative_error(&trainer.logits(sequence)?, &expected)?;
+        verdict.expect(error, TOLERANCE, format!("logits of {config:?}"));
+        let loss = twin.loss(&ids(&tokens, BATCH)?, &ids(&targets, BATCH)?)?.to_scalar::<f64>()?;
+        let error = (f64::from(trainer.evaluate(&tokens, &targets)?) - loss).abs() / loss;
+        verdict.expect(error, 1e-6, format!("evaluation of {config:?}"));
+    }
+    verdict.finish("logits");
+    Ok(())
+}
+
+/// Whole steps: candle-nn's AdamW on candle's own gradients, clipped by a few lines here.
+///
+/// Adam divides a gradient by its own size: with its usual ε of 1e-8, rounding noise in place of a gradient that is zero
+/// (the bias of attention's keys) becomes whole steps, and so do the few elements that happen to be near zero. So it is
+/// judged loosely with that ε, and as strictly as the gradients with one that is larger than the noise.
+#[test]
+fn training_steps_are_those_of_candle() -> Result {
+    const STEPS: u32 = 5;
+    let mut verdict = Verdict::default();
+    for (config, sequence) in models() {
+        for (micro_batches, max_norm, weight_decay, eps, tolerance) in [
+            (1, f64::INFINITY, 0.0, 1e-3, TOLERANCE),
+            (1, 0.05, 0.0, 1e-3, TOLERANCE),
+            (1, f64::INFINITY, 0.3, 1e-3, TOLERANCE),
+            (3, 0.05, 0.3, 1e-3, TOLERANCE),
+            (1, f64::INFINITY, 0.3, 1e-8, 1e-2),
+        ] {
+            let mut options = options(sequence, micro_batches);
+            options.optimizer.max_norm = max_norm;
+            options.optimizer.weight_decay = weight_decay;
+            options.optimizer.eps = eps;
+            let mut trainer = config.trainer(options)?;
+            let twin = config.twin(&trainer)?;
+            let start = config.twin(&trainer)?.variables();
+            let mut optimizers = optimizers(&twin, trainer.options())?;
+            let place = format!(
+                "{config:?}, {micro_batches} micro-batches, norm ≤ {max_norm}, decay {weight_decay}, ε {eps:e}"
+            );
+            for step in 0..STEPS {
+                let (tokens, targets) = config.batch(sequence, step);
+                let StepReport { loss, gradient_norm, .. } = trainer.step(&tokens, &targets)?;
+                assert!(max_norm.is_infinite() || f64::from(gradient_norm) > max_norm, "nothing to clip in {place}");
+                let (expected, mut gradients) = twin.backward(&ids(&tokens, BATCH)?, &ids(&targets, BATCH)?)?;
+                let expected = expected.to_scalar::<f64>()?;
+                verdict.expect((f64::from(loss) - expected).abs() / expected, 1e-5, format!("loss {step} of {place}"));
+                clip(&twin, &mut gradients, max_norm)?;
+                for optimizer in &mut optimizers {
+                    optimizer.step(&gradients)?;
+                }
+            }
+            let start: std::collections::HashMap<_, _> = start.into_iter().collect();
+            for (name, expected) in twin.variables() {
+                // What is compared is how far a parameter went: its start is the same on both sides. Each of our steps
+                // rounds it to f32.
+                let rounding = f64::from(STEPS) * f64::from(f32::EPSILON) / 2.0 * norm(&expected)?;
+                let expected = (expected.as_tensor() - start[&name].as_tensor())?;
+                let change = (trainer.tensor(&name)?.to_dtype(DType::F64)? - start[&name].as_tensor())?;
+                let allowed = tolerance + rounding / norm(&expected)?;
+                verdict.expect(relative_error(&change, &expected)?, allowed, format!("change of {name} of {place}"));
+            }
+        }
+    }
+    verdict.finish("training steps");
+    Ok(())
+}
+
+/// One for matrices, and one without decay for vectors, as ours does it.
+fn optimizers(twin: &Twin, options: &TrainOptions) -> Result<[AdamW; 2]> {
+    let rule = options.optimizer;
+    let lr = options.learning_rate.peak;
+    let (matrices, vectors): (Vec<_>, Vec<_>) =
+        twin.variables().into_iter().map(|(_, variable)| variable).partition(|variable| variable.rank() >= 2);
+    let decayed =
+        ParamsAdamW { lr, beta1: rule.beta1, beta2: rule.beta2, eps: rule.eps, weight_decay: rule.weight_decay };
+    let plain = ParamsAdamW { weight_decay: 0.0, ..decayed.clone() };
+    Ok([AdamW::new(matrices, decayed)?, AdamW::new(vectors, plain)?])
+}
+
+/// Scales all gradients to a global norm, if theirs is larger.
+fn clip(twin: &Twin, gradients: &mut candle_core::backprop::GradStore, max_norm: f64) -> Result {
+    let variables = twin.variables();
+    let mut squares = 0.0;
+    for (_, variable) in &variables {
+        let gradient = gradients.get(variable).expect("every variable has a gradient");
+        squares += norm(gradient)?.powi(2);
+    }
+    let scale = (max_norm / (squares.sqrt() + 1e-6)).min(1.0);
+    for (_, variable) in &variables {
+        let clipped = (gradients.get(variable).expect("every variable has a gradient") * scale)?;
+        gradients.insert(variable, clipped);
+    }
+    Ok(())
+}
