@@ -1,0 +1,175 @@
+//! Training steps of gapless beside candle's eager ones: the same GPT, the same batch, f32, AdamW.
+//!
+//! `cargo bench -p gapless --bench train_step`, with `-- --quick` for a small model, with `-- --profile` for the time of
+//! each kind of instruction on our side.
+//!
+//! Each side is a process of its own, so that its peak memory is its own; the sides take their steps in turn, so that the
+//! machine's other work hits both. Neither side computes what the other leaves out, but for one thing: ours clips by the
+//! gradients' global norm.
+
+mod profile;
+mod side;
+
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdout, Command, Stdio};
+
+use anyhow::Context;
+use clap::Parser;
+use gapless::models::GptConfig;
+
+use side::{Measurement, Side};
+
+#[derive(Debug, Clone, Parser)]
+struct Options {
+    /// A small model and few steps, to see that it all works.
+    #[arg(long)]
+    quick: bool,
+    /// Only our side: a table of where its time goes.
+    #[arg(long)]
+    profile: bool,
+    /// Measured steps of each side.
+    #[arg(long, default_value_t = 7)]
+    steps: usize,
+    #[arg(long)]
+    layers: Option<usize>,
+    #[arg(long)]
+    width: Option<usize>,
+    #[arg(long)]
+    heads: Option<usize>,
+    #[arg(long)]
+    sequence: Option<usize>,
+    #[arg(long)]
+    batch: Option<usize>,
+    /// Threads of our side; 0 for all cores. Candle's are set by RAYON_NUM_THREADS.
+    #[arg(long, default_value_t = 0)]
+    threads: usize,
+    /// Be one of the sides: a step for every line that comes in.
+    #[arg(long, hide = true)]
+    side: Option<Side>,
+    /// What cargo passes to a bench.
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+impl Options {
+    fn model(&self) -> GptConfig {
+        let (layers, width, heads, sequence) = if self.quick { (2, 64, 2, 64) } else { (6, 384, 6, 256) };
+        GptConfig {
+            vocabulary: 256,
+            layers: self.layers.unwrap_or(layers),
+            width: self.width.unwrap_or(width),
+            heads: self.heads.unwrap_or(heads),
+            sequence: self.sequence.unwrap_or(sequence),
+            dropout: 0.0,
+        }
+    }
+
+    fn batch(&self) -> usize {
+        self.batch.unwrap_or(if self.quick { 4 } else { 8 })
+    }
+
+    fn tokens_per_step(&self) -> usize {
+        self.batch() * self.model().sequence
+    }
+}
+
+fn main() -> anyhow::Result<()> {
+    let options = Options::parse();
+    match options.side {
+        _ if options.profile => profile::run(&options),
+        Some(side) => side::serve(side, &options),
+        None => compare(&options),
+    }
+}
+
+fn compare(options: &Options) -> anyhow::Result<()> {
+    let GptConfig { layers, width, heads, sequence, .. } = options.model();
+    let millions = options.model().parameters() as f64 / 1e6;
+    println!(
+        "GPT of {layers} layers, width {width}, {heads} heads ({millions:.1} M parameters); batch {} × {sequence} bytes; f32, AdamW",
+        options.batch()
+    );
+    let mut processes = [Process::start(Side::Gapless)?, Process::start(Side::Candle)?];
+    let mut measurements = [vec![], vec![]];
+    for round in 0..=options.steps {
+        for (process, measurements) in processes.iter_mut().zip(&mut measurements) {
+            let measurement = process.step()?;
+            // The first step warms the caches and the allocator, and touches memory for the first time.
+            if round > 0 {
+                measurements.push(measurement);
+            }
+        }
+    }
+    for process in processes {
+        process.finish()?;
+    }
+
+    println!("side       tokens/s    ms/step   ms/step from–to   CPU ms/step   peak resident MiB      loss");
+    let [gapless, candle] = &measurements;
+    for (name, side) in [("gapless", gapless), ("candle", candle)] {
+        let ms = sorted(side.iter().map(|m| m.ms));
+        let last = side.last().context("--steps is at least 1")?;
+        println!(
+            "{name:8} {:10.0} {:10.1}   {:15} {:13.1} {:19} {:9.4}",
+            options.tokens_per_step() as f64 / median(&ms) * 1000.0,
+            median(&ms),
+            format!("{:.1}–{:.1}", ms[0], ms[ms.len() - 1]),
+            median(&sorted(side.iter().map(|m| m.cpu_ms))),
+            last.peak_rss_bytes.map_or("unknown".into(), |bytes| format!("{:.0}", bytes as f64 / f64::from(1 << 20))),
+            last.loss,
+        );
+    }
+    // Steps that were taken one after the other saw the same machine: the median of their ratios, not the ratio of medians.
+    let speed = sorted(gapless.iter().zip(candle).map(|(ours, theirs)| theirs.ms / ours.ms));
+    let cpu = sorted(gapless.iter().zip(candle).map(|(ours, theirs)| theirs.cpu_ms / ours.cpu_ms));
+    println!("speed:  {:.2}× candle's tokens/s (goal: at least 5)", median(&speed));
+    println!("        {:.2}× candle's tokens per CPU second", median(&cpu));
+    let peak = |side: &[Measurement]| side.last().and_then(|m| m.peak_rss_bytes).map(|bytes| bytes as f64);
+    if let (Some(ours), Some(theirs)) = (peak(gapless), peak(candle)) {
+        println!("memory: {:.2}× candle's peak (goal: at most 0.3)", ours / theirs);
+    }
+    Ok(())
+}
+
+fn sorted(values: impl Iterator<Item = f64>) -> Vec<f64> {
+    let mut values: Vec<f64> = values.collect();
+    values.sort_by(f64::total_cmp);
+    values
+}
+
+fn median(sorted: &[f64]) -> f64 {
+    sorted[sorted.len() / 2]
+}
+
+/// One side, running.
+struct Process {
+    child: Child,
+    answers: BufReader<ChildStdout>,
+}
+
+impl Process {
+    fn start(side: Side) -> anyhow::Result<Self> {
+        let mut child = Command::new(std::env::current_exe()?)
+            .args(std::env::args_os().skip(1))
+            .args(["--side", side.name()])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()?;
+        let answers = BufReader::new(child.stdout.take().context("its output was asked for")?);
+        Ok(Self { child, answers })
+    }
+
+    fn step(&mut self) -> anyhow::Result<Measurement> {
+        writeln!(self.child.stdin.as_mut().context("its input was asked for")?)?;
+        let mut line = String::new();
+        self.answers.read_line(&mut line)?;
+        serde_json::from_str(&line).context("the process of one side ended early")
+    }
+
+    /// Closing its input ends it.
+    fn finish(mut self) -> anyhow::Result<()> {
+        drop(self.child.stdin.take());
+        anyhow::ensure!(self.child.wait()?.success(), "the process of one side failed");
+        Ok(())
+    }
+}

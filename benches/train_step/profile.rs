@@ -1,0 +1,147 @@
+//! Where the time of a step goes: the engine opens a span per instruction, and this sums them.
+//!
+//! On one thread it is CPU time, which other work on the machine hardly changes.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use cpu_time::ProcessTime;
+use tracing::field::{Field, Visit};
+use tracing::span::{Attributes, Id};
+use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
+use tracing_subscriber::registry::LookupSpan;
+
+use crate::{Options, median, side, sorted};
+
+/// Prints the time by kind of instruction, and by kind and layer.
+pub fn run(options: &Options) -> anyhow::Result<()> {
+    let profile = Profile { cpu: options.threads == 1, ..Profile::default() };
+    tracing::subscriber::set_global_default(tracing_subscriber::registry().with(profile.clone()))?;
+    let mut trainer = side::trainer(options)?;
+    let (tokens, targets) = side::batch(options);
+    trainer.step(&tokens, &targets)?; // it warms the caches and touches memory for the first time
+    profile.take();
+    let mut steps = vec![];
+    for _ in 0..options.steps {
+        trainer.step(&tokens, &targets)?;
+        steps.push(profile.take());
+    }
+    let whole = |step: &Times| step.values().map(|(_, time)| time.as_secs_f64() * 1e3).sum::<f64>();
+    let whole = median(&sorted(steps.iter().map(whole)));
+    let clock = if profile.cpu { "CPU" } else { "wall-clock" };
+    println!(
+        "instructions of a step, median of {}, threads: {}: {whole:.1} ms, {clock}",
+        steps.len(),
+        trainer.threads()
+    );
+    print("instruction", whole, &steps, |key| key.name.clone());
+    print("instruction and layer", whole, &steps, |key| format!("{} {}", key.name, any_block(&key.layer)));
+    Ok(())
+}
+
+/// One layer stands for all of its kind: h.3.mlp becomes h.*.mlp.
+fn any_block(layer: &str) -> String {
+    let star = |part: &str| if part.parse::<usize>().is_ok() { "*".to_owned() } else { part.to_owned() };
+    layer.split('.').map(star).collect::<Vec<_>>().join(".")
+}
+
+/// A table of median times per step, the longest first.
+fn print(title: &str, whole: f64, steps: &[Times], group: impl Fn(&Key) -> String) {
+    let mut rows: BTreeMap<String, (usize, Vec<f64>)> = BTreeMap::new();
+    for (index, times) in steps.iter().enumerate() {
+        for (key, (count, time)) in times {
+            let (calls, ms) = rows.entry(group(key)).or_insert_with(|| (0, vec![0.0; steps.len()]));
+            *calls += count;
+            ms[index] += time.as_secs_f64() * 1000.0;
+        }
+    }
+    let mut rows: Vec<(String, usize, f64)> = rows
+        .into_iter()
+        .map(|(name, (calls, ms))| (name, calls / steps.len(), median(&sorted(ms.into_iter()))))
+        .collect();
+    rows.sort_by(|a, b| b.2.total_cmp(&a.2));
+    println!("\n{title:40}  calls   ms/step   share");
+    for (name, calls, ms) in rows {
+        println!("{name:40} {calls:6} {ms:9.2} {:6.1}%", 100.0 * ms / whole);
+    }
+}
+
+type Times = BTreeMap<Key, (usize, Duration)>;
+
+/// One instruction of the program, whatever its micro-batch.
+#[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord)]
+struct Key {
+    name: String,
+    layer: String,
+}
+
+impl Visit for Key {
+    fn record_str(&mut self, field: &Field, value: &str) {
+        match field.name() {
+            "name" => self.name = value.into(),
+            "layer" => self.layer = value.into(),
+            _ => {}
+        }
+    }
+
+    fn record_debug(&mut self, _: &Field, _: &dyn std::fmt::Debug) {}
+}
+
+/// Sums the time inside spans called `op`.
+#[derive(Debug, Clone, Default)]
+struct Profile {
+    times: Arc<Mutex<Times>>,
+    cpu: bool,
+}
+
+/// When an instruction began.
+#[derive(Debug, Clone, Copy)]
+enum Start {
+    Wall(Instant),
+    Cpu(ProcessTime),
+}
+
+impl Start {
+    fn elapsed(self) -> Duration {
+        match self {
+            Self::Wall(start) => start.elapsed(),
+            Self::Cpu(start) => start.elapsed(),
+        }
+    }
+}
+
+impl Profile {
+    fn take(&self) -> Times {
+        std::mem::take(&mut self.times.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+impl<S: tracing::Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Profile {
+    fn on_new_span(&self, attributes: &Attributes<'_>, id: &Id, context: Context<'_, S>) {
+        if attributes.metadata().name() == "op" {
+            let mut key = Key::default();
+            attributes.record(&mut key);
+            let span = context.span(id).expect("a new span is registered");
+            span.extensions_mut().insert(key);
+        }
+    }
+
+    fn on_enter(&self, id: &Id, context: Context<'_, S>) {
+        let span = context.span(id).expect("an entered span is registered");
+        let start = if self.cpu { Start::Cpu(ProcessTime::now()) } else { Start::Wall(Instant::now()) };
+        span.extensions_mut().replace(start);
+    }
+
+    fn on_exit(&self, id: &Id, context: Context<'_, S>) {
+        let span = context.span(id).expect("an exited span is registered");
+        let extensions = span.extensions();
+        if let (Some(key), Some(&start)) = (extensions.get::<Key>(), extensions.get::<Start>()) {
+            let elapsed = start.elapsed();
+            let mut times = self.times.lock().unwrap_or_else(PoisonError::into_inner);
+            let (calls, time) = times.entry(key.clone()).or_default();
+            *calls += 1;
+            *time += elapsed;
+        }
+    }
+}

@@ -1,0 +1,108 @@
+//! One side of the comparison, as a process: a line in, a training step, its measurement out.
+
+#[path = "../../tests/candle/mod.rs"]
+#[allow(dead_code, reason = "the tests use more of it")]
+mod candle;
+
+use std::io::BufRead;
+use std::time::Instant;
+
+use candle_core::{DType, Var};
+use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarMap};
+use cpu_time::ProcessTime;
+use gapless::models::Gpt;
+use gapless::{TrainOptions, Trainer};
+use serde::{Deserialize, Serialize};
+
+use crate::Options;
+
+/// Who trains.
+#[derive(Debug, Clone, Copy, clap::ValueEnum)]
+pub enum Side {
+    /// This project.
+    Gapless,
+    /// Candle's eager tensors, its autograd, candle-nn's optimizer.
+    Candle,
+}
+
+impl Side {
+    /// As it is written on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Gapless => "gapless",
+            Self::Candle => "candle",
+        }
+    }
+}
+
+/// What one step took.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+pub struct Measurement {
+    pub ms: f64,
+    /// Of all threads together: what other work on the machine hardly changes.
+    pub cpu_ms: f64,
+    pub loss: f32,
+    /// Of the process, since its start.
+    pub peak_rss_bytes: Option<u64>,
+}
+
+/// Takes a step for every line of standard input.
+pub fn serve(side: Side, options: &Options) -> anyhow::Result<()> {
+    let (tokens, targets) = batch(options);
+    match side {
+        Side::Gapless => {
+            let mut trainer = trainer(options)?;
+            answer(|| Ok(trainer.step(&tokens, &targets)?.loss))
+        }
+        Side::Candle => {
+            let twin = candle::Twin::gpt(&options.model(), VarMap::new(), DType::F32)?;
+            let mut optimizer = candle_optimizer(&twin)?;
+            let (tokens, targets) = (candle::ids(&tokens, options.batch())?, candle::ids(&targets, options.batch())?);
+            answer(|| {
+                let (loss, gradients) = twin.backward(&tokens, &targets)?;
+                optimizer.step(&gradients)?;
+                Ok(loss.to_scalar()?)
+            })
+        }
+    }
+}
+
+/// Our side.
+pub fn trainer(options: &Options) -> anyhow::Result<Trainer> {
+    let model = options.model();
+    let train = TrainOptions {
+        batch: options.batch(),
+        sequence: model.sequence,
+        threads: options.threads,
+        ..TrainOptions::default()
+    };
+    Ok(Trainer::new(|vb| Gpt::new(&model, vb), train)?)
+}
+
+/// Bytes of this file, and those that follow them.
+pub fn batch(options: &Options) -> (Vec<u32>, Vec<u32>) {
+    let text = include_bytes!("side.rs").iter().map(|&byte| u32::from(byte)).cycle();
+    let count = options.tokens_per_step();
+    (text.clone().take(count).collect(), text.skip(1).take(count).collect())
+}
+
+/// The update rule of our side; candle-nn decays all parameters alike.
+fn candle_optimizer(twin: &candle::Twin) -> candle_core::Result<AdamW> {
+    let variables: Vec<Var> = twin.variables().into_iter().map(|(_, variable)| variable).collect();
+    let rule = TrainOptions::default();
+    let gapless::engine::optim::AdamW { beta1, beta2, eps, weight_decay, .. } = rule.optimizer;
+    AdamW::new(variables, ParamsAdamW { lr: rule.learning_rate.peak, beta1, beta2, eps, weight_decay })
+}
+
+fn answer(mut step: impl FnMut() -> anyhow::Result<f32>) -> anyhow::Result<()> {
+    for line in std::io::stdin().lock().lines() {
+        line?;
+        let (start, cpu) = (Instant::now(), ProcessTime::now());
+        let loss = step()?;
+        let (ms, cpu_ms) = (start.elapsed().as_secs_f64() * 1e3, cpu.elapsed().as_secs_f64() * 1e3);
+        let peak_rss_bytes = gapless::engine::metrics::peak_rss_bytes();
+        let measurement = Measurement { ms, cpu_ms, loss, peak_rss_bytes };
+        println!("{}", serde_json::to_string(&measurement)?);
+    }
+    Ok(())
+}
