@@ -21,6 +21,8 @@ pub enum Error {
     OutOfAddressSpace { buffer: usize, offset: u64, bytes: u64 },
     #[error("mark {name:?}: ticks [{start}, {end}) are empty; a phase must end after it starts")]
     EmptyMark { name: String, start: u64, end: u64 },
+    #[error("contiguous group {group}: buffer {buffer} {what}")]
+    Group { group: usize, buffer: usize, what: &'static str },
     #[error("line {line}: {what}")]
     Csv { line: u64, what: String },
     #[error("cannot read or write the table")]

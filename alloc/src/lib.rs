@@ -45,5 +45,5 @@ pub use check::{Violation, check};
 pub use error::Error;
 pub use hash::{PlanHash, plan_hash};
 pub use label::{Label, Role};
-pub use planner::{Options, Proof, Solution, Stats, StopReason, plan};
-pub use problem::{Buffer, BufferId, Lifetime, Problem};
+pub use planner::{Fit, Options, Proof, Solution, Stats, StopReason, plan};
+pub use problem::{Buffer, BufferId, Group, Lifetime, Problem};

@@ -2,6 +2,7 @@
 //!
 //! In: buffers as the caller has them. Out: a [`Problem`] in which every buffer is sound. Never: a decision about offsets.
 
+use std::collections::HashSet;
 use std::ops::Range;
 
 use crate::Error;
@@ -50,11 +51,28 @@ impl Buffer {
     }
 }
 
+/// Buffers that lie one after another, each starting where the one before ends.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Group {
+    /// In address order.
+    pub members: Vec<BufferId>,
+    /// From the first birth to the last death among the members. The planner keeps the whole group's bytes this long.
+    pub lifetime: Lifetime,
+    /// The members' sizes together.
+    pub bytes: u64,
+    /// The least common multiple of the members' alignments.
+    pub alignment: u64,
+    /// Where the group must start, if a member is pinned.
+    pub offset: Option<u64>,
+}
+
 /// A checked table of buffers. Nothing unsound exists in it: lifetimes are not empty, alignments are positive, pinned
 /// buffers are aligned, and the live bytes at every tick fit in a `u64`.
 #[derive(Debug, Clone, Default)]
 pub struct Problem {
     buffers: Vec<Buffer>,
+    groups: Vec<Group>,
+    forbidden: Vec<Range<u64>>,
 }
 
 impl Problem {
@@ -83,12 +101,83 @@ impl Problem {
                 }
             }
         }
-        let problem = Self { buffers };
+        let problem = Self { buffers, groups: Vec::new(), forbidden: Vec::new() };
         let bytes = crate::bound::max_live(&problem);
         if bytes > u128::from(u64::MAX) {
             return Err(Error::TooLarge { bytes });
         }
         Ok(problem)
+    }
+
+    /// The same problem with `members` one after another in address order, each starting where the one before ends.
+    ///
+    /// # Errors
+    /// [`Error::Group`] when a member does not exist or already belongs to a group, when the members' sizes put one off
+    /// its alignment, or when two of them are pinned at places that contradict each other.
+    pub fn contiguous(mut self, members: Vec<BufferId>) -> Result<Self, Error> {
+        let group = self.groups.len();
+        let fail = |buffer: BufferId, what| Err(Error::Group { group, buffer: buffer.index(), what });
+        let mut seen: HashSet<BufferId> = self.groups.iter().flat_map(|g| &g.members).copied().collect();
+        let (mut lifetime, mut bytes, mut alignment, mut offset) = (u64::MAX..0, 0u64, 1u64, None);
+        for &id in &members {
+            let Some(b) = self.buffers.get(id.index()) else { return fail(id, "does not exist") };
+            if !seen.insert(id) {
+                return fail(id, "stands twice in groups");
+            }
+            if bytes % b.alignment != 0 {
+                return fail(id, "is put off its alignment by the sizes of the members before it");
+            }
+            if let Some(pinned) = b.offset {
+                let Some(start) = pinned.checked_sub(bytes) else {
+                    return fail(id, "is pinned too low for the members before it");
+                };
+                if offset.is_some_and(|o| o != start) {
+                    return fail(id, "is pinned at a place that contradicts another member's");
+                }
+                offset = Some(start);
+            }
+            let Some(common) = least_common_multiple(alignment, b.alignment) else {
+                return fail(id, "has an alignment that no address meets together with the members before it");
+            };
+            alignment = common;
+            let Some(end) = bytes.checked_add(b.bytes) else {
+                return fail(id, "makes the group longer than the address space");
+            };
+            bytes = end;
+            lifetime = lifetime.start.min(b.lifetime.start)..lifetime.end.max(b.lifetime.end);
+        }
+        let Some(&first) = members.first() else { return Ok(self) };
+        if offset.is_some_and(|o| o % alignment != 0 || o.checked_add(bytes).is_none()) {
+            return fail(first, "is put off its alignment or the address space by another member's pin");
+        }
+        self.groups.push(Group { members, lifetime, bytes, alignment, offset });
+        Ok(self)
+    }
+
+    /// The same problem with a range of addresses that no buffer may touch.
+    pub fn forbid(mut self, range: Range<u64>) -> Self {
+        if range.start < range.end {
+            self.forbidden.push(range);
+            self.forbidden.sort_unstable_by_key(|r| r.start);
+            self.forbidden.dedup_by(|next, kept| {
+                let touches = next.start <= kept.end;
+                if touches {
+                    kept.end = kept.end.max(next.end);
+                }
+                touches
+            });
+        }
+        self
+    }
+
+    /// The contiguous groups.
+    pub fn groups(&self) -> &[Group] {
+        &self.groups
+    }
+
+    /// The ranges that no buffer may touch: sorted, disjoint, not empty.
+    pub fn forbidden(&self) -> &[Range<u64>] {
+        &self.forbidden
     }
 
     /// The buffers, indexed by [`BufferId`].
@@ -120,4 +209,12 @@ impl Problem {
     pub fn end(&self) -> u64 {
         self.buffers.iter().map(|b| b.lifetime.end).max().unwrap_or(0)
     }
+}
+
+fn least_common_multiple(a: u64, b: u64) -> Option<u64> {
+    let (mut x, mut y) = (a, b);
+    while y != 0 {
+        (x, y) = (y, x % y);
+    }
+    (a / x).checked_mul(b)
 }

@@ -1,16 +1,49 @@
 //! Places buffers as low as the lower bound allows.
 //!
-//! A portfolio of orderings, each with best-fit placement; the lowest plan wins.
+//! In: a [`Problem`] and what may be spent. Out: one offset per buffer with what is known about the height. The passes,
+//! in the order they run:
+//!
+//! - [`part`] splits the problem exactly: cliques instead of ticks, parts that don't meet, what lives throughout at the
+//!   bottom.
+//! - [`portfolio`] runs [`sweep`]s over each part ([`holes`] is what a sweep knows of space, [`reserved`] what it flows
+//!   around) until one meets the bound.
+//! - [`meter`] counts what that costs.
 
-mod best_fit;
+mod holes;
+mod meter;
+mod part;
+mod portfolio;
+mod reserved;
+mod sweep;
 
+use std::time::{Duration, Instant};
+
+use crate::bound::stronger_bound;
 use crate::{Problem, lower_bound};
+use meter::Meter;
+use part::{Source, Whole};
+use portfolio::Portfolio;
 
 /// What the planner may spend and what it must fit into.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Options {
     /// Arena size that the plan should fit into; `None` for as low as possible.
     pub capacity: Option<u64>,
+    /// Work that may be spent, in rectangles looked at: the same on every machine. The default is a few seconds of one
+    /// core; steps that meet their bound take a small part of it.
+    pub work: u64,
+    /// Wall-clock limit. A plan that it cuts short depends on the machine and says so ([`StopReason::Deadline`]).
+    pub deadline: Option<Duration>,
+    /// Threads; `None` for all of the current rayon pool. The plan doesn't depend on it.
+    pub threads: Option<usize>,
+    /// An earlier plan, by buffer: addresses that are kept as far as that costs no height.
+    pub warm_start: Option<Vec<Option<u64>>>,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { capacity: None, work: 100_000_000, deadline: None, threads: None, warm_start: None }
+    }
 }
 
 /// Why the height is what it is.
@@ -18,8 +51,26 @@ pub struct Options {
 pub enum Proof {
     /// The height equals the max-live bound: nothing lower exists.
     MaxLive,
+    /// The height equals a bound that also counts alignments, pinned buffers and forbidden ranges.
+    Constraints {
+        /// That bound in bytes.
+        bound: u64,
+    },
+    /// Every plan lower than this one was ruled out by search.
+    Exhausted,
     /// Not proven; the gap to the bound remains.
     None,
+}
+
+/// Whether the plan fits the capacity asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fit {
+    /// It fits, or no capacity was asked for.
+    Fits,
+    /// No plan fits: proven.
+    Impossible,
+    /// This plan doesn't; whether another would is not known.
+    Unknown,
 }
 
 /// Why the planner stopped.
@@ -27,21 +78,35 @@ pub enum Proof {
 pub enum StopReason {
     /// The height is proven.
     Proven,
-    /// Every ordering was tried.
+    /// The plan fits the capacity that was asked for.
+    Fits,
+    /// No plan can fit the capacity that was asked for.
+    Impossible,
+    /// Every pass was made.
     Exhausted,
+    /// The work was spent.
+    Work,
+    /// The deadline passed: another run may end elsewhere.
+    Deadline,
 }
 
 /// What planning cost.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Stats {
-    /// Complete placements that were tried.
+    /// Complete placements and halves of them that were tried.
     pub placements: u64,
+    /// Rectangles looked at.
+    pub work: u64,
+    /// Parts that were planned apart.
+    pub parts: usize,
+    /// Buffers that kept the address of the earlier plan.
+    pub kept: usize,
 }
 
 /// One offset per buffer, and what is known about it.
 #[derive(Debug, Clone)]
 pub struct Solution {
-    /// Offset in bytes of each buffer, indexed by [`BufferId`](crate::BufferId).
+    /// Offset in bytes of each buffer, indexed by [`BufferId`].
     pub offsets: Vec<u64>,
     /// One past the highest byte in use.
     pub height: u64,
@@ -49,6 +114,8 @@ pub struct Solution {
     pub lower_bound: u64,
     /// Why the height is final.
     pub proof: Proof,
+    /// Whether it fits the capacity.
+    pub fit: Fit,
     /// Why the planner stopped.
     pub stop_reason: StopReason,
     /// What it cost.
@@ -63,28 +130,107 @@ impl Solution {
 }
 
 /// Plans `problem`: deterministic for the same input and options.
-pub fn plan(problem: &Problem, _options: &Options) -> Solution {
-    let lower_bound = lower_bound(problem);
-    let mut best: Option<(u64, Vec<u64>)> = None;
-    let mut stats = Stats::default();
-    for order in best_fit::orders(problem) {
-        let (height, offsets) = best_fit::place(problem, &order);
-        stats.placements += 1;
-        if best.as_ref().is_none_or(|b| height < b.0) {
-            best = Some((height, offsets));
+///
+/// The offsets are always a plan, also where [`Solution::fit`] says that it exceeds the capacity. Only a problem whose
+/// pins, alignments and sizes leave no plan within 2^64 - 1 bytes that the passes could find gets no offsets at all.
+pub fn plan(problem: &Problem, options: &Options) -> Solution {
+    match options.threads {
+        None => Planner::new(problem, options).run(),
+        Some(threads) => match rayon::ThreadPoolBuilder::new().num_threads(threads).build() {
+            Ok(pool) => pool.install(|| Planner::new(problem, options).run()),
+            // A machine that gives no threads still has this one.
+            Err(_) => Planner::new(problem, options).run(),
+        },
+    }
+}
+
+struct Planner<'p> {
+    problem: &'p Problem,
+    options: &'p Options,
+    meter: Meter,
+    stats: Stats,
+}
+
+impl<'p> Planner<'p> {
+    fn new(problem: &'p Problem, options: &'p Options) -> Self {
+        let deadline = options.deadline.map(|limit| Instant::now() + limit);
+        let meter = Meter { work: options.work, deadline, spent: 0 };
+        Self { problem, options, meter, stats: Stats::default() }
+    }
+
+    fn run(mut self) -> Solution {
+        let whole = Whole::new(self.problem);
+        let lower_bound = lower_bound(self.problem);
+        let bound = stronger_bound(self.problem).max(lower_bound);
+        self.stats.parts = whole.parts.len();
+        let mut offsets = vec![0; self.problem.len()];
+        for &(source, at) in &whole.settled {
+            self.put(whole.sources[source as usize], at, &mut offsets);
         }
-        if height == lower_bound {
-            break;
+        let mut complete = true;
+        for part in &whole.parts {
+            let mut portfolio = Portfolio::new(part, bound.saturating_sub(part.base), self.meter);
+            portfolio.run();
+            self.meter = portfolio.meter;
+            self.stats.placements += portfolio.sweeps;
+            let Some(placed) = portfolio.best else {
+                complete = false;
+                continue;
+            };
+            for (&source, at) in part.sources.iter().zip(placed.offsets) {
+                self.put(whole.sources[source as usize], part.base + at, &mut offsets);
+            }
+        }
+        self.conclude(lower_bound, bound, complete.then_some(offsets))
+    }
+
+    /// Writes an item's offset to the buffers it stands for.
+    fn put(&self, source: Source, at: u64, offsets: &mut [u64]) {
+        match source {
+            Source::Buffer(index) => offsets[index as usize] = at,
+            Source::Group(index) => {
+                let mut next = at;
+                for &id in &self.problem.groups()[index as usize].members {
+                    offsets[id.index()] = next;
+                    next += self.problem.buffer(id).bytes;
+                }
+            }
+            Source::Forbidden => {}
         }
     }
-    let (height, offsets) = best.expect("the portfolio is not empty");
-    let proven = height == lower_bound;
-    Solution {
-        offsets,
-        height,
-        lower_bound,
-        proof: if proven { Proof::MaxLive } else { Proof::None },
-        stop_reason: if proven { StopReason::Proven } else { StopReason::Exhausted },
-        stats,
+
+    fn conclude(mut self, lower_bound: u64, bound: u64, offsets: Option<Vec<u64>>) -> Solution {
+        let end = |(b, at): (&crate::Buffer, &u64)| if b.bytes == 0 { 0 } else { at + b.bytes };
+        let height = offsets.as_ref().map(|o| self.problem.buffers().iter().zip(o).map(end).max().unwrap_or(0));
+        let proof = match height {
+            Some(height) if height == lower_bound => Proof::MaxLive,
+            Some(height) if height == bound => Proof::Constraints { bound },
+            _ => Proof::None,
+        };
+        let fit = match self.options.capacity {
+            Some(capacity) if bound > capacity => Fit::Impossible,
+            Some(capacity) if height.is_none_or(|h| h > capacity) => Fit::Unknown,
+            _ if height.is_none() => Fit::Unknown,
+            _ => Fit::Fits,
+        };
+        let stop_reason = match (proof, fit) {
+            (Proof::None, Fit::Impossible) => StopReason::Impossible,
+            (Proof::None, Fit::Fits) if self.options.capacity.is_some() => StopReason::Fits,
+            (Proof::None, _) => self.meter.stopped().unwrap_or(StopReason::Exhausted),
+            _ => StopReason::Proven,
+        };
+        self.stats.work = self.meter.spent;
+        if let (Some(earlier), Some(offsets)) = (&self.options.warm_start, &offsets) {
+            self.stats.kept = offsets.iter().zip(earlier).filter(|&(at, before)| Some(*at) == *before).count();
+        }
+        Solution {
+            offsets: offsets.unwrap_or_default(),
+            height: height.unwrap_or(u64::MAX),
+            lower_bound,
+            proof,
+            fit,
+            stop_reason,
+            stats: self.stats,
+        }
     }
 }

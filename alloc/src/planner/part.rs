@@ -1,0 +1,300 @@
+//! The problem as the passes see it.
+//!
+//! In: a checked [`Problem`]. Out: [`Part`]s that can be planned apart, whose plans add up to a plan of the whole.
+//! Never: a decision that could cost height. Four things happen, all of them exact:
+//!
+//! 1. Sizes are rounded up to the greatest common divisor of the alignments, since nothing can start in between. An
+//!    alignment that divides all sizes and pins is then met by every stack of buffers, and is forgotten.
+//! 2. Contiguous groups become one item each.
+//! 3. Ticks become *cliques*: the maximal sets of buffers alive together, numbered in time. Two buffers overlap in time
+//!    exactly when they share a clique, and between two cliques births and deaths may come in any order.
+//! 4. Where nothing is alive across a clique boundary the problem falls apart; what is alive over a whole part goes to
+//!    its bottom, and the rest may fall apart again.
+
+use std::cmp::Reverse;
+use std::collections::HashSet;
+use std::ops::Range;
+
+use rayon::prelude::*;
+
+use crate::{BufferId, Lifetime, Problem};
+
+/// One rectangle to place, in a part's own cliques `[start, end)`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Item {
+    pub start: u32,
+    pub end: u32,
+    pub bytes: u64,
+    /// 1 unless a stack of items could miss it.
+    pub alignment: u64,
+}
+
+impl Item {
+    pub fn cliques(self) -> u32 {
+        self.end - self.start
+    }
+
+    pub fn overlaps(self, other: Self) -> bool {
+        self.start < other.end && other.start < self.end
+    }
+}
+
+/// Items that share no clique with those of any other part.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Part {
+    /// Sorted by start, then longest first.
+    pub items: Vec<Item>,
+    /// What each item is to the whole: an index into [`Whole::sources`].
+    pub sources: Vec<u32>,
+    /// Items that must stay where they are: `(item, offset)`, offsets counted from the part's base.
+    pub pins: Vec<(u32, u64)>,
+    /// Number of cliques.
+    pub cliques: u32,
+    /// Bytes below the part, taken by what is alive all through it.
+    pub base: u64,
+}
+
+/// What an item stands for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Source {
+    /// A buffer, by index.
+    Buffer(u32),
+    /// A contiguous group, by index.
+    Group(u32),
+    /// A range that nobody may use.
+    Forbidden,
+}
+
+/// The parts of a problem.
+#[derive(Debug, Default)]
+pub(crate) struct Whole {
+    pub parts: Vec<Part>,
+    pub sources: Vec<Source>,
+    /// `(source, offset)` of what went to the bottom of its part.
+    pub settled: Vec<(u32, u64)>,
+}
+
+/// How often a part is stripped and split again; deeper nests are left to the passes.
+const DEPTH: u32 = 8;
+
+impl Whole {
+    /// Splits a problem.
+    pub fn new(problem: &Problem) -> Self {
+        let Table { lifetimes, mut items, sources, pins } = table(problem);
+        let mut whole = Self { parts: Vec::new(), sources, settled: Vec::new() };
+        let cliques = in_cliques(&lifetimes, &mut items);
+        let mut pin_of = vec![None; if pins.is_empty() { 0 } else { items.len() }];
+        for (item, offset) in pins {
+            pin_of[item as usize] = Some(offset);
+        }
+        let pin = |i: u32| pin_of.get(i as usize).copied().flatten();
+        let mut stack = vec![(by_start(&items, cliques), 0, 0)];
+        while let Some((members, base, depth)) = stack.pop() {
+            for mut members in split(&items, members) {
+                let Some(&first) = members.first() else { continue };
+                let from = items[first as usize].start;
+                let to = members.iter().map(|&i| items[i as usize].end).max().unwrap_or(from);
+                let spans = |i: u32| items[i as usize].start == from && items[i as usize].end == to;
+                let loose = |i: u32| items[i as usize].alignment == 1 && pin(i).is_none();
+                // The longest of the first come first, so that this asks for any that spans the part.
+                if depth == DEPTH || !spans(first) || !members.iter().all(|&i| loose(i)) {
+                    whole.parts.push(Part::new(&items, members, pin, from..to, base));
+                    continue;
+                }
+                let mut above = base;
+                members.retain(|&i| {
+                    if spans(i) {
+                        whole.settled.push((i, above));
+                        above += items[i as usize].bytes;
+                    }
+                    !spans(i)
+                });
+                stack.push((members, above, depth + 1));
+            }
+        }
+        whole
+    }
+}
+
+impl Part {
+    fn new(all: &[Item], sources: Vec<u32>, pin: impl Fn(u32) -> Option<u64>, cliques: Range<u32>, base: u64) -> Self {
+        let items: Vec<Item> = sources
+            .iter()
+            .map(|&i| {
+                let item = all[i as usize];
+                Item { start: item.start - cliques.start, end: item.end - cliques.start, ..item }
+            })
+            .collect();
+        // Only parts that were never stripped hold pins, so that their base is 0.
+        let pins = sources.iter().enumerate().filter_map(|(k, &i)| Some((k as u32, pin(i)?))).collect();
+        Self { items, sources, pins, cliques: cliques.end - cliques.start, base }
+    }
+
+    /// Bytes alive in each clique.
+    pub fn live(&self) -> Vec<u64> {
+        // Differences wrap around and back: the sums are at most the live bytes.
+        let mut live = vec![0u64; self.cliques as usize + 1];
+        for item in &self.items {
+            live[item.start as usize] = live[item.start as usize].wrapping_add(item.bytes);
+            live[item.end as usize] = live[item.end as usize].wrapping_sub(item.bytes);
+        }
+        for k in 1..live.len() {
+            live[k] = live[k].wrapping_add(live[k - 1]);
+        }
+        live.pop();
+        live
+    }
+}
+
+/// Items in ticks, with what they stand for.
+#[derive(Default)]
+struct Table {
+    /// `[start, end)` in ticks.
+    lifetimes: Vec<(u64, u64)>,
+    items: Vec<Item>,
+    sources: Vec<Source>,
+    /// `(item, offset)`.
+    pins: Vec<(u32, u64)>,
+}
+
+impl Table {
+    fn push(&mut self, source: Source, lifetime: &Lifetime, bytes: u64, alignment: u64, pin: Option<u64>) {
+        if let Some(offset) = pin {
+            self.pins.push((self.items.len() as u32, offset));
+        }
+        self.lifetimes.push((lifetime.start, lifetime.end));
+        self.items.push(Item { start: 0, end: 0, bytes, alignment });
+        self.sources.push(source);
+    }
+}
+
+/// Steps 1 and 2. Buffers of zero bytes take no part.
+fn table(problem: &Problem) -> Table {
+    let mut table = Table::default();
+    let grouped: HashSet<BufferId> = problem.groups().iter().flat_map(|g| &g.members).copied().collect();
+    for id in problem.ids() {
+        let b = problem.buffer(id);
+        if b.bytes > 0 && (grouped.is_empty() || !grouped.contains(&id)) {
+            table.push(Source::Buffer(id.0), &b.lifetime, b.bytes, b.alignment, b.offset);
+        }
+    }
+    for (index, g) in problem.groups().iter().enumerate().filter(|(_, g)| g.bytes > 0) {
+        table.push(Source::Group(index as u32), &g.lifetime, g.bytes, g.alignment, g.offset);
+    }
+    let unit = table.items.iter().fold(0, |unit, item| gcd(unit, item.alignment));
+    let mut grain = table.pins.iter().fold(0, |grain, &(_, offset)| gcd(grain, offset));
+    for item in &mut table.items {
+        // Rounding can only fail within one unit of 2^64; such an item keeps its size.
+        item.bytes = item.bytes.checked_next_multiple_of(unit).unwrap_or(item.bytes);
+        grain = gcd(grain, item.bytes);
+    }
+    let whole_time = 0..problem.end();
+    for range in problem.forbidden() {
+        // The end is where the next buffer may start; the start needs no rounding, as it only bounds buffers from above.
+        let end = range.end.checked_next_multiple_of(unit.max(1)).unwrap_or(range.end);
+        table.push(Source::Forbidden, &whole_time, end - range.start, 1, Some(range.start));
+        grain = gcd(gcd(grain, range.start), end);
+    }
+    for item in &mut table.items {
+        if grain % item.alignment == 0 {
+            item.alignment = 1;
+        }
+    }
+    table
+}
+
+fn gcd(mut a: u64, mut b: u64) -> u64 {
+    while b != 0 {
+        (a, b) = (b, a % b);
+    }
+    a
+}
+
+/// Step 3: fills in `start` and `end` of the items; returns the number of cliques.
+fn in_cliques(lifetimes: &[(u64, u64)], items: &mut [Item]) -> u32 {
+    let last = lifetimes.iter().map(|l| l.1).max().unwrap_or(0);
+    // Ticks as small numbers: themselves where they are few, else their rank.
+    let ticks: Option<Vec<u64>> = (last > 4 * lifetimes.len() as u64 + 1024).then(|| {
+        let mut ticks: Vec<u64> = lifetimes.iter().flat_map(|l| [l.0, l.1]).collect();
+        ticks.par_sort_unstable();
+        ticks.dedup();
+        ticks
+    });
+    let rank = |tick: u64| match &ticks {
+        Some(ticks) => ticks.partition_point(|&t| t < tick),
+        None => tick as usize,
+    };
+    let count = ticks.as_ref().map_or(last as usize + 1, Vec::len);
+    items.par_iter_mut().zip(lifetimes).for_each(|(item, lifetime)| {
+        (item.start, item.end) = (rank(lifetime.0) as u32, rank(lifetime.1) as u32);
+    });
+    // A clique is complete when a death follows a birth.
+    let (mut births, mut deaths) = (vec![false; count], vec![false; count]);
+    for item in items.iter() {
+        births[item.start as usize] = true;
+        deaths[item.end as usize] = true;
+    }
+    let (mut complete, mut open) = (0u32, false);
+    let clique_of: Vec<u32> = births
+        .iter()
+        .zip(&deaths)
+        .map(|(&birth, &death)| {
+            if death && open {
+                complete += 1;
+                open = false;
+            }
+            open |= birth;
+            complete
+        })
+        .collect();
+    for item in items.iter_mut() {
+        (item.start, item.end) = (clique_of[item.start as usize], clique_of[item.end as usize]);
+    }
+    complete
+}
+
+/// Item indices by start, longest first.
+fn by_start(items: &[Item], cliques: u32) -> Vec<u32> {
+    let starts = offsets_of(cliques, items.iter().map(|item| item.start));
+    let mut next = starts.clone();
+    let mut order = vec![0; items.len()];
+    for (index, item) in items.iter().enumerate() {
+        let slot = &mut next[item.start as usize];
+        order[*slot as usize] = index as u32;
+        *slot += 1;
+    }
+    for bounds in starts.windows(2) {
+        order[bounds[0] as usize..bounds[1] as usize].sort_by_key(|&i| (Reverse(items[i as usize].end), i));
+    }
+    order
+}
+
+/// Where each clique's entries begin when entries are grouped by clique; one more than there are cliques.
+pub(crate) fn offsets_of(cliques: u32, entries: impl Iterator<Item = u32>) -> Vec<u32> {
+    let mut offsets = vec![0; cliques as usize + 2];
+    for clique in entries {
+        offsets[clique as usize + 1] += 1;
+    }
+    for k in 1..offsets.len() {
+        offsets[k] += offsets[k - 1];
+    }
+    offsets
+}
+
+/// Cuts `members` (sorted by start), alive within cliques `[first, last)`, wherever nothing is alive across.
+fn split(items: &[Item], members: Vec<u32>) -> Vec<Vec<u32>> {
+    let (mut segments, mut from, mut reach) = (Vec::new(), 0, 0);
+    for (position, &i) in members.iter().enumerate() {
+        let item = items[i as usize];
+        if position > from && item.start >= reach {
+            segments.push(members[from..position].to_vec());
+            from = position;
+        }
+        reach = reach.max(item.end);
+    }
+    if from == 0 {
+        return vec![members];
+    }
+    segments.push(members[from..].to_vec());
+    segments
+}

@@ -1,0 +1,289 @@
+//! Many sweeps over one part, from cheap and likely to dear, until one meets the ceiling.
+//!
+//! 1. Outwards from the fullest clique: its items fill the arena without a gap whatever their order, and the two halves
+//!    of time do not see each other, so that the best sweep of each half makes the plan.
+//! 2. From the edges, forward and backward.
+//! 3. The long-lived first, largest first; then the others around them.
+//! 4. Squeaky wheel: what ends above the ceiling gets a place of its own before the next sweep.
+
+use std::cmp::Reverse;
+
+use rayon::prelude::*;
+
+use super::holes::Fit;
+use super::meter::Meter;
+use super::part::{Item, Part};
+use super::reserved::Reserved;
+use super::sweep::{Direction, Order, Policy, Start, Sweep, Timeline};
+
+/// A plan of one part.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Placed {
+    pub height: u64,
+    pub offsets: Vec<u64>,
+}
+
+/// The portfolio over one part.
+pub(crate) struct Portfolio<'p> {
+    pub timeline: Timeline<'p>,
+    /// The height aimed at.
+    pub ceiling: u64,
+    /// Complete or half sweeps made so far.
+    pub sweeps: u64,
+    pub meter: Meter,
+    pub best: Option<Placed>,
+}
+
+const DIRECTIONS: [Direction; 2] = [Direction::Forward, Direction::Backward];
+
+impl<'p> Portfolio<'p> {
+    pub fn new(part: &'p Part, ceiling: u64, meter: Meter) -> Self {
+        Self { timeline: Timeline::new(part), ceiling, sweeps: 0, meter, best: None }
+    }
+
+    /// Runs the stages until the ceiling is met or the budget is spent. `None` when nothing fits the address space.
+    pub fn run(&mut self) {
+        let stages: [fn(&mut Self); 6] = [
+            |p| p.outwards(1),
+            |p| p.from_edges(1),
+            |p| p.long_first(1),
+            |p| p.from_edges(12),
+            |p| p.long_first(12),
+            |p| p.outwards(12),
+        ];
+        for stage in stages {
+            stage(self);
+            if self.done() {
+                break;
+            }
+        }
+    }
+
+    fn part(&self) -> &'p Part {
+        self.timeline.part
+    }
+
+    fn done(&self) -> bool {
+        self.meter.stopped().is_some() || self.best.as_ref().is_some_and(|b| b.height <= self.ceiling)
+    }
+
+    /// Takes over the best of several results, the first of equals.
+    fn offer(&mut self, placed: Option<Placed>) {
+        if let Some(placed) = placed
+            && self.best.as_ref().is_none_or(|b| placed.height < b.height)
+        {
+            self.best = Some(placed);
+        }
+    }
+
+    fn spend(&mut self, (sweeps, work): (u64, u64)) {
+        self.sweeps += sweeps;
+        self.meter.spend(work);
+    }
+
+    /// Stage 1, and with `rounds > 1` its repair.
+    fn outwards(&mut self, rounds: u32) {
+        let part = self.part();
+        if !part.pins.is_empty() || part.items.iter().any(|item| item.alignment > 1) {
+            return;
+        }
+        let live = part.live();
+        let Some(peak) = (0..part.cliques).max_by_key(|&k| (live[k as usize], Reverse(k))) else { return };
+        let alive = self.timeline.alive(peak);
+        let policies = policies(part);
+        for key in stack_orders(peak) {
+            let mut stack = alive.clone();
+            stack.sort_by_key(|&i| (key(part.items[i as usize]), i));
+            let start = Start::Stack(peak, &stack);
+            let halves: Vec<(Option<Placed>, (u64, u64))> = DIRECTIONS
+                .par_iter()
+                .map(|&direction| {
+                    let (mut best, mut spent) = (None::<Placed>, (0, 0));
+                    for &policy in &policies {
+                        let chain = Chain { start, direction, policy, rank: 1, rounds };
+                        let limit = best.as_ref().map_or(u64::MAX, |b| b.height - 1);
+                        let (placed, made) = self.follow(&chain, Vec::new(), limit);
+                        spent = (spent.0 + made.0, spent.1 + made.1);
+                        best = placed.or(best);
+                        if best.as_ref().is_some_and(|b| b.height <= self.ceiling) {
+                            break;
+                        }
+                    }
+                    (best, spent)
+                })
+                .collect();
+            halves.iter().for_each(|half| self.spend(half.1));
+            let [(Some(after), _), (Some(before), _)] = halves.as_slice() else { continue };
+            let mut merged = after.clone();
+            merged.height = after.height.max(before.height);
+            for (i, _) in part.items.iter().enumerate().filter(|(_, item)| item.end <= peak) {
+                merged.offsets[i] = before.offsets[i];
+            }
+            self.offer(Some(merged));
+            if self.done() {
+                return;
+            }
+        }
+    }
+
+    /// Stages 2 and 4.
+    fn from_edges(&mut self, rounds: u32) {
+        let mut jobs = Vec::new();
+        for policy in policies(self.part()) {
+            for direction in DIRECTIONS {
+                for rank in if rounds > 1 { 0..3 } else { 0..1 } {
+                    jobs.push((Chain { start: Start::Edge, direction, policy, rank, rounds }, u32::MAX));
+                }
+            }
+        }
+        self.follow_all(&jobs);
+    }
+
+    fn long_first(&mut self, rounds: u32) {
+        let mut jobs = Vec::new();
+        for length in long_lengths(self.part()) {
+            for rank in 0..3 {
+                for (direction, short) in [
+                    (Direction::Forward, Fit::Highest),
+                    (Direction::Backward, Fit::Lowest),
+                    (Direction::Forward, Fit::Tightest),
+                ] {
+                    let policy = Policy { long_from: length, long: Fit::Lowest, short, order: Order::Longest };
+                    jobs.push((Chain { start: Start::Edge, direction, policy, rank, rounds }, length));
+                }
+            }
+        }
+        self.follow_all(&jobs);
+    }
+
+    fn follow_all(&mut self, jobs: &[(Chain, u32)]) {
+        for wave in jobs.chunks(WAVE) {
+            let limit = self.best.as_ref().map_or(u64::MAX, |b| b.height - 1);
+            let results: Vec<_> = wave
+                .par_iter()
+                .map(|(chain, length)| {
+                    let long = |i: &u32| self.part().items[*i as usize].cliques() >= *length;
+                    self.follow(chain, (0..self.part().items.len() as u32).filter(long).collect(), limit)
+                })
+                .collect();
+            for (placed, spent) in results {
+                self.spend(spent);
+                self.offer(placed);
+            }
+            if self.done() {
+                return;
+            }
+        }
+    }
+
+    /// Sweeps around the reserved members; what ends above the ceiling joins them for the next round. Returns the best
+    /// plan within the limit, if any, with the sweeps made and the work spent.
+    fn follow(&self, chain: &Chain, mut members: Vec<u32>, limit: u64) -> (Option<Placed>, (u64, u64)) {
+        let part = self.part();
+        let (mut best, mut lowest) = (None::<Placed>, (u64::MAX, 0));
+        let (mut sweeps, mut work) = (0, 0);
+        let mut over = Vec::new();
+        while sweeps < chain.rounds {
+            members.sort_by_key(|&i| (RANKS[chain.rank](part.items[i as usize]), i));
+            let Some(reserved) = Reserved::place(part, chain.start, &members) else { break };
+            let cut = if chain.rounds == 1 { limit } else { u64::MAX };
+            let placed = self.sweep(chain, &reserved, cut, &mut over, &mut work);
+            sweeps += 1;
+            work += reserved.work;
+            let Some(placed) = placed else { break };
+            if placed.height < lowest.0 {
+                lowest = (placed.height, sweeps);
+                if placed.height <= limit {
+                    best = Some(placed);
+                }
+            }
+            over.retain(|&i| reserved.of(i).is_none());
+            if over.is_empty() || sweeps > lowest.1 + PATIENCE || self.meter.late() {
+                break;
+            }
+            members.append(&mut over);
+        }
+        (best, (sweeps.into(), work))
+    }
+
+    fn sweep(
+        &self,
+        chain: &Chain,
+        reserved: &Reserved,
+        limit: u64,
+        over: &mut Vec<u32>,
+        work: &mut u64,
+    ) -> Option<Placed> {
+        let mut offsets = vec![0; self.part().items.len()];
+        let &Chain { policy, direction, start, .. } = chain;
+        let sweep =
+            Sweep { timeline: &self.timeline, policy, direction, start, reserved, ceiling: self.ceiling, limit };
+        let height = sweep.run(&mut offsets, over, work)?;
+        Some(Placed { height, offsets })
+    }
+}
+
+/// Sweeps that learn from one another.
+#[derive(Debug, Clone, Copy)]
+struct Chain<'s> {
+    start: Start<'s>,
+    direction: Direction,
+    policy: Policy,
+    /// Index into [`RANKS`].
+    rank: usize,
+    rounds: u32,
+}
+
+/// Chains that run side by side; a fixed number, so that the result does not depend on the machine.
+const WAVE: usize = 8;
+
+/// Rounds without a lower plan after which a chain ends.
+const PATIENCE: u32 = 5;
+/// Who is reserved first: the least key.
+const RANKS: [fn(Item) -> (u128, u32); 3] = [
+    |item| (u128::MAX - u128::from(item.bytes), item.start),
+    |item| (u128::MAX - u128::from(item.cliques()), item.start),
+    |item| (u128::MAX - u128::from(item.bytes) * u128::from(item.cliques()), item.start),
+];
+
+/// From how many cliques on an item counts as long.
+fn long_lengths(part: &Part) -> Vec<u32> {
+    let mut lengths = Vec::new();
+    for share in [0.01, 0.003, 0.03, 0.001, 0.1] {
+        let length = (share * f64::from(part.cliques)) as u32 + 1;
+        if !lengths.contains(&length) {
+            lengths.push(length);
+        }
+    }
+    lengths
+}
+
+/// The policies, most often successful first.
+fn policies(part: &Part) -> Vec<Policy> {
+    let mut policies = Vec::new();
+    for order in [Order::Longest, Order::Largest] {
+        for fit in [Fit::Lowest, Fit::Tightest] {
+            policies.push(Policy { long_from: 0, long: fit, short: fit, order });
+        }
+        for long_from in long_lengths(part) {
+            for (long, short) in
+                [(Fit::Lowest, Fit::Highest), (Fit::Lowest, Fit::TightestHigh), (Fit::Tightest, Fit::TightestHigh)]
+            {
+                policies.push(Policy { long_from, long, short, order });
+            }
+        }
+    }
+    policies
+}
+
+/// Orders for the stack at the peak, bottom first.
+fn stack_orders(peak: u32) -> [Box<dyn Fn(Item) -> u64>; 6] {
+    [
+        Box::new(|item| u64::from(item.start)),
+        Box::new(|item| u64::MAX - u64::from(item.start)),
+        Box::new(|item| u64::MAX - item.bytes),
+        Box::new(|item| u64::from(item.end)),
+        Box::new(|item| u64::MAX - u64::from(item.cliques())),
+        Box::new(move |item| u64::from((item.end - peak).max(peak + 1 - item.start))),
+    ]
+}
