@@ -49,10 +49,3 @@ pub(crate) fn sweep(problem: &Problem, mut visit: impl FnMut(u64, u128)) {
         }
     }
 }
-
-/// A bound that also counts what alignments, pins and forbidden ranges cost: at least the highest end of a pinned buffer,
-/// and at every tick the height at which the space between the fixed ranges suffices for the rest.
-pub(crate) fn stronger_bound(problem: &Problem) -> u64 {
-    let pinned = problem.buffers().iter().filter(|b| b.bytes > 0);
-    pinned.filter_map(|b| b.offset.map(|at| at + b.bytes)).max().unwrap_or(0)
-}

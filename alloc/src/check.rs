@@ -16,6 +16,10 @@ pub enum Violation {
     Moved { buffer: BufferId, pinned: u64, offset: u64 },
     #[error("buffer {}: ends at byte {end}, past {limit}", buffer.0)]
     OutOfRange { buffer: BufferId, end: u128, limit: u64 },
+    #[error("buffer {}: touches the forbidden range [{start}, {end})", buffer.0)]
+    Forbidden { buffer: BufferId, start: u64, end: u64 },
+    #[error("group {group}: buffer {} does not start where buffer {} ends", buffer.0, below.0)]
+    Apart { group: usize, below: BufferId, buffer: BufferId },
     #[error("buffers {} and {} share bytes at tick {tick}", first.0, second.0)]
     Overlap { first: BufferId, second: BufferId, tick: u64 },
 }
@@ -45,8 +49,27 @@ pub fn check(problem: &Problem, offsets: &[u64], capacity: Option<u64>) -> Resul
             violations.push(Violation::OutOfRange { buffer: id, end, limit });
         }
     }
+    constraints(problem, offsets, &mut violations);
     overlaps(problem, offsets, &mut violations);
     if violations.is_empty() { Ok(()) } else { Err(violations) }
+}
+
+fn constraints(problem: &Problem, offsets: &[u64], violations: &mut Vec<Violation>) {
+    let end_of = |id: BufferId| u128::from(offsets[id.index()]) + u128::from(problem.buffer(id).bytes);
+    for id in problem.ids().filter(|&id| problem.buffer(id).bytes > 0) {
+        for range in problem.forbidden() {
+            if offsets[id.index()] < range.end && u128::from(range.start) < end_of(id) {
+                violations.push(Violation::Forbidden { buffer: id, start: range.start, end: range.end });
+            }
+        }
+    }
+    for (group, members) in problem.groups().iter().map(|g| &g.members).enumerate() {
+        for pair in members.windows(2) {
+            if end_of(pair[0]) != u128::from(offsets[pair[1].index()]) {
+                violations.push(Violation::Apart { group, below: pair[0], buffer: pair[1] });
+            }
+        }
+    }
 }
 
 fn overlaps(problem: &Problem, offsets: &[u64], violations: &mut Vec<Violation>) {
@@ -101,5 +124,11 @@ mod tests {
         assert_eq!(violations(vec![Buffer::new(0..1, 4).at(4)], &[8], None), 1);
         assert_eq!(violations(vec![Buffer::new(0..1, u64::MAX)], &[1], None), 1);
         assert_eq!(violations(vec![Buffer::new(0..9, 0), Buffer::new(0..9, 5)], &[2, 0], None), 0);
+        let grouped = Problem::new(two()).unwrap().contiguous(vec![BufferId(1), BufferId(0)]).unwrap();
+        assert_eq!(check(&grouped, &[10, 0], None), Ok(()));
+        assert_eq!(check(&grouped, &[0, 10], None).unwrap_err().len(), 1);
+        let fenced = Problem::new(two()).unwrap().forbid(5..10).unwrap();
+        assert_eq!(check(&fenced, &[10, 20], None), Ok(()));
+        assert_eq!(check(&fenced, &[0, 10], None).unwrap_err().len(), 1);
     }
 }

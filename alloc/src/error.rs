@@ -21,6 +21,10 @@ pub enum Error {
     OutOfAddressSpace { buffer: usize, offset: u64, bytes: u64 },
     #[error("mark {name:?}: ticks [{start}, {end}) are empty; a phase must end after it starts")]
     EmptyMark { name: String, start: u64, end: u64 },
+    #[error("buffers {first} and {second} are alive together and pinned onto each other; move or shorten one")]
+    PinsOverlap { first: usize, second: usize },
+    #[error("buffer {buffer} is pinned onto the forbidden range [{start}, {end})")]
+    PinnedOnForbidden { buffer: usize, start: u64, end: u64 },
     #[error("contiguous group {group}: buffer {buffer} {what}")]
     Group { group: usize, buffer: usize, what: &'static str },
     #[error("line {line}: {what}")]

@@ -39,6 +39,7 @@ mod hash;
 mod label;
 mod planner;
 mod problem;
+pub mod synthetic;
 
 pub use bound::{live_at, lower_bound, peak_tick};
 pub use check::{Violation, check};

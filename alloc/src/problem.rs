@@ -2,7 +2,7 @@
 //!
 //! In: buffers as the caller has them. Out: a [`Problem`] in which every buffer is sound. Never: a decision about offsets.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
 
 use crate::Error;
@@ -79,8 +79,8 @@ impl Problem {
     /// Checks the buffers and takes them over.
     ///
     /// # Errors
-    /// The first buffer that has an empty lifetime, a zero alignment or a misaligned or overflowing pinned offset; or
-    /// [`Error::TooLarge`] when the live bytes exceed `u64`.
+    /// The first buffer that has an empty lifetime, a zero alignment or a misaligned or overflowing pinned offset;
+    /// [`Error::PinsOverlap`] when two are pinned onto each other; [`Error::TooLarge`] when the live bytes exceed `u64`.
     pub fn new(buffers: Vec<Buffer>) -> Result<Self, Error> {
         if u32::try_from(buffers.len()).is_err() {
             return Err(Error::TooManyBuffers { buffers: buffers.len() });
@@ -105,6 +105,9 @@ impl Problem {
         let bytes = crate::bound::max_live(&problem);
         if bytes > u128::from(u64::MAX) {
             return Err(Error::TooLarge { bytes });
+        }
+        if let Some((first, second)) = overlapping_pins(&problem) {
+            return Err(Error::PinsOverlap { first: first.index(), second: second.index() });
         }
         Ok(problem)
     }
@@ -155,7 +158,14 @@ impl Problem {
     }
 
     /// The same problem with a range of addresses that no buffer may touch.
-    pub fn forbid(mut self, range: Range<u64>) -> Self {
+    ///
+    /// # Errors
+    /// [`Error::PinnedOnForbidden`] when a buffer is pinned there.
+    pub fn forbid(mut self, range: Range<u64>) -> Result<Self, Error> {
+        let meets = |b: &Buffer, at: u64| b.bytes > 0 && at < range.end && range.start < at + b.bytes;
+        if let Some(buffer) = self.buffers.iter().position(|b| b.offset.is_some_and(|at| meets(b, at))) {
+            return Err(Error::PinnedOnForbidden { buffer, start: range.start, end: range.end });
+        }
         if range.start < range.end {
             self.forbidden.push(range);
             self.forbidden.sort_unstable_by_key(|r| r.start);
@@ -167,7 +177,7 @@ impl Problem {
                 touches
             });
         }
-        self
+        Ok(self)
     }
 
     /// The contiguous groups.
@@ -217,4 +227,31 @@ fn least_common_multiple(a: u64, b: u64) -> Option<u64> {
         (x, y) = (y, x % y);
     }
     (a / x).checked_mul(b)
+}
+
+/// Two buffers pinned onto each other, if there are any.
+fn overlapping_pins(problem: &Problem) -> Option<(BufferId, BufferId)> {
+    let mut events: Vec<(u64, bool, u64, BufferId)> = Vec::new();
+    for id in problem.ids() {
+        let b = problem.buffer(id);
+        if let Some(at) = b.offset.filter(|_| b.bytes > 0) {
+            events.push((b.lifetime.start, true, at, id));
+            events.push((b.lifetime.end, false, at, id));
+        }
+    }
+    events.sort_unstable();
+    let mut live = BTreeMap::new();
+    for (_, is_birth, at, id) in events {
+        if !is_birth {
+            live.remove(&at);
+            continue;
+        }
+        let below = live.range(..=at).next_back().filter(|&(&other_at, &other)| other_at + problem.buffer(other).bytes > at);
+        let above = live.range(at..).next().filter(|&(&other_at, _)| other_at < at + problem.buffer(id).bytes);
+        if let Some((_, &other)) = below.or(above) {
+            return Some((other, id));
+        }
+        live.insert(at, id);
+    }
+    None
 }

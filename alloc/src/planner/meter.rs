@@ -5,7 +5,7 @@ use std::time::Instant;
 use super::StopReason;
 
 /// A budget that is drawn down.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Meter {
     pub work: u64,
     pub deadline: Option<Instant>,

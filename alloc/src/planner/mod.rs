@@ -9,20 +9,21 @@
 //!   around) until one meets the bound.
 //! - [`meter`] counts what that costs.
 
+mod exact;
 mod holes;
 mod meter;
 mod part;
 mod portfolio;
 mod reserved;
+mod strategy;
 mod sweep;
 
 use std::time::{Duration, Instant};
 
-use crate::bound::stronger_bound;
 use crate::{Problem, lower_bound};
 use meter::Meter;
 use part::{Source, Whole};
-use portfolio::Portfolio;
+use strategy::{Goal, plan_part};
 
 /// What the planner may spend and what it must fit into.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -59,7 +60,10 @@ pub enum Proof {
     /// Every plan lower than this one was ruled out by search.
     Exhausted,
     /// Not proven; the gap to the bound remains.
-    None,
+    None {
+        /// No plan is lower than this many bytes.
+        bound: u64,
+    },
 }
 
 /// Whether the plan fits the capacity asked for.
@@ -161,19 +165,22 @@ impl<'p> Planner<'p> {
     fn run(mut self) -> Solution {
         let whole = Whole::new(self.problem);
         let lower_bound = lower_bound(self.problem);
-        let bound = stronger_bound(self.problem).max(lower_bound);
+        let bounds: Vec<u64> = whole.parts.iter().map(|part| part.base.saturating_add(part.bound())).collect();
+        // In rounded bytes, so that it may exceed what can be proven of the problem as given.
+        let aim = bounds.iter().copied().fold(lower_bound, u64::max);
+        let enough = self.options.capacity.unwrap_or(0).max(aim);
         self.stats.parts = whole.parts.len();
         let mut offsets = vec![0; self.problem.len()];
         for &(source, at) in &whole.settled {
             self.put(whole.sources[source as usize], at, &mut offsets);
         }
-        let mut complete = true;
+        let (mut complete, mut proven) = (true, aim);
         for part in &whole.parts {
-            let mut portfolio = Portfolio::new(part, bound.saturating_sub(part.base), self.meter);
-            portfolio.run();
-            self.meter = portfolio.meter;
-            self.stats.placements += portfolio.sweeps;
-            let Some(placed) = portfolio.best else {
+            let goal = Goal { ceiling: aim.saturating_sub(part.base), enough: enough.saturating_sub(part.base) };
+            let outcome = plan_part(part, goal, &mut self.meter);
+            self.stats.placements += outcome.sweeps;
+            proven = proven.max(part.base.saturating_add(outcome.proven));
+            let Some(placed) = outcome.placed else {
                 complete = false;
                 continue;
             };
@@ -181,7 +188,12 @@ impl<'p> Planner<'p> {
                 self.put(whole.sources[source as usize], part.base + at, &mut offsets);
             }
         }
-        self.conclude(lower_bound, bound, complete.then_some(offsets))
+        let known = Known {
+            lower_bound,
+            constraints: aim.saturating_sub(whole.padding).max(lower_bound),
+            searched: proven.saturating_sub(whole.padding).max(lower_bound),
+        };
+        self.conclude(known, complete.then_some(offsets))
     }
 
     /// Writes an item's offset to the buffers it stands for.
@@ -199,24 +211,25 @@ impl<'p> Planner<'p> {
         }
     }
 
-    fn conclude(mut self, lower_bound: u64, bound: u64, offsets: Option<Vec<u64>>) -> Solution {
+    fn conclude(mut self, known: Known, offsets: Option<Vec<u64>>) -> Solution {
         let end = |(b, at): (&crate::Buffer, &u64)| if b.bytes == 0 { 0 } else { at + b.bytes };
         let height = offsets.as_ref().map(|o| self.problem.buffers().iter().zip(o).map(end).max().unwrap_or(0));
         let proof = match height {
-            Some(height) if height == lower_bound => Proof::MaxLive,
-            Some(height) if height == bound => Proof::Constraints { bound },
-            _ => Proof::None,
+            Some(height) if height <= known.lower_bound => Proof::MaxLive,
+            Some(height) if height <= known.constraints => Proof::Constraints { bound: height },
+            Some(height) if height <= known.searched => Proof::Exhausted,
+            _ => Proof::None { bound: known.searched },
         };
         let fit = match self.options.capacity {
-            Some(capacity) if bound > capacity => Fit::Impossible,
+            Some(capacity) if known.searched > capacity => Fit::Impossible,
             Some(capacity) if height.is_none_or(|h| h > capacity) => Fit::Unknown,
             _ if height.is_none() => Fit::Unknown,
             _ => Fit::Fits,
         };
         let stop_reason = match (proof, fit) {
-            (Proof::None, Fit::Impossible) => StopReason::Impossible,
-            (Proof::None, Fit::Fits) if self.options.capacity.is_some() => StopReason::Fits,
-            (Proof::None, _) => self.meter.stopped().unwrap_or(StopReason::Exhausted),
+            (Proof::None { .. }, Fit::Impossible) => StopReason::Impossible,
+            (Proof::None { .. }, Fit::Fits) if self.options.capacity.is_some() => StopReason::Fits,
+            (Proof::None { .. }, _) => self.meter.stopped().unwrap_or(StopReason::Exhausted),
             _ => StopReason::Proven,
         };
         self.stats.work = self.meter.spent;
@@ -226,11 +239,21 @@ impl<'p> Planner<'p> {
         Solution {
             offsets: offsets.unwrap_or_default(),
             height: height.unwrap_or(u64::MAX),
-            lower_bound,
+            lower_bound: known.lower_bound,
             proof,
             fit,
             stop_reason,
             stats: self.stats,
         }
     }
+}
+
+/// Heights that no plan is below, each at least the one before.
+struct Known {
+    /// Max-live.
+    lower_bound: u64,
+    /// With alignments, pins, forbidden ranges.
+    constraints: u64,
+    /// With what searches ruled out.
+    searched: u64,
 }

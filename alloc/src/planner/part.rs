@@ -48,6 +48,8 @@ pub(crate) struct Part {
     pub sources: Vec<u32>,
     /// Items that must stay where they are: `(item, offset)`, offsets counted from the part's base.
     pub pins: Vec<(u32, u64)>,
+    /// Pinned items that only keep others out: they count towards no height.
+    pub ghosts: Vec<u32>,
     /// Number of cliques.
     pub cliques: u32,
     /// Bytes below the part, taken by what is alive all through it.
@@ -72,6 +74,8 @@ pub(crate) struct Whole {
     pub sources: Vec<Source>,
     /// `(source, offset)` of what went to the bottom of its part.
     pub settled: Vec<(u32, u64)>,
+    /// The most bytes that rounding added to one item: a bound for the rounded items is too high by at most this.
+    pub padding: u64,
 }
 
 /// How often a part is stripped and split again; deeper nests are left to the passes.
@@ -80,8 +84,8 @@ const DEPTH: u32 = 8;
 impl Whole {
     /// Splits a problem.
     pub fn new(problem: &Problem) -> Self {
-        let Table { lifetimes, mut items, sources, pins } = table(problem);
-        let mut whole = Self { parts: Vec::new(), sources, settled: Vec::new() };
+        let Table { lifetimes, mut items, sources, pins, padding } = table(problem);
+        let mut whole = Self { parts: Vec::new(), sources, settled: Vec::new(), padding };
         let cliques = in_cliques(&lifetimes, &mut items);
         let mut pin_of = vec![None; if pins.is_empty() { 0 } else { items.len() }];
         for (item, offset) in pins {
@@ -98,7 +102,12 @@ impl Whole {
                 let loose = |i: u32| items[i as usize].alignment == 1 && pin(i).is_none();
                 // The longest of the first come first, so that this asks for any that spans the part.
                 if depth == DEPTH || !spans(first) || !members.iter().all(|&i| loose(i)) {
-                    whole.parts.push(Part::new(&items, members, pin, from..to, base));
+                    let mut part = Part::new(&items, members, pin, from..to, base);
+                    let is_ghost = |&(i, _): &(u32, u64)| {
+                        whole.sources[part.sources[i as usize] as usize] == Source::Forbidden
+                    };
+                    part.ghosts = part.pins.iter().filter(|pin| is_ghost(pin)).map(|pin| pin.0).collect();
+                    whole.parts.push(part);
                     continue;
                 }
                 let mut above = base;
@@ -127,16 +136,21 @@ impl Part {
             .collect();
         // Only parts that were never stripped hold pins, so that their base is 0.
         let pins = sources.iter().enumerate().filter_map(|(k, &i)| Some((k as u32, pin(i)?))).collect();
-        Self { items, sources, pins, cliques: cliques.end - cliques.start, base }
+        Self { items, sources, pins, ghosts: Vec::new(), cliques: cliques.end - cliques.start, base }
     }
 
     /// Bytes alive in each clique.
     pub fn live(&self) -> Vec<u64> {
         // Differences wrap around and back: the sums are at most the live bytes.
         let mut live = vec![0u64; self.cliques as usize + 1];
-        for item in &self.items {
-            live[item.start as usize] = live[item.start as usize].wrapping_add(item.bytes);
-            live[item.end as usize] = live[item.end as usize].wrapping_sub(item.bytes);
+        let mut add = |item: Item, bytes: u64| {
+            live[item.start as usize] = live[item.start as usize].wrapping_add(bytes);
+            live[item.end as usize] = live[item.end as usize].wrapping_sub(bytes);
+        };
+        self.items.iter().for_each(|&item| add(item, item.bytes));
+        for &i in &self.ghosts {
+            let item = self.items[i as usize];
+            add(item, item.bytes.wrapping_neg());
         }
         for k in 1..live.len() {
             live[k] = live[k].wrapping_add(live[k - 1]);
@@ -144,7 +158,58 @@ impl Part {
         live.pop();
         live
     }
+
+    /// Nothing lower than this exists: in each clique, the height at which the space between the pins suffices for the
+    /// rest; and the ends of the pins.
+    pub fn bound(&self) -> u64 {
+        let live = self.live();
+        let mut bound = live.iter().copied().max().unwrap_or(0);
+        let mut pins: Vec<(u64, Item, bool)> =
+            self.pins.iter().map(|&(i, at)| (at, self.items[i as usize], self.ghosts.contains(&i))).collect();
+        pins.sort_unstable_by_key(|pin| pin.0);
+        bound = pins.iter().filter(|pin| !pin.2).map(|pin| pin.0 + pin.1.bytes).fold(bound, u64::max);
+        if pins.len() as u64 * u64::from(self.cliques) > PIN_VISITS {
+            return bound;
+        }
+        for (k, &live) in live.iter().enumerate().filter(|_| !pins.is_empty()) {
+            let here = || pins.iter().filter(|pin| pin.1.start as usize <= k && k < pin.1.end as usize);
+            let pinned: u64 = here().filter(|pin| !pin.2).map(|pin| pin.1.bytes).sum();
+            // How high the rest reaches when it is poured between the pins.
+            let mut level = live - pinned;
+            for pin in here() {
+                if pin.0 >= level {
+                    break;
+                }
+                level = level.saturating_add(pin.1.bytes);
+            }
+            if live > pinned {
+                bound = bound.max(level);
+            }
+        }
+        bound
+    }
+
+    /// Every height is a multiple of this.
+    pub fn grain(&self) -> u64 {
+        let sizes = self.items.iter().map(|item| gcd(item.bytes, if item.alignment == 1 { 0 } else { item.alignment }));
+        sizes.chain(self.pins.iter().map(|pin| pin.1)).fold(0, gcd).max(1)
+    }
+
+    /// The part as seen from below `capacity`: forbidden ranges end there.
+    pub fn below(&self, capacity: u64) -> Self {
+        let mut part = self.clone();
+        for &(i, at) in self.pins.iter().filter(|pin| self.ghosts.contains(&pin.0)) {
+            let item = &mut part.items[i as usize];
+            item.bytes = item.bytes.min(capacity.saturating_sub(at));
+        }
+        part.pins.retain(|&(i, _)| part.items[i as usize].bytes > 0);
+        part.ghosts.clear();
+        part
+    }
 }
+
+/// How many visits of pins by cliques the bound may cost.
+const PIN_VISITS: u64 = 20_000_000;
 
 /// Items in ticks, with what they stand for.
 #[derive(Default)]
@@ -155,6 +220,7 @@ struct Table {
     sources: Vec<Source>,
     /// `(item, offset)`.
     pins: Vec<(u32, u64)>,
+    padding: u64,
 }
 
 impl Table {
@@ -185,7 +251,9 @@ fn table(problem: &Problem) -> Table {
     let mut grain = table.pins.iter().fold(0, |grain, &(_, offset)| gcd(grain, offset));
     for item in &mut table.items {
         // Rounding can only fail within one unit of 2^64; such an item keeps its size.
-        item.bytes = item.bytes.checked_next_multiple_of(unit).unwrap_or(item.bytes);
+        let rounded = item.bytes.checked_next_multiple_of(unit).unwrap_or(item.bytes);
+        table.padding = table.padding.max(rounded - item.bytes);
+        item.bytes = rounded;
         grain = gcd(grain, item.bytes);
     }
     let whole_time = 0..problem.end();

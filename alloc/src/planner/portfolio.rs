@@ -41,20 +41,20 @@ impl<'p> Portfolio<'p> {
         Self { timeline: Timeline::new(part), ceiling, sweeps: 0, meter, best: None }
     }
 
-    /// Runs the stages until the ceiling is met or the budget is spent. `None` when nothing fits the address space.
-    pub fn run(&mut self) {
-        let stages: [fn(&mut Self); 6] = [
-            |p| p.outwards(1),
-            |p| p.from_edges(1),
-            |p| p.long_first(1),
-            |p| p.from_edges(12),
-            |p| p.long_first(12),
-            |p| p.outwards(12),
-        ];
+    /// The stages of single sweeps.
+    pub fn sweep_once(&mut self) {
+        self.stages(&[|p| p.outwards(1), |p| p.from_edges(1), |p| p.long_first(1)]);
+    }
+
+    /// The stages in which sweeps learn from one another.
+    pub fn repair(&mut self) {
+        self.stages(&[|p| p.from_edges(ROUNDS), |p| p.long_first(ROUNDS), |p| p.outwards(ROUNDS)]);
+    }
+
+    fn stages(&mut self, stages: &[fn(&mut Self)]) {
         for stage in stages {
-            stage(self);
-            if self.done() {
-                break;
+            if !self.done() {
+                stage(self);
             }
         }
     }
@@ -68,7 +68,7 @@ impl<'p> Portfolio<'p> {
     }
 
     /// Takes over the best of several results, the first of equals.
-    fn offer(&mut self, placed: Option<Placed>) {
+    pub fn offer(&mut self, placed: Option<Placed>) {
         if let Some(placed) = placed
             && self.best.as_ref().is_none_or(|b| placed.height < b.height)
         {
@@ -236,6 +236,9 @@ struct Chain<'s> {
 
 /// Chains that run side by side; a fixed number, so that the result does not depend on the machine.
 const WAVE: usize = 8;
+
+/// Sweeps of a chain that repairs.
+const ROUNDS: u32 = 12;
 
 /// Rounds without a lower plan after which a chain ends.
 const PATIENCE: u32 = 5;

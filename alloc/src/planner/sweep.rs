@@ -136,6 +136,9 @@ impl Sweep<'_> {
                     }
                 };
                 offsets[i as usize] = at;
+                if self.timeline.part.ghosts.contains(&i) {
+                    continue;
+                }
                 height = height.max(at + item.bytes);
                 if height > self.limit {
                     return None;

@@ -1,0 +1,95 @@
+//! What is tried on a part, in which order, and what is known in the end.
+
+use super::exact::{Verdict, search};
+use super::meter::Meter;
+use super::part::Part;
+use super::portfolio::{Placed, Portfolio};
+
+/// What a part should reach.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Goal {
+    /// Nothing lower helps: the bound of the whole problem.
+    pub ceiling: u64,
+    /// Nothing lower is asked for.
+    pub enough: u64,
+}
+
+/// A part's plan.
+#[derive(Debug)]
+pub(crate) struct Outcome {
+    /// `None` when no plan within the address space was found.
+    pub placed: Option<Placed>,
+    /// No plan is lower than this.
+    pub proven: u64,
+    pub sweeps: u64,
+}
+
+/// Plans a part, cheapest pass first, until the goal is met or the meter stops.
+pub(crate) fn plan_part(part: &Part, goal: Goal, meter: &mut Meter) -> Outcome {
+    let mut portfolio = Portfolio::new(part, goal.ceiling, *meter);
+    let mut proven = part.bound();
+    let small = is_small(part);
+    portfolio.sweep_once();
+    if small && !meets(&portfolio, goal) {
+        let work = portfolio.meter.left() / 2;
+        attempt(part, goal.enough.max(proven), work, &mut portfolio, &mut proven);
+    }
+    if !meets(&portfolio, goal) && proven <= goal.ceiling {
+        portfolio.repair();
+    }
+    if small && !meets(&portfolio, goal) {
+        close_in(part, goal, &mut portfolio, &mut proven);
+    }
+    *meter = portfolio.meter;
+    Outcome { placed: portfolio.best, proven, sweeps: portfolio.sweeps }
+}
+
+/// Searches visit every item at every step: they are for parts where that is cheap.
+fn is_small(part: &Part) -> bool {
+    let cells: u64 = part.items.iter().map(|item| u64::from(item.cliques())).sum();
+    part.items.len() <= 3_000 && cells <= 500_000
+}
+
+fn meets(portfolio: &Portfolio, goal: Goal) -> bool {
+    portfolio.best.as_ref().is_some_and(|b| b.height <= goal.enough)
+}
+
+/// Searches below `capacity` and takes the verdict over.
+fn attempt(part: &Part, capacity: u64, work: u64, portfolio: &mut Portfolio, proven: &mut u64) -> Verdict {
+    let verdict = search(part, capacity, work, &mut portfolio.meter);
+    match &verdict {
+        Verdict::Found(offsets) => {
+            let ends = part.items.iter().zip(offsets).enumerate();
+            let ends = ends.filter(|(i, _)| !part.ghosts.contains(&(*i as u32))).map(|(_, (item, at))| at + item.bytes);
+            let height = ends.max().unwrap_or(0);
+            portfolio.offer(Some(Placed { height, offsets: offsets.clone() }));
+        }
+        Verdict::Impossible => *proven = (*proven).max(capacity.saturating_add(1).next_multiple_of(part.grain())),
+        Verdict::Unknown => {}
+    }
+    verdict
+}
+
+/// Narrows the range between what is proven and what is found, from the middle.
+fn close_in(part: &Part, goal: Goal, portfolio: &mut Portfolio, proven: &mut u64) {
+    let grain = part.grain();
+    let mut from = *proven;
+    while portfolio.meter.stopped().is_none() {
+        let height = portfolio.best.as_ref().map_or(u64::MAX, |b| b.height);
+        let lowest = from.max(*proven);
+        if height <= goal.enough.max(*proven) || lowest >= height {
+            return;
+        }
+        let middle = lowest + (height - lowest) / 2;
+        let capacity = (middle - middle % grain).max(lowest).max(goal.enough.min(height - 1));
+        let work = portfolio.meter.left() / 4;
+        match attempt(part, capacity, work, portfolio, proven) {
+            // Where a search ran out, lower ones would too.
+            Verdict::Unknown => from = capacity.saturating_add(grain),
+            Verdict::Found(_) | Verdict::Impossible => {}
+        }
+        if work == 0 {
+            return;
+        }
+    }
+}
