@@ -20,7 +20,7 @@ mod sweep;
 
 use std::time::{Duration, Instant};
 
-use crate::{Problem, lower_bound};
+use crate::{Buffer, Problem, lower_bound};
 use meter::Meter;
 use part::{Source, Whole};
 use strategy::{Goal, plan_part};
@@ -163,13 +163,25 @@ impl<'p> Planner<'p> {
     }
 
     fn run(mut self) -> Solution {
-        let whole = Whole::new(self.problem);
         let lower_bound = lower_bound(self.problem);
-        let bounds: Vec<u64> = whole.parts.iter().map(|part| part.base.saturating_add(part.bound())).collect();
+        let mut known = Known { lower_bound, constraints: lower_bound, searched: lower_bound };
+        let whole = Whole::new(self.problem, true);
+        let mut best = self.attempt(&whole, &mut known);
+        let open = |best: &Option<(u64, Vec<u64>)>, known: &Known| best.as_ref().is_none_or(|b| b.0 > known.searched);
+        if whole.padding > 0 && open(&best, &known) {
+            let raw = self.attempt(&Whole::new(self.problem, false), &mut known);
+            best = [best, raw].into_iter().flatten().min_by_key(|plan| plan.0);
+        }
+        self.conclude(known, best)
+    }
+
+    /// Plans the parts one by one and puts them together; learns what is proven on the way.
+    fn attempt(&mut self, whole: &Whole, known: &mut Known) -> Option<(u64, Vec<u64>)> {
+        let bounds = whole.parts.iter().map(|part| part.base.saturating_add(part.bound()));
         // In rounded bytes, so that it may exceed what can be proven of the problem as given.
-        let aim = bounds.iter().copied().fold(lower_bound, u64::max);
+        let aim = bounds.fold(known.lower_bound, u64::max);
         let enough = self.options.capacity.unwrap_or(0).max(aim);
-        self.stats.parts = whole.parts.len();
+        self.stats.parts = self.stats.parts.max(whole.parts.len());
         let mut offsets = vec![0; self.problem.len()];
         for &(source, at) in &whole.settled {
             self.put(whole.sources[source as usize], at, &mut offsets);
@@ -188,12 +200,11 @@ impl<'p> Planner<'p> {
                 self.put(whole.sources[source as usize], part.base + at, &mut offsets);
             }
         }
-        let known = Known {
-            lower_bound,
-            constraints: aim.saturating_sub(whole.padding).max(lower_bound),
-            searched: proven.saturating_sub(whole.padding).max(lower_bound),
-        };
-        self.conclude(known, complete.then_some(offsets))
+        known.constraints = known.constraints.max(aim.saturating_sub(whole.padding));
+        known.searched = known.searched.max(proven.saturating_sub(whole.padding)).max(known.constraints);
+        let end = |(b, at): (&Buffer, &u64)| if b.bytes == 0 { 0 } else { at + b.bytes };
+        let height = self.problem.buffers().iter().zip(&offsets).map(end).max().unwrap_or(0);
+        complete.then_some((height, offsets))
     }
 
     /// Writes an item's offset to the buffers it stands for.
@@ -211,9 +222,8 @@ impl<'p> Planner<'p> {
         }
     }
 
-    fn conclude(mut self, known: Known, offsets: Option<Vec<u64>>) -> Solution {
-        let end = |(b, at): (&crate::Buffer, &u64)| if b.bytes == 0 { 0 } else { at + b.bytes };
-        let height = offsets.as_ref().map(|o| self.problem.buffers().iter().zip(o).map(end).max().unwrap_or(0));
+    fn conclude(mut self, known: Known, plan: Option<(u64, Vec<u64>)>) -> Solution {
+        let (height, offsets) = plan.unzip();
         let proof = match height {
             Some(height) if height <= known.lower_bound => Proof::MaxLive,
             Some(height) if height <= known.constraints => Proof::Constraints { bound: height },

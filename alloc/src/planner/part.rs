@@ -3,8 +3,8 @@
 //! In: a checked [`Problem`]. Out: [`Part`]s that can be planned apart, whose plans add up to a plan of the whole.
 //! Never: a decision that could cost height. Four things happen, all of them exact:
 //!
-//! 1. Sizes are rounded up to the greatest common divisor of the alignments, since nothing can start in between. An
-//!    alignment that divides all sizes and pins is then met by every stack of buffers, and is forgotten.
+//! 1. Sizes are rounded up to the greatest common divisor of the alignments, since nothing can start in between (unless
+//!    a forbidden range does). An alignment that divides all sizes and pins is then met by every stack of buffers, and is forgotten.
 //! 2. Contiguous groups become one item each.
 //! 3. Ticks become *cliques*: the maximal sets of buffers alive together, numbered in time. Two buffers overlap in time
 //!    exactly when they share a clique, and between two cliques births and deaths may come in any order.
@@ -82,9 +82,9 @@ pub(crate) struct Whole {
 const DEPTH: u32 = 8;
 
 impl Whole {
-    /// Splits a problem.
-    pub fn new(problem: &Problem) -> Self {
-        let Table { lifetimes, mut items, sources, pins, padding } = table(problem);
+    /// Splits a problem. Rounded sizes make simple items, but hide which item would end lowest at the top.
+    pub fn new(problem: &Problem, rounded: bool) -> Self {
+        let Table { lifetimes, mut items, sources, pins, padding } = table(problem, rounded);
         let mut whole = Self { parts: Vec::new(), sources, settled: Vec::new(), padding };
         let cliques = in_cliques(&lifetimes, &mut items);
         let mut pin_of = vec![None; if pins.is_empty() { 0 } else { items.len() }];
@@ -235,7 +235,7 @@ impl Table {
 }
 
 /// Steps 1 and 2. Buffers of zero bytes take no part.
-fn table(problem: &Problem) -> Table {
+fn table(problem: &Problem, rounded: bool) -> Table {
     let mut table = Table::default();
     let grouped: HashSet<BufferId> = problem.groups().iter().flat_map(|g| &g.members).copied().collect();
     for id in problem.ids() {
@@ -247,7 +247,9 @@ fn table(problem: &Problem) -> Table {
     for (index, g) in problem.groups().iter().enumerate().filter(|(_, g)| g.bytes > 0) {
         table.push(Source::Group(index as u32), &g.lifetime, g.bytes, g.alignment, g.offset);
     }
-    let unit = table.items.iter().fold(0, |unit, item| gcd(unit, item.alignment));
+    let common = table.items.iter().fold(0, |unit, item| gcd(unit, item.alignment));
+    // A range may begin anywhere: what ends right below it must keep its size.
+    let unit = if rounded && problem.forbidden().is_empty() { common } else { 1 };
     let mut grain = table.pins.iter().fold(0, |grain, &(_, offset)| gcd(grain, offset));
     for item in &mut table.items {
         // Rounding can only fail within one unit of 2^64; such an item keeps its size.
@@ -257,11 +259,13 @@ fn table(problem: &Problem) -> Table {
         grain = gcd(grain, item.bytes);
     }
     let whole_time = 0..problem.end();
-    for range in problem.forbidden() {
-        // The end is where the next buffer may start; the start needs no rounding, as it only bounds buffers from above.
-        let end = range.end.checked_next_multiple_of(unit.max(1)).unwrap_or(range.end);
-        table.push(Source::Forbidden, &whole_time, end - range.start, 1, Some(range.start));
-        grain = gcd(gcd(grain, range.start), end);
+    for range in problem.forbidden().iter().filter(|_| !problem.is_empty()) {
+        table.push(Source::Forbidden, &whole_time, range.end - range.start, 1, Some(range.start));
+        grain = gcd(gcd(grain, range.start), range.end);
+    }
+    // Everything comes to rest at multiples of the grain, once the alignments that can push things off it count too.
+    while let Some(item) = table.items.iter().find(|item| grain % item.alignment != 0 && item.alignment % grain != 0) {
+        grain = gcd(grain, item.alignment);
     }
     for item in &mut table.items {
         if grain % item.alignment == 0 {
@@ -292,7 +296,7 @@ fn in_cliques(lifetimes: &[(u64, u64)], items: &mut [Item]) -> u32 {
         Some(ticks) => ticks.partition_point(|&t| t < tick),
         None => tick as usize,
     };
-    let count = ticks.as_ref().map_or(last as usize + 1, Vec::len);
+    let count = ticks.as_ref().map_or_else(|| last as usize + 1, Vec::len);
     items.par_iter_mut().zip(lifetimes).for_each(|(item, lifetime)| {
         (item.start, item.end) = (rank(lifetime.0) as u32, rank(lifetime.1) as u32);
     });

@@ -1,0 +1,228 @@
+//! The planner against its judges: the checker on generated problems of every family, and exhaustion on tiny ones.
+
+use gapless_alloc::synthetic::{Order, Step};
+use gapless_alloc::{Buffer, BufferId, Fit, Options, Problem, Proof, Solution, StopReason, check, plan};
+use proptest::prelude::*;
+
+/// Little enough that hundreds of problems pass in seconds.
+fn options() -> Options {
+    Options { work: 300_000, ..Options::default() }
+}
+
+/// Plans, and holds every claim of the solution against the problem.
+fn planned(problem: &Problem, options: &Options) -> Solution {
+    let solution = plan(problem, options);
+    if let Err(violations) = check(problem, &solution.offsets, None) {
+        panic!("{violations:?} {problem:?} {solution:?}");
+    }
+    let ends = problem.buffers().iter().zip(&solution.offsets).filter(|(b, _)| b.bytes > 0).map(|(b, at)| at + b.bytes);
+    assert_eq!(solution.height, ends.max().unwrap_or(0));
+    assert!(solution.lower_bound <= solution.height);
+    match solution.proof {
+        Proof::MaxLive => assert_eq!(solution.height, solution.lower_bound),
+        Proof::Constraints { bound } => assert_eq!(solution.height, bound),
+        Proof::Exhausted => assert!(solution.height > solution.lower_bound),
+        Proof::None { bound } => assert!(bound < solution.height && solution.lower_bound <= bound),
+    }
+    if let Some(capacity) = options.capacity {
+        assert_eq!(solution.fit == Fit::Fits, solution.height <= capacity);
+    }
+    solution
+}
+
+fn lifetimes(ticks: u64) -> impl Strategy<Value = (u64, u64)> {
+    (0..ticks, 1..=ticks).prop_map(move |(start, length)| (start, start.saturating_add(length).min(ticks)))
+}
+
+fn buffers(count: usize, ticks: u64, bytes: impl Strategy<Value = u64>) -> impl Strategy<Value = Vec<Buffer>> {
+    prop::collection::vec((lifetimes(ticks), bytes), 0..count)
+        .prop_map(|list| list.into_iter().map(|((start, end), bytes)| Buffer::new(start..end, bytes)).collect())
+}
+
+/// Lifetimes inside one another, as a stack of calls leaves them.
+fn nested() -> impl Strategy<Value = Vec<Buffer>> {
+    prop::collection::vec(1..1000u64, 1..60).prop_map(|list| {
+        let ticks = 2 * list.len() as u64;
+        list.iter().zip(0..).map(|(&bytes, k)| Buffer::new(k..ticks - k, bytes)).collect()
+    })
+}
+
+/// Sizes just off a multiple of each other, with alignments that don't divide one another.
+fn adversarial() -> impl Strategy<Value = Vec<Buffer>> {
+    let bytes = prop_oneof![Just(63u64), Just(64), Just(65), Just(127), Just(128), Just(129)];
+    let alignments = prop_oneof![Just(1u64), Just(2), Just(48), Just(64), Just(96)];
+    prop::collection::vec((lifetimes(12), bytes, alignments), 1..40)
+        .prop_map(|list| list.into_iter().map(|((s, e), bytes, a)| Buffer::new(s..e, bytes).aligned(a)).collect())
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let order =
+        prop_oneof![Just(Order::Accumulation), Just(Order::OneForwardOneBackward), Just(Order::Interleaved)];
+    let tokens = prop_oneof![Just(&[512u64][..]), Just(&[384, 512, 640, 1024][..])];
+    (order, 1..5u64, 1..9u64, 1..5u64, tokens, any::<bool>()).prop_map(
+        |(order, layers, micro_batches, stages, tokens, persistent)| Step {
+            order,
+            layers,
+            micro_batches,
+            stages,
+            tokens,
+            persistent,
+        },
+    )
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn random_problems_pass_the_checker(list in buffers(80, 40, 0..500u64)) {
+        planned(&Problem::new(list).unwrap(), &options());
+    }
+
+    #[test]
+    fn nested_problems_meet_the_bound(list in nested()) {
+        let solution = planned(&Problem::new(list).unwrap(), &options());
+        prop_assert_eq!(solution.proof, Proof::MaxLive);
+    }
+
+    #[test]
+    fn adversarial_problems_pass_the_checker(list in adversarial()) {
+        planned(&Problem::new(list).unwrap(), &options());
+    }
+
+    #[test]
+    fn training_steps_of_one_length_meet_the_bound(step in step()) {
+        let solution = planned(&step.problem().unwrap(), &Options { work: 10_000_000, ..Options::default() });
+        prop_assert!(step.tokens.len() > 1 || solution.proof == Proof::MaxLive, "{:?}", solution.proof);
+    }
+
+    /// Near the end of the address space there may be no plan to be found, but never a wrong one, and no overflow.
+    #[test]
+    fn huge_sizes_are_planned_or_refused(
+        list in buffers(12, 6, (u64::MAX / 4)..=u64::MAX),
+        small in buffers(12, 6, 0..9u64),
+    ) {
+        if let Ok(problem) = Problem::new(list.into_iter().chain(small).collect()) {
+            let solution = plan(&problem, &options());
+            if solution.offsets.is_empty() && !problem.is_empty() {
+                prop_assert_eq!(solution.fit, Fit::Unknown);
+            } else {
+                planned(&problem, &options());
+            }
+        }
+    }
+
+    #[test]
+    fn times_of_any_size_are_planned(list in buffers(20, u64::MAX, 1..9u64)) {
+        planned(&Problem::new(list).unwrap(), &options());
+    }
+
+    #[test]
+    fn the_plan_does_not_depend_on_threads_or_runs(list in buffers(60, 30, 1..99u64)) {
+        let problem = Problem::new(list).unwrap();
+        let one = plan(&problem, &Options { threads: Some(1), ..options() });
+        let two = plan(&problem, &Options { threads: Some(2), ..options() });
+        prop_assert_eq!(one.offsets, two.offsets);
+        prop_assert_eq!((one.height, one.proof, one.stats), (two.height, two.proof, two.stats));
+    }
+
+    #[test]
+    fn constraints_are_kept(
+        list in buffers(40, 20, 1..60u64),
+        pins in prop::collection::vec((any::<prop::sample::Index>(), 0..40u64), 0..4),
+        fences in prop::collection::vec((0..300u64, 1..40u64), 0..3),
+        grouped in prop::sample::subsequence((0..40u32).collect::<Vec<_>>(), 0..5),
+    ) {
+        if let Some(problem) = constrained(list, &pins, &fences, &grouped) {
+            let solution = plan(&problem, &options());
+            // A group may be put where only a pin could be: then there is no plan, and none is shown.
+            if !solution.offsets.is_empty() {
+                planned(&problem, &options());
+            }
+        }
+    }
+
+    /// Every claim, against the height that exhaustion finds.
+    #[test]
+    fn tiny_problems_are_solved(
+        list in prop::collection::vec(
+            (lifetimes(4), 1..5u64, prop_oneof![4 => Just(1u64), 1 => Just(2), 1 => Just(3)]), 1..7),
+        pins in prop::collection::vec((any::<prop::sample::Index>(), 0..3u64), 0..2),
+        fences in prop::collection::vec((0..8u64, 1..3u64), 0..2),
+        capacity in 1..16u64,
+    ) {
+        let list = list.into_iter().map(|((s, e), bytes, a)| Buffer::new(s..e, bytes).aligned(a)).collect();
+        if let Some(problem) = constrained(list, &pins, &fences, &[]) {
+            let least = exhausted(&problem);
+            let solution = planned(&problem, &Options { work: 50_000_000, ..Options::default() });
+            prop_assert_eq!(solution.height, least, "{:?} {:?}", solution.proof, problem);
+            let solution = planned(&problem, &Options { capacity: Some(capacity), ..options() });
+            prop_assert!(solution.fit != Fit::Impossible || capacity < least);
+            prop_assert_eq!(solution.height <= capacity, least <= capacity);
+        }
+    }
+}
+
+/// `None` where the constraints contradict each other at once.
+fn constrained(
+    mut list: Vec<Buffer>,
+    pins: &[(prop::sample::Index, u64)],
+    fences: &[(u64, u64)],
+    grouped: &[u32],
+) -> Option<Problem> {
+    for &(index, at) in if list.is_empty() { &[] } else { pins } {
+        let b = index.get(&list).clone();
+        let at = at * b.alignment;
+        *index.get_mut(&mut list) = b.at(at);
+    }
+    let count = list.len() as u32;
+    let mut problem = Problem::new(list).ok()?;
+    for &(start, bytes) in fences {
+        problem = problem.forbid(start..start + bytes).ok()?;
+    }
+    problem.contiguous(grouped.iter().filter(|&&i| i < count).map(|&i| BufferId(i)).collect()).ok()
+}
+
+/// The least height of any plan, by trying every offset of every buffer below one height after another.
+fn exhausted(problem: &Problem) -> u64 {
+    fn fits(problem: &Problem, height: u64, offsets: &mut Vec<u64>) -> bool {
+        let Some(b) = problem.buffers().get(offsets.len()) else { return true };
+        let candidates = b.offset.map_or(0..=height, |at| at..=at);
+        for at in candidates.filter(|at| at + b.bytes <= height && at % b.alignment == 0) {
+            let clear = problem.forbidden().iter().all(|r| at >= r.end || at + b.bytes <= r.start);
+            let apart = problem.buffers().iter().zip(offsets.iter()).all(|(other, &other_at)| {
+                let together = other.lifetime.start < b.lifetime.end && b.lifetime.start < other.lifetime.end;
+                !together || other_at + other.bytes <= at || at + b.bytes <= other_at
+            });
+            if clear && apart {
+                offsets.push(at);
+                if fits(problem, height, offsets) {
+                    return true;
+                }
+                offsets.pop();
+            }
+        }
+        false
+    }
+    (0..).find(|&height| fits(problem, height, &mut Vec::new())).expect("tall enough, everything fits")
+}
+
+#[test]
+fn a_capacity_gets_a_verdict() {
+    let problem = Problem::new(vec![Buffer::new(0..2, 10), Buffer::new(1..3, 10), Buffer::new(2..4, 5)]).unwrap();
+    let at = |capacity| plan(&problem, &Options { capacity: Some(capacity), ..Options::default() });
+    assert_eq!((at(20).fit, at(20).stop_reason), (Fit::Fits, StopReason::Proven));
+    assert_eq!(at(19).fit, Fit::Impossible);
+    // The pin makes 20 impossible though no tick holds more than 20 bytes.
+    let pinned = Problem::new(vec![Buffer::new(0..2, 10).at(5), Buffer::new(1..3, 10)]).unwrap();
+    let solution = plan(&pinned, &Options { capacity: Some(20), ..Options::default() });
+    assert_eq!((solution.fit, solution.height, solution.lower_bound), (Fit::Impossible, 25, 20));
+}
+
+#[test]
+fn groups_are_contiguous() {
+    let list = (0..6).map(|k| Buffer::new(k..k + 4, 64 * (k + 1)).aligned(64)).collect();
+    let members = vec![BufferId(4), BufferId(1), BufferId(3)];
+    let problem = Problem::new(list).unwrap().contiguous(members).unwrap();
+    planned(&problem, &Options::default());
+}
