@@ -121,7 +121,9 @@ impl Problem {
         let group = self.groups.len();
         let fail = |buffer: BufferId, what| Err(Error::Group { group, buffer: buffer.index(), what });
         let mut seen: HashSet<BufferId> = self.groups.iter().flat_map(|g| &g.members).copied().collect();
-        let (mut lifetime, mut bytes, mut alignment, mut offset) = (u64::MAX..0, 0u64, 1u64, None);
+        let Some(&first) = members.first() else { return Ok(self) };
+        let mut lifetime = self.buffers.get(first.index()).map_or(0..1, |b| b.lifetime.clone());
+        let (mut bytes, mut alignment, mut offset) = (0u64, 1u64, None);
         for &id in &members {
             let Some(b) = self.buffers.get(id.index()) else { return fail(id, "does not exist") };
             if !seen.insert(id) {
@@ -149,7 +151,6 @@ impl Problem {
             bytes = end;
             lifetime = lifetime.start.min(b.lifetime.start)..lifetime.end.max(b.lifetime.end);
         }
-        let Some(&first) = members.first() else { return Ok(self) };
         if offset.is_some_and(|o| o % alignment != 0 || o.checked_add(bytes).is_none()) {
             return fail(first, "is put off its alignment or the address space by another member's pin");
         }
@@ -178,6 +179,15 @@ impl Problem {
             });
         }
         Ok(self)
+    }
+
+    /// The same constraints on other buffers; `None` when they contradict each other.
+    pub(crate) fn with_buffers(&self, buffers: Vec<Buffer>) -> Option<Self> {
+        let mut problem = Self::new(buffers).ok()?;
+        for range in &self.forbidden {
+            problem = problem.forbid(range.clone()).ok()?;
+        }
+        self.groups.iter().try_fold(problem, |problem, group| problem.contiguous(group.members.clone()).ok())
     }
 
     /// The contiguous groups.
@@ -246,7 +256,8 @@ fn overlapping_pins(problem: &Problem) -> Option<(BufferId, BufferId)> {
             live.remove(&at);
             continue;
         }
-        let below = live.range(..=at).next_back().filter(|&(&other_at, &other)| other_at + problem.buffer(other).bytes > at);
+        let below =
+            live.range(..=at).next_back().filter(|&(&other_at, &other)| other_at + problem.buffer(other).bytes > at);
         let above = live.range(at..).next().filter(|&(&other_at, _)| other_at < at + problem.buffer(id).bytes);
         if let Some((_, &other)) = below.or(above) {
             return Some((other, id));

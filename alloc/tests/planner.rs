@@ -56,8 +56,7 @@ fn adversarial() -> impl Strategy<Value = Vec<Buffer>> {
 }
 
 fn step() -> impl Strategy<Value = Step> {
-    let order =
-        prop_oneof![Just(Order::Accumulation), Just(Order::OneForwardOneBackward), Just(Order::Interleaved)];
+    let order = prop_oneof![Just(Order::Accumulation), Just(Order::OneForwardOneBackward), Just(Order::Interleaved)];
     let tokens = prop_oneof![Just(&[512u64][..]), Just(&[384, 512, 640, 1024][..])];
     (order, 1..5u64, 1..9u64, 1..5u64, tokens, any::<bool>()).prop_map(
         |(order, layers, micro_batches, stages, tokens, persistent)| Step {
@@ -217,6 +216,25 @@ fn a_capacity_gets_a_verdict() {
     let pinned = Problem::new(vec![Buffer::new(0..2, 10).at(5), Buffer::new(1..3, 10)]).unwrap();
     let solution = plan(&pinned, &Options { capacity: Some(20), ..Options::default() });
     assert_eq!((solution.fit, solution.height, solution.lower_bound), (Fit::Impossible, 25, 20));
+}
+
+/// An unchanged problem keeps every address; one more buffer moves few of them and costs no height.
+#[test]
+fn a_warm_start_keeps_addresses() {
+    let problem = Step { micro_batches: 6, ..Step::default() }.problem().unwrap();
+    let cold = plan(&problem, &Options::default());
+    let warm = |earlier: &[u64], problem: &Problem| {
+        let earlier = problem.ids().map(|id| earlier.get(id.index()).copied()).collect();
+        planned(problem, &Options { warm_start: Some(earlier), ..Options::default() })
+    };
+    let same = warm(&cold.offsets, &problem);
+    assert_eq!((same.offsets, same.stats.kept), (cold.offsets.clone(), problem.len()));
+    let mut list = problem.buffers().to_vec();
+    list.push(Buffer::new(100..140, 1 << 20).aligned(64));
+    let changed = Problem::new(list).unwrap();
+    let solution = warm(&cold.offsets, &changed);
+    assert_eq!(solution.height, plan(&changed, &Options::default()).height);
+    assert!(solution.stats.kept > problem.len() / 2, "kept {} of {}", solution.stats.kept, problem.len());
 }
 
 #[test]

@@ -93,10 +93,7 @@ const DEPTH: u32 = 20_000;
 const STACK_BYTES: usize = 64 << 20;
 
 /// Runs the lanes side by side where the pool has more than one thread.
-fn in_threads<'p>(
-    lanes: &mut [Search<'p>],
-    run: impl Fn(usize, &mut Search<'p>) -> Outcome + Sync,
-) -> Vec<Outcome> {
+fn in_threads<'p>(lanes: &mut [Search<'p>], run: impl Fn(usize, &mut Search<'p>) -> Outcome + Sync) -> Vec<Outcome> {
     let run = &run;
     let together = if rayon::current_num_threads() > 1 { lanes.len() } else { 1 };
     let mut outcomes = Vec::new();
@@ -240,7 +237,7 @@ impl<'p> Search<'p> {
     }
 
     fn branch(&mut self, from: u32, to: u32, cancelled: &dyn Fn() -> bool) -> Outcome {
-        if cancelled() || (self.trail.len() % 64 == 0 && self.deadline.late()) {
+        if cancelled() || (self.trail.len().is_multiple_of(64) && self.deadline.late()) {
             return Outcome::Spent;
         }
         let state = self.state(from, to);
@@ -310,7 +307,8 @@ impl<'p> Search<'p> {
                     None if item.alignment == 1 => Some(floor),
                     None => floor.checked_next_multiple_of(item.alignment),
                 };
-                let Some(at) = at.filter(|at| at.checked_add(item.bytes).is_some_and(|end| end <= self.capacity)) else {
+                let Some(at) = at.filter(|at| at.checked_add(item.bytes).is_some_and(|end| end <= self.capacity))
+                else {
                     dead_end = Some(item.start);
                     break;
                 };
@@ -457,7 +455,12 @@ impl<'p> Search<'p> {
             };
             let weight = match self.seed % 8 {
                 0 => 64,
-                _ => 32 + u128::from(mix(item.bytes ^ u64::from(item.start) << 40 ^ u64::from(item.end) << 20, self.seed) as u64 % 64),
+                _ => {
+                    32 + u128::from(
+                        mix(item.bytes ^ u64::from(item.start) << 40 ^ u64::from(item.end) << 20, self.seed) as u64
+                            % 64,
+                    )
+                }
             };
             (Reverse((key >> 6).saturating_mul(weight)), item.start, item.end, item.bytes, i)
         });

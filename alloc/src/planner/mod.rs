@@ -11,6 +11,7 @@
 
 mod exact;
 mod holes;
+mod keep;
 mod meter;
 mod part;
 mod portfolio;
@@ -166,13 +167,31 @@ impl<'p> Planner<'p> {
         let lower_bound = lower_bound(self.problem);
         let mut known = Known { lower_bound, constraints: lower_bound, searched: lower_bound };
         let whole = Whole::new(self.problem, true);
+        let bounds = whole.parts.iter().map(|part| part.base.saturating_add(part.bound()));
+        let bound = bounds.fold(lower_bound, u64::max);
+        let aim = bound.max(self.options.capacity.unwrap_or(0));
+        if let Some(plan) = self.keep(aim) {
+            known.constraints = known.constraints.max(bound.saturating_sub(whole.padding));
+            known.searched = known.constraints;
+            return self.conclude(known, Some(plan));
+        }
         let mut best = self.attempt(&whole, &mut known);
         let open = |best: &Option<(u64, Vec<u64>)>, known: &Known| best.as_ref().is_none_or(|b| b.0 > known.searched);
         if whole.padding > 0 && open(&best, &known) {
             let raw = self.attempt(&Whole::new(self.problem, false), &mut known);
             best = [best, raw].into_iter().flatten().min_by_key(|plan| plan.0);
         }
-        self.conclude(known, best)
+        // What the bound didn't allow to keep may fit below the height that was reached.
+        let kept = best.as_ref().filter(|b| b.0 > aim).and_then(|b| self.keep(b.0));
+        self.conclude(known, kept.or(best))
+    }
+
+    /// A plan of at most `target` bytes that keeps earlier addresses, if that was asked for.
+    fn keep(&mut self, target: u64) -> Option<(u64, Vec<u64>)> {
+        let earlier = self.options.warm_start.as_ref()?;
+        let (plan, work) = keep::keep(self.problem, earlier, target, self.options);
+        self.meter.spend(work);
+        plan
     }
 
     /// Plans the parts one by one and puts them together; learns what is proven on the way.

@@ -103,9 +103,8 @@ impl Whole {
                 // The longest of the first come first, so that this asks for any that spans the part.
                 if depth == DEPTH || !spans(first) || !members.iter().all(|&i| loose(i)) {
                     let mut part = Part::new(&items, members, pin, from..to, base);
-                    let is_ghost = |&(i, _): &(u32, u64)| {
-                        whole.sources[part.sources[i as usize] as usize] == Source::Forbidden
-                    };
+                    let is_ghost =
+                        |&(i, _): &(u32, u64)| whole.sources[part.sources[i as usize] as usize] == Source::Forbidden;
                     part.ghosts = part.pins.iter().filter(|pin| is_ghost(pin)).map(|pin| pin.0).collect();
                     whole.parts.push(part);
                     continue;

@@ -43,12 +43,12 @@ impl<'p> Portfolio<'p> {
 
     /// The stages of single sweeps.
     pub fn sweep_once(&mut self) {
-        self.stages(&[|p| p.outwards(1), |p| p.from_edges(1), |p| p.long_first(1)]);
+        self.stages(&[|p| p.outwards(1), |p| p.edges(1), |p| p.long_first(1)]);
     }
 
     /// The stages in which sweeps learn from one another.
     pub fn repair(&mut self) {
-        self.stages(&[|p| p.from_edges(ROUNDS), |p| p.long_first(ROUNDS), |p| p.outwards(ROUNDS)]);
+        self.stages(&[|p| p.edges(ROUNDS), |p| p.long_first(ROUNDS), |p| p.outwards(ROUNDS)]);
     }
 
     fn stages(&mut self, stages: &[fn(&mut Self)]) {
@@ -127,7 +127,7 @@ impl<'p> Portfolio<'p> {
     }
 
     /// Stages 2 and 4.
-    fn from_edges(&mut self, rounds: u32) {
+    fn edges(&mut self, rounds: u32) {
         let mut jobs = Vec::new();
         for policy in policies(self.part()) {
             for direction in DIRECTIONS {

@@ -1,0 +1,108 @@
+//! Warm start: a plan that keeps the addresses of an earlier one, as far as that costs no height.
+//!
+//! The earlier offsets become pins, those that contradict each other or the problem aside. What then ends above the
+//! target loses its neighbours' pins, from the shortest-lived up, until the plan fits or too little is left to keep.
+
+use std::collections::BTreeMap;
+
+use super::{Options, Planner};
+use crate::{Buffer, BufferId, Problem};
+
+/// How often pins are released before the earlier plan is given up.
+const ROUNDS: u32 = 6;
+
+/// A plan of at most `target` bytes with the addresses of `earlier`, and the work it cost; `None` when releasing pins did
+/// not lead to one.
+pub(super) fn keep(
+    problem: &Problem,
+    earlier: &[Option<u64>],
+    target: u64,
+    options: &Options,
+) -> (Option<(u64, Vec<u64>)>, u64) {
+    let mut kept = consistent(problem, earlier, target);
+    let mut spent = 0;
+    for round in 0..ROUNDS {
+        let pinned = |id: BufferId| match kept[id.index()] {
+            Some(at) => problem.buffer(id).clone().at(at),
+            None => problem.buffer(id).clone(),
+        };
+        let Some(with_pins) = problem.with_buffers(problem.ids().map(pinned).collect()) else { break };
+        let work = 50 * problem.len() as u64 + 100_000;
+        let options = Options { capacity: Some(target), work, warm_start: None, ..options.clone() };
+        let solution = Planner::new(&with_pins, &options).run();
+        spent += solution.stats.work;
+        if solution.offsets.len() == problem.len() && solution.height <= target {
+            return (Some((solution.height, solution.offsets)), spent);
+        }
+        release(problem, &solution.offsets, target, round, &mut kept);
+    }
+    (None, spent)
+}
+
+/// The earlier offsets that this problem allows and that don't contradict each other: of two that do, the larger stays.
+fn consistent(problem: &Problem, earlier: &[Option<u64>], target: u64) -> Vec<Option<u64>> {
+    let grouped: Vec<BufferId> = problem.groups().iter().flat_map(|g| g.members.iter().copied()).collect();
+    let allowed = |id: BufferId| {
+        let (b, at) = (problem.buffer(id), earlier.get(id.index()).copied().flatten()?);
+        let end = at.checked_add(b.bytes)?;
+        let fenced = problem.forbidden().iter().any(|range| at < range.end && range.start < end);
+        let fits = b.bytes > 0 && b.offset.is_none_or(|pin| pin == at) && at % b.alignment == 0 && end <= target;
+        (fits && !fenced && !grouped.contains(&id)).then_some(at)
+    };
+    let mut kept: Vec<Option<u64>> = problem.ids().map(allowed).collect();
+    // A buffer's own pin goes before any earlier address.
+    for id in problem.ids().filter(|&id| problem.buffer(id).bytes > 0) {
+        kept[id.index()] = problem.buffer(id).offset.or(kept[id.index()]);
+    }
+    let mut events: Vec<(u64, bool, BufferId)> = Vec::new();
+    for id in problem.ids().filter(|&id| kept[id.index()].is_some()) {
+        let Buffer { lifetime, .. } = problem.buffer(id);
+        events.extend([(lifetime.start, true, id), (lifetime.end, false, id)]);
+    }
+    events.sort_unstable();
+    let rank = |id: BufferId| (problem.buffer(id).offset.is_some(), problem.buffer(id).bytes);
+    let mut live: BTreeMap<u64, BufferId> = BTreeMap::new();
+    for (_, is_birth, id) in events {
+        let Some(at) = kept[id.index()] else { continue };
+        if !is_birth {
+            live.remove(&at);
+            continue;
+        }
+        let end = at + problem.buffer(id).bytes;
+        let below = live.range(..at).next_back().filter(|&(&a, &other)| a + problem.buffer(other).bytes > at);
+        let met: Vec<BufferId> = below.into_iter().chain(live.range(at..end)).map(|(_, &other)| other).collect();
+        if met.iter().any(|&other| rank(other) >= rank(id)) {
+            kept[id.index()] = None;
+            continue;
+        }
+        for other in met {
+            if let Some(a) = kept[other.index()].take() {
+                live.remove(&a);
+            }
+        }
+        live.insert(at, id);
+    }
+    kept
+}
+
+/// Lets go of what lives beside something that ended too high: first only what lives shorter than it does, later what
+/// lives ever longer.
+fn release(problem: &Problem, offsets: &[u64], target: u64, round: u32, kept: &mut [Option<u64>]) {
+    let length = |b: &Buffer| b.lifetime.end - b.lifetime.start;
+    let high: Vec<&Buffer> = problem
+        .ids()
+        .filter(|id| offsets.get(id.index()).is_none_or(|at| at + problem.buffer(*id).bytes > target))
+        .map(|id| problem.buffer(id))
+        .take(256)
+        .collect();
+    for id in problem.ids().filter(|&id| problem.buffer(id).offset.is_none()) {
+        let b = problem.buffer(id);
+        let beside = |v: &&Buffer| {
+            let together = v.lifetime.start < b.lifetime.end && b.lifetime.start < v.lifetime.end;
+            together && (round + 2 >= ROUNDS || length(b) >> (2 * round) <= length(v))
+        };
+        if high.iter().any(beside) {
+            kept[id.index()] = None;
+        }
+    }
+}
