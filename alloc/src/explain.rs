@@ -129,6 +129,14 @@ fn covering(problem: &Problem, capacity: u64) -> Vec<BufferId> {
 /// Remedies longer than this help nobody.
 const MOST: usize = 64;
 
+impl Explanation {
+    /// The same explanation with other names for its buffers.
+    pub fn named(mut self, name: impl Fn(BufferId) -> String) -> Self {
+        self.names = self.remedy.iter().map(|&id| name(id)).collect();
+        self
+    }
+}
+
 impl fmt::Display for Explanation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(

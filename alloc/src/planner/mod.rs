@@ -67,6 +67,18 @@ pub enum Proof {
     },
 }
 
+impl Proof {
+    /// The proof in a word.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::MaxLive => "max-live",
+            Self::Constraints { .. } => "constraints",
+            Self::Exhausted => "exhausted",
+            Self::None { .. } => "none",
+        }
+    }
+}
+
 /// Whether the plan fits the capacity asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fit {

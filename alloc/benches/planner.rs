@@ -1,0 +1,159 @@
+//! The planner beside what people use otherwise, in the same run: greedy by size (TensorFlow Lite's way) and first fit in
+//! order of time. Over the instances of `../shared/instances` where there are any, and over generated steps always.
+//!
+//! `cargo bench -p gapless-alloc --bench planner` prints one line per instance (height ÷ bound and milliseconds of each),
+//! then measures the planner on the steps it finishes at once. Arguments select instances by name.
+
+use std::fs::File;
+use std::io::{BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use criterion::{Criterion, criterion_group, criterion_main};
+use gapless_alloc::synthetic::{Order, Step};
+use gapless_alloc::{Buffer, Options, Problem, check, csv, plan};
+
+struct Instance {
+    name: String,
+    problem: Problem,
+    /// Named in the file, as minimalloc does.
+    capacity: Option<u64>,
+}
+
+fn instances() -> Vec<Instance> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/instances");
+    let mut paths: Vec<PathBuf> = ["minimalloc", "training", "stalloc"]
+        .iter()
+        .filter_map(|family| std::fs::read_dir(root.join(family)).ok())
+        .flat_map(|entries| entries.filter_map(|entry| Some(entry.ok()?.path())))
+        .collect();
+    paths.sort();
+    if paths.is_empty() {
+        println!("no instances in {}: generated steps only", root.display());
+    }
+    let mut instances: Vec<Instance> = paths.iter().map(|path| read(path)).collect();
+    instances.extend(generated());
+    instances
+}
+
+fn read(path: &Path) -> Instance {
+    let file = BufReader::new(File::open(path).expect("listed just now"));
+    let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+    let input: Box<dyn Read> =
+        if name.ends_with(".gz") { Box::new(flate2::read::GzDecoder::new(file)) } else { Box::new(file) };
+    let table = csv::read(BufReader::new(input)).expect("a sound table");
+    let capacity = name.split('.').rev().nth(1).and_then(|part| part.parse().ok());
+    Instance { name, problem: table.problem, capacity }
+}
+
+fn generated() -> Vec<Instance> {
+    let step = |name: &str, step: Step| Instance {
+        name: format!("generated {name}"),
+        problem: step.problem().expect("a sound step"),
+        capacity: None,
+    };
+    let base = Step { persistent: true, ..Step::default() };
+    vec![
+        step("accumulation 10^4", Step { order: Order::Accumulation, layers: 32, micro_batches: 20, ..base }),
+        step("1f1b 10^4", Step { layers: 32, micro_batches: 20, ..base }),
+        step("interleaved 10^4", Step { order: Order::Interleaved, layers: 32, micro_batches: 20, ..base }),
+        step("varying 10^4", Step { layers: 32, micro_batches: 20, tokens: &[512, 1024, 768, 896, 640], ..base }),
+        step("1f1b 10^5", Step { layers: 32, micro_batches: 200, stages: 8, ..base }),
+        step("interleaved 10^5", Step { order: Order::Interleaved, layers: 32, micro_batches: 200, stages: 8, ..base }),
+        step("1f1b 10^6", Step { layers: 64, micro_batches: 1000, stages: 16, ..base }),
+    ]
+}
+
+/// Height and time.
+type Measured = (u64, Duration);
+
+fn measure(run: impl FnOnce() -> u64) -> Measured {
+    let start = Instant::now();
+    let height = run();
+    (height, start.elapsed())
+}
+
+/// Largest first, each at the lowest place that those before it leave. Quadratic: `None` where that takes too long.
+fn greedy_by_size(problem: &Problem) -> Option<Measured> {
+    if problem.len() > 20_000 {
+        return None;
+    }
+    let mut order: Vec<&Buffer> = problem.buffers().iter().collect();
+    order.sort_by_key(|b| std::cmp::Reverse(b.bytes));
+    Some(measure(|| {
+        let mut placed: Vec<(u64, &Buffer)> = Vec::new();
+        let mut height = 0;
+        for b in order {
+            let mut floor = 0u64;
+            for &(at, other) in &placed {
+                let together = other.lifetime.start < b.lifetime.end && b.lifetime.start < other.lifetime.end;
+                if together {
+                    if at >= floor.next_multiple_of(b.alignment) + b.bytes {
+                        break;
+                    }
+                    floor = floor.max(at + other.bytes);
+                }
+            }
+            let at = floor.next_multiple_of(b.alignment);
+            height = height.max(at + b.bytes);
+            placed.insert(placed.partition_point(|p| p.0 < at), (at, b));
+        }
+        height
+    }))
+}
+
+/// In order of birth, each at the lowest place that is free at that moment.
+fn first_fit_by_time(problem: &Problem) -> Measured {
+    let mut order: Vec<&Buffer> = problem.buffers().iter().collect();
+    order.sort_by_key(|b| (b.lifetime.start, std::cmp::Reverse(b.bytes)));
+    measure(|| {
+        // `(offset, end, death)` by offset.
+        let mut live: Vec<(u64, u64, u64)> = Vec::new();
+        let mut height = 0;
+        for b in order {
+            live.retain(|l| l.2 > b.lifetime.start);
+            let mut at = 0u64;
+            let mut index = 0;
+            while index < live.len() && live[index].0 < at.next_multiple_of(b.alignment) + b.bytes {
+                at = at.max(live[index].1);
+                index += 1;
+            }
+            let at = at.next_multiple_of(b.alignment);
+            height = height.max(at + b.bytes);
+            live.insert(live.partition_point(|l| l.0 < at), (at, at + b.bytes, b.lifetime.end));
+        }
+        height
+    })
+}
+
+fn table_and_timings(c: &mut Criterion) {
+    let wanted: Vec<String> = std::env::args().skip(1).filter(|argument| !argument.starts_with('-')).collect();
+    println!("{:34} {:>8}  {:>16} {:>18}  {:>16}  proof", "instance", "buffers", "gapless", "greedy by size", "first fit");
+    let mut group = c.benchmark_group("plan");
+    group.sample_size(10).warm_up_time(Duration::from_millis(300)).measurement_time(Duration::from_secs(1));
+    for Instance { name, problem, capacity } in instances() {
+        if !wanted.is_empty() && !wanted.iter().any(|w| name.contains(w.as_str())) {
+            continue;
+        }
+        let options = Options { capacity, ..Options::default() };
+        let start = Instant::now();
+        let solution = plan(&problem, &options);
+        let ours = (solution.height, start.elapsed());
+        check(&problem, &solution.offsets, None).expect("every plan passes the checker");
+        let cell = |(height, time): Measured| {
+            let gap = height as f64 / solution.lower_bound.max(1) as f64;
+            format!("{gap:.4} {:>7.1} ms", time.as_secs_f64() * 1e3)
+        };
+        let greedy = greedy_by_size(&problem).map_or_else(|| "-".into(), cell);
+        let first_fit = cell(first_fit_by_time(&problem));
+        let proof = solution.proof.name();
+        println!("{name:34} {:>8}  {:>16} {greedy:>18}  {first_fit:>16}  {proof}", problem.len(), cell(ours));
+        if ours.1 < Duration::from_millis(20) {
+            group.bench_function(&name, |b| b.iter(|| plan(&problem, &options)));
+        }
+    }
+    group.finish();
+}
+
+criterion_group!(benches, table_and_timings);
+criterion_main!(benches);

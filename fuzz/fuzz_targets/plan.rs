@@ -1,0 +1,55 @@
+//! Any problem that is accepted gets a plan that the checker accepts, or none and says so.
+#![no_main]
+
+use arbitrary::Arbitrary;
+use gapless_alloc::{Buffer, BufferId, Fit, Options, Problem, check, plan};
+use libfuzzer_sys::fuzz_target;
+
+#[derive(Debug, Arbitrary)]
+struct Input {
+    buffers: Vec<Row>,
+    forbidden: Vec<(u16, u8)>,
+    group: Vec<u8>,
+    capacity: Option<u32>,
+}
+
+#[derive(Debug, Arbitrary)]
+struct Row {
+    start: u8,
+    length: u8,
+    bytes: Bytes,
+    alignment: u8,
+    offset: Option<u16>,
+}
+
+#[derive(Debug, Arbitrary)]
+enum Bytes {
+    Small(u8),
+    Any(u64),
+}
+
+fuzz_target!(|input: Input| {
+    let rows = input.buffers.iter().take(200).map(|row| {
+        let bytes = match row.bytes {
+            Bytes::Small(bytes) => bytes.into(),
+            Bytes::Any(bytes) => bytes,
+        };
+        let start = u64::from(row.start);
+        let buffer = Buffer::new(start..start + u64::from(row.length), bytes).aligned(row.alignment.into());
+        row.offset.map_or(buffer.clone(), |offset| buffer.at(offset.into()))
+    });
+    let Ok(mut problem) = Problem::new(rows.collect()) else { return };
+    for &(start, bytes) in &input.forbidden {
+        let Ok(next) = problem.forbid(start.into()..u64::from(start) + u64::from(bytes)) else { return };
+        problem = next;
+    }
+    let Ok(problem) = problem.contiguous(input.group.iter().map(|&i| BufferId(i.into())).collect()) else { return };
+    let options = Options { capacity: input.capacity.map(u64::from), work: 100_000, ..Options::default() };
+    let solution = plan(&problem, &options);
+    if solution.offsets.len() == problem.len() {
+        check(&problem, &solution.offsets, None).expect("a plan");
+        assert!(options.capacity.is_none_or(|c| (solution.height <= c) == (solution.fit == Fit::Fits)));
+    } else {
+        assert_ne!(solution.fit, Fit::Fits);
+    }
+});

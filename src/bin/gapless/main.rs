@@ -1,0 +1,26 @@
+//! The `gapless` program: one subcommand, one module.
+
+mod plan;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// An LLM training engine whose memory has no gaps.
+#[derive(Parser)]
+#[command(version)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    Plan(plan::Arguments),
+}
+
+fn main() -> ExitCode {
+    match Cli::parse().command {
+        Command::Plan(arguments) => plan::run(&arguments),
+    }
+}
