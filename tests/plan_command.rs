@@ -30,7 +30,7 @@ fn exit_codes_tell_what_happened() {
     check(TABLE, &["--capacity", "1536"], 0, "proof: max-live");
     check(TABLE, &["--capacity", "1535"], 3, "no plan can");
     check("id,lower,upper,size\na,4,4,1\n", &[], 2, "line 2: lower 4 is not below upper 4");
-    check(TABLE, &["--deadline", "-1"], 2, "not a time to wait");
+    check(TABLE, &["--deadline=-1"], 2, "not a time to wait");
     check(TABLE, &["--capacity", "much"], 2, "invalid digit");
 }
 

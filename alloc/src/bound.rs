@@ -9,10 +9,11 @@ pub fn lower_bound(problem: &Problem) -> u64 {
 
 /// The first tick at which the most bytes are alive; `None` for an empty problem.
 pub fn peak_tick(problem: &Problem) -> Option<u64> {
+    let first = problem.buffers().iter().map(|b| b.lifetime.start).min()?;
     let mut best = None;
     let mut most = None;
     sweep(problem, |tick, live| {
-        if most.is_none_or(|m| live > m) {
+        if tick >= first && most.is_none_or(|m| live > m) {
             (most, best) = (Some(live), Some(tick));
         }
     });
@@ -33,6 +34,20 @@ pub(crate) fn max_live(problem: &Problem) -> u128 {
 
 /// Calls `visit(tick, live bytes)` wherever the live bytes may change, in tick order.
 pub(crate) fn sweep(problem: &Problem, mut visit: impl FnMut(u64, u128)) {
+    if problem.end() <= 4 * problem.len() as u64 {
+        // Ticks are few enough to be counted through. Differences wrap around and back.
+        let mut change = vec![0u128; problem.end() as usize + 1];
+        for b in problem.buffers() {
+            change[b.lifetime.start as usize] = change[b.lifetime.start as usize].wrapping_add(b.bytes.into());
+            change[b.lifetime.end as usize] = change[b.lifetime.end as usize].wrapping_sub(b.bytes.into());
+        }
+        let mut live = 0u128;
+        for (tick, change) in (0..).zip(change) {
+            live = live.wrapping_add(change);
+            visit(tick, live);
+        }
+        return;
+    }
     let mut events: Vec<(u64, bool, u64)> = Vec::with_capacity(2 * problem.len());
     for b in problem.buffers() {
         events.push((b.lifetime.start, true, b.bytes));
@@ -46,6 +61,34 @@ pub(crate) fn sweep(problem: &Problem, mut visit: impl FnMut(u64, u128)) {
         live = if is_birth { live + u128::from(bytes) } else { live - u128::from(bytes) };
         if next.peek().is_none_or(|e| e.0 != tick) {
             visit(tick, live);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Buffer;
+
+    proptest::proptest! {
+        /// Ticks far apart and ticks close together take different ways to the same bound.
+        #[test]
+        fn stretched_time_changes_nothing(
+            rows in proptest::collection::vec((0..30u64, 1..30u64, 0..99u64), 0..40),
+        ) {
+            let stretched = |by: u64| {
+                let buffers = rows.iter().map(|&(start, length, bytes)| {
+                    Buffer::new(by * start..by * (start + length), bytes)
+                });
+                Problem::new(buffers.collect()).unwrap()
+            };
+            let (near, far) = (stretched(1), stretched(1_000_003));
+            proptest::prop_assert_eq!(lower_bound(&near), lower_bound(&far));
+            let most = (0..60).map(|t| live_at(&near, t).map(|id| near.buffer(id).bytes).sum::<u64>()).max().unwrap_or(0);
+            proptest::prop_assert_eq!(lower_bound(&near), most);
+            if !rows.is_empty() {
+                proptest::prop_assert_eq!(peak_tick(&near).map(|t| t * 1_000_003), peak_tick(&far));
+            }
         }
     }
 }

@@ -179,7 +179,7 @@ impl<'p> Planner<'p> {
         let lower_bound = lower_bound(self.problem);
         let mut known = Known { lower_bound, constraints: lower_bound, searched: lower_bound };
         let whole = Whole::new(self.problem, true);
-        let bounds = whole.parts.iter().map(|part| part.base.saturating_add(part.bound()));
+        let bounds = whole.parts.iter().map(|part| part.base.saturating_add(part.bound));
         let bound = bounds.fold(lower_bound, u64::max);
         let aim = bound.max(self.options.capacity.unwrap_or(0));
         if let Some(plan) = self.keep(aim) {
@@ -208,7 +208,7 @@ impl<'p> Planner<'p> {
 
     /// Plans the parts one by one and puts them together; learns what is proven on the way.
     fn attempt(&mut self, whole: &Whole, known: &mut Known) -> Option<(u64, Vec<u64>)> {
-        let bounds = whole.parts.iter().map(|part| part.base.saturating_add(part.bound()));
+        let bounds = whole.parts.iter().map(|part| part.base.saturating_add(part.bound));
         // In rounded bytes, so that it may exceed what can be proven of the problem as given.
         let aim = bounds.fold(known.lower_bound, u64::max);
         let enough = self.options.capacity.unwrap_or(0).max(aim);

@@ -54,6 +54,8 @@ pub(crate) struct Part {
     pub cliques: u32,
     /// Bytes below the part, taken by what is alive all through it.
     pub base: u64,
+    /// Nothing lower exists, see [`Part::fullest`].
+    pub bound: u64,
 }
 
 /// What an item stands for.
@@ -106,6 +108,7 @@ impl Whole {
                     let is_ghost =
                         |&(i, _): &(u32, u64)| whole.sources[part.sources[i as usize] as usize] == Source::Forbidden;
                     part.ghosts = part.pins.iter().filter(|pin| is_ghost(pin)).map(|pin| pin.0).collect();
+                    part.bound = part.fullest();
                     whole.parts.push(part);
                     continue;
                 }
@@ -135,7 +138,7 @@ impl Part {
             .collect();
         // Only parts that were never stripped hold pins, so that their base is 0.
         let pins = sources.iter().enumerate().filter_map(|(k, &i)| Some((k as u32, pin(i)?))).collect();
-        Self { items, sources, pins, ghosts: Vec::new(), cliques: cliques.end - cliques.start, base }
+        Self { items, sources, pins, ghosts: Vec::new(), cliques: cliques.end - cliques.start, base, bound: 0 }
     }
 
     /// Bytes alive in each clique.
@@ -158,9 +161,9 @@ impl Part {
         live
     }
 
-    /// Nothing lower than this exists: in each clique, the height at which the space between the pins suffices for the
+    /// In each clique, the height at which the space between the pins suffices for the
     /// rest; and the ends of the pins.
-    pub fn bound(&self) -> u64 {
+    fn fullest(&self) -> u64 {
         let live = self.live();
         let mut bound = live.iter().copied().max().unwrap_or(0);
         let mut pins: Vec<(u64, Item, bool)> =

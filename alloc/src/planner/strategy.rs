@@ -27,7 +27,7 @@ pub(crate) struct Outcome {
 /// Plans a part, cheapest pass first, until the goal is met or the meter stops.
 pub(crate) fn plan_part(part: &Part, goal: Goal, meter: &mut Meter) -> Outcome {
     let mut portfolio = Portfolio::new(part, goal.ceiling, *meter);
-    let mut proven = part.bound();
+    let mut proven = part.bound;
     let small = is_small(part);
     portfolio.sweep_once();
     if small && !meets(&portfolio, goal) {
