@@ -38,9 +38,11 @@ mod error;
 mod explain;
 mod hash;
 mod label;
+pub mod peers;
 mod planner;
 mod problem;
 pub mod synthetic;
+mod replay;
 
 pub use bound::{live_at, lower_bound, peak_tick};
 pub use check::{Violation, check};
@@ -50,3 +52,4 @@ pub use hash::{PlanHash, plan_hash};
 pub use label::{Label, Role};
 pub use planner::{Fit, Options, Proof, Solution, Stats, StopReason, plan};
 pub use problem::{Buffer, BufferId, Group, Lifetime, Problem};
+pub use replay::{Report, Request, Requests, replay, replay_observed, smallest_capacity};

@@ -1,0 +1,119 @@
+//! A device as allocators see it: so many bytes, addresses, and a driver whose calls are counted.
+//!
+//! In: the driver calls of an allocator. Out: addresses, or a refusal when the bytes are spent. Never: a lower address
+//! reused; a fresh range of the 64-bit space is always at hand, as on a real device.
+
+/// Calls of the driver, by kind. One call each on NVIDIA devices: `cudaMalloc`, `cudaFree`, `cuMemAddressReserve`,
+/// `cuMemCreate`, `cuMemRelease`, `cuMemMap`, `cuMemUnmap`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[allow(missing_docs, reason = "named in the type's own words")]
+pub struct DriverCalls {
+    pub mallocs: u64,
+    pub frees: u64,
+    pub reserves: u64,
+    pub creates: u64,
+    pub releases: u64,
+    pub maps: u64,
+    pub unmaps: u64,
+}
+
+impl DriverCalls {
+    /// All of them.
+    pub fn total(&self) -> u64 {
+        let Self { mallocs, frees, reserves, creates, releases, maps, unmaps } = self;
+        mallocs + frees + reserves + creates + releases + maps + unmaps
+    }
+}
+
+/// Physical memory of one size and an address space without end.
+#[derive(Debug, Clone)]
+pub struct Device {
+    capacity: u64,
+    used: u64,
+    next_address: u64,
+    calls: DriverCalls,
+}
+
+impl Device {
+    /// Devices that are larger than this behave as if they had this size: addresses stay below 2^62.
+    pub const LARGEST: u64 = 1 << 56;
+
+    /// A device of 80 GiB, the size that the recordings were made with.
+    pub const DEFAULT_CAPACITY: u64 = 80 << 30;
+
+    /// An empty device of `capacity` bytes.
+    pub fn new(capacity: u64) -> Self {
+        Self { capacity: capacity.min(Self::LARGEST), used: 0, next_address: 1 << 40, calls: DriverCalls::default() }
+    }
+
+    /// Its size in bytes.
+    pub fn capacity(&self) -> u64 {
+        self.capacity
+    }
+
+    /// Bytes that nobody holds.
+    pub fn free_bytes(&self) -> u64 {
+        self.capacity - self.used
+    }
+
+    /// Calls so far.
+    pub fn calls(&self) -> DriverCalls {
+        self.calls
+    }
+
+    /// Mapped memory in one call; `None` when the bytes are not there.
+    pub(super) fn malloc(&mut self, bytes: u64) -> Option<u64> {
+        self.calls.mallocs += 1;
+        self.take(bytes).then(|| self.addresses(bytes))
+    }
+
+    /// Gives back what [`malloc`](Self::malloc) gave.
+    pub(super) fn free(&mut self, bytes: u64) {
+        self.calls.frees += 1;
+        self.used -= bytes;
+    }
+
+    /// Address space with nothing behind it.
+    pub(super) fn reserve(&mut self, bytes: u64) -> u64 {
+        self.calls.reserves += 1;
+        self.addresses(bytes)
+    }
+
+    /// `count` pieces of physical memory of `bytes` each, mapped one after another; nothing at all when they do not
+    /// all fit (pieces created before the refusal are released again, and all calls are counted).
+    pub(super) fn create_and_map(&mut self, count: u64, bytes: u64) -> bool {
+        for done in 0..count {
+            self.calls.creates += 1;
+            if !self.take(bytes) {
+                self.calls.releases += done;
+                self.used -= done * bytes;
+                return false;
+            }
+        }
+        self.calls.maps += count;
+        true
+    }
+
+    /// Unmaps and releases `count` pieces of `bytes` each.
+    pub(super) fn unmap_and_release(&mut self, count: u64, bytes: u64) {
+        self.calls.unmaps += count;
+        self.calls.releases += count;
+        self.used -= count * bytes;
+    }
+
+    fn take(&mut self, bytes: u64) -> bool {
+        let fits = bytes <= self.capacity - self.used;
+        if fits {
+            self.used += bytes;
+        }
+        fits
+    }
+
+    fn addresses(&mut self, bytes: u64) -> u64 {
+        const PAGE: u64 = 2 << 20;
+        let address = self.next_address;
+        // A page between two ranges keeps neighbours apart: no two segments may look like one.
+        self.next_address += bytes.next_multiple_of(PAGE) + PAGE;
+        address
+    }
+}
