@@ -6,7 +6,7 @@
 use std::time::{Duration, Instant};
 
 use crate::peers::{Allocator, Block, OutOfMemory, Statistics, Stream};
-use crate::{BufferId, Problem};
+use crate::{BufferId, Problem, lower_bound};
 
 /// One request of a program to its allocator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -25,6 +25,7 @@ pub enum Request {
 #[derive(Debug, Clone)]
 pub struct Requests {
     bytes: Vec<u64>,
+    peak_live: u64,
     persistent: Vec<BufferId>,
     step: Vec<Request>,
 }
@@ -48,6 +49,7 @@ impl Requests {
         let request = |(_, birth, id)| if birth { Request::Allocate(id) } else { Request::Free(id) };
         Self {
             bytes: buffers.iter().map(|b| b.bytes).collect(),
+            peak_live: lower_bound(problem),
             persistent,
             step: events.into_iter().map(request).collect(),
         }
@@ -61,6 +63,11 @@ impl Requests {
     /// What every iteration asks for.
     pub fn step(&self) -> &[Request] {
         &self.step
+    }
+
+    /// The most bytes alive at once: no device below can hold them.
+    pub fn peak_live(&self) -> u64 {
+        self.peak_live
     }
 
     /// The size asked for.
@@ -164,7 +171,7 @@ pub fn smallest_capacity(
     let mut attempt = |steps: u64| replay(requests, &mut *allocator(steps * STEP), iterations);
     let mut completes = enough.div_ceil(STEP);
     let mut report = attempt(completes)?;
-    let mut fails = 0;
+    let mut fails = requests.peak_live().saturating_sub(1) / STEP;
     while completes - fails > 1 {
         let middle = fails + (completes - fails) / 2;
         match attempt(middle) {

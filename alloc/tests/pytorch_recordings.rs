@@ -12,7 +12,6 @@ use serde_json::Value;
 /// The recordings, if they are at hand.
 fn recordings() -> Option<PathBuf> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/pytorch");
-    let folder = if folder.exists() { folder } else { Path::new("/work/shared/pytorch").into() };
     folder.join("manifest.json").exists().then_some(folder)
 }
 
@@ -44,7 +43,7 @@ fn every_recording_is_met_to_the_byte() {
                     compared += 1;
                     let theirs = expected[field].as_u64().unwrap();
                     if ours != theirs {
-                        wrong.push(format!("{file} {mode}: {field} {ours}, recorded {theirs} {}", ours as i64-theirs as i64));
+                        wrong.push(format!("{file} {mode}: {field} {ours}, recorded {theirs}"));
                     }
                 };
                 compare("live_peak", lower_bound(&table.problem));

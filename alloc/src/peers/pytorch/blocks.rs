@@ -24,8 +24,9 @@ pub(super) struct BlockState {
     pub pool: PoolKind,
     pub address: u64,
     pub bytes: u64,
-    /// Order of creation: among free blocks of one size, the earliest is taken. It stays with a block that shrinks.
-    pub born: u64,
+    /// When its segment was taken from the device: among free blocks of one size, the earliest goes first, then the
+    /// lowest address.
+    pub age: u64,
     /// In the program's hands.
     pub allocated: bool,
     /// Backed by physical memory; only pieces of expandable segments may not be.
@@ -73,7 +74,7 @@ pub(super) struct Blocks {
     states: Vec<BlockState>,
     vacant: Vec<BlockId>,
     pools: [Pool; 2],
-    born: u64,
+    segments: u64,
 }
 
 impl Blocks {
@@ -93,15 +94,15 @@ impl Blocks {
         &mut self.pools[kind as usize]
     }
 
-    /// A new block without neighbours, in no set.
-    pub(super) fn create(&mut self, stream: Stream, pool: PoolKind, address: u64, bytes: u64) -> BlockId {
-        self.born += 1;
-        let state = BlockState {
+    /// A new segment, as one block in no set.
+    pub(super) fn create_segment(&mut self, stream: Stream, pool: PoolKind, address: u64, bytes: u64) -> BlockId {
+        self.segments += 1;
+        self.insert(BlockState {
             stream,
             pool,
             address,
             bytes,
-            born: self.born,
+            age: self.segments,
             allocated: false,
             mapped: true,
             expandable: None,
@@ -110,7 +111,10 @@ impl Blocks {
             used_by: Vec::new(),
             pending_events: 0,
             searches_when_freed: 0,
-        };
+        })
+    }
+
+    fn insert(&mut self, state: BlockState) -> BlockId {
         if let Some(id) = self.vacant.pop() {
             *self.get_mut(id) = state;
             return id;
@@ -169,26 +173,24 @@ impl Blocks {
         self.pool(kind).free.iter().map(|key| key.4).collect()
     }
 
-    /// Cuts `bytes` off the front of a block that is in no set. The front is a new block; `id` keeps the rest.
+    /// Cuts `bytes` off the front of an idle block that is in no set. The front is a new block; `id` keeps the rest.
     pub(super) fn split_front(&mut self, id: BlockId, bytes: u64) -> BlockId {
-        let BlockState { stream, pool, address, expandable, mapped, previous, .. } = *self.get(id);
-        let front = self.create(stream, pool, address, bytes);
-        let state = self.get_mut(front);
-        (state.expandable, state.mapped, state.next) = (expandable, mapped, Some(id));
+        let whole = self.get(id).clone();
+        let front = self.insert(BlockState { bytes, next: Some(id), ..whole.clone() });
+        if let Some(previous) = whole.previous {
+            self.get_mut(previous).next = Some(front);
+        }
         let rest = self.get_mut(id);
-        rest.address += bytes;
-        rest.bytes -= bytes;
-        self.link_before(front, previous, id);
+        (rest.address, rest.bytes, rest.previous) = (whole.address + bytes, whole.bytes - bytes, Some(front));
         front
     }
 
-    /// Cuts a block that is in no set after `bytes`. The rest is a new block; `id` keeps the front.
+    /// Cuts an idle block that is in no set after `bytes`. The rest is a new block; `id` keeps the front.
     pub(super) fn split_back(&mut self, id: BlockId, bytes: u64) -> BlockId {
-        let BlockState { stream, pool, address, expandable, mapped, next, .. } = *self.get(id);
-        let back = self.create(stream, pool, address + bytes, self.get(id).bytes - bytes);
-        let state = self.get_mut(back);
-        (state.expandable, state.mapped, state.previous, state.next) = (expandable, mapped, Some(id), next);
-        if let Some(next) = next {
+        let whole = self.get(id).clone();
+        let (address, rest) = (whole.address + bytes, whole.bytes - bytes);
+        let back = self.insert(BlockState { address, bytes: rest, previous: Some(id), ..whole.clone() });
+        if let Some(next) = whole.next {
             self.get_mut(next).previous = Some(back);
         }
         let front = self.get_mut(id);
@@ -225,16 +227,8 @@ impl Blocks {
         true
     }
 
-    fn link_before(&mut self, front: BlockId, previous: Option<BlockId>, id: BlockId) {
-        self.get_mut(front).previous = previous;
-        if let Some(previous) = previous {
-            self.get_mut(previous).next = Some(front);
-        }
-        self.get_mut(id).previous = Some(front);
-    }
-
     fn free_key(&self, id: BlockId) -> FreeKey {
         let block = self.get(id);
-        (block.stream, block.bytes, block.born, block.address, id)
+        (block.stream, block.bytes, block.age, block.address, id)
     }
 }

@@ -67,7 +67,7 @@ impl PyTorch {
         // An eighth more than the device has, so that pages unmapped in the middle can come back at the end.
         let bytes = (self.device.capacity() + self.device.capacity() / 8).next_multiple_of(page);
         let address = self.device.reserve(bytes);
-        let id = self.blocks.create(request.stream, request.pool, address, bytes);
+        let id = self.blocks.create_segment(request.stream, request.pool, address, bytes);
         let block = self.blocks.get_mut(id);
         block.mapped = false;
         block.expandable = Some(self.expandable.segments.len() as u32);

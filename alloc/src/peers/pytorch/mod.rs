@@ -133,7 +133,7 @@ impl PyTorch {
         self.statistics.reserved.rise(request.segment_bytes);
         self.statistics.segments += 1;
         self.statistics.device_allocations += 1;
-        Some(self.blocks.create(request.stream, request.pool, address, request.segment_bytes))
+        Some(self.blocks.create_segment(request.stream, request.pool, address, request.segment_bytes))
     }
 
     /// Whether what remains of a block is split off rather than handed out with it.
