@@ -101,6 +101,17 @@ impl Device {
         self.used -= count * bytes;
     }
 
+    /// A second range of addresses for `count` pieces of physical memory that are mapped elsewhere already.
+    pub(super) fn stitch(&mut self, count: u64, bytes: u64) -> u64 {
+        self.calls.maps += count;
+        self.reserve(count * bytes)
+    }
+
+    /// Undoes [`stitch`](Self::stitch).
+    pub(super) fn unstitch(&mut self, count: u64) {
+        self.calls.unmaps += count;
+    }
+
     fn take(&mut self, bytes: u64) -> bool {
         let fits = bytes <= self.capacity - self.used;
         if fits {

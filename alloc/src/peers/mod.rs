@@ -6,12 +6,22 @@
 //! Each file is one allocator, modelled after its source, judged where a recording of the real one exists.
 //! `docs/allocators.md` says how each works and where its model deviates.
 
+mod bfc;
 mod device;
+mod gmlake;
+mod ideal;
+mod malloc;
+mod planned;
 mod pytorch;
 
 use std::fmt;
 
+pub use bfc::Bfc;
 pub use device::{Device, DriverCalls};
+pub use gmlake::{GmLake, GmLakeOptions};
+pub use ideal::Ideal;
+pub use malloc::Malloc;
+pub use planned::Planned;
 pub use pytorch::{OptionsError, PyTorch, PyTorchOptions};
 
 /// A queue of device work. Blocks freed on one stream are reused on that stream alone.
@@ -52,6 +62,13 @@ pub struct OutOfMemory {
     pub allocated: u64,
     pub reserved: u64,
     pub capacity: u64,
+}
+
+impl OutOfMemory {
+    fn new(allocator: &'static str, requested: u64, statistics: &Statistics, capacity: u64) -> Self {
+        let (allocated, reserved) = (statistics.allocated.current, statistics.reserved.current);
+        Self { allocator, requested, allocated, reserved, capacity }
+    }
 }
 
 /// A number of bytes that rises and falls.
@@ -111,6 +128,23 @@ pub struct Extent {
     pub bytes: u64,
     /// Whether the program holds it; what it does not hold is a hole.
     pub in_use: bool,
+}
+
+/// The extents of one range in which `used` pieces (by ascending address, disjoint) are in use and the rest is not.
+fn with_holes(start: u64, bytes: u64, used: impl Iterator<Item = (u64, u64)>) -> Vec<Extent> {
+    let mut extents = Vec::new();
+    let mut floor = start;
+    for (address, bytes) in used {
+        if address > floor {
+            extents.push(Extent { address: floor, bytes: address - floor, in_use: false });
+        }
+        extents.push(Extent { address, bytes, in_use: true });
+        floor = address + bytes;
+    }
+    if floor < start + bytes {
+        extents.push(Extent { address: floor, bytes: start + bytes - floor, in_use: false });
+    }
+    extents
 }
 
 /// Serves requests for memory out of a modelled device.

@@ -63,6 +63,11 @@ impl PyTorch {
         self.release_free_blocks(PoolKind::Small);
     }
 
+    /// The device, for an allocator that shares it.
+    pub(super) fn device_mut(&mut self) -> &mut Device {
+        &mut self.device
+    }
+
     /// Everything the allocator tries, in its order.
     fn find_block(&mut self, request: &Request) -> Option<BlockId> {
         if let Some(block) = self.take_free_block(request) {
@@ -283,13 +288,7 @@ impl Allocator for PyTorch {
             self.find_block(&request).map(|found| (request, found))
         });
         let Some((request, found)) = found else {
-            return Err(OutOfMemory {
-                allocator: self.name(),
-                requested: bytes,
-                allocated: self.statistics.allocated.current,
-                reserved: self.statistics.reserved.current,
-                capacity: self.device.capacity(),
-            });
+            return Err(OutOfMemory::new(self.name(), bytes, &self.statistics, self.device.capacity()));
         };
         let id = if self.splits(&request, found) {
             let front = self.blocks.split_front(found, request.bytes);
@@ -360,8 +359,8 @@ impl Request {
     fn new(options: &PyTorchOptions, bytes: u64, stream: Stream) -> Self {
         let bytes = options.round(bytes);
         let (pool, segment_bytes) = match bytes {
-            ..=SMALL_REQUEST => (PoolKind::Small, SMALL_SEGMENT),
-            ..LARGE_REQUEST => (PoolKind::Large, options.large_segment_bytes),
+            small if small <= SMALL_REQUEST => (PoolKind::Small, SMALL_SEGMENT),
+            medium if medium < LARGE_REQUEST => (PoolKind::Large, options.large_segment_bytes),
             _ => (PoolKind::Large, bytes.next_multiple_of(ROUND_LARGE)),
         };
         Self { bytes, stream, pool, segment_bytes }
