@@ -10,9 +10,11 @@ mod bfc;
 mod device;
 mod gmlake;
 mod ideal;
+mod kind;
 mod malloc;
 mod planned;
 mod pytorch;
+mod stalloc;
 
 use std::fmt;
 
@@ -20,9 +22,11 @@ pub use bfc::Bfc;
 pub use device::{Device, DriverCalls};
 pub use gmlake::{GmLake, GmLakeOptions};
 pub use ideal::Ideal;
+pub use kind::{Kind, UnknownAllocator};
 pub use malloc::Malloc;
 pub use planned::Planned;
 pub use pytorch::{OptionsError, PyTorch, PyTorchOptions};
+pub use stalloc::StAlloc;
 
 /// A queue of device work. Blocks freed on one stream are reused on that stream alone.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
