@@ -43,6 +43,7 @@ mod planner;
 mod problem;
 pub mod synthetic;
 mod replay;
+mod snapshot;
 
 pub use bound::{live_at, lower_bound, peak_tick};
 pub use check::{Violation, check};
@@ -53,3 +54,4 @@ pub use label::{Label, Role};
 pub use planner::{Fit, Options, Proof, Solution, Stats, StopReason, plan};
 pub use problem::{Buffer, BufferId, Group, Lifetime, Problem};
 pub use replay::{Report, Request, Requests, replay, replay_observed, smallest_capacity};
+pub use snapshot::{Snapshot, SnapshotError, read_snapshot};

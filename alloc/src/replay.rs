@@ -25,6 +25,8 @@ pub enum Request {
 #[derive(Debug, Clone)]
 pub struct Requests {
     bytes: Vec<u64>,
+    /// Indexed by buffer; empty where all is on one stream.
+    streams: Vec<Stream>,
     peak_live: u64,
     persistent: Vec<BufferId>,
     step: Vec<Request>,
@@ -37,7 +39,8 @@ impl Requests {
         let start = buffers.iter().map(|b| b.lifetime.start).min().unwrap_or(0);
         let end = problem.end();
         let sized = || problem.ids().filter(|&id| problem.buffer(id).bytes > 0);
-        let (persistent, passing): (Vec<_>, Vec<_>) = sized().partition(|&id| problem.buffer(id).lifetime == (start..end));
+        let (persistent, passing): (Vec<_>, Vec<_>) =
+            sized().partition(|&id| problem.buffer(id).lifetime == (start..end));
         let mut events: Vec<(u64, bool, BufferId)> = Vec::with_capacity(2 * passing.len());
         for id in passing {
             let lifetime = &problem.buffer(id).lifetime;
@@ -49,10 +52,21 @@ impl Requests {
         let request = |(_, birth, id)| if birth { Request::Allocate(id) } else { Request::Free(id) };
         Self {
             bytes: buffers.iter().map(|b| b.bytes).collect(),
+            streams: Vec::new(),
             peak_live: lower_bound(problem),
             persistent,
             step: events.into_iter().map(request).collect(),
         }
+    }
+
+    /// The same requests, each buffer's on its stream (indexed by [`BufferId`]) instead of all on one.
+    pub fn on_streams(self, streams: Vec<Stream>) -> Self {
+        Self { streams, ..self }
+    }
+
+    /// The stream that a buffer is allocated on.
+    pub fn stream(&self, id: BufferId) -> Stream {
+        self.streams.get(id.index()).copied().unwrap_or_default()
     }
 
     /// Buffers that live through all iterations.
@@ -133,7 +147,7 @@ pub fn replay_observed(
     let mut live: Vec<Option<Block>> = (0..requests.bytes.len()).map(|_| None).collect();
     let mut served = 0;
     for &id in &requests.persistent {
-        live[id.index()] = Some(allocator.allocate(requests.bytes(id), Stream::default())?);
+        live[id.index()] = Some(allocator.allocate(requests.bytes(id), requests.stream(id))?);
         served += 1;
         observe(served, allocator);
     }
@@ -141,7 +155,7 @@ pub fn replay_observed(
         for request in &requests.step {
             match *request {
                 Request::Allocate(id) => {
-                    live[id.index()] = Some(allocator.allocate(requests.bytes(id), Stream::default())?);
+                    live[id.index()] = Some(allocator.allocate(requests.bytes(id), requests.stream(id))?);
                 }
                 Request::Free(id) => {
                     allocator.free(live[id.index()].take().expect("lifetimes are not empty: births come first"));

@@ -25,7 +25,8 @@ fn every_recording_is_met_to_the_byte() {
     let mut wrong = Vec::new();
     let mut compared = 0;
     for trace in manifest.as_array().unwrap() {
-        for (part, replays, iterations) in [("iteration", "replay_3_iterations", 3), ("full", "replay_1_iteration", 1)] {
+        for (part, replays, iterations) in [("iteration", "replay_3_iterations", 3), ("full", "replay_1_iteration", 1)]
+        {
             let Some(part) = trace.get(part) else { continue };
             let file = part["file"].as_str().unwrap();
             let table = csv::read(BufReader::new(GzDecoder::new(File::open(folder.join(file)).unwrap()))).unwrap();

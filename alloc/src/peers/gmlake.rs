@@ -291,7 +291,8 @@ impl GmLake {
     /// Cuts the free primitive block around `chunk` so that the longest run of `held` chunks from there on is a block
     /// of its own, not free any more. Does nothing when that has happened.
     fn isolate(&mut self, chunk: u32, held: &[u32]) {
-        let (&first, &whole) = self.primitives.range(..=chunk).next_back().expect("every chunk is in a primitive block");
+        let (&first, &whole) =
+            self.primitives.range(..=chunk).next_back().expect("every chunk is in a primitive block");
         if !whole.free {
             return;
         }

@@ -3,9 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use super::{
-    Allocator, Bfc, Device, GmLake, GmLakeOptions, Ideal, Malloc, Planned, PyTorch, PyTorchOptions, StAlloc,
-};
+use super::{Allocator, Bfc, Device, GmLake, GmLakeOptions, Ideal, Malloc, Planned, PyTorch, PyTorchOptions, StAlloc};
 use crate::{Problem, Requests};
 
 /// One allocator of the ring.

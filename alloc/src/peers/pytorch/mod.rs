@@ -284,9 +284,9 @@ impl Allocator for PyTorch {
 
     fn allocate(&mut self, bytes: u64, stream: Stream) -> Result<Block, OutOfMemory> {
         self.process_events();
-        let found = (bytes <= LARGEST_REQUEST).then(|| Request::new(&self.options, bytes, stream)).and_then(|request| {
-            self.find_block(&request).map(|found| (request, found))
-        });
+        let found = (bytes <= LARGEST_REQUEST)
+            .then(|| Request::new(&self.options, bytes, stream))
+            .and_then(|request| self.find_block(&request).map(|found| (request, found)));
         let Some((request, found)) = found else {
             return Err(OutOfMemory::new(self.name(), bytes, &self.statistics, self.device.capacity()));
         };

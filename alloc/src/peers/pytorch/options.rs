@@ -119,7 +119,8 @@ impl PyTorchOptions {
             "max_non_split_rounding_mb" => self.max_non_split_rounding_bytes = mebibytes()?,
             "large_segment_size_mb" => {
                 let expected = "an even number of MiB, at least 20";
-                self.large_segment_bytes = mebibytes().ok().filter(|b| b % (2 * MIB) == 0).ok_or_else(|| fail(expected))?;
+                self.large_segment_bytes =
+                    mebibytes().ok().filter(|b| b % (2 * MIB) == 0).ok_or_else(|| fail(expected))?;
             }
             "garbage_collection_threshold" => {
                 self.garbage_collection_threshold = Some(fraction(1.0 - f64::EPSILON)?);

@@ -279,8 +279,7 @@ mod tests {
         let rows = [(0..9, 512), (0..4, 8192), (5..8, 4096), (5..7, 4096), (5..6, 4097)];
         let problem = problem(&rows);
         let requests = Requests::new(&problem);
-        let mut allocator =
-            StAlloc::with_dynamic(Device::new(1 << 30), &problem, &requests, |id| id.index() >= 3);
+        let mut allocator = StAlloc::with_dynamic(Device::new(1 << 30), &problem, &requests, |id| id.index() >= 3);
         let report = crate::replay(&requests, &mut allocator, 1).unwrap();
         // 4096 idle bytes serve the first, nothing is left for the second.
         assert_eq!(report.peak_reserved(), 512 + 8192 + (2 << 20));

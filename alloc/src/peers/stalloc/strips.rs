@@ -43,7 +43,8 @@ pub(super) fn place(rectangles: &[Rectangle]) -> Strips {
         for chain in chains(rectangles, &left) {
             let mut strip = Strip { offset: height, bytes, skyline: BTreeMap::from([(0, 0)]) };
             for index in chain {
-                offsets[index] = strip.stack(&rectangles[index].lifetime, bytes).expect("buffers of a chain take turns");
+                offsets[index] =
+                    strip.stack(&rectangles[index].lifetime, bytes).expect("buffers of a chain take turns");
             }
             height += bytes;
             strips.push(strip);
