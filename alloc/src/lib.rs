@@ -32,6 +32,7 @@
 
 mod bound;
 mod check;
+mod compare;
 pub mod csv;
 pub mod draw;
 mod error;
@@ -47,6 +48,7 @@ mod snapshot;
 
 pub use bound::{live_at, lower_bound, peak_tick};
 pub use check::{Violation, check};
+pub use compare::{Compared, Comparison, Entry, Timeline, compare, page};
 pub use error::Error;
 pub use explain::{Explanation, explain};
 pub use hash::{PlanHash, plan_hash};

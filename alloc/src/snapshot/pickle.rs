@@ -113,8 +113,8 @@ impl Machine<'_> {
         let opcode = self.bytes[self.take(1)?.start];
         match opcode {
             // Headers of the protocol and of frames; the end.
-            0x80 => drop(self.take(1)?),
-            0x95 => drop(self.take(8)?),
+            0x80 => _ = self.take(1)?,
+            0x95 => _ = self.take(8)?,
             b'.' => return self.stack.pop().map(Some).ok_or_else(malformed),
             // None and booleans; numbers of one, two, four and eight bytes and of a counted number of bytes.
             b'N' | 0x88 | 0x89 => self.push(Value::Other)?,
@@ -138,7 +138,10 @@ impl Machine<'_> {
             b'B' => self.push_counted(4)?,
             0x8e => self.push_counted(8)?,
             // Containers.
-            b'(' => self.marks.push(self.stack.len()),
+            b'(' => {
+                room(&self.marks)?;
+                self.marks.push(self.stack.len());
+            }
             b']' | b')' => self.push(Value::List(Vec::new()))?,
             b'}' => self.push(Value::Dict(Vec::new()))?,
             b't' => {
@@ -164,13 +167,18 @@ impl Machine<'_> {
                 }
             }
             // The memo: Python numbers its entries one after another.
-            0x94 => self.memoise(self.memo.len()).ok_or_else(malformed)?,
-            b'q' | b'r' => {
-                let number = self.number(if opcode == b'q' { 1 } else { 4 })?;
+            0x94 | b'q' | b'r' => {
+                let number = match opcode {
+                    b'q' => self.number(1)?,
+                    b'r' => self.number(4)?,
+                    _ => self.memo.len(),
+                };
+                room(&self.memo)?;
                 self.memoise(number).ok_or_else(malformed)?;
             }
             b'h' | b'j' => {
                 let number = self.number(if opcode == b'h' { 1 } else { 4 })?;
+                room(&self.stack)?;
                 self.stack.push(*self.memo.get(number).ok_or_else(malformed)?);
             }
             opcode => return Err(SnapshotError::NotPlainData { byte: start as u64, opcode }),
@@ -193,9 +201,7 @@ impl Machine<'_> {
     }
 
     fn push(&mut self, value: Value) -> Result<(), SnapshotError> {
-        if self.values.len() == MOST_VALUES {
-            return Err(SnapshotError::TooLarge { what: "values", limit: MOST_VALUES as u64 });
-        }
+        room(&self.values)?;
         self.stack.push(ValueId(self.values.len() as u32));
         self.values.push(value);
         Ok(())
@@ -255,6 +261,14 @@ impl Machine<'_> {
         (number == self.memo.len()).then_some(())?;
         self.memo.push(*self.stack.last()?);
         Some(())
+    }
+}
+
+/// Every table has the same limit.
+fn room<T>(table: &[T]) -> Result<(), SnapshotError> {
+    match table.len() {
+        MOST_VALUES => Err(SnapshotError::TooLarge { what: "values", limit: MOST_VALUES as u64 }),
+        _ => Ok(()),
     }
 }
 

@@ -1,5 +1,6 @@
 //! The `gapless` program: one subcommand, one module.
 
+mod compare;
 mod plan;
 
 use std::process::ExitCode;
@@ -16,11 +17,13 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    Compare(compare::Arguments),
     Plan(plan::Arguments),
 }
 
 fn main() -> ExitCode {
     match Cli::parse().command {
+        Command::Compare(arguments) => compare::run(&arguments),
         Command::Plan(arguments) => plan::run(&arguments),
     }
 }

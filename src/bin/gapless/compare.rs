@@ -1,0 +1,91 @@
+//! `gapless compare`: what every allocator would reserve for a program.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, bail};
+use flate2::bufread::MultiGzDecoder;
+use gapless_alloc::peers::Kind;
+use gapless_alloc::{Comparison, Requests, compare, csv, page, read_snapshot};
+
+/// Replay a table of lifetimes through every allocator and compare what they reserve.
+#[derive(Debug, clap::Args)]
+#[command(group = clap::ArgGroup::new("input").required(true))]
+pub struct Arguments {
+    /// Lifetimes as CSV (columns id,lower,upper,size; gzipped or not).
+    #[arg(long, value_name = "FILE.csv[.gz]", group = "input")]
+    trace: Option<PathBuf>,
+    /// A PyTorch memory snapshot, as torch.cuda.memory._dump_snapshot writes it.
+    #[arg(long, value_name = "FILE.pickle", group = "input")]
+    snapshot: Option<PathBuf>,
+    /// The device of the snapshot, where it has traces of several.
+    #[arg(long, value_name = "NUMBER", requires = "snapshot")]
+    device: Option<usize>,
+    /// How often the step is repeated; buffers that live through all of it are allocated once.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
+    iterations: u64,
+    /// Allocators to compare, with commas between them; all if not given.
+    #[arg(long, value_delimiter = ',', value_name = "NAMES")]
+    allocators: Vec<Kind>,
+    /// Bytes of the modelled device; 80 GiB if not given, or four times the live bytes where that is more.
+    #[arg(long, value_name = "BYTES")]
+    capacity: Option<u64>,
+    /// Print one JSON object instead of the table.
+    #[arg(long)]
+    json: bool,
+    /// Also write a page with a picture per allocator over time.
+    #[arg(long, value_name = "REPORT.html")]
+    html: Option<PathBuf>,
+}
+
+/// Reads, compares, prints.
+pub fn run(arguments: Arguments) -> anyhow::Result<()> {
+    let (path, problem, requests) = match (&arguments.trace, &arguments.snapshot) {
+        (Some(path), _) => {
+            let table = csv::read(open(path)?).with_context(|| path.display().to_string())?;
+            let requests = Requests::new(&table.problem);
+            (path, table.problem, requests)
+        }
+        (None, Some(path)) => {
+            let snapshot = read_snapshot(open(path)?, arguments.device).with_context(|| path.display().to_string())?;
+            let requests = Requests::new(&snapshot.problem).on_streams(snapshot.streams);
+            (path, snapshot.problem, requests)
+        }
+        (None, None) => bail!("nothing to compare; give --trace or --snapshot"),
+    };
+    if problem.is_empty() {
+        bail!("{}: no buffers, nothing to compare", path.display());
+    }
+    let kinds = if arguments.allocators.is_empty() { Kind::ALL.to_vec() } else { arguments.allocators };
+    let comparison = compare(
+        &problem,
+        &requests,
+        &Comparison {
+            iterations: arguments.iterations,
+            kinds,
+            capacity: arguments.capacity,
+            pictures: arguments.html.is_some(),
+        },
+    );
+    let out = std::io::stdout().lock();
+    if arguments.json {
+        serde_json::to_writer_pretty(out, &comparison)?;
+        println!();
+    } else {
+        let mut out = out;
+        write!(out, "{comparison}")?;
+    }
+    if let Some(report) = arguments.html {
+        let title = path.file_name().unwrap_or_default().to_string_lossy();
+        std::fs::write(&report, page(&comparison, &title)).with_context(|| report.display().to_string())?;
+    }
+    Ok(())
+}
+
+/// A file, unpacked if it is gzipped.
+fn open(path: &Path) -> anyhow::Result<Box<dyn BufRead>> {
+    let mut file = BufReader::new(File::open(path).with_context(|| path.display().to_string())?);
+    let is_gzip = file.fill_buf().with_context(|| path.display().to_string())?.starts_with(&[0x1f, 0x8b]);
+    Ok(if is_gzip { Box::new(BufReader::new(MultiGzDecoder::new(file))) } else { Box::new(file) })
+}
