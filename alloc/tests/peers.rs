@@ -230,3 +230,25 @@ impl Twin {
         self.segments.iter().flat_map(|segment| &segment.pieces).map(|piece| piece.0).sum()
     }
 }
+
+#[test]
+fn absurd_tables_end_in_an_answer() {
+    const HUGE: u64 = u64::MAX / 4;
+    let check = |rows: &[(u64, u64, u64)]| {
+        let buffers = rows.iter().map(|&(start, end, bytes)| Buffer::new(start..end, bytes)).collect();
+        let problem = Problem::new(buffers).unwrap();
+        let requests = Requests::new(&problem);
+        for kind in Kind::ALL {
+            for capacity in [0, 1, CAPACITY, 1 << 50, u64::MAX] {
+                let mut allocator = kind.build(capacity, &problem, &requests);
+                let _ = replay_observed(&requests, &mut *allocator, 1000, |_, _| {});
+            }
+        }
+    };
+    check(&[]);
+    check(&[(0, 1, 0)]);
+    check(&[(0, u64::MAX, 1)]);
+    check(&[(0, 1, HUGE), (1, 2, HUGE - 1), (1, 2, HUGE - 2), (0, 3, HUGE)]);
+    check(&[(0, 2, HUGE), (0, 1, HUGE), (1, 2, HUGE - 600), (0, 3, HUGE), (2, 3, HUGE - 600), (2, 3, HUGE)]);
+    check(&[(0, 1, 1 << 47), (1, 2, 1 << 46), (2, 3, 1 << 47)]);
+}

@@ -1,7 +1,7 @@
 //! A device as allocators see it: so many bytes, addresses, and a driver whose calls are counted.
 //!
-//! In: the driver calls of an allocator. Out: addresses, or a refusal when the bytes are spent. Never: a lower address
-//! reused; a fresh range of the 64-bit space is always at hand, as on a real device.
+//! In: the driver calls of an allocator. Out: addresses, or a refusal when the bytes are spent. Never: an
+//! address twice, as if there were no end to them; a program that spends 2^64 of them has run out of memory.
 
 /// Calls of the driver, by kind. One call each on NVIDIA devices: `cudaMalloc`, `cudaFree`, `cuMemAddressReserve`,
 /// `cuMemCreate`, `cuMemRelease`, `cuMemMap`, `cuMemUnmap`.
@@ -35,8 +35,8 @@ pub struct Device {
 }
 
 impl Device {
-    /// Devices that are larger than this behave as if they had this size: addresses stay below 2^62.
-    pub const LARGEST: u64 = 1 << 56;
+    /// Devices that are larger than this behave as if they had this size, so that addresses last for long.
+    pub const LARGEST: u64 = 1 << 48;
 
     /// A device of 80 GiB, the size that the recordings were made with.
     pub const DEFAULT_CAPACITY: u64 = 80 << 30;
@@ -64,7 +64,12 @@ impl Device {
     /// Mapped memory in one call; `None` when the bytes are not there.
     pub(super) fn malloc(&mut self, bytes: u64) -> Option<u64> {
         self.calls.mallocs += 1;
-        self.take(bytes).then(|| self.addresses(bytes))
+        if bytes > self.free_bytes() {
+            return None;
+        }
+        let address = self.addresses(bytes)?;
+        self.used += bytes;
+        Some(address)
     }
 
     /// Gives back what [`malloc`](Self::malloc) gave.
@@ -73,8 +78,8 @@ impl Device {
         self.used -= bytes;
     }
 
-    /// Address space with nothing behind it.
-    pub(super) fn reserve(&mut self, bytes: u64) -> u64 {
+    /// Address space with nothing behind it; `None` when there is no more.
+    pub(super) fn reserve(&mut self, bytes: u64) -> Option<u64> {
         self.calls.reserves += 1;
         self.addresses(bytes)
     }
@@ -82,15 +87,15 @@ impl Device {
     /// `count` pieces of physical memory of `bytes` each, mapped one after another; nothing at all when they do not
     /// all fit (pieces created before the refusal are released again, and all calls are counted).
     pub(super) fn create_and_map(&mut self, count: u64, bytes: u64) -> bool {
-        for done in 0..count {
-            self.calls.creates += 1;
-            if !self.take(bytes) {
-                self.calls.releases += done;
-                self.used -= done * bytes;
-                return false;
-            }
+        let there = count.min(self.free_bytes() / bytes);
+        if there < count {
+            self.calls.creates += there + 1;
+            self.calls.releases += there;
+            return false;
         }
+        self.calls.creates += count;
         self.calls.maps += count;
+        self.used += count * bytes;
         true
     }
 
@@ -102,7 +107,7 @@ impl Device {
     }
 
     /// A second range of addresses for `count` pieces of physical memory that are mapped elsewhere already.
-    pub(super) fn stitch(&mut self, count: u64, bytes: u64) -> u64 {
+    pub(super) fn stitch(&mut self, count: u64, bytes: u64) -> Option<u64> {
         self.calls.maps += count;
         self.reserve(count * bytes)
     }
@@ -112,19 +117,11 @@ impl Device {
         self.calls.unmaps += count;
     }
 
-    fn take(&mut self, bytes: u64) -> bool {
-        let fits = bytes <= self.capacity - self.used;
-        if fits {
-            self.used += bytes;
-        }
-        fits
-    }
-
-    fn addresses(&mut self, bytes: u64) -> u64 {
+    fn addresses(&mut self, bytes: u64) -> Option<u64> {
         const PAGE: u64 = 2 << 20;
         let address = self.next_address;
         // A page between two ranges keeps neighbours apart: no two segments may look like one.
-        self.next_address += bytes.next_multiple_of(PAGE) + PAGE;
-        address
+        self.next_address = bytes.checked_next_multiple_of(PAGE)?.checked_add(PAGE)?.checked_add(address)?;
+        Some(address)
     }
 }

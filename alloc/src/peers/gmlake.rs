@@ -17,7 +17,9 @@ const CHUNK: u64 = 2 << 20;
 const SMALL_REQUEST: u64 = 1 << 20;
 const LARGE_REQUEST: u64 = 10 << 20;
 const LARGE_SEGMENT: u64 = 20 << 20;
-/// Slots of blocks from the small pool carry this bit in the large pool's numbering.
+/// The model keeps a table of all chunks there ever were and takes no more: 64 TiB.
+const MOST_CHUNKS: usize = 1 << 25;
+/// Slots of stitched blocks carry this bit, those of primitive ones do not.
 const STITCHED: u32 = 1 << 31;
 
 /// GMLake's environment variables.
@@ -107,7 +109,7 @@ impl GmLake {
     }
 
     fn allocate_large(&mut self, bytes: u64, stream: Stream) -> Option<Block> {
-        let chunks = u32::try_from(bytes.div_ceil(CHUNK)).ok().filter(|&chunks| chunks < STITCHED)?;
+        let chunks = u32::try_from(bytes.div_ceil(CHUNK)).ok().filter(|&chunks| chunks as usize <= MOST_CHUNKS)?;
         if let Some(block) = self.take_primitive(chunks, stream) {
             return Some(block);
         }
@@ -180,6 +182,7 @@ impl GmLake {
         if missing > 0 || picked.len() < 2 {
             return None;
         }
+        let address = self.small.device_mut().stitch(u64::from(chunks), CHUNK)?;
         let mut stitched = Vec::with_capacity(chunks as usize);
         for (first, size, take) in picked {
             self.free_primitives.remove(&(stream, size, first));
@@ -189,7 +192,6 @@ impl GmLake {
         }
         let number = self.next_stitched;
         self.next_stitched += 1;
-        let address = self.small.device_mut().stitch(u64::from(chunks), CHUNK);
         for &chunk in &stitched {
             self.chunks[chunk as usize].mapped_by.push(number);
         }
@@ -208,10 +210,13 @@ impl GmLake {
     /// New chunks from the device, as one free primitive block. Returns whether the device had them.
     fn create_segment(&mut self, chunks: u32, stream: Stream) -> bool {
         let device = self.small.device_mut();
+        if self.chunks.len() + chunks as usize > MOST_CHUNKS {
+            return false;
+        }
+        let Some(address) = device.reserve(u64::from(chunks) * CHUNK) else { return false };
         if !device.create_and_map(u64::from(chunks), CHUNK) {
             return false;
         }
-        let address = device.reserve(u64::from(chunks) * CHUNK);
         let first = u32::try_from(self.chunks.len()).expect("fewer than 2^32 chunks of 2 MiB");
         let chunk = |i| Chunk { address: address + u64::from(i) * CHUNK, free: true, mapped_by: Vec::new() };
         self.chunks.extend((0..chunks).map(chunk));
@@ -450,5 +455,85 @@ impl Allocator for GmLake {
         let mut extents: Vec<Extent> = large.chain(self.small.extents()).collect();
         extents.sort_unstable_by_key(|extent| extent.address);
         extents
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn allocator(fragmentation_limit: u64, capacity: u64) -> GmLake {
+        GmLake::new(Device::new(capacity), GmLakeOptions { fragmentation_limit, ..GmLakeOptions::default() })
+    }
+
+    fn allocate<const N: usize>(allocator: &mut GmLake, sizes: [u64; N]) -> [Block; N] {
+        sizes.map(|size| allocator.allocate(size * MIB, Stream::default()).unwrap())
+    }
+
+    #[test]
+    fn free_blocks_are_stitched_from_the_limit_on() {
+        let check = |limit: u64, expected: u64| {
+            let mut allocator = allocator(limit * MIB, 1 << 40);
+            let [a, keep, b] = allocate(&mut allocator, [30, 2, 40]);
+            allocator.free(a);
+            allocator.free(b);
+            let [block] = allocate(&mut allocator, [60]);
+            assert_eq!((block.bytes(), allocator.reserved()), (60 * MIB, expected * MIB), "limit {limit}");
+            allocator.free(keep);
+        };
+        // 30 + 20 (the smallest large segment) + 40.
+        check(61, 30 + 20 + 40 + 60);
+        check(60, 30 + 20 + 40);
+    }
+
+    #[test]
+    fn a_stitched_block_is_kept_and_its_parts_are_used() {
+        let mut allocator = allocator(4 * MIB, 1 << 40);
+        let [a, b] = allocate(&mut allocator, [30, 40]);
+        allocator.free(a);
+        allocator.free(b);
+        let [stitched] = allocate(&mut allocator, [60]); // all of b and 20 MiB of a
+        let trips = allocator.statistics().device_calls();
+        let [rest] = allocate(&mut allocator, [10]); // what was left of a
+        assert_eq!(allocator.reserved(), 70 * MIB);
+        allocator.free(stitched);
+        let [again] = allocate(&mut allocator, [50]);
+        assert_eq!((allocator.reserved(), allocator.statistics().device_calls()), (70 * MIB, trips));
+        let [tail] = allocate(&mut allocator, [10]); // the part of the stitched block that is not held
+        assert_eq!(allocator.reserved(), 70 * MIB);
+        [rest, again, tail].into_iter().for_each(|block| allocator.free(block));
+        assert_eq!(allocator.allocated(), 0);
+    }
+
+    #[test]
+    fn a_stitched_block_serves_down_to_a_tenth() {
+        let mut allocator = allocator(4 * MIB, 1 << 40);
+        let [a, b] = allocate(&mut allocator, [100, 100]);
+        allocator.free(a);
+        allocator.free(b);
+        let [stitched] = allocate(&mut allocator, [200]);
+        allocator.free(stitched);
+        let [primitive] = allocate(&mut allocator, [100]); // a primitive block that fits comes first
+        let [other] = allocate(&mut allocator, [100]);
+        assert_eq!(allocator.reserved(), 200 * MIB);
+        [primitive, other].into_iter().for_each(|block| allocator.free(block));
+    }
+
+    #[test]
+    fn cached_segments_go_back_with_what_was_stitched_of_them() {
+        let mut allocator = allocator(4 * MIB, 220 * MIB);
+        let [a, b] = allocate(&mut allocator, [100, 100]);
+        allocator.free(a);
+        allocator.free(b);
+        let [stitched] = allocate(&mut allocator, [150]);
+        allocator.free(stitched);
+        // 204 MiB are more than the 200 at hand: both segments go.
+        let [large] = allocate(&mut allocator, [204]);
+        assert_eq!((allocator.reserved(), allocator.statistics().retries), (204 * MIB, 1));
+        assert!(allocator.allocate(18 * MIB, Stream::default()).is_err());
+        allocator.free(large);
+        assert_eq!((allocator.stitched.len(), allocator.stitched_bytes), (0, 0));
     }
 }

@@ -19,7 +19,7 @@ struct Segment {
 impl PyTorch {
     /// Maps memory for a request, at the lowest addresses where idle and unmapped bytes together are enough.
     pub(super) fn expand(&mut self, request: &Request) -> Option<BlockId> {
-        let mut candidate = self.room(request);
+        let mut candidate = self.room(request)?;
         if !self.blocks.get(candidate).mapped {
             let bytes = request.bytes.min(self.blocks.get(candidate).bytes);
             self.map(candidate, bytes).then_some(())?;
@@ -37,7 +37,7 @@ impl PyTorch {
     }
 
     /// The first block of a run of idle and unmapped ones that holds the request; a new range if there is none.
-    fn room(&mut self, request: &Request) -> BlockId {
+    fn room(&mut self, request: &Request) -> Option<BlockId> {
         let holds = |first: BlockId| {
             let (mut bytes, mut at) = (0, Some(first));
             while let Some(id) = at.filter(|&id| self.blocks.get(id).is_idle()) {
@@ -56,24 +56,27 @@ impl PyTorch {
             let first = previous.unwrap_or(id);
             holds(first).then_some(first)
         });
-        found.unwrap_or_else(|| self.reserve(request))
+        found.or_else(|| self.reserve(request))
     }
 
-    fn reserve(&mut self, request: &Request) -> BlockId {
+    fn reserve(&mut self, request: &Request) -> Option<BlockId> {
         let page = match request.pool {
             PoolKind::Small => SMALL_SEGMENT,
             PoolKind::Large => self.options.large_segment_bytes,
         };
         // An eighth more than the device has, so that pages unmapped in the middle can come back at the end.
         let bytes = (self.device.capacity() + self.device.capacity() / 8).next_multiple_of(page);
-        let address = self.device.reserve(bytes);
+        if bytes < request.bytes {
+            return None;
+        }
+        let address = self.device.reserve(bytes)?;
         let id = self.blocks.create_segment(request.stream, request.pool, address, bytes);
         let block = self.blocks.get_mut(id);
         block.mapped = false;
         block.expandable = Some(self.expandable.segments.len() as u32);
         self.expandable.segments.push(Some(Segment { address, bytes, page }));
         self.blocks.insert_unmapped(id);
-        id
+        Some(id)
     }
 
     /// Maps the first `bytes` of an unmapped block, in whole pages, and joins it with its idle neighbours. Returns

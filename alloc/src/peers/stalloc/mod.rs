@@ -68,18 +68,18 @@ impl StAlloc {
         let mut plan = Vec::with_capacity(requests.persistent().len() + births.len());
         for &id in requests.persistent() {
             plan.push(Planned::Static { offset: pool_bytes, bytes: problem.buffer(id).bytes });
-            pool_bytes += rounded(id);
+            pool_bytes = pool_bytes.saturating_add(rounded(id));
         }
         let fixed: Vec<BufferId> = births.iter().copied().filter(|&id| !is_dynamic(id)).collect();
         let rectangle = |&id| Rectangle { lifetime: problem.buffer(id).lifetime.clone(), bytes: rounded(id) };
         let rectangles: Vec<Rectangle> = fixed.iter().map(rectangle).collect();
         let placed = strips::place(&rectangles);
         let base = pool_bytes;
-        pool_bytes += placed.height;
-        let mut offsets = placed.offsets.iter().map(|offset| base + offset);
+        pool_bytes = pool_bytes.saturating_add(placed.height);
+        let mut offsets = placed.offsets.iter().map(|offset| base.saturating_add(*offset));
         for &id in &births {
             plan.push(if is_dynamic(id) {
-                let busy = rectangles.iter().zip(&placed.offsets).map(|(r, &offset)| (r, base + offset));
+                let busy = rectangles.iter().zip(&placed.offsets).map(|(r, &offset)| (r, base.saturating_add(offset)));
                 Planned::Dynamic { idle: idle_ranges(busy, &problem.buffer(id).lifetime, base..pool_bytes) }
             } else {
                 let offset = offsets.next().expect("one offset per static buffer");
@@ -169,7 +169,7 @@ fn idle_ranges<'r>(
     within: std::ops::Range<u64>,
 ) -> Vec<(u64, u64)> {
     let overlapping = placed.filter(|(r, _)| r.lifetime.start < lifetime.end && lifetime.start < r.lifetime.end);
-    let mut used: Vec<(u64, u64)> = overlapping.map(|(r, offset)| (offset, offset + r.bytes)).collect();
+    let mut used: Vec<(u64, u64)> = overlapping.map(|(r, offset)| (offset, offset.saturating_add(r.bytes))).collect();
     used.sort_unstable();
     gaps(within, &used)
 }

@@ -12,7 +12,7 @@ pub(super) struct Rectangle {
     pub bytes: u64,
 }
 
-/// Offsets, one per rectangle, and the height of all strips.
+/// Offsets, one per rectangle, and the height of all strips, in bytes; past 2^64 both stay there, for no device holds that.
 #[derive(Debug, Default)]
 pub(super) struct Strips {
     pub offsets: Vec<u64>,
@@ -46,7 +46,7 @@ pub(super) fn place(rectangles: &[Rectangle]) -> Strips {
                 offsets[index] =
                     strip.stack(&rectangles[index].lifetime, bytes).expect("buffers of a chain take turns");
             }
-            height += bytes;
+            height = height.saturating_add(bytes);
             strips.push(strip);
         }
     }
@@ -107,6 +107,6 @@ impl Strip {
         }
         self.skyline.insert(lifetime.start, top + bytes);
         self.skyline.entry(lifetime.end).or_insert(after);
-        Some(self.offset + top)
+        Some(self.offset.saturating_add(top))
     }
 }
