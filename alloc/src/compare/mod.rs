@@ -11,8 +11,8 @@ use std::fmt;
 use serde::Serialize;
 use serde::ser::{SerializeStruct, Serializer};
 
-use crate::peers::{Device, Kind, OutOfMemory};
-use crate::{Problem, Report, Requests, replay, replay_observed};
+use crate::peers::{Device, Kind, OutOfMemory, PyTorchOptions};
+use crate::{Problem, Report, Requests, replay, replay_observed, smallest_capacity};
 pub use page::page;
 pub use timeline::Timeline;
 
@@ -25,13 +25,24 @@ pub struct Comparison {
     pub kinds: Vec<Kind>,
     /// Bytes of the device; `None` for 80 GiB, or four times the live bytes where that is more.
     pub capacity: Option<u64>,
+    /// Options of PyTorch's two.
+    pub pytorch: PyTorchOptions,
+    /// Whether the smallest device is searched on which each completes, which takes some twenty replays.
+    pub smallest_device: bool,
     /// Whether timelines are kept for pictures, which takes longer.
     pub pictures: bool,
 }
 
 impl Default for Comparison {
     fn default() -> Self {
-        Self { iterations: 1, kinds: Kind::ALL.to_vec(), capacity: None, pictures: false }
+        Self {
+            iterations: 1,
+            kinds: Kind::ALL.to_vec(),
+            capacity: None,
+            pytorch: PyTorchOptions::default(),
+            smallest_device: false,
+            pictures: false,
+        }
     }
 }
 
@@ -55,6 +66,8 @@ pub struct Entry {
     pub kind: Kind,
     /// Its report, or the request that it could not serve.
     pub outcome: Result<Report, OutOfMemory>,
+    /// The smallest device in bytes on which it completes, if that was asked for and it completes on the given one.
+    pub smallest_device: Option<u64>,
     /// Its course over time, if pictures were asked for.
     pub timeline: Option<Timeline>,
 }
@@ -63,18 +76,30 @@ pub struct Entry {
 pub fn compare(problem: &Problem, requests: &Requests, comparison: &Comparison) -> Compared {
     let capacity =
         comparison.capacity.unwrap_or_else(|| Device::DEFAULT_CAPACITY.max(requests.peak_live().saturating_mul(4)));
+    let build = |kind: Kind, capacity| kind.build_with(capacity, problem, requests, &comparison.pytorch);
+    let served = requests.persistent().len() as u64 + requests.step().len() as u64 * comparison.iterations;
     let entry = |&kind: &Kind| {
-        let mut allocator = kind.build(capacity, problem, requests);
-        if !comparison.pictures {
-            let outcome = replay(requests, &mut *allocator, comparison.iterations);
-            return Entry { kind, outcome, timeline: None };
-        }
-        let served = requests.persistent().len() as u64 + requests.step().len() as u64 * comparison.iterations;
-        let mut timeline = Timeline::new(served);
-        let outcome = replay_observed(requests, &mut *allocator, comparison.iterations, |request, allocator| {
-            timeline.observe(request, allocator);
-        });
-        Entry { kind, outcome, timeline: Some(timeline) }
+        let mut allocator = build(kind, capacity);
+        let mut timeline = comparison.pictures.then(|| Timeline::new(served));
+        let outcome = match &mut timeline {
+            None => replay(requests, &mut *allocator, comparison.iterations),
+            Some(timeline) => {
+                replay_observed(requests, &mut *allocator, comparison.iterations, |request, allocator| {
+                    timeline.observe(request, allocator);
+                })
+            }
+        };
+        let smallest = |report: &Report| match kind.is_elastic() {
+            false => Some(report.peak_reserved()),
+            true => {
+                let build = |capacity| build(kind, capacity);
+                let search = |enough| smallest_capacity(requests, comparison.iterations, enough, build);
+                let found = search(report.peak_reserved()).or_else(|_| search(capacity));
+                found.ok().map(|(smallest, _)| smallest)
+            }
+        };
+        let smallest_device = outcome.as_ref().ok().filter(|_| comparison.smallest_device).and_then(smallest);
+        Entry { kind, outcome, smallest_device, timeline }
     };
     let mut allocators: Vec<Entry> = comparison.kinds.iter().map(entry).collect();
     allocators.sort_by_key(|entry| (entry.outcome.is_err(), entry.outcome.as_ref().ok().map(Report::peak_reserved)));
@@ -92,6 +117,10 @@ impl Serialize for Entry {
                 entry.serialize_field("fragmentation", &report.fragmentation())?;
                 entry.serialize_field("segments", &report.statistics.segments)?;
                 entry.serialize_field("device_calls", &report.statistics.device_calls())?;
+                match &self.smallest_device {
+                    Some(bytes) => entry.serialize_field("min_capacity", bytes)?,
+                    None => entry.skip_field("min_capacity")?,
+                }
             }
             Err(error) => entry.serialize_field("error", &error.to_string())?,
         }
@@ -101,26 +130,27 @@ impl Serialize for Entry {
 
 impl fmt::Display for Compared {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(
-            f,
-            "{:<20}{:>15}{:>15}{:>10}{:>15}{:>10}{:>14}{:>12}",
-            "allocator", "reserved GiB", "allocated GiB", "× live", "fragmentation", "segments", "device calls", "time"
-        )?;
-        for Entry { kind, outcome, .. } in &self.allocators {
-            match outcome {
-                Ok(report) => writeln!(
-                    f,
-                    "{:<20}{:>15.3}{:>15.3}{:>10.4}{:>14.2}%{:>10}{:>14}{:>9.1} ms",
-                    kind,
-                    gib(report.peak_reserved()),
-                    gib(report.peak_allocated()),
-                    report.peak_reserved() as f64 / self.peak_live.max(1) as f64,
-                    100.0 * report.fragmentation(),
-                    report.statistics.segments,
-                    report.statistics.device_calls(),
-                    1e3 * report.time.as_secs_f64()
-                )?,
-                Err(error) => writeln!(f, "{kind:<20}{error}")?,
+        write!(f, "{:<20}{:>15}{:>15}{:>10}", "allocator", "reserved GiB", "allocated GiB", "× live")?;
+        write!(f, "{:>15}{:>10}{:>14}{:>12}", "fragmentation", "segments", "device calls", "time")?;
+        let searched = self.allocators.iter().any(|entry| entry.smallest_device.is_some());
+        writeln!(f, "{}", if searched { "  smallest device GiB" } else { "" })?;
+        for Entry { kind, outcome, smallest_device, .. } in &self.allocators {
+            let report = match outcome {
+                Ok(report) => report,
+                Err(error) => {
+                    writeln!(f, "{kind:<20}{error}")?;
+                    continue;
+                }
+            };
+            let (reserved, allocated) = (report.peak_reserved(), report.peak_allocated());
+            let above = reserved as f64 / self.peak_live.max(1) as f64;
+            write!(f, "{kind:<20}{:>15.3}{:>15.3}{above:>10.4}", gib(reserved), gib(allocated))?;
+            let (segments, calls) = (report.statistics.segments, report.statistics.device_calls());
+            let ms = 1e3 * report.time.as_secs_f64();
+            write!(f, "{:>14.2}%{segments:>10}{calls:>14}{ms:>9.1} ms", 100.0 * report.fragmentation())?;
+            match smallest_device {
+                Some(bytes) => writeln!(f, "{:>21.3}", gib(*bytes))?,
+                None => writeln!(f)?,
             }
         }
         let times = if self.iterations == 1 { "once".to_owned() } else { format!("{} times", self.iterations) };

@@ -18,7 +18,7 @@ pub fn page(compared: &Compared, title: &str) -> String {
     let mut pictures = Vec::new();
     let drawn = compared.allocators.iter().filter_map(|entry| entry.timeline.as_ref());
     let top = drawn.flat_map(|timeline| timeline.columns()).map(|column| column.reserved).max().unwrap_or(0).max(1);
-    for Entry { kind, outcome, timeline } in &compared.allocators {
+    for Entry { kind, outcome, timeline, .. } in &compared.allocators {
         match outcome {
             Ok(report) => {
                 let cells = format!(

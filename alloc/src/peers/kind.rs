@@ -55,14 +55,33 @@ impl Kind {
         }
     }
 
+    /// Whether it gives cached memory back before it fails, so that it may complete on less than it reserves elsewhere.
+    pub fn is_elastic(self) -> bool {
+        matches!(self, Self::PyTorch | Self::PyTorchExpandable | Self::GmLake | Self::Bfc)
+    }
+
     /// The allocator on an empty device of `capacity` bytes, ready for `requests`. Those that plan do it here.
     pub fn build(self, capacity: u64, problem: &Problem, requests: &Requests) -> Box<dyn Allocator> {
+        self.build_with(capacity, problem, requests, &PyTorchOptions::default())
+    }
+
+    /// As [`build`](Self::build), with options for PyTorch's two; whether its segments expand is the kind's to say.
+    pub fn build_with(
+        self,
+        capacity: u64,
+        problem: &Problem,
+        requests: &Requests,
+        pytorch: &PyTorchOptions,
+    ) -> Box<dyn Allocator> {
         let device = Device::new(capacity);
+        let pytorch = |expandable_segments| {
+            Box::new(PyTorch::new(device.clone(), PyTorchOptions { expandable_segments, ..pytorch.clone() }))
+        };
         match self {
             Self::Ideal => Box::new(Ideal::new(capacity)),
             Self::Gapless => Box::new(Planned::new(device, problem, requests)),
-            Self::PyTorch => Box::new(PyTorch::new(device, PyTorchOptions::default())),
-            Self::PyTorchExpandable => Box::new(PyTorch::new(device, PyTorchOptions::expandable())),
+            Self::PyTorch => pytorch(false),
+            Self::PyTorchExpandable => pytorch(true),
             Self::GmLake => Box::new(GmLake::new(device, GmLakeOptions::default())),
             Self::Bfc => Box::new(Bfc::growing(device)),
             Self::StAlloc => Box::new(StAlloc::new(device, problem, requests)),

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
 use flate2::bufread::MultiGzDecoder;
-use gapless_alloc::peers::Kind;
+use gapless_alloc::peers::{Kind, PyTorchOptions};
 use gapless_alloc::{Comparison, Requests, compare, csv, page, read_snapshot};
 
 /// Replay a table of lifetimes through every allocator and compare what they reserve.
@@ -31,6 +31,12 @@ pub struct Arguments {
     /// Bytes of the modelled device; 80 GiB if not given, or four times the live bytes where that is more.
     #[arg(long, value_name = "BYTES")]
     capacity: Option<u64>,
+    /// Options of PyTorch's allocator, as in PYTORCH_ALLOC_CONF.
+    #[arg(long, default_value = "", value_name = "OPTION:VALUE,…")]
+    pytorch_options: PyTorchOptions,
+    /// Also find the smallest device on which each allocator completes.
+    #[arg(long)]
+    smallest_device: bool,
     /// Print one JSON object instead of the table.
     #[arg(long)]
     json: bool,
@@ -65,6 +71,8 @@ pub fn run(arguments: Arguments) -> anyhow::Result<()> {
             iterations: arguments.iterations,
             kinds,
             capacity: arguments.capacity,
+            pytorch: arguments.pytorch_options,
+            smallest_device: arguments.smallest_device,
             pictures: arguments.html.is_some(),
         },
     );
