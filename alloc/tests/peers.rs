@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use gapless_alloc::peers::{
-    Allocator, Bfc, Block, Device, GmLake, GmLakeOptions, Kind, Malloc, PyTorch, PyTorchOptions, Stream,
+    Allocator, Bfc, Block, Device, GmLake, GmLakeOptions, Kind, Malloc, PyTorch, PyTorchOptions, StAlloc, Stream,
 };
 use gapless_alloc::{Buffer, Problem, Requests, replay_observed, smallest_capacity};
 use proptest::prelude::*;
@@ -251,4 +251,29 @@ fn absurd_tables_end_in_an_answer() {
     check(&[(0, 1, HUGE), (1, 2, HUGE - 1), (1, 2, HUGE - 2), (0, 3, HUGE)]);
     check(&[(0, 2, HUGE), (0, 1, HUGE), (1, 2, HUGE - 600), (0, 3, HUGE), (2, 3, HUGE - 600), (2, 3, HUGE)]);
     check(&[(0, 1, 1 << 47), (1, 2, 1 << 46), (2, 3, 1 << 47)]);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(128))]
+
+    /// Whatever the phases, STAlloc's plan holds: no block overlaps another and nothing falls back.
+    #[test]
+    fn stalloc_plans_hold_with_phases(
+        rows in prop::collection::vec((0..30u64, 1..30u64, 1..9000u64), 1..40),
+        mut phases in prop::collection::vec(0..60u64, 0..6),
+    ) {
+        phases.sort_unstable();
+        let buffers = rows.into_iter().map(|(start, length, bytes)| Buffer::new(start..start + length, bytes));
+        let problem = Problem::new(buffers.collect()).unwrap();
+        let requests = Requests::new(&problem);
+        let mut allocator = StAlloc::with(Device::new(CAPACITY), &problem, &requests, &phases, |_| false);
+        let mut layout = Ok(());
+        let report = replay_observed(&requests, &mut allocator, 2, |_, allocator| {
+            if layout.is_ok() {
+                layout = check_layout(allocator);
+            }
+        });
+        layout?;
+        prop_assert_eq!(report.unwrap().statistics.device_allocations, 1);
+    }
 }

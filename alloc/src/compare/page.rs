@@ -67,8 +67,9 @@ pub fn page(compared: &Compared, title: &str) -> String {
          <table><tr><th>allocator<th>reserved GiB<th>allocated GiB<th>÷ live<th>fragmentation<th>segments<th>device calls\
          {rows}</table>\
          <p class=key><i style=\"background:#2f6db5\"></i>held by the program <i style=\"background:#f3a6a0\"></i>hole: \
-         reserved, not held <i class=line style=\"background:#b3261e\"></i>reserved \
-         <i class=line style=\"background:#111\"></i>most bytes alive at once. Across: requests. Up: reserved memory from \
+         reserved, not held <i class=line style=\"background:#b3261e\"></i>most reserved \
+         <i class=line style=\"background:#0b2a4a\"></i>most allocated \
+         <i class=line style=\"background:#111\"></i>most bytes alive at once, ever. Across: requests. Up: reserved memory from \
          the lowest address, segments on top of each other, to {:.3} GiB in every picture.\
          <main>{figures}</main><script>const data={data};{SCRIPT}</script></html>\n",
         if compared.iterations == 1 { "once".to_owned() } else { format!("{} times", compared.iterations) },
@@ -114,9 +115,12 @@ image-rendering:pixelated}.key i{display:inline-block;width:1em;height:1em;verti
 const SCRIPT: &str = "\
 document.querySelectorAll('canvas').forEach((canvas,index)=>{\
 const pen=canvas.getContext('2d'),up=y=>data.rows-y;\
+let before=[0,0];\
 data.pictures[index].forEach(([reserved,allocated,layout],x)=>{\
 let y=0;layout.forEach((rows,run)=>{pen.fillStyle=run%2?'#f3a6a0':'#2f6db5';pen.fillRect(x,up(y+rows),1,rows);y+=rows});\
-pen.fillStyle='#b3261e';pen.fillRect(x,up(reserved),1,1)});\
+[[reserved,'#b3261e'],[allocated,'#0b2a4a']].forEach(([top,colour],line)=>{\
+const from=Math.min(top,before[line]),to=Math.max(top,before[line]);\
+pen.fillStyle=colour;pen.fillRect(x,up(to),1,Math.max(1,to-from));before[line]=top})});\
 pen.fillStyle='#111';pen.fillRect(0,Math.floor(up(data.live*data.rows)),canvas.width,1)})";
 
 #[cfg(test)]

@@ -1,11 +1,15 @@
 //! STAlloc: a static plan from a profiled iteration, matched request by request, and a caching allocator for the rest.
 //!
-//! The planner lays persistent buffers end to end and everything else into strips (the released code's default,
-//! `split-and-fuse`), all sizes rounded to 512 bytes. At run time the n-th request of an iteration gets the n-th planned
+//! The planner lays persistent buffers end to end; the rest goes into strips, sizes in descending order, all rounded to
+//! 512 bytes. Where the phases of a step are known, buffers that are born in one phase and die in another are grouped and
+//! fused first (the paper's planner, `group` in its code); without phases there are only strips (`split-and-fuse`, the
+//! code's default). At run time the n-th request of an iteration gets the n-th planned
 //! offset if its size is the planned one; otherwise PyTorch's caching allocator serves it, and likewise if the bytes are
 //! taken. Buffers marked as dynamic (the data decides their sizes) are not planned: they get the best-fitting range that
 //! the plan leaves idle throughout their lifetime, or else come from the caching allocator too.
 
+mod groups;
+mod skyline;
 mod strips;
 
 use std::collections::BTreeMap;
@@ -46,16 +50,18 @@ enum Planned {
 }
 
 impl StAlloc {
-    /// Plans `problem`, in which no buffer is dynamic.
+    /// Plans `problem`, knowing of no phases and no dynamic buffers: the released code's default.
     pub fn new(device: Device, problem: &Problem, requests: &Requests) -> Self {
-        Self::with_dynamic(device, problem, requests, |_| false)
+        Self::with(device, problem, requests, &[], |_| false)
     }
 
-    /// Plans the buffers of `problem` that are not dynamic.
-    pub fn with_dynamic(
+    /// Plans the buffers of `problem` that are not dynamic. `phases` are the ticks, ascending, at which a phase of the step
+    /// (the forward or backward pass of a micro-batch) ends and the next begins.
+    pub fn with(
         device: Device,
         problem: &Problem,
         requests: &Requests,
+        phases: &[u64],
         is_dynamic: impl Fn(BufferId) -> bool,
     ) -> Self {
         let births = requests.step().iter().filter_map(|request| match request {
@@ -73,7 +79,7 @@ impl StAlloc {
         let fixed: Vec<BufferId> = births.iter().copied().filter(|&id| !is_dynamic(id)).collect();
         let rectangle = |&id| Rectangle { lifetime: problem.buffer(id).lifetime.clone(), bytes: rounded(id) };
         let rectangles: Vec<Rectangle> = fixed.iter().map(rectangle).collect();
-        let placed = strips::place(&rectangles);
+        let placed = strips::place(&rectangles, phases);
         let base = pool_bytes;
         pool_bytes = pool_bytes.saturating_add(placed.height);
         let mut offsets = placed.offsets.iter().map(|offset| base.saturating_add(*offset));
@@ -279,7 +285,7 @@ mod tests {
         let rows = [(0..9, 512), (0..4, 8192), (5..8, 4096), (5..7, 4096), (5..6, 4097)];
         let problem = problem(&rows);
         let requests = Requests::new(&problem);
-        let mut allocator = StAlloc::with_dynamic(Device::new(1 << 30), &problem, &requests, |id| id.index() >= 3);
+        let mut allocator = StAlloc::with(Device::new(1 << 30), &problem, &requests, &[], |id| id.index() >= 3);
         let report = crate::replay(&requests, &mut allocator, 1).unwrap();
         // 4096 idle bytes serve the first, nothing is left for the second.
         assert_eq!(report.peak_reserved(), 512 + 8192 + (2 << 20));

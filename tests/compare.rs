@@ -1,0 +1,104 @@
+//! `gapless compare` as a user meets it.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+fn compare(arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_gapless")).arg("compare").args(arguments).output().unwrap()
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).unwrap()
+}
+
+/// A file with this content, in a folder that goes away with the test.
+fn file(folder: &tempfile::TempDir, name: &str, content: impl AsRef<[u8]>) -> PathBuf {
+    let path = folder.path().join(name);
+    fs::write(&path, content).unwrap();
+    path
+}
+
+const STEP: &str = "id,lower,upper,size\nw,0,9,3000000\na,1,4,5000000\nb,2,6,40000000\nc,4,8,5000000\nd,6,8,30000000\n";
+
+#[test]
+fn json_has_every_allocator_by_reserved_bytes() {
+    let folder = tempfile::tempdir().unwrap();
+    let trace = file(&folder, "step.csv", STEP);
+    let output = compare(&["--trace", trace.to_str().unwrap(), "--iterations", "3", "--json"]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let object: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let allocators = object["allocators"].as_array().unwrap();
+    let mut names: Vec<&str> = allocators.iter().map(|a| a["allocator"].as_str().unwrap()).collect();
+    let reserved: Vec<u64> = allocators.iter().map(|a| a["peak_reserved"].as_u64().unwrap()).collect();
+    assert!(reserved.is_sorted());
+    names.sort_unstable();
+    assert_eq!(names, ["bfc", "gapless", "gmlake", "ideal", "malloc", "pytorch", "pytorch-expandable", "stalloc"]);
+    for allocator in allocators {
+        let [allocated, reserved] = ["peak_allocated", "peak_reserved"].map(|key| allocator[key].as_u64().unwrap());
+        assert_eq!(allocator["fragmentation"].as_f64().unwrap(), 1.0 - allocated as f64 / reserved as f64);
+        assert!(allocator["segments"].is_u64() && allocator["device_calls"].is_u64());
+        match allocator["allocator"].as_str().unwrap() {
+            // w, a and b at ticks 2 and 3; c takes a's place.
+            "ideal" | "gapless" => assert_eq!((allocated, reserved), (48_000_000, 48_000_000)),
+            // Two large segments of 20 MiB, one of 40 MB rounded to 2 MiB.
+            "pytorch" => assert_eq!(reserved, (20 + 40) << 20),
+            _ => {}
+        }
+    }
+}
+
+#[test]
+fn the_page_needs_nothing_but_itself() {
+    let folder = tempfile::tempdir().unwrap();
+    let (trace, report) = (file(&folder, "a<b.csv", STEP), folder.path().join("report.html"));
+    let arguments =
+        ["--trace", trace.to_str().unwrap(), "--html", report.to_str().unwrap(), "--allocators", "bfc,ideal"];
+    let output = compare(&arguments);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    assert!(text(&output.stdout).starts_with("allocator"));
+    let page = fs::read_to_string(report).unwrap();
+    assert_eq!(page.matches("<canvas").count(), 2);
+    assert!(page.contains("a&lt;b.csv") && !page.contains("a<b.csv"));
+    assert!(!page.contains("http") && !page.contains("src="));
+}
+
+#[test]
+fn snapshots_are_read() {
+    let snapshot = Path::new(env!("CARGO_MANIFEST_DIR")).join("alloc/tests/snapshots/step.pickle");
+    let output = compare(&["--snapshot", snapshot.to_str().unwrap(), "--json", "--allocators", "gapless"]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let object: Value = serde_json::from_slice(&output.stdout).unwrap();
+    // 3 and 5 MiB, 200 and 1000 bytes.
+    assert_eq!(object["allocators"][0]["peak_reserved"], (8 << 20) + 1200);
+}
+
+#[test]
+fn bad_input_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let check = |content: &str, expected: &str| {
+        let trace = file(&folder, "bad.csv", content);
+        let output = compare(&["--trace", trace.to_str().unwrap()]);
+        let error = text(&output.stderr);
+        assert!(
+            !output.status.success() && error.contains("bad.csv") && error.contains(expected),
+            "{content:?}: {error}"
+        );
+    };
+    check("", "line 1: empty file");
+    check("id,lower,upper,size\n", "no buffers");
+    check("id,lower,upper\n", "line 1: no column \"size\"");
+    check("id,lower,upper,size\na,0,2,4\nb,5,3,4\n", "line 3: lower 5 is not below upper 3");
+    check("id,lower,upper,size\na,0,2,-4\n", "line 2: size \"-4\"");
+    check("id,lower,upper,size\na,0,2,4\na,2,3,4\n", "line 3: id \"a\" stands twice");
+    check("\u{1f}\u{8b}", "line 1");
+    let snapshots = Path::new(env!("CARGO_MANIFEST_DIR")).join("alloc/tests/snapshots");
+    let call = compare(&["--snapshot", snapshots.join("call.pickle").to_str().unwrap()]);
+    assert!(!call.status.success() && text(&call.stderr).contains("not one of plain data"));
+    let unknown = compare(&["--trace", "x.csv", "--allocators", "jemalloc"]);
+    assert!(!unknown.status.success() && text(&unknown.stderr).contains("no allocator \"jemalloc\"; there are ideal"));
+    assert!(!compare(&[]).status.success());
+    assert!(!compare(&["--trace", "a", "--snapshot", "b"]).status.success());
+}
