@@ -4,7 +4,7 @@
 //! the device once. A request that the plan does not know is refused.
 
 use super::{Allocator, Block, Device, Extent, OutOfMemory, Statistics, Stream};
-use crate::{Options, Problem, Request, Requests, Solution, plan};
+use crate::{BufferId, Options, Problem, Request, Requests, Solution, check, plan};
 
 /// Serves a planned step out of one arena.
 #[derive(Debug)]
@@ -28,14 +28,23 @@ impl Planned {
         Self::with_plan(device, problem, requests, &plan(problem, &Options::default()))
     }
 
-    /// Stands ready for the requests of `problem` with a plan at hand.
+    /// Stands ready for the requests of `problem` with a plan at hand. A planner that found no plan is represented by one
+    /// without offsets; then every request is refused.
+    ///
+    /// # Panics
+    /// When the checker rejects the plan.
     pub fn with_plan(device: Device, problem: &Problem, requests: &Requests, plan: &Solution) -> Self {
+        let found = plan.offsets.len() == problem.len();
+        if found && let Err(violations) = check(problem, &plan.offsets, None) {
+            panic!("a plan is used only if it passes the checker: {violations:?}");
+        }
         let births = requests.step().iter().filter_map(|request| match request {
             Request::Allocate(id) => Some(*id),
             Request::Free(_) => None,
         });
         let order = requests.persistent().iter().copied().chain(births);
-        let offsets: Vec<_> = order.map(|id| (plan.offsets[id.index()], problem.buffer(id).bytes)).collect();
+        let offset = |id: BufferId| plan.offsets.get(id.index()).copied().unwrap_or(u64::MAX);
+        let offsets: Vec<_> = order.map(|id| (offset(id), problem.buffer(id).bytes)).collect();
         Self {
             device,
             live: vec![false; offsets.len()],
@@ -43,7 +52,7 @@ impl Planned {
             persistent: requests.persistent().len(),
             next: 0,
             arena: None,
-            height: plan.height,
+            height: if found { plan.height } else { u64::MAX },
             statistics: Statistics::default(),
         }
     }

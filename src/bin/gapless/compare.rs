@@ -3,11 +3,12 @@
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
+use std::process::ExitCode;
 
 use anyhow::{Context, bail};
 use flate2::bufread::MultiGzDecoder;
 use gapless_alloc::peers::{Kind, PyTorchOptions};
-use gapless_alloc::{Comparison, Requests, compare, csv, page, read_snapshot};
+use gapless_alloc::{Comparison, Problem, Requests, compare, csv, page, read_snapshot};
 
 /// Replay a table of lifetimes through every allocator and compare what they reserve.
 #[derive(Debug, clap::Args)]
@@ -45,55 +46,70 @@ pub struct Arguments {
     html: Option<PathBuf>,
 }
 
-/// Reads, compares, prints.
-pub fn run(arguments: Arguments) -> anyhow::Result<()> {
-    let (path, problem, requests) = match (&arguments.trace, &arguments.snapshot) {
-        (Some(path), _) => {
-            let table = csv::read(open(path)?).with_context(|| path.display().to_string())?;
-            let requests = Requests::new(&table.problem);
-            (path, table.problem, requests)
+/// Does what the arguments ask and says how it went.
+pub fn run(arguments: &Arguments) -> ExitCode {
+    match compare_all(arguments) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("gapless compare: {error:#}");
+            ExitCode::from(2)
         }
-        (None, Some(path)) => {
-            let snapshot = read_snapshot(open(path)?, arguments.device).with_context(|| path.display().to_string())?;
-            let requests = Requests::new(&snapshot.problem).on_streams(snapshot.streams);
-            (path, snapshot.problem, requests)
-        }
-        (None, None) => bail!("nothing to compare; give --trace or --snapshot"),
-    };
+    }
+}
+
+fn compare_all(arguments: &Arguments) -> anyhow::Result<()> {
+    let (path, problem, requests) = read(arguments)?;
     if problem.is_empty() {
         bail!("{}: no buffers, nothing to compare", path.display());
     }
-    let kinds = if arguments.allocators.is_empty() { Kind::ALL.to_vec() } else { arguments.allocators };
-    let comparison = compare(
+    let chosen = &arguments.allocators;
+    let compared = compare(
         &problem,
         &requests,
         &Comparison {
             iterations: arguments.iterations,
-            kinds,
+            kinds: if chosen.is_empty() { Kind::ALL.to_vec() } else { chosen.clone() },
             capacity: arguments.capacity,
-            pytorch: arguments.pytorch_options,
+            pytorch: arguments.pytorch_options.clone(),
             smallest_device: arguments.smallest_device,
             pictures: arguments.html.is_some(),
         },
     );
-    let out = std::io::stdout().lock();
-    if arguments.json {
-        serde_json::to_writer_pretty(out, &comparison)?;
-        println!();
-    } else {
-        let mut out = out;
-        write!(out, "{comparison}")?;
-    }
-    if let Some(report) = arguments.html {
+    if let Some(report) = &arguments.html {
         let title = path.file_name().unwrap_or_default().to_string_lossy();
-        std::fs::write(&report, page(&comparison, &title)).with_context(|| report.display().to_string())?;
+        let cannot = || format!("cannot write {}", report.display());
+        std::fs::write(report, page(&compared, &title)).with_context(cannot)?;
+    }
+    let mut out = std::io::stdout().lock();
+    match arguments.json {
+        true => writeln!(out, "{}", serde_json::to_string_pretty(&compared)?)?,
+        false => write!(out, "{compared}")?,
     }
     Ok(())
 }
 
+/// The program to replay, and the file it comes from.
+fn read(arguments: &Arguments) -> anyhow::Result<(&Path, Problem, Requests)> {
+    let cannot = |path: &Path| format!("cannot read {}", path.display());
+    match (&arguments.trace, &arguments.snapshot) {
+        (Some(path), _) => {
+            let table = csv::read(open(path)?).with_context(|| cannot(path))?;
+            let requests = Requests::new(&table.problem);
+            Ok((path, table.problem, requests))
+        }
+        (None, Some(path)) => {
+            let snapshot = read_snapshot(open(path)?, arguments.device).with_context(|| cannot(path))?;
+            let requests = Requests::new(&snapshot.problem).on_streams(snapshot.streams);
+            Ok((path, snapshot.problem, requests))
+        }
+        (None, None) => bail!("nothing to compare; give --trace or --snapshot"),
+    }
+}
+
 /// A file, unpacked if it is gzipped.
 fn open(path: &Path) -> anyhow::Result<Box<dyn BufRead>> {
-    let mut file = BufReader::new(File::open(path).with_context(|| path.display().to_string())?);
-    let is_gzip = file.fill_buf().with_context(|| path.display().to_string())?.starts_with(&[0x1f, 0x8b]);
+    let cannot = || format!("cannot open {}", path.display());
+    let mut file = BufReader::new(File::open(path).with_context(cannot)?);
+    let is_gzip = file.fill_buf().with_context(cannot)?.starts_with(&[0x1f, 0x8b]);
     Ok(if is_gzip { Box::new(BufReader::new(MultiGzDecoder::new(file))) } else { Box::new(file) })
 }
