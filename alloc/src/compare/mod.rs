@@ -23,7 +23,7 @@ pub struct Comparison {
     pub iterations: u64,
     /// The allocators, in any order.
     pub kinds: Vec<Kind>,
-    /// Bytes of the device; `None` for 80 GiB, or four times the live bytes where that is more.
+    /// Bytes of the device; `None` for 80 GiB, or four times the live bytes where those are more than 60 GiB.
     pub capacity: Option<u64>,
     /// Options of PyTorch's two.
     pub pytorch: PyTorchOptions,
@@ -74,8 +74,10 @@ pub struct Entry {
 
 /// Replays the requests through each allocator on a device of its own.
 pub fn compare(problem: &Problem, requests: &Requests, comparison: &Comparison) -> Compared {
-    let capacity =
-        comparison.capacity.unwrap_or_else(|| Device::DEFAULT_CAPACITY.max(requests.peak_live().saturating_mul(4)));
+    let capacity = comparison.capacity.unwrap_or_else(|| match requests.peak_live() {
+        live if live <= Device::DEFAULT_CAPACITY / 4 * 3 => Device::DEFAULT_CAPACITY,
+        live => live.saturating_mul(4),
+    });
     let build = |kind: Kind, capacity| kind.build_with(capacity, problem, requests, &comparison.pytorch);
     let served = requests.persistent().len() as u64 + requests.step().len() as u64 * comparison.iterations;
     let entry = |&kind: &Kind| {

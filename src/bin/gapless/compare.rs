@@ -29,7 +29,7 @@ pub struct Arguments {
     /// Allocators to compare, with commas between them; all if not given.
     #[arg(long, value_delimiter = ',', value_name = "NAMES")]
     allocators: Vec<Kind>,
-    /// Bytes of the modelled device; 80 GiB if not given, or four times the live bytes where that is more.
+    /// Bytes of the modelled device; 80 GiB if not given, or four times the live bytes where those are more than 60 GiB.
     #[arg(long, value_name = "BYTES")]
     capacity: Option<u64>,
     /// Options of PyTorch's allocator, as in PYTORCH_ALLOC_CONF.
