@@ -128,7 +128,10 @@ fn first_fit_by_time(problem: &Problem) -> Measured {
 
 fn table_and_timings(c: &mut Criterion) {
     let wanted: Vec<String> = std::env::args().skip(1).filter(|argument| !argument.starts_with('-')).collect();
-    println!("{:34} {:>8}  {:>16} {:>18}  {:>16}  proof", "instance", "buffers", "gapless", "greedy by size", "first fit");
+    println!(
+        "{:34} {:>8}  {:>16} {:>18}  {:>16}  proof",
+        "instance", "buffers", "gapless", "greedy by size", "first fit"
+    );
     let mut group = c.benchmark_group("plan");
     group.sample_size(10).warm_up_time(Duration::from_millis(300)).measurement_time(Duration::from_secs(1));
     for Instance { name, problem, capacity } in instances() {

@@ -42,9 +42,9 @@ mod label;
 pub mod peers;
 mod planner;
 mod problem;
-pub mod synthetic;
 mod replay;
 mod snapshot;
+pub mod synthetic;
 
 pub use bound::{live_at, lower_bound, peak_tick};
 pub use check::{Violation, check};

@@ -67,6 +67,9 @@ fn kernels_do_not_allocate() {
                 k: strides,
                 v: strides,
                 out: strides,
+                d_q: strides,
+                d_k: strides,
+                d_v: strides,
             };
             let x = vec![0.5; batch * tokens * 6 * 32];
             let [mut out, mut dq, mut dk, mut dv] = [(); 4].map(|()| x.clone());

@@ -30,7 +30,7 @@ use gapless_engine::{Error, Result};
 
 /// Width of a head.
 fn head_size(width: usize, heads: usize) -> Result<usize> {
-    if heads == 0 || width % heads != 0 {
+    if heads == 0 || !width.is_multiple_of(heads) {
         let why = format!("{heads} heads do not divide a width of {width}");
         return Err(Error::Config { what: "model", why, remedy: "choose a number of heads that divides the width" });
     }

@@ -134,7 +134,7 @@ impl Attention {
     fn new(config: &LlamaConfig, vb: VarBuilder) -> Result<Self> {
         let &LlamaConfig { width, heads, kv_heads, rope_theta, .. } = config;
         let head_size = head_size(width, heads)?;
-        if kv_heads == 0 || heads % kv_heads != 0 {
+        if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
             let why = format!("{kv_heads} key-value heads do not divide {heads} heads");
             return Err(Error::Config { what: "model", why, remedy: "choose a divisor of the heads" });
         }

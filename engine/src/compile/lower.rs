@@ -216,7 +216,7 @@ impl<'a> Lowerer<'a> {
         let (tensor, role, held) = match &value.source {
             Source::Persistent { name, init } => {
                 let role = self.of.roles.get(&root).copied().unwrap_or(Role::Parameter);
-                (name.clone(), role, Held::Always { init: init.clone() })
+                (name.clone(), role, Held::Always { init: *init })
             }
             Source::Constant(number) => {
                 (format!("constant {number}"), Role::Input, Held::Always { init: Init::Const(*number) })

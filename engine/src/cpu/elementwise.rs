@@ -40,7 +40,7 @@ pub(crate) fn map(args: &mut Args<'_>, f: impl Fn(f32) -> f32 + Sync) {
 pub(crate) fn zip(args: &mut Args<'_>, f: impl Fn(f32, f32) -> f32 + Sync) {
     let out = args.output::<f32>(0);
     match (args.is_overwritten(0), args.is_overwritten(1)) {
-        (true, _) => zip_onto(out, args.strided(1), |o, b| f(o, b)),
+        (true, _) => zip_onto(out, args.strided(1), &f),
         (_, true) => zip_onto(out, args.strided(0), |o, a| f(a, o)),
         _ => {
             let ((a, a_layout), (b, b_layout)) = (args.strided::<f32>(0), args.strided::<f32>(1));

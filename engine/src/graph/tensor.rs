@@ -191,7 +191,7 @@ impl Tensor {
     pub fn chunk<D: Dim>(&self, chunks: usize, dim: D) -> Result<Vec<Self>> {
         let dim = dim.to_index(self.shape(), "chunk")?;
         let extent = self.dims()[dim];
-        if chunks == 0 || extent % chunks != 0 {
+        if !extent.is_multiple_of(chunks) {
             return Err(self.shape_error("chunk", format!("{extent} does not divide into {chunks} equal parts")));
         }
         (0..chunks).map(|i| self.narrow(dim, i * (extent / chunks), extent / chunks)).collect()

@@ -243,10 +243,10 @@ impl Op for AttentionGrad {
                 let d_score = p * (dp - delta) * self.of.scale;
                 let kv_row = ((b * e.keys + s) * e.kv_heads + h / group) * e.head_size;
                 let q_row = ((b * e.heads + h) * e.queries + t) * e.head_size;
-                for i in 0..e.head_size {
+                for (i, d_out) in d_out.iter().enumerate() {
                     dq.data[row + i] += d_score * k.data[kv_index(e, b, h, s, i)];
                     dk.data[kv_row + i] += d_score * q.data[q_row + i];
-                    dv.data[kv_row + i] += p * d_out[i];
+                    dv.data[kv_row + i] += p * d_out;
                 }
             }
         });

@@ -217,10 +217,10 @@ impl Op for LinearGradWeight {
         let (width, out) = (super::width(&x.dims), super::width(&dy.dims));
         let (mut d_weight, mut d_bias) = (Array::zeros(&[out, width]), Array::zeros(&[out]));
         for (x, dy) in x.rows().zip(dy.rows()) {
-            for o in 0..out {
-                d_bias.data[o] += dy[o];
-                for i in 0..width {
-                    d_weight.data[o * width + i] += dy[o] * x[i];
+            for (o, dy) in dy.iter().enumerate() {
+                d_bias.data[o] += dy;
+                for (i, x) in x.iter().enumerate() {
+                    d_weight.data[o * width + i] += dy * x;
                 }
             }
         }

@@ -54,7 +54,7 @@ impl TrainOptions {
         if self.batch == 0 || self.sequence == 0 || self.micro_batches == 0 {
             return fail("batch, sequence and micro_batches", "one of them is 0".into(), "each is at least 1");
         }
-        if self.batch % self.micro_batches != 0 {
+        if !self.batch.is_multiple_of(self.micro_batches) {
             let why = format!("{} sequences do not divide into {}", self.batch, self.micro_batches);
             return fail("micro_batches", why, "choose a divisor of the batch");
         }

@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow, bail};
 use gapless_alloc::csv::{self, Table};
-use gapless_alloc::{Fit, Options, Solution, check, explain, plan};
+use gapless_alloc::draw::{MemoryMap, SvgOptions, TextOptions};
+use gapless_alloc::{Fit, Label, Options, Role, Solution, check, explain, plan};
 
 /// Place a table of buffers as low as can be.
 ///
@@ -27,7 +28,7 @@ pub struct Arguments {
     /// Where to write the table with an offset column.
     #[arg(long, value_name = "OUT.csv")]
     out: Option<PathBuf>,
-    /// Where to draw the plan.
+    /// Where to draw the plan: a page (.html), or .svg or .txt.
     #[arg(long, value_name = "MAP.html")]
     draw: Option<PathBuf>,
     /// Print the result as JSON.
@@ -84,7 +85,10 @@ fn report(arguments: &Arguments, table: &Table, solution: &Solution, plan_ms: f6
         });
         println!("{json}");
     } else {
-        println!("{buffers} buffers in {} bytes, {gap:.4} × the most alive at once ({})", solution.height, solution.lower_bound);
+        println!(
+            "{buffers} buffers in {} bytes, {gap:.4} × the most alive at once ({})",
+            solution.height, solution.lower_bound
+        );
         println!("proof: {proof}; planned in {plan_ms:.1} ms");
     }
     let Some(capacity) = arguments.capacity else { return };
@@ -106,9 +110,19 @@ fn write(path: &Path, table: &Table, solution: &Solution) -> anyhow::Result<()> 
     Ok(out.flush()?)
 }
 
-/// The one place where drawing joins.
-fn draw(_map: &Path, _table: &Table, _solution: &Solution) -> anyhow::Result<()> {
-    bail!("this build has no drawings yet")
+/// As a page, or by the file's name as SVG or text. A table says nothing of what its buffers are for.
+fn draw(path: &Path, table: &Table, solution: &Solution) -> anyhow::Result<()> {
+    let label =
+        |id: &String| Label { tensor: id.clone(), op: String::new(), layer: String::new(), role: Role::Activation };
+    let labels: Vec<Label> = table.ids.iter().map(label).collect();
+    let title = path.file_stem().map_or_else(|| "plan".into(), |stem| stem.to_string_lossy());
+    let map = MemoryMap::new(&title, &table.problem, &solution.offsets, &labels)?;
+    let drawn = match path.extension().and_then(|extension| extension.to_str()) {
+        Some("svg") => map.svg(&SvgOptions::default()),
+        Some("txt") => map.text(&TextOptions::default()),
+        _ => map.html(),
+    };
+    Ok(std::fs::write(path, drawn)?)
 }
 
 fn seconds(text: &str) -> anyhow::Result<Duration> {
