@@ -27,6 +27,9 @@
 //!     0 ┼┴───┬───┬───┬────┴─▶ ticks
 //!        0   1   2   3   4
 //! ```
+//!
+//! [`peers`] models the allocators that people use today; [`replay`](fn@replay) runs a lifetime table through any of them and
+//! [`compare`](fn@compare) puts all side by side. [`read_snapshot`] takes the table from a PyTorch memory snapshot.
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
 
