@@ -149,24 +149,18 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
             inputs: named(&program.inputs),
             outputs: named(&program.outputs),
         });
-        for step in &program.steps {
-            for operand in step.inputs.iter().chain(&step.outputs) {
-                let buffer = &program.buffers[operand.buffer.index()];
-                let Held::Always { init } = &buffer.held else { continue };
-                let elements = buffer.bytes as usize / operand.dtype.size_in_bytes();
-                let whole = operand.layout.dims().iter().product::<usize>() == elements
-                    && operand.layout.is_contiguous()
-                    && operand.layout.start_offset() == 0;
-                let entry = persistent.entry(indices[operand.buffer.index()]).or_insert_with(|| {
-                    let layout = Layout::contiguous(elements);
-                    let dense = Operand { layout, ..operand.clone() };
-                    let spec = Spec { shape: elements.into(), dtype: operand.dtype };
-                    Persistent { label: buffer.label.clone(), address: address(&dense), spec, init: *init }
-                });
-                if whole {
-                    entry.spec.shape = operand.layout.shape().clone();
-                }
-            }
+        for (buffer, &index) in program.buffers.iter().zip(indices) {
+            let Held::Always { init, spec } = &buffer.held else { continue };
+            persistent.entry(index).or_insert_with(|| {
+                let address = Address {
+                    offset: solution.offsets[index],
+                    layout: Layout::contiguous(spec.shape.clone()),
+                    dtype: spec.dtype,
+                    span: spec.elements(),
+                    overwritten_by: None,
+                };
+                Persistent { label: buffer.label.clone(), address, spec: spec.clone(), init: *init }
+            });
         }
         parts.extend(program.parts.iter().map(|(steps, name)| {
             let ticks = tick_of(span.start, steps.start)..tick_of(span.start, steps.end);

@@ -216,10 +216,11 @@ impl<'a> Lowerer<'a> {
         let (tensor, role, held) = match &value.source {
             Source::Persistent { name, init } => {
                 let role = self.of.roles.get(&root).copied().unwrap_or(Role::Parameter);
-                (name.clone(), role, Held::Always { init: *init })
+                (name.clone(), role, Held::Always { init: *init, spec: value.spec.clone() })
             }
             Source::Constant(number) => {
-                (format!("constant {number}"), Role::Input, Held::Always { init: Init::Const(*number) })
+                let init = Init::Const(*number);
+                (format!("constant {number}"), Role::Input, Held::Always { init, spec: value.spec.clone() })
             }
             Source::Input { name } => (name.clone(), Role::Input, Held::FromStart),
             Source::Node { .. } => unreachable!("nodes run in an order in which inputs are made before they are read"),

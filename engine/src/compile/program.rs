@@ -40,6 +40,8 @@ pub enum Held {
     Always {
         /// How it is filled before the first step.
         init: Init,
+        /// What it was declared as; instructions may read it through views of other shapes.
+        spec: Spec,
     },
     /// The host writes it before the program starts.
     FromStart,
