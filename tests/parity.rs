@@ -104,8 +104,8 @@ struct Verdict {
 impl Verdict {
     fn expect(&mut self, error: f64, tolerance: f64, what: impl std::fmt::Display) {
         self.worst = self.worst.max(error);
-        // Not `error > tolerance`: a NaN is off too.
-        if !(error <= tolerance) {
+        let fits = error <= tolerance; // a NaN does not
+        if !fits {
             self.violations.push(format!("{what}: relative error {error:.2e}, allowed is {tolerance:.0e}"));
         }
     }
