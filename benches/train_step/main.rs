@@ -5,7 +5,8 @@
 //!
 //! Each side is a process of its own, so that its peak memory is its own; the sides take their steps in turn, so that the
 //! machine's other work hits both. Neither side computes what the other leaves out, but for one thing: ours clips by the
-//! gradients' global norm.
+//! gradients' global norm. With `-p`, candle is built as its users get it; built with the whole workspace, its matrix
+//! products would take over the AVX-512 feature that the engine's own benches turn on.
 
 mod profile;
 mod side;
