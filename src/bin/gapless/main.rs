@@ -17,7 +17,7 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    Compare(compare::Arguments),
+    Compare(Box<compare::Arguments>),
     Plan(plan::Arguments),
 }
 
