@@ -52,7 +52,8 @@ pub(super) fn compile_step<M: Model>(
     Ok(CompiledStep { executable, parameters, vocabulary })
 }
 
-fn train_program<M: Model>(
+/// The training step, and the number of trained numbers.
+pub(super) fn train_program<M: Model>(
     build: &impl Fn(VarBuilder) -> Result<M>,
     options: &TrainOptions,
     threads: usize,
@@ -74,7 +75,8 @@ fn train_program<M: Model>(
         let parameter = Tensor::new(&trace.graph, gradient.parameter);
         let summands = gradient.summands.iter().map(|&id| Tensor::new(&trace.graph, id));
         let total = summands.map(Ok).reduce(|a, b| a?.add(&b?)).expect("a gradient has a summand")?;
-        parameters.push((trace.name(gradient.parameter), parameter, total.reshape(gradient_shape(&trace, &gradient))?));
+        let total = total.reshape(parameter.dims().to_vec())?;
+        parameters.push((trace.name(gradient.parameter), parameter, total));
     }
     let mean_loss = loss.affine(share, 0.0)?;
     let totals: Vec<&Tensor> = parameters.iter().map(|p| &p.2).collect();
@@ -108,10 +110,6 @@ fn train_program<M: Model>(
     let program = trace.lower("train", &actions, &outputs, &roles, threads)?;
     let count = parameters.iter().map(|p| p.1.elem_count() as u64).sum();
     Ok((program, count))
-}
-
-fn gradient_shape(trace: &Trace<impl Model>, gradient: &crate::autodiff::ParameterGradient) -> Vec<usize> {
-    trace.lock().value(gradient.parameter).spec.dims().to_vec()
 }
 
 /// A model applied to tokens, as a graph.

@@ -13,6 +13,7 @@ use gapless_alloc::draw::MemoryMap;
 pub use options::TrainOptions;
 pub use sample::SampleOptions;
 
+use crate::compile::{CompileOptions, Executable, compile};
 use crate::cpu::{Executor, ProgramId, RunOptions, Workers, resolve_threads};
 use crate::error::{Error, Result};
 use crate::graph::Tensor;
@@ -86,6 +87,16 @@ impl Trainer {
         let (parameters, vocabulary) = (compiled.parameters, compiled.vocabulary);
         let schedule = options.learning_rate.check()?;
         Ok(Self { executor, options, schedule, programs, parameters, vocabulary, step: 0 })
+    }
+
+    /// Plans the training step of a model without reserving a byte: what it would take, exactly.
+    ///
+    /// # Errors
+    /// When the options or the model's shapes do not fit together.
+    pub fn plan<M: Model>(build: impl Fn(VarBuilder) -> Result<M>, options: &TrainOptions) -> Result<Executable> {
+        options.check()?;
+        let (program, _) = compile_step::train_program(&build, options, resolve_threads(options.threads))?;
+        compile(&[program], &CompileOptions::default())
     }
 
     /// The options it was made with.

@@ -5,6 +5,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use crate::model::{Model, StepArguments};
 use anyhow::{Context, bail};
 use flate2::bufread::MultiGzDecoder;
 use gapless_alloc::peers::{Kind, PyTorchOptions};
@@ -20,6 +21,11 @@ pub struct Arguments {
     /// A PyTorch memory snapshot, as torch.cuda.memory._dump_snapshot writes it.
     #[arg(long, value_name = "FILE.pickle", group = "input")]
     snapshot: Option<PathBuf>,
+    /// A training step that this engine runs.
+    #[arg(long, group = "input")]
+    model: Option<Model>,
+    #[command(flatten)]
+    step: StepArguments,
     /// The device of the snapshot, where it has traces of several.
     #[arg(long, value_name = "NUMBER", requires = "snapshot")]
     device: Option<usize>,
@@ -58,9 +64,9 @@ pub fn run(arguments: &Arguments) -> ExitCode {
 }
 
 fn compare_all(arguments: &Arguments) -> anyhow::Result<()> {
-    let (path, problem, requests) = read(arguments)?;
+    let (title, problem, requests) = read(arguments)?;
     if problem.is_empty() {
-        bail!("{}: no buffers, nothing to compare", path.display());
+        bail!("{title}: no buffers, nothing to compare");
     }
     let chosen = &arguments.allocators;
     let compared = compare(
@@ -76,7 +82,6 @@ fn compare_all(arguments: &Arguments) -> anyhow::Result<()> {
         },
     );
     if let Some(report) = &arguments.html {
-        let title = path.file_name().unwrap_or_default().to_string_lossy();
         let cannot = || format!("cannot write {}", report.display());
         std::fs::write(report, page(&compared, &title)).with_context(cannot)?;
     }
@@ -88,21 +93,27 @@ fn compare_all(arguments: &Arguments) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The program to replay, and the file it comes from.
-fn read(arguments: &Arguments) -> anyhow::Result<(&Path, Problem, Requests)> {
+/// The program to replay, and what to call it.
+fn read(arguments: &Arguments) -> anyhow::Result<(String, Problem, Requests)> {
+    let title = |path: &Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let cannot = |path: &Path| format!("cannot read {}", path.display());
-    match (&arguments.trace, &arguments.snapshot) {
-        (Some(path), _) => {
+    match (&arguments.trace, &arguments.snapshot, &arguments.model) {
+        (Some(path), ..) => {
             let table = csv::read(open(path)?).with_context(|| cannot(path))?;
             let requests = Requests::new(&table.problem);
-            Ok((path, table.problem, requests))
+            Ok((title(path), table.problem, requests))
         }
-        (None, Some(path)) => {
+        (None, Some(path), _) => {
             let snapshot = read_snapshot(open(path)?, arguments.device).with_context(|| cannot(path))?;
             let requests = Requests::new(&snapshot.problem).on_streams(snapshot.streams);
-            Ok((path, snapshot.problem, requests))
+            Ok((title(path), snapshot.problem, requests))
         }
-        (None, None) => bail!("nothing to compare; give --trace or --snapshot"),
+        (None, None, Some(model)) => {
+            let problem = model.plan(&arguments.step)?.problem;
+            let requests = Requests::new(&problem);
+            Ok((format!("{model:?}"), problem, requests))
+        }
+        (None, None, None) => bail!("nothing to compare; give --trace, --snapshot or --model"),
     }
 }
 

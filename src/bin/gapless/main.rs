@@ -1,6 +1,7 @@
 //! The `gapless` program: one subcommand, one module.
 
 mod compare;
+mod model;
 mod plan;
 
 use std::process::ExitCode;

@@ -1,0 +1,69 @@
+//! A model by name, and the training step of it that is meant.
+
+use clap::ValueEnum;
+use gapless::engine::compile::Executable;
+use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig};
+use gapless::{TrainOptions, Trainer};
+
+/// Models that are known by name, in f32.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub enum Model {
+    /// 6 layers, width 384: that of the train_gpt example.
+    Small,
+    /// GPT-2 124M.
+    Gpt2,
+    /// GPT-2 355M.
+    Gpt2Medium,
+    /// GPT-2 774M.
+    Gpt2Large,
+    /// GPT-2 1.5B.
+    Gpt2Xl,
+    /// Llama 2 7B.
+    Llama2_7b,
+    /// Llama 3 8B.
+    Llama3_8b,
+}
+
+/// The extents of a training step.
+#[derive(Debug, clap::Args)]
+pub struct StepArguments {
+    /// Sequences per step of --model.
+    #[arg(long, default_value_t = 8)]
+    batch: usize,
+    /// Parts into which the batch of --model is cut.
+    #[arg(long, default_value_t = 1)]
+    micro_batches: usize,
+    /// Tokens per sequence of --model.
+    #[arg(long, default_value_t = 1024)]
+    sequence: usize,
+}
+
+impl Model {
+    /// Compiles and plans the training step; reserves nothing.
+    pub fn plan(self, step: &StepArguments) -> gapless::Result<Executable> {
+        let &StepArguments { batch, micro_batches, sequence } = step;
+        let options = TrainOptions { batch, micro_batches, sequence, ..TrainOptions::default() };
+        let gpt = |layers, heads, width| {
+            let config = GptConfig { layers, heads, width, sequence: sequence.max(1024), ..GptConfig::default() };
+            Trainer::plan(|vb| Gpt::new(&config, vb), &options)
+        };
+        let llama = |config: LlamaConfig| Trainer::plan(|vb| Llama::new(&config, vb), &options);
+        match self {
+            Self::Small => {
+                let config =
+                    GptConfig { vocabulary: 4096, sequence, layers: 6, heads: 6, width: 384, ..GptConfig::default() };
+                Trainer::plan(|vb| Gpt::new(&config, vb), &options)
+            }
+            Self::Gpt2 => gpt(12, 12, 768),
+            Self::Gpt2Medium => gpt(24, 16, 1024),
+            Self::Gpt2Large => gpt(36, 20, 1280),
+            Self::Gpt2Xl => gpt(48, 25, 1600),
+            Self::Llama2_7b => {
+                let defaults = LlamaConfig::default();
+                let (vocabulary, kv_heads, hidden) = (32_000, 32, 11_008);
+                llama(LlamaConfig { vocabulary, kv_heads, hidden, rope_theta: 1e4, ..defaults })
+            }
+            Self::Llama3_8b => llama(LlamaConfig::default()),
+        }
+    }
+}
