@@ -2,7 +2,8 @@
 //! order of time. Over the instances of `../shared/instances` where there are any, and over generated steps always.
 //!
 //! `cargo bench -p gapless-alloc --bench planner` prints one line per instance (height ÷ bound and milliseconds of each),
-//! then measures the planner on the steps it finishes at once. Arguments select instances by name.
+//! then measures the planner on the steps it finishes at once. Arguments select instances by name; `GAPLESS_INSTANCES`
+//! names another folder of them.
 
 use std::fs::File;
 use std::io::{BufReader, Read};
@@ -21,7 +22,8 @@ struct Instance {
 }
 
 fn instances() -> Vec<Instance> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/instances");
+    let beside = || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/instances");
+    let root = std::env::var_os("GAPLESS_INSTANCES").map_or_else(beside, PathBuf::from);
     let mut paths: Vec<PathBuf> = ["minimalloc", "training", "stalloc"]
         .iter()
         .filter_map(|family| std::fs::read_dir(root.join(family)).ok())

@@ -78,7 +78,7 @@ pub(crate) fn search(part: &Part, capacity: u64, work: u64, meter: &mut Meter) -
 }
 
 /// A visit of the search is that much cheaper than one of a sweep.
-const VISITS_PER_WORK: u64 = 8;
+const VISITS_PER_WORK: u64 = 24;
 
 /// Visits in the first round of a lane.
 const FIRST_LIMIT: u64 = 1_000_000;

@@ -41,22 +41,24 @@ impl<'p> Portfolio<'p> {
         Self { timeline: Timeline::new(part), ceiling, sweeps: 0, meter, best: None }
     }
 
-    /// The stages of single sweeps.
+    /// Stages 1 to 3: sweeps on their own.
     pub fn sweep_once(&mut self) {
-        self.stages(&[|p| p.outwards(1), |p| p.edges(1), |p| p.long_first(1)]);
+        self.outwards(1);
+        self.follow_all(&self.edges(1));
+        self.follow_all(&self.long_first(1));
     }
 
-    /// The stages in which sweeps learn from one another.
+    /// Stage 4: sweeps that learn from one another, those of the second and third stage by turns.
     pub fn repair(&mut self) {
-        self.stages(&[|p| p.edges(ROUNDS), |p| p.long_first(ROUNDS), |p| p.outwards(ROUNDS)]);
-    }
-
-    fn stages(&mut self, stages: &[fn(&mut Self)]) {
-        for stage in stages {
-            if !self.done() {
-                stage(self);
+        let (edges, long_first) = (self.edges(ROUNDS), self.long_first(ROUNDS));
+        let mut turns = Vec::new();
+        for turn in 0..edges.len().div_ceil(WAVE).max(long_first.len().div_ceil(WAVE)) {
+            for jobs in [&edges, &long_first] {
+                turns.extend(jobs.iter().skip(turn * WAVE).take(WAVE).copied());
             }
         }
+        self.follow_all(&turns);
+        self.outwards(ROUNDS);
     }
 
     fn part(&self) -> &'p Part {
@@ -92,6 +94,9 @@ impl<'p> Portfolio<'p> {
         let alive = self.timeline.alive(peak);
         let policies = policies(part);
         for key in stack_orders(peak) {
+            if self.done() {
+                return;
+            }
             let mut stack = alive.clone();
             stack.sort_by_key(|&i| (key(part.items[i as usize]), i));
             let start = Start::Stack(peak, &stack);
@@ -120,58 +125,57 @@ impl<'p> Portfolio<'p> {
                 merged.offsets[i] = before.offsets[i];
             }
             self.offer(Some(merged));
-            if self.done() {
-                return;
-            }
         }
     }
 
-    /// Stages 2 and 4.
-    fn edges(&mut self, rounds: u32) {
+    /// Chains over everything at once, in either direction.
+    fn edges(&self, rounds: u32) -> Vec<Job<'static>> {
         let mut jobs = Vec::new();
         for policy in policies(self.part()) {
             for direction in DIRECTIONS {
-                for rank in if rounds > 1 { 0..3 } else { 0..1 } {
-                    jobs.push((Chain { start: Start::Edge, direction, policy, rank, rounds }, u32::MAX));
+                for rank in if rounds > 1 { 0..RANKS.len() } else { 0..1 } {
+                    let chain = Chain { start: Start::Edge, direction, policy, rank, rounds };
+                    jobs.push(Job { chain, long_from: u32::MAX });
                 }
             }
         }
-        self.follow_all(&jobs);
+        jobs
     }
 
-    fn long_first(&mut self, rounds: u32) {
+    /// Chains that begin with the long-lived items in their places.
+    fn long_first(&self, rounds: u32) -> Vec<Job<'static>> {
         let mut jobs = Vec::new();
-        for length in long_lengths(self.part()) {
-            for rank in 0..3 {
+        for long_from in long_lengths(self.part()) {
+            for rank in 0..RANKS.len() {
                 for (direction, short) in [
                     (Direction::Forward, Fit::Highest),
                     (Direction::Backward, Fit::Lowest),
                     (Direction::Forward, Fit::Tightest),
                 ] {
-                    let policy = Policy { long_from: length, long: Fit::Lowest, short, order: Order::Longest };
-                    jobs.push((Chain { start: Start::Edge, direction, policy, rank, rounds }, length));
+                    let policy = Policy { long_from, long: Fit::Lowest, short, order: Order::Longest };
+                    jobs.push(Job { chain: Chain { start: Start::Edge, direction, policy, rank, rounds }, long_from });
                 }
             }
         }
-        self.follow_all(&jobs);
+        jobs
     }
 
-    fn follow_all(&mut self, jobs: &[(Chain, u32)]) {
+    fn follow_all(&mut self, jobs: &[Job]) {
         for wave in jobs.chunks(WAVE) {
+            if self.done() {
+                return;
+            }
             let limit = self.best.as_ref().map_or(u64::MAX, |b| b.height - 1);
             let results: Vec<_> = wave
                 .par_iter()
-                .map(|(chain, length)| {
-                    let long = |i: &u32| self.part().items[*i as usize].cliques() >= *length;
+                .map(|Job { chain, long_from }| {
+                    let long = |i: &u32| self.part().items[*i as usize].cliques() >= *long_from;
                     self.follow(chain, (0..self.part().items.len() as u32).filter(long).collect(), limit)
                 })
                 .collect();
             for (placed, spent) in results {
                 self.spend(spent);
                 self.offer(placed);
-            }
-            if self.done() {
-                return;
             }
         }
     }
@@ -183,6 +187,8 @@ impl<'p> Portfolio<'p> {
         let (mut best, mut lowest) = (None::<Placed>, (u64::MAX, 0));
         let (mut sweeps, mut work) = (0, 0);
         let mut over = Vec::new();
+        // The chains of a wave don't know of each other.
+        let share = self.meter.left() / WAVE as u64;
         while sweeps < chain.rounds {
             members.sort_by_key(|&i| (RANKS[chain.rank](part.items[i as usize]), i));
             let Some(reserved) = Reserved::place(part, chain.start, &members) else { break };
@@ -198,7 +204,7 @@ impl<'p> Portfolio<'p> {
                 }
             }
             over.retain(|&i| reserved.of(i).is_none());
-            if over.is_empty() || sweeps > lowest.1 + PATIENCE || self.meter.late() {
+            if over.is_empty() || sweeps > lowest.1 + PATIENCE || self.meter.late() || work > share {
                 break;
             }
             members.append(&mut over);
@@ -221,6 +227,13 @@ impl<'p> Portfolio<'p> {
         let height = sweep.run(&mut offsets, over, work)?;
         Some(Placed { height, offsets })
     }
+}
+
+/// A chain, and from how many cliques on an item has a place before it begins.
+#[derive(Debug, Clone, Copy)]
+struct Job<'s> {
+    chain: Chain<'s>,
+    long_from: u32,
 }
 
 /// Sweeps that learn from one another.

@@ -31,11 +31,17 @@ pub(crate) fn plan_part(part: &Part, goal: Goal, meter: &mut Meter) -> Outcome {
     let small = is_small(part);
     portfolio.sweep_once();
     if small && !meets(&portfolio, goal) {
-        let work = portfolio.meter.left() / 2;
+        let work = portfolio.meter.left() / 3;
         attempt(part, goal.enough.max(proven), work, &mut portfolio, &mut proven);
     }
     if !meets(&portfolio, goal) && proven <= goal.ceiling {
+        // A small part keeps the better half of its work for searches.
+        let work = portfolio.meter.work;
+        if small {
+            portfolio.meter.work = portfolio.meter.spent + portfolio.meter.left() / 4;
+        }
         portfolio.repair();
+        portfolio.meter.work = work;
     }
     if small && !meets(&portfolio, goal) {
         close_in(part, goal, &mut portfolio, &mut proven);
@@ -70,7 +76,7 @@ fn attempt(part: &Part, capacity: u64, work: u64, portfolio: &mut Portfolio, pro
     verdict
 }
 
-/// Narrows the range between what is proven and what is found, from the middle.
+/// Narrows the range between what is proven and what is found. From above: easy successes first, then dearer ones.
 fn close_in(part: &Part, goal: Goal, portfolio: &mut Portfolio, proven: &mut u64) {
     let grain = part.grain();
     let mut from = *proven;
@@ -80,8 +86,8 @@ fn close_in(part: &Part, goal: Goal, portfolio: &mut Portfolio, proven: &mut u64
         if height <= goal.enough.max(*proven) || lowest >= height {
             return;
         }
-        let middle = lowest + (height - lowest) / 2;
-        let capacity = (middle - middle % grain).max(lowest).max(goal.enough.min(height - 1));
+        let step = height - (height - lowest).div_ceil(4);
+        let capacity = (step - step % grain).max(lowest).max(goal.enough.min(height - 1));
         let work = portfolio.meter.left() / 4;
         match attempt(part, capacity, work, portfolio, proven) {
             // Where a search ran out, lower ones would too.
