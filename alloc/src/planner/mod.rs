@@ -5,8 +5,9 @@
 //!
 //! - [`part`] splits the problem exactly: cliques instead of ticks, parts that don't meet, what lives throughout at the
 //!   bottom.
-//! - [`portfolio`] runs [`sweep`]s over each part ([`holes`] is what a sweep knows of space, [`reserved`] what it flows
-//!   around) until one meets the bound.
+//! - [`strategy`] says what is tried on a part: [`portfolio`] runs [`sweep`]s ([`holes`] is what a sweep knows of space,
+//!   [`reserved`] what it flows around), [`exact`] searches where sweeps leave a gap.
+//! - [`keep`] holds on to the addresses of an earlier plan.
 //! - [`meter`] counts what that costs.
 
 mod exact;
@@ -123,7 +124,7 @@ pub struct Stats {
 /// One offset per buffer, and what is known about it.
 #[derive(Debug, Clone)]
 pub struct Solution {
-    /// Offset in bytes of each buffer, indexed by [`BufferId`].
+    /// Offset in bytes of each buffer, indexed by [`BufferId`](crate::BufferId).
     pub offsets: Vec<u64>,
     /// One past the highest byte in use.
     pub height: u64,

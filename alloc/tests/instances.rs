@@ -1,0 +1,44 @@
+//! The planner on the field's instances, where they lie beside the workspace.
+
+use std::fs::File;
+use std::io::BufReader;
+use std::path::Path;
+
+use gapless_alloc::{Fit, Options, Proof, check, csv, plan};
+
+/// Calls `judge` with the name and table of every plain CSV file of a family; says so when there is none.
+fn each(family: &str, mut judge: impl FnMut(&str, csv::Table)) {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/instances").join(family);
+    let Ok(entries) = std::fs::read_dir(&folder) else {
+        println!("no instances in {}", folder.display());
+        return;
+    };
+    for path in entries.filter_map(|entry| Some(entry.ok()?.path())) {
+        let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+        if name.ends_with(".csv") {
+            judge(&name, csv::read(BufReader::new(File::open(&path).unwrap())).unwrap());
+        }
+    }
+}
+
+#[test]
+fn minimallocs_challenges_fit_their_capacity() {
+    each("minimalloc", |name, table| {
+        let capacity = name.split('.').nth(1).and_then(|part| part.parse().ok());
+        let solution = plan(&table.problem, &Options { capacity, ..Options::default() });
+        check(&table.problem, &solution.offsets, capacity).unwrap_or_else(|v| panic!("{name}: {v:?}"));
+        assert_eq!(solution.fit, Fit::Fits, "{name}");
+    });
+}
+
+#[test]
+fn training_steps_meet_the_bound() {
+    // The ticks near the peak are too many here for what the sweeps leave (docs/planner.md).
+    let open = |name: &str| name == "overlap_10k.csv";
+    each("training", |name, table| {
+        let solution = plan(&table.problem, &Options::default());
+        check(&table.problem, &solution.offsets, None).unwrap_or_else(|v| panic!("{name}: {v:?}"));
+        assert!(open(name) || solution.proof == Proof::MaxLive, "{name}: gap {}", solution.gap());
+        assert!(solution.gap() < 1.005, "{name}: gap {}", solution.gap());
+    });
+}
