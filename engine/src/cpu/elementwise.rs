@@ -12,11 +12,22 @@ pub(crate) const BLOCK: usize = 16 * 1024;
 
 static ARCH: LazyLock<pulp::Arch> = LazyLock::new(pulp::Arch::new);
 
-/// Runs `f` compiled for the widest vectors that this machine has.
-#[inline(always)]
-pub(crate) fn vectorize<R>(f: impl FnOnce() -> R) -> R {
-    ARCH.dispatch(f)
+/// The widest vectors that this machine has.
+pub(crate) fn arch() -> pulp::Arch {
+    *ARCH
 }
+
+/// Evaluates an expression compiled for the widest vectors that this machine has. A macro, because only a closure that is
+/// always inlined gets them.
+macro_rules! vectorize {
+    ($body:expr) => {
+        $crate::cpu::arch().dispatch(
+            #[inline(always)]
+            || $body,
+        )
+    };
+}
+pub(crate) use vectorize;
 
 /// Rows of `width` elements that make up a task.
 pub(crate) fn rows_per_task(width: usize) -> usize {
@@ -27,12 +38,12 @@ pub(crate) fn rows_per_task(width: usize) -> usize {
 pub(crate) fn map(args: &mut Args<'_>, f: impl Fn(f32) -> f32 + Sync) {
     let out = args.output::<f32>(0);
     if args.is_overwritten(0) {
-        out.par_chunks_mut(BLOCK).for_each(|out| vectorize(|| out.iter_mut().for_each(|o| *o = f(*o))));
+        out.par_chunks_mut(BLOCK).for_each(|out| vectorize!(out.iter_mut().for_each(|o| *o = f(*o))));
         return;
     }
     let x = args.input::<f32>(0);
     out.par_chunks_mut(BLOCK).zip(x.par_chunks(BLOCK)).for_each(|(out, x)| {
-        vectorize(|| out.iter_mut().zip(x).for_each(|(o, &x)| *o = f(x)));
+        vectorize!(out.iter_mut().zip(x).for_each(|(o, &x)| *o = f(x)));
     });
 }
 
@@ -47,7 +58,7 @@ pub(crate) fn zip(args: &mut Args<'_>, f: impl Fn(f32, f32) -> f32 + Sync) {
             if a_layout.is_contiguous() && b_layout.is_contiguous() {
                 let blocks = a.par_chunks(BLOCK).zip(b.par_chunks(BLOCK));
                 out.par_chunks_mut(BLOCK).zip(blocks).for_each(|(out, (a, b))| {
-                    vectorize(|| out.iter_mut().zip(a.iter().zip(b)).for_each(|(o, (&a, &b))| *o = f(a, b)));
+                    vectorize!(out.iter_mut().zip(a.iter().zip(b)).for_each(|(o, (&a, &b))| *o = f(a, b)));
                 });
                 return;
             }
@@ -57,7 +68,7 @@ pub(crate) fn zip(args: &mut Args<'_>, f: impl Fn(f32, f32) -> f32 + Sync) {
                 for (row, out) in out.chunks_mut(width).enumerate() {
                     let (a, a_step) = row_of(a, a_layout, task * rows + row);
                     let (b, b_step) = row_of(b, b_layout, task * rows + row);
-                    vectorize(|| with_steps(out, a, a_step, b, b_step, &f));
+                    vectorize!(with_steps(out, a, a_step, b, b_step, &f));
                 }
             });
         }
@@ -68,7 +79,7 @@ pub(crate) fn zip(args: &mut Args<'_>, f: impl Fn(f32, f32) -> f32 + Sync) {
 fn zip_onto(out: &mut [f32], (b, layout): (&[f32], &Layout), f: impl Fn(f32, f32) -> f32 + Sync) {
     if layout.is_contiguous() {
         out.par_chunks_mut(BLOCK).zip(b.par_chunks(BLOCK)).for_each(|(out, b)| {
-            vectorize(|| out.iter_mut().zip(b).for_each(|(o, &b)| *o = f(*o, b)));
+            vectorize!(out.iter_mut().zip(b).for_each(|(o, &b)| *o = f(*o, b)));
         });
         return;
     }
@@ -77,7 +88,7 @@ fn zip_onto(out: &mut [f32], (b, layout): (&[f32], &Layout), f: impl Fn(f32, f32
     out.par_chunks_mut(rows * width).enumerate().for_each(|(task, out)| {
         for (row, out) in out.chunks_mut(width).enumerate() {
             let (b, step) = row_of(b, layout, task * rows + row);
-            vectorize(|| match step {
+            vectorize!(match step {
                 1 => out.iter_mut().zip(b).for_each(|(o, &b)| *o = f(*o, b)),
                 _ => out.iter_mut().enumerate().for_each(|(i, o)| *o = f(*o, b[i * step])),
             });

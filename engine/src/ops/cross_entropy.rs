@@ -48,7 +48,7 @@ impl Op for CrossEntropy {
         let tasks = losses.par_chunks_mut(rows).zip(lse.par_chunks_mut(rows));
         tasks.zip(targets.par_chunks(rows).zip(logits.par_chunks(rows * width))).for_each(
             |(out, (targets, logits))| {
-                vectorize(|| {
+                vectorize!({
                     let rows = targets.iter().zip(logits.chunks_exact(width));
                     for ((loss, lse), (&target, row)) in out.0.iter_mut().zip(out.1).zip(rows) {
                         let max = reduce::max(row);
@@ -114,7 +114,7 @@ impl Op for CrossEntropyGrad {
                 let index = task * rows + i;
                 let (lse, target) = (lse[index], targets[index] as usize);
                 let scale = element(d_loss, d_layout, index);
-                vectorize(|| row.iter_mut().for_each(|x| *x = math::exp(*x - lse) * scale));
+                vectorize!(row.iter_mut().for_each(|x| *x = math::exp(*x - lse) * scale));
                 row[target] -= scale;
             }
         });

@@ -65,14 +65,14 @@ impl Op for Dropout {
         let mask = |index, x| if keeps(numbers, index, threshold) { x * scale } else { 0.0 };
         if args.is_overwritten(0) {
             out.par_chunks_mut(BLOCK).enumerate().for_each(|(block, out)| {
-                vectorize(|| out.iter_mut().enumerate().for_each(|(i, o)| *o = mask(block * BLOCK + i, *o)));
+                vectorize!(out.iter_mut().enumerate().for_each(|(i, o)| *o = mask(block * BLOCK + i, *o)));
             });
             return;
         }
         let x = args.input::<f32>(0);
         out.par_chunks_mut(BLOCK).zip(x.par_chunks(BLOCK)).enumerate().for_each(|(block, (out, x))| {
             let pairs = out.iter_mut().zip(x).enumerate();
-            vectorize(|| pairs.for_each(|(i, (o, &x))| *o = mask(block * BLOCK + i, x)));
+            vectorize!(pairs.for_each(|(i, (o, &x))| *o = mask(block * BLOCK + i, x)));
         });
     }
 

@@ -95,7 +95,7 @@ impl Op for EmbeddingGrad {
                 table.fill(0.0);
             }
             let first = task * rows;
-            vectorize(|| {
+            vectorize!({
                 for (&id, dy) in ids.iter().zip(dy.chunks_exact(width)) {
                     let Some(row) = (id as usize).checked_sub(first).filter(|&row| row < rows) else { continue };
                     table[row * width..][..width].iter_mut().zip(dy).for_each(|(d, &dy)| *d += dy);

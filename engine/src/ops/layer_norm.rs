@@ -44,7 +44,7 @@ impl Op for LayerNorm {
         let tasks = y.par_chunks_mut(rows * width).zip(x.par_chunks(rows * width)).zip(stats.par_chunks_mut(rows * 2));
         tasks.for_each(|((y, x), stats)| {
             let rows = y.chunks_exact_mut(width).zip(x.chunks_exact(width)).zip(stats.chunks_exact_mut(2));
-            vectorize(|| {
+            vectorize!({
                 for ((y, x), stats) in rows {
                     let mean = reduce::sum(x, |x| x) / width as f32;
                     let variance = reduce::sum(x, |x| (x - mean) * (x - mean)) / width as f32;

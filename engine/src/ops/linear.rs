@@ -204,7 +204,7 @@ impl Op for LinearGradWeight {
         let width = d_bias.len();
         d_bias.par_chunks_mut(COLUMNS).enumerate().for_each(|(task, d_bias)| {
             let columns = task * COLUMNS..task * COLUMNS + d_bias.len();
-            vectorize(|| {
+            vectorize!({
                 for row in dy.chunks_exact(width) {
                     d_bias.iter_mut().zip(&row[columns.clone()]).for_each(|(sum, &dy)| *sum += dy);
                 }

@@ -76,7 +76,7 @@ impl Op for NormGradInput {
         let tasks = dx.par_chunks_mut(rows * width).zip(x.par_chunks(rows * width)).zip(stats.par_chunks(rows * 2));
         tasks.for_each(|((dx, x), stats)| {
             let rows = dx.chunks_exact_mut(width).zip(x.chunks_exact(width)).zip(stats.chunks_exact(2));
-            vectorize(|| {
+            vectorize!({
                 for ((dx, x), stats) in rows {
                     let (mean, rstd) = (stats[0], stats[1]);
                     dx.iter_mut().zip(weight).for_each(|(dy, &w)| *dy *= w);
@@ -143,7 +143,7 @@ impl Op for NormGradWeight {
                 d_bias.fill(0.0);
             }
             let rows = x.chunks_exact(width).zip(dy.chunks_exact(width)).zip(stats.chunks_exact(2));
-            vectorize(|| {
+            vectorize!({
                 for ((x, dy), stats) in rows {
                     let (x, dy) = (&x[columns.clone()], &dy[columns.clone()]);
                     let (mean, rstd) = (stats[0], stats[1]);

@@ -43,7 +43,7 @@ impl Op for RmsNorm {
         let tasks = y.par_chunks_mut(rows * width).zip(x.par_chunks(rows * width)).zip(stats.par_chunks_mut(rows * 2));
         tasks.for_each(|((y, x), stats)| {
             let rows = y.chunks_exact_mut(width).zip(x.chunks_exact(width)).zip(stats.chunks_exact_mut(2));
-            vectorize(|| {
+            vectorize!({
                 for ((y, x), stats) in rows {
                     let rstd = 1.0 / (reduce::sum(x, |x| x * x) / width as f32 + self.eps as f32).sqrt();
                     (stats[0], stats[1]) = (0.0, rstd);

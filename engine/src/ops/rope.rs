@@ -88,7 +88,7 @@ impl Op for Rope {
                     out.iter_mut().enumerate().for_each(|(i, o)| *o = x[i * step]);
                 }
                 let (a, b) = out.split_at_mut(half);
-                vectorize(|| {
+                vectorize!({
                     for ((a, b), (&cos, &sin)) in a.iter_mut().zip(b).zip(cos.iter().zip(sin)) {
                         (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
                     }

@@ -44,7 +44,7 @@ impl Op for Softmax {
         }
         let width = super::width(args.output_dims(0));
         out.par_chunks_mut(rows_per_task(width) * width).for_each(|rows| {
-            vectorize(|| {
+            vectorize!({
                 for row in rows.chunks_exact_mut(width) {
                     let max = reduce::max(row);
                     row.iter_mut().for_each(|x| *x = math::exp(*x - max));
@@ -92,7 +92,7 @@ impl Op for SoftmaxGrad {
         let width = super::width(args.output_dims(0));
         let block = rows_per_task(width) * width;
         out.par_chunks_mut(block).zip(args.input::<f32>(0).par_chunks(block)).for_each(|(out, y)| {
-            vectorize(|| {
+            vectorize!({
                 for (dy, y) in out.chunks_exact_mut(width).zip(y.chunks_exact(width)) {
                     let dot = reduce::sum2(dy, y, |dy, y| dy * y);
                     dy.iter_mut().zip(y).for_each(|(dy, &y)| *dy = y * (*dy - dot));

@@ -62,7 +62,7 @@ impl Op for Sum {
             let width = out.len().max(1);
             out.par_chunks_mut(BLOCK.min(1024)).enumerate().for_each(|(block, out)| {
                 let start = block * BLOCK.min(1024);
-                vectorize(|| {
+                vectorize!({
                     for (row, x) in x.chunks_exact(width).enumerate() {
                         let x = &x[start..start + out.len()];
                         if row == 0 && !accumulate {

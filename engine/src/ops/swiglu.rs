@@ -71,7 +71,7 @@ impl Op for SwiGluGrad {
         }
         let dy = args.input::<f32>(2).par_chunks(BLOCK);
         d_gate.par_chunks_mut(BLOCK).zip(d_up.par_chunks_mut(BLOCK)).zip(dy).for_each(|((d_gate, d_up), dy)| {
-            vectorize(|| {
+            vectorize!({
                 for ((gate, up), &dy) in d_gate.iter_mut().zip(d_up).zip(dy) {
                     let (g, u) = (*gate, *up);
                     *gate = dy * u * silu_derivative(g);

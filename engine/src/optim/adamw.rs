@@ -97,7 +97,7 @@ impl Op for AdamWUpdate {
         let root_correction = 1.0 / scalars[2].sqrt();
         let moments = m.par_chunks_mut(BLOCK).zip(v.par_chunks_mut(BLOCK));
         p.par_chunks_mut(BLOCK).zip(gradient.par_chunks(BLOCK)).zip(moments).for_each(|((p, g), (m, v))| {
-            vectorize(|| {
+            vectorize!({
                 for ((p, &g), (m, v)) in p.iter_mut().zip(g).zip(m.iter_mut().zip(v)) {
                     let g = g * clip;
                     *m = beta1 * *m + (1.0 - beta1) * g;

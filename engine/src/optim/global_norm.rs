@@ -41,7 +41,7 @@ impl Op for GlobalNorm {
             let x = args.input::<f32>(input);
             let partial = &mut workspace[..blocks(x.len())];
             partial.par_iter_mut().zip(x.par_chunks(BLOCK)).for_each(|(sum, x)| {
-                *sum = vectorize(|| reduce::sum(x, |x| x * x));
+                *sum = vectorize!(reduce::sum(x, |x| x * x));
             });
             total += partial.iter().map(|&x| f64::from(x)).sum::<f64>();
         }
