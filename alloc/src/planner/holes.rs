@@ -95,6 +95,11 @@ impl Holes {
         }
     }
 
+    /// How many free ranges there are.
+    pub fn len(&self) -> usize {
+        self.free.len()
+    }
+
     fn carve(&mut self, index: usize, from: u64, to: u64) {
         let hole = &mut self.free[index];
         match (hole.0 == from, hole.1 == to) {

@@ -45,7 +45,7 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Self {
-        Self { capacity: None, work: 100_000_000, deadline: None, threads: None, warm_start: None }
+        Self { capacity: None, work: 250_000_000, deadline: None, threads: None, warm_start: None }
     }
 }
 

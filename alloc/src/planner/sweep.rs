@@ -131,7 +131,7 @@ impl Sweep<'_> {
                             Direction::Forward => self.reserved.starting(clique + 1..item.end, &mut blocked),
                             Direction::Backward => self.reserved.ending(item.start + 1..clique + 1, &mut blocked),
                         }
-                        *work += 1 + blocked.len() as u64;
+                        *work += 1 + blocked.len() as u64 + holes.len() as u64 / 4;
                         holes.take_around(item.bytes, item.alignment, fit, &blocked)?
                     }
                 };
