@@ -161,8 +161,8 @@ impl Part {
         live
     }
 
-    /// In each clique, the height at which the space between the pins suffices for the
-    /// rest; and the ends of the pins.
+    /// The highest of: in each clique, the height at which the space between the pins suffices for the rest; and the
+    /// ends of the pins.
     fn fullest(&self) -> u64 {
         let live = self.live();
         let mut bound = live.iter().copied().max().unwrap_or(0);
