@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex};
 
 use crate::error::{Error, Result};
-use crate::graph::{Graph, NodeId, Phase, Source, Tensor, ValueId};
+use crate::graph::{Graph, NodeId, Phase, Source, Tensor, ValueId, lock};
 use crate::op::Gradient;
 use crate::ops::{Cat, Contiguous, Widen};
 
@@ -209,8 +209,4 @@ impl Pass {
             g.reassign_phase(id, if needed { Phase::BackwardInput } else { Phase::BackwardWeight });
         }
     }
-}
-
-fn lock(graph: &Mutex<Graph>) -> std::sync::MutexGuard<'_, Graph> {
-    graph.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }

@@ -31,7 +31,7 @@ pub enum Error {
     #[error("{name:?} holds {expected} elements, not {given}")]
     ElementCount { name: String, expected: usize, given: usize },
     #[error(
-        "the arena needs {needed} bytes, but {available} bytes of memory are available\nlargest at the peak:\n{largest}\nwhat helps: more micro-batches, a shorter sequence, a smaller batch"
+        "the arena needs {needed} bytes, but {available} bytes of memory are available\nlargest at the peak:\n{largest}\nwhat helps: more micro-batches, a shorter sequence, a smaller batch, a smaller model"
     )]
     DoesNotFit { needed: u64, available: u64, largest: String },
     #[error("non-finite loss {loss} at step {step}; the first non-finite value came out of {culprit}")]

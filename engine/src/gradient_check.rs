@@ -1,7 +1,7 @@
 //! Judges an operation: its gradient by finite differences of the f64 reference, its kernel by the reference itself.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use candle_core::DType;
 use gapless_parallel::{Action, Kind};
@@ -10,7 +10,7 @@ use crate::autodiff::differentiate;
 use crate::compile::{CompileOptions, Lowering, compile, lower};
 use crate::cpu::{Executor, RunOptions, Workers};
 use crate::error::Result;
-use crate::graph::{Graph, Spec, Tensor, ValueId};
+use crate::graph::{Graph, Spec, Tensor, ValueId, lock};
 use crate::nn::{Init, VarBuilder};
 use crate::random::{Numbers, Stream};
 use crate::reference::{Array, evaluate};
@@ -62,7 +62,7 @@ pub fn gradient_check(
     given.insert("weights".into(), random_array(y.dims(), 99));
     let loss = y.mul(&weights)?.sum_all()?;
     let gradients = differentiate(&graph, &loss, 1.0)?;
-    let graph = graph.lock().unwrap_or_else(PoisonError::into_inner);
+    let graph = lock(&graph);
 
     let stream = Stream::new(1, 1, 0);
     let exact = evaluate(&graph, &given, stream);
@@ -149,6 +149,6 @@ fn random_array(dims: &[usize], seed: u64) -> Array {
 }
 
 fn input(graph: &Arc<Mutex<Graph>>, name: &str, spec: Spec) -> Result<Tensor> {
-    let id = graph.lock().unwrap_or_else(PoisonError::into_inner).add_input(name, spec)?;
+    let id = lock(graph).add_input(name, spec)?;
     Ok(Tensor::new(graph, id))
 }

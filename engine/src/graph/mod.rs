@@ -1,6 +1,6 @@
 //! The training step as data: single-assignment values of known shape, made by nodes in order.
 //!
-//! In: calls of the builder ([`Tensor`](crate::Tensor)), and of autodiff. Out: a [`Graph`] whose nodes stand in an order
+//! In: calls of the builder ([`Tensor`]), and of autodiff. Out: a [`Graph`] whose nodes stand in an order
 //! in which they can run. Never: a buffer, an address, or a number.
 //!
 //! View operations (`reshape`, `transpose`, `narrow`, `broadcast_as`) make no data: their value shares the storage of
@@ -10,7 +10,7 @@
 mod tensor;
 
 use std::collections::HashMap;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 pub use tensor::Tensor;
 
@@ -151,6 +151,11 @@ pub struct Graph {
     constants: HashMap<u64, ValueId>,
     layers: Vec<Arc<str>>,
     phase: Option<Phase>,
+}
+
+/// The graph behind its handles. A panic elsewhere leaves a graph that is short of nodes, not a broken one.
+pub(crate) fn lock(graph: &Mutex<Graph>) -> MutexGuard<'_, Graph> {
+    graph.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Graph {

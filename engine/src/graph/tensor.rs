@@ -3,12 +3,12 @@
 //! A candle model is ported by changing its imports: the same methods with the same names and shape rules record nodes
 //! here, and everything is computed later by the compiled program.
 
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 
 use candle_core::shape::{Dim, ShapeWithOneHole};
 use candle_core::{DType, Shape};
 
-use super::{Graph, Phase, Spec, ValueId};
+use super::{Graph, Phase, Spec, ValueId, lock};
 use crate::error::{Error, Result};
 use crate::op::Op;
 use crate::ops;
@@ -29,10 +29,6 @@ impl Drop for LayerGuard {
     fn drop(&mut self) {
         lock(&self.0).leave_layer();
     }
-}
-
-fn lock(graph: &Mutex<Graph>) -> MutexGuard<'_, Graph> {
-    graph.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
 impl Tensor {
@@ -440,7 +436,7 @@ impl Tensor {
         Self::apply_op::<1>(ops::MatMul, &[self, rhs]).map(|[out]| out)
     }
 
-    /// x·Wᵀ + b over the last dimension: `weight` is [out, in], `bias` is [out].
+    /// x·Wᵀ + b over the last dimension: `weight` is [out, in], `bias` is `[out]`.
     ///
     /// # Errors
     /// When the extents do not match.
@@ -460,7 +456,7 @@ impl Tensor {
     /// Layer normalisation over the last dimension (Ba et al., arXiv 1607.06450).
     ///
     /// # Errors
-    /// When `weight` or `bias` is not [width].
+    /// When `weight` or `bias` is not `[width]`.
     pub fn layer_norm(&self, weight: &Self, bias: &Self, eps: f64) -> Result<Self> {
         Self::apply_op::<2>(ops::LayerNorm { eps }, &[self, weight, bias]).map(|[out, _]| out)
     }
@@ -468,7 +464,7 @@ impl Tensor {
     /// Root-mean-square normalisation over the last dimension (Zhang & Sennrich, arXiv 1910.07467).
     ///
     /// # Errors
-    /// When `weight` is not [width].
+    /// When `weight` is not `[width]`.
     pub fn rms_norm(&self, weight: &Self, eps: f64) -> Result<Self> {
         Self::apply_op::<2>(ops::RmsNorm { eps }, &[self, weight]).map(|[out, _]| out)
     }

@@ -13,7 +13,7 @@ pub struct Linear {
 }
 
 impl Linear {
-    /// A layer from its parameters: weight [out, in] and, if there is one, bias [out].
+    /// A layer from its parameters: weight [out, in] and, if there is one, bias `[out]`.
     pub fn new(weight: Tensor, bias: Option<Tensor>, layer: &str) -> Self {
         Self { weight, bias, layer: layer.into() }
     }
@@ -26,7 +26,7 @@ impl Module for Linear {
     }
 }
 
-/// A layer `weight` [out, in] and `bias` [out] under the builder's path.
+/// A layer `weight` [out, in] and `bias` `[out]` under the builder's path.
 ///
 /// # Errors
 /// When the names were used with other shapes.
@@ -89,7 +89,7 @@ impl Module for LayerNorm {
     }
 }
 
-/// Layer normalisation with `weight` and `bias` [width] under the builder's path.
+/// Layer normalisation with `weight` and `bias` `[width]` under the builder's path.
 ///
 /// # Errors
 /// When the names were used with other shapes.
@@ -114,7 +114,7 @@ impl Module for RmsNorm {
     }
 }
 
-/// Root-mean-square normalisation with `weight` [width] under the builder's path.
+/// Root-mean-square normalisation with `weight` `[width]` under the builder's path.
 ///
 /// # Errors
 /// When the name was used with another shape.

@@ -6,7 +6,7 @@ use candle_core::Shape;
 
 use super::Init;
 use crate::error::Result;
-use crate::graph::{Graph, Tensor};
+use crate::graph::{Graph, Tensor, lock};
 
 /// Declares parameters under a path, as candle's does: `vb.pp("h").pp(3).get((4, 4), "weight")` is `h.3.weight`.
 #[derive(Debug, Clone)]
@@ -44,9 +44,7 @@ impl VarBuilder {
     /// # Errors
     /// When the name was used with another shape.
     pub fn get_with_hints(&self, shape: impl Into<Shape>, name: &str, init: Init) -> Result<Tensor> {
-        let mut graph = self.graph.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let id = graph.add_persistent(&self.full(name), shape.into(), init)?;
-        drop(graph);
+        let id = lock(&self.graph).add_persistent(&self.full(name), shape.into(), init)?;
         Ok(Tensor::new(&self.graph, id))
     }
 

@@ -8,7 +8,7 @@ use crate::graph::{Spec, Tensor};
 use crate::op::{Gradient, Op};
 use crate::reference::{Array, Reference};
 
-/// −log softmax(logits)[target] for logits [.., vocabulary] and targets [..].
+/// −log softmax(logits)`[target]` for logits [.., vocabulary] and targets [..].
 /// Outputs: the losses [..], and the log-sum-exp of each row [..] for the gradient.
 #[derive(Debug, Clone, Copy)]
 pub struct CrossEntropy;

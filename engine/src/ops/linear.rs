@@ -9,7 +9,7 @@ use crate::graph::{Spec, Tensor};
 use crate::op::{Gradient, Op};
 use crate::reference::{Array, Reference};
 
-/// [.., in] to [.., out] with weight [out, in] and, if there is one, bias [out].
+/// [.., in] to [.., out] with weight [out, in] and, if there is one, bias `[out]`.
 #[derive(Debug, Clone, Copy)]
 pub struct Linear {
     /// Whether a third input is the bias.

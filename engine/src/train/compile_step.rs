@@ -1,7 +1,7 @@
 //! One executable of everything a trainer runs: training step, evaluation, logits.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use candle_core::DType;
 use gapless_alloc::Role;
@@ -11,7 +11,7 @@ use super::{Model, TrainOptions};
 use crate::autodiff::differentiate;
 use crate::compile::{CompileOptions, Executable, Lowering, Program, compile, lower};
 use crate::error::Result;
-use crate::graph::{Graph, Phase, Spec, Tensor, ValueId};
+use crate::graph::{Graph, Phase, Spec, Tensor, ValueId, lock};
 use crate::nn::VarBuilder;
 use crate::optim::{GlobalNorm, Optimizer, ParameterUpdate, SCALARS};
 
@@ -157,8 +157,4 @@ impl<M: Model> Trace<M> {
         let _span = tracing::info_span!("lower", name).entered();
         lower(&Lowering { name, graph: &self.lock(), actions, outputs, roles, threads })
     }
-}
-
-fn lock(graph: &Mutex<Graph>) -> MutexGuard<'_, Graph> {
-    graph.lock().unwrap_or_else(PoisonError::into_inner)
 }
