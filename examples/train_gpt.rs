@@ -16,7 +16,7 @@ use gapless::engine::learning_rate::{LearningRate, Shape};
 use gapless::engine::metrics::{JsonLines, peak_rss_bytes};
 use gapless::models::{Gpt, GptConfig};
 use gapless::{SampleOptions, TrainOptions, Trainer};
-use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
+use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
 
 #[derive(Parser)]
@@ -150,11 +150,11 @@ fn main() -> Result<()> {
         let rate = tokens_per_second(trainer.steps() - first_step, busy);
         progress.set_position(trainer.steps());
         progress.set_message(format!(
-            "loss {:.4} norm {:.2} lr {:.1e} {rate:.0} tokens/s arena {} gap {:.3}",
+            "loss {:.3} norm {:.2} lr {:.1e} {rate:.0} tokens/s arena {:.0} MiB gap {:.3}",
             step.loss,
             step.gradient_norm,
             step.lr,
-            HumanBytes(report.arena_bytes),
+            report.arena_bytes as f64 / f64::from(1 << 20),
             report.gap
         ));
         if progress.is_hidden() && (step.step % 10 == 0 || trainer.steps() == args.steps) {
@@ -293,7 +293,7 @@ fn stop_on_ctrl_c() -> Result<Arc<AtomicBool>> {
 }
 
 fn progress_bar(steps: u64, done: u64) -> ProgressBar {
-    let style = ProgressStyle::with_template("{pos}/{len} {wide_bar} {msg} ETA {eta}").expect("the template is sound");
+    let style = ProgressStyle::with_template("{pos}/{len} {wide_msg} ETA {eta}").expect("the template is sound");
     ProgressBar::new(steps).with_style(style).with_position(done)
 }
 
