@@ -5,11 +5,12 @@ use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use crate::model::{Model, StepArguments};
 use anyhow::{Context, bail};
 use flate2::bufread::MultiGzDecoder;
 use gapless_alloc::peers::{Kind, PyTorchOptions};
 use gapless_alloc::{Comparison, Problem, Requests, compare, csv, page, read_snapshot};
+
+use crate::model::{Model, StepArguments};
 
 /// Replay a table of lifetimes through every allocator and compare what they reserve.
 #[derive(Debug, clap::Args)]

@@ -1,0 +1,51 @@
+//! Every kind of training step that the engine emits, in the ring with the allocators people use.
+
+use gapless::alloc::peers::Kind;
+use gapless::alloc::{Comparison, Requests, compare};
+use gapless::engine::compile::Executable;
+use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig};
+use gapless::{TrainOptions, Trainer};
+
+fn programs() -> Vec<(String, Executable)> {
+    let mut programs = Vec::new();
+    for micro_batches in [1, 2, 8] {
+        for keep_gradients in [false, true] {
+            let options =
+                TrainOptions { batch: 8, sequence: 128, micro_batches, keep_gradients, ..TrainOptions::default() };
+            for dropout in [0.0, 0.1] {
+                let gpt = GptConfig { vocabulary: 5000, sequence: 128, layers: 4, heads: 4, width: 256, dropout };
+                let name = format!("gpt, {micro_batches} micro-batches, dropout {dropout}, keep {keep_gradients}");
+                programs.push((name, Trainer::plan(|vb| Gpt::new(&gpt, vb), &options).unwrap()));
+            }
+            let llama = LlamaConfig {
+                vocabulary: 5000,
+                layers: 4,
+                heads: 8,
+                kv_heads: 2,
+                width: 256,
+                hidden: 700,
+                ..LlamaConfig::default()
+            };
+            let name = format!("llama, {micro_batches} micro-batches, keep {keep_gradients}");
+            programs.push((name, Trainer::plan(|vb| Llama::new(&llama, vb), &options).unwrap()));
+        }
+    }
+    programs
+}
+
+#[test]
+fn every_program_is_planned_at_the_bound_and_nobody_reserves_less() {
+    for (name, program) in programs() {
+        assert_eq!(program.solution.height, program.solution.lower_bound, "{name}");
+        let compared = compare(&program.problem, &Requests::new(&program.problem), &Comparison::default());
+        let reserved = |kind: Kind| {
+            let entry = compared.allocators.iter().find(|entry| entry.kind == kind).expect("all kinds were asked for");
+            entry.outcome.as_ref().expect("80 GiB hold it").peak_reserved()
+        };
+        let ours = reserved(Kind::Gapless);
+        assert_eq!(ours, reserved(Kind::Ideal), "{name}: fragmentation");
+        for kind in Kind::ALL {
+            assert!(reserved(kind) >= ours, "{name}: {kind:?} reserves less");
+        }
+    }
+}
