@@ -95,6 +95,24 @@ proptest! {
         prop_assert!(step.tokens.len() > 1 || solution.proof == Proof::MaxLive, "{:?}", solution.proof);
     }
 
+    /// However little may be spent, and however many parts come after the one that it was spent on.
+    #[test]
+    fn any_budget_gives_a_plan(
+        list in prop_oneof![
+            buffers(80, 40, 0..500u64),
+            nested(),
+            adversarial(),
+            step().prop_map(|step| step.problem().unwrap().buffers().to_vec()),
+        ],
+        copies in 1..4u64,
+        work in prop::sample::select(vec![0u64, 1, 100, 10_000]),
+    ) {
+        let ticks = list.iter().map(|b| b.lifetime.end).max().unwrap_or(0);
+        let later = |b: &Buffer, by: u64| Buffer { lifetime: b.lifetime.start + by..b.lifetime.end + by, ..b.clone() };
+        let list = (0..copies).flat_map(|copy| list.iter().map(move |b| later(b, copy * ticks))).collect();
+        planned(&Problem::new(list).unwrap(), &Options { work, ..Options::default() });
+    }
+
     /// Near the end of the address space there may be no plan to be found, but never a wrong one, and no overflow.
     #[test]
     fn huge_sizes_are_planned_or_refused(

@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 use crate::{Buffer, Problem, lower_bound};
 use meter::Meter;
 use part::{Source, Whole};
-use strategy::{Goal, plan_part};
+use strategy::plan_parts;
 
 /// What the planner may spend and what it must fit into.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -219,9 +219,8 @@ impl<'p> Planner<'p> {
             self.put(whole.sources[source as usize], at, &mut offsets);
         }
         let (mut complete, mut proven) = (true, aim);
-        for part in &whole.parts {
-            let goal = Goal { ceiling: aim.saturating_sub(part.base), enough: enough.saturating_sub(part.base) };
-            let outcome = plan_part(part, goal, &mut self.meter);
+        let outcomes = plan_parts(&whole.parts, aim, enough, &mut self.meter);
+        for (part, outcome) in whole.parts.iter().zip(outcomes) {
             self.stats.placements += outcome.sweeps;
             proven = proven.max(part.base.saturating_add(outcome.proven));
             let Some(placed) = outcome.placed else {

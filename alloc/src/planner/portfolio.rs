@@ -46,6 +46,21 @@ impl<'p> Portfolio<'p> {
         self.outwards(1);
         self.follow_all(&self.edges(1));
         self.follow_all(&self.long_first(1));
+        self.settle();
+    }
+
+    /// A part that comes after the work is spent still gets a plan: the lowest place for whoever comes. Only the end of
+    /// the address space, or pins on each other, leave it without.
+    fn settle(&mut self) {
+        let policy = Policy { long_from: 0, long: Fit::Lowest, short: Fit::Lowest, order: Order::Longest };
+        for direction in DIRECTIONS {
+            if self.best.is_none() {
+                let chain = Chain { start: Start::Edge, direction, policy, rank: 0, rounds: 1 };
+                let (placed, spent) = self.follow(&chain, Vec::new(), u64::MAX);
+                self.spend(spent);
+                self.offer(placed);
+            }
+        }
     }
 
     /// Stage 4: sweeps that learn from one another, those of the second and third stage by turns.

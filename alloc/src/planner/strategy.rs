@@ -7,11 +7,11 @@ use super::portfolio::{Placed, Portfolio};
 
 /// What a part should reach.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Goal {
+struct Goal {
     /// Nothing lower helps: the bound of the whole problem.
-    pub ceiling: u64,
+    ceiling: u64,
     /// Nothing lower is asked for.
-    pub enough: u64,
+    enough: u64,
 }
 
 /// A part's plan.
@@ -24,17 +24,49 @@ pub(crate) struct Outcome {
     pub sweeps: u64,
 }
 
-/// Plans a part, cheapest pass first, until the goal is met or the meter stops.
-pub(crate) fn plan_part(part: &Part, goal: Goal, meter: &mut Meter) -> Outcome {
-    let mut portfolio = Portfolio::new(part, goal.ceiling, *meter);
-    let mut proven = part.bound;
-    let small = is_small(part);
-    portfolio.sweep_once();
-    if small && !meets(&portfolio, goal) {
-        let work = portfolio.meter.left() / 3;
-        attempt(part, goal.enough.max(proven), work, &mut portfolio, &mut proven);
+/// Plans every part: each has a plan before the work goes to those that miss their goals, in equal shares. What one
+/// part proves needs no other to be lower. Returns the outcomes in the order of the parts.
+///
+/// `aim` and `enough` are heights of the whole: nothing below the first helps, nothing below the second is asked for.
+pub(crate) fn plan_parts(parts: &[Part], aim: u64, mut enough: u64, meter: &mut Meter) -> Vec<Outcome> {
+    let goal = |part: &Part, enough: u64| Goal {
+        ceiling: aim.saturating_sub(part.base),
+        enough: enough.saturating_sub(part.base),
+    };
+    let mut portfolios: Vec<Portfolio> = Vec::with_capacity(parts.len());
+    for part in parts {
+        let mut portfolio = Portfolio::new(part, goal(part, enough).ceiling, *meter);
+        portfolio.sweep_once();
+        *meter = portfolio.meter;
+        portfolios.push(portfolio);
     }
-    if !meets(&portfolio, goal) && proven <= goal.ceiling {
+    let is_open = |(part, portfolio): (&Part, &Portfolio)| !meets(portfolio, goal(part, enough));
+    let mut open = parts.iter().zip(&portfolios).filter(|&pair| is_open(pair)).count() as u64;
+    let mut outcomes = Vec::with_capacity(parts.len());
+    for (part, mut portfolio) in parts.iter().zip(portfolios) {
+        let mut proven = part.bound;
+        let goal = goal(part, enough);
+        if !meets(&portfolio, goal) {
+            let share = meter.left() / open.max(1);
+            portfolio.meter = Meter { work: meter.spent + share, ..*meter };
+            improve(part, goal, &mut portfolio, &mut proven);
+            *meter = Meter { work: meter.work, ..portfolio.meter };
+            open = open.saturating_sub(1);
+        }
+        enough = enough.max(part.base.saturating_add(proven));
+        outcomes.push(Outcome { placed: portfolio.best, proven, sweeps: portfolio.sweeps });
+    }
+    outcomes
+}
+
+/// What is tried after sweeps on their own, cheapest first, until the goal is met or the meter stops.
+fn improve(part: &Part, goal: Goal, portfolio: &mut Portfolio, proven: &mut u64) {
+    let small = is_small(part);
+    if small {
+        let work = portfolio.meter.left() / 3;
+        attempt(part, goal.enough.max(*proven), work, portfolio, proven);
+    }
+    if !meets(portfolio, goal) && *proven <= goal.ceiling {
         // A small part keeps the better half of its work for searches.
         let work = portfolio.meter.work;
         if small {
@@ -43,11 +75,9 @@ pub(crate) fn plan_part(part: &Part, goal: Goal, meter: &mut Meter) -> Outcome {
         portfolio.repair();
         portfolio.meter.work = work;
     }
-    if small && !meets(&portfolio, goal) {
-        close_in(part, goal, &mut portfolio, &mut proven);
+    if small && !meets(portfolio, goal) {
+        close_in(part, goal, portfolio, proven);
     }
-    *meter = portfolio.meter;
-    Outcome { placed: portfolio.best, proven, sweeps: portfolio.sweeps }
 }
 
 /// Searches visit every item at every step: they are for parts where that is cheap.
