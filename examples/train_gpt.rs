@@ -11,7 +11,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use clap::{Parser, ValueEnum};
 use gapless::engine::checkpoint::Checkpoint;
-use gapless::engine::data::{DataOptions, Dataset, RustSources, Source, ValidationWindows, VocabularyChoice};
+use gapless::engine::data::{
+    DataError, DataOptions, Dataset, RustSources, Source, ValidationWindows, VocabularyChoice,
+};
 use gapless::engine::learning_rate::{LearningRate, Shape};
 use gapless::engine::metrics::{JsonLines, peak_rss_bytes};
 use gapless::models::{Gpt, GptConfig};
@@ -92,7 +94,7 @@ struct Args {
     poison: bool,
 }
 
-#[derive(Clone, Copy, ValueEnum)]
+#[derive(Debug, Clone, Copy, ValueEnum)]
 enum Schedule {
     Cosine,
     Wsd,
@@ -101,7 +103,7 @@ enum Schedule {
 
 fn main() -> Result<()> {
     let args = Args::parse();
-    let _trace = args.trace.as_deref().map(start_trace);
+    let _trace = start_tracing(args.trace.as_deref())?;
     let checkpoints = args.out.join("checkpoints");
     let checkpoint = open_checkpoint(&args, &checkpoints)?;
     let dataset = open_data(&args, checkpoint.as_ref())?;
@@ -114,7 +116,23 @@ fn main() -> Result<()> {
         dropout: args.dropout,
     };
     let training = dataset.training(args.sequence, args.batch, args.seed)?;
-    let validation = dataset.validation(args.sequence, 32.max(args.batch))?;
+    let validation = match dataset.validation(args.sequence, 32.max(args.batch)) {
+        // Too little of it is no reason not to train.
+        Err(error @ DataError::TooShort { .. }) => {
+            println!("no validation: {error}");
+            None
+        }
+        validation => validation?,
+    };
+    let prompt = if args.sample > 0 { prompt(&dataset, &args)? } else { None };
+    let run = json!({
+        "data": dataset.folder(), "data_hash": dataset.hash(), "config": config, "seed": args.seed, "batch": args.batch,
+        "micro_batches": args.micro_batches, "lr": args.lr, "schedule": format!("{:?}", args.schedule),
+        "warmup": args.warmup,
+    });
+    if let Some(checkpoint) = &checkpoint {
+        checkpoint.expect("run", &run).context("resume with the flags of the run that was saved")?;
+    }
     let mut trainer = Trainer::new(|vb| Gpt::new(&config, vb), options(&args))?;
     let report = trainer.report();
     println!("{report}");
@@ -132,7 +150,6 @@ fn main() -> Result<()> {
     let mut json =
         args.json.as_deref().map(if resuming { JsonLines::append } else { JsonLines::create }).transpose()?;
     let (mut tokens, mut targets) = (vec![0; args.batch * args.sequence], vec![0; args.batch * args.sequence]);
-    let run = json!({ "data": dataset.folder(), "data_hash": dataset.hash(), "config": config });
     let first_step = trainer.steps();
     let progress = progress_bar(args.steps, first_step);
     let (mut final_loss, mut val_loss, mut busy) = (None, None, Duration::ZERO);
@@ -179,11 +196,6 @@ fn main() -> Result<()> {
     progress.finish_and_clear();
     println!("saved {}", trainer.save(&checkpoints, run)?.display());
     Checkpoint::prune(&checkpoints, 2)?;
-    if stop.load(Ordering::Relaxed) {
-        println!("stopped; --resume goes on from here");
-    } else if args.sample > 0 {
-        sample(&mut trainer, &dataset, &args)?;
-    }
     let summary = json!({
         "final_loss": final_loss,
         "val_loss": val_loss,
@@ -198,7 +210,15 @@ fn main() -> Result<()> {
         "plan_hash": report.plan_hash,
     });
     println!("{summary:#}");
-    json.map_or(Ok(()), |mut json| Ok(json.write(&summary)?))
+    if let Some(json) = &mut json {
+        json.write(&summary)?;
+    }
+    if stop.load(Ordering::Relaxed) {
+        println!("stopped; --resume goes on from here");
+    } else if let Some(prompt) = prompt {
+        sample(&mut trainer, &dataset, &args, &prompt)?;
+    }
+    Ok(())
 }
 
 fn options(args: &Args) -> TrainOptions {
@@ -241,6 +261,7 @@ fn open_data(args: &Args, checkpoint: Option<&Checkpoint>) -> Result<Dataset> {
     if let Some(folder) = checkpoint.and_then(|c| c.metadata()["run"]["data"].as_str()) {
         return Ok(Dataset::open_prepared(Path::new(folder))?);
     }
+    ensure!(checkpoint.is_none() || args.data.is_some(), "the saved run read a .bin: name it again with --data");
     let lock = Path::new(env!("CARGO_MANIFEST_DIR")).join("Cargo.lock");
     let source = args.data.clone().map_or_else(|| Source::RustSources(RustSources::of_lock(lock)), Source::Path);
     let vocabulary = match &args.tokenizer {
@@ -272,10 +293,21 @@ fn validate(trainer: &mut Trainer, windows: Option<&ValidationWindows>) -> Resul
     Ok(Some(sum / batches as f32))
 }
 
-fn sample(trainer: &mut Trainer, dataset: &Dataset, args: &Args) -> Result<()> {
-    let prompt = dataset.vocabulary().encode(&args.prompt)?;
+/// The prompt as ids; nothing where there is no tokenizer, as with bare ids.
+fn prompt(dataset: &Dataset, args: &Args) -> Result<Option<Vec<u32>>> {
+    ensure!(!args.prompt.is_empty(), "--prompt is empty; begin with at least one character, or use --sample 0");
+    match dataset.vocabulary().encode(&args.prompt) {
+        Ok(ids) => Ok(Some(ids)),
+        Err(error) => {
+            println!("no sample at the end: {error}");
+            Ok(None)
+        }
+    }
+}
+
+fn sample(trainer: &mut Trainer, dataset: &Dataset, args: &Args, prompt: &[u32]) -> Result<()> {
     let options = SampleOptions { tokens: args.sample, seed: args.seed, ..SampleOptions::default() };
-    let continuation = trainer.sample(&prompt, &options)?;
+    let continuation = trainer.sample(prompt, &options)?;
     println!("---\n{}{}\n---", args.prompt, dataset.vocabulary().decode(&continuation)?);
     Ok(())
 }
@@ -297,10 +329,18 @@ fn progress_bar(steps: u64, done: u64) -> ProgressBar {
     ProgressBar::new(steps).with_style(style).with_position(done)
 }
 
-fn start_trace(path: &Path) -> impl Drop + use<> {
-    use tracing_subscriber::layer::SubscriberExt;
-    use tracing_subscriber::util::SubscriberInitExt;
-    let (layer, guard) = tracing_chrome::ChromeLayerBuilder::new().file(path).include_args(true).build();
-    tracing_subscriber::registry().with(layer).init();
-    guard
+/// Warnings go to standard error; with a path, spans go there until the guard is dropped.
+fn start_tracing(path: Option<&Path>) -> Result<Option<tracing_chrome::FlushGuard>> {
+    use tracing_subscriber::filter::LevelFilter;
+    use tracing_subscriber::{Layer, layer::SubscriberExt, util::SubscriberInitExt};
+    let warnings = tracing_subscriber::fmt::layer().without_time().with_writer(std::io::stderr);
+    let registry = tracing_subscriber::registry().with(warnings.with_filter(LevelFilter::WARN));
+    let Some(path) = path else {
+        registry.init();
+        return Ok(None);
+    };
+    let file = std::fs::File::create(path).with_context(|| format!("cannot create {}", path.display()))?;
+    let (spans, guard) = tracing_chrome::ChromeLayerBuilder::new().writer(file).include_args(true).build();
+    registry.with(spans).init();
+    Ok(Some(guard))
 }

@@ -117,7 +117,12 @@ impl Pass {
             let mut summands = Vec::new();
             for part in parts {
                 part.set_phase(Phase::BackwardWeight);
-                summands.push(part.contiguous()?.id());
+                // A constant is there once; as a gradient it counts once per micro-batch, so it becomes a value.
+                let root = lock(&self.graph).value(part.id()).root;
+                let made = matches!(lock(&self.graph).value(root).source, Source::Node { .. });
+                let dense =
+                    if made { part.contiguous()? } else { Tensor::apply_op::<1>(Contiguous, &[&part])?[0].clone() };
+                summands.push(dense.id());
             }
             by_parameter.insert(parameter, summands);
         }
@@ -139,7 +144,9 @@ impl Pass {
                 let op: &dyn Any = &*node.op;
                 let moves = g.is_view(value) || op.is::<Widen>() || op.is::<Contiguous>();
                 let alone = readers[value.index()] == readers_expected;
-                if node.phase != Phase::BackwardWeight || !moves || !alone || node.outputs[0] != value {
+                let source = g.value(g.value(node.inputs[0]).root);
+                let made = matches!(source.source, Source::Node { .. });
+                if node.phase != Phase::BackwardWeight || !moves || !alone || !made || node.outputs[0] != value {
                     break;
                 }
                 value = node.inputs[0];

@@ -14,6 +14,8 @@ pub enum Error {
     Shape { op: String, layer: String, what: String, shapes: Vec<Shape> },
     #[error("{op} has no gradient with respect to its input {input}, which depends on a parameter")]
     NoGradient { op: String, input: usize },
+    #[error("{op} has no gradient for its output {output}, which the loss depends on")]
+    NoOutputGradient { op: String, output: usize },
     #[error("the loss has shape {shape:?}; it must be a scalar (use mean_all or sum_all)")]
     LossNotScalar { shape: Shape },
     #[error("the loss depends on no parameter, so there is nothing to train")]

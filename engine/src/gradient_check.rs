@@ -74,7 +74,7 @@ pub fn gradient_check(
     let mut error = GradientError { finite_difference: 0.0, kernel: 0.0 };
     for gradient in &gradients {
         let numeric = differences(&graph, &given, &name_of(gradient.parameter), loss.id(), stream);
-        error.finite_difference = error.finite_difference.max(distance(&total(&gradient.summands).data, &numeric));
+        error.finite_difference = worse(error.finite_difference, distance(&total(&gradient.summands).data, &numeric));
     }
     let mut outputs: Vec<(String, ValueId)> = vec![("y".into(), y.id())];
     for gradient in &gradients {
@@ -98,7 +98,7 @@ pub fn gradient_check(
     for (name, id) in &outputs {
         let data: Vec<f32> = executor.output(program, name)?.flatten_all()?.to_vec1()?;
         let data: Vec<f64> = data.into_iter().map(f64::from).collect();
-        error.kernel = error.kernel.max(distance(&data, &exact[id.index()].data));
+        error.kernel = worse(error.kernel, distance(&data, &exact[id.index()].data));
     }
     Ok(error)
 }
@@ -133,6 +133,11 @@ fn differences(graph: &Graph, given: &HashMap<String, Array>, name: &str, loss: 
     (0..elements).map(|i| (at(i, H) - at(i, -H)) / (2.0 * H)).collect()
 }
 
+/// The larger error; a NaN is larger than any number.
+fn worse(a: f64, b: f64) -> f64 {
+    if a.is_nan() || a > b { a } else { b }
+}
+
 /// ‖a − b‖ / ‖b‖; the plain distance where b vanishes.
 fn distance(a: &[f64], b: &[f64]) -> f64 {
     let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();
@@ -151,4 +156,17 @@ fn random_array(dims: &[usize], seed: u64) -> Array {
 fn input(graph: &Arc<Mutex<Graph>>, name: &str, spec: Spec) -> Result<Tensor> {
     let id = lock(graph).add_input(name, spec)?;
     Ok(Tensor::new(graph, id))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_error_hides_a_nan() {
+        assert!(worse(0.0, f64::NAN).is_nan());
+        assert!(worse(f64::NAN, 1.0).is_nan());
+        assert_eq!(worse(1.0, 2.0), 2.0);
+        assert_eq!(worse(2.0, 1.0), 2.0);
+    }
 }

@@ -30,8 +30,8 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
         None
     }
 
-    /// Whether the kernel reads input `index` through strides; if not, the builder puts a copy in front.
-    fn reads_strides(&self, _index: usize) -> bool {
+    /// Whether the kernel reads input `index` through the strides of this layout; if not, the builder puts a copy in front.
+    fn reads_strides(&self, _index: usize, _layout: &Layout) -> bool {
         false
     }
 
@@ -109,6 +109,17 @@ impl Gradient {
     pub fn grad(&self, index: usize) -> Tensor {
         let output = &self.outputs[index];
         self.grads[index].clone().unwrap_or_else(|| output.constant(0.0, output.shape().clone()))
+    }
+
+    /// Refuses a loss that depends on an output which `op` has no gradient for.
+    ///
+    /// # Errors
+    /// [`Error::NoOutputGradient`] when it does.
+    pub fn refuse(&self, op: &dyn Op, output: usize) -> Result<()> {
+        match self.grads[output] {
+            Some(_) => Err(Error::NoOutputGradient { op: op.name().into(), output }),
+            None => Ok(()),
+        }
     }
 
     /// Whether the gradient with respect to an input is wanted. Send none that is not.

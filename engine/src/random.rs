@@ -16,7 +16,7 @@ pub struct Stream {
 impl Stream {
     /// The stream of a run's seed at a step.
     pub fn new(seed: u64, step: u64, micro_batch: u64) -> Self {
-        Self { key: mix(mix(seed).wrapping_add(step.wrapping_mul(GOLDEN))), micro_batch }
+        Self { key: mix(mix(seed.wrapping_add(GOLDEN)).wrapping_add(step.wrapping_mul(GOLDEN))), micro_batch }
     }
 
     /// The stream of one place in the model, over `elements` numbers per micro-batch. Micro-batches continue each
@@ -37,7 +37,7 @@ pub struct Numbers {
 impl Numbers {
     /// The sequence of a plain seed.
     pub fn from_seed(seed: u64) -> Self {
-        Self { key: mix(seed), start: 0 }
+        Self { key: mix(seed.wrapping_add(GOLDEN)), start: 0 }
     }
 
     /// 64 random bits.

@@ -104,6 +104,8 @@ fn attention() {
     // Equal heads, grouped heads, and a packed qkv read through strides.
     check(&[&[2, 2, 5, 8], &[2, 2, 5, 8], &[2, 2, 5, 8]], |x| x[0].causal_attention(&x[1], &x[2], 0.3));
     check(&[&[1, 4, 3, 8], &[1, 2, 3, 8], &[1, 2, 3, 8]], |x| x[0].causal_attention(&x[1], &x[2], 0.3));
+    // Heads whose elements do not lie side by side are copied first.
+    check(&[&[1, 2, 8, 5], &[1, 2, 5, 8]], |x| x[0].transpose(2, 3)?.causal_attention(&x[1], &x[1], 0.3));
     check(&[&[2, 5, 48]], |x| {
         let heads = |i: usize| x[0].narrow(2, 16 * i, 16)?.reshape((2, 5, 2, 8))?.transpose(1, 2);
         heads(0)?.causal_attention(&heads(1)?, &heads(2)?, 0.3)?.transpose(1, 2)?.reshape((2, 5, 16))

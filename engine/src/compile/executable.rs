@@ -32,7 +32,8 @@ pub(crate) struct Instruction {
     pub outputs: Box<[Address]>,
     /// Offset and bytes.
     pub workspace: (u64, u64),
-    pub accumulate: bool,
+    /// Bit i: output i is added to.
+    pub accumulate: u64,
     pub micro_batch: u32,
     pub layer: Arc<str>,
     /// Ranges of bytes that nobody reads after this instruction.
@@ -114,6 +115,7 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
     let mut compiled = Vec::new();
     let mut parts = Vec::new();
     for ((program, indices), span) in programs.iter().zip(&of).zip(&spans) {
+        check_operands(program)?;
         let address = |operand: &Operand| resolve(operand, solution.offsets[indices[operand.buffer.index()]]);
         let deaths = deaths(&problem, indices, span);
         let named = |instances: &[super::program::Instance]| -> Vec<Named> {
@@ -174,11 +176,46 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
     Ok(Executable { programs: compiled, persistent, problem, solution, labels, parts, plan_hash, plan_ms, flops })
 }
 
+/// Everything that kernels rely on and the planner knows nothing of: operands lie in their buffers, an overwritten input is
+/// all of its buffer and no other operand's, what the host reads has no gaps.
+fn check_operands(program: &Program) -> Result<()> {
+    let fail = |what: String| Err(Error::BadPlan { what });
+    let bytes = |operand: &Operand| program.buffers[operand.buffer.index()].bytes;
+    let inside = |operand: &Operand| {
+        let elements = (operand.layout.start_offset() + span(&operand.layout)) as u64;
+        elements * operand.dtype.size_in_bytes() as u64 <= bytes(operand)
+    };
+    for step in &program.steps {
+        let name = step.op.name();
+        if !step.inputs.iter().chain(&step.outputs).all(inside) {
+            return fail(format!("an operand of {name} in {:?} reaches beyond its buffer", &*step.layer));
+        }
+        for input in &step.inputs {
+            let Some(output) = input.overwritten_by.and_then(|output| step.outputs.get(output)) else { continue };
+            let whole = |o: &Operand| o.layout.is_contiguous() && o.layout.start_offset() == 0;
+            let same = input.buffer == output.buffer && whole(input) && whole(output) && input.dtype == output.dtype;
+            let alone = step.inputs.iter().filter(|other| other.buffer == input.buffer).count() == 1;
+            if !same || !alone || span(&input.layout) != span(&output.layout) {
+                return fail(format!("{name} in {:?} overwrites an input of another shape or use", &*step.layer));
+            }
+        }
+    }
+    match program.inputs.iter().chain(&program.outputs).find(|i| !i.operand.layout.is_contiguous()) {
+        Some(instance) => fail(format!("{:?} has gaps, so the host cannot read or write it", instance.name)),
+        None => Ok(()),
+    }
+}
+
+/// Elements from the first that a layout shows to the last.
+fn span(layout: &Layout) -> usize {
+    let reach = layout.dims().iter().zip(layout.stride()).map(|(&dim, &stride)| dim.saturating_sub(1) * stride);
+    if layout.dims().contains(&0) { 0 } else { 1 + reach.sum::<usize>() }
+}
+
 fn resolve(operand: &Operand, offset: u64) -> Address {
     let size = operand.dtype.size_in_bytes();
     let layout = &operand.layout;
-    let reach = layout.dims().iter().zip(layout.stride()).map(|(&dim, &stride)| dim.saturating_sub(1) * stride);
-    let span = if layout.dims().contains(&0) { 0 } else { 1 + reach.sum::<usize>() };
+    let span = span(layout);
     Address {
         offset: offset + (layout.start_offset() * size) as u64,
         layout: Layout::new(layout.shape().clone(), layout.stride().to_vec(), 0),

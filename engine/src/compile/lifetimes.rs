@@ -11,7 +11,7 @@ use std::ops::Range;
 use gapless_alloc::{Buffer, Label, Problem};
 
 use super::program::{Held, Program};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// All arena addresses are multiples of this: a cache line, and an AVX-512 vector.
 pub(crate) const ALIGNMENT: u64 = 64;
@@ -41,7 +41,7 @@ pub(crate) fn lifetimes(programs: &[Program]) -> Result<Lifetimes> {
         start = end;
     }
     let whole = 0..start;
-    let (mut buffers, mut labels) = (Vec::new(), Vec::new());
+    let (mut buffers, mut labels): (Vec<Buffer>, Vec<Label>) = (Vec::new(), Vec::new());
     let mut shared: HashMap<&str, usize> = HashMap::new();
     let mut of = Vec::new();
     for (program, span) in programs.iter().zip(&spans) {
@@ -57,6 +57,11 @@ pub(crate) fn lifetimes(programs: &[Program]) -> Result<Lifetimes> {
             if matches!(buffer.held, Held::Always { .. })
                 && let Some(&index) = shared.get(buffer.label.tensor.as_str())
             {
+                let known: &Buffer = &buffers[index];
+                if known.bytes != buffer.bytes.next_multiple_of(ALIGNMENT) {
+                    let what = format!("{:?} has another size in {:?}", buffer.label.tensor, program.name);
+                    return Err(Error::BadPlan { what });
+                }
                 indices.push(index);
                 continue;
             }

@@ -16,7 +16,8 @@ use super::program::{BufferId, Held, Instance, Operand, Program, Step, role_of_n
 use crate::error::Result;
 use crate::graph::{Graph, Node, NodeId, Phase, Source, Value, ValueId};
 use crate::nn::Init;
-use crate::ops::{Binary, BinaryKind};
+use crate::op::Op;
+use crate::ops::{Binary, BinaryKind, Contiguous};
 
 /// What to lower, and how.
 #[derive(Debug)]
@@ -136,15 +137,15 @@ impl<'a> Lowerer<'a> {
             self.placed.get_mut(&key).expect("placed above").reads_left -= 1;
         }
         let mut outputs = Vec::with_capacity(node.outputs.len());
-        let mut accumulate = false;
-        let mut add_behind = Vec::new();
+        let mut accumulate = 0;
+        let (mut add_behind, mut copy_behind) = (Vec::new(), Vec::new());
         for (index, &id) in node.outputs.iter().enumerate() {
             let value = graph.value(id);
             let [per_micro_batch, per_step] = self.reads[id.index()];
             let sum = self.placed.get(&(id, SUM)).map(|sum| sum.buffer);
             let buffer = match sum {
                 Some(sum) if per_micro_batch == 0 && node.op.accumulates(index) => {
-                    accumulate = true;
+                    accumulate |= 1 << index;
                     sum
                 }
                 _ => {
@@ -156,10 +157,16 @@ impl<'a> Lowerer<'a> {
                             add_behind.push((sum, buffer, value));
                             per_micro_batch
                         }
-                        // The first micro-batch to come: its own value begins the sum, so nothing may take its bytes.
-                        (true, None) => {
+                        // The first micro-batch to come begins the sum: with its own bytes, unless they are still read.
+                        (true, None) if per_micro_batch == 0 => {
                             self.placed.insert((id, SUM), Placed { buffer, reads_left: per_step });
                             usize::MAX
+                        }
+                        (true, None) => {
+                            let sum = self.fresh(node, id, index, micro_batch);
+                            self.placed.insert((id, SUM), Placed { buffer: sum, reads_left: per_step });
+                            copy_behind.push((sum, buffer, value));
+                            per_micro_batch
                         }
                     };
                     self.placed.insert(self.key(id, node.phase, micro_batch), Placed { buffer, reads_left });
@@ -172,21 +179,34 @@ impl<'a> Lowerer<'a> {
         let workspace = self.workspace(node, micro_batch);
         let (op, layer) = (node.op.clone(), node.layer.clone());
         self.program.steps.push(Step { op, inputs, outputs, workspace, accumulate, micro_batch, layer });
+        for (sum, part, value) in copy_behind {
+            let input = [(part, None)];
+            self.behind(Arc::new(Contiguous), &input, sum, value, node, micro_batch);
+        }
         for (sum, part, value) in add_behind {
-            self.add(sum, part, value, node, micro_batch);
+            let inputs = [(sum, Some(0)), (part, None)];
+            self.behind(Arc::new(Binary { kind: BinaryKind::Add }), &inputs, sum, value, node, micro_batch);
         }
     }
 
-    /// sum += part.
-    fn add(&mut self, sum: BufferId, part: BufferId, value: &Value, node: &Node, micro_batch: u32) {
+    /// A step behind a node's own, on instances of one of its outputs.
+    fn behind(
+        &mut self,
+        op: Arc<dyn Op>,
+        inputs: &[(BufferId, Option<usize>)],
+        output: BufferId,
+        value: &Value,
+        node: &Node,
+        micro_batch: u32,
+    ) {
         let (layout, dtype) = (&value.layout, value.spec.dtype);
         let operand = |buffer, overwritten_by| Operand { buffer, layout: layout.clone(), dtype, overwritten_by };
         self.program.steps.push(Step {
-            op: Arc::new(Binary { kind: BinaryKind::Add }),
-            inputs: vec![operand(sum, Some(0)), operand(part, None)],
-            outputs: vec![operand(sum, None)],
+            op,
+            inputs: inputs.iter().map(|&(buffer, overwritten_by)| operand(buffer, overwritten_by)).collect(),
+            outputs: vec![operand(output, None)],
             workspace: None,
-            accumulate: false,
+            accumulate: 0,
             micro_batch,
             layer: node.layer.clone(),
         });
@@ -226,7 +246,10 @@ impl<'a> Lowerer<'a> {
             Source::Node { .. } => unreachable!("nodes run in an order in which inputs are made before they are read"),
         };
         let op = if matches!(held, Held::FromStart) { "input" } else { "" };
-        let layer = tensor.rsplit_once('.').map_or("", |(layer, _)| layer).to_owned();
+        let layer = match &value.source {
+            Source::Persistent { .. } => tensor.rsplit_once('.').map_or("", |(layer, _)| layer).to_owned(),
+            _ => String::new(),
+        };
         let label = Label { tensor: tensor.clone(), op: op.into(), layer, role };
         let from_host = matches!(held, Held::FromStart);
         let buffer = self.program.add(value.spec.bytes(), label, held);

@@ -73,8 +73,8 @@ pub struct Step {
     pub outputs: Vec<Operand>,
     /// Scratch.
     pub workspace: Option<BufferId>,
-    /// Whether accumulating outputs are added to instead of set.
-    pub accumulate: bool,
+    /// Bit i: output i is added to instead of set.
+    pub accumulate: u64,
     /// The micro-batch whose random numbers it draws.
     pub micro_batch: u32,
     /// The layer it belongs to.

@@ -16,6 +16,8 @@ pub(crate) struct Arena {
     handle: Tensor,
     /// Elements in front of the first aligned one.
     pad: usize,
+    /// Elements of the storage.
+    elements: usize,
     bytes: u64,
 }
 
@@ -25,7 +27,7 @@ impl Arena {
         let elements = bytes.div_ceil(4) as usize + ALIGNMENT as usize / 4;
         let storage = Tensor::zeros(elements, DType::F32, &Device::Cpu)?;
         let handle = storage.narrow(0, 0, 1)?;
-        let arena = Self { storage, handle, pad: 0, bytes };
+        let arena = Self { storage, handle, pad: 0, elements, bytes };
         let address = arena.exclusive(|base| base as usize)?;
         let pad = (ALIGNMENT as usize - address % ALIGNMENT as usize) % ALIGNMENT as usize / 4;
         Ok(Self { pad, ..arena })
@@ -43,7 +45,8 @@ impl Arena {
 
     /// Calls `f` with the address of byte 0, while candle's lock keeps everyone else out. Allocates nothing.
     pub(crate) fn exclusive<R>(&self, f: impl FnOnce(*mut u8) -> R) -> Result<R> {
-        let op = Exclusive { f: RefCell::new(Some(f)), result: RefCell::new(None), pad: self.pad };
+        let op =
+            Exclusive { f: RefCell::new(Some(f)), result: RefCell::new(None), pad: self.pad, elements: self.elements };
         self.handle.inplace_op1(&op)?;
         op.result.into_inner().ok_or_else(|| Error::BadPlan { what: "the arena's operation did not run".into() })
     }
@@ -53,6 +56,7 @@ struct Exclusive<F, R> {
     f: RefCell<Option<F>>,
     result: RefCell<Option<R>>,
     pad: usize,
+    elements: usize,
 }
 
 impl<F: FnOnce(*mut u8) -> R, R> InplaceOp1 for Exclusive<F, R> {
@@ -62,6 +66,9 @@ impl<F: FnOnce(*mut u8) -> R, R> InplaceOp1 for Exclusive<F, R> {
 
     fn cpu_fwd(&self, storage: &mut CpuStorage, _: &Layout) -> candle_core::Result<()> {
         let CpuStorage::F32(elements) = storage else { candle_core::bail!("the arena is f32") };
+        if elements.len() != self.elements {
+            candle_core::bail!("the arena's storage was replaced by one of {} elements", elements.len());
+        }
         let base = elements[self.pad..].as_mut_ptr().cast::<u8>();
         *self.result.borrow_mut() = self.f.borrow_mut().take().map(|f| f(base));
         Ok(())

@@ -28,7 +28,7 @@ pub struct Args<'a> {
     inputs: &'a [Address],
     outputs: &'a [Address],
     workspace: (u64, u64),
-    accumulate: bool,
+    accumulate: u64,
     stream: Stream,
     taken: Cell<u64>,
     arena: PhantomData<&'a mut [u8]>,
@@ -67,7 +67,7 @@ impl<'a> Args<'a> {
         inputs: &'a [Address],
         outputs: &'a [Address],
         workspace: (u64, u64),
-        accumulate: bool,
+        accumulate: u64,
         stream: Stream,
     ) -> Self {
         Self { base, inputs, outputs, workspace, accumulate, stream, taken: Cell::new(0), arena: PhantomData }
@@ -143,9 +143,10 @@ impl<'a> Args<'a> {
         }
     }
 
-    /// Whether to add to accumulating outputs instead of setting them.
-    pub fn accumulate(&self) -> bool {
-        self.accumulate
+    /// Whether to add to an output instead of setting it. Only for outputs that
+    /// [`Op::accumulates`](crate::Op::accumulates) names; others hold garbage.
+    pub fn accumulate(&self, index: usize) -> bool {
+        self.accumulate >> index & 1 == 1
     }
 
     /// Random numbers of this step and micro-batch.

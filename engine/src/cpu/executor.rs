@@ -105,6 +105,11 @@ impl Executor {
         Ok(culprit.map(|index| program.instructions[index].describe()))
     }
 
+    /// Whether a program reads an input of this name.
+    pub fn has_input(&self, id: ProgramId, name: &str) -> bool {
+        self.executable.programs[id.0].inputs.iter().any(|input| input.name == name)
+    }
+
     /// Writes an input of a program.
     ///
     /// # Errors

@@ -151,6 +151,7 @@ pub struct Graph {
     constants: HashMap<u64, ValueId>,
     layers: Vec<Arc<str>>,
     phase: Option<Phase>,
+    dropouts: u64,
 }
 
 /// The graph behind its handles. A panic elsewhere leaves a graph that is short of nodes, not a broken one.
@@ -207,6 +208,7 @@ impl Graph {
     /// # Errors
     /// [`Error::ParameterShape`] when it was declared with another shape.
     pub fn add_persistent(&mut self, name: &str, shape: Shape, init: Init) -> Result<ValueId> {
+        self.check_sizes(name, &[Spec::f32(shape.clone())])?;
         if let Some(&id) = self.names.get(name) {
             let made = &self.value(id).spec;
             if made.shape != shape {
@@ -225,6 +227,7 @@ impl Graph {
     /// # Errors
     /// [`Error::InputClash`] when it was declared with another shape or type.
     pub fn add_input(&mut self, name: &str, spec: Spec) -> Result<ValueId> {
+        self.check_sizes(name, std::slice::from_ref(&spec))?;
         if let Some(&id) = self.names.get(name) {
             let same = self.value(id).spec == spec && matches!(self.value(id).source, Source::Input { .. });
             return if same { Ok(id) } else { Err(Error::InputClash { name: name.into() }) };
@@ -260,6 +263,7 @@ impl Graph {
             what,
             shapes: specs.iter().map(|s| s.shape.clone()).collect(),
         })?;
+        self.check_sizes(op.name(), &out_specs)?;
         if let Some(layout) = op.view(&self.value(inputs[0]).layout) {
             let [spec] = <[Spec; 1]>::try_from(out_specs).expect("a view has one output");
             let root = self.value(inputs[0]).root;
@@ -269,7 +273,8 @@ impl Graph {
         }
         let mut inputs = inputs.to_vec();
         for (index, id) in inputs.iter_mut().enumerate() {
-            if !op.reads_strides(index) && !self.value(*id).layout.is_contiguous() {
+            let layout = &self.value(*id).layout;
+            if !layout.is_contiguous() && !op.reads_strides(index, layout) {
                 *id = self.apply(Arc::new(Contiguous), &[*id])?[0];
             }
         }
@@ -283,6 +288,12 @@ impl Graph {
             .collect();
         self.push_node(op, inputs, outputs.clone());
         Ok(outputs)
+    }
+
+    /// A key for the next dropout: their order in the model, which no shape changes.
+    pub(crate) fn next_dropout(&mut self) -> u64 {
+        self.dropouts += 1;
+        self.dropouts
     }
 
     /// The layer that nodes are put in from now on.
@@ -306,6 +317,21 @@ impl Graph {
     /// Moves a node into another phase.
     pub(crate) fn reassign_phase(&mut self, id: NodeId, phase: Phase) {
         self.nodes[id.index()].phase = phase;
+    }
+
+    /// Refuses tensors of nothing, and those of more bytes than there can be.
+    fn check_sizes(&self, op: &str, specs: &[Spec]) -> Result<()> {
+        for spec in specs {
+            let bytes = spec.dims().iter().try_fold(spec.dtype.size_in_bytes(), |bytes, &dim| bytes.checked_mul(dim));
+            let what = match bytes {
+                Some(1..=0x7fff_ffff_ffff_ffff) => continue,
+                Some(0) => "an extent is 0".to_owned(),
+                _ => "more than 2^63 bytes".to_owned(),
+            };
+            let (layer, shapes) = (self.layer().to_string(), vec![spec.shape.clone()]);
+            return Err(Error::Shape { op: op.into(), layer, what, shapes });
+        }
+        Ok(())
     }
 
     fn push_node(&mut self, op: Arc<dyn Op>, inputs: Vec<ValueId>, outputs: Vec<ValueId>) {

@@ -287,7 +287,7 @@ impl Tensor {
         if p == 0.0 {
             return Ok(self.clone());
         }
-        let key = lock(&self.graph).nodes().len() as u64;
+        let key = lock(&self.graph).next_dropout();
         self.apply1(ops::Dropout { p, key })
     }
 

@@ -68,6 +68,7 @@ impl Op for Attention {
     }
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
+        g.refuse(self, 1)?;
         let inputs = [&g.input(0), &g.input(1), &g.input(2), &g.output(0), &g.output(1), &g.grad(0)];
         let grads = Tensor::apply_op::<3>(AttentionGrad { of: *self }, &inputs)?;
         for (input, grad) in grads.into_iter().enumerate().filter(|&(input, _)| g.needs(input)).collect::<Vec<_>>() {
@@ -80,8 +81,8 @@ impl Op for Attention {
         2 * self.product_flops(inputs)
     }
 
-    fn reads_strides(&self, _: usize) -> bool {
-        true
+    fn reads_strides(&self, _: usize, layout: &Layout) -> bool {
+        head_is_dense(layout)
     }
 
     fn workspace_bytes(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> u64 {
@@ -170,6 +171,11 @@ impl Attention {
     }
 }
 
+/// Whether the elements of a head lie side by side, as the kernels need it.
+fn head_is_dense(layout: &Layout) -> bool {
+    layout.stride().last() == Some(&1)
+}
+
 /// The strides of an input without gaps: scratch depends on the extents alone.
 fn dense(inputs: &[Spec], index: usize) -> Layout {
     Layout::contiguous(inputs[index].shape.clone())
@@ -207,8 +213,8 @@ impl Op for AttentionGrad {
         5 * self.of.product_flops(inputs)
     }
 
-    fn reads_strides(&self, index: usize) -> bool {
-        index < 3
+    fn reads_strides(&self, index: usize, layout: &Layout) -> bool {
+        index < 3 && head_is_dense(layout)
     }
 
     fn workspace_bytes(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> u64 {

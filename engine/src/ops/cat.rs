@@ -27,7 +27,7 @@ impl Op for Cat {
             let others =
                 |dims: &[usize]| dims.iter().enumerate().filter(|&(d, _)| d != self.dim).map(|(_, &e)| e).collect();
             let (a, b): (Vec<usize>, Vec<usize>) = (others(&dims), others(input.dims()));
-            if a != b {
+            if a != b || dims.len() != input.dims().len() {
                 return Err(format!("all dimensions but {} must be equal", self.dim));
             }
             dims[self.dim] += input.dims()[self.dim];
@@ -35,7 +35,7 @@ impl Op for Cat {
         Ok(vec![Spec::f32(dims)])
     }
 
-    fn reads_strides(&self, _: usize) -> bool {
+    fn reads_strides(&self, _: usize, _: &candle_core::Layout) -> bool {
         true
     }
 

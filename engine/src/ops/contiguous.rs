@@ -22,7 +22,7 @@ impl Op for Contiguous {
         Ok(vec![inputs[0].clone()])
     }
 
-    fn reads_strides(&self, _: usize) -> bool {
+    fn reads_strides(&self, _: usize, _: &candle_core::Layout) -> bool {
         true
     }
 

@@ -30,6 +30,7 @@ impl Op for CrossEntropy {
     }
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
+        g.refuse(self, 1)?;
         let inputs = [&g.input(0), &g.input(1), &g.output(1), &g.grad(0)];
         let [d_logits] = Tensor::apply_op(CrossEntropyGrad, &inputs)?;
         g.send(0, d_logits);
@@ -92,7 +93,7 @@ impl Op for CrossEntropyGrad {
         4 * inputs[0].elements() as u64
     }
 
-    fn reads_strides(&self, index: usize) -> bool {
+    fn reads_strides(&self, index: usize, _: &candle_core::Layout) -> bool {
         index == 3
     }
 

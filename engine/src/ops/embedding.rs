@@ -84,7 +84,7 @@ impl Op for EmbeddingGrad {
     }
 
     fn run(&self, args: &mut Args<'_>) {
-        let accumulate = args.accumulate();
+        let accumulate = args.accumulate(0);
         let d_table = args.output::<f32>(0);
         let (ids, dy) = (args.input::<u32>(0), args.input::<f32>(1));
         let width = super::width(args.output_dims(0));

@@ -29,6 +29,7 @@ impl Op for LayerNorm {
     }
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
+        g.refuse(self, 1)?;
         norm_grad::record(g, true)
     }
 

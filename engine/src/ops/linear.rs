@@ -192,13 +192,13 @@ impl Op for LinearGradWeight {
         let (d_weight, scratch) = (args.output::<f32>(0), args.workspace::<f32>());
         let (x, dy) = (args.input::<f32>(0), args.input::<f32>(1));
         let gemm = Self::gemm(args.input_dims(0), args.input_dims(1));
-        let mode = if args.accumulate() { Mode::Accumulate } else { Mode::Overwrite };
+        let mode = if args.accumulate(0) { Mode::Accumulate } else { Mode::Overwrite };
         gemm.run(dy, x, d_weight, mode, Epilogue::default(), scratch).expect("extents by the shape rule");
         if !self.has_bias {
             return;
         }
         let d_bias = args.output::<f32>(1);
-        if !args.accumulate() {
+        if !args.accumulate(1) {
             d_bias.fill(0.0);
         }
         let width = d_bias.len();

@@ -30,7 +30,7 @@ impl Op for MatMul {
         Ok(vec![Spec::f32([batch, &[*m, *n]].concat())])
     }
 
-    fn reads_strides(&self, _: usize) -> bool {
+    fn reads_strides(&self, _: usize, _: &candle_core::Layout) -> bool {
         true
     }
 

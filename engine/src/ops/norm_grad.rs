@@ -131,15 +131,17 @@ impl Op for NormGradWeight {
     }
 
     fn run(&self, args: &mut Args<'_>) {
-        let accumulate = args.accumulate();
+        let accumulate = [args.accumulate(0), args.accumulate(1)];
         let (d_weight, d_bias) = (args.output::<f32>(0), args.output::<f32>(1));
         let (x, stats, dy) = (args.input::<f32>(0), args.input::<f32>(1), args.input::<f32>(2));
         let width = d_weight.len();
         let tasks = d_weight.par_chunks_mut(COLUMNS).zip(d_bias.par_chunks_mut(COLUMNS)).enumerate();
         tasks.for_each(|(task, (d_weight, d_bias))| {
             let columns = task * COLUMNS..task * COLUMNS + d_weight.len();
-            if !accumulate {
+            if !accumulate[0] {
                 d_weight.fill(0.0);
+            }
+            if !accumulate[1] {
                 d_bias.fill(0.0);
             }
             let rows = x.chunks_exact(width).zip(dy.chunks_exact(width)).zip(stats.chunks_exact(2));

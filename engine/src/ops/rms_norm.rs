@@ -28,6 +28,7 @@ impl Op for RmsNorm {
     }
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
+        g.refuse(self, 1)?;
         norm_grad::record(g, false)
     }
 

@@ -37,7 +37,7 @@ impl Op for Rope {
         match inputs[0].dims() {
             [_, _, _, d] if d % 2 == 0 => Ok(vec![inputs[0].clone()]),
             [_, _, _, d] => Err(format!("the head size {d} is odd; its halves rotate against each other")),
-            _ => Err("[batch, heads, tokens, head size] is needed".into()),
+            _ => Err("[batch, tokens, heads, head size] is needed".into()),
         }
     }
 
@@ -51,7 +51,7 @@ impl Op for Rope {
         3 * inputs[0].elements() as u64
     }
 
-    fn reads_strides(&self, _: usize) -> bool {
+    fn reads_strides(&self, _: usize, _: &candle_core::Layout) -> bool {
         true
     }
 

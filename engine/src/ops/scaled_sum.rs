@@ -52,7 +52,7 @@ impl Op for ScaledSum {
     }
 
     fn run(&self, args: &mut Args<'_>) {
-        let accumulate = args.accumulate();
+        let accumulate = args.accumulate(0);
         let out = args.output::<f32>(0);
         let x = args.input::<f32>(0);
         let partial = &mut args.workspace::<f32>()[..partial_sums(args.input_dims(0))];

@@ -20,6 +20,11 @@ pub struct Sum {
 }
 
 impl Sum {
+    /// Whether whole rows are added up.
+    fn is_leading(&self) -> bool {
+        self.dims.iter().enumerate().all(|(i, &d)| i == d)
+    }
+
     fn output_dims(&self, dims: &[usize]) -> Vec<usize> {
         dims.iter().enumerate().map(|(d, &extent)| if self.dims.contains(&d) { 1 } else { extent }).collect()
     }
@@ -35,7 +40,7 @@ impl Op for Sum {
         Ok(vec![Spec::f32(self.output_dims(inputs[0].dims()))])
     }
 
-    fn reads_strides(&self, _: usize) -> bool {
+    fn reads_strides(&self, _: usize, _: &candle_core::Layout) -> bool {
         true
     }
 
@@ -50,15 +55,14 @@ impl Op for Sum {
     }
 
     fn accumulates(&self, _: usize) -> bool {
-        true
+        self.is_leading()
     }
 
     fn run(&self, args: &mut Args<'_>) {
-        let accumulate = args.accumulate();
+        let accumulate = args.accumulate(0);
         let out = args.output::<f32>(0);
         let (x, layout) = args.strided::<f32>(0);
-        let leading = self.dims.iter().enumerate().all(|(i, &d)| i == d);
-        if leading && layout.is_contiguous() {
+        if self.is_leading() && layout.is_contiguous() {
             let width = out.len().max(1);
             out.par_chunks_mut(BLOCK.min(1024)).enumerate().for_each(|(block, out)| {
                 let start = block * BLOCK.min(1024);

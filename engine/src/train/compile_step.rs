@@ -44,7 +44,7 @@ pub(super) fn compile_step<M: Model>(
 
     let trace = Trace::new(build, 1, options.sequence)?;
     let logits = trace.model.forward(&trace.tokens, false)?;
-    let vocabulary = logits.dim(candle_core::D::Minus1)?;
+    let vocabulary = logits.dim(candle_core::D::Minus1)?.min(trace.smallest_table());
     let logits = logits.contiguous()?;
     let logits = trace.lower("logits", &forward, &[("logits".into(), logits.id())], &HashMap::new(), threads)?;
 
@@ -126,6 +126,13 @@ impl<M: Model> Trace<M> {
         let id = lock(&graph).add_input("tokens", Spec { shape: (batch, sequence).into(), dtype: DType::U32 })?;
         let tokens = Tensor::new(&graph, id);
         Ok(Self { graph, model, tokens })
+    }
+
+    /// Rows of the smallest table that tokens are looked up in.
+    fn smallest_table(&self) -> usize {
+        let graph = self.lock();
+        let lookups = graph.nodes().iter().filter(|n| n.op.name() == "embedding" && n.inputs[1] == self.tokens.id());
+        lookups.map(|n| graph.value(n.inputs[0]).spec.dims()[0]).min().unwrap_or(usize::MAX)
     }
 
     fn targets(&self) -> Result<Tensor> {

@@ -239,6 +239,9 @@ impl Trainer {
                 return Err(Error::ElementCount { name: name.into(), expected, given: ids.len() });
             }
             self.check_ids(ids)?;
+            if !self.executor.has_input(program, name) {
+                continue;
+            }
             for (micro_batch, part) in ids.chunks_exact(expected / micro_batches).enumerate() {
                 self.executor.write_input(program, name, micro_batch as u32, part)?;
             }

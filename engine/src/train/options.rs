@@ -62,6 +62,11 @@ impl TrainOptions {
         if !(0.0..1.0).contains(&self.optimizer.beta1) || !(0.0..1.0).contains(&self.optimizer.beta2) {
             return fail("optimizer", "a beta is outside [0, 1)".into(), "0.9 and 0.95 are usual");
         }
+        let AdamW { eps, weight_decay, max_norm, .. } = self.optimizer;
+        if !(eps > 0.0 && weight_decay >= 0.0 && max_norm > 0.0) {
+            let why = format!("eps {eps}, weight_decay {weight_decay}, max_norm {max_norm}");
+            return fail("optimizer", why, "eps and max_norm are above 0, weight_decay at least 0");
+        }
         Ok(())
     }
 }

@@ -181,8 +181,13 @@ fn check(job: Attention, threads: usize) {
                 let is_equal = f64::from(got) == expected;
                 if is_equal { 0.0 } else { (f64::from(got) - expected).powi(2) }
             };
+            // Where exact gradients cancel (a single key), the rounding of head_size products remains.
+            let cancelled = f64::from(f32::EPSILON) * job.head_size as f64;
             let error = got.iter().zip(expected).map(off).sum::<f64>().sqrt();
-            assert!(error <= 5e-6 * norm + 1e-6, "{level:?} {name} is off by {error:e} of {norm:e}, {job:?}");
+            assert!(
+                error <= 5e-6 * norm + 1e-6 + cancelled,
+                "{level:?} {name} is off by {error:e} of {norm:e}, {job:?}"
+            );
         };
         close("out", &got.out, &expected.out.elements);
         close("lse", &got.lse, &expected.lse);

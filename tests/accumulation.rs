@@ -1,0 +1,98 @@
+//! Gradients summed over micro-batches, in models that use their weights in unusual ways.
+
+use gapless::nn::{Embedding, Module, VarBuilder, embedding};
+use gapless::{Error, Model, Result, Tensor, TrainOptions, Trainer};
+
+/// A weight that is computed with before it is used, beside a bias that is not; a weight that the loss sees directly; one
+/// that is used twice; one read through a broadcast.
+struct Unusual {
+    embed: Embedding,
+    scale: Tensor,
+    shift: Tensor,
+    weight: Tensor,
+    delta: Tensor,
+    bias: Tensor,
+    direct: Tensor,
+    per_token: Tensor,
+}
+
+impl Unusual {
+    fn new(vb: VarBuilder) -> Result<Self> {
+        Ok(Self {
+            embed: embedding(11, 8, vb.pp("embed"))?,
+            scale: vb.get(8, "scale")?,
+            shift: vb.get(8, "shift")?,
+            weight: vb.get((11, 8), "weight")?,
+            delta: vb.get((11, 8), "delta")?,
+            bias: vb.get(11, "bias")?,
+            direct: vb.get((3, 2), "direct")?,
+            per_token: vb.get((6, 1), "per_token")?,
+        })
+    }
+}
+
+impl Model for Unusual {
+    fn forward(&self, tokens: &Tensor, _train: bool) -> Result<Tensor> {
+        let x = self.embed.forward(tokens)?.broadcast_add(&self.per_token)?;
+        let x = x.layer_norm(&self.scale.affine(1.0, 1.0)?, &self.shift, 1e-5)?;
+        x.linear(&self.weight.add(&self.delta)?.add(self.embed.embeddings())?, Some(&self.bias))
+    }
+
+    fn loss(&self, tokens: &Tensor, targets: &Tensor, train: bool) -> Result<Tensor> {
+        let loss = self.forward(tokens, train)?.cross_entropy(targets)?.mean_all()?;
+        loss.add(&self.direct.sum(0)?.narrow(0, 1, 1)?.reshape(())?)
+    }
+}
+
+/// The gradients of all parameters after one step.
+fn gradients(micro_batches: usize) -> Vec<(String, Vec<f32>)> {
+    let options = TrainOptions {
+        batch: 4,
+        sequence: 6,
+        micro_batches,
+        keep_gradients: true,
+        poison: true,
+        ..TrainOptions::default()
+    };
+    let mut trainer = Trainer::new(Unusual::new, options).unwrap();
+    let tokens: Vec<u32> = (0..24).map(|i| i * i % 11).collect();
+    let targets: Vec<u32> = (1..25).map(|i| i * i % 11).collect();
+    trainer.step(&tokens, &targets).unwrap();
+    let read = |name: &str| trainer.gradient(name).unwrap().flatten_all().unwrap().to_vec1().unwrap();
+    trainer.parameter_names().map(|name| (name.to_owned(), read(name))).collect()
+}
+
+#[test]
+fn any_cut_of_the_batch_gives_the_same_gradients() {
+    let whole = gradients(1);
+    assert_eq!(whole.iter().find(|g| g.0 == "direct").unwrap().1, [0.0, 1.0, 0.0, 1.0, 0.0, 1.0]);
+    for micro_batches in [2, 4] {
+        for ((name, a), (_, b)) in whole.iter().zip(gradients(micro_batches)) {
+            // Other orders of summation: a few roundings of numbers of this size.
+            let scale = a.iter().fold(1e-3f32, |max, x| max.max(x.abs()));
+            let close = |(a, b): (&f32, &f32)| (a - b).abs() <= 1e-6 * scale;
+            assert!(a.iter().zip(&b).all(close), "{name} in {micro_batches} micro-batches: {a:?} and {b:?}");
+        }
+    }
+}
+
+#[test]
+fn a_loss_of_an_output_without_a_gradient_is_refused() {
+    struct OfLogSumExp(Unusual);
+
+    impl Model for OfLogSumExp {
+        fn forward(&self, tokens: &Tensor, train: bool) -> Result<Tensor> {
+            self.0.forward(tokens, train)
+        }
+
+        fn loss(&self, tokens: &Tensor, targets: &Tensor, train: bool) -> Result<Tensor> {
+            let logits = self.forward(tokens, train)?;
+            let [loss, lse] = Tensor::apply_op(gapless::engine::ops::CrossEntropy, &[&logits, targets])?;
+            loss.add(&lse.sqr()?)?.mean_all()
+        }
+    }
+
+    let options = TrainOptions { batch: 4, sequence: 6, ..TrainOptions::default() };
+    let error = Trainer::new(|vb| Ok(OfLogSumExp(Unusual::new(vb)?)), options).unwrap_err();
+    assert!(matches!(error, Error::NoOutputGradient { output: 1, .. }), "{error}");
+}
