@@ -26,6 +26,21 @@ impl Holes {
         Self { free: vec![(0, u64::MAX)], ceiling }
     }
 
+    /// Makes free whatever `taken` ranges (ascending by their first byte) leave.
+    pub fn refill(&mut self, taken: &[(u64, u64)]) {
+        self.free.clear();
+        let mut floor = 0;
+        for &(from, to) in taken {
+            if from > floor {
+                self.free.push((floor, from));
+            }
+            floor = floor.max(to);
+        }
+        if floor < u64::MAX {
+            self.free.push((floor, u64::MAX));
+        }
+    }
+
     /// Takes `bytes` where `fit` says; above the ceiling, the lowest place, if nothing below it is large enough.
     /// `None` when the address space ends.
     pub fn take(&mut self, bytes: u64, alignment: u64, fit: Fit) -> Option<u64> {

@@ -6,7 +6,8 @@
 //! - [`part`] splits the problem exactly: cliques instead of ticks, parts that don't meet, what lives throughout at the
 //!   bottom.
 //! - [`strategy`] says what is tried on a part: [`portfolio`] runs [`sweep`]s ([`holes`] is what a sweep knows of space,
-//!   [`reserved`] what it flows around), [`exact`] searches where sweeps leave a gap.
+//!   [`reserved`] what it flows around) and [`ordered`] placements ([`occupied`] is what those know of space), [`exact`]
+//!   searches where they leave a gap.
 //! - [`keep`] holds on to the addresses of an earlier plan.
 //! - [`meter`] counts what that costs.
 
@@ -14,6 +15,8 @@ mod exact;
 mod holes;
 mod keep;
 mod meter;
+mod occupied;
+mod ordered;
 mod part;
 mod portfolio;
 mod reserved;

@@ -3,8 +3,10 @@
 //! 1. Outwards from the fullest clique: its items fill the arena without a gap whatever their order, and the two halves
 //!    of time do not see each other, so that the best sweep of each half makes the plan.
 //! 2. From the edges, forward and backward.
-//! 3. The long-lived first, largest first; then the others around them.
-//! 4. Squeaky wheel: what ends above the ceiling gets a place of its own before the next sweep.
+//! 3. One item after another: by size, length, area or time.
+//! 4. The long-lived first, largest first; then the others around them.
+//! 5. Squeaky wheel: what ends above the ceiling gets a place of its own before the next sweep, or comes first in the
+//!    next order.
 
 use std::cmp::Reverse;
 
@@ -12,6 +14,7 @@ use rayon::prelude::*;
 
 use super::holes::Fit;
 use super::meter::Meter;
+use super::ordered::Ordered;
 use super::part::{Item, Part};
 use super::reserved::Reserved;
 use super::sweep::{Direction, Order, Policy, Start, Sweep, Timeline};
@@ -41,10 +44,11 @@ impl<'p> Portfolio<'p> {
         Self { timeline: Timeline::new(part), ceiling, sweeps: 0, meter, best: None }
     }
 
-    /// Stages 1 to 3: sweeps on their own.
+    /// Stages 1 to 4: sweeps and orders on their own.
     pub fn sweep_once(&mut self) {
         self.outwards(1);
         self.follow_all(&self.edges(1));
+        self.in_orders(Fit::Lowest, 1);
         self.follow_all(&self.long_first(1));
         self.settle();
     }
@@ -63,7 +67,7 @@ impl<'p> Portfolio<'p> {
         }
     }
 
-    /// Stage 4: sweeps that learn from one another, those of the second and third stage by turns.
+    /// Stage 5: sweeps that learn from one another, those from the edges and the long-lived first by turns.
     pub fn repair(&mut self) {
         let (edges, long_first) = (self.edges(ROUNDS), self.long_first(ROUNDS));
         let mut turns = Vec::new();
@@ -74,6 +78,9 @@ impl<'p> Portfolio<'p> {
         }
         self.follow_all(&turns);
         self.outwards(ROUNDS);
+        // Dearest, and seldom the one that helps where a single round didn't.
+        self.in_orders(Fit::Lowest, ROUNDS);
+        self.in_orders(Fit::Tightest, ROUNDS);
     }
 
     fn part(&self) -> &'p Part {
@@ -141,6 +148,44 @@ impl<'p> Portfolio<'p> {
             }
             self.offer(Some(merged));
         }
+    }
+
+    /// Stage 3, and with `rounds > 1` its repair.
+    fn in_orders(&mut self, fit: Fit, rounds: u32) {
+        if self.done() || self.part().items.len() > MOST_IN_ORDER {
+            return;
+        }
+        let results: Vec<_> = ORDERS.par_iter().map(|&key| self.in_order(key, fit, rounds)).collect();
+        for (placed, spent) in results {
+            self.spend(spent);
+            self.offer(placed);
+        }
+    }
+
+    /// Places everything by `key`; what ends above the ceiling comes first in the next round.
+    fn in_order(&self, key: Key, fit: Fit, rounds: u32) -> (Option<Placed>, (u64, u64)) {
+        let items = &self.part().items;
+        let ordered = Ordered { part: self.part(), fit, ceiling: self.ceiling };
+        let mut comes_first = vec![false; items.len()];
+        let mut order: Vec<u32> = (0..items.len() as u32).collect();
+        let (mut best, mut lowest_in) = (None::<Placed>, 0);
+        let (mut made, mut work) = (0, 0);
+        let mut over = Vec::new();
+        let share = self.meter.left() / ORDERS.len() as u64;
+        while made < rounds {
+            order.sort_by_key(|&i| (!comes_first[i as usize], key(items[i as usize]), i));
+            let mut offsets = vec![0; items.len()];
+            made += 1;
+            let Some(height) = ordered.run(&order, &mut offsets, &mut over, &mut work) else { break };
+            if best.as_ref().is_none_or(|b| height < b.height) {
+                (best, lowest_in) = (Some(Placed { height, offsets }), made);
+            }
+            over.retain(|&i| !std::mem::replace(&mut comes_first[i as usize], true));
+            if over.is_empty() || made > lowest_in + PATIENCE || self.meter.late() || work > share {
+                break;
+            }
+        }
+        (best, (made.into(), work))
     }
 
     /// Chains over everything at once, in either direction.
@@ -270,8 +315,18 @@ const ROUNDS: u32 = 12;
 
 /// Rounds without a lower plan after which a chain ends.
 const PATIENCE: u32 = 5;
+
+/// The least comes first.
+type Key = fn(Item) -> (u128, u32);
+
+/// Who is placed first where everything is placed item by item.
+const ORDERS: [Key; 4] = [RANKS[0], RANKS[1], RANKS[2], |item| (item.start.into(), u32::MAX - item.end)];
+
+/// Items up to which placing one after another, a hundred times dearer than a step of a sweep, is tried.
+const MOST_IN_ORDER: usize = 50_000;
+
 /// Who is reserved first: the least key.
-const RANKS: [fn(Item) -> (u128, u32); 3] = [
+const RANKS: [Key; 3] = [
     |item| (u128::MAX - u128::from(item.bytes), item.start),
     |item| (u128::MAX - u128::from(item.cliques()), item.start),
     |item| (u128::MAX - u128::from(item.bytes) * u128::from(item.cliques()), item.start),
