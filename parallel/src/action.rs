@@ -41,15 +41,115 @@ impl Action {
     }
 }
 
+impl Kind {
+    /// The letter of PyTorch's notation.
+    pub fn letter(self) -> char {
+        match self {
+            Self::Forward => 'F',
+            Self::Backward => 'B',
+            Self::BackwardInput => 'I',
+            Self::BackwardWeight => 'W',
+        }
+    }
+}
+
 /// PyTorch's notation: stage, kind, micro-batch, e.g. `0F3`.
 impl fmt::Display for Action {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let kind = match self.kind {
-            Kind::Forward => "F",
-            Kind::Backward => "B",
-            Kind::BackwardInput => "I",
-            Kind::BackwardWeight => "W",
+        write!(f, "{}{}{}", self.stage.0, self.kind.letter(), self.micro_batch.0)
+    }
+}
+
+/// One cell of a table: an action, or a forward and a backward meant to run at the same time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Cell {
+    /// An action by itself.
+    One(Action),
+    /// A forward and a backward of another stage, side by side.
+    Overlap(Action, Action),
+    /// Something other than computing.
+    Communicate(Communication),
+}
+
+/// What a rank does around its actions: generators leave it out, tables from elsewhere may have it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Communication {
+    /// What is done.
+    pub kind: CommunicationKind,
+    /// Of which stage.
+    pub stage: StageId,
+    /// For which micro-batch; none for what concerns the stage's weights.
+    pub micro_batch: Option<MicroBatch>,
+}
+
+/// The kinds of communication of PyTorch's tables.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[allow(missing_docs, reason = "the names say it all")]
+pub enum CommunicationKind {
+    SendForward,
+    ReceiveForward,
+    SendBackward,
+    ReceiveBackward,
+    WaitSendForward,
+    WaitSendBackward,
+    Unshard,
+    Reshard,
+    ReduceGradient,
+    WaitReduceGradient,
+}
+
+impl CommunicationKind {
+    /// Every kind with its word in PyTorch's notation.
+    pub const WORDS: [(Self, &'static str); 10] = [
+        (Self::SendForward, "SEND_F"),
+        (Self::ReceiveForward, "RECV_F"),
+        (Self::SendBackward, "SEND_B"),
+        (Self::ReceiveBackward, "RECV_B"),
+        (Self::WaitSendForward, "WAIT_SEND_F"),
+        (Self::WaitSendBackward, "WAIT_SEND_B"),
+        (Self::Unshard, "UNSHARD"),
+        (Self::Reshard, "RESHARD"),
+        (Self::ReduceGradient, "REDUCE_GRAD"),
+        (Self::WaitReduceGradient, "WAIT_REDUCE_GRAD"),
+    ];
+
+    /// Whether it is about one micro-batch, rather than about the stage's weights.
+    pub fn has_micro_batch(self) -> bool {
+        !matches!(self, Self::Unshard | Self::Reshard | Self::ReduceGradient | Self::WaitReduceGradient)
+    }
+
+    fn word(self) -> &'static str {
+        Self::WORDS.iter().find(|(kind, _)| *kind == self).expect("every kind has its word").1
+    }
+}
+
+/// PyTorch's notation, e.g. `0SEND_F3` or `0UNSHARD`.
+impl fmt::Display for Communication {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}{}", self.stage.0, self.kind.word())?;
+        self.micro_batch.map_or(Ok(()), |micro_batch| write!(f, "{}", micro_batch.0))
+    }
+}
+
+impl Cell {
+    /// What is computed, in an order that is right for one after the other too.
+    pub fn actions(&self) -> impl Iterator<Item = Action> + use<> {
+        let (first, second) = match *self {
+            Self::One(action) => (Some(action), None),
+            Self::Overlap(first, second) => (Some(first), Some(second)),
+            Self::Communicate(_) => (None, None),
         };
-        write!(f, "{}{kind}{}", self.stage.0, self.micro_batch.0)
+        first.into_iter().chain(second)
+    }
+}
+
+/// PyTorch's notation, e.g. `0F3` or `(0F3;3B1)OVERLAP_F_B`.
+impl fmt::Display for Cell {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::One(action) => action.fmt(f),
+            Self::Overlap(first, second) => write!(f, "({first};{second})OVERLAP_F_B"),
+            Self::Communicate(communication) => communication.fmt(f),
+        }
     }
 }

@@ -1,12 +1,31 @@
-//! What can be wrong with the shape of a schedule.
+//! What can be wrong with the shape of a schedule, or with the text of one.
 
 /// Every error of this crate.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages name the fields")]
 pub enum Error {
     #[error("{schedule}: {what} must be at least 1")]
     Zero { schedule: &'static str, what: &'static str },
-    #[error("{schedule} runs one chunk per rank, not {chunks}")]
-    Chunks { schedule: &'static str, chunks: u32 },
+    #[error("{schedule} runs {needed} chunk(s) per rank, not {chunks}; ask for {needed}")]
+    Chunks { schedule: &'static str, needed: u32, chunks: u32 },
+    #[error("{schedule} runs on {needed} rank(s), not {ranks}; ask for {needed}, or for the modular pipeline")]
+    Ranks { schedule: &'static str, needed: u32, ranks: u32 },
+    #[error(
+        "{schedule}: {micro_batches} micro-batches do not split into {rounds} equal rounds; use a multiple of {rounds}"
+    )]
+    Rounds { schedule: &'static str, micro_batches: u32, rounds: u32 },
+    #[error(
+        "{schedule}: {micro_batches} micro-batches in groups of {group} leave {rest} for the last group, fewer than \
+         {ranks} ranks; a group and its rest must each keep every rank busy"
+    )]
+    Group { schedule: &'static str, micro_batches: u32, group: u32, rest: u32, ranks: u32 },
+    #[error("{schedule} needs at least {needed} micro-batches, not {micro_batches}")]
+    MicroBatches { schedule: &'static str, needed: u32, micro_batches: u32 },
+    #[error("{schedule}: {ranks} ranks × {chunks} chunks × {micro_batches} micro-batches do not fit 32 bits")]
+    TooLarge { schedule: &'static str, ranks: u32, chunks: u32, micro_batches: u32 },
+    #[error("no schedule is called {name:?}; there are {known}")]
+    Unknown { name: String, known: String },
+    #[error("row {row}, cell {cell}: {text:?} is not {expected}")]
+    Cell { row: usize, cell: usize, text: String, expected: &'static str },
 }

@@ -23,7 +23,12 @@
 mod action;
 mod error;
 mod schedule;
+mod table_text;
 
-pub use action::{Action, Kind, MicroBatch, StageId};
+pub use action::{Action, Cell, Communication, CommunicationKind, Kind, MicroBatch, StageId};
 pub use error::Error;
-pub use schedule::{GPipe, OneForwardOneBackward, Schedule, Shape};
+pub use schedule::{
+    DualPipeV, GPipe, Interleaved, InterleavedZeroBubble, LayeredAccumulation, LoopedBreadthFirst, ModularPipeline,
+    OneForwardOneBackward, Placement, Schedule, Shape, VHalf, VMin, ZbH1, ZbH2, Zbv, all, by_name,
+};
+pub use table_text::{read_table, write_table};

@@ -13,7 +13,7 @@ impl Schedule for GPipe {
     }
 
     fn actions(&self, shape: &Shape) -> Result<Vec<Vec<Action>>, Error> {
-        shape.check_one_chunk(self.name())?;
+        shape.check_chunks(self.name(), 1)?;
         let rank = |stage| {
             let part = |kind| (0..shape.micro_batches).map(move |m| Action::new(kind, stage, m));
             part(Kind::Forward).chain(part(Kind::Backward)).collect()

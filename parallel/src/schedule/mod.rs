@@ -1,12 +1,34 @@
 //! One file per schedule, one trait for all of them.
 
+mod dual_pipe_v;
 mod gpipe;
+mod interleaved;
+mod interleaved_zero_bubble;
+mod layered_accumulation;
+mod looped_breadth_first;
 mod one_f_one_b;
+mod rank_order;
+mod v_half;
+mod v_min;
+mod v_pattern;
+mod zb_h1;
+mod zb_h2;
+mod zbv;
 
+pub use dual_pipe_v::DualPipeV;
 pub use gpipe::GPipe;
+pub use interleaved::Interleaved;
+pub use interleaved_zero_bubble::InterleavedZeroBubble;
+pub use layered_accumulation::{LayeredAccumulation, ModularPipeline};
+pub use looped_breadth_first::LoopedBreadthFirst;
 pub use one_f_one_b::OneForwardOneBackward;
+pub use v_half::VHalf;
+pub use v_min::VMin;
+pub use zb_h1::ZbH1;
+pub use zb_h2::ZbH2;
+pub use zbv::Zbv;
 
-use crate::{Action, Error};
+use crate::{Action, Cell, Error};
 
 /// How many of everything.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -19,23 +41,27 @@ pub struct Shape {
     pub micro_batches: u32,
 }
 
-impl Shape {
-    fn check(&self, schedule: &'static str) -> Result<(), Error> {
-        for (what, value) in [("ranks", self.ranks), ("chunks", self.chunks), ("micro-batches", self.micro_batches)] {
-            if value == 0 {
-                return Err(Error::Zero { schedule, what });
-            }
-        }
-        Ok(())
-    }
+/// Which rank runs which stages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Placement {
+    /// Rank r owns r, P + r, 2P + r, …: a micro-batch goes around the ranks once per chunk.
+    Loop,
+    /// Rank r owns r and 2P − 1 − r: a micro-batch goes down the ranks and comes back, so that the loss is computed
+    /// where the batch enters.
+    V,
+}
 
-    fn check_one_chunk(&self, schedule: &'static str) -> Result<(), Error> {
-        self.check(schedule)?;
-        if self.chunks == 1 { Ok(()) } else { Err(Error::Chunks { schedule, chunks: self.chunks }) }
+impl Placement {
+    /// The stage that is chunk `chunk` of rank `rank`, among `ranks`.
+    pub fn stage(self, ranks: u32, rank: u32, chunk: u32) -> u32 {
+        match self {
+            Self::V if chunk % 2 == 1 => (chunk + 1) * ranks - 1 - rank,
+            Self::Loop | Self::V => chunk * ranks + rank,
+        }
     }
 }
 
-/// An order of work for every rank.
+/// An order of work for every rank. Implement it to bring your own: nothing here knows the list below.
 pub trait Schedule {
     /// The name used on the command line and in reports.
     fn name(&self) -> &'static str;
@@ -45,4 +71,70 @@ pub trait Schedule {
     /// # Errors
     /// When the schedule does not exist for this shape.
     fn actions(&self, shape: &Shape) -> Result<Vec<Vec<Action>>, Error>;
+
+    /// The same, with the pairs that are meant to run at the same time kept together.
+    ///
+    /// # Errors
+    /// As [`Schedule::actions`].
+    fn table(&self, shape: &Shape) -> Result<Vec<Vec<Cell>>, Error> {
+        let rows = self.actions(shape)?;
+        Ok(rows.into_iter().map(|row| row.into_iter().map(Cell::One).collect()).collect())
+    }
+
+    /// Which rank runs which stages.
+    fn placement(&self) -> Placement {
+        Placement::Loop
+    }
+}
+
+/// Every schedule of this crate, in the order of its documentation.
+pub fn all() -> Vec<Box<dyn Schedule + Send + Sync>> {
+    vec![
+        Box::new(GPipe),
+        Box::new(OneForwardOneBackward),
+        Box::new(Interleaved::default()),
+        Box::new(LoopedBreadthFirst),
+        Box::new(ZbH1),
+        Box::new(InterleavedZeroBubble),
+        Box::new(ZbH2),
+        Box::new(Zbv),
+        Box::new(VHalf),
+        Box::new(VMin),
+        Box::new(DualPipeV),
+        Box::new(LayeredAccumulation),
+        Box::new(ModularPipeline),
+    ]
+}
+
+/// The schedule of that name.
+///
+/// # Errors
+/// [`Error::Unknown`], which lists the names there are.
+pub fn by_name(name: &str) -> Result<Box<dyn Schedule + Send + Sync>, Error> {
+    all().into_iter().find(|schedule| schedule.name() == name).ok_or_else(|| {
+        let known: Vec<&str> = all().iter().map(|schedule| schedule.name()).collect();
+        Error::Unknown { name: name.to_owned(), known: known.join(", ") }
+    })
+}
+
+impl Shape {
+    fn check(&self, schedule: &'static str) -> Result<(), Error> {
+        let &Self { ranks, chunks, micro_batches } = self;
+        for (what, value) in [("ranks", ranks), ("chunks", chunks), ("micro-batches", micro_batches)] {
+            if value == 0 {
+                return Err(Error::Zero { schedule, what });
+            }
+        }
+        // Six slots per micro-batch is the most that any generator counts to.
+        let slots = u128::from(ranks) * u128::from(chunks) * (u128::from(micro_batches) + u128::from(ranks)) * 6;
+        if slots > u128::from(u32::MAX) {
+            return Err(Error::TooLarge { schedule, ranks, chunks, micro_batches });
+        }
+        Ok(())
+    }
+
+    fn check_chunks(&self, schedule: &'static str, needed: u32) -> Result<(), Error> {
+        self.check(schedule)?;
+        if self.chunks == needed { Ok(()) } else { Err(Error::Chunks { schedule, needed, chunks: self.chunks }) }
+    }
 }

@@ -14,7 +14,7 @@ impl Schedule for OneForwardOneBackward {
     }
 
     fn actions(&self, shape: &Shape) -> Result<Vec<Vec<Action>>, Error> {
-        shape.check_one_chunk(self.name())?;
+        shape.check_chunks(self.name(), 1)?;
         let micro_batches = shape.micro_batches;
         let rank = |stage: u32| {
             let warm_up = (shape.ranks - 1 - stage).min(micro_batches);

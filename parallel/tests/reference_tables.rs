@@ -1,0 +1,127 @@
+//! The generators against tables from elsewhere: a few written out here, and the reference tables of PyTorch and of the
+//! zero-bubble authors where they are at hand.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use gapless_parallel::{Action, Cell, Schedule, Shape, by_name, read_table, write_table};
+
+fn table(schedule: &dyn Schedule, shape: &Shape) -> String {
+    write_table(&schedule.table(shape).expect("the shape is a legal one"))
+}
+
+#[test]
+fn small_tables() {
+    for (name, (ranks, chunks, micro_batches), expected) in [
+        ("gpipe", (2, 1, 2), "0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n"),
+        ("1f1b", (3, 1, 3), "0F0,0F1,0F2,0B0,0B1,0B2\n1F0,1F1,1B0,1F2,1B1,1B2\n2F0,2B0,2F1,2B1,2F2,2B2\n"),
+        ("interleaved", (2, 2, 2), "0F0,0F1,2F0,2F1,2B0,2B1,0B0,0B1\n1F0,1F1,3F0,3B0,3F1,3B1,1B0,1B1\n"),
+        ("looped-bfs", (2, 2, 2), "0F0,0F1,2F0,2F1,2B1,2B0,0B1,0B0\n1F0,1F1,3F0,3F1,3B1,3B0,1B1,1B0\n"),
+        ("zb-h1", (2, 1, 3), "0F0,0F1,0I0,0W0,0F2,0I1,0W1,0I2,0W2\n1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1W2\n"),
+        (
+            "interleaved-zb",
+            (2, 2, 2),
+            "0F0,0F1,2F0,2F1,2I0,2W0,2I1,2W1,0I0,0W0,0I1,0W1\n1F0,1F1,3F0,3I0,3F1,3I1,3W0,1I0,3W1,1I1,1W0,1W1\n",
+        ),
+        ("zb-h2", (2, 1, 3), "0F0,0F1,0F2,0I0,0W0,0I1,0W1,0I2,0W2\n1F0,1I0,1F1,1I1,1F2,1I2,1W0,1W1,1W2\n"),
+        (
+            "zbv",
+            (2, 2, 2),
+            "0F0,0F1,3F0,3I0,3W0,3F1,3I1,3W1,0I0,0W0,0I1,0W1\n1F0,2F0,1F1,2F1,2I0,2W0,1I0,1W0,2I1,2W1,1I1,1W1\n",
+        ),
+        (
+            "v-min",
+            (2, 2, 2),
+            "0F0,0F1,3F0,3I0,3W0,0I0,0W0,3F1,3I1,3W1,0I1,0W1\n1F0,2F0,2I0,1I0,1F1,2F1,2W0,1W0,2I1,1I1,2W1,1W1\n",
+        ),
+        (
+            "dualpipev",
+            (2, 2, 4),
+            "0F0,0F1,0F2,3F0,3I0,3W0,3F1,(0F3;3B1)OVERLAP_F_B,(3F2;0B0)OVERLAP_F_B,3B2,(3F3;0B1)OVERLAP_F_B,3B3,\
+             0I2,0W2,0I3,0W3\n\
+             1F0,2F0,1F1,2F1,1F2,2B0,(2F2;1B0)OVERLAP_F_B,(1F3;2B1)OVERLAP_F_B,(2F3;1B1)OVERLAP_F_B,2B2,1B2,\
+             2I3,1I3,2W3,1W3\n",
+        ),
+        ("layered-accumulation", (1, 2, 2), "0F0,0F1,1F0,1F1,1B1,1B0,0B1,0B0\n"),
+    ] {
+        let shape = Shape { ranks, chunks, micro_batches };
+        assert_eq!(table(&*by_name(name).unwrap(), &shape), expected, "{name}");
+    }
+}
+
+/// Families of reference tables, and our name for their schedule. ZB-H1, ZB-H2 and ZBV of the zero-bubble authors are not
+/// here: they come out of a search over costs, not out of a rule.
+const FAMILIES: [(&str, &str); 12] = [
+    ("generated_pytorch2.15/gpipe", "gpipe"),
+    ("generated_pytorch2.15/interleaved1f1b", "interleaved"),
+    ("generated_pytorch2.15/interleavedzb", "interleaved-zb"),
+    ("generated_pytorch2.15/loopedbfs", "looped-bfs"),
+    ("generated_pytorch2.15/zbv", "zbv"),
+    ("generated_pytorch2.15/dualpipev", "dualpipev"),
+    ("generated_zerobubble/1f1b", "1f1b"),
+    ("generated_zerobubble/vpp2", "interleaved"),
+    ("generated_zerobubble/zbvhalf", "v-half"),
+    ("generated_zerobubble/zbvmin", "v-min"),
+    ("pytorch/dualpipev", "dualpipev"),
+    ("pytorch/zb1p", "interleaved-zb"),
+];
+
+#[test]
+fn reference_tables() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/vectors");
+    if !folder.is_dir() {
+        println!("skipped: no reference tables at {}", folder.display());
+        return;
+    }
+    let mut matched = BTreeMap::new();
+    let mut wrong = Vec::new();
+    for path in tables(&folder) {
+        let name = path.strip_prefix(&folder).unwrap().with_extension("").display().to_string();
+        let Some((_, schedule)) = FAMILIES.iter().find(|(family, _)| is_of(&name, family)) else { continue };
+        // The tables with communication say the same order again.
+        if name.ends_with("_comms") {
+            continue;
+        }
+        let mut reference = read_table(&std::fs::read_to_string(&path).unwrap()).unwrap();
+        reference.iter_mut().for_each(|row| row.retain(|cell| !matches!(cell, Cell::Communicate(_))));
+        let ours = table(&*by_name(schedule).unwrap(), &shape_of(&reference));
+        let reference = write_table(&reference);
+        if ours == reference {
+            *matched.entry(*schedule).or_insert(0) += 1;
+        } else {
+            wrong.push(format!("{name}:\n{ours}instead of\n{reference}"));
+        }
+    }
+    println!("reference tables matched: {matched:?}");
+    assert!(wrong.is_empty(), "{} tables differ:\n{}", wrong.len(), wrong.join("\n"));
+    assert!(matched.len() >= 9, "too few families of tables: {matched:?}");
+}
+
+/// Every table under `folder`, sorted.
+fn tables(folder: &Path) -> Vec<PathBuf> {
+    let entries = |folder: &Path| {
+        let mut paths: Vec<PathBuf> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+        paths.sort();
+        paths
+    };
+    let folders = entries(folder).into_iter().filter(|path| path.is_dir());
+    let files = folders.flat_map(|folder| entries(&folder));
+    files.filter(|path| path.extension().is_some_and(|extension| extension == "csv")).collect()
+}
+
+fn is_of(name: &str, family: &str) -> bool {
+    name.strip_prefix(family).is_some_and(|rest| rest.starts_with('_'))
+}
+
+/// A reference table knows its own shape.
+fn shape_of(table: &[Vec<Cell>]) -> Shape {
+    let actions: Vec<Action> = table.iter().flatten().flat_map(Cell::actions).collect();
+    let count = |largest: Option<u32>| largest.expect("a table has actions") + 1;
+    let ranks = table.len() as u32;
+    let stages = count(actions.iter().map(|action| action.stage.0).max());
+    Shape {
+        ranks,
+        chunks: stages / ranks,
+        micro_batches: count(actions.iter().map(|action| action.micro_batch.0).max()),
+    }
+}
