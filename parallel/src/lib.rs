@@ -21,14 +21,18 @@
 #![warn(missing_docs)]
 
 mod action;
+mod check;
 mod error;
 mod schedule;
+mod simulate;
 mod table_text;
 
 pub use action::{Action, Cell, Communication, CommunicationKind, Kind, MicroBatch, StageId};
+pub use check::{Sends, Violation, check};
 pub use error::Error;
 pub use schedule::{
     DualPipeV, GPipe, Interleaved, InterleavedZeroBubble, LayeredAccumulation, LoopedBreadthFirst, ModularPipeline,
     OneForwardOneBackward, Placement, Schedule, Shape, VHalf, VMin, ZbH1, ZbH2, Zbv, all, by_name,
 };
+pub use simulate::{Costs, Span, Stuck, Timeline, simulate};
 pub use table_text::{read_table, write_table};

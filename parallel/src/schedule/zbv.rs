@@ -4,7 +4,8 @@ use super::rank_order::RankOrder;
 use super::{Placement, Schedule, Shape};
 use crate::{Action, Error};
 
-/// Peak: min(M, P) micro-batches on every rank. No bubble within a rank's own span when F, I and W take the same time.
+/// Peak: P micro-batches on every rank from M = 2P−1 on, min(2P, 2M, M+r+1)/2 below. No bubble within a rank's own span
+/// when F, I and W take the same time.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Zbv;
 
