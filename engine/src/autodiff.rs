@@ -109,8 +109,9 @@ impl Pass {
 
     /// What is left belongs to persistent values: the parameters.
     fn collect(&self, pending: HashMap<ValueId, Vec<Tensor>>) -> Result<Vec<ParameterGradient>> {
-        let mut by_parameter = BTreeMap::new();
-        for (parameter, parts) in pending {
+        let mut gradients = Vec::new();
+        // In order of the parameters: this records nodes, and the same model must always give the same program.
+        for (parameter, parts) in BTreeMap::from_iter(pending) {
             if !matches!(lock(&self.graph).value(parameter).source, Source::Persistent { .. }) {
                 continue;
             }
@@ -124,9 +125,9 @@ impl Pass {
                     if made { part.contiguous()? } else { Tensor::apply_op::<1>(Contiguous, &[&part])?[0].clone() };
                 summands.push(dense.id());
             }
-            by_parameter.insert(parameter, summands);
+            gradients.push(ParameterGradient { parameter, summands });
         }
-        Ok(by_parameter.into_iter().map(|(parameter, summands)| ParameterGradient { parameter, summands }).collect())
+        Ok(gradients)
     }
 
     /// Moves what only rearranges a weight's gradient (the rest of an embedding around the rows that were used) behind

@@ -1,6 +1,6 @@
 //! Instructions with resolved addresses, planned and checked.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
@@ -111,7 +111,8 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
         what: violations.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "),
     })?;
     let plan_hash = plan_hash(&problem, &solution.offsets);
-    let mut persistent: HashMap<usize, Persistent> = HashMap::new();
+    // By index into the problem, which is the order of declaration.
+    let mut persistent: BTreeMap<usize, Persistent> = BTreeMap::new();
     let mut compiled = Vec::new();
     let mut parts = Vec::new();
     for ((program, indices), span) in programs.iter().zip(&of).zip(&spans) {
@@ -169,10 +170,8 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
             Mark::new(ticks, format!("{} {name}", program.name))
         }));
     }
-    let mut persistent: Vec<(usize, Persistent)> = persistent.into_iter().collect();
-    persistent.sort_by_key(|(index, _)| *index);
     let flops = programs.iter().map(Program::flops).collect();
-    let persistent = persistent.into_iter().map(|(_, p)| p).collect();
+    let persistent = persistent.into_values().collect();
     Ok(Executable { programs: compiled, persistent, problem, solution, labels, parts, plan_hash, plan_ms, flops })
 }
 

@@ -125,12 +125,7 @@ impl<'a> Lowerer<'a> {
         for &id in &node.inputs {
             let value = graph.value(id);
             let buffer = self.instance(value.root, node.phase, micro_batch);
-            inputs.push(Operand {
-                buffer,
-                layout: value.layout.clone(),
-                dtype: value.spec.dtype,
-                overwritten_by: None,
-            });
+            inputs.push(Operand::new(buffer, value));
         }
         for &id in &node.inputs {
             let key = self.key(graph.value(id).root, node.phase, micro_batch);
@@ -173,8 +168,7 @@ impl<'a> Lowerer<'a> {
                     buffer
                 }
             };
-            let (layout, dtype) = (value.layout.clone(), value.spec.dtype);
-            outputs.push(Operand { buffer, layout, dtype, overwritten_by: None });
+            outputs.push(Operand::new(buffer, value));
         }
         let workspace = self.workspace(node, micro_batch);
         let (op, layer) = (node.op.clone(), node.layer.clone());
@@ -199,12 +193,11 @@ impl<'a> Lowerer<'a> {
         node: &Node,
         micro_batch: u32,
     ) {
-        let (layout, dtype) = (&value.layout, value.spec.dtype);
-        let operand = |buffer, overwritten_by| Operand { buffer, layout: layout.clone(), dtype, overwritten_by };
+        let input = |&(buffer, overwritten_by)| Operand { overwritten_by, ..Operand::new(buffer, value) };
         self.program.steps.push(Step {
             op,
-            inputs: inputs.iter().map(|&(buffer, overwritten_by)| operand(buffer, overwritten_by)).collect(),
-            outputs: vec![operand(output, None)],
+            inputs: inputs.iter().map(input).collect(),
+            outputs: vec![Operand::new(output, value)],
             workspace: None,
             accumulate: 0,
             micro_batch,
@@ -258,8 +251,7 @@ impl<'a> Lowerer<'a> {
         let reads_left = if from_host { per_micro_batch + per_step } else { usize::MAX };
         self.placed.insert(key, Placed { buffer, reads_left });
         if from_host {
-            let operand =
-                Operand { buffer, layout: value.layout.clone(), dtype: value.spec.dtype, overwritten_by: None };
+            let operand = Operand::new(buffer, value);
             let spec = value.spec.clone();
             self.program.inputs.push(Instance { name: tensor, micro_batch: key.1, operand, spec });
         }
@@ -321,8 +313,7 @@ impl<'a> Lowerer<'a> {
             if matches!(held, Held::No) {
                 *held = Held::ToEnd;
             }
-            let operand =
-                Operand { buffer, layout: value.layout.clone(), dtype: value.spec.dtype, overwritten_by: None };
+            let operand = Operand::new(buffer, value);
             let spec = value.spec.clone();
             self.program.outputs.push(Instance { name: name.clone(), micro_batch: 0, operand, spec });
         }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use candle_core::{DType, Layout};
 use gapless_alloc::{Label, Role};
 
-use crate::graph::Spec;
+use crate::graph::{Spec, Value};
 use crate::nn::Init;
 use crate::op::Op;
 
@@ -60,6 +60,13 @@ pub struct Operand {
     pub dtype: DType,
     /// For inputs: the output that has the same bytes.
     pub overwritten_by: Option<usize>,
+}
+
+impl Operand {
+    /// A value as it lies in its root's buffer.
+    pub(crate) fn new(buffer: BufferId, value: &Value) -> Self {
+        Self { buffer, layout: value.layout.clone(), dtype: value.spec.dtype, overwritten_by: None }
+    }
 }
 
 /// One operation on buffers.
