@@ -40,6 +40,7 @@
 
 pub mod autodiff;
 pub mod checkpoint;
+pub mod communicator;
 pub mod compile;
 pub mod cpu;
 pub mod data;

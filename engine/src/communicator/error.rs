@@ -1,0 +1,74 @@
+//! What can go wrong between ranks.
+
+use std::fmt;
+use std::time::Duration;
+
+use super::Tag;
+
+/// `Result` with [`CommunicatorError`].
+pub type Result<T, E = CommunicatorError> = std::result::Result<T, E>;
+
+/// Every error of communicators. Ranks are those of the world.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name the fields")]
+pub enum CommunicatorError {
+    #[error("rank {rank} is gone: {why} (seen by rank {by}, {awaited})")]
+    PeerGone { rank: usize, why: String, by: usize, awaited: Awaited },
+    #[error(
+        "rank {rank} gave up after {} s {awaited}; is that rank hung, or does it run another schedule? \
+         GAPLESS_TIMEOUT_SECONDS sets a longer wait", .after.as_secs_f64()
+    )]
+    Timeout { rank: usize, awaited: Awaited, after: Duration },
+    #[error(
+        "{what} from rank {from} to rank {to}: {sent} bytes were sent, {expected} are expected; \
+         the two ranks' programs were compiled from different models or batches"
+    )]
+    SizeMismatch { what: String, from: usize, to: usize, sent: usize, expected: usize },
+    #[error(
+        "rank {rank} started {started} where rank {other} started {other_started}; \
+         all ranks of a communicator start the same collectives in the same order"
+    )]
+    CollectiveMismatch { rank: usize, started: String, other: usize, other_started: String },
+    #[error("there is no rank {rank} in a communicator of {size}")]
+    NoSuchRank { rank: usize, size: usize },
+    #[error("{what} has length {given}, not {expected}")]
+    Length { what: &'static str, given: usize, expected: usize },
+    #[error("the request was not made by this communicator")]
+    UnknownRequest,
+    #[error("{variable}={value:?} is not {expected}")]
+    Setting { variable: &'static str, value: String, expected: &'static str },
+    #[error("{what} is not supported; {remedy}")]
+    Unsupported { what: &'static str, remedy: &'static str },
+}
+
+/// What a rank was waiting for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the text names the fields")]
+pub enum Awaited {
+    /// Nothing: it was about to start something.
+    Start,
+    /// A message to arrive.
+    Message { from: usize, tag: Tag },
+    /// A message to be taken.
+    Taken { to: usize, tag: Tag },
+    /// The other ranks to start a collective; `missing` have not.
+    Collective { what: String, missing: Vec<usize> },
+}
+
+impl fmt::Display for Awaited {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Start => f.write_str("starting an operation"),
+            Self::Message { from, tag } => write!(f, "waiting for {tag}, from rank {from}"),
+            Self::Taken { to, tag } => write!(f, "waiting for rank {to} to take {tag}"),
+            Self::Collective { what, missing } => {
+                write!(f, "waiting for rank{} ", if missing.len() == 1 { "" } else { "s" })?;
+                for (i, rank) in missing.iter().enumerate() {
+                    write!(f, "{}{rank}", if i == 0 { "" } else { ", " })?;
+                }
+                write!(f, " to start {what}")
+            }
+        }
+    }
+}

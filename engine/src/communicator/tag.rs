@@ -1,0 +1,37 @@
+//! What tells the messages between two ranks apart.
+
+use std::fmt;
+
+/// Which way a message of a pipeline goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+pub enum Direction {
+    /// Activations, to the next stage.
+    #[default]
+    Forward,
+    /// Gradients, to the stage before.
+    Backward,
+}
+
+/// What a message is. Sender and receiver name the same tag, and errors print it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+pub struct Tag {
+    /// Activations or gradients.
+    pub direction: Direction,
+    /// The stage that receives it.
+    pub stage: u32,
+    /// The micro-batch.
+    pub micro_batch: u32,
+    /// Which of the tensors that cross between the two stages.
+    pub tensor: u32,
+}
+
+impl fmt::Display for Tag {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let what = match self.direction {
+            Direction::Forward => "activations",
+            Direction::Backward => "gradients",
+        };
+        write!(f, "the {what} into stage {}, micro-batch {}", self.stage, self.micro_batch)?;
+        if self.tensor > 0 { write!(f, ", tensor {}", self.tensor) } else { Ok(()) }
+    }
+}
