@@ -24,6 +24,8 @@ pub enum Error {
     MicroBatches { schedule: &'static str, needed: u32, micro_batches: u32 },
     #[error("{schedule}: {ranks} ranks × {chunks} chunks × {micro_batches} micro-batches do not fit 32 bits")]
     TooLarge { schedule: &'static str, ranks: u32, chunks: u32, micro_batches: u32 },
+    #[error("a mesh of {data} data × {pipeline} pipeline × {expert} expert ranks does not exist; each is at least 1")]
+    Mesh { data: usize, pipeline: usize, expert: usize },
     #[error("no schedule is called {name:?}; there are {known}")]
     Unknown { name: String, known: String },
     #[error("row {row}, cell {cell}: {text:?} is not {expected}")]

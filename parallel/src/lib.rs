@@ -23,6 +23,7 @@
 mod action;
 mod check;
 mod error;
+mod mesh;
 mod schedule;
 mod simulate;
 mod table_text;
@@ -30,6 +31,7 @@ mod table_text;
 pub use action::{Action, Cell, Communication, CommunicationKind, Kind, MicroBatch, StageId};
 pub use check::{Sends, Violation, check};
 pub use error::Error;
+pub use mesh::{Coordinate, Mesh};
 pub use schedule::{
     DualPipeV, GPipe, Interleaved, InterleavedZeroBubble, LayeredAccumulation, LoopedBreadthFirst, ModularPipeline,
     OneForwardOneBackward, Placement, Schedule, Shape, VHalf, VMin, ZbH1, ZbH2, Zbv, all, by_name,

@@ -1,0 +1,80 @@
+//! Which rank is what.
+
+use crate::Error;
+
+/// How ranks share the work: copies of the model with a share of the batch each, stages of a model, shares of its experts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Mesh {
+    /// Copies of the model, each with its share of the batch.
+    pub data: usize,
+    /// Ranks that hold the stages of one copy.
+    pub pipeline: usize,
+    /// Ranks that share the experts of a stage.
+    pub expert: usize,
+}
+
+/// A rank's place in a [`Mesh`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Coordinate {
+    /// Which copy of the model.
+    pub data: usize,
+    /// Which rank of the pipeline.
+    pub pipeline: usize,
+    /// Which share of the experts.
+    pub expert: usize,
+}
+
+impl Default for Mesh {
+    /// One rank that does everything.
+    fn default() -> Self {
+        Self { data: 1, pipeline: 1, expert: 1 }
+    }
+}
+
+impl Mesh {
+    /// A mesh of pipeline ranks alone.
+    pub fn pipeline(ranks: usize) -> Self {
+        Self { pipeline: ranks, ..Self::default() }
+    }
+
+    /// Number of ranks.
+    ///
+    /// # Errors
+    /// [`Error::Mesh`] when an extent is 0, or there are more ranks than there are numbers.
+    pub fn ranks(&self) -> Result<usize, Error> {
+        let Self { data, pipeline, expert } = *self;
+        let ranks = data.checked_mul(pipeline).and_then(|ranks| ranks.checked_mul(expert));
+        ranks.filter(|&ranks| ranks > 0).ok_or(Error::Mesh { data, pipeline, expert })
+    }
+
+    /// Where a rank stands. Neighbours in number share experts first, then are stages of one copy: what talks most sits
+    /// nearest.
+    pub fn coordinate(&self, rank: usize) -> Coordinate {
+        let Self { pipeline, expert, .. } = *self;
+        Coordinate { expert: rank % expert, pipeline: rank / expert % pipeline, data: rank / expert / pipeline }
+    }
+
+    /// The rank that stands there: the inverse of [`Mesh::coordinate`].
+    pub fn rank(&self, at: Coordinate) -> usize {
+        (at.data * self.pipeline + at.pipeline) * self.expert + at.expert
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn coordinates_and_ranks_are_each_others_inverse() {
+        for (data, pipeline, expert) in [(1, 1, 1), (2, 3, 4), (4, 1, 2), (1, 5, 1)] {
+            let mesh = Mesh { data, pipeline, expert };
+            for rank in 0..mesh.ranks().unwrap() {
+                let at = mesh.coordinate(rank);
+                assert!(at.data < data && at.pipeline < pipeline && at.expert < expert);
+                assert_eq!(mesh.rank(at), rank);
+            }
+        }
+        assert!(Mesh { data: 0, ..Mesh::default() }.ranks().is_err());
+        assert!(Mesh { data: usize::MAX, pipeline: 2, expert: 1 }.ranks().is_err());
+    }
+}
