@@ -42,4 +42,8 @@ pub use gapless_engine as engine;
 pub use gapless_models as models;
 pub use gapless_parallel as parallel;
 
-pub use gapless_engine::{Error, Model, Report, Result, SampleOptions, StepReport, Tensor, TrainOptions, Trainer, nn};
+pub use gapless_engine::communicator;
+pub use gapless_engine::{
+    Error, Model, Pipeline, Report, Result, SampleOptions, StepReport, Tensor, TrainOptions, Trainer, nn,
+};
+pub use gapless_parallel::Mesh;

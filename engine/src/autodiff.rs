@@ -75,6 +75,7 @@ impl Pass {
         let mut input_gradients = Vec::new();
         for &node_id in self.forward_nodes.iter().rev() {
             let node = lock(&self.graph).node(node_id).clone();
+            lock(&self.graph).set_place(node.place);
             if !node.outputs.iter().any(|o| pending.contains_key(o)) {
                 continue;
             }
@@ -121,6 +122,8 @@ impl Pass {
                 // A constant is there once; as a gradient it counts once per micro-batch, so it becomes a value.
                 let root = lock(&self.graph).value(part.id()).root;
                 let made = matches!(lock(&self.graph).value(root).source, Source::Node { .. });
+                let place = lock(&self.graph).place_of(part.id()).unwrap_or_default();
+                lock(&self.graph).set_place(place);
                 let dense =
                     if made { part.contiguous()? } else { Tensor::apply_op::<1>(Contiguous, &[&part])?[0].clone() };
                 summands.push(dense.id());
@@ -163,9 +166,20 @@ impl Pass {
         if let Some(joined) = self.join(&parts)? {
             return Ok(joined);
         }
+        let here = lock(&self.graph).place();
         let mut parts = parts.into_iter();
         let first = parts.next().expect("a gradient that is pending has a part");
-        parts.try_fold(first, |sum, part| sum.add(&part))
+        let total = parts.try_fold(first, |sum, part| {
+            // The uses of a value in a later stage are added there, so that one gradient crosses over.
+            let mut g = lock(&self.graph);
+            let places = [&sum, &part].map(|t| g.place_of(t.id()).unwrap_or(here));
+            let [first, second] = places;
+            g.set_place(first.min(second));
+            drop(g);
+            sum.add(&part)
+        });
+        lock(&self.graph).set_place(here);
+        total
     }
 
     fn join(&self, parts: &[Tensor]) -> Result<Option<Tensor>> {

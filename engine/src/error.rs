@@ -54,6 +54,10 @@ pub enum Error {
     Checkpoint(#[from] crate::checkpoint::CheckpointError),
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
+    #[error("{instruction}: {source}")]
+    Communicator { instruction: String, source: crate::communicator::CommunicatorError },
+    #[error(transparent)]
+    Ranks(#[from] crate::communicator::CommunicatorError),
     #[error("cannot start worker threads: {0}")]
     Workers(#[from] rayon::ThreadPoolBuildError),
 }

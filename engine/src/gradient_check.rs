@@ -7,8 +7,8 @@ use candle_core::DType;
 use gapless_parallel::{Action, Kind};
 
 use crate::autodiff::differentiate;
-use crate::compile::{CompileOptions, Lowering, compile, lower};
-use crate::cpu::{Executor, RunOptions, Workers};
+use crate::compile::{CompileOptions, Lowering, Output, compile, lower};
+use crate::cpu::{Communicators, Executor, RunOptions, Workers};
 use crate::error::Result;
 use crate::graph::{Graph, Spec, Tensor, ValueId, lock};
 use crate::nn::{Init, VarBuilder};
@@ -76,9 +76,9 @@ pub fn gradient_check(
         let numeric = differences(&graph, &given, &name_of(gradient.parameter), loss.id(), stream);
         error.finite_difference = worse(error.finite_difference, distance(&total(&gradient.summands).data, &numeric));
     }
-    let mut outputs: Vec<(String, ValueId)> = vec![("y".into(), y.id())];
+    let mut outputs = vec![Output::local("y", y.id())];
     for gradient in &gradients {
-        outputs.extend(gradient.summands.iter().map(|&id| (format!("gradient {}", id.index()), id)));
+        outputs.extend(gradient.summands.iter().map(|&id| Output::local(format!("gradient {}", id.index()), id)));
     }
     let mut executor = executor(&graph, &outputs)?;
     let program = executor.program("check").expect("it was compiled");
@@ -94,8 +94,8 @@ pub fn gradient_check(
             executor.write_input(program, name, 0, &data)?;
         }
     }
-    executor.run(program, RunOptions { seed: 1, step: 1, poison: true, watch: false })?;
-    for (name, id) in &outputs {
+    executor.run(program, RunOptions { seed: 1, step: 1, poison: true, ..RunOptions::default() })?;
+    for Output { name, value: id, .. } in &outputs {
         let data: Vec<f32> = executor.output(program, name)?.flatten_all()?.to_vec1()?;
         let data: Vec<f64> = data.into_iter().map(f64::from).collect();
         error.kernel = worse(error.kernel, distance(&data, &exact[id.index()].data));
@@ -103,17 +103,18 @@ pub fn gradient_check(
     Ok(error)
 }
 
-fn executor(graph: &Graph, outputs: &[(String, ValueId)]) -> Result<Executor> {
+fn executor(graph: &Graph, outputs: &[Output]) -> Result<Executor> {
     let workers = Workers::new(2)?;
     let program = lower(&Lowering {
         name: "check",
         graph,
-        actions: &[Action::new(Kind::Forward, 0, 0), Action::new(Kind::Backward, 0, 0)],
+        table: &[vec![Action::new(Kind::Forward, 0, 0), Action::new(Kind::Backward, 0, 0)]],
+        rank: 0,
         outputs,
         roles: &HashMap::new(),
         threads: workers.threads(),
     })?;
-    Executor::new(Arc::new(compile(&[program], &CompileOptions::default())?), workers, 0)
+    Executor::new(Arc::new(compile(&[program], &CompileOptions::default())?), workers, 0, Communicators::default())
 }
 
 /// Central differences of the loss with respect to every element of a parameter.

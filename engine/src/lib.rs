@@ -67,4 +67,4 @@ pub use op::{Gradient, Op};
 pub use random::{Numbers, Stream};
 pub use reference::{Array, Reference};
 pub use report::Report;
-pub use train::{Model, SampleOptions, StepReport, TrainOptions, Trainer};
+pub use train::{Model, Pipeline, SampleOptions, StepReport, TrainOptions, Trainer};

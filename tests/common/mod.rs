@@ -1,10 +1,13 @@
 //! Small training runs whose results can be compared bit by bit.
 #![allow(dead_code, reason = "not every test uses all of it")]
 
+use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
+use gapless::communicator::{Communicator, InProcess};
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig};
-use gapless::{StepReport, TrainOptions, Trainer};
+use gapless::nn::VarBuilder;
+use gapless::{Model, StepReport, TrainOptions, Trainer};
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Kind {
@@ -39,12 +42,16 @@ pub const VOCABULARY: u32 = 50;
 
 impl Run {
     pub fn trainer(&self) -> Trainer {
+        self.rank(None)
+    }
+
+    /// The trainer of one rank, or the only one.
+    pub fn rank(&self, world: Option<Box<dyn Communicator>>) -> Trainer {
         let vocabulary = VOCABULARY as usize;
-        let options = self.options.clone();
         match self.kind {
             Kind::Gpt => {
                 let config = GptConfig { vocabulary, sequence: 32, layers: 2, heads: 3, width: 48, dropout: 0.1 };
-                Trainer::new(|vb| Gpt::new(&config, vb), options)
+                self.with(world, |vb| Gpt::new(&config, vb))
             }
             Kind::Llama => {
                 let config = LlamaConfig {
@@ -56,10 +63,47 @@ impl Run {
                     hidden: 80,
                     ..LlamaConfig::default()
                 };
-                Trainer::new(|vb| Llama::new(&config, vb), options)
+                self.with(world, |vb| Llama::new(&config, vb))
             }
         }
+    }
+
+    fn with<M: Model>(
+        &self,
+        world: Option<Box<dyn Communicator>>,
+        build: impl Fn(VarBuilder) -> gapless::Result<M>,
+    ) -> Trainer {
+        let options = self.options.clone();
+        match world {
+            None => Trainer::new(build, options),
+            Some(world) => Trainer::on(world, build, options),
+        }
         .expect("the model is sound")
+    }
+
+    /// [`Self::steps`] on as many ranks as the mesh has, as threads: what they all see, and the parameters of all.
+    pub fn steps_on_ranks(&self, count: u64) -> Outcome {
+        let ranks = self.options.mesh.ranks().unwrap();
+        let outcomes: Vec<Outcome> = std::thread::scope(|scope| {
+            let start = |rank: InProcess| {
+                scope.spawn(move || {
+                    let mut trainer = self.rank(Some(Box::new(rank)));
+                    self.go_on(&mut trainer, count)
+                })
+            };
+            let threads: Vec<_> = InProcess::world(ranks).into_iter().map(start).collect();
+            threads.into_iter().map(|thread| thread.join().expect("no rank panics")).collect()
+        });
+        let mut parameters = BTreeMap::new();
+        for (name, hash) in outcomes.iter().flat_map(|outcome| &outcome.parameters) {
+            assert_eq!(parameters.insert(name.clone(), *hash).unwrap_or(*hash), *hash, "copies of {name} differ");
+        }
+        for outcome in &outcomes {
+            assert_eq!(outcome.losses, outcomes[0].losses, "all ranks see the same losses");
+            assert_eq!(outcome.gradient_norms, outcomes[0].gradient_norms, "all ranks see the same norms");
+        }
+        let Outcome { losses, gradient_norms, .. } = outcomes.into_iter().next().expect("at least one rank");
+        Outcome { losses, gradient_norms, parameters: parameters.into_iter().collect() }
     }
 
     /// The batch of a step: pseudo-random ids and their successors.
@@ -96,5 +140,7 @@ pub fn parameters(trainer: &Trainer) -> Vec<(String, u64)> {
         values.iter().for_each(|value| value.to_bits().hash(&mut hasher));
         (name.to_owned(), hasher.finish())
     };
-    trainer.parameter_names().map(hash).collect()
+    let mut parameters: Vec<(String, u64)> = trainer.parameter_names().map(hash).collect();
+    parameters.sort();
+    parameters
 }

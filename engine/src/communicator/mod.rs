@@ -139,7 +139,7 @@ impl fmt::Display for Collective {
 /// An implementation leaves lent memory alone once [`wait`](Self::wait) has returned for its request, *also with an
 /// error*, and once the communicator is dropped. [`memory`](Self::memory) is [`Memory::Host`] only if addresses are those
 /// of this process: the blocking methods over slices rest on both.
-pub unsafe trait Communicator: Send {
+pub unsafe trait Communicator: Send + std::fmt::Debug {
     /// This rank, from 0.
     fn rank(&self) -> usize;
 

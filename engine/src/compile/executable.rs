@@ -10,12 +10,11 @@ use gapless_alloc::draw::Mark;
 use gapless_alloc::{Label, Options, PlanHash, Problem, Solution, check, plan, plan_hash};
 
 use super::lifetimes::{Lifetimes, lifetimes, tick_of};
-use super::program::{Held, Operand, Program};
+use super::program::{Held, Operand, Program, Work};
 use crate::cpu::args::Address;
 use crate::error::{Error, Result};
 use crate::graph::Spec;
 use crate::nn::Init;
-use crate::op::Op;
 
 /// How to compile.
 #[derive(Debug, Clone, Default)]
@@ -27,7 +26,7 @@ pub struct CompileOptions {
 /// One operation at its addresses.
 #[derive(Debug)]
 pub(crate) struct Instruction {
-    pub op: Arc<dyn Op>,
+    pub work: Work,
     pub inputs: Box<[Address]>,
     pub outputs: Box<[Address]>,
     /// Offset and bytes.
@@ -56,6 +55,7 @@ pub(crate) struct CompiledProgram {
     pub instructions: Vec<Instruction>,
     pub inputs: Vec<Named>,
     pub outputs: Vec<Named>,
+    pub requests: usize,
 }
 
 /// A tensor that outlives the step.
@@ -134,7 +134,7 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
             let dead = deaths.get(&tick_of(span.start, index)).map_or(&[][..], Vec::as_slice);
             let range = |&b: &usize| solution.offsets[b]..solution.offsets[b] + problem.buffers()[b].bytes;
             Instruction {
-                op: step.op.clone(),
+                work: step.work.clone(),
                 inputs: step.inputs.iter().map(address).collect(),
                 outputs: step.outputs.iter().map(address).collect(),
                 workspace: step
@@ -151,6 +151,7 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
             instructions: instructions.collect(),
             inputs: named(&program.inputs),
             outputs: named(&program.outputs),
+            requests: program.requests,
         });
         for (buffer, &index) in program.buffers.iter().zip(indices) {
             let Held::Always { init, spec } = &buffer.held else { continue };
@@ -185,7 +186,7 @@ fn check_operands(program: &Program) -> Result<()> {
         elements * operand.dtype.size_in_bytes() as u64 <= bytes(operand)
     };
     for step in &program.steps {
-        let name = step.op.name();
+        let name = step.work.name();
         if !step.inputs.iter().chain(&step.outputs).all(inside) {
             return fail(format!("an operand of {name} in {:?} reaches beyond its buffer", &*step.layer));
         }

@@ -5,19 +5,26 @@
 //!
 //! Values of the forward and backward parts exist once per micro-batch. What the update reads of them is their *sum* over
 //! the micro-batches: operations that can add to their output do so in place, others get an addition behind them.
+//!
+//! What is read on another rank than where it is made is sent as soon as it is there, and received in front of its first
+//! reader. The wait for a send stands where the order of the step says that the message was taken, so it never blocks
+//! between actions; until then the bytes stay as they are.
 
+use std::any::Any;
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use gapless_alloc::{Label, Role};
-use gapless_parallel::{Action, Kind};
+use gapless_parallel::Action;
 
-use super::program::{BufferId, Held, Instance, Operand, Program, Step, role_of_node};
+use super::messages::{Crossings, phases};
+use super::program::{BufferId, Held, Instance, Message, Operand, Program, Step, Work, role_of_node};
+use crate::communicator::{Direction, Tag};
 use crate::error::Result;
-use crate::graph::{Graph, Node, NodeId, Phase, Source, Value, ValueId};
+use crate::graph::{Graph, Node, NodeId, Phase, Place, Source, Value, ValueId};
 use crate::nn::Init;
 use crate::op::Op;
-use crate::ops::{Binary, BinaryKind, Contiguous};
+use crate::ops::{Binary, BinaryKind, Collective, Contiguous};
 
 /// What to lower, and how.
 #[derive(Debug)]
@@ -26,33 +33,51 @@ pub struct Lowering<'a> {
     pub name: &'a str,
     /// Forward, backward and update nodes.
     pub graph: &'a Graph,
-    /// The rank's actions, in order.
-    pub actions: &'a [Action],
-    /// Values that the host reads after the program, with the names it reads them by. Values of the update, or of the
-    /// only micro-batch.
-    pub outputs: &'a [(String, ValueId)],
+    /// The actions of every rank, in order.
+    pub table: &'a [Vec<Action>],
+    /// The rank whose program it is.
+    pub rank: usize,
+    /// What the host reads after the program. Values of the update, or of the only micro-batch.
+    pub outputs: &'a [Output],
     /// Roles of persistent values that are not parameters.
     pub roles: &'a HashMap<ValueId, Role>,
     /// Threads that workspaces are sized for.
     pub threads: usize,
 }
 
-/// Lowers a graph along a schedule.
+/// A value that the host reads after a program.
+#[derive(Debug, Clone)]
+pub struct Output {
+    /// The name it is read by.
+    pub name: String,
+    /// What it is.
+    pub value: ValueId,
+    /// Whether every rank has it, or only the one that makes it.
+    pub everywhere: bool,
+}
+
+impl Output {
+    /// A value that every rank has in the end.
+    pub fn everywhere(name: impl Into<String>, value: ValueId) -> Self {
+        Self { name: name.into(), value, everywhere: true }
+    }
+
+    /// A value that stays on the rank that makes it.
+    pub fn local(name: impl Into<String>, value: ValueId) -> Self {
+        Self { name: name.into(), value, everywhere: false }
+    }
+}
+
+/// Lowers a graph along a schedule, for one rank.
 ///
 /// # Errors
-/// None so far that a sound graph can cause.
+/// When the actions wait for each other in a circle, or for what is never made.
 pub fn lower(lowering: &Lowering<'_>) -> Result<Program> {
-    let mut lowerer = Lowerer::new(lowering);
-    for action in lowering.actions {
-        let phases: &[Phase] = match action.kind {
-            Kind::Forward => &[Phase::Forward],
-            Kind::Backward => &[Phase::BackwardInput, Phase::BackwardWeight],
-            Kind::BackwardInput => &[Phase::BackwardInput],
-            Kind::BackwardWeight => &[Phase::BackwardWeight],
-        };
-        lowerer.part(phases, action.micro_batch.0, action.to_string());
+    let mut lowerer = Lowerer::new(lowering)?;
+    for (index, action) in lowering.table[lowering.rank].iter().enumerate() {
+        lowerer.action(index, action);
     }
-    lowerer.part(&[Phase::Update], 0, "update".into());
+    lowerer.update();
     lowerer.finish();
     Ok(lowerer.program)
 }
@@ -77,46 +102,124 @@ struct Lowerer<'a> {
     accumulated: Vec<bool>,
     /// Instances by (root, micro-batch); what exists once stands at micro-batch 0, sums at [`SUM`].
     placed: HashMap<(ValueId, u32), Placed>,
+    crossings: Crossings,
+    /// The action before which a message has been taken, by (root, micro-batch, receiver).
+    taken: HashMap<(ValueId, u32, usize), usize>,
+    /// Sends that nobody has waited for yet.
+    sending: Vec<Sending>,
+}
+
+/// A send under way.
+#[derive(Debug, Clone, Copy)]
+struct Sending {
+    key: (ValueId, u32),
+    buffer: BufferId,
+    message: Message,
+    /// The action before which it has been taken; none for all that is certain only in the end.
+    taken: Option<usize>,
 }
 
 impl<'a> Lowerer<'a> {
-    fn new(of: &'a Lowering<'a>) -> Self {
+    fn new(of: &'a Lowering<'a>) -> Result<Self> {
         let graph = of.graph;
         let alive = alive_nodes(graph, of.outputs);
+        let crossings = Crossings::new(graph, &alive, of.table, of.outputs);
+        let taken = crossings.taken(graph, of.table, of.rank)?;
         let mut reads = vec![[0, 0]; graph.values().len()];
         let mut accumulated = vec![false; graph.values().len()];
         for node in graph.node_ids().filter(|n| alive[n.index()]).map(|n| graph.node(n)) {
             if graph.is_view(node.outputs[0]) {
                 continue;
             }
+            let here = crossings.ranks_of(node.place).contains(&of.rank);
             for root in node.inputs.iter().map(|&i| graph.value(i).root) {
                 let is_update = node.phase == Phase::Update;
-                reads[root.index()][usize::from(is_update)] += 1;
-                let per_micro_batch = producer(graph, root).is_some_and(|p| p.phase != Phase::Update);
+                reads[root.index()][usize::from(is_update)] += usize::from(here);
+                let per_micro_batch = graph.producer(root).is_some_and(|p| p.phase != Phase::Update);
                 accumulated[root.index()] |= is_update && per_micro_batch;
+            }
+            for &output in node.outputs.iter().filter(|_| here) {
+                reads[output.index()][0] += crossings.per_micro_batch(output).count();
+                reads[output.index()][1] += crossings.per_step(output).count();
             }
         }
         // What the host reads is never overwritten.
-        for (_, id) in of.outputs {
-            reads[graph.value(*id).root.index()][1] += 1;
+        for output in of.outputs {
+            reads[graph.value(output.value).root.index()][1] += 1;
         }
         let program = Program { name: of.name.into(), ..Program::default() };
-        Self { of, program, alive, reads, accumulated, placed: HashMap::new() }
+        let (placed, sending) = (HashMap::new(), Vec::new());
+        Ok(Self { of, program, alive, reads, accumulated, placed, crossings, taken, sending })
     }
 
-    fn part(&mut self, phases: &[Phase], micro_batch: u32, name: String) {
+    /// F, B, I or W of one stage and micro-batch.
+    fn action(&mut self, index: usize, action: &Action) {
         let graph = self.of.graph;
-        let first = self.program.steps.len();
-        for id in graph.node_ids() {
-            let node = graph.node(id);
-            if self.alive[id.index()] && phases.contains(&node.phase) && !graph.is_view(node.outputs[0]) {
-                self.node(node, micro_batch);
+        let (first, micro_batch) = (self.program.steps.len(), action.micro_batch.0);
+        let needs: Vec<ValueId> = self.crossings.needs(action).collect();
+        for root in needs {
+            if !self.placed.contains_key(&(root, micro_batch)) {
+                self.receive(root, micro_batch);
             }
         }
+        self.wait_for_sends(|sending| sending.taken.is_some_and(|taken| taken <= index));
+        let mut made = Vec::new();
+        for id in graph.node_ids() {
+            let node = graph.node(id);
+            let here = node.place == Place::Stage(action.stage) && phases(action.kind).contains(&node.phase);
+            if here && self.alive[id.index()] && !graph.is_view(node.outputs[0]) {
+                self.node(node, micro_batch);
+                made.extend(&node.outputs);
+            }
+        }
+        for root in made {
+            let to: Vec<usize> = self.crossings.per_micro_batch(root).collect();
+            to.into_iter().for_each(|to| self.send(root, micro_batch, to));
+        }
+        self.name_part(first, action.to_string());
+    }
+
+    /// What happens once per step, after the last action.
+    fn update(&mut self) {
+        let graph = self.of.graph;
+        let first = self.program.steps.len();
+        self.wait_for_sends(|_| true);
+        let per_step: Vec<ValueId> = self.crossings.all_per_step().collect();
+        for root in per_step {
+            let maker = graph.producer(root).expect("what crosses is made by a node");
+            if maker.phase != Phase::Update && self.is_here(maker.place) {
+                self.send_per_step(root);
+            }
+        }
+        for id in graph.node_ids() {
+            let node = graph.node(id);
+            if node.phase != Phase::Update || !self.alive[id.index()] || graph.is_view(node.outputs[0]) {
+                continue;
+            }
+            let here = self.is_here(node.place);
+            if here {
+                for root in node.inputs.iter().map(|&input| graph.value(input).root) {
+                    self.receive_per_step(root);
+                }
+                self.node(node, 0);
+                node.outputs.iter().for_each(|&output| self.send_per_step(output));
+            }
+            for &(input, _) in node.op.must_overwrite() {
+                self.refresh(graph.value(node.inputs[input]).root, node.place, here);
+            }
+        }
+        self.name_part(first, "update".into());
+    }
+
+    fn name_part(&mut self, first: usize, name: String) {
         let last = self.program.steps.len();
         if last > first {
             self.program.parts.push((first..last, name));
         }
+    }
+
+    fn is_here(&self, place: Place) -> bool {
+        self.crossings.ranks_of(place).contains(&self.of.rank)
     }
 
     fn node(&mut self, node: &Node, micro_batch: u32) {
@@ -171,8 +274,13 @@ impl<'a> Lowerer<'a> {
             outputs.push(Operand::new(buffer, value));
         }
         let workspace = self.workspace(node, micro_batch);
-        let (op, layer) = (node.op.clone(), node.layer.clone());
-        self.program.steps.push(Step { op, inputs, outputs, workspace, accumulate, micro_batch, layer });
+        let any: &dyn Any = &*node.op;
+        let work = match any.downcast_ref::<Collective>() {
+            Some(collective) => Work::Collective(*collective),
+            None => Work::Compute(node.op.clone()),
+        };
+        let layer = node.layer.clone();
+        self.program.steps.push(Step { work, inputs, outputs, workspace, accumulate, micro_batch, layer });
         for (sum, part, value) in copy_behind {
             let input = [(part, None)];
             self.behind(Arc::new(Contiguous), &input, sum, value, node, micro_batch);
@@ -195,7 +303,7 @@ impl<'a> Lowerer<'a> {
     ) {
         let input = |&(buffer, overwritten_by)| Operand { overwritten_by, ..Operand::new(buffer, value) };
         self.program.steps.push(Step {
-            op,
+            work: Work::Compute(op),
             inputs: inputs.iter().map(input).collect(),
             outputs: vec![Operand::new(output, value)],
             workspace: None,
@@ -236,7 +344,7 @@ impl<'a> Lowerer<'a> {
                 (format!("constant {number}"), Role::Input, Held::Always { init, spec: value.spec.clone() })
             }
             Source::Input { name } => (name.clone(), Role::Input, Held::FromStart),
-            Source::Node { .. } => unreachable!("nodes run in an order in which inputs are made before they are read"),
+            Source::Node { .. } => unreachable!("inputs are made, or received, before they are read"),
         };
         let op = if matches!(held, Held::FromStart) { "input" } else { "" };
         let layer = match &value.source {
@@ -306,8 +414,15 @@ impl<'a> Lowerer<'a> {
 
     /// Names what the host reads, and holds it until the end.
     fn finish(&mut self) {
-        for (name, id) in self.of.outputs {
-            let value = self.of.graph.value(*id);
+        let graph = self.of.graph;
+        let first = self.program.steps.len();
+        for output in self.of.outputs {
+            let value = graph.value(output.value);
+            if output.everywhere {
+                self.receive_per_step(value.root);
+            } else if graph.place_of(value.root).is_some_and(|place| !self.is_here(place)) {
+                continue;
+            }
             let buffer = self.instance(value.root, Phase::Update, 0);
             let held = &mut self.program.buffers[buffer.index()].held;
             if matches!(held, Held::No) {
@@ -315,28 +430,117 @@ impl<'a> Lowerer<'a> {
             }
             let operand = Operand::new(buffer, value);
             let spec = value.spec.clone();
-            self.program.outputs.push(Instance { name: name.clone(), micro_batch: 0, operand, spec });
+            self.program.outputs.push(Instance { name: output.name.clone(), micro_batch: 0, operand, spec });
         }
+        self.wait_for_sends(|_| true);
+        self.name_part(first, "finish".into());
+    }
+
+    /// Sends what was just made for the update, or for the host, to everyone else who reads it.
+    fn send_per_step(&mut self, root: ValueId) {
+        let (_, instance) = self.key(root, Phase::Update, 0);
+        let to: Vec<usize> = self.crossings.per_step(root).collect();
+        to.into_iter().for_each(|to| self.send(root, instance, to));
+    }
+
+    /// Receives what the update, or the host, reads, if it is made elsewhere and not here yet.
+    fn receive_per_step(&mut self, root: ValueId) {
+        let (_, instance) = self.key(root, Phase::Update, 0);
+        let elsewhere = self.of.graph.place_of(root).is_some_and(|place| !self.is_here(place));
+        if elsewhere && !self.placed.contains_key(&(root, instance)) {
+            self.receive(root, instance);
+        }
+    }
+
+    /// Brings a persistent tensor that changed on one rank to the others that read it.
+    fn refresh(&mut self, root: ValueId, place: Place, here: bool) {
+        let replicas: Vec<usize> = self.crossings.replicas(root).collect();
+        if here {
+            replicas.into_iter().for_each(|to| self.send(root, 0, to));
+        } else if replicas.contains(&self.of.rank) {
+            let buffer = self.instance(root, Phase::Update, 0);
+            let from = self.crossings.ranks_of(place).start;
+            self.receive_into(root, 0, buffer, from);
+        }
+    }
+
+    fn send(&mut self, root: ValueId, instance: u32, to: usize) {
+        let key = (root, instance);
+        let buffer = self.placed[&key].buffer;
+        let message = self.message(root, instance, to);
+        let operand = Operand::new(buffer, self.of.graph.value(root));
+        self.transfer(Work::Send(message), vec![operand], Vec::new(), root, instance);
+        let taken = self.taken.get(&(root, instance, to)).copied();
+        self.sending.push(Sending { key, buffer, message, taken });
+    }
+
+    fn receive(&mut self, root: ValueId, instance: u32) {
+        let graph = self.of.graph;
+        let maker = graph.producer(root).expect("what is received is made by a node elsewhere");
+        let output = maker.outputs.iter().position(|&output| output == root).unwrap_or(0);
+        let micro_batch = if instance == SUM { 0 } else { instance };
+        let buffer = self.fresh(maker, root, output, micro_batch);
+        self.program.buffers[buffer.index()].label.role = Role::Communication;
+        let [per_micro_batch, per_step] = self.reads[root.index()];
+        let reads_left = match (self.accumulated[root.index()], instance) {
+            (true, SUM) => per_step,
+            (true, _) => per_micro_batch,
+            (false, _) => per_micro_batch + per_step,
+        };
+        self.placed.insert((root, instance), Placed { buffer, reads_left });
+        let from = self.crossings.ranks_of(maker.place).start;
+        self.receive_into(root, instance, buffer, from);
+    }
+
+    fn receive_into(&mut self, root: ValueId, instance: u32, buffer: BufferId, from: usize) {
+        let message = self.message(root, instance, from);
+        let operand = Operand::new(buffer, self.of.graph.value(root));
+        self.transfer(Work::Receive(message), Vec::new(), vec![operand.clone()], root, instance);
+        self.transfer(Work::Wait(message), vec![operand], Vec::new(), root, instance);
+    }
+
+    fn wait_for_sends(&mut self, which: impl Fn(&Sending) -> bool) {
+        let (over, left): (Vec<Sending>, Vec<Sending>) = self.sending.iter().partition(|&sending| which(sending));
+        self.sending = left;
+        for Sending { key: (root, instance), buffer, message, .. } in over {
+            let operand = Operand::new(buffer, self.of.graph.value(root));
+            self.transfer(Work::Wait(message), vec![operand], Vec::new(), root, instance);
+            self.placed.get_mut(&(root, instance)).expect("what is sent is placed").reads_left -= 1;
+        }
+    }
+
+    fn message(&mut self, root: ValueId, instance: u32, peer: usize) -> Message {
+        let request = self.program.requests;
+        self.program.requests += 1;
+        let maker = self.of.graph.producer(root);
+        let direction = match maker.map(|maker| maker.phase) {
+            Some(Phase::Forward) => Direction::Forward,
+            _ => Direction::Backward,
+        };
+        let stage = match maker.map(|maker| maker.place) {
+            Some(Place::Stage(stage)) => stage.0,
+            _ => 0,
+        };
+        let tag = Tag { direction, stage, micro_batch: instance, tensor: root.index() as u32 };
+        Message { peer, tag, request }
+    }
+
+    fn transfer(&mut self, work: Work, inputs: Vec<Operand>, outputs: Vec<Operand>, root: ValueId, instance: u32) {
+        let layer = self.of.graph.producer(root).map_or_else(|| Arc::from(""), |maker| maker.layer.clone());
+        let micro_batch = if instance == SUM { 0 } else { instance };
+        self.program.steps.push(Step { work, inputs, outputs, workspace: None, accumulate: 0, micro_batch, layer });
     }
 }
 
 /// Inputs whose name begins so are written once per step instead of once per micro-batch.
 pub(crate) const PER_STEP: &str = "step.";
 
-/// The node that makes a root.
-fn producer(graph: &Graph, root: ValueId) -> Option<&Node> {
-    match graph.value(root).source {
-        Source::Node { node, .. } => Some(graph.node(node)),
-        _ => None,
-    }
-}
-
 /// Nodes that the update's states or the outputs depend on.
-fn alive_nodes(graph: &Graph, outputs: &[(String, ValueId)]) -> Vec<bool> {
+fn alive_nodes(graph: &Graph, outputs: &[Output]) -> Vec<bool> {
     let mut wanted = vec![false; graph.values().len()];
-    for (_, id) in outputs {
+    for id in outputs.iter().map(|output| output.value) {
         wanted[id.index()] = true;
-        wanted[graph.value(*id).root.index()] = true;
+        wanted[graph.value(id).root.index()] = true;
     }
     let mut alive = vec![false; graph.nodes().len()];
     let ids: Vec<NodeId> = graph.node_ids().collect();

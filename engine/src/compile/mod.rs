@@ -1,12 +1,16 @@
 //! From a graph to instructions with addresses: lower, lifetimes, plan, resolve.
 
+mod cut;
 mod executable;
 mod lifetimes;
 mod lower;
+mod messages;
 mod program;
 
+pub use cut::Cut;
+pub(crate) use cut::{ParameterStages, cut, cut_like, parameter_stages};
 pub use executable::{CompileOptions, Executable, compile};
 pub(crate) use executable::{CompiledProgram, Instruction, Named, Persistent};
 pub(crate) use lifetimes::ALIGNMENT;
-pub use lower::{Lowering, lower};
-pub use program::{Buffer, BufferId, Held, Instance, Operand, Program, Step};
+pub use lower::{Lowering, Output, lower};
+pub use program::{Buffer, BufferId, Held, Instance, Message, Operand, Program, Step, Work};

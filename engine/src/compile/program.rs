@@ -5,9 +5,11 @@ use std::sync::Arc;
 use candle_core::{DType, Layout};
 use gapless_alloc::{Label, Role};
 
+use crate::communicator::Tag;
 use crate::graph::{Spec, Value};
 use crate::nn::Init;
 use crate::op::Op;
+use crate::ops::Collective;
 
 /// Index of a buffer in its program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -69,11 +71,50 @@ impl Operand {
     }
 }
 
-/// One operation on buffers.
+/// A message between two ranks of a pipeline.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Message {
+    /// The other rank.
+    pub peer: usize,
+    /// The same on both sides, and different for any two messages that are under way between them at a time.
+    pub tag: Tag,
+    /// Which of the program's requests it is.
+    pub request: usize,
+}
+
+/// What a step does.
+#[derive(Debug, Clone)]
+pub enum Work {
+    /// An operation of the graph.
+    Compute(Arc<dyn Op>),
+    /// Begins to send input 0, which stays as it is until the wait.
+    Send(Message),
+    /// Begins to receive output 0, which nobody touches until the wait.
+    Receive(Message),
+    /// Waits for a message; input 0 is what is sent or received.
+    Wait(Message),
+    /// An operation of the data ranks together.
+    Collective(Collective),
+}
+
+impl Work {
+    /// The name that reports and errors use.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Compute(op) => op.name(),
+            Self::Send(_) => "send",
+            Self::Receive(_) => "receive",
+            Self::Wait(_) => "wait",
+            Self::Collective(collective) => collective.name(),
+        }
+    }
+}
+
+/// One instruction on buffers.
 #[derive(Debug, Clone)]
 pub struct Step {
-    /// What is computed.
-    pub op: Arc<dyn Op>,
+    /// What is done.
+    pub work: Work,
     /// From what.
     pub inputs: Vec<Operand>,
     /// Into what.
@@ -114,6 +155,8 @@ pub struct Program {
     pub inputs: Vec<Instance>,
     /// What the host reads after it ends.
     pub outputs: Vec<Instance>,
+    /// Messages that it sends or receives.
+    pub requests: usize,
     /// Ranges of steps that belong together, e.g. `0F3`, for pictures and traces.
     pub parts: Vec<(std::ops::Range<usize>, String)>,
 }
@@ -124,7 +167,11 @@ impl Program {
         let specs = |operands: &[Operand]| -> Vec<Spec> {
             operands.iter().map(|o| Spec { shape: o.layout.shape().clone(), dtype: o.dtype }).collect()
         };
-        self.steps.iter().map(|s| s.op.flops(&specs(&s.inputs), &specs(&s.outputs))).sum()
+        let flops = |step: &Step| match &step.work {
+            Work::Compute(op) => op.flops(&specs(&step.inputs), &specs(&step.outputs)),
+            _ => 0,
+        };
+        self.steps.iter().map(flops).sum()
     }
 
     pub(crate) fn add(&mut self, bytes: u64, label: Label, held: Held) -> BufferId {

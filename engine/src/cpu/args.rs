@@ -47,10 +47,15 @@ mod private {
     pub trait Sealed {}
     impl Sealed for f32 {}
     impl Sealed for u32 {}
+    impl Sealed for f64 {}
 }
 
 impl Element for f32 {
     const DTYPE: DType = DType::F32;
+}
+
+impl Element for f64 {
+    const DTYPE: DType = DType::F64;
 }
 
 impl Element for u32 {

@@ -1,6 +1,6 @@
 //! Runs programs: instruction after instruction at planned addresses. No allocation, no name, no free.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use candle_core::Tensor;
 use gapless_alloc::{Label, Role};
@@ -8,9 +8,11 @@ use gapless_alloc::{Label, Role};
 use super::arena::Arena;
 use super::args::{Address, Args, Element};
 use super::workers::Workers;
-use crate::compile::{CompiledProgram, Executable, Instruction, Named, Persistent};
+use crate::communicator::{self, Communicator, CommunicatorError, Request};
+use crate::compile::{CompiledProgram, Executable, Instruction, Message, Named, Persistent, Work};
 use crate::error::{Error, Result};
 use crate::graph::Spec;
+use crate::ops::Collective;
 use crate::random::Stream;
 
 /// Index of a program in its executable.
@@ -37,30 +39,53 @@ pub struct RunOptions {
     pub step: u64,
     /// Fill every dead range with NaN between instructions: results must not change.
     pub poison: bool,
-    /// Stop at the first instruction whose output is not finite, and say which it is.
+    /// Say which is the first instruction whose output is not finite.
     pub watch: bool,
+    /// The micro-batch of the whole batch that this rank's micro-batch 0 is.
+    pub first_micro_batch: u64,
 }
 
 /// An executable in an arena of its own.
 #[derive(Debug)]
 pub struct Executor {
+    /// Only ever locked by the one run under way. First to be dropped: what is under way reads and writes the arena.
+    links: Mutex<Links>,
     executable: Arc<Executable>,
     arena: Arena,
     workers: Workers,
 }
 
+/// The ways to the other ranks.
+#[derive(Debug, Default)]
+pub struct Communicators {
+    /// To the other ranks of the pipeline.
+    pub pipeline: Option<Box<dyn Communicator>>,
+    /// To the other copies of the model.
+    pub data: Option<Box<dyn Communicator>>,
+}
+
+/// The ways to the other ranks, and what is under way to and from them.
+#[derive(Debug, Default)]
+struct Links {
+    communicators: Communicators,
+    requests: Vec<Option<Request>>,
+}
+
 impl Executor {
-    /// Reserves the arena and fills the persistent tensors.
+    /// Reserves the arena and fills the persistent tensors. Programs that were lowered for several ranks need the
+    /// communicators to the others.
     ///
     /// # Errors
     /// [`Error::DoesNotFit`], before any byte is touched, when the machine has less memory available.
-    pub fn new(executable: Arc<Executable>, workers: Workers, seed: u64) -> Result<Self> {
+    pub fn new(executable: Arc<Executable>, workers: Workers, seed: u64, communicators: Communicators) -> Result<Self> {
         let needed = executable.arena_bytes();
         if let Some(available) = crate::metrics::available_memory_bytes().filter(|&available| available < needed) {
             let largest = crate::report::largest_at_peak(&executable, 8);
             return Err(Error::DoesNotFit { needed, available, largest });
         }
-        let executor = Self { arena: Arena::new(needed)?, executable, workers };
+        let requests = executable.programs.iter().map(|program| program.requests).max().unwrap_or(0);
+        let links = Mutex::new(Links { communicators, requests: (0..requests).map(|_| None).collect() });
+        let executor = Self { arena: Arena::new(needed)?, executable, workers, links };
         for persistent in &executor.executable.persistent {
             let (init, name) = (persistent.init, &persistent.label.tensor);
             executor.with_slice::<f32, _>(&persistent.address, |out| init.fill(seed, name, out))?;
@@ -86,23 +111,31 @@ impl Executor {
     /// Runs a program. Returns the first instruction with a non-finite output, if asked to watch for it.
     ///
     /// # Errors
-    /// Only if the arena itself is broken.
+    /// When another rank fails.
     pub fn run(&mut self, id: ProgramId, options: RunOptions) -> Result<Option<String>> {
         let program = &self.executable.programs[id.0];
         let span = tracing::info_span!("run", program = program.name, step = options.step);
         let _entered = span.enter();
         let bytes = self.arena.bytes();
-        let culprit = self.arena.exclusive(|base| {
+        let outcome = self.arena.exclusive(|base| {
             let base = Base(base);
-            let culprit = std::sync::OnceLock::new();
+            let outcome = OnceLock::new();
             self.workers.run(&|| {
-                if let Some(index) = run_all(program, base, bytes, options) {
-                    let _ = culprit.set(index);
-                }
+                let mut links = self.links.lock().unwrap_or_else(PoisonError::into_inner);
+                let _ = outcome.set(run_all(program, base, bytes, options, &mut links));
             });
-            culprit.into_inner()
+            outcome.into_inner()
         })?;
-        Ok(culprit.map(|index| program.instructions[index].describe()))
+        match outcome {
+            Some(Ok(culprit)) => Ok(culprit.map(|index| program.instructions[index].describe())),
+            Some(Err((index, source))) => {
+                // Takes back the memory of whatever is still under way.
+                *self.links.lock().unwrap_or_else(PoisonError::into_inner) = Links::default();
+                let instruction = program.instructions[index].describe();
+                Err(Error::Communicator { instruction, source })
+            }
+            None => Ok(None),
+        }
     }
 
     /// Whether a program reads an input of this name.
@@ -246,32 +279,122 @@ unsafe impl Send for Base {}
 // SAFETY: as above.
 unsafe impl Sync for Base {}
 
-/// Runs every instruction; returns the index of the first with a non-finite output when watching.
-fn run_all(program: &CompiledProgram, base: Base, bytes: u64, options: RunOptions) -> Option<usize> {
+/// Runs every instruction; returns the index of the first with a non-finite output when watching, or of the one that
+/// failed. Ranks that watch go on to the end: others wait for what they send.
+fn run_all(
+    program: &CompiledProgram,
+    base: Base,
+    bytes: u64,
+    options: RunOptions,
+    links: &mut Links,
+) -> Result<Option<usize>, (usize, CommunicatorError)> {
+    let mut culprit = None;
     for (index, instruction) in program.instructions.iter().enumerate() {
-        let span = tracing::trace_span!("op", name = instruction.op.name(), layer = &*instruction.layer);
+        let span = tracing::trace_span!("op", name = instruction.work.name(), layer = &*instruction.layer);
         let _entered = span.enter();
-        let stream = Stream::new(options.seed, options.step, u64::from(instruction.micro_batch));
-        // SAFETY: the addresses come from a plan that has passed the checker; the arena is held exclusively.
-        let mut args = unsafe {
-            Args::new(
-                base.0,
-                &instruction.inputs,
-                &instruction.outputs,
-                instruction.workspace,
-                instruction.accumulate,
-                stream,
-            )
-        };
-        instruction.op.run(&mut args);
-        if options.watch && !outputs_finite(instruction, base) {
-            return Some(index);
+        let micro_batch = options.first_micro_batch + u64::from(instruction.micro_batch);
+        match &instruction.work {
+            Work::Compute(op) => {
+                let stream = Stream::new(options.seed, options.step, micro_batch);
+                // SAFETY: the addresses come from a plan that has passed the checker; the arena is held exclusively, and
+                // what messages under way read or write is alive until their wait.
+                let mut args = unsafe {
+                    Args::new(
+                        base.0,
+                        &instruction.inputs,
+                        &instruction.outputs,
+                        instruction.workspace,
+                        instruction.accumulate,
+                        stream,
+                    )
+                };
+                op.run(&mut args);
+            }
+            Work::Send(message) | Work::Receive(message) | Work::Wait(message) => {
+                // SAFETY: as above; a program's last instructions wait for all that is under way.
+                unsafe { transfer(instruction, *message, base, links) }.map_err(|source| (index, source))?;
+            }
+            Work::Collective(collective) => {
+                // SAFETY: as above; it is over before the next instruction.
+                unsafe { together(*collective, instruction, base, links) }.map_err(|source| (index, source))?;
+            }
+        }
+        if options.watch && culprit.is_none() && !outputs_finite(instruction, base) {
+            culprit = Some(index);
         }
         if options.poison {
             poison(instruction, base, bytes);
         }
     }
-    None
+    Ok(culprit)
+}
+
+/// Starts or ends a message.
+///
+/// # Safety
+/// The operand lies in the arena at `base`, and nobody touches it until the message's wait.
+unsafe fn transfer(
+    instruction: &Instruction,
+    message: Message,
+    base: Base,
+    links: &mut Links,
+) -> communicator::Result<()> {
+    let Message { peer, tag, request } = message;
+    let pipeline = links.communicators.pipeline.as_mut().ok_or(NO_COMMUNICATOR)?;
+    // SAFETY: by this function's contract.
+    let range = |address| unsafe { range(base, address) };
+    match &instruction.work {
+        Work::Send(_) => {
+            let (from, bytes) = range(&instruction.inputs[0]);
+            // SAFETY: by this function's contract.
+            links.requests[request] = Some(unsafe { pipeline.isend(from.cast_const(), bytes, peer, tag) }?);
+        }
+        Work::Receive(_) => {
+            let (to, bytes) = range(&instruction.outputs[0]);
+            // SAFETY: by this function's contract.
+            links.requests[request] = Some(unsafe { pipeline.irecv(to, bytes, peer, tag) }?);
+        }
+        _ => {
+            let under_way = links.requests[request].take().expect("lowering starts every message that it waits for");
+            pipeline.wait(under_way)?;
+        }
+    }
+    Ok(())
+}
+
+/// A collective from its start to its end.
+///
+/// # Safety
+/// The operands lie in the arena at `base`, and nobody else touches them.
+unsafe fn together(
+    collective: Collective,
+    instruction: &Instruction,
+    base: Base,
+    links: &mut Links,
+) -> communicator::Result<()> {
+    let data = links.communicators.data.as_mut().ok_or(NO_COMMUNICATOR)?;
+    // SAFETY: by this function's contract.
+    let range = |address: Option<&Address>| address.map(|address| unsafe { range(base, address) });
+    let inputs = [range(instruction.inputs.first()), range(instruction.inputs.get(1))];
+    let output = range(instruction.outputs.first()).expect("a collective has an output");
+    // SAFETY: by this function's contract; the plan keeps inputs and outputs apart, or makes them one.
+    let request = unsafe { data.start(collective.request(inputs, output)) }?;
+    data.wait(request)
+}
+
+const NO_COMMUNICATOR: CommunicatorError = CommunicatorError::Unsupported {
+    what: "a program for several ranks without a communicator",
+    remedy: "make the trainer with the communicator of all its ranks",
+};
+
+/// An operand's first byte, and its number of bytes.
+///
+/// # Safety
+/// It lies in the arena at `base`.
+unsafe fn range(base: Base, address: &Address) -> (*mut u8, usize) {
+    let bytes = address.span * address.dtype.size_in_bytes();
+    // SAFETY: by this function's contract.
+    (unsafe { base.0.add(address.offset as usize) }, bytes)
 }
 
 fn outputs_finite(instruction: &Instruction, base: Base) -> bool {
@@ -297,7 +420,7 @@ fn poison(instruction: &Instruction, base: Base, bytes: u64) {
 impl Instruction {
     fn describe(&self) -> String {
         let layer = if self.layer.is_empty() { "the model" } else { &self.layer };
-        format!("{} in {layer}, micro-batch {}", self.op.name(), self.micro_batch)
+        format!("{} in {layer}, micro-batch {}", self.work.name(), self.micro_batch)
     }
 }
 

@@ -14,5 +14,5 @@ mod workers;
 
 pub use args::{Args, Element};
 pub(crate) use elementwise::{BLOCK, arch, last_extent, map, row_of, rows_per_task, vectorize, zip};
-pub use executor::{Executor, PersistentBytes, ProgramId, RunOptions};
+pub use executor::{Communicators, Executor, PersistentBytes, ProgramId, RunOptions};
 pub use workers::{Workers, resolve_threads};

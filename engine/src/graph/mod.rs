@@ -15,6 +15,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub use tensor::Tensor;
 
 use candle_core::{DType, Layout, Shape};
+use gapless_parallel::StageId;
 
 use crate::error::{Error, Result};
 use crate::nn::Init;
@@ -126,6 +127,21 @@ pub enum Phase {
     Update,
 }
 
+/// Who runs a node.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Place {
+    /// The rank that has the stage.
+    Stage(StageId),
+    /// Every rank for itself. Only in the update.
+    Everywhere,
+}
+
+impl Default for Place {
+    fn default() -> Self {
+        Self::Stage(StageId(0))
+    }
+}
+
 /// One operation applied to values.
 #[derive(Debug, Clone)]
 pub struct Node {
@@ -139,6 +155,8 @@ pub struct Node {
     pub layer: Arc<str>,
     /// Which part of the step.
     pub phase: Phase,
+    /// Who runs it.
+    pub place: Place,
 }
 
 /// Values and the nodes that make them, in an order in which they can run.
@@ -151,6 +169,7 @@ pub struct Graph {
     constants: HashMap<u64, ValueId>,
     layers: Vec<Arc<str>>,
     phase: Option<Phase>,
+    place: Place,
     dropouts: u64,
 }
 
@@ -314,6 +333,34 @@ impl Graph {
         self.phase = Some(phase);
     }
 
+    /// The place that nodes are put in from now on; the first stage until told otherwise.
+    pub(crate) fn set_place(&mut self, place: Place) {
+        self.place = place;
+    }
+
+    /// The place that nodes are put in.
+    pub(crate) fn place(&self) -> Place {
+        self.place
+    }
+
+    /// Moves a node to another place.
+    pub(crate) fn reassign_place(&mut self, id: NodeId, place: Place) {
+        self.nodes[id.index()].place = place;
+    }
+
+    /// The place of the node that makes a value's bytes; none for what no node makes.
+    pub fn place_of(&self, id: ValueId) -> Option<Place> {
+        self.producer(id).map(|node| node.place)
+    }
+
+    /// The node that makes a value's bytes; none for what comes from outside.
+    pub fn producer(&self, id: ValueId) -> Option<&Node> {
+        match self.value(self.value(id).root).source {
+            Source::Node { node, .. } => Some(self.node(node)),
+            _ => None,
+        }
+    }
+
     /// Moves a node into another phase.
     pub(crate) fn reassign_phase(&mut self, id: NodeId, phase: Phase) {
         self.nodes[id.index()].phase = phase;
@@ -342,7 +389,7 @@ impl Graph {
             self.values[output.index()].source = Source::Node { node, output: 0 };
         }
         let (layer, phase) = (self.layer(), self.phase.unwrap_or(Phase::Forward));
-        self.nodes.push(Node { op, inputs, outputs, layer, phase });
+        self.nodes.push(Node { op, inputs, outputs, layer, phase, place: self.place });
     }
 
     fn push_value(&mut self, spec: Spec, source: Source) -> ValueId {

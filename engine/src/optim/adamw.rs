@@ -47,12 +47,13 @@ impl Optimizer for AdamW {
         scalars
     }
 
-    fn update(&self, update: ParameterUpdate<'_>) -> Result<()> {
-        let decay = if update.parameter.rank() >= 2 { self.weight_decay } else { 0.0 };
+    fn update(&self, update: ParameterUpdate<'_>) -> Result<Tensor> {
+        let decay = if update.rank >= 2 { self.weight_decay } else { 0.0 };
         let op = AdamWUpdate { rule: *self, decay };
         let [m, v] = update.states else { unreachable!("two states were asked for") };
         let inputs = [update.parameter, update.gradient, m, v, update.norm, update.scalars];
-        Tensor::apply_op::<3>(op, &inputs).map(drop)
+        let [parameter, ..] = Tensor::apply_op::<3>(op, &inputs)?;
+        Ok(parameter)
     }
 }
 

@@ -4,7 +4,7 @@ mod adamw;
 mod global_norm;
 
 pub use adamw::AdamW;
-pub use global_norm::GlobalNorm;
+pub use global_norm::{GlobalNorm, SquaredNorms};
 
 use crate::error::Result;
 use crate::graph::Tensor;
@@ -13,11 +13,13 @@ use crate::nn::Init;
 /// Numbers that change from step to step and reach the update as one input.
 pub const SCALARS: usize = 8;
 
-/// One parameter on its way through an update.
+/// One parameter, or a flat part of one, on its way through an update.
 #[derive(Debug)]
 pub struct ParameterUpdate<'a> {
-    /// The parameter.
+    /// The parameter, which the update overwrites.
     pub parameter: &'a Tensor,
+    /// Dimensions of the whole parameter: matrices usually decay, vectors do not.
+    pub rank: usize,
     /// Its gradient, summed over the step.
     pub gradient: &'a Tensor,
     /// Its states, in the order of [`Optimizer::states`].
@@ -36,9 +38,9 @@ pub trait Optimizer: std::fmt::Debug + Send + Sync {
     /// The numbers of a step (counted from 0) at a learning rate.
     fn scalars(&self, step: u64, lr: f64) -> [f32; SCALARS];
 
-    /// Records the update of one parameter.
+    /// Records the update of one parameter, and returns its new value.
     ///
     /// # Errors
     /// What building the graph returns.
-    fn update(&self, update: ParameterUpdate<'_>) -> Result<()>;
+    fn update(&self, update: ParameterUpdate<'_>) -> Result<Tensor>;
 }

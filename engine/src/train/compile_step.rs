@@ -1,19 +1,23 @@
 //! One executable of everything a trainer runs: training step, evaluation, logits.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use candle_core::DType;
 use gapless_alloc::Role;
-use gapless_parallel::{Action, Kind, OneForwardOneBackward, Schedule, Shape};
+use gapless_parallel::StageId;
 
+use super::pipeline::RankPlan;
+use super::update::{Parameter, Update};
 use super::{Model, TrainOptions};
 use crate::autodiff::differentiate;
-use crate::compile::{CompileOptions, Executable, Lowering, Program, compile, lower};
-use crate::error::Result;
-use crate::graph::{Graph, Phase, Spec, Tensor, ValueId, lock};
+use crate::compile::{
+    CompileOptions, Executable, Held, Lowering, Output, ParameterStages, Program, compile, cut, cut_like, lower,
+    parameter_stages,
+};
+use crate::error::{Error, Result};
+use crate::graph::{Graph, Phase, Place, Spec, Tensor, ValueId, lock};
 use crate::nn::VarBuilder;
-use crate::optim::{GlobalNorm, Optimizer, ParameterUpdate, SCALARS};
 
 /// The input that carries the optimizer's numbers of a step.
 pub(super) const SCALARS_INPUT: &str = "step.scalars";
@@ -33,38 +37,89 @@ pub(super) fn gradient_output(parameter: &str) -> String {
 pub(super) fn compile_step<M: Model>(
     build: &impl Fn(VarBuilder) -> Result<M>,
     options: &TrainOptions,
+    plan: &RankPlan,
     threads: usize,
 ) -> Result<CompiledStep> {
-    let forward = [Action::new(Kind::Forward, 0, 0)];
-    let (train, parameters) = train_program(build, options, threads)?;
+    let forward = plan.forward_table();
+    let TrainProgram { program: train, parameters, stages } = train_program(build, options, plan, threads)?;
+    let no_roles = HashMap::new();
 
     let trace = Trace::new(build, options.evaluation_batch(), options.sequence)?;
     let loss = trace.model.loss(&trace.tokens, &trace.targets()?, false)?;
-    let evaluate = trace.lower("evaluate", &forward, &[("loss".into(), loss.id())], &HashMap::new(), threads)?;
+    cut_like(&mut trace.lock(), &stages);
+    let evaluate = lower(&Lowering {
+        name: "evaluate",
+        graph: &trace.lock(),
+        table: &forward,
+        rank: plan.at.pipeline,
+        outputs: &[Output::everywhere("loss", loss.id())],
+        roles: &no_roles,
+        threads,
+    })?;
 
     let trace = Trace::new(build, 1, options.sequence)?;
     let logits = trace.model.forward(&trace.tokens, false)?;
     let vocabulary = logits.dim(candle_core::D::Minus1)?.min(trace.smallest_table());
     let logits = logits.contiguous()?;
-    let logits = trace.lower("logits", &forward, &[("logits".into(), logits.id())], &HashMap::new(), threads)?;
+    cut_like(&mut trace.lock(), &stages);
+    let logits = lower(&Lowering {
+        name: "logits",
+        graph: &trace.lock(),
+        table: &forward,
+        rank: plan.at.pipeline,
+        outputs: &[Output::everywhere("logits", logits.id())],
+        roles: &no_roles,
+        threads,
+    })?;
 
-    let executable = compile(&[train, evaluate, logits], &CompileOptions::default())?;
+    let programs = [train, evaluate, logits];
+    if plan.mesh.pipeline > 1 {
+        expect_same_parameters(&programs)?;
+    }
+    let executable = compile(&programs, &CompileOptions::default())?;
     Ok(CompiledStep { executable, parameters, vocabulary })
 }
 
-/// The training step, and the number of trained numbers.
+/// What only a later program reads would not follow the training.
+fn expect_same_parameters(programs: &[Program]) -> Result<()> {
+    let held = |program: &Program| -> BTreeSet<String> {
+        let always = program.buffers.iter().filter(|b| matches!(b.held, Held::Always { .. }));
+        always.filter(|b| b.label.role == Role::Parameter).map(|b| b.label.tensor.clone()).collect()
+    };
+    let trained = held(&programs[0]);
+    for program in &programs[1..] {
+        if let Some(name) = held(program).difference(&trained).next() {
+            let what = format!("{:?} reads {name:?}, which this rank does not train", program.name);
+            return Err(Error::BadPlan { what });
+        }
+    }
+    Ok(())
+}
+
+/// The training step of one rank.
+pub(super) struct TrainProgram {
+    pub program: Program,
+    /// Trained numbers, of all ranks together.
+    pub parameters: u64,
+    /// Which stages read each parameter.
+    pub stages: ParameterStages,
+}
+
 pub(super) fn train_program<M: Model>(
     build: &impl Fn(VarBuilder) -> Result<M>,
     options: &TrainOptions,
+    plan: &RankPlan,
     threads: usize,
-) -> Result<(Program, u64)> {
-    let micro_batches = options.micro_batches;
-    let share = 1.0 / micro_batches as f64;
-    let trace = Trace::new(build, options.batch / micro_batches, options.sequence)?;
+) -> Result<TrainProgram> {
+    let parts = options.micro_batches * plan.mesh.data;
+    let share = 1.0 / parts as f64;
+    let trace = Trace::new(build, options.batch / parts, options.sequence)?;
     let loss = {
         let _span = tracing::info_span!("forward").entered();
         trace.model.loss(&trace.tokens, &trace.targets()?, true)?
     };
+    cut(&mut trace.lock(), plan.stages, &options.pipeline.cut)?;
+    let stages = parameter_stages(&trace.lock());
     let gradients = {
         let _span = tracing::info_span!("autodiff").entered();
         differentiate(&trace.graph, &loss, share)?
@@ -73,47 +128,39 @@ pub(super) fn train_program<M: Model>(
     let mut parameters = Vec::new();
     for gradient in gradients {
         let parameter = Tensor::new(&trace.graph, gradient.parameter);
+        let name = trace.name(gradient.parameter);
+        // The first stage that reads a parameter owns it; others are brought its new value.
+        let owner = stages.get(&name).and_then(|stages| stages.first()).copied().unwrap_or(StageId(0));
+        trace.lock().set_place(Place::Stage(owner));
         let summands = gradient.summands.iter().map(|&id| Tensor::new(&trace.graph, id));
         let total = summands.map(Ok).reduce(|a, b| a?.add(&b?)).expect("a gradient has a summand")?;
-        let total = total.reshape(parameter.dims().to_vec())?;
-        parameters.push((trace.name(gradient.parameter), parameter, total));
+        let gradient = total.reshape(parameter.dims().to_vec())?;
+        parameters.push(Parameter { name, tensor: parameter, gradient, owner });
     }
-    let mean_loss = loss.affine(share, 0.0)?;
-    let totals: Vec<&Tensor> = parameters.iter().map(|p| &p.2).collect();
-    let [norm] = Tensor::apply_op(GlobalNorm, &totals)?;
-    // A loss that is not finite makes the norm not finite, and the update then leaves the model alone.
-    let norm = norm.add(&mean_loss.affine(0.0, 0.0)?)?;
-    let scalars = trace.input(SCALARS_INPUT, Spec::f32(SCALARS))?;
-    let mut roles = HashMap::new();
-    for (name, parameter, gradient) in &parameters {
-        let mut states = Vec::new();
-        for (state, init) in options.optimizer.states() {
-            let shape = parameter.shape().clone();
-            let id = trace.lock().add_persistent(&format!("{state}/{name}"), shape, init)?;
-            roles.insert(id, Role::OptimizerState);
-            states.push(Tensor::new(&trace.graph, id));
-        }
-        options.optimizer.update(ParameterUpdate {
-            parameter,
-            gradient,
-            states: &states,
-            norm: &norm,
-            scalars: &scalars,
-        })?;
-    }
-    let mut outputs = vec![("loss".into(), mean_loss.id()), ("gradient_norm".into(), norm.id())];
+    let count = parameters.iter().map(|p| p.tensor.elem_count() as u64).sum();
+
+    let update = Update { trace: &trace, ranks: plan.mesh.data, data_rank: plan.at.data };
+    let mean_loss = update.mean_loss(&loss, share)?;
+    let mut outputs = vec![Output::everywhere("loss", mean_loss.id())];
     if options.keep_gradients {
-        outputs.extend(parameters.iter().map(|(name, _, gradient)| (gradient_output(name), gradient.id())));
+        outputs.extend(parameters.iter().map(|p| Output::local(gradient_output(&p.name), p.gradient.id())));
     }
-    let shape = Shape { ranks: 1, chunks: 1, micro_batches: micro_batches as u32 };
-    let actions = OneForwardOneBackward.actions(&shape)?.remove(0);
-    let program = trace.lower("train", &actions, &outputs, &roles, threads)?;
-    let count = parameters.iter().map(|p| p.1.elem_count() as u64).sum();
-    Ok((program, count))
+    let (norm, roles) = update.record(&parameters, &mean_loss, &options.optimizer)?;
+    outputs.push(Output::everywhere("gradient_norm", norm.id()));
+    let program = lower(&Lowering {
+        name: "train",
+        graph: &trace.lock(),
+        table: &plan.table,
+        rank: plan.at.pipeline,
+        outputs: &outputs,
+        roles: &roles,
+        threads,
+    })?;
+    Ok(TrainProgram { program, parameters: count, stages })
 }
 
 /// A model applied to tokens, as a graph.
-struct Trace<M> {
+pub(super) struct Trace<M> {
     graph: Arc<Mutex<Graph>>,
     model: M,
     tokens: Tensor,
@@ -139,29 +186,21 @@ impl<M: Model> Trace<M> {
         self.input("targets", Spec { shape: self.tokens.shape().clone(), dtype: DType::U32 })
     }
 
-    fn input(&self, name: &str, spec: Spec) -> Result<Tensor> {
+    pub(super) fn input(&self, name: &str, spec: Spec) -> Result<Tensor> {
         let id = self.lock().add_input(name, spec)?;
         Ok(Tensor::new(&self.graph, id))
     }
 
-    fn lock(&self) -> MutexGuard<'_, Graph> {
+    pub(super) fn tensor(&self, id: ValueId) -> Tensor {
+        Tensor::new(&self.graph, id)
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, Graph> {
         lock(&self.graph)
     }
 
     fn name(&self, id: ValueId) -> String {
         let graph = self.lock();
         graph.persistent().find(|p| p.0 == id).map(|p| p.1.to_owned()).expect("parameters have names")
-    }
-
-    fn lower(
-        &self,
-        name: &str,
-        actions: &[Action],
-        outputs: &[(String, ValueId)],
-        roles: &HashMap<ValueId, Role>,
-        threads: usize,
-    ) -> Result<Program> {
-        let _span = tracing::info_span!("lower", name).entered();
-        lower(&Lowering { name, graph: &self.lock(), actions, outputs, roles, threads })
     }
 }

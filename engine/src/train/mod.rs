@@ -2,8 +2,10 @@
 
 mod compile_step;
 mod options;
+mod pipeline;
 mod sample;
 mod save;
+mod update;
 
 use std::sync::Arc;
 
@@ -11,16 +13,19 @@ use candle_core::DType;
 use gapless_alloc::draw::MemoryMap;
 
 pub use options::TrainOptions;
+pub use pipeline::Pipeline;
 pub use sample::SampleOptions;
 
+use crate::communicator::Communicator;
 use crate::compile::{CompileOptions, Executable, compile};
-use crate::cpu::{Executor, ProgramId, RunOptions, Workers, resolve_threads};
+use crate::cpu::{Communicators, Executor, ProgramId, RunOptions, Workers, resolve_threads};
 use crate::error::{Error, Result};
 use crate::graph::Tensor;
 use crate::learning_rate::Schedule;
 use crate::nn::VarBuilder;
 use crate::optim::{Optimizer, SCALARS};
 use crate::report::{self, Report};
+use pipeline::RankPlan;
 
 /// A language model: token ids to logits.
 pub trait Model {
@@ -61,7 +66,19 @@ pub struct Trainer {
     programs: Programs,
     parameters: u64,
     vocabulary: usize,
+    /// Which copy of the model this is.
+    data_rank: usize,
     step: u64,
+    /// The way to all ranks, if there are others.
+    world: Option<Box<dyn Communicator>>,
+}
+
+/// Which of the equal parts of a batch a rank computes.
+#[derive(Debug, Clone, Copy)]
+struct Share {
+    parts: usize,
+    first: usize,
+    count: usize,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -77,26 +94,84 @@ impl Trainer {
     /// # Errors
     /// When the options or the model's shapes do not fit together, or the arena does not fit the machine's memory.
     pub fn new<M: Model>(build: impl Fn(VarBuilder) -> Result<M>, options: TrainOptions) -> Result<Self> {
-        let _span = tracing::info_span!("compile").entered();
+        let ranks = options.mesh.ranks()?;
+        if ranks != 1 {
+            let why = format!("a mesh of {ranks} ranks in a trainer of one");
+            return Err(Error::Config { what: "mesh", why, remedy: "make it with Trainer::on, once per rank" });
+        }
+        Self::with(build, options, 0, Communicators::default())
+    }
+
+    /// One rank's share of a trainer. All ranks of `world`, which are as many as the mesh has, make theirs with the same
+    /// model and options, and then call the same methods with the same arguments, [`Self::step`] with the whole batch:
+    /// every rank takes its share of it.
+    ///
+    /// # Errors
+    /// As [`Self::new`]; when the mesh does not have as many ranks as `world`; when another rank fails.
+    pub fn on<M: Model>(
+        mut world: Box<dyn Communicator>,
+        build: impl Fn(VarBuilder) -> Result<M>,
+        options: TrainOptions,
+    ) -> Result<Self> {
+        let (rank, size, ranks) = (world.rank(), world.size(), options.mesh.ranks()?);
+        if size != ranks {
+            let why = format!("{ranks} ranks, but {size} were started");
+            return Err(Error::Config {
+                what: "mesh", why, remedy: "data × pipeline × expert is the number of ranks"
+            });
+        }
+        let at = options.mesh.coordinate(rank);
+        let pipeline = world.split(at.data, at.pipeline)?;
+        let data = world.split(at.pipeline, at.data)?;
+        let communicators = Communicators { pipeline: Some(pipeline), data: Some(data) };
+        let mut trainer = Self::with(build, options, rank, communicators)?;
+        trainer.world = Some(world);
+        Ok(trainer)
+    }
+
+    fn with<M: Model>(
+        build: impl Fn(VarBuilder) -> Result<M>,
+        options: TrainOptions,
+        rank: usize,
+        communicators: Communicators,
+    ) -> Result<Self> {
+        let _span = tracing::info_span!("compile", rank).entered();
         options.check()?;
         let threads = resolve_threads(options.threads);
-        let compiled = compile_step::compile_step(&build, &options, threads)?;
-        let executor = Executor::new(Arc::new(compiled.executable), Workers::new(threads)?, options.seed)?;
+        let plan = RankPlan::new(options.mesh, rank, &options.pipeline, options.micro_batches)?;
+        let compiled = compile_step::compile_step(&build, &options, &plan, threads)?;
+        let executable = Arc::new(compiled.executable);
+        let executor = Executor::new(executable, Workers::new(threads)?, options.seed, communicators)?;
         let find = |name| executor.program(name).expect("compiled above");
         let programs = Programs { train: find("train"), evaluate: find("evaluate"), logits: find("logits") };
         let (parameters, vocabulary) = (compiled.parameters, compiled.vocabulary);
         let schedule = options.learning_rate.check()?;
-        Ok(Self { executor, options, schedule, programs, parameters, vocabulary, step: 0 })
+        let data_rank = plan.at.data;
+        Ok(Self { executor, world: None, options, schedule, programs, parameters, vocabulary, data_rank, step: 0 })
     }
 
-    /// Plans the training step of a model without reserving a byte: what it would take, exactly.
+    /// Plans the training step of a model without reserving a byte: what rank 0 of its mesh would take, exactly.
     ///
     /// # Errors
     /// When the options or the model's shapes do not fit together.
     pub fn plan<M: Model>(build: impl Fn(VarBuilder) -> Result<M>, options: &TrainOptions) -> Result<Executable> {
+        Self::plan_rank(build, options, 0)
+    }
+
+    /// [`Self::plan`] for any rank of the mesh.
+    ///
+    /// # Errors
+    /// As [`Self::plan`], or when there is no such rank.
+    pub fn plan_rank<M: Model>(
+        build: impl Fn(VarBuilder) -> Result<M>,
+        options: &TrainOptions,
+        rank: usize,
+    ) -> Result<Executable> {
         options.check()?;
-        let (program, _) = compile_step::train_program(&build, options, resolve_threads(options.threads))?;
-        compile(&[program], &CompileOptions::default())
+        let plan = RankPlan::new(options.mesh, rank, &options.pipeline, options.micro_batches)?;
+        let threads = resolve_threads(options.threads);
+        let train = compile_step::train_program(&build, options, &plan, threads)?;
+        compile(&[train.program], &CompileOptions::default())
     }
 
     /// The options it was made with.
@@ -140,7 +215,10 @@ impl Trainer {
             // The step has reused the bytes of its inputs.
             self.write_step(tokens, targets, lr)?;
             let culprit = self.run(program, true)?;
-            let culprit = culprit.unwrap_or_else(|| "nothing when the step was repeated".into());
+            let culprit = culprit.unwrap_or_else(|| match self.world {
+                Some(_) => "another rank".into(),
+                None => "nothing when the step was repeated".into(),
+            });
             return Err(Error::NonFinite { step: self.step, loss, culprit });
         }
         let report = StepReport { step: self.step, loss, gradient_norm, lr };
@@ -163,7 +241,8 @@ impl Trainer {
     /// Ids outside the vocabulary, and batches of the wrong size.
     pub fn evaluate(&mut self, tokens: &[u32], targets: &[u32]) -> Result<f32> {
         let program = self.programs.evaluate;
-        self.write_batch(program, 1, self.options.evaluation_batch(), tokens, targets)?;
+        let whole = Share { parts: 1, first: 0, count: 1 };
+        self.write_batch(program, whole, self.options.evaluation_batch(), tokens, targets)?;
         self.run(program, false)?;
         self.executor.scalar(program, "loss")
     }
@@ -176,7 +255,9 @@ impl Trainer {
     pub fn logits(&mut self, tokens: &[u32]) -> Result<candle_core::Tensor> {
         let program = self.programs.logits;
         self.check_ids(tokens)?;
-        self.executor.write_input(program, "tokens", 0, tokens)?;
+        if self.executor.has_input(program, "tokens") {
+            self.executor.write_input(program, "tokens", 0, tokens)?;
+        }
         self.run(program, false)?;
         self.executor.output(program, "logits")
     }
@@ -214,21 +295,28 @@ impl Trainer {
     }
 
     fn run(&mut self, program: ProgramId, watch: bool) -> Result<Option<String>> {
-        let options = RunOptions { seed: self.options.seed, step: self.step, poison: self.options.poison, watch };
+        let first_micro_batch = (self.data_rank * self.options.micro_batches) as u64;
+        let TrainOptions { seed, poison, .. } = self.options;
+        let options = RunOptions { seed, step: self.step, poison, watch, first_micro_batch };
         self.executor.run(program, options)
     }
 
     fn write_step(&mut self, tokens: &[u32], targets: &[u32], lr: f64) -> Result<()> {
         let program = self.programs.train;
-        self.write_batch(program, self.options.micro_batches, self.options.batch, tokens, targets)?;
+        let micro_batches = self.options.micro_batches;
+        let (parts, first) = (micro_batches * self.options.mesh.data, micro_batches * self.data_rank);
+        self.write_batch(program, Share { parts, first, count: micro_batches }, self.options.batch, tokens, targets)?;
         let scalars: [f32; SCALARS] = self.options.optimizer.scalars(self.step, lr);
-        self.executor.write_input(program, compile_step::SCALARS_INPUT, 0, &scalars)
+        if self.executor.has_input(program, compile_step::SCALARS_INPUT) {
+            self.executor.write_input(program, compile_step::SCALARS_INPUT, 0, &scalars)?;
+        }
+        Ok(())
     }
 
     fn write_batch(
         &mut self,
         program: ProgramId,
-        micro_batches: usize,
+        share: Share,
         batch: usize,
         tokens: &[u32],
         targets: &[u32],
@@ -239,10 +327,12 @@ impl Trainer {
                 return Err(Error::ElementCount { name: name.into(), expected, given: ids.len() });
             }
             self.check_ids(ids)?;
+            // Only the ranks that read it have it.
             if !self.executor.has_input(program, name) {
                 continue;
             }
-            for (micro_batch, part) in ids.chunks_exact(expected / micro_batches).enumerate() {
+            let parts = ids.chunks_exact(expected / share.parts).skip(share.first).take(share.count);
+            for (micro_batch, part) in parts.enumerate() {
                 self.executor.write_input(program, name, micro_batch as u32, part)?;
             }
         }

@@ -1,5 +1,8 @@
 //! How to train.
 
+use gapless_parallel::Mesh;
+
+use super::Pipeline;
 use crate::error::{Error, Result};
 use crate::learning_rate::{LearningRate, Shape};
 use crate::optim::AdamW;
@@ -7,9 +10,9 @@ use crate::optim::AdamW;
 /// Everything but the model and the data.
 #[derive(Debug, Clone)]
 pub struct TrainOptions {
-    /// Sequences per step.
+    /// Sequences per step, of all ranks together.
     pub batch: usize,
-    /// Parts into which a batch is cut; more of them need less memory and more time.
+    /// Parts into which a data rank's share of the batch is cut; more of them need less memory and more time.
     pub micro_batches: usize,
     /// Tokens per sequence.
     pub sequence: usize,
@@ -21,6 +24,10 @@ pub struct TrainOptions {
     pub seed: u64,
     /// Worker threads; 0 for all cores. The bits of the results do not depend on it.
     pub threads: usize,
+    /// How many ranks there are, and what each is. More than one need [`Trainer::on`](super::Trainer::on).
+    pub mesh: Mesh,
+    /// How the ranks of a pipeline work together.
+    pub pipeline: Pipeline,
     /// Hold every gradient until the next step, so that it can be read; costs their bytes.
     pub keep_gradients: bool,
     /// Fill every dead range of the arena with NaN between instructions (for tests; results must not change).
@@ -37,6 +44,8 @@ impl Default for TrainOptions {
             learning_rate: LearningRate { peak: 3e-4, floor: 3e-4, warmup_steps: 0, steps: 0, shape: Shape::Constant },
             seed: 0,
             threads: 0,
+            mesh: Mesh::default(),
+            pipeline: Pipeline::default(),
             keep_gradients: false,
             poison: false,
         }
@@ -46,7 +55,7 @@ impl Default for TrainOptions {
 impl TrainOptions {
     /// Sequences per evaluation: as many as a micro-batch has.
     pub fn evaluation_batch(&self) -> usize {
-        self.batch / self.micro_batches.max(1)
+        self.batch / (self.micro_batches * self.mesh.data).max(1)
     }
 
     pub(super) fn check(&self) -> Result<()> {
@@ -54,9 +63,18 @@ impl TrainOptions {
         if self.batch == 0 || self.sequence == 0 || self.micro_batches == 0 {
             return fail("batch, sequence and micro_batches", "one of them is 0".into(), "each is at least 1");
         }
-        if !self.batch.is_multiple_of(self.micro_batches) {
-            let why = format!("{} sequences do not divide into {}", self.batch, self.micro_batches);
-            return fail("micro_batches", why, "choose a divisor of the batch");
+        self.mesh.ranks()?;
+        let parts = self.micro_batches.checked_mul(self.mesh.data).unwrap_or(usize::MAX);
+        if !self.batch.is_multiple_of(parts) {
+            let why = format!("{} sequences do not divide into {parts}", self.batch);
+            return fail("micro_batches", why, "micro-batches × data ranks must divide the batch");
+        }
+        if self.pipeline.chunks == 0 {
+            return fail("pipeline", "0 chunks per rank".into(), "at least 1");
+        }
+        if self.keep_gradients && self.mesh.data > 1 {
+            let why = "data ranks have only parts of the gradients".to_owned();
+            return fail("keep_gradients", why, "keep them with one data rank");
         }
         self.learning_rate.check()?;
         if !(0.0..1.0).contains(&self.optimizer.beta1) || !(0.0..1.0).contains(&self.optimizer.beta2) {

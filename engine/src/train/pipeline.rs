@@ -1,0 +1,91 @@
+//! How a step is spread over ranks: which stage runs where, and in which order.
+
+use std::fmt;
+use std::sync::Arc;
+
+use gapless_parallel::{Action, Coordinate, Kind, Mesh, OneForwardOneBackward, Schedule, Shape, StageId};
+
+use crate::compile::Cut;
+use crate::error::{Error, Result};
+
+/// The order of work in a pipeline, and how the model is cut for it.
+#[derive(Clone)]
+pub struct Pipeline {
+    /// Who does what when.
+    pub schedule: Arc<dyn Schedule + Send + Sync>,
+    /// Stages per rank.
+    pub chunks: usize,
+    /// Where stages begin.
+    pub cut: Cut,
+}
+
+impl Default for Pipeline {
+    /// 1F1B, one stage per rank, balanced.
+    fn default() -> Self {
+        Self { schedule: Arc::new(OneForwardOneBackward), chunks: 1, cut: Cut::Balanced }
+    }
+}
+
+impl fmt::Debug for Pipeline {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { schedule, chunks, cut } = self;
+        f.debug_struct("Pipeline")
+            .field("schedule", &schedule.name())
+            .field("chunks", chunks)
+            .field("cut", cut)
+            .finish()
+    }
+}
+
+/// What one rank of a mesh needs to know to compile its programs.
+#[derive(Debug, Clone)]
+pub(super) struct RankPlan {
+    pub mesh: Mesh,
+    pub at: Coordinate,
+    pub stages: usize,
+    /// The actions of a training step, of every rank of the pipeline.
+    pub table: Vec<Vec<Action>>,
+}
+
+impl RankPlan {
+    /// # Errors
+    /// When the mesh has no such rank, or the schedule does not exist for its shape.
+    pub fn new(mesh: Mesh, rank: usize, pipeline: &Pipeline, micro_batches: usize) -> Result<Self> {
+        let ranks = mesh.ranks()?;
+        let fail = |why, remedy| Err(Error::Config { what: "mesh", why, remedy });
+        if rank >= ranks {
+            return fail(format!("rank {rank} of {ranks}"), "start as many ranks as the mesh has");
+        }
+        if mesh.expert > 1 {
+            let why = "no model has expert ranks yet".to_owned();
+            return fail(why, "use data and pipeline ranks");
+        }
+        let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+        let (chunks, micro_batches) = (number(pipeline.chunks), number(micro_batches));
+        let shape = Shape { ranks: number(mesh.pipeline), chunks, micro_batches };
+        let table = pipeline.schedule.actions(&shape)?;
+        let stages = mesh.pipeline * pipeline.chunks;
+        let violations =
+            gapless_parallel::check(&table, number(stages), micro_batches, gapless_parallel::Sends::Buffered);
+        if let Some(violation) = violations.first() {
+            let why = format!("{}: {violation}", pipeline.schedule.name());
+            return Err(Error::Config {
+                what: "schedule",
+                why,
+                remedy: "check its table with gapless_parallel::check",
+            });
+        }
+        Ok(Self { mesh, at: mesh.coordinate(rank), stages, table })
+    }
+
+    /// Only the forward pass of one micro-batch.
+    pub fn forward_table(&self) -> Vec<Vec<Action>> {
+        let forward = |row: &Vec<Action>| {
+            let mut stages: Vec<StageId> = row.iter().map(|action| action.stage).collect();
+            stages.sort_unstable();
+            stages.dedup();
+            stages.into_iter().map(|stage| Action::new(Kind::Forward, stage.0, 0)).collect()
+        };
+        self.table.iter().map(forward).collect()
+    }
+}

@@ -1,0 +1,148 @@
+//! The update part of a step: loss and norm for everyone, every parameter changed by whoever owns it.
+//!
+//! With several data ranks the gradient of a parameter is summed over them in parts (reduce-scatter), each rank updates its
+//! part with its part of the optimizer's states, and the parts are brought together again (all-gather): ZeRO stage 1
+//! (Rajbhandari et al., arXiv 1910.02054, section 5). Parameters that do not divide, or are too small to be worth it, are
+//! summed and updated whole by all.
+
+use std::collections::{BTreeMap, HashMap};
+
+use gapless_alloc::Role;
+use gapless_parallel::StageId;
+
+use super::Model;
+use super::compile_step::{SCALARS_INPUT, Trace};
+use crate::error::Result;
+use crate::graph::{Place, Spec, Tensor, ValueId};
+use crate::ops::{Collective, Contiguous};
+use crate::optim::{GlobalNorm, Optimizer, ParameterUpdate, SCALARS, SquaredNorms};
+
+/// A parameter with the gradient that this rank has of it.
+pub(super) struct Parameter {
+    pub name: String,
+    pub tensor: Tensor,
+    /// Summed over this rank's micro-batches.
+    pub gradient: Tensor,
+    /// The stage whose ranks update it.
+    pub owner: StageId,
+}
+
+/// Elements per rank below which a parameter is updated whole.
+const SMALLEST_PART: usize = 256;
+
+pub(super) struct Update<'a, M> {
+    pub trace: &'a Trace<M>,
+    /// Data ranks.
+    pub ranks: usize,
+    pub data_rank: usize,
+}
+
+/// What there is to update on this rank: a parameter, or its part of it.
+struct Target<'a> {
+    parameter: &'a Parameter,
+    gradient: Tensor,
+    sharded: bool,
+}
+
+/// Roles of the states that an update declares.
+type Roles = HashMap<ValueId, Role>;
+
+impl<M: Model> Update<'_, M> {
+    /// The loss of the whole batch, from the sum over this rank's micro-batches.
+    pub fn mean_loss(&self, loss: &Tensor, share: f64) -> Result<Tensor> {
+        let place = self.trace.lock().place_of(loss.id()).unwrap_or_default();
+        self.place(place);
+        let mean = loss.affine(share, 0.0)?;
+        if self.ranks == 1 { Ok(mean) } else { self.all_reduce(&mean) }
+    }
+
+    /// Records the update of all parameters; returns the gradients' norm, and the roles of the states.
+    pub fn record(
+        &self,
+        parameters: &[Parameter],
+        loss: &Tensor,
+        optimizer: &impl Optimizer,
+    ) -> Result<(Tensor, Roles)> {
+        let targets = parameters.iter().map(|p| self.target(p)).collect::<Result<Vec<Target<'_>>>>()?;
+        let norm = self.norm(&targets, loss)?;
+        let scalars = self.trace.input(SCALARS_INPUT, Spec::f32(SCALARS))?;
+        let mut roles = Roles::new();
+        for target in &targets {
+            self.place(Place::Stage(target.parameter.owner));
+            let Parameter { name, tensor: whole, .. } = target.parameter;
+            let mut states = Vec::new();
+            for (state, init) in optimizer.states() {
+                let shape = target.gradient.shape().clone();
+                let id = self.trace.lock().add_persistent(&format!("{state}/{name}"), shape, init)?;
+                roles.insert(id, Role::OptimizerState);
+                states.push(self.trace.tensor(id));
+            }
+            let parameter = if target.sharded { self.part_of(whole)? } else { whole.clone() };
+            let updated = optimizer.update(ParameterUpdate {
+                parameter: &parameter,
+                rank: whole.rank(),
+                gradient: &target.gradient,
+                states: &states,
+                norm: &norm,
+                scalars: &scalars,
+            })?;
+            if target.sharded {
+                Tensor::apply_op::<1>(Collective::Refill { ranks: self.ranks }, &[whole, &updated])?;
+            }
+        }
+        Ok((norm, roles))
+    }
+
+    fn target<'p>(&self, parameter: &'p Parameter) -> Result<Target<'p>> {
+        self.place(Place::Stage(parameter.owner));
+        let (gradient, elements) = (&parameter.gradient, parameter.tensor.elem_count());
+        let sharded = self.ranks > 1 && elements.is_multiple_of(self.ranks) && elements / self.ranks >= SMALLEST_PART;
+        let gradient = match (self.ranks, sharded) {
+            (1, _) => gradient.clone(),
+            (_, false) => self.all_reduce(gradient)?,
+            (ranks, true) => {
+                let [part] = Tensor::apply_op(Collective::ReduceScatter { ranks }, &[gradient])?;
+                part
+            }
+        };
+        Ok(Target { parameter, gradient, sharded })
+    }
+
+    /// The norm of all gradients: each stage squares its own, and everyone adds up.
+    fn norm(&self, targets: &[Target<'_>], loss: &Tensor) -> Result<Tensor> {
+        let mut groups: BTreeMap<(StageId, bool), Vec<&Tensor>> = BTreeMap::new();
+        for target in targets {
+            groups.entry((target.parameter.owner, target.sharded)).or_default().push(&target.gradient);
+        }
+        let mut squares = Vec::new();
+        for ((owner, sharded), gradients) in groups {
+            self.place(Place::Stage(owner));
+            let [own] = Tensor::apply_op(SquaredNorms, &gradients)?;
+            squares.push(match sharded {
+                true => Tensor::apply_op::<1>(Collective::AllGather { ranks: self.ranks }, &[&own])?[0].clone(),
+                false => own,
+            });
+        }
+        self.place(Place::Everywhere);
+        let [norm] = Tensor::apply_op(GlobalNorm, &squares.iter().collect::<Vec<_>>())?;
+        // A loss that is not finite makes the norm not finite, and the update then leaves the model alone.
+        norm.add(&loss.affine(0.0, 0.0)?)
+    }
+
+    /// A copy of this rank's part of a parameter.
+    fn part_of(&self, whole: &Tensor) -> Result<Tensor> {
+        let part = whole.elem_count() / self.ranks;
+        let view = whole.reshape(whole.elem_count())?.narrow(0, self.data_rank * part, part)?;
+        let [copy] = Tensor::apply_op(Contiguous, &[&view])?;
+        Ok(copy)
+    }
+
+    fn all_reduce(&self, x: &Tensor) -> Result<Tensor> {
+        let [sum] = Tensor::apply_op(Collective::AllReduce, &[x])?;
+        Ok(sum)
+    }
+
+    fn place(&self, place: Place) {
+        self.trace.lock().set_place(place);
+    }
+}

@@ -1,0 +1,112 @@
+//! The same numbers on any number of ranks, in any order of work.
+
+mod common;
+
+use std::sync::Arc;
+
+use common::{Kind, Outcome, Run};
+use gapless::parallel::{self, Schedule};
+use gapless::{Mesh, Pipeline};
+
+const MICRO_BATCHES: usize = 8;
+
+fn schedule(name: &str) -> Arc<dyn Schedule + Send + Sync> {
+    parallel::by_name(name).unwrap().into()
+}
+
+fn run(kind: Kind, mesh: Mesh, chunks: usize, name: &str) -> Run {
+    let mut run = Run { kind, ..Run::default() };
+    run.options.threads = 1;
+    run.options.micro_batches = MICRO_BATCHES / mesh.data;
+    run.options.mesh = mesh;
+    run.options.pipeline = Pipeline { schedule: schedule(name), chunks, ..Pipeline::default() };
+    run
+}
+
+/// The outcome on one rank, the whole batch at once.
+fn plain(kind: Kind) -> Outcome {
+    Run { kind, ..Run::default() }.steps(2)
+}
+
+/// (ranks, chunks) of 1, 2 and 4 for which a schedule exists.
+fn shapes(name: &str) -> Vec<(usize, usize)> {
+    let exists = |&(ranks, chunks): &(usize, usize)| {
+        let shape = parallel::Shape { ranks: ranks as u32, chunks: chunks as u32, micro_batches: MICRO_BATCHES as u32 };
+        schedule(name).actions(&shape).is_ok()
+    };
+    let all = [1, 2, 4].into_iter().flat_map(|ranks| [1, 2, 4].map(|chunks| (ranks, chunks)));
+    let shapes: Vec<_> = all.filter(exists).collect();
+    assert!(!shapes.is_empty(), "{name} exists for none of the shapes");
+    shapes
+}
+
+/// Schedules whose backward passes take the micro-batches in reverse order, so that gradients are sums in another order.
+const REVERSED: [&str; 3] = ["looped-bfs", "layered-accumulation", "modular-pipeline"];
+
+fn names() -> impl Iterator<Item = &'static str> {
+    parallel::all().into_iter().map(|schedule| schedule.name())
+}
+
+#[test]
+fn every_schedule_on_any_number_of_stages_gives_the_same_bits() {
+    for kind in [Kind::Gpt, Kind::Llama] {
+        let plain = plain(kind);
+        for name in names().filter(|name| !REVERSED.contains(name)) {
+            for (ranks, chunks) in shapes(name) {
+                let outcome = run(kind, Mesh::pipeline(ranks), chunks, name).steps_on_ranks(2);
+                assert_eq!(outcome, plain, "{kind:?}, {name} on {ranks} ranks of {chunks} chunks");
+            }
+        }
+    }
+}
+
+/// The first loss has the same bits, as nothing was summed yet; the second differs by the rounding of f32 sums.
+#[test]
+fn reversed_micro_batches_differ_by_rounding_alone() {
+    let plain = plain(Kind::Gpt);
+    for name in REVERSED {
+        for (ranks, chunks) in shapes(name) {
+            let outcome = run(Kind::Gpt, Mesh::pipeline(ranks), chunks, name).steps_on_ranks(2);
+            assert_eq!(outcome.losses[0], plain.losses[0], "{name} on {ranks} ranks of {chunks} chunks");
+            close(&outcome, &plain, name);
+        }
+    }
+}
+
+/// Data ranks sum their shares of the gradients in another order than one rank sums micro-batches.
+#[test]
+fn data_ranks_differ_by_rounding_alone() {
+    for kind in [Kind::Gpt, Kind::Llama] {
+        let plain = plain(kind);
+        for (data, pipeline) in [(2, 1), (4, 1), (2, 2)] {
+            let mesh = Mesh { data, pipeline, expert: 1 };
+            let outcome = run(kind, mesh, 1, "1f1b").steps_on_ranks(2);
+            close(&outcome, &plain, &format!("{mesh:?}"));
+        }
+    }
+}
+
+/// f32 rounds at 6e-8; sums of a few thousand terms of mixed signs lose one or two digits more.
+fn close(outcome: &Outcome, expected: &Outcome, what: &str) {
+    let pairs = outcome.losses.iter().zip(&expected.losses);
+    for (&a, &b) in pairs.chain(outcome.gradient_norms.iter().zip(&expected.gradient_norms)) {
+        let (a, b) = (f32::from_bits(a), f32::from_bits(b));
+        assert!((a - b).abs() <= 1e-5 * b.abs(), "{what}: {a} instead of {b}");
+    }
+}
+
+/// The judge of the tests above: what is under way between ranks is not touched, and dead bytes are never read.
+#[test]
+fn nan_in_every_dead_range_changes_nothing() {
+    let plain = plain(Kind::Gpt);
+    for (name, chunks) in [("1f1b", 1), ("zbv", 2)] {
+        let mut run = run(Kind::Gpt, Mesh::pipeline(2), chunks, name);
+        run.options.poison = true;
+        assert_eq!(run.steps_on_ranks(2), plain, "{name}");
+    }
+    let mesh = Mesh { data: 2, pipeline: 2, expert: 1 };
+    let clean = run(Kind::Gpt, mesh, 1, "1f1b").steps_on_ranks(2);
+    let mut run = run(Kind::Gpt, mesh, 1, "1f1b");
+    run.options.poison = true;
+    assert_eq!(run.steps_on_ranks(2), clean);
+}
