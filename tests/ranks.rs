@@ -110,3 +110,38 @@ fn nan_in_every_dead_range_changes_nothing() {
     run.options.poison = true;
     assert_eq!(run.steps_on_ranks(2), clean);
 }
+
+/// Saved on one mesh, resumed on another: the files say what is where.
+#[test]
+fn a_checkpoint_of_one_mesh_resumes_on_another() {
+    let mesh = |data, pipeline| Mesh { data, pipeline, expert: 1 };
+    let on = |mesh: Mesh, chunks| run(Kind::Gpt, mesh, chunks, if chunks > 1 { "interleaved" } else { "1f1b" });
+    for (from, to) in [
+        (on(mesh(1, 2), 1), on(mesh(1, 4), 1)),
+        (on(mesh(1, 4), 1), on(mesh(1, 1), 1)),
+        (on(mesh(1, 1), 1), on(mesh(1, 2), 2)),
+        (on(mesh(1, 1), 1), on(mesh(2, 1), 1)),
+        (on(mesh(2, 2), 1), on(mesh(1, 2), 1)),
+        (on(mesh(2, 1), 1), on(mesh(4, 1), 1)),
+        (on(mesh(2, 2), 1), on(mesh(2, 2), 1)),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let what = format!("{:?} to {:?}", from.options.mesh, to.options.mesh);
+        from.save_on_ranks(2, dir.path());
+        let resumed = to.resume_on_ranks(dir.path(), 2);
+        // The same steps without a stop, on the mesh that went on: bits, where no data ranks sum in between.
+        let straight = to.steps_on_ranks(4);
+        assert_eq!(resumed.losses.len(), 2);
+        if from.options.mesh.data == 1 && to.options.mesh.data == 1 || from.options.mesh == to.options.mesh {
+            assert_eq!(resumed.losses, straight.losses[2..], "{what}");
+            assert_eq!(resumed.parameters, straight.parameters, "{what}");
+        } else {
+            let last = Outcome {
+                losses: straight.losses[2..].to_vec(),
+                gradient_norms: straight.gradient_norms[2..].to_vec(),
+                parameters: Vec::new(),
+            };
+            close(&resumed, &last, &what);
+        }
+    }
+}

@@ -58,6 +58,8 @@ pub enum Error {
     Communicator { instruction: String, source: crate::communicator::CommunicatorError },
     #[error(transparent)]
     Ranks(#[from] crate::communicator::CommunicatorError),
+    #[error("rank {rank} could not save: {why}")]
+    NotSaved { rank: usize, why: String },
     #[error("cannot start worker threads: {0}")]
     Workers(#[from] rayon::ThreadPoolBuildError),
 }

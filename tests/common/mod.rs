@@ -3,8 +3,10 @@
 
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::path::Path;
 
 use gapless::communicator::{Communicator, InProcess};
+use gapless::engine::checkpoint::Checkpoint;
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig};
 use gapless::nn::VarBuilder;
 use gapless::{Model, StepReport, TrainOptions, Trainer};
@@ -81,29 +83,35 @@ impl Run {
         .expect("the model is sound")
     }
 
-    /// [`Self::steps`] on as many ranks as the mesh has, as threads: what they all see, and the parameters of all.
-    pub fn steps_on_ranks(&self, count: u64) -> Outcome {
+    /// Runs `f` on a trainer per rank of the mesh, as threads.
+    pub fn on_ranks<T: Send>(&self, f: impl Fn(Trainer) -> T + Sync) -> Vec<T> {
         let ranks = self.options.mesh.ranks().unwrap();
-        let outcomes: Vec<Outcome> = std::thread::scope(|scope| {
-            let start = |rank: InProcess| {
-                scope.spawn(move || {
-                    let mut trainer = self.rank(Some(Box::new(rank)));
-                    self.go_on(&mut trainer, count)
-                })
-            };
+        std::thread::scope(|scope| {
+            let start = |rank: InProcess| scope.spawn(|| f(self.rank(Some(Box::new(rank)))));
             let threads: Vec<_> = InProcess::world(ranks).into_iter().map(start).collect();
             threads.into_iter().map(|thread| thread.join().expect("no rank panics")).collect()
+        })
+    }
+
+    /// [`Self::steps`] on all ranks: what they all see, and the parameters of all.
+    pub fn steps_on_ranks(&self, count: u64) -> Outcome {
+        merge(self.on_ranks(|mut trainer| self.go_on(&mut trainer, count)))
+    }
+
+    /// Some steps on all ranks, and a checkpoint.
+    pub fn save_on_ranks(&self, count: u64, dir: &Path) {
+        self.on_ranks(|mut trainer| {
+            self.go_on(&mut trainer, count);
+            trainer.save(dir, serde_json::Value::Null).unwrap();
         });
-        let mut parameters = BTreeMap::new();
-        for (name, hash) in outcomes.iter().flat_map(|outcome| &outcome.parameters) {
-            assert_eq!(parameters.insert(name.clone(), *hash).unwrap_or(*hash), *hash, "copies of {name} differ");
-        }
-        for outcome in &outcomes {
-            assert_eq!(outcome.losses, outcomes[0].losses, "all ranks see the same losses");
-            assert_eq!(outcome.gradient_norms, outcomes[0].gradient_norms, "all ranks see the same norms");
-        }
-        let Outcome { losses, gradient_norms, .. } = outcomes.into_iter().next().expect("at least one rank");
-        Outcome { losses, gradient_norms, parameters: parameters.into_iter().collect() }
+    }
+
+    /// Some steps on all ranks, from the newest checkpoint on.
+    pub fn resume_on_ranks(&self, dir: &Path, count: u64) -> Outcome {
+        merge(self.on_ranks(|mut trainer| {
+            trainer.resume(&Checkpoint::latest(dir).unwrap().unwrap()).unwrap();
+            self.go_on(&mut trainer, count)
+        }))
     }
 
     /// The batch of a step: pseudo-random ids and their successors.
@@ -131,6 +139,20 @@ impl Run {
             parameters: parameters(trainer),
         }
     }
+}
+
+/// What all ranks see, which has to be the same, and the parameters of all.
+fn merge(outcomes: Vec<Outcome>) -> Outcome {
+    let mut parameters = BTreeMap::new();
+    for (name, hash) in outcomes.iter().flat_map(|outcome| &outcome.parameters) {
+        assert_eq!(parameters.insert(name.clone(), *hash).unwrap_or(*hash), *hash, "copies of {name} differ");
+    }
+    for outcome in &outcomes {
+        assert_eq!(outcome.losses, outcomes[0].losses, "all ranks see the same losses");
+        assert_eq!(outcome.gradient_norms, outcomes[0].gradient_norms, "all ranks see the same norms");
+    }
+    let Outcome { losses, gradient_norms, .. } = outcomes.into_iter().next().expect("at least one rank");
+    Outcome { losses, gradient_norms, parameters: parameters.into_iter().collect() }
 }
 
 pub fn parameters(trainer: &Trainer) -> Vec<(String, u64)> {

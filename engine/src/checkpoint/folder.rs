@@ -51,6 +51,11 @@ impl Name {
 }
 
 impl Checkpoint {
+    /// The folder of the checkpoint of a step.
+    pub fn path_of(dir: &Path, step: u64) -> PathBuf {
+        step_path(dir, step)
+    }
+
     /// Opens the newest sound checkpoint of a folder. Interrupted and damaged ones are passed over, each with a warning
     /// that says which and why. Nothing if there has never been one.
     ///

@@ -25,7 +25,7 @@ pub(super) struct Manifest {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct FileEntry {
+pub(crate) struct FileEntry {
     pub bytes: u64,
     pub blake3: String,
 }

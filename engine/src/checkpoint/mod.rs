@@ -47,7 +47,7 @@ mod save;
 pub use difference::{Difference, differences};
 pub use error::CheckpointError;
 pub use open::{Checkpoint, SavedSection, SavedTensor};
-pub use save::{Section, TensorBytes};
+pub use save::{Draft, Section, TensorBytes, WrittenFiles};
 
 #[cfg(test)]
 mod tests;

@@ -108,6 +108,16 @@ impl SavedSection {
         &self.file
     }
 
+    /// Where it lies.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// A tensor's description, if it is there.
+    pub fn find(&self, name: &str) -> Option<SavedTensor> {
+        self.info(name).ok().map(|(tensor, _)| tensor)
+    }
+
     /// Its tensors in the order of the file.
     ///
     /// # Errors
@@ -121,18 +131,36 @@ impl SavedSection {
     /// # Errors
     /// A tensor that is not there, a slice of another size, or a read that fails.
     pub fn read_into(&self, name: &str, bytes: &mut [u8]) -> Result<(), CheckpointError> {
-        let (tensor, offset) = self.info(name)?;
-        let expected = self.header.info(name).and_then(|info| bytes_of(info.dtype, &info.shape)).unwrap_or(0);
+        let (SavedTensor { name, dtype, shape }, _) = self.info(name)?;
+        let expected = self.bytes(&name);
         if expected != bytes.len() {
-            let SavedTensor { name, dtype, shape } = tensor;
             return Err(CheckpointError::TensorSize { name, dtype, shape, expected, found: bytes.len() });
+        }
+        self.read_part_into(&name, 0, bytes)
+    }
+
+    /// Reads a range of a tensor's little-endian bytes, from byte `start` on.
+    ///
+    /// # Errors
+    /// A tensor that is not there, a range that reaches beyond its end, or a read that fails.
+    pub fn read_part_into(&self, name: &str, start: usize, bytes: &mut [u8]) -> Result<(), CheckpointError> {
+        let (SavedTensor { name, dtype, shape }, offset) = self.info(name)?;
+        let expected = self.bytes(&name);
+        let end = start.saturating_add(bytes.len());
+        if end > expected {
+            return Err(CheckpointError::TensorSize { name, dtype, shape, expected, found: end });
         }
         let mut read = || {
             let mut file = File::open(&self.path)?;
-            file.seek(SeekFrom::Start(self.data_start + offset))?;
+            file.seek(SeekFrom::Start(self.data_start + offset + start as u64))?;
             file.read_exact(bytes)
         };
         read().map_err(|error| read_error(&self.path, error))
+    }
+
+    /// Size of a tensor; 0 where there is none.
+    fn bytes(&self, name: &str) -> usize {
+        self.header.info(name).and_then(|info| bytes_of(info.dtype, &info.shape)).unwrap_or(0)
     }
 
     /// Reads a tensor as candle's, on the CPU.
@@ -141,8 +169,7 @@ impl SavedSection {
     /// A tensor that is not there, or of a type that candle cannot make; a read that fails.
     pub fn tensor(&self, name: &str) -> Result<Tensor, CheckpointError> {
         let (tensor, _) = self.info(name)?;
-        let info = self.header.info(name);
-        let mut bytes = vec![0; info.and_then(|info| bytes_of(info.dtype, &info.shape)).unwrap_or(0)];
+        let mut bytes = vec![0; self.bytes(name)];
         self.read_into(name, &mut bytes)?;
         Tensor::from_raw_buffer(&bytes, tensor.dtype, &tensor.shape, &Device::Cpu)
             .map_err(|source| CheckpointError::Candle { name: name.to_owned(), source: Box::new(source) })

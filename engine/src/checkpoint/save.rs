@@ -52,6 +52,64 @@ impl Checkpoint {
     }
 }
 
+/// A checkpoint that several writers make together, each its own files: one begins it, all write, and the one commits it
+/// once it has the [`WrittenFiles`] of all. Until then it doesn't count.
+#[derive(Debug)]
+pub struct Draft {
+    dir: PathBuf,
+    step: u64,
+}
+
+/// Sizes and hashes of files that were written.
+#[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct WrittenFiles(BTreeMap<String, FileEntry>);
+
+impl WrittenFiles {
+    /// These and others.
+    pub fn extend(&mut self, others: Self) {
+        self.0.extend(others.0);
+    }
+}
+
+impl Draft {
+    /// Makes the empty folder that all writers write into.
+    ///
+    /// # Errors
+    /// When it cannot be made.
+    pub fn begin(dir: &Path, step: u64) -> Result<Self, CheckpointError> {
+        create_partial(&mut RealDisk, dir, &partial_path(dir, step))?;
+        Ok(Self::join(dir, step))
+    }
+
+    /// What another writer has begun.
+    pub fn join(dir: &Path, step: u64) -> Self {
+        Self { dir: dir.to_owned(), step }
+    }
+
+    /// Writes this writer's files. Every byte is on the disk when this returns.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::save`].
+    pub fn write(&self, sections: &[Section<'_>]) -> Result<WrittenFiles, CheckpointError> {
+        let headers = headers(sections)?;
+        write_on(&mut RealDisk, &partial_path(&self.dir, self.step), sections, &headers)
+    }
+
+    /// Makes it a checkpoint, once all have written.
+    ///
+    /// # Errors
+    /// When the manifest cannot be written, or the folder not be renamed.
+    pub fn commit(self, files: WrittenFiles, metadata: Value) -> Result<PathBuf, CheckpointError> {
+        commit_on(&mut RealDisk, &self.dir, self.step, files, metadata)
+    }
+
+    /// Removes it.
+    pub fn discard(self) {
+        // What cannot be removed is passed over by `latest`.
+        let _ = RealDisk.remove_folder(&partial_path(&self.dir, self.step));
+    }
+}
+
 pub(super) fn save_on(
     disk: &mut impl Disk,
     dir: &Path,
@@ -63,13 +121,8 @@ pub(super) fn save_on(
     let partial = partial_path(dir, step);
     let save = || {
         create_partial(disk, dir, &partial)?;
-        let mut files = BTreeMap::new();
-        for (section, header) in sections.iter().zip(&headers) {
-            let path = partial.join(section.file);
-            files.insert(section.file.to_owned(), write_section(disk, &path, header).map_err(write_error(&path))?);
-        }
-        write_manifest(disk, &partial, &Manifest { format: FORMAT, step, files, metadata })?;
-        commit(disk, dir, step)
+        let files = write_on(disk, &partial, sections, &headers)?;
+        commit_on(disk, dir, step, files, metadata)
     };
     let saved = save();
     if saved.is_err() {
@@ -77,6 +130,31 @@ pub(super) fn save_on(
         let _ = disk.remove_folder(&partial);
     }
     saved
+}
+
+fn write_on(
+    disk: &mut impl Disk,
+    partial: &Path,
+    sections: &[Section<'_>],
+    headers: &[Header<'_>],
+) -> Result<WrittenFiles, CheckpointError> {
+    let mut files = WrittenFiles::default();
+    for (section, header) in sections.iter().zip(headers) {
+        let path = partial.join(section.file);
+        files.0.insert(section.file.to_owned(), write_section(disk, &path, header).map_err(write_error(&path))?);
+    }
+    Ok(files)
+}
+
+fn commit_on(
+    disk: &mut impl Disk,
+    dir: &Path,
+    step: u64,
+    files: WrittenFiles,
+    metadata: Value,
+) -> Result<PathBuf, CheckpointError> {
+    write_manifest(disk, &partial_path(dir, step), &Manifest { format: FORMAT, step, files: files.0, metadata })?;
+    rename_into_place(disk, dir, step)
 }
 
 /// An empty folder whose name says that it doesn't count yet.
@@ -106,7 +184,7 @@ fn write_manifest(disk: &mut impl Disk, partial: &Path, manifest: &Manifest) -> 
 }
 
 /// Gives the folder its name. One of the same step steps aside first, under a name that `latest` still knows.
-fn commit(disk: &mut impl Disk, dir: &Path, step: u64) -> Result<PathBuf, CheckpointError> {
+fn rename_into_place(disk: &mut impl Disk, dir: &Path, step: u64) -> Result<PathBuf, CheckpointError> {
     let (partial, path, replaced) = (partial_path(dir, step), step_path(dir, step), replaced_path(dir, step));
     let replacing = path.exists();
     if replacing {

@@ -65,6 +65,8 @@ pub(crate) struct Persistent {
     pub address: Address,
     pub spec: Spec,
     pub init: Init,
+    /// Whether an instruction of this rank changes it, rather than a message from the rank that does.
+    pub changes_here: bool,
 }
 
 /// Programs over one arena: what is left to do at run time is to run them.
@@ -153,9 +155,13 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
             outputs: named(&program.outputs),
             requests: program.requests,
         });
-        for (buffer, &index) in program.buffers.iter().zip(indices) {
+        let mut changes = vec![false; program.buffers.len()];
+        for step in program.steps.iter().filter(|step| matches!(step.work, Work::Compute(_) | Work::Collective(_))) {
+            step.outputs.iter().for_each(|output| changes[output.buffer.index()] = true);
+        }
+        for ((buffer, &index), changes_here) in program.buffers.iter().zip(indices).zip(changes) {
             let Held::Always { init, spec } = &buffer.held else { continue };
-            persistent.entry(index).or_insert_with(|| {
+            let persistent = persistent.entry(index).or_insert_with(|| {
                 let address = Address {
                     offset: solution.offsets[index],
                     layout: Layout::contiguous(spec.shape.clone()),
@@ -163,8 +169,10 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
                     span: spec.elements(),
                     overwritten_by: None,
                 };
-                Persistent { label: buffer.label.clone(), address, spec: spec.clone(), init: *init }
+                let (label, spec) = (buffer.label.clone(), spec.clone());
+                Persistent { label, address, spec, init: *init, changes_here: false }
             });
+            persistent.changes_here |= changes_here;
         }
         parts.extend(program.parts.iter().map(|(steps, name)| {
             let ticks = tick_of(span.start, steps.start)..tick_of(span.start, steps.end);

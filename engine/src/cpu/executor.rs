@@ -26,6 +26,8 @@ pub struct PersistentBytes<'a> {
     pub label: &'a Label,
     /// Shape and type.
     pub spec: &'a Spec,
+    /// Whether this rank's instructions change it, rather than a message from the rank that does.
+    pub changes_here: bool,
     /// Its elements.
     pub bytes: &'a [u8],
 }
@@ -222,7 +224,13 @@ impl Executor {
             };
             let all = self.executable.persistent.iter();
             let tensors: Vec<PersistentBytes<'_>> =
-                all.map(|p| PersistentBytes { label: &p.label, spec: &p.spec, bytes: show(p) }).collect();
+                all.map(|p| PersistentBytes {
+                label: &p.label,
+                spec: &p.spec,
+                changes_here: p.changes_here,
+                bytes: show(p),
+            })
+            .collect();
             f(&tensors)
         })
     }

@@ -8,7 +8,7 @@ use gapless_alloc::Role;
 use gapless_parallel::StageId;
 
 use super::pipeline::RankPlan;
-use super::update::{Parameter, Update};
+use super::update::{Kept, Parameter, Recorded, Update};
 use super::{Model, TrainOptions};
 use crate::autodiff::differentiate;
 use crate::compile::{
@@ -27,6 +27,7 @@ pub(super) struct CompiledStep {
     /// Trained numbers.
     pub parameters: u64,
     pub vocabulary: usize,
+    pub kept: Kept,
 }
 
 /// The name under which a gradient can be read.
@@ -41,7 +42,7 @@ pub(super) fn compile_step<M: Model>(
     threads: usize,
 ) -> Result<CompiledStep> {
     let forward = plan.forward_table();
-    let TrainProgram { program: train, parameters, stages } = train_program(build, options, plan, threads)?;
+    let TrainProgram { program: train, parameters, stages, kept } = train_program(build, options, plan, threads)?;
     let no_roles = HashMap::new();
 
     let trace = Trace::new(build, options.evaluation_batch(), options.sequence)?;
@@ -77,7 +78,7 @@ pub(super) fn compile_step<M: Model>(
         expect_same_parameters(&programs)?;
     }
     let executable = compile(&programs, &CompileOptions::default())?;
-    Ok(CompiledStep { executable, parameters, vocabulary })
+    Ok(CompiledStep { executable, parameters, vocabulary, kept })
 }
 
 /// What only a later program reads would not follow the training.
@@ -103,6 +104,7 @@ pub(super) struct TrainProgram {
     pub parameters: u64,
     /// Which stages read each parameter.
     pub stages: ParameterStages,
+    pub kept: Kept,
 }
 
 pub(super) fn train_program<M: Model>(
@@ -145,7 +147,7 @@ pub(super) fn train_program<M: Model>(
     if options.keep_gradients {
         outputs.extend(parameters.iter().map(|p| Output::local(gradient_output(&p.name), p.gradient.id())));
     }
-    let (norm, roles) = update.record(&parameters, &mean_loss, &options.optimizer)?;
+    let Recorded { norm, roles, kept } = update.record(&parameters, &mean_loss, &options.optimizer)?;
     outputs.push(Output::everywhere("gradient_norm", norm.id()));
     let program = lower(&Lowering {
         name: "train",
@@ -156,7 +158,7 @@ pub(super) fn train_program<M: Model>(
         roles: &roles,
         threads,
     })?;
-    Ok(TrainProgram { program, parameters: count, stages })
+    Ok(TrainProgram { program, parameters: count, stages, kept })
 }
 
 /// A model applied to tokens, as a graph.

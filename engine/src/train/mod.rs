@@ -11,6 +11,7 @@ use std::sync::Arc;
 
 use candle_core::DType;
 use gapless_alloc::draw::MemoryMap;
+use gapless_parallel::Coordinate;
 
 pub use options::TrainOptions;
 pub use pipeline::Pipeline;
@@ -26,6 +27,7 @@ use crate::nn::VarBuilder;
 use crate::optim::{Optimizer, SCALARS};
 use crate::report::{self, Report};
 use pipeline::RankPlan;
+use update::Kept;
 
 /// A language model: token ids to logits.
 pub trait Model {
@@ -66,8 +68,10 @@ pub struct Trainer {
     programs: Programs,
     parameters: u64,
     vocabulary: usize,
-    /// Which copy of the model this is.
-    data_rank: usize,
+    /// What the ranks keep between steps.
+    kept: Kept,
+    /// Which of the ranks this is.
+    at: Coordinate,
     step: u64,
     /// The way to all ranks, if there are others.
     world: Option<Box<dyn Communicator>>,
@@ -144,10 +148,19 @@ impl Trainer {
         let executor = Executor::new(executable, Workers::new(threads)?, options.seed, communicators)?;
         let find = |name| executor.program(name).expect("compiled above");
         let programs = Programs { train: find("train"), evaluate: find("evaluate"), logits: find("logits") };
-        let (parameters, vocabulary) = (compiled.parameters, compiled.vocabulary);
         let schedule = options.learning_rate.check()?;
-        let data_rank = plan.at.data;
-        Ok(Self { executor, world: None, options, schedule, programs, parameters, vocabulary, data_rank, step: 0 })
+        Ok(Self {
+            executor,
+            options,
+            schedule,
+            programs,
+            parameters: compiled.parameters,
+            vocabulary: compiled.vocabulary,
+            kept: compiled.kept,
+            at: plan.at,
+            step: 0,
+            world: None,
+        })
     }
 
     /// Plans the training step of a model without reserving a byte: what rank 0 of its mesh would take, exactly.
@@ -295,7 +308,7 @@ impl Trainer {
     }
 
     fn run(&mut self, program: ProgramId, watch: bool) -> Result<Option<String>> {
-        let first_micro_batch = (self.data_rank * self.options.micro_batches) as u64;
+        let first_micro_batch = (self.at.data * self.options.micro_batches) as u64;
         let TrainOptions { seed, poison, .. } = self.options;
         let options = RunOptions { seed, step: self.step, poison, watch, first_micro_batch };
         self.executor.run(program, options)
@@ -304,7 +317,7 @@ impl Trainer {
     fn write_step(&mut self, tokens: &[u32], targets: &[u32], lr: f64) -> Result<()> {
         let program = self.programs.train;
         let micro_batches = self.options.micro_batches;
-        let (parts, first) = (micro_batches * self.options.mesh.data, micro_batches * self.data_rank);
+        let (parts, first) = (micro_batches * self.options.mesh.data, micro_batches * self.at.data);
         self.write_batch(program, Share { parts, first, count: micro_batches }, self.options.batch, tokens, targets)?;
         let scalars: [f32; SCALARS] = self.options.optimizer.scalars(self.step, lr);
         if self.executor.has_input(program, compile_step::SCALARS_INPUT) {

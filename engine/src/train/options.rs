@@ -55,7 +55,7 @@ impl Default for TrainOptions {
 impl TrainOptions {
     /// Sequences per evaluation: as many as a micro-batch has.
     pub fn evaluation_batch(&self) -> usize {
-        self.batch / (self.micro_batches * self.mesh.data).max(1)
+        self.batch / self.micro_batches.saturating_mul(self.mesh.data).max(1)
     }
 
     pub(super) fn check(&self) -> Result<()> {
@@ -64,7 +64,7 @@ impl TrainOptions {
             return fail("batch, sequence and micro_batches", "one of them is 0".into(), "each is at least 1");
         }
         self.mesh.ranks()?;
-        let parts = self.micro_batches.checked_mul(self.mesh.data).unwrap_or(usize::MAX);
+        let parts = self.micro_batches.saturating_mul(self.mesh.data);
         if !self.batch.is_multiple_of(parts) {
             let why = format!("{} sequences do not divide into {parts}", self.batch);
             return fail("micro_batches", why, "micro-batches × data ranks must divide the batch");

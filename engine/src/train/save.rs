@@ -1,75 +1,224 @@
-//! A trainer's state on disk: all it takes to go on with the same bits.
+//! A trainer's state on disk: all it takes to go on with the same bits, on this mesh of ranks or on another.
+//!
+//! Every tensor is saved by one rank: the one that changes it, or the first of those that do. Of states that data ranks
+//! share, each saves its part, a flat range of the elements. Which rank has what is settled anew on resuming: each reads
+//! the ranges that it needs out of whatever files have them.
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use candle_core::DType;
 use gapless_alloc::Role;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::Trainer;
-use crate::checkpoint::{Checkpoint, Section, TensorBytes};
-use crate::error::Result;
+use crate::checkpoint::{Checkpoint, CheckpointError, Draft, SavedSection, Section, TensorBytes, WrittenFiles};
+use crate::communicator::Communicator;
+use crate::error::{Error, Result};
 
-const SECTIONS: [(&str, Role); 2] =
-    [("model.safetensors", Role::Parameter), ("optimizer.safetensors", Role::OptimizerState)];
+const ROLES: [(&str, Role); 2] = [("model", Role::Parameter), ("optimizer", Role::OptimizerState)];
+
+/// What a rank has written, for the one that commits it: or why it couldn't.
+#[derive(Debug, Serialize, Deserialize)]
+struct Written {
+    files: WrittenFiles,
+    /// First elements of the parts of tensors, by file and name.
+    parts: Map<String, Value>,
+    error: Option<String>,
+}
 
 impl Trainer {
     /// Saves parameters, optimizer states, step and seed as `dir/step-…`, with `run` (what the caller needs to go on: its
-    /// data, its model's configuration) in the manifest. Returns the checkpoint's folder.
+    /// data, its model's configuration) in the manifest. Returns the checkpoint's folder. With several ranks, all call
+    /// it, and `dir` is the same folder for all; it counts once all have written.
     ///
     /// # Errors
-    /// A full disk, or any other failure to write; what was there before stays.
-    pub fn save(&self, dir: &Path, run: Value) -> Result<PathBuf> {
+    /// A full disk, or any other failure to write, on any rank; what was there before stays.
+    pub fn save(&mut self, dir: &Path, run: Value) -> Result<PathBuf> {
         let _span = tracing::info_span!("save", step = self.step).entered();
-        let metadata = json!({
-            "tensors": self.saved_shapes(),
-            "seed": self.options.seed,
-            "engine": env!("CARGO_PKG_VERSION"),
-            "run": run,
-        });
-        self.executor.with_persistent(|tensors| {
-            let section = |&(file, role): &(&'static str, Role)| {
-                let of_role = tensors.iter().filter(|t| t.label.role == role);
-                let tensors = of_role.map(|t| TensorBytes {
-                    name: &t.label.tensor,
-                    dtype: DType::F32,
-                    shape: t.spec.dims(),
-                    bytes: t.bytes,
-                });
-                Section { file, tensors: tensors.collect() }
-            };
-            let sections: Vec<Section<'_>> = SECTIONS.iter().map(section).collect();
-            Ok(Checkpoint::save(dir, self.step, &sections, metadata)?)
-        })?
+        let first = self.world.as_ref().is_none_or(|world| world.rank() == 0);
+        let begun = if first { Draft::begin(dir, self.step).map(Some) } else { Ok(None) };
+        let begun = self.all(begun.as_ref().err().map(ToString::to_string))?;
+        agree(begun)?;
+        let draft = Draft::join(dir, self.step);
+        let written = self.write_own(&draft)?;
+        let written = self.all(written)?;
+        let failed = written.iter().any(|written| written.error.is_some());
+        if first && failed {
+            Draft::join(dir, self.step).discard();
+        }
+        agree(written.iter().map(|written| written.error.clone()).collect())?;
+        let committed = if first { Some(self.commit(draft, written, run)) } else { None };
+        let path = committed.transpose().map_err(|error| error.to_string());
+        let outcomes = self.all(path.as_ref().err().cloned())?;
+        agree(outcomes)?;
+        Ok(path.ok().flatten().unwrap_or_else(|| Checkpoint::path_of(dir, self.step)))
     }
 
-    /// Goes on from a checkpoint: parameters, optimizer states, step and seed become those that were saved. Returns the
-    /// `run` part of what was given to [`Self::save`].
+    /// Goes on from a checkpoint: parameters, optimizer states, step and seed become those that were saved, by whatever
+    /// mesh of ranks. Returns the `run` part of what was given to [`Self::save`].
     ///
     /// # Errors
     /// A checkpoint of another model; it is left untouched, and so is the trainer.
     pub fn resume(&mut self, checkpoint: &Checkpoint) -> Result<Value> {
         checkpoint.expect("tensors", &self.saved_shapes())?;
-        for (file, role) in SECTIONS {
-            let section = checkpoint.section(file)?;
+        let metadata = checkpoint.metadata();
+        for (kind, role) in ROLES {
+            let sections: Vec<&SavedSection> =
+                checkpoint.sections().iter().filter(|section| section.file().starts_with(kind)).collect();
             let names: Vec<String> = self.executor.names(role).map(ToOwned::to_owned).collect();
             for name in names {
-                self.executor.fill_tensor(&name, |bytes| section.read_into(&name, bytes))??;
+                let start = 4 * self.kept.parts.get(&name).copied().unwrap_or(0);
+                self.executor.fill_tensor(&name, |bytes| fill(&sections, metadata, &name, start, bytes))??;
             }
         }
         self.step = checkpoint.step();
-        self.options.seed = checkpoint.metadata()["seed"].as_u64().unwrap_or(self.options.seed);
-        Ok(checkpoint.metadata()["run"].clone())
+        self.options.seed = metadata["seed"].as_u64().unwrap_or(self.options.seed);
+        Ok(metadata["run"].clone())
+    }
+
+    /// Writes the tensors that this rank answers for.
+    fn write_own(&self, draft: &Draft) -> Result<Written> {
+        let mesh = &self.options.mesh;
+        let suffix = match mesh.ranks()? {
+            1 => String::new(),
+            ranks => format!("-{:05}-of-{ranks:05}", mesh.rank(self.at)),
+        };
+        let files = ROLES.map(|(kind, _)| format!("{kind}{suffix}.safetensors"));
+        let mut parts = Map::new();
+        let written = self.executor.with_persistent(|tensors| {
+            let mut sections = Vec::new();
+            for (file, (_, role)) in files.iter().zip(ROLES) {
+                let part_of = |name: &str| self.kept.parts.get(name).copied();
+                // Copies are equal: of what all data ranks have, the first writes; frozen parameters, whoever has them.
+                let trained = |name: &str| self.kept.shapes.contains_key(name);
+                let mine = |t: &&crate::cpu::PersistentBytes<'_>| {
+                    let name = &t.label.tensor;
+                    let first = self.at.data == 0 || part_of(name).is_some();
+                    t.label.role == role && first && (t.changes_here || !trained(name))
+                };
+                let mine: Vec<TensorBytes<'_>> = tensors
+                    .iter()
+                    .filter(mine)
+                    .map(|t| TensorBytes {
+                        name: &t.label.tensor,
+                        dtype: DType::F32,
+                        shape: t.spec.dims(),
+                        bytes: t.bytes,
+                    })
+                    .collect();
+                let starts = mine.iter().filter_map(|t| Some((t.name.to_owned(), json!(part_of(t.name)?))));
+                let starts: Map<String, Value> = starts.collect();
+                if !starts.is_empty() {
+                    parts.insert(file.clone(), Value::Object(starts));
+                }
+                if !mine.is_empty() || suffix.is_empty() {
+                    sections.push(Section { file, tensors: mine });
+                }
+            }
+            draft.write(&sections)
+        })?;
+        Ok(match written {
+            Ok(files) => Written { files, parts, error: None },
+            Err(error) => Written { files: WrittenFiles::default(), parts, error: Some(error.to_string()) },
+        })
+    }
+
+    fn commit(&self, draft: Draft, written: Vec<Written>, run: Value) -> Result<PathBuf, CheckpointError> {
+        let (mut files, mut parts) = (WrittenFiles::default(), Map::new());
+        for one in written {
+            files.extend(one.files);
+            parts.extend(one.parts);
+        }
+        let mesh = &self.options.mesh;
+        let metadata = json!({
+            "tensors": self.saved_shapes(),
+            "parts": parts,
+            "mesh": { "data": mesh.data, "pipeline": mesh.pipeline, "expert": mesh.expert },
+            "seed": self.options.seed,
+            "engine": env!("CARGO_PKG_VERSION"),
+            "run": run,
+        });
+        draft.commit(files, metadata)
+    }
+
+    /// What every rank has to say, in the order of ranks.
+    fn all<T: Serialize + for<'a> Deserialize<'a>>(&mut self, mine: T) -> Result<Vec<T>> {
+        match &mut self.world {
+            Some(world) => exchange(world.as_mut(), &mine),
+            None => Ok(vec![mine]),
+        }
     }
 
     /// Name and shape of every tensor that a checkpoint holds: what makes a model this model.
     fn saved_shapes(&self) -> Value {
-        let mut shapes = Map::new();
-        for (_, role) in SECTIONS {
-            for (name, shape) in self.executor.shapes(role) {
+        let mut shapes: Map<String, Value> =
+            self.kept.shapes.iter().map(|(name, shape)| (name.clone(), json!(shape))).collect();
+        for (_, role) in ROLES {
+            for (name, shape) in self.executor.shapes(role).filter(|(name, _)| !self.kept.parts.contains_key(*name)) {
                 shapes.insert(name.to_owned(), json!(shape));
             }
         }
         Value::Object(shapes)
+    }
+}
+
+/// The first error that any rank had.
+fn agree(errors: Vec<Option<String>>) -> Result<()> {
+    match errors.into_iter().enumerate().find_map(|(rank, error)| Some((rank, error?))) {
+        None => Ok(()),
+        Some((rank, why)) => Err(Error::NotSaved { rank, why }),
+    }
+}
+
+/// Everyone's value, as JSON: sizes first, then texts of the longest's size.
+fn exchange<T: Serialize + for<'a> Deserialize<'a>>(world: &mut dyn Communicator, mine: &T) -> Result<Vec<T>> {
+    let mut text = serde_json::to_vec(mine).expect("strings and numbers make valid JSON");
+    let mut sizes = vec![0; 8 * world.size()];
+    world.all_gather(&(text.len() as u64).to_le_bytes(), &mut sizes)?;
+    let size = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().expect("eight bytes")) as usize;
+    let sizes: Vec<usize> = sizes.chunks_exact(8).map(size).collect();
+    let longest = sizes.iter().copied().max().unwrap_or(0);
+    text.resize(longest, 0);
+    let mut texts = vec![0; longest * sizes.len()];
+    world.all_gather(&text, &mut texts)?;
+    let read = |(text, &size): (&[u8], &usize)| {
+        serde_json::from_slice(&text[..size]).map_err(|error| Error::NotSaved { rank: 0, why: error.to_string() })
+    };
+    texts.chunks_exact(longest.max(1)).zip(&sizes).map(read).collect()
+}
+
+/// Reads the bytes from `start` on of a tensor, out of all the parts of it that there are.
+fn fill(
+    sections: &[&SavedSection],
+    metadata: &Value,
+    name: &str,
+    start: usize,
+    bytes: &mut [u8],
+) -> Result<(), CheckpointError> {
+    let wanted = start..start + bytes.len();
+    let mut filled = start;
+    let mut pieces: Vec<(Range<usize>, &SavedSection)> = Vec::new();
+    for section in sections {
+        if let Some(tensor) = section.find(name) {
+            let first = 4 * metadata["parts"][section.file()][name].as_u64().unwrap_or(0) as usize;
+            pieces.push((first..first + 4 * tensor.shape.iter().product::<usize>(), section));
+        }
+    }
+    pieces.sort_by_key(|(range, _)| range.start);
+    for (range, section) in pieces {
+        let (from, to) = (filled.max(range.start), wanted.end.min(range.end));
+        if from == filled && from < to {
+            section.read_part_into(name, from - range.start, &mut bytes[from - start..to - start])?;
+            filled = to;
+        }
+    }
+    match filled == wanted.end {
+        true => Ok(()),
+        false => Err(CheckpointError::NoTensor {
+            path: sections.first().map(|section| section.path().to_owned()).unwrap_or_default(),
+            name: format!("{name}, bytes {filled} to {}", wanted.end),
+        }),
     }
 }

@@ -47,6 +47,23 @@ struct Target<'a> {
 /// Roles of the states that an update declares.
 type Roles = HashMap<ValueId, Role>;
 
+/// What the whole mesh keeps between steps.
+#[derive(Debug, Default)]
+pub(super) struct Kept {
+    /// Extents of every parameter and state, by name.
+    pub shapes: BTreeMap<String, Vec<usize>>,
+    /// The first element of those of which this rank has only a part.
+    pub parts: HashMap<String, usize>,
+}
+
+/// What recording an update gives.
+pub(super) struct Recorded {
+    /// The norm of all gradients.
+    pub norm: Tensor,
+    pub roles: Roles,
+    pub kept: Kept,
+}
+
 impl<M: Model> Update<'_, M> {
     /// The loss of the whole batch, from the sum over this rank's micro-batches.
     pub fn mean_loss(&self, loss: &Tensor, share: f64) -> Result<Tensor> {
@@ -56,24 +73,24 @@ impl<M: Model> Update<'_, M> {
         if self.ranks == 1 { Ok(mean) } else { self.all_reduce(&mean) }
     }
 
-    /// Records the update of all parameters; returns the gradients' norm, and the roles of the states.
-    pub fn record(
-        &self,
-        parameters: &[Parameter],
-        loss: &Tensor,
-        optimizer: &impl Optimizer,
-    ) -> Result<(Tensor, Roles)> {
+    /// Records the update of all parameters.
+    pub fn record(&self, parameters: &[Parameter], loss: &Tensor, optimizer: &impl Optimizer) -> Result<Recorded> {
         let targets = parameters.iter().map(|p| self.target(p)).collect::<Result<Vec<Target<'_>>>>()?;
         let norm = self.norm(&targets, loss)?;
         let scalars = self.trace.input(SCALARS_INPUT, Spec::f32(SCALARS))?;
-        let mut roles = Roles::new();
+        let (mut roles, mut kept) = (Roles::new(), Kept::default());
         for target in &targets {
             self.place(Place::Stage(target.parameter.owner));
             let Parameter { name, tensor: whole, .. } = target.parameter;
+            kept.shapes.insert(name.clone(), whole.dims().to_vec());
             let mut states = Vec::new();
             for (state, init) in optimizer.states() {
-                let shape = target.gradient.shape().clone();
-                let id = self.trace.lock().add_persistent(&format!("{state}/{name}"), shape, init)?;
+                let (state, shape) = (format!("{state}/{name}"), target.gradient.shape().clone());
+                if target.sharded {
+                    kept.parts.insert(state.clone(), self.data_rank * shape.elem_count());
+                }
+                let id = self.trace.lock().add_persistent(&state, shape, init)?;
+                kept.shapes.insert(state, whole.dims().to_vec());
                 roles.insert(id, Role::OptimizerState);
                 states.push(self.trace.tensor(id));
             }
@@ -90,7 +107,7 @@ impl<M: Model> Update<'_, M> {
                 Tensor::apply_op::<1>(Collective::Refill { ranks: self.ranks }, &[whole, &updated])?;
             }
         }
-        Ok((norm, roles))
+        Ok(Recorded { norm, roles, kept })
     }
 
     fn target<'p>(&self, parameter: &'p Parameter) -> Result<Target<'p>> {
