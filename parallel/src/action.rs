@@ -67,8 +67,10 @@ pub enum Cell {
     One(Action),
     /// A forward and a backward of another stage, side by side.
     Overlap(Action, Action),
-    /// Something other than computing.
+    /// What a rank does around its actions.
     Communicate(Communication),
+    /// The optimizer's step on the weights of a stage. PyTorch's tables leave it to the caller: this word is ours.
+    Update(StageId),
 }
 
 /// What a rank does around its actions: generators leave it out, tables from elsewhere may have it.
@@ -96,6 +98,26 @@ pub enum CommunicationKind {
     Reshard,
     ReduceGradient,
     WaitReduceGradient,
+}
+
+impl Communication {
+    /// A message from plain numbers.
+    pub fn message(kind: CommunicationKind, stage: u32, micro_batch: u32) -> Self {
+        Self { kind, stage: StageId(stage), micro_batch: Some(MicroBatch(micro_batch)) }
+    }
+
+    /// What the other end does: the receive of a send, the send of a receive. None for what has no other end, and for a
+    /// gradient that stage 0 would send upwards.
+    pub fn other_end(self) -> Option<Self> {
+        let (kind, stage) = match self.kind {
+            CommunicationKind::SendForward => (CommunicationKind::ReceiveForward, self.stage.0.checked_add(1)),
+            CommunicationKind::ReceiveForward => (CommunicationKind::SendForward, self.stage.0.checked_sub(1)),
+            CommunicationKind::SendBackward => (CommunicationKind::ReceiveBackward, self.stage.0.checked_sub(1)),
+            CommunicationKind::ReceiveBackward => (CommunicationKind::SendBackward, self.stage.0.checked_add(1)),
+            _ => return None,
+        };
+        Some(Self { kind, stage: StageId(stage?), ..self })
+    }
 }
 
 impl CommunicationKind {
@@ -137,19 +159,32 @@ impl Cell {
         let (first, second) = match *self {
             Self::One(action) => (Some(action), None),
             Self::Overlap(first, second) => (Some(first), Some(second)),
-            Self::Communicate(_) => (None, None),
+            Self::Communicate(_) | Self::Update(_) => (None, None),
         };
         first.into_iter().chain(second)
     }
 }
 
-/// PyTorch's notation, e.g. `0F3` or `(0F3;3B1)OVERLAP_F_B`.
+/// PyTorch's notation, e.g. `0F3` or `(0F3;3B1)OVERLAP_F_B`; an update is `0UPDATE`.
 impl fmt::Display for Cell {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::One(action) => action.fmt(f),
             Self::Overlap(first, second) => write!(f, "({first};{second})OVERLAP_F_B"),
             Self::Communicate(communication) => communication.fmt(f),
+            Self::Update(stage) => write!(f, "{}UPDATE", stage.0),
         }
+    }
+}
+
+impl From<Action> for Cell {
+    fn from(action: Action) -> Self {
+        Self::One(action)
+    }
+}
+
+impl From<Communication> for Cell {
+    fn from(communication: Communication) -> Self {
+        Self::Communicate(communication)
     }
 }

@@ -22,14 +22,17 @@
 
 mod action;
 mod check;
+mod communicate;
 mod error;
 mod mesh;
 mod schedule;
 mod simulate;
 mod table_text;
+mod weights;
 
 pub use action::{Action, Cell, Communication, CommunicationKind, Kind, MicroBatch, StageId};
 pub use check::{Sends, Violation, check};
+pub use communicate::{Waits, communicate};
 pub use error::Error;
 pub use mesh::{Coordinate, Mesh};
 pub use schedule::{
@@ -38,3 +41,4 @@ pub use schedule::{
 };
 pub use simulate::{Costs, Span, Stuck, Timeline, simulate};
 pub use table_text::{read_table, write_table};
+pub use weights::{fetch_weights, merge_backwards, reduce_gradients, update_weights};

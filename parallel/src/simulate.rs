@@ -160,7 +160,7 @@ impl Timeline {
             let (x, y, width) = (span.start * TICK, rank as u64 * ROW, (span.end - span.start) * TICK);
             let colour = match span.cell {
                 Cell::Overlap(..) => "#c9a0dc",
-                Cell::Communicate(_) => "#999999",
+                Cell::Communicate(_) | Cell::Update(_) => "#999999",
                 Cell::One(action) => match action.kind {
                     Kind::Forward => "#8ecae6",
                     Kind::Backward => "#90be6d",
@@ -225,6 +225,6 @@ fn duration(cell: &Cell, costs: &Costs) -> u64 {
         Cell::Overlap(_, backward) => {
             costs.overlapped - (costs.backward_input + costs.backward_weight - one(backward)).min(costs.overlapped)
         }
-        Cell::Communicate(_) => 0,
+        Cell::Communicate(_) | Cell::Update(_) => 0,
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! A cell is `stage KIND micro-batch` without spaces (`0F3`), or a pair `(0F3;3B1)OVERLAP_F_B`; an empty cell is an
 //! idle slot, which says nothing about the order and is dropped. So are the compute-only tables of
-//! `torch.distributed.pipelining`; its lowered tables have communication too (`0SEND_F3`, `0UNSHARD`).
+//! `torch.distributed.pipelining`; its lowered tables have communication too (`0SEND_F3`, `0UNSHARD`). The optimizer's
+//! step is ours (`0UPDATE`).
 
 use crate::{Action, Cell, Communication, CommunicationKind, Error, Kind, MicroBatch, StageId};
 
@@ -57,6 +58,7 @@ fn read_single(text: &str) -> Option<Cell> {
         "B" => Kind::Backward,
         "I" => Kind::BackwardInput,
         "W" => Kind::BackwardWeight,
+        "UPDATE" => return micro_batch.is_empty().then_some(Cell::Update(StageId(stage))),
         _ => {
             let (kind, _) = *CommunicationKind::WORDS.iter().find(|(_, known)| *known == word)?;
             let micro_batch = match kind.has_micro_batch() {
@@ -76,7 +78,7 @@ mod tests {
 
     #[test]
     fn reads_what_it_writes() {
-        let text = "0F0,0F1,(0F2;3B0)OVERLAP_F_B,3I1,3W1\n1UNSHARD,1RECV_F0,1F0,10B12\n";
+        let text = "0F0,0F1,(0F2;3B0)OVERLAP_F_B,3I1,3W1,3UPDATE\n1UNSHARD,1RECV_F0,1F0,10B12\n";
         assert_eq!(write_table(&read_table(text).unwrap()), text);
         assert_eq!(write_table(&read_table("0F0,,0B0,\r\n,1F0, 1B0").unwrap()), "0F0,0B0\n1F0,1B0\n");
     }
@@ -90,6 +92,7 @@ mod tests {
             ("0F+1", 1, 1, "0F+1"),
             ("0SEND_F", 1, 1, "0SEND_F"),
             ("0F0,0UNSHARD0", 1, 2, "0UNSHARD0"),
+            ("0UPDATE1", 1, 1, "0UPDATE1"),
             ("0F0,(0F1;1B0)", 1, 2, "(0F1;1B0)"),
             ("(0B1;1F0)OVERLAP_F_B", 1, 1, "(0B1;1F0)OVERLAP_F_B"),
             ("0F99999999999", 1, 1, "0F99999999999"),

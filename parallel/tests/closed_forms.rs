@@ -1,7 +1,7 @@
 //! Every generator through the checker and the simulator, against the closed forms of the papers.
 
 use gapless_parallel::{
-    Action, Costs, Error, Interleaved, Kind, Schedule, Sends, Shape, Violation, all, by_name, check, simulate,
+    Action, Cell, Costs, Error, Interleaved, Kind, Schedule, Sends, Shape, Violation, all, by_name, check, simulate,
 };
 
 /// Every shape of a range that a schedule exists for.
@@ -148,7 +148,7 @@ fn the_checker_finds_everything() {
 
     let mut twice = good();
     twice[1].push(action);
-    assert_eq!(check(&twice, 2, 2, Sends::Buffered), [Violation::Repeated { action, times: 2 }]);
+    assert_eq!(check(&twice, 2, 2, Sends::Buffered), [Violation::Repeated { cell: Cell::One(action), times: 2 }]);
 
     let mut moved = good();
     let action = moved[1].pop().unwrap();
@@ -172,8 +172,10 @@ fn the_checker_finds_everything() {
     let b = |stage, m| Action::new(Kind::Backward, stage, m);
     let stuck = vec![vec![f(0, 0), b(0, 0), f(0, 1), b(0, 1)], vec![f(1, 1), b(1, 1), f(1, 0), b(1, 0)]];
     let sends = Sends::Buffered;
-    let expected =
-        [Violation::Deadlock { rank: 0, at: b(0, 0), sends }, Violation::Deadlock { rank: 1, at: f(1, 1), sends }];
+    let expected = [
+        Violation::Deadlock { rank: 0, at: Cell::One(b(0, 0)), sends },
+        Violation::Deadlock { rank: 1, at: Cell::One(f(1, 1)), sends },
+    ];
     assert_eq!(check(&stuck, 2, 2, sends), expected);
 }
 

@@ -1,0 +1,119 @@
+//! What a cell needs to have come before it on its own rank.
+
+use std::collections::BTreeSet;
+
+use super::{Table, Violation, parts};
+use crate::{Action, Cell, Communication, CommunicationKind, Kind, StageId};
+
+impl Table {
+    /// Every cell of every rank after everything that it needs there.
+    pub(super) fn order(&self, violations: &mut Vec<Violation>) {
+        for (rank, row) in self.rows.iter().enumerate() {
+            let mut done = BTreeSet::new();
+            let mut held = BTreeSet::new();
+            for (at, cell) in row.iter().enumerate() {
+                let mut late = |cell, needs| violations.push(Violation::OutOfOrder { rank, cell, needs });
+                // Both parts of a pair start at once: neither can need the other.
+                for cell in parts(cell) {
+                    for needs in self.needs(rank, cell) {
+                        if !needs.iter().any(|cell| done.contains(cell)) {
+                            late(cell, needs[0]);
+                        }
+                    }
+                    self.hold(cell, &mut held, &mut late);
+                    for later in row[at + 1..].iter().flat_map(parts).filter(|&later| must_precede(later, cell)) {
+                        late(cell, later);
+                    }
+                }
+                done.extend(parts(cell));
+            }
+        }
+    }
+
+    /// For everything that a cell needs, the cells that each would do.
+    fn needs(&self, rank: usize, cell: Cell) -> Vec<Vec<Cell>> {
+        match cell {
+            Cell::One(action) => self.needs_of_action(rank, action),
+            Cell::Communicate(communication) => needs_of_communication(communication).into_iter().collect(),
+            Cell::Update(stage) => {
+                let reduces = self.kinds.contains(&CommunicationKind::ReduceGradient);
+                let wait = about(CommunicationKind::WaitReduceGradient, stage);
+                reduces.then(|| vec![wait]).into_iter().collect()
+            }
+            Cell::Overlap(..) => unreachable!("pairs come in parts"),
+        }
+    }
+
+    fn needs_of_action(&self, rank: usize, action: Action) -> Vec<Vec<Cell>> {
+        let own = match action.kind {
+            Kind::Forward => None,
+            Kind::Backward | Kind::BackwardInput => Some(Kind::Forward),
+            Kind::BackwardWeight => Some(Kind::BackwardInput),
+        };
+        let own = own.map(|kind| vec![Cell::One(Action { kind, ..action })]);
+        let from_another = |source| self.owners.get(&source).is_some_and(|&owner| owner != rank);
+        let receives = self.has_messages() && self.source(action).is_some_and(from_another);
+        let received = receives.then(|| {
+            let kind = match action.kind {
+                Kind::Forward => CommunicationKind::ReceiveForward,
+                _ => CommunicationKind::ReceiveBackward,
+            };
+            vec![Cell::Communicate(Communication { kind, stage: action.stage, micro_batch: Some(action.micro_batch) })]
+        });
+        own.into_iter().chain(received).collect()
+    }
+
+    /// Where weights are fetched at all, a stage computes only while it holds them.
+    fn hold(&self, cell: Cell, held: &mut BTreeSet<StageId>, late: &mut impl FnMut(Cell, Cell)) {
+        use CommunicationKind::{Reshard, Unshard};
+        match cell {
+            Cell::One(Action { stage, .. }) if self.kinds.contains(&Unshard) && !held.contains(&stage) => {
+                late(cell, about(Unshard, stage));
+            }
+            Cell::Communicate(Communication { kind: Unshard, stage, .. }) if !held.insert(stage) => {
+                late(cell, about(Reshard, stage));
+            }
+            Cell::Communicate(Communication { kind: Reshard, stage, .. }) if !held.remove(&stage) => {
+                late(cell, about(Unshard, stage));
+            }
+            _ => {}
+        }
+    }
+}
+
+fn needs_of_communication(communication: Communication) -> Option<Vec<Cell>> {
+    let Communication { kind, stage, micro_batch } = communication;
+    let action = |kind| micro_batch.map(|micro_batch| Cell::One(Action { kind, stage, micro_batch }));
+    let send = |kind| vec![Cell::Communicate(Communication { kind, ..communication })];
+    match kind {
+        CommunicationKind::SendForward => Some(action(Kind::Forward).into_iter().collect()),
+        CommunicationKind::SendBackward => {
+            Some(action(Kind::Backward).into_iter().chain(action(Kind::BackwardInput)).collect())
+        }
+        CommunicationKind::WaitSendForward => Some(send(CommunicationKind::SendForward)),
+        CommunicationKind::WaitSendBackward => Some(send(CommunicationKind::SendBackward)),
+        CommunicationKind::WaitReduceGradient => Some(send(CommunicationKind::ReduceGradient)),
+        CommunicationKind::ReceiveForward
+        | CommunicationKind::ReceiveBackward
+        | CommunicationKind::Unshard
+        | CommunicationKind::Reshard
+        | CommunicationKind::ReduceGradient => None,
+    }
+    .filter(|needs: &Vec<Cell>| !needs.is_empty())
+}
+
+/// Gradients are reduced after the last of them; weights are updated after the last use of the old ones.
+fn must_precede(earlier: Cell, cell: Cell) -> bool {
+    let Cell::One(action) = earlier else { return false };
+    match cell {
+        Cell::Update(stage) => action.stage == stage,
+        Cell::Communicate(Communication { kind: CommunicationKind::ReduceGradient, stage, .. }) => {
+            action.stage == stage && matches!(action.kind, Kind::Backward | Kind::BackwardWeight)
+        }
+        _ => false,
+    }
+}
+
+fn about(kind: CommunicationKind, stage: StageId) -> Cell {
+    Cell::Communicate(Communication { kind, stage, micro_batch: None })
+}
