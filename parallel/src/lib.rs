@@ -23,8 +23,11 @@
 mod action;
 mod check;
 mod communicate;
+mod costs;
+mod draw;
 mod error;
 mod mesh;
+mod live_bytes;
 mod schedule;
 mod simulate;
 mod table_text;
@@ -33,12 +36,14 @@ mod weights;
 pub use action::{Action, Cell, Communication, CommunicationKind, Kind, MicroBatch, StageId};
 pub use check::{Sends, Violation, check};
 pub use communicate::{Waits, communicate};
+pub use costs::{Costs, Durations, Rates};
 pub use error::Error;
 pub use mesh::{Coordinate, Mesh};
+pub use live_bytes::{StageBytes, Until};
 pub use schedule::{
     DualPipeV, GPipe, Interleaved, InterleavedZeroBubble, LayeredAccumulation, LoopedBreadthFirst, ModularPipeline,
     OneForwardOneBackward, Placement, Schedule, Shape, VHalf, VMin, ZbH1, ZbH2, Zbv, all, by_name,
 };
-pub use simulate::{Costs, Span, Stuck, Timeline, simulate};
+pub use simulate::{Span, Stuck, Timeline, simulate};
 pub use table_text::{read_table, write_table};
 pub use weights::{fetch_weights, merge_backwards, reduce_gradients, update_weights};

@@ -2,29 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::{Action, Cell, Kind, MicroBatch, StageId};
-
-/// Ticks that one chunk's action takes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Costs {
-    /// F.
-    pub forward: u64,
-    /// I.
-    pub backward_input: u64,
-    /// W.
-    pub backward_weight: u64,
-    /// A forward and a whole backward side by side; with a split one, as much less as the split one is shorter.
-    pub overlapped: u64,
-    /// From the end of an action to where a neighbouring rank can use its result.
-    pub transfer: u64,
-}
-
-/// One tick for each of F, I and W, three for a pair, none between ranks.
-impl Default for Costs {
-    fn default() -> Self {
-        Self { forward: 1, backward_input: 1, backward_weight: 1, overlapped: 3, transfer: 0 }
-    }
-}
+use crate::{Action, Cell, Communication, CommunicationKind, Durations, Kind, MicroBatch, StageId};
 
 /// A cell and when it runs, in ticks, half-open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,27 +32,27 @@ pub struct Stuck {
     pub cell: Cell,
 }
 
-/// Starts every cell as soon as its rank is free and its inputs are there. Sends are buffered; communication cells take
-/// no time.
+/// Starts every cell as soon as its rank is free and its inputs are there.
+///
+/// Sends are buffered and receives posted: communication takes no time on its rank, but a message takes its transfer,
+/// from its send where that is written down, else from the end of its action; and a wait lasts until it is over.
 ///
 /// # Errors
 /// When a cell's inputs are never made.
-pub fn simulate(table: &[Vec<Cell>], costs: &Costs) -> Result<Timeline, Stuck> {
-    let actions = || table.iter().flatten().flat_map(Cell::actions);
-    let last = actions().map(|action| action.stage).max();
-    let mut ends: BTreeMap<Done, (usize, u64)> = BTreeMap::new();
+pub fn simulate(table: &[Vec<Cell>], costs: &(impl Durations + ?Sized)) -> Result<Timeline, Stuck> {
+    let last = table.iter().flatten().flat_map(Cell::actions).map(|action| action.stage).max();
+    let sends_are_written = table.iter().flatten().any(|cell| matches!(cell, Cell::Communicate(c) if is_send(c.kind)));
+    let mut results = Results { sends_are_written, ends: BTreeMap::new(), sends: BTreeMap::new() };
     let mut ranks: Vec<Vec<Span>> = vec![Vec::new(); table.len()];
     loop {
         let mut moved = false;
         for (rank, row) in table.iter().enumerate() {
             while let Some(&cell) = row.get(ranks[rank].len()) {
                 let free = ranks[rank].last().map_or(0, |span| span.end);
-                let needs = cell.actions().flat_map(|action| needs(action, last));
-                let arrival =
-                    |need| ends.get(&need).map(|&(from, end)| if from == rank { end } else { end + costs.transfer });
-                let Some(start) = needs.map(arrival).try_fold(free, |start, end| Some(start.max(end?))) else { break };
+                let Some(ready) = results.ready(&cell, rank, last, costs) else { break };
+                let start = free.max(ready);
                 let end = start + duration(&cell, costs);
-                ends.extend(cell.actions().map(|action| (Done::of(action), (rank, end))));
+                results.record(&cell, rank, end);
                 ranks[rank].push(Span { cell, start, end });
                 moved = true;
             }
@@ -99,7 +77,19 @@ impl Timeline {
 
     /// Ticks for which a rank has nothing to do, before the makespan ends.
     pub fn bubble(&self, rank: usize) -> u64 {
-        self.makespan() - self.ranks[rank].iter().map(|span| span.end - span.start).sum::<u64>()
+        let busy = |span: &Span| match span.cell {
+            // A wait is not work.
+            Cell::Communicate(_) => 0,
+            Cell::One(_) | Cell::Overlap(..) | Cell::Update(_) => span.end - span.start,
+        };
+        self.makespan() - self.ranks[rank].iter().map(busy).sum::<u64>()
+    }
+
+    /// The part of all ranks' time, up to the makespan, for which they have nothing to do.
+    pub fn bubble_share(&self) -> f64 {
+        let bubbles: u64 = (0..self.ranks.len()).map(|rank| self.bubble(rank)).sum();
+        let whole = self.makespan() as f64 * self.ranks.len() as f64;
+        if whole > 0.0 { bubbles as f64 / whole } else { 0.0 }
     }
 
     /// Activations alive on a rank, in chunks of one micro-batch, each time their number changes. An activation is
@@ -127,60 +117,6 @@ impl Timeline {
     pub fn peak(&self, rank: usize) -> i64 {
         self.live(rank).into_iter().map(|(_, live)| live).max().unwrap_or_default()
     }
-
-    /// One line per rank, one column per tick, as wide as the widest label; idle ticks are dots.
-    pub fn gantt(&self) -> String {
-        let label = |cell: &Cell| cell.actions().map(|action| action.to_string()).collect::<Vec<_>>().join("+");
-        let width = self.ranks.iter().flatten().map(|span| label(&span.cell).len() + 1).max().unwrap_or(1);
-        let line = |(rank, spans): (usize, &Vec<Span>)| {
-            let mut line = format!("rank {rank} │ ");
-            let mut now = 0;
-            for span in spans {
-                (now..span.start).for_each(|_| line += &format!("{:width$}", "·"));
-                line += &format!("{:1$}", label(&span.cell), width * (span.end - span.start) as usize);
-                now = span.end;
-            }
-            (now..self.makespan()).for_each(|_| line += &format!("{:width$}", "·"));
-            line.trim_end().to_owned() + "\n"
-        };
-        self.ranks.iter().enumerate().map(line).collect()
-    }
-
-    /// The same as a picture: one row per rank, coloured by kind; what a box is stands in its tooltip.
-    pub fn svg(&self) -> String {
-        const ROW: u64 = 28;
-        const TICK: u64 = 24;
-        let (width, height) = (self.makespan() * TICK, self.ranks.len() as u64 * ROW);
-        let mut svg = format!(
-            "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" font-family=\"monospace\" \
-             font-size=\"9\">\n<rect width=\"{width}\" height=\"{height}\" fill=\"#eee\"/>\n"
-        );
-        for (rank, span) in self.ranks.iter().enumerate().flat_map(|(rank, spans)| spans.iter().map(move |s| (rank, s)))
-        {
-            let (x, y, width) = (span.start * TICK, rank as u64 * ROW, (span.end - span.start) * TICK);
-            let colour = match span.cell {
-                Cell::Overlap(..) => "#c9a0dc",
-                Cell::Communicate(_) | Cell::Update(_) => "#999999",
-                Cell::One(action) => match action.kind {
-                    Kind::Forward => "#8ecae6",
-                    Kind::Backward => "#90be6d",
-                    Kind::BackwardInput => "#b5e48c",
-                    Kind::BackwardWeight => "#ffd166",
-                },
-            };
-            svg += &format!(
-                "<g><title>{cell} [{start}, {end})</title><rect x=\"{x}\" y=\"{y}\" width=\"{width}\" height=\"{ROW}\" \
-                 fill=\"{colour}\" stroke=\"white\"/><text x=\"{text_x}\" y=\"{text_y}\">{label}</text></g>\n",
-                cell = span.cell,
-                start = span.start,
-                end = span.end,
-                text_x = x + 3,
-                text_y = y + ROW / 2 + 3,
-                label = span.cell.actions().next().map_or(String::new(), |action| action.to_string()),
-            );
-        }
-        svg + "</svg>\n"
-    }
 }
 
 /// What others wait for. A whole backward is its input gradient and its weight gradient.
@@ -189,6 +125,53 @@ enum Done {
     Forward(StageId, MicroBatch),
     Input(StageId, MicroBatch),
     Weight(StageId, MicroBatch),
+}
+
+/// What was done so far, by whom, and until when.
+struct Results {
+    sends_are_written: bool,
+    ends: BTreeMap<Done, (usize, u64, Action)>,
+    sends: BTreeMap<Communication, u64>,
+}
+
+impl Results {
+    /// When everything that a cell needs is there; none if some of it isn't made yet.
+    fn ready(&self, cell: &Cell, rank: usize, last: Option<StageId>, costs: &(impl Durations + ?Sized)) -> Option<u64> {
+        if let Cell::Communicate(wait) = cell {
+            return self.waited_for(*wait, costs);
+        }
+        let needs = cell.actions().flat_map(|action| needs(action, last));
+        needs.map(|need| self.arrival(need, rank, costs)).try_fold(0, |ready, arrival| Some(ready.max(arrival?)))
+    }
+
+    fn arrival(&self, need: Done, rank: usize, costs: &(impl Durations + ?Sized)) -> Option<u64> {
+        let &(from, end, action) = self.ends.get(&need)?;
+        if from == rank {
+            return Some(end);
+        }
+        let left = if self.sends_are_written { *self.sends.get(&send_of(action)?)? } else { end };
+        Some(left + costs.transfer(action))
+    }
+
+    fn waited_for(&self, wait: Communication, costs: &(impl Durations + ?Sized)) -> Option<u64> {
+        let Communication { kind, stage, micro_batch } = wait;
+        let (kind, of) = match kind {
+            CommunicationKind::WaitSendForward => (CommunicationKind::SendForward, Kind::Forward),
+            CommunicationKind::WaitSendBackward => (CommunicationKind::SendBackward, Kind::BackwardInput),
+            _ => return Some(0),
+        };
+        let left = self.sends.get(&Communication { kind, ..wait })?;
+        Some(left + costs.transfer(Action { kind: of, stage, micro_batch: micro_batch? }))
+    }
+
+    fn record(&mut self, cell: &Cell, rank: usize, end: u64) {
+        self.ends.extend(cell.actions().map(|action| (Done::of(action), (rank, end, action))));
+        if let Cell::Communicate(send) = *cell
+            && is_send(send.kind)
+        {
+            self.sends.insert(send, end);
+        }
+    }
 }
 
 impl Done {
@@ -213,18 +196,24 @@ fn needs(action: Action, last: Option<StageId>) -> Vec<Done> {
     own.into_iter().chain(neighbour).collect()
 }
 
-fn duration(cell: &Cell, costs: &Costs) -> u64 {
-    let one = |action: Action| match action.kind {
-        Kind::Forward => costs.forward,
-        Kind::Backward => costs.backward_input + costs.backward_weight,
-        Kind::BackwardInput => costs.backward_input,
-        Kind::BackwardWeight => costs.backward_weight,
+fn send_of(action: Action) -> Option<Communication> {
+    let kind = match action.kind {
+        Kind::Forward => CommunicationKind::SendForward,
+        Kind::Backward | Kind::BackwardInput => CommunicationKind::SendBackward,
+        Kind::BackwardWeight => return None,
     };
+    Some(Communication { kind, stage: action.stage, micro_batch: Some(action.micro_batch) })
+}
+
+fn is_send(kind: CommunicationKind) -> bool {
+    matches!(kind, CommunicationKind::SendForward | CommunicationKind::SendBackward)
+}
+
+fn duration(cell: &Cell, costs: &(impl Durations + ?Sized)) -> u64 {
     match *cell {
-        Cell::One(action) => one(action),
-        Cell::Overlap(_, backward) => {
-            costs.overlapped - (costs.backward_input + costs.backward_weight - one(backward)).min(costs.overlapped)
-        }
-        Cell::Communicate(_) | Cell::Update(_) => 0,
+        Cell::One(action) => costs.action(action),
+        Cell::Overlap(forward, backward) => costs.overlapped(forward, backward),
+        Cell::Communicate(_) => 0,
+        Cell::Update(stage) => costs.update(stage),
     }
 }

@@ -21,8 +21,9 @@ impl Table {
                         }
                     }
                     self.hold(cell, &mut held, &mut late);
-                    for later in row[at + 1..].iter().flat_map(parts).filter(|&later| must_precede(later, cell)) {
-                        late(cell, later);
+                    if ends_a_stage(cell) {
+                        let rest = row[at + 1..].iter().flat_map(parts);
+                        rest.filter(|&later| must_precede(later, cell)).for_each(|later| late(cell, later));
                     }
                 }
                 done.extend(parts(cell));
@@ -100,6 +101,15 @@ fn needs_of_communication(communication: Communication) -> Option<Vec<Cell>> {
         | CommunicationKind::ReduceGradient => None,
     }
     .filter(|needs: &Vec<Cell>| !needs.is_empty())
+}
+
+/// Whether something of its stage must not come after it.
+fn ends_a_stage(cell: Cell) -> bool {
+    match cell {
+        Cell::Update(_) => true,
+        Cell::Communicate(communication) => communication.kind == CommunicationKind::ReduceGradient,
+        Cell::One(_) | Cell::Overlap(..) => false,
+    }
 }
 
 /// Gradients are reduced after the last of them; weights are updated after the last use of the old ones.

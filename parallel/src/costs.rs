@@ -1,0 +1,157 @@
+//! How long things take, in ticks: the same for all stages, or stage by stage, or by a rule of one's own.
+
+use crate::{Action, Kind, StageId};
+
+/// What the simulator asks. A tick is whatever the answers are in: the caller's unit of time.
+pub trait Durations {
+    /// Of one action by itself.
+    fn action(&self, action: Action) -> u64;
+
+    /// Of a forward and a backward of another stage, side by side.
+    fn overlapped(&self, forward: Action, backward: Action) -> u64 {
+        self.action(forward) + self.action(backward)
+    }
+
+    /// From the end of an action to where a neighbouring rank can use its result.
+    fn transfer(&self, _from: Action) -> u64 {
+        0
+    }
+
+    /// Of the optimizer's step on a stage's weights.
+    fn update(&self, _stage: StageId) -> u64 {
+        0
+    }
+}
+
+/// Ticks that one chunk's action takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Costs {
+    /// F.
+    pub forward: u64,
+    /// I.
+    pub backward_input: u64,
+    /// W.
+    pub backward_weight: u64,
+    /// A forward and a whole backward side by side; with a split one, as much less as the split one is shorter.
+    pub overlapped: u64,
+    /// From the end of an action to where a neighbouring rank can use its result.
+    pub transfer: u64,
+}
+
+/// One tick for each of F, I and W, three for a pair, none between ranks.
+impl Default for Costs {
+    fn default() -> Self {
+        Self { forward: 1, backward_input: 1, backward_weight: 1, overlapped: 3, transfer: 0 }
+    }
+}
+
+impl Costs {
+    fn of(&self, kind: Kind) -> u64 {
+        match kind {
+            Kind::Forward => self.forward,
+            Kind::Backward => self.backward_input + self.backward_weight,
+            Kind::BackwardInput => self.backward_input,
+            Kind::BackwardWeight => self.backward_weight,
+        }
+    }
+
+    /// What running side by side saves; less than nothing, if it costs more.
+    fn saved(&self) -> i128 {
+        i128::from(self.of(Kind::Forward)) + i128::from(self.of(Kind::Backward)) - i128::from(self.overlapped)
+    }
+}
+
+impl Durations for Costs {
+    fn action(&self, action: Action) -> u64 {
+        self.of(action.kind)
+    }
+
+    fn overlapped(&self, forward: Action, backward: Action) -> u64 {
+        side_by_side(self, forward.kind, self, backward.kind)
+    }
+
+    fn transfer(&self, _: Action) -> u64 {
+        self.transfer
+    }
+}
+
+/// Costs of each stage; index = stage. A stage past the end costs what the last one does, none at all nothing.
+///
+/// Of two stages side by side, the one that gains less by it says how much is gained.
+impl Durations for [Costs] {
+    fn action(&self, action: Action) -> u64 {
+        of_stage(self, action.stage).of(action.kind)
+    }
+
+    fn overlapped(&self, forward: Action, backward: Action) -> u64 {
+        side_by_side(&of_stage(self, forward.stage), forward.kind, &of_stage(self, backward.stage), backward.kind)
+    }
+
+    fn transfer(&self, from: Action) -> u64 {
+        of_stage(self, from.stage).transfer
+    }
+}
+
+fn of_stage(costs: &[Costs], stage: StageId) -> Costs {
+    let nothing = Costs { forward: 0, backward_input: 0, backward_weight: 0, overlapped: 0, transfer: 0 };
+    costs.get(stage.0 as usize).or(costs.last()).copied().unwrap_or(nothing)
+}
+
+fn side_by_side(forward: &Costs, forward_kind: Kind, backward: &Costs, backward_kind: Kind) -> u64 {
+    let alone = i128::from(forward.of(forward_kind)) + i128::from(backward.of(backward_kind));
+    u64::try_from(alone - forward.saved().min(backward.saved())).unwrap_or(0)
+}
+
+/// What a device does per second, for costs out of a graph's counts instead of measurements.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Rates {
+    /// Floating-point operations per second.
+    pub flops: f64,
+    /// Bytes read and written per second.
+    pub bytes: f64,
+}
+
+impl Rates {
+    /// Nanoseconds of a piece of work that is held up by arithmetic or by memory, whichever takes longer (the roofline
+    /// model of Williams et al., 2009).
+    pub fn nanoseconds(&self, flops: u64, bytes: u64) -> u64 {
+        let seconds = (flops as f64 / self.flops).max(bytes as f64 / self.bytes);
+        (seconds * 1e9).ceil() as u64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stages_of_their_own_cost() {
+        let cheap = Costs { forward: 2, backward_input: 3, backward_weight: 1, overlapped: 5, transfer: 1 };
+        let dear = Costs { forward: 20, backward_input: 30, backward_weight: 10, overlapped: 60, transfer: 7 };
+        let costs = &[cheap, dear][..];
+        for (action, ticks, transfer) in [
+            (Action::new(Kind::Forward, 0, 3), 2, 1),
+            (Action::new(Kind::Backward, 0, 3), 4, 1),
+            (Action::new(Kind::BackwardWeight, 1, 0), 10, 7),
+            (Action::new(Kind::BackwardInput, 9, 0), 30, 7),
+        ] {
+            assert_eq!((costs.action(action), costs.transfer(action)), (ticks, transfer), "{action}");
+        }
+        let pair = |forward, backward, kind| {
+            costs.overlapped(Action::new(Kind::Forward, forward, 1), Action::new(kind, backward, 0))
+        };
+        // The cheap stage saves one tick beside itself, the dear one none, with itself or with another.
+        assert_eq!(pair(0, 0, Kind::Backward), 5);
+        assert_eq!(pair(0, 0, Kind::BackwardInput), 4);
+        assert_eq!(pair(1, 1, Kind::Backward), 60);
+        assert_eq!(pair(0, 1, Kind::Backward), 42);
+    }
+
+    #[test]
+    fn the_slower_of_arithmetic_and_memory() {
+        let rates = Rates { flops: 1e12, bytes: 1e11 };
+        assert_eq!(rates.nanoseconds(2_000_000, 100), 2_000);
+        assert_eq!(rates.nanoseconds(2_000, 1_000_000), 10_000);
+        assert_eq!(rates.nanoseconds(0, 1), 1);
+    }
+}

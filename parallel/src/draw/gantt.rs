@@ -1,0 +1,89 @@
+//! A timeline as text.
+
+use super::label;
+use crate::Timeline;
+
+/// Characters of a whole line at most; past that, ticks are drawn narrower and labels cut.
+const LONGEST_LINE: u128 = 20_000;
+
+impl Timeline {
+    /// One line per rank, as wide as it takes for every label to fit; idle time is dots.
+    pub fn gantt(&self) -> String {
+        self.gantt_folded(usize::MAX)
+    }
+
+    /// The same in as many parts, below each other, as lines of `columns` characters at most take. Each part but a lone
+    /// one says from which tick on it is.
+    pub fn gantt_folded(&self, columns: usize) -> String {
+        let scale = Scale::fitting(self);
+        let digits = self.ranks.len().saturating_sub(1).to_string().len();
+        let head = |rank: usize| format!("rank {rank:digits$} │ ");
+        let room = columns.saturating_sub(head(0).chars().count()) / scale.width * scale.width;
+        let room = room.clamp(scale.width, scale.column(self.makespan()).max(scale.width));
+        let lines: Vec<Vec<char>> = (0..self.ranks.len()).map(|rank| self.line(rank, &scale)).collect();
+        let parts = scale.column(self.makespan()).div_ceil(room).max(1);
+        let part = |part: usize| {
+            let title = match parts {
+                1 => String::new(),
+                _ => format!("{}from tick {}\n", if part > 0 { "\n" } else { "" }, scale.tick(part * room)),
+            };
+            let line = |(rank, line): (usize, &Vec<char>)| {
+                let line: String = line.iter().skip(part * room).take(room).collect();
+                (head(rank) + &line).trim_end().to_owned() + "\n"
+            };
+            title + &lines.iter().enumerate().map(line).collect::<String>()
+        };
+        (0..parts).map(part).collect()
+    }
+
+    fn line(&self, rank: usize, scale: &Scale) -> Vec<char> {
+        let mut line = vec![' '; scale.column(self.makespan())];
+        let idle = |line: &mut Vec<char>, start, end| {
+            (scale.column(start)..scale.column(end)).step_by(scale.width).for_each(|at| line[at] = '·');
+        };
+        let mut now = 0;
+        for span in self.ranks[rank].iter().filter(|span| span.end > span.start) {
+            idle(&mut line, now, span.start);
+            let (start, end) = (scale.column(span.start), scale.column(span.end));
+            // A blank keeps it apart from the next, if there is room for more than that.
+            let room = (end - start).saturating_sub(1).max(1).min(end - start);
+            for (at, letter) in (start..start + room).zip(label(&span.cell).chars()) {
+                line[at] = letter;
+            }
+            now = span.end;
+        }
+        idle(&mut line, now, self.makespan());
+        line
+    }
+}
+
+/// Where a tick is drawn.
+struct Scale {
+    /// Characters that the shortest span takes.
+    width: usize,
+    /// Ticks that these characters stand for.
+    unit: u64,
+}
+
+impl Scale {
+    /// As narrow as may be for every label to fit into its box.
+    fn fitting(timeline: &Timeline) -> Self {
+        let unit = timeline.shortest();
+        let needs = |start: u64, end: u64, letters: usize| {
+            let per_unit = (letters as u128 + 1) * u128::from(unit);
+            per_unit.div_ceil(u128::from(end - start)) as usize
+        };
+        let widths = timeline.boxes().map(|(_, span)| needs(span.start, span.end, label(&span.cell).chars().count()));
+        let width = widths.max().unwrap_or(1);
+        let widest = u128::from(timeline.makespan()) * width as u128 / LONGEST_LINE;
+        Self { width, unit: unit.max(u64::try_from(widest).unwrap_or(u64::MAX)) }
+    }
+
+    fn column(&self, tick: u64) -> usize {
+        ((u128::from(tick) * self.width as u128 + u128::from(self.unit) / 2) / u128::from(self.unit)) as usize
+    }
+
+    fn tick(&self, column: usize) -> u64 {
+        (column as u128 * u128::from(self.unit) / self.width as u128) as u64
+    }
+}

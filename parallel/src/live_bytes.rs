@@ -1,0 +1,210 @@
+//! Exact bytes that are alive on a rank over time, from the bytes that each stage makes and keeps per micro-batch.
+//!
+//! ```text
+//!            RECV_F   F─────────┐        RECV_B   I─────────┐        W─────────┐
+//! input      ├────────┴─────────┤ … until its last reader …
+//! saved      ·        ├─────────┴─────────────────┴─────────┤ (freed by I) …───┤ (freed by W)
+//! output     ·        ├─────────┴─ … WAIT_SEND_F
+//! gradient   ·        ·                  ├────────┴─────────┤ … or until W
+//! kept       ·        ·                           ├─────────┴──────────────────┤
+//! ```
+//!
+//! Within a rank the order of the cells alone decides what is alive together: whatever a cell makes is born at its
+//! start, whatever it is the last to read dies at its end. So the peak does not depend on the costs.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::{Action, Cell, Communication, CommunicationKind, Kind, MicroBatch, StageId, Timeline};
+
+/// Bytes of one stage for one micro-batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct StageBytes {
+    /// The activation that it gets from the stage above: a receive buffer, or the output of a stage of the same rank.
+    pub input: u64,
+    /// Who reads the input last.
+    pub input_until: Until,
+    /// The gradient of the input, which it sends upwards. Stage 0 may have none.
+    pub input_gradient: u64,
+    /// Whether W still reads the gradient that came from the stage below, rather than I alone.
+    pub weight_reads_gradient: bool,
+    /// What F leaves for the backward and I is the last to read, without the input.
+    pub saved_until_input: u64,
+    /// What F leaves for the backward and W is the last to read, without the input.
+    pub saved_until_weight: u64,
+    /// What I leaves for W. A whole backward uses it up piece by piece and is taken to leave none.
+    pub kept_by_input: u64,
+}
+
+/// The last reader of a buffer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Until {
+    /// F.
+    #[default]
+    Forward,
+    /// I, or the whole backward.
+    InputGradient,
+    /// W, or the whole backward.
+    WeightGradient,
+}
+
+impl Timeline {
+    /// Bytes alive on a rank, each time something is born or dies; index of `bytes` = stage, a missing stage has none.
+    ///
+    /// A receive buffer lives from its receive, a send buffer until its wait, or its send where nothing is waited for.
+    /// In a table without communication, messages come right before and leave right after their actions.
+    pub fn live_bytes(&self, rank: usize, bytes: &[StageBytes]) -> Vec<(u64, u64)> {
+        let stages: BTreeSet<StageId> =
+            self.ranks[rank].iter().flat_map(|span| span.cell.actions()).map(|action| action.stage).collect();
+        let kinds = self.ranks[rank].iter().filter_map(|span| match span.cell {
+            Cell::Communicate(communication) => Some(communication.kind),
+            _ => None,
+        });
+        let mut memory = Memory { bytes, stages, kinds: kinds.collect(), alive: BTreeMap::new(), now: 0 };
+        let mut live = Vec::new();
+        for span in &self.ranks[rank] {
+            memory.start(&span.cell);
+            live.push((span.start, memory.now));
+            memory.end(&span.cell);
+            live.push((span.end, memory.now));
+        }
+        let mut before = 0;
+        live.retain(|&(_, now)| std::mem::replace(&mut before, now) != now);
+        live
+    }
+
+    /// The most that [`Timeline::live_bytes`] comes to.
+    pub fn peak_bytes(&self, rank: usize, bytes: &[StageBytes]) -> u64 {
+        self.live_bytes(rank, bytes).into_iter().map(|(_, live)| live).max().unwrap_or_default()
+    }
+}
+
+/// What is alive: a message by the stage that reads it, everything else by the stage that makes it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum What {
+    Input,
+    OutputGradient,
+    SentOutput,
+    SentGradient,
+    SavedUntilInput,
+    SavedUntilWeight,
+    KeptByInput,
+}
+
+struct Memory<'a> {
+    bytes: &'a [StageBytes],
+    /// Those of this rank.
+    stages: BTreeSet<StageId>,
+    /// The kinds of communication of this rank.
+    kinds: BTreeSet<CommunicationKind>,
+    alive: BTreeMap<(What, StageId, MicroBatch), u64>,
+    now: u64,
+}
+
+impl Memory<'_> {
+    /// Births at the start of a cell.
+    fn start(&mut self, cell: &Cell) {
+        if let Cell::Communicate(Communication { kind, stage, micro_batch: Some(micro_batch) }) = *cell {
+            match kind {
+                CommunicationKind::ReceiveForward => self.birth(What::Input, stage, micro_batch),
+                CommunicationKind::ReceiveBackward => self.birth(What::OutputGradient, stage, micro_batch),
+                _ => {}
+            }
+        }
+        for Action { kind, stage, micro_batch } in cell.actions() {
+            if kind == Kind::Forward {
+                // Without a receive written down it comes just now; one from this very rank is there already.
+                self.birth(What::Input, stage, micro_batch);
+                self.birth(What::SavedUntilInput, stage, micro_batch);
+                self.birth(What::SavedUntilWeight, stage, micro_batch);
+                let below = StageId(stage.0.saturating_add(1));
+                let own = self.stages.contains(&below);
+                self.birth_of(if own { What::Input } else { What::SentOutput }, below, stage, micro_batch);
+            }
+            if matches!(kind, Kind::Backward | Kind::BackwardInput) {
+                self.birth(What::OutputGradient, stage, micro_batch);
+                if let Some(above) = stage.0.checked_sub(1).map(StageId) {
+                    let own = self.stages.contains(&above);
+                    self.birth_of(
+                        if own { What::OutputGradient } else { What::SentGradient },
+                        above,
+                        stage,
+                        micro_batch,
+                    );
+                }
+            }
+            if kind == Kind::BackwardInput {
+                self.birth(What::KeptByInput, stage, micro_batch);
+            }
+        }
+    }
+
+    /// Deaths at the end of a cell.
+    fn end(&mut self, cell: &Cell) {
+        if let Cell::Communicate(Communication { kind, stage, micro_batch: Some(micro_batch) }) = *cell {
+            let waits = |kind| self.kinds.contains(&kind);
+            match kind {
+                CommunicationKind::WaitSendForward => self.death(What::SentOutput, stage, micro_batch),
+                CommunicationKind::WaitSendBackward => self.death(What::SentGradient, stage, micro_batch),
+                CommunicationKind::SendForward if !waits(CommunicationKind::WaitSendForward) => {
+                    self.death(What::SentOutput, stage, micro_batch);
+                }
+                CommunicationKind::SendBackward if !waits(CommunicationKind::WaitSendBackward) => {
+                    self.death(What::SentGradient, stage, micro_batch);
+                }
+                _ => {}
+            }
+        }
+        for Action { kind, stage, micro_batch } in cell.actions() {
+            let of_stage = self.of(stage);
+            let input = matches!(kind, Kind::Backward | Kind::BackwardInput);
+            let weight = matches!(kind, Kind::Backward | Kind::BackwardWeight);
+            let reads_input_last = match of_stage.input_until {
+                Until::Forward => kind == Kind::Forward,
+                Until::InputGradient => input,
+                Until::WeightGradient => weight,
+            };
+            let reads_gradient_last = if of_stage.weight_reads_gradient { weight } else { input };
+            for (what, last) in [
+                (What::Input, reads_input_last),
+                (What::OutputGradient, reads_gradient_last),
+                (What::SavedUntilInput, input),
+                (What::SavedUntilWeight, weight),
+                (What::KeptByInput, weight),
+                (What::SentOutput, kind == Kind::Forward && !self.kinds.contains(&CommunicationKind::SendForward)),
+                (What::SentGradient, input && !self.kinds.contains(&CommunicationKind::SendBackward)),
+            ] {
+                if last {
+                    self.death(what, stage, micro_batch);
+                }
+            }
+        }
+    }
+
+    fn birth(&mut self, what: What, stage: StageId, micro_batch: MicroBatch) {
+        self.birth_of(what, stage, stage, micro_batch);
+    }
+
+    /// A message between two stages is named after its reader while it is on the reader's rank, else after its maker.
+    fn birth_of(&mut self, what: What, reader: StageId, maker: StageId, micro_batch: MicroBatch) {
+        let (owner, bytes) = match what {
+            What::Input => (reader, self.of(reader).input),
+            What::SentOutput => (maker, self.of(reader).input),
+            What::OutputGradient => (reader, self.of(StageId(reader.0.saturating_add(1))).input_gradient),
+            What::SentGradient => (maker, self.of(maker).input_gradient),
+            What::SavedUntilInput => (maker, self.of(maker).saved_until_input),
+            What::SavedUntilWeight => (maker, self.of(maker).saved_until_weight),
+            What::KeptByInput => (maker, self.of(maker).kept_by_input),
+        };
+        if self.alive.insert((what, owner, micro_batch), bytes).is_none() {
+            self.now += bytes;
+        }
+    }
+
+    fn death(&mut self, what: What, stage: StageId, micro_batch: MicroBatch) {
+        self.now -= self.alive.remove(&(what, stage, micro_batch)).unwrap_or_default();
+    }
+
+    fn of(&self, stage: StageId) -> StageBytes {
+        self.bytes.get(stage.0 as usize).copied().unwrap_or_default()
+    }
+}
