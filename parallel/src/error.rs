@@ -22,6 +22,8 @@ pub enum Error {
     Group { schedule: &'static str, micro_batches: u32, group: u32, rest: u32, ranks: u32 },
     #[error("{schedule} needs at least {needed} micro-batches, not {micro_batches}")]
     MicroBatches { schedule: &'static str, needed: u32, micro_batches: u32 },
+    #[error("{schedule} keeps at least {needed} activations alive, one of each chunk; a peak of {peak} is below that")]
+    Peak { schedule: &'static str, needed: u32, peak: u32 },
     #[error("{schedule}: {ranks} ranks × {chunks} chunks × {micro_batches} micro-batches do not fit 32 bits")]
     TooLarge { schedule: &'static str, ranks: u32, chunks: u32, micro_batches: u32 },
     #[error("a mesh of {data} data × {pipeline} pipeline × {expert} expert ranks does not exist; each is at least 1")]

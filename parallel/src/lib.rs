@@ -41,8 +41,8 @@ pub use error::Error;
 pub use mesh::{Coordinate, Mesh};
 pub use live_bytes::{StageBytes, Until};
 pub use schedule::{
-    DualPipeV, GPipe, Interleaved, InterleavedZeroBubble, LayeredAccumulation, LoopedBreadthFirst, ModularPipeline,
-    OneForwardOneBackward, Placement, Schedule, Shape, VHalf, VMin, ZbH1, ZbH2, Zbv, all, by_name,
+    Automatic, DualPipeV, GPipe, Interleaved, InterleavedZeroBubble, LayeredAccumulation, LoopedBreadthFirst,
+    ModularPipeline, OneForwardOneBackward, Placement, Schedule, Shape, VHalf, VMin, ZbH1, ZbH2, Zbv, all, by_name,
 };
 pub use simulate::{Span, Stuck, Timeline, simulate};
 pub use table_text::{read_table, write_table};

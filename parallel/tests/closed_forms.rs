@@ -53,6 +53,24 @@ fn groups_of_any_size_train() {
     assert!(legal > 100 && illegal > 100, "{legal} legal, {illegal} not");
 }
 
+/// Longer rounds change the peak, (V−1)R + 2(P−1−r) + 1 chunks instead of (V−1)P + …, and not the bubble.
+#[test]
+fn groups_keep_the_bubble_and_raise_the_peak() {
+    for (ranks, chunks, group, groups) in [2, 3, 4]
+        .into_iter()
+        .flat_map(|p| [1, 2, 3].into_iter().flat_map(move |v| [(p, v, p, 3), (p, v, p + 1, 2), (p, v, 2 * p, 2)]))
+    {
+        let shape = Shape { ranks, chunks, micro_batches: group * groups };
+        let table = Interleaved { micro_batch_group: Some(group) }.table(&shape).unwrap();
+        let timeline = simulate(&table, &Costs::default()).unwrap();
+        for rank in 0..ranks {
+            let peak = (chunks * shape.micro_batches).min((chunks - 1) * group + 2 * (ranks - 1 - rank) + 1);
+            let found = (timeline.bubble(rank as usize), timeline.peak(rank as usize));
+            assert_eq!(found, (u64::from(3 * (ranks - 1)), i64::from(peak)), "{shape:?} in groups of {group}");
+        }
+    }
+}
+
 /// Ticks of bubble, for costs per chunk; where the formula speaks of this shape and these costs.
 fn bubble(name: &str, &Shape { ranks: p, micro_batches: m, .. }: &Shape, costs: &Costs) -> Option<u64> {
     let (p, m) = (u64::from(p), u64::from(m));
@@ -61,7 +79,8 @@ fn bubble(name: &str, &Shape { ranks: p, micro_batches: m, .. }: &Shape, costs: 
     // Formulas are in shares of a rank, ticks in chunks of it: a factor of V, which cancels what they divide by.
     match name {
         "gpipe" | "1f1b" => Some((p - 1) * (f + b + w)),
-        "interleaved" | "looped-bfs" if m.is_multiple_of(p) => Some((p - 1) * (f + b + w)),
+        "interleaved" | "looped-bfs" | "modular-pipeline" if m.is_multiple_of(p) => Some((p - 1) * (f + b + w)),
+        "layered-accumulation" => Some(0),
         "zb-h1" if m >= p => Some((p - 1) * (f + b - w)),
         "interleaved-zb" if unit && m.is_multiple_of(p) && m >= 2 * p => Some(p - 1),
         "zb-h2" | "zbv" if unit && m >= 2 * p - 1 => Some(p - 1),
@@ -74,7 +93,7 @@ fn bubble(name: &str, &Shape { ranks: p, micro_batches: m, .. }: &Shape, costs: 
 /// Most chunks of activations alive on rank `r`.
 fn peak(name: &str, &Shape { ranks: p, chunks: v, micro_batches: m }: &Shape, r: u32) -> Option<u32> {
     match name {
-        "gpipe" | "looped-bfs" => Some(v * m),
+        "gpipe" | "looped-bfs" | "modular-pipeline" | "layered-accumulation" => Some(v * m),
         "1f1b" => Some(m.min(p - r)),
         "interleaved" if m.is_multiple_of(p) => Some((v * m).min((v - 1) * p + 2 * (p - 1 - r) + 1)),
         "zb-h1" => Some(m.min(p)),

@@ -1,5 +1,6 @@
 //! One file per schedule, one trait for all of them.
 
+mod automatic;
 mod dual_pipe_v;
 mod gpipe;
 mod interleaved;
@@ -15,6 +16,7 @@ mod zb_h1;
 mod zb_h2;
 mod zbv;
 
+pub use automatic::Automatic;
 pub use dual_pipe_v::DualPipeV;
 pub use gpipe::GPipe;
 pub use interleaved::Interleaved;
@@ -87,7 +89,7 @@ pub trait Schedule {
     }
 }
 
-/// Every schedule of this crate, in the order of its documentation.
+/// Every rule of this crate, in the order of its documentation.
 pub fn all() -> Vec<Box<dyn Schedule + Send + Sync>> {
     vec![
         Box::new(GPipe),
@@ -106,13 +108,14 @@ pub fn all() -> Vec<Box<dyn Schedule + Send + Sync>> {
     ]
 }
 
-/// The schedule of that name.
+/// The schedule of that name: a rule, or [`Automatic`] for costs that are all the same.
 ///
 /// # Errors
 /// [`Error::Unknown`], which lists the names there are.
 pub fn by_name(name: &str) -> Result<Box<dyn Schedule + Send + Sync>, Error> {
-    all().into_iter().find(|schedule| schedule.name() == name).ok_or_else(|| {
-        let known: Vec<&str> = all().iter().map(|schedule| schedule.name()).collect();
+    let known = || all().into_iter().chain([Box::new(Automatic::default()) as Box<dyn Schedule + Send + Sync>]);
+    known().find(|schedule| schedule.name() == name).ok_or_else(|| {
+        let known: Vec<&str> = known().map(|schedule| schedule.name()).collect();
         Error::Unknown { name: name.to_owned(), known: known.join(", ") }
     })
 }

@@ -3,6 +3,7 @@
 mod compare;
 mod model;
 mod plan;
+mod schedule;
 
 use std::process::ExitCode;
 
@@ -20,11 +21,13 @@ struct Cli {
 enum Command {
     Compare(Box<compare::Arguments>),
     Plan(plan::Arguments),
+    Schedule(Box<schedule::Arguments>),
 }
 
 fn main() -> ExitCode {
     match Cli::parse().command {
         Command::Compare(arguments) => compare::run(&arguments),
         Command::Plan(arguments) => plan::run(&arguments),
+        Command::Schedule(arguments) => schedule::run(&arguments),
     }
 }

@@ -1,0 +1,270 @@
+//! An order made for given costs and a given limit of live activations, instead of by a rule.
+//!
+//! In: costs, the limit, a placement. Out: the best of the rules that keep to the limit and of a handful of greedy
+//! orders, each grown by running all ranks side by side: whoever is free first takes what a policy says among the actions
+//! that have arrived. That is the plan of the heuristic of Qi et al. (arXiv 2401.10241, section 4): forwards up to the
+//! limit, then forward and input gradient in turn, weight gradients where a rank would wait anyway or where they have to
+//! make room, over a grid of choices.
+
+use std::collections::BTreeMap;
+
+use super::{InterleavedZeroBubble, Placement, Schedule, Shape, VHalf, VMin, ZbH1, ZbH2, Zbv};
+use crate::{Action, Cell, Costs, Durations, Error, Kind, simulate};
+
+/// The best order found for these costs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Automatic {
+    /// What the order is made for.
+    pub costs: Costs,
+    /// Most activations alive on any rank, in chunks of one micro-batch; V · P, what 1F1B keeps, if not given.
+    pub peak: Option<u32>,
+    /// Which rank runs which stages.
+    pub placement: Placement,
+}
+
+/// One tick per action, 1F1B's peak, two chunks in the shape of a V.
+impl Default for Automatic {
+    fn default() -> Self {
+        Self { costs: Costs::default(), peak: None, placement: Placement::V }
+    }
+}
+
+impl Schedule for Automatic {
+    fn name(&self) -> &'static str {
+        "automatic"
+    }
+
+    fn placement(&self) -> Placement {
+        self.placement
+    }
+
+    fn actions(&self, shape: &Shape) -> Result<Vec<Vec<Action>>, Error> {
+        shape.check(self.name())?;
+        let default = shape.chunks * shape.ranks;
+        let limit = self.peak.unwrap_or(default);
+        if limit < shape.chunks {
+            return Err(Error::Peak { schedule: self.name(), needed: shape.chunks, peak: limit });
+        }
+        // A rank that takes whatever has arrived is led astray by a message that is late by little: the orders that come
+        // out where messages take no time, or everything the same, are tried too.
+        let rules = self.rules().into_iter().filter_map(|rule| rule.actions(shape).ok());
+        let costs = [self.costs, Costs { transfer: 0, ..self.costs }, Costs::default()];
+        let grown = costs
+            .iter()
+            .flat_map(|costs| Policy::all().filter_map(move |policy| Growth::run(self, costs, shape, limit, policy)));
+        let timed = rules.chain(grown).filter_map(|rows| {
+            let cells: Vec<Vec<Cell>> = rows.iter().map(|row| row.iter().copied().map(Cell::One).collect()).collect();
+            let timeline = simulate(&cells, &self.costs).ok()?;
+            let peak = (0..rows.len()).map(|rank| timeline.peak(rank)).max()?;
+            (peak <= i64::from(limit)).then_some(((timeline.makespan(), peak), rows))
+        });
+        let best = timed.min_by_key(|(key, _)| *key).expect("without a cap on the warm-up every order gets to the end");
+        Ok(best.1)
+    }
+}
+
+impl Automatic {
+    /// The rules of the same placement that split backwards.
+    fn rules(&self) -> Vec<Box<dyn Schedule>> {
+        match self.placement {
+            Placement::V => vec![Box::new(Zbv), Box::new(VHalf), Box::new(VMin)],
+            Placement::Loop => vec![Box::new(ZbH1), Box::new(ZbH2), Box::new(InterleavedZeroBubble)],
+        }
+    }
+}
+
+/// How a free rank chooses.
+#[derive(Debug, Clone, Copy)]
+struct Policy {
+    first: First,
+    /// Of actions of the same kind: those of the stage nearer to the loss first, rather than of the earlier micro-batch.
+    deeper_first: bool,
+    /// A weight gradient is done if the next other action is known to be at least this many thirds of it away.
+    patience: u64,
+    /// Forwards of a rank before its first backward: as many as the limit allows, as ZB-H2's, or as 1F1B's.
+    warm_up: WarmUp,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum First {
+    Input,
+    Forward,
+    InTurn,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum WarmUp {
+    Limit,
+    RoundTrip,
+    Distance,
+}
+
+impl Policy {
+    fn all() -> impl Iterator<Item = Self> {
+        let firsts = [First::Input, First::Forward, First::InTurn].into_iter();
+        let orders = firsts.flat_map(|first| [false, true].map(|deeper_first| (first, deeper_first)));
+        let waits =
+            orders.flat_map(|(first, deeper_first)| [0, 1, 2, 3].map(|patience| (first, deeper_first, patience)));
+        waits.flat_map(|(first, deeper_first, patience)| {
+            [WarmUp::Limit, WarmUp::RoundTrip, WarmUp::Distance].map(|warm_up| Self {
+                first,
+                deeper_first,
+                patience,
+                warm_up,
+            })
+        })
+    }
+
+    fn warm_up(self, shape: &Shape, rank: u32) -> u32 {
+        let distance = shape.ranks - 1 - rank;
+        match self.warm_up {
+            WarmUp::Limit => u32::MAX,
+            WarmUp::RoundTrip => (shape.chunks - 1) * shape.ranks + 2 * distance + 1,
+            WarmUp::Distance => (shape.chunks - 1) * shape.ranks + distance + 1,
+        }
+    }
+}
+
+/// All ranks on their way.
+struct Growth<'a> {
+    automatic: &'a Automatic,
+    /// What the order is grown for.
+    costs: &'a Costs,
+    shape: &'a Shape,
+    limit: u32,
+    policy: Policy,
+    ranks: Vec<Rank>,
+    /// What each rank does next, as far as is known, and when.
+    next: Vec<Option<(u64, Action)>>,
+}
+
+#[derive(Default)]
+struct Rank {
+    row: Vec<Action>,
+    free: u64,
+    live: u32,
+    forwards: u32,
+    backwards: u32,
+    /// What can run, and from when on.
+    able: BTreeMap<Action, u64>,
+}
+
+impl<'a> Growth<'a> {
+    /// None if a cap on the warm-up stops it half-way.
+    fn run(
+        automatic: &'a Automatic,
+        costs: &'a Costs,
+        shape: &'a Shape,
+        limit: u32,
+        policy: Policy,
+    ) -> Option<Vec<Vec<Action>>> {
+        let ranks: Vec<Rank> = (0..shape.ranks).map(|_| Rank::default()).collect();
+        let next = vec![None; ranks.len()];
+        let mut growth = Self { automatic, costs, shape, limit, policy, ranks, next };
+        growth.arrive(Action::new(Kind::Forward, 0, 0), 0);
+        // Whoever starts first is next, so that nothing is decided before what it should know has happened.
+        while let Some((start, rank, action)) =
+            (0..).zip(&growth.next).filter_map(|(rank, next)| next.map(|(start, action)| (start, rank, action))).min()
+        {
+            growth.take(rank, action, start);
+        }
+        let done: usize = growth.ranks.iter().map(|rank| rank.row.len()).sum();
+        let all = (shape.ranks * shape.chunks * shape.micro_batches) as usize * 3;
+        (done == all).then(|| growth.ranks.into_iter().map(|rank| rank.row).collect())
+    }
+
+    fn choose(&self, index: usize) -> Option<(u64, Action)> {
+        let rank = &self.ranks[index];
+        let waiting = rank.able.iter().filter(|(action, _)| action.kind != Kind::BackwardWeight);
+        let allowed = waiting.filter(|(action, _)| action.kind != Kind::Forward || self.has_room(index, **action));
+        let soonest = allowed.clone().map(|(_, &arrival)| arrival.max(rank.free)).min();
+        let weight = rank.able.keys().find(|action| action.kind == Kind::BackwardWeight);
+        if let Some(&weight) = weight {
+            let cost = self.costs.action(weight);
+            if soonest.is_none_or(|start| start > rank.free && 3 * (start - rank.free) >= self.policy.patience * cost) {
+                return Some((rank.free, weight));
+            }
+        }
+        let start = soonest?;
+        let there = allowed.filter(|&(_, &arrival)| arrival <= start);
+        let (&action, _) = there.min_by_key(|&(&action, _)| self.preference(rank, action))?;
+        Some((start, action))
+    }
+
+    /// Less is sooner.
+    fn preference(&self, rank: &Rank, action: Action) -> (bool, u32, u32) {
+        let is_forward = action.kind == Kind::Forward;
+        let wants_forward = match self.policy.first {
+            First::Input => false,
+            First::Forward => true,
+            First::InTurn => rank.row.last().is_some_and(|last| last.kind != Kind::Forward),
+        };
+        let (stage, micro_batch) = (action.stage.0, action.micro_batch.0);
+        // The loss is past the last stage: forwards run towards it, backwards away from it.
+        let to_go = if is_forward { self.shape.ranks * self.shape.chunks - 1 - stage } else { stage };
+        let order = if self.policy.deeper_first { (to_go, micro_batch) } else { (micro_batch, to_go) };
+        (is_forward != wants_forward, order.0, order.1)
+    }
+
+    /// A forward that starts a micro-batch leaves room for its later chunks, one at a time, so that whatever is under
+    /// way can always be finished.
+    fn has_room(&self, index: usize, action: Action) -> bool {
+        let rank = &self.ranks[index];
+        let chunk = (action.stage.0 / self.shape.ranks).min(self.shape.chunks - 1);
+        let later = self.shape.chunks - 1 - chunk;
+        let warms_up = rank.backwards == 0 && later > 0 || self.shape.chunks == 1 && rank.backwards == 0;
+        let warm_up = self.policy.warm_up(self.shape, index as u32);
+        rank.live + 1 + later <= self.limit && !(warms_up && rank.forwards >= warm_up)
+    }
+
+    fn take(&mut self, index: usize, action: Action, start: u64) {
+        let Action { kind, stage, micro_batch } = action;
+        let end = start + self.costs.action(action);
+        let rank = &mut self.ranks[index];
+        rank.able.remove(&action);
+        rank.free = end;
+        rank.row.push(action);
+        match kind {
+            Kind::Forward => (rank.live, rank.forwards) = (rank.live + 1, rank.forwards + 1),
+            Kind::BackwardInput => rank.backwards += 1,
+            Kind::BackwardWeight | Kind::Backward => rank.live -= 1,
+        }
+        let last = self.shape.ranks * self.shape.chunks - 1;
+        if kind == Kind::Forward && stage.0 == 0 && micro_batch.0 + 1 < self.shape.micro_batches {
+            self.arrive(Action::new(Kind::Forward, 0, micro_batch.0 + 1), 0);
+        }
+        match kind {
+            Kind::Forward if stage.0 == last => {
+                self.arrive(Action::new(Kind::BackwardInput, stage.0, micro_batch.0), end)
+            }
+            Kind::Forward => self.hand_over(index, Action::new(Kind::Forward, stage.0 + 1, micro_batch.0), end, action),
+            Kind::BackwardInput => {
+                self.arrive(Action { kind: Kind::BackwardWeight, ..action }, end);
+                if let Some(above) = stage.0.checked_sub(1) {
+                    self.hand_over(index, Action::new(Kind::BackwardInput, above, micro_batch.0), end, action);
+                }
+            }
+            Kind::BackwardWeight | Kind::Backward => {}
+        }
+        self.next[index] = self.choose(index);
+    }
+
+    fn hand_over(&mut self, from: usize, action: Action, end: u64, made_by: Action) {
+        let transfer = if self.owner(action) == from { 0 } else { self.costs.transfer(made_by) };
+        self.arrive(action, end + transfer);
+    }
+
+    fn arrive(&mut self, action: Action, at: u64) {
+        let owner = self.owner(action);
+        self.ranks[owner].able.insert(action, at);
+        self.next[owner] = self.choose(owner);
+    }
+
+    fn owner(&self, action: Action) -> usize {
+        let (chunk, place) = (action.stage.0 / self.shape.ranks, action.stage.0 % self.shape.ranks);
+        match self.automatic.placement {
+            Placement::V if chunk % 2 == 1 => (self.shape.ranks - 1 - place) as usize,
+            Placement::V | Placement::Loop => place as usize,
+        }
+    }
+}

@@ -1,0 +1,305 @@
+//! `gapless schedule`: who does what when, checked, simulated and drawn.
+
+use std::io::Write;
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::{Context, bail};
+use gapless_parallel::{
+    Automatic, Cell, Costs, Interleaved, Placement, Schedule, Sends, Shape, Timeline, Violation, Waits, by_name, check,
+    communicate, fetch_weights, read_table, reduce_gradients, simulate, update_weights, write_table,
+};
+
+/// Print a pipeline schedule, or check and draw a table of your own.
+///
+/// A cell is a stage, what is done and a micro-batch: F forward, B whole backward, I input gradient, W weight gradient.
+/// Exit code: 0 when the table trains, 2 for bad input, 3 when the checker refuses it.
+#[derive(Debug, clap::Args)]
+#[command(group = clap::ArgGroup::new("input").required(true))]
+pub struct Arguments {
+    /// gpipe, 1f1b, interleaved, looped-bfs, zb-h1, interleaved-zb, zb-h2, zbv, v-half, v-min, dualpipev,
+    /// layered-accumulation, modular-pipeline, or automatic: an order made for the ticks given below.
+    #[arg(group = "input", requires = "ranks", requires = "micro_batches")]
+    name: Option<String>,
+    /// A table of your own instead: PyTorch's CSV, one row per rank.
+    #[arg(long, value_name = "FILE.csv", group = "input", conflicts_with_all = ["ranks", "chunks", "micro_batches"])]
+    table: Option<PathBuf>,
+    /// Pipeline ranks.
+    #[arg(long, value_name = "P")]
+    ranks: Option<u32>,
+    /// Stages per rank; one if not given, two for schedules in the shape of a V.
+    #[arg(long, value_name = "V")]
+    chunks: Option<u32>,
+    /// Micro-batches per step.
+    #[arg(long, value_name = "M")]
+    micro_batches: Option<u32>,
+    /// Of interleaved: how many micro-batches pass one chunk before the next has its turn (Megatron's micro-batch group
+    /// size per virtual stage); without it, micro-batches are dealt into as many equal rounds as keep all ranks busy.
+    #[arg(long, value_name = "N", conflicts_with = "table")]
+    micro_batch_group: Option<u32>,
+    /// Of automatic: most activations alive on a rank, each of one stage and one micro-batch; what 1F1B keeps if not given.
+    #[arg(long, value_name = "ACTIVATIONS", conflicts_with = "table")]
+    peak: Option<u32>,
+    #[command(flatten)]
+    lowering: Lowering,
+    #[command(flatten)]
+    durations: Durations,
+    /// Print the table as CSV.
+    #[arg(long, conflicts_with = "json")]
+    csv: bool,
+    /// Print the table, when everything runs, makespan, bubbles and peaks as JSON.
+    #[arg(long)]
+    json: bool,
+    /// Where to draw the timeline.
+    #[arg(long, value_name = "FILE.svg")]
+    svg: Option<PathBuf>,
+    /// Where to write the timeline for Chrome's viewer or Perfetto.
+    #[arg(long, value_name = "FILE.json")]
+    trace: Option<PathBuf>,
+    /// Characters per line of the picture; 0 for lines without end.
+    #[arg(long, value_name = "COLUMNS", default_value_t = 160)]
+    width: usize,
+}
+
+/// What is put around the actions.
+#[derive(Debug, clap::Args)]
+struct Lowering {
+    /// Put sends, receives and waits into the table, as PyTorch's runtime does.
+    #[arg(long, visible_alias = "comm")]
+    communicate: bool,
+    /// With --communicate: wait for a send before the stage's next one, not after the micro-batch's backward.
+    #[arg(long, requires = "communicate")]
+    wait_early: bool,
+    /// Put the reduction of each stage's gradients after the last of them.
+    #[arg(long)]
+    reduce_gradients: bool,
+    /// Put the update of every stage's weights at the end.
+    #[arg(long)]
+    update_weights: bool,
+    /// Fetch the weights of so many stages at a time, and release them in between.
+    #[arg(long, value_name = "STAGES")]
+    fetch_weights: Option<NonZeroUsize>,
+}
+
+/// Ticks; one number for all stages, or as many as there are stages with commas between them.
+#[derive(Debug, clap::Args)]
+#[command(next_help_heading = "Ticks, one number or one per stage with commas between them")]
+struct Durations {
+    /// Of a forward.
+    #[arg(long, value_name = "TICKS", value_delimiter = ',', default_value = "1")]
+    forward: Vec<u32>,
+    /// Of an input gradient.
+    #[arg(long, value_name = "TICKS", value_delimiter = ',', default_value = "1")]
+    backward_input: Vec<u32>,
+    /// Of a weight gradient.
+    #[arg(long, value_name = "TICKS", value_delimiter = ',', default_value = "1")]
+    backward_weight: Vec<u32>,
+    /// Of a forward and a whole backward side by side; as one after the other, if not given.
+    #[arg(long, value_name = "TICKS", value_delimiter = ',')]
+    overlapped: Vec<u32>,
+    /// Of a message from one rank to another.
+    #[arg(long, value_name = "TICKS", value_delimiter = ',', default_value = "0")]
+    transfer: Vec<u32>,
+}
+
+/// Does what the arguments ask and says how it went.
+pub fn run(arguments: &Arguments) -> ExitCode {
+    match show(arguments) {
+        Ok(violations) if violations.is_empty() => ExitCode::SUCCESS,
+        Ok(violations) => {
+            eprintln!("gapless schedule: the table does not train, for {} reason(s):", violations.len());
+            violations.iter().for_each(|violation| eprintln!("  {violation}"));
+            ExitCode::from(3)
+        }
+        Err(error) => {
+            eprintln!("gapless schedule: {error:#}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+/// Shows nothing of a table that the checker refuses.
+fn show(arguments: &Arguments) -> anyhow::Result<Vec<Violation>> {
+    let (title, actions) = read(arguments)?;
+    let extent = Extent::of(&actions)?;
+    let violations = check(&actions, extent.stages, extent.micro_batches, Sends::Buffered);
+    if !violations.is_empty() {
+        return Ok(violations);
+    }
+    let costs = arguments.durations.costs(extent.stages)?;
+    let table = arguments.lowering.lower(actions)?;
+    let violations = check(&table, extent.stages, extent.micro_batches, Sends::Buffered);
+    if !violations.is_empty() {
+        return Ok(violations);
+    }
+    if has_messages(&table) && !check(&table, extent.stages, extent.micro_batches, Sends::Blocking).is_empty() {
+        eprintln!("gapless schedule: this table needs buffered sends; --communicate puts its messages anew without");
+    }
+    let timeline = simulate(&table, &costs[..])?;
+    let write = |path: &Option<PathBuf>, picture: &dyn Fn() -> String| match path {
+        Some(path) => std::fs::write(path, picture()).with_context(|| format!("cannot write {}", path.display())),
+        None => Ok(()),
+    };
+    write(&arguments.svg, &|| timeline.svg())?;
+    write(&arguments.trace, &|| timeline.trace())?;
+    let text = match arguments {
+        Arguments { csv: true, .. } => write_table(&table),
+        Arguments { json: true, .. } => json(&title, &extent, &table, &timeline) + "\n",
+        _ => text(&title, &extent, &timeline, arguments.width),
+    };
+    std::io::stdout().lock().write_all(text.as_bytes())?;
+    Ok(violations)
+}
+
+/// The table that is meant, and what to call it.
+fn read(arguments: &Arguments) -> anyhow::Result<(String, Vec<Vec<Cell>>)> {
+    let Some(name) = &arguments.name else {
+        let path = arguments.table.as_deref().context("nothing to show; give a name, or --table")?;
+        return read_file(path).with_context(|| format!("cannot read {}", path.display()));
+    };
+    let mut schedule: Box<dyn Schedule + Send + Sync> = by_name(name)?;
+    if name == Automatic::default().name() {
+        // A V turns back at every chunk: with an odd number of them it would not come back to where it began.
+        let is_loop = arguments.chunks.is_some_and(|chunks| !chunks.is_multiple_of(2));
+        let placement = if is_loop { Placement::Loop } else { Placement::V };
+        let costs = arguments.durations.costs(1).context("automatic knows stages of equal costs only")?[0];
+        schedule = Box::new(Automatic { costs, peak: arguments.peak, placement });
+    } else if arguments.peak.is_some() {
+        bail!("{name} keeps what it keeps; leave --peak out, or ask for automatic");
+    }
+    if let Some(group) = arguments.micro_batch_group {
+        if name != Interleaved::default().name() {
+            bail!("{name} has no micro-batch groups; leave --micro-batch-group out, or ask for interleaved");
+        }
+        schedule = Box::new(Interleaved { micro_batch_group: Some(group) });
+    }
+    let default_chunks = match schedule.placement() {
+        Placement::Loop => 1,
+        Placement::V => 2,
+    };
+    let shape = Shape {
+        ranks: arguments.ranks.context("how many --ranks?")?,
+        chunks: arguments.chunks.unwrap_or(default_chunks),
+        micro_batches: arguments.micro_batches.context("how many --micro-batches?")?,
+    };
+    Ok((name.clone(), schedule.table(&shape)?))
+}
+
+fn read_file(path: &Path) -> anyhow::Result<(String, Vec<Vec<Cell>>)> {
+    let text = std::fs::read_to_string(path)?;
+    // An empty row is a rank with nothing to do, but at the end it is an editor's.
+    let table = read_table(text.trim_end())?;
+    Ok((path.file_name().unwrap_or_default().to_string_lossy().into_owned(), table))
+}
+
+/// How far a table reaches.
+struct Extent {
+    ranks: usize,
+    stages: u32,
+    micro_batches: u32,
+}
+
+impl Extent {
+    fn of(table: &[Vec<Cell>]) -> anyhow::Result<Self> {
+        let actions = || table.iter().flatten().flat_map(Cell::actions);
+        let (Some(stage), Some(micro_batch)) =
+            (actions().map(|action| action.stage.0).max(), actions().map(|action| action.micro_batch.0).max())
+        else {
+            bail!("there are no actions in the table");
+        };
+        let (stages, micro_batches) = (u64::from(stage) + 1, u64::from(micro_batch) + 1);
+        // A slip of a digit would else be answered by a list of all that is missing.
+        let count = actions().count() as u64;
+        if stages * micro_batches > 2 * count + 64 {
+            bail!("stage {stage} and micro-batch {micro_batch} are in a table of {count} actions; one is a slip");
+        }
+        Ok(Self { ranks: table.len(), stages: stages as u32, micro_batches: micro_batches as u32 })
+    }
+}
+
+impl Lowering {
+    fn lower(&self, mut table: Vec<Vec<Cell>>) -> anyhow::Result<Vec<Vec<Cell>>> {
+        if self.reduce_gradients {
+            table = reduce_gradients(&table);
+        }
+        if self.update_weights {
+            table = update_weights(&table);
+        }
+        if let Some(stages) = self.fetch_weights {
+            table = fetch_weights(&table, stages);
+        }
+        if self.communicate {
+            table = communicate(&table, if self.wait_early { Waits::NextSend } else { Waits::Late })?;
+        }
+        Ok(table)
+    }
+}
+
+impl Durations {
+    fn costs(&self, stages: u32) -> anyhow::Result<Vec<Costs>> {
+        let lists = [
+            ("--forward", &self.forward),
+            ("--backward-input", &self.backward_input),
+            ("--backward-weight", &self.backward_weight),
+            ("--overlapped", &self.overlapped),
+            ("--transfer", &self.transfer),
+        ];
+        for (flag, list) in lists {
+            if list.len() > 1 && list.len() != stages as usize {
+                bail!("{flag} has {} numbers for {stages} stages; give one for all, or one for each", list.len());
+            }
+        }
+        let of_stage = |stage: usize| {
+            let of = |list: &[u32]| list.get(stage).or(list.first()).copied().map(u64::from);
+            let [forward, backward_input, backward_weight, overlapped, transfer] = lists.map(|(_, list)| of(list));
+            let [forward, backward_input, backward_weight, transfer] =
+                [forward, backward_input, backward_weight, transfer].map(Option::unwrap_or_default);
+            let overlapped = overlapped.unwrap_or(forward + backward_input + backward_weight);
+            Costs { forward, backward_input, backward_weight, overlapped, transfer }
+        };
+        Ok((0..stages as usize).map(of_stage).collect())
+    }
+}
+
+fn has_messages(table: &[Vec<Cell>]) -> bool {
+    table.iter().flatten().any(|cell| matches!(cell, Cell::Communicate(message) if message.micro_batch.is_some()))
+}
+
+fn json(title: &str, extent: &Extent, table: &[Vec<Cell>], timeline: &Timeline) -> String {
+    let spans = timeline.ranks.iter().map(|spans| {
+        let span = |span: &gapless_parallel::Span| {
+            serde_json::json!({"cell": span.cell.to_string(), "start": span.start, "end": span.end})
+        };
+        spans.iter().map(span).collect::<Vec<_>>()
+    });
+    let table: Vec<Vec<String>> = table.iter().map(|row| row.iter().map(Cell::to_string).collect()).collect();
+    serde_json::json!({
+        "name": title,
+        "ranks": extent.ranks,
+        "stages": extent.stages,
+        "micro_batches": extent.micro_batches,
+        "table": table,
+        "spans": spans.collect::<Vec<_>>(),
+        "makespan": timeline.makespan(),
+        "bubble": (0..extent.ranks).map(|rank| timeline.bubble(rank)).collect::<Vec<_>>(),
+        "bubble_share": timeline.bubble_share(),
+        "peak": (0..extent.ranks).map(|rank| timeline.peak(rank)).collect::<Vec<_>>(),
+    })
+    .to_string()
+}
+
+fn text(title: &str, extent: &Extent, timeline: &Timeline, width: usize) -> String {
+    let &Extent { ranks, stages, micro_batches } = extent;
+    let gantt = timeline.gantt_folded(if width == 0 { usize::MAX } else { width });
+    let (makespan, share) = (timeline.makespan(), 100.0 * timeline.bubble_share());
+    let mut text = format!(
+        "{title}: {ranks} rank(s), {stages} stage(s), {micro_batches} micro-batch(es)\n\n{gantt}\n\
+         makespan {makespan} ticks, bubble {share:.1} %\n\n rank  busy ticks  idle ticks  peak activations\n"
+    );
+    for rank in 0..ranks {
+        let (idle, peak) = (timeline.bubble(rank), timeline.peak(rank));
+        text += &format!("{rank:5}  {:10}  {idle:10}  {peak:16}\n", makespan - idle);
+    }
+    text + "\nAn activation is what one stage keeps of one micro-batch.\n"
+}

@@ -1,0 +1,147 @@
+//! `gapless schedule` as its users see it: exit codes, tables, pictures, JSON.
+
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Output};
+
+fn gapless(folder: &Path, arguments: &str) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_gapless"))
+        .arg("schedule")
+        .args(arguments.split_whitespace())
+        .current_dir(folder)
+        .output()
+        .unwrap()
+}
+
+/// What a command that must succeed prints.
+fn printed(folder: &Path, arguments: &str) -> String {
+    let output = gapless(folder, arguments);
+    assert!(output.status.success(), "{arguments}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[test]
+fn exit_codes_tell_what_happened() {
+    let folder = tempfile::tempdir().unwrap();
+    for (name, table) in [
+        ("good.csv", "0F0,0F1,,0B0,,0B1\n1F0,1B0,1F1,1B1\n\n"),
+        ("wrong.csv", "0F0,0B0,0F1\n1F1,1B1,1F0,1B0\n"),
+        (
+            "crossed.csv",
+            "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1\n",
+        ),
+        ("garbled.csv", "0F0,0B0\n1F0,zero\n"),
+        ("slip.csv", "0F0,0B0,0F4294967295,4294967295B1\n"),
+        ("empty.csv", "\n"),
+    ] {
+        fs::write(folder.path().join(name), table).unwrap();
+    }
+    for (arguments, code, words) in [
+        ("1f1b --ranks 2 --micro-batches 2", 0, "makespan 9 ticks"),
+        ("2f2b --ranks 2 --micro-batches 2", 2, "no schedule is called \"2f2b\"; there are gpipe, 1f1b"),
+        ("zbv --ranks 2 --chunks 1 --micro-batches 2", 2, "zbv runs 2 chunk(s) per rank, not 1"),
+        ("dualpipev --ranks 4 --micro-batches 2", 2, "dualpipev needs at least 8 micro-batches, not 2"),
+        ("interleaved --ranks 4 --micro-batches 9", 2, "do not split into 2 equal rounds"),
+        ("gpipe --ranks 0 --micro-batches 1", 2, "ranks must be at least 1"),
+        ("gpipe --ranks 4000000000 --micro-batches 4000000000", 2, "do not fit 32 bits"),
+        ("gpipe --ranks 2", 2, "--micro-batches"),
+        ("", 2, "--table"),
+        ("gpipe --table good.csv --ranks 1 --micro-batches 1", 2, "cannot be used with"),
+        ("gpipe --ranks 2 --micro-batches 2 --micro-batch-group 2", 2, "gpipe has no micro-batch groups"),
+        ("gpipe --ranks 2 --micro-batches 2 --peak 2", 2, "leave --peak out, or ask for automatic"),
+        ("automatic --ranks 2 --micro-batches 2 --peak 1", 2, "keeps at least 2 activations alive"),
+        ("automatic --ranks 2 --micro-batches 2 --forward 1,2", 2, "stages of equal costs only"),
+        ("automatic --ranks 2 --micro-batches 2 --backward-weight 3", 0, "automatic: 2 rank(s), 4 stage(s)"),
+        ("gpipe --ranks 2 --micro-batches 2 --forward 1,2,3", 2, "--forward has 3 numbers for 2 stages"),
+        ("gpipe --ranks 2 --micro-batches 2 --forward -1", 2, "unexpected argument"),
+        ("gpipe --ranks 2 --micro-batches 2 --svg none/such.svg", 2, "cannot write none/such.svg"),
+        ("--table good.csv", 0, "good.csv: 2 rank(s), 2 stage(s), 2 micro-batch(es)"),
+        ("--table none.csv", 2, "cannot read none.csv"),
+        ("--table garbled.csv", 2, "row 2, cell 2: \"zero\" is not stage, kind and micro-batch"),
+        ("--table slip.csv", 2, "are in a table of 4 actions; one is a slip"),
+        ("--table empty.csv", 2, "there are no actions in the table"),
+        ("--table wrong.csv", 3, "stage 0 of micro-batch 1 has no backward"),
+        ("--table wrong.csv", 3, "rank 1 waits for ever at 1F1"),
+        ("--table crossed.csv", 0, "this table needs buffered sends"),
+    ] {
+        let output = gapless(folder.path(), arguments);
+        let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(code), "{arguments}: {text}");
+        assert!(text.contains(words), "{arguments}: {text}");
+    }
+}
+
+#[test]
+fn the_text_form() {
+    let folder = tempfile::tempdir().unwrap();
+    let expected = "\
+1f1b: 2 rank(s), 2 stage(s), 2 micro-batch(es)
+
+rank 0 │ 0F0 0F1 ·   ·   0B0     ·   0B1
+rank 1 │ ·   1F0 1B0     1F1 1B1     ·   ·
+
+makespan 9 ticks, bubble 33.3 %
+
+ rank  busy ticks  idle ticks  peak activations
+    0           6           3                 2
+    1           6           3                 1
+
+An activation is what one stage keeps of one micro-batch.
+";
+    assert_eq!(printed(folder.path(), "1f1b --ranks 2 --micro-batches 2"), expected);
+}
+
+#[test]
+fn long_pictures_fold() {
+    let folder = tempfile::tempdir().unwrap();
+    let text = printed(folder.path(), "zb-h1 --ranks 12 --micro-batches 64 --width 100 --forward 1000 --transfer 20");
+    assert!(text.lines().all(|line| line.chars().count() <= 100), "{text}");
+    assert!(text.lines().filter(|line| line.starts_with("from tick ")).count() > 1, "{text}");
+    let endless = printed(folder.path(), "zb-h1 --ranks 12 --micro-batches 64 --width 0");
+    assert_eq!(endless.lines().filter(|line| line.starts_with("rank ")).count(), 12, "{endless}");
+}
+
+#[test]
+fn tables_come_back() {
+    let folder = tempfile::tempdir().unwrap();
+    for (schedule, expected) in [
+        ("zb-h1 --ranks 2 --micro-batches 2", "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"),
+        (
+            "interleaved --ranks 2 --chunks 2 --micro-batches 4 --micro-batch-group 4",
+            "0F0,0F1,0F2,0F3,2F0,2F1,2F2,2B0,2F3,2B1,2B2,2B3,0B0,0B1,0B2,0B3\n\
+             1F0,1F1,1F2,1F3,3F0,3B0,3F1,3B1,3F2,3B2,3F3,3B3,1B0,1B1,1B2,1B3\n",
+        ),
+        (
+            "gpipe --ranks 2 --micro-batches 1 --comm --reduce-gradients --update-weights --fetch-weights 1",
+            "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0WAIT_SEND_F0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD,0UPDATE,0RESHARD\n\
+             1UNSHARD,1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD,1WAIT_REDUCE_GRAD,1UPDATE,1RESHARD,1WAIT_SEND_B0\n",
+        ),
+    ] {
+        let table = printed(folder.path(), &format!("{schedule} --csv"));
+        assert_eq!(table, expected);
+        fs::write(folder.path().join("own.csv"), &table).unwrap();
+        assert_eq!(printed(folder.path(), "--table own.csv --csv"), expected);
+    }
+}
+
+#[test]
+fn prints_json_and_draws() {
+    let folder = tempfile::tempdir().unwrap();
+    let read = |text: &str| serde_json::from_str::<serde_json::Value>(text).unwrap();
+    let json = read(&printed(
+        folder.path(),
+        "1f1b --ranks 2 --micro-batches 2 --forward 3,4 --transfer 1 --json --svg a.svg --trace a.json",
+    ));
+    assert_eq!(json["table"][1], serde_json::json!(["1F0", "1B0", "1F1", "1B1"]));
+    // 0F0 takes 3 and its message 1; 1F0 4, 1B0 2, 1F1 4, 1B1 2, message 1, 0B1 2.
+    assert_eq!((&json["spans"][1][0]["start"], &json["spans"][1][0]["end"]), (&4.into(), &8.into()));
+    assert_eq!((&json["makespan"], &json["peak"]), (&19.into(), &serde_json::json!([2, 1])));
+    assert_eq!(json["bubble"], serde_json::json!([9, 7]));
+    let svg = fs::read_to_string(folder.path().join("a.svg")).unwrap();
+    assert_eq!((svg.matches("<g>").count(), svg.matches("<title>0F0 [0, 3)</title>").count()), (8, 1));
+    let trace = read(&fs::read_to_string(folder.path().join("a.json")).unwrap());
+    let events = trace["traceEvents"].as_array().unwrap();
+    let complete: Vec<_> = events.iter().filter(|event| event["ph"] == "X").collect();
+    assert_eq!(complete.len(), 8);
+    assert_eq!((&complete[0]["name"], &complete[0]["ts"], &complete[0]["dur"]), (&"0F0".into(), &0.into(), &3.into()));
+}
