@@ -218,6 +218,28 @@ rank 1 │ ·   1F0 1B0     1F1 1B1     ·   ·
 ";
     assert_eq!(timeline.gantt(), expected);
     assert_eq!(timeline.live(0), [(0, 1), (1, 2), (6, 1), (9, 0)]);
+    let folded = "\
+from tick 0
+rank 0 │ 0F0 0F1 ·   ·
+rank 1 │ ·   1F0 1B0
+
+from tick 4
+rank 0 │ 0B0     ·   0B1
+rank 1 │ 1F1 1B1     ·
+
+from tick 8
+rank 0 │ …
+rank 1 │ ·
+";
+    assert_eq!(timeline.gantt_folded(27), folded);
+    // Ticks of no common measure: every label fits, and starts where its box starts, rounded.
+    let costs = Costs { forward: 7, backward_input: 5, backward_weight: 4, overlapped: 16, transfer: 1 };
+    let timeline = simulate(&table, &costs).unwrap();
+    let expected = "\
+rank 0 │ 0F0 0F1 ·   · 0B0  ·   0B1
+rank 1 │ ·   ·1F0 1B0  1F1 1B1  ·   ·
+";
+    assert_eq!(timeline.gantt(), expected);
     let svg = timeline.svg();
     assert_eq!((svg.matches("<g>").count(), svg.matches("</g>").count()), (8, 8));
 }

@@ -13,14 +13,14 @@ impl Timeline {
     }
 
     /// The same in as many parts, below each other, as lines of `columns` characters at most take. Each part but a lone
-    /// one says from which tick on it is.
+    /// one says from which tick on it is; what goes on from one part to the next is marked with an ellipsis.
     pub fn gantt_folded(&self, columns: usize) -> String {
         let scale = Scale::fitting(self);
         let digits = self.ranks.len().saturating_sub(1).to_string().len();
         let head = |rank: usize| format!("rank {rank:digits$} │ ");
         let room = columns.saturating_sub(head(0).chars().count()) / scale.width * scale.width;
         let room = room.clamp(scale.width, scale.column(self.makespan()).max(scale.width));
-        let lines: Vec<Vec<char>> = (0..self.ranks.len()).map(|rank| self.line(rank, &scale)).collect();
+        let lines: Vec<Vec<char>> = (0..self.ranks.len()).map(|rank| self.line(rank, &scale, room)).collect();
         let parts = scale.column(self.makespan()).div_ceil(room).max(1);
         let part = |part: usize| {
             let title = match parts {
@@ -36,7 +36,8 @@ impl Timeline {
         (0..parts).map(part).collect()
     }
 
-    fn line(&self, rank: usize, scale: &Scale) -> Vec<char> {
+    /// One rank's line, to be cut every `room` characters.
+    fn line(&self, rank: usize, scale: &Scale, room: usize) -> Vec<char> {
         let mut line = vec![' '; scale.column(self.makespan())];
         let idle = |line: &mut Vec<char>, start, end| {
             (scale.column(start)..scale.column(end)).step_by(scale.width).for_each(|at| line[at] = '·');
@@ -45,9 +46,23 @@ impl Timeline {
         for span in self.ranks[rank].iter().filter(|span| span.end > span.start) {
             idle(&mut line, now, span.start);
             let (start, end) = (scale.column(span.start), scale.column(span.end));
+            let label: Vec<char> = label(&span.cell).chars().collect();
+            let cut = (start / room + 1) * room;
+            let borders = (cut..end).step_by(room);
+            borders.for_each(|border| line[border] = '…');
             // A blank keeps it apart from the next, if there is room for more than that.
-            let room = (end - start).saturating_sub(1).max(1).min(end - start);
-            for (at, letter) in (start..start + room).zip(label(&span.cell).chars()) {
+            let last = if end > start + 1 { end - 1 } else { end };
+            // Where the line is cut before the label ends, it goes behind the cut, if it fits there.
+            let fits_before = last <= cut || start + label.len() <= cut;
+            let (from, to) = match fits_before {
+                true => (start, last),
+                false if cut + label.len() <= last => (cut, last),
+                false => (start, cut),
+            };
+            if from > start {
+                line[start] = '…';
+            }
+            for (at, letter) in (from..to).zip(label) {
                 line[at] = letter;
             }
             now = span.end;

@@ -212,7 +212,7 @@ impl<'a> Growth<'a> {
         let rank = &self.ranks[index];
         let chunk = (action.stage.0 / self.shape.ranks).min(self.shape.chunks - 1);
         let later = self.shape.chunks - 1 - chunk;
-        let warms_up = rank.backwards == 0 && later > 0 || self.shape.chunks == 1 && rank.backwards == 0;
+        let warms_up = rank.backwards == 0 && (later > 0 || self.shape.chunks == 1);
         let warm_up = self.policy.warm_up(self.shape, index as u32);
         rank.live + 1 + later <= self.limit && !(warms_up && rank.forwards >= warm_up)
     }
