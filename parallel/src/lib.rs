@@ -17,6 +17,17 @@
 //! rank 0 │ F0 F1 ·· B0 F2 B1 ·· B2
 //! rank 1 │ ·· F0 B0 F1 B1 F2 B2 ··
 //! ```
+//!
+//! What can be done with a table of [`Cell`]s, from here or from elsewhere:
+//!
+//! ```text
+//! Schedule ──▶ table ──▶ reduce_gradients, update_weights, fetch_weights ──▶ communicate ──▶ table
+//!            read_table                                                                     │
+//!                                     write_table ◀── check ◀───────────────────────────────┤
+//!                                gantt, svg, trace ◀── Timeline (bubble, live, live_bytes) ◀── simulate(Durations)
+//! ```
+//!
+//! [`check()`] and [`simulate`] know none of the generators and none of the passes.
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
 

@@ -64,6 +64,29 @@ impl Placement {
 }
 
 /// An order of work for every rank. Implement it to bring your own: nothing here knows the list below.
+///
+/// ```
+/// use gapless_parallel::{Action, Error, Kind, Schedule, Sends, Shape, check};
+///
+/// /// One micro-batch after the other, so that a single one is ever alive.
+/// struct OneByOne;
+///
+/// impl Schedule for OneByOne {
+///     fn name(&self) -> &'static str {
+///         "one-by-one"
+///     }
+///
+///     fn actions(&self, shape: &Shape) -> Result<Vec<Vec<Action>>, Error> {
+///         let both = |stage, m| [Kind::Forward, Kind::Backward].map(|kind| Action::new(kind, stage, m));
+///         let rank = |stage| (0..shape.micro_batches).flat_map(|m| both(stage, m)).collect();
+///         Ok((0..shape.ranks).map(rank).collect())
+///     }
+/// }
+///
+/// let table = OneByOne.table(&Shape { ranks: 3, chunks: 1, micro_batches: 4 })?;
+/// assert_eq!(check(&table, 3, 4, Sends::Blocking), []);
+/// # Ok::<(), Error>(())
+/// ```
 pub trait Schedule {
     /// The name used on the command line and in reports.
     fn name(&self) -> &'static str;

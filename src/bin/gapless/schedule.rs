@@ -11,6 +11,9 @@ use gapless_parallel::{
     communicate, fetch_weights, read_table, reduce_gradients, simulate, update_weights, write_table,
 };
 
+/// Actions, but for a small factor, that are still made and drawn: within seconds.
+const MOST_ACTIONS: u128 = 1 << 21;
+
 /// Print a pipeline schedule, or check and draw a table of your own.
 ///
 /// A cell is a stage, what is done and a micro-batch: F forward, B whole backward, I input gradient, W weight gradient.
@@ -183,6 +186,13 @@ fn read(arguments: &Arguments) -> anyhow::Result<(String, Vec<Vec<Cell>>)> {
         chunks: arguments.chunks.unwrap_or(default_chunks),
         micro_batches: arguments.micro_batches.context("how many --micro-batches?")?,
     };
+    // Some rules fill and drain the pipeline with as many micro-batches again as there are ranks.
+    let actions = [shape.ranks, shape.chunks].map(u128::from).iter().product::<u128>()
+        * (u128::from(shape.micro_batches) + u128::from(shape.ranks));
+    if actions > MOST_ACTIONS {
+        let Shape { ranks, chunks, micro_batches } = shape;
+        bail!("{ranks} ranks × {chunks} chunks × {micro_batches} micro-batches are too many to show; ask for fewer");
+    }
     Ok((name.clone(), schedule.table(&shape)?))
 }
 
@@ -208,9 +218,9 @@ impl Extent {
         else {
             bail!("there are no actions in the table");
         };
-        let (stages, micro_batches) = (u64::from(stage) + 1, u64::from(micro_batch) + 1);
+        let (stages, micro_batches) = (u128::from(stage) + 1, u128::from(micro_batch) + 1);
         // A slip of a digit would else be answered by a list of all that is missing.
-        let count = actions().count() as u64;
+        let count = actions().count() as u128;
         if stages * micro_batches > 2 * count + 64 {
             bail!("stage {stage} and micro-batch {micro_batch} are in a table of {count} actions; one is a slip");
         }
