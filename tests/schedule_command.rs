@@ -107,6 +107,7 @@ fn tables_come_back() {
     let folder = tempfile::tempdir().unwrap();
     for (schedule, expected) in [
         ("zb-h1 --ranks 2 --micro-batches 2", "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"),
+        ("zb-h1 --ranks 1 --micro-batches 2 --merge-backwards", "0F0,0B0,0F1,0B1\n"),
         (
             "interleaved --ranks 2 --chunks 2 --micro-batches 4 --micro-batch-group 4",
             "0F0,0F1,0F2,0F3,2F0,2F1,2F2,2B0,2F3,2B1,2B2,2B3,0B0,0B1,0B2,0B3\n\

@@ -8,7 +8,7 @@ use std::process::ExitCode;
 use anyhow::{Context, bail};
 use gapless_parallel::{
     Automatic, Cell, Costs, Interleaved, Placement, Schedule, Sends, Shape, Timeline, Violation, Waits, by_name, check,
-    communicate, fetch_weights, read_table, reduce_gradients, simulate, update_weights, write_table,
+    communicate, fetch_weights, merge_backwards, read_table, reduce_gradients, simulate, update_weights, write_table,
 };
 
 /// Actions, but for a small factor, that are still made and drawn: within seconds.
@@ -74,6 +74,9 @@ struct Lowering {
     /// With --communicate: wait for a send before the stage's next one, not after the micro-batch's backward.
     #[arg(long, requires = "communicate")]
     wait_early: bool,
+    /// Make one whole backward of an input gradient and the weight gradient right after it.
+    #[arg(long)]
+    merge_backwards: bool,
     /// Put the reduction of each stage's gradients after the last of them.
     #[arg(long)]
     reduce_gradients: bool,
@@ -230,6 +233,9 @@ impl Extent {
 
 impl Lowering {
     fn lower(&self, mut table: Vec<Vec<Cell>>) -> anyhow::Result<Vec<Vec<Cell>>> {
+        if self.merge_backwards {
+            table = merge_backwards(&table);
+        }
         if self.reduce_gradients {
             table = reduce_gradients(&table);
         }
