@@ -102,8 +102,8 @@ fn messages_take_the_time_that_they_took_unwritten() {
     }
 }
 
-/// `cells` without their ranks' violations of other kinds: what each spoiled table must be refused for.
-fn first_words(table: &str, stages: u32, micro_batches: u32, sends: Sends) -> Vec<String> {
+/// All that the checker says about a table.
+fn said(table: &str, stages: u32, micro_batches: u32, sends: Sends) -> Vec<String> {
     check(&read_table(table).unwrap(), stages, micro_batches, sends).iter().map(ToString::to_string).collect()
 }
 
@@ -111,7 +111,7 @@ fn first_words(table: &str, stages: u32, micro_batches: u32, sends: Sends) -> Ve
 fn spoiled_tables_are_refused_for_all_that_is_wrong() {
     let good = "0F0,0SEND_F0,0RECV_B0,0B0,0WAIT_SEND_F0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD,0UPDATE\n\
                 1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD,1WAIT_REDUCE_GRAD,1WAIT_SEND_B0,1UPDATE\n";
-    assert_eq!(first_words(good, 2, 1, Sends::Blocking), [""; 0]);
+    assert_eq!(said(good, 2, 1, Sends::Blocking), [""; 0]);
     for (from, to, expected) in [
         // Weights.
         ("0UPDATE", "", &["stage 0 has no update, though other stages have one"][..]),
@@ -210,7 +210,7 @@ fn spoiled_tables_are_refused_for_all_that_is_wrong() {
         ),
     ] {
         assert_eq!(good.matches(from).count(), 1, "{from}");
-        assert_eq!(first_words(&good.replace(from, to), 2, 1, Sends::Blocking), expected, "{from} → {to}");
+        assert_eq!(said(&good.replace(from, to), 2, 1, Sends::Blocking), expected, "{from} → {to}");
     }
 }
 
@@ -219,9 +219,9 @@ fn spoiled_tables_are_refused_for_all_that_is_wrong() {
 fn crossed_messages() {
     let crossed = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n\
                    1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1\n";
-    assert_eq!(first_words(crossed, 2, 2, Sends::Buffered), [""; 0]);
+    assert_eq!(said(crossed, 2, 2, Sends::Buffered), [""; 0]);
     assert_eq!(
-        first_words(crossed, 2, 2, Sends::Blocking),
+        said(crossed, 2, 2, Sends::Blocking),
         ["rank 0 waits for ever at 0SEND_F1 (Blocking sends)", "rank 1 waits for ever at 1SEND_B0 (Blocking sends)",]
     );
 }

@@ -82,8 +82,8 @@ proptest! {
         let found = check(&table, plan.owners.len() as u32, plan.micro_batches, Sends::Buffered);
         if found.is_empty() {
             prop_assert!(simulate(&table, &Costs::default()).is_ok(), "{}", write_table(&table));
-            // What trains with blocking sends trains with buffered ones; the other way round it need not.
         } else {
+            // What trains with blocking sends trains with buffered ones; the other way round it need not.
             let blocking = check(&table, plan.owners.len() as u32, plan.micro_batches, Sends::Blocking);
             prop_assert!(!blocking.is_empty(), "blocking sends are the stricter: {}", write_table(&table));
         }
