@@ -51,7 +51,7 @@ fn exit_codes_tell_what_happened() {
         ("gpipe --ranks 2 --micro-batches 2 --micro-batch-group 2", 2, "gpipe has no micro-batch groups"),
         ("gpipe --ranks 2 --micro-batches 2 --peak 2", 2, "leave --peak out, or ask for automatic"),
         ("automatic --ranks 2 --micro-batches 2 --peak 1", 2, "keeps at least 2 activations alive"),
-        ("automatic --ranks 2 --micro-batches 2 --forward 1,2", 2, "stages of equal costs only"),
+        ("automatic --ranks 2 --micro-batches 2 --forward 1,2", 2, "--forward has 2 numbers for 4 stages"),
         ("automatic --ranks 2 --micro-batches 2 --backward-weight 3", 0, "automatic: 2 rank(s), 4 stage(s)"),
         ("gpipe --ranks 2 --micro-batches 2 --forward 1,2,3", 2, "--forward has 3 numbers for 2 stages"),
         ("gpipe --ranks 2 --micro-batches 2 --forward -1", 2, "unexpected argument"),

@@ -24,14 +24,16 @@ proptest! {
         (ranks, chunks, micro_batches) in (1_u32..=5, 1_u32..=4, 1_u32..=7),
         room in 0_u32..12,
         ticks in (1_u64..20, 1_u64..20, 1_u64..20, 0_u64..8),
-        is_v in any::<bool>(),
+        (is_v, last_differs) in any::<(bool, bool)>(),
     ) {
-        let costs = costs(ticks.0, ticks.1, ticks.2, ticks.3);
+        let all = costs(ticks.0, ticks.1, ticks.2, ticks.3);
+        let last = costs(ticks.1, ticks.2, ticks.0, ticks.3);
+        let costs = if last_differs { [vec![all; (ranks * chunks) as usize - 1], vec![last]].concat() } else { vec![all] };
         let placement = if is_v { Placement::V } else { Placement::Loop };
-        let automatic = Automatic { costs, peak: Some(chunks + room), placement };
+        let automatic = Automatic { costs: costs.clone(), peak: Some(chunks + room), placement };
         let table = automatic.table(&Shape { ranks, chunks, micro_batches }).unwrap();
         prop_assert_eq!(check(&table, ranks * chunks, micro_batches, Sends::Buffered), []);
-        prop_assert!(largest_peak(&simulate(&table, &costs).unwrap()) <= chunks + room);
+        prop_assert!(largest_peak(&simulate(&table, &costs[..]).unwrap()) <= chunks + room);
     }
 }
 
@@ -40,6 +42,19 @@ fn a_limit_below_one_micro_batch_is_refused() {
     let automatic = Automatic { peak: Some(1), ..Automatic::default() };
     let error = automatic.actions(&Shape { ranks: 2, chunks: 2, micro_batches: 3 }).unwrap_err();
     assert_eq!(error, Error::Peak { schedule: "automatic", needed: 2, peak: 1 });
+}
+
+/// Stages of very different costs: an order that knows them is faster than one made for stages alike, by 356 to 378.
+#[test]
+fn stages_may_cost_their_own() {
+    let shape = Shape { ranks: 4, chunks: 1, micro_batches: 8 };
+    let stages = [costs(12, 7, 5, 2), costs(17, 5, 16, 1), costs(10, 5, 3, 1), costs(18, 17, 3, 0)];
+    let makespan = |costs: &[Costs]| {
+        let automatic = Automatic { costs: costs.to_vec(), peak: Some(6), placement: Placement::Loop };
+        simulate(&automatic.table(&shape).unwrap(), &stages[..]).unwrap().makespan()
+    };
+    let (knows, does_not) = (makespan(&stages), makespan(&[Costs::default()]));
+    assert!(knows < does_not, "{knows} against {does_not}");
 }
 
 #[test]
@@ -55,7 +70,7 @@ fn no_rule_is_faster_with_its_own_memory() {
         for costs in [Costs::default(), costs(10, 11, 7, 2), costs(5, 9, 3, 0)] {
             let theirs = simulate(&rule.table(&shape).unwrap(), &costs).unwrap();
             let peak = Some(largest_peak(&theirs));
-            let ours = Automatic { costs, peak, placement: rule.placement() }.table(&shape).unwrap();
+            let ours = Automatic { costs: vec![costs], peak, placement: rule.placement() }.table(&shape).unwrap();
             let ours = simulate(&ours, &costs).unwrap();
             assert!(ours.makespan() <= theirs.makespan(), "{name} {costs:?}");
         }
@@ -91,7 +106,7 @@ fn as_fast_as_the_searched_tables() {
             chunks: actions().map(|action| action.stage.0 + 1).max().unwrap() / ranks,
             micro_batches: actions().map(|action| action.micro_batch.0 + 1).max().unwrap(),
         };
-        let automatic = Automatic { costs, peak: Some(largest_peak(&theirs)), placement };
+        let automatic = Automatic { costs: vec![costs], peak: Some(largest_peak(&theirs)), placement };
         let ours = simulate(&automatic.table(&shape).unwrap(), &costs).unwrap();
         assert!(ours.makespan() <= theirs.makespan(), "{name}: {} against {}", ours.makespan(), theirs.makespan());
         match ours.makespan() == theirs.makespan() {

@@ -14,8 +14,8 @@ use crate::{Action, Cell, Costs, Durations, Error, Kind, simulate};
 /// The best order found for these costs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Automatic {
-    /// What the order is made for.
-    pub costs: Costs,
+    /// What the order is made for, stage by stage; one alone is that of all stages.
+    pub costs: Vec<Costs>,
     /// Most activations alive on any rank, in chunks of one micro-batch; V · P, what 1F1B keeps, if not given.
     pub peak: Option<u32>,
     /// Which rank runs which stages.
@@ -25,7 +25,7 @@ pub struct Automatic {
 /// One tick per action, 1F1B's peak, two chunks in the shape of a V.
 impl Default for Automatic {
     fn default() -> Self {
-        Self { costs: Costs::default(), peak: None, placement: Placement::V }
+        Self { costs: vec![Costs::default()], peak: None, placement: Placement::V }
     }
 }
 
@@ -48,13 +48,14 @@ impl Schedule for Automatic {
         // A rank that takes whatever has arrived is led astray by a message that is late by little: the orders that come
         // out where messages take no time, or everything the same, are tried too.
         let rules = self.rules().into_iter().filter_map(|rule| rule.actions(shape).ok());
-        let costs = [self.costs, Costs { transfer: 0, ..self.costs }, Costs::default()];
+        let at_once = self.costs.iter().map(|costs| Costs { transfer: 0, ..*costs }).collect();
+        let costs = [self.costs.clone(), at_once, vec![Costs::default()]];
         let grown = costs
             .iter()
             .flat_map(|costs| Policy::all().filter_map(move |policy| Growth::run(self, costs, shape, limit, policy)));
         let timed = rules.chain(grown).filter_map(|rows| {
             let cells: Vec<Vec<Cell>> = rows.iter().map(|row| row.iter().copied().map(Cell::One).collect()).collect();
-            let timeline = simulate(&cells, &self.costs).ok()?;
+            let timeline = simulate(&cells, &self.costs[..]).ok()?;
             let peak = (0..rows.len()).map(|rank| timeline.peak(rank)).max()?;
             (peak <= i64::from(limit)).then_some(((timeline.makespan(), peak), rows))
         });
@@ -129,7 +130,7 @@ impl Policy {
 struct Growth<'a> {
     automatic: &'a Automatic,
     /// What the order is grown for.
-    costs: &'a Costs,
+    costs: &'a [Costs],
     shape: &'a Shape,
     limit: u32,
     policy: Policy,
@@ -153,7 +154,7 @@ impl<'a> Growth<'a> {
     /// None if a cap on the warm-up stops it half-way.
     fn run(
         automatic: &'a Automatic,
-        costs: &'a Costs,
+        costs: &'a [Costs],
         shape: &'a Shape,
         limit: u32,
         policy: Policy,

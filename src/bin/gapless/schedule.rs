@@ -164,12 +164,25 @@ fn read(arguments: &Arguments) -> anyhow::Result<(String, Vec<Vec<Cell>>)> {
         let path = arguments.table.as_deref().context("nothing to show; give a name, or --table")?;
         return read_file(path).with_context(|| format!("cannot read {}", path.display()));
     };
+    let ranks = arguments.ranks.context("how many --ranks?")?;
+    let micro_batches = arguments.micro_batches.context("how many --micro-batches?")?;
     let mut schedule: Box<dyn Schedule + Send + Sync> = by_name(name)?;
+    let default_chunks = match schedule.placement() {
+        Placement::Loop => 1,
+        Placement::V => 2,
+    };
+    let shape = Shape { ranks, chunks: arguments.chunks.unwrap_or(default_chunks), micro_batches };
+    // Some rules fill and drain the pipeline with as many micro-batches again as there are ranks.
+    let actions = [shape.ranks, shape.chunks].map(u128::from).iter().product::<u128>()
+        * (u128::from(shape.micro_batches) + u128::from(shape.ranks));
+    if actions > MOST_ACTIONS {
+        let Shape { ranks, chunks, micro_batches } = shape;
+        bail!("{ranks} ranks × {chunks} chunks × {micro_batches} micro-batches are too many to show; ask for fewer");
+    }
     if name == Automatic::default().name() {
-        // A V turns back at every chunk: with an odd number of them it would not come back to where it began.
-        let is_loop = arguments.chunks.is_some_and(|chunks| !chunks.is_multiple_of(2));
-        let placement = if is_loop { Placement::Loop } else { Placement::V };
-        let costs = arguments.durations.costs(1).context("automatic knows stages of equal costs only")?[0];
+        // A V turns back at every chunk: only with an even number of them does it come back to where it began.
+        let placement = if shape.chunks.is_multiple_of(2) { Placement::V } else { Placement::Loop };
+        let costs = arguments.durations.costs(shape.ranks * shape.chunks)?;
         schedule = Box::new(Automatic { costs, peak: arguments.peak, placement });
     } else if arguments.peak.is_some() {
         bail!("{name} keeps what it keeps; leave --peak out, or ask for automatic");
@@ -179,22 +192,6 @@ fn read(arguments: &Arguments) -> anyhow::Result<(String, Vec<Vec<Cell>>)> {
             bail!("{name} has no micro-batch groups; leave --micro-batch-group out, or ask for interleaved");
         }
         schedule = Box::new(Interleaved { micro_batch_group: Some(group) });
-    }
-    let default_chunks = match schedule.placement() {
-        Placement::Loop => 1,
-        Placement::V => 2,
-    };
-    let shape = Shape {
-        ranks: arguments.ranks.context("how many --ranks?")?,
-        chunks: arguments.chunks.unwrap_or(default_chunks),
-        micro_batches: arguments.micro_batches.context("how many --micro-batches?")?,
-    };
-    // Some rules fill and drain the pipeline with as many micro-batches again as there are ranks.
-    let actions = [shape.ranks, shape.chunks].map(u128::from).iter().product::<u128>()
-        * (u128::from(shape.micro_batches) + u128::from(shape.ranks));
-    if actions > MOST_ACTIONS {
-        let Shape { ranks, chunks, micro_batches } = shape;
-        bail!("{ranks} ranks × {chunks} chunks × {micro_batches} micro-batches are too many to show; ask for fewer");
     }
     Ok((name.clone(), schedule.table(&shape)?))
 }
