@@ -37,8 +37,8 @@ mod communicate;
 mod costs;
 mod draw;
 mod error;
-mod mesh;
 mod live_bytes;
+mod mesh;
 mod schedule;
 mod simulate;
 mod table_text;
@@ -49,8 +49,8 @@ pub use check::{Sends, Violation, check};
 pub use communicate::{Waits, communicate};
 pub use costs::{Costs, Durations, Rates};
 pub use error::Error;
-pub use mesh::{Coordinate, Mesh};
 pub use live_bytes::{StageBytes, Until};
+pub use mesh::{Coordinate, Mesh};
 pub use schedule::{
     Automatic, DualPipeV, GPipe, Interleaved, InterleavedZeroBubble, LayeredAccumulation, LoopedBreadthFirst,
     ModularPipeline, OneForwardOneBackward, Placement, Schedule, Shape, VHalf, VMin, ZbH1, ZbH2, Zbv, all, by_name,

@@ -223,14 +223,14 @@ impl Executor {
                 }
             };
             let all = self.executable.persistent.iter();
-            let tensors: Vec<PersistentBytes<'_>> =
-                all.map(|p| PersistentBytes {
-                label: &p.label,
-                spec: &p.spec,
-                changes_here: p.changes_here,
-                bytes: show(p),
-            })
-            .collect();
+            let tensors: Vec<PersistentBytes<'_>> = all
+                .map(|p| PersistentBytes {
+                    label: &p.label,
+                    spec: &p.spec,
+                    changes_here: p.changes_here,
+                    bytes: show(p),
+                })
+                .collect();
             f(&tensors)
         })
     }

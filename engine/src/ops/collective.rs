@@ -73,7 +73,9 @@ impl Op for Collective {
         match *self {
             Self::AllReduce | Self::ReduceScatter { .. } if first.dtype != DType::F32 => Err("sums are of f32".into()),
             Self::AllReduce => Ok(vec![first.clone()]),
-            Self::ReduceScatter { ranks } if first.elements().is_multiple_of(ranks) => Ok(vec![flat(first.elements() / ranks)]),
+            Self::ReduceScatter { ranks } if first.elements().is_multiple_of(ranks) => {
+                Ok(vec![flat(first.elements() / ranks)])
+            }
             Self::AllGather { ranks } => Ok(vec![flat(first.elements() * ranks)]),
             Self::Refill { ranks } if first.elements() == inputs[1].elements() * ranks => Ok(vec![first.clone()]),
             Self::ReduceScatter { ranks } | Self::Refill { ranks } => {
