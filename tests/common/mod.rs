@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::Path;
 
-use gapless::communicator::{Communicator, InProcess};
+use gapless::communicator::{self, Communicator};
 use gapless::engine::checkpoint::Checkpoint;
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig};
 use gapless::nn::VarBuilder;
@@ -86,11 +86,7 @@ impl Run {
     /// Runs `f` on a trainer per rank of the mesh, as threads.
     pub fn on_ranks<T: Send>(&self, f: impl Fn(Trainer) -> T + Sync) -> Vec<T> {
         let ranks = self.options.mesh.ranks().unwrap();
-        std::thread::scope(|scope| {
-            let start = |rank: InProcess| scope.spawn(|| f(self.rank(Some(Box::new(rank)))));
-            let threads: Vec<_> = InProcess::world(ranks).into_iter().map(start).collect();
-            threads.into_iter().map(|thread| thread.join().expect("no rank panics")).collect()
-        })
+        communicator::on_threads(ranks, |world| Ok(f(self.rank(Some(world))))).expect("no rank fails")
     }
 
     /// [`Self::steps`] on all ranks: what they all see, and the parameters of all.

@@ -29,6 +29,7 @@
 mod error;
 mod in_process;
 mod tag;
+mod threads;
 
 use std::fmt;
 use std::time::Duration;
@@ -36,6 +37,7 @@ use std::time::Duration;
 pub use error::{Awaited, CommunicatorError, Result};
 pub use in_process::InProcess;
 pub use tag::{Direction, Tag};
+pub use threads::on_threads;
 
 /// Where the addresses of a backend's messages point to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

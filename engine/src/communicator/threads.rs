@@ -1,0 +1,49 @@
+//! Ranks as threads: the whole of a parallel program in one process.
+
+use std::panic::resume_unwind;
+
+use super::{Communicator, CommunicatorError, InProcess};
+use crate::error::{Error, Result};
+
+/// Runs `f` once per rank, each on a thread of its own, and returns what each had to say, in the order of ranks.
+///
+/// ```
+/// use gapless_engine::communicator::on_threads;
+///
+/// let sums = on_threads(3, |mut world| {
+///     let mut values = [world.rank() as f32 + 1.0];
+///     world.all_reduce(&mut values)?;
+///     Ok(values[0])
+/// })?;
+/// assert_eq!(sums, [6.0, 6.0, 6.0]);
+/// # Ok::<(), gapless_engine::Error>(())
+/// ```
+///
+/// # Errors
+/// The first rank's error that is not the mere echo of another rank's failure.
+///
+/// # Panics
+/// When a rank does, once all have ended; its end makes the others' waits fail.
+pub fn on_threads<T: Send>(ranks: usize, f: impl Fn(Box<dyn Communicator>) -> Result<T> + Sync) -> Result<Vec<T>> {
+    let outcomes: Vec<_> = std::thread::scope(|scope| {
+        let start = |rank: InProcess| scope.spawn(|| f(Box::new(rank)));
+        let threads: Vec<_> = InProcess::world(ranks).into_iter().map(start).collect();
+        threads.into_iter().map(|thread| thread.join()).collect()
+    });
+    let mut values = Vec::with_capacity(ranks);
+    let mut echo = None;
+    for outcome in outcomes {
+        match outcome {
+            Err(panic) => resume_unwind(panic),
+            Ok(Ok(value)) => values.push(value),
+            Ok(Err(error)) if is_echo(&error) => _ = echo.get_or_insert(error),
+            Ok(Err(error)) => return Err(error),
+        }
+    }
+    echo.map_or(Ok(values), Err)
+}
+
+fn is_echo(error: &Error) -> bool {
+    let (Error::Ranks(source) | Error::Communicator { source, .. }) = error else { return false };
+    matches!(source, CommunicatorError::PeerGone { .. })
+}

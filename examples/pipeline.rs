@@ -1,0 +1,112 @@
+//! A model in four stages, one rank each, all in this process: every schedule's order of work, its bubble, the bytes that
+//! each rank takes for it, and the losses, which are the same for all.
+//!
+//! Across processes the same code runs with the MPI communicator in the place of `on_threads`.
+
+use anyhow::{Context, Result, ensure};
+use clap::Parser;
+use gapless::communicator::on_threads;
+use gapless::models::{Gpt, GptConfig};
+use gapless::parallel::{self, Costs, Shape, simulate};
+use gapless::{Mesh, Pipeline, TrainOptions, Trainer};
+
+#[derive(Parser)]
+#[command(about = "Trains a small GPT over four ranks with every schedule there is")]
+struct Args {
+    /// Only this schedule
+    #[arg(long)]
+    schedule: Option<String>,
+    #[arg(long, default_value_t = 4)]
+    ranks: usize,
+    #[arg(long, default_value_t = 8)]
+    micro_batches: usize,
+    #[arg(long, default_value_t = 3)]
+    steps: usize,
+    /// Columns of the charts
+    #[arg(long, default_value_t = 100)]
+    width: usize,
+}
+
+/// What a rank has to say of its steps.
+struct RankReport {
+    losses: Vec<f32>,
+    arena_bytes: u64,
+    gap: f64,
+}
+
+const MODEL: GptConfig = GptConfig { vocabulary: 256, sequence: 64, layers: 8, heads: 4, width: 64, dropout: 0.1 };
+
+fn main() -> Result<()> {
+    let args = Args::parse();
+    let plain = TrainOptions {
+        batch: args.micro_batches,
+        micro_batches: args.micro_batches,
+        sequence: MODEL.sequence,
+        threads: 1,
+        ..TrainOptions::default()
+    };
+    let alone = train(&plain, args.steps)?.remove(0);
+    println!("one rank alone: losses {:?}, arena {:.1} MiB\n", alone.losses, mib(alone.arena_bytes));
+
+    for schedule in parallel::all() {
+        let name = schedule.name();
+        if args.schedule.as_deref().is_some_and(|wanted| wanted != name) {
+            continue;
+        }
+        // The fewest chunks per rank that the schedule is made for.
+        let shape = |chunks| Shape { ranks: args.ranks as u32, chunks, micro_batches: args.micro_batches as u32 };
+        let found = [2, 1].into_iter().find(|&chunks| schedule.actions(&shape(chunks)).is_ok());
+        let Some(chunks) = found else {
+            println!("{name}: does not exist for {} ranks\n", args.ranks);
+            continue;
+        };
+        let timeline = simulate(&schedule.table(&shape(chunks))?, &Costs::default())?;
+        println!("{name}: {} ranks × {chunks} stages, bubble {:.0} %", args.ranks, 100.0 * timeline.bubble_share());
+        print!("{}", timeline.gantt_folded(args.width));
+
+        let options = TrainOptions {
+            mesh: Mesh::pipeline(args.ranks),
+            pipeline: Pipeline { schedule: schedule.into(), chunks: chunks as usize, ..Pipeline::default() },
+            ..plain.clone()
+        };
+        let ranks = train(&options, args.steps)?;
+        for (rank, report) in ranks.iter().enumerate() {
+            println!("  rank {rank}: arena {:.2} MiB, gap {:.4}", mib(report.arena_bytes), report.gap);
+        }
+        let losses = &ranks[0].losses;
+        ensure!(ranks.iter().all(|report| report.losses == *losses), "{name}: ranks disagree on the loss");
+        let furthest = losses.iter().zip(&alone.losses).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        match furthest {
+            0.0 => println!("  losses: the same bits as one rank alone\n"),
+            // Its backward takes the micro-batches in reverse: gradients are sums in another order.
+            _ => println!("  losses: within {furthest:.1e} of one rank alone (another order of summation)\n"),
+        }
+        ensure!(furthest < 1e-4, "{name}: {losses:?} instead of {:?}", alone.losses);
+    }
+    Ok(())
+}
+
+/// Some steps on as many ranks as the mesh has.
+fn train(options: &TrainOptions, steps: usize) -> Result<Vec<RankReport>> {
+    let text = include_bytes!("pipeline.rs");
+    let tokens: Vec<u32> = text.iter().map(|&byte| byte.into()).collect();
+    let count = options.batch * options.sequence;
+    ensure!(tokens.len() > count + steps, "this file is too short for {count} tokens");
+    let build = |vb| Gpt::new(&MODEL, vb);
+    let run = |mut trainer: Trainer| {
+        let step = |i| trainer.step(&tokens[i..i + count], &tokens[i + 1..=i + count]).map(|report| report.loss);
+        let losses = (0..steps).map(step).collect::<gapless::Result<_>>()?;
+        let report = trainer.report();
+        Ok(RankReport { losses, arena_bytes: report.arena_bytes, gap: report.gap })
+    };
+    let ranks = options.mesh.ranks()?;
+    let reports = match ranks {
+        1 => Trainer::new(build, options.clone()).and_then(run).map(|report| vec![report]),
+        _ => on_threads(ranks, |world| run(Trainer::on(world, build, options.clone())?)),
+    };
+    reports.context("training failed")
+}
+
+fn mib(bytes: u64) -> f64 {
+    bytes as f64 / f64::from(1 << 20)
+}
