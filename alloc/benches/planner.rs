@@ -1,9 +1,11 @@
 //! The planner beside what people use otherwise, in the same run: greedy by size (TensorFlow Lite's way) and first fit in
-//! order of time. Over the instances of `../shared/instances` where there are any, and over generated steps always.
+//! order of time. Over every table in the folders of `../shared/instances` where there are any, and over generated steps
+//! always.
 //!
 //! `cargo bench -p gapless-alloc --bench planner` prints one line per instance (height ÷ bound and milliseconds of each),
 //! then measures the planner on the steps it finishes at once. Arguments select instances by name; `GAPLESS_INSTANCES`
-//! names another folder of them.
+//! names another folder of them. Greedy by size is quadratic: where it would run for minutes, a dash stands for it, as
+//! for both where buffers are pinned, which they know nothing of.
 
 use std::fs::File;
 use std::io::{BufReader, Read};
@@ -24,11 +26,12 @@ struct Instance {
 fn instances() -> Vec<Instance> {
     let beside = || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/instances");
     let root = std::env::var_os("GAPLESS_INSTANCES").map_or_else(beside, PathBuf::from);
-    let mut paths: Vec<PathBuf> = ["minimalloc", "training", "stalloc"]
-        .iter()
-        .filter_map(|family| std::fs::read_dir(root.join(family)).ok())
-        .flat_map(|entries| entries.filter_map(|entry| Some(entry.ok()?.path())))
-        .collect();
+    let entries = |folder: &Path| -> Vec<PathBuf> {
+        let entries = std::fs::read_dir(folder).into_iter().flatten();
+        entries.filter_map(|entry| Some(entry.ok()?.path())).collect()
+    };
+    let is_table = |path: &PathBuf| [".csv", ".csv.gz"].iter().any(|end| path.to_string_lossy().ends_with(end));
+    let mut paths: Vec<PathBuf> = entries(&root).iter().flat_map(|family| entries(family)).filter(is_table).collect();
     paths.sort();
     if paths.is_empty() {
         println!("no instances in {}: generated steps only", root.display());
@@ -63,7 +66,18 @@ fn generated() -> Vec<Instance> {
         step("1f1b 10^5", Step { layers: 32, micro_batches: 200, stages: 8, ..base }),
         step("interleaved 10^5", Step { order: Order::Interleaved, layers: 32, micro_batches: 200, stages: 8, ..base }),
         step("1f1b 10^6", Step { layers: 64, micro_batches: 1000, stages: 16, ..base }),
+        pinned(step("1f1b 10^4", Step { layers: 32, micro_batches: 20, ..base })),
+        pinned(step("1f1b 10^5", Step { layers: 32, micro_batches: 200, stages: 8, ..base })),
     ]
+}
+
+/// The same with every third buffer pinned where an earlier plan has it.
+fn pinned(instance: Instance) -> Instance {
+    let offsets = plan(&instance.problem, &Options::default()).offsets;
+    let place = |(k, (b, at)): (usize, (&Buffer, u64))| if k % 3 == 0 { b.clone().at(at) } else { b.clone() };
+    let buffers = instance.problem.buffers().iter().zip(offsets).enumerate().map(place).collect();
+    let problem = Problem::new(buffers).expect("the pins are a plan's");
+    Instance { name: format!("{}, 1/3 pinned", instance.name), problem, ..instance }
 }
 
 /// Height and time.
@@ -77,7 +91,7 @@ fn measure(run: impl FnOnce() -> u64) -> Measured {
 
 /// Largest first, each at the lowest place that those before it leave. Quadratic: `None` where that takes too long.
 fn greedy_by_size(problem: &Problem) -> Option<Measured> {
-    if problem.len() > 20_000 {
+    if problem.len() > 120_000 || has_pins(problem) {
         return None;
     }
     let mut order: Vec<&Buffer> = problem.buffers().iter().collect();
@@ -105,10 +119,13 @@ fn greedy_by_size(problem: &Problem) -> Option<Measured> {
 }
 
 /// In order of birth, each at the lowest place that is free at that moment.
-fn first_fit_by_time(problem: &Problem) -> Measured {
+fn first_fit_by_time(problem: &Problem) -> Option<Measured> {
+    if has_pins(problem) {
+        return None;
+    }
     let mut order: Vec<&Buffer> = problem.buffers().iter().collect();
     order.sort_by_key(|b| (b.lifetime.start, std::cmp::Reverse(b.bytes)));
-    measure(|| {
+    Some(measure(|| {
         // `(offset, end, death)` by offset.
         let mut live: Vec<(u64, u64, u64)> = Vec::new();
         let mut height = 0;
@@ -125,7 +142,11 @@ fn first_fit_by_time(problem: &Problem) -> Measured {
             live.insert(live.partition_point(|l| l.0 < at), (at, at + b.bytes, b.lifetime.end));
         }
         height
-    })
+    }))
+}
+
+fn has_pins(problem: &Problem) -> bool {
+    problem.buffers().iter().any(|b| b.offset.is_some())
 }
 
 fn table_and_timings(c: &mut Criterion) {
@@ -150,7 +171,7 @@ fn table_and_timings(c: &mut Criterion) {
             format!("{gap:.4} {:>7.1} ms", time.as_secs_f64() * 1e3)
         };
         let greedy = greedy_by_size(&problem).map_or_else(|| "-".into(), cell);
-        let first_fit = cell(first_fit_by_time(&problem));
+        let first_fit = first_fit_by_time(&problem).map_or_else(|| "-".into(), cell);
         let proof = solution.proof.name();
         println!("{name:34} {:>8}  {:>16} {greedy:>18}  {first_fit:>16}  {proof}", problem.len(), cell(ours));
         if ours.1 < Duration::from_millis(20) {

@@ -4,7 +4,7 @@
 //! in the order they run:
 //!
 //! - [`part`] splits the problem exactly: cliques instead of ticks, parts that don't meet, what lives throughout at the
-//!   bottom.
+//!   bottom; [`poured`] bounds a part with pins.
 //! - [`strategy`] says what is tried on a part: [`portfolio`] runs [`sweep`]s ([`holes`] is what a sweep knows of space,
 //!   [`reserved`] what it flows around) and [`ordered`] placements ([`occupied`] is what those know of space), [`exact`]
 //!   searches where they leave a gap.
@@ -19,6 +19,7 @@ mod occupied;
 mod ordered;
 mod part;
 mod portfolio;
+mod poured;
 mod reserved;
 mod strategy;
 mod sweep;

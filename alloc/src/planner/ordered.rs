@@ -28,7 +28,7 @@ impl Ordered<'_> {
             occupied.insert(item, at);
             offsets[i as usize] = at;
             pinned[i as usize] = true;
-            if !self.part.ghosts.contains(&i) {
+            if !self.part.is_ghost(i) {
                 height = height.max(at + item.bytes);
             }
         }

@@ -17,6 +17,7 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
+use super::poured::poured;
 use crate::{BufferId, Lifetime, Problem};
 
 /// One rectangle to place, in a part's own cliques `[start, end)`.
@@ -48,7 +49,7 @@ pub(crate) struct Part {
     pub sources: Vec<u32>,
     /// Items that must stay where they are: `(item, offset)`, offsets counted from the part's base.
     pub pins: Vec<(u32, u64)>,
-    /// Pinned items that only keep others out: they count towards no height.
+    /// Pinned items that only keep others out, ascending: they count towards no height.
     pub ghosts: Vec<u32>,
     /// Number of cliques.
     pub cliques: u32,
@@ -165,30 +166,18 @@ impl Part {
     /// ends of the pins.
     fn fullest(&self) -> u64 {
         let live = self.live();
-        let mut bound = live.iter().copied().max().unwrap_or(0);
-        let mut pins: Vec<(u64, Item, bool)> =
-            self.pins.iter().map(|&(i, at)| (at, self.items[i as usize], self.ghosts.contains(&i))).collect();
-        pins.sort_unstable_by_key(|pin| pin.0);
-        bound = pins.iter().filter(|pin| !pin.2).map(|pin| pin.0 + pin.1.bytes).fold(bound, u64::max);
-        if pins.len() as u64 * u64::from(self.cliques) > PIN_VISITS {
+        let bound = live.iter().copied().max().unwrap_or(0);
+        if self.pins.is_empty() {
             return bound;
         }
-        for (k, &live) in live.iter().enumerate().filter(|_| !pins.is_empty()) {
-            let here = || pins.iter().filter(|pin| pin.1.start as usize <= k && k < pin.1.end as usize);
-            let pinned: u64 = here().filter(|pin| !pin.2).map(|pin| pin.1.bytes).sum();
-            // How high the rest reaches when it is poured between the pins.
-            let mut level = live - pinned;
-            for pin in here() {
-                if pin.0 >= level {
-                    break;
-                }
-                level = level.saturating_add(pin.1.bytes);
-            }
-            if live > pinned {
-                bound = bound.max(level);
-            }
-        }
-        bound
+        let end = |&(i, at): &(u32, u64)| if self.is_ghost(i) { 0 } else { at + self.items[i as usize].bytes };
+        self.pins.iter().map(end).fold(bound.max(poured(self, &live)), u64::max)
+    }
+
+    /// Whether an item is a forbidden range.
+    pub fn is_ghost(&self, item: u32) -> bool {
+        // They stand in the order of the items.
+        !self.ghosts.is_empty() && self.ghosts.binary_search(&item).is_ok()
     }
 
     /// Every height is a multiple of this.
@@ -200,7 +189,7 @@ impl Part {
     /// The part as seen from below `capacity`: forbidden ranges end there.
     pub fn below(&self, capacity: u64) -> Self {
         let mut part = self.clone();
-        for &(i, at) in self.pins.iter().filter(|pin| self.ghosts.contains(&pin.0)) {
+        for &(i, at) in self.pins.iter().filter(|pin| self.is_ghost(pin.0)) {
             let item = &mut part.items[i as usize];
             item.bytes = item.bytes.min(capacity.saturating_sub(at));
         }
@@ -209,9 +198,6 @@ impl Part {
         part
     }
 }
-
-/// How many visits of pins by cliques the bound may cost.
-const PIN_VISITS: u64 = 20_000_000;
 
 /// Items in ticks, with what they stand for.
 #[derive(Default)]

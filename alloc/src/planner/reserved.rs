@@ -10,10 +10,8 @@ use super::sweep::Start;
 pub(crate) struct Reserved {
     /// By item; empty when nothing is reserved.
     places: Vec<Option<u64>>,
-    /// `(start, from, to)`: ascending.
-    by_start: Vec<(u32, u64, u64)>,
-    /// `(end, from, to)`: ascending.
-    by_end: Vec<(u32, u64, u64)>,
+    by_start: ByClique,
+    by_end: ByClique,
     /// Rectangles looked at while placing.
     pub work: u64,
 }
@@ -47,13 +45,13 @@ impl Reserved {
                 reserved.put(part, &mut index, i, at);
             }
         }
-        reserved.by_start.sort_unstable();
-        reserved.by_end.sort_unstable();
+        reserved.by_start.build();
+        reserved.by_end.build();
         Some(reserved)
     }
 
     pub fn is_empty(&self) -> bool {
-        self.by_start.is_empty()
+        self.by_start.entries.is_empty()
     }
 
     /// An item's place.
@@ -63,42 +61,97 @@ impl Reserved {
 
     /// Ranges of the items that start within `cliques`: ascending, disjoint.
     pub fn starting(&self, cliques: Range<u32>, ranges: &mut Vec<(u64, u64)>) {
-        Self::between(&self.by_start, cliques, ranges);
+        self.by_start.between(cliques, ranges);
     }
 
     /// Ranges of the items that end within `cliques`: ascending, disjoint.
     pub fn ending(&self, cliques: Range<u32>, ranges: &mut Vec<(u64, u64)>) {
-        Self::between(&self.by_end, cliques, ranges);
-    }
-
-    fn between(sorted: &[(u32, u64, u64)], cliques: Range<u32>, ranges: &mut Vec<(u64, u64)>) {
-        ranges.clear();
-        if sorted.is_empty() {
-            return;
-        }
-        let from = sorted.partition_point(|entry| entry.0 < cliques.start);
-        let to = sorted.partition_point(|entry| entry.0 < cliques.end);
-        if from >= to {
-            return;
-        }
-        ranges.extend(sorted[from..to].iter().map(|entry| (entry.1, entry.2)));
-        ranges.sort_unstable();
-        ranges.dedup_by(|next, kept| {
-            let touches = next.0 <= kept.1;
-            if touches {
-                kept.1 = kept.1.max(next.1);
-            }
-            touches
-        });
+        self.by_end.between(cliques, ranges);
     }
 
     fn put(&mut self, part: &Part, index: &mut Index, i: u32, at: u64) {
         let item = part.items[i as usize];
         self.places[i as usize] = Some(at);
-        self.by_start.push((item.start, at, at + item.bytes));
-        self.by_end.push((item.end, at, at + item.bytes));
+        self.by_start.entries.push((item.start, at, at + item.bytes));
+        self.by_end.entries.push((item.end, at, at + item.bytes));
         index.insert(item, at);
     }
+}
+
+/// Ranges by clique: those of a stretch of cliques are read as a few unions, however many they are.
+#[derive(Debug, Clone, Default)]
+struct ByClique {
+    /// `(clique, from, to)`: ascending.
+    entries: Vec<(u32, u64, u64)>,
+    /// Where [`BLOCK`]s of entries are many: node `k` joins the ranges of `2k` and `2k + 1`, the blocks come last.
+    unions: Vec<Vec<(u64, u64)>>,
+}
+
+/// Entries that are read one by one.
+const BLOCK: usize = 16;
+
+impl ByClique {
+    fn build(&mut self) {
+        self.entries.sort_unstable();
+        let blocks = self.entries.len() / BLOCK;
+        if blocks < 4 {
+            return;
+        }
+        let leaves = blocks.next_power_of_two();
+        self.unions = vec![Vec::new(); 2 * leaves];
+        for (union, block) in self.unions[leaves..].iter_mut().zip(self.entries.chunks_exact(BLOCK)) {
+            union.extend(block.iter().map(|entry| (entry.1, entry.2)));
+            join(union);
+        }
+        for node in (1..leaves).rev() {
+            let mut union = [&self.unions[2 * node][..], &self.unions[2 * node + 1]].concat();
+            join(&mut union);
+            self.unions[node] = union;
+        }
+    }
+
+    /// Ranges of the entries within `cliques`: ascending, disjoint.
+    fn between(&self, cliques: Range<u32>, ranges: &mut Vec<(u64, u64)>) {
+        ranges.clear();
+        let from = self.entries.partition_point(|entry| entry.0 < cliques.start);
+        let to = self.entries.partition_point(|entry| entry.0 < cliques.end);
+        let (first, last) = (from.div_ceil(BLOCK), to / BLOCK);
+        let mut one_by_one =
+            |entries: &[(u32, u64, u64)]| ranges.extend(entries.iter().map(|entry| (entry.1, entry.2)));
+        if self.unions.is_empty() || first >= last {
+            one_by_one(&self.entries[from.min(to)..to]);
+        } else {
+            one_by_one(&self.entries[from..first * BLOCK]);
+            one_by_one(&self.entries[last * BLOCK..to]);
+            let leaves = self.unions.len() / 2;
+            let (mut low, mut high) = (leaves + first, leaves + last);
+            while low < high {
+                if low % 2 == 1 {
+                    ranges.extend(&self.unions[low]);
+                    low += 1;
+                }
+                if high % 2 == 1 {
+                    high -= 1;
+                    ranges.extend(&self.unions[high]);
+                }
+                (low, high) = (low / 2, high / 2);
+            }
+        }
+        join(ranges);
+    }
+}
+
+/// Sorts ranges and makes one of those that touch.
+fn join(ranges: &mut Vec<(u64, u64)>) {
+    // They come as a few sorted runs, which the stable sort finds.
+    ranges.sort();
+    ranges.dedup_by(|next, kept| {
+        let touches = next.0 <= kept.1;
+        if touches {
+            kept.1 = kept.1.max(next.1);
+        }
+        touches
+    });
 }
 
 /// The lowest aligned place for `item` between `taken` ranges, which are sorted by their start.
@@ -147,5 +200,37 @@ impl Index {
         let born = self.born[first as usize..=last as usize].iter().flatten();
         let met = self.crossing[first as usize].iter().chain(born).filter(|(other, _)| other.overlaps(item));
         ranges.extend(met.map(|&(other, at)| (at, at + other.bytes)));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+        /// Few entries or many: what a stretch of cliques holds is what its entries hold.
+        #[test]
+        fn unions_hold_what_their_entries_hold(
+            entries in prop::collection::vec((0..40u32, 0..50u64, 1..9u64), 0..400),
+            cliques in (0..42u32, 0..42u32),
+        ) {
+            let mut by_clique = ByClique::default();
+            by_clique.entries.extend(entries.iter().map(|&(clique, from, bytes)| (clique, from, from + bytes)));
+            by_clique.build();
+            let mut ranges = Vec::new();
+            by_clique.between(cliques.0..cliques.1, &mut ranges);
+            prop_assert!(ranges.windows(2).all(|pair| pair[0].1 < pair[1].0));
+            for byte in 0..60 {
+                let taken = |&(clique, from, bytes): &(u32, u64, u64)| {
+                    (cliques.0..cliques.1).contains(&clique) && (from..from + bytes).contains(&byte)
+                };
+                let met = ranges.iter().any(|range| (range.0..range.1).contains(&byte));
+                prop_assert_eq!(met, entries.iter().any(taken), "byte {}", byte);
+            }
+        }
     }
 }

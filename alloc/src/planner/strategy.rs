@@ -96,7 +96,7 @@ fn attempt(part: &Part, capacity: u64, work: u64, portfolio: &mut Portfolio, pro
     match &verdict {
         Verdict::Found(offsets) => {
             let ends = part.items.iter().zip(offsets).enumerate();
-            let ends = ends.filter(|(i, _)| !part.ghosts.contains(&(*i as u32))).map(|(_, (item, at))| at + item.bytes);
+            let ends = ends.filter(|(i, _)| !part.is_ghost(*i as u32)).map(|(_, (item, at))| at + item.bytes);
             let height = ends.max().unwrap_or(0);
             portfolio.offer(Some(Placed { height, offsets: offsets.clone() }));
         }

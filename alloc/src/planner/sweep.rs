@@ -136,7 +136,7 @@ impl Sweep<'_> {
                     }
                 };
                 offsets[i as usize] = at;
-                if self.timeline.part.ghosts.contains(&i) {
+                if self.timeline.part.is_ghost(i) {
                     continue;
                 }
                 height = height.max(at + item.bytes);

@@ -1,0 +1,127 @@
+//! How high a clique's bytes reach when they are poured between its pins: a bound that knows where the pins are.
+
+use super::part::Part;
+
+/// The least height at which the space between the pins of a clique suffices for what else is alive there, the most of
+/// all cliques. Items may be cut for it, so that no plan is lower. One pass over time: O((pins + cliques) log pins).
+pub(crate) fn poured(part: &Part, live: &[u64]) -> u64 {
+    let mut pins: Vec<(u64, u32)> = part.pins.iter().map(|&(i, at)| (at, i)).collect();
+    pins.sort_unstable();
+    let item = |rank: u32| part.items[pins[rank as usize].1 as usize];
+    let mut births: Vec<u32> = (0..pins.len() as u32).collect();
+    let mut deaths = births.clone();
+    births.sort_by_key(|&rank| item(rank).start);
+    deaths.sort_by_key(|&rank| item(rank).end);
+    let (mut births, mut deaths) = (births.into_iter().peekable(), deaths.into_iter().peekable());
+    let mut standing = Standing::new(pins.iter().map(|pin| pin.0).collect());
+    // Bytes of the standing pins that count as live: not those of forbidden ranges.
+    let mut counted = 0;
+    let mut most = 0;
+    for (clique, &live) in (0..).zip(live) {
+        while let Some(rank) = deaths.next_if(|&rank| item(rank).end <= clique) {
+            standing.set(rank as usize, 0);
+            counted -= if part.is_ghost(pins[rank as usize].1) { 0 } else { item(rank).bytes };
+        }
+        while let Some(rank) = births.next_if(|&rank| item(rank).start <= clique) {
+            standing.set(rank as usize, item(rank).bytes);
+            counted += if part.is_ghost(pins[rank as usize].1) { 0 } else { item(rank).bytes };
+        }
+        if live > counted {
+            most = most.max(standing.level(live - counted));
+        }
+    }
+    most
+}
+
+/// The pins alive at one moment, in a binary tree over all pins by address.
+struct Standing {
+    leaves: usize,
+    /// Address of each leaf.
+    at: Vec<u64>,
+    /// By node: bytes of the pins alive below it; the lowest address among them, if any.
+    nodes: Vec<(u64, Option<u64>)>,
+}
+
+impl Standing {
+    fn new(at: Vec<u64>) -> Self {
+        let leaves = at.len().next_power_of_two();
+        Self { leaves, at, nodes: vec![(0, None); 2 * leaves] }
+    }
+
+    fn set(&mut self, rank: usize, bytes: u64) {
+        let mut node = self.leaves + rank;
+        self.nodes[node] = (bytes, (bytes > 0).then_some(self.at[rank]));
+        while node > 1 {
+            node /= 2;
+            let (low, high) = (self.nodes[2 * node], self.nodes[2 * node + 1]);
+            self.nodes[node] = (low.0 + high.0, low.1.or(high.1));
+        }
+    }
+
+    /// How high `bytes` reach that fill the space between the pins from the bottom.
+    fn level(&self, bytes: u64) -> u64 {
+        // The space below a pin grows with its address: those under the surface come first.
+        let mut below = 0u64;
+        let sinks = |at: Option<u64>, below: u64| at.is_some_and(|at| at < bytes.saturating_add(below));
+        let mut node = 1;
+        if !sinks(self.nodes[1].1, 0) {
+            return bytes;
+        }
+        while node < self.leaves {
+            let (low, high) = (self.nodes[2 * node], self.nodes[2 * node + 1]);
+            node = if sinks(high.1, below + low.0) {
+                below += low.0;
+                2 * node + 1
+            } else {
+                2 * node
+            };
+        }
+        bytes.saturating_add(below + self.nodes[node].0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::{Buffer, Problem};
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+        /// Against pouring byte by byte, tick by tick.
+        #[test]
+        fn as_if_poured_byte_by_byte(
+            rows in prop::collection::vec((0..8u64, 1..6u64, 1..9u64, prop::option::of(0..40u64)), 1..14),
+            fence in prop::option::of((0..30u64, 1..9u64)),
+        ) {
+            // Pins that contradict an earlier one are left out.
+            let mut buffers: Vec<Buffer> = Vec::new();
+            for (start, ticks, bytes, at) in rows {
+                let buffer = Buffer { offset: at, ..Buffer::new(start..start + ticks, bytes) };
+                buffers.push(buffer);
+                if Problem::new(buffers.clone()).is_err() {
+                    buffers.pop();
+                }
+            }
+            let problem = Problem::new(buffers.clone()).unwrap();
+            let fence = fence.map_or(0..0, |(start, bytes)| start..start + bytes);
+            let Ok(problem) = problem.forbid(fence.clone()) else { return Ok(()) };
+            let slow = (0..14).map(|tick| {
+                let alive = || buffers.iter().filter(|b| b.lifetime.contains(&tick));
+                let loose: u64 = alive().filter(|b| b.offset.is_none()).map(|b| b.bytes).sum();
+                let taken = |byte: u64| {
+                    let pins = alive().filter_map(|b| Some(b.offset?..b.offset? + b.bytes));
+                    pins.chain([fence.clone()]).any(|range| range.contains(&byte))
+                };
+                (0..).filter(|&byte| !taken(byte)).take(loose as usize).last().map_or(0, |byte| byte + 1)
+            });
+            let whole = crate::planner::part::Whole::new(&problem, false);
+            let fast = whole.parts.iter().map(|part| poured(part, &part.live()) + part.base).max().unwrap_or(0);
+            // Without pins a part may lose what lives throughout to its bottom.
+            let settled = whole.settled.len();
+            prop_assert!(settled > 0 || fast == slow.max().unwrap_or(0), "{:?} {} {:?}", problem, fast, whole.parts);
+        }
+    }
+}
