@@ -63,7 +63,11 @@ fn constraints(problem: &Problem, offsets: &[u64], violations: &mut Vec<Violatio
             }
         }
     }
-    for (group, members) in problem.groups().iter().map(|g| &g.members).enumerate() {
+    for (group, g) in problem.groups().iter().enumerate() {
+        let mut members = g.members.clone();
+        if g.any_order {
+            members.sort_by_key(|&id| (offsets[id.index()], problem.buffer(id).bytes));
+        }
         for pair in members.windows(2) {
             if end_of(pair[0]) != u128::from(offsets[pair[1].index()]) {
                 violations.push(Violation::Apart { group, below: pair[0], buffer: pair[1] });
@@ -127,6 +131,10 @@ mod tests {
         let grouped = Problem::new(two()).unwrap().contiguous(vec![BufferId(1), BufferId(0)]).unwrap();
         assert_eq!(check(&grouped, &[10, 0], None), Ok(()));
         assert_eq!(check(&grouped, &[0, 10], None).unwrap_err().len(), 1);
+        let adjacent = Problem::new(two()).unwrap().adjacent(vec![BufferId(1), BufferId(0)]).unwrap();
+        assert_eq!(check(&adjacent, &[10, 0], None), Ok(()));
+        assert_eq!(check(&adjacent, &[0, 10], None), Ok(()));
+        assert_eq!(check(&adjacent, &[0, 11], None).unwrap_err().len(), 1);
         let fenced = Problem::new(two()).unwrap().forbid(5..10).unwrap();
         assert_eq!(check(&fenced, &[10, 20], None), Ok(()));
         assert_eq!(check(&fenced, &[0, 10], None).unwrap_err().len(), 1);

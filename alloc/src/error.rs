@@ -25,7 +25,7 @@ pub enum Error {
     PinsOverlap { first: usize, second: usize },
     #[error("buffer {buffer} is pinned onto the forbidden range [{start}, {end})")]
     PinnedOnForbidden { buffer: usize, start: u64, end: u64 },
-    #[error("contiguous group {group}: buffer {buffer} {what}")]
+    #[error("group {group}: buffer {buffer} {what}")]
     Group { group: usize, buffer: usize, what: &'static str },
     #[error("line {line}: {what}")]
     Csv { line: u64, what: String },

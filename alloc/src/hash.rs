@@ -4,7 +4,15 @@ use std::fmt;
 
 use crate::Problem;
 
-/// First 128 bits of a BLAKE3 hash over every buffer's lifetime, size, alignment and offset.
+/// First 128 bits of a BLAKE3 hash over a problem and the offsets of its buffers.
+///
+/// What is hashed, so that another program can do the same: the words below as 64-bit little-endian integers, after the
+/// ASCII text `gapless plan 2`. It changes with that number only.
+///
+/// 1. the number of buffers; for each the first and the past-the-last tick, bytes, alignment, offset in the plan, and
+///    1 and the pinned offset or 0 and 0;
+/// 2. the number of groups; for each 1 if the planner chooses the order (else 0), the number of members, and the members;
+/// 3. the number of forbidden ranges, merged and ascending; for each the first and the past-the-last byte.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PlanHash([u8; 16]);
 
@@ -17,12 +25,57 @@ impl fmt::Display for PlanHash {
 /// Hashes a placed problem.
 pub fn plan_hash(problem: &Problem, offsets: &[u64]) -> PlanHash {
     let mut hasher = blake3::Hasher::new();
-    for (b, offset) in problem.buffers().iter().zip(offsets) {
-        for word in [b.lifetime.start, b.lifetime.end, b.bytes, b.alignment, *offset] {
+    hasher.update(b"gapless plan 2");
+    let mut words = |words: &[u64]| {
+        for word in words {
             hasher.update(&word.to_le_bytes());
         }
+    };
+    words(&[problem.len() as u64]);
+    for (b, &offset) in problem.buffers().iter().zip(offsets) {
+        let pin = [b.offset.is_some().into(), b.offset.unwrap_or(0)];
+        words(&[b.lifetime.start, b.lifetime.end, b.bytes, b.alignment, offset, pin[0], pin[1]]);
     }
+    words(&[problem.groups().len() as u64]);
+    for group in problem.groups() {
+        words(&[group.any_order.into(), group.members.len() as u64]);
+        group.members.iter().for_each(|id| words(&[id.0.into()]));
+    }
+    words(&[problem.forbidden().len() as u64]);
+    problem.forbidden().iter().for_each(|range| words(&[range.start, range.end]));
     let mut short = [0; 16];
     short.copy_from_slice(&hasher.finalize().as_bytes()[..16]);
     PlanHash(short)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Buffer, BufferId};
+
+    /// Whatever distinguishes two placed problems distinguishes their hashes; the first one's must never change.
+    #[test]
+    fn every_part_of_a_problem_counts() {
+        let problem = |first: Buffer| Problem::new(vec![first, Buffer::new(0..2, 8)]).unwrap();
+        let plain = || problem(Buffer::new(0..2, 8));
+        let pair = || vec![BufferId(0), BufferId(1)];
+        let placed = [
+            (plain(), [0, 8]),
+            (plain(), [8, 0]),
+            (problem(Buffer::new(0..1, 8)), [0, 8]),
+            (problem(Buffer::new(1..2, 8)), [0, 8]),
+            (problem(Buffer::new(0..2, 4)), [0, 8]),
+            (problem(Buffer::new(0..2, 8).aligned(4)), [0, 8]),
+            (problem(Buffer::new(0..2, 8).at(0)), [0, 8]),
+            (plain().contiguous(pair()).unwrap(), [0, 8]),
+            (plain().adjacent(pair()).unwrap(), [0, 8]),
+            (plain().forbid(32..40).unwrap(), [0, 8]),
+            (plain().forbid(32..48).unwrap(), [0, 8]),
+        ];
+        let hashes: Vec<PlanHash> = placed.iter().map(|(problem, offsets)| plan_hash(problem, offsets)).collect();
+        for (k, hash) in hashes.iter().enumerate() {
+            assert_eq!(hashes.iter().position(|other| other == hash), Some(k), "{:?}", placed[k]);
+        }
+        insta::assert_snapshot!(hashes[0], @"f922e1359cf2510ac24b38049b6c7f74");
+    }
 }

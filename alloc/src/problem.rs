@@ -51,12 +51,15 @@ impl Buffer {
     }
 }
 
-/// Buffers that lie one after another, each starting where the one before ends.
+/// Buffers that lie one after another, each starting where the one before ends. Each keeps its own bytes for its own
+/// lifetime only.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Group {
-    /// In address order.
+    /// In address order; where the planner chooses the order, one that alignments and pins allow.
     pub members: Vec<BufferId>,
-    /// From the first birth to the last death among the members. The planner keeps the whole group's bytes this long.
+    /// Whether the planner chooses the order.
+    pub any_order: bool,
+    /// From the first birth to the last death among the members.
     pub lifetime: Lifetime,
     /// The members' sizes together.
     pub bytes: u64,
@@ -117,44 +120,39 @@ impl Problem {
     /// # Errors
     /// [`Error::Group`] when a member does not exist or already belongs to a group, when the members' sizes put one off
     /// its alignment, or when two of them are pinned at places that contradict each other.
-    pub fn contiguous(mut self, members: Vec<BufferId>) -> Result<Self, Error> {
+    pub fn contiguous(self, members: Vec<BufferId>) -> Result<Self, Error> {
+        self.grouped(members, false)
+    }
+
+    /// The same problem with `members` one after another in an order that the planner chooses.
+    ///
+    /// # Errors
+    /// [`Error::Group`] as for [`contiguous`](Self::contiguous), when no order was found that avoids them.
+    pub fn adjacent(self, members: Vec<BufferId>) -> Result<Self, Error> {
+        self.grouped(members, true)
+    }
+
+    fn grouped(mut self, members: Vec<BufferId>, any_order: bool) -> Result<Self, Error> {
         let group = self.groups.len();
-        let fail = |buffer: BufferId, what| Err(Error::Group { group, buffer: buffer.index(), what });
         let mut seen: HashSet<BufferId> = self.groups.iter().flat_map(|g| &g.members).copied().collect();
-        let Some(&first) = members.first() else { return Ok(self) };
-        let mut lifetime = self.buffers.get(first.index()).map_or(0..1, |b| b.lifetime.clone());
-        let (mut bytes, mut alignment, mut offset) = (0u64, 1u64, None);
-        for &id in &members {
-            let Some(b) = self.buffers.get(id.index()) else { return fail(id, "does not exist") };
-            if !seen.insert(id) {
-                return fail(id, "stands twice in groups");
+        for id in &members {
+            let fail = |what| Err(Error::Group { group, buffer: id.index(), what });
+            if id.index() >= self.len() {
+                return fail("does not exist");
             }
-            if bytes % b.alignment != 0 {
-                return fail(id, "is put off its alignment by the sizes of the members before it");
+            if !seen.insert(*id) {
+                return fail("stands twice in groups");
             }
-            if let Some(pinned) = b.offset {
-                let Some(start) = pinned.checked_sub(bytes) else {
-                    return fail(id, "is pinned too low for the members before it");
-                };
-                if offset.is_some_and(|o| o != start) {
-                    return fail(id, "is pinned at a place that contradicts another member's");
-                }
-                offset = Some(start);
-            }
-            let Some(common) = least_common_multiple(alignment, b.alignment) else {
-                return fail(id, "has an alignment that no address meets together with the members before it");
-            };
-            alignment = common;
-            let Some(end) = bytes.checked_add(b.bytes) else {
-                return fail(id, "makes the group longer than the address space");
-            };
-            bytes = end;
-            lifetime = lifetime.start.min(b.lifetime.start)..lifetime.end.max(b.lifetime.end);
         }
-        if offset.is_some_and(|o| o % alignment != 0 || o.checked_add(bytes).is_none()) {
-            return fail(first, "is put off its alignment or the address space by another member's pin");
+        if members.is_empty() {
+            return Ok(self);
         }
-        self.groups.push(Group { members, lifetime, bytes, alignment, offset });
+        let stacked = match any_order {
+            true => stack_in_any_order(&self.buffers, &members),
+            false => Group::stack(&self.buffers, members),
+        };
+        let stacked = stacked.map_err(|(id, what)| Error::Group { group, buffer: id.index(), what })?;
+        self.groups.push(Group { any_order, ..stacked });
         Ok(self)
     }
 
@@ -187,7 +185,15 @@ impl Problem {
         for range in &self.forbidden {
             problem = problem.forbid(range.clone()).ok()?;
         }
-        self.groups.iter().try_fold(problem, |problem, group| problem.contiguous(group.members.clone()).ok())
+        self.groups
+            .iter()
+            .try_fold(problem, |problem, group| problem.grouped(group.members.clone(), group.any_order).ok())
+    }
+
+    /// The same buffers and ranges with only those groups that `keep` wants.
+    pub(crate) fn with_groups(&self, keep: impl Fn(&Group) -> bool) -> Self {
+        let groups = self.groups.iter().filter(|group| keep(group)).cloned().collect();
+        Self { buffers: self.buffers.clone(), groups, forbidden: self.forbidden.clone() }
     }
 
     /// The contiguous groups.
@@ -230,6 +236,88 @@ impl Problem {
         self.buffers.iter().map(|b| b.lifetime.end).max().unwrap_or(0)
     }
 }
+
+/// Who cannot follow the members before it, and why.
+type Misfit = (BufferId, &'static str);
+
+impl Group {
+    /// `members` one after another in this order.
+    pub(crate) fn stack(buffers: &[Buffer], members: Vec<BufferId>) -> Result<Self, Misfit> {
+        let lifetime = members.first().map_or(0..1, |id| buffers[id.index()].lifetime.clone());
+        let empty = Self { members: Vec::new(), any_order: false, lifetime, bytes: 0, alignment: 1, offset: None };
+        let group = members.iter().try_fold(empty, |group, &id| group.followed_by(buffers, id))?;
+        let ends = |at: u64| at.checked_add(group.bytes).is_some();
+        match (group.offset, group.members.first()) {
+            (Some(at), Some(&first)) if at % group.alignment != 0 || !ends(at) => {
+                Err((first, "is put off its alignment or the address space by another member's pin"))
+            }
+            _ => Ok(group),
+        }
+    }
+
+    /// With one more member at the end.
+    fn followed_by(mut self, buffers: &[Buffer], id: BufferId) -> Result<Self, Misfit> {
+        let b = &buffers[id.index()];
+        if !self.bytes.is_multiple_of(b.alignment) {
+            return Err((id, "is put off its alignment by the sizes of the members before it"));
+        }
+        if let Some(pinned) = b.offset {
+            let start = pinned.checked_sub(self.bytes).ok_or((id, "is pinned too low for the members before it"))?;
+            if self.offset.is_some_and(|at| at != start) {
+                return Err((id, "is pinned at a place that contradicts another member's"));
+            }
+            self.offset = Some(start);
+        }
+        self.alignment = least_common_multiple(self.alignment, b.alignment)
+            .ok_or((id, "has an alignment that no address meets together with the members before it"))?;
+        self.bytes = self.bytes.checked_add(b.bytes).ok_or((id, "makes the group longer than the address space"))?;
+        self.lifetime = self.lifetime.start.min(b.lifetime.start)..self.lifetime.end.max(b.lifetime.end);
+        self.members.push(id);
+        Ok(self)
+    }
+
+    /// Whether the members are not all alive together all the time.
+    pub(crate) fn is_ragged(&self, buffers: &[Buffer]) -> bool {
+        self.members.iter().any(|id| buffers[id.index()].lifetime != self.lifetime)
+    }
+}
+
+/// The members in an order that alignments and pins allow: the most aligned first, else depth first through all orders,
+/// as far as [`ORDERS_TRIED`] go.
+fn stack_in_any_order(buffers: &[Buffer], members: &[BufferId]) -> Result<Group, Misfit> {
+    fn deepen(buffers: &[Buffer], left: &[BufferId], group: &Group, tries: &mut u32) -> Result<Group, Misfit> {
+        if left.is_empty() {
+            return Group::stack(buffers, group.members.clone());
+        }
+        let mut misfit = None;
+        for (k, &id) in left.iter().enumerate() {
+            if *tries == 0 {
+                break;
+            }
+            *tries -= 1;
+            let next = group.clone().followed_by(buffers, id).and_then(|group| {
+                let rest = [&left[..k], &left[k + 1..]].concat();
+                deepen(buffers, &rest, &group, tries)
+            });
+            match next {
+                Ok(group) => return Ok(group),
+                Err(error) => misfit = misfit.or(Some(error)),
+            }
+        }
+        Err(misfit.unwrap_or((left[0], "found no place in the orders that were tried")))
+    }
+    let mut sorted = members.to_vec();
+    sorted.sort_by_key(|id| std::cmp::Reverse(buffers[id.index()].alignment));
+    if let Ok(group) = Group::stack(buffers, sorted.clone()) {
+        return Ok(group);
+    }
+    let empty = Group::stack(buffers, Vec::new())?;
+    let lifetime = buffers[sorted[0].index()].lifetime.clone();
+    deepen(buffers, &sorted, &Group { lifetime, ..empty }, &mut { ORDERS_TRIED })
+}
+
+/// Steps that the search for an order may take.
+const ORDERS_TRIED: u32 = 10_000;
 
 fn least_common_multiple(a: u64, b: u64) -> Option<u64> {
     let (mut x, mut y) = (a, b);

@@ -1,5 +1,8 @@
 //! The planner against its judges: the checker on generated problems of every family, and exhaustion on tiny ones.
 
+mod exhaustion;
+
+use exhaustion::exhausted;
 use gapless_alloc::synthetic::{Order, Step};
 use gapless_alloc::{Buffer, BufferId, Fit, Options, Problem, Proof, Solution, StopReason, check, plan};
 use proptest::prelude::*;
@@ -148,9 +151,10 @@ proptest! {
         list in buffers(40, 20, 1..60u64),
         pins in prop::collection::vec((any::<prop::sample::Index>(), 0..40u64), 0..4),
         fences in prop::collection::vec((0..300u64, 1..40u64), 0..3),
-        grouped in prop::sample::subsequence((0..40u32).collect::<Vec<_>>(), 0..5),
+        groups in prop::collection::vec(
+            (prop::sample::subsequence((0..40u32).collect::<Vec<_>>(), 0..5), any::<bool>()), 0..4),
     ) {
-        if let Some(problem) = constrained(list, &pins, &fences, &grouped) {
+        if let Some(problem) = constrained(list, &pins, &fences).and_then(|problem| with_groups(problem, &groups)) {
             let solution = plan(&problem, &options());
             // A group may be put where only a pin could be: then there is no plan, and none is shown.
             if !solution.offsets.is_empty() {
@@ -169,7 +173,7 @@ proptest! {
         capacity in 1..16u64,
     ) {
         let list = list.into_iter().map(|((s, e), bytes, a)| Buffer::new(s..e, bytes).aligned(a)).collect();
-        if let Some(problem) = constrained(list, &pins, &fences, &[]) {
+        if let Some(problem) = constrained(list, &pins, &fences) {
             let least = exhausted(&problem);
             let solution = planned(&problem, &Options { work: 50_000_000, ..Options::default() });
             prop_assert_eq!(solution.height, least, "{:?} {:?}", solution.proof, problem);
@@ -178,50 +182,41 @@ proptest! {
             prop_assert_eq!(solution.height <= capacity, least <= capacity);
         }
     }
+
+    /// Staircases, against the height that exhaustion finds: nothing is claimed that isn't so, and the least is found.
+    #[test]
+    fn tiny_groups_are_solved(
+        list in prop::collection::vec((lifetimes(4), 1..4u64), 2..6),
+        fences in prop::collection::vec((0..8u64, 1..3u64), 0..2),
+        groups in prop::sample::subsequence((0..6u32).collect::<Vec<_>>(), 2..=4),
+        other in prop::sample::subsequence((0..6u32).collect::<Vec<_>>(), 0..=3),
+        any_order in (any::<bool>(), any::<bool>()),
+        capacity in 1..16u64,
+    ) {
+        let list = list.into_iter().map(|((s, e), bytes)| Buffer::new(s..e, bytes)).collect();
+        let other = other.into_iter().filter(|i| !groups.contains(i)).collect();
+        let groups = [(groups, any_order.0), (other, any_order.1)];
+        if let Some(problem) = constrained(list, &[], &fences).and_then(|problem| with_groups(problem, &groups)) {
+            let least = exhausted(&problem);
+            let solution = planned(&problem, &Options { work: 1_000_000, ..Options::default() });
+            let wrong = matches!(solution.proof, Proof::None { bound } if bound > least);
+            prop_assert!(!wrong, "{:?}", solution.proof);
+            prop_assert_eq!(solution.height, least, "{:?} {:?}", solution.proof, problem);
+            let solution = planned(&problem, &Options { capacity: Some(capacity), ..options() });
+            prop_assert!(solution.fit != Fit::Impossible || capacity < least);
+        }
+    }
 }
 
 /// `None` where the constraints contradict each other at once.
-fn constrained(
-    mut list: Vec<Buffer>,
-    pins: &[(prop::sample::Index, u64)],
-    fences: &[(u64, u64)],
-    grouped: &[u32],
-) -> Option<Problem> {
+fn constrained(mut list: Vec<Buffer>, pins: &[(prop::sample::Index, u64)], fences: &[(u64, u64)]) -> Option<Problem> {
     for &(index, at) in if list.is_empty() { &[] } else { pins } {
         let b = index.get(&list).clone();
         let at = at * b.alignment;
         *index.get_mut(&mut list) = b.at(at);
     }
-    let count = list.len() as u32;
-    let mut problem = Problem::new(list).ok()?;
-    for &(start, bytes) in fences {
-        problem = problem.forbid(start..start + bytes).ok()?;
-    }
-    problem.contiguous(grouped.iter().filter(|&&i| i < count).map(|&i| BufferId(i)).collect()).ok()
-}
-
-/// The least height of any plan, by trying every offset of every buffer below one height after another.
-fn exhausted(problem: &Problem) -> u64 {
-    fn fits(problem: &Problem, height: u64, offsets: &mut Vec<u64>) -> bool {
-        let Some(b) = problem.buffers().get(offsets.len()) else { return true };
-        let candidates = b.offset.map_or(0..=height, |at| at..=at);
-        for at in candidates.filter(|at| at + b.bytes <= height && at % b.alignment == 0) {
-            let clear = problem.forbidden().iter().all(|r| at >= r.end || at + b.bytes <= r.start);
-            let apart = problem.buffers().iter().zip(offsets.iter()).all(|(other, &other_at)| {
-                let together = other.lifetime.start < b.lifetime.end && b.lifetime.start < other.lifetime.end;
-                !together || other_at + other.bytes <= at || at + b.bytes <= other_at
-            });
-            if clear && apart {
-                offsets.push(at);
-                if fits(problem, height, offsets) {
-                    return true;
-                }
-                offsets.pop();
-            }
-        }
-        false
-    }
-    (0..).find(|&height| fits(problem, height, &mut Vec::new())).expect("tall enough, everything fits")
+    let problem = Problem::new(list).ok()?;
+    fences.iter().try_fold(problem, |problem, &(start, bytes)| problem.forbid(start..start + bytes).ok())
 }
 
 #[test]
@@ -255,10 +250,56 @@ fn a_warm_start_keeps_addresses() {
     assert!(solution.stats.kept > problem.len() / 2, "kept {} of {}", solution.stats.kept, problem.len());
 }
 
+/// Which members, and whether in any order.
+type Grouped = (Vec<u32>, bool);
+
+fn with_groups(problem: Problem, groups: &[Grouped]) -> Option<Problem> {
+    let count = problem.len() as u32;
+    groups.iter().try_fold(problem, |problem, (members, any_order)| {
+        let members = members.iter().filter(|&&i| i < count).map(|&i| BufferId(i)).collect();
+        if *any_order { problem.adjacent(members).ok() } else { problem.contiguous(members).ok() }
+    })
+}
+
 #[test]
-fn groups_are_contiguous() {
-    let list = (0..6).map(|k| Buffer::new(k..k + 4, 64 * (k + 1)).aligned(64)).collect();
-    let members = vec![BufferId(4), BufferId(1), BufferId(3)];
-    let problem = Problem::new(list).unwrap().contiguous(members).unwrap();
-    planned(&problem, &Options::default());
+fn groups_lie_together() {
+    let list: Vec<Buffer> = (0..6).map(|k| Buffer::new(k..k + 4, 64 * (k + 1)).aligned(64)).collect();
+    for any_order in [false, true] {
+        let problem = with_groups(Problem::new(list.clone()).unwrap(), &[(vec![4, 1, 3], any_order)]).unwrap();
+        planned(&problem, &Options::default());
+    }
+}
+
+/// Of three members the middle one is short-lived, and what it leaves is taken by who comes after it.
+#[test]
+fn short_lived_members_leave_their_bytes_to_others() {
+    let list = vec![Buffer::new(0..4, 8), Buffer::new(0..2, 8), Buffer::new(0..4, 8), Buffer::new(2..4, 8)];
+    for any_order in [false, true] {
+        let problem = with_groups(Problem::new(list.clone()).unwrap(), &[(vec![0, 1, 2], any_order)]).unwrap();
+        assert_eq!(planned(&problem, &Options::default()).proof, Proof::MaxLive, "any order: {any_order}");
+    }
+}
+
+/// The given order would need a byte between 8 and 12; another doesn't.
+#[test]
+fn an_order_is_chosen_that_alignments_allow() {
+    let list = vec![Buffer::new(0..2, 4), Buffer::new(0..2, 8).aligned(8), Buffer::new(0..2, 4)];
+    let problem = || Problem::new(list.clone()).unwrap();
+    assert!(with_groups(problem(), &[(vec![0, 1, 2], false)]).is_none());
+    planned(&with_groups(problem(), &[(vec![0, 1, 2], true)]).unwrap(), &Options::default());
+    let impossible = vec![Buffer::new(0..2, 4).aligned(8), Buffer::new(0..2, 4).aligned(8)];
+    let error = Problem::new(impossible).unwrap().adjacent(vec![BufferId(0), BufferId(1)]).unwrap_err();
+    assert!(error.to_string().contains("is put off its alignment"), "{error}");
+}
+
+/// Groups keep their places from an earlier plan where that costs nothing.
+#[test]
+fn a_warm_start_keeps_groups() {
+    let list: Vec<Buffer> = (0..30).map(|k| Buffer::new(k..k + 4 + k % 3, 64 * (k % 5 + 1)).aligned(64)).collect();
+    let problem =
+        with_groups(Problem::new(list).unwrap(), &[(vec![4, 6, 5], false), (vec![14, 15, 17], true)]).unwrap();
+    let cold = planned(&problem, &Options::default());
+    let earlier = cold.offsets.iter().map(|&at| Some(at)).collect();
+    let warm = planned(&problem, &Options { warm_start: Some(earlier), ..Options::default() });
+    assert_eq!((warm.height, warm.stats.kept), (cold.height, problem.len()));
 }

@@ -9,7 +9,7 @@ use libfuzzer_sys::fuzz_target;
 struct Input {
     buffers: Vec<Row>,
     forbidden: Vec<(u16, u8)>,
-    group: Vec<u8>,
+    groups: Vec<(Vec<u8>, bool)>,
     capacity: Option<u32>,
 }
 
@@ -43,7 +43,12 @@ fuzz_target!(|input: Input| {
         let Ok(next) = problem.forbid(start.into()..u64::from(start) + u64::from(bytes)) else { return };
         problem = next;
     }
-    let Ok(problem) = problem.contiguous(input.group.iter().map(|&i| BufferId(i.into())).collect()) else { return };
+    for (members, any_order) in &input.groups {
+        let members = members.iter().map(|&i| BufferId(i.into())).collect();
+        let next = if *any_order { problem.adjacent(members) } else { problem.contiguous(members) };
+        let Ok(next) = next else { return };
+        problem = next;
+    }
     let options = Options { capacity: input.capacity.map(u64::from), work: 100_000, ..Options::default() };
     let solution = plan(&problem, &options);
     if solution.offsets.len() == problem.len() {

@@ -8,10 +8,12 @@
 //! - [`strategy`] says what is tried on a part: [`portfolio`] runs [`sweep`]s ([`holes`] is what a sweep knows of space,
 //!   [`reserved`] what it flows around) and [`ordered`] placements ([`occupied`] is what those know of space), [`exact`]
 //!   searches where they leave a gap.
+//! - [`grouped`] lets a group's members each live their own life.
 //! - [`keep`] holds on to the addresses of an earlier plan.
 //! - [`meter`] counts what that costs.
 
 mod exact;
+mod grouped;
 mod holes;
 mod keep;
 mod meter;
@@ -157,14 +159,22 @@ impl Solution {
 /// pins, alignments and sizes leave no plan within 2^64 - 1 bytes that the passes could find gets no offsets at all.
 pub fn plan(problem: &Problem, options: &Options) -> Solution {
     match options.threads {
-        None => Planner::new(problem, options).run(),
+        None => plan_here(problem, options),
         Some(threads) => match rayon::ThreadPoolBuilder::new().num_threads(threads).build() {
-            Ok(pool) => pool.install(|| Planner::new(problem, options).run()),
+            Ok(pool) => pool.install(|| plan_here(problem, options)),
             // A machine that gives no threads still has this one.
-            Err(_) => Planner::new(problem, options).run(),
+            Err(_) => plan_here(problem, options),
         },
     }
 }
+
+fn plan_here(problem: &Problem, options: &Options) -> Solution {
+    let planner = Planner::new(problem, options);
+    if grouped::has_ragged_groups(problem) { grouped::plan(planner) } else { planner.run() }
+}
+
+/// Height and offsets.
+type Plan = (u64, Vec<u64>);
 
 struct Planner<'p> {
     problem: &'p Problem,
@@ -181,6 +191,12 @@ impl<'p> Planner<'p> {
     }
 
     fn run(mut self) -> Solution {
+        let (known, plan) = self.solve();
+        self.conclude(known, plan)
+    }
+
+    /// The best plan that was found, as height and offsets, and what is proven.
+    fn solve(&mut self) -> (Known, Option<Plan>) {
         let lower_bound = lower_bound(self.problem);
         let mut known = Known { lower_bound, constraints: lower_bound, searched: lower_bound };
         let whole = Whole::new(self.problem, true);
@@ -190,21 +206,21 @@ impl<'p> Planner<'p> {
         if let Some(plan) = self.keep(aim) {
             known.constraints = known.constraints.max(bound.saturating_sub(whole.padding));
             known.searched = known.constraints;
-            return self.conclude(known, Some(plan));
+            return (known, Some(plan));
         }
         let mut best = self.attempt(&whole, &mut known);
-        let open = |best: &Option<(u64, Vec<u64>)>, known: &Known| best.as_ref().is_none_or(|b| b.0 > known.searched);
+        let open = |best: &Option<Plan>, known: &Known| best.as_ref().is_none_or(|b| b.0 > known.searched);
         if whole.padding > 0 && open(&best, &known) {
             let raw = self.attempt(&Whole::new(self.problem, false), &mut known);
             best = [best, raw].into_iter().flatten().min_by_key(|plan| plan.0);
         }
         // What the bound didn't allow to keep may fit below the height that was reached.
         let kept = best.as_ref().filter(|b| b.0 > aim).and_then(|b| self.keep(b.0));
-        self.conclude(known, kept.or(best))
+        (known, kept.or(best))
     }
 
     /// A plan of at most `target` bytes that keeps earlier addresses, if that was asked for.
-    fn keep(&mut self, target: u64) -> Option<(u64, Vec<u64>)> {
+    fn keep(&mut self, target: u64) -> Option<Plan> {
         let earlier = self.options.warm_start.as_ref()?;
         let (plan, work) = keep::keep(self.problem, earlier, target, self.options);
         self.meter.spend(work);
@@ -212,7 +228,7 @@ impl<'p> Planner<'p> {
     }
 
     /// Plans the parts one by one and puts them together; learns what is proven on the way.
-    fn attempt(&mut self, whole: &Whole, known: &mut Known) -> Option<(u64, Vec<u64>)> {
+    fn attempt(&mut self, whole: &Whole, known: &mut Known) -> Option<Plan> {
         let bounds = whole.parts.iter().map(|part| part.base.saturating_add(part.bound));
         // In rounded bytes, so that it may exceed what can be proven of the problem as given.
         let aim = bounds.fold(known.lower_bound, u64::max);
@@ -257,7 +273,7 @@ impl<'p> Planner<'p> {
         }
     }
 
-    fn conclude(mut self, known: Known, plan: Option<(u64, Vec<u64>)>) -> Solution {
+    fn conclude(mut self, known: Known, plan: Option<Plan>) -> Solution {
         let (height, offsets) = plan.unzip();
         let proof = match height {
             Some(height) if height <= known.lower_bound => Proof::MaxLive,

@@ -38,6 +38,18 @@ impl Occupied {
 
     /// Fills `holes` with what is free during all of the item's cliques; returns the ranges and nodes looked at.
     pub fn holes(&mut self, item: Item, holes: &mut Holes) -> u64 {
+        let work = self.ask(item);
+        holes.refill(&self.met);
+        work
+    }
+
+    /// The ranges that are taken in some of the item's cliques, ascending by their first byte; they may overlap.
+    pub fn taken(&mut self, item: Item) -> &[(u64, u64)] {
+        self.ask(item);
+        &self.met
+    }
+
+    fn ask(&mut self, item: Item) -> u64 {
         self.met.clear();
         let mut nodes = 0;
         for node in self.making_up(item) {
@@ -49,7 +61,6 @@ impl Occupied {
             nodes += 1;
         }
         self.met.sort_unstable();
-        holes.refill(&self.met);
         nodes + self.met.len() as u64
     }
 

@@ -5,7 +5,7 @@
 //!
 //! 1. Sizes are rounded up to the greatest common divisor of the alignments, since nothing can start in between (unless
 //!    a forbidden range does). An alignment that divides all sizes and pins is then met by every stack of buffers, and is forgotten.
-//! 2. Contiguous groups become one item each.
+//! 2. Groups become one item each, as if all members lived as long as the longest (`grouped.rs` sees to those that don't).
 //! 3. Ticks become *cliques*: the maximal sets of buffers alive together, numbered in time. Two buffers overlap in time
 //!    exactly when they share a clique, and between two cliques births and deaths may come in any order.
 //! 4. Where nothing is alive across a clique boundary the problem falls apart; what is alive over a whole part goes to
@@ -64,7 +64,7 @@ pub(crate) struct Part {
 pub(crate) enum Source {
     /// A buffer, by index.
     Buffer(u32),
-    /// A contiguous group, by index.
+    /// A group, by index.
     Group(u32),
     /// A range that nobody may use.
     Forbidden,
@@ -263,7 +263,7 @@ fn table(problem: &Problem, rounded: bool) -> Table {
     table
 }
 
-fn gcd(mut a: u64, mut b: u64) -> u64 {
+pub(crate) fn gcd(mut a: u64, mut b: u64) -> u64 {
     while b != 0 {
         (a, b) = (b, a % b);
     }
@@ -271,7 +271,7 @@ fn gcd(mut a: u64, mut b: u64) -> u64 {
 }
 
 /// Step 3: fills in `start` and `end` of the items; returns the number of cliques.
-fn in_cliques(lifetimes: &[(u64, u64)], items: &mut [Item]) -> u32 {
+pub(crate) fn in_cliques(lifetimes: &[(u64, u64)], items: &mut [Item]) -> u32 {
     let last = lifetimes.iter().map(|l| l.1).max().unwrap_or(0);
     // Ticks as small numbers: themselves where they are few, else their rank.
     let ticks: Option<Vec<u64>> = (last > 4 * lifetimes.len() as u64 + 1024).then(|| {

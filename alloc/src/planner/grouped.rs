@@ -1,0 +1,370 @@
+//! Groups whose members live differently.
+//!
+//! Seen from its members, such a group is a staircase: rectangles at fixed distances. The other passes know rectangles
+//! only. So three problems are planned instead of one:
+//!
+//! 1. without the groups, their members apart: what is proven of it holds for the problem too;
+//! 2. with each group as one rectangle, as if all members lived as long as the longest: its plans are plans of the problem,
+//!    that waste what the shorter-lived leave;
+//! 3. where that is above what is proven: with the groups' members pinned somewhere, so that the rest may flow around
+//!    each of them. Where, is what the earlier plan and the one of 2 say, and placements of staircases one by one; in the
+//!    end everywhere, if those are few places.
+
+use std::cmp::Reverse;
+
+use super::meter::Meter;
+use super::occupied::Occupied;
+use super::part::{Item, gcd, in_cliques};
+use super::{Known, Options, Plan, Planner, Solution};
+use crate::{Buffer, BufferId, Group, Problem};
+
+/// Whether some group's members are not all alive together.
+pub(super) fn has_ragged_groups(problem: &Problem) -> bool {
+    problem.groups().iter().any(|group| group.is_ragged(problem.buffers()))
+}
+
+/// Plans a problem that has ragged groups.
+pub(super) fn plan(planner: Planner) -> Solution {
+    let mut grouped = Grouped { planner, best: None };
+    let known = grouped.solve();
+    let Grouped { planner, best } = grouped;
+    planner.conclude(known, best)
+}
+
+struct Grouped<'p> {
+    planner: Planner<'p>,
+    best: Option<Plan>,
+}
+
+/// Staircases are placed among everything else, item by item, in problems of at most so many buffers.
+const MOST_IN_ORDER: usize = 50_000;
+
+/// Places of all ragged groups together that are tried one by one.
+const MOST_PLACES: u64 = 1_000;
+
+/// How often an order is repeated with what ended too high in front.
+const ROUNDS: usize = 6;
+
+impl Grouped<'_> {
+    fn solve(&mut self) -> Known {
+        let problem = self.planner.problem;
+        let is_ragged = |group: &Group| group.is_ragged(problem.buffers());
+        let apart = problem.with_groups(|group| !is_ragged(group));
+        let (mut known, _) = self.run(&apart, 4, &Options { warm_start: None, ..self.planner.options.clone() });
+        let aim = known.searched.max(self.planner.options.capacity.unwrap_or(0));
+        if let Some(earlier) = self.planner.options.warm_start.clone() {
+            self.flow_around(&|id| earlier.get(id.index()).copied().flatten(), 8);
+        }
+        if self.is_open(aim) {
+            let (_, whole) = self.run(problem, 4, &self.planner.options.clone());
+            self.offer(whole.clone());
+            if let Some((_, offsets)) = whole.filter(|_| self.is_open(aim)) {
+                self.flow_around(&|id| offsets.get(id.index()).copied(), 8);
+            }
+        }
+        let stairs = Stairs::new(problem);
+        for key in KEYS {
+            let (groups, everything): (Vec<u32>, Vec<u32>) =
+                (0..stairs.units.len() as u32).partition(|&u| stairs.units[u as usize].is_ragged);
+            let mut lists = vec![groups.clone()];
+            if problem.len() <= MOST_IN_ORDER {
+                lists.push([groups, everything].concat());
+            }
+            for units in lists {
+                if self.is_open(aim) {
+                    self.in_order(&stairs, key, units, aim);
+                }
+            }
+        }
+        if self.is_open(aim) {
+            self.everywhere(&stairs, &mut known);
+        }
+        known
+    }
+
+    /// Tries all places of all ragged groups below the best height, if those are few, and learns what that rules out.
+    fn everywhere(&mut self, stairs: &Stairs, known: &mut Known) {
+        let Some((height, mut offsets)) = self.best.clone() else { return };
+        let grain = stairs.grain();
+        let places = |unit: &Unit| -> Option<Vec<(usize, u64)>> {
+            let mut places = Vec::new();
+            for (k, order) in unit.orders.iter().enumerate() {
+                let last = (height - 1).saturating_sub(order.bytes);
+                let step = grain.next_multiple_of(order.alignment);
+                let all = order.offset.map_or(0..=last, |pin| pin..=pin);
+                if (all.end() - all.start()) / step > MOST_PLACES {
+                    return None;
+                }
+                places.extend(all.step_by(usize::try_from(step).ok()?).map(|at| (k, at)));
+            }
+            Some(places)
+        };
+        let units: Vec<&Unit> = stairs.units.iter().filter(|unit| unit.is_ragged).collect();
+        let Some(places) = units.iter().map(|unit| places(unit)).collect::<Option<Vec<_>>>() else { return };
+        let count = places.iter().try_fold(1u64, |count, places| count.checked_mul(places.len() as u64));
+        let Some(count) = count.filter(|&count| count <= MOST_PLACES) else { return };
+        let mut proven = height;
+        for number in 0..count {
+            if !self.is_open(known.searched) {
+                return;
+            }
+            let mut rest = number;
+            for (unit, places) in units.iter().zip(&places) {
+                let (order, at) = places[(rest % places.len() as u64) as usize];
+                rest /= places.len() as u64;
+                let mut next = at;
+                for id in &unit.orders[order].members {
+                    offsets[id.index()] = next;
+                    next += self.planner.problem.buffer(*id).bytes;
+                }
+            }
+            let bound = self.flow_around(&|id| offsets.get(id.index()).copied(), count - number);
+            proven = proven.min(bound);
+        }
+        known.searched = known.searched.max(proven.min(self.best.as_ref().map_or(height, |best| best.0)));
+    }
+
+    /// Places `units` by `key`, then lets the rest flow around the groups where they came to lie.
+    fn in_order(&mut self, stairs: &Stairs, key: Key, mut units: Vec<u32>, aim: u64) {
+        let everything = units.len() == stairs.units.len();
+        let mut comes_first = vec![false; stairs.units.len()];
+        for _ in 0..ROUNDS {
+            units.sort_by_key(|&u| (!comes_first[u as usize], key(stairs.units[u as usize].whole), u));
+            let Some(placed) = stairs.place(&units, aim, &mut self.planner.meter) else { return };
+            self.planner.stats.placements += 1;
+            if everything {
+                self.offer(Some((placed.height, placed.offsets.clone())));
+            }
+            if self.is_open(aim) {
+                self.flow_around(&|id| placed.offsets.get(id.index()).copied(), 8);
+            }
+            let news = placed.over.iter().filter(|&&u| !std::mem::replace(&mut comes_first[u as usize], true)).count();
+            if news == 0 || !self.is_open(aim) {
+                return;
+            }
+        }
+    }
+
+    /// Plans the problem with the members of ragged groups where `place` has them, spending one of `shares`. Returns what
+    /// no such plan is lower than: the end of the address space where they can't be.
+    fn flow_around(&mut self, place: &dyn Fn(BufferId) -> Option<u64>, shares: u64) -> u64 {
+        let problem = self.planner.problem;
+        let mut buffers = problem.buffers().to_vec();
+        for group in problem.groups().iter().filter(|group| group.is_ragged(problem.buffers())) {
+            let mut members = group.members.clone();
+            if group.any_order {
+                members.sort_by_key(|&id| (place(id), problem.buffer(id).bytes));
+            }
+            let mut next = None;
+            for id in members {
+                let b = &mut buffers[id.index()];
+                let Some(at) = place(id).filter(|at| next.is_none_or(|next| next == *at)) else { return u64::MAX };
+                if b.offset.is_some_and(|pin| pin != at) || at % b.alignment != 0 {
+                    return u64::MAX;
+                }
+                next = at.checked_add(b.bytes);
+                b.offset = Some(at);
+            }
+        }
+        let others = problem.with_groups(|group| !group.is_ragged(problem.buffers()));
+        let Some(pinned) = others.with_buffers(buffers) else { return u64::MAX };
+        let (known, plan) = self.run(&pinned, shares, &self.planner.options.clone());
+        self.offer(plan);
+        known.searched
+    }
+
+    /// Solves a problem related to this one with one of `shares` of what may still be spent.
+    fn run(&mut self, problem: &Problem, shares: u64, options: &Options) -> (Known, Option<Plan>) {
+        let meter = Meter { work: self.planner.meter.left() / shares, spent: 0, ..self.planner.meter };
+        let mut planner = Planner { meter, ..Planner::new(problem, options) };
+        let result = planner.solve();
+        self.planner.meter.spend(planner.meter.spent);
+        self.planner.stats.placements += planner.stats.placements;
+        self.planner.stats.parts = self.planner.stats.parts.max(planner.stats.parts);
+        result
+    }
+
+    fn offer(&mut self, plan: Option<Plan>) {
+        self.best = [self.best.take(), plan].into_iter().flatten().min_by_key(|plan| plan.0);
+    }
+
+    /// Whether something lower is wanted and may be looked for; some plan there must be.
+    fn is_open(&self, aim: u64) -> bool {
+        let found = self.best.as_ref();
+        found.is_none_or(|best| best.0 > aim) && (found.is_none() || self.planner.meter.stopped().is_none())
+    }
+}
+
+/// The least comes first.
+type Key = fn(Item) -> (u128, u32);
+
+const KEYS: [Key; 4] = [
+    |item| (u128::MAX - u128::from(item.bytes), item.start),
+    |item| (u128::MAX - u128::from(item.bytes) * u128::from(item.cliques()), item.start),
+    |item| (u128::MAX - u128::from(item.cliques()), item.start),
+    |item| (item.start.into(), u32::MAX - item.end),
+];
+
+/// A problem as rigid units: groups, and the buffers that belong to none.
+struct Stairs<'p> {
+    problem: &'p Problem,
+    /// By buffer.
+    items: Vec<Item>,
+    cliques: u32,
+    units: Vec<Unit>,
+}
+
+/// Rectangles at fixed distances.
+struct Unit {
+    /// The least rectangle around it.
+    whole: Item,
+    is_ragged: bool,
+    pin: Option<u64>,
+    /// Ways to stack its members.
+    orders: Vec<Group>,
+}
+
+struct Placed {
+    /// The highest end of a placed unit.
+    height: u64,
+    /// By buffer; 0 where it was not to be placed.
+    offsets: Vec<u64>,
+    /// Units that end above the aim.
+    over: Vec<u32>,
+}
+
+impl<'p> Stairs<'p> {
+    fn new(problem: &'p Problem) -> Self {
+        let lifetimes: Vec<(u64, u64)> = problem.buffers().iter().map(|b| (b.lifetime.start, b.lifetime.end)).collect();
+        let item = |b: &Buffer| Item { start: 0, end: 0, bytes: b.bytes, alignment: b.alignment };
+        let mut items: Vec<Item> = problem.buffers().iter().map(item).collect();
+        let cliques = in_cliques(&lifetimes, &mut items);
+        let mut grouped = vec![false; problem.len()];
+        problem.groups().iter().flat_map(|g| &g.members).for_each(|id| grouped[id.index()] = true);
+        let alone = problem.ids().filter(|id| !grouped[id.index()] && problem.buffer(*id).bytes > 0);
+        let alone = alone.filter_map(|id| Some((false, vec![Group::stack(problem.buffers(), vec![id]).ok()?])));
+        let groups = problem.groups().iter().map(|g| (g.is_ragged(problem.buffers()), orders(problem, g)));
+        let units = groups.chain(alone).map(|(is_ragged, orders)| {
+            let first = &orders[0];
+            let spans = first.members.iter().map(|id| items[id.index()]);
+            let (start, end) = spans.fold((u32::MAX, 0), |(s, e), item| (s.min(item.start), e.max(item.end)));
+            let whole = Item { start, end, bytes: first.bytes, alignment: first.alignment };
+            Unit { whole, is_ragged, pin: first.offset, orders }
+        });
+        let units = units.collect();
+        Self { problem, items, cliques, units }
+    }
+
+    /// Everything can come to rest at multiples of this.
+    fn grain(&self) -> u64 {
+        let buffers = self.problem.buffers().iter().filter(|b| b.bytes > 0);
+        let sizes = buffers.flat_map(|b| [b.bytes, b.alignment, b.offset.unwrap_or(0)]);
+        let ranges = self.problem.forbidden().iter().flat_map(|range| [range.start, range.end]);
+        sizes.chain(ranges).fold(0, gcd).max(1)
+    }
+
+    /// Gives each of `units` the lowest place that the pins and those before it leave. `None` when the address space ends,
+    /// or when a pinned unit finds its place taken.
+    fn place(&self, units: &[u32], aim: u64, meter: &mut Meter) -> Option<Placed> {
+        let mut occupied = Occupied::new(self.cliques);
+        let always = Item { start: 0, end: self.cliques, bytes: 0, alignment: 1 };
+        for range in self.problem.forbidden() {
+            occupied.insert(Item { bytes: range.end - range.start, ..always }, range.start);
+        }
+        let mut placed = Placed { height: 0, offsets: vec![0; self.problem.len()], over: Vec::new() };
+        let is_pinned = |u: &&u32| self.units[**u as usize].pin.is_some();
+        for &u in units.iter().filter(is_pinned).chain(units.iter().filter(|u| !is_pinned(u))) {
+            let unit = &self.units[u as usize];
+            let mut best: Option<(u64, &Group)> = None;
+            for order in &unit.orders {
+                let at = self.lowest(order, &mut occupied, meter);
+                if let Some(at) = at.filter(|&at| best.is_none_or(|(lowest, _)| at < lowest)) {
+                    best = Some((at, order));
+                }
+            }
+            let (at, order) = best?;
+            let mut next = at;
+            for &id in &order.members {
+                placed.offsets[id.index()] = next;
+                let item = self.items[id.index()];
+                if item.bytes > 0 {
+                    occupied.insert(item, next);
+                }
+                next += item.bytes;
+            }
+            placed.height = placed.height.max(next);
+            if next > aim {
+                placed.over.push(u);
+            }
+        }
+        Some(placed)
+    }
+
+    /// The lowest place for a stack of members, each of which must be free for its own life only.
+    fn lowest(&self, stack: &Group, occupied: &mut Occupied, meter: &mut Meter) -> Option<u64> {
+        // Places of the stack at which a member would meet something.
+        let mut blocked: Vec<(u64, u64)> = Vec::new();
+        let mut below = 0;
+        for id in &stack.members {
+            let item = self.items[id.index()];
+            for &(from, to) in if item.bytes > 0 { occupied.taken(item) } else { &[] } {
+                let meets = ((from + 1).saturating_sub(below + item.bytes), to.saturating_sub(below));
+                if meets.0 < meets.1 {
+                    blocked.push(meets);
+                }
+            }
+            below += item.bytes;
+        }
+        meter.spend(blocked.len() as u64 + stack.members.len() as u64);
+        blocked.sort_unstable();
+        if let Some(pin) = stack.offset {
+            return (!blocked.iter().any(|&(from, to)| from <= pin && pin < to)).then_some(pin);
+        }
+        let mut at = 0u64;
+        for (from, to) in blocked {
+            if from > at {
+                break;
+            }
+            at = at.max(to.checked_next_multiple_of(stack.alignment)?);
+        }
+        at.checked_add(stack.bytes).map(|_| at)
+    }
+}
+
+/// Ways to stack a group: the given order; where the planner chooses, all that alignments and pins allow of a few
+/// members, of many those by length, birth, death and size.
+fn orders(problem: &Problem, group: &Group) -> Vec<Group> {
+    let mut orders = vec![group.clone()];
+    if !group.any_order {
+        return orders;
+    }
+    let stack = |members: Vec<BufferId>| Group::stack(problem.buffers(), members).ok();
+    if group.members.len() <= FEW {
+        orders.extend(permutations(&group.members).into_iter().filter_map(stack));
+        return orders;
+    }
+    let keys: [fn(&Buffer) -> u64; 4] =
+        [|b| b.lifetime.end - b.lifetime.start, |b| b.lifetime.start, |b| b.lifetime.end, |b| b.bytes];
+    for key in keys {
+        let mut members = group.members.clone();
+        members.sort_by_key(|&id| (Reverse(key(problem.buffer(id))), id));
+        orders.extend(stack(members.clone()));
+        members.reverse();
+        orders.extend(stack(members));
+    }
+    orders
+}
+
+/// Members of which every order is tried.
+const FEW: usize = 4;
+
+fn permutations(members: &[BufferId]) -> Vec<Vec<BufferId>> {
+    if members.is_empty() {
+        return vec![Vec::new()];
+    }
+    let led_by = |k: usize| {
+        let rest = permutations(&[&members[..k], &members[k + 1..]].concat());
+        rest.into_iter().map(move |rest| [&members[k..=k], &rest].concat())
+    };
+    (0..members.len()).flat_map(led_by).collect()
+}

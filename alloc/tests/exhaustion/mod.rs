@@ -1,0 +1,45 @@
+//! The least height of tiny problems, by trying everything: the judge of whoever claims to know it.
+
+use gapless_alloc::{Group, Problem};
+
+/// The least height of any plan, by trying every offset of every buffer below one height after another.
+pub fn exhausted(problem: &Problem) -> u64 {
+    (0..).find(|&height| fits(problem, height)).expect("tall enough, everything fits")
+}
+
+/// Whether some plan ends at or below `height`.
+pub fn fits(problem: &Problem, height: u64) -> bool {
+    place(problem, height, &mut Vec::new())
+}
+
+fn place(problem: &Problem, height: u64, offsets: &mut Vec<u64>) -> bool {
+    let Some(b) = problem.buffers().get(offsets.len()) else {
+        return problem.groups().iter().all(|group| lies_together(problem, group, offsets));
+    };
+    let candidates = b.offset.map_or(0..=height, |at| at..=at);
+    for at in candidates.filter(|at| at + b.bytes <= height && at % b.alignment == 0) {
+        let clear = problem.forbidden().iter().all(|r| b.bytes == 0 || at >= r.end || at + b.bytes <= r.start);
+        let apart = problem.buffers().iter().zip(offsets.iter()).all(|(other, &other_at)| {
+            let together = other.lifetime.start < b.lifetime.end && b.lifetime.start < other.lifetime.end;
+            let shares = other_at < at + b.bytes && at < other_at + other.bytes;
+            !(together && shares) || b.bytes == 0 || other.bytes == 0
+        });
+        if clear && apart {
+            offsets.push(at);
+            if place(problem, height, offsets) {
+                return true;
+            }
+            offsets.pop();
+        }
+    }
+    false
+}
+
+fn lies_together(problem: &Problem, group: &Group, offsets: &[u64]) -> bool {
+    let mut ranges: Vec<(u64, u64)> =
+        group.members.iter().map(|&id| (offsets[id.index()], offsets[id.index()] + problem.buffer(id).bytes)).collect();
+    if group.any_order {
+        ranges.sort_unstable();
+    }
+    ranges.windows(2).all(|pair| pair[0].1 == pair[1].0)
+}
