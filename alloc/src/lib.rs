@@ -53,7 +53,7 @@ pub use bound::{live_at, lower_bound, peak_tick};
 pub use check::{Violation, check};
 pub use compare::{Compared, Comparison, Entry, Timeline, compare, page};
 pub use error::Error;
-pub use explain::{Explanation, explain};
+pub use explain::{Change, Explanation, Remedy, explain};
 pub use hash::{PlanHash, plan_hash};
 pub use label::{Label, Role};
 pub use planner::{Fit, Options, Proof, Solution, Stats, StopReason, plan};

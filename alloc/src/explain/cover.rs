@@ -1,0 +1,316 @@
+//! The fewest intervals whose bytes meet a demand at every place: a lower bound on what must change, whatever the plan.
+//!
+//! In: places in order, each with the bytes that must go there, and candidates that span places. Out: the fewest
+//! candidates found, and what no cover is smaller than. A branch-and-bound from left to right: at the leftmost place that
+//! still lacks bytes, a candidate that gives as much and reaches as far as another can stand for it.
+
+use std::cmp::Reverse;
+use std::ops::Range;
+
+/// One that may be chosen.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Candidate {
+    /// Places where it helps.
+    pub span: Range<usize>,
+    /// By how much.
+    pub bytes: u64,
+}
+
+/// What [`fewest`] found out.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Fewest {
+    /// Indices of the candidates, ascending; `None` when no cover of at most [`MOST`] was found.
+    pub chosen: Option<Vec<usize>>,
+    /// No cover is smaller; `None` when there is none at all.
+    pub at_least: Option<usize>,
+}
+
+/// Covers larger than this are not looked for: they help nobody.
+pub(super) const MOST: usize = 64;
+
+/// Covers `demand`, looking at no more than `work` candidates.
+pub(super) fn fewest(demand: &[u64], candidates: &[Candidate], work: u64) -> Fewest {
+    let places = undominated(demand, candidates);
+    let rank = |place: usize| places.partition_point(|&p| p < place);
+    let mut spans: Vec<(usize, Candidate)> = candidates
+        .iter()
+        .enumerate()
+        .map(|(k, c)| (k, Candidate { span: rank(c.span.start)..rank(c.span.end), bytes: c.bytes }))
+        .filter(|(_, c)| c.span.start < c.span.end && c.bytes > 0)
+        .collect();
+    spans.sort_by_key(|(k, c)| (c.span.start, *k));
+    let left: Vec<u64> = places.iter().map(|&p| demand[p]).collect();
+    let candidates: Vec<Candidate> = spans.iter().map(|(_, c)| c.clone()).collect();
+    let Some(after) = suffix_bounds(&left, &candidates) else { return Fewest { chosen: None, at_least: None } };
+    let at_least = after[0];
+    if at_least > MOST {
+        return Fewest { chosen: None, at_least: Some(at_least) };
+    }
+    let state = vec![State::Open; candidates.len()];
+    let mut search =
+        Search { candidates: &candidates, after, left, state, chosen: Vec::new(), best: None, at_least, work };
+    search.deepen(0, 0);
+    let complete = search.work > 0;
+    let best = search.best.map(|best| {
+        let mut chosen: Vec<usize> = best.iter().map(|&c| spans[c].0).collect();
+        chosen.sort_unstable();
+        chosen
+    });
+    let at_least = match &best {
+        Some(best) if complete => best.len(),
+        None if complete => MOST + 1,
+        _ => at_least,
+    };
+    Fewest { chosen: best, at_least: Some(at_least) }
+}
+
+/// Bytes to take off candidates so that every demand is met with the fewest bytes in all: from left to right, from whoever
+/// reaches furthest. `None` when all candidates together don't meet it. Exact: all bytes cost the same, and whoever
+/// reaches further helps wherever the other does.
+pub(super) fn fewest_bytes(demand: &[u64], candidates: &[Candidate]) -> Option<Vec<u64>> {
+    let mut order: Vec<usize> = (0..candidates.len()).collect();
+    order.sort_by_key(|&c| candidates[c].span.start);
+    let mut order = order.into_iter().peekable();
+    // By how far they reach; and bytes taken off by where they end to help.
+    let mut open = std::collections::BinaryHeap::new();
+    let mut taken = vec![0u64; candidates.len()];
+    let mut ends = vec![0u64; demand.len() + 1];
+    let mut helps = 0u64;
+    for (place, &demand) in demand.iter().enumerate() {
+        helps -= ends[place];
+        while let Some(c) = order.next_if(|&c| candidates[c].span.start <= place) {
+            open.push((candidates[c].span.end, Reverse(c)));
+        }
+        while helps < demand {
+            let &(end, Reverse(c)) = open.peek()?;
+            let rest = candidates[c].bytes - taken[c];
+            if end <= place || rest == 0 {
+                open.pop();
+                continue;
+            }
+            let take = rest.min(demand - helps);
+            taken[c] += take;
+            ends[end] += take;
+            helps += take;
+        }
+    }
+    Some(taken)
+}
+
+/// Places whose demand is not met anyway when a neighbour's is: those where all that begins (or all that ends) in between
+/// is no more than the difference.
+fn undominated(demand: &[u64], candidates: &[Candidate]) -> Vec<usize> {
+    let mut begins = vec![0u128; demand.len() + 1];
+    let mut ends = begins.clone();
+    for c in candidates.iter().filter(|c| c.span.start < c.span.end) {
+        begins[c.span.start] += u128::from(c.bytes);
+        ends[c.span.end] += u128::from(c.bytes);
+    }
+    let mut kept: Vec<usize> = Vec::new();
+    // Bytes that began and ended since the last kept place.
+    let (mut began, mut ended) = (0, 0);
+    for place in 0..demand.len() {
+        began += begins[place];
+        ended += ends[place];
+        if demand[place] == 0 {
+            continue;
+        }
+        while let Some(&last) = kept.last() {
+            let (before, here) = (u128::from(demand[last]), u128::from(demand[place]));
+            if ended == 0 && before + began <= here {
+                kept.pop();
+                // What lies between the one before and the one that went.
+                let from = kept.last().map_or(0, |&p| p + 1);
+                began += begins[from..=last].iter().sum::<u128>();
+                ended += ends[from..=last].iter().sum::<u128>();
+            } else {
+                break;
+            }
+        }
+        let implied = kept
+            .last()
+            .is_some_and(|&last| began == 0 && u128::from(demand[place]) + ended <= u128::from(demand[last]));
+        if !implied {
+            kept.push(place);
+            (began, ended) = (0, 0);
+        }
+    }
+    kept
+}
+
+/// For each place, how many candidates the demands from there on take at least, counting only places that no candidate
+/// joins; `None` when one of them can't be met. Of very many places only some are looked at.
+fn suffix_bounds(demand: &[u64], candidates: &[Candidate]) -> Option<Vec<usize>> {
+    let cells: usize = candidates.iter().map(|c| c.span.len()).sum();
+    let stride = cells.div_ceil(MOST_CELLS).max(1);
+    let mut here: Vec<Vec<u32>> = vec![Vec::new(); demand.len().div_ceil(stride)];
+    for (k, c) in candidates.iter().enumerate() {
+        let looked_at = c.span.start.div_ceil(stride)..c.span.end.div_ceil(stride);
+        here[looked_at].iter_mut().for_each(|list| list.push(k as u32));
+    }
+    let mut after = vec![0; demand.len() + 1];
+    for place in (0..demand.len()).rev() {
+        after[place] = after[place + 1];
+        if place % stride == 0 {
+            let here = &here[place / stride];
+            let mut bytes: Vec<u64> = here.iter().map(|&k| candidates[k as usize].bytes).collect();
+            let need = largest_first(&mut bytes, demand[place])?;
+            let reach = here.iter().map(|&k| candidates[k as usize].span.end).fold(place + 1, usize::max);
+            after[place] = after[place].max(need + after[reach]);
+        }
+    }
+    Some(after)
+}
+
+/// Pairs of a place and a candidate that the bounds look at.
+const MOST_CELLS: usize = 20_000_000;
+
+/// How many of the largest meet the demand.
+fn largest_first(bytes: &mut [u64], demand: u64) -> Option<usize> {
+    bytes.sort_unstable_by_key(|&b| Reverse(b));
+    let mut sum = 0u64;
+    if demand == 0 {
+        return Some(0);
+    }
+    bytes
+        .iter()
+        .position(|&b| {
+            sum = sum.saturating_add(b);
+            sum >= demand
+        })
+        .map(|last| last + 1)
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    Open,
+    Chosen,
+    /// Not in this branch.
+    Out,
+}
+
+struct Search<'c> {
+    /// By the start of their spans.
+    candidates: &'c [Candidate],
+    /// See [`suffix_bounds`].
+    after: Vec<usize>,
+    /// Bytes still lacking, by place.
+    left: Vec<u64>,
+    state: Vec<State>,
+    chosen: Vec<usize>,
+    best: Option<Vec<usize>>,
+    at_least: usize,
+    /// What may still be looked at.
+    work: u64,
+}
+
+impl Search<'_> {
+    /// Covers what is left from place `from` on; nothing that was chosen reaches past `reach`.
+    fn deepen(&mut self, from: usize, reach: usize) {
+        let Some(place) = (from..self.left.len()).find(|&p| self.left[p] > 0) else {
+            if self.best.as_ref().is_none_or(|best| self.chosen.len() < best.len()) {
+                self.best = Some(self.chosen.clone());
+            }
+            return;
+        };
+        let begun = self.candidates.partition_point(|c| c.span.start <= place);
+        let here = |c: &usize| self.state[*c] == State::Open && place < self.candidates[*c].span.end;
+        let mut open: Vec<usize> = (0..begun).filter(here).collect();
+        let mut out = Vec::new();
+        loop {
+            self.work = self.work.saturating_sub(1 + begun as u64);
+            if self.work == 0 || self.best.as_ref().is_some_and(|best| best.len() <= self.at_least) {
+                break;
+            }
+            let mut bytes: Vec<u64> = open.iter().map(|&c| self.candidates[c].bytes).collect();
+            let Some(need) = largest_first(&mut bytes, self.left[place]) else { break };
+            let far = open.iter().map(|&c| self.candidates[c].span.end).fold(reach.max(place + 1), usize::max);
+            let least = self.chosen.len() + need + self.after[far];
+            if least > MOST || self.best.as_ref().is_some_and(|best| least >= best.len()) {
+                break;
+            }
+            let gain = |&&c: &&usize| {
+                let c = &self.candidates[c];
+                let helps = self.left[place..c.span.end].iter().map(|&left| u128::from(left.min(c.bytes)));
+                helps.sum::<u128>()
+            };
+            let Some(&best) = open.iter().max_by_key(gain) else { break };
+            let c = self.candidates[best].clone();
+            let before: Vec<u64> = self.left[place..c.span.end].to_vec();
+            self.work = self.work.saturating_sub(before.len() as u64 * open.len() as u64);
+            self.left[place..c.span.end].iter_mut().for_each(|left| *left = left.saturating_sub(c.bytes));
+            self.state[best] = State::Chosen;
+            self.chosen.push(best);
+            self.deepen(place, reach.max(c.span.end));
+            self.chosen.pop();
+            self.left[place..c.span.end].copy_from_slice(&before);
+            // Covers without it: whoever it could stand for is not in them either.
+            open.retain(|&other| {
+                let dominated =
+                    self.candidates[other].bytes <= c.bytes && self.candidates[other].span.end <= c.span.end;
+                if dominated {
+                    self.state[other] = State::Out;
+                    out.push(other);
+                }
+                !dominated
+            });
+        }
+        out.into_iter().for_each(|c| self.state[c] = State::Open);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn candidates() -> impl Strategy<Value = Vec<Candidate>> {
+        let candidate = (0..6usize, 1..=6usize, 1..6u64);
+        prop::collection::vec(candidate, 0..9).prop_map(|list| {
+            list.into_iter().map(|(s, n, bytes)| Candidate { span: s..(s + n).min(6), bytes }).collect()
+        })
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 512, failure_persistence: None, ..ProptestConfig::default() })]
+
+        /// Against all subsets.
+        #[test]
+        fn the_fewest_are_found(candidates in candidates(), demand in prop::collection::vec(0..12u64, 6)) {
+            let covers = |set: u32| (0..6).all(|place| {
+                let chosen = (0..candidates.len()).filter(|k| set >> k & 1 == 1).map(|k| &candidates[k]);
+                chosen.filter(|c| c.span.contains(&place)).map(|c| c.bytes).sum::<u64>() >= demand[place]
+            });
+            let least = (0..1u32 << candidates.len()).filter(|&set| covers(set)).map(u32::count_ones).min();
+            let found = fewest(&demand, &candidates, 1_000_000);
+            prop_assert_eq!(found.at_least, least.map(|n| n as usize));
+            prop_assert_eq!(found.chosen.as_ref().map(Vec::len), found.at_least);
+            let set = found.chosen.iter().flatten().fold(0, |set, k| set | 1 << k);
+            prop_assert!(least.is_none() || covers(set));
+            // With little work less is known, but nothing wrong.
+            let hasty = fewest(&demand, &candidates, 10);
+            prop_assert!(hasty.at_least <= found.at_least);
+        }
+
+        /// Against all ways to take bytes off.
+        #[test]
+        fn the_fewest_bytes_are_found(
+            mut candidates in candidates(),
+            demand in prop::collection::vec(0..6u64, 6),
+        ) {
+            candidates.truncate(4);
+            candidates.iter_mut().for_each(|c| c.bytes = c.bytes.min(3));
+            let covers = |taken: &[u64]| (0..6).all(|place| {
+                let here = candidates.iter().zip(taken).filter(|(c, _)| c.span.contains(&place));
+                here.map(|(_, taken)| taken).sum::<u64>() >= demand[place]
+            });
+            let ways = (0..256u64).map(|n| (0..candidates.len()).map(|k| n >> (2 * k) & 3).collect::<Vec<u64>>());
+            let allowed = |taken: &Vec<u64>| taken.iter().zip(&candidates).all(|(taken, c)| *taken <= c.bytes);
+            let least = ways.filter(allowed).filter(|taken| covers(taken)).map(|taken| taken.iter().sum::<u64>()).min();
+            let found = fewest_bytes(&demand, &candidates);
+            prop_assert!(found.as_ref().is_none_or(|taken| allowed(taken) && covers(taken)));
+            prop_assert_eq!(found.map(|taken| taken.iter().sum::<u64>()), least);
+        }
+    }
+}

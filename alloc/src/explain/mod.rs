@@ -1,0 +1,196 @@
+//! Why a problem does not fit a capacity, and what would have to change.
+//!
+//! In: a problem, its best plan, a capacity below the plan's height, and the buffers' labels where there are any. Out:
+//! the tick of the peak, who is alive there, and [`Remedy`]s: few buffers to leave out, few bytes to take off, few
+//! lifetimes to interrupt. That each of them suffices is checked by a plan; [`cover`] says how few there can be.
+
+mod cover;
+mod remedy;
+
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+use std::fmt;
+
+use crate::{BufferId, Label, Problem, Role, Solution, live_at, peak_tick};
+use remedy::Patient;
+pub use remedy::{Change, Remedy};
+
+/// Why a problem does not fit.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Explanation {
+    /// The bytes that there are.
+    pub capacity: u64,
+    /// The bytes that the plan needs.
+    pub height: u64,
+    /// The first tick at which the most bytes are alive.
+    pub peak_tick: u64,
+    /// The bytes alive there.
+    pub peak_bytes: u64,
+    /// Bytes and buffers alive there by role, most bytes first; empty without labels.
+    pub roles: Vec<(Role, u64, usize)>,
+    /// Who is alive there, most bytes first.
+    pub alive: Vec<BufferId>,
+    /// Bytes by which the peak exceeds the capacity: what must be saved there at least, whatever is chosen.
+    pub excess: u64,
+    /// Buffers without which the rest fits, as few as were found.
+    pub leave_out: Remedy,
+    /// Bytes to take off buffers, as few as were found.
+    pub shrink: Remedy,
+    /// Lifetimes to interrupt, as few as were found; `None` when none that suffice were.
+    pub free: Option<Remedy>,
+    /// The names of the buffers to change, where they have any.
+    names: BTreeMap<BufferId, String>,
+}
+
+/// Explains why `problem` does not fit `capacity`; `None` when `solution` does fit it. `labels` are indexed by
+/// [`BufferId`] and may be empty; where there are any, only activations are interrupted.
+pub fn explain(problem: &Problem, labels: &[Label], solution: &Solution, capacity: u64) -> Option<Explanation> {
+    if solution.height <= capacity {
+        return None;
+    }
+    let peak_tick = peak_tick(problem)?;
+    let mut alive: Vec<BufferId> = live_at(problem, peak_tick).collect();
+    alive.sort_by_key(|&id| (Reverse(problem.buffer(id).bytes), id));
+    let peak_bytes = alive.iter().map(|&id| problem.buffer(id).bytes).sum::<u64>();
+    let mut by_role: BTreeMap<Role, (u64, usize)> = BTreeMap::new();
+    for (label, &id) in alive.iter().filter_map(|id| Some((labels.get(id.index())?, id))) {
+        let entry = by_role.entry(label.role).or_default();
+        *entry = (entry.0 + problem.buffer(id).bytes, entry.1 + 1);
+    }
+    let mut roles: Vec<_> = by_role.into_iter().map(|(role, (bytes, buffers))| (role, bytes, buffers)).collect();
+    roles.sort_by_key(|&(role, bytes, _)| (Reverse(bytes), role));
+    let patient = Patient { problem, labels, solution, capacity };
+    let explanation = Explanation {
+        capacity,
+        height: solution.height,
+        peak_tick,
+        peak_bytes,
+        roles,
+        alive,
+        excess: peak_bytes.saturating_sub(capacity),
+        leave_out: patient.leave_out(),
+        shrink: patient.shrink(),
+        free: patient.free(),
+        names: BTreeMap::new(),
+    };
+    Some(explanation.named(|id| match labels.get(id.index()) {
+        Some(label) => format!("{} ({})", label.tensor, label.role.name()),
+        None => format!("buffer {}", id.0),
+    }))
+}
+
+impl Explanation {
+    /// The remedies there are.
+    pub fn remedies(&self) -> impl Iterator<Item = &Remedy> {
+        [&self.leave_out, &self.shrink].into_iter().chain(&self.free)
+    }
+
+    /// The problem after a remedy's changes: buffers keep their ids, what is left out takes no bytes, and the second halves
+    /// of interrupted lifetimes come after all others. `None` where pins and groups don't allow it.
+    pub fn apply(problem: &Problem, remedy: &Remedy) -> Option<Problem> {
+        remedy::apply(problem, &remedy.changes)
+    }
+
+    /// The same explanation with other names for its buffers.
+    pub fn named(mut self, name: impl Fn(BufferId) -> String) -> Self {
+        let changed = self.remedies().flat_map(|remedy| &remedy.changes).map(Change::buffer);
+        self.names = changed.map(|id| (id, name(id))).collect();
+        self
+    }
+
+    fn write(&self, f: &mut fmt::Formatter<'_>, remedy: &Remedy) -> fmt::Result {
+        let Remedy { changes, size, at_least } = remedy;
+        let s = if *size == 1 { "" } else { "s" };
+        match changes.first() {
+            Some(Change::LeaveOut(_)) => write!(f, "it would fit without {size} buffer{s}")?,
+            Some(Change::Shrink(..)) => write!(f, "it would fit with {size} byte{s} less")?,
+            Some(Change::Free(..)) => write!(f, "it would fit with {size} lifetime{s} interrupted")?,
+            None => return Ok(()),
+        }
+        match remedy.is_smallest() {
+            true => writeln!(f, ", and no fewer will do:")?,
+            false => writeln!(f, "; at least {at_least} it must be:")?,
+        }
+        for change in changes.iter().take(LINES) {
+            let name = self.names.get(&change.buffer()).map_or("?", String::as_str);
+            match change {
+                Change::LeaveOut(_) => writeln!(f, "  {name}")?,
+                Change::Shrink(_, bytes) => writeln!(f, "  {name}: {bytes} bytes")?,
+                Change::Free(_, ticks) => writeln!(f, "  {name}: ticks {} to {}", ticks.start, ticks.end)?,
+            }
+        }
+        match changes.len().saturating_sub(LINES) {
+            0 => Ok(()),
+            more => writeln!(f, "  and {more} more"),
+        }
+    }
+}
+
+/// Changes of a remedy that are written out.
+const LINES: usize = 16;
+
+impl fmt::Display for Explanation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(
+            f,
+            "needs {} bytes, {} more than the {} there are",
+            self.height,
+            self.height - self.capacity,
+            self.capacity
+        )?;
+        writeln!(
+            f,
+            "peak: {} bytes in {} buffers alive at tick {}",
+            self.peak_bytes,
+            self.alive.len(),
+            self.peak_tick
+        )?;
+        for (role, bytes, buffers) in &self.roles {
+            writeln!(f, "  {bytes:>16} bytes of {buffers} × {}", role.name())?;
+        }
+        match self.excess {
+            0 => writeln!(f, "the peak would fit: what is missing is a place without gaps")?,
+            excess => writeln!(f, "at least {excess} bytes must not be alive at the peak")?,
+        }
+        self.remedies().try_for_each(|remedy| self.write(f, remedy))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Buffer, Options, plan};
+
+    fn label(tensor: &str, role: Role) -> Label {
+        Label { tensor: tensor.into(), op: String::new(), layer: String::new(), role }
+    }
+
+    #[test]
+    fn names_the_peak_its_roles_and_a_remedy() {
+        let buffers = vec![Buffer::new(0..9, 100), Buffer::new(1..4, 60), Buffer::new(2..6, 50), Buffer::new(5..9, 20)];
+        let problem = Problem::new(buffers).unwrap();
+        let labels = [
+            label("w", Role::Parameter),
+            label("q", Role::Activation),
+            label("k", Role::Activation),
+            label("dq", Role::Gradient),
+        ];
+        let solution = plan(&problem, &Options::default());
+        assert_eq!(explain(&problem, &labels, &solution, 210), None);
+        let explanation = explain(&problem, &labels, &solution, 170).unwrap();
+        insta::assert_snapshot!(explanation, @r"
+        needs 210 bytes, 40 more than the 170 there are
+        peak: 210 bytes in 3 buffers alive at tick 2
+                       110 bytes of 2 × activation
+                       100 bytes of 1 × parameter
+        at least 40 bytes must not be alive at the peak
+        it would fit without 1 buffer, and no fewer will do:
+          q (activation)
+        it would fit with 40 bytes less, and no fewer will do:
+          q (activation): 40 bytes
+        it would fit with 2 lifetimes interrupted, and no fewer will do:
+          q (activation): ticks 2 to 3
+          k (activation): ticks 3 to 4
+        ");
+    }
+}

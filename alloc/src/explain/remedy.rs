@@ -1,0 +1,324 @@
+//! What would have to change for a problem to fit, and what is known of how little that can be.
+//!
+//! At every tick at which more bytes are alive than there are, changes must take the excess away: how few can is what
+//! [`cover`](super::cover) knows, and no remedy is smaller. Whether those few suffice, a plan of the changed problem says;
+//! where it doesn't, what the plan leaves above the capacity changes too.
+
+use std::cmp::Reverse;
+use std::ops::Range;
+
+use super::cover::{Candidate, fewest, fewest_bytes};
+use crate::{Buffer, BufferId, Label, Lifetime, Options, Problem, Proof, Role, Solution, plan};
+
+/// One change of a problem.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Change {
+    /// The buffer is not there: it lives elsewhere, or not at all.
+    LeaveOut(BufferId),
+    /// The buffer has so many bytes less.
+    Shrink(BufferId, u64),
+    /// The buffer's bytes are free during these ticks: it is recomputed, or kept elsewhere meanwhile.
+    Free(BufferId, Lifetime),
+}
+
+impl Change {
+    /// What is changed.
+    pub fn buffer(&self) -> BufferId {
+        let (Self::LeaveOut(id) | Self::Shrink(id, _) | Self::Free(id, _)) = self;
+        *id
+    }
+}
+
+/// Changes of one kind after which the problem fits: a plan of what they leave was checked against the capacity.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Remedy {
+    /// By buffer.
+    pub changes: Vec<Change>,
+    /// Bytes that go in all where buffers shrink, else the number of changes.
+    pub size: u64,
+    /// No remedy of this kind is smaller: proven.
+    pub at_least: u64,
+}
+
+impl Remedy {
+    fn new(changes: Vec<Change>, at_least: u64) -> Self {
+        let size = |change: &Change| if let Change::Shrink(_, bytes) = change { *bytes } else { 1 };
+        let size = changes.iter().map(size).fold(0, u64::saturating_add);
+        Self { changes, size, at_least }
+    }
+
+    /// Whether a smaller one is proven not to exist.
+    pub fn is_smallest(&self) -> bool {
+        self.size == self.at_least
+    }
+}
+
+/// The problem after `changes`; `None` where its pins and groups don't allow them.
+pub(super) fn apply(problem: &Problem, changes: &[Change]) -> Option<Problem> {
+    let mut buffers = problem.buffers().to_vec();
+    for change in changes {
+        let b = &mut buffers[change.buffer().index()];
+        match change {
+            // It keeps its id and takes no space.
+            Change::LeaveOut(_) => *b = Buffer { bytes: 0, offset: None, ..b.clone() },
+            Change::Shrink(_, bytes) => b.bytes = b.bytes.saturating_sub(*bytes),
+            Change::Free(_, during) => {
+                let after = Buffer { lifetime: during.end..b.lifetime.end, ..b.clone() };
+                b.lifetime.end = during.start;
+                buffers.push(after);
+            }
+        }
+    }
+    problem.with_buffers(buffers)
+}
+
+/// What remedies are sought for.
+pub(super) struct Patient<'p> {
+    pub problem: &'p Problem,
+    pub labels: &'p [Label],
+    pub solution: &'p Solution,
+    pub capacity: u64,
+}
+
+/// What a cover may look at.
+const COVER_WORK: u64 = 20_000_000;
+
+/// What the plan of a changed problem may spend.
+const PLAN_WORK: u64 = 20_000_000;
+
+/// Changes that are tried without one another, or alone.
+const TRIES: usize = 12;
+
+impl Patient<'_> {
+    /// The fewest buffers without which the rest fits.
+    pub fn leave_out(&self) -> Remedy {
+        let excess = Excess::new(self.problem, self.capacity, self.unit(), |b| Some(b.lifetime.clone()));
+        let found = fewest(&excess.bytes, &excess.candidates, COVER_WORK);
+        // That nothing fits as it is may be known otherwise than from one tick.
+        let at_least = found.at_least.unwrap_or(0).max(usize::from(self.is_impossible()));
+        let out = |ids: &[BufferId]| -> Vec<Change> { ids.iter().map(|&id| Change::LeaveOut(id)).collect() };
+        let mut best = self.above(self.solution);
+        let mut ids: Vec<BufferId> = found.chosen.unwrap_or_default().iter().map(|&k| excess.ids[k]).collect();
+        if ids.is_empty() {
+            // Where no tick holds too much, the gaps are to blame: any one that came to lie too high may be enough.
+            let mut alone = best.clone();
+            alone.sort_by_key(|&id| Reverse(self.problem.buffer(id).bytes));
+            let single = |id: &&BufferId| excess.bytes.is_empty() && self.solves(&out(&[**id])).is_ok();
+            best = alone.iter().take(TRIES).find(single).map_or(best, |&id| vec![id]);
+        } else if ids.len() < best.len() {
+            match self.solves(&out(&ids)) {
+                Ok(()) => best = ids,
+                Err(Some(rest)) => {
+                    ids.extend(self.above(&rest));
+                    ids.sort_unstable();
+                    ids.dedup();
+                    best = if ids.len() < best.len() { ids } else { best };
+                }
+                Err(None) => {}
+            }
+        }
+        self.prune(&mut best, at_least);
+        Remedy::new(out(&best), at_least as u64)
+    }
+
+    /// Drops what is not needed, as long as the set is small.
+    fn prune(&self, ids: &mut Vec<BufferId>, at_least: usize) {
+        let mut k = 0;
+        while k < ids.len() && ids.len() > at_least && ids.len() <= TRIES {
+            let mut fewer = ids.clone();
+            fewer.remove(k);
+            let changes: Vec<Change> = fewer.iter().map(|&id| Change::LeaveOut(id)).collect();
+            match self.solves(&changes) {
+                Ok(()) => *ids = fewer,
+                Err(_) => k += 1,
+            }
+        }
+    }
+
+    /// The fewest bytes to take off.
+    pub fn shrink(&self) -> Remedy {
+        let mut best = vec![0; self.problem.len()];
+        self.cut(self.solution, &mut best);
+        let mut at_least = u64::from(self.is_impossible());
+        let unit = self.unit();
+        // To the byte, which only the topmost can profit from; then in whole units.
+        for unit in if unit > 1 { vec![1, unit] } else { vec![1] } {
+            let excess =
+                Excess::new(self.problem, self.capacity - self.capacity % unit, unit, |b| Some(b.lifetime.clone()));
+            let Some(taken) = fewest_bytes(&excess.bytes, &excess.candidates) else { continue };
+            if unit == 1 {
+                at_least = at_least.max(taken.iter().sum());
+            }
+            let mut shrunk = vec![0; self.problem.len()];
+            for ((id, c), taken) in excess.ids.iter().zip(&excess.candidates).zip(taken).filter(|(_, taken)| *taken > 0)
+            {
+                let left = c.bytes.saturating_sub(taken.next_multiple_of(unit));
+                shrunk[id.index()] = self.problem.buffer(*id).bytes.saturating_sub(left);
+            }
+            match self.solves(&self.shrinking(&shrunk)) {
+                Ok(()) => {}
+                Err(Some(rest)) => self.cut(&rest, &mut shrunk),
+                Err(None) => continue,
+            }
+            if total(&shrunk) < total(&best) {
+                best = shrunk;
+            }
+        }
+        Remedy::new(self.shrinking(&best), at_least)
+    }
+
+    fn shrinking(&self, by: &[u64]) -> Vec<Change> {
+        let shrunk = self.problem.ids().zip(by).filter(|(_, bytes)| **bytes > 0);
+        shrunk.map(|(id, &bytes)| Change::Shrink(id, bytes)).collect()
+    }
+
+    /// Takes off what `solution`, a plan of the buffers shrunk by so much, leaves above the capacity.
+    fn cut(&self, solution: &Solution, shrunk: &mut [u64]) {
+        for id in self.problem.ids() {
+            let left = self.problem.buffer(id).bytes - shrunk[id.index()];
+            let end = solution.offsets.get(id.index()).map_or(u64::MAX, |at| at.saturating_add(left));
+            shrunk[id.index()] += left.min(end.saturating_sub(self.capacity));
+        }
+    }
+
+    /// The fewest lifetimes to interrupt: of activations, where there are labels, and of buffers in no group. What writes
+    /// a buffer first and reads it last still finds it. `None` when no such remedy was found.
+    pub fn free(&self) -> Option<Remedy> {
+        let mut grouped = vec![false; self.problem.len()];
+        self.problem.groups().iter().flat_map(|g| &g.members).for_each(|id| grouped[id.index()] = true);
+        let may_change = |id: BufferId| {
+            let is_activation = |label: &Label| label.role == Role::Activation;
+            !grouped[id.index()] && (self.labels.is_empty() || self.labels.get(id.index()).is_some_and(is_activation))
+        };
+        let inside =
+            |b: &Buffer| (b.lifetime.end - b.lifetime.start > 2).then(|| b.lifetime.start + 1..b.lifetime.end - 1);
+        let mut excess = Excess::new(self.problem, self.capacity, self.unit(), inside);
+        excess.keep(may_change);
+        let found = fewest(&excess.bytes, &excess.candidates, COVER_WORK);
+        let (chosen, at_least) = (found.chosen?, found.at_least? as u64);
+        let free = |ticks: &dyn Fn(usize) -> Lifetime| -> Vec<Change> {
+            chosen.iter().map(|&k| Change::Free(excess.ids[k], ticks(k))).collect()
+        };
+        // During the ticks that are too full, or else all the time in between.
+        let full = free(&|k| {
+            let span = excess.candidates[k].span.clone();
+            excess.ticks[span.start].start..excess.ticks[span.end - 1].end
+        });
+        let longest = free(&|k| {
+            let lifetime = &self.problem.buffer(excess.ids[k]).lifetime;
+            lifetime.start + 1..lifetime.end - 1
+        });
+        let suffices = |changes: &Vec<Change>| !changes.is_empty() && self.solves(changes).is_ok();
+        let changes = [full, longest].into_iter().find(suffices)?;
+        Some(Remedy::new(changes, at_least.max(u64::from(self.is_impossible()))))
+    }
+
+    /// Whether nothing fits: proven when the problem was planned.
+    fn is_impossible(&self) -> bool {
+        let bound = match self.solution.proof {
+            Proof::None { bound } => bound,
+            _ => self.solution.height,
+        };
+        bound > self.capacity
+    }
+
+    /// All offsets are multiples of this; 1 where ranges are forbidden, which may begin anywhere.
+    fn unit(&self) -> u64 {
+        let gcd = |mut a: u64, mut b: u64| {
+            while b != 0 {
+                (a, b) = (b, a % b);
+            }
+            a
+        };
+        let alignments = self.problem.buffers().iter().filter(|b| b.bytes > 0).map(|b| b.alignment);
+        if self.problem.forbidden().is_empty() { alignments.fold(0, gcd).max(1) } else { 1 }
+    }
+
+    /// Who ends above the capacity.
+    fn above(&self, solution: &Solution) -> Vec<BufferId> {
+        let bytes = |id: BufferId| self.problem.buffer(id).bytes;
+        let end = |id: BufferId| solution.offsets.get(id.index()).map_or(u64::MAX, |at| at.saturating_add(bytes(id)));
+        self.problem.ids().filter(|&id| bytes(id) > 0 && end(id) > self.capacity).collect()
+    }
+
+    /// Whether a plan of the changed problem fits; if it doesn't, that plan, where there is one.
+    fn solves(&self, changes: &[Change]) -> Result<(), Option<Solution>> {
+        let changed = apply(self.problem, changes).ok_or(None)?;
+        let options = Options { capacity: Some(self.capacity), work: PLAN_WORK, ..Options::default() };
+        let solution = plan(&changed, &options);
+        match solution.offsets.len() == changed.len() {
+            true if solution.height <= self.capacity => Ok(()),
+            true => Err(Some(solution)),
+            false => Err(None),
+        }
+    }
+}
+
+fn total(bytes: &[u64]) -> u128 {
+    bytes.iter().map(|&bytes| u128::from(bytes)).sum()
+}
+
+/// What is alive beyond the capacity, and who may be taken away.
+struct Excess {
+    /// Stretches of ticks that are too full, ascending.
+    ticks: Vec<Lifetime>,
+    /// By stretch: bytes that must go.
+    bytes: Vec<u64>,
+    candidates: Vec<Candidate>,
+    /// By candidate.
+    ids: Vec<BufferId>,
+}
+
+impl Excess {
+    /// In multiples of `unit`, which all offsets are. `helps` says during which ticks a buffer's bytes can be freed.
+    fn new(problem: &Problem, capacity: u64, unit: u64, helps: impl Fn(&Buffer) -> Option<Lifetime>) -> Self {
+        let forbidden = problem.forbidden().iter().map(|range| range.end.min(capacity).saturating_sub(range.start));
+        let room = capacity.saturating_sub(forbidden.sum());
+        // The last unit may stick out at the top, and of it no more than there is.
+        let room = u128::from(room).next_multiple_of(unit.into());
+        let rounded = |b: &Buffer| b.bytes.checked_next_multiple_of(unit).unwrap_or(b.bytes);
+        let alive = || problem.ids().filter(|&id| problem.buffer(id).bytes > 0);
+        let mut points: Vec<u64> = Vec::new();
+        for b in alive().map(|id| problem.buffer(id)) {
+            points.extend([b.lifetime.start, b.lifetime.end]);
+            points.extend(helps(b).into_iter().flat_map(|ticks| [ticks.start, ticks.end]));
+        }
+        points.sort_unstable();
+        points.dedup();
+        let at = |tick: u64| points.partition_point(|&p| p < tick);
+        let mut live = vec![0i128; points.len()];
+        for b in alive().map(|id| problem.buffer(id)) {
+            live[at(b.lifetime.start)] += i128::from(rounded(b));
+            live[at(b.lifetime.end)] -= i128::from(rounded(b));
+        }
+        for k in 1..live.len() {
+            live[k] += live[k - 1];
+        }
+        let over = |k: usize| live[k].saturating_sub_unsigned(room).clamp(0, u64::MAX.into()) as u64;
+        let full: Vec<usize> = (0..points.len()).filter(|&k| over(k) > 0).collect();
+        let span = |ticks: Lifetime| -> Range<usize> {
+            let first = |tick: u64| full.partition_point(|&k| points[k] < tick);
+            first(ticks.start)..first(ticks.end)
+        };
+        let (mut candidates, mut ids) = (Vec::new(), Vec::new());
+        for id in alive() {
+            let b = problem.buffer(id);
+            if let Some(span) = helps(b).map(span).filter(|span| !span.is_empty()) {
+                candidates.push(Candidate { span, bytes: rounded(b) });
+                ids.push(id);
+            }
+        }
+        let bytes = full.iter().map(|&k| over(k)).collect();
+        let ticks = full.iter().map(|&k| points[k]..points.get(k + 1).copied().unwrap_or(points[k])).collect();
+        Self { ticks, bytes, candidates, ids }
+    }
+
+    /// Leaves only those that may change.
+    fn keep(&mut self, may_change: impl Fn(BufferId) -> bool) {
+        let kept: Vec<bool> = self.ids.iter().map(|&id| may_change(id)).collect();
+        let mut next = kept.iter();
+        self.candidates.retain(|_| next.next().is_some_and(|&k| k));
+        let mut next = kept.iter();
+        self.ids.retain(|_| next.next().is_some_and(|&k| k));
+    }
+}

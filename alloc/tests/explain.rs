@@ -1,0 +1,124 @@
+//! Explanations against the least changes that exhaustion finds, and on steps too large for it.
+
+mod exhaustion;
+
+use exhaustion::{exhausted, fits};
+use gapless_alloc::synthetic::{Order, Step};
+use gapless_alloc::{Buffer, BufferId, Change, Explanation, Options, Problem, Remedy, check, explain, plan};
+use proptest::prelude::*;
+
+/// The least size among the sets of changes that make the problem fit; each buffer offers its changes, the first of which
+/// is none, with their sizes.
+fn least(problem: &Problem, capacity: u64, offers: impl Fn(BufferId) -> Vec<(u64, Option<Change>)>) -> Option<u64> {
+    let offers: Vec<_> = problem.ids().map(offers).collect();
+    let mut sets: Vec<(u64, Vec<Change>)> = vec![(0, Vec::new())];
+    for offers in offers {
+        let with = |(size, set): &(u64, Vec<Change>)| -> Vec<(u64, Vec<Change>)> {
+            offers.iter().map(|(more, change)| (size + more, set.iter().chain(change).cloned().collect())).collect()
+        };
+        sets = sets.iter().flat_map(with).collect();
+    }
+    sets.sort_by_key(|set| set.0);
+    let suffices = |changes: &[Change]| {
+        let remedy = Remedy { changes: changes.to_vec(), size: 0, at_least: 0 };
+        Explanation::apply(problem, &remedy).is_some_and(|changed| fits(&changed, capacity))
+    };
+    sets.iter().find(|(_, changes)| suffices(changes)).map(|(size, _)| *size)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 128, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn remedies_suffice_and_bounds_hold(
+        list in prop::collection::vec((0..4u64, 1..5u64, 1..4u64, prop_oneof![3 => Just(1u64), 1 => Just(2)]), 1..6),
+        grouped in any::<bool>(),
+        fence in prop::option::of((0..6u64, 1..3u64)),
+        below in 1..5u64,
+    ) {
+        let list: Vec<Buffer> = list.iter().map(|&(s, n, b, a)| Buffer::new(s..s + n, b).aligned(a)).collect();
+        let problem = Problem::new(list).unwrap();
+        let problem = match fence {
+            Some((start, bytes)) => problem.forbid(start..start + bytes).unwrap(),
+            None => problem,
+        };
+        let problem = match grouped && problem.len() > 2 {
+            true => problem.clone().adjacent(vec![BufferId(0), BufferId(2)]).unwrap_or(problem),
+            false => problem,
+        };
+        let capacity = exhausted(&problem).saturating_sub(below);
+        let solution = plan(&problem, &Options { work: 1_000_000, ..Options::default() });
+        let explanation = explain(&problem, &[], &solution, capacity);
+        prop_assert_eq!(explanation.is_some(), solution.height > capacity);
+        let Some(explanation) = explanation else { return Ok(()) };
+        for remedy in explanation.remedies() {
+            let changed = Explanation::apply(&problem, remedy);
+            prop_assert!(changed.is_some_and(|changed| fits(&changed, capacity)), "{:?} {:?}", problem, remedy);
+            prop_assert!(remedy.at_least <= remedy.size);
+        }
+        let least_left_out =
+            least(&problem, capacity, |id| vec![(0, None), (1, Some(Change::LeaveOut(id)))]).unwrap();
+        prop_assert!(explanation.leave_out.at_least <= least_left_out);
+        prop_assert!(least_left_out <= explanation.leave_out.size);
+        let sizes = |id: BufferId| -> Vec<(u64, Option<Change>)> {
+            (0..=problem.buffer(id).bytes).map(|by| (by, (by > 0).then_some(Change::Shrink(id, by)))).collect()
+        };
+        let least_bytes = least(&problem, capacity, sizes).unwrap();
+        prop_assert!(explanation.shrink.at_least <= least_bytes);
+        prop_assert!(least_bytes <= explanation.shrink.size);
+        let grouped = problem.groups().iter().flat_map(|g| g.members.clone()).collect::<Vec<_>>();
+        let pauses = |id: BufferId| -> Vec<(u64, Option<Change>)> {
+            let ticks = &problem.buffer(id).lifetime;
+            let inside = ticks.start + 1..ticks.end - 1;
+            let pause = (!inside.is_empty() && !grouped.contains(&id)).then_some((1, Some(Change::Free(id, inside))));
+            [(0, None)].into_iter().chain(pause).collect()
+        };
+        let least_freed = least(&problem, capacity, pauses);
+        if let Some(free) = &explanation.free {
+            // Freeing all of the inside at once is the most that one change can do.
+            prop_assert!(least_freed.is_some_and(|least| free.at_least <= least && least <= free.size));
+        }
+    }
+}
+
+/// Where a step exceeds its capacity by little, few changes do, and that they are the fewest is proven.
+#[test]
+fn remedies_of_steps_are_proven_smallest() {
+    let base = Step { layers: 2, persistent: true, ..Step::default() };
+    for (step, percent) in [
+        (Step { order: Order::Accumulation, ..base }, 98),
+        (base, 98),
+        (Step { order: Order::Interleaved, ..base }, 98),
+        (Step { persistent: false, micro_batches: 3, ..base }, 90),
+    ] {
+        let problem = step.problem().unwrap();
+        let solution = plan(&problem, &Options::default());
+        // In whole units of the alignment, as whoever shrinks anything must.
+        let capacity = (solution.height / 100 * percent).next_multiple_of(64);
+        let explanation = explain(&problem, &[], &solution, capacity).unwrap();
+        assert!(explanation.leave_out.is_smallest(), "{step:?}: {:?}", explanation.leave_out);
+        assert!(explanation.shrink.is_smallest(), "{step:?}: {:?}", explanation.shrink);
+        assert!(explanation.free.as_ref().is_some_and(Remedy::is_smallest), "{step:?}: {:?}", explanation.free);
+        suffice(&problem, &explanation);
+    }
+}
+
+/// However much is missing, what is said to suffice does.
+#[test]
+fn remedies_of_tight_capacities_suffice() {
+    let problem = Step::default().problem().unwrap();
+    let solution = plan(&problem, &Options::default());
+    for percent in [95, 80, 50] {
+        let capacity = solution.height / 100 * percent;
+        suffice(&problem, &explain(&problem, &[], &solution, capacity).unwrap());
+    }
+}
+
+fn suffice(problem: &Problem, explanation: &Explanation) {
+    for remedy in explanation.remedies() {
+        assert!(remedy.at_least <= remedy.size);
+        let changed = Explanation::apply(problem, remedy).unwrap();
+        let plan = plan(&changed, &Options { capacity: Some(explanation.capacity), ..Options::default() });
+        check(&changed, &plan.offsets, Some(explanation.capacity)).unwrap_or_else(|v| panic!("{v:?} {remedy:?}"));
+    }
+}
