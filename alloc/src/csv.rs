@@ -34,7 +34,7 @@ pub fn read(input: impl BufRead) -> Result<Table, Error> {
         None => return Err(Error::Csv { line: 1, what: "empty file; expected the header id,lower,upper,size".into() }),
     };
     let (mut ids, mut buffers, mut offsets) = (Vec::new(), Vec::new(), Vec::new());
-    let mut seen = HashSet::new();
+    let mut seen = Seen::default();
     while let Some((line, text)) = lines.next()? {
         let fields = Fields { line, text };
         let id = fields.text(columns.id, "id")?;
@@ -52,15 +52,38 @@ pub fn read(input: impl BufRead) -> Result<Table, Error> {
         if let Some(column) = columns.offset {
             offsets.push(fields.integer(column, "offset")?);
         }
-        // Ids are compared by a 128-bit hash, so that ten million of them need not be kept twice.
-        let hash = blake3::hash(id.as_bytes());
-        if !seen.insert(u128::from_le_bytes(std::array::from_fn(|k| hash.as_bytes()[k]))) {
+        if !seen.is_new(&ids, id) {
             return fields.fail(format!("id {} stands twice", shown(id)));
         }
         ids.push(id.to_owned());
         buffers.push(buffer);
     }
     Ok(Table { ids, problem: Problem::new(buffers)?, offsets: columns.offset.map(|_| offsets) })
+}
+
+/// Which ids there were. As long as each comes after the one before (`9`, `10`, `11`), nothing need be kept.
+#[derive(Default)]
+struct Seen {
+    /// By a 128-bit hash, so that ten million ids need not be kept twice.
+    hashes: Option<HashSet<u128>>,
+}
+
+impl Seen {
+    /// Whether `id` is none of `ids`, all of which were asked for before in this order.
+    fn is_new(&mut self, ids: &[String], id: &str) -> bool {
+        let hash = |id: &str| {
+            let hash = blake3::hash(id.as_bytes());
+            u128::from_le_bytes(std::array::from_fn(|k| hash.as_bytes()[k]))
+        };
+        match &mut self.hashes {
+            None if ids.last().is_none_or(|last| (last.len(), last.as_str()) < (id.len(), id)) => true,
+            None => {
+                let hashes = self.hashes.insert(ids.iter().map(|id| hash(id)).collect());
+                hashes.insert(hash(id))
+            }
+            Some(hashes) => hashes.insert(hash(id)),
+        }
+    }
 }
 
 /// The fields of one line.
@@ -197,8 +220,15 @@ mod tests {
             assert!(error.contains(expected), "{error}");
         };
         check("a,0,1,4\na,1,2,4\n", "line 3: id \"a\" stands twice");
+        check("a,0,1,4\nb,0,1,4\na,0,1,4\n", "line 4: id \"a\" stands twice");
+        check("9,0,1,4\n10,0,1,4\n2,0,1,4\n\n10,0,1,4\n", "line 6: id \"10\" stands twice");
         check("a,1,1,4\n", "line 2: lower 1 is not below upper 1");
+        check("a,2,1,4\n", "line 2: lower 2 is not below upper 1");
         check("a,-1,1,4\n", "line 2: lower \"-1\"");
+        check("a,0,-1,4\n", "line 2: upper \"-1\"");
+        check("a,0,1,-4\n", "line 2: size \"-4\"");
+        check("a,0,18446744073709551616,4\n", "line 2: upper \"18446744073709551616\"");
+        check("a,0,1,\n", "line 2: size \"\"");
         check("a,0,1,99999999999999999999\n", "line 2: size");
         check("a,0,1\n", "line 2: no value for column \"size\"");
         check("\n\na,0,1,1.5\n", "line 4: size \"1.5\"");
@@ -220,7 +250,10 @@ mod tests {
         check(b"", Err("line 1: empty file"));
         check(b"\n \n", Err("line 1: empty file"));
         check(b"id,lower,upper\n", Err("line 1: no column \"size\""));
+        check(b"\xff\xfei\0d\0", Err("line 1: not UTF-8 text"));
         check(b"id,lower,upper,size\n\xff\xfe,0,1,4\n", Err("line 2: not UTF-8 text"));
+        check(b"id,lower,upper,size\nz,7,9,4\ny,0,3,4\n2,1,8,4\n1,0,9,4\n", Ok(4));
+        check(b"id,lower,upper,size,offset\na,0,1,4,-8\n", Err("line 2: offset \"-8\""));
         check(b"id,lower,upper,size,alignment\na,0,1,4,0\n", Err("line 2: alignment 0"));
     }
 

@@ -292,6 +292,17 @@ fn an_order_is_chosen_that_alignments_allow() {
     assert!(error.to_string().contains("is put off its alignment"), "{error}");
 }
 
+/// Also what takes no space stays where it is pinned, and with its group.
+#[test]
+fn nothing_is_pinned_too() {
+    let list =
+        vec![Buffer::new(0..2, 0).at(126), Buffer::new(0..3, 8), Buffer::new(1..2, 0), Buffer::new(0..2, 0).at(4)];
+    planned(&Problem::new(list.clone()).unwrap(), &Options::default());
+    for members in [vec![0, 2], vec![1, 2]] {
+        planned(&with_groups(Problem::new(list.clone()).unwrap(), &[(members, true)]).unwrap(), &Options::default());
+    }
+}
+
 /// Groups keep their places from an earlier plan where that costs nothing.
 #[test]
 fn a_warm_start_keeps_groups() {

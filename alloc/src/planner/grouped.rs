@@ -15,7 +15,7 @@ use std::cmp::Reverse;
 use super::meter::Meter;
 use super::occupied::Occupied;
 use super::part::{Item, gcd, in_cliques};
-use super::{Known, Options, Plan, Planner, Solution};
+use super::{Known, Options, Plan, Planner, Solution, without_bytes};
 use crate::{Buffer, BufferId, Group, Problem};
 
 /// Whether some group's members are not all alive together.
@@ -271,7 +271,7 @@ impl<'p> Stairs<'p> {
         for range in self.problem.forbidden() {
             occupied.insert(Item { bytes: range.end - range.start, ..always }, range.start);
         }
-        let mut placed = Placed { height: 0, offsets: vec![0; self.problem.len()], over: Vec::new() };
+        let mut placed = Placed { height: 0, offsets: without_bytes(self.problem), over: Vec::new() };
         let is_pinned = |u: &&u32| self.units[**u as usize].pin.is_some();
         for &u in units.iter().filter(is_pinned).chain(units.iter().filter(|u| !is_pinned(u))) {
             let unit = &self.units[u as usize];

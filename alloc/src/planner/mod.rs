@@ -234,7 +234,7 @@ impl<'p> Planner<'p> {
         let aim = bounds.fold(known.lower_bound, u64::max);
         let enough = self.options.capacity.unwrap_or(0).max(aim);
         self.stats.parts = self.stats.parts.max(whole.parts.len());
-        let mut offsets = vec![0; self.problem.len()];
+        let mut offsets = without_bytes(self.problem);
         for &(source, at) in &whole.settled {
             self.put(whole.sources[source as usize], at, &mut offsets);
         }
@@ -307,6 +307,16 @@ impl<'p> Planner<'p> {
             stats: self.stats,
         }
     }
+}
+
+/// Offsets for what takes no space, which no pass places: where it is pinned, or 0.
+fn without_bytes(problem: &Problem) -> Vec<u64> {
+    let pinned = |b: &Buffer| if b.bytes == 0 { b.offset.unwrap_or(0) } else { 0 };
+    let mut offsets: Vec<u64> = problem.buffers().iter().map(pinned).collect();
+    for group in problem.groups().iter().filter(|group| group.bytes == 0) {
+        group.members.iter().for_each(|id| offsets[id.index()] = group.offset.unwrap_or(0));
+    }
+    offsets
 }
 
 /// Heights that no plan is below, each at least the one before.
