@@ -121,13 +121,17 @@ proptest! {
     fn huge_sizes_are_planned_or_refused(
         list in buffers(12, 6, (u64::MAX / 4)..=u64::MAX),
         small in buffers(12, 6, 0..9u64),
+        fences in prop::collection::vec((0..u64::MAX / 2, prop_oneof![1..99u64, 1..u64::MAX / 4]), 0..3),
+        capacity in prop::option::of(any::<u64>()),
     ) {
-        if let Ok(problem) = Problem::new(list.into_iter().chain(small).collect()) {
-            let solution = plan(&problem, &options());
+        let list = list.into_iter().chain(small).collect();
+        if let Some(problem) = constrained(list, &[], &fences) {
+            let options = Options { capacity, ..options() };
+            let solution = plan(&problem, &options);
             if solution.offsets.is_empty() && !problem.is_empty() {
-                prop_assert_eq!(solution.fit, Fit::Unknown);
+                prop_assert_ne!(solution.fit, Fit::Fits);
             } else {
-                planned(&problem, &options());
+                planned(&problem, &options);
             }
         }
     }

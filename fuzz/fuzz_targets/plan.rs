@@ -2,7 +2,7 @@
 #![no_main]
 
 use arbitrary::Arbitrary;
-use gapless_alloc::{Buffer, BufferId, Fit, Options, Problem, check, plan};
+use gapless_alloc::{Buffer, BufferId, Fit, Options, Problem, check, explain, plan, plan_hash};
 use libfuzzer_sys::fuzz_target;
 
 #[derive(Debug, Arbitrary)]
@@ -56,5 +56,12 @@ fuzz_target!(|input: Input| {
         assert!(options.capacity.is_none_or(|c| (solution.height <= c) == (solution.fit == Fit::Fits)));
     } else {
         assert_ne!(solution.fit, Fit::Fits);
+    }
+    plan_hash(&problem, &solution.offsets);
+    // Explanations plan again and again: of small problems only.
+    let explanation =
+        options.capacity.filter(|_| problem.len() <= 8).and_then(|c| explain(&problem, &[], &solution, c));
+    for remedy in explanation.iter().flat_map(|explanation| explanation.remedies()) {
+        assert!(remedy.at_least <= remedy.size);
     }
 });

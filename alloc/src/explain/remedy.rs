@@ -152,7 +152,7 @@ impl Patient<'_> {
             let mut shrunk = vec![0; self.problem.len()];
             for ((id, c), taken) in excess.ids.iter().zip(&excess.candidates).zip(taken).filter(|(_, taken)| *taken > 0)
             {
-                let left = c.bytes.saturating_sub(taken.next_multiple_of(unit));
+                let left = c.bytes.saturating_sub(taken.checked_next_multiple_of(unit).unwrap_or(c.bytes));
                 shrunk[id.index()] = self.problem.buffer(*id).bytes.saturating_sub(left);
             }
             match self.solves(&self.shrinking(&shrunk)) {

@@ -41,6 +41,11 @@ pub(crate) fn search(part: &Part, capacity: u64, work: u64, meter: &mut Meter) -
         part
     } else {
         below = part.below(capacity);
+        // What is alive need not fit beside the forbidden ranges, nor their sum within 2^64.
+        let forbidden: u64 = part.ghosts.iter().map(|&i| below.items[i as usize].bytes).sum();
+        if part.live().iter().any(|&bytes| bytes > capacity.saturating_sub(forbidden)) {
+            return Verdict::Impossible;
+        }
         &below
     };
     let Some(first) = Search::new(part, capacity) else { return Verdict::Impossible };

@@ -16,7 +16,7 @@ pub(crate) struct Ordered<'p> {
 impl Ordered<'_> {
     /// Places the items in `order`, which names each of them once; pins keep their places. Writes the offsets and
     /// returns the height; `over` receives the items that end above the ceiling, `work` counts what was looked at.
-    /// `None` when the address space ends.
+    /// `None` when the address space ends or pins overlap.
     pub fn run(&self, order: &[u32], offsets: &mut [u64], over: &mut Vec<u32>, work: &mut u64) -> Option<u64> {
         let mut occupied = Occupied::new(self.part.cliques);
         let mut holes = Holes::new(self.ceiling);
@@ -25,6 +25,10 @@ impl Ordered<'_> {
         over.clear();
         for &(i, at) in &self.part.pins {
             let item = self.part.items[i as usize];
+            // A group can be pinned onto something by one of its members.
+            if occupied.taken(item).iter().any(|&(from, to)| from < at + item.bytes && at < to) {
+                return None;
+            }
             occupied.insert(item, at);
             offsets[i as usize] = at;
             pinned[i as usize] = true;

@@ -100,7 +100,10 @@ fn attempt(part: &Part, capacity: u64, work: u64, portfolio: &mut Portfolio, pro
             let height = ends.max().unwrap_or(0);
             portfolio.offer(Some(Placed { height, offsets: offsets.clone() }));
         }
-        Verdict::Impossible => *proven = (*proven).max(capacity.saturating_add(1).next_multiple_of(part.grain())),
+        Verdict::Impossible => {
+            let next = capacity.saturating_add(1).checked_next_multiple_of(part.grain());
+            *proven = (*proven).max(next.unwrap_or(u64::MAX));
+        }
         Verdict::Unknown => {}
     }
     verdict
