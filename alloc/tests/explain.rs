@@ -103,6 +103,15 @@ fn remedies_of_steps_are_proven_smallest() {
     }
 }
 
+/// There is no plan at all here, and nothing to go by.
+#[test]
+fn what_no_address_space_holds_is_explained() {
+    let problem = Problem::new(vec![Buffer::new(0..2, u64::MAX).aligned(27)]).unwrap().forbid(27..37).unwrap();
+    let solution = plan(&problem, &Options::default());
+    assert!(solution.offsets.is_empty());
+    suffice(&problem, &explain(&problem, &[], &solution, 1 << 24).unwrap());
+}
+
 /// However much is missing, what is said to suffice does.
 #[test]
 fn remedies_of_tight_capacities_suffice() {

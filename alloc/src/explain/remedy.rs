@@ -176,8 +176,9 @@ impl Patient<'_> {
     fn cut(&self, solution: &Solution, shrunk: &mut [u64]) {
         for id in self.problem.ids() {
             let left = self.problem.buffer(id).bytes - shrunk[id.index()];
-            let end = solution.offsets.get(id.index()).map_or(u64::MAX, |at| at.saturating_add(left));
-            shrunk[id.index()] += left.min(end.saturating_sub(self.capacity));
+            // Where there is no plan, nothing is known to stay below.
+            let above = |&at: &u64| left.min(at.saturating_add(left).saturating_sub(self.capacity));
+            shrunk[id.index()] += solution.offsets.get(id.index()).map_or(left, above);
         }
     }
 
