@@ -172,7 +172,10 @@ fn table_and_timings(c: &mut Criterion) {
         };
         let greedy = greedy_by_size(&problem).map_or_else(|| "-".into(), cell);
         let first_fit = first_fit_by_time(&problem).map_or_else(|| "-".into(), cell);
-        let proof = solution.proof.name();
+        let proof = match capacity {
+            Some(_) => format!("{}, {:?}", solution.proof.name(), solution.fit),
+            None => solution.proof.name().into(),
+        };
         println!("{name:34} {:>8}  {:>16} {greedy:>18}  {first_fit:>16}  {proof}", problem.len(), cell(ours));
         if ours.1 < Duration::from_millis(20) {
             group.bench_function(&name, |b| b.iter(|| plan(&problem, &options)));
