@@ -231,13 +231,12 @@ impl Search<'_> {
             }
             let gain = |&&c: &&usize| {
                 let c = &self.candidates[c];
-                let helps = self.left[place..c.span.end].iter().map(|&left| u128::from(left.min(c.bytes)));
-                helps.sum::<u128>()
+                u128::from(c.bytes.min(self.left[place])) * (c.span.end - place) as u128
             };
             let Some(&best) = open.iter().max_by_key(gain) else { break };
             let c = self.candidates[best].clone();
             let before: Vec<u64> = self.left[place..c.span.end].to_vec();
-            self.work = self.work.saturating_sub(before.len() as u64 * open.len() as u64);
+            self.work = self.work.saturating_sub(before.len() as u64);
             self.left[place..c.span.end].iter_mut().for_each(|left| *left = left.saturating_sub(c.bytes));
             self.state[best] = State::Chosen;
             self.chosen.push(best);

@@ -81,7 +81,7 @@ pub(super) struct Patient<'p> {
 }
 
 /// What a cover may look at.
-const COVER_WORK: u64 = 20_000_000;
+const COVER_WORK: u64 = 60_000_000;
 
 /// What the plan of a changed problem may spend.
 const PLAN_WORK: u64 = 20_000_000;
