@@ -27,12 +27,13 @@ const FEW_ROWS: usize = 64;
 /// Rows of a tile when each thread packs B by itself for one of several matrices.
 const PRIVATE_ROWS: usize = 384;
 
-/// Floats of packed A per thread, in either layout.
-const A_LEN: usize = {
-    let rows = BLOCK_ROWS * ROW_STRIDE;
-    let columns = BLOCK_K * COLUMN_STRIDE;
-    if rows > columns { rows } else { columns }
-};
+/// Floats of packed A per thread: no more than the job has, as small models are mostly scratch otherwise.
+fn packed_a_len(job: &Gemm) -> usize {
+    match pack::layout_of(job.a) {
+        Layout::Columns => BLOCK_K.min(job.k) * COLUMN_STRIDE,
+        _ => BLOCK_ROWS.min(job.m) * ROW_STRIDE,
+    }
+}
 const _: () = assert!(BLOCK_K <= ROW_STRIDE && BLOCK_ROWS <= COLUMN_STRIDE);
 
 /// Whether B is packed once, by all threads together.
@@ -46,9 +47,9 @@ pub(super) fn scratch_len(job: &Gemm, threads: usize) -> usize {
     if packs_together(job) {
         let columns = columns.min(CHUNK_COLUMNS);
         let len = columns.saturating_mul(job.k).min(CHUNK_LEN.max(columns * block_k));
-        len + threads * A_LEN
+        len + threads * packed_a_len(job)
     } else {
-        threads * (columns.min(BLOCK_COLUMNS) * block_k + A_LEN)
+        threads * (columns.min(BLOCK_COLUMNS) * block_k + packed_a_len(job))
     }
 }
 
@@ -145,7 +146,7 @@ fn blocks(job: &Gemm, range: Range<usize>) -> impl Iterator<Item = Range<usize>>
 /// Alternates between packing a chunk of B on all threads and multiplying by it on all threads.
 unsafe fn run_together(job: &Gemm, kernels: &Kernels, operands: Operands) {
     let threads = rayon::current_num_threads();
-    let packed_b_len = scratch_len(job, threads) - threads * A_LEN;
+    let packed_b_len = scratch_len(job, threads) - threads * packed_a_len(job);
     let width = kernels.columns;
     // Enough tasks to even out the threads' speeds, of whole micro-kernels.
     let rows_per_task = job.m.div_ceil(4 * threads).next_multiple_of(kernels.rows()).min(BLOCK_ROWS);
@@ -185,7 +186,7 @@ unsafe fn run_together(job: &Gemm, kernels: &Kernels, operands: Operands) {
                 // SAFETY: rows are this task's alone; the panels are packed and only read now.
                 unsafe {
                     let operands = &operands;
-                    let packed_a = operands.scratch.add(packed_b_len + slot * A_LEN);
+                    let packed_a = operands.scratch.add(packed_b_len + slot * packed_a_len(job));
                     for block in blocks(job, chunk.clone()) {
                         let packed_b = operands.scratch.add((block.start - chunk.start) * panels * width);
                         let part = Part { rows: rows.clone(), columns: columns.clone(), block };
@@ -228,7 +229,7 @@ unsafe fn run_privately(job: &Gemm, kernels: &Kernels, operands: Operands) {
                 operands.epilogue.residual = operands.epilogue.residual.add(matrix * job.batch.c);
             }
             let packed_a = operands.scratch.add(slot * slot_len);
-            let packed_b = packed_a.add(A_LEN);
+            let packed_b = packed_a.add(packed_a_len(job));
             for block in blocks(job, 0..job.k) {
                 if job.m == 1 && job.b.row == 1 {
                     multiply_row(job, kernels, operands, columns.clone(), block, packed_a);
@@ -257,7 +258,7 @@ struct Part {
 /// Adds one k block to one tile of C.
 ///
 /// # Safety
-/// The tile is the caller's alone, `packed_a` has [`A_LEN`] floats, `packed_b` holds the part's panels of B.
+/// The tile is the caller's alone, `packed_a` has [`packed_a_len`] floats, `packed_b` holds the part's panels of B.
 unsafe fn multiply(
     job: &Gemm,
     kernels: &Kernels,
@@ -299,7 +300,7 @@ unsafe fn multiply(
 /// Adds one k block to some columns of a single row, B's k being neighbours.
 ///
 /// # Safety
-/// The columns are the caller's alone, `packed_a` has [`A_LEN`] floats.
+/// The columns are the caller's alone, `packed_a` has [`packed_a_len`] floats.
 unsafe fn multiply_row(
     job: &Gemm,
     kernels: &Kernels,
