@@ -43,6 +43,7 @@ mod schedule;
 mod simulate;
 mod table_text;
 mod weights;
+mod world;
 
 pub use action::{Action, Cell, Communication, CommunicationKind, Kind, MicroBatch, StageId};
 pub use check::{Sends, Violation, check};
@@ -58,3 +59,4 @@ pub use schedule::{
 pub use simulate::{Span, Stuck, Timeline, simulate};
 pub use table_text::{read_table, write_table};
 pub use weights::{fetch_weights, merge_backwards, reduce_gradients, update_weights};
+pub use world::{Launcher, World, WorldError};
