@@ -38,6 +38,19 @@ pub enum CommunicatorError {
     UnknownRequest,
     #[error("{variable}={value:?} is not {expected}")]
     Setting { variable: &'static str, value: String, expected: &'static str },
+    #[error(
+        "{tag}: its number is too large for MPI; stages go to 4095, micro-batches to 8191, tensors to 31, \
+         and this MPI's tags to {largest}"
+    )]
+    Tag { tag: Tag, largest: u64 },
+    #[error("{call} failed: {what}")]
+    Mpi { call: &'static str, what: String },
+    #[error("MPI was started before in this process; it can be started once")]
+    StartedTwice,
+    #[error("the thread for MPI could not be started: {0}")]
+    Thread(String),
+    #[error(transparent)]
+    World(#[from] gapless_parallel::WorldError),
     #[error("{what} is not supported; {remedy}")]
     Unsupported { what: &'static str, remedy: &'static str },
 }
@@ -52,7 +65,7 @@ pub enum Awaited {
     Message { from: usize, tag: Tag },
     /// A message to be taken.
     Taken { to: usize, tag: Tag },
-    /// The other ranks to start a collective; `missing` have not.
+    /// The other ranks to start a collective; `missing` have not, as far as the backend knows.
     Collective { what: String, missing: Vec<usize> },
 }
 
@@ -62,6 +75,7 @@ impl fmt::Display for Awaited {
             Self::Start => f.write_str("starting an operation"),
             Self::Message { from, tag } => write!(f, "waiting for {tag}, from rank {from}"),
             Self::Taken { to, tag } => write!(f, "waiting for rank {to} to take {tag}"),
+            Self::Collective { what, missing } if missing.is_empty() => write!(f, "waiting for {what} to end"),
             Self::Collective { what, missing } => {
                 write!(f, "waiting for rank{} ", if missing.len() == 1 { "" } else { "s" })?;
                 for (i, rank) in missing.iter().enumerate() {

@@ -28,6 +28,10 @@
 
 mod error;
 mod in_process;
+#[cfg(feature = "mpi")]
+mod mpi;
+mod split;
+mod sum;
 mod tag;
 mod threads;
 
@@ -36,6 +40,8 @@ use std::time::Duration;
 
 pub use error::{Awaited, CommunicatorError, Result};
 pub use in_process::InProcess;
+#[cfg(feature = "mpi")]
+pub use mpi::Mpi;
 pub use tag::{Direction, Tag};
 pub use threads::on_threads;
 

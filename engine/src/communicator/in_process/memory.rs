@@ -12,12 +12,10 @@
 //! 4. Items of one collective write disjoint memory, and none writes what another reads.
 
 use super::super::Collective;
+use super::super::sum::sum;
 
 /// Elements, or bytes, of one item: large enough that the lock is not noticed, small enough to share the work.
 const SEGMENT: usize = 1 << 14;
-
-/// Elements summed at a time, on the stack.
-const BLOCK: usize = 1 << 10;
 
 /// The bytes of a message, at one of its ends.
 #[derive(Debug, Clone, Copy)]
@@ -190,29 +188,6 @@ unsafe fn part(entry: &Entry, rank: usize, sends: bool) -> (*mut u8, usize) {
     unsafe {
         let offset: usize = (0..rank).map(|r| *lens.add(r)).sum();
         (base.add(offset), *lens.add(rank))
-    }
-}
-
-/// Σ over ranks, in their order, of `len` elements, block by block into `put`. Every block is read by all before it is
-/// put, so it may be put to where it came from.
-///
-/// # Safety
-/// `source` gives addresses that are valid for reads of `len` elements.
-unsafe fn sum(ranks: usize, len: usize, source: impl Fn(usize) -> *const f32, mut put: impl FnMut(usize, &[f32])) {
-    let mut block = [0.0f32; BLOCK];
-    for at in (0..len).step_by(BLOCK) {
-        let block = &mut block[..BLOCK.min(len - at)];
-        // SAFETY: `at + block.len() ≤ len`; the block is on this thread's stack.
-        unsafe {
-            std::ptr::copy_nonoverlapping(source(0).add(at), block.as_mut_ptr(), block.len());
-            for rank in 1..ranks {
-                let values = source(rank).add(at);
-                for (i, sum) in block.iter_mut().enumerate() {
-                    *sum += *values.add(i);
-                }
-            }
-        }
-        put(at, block);
     }
 }
 

@@ -283,29 +283,18 @@ unsafe impl Communicator for InProcess {
     }
 
     fn split(&mut self, color: usize, key: usize) -> Result<Box<dyn Communicator>> {
-        const WORD: usize = size_of::<usize>();
-        let mine = [color.to_ne_bytes(), key.to_ne_bytes()].concat();
-        let mut all = vec![0; mine.len() * self.size()];
-        self.all_gather(&mine, &mut all)?;
-        let words: Vec<usize> = all
-            .chunks_exact(WORD)
-            .map(|word| usize::from_ne_bytes(word.try_into().expect("chunks of a word")))
-            .collect();
-        let mut members: Vec<usize> = (0..self.size()).filter(|rank| words[2 * rank] == color).collect();
-        members.sort_by_key(|rank| (words[2 * rank + 1], *rank));
-        let rank = members.iter().position(|rank| *rank == self.rank).expect("this rank has its own color");
-
-        let origin = (self.group, self.collectives, color);
+        let places = super::split::places(self, color, key)?;
+        let origin = (self.group, self.collectives, places.color);
         let mut state = self.world.lock();
         let group = state.groups.iter().position(|group| group.origin == origin).unwrap_or_else(|| {
-            let members: Arc<[usize]> = members.iter().map(|rank| self.members[*rank]).collect();
+            let members: Arc<[usize]> = places.members.iter().map(|rank| self.members[*rank]).collect();
             let left = vec![false; members.len()];
             state.groups.push(Group { origin, members, left });
             state.groups.len() - 1
         });
         let members = state.groups[group].members.clone();
         drop(state);
-        Ok(Box::new(Self::end(&self.world, group, &members, rank, self.timeout)))
+        Ok(Box::new(Self::end(&self.world, group, &members, places.rank, self.timeout)))
     }
 
     fn abort(&mut self, reason: &str) {
