@@ -77,6 +77,8 @@ mod jobs {
                 drop(world);
                 unreachable!("the job ends in the drop")
             }
+            "leave in order" if culprit => Ok(()),
+            "leave when done" => leave_when_done(&mut world),
             "kill" | "hang" if culprit => {
                 world.barrier().expect("all ranks are there");
                 println!("pid {}", std::process::id());
@@ -105,8 +107,7 @@ mod jobs {
         };
         if let Err(error) = ended {
             eprintln!("rank {} ended with: {error}", world.rank());
-            drop(world);
-            unreachable!("who leaves after an error ends the job")
+            std::process::exit(1);
         }
     }
 
@@ -122,6 +123,20 @@ mod jobs {
 
     fn wait_for_the_culprit(world: &mut dyn Communicator) -> Result<()> {
         world.receive(&mut [0], CULPRIT, Tag { stage: 2, micro_batch: 7, ..Tag::default() })
+    }
+
+    /// The culprit is gone before anyone takes the last of its messages; the others go on with each other.
+    fn leave_when_done(world: &mut dyn Communicator) -> Result<()> {
+        let mut others = world.split(usize::from(world.rank() == CULPRIT), 0)?;
+        match world.rank() {
+            CULPRIT => (0..50).try_for_each(|i| world.send(&[7; 1000], 0, Tag { micro_batch: i, ..Tag::default() })),
+            0 => {
+                (0..1000).try_for_each(|_| others.barrier())?;
+                (0..50)
+                    .try_for_each(|i| world.receive(&mut [0; 1000], CULPRIT, Tag { micro_batch: i, ..Tag::default() }))
+            }
+            _ => (0..1000).try_for_each(|_| others.barrier()),
+        }
     }
 
     /// Milliseconds for the sum of 64 MiB, the median of 9.
@@ -165,34 +180,39 @@ mod jobs {
         assert_eq!(said.lines().filter(|line| line.starts_with("case ")).count(), CASES.len(), "{said}");
         println!("test mpi: {} cases on {ranks} ranks ... ok", CASES.len());
 
-        let long = ("GAPLESS_TIMEOUT_SECONDS", "300");
-        let short = ("GAPLESS_TIMEOUT_SECONDS", "0.5");
-        let elsewhere = [("RANK", "0"), ("WORLD_SIZE", "9")];
+        let (succeeds, _, text) = ended(start(ranks, "leave when done", &[]));
+        assert!(succeeds, "a rank that leaves when it is done, of {ranks}:\n{text}");
+        println!("test mpi: a rank of {ranks} leaves when it is done ... ok");
+
+        let long: &[_] = &[("GAPLESS_TIMEOUT_SECONDS", "300")];
+        let short: &[_] = &[("GAPLESS_TIMEOUT_SECONDS", "0.5")];
+        let elsewhere: &[_] = &[("RANK", "0"), ("WORLD_SIZE", "9")];
         // Each with what has to be said, by us or by mpirun.
-        let failures: [(&str, &[(&str, &str)], &[&str]); 11] = [
-            ("kill", &[long], &["rank 1 ", "signal 9"]),
-            ("panic", &[long], &["as the test wants it", "gapless: rank 1 panicked"]),
-            ("panic of a thread", &[long], &["as the test wants it", "gapless: rank 1 panicked"]),
+        let failures = [
+            ("kill", long, &["rank 1 ", "signal 9"][..]),
+            ("panic", long, &["as the test wants it", "gapless: rank 1 panicked"]),
+            ("panic of a thread", long, &["as the test wants it", "gapless: rank 1 panicked"]),
             // As mpirun names rank 1.
-            ("exit", &[long], &[",1],1]", "Exit code:    7"]),
-            ("abort", &[long], &["gapless: rank 1 ends the job: the disk is full"]),
-            ("leave", &[long], &["gapless: rank 1 left with 1 operation(s) under way"]),
+            ("exit", long, &[",1],1]", "Exit code:    7"]),
+            ("abort", long, &["gapless: rank 1 ends the job: the disk is full"]),
+            ("leave", long, &["gapless: rank 1 left with 1 operation(s) under way"]),
+            ("leave in order", long, &["rank 1 left while rank ", "micro-batch 7, from rank 1"]),
             (
                 "hang",
-                &[short],
+                short,
                 &["gave up after 0.5 s waiting for the activations into stage 2, micro-batch 7, from rank 1"],
             ),
-            ("hang in a sum", &[short], &["gave up after 0.5 s waiting for all_reduce of 100 elements", "rank(s) [1]"]),
+            ("hang in a sum", short, &["gave up after 0.5 s waiting for all_reduce of 100 elements", "rank(s) [1]"]),
             (
                 "sizes",
-                &[long],
+                long,
                 &[
                     "gapless: rank 0 failed: ",
                     "micro-batch 4 from rank 1 to rank 0: 8 bytes were sent, 12 are expected",
                 ],
             ),
-            ("too long", &[long], &["from rank 1 to rank 0: 16 bytes were sent, 12 are expected"]),
-            ("elsewhere", &elsewhere, &["but RANK/WORLD_SIZE says rank 0 of 9"]),
+            ("too long", long, &["from rank 1 to rank 0: 16 bytes were sent, 12 are expected"]),
+            ("elsewhere", elsewhere, &["but RANK/WORLD_SIZE says rank 0 of 9"]),
         ];
         for (job, environment, expected) in failures {
             let begin = Instant::now();

@@ -43,12 +43,15 @@ struct World {
 impl InProcess {
     /// One end for each of `ranks` threads.
     ///
-    /// The timeout is [`default_timeout`]'s, or ten minutes where its variable is malformed.
+    /// The timeout is [`default_timeout`]'s; ten minutes, with a warning, where its variable is malformed.
     pub fn world(ranks: usize) -> Vec<Self> {
         let changed = (0..ranks).map(|_| Condvar::new()).collect();
         let world = Arc::new(World { state: Mutex::new(State::new(ranks)), changed });
         let members = world.lock().groups[0].members.clone();
-        let timeout = default_timeout().unwrap_or(Duration::from_secs(600));
+        let timeout = default_timeout().unwrap_or_else(|error| {
+            tracing::warn!("{error}");
+            Duration::from_secs(600)
+        });
         (0..ranks).map(|rank| Self::end(&world, 0, &members, rank, timeout)).collect()
     }
 

@@ -23,8 +23,6 @@ pub(super) struct Link {
 struct Inner {
     commands: VecDeque<Command>,
     slots: Vec<Slot>,
-    /// The first error that a wait returned.
-    failure: Option<CommunicatorError>,
     /// Communicators in use.
     handles: usize,
     /// MPI was left, or is being left.
@@ -40,26 +38,18 @@ struct Slot {
 enum Status {
     Free,
     UnderWay(Awaited),
-    Ended(Result<()>),
+    Ended,
 }
 
 impl Link {
-    /// Fails once any wait has failed.
-    pub(super) fn check(&self) -> Result<()> {
-        self.lock().failure.clone().map_or(Ok(()), Err)
-    }
-
     /// Starts an operation: takes a slot, and hands the command for it over.
     pub(super) fn start(
         &self,
         group: usize,
         awaited: Awaited,
         command: impl FnOnce(usize, Awaited) -> Command,
-    ) -> Result<Request> {
+    ) -> Request {
         let mut inner = self.lock();
-        if let Some(failure) = &inner.failure {
-            return Err(failure.clone());
-        }
         let free = inner.slots.iter().position(|slot| matches!(slot.status, Status::Free));
         let index = free.unwrap_or_else(|| {
             inner.slots.push(Slot { generation: 0, group, status: Status::Free });
@@ -70,7 +60,7 @@ impl Link {
         let request = Request { slot: index as u32, generation: slot.generation };
         inner.commands.push_back(command(index, awaited));
         self.command.notify_one();
-        Ok(request)
+        request
     }
 
     /// Hands over a command that has no slot.
@@ -103,13 +93,8 @@ impl Link {
                 }
                 Some((status, generation)) => {
                     *generation = generation.wrapping_add(1);
-                    let Status::Ended(outcome) = std::mem::replace(status, Status::Free) else {
-                        unreachable!("neither free nor under way")
-                    };
-                    if let Err(error) = &outcome {
-                        inner.failure.get_or_insert_with(|| error.clone());
-                    }
-                    return outcome;
+                    *status = Status::Free;
+                    return Ok(());
                 }
             }
         }
@@ -122,19 +107,14 @@ impl Link {
 
     /// Drops a group's communicator. True if it was the last one.
     ///
-    /// Ends all processes if it leaves operations under way, or after an error: the others would wait for this one.
+    /// Ends all processes if it leaves operations under way: the others would wait for this one.
     pub(super) fn close(&self, rank: usize, group: usize) -> bool {
         let mut inner = self.lock();
         let under_way = |slot: &&Slot| slot.group == group && matches!(slot.status, Status::UnderWay(_));
         let under_way = inner.slots.iter().filter(under_way).count();
-        let reason = match &inner.failure {
-            Some(failure) => Some(format!("rank {rank} failed: {failure}")),
-            None if under_way > 0 => Some(format!("rank {rank} left with {under_way} operation(s) under way")),
-            None => None,
-        };
-        if let Some(reason) = reason {
+        if under_way > 0 {
             drop(inner);
-            self.end_job(reason, None);
+            self.end_job(format!("rank {rank} left with {under_way} operation(s) under way"), None);
         }
         inner.handles -= 1;
         inner.over = inner.handles == 0;
@@ -187,8 +167,8 @@ impl Link {
     }
 
     /// For the thread: an operation has ended.
-    pub(super) fn end(&self, slot: usize, outcome: Result<()>) {
-        self.lock().slots[slot].status = Status::Ended(outcome);
+    pub(super) fn end(&self, slot: usize) {
+        self.lock().slots[slot].status = Status::Ended;
         self.ended.notify_all();
     }
 

@@ -1,13 +1,15 @@
 //! Ranks that are processes, on one host or many, through MPI.
 //!
-//! A thread of its own makes all calls of MPI ([`thread`]), so that messages and collectives go on while the rank computes,
-//! and MPI need not be safe to call from several threads. Collectives are made of messages ([`operation`]): MPI promises
+//! A thread of its own makes all calls of MPI (`thread`), so that messages and collectives go on while the rank computes,
+//! and MPI need not be safe to call from several threads. Collectives are made of messages (`operation`): MPI promises
 //! no order of summation, and its non-blocking sums make no progress by themselves.
 //!
-//! Nobody survives a failure. A panic on any thread, a wait beyond its timeout, [`Communicator::abort`], and leaving after
-//! an error or with operations under way end all processes by `MPI_Abort`, naming the rank on its standard error. A rank
-//! that is killed is noticed by `mpirun`. A rank that leaves in order while others wait for it is noticed by their timeout.
+//! Nobody survives a failure: it ends all processes by `MPI_Abort`, naming the rank on its standard error. That is a panic
+//! on any thread, a wait beyond its timeout, a message of another size than expected, [`Communicator::abort`], leaving
+//! with operations under way, and leaving in order while another rank waits for this one. So waits return no error but
+//! that of an unknown request. A rank that is killed is noticed by `mpirun`.
 
+mod farewell;
 mod link;
 mod operation;
 mod raw;
@@ -87,16 +89,8 @@ impl Mpi {
             false => Awaited::Message { from: world_rank, tag },
         };
         let group = self.group;
-        self.shared.link.start(group, awaited, |slot, awaited| Command::Message {
-            slot,
-            group,
-            sends,
-            address,
-            len,
-            peer,
-            tag: number,
-            awaited,
-        })
+        let message = |slot, awaited| Command::Message { slot, group, sends, address, len, peer, tag: number, awaited };
+        Ok(self.shared.link.start(group, awaited, message))
     }
 }
 
@@ -134,7 +128,7 @@ unsafe impl Communicator for Mpi {
         let group = self.group;
         let awaited = Awaited::Collective { what: collective.to_string(), missing: Vec::new() };
         let command = |slot, awaited| Command::Collective { slot, group, collective, awaited };
-        self.shared.link.start(group, awaited, command)
+        Ok(self.shared.link.start(group, awaited, command))
     }
 
     fn wait(&mut self, request: Request) -> Result<()> {
@@ -142,19 +136,15 @@ unsafe impl Communicator for Mpi {
     }
 
     fn split(&mut self, color: usize, key: usize) -> Result<Box<dyn Communicator>> {
-        self.shared.link.check()?;
         let places = super::split::places(self, color, key)?;
         let members: Arc<[usize]> = places.members.iter().map(|rank| self.members[*rank]).collect();
         let (answer, answered) = mpsc::channel();
         let (group, color, key) = (self.group, places.color, places.rank);
         self.shared.link.send(Command::Split { group, color, key, members: members.clone(), answer });
-        let group = match answered.recv_timeout(self.timeout) {
-            Ok(group) => group?,
-            Err(_) => self.shared.link.end_job(
-                format!("rank {} gave up after {} s waiting for a split", self.me(), self.timeout.as_secs_f64()),
-                None,
-            ),
-        };
+        let group = answered.recv_timeout(self.timeout).unwrap_or_else(|_| {
+            let seconds = self.timeout.as_secs_f64();
+            self.shared.link.end_job(format!("rank {} gave up after {seconds} s waiting for a split", self.me()), None)
+        });
         self.shared.link.open();
         Ok(Box::new(Self { shared: self.shared.clone(), group, members, rank: places.rank, timeout: self.timeout }))
     }

@@ -37,7 +37,7 @@ pub(super) struct Operation {
     /// Where its outcome goes.
     pub(super) slot: usize,
     pub(super) group: usize,
-    awaited: Awaited,
+    pub(super) awaited: Awaited,
     pieces: Vec<Piece>,
     sums: Option<Sums>,
 }
@@ -206,6 +206,11 @@ impl Operation {
                 self.sums = Some(sums);
             }
         }
+    }
+
+    /// Whether it waits for a rank of the world.
+    pub(super) fn waits_for(&self, rank: usize, group: &Group) -> bool {
+        self.pieces.iter().any(|piece| group.members[piece.peer] == rank)
     }
 
     /// The ranks that it waits for, in the world.

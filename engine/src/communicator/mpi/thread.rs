@@ -4,7 +4,11 @@ use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::time::Duration;
 
+use mpi::Threading;
+use mpi::environment::Universe;
+
 use super::super::{Awaited, Collective, CommunicatorError, Result};
+use super::farewell::Farewells;
 use super::link::Link;
 use super::operation::{Group, Operation};
 use super::raw;
@@ -25,7 +29,7 @@ pub(super) enum Command {
     /// Start a collective.
     Collective { slot: usize, group: usize, collective: Collective, awaited: Awaited },
     /// Make a communicator of the ranks of one color. Answers with its number.
-    Split { group: usize, color: usize, key: usize, members: Arc<[usize]>, answer: Sender<Result<usize>> },
+    Split { group: usize, color: usize, key: usize, members: Arc<[usize]>, answer: Sender<usize> },
     /// End all processes. The slot is the operation whose wait took too long.
     Abort { text: String, slot: Option<usize> },
     /// Leave MPI in order.
@@ -47,22 +51,21 @@ pub(super) struct Started {
 const EAGER_POLLS: u32 = 2000;
 const INTERVAL: Duration = Duration::from_micros(50);
 
-/// The thread's life.
+/// How long messages of a rank that has left may still be on their way.
+const GRACE: Duration = Duration::from_secs(2);
+
+/// The thread's life. Whatever fails here ends all processes: memory that MPI still works on cannot be given back.
 pub(super) fn run(link: &Link, started: &Sender<Result<Started>>) {
-    let Some((universe, _)) = mpi::initialize_with_threading(mpi::Threading::Funneled) else {
-        let _ = started.send(Err(CommunicatorError::StartedTwice));
-        return;
-    };
-    let mut groups = match begin() {
-        Ok((world, place)) => {
-            let _ = started.send(Ok(place));
-            vec![world]
-        }
+    let ((world, mut farewells, place), universe) = match begin() {
+        Ok(begun) => begun,
         Err(error) => {
             let _ = started.send(Err(error));
             return;
         }
     };
+    let me = place.rank;
+    let _ = started.send(Ok(place));
+    let mut groups = vec![world];
     let mut operations: Vec<Operation> = Vec::new();
     let mut commands = Vec::new();
     let mut idle_polls = 0;
@@ -77,54 +80,75 @@ pub(super) fn run(link: &Link, started: &Sender<Result<Started>>) {
                     let at = (group, &groups[group]);
                     // SAFETY: the memory is lent, by the contract of `isend` and `irecv`.
                     let message = unsafe { Operation::message(slot, at, (sends, address, len), (peer, tag), awaited) };
-                    begun(link, &mut operations, slot, message);
+                    operations.push(or_end_job(me, message));
                 }
                 Command::Collective { slot, group, collective, awaited } => {
                     let at = (group, &mut groups[group]);
                     // SAFETY: the memory is lent, by the contract of `start`.
                     let collective = unsafe { Operation::collective(slot, at, collective, awaited) };
-                    begun(link, &mut operations, slot, collective);
+                    operations.push(or_end_job(me, collective));
                 }
                 Command::Split { group, color, key, members, answer } => {
-                    let part = split(&groups[group], color, key, members).map(|part| {
-                        groups.push(part);
-                        groups.len() - 1
-                    });
-                    let _ = answer.send(part);
+                    groups.push(or_end_job(me, split(&groups[group], color, key, members)));
+                    let _ = answer.send(groups.len() - 1);
                 }
                 Command::Abort { text, slot } => {
                     let operation = operations.iter().find(|operation| Some(operation.slot) == slot);
-                    let missing = operation.map(|operation| operation.missing(&groups[operation.group]));
-                    match missing {
-                        Some(ranks) => eprintln!("gapless: {text}; nothing came from rank(s) {ranks:?}"),
-                        None => eprintln!("gapless: {text}"),
+                    match operation.map(|operation| operation.missing(&groups[operation.group])) {
+                        Some(ranks) => end_job(&format!("{text}; nothing came from rank(s) {ranks:?}")),
+                        None => end_job(&text),
                     }
-                    raw::abort();
                 }
                 Command::Finish => {
+                    or_end_job(me, farewells.say());
+                    while !or_end_job(me, farewells.all_said()) {
+                        std::thread::sleep(INTERVAL);
+                    }
                     drop(universe);
                     return;
                 }
             }
         }
         operations.retain_mut(|operation| {
-            let outcome = match operation.advance(&groups[operation.group]) {
-                Ok(false) => return true,
-                Ok(true) => Ok(()),
-                Err(error) => Err(error),
-            };
-            idle_polls = 0;
-            link.end(operation.slot, outcome);
-            false
+            let ended = or_end_job(me, operation.advance(&groups[operation.group]));
+            if ended {
+                idle_polls = 0;
+                link.end(operation.slot);
+            }
+            !ended
         });
-        if !operations.is_empty() {
-            std::thread::yield_now();
+        if operations.is_empty() {
+            continue;
         }
+        or_end_job(me, farewells.listen());
+        for rank in farewells.longer_ago_than(GRACE) {
+            if let Some(operation) = operations.iter().find(|o| o.waits_for(rank, &groups[o.group])) {
+                end_job(&format!("rank {rank} left while rank {me} was {}", operation.awaited));
+            }
+        }
+        std::thread::yield_now();
     }
 }
 
-/// The world, duplicated, so that nobody else's messages meet these.
-fn begin() -> Result<(Group, Started)> {
+fn or_end_job<T>(rank: usize, result: Result<T>) -> T {
+    result.unwrap_or_else(|error| end_job(&format!("rank {rank} failed: {error}")))
+}
+
+fn end_job(text: &str) -> ! {
+    eprintln!("gapless: {text}");
+    raw::abort()
+}
+
+/// Starts MPI. The world, on communicators of its own, so that nobody else's messages meet these.
+fn begin() -> Result<((Group, Farewells, Started), Universe)> {
+    let (universe, threading) =
+        mpi::initialize_with_threading(Threading::Funneled).ok_or(CommunicatorError::StartedTwice)?;
+    if threading < Threading::Funneled {
+        return Err(CommunicatorError::Unsupported {
+            what: "a program of several threads by this MPI library",
+            remedy: "use one that was built with threads",
+        });
+    }
     let world = raw::world()?;
     let (rank, size) = raw::place(world)?;
     let group = Group {
@@ -134,18 +158,12 @@ fn begin() -> Result<(Group, Started)> {
         members: (0..size).collect(),
         started: 0,
     };
-    Ok((group, Started { rank, size, largest_tag: raw::largest_tag(world)? }))
+    let farewells = Farewells::new(raw::duplicate(world)?, rank, size)?;
+    Ok(((group, farewells, Started { rank, size, largest_tag: raw::largest_tag(world)? }), universe))
 }
 
 fn split(group: &Group, color: usize, key: usize, members: Arc<[usize]>) -> Result<Group> {
     let messages = raw::split(group.messages, color, key)?;
     let (rank, _) = raw::place(messages)?;
     Ok(Group { messages, collectives: raw::duplicate(messages)?, rank, members, started: 0 })
-}
-
-fn begun(link: &Link, operations: &mut Vec<Operation>, slot: usize, operation: Result<Operation>) {
-    match operation {
-        Ok(operation) => operations.push(operation),
-        Err(error) => link.end(slot, Err(error)),
-    }
 }
