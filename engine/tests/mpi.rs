@@ -71,9 +71,9 @@ mod jobs {
                 unreachable!("the job ends in the abort")
             }
             "leave" if culprit => {
-                let byte = [0];
-                // SAFETY: the communicator is dropped before the byte.
-                let _request = unsafe { world.isend(byte.as_ptr(), 1, 0, Tag { stage: 9, ..Tag::default() }) };
+                let mut byte = [0];
+                // A message that nobody sends. SAFETY: the communicator is dropped before the byte.
+                let _request = unsafe { world.irecv(byte.as_mut_ptr(), 1, 0, Tag { stage: 9, ..Tag::default() }) };
                 drop(world);
                 unreachable!("the job ends in the drop")
             }
