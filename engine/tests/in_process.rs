@@ -216,7 +216,7 @@ fn leaving_with_operations_under_way_reaches_everyone() {
         drop(rank);
         Ok(())
     });
-    all_name(&errors, 1, "left");
+    all_name(&errors, 1, "1 operation(s) under way");
 }
 
 #[test]
@@ -347,9 +347,18 @@ fn misuse_is_an_error() {
     assert!(matches!(zero.all_gather(&[1], &mut [0; 3]), Err(CommunicatorError::Length { given: 3, expected: 2, .. })));
     let overflowing = [usize::MAX, 2];
     assert!(zero.all_to_all_v(&[0], &overflowing, &mut [0], &[1, 0]).is_err());
-    // SAFETY: nothing is lent.
-    let request = unsafe { zero.isend(std::ptr::dangling(), 0, 1, tag(0)) }.unwrap();
-    assert!(matches!(one.wait(request), Err(CommunicatorError::UnknownRequest)));
+
+    // Another rank's request ends no operation of this one.
+    let mut byte = [0];
+    // SAFETY: the byte is left alone until the wait below; otherwise nothing is lent.
+    let (theirs, own) = unsafe {
+        let theirs = zero.isend(std::ptr::dangling(), 0, 1, tag(0)).unwrap();
+        (theirs, one.irecv(byte.as_mut_ptr(), 1, 0, tag(1)).unwrap())
+    };
+    assert!(matches!(one.wait(theirs), Err(CommunicatorError::UnknownRequest)));
+    zero.send(&[5], 1, tag(1)).unwrap();
+    one.wait(own).unwrap();
+    assert_eq!(byte, [5]);
     one.receive(&mut [], 0, tag(0)).unwrap();
 }
 

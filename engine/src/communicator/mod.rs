@@ -35,7 +35,9 @@ mod sum;
 mod tag;
 mod threads;
 
+use std::ffi::OsStr;
 use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 pub use error::{Awaited, CommunicatorError, Result};
@@ -58,8 +60,20 @@ pub enum Memory {
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "the memory stays lent until the request is waited for"]
 pub struct Request {
-    slot: u32,
-    generation: u32,
+    /// The communicator that made it: no other may take it for one of its own, and end another operation by it.
+    owner: Owner,
+    slot: usize,
+}
+
+/// A communicator of one rank, unlike all others of this process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Owner(u64);
+
+impl Owner {
+    fn new() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        Self(NEXT.fetch_add(1, Ordering::Relaxed))
+    }
 }
 
 /// A collective operation of one rank: what it does, and this rank's memory.
@@ -185,7 +199,8 @@ pub unsafe trait Communicator: Send + std::fmt::Debug {
     ///
     /// # Errors
     /// When another rank has failed, when the message has another size than expected, when ranks disagree on what
-    /// collective this is, or when it takes longer than the timeout.
+    /// collective this is, or when it takes longer than the timeout. Also when the request is another communicator's, whose
+    /// memory then stays lent until that one is dropped.
     fn wait(&mut self, request: Request) -> Result<()>;
 
     /// Cuts the group into one communicator per `color`, of which the caller gets its own. Ranks are in the order of
@@ -288,11 +303,16 @@ pub unsafe trait Communicator: Send + std::fmt::Debug {
 /// # Errors
 /// When the variable is set to something that is not a positive number.
 pub fn default_timeout() -> Result<Duration> {
-    const VARIABLE: &str = "GAPLESS_TIMEOUT_SECONDS";
-    let Some(value) = std::env::var_os(VARIABLE) else { return Ok(Duration::from_secs(600)) };
+    timeout(std::env::var_os(TIMEOUT_VARIABLE).as_deref())
+}
+
+const TIMEOUT_VARIABLE: &str = "GAPLESS_TIMEOUT_SECONDS";
+
+fn timeout(value: Option<&OsStr>) -> Result<Duration> {
+    let Some(value) = value else { return Ok(Duration::from_secs(600)) };
     let seconds = value.to_str().and_then(|text| text.trim().parse::<f64>().ok()).filter(|s| *s > 0.0);
     seconds.and_then(|s| Duration::try_from_secs_f64(s).ok()).ok_or_else(|| CommunicatorError::Setting {
-        variable: VARIABLE,
+        variable: TIMEOUT_VARIABLE,
         value: value.to_string_lossy().into_owned(),
         expected: "a positive number of seconds",
     })
@@ -315,4 +335,20 @@ fn fits(what: &'static str, given: usize, expected: usize) -> Result<()> {
 /// The sum, or a number that no slice's length equals.
 fn total(lens: &[usize]) -> usize {
     lens.iter().try_fold(0usize, |sum, len| sum.checked_add(*len)).unwrap_or(usize::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn timeouts_are_positive_seconds() {
+        for (value, expected) in [(None, 600.0), (Some("2"), 2.0), (Some(" 0.5 "), 0.5)] {
+            assert_eq!(timeout(value.map(OsStr::new)).unwrap().as_secs_f64(), expected);
+        }
+        for value in ["", "x", "0", "-1", "inf", "nan", "1e300"] {
+            let text = timeout(Some(OsStr::new(value))).expect_err(value).to_string();
+            assert_eq!(text, format!("GAPLESS_TIMEOUT_SECONDS={value:?} is not a positive number of seconds"));
+        }
+    }
 }

@@ -12,7 +12,9 @@ use std::time::{Duration, Instant};
 
 use self::memory::{Disagreement, Entry, Range};
 use self::state::{Group, Post, Slot, State, Status};
-use super::{Awaited, Collective, Communicator, CommunicatorError, Memory, Request, Result, Tag, default_timeout};
+use super::{
+    Awaited, Collective, Communicator, CommunicatorError, Memory, Owner, Request, Result, Tag, default_timeout,
+};
 
 /// A rank that is a thread. Made by [`InProcess::world`], one per thread.
 ///
@@ -20,6 +22,7 @@ use super::{Awaited, Collective, Communicator, CommunicatorError, Memory, Reques
 #[derive(Debug)]
 pub struct InProcess {
     world: Arc<World>,
+    owner: Owner,
     /// Index of the group of ranks this is an end of.
     group: usize,
     /// World ranks of the group.
@@ -57,7 +60,16 @@ impl InProcess {
 
     fn end(world: &Arc<World>, group: usize, members: &Arc<[usize]>, rank: usize, timeout: Duration) -> Self {
         let entries = Vec::with_capacity(members.len());
-        Self { world: world.clone(), group, members: members.clone(), rank, collectives: 0, timeout, entries }
+        Self {
+            world: world.clone(),
+            owner: Owner::new(),
+            group,
+            members: members.clone(),
+            rank,
+            collectives: 0,
+            timeout,
+            entries,
+        }
     }
 
     /// This rank in the world.
@@ -70,6 +82,11 @@ impl InProcess {
         self.members.get(rank).copied().ok_or(CommunicatorError::NoSuchRank { rank, size: self.members.len() })
     }
 
+    /// Takes a slot for an operation.
+    fn open(&self, state: &mut State, status: Status) -> Request {
+        Request { owner: self.owner, slot: state.open(self.me(), self.group, status) }
+    }
+
     /// Posts one end of a message, and copies it if the other end is there.
     fn post(&mut self, sends: bool, range: Range, peer: usize, tag: Tag) -> Result<Request> {
         let (me, peer) = (self.me(), self.world_rank(peer)?);
@@ -77,12 +94,12 @@ impl InProcess {
         state.check(me, || Awaited::Start)?;
         let post = state.post(self.group, sends, peer, tag, range);
         let Some((slot, other)) = state.counterpart(me, &post) else {
-            return Ok(state.open(me, self.group, Status::Posted(post)));
+            return Ok(self.open(&mut state, Status::Posted(post)));
         };
         if other.range.len != range.len {
             state.slots[peer][slot].status = Status::Mismatched { post: other, other: range.len };
             self.world.changed[peer].notify_all();
-            return Ok(state.open(me, self.group, Status::Mismatched { post, other: other.range.len }));
+            return Ok(self.open(&mut state, Status::Mismatched { post, other: other.range.len }));
         }
         state.slots[peer][slot].status = Status::Copying;
         drop(state);
@@ -93,7 +110,7 @@ impl InProcess {
         let mut state = self.world.lock();
         state.slots[peer][slot].status = Status::Done;
         self.world.changed[peer].notify_all();
-        Ok(state.open(me, self.group, Status::Done))
+        Ok(self.open(&mut state, Status::Done))
     }
 
     /// Sees an operation to its end, or to where `when_blocked` gives up on it. Afterwards nobody touches its memory.
@@ -235,9 +252,9 @@ unsafe impl Communicator for InProcess {
         let me = self.me();
         let mut state = self.world.lock();
         state.check(me, || Awaited::Start)?;
-        let request = state.open(me, self.group, Status::Free);
+        let request = self.open(&mut state, Status::Free);
         let index = state.enter(self.group, self.collectives, self.rank, Entry(collective));
-        state.slots[me][request.slot as usize].status = Status::Round(index);
+        state.slots[me][request.slot].status = Status::Round(index);
         self.collectives += 1;
         let round = &mut state.rounds[index];
         if round.is_full() {
@@ -255,8 +272,10 @@ unsafe impl Communicator for InProcess {
 
     fn wait(&mut self, request: Request) -> Result<()> {
         let (world, me, timeout) = (self.world.clone(), self.me(), self.timeout);
-        let state = world.lock();
-        let slot = state.find(me, self.group, &request).ok_or(CommunicatorError::UnknownRequest)?;
+        if request.owner != self.owner {
+            return Err(CommunicatorError::UnknownRequest);
+        }
+        let (state, slot) = (world.lock(), request.slot);
         let mut deadline = None;
         let (mut state, outcome) = self.settle(&world, state, slot, |state, slot| {
             let awaited = || state.awaited(me, slot);

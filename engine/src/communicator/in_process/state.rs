@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::super::{Awaited, CommunicatorError, Request, Tag};
+use super::super::{Awaited, CommunicatorError, Tag};
 use super::memory::{Disagreement, Entry, Range};
 
 /// Everything that is under way.
@@ -41,7 +41,6 @@ pub(super) struct Group {
 /// One operation of one rank. Reused, so that a step in its steady state allocates nothing.
 #[derive(Debug)]
 pub(super) struct Slot {
-    generation: u32,
     pub(super) group: usize,
     pub(super) status: Status,
 }
@@ -103,32 +102,21 @@ impl State {
     }
 
     /// Takes a slot for an operation.
-    pub(super) fn open(&mut self, rank: usize, group: usize, status: Status) -> Request {
+    pub(super) fn open(&mut self, rank: usize, group: usize, status: Status) -> usize {
         let slots = &mut self.slots[rank];
         let index = slots.iter().position(|slot| matches!(slot.status, Status::Free)).unwrap_or_else(|| {
-            slots.push(Slot { generation: 0, group, status: Status::Free });
+            slots.push(Slot { group, status: Status::Free });
             // A round in use is held by a slot at least. With as many rounds as slots, how ranks interleave does not
             // decide whether a round is allocated.
             self.rounds.push(Round::empty(self.groups[0].members.len()));
             slots.len() - 1
         });
-        let slot = &mut slots[index];
-        (slot.group, slot.status) = (group, status);
-        Request { slot: index as u32, generation: slot.generation }
-    }
-
-    /// The slot of a request, if it is one of this rank's.
-    pub(super) fn find(&self, rank: usize, group: usize, request: &Request) -> Option<usize> {
-        let index = request.slot as usize;
-        let slot = self.slots[rank].get(index)?;
-        let is_it = slot.generation == request.generation && slot.group == group;
-        (is_it && !matches!(slot.status, Status::Free)).then_some(index)
+        slots[index] = Slot { group, status };
+        index
     }
 
     pub(super) fn close(&mut self, rank: usize, slot: usize) {
-        let slot = &mut self.slots[rank][slot];
-        slot.generation = slot.generation.wrapping_add(1);
-        slot.status = Status::Free;
+        self.slots[rank][slot].status = Status::Free;
     }
 
     pub(super) fn post(&mut self, group: usize, sends: bool, peer: usize, tag: Tag, range: Range) -> Post {

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
-use super::super::{Awaited, CommunicatorError, Request, Result};
+use super::super::{Awaited, CommunicatorError};
 use super::thread::Command;
 
 /// How long MPI may take to end the job before the process ends itself.
@@ -30,7 +30,6 @@ struct Inner {
 }
 
 struct Slot {
-    generation: u32,
     group: usize,
     status: Status,
 }
@@ -48,19 +47,17 @@ impl Link {
         group: usize,
         awaited: Awaited,
         command: impl FnOnce(usize, Awaited) -> Command,
-    ) -> Request {
+    ) -> usize {
         let mut inner = self.lock();
         let free = inner.slots.iter().position(|slot| matches!(slot.status, Status::Free));
         let index = free.unwrap_or_else(|| {
-            inner.slots.push(Slot { generation: 0, group, status: Status::Free });
+            inner.slots.push(Slot { group, status: Status::Free });
             inner.slots.len() - 1
         });
-        let slot = &mut inner.slots[index];
-        (slot.group, slot.status) = (group, Status::UnderWay(awaited.clone()));
-        let request = Request { slot: index as u32, generation: slot.generation };
+        inner.slots[index] = Slot { group, status: Status::UnderWay(awaited.clone()) };
         inner.commands.push_back(command(index, awaited));
         self.command.notify_one();
-        request
+        index
     }
 
     /// Hands over a command that has no slot.
@@ -70,34 +67,22 @@ impl Link {
     }
 
     /// Waits for an operation's end. Ends all processes when that takes longer than the timeout.
-    pub(super) fn wait(&self, rank: usize, group: usize, request: &Request, timeout: Duration) -> Result<()> {
-        let index = request.slot as usize;
+    pub(super) fn wait(&self, rank: usize, slot: usize, timeout: Duration) {
         let deadline = Instant::now().checked_add(timeout);
         let mut inner = self.lock();
-        loop {
-            let slot =
-                inner.slots.get_mut(index).filter(|slot| (slot.generation, slot.group) == (request.generation, group));
-            match slot.map(|slot| (&mut slot.status, &mut slot.generation)) {
-                None | Some((Status::Free, _)) => return Err(CommunicatorError::UnknownRequest),
-                Some((Status::UnderWay(awaited), _)) => {
-                    let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
-                    if left == Some(Duration::ZERO) {
-                        let error = CommunicatorError::Timeout { rank, awaited: awaited.clone(), after: timeout };
-                        drop(inner);
-                        self.end_job(error.to_string(), Some(index));
-                    }
-                    inner = match left {
-                        Some(left) => self.ended.wait_timeout(inner, left).unwrap_or_else(PoisonError::into_inner).0,
-                        None => self.ended.wait(inner).unwrap_or_else(PoisonError::into_inner),
-                    };
-                }
-                Some((status, generation)) => {
-                    *generation = generation.wrapping_add(1);
-                    *status = Status::Free;
-                    return Ok(());
-                }
+        while let Status::UnderWay(awaited) = &inner.slots[slot].status {
+            let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+            if left == Some(Duration::ZERO) {
+                let error = CommunicatorError::Timeout { rank, awaited: awaited.clone(), after: timeout };
+                drop(inner);
+                self.end_job(error.to_string(), Some(slot));
             }
+            inner = match left {
+                Some(left) => self.ended.wait_timeout(inner, left).unwrap_or_else(PoisonError::into_inner).0,
+                None => self.ended.wait(inner).unwrap_or_else(PoisonError::into_inner),
+            };
         }
+        inner.slots[slot].status = Status::Free;
     }
 
     /// Counts a communicator.

@@ -23,11 +23,12 @@ use gapless_parallel::World;
 
 use self::link::Link;
 use self::thread::{Command, Started};
-use super::{Awaited, Collective, Communicator, CommunicatorError, Direction, Memory, Request, Result, Tag};
+use super::{Awaited, Collective, Communicator, CommunicatorError, Direction, Memory, Owner, Request, Result, Tag};
 
 /// A rank that is a process under `mpirun`. One per process, made by [`Mpi::world`].
 pub struct Mpi {
     shared: Arc<Shared>,
+    owner: Owner,
     /// The thread's number for it.
     group: usize,
     /// World ranks.
@@ -68,7 +69,7 @@ impl Mpi {
         end_job_on_panic(link.clone(), rank);
         link.open();
         let shared = Arc::new(Shared { link, thread: Mutex::new(Some(thread)), largest_tag });
-        Ok(Self { shared, group: 0, members: (0..size).collect(), rank, timeout })
+        Ok(Self { shared, owner: Owner::new(), group: 0, members: (0..size).collect(), rank, timeout })
     }
 
     /// This rank in the world.
@@ -90,7 +91,7 @@ impl Mpi {
         };
         let group = self.group;
         let message = |slot, awaited| Command::Message { slot, group, sends, address, len, peer, tag: number, awaited };
-        Ok(self.shared.link.start(group, awaited, message))
+        Ok(Request { owner: self.owner, slot: self.shared.link.start(group, awaited, message) })
     }
 }
 
@@ -128,11 +129,15 @@ unsafe impl Communicator for Mpi {
         let group = self.group;
         let awaited = Awaited::Collective { what: collective.to_string(), missing: Vec::new() };
         let command = |slot, awaited| Command::Collective { slot, group, collective, awaited };
-        Ok(self.shared.link.start(group, awaited, command))
+        Ok(Request { owner: self.owner, slot: self.shared.link.start(group, awaited, command) })
     }
 
     fn wait(&mut self, request: Request) -> Result<()> {
-        self.shared.link.wait(self.me(), self.group, &request, self.timeout)
+        if request.owner != self.owner {
+            return Err(CommunicatorError::UnknownRequest);
+        }
+        self.shared.link.wait(self.me(), request.slot, self.timeout);
+        Ok(())
     }
 
     fn split(&mut self, color: usize, key: usize) -> Result<Box<dyn Communicator>> {
@@ -146,7 +151,14 @@ unsafe impl Communicator for Mpi {
             self.shared.link.end_job(format!("rank {} gave up after {seconds} s waiting for a split", self.me()), None)
         });
         self.shared.link.open();
-        Ok(Box::new(Self { shared: self.shared.clone(), group, members, rank: places.rank, timeout: self.timeout }))
+        Ok(Box::new(Self {
+            shared: self.shared.clone(),
+            owner: Owner::new(),
+            group,
+            members,
+            rank: places.rank,
+            timeout: self.timeout,
+        }))
     }
 
     fn abort(&mut self, reason: &str) {
