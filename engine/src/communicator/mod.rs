@@ -155,7 +155,7 @@ impl fmt::Display for Collective {
 /// # Errors
 /// Every method that returns a [`Result`] fails once a rank of the world has failed, naming that rank. A rank has failed
 /// when it aborted, panicked, went away with an operation under way, or had an error of its own out of these methods.
-/// There is no going on after that.
+/// There is no going on after that. Ranks that are processes end instead of returning such an error.
 ///
 /// # Safety
 /// An implementation leaves lent memory alone once [`wait`](Self::wait) has returned for its request, *also with an
