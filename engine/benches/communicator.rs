@@ -31,7 +31,8 @@ type Row = (&'static str, f64, f64);
 /// What rank 0 measures is what counts.
 fn measure(mut rank: InProcess) -> Vec<Row> {
     let (me, size) = (rank.rank(), rank.size());
-    let held = || vec![vec![1.0f32; COUNT]; if me == 0 { size } else { 0 }];
+    // Every rank's values, and their sum.
+    let held = || vec![vec![1.0f32; COUNT]; if me == 0 { size + 1 } else { 0 }];
     let (mut all, mut values, mut shard) = (held(), vec![1.0f32; COUNT], vec![0.0f32; COUNT / size]);
     let mut bytes = vec![1u8; 4 * COUNT];
 
@@ -40,15 +41,18 @@ fn measure(mut rank: InProcess) -> Vec<Row> {
         rest[0].copy_from_slice(&first[0]);
     };
     let sum = |all: &mut Vec<Vec<f32>>| {
-        let (first, rest) = all.split_at_mut(1);
-        for other in rest {
-            first[0].iter_mut().zip(other).for_each(|(sum, value)| *sum += *value);
+        let (sums, all) = all.split_last_mut().expect("there are ranks");
+        for (block, sums) in sums.chunks_mut(1024).enumerate() {
+            sums.copy_from_slice(&all[0][block * 1024..][..sums.len()]);
+            for values in &all[1..] {
+                sums.iter_mut().zip(&values[block * 1024..]).for_each(|(sum, value)| *sum += *value);
+            }
         }
     };
     let sum_for_all = |all: &mut Vec<Vec<f32>>| {
         sum(all);
-        let (first, rest) = all.split_at_mut(1);
-        rest.iter_mut().for_each(|other| other.copy_from_slice(&first[0]));
+        let (sums, all) = all.split_last_mut().expect("there are ranks");
+        all.iter_mut().for_each(|values| values.copy_from_slice(sums));
     };
 
     let message = turns(&mut rank, &mut all, copy, |rank| match rank.rank() {
