@@ -33,7 +33,7 @@ mod mpi;
 mod split;
 mod sum;
 mod tag;
-mod threads;
+mod worlds;
 
 use std::ffi::OsStr;
 use std::fmt;
@@ -45,7 +45,7 @@ pub use in_process::InProcess;
 #[cfg(feature = "mpi")]
 pub use mpi::Mpi;
 pub use tag::{Direction, Tag};
-pub use threads::on_threads;
+pub use worlds::{on_threads, world};
 
 /// Where the addresses of a backend's messages point to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

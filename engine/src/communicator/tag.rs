@@ -10,14 +10,16 @@ pub enum Direction {
     Forward,
     /// Gradients, to the stage before.
     Backward,
+    /// To whoever reads it once per step: losses, norms, weights that stages share.
+    Update,
 }
 
 /// What a message is. Sender and receiver name the same tag, and errors print it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Tag {
-    /// Activations or gradients.
+    /// Activations, gradients, or neither.
     pub direction: Direction,
-    /// The stage that receives it.
+    /// The stage that makes it.
     pub stage: u32,
     /// The micro-batch.
     pub micro_batch: u32,
@@ -30,8 +32,9 @@ impl fmt::Display for Tag {
         let what = match self.direction {
             Direction::Forward => "activations",
             Direction::Backward => "gradients",
+            Direction::Update => return write!(f, "the update's tensor {} of stage {}", self.tensor, self.stage),
         };
-        write!(f, "the {what} into stage {}, micro-batch {}", self.stage, self.micro_batch)?;
+        write!(f, "the {what} of stage {}, micro-batch {}", self.stage, self.micro_batch)?;
         if self.tensor > 0 { write!(f, ", tensor {}", self.tensor) } else { Ok(()) }
     }
 }

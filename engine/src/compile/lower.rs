@@ -19,7 +19,6 @@ use gapless_parallel::Action;
 
 use super::messages::{Crossings, phases};
 use super::program::{BufferId, Held, Instance, Message, Operand, Program, Step, Work, role_of_node};
-use crate::communicator::{Direction, Tag};
 use crate::error::Result;
 use crate::graph::{Graph, Node, NodeId, Phase, Place, Source, Value, ValueId};
 use crate::nn::Init;
@@ -159,7 +158,7 @@ impl<'a> Lowerer<'a> {
         let needs: Vec<ValueId> = self.crossings.needs(action).collect();
         for root in needs {
             if !self.placed.contains_key(&(root, micro_batch)) {
-                self.receive(root, micro_batch);
+                self.receive((root, micro_batch), Some(micro_batch));
             }
         }
         self.wait_for_sends(|sending| sending.taken.is_some_and(|taken| taken <= index));
@@ -174,7 +173,7 @@ impl<'a> Lowerer<'a> {
         }
         for root in made {
             let to: Vec<usize> = self.crossings.per_micro_batch(root).collect();
-            to.into_iter().for_each(|to| self.send(root, micro_batch, to));
+            to.into_iter().for_each(|to| self.send((root, micro_batch), to, Some(micro_batch)));
         }
         self.name_part(first, action.to_string());
     }
@@ -440,7 +439,7 @@ impl<'a> Lowerer<'a> {
     fn send_per_step(&mut self, root: ValueId) {
         let (_, instance) = self.key(root, Phase::Update, 0);
         let to: Vec<usize> = self.crossings.per_step(root).collect();
-        to.into_iter().for_each(|to| self.send(root, instance, to));
+        to.into_iter().for_each(|to| self.send((root, instance), to, None));
     }
 
     /// Receives what the update, or the host, reads, if it is made elsewhere and not here yet.
@@ -448,7 +447,7 @@ impl<'a> Lowerer<'a> {
         let (_, instance) = self.key(root, Phase::Update, 0);
         let elsewhere = self.of.graph.place_of(root).is_some_and(|place| !self.is_here(place));
         if elsewhere && !self.placed.contains_key(&(root, instance)) {
-            self.receive(root, instance);
+            self.receive((root, instance), None);
         }
     }
 
@@ -456,30 +455,30 @@ impl<'a> Lowerer<'a> {
     fn refresh(&mut self, root: ValueId, place: Place, here: bool) {
         let replicas: Vec<usize> = self.crossings.replicas(root).collect();
         if here {
-            replicas.into_iter().for_each(|to| self.send(root, 0, to));
+            replicas.into_iter().for_each(|to| self.send((root, 0), to, None));
         } else if replicas.contains(&self.of.rank) {
             let buffer = self.instance(root, Phase::Update, 0);
             let from = self.crossings.ranks_of(place).start;
-            self.receive_into(root, 0, buffer, from);
+            self.receive_into((root, 0), buffer, from, None);
         }
     }
 
-    fn send(&mut self, root: ValueId, instance: u32, to: usize) {
-        let key = (root, instance);
+    /// Sends an instance: of a micro-batch, or once per step.
+    fn send(&mut self, key: (ValueId, u32), to: usize, micro_batch: Option<u32>) {
         let buffer = self.placed[&key].buffer;
-        let message = self.message(root, instance, to);
-        let operand = Operand::new(buffer, self.of.graph.value(root));
-        self.transfer(Work::Send(message), vec![operand], Vec::new(), root, instance);
-        let taken = self.taken.get(&(root, instance, to)).copied();
+        let message = self.message(key.0, to, micro_batch);
+        let operand = Operand::new(buffer, self.of.graph.value(key.0));
+        self.transfer(Work::Send(message), vec![operand], Vec::new(), key);
+        let taken = micro_batch.and_then(|micro_batch| self.taken.get(&(key.0, micro_batch, to)).copied());
         self.sending.push(Sending { key, buffer, message, taken });
     }
 
-    fn receive(&mut self, root: ValueId, instance: u32) {
+    fn receive(&mut self, key: (ValueId, u32), micro_batch: Option<u32>) {
         let graph = self.of.graph;
+        let (root, instance) = key;
         let maker = graph.producer(root).expect("what is received is made by a node elsewhere");
         let output = maker.outputs.iter().position(|&output| output == root).unwrap_or(0);
-        let micro_batch = if instance == SUM { 0 } else { instance };
-        let buffer = self.fresh(maker, root, output, micro_batch);
+        let buffer = self.fresh(maker, root, output, micro_batch.unwrap_or(0));
         self.program.buffers[buffer.index()].label.role = Role::Communication;
         let [per_micro_batch, per_step] = self.reads[root.index()];
         let reads_left = match (self.accumulated[root.index()], instance) {
@@ -487,45 +486,35 @@ impl<'a> Lowerer<'a> {
             (true, _) => per_micro_batch,
             (false, _) => per_micro_batch + per_step,
         };
-        self.placed.insert((root, instance), Placed { buffer, reads_left });
+        self.placed.insert(key, Placed { buffer, reads_left });
         let from = self.crossings.ranks_of(maker.place).start;
-        self.receive_into(root, instance, buffer, from);
+        self.receive_into(key, buffer, from, micro_batch);
     }
 
-    fn receive_into(&mut self, root: ValueId, instance: u32, buffer: BufferId, from: usize) {
-        let message = self.message(root, instance, from);
-        let operand = Operand::new(buffer, self.of.graph.value(root));
-        self.transfer(Work::Receive(message), Vec::new(), vec![operand.clone()], root, instance);
-        self.transfer(Work::Wait(message), vec![operand], Vec::new(), root, instance);
+    fn receive_into(&mut self, key: (ValueId, u32), buffer: BufferId, from: usize, micro_batch: Option<u32>) {
+        let message = self.message(key.0, from, micro_batch);
+        let operand = Operand::new(buffer, self.of.graph.value(key.0));
+        self.transfer(Work::Receive(message), Vec::new(), vec![operand.clone()], key);
+        self.transfer(Work::Wait(message), vec![operand], Vec::new(), key);
     }
 
     fn wait_for_sends(&mut self, which: impl Fn(&Sending) -> bool) {
         let (over, left): (Vec<Sending>, Vec<Sending>) = self.sending.iter().partition(|&sending| which(sending));
         self.sending = left;
-        for Sending { key: (root, instance), buffer, message, .. } in over {
-            let operand = Operand::new(buffer, self.of.graph.value(root));
-            self.transfer(Work::Wait(message), vec![operand], Vec::new(), root, instance);
-            self.placed.get_mut(&(root, instance)).expect("what is sent is placed").reads_left -= 1;
+        for Sending { key, buffer, message, .. } in over {
+            let operand = Operand::new(buffer, self.of.graph.value(key.0));
+            self.transfer(Work::Wait(message), vec![operand], Vec::new(), key);
+            self.placed.get_mut(&key).expect("what is sent is placed").reads_left -= 1;
         }
     }
 
-    fn message(&mut self, root: ValueId, instance: u32, peer: usize) -> Message {
+    fn message(&mut self, root: ValueId, peer: usize, micro_batch: Option<u32>) -> Message {
         let request = self.program.requests;
         self.program.requests += 1;
-        let maker = self.of.graph.producer(root);
-        let direction = match maker.map(|maker| maker.phase) {
-            Some(Phase::Forward) => Direction::Forward,
-            _ => Direction::Backward,
-        };
-        let stage = match maker.map(|maker| maker.place) {
-            Some(Place::Stage(stage)) => stage.0,
-            _ => 0,
-        };
-        let tag = Tag { direction, stage, micro_batch: instance, tensor: root.index() as u32 };
-        Message { peer, tag, request }
+        Message { peer, tag: self.crossings.tag(root, micro_batch), request }
     }
 
-    fn transfer(&mut self, work: Work, inputs: Vec<Operand>, outputs: Vec<Operand>, root: ValueId, instance: u32) {
+    fn transfer(&mut self, work: Work, inputs: Vec<Operand>, outputs: Vec<Operand>, (root, instance): (ValueId, u32)) {
         let layer = self.of.graph.producer(root).map_or_else(|| Arc::from(""), |maker| maker.layer.clone());
         let micro_batch = if instance == SUM { 0 } else { instance };
         self.program.steps.push(Step { work, inputs, outputs, workspace: None, accumulate: 0, micro_batch, layer });

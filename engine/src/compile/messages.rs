@@ -9,6 +9,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use gapless_parallel::{Action, Kind, StageId};
 
 use super::lower::Output;
+use crate::communicator::{Direction, Tag};
 use crate::error::{Error, Result};
 use crate::graph::{Graph, Node, Phase, Place, Source, ValueId};
 
@@ -35,6 +36,8 @@ pub(crate) struct Crossings {
     replicas: BTreeMap<ValueId, BTreeSet<usize>>,
     /// What each part of a stage needs from other ranks, in order.
     needs: HashMap<(StageId, Phase), Vec<ValueId>>,
+    /// What tells messages apart, but for the micro-batch: of roots per micro-batch, and of those per step.
+    tags: [HashMap<ValueId, Tag>; 2],
 }
 
 impl Crossings {
@@ -80,7 +83,39 @@ impl Crossings {
                 crossings.record(graph, root, maker, Phase::Update, Place::Everywhere, ranks);
             }
         }
+        crossings.number(graph);
         crossings
+    }
+
+    /// Numbers the tensors that cross, the same way on every rank.
+    fn number(&mut self, graph: &Graph) {
+        let mut numbers: HashMap<(Direction, u32), u32> = HashMap::new();
+        let mut tag = |direction: Option<Direction>, root: ValueId| {
+            let maker = graph.producer(root);
+            let stage = maker.map_or(0, |maker| match maker.place {
+                Place::Stage(stage) => stage.0,
+                Place::Everywhere => 0,
+            });
+            let direction = direction.unwrap_or(match maker.map(|maker| maker.phase) {
+                Some(Phase::Forward) => Direction::Forward,
+                _ => Direction::Backward,
+            });
+            let tensor = numbers.entry((direction, stage)).or_default();
+            *tensor += 1;
+            Tag { direction, stage, micro_batch: 0, tensor: *tensor - 1 }
+        };
+        let per_micro_batch = self.per_micro_batch.keys().map(|&root| (root, tag(None, root))).collect();
+        let per_step = self.per_step.keys().chain(self.replicas.keys());
+        let per_step = per_step.map(|&root| (root, tag(Some(Direction::Update), root))).collect();
+        self.tags = [per_micro_batch, per_step];
+    }
+
+    /// The tag of a root of one micro-batch, or of one that crosses once per step.
+    pub(crate) fn tag(&self, root: ValueId, micro_batch: Option<u32>) -> Tag {
+        match micro_batch {
+            Some(micro_batch) => Tag { micro_batch, ..self.tags[0][&root] },
+            None => self.tags[1][&root],
+        }
     }
 
     fn record(

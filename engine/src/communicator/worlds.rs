@@ -1,6 +1,8 @@
-//! Ranks as threads: the whole of a parallel program in one process.
+//! Where ranks come from: threads of this process, or whoever started it.
 
 use std::panic::resume_unwind;
+
+use gapless_parallel::World;
 
 use super::{Communicator, CommunicatorError, InProcess};
 use crate::error::{Error, Result};
@@ -46,4 +48,22 @@ pub fn on_threads<T: Send>(ranks: usize, f: impl Fn(Box<dyn Communicator>) -> Re
 fn is_echo(error: &Error) -> bool {
     let (Error::Ranks(source) | Error::Communicator { source, .. }) = error else { return false };
     matches!(source, CommunicatorError::PeerGone { .. })
+}
+
+/// The world that this process was started in: of MPI, under `mpirun` and the like; else a world of this process alone.
+///
+/// # Errors
+/// When the environment speaks of several ranks, but this program was built without the feature `mpi`; when it
+/// contradicts itself; when MPI cannot be started.
+pub fn world() -> Result<Box<dyn Communicator>> {
+    match World::discover().map_err(CommunicatorError::from)? {
+        #[cfg(feature = "mpi")]
+        Some(_) => Ok(Box::new(super::Mpi::world()?)),
+        #[cfg(not(feature = "mpi"))]
+        Some(world) if world.size > 1 => Err(Error::Ranks(CommunicatorError::Unsupported {
+            what: "a world of several processes in a program built without the feature `mpi`",
+            remedy: "build it with --features mpi, or use ranks that are threads (on_threads)",
+        })),
+        _ => Ok(Box::new(InProcess::world(1).remove(0))),
+    }
 }
