@@ -318,3 +318,13 @@ fn a_warm_start_keeps_groups() {
     let warm = planned(&problem, &Options { warm_start: Some(earlier), ..Options::default() });
     assert_eq!((warm.height, warm.stats.kept), (cold.height, problem.len()));
 }
+
+/// A group's other member ends up on a forbidden range: nothing can be placed, and nothing is shown.
+#[test]
+fn pins_that_contradict_each_other_give_no_plan() {
+    let list = vec![Buffer::new(0..1, 52).at(18), Buffer::new(0..1, 20), Buffer::new(0..1, 1)];
+    let problem = Problem::new(list).unwrap().forbid(70..71).unwrap();
+    let problem = problem.contiguous(vec![BufferId(0), BufferId(1)]).unwrap();
+    let solution = plan(&problem, &options());
+    assert!(solution.offsets.is_empty() && solution.fit == Fit::Unknown, "{solution:?}");
+}

@@ -5,13 +5,18 @@
 //!
 //! - [`part`] splits the problem exactly: cliques instead of ticks, parts that don't meet, what lives throughout at the
 //!   bottom; [`poured`] bounds a part with pins.
-//! - [`strategy`] says what is tried on a part: [`portfolio`] runs [`sweep`]s ([`holes`] is what a sweep knows of space,
-//!   [`reserved`] what it flows around) and [`ordered`] placements ([`occupied`] is what those know of space), [`exact`]
-//!   searches where they leave a gap.
+//! - [`strategy`] says what is tried on a part, [`passes`] in which order where sweeps leave a gap.
+//! - [`portfolio`] runs [`sweep`]s ([`holes`] is what a sweep knows of space, [`reserved`] what it flows around) and
+//!   [`ordered`] placements ([`occupied`] is what those know of space).
+//! - [`exact`] searches small parts; [`descend`] lowers plans of any size by [`eject`]ing what is in the way ([`crowd`]
+//!   knows who that is), the large items of a part first ([`scale`]).
 //! - [`grouped`] lets a group's members each live their own life.
 //! - [`keep`] holds on to the addresses of an earlier plan.
 //! - [`meter`] counts what that costs.
 
+mod crowd;
+mod descend;
+mod eject;
 mod exact;
 mod grouped;
 mod holes;
@@ -20,9 +25,11 @@ mod meter;
 mod occupied;
 mod ordered;
 mod part;
+mod passes;
 mod portfolio;
 mod poured;
 mod reserved;
+mod scale;
 mod strategy;
 mod sweep;
 

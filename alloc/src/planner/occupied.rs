@@ -137,7 +137,7 @@ mod tests {
             let mut occupied = Occupied::new(21);
             placed.iter().for_each(|&(item, at)| occupied.insert(item, at));
             let asked = item(asked.0, asked.1, 1);
-            let met = |byte: u64| placed.iter().any(|&(p, at)| p.overlaps(asked) && at <= byte && byte < at + p.bytes);
+            let met = |byte: u64| placed.iter().any(|&(p, at)| p.meets(asked.start..asked.end) && at <= byte && byte < at + p.bytes);
             let mut holes = Holes::new(u64::MAX);
             occupied.holes(asked, &mut holes);
             for byte in 0..60 {

@@ -35,8 +35,9 @@ impl Item {
         self.end - self.start
     }
 
-    pub fn overlaps(self, other: Self) -> bool {
-        self.start < other.end && other.start < self.end
+    /// Whether the item is alive in any of these cliques.
+    pub fn meets(self, cliques: Range<u32>) -> bool {
+        self.start < cliques.end && cliques.start < self.end
     }
 }
 
@@ -178,6 +179,12 @@ impl Part {
     pub fn is_ghost(&self, item: u32) -> bool {
         // They stand in the order of the items.
         !self.ghosts.is_empty() && self.ghosts.binary_search(&item).is_ok()
+    }
+
+    /// One past the highest byte of a plan; what only keeps others out does not count.
+    pub fn height(&self, offsets: &[u64]) -> u64 {
+        let ends = self.items.iter().zip(offsets).enumerate().filter(|(i, _)| !self.is_ghost(*i as u32));
+        ends.map(|(_, (item, at))| at + item.bytes).max().unwrap_or(0)
     }
 
     /// Every height is a multiple of this.

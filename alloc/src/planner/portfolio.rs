@@ -1,4 +1,4 @@
-//! Many sweeps over one part, from cheap and likely to dear, until one meets the ceiling.
+//! Many placements of one part, from cheap and likely to dear, until one meets the ceiling; repairs start from the best.
 //!
 //! 1. Outwards from the fullest clique: its items fill the arena without a gap whatever their order, and the two halves
 //!    of time do not see each other, so that the best sweep of each half makes the plan.
@@ -35,22 +35,35 @@ pub(crate) struct Portfolio<'p> {
     pub sweeps: u64,
     pub meter: Meter,
     pub best: Option<Placed>,
+    /// The lowest plans that were offered and are not the best, lowest first: other places to start repairs from.
+    pub others: Vec<Placed>,
 }
 
 const DIRECTIONS: [Direction; 2] = [Direction::Forward, Direction::Backward];
 
 impl<'p> Portfolio<'p> {
     pub fn new(part: &'p Part, ceiling: u64, meter: Meter) -> Self {
-        Self { timeline: Timeline::new(part), ceiling, sweeps: 0, meter, best: None }
+        Self { timeline: Timeline::new(part), ceiling, sweeps: 0, meter, best: None, others: Vec::new() }
     }
 
-    /// Stages 1 to 4: sweeps and orders on their own.
+    /// Stages 1 and 2: sweeps on their own. They leave most of the work to what comes after them.
     pub fn sweep_once(&mut self) {
+        let work = self.meter.work;
+        self.meter.work = self.meter.spent + self.meter.left() / 4;
         self.outwards(1);
         self.follow_all(&self.edges(1));
-        self.in_orders(Fit::Lowest, 1);
-        self.follow_all(&self.long_first(1));
+        self.meter.work = work;
         self.settle();
+    }
+
+    /// Stage 3: one item after another.
+    pub fn order_once(&mut self) {
+        self.in_orders(Fit::Lowest, 1);
+    }
+
+    /// Stage 4: the long-lived first.
+    pub fn long_once(&mut self) {
+        self.follow_all(&self.long_first(1));
     }
 
     /// A part that comes after the work is spent still gets a plan: the lowest place for whoever comes. Only the end of
@@ -60,7 +73,7 @@ impl<'p> Portfolio<'p> {
         for direction in DIRECTIONS {
             if self.best.is_none() {
                 let chain = Chain { start: Start::Edge, direction, policy, rank: 0, rounds: 1 };
-                let (placed, spent) = self.follow(&chain, Vec::new(), u64::MAX);
+                let (placed, spent) = self.follow(&chain, Vec::new(), u64::MAX, u64::MAX);
                 self.spend(spent);
                 self.offer(placed);
             }
@@ -93,10 +106,17 @@ impl<'p> Portfolio<'p> {
 
     /// Takes over the best of several results, the first of equals.
     pub fn offer(&mut self, placed: Option<Placed>) {
-        if let Some(placed) = placed
-            && self.best.as_ref().is_none_or(|b| placed.height < b.height)
-        {
-            self.best = Some(placed);
+        let Some(placed) = placed else { return };
+        let beaten = match &mut self.best {
+            Some(best) if best.height <= placed.height => Some(placed),
+            best => best.replace(placed),
+        };
+        let Some(beaten) = beaten else { return };
+        let at = self.others.partition_point(|other| other.height < beaten.height);
+        // Plans of one height are likely to be the same.
+        if self.others.get(at).is_none_or(|other| other.height > beaten.height) {
+            self.others.insert(at, beaten);
+            self.others.truncate(OTHERS);
         }
     }
 
@@ -122,6 +142,8 @@ impl<'p> Portfolio<'p> {
             let mut stack = alive.clone();
             stack.sort_by_key(|&i| (key(part.items[i as usize]), i));
             let start = Start::Stack(peak, &stack);
+            // The halves don't know of each other.
+            let share = self.meter.left() / 2;
             let halves: Vec<(Option<Placed>, (u64, u64))> = DIRECTIONS
                 .par_iter()
                 .map(|&direction| {
@@ -129,10 +151,10 @@ impl<'p> Portfolio<'p> {
                     for &policy in &policies {
                         let chain = Chain { start, direction, policy, rank: 1, rounds };
                         let limit = best.as_ref().map_or(u64::MAX, |b| b.height - 1);
-                        let (placed, made) = self.follow(&chain, Vec::new(), limit);
+                        let (placed, made) = self.follow(&chain, Vec::new(), limit, share.saturating_sub(spent.1));
                         spent = (spent.0 + made.0, spent.1 + made.1);
                         best = placed.or(best);
-                        if best.as_ref().is_some_and(|b| b.height <= self.ceiling) {
+                        if best.as_ref().is_some_and(|b| b.height <= self.ceiling) || spent.1 >= share {
                             break;
                         }
                     }
@@ -169,23 +191,23 @@ impl<'p> Portfolio<'p> {
         let mut comes_first = vec![false; items.len()];
         let mut order: Vec<u32> = (0..items.len() as u32).collect();
         let (mut best, mut lowest_in) = (None::<Placed>, 0);
-        let (mut made, mut work) = (0, 0);
+        let mut made = 0;
         let mut over = Vec::new();
-        let share = self.meter.left() / ORDERS.len() as u64;
+        let mut purse = Meter { work: self.meter.left() / ORDERS.len() as u64, spent: 0, ..self.meter };
         while made < rounds {
             order.sort_by_key(|&i| (!comes_first[i as usize], key(items[i as usize]), i));
             let mut offsets = vec![0; items.len()];
             made += 1;
-            let Some(height) = ordered.run(&order, &mut offsets, &mut over, &mut work) else { break };
+            let Some(height) = ordered.run(&order, &mut offsets, &mut over, &mut purse) else { break };
             if best.as_ref().is_none_or(|b| height < b.height) {
                 (best, lowest_in) = (Some(Placed { height, offsets }), made);
             }
             over.retain(|&i| !std::mem::replace(&mut comes_first[i as usize], true));
-            if over.is_empty() || made > lowest_in + PATIENCE || self.meter.late() || work > share {
+            if over.is_empty() || made > lowest_in + PATIENCE || purse.stopped().is_some() {
                 break;
             }
         }
-        (best, (made.into(), work))
+        (best, (made.into(), purse.spent))
     }
 
     /// Chains over everything at once, in either direction.
@@ -226,11 +248,13 @@ impl<'p> Portfolio<'p> {
                 return;
             }
             let limit = self.best.as_ref().map_or(u64::MAX, |b| b.height - 1);
+            // The chains of a wave don't know of each other.
+            let share = self.meter.left() / WAVE as u64;
             let results: Vec<_> = wave
                 .par_iter()
                 .map(|Job { chain, long_from }| {
                     let long = |i: &u32| self.part().items[*i as usize].cliques() >= *long_from;
-                    self.follow(chain, (0..self.part().items.len() as u32).filter(long).collect(), limit)
+                    self.follow(chain, (0..self.part().items.len() as u32).filter(long).collect(), limit, share)
                 })
                 .collect();
             for (placed, spent) in results {
@@ -241,21 +265,19 @@ impl<'p> Portfolio<'p> {
     }
 
     /// Sweeps around the reserved members; what ends above the ceiling joins them for the next round. Returns the best
-    /// plan within the limit, if any, with the sweeps made and the work spent.
-    fn follow(&self, chain: &Chain, mut members: Vec<u32>, limit: u64) -> (Option<Placed>, (u64, u64)) {
+    /// plan within the limit that `work` pays for, if any, with the sweeps made and the work spent.
+    fn follow(&self, chain: &Chain, mut members: Vec<u32>, limit: u64, work: u64) -> (Option<Placed>, (u64, u64)) {
         let part = self.part();
         let (mut best, mut lowest) = (None::<Placed>, (u64::MAX, 0));
-        let (mut sweeps, mut work) = (0, 0);
+        let mut sweeps = 0;
+        let mut purse = Meter { work, spent: 0, ..self.meter };
         let mut over = Vec::new();
-        // The chains of a wave don't know of each other.
-        let share = self.meter.left() / WAVE as u64;
         while sweeps < chain.rounds {
             members.sort_by_key(|&i| (RANKS[chain.rank](part.items[i as usize]), i));
-            let Some(reserved) = Reserved::place(part, chain.start, &members) else { break };
+            let Some(reserved) = Reserved::place(part, chain.start, &members, &mut purse) else { break };
             let cut = if chain.rounds == 1 { limit } else { u64::MAX };
-            let placed = self.sweep(chain, &reserved, cut, &mut over, &mut work);
+            let placed = self.sweep(chain, &reserved, cut, &mut over, &mut purse);
             sweeps += 1;
-            work += reserved.work;
             let Some(placed) = placed else { break };
             if placed.height < lowest.0 {
                 lowest = (placed.height, sweeps);
@@ -264,12 +286,12 @@ impl<'p> Portfolio<'p> {
                 }
             }
             over.retain(|&i| reserved.of(i).is_none());
-            if over.is_empty() || sweeps > lowest.1 + PATIENCE || self.meter.late() || work > share {
+            if over.is_empty() || sweeps > lowest.1 + PATIENCE || purse.stopped().is_some() {
                 break;
             }
             members.append(&mut over);
         }
-        (best, (sweeps.into(), work))
+        (best, (sweeps.into(), purse.spent))
     }
 
     fn sweep(
@@ -278,13 +300,13 @@ impl<'p> Portfolio<'p> {
         reserved: &Reserved,
         limit: u64,
         over: &mut Vec<u32>,
-        work: &mut u64,
+        purse: &mut Meter,
     ) -> Option<Placed> {
         let mut offsets = vec![0; self.part().items.len()];
         let &Chain { policy, direction, start, .. } = chain;
         let sweep =
             Sweep { timeline: &self.timeline, policy, direction, start, reserved, ceiling: self.ceiling, limit };
-        let height = sweep.run(&mut offsets, over, work)?;
+        let height = sweep.run(&mut offsets, over, purse)?;
         Some(Placed { height, offsets })
     }
 }
@@ -306,6 +328,9 @@ struct Chain<'s> {
     rank: usize,
     rounds: u32,
 }
+
+/// Plans that are kept beside the best.
+const OTHERS: usize = 4;
 
 /// Chains that run side by side; a fixed number, so that the result does not depend on the machine.
 const WAVE: usize = 8;

@@ -2,7 +2,10 @@
 
 use std::ops::Range;
 
-use super::part::{Item, Part};
+use super::holes::{Fit, Holes};
+use super::meter::Meter;
+use super::occupied::Occupied;
+use super::part::Part;
 use super::sweep::Start;
 
 /// Places given ahead of a sweep.
@@ -12,37 +15,47 @@ pub(crate) struct Reserved {
     places: Vec<Option<u64>>,
     by_start: ByClique,
     by_end: ByClique,
-    /// Rectangles looked at while placing.
-    pub work: u64,
 }
 
 impl Reserved {
-    /// Keeps the part's pins and the stack that the sweep starts from, then gives each of `members` the lowest place left by those before it. `None` when the
-    /// address space ends.
-    pub fn place(part: &Part, start: Start, members: &[u32]) -> Option<Self> {
+    /// Keeps the part's pins and the stack that the sweep starts from, then gives each of `members` the lowest place
+    /// left by those before it. `None` when the address space or the work that may be spent ends.
+    pub fn place(part: &Part, start: Start, members: &[u32], purse: &mut Meter) -> Option<Self> {
         if part.pins.is_empty() && members.is_empty() {
             return Some(Self::default());
         }
         let mut reserved = Self { places: vec![None; part.items.len()], ..Self::default() };
-        let mut index = Index::new(part);
-        for &(i, at) in &part.pins {
-            reserved.put(part, &mut index, i, at);
-        }
+        let mut occupied = Occupied::new(part.cliques);
+        let mut put = |i: u32, at: u64, occupied: &mut Occupied| {
+            let item = part.items[i as usize];
+            reserved.places[i as usize] = Some(at);
+            reserved.by_start.entries.push((item.start, at, at + item.bytes));
+            reserved.by_end.entries.push((item.end, at, at + item.bytes));
+            occupied.insert(item, at);
+        };
+        let mut has_place = vec![false; part.items.len()];
+        let mut settled = part.pins.clone();
         if let Start::Stack(_, stack) = start {
             let mut at = 0;
             for &i in stack {
-                reserved.put(part, &mut index, i, at);
+                settled.push((i, at));
                 at += part.items[i as usize].bytes;
             }
         }
-        let mut taken = Vec::new();
+        for (i, at) in settled {
+            has_place[i as usize] = true;
+            put(i, at, &mut occupied);
+        }
+        let mut holes = Holes::new(u64::MAX);
         for &i in members {
-            if reserved.places[i as usize].is_none() {
-                index.overlapping(part.items[i as usize], &mut taken);
-                reserved.work += taken.len() as u64;
-                taken.sort_unstable();
-                let at = lowest_gap(&taken, part.items[i as usize])?;
-                reserved.put(part, &mut index, i, at);
+            if purse.left() == 0 {
+                return None;
+            }
+            if !std::mem::replace(&mut has_place[i as usize], true) {
+                let item = part.items[i as usize];
+                purse.spend(occupied.holes(item, &mut holes));
+                let at = holes.take(item.bytes, item.alignment, Fit::Lowest)?;
+                put(i, at, &mut occupied);
             }
         }
         reserved.by_start.build();
@@ -59,22 +72,14 @@ impl Reserved {
         self.places.get(item as usize).copied().flatten()
     }
 
-    /// Ranges of the items that start within `cliques`: ascending, disjoint.
-    pub fn starting(&self, cliques: Range<u32>, ranges: &mut Vec<(u64, u64)>) {
-        self.by_start.between(cliques, ranges);
+    /// Ranges of the items that start within `cliques`: ascending, disjoint. Returns how many ranges were looked at.
+    pub fn starting(&self, cliques: Range<u32>, ranges: &mut Vec<(u64, u64)>) -> u64 {
+        self.by_start.between(cliques, ranges)
     }
 
-    /// Ranges of the items that end within `cliques`: ascending, disjoint.
-    pub fn ending(&self, cliques: Range<u32>, ranges: &mut Vec<(u64, u64)>) {
-        self.by_end.between(cliques, ranges);
-    }
-
-    fn put(&mut self, part: &Part, index: &mut Index, i: u32, at: u64) {
-        let item = part.items[i as usize];
-        self.places[i as usize] = Some(at);
-        self.by_start.entries.push((item.start, at, at + item.bytes));
-        self.by_end.entries.push((item.end, at, at + item.bytes));
-        index.insert(item, at);
+    /// Ranges of the items that end within `cliques`: ascending, disjoint. Returns how many ranges were looked at.
+    pub fn ending(&self, cliques: Range<u32>, ranges: &mut Vec<(u64, u64)>) -> u64 {
+        self.by_end.between(cliques, ranges)
     }
 }
 
@@ -110,9 +115,12 @@ impl ByClique {
         }
     }
 
-    /// Ranges of the entries within `cliques`: ascending, disjoint.
-    fn between(&self, cliques: Range<u32>, ranges: &mut Vec<(u64, u64)>) {
+    /// Ranges of the entries within `cliques`: ascending, disjoint. Returns how many were looked at.
+    fn between(&self, cliques: Range<u32>, ranges: &mut Vec<(u64, u64)>) -> u64 {
         ranges.clear();
+        if self.entries.is_empty() {
+            return 0;
+        }
         let from = self.entries.partition_point(|entry| entry.0 < cliques.start);
         let to = self.entries.partition_point(|entry| entry.0 < cliques.end);
         let (first, last) = (from.div_ceil(BLOCK), to / BLOCK);
@@ -137,7 +145,9 @@ impl ByClique {
                 (low, high) = (low / 2, high / 2);
             }
         }
+        let looked_at = ranges.len() as u64;
         join(ranges);
+        looked_at
     }
 }
 
@@ -152,55 +162,6 @@ fn join(ranges: &mut Vec<(u64, u64)>) {
         }
         touches
     });
-}
-
-/// The lowest aligned place for `item` between `taken` ranges, which are sorted by their start.
-fn lowest_gap(taken: &[(u64, u64)], item: Item) -> Option<u64> {
-    let mut floor = 0u64;
-    for &(from, to) in taken {
-        let at = floor.checked_next_multiple_of(item.alignment)?;
-        if from >= at && from - at >= item.bytes {
-            return Some(at);
-        }
-        floor = floor.max(to);
-    }
-    let at = floor.checked_next_multiple_of(item.alignment)?;
-    at.checked_add(item.bytes).map(|_| at)
-}
-
-/// Placed rectangles by time: each stretch of cliques lists who is born in it, and who came from before.
-struct Index {
-    stretch: u32,
-    born: Vec<Vec<(Item, u64)>>,
-    crossing: Vec<Vec<(Item, u64)>>,
-}
-
-/// Enough stretches that a transient meets few strangers, few enough that a long life is cheap to list.
-const STRETCHES: u32 = 256;
-
-impl Index {
-    fn new(part: &Part) -> Self {
-        let stretch = part.cliques.div_ceil(STRETCHES).max(1);
-        let count = part.cliques.div_ceil(stretch) as usize;
-        Self { stretch, born: vec![Vec::new(); count], crossing: vec![Vec::new(); count] }
-    }
-
-    fn insert(&mut self, item: Item, at: u64) {
-        let (first, last) = (item.start / self.stretch, (item.end - 1) / self.stretch);
-        self.born[first as usize].push((item, at));
-        for stretch in first + 1..=last {
-            self.crossing[stretch as usize].push((item, at));
-        }
-    }
-
-    /// The ranges of those that share a clique with `item`, in any order.
-    fn overlapping(&self, item: Item, ranges: &mut Vec<(u64, u64)>) {
-        ranges.clear();
-        let (first, last) = (item.start / self.stretch, (item.end - 1) / self.stretch);
-        let born = self.born[first as usize..=last as usize].iter().flatten();
-        let met = self.crossing[first as usize].iter().chain(born).filter(|(other, _)| other.overlaps(item));
-        ranges.extend(met.map(|&(other, at)| (at, at + other.bytes)));
-    }
 }
 
 #[cfg(test)]

@@ -3,16 +3,8 @@
 use super::exact::{Verdict, search};
 use super::meter::Meter;
 use super::part::Part;
+use super::passes::{Goal, PASSES, PLACEMENTS, QUICK_PASSES, mend, run, within};
 use super::portfolio::{Placed, Portfolio};
-
-/// What a part should reach.
-#[derive(Debug, Clone, Copy)]
-struct Goal {
-    /// Nothing lower helps: the bound of the whole problem.
-    ceiling: u64,
-    /// Nothing lower is asked for.
-    enough: u64,
-}
 
 /// A part's plan.
 #[derive(Debug)]
@@ -40,13 +32,13 @@ pub(crate) fn plan_parts(parts: &[Part], aim: u64, mut enough: u64, meter: &mut 
         *meter = portfolio.meter;
         portfolios.push(portfolio);
     }
-    let is_open = |(part, portfolio): (&Part, &Portfolio)| !meets(portfolio, goal(part, enough));
+    let is_open = |(part, portfolio): (&Part, &Portfolio)| !goal(part, enough).is_met(portfolio);
     let mut open = parts.iter().zip(&portfolios).filter(|&pair| is_open(pair)).count() as u64;
     let mut outcomes = Vec::with_capacity(parts.len());
     for (part, mut portfolio) in parts.iter().zip(portfolios) {
         let mut proven = part.bound;
         let goal = goal(part, enough);
-        if !meets(&portfolio, goal) {
+        if !goal.is_met(&portfolio) {
             let share = meter.left() / open.max(1);
             portfolio.meter = Meter { work: meter.spent + share, ..*meter };
             improve(part, goal, &mut portfolio, &mut proven);
@@ -63,19 +55,21 @@ pub(crate) fn plan_parts(parts: &[Part], aim: u64, mut enough: u64, meter: &mut 
 fn improve(part: &Part, goal: Goal, portfolio: &mut Portfolio, proven: &mut u64) {
     let small = is_small(part);
     if small {
-        let work = portfolio.meter.left() / 3;
-        attempt(part, goal.enough.max(*proven), work, portfolio, proven);
-    }
-    if !meets(portfolio, goal) && *proven <= goal.ceiling {
-        // A small part keeps the better half of its work for searches.
-        let work = portfolio.meter.work;
-        if small {
-            portfolio.meter.work = portfolio.meter.spent + portfolio.meter.left() / 4;
+        run(&PLACEMENTS, goal, portfolio);
+        if !goal.is_met(portfolio) {
+            let work = portfolio.meter.left() / 8;
+            attempt(part, goal.enough.max(*proven), work, portfolio, proven);
         }
-        portfolio.repair();
-        portfolio.meter.work = work;
     }
-    if small && !meets(portfolio, goal) {
+    if *proven <= goal.ceiling {
+        run(&QUICK_PASSES, goal, portfolio);
+    }
+    if !goal.is_met(portfolio) && *proven <= goal.ceiling {
+        // A small part keeps most of its work for searches.
+        let share = if small { portfolio.meter.left() / 8 } else { portfolio.meter.left() };
+        within(share, portfolio, |portfolio| run(&PASSES, goal, portfolio));
+    }
+    if small && !goal.is_met(portfolio) {
         close_in(part, goal, portfolio, proven);
     }
 }
@@ -86,19 +80,12 @@ fn is_small(part: &Part) -> bool {
     part.items.len() <= 3_000 && cells <= 500_000
 }
 
-fn meets(portfolio: &Portfolio, goal: Goal) -> bool {
-    portfolio.best.as_ref().is_some_and(|b| b.height <= goal.enough)
-}
-
 /// Searches below `capacity` and takes the verdict over.
 fn attempt(part: &Part, capacity: u64, work: u64, portfolio: &mut Portfolio, proven: &mut u64) -> Verdict {
     let verdict = search(part, capacity, work, &mut portfolio.meter);
     match &verdict {
         Verdict::Found(offsets) => {
-            let ends = part.items.iter().zip(offsets).enumerate();
-            let ends = ends.filter(|(i, _)| !part.is_ghost(*i as u32)).map(|(_, (item, at))| at + item.bytes);
-            let height = ends.max().unwrap_or(0);
-            portfolio.offer(Some(Placed { height, offsets: offsets.clone() }));
+            portfolio.offer(Some(Placed { height: part.height(offsets), offsets: offsets.clone() }));
         }
         Verdict::Impossible => {
             let next = capacity.saturating_add(1).checked_next_multiple_of(part.grain());
@@ -109,26 +96,38 @@ fn attempt(part: &Part, capacity: u64, work: u64, portfolio: &mut Portfolio, pro
     verdict
 }
 
-/// Narrows the range between what is proven and what is found. From above: easy successes first, then dearer ones.
+/// Halves the range between what is proven and what is found, by searches and repairs in turns; once more if there is
+/// work left in the end.
 fn close_in(part: &Part, goal: Goal, portfolio: &mut Portfolio, proven: &mut u64) {
     let grain = part.grain();
     let mut from = *proven;
     while portfolio.meter.stopped().is_none() {
         let height = portfolio.best.as_ref().map_or(u64::MAX, |b| b.height);
-        let lowest = from.max(*proven);
-        if height <= goal.enough.max(*proven) || lowest >= height {
+        if height <= goal.enough.max(*proven) {
             return;
         }
-        let step = height - (height - lowest).div_ceil(4);
+        if from.max(*proven) >= height {
+            from = *proven;
+        }
+        let lowest = from.max(*proven);
+        let step = height - (height - lowest).div_ceil(2);
         let capacity = (step - step % grain).max(lowest).max(goal.enough.min(height - 1));
-        let work = portfolio.meter.left() / 4;
-        match attempt(part, capacity, work, portfolio, proven) {
-            // Where a search ran out, lower ones would too.
-            Verdict::Unknown => from = capacity.saturating_add(grain),
-            Verdict::Found(_) | Verdict::Impossible => {}
+        // What is too little to be split is spent at once.
+        let left = portfolio.meter.left();
+        let work = if left < LEAST_ATTEMPT { left } else { (left / 4).max(LEAST_ATTEMPT) };
+        if attempt(part, capacity, work, portfolio, proven) == Verdict::Unknown {
+            let below = Goal { enough: capacity, ..goal };
+            within(work / 4, portfolio, |portfolio| mend(below, portfolio));
+            if !below.is_met(portfolio) {
+                // Where both ran out, lower ones would too.
+                from = capacity.saturating_add(grain);
+            }
         }
         if work == 0 {
             return;
         }
     }
 }
+
+/// Work of an attempt to close in, at least.
+const LEAST_ATTEMPT: u64 = 1_000_000;

@@ -7,6 +7,7 @@
 use std::cmp::Reverse;
 
 use super::holes::{Fit, Holes};
+use super::meter::Meter;
 use super::part::{Part, offsets_of};
 use super::reserved::Reserved;
 
@@ -102,9 +103,9 @@ pub(crate) struct Sweep<'s> {
 
 impl Sweep<'_> {
     /// Writes the offsets of what it places and returns the height; `over` receives the items that end above the
-    /// ceiling, `work` counts the items and ranges looked at. `None` when the height passes the limit or the address
-    /// space.
-    pub fn run(&self, offsets: &mut [u64], over: &mut Vec<u32>, work: &mut u64) -> Option<u64> {
+    /// ceiling, `purse` pays for the items and ranges looked at. `None` when it is empty, or the height passes the limit
+    /// or the address space.
+    pub fn run(&self, offsets: &mut [u64], over: &mut Vec<u32>, purse: &mut Meter) -> Option<u64> {
         let items = &self.timeline.part.items;
         let mut holes = Holes::new(self.ceiling);
         let mut height = 0;
@@ -118,6 +119,9 @@ impl Sweep<'_> {
         }
         let (mut born, mut blocked) = (Vec::new(), Vec::new());
         for clique in self.cliques() {
+            if purse.left() == 0 {
+                return None;
+            }
             self.bury(clique, &mut holes, offsets);
             self.births(clique, &mut born);
             for &i in &born {
@@ -127,11 +131,11 @@ impl Sweep<'_> {
                     None => {
                         let fit =
                             if item.cliques() >= self.policy.long_from { self.policy.long } else { self.policy.short };
-                        match self.direction {
+                        let looked = match self.direction {
                             Direction::Forward => self.reserved.starting(clique + 1..item.end, &mut blocked),
                             Direction::Backward => self.reserved.ending(item.start + 1..clique + 1, &mut blocked),
-                        }
-                        *work += 1 + blocked.len() as u64 + holes.len() as u64 / 4;
+                        };
+                        purse.spend(1 + looked + holes.len() as u64 / 4);
                         holes.take_around(item.bytes, item.alignment, fit, &blocked)?
                     }
                 };

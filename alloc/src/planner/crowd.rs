@@ -1,0 +1,150 @@
+//! Placed rectangles by time: who shares a clique with an item, and which addresses they take.
+//!
+//! Time is cut into stretches of equal length. Each lists who is born in it. Who lives on into later stretches is listed
+//! at the few nodes of a binary tree over the stretches that make these up: who is alive when a stretch begins stands on
+//! the way from its leaf to the root, once. So a short life meets only those of its time, and a long one is listed in a
+//! few places.
+
+use super::part::{Item, Part};
+
+/// A rectangle in its place.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Placed {
+    /// First byte.
+    pub from: u64,
+    /// One past the last byte.
+    pub to: u64,
+    /// First clique.
+    pub start: u32,
+    /// One past the last clique.
+    pub end: u32,
+    /// Which item it is.
+    pub item: u32,
+}
+
+/// Who is where. All lists ascend by address.
+#[derive(Debug, Clone)]
+pub(crate) struct Crowd {
+    /// Cliques of a stretch.
+    stretch: u32,
+    born: Vec<Vec<Placed>>,
+    /// Node `k` has the children `2k` and `2k + 1`; the second half are the leaves.
+    crossing: Vec<Vec<Placed>>,
+}
+
+/// Enough stretches that a transient meets few strangers.
+const STRETCHES: u32 = 256;
+
+/// Items per stretch above which there are more of them.
+const BIRTHS: u32 = 16;
+
+impl Crowd {
+    pub fn new(part: &Part) -> Self {
+        let wanted = STRETCHES.max(part.items.len() as u32 / BIRTHS);
+        let stretch = part.cliques.div_ceil(wanted).max(1);
+        let count = part.cliques.div_ceil(stretch) as usize;
+        let nodes = 2 * count.next_power_of_two();
+        Self { stretch, born: vec![Vec::new(); count], crossing: vec![Vec::new(); nodes] }
+    }
+
+    /// Puts item number `i` to the offset `at`; returns what that cost.
+    pub fn insert(&mut self, i: u32, item: Item, at: u64) -> u64 {
+        let placed = Placed { from: at, to: at + item.bytes, start: item.start, end: item.end, item: i };
+        self.in_lists(item, |list| {
+            let index = list.partition_point(|other| (other.from, other.item) < (at, i));
+            list.insert(index, placed);
+        })
+    }
+
+    /// Takes item number `i` away from the offset `at`, where it was put before; returns what that cost.
+    pub fn remove(&mut self, i: u32, item: Item, at: u64) -> u64 {
+        self.in_lists(item, |list| {
+            let index = list.partition_point(|other| (other.from, other.item) < (at, i));
+            debug_assert_eq!(list[index].item, i);
+            list.remove(index);
+        })
+    }
+
+    /// Fills `met` with those that share a clique with `item`, in runs that ascend by address; returns how many were
+    /// looked at.
+    pub fn beside(&self, item: Item, met: &mut Vec<Placed>) -> u64 {
+        met.clear();
+        let (first, last) = self.stretches(item);
+        let leaf = self.crossing.len() / 2 + first;
+        let way_up = std::iter::successors(Some(leaf), |&node| (node > 1).then_some(node / 2));
+        let mut looked = 0;
+        for list in way_up.map(|node| &self.crossing[node]).chain(&self.born[first..=last]) {
+            looked += 1 + list.len() as u64;
+            met.extend(list.iter().filter(|other| item.meets(other.start..other.end)));
+        }
+        looked
+    }
+
+    fn stretches(&self, item: Item) -> (usize, usize) {
+        ((item.start / self.stretch) as usize, ((item.end - 1) / self.stretch) as usize)
+    }
+
+    /// Changes the lists that name an item; returns what that cost.
+    fn in_lists(&mut self, item: Item, change: impl Fn(&mut Vec<Placed>)) -> u64 {
+        let (first, last) = self.stretches(item);
+        let mut cost = 0;
+        let mut change = |list: &mut Vec<Placed>| {
+            cost += 1 + list.len() as u64 / MOVED_AT_ONCE;
+            change(list);
+        };
+        change(&mut self.born[first]);
+        let leaves = self.crossing.len() / 2;
+        let (mut from, mut to) = (leaves + first + 1, leaves + last + 1);
+        while from < to {
+            if from % 2 == 1 {
+                change(&mut self.crossing[from]);
+                from += 1;
+            }
+            if to % 2 == 1 {
+                to -= 1;
+                change(&mut self.crossing[to]);
+            }
+            (from, to) = (from / 2, to / 2);
+        }
+        cost
+    }
+}
+
+/// Entries of a list that are moved along for the price of looking at one.
+const MOVED_AT_ONCE: u64 = 16;
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+        /// Against a list of everything that was placed and not taken away.
+        #[test]
+        fn those_beside_an_item_share_its_cliques(
+            placed in prop::collection::vec((0..900u32, 1..900u32, 0..40u64, any::<bool>()), 1..60),
+            asked in (0..900u32, 1..900u32),
+        ) {
+            let item = |start: u32, cliques: u32| Item { start, end: (start + cliques).min(900), bytes: 3, alignment: 1 };
+            let items: Vec<Item> = placed.iter().map(|&(start, cliques, ..)| item(start, cliques)).collect();
+            let part = Part { items: items.clone(), cliques: 900, ..Part::default() };
+            let mut crowd = Crowd::new(&part);
+            for (i, &(_, _, at, _)) in placed.iter().enumerate() {
+                crowd.insert(i as u32, items[i], at);
+            }
+            for (i, &(_, _, at, _)) in placed.iter().enumerate().filter(|(_, p)| p.3) {
+                crowd.remove(i as u32, items[i], at);
+            }
+            let asked = item(asked.0, asked.1);
+            let mut met = Vec::new();
+            crowd.beside(asked, &mut met);
+            let mut found: Vec<u32> = met.iter().map(|other| other.item).collect();
+            found.sort_unstable();
+            let stays = |&i: &u32| !placed[i as usize].3 && items[i as usize].meets(asked.start..asked.end);
+            prop_assert_eq!(found, (0..placed.len() as u32).filter(stays).collect::<Vec<_>>());
+        }
+    }
+}

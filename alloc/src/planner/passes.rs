@@ -1,0 +1,139 @@
+//! Ways to lower the best plan of a part that sweeps have left above its goal, and in which order they are taken.
+
+use super::descend::descend;
+use super::meter::Meter;
+use super::portfolio::Portfolio;
+use super::scale::scales;
+
+/// What a part should reach.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Goal {
+    /// Nothing lower helps: the bound of the whole problem.
+    pub ceiling: u64,
+    /// Nothing lower is asked for.
+    pub enough: u64,
+}
+
+impl Goal {
+    pub fn is_met(self, portfolio: &Portfolio) -> bool {
+        portfolio.best.as_ref().is_some_and(|b| b.height <= self.enough)
+    }
+}
+
+/// One way to lower the best plan, and which share of the work that is left it may spend: one in so many.
+pub(crate) type Pass = (u64, fn(Goal, &mut Portfolio));
+
+/// What comes before a search of a small part: cheap there, and often enough.
+pub(crate) const PLACEMENTS: [Pass; 2] =
+    [(16, |_, portfolio| portfolio.long_once()), (16, |_, portfolio| portfolio.order_once())];
+
+/// What settles most of what sweeps leave.
+pub(crate) const QUICK_PASSES: [Pass; 5] = [
+    (256, mend),
+    (32, |_, portfolio| portfolio.repair()),
+    (16, |_, portfolio| portfolio.long_once()),
+    (16, |_, portfolio| portfolio.order_once()),
+    (64, mend),
+];
+
+/// Repairs start from different plans, first with little work each: what one can't reach is often near another.
+pub(crate) const PASSES: [Pass; 8] = [
+    (6, from_coarse_to_fine),
+    (8, |_, portfolio| portfolio.repair()),
+    (6, mend_others),
+    (8, mend),
+    (3, |_, portfolio| portfolio.long_once()),
+    (8, mend_others),
+    (3, from_coarse_to_fine),
+    (1, mend),
+];
+
+/// What is tried on the large items alone.
+const COARSE_PASSES: [Pass; 6] = [
+    (1, |_, portfolio| portfolio.sweep_once()),
+    (8, mend),
+    (3, |_, portfolio| portfolio.long_once()),
+    (8, |_, portfolio| portfolio.order_once()),
+    (2, mend_others),
+    (1, mend),
+];
+
+/// Runs passes one after another until the goal is met or the meter stops.
+pub(crate) fn run(passes: &[Pass], goal: Goal, portfolio: &mut Portfolio) {
+    for &(share, pass) in passes {
+        if is_over(goal, portfolio) {
+            return;
+        }
+        within(portfolio.meter.left() / share, portfolio, |portfolio| pass(goal, portfolio));
+    }
+}
+
+/// Runs something that may spend `work` of what is left.
+pub(crate) fn within(work: u64, portfolio: &mut Portfolio, run: impl FnOnce(&mut Portfolio)) {
+    let all = portfolio.meter.work;
+    portfolio.meter.work = all.min(portfolio.meter.spent.saturating_add(work));
+    run(portfolio);
+    portfolio.meter.work = all;
+}
+
+fn is_over(goal: Goal, portfolio: &Portfolio) -> bool {
+    goal.is_met(portfolio) || portfolio.meter.stopped().is_some()
+}
+
+/// Repairs the best plan.
+pub(crate) fn mend(goal: Goal, portfolio: &mut Portfolio) {
+    if let Some(best) = &portfolio.best {
+        let places: Vec<Option<u64>> = best.offsets.iter().copied().map(Some).collect();
+        let placed = descend(portfolio.timeline.part, &places, goal.enough, &mut portfolio.meter);
+        portfolio.offer(placed);
+    }
+}
+
+/// Repairs the plans beside the best, in equal shares.
+fn mend_others(goal: Goal, portfolio: &mut Portfolio) {
+    let others = std::mem::take(&mut portfolio.others);
+    for (done, other) in others.iter().enumerate() {
+        if is_over(goal, portfolio) {
+            break;
+        }
+        let share = portfolio.meter.left() / (others.len() - done) as u64;
+        within(share, portfolio, |portfolio| {
+            let places: Vec<Option<u64>> = other.offsets.iter().copied().map(Some).collect();
+            let placed = descend(portfolio.timeline.part, &places, goal.enough, &mut portfolio.meter);
+            portfolio.offer(placed);
+        });
+    }
+    // What was repaired once leads to the same again.
+    portfolio.others.clear();
+}
+
+/// Plans the large items alone, on the grid that their sizes have in common, then adds smaller and smaller ones, each
+/// time to the height that leaves the rest its own. The coarsest grid gets half of the work.
+fn from_coarse_to_fine(goal: Goal, portfolio: &mut Portfolio) {
+    let part = portfolio.timeline.part;
+    let mut places = vec![None; part.items.len()];
+    for (level, scale) in scales(part).iter().enumerate() {
+        if is_over(goal, portfolio) {
+            return;
+        }
+        let room = scale.coarse.bound.max(goal.enough.saturating_sub(scale.fine));
+        let room = Goal { ceiling: room, enough: room };
+        let share = Meter { work: portfolio.meter.spent + portfolio.meter.left() / 2, ..portfolio.meter };
+        let mut large = Portfolio::new(&scale.coarse, room.ceiling, share);
+        if level == 0 {
+            run(&COARSE_PASSES, room, &mut large);
+        } else {
+            let places: Vec<Option<u64>> = scale.members.iter().map(|&i| places[i as usize]).collect();
+            let placed = descend(&scale.coarse, &places, room.enough, &mut large.meter);
+            large.offer(placed);
+        }
+        portfolio.sweeps += large.sweeps;
+        portfolio.meter.spent = large.meter.spent;
+        let Some(placed) = large.best else { return };
+        scale.members.iter().zip(placed.offsets).for_each(|(&i, at)| places[i as usize] = Some(at));
+    }
+    if places.iter().any(Option::is_some) {
+        let placed = descend(part, &places, goal.enough, &mut portfolio.meter);
+        portfolio.offer(placed);
+    }
+}
