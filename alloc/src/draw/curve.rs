@@ -17,7 +17,7 @@ impl Curve {
         let mut steps: Vec<(u64, u64)> = Vec::new();
         sweep(problem, |tick, live| {
             let live = u64::try_from(live).expect("Problem::new bounds the live bytes by u64");
-            if tick < ticks.end && steps.last().is_none_or(|s| s.1 != live) {
+            if ticks.contains(&tick) && steps.last().is_none_or(|s| s.1 != live) {
                 steps.push((tick, live));
             }
         });

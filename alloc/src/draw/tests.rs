@@ -164,6 +164,14 @@ fn an_empty_problem_has_pictures_too() {
 }
 
 /// The page promises to fetch nothing, and to put names on the screen as text only.
+/// Ticks that are few are counted from 0 on: those before the first buffer belong to no picture.
+#[test]
+fn a_step_that_starts_late_has_pictures_too() {
+    let problem = Problem::new(vec![Buffer::new(1..2, 0), Buffer::new(2..3, 8)]).unwrap();
+    let labels = vec![label("a", "", "", Role::Input); 2];
+    judge(&MemoryMap::new("late", &problem, &[0, 0], &labels).unwrap());
+}
+
 #[test]
 fn the_page_stands_alone() {
     let problem = Problem::default();
