@@ -48,12 +48,13 @@ fn main() -> Result<()> {
     let alone = train(&plain, args.steps)?.remove(0);
     println!("one rank alone: losses {:?}, arena {:.1} MiB\n", alone.losses, mib(alone.arena_bytes));
 
-    for schedule in parallel::all() {
+    let schedules = match &args.schedule {
+        Some(name) => vec![parallel::by_name(name)?],
+        None => parallel::all(),
+    };
+    for schedule in schedules {
         let name = schedule.name();
-        if args.schedule.as_deref().is_some_and(|wanted| wanted != name) {
-            continue;
-        }
-        // The fewest chunks per rank that the schedule is made for.
+        // Two stages per rank, unless the schedule is made for one.
         let shape = |chunks| Shape { ranks: args.ranks as u32, chunks, micro_batches: args.micro_batches as u32 };
         let found = [2, 1].into_iter().find(|&chunks| schedule.actions(&shape(chunks)).is_ok());
         let Some(chunks) = found else {

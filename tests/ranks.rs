@@ -4,9 +4,11 @@ mod common;
 
 use std::sync::Arc;
 
-use common::{Kind, Outcome, Run};
+use common::{Kind, Outcome, Run, VOCABULARY};
+use gapless::engine::compile::Cut;
+use gapless::nn::{Embedding, Init, Linear, Module, VarBuilder, embedding, linear};
 use gapless::parallel::{self, Schedule};
-use gapless::{Mesh, Pipeline};
+use gapless::{Mesh, Model, Pipeline, Tensor, Trainer, communicator};
 
 const MICRO_BATCHES: usize = 8;
 
@@ -143,5 +145,96 @@ fn a_checkpoint_of_one_mesh_resumes_on_another() {
             };
             close(&resumed, &last, &what);
         }
+    }
+}
+
+/// What text-book models don't have: one scale used by all stages through a view, two biases with one gradient, a skip
+/// from the first stage to the last, a table looked up and used again as the head, a stage without parameters.
+struct Odd {
+    embed: Embedding,
+    scale: Tensor,
+    biases: [Tensor; 2],
+    layers: Vec<Linear>,
+}
+
+impl Odd {
+    const WIDTH: usize = 24;
+
+    fn new(vb: VarBuilder) -> gapless::Result<Self> {
+        let width = Self::WIDTH;
+        Ok(Self {
+            embed: embedding(VOCABULARY as usize, width, vb.pp("embed"))?,
+            scale: vb.get_with_hints(width, "scale", Init::Const(0.5))?,
+            biases: [vb.get(width, "b_ih")?, vb.get(width, "b_hh")?],
+            layers: (0..4).map(|i| linear(width, width, vb.pp("layers").pp(i))).collect::<gapless::Result<_>>()?,
+        })
+    }
+}
+
+impl Model for Odd {
+    fn forward(&self, tokens: &Tensor, _train: bool) -> gapless::Result<Tensor> {
+        let first = self.embed.forward(tokens)?;
+        let mut x = first.clone();
+        for layer in &self.layers {
+            let y = layer.forward(&x)?.gelu()?.broadcast_mul(&self.scale)?;
+            x = x.add(&y)?.broadcast_add(&self.biases[0].add(&self.biases[1])?)?;
+        }
+        let x = x.add(&first)?.gelu()?;
+        x.linear(self.embed.embeddings(), None)
+    }
+}
+
+fn odd_losses(mesh: Mesh, chunks: usize, name: &str) -> Vec<(f32, f32)> {
+    let mut run = run(Kind::Gpt, mesh, chunks, name);
+    run.options.poison = true;
+    let steps = |mut trainer: Trainer| -> gapless::Result<Vec<(f32, f32)>> {
+        let reports = (0..3).map(|_| run.step(&mut trainer));
+        Ok(reports.map(|report| (report.loss, report.gradient_norm)).collect())
+    };
+    let options = run.options.clone();
+    let ranks =
+        communicator::on_threads(mesh.ranks().unwrap(), |world| steps(Trainer::on(world, Odd::new, options.clone())?));
+    let ranks = ranks.unwrap();
+    assert!(ranks.iter().all(|losses| *losses == ranks[0]), "all ranks see the same");
+    ranks.into_iter().next().unwrap()
+}
+
+#[test]
+fn odd_models_give_the_same_bits_too() {
+    let alone = odd_losses(Mesh::default(), 1, "1f1b");
+    for (name, ranks, chunks) in
+        [("1f1b", 4, 1), ("zb-h1", 2, 1), ("zb-h2", 4, 1), ("zbv", 4, 2), ("interleaved-zb", 2, 4), ("v-min", 4, 2)]
+    {
+        assert_eq!(odd_losses(Mesh::pipeline(ranks), chunks, name), alone, "{name} on {ranks} ranks");
+    }
+    for (data, pipeline) in [(2, 1), (4, 2)] {
+        let mesh = Mesh { data, pipeline, expert: 1 };
+        for (a, b) in odd_losses(mesh, 1, "1f1b").iter().zip(&alone) {
+            assert!((a.0 - b.0).abs() <= 1e-5 * b.0 && (a.1 - b.1).abs() <= 1e-5 * b.1, "{mesh:?}: {a:?}, not {b:?}");
+        }
+    }
+}
+
+#[test]
+fn what_does_not_fit_together_is_said_by_every_rank() {
+    let error = |mesh: Mesh, change: fn(&mut Run)| {
+        let mut run = run(Kind::Gpt, mesh, 1, "1f1b");
+        change(&mut run);
+        let build = |vb| Odd::new(vb);
+        let made = communicator::on_threads(2, |world| Trainer::on(world, build, run.options.clone()).map(drop));
+        made.unwrap_err().to_string()
+    };
+    for (mesh, change, word) in [
+        (Mesh::pipeline(4), (|_| {}) as fn(&mut Run), "4 ranks, but 2"),
+        (Mesh { expert: 2, ..Mesh::default() }, |_| {}, "expert"),
+        (Mesh::pipeline(2), |run| run.options.micro_batches = 3, "8 sequences"),
+        (Mesh::pipeline(2), |run| run.options.pipeline.chunks = 0, "chunks"),
+        (Mesh::pipeline(2), |run| run.options.pipeline.chunks = 3, "1f1b runs 1 chunk"),
+        (Mesh::pipeline(2), |run| run.options.pipeline.cut = Cut::Before(vec!["nowhere".into()]), "nowhere"),
+        (Mesh::pipeline(2), |run| run.options.pipeline.cut = Cut::Before(Vec::new()), "1 stages, not 2"),
+        (Mesh { data: 2, ..Mesh::default() }, |run| run.options.keep_gradients = true, "keep_gradients"),
+    ] {
+        let error = error(mesh, change);
+        assert!(error.contains(word), "{error:?} instead of something about {word:?}");
     }
 }

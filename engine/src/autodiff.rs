@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex};
 
 use crate::error::{Error, Result};
-use crate::graph::{Graph, NodeId, Phase, Source, Tensor, ValueId, lock};
+use crate::graph::{Graph, Node, NodeId, Phase, Source, Tensor, ValueId, lock};
 use crate::op::Gradient;
 use crate::ops::{Cat, Contiguous, Widen};
 
@@ -83,6 +83,10 @@ impl Pass {
             if !needs.contains(&true) {
                 continue;
             }
+            if self.is_weight[node.outputs[0].index()] {
+                self.through_weight(&node, &mut pending)?;
+                continue;
+            }
             let tensor = |&id: &ValueId| Tensor::new(&self.graph, id);
             let outputs: Vec<Tensor> = node.outputs.iter().map(tensor).collect();
             let _layer = outputs[0].enter(&node.layer);
@@ -106,6 +110,25 @@ impl Pass {
         let gradients = self.collect(pending)?;
         self.defer_movement(&gradients);
         Ok(gradients)
+    }
+
+    /// The gradients of a weight's view, one by one: each use of it may be in another stage, and is summed up there.
+    fn through_weight(&self, node: &Node, pending: &mut HashMap<ValueId, Vec<Tensor>>) -> Result<()> {
+        let tensor = |&id: &ValueId| Tensor::new(&self.graph, id);
+        for part in pending.remove(&node.outputs[0]).unwrap_or_default() {
+            let place = lock(&self.graph).place_of(part.id()).unwrap_or(node.place);
+            lock(&self.graph).set_place(place);
+            let outputs: Vec<Tensor> = node.outputs.iter().map(tensor).collect();
+            let _layer = outputs[0].enter(&node.layer);
+            let inputs: Vec<Tensor> = node.inputs.iter().map(tensor).collect();
+            let needs = vec![true; inputs.len()];
+            let mut gradient = Gradient { inputs, outputs, grads: vec![Some(part)], needs, sent: Vec::new() };
+            node.op.gradient(&mut gradient)?;
+            for (input, grad) in gradient.sent {
+                pending.entry(node.inputs[input]).or_default().push(grad);
+            }
+        }
+        Ok(())
     }
 
     /// What is left belongs to persistent values: the parameters.

@@ -49,6 +49,9 @@ impl Mesh {
 
     /// Where a rank stands. Neighbours in number share experts first, then are stages of one copy: what talks most sits
     /// nearest.
+    ///
+    /// # Panics
+    /// When an extent is 0; [`Mesh::ranks`] tells.
     pub fn coordinate(&self, rank: usize) -> Coordinate {
         let Self { pipeline, expert, .. } = *self;
         Coordinate { expert: rank % expert, pipeline: rank / expert % pipeline, data: rank / expert / pipeline }

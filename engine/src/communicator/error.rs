@@ -39,7 +39,7 @@ pub enum CommunicatorError {
     #[error("{variable}={value:?} is not {expected}")]
     Setting { variable: &'static str, value: String, expected: &'static str },
     #[error(
-        "{tag}: its number is too large for MPI; stages go to 4095, micro-batches to 8191, tensors to 31, \
+        "{tag}: its number is too large for MPI; stages go to 2047, micro-batches to 8191, tensors to 31, \
          and this MPI's tags to {largest}"
     )]
     Tag { tag: Tag, largest: u64 },

@@ -139,7 +139,9 @@ fn balanced(graph: &Graph, stages: usize) -> Result<Vec<usize>> {
         let mut next = vec![None; work.len() + 1];
         let mut from = vec![0; work.len() + 1];
         for to in stage + 1..=work.len() {
-            for start in (stage..to).rev() {
+            let earliest = if stage == 0 { 0 } else { stage };
+            let latest = if stage == 0 { 1 } else { to };
+            for start in (earliest..latest).rev() {
                 if next[to].is_some_and(|(slowest, _)| 3 * (flops[to] - flops[start]) > slowest) {
                     break;
                 }

@@ -102,6 +102,8 @@ struct Lowerer<'a> {
     /// Instances by (root, micro-batch); what exists once stands at micro-batch 0, sums at [`SUM`].
     placed: HashMap<(ValueId, u32), Placed>,
     crossings: Crossings,
+    /// The nodes to run of each place and phase, in the order of the graph.
+    nodes: HashMap<(Place, Phase), Vec<NodeId>>,
     /// The action before which a message has been taken, by (root, micro-batch, receiver).
     taken: HashMap<(ValueId, u32, usize), usize>,
     /// Sends that nobody has waited for yet.
@@ -146,9 +148,13 @@ impl<'a> Lowerer<'a> {
         for output in of.outputs {
             reads[graph.value(output.value).root.index()][1] += 1;
         }
+        let mut nodes: HashMap<(Place, Phase), Vec<NodeId>> = HashMap::new();
+        for id in graph.node_ids().filter(|id| alive[id.index()] && !graph.is_view(graph.node(*id).outputs[0])) {
+            nodes.entry((graph.node(id).place, graph.node(id).phase)).or_default().push(id);
+        }
         let program = Program { name: of.name.into(), ..Program::default() };
         let (placed, sending) = (HashMap::new(), Vec::new());
-        Ok(Self { of, program, alive, reads, accumulated, placed, crossings, taken, sending })
+        Ok(Self { of, program, alive, reads, accumulated, placed, crossings, nodes, taken, sending })
     }
 
     /// F, B, I or W of one stage and micro-batch.
@@ -162,14 +168,14 @@ impl<'a> Lowerer<'a> {
             }
         }
         self.wait_for_sends(|sending| sending.taken.is_some_and(|taken| taken <= index));
+        let place = Place::Stage(action.stage);
+        let of_phase = |&phase: &Phase| self.nodes.get(&(place, phase)).into_iter().flatten().copied();
+        let mut nodes: Vec<NodeId> = phases(action.kind).iter().flat_map(of_phase).collect();
+        nodes.sort_unstable();
         let mut made = Vec::new();
-        for id in graph.node_ids() {
-            let node = graph.node(id);
-            let here = node.place == Place::Stage(action.stage) && phases(action.kind).contains(&node.phase);
-            if here && self.alive[id.index()] && !graph.is_view(node.outputs[0]) {
-                self.node(node, micro_batch);
-                made.extend(&node.outputs);
-            }
+        for node in nodes.into_iter().map(|id| graph.node(id)) {
+            self.node(node, micro_batch);
+            made.extend(&node.outputs);
         }
         for root in made {
             let to: Vec<usize> = self.crossings.per_micro_batch(root).collect();

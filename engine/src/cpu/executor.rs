@@ -124,15 +124,17 @@ impl Executor {
             let outcome = OnceLock::new();
             self.workers.run(&|| {
                 let mut links = self.links.lock().unwrap_or_else(PoisonError::into_inner);
-                let _ = outcome.set(run_all(program, base, bytes, options, &mut links));
+                let mut lent = Lent { links: &mut links, over: false };
+                let result = run_all(program, base, bytes, options, lent.links);
+                lent.over = result.is_ok();
+                drop(lent);
+                let _ = outcome.set(result);
             });
             outcome.into_inner()
         })?;
         match outcome {
             Some(Ok(culprit)) => Ok(culprit.map(|index| program.instructions[index].describe())),
             Some(Err((index, source))) => {
-                // Takes back the memory of whatever is still under way.
-                *self.links.lock().unwrap_or_else(PoisonError::into_inner) = Links::default();
                 let instruction = program.instructions[index].describe();
                 Err(Error::Communicator { instruction, source })
             }
@@ -278,6 +280,20 @@ impl Executor {
     }
 }
 
+/// What messages under way hold of the arena; a run that fails or panics takes it back before the arena is let go.
+struct Lent<'l> {
+    links: &'l mut Links,
+    over: bool,
+}
+
+impl Drop for Lent<'_> {
+    fn drop(&mut self) {
+        if !self.over {
+            *self.links = Links::default();
+        }
+    }
+}
+
 /// The arena's first byte, on its way to the threads of the pool.
 #[derive(Clone, Copy)]
 struct Base(*mut u8);
@@ -327,7 +343,13 @@ fn run_all(
                 unsafe { together(*collective, instruction, base, links) }.map_err(|source| (index, source))?;
             }
         }
-        if options.watch && culprit.is_none() && !outputs_finite(instruction, base) {
+        // What is being received is not to be looked at before the wait for it.
+        let watched = match &instruction.work {
+            Work::Compute(_) | Work::Collective(_) => &instruction.outputs,
+            Work::Wait(_) => &instruction.inputs,
+            Work::Send(_) | Work::Receive(_) => &Box::default(),
+        };
+        if options.watch && culprit.is_none() && !are_finite(watched, base) {
             culprit = Some(index);
         }
         if options.poison {
@@ -391,8 +413,8 @@ unsafe fn together(
 }
 
 const NO_COMMUNICATOR: CommunicatorError = CommunicatorError::Unsupported {
-    what: "a program for several ranks without a communicator",
-    remedy: "make the trainer with the communicator of all its ranks",
+    what: "a program for several ranks without a communicator, or after one of them has failed",
+    remedy: "make the trainer anew, with the communicator of all its ranks",
 };
 
 /// An operand's first byte, and its number of bytes.
@@ -405,11 +427,11 @@ unsafe fn range(base: Base, address: &Address) -> (*mut u8, usize) {
     (unsafe { base.0.add(address.offset as usize) }, bytes)
 }
 
-fn outputs_finite(instruction: &Instruction, base: Base) -> bool {
-    instruction.outputs.iter().filter(|o| o.dtype == f32::DTYPE).all(|output| {
+fn are_finite(operands: &[Address], base: Base) -> bool {
+    operands.iter().filter(|operand| operand.dtype == f32::DTYPE).all(|operand| {
         // SAFETY: as for the instruction itself, which is over.
         let data = unsafe {
-            std::slice::from_raw_parts(base.0.add(output.offset as usize).cast::<f32>().cast_const(), output.span)
+            std::slice::from_raw_parts(base.0.add(operand.offset as usize).cast::<f32>().cast_const(), operand.span)
         };
         data.iter().all(|x| x.is_finite())
     })

@@ -90,8 +90,9 @@ fn expect_same_parameters(programs: &[Program]) -> Result<()> {
     let trained = held(&programs[0]);
     for program in &programs[1..] {
         if let Some(name) = held(program).difference(&trained).next() {
-            let what = format!("{:?} reads {name:?}, which this rank does not train", program.name);
-            return Err(Error::BadPlan { what });
+            let why = format!("{:?} reads {name:?}, which the training step does not", program.name);
+            let remedy = "read it in the loss too, or use one rank per copy of the model";
+            return Err(Error::Config { what: "a model for several ranks", why, remedy });
         }
     }
     Ok(())
@@ -147,8 +148,17 @@ pub(super) fn train_program<M: Model>(
     if options.keep_gradients {
         outputs.extend(parameters.iter().map(|p| Output::local(gradient_output(&p.name), p.gradient.id())));
     }
-    let Recorded { norm, roles, kept } = update.record(&parameters, &mean_loss, &options.optimizer)?;
+    let Recorded { norm, roles, mut kept } = update.record(&parameters, &mean_loss, &options.optimizer)?;
     outputs.push(Output::everywhere("gradient_norm", norm.id()));
+    {
+        let graph = trace.lock();
+        for (id, name) in graph.persistent().filter(|(_, name)| stages.contains_key(*name)) {
+            if !kept.shapes.contains_key(name) {
+                kept.shapes.insert(name.to_owned(), graph.value(id).spec.dims().to_vec());
+                kept.frozen.insert(name.to_owned());
+            }
+        }
+    }
     let program = lower(&Lowering {
         name: "train",
         graph: &trace.lock(),

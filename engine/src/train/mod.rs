@@ -107,8 +107,9 @@ impl Trainer {
     }
 
     /// One rank's share of a trainer. All ranks of `world`, which are as many as the mesh has, make theirs with the same
-    /// model and options, and then call the same methods with the same arguments, [`Self::step`] with the whole batch:
-    /// every rank takes its share of it.
+    /// model and options, and then step, evaluate, sample and save together, with the same arguments: [`Self::step`] with
+    /// the whole batch, of which every rank takes its share. What a rank can name of its tensors is what its stages have;
+    /// of states that data ranks share, its flat part.
     ///
     /// # Errors
     /// As [`Self::new`]; when the mesh does not have as many ranks as `world`; when another rank fails.
@@ -267,6 +268,10 @@ impl Trainer {
     /// Ids outside the vocabulary, and sequences of the wrong length.
     pub fn logits(&mut self, tokens: &[u32]) -> Result<candle_core::Tensor> {
         let program = self.programs.logits;
+        let expected = self.options.sequence;
+        if tokens.len() != expected {
+            return Err(Error::ElementCount { name: "tokens".into(), expected, given: tokens.len() });
+        }
         self.check_ids(tokens)?;
         if self.executor.has_input(program, "tokens") {
             self.executor.write_input(program, "tokens", 0, tokens)?;

@@ -64,6 +64,10 @@ impl RankPlan {
         let (chunks, micro_batches) = (number(pipeline.chunks), number(micro_batches));
         let shape = Shape { ranks: number(mesh.pipeline), chunks, micro_batches };
         let table = pipeline.schedule.actions(&shape)?;
+        if table.len() != mesh.pipeline {
+            let why = format!("{} has {} rows for {} ranks", pipeline.schedule.name(), table.len(), mesh.pipeline);
+            return Err(Error::Config { what: "schedule", why, remedy: "one row of actions per rank" });
+        }
         let stages = mesh.pipeline * pipeline.chunks;
         let violations =
             gapless_parallel::check(&table, number(stages), micro_batches, gapless_parallel::Sends::Buffered);

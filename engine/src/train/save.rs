@@ -51,6 +51,9 @@ impl Trainer {
         agree(written.iter().map(|written| written.error.clone()).collect())?;
         let committed = if first { Some(self.commit(draft, written, run)) } else { None };
         let path = committed.transpose().map_err(|error| error.to_string());
+        if path.is_err() {
+            Draft::join(dir, self.step).discard();
+        }
         let outcomes = self.all(path.as_ref().err().cloned())?;
         agree(outcomes)?;
         Ok(path.ok().flatten().unwrap_or_else(|| Checkpoint::path_of(dir, self.step)))
@@ -92,11 +95,11 @@ impl Trainer {
             for (file, (_, role)) in files.iter().zip(ROLES) {
                 let part_of = |name: &str| self.kept.parts.get(name).copied();
                 // Copies are equal: of what all data ranks have, the first writes; frozen parameters, whoever has them.
-                let trained = |name: &str| self.kept.shapes.contains_key(name);
+                let frozen = |name: &str| self.kept.frozen.contains(name) || !self.kept.shapes.contains_key(name);
                 let mine = |t: &&crate::cpu::PersistentBytes<'_>| {
                     let name = &t.label.tensor;
                     let first = self.at.data == 0 || part_of(name).is_some();
-                    t.label.role == role && first && (t.changes_here || !trained(name))
+                    t.label.role == role && first && (t.changes_here || frozen(name))
                 };
                 let mine: Vec<TensorBytes<'_>> = tensors
                     .iter()

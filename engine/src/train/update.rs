@@ -5,7 +5,7 @@
 //! (Rajbhandari et al., arXiv 1910.02054, section 5). Parameters that do not divide, or are too small to be worth it, are
 //! summed and updated whole by all.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use gapless_alloc::Role;
 use gapless_parallel::StageId;
@@ -52,6 +52,8 @@ type Roles = HashMap<ValueId, Role>;
 pub(super) struct Kept {
     /// Extents of every parameter and state, by name.
     pub shapes: BTreeMap<String, Vec<usize>>,
+    /// Those that no update changes.
+    pub frozen: BTreeSet<String>,
     /// The first element of those of which this rank has only a part.
     pub parts: HashMap<String, usize>,
 }
@@ -116,7 +118,11 @@ impl<M: Model> Update<'_, M> {
         let sharded = self.ranks > 1 && elements.is_multiple_of(self.ranks) && elements / self.ranks >= SMALLEST_PART;
         let gradient = match (self.ranks, sharded) {
             (1, _) => gradient.clone(),
-            (_, false) => self.all_reduce(gradient)?,
+            (_, false) => {
+                // Summed in place, so in a copy: two parameters may have one gradient.
+                let [own] = Tensor::apply_op(Contiguous, &[gradient])?;
+                self.all_reduce(&own)?
+            }
             (ranks, true) => {
                 let [part] = Tensor::apply_op(Collective::ReduceScatter { ranks }, &[gradient])?;
                 part

@@ -23,7 +23,7 @@ use gapless_parallel::World;
 
 use self::link::Link;
 use self::thread::{Command, Started};
-use super::{Awaited, Collective, Communicator, CommunicatorError, Memory, Owner, Request, Result, Tag};
+use super::{Awaited, Collective, Communicator, CommunicatorError, Direction, Memory, Owner, Request, Result, Tag};
 
 /// A rank that is a process under `mpirun`. One per process, made by [`Mpi::world`].
 pub struct Mpi {
@@ -203,6 +203,11 @@ fn end_job_on_panic(link: Arc<Link>, rank: usize) {
 /// A tag as MPI's number.
 fn number(tag: Tag, largest: u64) -> Result<i32> {
     let Tag { direction, stage, micro_batch, tensor } = tag;
+    // What belongs to no micro-batch has its bits for tensors.
+    let (micro_batch, tensor) = match direction {
+        Direction::Update => (tensor >> 5, tensor & 31),
+        Direction::Forward | Direction::Backward => (micro_batch, tensor),
+    };
     if stage >= 1 << 11 || micro_batch >= 1 << 13 || tensor >= 1 << 5 {
         return Err(CommunicatorError::Tag { tag, largest });
     }
@@ -215,7 +220,6 @@ fn number(tag: Tag, largest: u64) -> Result<i32> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Direction;
     use super::*;
 
     #[test]
