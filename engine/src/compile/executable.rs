@@ -17,10 +17,18 @@ use crate::graph::Spec;
 use crate::nn::Init;
 
 /// How to compile.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub struct CompileOptions {
-    /// What the planner may spend.
+    /// What the planner may spend. By default a quarter of what it spends on its own: about a second, where the bound is
+    /// not met before.
     pub planner: Options,
+}
+
+impl Default for CompileOptions {
+    fn default() -> Self {
+        let planner = Options::default();
+        Self { planner: Options { work: planner.work / 4, ..planner } }
+    }
 }
 
 /// One operation at its addresses.
