@@ -34,7 +34,7 @@ struct RankReport {
     gap: f64,
 }
 
-const MODEL: GptConfig = GptConfig { vocabulary: 256, sequence: 64, layers: 8, heads: 4, width: 64, dropout: 0.1 };
+const MODEL: GptConfig = GptConfig { vocabulary: 256, sequence: 128, layers: 8, heads: 4, width: 128, dropout: 0.1 };
 
 fn main() -> Result<()> {
     let args = Args::parse();

@@ -21,12 +21,17 @@ use crate::cpu::tasks::for_each;
 /// Queries of a tile: two tiles and what is packed for them fit a level-2 cache of 1 MiB.
 const TILE_QUERIES: usize = 96;
 
+/// Rows of a tile's scratch: no more than there are queries, in whole panels.
+fn tile_rows(job: &Attention) -> usize {
+    TILE_QUERIES.min(job.queries.next_multiple_of(PANEL_ROWS))
+}
+
 /// Floats of scratch per thread: three packings of keys and values, two of queries and output gradients, the tiles P
 /// and dS, and panels of queries and output gradients.
 pub(super) fn slot_len(job: &Attention) -> usize {
     3 * packed_len(job, job.key_block())
-        + 2 * packed_len(job, TILE_QUERIES)
-        + 2 * TILE_QUERIES * ROW_STRIDE
+        + 2 * packed_len(job, tile_rows(job))
+        + 2 * tile_rows(job) * ROW_STRIDE
         + 2 * PANEL_ROWS * ROW_STRIDE
 }
 
@@ -111,15 +116,15 @@ impl Scratch {
             next = unsafe { next.add(len) };
             part
         };
-        let (block, tile) = (packed_len(job, job.key_block()), packed_len(job, TILE_QUERIES));
+        let (block, tile) = (packed_len(job, job.key_block()), packed_len(job, tile_rows(job)));
         Self {
             k_transposed: take(block),
             k: take(block),
             v_transposed: take(block),
             q: take(tile),
             dout: take(tile),
-            probabilities: take(TILE_QUERIES * ROW_STRIDE),
-            gradients: take(TILE_QUERIES * ROW_STRIDE),
+            probabilities: take(tile_rows(job) * ROW_STRIDE),
+            gradients: take(tile_rows(job) * ROW_STRIDE),
             q_panel: take(PANEL_ROWS * ROW_STRIDE),
             dout_panel: take(PANEL_ROWS * ROW_STRIDE),
         }
