@@ -3,9 +3,11 @@
 mod common;
 
 use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::Barrier;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use common::{Kind, Run};
+use gapless::Mesh;
 use gapless::engine::metrics::current_rss_bytes;
 
 struct Counting;
@@ -31,7 +33,36 @@ static COUNTING: Counting = Counting;
 
 /// One test, so that no other thread of this process allocates meanwhile.
 #[test]
-fn steady_state_steps_allocate_nothing_and_memory_stays_flat() {
+fn steady_state_steps_allocate_nothing() {
+    one_rank_and_memory_stays_flat();
+    four_ranks();
+}
+
+/// Pipeline and data ranks as threads, messages and collectives included.
+fn four_ranks() {
+    let mut run = Run::default();
+    run.options.threads = 1;
+    run.options.micro_batches = 4;
+    run.options.mesh = Mesh { data: 2, pipeline: 2, expert: 1 };
+    let together = Barrier::new(4);
+    let counts = run.on_ranks(|mut trainer| {
+        let (tokens, targets) = run.batch(0);
+        let mut steps = |count: usize| (0..count).for_each(|_| _ = trainer.step(&tokens, &targets).unwrap());
+        steps(20);
+        together.wait();
+        let before = ALLOCATIONS.load(Ordering::Relaxed);
+        together.wait();
+        steps(100);
+        together.wait();
+        let after = ALLOCATIONS.load(Ordering::Relaxed);
+        // Nobody ends, and allocates for it, before all have counted.
+        together.wait();
+        after - before
+    });
+    assert_eq!(counts, [0; 4], "heap allocations in 100 steps of four ranks");
+}
+
+fn one_rank_and_memory_stays_flat() {
     for kind in [Kind::Gpt, Kind::Llama] {
         let mut run = Run { kind, ..Run::default() };
         run.options.micro_batches = 2;

@@ -37,6 +37,7 @@ mod communicate;
 mod costs;
 mod draw;
 mod error;
+mod kept;
 mod live_bytes;
 mod mesh;
 mod schedule;
@@ -50,6 +51,7 @@ pub use check::{Sends, Violation, check};
 pub use communicate::{Waits, communicate};
 pub use costs::{Costs, Durations, Rates};
 pub use error::Error;
+pub use kept::{Kept, peak_bytes};
 pub use live_bytes::{StageBytes, Until};
 pub use mesh::{Coordinate, Mesh};
 pub use schedule::{

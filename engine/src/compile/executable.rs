@@ -10,7 +10,7 @@ use gapless_alloc::draw::Mark;
 use gapless_alloc::{Label, Options, PlanHash, Problem, Solution, check, plan, plan_hash};
 
 use super::lifetimes::{Lifetimes, lifetimes, tick_of};
-use super::program::{Held, Operand, Program, Work};
+use super::program::{Held, Operand, Part, Program, Work};
 use crate::cpu::args::Address;
 use crate::error::{Error, Result};
 use crate::graph::Spec;
@@ -182,7 +182,7 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
             });
             persistent.changes_here |= changes_here;
         }
-        parts.extend(program.parts.iter().map(|(steps, name)| {
+        parts.extend(program.parts.iter().map(|Part { steps, name, .. }| {
             let ticks = tick_of(span.start, steps.start)..tick_of(span.start, steps.end);
             Mark::new(ticks, format!("{} {name}", program.name))
         }));

@@ -18,7 +18,7 @@ use gapless_alloc::{Label, Role};
 use gapless_parallel::Action;
 
 use super::messages::{Crossings, phases};
-use super::program::{BufferId, Held, Instance, Message, Operand, Program, Step, Work, role_of_node};
+use super::program::{BufferId, Held, Instance, Message, Operand, Part, Program, Step, Work, role_of_node};
 use crate::error::Result;
 use crate::graph::{Graph, Node, NodeId, Phase, Place, Source, Value, ValueId};
 use crate::nn::Init;
@@ -181,7 +181,7 @@ impl<'a> Lowerer<'a> {
             let to: Vec<usize> = self.crossings.per_micro_batch(root).collect();
             to.into_iter().for_each(|to| self.send((root, micro_batch), to, Some(micro_batch)));
         }
-        self.name_part(first, action.to_string());
+        self.end_part(first, action.to_string(), Some(*action));
     }
 
     /// What happens once per step, after the last action.
@@ -213,13 +213,13 @@ impl<'a> Lowerer<'a> {
                 self.refresh(graph.value(node.inputs[input]).root, node.place, here);
             }
         }
-        self.name_part(first, "update".into());
+        self.end_part(first, "update".into(), None);
     }
 
-    fn name_part(&mut self, first: usize, name: String) {
+    fn end_part(&mut self, first: usize, name: String, action: Option<Action>) {
         let last = self.program.steps.len();
         if last > first {
-            self.program.parts.push((first..last, name));
+            self.program.parts.push(Part { steps: first..last, name, action });
         }
     }
 
@@ -438,7 +438,7 @@ impl<'a> Lowerer<'a> {
             self.program.outputs.push(Instance { name: output.name.clone(), micro_batch: 0, operand, spec });
         }
         self.wait_for_sends(|_| true);
-        self.name_part(first, "finish".into());
+        self.end_part(first, "finish".into(), None);
     }
 
     /// Sends what was just made for the update, or for the host, to everyone else who reads it.

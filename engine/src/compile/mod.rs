@@ -1,5 +1,6 @@
 //! From a graph to instructions with addresses: lower, lifetimes, plan, resolve.
 
+mod cells;
 mod cut;
 mod executable;
 mod lifetimes;
@@ -13,4 +14,4 @@ pub use executable::{CompileOptions, Executable, compile};
 pub(crate) use executable::{CompiledProgram, Instruction, Named, Persistent};
 pub(crate) use lifetimes::ALIGNMENT;
 pub use lower::{Lowering, Output, lower};
-pub use program::{Buffer, BufferId, Held, Instance, Message, Operand, Program, Step, Work};
+pub use program::{Buffer, BufferId, Held, Instance, Message, Operand, Part, Program, Step, Work};

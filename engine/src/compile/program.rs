@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Layout};
 use gapless_alloc::{Label, Role};
+use gapless_parallel::Action;
 
 use crate::communicator::Tag;
 use crate::graph::{Spec, Value};
@@ -157,8 +158,19 @@ pub struct Program {
     pub outputs: Vec<Instance>,
     /// Messages that it sends or receives.
     pub requests: usize,
-    /// Ranges of steps that belong together, e.g. `0F3`, for pictures and traces.
-    pub parts: Vec<(std::ops::Range<usize>, String)>,
+    /// Steps that belong together, in order.
+    pub parts: Vec<Part>,
+}
+
+/// Steps that belong together, e.g. `0F3`: an action with the messages around it, or what happens once per step.
+#[derive(Debug, Clone)]
+pub struct Part {
+    /// Which steps.
+    pub steps: std::ops::Range<usize>,
+    /// What pictures and traces call it.
+    pub name: String,
+    /// The action, if it is one.
+    pub action: Option<Action>,
 }
 
 impl Program {

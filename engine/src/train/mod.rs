@@ -18,7 +18,7 @@ pub use pipeline::Pipeline;
 pub use sample::SampleOptions;
 
 use crate::communicator::Communicator;
-use crate::compile::{CompileOptions, Executable, compile};
+use crate::compile::{CompileOptions, Executable, Program, compile};
 use crate::cpu::{Communicators, Executor, ProgramId, RunOptions, Workers, resolve_threads};
 use crate::error::{Error, Result};
 use crate::graph::Tensor;
@@ -181,11 +181,22 @@ impl Trainer {
         options: &TrainOptions,
         rank: usize,
     ) -> Result<Executable> {
+        compile(&[Self::program(build, options, rank)?], &CompileOptions::default())
+    }
+
+    /// The program of a rank's training step, before anything has an address: what the checker and the simulator of
+    /// `parallel` can be asked about.
+    ///
+    /// # Errors
+    /// As [`Self::plan_rank`].
+    pub fn program<M: Model>(
+        build: impl Fn(VarBuilder) -> Result<M>,
+        options: &TrainOptions,
+        rank: usize,
+    ) -> Result<Program> {
         options.check()?;
         let plan = RankPlan::new(options.mesh, rank, &options.pipeline, options.micro_batches)?;
-        let threads = resolve_threads(options.threads);
-        let train = compile_step::train_program(&build, options, &plan, threads)?;
-        compile(&[train.program], &CompileOptions::default())
+        Ok(compile_step::train_program(&build, options, &plan, resolve_threads(options.threads))?.program)
     }
 
     /// The options it was made with.

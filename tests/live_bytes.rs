@@ -1,0 +1,87 @@
+//! What a rank keeps alive is what the simulator says, to the byte; and what it runs passes the checker.
+
+mod common;
+
+use std::sync::Arc;
+
+use common::VOCABULARY;
+use gapless::models::{Gpt, GptConfig};
+use gapless::parallel::{self, Action, Cell, Kept, Kind, Schedule, Sends, Shape, peak_bytes};
+use gapless::{Mesh, Pipeline, TrainOptions, Trainer};
+
+const MICRO_BATCHES: u32 = 8;
+
+/// One micro-batch, down and up again, on the ranks that another schedule gives its stages to.
+struct Once {
+    of: Arc<dyn Schedule + Send + Sync>,
+    split: bool,
+}
+
+impl Schedule for Once {
+    fn name(&self) -> &'static str {
+        "once"
+    }
+
+    fn actions(&self, shape: &Shape) -> Result<Vec<Vec<Action>>, parallel::Error> {
+        let rows = self.of.actions(&Shape { micro_batches: MICRO_BATCHES, ..*shape })?;
+        let once = |row: Vec<Action>| {
+            let mut stages: Vec<u32> = row.iter().map(|action| action.stage.0).collect();
+            stages.sort_unstable();
+            stages.dedup();
+            let up = if self.split { vec![Kind::BackwardInput, Kind::BackwardWeight] } else { vec![Kind::Backward] };
+            let forward = stages.iter().map(|&stage| Action::new(Kind::Forward, stage, 0));
+            let backward = stages.iter().rev().flat_map(|&s| up.iter().map(move |&kind| Action::new(kind, s, 0)));
+            forward.chain(backward).collect()
+        };
+        Ok(rows.into_iter().map(once).collect())
+    }
+}
+
+fn program(schedule: Arc<dyn Schedule + Send + Sync>, shape: &Shape, rank: usize) -> gapless::engine::compile::Program {
+    let micro_batches = shape.micro_batches as usize;
+    let options = TrainOptions {
+        batch: 2 * micro_batches,
+        micro_batches,
+        sequence: 16,
+        threads: 1,
+        mesh: Mesh::pipeline(shape.ranks as usize),
+        pipeline: Pipeline { schedule, chunks: shape.chunks as usize, ..Pipeline::default() },
+        ..TrainOptions::default()
+    };
+    let vocabulary = VOCABULARY as usize;
+    let config = GptConfig { vocabulary, sequence: 16, layers: 4, heads: 2, width: 32, dropout: 0.1 };
+    Trainer::program(|vb| Gpt::new(&config, vb), &options, rank).unwrap()
+}
+
+/// What one micro-batch keeps, whether its backward is whole or split: the simulator counts those whose cells there are.
+fn kept(of: &Arc<dyn Schedule + Send + Sync>, shape: &Shape, rank: usize) -> Vec<Kept> {
+    let once =
+        |split| program(Arc::new(Once { of: of.clone(), split }), &Shape { micro_batches: 1, ..*shape }, rank).kept();
+    let whole = |cell: Cell| matches!(cell, Cell::One(action) if action.kind == Kind::Backward);
+    let mut kept = once(true);
+    kept.extend(once(false).into_iter().filter(|kept| whole(kept.from) || whole(kept.until)));
+    kept
+}
+
+#[test]
+fn every_schedule_keeps_what_the_simulator_says_to_the_byte() {
+    for name in parallel::all().iter().map(|schedule| schedule.name()) {
+        let schedule: Arc<dyn Schedule + Send + Sync> = parallel::by_name(name).unwrap().into();
+        for (ranks, chunks) in [1, 2, 4].into_iter().flat_map(|ranks| [1, 2].map(|chunks| (ranks, chunks))) {
+            let shape = Shape { ranks, chunks, micro_batches: MICRO_BATCHES };
+            if schedule.actions(&shape).is_err() {
+                continue;
+            }
+            let programs: Vec<_> = (0..ranks as usize).map(|rank| program(schedule.clone(), &shape, rank)).collect();
+            let table: Vec<Vec<Cell>> = programs.iter().map(|program| program.cells()).collect();
+            let violations = parallel::check(&table, ranks * chunks, MICRO_BATCHES, Sends::Buffered);
+            assert!(violations.is_empty(), "{name}, {ranks} × {chunks}: {violations:?}");
+            for (rank, (program, row)) in programs.iter().zip(&table).enumerate() {
+                let (real, said) =
+                    (program.peak_bytes_between_cells(), peak_bytes(row, &kept(&schedule, &shape, rank)));
+                assert_eq!(real, said, "{name}, {ranks} × {chunks}, rank {rank}");
+                assert!(real > 0);
+            }
+        }
+    }
+}
