@@ -176,6 +176,16 @@ pub struct Part {
 impl Program {
     /// Arithmetic of one run.
     pub fn flops(&self) -> u64 {
+        self.flops_of(0..self.steps.len())
+    }
+
+    /// Arithmetic of every action, in order: what a simulator makes durations of.
+    pub fn action_flops(&self) -> Vec<(Action, u64)> {
+        let of = |part: &Part| Some((part.action?, self.flops_of(part.steps.clone())));
+        self.parts.iter().filter_map(of).collect()
+    }
+
+    fn flops_of(&self, steps: std::ops::Range<usize>) -> u64 {
         let specs = |operands: &[Operand]| -> Vec<Spec> {
             operands.iter().map(|o| Spec { shape: o.layout.shape().clone(), dtype: o.dtype }).collect()
         };
@@ -183,7 +193,7 @@ impl Program {
             Work::Compute(op) => op.flops(&specs(&step.inputs), &specs(&step.outputs)),
             _ => 0,
         };
-        self.steps.iter().map(flops).sum()
+        self.steps[steps].iter().map(flops).sum()
     }
 
     pub(crate) fn add(&mut self, bytes: u64, label: Label, held: Held) -> BufferId {
