@@ -5,7 +5,7 @@ mod common;
 use std::sync::Arc;
 
 use common::{Kind, Outcome, Run, VOCABULARY};
-use gapless::engine::compile::Cut;
+use gapless::engine::compile::{Cut, Work};
 use gapless::nn::{Embedding, Init, Linear, Module, VarBuilder, embedding, linear};
 use gapless::parallel::{self, Schedule};
 use gapless::{Mesh, Model, Pipeline, Tensor, Trainer, communicator};
@@ -237,4 +237,17 @@ fn what_does_not_fit_together_is_said_by_every_rank() {
         let error = error(mesh, change);
         assert!(error.contains(word), "{error:?} instead of something about {word:?}");
     }
+}
+
+/// The sums over data ranks begin inside the last backward, and end after it.
+#[test]
+fn gradients_are_summed_while_the_backward_goes_on() {
+    let mesh = Mesh { data: 2, ..Mesh::default() };
+    let program = Trainer::program(Odd::new, &run(Kind::Gpt, mesh, 1, "1f1b").options, 0).unwrap();
+    let backward = program.parts.iter().rfind(|part| part.action.is_some()).expect("there are actions");
+    let position = |which: fn(&Work) -> bool| program.steps.iter().position(|step| which(&step.work)).unwrap();
+    let begun = position(|work| matches!(work, Work::Collective(..)));
+    let finished = position(|work| matches!(work, Work::Finish(_)));
+    assert!(backward.steps.contains(&begun) && begun + 10 < backward.steps.end, "{begun} in {:?}", backward.steps);
+    assert!(finished >= backward.steps.end, "{finished} after {:?}", backward.steps);
 }

@@ -73,6 +73,7 @@ impl Program {
                     }
                     (Work::Wait(message), _) => communication(message.tag, Act::Wait, None),
                     (Work::Send(message), _) => communication(message.tag, Act::Send, None),
+                    (Work::Collective(..) | Work::Finish(_), _) => None,
                     (_, Some(action)) => Some(Cell::One(action)),
                     (_, None) => None,
                 };

@@ -164,7 +164,7 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
             requests: program.requests,
         });
         let mut changes = vec![false; program.buffers.len()];
-        for step in program.steps.iter().filter(|step| matches!(step.work, Work::Compute(_) | Work::Collective(_))) {
+        for step in program.steps.iter().filter(|step| matches!(step.work, Work::Compute(_) | Work::Collective(..))) {
             step.outputs.iter().for_each(|output| changes[output.buffer.index()] = true);
         }
         for ((buffer, &index), changes_here) in program.buffers.iter().zip(indices).zip(changes) {

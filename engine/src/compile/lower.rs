@@ -11,7 +11,7 @@
 //! between actions; until then the bytes stay as they are.
 
 use std::any::Any;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use gapless_alloc::{Label, Role};
@@ -108,6 +108,30 @@ struct Lowerer<'a> {
     taken: HashMap<(ValueId, u32, usize), usize>,
     /// Sends that nobody has waited for yet.
     sending: Vec<Sending>,
+    /// Collectives that nobody has waited for yet.
+    collecting: Vec<Collecting>,
+    /// Nodes of the update that can run before the last action is over: what sums gradients over the data ranks.
+    early: Vec<Early>,
+}
+
+/// A collective under way.
+#[derive(Debug)]
+struct Collecting {
+    request: usize,
+    /// All that it reads and writes.
+    operands: Vec<Operand>,
+    /// What it reads, for it counts as a reader until its end.
+    reads: Vec<(ValueId, u32)>,
+    /// What it makes, for its layer's name.
+    makes: ValueId,
+}
+
+/// A node of the update that waits for the last of its inputs.
+#[derive(Debug)]
+struct Early {
+    node: NodeId,
+    /// Roots that are not complete yet.
+    waits_for: Vec<ValueId>,
 }
 
 /// A send under way.
@@ -153,8 +177,81 @@ impl<'a> Lowerer<'a> {
             nodes.entry((graph.node(id).place, graph.node(id).phase)).or_default().push(id);
         }
         let program = Program { name: of.name.into(), ..Program::default() };
-        let (placed, sending) = (HashMap::new(), Vec::new());
-        Ok(Self { of, program, alive, reads, accumulated, placed, crossings, nodes, taken, sending })
+        let (placed, sending, collecting, early) = (HashMap::new(), Vec::new(), Vec::new(), Vec::new());
+        let mut lowerer = Self {
+            of,
+            program,
+            alive,
+            reads,
+            accumulated,
+            placed,
+            crossings,
+            nodes,
+            taken,
+            sending,
+            collecting,
+            early,
+        };
+        lowerer.early = lowerer.early_nodes();
+        Ok(lowerer)
+    }
+
+    /// What leads from gradients that are summed here to the collectives that sum them over the data ranks.
+    fn early_nodes(&self) -> Vec<Early> {
+        let graph = self.of.graph;
+        let mut early: Vec<Early> = Vec::new();
+        let mut made = HashSet::new();
+        for id in graph.node_ids() {
+            let node = graph.node(id);
+            let here = self.alive[id.index()] && node.phase == Phase::Update && node.place != Place::Everywhere;
+            if !here || !self.is_here(node.place) || graph.is_view(node.outputs[0]) {
+                continue;
+            }
+            let roots: Vec<ValueId> = node.inputs.iter().map(|&input| graph.value(input).root).collect();
+            let is_gradient = |root: &ValueId| {
+                let maker = graph.producer(*root);
+                maker.is_some_and(|maker| maker.phase == Phase::BackwardWeight && self.is_here(maker.place))
+            };
+            let crosses = node.outputs.iter().any(|&output| self.crossings.per_step(output).next().is_some());
+            if !crosses && roots.iter().all(|root| is_gradient(root) || made.contains(root)) {
+                if collective_of(node).is_none() {
+                    made.extend(node.outputs.iter().copied());
+                }
+                early.push(Early { node: id, waits_for: roots });
+            }
+        }
+        // Only what a collective needs has reason to hurry.
+        let mut wanted = HashSet::new();
+        for Early { node, waits_for } in early.iter().rev() {
+            let node = graph.node(*node);
+            if collective_of(node).is_some() || node.outputs.iter().any(|output| wanted.contains(output)) {
+                wanted.extend(waits_for.iter().copied());
+            }
+        }
+        early.retain(|Early { node, .. }| {
+            let node = graph.node(*node);
+            collective_of(node).is_some() || node.outputs.iter().any(|output| wanted.contains(output))
+        });
+        early
+    }
+
+    /// Runs the early nodes that waited for these values alone.
+    fn complete(&mut self, values: &[ValueId]) {
+        let graph = self.of.graph;
+        let mut complete: Vec<ValueId> = values.to_vec();
+        let mut waiting = std::mem::take(&mut self.early);
+        waiting.retain_mut(|early| {
+            early.waits_for.retain(|root| !complete.contains(root));
+            let runs = early.waits_for.is_empty();
+            if runs {
+                let node = graph.node(early.node);
+                self.node(node, 0);
+                self.alive[early.node.index()] = false;
+                complete.extend(&node.outputs);
+            }
+            !runs
+        });
+        self.early = waiting;
     }
 
     /// F, B, I or W of one stage and micro-batch.
@@ -173,9 +270,17 @@ impl<'a> Lowerer<'a> {
         let mut nodes: Vec<NodeId> = phases(action.kind).iter().flat_map(of_phase).collect();
         nodes.sort_unstable();
         let mut made = Vec::new();
+        let row = &self.of.table[self.of.rank];
+        let again = |phase: &Phase| {
+            row[index + 1..].iter().any(|later| later.stage == action.stage && phases(later.kind).contains(phase))
+        };
+        let last: Vec<Phase> = phases(action.kind).iter().copied().filter(|phase| !again(phase)).collect();
         for node in nodes.into_iter().map(|id| graph.node(id)) {
             self.node(node, micro_batch);
             made.extend(&node.outputs);
+            if !self.early.is_empty() && last.contains(&node.phase) {
+                self.complete(&node.outputs);
+            }
         }
         for root in made {
             let to: Vec<usize> = self.crossings.per_micro_batch(root).collect();
@@ -229,15 +334,18 @@ impl<'a> Lowerer<'a> {
 
     fn node(&mut self, node: &Node, micro_batch: u32) {
         let graph = self.of.graph;
+        let roots: Vec<ValueId> = node.inputs.iter().map(|&input| graph.value(input).root).collect();
+        let keys: Vec<_> = roots.iter().map(|&root| self.key(root, node.phase, micro_batch)).collect();
+        keys.iter().for_each(|key| self.finish_with(*key));
         let mut inputs: Vec<Operand> = Vec::with_capacity(node.inputs.len());
         for &id in &node.inputs {
             let value = graph.value(id);
             let buffer = self.instance(value.root, node.phase, micro_batch);
             inputs.push(Operand::new(buffer, value));
         }
-        for &id in &node.inputs {
-            let key = self.key(graph.value(id).root, node.phase, micro_batch);
-            self.placed.get_mut(&key).expect("placed above").reads_left -= 1;
+        let collective = collective_of(node);
+        if collective.is_none() {
+            keys.iter().for_each(|key| self.read(*key));
         }
         let mut outputs = Vec::with_capacity(node.outputs.len());
         let mut accumulate = 0;
@@ -279,9 +387,15 @@ impl<'a> Lowerer<'a> {
             outputs.push(Operand::new(buffer, value));
         }
         let workspace = self.workspace(node, micro_batch);
-        let any: &dyn Any = &*node.op;
-        let work = match any.downcast_ref::<Collective>() {
-            Some(collective) => Work::Collective(*collective),
+        let work = match collective {
+            Some(collective) => {
+                let request = self.program.requests;
+                self.program.requests += 1;
+                let operands = inputs.iter().chain(&outputs).map(|o| Operand { overwritten_by: None, ..o.clone() });
+                let (operands, makes) = (operands.collect(), node.outputs[0]);
+                self.collecting.push(Collecting { request, operands, reads: keys, makes });
+                Work::Collective(collective, request)
+            }
             None => Work::Compute(node.op.clone()),
         };
         let layer = node.layer.clone();
@@ -437,6 +551,7 @@ impl<'a> Lowerer<'a> {
             let spec = value.spec.clone();
             self.program.outputs.push(Instance { name: output.name.clone(), micro_batch: 0, operand, spec });
         }
+        self.finish_collectives(|_| true);
         self.wait_for_sends(|_| true);
         self.end_part(first, "finish".into(), None);
     }
@@ -471,6 +586,7 @@ impl<'a> Lowerer<'a> {
 
     /// Sends an instance: of a micro-batch, or once per step.
     fn send(&mut self, key: (ValueId, u32), to: usize, micro_batch: Option<u32>) {
+        self.finish_with(key);
         let buffer = self.placed[&key].buffer;
         let message = self.message(key.0, to, micro_batch);
         let operand = Operand::new(buffer, self.of.graph.value(key.0));
@@ -504,13 +620,35 @@ impl<'a> Lowerer<'a> {
         self.transfer(Work::Wait(message), vec![operand], Vec::new(), key);
     }
 
+    /// Takes one of its reads from what stands at a key.
+    fn read(&mut self, key: (ValueId, u32)) {
+        self.placed.get_mut(&key).expect("what is read is placed").reads_left -= 1;
+    }
+
+    /// Waits for the collectives that read or write what stands at a key.
+    fn finish_with(&mut self, key: (ValueId, u32)) {
+        if let Some(buffer) = self.placed.get(&key).map(|placed| placed.buffer) {
+            self.finish_collectives(|collecting| collecting.operands.iter().any(|operand| operand.buffer == buffer));
+        }
+    }
+
+    fn finish_collectives(&mut self, which: impl Fn(&Collecting) -> bool) {
+        let (over, left) = std::mem::take(&mut self.collecting).into_iter().partition(which);
+        self.collecting = left;
+        let over: Vec<Collecting> = over;
+        for Collecting { request, operands, reads, makes } in over {
+            self.transfer(Work::Finish(request), operands, Vec::new(), (makes, 0));
+            reads.into_iter().for_each(|key| self.read(key));
+        }
+    }
+
     fn wait_for_sends(&mut self, which: impl Fn(&Sending) -> bool) {
         let (over, left): (Vec<Sending>, Vec<Sending>) = self.sending.iter().partition(|&sending| which(sending));
         self.sending = left;
         for Sending { key, buffer, message, .. } in over {
             let operand = Operand::new(buffer, self.of.graph.value(key.0));
             self.transfer(Work::Wait(message), vec![operand], Vec::new(), key);
-            self.placed.get_mut(&key).expect("what is sent is placed").reads_left -= 1;
+            self.read(key);
         }
     }
 
@@ -525,6 +663,11 @@ impl<'a> Lowerer<'a> {
         let micro_batch = if instance == SUM { 0 } else { instance };
         self.program.steps.push(Step { work, inputs, outputs, workspace: None, accumulate: 0, micro_batch, layer });
     }
+}
+
+fn collective_of(node: &Node) -> Option<Collective> {
+    let op: &dyn Any = &*node.op;
+    op.downcast_ref().copied()
 }
 
 /// Inputs whose name begins so are written once per step instead of once per micro-batch.

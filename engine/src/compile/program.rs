@@ -94,8 +94,11 @@ pub enum Work {
     Receive(Message),
     /// Waits for a message; input 0 is what is sent or received.
     Wait(Message),
-    /// An operation of the data ranks together.
-    Collective(Collective),
+    /// Begins an operation of the data ranks together, as request number so-and-so. Its operands are left alone until it
+    /// is finished.
+    Collective(Collective, usize),
+    /// Waits for a collective; its inputs are all that it read or wrote.
+    Finish(usize),
 }
 
 impl Work {
@@ -106,7 +109,8 @@ impl Work {
             Self::Send(_) => "send",
             Self::Receive(_) => "receive",
             Self::Wait(_) => "wait",
-            Self::Collective(collective) => collective.name(),
+            Self::Collective(collective, _) => collective.name(),
+            Self::Finish(_) => "finish",
         }
     }
 }

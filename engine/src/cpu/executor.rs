@@ -338,16 +338,17 @@ fn run_all(
                 // SAFETY: as above; a program's last instructions wait for all that is under way.
                 unsafe { transfer(instruction, *message, base, links) }.map_err(|source| (index, source))?;
             }
-            Work::Collective(collective) => {
-                // SAFETY: as above; it is over before the next instruction.
-                unsafe { together(*collective, instruction, base, links) }.map_err(|source| (index, source))?;
+            Work::Collective(collective, request) => {
+                // SAFETY: as above.
+                unsafe { begin(*collective, *request, instruction, base, links) }.map_err(|source| (index, source))?;
             }
+            Work::Finish(request) => finish(*request, links).map_err(|source| (index, source))?,
         }
         // What is being received is not to be looked at before the wait for it.
         let watched = match &instruction.work {
-            Work::Compute(_) | Work::Collective(_) => &instruction.outputs,
-            Work::Wait(_) => &instruction.inputs,
-            Work::Send(_) | Work::Receive(_) => &Box::default(),
+            Work::Compute(_) => &instruction.outputs,
+            Work::Wait(_) | Work::Finish(_) => &instruction.inputs,
+            Work::Send(_) | Work::Receive(_) | Work::Collective(..) => &Box::default(),
         };
         if options.watch && culprit.is_none() && !are_finite(watched, base) {
             culprit = Some(index);
@@ -392,12 +393,13 @@ unsafe fn transfer(
     Ok(())
 }
 
-/// A collective from its start to its end.
+/// Starts a collective.
 ///
 /// # Safety
-/// The operands lie in the arena at `base`, and nobody else touches them.
-unsafe fn together(
+/// The operands lie in the arena at `base`, and nobody else touches them until it is finished.
+unsafe fn begin(
     collective: Collective,
+    request: usize,
     instruction: &Instruction,
     base: Base,
     links: &mut Links,
@@ -408,8 +410,13 @@ unsafe fn together(
     let inputs = [range(instruction.inputs.first()), range(instruction.inputs.get(1))];
     let output = range(instruction.outputs.first()).expect("a collective has an output");
     // SAFETY: by this function's contract; the plan keeps inputs and outputs apart, or makes them one.
-    let request = unsafe { data.start(collective.request(inputs, output)) }?;
-    data.wait(request)
+    links.requests[request] = Some(unsafe { data.start(collective.request(inputs, output)) }?);
+    Ok(())
+}
+
+fn finish(request: usize, links: &mut Links) -> communicator::Result<()> {
+    let under_way = links.requests[request].take().expect("lowering starts every collective that it finishes");
+    links.communicators.data.as_mut().ok_or(NO_COMMUNICATOR)?.wait(under_way)
 }
 
 const NO_COMMUNICATOR: CommunicatorError = CommunicatorError::Unsupported {

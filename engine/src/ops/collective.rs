@@ -14,17 +14,17 @@ use crate::reference::{Array, Reference};
 pub enum Collective {
     /// f32 of any shape, summed in place.
     AllReduce,
-    /// f32 [ranks · n] → [n]: this rank's part of the sum.
+    /// f32 of ranks · n elements → n: this rank's part of the sum.
     ReduceScatter {
         /// Data ranks.
         ranks: usize,
     },
-    /// [n] → [ranks · n]: the parts of all ranks.
+    /// n elements → ranks · n: the parts of all ranks.
     AllGather {
         /// Data ranks.
         ranks: usize,
     },
-    /// (tensor of ranks · n elements, part [n]) → the tensor, changed to the parts of all ranks.
+    /// (tensor of ranks · n elements, part of n) → the tensor, changed to the parts of all ranks.
     Refill {
         /// Data ranks.
         ranks: usize,

@@ -11,7 +11,7 @@ use crate::op::Op;
 use crate::reference::{Array, Reference};
 use candle_core::DType;
 
-/// Σ x² of each input: f64 [inputs]. Blocks of fixed size are summed in f32 lanes and added in f64 in order, so that
+/// Σ x² of each input: a vector of f64. Blocks of fixed size are summed in f32 lanes and added in f64 in order, so that
 /// the bits do not depend on the number of threads.
 #[derive(Debug, Clone, Copy)]
 pub struct SquaredNorms;
