@@ -10,20 +10,24 @@
 //! reader. The wait for a send stands where the order of the step says that the message was taken, so it never blocks
 //! between actions; until then the bytes stay as they are.
 
-use std::any::Any;
-use std::collections::{HashMap, HashSet};
+mod early;
+mod transfer;
+
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use gapless_alloc::{Label, Role};
 use gapless_parallel::Action;
 
+use self::early::{Early, collective_of};
+use self::transfer::{Collecting, Sending};
 use super::messages::{Crossings, phases};
-use super::program::{BufferId, Held, Instance, Message, Operand, Part, Program, Step, Work, role_of_node};
+use super::program::{BufferId, Held, Instance, Operand, Part, Program, Step, Work, role_of_node};
 use crate::error::Result;
 use crate::graph::{Graph, Node, NodeId, Phase, Place, Source, Value, ValueId};
 use crate::nn::Init;
 use crate::op::Op;
-use crate::ops::{Binary, BinaryKind, Collective, Contiguous};
+use crate::ops::{Binary, BinaryKind, Contiguous};
 
 /// What to lower, and how.
 #[derive(Debug)]
@@ -114,36 +118,6 @@ struct Lowerer<'a> {
     early: Vec<Early>,
 }
 
-/// A collective under way.
-#[derive(Debug)]
-struct Collecting {
-    request: usize,
-    /// All that it reads and writes.
-    operands: Vec<Operand>,
-    /// What it reads, for it counts as a reader until its end.
-    reads: Vec<(ValueId, u32)>,
-    /// What it makes, for its layer's name.
-    makes: ValueId,
-}
-
-/// A node of the update that waits for the last of its inputs.
-#[derive(Debug)]
-struct Early {
-    node: NodeId,
-    /// Roots that are not complete yet.
-    waits_for: Vec<ValueId>,
-}
-
-/// A send under way.
-#[derive(Debug, Clone, Copy)]
-struct Sending {
-    key: (ValueId, u32),
-    buffer: BufferId,
-    message: Message,
-    /// The action before which it has been taken; none for all that is certain only in the end.
-    taken: Option<usize>,
-}
-
 impl<'a> Lowerer<'a> {
     fn new(of: &'a Lowering<'a>) -> Result<Self> {
         let graph = of.graph;
@@ -196,64 +170,6 @@ impl<'a> Lowerer<'a> {
         Ok(lowerer)
     }
 
-    /// What leads from gradients that are summed here to the collectives that sum them over the data ranks.
-    fn early_nodes(&self) -> Vec<Early> {
-        let graph = self.of.graph;
-        let mut early: Vec<Early> = Vec::new();
-        let mut made = HashSet::new();
-        for id in graph.node_ids() {
-            let node = graph.node(id);
-            let here = self.alive[id.index()] && node.phase == Phase::Update && node.place != Place::Everywhere;
-            if !here || !self.is_here(node.place) || graph.is_view(node.outputs[0]) {
-                continue;
-            }
-            let roots: Vec<ValueId> = node.inputs.iter().map(|&input| graph.value(input).root).collect();
-            let is_gradient = |root: &ValueId| {
-                let maker = graph.producer(*root);
-                maker.is_some_and(|maker| maker.phase == Phase::BackwardWeight && self.is_here(maker.place))
-            };
-            let crosses = node.outputs.iter().any(|&output| self.crossings.per_step(output).next().is_some());
-            if !crosses && roots.iter().all(|root| is_gradient(root) || made.contains(root)) {
-                if collective_of(node).is_none() {
-                    made.extend(node.outputs.iter().copied());
-                }
-                early.push(Early { node: id, waits_for: roots });
-            }
-        }
-        // Only what a collective needs has reason to hurry.
-        let mut wanted = HashSet::new();
-        for Early { node, waits_for } in early.iter().rev() {
-            let node = graph.node(*node);
-            if collective_of(node).is_some() || node.outputs.iter().any(|output| wanted.contains(output)) {
-                wanted.extend(waits_for.iter().copied());
-            }
-        }
-        early.retain(|Early { node, .. }| {
-            let node = graph.node(*node);
-            collective_of(node).is_some() || node.outputs.iter().any(|output| wanted.contains(output))
-        });
-        early
-    }
-
-    /// Runs the early nodes that waited for these values alone.
-    fn complete(&mut self, values: &[ValueId]) {
-        let graph = self.of.graph;
-        let mut complete: Vec<ValueId> = values.to_vec();
-        let mut waiting = std::mem::take(&mut self.early);
-        waiting.retain_mut(|early| {
-            early.waits_for.retain(|root| !complete.contains(root));
-            let runs = early.waits_for.is_empty();
-            if runs {
-                let node = graph.node(early.node);
-                self.node(node, 0);
-                self.alive[early.node.index()] = false;
-                complete.extend(&node.outputs);
-            }
-            !runs
-        });
-        self.early = waiting;
-    }
-
     /// F, B, I or W of one stage and micro-batch.
     fn action(&mut self, index: usize, action: &Action) {
         let graph = self.of.graph;
@@ -270,15 +186,11 @@ impl<'a> Lowerer<'a> {
         let mut nodes: Vec<NodeId> = phases(action.kind).iter().flat_map(of_phase).collect();
         nodes.sort_unstable();
         let mut made = Vec::new();
-        let row = &self.of.table[self.of.rank];
-        let again = |phase: &Phase| {
-            row[index + 1..].iter().any(|later| later.stage == action.stage && phases(later.kind).contains(phase))
-        };
-        let last: Vec<Phase> = phases(action.kind).iter().copied().filter(|phase| !again(phase)).collect();
+        let last = self.last_phases(index, action);
         for node in nodes.into_iter().map(|id| graph.node(id)) {
             self.node(node, micro_batch);
             made.extend(&node.outputs);
-            if !self.early.is_empty() && last.contains(&node.phase) {
+            if last.contains(&node.phase) {
                 self.complete(&node.outputs);
             }
         }
@@ -555,119 +467,6 @@ impl<'a> Lowerer<'a> {
         self.wait_for_sends(|_| true);
         self.end_part(first, "finish".into(), None);
     }
-
-    /// Sends what was just made for the update, or for the host, to everyone else who reads it.
-    fn send_per_step(&mut self, root: ValueId) {
-        let (_, instance) = self.key(root, Phase::Update, 0);
-        let to: Vec<usize> = self.crossings.per_step(root).collect();
-        to.into_iter().for_each(|to| self.send((root, instance), to, None));
-    }
-
-    /// Receives what the update, or the host, reads, if it is made elsewhere and not here yet.
-    fn receive_per_step(&mut self, root: ValueId) {
-        let (_, instance) = self.key(root, Phase::Update, 0);
-        let elsewhere = self.of.graph.place_of(root).is_some_and(|place| !self.is_here(place));
-        if elsewhere && !self.placed.contains_key(&(root, instance)) {
-            self.receive((root, instance), None);
-        }
-    }
-
-    /// Brings a persistent tensor that changed on one rank to the others that read it.
-    fn refresh(&mut self, root: ValueId, place: Place, here: bool) {
-        let replicas: Vec<usize> = self.crossings.replicas(root).collect();
-        if here {
-            replicas.into_iter().for_each(|to| self.send((root, 0), to, None));
-        } else if replicas.contains(&self.of.rank) {
-            let buffer = self.instance(root, Phase::Update, 0);
-            let from = self.crossings.ranks_of(place).start;
-            self.receive_into((root, 0), buffer, from, None);
-        }
-    }
-
-    /// Sends an instance: of a micro-batch, or once per step.
-    fn send(&mut self, key: (ValueId, u32), to: usize, micro_batch: Option<u32>) {
-        self.finish_with(key);
-        let buffer = self.placed[&key].buffer;
-        let message = self.message(key.0, to, micro_batch);
-        let operand = Operand::new(buffer, self.of.graph.value(key.0));
-        self.transfer(Work::Send(message), vec![operand], Vec::new(), key);
-        let taken = micro_batch.and_then(|micro_batch| self.taken.get(&(key.0, micro_batch, to)).copied());
-        self.sending.push(Sending { key, buffer, message, taken });
-    }
-
-    fn receive(&mut self, key: (ValueId, u32), micro_batch: Option<u32>) {
-        let graph = self.of.graph;
-        let (root, instance) = key;
-        let maker = graph.producer(root).expect("what is received is made by a node elsewhere");
-        let output = maker.outputs.iter().position(|&output| output == root).unwrap_or(0);
-        let buffer = self.fresh(maker, root, output, micro_batch.unwrap_or(0));
-        self.program.buffers[buffer.index()].label.role = Role::Communication;
-        let [per_micro_batch, per_step] = self.reads[root.index()];
-        let reads_left = match (self.accumulated[root.index()], instance) {
-            (true, SUM) => per_step,
-            (true, _) => per_micro_batch,
-            (false, _) => per_micro_batch + per_step,
-        };
-        self.placed.insert(key, Placed { buffer, reads_left });
-        let from = self.crossings.ranks_of(maker.place).start;
-        self.receive_into(key, buffer, from, micro_batch);
-    }
-
-    fn receive_into(&mut self, key: (ValueId, u32), buffer: BufferId, from: usize, micro_batch: Option<u32>) {
-        let message = self.message(key.0, from, micro_batch);
-        let operand = Operand::new(buffer, self.of.graph.value(key.0));
-        self.transfer(Work::Receive(message), Vec::new(), vec![operand.clone()], key);
-        self.transfer(Work::Wait(message), vec![operand], Vec::new(), key);
-    }
-
-    /// Takes one of its reads from what stands at a key.
-    fn read(&mut self, key: (ValueId, u32)) {
-        self.placed.get_mut(&key).expect("what is read is placed").reads_left -= 1;
-    }
-
-    /// Waits for the collectives that read or write what stands at a key.
-    fn finish_with(&mut self, key: (ValueId, u32)) {
-        if let Some(buffer) = self.placed.get(&key).map(|placed| placed.buffer) {
-            self.finish_collectives(|collecting| collecting.operands.iter().any(|operand| operand.buffer == buffer));
-        }
-    }
-
-    fn finish_collectives(&mut self, which: impl Fn(&Collecting) -> bool) {
-        let (over, left) = std::mem::take(&mut self.collecting).into_iter().partition(which);
-        self.collecting = left;
-        let over: Vec<Collecting> = over;
-        for Collecting { request, operands, reads, makes } in over {
-            self.transfer(Work::Finish(request), operands, Vec::new(), (makes, 0));
-            reads.into_iter().for_each(|key| self.read(key));
-        }
-    }
-
-    fn wait_for_sends(&mut self, which: impl Fn(&Sending) -> bool) {
-        let (over, left): (Vec<Sending>, Vec<Sending>) = self.sending.iter().partition(|&sending| which(sending));
-        self.sending = left;
-        for Sending { key, buffer, message, .. } in over {
-            let operand = Operand::new(buffer, self.of.graph.value(key.0));
-            self.transfer(Work::Wait(message), vec![operand], Vec::new(), key);
-            self.read(key);
-        }
-    }
-
-    fn message(&mut self, root: ValueId, peer: usize, micro_batch: Option<u32>) -> Message {
-        let request = self.program.requests;
-        self.program.requests += 1;
-        Message { peer, tag: self.crossings.tag(root, micro_batch), request }
-    }
-
-    fn transfer(&mut self, work: Work, inputs: Vec<Operand>, outputs: Vec<Operand>, (root, instance): (ValueId, u32)) {
-        let layer = self.of.graph.producer(root).map_or_else(|| Arc::from(""), |maker| maker.layer.clone());
-        let micro_batch = if instance == SUM { 0 } else { instance };
-        self.program.steps.push(Step { work, inputs, outputs, workspace: None, accumulate: 0, micro_batch, layer });
-    }
-}
-
-fn collective_of(node: &Node) -> Option<Collective> {
-    let op: &dyn Any = &*node.op;
-    op.downcast_ref().copied()
 }
 
 /// Inputs whose name begins so are written once per step instead of once per micro-batch.
