@@ -22,7 +22,8 @@ pub struct TrainOptions {
     pub learning_rate: LearningRate,
     /// Seed of the initial parameters and of dropout.
     pub seed: u64,
-    /// Worker threads; 0 for all cores. The bits of the results do not depend on it.
+    /// Worker threads of each rank; 0 for all cores, which is too many where ranks are threads of one machine. The bits of
+    /// the results do not depend on it.
     pub threads: usize,
     /// How many ranks there are, and what each is. More than one need [`Trainer::on`](super::Trainer::on).
     pub mesh: Mesh,
@@ -67,7 +68,7 @@ impl TrainOptions {
         let parts = self.micro_batches.saturating_mul(self.mesh.data);
         if !self.batch.is_multiple_of(parts) {
             let why = format!("{} sequences do not divide into {parts}", self.batch);
-            return fail("micro_batches", why, "micro-batches × data ranks must divide the batch");
+            return fail("micro_batches", why, "micro-batches × data ranks must be a divisor of the batch");
         }
         if self.pipeline.chunks == 0 {
             return fail("pipeline", "0 chunks per rank".into(), "at least 1");
