@@ -268,7 +268,7 @@ fn a_wait_that_takes_too_long_says_for_what() {
     };
     assert_eq!((tag.stage, tag.micro_batch), (2, 7));
     let text = errors[0].as_ref().unwrap().to_string();
-    assert!(text.contains("waiting for the activations into stage 2, micro-batch 7, from rank 2"), "{text}");
+    assert!(text.contains("waiting for the activations of stage 2, micro-batch 7, from rank 2"), "{text}");
     all_name(&errors, 0, "gave up");
 }
 
