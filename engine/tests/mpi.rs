@@ -200,7 +200,7 @@ mod jobs {
             (
                 "hang",
                 short,
-                &["gave up after 0.5 s waiting for the activations into stage 2, micro-batch 7, from rank 1"],
+                &["gave up after 0.5 s waiting for the activations of stage 2, micro-batch 7, from rank 1"],
             ),
             ("hang in a sum", short, &["gave up after 0.5 s waiting for all_reduce of 100 elements", "rank(s) [1]"]),
             (
