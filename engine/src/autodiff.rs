@@ -79,32 +79,20 @@ impl Pass {
             if !node.outputs.iter().any(|o| pending.contains_key(o)) {
                 continue;
             }
-            let needs: Vec<bool> = node.inputs.iter().map(|i| self.depends[i.index()]).collect();
-            if !needs.contains(&true) {
+            if !node.inputs.iter().any(|i| self.depends[i.index()]) {
                 continue;
             }
+            let _layer = loss.enter(&node.layer);
             if self.is_weight[node.outputs[0].index()] {
                 self.through_weight(&node, &mut pending)?;
                 continue;
             }
-            let tensor = |&id: &ValueId| Tensor::new(&self.graph, id);
-            let outputs: Vec<Tensor> = node.outputs.iter().map(tensor).collect();
-            let _layer = outputs[0].enter(&node.layer);
             let mut grads = Vec::new();
-            for output in &outputs {
-                grads.push(pending.remove(&output.id()).map(|parts| self.total(parts)).transpose()?);
+            for output in &node.outputs {
+                grads.push(pending.remove(output).map(|parts| self.total(parts)).transpose()?);
             }
-            for (output, grad) in outputs.iter().zip(&grads) {
-                if !self.is_weight[output.id().index()] {
-                    input_gradients.extend(grad.as_ref().map(Tensor::id));
-                }
-            }
-            let inputs = node.inputs.iter().map(tensor).collect();
-            let mut gradient = Gradient { inputs, outputs, grads, needs, sent: Vec::new() };
-            node.op.gradient(&mut gradient)?;
-            for (input, grad) in gradient.sent {
-                pending.entry(node.inputs[input]).or_default().push(grad);
-            }
+            input_gradients.extend(grads.iter().flatten().map(Tensor::id));
+            self.send_on(&node, grads, &mut pending)?;
         }
         self.mark_phases(&input_gradients);
         let gradients = self.collect(pending)?;
@@ -114,19 +102,28 @@ impl Pass {
 
     /// The gradients of a weight's view, one by one: each use of it may be in another stage, and is summed up there.
     fn through_weight(&self, node: &Node, pending: &mut HashMap<ValueId, Vec<Tensor>>) -> Result<()> {
-        let tensor = |&id: &ValueId| Tensor::new(&self.graph, id);
         for part in pending.remove(&node.outputs[0]).unwrap_or_default() {
             let place = lock(&self.graph).place_of(part.id()).unwrap_or(node.place);
             lock(&self.graph).set_place(place);
-            let outputs: Vec<Tensor> = node.outputs.iter().map(tensor).collect();
-            let _layer = outputs[0].enter(&node.layer);
-            let inputs: Vec<Tensor> = node.inputs.iter().map(tensor).collect();
-            let needs = vec![true; inputs.len()];
-            let mut gradient = Gradient { inputs, outputs, grads: vec![Some(part)], needs, sent: Vec::new() };
-            node.op.gradient(&mut gradient)?;
-            for (input, grad) in gradient.sent {
-                pending.entry(node.inputs[input]).or_default().push(grad);
-            }
+            self.send_on(node, vec![Some(part)], pending)?;
+        }
+        Ok(())
+    }
+
+    /// Records the gradients of a node's inputs, given those of its outputs.
+    fn send_on(
+        &self,
+        node: &Node,
+        grads: Vec<Option<Tensor>>,
+        pending: &mut HashMap<ValueId, Vec<Tensor>>,
+    ) -> Result<()> {
+        let tensors = |ids: &[ValueId]| ids.iter().map(|&id| Tensor::new(&self.graph, id)).collect();
+        let (inputs, outputs) = (tensors(&node.inputs), tensors(&node.outputs));
+        let needs = node.inputs.iter().map(|i| self.depends[i.index()]).collect();
+        let mut gradient = Gradient { inputs, outputs, grads, needs, sent: Vec::new() };
+        node.op.gradient(&mut gradient)?;
+        for (input, grad) in gradient.sent {
+            pending.entry(node.inputs[input]).or_default().push(grad);
         }
         Ok(())
     }

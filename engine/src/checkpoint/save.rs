@@ -99,12 +99,12 @@ impl Draft {
     ///
     /// # Errors
     /// When the manifest cannot be written, or the folder not be renamed.
-    pub fn commit(self, files: WrittenFiles, metadata: Value) -> Result<PathBuf, CheckpointError> {
+    pub fn commit(&self, files: WrittenFiles, metadata: Value) -> Result<PathBuf, CheckpointError> {
         commit_on(&mut RealDisk, &self.dir, self.step, files, metadata)
     }
 
     /// Removes it.
-    pub fn discard(self) {
+    pub fn discard(&self) {
         // What cannot be removed is passed over by `latest`.
         let _ = RealDisk.remove_folder(&partial_path(&self.dir, self.step));
     }

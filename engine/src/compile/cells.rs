@@ -18,9 +18,9 @@ impl Program {
 
     /// The most bytes of activations and messages that are alive in any cell, beside what lives in one cell alone.
     pub fn peak_bytes_between_cells(&self) -> u64 {
-        let (cells, _) = self.steps_by_cell();
+        let (cells, cell_of) = self.steps_by_cell();
         let mut change = vec![0i128; cells.len() + 1];
-        for (_, bytes, born, dead) in self.outliving() {
+        for (bytes, born, dead) in self.outliving(&cell_of) {
             change[born] += i128::from(bytes);
             change[dead + 1] -= i128::from(bytes);
         }
@@ -33,26 +33,26 @@ impl Program {
 
     /// What outlives the cell that it is born in: for the simulator, from a program of one micro-batch.
     pub fn kept(&self) -> Vec<Kept> {
-        let (cells, _) = self.steps_by_cell();
-        self.outliving().map(|(_, bytes, born, dead)| Kept { bytes, from: cells[born], until: cells[dead] }).collect()
+        let (cells, cell_of) = self.steps_by_cell();
+        self.outliving(&cell_of)
+            .map(|(bytes, born, dead)| Kept { bytes, from: cells[born], until: cells[dead] })
+            .collect()
     }
 
-    /// Buffer, bytes, and the cells of its first and last use, of activations and messages that are used in several cells.
-    fn outliving(&self) -> impl Iterator<Item = (usize, u64, usize, usize)> {
-        let (_, cell_of) = self.steps_by_cell();
+    /// Bytes, and the cells of the first and last use, of activations and messages that are used in several cells.
+    fn outliving(&self, cell_of: &[Option<usize>]) -> impl Iterator<Item = (u64, usize, usize)> {
         let mut used: Vec<Option<(usize, usize)>> = vec![None; self.buffers.len()];
         for (step, cell) in self.steps.iter().zip(cell_of) {
-            let Some(cell) = cell else { continue };
+            let &Some(cell) = cell else { continue };
             for operand in step.inputs.iter().chain(&step.outputs) {
                 let (first, last) = used[operand.buffer.index()].unwrap_or((cell, cell));
                 used[operand.buffer.index()] = Some((first.min(cell), last.max(cell)));
             }
         }
-        let buffers: Vec<_> = self.buffers.iter().zip(used).enumerate().collect();
-        buffers.into_iter().filter_map(|(index, (buffer, used))| {
+        self.buffers.iter().zip(used).filter_map(|(buffer, used)| {
             let (born, dead) = used?;
             let counted = matches!(buffer.label.role, Role::Activation | Role::Communication);
-            (counted && matches!(buffer.held, Held::No) && born < dead).then_some((index, buffer.bytes, born, dead))
+            (counted && matches!(buffer.held, Held::No) && born < dead).then_some((buffer.bytes, born, dead))
         })
     }
 

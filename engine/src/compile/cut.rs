@@ -139,9 +139,8 @@ fn balanced(graph: &Graph, stages: usize) -> Result<Vec<usize>> {
         let mut next = vec![None; work.len() + 1];
         let mut from = vec![0; work.len() + 1];
         for to in stage + 1..=work.len() {
-            let earliest = if stage == 0 { 0 } else { stage };
-            let latest = if stage == 0 { 1 } else { to };
-            for start in (earliest..latest).rev() {
+            let starts = if stage == 0 { 0..1 } else { stage..to };
+            for start in starts.rev() {
                 if next[to].is_some_and(|(slowest, _)| 3 * (flops[to] - flops[start]) > slowest) {
                     break;
                 }

@@ -51,13 +51,10 @@ impl Crossings {
         let mut writers: BTreeMap<ValueId, usize> = BTreeMap::new();
         for id in graph.node_ids().filter(|id| alive[id.index()]) {
             let node = graph.node(id);
-            if graph.is_view(node.outputs[0]) {
-                continue;
-            }
             for root in node.inputs.iter().map(|&input| graph.value(input).root) {
                 let ranks = crossings.ranks_of(node.place);
                 match graph.producer(root) {
-                    Some(maker) => crossings.record(graph, root, maker, node.phase, node.place, ranks),
+                    Some(maker) => crossings.record(root, maker, node.phase, node.place, ranks),
                     None => readers.entry(root).or_default().extend(ranks),
                 }
             }
@@ -80,7 +77,7 @@ impl Crossings {
             let root = graph.value(output.value).root;
             if let Some(maker) = graph.producer(root) {
                 let ranks = 0..crossings.ranks;
-                crossings.record(graph, root, maker, Phase::Update, Place::Everywhere, ranks);
+                crossings.record(root, maker, Phase::Update, Place::Everywhere, ranks);
             }
         }
         crossings.number(graph);
@@ -118,15 +115,7 @@ impl Crossings {
         }
     }
 
-    fn record(
-        &mut self,
-        graph: &Graph,
-        root: ValueId,
-        maker: &Node,
-        phase: Phase,
-        place: Place,
-        ranks: impl Iterator<Item = usize>,
-    ) {
+    fn record(&mut self, root: ValueId, maker: &Node, phase: Phase, place: Place, ranks: impl Iterator<Item = usize>) {
         let Place::Stage(stage) = maker.place else { return };
         let from = self.rank_of[&stage];
         let to: Vec<usize> = ranks.filter(|&rank| rank != from).collect();
@@ -137,7 +126,7 @@ impl Crossings {
             self.per_step.entry(root).or_default().extend(to);
             return;
         }
-        debug_assert!(graph.producer(root).is_some_and(|maker| maker.phase != Phase::Update));
+        debug_assert!(maker.phase != Phase::Update);
         self.per_micro_batch.entry(root).or_default().extend(to);
         if let Place::Stage(reader) = place {
             let needs = self.needs.entry((reader, phase)).or_default();

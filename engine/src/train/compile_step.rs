@@ -41,37 +41,17 @@ pub(super) fn compile_step<M: Model>(
     plan: &RankPlan,
     threads: usize,
 ) -> Result<CompiledStep> {
-    let forward = plan.forward_table();
     let TrainProgram { program: train, parameters, stages, kept } = train_program(build, options, plan, threads)?;
-    let no_roles = HashMap::new();
 
     let trace = Trace::new(build, options.evaluation_batch(), options.sequence)?;
     let loss = trace.model.loss(&trace.tokens, &trace.targets()?, false)?;
-    cut_like(&mut trace.lock(), &stages);
-    let evaluate = lower(&Lowering {
-        name: "evaluate",
-        graph: &trace.lock(),
-        table: &forward,
-        rank: plan.at.pipeline,
-        outputs: &[Output::everywhere("loss", loss.id())],
-        roles: &no_roles,
-        threads,
-    })?;
+    let evaluate = trace.lower_forward("evaluate", Output::everywhere("loss", loss.id()), plan, &stages, threads)?;
 
     let trace = Trace::new(build, 1, options.sequence)?;
     let logits = trace.model.forward(&trace.tokens, false)?;
     let vocabulary = logits.dim(candle_core::D::Minus1)?.min(trace.smallest_table());
     let logits = logits.contiguous()?;
-    cut_like(&mut trace.lock(), &stages);
-    let logits = lower(&Lowering {
-        name: "logits",
-        graph: &trace.lock(),
-        table: &forward,
-        rank: plan.at.pipeline,
-        outputs: &[Output::everywhere("logits", logits.id())],
-        roles: &no_roles,
-        threads,
-    })?;
+    let logits = trace.lower_forward("logits", Output::everywhere("logits", logits.id()), plan, &stages, threads)?;
 
     let programs = [train, evaluate, logits];
     if plan.mesh.pipeline > 1 {
@@ -185,6 +165,27 @@ impl<M: Model> Trace<M> {
         let id = lock(&graph).add_input("tokens", Spec { shape: (batch, sequence).into(), dtype: DType::U32 })?;
         let tokens = Tensor::new(&graph, id);
         Ok(Self { graph, model, tokens })
+    }
+
+    /// A program of the forward pass alone, cut where the training step is.
+    fn lower_forward(
+        &self,
+        name: &str,
+        output: Output,
+        plan: &RankPlan,
+        stages: &ParameterStages,
+        threads: usize,
+    ) -> Result<Program> {
+        cut_like(&mut self.lock(), stages);
+        lower(&Lowering {
+            name,
+            graph: &self.lock(),
+            table: &plan.forward_table(),
+            rank: plan.at.pipeline,
+            outputs: &[output],
+            roles: &HashMap::new(),
+            threads,
+        })
     }
 
     /// Rows of the smallest table that tokens are looked up in.

@@ -38,24 +38,22 @@ impl Trainer {
     pub fn save(&mut self, dir: &Path, run: Value) -> Result<PathBuf> {
         let _span = tracing::info_span!("save", step = self.step).entered();
         let first = self.world.as_ref().is_none_or(|world| world.rank() == 0);
-        let begun = if first { Draft::begin(dir, self.step).map(Some) } else { Ok(None) };
-        let begun = self.all(begun.as_ref().err().map(ToString::to_string))?;
-        agree(begun)?;
         let draft = Draft::join(dir, self.step);
+        let begun = if first { Draft::begin(dir, self.step).err() } else { None };
+        agree(self.all(begun.map(|error| error.to_string()))?)?;
         let written = self.write_own(&draft)?;
         let written = self.all(written)?;
         let failed = written.iter().any(|written| written.error.is_some());
         if first && failed {
-            Draft::join(dir, self.step).discard();
+            draft.discard();
         }
         agree(written.iter().map(|written| written.error.clone()).collect())?;
-        let committed = if first { Some(self.commit(draft, written, run)) } else { None };
+        let committed = if first { Some(self.commit(&draft, written, run)) } else { None };
         let path = committed.transpose().map_err(|error| error.to_string());
         if path.is_err() {
-            Draft::join(dir, self.step).discard();
+            draft.discard();
         }
-        let outcomes = self.all(path.as_ref().err().cloned())?;
-        agree(outcomes)?;
+        agree(self.all(path.as_ref().err().cloned())?)?;
         Ok(path.ok().flatten().unwrap_or_else(|| Checkpoint::path_of(dir, self.step)))
     }
 
@@ -128,7 +126,7 @@ impl Trainer {
         })
     }
 
-    fn commit(&self, draft: Draft, written: Vec<Written>, run: Value) -> Result<PathBuf, CheckpointError> {
+    fn commit(&self, draft: &Draft, written: Vec<Written>, run: Value) -> Result<PathBuf, CheckpointError> {
         let (mut files, mut parts) = (WrittenFiles::default(), Map::new());
         for one in written {
             files.extend(one.files);

@@ -27,7 +27,7 @@ impl Lowerer<'_> {
         for id in graph.node_ids() {
             let node = graph.node(id);
             let here = self.alive[id.index()] && node.phase == Phase::Update && node.place != Place::Everywhere;
-            if !here || !self.is_here(node.place) || graph.is_view(node.outputs[0]) {
+            if !here || !self.is_here(node.place) {
                 continue;
             }
             let roots: Vec<ValueId> = node.inputs.iter().map(|&input| graph.value(input).root).collect();

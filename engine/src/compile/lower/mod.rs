@@ -127,9 +127,6 @@ impl<'a> Lowerer<'a> {
         let mut reads = vec![[0, 0]; graph.values().len()];
         let mut accumulated = vec![false; graph.values().len()];
         for node in graph.node_ids().filter(|n| alive[n.index()]).map(|n| graph.node(n)) {
-            if graph.is_view(node.outputs[0]) {
-                continue;
-            }
             let here = crossings.ranks_of(node.place).contains(&of.rank);
             for root in node.inputs.iter().map(|&i| graph.value(i).root) {
                 let is_update = node.phase == Phase::Update;
@@ -147,7 +144,7 @@ impl<'a> Lowerer<'a> {
             reads[graph.value(output.value).root.index()][1] += 1;
         }
         let mut nodes: HashMap<(Place, Phase), Vec<NodeId>> = HashMap::new();
-        for id in graph.node_ids().filter(|id| alive[id.index()] && !graph.is_view(graph.node(*id).outputs[0])) {
+        for id in graph.node_ids().filter(|id| alive[id.index()]) {
             nodes.entry((graph.node(id).place, graph.node(id).phase)).or_default().push(id);
         }
         let program = Program { name: of.name.into(), ..Program::default() };
@@ -215,7 +212,7 @@ impl<'a> Lowerer<'a> {
         }
         for id in graph.node_ids() {
             let node = graph.node(id);
-            if node.phase != Phase::Update || !self.alive[id.index()] || graph.is_view(node.outputs[0]) {
+            if node.phase != Phase::Update || !self.alive[id.index()] {
                 continue;
             }
             let here = self.is_here(node.place);
@@ -472,7 +469,7 @@ impl<'a> Lowerer<'a> {
 /// Inputs whose name begins so are written once per step instead of once per micro-batch.
 pub(crate) const PER_STEP: &str = "step.";
 
-/// Nodes that the update's states or the outputs depend on.
+/// Nodes to run: those that the update's states or the outputs depend on, but for views, which do nothing.
 fn alive_nodes(graph: &Graph, outputs: &[Output]) -> Vec<bool> {
     let mut wanted = vec![false; graph.values().len()];
     for id in outputs.iter().map(|output| output.value) {
@@ -480,12 +477,11 @@ fn alive_nodes(graph: &Graph, outputs: &[Output]) -> Vec<bool> {
         wanted[graph.value(id).root.index()] = true;
     }
     let mut alive = vec![false; graph.nodes().len()];
-    let ids: Vec<NodeId> = graph.node_ids().collect();
-    for id in ids.into_iter().rev() {
+    for id in graph.node_ids().rev() {
         let node = graph.node(id);
         let changes_state = node.phase == Phase::Update && !node.op.must_overwrite().is_empty();
-        alive[id.index()] = changes_state || node.outputs.iter().any(|o| wanted[o.index()]);
-        if alive[id.index()] {
+        if changes_state || node.outputs.iter().any(|o| wanted[o.index()]) {
+            alive[id.index()] = !graph.is_view(node.outputs[0]);
             for &input in &node.inputs {
                 wanted[input.index()] = true;
                 wanted[graph.value(input).root.index()] = true;
