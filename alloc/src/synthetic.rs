@@ -15,6 +15,9 @@ pub enum Order {
     OneForwardOneBackward,
     /// The same with two chunks of layers per rank, taking turns.
     Interleaved,
+    /// One more forward ahead, and from then on the operations of a forward and a backward in turns, so that one's
+    /// communication hides behind the other's computation.
+    Overlapped,
 }
 
 /// A pipeline stage's part of a training step.
@@ -64,34 +67,36 @@ impl Step {
     pub fn problem(&self) -> Result<Problem, Error> {
         let mut buffers = Vec::new();
         let mut saved: Vec<Vec<(u64, u64)>> = vec![Vec::new(); (self.micro_batches * self.chunks()) as usize];
-        let mut tick = 0;
-        for (is_forward, micro_batch, chunk) in self.parts() {
+        let mut end = 0;
+        for Timed { part: (is_forward, micro_batch, chunk), mut start, stride } in self.timetable() {
+            let tick = |start: u64, step: usize, offset: u64| start + stride * (2 * step as u64 + offset);
             let tokens = self.tokens[micro_batch as usize % self.tokens.len()];
             let kept = &mut saved[(micro_batch * self.chunks() + chunk) as usize];
             for _ in 0..self.layers.div_ceil(self.chunks()) {
                 if is_forward {
                     for (step, bytes) in SAVED.iter().enumerate() {
-                        kept.push((tick + 2 * step as u64 + 1, bytes * tokens));
+                        kept.push((tick(start, step, 1), bytes * tokens));
                     }
                 }
                 for (step, bytes) in TRANSIENT.iter().enumerate() {
-                    let start = tick + 2 * step as u64 + 1;
-                    buffers.push(Buffer::new(start..start + 2 + step as u64 % 3, bytes * tokens).aligned(64));
+                    let born = tick(start, step, 1);
+                    buffers.push(Buffer::new(born..born + 2 + step as u64 % 3, bytes * tokens).aligned(64));
                 }
                 if !is_forward {
                     let of_layer = kept.split_off(kept.len() - SAVED.len());
-                    for (step, &(start, bytes)) in of_layer.iter().rev().enumerate() {
-                        buffers.push(Buffer::new(start..tick + 2 * step as u64 + 2, bytes).aligned(64));
+                    for (step, &(born, bytes)) in of_layer.iter().rev().enumerate() {
+                        buffers.push(Buffer::new(born..tick(start, step, 2), bytes).aligned(64));
                     }
                 }
-                tick += 2 * SAVED.len() as u64;
+                start = tick(start, SAVED.len(), 0);
             }
+            end = end.max(start);
         }
         if self.persistent {
             // Weights and two moments in full, gradients from the first backward part on.
             for bytes in PARAMETERS.iter().flat_map(|&bytes| (0..self.layers).map(move |_| bytes)) {
-                buffers.extend([0, 0, 0].map(|start| Buffer::new(start..tick, bytes).aligned(64)));
-                buffers.push(Buffer::new(self.stages.min(self.micro_batches)..tick, bytes).aligned(64));
+                buffers.extend([0, 0, 0].map(|start| Buffer::new(start..end, bytes).aligned(64)));
+                buffers.push(Buffer::new(self.stages.min(self.micro_batches)..end, bytes).aligned(64));
             }
         }
         Problem::new(buffers)
@@ -99,6 +104,29 @@ impl Step {
 
     fn chunks(&self) -> u64 {
         if self.order == Order::Interleaved { 2 } else { 1 }
+    }
+
+    /// When each part runs.
+    fn timetable(&self) -> Vec<Timed> {
+        let parts = self.parts();
+        let ticks = self.layers.div_ceil(self.chunks()) * 2 * SAVED.len() as u64;
+        // A forward and the backward of another micro-batch that comes next.
+        let turns = |pair: &[(bool, u64, u64)]| pair[0].0 && !pair[1].0 && pair[0].1 != pair[1].1;
+        let mut timetable: Vec<Timed> = Vec::new();
+        let mut free = 0;
+        while let Some(&part) = parts.get(timetable.len()) {
+            match parts.get(timetable.len()..timetable.len() + 2) {
+                Some(pair) if self.order == Order::Overlapped && turns(pair) => {
+                    timetable.extend([0, 1].map(|k| Timed { part: pair[k], start: free + k as u64, stride: 2 }));
+                    free += 2 * ticks + 1;
+                }
+                _ => {
+                    timetable.push(Timed { part, start: free, stride: 1 });
+                    free += ticks;
+                }
+            }
+        }
+        timetable
     }
 
     /// `(is forward, micro-batch, chunk)` in the order they run.
@@ -117,6 +145,8 @@ impl Step {
         let ahead = match self.order {
             Order::Accumulation => 1,
             Order::OneForwardOneBackward => self.stages.max(1),
+            // Nobody's backward runs beside its own forward.
+            Order::Overlapped => self.stages.max(1) + 1,
             // Backward runs through the chunks the other way round, so that a whole group must be there.
             Order::Interleaved => 2 * self.stages.max(1) + 1,
         };
@@ -134,6 +164,13 @@ impl Step {
     }
 }
 
+/// A part `(is forward, micro-batch, chunk)` with its first tick, and how many ticks after one of its own comes the next.
+struct Timed {
+    part: (bool, u64, u64),
+    start: u64,
+    stride: u64,
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -141,7 +178,7 @@ mod tests {
 
     #[test]
     fn every_saved_activation_meets_its_backward_part() {
-        for order in [Order::Accumulation, Order::OneForwardOneBackward, Order::Interleaved] {
+        for order in [Order::Accumulation, Order::OneForwardOneBackward, Order::Interleaved, Order::Overlapped] {
             for micro_batches in [1, 3, 8] {
                 let step = Step { order, micro_batches, ..Step::default() };
                 let problem = step.problem().unwrap();

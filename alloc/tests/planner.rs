@@ -59,7 +59,12 @@ fn adversarial() -> impl Strategy<Value = Vec<Buffer>> {
 }
 
 fn step() -> impl Strategy<Value = Step> {
-    let order = prop_oneof![Just(Order::Accumulation), Just(Order::OneForwardOneBackward), Just(Order::Interleaved)];
+    let order = prop_oneof![
+        Just(Order::Accumulation),
+        Just(Order::OneForwardOneBackward),
+        Just(Order::Interleaved),
+        Just(Order::Overlapped)
+    ];
     let tokens = prop_oneof![Just(&[512u64][..]), Just(&[384, 512, 640, 1024][..])];
     (order, 1..5u64, 1..9u64, 1..5u64, tokens, any::<bool>()).prop_map(
         |(order, layers, micro_batches, stages, tokens, persistent)| Step {
@@ -95,7 +100,8 @@ proptest! {
     #[test]
     fn training_steps_of_one_length_meet_the_bound(step in step()) {
         let solution = planned(&step.problem().unwrap(), &Options { work: 10_000_000, ..Options::default() });
-        prop_assert!(step.tokens.len() > 1 || solution.proof == Proof::MaxLive, "{:?}", solution.proof);
+        let may_miss = step.tokens.len() > 1 || step.order == Order::Overlapped;
+        prop_assert!(may_miss || solution.proof == Proof::MaxLive, "{:?}", solution.proof);
     }
 
     /// However little may be spent, and however many parts come after the one that it was spent on.
@@ -221,6 +227,20 @@ fn constrained(mut list: Vec<Buffer>, pins: &[(prop::sample::Index, u64)], fence
     }
     let problem = Problem::new(list).ok()?;
     fences.iter().try_fold(problem, |problem, &(start, bytes)| problem.forbid(start..start + bytes).ok())
+}
+
+/// Steps that chance plays a part in planning: one that meets its bound, and one that (so far) spends all its work.
+#[test]
+fn chance_does_not_depend_on_threads() {
+    for stages in [1, 2] {
+        let step = Step { order: Order::Overlapped, layers: 4, stages, micro_batches: 8, ..Step::default() };
+        let problem = step.problem().unwrap();
+        let solve = |threads| planned(&problem, &Options { threads: Some(threads), work: 10_000_000, ..options() });
+        let [one, two, three] = [1, 2, 3].map(solve);
+        assert!(stages > 1 || one.proof == Proof::MaxLive, "{:?}", one.proof);
+        assert_eq!((&one.offsets, one.stats), (&two.offsets, two.stats));
+        assert_eq!((&one.offsets, one.stats), (&three.offsets, three.stats));
+    }
 }
 
 #[test]

@@ -7,7 +7,7 @@
 //!   bottom; [`poured`] bounds a part with pins.
 //! - [`strategy`] says what is tried on a part, [`passes`] in which order where sweeps leave a gap.
 //! - [`portfolio`] runs [`sweep`]s ([`holes`] is what a sweep knows of space, [`reserved`] what it flows around) and
-//!   [`ordered`] placements ([`occupied`] is what those know of space).
+//!   [`ordered`] placements ([`occupied`] is what those know of space); [`retrace`] sweeps and takes back what led nowhere.
 //! - [`exact`] searches small parts; [`descend`] lowers plans of any size by [`eject`]ing what is in the way ([`crowd`]
 //!   knows who that is), the large items of a part first ([`scale`]).
 //! - [`grouped`] lets a group's members each live their own life.
@@ -29,6 +29,7 @@ mod passes;
 mod portfolio;
 mod poured;
 mod reserved;
+mod retrace;
 mod scale;
 mod strategy;
 mod sweep;

@@ -3,7 +3,7 @@
 use super::descend::descend;
 use super::meter::Meter;
 use super::portfolio::Portfolio;
-use super::scale::scales;
+use super::scale::{Scale, scales};
 
 /// What a part should reach.
 #[derive(Debug, Clone, Copy)]
@@ -28,8 +28,9 @@ pub(crate) const PLACEMENTS: [Pass; 2] =
     [(16, |_, portfolio| portfolio.long_once()), (16, |_, portfolio| portfolio.order_once())];
 
 /// What settles most of what sweeps leave.
-pub(crate) const QUICK_PASSES: [Pass; 5] = [
+pub(crate) const QUICK_PASSES: [Pass; 6] = [
     (256, mend),
+    (32, take_back),
     (32, |_, portfolio| portfolio.repair()),
     (16, |_, portfolio| portfolio.long_once()),
     (16, |_, portfolio| portfolio.order_once()),
@@ -37,8 +38,9 @@ pub(crate) const QUICK_PASSES: [Pass; 5] = [
 ];
 
 /// Repairs start from different plans, first with little work each: what one can't reach is often near another.
-pub(crate) const PASSES: [Pass; 8] = [
-    (6, from_coarse_to_fine),
+pub(crate) const PASSES: [Pass; 9] = [
+    (4, take_back),
+    (3, from_coarse_to_fine),
     (8, |_, portfolio| portfolio.repair()),
     (6, mend_others),
     (8, mend),
@@ -49,8 +51,9 @@ pub(crate) const PASSES: [Pass; 8] = [
 ];
 
 /// What is tried on the large items alone.
-const COARSE_PASSES: [Pass; 6] = [
+const COARSE_PASSES: [Pass; 7] = [
     (1, |_, portfolio| portfolio.sweep_once()),
+    (2, take_back),
     (8, mend),
     (3, |_, portfolio| portfolio.long_once()),
     (8, |_, portfolio| portfolio.order_once()),
@@ -79,6 +82,43 @@ pub(crate) fn within(work: u64, portfolio: &mut Portfolio, run: impl FnOnce(&mut
 fn is_over(goal: Goal, portfolio: &Portfolio) -> bool {
     goal.is_met(portfolio) || portfolio.meter.stopped().is_some()
 }
+
+/// Sweeps that take back what led nowhere: first to the goal itself, then halfway between the lowest height that was
+/// missed and the best plan. Where such a height was met, what is left is spent on the goal; where the first two were
+/// missed, others may do better with it.
+fn take_back(goal: Goal, portfolio: &mut Portfolio) {
+    let small_below = scales(portfolio.timeline.part).first().map_or(0, Scale::least);
+    let try_for = |target: u64, share: u64, portfolio: &mut Portfolio| {
+        let mut found = false;
+        within(portfolio.meter.left() / share, portfolio, |portfolio| found = portfolio.retrace(target, small_below));
+        found
+    };
+    if try_for(goal.enough, 3, portfolio) {
+        return;
+    }
+    let grain = portfolio.timeline.part.grain();
+    let (mut lowest, mut met) = (goal.enough, 0);
+    for tried in 1..=HEIGHTS {
+        let height = portfolio.best.as_ref().map_or(lowest, |best| best.height);
+        let step = height.saturating_sub(lowest) / 2;
+        if step < grain || is_over(goal, portfolio) {
+            break;
+        }
+        let target = lowest + step - step % grain;
+        if try_for(target, 8, portfolio) {
+            met += 1;
+        } else {
+            lowest = target;
+        }
+        if tried == 2 && met == 0 {
+            return;
+        }
+    }
+    try_for(goal.enough, 1, portfolio);
+}
+
+/// Heights between the goal and the best plan that are tried.
+const HEIGHTS: u32 = 6;
 
 /// Repairs the best plan.
 pub(crate) fn mend(goal: Goal, portfolio: &mut Portfolio) {

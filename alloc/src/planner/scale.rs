@@ -58,6 +58,11 @@ impl Scale {
         };
         Self { coarse: only(&members), fine: only(&small).bound, members }
     }
+
+    /// Bytes of the smallest item that is not left out.
+    pub fn least(&self) -> u64 {
+        self.coarse.items.iter().map(|item| item.bytes).min().unwrap_or(0)
+    }
 }
 
 #[cfg(test)]

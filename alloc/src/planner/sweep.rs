@@ -78,11 +78,11 @@ impl<'p> Timeline<'p> {
         (0..self.starts[clique as usize + 1]).filter(|&i| clique < self.part.items[i as usize].end).collect()
     }
 
-    fn starting_in(&self, clique: u32) -> impl Iterator<Item = u32> + '_ {
+    pub fn starting_in(&self, clique: u32) -> impl Iterator<Item = u32> + '_ {
         self.starts[clique as usize]..self.starts[clique as usize + 1]
     }
 
-    fn ending_at(&self, clique: u32) -> impl Iterator<Item = u32> + '_ {
+    pub fn ending_at(&self, clique: u32) -> impl Iterator<Item = u32> + '_ {
         let range = self.ends[clique as usize] as usize..self.ends[clique as usize + 1] as usize;
         self.by_end[range].iter().copied()
     }
