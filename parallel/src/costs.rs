@@ -112,6 +112,11 @@ pub struct Rates {
 }
 
 impl Rates {
+    /// Whether there can be such a device: both rates are positive numbers.
+    pub fn are_sound(&self) -> bool {
+        [self.flops, self.bytes].iter().all(|rate| rate.is_finite() && *rate > 0.0)
+    }
+
     /// Nanoseconds of a piece of work that is held up by arithmetic or by memory, whichever takes longer (the roofline
     /// model of Williams et al., 2009).
     pub fn nanoseconds(&self, flops: u64, bytes: u64) -> u64 {

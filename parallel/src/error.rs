@@ -24,6 +24,8 @@ pub enum Error {
     MicroBatches { schedule: &'static str, needed: u32, micro_batches: u32 },
     #[error("{schedule} keeps at least {needed} activations alive, one of each chunk; a peak of {peak} is below that")]
     Peak { schedule: &'static str, needed: u32, peak: u32 },
+    #[error("{schedule} finds no order with a peak of {peak} activations; {needed} are always enough")]
+    Room { schedule: &'static str, needed: u32, peak: u32 },
     #[error("{schedule}: {ranks} ranks × {chunks} chunks × {micro_batches} micro-batches do not fit 32 bits")]
     TooLarge { schedule: &'static str, ranks: u32, chunks: u32, micro_batches: u32 },
     #[error("a mesh of {data} data × {pipeline} pipeline × {expert} expert ranks does not exist; each is at least 1")]

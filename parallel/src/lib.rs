@@ -56,7 +56,8 @@ pub use live_bytes::{StageBytes, Until};
 pub use mesh::{Coordinate, Mesh};
 pub use schedule::{
     Automatic, DualPipeV, GPipe, Interleaved, InterleavedZeroBubble, LayeredAccumulation, LoopedBreadthFirst,
-    ModularPipeline, OneForwardOneBackward, Placement, Schedule, Shape, VHalf, VMin, ZbH1, ZbH2, Zbv, all, by_name,
+    ModularPipeline, OneForwardOneBackward, Placement, Saved, Schedule, SearchedZb, SearchedZbv, Shape, VHalf, VMin,
+    VOneForwardOneBackward, ZbH1, ZbH2, Zbv, all, by_name,
 };
 pub use simulate::{Span, Stuck, Timeline, simulate};
 pub use table_text::{read_table, write_table};

@@ -145,10 +145,22 @@ fn bubbles_and_peaks_are_the_formulas() {
 #[test]
 fn the_v_family_trades_memory_for_time() {
     let shape = Shape { ranks: 8, chunks: 2, micro_batches: 16 };
-    for (name, bubble, peak) in [("v-half", 17, 10), ("v-min", 27, 8), ("zbv", 7, 16)] {
+    for (name, bubble, peak) in [("v-half", 17, 10), ("v-min", 27, 8), ("v-1f1b", 33, 12), ("zbv", 7, 16)] {
         let timeline = simulate(&by_name(name).unwrap().table(&shape).unwrap(), &Costs::default()).unwrap();
         let largest = (0..8).map(|rank| timeline.peak(rank)).max().unwrap();
         assert_eq!((timeline.bubble(0), largest), (bubble, peak), "{name}");
+    }
+}
+
+/// Two thirds of 1F1B's P micro-batches, rounded up to whole ones.
+#[test]
+fn the_peak_of_v_1f1b() {
+    for (ranks, times) in (1..=13).flat_map(|ranks| [1, 2, 5].map(|times| (ranks, times))) {
+        let shape = Shape { ranks, chunks: 2, micro_batches: times * ranks };
+        let table = by_name("v-1f1b").unwrap().table(&shape).unwrap();
+        let timeline = simulate(&table, &Costs::default()).unwrap();
+        let largest = (0..ranks as usize).map(|rank| timeline.peak(rank)).max().unwrap();
+        assert_eq!(largest, 2 * i64::from((2 * ranks + 1).div_ceil(3)), "{shape:?}");
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! In: costs, the limit, a placement. Out: the best of the rules that keep to the limit and of a handful of greedy
 //! orders, each grown by running all ranks side by side: whoever is free first takes what a policy says among the actions
-//! that have arrived. That is the plan of the heuristic of Qi et al. (arXiv 2401.10241, section 4): forwards up to the
+//! that have arrived. That is the plan of the heuristic of Qi et al. (arXiv 2401.10241, section 3): forwards up to the
 //! limit, then forward and input gradient in turn, weight gradients where a rank would wait anyway or where they have to
 //! make room, over a grid of choices.
 
@@ -262,10 +262,6 @@ impl<'a> Growth<'a> {
     }
 
     fn owner(&self, action: Action) -> usize {
-        let (chunk, place) = (action.stage.0 / self.shape.ranks, action.stage.0 % self.shape.ranks);
-        match self.automatic.placement {
-            Placement::V if chunk % 2 == 1 => (self.shape.ranks - 1 - place) as usize,
-            Placement::V | Placement::Loop => place as usize,
-        }
+        self.automatic.placement.owner(self.shape.ranks, action.stage.0) as usize
     }
 }

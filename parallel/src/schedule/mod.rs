@@ -2,6 +2,7 @@
 
 mod automatic;
 mod dual_pipe_v;
+mod gap_filling;
 mod gpipe;
 mod interleaved;
 mod interleaved_zero_bubble;
@@ -9,8 +10,11 @@ mod layered_accumulation;
 mod looped_breadth_first;
 mod one_f_one_b;
 mod rank_order;
+mod searched_zb;
+mod searched_zbv;
 mod v_half;
 mod v_min;
+mod v_one_f_one_b;
 mod v_pattern;
 mod zb_h1;
 mod zb_h2;
@@ -18,14 +22,18 @@ mod zbv;
 
 pub use automatic::Automatic;
 pub use dual_pipe_v::DualPipeV;
+pub use gap_filling::Saved;
 pub use gpipe::GPipe;
 pub use interleaved::Interleaved;
 pub use interleaved_zero_bubble::InterleavedZeroBubble;
 pub use layered_accumulation::{LayeredAccumulation, ModularPipeline};
 pub use looped_breadth_first::LoopedBreadthFirst;
 pub use one_f_one_b::OneForwardOneBackward;
+pub use searched_zb::SearchedZb;
+pub use searched_zbv::SearchedZbv;
 pub use v_half::VHalf;
 pub use v_min::VMin;
+pub use v_one_f_one_b::VOneForwardOneBackward;
 pub use zb_h1::ZbH1;
 pub use zb_h2::ZbH2;
 pub use zbv::Zbv;
@@ -59,6 +67,14 @@ impl Placement {
         match self {
             Self::V if chunk % 2 == 1 => (chunk + 1) * ranks - 1 - rank,
             Self::Loop | Self::V => chunk * ranks + rank,
+        }
+    }
+
+    /// The rank, among `ranks`, that runs `stage`.
+    pub fn owner(self, ranks: u32, stage: u32) -> u32 {
+        match (self, stage / ranks, stage % ranks) {
+            (Self::V, chunk, place) if chunk % 2 == 1 => ranks - 1 - place,
+            (Self::Loop | Self::V, _, place) => place,
         }
     }
 }
@@ -125,18 +141,25 @@ pub fn all() -> Vec<Box<dyn Schedule + Send + Sync>> {
         Box::new(Zbv),
         Box::new(VHalf),
         Box::new(VMin),
+        Box::new(VOneForwardOneBackward),
         Box::new(DualPipeV),
         Box::new(LayeredAccumulation),
         Box::new(ModularPipeline),
     ]
 }
 
-/// The schedule of that name: a rule, or [`Automatic`] for costs that are all the same.
+/// Those that make an order for given costs, here for costs that are all the same.
+fn made_to_measure() -> [Box<dyn Schedule + Send + Sync>; 3] {
+    [Box::new(Automatic::default()), Box::new(SearchedZb::default()), Box::new(SearchedZbv::default())]
+}
+
+/// The schedule of that name: a rule, or [`Automatic`], [`SearchedZb`] or [`SearchedZbv`] for costs that are all the
+/// same.
 ///
 /// # Errors
 /// [`Error::Unknown`], which lists the names there are.
 pub fn by_name(name: &str) -> Result<Box<dyn Schedule + Send + Sync>, Error> {
-    let known = || all().into_iter().chain([Box::new(Automatic::default()) as Box<dyn Schedule + Send + Sync>]);
+    let known = || all().into_iter().chain(made_to_measure());
     known().find(|schedule| schedule.name() == name).ok_or_else(|| {
         let known: Vec<&str> = known().map(|schedule| schedule.name()).collect();
         Error::Unknown { name: name.to_owned(), known: known.join(", ") }

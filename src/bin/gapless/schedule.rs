@@ -7,8 +7,9 @@ use std::process::ExitCode;
 
 use anyhow::{Context, bail};
 use gapless_parallel::{
-    Automatic, Cell, Costs, Interleaved, Placement, Schedule, Sends, Shape, Timeline, Violation, Waits, by_name, check,
-    communicate, fetch_weights, merge_backwards, read_table, reduce_gradients, simulate, update_weights, write_table,
+    Automatic, Cell, Costs, Interleaved, Placement, Saved, Schedule, SearchedZb, SearchedZbv, Sends, Shape, Timeline,
+    Violation, Waits, by_name, check, communicate, fetch_weights, merge_backwards, read_table, reduce_gradients,
+    simulate, update_weights, write_table,
 };
 
 /// Actions, but for a small factor, that are still made and drawn: within seconds.
@@ -21,8 +22,9 @@ const MOST_ACTIONS: u128 = 1 << 21;
 #[derive(Debug, clap::Args)]
 #[command(group = clap::ArgGroup::new("input").required(true))]
 pub struct Arguments {
-    /// gpipe, 1f1b, interleaved, looped-bfs, zb-h1, interleaved-zb, zb-h2, zbv, v-half, v-min, dualpipev,
-    /// layered-accumulation, modular-pipeline, or automatic: an order made for the ticks given below.
+    /// gpipe, 1f1b, interleaved, looped-bfs, zb-h1, interleaved-zb, zb-h2, zbv, v-half, v-min, v-1f1b, dualpipev,
+    /// layered-accumulation, modular-pipeline; or an order made for the ticks given below: automatic, the shortest that is
+    /// found, zb-searched and zbv-searched, those of the zero-bubble authors' search.
     #[arg(group = "input", requires = "ranks", requires = "micro_batches")]
     name: Option<String>,
     /// A table of your own instead: PyTorch's CSV, one row per rank.
@@ -41,9 +43,14 @@ pub struct Arguments {
     /// size per virtual stage); without it, micro-batches are dealt into as many equal rounds as keep all ranks busy.
     #[arg(long, value_name = "N", conflicts_with = "table")]
     micro_batch_group: Option<u32>,
-    /// Of automatic: most activations alive on a rank, each of one stage and one micro-batch; what 1F1B keeps if not given.
+    /// Of automatic, zb-searched and zbv-searched: most activations alive on a rank, each of one stage and one
+    /// micro-batch; what 1F1B keeps if not given.
     #[arg(long, value_name = "ACTIVATIONS", conflicts_with = "table")]
     peak: Option<u32>,
+    /// Of zb-searched and zbv-searched: which parts of an activation the input gradient and the weight gradient give back;
+    /// 82,32, a transformer layer's, if not given. With 0,1 --peak holds until the weight gradient.
+    #[arg(long, value_name = "INPUT,WEIGHT", conflicts_with = "table", value_parser = saved)]
+    saved: Option<Saved>,
     #[command(flatten)]
     lowering: Lowering,
     #[command(flatten)]
@@ -179,13 +186,13 @@ fn read(arguments: &Arguments) -> anyhow::Result<(String, Vec<Vec<Cell>>)> {
         let Shape { ranks, chunks, micro_batches } = shape;
         bail!("{ranks} ranks × {chunks} chunks × {micro_batches} micro-batches are too many to show; ask for fewer");
     }
-    if name == Automatic::default().name() {
-        // A V turns back at every chunk: only with an even number of them does it come back to where it began.
-        let placement = if shape.chunks.is_multiple_of(2) { Placement::V } else { Placement::Loop };
-        let costs = arguments.durations.costs(shape.ranks * shape.chunks)?;
-        schedule = Box::new(Automatic { costs, peak: arguments.peak, placement });
+    if let Some(measured) = made_to_measure(arguments, name, &shape)? {
+        schedule = measured;
     } else if arguments.peak.is_some() {
-        bail!("{name} keeps what it keeps; leave --peak out, or ask for automatic");
+        bail!("{name} keeps what it keeps; leave --peak out, or ask for automatic, zb-searched or zbv-searched");
+    }
+    if arguments.saved.is_some() && !matches!(name.as_str(), "zb-searched" | "zbv-searched") {
+        bail!("{name} counts an activation until it is all given back; leave --saved out, or ask for zb-searched");
     }
     if let Some(group) = arguments.micro_batch_group {
         if name != Interleaved::default().name() {
@@ -194,6 +201,29 @@ fn read(arguments: &Arguments) -> anyhow::Result<(String, Vec<Vec<Cell>>)> {
         schedule = Box::new(Interleaved { micro_batch_group: Some(group) });
     }
     Ok((name.clone(), schedule.table(&shape)?))
+}
+
+/// The order for the ticks that are given, if that is what this name stands for.
+fn made_to_measure(
+    arguments: &Arguments,
+    name: &str,
+    shape: &Shape,
+) -> anyhow::Result<Option<Box<dyn Schedule + Send + Sync>>> {
+    // A V turns back at every chunk: only with an even number of them does it come back to where it began.
+    let placement = if shape.chunks.is_multiple_of(2) { Placement::V } else { Placement::Loop };
+    let (peak, saved) = (arguments.peak, arguments.saved.unwrap_or_default());
+    let costs = || arguments.durations.costs(shape.ranks * shape.chunks);
+    Ok(match name {
+        "automatic" => Some(Box::new(Automatic { costs: costs()?, peak, placement })),
+        "zb-searched" => Some(Box::new(SearchedZb { costs: costs()?, peak, saved })),
+        "zbv-searched" => Some(Box::new(SearchedZbv { costs: costs()?, peak, saved })),
+        _ => None,
+    })
+}
+
+fn saved(text: &str) -> anyhow::Result<Saved> {
+    let (input, weight) = text.split_once(',').context("two numbers with a comma between them, as 82,32")?;
+    Ok(Saved { for_input: input.trim().parse()?, for_weight: weight.trim().parse()? })
 }
 
 fn read_file(path: &Path) -> anyhow::Result<(String, Vec<Vec<Cell>>)> {

@@ -1,0 +1,244 @@
+//! All ranks on their way, with weight gradients in the gaps: what the searches of Qi et al. (arXiv 2401.10241, sections
+//! 3 and 6) have in common.
+//!
+//! In: which stage does which forward or input gradient next. Out: every rank's order, and how long it waited. A weight
+//! gradient is never asked for: it goes where a rank would wait, where it has to make room, or to the end.
+
+use std::collections::VecDeque;
+
+use super::{Placement, Shape};
+use crate::{Action, Costs, Durations, Kind};
+
+/// What a forward leaves on its rank until the gradients have been taken, in any unit.
+///
+/// The limit of the searches is in forwards: each input gradient gives back its part, each weight gradient the rest.
+/// [`Saved::WEIGHT`] holds everything until the weight gradient, as 1F1B does until its whole backward.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Saved {
+    /// What the input gradient gives back.
+    pub for_input: u32,
+    /// What the weight gradient gives back.
+    pub for_weight: u32,
+}
+
+/// A transformer layer that keeps its attention scores: 34 + 5as/h bytes per element (Korthikanti et al., arXiv
+/// 2205.05198, section 4.1), of which the inputs of the matrix products, 32, serve the weight gradients. Sequences 16
+/// times as long as a head is wide make the rest 82.
+impl Default for Saved {
+    fn default() -> Self {
+        Self { for_input: 82, for_weight: 32 }
+    }
+}
+
+impl Saved {
+    /// Everything is kept until the weight gradient.
+    pub const WEIGHT: Self = Self { for_input: 0, for_weight: 1 };
+
+    fn total(self) -> u64 {
+        u64::from(self.for_input) + u64::from(self.for_weight)
+    }
+}
+
+/// What a search is given.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Setting<'a> {
+    pub costs: &'a [Costs],
+    pub shape: &'a Shape,
+    pub placement: Placement,
+    pub saved: Saved,
+    /// Most forwards' worth of activations alive on a rank.
+    pub peak: u32,
+}
+
+/// The orders so far.
+pub(super) struct Growth<'a> {
+    setting: Setting<'a>,
+    ranks: Vec<Rank>,
+    /// Ends of the forwards and of the input gradients of each stage; index = micro-batch.
+    ends: [Vec<Vec<u64>>; 2],
+    /// How much each rank may wait because another one will wait as long anyway.
+    lent: Vec<u64>,
+}
+
+#[derive(Default)]
+struct Rank {
+    row: Vec<Action>,
+    begun: u64,
+    free: u64,
+    /// Ticks waited since the first action.
+    waited: u64,
+    live: u64,
+    /// Weight gradients that could be taken, oldest first.
+    pending: VecDeque<Action>,
+}
+
+/// Whether a weight gradient that is longer than the gap is started all the same.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Overrun {
+    /// Where the rank can wait and still not be the one that waits longest.
+    pub affordable: bool,
+    /// Where it would be.
+    pub costly: bool,
+}
+
+impl<'a> Growth<'a> {
+    /// `lent` is zero for every rank that it does not reach.
+    pub fn new(setting: Setting<'a>, mut lent: Vec<u64>) -> Self {
+        let ranks: Vec<Rank> = (0..setting.shape.ranks).map(|_| Rank::default()).collect();
+        lent.resize(ranks.len(), 0);
+        let stages = vec![Vec::new(); (setting.shape.ranks * setting.shape.chunks) as usize];
+        Self { setting, ranks, ends: [stages.clone(), stages], lent }
+    }
+
+    /// How many forwards or input gradients of `stage` there are.
+    pub fn done(&self, kind: Kind, stage: u32) -> u32 {
+        self.ends_of(kind, stage).len() as u32
+    }
+
+    /// When the next forward or input gradient of `stage` can start; none if what it needs is not there yet, or all are
+    /// done.
+    pub fn arrival(&self, kind: Kind, stage: u32) -> Option<u64> {
+        let micro_batch = self.done(kind, stage);
+        if micro_batch == self.setting.shape.micro_batches {
+            return None;
+        }
+        let last = self.ends[0].len() as u32 - 1;
+        let from = match kind {
+            Kind::Forward if stage == 0 => return Some(0),
+            Kind::Forward => Action::new(kind, stage - 1, micro_batch),
+            _ if stage == last => Action::new(Kind::Forward, stage, micro_batch),
+            _ => Action::new(kind, stage + 1, micro_batch),
+        };
+        let end = *self.ends_of(from.kind, from.stage.0).get(micro_batch as usize)?;
+        let is_message = self.owner(from.stage.0) != self.owner(stage);
+        Some(end + if is_message { self.setting.costs.transfer(from) } else { 0 })
+    }
+
+    /// Does the next forward or input gradient of `stage`. None if it cannot be done yet, or a forward does not fit.
+    pub fn put(&mut self, kind: Kind, stage: u32) -> Option<()> {
+        let arrival = self.arrival(kind, stage)?;
+        let action = Action::new(kind, stage, self.done(kind, stage));
+        let owner = self.owner(stage);
+        let total = self.setting.saved.total();
+        if kind == Kind::Forward {
+            self.ranks[owner].live += total;
+            if self.ranks[owner].live > self.limit() {
+                return None;
+            }
+        } else {
+            self.ranks[owner].live -= u64::from(self.setting.saved.for_input);
+            self.ranks[owner].pending.push_back(Action { kind: Kind::BackwardWeight, ..action });
+        }
+        let end = self.run(owner, action, arrival);
+        self.ends[usize::from(kind != Kind::Forward)][stage as usize].push(end);
+        Some(())
+    }
+
+    /// Takes weight gradients until another forward fits. None if it never does.
+    pub fn make_room(&mut self, rank: u32) -> Option<()> {
+        while self.room(rank) == 0 {
+            self.put_weight(rank as usize)?;
+        }
+        Some(())
+    }
+
+    /// Takes weight gradients while the rank would wait for the next action of `stage`.
+    pub fn fill_gap(&mut self, kind: Kind, stage: u32, overrun: Overrun) {
+        let Some(arrival) = self.arrival(kind, stage) else { return };
+        let owner = self.owner(stage);
+        while let Some(&weight) = self.ranks[owner].pending.front() {
+            let rank = &self.ranks[owner];
+            if rank.free + self.setting.costs.action(weight) > arrival {
+                let gap = arrival.saturating_sub(rank.free);
+                let starts = if gap > self.affordable(owner as u32) { overrun.costly } else { overrun.affordable };
+                if gap > 0 && starts {
+                    self.put_weight(owner);
+                }
+                return;
+            }
+            self.put_weight(owner);
+        }
+    }
+
+    /// Takes every weight gradient that could be taken by now.
+    pub fn flush(&mut self, rank: u32) {
+        while self.put_weight(rank as usize).is_some() {}
+    }
+
+    /// Ticks that this rank can wait and still not be the one that waits longest.
+    pub fn affordable(&self, rank: u32) -> u64 {
+        let rank = rank as usize;
+        self.longest_wait().max(self.lent[rank]) - self.ranks[rank].waited
+    }
+
+    /// How many more forwards fit.
+    pub fn room(&self, rank: u32) -> u64 {
+        let free = self.limit() - self.ranks[rank as usize].live;
+        free.checked_div(self.setting.saved.total()).unwrap_or(u64::MAX)
+    }
+
+    /// Ticks of the weight gradients that have to be taken before another forward fits.
+    pub fn room_ticks(&self, rank: u32) -> u64 {
+        let Rank { live, pending, .. } = &self.ranks[rank as usize];
+        let over = (live + self.setting.saved.total()).saturating_sub(self.limit());
+        let weight = u64::from(self.setting.saved.for_weight);
+        let needed = (0..).take_while(|count| count * weight < over);
+        pending.iter().zip(needed).map(|(&weight, _)| self.setting.costs.action(weight)).sum()
+    }
+
+    /// When the rank has done everything that it was given.
+    pub fn free(&self, rank: u32) -> u64 {
+        self.ranks[rank as usize].free
+    }
+
+    /// Ticks that each rank waited since its first action.
+    pub fn waits(&self) -> Vec<u64> {
+        self.ranks.iter().map(|rank| rank.waited).collect()
+    }
+
+    /// The longest wait of a rank since its first action.
+    pub fn longest_wait(&self) -> u64 {
+        self.ranks.iter().map(|rank| rank.waited).max().unwrap_or_default()
+    }
+
+    /// The longest time from a rank's first action to the end of its last.
+    pub fn longest_span(&self) -> u64 {
+        self.ranks.iter().map(|rank| rank.free - rank.begun).max().unwrap_or_default()
+    }
+
+    /// Every rank's order.
+    pub fn rows(self) -> Vec<Vec<Action>> {
+        self.ranks.into_iter().map(|rank| rank.row).collect()
+    }
+
+    fn put_weight(&mut self, owner: usize) -> Option<()> {
+        let weight = self.ranks[owner].pending.pop_front()?;
+        self.ranks[owner].live -= u64::from(self.setting.saved.for_weight);
+        self.run(owner, weight, 0);
+        Some(())
+    }
+
+    fn run(&mut self, owner: usize, action: Action, arrival: u64) -> u64 {
+        let rank = &mut self.ranks[owner];
+        let start = rank.free.max(arrival);
+        match rank.row.is_empty() {
+            true => rank.begun = start,
+            false => rank.waited += start - rank.free,
+        }
+        rank.free = start + self.setting.costs.action(action);
+        rank.row.push(action);
+        rank.free
+    }
+
+    fn limit(&self) -> u64 {
+        u64::from(self.setting.peak).saturating_mul(self.setting.saved.total())
+    }
+
+    fn ends_of(&self, kind: Kind, stage: u32) -> &[u64] {
+        &self.ends[usize::from(kind != Kind::Forward)][stage as usize]
+    }
+
+    fn owner(&self, stage: u32) -> usize {
+        self.setting.placement.owner(self.setting.shape.ranks, stage) as usize
+    }
+}

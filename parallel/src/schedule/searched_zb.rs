@@ -1,0 +1,165 @@
+//! The automatic schedule of Qi et al. (arXiv 2401.10241, section 3): one chunk per rank, an order searched for given
+//! costs and a given limit of activations. With P forwards as the limit it is their ZB-1p, with 2P their ZB-2p.
+//!
+//! First a warm-up that is as long as time and memory allow. Then rounds of at most one forward and one input gradient
+//! per rank, with weight gradients where a rank would wait or has to make room. Three choices are open; all eight
+//! combinations are tried and the first of the shortest is taken.
+
+use super::gap_filling::{Growth, Overrun, Saved, Setting};
+use super::{Placement, Schedule, Shape};
+use crate::{Action, Costs, Durations, Error, Kind};
+
+/// ZB-1p, ZB-2p and everything between and beyond.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SearchedZb {
+    /// What the order is made for, stage by stage; one alone is that of all stages.
+    pub costs: Vec<Costs>,
+    /// Most activations alive on any rank, in forwards; P, what 1F1B keeps, if not given.
+    pub peak: Option<u32>,
+    /// Which gradient gives back how much of them.
+    pub saved: Saved,
+}
+
+/// One tick per action, 1F1B's peak.
+impl Default for SearchedZb {
+    fn default() -> Self {
+        Self { costs: vec![Costs::default()], peak: None, saved: Saved::default() }
+    }
+}
+
+impl Schedule for SearchedZb {
+    fn name(&self) -> &'static str {
+        "zb-searched"
+    }
+
+    fn actions(&self, shape: &Shape) -> Result<Vec<Vec<Action>>, Error> {
+        shape.check_chunks(self.name(), 1)?;
+        let peak = self.peak.unwrap_or(shape.ranks);
+        let setting = Setting { costs: &self.costs, shape, placement: Placement::Loop, saved: self.saved, peak };
+        let found = Choices::all().filter_map(|choices| Search::run(setting, choices));
+        let shortest = found.min_by_key(Growth::longest_span);
+        shortest.map(Growth::rows).ok_or(Error::Room { schedule: self.name(), needed: 1, peak })
+    }
+}
+
+/// What the search leaves open.
+#[derive(Debug, Clone, Copy)]
+struct Choices {
+    /// The warm-up ends before the first input gradient arrives, rather than after.
+    waits_for_first_input: bool,
+    /// A rank leaves a forward out if it would hold up the next input gradient.
+    inputs_first: bool,
+    /// A weight gradient is started even where the rank could afford to wait.
+    eager: bool,
+}
+
+impl Choices {
+    fn all() -> impl Iterator<Item = Self> {
+        let both = [true, false];
+        both.into_iter().flat_map(move |waits_for_first_input| {
+            both.into_iter()
+                .flat_map(move |inputs_first| both.map(|eager| Self { waits_for_first_input, inputs_first, eager }))
+        })
+    }
+}
+
+/// One order on its way. Rank and stage are the same here.
+struct Search<'a> {
+    growth: Growth<'a>,
+    setting: Setting<'a>,
+    choices: Choices,
+}
+
+impl<'a> Search<'a> {
+    fn run(setting: Setting<'a>, choices: Choices) -> Option<Growth<'a>> {
+        let mut search = Self { growth: Growth::new(setting, Vec::new()), setting, choices };
+        search.warm_up()?;
+        for _ in 1..setting.shape.micro_batches {
+            search.round()?;
+        }
+        (0..setting.shape.ranks).for_each(|rank| search.growth.flush(rank));
+        Some(search.growth)
+    }
+
+    /// Forwards up to each rank's first input gradient, and that.
+    fn warm_up(&mut self) -> Option<()> {
+        let ranks = self.setting.shape.ranks;
+        for rank in 0..ranks {
+            self.growth.put(Kind::Forward, rank)?;
+        }
+        for (rank, further) in (0..).zip(self.further_forwards()) {
+            for _ in 0..further {
+                self.growth.put(Kind::Forward, rank)?;
+            }
+        }
+        (0..ranks).rev().try_for_each(|rank| self.growth.put(Kind::BackwardInput, rank))
+    }
+
+    /// How many forwards each rank does between its first one and its first input gradient.
+    fn further_forwards(&self) -> Vec<u32> {
+        let Setting { costs, shape, .. } = self.setting;
+        let mut further = vec![0; shape.ranks as usize];
+        let mut arrival = 0;
+        for rank in (0..shape.ranks).rev() {
+            let forward = costs.action(Action::new(Kind::Forward, rank, 0));
+            let input = Action::new(Kind::BackwardInput, rank, 0);
+            let mut free = self.growth.free(rank);
+            let room = self.growth.room(rank).min(u64::from(shape.micro_batches) - 1) as u32;
+            let further = &mut further[rank as usize];
+            while *further < room
+                && if self.choices.waits_for_first_input { free + forward <= arrival } else { free < arrival }
+            {
+                free += forward;
+                *further += 1;
+            }
+            arrival = free.max(arrival) + costs.action(input) + costs.transfer(input);
+        }
+        // Each rank does fewer than the one before it, which else would hold it up; unless these are all there are.
+        for rank in 1..further.len() {
+            let before = further[rank - 1];
+            let are_all = before.min(further[rank]) + 1 == shape.micro_batches;
+            further[rank] = further[rank].min(if are_all { before } else { before.saturating_sub(1) });
+        }
+        further
+    }
+
+    /// One input gradient of every rank, after at most one forward.
+    fn round(&mut self) -> Option<()> {
+        let Shape { ranks, micro_batches, .. } = *self.setting.shape;
+        let overrun = Overrun { affordable: self.choices.eager, costly: true };
+        // What one rank leaves out, those before it need not deliver.
+        let first = (0..ranks).rev().find(|&rank| !self.wants_forward(rank)).map_or(0, |rank| rank + 1);
+        for rank in first..ranks {
+            self.growth.make_room(rank)?;
+            self.growth.fill_gap(Kind::Forward, rank, overrun);
+            self.growth.put(Kind::Forward, rank)?;
+        }
+        for rank in (0..ranks).rev() {
+            self.growth.fill_gap(Kind::BackwardInput, rank, overrun);
+            if rank == 0 && self.growth.done(Kind::Forward, 0) == micro_batches {
+                self.growth.flush(0);
+            }
+            self.growth.put(Kind::BackwardInput, rank)?;
+        }
+        Some(())
+    }
+
+    fn wants_forward(&self, rank: u32) -> bool {
+        let Setting { costs, shape, .. } = self.setting;
+        let done = |rank| self.growth.done(Kind::Forward, rank);
+        if done(rank) == shape.micro_batches {
+            return false;
+        }
+        let next = rank + 1;
+        if !self.choices.inputs_first || next == shape.ranks || done(rank) < done(next) + 2 {
+            return true;
+        }
+        // The next rank has enough to do: a forward may wait until its input gradient has come, if that is worth it.
+        let [forward, next_forward] = [rank, next].map(|rank| costs.action(Action::new(Kind::Forward, rank, 0)));
+        let input = Action::new(Kind::BackwardInput, next, 0);
+        let arrival = self.growth.free(next) + next_forward + costs.action(input) + costs.transfer(input);
+        let free = self.growth.free(rank);
+        let fits = free + self.growth.room_ticks(rank) + forward <= arrival;
+        free < arrival && (fits || arrival - free > self.growth.affordable(rank))
+    }
+}

@@ -1,0 +1,206 @@
+//! The search of Qi et al. (arXiv 2401.10241, section 6) for two chunks per rank in the shape of a V: an order for given
+//! costs and a given limit of activations.
+//!
+//! First a warm-up that fills the V. Then rounds of one input gradient and at most one forward per rank, with weight
+//! gradients where a rank would wait or has to make room. Whether they may overrun a gap is tried both ways, for
+//! forwards and for input gradients of the way up. Each order says how long every rank has waited: in the next attempt
+//! the others may wait as much longer as they waited less, for as long as that helps.
+
+use super::gap_filling::{Growth, Overrun, Saved, Setting};
+use super::{Placement, Schedule, Shape};
+use crate::{Action, Costs, Durations, Error, Kind};
+
+/// ZBV for costs that are not all the same.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SearchedZbv {
+    /// What the order is made for, stage by stage; the middle one of each kind of ticks stands for all stages, as with
+    /// the authors: the warm-up takes for granted that ranks are as fast as each other.
+    pub costs: Vec<Costs>,
+    /// Most activations alive on any rank, in forwards of one chunk; 2P, what 1F1B keeps, if not given.
+    pub peak: Option<u32>,
+    /// Which gradient gives back how much of them.
+    pub saved: Saved,
+}
+
+/// One tick per action, 1F1B's peak.
+impl Default for SearchedZbv {
+    fn default() -> Self {
+        Self { costs: vec![Costs::default()], peak: None, saved: Saved::default() }
+    }
+}
+
+impl Schedule for SearchedZbv {
+    fn name(&self) -> &'static str {
+        "zbv-searched"
+    }
+
+    fn placement(&self) -> Placement {
+        Placement::V
+    }
+
+    fn actions(&self, shape: &Shape) -> Result<Vec<Vec<Action>>, Error> {
+        shape.check_chunks(self.name(), 2)?;
+        let enough = 2 * shape.ranks;
+        let peak = self.peak.unwrap_or(enough);
+        let costs = [middle(&self.costs)];
+        let setting = Setting { costs: &costs, shape, placement: Placement::V, saved: self.saved, peak };
+        let found = Choices::all().filter_map(|choices| Search::improve(setting, choices));
+        let shortest = found.min_by_key(Growth::longest_wait);
+        shortest.map(Growth::rows).ok_or(Error::Room { schedule: self.name(), needed: enough, peak })
+    }
+}
+
+/// The middle one of each kind of ticks.
+fn middle(costs: &[Costs]) -> Costs {
+    let of = |ticks: fn(&Costs) -> u64| {
+        let mut all: Vec<u64> = costs.iter().map(ticks).collect();
+        all.sort_unstable();
+        all.get(all.len() / 2).copied().unwrap_or_default()
+    };
+    Costs {
+        forward: of(|costs| costs.forward),
+        backward_input: of(|costs| costs.backward_input),
+        backward_weight: of(|costs| costs.backward_weight),
+        overlapped: of(|costs| costs.overlapped),
+        transfer: of(|costs| costs.transfer),
+    }
+}
+
+/// Before what a weight gradient is started that is longer than the gap, where the gap would be the longest.
+#[derive(Debug, Clone, Copy)]
+struct Choices {
+    /// Before input gradients of the way up; before those of the way down it always is.
+    input_up: bool,
+    forward: bool,
+}
+
+impl Choices {
+    fn all() -> impl Iterator<Item = Self> {
+        let both = [true, false];
+        both.into_iter().flat_map(move |input_up| both.map(|forward| Self { input_up, forward }))
+    }
+}
+
+/// One order on its way.
+struct Search<'a> {
+    growth: Growth<'a>,
+    setting: Setting<'a>,
+    choices: Choices,
+}
+
+impl<'a> Search<'a> {
+    /// Attempts that learn from the one before, until one is no better.
+    fn improve(setting: Setting<'a>, choices: Choices) -> Option<Growth<'a>> {
+        let mut best = Self::run(setting, choices, Vec::new())?;
+        loop {
+            let lent = best.waits().into_iter().map(|waited| best.longest_wait() - waited).collect();
+            match Self::run(setting, choices, lent) {
+                Some(next) if next.longest_wait() < best.longest_wait() => best = next,
+                _ => return Some(best),
+            }
+        }
+    }
+
+    fn run(setting: Setting<'a>, choices: Choices, lent: Vec<u64>) -> Option<Growth<'a>> {
+        let mut search = Self { growth: Growth::new(setting, lent), setting, choices };
+        search.warm_up()?;
+        for _ in 0..2 * setting.shape.micro_batches {
+            search.round()?;
+        }
+        (0..setting.shape.ranks).for_each(|rank| search.growth.flush(rank));
+        Some(search.growth)
+    }
+
+    /// Forwards alone: the first micro-batch down and up the ranks, with others behind it while it is elsewhere; then
+    /// until every rank has begun as many chunks as the first.
+    fn warm_up(&mut self) -> Option<()> {
+        let Shape { ranks, micro_batches, .. } = *self.setting.shape;
+        for rank in 0..ranks {
+            self.growth.put(Kind::Forward, self.down(rank))?;
+        }
+        for rank in (0..ranks).rev() {
+            let forward = self.setting.costs.action(Action::new(Kind::Forward, self.down(rank), 0));
+            // A forward more of every rank up to here is two more on the way of the first micro-batch for each of them.
+            while self.growth.arrival(Kind::Forward, self.up(rank))? >= self.growth.free(rank) + forward
+                && self.growth.room(rank) >= 2 * u64::from(rank) + 2
+                && self.growth.done(Kind::Forward, self.down(rank)) < micro_batches
+            {
+                (0..=rank).try_for_each(|rank| self.growth.put(Kind::Forward, self.down(rank)))?;
+            }
+            self.growth.put(Kind::Forward, self.up(rank))?;
+        }
+        let mut goes_up = false;
+        for rank in 1..ranks {
+            while self.is_behind(rank) {
+                for rank in (rank..ranks).rev() {
+                    let stage = if goes_up { self.up(rank) } else { self.down(rank) };
+                    if self.growth.done(Kind::Forward, stage) < micro_batches {
+                        self.growth.put(Kind::Forward, stage)?;
+                    }
+                }
+                goes_up = !goes_up;
+            }
+        }
+        Some(())
+    }
+
+    /// Whether the rank has begun fewer chunks than the one before it, or could still pass it something upwards.
+    fn is_behind(&self, rank: u32) -> bool {
+        let [before, here] = [rank - 1, rank]
+            .map(|rank| [self.down(rank), self.up(rank)].map(|stage| self.growth.done(Kind::Forward, stage)));
+        here[0] + here[1] < before[0] + before[1]
+            || here[1] <= before[1] && before[1] < self.setting.shape.micro_batches
+    }
+
+    /// One input gradient of every rank, then at most one forward.
+    fn round(&mut self) -> Option<()> {
+        let ranks = self.setting.shape.ranks;
+        let (ups, downs): (Vec<u32>, Vec<u32>) = (0..ranks).partition(|&rank| self.next_input_goes_up(rank));
+        for rank in downs.into_iter().rev() {
+            self.put(Kind::BackwardInput, self.down(rank), true)?;
+        }
+        for rank in ups {
+            self.put(Kind::BackwardInput, self.up(rank), self.choices.input_up)?;
+        }
+        for rank in 0..ranks {
+            if let Some(stage) = self.next_forward(rank) {
+                self.growth.make_room(rank)?;
+                self.put(Kind::Forward, stage, self.choices.forward)?;
+            }
+        }
+        Some(())
+    }
+
+    fn put(&mut self, kind: Kind, stage: u32, overruns: bool) -> Option<()> {
+        self.growth.fill_gap(kind, stage, Overrun { affordable: false, costly: overruns });
+        self.growth.put(kind, stage)
+    }
+
+    /// Of the way down as soon as there is one.
+    fn next_input_goes_up(&self, rank: u32) -> bool {
+        let done = |stage| self.growth.done(Kind::BackwardInput, stage);
+        let (up, down) = (done(self.up(rank)), done(self.down(rank)));
+        let has_arrived = self.growth.arrival(Kind::BackwardInput, self.down(rank)).is_some();
+        down >= up || !has_arrived && up < self.setting.shape.micro_batches
+    }
+
+    /// Of the way up as soon as there is one.
+    fn next_forward(&self, rank: u32) -> Option<u32> {
+        let (down, up) = (self.down(rank), self.up(rank));
+        let done = |stage| self.growth.done(Kind::Forward, stage);
+        let has_arrived = |stage| self.growth.arrival(Kind::Forward, stage).is_some();
+        if done(up) < done(down) && has_arrived(up) {
+            return Some(up);
+        }
+        // When everything has gone up that went down, a forward downwards is due: if it is not there, this is no order.
+        (done(down) < self.setting.shape.micro_batches && (done(up) >= done(down) || has_arrived(down))).then_some(down)
+    }
+
+    fn down(&self, rank: u32) -> u32 {
+        Placement::V.stage(self.setting.shape.ranks, rank, 0)
+    }
+
+    fn up(&self, rank: u32) -> u32 {
+        Placement::V.stage(self.setting.shape.ranks, rank, 1)
+    }
+}
