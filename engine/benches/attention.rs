@@ -5,6 +5,7 @@
 
 use std::time::Instant;
 
+use gapless_engine::cpu::ScratchMemory;
 use gapless_engine::cpu::attention::{Attention, HeadStrides, Mask};
 use gapless_engine::cpu::gemm::{Epilogue, Gemm, Mode, Strides};
 
@@ -52,25 +53,26 @@ fn measure(job: &Attention, threads: usize) {
     let (mut out, mut lse) = (vec![0.0; dout.len()], vec![0.0; batch * heads * tokens]);
     let [mut dq, mut dk, mut dv] = [(); 3].map(|()| vec![0.0; qkv.len()]);
     let (q, k, v) = (&qkv[..], &qkv[width..], &qkv[2 * width..]);
-    let mut forward_scratch = vec![0.0; job.forward_scratch_len(threads)];
-    let mut backward_scratch = vec![0.0; job.backward_scratch_len(threads)];
+    let mut forward_scratch = ScratchMemory::new(&job.forward_scratch(threads));
+    let mut backward_scratch = ScratchMemory::new(&job.backward_scratch(threads));
 
     let product = Gemm::new(2048, 1152, 384, Strides::row_major(384), Strides::row_major(1152));
     let (a, b, mut c) = (fill(2048 * 384), fill(384 * 1152), vec![0.0; 2048 * 1152]);
-    let mut product_scratch = vec![0.0; product.scratch_len(threads)];
+    let mut product_scratch = ScratchMemory::new(&product.scratch(threads));
 
     let mut rounds = vec![];
     for _ in 0..=ROUNDS {
         let forward = gflops(job.forward_flops(), || {
-            job.forward(q, k, v, &mut out, &mut lse, &mut forward_scratch).expect("the operands fit");
+            job.forward(q, k, v, &mut out, &mut lse, &mut forward_scratch.lend()).expect("the operands fit");
         });
         let backward = gflops(job.backward_flops(), || {
             let gradients = (&mut dq[..], &mut dk[..], &mut dv[..]);
-            job.backward(q, k, v, &out, &lse, &dout, gradients, &mut backward_scratch).expect("the operands fit");
+            job.backward(q, k, v, &out, &lse, &dout, gradients, &mut backward_scratch.lend())
+                .expect("the operands fit");
         });
         let gemm = gflops(product.flops(), || {
             product
-                .run(&a, &b, &mut c, Mode::Overwrite, Epilogue::default(), &mut product_scratch)
+                .run(&a, &b, &mut c, Mode::Overwrite, Epilogue::default(), &mut product_scratch.lend())
                 .expect("the operands fit");
         });
         rounds.push([forward, backward, gemm]);

@@ -4,6 +4,7 @@
 
 use std::time::Instant;
 
+use gapless_engine::cpu::ScratchMemory;
 use gapless_engine::cpu::gemm::{Epilogue, Gemm, Mode, Strides};
 
 /// Measurements of each side; the ratio is the median of theirs.
@@ -48,11 +49,11 @@ fn measure(job: &Gemm, threads: usize) -> (f64, f64, f64) {
     let fill = |len: usize| -> Vec<f32> { (0..len).map(|i| (i * 7919 % 1000) as f32 / 1000.0 - 0.5).collect() };
     let (a, b) = (fill(m * k), fill(k * n));
     let (mut c, mut their_c) = (vec![0.0; m * n], vec![0.0; m * n]);
-    let mut scratch = vec![0.0; job.scratch_len(threads)];
+    let mut memory = ScratchMemory::new(&job.scratch(threads));
     let parallelism = if threads == 1 { gemm::Parallelism::None } else { gemm::Parallelism::Rayon(threads) };
 
     let mut ours = || {
-        job.run(&a, &b, &mut c, Mode::Overwrite, Epilogue::default(), &mut scratch).expect("the operands fit");
+        job.run(&a, &b, &mut c, Mode::Overwrite, Epilogue::default(), &mut memory.lend()).expect("the operands fit");
     };
     let mut theirs = || {
         let [a_row, a_column, b_row, b_column, c_row] =

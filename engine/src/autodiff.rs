@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex};
 
 use crate::error::{Error, Result};
-use crate::graph::{Graph, Node, NodeId, Phase, Source, Tensor, ValueId, lock};
+use crate::graph::{Graph, NodeId, Phase, Source, Tensor, ValueId, lock};
 use crate::op::Gradient;
 use crate::ops::{Cat, Contiguous, Widen};
 
@@ -84,7 +84,7 @@ impl Pass {
             }
             let _layer = loss.enter(&node.layer);
             if self.is_weight[node.outputs[0].index()] {
-                self.through_weight(&node, &mut pending)?;
+                self.through_weight(node_id, &mut pending)?;
                 continue;
             }
             let mut grads = Vec::new();
@@ -92,7 +92,7 @@ impl Pass {
                 grads.push(pending.remove(output).map(|parts| self.total(parts)).transpose()?);
             }
             input_gradients.extend(grads.iter().flatten().map(Tensor::id));
-            self.send_on(&node, grads, &mut pending)?;
+            self.send_on(node_id, grads, &mut pending)?;
         }
         self.mark_phases(&input_gradients);
         let gradients = self.collect(pending)?;
@@ -101,11 +101,12 @@ impl Pass {
     }
 
     /// The gradients of a weight's view, one by one: each use of it may be in another stage, and is summed up there.
-    fn through_weight(&self, node: &Node, pending: &mut HashMap<ValueId, Vec<Tensor>>) -> Result<()> {
+    fn through_weight(&self, id: NodeId, pending: &mut HashMap<ValueId, Vec<Tensor>>) -> Result<()> {
+        let node = lock(&self.graph).node(id).clone();
         for part in pending.remove(&node.outputs[0]).unwrap_or_default() {
             let place = lock(&self.graph).place_of(part.id()).unwrap_or(node.place);
             lock(&self.graph).set_place(place);
-            self.send_on(node, vec![Some(part)], pending)?;
+            self.send_on(id, vec![Some(part)], pending)?;
         }
         Ok(())
     }
@@ -113,14 +114,16 @@ impl Pass {
     /// Records the gradients of a node's inputs, given those of its outputs.
     fn send_on(
         &self,
-        node: &Node,
+        id: NodeId,
         grads: Vec<Option<Tensor>>,
         pending: &mut HashMap<ValueId, Vec<Tensor>>,
     ) -> Result<()> {
+        let node = lock(&self.graph).node(id).clone();
         let tensors = |ids: &[ValueId]| ids.iter().map(|&id| Tensor::new(&self.graph, id)).collect();
         let (inputs, outputs) = (tensors(&node.inputs), tensors(&node.outputs));
         let needs = node.inputs.iter().map(|i| self.depends[i.index()]).collect();
-        let mut gradient = Gradient { inputs, outputs, grads, needs, sent: Vec::new() };
+        let graph = self.graph.clone();
+        let mut gradient = Gradient { graph, node: id, inputs, outputs, grads, needs, sent: Vec::new() };
         node.op.gradient(&mut gradient)?;
         for (input, grad) in gradient.sent {
             pending.entry(node.inputs[input]).or_default().push(grad);

@@ -13,6 +13,7 @@ use crate::error::Result;
 use crate::graph::{Graph, Spec, Tensor, ValueId, lock};
 use crate::nn::{Init, VarBuilder};
 use crate::random::{Numbers, Stream};
+use crate::recompute::Recomputation;
 use crate::reference::{Array, evaluate};
 
 /// How far an operation is from its judges: ‖a − b‖ / ‖b‖, the worst over all inputs.
@@ -25,7 +26,7 @@ pub struct GradientError {
 }
 
 /// Checks a function of tensors: `parameters` are filled with standard normal numbers, `ids` with the numbers given.
-/// Its output is weighted at random and summed to a loss.
+/// Its output is weighted at random and summed to a loss; a scalar is the loss itself.
 ///
 /// ```
 /// use gapless_engine::gradient_check;
@@ -43,7 +44,7 @@ pub fn gradient_check(
     f: impl Fn(&[Tensor], &[Tensor]) -> Result<Tensor>,
 ) -> Result<GradientError> {
     let graph = Arc::new(Mutex::new(Graph::default()));
-    let vb = VarBuilder::new(&graph);
+    let vb = VarBuilder::new(&graph, DType::F32);
     let mut given: HashMap<String, Array> = HashMap::new();
     let mut xs = Vec::new();
     for (index, dims) in parameters.iter().enumerate() {
@@ -58,9 +59,13 @@ pub fn gradient_check(
         given.insert(name, Array::new(dims, data.iter().map(|&x| f64::from(x)).collect()));
     }
     let y = f(&xs, &id_tensors)?.contiguous()?;
-    let weights = input(&graph, "weights", Spec::f32(y.shape().clone()))?;
-    given.insert("weights".into(), random_array(y.dims(), 99));
-    let loss = y.mul(&weights)?.sum_all()?;
+    let loss = if y.rank() == 0 {
+        y.clone()
+    } else {
+        let weights = input(&graph, "weights", Spec::f32(y.shape().clone()))?;
+        given.insert("weights".into(), random_array(y.dims(), 99));
+        y.mul(&weights)?.sum_all()?
+    };
     let gradients = differentiate(&graph, &loss, 1.0)?;
     let graph = lock(&graph);
 
@@ -112,6 +117,7 @@ fn executor(graph: &Graph, outputs: &[Output]) -> Result<Executor> {
         rank: 0,
         outputs,
         roles: &HashMap::new(),
+        recomputation: &Recomputation::default(),
         threads: workers.threads(),
     })?;
     Executor::new(Arc::new(compile(&[program], &CompileOptions::default())?), workers, 0, Communicators::default())

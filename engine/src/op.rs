@@ -6,12 +6,13 @@
 
 use std::any::Any;
 use std::fmt;
+use std::sync::{Arc, Mutex};
 
 use candle_core::Layout;
 
 use crate::cpu::Args;
 use crate::error::{Error, Result};
-use crate::graph::{Spec, Tensor};
+use crate::graph::{Graph, NodeId, Spec, Tensor, lock};
 use crate::reference::{Array, Reference};
 
 /// One kind of computation.
@@ -51,6 +52,11 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
         outputs.iter().map(|s| s.elements() as u64).sum()
     }
 
+    /// Bytes read and written, for schedules and for choosing what to compute again.
+    fn bytes_moved(&self, inputs: &[Spec], outputs: &[Spec]) -> u64 {
+        inputs.iter().chain(outputs).map(Spec::bytes).sum()
+    }
+
     /// Pairs (input, output): the kernel may be given the same bytes for both.
     fn may_overwrite(&self) -> &[(usize, usize)] {
         &[]
@@ -67,9 +73,10 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
         false
     }
 
-    /// Scratch bytes of one call with `threads` threads.
-    fn workspace_bytes(&self, _inputs: &[Spec], _outputs: &[Spec], _threads: usize) -> u64 {
-        0
+    /// Scratch of one call with `threads` threads: the bytes of each of its pieces. Several small pieces, which need not lie
+    /// side by side, are easier to find room for than a large one. [`Args::workspace`] hands them out in this order.
+    fn workspace(&self, _inputs: &[Spec], _outputs: &[Spec], _threads: usize) -> Vec<u64> {
+        Vec::new()
     }
 
     /// The CPU kernel. Not called for views.
@@ -82,6 +89,8 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
 /// Where an operation's gradient is written.
 #[derive(Debug)]
 pub struct Gradient {
+    pub(crate) graph: Arc<Mutex<Graph>>,
+    pub(crate) node: NodeId,
     pub(crate) inputs: Vec<Tensor>,
     pub(crate) outputs: Vec<Tensor>,
     pub(crate) grads: Vec<Option<Tensor>>,
@@ -109,6 +118,30 @@ impl Gradient {
     pub fn grad(&self, index: usize) -> Tensor {
         let output = &self.outputs[index];
         self.grads[index].clone().unwrap_or_else(|| output.constant(0.0, output.shape().clone()))
+    }
+
+    /// The number that the gradient with respect to an output is everywhere, if that is known already: the loss is often a
+    /// mean.
+    pub fn constant(&self, index: usize) -> Option<f64> {
+        match &self.grads[index] {
+            Some(grad) => lock(&self.graph).number(grad.id()),
+            None => Some(0.0),
+        }
+    }
+
+    /// Lets the forward operation make gradients as it goes, where it has at hand what they need and nothing else would: with
+    /// what [`Self::constant`] knows, in the end. From now on the forward is `op`, on the same inputs; its first outputs are
+    /// those that there were. Returns the `NEW` others.
+    ///
+    /// A gradient of a weight that is made so should be one that [`Op::accumulates`].
+    ///
+    /// # Errors
+    /// [`Error::Shape`] when the shape rule of `op` refuses the inputs or gives other outputs, or when it cannot read an input
+    /// as it lies.
+    pub fn in_forward<const NEW: usize>(&mut self, op: impl Op) -> Result<[Tensor; NEW]> {
+        let new = lock(&self.graph).extend_node(self.node, Arc::new(op), NEW)?;
+        let new: Vec<Tensor> = new.into_iter().map(|id| Tensor::new(&self.graph, id)).collect();
+        Ok(new.try_into().expect("as many as were asked for"))
     }
 
     /// Refuses a loss that depends on an output which `op` has no gradient for.

@@ -120,6 +120,23 @@ fn lookups_and_losses() {
 }
 
 #[test]
+fn a_head_fused_with_its_loss() {
+    let ids: &[(&[usize], &[u32])] = &[(&[2, 3], &[1, 0, 6, 1, 2, 3])];
+    // Each loss with a gradient of its own: made in the backward. The same for all: made in the forward.
+    check_ids(&[&[2, 3, 5], &[7, 5]], ids, |x, ids| x[0].linear_cross_entropy(&x[1], &ids[0]));
+    check_ids(&[&[2, 3, 5], &[7, 5]], ids, |x, ids| x[0].linear_cross_entropy(&x[1], &ids[0])?.mean_all());
+    check_ids(&[&[2, 3, 5], &[7, 5]], ids, |x, ids| {
+        x[0].linear_cross_entropy(&x[1], &ids[0])?.affine(-3.0, 1.0)?.sum(1)?.mean_all()
+    });
+    // Tied to a table, and read through a view; x itself an activation, or the row of a token.
+    check_ids(&[&[7, 4]], ids, |x, ids| {
+        x[0].embedding(&ids[0])?.gelu()?.linear_cross_entropy(&x[0], &ids[0])?.mean_all()
+    });
+    check_ids(&[&[2, 3, 5], &[5, 7]], ids, |x, ids| x[0].sqr()?.linear_cross_entropy(&x[1].t()?, &ids[0])?.mean_all());
+    check_ids(&[&[5], &[7, 5]], &[(&[], &[2])], |x, ids| x[0].linear_cross_entropy(&x[1], &ids[0]));
+}
+
+#[test]
 fn dropout() {
     check(&[&[8, 16]], |x| x[0].dropout(0.3)?.sqr()?.dropout(0.5));
 }

@@ -5,6 +5,7 @@ use std::marker::PhantomData;
 
 use candle_core::{DType, Layout};
 
+use super::scratch::{Piece, Scratch};
 use crate::random::Stream;
 
 /// One tensor of an instruction, at its planned address.
@@ -27,7 +28,7 @@ pub struct Args<'a> {
     base: *mut u8,
     inputs: &'a [Address],
     outputs: &'a [Address],
-    workspace: (u64, u64),
+    workspace: &'a [Piece],
     accumulate: u64,
     stream: Stream,
     taken: Cell<u64>,
@@ -48,6 +49,7 @@ mod private {
     impl Sealed for f32 {}
     impl Sealed for u32 {}
     impl Sealed for f64 {}
+    impl Sealed for u8 {}
 }
 
 impl Element for f32 {
@@ -58,20 +60,24 @@ impl Element for f64 {
     const DTYPE: DType = DType::F64;
 }
 
+impl Element for u8 {
+    const DTYPE: DType = DType::U8;
+}
+
 impl Element for u32 {
     const DTYPE: DType = DType::U32;
 }
 
 impl<'a> Args<'a> {
     /// # Safety
-    /// `base` points to an arena that outlives `'a` and is not touched by anyone else during it; every operand and the
-    /// workspace lies inside it, aligned for its type; outputs and workspace are disjoint from each other and from all
-    /// inputs but those that they overwrite, which have the same offset. A checked plan guarantees all of it.
+    /// `base` points to an arena that outlives `'a` and is not touched by anyone else during it; every operand and
+    /// every piece of the workspace lies inside it, aligned for its type and to 64 bytes; outputs and pieces are disjoint
+    /// from each other and from all inputs but those that they overwrite, which have the same offset. A checked plan guarantees all of it.
     pub(crate) unsafe fn new(
         base: *mut u8,
         inputs: &'a [Address],
         outputs: &'a [Address],
-        workspace: (u64, u64),
+        workspace: &'a [Piece],
         accumulate: u64,
         stream: Stream,
     ) -> Self {
@@ -135,17 +141,14 @@ impl<'a> Args<'a> {
         unsafe { std::slice::from_raw_parts_mut(self.base.add(operand.offset as usize).cast(), operand.span) }
     }
 
-    /// Scratch of [`Op::workspace_bytes`](crate::Op::workspace_bytes), full of garbage.
+    /// The pieces of [`Op::workspace`](crate::Op::workspace), full of garbage.
     ///
     /// # Panics
     /// On a kernel's own bug: asked for twice.
-    pub fn workspace<T: Element>(&mut self) -> &'a mut [T] {
+    pub fn workspace(&mut self) -> Scratch<'a> {
         self.take(WORKSPACE);
-        let (offset, bytes) = self.workspace;
         // SAFETY: as for outputs.
-        unsafe {
-            std::slice::from_raw_parts_mut(self.base.add(offset as usize).cast(), bytes as usize / size_of::<T>())
-        }
+        unsafe { Scratch::new(self.base, self.workspace) }
     }
 
     /// Whether to add to an output instead of setting it. Only for outputs that

@@ -15,8 +15,9 @@ mod rows;
 mod tests;
 
 use self::rows::Rows;
-use crate::cpu::gemm::drive::BLOCK_K;
+use crate::cpu::gemm::BLOCK_K;
 use crate::cpu::gemm::kernel::{Kernels, ROW_STRIDE};
+use crate::cpu::scratch::{Parts, Scratch};
 use crate::cpu::simd::Level;
 
 /// Largest head that the kernels take.
@@ -106,7 +107,7 @@ pub enum AttentionError {
     /// A slice ends before the tensor that it should hold.
     #[error("{operand} needs {needed} elements, its slice has {given}; give all of the tensor, or correct its strides")]
     TooShort {
-        /// Name of the tensor, or "scratch".
+        /// Name of the tensor, or "scratch" for one of its pieces.
         operand: &'static str,
         /// Elements that the strides reach.
         needed: usize,
@@ -168,14 +169,14 @@ pub struct Backward {
 }
 
 impl Attention {
-    /// Floats of scratch that the forward needs in a pool of `threads` threads.
-    pub fn forward_scratch_len(&self, threads: usize) -> usize {
-        threads * forward::slot_len(self)
+    /// Bytes of each piece of scratch that the forward needs in a pool of `threads` threads.
+    pub fn forward_scratch(&self, threads: usize) -> Vec<u64> {
+        forward::parts(self, threads).into_iter().flat_map(Parts::bytes).collect()
     }
 
-    /// Floats of scratch that the backward needs in a pool of `threads` threads.
-    pub fn backward_scratch_len(&self, threads: usize) -> usize {
-        threads * backward::slot_len(self)
+    /// Bytes of each piece of scratch that the backward needs in a pool of `threads` threads.
+    pub fn backward_scratch(&self, threads: usize) -> Vec<u64> {
+        backward::parts(self, threads).into_iter().flat_map(Parts::bytes).collect()
     }
 
     /// Floating-point operations of the forward's two products, hidden scores left out.
@@ -193,7 +194,7 @@ impl Attention {
     /// Without keys they are 0 and −∞.
     ///
     /// # Errors
-    /// An unsound shape, a slice too short for its strides or for [`Attention::forward_scratch_len`] of the current
+    /// An unsound shape, a slice too short for its strides or for [`Attention::forward_scratch`] of the current
     /// pool, or outputs that overlap. Nothing is written then.
     pub fn forward(
         &self,
@@ -202,7 +203,7 @@ impl Attention {
         v: &[f32],
         out: &mut [f32],
         lse: &mut [f32],
-        scratch: &mut [f32],
+        scratch: &mut Scratch<'_>,
     ) -> Result<(), AttentionError> {
         self.check_shape()?;
         self.check("q", q.len(), self.q, self.heads, self.queries)?;
@@ -211,11 +212,11 @@ impl Attention {
         self.check("out", out.len(), self.out, self.heads, self.queries)?;
         self.check_apart("out", self.out, self.heads, self.queries)?;
         at_least("lse", self.batch * self.heads * self.queries, lse.len())?;
-        at_least("scratch", self.forward_scratch_len(rayon::current_num_threads()), scratch.len())?;
+        check_scratch(scratch, &forward::parts(self, rayon::current_num_threads()))?;
         let operands =
             Forward { q: q.as_ptr(), k: k.as_ptr(), v: v.as_ptr(), out: out.as_mut_ptr(), lse: lse.as_mut_ptr() };
         // SAFETY: every extent was compared with its slice above; what is written is borrowed exclusively.
-        unsafe { self.forward_raw(operands, scratch.as_mut_ptr()) };
+        unsafe { self.forward_raw(operands, scratch) };
         Ok(())
     }
 
@@ -223,9 +224,9 @@ impl Attention {
     ///
     /// # Safety
     /// The shape is one that [`Attention::forward`] takes; the operands exist as far as its strides reach, `scratch`
-    /// for [`Attention::forward_scratch_len`]`(rayon::current_num_threads())` floats; what is written overlaps nothing
+    /// has the pieces of [`Attention::forward_scratch`]`(rayon::current_num_threads())`; what is written overlaps nothing
     /// else, and nothing else writes to any operand during the call.
-    pub unsafe fn forward_raw(&self, operands: Forward, scratch: *mut f32) {
+    pub unsafe fn forward_raw(&self, operands: Forward, scratch: &mut Scratch<'_>) {
         // SAFETY: the caller's promise.
         unsafe { forward::run(self, &Level::best().into(), operands, scratch) }
     }
@@ -235,7 +236,7 @@ impl Attention {
     /// Gradients that are interleaved in one tensor, as that of a packed `qkv`, are for [`Attention::backward_raw`].
     ///
     /// # Errors
-    /// An unsound shape, a slice too short for its strides or for [`Attention::backward_scratch_len`] of the current
+    /// An unsound shape, a slice too short for its strides or for [`Attention::backward_scratch`] of the current
     /// pool, or gradients that overlap. Nothing is written then.
     #[expect(clippy::too_many_arguments, reason = "the operands of an attention")]
     pub fn backward(
@@ -247,7 +248,7 @@ impl Attention {
         lse: &[f32],
         dout: &[f32],
         (dq, dk, dv): (&mut [f32], &mut [f32], &mut [f32]),
-        scratch: &mut [f32],
+        scratch: &mut Scratch<'_>,
     ) -> Result<(), AttentionError> {
         self.check_shape()?;
         for (operand, len, strides) in [("q", q.len(), self.q), ("dq", dq.len(), self.d_q)] {
@@ -265,7 +266,7 @@ impl Attention {
         self.check_apart("dk", self.d_k, self.kv_heads, self.keys)?;
         self.check_apart("dv", self.d_v, self.kv_heads, self.keys)?;
         at_least("lse", self.batch * self.heads * self.queries, lse.len())?;
-        at_least("scratch", self.backward_scratch_len(rayon::current_num_threads()), scratch.len())?;
+        check_scratch(scratch, &backward::parts(self, rayon::current_num_threads()))?;
         let operands = Backward {
             q: q.as_ptr(),
             k: k.as_ptr(),
@@ -278,15 +279,15 @@ impl Attention {
             dv: dv.as_mut_ptr(),
         };
         // SAFETY: every extent was compared with its slice above; what is written is borrowed exclusively.
-        unsafe { self.backward_raw(operands, scratch.as_mut_ptr()) };
+        unsafe { self.backward_raw(operands, scratch) };
         Ok(())
     }
 
     /// [`Attention::backward`] on addresses, for operands that lie in one arena.
     ///
     /// # Safety
-    /// As [`Attention::forward_raw`], with [`Attention::backward_scratch_len`].
-    pub unsafe fn backward_raw(&self, operands: Backward, scratch: *mut f32) {
+    /// As [`Attention::forward_raw`], with [`Attention::backward_scratch`].
+    pub unsafe fn backward_raw(&self, operands: Backward, scratch: &mut Scratch<'_>) {
         // SAFETY: the caller's promise.
         unsafe { backward::run(self, &Level::best().into(), operands, scratch) }
     }
@@ -378,6 +379,13 @@ fn at_least(operand: &'static str, needed: usize, given: usize) -> Result<(), At
     if given < needed { Err(AttentionError::TooShort { operand, needed, given }) } else { Ok(()) }
 }
 
+fn check_scratch(scratch: &Scratch<'_>, parts: &[Parts]) -> Result<(), AttentionError> {
+    match scratch.too_short(parts.iter().copied().flat_map(Parts::bytes)) {
+        Some((needed, given)) => Err(AttentionError::TooShort { operand: "scratch", needed, given }),
+        None => Ok(()),
+    }
+}
+
 /// The kernels of one level.
 struct Instructions {
     products: &'static Kernels,
@@ -393,6 +401,11 @@ impl From<Level> for Instructions {
 /// Rows of the tallest panel of any level.
 const PANEL_ROWS: usize = 12;
 const _: () = assert!(MAX_HEAD_SIZE <= ROW_STRIDE && BLOCK_K + 16 <= ROW_STRIDE);
+
+/// Floats of a block of keys packed as panels of B, in either direction: of no more keys than there are.
+fn packed_keys_len(job: &Attention) -> usize {
+    packed_len(job, job.key_block().min(job.keys))
+}
 
 /// Floats of `tokens` × `head_size` packed as panels of B, in either direction.
 fn packed_len(job: &Attention, tokens: usize) -> usize {

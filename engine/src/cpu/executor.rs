@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 use gapless_alloc::{Label, Role};
 
 use super::arena::Arena;
@@ -78,8 +78,14 @@ impl Executor {
     /// communicators to the others.
     ///
     /// # Errors
-    /// [`Error::DoesNotFit`], before any byte is touched, when the machine has less memory available.
+    /// [`Error::NoKernels`] for an executable that computes in another type than f32. [`Error::DoesNotFit`], before any byte
+    /// is touched, when the machine has less memory available.
     pub fn new(executable: Arc<Executable>, workers: Workers, seed: u64, communicators: Communicators) -> Result<Self> {
+        if let Some(dtype) =
+            executable.dtypes().find(|dtype| ![f32::DTYPE, f64::DTYPE, u32::DTYPE, u8::DTYPE].contains(dtype))
+        {
+            return Err(Error::NoKernels { dtype });
+        }
         let needed = executable.arena_bytes();
         if let Some(available) = crate::metrics::available_memory_bytes().filter(|&available| available < needed) {
             let largest = crate::report::largest_at_peak(&executable, 8);
@@ -90,7 +96,10 @@ impl Executor {
         let executor = Self { arena: Arena::new(needed)?, executable, workers, links };
         for persistent in &executor.executable.persistent {
             let (init, name) = (persistent.init, &persistent.label.tensor);
-            executor.with_slice::<f32, _>(&persistent.address, |out| init.fill(seed, name, out))?;
+            match persistent.spec.dtype {
+                u8::DTYPE => executor.with_slice(&persistent.address, |out| init.fill(seed, name, out, |x| x as u8))?,
+                _ => executor.with_slice(&persistent.address, |out| init.fill(seed, name, out, |x| x as f32))?,
+            }
         }
         Ok(executor)
     }
@@ -188,13 +197,19 @@ impl Executor {
         outputs.iter().find(|o| o.name == name).ok_or_else(|| unknown(name, outputs.iter().map(|o| o.name.as_str())))
     }
 
-    /// A parameter or an optimizer state by its full name: a candle tensor over the arena's own bytes.
+    /// A parameter or an optimizer state by its full name: a candle tensor over the arena's own bytes if it is f32, else a
+    /// copy of them.
     ///
     /// # Errors
     /// When there is none of that name.
     pub fn tensor(&self, name: &str) -> Result<Tensor> {
         let found = self.find_persistent(name)?;
-        self.arena.view(found.address.offset, &found.spec.shape)
+        match found.spec.dtype {
+            u8::DTYPE => self.with_slice::<u8, _>(&found.address, |bytes| {
+                Ok(Tensor::from_slice(bytes, &found.spec.shape, &Device::Cpu)?)
+            })?,
+            _ => self.arena.view(found.address.offset, &found.spec.shape),
+        }
     }
 
     /// Names of the persistent tensors of a role, in the order of their declaration.
@@ -202,10 +217,10 @@ impl Executor {
         self.executable.persistent.iter().filter(move |p| p.label.role == role).map(|p| p.label.tensor.as_str())
     }
 
-    /// Names and extents of the persistent tensors of a role, in the order of their declaration.
-    pub fn shapes(&self, role: Role) -> impl Iterator<Item = (&str, &[usize])> {
+    /// Names, shapes and types of the persistent tensors of a role, in the order of their declaration.
+    pub fn specs(&self, role: Role) -> impl Iterator<Item = (&str, &Spec)> {
         let of_role = self.executable.persistent.iter().filter(move |p| p.label.role == role);
-        of_role.map(|p| (p.label.tensor.as_str(), p.spec.dims()))
+        of_role.map(|p| (p.label.tensor.as_str(), &p.spec))
     }
 
     /// Shows all persistent tensors as bytes, without a copy.
@@ -245,17 +260,20 @@ impl Executor {
         let found = self.find_persistent(name)?;
         self.arena.exclusive(|base| {
             let bytes = found.address.span * found.address.dtype.size_in_bytes();
-            // SAFETY: as in `with_slice`; every pattern of bits is an f32.
+            // SAFETY: as in `with_slice`; every pattern of bits is an element.
             fill(unsafe { std::slice::from_raw_parts_mut(base.add(found.address.offset as usize), bytes) })
         })
     }
 
-    /// Overwrites a persistent tensor.
+    /// Overwrites a persistent tensor of f32.
     ///
     /// # Errors
-    /// When there is none of that name or size.
+    /// When there is none of that name, size or type.
     pub fn write_tensor(&mut self, name: &str, data: &[f32]) -> Result<()> {
         let found = self.find_persistent(name)?;
+        if found.spec.dtype != f32::DTYPE {
+            return Err(Error::NotF32 { name: name.into(), dtype: found.spec.dtype });
+        }
         if found.address.span != data.len() {
             return Err(Error::ElementCount { name: name.into(), expected: found.address.span, given: data.len() });
         }
@@ -327,7 +345,7 @@ fn run_all(
                         base.0,
                         &instruction.inputs,
                         &instruction.outputs,
-                        instruction.workspace,
+                        &instruction.workspace,
                         instruction.accumulate,
                         stream,
                     )

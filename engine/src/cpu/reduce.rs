@@ -44,6 +44,20 @@ pub(crate) fn max(x: &[f32]) -> f32 {
     fold(lanes, f32::max).max(tail)
 }
 
+/// The greatest magnitude; 0 of none.
+#[inline(always)]
+pub(crate) fn max_abs(x: &[f32]) -> f32 {
+    let mut lanes = [0.0f32; LANES];
+    let chunks = x.chunks_exact(LANES);
+    let tail = chunks.remainder().iter().fold(0.0, |max: f32, x| max.max(x.abs()));
+    for chunk in chunks {
+        for (lane, &x) in lanes.iter_mut().zip(chunk) {
+            *lane = if x.abs() > *lane { x.abs() } else { *lane };
+        }
+    }
+    fold(lanes, f32::max).max(tail)
+}
+
 /// Folds the lanes as a tree.
 #[inline(always)]
 fn fold(mut lanes: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> f32 {

@@ -59,6 +59,8 @@ impl Workers {
     pub fn new(threads: usize) -> Result<Self> {
         let threads = resolve_threads(threads);
         let pool = ThreadPoolBuilder::new().num_threads(threads).thread_name(|i| format!("gapless-{i}")).build()?;
+        // Until all have started: what a thread allocates as it starts would fall into the first steps.
+        pool.broadcast(|_| ());
         let mailbox = Arc::new(Mailbox { state: Mutex::new(State::Idle), changed: Condvar::new() });
         let driver = mailbox.clone();
         pool.spawn(move || driver.serve());

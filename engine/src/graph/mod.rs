@@ -22,6 +22,10 @@ use crate::nn::Init;
 use crate::op::Op;
 use crate::ops::Contiguous;
 
+/// The types that operations compute in, each in one of them throughout: sums and statistics that need it are f32 in any
+/// case. The CPU has kernels for f32; a step in bf16 can be planned.
+pub const FLOATS: [DType; 2] = [DType::F32, DType::BF16];
+
 /// Shape and element type of a value.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Spec {
@@ -35,6 +39,11 @@ impl Spec {
     /// An f32 tensor.
     pub fn f32(shape: impl Into<Shape>) -> Self {
         Self { shape: shape.into(), dtype: DType::F32 }
+    }
+
+    /// A tensor of this type in another shape.
+    pub fn in_shape(&self, shape: impl Into<Shape>) -> Self {
+        Self { shape: shape.into(), dtype: self.dtype }
     }
 
     /// Extents.
@@ -165,8 +174,8 @@ pub struct Graph {
     values: Vec<Value>,
     nodes: Vec<Node>,
     names: HashMap<String, ValueId>,
-    /// The stored element of each number, by its bits.
-    constants: HashMap<u64, ValueId>,
+    /// The stored element of each number, by its bits, in each type.
+    constants: HashMap<(u64, DType), ValueId>,
     layers: Vec<Arc<str>>,
     phase: Option<Phase>,
     place: Place,
@@ -187,6 +196,11 @@ impl Graph {
     /// One node.
     pub fn node(&self, id: NodeId) -> &Node {
         &self.nodes[id.index()]
+    }
+
+    /// Shapes and types of some values.
+    pub fn specs(&self, ids: &[ValueId]) -> Vec<Spec> {
+        ids.iter().map(|&id| self.value(id).spec.clone()).collect()
     }
 
     /// All nodes, in order.
@@ -225,18 +239,18 @@ impl Graph {
     /// Declares a tensor that outlives the step, or finds it if it is there already.
     ///
     /// # Errors
-    /// [`Error::ParameterShape`] when it was declared with another shape.
-    pub fn add_persistent(&mut self, name: &str, shape: Shape, init: Init) -> Result<ValueId> {
-        self.check_sizes(name, &[Spec::f32(shape.clone())])?;
+    /// [`Error::ParameterShape`] when it was declared with another shape, [`Error::TypeClash`] with another type.
+    pub fn add_persistent(&mut self, name: &str, spec: Spec, init: Init) -> Result<ValueId> {
+        self.check_sizes(name, std::slice::from_ref(&spec))?;
         if let Some(&id) = self.names.get(name) {
             let made = &self.value(id).spec;
-            if made.shape != shape {
-                let (asked, made) = (shape, made.shape.clone());
+            if made.shape != spec.shape {
+                let (asked, made) = (spec.shape, made.shape.clone());
                 return Err(Error::ParameterShape { name: name.into(), asked, made });
             }
-            return Ok(id);
+            return if made.dtype == spec.dtype { Ok(id) } else { Err(Error::TypeClash { name: name.into() }) };
         }
-        let id = self.push_value(Spec::f32(shape), Source::Persistent { name: name.into(), init });
+        let id = self.push_value(spec, Source::Persistent { name: name.into(), init });
         self.names.insert(name.into(), id);
         Ok(id)
     }
@@ -244,12 +258,12 @@ impl Graph {
     /// Declares a tensor that the host writes, or finds it if it is there already.
     ///
     /// # Errors
-    /// [`Error::InputClash`] when it was declared with another shape or type.
+    /// [`Error::TypeClash`] when it was declared with another shape or type.
     pub fn add_input(&mut self, name: &str, spec: Spec) -> Result<ValueId> {
         self.check_sizes(name, std::slice::from_ref(&spec))?;
         if let Some(&id) = self.names.get(name) {
             let same = self.value(id).spec == spec && matches!(self.value(id).source, Source::Input { .. });
-            return if same { Ok(id) } else { Err(Error::InputClash { name: name.into() }) };
+            return if same { Ok(id) } else { Err(Error::TypeClash { name: name.into() }) };
         }
         let id = self.push_value(spec, Source::Input { name: name.into() });
         self.names.insert(name.into(), id);
@@ -257,17 +271,18 @@ impl Graph {
     }
 
     /// A tensor of one number, stored as one element that every shape repeats.
-    pub fn add_constant(&mut self, number: f64, shape: Shape) -> ValueId {
-        let stored = match self.constants.get(&number.to_bits()) {
+    pub fn add_constant(&mut self, number: f64, spec: Spec) -> ValueId {
+        let key = (number.to_bits(), spec.dtype);
+        let stored = match self.constants.get(&key) {
             Some(&id) => id,
-            None => self.push_value(Spec::f32(()), Source::Constant(number)),
+            None => self.push_value(spec.in_shape(()), Source::Constant(number)),
         };
-        self.constants.insert(number.to_bits(), stored);
-        if shape.rank() == 0 {
+        self.constants.insert(key, stored);
+        if spec.shape.rank() == 0 {
             return stored;
         }
-        let layout = Layout::new(shape.clone(), vec![0; shape.rank()], 0);
-        self.push_view(stored, Spec::f32(shape), layout)
+        let layout = Layout::new(spec.shape.clone(), vec![0; spec.shape.rank()], 0);
+        self.push_view(stored, spec, layout)
     }
 
     /// Applies `op`, with a copy in front of inputs whose strides it cannot read. Returns one value per output.
@@ -275,14 +290,7 @@ impl Graph {
     /// # Errors
     /// [`Error::Shape`] with the operation's own words, the layer and the shapes.
     pub fn apply(&mut self, op: Arc<dyn Op>, inputs: &[ValueId]) -> Result<Vec<ValueId>> {
-        let specs: Vec<Spec> = inputs.iter().map(|&id| self.value(id).spec.clone()).collect();
-        let out_specs = op.infer(&specs).map_err(|what| Error::Shape {
-            op: op.name().into(),
-            layer: self.layer().to_string(),
-            what,
-            shapes: specs.iter().map(|s| s.shape.clone()).collect(),
-        })?;
-        self.check_sizes(op.name(), &out_specs)?;
+        let out_specs = self.infer(&*op, inputs)?;
         if let Some(layout) = op.view(&self.value(inputs[0]).layout) {
             let [spec] = <[Spec; 1]>::try_from(out_specs).expect("a view has one output");
             let root = self.value(inputs[0]).root;
@@ -307,6 +315,58 @@ impl Graph {
             .collect();
         self.push_node(op, inputs, outputs.clone());
         Ok(outputs)
+    }
+
+    /// The shape rule of `op`.
+    fn infer(&self, op: &dyn Op, inputs: &[ValueId]) -> Result<Vec<Spec>> {
+        let specs = self.specs(inputs);
+        let out_specs = op.infer(&specs).map_err(|what| self.refused(op, inputs, what))?;
+        self.check_sizes(op.name(), &out_specs)?;
+        Ok(out_specs)
+    }
+
+    fn refused(&self, op: &dyn Op, inputs: &[ValueId], what: impl Into<String>) -> Error {
+        let shapes = inputs.iter().map(|&id| self.value(id).spec.shape.clone()).collect();
+        Error::Shape { op: op.name().into(), layer: self.layer().to_string(), what: what.into(), shapes }
+    }
+
+    /// Lets a node compute more: `op` takes the node's inputs as they lie, and makes its outputs and `new` others, which are
+    /// returned.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] when it does not.
+    pub(crate) fn extend_node(&mut self, id: NodeId, op: Arc<dyn Op>, new: usize) -> Result<Vec<ValueId>> {
+        let Node { inputs, outputs, .. } = self.node(id).clone();
+        let out_specs = self.infer(&*op, &inputs)?;
+        let kept = outputs.iter().map(|&output| &self.value(output).spec);
+        if out_specs.len() != outputs.len() + new || !kept.eq(&out_specs[..outputs.len()]) {
+            let what = format!("its outputs must be those of {} and {new} more", self.node(id).op.name());
+            return Err(self.refused(&*op, &inputs, what));
+        }
+        let readable = |(index, &input): (usize, &ValueId)| {
+            let layout = &self.value(input).layout;
+            layout.is_contiguous() || op.reads_strides(index, layout)
+        };
+        if !inputs.iter().enumerate().all(readable) {
+            let what = format!("it must read the strides that {} reads", self.node(id).op.name());
+            return Err(self.refused(&*op, &inputs, what));
+        }
+        let first = outputs.len();
+        let new = out_specs.into_iter().enumerate().skip(first);
+        let new: Vec<ValueId> =
+            new.map(|(output, spec)| self.push_value(spec, Source::Node { node: id, output })).collect();
+        let node = &mut self.nodes[id.index()];
+        node.op = op;
+        node.outputs.extend(&new);
+        Ok(new)
+    }
+
+    /// The number that every element of a value is, if that is known.
+    pub fn number(&self, id: ValueId) -> Option<f64> {
+        match self.value(self.value(id).root).source {
+            Source::Constant(number) => Some(number),
+            _ => None,
+        }
     }
 
     /// A key for the next dropout: their order in the model, which no shape changes.

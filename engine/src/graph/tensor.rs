@@ -42,6 +42,11 @@ impl Tensor {
         self.id
     }
 
+    /// Shape and element type.
+    pub fn spec(&self) -> &Spec {
+        &self.spec
+    }
+
     /// Extents.
     pub fn dims(&self) -> &[usize] {
         self.spec.dims()
@@ -125,9 +130,10 @@ impl Tensor {
         Self::apply_op::<1>(op, &[self]).map(|[out]| out)
     }
 
-    /// The same number in every element, in this tensor's graph.
+    /// The same number in every element, in this tensor's graph and type; f32 beside ids.
     pub fn constant(&self, number: f64, shape: impl Into<Shape>) -> Self {
-        let id = lock(&self.graph).add_constant(number, shape.into());
+        let dtype = if self.dtype().is_float() { self.dtype() } else { DType::F32 };
+        let id = lock(&self.graph).add_constant(number, Spec { shape: shape.into(), dtype });
         Self::new(&self.graph, id)
     }
 
@@ -251,18 +257,23 @@ impl Tensor {
         self.apply1(ops::Unary { kind })
     }
 
-    /// x·scale + shift.
+    /// x·scale + shift. Of a constant it is another constant, so that [`Gradient::constant`](crate::Gradient::constant)
+    /// sees through means.
     ///
     /// # Errors
-    /// When the type is not f32.
+    /// When the type is not one of [`FLOATS`](crate::graph::FLOATS).
     pub fn affine(&self, scale: f64, shift: f64) -> Result<Self> {
+        let number = lock(&self.graph).number(self.id);
+        if let Some(number) = number {
+            return Ok(self.constant(number * scale + shift, self.shape().clone()));
+        }
         self.apply1(ops::Affine { scale, shift })
     }
 
     /// −x.
     ///
     /// # Errors
-    /// When the type is not f32.
+    /// When the type is not one of [`FLOATS`](crate::graph::FLOATS).
     pub fn neg(&self) -> Result<Self> {
         self.affine(-1.0, 0.0)
     }
@@ -270,7 +281,7 @@ impl Tensor {
     /// A copy without gaps; the tensor itself if it has none.
     ///
     /// # Errors
-    /// Never for f32 tensors.
+    /// When the type is not one of [`FLOATS`](crate::graph::FLOATS).
     pub fn contiguous(&self) -> Result<Self> {
         if lock(&self.graph).value(self.id).layout.is_contiguous() {
             return Ok(self.clone());
@@ -307,7 +318,7 @@ macro_rules! unary_methods {
             $($(#[$doc])*
             ///
             /// # Errors
-            /// When the type is not f32.
+            /// When the type is not one of [`FLOATS`](crate::graph::FLOATS).
             pub fn $name(&self) -> Result<Self> {
                 self.unary(ops::UnaryKind::$kind)
             })*
@@ -404,7 +415,7 @@ impl Tensor {
     /// Sum of all elements: a scalar.
     ///
     /// # Errors
-    /// When the type is not f32.
+    /// When the type is not one of [`FLOATS`](crate::graph::FLOATS).
     pub fn sum_all(&self) -> Result<Self> {
         self.apply1(ops::ScaledSum { scale: 1.0 })
     }
@@ -412,7 +423,7 @@ impl Tensor {
     /// Mean of all elements: a scalar.
     ///
     /// # Errors
-    /// When the type is not f32.
+    /// When the type is not one of [`FLOATS`](crate::graph::FLOATS).
     pub fn mean_all(&self) -> Result<Self> {
         self.apply1(ops::ScaledSum { scale: 1.0 / self.elem_count().max(1) as f64 })
     }
@@ -499,6 +510,18 @@ impl Tensor {
     /// When the shapes do not fit.
     pub fn cross_entropy(&self, targets: &Self) -> Result<Self> {
         Self::apply_op::<2>(ops::CrossEntropy, &[self, targets]).map(|[loss, _]| loss)
+    }
+
+    /// Negative log-likelihood of `targets` (u32, [..]) under the logits `self`·`weight`ᵀ, for `self` [.., width] and `weight`
+    /// [vocabulary, width]: one number per target. As [`Self::linear`] and [`Self::cross_entropy`], but chunk by chunk of the
+    /// rows, so that the logits never exist whole; and where the gradient of the losses is one known number, as under a mean,
+    /// both gradients are made on the way (Liger Kernel, arXiv 2410.10989, section 3.2).
+    ///
+    /// # Errors
+    /// When the shapes do not fit.
+    pub fn linear_cross_entropy(&self, weight: &Self, targets: &Self) -> Result<Self> {
+        let op = ops::LinearCrossEntropy { gradient: None };
+        Self::apply_op::<1>(op, &[self, weight, targets]).map(|[losses]| losses)
     }
 
     /// Joins tensors along one dimension.

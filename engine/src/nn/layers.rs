@@ -17,6 +17,19 @@ impl Linear {
     pub fn new(weight: Tensor, bias: Option<Tensor>, layer: &str) -> Self {
         Self { weight, bias, layer: layer.into() }
     }
+
+    /// For a layer that is the head of a language model: the loss of each of `targets` (u32, [..]) under the logits that it
+    /// makes of `xs` [.., in]. Without a bias, no logits are ever held (see [`Tensor::linear_cross_entropy`]).
+    ///
+    /// # Errors
+    /// When the shapes do not fit.
+    pub fn cross_entropy(&self, xs: &Tensor, targets: &Tensor) -> Result<Tensor> {
+        if self.bias.is_some() {
+            return self.forward(xs)?.cross_entropy(targets);
+        }
+        let _layer = xs.enter(&self.layer);
+        xs.linear_cross_entropy(&self.weight, targets)
+    }
 }
 
 impl Module for Linear {

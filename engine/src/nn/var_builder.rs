@@ -2,33 +2,39 @@
 
 use std::sync::{Arc, Mutex};
 
-use candle_core::Shape;
+use candle_core::{DType, Shape};
 
 use super::Init;
 use crate::error::Result;
-use crate::graph::{Graph, Tensor, lock};
+use crate::graph::{Graph, Spec, Tensor, lock};
 
 /// Declares parameters under a path, as candle's does: `vb.pp("h").pp(3).get((4, 4), "weight")` is `h.3.weight`.
 #[derive(Debug, Clone)]
 pub struct VarBuilder {
     graph: Arc<Mutex<Graph>>,
     path: String,
+    dtype: DType,
 }
 
 impl VarBuilder {
-    pub(crate) fn new(graph: &Arc<Mutex<Graph>>) -> Self {
-        Self { graph: graph.clone(), path: String::new() }
+    pub(crate) fn new(graph: &Arc<Mutex<Graph>>, dtype: DType) -> Self {
+        Self { graph: graph.clone(), path: String::new(), dtype }
     }
 
     /// The builder one level down.
     #[must_use]
     pub fn pp(&self, name: impl ToString) -> Self {
-        Self { graph: self.graph.clone(), path: self.full(&name.to_string()) }
+        Self { path: self.full(&name.to_string()), ..self.clone() }
     }
 
     /// The path so far, e.g. `h.3`: what [`Tensor::enter`] takes.
     pub fn prefix(&self) -> &str {
         &self.path
+    }
+
+    /// The type of the parameters: [`TrainOptions::dtype`](crate::TrainOptions::dtype).
+    pub fn dtype(&self) -> DType {
+        self.dtype
     }
 
     /// A parameter, normal with standard deviation 0.02. The same name gives the same parameter.
@@ -44,7 +50,8 @@ impl VarBuilder {
     /// # Errors
     /// When the name was used with another shape.
     pub fn get_with_hints(&self, shape: impl Into<Shape>, name: &str, init: Init) -> Result<Tensor> {
-        let id = lock(&self.graph).add_persistent(&self.full(name), shape.into(), init)?;
+        let spec = Spec { shape: shape.into(), dtype: self.dtype };
+        let id = lock(&self.graph).add_persistent(&self.full(name), spec, init)?;
         Ok(Tensor::new(&self.graph, id))
     }
 

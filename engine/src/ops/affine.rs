@@ -21,7 +21,7 @@ impl Op for Affine {
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
-        super::expect_f32(inputs)?;
+        super::expect_float(inputs)?;
         Ok(vec![inputs[0].clone()])
     }
 

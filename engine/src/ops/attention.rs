@@ -44,7 +44,7 @@ impl Op for Attention {
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
-        super::expect_f32(inputs)?;
+        super::expect_float(inputs)?;
         let Some(e) = Extents::of(inputs[0].dims(), inputs[1].dims()) else {
             return Err("[batch, heads, tokens, head size] is needed for q, k and v".into());
         };
@@ -63,7 +63,7 @@ impl Op for Attention {
         if self.causal && e.keys < e.queries {
             return Err("causal attention needs a key for every query".into());
         }
-        let out = Spec::f32((e.batch, e.queries, e.heads, e.head_size));
+        let out = inputs[0].in_shape((e.batch, e.queries, e.heads, e.head_size));
         Ok(vec![out, Spec::f32((e.batch, e.heads, e.queries))])
     }
 
@@ -85,12 +85,12 @@ impl Op for Attention {
         head_is_dense(layout)
     }
 
-    fn workspace_bytes(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> u64 {
-        4 * self.kernel(&dense(inputs, 0), &dense(inputs, 1), &dense(inputs, 2)).forward_scratch_len(threads) as u64
+    fn workspace(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> Vec<u64> {
+        self.kernel(&dense(inputs, 0), &dense(inputs, 1), &dense(inputs, 2)).forward_scratch(threads)
     }
 
     fn run(&self, args: &mut Args<'_>) {
-        let (out, lse, scratch) = (args.output::<f32>(0), args.output::<f32>(1), args.workspace::<f32>());
+        let (out, lse, scratch) = (args.output::<f32>(0), args.output::<f32>(1), &mut args.workspace());
         let ((q, q_layout), (k, k_layout), (v, v_layout)) = (args.strided(0), args.strided(1), args.strided(2));
         let kernel = self.kernel(q_layout, k_layout, v_layout);
         kernel.forward(q, k, v, out, lse, scratch).expect("extents by the shape rule");
@@ -205,8 +205,8 @@ impl Op for AttentionGrad {
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
         let e = Extents::of(inputs[0].dims(), inputs[1].dims()).expect("rank 4 by the forward's rule");
-        let d_kv = Spec::f32((e.batch, e.keys, e.kv_heads, e.head_size));
-        Ok(vec![Spec::f32((e.batch, e.queries, e.heads, e.head_size)), d_kv.clone(), d_kv])
+        let d_kv = inputs[1].in_shape((e.batch, e.keys, e.kv_heads, e.head_size));
+        Ok(vec![inputs[0].in_shape((e.batch, e.queries, e.heads, e.head_size)), d_kv.clone(), d_kv])
     }
 
     fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
@@ -217,14 +217,13 @@ impl Op for AttentionGrad {
         index < 3 && head_is_dense(layout)
     }
 
-    fn workspace_bytes(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> u64 {
-        let kernel = self.of.kernel(&dense(inputs, 0), &dense(inputs, 1), &dense(inputs, 2));
-        4 * kernel.backward_scratch_len(threads) as u64
+    fn workspace(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> Vec<u64> {
+        self.of.kernel(&dense(inputs, 0), &dense(inputs, 1), &dense(inputs, 2)).backward_scratch(threads)
     }
 
     fn run(&self, args: &mut Args<'_>) {
         let grads = (args.output::<f32>(0), args.output::<f32>(1), args.output::<f32>(2));
-        let scratch = args.workspace::<f32>();
+        let scratch = &mut args.workspace();
         let ((q, q_layout), (k, k_layout), (v, v_layout)) = (args.strided(0), args.strided(1), args.strided(2));
         let (out, lse, d_out) = (args.input(3), args.input(4), args.input(5));
         let kernel = self.of.kernel(q_layout, k_layout, v_layout);

@@ -21,7 +21,7 @@ impl Op for Cat {
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
-        super::expect_f32(inputs)?;
+        super::expect_float(inputs)?;
         let mut dims = inputs[0].dims().to_vec();
         for input in &inputs[1..] {
             let others =
@@ -32,7 +32,7 @@ impl Op for Cat {
             }
             dims[self.dim] += input.dims()[self.dim];
         }
-        Ok(vec![Spec::f32(dims)])
+        Ok(vec![inputs[0].in_shape(dims)])
     }
 
     fn reads_strides(&self, _: usize, _: &candle_core::Layout) -> bool {

@@ -1,10 +1,8 @@
 //! What the copies of a model do together: sums and gatherings over the data ranks.
 
-use candle_core::DType;
-
 use crate::communicator;
 use crate::cpu::Args;
-use crate::graph::Spec;
+use crate::graph::{FLOATS, Spec};
 use crate::op::Op;
 use crate::reference::{Array, Reference};
 
@@ -12,9 +10,9 @@ use crate::reference::{Array, Reference};
 /// the communicator does the rest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Collective {
-    /// f32 of any shape, summed in place.
+    /// Floats of any shape, summed in place.
     AllReduce,
-    /// f32 of ranks · n elements → n: this rank's part of the sum.
+    /// Floats: ranks · n elements → n: this rank's part of the sum.
     ReduceScatter {
         /// Data ranks.
         ranks: usize,
@@ -71,7 +69,9 @@ impl Op for Collective {
         let first = &inputs[0];
         let flat = |elements: usize| Spec { shape: elements.into(), dtype: first.dtype };
         match *self {
-            Self::AllReduce | Self::ReduceScatter { .. } if first.dtype != DType::F32 => Err("sums are of f32".into()),
+            Self::AllReduce | Self::ReduceScatter { .. } if !FLOATS.contains(&first.dtype) => {
+                Err(format!("sums are of {FLOATS:?}, not {:?}", first.dtype))
+            }
             Self::AllReduce => Ok(vec![first.clone()]),
             Self::ReduceScatter { ranks } if first.elements().is_multiple_of(ranks) => {
                 Ok(vec![flat(first.elements() / ranks)])

@@ -18,7 +18,7 @@ impl Op for Contiguous {
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
-        super::expect_f32(inputs)?;
+        super::expect_float(inputs)?;
         Ok(vec![inputs[0].clone()])
     }
 

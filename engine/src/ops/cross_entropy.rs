@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use crate::cpu::{Args, math, reduce, row_of, rows_per_task, vectorize};
+use crate::cpu::{Args, math, reduce, rows_per_task, vectorize};
 use crate::error::Result;
 use crate::graph::{Spec, Tensor};
 use crate::op::{Gradient, Op};
@@ -19,7 +19,7 @@ impl Op for CrossEntropy {
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
-        super::expect_f32(&inputs[..1])?;
+        super::expect_float(&inputs[..1])?;
         super::expect_rank(&inputs[0], 1)?;
         super::expect_ids("targets", &inputs[1])?;
         let (_, rows) = inputs[0].dims().split_last().expect("rank was checked");
@@ -114,7 +114,7 @@ impl Op for CrossEntropyGrad {
             for (i, row) in out.chunks_exact_mut(width).enumerate() {
                 let index = task * rows + i;
                 let (lse, target) = (lse[index], targets[index] as usize);
-                let scale = element(d_loss, d_layout, index);
+                let scale = super::element(d_loss, d_layout, index);
                 vectorize!(row.iter_mut().for_each(|x| *x = math::exp(*x - lse) * scale));
                 row[target] -= scale;
             }
@@ -130,11 +130,4 @@ impl Op for CrossEntropyGrad {
         }
         vec![Array::new(&logits.dims, out)]
     }
-}
-
-/// Element `index` in row-major order.
-fn element(data: &[f32], layout: &candle_core::Layout, index: usize) -> f32 {
-    let width = crate::cpu::last_extent(layout);
-    let (row, step) = row_of(data, layout, index / width);
-    row[index % width * step]
 }

@@ -41,7 +41,7 @@ impl Op for Dropout {
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
-        super::expect_f32(inputs)?;
+        super::expect_float(inputs)?;
         if !(0.0..1.0).contains(&self.p) {
             return Err(format!("probability {} is outside [0, 1)", self.p));
         }

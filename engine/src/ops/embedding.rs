@@ -18,11 +18,11 @@ impl Op for Embedding {
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
-        super::expect_f32(&inputs[..1])?;
+        super::expect_float(&inputs[..1])?;
         super::expect_ids("ids", &inputs[1])?;
         let &[_, width] = inputs[0].dims() else { return Err("the table must be [vocabulary, width]".into()) };
         let dims: Vec<usize> = inputs[1].dims().iter().copied().chain([width]).collect();
-        Ok(vec![Spec::f32(dims)])
+        Ok(vec![inputs[0].in_shape(dims)])
     }
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
@@ -30,6 +30,11 @@ impl Op for Embedding {
         let [d_table] = Tensor::apply_op(EmbeddingGrad { vocabulary }, &[&g.input(1), &g.grad(0)])?;
         g.send(0, d_table);
         Ok(())
+    }
+
+    /// The rows that are looked up, not the table.
+    fn bytes_moved(&self, inputs: &[Spec], outputs: &[Spec]) -> u64 {
+        inputs[1].bytes() + 2 * outputs[0].bytes()
     }
 
     fn flops(&self, _: &[Spec], _: &[Spec]) -> u64 {
@@ -72,7 +77,12 @@ impl Op for EmbeddingGrad {
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
-        Ok(vec![Spec::f32((self.vocabulary, super::width(inputs[1].dims())))])
+        Ok(vec![inputs[1].in_shape((self.vocabulary, super::width(inputs[1].dims())))])
+    }
+
+    /// The rows that are looked up, not the table.
+    fn bytes_moved(&self, inputs: &[Spec], outputs: &[Spec]) -> u64 {
+        inputs[1].bytes() + 2 * outputs[0].bytes()
     }
 
     fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {

@@ -22,7 +22,7 @@ impl Op for Linear {
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
-        super::expect_f32(inputs)?;
+        super::expect_float(inputs)?;
         super::expect_rank(&inputs[0], 1)?;
         let &[out, width] = inputs[1].dims() else { return Err("the weight must be [out, in]".into()) };
         let (&last, rows) = inputs[0].dims().split_last().expect("rank was checked");
@@ -32,7 +32,7 @@ impl Op for Linear {
         if self.has_bias && inputs[2].dims() != [out] {
             return Err(format!("the bias must be [{out}]"));
         }
-        Ok(vec![Spec::f32([rows, &[out]].concat())])
+        Ok(vec![inputs[0].in_shape([rows, &[out]].concat())])
     }
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
@@ -60,12 +60,12 @@ impl Op for Linear {
         2 * outputs[0].elements() as u64 * super::width(inputs[0].dims()) as u64
     }
 
-    fn workspace_bytes(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> u64 {
-        forward(inputs[0].dims(), inputs[1].dims()).scratch_bytes(threads)
+    fn workspace(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> Vec<u64> {
+        forward(inputs[0].dims(), inputs[1].dims()).scratch(threads)
     }
 
     fn run(&self, args: &mut Args<'_>) {
-        let (out, scratch) = (args.output::<f32>(0), args.workspace::<f32>());
+        let (out, scratch) = (args.output::<f32>(0), &mut args.workspace());
         let gemm = forward(args.input_dims(0), args.input_dims(1));
         let epilogue = Epilogue { bias: self.has_bias.then(|| args.input(2)), residual: None };
         gemm.run(args.input(0), args.input(1), out, Mode::Overwrite, epilogue, scratch)
@@ -114,19 +114,19 @@ impl Op for LinearGradInput {
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
         let mut dims = inputs[0].dims().to_vec();
         *dims.last_mut().expect("rank by the forward's rule") = inputs[1].dims()[1];
-        Ok(vec![Spec::f32(dims)])
+        Ok(vec![inputs[0].in_shape(dims)])
     }
 
     fn flops(&self, inputs: &[Spec], outputs: &[Spec]) -> u64 {
         2 * outputs[0].elements() as u64 * super::width(inputs[0].dims()) as u64
     }
 
-    fn workspace_bytes(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> u64 {
-        Self::gemm(inputs[0].dims(), inputs[1].dims()).scratch_bytes(threads)
+    fn workspace(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> Vec<u64> {
+        Self::gemm(inputs[0].dims(), inputs[1].dims()).scratch(threads)
     }
 
     fn run(&self, args: &mut Args<'_>) {
-        let (out, scratch) = (args.output::<f32>(0), args.workspace::<f32>());
+        let (out, scratch) = (args.output::<f32>(0), &mut args.workspace());
         let gemm = Self::gemm(args.input_dims(0), args.input_dims(1));
         let (dy, weight) = (args.input(0), args.input(1));
         gemm.run(dy, weight, out, Mode::Overwrite, Epilogue::default(), scratch).expect("extents by the shape rule");
@@ -172,8 +172,8 @@ impl Op for LinearGradWeight {
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
         let (width, out) = (super::width(inputs[0].dims()), super::width(inputs[1].dims()));
-        let weight = Spec::f32((out, width));
-        Ok(if self.has_bias { vec![weight, Spec::f32(out)] } else { vec![weight] })
+        let weight = inputs[0].in_shape((out, width));
+        Ok(if self.has_bias { vec![weight, inputs[0].in_shape(out)] } else { vec![weight] })
     }
 
     fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
@@ -184,12 +184,12 @@ impl Op for LinearGradWeight {
         true
     }
 
-    fn workspace_bytes(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> u64 {
-        Self::gemm(inputs[0].dims(), inputs[1].dims()).scratch_bytes(threads)
+    fn workspace(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> Vec<u64> {
+        Self::gemm(inputs[0].dims(), inputs[1].dims()).scratch(threads)
     }
 
     fn run(&self, args: &mut Args<'_>) {
-        let (d_weight, scratch) = (args.output::<f32>(0), args.workspace::<f32>());
+        let (d_weight, scratch) = (args.output::<f32>(0), &mut args.workspace());
         let (x, dy) = (args.input::<f32>(0), args.input::<f32>(1));
         let gemm = Self::gemm(args.input_dims(0), args.input_dims(1));
         let mode = if args.accumulate(0) { Mode::Accumulate } else { Mode::Overwrite };

@@ -20,14 +20,14 @@ impl Op for MatMul {
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
-        super::expect_f32(inputs)?;
+        super::expect_float(inputs)?;
         let ([batch @ .., m, k], [batch_b @ .., k_b, n]) = (inputs[0].dims(), inputs[1].dims()) else {
             return Err("at least two dimensions each are needed".into());
         };
         if k != k_b || batch != batch_b {
             return Err("[.., m, k] · [.., k, n] with equal leading dimensions is needed".into());
         }
-        Ok(vec![Spec::f32([batch, &[*m, *n]].concat())])
+        Ok(vec![inputs[0].in_shape([batch, &[*m, *n]].concat())])
     }
 
     fn reads_strides(&self, _: usize, _: &candle_core::Layout) -> bool {
@@ -51,14 +51,14 @@ impl Op for MatMul {
         2 * outputs[0].elements() as u64 * super::width(inputs[0].dims()) as u64
     }
 
-    fn workspace_bytes(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> u64 {
+    fn workspace(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> Vec<u64> {
         // The strides are not known here; scratch depends on the extents alone.
         let dense = |spec: &Spec| Layout::contiguous(spec.shape.clone());
-        product(&dense(&inputs[0]), &dense(&inputs[1])).scratch_bytes(threads)
+        product(&dense(&inputs[0]), &dense(&inputs[1])).scratch(threads)
     }
 
     fn run(&self, args: &mut Args<'_>) {
-        let (out, scratch) = (args.output::<f32>(0), args.workspace::<f32>());
+        let (out, scratch) = (args.output::<f32>(0), &mut args.workspace());
         let ((a, a_layout), (b, b_layout)) = (args.strided::<f32>(0), args.strided::<f32>(1));
         let gemm = product(a_layout, b_layout);
         let rank = a_layout.dims().len();

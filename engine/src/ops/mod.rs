@@ -12,6 +12,7 @@ mod dropout;
 mod embedding;
 mod layer_norm;
 mod linear;
+mod linear_cross_entropy;
 mod matmul;
 mod narrow;
 mod norm_grad;
@@ -37,6 +38,7 @@ pub use dropout::Dropout;
 pub use embedding::Embedding;
 pub use layer_norm::LayerNorm;
 pub use linear::Linear;
+pub use linear_cross_entropy::LinearCrossEntropy;
 pub use matmul::MatMul;
 pub use narrow::{Narrow, Widen};
 pub use reshape::Reshape;
@@ -50,21 +52,27 @@ pub use swiglu::SwiGlu;
 pub use transpose::Transpose;
 pub use unary::{Unary, UnaryKind};
 
-use candle_core::DType;
+use candle_core::{DType, Layout};
 
-use crate::graph::Spec;
+use crate::cpu::{last_extent, row_of};
+use crate::graph::{FLOATS, Spec};
 
-/// Refuses anything but f32.
-pub(crate) fn expect_f32(inputs: &[Spec]) -> Result<(), String> {
-    match inputs.iter().position(|s| s.dtype != DType::F32) {
-        Some(index) => Err(format!("input {index} is {:?}; this operation takes f32", inputs[index].dtype)),
+/// Refuses anything but tensors of one of the [`FLOATS`].
+pub(crate) fn expect_float(inputs: &[Spec]) -> Result<(), String> {
+    let first = inputs.first().map_or(DType::F32, |s| s.dtype);
+    let expected = if FLOATS.contains(&first) { first } else { DType::F32 };
+    match inputs.iter().position(|s| s.dtype != expected) {
+        Some(0) => Err(format!("input 0 is {first:?}; this operation takes one of {FLOATS:?}")),
+        Some(index) => {
+            Err(format!("input {index} is {:?}, input 0 {first:?}; all must be of one type", inputs[index].dtype))
+        }
         None => Ok(()),
     }
 }
 
-/// Refuses anything but equal f32 tensors.
+/// Refuses anything but equal tensors of one of the [`FLOATS`].
 pub(crate) fn expect_equal(inputs: &[Spec]) -> Result<(), String> {
-    expect_f32(inputs)?;
+    expect_float(inputs)?;
     if inputs.windows(2).all(|pair| pair[0] == pair[1]) { Ok(()) } else { Err("the shapes differ".into()) }
 }
 
@@ -99,6 +107,13 @@ pub(crate) fn expect_rank(input: &Spec, rank: usize) -> Result<(), String> {
 /// Extent of the last dimension; 1 for scalars.
 pub(crate) fn width(dims: &[usize]) -> usize {
     dims.last().copied().unwrap_or(1).max(1)
+}
+
+/// Element `index` in row-major order of a tensor with strides.
+pub(crate) fn element(data: &[f32], layout: &Layout, index: usize) -> f32 {
+    let width = last_extent(layout);
+    let (row, step) = row_of(data, layout, index / width);
+    row[index % width * step]
 }
 
 /// Refuses anything but u32.

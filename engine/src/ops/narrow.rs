@@ -75,10 +75,10 @@ impl Op for Widen {
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
-        super::expect_f32(inputs)?;
+        super::expect_float(inputs)?;
         let mut dims = inputs[0].dims().to_vec();
         dims[self.dim] = self.extent;
-        Ok(vec![Spec::f32(dims)])
+        Ok(vec![inputs[0].in_shape(dims)])
     }
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {

@@ -31,7 +31,7 @@ pub(super) fn record(g: &mut Gradient, centred: bool) -> Result<()> {
 
 /// Refuses anything but one number per column.
 pub(super) fn expect_vector(name: &str, vector: &Spec, x: &Spec) -> Result<(), String> {
-    super::expect_f32(&[vector.clone(), x.clone()])?;
+    super::expect_float(&[vector.clone(), x.clone()])?;
     super::expect_rank(x, 1)?;
     let width = super::width(x.dims());
     if vector.dims() == [width] { Ok(()) } else { Err(format!("{name} must be [{width}]")) }
@@ -118,7 +118,7 @@ impl Op for NormGradWeight {
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
-        let width = Spec::f32(super::width(inputs[0].dims()));
+        let width = inputs[0].in_shape(super::width(inputs[0].dims()));
         Ok(vec![width.clone(), width])
     }
 

@@ -33,7 +33,7 @@ impl Op for Rope {
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
-        super::expect_f32(inputs)?;
+        super::expect_float(inputs)?;
         match inputs[0].dims() {
             [_, _, _, d] if d % 2 == 0 => Ok(vec![inputs[0].clone()]),
             [_, _, _, d] => Err(format!("the head size {d} is odd; its halves rotate against each other")),
@@ -59,14 +59,14 @@ impl Op for Rope {
         &[(0, 0)]
     }
 
-    fn workspace_bytes(&self, inputs: &[Spec], _: &[Spec], _: usize) -> u64 {
+    fn workspace(&self, inputs: &[Spec], _: &[Spec], _: usize) -> Vec<u64> {
         // One (cos, sin) per token and frequency.
-        let [_, tokens, _, d] = inputs[0].dims() else { return 0 };
-        4 * (tokens * d) as u64
+        let [_, tokens, _, d] = inputs[0].dims() else { return Vec::new() };
+        vec![4 * (tokens * d) as u64]
     }
 
     fn run(&self, args: &mut Args<'_>) {
-        let (out, table) = (args.output::<f32>(0), args.workspace::<f32>());
+        let (out, table) = (args.output::<f32>(0), args.workspace().take::<f32>());
         let &[_, tokens, heads, d] = args.output_dims(0) else { unreachable!("rank 4 by the shape rule") };
         let half = d / 2;
         let table = &mut table[..tokens * d];

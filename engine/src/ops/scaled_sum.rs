@@ -29,8 +29,8 @@ impl Op for ScaledSum {
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
-        super::expect_f32(inputs)?;
-        Ok(vec![Spec::f32(())])
+        super::expect_float(inputs)?;
+        Ok(vec![inputs[0].in_shape(())])
     }
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
@@ -47,15 +47,15 @@ impl Op for ScaledSum {
         true
     }
 
-    fn workspace_bytes(&self, inputs: &[Spec], _: &[Spec], _: usize) -> u64 {
-        4 * partial_sums(inputs[0].dims()) as u64
+    fn workspace(&self, inputs: &[Spec], _: &[Spec], _: usize) -> Vec<u64> {
+        vec![4 * partial_sums(inputs[0].dims()) as u64]
     }
 
     fn run(&self, args: &mut Args<'_>) {
         let accumulate = args.accumulate(0);
         let out = args.output::<f32>(0);
         let x = args.input::<f32>(0);
-        let partial = &mut args.workspace::<f32>()[..partial_sums(args.input_dims(0))];
+        let partial = &mut args.workspace().take::<f32>()[..partial_sums(args.input_dims(0))];
         let row = x.len().div_ceil(partial.len()).max(1);
         partial.fill(0.0);
         partial.par_iter_mut().zip(x.par_chunks(row)).with_min_len(8).for_each(|(sum, x)| {

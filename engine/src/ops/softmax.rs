@@ -18,7 +18,7 @@ impl Op for Softmax {
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
-        super::expect_f32(inputs)?;
+        super::expect_float(inputs)?;
         super::expect_rank(&inputs[0], 1)?;
         Ok(vec![inputs[0].clone()])
     }

@@ -36,8 +36,8 @@ impl Op for Sum {
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
-        super::expect_f32(inputs)?;
-        Ok(vec![Spec::f32(self.output_dims(inputs[0].dims()))])
+        super::expect_float(inputs)?;
+        Ok(vec![inputs[0].in_shape(self.output_dims(inputs[0].dims()))])
     }
 
     fn reads_strides(&self, _: usize, _: &candle_core::Layout) -> bool {

@@ -11,12 +11,13 @@
 use std::ops::Range;
 use std::slice::{from_raw_parts, from_raw_parts_mut};
 
-use super::forward::{Slots, queries_per_task};
+use super::forward::queries_per_task;
 use super::rows::padded;
-use super::{Attention, Backward, Head, Instructions, PANEL_ROWS, packed_len};
+use super::{Attention, Backward, Head, Instructions, PANEL_ROWS, packed_keys_len, packed_len};
 use crate::cpu::gemm::Strides;
 use crate::cpu::gemm::kernel::{Layout, Product, ROW_STRIDE};
-use crate::cpu::tasks::for_each;
+use crate::cpu::scratch::{Parts, Scratch};
+use crate::cpu::tasks::{for_each, slot};
 
 /// Queries of a tile: two tiles and what is packed for them fit a level-2 cache of 1 MiB.
 const TILE_QUERIES: usize = 96;
@@ -26,13 +27,11 @@ fn tile_rows(job: &Attention) -> usize {
     TILE_QUERIES.min(job.queries.next_multiple_of(PANEL_ROWS))
 }
 
-/// Floats of scratch per thread: three packings of keys and values, two of queries and output gradients, the tiles P
-/// and dS, and panels of queries and output gradients.
-pub(super) fn slot_len(job: &Attention) -> usize {
-    3 * packed_len(job, job.key_block())
-        + 2 * packed_len(job, tile_rows(job))
-        + 2 * tile_rows(job) * ROW_STRIDE
-        + 2 * PANEL_ROWS * ROW_STRIDE
+/// Scratch of each thread, in the order of [`Arrays`].
+pub(super) fn parts(job: &Attention, threads: usize) -> [Parts; 9] {
+    let (keys, queries) = (packed_keys_len(job), packed_len(job, tile_rows(job)));
+    let (tile, panel) = (tile_rows(job) * ROW_STRIDE, PANEL_ROWS * ROW_STRIDE);
+    Parts::of_kinds(threads, [keys, keys, keys, queries, queries, tile, tile, panel, panel])
 }
 
 // SAFETY: tasks write disjoint rows of dq, dk and dv and only read the rest.
@@ -42,16 +41,17 @@ unsafe impl Sync for Backward {}
 
 /// # Safety
 /// As [`Attention::backward_raw`].
-pub(super) unsafe fn run(job: &Attention, instructions: &Instructions, operands: Backward, scratch: *mut f32) {
-    let slots = Slots { start: scratch, len: slot_len(job) };
+pub(super) unsafe fn run(job: &Attention, instructions: &Instructions, operands: Backward, scratch: &Scratch<'_>) {
+    let parts = parts(job, rayon::current_num_threads());
     let heads = job.batch * job.kv_heads;
     let all = Part { queries: 0..job.queries, keys: 0..job.keys, dq: true, dk_dv: true };
     let run = |pair: usize, part: Part| {
-        let (operands, slots) = (&operands, &slots);
-        // SAFETY: the gradients of this part are this task's alone, and so is its thread's slot.
+        let operands = &operands;
+        let arrays = Arrays::new(parts.map(|part| part.start(scratch, slot())));
+        // SAFETY: the gradients of this part are this task's alone, and so are its thread's arrays.
         unsafe {
             let (batch, kv_head) = (pair / job.kv_heads, pair % job.kv_heads);
-            let task = Task { job, instructions, operands, batch, kv_head, scratch: Scratch::new(job, slots.mine()) };
+            let task = Task { job, instructions, operands, batch, kv_head, arrays };
             task.run(part);
         }
     };
@@ -83,8 +83,8 @@ struct Part {
     dk_dv: bool,
 }
 
-/// A thread's scratch.
-struct Scratch {
+/// A thread's scratch, as large as [`parts`] counts it.
+struct Arrays {
     /// Kᵀ: panels of keys.
     k_transposed: *mut f32,
     /// K: panels of elements.
@@ -105,29 +105,10 @@ struct Scratch {
     dout_panel: *mut f32,
 }
 
-impl Scratch {
-    /// # Safety
-    /// There are [`slot_len`] floats.
-    unsafe fn new(job: &Attention, start: *mut f32) -> Self {
-        let mut next = start;
-        let mut take = |len: usize| {
-            let part = next;
-            // SAFETY: the lengths below are those of `slot_len`.
-            next = unsafe { next.add(len) };
-            part
-        };
-        let (block, tile) = (packed_len(job, job.key_block()), packed_len(job, tile_rows(job)));
-        Self {
-            k_transposed: take(block),
-            k: take(block),
-            v_transposed: take(block),
-            q: take(tile),
-            dout: take(tile),
-            probabilities: take(tile_rows(job) * ROW_STRIDE),
-            gradients: take(tile_rows(job) * ROW_STRIDE),
-            q_panel: take(PANEL_ROWS * ROW_STRIDE),
-            dout_panel: take(PANEL_ROWS * ROW_STRIDE),
-        }
+impl Arrays {
+    fn new(parts: [*mut f32; 9]) -> Self {
+        let [k_transposed, k, v_transposed, q, dout, probabilities, gradients, q_panel, dout_panel] = parts;
+        Self { k_transposed, k, v_transposed, q, dout, probabilities, gradients, q_panel, dout_panel }
     }
 }
 
@@ -138,16 +119,16 @@ struct Task<'a> {
     operands: &'a Backward,
     batch: usize,
     kv_head: usize,
-    scratch: Scratch,
+    arrays: Arrays,
 }
 
 impl Task<'_> {
     /// # Safety
-    /// As [`Attention::backward_raw`]; the part's gradients and the scratch are this thread's.
+    /// As [`Attention::backward_raw`]; the part's gradients and the arrays are this thread's.
     unsafe fn run(&self, part: Part) {
-        let &Self { job, instructions, operands, batch, kv_head, ref scratch } = self;
+        let &Self { job, instructions, operands, batch, kv_head, ref arrays } = self;
         let heads = kv_head * job.group()..(kv_head + 1) * job.group();
-        // SAFETY: heads and tokens exist; packed blocks fit their part of the scratch.
+        // SAFETY: heads and tokens exist; packed blocks fit their arrays.
         unsafe {
             if part.dq && job.keys == 0 {
                 for head in heads.clone() {
@@ -163,10 +144,10 @@ impl Task<'_> {
                     zero(Head::new(operands.dv, job.d_v, batch, kv_head), keys.clone(), job.head_size);
                 }
                 let (d, len) = (job.head_size, keys.len());
-                instructions.pack(k.at(first_key), Strides::transposed(k.token), d, len, scratch.k_transposed);
-                instructions.pack(v.at(first_key), Strides::transposed(v.token), d, len, scratch.v_transposed);
+                instructions.pack(k.at(first_key), Strides::transposed(k.token), d, len, arrays.k_transposed);
+                instructions.pack(v.at(first_key), Strides::transposed(v.token), d, len, arrays.v_transposed);
                 if part.dq {
-                    instructions.pack(k.at(first_key), Strides::row_major(k.token), len, d, scratch.k);
+                    instructions.pack(k.at(first_key), Strides::row_major(k.token), len, d, arrays.k);
                 }
                 for head in heads.clone() {
                     for first in part.queries.clone().step_by(TILE_QUERIES) {
@@ -182,9 +163,9 @@ impl Task<'_> {
 
     /// One tile of scores: P and dS by panels of queries, with their dQ; then what the tile adds to dV and dK.
     unsafe fn tile(&self, head: usize, queries: Range<usize>, keys: Range<usize>, part: &Part) {
-        let &Self { job, instructions, operands, batch, ref scratch, .. } = self;
+        let &Self { job, instructions, operands, batch, ref arrays, .. } = self;
         let products = instructions.products;
-        // SAFETY: heads and tokens exist; panels and tiles are as large as `slot_len` counts them.
+        // SAFETY: heads and tokens exist; panels and tiles are as large as `parts` counts them.
         unsafe {
             for first in queries.clone().step_by(products.rows()) {
                 let rows = first..queries.end.min(first + products.rows());
@@ -194,19 +175,19 @@ impl Task<'_> {
                 let q = Head::new(operands.q.cast_mut(), job.q, batch, head);
                 let dout = Head::new(operands.dout.cast_mut(), job.out, batch, head);
                 let (d, len) = (job.head_size, queries.len());
-                instructions.pack(q.at(queries.start), Strides::row_major(q.token), len, d, scratch.q);
-                instructions.pack(dout.at(queries.start), Strides::row_major(dout.token), len, d, scratch.dout);
+                instructions.pack(q.at(queries.start), Strides::row_major(q.token), len, d, arrays.q);
+                instructions.pack(dout.at(queries.start), Strides::row_major(dout.token), len, d, arrays.dout);
                 let dk = Head::new(operands.dk, job.d_k, batch, self.kv_head);
                 let dv = Head::new(operands.dv, job.d_v, batch, self.kv_head);
-                self.add_transposed(scratch.probabilities, scratch.dout, &queries, &keys, dv);
-                self.add_transposed(scratch.gradients, scratch.q, &queries, &keys, dk);
+                self.add_transposed(arrays.probabilities, arrays.dout, &queries, &keys, dv);
+                self.add_transposed(arrays.gradients, arrays.q, &queries, &keys, dk);
             }
         }
     }
 
     /// A panel's rows of P and dS, and what they add to dQ.
     unsafe fn scores(&self, head: usize, rows: Range<usize>, tile_start: usize, keys: &Range<usize>, dq: bool) {
-        let &Self { job, instructions, operands, batch, ref scratch, .. } = self;
+        let &Self { job, instructions, operands, batch, ref arrays, .. } = self;
         let Instructions { products, rows: row_kernels } = instructions;
         let d = job.head_size;
         let seen = |query: usize| job.visible(query).saturating_sub(keys.start).min(keys.len());
@@ -221,11 +202,11 @@ impl Task<'_> {
             let dout = Head::new(operands.dout.cast_mut(), job.out, batch, head);
             let lse = operands.lse.add((batch * job.heads + head) * job.queries);
             let at = (rows.start - tile_start) * ROW_STRIDE;
-            let (probabilities, gradients) = (scratch.probabilities.add(at), scratch.gradients.add(at));
+            let (probabilities, gradients) = (arrays.probabilities.add(at), arrays.gradients.add(at));
 
             for (i, query) in rows.clone().enumerate() {
-                std::ptr::copy_nonoverlapping(q.at(query), scratch.q_panel.add(i * ROW_STRIDE), d);
-                std::ptr::copy_nonoverlapping(dout.at(query), scratch.dout_panel.add(i * ROW_STRIDE), d);
+                std::ptr::copy_nonoverlapping(q.at(query), arrays.q_panel.add(i * ROW_STRIDE), d);
+                std::ptr::copy_nonoverlapping(dout.at(query), arrays.dout_panel.add(i * ROW_STRIDE), d);
             }
             let product = |a: *const f32, b: *const f32, c: *mut f32| Product {
                 a,
@@ -237,9 +218,9 @@ impl Task<'_> {
                 columns: columns.next_multiple_of(products.columns),
                 accumulate: false,
             };
-            let score = product(scratch.q_panel, scratch.k_transposed, probabilities);
+            let score = product(arrays.q_panel, arrays.k_transposed, probabilities);
             products.block(Layout::Rows, rows.len(), &score);
-            let probability_gradient = product(scratch.dout_panel, scratch.v_transposed, gradients);
+            let probability_gradient = product(arrays.dout_panel, arrays.v_transposed, gradients);
             products.block(Layout::Rows, rows.len(), &probability_gradient);
 
             for (i, query) in rows.clone().enumerate() {
@@ -254,7 +235,7 @@ impl Task<'_> {
                 let dq = Head::new(operands.dq, job.d_q, batch, head);
                 let product = Product {
                     a: gradients,
-                    b: scratch.k,
+                    b: arrays.k,
                     depth: keys.len(),
                     k: columns,
                     c: dq.at(rows.start),

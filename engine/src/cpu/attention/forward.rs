@@ -4,47 +4,28 @@ use std::ops::Range;
 use std::slice::{from_raw_parts, from_raw_parts_mut};
 
 use super::rows::{Running, padded};
-use super::{Attention, Forward, Head, Instructions, PANEL_ROWS, packed_len};
+use super::{Attention, Forward, Head, Instructions, PANEL_ROWS, packed_keys_len};
 use crate::cpu::gemm::Strides;
 use crate::cpu::gemm::kernel::{Layout, Product, ROW_STRIDE};
 use crate::cpu::gemm::pack::Source;
+use crate::cpu::scratch::{Parts, Scratch};
 use crate::cpu::simd::prefetch;
 use crate::cpu::tasks::{for_each, slot};
 
 /// Most queries of a head between two packings of the same keys.
 const MAX_CHUNK: usize = 4096;
 
-/// Floats of scratch per thread: keys and values packed, a panel of queries, one of scores, and the running softmax.
-pub(super) fn slot_len(job: &Attention) -> usize {
+/// Scratch of each thread: keys and values packed, a panel of queries, one of scores, and the running softmax.
+pub(super) fn parts(job: &Attention, threads: usize) -> [Parts; 5] {
+    let (packed, panel) = (packed_keys_len(job), PANEL_ROWS * ROW_STRIDE);
     let running = 2 * job.group() * job.queries.next_multiple_of(PANEL_ROWS).min(MAX_CHUNK);
-    2 * packed_len(job, job.key_block()) + 2 * PANEL_ROWS * ROW_STRIDE + running
+    Parts::of_kinds(threads, [packed, packed, panel, panel, running])
 }
 
 // SAFETY: tasks read q, k and v, and write disjoint rows of out and lse.
 unsafe impl Send for Forward {}
 // SAFETY: as above.
 unsafe impl Sync for Forward {}
-
-/// Scratch as an address that threads share, each using its own part.
-#[derive(Clone, Copy)]
-pub(super) struct Slots {
-    pub start: *mut f32,
-    pub len: usize,
-}
-
-// SAFETY: a task uses only its thread's part.
-unsafe impl Send for Slots {}
-// SAFETY: as above.
-unsafe impl Sync for Slots {}
-
-impl Slots {
-    /// # Safety
-    /// The scratch has a part for every thread of the pool.
-    pub unsafe fn mine(&self) -> *mut f32 {
-        // SAFETY: the caller's promise.
-        unsafe { self.start.add(slot() * self.len) }
-    }
-}
 
 /// Queries of a task: all of a head, unless there are so few heads that threads would be idle. A whole number of
 /// panels, so that a row's panel, and with it its bits, stays the same.
@@ -57,18 +38,18 @@ pub(super) fn queries_per_task(job: &Attention, panels: usize) -> usize {
 
 /// # Safety
 /// As [`Attention::forward_raw`].
-pub(super) unsafe fn run(job: &Attention, instructions: &Instructions, operands: Forward, scratch: *mut f32) {
-    let slots = Slots { start: scratch, len: slot_len(job) };
+pub(super) unsafe fn run(job: &Attention, instructions: &Instructions, operands: Forward, scratch: &Scratch<'_>) {
+    let parts = parts(job, rayon::current_num_threads());
     let per_task = queries_per_task(job, PANEL_ROWS);
     let chunks = job.queries.div_ceil(per_task);
     for_each(job.batch * job.kv_heads * chunks, |task| {
         let (pair, chunk) = (task / chunks, task % chunks);
         let queries = chunk * per_task..job.queries.min((chunk + 1) * per_task);
-        let (operands, slots) = (&operands, &slots);
-        // SAFETY: the rows of these heads and queries are this task's alone, and so is its thread's slot.
+        let operands = &operands;
+        // SAFETY: the rows of these heads and queries are this task's alone, and so are its thread's parts.
         unsafe {
             let task = Task { job, instructions, operands, batch: pair / job.kv_heads, kv_head: pair % job.kv_heads };
-            task.run(queries, slots.mine());
+            task.run(queries, parts.map(|part| part.start(scratch, slot())));
         }
     });
 }
@@ -93,17 +74,14 @@ struct Block {
 
 impl Task<'_> {
     /// # Safety
-    /// As [`Attention::forward_raw`]; `scratch` has [`slot_len`] floats that are this thread's.
-    unsafe fn run(&self, queries: Range<usize>, scratch: *mut f32) {
+    /// As [`Attention::forward_raw`]; `scratch` are this thread's [`parts`].
+    unsafe fn run(&self, queries: Range<usize>, scratch: [*mut f32; 5]) {
         let &Self { job, operands, batch, kv_head, .. } = self;
-        let packed_len = packed_len(job, job.key_block());
+        let [k, v, query_panel, scores, running] = scratch;
+        let running = running.cast::<Running>();
         let keys = job.visible(queries.end - 1);
-        // SAFETY: the parts of the slot follow each other as `slot_len` counts them; heads and tokens exist.
+        // SAFETY: the parts are as large as `parts` counts them; heads and tokens exist.
         unsafe {
-            let (k, v) = (scratch, scratch.add(packed_len));
-            let query_panel = v.add(packed_len);
-            let scores = query_panel.add(PANEL_ROWS * ROW_STRIDE);
-            let running = scores.add(PANEL_ROWS * ROW_STRIDE).cast::<Running>();
             if keys == 0 {
                 self.write_empty(queries);
                 return;

@@ -3,6 +3,7 @@
 use proptest::prelude::*;
 
 use super::*;
+use crate::cpu::ScratchMemory;
 use crate::cpu::gemm::tests::{pool, random};
 
 /// A tensor's elements in `f64`, addressed by (batch, head, token, element).
@@ -132,7 +133,7 @@ impl Case {
 
     fn compute(&self, level: Level, threads: usize) -> Computed {
         let Self { job, q, k, v, dout } = self;
-        // Zeros where strides leave gaps; NaN in scratch, so that a float that is read before it is written shows.
+        // Zeros where strides leave gaps; scratch is full of NaN, so that a float that is read before it is written shows.
         let mut got = Computed {
             out: vec![0.0; dout.len()],
             lse: vec![0.0; job.batch * job.heads * job.queries],
@@ -143,12 +144,13 @@ impl Case {
         let instructions = Instructions::from(level);
         pool(threads).install(|| {
             let (q, k, v) = (q.as_ptr(), k.as_ptr(), v.as_ptr());
-            let mut scratch = vec![f32::NAN; job.forward_scratch_len(threads)];
+            let mut memory = ScratchMemory::new(&job.forward_scratch(threads));
             let operands = Forward { q, k, v, out: got.out.as_mut_ptr(), lse: got.lse.as_mut_ptr() };
             // SAFETY: `Case::of` makes slices that reach beyond the strides.
-            unsafe { forward::run(job, &instructions, operands, scratch.as_mut_ptr()) };
+            unsafe { forward::run(job, &instructions, operands, &memory.lend()) };
+            assert!(memory.is_intact(), "the forward of {job:?} writes beyond its scratch");
 
-            let mut scratch = vec![f32::NAN; job.backward_scratch_len(threads)];
+            let mut memory = ScratchMemory::new(&job.backward_scratch(threads));
             let operands = Backward {
                 q,
                 k,
@@ -161,7 +163,8 @@ impl Case {
                 dv: got.dv.as_mut_ptr(),
             };
             // SAFETY: as above.
-            unsafe { backward::run(job, &instructions, operands, scratch.as_mut_ptr()) };
+            unsafe { backward::run(job, &instructions, operands, &memory.lend()) };
+            assert!(memory.is_intact(), "the backward of {job:?} writes beyond its scratch");
         });
         got
     }
@@ -312,10 +315,10 @@ fn a_packed_qkv_is_read_and_written_in_place() {
     let (mut out, mut lse) = (vec![0.0; dout.len()], vec![0.0; 2 * 3 * 50]);
     let mut dqkv = vec![f32::NAN; qkv.len()];
     pool(1).install(|| {
-        let mut scratch = vec![f32::NAN; job.forward_scratch_len(1)];
-        job.forward(&qkv, &qkv[width..], &qkv[2 * width..], &mut out, &mut lse, &mut scratch)
+        let mut memory = ScratchMemory::new(&job.forward_scratch(1));
+        job.forward(&qkv, &qkv[width..], &qkv[2 * width..], &mut out, &mut lse, &mut memory.lend())
             .expect("the operands fit");
-        let mut scratch = vec![f32::NAN; job.backward_scratch_len(1)];
+        let mut memory = ScratchMemory::new(&job.backward_scratch(1));
         let (from, to) = (qkv.as_ptr(), dqkv.as_mut_ptr());
         // SAFETY: the three parts of both tensors interleave without overlapping.
         unsafe {
@@ -330,7 +333,7 @@ fn a_packed_qkv_is_read_and_written_in_place() {
                 dk: to.add(width),
                 dv: to.add(2 * width),
             };
-            job.backward_raw(operands, scratch.as_mut_ptr());
+            job.backward_raw(operands, &mut memory.lend());
         }
     });
     assert_eq!(out, expected.out);
@@ -374,16 +377,17 @@ fn the_reference_gradients_are_finite_differences() {
 #[test]
 fn unsound_operands_are_refused() {
     let good = job(1, (2, 1), (3, 4), 5);
-    let run = |job: Attention, q: usize, scratch: usize| {
+    let run = |job: Attention, q: usize, scratch: &[u64]| {
         let (q, k, v) = (vec![0.0; q], vec![0.0; 20], vec![0.0; 20]);
-        let (mut out, mut lse, mut scratch) = (vec![0.0; 30], vec![0.0; 6], vec![0.0; scratch]);
-        pool(1).install(|| job.forward(&q, &k, &v, &mut out, &mut lse, &mut scratch))
+        let (mut out, mut lse, mut memory) = (vec![0.0; 30], vec![0.0; 6], ScratchMemory::new(scratch));
+        pool(1).install(|| job.forward(&q, &k, &v, &mut out, &mut lse, &mut memory.lend()))
     };
-    let enough = good.forward_scratch_len(1);
+    let enough = &good.forward_scratch(1)[..];
+    let (&last, others) = enough.split_last().expect("it needs scratch");
     let short = |operand, needed, given| Err(AttentionError::TooShort { operand, needed, given });
     assert_eq!(run(good, 30, enough), Ok(()));
     assert_eq!(run(good, 29, enough), short("q", 30, 29));
-    assert_eq!(run(good, 30, enough - 1), short("scratch", enough, enough - 1));
+    assert_eq!(run(good, 30, others), short("scratch", last as usize / 4, 0));
     assert_eq!(
         run(Attention { kv_heads: 0, ..good }, 30, enough),
         Err(AttentionError::Heads { heads: 2, kv_heads: 0 })

@@ -5,72 +5,37 @@
 
 use std::ops::Range;
 
-use super::kernel::{COLUMN_STRIDE, Kernels, Layout, ROW_STRIDE, Tile};
+use super::kernel::{Kernels, Layout, Tile};
 use super::pack::{self, Source};
+use super::place::{
+    BLOCK_COLUMNS, BLOCK_K, BLOCK_ROWS, CHUNK_COLUMNS, PackedA, PackedB, Packing, layout_of, packs_together,
+};
 use super::{Gemm, Mode, RawEpilogue};
+use crate::cpu::scratch::Scratch;
 use crate::cpu::tasks::{for_each, slot};
 
-/// Longest k block: the widest of its panels takes 48 KiB, and a model of this width needs no second pass over C.
-pub const BLOCK_K: usize = 384;
-/// Most rows of A packed at once, 150 KiB: with a [`BLOCK_COLUMNS`] block of B it fits a level-2 cache of 1 MiB.
-const BLOCK_ROWS: usize = 96;
-/// Columns of B that are multiplied by a block of A before going on, 384 KiB.
-const BLOCK_COLUMNS: usize = 256;
-/// Most columns of B that are packed together.
-const CHUNK_COLUMNS: usize = 2048;
-/// Most floats of B that are packed together, except that a chunk holds at least one k block.
-const CHUNK_LEN: usize = 1 << 20;
-/// Panels of every level divide this.
-const WIDEST_PANEL: usize = 32;
-/// Up to here, packing B together isn't worth making threads wait for each other.
-const FEW_ROWS: usize = 64;
 /// Rows of a tile when each thread packs B by itself for one of several matrices.
 const PRIVATE_ROWS: usize = 384;
 
-/// Floats of packed A per thread: no more than the job has, as small models are mostly scratch otherwise.
-fn packed_a_len(job: &Gemm) -> usize {
-    match pack::layout_of(job.a) {
-        Layout::Columns => BLOCK_K.min(job.k) * COLUMN_STRIDE,
-        _ => BLOCK_ROWS.min(job.m) * ROW_STRIDE,
-    }
-}
-const _: () = assert!(BLOCK_K <= ROW_STRIDE && BLOCK_ROWS <= COLUMN_STRIDE);
-
-/// Whether B is packed once, by all threads together.
-fn packs_together(job: &Gemm) -> bool {
-    job.batch.count == 1 && job.m > FEW_ROWS
-}
-
-pub(super) fn scratch_len(job: &Gemm, threads: usize) -> usize {
-    let columns = job.n.next_multiple_of(WIDEST_PANEL);
-    let block_k = BLOCK_K.min(job.k);
-    if packs_together(job) {
-        let columns = columns.min(CHUNK_COLUMNS);
-        let len = columns.saturating_mul(job.k).min(CHUNK_LEN.max(columns * block_k));
-        len + threads * packed_a_len(job)
-    } else {
-        threads * (columns.min(BLOCK_COLUMNS) * block_k + packed_a_len(job))
-    }
-}
-
 /// The operands' addresses, shared by the tasks of one call.
 #[derive(Clone, Copy)]
-struct Operands {
+struct Operands<'s> {
     a: *const f32,
     b: *const f32,
     c: *mut f32,
     accumulate: bool,
     epilogue: RawEpilogue,
-    scratch: *mut f32,
+    scratch: &'s Scratch<'s>,
+    packing: Packing,
 }
 
 // SAFETY: tasks read A and B, write disjoint tiles of C, and write scratch only in their own thread's slot, or, for
 // panels of B, one task per panel, before a barrier after which they're read.
-unsafe impl Send for Operands {}
+unsafe impl Send for Operands<'_> {}
 // SAFETY: as above.
-unsafe impl Sync for Operands {}
+unsafe impl Sync for Operands<'_> {}
 
-impl Operands {
+impl Operands<'_> {
     /// What a k block does to C from an element on; A, B and the columns are still to be named.
     ///
     /// # Safety
@@ -112,14 +77,15 @@ pub(super) unsafe fn run(
     c: *mut f32,
     mode: Mode,
     epilogue: RawEpilogue,
-    scratch: *mut f32,
+    scratch: &Scratch<'_>,
 ) {
     let nothing_to_add = epilogue.bias.is_null() && epilogue.residual.is_null();
     let accumulate = mode == Mode::Accumulate;
     if job.m == 0 || job.n == 0 || job.batch.count == 0 || (job.k == 0 && accumulate && nothing_to_add) {
         return;
     }
-    let operands = Operands { a, b, c, accumulate, epilogue, scratch };
+    let packing = Packing::new(job, rayon::current_num_threads());
+    let operands = Operands { a, b, c, accumulate, epilogue, scratch, packing };
     // SAFETY: the caller's promise.
     unsafe {
         if packs_together(job) {
@@ -144,9 +110,9 @@ fn blocks(job: &Gemm, range: Range<usize>) -> impl Iterator<Item = Range<usize>>
 }
 
 /// Alternates between packing a chunk of B on all threads and multiplying by it on all threads.
-unsafe fn run_together(job: &Gemm, kernels: &Kernels, operands: Operands) {
+unsafe fn run_together(job: &Gemm, kernels: &Kernels, operands: Operands<'_>) {
     let threads = rayon::current_num_threads();
-    let packed_b_len = scratch_len(job, threads) - threads * packed_a_len(job);
+    let Packing { depth, .. } = operands.packing;
     let width = kernels.columns;
     // Enough tasks to even out the threads' speeds, of whole micro-kernels.
     let rows_per_task = job.m.div_ceil(4 * threads).next_multiple_of(kernels.rows()).min(BLOCK_ROWS);
@@ -159,7 +125,7 @@ unsafe fn run_together(job: &Gemm, kernels: &Kernels, operands: Operands) {
             // As many whole blocks as the scratch holds.
             let mut k_end = k_start;
             for block in blocks(job, k_start..job.k) {
-                if k_end > k_start && (block.end - k_start) * panels * width > packed_b_len {
+                if k_end > k_start && block.end - k_start > depth {
                     break;
                 }
                 k_end = block.end;
@@ -170,28 +136,25 @@ unsafe fn run_together(job: &Gemm, kernels: &Kernels, operands: Operands) {
                 let start = columns.start + panel * width;
                 let width_here = width.min(columns.end - start);
                 for block in blocks(job, chunk.clone()) {
-                    let to = (block.start - chunk.start) * panels * width + panel * width * block.len();
-                    // SAFETY: this panel is this task's alone, and lies within `packed_b_len`.
+                    let operands = &operands;
+                    let to = operands.packing.b(operands.scratch, 0, chunk.start, &block).panel(panel * width);
+                    // SAFETY: this panel is this task's alone, and the chunk is no deeper than its part.
                     unsafe {
-                        let operands = &operands;
                         let from = offset(operands.b, block.start, start, job.b.row, job.b.column);
                         let source = Source { start: from, strides: job.b };
-                        (kernels.pack_panel)(&source, block.len(), width_here, operands.scratch.add(to));
+                        (kernels.pack_panel)(&source, block.len(), width_here, to);
                     }
                 }
             });
             for_each(job.m.div_ceil(rows_per_task), |task| {
                 let rows = task * rows_per_task..job.m.min((task + 1) * rows_per_task);
-                let slot = slot();
-                // SAFETY: rows are this task's alone; the panels are packed and only read now.
-                unsafe {
-                    let operands = &operands;
-                    let packed_a = operands.scratch.add(packed_b_len + slot * packed_a_len(job));
-                    for block in blocks(job, chunk.clone()) {
-                        let packed_b = operands.scratch.add((block.start - chunk.start) * panels * width);
-                        let part = Part { rows: rows.clone(), columns: columns.clone(), block };
-                        multiply(job, kernels, *operands, part, packed_a, packed_b);
-                    }
+                let operands = &operands;
+                let packed_a = operands.packing.a(operands.scratch, slot());
+                for block in blocks(job, chunk.clone()) {
+                    let packed_b = operands.packing.b(operands.scratch, 0, chunk.start, &block);
+                    let part = Part { rows: rows.clone(), columns: columns.clone(), block };
+                    // SAFETY: rows are this task's alone; the panels are packed and only read now.
+                    unsafe { multiply(job, kernels, *operands, part, &packed_a, packed_b) };
                 }
             });
             k_start = k_end;
@@ -203,9 +166,8 @@ unsafe fn run_together(job: &Gemm, kernels: &Kernels, operands: Operands) {
 }
 
 /// Each task computes a tile of one of the batch's matrices, packing all it needs by itself.
-unsafe fn run_privately(job: &Gemm, kernels: &Kernels, operands: Operands) {
+unsafe fn run_privately(job: &Gemm, kernels: &Kernels, operands: Operands<'_>) {
     let threads = rayon::current_num_threads();
-    let slot_len = scratch_len(job, threads) / threads;
     let width = kernels.columns;
     let row_tiles = job.m.div_ceil(PRIVATE_ROWS);
     // With few matrices, narrower tiles keep all threads busy.
@@ -228,21 +190,21 @@ unsafe fn run_privately(job: &Gemm, kernels: &Kernels, operands: Operands) {
             if !operands.epilogue.residual.is_null() {
                 operands.epilogue.residual = operands.epilogue.residual.add(matrix * job.batch.c);
             }
-            let packed_a = operands.scratch.add(slot * slot_len);
-            let packed_b = packed_a.add(packed_a_len(job));
+            let packed_a = operands.packing.a(operands.scratch, slot);
             for block in blocks(job, 0..job.k) {
                 if job.m == 1 && job.b.row == 1 {
-                    multiply_row(job, kernels, operands, columns.clone(), block, packed_a);
+                    multiply_row(job, kernels, operands, columns.clone(), block, &packed_a);
                     continue;
                 }
+                let packed_b = operands.packing.b(operands.scratch, slot, block.start, &block);
                 for start in columns.clone().step_by(width) {
                     let from = offset(operands.b, block.start, start, job.b.row, job.b.column);
-                    let to = packed_b.add((start - columns.start) * block.len());
+                    let to = packed_b.panel(start - columns.start);
                     let source = Source { start: from, strides: job.b };
                     (kernels.pack_panel)(&source, block.len(), width.min(columns.end - start), to);
                 }
                 let part = Part { rows: rows.clone(), columns: columns.clone(), block };
-                multiply(job, kernels, operands, part, packed_a, packed_b);
+                multiply(job, kernels, operands, part, &packed_a, packed_b);
             }
         }
     });
@@ -258,19 +220,19 @@ struct Part {
 /// Adds one k block to one tile of C.
 ///
 /// # Safety
-/// The tile is the caller's alone, `packed_a` has [`packed_a_len`] floats, `packed_b` holds the part's panels of B.
+/// The tile is the caller's alone, and so is `packed_a`; `packed_b` holds the part's panels of B.
 unsafe fn multiply(
     job: &Gemm,
     kernels: &Kernels,
-    operands: Operands,
+    operands: Operands<'_>,
     part: Part,
-    packed_a: *mut f32,
-    packed_b: *const f32,
+    packed_a: &PackedA,
+    packed_b: PackedB<'_>,
 ) {
     let Part { rows, columns, block } = part;
     let width = kernels.columns;
     let k = block.len();
-    let layout = pack::layout_of(job.a);
+    let layout = layout_of(job.a);
 
     // SAFETY: every address below is that of an element of the tile or of the packed blocks.
     unsafe {
@@ -284,8 +246,8 @@ unsafe fn multiply(
                     let height = kernels.rows().min(height - row);
                     for column in (first_column..end_column).step_by(width) {
                         let tile = Tile {
-                            a: packed_a.add(row * layout.row()),
-                            b: packed_b.add((column - columns.start) * k),
+                            a: packed_a.row(row, layout),
+                            b: packed_b.panel(column - columns.start),
                             columns: width.min(end_column - column),
                             ..operands.tile(job, first_row + row, column, &block)
                         };
@@ -300,14 +262,14 @@ unsafe fn multiply(
 /// Adds one k block to some columns of a single row, B's k being neighbours.
 ///
 /// # Safety
-/// The columns are the caller's alone, `packed_a` has [`packed_a_len`] floats.
+/// The columns are the caller's alone, and so is `packed_a`.
 unsafe fn multiply_row(
     job: &Gemm,
     kernels: &Kernels,
-    operands: Operands,
+    operands: Operands<'_>,
     columns: Range<usize>,
     block: Range<usize>,
-    packed_a: *mut f32,
+    packed_a: &PackedA,
 ) {
     // SAFETY: every address below is that of an element of the row or of B's columns.
     unsafe {
@@ -315,7 +277,7 @@ unsafe fn multiply_row(
         pack::rows(&Source { start: from, strides: job.a }, 1, block.len(), Layout::Rows, packed_a);
         for column in columns.clone().step_by(kernels.columns) {
             let tile = Tile {
-                a: packed_a,
+                a: packed_a.row(0, Layout::Rows),
                 b: offset(operands.b, block.start, column, job.b.row, job.b.column),
                 columns: kernels.columns.min(columns.end - column),
                 ..operands.tile(job, 0, column, &block)

@@ -11,8 +11,8 @@ use crate::cpu::simd::{Lanes, Level, Vector};
 
 /// Distance between rows of A in [`Layout::Rows`]. Not a multiple of 1024, or the rows would share cache sets.
 pub(crate) const ROW_STRIDE: usize = 400;
-/// Distance between successive k of A in [`Layout::Columns`].
-pub(crate) const COLUMN_STRIDE: usize = 112;
+/// Distance between successive k of A in [`Layout::Columns`]: the rows of two of the tallest micro-kernels.
+pub(crate) const COLUMN_STRIDE: usize = 24;
 
 /// How a k block of A lies in scratch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

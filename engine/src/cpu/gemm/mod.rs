@@ -16,16 +16,19 @@
 //! and multiplies them from cache. With few rows, or many matrices, each thread packs what it needs of B by itself;
 //! a single row reads B as it is.
 
-pub(crate) mod drive;
+mod drive;
 pub(crate) mod kernel;
 pub(crate) mod pack;
+mod place;
 #[cfg(test)]
 pub(crate) mod tests;
 
 use self::kernel::Kernels;
+use self::place::Packing;
+use crate::cpu::scratch::Scratch;
 use crate::cpu::simd::Level;
 
-pub use self::drive::BLOCK_K;
+pub use self::place::BLOCK_K;
 
 /// Distances, in elements, from an element to the next one down and to the next one to the right.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -128,7 +131,7 @@ pub enum GemmError {
          give all of the matrix, or correct its strides"
     )]
     TooShort {
-        /// "A", "B", "C", "bias", "residual" or "scratch".
+        /// "A", "B", "C", "bias", "residual", or "scratch" for one of its pieces.
         operand: &'static str,
         /// Rows of the product.
         m: usize,
@@ -185,20 +188,15 @@ impl Gemm {
         2 * (self.batch.count as u64) * (self.m as u64) * (self.n as u64) * (self.k as u64)
     }
 
-    /// Floats of scratch that [`Gemm::run`] needs in a pool of `threads` threads.
-    pub fn scratch_len(&self, threads: usize) -> usize {
-        drive::scratch_len(self, threads)
-    }
-
-    /// [`Gemm::scratch_len`] in bytes.
-    pub fn scratch_bytes(&self, threads: usize) -> u64 {
-        self.scratch_len(threads) as u64 * size_of::<f32>() as u64
+    /// Bytes of each piece of scratch that [`Gemm::run`] needs in a pool of `threads` threads.
+    pub fn scratch(&self, threads: usize) -> Vec<u64> {
+        Packing::new(self, threads).bytes().collect()
     }
 
     /// Multiplies on all threads of the current rayon pool.
     ///
     /// # Errors
-    /// A slice too short for its strides or for [`Gemm::scratch_len`] of the current pool, overlapping rows or matrices
+    /// A slice too short for its strides or for [`Gemm::scratch`] of the current pool, overlapping rows or matrices
     /// of C, or an empty segment. Nothing is written then.
     pub fn run(
         &self,
@@ -207,7 +205,7 @@ impl Gemm {
         c: &mut [f32],
         mode: Mode,
         epilogue: Epilogue,
-        scratch: &mut [f32],
+        scratch: &mut Scratch<'_>,
     ) -> Result<(), GemmError> {
         self.run_at(Level::best(), a, b, c, mode, epilogue, scratch)
     }
@@ -225,7 +223,7 @@ impl Gemm {
         c: &mut [f32],
         mode: Mode,
         epilogue: Epilogue,
-        scratch: &mut [f32],
+        scratch: &mut Scratch<'_>,
     ) -> Result<(), GemmError> {
         self.check(a, b, c, epilogue, scratch)?;
         let raw = RawEpilogue {
@@ -235,7 +233,7 @@ impl Gemm {
         // SAFETY: `check` has compared every extent with its slice; C and the scratch are borrowed exclusively.
         unsafe {
             let kernels = Kernels::of(level);
-            drive::run(self, kernels, a.as_ptr(), b.as_ptr(), c.as_mut_ptr(), mode, raw, scratch.as_mut_ptr());
+            drive::run(self, kernels, a.as_ptr(), b.as_ptr(), c.as_mut_ptr(), mode, raw, scratch);
         }
         Ok(())
     }
@@ -243,8 +241,8 @@ impl Gemm {
     /// [`Gemm::run`] on addresses, for operands that lie in one arena.
     ///
     /// # Safety
-    /// A, B, bias and residual are readable and C writable as far as the shape and strides reach; `scratch` is writable
-    /// for [`Gemm::scratch_len`]`(rayon::current_num_threads())` floats; C overlaps no other operand and itself only
+    /// A, B, bias and residual are readable and C writable as far as the shape and strides reach; `scratch` has the
+    /// pieces of [`Gemm::scratch`]`(rayon::current_num_threads())`; C overlaps no other operand and itself only
     /// as [`Gemm::run`] allows; nothing else writes to any of them during the call; `k_segment` > 0.
     pub unsafe fn run_raw(
         &self,
@@ -253,13 +251,13 @@ impl Gemm {
         c: *mut f32,
         mode: Mode,
         epilogue: RawEpilogue,
-        scratch: *mut f32,
+        scratch: &mut Scratch<'_>,
     ) {
         // SAFETY: the caller's promise.
         unsafe { drive::run(self, Kernels::of(Level::best()), a, b, c, mode, epilogue, scratch) }
     }
 
-    fn check(&self, a: &[f32], b: &[f32], c: &[f32], epilogue: Epilogue, scratch: &[f32]) -> Result<(), GemmError> {
+    fn check(&self, a: &[f32], b: &[f32], c: &[f32], epilogue: Epilogue, scratch: &Scratch) -> Result<(), GemmError> {
         let &Self { m, n, k, c_row, batch, .. } = self;
         if self.k_segment == 0 {
             return Err(GemmError::EmptySegment);
@@ -272,7 +270,6 @@ impl Gemm {
             ("C", c_needed, Some(c.len())),
             ("bias", n, epilogue.bias.map(<[f32]>::len)),
             ("residual", c_needed, epilogue.residual.map(<[f32]>::len)),
-            ("scratch", self.scratch_len(rayon::current_num_threads()), Some(scratch.len())),
         ];
         for (operand, needed, given) in operands {
             if let Some(given) = given
@@ -280,6 +277,10 @@ impl Gemm {
             {
                 return Err(GemmError::TooShort { operand, m, n, k, needed, given });
             }
+        }
+        let packing = Packing::new(self, rayon::current_num_threads());
+        if let Some((needed, given)) = scratch.too_short(packing.bytes()) {
+            return Err(GemmError::TooShort { operand: "scratch", m, n, k, needed, given });
         }
         let one = extent("C", m, n, c_strides, 1, 0)?;
         let rows_apart = m <= 1 || c_row >= n;

@@ -1,7 +1,8 @@
 //! Copies of A and B in the order in which the micro-kernels read them.
 
 use super::Strides;
-use super::kernel::{COLUMN_STRIDE, Layout, ROW_STRIDE};
+use super::kernel::{COLUMN_STRIDE, Layout};
+use super::place::{PART_ROWS, PackedA};
 use crate::cpu::simd::{Vector, prefetch};
 
 /// A block of a matrix: where it begins and how to walk it.
@@ -64,37 +65,44 @@ pub(super) unsafe fn panel<V: Vector>(source: &Source, k: usize, columns: usize,
     }
 }
 
-/// Packs `rows` × `k` of A in `layout`, which is [`Layout::Rows`] or [`Layout::Columns`].
+/// Packs `rows` × `k` of A in `layout`, which is [`Layout::Rows`] or [`Layout::Columns`], [`PART_ROWS`] rows to a part.
 ///
 /// # Safety
-/// `source` has that many rows and columns; `to` has room for a block of the layout; `k` and `rows` fit its stride.
-pub(super) unsafe fn rows(source: &Source, rows: usize, k: usize, layout: Layout, to: *mut f32) {
+/// `source` has that many rows and columns; `to` has a part for all rows, with room for them; `k` and `rows` fit the strides
+/// of the layout.
+pub(super) unsafe fn rows(source: &Source, rows: usize, k: usize, layout: Layout, to: &PackedA) {
     let Strides { row, column } = source.strides;
     // SAFETY: rows below `rows` and columns below `k` of both sides.
     unsafe {
         match layout {
             Layout::Rows if column == 1 => {
                 for i in 0..rows {
-                    std::ptr::copy_nonoverlapping(source.start.add(i * row), to.add(i * ROW_STRIDE), k);
+                    std::ptr::copy_nonoverlapping(source.start.add(i * row), to.row(i, layout), k);
                 }
             }
             Layout::Rows | Layout::WideColumns => {
                 for i in 0..rows {
+                    let line = to.row(i, Layout::Rows);
                     for p in 0..k {
-                        *to.add(i * ROW_STRIDE + p) = *source.start.add(i * row + p * column);
+                        *line.add(p) = *source.start.add(i * row + p * column);
                     }
                 }
             }
             Layout::Columns => {
+                // Whole parts in copies of a length that the compiler knows.
+                let (whole, rest) = (rows / PART_ROWS, rows % PART_ROWS);
                 for p in 0..k {
-                    std::ptr::copy_nonoverlapping(source.start.add(p * column), to.add(p * COLUMN_STRIDE), rows);
+                    let from = source.start.add(p * column);
+                    for (i, part) in to.parts()[..whole].iter().enumerate() {
+                        let from = from.add(i * PART_ROWS);
+                        std::ptr::copy_nonoverlapping(from, part.add(p * COLUMN_STRIDE), PART_ROWS);
+                    }
+                    if rest > 0 {
+                        let from = from.add(whole * PART_ROWS);
+                        std::ptr::copy_nonoverlapping(from, to.parts()[whole].add(p * COLUMN_STRIDE), rest);
+                    }
                 }
             }
         }
     }
-}
-
-/// The layout in which A is packed fastest: whichever of its directions is contiguous stays so.
-pub(super) fn layout_of(a: Strides) -> Layout {
-    if a.row == 1 && a.column != 1 { Layout::Columns } else { Layout::Rows }
 }

@@ -3,6 +3,7 @@
 use proptest::prelude::*;
 
 use super::*;
+use crate::cpu::ScratchMemory;
 
 /// A tiny generator, so that a failing case is its seed.
 pub(crate) fn random(len: usize, seed: u64) -> Vec<f32> {
@@ -55,15 +56,16 @@ impl Operands {
 
     fn run(&self, job: &Gemm, level: Level, threads: usize, extras: Extras) -> Vec<f32> {
         let mut c = self.c.clone();
-        // NaN, so that a float of scratch that is read before it is written shows.
-        let mut scratch = vec![f32::NAN; job.scratch_len(threads)];
+        // Full of NaN, so that a float that is read before it is written shows.
+        let mut memory = ScratchMemory::new(&job.scratch(threads));
         let epilogue = Epilogue {
             bias: extras.bias.then_some(&self.bias[..]),
             residual: extras.residual.then_some(&self.residual[..]),
         };
         pool(threads)
-            .install(|| job.run_at(level, &self.a, &self.b, &mut c, extras.mode, epilogue, &mut scratch))
+            .install(|| job.run_at(level, &self.a, &self.b, &mut c, extras.mode, epilogue, &mut memory.lend()))
             .expect("the operands fit");
+        assert!(memory.is_intact(), "{job:?} writes beyond its scratch");
         c
     }
 
@@ -242,12 +244,12 @@ fn segments_in_one_call_are_accumulating_calls() {
             let one_call = operands.run(&whole, Level::best(), threads, PLAIN);
             let part = Gemm { k: segment, ..whole };
             let mut c = operands.c.clone();
-            let mut scratch = vec![f32::NAN; part.scratch_len(threads)];
+            let mut memory = ScratchMemory::new(&part.scratch(threads));
             for i in 0..8 {
                 let mode = if i == 0 { Mode::Overwrite } else { Mode::Accumulate };
                 let (a, b) = (&operands.a[i * segment * m..], &operands.b[i * segment * n..]);
                 pool(threads)
-                    .install(|| part.run(a, b, &mut c, mode, Epilogue::default(), &mut scratch))
+                    .install(|| part.run(a, b, &mut c, mode, Epilogue::default(), &mut memory.lend()))
                     .expect("the operands fit");
             }
             assert!(bits(&one_call) == bits(&c), "segments of {segment} on {threads} threads");
@@ -268,17 +270,21 @@ fn an_empty_k_gives_zero_or_leaves_c() {
 fn unsound_operands_are_refused() {
     let good = Gemm::new(4, 6, 5, Strides::row_major(5), Strides::row_major(6));
     let pair = Batch { count: 2, a: 20, b: 30, c: 24 };
-    let run = |job: Gemm, a: usize, b: usize, c: usize, scratch: usize| {
-        let (a, b, mut c, mut scratch) = (vec![0.0; a], vec![0.0; b], vec![0.0; c], vec![0.0; scratch]);
-        pool(1).install(|| job.run(&a, &b, &mut c, Mode::Overwrite, Epilogue::default(), &mut scratch))
+    let run = |job: Gemm, a: usize, b: usize, c: usize, scratch: &[u64]| {
+        let (a, b, mut c, mut memory) = (vec![0.0; a], vec![0.0; b], vec![0.0; c], ScratchMemory::new(scratch));
+        pool(1).install(|| job.run(&a, &b, &mut c, Mode::Overwrite, Epilogue::default(), &mut memory.lend()))
     };
-    let enough = good.scratch_len(1);
+    let enough = &good.scratch(1)[..];
+    let &[packed_a, packed_b] = enough else { panic!("a small product has a piece for each operand") };
     let short = |operand, needed, given| Err(GemmError::TooShort { operand, m: 4, n: 6, k: 5, needed, given });
     assert_eq!(run(good, 20, 30, 24, enough), Ok(()));
     assert_eq!(run(good, 19, 30, 24, enough), short("A", 20, 19));
     assert_eq!(run(good, 20, 29, 24, enough), short("B", 30, 29));
     assert_eq!(run(good, 20, 30, 23, enough), short("C", 24, 23));
-    assert_eq!(run(good, 20, 30, 24, enough - 1), short("scratch", enough, enough - 1));
+    let floats = |bytes: u64| bytes as usize / 4;
+    let lacking = short("scratch", floats(packed_b), floats(packed_b) - 1);
+    assert_eq!(run(good, 20, 30, 24, &[packed_a, packed_b - 4]), lacking);
+    assert_eq!(run(good, 20, 30, 24, &[packed_a]), short("scratch", floats(packed_b), 0));
     assert_eq!(run(good.with_batch(pair), 39, 60, 48, enough), short("A", 40, 39));
     assert_eq!(run(good.with_segment(0), 20, 30, 24, enough), Err(GemmError::EmptySegment));
     let overlap = |c_row, count, batch_c| Err(GemmError::Overlap { n: 6, c_row, count, batch_c });
