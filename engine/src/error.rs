@@ -22,20 +22,26 @@ pub enum Error {
     NothingToTrain,
     #[error("parameter {name:?} is asked for as {asked:?}, but was made as {made:?}")]
     ParameterShape { name: String, asked: Shape, made: Shape },
-    #[error("input {name:?} is declared twice with different types")]
-    InputClash { name: String },
+    #[error("{name:?} is declared twice with different types")]
+    TypeClash { name: String },
     #[error("tensors of two different graphs meet in {op}")]
     TwoGraphs { op: String },
     #[error("no tensor named {name:?}; nearest: {nearest}")]
     UnknownTensor { name: String, nearest: String },
-    #[error("{name:?} is {dtype:?}; only f32 tensors are views of the arena")]
+    #[error("{name:?} is {dtype:?}; only f32 tensors are read and written this way")]
     NotF32 { name: String, dtype: DType },
+    #[error("the CPU computes in f32, not {dtype:?}; plan such a step with Trainer::plan, and run it in f32")]
+    NoKernels { dtype: DType },
     #[error("{name:?} holds {expected} elements, not {given}")]
     ElementCount { name: String, expected: usize, given: usize },
     #[error(
         "the arena needs {needed} bytes, but {available} bytes of memory are available\nlargest at the peak:\n{largest}\nwhat helps: more micro-batches, a shorter sequence, a smaller batch, a smaller model"
     )]
     DoesNotFit { needed: u64, available: u64, largest: String },
+    #[error(
+        "no recomputation fits {budget} bytes; the smallest step found takes {smallest}\nwhat helps: more micro-batches, a shorter sequence, a smaller batch, more ranks"
+    )]
+    OverBudget { budget: u64, smallest: u64 },
     #[error("non-finite loss {loss} at step {step}; the first non-finite value came out of {culprit}")]
     NonFinite { step: u64, loss: f32, culprit: String },
     #[error("internal error: the plan violates its own constraints: {what}")]

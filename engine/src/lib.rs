@@ -32,9 +32,9 @@
 //! ```
 //!
 //! ```text
-//! Model::forward ─▶ Graph ─▶ autodiff ─▶ lower(schedule) ─▶ Program ─▶ lifetimes ─▶ plan ─▶ check
-//!                                                                                            │
-//!     loss, norm ◀── Executor ◀── Executable{instructions, addresses} ◀──────────────────────┘
+//! Model::forward ─▶ Graph ─▶ autodiff ─▶ recompute ─▶ lower(schedule) ─▶ Program ─▶ lifetimes ─▶ plan ─▶ check
+//!                                                                                                         │
+//!     loss, norm ◀── Executor ◀── Executable{instructions, addresses} ◀───────────────────────────────────┘
 //! ```
 #![warn(missing_docs)]
 
@@ -54,10 +54,12 @@ mod op;
 pub mod ops;
 pub mod optim;
 mod random;
+pub mod recompute;
 pub mod reference;
 mod report;
 mod train;
 
+pub use candle_core::DType;
 pub use cpu::Args;
 pub use error::{Error, Result};
 pub use gapless_alloc::Role;

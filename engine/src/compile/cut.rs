@@ -8,7 +8,7 @@ use std::collections::{BTreeSet, HashMap};
 use gapless_parallel::StageId;
 
 use crate::error::{Error, Result};
-use crate::graph::{Graph, Node, NodeId, Place, Source, Spec, ValueId};
+use crate::graph::{Graph, Node, NodeId, Place, Source};
 
 /// Where a model is cut into stages.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -121,11 +121,10 @@ fn balanced(graph: &Graph, stages: usize) -> Result<Vec<usize>> {
         return Err(Error::Config { what: "mesh", why, remedy: "use fewer stages, or a deeper model" });
     }
     let crossing = crossing_bytes(graph);
-    let specs = |ids: &[ValueId]| ids.iter().map(|&id| graph.value(id).spec.clone()).collect::<Vec<Spec>>();
     let mut flops = vec![0];
     for &index in &work {
         let node = &graph.nodes()[index];
-        flops.push(flops[flops.len() - 1] + node.op.flops(&specs(&node.inputs), &specs(&node.outputs)));
+        flops.push(flops[flops.len() - 1] + node.op.flops(&graph.specs(&node.inputs), &graph.specs(&node.outputs)));
     }
     let bytes_at = |k: usize| if k == 0 || k == work.len() { 0 } else { crossing[work[k]] };
     // Forward and both gradients; activations one way, their gradients the other.

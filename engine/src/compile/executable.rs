@@ -7,11 +7,12 @@ use std::time::Instant;
 
 use candle_core::{DType, Layout};
 use gapless_alloc::draw::Mark;
-use gapless_alloc::{Label, Options, PlanHash, Problem, Solution, check, plan, plan_hash};
+use gapless_alloc::{Label, Options, PlanHash, Problem, Solution, check, lower_bound, plan, plan_hash};
 
 use super::lifetimes::{Lifetimes, lifetimes, tick_of};
-use super::program::{Held, Operand, Part, Program, Work};
+use super::program::{BufferId, Held, Operand, Part, Program, Work};
 use crate::cpu::args::Address;
+use crate::cpu::scratch::Piece;
 use crate::error::{Error, Result};
 use crate::graph::Spec;
 use crate::nn::Init;
@@ -31,14 +32,21 @@ impl Default for CompileOptions {
     }
 }
 
+impl CompileOptions {
+    /// An arena that must fit so many bytes, if any; [`compile`] refuses what doesn't.
+    pub fn within(capacity: Option<u64>) -> Self {
+        let Self { planner } = Self::default();
+        Self { planner: Options { capacity, ..planner } }
+    }
+}
+
 /// One operation at its addresses.
 #[derive(Debug)]
 pub(crate) struct Instruction {
     pub work: Work,
     pub inputs: Box<[Address]>,
     pub outputs: Box<[Address]>,
-    /// Offset and bytes.
-    pub workspace: (u64, u64),
+    pub workspace: Box<[Piece]>,
     /// Bit i: output i is added to.
     pub accumulate: u64,
     pub micro_batch: u32,
@@ -103,19 +111,30 @@ impl Executable {
     pub fn arena_bytes(&self) -> u64 {
         self.solution.height
     }
+
+    /// The types of all its tensors, each perhaps many times.
+    pub(crate) fn dtypes(&self) -> impl Iterator<Item = DType> {
+        let instructions = self.programs.iter().flat_map(|program| &program.instructions);
+        let operands = instructions.flat_map(|instruction| instruction.inputs.iter().chain(&*instruction.outputs));
+        self.persistent.iter().map(|persistent| persistent.spec.dtype).chain(operands.map(|operand| operand.dtype))
+    }
 }
 
 /// Plans all `programs` into one arena and resolves their addresses.
 ///
 /// # Errors
-/// When the live bytes exceed `u64`; [`Error::BadPlan`] if the planner is broken.
+/// When the live bytes exceed `u64`; [`Error::OverBudget`] when no plan was found within the planner's capacity;
+/// [`Error::BadPlan`] if the planner is broken.
 pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executable> {
-    let Lifetimes { problem, labels, of, spans } = lifetimes(programs)?;
+    let Lifetimes { problem, labels, of, spans } = lifetimes(&programs.iter().collect::<Vec<_>>())?;
     let started = Instant::now();
     let solution = {
         let _span = tracing::info_span!("plan", buffers = problem.len()).entered();
-        plan(&problem, &options.planner)
+        lowest_within(&problem, &options.planner)
     };
+    if let Some(budget) = options.planner.capacity.filter(|&capacity| solution.height > capacity) {
+        return Err(Error::OverBudget { budget, smallest: solution.height });
+    }
     let plan_ms = started.elapsed().as_secs_f64() * 1e3;
     check(&problem, &solution.offsets, Some(solution.height)).map_err(|violations| Error::BadPlan {
         what: violations.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "),
@@ -128,6 +147,10 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
     for ((program, indices), span) in programs.iter().zip(&of).zip(&spans) {
         check_operands(program)?;
         let address = |operand: &Operand| resolve(operand, solution.offsets[indices[operand.buffer.index()]]);
+        let piece = |&buffer: &BufferId| Piece {
+            offset: solution.offsets[indices[buffer.index()]],
+            bytes: program.buffers[buffer.index()].bytes,
+        };
         let deaths = deaths(&problem, indices, span);
         let named = |instances: &[super::program::Instance]| -> Vec<Named> {
             instances
@@ -147,9 +170,7 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
                 work: step.work.clone(),
                 inputs: step.inputs.iter().map(address).collect(),
                 outputs: step.outputs.iter().map(address).collect(),
-                workspace: step
-                    .workspace
-                    .map_or((0, 0), |w| (solution.offsets[indices[w.index()]], program.buffers[w.index()].bytes)),
+                workspace: step.workspace.iter().map(piece).collect(),
                 accumulate: step.accumulate,
                 micro_batch: step.micro_batch,
                 layer: step.layer.clone(),
@@ -190,6 +211,25 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
     let flops = programs.iter().map(Program::flops).collect();
     let persistent = persistent.into_values().collect();
     Ok(Executable { programs: compiled, persistent, problem, solution, labels, parts, plan_hash, plan_ms, flops })
+}
+
+/// The lowest plan that is found, unless that is above the capacity: then one that is looked for below it.
+fn lowest_within(problem: &Problem, options: &Options) -> Solution {
+    let lowest = plan(problem, &Options { capacity: None, ..options.clone() });
+    match options.capacity {
+        Some(capacity) if lowest.height > capacity => plan(problem, options),
+        _ => lowest,
+    }
+}
+
+/// The size of the arena of all `programs`; above a capacity, only that it is at least so much.
+pub(crate) fn height(programs: &[&Program], capacity: Option<u64>) -> Result<u64> {
+    let problem = lifetimes(programs)?.problem;
+    let bound = lower_bound(&problem);
+    if capacity.is_some_and(|capacity| bound > capacity) {
+        return Ok(bound);
+    }
+    Ok(plan(&problem, &CompileOptions::within(capacity).planner).height)
 }
 
 /// Everything that kernels rely on and the planner knows nothing of: operands lie in their buffers, an overwritten input is

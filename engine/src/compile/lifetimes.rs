@@ -32,7 +32,7 @@ pub(crate) fn tick_of(start: u64, index: usize) -> u64 {
     start + 2 + 2 * index as u64
 }
 
-pub(crate) fn lifetimes(programs: &[Program]) -> Result<Lifetimes> {
+pub(crate) fn lifetimes(programs: &[&Program]) -> Result<Lifetimes> {
     let mut spans = Vec::new();
     let mut start = 0;
     for program in programs {
@@ -87,7 +87,7 @@ fn uses(program: &Program, span: &Range<u64>) -> Vec<Range<u64>> {
         let written = read + 1;
         let inputs = step.inputs.iter().map(|o| (o.buffer, read));
         let outputs = step.outputs.iter().map(|o| (o.buffer, written));
-        for (buffer, from) in inputs.chain(outputs).chain(step.workspace.map(|w| (w, read))) {
+        for (buffer, from) in inputs.chain(outputs).chain(step.workspace.iter().map(|&piece| (piece, read))) {
             let range = &mut uses[buffer.index()];
             *range = range.start.min(from)..range.end.max(written + 1);
         }

@@ -1,8 +1,10 @@
 //! From a graph to instructions with addresses: lower, lifetimes, plan, resolve.
 
+mod calls;
 mod cells;
 mod cut;
 mod executable;
+mod hoist;
 mod lifetimes;
 mod lower;
 mod messages;
@@ -11,7 +13,8 @@ mod program;
 pub use cut::Cut;
 pub(crate) use cut::{ParameterStages, cut, cut_like, parameter_stages};
 pub use executable::{CompileOptions, Executable, compile};
-pub(crate) use executable::{CompiledProgram, Instruction, Named, Persistent};
+pub(crate) use executable::{CompiledProgram, Instruction, Named, Persistent, height};
 pub(crate) use lifetimes::ALIGNMENT;
+pub(crate) use lower::alive_nodes;
 pub use lower::{Lowering, Output, lower};
 pub use program::{Buffer, BufferId, Held, Instance, Message, Operand, Part, Program, Step, Work};

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Layout};
 use gapless_alloc::{Label, Role};
-use gapless_parallel::Action;
+use gapless_parallel::{Action, Rates};
 
 use crate::communicator::Tag;
 use crate::graph::{Spec, Value};
@@ -124,14 +124,16 @@ pub struct Step {
     pub inputs: Vec<Operand>,
     /// Into what.
     pub outputs: Vec<Operand>,
-    /// Scratch.
-    pub workspace: Option<BufferId>,
+    /// The pieces of its scratch.
+    pub workspace: Vec<BufferId>,
     /// Bit i: output i is added to instead of set.
     pub accumulate: u64,
     /// The micro-batch whose random numbers it draws.
     pub micro_batch: u32,
     /// The layer it belongs to.
     pub layer: Arc<str>,
+    /// Whether the forward has done this before.
+    pub again: bool,
 }
 
 /// A tensor that the host writes or reads by name.
@@ -166,7 +168,8 @@ pub struct Program {
     pub parts: Vec<Part>,
 }
 
-/// Steps that belong together, e.g. `0F3`: an action with the messages around it, or what happens once per step.
+/// Steps that belong together, e.g. `0F3`: an action with the messages around it, or what happens once per step; of either, a
+/// piece, where one was moved into the other.
 #[derive(Debug, Clone)]
 pub struct Part {
     /// Which steps.
@@ -177,27 +180,67 @@ pub struct Part {
     pub action: Option<Action>,
 }
 
+impl Step {
+    fn specs(operands: &[Operand]) -> Vec<Spec> {
+        operands.iter().map(|o| Spec { shape: o.layout.shape().clone(), dtype: o.dtype }).collect()
+    }
+
+    /// Arithmetic.
+    pub fn flops(&self) -> u64 {
+        match &self.work {
+            Work::Compute(op) => op.flops(&Self::specs(&self.inputs), &Self::specs(&self.outputs)),
+            _ => 0,
+        }
+    }
+
+    /// Modelled time on a device; none for messages.
+    pub fn nanoseconds(&self, rates: &Rates) -> u64 {
+        match &self.work {
+            Work::Compute(op) => {
+                let (inputs, outputs) = (Self::specs(&self.inputs), Self::specs(&self.outputs));
+                rates.nanoseconds(op.flops(&inputs, &outputs), op.bytes_moved(&inputs, &outputs))
+            }
+            _ => 0,
+        }
+    }
+}
+
 impl Program {
     /// Arithmetic of one run.
     pub fn flops(&self) -> u64 {
         self.flops_of(0..self.steps.len())
     }
 
-    /// Arithmetic of every action, in order: what a simulator makes durations of.
-    pub fn action_flops(&self) -> Vec<(Action, u64)> {
-        let of = |part: &Part| Some((part.action?, self.flops_of(part.steps.clone())));
-        self.parts.iter().filter_map(of).collect()
+    /// Arithmetic of what a run computes again.
+    pub fn flops_again(&self) -> u64 {
+        self.steps.iter().filter(|step| step.again).map(Step::flops).sum()
     }
 
-    fn flops_of(&self, steps: std::ops::Range<usize>) -> u64 {
-        let specs = |operands: &[Operand]| -> Vec<Spec> {
-            operands.iter().map(|o| Spec { shape: o.layout.shape().clone(), dtype: o.dtype }).collect()
+    /// Modelled time of one run on a device, and how much of it goes into what is computed again.
+    pub fn nanoseconds(&self, rates: &Rates) -> [u64; 2] {
+        let time = |steps: &mut dyn Iterator<Item = &Step>| {
+            steps.map(|step| step.nanoseconds(rates)).fold(0, u64::saturating_add)
         };
-        let flops = |step: &Step| match &step.work {
-            Work::Compute(op) => op.flops(&specs(&step.inputs), &specs(&step.outputs)),
-            _ => 0,
-        };
-        self.steps[steps].iter().map(flops).sum()
+        [time(&mut self.steps.iter()), time(&mut self.steps.iter().filter(|step| step.again))]
+    }
+
+    /// Arithmetic of every action, in the order in which they begin: what a simulator makes durations of.
+    pub fn action_flops(&self) -> Vec<(Action, u64)> {
+        let mut flops: Vec<(Action, u64)> = Vec::new();
+        for part in &self.parts {
+            let Some(action) = part.action else { continue };
+            let more = self.flops_of(part.steps.clone());
+            // What moved into an action has cut it in two.
+            match flops.iter_mut().rev().find(|(known, _)| *known == action) {
+                Some((_, flops)) => *flops += more,
+                None => flops.push((action, more)),
+            }
+        }
+        flops
+    }
+
+    pub(super) fn flops_of(&self, steps: std::ops::Range<usize>) -> u64 {
+        self.steps[steps].iter().map(Step::flops).sum()
     }
 
     pub(crate) fn add(&mut self, bytes: u64, label: Label, held: Held) -> BufferId {

@@ -33,7 +33,7 @@ impl Lowerer<'_> {
             let roots: Vec<ValueId> = node.inputs.iter().map(|&input| graph.value(input).root).collect();
             let is_gradient = |root: &ValueId| {
                 let maker = graph.producer(*root);
-                maker.is_some_and(|maker| maker.phase == Phase::BackwardWeight && self.is_here(maker.place))
+                maker.is_some_and(|maker| self.accumulated[root.index()] && self.is_here(maker.place))
             };
             let crosses = node.outputs.iter().any(|&output| self.crossings.per_step(output).next().is_some());
             if !crosses && roots.iter().all(|root| is_gradient(root) || made.contains(root)) {

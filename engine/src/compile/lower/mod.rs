@@ -10,17 +10,21 @@
 //! reader. The wait for a send stands where the order of the step says that the message was taken, so it never blocks
 //! between actions; until then the bytes stay as they are.
 
+mod again;
 mod early;
 mod transfer;
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use candle_core::DType;
 use gapless_alloc::{Label, Role};
 use gapless_parallel::Action;
 
+use self::again::{Life, Reads};
 use self::early::{Early, collective_of};
 use self::transfer::{Collecting, Sending};
+use super::hoist::{UPDATE, hoist};
 use super::messages::{Crossings, phases};
 use super::program::{BufferId, Held, Instance, Operand, Part, Program, Step, Work, role_of_node};
 use crate::error::Result;
@@ -28,6 +32,7 @@ use crate::graph::{Graph, Node, NodeId, Phase, Place, Source, Value, ValueId};
 use crate::nn::Init;
 use crate::op::Op;
 use crate::ops::{Binary, BinaryKind, Contiguous};
+use crate::recompute::Recomputation;
 
 /// What to lower, and how.
 #[derive(Debug)]
@@ -44,6 +49,8 @@ pub struct Lowering<'a> {
     pub outputs: &'a [Output],
     /// Roles of persistent values that are not parameters.
     pub roles: &'a HashMap<ValueId, Role>,
+    /// What is computed again in the backward.
+    pub recomputation: &'a Recomputation,
     /// Threads that workspaces are sized for.
     pub threads: usize,
 }
@@ -82,7 +89,9 @@ pub fn lower(lowering: &Lowering<'_>) -> Result<Program> {
     }
     lowerer.update();
     lowerer.finish();
-    Ok(lowerer.program)
+    let mut program = lowerer.program;
+    hoist(&mut program);
+    Ok(program)
 }
 
 /// Stands for the sum over micro-batches where a key names a micro-batch.
@@ -99,8 +108,8 @@ struct Lowerer<'a> {
     of: &'a Lowering<'a>,
     program: Program,
     alive: Vec<bool>,
-    /// Reads of each root by per-micro-batch nodes, and by update nodes.
-    reads: Vec<[usize; 2]>,
+    /// How often each root is read.
+    reads: Reads<'a>,
     /// Roots made per micro-batch that the update reads summed.
     accumulated: Vec<bool>,
     /// Instances by (root, micro-batch); what exists once stands at micro-batch 0, sums at [`SUM`].
@@ -124,25 +133,14 @@ impl<'a> Lowerer<'a> {
         let alive = alive_nodes(graph, of.outputs);
         let crossings = Crossings::new(graph, &alive, of.table, of.outputs);
         let taken = crossings.taken(graph, of.table, of.rank)?;
-        let mut reads = vec![[0, 0]; graph.values().len()];
         let mut accumulated = vec![false; graph.values().len()];
         for node in graph.node_ids().filter(|n| alive[n.index()]).map(|n| graph.node(n)) {
-            let here = crossings.ranks_of(node.place).contains(&of.rank);
             for root in node.inputs.iter().map(|&i| graph.value(i).root) {
-                let is_update = node.phase == Phase::Update;
-                reads[root.index()][usize::from(is_update)] += usize::from(here);
                 let per_micro_batch = graph.producer(root).is_some_and(|p| p.phase != Phase::Update);
-                accumulated[root.index()] |= is_update && per_micro_batch;
-            }
-            for &output in node.outputs.iter().filter(|_| here) {
-                reads[output.index()][0] += crossings.per_micro_batch(output).count();
-                reads[output.index()][1] += crossings.per_step(output).count();
+                accumulated[root.index()] |= node.phase == Phase::Update && per_micro_batch;
             }
         }
-        // What the host reads is never overwritten.
-        for output in of.outputs {
-            reads[graph.value(output.value).root.index()][1] += 1;
-        }
+        let reads = Reads::new(of, &alive, &crossings);
         let mut nodes: HashMap<(Place, Phase), Vec<NodeId>> = HashMap::new();
         for id in graph.node_ids().filter(|id| alive[id.index()]) {
             nodes.entry((graph.node(id).place, graph.node(id).phase)).or_default().push(id);
@@ -185,6 +183,7 @@ impl<'a> Lowerer<'a> {
         let mut made = Vec::new();
         let last = self.last_phases(index, action);
         for node in nodes.into_iter().map(|id| graph.node(id)) {
+            self.restore(node, micro_batch);
             self.node(node, micro_batch);
             made.extend(&node.outputs);
             if last.contains(&node.phase) {
@@ -194,6 +193,9 @@ impl<'a> Lowerer<'a> {
         for root in made {
             let to: Vec<usize> = self.crossings.per_micro_batch(root).collect();
             to.into_iter().for_each(|to| self.send((root, micro_batch), to, Some(micro_batch)));
+        }
+        if phases(action.kind).contains(&Phase::Forward) {
+            self.drop_reborn(action.stage, micro_batch);
         }
         self.end_part(first, action.to_string(), Some(*action));
     }
@@ -227,7 +229,7 @@ impl<'a> Lowerer<'a> {
                 self.refresh(graph.value(node.inputs[input]).root, node.place, here);
             }
         }
-        self.end_part(first, "update".into(), None);
+        self.end_part(first, UPDATE.into(), None);
     }
 
     fn end_part(&mut self, first: usize, name: String, action: Option<Action>) {
@@ -242,6 +244,11 @@ impl<'a> Lowerer<'a> {
     }
 
     fn node(&mut self, node: &Node, micro_batch: u32) {
+        self.instruct(node, micro_batch, Life::First);
+    }
+
+    /// Lays down a node, with what belongs behind it.
+    fn instruct(&mut self, node: &Node, micro_batch: u32, life: Life) {
         let graph = self.of.graph;
         let roots: Vec<ValueId> = node.inputs.iter().map(|&input| graph.value(input).root).collect();
         let keys: Vec<_> = roots.iter().map(|&root| self.key(root, node.phase, micro_batch)).collect();
@@ -261,7 +268,8 @@ impl<'a> Lowerer<'a> {
         let (mut add_behind, mut copy_behind) = (Vec::new(), Vec::new());
         for (index, &id) in node.outputs.iter().enumerate() {
             let value = graph.value(id);
-            let [per_micro_batch, per_step] = self.reads[id.index()];
+            let (per_micro_batch, per_step) =
+                (self.reads.per_micro_batch(id, micro_batch, life), self.reads.per_step(id));
             let sum = self.placed.get(&(id, SUM)).map(|sum| sum.buffer);
             let buffer = match sum {
                 Some(sum) if per_micro_batch == 0 && node.op.accumulates(index) => {
@@ -289,7 +297,11 @@ impl<'a> Lowerer<'a> {
                             per_micro_batch
                         }
                     };
-                    self.placed.insert(self.key(id, node.phase, micro_batch), Placed { buffer, reads_left });
+                    // What is still there from its first life stays where it is.
+                    let key = self.key(id, node.phase, micro_batch);
+                    if life == Life::First || !self.placed.contains_key(&key) {
+                        self.placed.insert(key, Placed { buffer, reads_left });
+                    }
                     buffer
                 }
             };
@@ -308,7 +320,8 @@ impl<'a> Lowerer<'a> {
             None => Work::Compute(node.op.clone()),
         };
         let layer = node.layer.clone();
-        self.program.steps.push(Step { work, inputs, outputs, workspace, accumulate, micro_batch, layer });
+        let again = life == Life::Second;
+        self.program.steps.push(Step { work, inputs, outputs, workspace, accumulate, micro_batch, layer, again });
         for (sum, part, value) in copy_behind {
             let input = [(part, None)];
             self.behind(Arc::new(Contiguous), &input, sum, value, node, micro_batch);
@@ -334,10 +347,11 @@ impl<'a> Lowerer<'a> {
             work: Work::Compute(op),
             inputs: inputs.iter().map(input).collect(),
             outputs: vec![Operand::new(output, value)],
-            workspace: None,
+            workspace: Vec::new(),
             accumulate: 0,
             micro_batch,
             layer: node.layer.clone(),
+            again: false,
         });
     }
 
@@ -369,7 +383,12 @@ impl<'a> Lowerer<'a> {
             }
             Source::Constant(number) => {
                 let init = Init::Const(*number);
-                (format!("constant {number}"), Role::Input, Held::Always { init, spec: value.spec.clone() })
+                // Programs share by name, and one number of two types is two tensors.
+                let name = match value.spec.dtype {
+                    DType::F32 => format!("constant {number}"),
+                    other => format!("constant {number} ({})", other.as_str()),
+                };
+                (name, Role::Input, Held::Always { init, spec: value.spec.clone() })
             }
             Source::Input { name } => (name.clone(), Role::Input, Held::FromStart),
             Source::Node { .. } => unreachable!("inputs are made, or received, before they are read"),
@@ -383,7 +402,8 @@ impl<'a> Lowerer<'a> {
         let from_host = matches!(held, Held::FromStart);
         let buffer = self.program.add(value.spec.bytes(), label, held);
         // Persistent tensors are read by whoever comes next, so nothing may take their bytes.
-        let [per_micro_batch, per_step] = self.reads[root.index()];
+        let (per_micro_batch, per_step) =
+            (self.reads.per_micro_batch(root, micro_batch, Life::First), self.reads.per_step(root));
         let reads_left = if from_host { per_micro_batch + per_step } else { usize::MAX };
         self.placed.insert(key, Placed { buffer, reads_left });
         if from_host {
@@ -430,14 +450,15 @@ impl<'a> Lowerer<'a> {
         self.program.add(self.of.graph.value(id).spec.bytes(), label, Held::No)
     }
 
-    fn workspace(&mut self, node: &Node, micro_batch: u32) -> Option<BufferId> {
-        let specs = |ids: &[ValueId]| ids.iter().map(|&id| self.of.graph.value(id).spec.clone()).collect::<Vec<_>>();
-        let bytes = node.op.workspace_bytes(&specs(&node.inputs), &specs(&node.outputs), self.of.threads);
-        (bytes > 0).then(|| {
-            let tensor = format!("{}/{} workspace of micro-batch {micro_batch}", node.layer, node.op.name());
+    fn workspace(&mut self, node: &Node, micro_batch: u32) -> Vec<BufferId> {
+        let graph = self.of.graph;
+        let pieces = node.op.workspace(&graph.specs(&node.inputs), &graph.specs(&node.outputs), self.of.threads);
+        let add = |(piece, bytes): (usize, u64)| {
+            let tensor = format!("{}/{} workspace.{piece} of micro-batch {micro_batch}", node.layer, node.op.name());
             let (op, layer) = (node.op.name().into(), node.layer.to_string());
             self.program.add(bytes, Label { tensor, op, layer, role: Role::Workspace }, Held::No)
-        })
+        };
+        pieces.into_iter().enumerate().map(add).collect()
     }
 
     /// Names what the host reads, and holds it until the end.
@@ -470,7 +491,7 @@ impl<'a> Lowerer<'a> {
 pub(crate) const PER_STEP: &str = "step.";
 
 /// Nodes to run: those that the update's states or the outputs depend on, but for views, which do nothing.
-fn alive_nodes(graph: &Graph, outputs: &[Output]) -> Vec<bool> {
+pub(crate) fn alive_nodes(graph: &Graph, outputs: &[Output]) -> Vec<bool> {
     let mut wanted = vec![false; graph.values().len()];
     for id in outputs.iter().map(|output| output.value) {
         wanted[id.index()] = true;

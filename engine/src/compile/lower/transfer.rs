@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use gapless_alloc::Role;
 
+use super::again::Life;
 use super::{Lowerer, Placed, SUM};
 use crate::compile::program::{BufferId, Message, Operand, Step, Work};
 use crate::graph::{Phase, Place, ValueId};
@@ -77,7 +78,8 @@ impl Lowerer<'_> {
         let output = maker.outputs.iter().position(|&output| output == root).unwrap_or(0);
         let buffer = self.fresh(maker, root, output, micro_batch.unwrap_or(0));
         self.program.buffers[buffer.index()].label.role = Role::Communication;
-        let [per_micro_batch, per_step] = self.reads[root.index()];
+        let (per_micro_batch, per_step) =
+            (self.reads.per_micro_batch(root, micro_batch.unwrap_or(0), Life::First), self.reads.per_step(root));
         let reads_left = match (self.accumulated[root.index()], instance) {
             (true, SUM) => per_step,
             (true, _) => per_micro_batch,
@@ -148,6 +150,7 @@ impl Lowerer<'_> {
     ) {
         let layer = self.of.graph.producer(root).map_or_else(|| Arc::from(""), |maker| maker.layer.clone());
         let micro_batch = if instance == SUM { 0 } else { instance };
-        self.program.steps.push(Step { work, inputs, outputs, workspace: None, accumulate: 0, micro_batch, layer });
+        let (workspace, accumulate, again) = (Vec::new(), 0, false);
+        self.program.steps.push(Step { work, inputs, outputs, workspace, accumulate, micro_batch, layer, again });
     }
 }

@@ -1,0 +1,76 @@
+//! What of a forward pass is kept until its backward, and what is computed a second time.
+//!
+//! In: a graph with its gradients, and a [`Recompute`] policy. Out: a [`Recomputation`]: per micro-batch, the values that
+//! die with the forward although the backward reads them, and the nodes that bring them back. The compiler runs those
+//! nodes again right in front of the first reader of what they make, and only those that lead to something read (Chen et
+//! al., arXiv 1604.06174; selective: Korthikanti et al., arXiv 2205.05198). Dropout draws the same numbers again, and
+//! kernels are deterministic, so that every policy gives the same bits. Never: an order of actions, or an address.
+//!
+//! Nothing is recomputed over the border of a stage: what another stage reads is kept.
+
+mod block;
+mod budget;
+mod groups;
+mod policy;
+mod report;
+mod saved;
+
+pub(crate) use policy::Resolving;
+pub use policy::{Layers, Recompute};
+pub use report::{LayerAgain, layers_again};
+pub(crate) use saved::Saved;
+
+use crate::graph::{Graph, NodeId, ValueId};
+
+/// What each micro-batch of a step drops and computes again.
+#[derive(Debug, Clone, Default)]
+pub struct Recomputation {
+    /// The different ways; never empty once resolved.
+    variants: Vec<Variant>,
+    /// Micro-batch m goes the way `cycle[m mod n]`.
+    cycle: Vec<usize>,
+}
+
+/// What one micro-batch drops, and what brings it back.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Variant {
+    /// Roots that are made a second time, by index of the value: those dropped, and what leads to them.
+    reborn: Vec<bool>,
+    /// Nodes that run a second time, in order.
+    again: Vec<NodeId>,
+}
+
+impl Variant {
+    /// Whether a root of the forward is dropped and made again.
+    pub fn is_reborn(&self, root: ValueId) -> bool {
+        self.reborn.get(root.index()).copied().unwrap_or(false)
+    }
+
+    /// The roots that are made again.
+    pub fn reborn<'g>(&'g self, graph: &'g Graph) -> impl Iterator<Item = ValueId> + 'g {
+        let outputs = self.again.iter().flat_map(|&node| &graph.node(node).outputs);
+        outputs.copied().filter(|&root| self.is_reborn(root))
+    }
+
+    /// The nodes that run a second time, in order.
+    pub fn again(&self) -> &[NodeId] {
+        &self.again
+    }
+}
+
+impl Recomputation {
+    /// One way for all micro-batches.
+    pub(crate) fn uniform(variant: Variant) -> Self {
+        Self { variants: vec![variant], cycle: vec![0] }
+    }
+
+    /// The ways that there are.
+    pub(crate) fn variants(&self) -> &[Variant] {
+        &self.variants
+    }
+
+    /// Which of the ways a micro-batch goes; none where nothing is recomputed at all.
+    pub(crate) fn of(&self, micro_batch: u32) -> Option<usize> {
+        (!self.cycle.is_empty()).then(|| self.cycle[micro_batch as usize % self.cycle.len()])
+    }
+}
