@@ -2,9 +2,9 @@
 
 use rayon::prelude::*;
 
-use super::{Optimizer, ParameterUpdate, SCALARS};
+use super::{Optimizer, ParameterUpdate, SCALARS, State, Updated};
 use crate::cpu::{Args, BLOCK, vectorize};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::graph::{Spec, Tensor};
 use crate::nn::Init;
 use crate::op::Op;
@@ -33,8 +33,27 @@ impl Default for AdamW {
 }
 
 impl Optimizer for AdamW {
-    fn states(&self) -> Vec<(&'static str, Init)> {
-        vec![("exp_avg", Init::Const(0.0)), ("exp_avg_sq", Init::Const(0.0))]
+    fn check(&self) -> Result<()> {
+        let fail = |why: String, remedy| Err(Error::Config { what: "optimizer", why, remedy });
+        if !(0.0..1.0).contains(&self.beta1) || !(0.0..1.0).contains(&self.beta2) {
+            return fail("a beta is outside [0, 1)".into(), "0.9 and 0.95 are usual");
+        }
+        let Self { eps, weight_decay, max_norm, .. } = self;
+        if !(*eps > 0.0 && *weight_decay >= 0.0 && *max_norm > 0.0) {
+            let why = format!("eps {eps}, weight_decay {weight_decay}, max_norm {max_norm}");
+            return fail(why, "eps and max_norm are above 0, weight_decay at least 0");
+        }
+        Ok(())
+    }
+
+    fn needs_norm(&self) -> bool {
+        self.max_norm.is_finite()
+    }
+
+    fn states(&self, of: &Updated<'_>) -> Vec<State> {
+        let spec = || Spec { shape: of.dims.into(), dtype: of.dtype };
+        let moment = |name| State { name, spec: spec(), init: Init::Const(0.0) };
+        vec![moment("exp_avg"), moment("exp_avg_sq")]
     }
 
     fn scalars(&self, step: u64, lr: f64) -> [f32; SCALARS] {
@@ -48,12 +67,72 @@ impl Optimizer for AdamW {
     }
 
     fn update(&self, update: ParameterUpdate<'_>) -> Result<Tensor> {
-        let decay = if update.rank >= 2 { self.weight_decay } else { 0.0 };
-        let op = AdamWUpdate { rule: *self, decay };
+        let op = AdamWUpdate { rule: *self, decay: self.decay(&update.of) };
         let [m, v] = update.states else { unreachable!("two states were asked for") };
         let inputs = [update.parameter, update.gradient, m, v, update.norm, update.scalars];
         let [parameter, ..] = Tensor::apply_op::<3>(op, &inputs)?;
         Ok(parameter)
+    }
+}
+
+impl AdamW {
+    /// The weight decay of a parameter.
+    pub(super) fn decay(&self, of: &Updated<'_>) -> f64 {
+        if of.dims.len() >= 2 { self.weight_decay } else { 0.0 }
+    }
+
+    /// The numbers of a step in f32, as kernels of this rule need them; none when the norm is not finite.
+    pub(super) fn at(&self, decay: f64, norm: f32, scalars: &[f32]) -> Option<AdamWStep> {
+        norm.is_finite().then(|| AdamWStep {
+            clip: (self.max_norm as f32 / (norm + 1e-6)).min(1.0),
+            beta1: self.beta1 as f32,
+            beta2: self.beta2 as f32,
+            eps: self.eps as f32,
+            keep: 1.0 - scalars[0] * decay as f32,
+            step: scalars[0] / scalars[1],
+            root_correction: 1.0 / scalars[2].sqrt(),
+        })
+    }
+
+    /// New parameter and moments in f64, from (parameter, gradient, m, v, norm, scalars).
+    pub(super) fn exact(&self, decay: f64, args: &Reference<'_>) -> Vec<Array> {
+        let (p, gradient, m, v) = (args.input(0), args.input(1), args.input(2), args.input(3));
+        let (norm, scalars) = (args.input(4).data[0], &args.input(5).data);
+        let clip = (self.max_norm / (norm + 1e-6)).min(1.0);
+        let m = m.zip(gradient, |m, g| self.beta1 * m + (1.0 - self.beta1) * g * clip);
+        let v = v.zip(gradient, |v, g| self.beta2 * v + (1.0 - self.beta2) * (g * clip).powi(2));
+        let change = m.zip(&v, |m, v| m / scalars[1] / ((v / scalars[2]).sqrt() + self.eps));
+        let p = p.zip(&change, |p, change| p * (1.0 - scalars[0] * decay) - scalars[0] * change);
+        vec![p, m, v]
+    }
+}
+
+/// What one step of AdamW does to every element.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct AdamWStep {
+    clip: f32,
+    beta1: f32,
+    beta2: f32,
+    eps: f32,
+    /// What weight decay leaves of a parameter.
+    pub keep: f32,
+    /// The learning rate, with the first moment's bias corrected.
+    pub step: f32,
+    root_correction: f32,
+}
+
+impl AdamWStep {
+    /// The moments after gradient `g`.
+    #[inline(always)]
+    pub fn moments(&self, g: f32, m: f32, v: f32) -> (f32, f32) {
+        let g = g * self.clip;
+        (self.beta1 * m + (1.0 - self.beta1) * g, self.beta2 * v + (1.0 - self.beta2) * g * g)
+    }
+
+    /// How far the moments move a parameter.
+    #[inline(always)]
+    pub fn change(&self, m: f32, v: f32) -> f32 {
+        self.step * m / (v.sqrt() * self.root_correction + self.eps)
     }
 }
 
@@ -86,38 +165,19 @@ impl Op for AdamWUpdate {
     fn run(&self, args: &mut Args<'_>) {
         let (p, m, v) = (args.output::<f32>(0), args.output::<f32>(1), args.output::<f32>(2));
         let (gradient, norm, scalars) = (args.input::<f32>(1), args.input::<f32>(4)[0], args.input::<f32>(5));
-        if !norm.is_finite() {
-            return;
-        }
-        let rule = &self.rule;
-        let clip = (rule.max_norm as f32 / (norm + 1e-6)).min(1.0);
-        let (beta1, beta2, eps) = (rule.beta1 as f32, rule.beta2 as f32, rule.eps as f32);
-        let lr = scalars[0];
-        let keep = 1.0 - lr * self.decay as f32;
-        let step = lr / scalars[1];
-        let root_correction = 1.0 / scalars[2].sqrt();
+        let Some(step) = self.rule.at(self.decay, norm, scalars) else { return };
         let moments = m.par_chunks_mut(BLOCK).zip(v.par_chunks_mut(BLOCK));
         p.par_chunks_mut(BLOCK).zip(gradient.par_chunks(BLOCK)).zip(moments).for_each(|((p, g), (m, v))| {
             vectorize!({
                 for ((p, &g), (m, v)) in p.iter_mut().zip(g).zip(m.iter_mut().zip(v)) {
-                    let g = g * clip;
-                    *m = beta1 * *m + (1.0 - beta1) * g;
-                    *v = beta2 * *v + (1.0 - beta2) * g * g;
-                    *p = *p * keep - step * *m / (v.sqrt() * root_correction + eps);
+                    (*m, *v) = step.moments(g, *m, *v);
+                    *p = *p * step.keep - step.change(*m, *v);
                 }
             });
         });
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
-        let (p, gradient, m, v) = (args.input(0), args.input(1), args.input(2), args.input(3));
-        let (norm, scalars) = (args.input(4).data[0], &args.input(5).data);
-        let rule = &self.rule;
-        let clip = (rule.max_norm / (norm + 1e-6)).min(1.0);
-        let m = m.zip(gradient, |m, g| rule.beta1 * m + (1.0 - rule.beta1) * g * clip);
-        let v = v.zip(gradient, |v, g| rule.beta2 * v + (1.0 - rule.beta2) * (g * clip).powi(2));
-        let change = m.zip(&v, |m, v| m / scalars[1] / ((v / scalars[2]).sqrt() + rule.eps));
-        let p = p.zip(&change, |p, change| p * (1.0 - scalars[0] * self.decay) - scalars[0] * change);
-        vec![p, m, v]
+        self.rule.exact(self.decay, args)
     }
 }

@@ -26,7 +26,7 @@ impl Op for SquaredNorms {
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
-        crate::ops::expect_f32(inputs)?;
+        crate::ops::expect_float(inputs)?;
         Ok(vec![Spec { shape: inputs.len().into(), dtype: DType::F64 }])
     }
 
@@ -34,12 +34,12 @@ impl Op for SquaredNorms {
         inputs.iter().map(|s| 2 * s.elements() as u64).sum()
     }
 
-    fn workspace_bytes(&self, inputs: &[Spec], _: &[Spec], _: usize) -> u64 {
-        4 * inputs.iter().map(|s| blocks(s.elements())).max().unwrap_or(0) as u64
+    fn workspace(&self, inputs: &[Spec], _: &[Spec], _: usize) -> Vec<u64> {
+        vec![4 * inputs.iter().map(|s| blocks(s.elements())).max().unwrap_or(0) as u64]
     }
 
     fn run(&self, args: &mut Args<'_>) {
-        let (out, workspace) = (args.output::<f64>(0), args.workspace::<f32>());
+        let (out, workspace) = (args.output::<f64>(0), args.workspace().take::<f32>());
         for (input, out) in out.iter_mut().enumerate() {
             let x = args.input::<f32>(input);
             let partial = &mut workspace[..blocks(x.len())];
@@ -73,12 +73,12 @@ impl Op for GlobalNorm {
         }
     }
 
-    fn workspace_bytes(&self, inputs: &[Spec], _: &[Spec], _: usize) -> u64 {
-        inputs.iter().map(Spec::bytes).sum()
+    fn workspace(&self, inputs: &[Spec], _: &[Spec], _: usize) -> Vec<u64> {
+        vec![inputs.iter().map(Spec::bytes).sum()]
     }
 
     fn run(&self, args: &mut Args<'_>) {
-        let (out, sorted) = (args.output::<f32>(0), args.workspace::<f64>());
+        let (out, sorted) = (args.output::<f32>(0), args.workspace().take::<f64>());
         let mut rest = &mut sorted[..];
         for input in 0..args.inputs() {
             let squares = args.input::<f64>(input);

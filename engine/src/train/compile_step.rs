@@ -1,6 +1,6 @@
 //! One executable of everything a trainer runs: training step, evaluation, logits.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use candle_core::DType;
@@ -12,12 +12,13 @@ use super::update::{Kept, Parameter, Recorded, Update};
 use super::{Model, TrainOptions};
 use crate::autodiff::differentiate;
 use crate::compile::{
-    CompileOptions, Executable, Held, Lowering, Output, ParameterStages, Program, compile, cut, cut_like, lower,
-    parameter_stages,
+    CompileOptions, Executable, Held, Lowering, Output, ParameterStages, Program, alive_nodes, compile, cut, cut_like,
+    height, lower, parameter_stages,
 };
 use crate::error::{Error, Result};
 use crate::graph::{Graph, Phase, Place, Spec, Tensor, ValueId, lock};
 use crate::nn::VarBuilder;
+use crate::recompute::{Recomputation, Resolving};
 
 /// The input that carries the optimizer's numbers of a step.
 pub(super) const SCALARS_INPUT: &str = "step.scalars";
@@ -41,24 +42,27 @@ pub(super) fn compile_step<M: Model>(
     plan: &RankPlan,
     threads: usize,
 ) -> Result<CompiledStep> {
-    let TrainProgram { program: train, parameters, stages, kept } = train_program(build, options, plan, threads)?;
+    let step = TrainStep::record(build, options, plan)?;
 
-    let trace = Trace::new(build, options.evaluation_batch(), options.sequence)?;
+    let trace = Trace::new(build, options, options.evaluation_batch())?;
     let loss = trace.model.loss(&trace.tokens, &trace.targets()?, false)?;
-    let evaluate = trace.lower_forward("evaluate", Output::everywhere("loss", loss.id()), plan, &stages, threads)?;
+    let evaluate =
+        trace.lower_forward("evaluate", Output::everywhere("loss", loss.id()), plan, &step.stages, threads)?;
 
-    let trace = Trace::new(build, 1, options.sequence)?;
+    let trace = Trace::new(build, options, 1)?;
     let logits = trace.model.forward(&trace.tokens, false)?;
     let vocabulary = logits.dim(candle_core::D::Minus1)?.min(trace.smallest_table());
     let logits = logits.contiguous()?;
-    let logits = trace.lower_forward("logits", Output::everywhere("logits", logits.id()), plan, &stages, threads)?;
+    let logits =
+        trace.lower_forward("logits", Output::everywhere("logits", logits.id()), plan, &step.stages, threads)?;
 
+    let train = step.program(options, plan, threads, &[&evaluate, &logits])?;
     let programs = [train, evaluate, logits];
     if plan.mesh.pipeline > 1 {
         expect_same_parameters(&programs)?;
     }
-    let executable = compile(&programs, &CompileOptions::default())?;
-    Ok(CompiledStep { executable, parameters, vocabulary, kept })
+    let executable = compile(&programs, &CompileOptions::within(options.recompute.capacity()))?;
+    Ok(CompiledStep { executable, parameters: step.parameters, vocabulary, kept: step.kept })
 }
 
 /// What only a later program reads would not follow the training.
@@ -78,9 +82,11 @@ fn expect_same_parameters(programs: &[Program]) -> Result<()> {
     Ok(())
 }
 
-/// The training step of one rank.
-pub(super) struct TrainProgram {
-    pub program: Program,
+/// The graph of a training step.
+pub(super) struct TrainStep<M> {
+    trace: Trace<M>,
+    outputs: Vec<Output>,
+    roles: HashMap<ValueId, Role>,
     /// Trained numbers, of all ranks together.
     pub parameters: u64,
     /// Which stages read each parameter.
@@ -88,67 +94,111 @@ pub(super) struct TrainProgram {
     pub kept: Kept,
 }
 
-pub(super) fn train_program<M: Model>(
-    build: &impl Fn(VarBuilder) -> Result<M>,
-    options: &TrainOptions,
-    plan: &RankPlan,
-    threads: usize,
-) -> Result<TrainProgram> {
-    let parts = options.micro_batches * plan.mesh.data;
-    let share = 1.0 / parts as f64;
-    let trace = Trace::new(build, options.batch / parts, options.sequence)?;
-    let loss = {
-        let _span = tracing::info_span!("forward").entered();
-        trace.model.loss(&trace.tokens, &trace.targets()?, true)?
-    };
-    cut(&mut trace.lock(), plan.stages, &options.pipeline.cut)?;
-    let stages = parameter_stages(&trace.lock());
-    let gradients = {
-        let _span = tracing::info_span!("autodiff").entered();
-        differentiate(&trace.graph, &loss, share)?
-    };
-    loss.set_phase(Phase::Update);
-    let mut parameters = Vec::new();
-    for gradient in gradients {
-        let parameter = Tensor::new(&trace.graph, gradient.parameter);
-        let name = trace.name(gradient.parameter);
-        // The first stage that reads a parameter owns it; others are brought its new value.
-        let owner = stages.get(&name).and_then(|stages| stages.first()).copied().unwrap_or(StageId(0));
-        trace.lock().set_place(Place::Stage(owner));
-        let summands = gradient.summands.iter().map(|&id| Tensor::new(&trace.graph, id));
-        let total = summands.map(Ok).reduce(|a, b| a?.add(&b?)).expect("a gradient has a summand")?;
-        let gradient = total.reshape(parameter.dims().to_vec())?;
-        parameters.push(Parameter { name, tensor: parameter, gradient, owner });
-    }
-    let count = parameters.iter().map(|p| p.tensor.elem_count() as u64).sum();
+impl<M: Model> TrainStep<M> {
+    pub fn record(build: &impl Fn(VarBuilder) -> Result<M>, options: &TrainOptions, plan: &RankPlan) -> Result<Self> {
+        let parts = options.micro_batches * plan.mesh.data;
+        let share = 1.0 / parts as f64;
+        let trace = Trace::new(build, options, options.batch / parts)?;
+        let loss = {
+            let _span = tracing::info_span!("forward").entered();
+            trace.model.loss(&trace.tokens, &trace.targets()?, true)?
+        };
+        cut(&mut trace.lock(), plan.stages, &options.pipeline.cut)?;
+        let stages = parameter_stages(&trace.lock());
+        let gradients = {
+            let _span = tracing::info_span!("autodiff").entered();
+            differentiate(&trace.graph, &loss, share)?
+        };
+        loss.set_phase(Phase::Update);
+        let mut parameters = Vec::new();
+        for gradient in gradients {
+            let parameter = Tensor::new(&trace.graph, gradient.parameter);
+            let name = trace.name(gradient.parameter);
+            // The first stage that reads a parameter owns it; others are brought its new value.
+            let owner = stages.get(&name).and_then(|stages| stages.first()).copied().unwrap_or(StageId(0));
+            trace.lock().set_place(Place::Stage(owner));
+            let summands = gradient.summands.iter().map(|&id| Tensor::new(&trace.graph, id));
+            let total = summands.map(Ok).reduce(|a, b| a?.add(&b?)).expect("a gradient has a summand")?;
+            let gradient = total.reshape(parameter.dims().to_vec())?;
+            parameters.push(Parameter { name, tensor: parameter, gradient, owner });
+        }
+        let count = parameters.iter().map(|p| p.tensor.elem_count() as u64).sum();
 
-    let update = Update { trace: &trace, ranks: plan.mesh.data, data_rank: plan.at.data };
-    let mean_loss = update.mean_loss(&loss, share)?;
-    let mut outputs = vec![Output::everywhere("loss", mean_loss.id())];
-    if options.keep_gradients {
-        outputs.extend(parameters.iter().map(|p| Output::local(gradient_output(&p.name), p.gradient.id())));
-    }
-    let Recorded { norm, roles, mut kept } = update.record(&parameters, &mean_loss, &options.optimizer)?;
-    outputs.push(Output::everywhere("gradient_norm", norm.id()));
-    {
-        let graph = trace.lock();
-        for (id, name) in graph.persistent().filter(|(_, name)| stages.contains_key(*name)) {
-            if !kept.shapes.contains_key(name) {
-                kept.shapes.insert(name.to_owned(), graph.value(id).spec.dims().to_vec());
-                kept.frozen.insert(name.to_owned());
+        let update = Update {
+            trace: &trace,
+            ranks: plan.mesh.data,
+            data_rank: plan.at.data,
+            release: options.release_gradients,
+        };
+        let mean_loss = update.mean_loss(&loss, share)?;
+        let mut outputs = vec![Output::everywhere("loss", mean_loss.id())];
+        if options.keep_gradients {
+            outputs.extend(parameters.iter().map(|p| Output::local(gradient_output(&p.name), p.gradient.id())));
+        }
+        let Recorded { norm, roles, mut kept } = update.record(&parameters, &mean_loss, &*options.optimizer)?;
+        outputs.push(Output::everywhere("gradient_norm", norm.id()));
+        {
+            let graph = trace.lock();
+            for (id, name) in graph.persistent().filter(|(_, name)| stages.contains_key(*name)) {
+                if !kept.shapes.contains_key(name) {
+                    kept.shapes.insert(name.to_owned(), graph.value(id).spec.dims().to_vec());
+                    kept.frozen.insert(name.to_owned());
+                }
             }
         }
+        Ok(Self { trace, outputs, roles, parameters: count, stages, kept })
     }
-    let program = lower(&Lowering {
-        name: "train",
-        graph: &trace.lock(),
-        table: &plan.table,
-        rank: plan.at.pipeline,
-        outputs: &outputs,
-        roles: &roles,
-        threads,
-    })?;
-    Ok(TrainProgram { program, parameters: count, stages, kept })
+
+    /// The program of one rank. A budget is for it and `others` in one arena.
+    pub fn program(
+        &self,
+        options: &TrainOptions,
+        plan: &RankPlan,
+        threads: usize,
+        others: &[&Program],
+    ) -> Result<Program> {
+        let _span = tracing::info_span!("recompute").entered();
+        let graph = self.trace.lock();
+        let (alive, row) = (alive_nodes(&graph, &self.outputs), &plan.table[plan.at.pipeline]);
+        let resolving = Resolving { graph: &graph, alive: &alive, row };
+        let recomputation = resolving.resolve(&options.recompute, |recomputation, capacity| {
+            let train = self.lower(&graph, plan, threads, recomputation)?;
+            let programs: Vec<&Program> = [&train].into_iter().chain(others.iter().copied()).collect();
+            height(&programs, capacity)
+        })?;
+        self.lower(&graph, plan, threads, &recomputation)
+    }
+
+    fn lower(&self, graph: &Graph, plan: &RankPlan, threads: usize, recomputation: &Recomputation) -> Result<Program> {
+        lower(&Lowering {
+            name: "train",
+            graph,
+            table: &plan.table,
+            rank: plan.at.pipeline,
+            outputs: &self.outputs,
+            roles: &self.roles,
+            recomputation,
+            threads,
+        })
+    }
+}
+
+/// What a judge needs to go through all ways by itself.
+#[cfg(test)]
+impl<M: Model> TrainStep<M> {
+    pub fn graph(&self) -> MutexGuard<'_, Graph> {
+        self.trace.lock()
+    }
+
+    pub fn outputs(&self) -> &[Output] {
+        &self.outputs
+    }
+
+    pub fn dropping(&self, plan: &RankPlan, threads: usize, dropped: impl Iterator<Item = ValueId>) -> Result<Program> {
+        let graph = self.trace.lock();
+        let saved = crate::recompute::Saved::new(&graph, &alive_nodes(&graph, &self.outputs)).dropping(dropped);
+        self.lower(&graph, plan, threads, &Recomputation::uniform(saved))
+    }
 }
 
 /// A model applied to tokens, as a graph.
@@ -159,10 +209,11 @@ pub(super) struct Trace<M> {
 }
 
 impl<M: Model> Trace<M> {
-    fn new(build: &impl Fn(VarBuilder) -> Result<M>, batch: usize, sequence: usize) -> Result<Self> {
+    fn new(build: &impl Fn(VarBuilder) -> Result<M>, options: &TrainOptions, batch: usize) -> Result<Self> {
         let graph = Arc::new(Mutex::new(Graph::default()));
-        let model = build(VarBuilder::new(&graph))?;
-        let id = lock(&graph).add_input("tokens", Spec { shape: (batch, sequence).into(), dtype: DType::U32 })?;
+        let model = build(VarBuilder::new(&graph, options.dtype))?;
+        let spec = Spec { shape: (batch, options.sequence).into(), dtype: DType::U32 };
+        let id = lock(&graph).add_input("tokens", spec)?;
         let tokens = Tensor::new(&graph, id);
         Ok(Self { graph, model, tokens })
     }
@@ -184,8 +235,16 @@ impl<M: Model> Trace<M> {
             rank: plan.at.pipeline,
             outputs: &[output],
             roles: &HashMap::new(),
+            recomputation: &Recomputation::default(),
             threads,
         })
+    }
+
+    /// The tables whose rows are looked up, by tokens or anything else.
+    pub(super) fn looked_up(&self) -> HashSet<ValueId> {
+        let graph = self.lock();
+        let lookups = graph.nodes().iter().filter(|node| node.op.name() == "embedding");
+        lookups.map(|node| graph.value(node.inputs[0]).root).collect()
     }
 
     /// Rows of the smallest table that tokens are looked up in.

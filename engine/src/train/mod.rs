@@ -1,5 +1,7 @@
 //! Training as a user's own binary calls it: build, report, step, evaluate, sample.
 
+#[cfg(test)]
+mod budget_judge;
 mod compile_step;
 mod options;
 mod pipeline;
@@ -24,8 +26,9 @@ use crate::error::{Error, Result};
 use crate::graph::Tensor;
 use crate::learning_rate::Schedule;
 use crate::nn::VarBuilder;
-use crate::optim::{Optimizer, SCALARS};
+use crate::optim::SCALARS;
 use crate::report::{self, Report};
+use compile_step::TrainStep;
 use pipeline::RankPlan;
 use update::Kept;
 
@@ -37,7 +40,9 @@ pub trait Model {
     /// When the shapes do not fit.
     fn forward(&self, tokens: &Tensor, train: bool) -> Result<Tensor>;
 
-    /// The loss: a scalar, the mean over all tokens. By default the cross-entropy of the next token.
+    /// The loss: a scalar, the mean over all tokens. By default the cross-entropy of the next token, over logits that exist
+    /// whole; a model whose last layer is linear does better with
+    /// [`Linear::cross_entropy`](crate::nn::Linear::cross_entropy).
     ///
     /// # Errors
     /// When the shapes do not fit.
@@ -96,7 +101,8 @@ impl Trainer {
     /// Compiles the training step, the evaluation and the sampling of a model into one arena, and fills its parameters.
     ///
     /// # Errors
-    /// When the options or the model's shapes do not fit together, or the arena does not fit the machine's memory.
+    /// When the options or the model's shapes do not fit together, or the arena does not fit the machine's memory;
+    /// [`Error::NoKernels`] for another type than f32.
     pub fn new<M: Model>(build: impl Fn(VarBuilder) -> Result<M>, options: TrainOptions) -> Result<Self> {
         let ranks = options.mesh.ranks()?;
         if ranks != 1 {
@@ -142,6 +148,9 @@ impl Trainer {
     ) -> Result<Self> {
         let _span = tracing::info_span!("compile", rank).entered();
         options.check()?;
+        if options.dtype != DType::F32 {
+            return Err(Error::NoKernels { dtype: options.dtype });
+        }
         let threads = resolve_threads(options.threads);
         let plan = RankPlan::new(options.mesh, rank, &options.pipeline, options.micro_batches)?;
         let compiled = compile_step::compile_step(&build, &options, &plan, threads)?;
@@ -164,7 +173,8 @@ impl Trainer {
         })
     }
 
-    /// Plans the training step of a model without reserving a byte: what rank 0 of its mesh would take, exactly.
+    /// Plans the training step of a model without reserving a byte: what rank 0 of its mesh would take, exactly. In
+    /// [`TrainOptions::dtype`] bf16 too.
     ///
     /// # Errors
     /// When the options or the model's shapes do not fit together.
@@ -181,7 +191,8 @@ impl Trainer {
         options: &TrainOptions,
         rank: usize,
     ) -> Result<Executable> {
-        compile(&[Self::program(build, options, rank)?], &CompileOptions::default())
+        let within = CompileOptions::within(options.recompute.capacity());
+        compile(&[Self::program(build, options, rank)?], &within)
     }
 
     /// The program of a rank's training step, before anything has an address: what the checker and the simulator of
@@ -196,7 +207,7 @@ impl Trainer {
     ) -> Result<Program> {
         options.check()?;
         let plan = RankPlan::new(options.mesh, rank, &options.pipeline, options.micro_batches)?;
-        Ok(compile_step::train_program(&build, options, &plan, resolve_threads(options.threads))?.program)
+        TrainStep::record(&build, options, &plan)?.program(options, &plan, resolve_threads(options.threads), &[])
     }
 
     /// The options it was made with.
@@ -227,7 +238,8 @@ impl Trainer {
     /// One step on a batch of ids and their targets, [batch × sequence] each. Allocates nothing.
     ///
     /// # Errors
-    /// [`Error::NonFinite`] when the loss or a gradient is not finite: the model is left as it was before the step. Ids
+    /// [`Error::NonFinite`] when the loss or a gradient is not finite: the model is left as it was before the step, unless
+    /// [`TrainOptions::release_gradients`]. Ids
     /// outside the vocabulary, and batches of the wrong size.
     pub fn step(&mut self, tokens: &[u32], targets: &[u32]) -> Result<StepReport> {
         let lr = self.schedule.at(self.step);
@@ -237,6 +249,11 @@ impl Trainer {
         let loss = self.executor.scalar(program, "loss")?;
         let gradient_norm = self.executor.scalar(program, "gradient_norm")?;
         if !loss.is_finite() || !gradient_norm.is_finite() {
+            if self.options.release_gradients {
+                let culprit =
+                    "a step whose gradients were let go of: the model has changed, go back to a checkpoint".into();
+                return Err(Error::NonFinite { step: self.step, loss, culprit });
+            }
             // The step has reused the bytes of its inputs.
             self.write_step(tokens, targets, lr)?;
             let culprit = self.run(program, true)?;
@@ -292,7 +309,7 @@ impl Trainer {
     }
 
     /// A parameter or an optimizer state (`exp_avg/…`, `exp_avg_sq/…`) by name: a candle tensor over the arena's own
-    /// bytes.
+    /// bytes; of a state in another type than f32, a copy.
     ///
     /// # Errors
     /// When there is none of that name.

@@ -1,11 +1,16 @@
 //! How to train.
 
+use std::sync::Arc;
+
+use candle_core::DType;
 use gapless_parallel::Mesh;
 
 use super::Pipeline;
 use crate::error::{Error, Result};
+use crate::graph::FLOATS;
 use crate::learning_rate::{LearningRate, Shape};
-use crate::optim::AdamW;
+use crate::optim::{AdamW, Optimizer};
+use crate::recompute::Recompute;
 
 /// Everything but the model and the data.
 #[derive(Debug, Clone)]
@@ -16,8 +21,13 @@ pub struct TrainOptions {
     pub micro_batches: usize,
     /// Tokens per sequence.
     pub sequence: usize,
-    /// The update rule.
-    pub optimizer: AdamW,
+    /// The type of parameters, activations, gradients and optimizer states, as PyTorch's `model.to(torch.bfloat16)` has
+    /// them. The statistics of norms, log-sum-exps, losses and the gradients' norm are f32 in any case, and scratch is sized
+    /// for kernels that compute in f32. The CPU has no other kernels: a step in [`DType::BF16`] can be planned
+    /// ([`Trainer::plan`](super::Trainer::plan)), not run.
+    pub dtype: DType,
+    /// The update rule: `AdamW { .. }.into()`, another one of [`optim`](crate::optim), or one of your own.
+    pub optimizer: Arc<dyn Optimizer>,
     /// Step → learning rate.
     pub learning_rate: LearningRate,
     /// Seed of the initial parameters and of dropout.
@@ -29,6 +39,12 @@ pub struct TrainOptions {
     pub mesh: Mesh,
     /// How the ranks of a pipeline work together.
     pub pipeline: Pipeline,
+    /// What is computed again in the backward instead of being kept. The bits of the results do not depend on it.
+    pub recompute: Recompute,
+    /// Update each parameter as soon as its gradient is complete, and let go of the gradient: with one micro-batch the gradients
+    /// are never there together. Needs `max_norm` to be infinite, for a norm is known only in the end. For the same reason a
+    /// step that is not finite is reported, but has changed the model.
+    pub release_gradients: bool,
     /// Hold every gradient until the next step, so that it can be read; costs their bytes.
     pub keep_gradients: bool,
     /// Fill every dead range of the arena with NaN between instructions (for tests; results must not change).
@@ -41,12 +57,15 @@ impl Default for TrainOptions {
             batch: 8,
             micro_batches: 1,
             sequence: 256,
-            optimizer: AdamW::default(),
+            dtype: DType::F32,
+            optimizer: AdamW::default().into(),
             learning_rate: LearningRate { peak: 3e-4, floor: 3e-4, warmup_steps: 0, steps: 0, shape: Shape::Constant },
             seed: 0,
             threads: 0,
             mesh: Mesh::default(),
             pipeline: Pipeline::default(),
+            recompute: Recompute::None,
+            release_gradients: false,
             keep_gradients: false,
             poison: false,
         }
@@ -64,6 +83,9 @@ impl TrainOptions {
         if self.batch == 0 || self.sequence == 0 || self.micro_batches == 0 {
             return fail("batch, sequence and micro_batches", "one of them is 0".into(), "each is at least 1");
         }
+        if !FLOATS.contains(&self.dtype) {
+            return fail("dtype", format!("{:?}", self.dtype), "train in f32; plan in f32 or bf16");
+        }
         self.mesh.ranks()?;
         let parts = self.micro_batches.saturating_mul(self.mesh.data);
         if !self.batch.is_multiple_of(parts) {
@@ -77,14 +99,24 @@ impl TrainOptions {
             let why = "data ranks have only parts of the gradients".to_owned();
             return fail("keep_gradients", why, "keep them with one data rank");
         }
-        self.learning_rate.check()?;
-        if !(0.0..1.0).contains(&self.optimizer.beta1) || !(0.0..1.0).contains(&self.optimizer.beta2) {
-            return fail("optimizer", "a beta is outside [0, 1)".into(), "0.9 and 0.95 are usual");
+        if self.release_gradients {
+            self.check_release()?;
         }
-        let AdamW { eps, weight_decay, max_norm, .. } = self.optimizer;
-        if !(eps > 0.0 && weight_decay >= 0.0 && max_norm > 0.0) {
-            let why = format!("eps {eps}, weight_decay {weight_decay}, max_norm {max_norm}");
-            return fail("optimizer", why, "eps and max_norm are above 0, weight_decay at least 0");
+        self.learning_rate.check()?;
+        self.optimizer.check()
+    }
+
+    /// What waits for all gradients keeps them.
+    fn check_release(&self) -> Result<()> {
+        let fail = |why: &str, remedy| Err(Error::Config { what: "release_gradients", why: why.into(), remedy });
+        if self.optimizer.needs_norm() {
+            return fail("gradients are clipped by their common norm", "set the optimizer's max_norm to infinity");
+        }
+        if self.keep_gradients {
+            return fail("gradients are kept", "choose one of the two");
+        }
+        if self.mesh.data > 1 {
+            return fail("gradients are summed over data ranks", "use one data rank");
         }
         Ok(())
     }

@@ -68,10 +68,11 @@ impl Trainer {
         for (kind, role) in ROLES {
             let sections: Vec<&SavedSection> =
                 checkpoint.sections().iter().filter(|section| section.file().starts_with(kind)).collect();
-            let names: Vec<String> = self.executor.names(role).map(ToOwned::to_owned).collect();
-            for name in names {
-                let start = 4 * self.kept.parts.get(&name).copied().unwrap_or(0);
-                self.executor.fill_tensor(&name, |bytes| fill(&sections, metadata, &name, start, bytes))??;
+            let own: Vec<(String, DType)> =
+                self.executor.specs(role).map(|(name, spec)| (name.to_owned(), spec.dtype)).collect();
+            for (name, dtype) in own {
+                let start = self.kept.parts.get(&name).copied().unwrap_or(0) * dtype.size_in_bytes();
+                self.executor.fill_tensor(&name, |bytes| fill(&sections, metadata, (&name, dtype), start, bytes))??;
             }
         }
         self.step = checkpoint.step();
@@ -104,7 +105,7 @@ impl Trainer {
                     .filter(mine)
                     .map(|t| TensorBytes {
                         name: &t.label.tensor,
-                        dtype: DType::F32,
+                        dtype: t.spec.dtype,
                         shape: t.spec.dims(),
                         bytes: t.bytes,
                     })
@@ -157,8 +158,8 @@ impl Trainer {
         let mut shapes: Map<String, Value> =
             self.kept.shapes.iter().map(|(name, shape)| (name.clone(), json!(shape))).collect();
         for (_, role) in ROLES {
-            for (name, shape) in self.executor.shapes(role).filter(|(name, _)| !self.kept.parts.contains_key(*name)) {
-                shapes.insert(name.to_owned(), json!(shape));
+            for (name, spec) in self.executor.specs(role).filter(|(name, _)| !self.kept.parts.contains_key(*name)) {
+                shapes.insert(name.to_owned(), json!(spec.dims()));
             }
         }
         Value::Object(shapes)
@@ -194,7 +195,7 @@ fn exchange<T: Serialize + for<'a> Deserialize<'a>>(world: &mut dyn Communicator
 fn fill(
     sections: &[&SavedSection],
     metadata: &Value,
-    name: &str,
+    (name, dtype): (&str, DType),
     start: usize,
     bytes: &mut [u8],
 ) -> Result<(), CheckpointError> {
@@ -202,9 +203,10 @@ fn fill(
     let mut filled = start;
     let mut pieces: Vec<(Range<usize>, &SavedSection)> = Vec::new();
     for section in sections {
-        if let Some(tensor) = section.find(name) {
-            let first = 4 * metadata["parts"][section.file()][name].as_u64().unwrap_or(0) as usize;
-            pieces.push((first..first + 4 * tensor.shape.iter().product::<usize>(), section));
+        if let Some(tensor) = section.find(name).filter(|tensor| tensor.dtype == dtype) {
+            let size = dtype.size_in_bytes();
+            let first = size * metadata["parts"][section.file()][name].as_u64().unwrap_or(0) as usize;
+            pieces.push((first..first + size * tensor.shape.iter().product::<usize>(), section));
         }
     }
     pieces.sort_by_key(|(range, _)| range.start);

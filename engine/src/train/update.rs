@@ -2,20 +2,21 @@
 //!
 //! With several data ranks the gradient of a parameter is summed over them in parts (reduce-scatter), each rank updates its
 //! part with its part of the optimizer's states, and the parts are brought together again (all-gather): ZeRO stage 1
-//! (Rajbhandari et al., arXiv 1910.02054, section 5). Parameters that do not divide, or are too small to be worth it, are
-//! summed and updated whole by all.
+//! (Rajbhandari et al., arXiv 1910.02054, section 5). Parameters that do not divide as the optimizer needs it, or are too
+//! small to be worth it, are summed and updated whole by all.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
+use candle_core::DType;
 use gapless_alloc::Role;
 use gapless_parallel::StageId;
 
 use super::Model;
 use super::compile_step::{SCALARS_INPUT, Trace};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::graph::{Place, Spec, Tensor, ValueId};
 use crate::ops::{Collective, Contiguous};
-use crate::optim::{GlobalNorm, Optimizer, ParameterUpdate, SCALARS, SquaredNorms};
+use crate::optim::{GlobalNorm, Optimizer, ParameterUpdate, SCALARS, SquaredNorms, State, Updated};
 
 /// A parameter with the gradient that this rank has of it.
 pub(super) struct Parameter {
@@ -35,11 +36,14 @@ pub(super) struct Update<'a, M> {
     /// Data ranks.
     pub ranks: usize,
     pub data_rank: usize,
+    /// Whether each parameter is updated as soon as its gradient is complete.
+    pub release: bool,
 }
 
 /// What there is to update on this rank: a parameter, or its part of it.
 struct Target<'a> {
     parameter: &'a Parameter,
+    of: Updated<'a>,
     gradient: Tensor,
     sharded: bool,
 }
@@ -76,9 +80,13 @@ impl<M: Model> Update<'_, M> {
     }
 
     /// Records the update of all parameters.
-    pub fn record(&self, parameters: &[Parameter], loss: &Tensor, optimizer: &impl Optimizer) -> Result<Recorded> {
-        let targets = parameters.iter().map(|p| self.target(p)).collect::<Result<Vec<Target<'_>>>>()?;
+    pub fn record(&self, parameters: &[Parameter], loss: &Tensor, optimizer: &dyn Optimizer) -> Result<Recorded> {
+        let looked_up = self.trace.looked_up();
+        let target = |p| self.target(p, &looked_up, optimizer);
+        let targets = parameters.iter().map(target).collect::<Result<Vec<Target<'_>>>>()?;
         let norm = self.norm(&targets, loss)?;
+        // Nothing to wait for: neither clipped nor left out.
+        let clip = if self.release { loss.constant(0.0, ()) } else { norm.clone() };
         let scalars = self.trace.input(SCALARS_INPUT, Spec::f32(SCALARS))?;
         let (mut roles, mut kept) = (Roles::new(), Kept::default());
         for target in &targets {
@@ -86,23 +94,28 @@ impl<M: Model> Update<'_, M> {
             let Parameter { name, tensor: whole, .. } = target.parameter;
             kept.shapes.insert(name.clone(), whole.dims().to_vec());
             let mut states = Vec::new();
-            for (state, init) in optimizer.states() {
-                let (state, shape) = (format!("{state}/{name}"), target.gradient.shape().clone());
-                if target.sharded {
-                    kept.parts.insert(state.clone(), self.data_rank * shape.elem_count());
+            for State { name: kind, spec, init } in optimizer.states(&target.of) {
+                let state = format!("{kind}/{name}");
+                if ![target.of.dtype, DType::F32, DType::U8].contains(&spec.dtype) {
+                    let (why, remedy) = (format!("{state} is {:?}", spec.dtype), "keep states in f32 or u8");
+                    return Err(Error::Config { what: "optimizer", why, remedy });
                 }
-                let id = self.trace.lock().add_persistent(&state, shape, init)?;
-                kept.shapes.insert(state, whole.dims().to_vec());
+                kept.shapes.insert(state.clone(), spec.dims().to_vec());
+                let own = if target.sharded { self.part_of_state(&state, &spec)? } else { spec };
+                if target.sharded {
+                    kept.parts.insert(state.clone(), self.data_rank * own.elements());
+                }
+                let id = self.trace.lock().add_persistent(&state, own, init)?;
                 roles.insert(id, Role::OptimizerState);
                 states.push(self.trace.tensor(id));
             }
             let parameter = if target.sharded { self.part_of(whole)? } else { whole.clone() };
             let updated = optimizer.update(ParameterUpdate {
                 parameter: &parameter,
-                rank: whole.rank(),
+                of: target.of,
                 gradient: &target.gradient,
                 states: &states,
-                norm: &norm,
+                norm: &clip,
                 scalars: &scalars,
             })?;
             if target.sharded {
@@ -112,10 +125,19 @@ impl<M: Model> Update<'_, M> {
         Ok(Recorded { norm, roles, kept })
     }
 
-    fn target<'p>(&self, parameter: &'p Parameter) -> Result<Target<'p>> {
+    fn target<'p>(
+        &self,
+        parameter: &'p Parameter,
+        looked_up: &HashSet<ValueId>,
+        optimizer: &dyn Optimizer,
+    ) -> Result<Target<'p>> {
         self.place(Place::Stage(parameter.owner));
-        let (gradient, elements) = (&parameter.gradient, parameter.tensor.elem_count());
-        let sharded = self.ranks > 1 && elements.is_multiple_of(self.ranks) && elements / self.ranks >= SMALLEST_PART;
+        let Parameter { name, tensor, gradient, .. } = parameter;
+        let of =
+            Updated { name, dims: tensor.dims(), dtype: tensor.dtype(), looked_up: looked_up.contains(&tensor.id()) };
+        let divides = |grain: usize| of.elements().is_multiple_of(self.ranks.saturating_mul(grain));
+        let sharded =
+            self.ranks > 1 && optimizer.grain(&of).is_some_and(divides) && of.elements() / self.ranks >= SMALLEST_PART;
         let gradient = match (self.ranks, sharded) {
             (1, _) => gradient.clone(),
             (_, false) => {
@@ -128,17 +150,19 @@ impl<M: Model> Update<'_, M> {
                 part
             }
         };
-        Ok(Target { parameter, gradient, sharded })
+        Ok(Target { parameter, of, gradient, sharded })
     }
 
     /// The norm of all gradients: each stage squares its own, and everyone adds up.
     fn norm(&self, targets: &[Target<'_>], loss: &Tensor) -> Result<Tensor> {
-        let mut groups: BTreeMap<(StageId, bool), Vec<&Tensor>> = BTreeMap::new();
-        for target in targets {
-            groups.entry((target.parameter.owner, target.sharded)).or_default().push(&target.gradient);
+        let mut groups: BTreeMap<(StageId, bool, usize), Vec<&Tensor>> = BTreeMap::new();
+        for (index, target) in targets.iter().enumerate() {
+            // A gradient that is let go of is squared by itself.
+            let group = if self.release { index } else { 0 };
+            groups.entry((target.parameter.owner, target.sharded, group)).or_default().push(&target.gradient);
         }
         let mut squares = Vec::new();
-        for ((owner, sharded), gradients) in groups {
+        for ((owner, sharded, _), gradients) in groups {
             self.place(Place::Stage(owner));
             let [own] = Tensor::apply_op(SquaredNorms, &gradients)?;
             squares.push(match sharded {
@@ -150,6 +174,16 @@ impl<M: Model> Update<'_, M> {
         let [norm] = Tensor::apply_op(GlobalNorm, &squares.iter().collect::<Vec<_>>())?;
         // A loss that is not finite makes the norm not finite, and the update then leaves the model alone.
         norm.add(&loss.affine(0.0, 0.0)?)
+    }
+
+    /// This rank's flat part of a state.
+    fn part_of_state(&self, name: &str, whole: &Spec) -> Result<Spec> {
+        if !whole.elements().is_multiple_of(self.ranks) {
+            let why = format!("{name}, of {} elements, does not divide into {} parts", whole.elements(), self.ranks);
+            let remedy = "let Optimizer::grain say into which parts its states divide, or None for no parts";
+            return Err(Error::Config { what: "optimizer", why, remedy });
+        }
+        Ok(Spec { shape: (whole.elements() / self.ranks).into(), dtype: whole.dtype })
     }
 
     /// A copy of this rank's part of a parameter.
