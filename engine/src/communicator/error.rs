@@ -49,10 +49,79 @@ pub enum CommunicatorError {
     StartedTwice,
     #[error("the thread for MPI could not be started: {0}")]
     Thread(String),
+    #[error(
+        "no order of messages lets all ranks go on: {}; every message needs a start on either side, and no rank may wait \
+         for another that waits for it", Stuck(.ranks)
+    )]
+    Stuck { ranks: Vec<(usize, Awaited)> },
+    #[error(
+        "rank {rank} started {started} as operation {number} of a run, where the program that the ranks agreed on has \
+         {expected}; agree on the program that is run"
+    )]
+    NotAsAgreed { rank: usize, number: usize, started: String, expected: String },
+    #[error("ranks that are GPUs cannot run here; there is no {}", Missing(.libraries))]
+    Missing { libraries: Vec<MissingLibrary> },
+    #[error("{call} failed: {what}")]
+    Nccl { call: &'static str, what: String },
+    #[error("{call} failed: {what}")]
+    Cuda { call: &'static str, what: String },
+    #[error(
+        "{len} bytes at {address:#x} are not memory of GPU {device}, but {found}; NCCL exchanges what lies on the \
+         communicator's own GPU"
+    )]
+    NotOnDevice { address: usize, len: usize, device: usize, found: String },
     #[error(transparent)]
     World(#[from] gapless_parallel::WorldError),
     #[error("{what} is not supported; {remedy}")]
     Unsupported { what: &'static str, remedy: &'static str },
+}
+
+/// A library that has to be there at run time, and is not.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MissingLibrary {
+    /// What it is.
+    pub what: &'static str,
+    /// The file names that were looked for, and what came of each.
+    pub tried: Vec<(String, String)>,
+    /// What to do about it.
+    pub remedy: &'static str,
+}
+
+impl fmt::Display for MissingLibrary {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} (looked for ", self.what)?;
+        for (i, (name, why)) in self.tried.iter().enumerate() {
+            write!(f, "{}{name}", if i == 0 { "" } else { ", " })?;
+            if !why.is_empty() {
+                write!(f, ": {why}")?;
+            }
+        }
+        write!(f, "): {}", self.remedy)
+    }
+}
+
+/// Missing libraries, as a text.
+struct Missing<'a>(&'a [MissingLibrary]);
+
+impl fmt::Display for Missing<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (i, library) in self.0.iter().enumerate() {
+            write!(f, "{}{library}", if i == 0 { "" } else { "; and no " })?;
+        }
+        Ok(())
+    }
+}
+
+/// Ranks and what they wait for, as a text.
+struct Stuck<'a>(&'a [(usize, Awaited)]);
+
+impl fmt::Display for Stuck<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (i, (rank, awaited)) in self.0.iter().enumerate() {
+            write!(f, "{}rank {rank} is {awaited}", if i == 0 { "" } else { ", " })?;
+        }
+        Ok(())
+    }
 }
 
 /// What a rank was waiting for.

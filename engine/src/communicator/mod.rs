@@ -28,8 +28,11 @@
 
 mod error;
 mod in_process;
+pub mod launch_order;
 #[cfg(feature = "mpi")]
 mod mpi;
+#[cfg(feature = "cuda")]
+mod nccl;
 mod split;
 mod sum;
 mod tag;
@@ -40,10 +43,12 @@ use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-pub use error::{Awaited, CommunicatorError, Result};
+pub use error::{Awaited, CommunicatorError, MissingLibrary, Result};
 pub use in_process::InProcess;
 #[cfg(feature = "mpi")]
 pub use mpi::Mpi;
+#[cfg(feature = "cuda")]
+pub use nccl::{Nccl, Sums};
 pub use tag::{Direction, Tag};
 pub use worlds::{on_threads, world};
 
@@ -133,14 +138,7 @@ pub enum Collective {
 
 impl fmt::Display for Collective {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::AllReduce { count, .. } => write!(f, "all_reduce of {count} elements"),
-            Self::ReduceScatter { count, .. } => write!(f, "reduce_scatter into parts of {count} elements"),
-            Self::AllGather { len, .. } => write!(f, "all_gather of parts of {len} bytes"),
-            Self::AllToAllV { .. } => f.write_str("all_to_all_v"),
-            Self::Broadcast { len, root, .. } => write!(f, "broadcast of {len} bytes, root {root}"),
-            Self::Barrier => f.write_str("barrier"),
-        }
+        self.kind().fmt(f)
     }
 }
 
