@@ -16,8 +16,9 @@ use gapless::engine::data::{
 };
 use gapless::engine::learning_rate::{LearningRate, Shape};
 use gapless::engine::metrics::{JsonLines, peak_rss_bytes};
+use gapless::engine::optim::{AdamW, AdamW8bit, GaLore};
 use gapless::models::{Gpt, GptConfig};
-use gapless::{SampleOptions, TrainOptions, Trainer};
+use gapless::{Recompute, SampleOptions, TrainOptions, Trainer};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
 
@@ -59,6 +60,14 @@ struct Args {
     /// A tokenizer.json to use instead of training one
     #[arg(long)]
     tokenizer: Option<PathBuf>,
+    #[arg(long, default_value = "adamw")]
+    optimizer: Rule,
+    /// Directions that GaLore keeps of each weight
+    #[arg(long, default_value_t = 96)]
+    rank: usize,
+    /// What GaLore scales its steps by
+    #[arg(long, default_value_t = 0.25)]
+    alpha: f64,
     /// The highest learning rate
     #[arg(long, default_value_t = 1e-3)]
     lr: f64,
@@ -89,6 +98,12 @@ struct Args {
     /// Writes a trace for chrome://tracing or Perfetto here
     #[arg(long)]
     trace: Option<PathBuf>,
+    /// What is computed again in the backward: none, layers, first:3, layers:h.0,h.2 or ops:layer_norm,gelu
+    #[arg(long, default_value = "none")]
+    recompute: Recompute,
+    /// Bytes of the arena, at most: what is computed again is then chosen so that it costs least time
+    #[arg(long, value_name = "BYTES", conflicts_with = "recompute")]
+    budget: Option<u64>,
     /// Fills every dead range of the arena with NaN between instructions
     #[arg(long)]
     poison: bool,
@@ -99,6 +114,14 @@ enum Schedule {
     Cosine,
     Wsd,
     Constant,
+}
+
+/// What docs/optimizers.md compares.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum Rule {
+    Adamw,
+    Adamw8bit,
+    Galore,
 }
 
 fn main() -> Result<()> {
@@ -128,7 +151,7 @@ fn main() -> Result<()> {
     let run = json!({
         "data": dataset.folder(), "data_hash": dataset.hash(), "config": config, "seed": args.seed, "batch": args.batch,
         "micro_batches": args.micro_batches, "lr": args.lr, "schedule": format!("{:?}", args.schedule),
-        "warmup": args.warmup,
+        "warmup": args.warmup, "optimizer": format!("{:?}", options(&args).optimizer),
     });
     if let Some(checkpoint) = &checkpoint {
         checkpoint.expect("run", &run).context("resume with the flags of the run that was saved")?;
@@ -227,14 +250,21 @@ fn options(args: &Args) -> TrainOptions {
         Schedule::Wsd => Shape::Wsd { decay_steps: args.steps / 5 },
         Schedule::Constant => Shape::Constant,
     };
+    let optimizer = match args.optimizer {
+        Rule::Adamw => AdamW::default().into(),
+        Rule::Adamw8bit => AdamW8bit::default().into(),
+        Rule::Galore => GaLore { rank: args.rank, alpha: args.alpha, ..GaLore::default() }.into(),
+    };
     let warmup_steps = args.warmup.min(args.steps / 4);
     TrainOptions {
         batch: args.batch,
         micro_batches: args.micro_batches,
         sequence: args.sequence,
+        optimizer,
         learning_rate: LearningRate { peak: args.lr, floor: args.lr / 10.0, warmup_steps, steps: args.steps, shape },
         seed: args.seed,
         threads: args.threads,
+        recompute: args.budget.map_or_else(|| args.recompute.clone(), Recompute::budget),
         poison: args.poison,
         ..TrainOptions::default()
     }

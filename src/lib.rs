@@ -43,7 +43,8 @@ pub use gapless_models as models;
 pub use gapless_parallel as parallel;
 
 pub use gapless_engine::communicator;
+pub use gapless_engine::recompute::{Layers, Recompute};
 pub use gapless_engine::{
-    Error, Model, Pipeline, Report, Result, SampleOptions, StepReport, Tensor, TrainOptions, Trainer, nn,
+    DType, Error, Model, Pipeline, Report, Result, SampleOptions, StepReport, Tensor, TrainOptions, Trainer, nn,
 };
 pub use gapless_parallel::Mesh;

@@ -31,11 +31,20 @@ impl Unusual {
     }
 }
 
+impl Unusual {
+    fn hidden(&self, tokens: &Tensor) -> Result<Tensor> {
+        let x = self.embed.forward(tokens)?.broadcast_add(&self.per_token)?;
+        x.layer_norm(&self.scale.affine(1.0, 1.0)?, &self.shift, 1e-5)
+    }
+
+    fn head(&self) -> Result<Tensor> {
+        self.weight.add(&self.delta)?.add(self.embed.embeddings())
+    }
+}
+
 impl Model for Unusual {
     fn forward(&self, tokens: &Tensor, _train: bool) -> Result<Tensor> {
-        let x = self.embed.forward(tokens)?.broadcast_add(&self.per_token)?;
-        let x = x.layer_norm(&self.scale.affine(1.0, 1.0)?, &self.shift, 1e-5)?;
-        x.linear(&self.weight.add(&self.delta)?.add(self.embed.embeddings())?, Some(&self.bias))
+        self.hidden(tokens)?.linear(&self.head()?, Some(&self.bias))
     }
 
     fn loss(&self, tokens: &Tensor, targets: &Tensor, train: bool) -> Result<Tensor> {
@@ -44,8 +53,27 @@ impl Model for Unusual {
     }
 }
 
+/// The same with a head that has no bias, and is fused with its loss or not: a weight that is computed with and tied.
+struct Headed {
+    of: Unusual,
+    fused: bool,
+}
+
+impl Model for Headed {
+    fn forward(&self, tokens: &Tensor, _train: bool) -> Result<Tensor> {
+        self.of.hidden(tokens)?.linear(&self.of.head()?, None)
+    }
+
+    fn loss(&self, tokens: &Tensor, targets: &Tensor, train: bool) -> Result<Tensor> {
+        match self.fused {
+            false => self.forward(tokens, train)?.cross_entropy(targets)?.mean_all(),
+            true => self.of.hidden(tokens)?.linear_cross_entropy(&self.of.head()?, targets)?.mean_all(),
+        }
+    }
+}
+
 /// The gradients of all parameters after one step.
-fn gradients(micro_batches: usize) -> Vec<(String, Vec<f32>)> {
+fn gradients<M: Model>(build: impl Fn(VarBuilder) -> Result<M>, micro_batches: usize) -> Vec<(String, Vec<f32>)> {
     let options = TrainOptions {
         batch: 4,
         sequence: 6,
@@ -54,7 +82,7 @@ fn gradients(micro_batches: usize) -> Vec<(String, Vec<f32>)> {
         poison: true,
         ..TrainOptions::default()
     };
-    let mut trainer = Trainer::new(Unusual::new, options).unwrap();
+    let mut trainer = Trainer::new(build, options).unwrap();
     let tokens: Vec<u32> = (0..24).map(|i| i * i % 11).collect();
     let targets: Vec<u32> = (1..25).map(|i| i * i % 11).collect();
     trainer.step(&tokens, &targets).unwrap();
@@ -62,17 +90,33 @@ fn gradients(micro_batches: usize) -> Vec<(String, Vec<f32>)> {
     trainer.parameter_names().map(|name| (name.to_owned(), read(name))).collect()
 }
 
+/// Other orders of summation: a few roundings of numbers of this size, or of `least`.
+fn expect_close(what: &str, least: f32, whole: &[(String, Vec<f32>)], other: Vec<(String, Vec<f32>)>) {
+    assert_eq!(whole.len(), other.len());
+    for ((name, a), (_, b)) in whole.iter().zip(other) {
+        let scale = a.iter().fold(least, |max, x| max.max(x.abs()));
+        let close = |(a, b): (&f32, &f32)| (a - b).abs() <= 1e-6 * scale;
+        assert!(a.iter().zip(&b).all(close), "{name}, {what}: {a:?} and {b:?}");
+    }
+}
+
 #[test]
 fn any_cut_of_the_batch_gives_the_same_gradients() {
-    let whole = gradients(1);
+    let whole = gradients(Unusual::new, 1);
     assert_eq!(whole.iter().find(|g| g.0 == "direct").unwrap().1, [0.0, 1.0, 0.0, 1.0, 0.0, 1.0]);
     for micro_batches in [2, 4] {
-        for ((name, a), (_, b)) in whole.iter().zip(gradients(micro_batches)) {
-            // Other orders of summation: a few roundings of numbers of this size.
-            let scale = a.iter().fold(1e-3f32, |max, x| max.max(x.abs()));
-            let close = |(a, b): (&f32, &f32)| (a - b).abs() <= 1e-6 * scale;
-            assert!(a.iter().zip(&b).all(close), "{name} in {micro_batches} micro-batches: {a:?} and {b:?}");
-        }
+        expect_close(&format!("{micro_batches} micro-batches"), 1e-3, &whole, gradients(Unusual::new, micro_batches));
+    }
+}
+
+#[test]
+fn a_head_fused_with_its_loss_gives_the_gradients_of_the_pair() {
+    let headed = |fused| move |vb: VarBuilder| Ok(Headed { of: Unusual::new(vb)?, fused });
+    let pair = gradients(headed(false), 1);
+    for micro_batches in [1, 2, 4] {
+        let name = format!("fused, {micro_batches} micro-batches");
+        // A token's shift is lost in the norm: its gradient is what rounding leaves of a sum of numbers of this size.
+        expect_close(&name, 1.0, &pair, gradients(headed(true), micro_batches));
     }
 }
 

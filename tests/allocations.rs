@@ -3,12 +3,13 @@
 mod common;
 
 use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::Barrier;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Barrier};
 
 use common::{Kind, Run};
 use gapless::Mesh;
 use gapless::engine::metrics::current_rss_bytes;
+use gapless::engine::optim::{AdamW8bit, GaLore, Optimizer};
 
 struct Counting;
 
@@ -35,6 +36,7 @@ static COUNTING: Counting = Counting;
 #[test]
 fn steady_state_steps_allocate_nothing() {
     one_rank_and_memory_stays_flat();
+    optimizers_of_fewer_bytes();
     four_ranks();
 }
 
@@ -60,6 +62,24 @@ fn four_ranks() {
         after - before
     });
     assert_eq!(counts, [0; 4], "heap allocations in 100 steps of four ranks");
+}
+
+/// GaLore finds its projections many times over.
+fn optimizers_of_fewer_bytes() {
+    let galore = GaLore { rank: 12, refresh_steps: 3, ..GaLore::default() };
+    let rules: [Arc<dyn Optimizer>; 2] = [AdamW8bit::default().into(), galore.into()];
+    for optimizer in rules {
+        let mut run = Run::default();
+        run.options.optimizer = optimizer;
+        let mut trainer = run.trainer();
+        let (tokens, targets) = run.batch(0);
+        let mut steps = |count: usize| (0..count).for_each(|_| _ = trainer.step(&tokens, &targets).unwrap());
+        steps(20);
+        let before = ALLOCATIONS.load(Ordering::Relaxed);
+        steps(100);
+        let allocations = ALLOCATIONS.load(Ordering::Relaxed) - before;
+        assert_eq!(allocations, 0, "{:?}: heap allocations in 100 steps", run.options.optimizer);
+    }
 }
 
 fn one_rank_and_memory_stays_flat() {

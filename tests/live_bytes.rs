@@ -53,18 +53,31 @@ fn program(schedule: Arc<dyn Schedule + Send + Sync>, shape: &Shape, rank: usize
     Trainer::program(|vb| Gpt::new(&config, vb), &options, rank).unwrap()
 }
 
-/// What one micro-batch keeps, whether its backward is whole or split: the simulator counts those whose cells there are.
-fn kept(of: &Arc<dyn Schedule + Send + Sync>, shape: &Shape, rank: usize) -> Vec<Kept> {
+/// What one micro-batch keeps on a rank whose row this is: with its backwards whole or split, as the row has them. Where it
+/// has both, the simulator counts those whose cells there are; and second comes what is kept by those micro-batches alone
+/// whose backward is whole, though not by the cells of its ends: gradients made in the forward in whose bytes another is sent.
+fn kept(of: &Arc<dyn Schedule + Send + Sync>, shape: &Shape, rank: usize, row: &[Cell]) -> (Vec<Kept>, Vec<Kept>) {
     let once =
         |split| program(Arc::new(Once { of: of.clone(), split }), &Shape { micro_batches: 1, ..*shape }, rank).kept();
-    let whole = |cell: Cell| matches!(cell, Cell::One(action) if action.kind == Kind::Backward);
-    let mut kept = once(true);
-    kept.extend(once(false).into_iter().filter(|kept| whole(kept.from) || whole(kept.until)));
-    kept
+    let is = |cell: Cell, kind: Kind| cell.actions().any(|action| action.kind == kind);
+    let has = |kind: Kind| row.iter().any(|&cell| is(cell, kind));
+    match (has(Kind::BackwardInput), has(Kind::Backward)) {
+        (false, _) => (once(false), Vec::new()),
+        (true, false) => (once(true), Vec::new()),
+        (true, true) => {
+            let mut kept = once(true);
+            let ends_whole = |kept: &Kept| is(kept.from, Kind::Backward) || is(kept.until, Kind::Backward);
+            let (whole, others): (Vec<Kept>, _) = once(false).into_iter().partition(ends_whole);
+            let of_whole_alone = others.into_iter().filter(|other| !kept.contains(other)).collect();
+            kept.extend(whole);
+            (kept, of_whole_alone)
+        }
+    }
 }
 
 #[test]
 fn every_schedule_keeps_what_the_simulator_says_to_the_byte() {
+    let mut inexact = 0;
     for name in parallel::all().iter().map(|schedule| schedule.name()) {
         let schedule: Arc<dyn Schedule + Send + Sync> = parallel::by_name(name).unwrap().into();
         for (ranks, chunks) in [1, 2, 4].into_iter().flat_map(|ranks| [1, 2].map(|chunks| (ranks, chunks))) {
@@ -77,11 +90,18 @@ fn every_schedule_keeps_what_the_simulator_says_to_the_byte() {
             let violations = parallel::check(&table, ranks * chunks, MICRO_BATCHES, Sends::Buffered);
             assert!(violations.is_empty(), "{name}, {ranks} × {chunks}: {violations:?}");
             for (rank, (program, row)) in programs.iter().zip(&table).enumerate() {
-                let (real, said) =
-                    (program.peak_bytes_between_cells(), peak_bytes(row, &kept(&schedule, &shape, rank)));
-                assert_eq!(real, said, "{name}, {ranks} × {chunks}, rank {rank}");
+                let real = program.peak_bytes_between_cells();
+                let (mut kept, of_whole_alone) = kept(&schedule, &shape, rank, row);
+                let least = peak_bytes(row, &kept);
+                kept.extend(of_whole_alone);
+                let most = peak_bytes(row, &kept);
+                let name = format!("{name}, {ranks} × {chunks}, rank {rank}");
+                assert!((least..=most).contains(&real), "{name}: {real} is not in {least}..={most}");
+                inexact += usize::from(least < most);
                 assert!(real > 0);
             }
         }
     }
+    // Of all schedules, only DualPipeV on two ranks has both kinds of backwards beside the head.
+    assert_eq!(inexact, 2);
 }

@@ -9,6 +9,7 @@ mod candle;
 use candle::{Twin, ids, variables_of};
 use candle_core::{DType, Tensor};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW};
+use gapless::engine::optim::AdamW as Rule;
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig};
 use gapless::{StepReport, TrainOptions, Trainer};
 
@@ -193,13 +194,12 @@ fn training_steps_are_those_of_candle() -> Result {
             (1, f64::INFINITY, 0.3, 1e-8, 1e-2),
         ] {
             let mut options = options(sequence, micro_batches);
-            options.optimizer.max_norm = max_norm;
-            options.optimizer.weight_decay = weight_decay;
-            options.optimizer.eps = eps;
+            let rule = Rule { max_norm, weight_decay, eps, ..Rule::default() };
+            options.optimizer = rule.into();
             let mut trainer = config.trainer(options)?;
             let twin = config.twin(&trainer)?;
             let start = config.twin(&trainer)?.variables();
-            let mut optimizers = optimizers(&twin, trainer.options())?;
+            let mut optimizers = optimizers(&twin, rule, trainer.options().learning_rate.peak)?;
             let place = format!(
                 "{config:?}, {micro_batches} micro-batches, norm ≤ {max_norm}, decay {weight_decay}, ε {eps:e}"
             );
@@ -232,9 +232,7 @@ fn training_steps_are_those_of_candle() -> Result {
 }
 
 /// One for matrices, and one without decay for vectors, as ours does it.
-fn optimizers(twin: &Twin, options: &TrainOptions) -> Result<[AdamW; 2]> {
-    let rule = options.optimizer;
-    let lr = options.learning_rate.peak;
+fn optimizers(twin: &Twin, rule: Rule, lr: f64) -> Result<[AdamW; 2]> {
     let (matrices, vectors): (Vec<_>, Vec<_>) =
         twin.variables().into_iter().map(|(_, variable)| variable).partition(|variable| variable.rank() >= 2);
     let decayed =

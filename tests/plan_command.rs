@@ -51,3 +51,39 @@ fn writes_a_plan_that_the_checker_accepts() {
     let table = csv::read(&fs::read(folder.path().join("out.csv")).unwrap()[..]).unwrap();
     check(&table.problem, &table.offsets.unwrap(), Some(1536)).unwrap();
 }
+
+fn plan_model(arguments: &[&str]) -> Output {
+    let step = ["plan", "--model", "small", "--batch", "4", "--sequence", "128", "--dtype", "bf16"];
+    Command::new(env!("CARGO_BIN_EXE_gapless")).args(step).args(arguments).output().unwrap()
+}
+
+#[test]
+fn a_step_is_planned_within_its_budget_or_refused() {
+    let json = |arguments: &[&str]| -> serde_json::Value {
+        let output = plan_model(&[arguments, &["--json"]].concat());
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        serde_json::from_slice(&output.stdout).unwrap()
+    };
+    let plain = json(&[]);
+    let all = plain["arena_bytes"].as_u64().unwrap();
+    assert_eq!((&plain["overhead"], &plain["gap"]), (&0.0.into(), &1.0.into()));
+    let budget = all / 100 * 95;
+    let fitted = json(&["--budget", &budget.to_string(), "--curve", "3"]);
+    assert!(fitted["arena_bytes"].as_u64().unwrap() <= budget);
+    assert!(fitted["overhead"].as_f64().unwrap() > 0.0);
+    let points = fitted["curve"]["points"].as_array().unwrap();
+    assert_eq!(points.len(), 3);
+    assert_eq!(points[2]["overhead"], 0.0);
+    assert_eq!(json(&["--recompute", "ops:gelu"])["layers"][0]["ops"], serde_json::json!(["gelu"]));
+    for (arguments, code, words) in [
+        (&["--budget", "1MiB"][..], 3, "the smallest step found"),
+        (&["--budget", "4 parsecs"], 2, "is no unit of bytes"),
+        (&["--recompute", "ops:gelo"], 2, "gelo"),
+        (&["--recompute", "sometimes"], 2, "is no policy"),
+    ] {
+        let output = plan_model(arguments);
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(code), "{text}");
+        assert!(text.contains(words), "{text}");
+    }
+}

@@ -89,9 +89,9 @@ pub fn batch(options: &Options) -> (Vec<u32>, Vec<u32>) {
 /// The update rule of our side; candle-nn decays all parameters alike.
 fn candle_optimizer(twin: &candle::Twin) -> candle_core::Result<AdamW> {
     let variables: Vec<Var> = twin.variables().into_iter().map(|(_, variable)| variable).collect();
-    let rule = TrainOptions::default();
-    let gapless::engine::optim::AdamW { beta1, beta2, eps, weight_decay, .. } = rule.optimizer;
-    AdamW::new(variables, ParamsAdamW { lr: rule.learning_rate.peak, beta1, beta2, eps, weight_decay })
+    let lr = TrainOptions::default().learning_rate.peak;
+    let gapless::engine::optim::AdamW { beta1, beta2, eps, weight_decay, .. } = Default::default();
+    AdamW::new(variables, ParamsAdamW { lr, beta1, beta2, eps, weight_decay })
 }
 
 fn answer(mut step: impl FnMut() -> anyhow::Result<f32>) -> anyhow::Result<()> {

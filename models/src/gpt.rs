@@ -47,6 +47,8 @@ pub struct Gpt {
     wpe: Tensor,
     blocks: Vec<Block>,
     ln_f: LayerNorm,
+    /// Its weight is the embedding.
+    head: Linear,
     config: GptConfig,
 }
 
@@ -64,12 +66,12 @@ impl Gpt {
         let wpe = vb.pp("wpe").get((config.sequence, config.width), "weight")?;
         let blocks = (0..config.layers).map(|i| Block::new(config, vb.pp("h").pp(i))).collect::<Result<_>>()?;
         let ln_f = layer_norm(config.width, 1e-5, vb.pp("ln_f"))?;
-        Ok(Self { wte, wpe, blocks, ln_f, config: config.clone() })
+        let head = Linear::new(wte.embeddings().clone(), None, "head");
+        Ok(Self { wte, wpe, blocks, ln_f, head, config: config.clone() })
     }
-}
 
-impl Model for Gpt {
-    fn forward(&self, tokens: &Tensor, train: bool) -> Result<Tensor> {
+    /// What the head reads: [batch, tokens, width].
+    fn hidden(&self, tokens: &Tensor, train: bool) -> Result<Tensor> {
         let (_, t) = tokens.dims2()?;
         let dropout = if train { self.config.dropout } else { 0.0 };
         let positions = self.wpe.narrow(0, 0, t)?;
@@ -77,9 +79,17 @@ impl Model for Gpt {
         for block in &self.blocks {
             x = block.forward(&x, dropout)?;
         }
-        let x = self.ln_f.forward(&x)?;
-        let _layer = x.enter("head");
-        x.linear(self.wte.embeddings(), None)
+        self.ln_f.forward(&x)
+    }
+}
+
+impl Model for Gpt {
+    fn forward(&self, tokens: &Tensor, train: bool) -> Result<Tensor> {
+        self.head.forward(&self.hidden(tokens, train)?)
+    }
+
+    fn loss(&self, tokens: &Tensor, targets: &Tensor, train: bool) -> Result<Tensor> {
+        self.head.cross_entropy(&self.hidden(tokens, train)?, targets)?.mean_all()
     }
 }
 

@@ -77,15 +77,24 @@ impl Llama {
         let lm_head = linear_no_bias(config.width, config.vocabulary, vb.pp("lm_head"))?;
         Ok(Self { embed_tokens, blocks, norm, lm_head })
     }
-}
 
-impl Model for Llama {
-    fn forward(&self, tokens: &Tensor, _train: bool) -> Result<Tensor> {
+    /// What the head reads: [batch, tokens, width].
+    fn hidden(&self, tokens: &Tensor) -> Result<Tensor> {
         let mut x = self.embed_tokens.forward(tokens)?;
         for block in &self.blocks {
             x = block.forward(&x)?;
         }
-        self.lm_head.forward(&self.norm.forward(&x)?)
+        self.norm.forward(&x)
+    }
+}
+
+impl Model for Llama {
+    fn forward(&self, tokens: &Tensor, _train: bool) -> Result<Tensor> {
+        self.lm_head.forward(&self.hidden(tokens)?)
+    }
+
+    fn loss(&self, tokens: &Tensor, targets: &Tensor, _train: bool) -> Result<Tensor> {
+        self.lm_head.cross_entropy(&self.hidden(tokens)?, targets)?.mean_all()
     }
 }
 

@@ -47,8 +47,18 @@ impl Run {
         self.rank(None)
     }
 
+    /// The trainer, or why there is none.
+    pub fn try_trainer(&self) -> gapless::Result<Trainer> {
+        self.try_rank(None)
+    }
+
     /// The trainer of one rank, or the only one.
     pub fn rank(&self, world: Option<Box<dyn Communicator>>) -> Trainer {
+        self.try_rank(world).expect("the model is sound")
+    }
+
+    /// The trainer of one rank, or why there is none.
+    pub fn try_rank(&self, world: Option<Box<dyn Communicator>>) -> gapless::Result<Trainer> {
         let vocabulary = VOCABULARY as usize;
         match self.kind {
             Kind::Gpt => {
@@ -74,13 +84,12 @@ impl Run {
         &self,
         world: Option<Box<dyn Communicator>>,
         build: impl Fn(VarBuilder) -> gapless::Result<M>,
-    ) -> Trainer {
+    ) -> gapless::Result<Trainer> {
         let options = self.options.clone();
         match world {
             None => Trainer::new(build, options),
             Some(world) => Trainer::on(world, build, options),
         }
-        .expect("the model is sound")
     }
 
     /// Runs `f` on a trainer per rank of the mesh, as threads.

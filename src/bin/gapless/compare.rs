@@ -7,8 +7,9 @@ use std::process::ExitCode;
 
 use anyhow::{Context, bail};
 use flate2::bufread::MultiGzDecoder;
+use gapless::engine::compile::{CompileOptions, compile};
 use gapless_alloc::peers::{Kind, PyTorchOptions};
-use gapless_alloc::{Comparison, Problem, Requests, compare, csv, page, read_snapshot};
+use gapless_alloc::{Comparison, Problem, Requests, csv, page, read_snapshot};
 
 use crate::model::{Model, StepArguments};
 
@@ -70,7 +71,7 @@ fn compare_all(arguments: &Arguments) -> anyhow::Result<()> {
         bail!("{title}: no buffers, nothing to compare");
     }
     let chosen = &arguments.allocators;
-    let compared = compare(
+    let compared = gapless_alloc::compare(
         &problem,
         &requests,
         &Comparison {
@@ -110,7 +111,8 @@ fn read(arguments: &Arguments) -> anyhow::Result<(String, Problem, Requests)> {
             Ok((title(path), snapshot.problem, requests))
         }
         (None, None, Some(model)) => {
-            let problem = model.plan(&arguments.step)?.problem;
+            let program = model.program(&arguments.step.options())?;
+            let problem = compile(&[program], &CompileOptions::default())?.problem;
             let requests = Requests::new(&problem);
             Ok((format!("{model:?}"), problem, requests))
         }

@@ -20,7 +20,7 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     Compare(Box<compare::Arguments>),
-    Plan(plan::Arguments),
+    Plan(Box<plan::Arguments>),
     Schedule(Box<schedule::Arguments>),
 }
 

@@ -1,11 +1,11 @@
 //! A model by name, and the training step of it that is meant.
 
 use clap::ValueEnum;
-use gapless::engine::compile::Executable;
+use gapless::engine::compile::Program;
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig};
-use gapless::{TrainOptions, Trainer};
+use gapless::{DType, TrainOptions, Trainer};
 
-/// Models that are known by name, in f32.
+/// Models that are known by name.
 #[derive(Debug, Clone, Copy, ValueEnum)]
 pub enum Model {
     /// 6 layers, width 384: that of the train_gpt example.
@@ -36,23 +36,44 @@ pub struct StepArguments {
     /// Tokens per sequence of --model.
     #[arg(long, default_value_t = 1024)]
     sequence: usize,
+    /// Element type of --model's parameters, activations, gradients and optimizer states.
+    #[arg(long, value_enum, default_value_t = Float::F32)]
+    dtype: Float,
+}
+
+/// Types of floating-point numbers that a step can be planned in.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub enum Float {
+    F32,
+    Bf16,
+}
+
+impl StepArguments {
+    /// The options that they mean.
+    pub fn options(&self) -> TrainOptions {
+        let &Self { batch, micro_batches, sequence, dtype } = self;
+        let dtype = match dtype {
+            Float::F32 => DType::F32,
+            Float::Bf16 => DType::BF16,
+        };
+        TrainOptions { batch, micro_batches, sequence, dtype, ..TrainOptions::default() }
+    }
 }
 
 impl Model {
-    /// Compiles and plans the training step; reserves nothing.
-    pub fn plan(self, step: &StepArguments) -> gapless::Result<Executable> {
-        let &StepArguments { batch, micro_batches, sequence } = step;
-        let options = TrainOptions { batch, micro_batches, sequence, ..TrainOptions::default() };
+    /// Compiles the training step of rank 0; reserves nothing.
+    pub fn program(self, options: &TrainOptions) -> gapless::Result<Program> {
+        let sequence = options.sequence;
         let gpt = |layers, heads, width| {
             let config = GptConfig { layers, heads, width, sequence: sequence.max(1024), ..GptConfig::default() };
-            Trainer::plan(|vb| Gpt::new(&config, vb), &options)
+            Trainer::program(|vb| Gpt::new(&config, vb), options, 0)
         };
-        let llama = |config: LlamaConfig| Trainer::plan(|vb| Llama::new(&config, vb), &options);
+        let llama = |config: LlamaConfig| Trainer::program(|vb| Llama::new(&config, vb), options, 0);
         match self {
             Self::Small => {
                 let config =
                     GptConfig { vocabulary: 4096, sequence, layers: 6, heads: 6, width: 384, ..GptConfig::default() };
-                Trainer::plan(|vb| Gpt::new(&config, vb), &options)
+                Trainer::program(|vb| Gpt::new(&config, vb), options, 0)
             }
             Self::Gpt2 => gpt(12, 12, 768),
             Self::Gpt2Medium => gpt(24, 16, 1024),

@@ -1,0 +1,72 @@
+//! `gapless plan`: places a table of buffers, or says what a model's training step takes.
+
+mod curve;
+mod step;
+mod table;
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context, anyhow};
+use gapless_alloc::Fit;
+use gapless_alloc::draw::{MemoryMap, SvgOptions, TextOptions};
+
+/// Place a table of buffers as low as can be, or plan a model's training step without a device.
+///
+/// A table has the columns id,lower,upper,size and, if need be, alignment; lifetimes are half-open ticks [lower,
+/// upper). Exit code: 0 when the plan fits (or there is nothing to fit into), 2 for bad input, 3 when it does not fit.
+#[derive(clap::Args)]
+pub struct Arguments {
+    /// Table of buffers.
+    #[arg(required_unless_present = "model", conflicts_with = "model")]
+    file: Option<PathBuf>,
+    /// Bytes that the table's plan must fit into; without it the plan is made as low as possible.
+    #[arg(long, value_name = "BYTES", conflicts_with = "model")]
+    capacity: Option<u64>,
+    /// Seconds after which the best plan of the table so far is taken.
+    #[arg(long, value_name = "S", value_parser = seconds, conflicts_with = "model")]
+    deadline: Option<Duration>,
+    /// Where to write the table with an offset column.
+    #[arg(long, value_name = "OUT.csv", conflicts_with = "model")]
+    out: Option<PathBuf>,
+    /// Where to draw the plan: a page (.html), or .svg or .txt.
+    #[arg(long, value_name = "MAP.html")]
+    draw: Option<PathBuf>,
+    /// Print the result as JSON.
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    step: step::Arguments,
+}
+
+/// Does what the arguments ask and says how it went.
+pub fn run(arguments: &Arguments) -> ExitCode {
+    let fit = match &arguments.file {
+        Some(file) => table::place(arguments, file),
+        None => step::plan(arguments),
+    };
+    match fit {
+        Ok(Fit::Fits) => ExitCode::SUCCESS,
+        Ok(Fit::Impossible | Fit::Unknown) => ExitCode::from(3),
+        Err(error) => {
+            eprintln!("gapless plan: {error:#}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+/// As a page, or by the file's name as SVG or text.
+fn draw(path: &Path, map: &MemoryMap<'_>) -> anyhow::Result<()> {
+    let drawn = match path.extension().and_then(|extension| extension.to_str()) {
+        Some("svg") => map.svg(&SvgOptions::default()),
+        Some("txt") => map.text(&TextOptions::default()),
+        _ => map.html(),
+    };
+    std::fs::write(path, drawn).with_context(|| format!("cannot draw {}", path.display()))
+}
+
+fn seconds(text: &str) -> anyhow::Result<Duration> {
+    let seconds: f64 = text.parse().map_err(|_| anyhow!("not a number of seconds"))?;
+    Duration::try_from_secs_f64(seconds).map_err(|e| anyhow!("not a time to wait: {e}"))
+}

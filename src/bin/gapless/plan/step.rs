@@ -1,0 +1,201 @@
+//! `gapless plan --model`: what a training step takes, layer by layer and role by role, and what fewer bytes would cost.
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::time::Instant;
+
+use anyhow::{Context, anyhow, bail};
+use gapless::Recompute;
+use gapless::engine::compile::{CompileOptions, Executable, Program, compile};
+use gapless::engine::recompute::{LayerAgain, layers_again};
+use gapless_alloc::Fit;
+use gapless_alloc::draw::{Bytes, MemoryMap, Summary};
+use gapless_parallel::Rates;
+use serde::Serialize;
+
+use super::curve::{Curve, curve};
+use super::draw;
+use crate::model::{Model, StepArguments};
+
+/// What is asked about a training step.
+#[derive(Debug, clap::Args)]
+#[command(next_help_heading = "Training step")]
+#[group(id = "training_step")]
+pub struct Arguments {
+    /// Plan the training step of this model instead of a table.
+    #[arg(long)]
+    pub model: Option<Model>,
+    #[command(flatten)]
+    pub step: StepArguments,
+    /// Bytes that the step must fit into, e.g. 20GiB: the cheapest recomputation that does is sought.
+    #[arg(long, value_name = "SIZE", value_parser = size, conflicts_with = "recompute", requires = "model")]
+    budget: Option<u64>,
+    /// What is computed again: none, layers, first:8, layers:h.3,h.7 or ops:layer_norm,gelu.
+    #[arg(long, value_name = "POLICY", default_value = "none", requires = "model")]
+    recompute: Recompute,
+    /// TFLOP/s of the device that time is estimated for; as a matrix product reaches on an H100 in bf16.
+    #[arg(long, value_name = "NUMBER", default_value_t = 770.0)]
+    tflops: f64,
+    /// TB/s of its memory; as a copy reaches on an H100.
+    #[arg(long, value_name = "NUMBER", default_value_t = 3.0)]
+    terabytes: f64,
+    /// Also plan so many budgets, from the smallest that works to everything kept.
+    #[arg(long, value_name = "POINTS", requires = "model", value_parser = clap::value_parser!(u16).range(2..=100))]
+    curve: Option<u16>,
+    /// Where to draw them.
+    #[arg(long, value_name = "FILE.svg", requires = "curve")]
+    curve_svg: Option<PathBuf>,
+}
+
+impl Arguments {
+    pub fn rates(&self) -> Rates {
+        Rates { flops: self.tflops * 1e12, bytes: self.terabytes * 1e12 }
+    }
+
+    /// The program under a policy.
+    pub fn program(&self, recompute: Recompute) -> gapless::Result<Program> {
+        let options = gapless::TrainOptions { recompute, ..self.step.options() };
+        self.model.expect("required where there is no table").program(&options)
+    }
+}
+
+/// A planned step in figures.
+#[derive(Debug, Serialize)]
+pub struct Step {
+    /// Name of the model.
+    model: String,
+    buffers: usize,
+    pub arena_bytes: u64,
+    lower_bound_bytes: u64,
+    gap: f64,
+    /// Time of compiling and planning, the search for a budget's recomputation included.
+    plan_ms: f64,
+    /// Modelled time of the step.
+    pub step_ms: f64,
+    /// Time of what is computed again, as a part of the time of the rest.
+    pub overhead: f64,
+    /// Arithmetic of what is computed again, as a part of that of the rest.
+    pub extra_flops: f64,
+    layers: Vec<LayerAgain>,
+    summary: Summary,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    curve: Option<Curve>,
+}
+
+/// Plans a step under a policy.
+pub fn plan_step(arguments: &Arguments, recompute: Recompute) -> gapless::Result<(Step, Executable)> {
+    let start = Instant::now();
+    let within = CompileOptions::within(recompute.capacity());
+    let program = arguments.program(recompute)?;
+    let [all, again] = program.nanoseconds(&arguments.rates());
+    let layers = layers_again(&program);
+    let flops = program.flops();
+    let flops_again = program.flops_again();
+    let executable = compile(&[program], &within)?;
+    let model = format!("{:?}", arguments.model.expect("required where there is no table"));
+    let step = Step {
+        buffers: executable.problem.len(),
+        arena_bytes: executable.solution.height,
+        lower_bound_bytes: executable.solution.lower_bound,
+        gap: executable.solution.gap(),
+        plan_ms: start.elapsed().as_secs_f64() * 1e3,
+        step_ms: all as f64 / 1e6,
+        overhead: again as f64 / (all - again).max(1) as f64,
+        extra_flops: flops_again as f64 / (flops - flops_again).max(1) as f64,
+        layers,
+        summary: map(&model, &executable)?.summary(8),
+        model,
+        curve: None,
+    };
+    Ok((step, executable))
+}
+
+fn map<'a>(title: &'a str, executable: &'a Executable) -> gapless::Result<MemoryMap<'a>> {
+    let Executable { problem, solution, labels, parts, .. } = executable;
+    Ok(MemoryMap::new(title, problem, &solution.offsets, labels)?.with_marks(parts)?)
+}
+
+/// Does what the arguments ask.
+pub fn plan(arguments: &super::Arguments) -> anyhow::Result<Fit> {
+    let of = &arguments.step;
+    if !of.rates().are_sound() {
+        bail!("{} TFLOP/s and {} TB/s are no device; both are above 0", of.tflops, of.terabytes);
+    }
+    let recompute = match of.budget {
+        Some(bytes) => Recompute::Budget { bytes, rates: of.rates() },
+        None => of.recompute.clone(),
+    };
+    let (mut step, executable) = match plan_step(of, recompute) {
+        Err(error @ gapless::Error::OverBudget { .. }) => {
+            eprintln!("gapless plan: {error}");
+            return Ok(Fit::Unknown);
+        }
+        planned => planned?,
+    };
+    if let Some(points) = of.curve {
+        step.curve = Some(curve(of, points.into())?);
+    }
+    if let (Some(path), Some(curve)) = (&of.curve_svg, &step.curve) {
+        std::fs::write(path, curve.svg()).with_context(|| format!("cannot draw {}", path.display()))?;
+    }
+    if let Some(path) = &arguments.draw {
+        draw(path, &map(&step.model, &executable)?)?;
+    }
+    let mut out = std::io::stdout().lock();
+    match arguments.json {
+        true => writeln!(out, "{}", serde_json::to_string_pretty(&step)?)?,
+        false => print(&mut out, of, &step)?,
+    }
+    Ok(Fit::Fits)
+}
+
+fn print(out: &mut impl Write, arguments: &Arguments, step: &Step) -> std::io::Result<()> {
+    writeln!(out, "{}", step.summary)?;
+    let [flops, bytes] = [arguments.tflops, arguments.terabytes];
+    writeln!(
+        out,
+        "\nplanned in {:.0} ms; a step of {:.2} ms at {flops} TFLOP/s and {bytes} TB/s",
+        step.plan_ms, step.step_ms
+    )?;
+    let (time, flops) = (100.0 * step.overhead, 100.0 * step.extra_flops);
+    writeln!(out, "computed again: {time:.2} % of the time, {flops:.2} % of the arithmetic")?;
+    let mut from = 0;
+    while let Some(first) = step.layers.get(from) {
+        let count = step.layers[from..].iter().take_while(|layer| layer.ops == first.ops).count();
+        let last = &step.layers[from + count - 1];
+        let range = if count == 1 { first.layer.clone() } else { format!("{} … {}", first.layer, last.layer) };
+        let ops = if first.ops.is_empty() { "nothing".to_owned() } else { first.ops.join(", ") };
+        writeln!(out, "  {range:<28} {ops}")?;
+        from += count;
+    }
+    match &step.curve {
+        Some(curve) => write!(out, "\n{curve}"),
+        None => Ok(()),
+    }
+}
+
+/// `4096`, `20GiB`, `80GB`, `1.5 GiB`.
+fn size(text: &str) -> anyhow::Result<u64> {
+    let text = text.trim();
+    let split = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let (number, unit) = text.split_at(split);
+    let scale: u64 = match unit.trim().to_ascii_lowercase().as_str() {
+        "" | "b" => 1,
+        "kib" | "k" => 1 << 10,
+        "mib" | "m" => 1 << 20,
+        "gib" | "g" => 1 << 30,
+        "tib" | "t" => 1 << 40,
+        "kb" => 1_000,
+        "mb" => 1_000_000,
+        "gb" => 1_000_000_000,
+        "tb" => 1_000_000_000_000,
+        _ => return Err(anyhow!("{unit:?} is no unit of bytes; use KiB, MiB, GiB, TiB, or KB, MB, GB, TB")),
+    };
+    let number: f64 = number.parse().map_err(|_| anyhow!("{text:?} is not a number of bytes"))?;
+    let bytes = number * scale as f64;
+    if bytes < 2f64.powi(63) {
+        Ok(bytes as u64)
+    } else {
+        Err(anyhow!("{text} is more than there can be: {}", Bytes(u64::MAX)))
+    }
+}

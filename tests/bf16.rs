@@ -1,0 +1,104 @@
+//! A step in bf16: planned in half the bytes, and not run where there are no kernels for it.
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use common::VOCABULARY;
+use gapless::engine::compile::{CompileOptions, Program, compile};
+use gapless::engine::cpu::{Communicators, Executor, Workers};
+use gapless::engine::{Error, Role};
+use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig};
+use gapless::nn::{Embedding, Module, VarBuilder, embedding};
+use gapless::{DType, Mesh, Model, Result, Tensor, TrainOptions, Trainer};
+
+fn options(dtype: DType, mesh: Mesh) -> TrainOptions {
+    TrainOptions { batch: 8, micro_batches: 2, sequence: 16, mesh, dtype, threads: 1, ..TrainOptions::default() }
+}
+
+fn gpt(vb: VarBuilder) -> Result<Gpt> {
+    let vocabulary = VOCABULARY as usize;
+    Gpt::new(&GptConfig { vocabulary, sequence: 16, layers: 4, heads: 2, width: 32, dropout: 0.1 }, vb)
+}
+
+fn llama(vb: VarBuilder) -> Result<Llama> {
+    let vocabulary = VOCABULARY as usize;
+    let (layers, heads, kv_heads, width, hidden) = (4, 4, 2, 32, 48);
+    Llama::new(&LlamaConfig { vocabulary, layers, heads, kv_heads, width, hidden, ..LlamaConfig::default() }, vb)
+}
+
+/// What is f32 (or wider) in any case: statistics of norms, log-sum-exps, losses, squares for the gradients' norm. And
+/// scalars: means of losses, the norm.
+fn is_wide(tensor: &str, bytes: u64) -> bool {
+    let wide =
+        ["layer_norm.1", "rms_norm.1", "attention.1", "linear_cross_entropy.0", "squared_norms.0", "all_gather.0"];
+    let made = tensor.rsplit_once('/').map_or(tensor, |(_, made)| made);
+    let made = made.split_once(' ').map_or(made, |(made, _)| made);
+    // Gathered are the squares of norms; parameters are gathered in their own place.
+    wide.contains(&made) || bytes == 4
+}
+
+fn check(name: &str, [f32, bf16]: [Program; 2]) {
+    assert_eq!(f32.buffers.len(), bf16.buffers.len(), "{name}");
+    let mut halved: BTreeMap<Role, u64> = BTreeMap::new();
+    for (f32, bf16) in f32.buffers.iter().zip(&bf16.buffers) {
+        let label = &f32.label;
+        assert_eq!(label.tensor, bf16.label.tensor, "{name}");
+        let same = match label.role {
+            // Ids, and the optimizer's numbers; scratch is for kernels that compute in f32. Constants are single elements.
+            Role::Input | Role::Workspace => !label.tensor.starts_with("constant"),
+            _ => is_wide(&label.tensor, f32.bytes),
+        };
+        assert_eq!(bf16.bytes, if same { f32.bytes } else { f32.bytes / 2 }, "{label:?} of {name}");
+        *halved.entry(label.role).or_default() += f32.bytes - bf16.bytes;
+    }
+    for role in [Role::Parameter, Role::OptimizerState, Role::Gradient, Role::Activation] {
+        assert!(halved[&role] > 0, "{role:?} of {name}");
+    }
+}
+
+#[test]
+fn a_plan_in_bf16_has_half_the_bytes_of_all_that_is_not_f32_in_any_case() {
+    let meshes = [Mesh::default(), Mesh::pipeline(2), Mesh { data: 2, ..Mesh::default() }];
+    for (mesh, rank) in meshes.into_iter().flat_map(|mesh| (0..mesh.ranks().unwrap()).map(move |rank| (mesh, rank))) {
+        let dtypes = [DType::F32, DType::BF16].map(|dtype| options(dtype, mesh));
+        let name = format!("rank {rank} of {mesh:?}");
+        check(&format!("gpt, {name}"), dtypes.clone().map(|options| Trainer::program(gpt, &options, rank).unwrap()));
+        check(&format!("llama, {name}"), dtypes.map(|options| Trainer::program(llama, &options, rank).unwrap()));
+    }
+}
+
+#[test]
+fn what_the_cpu_cannot_run_is_refused_before_anything_is_reserved() {
+    let options = options(DType::BF16, Mesh::default());
+    let refused = |error: Error| assert!(matches!(error, Error::NoKernels { dtype: DType::BF16 }), "{error}");
+    refused(Trainer::new(gpt, options.clone()).unwrap_err());
+    let plan = Trainer::plan(gpt, &options).unwrap();
+    assert_eq!(plan.solution.height, plan.solution.lower_bound);
+    refused(Executor::new(Arc::new(plan), Workers::new(1).unwrap(), 0, Communicators::default()).unwrap_err());
+    let f32 = Trainer::program(gpt, &TrainOptions { dtype: DType::F32, ..options }, 0).unwrap();
+    let f32 = compile(&[f32], &CompileOptions::default()).unwrap();
+    Executor::new(Arc::new(f32), Workers::new(1).unwrap(), 0, Communicators::default()).unwrap();
+}
+
+#[test]
+fn two_types_do_not_meet() {
+    struct Mixed(Embedding, Tensor);
+
+    impl Model for Mixed {
+        fn forward(&self, tokens: &Tensor, _train: bool) -> Result<Tensor> {
+            self.0.forward(tokens)
+        }
+
+        fn loss(&self, tokens: &Tensor, targets: &Tensor, train: bool) -> Result<Tensor> {
+            // Losses are f32.
+            self.forward(tokens, train)?.cross_entropy(targets)?.broadcast_mul(&self.1)?.mean_all()
+        }
+    }
+
+    let build = |vb: VarBuilder| Ok(Mixed(embedding(8, 8, vb.pp("embed"))?, vb.get(1, "factor")?));
+    assert!(Trainer::plan(build, &options(DType::F32, Mesh::default())).is_ok());
+    let error = Trainer::plan(build, &options(DType::BF16, Mesh::default())).unwrap_err();
+    assert!(error.to_string().contains("input 1 is BF16, input 0 F32"), "{error}");
+}

@@ -1,0 +1,174 @@
+//! What is computed again has the bits of what was kept, and the arena shrinks by what is not.
+
+mod common;
+
+use std::sync::Arc;
+
+use common::{Kind, Run};
+use gapless::engine::optim::AdamW;
+use gapless::parallel::{self, Rates, Schedule};
+use gapless::{Layers, Mesh, Pipeline, Recompute};
+
+fn ops(names: &[&str]) -> Recompute {
+    Recompute::Ops(names.iter().map(|&name| name.to_owned()).collect())
+}
+
+/// Policies that mean something for a model, from the one that keeps most to the one that keeps least.
+fn policies(kind: Kind) -> Vec<Recompute> {
+    let (layer, selective) = match kind {
+        Kind::Gpt => ("h.1", ops(&["layer_norm", "gelu"])),
+        Kind::Llama => ("model.layers.1", ops(&["rms_norm", "swiglu"])),
+    };
+    vec![
+        ops(&["attention"]),
+        selective.clone(),
+        Recompute::Layers(Layers::First(1)),
+        Recompute::Layers(Layers::Named(vec![layer.to_owned()])),
+        Recompute::Cycle(vec![Recompute::None, Recompute::Layers(Layers::All), selective]),
+        ops(&["linear", "add"]),
+        Recompute::Layers(Layers::All),
+    ]
+}
+
+/// With dropout (GPT), several micro-batches, and NaN in every dead range.
+#[test]
+fn every_policy_gives_the_bits_of_none() {
+    for kind in [Kind::Gpt, Kind::Llama] {
+        for micro_batches in [1, 4] {
+            let mut run = Run { kind, ..Run::default() };
+            run.options.micro_batches = micro_batches;
+            let plain = run.steps(3);
+            run.options.poison = true;
+            for policy in policies(kind) {
+                run.options.recompute = policy.clone();
+                assert_eq!(plain, run.steps(3), "{kind:?}, {micro_batches} micro-batches, {policy:?}");
+            }
+        }
+    }
+}
+
+fn put_on_pipeline(run: &mut Run, schedule: &str, ranks: usize, chunks: usize) {
+    let schedule: Arc<dyn Schedule + Send + Sync> = parallel::by_name(schedule).unwrap().into();
+    run.options.mesh = Mesh::pipeline(ranks);
+    run.options.pipeline = Pipeline { schedule, chunks, ..Pipeline::default() };
+}
+
+#[test]
+fn every_policy_gives_the_bits_of_none_on_ranks() {
+    for (schedule, ranks, chunks) in [("1f1b", 2, 1), ("interleaved-zb", 2, 1), ("zbv", 2, 2), ("gpipe", 2, 1)] {
+        let mut run = Run::default();
+        run.options.micro_batches = 8;
+        run.options.threads = 1;
+        let plain = run.steps(2);
+        put_on_pipeline(&mut run, schedule, ranks, chunks);
+        run.options.poison = true;
+        for policy in policies(Kind::Gpt) {
+            run.options.recompute = policy.clone();
+            assert_eq!(plain, run.steps_on_ranks(2), "{:?} {policy:?}", run.options.pipeline);
+        }
+    }
+}
+
+/// Each rank of a pipeline keeps to the budget, whatever the others do.
+#[test]
+fn every_rank_keeps_to_its_budget() {
+    for (schedule, ranks, chunks) in [("1f1b", 4, 1), ("zbv", 2, 2), ("interleaved", 2, 2)] {
+        let mut run = Run::default();
+        run.options.micro_batches = 8;
+        run.options.threads = 1;
+        let plain = run.steps(2);
+        put_on_pipeline(&mut run, schedule, ranks, chunks);
+        let arenas = |run: &Run| run.on_ranks(|trainer| trainer.report().arena_bytes);
+        let most = arenas(&run).into_iter().max().unwrap();
+        run.options.recompute = Recompute::Layers(Layers::All);
+        let least = arenas(&run).into_iter().max().unwrap();
+        assert!(least < most);
+        for part in 1..4 {
+            let budget = least + (most - least) * part / 4;
+            run.options.recompute = Recompute::budget(budget);
+            let fitted = arenas(&run);
+            println!("{:?}: {budget} between {least} and {most}, {fitted:?}", run.options.pipeline);
+            assert!(fitted.iter().all(|&arena| arena <= budget), "{budget}: {fitted:?}");
+            assert_eq!(plain, run.steps_on_ranks(2), "{:?}, {budget} bytes", run.options.pipeline);
+        }
+    }
+}
+
+#[test]
+fn names_that_do_not_exist_are_refused() {
+    for (policy, words) in [
+        (ops(&["gelo"]), ["gelo", "gelu"]),
+        (Recompute::Layers(Layers::Named(vec!["h.9".into()])), ["h.9", "h.0, h.1"]),
+        (Recompute::Cycle(Vec::new()), ["recompute", "turns"]),
+        (Recompute::Cycle(vec![Recompute::Cycle(vec![Recompute::None])]), ["recompute", "turns"]),
+    ] {
+        let mut run = Run::default();
+        run.options.recompute = policy;
+        let error = run.try_trainer().expect_err("it names what is not there").to_string();
+        assert!(words.iter().all(|word| error.contains(word)), "{error}");
+    }
+}
+
+/// Least bytes and most, and a few between: each keeps to its budget, and costs no more than a smaller one.
+#[test]
+fn a_budget_is_kept_and_more_bytes_never_cost_more_time() {
+    for (kind, micro_batches) in [(Kind::Gpt, 1), (Kind::Gpt, 4), (Kind::Llama, 2)] {
+        let mut run = Run { kind, ..Run::default() };
+        run.options.micro_batches = micro_batches;
+        run.options.threads = 1;
+        let plain = run.steps(2);
+        let (all, all_flops) = (run.trainer().report().arena_bytes, run.trainer().report().flops_per_step);
+        run.options.recompute = Recompute::budget(1);
+        let smallest = match run.try_trainer() {
+            Err(gapless::Error::OverBudget { budget: 1, smallest }) => smallest,
+            other => panic!("one byte is enough: {other:?}"),
+        };
+        assert!(smallest < all, "{smallest} of {all}");
+        let mut flops = u64::MAX;
+        for eighths in 0..=8 {
+            let budget = smallest + (all - smallest) * eighths / 8;
+            // A device on which arithmetic alone takes time.
+            run.options.recompute = Recompute::Budget { bytes: budget, rates: Rates { flops: 1e9, bytes: 1e30 } };
+            run.options.poison = true;
+            let trainer = run.trainer();
+            let report = trainer.report();
+            println!(
+                "{kind:?} {micro_batches}: {budget} bytes, {} planned, {} FLOP",
+                report.arena_bytes, report.flops_per_step
+            );
+            assert!(report.arena_bytes <= budget, "{} bytes of {budget}", report.arena_bytes);
+            assert!(report.flops_per_step <= flops);
+            assert!(budget < all || report.flops_per_step == all_flops, "what fits is not computed again");
+            flops = report.flops_per_step;
+            assert_eq!(plain, run.steps(2), "{budget} bytes");
+        }
+    }
+}
+
+/// The gradients of a step of one micro-batch are never there together, and nothing else changes.
+#[test]
+fn gradients_that_are_let_go_of_give_the_same_bits_in_less_memory() {
+    for (kind, micro_batches, ranks) in [(Kind::Gpt, 1, 1), (Kind::Llama, 1, 1), (Kind::Gpt, 4, 1), (Kind::Gpt, 4, 2)] {
+        let mut run = Run { kind, ..Run::default() };
+        run.options.micro_batches = micro_batches;
+        // Few tokens: gradients are most of what is not there throughout.
+        (run.options.batch, run.options.sequence) = (4, 4);
+        run.options.mesh = Mesh::pipeline(ranks);
+        run.options.optimizer = AdamW { max_norm: f64::INFINITY, ..AdamW::default() }.into();
+        run.options.recompute = Recompute::Layers(Layers::All);
+        let plain = run.steps_on_ranks(3);
+        let arenas = |run: &Run| run.on_ranks(|trainer| trainer.report().arena_bytes);
+        let kept = arenas(&run);
+        run.options.release_gradients = true;
+        run.options.poison = true;
+        assert_eq!(plain, run.steps_on_ranks(3), "{kind:?}, {micro_batches} micro-batches, {ranks} ranks");
+        let released = arenas(&run);
+        println!("{kind:?}, {micro_batches} micro-batches: {released:?} bytes instead of {kept:?}");
+        // With several, gradients are there from the first micro-batch to the last.
+        assert!(micro_batches > 1 || released[0] < kept[0] / 10 * 9);
+    }
+    let mut run = Run::default();
+    run.options.release_gradients = true;
+    let error = run.try_trainer().expect_err("gradients are clipped").to_string();
+    assert!(error.contains("max_norm"), "{error}");
+}
