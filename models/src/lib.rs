@@ -22,9 +22,11 @@
 
 mod gpt;
 mod llama;
+mod moe;
 
 pub use gpt::{Gpt, GptConfig};
 pub use llama::{Llama, LlamaConfig};
+pub use moe::{Moe, MoeConfig, MoeStyle};
 
 use gapless_engine::{Error, Result};
 

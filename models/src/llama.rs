@@ -114,7 +114,7 @@ impl Block {
             input_layernorm: rms_norm(config.width, eps, vb.pp("input_layernorm"))?,
             self_attn: Attention::new(config, vb.pp("self_attn"))?,
             post_attention_layernorm: rms_norm(config.width, eps, vb.pp("post_attention_layernorm"))?,
-            mlp: Mlp::new(config, vb.pp("mlp"))?,
+            mlp: Mlp::new(config.width, config.hidden, vb.pp("mlp"))?,
             layer: vb.prefix().to_owned(),
         })
     }
@@ -126,8 +126,9 @@ impl Block {
     }
 }
 
+/// Grouped-query attention with rotary positions.
 #[derive(Debug, Clone)]
-struct Attention {
+pub(crate) struct Attention {
     q_proj: Linear,
     k_proj: Linear,
     v_proj: Linear,
@@ -140,7 +141,7 @@ struct Attention {
 }
 
 impl Attention {
-    fn new(config: &LlamaConfig, vb: VarBuilder) -> Result<Self> {
+    pub(crate) fn new(config: &LlamaConfig, vb: VarBuilder) -> Result<Self> {
         let &LlamaConfig { width, heads, kv_heads, rope_theta, .. } = config;
         let head_size = head_size(width, heads)?;
         if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
@@ -160,7 +161,7 @@ impl Attention {
         })
     }
 
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+    pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let _layer = x.enter(&self.layer);
         let (b, t, _) = x.dims3()?;
         let heads = |x: Tensor, heads: usize| x.reshape((b, t, heads, self.head_size))?.transpose(1, 2);
@@ -173,8 +174,9 @@ impl Attention {
     }
 }
 
+/// down(silu(gate)·up).
 #[derive(Debug, Clone)]
-struct Mlp {
+pub(crate) struct Mlp {
     gate_proj: Linear,
     up_proj: Linear,
     down_proj: Linear,
@@ -182,16 +184,16 @@ struct Mlp {
 }
 
 impl Mlp {
-    fn new(config: &LlamaConfig, vb: VarBuilder) -> Result<Self> {
+    pub(crate) fn new(width: usize, hidden: usize, vb: VarBuilder) -> Result<Self> {
         Ok(Self {
-            gate_proj: linear_no_bias(config.width, config.hidden, vb.pp("gate_proj"))?,
-            up_proj: linear_no_bias(config.width, config.hidden, vb.pp("up_proj"))?,
-            down_proj: linear_no_bias(config.hidden, config.width, vb.pp("down_proj"))?,
+            gate_proj: linear_no_bias(width, hidden, vb.pp("gate_proj"))?,
+            up_proj: linear_no_bias(width, hidden, vb.pp("up_proj"))?,
+            down_proj: linear_no_bias(hidden, width, vb.pp("down_proj"))?,
             layer: vb.prefix().to_owned(),
         })
     }
 
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+    pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let _layer = x.enter(&self.layer);
         self.down_proj.forward(&self.gate_proj.forward(x)?.swiglu(&self.up_proj.forward(x)?)?)
     }

@@ -30,6 +30,21 @@ pub(crate) fn sum2(a: &[f32], b: &[f32], f: impl Fn(f32, f32) -> f32) -> f32 {
     fold(lanes, |a, b| a + b) + tail
 }
 
+/// Σ f(a, b, c).
+#[inline(always)]
+pub(crate) fn sum3(a: &[f32], b: &[f32], c: &[f32], f: impl Fn(f32, f32, f32) -> f32) -> f32 {
+    let mut lanes = [0.0; LANES];
+    let (a_chunks, b_chunks, c_chunks) = (a.chunks_exact(LANES), b.chunks_exact(LANES), c.chunks_exact(LANES));
+    let tails = a_chunks.remainder().iter().zip(b_chunks.remainder()).zip(c_chunks.remainder());
+    let tail: f32 = tails.map(|((&a, &b), &c)| f(a, b, c)).sum();
+    for ((a, b), c) in a_chunks.zip(b_chunks).zip(c_chunks) {
+        for (((lane, &a), &b), &c) in lanes.iter_mut().zip(a).zip(b).zip(c) {
+            *lane += f(a, b, c);
+        }
+    }
+    fold(lanes, |a, b| a + b) + tail
+}
+
 /// The greatest element; −∞ of none.
 #[inline(always)]
 pub(crate) fn max(x: &[f32]) -> f32 {

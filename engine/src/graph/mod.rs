@@ -21,6 +21,7 @@ use crate::error::{Error, Result};
 use crate::nn::Init;
 use crate::op::Op;
 use crate::ops::Contiguous;
+use crate::optim::Optimizer;
 
 /// The types that operations compute in, each in one of them throughout: sums and statistics that need it are f32 in any
 /// case. The CPU has kernels for f32; a step in bf16 can be planned.
@@ -179,7 +180,11 @@ pub struct Graph {
     layers: Vec<Arc<str>>,
     phase: Option<Phase>,
     place: Place,
-    dropouts: u64,
+    random_places: u64,
+    /// How parameters change that the optimizer has no say in.
+    rules: HashMap<ValueId, Arc<dyn Optimizer>>,
+    /// What a training step shows of itself, beside the loss.
+    watched: Vec<(String, ValueId)>,
 }
 
 /// The graph behind its handles. A panic elsewhere leaves a graph that is short of nodes, not a broken one.
@@ -369,10 +374,30 @@ impl Graph {
         }
     }
 
-    /// A key for the next dropout: their order in the model, which no shape changes.
-    pub(crate) fn next_dropout(&mut self) -> u64 {
-        self.dropouts += 1;
-        self.dropouts
+    /// A key for the next operation that draws random numbers: their order in the model, which no shape changes.
+    pub(crate) fn next_random(&mut self) -> u64 {
+        self.random_places += 1;
+        self.random_places
+    }
+
+    /// Lets a parameter change by a rule of its own.
+    pub(crate) fn set_rule(&mut self, parameter: ValueId, rule: Arc<dyn Optimizer>) {
+        self.rules.insert(parameter, rule);
+    }
+
+    /// A parameter's own rule, if it has one.
+    pub fn rule(&self, parameter: ValueId) -> Option<&Arc<dyn Optimizer>> {
+        self.rules.get(&parameter)
+    }
+
+    /// Shows a value under a name.
+    pub(crate) fn watch(&mut self, name: &str, id: ValueId) {
+        self.watched.push((name.to_owned(), id));
+    }
+
+    /// The values that are shown, with their names, in the order in which they were recorded.
+    pub fn watched(&self) -> &[(String, ValueId)] {
+        &self.watched
     }
 
     /// The layer that nodes are put in from now on.

@@ -137,6 +137,17 @@ impl Tensor {
         Self::new(&self.graph, id)
     }
 
+    /// Shows the value to whoever trains, as a figure of each step ([`Trainer::watched`](crate::Trainer::watched)): summed over
+    /// the micro-batches and data ranks. Costs its bytes until the next step.
+    pub fn watch(&self, name: &str) {
+        lock(&self.graph).watch(name, self.id);
+    }
+
+    /// A key for numbers that are drawn here.
+    pub(crate) fn next_random(&self) -> u64 {
+        lock(&self.graph).next_random()
+    }
+
     pub(crate) fn set_phase(&self, phase: Phase) {
         lock(&self.graph).set_phase(phase);
     }
@@ -298,7 +309,7 @@ impl Tensor {
         if p == 0.0 {
             return Ok(self.clone());
         }
-        let key = lock(&self.graph).next_dropout();
+        let key = self.next_random();
         self.apply1(ops::Dropout { p, key })
     }
 
@@ -426,6 +437,14 @@ impl Tensor {
     /// When the type is not one of [`FLOATS`](crate::graph::FLOATS).
     pub fn mean_all(&self) -> Result<Self> {
         self.apply1(ops::ScaledSum { scale: 1.0 / self.elem_count().max(1) as f64 })
+    }
+
+    /// ln Σ eˣ over the last dimension, which is removed.
+    ///
+    /// # Errors
+    /// When the rank is 0.
+    pub fn log_sum_exp(&self) -> Result<Self> {
+        self.apply1(ops::LogSumExp)
     }
 
     /// Softmax over the last dimension.

@@ -7,6 +7,7 @@ use candle_core::{DType, Shape};
 use super::Init;
 use crate::error::Result;
 use crate::graph::{Graph, Spec, Tensor, lock};
+use crate::optim::Optimizer;
 
 /// Declares parameters under a path, as candle's does: `vb.pp("h").pp(3).get((4, 4), "weight")` is `h.3.weight`.
 #[derive(Debug, Clone)]
@@ -53,6 +54,23 @@ impl VarBuilder {
         let spec = Spec { shape: shape.into(), dtype: self.dtype };
         let id = lock(&self.graph).add_persistent(&self.full(name), spec, init)?;
         Ok(Tensor::new(&self.graph, id))
+    }
+
+    /// A parameter that changes by a rule of its own, whatever the optimizer is: what its operation sends as a gradient need
+    /// not be one, and has no part in the norm of all gradients.
+    ///
+    /// # Errors
+    /// When the name was used with another shape.
+    pub fn get_with_rule(
+        &self,
+        shape: impl Into<Shape>,
+        name: &str,
+        init: Init,
+        rule: impl Into<Arc<dyn Optimizer>>,
+    ) -> Result<Tensor> {
+        let tensor = self.get_with_hints(shape, name, init)?;
+        lock(&self.graph).set_rule(tensor.id(), rule.into());
+        Ok(tensor)
     }
 
     fn full(&self, name: &str) -> String {

@@ -10,6 +10,7 @@ mod contiguous;
 mod cross_entropy;
 mod dropout;
 mod embedding;
+mod experts;
 mod layer_norm;
 mod linear;
 mod linear_cross_entropy;
@@ -36,6 +37,10 @@ pub use contiguous::Contiguous;
 pub use cross_entropy::CrossEntropy;
 pub use dropout::Dropout;
 pub use embedding::Embedding;
+pub use experts::{
+    Chooses, Combine, Dispatch, Drop, ExpertGroups, ExpertLoad, GroupedLinear, Jitter, LogSumExp, NONE, Route,
+    RoutedSwiGlu, TopK, Unplaced,
+};
 pub use layer_norm::LayerNorm;
 pub use linear::Linear;
 pub use linear_cross_entropy::LinearCrossEntropy;

@@ -5,6 +5,7 @@ mod adamw8bit;
 mod eight_bit;
 mod galore;
 mod global_norm;
+mod load_bias;
 mod subspace;
 #[cfg(test)]
 mod tests;
@@ -13,6 +14,7 @@ pub use adamw::AdamW;
 pub use adamw8bit::AdamW8bit;
 pub use galore::GaLore;
 pub use global_norm::{GlobalNorm, SquaredNorms};
+pub use load_bias::LoadBias;
 
 use std::sync::Arc;
 
@@ -119,4 +121,4 @@ macro_rules! into_shared {
         })+
     };
 }
-into_shared!(AdamW, AdamW8bit, GaLore);
+into_shared!(AdamW, AdamW8bit, GaLore, LoadBias);

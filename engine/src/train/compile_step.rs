@@ -29,11 +29,18 @@ pub(super) struct CompiledStep {
     pub parameters: u64,
     pub vocabulary: usize,
     pub kept: Kept,
+    /// Names of what the step shows beside the loss.
+    pub watched: Vec<String>,
 }
 
 /// The name under which a gradient can be read.
 pub(super) fn gradient_output(parameter: &str) -> String {
     format!("gradient of {parameter}")
+}
+
+/// The name under which a watched value can be read.
+pub(super) fn watched_output(name: &str) -> String {
+    format!("watched {name}")
 }
 
 pub(super) fn compile_step<M: Model>(
@@ -62,7 +69,7 @@ pub(super) fn compile_step<M: Model>(
         expect_same_parameters(&programs)?;
     }
     let executable = compile(&programs, &CompileOptions::within(options.recompute.capacity()))?;
-    Ok(CompiledStep { executable, parameters: step.parameters, vocabulary, kept: step.kept })
+    Ok(CompiledStep { executable, parameters: step.parameters, vocabulary, kept: step.kept, watched: step.watched })
 }
 
 /// What only a later program reads would not follow the training.
@@ -92,6 +99,8 @@ pub(super) struct TrainStep<M> {
     /// Which stages read each parameter.
     pub stages: ParameterStages,
     pub kept: Kept,
+    /// Names of what it shows beside the loss.
+    pub watched: Vec<String>,
 }
 
 impl<M: Model> TrainStep<M> {
@@ -122,7 +131,8 @@ impl<M: Model> TrainStep<M> {
             let gradient = total.reshape(parameter.dims().to_vec())?;
             parameters.push(Parameter { name, tensor: parameter, gradient, owner });
         }
-        let count = parameters.iter().map(|p| p.tensor.elem_count() as u64).sum();
+        let trained = |p: &&Parameter| trace.lock().rule(p.tensor.id()).is_none();
+        let count = parameters.iter().filter(trained).map(|p| p.tensor.elem_count() as u64).sum();
 
         let update = Update {
             trace: &trace,
@@ -132,6 +142,10 @@ impl<M: Model> TrainStep<M> {
         };
         let mean_loss = update.mean_loss(&loss, share)?;
         let mut outputs = vec![Output::everywhere("loss", mean_loss.id())];
+        let watched = trace.lock().watched().to_vec();
+        for (name, id) in &watched {
+            outputs.push(Output::everywhere(watched_output(name), update.total(&trace.tensor(*id))?.id()));
+        }
         if options.keep_gradients {
             outputs.extend(parameters.iter().map(|p| Output::local(gradient_output(&p.name), p.gradient.id())));
         }
@@ -146,7 +160,8 @@ impl<M: Model> TrainStep<M> {
                 }
             }
         }
-        Ok(Self { trace, outputs, roles, parameters: count, stages, kept })
+        let watched = watched.into_iter().map(|(name, _)| name).collect();
+        Ok(Self { trace, outputs, roles, parameters: count, stages, kept, watched })
     }
 
     /// The program of one rank. A budget is for it and `others` in one arena.

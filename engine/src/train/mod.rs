@@ -75,6 +75,8 @@ pub struct Trainer {
     vocabulary: usize,
     /// What the ranks keep between steps.
     kept: Kept,
+    /// Names of what a step shows beside the loss.
+    watched: Vec<String>,
     /// Which of the ranks this is.
     at: Coordinate,
     step: u64,
@@ -167,6 +169,7 @@ impl Trainer {
             parameters: compiled.parameters,
             vocabulary: compiled.vocabulary,
             kept: compiled.kept,
+            watched: compiled.watched,
             at: plan.at,
             step: 0,
             world: None,
@@ -324,6 +327,20 @@ impl Trainer {
     /// When gradients are not kept or there is no such parameter.
     pub fn gradient(&self, name: &str) -> Result<candle_core::Tensor> {
         self.executor.output(self.programs.train, &compile_step::gradient_output(name))
+    }
+
+    /// What the model shows of the last step under this name ([`Tensor::watch`]): a candle tensor over the arena's own bytes, valid
+    /// until the next run.
+    ///
+    /// # Errors
+    /// When nothing is watched under that name.
+    pub fn watched(&self, name: &str) -> Result<candle_core::Tensor> {
+        self.executor.output(self.programs.train, &compile_step::watched_output(name))
+    }
+
+    /// What the model shows of each step, in the order in which it was built.
+    pub fn watched_names(&self) -> impl Iterator<Item = &str> {
+        self.watched.iter().map(String::as_str)
     }
 
     /// Names of the parameters, in the order in which the model declared them.

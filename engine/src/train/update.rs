@@ -6,6 +6,7 @@
 //! small to be worth it, are summed and updated whole by all.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::sync::Arc;
 
 use candle_core::DType;
 use gapless_alloc::Role;
@@ -46,6 +47,8 @@ struct Target<'a> {
     of: Updated<'a>,
     gradient: Tensor,
     sharded: bool,
+    /// Its own rule, in the optimizer's place.
+    rule: Option<Arc<dyn Optimizer>>,
 }
 
 /// Roles of the states that an update declares.
@@ -79,6 +82,14 @@ impl<M: Model> Update<'_, M> {
         if self.ranks == 1 { Ok(mean) } else { self.all_reduce(&mean) }
     }
 
+    /// What a value of every micro-batch is in all, for whoever trains.
+    pub fn total(&self, value: &Tensor) -> Result<Tensor> {
+        let place = self.trace.lock().place_of(value.id()).unwrap_or_default();
+        self.place(place);
+        let [total] = Tensor::apply_op(Contiguous, &[value])?;
+        if self.ranks == 1 { Ok(total) } else { self.all_reduce(&total) }
+    }
+
     /// Records the update of all parameters.
     pub fn record(&self, parameters: &[Parameter], loss: &Tensor, optimizer: &dyn Optimizer) -> Result<Recorded> {
         let looked_up = self.trace.looked_up();
@@ -94,6 +105,7 @@ impl<M: Model> Update<'_, M> {
             let Parameter { name, tensor: whole, .. } = target.parameter;
             kept.shapes.insert(name.clone(), whole.dims().to_vec());
             let mut states = Vec::new();
+            let optimizer = target.rule.as_deref().unwrap_or(optimizer);
             for State { name: kind, spec, init } in optimizer.states(&target.of) {
                 let state = format!("{kind}/{name}");
                 if ![target.of.dtype, DType::F32, DType::U8].contains(&spec.dtype) {
@@ -135,6 +147,8 @@ impl<M: Model> Update<'_, M> {
         let Parameter { name, tensor, gradient, .. } = parameter;
         let of =
             Updated { name, dims: tensor.dims(), dtype: tensor.dtype(), looked_up: looked_up.contains(&tensor.id()) };
+        let rule = self.trace.lock().rule(tensor.id()).cloned();
+        let optimizer = rule.as_deref().unwrap_or(optimizer);
         let divides = |grain: usize| of.elements().is_multiple_of(self.ranks.saturating_mul(grain));
         let sharded =
             self.ranks > 1 && optimizer.grain(&of).is_some_and(divides) && of.elements() / self.ranks >= SMALLEST_PART;
@@ -150,13 +164,13 @@ impl<M: Model> Update<'_, M> {
                 part
             }
         };
-        Ok(Target { parameter, of, gradient, sharded })
+        Ok(Target { parameter, of, gradient, sharded, rule })
     }
 
-    /// The norm of all gradients: each stage squares its own, and everyone adds up.
+    /// The norm of all gradients: each stage squares its own, and everyone adds up. What changes by a rule of its own has none.
     fn norm(&self, targets: &[Target<'_>], loss: &Tensor) -> Result<Tensor> {
         let mut groups: BTreeMap<(StageId, bool, usize), Vec<&Tensor>> = BTreeMap::new();
-        for (index, target) in targets.iter().enumerate() {
+        for (index, target) in targets.iter().enumerate().filter(|(_, target)| target.rule.is_none()) {
             // A gradient that is let go of is squared by itself.
             let group = if self.release { index } else { 0 };
             groups.entry((target.parameter.owner, target.sharded, group)).or_default().push(&target.gradient);

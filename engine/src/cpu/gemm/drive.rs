@@ -7,9 +7,7 @@ use std::ops::Range;
 
 use super::kernel::{Kernels, Layout, Tile};
 use super::pack::{self, Source};
-use super::place::{
-    BLOCK_COLUMNS, BLOCK_K, BLOCK_ROWS, CHUNK_COLUMNS, PackedA, PackedB, Packing, layout_of, packs_together,
-};
+use super::place::{BLOCK_COLUMNS, BLOCK_K, BLOCK_ROWS, CHUNK_COLUMNS, PackedA, PackedB, Packing, layout_of};
 use super::{Gemm, Mode, RawEpilogue};
 use crate::cpu::scratch::Scratch;
 use crate::cpu::tasks::{for_each, slot};
@@ -67,10 +65,11 @@ impl Operands<'_> {
 }
 
 /// # Safety
-/// As [`Gemm::run_raw`].
+/// As [`Gemm::run_raw`]; the scratch has the pieces of `packing`, which is for this product or a larger one.
 #[expect(clippy::too_many_arguments, reason = "the operands of a product")]
 pub(super) unsafe fn run(
     job: &Gemm,
+    packing: Packing,
     kernels: &Kernels,
     a: *const f32,
     b: *const f32,
@@ -84,11 +83,10 @@ pub(super) unsafe fn run(
     if job.m == 0 || job.n == 0 || job.batch.count == 0 || (job.k == 0 && accumulate && nothing_to_add) {
         return;
     }
-    let packing = Packing::new(job, rayon::current_num_threads());
     let operands = Operands { a, b, c, accumulate, epilogue, scratch, packing };
     // SAFETY: the caller's promise.
     unsafe {
-        if packs_together(job) {
+        if packing.together {
             run_together(job, kernels, operands);
         } else {
             run_privately(job, kernels, operands);

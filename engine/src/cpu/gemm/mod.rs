@@ -25,7 +25,7 @@ pub(crate) mod tests;
 
 use self::kernel::Kernels;
 use self::place::Packing;
-use crate::cpu::scratch::Scratch;
+use crate::cpu::scratch::{Scratch, for_each_of};
 use crate::cpu::simd::Level;
 
 pub use self::place::BLOCK_K;
@@ -162,6 +162,16 @@ pub enum GemmError {
         /// Distance between matrices.
         batch_c: usize,
     },
+    /// A product larger than the one whose scratch it shall do with.
+    #[error("a {m}×{n}×{k} product is not within the one that scratch was made for; make scratch for the largest")]
+    NotWithin {
+        /// Rows of the product.
+        m: usize,
+        /// Columns of the product.
+        n: usize,
+        /// Inner length of the product.
+        k: usize,
+    },
     /// A segment of zero elements.
     #[error("k_segment is 0; give its length, or usize::MAX for a single segment")]
     EmptySegment,
@@ -191,6 +201,11 @@ impl Gemm {
     /// Bytes of each piece of scratch that [`Gemm::run`] needs in a pool of `threads` threads.
     pub fn scratch(&self, threads: usize) -> Vec<u64> {
         Packing::new(self, threads).bytes().collect()
+    }
+
+    /// [`Gemm::scratch`] for [`Gemm::run_within`] this product.
+    pub fn scratch_within(&self, threads: usize) -> Vec<u64> {
+        for_each_of(Packing::all_within(self, threads).map(|packing| packing.bytes().collect()))
     }
 
     /// Multiplies on all threads of the current rayon pool.
@@ -225,7 +240,47 @@ impl Gemm {
         epilogue: Epilogue,
         scratch: &mut Scratch<'_>,
     ) -> Result<(), GemmError> {
-        self.check(a, b, c, epilogue, scratch)?;
+        let packing = Packing::new(self, rayon::current_num_threads());
+        self.run_packed(packing, level, a, b, c, mode, epilogue, scratch)
+    }
+
+    /// [`Gemm::run`] with the scratch of a product whose extents are known before these are: `most` has at least as many
+    /// rows, columns and k, the same strides, and one matrix.
+    ///
+    /// # Errors
+    /// As [`Gemm::run`], for [`Gemm::scratch_within`] of `most`; when this is larger than `most`.
+    #[expect(clippy::too_many_arguments, reason = "the operands of a product")]
+    pub fn run_within(
+        &self,
+        most: &Self,
+        a: &[f32],
+        b: &[f32],
+        c: &mut [f32],
+        mode: Mode,
+        epilogue: Epilogue,
+        scratch: &mut Scratch<'_>,
+    ) -> Result<(), GemmError> {
+        let fits = self.m <= most.m && self.n <= most.n && self.k <= most.k;
+        if !fits || (self.a, self.b, self.batch) != (most.a, most.b, Batch::ONE) {
+            return Err(GemmError::NotWithin { m: self.m, n: self.n, k: self.k });
+        }
+        let packing = Packing::within(most, self.m, rayon::current_num_threads());
+        self.run_packed(packing, Level::best(), a, b, c, mode, epilogue, scratch)
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the operands of a product")]
+    fn run_packed(
+        &self,
+        packing: Packing,
+        level: Level,
+        a: &[f32],
+        b: &[f32],
+        c: &mut [f32],
+        mode: Mode,
+        epilogue: Epilogue,
+        scratch: &mut Scratch<'_>,
+    ) -> Result<(), GemmError> {
+        self.check(packing, a, b, c, epilogue, scratch)?;
         let raw = RawEpilogue {
             bias: epilogue.bias.map_or(std::ptr::null(), <[f32]>::as_ptr),
             residual: epilogue.residual.map_or(std::ptr::null(), <[f32]>::as_ptr),
@@ -233,7 +288,7 @@ impl Gemm {
         // SAFETY: `check` has compared every extent with its slice; C and the scratch are borrowed exclusively.
         unsafe {
             let kernels = Kernels::of(level);
-            drive::run(self, kernels, a.as_ptr(), b.as_ptr(), c.as_mut_ptr(), mode, raw, scratch);
+            drive::run(self, packing, kernels, a.as_ptr(), b.as_ptr(), c.as_mut_ptr(), mode, raw, scratch);
         }
         Ok(())
     }
@@ -254,10 +309,21 @@ impl Gemm {
         scratch: &mut Scratch<'_>,
     ) {
         // SAFETY: the caller's promise.
-        unsafe { drive::run(self, Kernels::of(Level::best()), a, b, c, mode, epilogue, scratch) }
+        unsafe {
+            let packing = Packing::new(self, rayon::current_num_threads());
+            drive::run(self, packing, Kernels::of(Level::best()), a, b, c, mode, epilogue, scratch);
+        }
     }
 
-    fn check(&self, a: &[f32], b: &[f32], c: &[f32], epilogue: Epilogue, scratch: &Scratch) -> Result<(), GemmError> {
+    fn check(
+        &self,
+        packing: Packing,
+        a: &[f32],
+        b: &[f32],
+        c: &[f32],
+        epilogue: Epilogue,
+        scratch: &Scratch,
+    ) -> Result<(), GemmError> {
         let &Self { m, n, k, c_row, batch, .. } = self;
         if self.k_segment == 0 {
             return Err(GemmError::EmptySegment);
@@ -278,7 +344,6 @@ impl Gemm {
                 return Err(GemmError::TooShort { operand, m, n, k, needed, given });
             }
         }
-        let packing = Packing::new(self, rayon::current_num_threads());
         if let Some((needed, given)) = scratch.too_short(packing.bytes()) {
             return Err(GemmError::TooShort { operand: "scratch", m, n, k, needed, given });
         }

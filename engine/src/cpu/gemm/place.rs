@@ -25,11 +25,6 @@ const FEW_ROWS: usize = 64;
 const _: () = assert!(BLOCK_K <= ROW_STRIDE && BLOCK_ROWS.is_multiple_of(PART_ROWS));
 const _: () = assert!(BLOCK_COLUMNS.is_multiple_of(PART_COLUMNS) && CHUNK_COLUMNS.is_multiple_of(PART_COLUMNS));
 
-/// Whether B is packed once, by all threads together.
-pub(super) fn packs_together(job: &Gemm) -> bool {
-    job.batch.count == 1 && job.m > FEW_ROWS
-}
-
 /// Where the packed operands of a job lie in its scratch: no more than the job has, as small models are mostly scratch
 /// otherwise, and in parts, so that a small model's scratch fits between its tensors.
 #[derive(Debug, Clone, Copy)]
@@ -42,6 +37,8 @@ pub(super) struct Packing {
     b_parts: usize,
     /// Most k of B that are packed at once.
     pub depth: usize,
+    /// Whether B is packed once, by all threads together.
+    pub together: bool,
 }
 
 impl Packing {
@@ -53,7 +50,8 @@ impl Packing {
             Layout::Columns => BLOCK_K.min(k) * COLUMN_STRIDE,
             _ => PART_ROWS.min(job.m) * ROW_STRIDE,
         };
-        let (columns, longest, sharing) = match packs_together(job) {
+        let together = job.batch.count == 1 && job.m > FEW_ROWS;
+        let (columns, longest, sharing) = match together {
             true => (CHUNK_COLUMNS, CHUNK_LEN, 1),
             false => (BLOCK_COLUMNS, 0, threads),
         };
@@ -61,7 +59,18 @@ impl Packing {
         let depth = k.min(BLOCK_K.max(longest / (b_parts * PART_COLUMNS).max(1)));
         let a = Parts::new(0, threads * a_parts, a_len);
         let b = Parts::new(a.end(), sharing * b_parts, PART_COLUMNS * depth);
-        Self { a, b, a_parts, b_parts, depth }
+        Self { a, b, a_parts, b_parts, depth, together }
+    }
+
+    /// The packing of a product of `m` rows in scratch that is for up to `most`: with few rows, that of few.
+    pub fn within(most: &Gemm, m: usize, threads: usize) -> Self {
+        let bound = if m <= FEW_ROWS { FEW_ROWS.min(most.m) } else { most.m };
+        Self::new(&Gemm { m: bound, ..*most }, threads)
+    }
+
+    /// Every packing that [`Self::within`] chooses among.
+    pub fn all_within(most: &Gemm, threads: usize) -> [Self; 2] {
+        [FEW_ROWS, usize::MAX].map(|m| Self::within(most, m, threads))
     }
 
     /// Bytes of each piece of scratch.

@@ -1,0 +1,159 @@
+//! Layers of experts against their judges: every way of routing, forward and backward.
+
+use gapless_engine::nn::{Capacity, Choice, RouterConfig, Score};
+use gapless_engine::ops::{
+    Chooses, Combine, Dispatch, Drop, ExpertGroups, ExpertLoad, GroupedLinear, Jitter, Route, RoutedSwiGlu, TopK,
+    Unplaced,
+};
+use gapless_engine::{Result, Tensor, gradient_check};
+
+/// Central differences in f64 are good to about 1e-9; f32 kernels to some multiples of 2⁻²⁴ = 6e-8.
+const FINITE_DIFFERENCE: f64 = 1e-6;
+const KERNEL: f64 = 1e-5;
+
+fn check(shapes: &[&[usize]], ids: &[(&[usize], &[u32])], f: impl Fn(&[Tensor], &[Tensor]) -> Result<Tensor>) {
+    let error = gradient_check(shapes, ids, f).unwrap();
+    assert!(error.finite_difference <= FINITE_DIFFERENCE, "{error:?}");
+    assert!(error.kernel <= KERNEL, "{error:?}");
+}
+
+const TOKENS: usize = 7;
+const EXPERTS: usize = 4;
+
+/// Two sequences of seven tokens with two choices each; nobody chooses expert 2.
+const IDS: [u32; 28] = [0, 1, 3, 0, 1, 3, 1, 0, 0, 3, 3, 1, 1, 0, 3, 1, 3, 0, 0, 1, 1, 3, 3, 0, 1, 0, 0, 3];
+const IDS_DIMS: &[usize] = &[2, TOKENS, 2];
+
+fn route(ids: &Tensor, capacity: Option<(usize, Drop)>, weights: Option<&Tensor>) -> Result<[Tensor; 3]> {
+    let inputs: Vec<&Tensor> = [ids].into_iter().chain(weights).collect();
+    Tensor::apply_op(Route { experts: EXPERTS, chooses: Chooses::Tokens, capacity }, &inputs)
+}
+
+#[test]
+fn rows_to_experts_and_back() {
+    for capacity in [None, Some((2, Drop::Last)), Some((100, Drop::Last)), Some((1, Drop::Last))] {
+        check(&[&[2, TOKENS, 5]], &[(IDS_DIMS, &IDS)], |x, ids| {
+            let [places, slots, _] = route(&ids[0], capacity, None)?;
+            let [rows] = Tensor::apply_op(Dispatch, &[&x[0], &places, &slots])?;
+            let [y] = Tensor::apply_op(Combine, &[&rows.sqr()?, &places, &slots])?;
+            Ok(y)
+        });
+    }
+}
+
+#[test]
+fn products_by_expert() {
+    // Widths below, at and above those of the kernels' tiles; rows of few and of many.
+    for (width, out) in [(5, 3), (33, 17)] {
+        for capacity in [None, Some((3, Drop::Last))] {
+            check(&[&[2, TOKENS, width], &[EXPERTS, out, width]], &[(IDS_DIMS, &IDS)], |x, ids| {
+                let [places, slots, starts] = route(&ids[0], capacity, None)?;
+                let [rows] = Tensor::apply_op(Dispatch, &[&x[0], &places, &slots])?;
+                let [y] = Tensor::apply_op(GroupedLinear, &[&rows, &x[1], &starts])?;
+                let [y] = Tensor::apply_op(Combine, &[&y, &places, &slots])?;
+                Ok(y)
+            });
+        }
+    }
+}
+
+#[test]
+fn all_rows_to_one_expert() {
+    let ids = [3; 150];
+    check(&[&[150, 6], &[EXPERTS, 9, 6]], &[(&[150, 1], &ids)], |x, ids| {
+        let [places, slots, starts] = route(&ids[0], None, None)?;
+        let [rows] = Tensor::apply_op(Dispatch, &[&x[0], &places, &slots])?;
+        let [y] = Tensor::apply_op(GroupedLinear, &[&rows, &x[1], &starts])?;
+        let [y] = Tensor::apply_op(Combine, &[&y, &places, &slots])?;
+        Ok(y)
+    });
+}
+
+#[test]
+fn the_weighted_unit() {
+    for capacity in [None, Some((2, Drop::Last)), Some((2, Drop::Lightest))] {
+        check(&[&[2, TOKENS, 5], &[2, TOKENS, 5], &[2, TOKENS, 2]], &[(IDS_DIMS, &IDS)], |x, ids| {
+            let lightest = matches!(capacity, Some((_, Drop::Lightest)));
+            let [places, slots, _] = route(&ids[0], capacity, lightest.then_some(&x[2]))?;
+            let [gate] = Tensor::apply_op(Dispatch, &[&x[0], &places, &slots])?;
+            let [up] = Tensor::apply_op(Dispatch, &[&x[1], &places, &slots])?;
+            let [y] = Tensor::apply_op(RoutedSwiGlu, &[&gate, &up, &x[2], &places, &slots])?;
+            let [y] = Tensor::apply_op(Combine, &[&y, &places, &slots])?;
+            Ok(y)
+        });
+    }
+}
+
+#[test]
+fn the_best_experts() {
+    let groups = |count, limit| Some(ExpertGroups { count, limit });
+    for (k, groups) in [(1, None), (3, None), (8, None), (3, groups(4, 2)), (2, groups(8, 5)), (2, groups(1, 1))] {
+        check(&[&[2, 5, 8]], &[], |x, _| {
+            let [values, _] = Tensor::apply_op(TopK { k, groups }, &[&x[0]])?;
+            values.sqr()
+        });
+    }
+}
+
+#[test]
+fn experts_that_choose() {
+    for most in [1, 3, TOKENS] {
+        check(&[&[2, TOKENS, EXPERTS], &[2, TOKENS, 5], &[EXPERTS, 6, 5]], &[], |x, _| {
+            let route = Route { experts: EXPERTS, chooses: Chooses::Experts, capacity: Some((most, Drop::Lightest)) };
+            let [places, slots, starts] = Tensor::apply_op(route, &[&x[0]])?;
+            let [rows] = Tensor::apply_op(Dispatch, &[&x[1], &places, &slots])?;
+            let [rows] = Tensor::apply_op(GroupedLinear, &[&rows, &x[2], &starts])?;
+            let [rows] = Tensor::apply_op(RoutedSwiGlu, &[&rows, &rows, &x[0], &places, &slots])?;
+            let [y] = Tensor::apply_op(Combine, &[&rows, &places, &slots])?;
+            Ok(y)
+        });
+    }
+}
+
+#[test]
+fn losses_and_noise() {
+    check(&[&[2, 5, 8]], &[], |x, _| x[0].log_sum_exp()?.sqr()?.mean_all());
+    check(&[&[3, 40]], &[], |x, _| Jitter::apply(&x[0], 0.3)?.sqr());
+    check(&[&[2, TOKENS, EXPERTS]], &[(IDS_DIMS, &IDS)], |x, ids| {
+        let [load] = Tensor::apply_op(ExpertLoad { experts: EXPERTS, by_sequence: true }, &[&ids[0]])?;
+        x[0].softmax_last_dim()?.sum(1)?.mul(&load)?.sum_all()
+    });
+    for whole_tokens in [false, true] {
+        check(&[&[2, TOKENS, 2]], &[(IDS_DIMS, &IDS)], |x, ids| {
+            let [places, ..] = route(&ids[0], Some((1, Drop::Last)), None)?;
+            let [count] = Tensor::apply_op(Unplaced { whole_tokens }, &[&places])?;
+            x[0].sum_all()?.mul(&count)
+        });
+    }
+}
+
+/// Whole routers, whose parameters the finite differences move.
+#[test]
+fn routers() {
+    let capacity = |factor, drop| Some(Capacity { factor, drop });
+    let base = RouterConfig { experts: 8, top_k: 2, ..RouterConfig::default() };
+    let configs = [
+        base.clone(),
+        RouterConfig { renormalise: false, balance_loss: 0.5, z_loss: 0.1, ..base.clone() },
+        RouterConfig { top_k: 1, renormalise: false, jitter: 0.2, capacity: capacity(1.0, Drop::Last), ..base.clone() },
+        RouterConfig { capacity: capacity(0.75, Drop::Lightest), ..base.clone() },
+        RouterConfig {
+            score: Score::Sigmoid,
+            scale: 2.5,
+            groups: Some(ExpertGroups { count: 4, limit: 2 }),
+            balance_loss: 0.5,
+            ..base.clone()
+        },
+        RouterConfig { choice: Choice::Experts, capacity: capacity(1.0, Drop::Lightest), balance_loss: 0.0, ..base },
+    ];
+    for config in configs {
+        let shapes: [&[usize]; 5] = [&[2, 6, 5], &[8, 5], &[8, 4, 5], &[8, 4, 5], &[8, 5, 4]];
+        check(&shapes, &[], |x, _| {
+            let routing = config.route(&x[0], &x[1], None, true)?;
+            let rows = routing.dispatch(&x[0])?;
+            let rows = routing.swiglu(&routing.linear(&rows, &x[2])?, &routing.linear(&rows, &x[3])?)?;
+            let y = routing.combine(&routing.linear(&rows, &x[4])?)?.sqr()?.sum_all()?;
+            routing.loss().map_or(Ok(y.clone()), |loss| y.add(loss))
+        });
+    }
+}

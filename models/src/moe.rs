@@ -1,0 +1,285 @@
+//! Llama with experts: Mixtral (Jiang et al., arXiv 2401.04088), Qwen-MoE (arXiv 2407.10671, section 2.2.2) and DeepSeek's
+//! (arXiv 2401.06066, 2412.19437) way of routing, by configuration.
+
+use gapless_engine::nn::{
+    Capacity, Choice, Embedding, Experts, Linear, Module, RmsNorm, Router, RouterConfig, Score, VarBuilder, embedding,
+    linear_no_bias, rms_norm,
+};
+use gapless_engine::ops::{Drop, ExpertGroups};
+use gapless_engine::{Error, Model, Result, Tensor};
+use serde::{Deserialize, Serialize};
+
+use crate::llama::{Attention, LlamaConfig, Mlp};
+
+/// Extents of a [`Moe`].
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct MoeConfig {
+    /// What it has of a [`Llama`](crate::Llama); `hidden` is that of its dense layers.
+    pub llama: LlamaConfig,
+    /// How tokens find experts.
+    pub router: RouterConfig,
+    /// Width inside each expert.
+    pub expert_hidden: usize,
+    /// Width inside the expert that every token passes through; 0 for none.
+    pub shared_hidden: usize,
+    /// Whether the shared expert's output is weighted by a sigmoid of its own (Qwen2-MoE).
+    pub shared_gate: bool,
+    /// The first layers, which have no experts.
+    pub dense_layers: usize,
+}
+
+impl Default for MoeConfig {
+    /// Mixtral 8x7B.
+    fn default() -> Self {
+        let llama = LlamaConfig { vocabulary: 32_000, rope_theta: 1e6, ..LlamaConfig::default() };
+        Self {
+            llama,
+            router: RouterConfig::default(),
+            expert_hidden: 14_336,
+            shared_hidden: 0,
+            shared_gate: false,
+            dense_layers: 0,
+        }
+    }
+}
+
+/// Ways of routing that have a name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MoeStyle {
+    /// One expert per token, with a capacity, jitter and a z-loss (arXiv 2101.03961, 2202.08906).
+    Switch,
+    /// Two of eight, weights that sum to 1.
+    Mixtral,
+    /// Many small experts, and one that all tokens share.
+    Qwen,
+    /// Sigmoids, groups, a bias instead of a loss, a shared expert, a dense first layer.
+    DeepSeek,
+    /// Experts choose tokens.
+    ExpertChoice,
+}
+
+impl MoeConfig {
+    /// A model of 4 layers and about 10 million parameters, of which a token uses a third: learns text on a CPU in minutes.
+    pub fn small(style: MoeStyle, vocabulary: usize) -> Self {
+        let llama = LlamaConfig {
+            vocabulary,
+            layers: 4,
+            heads: 4,
+            kv_heads: 2,
+            width: 192,
+            hidden: 512,
+            rope_theta: 10_000.0,
+            rms_norm_eps: 1e-5,
+        };
+        let mixtral = Self { llama, expert_hidden: 384, ..Self::default() };
+        let router = mixtral.router.clone();
+        let fine = |router| Self { router, expert_hidden: 96, shared_hidden: 192, ..mixtral.clone() };
+        match style {
+            MoeStyle::Mixtral => mixtral,
+            MoeStyle::Switch => {
+                let capacity = Some(Capacity { factor: 1.25, drop: Drop::Last });
+                let router = RouterConfig {
+                    top_k: 1,
+                    renormalise: false,
+                    capacity,
+                    jitter: 0.01,
+                    balance_loss: 0.01,
+                    z_loss: 0.001,
+                    ..router
+                };
+                Self { router, ..mixtral }
+            }
+            MoeStyle::ExpertChoice => {
+                let capacity = Some(Capacity { factor: 1.0, drop: Drop::Lightest });
+                let router = RouterConfig { choice: Choice::Experts, capacity, balance_loss: 0.0, ..router };
+                Self { router, ..mixtral }
+            }
+            MoeStyle::Qwen => {
+                let router = RouterConfig { experts: 32, top_k: 4, renormalise: false, balance_loss: 0.01, ..router };
+                Self { shared_gate: true, ..fine(router) }
+            }
+            MoeStyle::DeepSeek => {
+                let router = RouterConfig {
+                    experts: 32,
+                    top_k: 4,
+                    score: Score::Sigmoid,
+                    scale: 2.5,
+                    groups: Some(ExpertGroups { count: 4, limit: 2 }),
+                    bias_rate: 0.001,
+                    balance_loss: 0.0001,
+                    ..router
+                };
+                Self { dense_layers: 1, ..fine(router) }
+            }
+        }
+    }
+
+    /// Number of trained numbers.
+    pub fn parameters(&self) -> u64 {
+        self.count(self.router.experts)
+    }
+
+    /// How many of them work on each token.
+    pub fn active_parameters(&self) -> u64 {
+        self.count(self.router.top_k)
+    }
+
+    fn count(&self, experts: usize) -> u64 {
+        let (width, layers) = (self.llama.width as u64, self.llama.layers.saturating_sub(self.dense_layers) as u64);
+        let dense = 3 * width * self.llama.hidden as u64;
+        let shared = 3 * width * self.shared_hidden as u64 + if self.has_shared_gate() { width } else { 0 };
+        let router = width * self.router.experts as u64;
+        let experts = 3 * width * (experts * self.expert_hidden) as u64;
+        self.llama.parameters() - layers * dense + layers * (router + experts + shared)
+    }
+
+    fn has_shared_gate(&self) -> bool {
+        self.shared_gate && self.shared_hidden > 0
+    }
+}
+
+/// The model.
+#[derive(Debug, Clone)]
+pub struct Moe {
+    embed_tokens: Embedding,
+    blocks: Vec<Block>,
+    norm: RmsNorm,
+    lm_head: Linear,
+}
+
+impl Moe {
+    /// Declares the parameters.
+    ///
+    /// # Errors
+    /// When the heads do not divide the width, the key-value heads the heads, or the router's settings make no sense.
+    pub fn new(config: &MoeConfig, vb: VarBuilder) -> Result<Self> {
+        let LlamaConfig { vocabulary, width, layers, rms_norm_eps, .. } = config.llama;
+        if config.dense_layers > layers {
+            let why = format!("{} dense layers of {layers}", config.dense_layers);
+            return Err(Error::Config { what: "model", why, remedy: "choose at most all" });
+        }
+        let model = vb.pp("model");
+        let embed_tokens = embedding(vocabulary, width, model.pp("embed_tokens"))?;
+        let block = |i| Block::new(config, i < config.dense_layers, model.pp("layers").pp(i));
+        let blocks = (0..layers).map(block).collect::<Result<_>>()?;
+        let norm = rms_norm(width, rms_norm_eps, model.pp("norm"))?;
+        let lm_head = linear_no_bias(width, vocabulary, vb.pp("lm_head"))?;
+        Ok(Self { embed_tokens, blocks, norm, lm_head })
+    }
+
+    /// What the head reads, [batch, tokens, width], and what the routers add to the loss.
+    fn hidden(&self, tokens: &Tensor, train: bool) -> Result<(Tensor, Option<Tensor>)> {
+        let mut x = self.embed_tokens.forward(tokens)?;
+        let mut losses: Option<Tensor> = None;
+        for block in &self.blocks {
+            let (y, loss) = block.forward(&x, train)?;
+            x = y;
+            losses = match (losses, loss) {
+                (Some(sum), Some(loss)) => Some(sum.add(&loss)?),
+                (sum, loss) => sum.or(loss),
+            };
+        }
+        Ok((self.norm.forward(&x)?, losses))
+    }
+}
+
+impl Model for Moe {
+    fn forward(&self, tokens: &Tensor, train: bool) -> Result<Tensor> {
+        self.lm_head.forward(&self.hidden(tokens, train)?.0)
+    }
+
+    /// The mean over all tokens; while training, with what the routers add.
+    fn loss(&self, tokens: &Tensor, targets: &Tensor, train: bool) -> Result<Tensor> {
+        let (x, losses) = self.hidden(tokens, train)?;
+        let loss = self.lm_head.cross_entropy(&x, targets)?.mean_all()?;
+        losses.map_or(Ok(loss.clone()), |losses| loss.add(&losses))
+    }
+}
+
+#[derive(Debug, Clone)]
+struct Block {
+    input_layernorm: RmsNorm,
+    self_attn: Attention,
+    post_attention_layernorm: RmsNorm,
+    feed_forward: FeedForward,
+    layer: String,
+}
+
+#[derive(Debug, Clone)]
+enum FeedForward {
+    Dense(Mlp),
+    Sparse(Box<Sparse>),
+}
+
+impl Block {
+    fn new(config: &MoeConfig, dense: bool, vb: VarBuilder) -> Result<Self> {
+        let LlamaConfig { width, hidden, rms_norm_eps: eps, .. } = config.llama;
+        let feed_forward = match dense {
+            true => FeedForward::Dense(Mlp::new(width, hidden, vb.pp("mlp"))?),
+            false => FeedForward::Sparse(Box::new(Sparse::new(config, vb.pp("mlp"))?)),
+        };
+        Ok(Self {
+            input_layernorm: rms_norm(width, eps, vb.pp("input_layernorm"))?,
+            self_attn: Attention::new(&config.llama, vb.pp("self_attn"))?,
+            post_attention_layernorm: rms_norm(width, eps, vb.pp("post_attention_layernorm"))?,
+            feed_forward,
+            layer: vb.prefix().to_owned(),
+        })
+    }
+
+    fn forward(&self, x: &Tensor, train: bool) -> Result<(Tensor, Option<Tensor>)> {
+        let _layer = x.enter(&self.layer);
+        let x = (x + self.self_attn.forward(&self.input_layernorm.forward(x)?)?)?;
+        let normed = self.post_attention_layernorm.forward(&x)?;
+        let (y, loss) = match &self.feed_forward {
+            FeedForward::Dense(mlp) => (mlp.forward(&normed)?, None),
+            FeedForward::Sparse(sparse) => sparse.forward(&normed, train)?,
+        };
+        Ok(((&x + y)?, loss))
+    }
+}
+
+/// Routed experts, and one that is shared.
+#[derive(Debug, Clone)]
+struct Sparse {
+    gate: Router,
+    experts: Experts,
+    shared: Option<Mlp>,
+    shared_gate: Option<Linear>,
+    layer: String,
+}
+
+impl Sparse {
+    fn new(config: &MoeConfig, vb: VarBuilder) -> Result<Self> {
+        let width = config.llama.width;
+        let shared = match config.shared_hidden {
+            0 => None,
+            hidden => Some(Mlp::new(width, hidden, vb.pp("shared_expert"))?),
+        };
+        let shared_gate =
+            config.has_shared_gate().then(|| linear_no_bias(width, 1, vb.pp("shared_expert_gate"))).transpose()?;
+        Ok(Self {
+            gate: Router::new(&config.router, width, vb.pp("gate"))?,
+            experts: Experts::new(config.router.experts, width, config.expert_hidden, vb.pp("experts"))?,
+            shared,
+            shared_gate,
+            layer: vb.prefix().to_owned(),
+        })
+    }
+
+    fn forward(&self, x: &Tensor, train: bool) -> Result<(Tensor, Option<Tensor>)> {
+        let _layer = x.enter(&self.layer);
+        let routing = self.gate.forward(x, train)?;
+        let mut y = self.experts.forward(x, &routing)?;
+        if let Some(shared) = &self.shared {
+            let mut own = shared.forward(x)?;
+            if let Some(gate) = &self.shared_gate {
+                own = own.broadcast_mul(&gate.forward(x)?.sigmoid()?)?;
+            }
+            y = y.add(&own)?;
+        }
+        Ok((y, routing.loss().cloned()))
+    }
+}
