@@ -2,8 +2,8 @@
 
 use gapless_engine::nn::{Capacity, Choice, RouterConfig, Score};
 use gapless_engine::ops::{
-    Chooses, Combine, Dispatch, Drop, ExpertGroups, ExpertLoad, GroupedLinear, Jitter, Route, RoutedSwiGlu, TopK,
-    Unplaced,
+    Chooses, Combine, Dispatch, Drop, ExpertGroups, ExpertLoad, GroupedLinear, Jitter, Route, RoutedSwiGlu,
+    SlotWeights, TopK, Unplaced,
 };
 use gapless_engine::{Result, Tensor, gradient_check};
 
@@ -49,7 +49,7 @@ fn products_by_expert() {
             check(&[&[2, TOKENS, width], &[EXPERTS, out, width]], &[(IDS_DIMS, &IDS)], |x, ids| {
                 let [places, slots, starts] = route(&ids[0], capacity, None)?;
                 let [rows] = Tensor::apply_op(Dispatch, &[&x[0], &places, &slots])?;
-                let [y] = Tensor::apply_op(GroupedLinear, &[&rows, &x[1], &starts])?;
+                let [y] = Tensor::apply_op(GroupedLinear { sources: 1 }, &[&rows, &x[1], &starts])?;
                 let [y] = Tensor::apply_op(Combine, &[&y, &places, &slots])?;
                 Ok(y)
             });
@@ -63,7 +63,7 @@ fn all_rows_to_one_expert() {
     check(&[&[150, 6], &[EXPERTS, 9, 6]], &[(&[150, 1], &ids)], |x, ids| {
         let [places, slots, starts] = route(&ids[0], None, None)?;
         let [rows] = Tensor::apply_op(Dispatch, &[&x[0], &places, &slots])?;
-        let [y] = Tensor::apply_op(GroupedLinear, &[&rows, &x[1], &starts])?;
+        let [y] = Tensor::apply_op(GroupedLinear { sources: 1 }, &[&rows, &x[1], &starts])?;
         let [y] = Tensor::apply_op(Combine, &[&y, &places, &slots])?;
         Ok(y)
     });
@@ -74,10 +74,11 @@ fn the_weighted_unit() {
     for capacity in [None, Some((2, Drop::Last)), Some((2, Drop::Lightest))] {
         check(&[&[2, TOKENS, 5], &[2, TOKENS, 5], &[2, TOKENS, 2]], &[(IDS_DIMS, &IDS)], |x, ids| {
             let lightest = matches!(capacity, Some((_, Drop::Lightest)));
-            let [places, slots, _] = route(&ids[0], capacity, lightest.then_some(&x[2]))?;
+            let [places, slots, starts] = route(&ids[0], capacity, lightest.then_some(&x[2]))?;
             let [gate] = Tensor::apply_op(Dispatch, &[&x[0], &places, &slots])?;
             let [up] = Tensor::apply_op(Dispatch, &[&x[1], &places, &slots])?;
-            let [y] = Tensor::apply_op(RoutedSwiGlu, &[&gate, &up, &x[2], &places, &slots])?;
+            let [weights] = Tensor::apply_op(SlotWeights, &[&x[2], &places, &slots])?;
+            let [y] = Tensor::apply_op(RoutedSwiGlu, &[&gate, &up, &weights, &starts])?;
             let [y] = Tensor::apply_op(Combine, &[&y, &places, &slots])?;
             Ok(y)
         });
@@ -102,8 +103,9 @@ fn experts_that_choose() {
             let route = Route { experts: EXPERTS, chooses: Chooses::Experts, capacity: Some((most, Drop::Lightest)) };
             let [places, slots, starts] = Tensor::apply_op(route, &[&x[0]])?;
             let [rows] = Tensor::apply_op(Dispatch, &[&x[1], &places, &slots])?;
-            let [rows] = Tensor::apply_op(GroupedLinear, &[&rows, &x[2], &starts])?;
-            let [rows] = Tensor::apply_op(RoutedSwiGlu, &[&rows, &rows, &x[0], &places, &slots])?;
+            let [rows] = Tensor::apply_op(GroupedLinear { sources: 1 }, &[&rows, &x[2], &starts])?;
+            let [weights] = Tensor::apply_op(SlotWeights, &[&x[0], &places, &slots])?;
+            let [rows] = Tensor::apply_op(RoutedSwiGlu, &[&rows, &rows, &weights, &starts])?;
             let [y] = Tensor::apply_op(Combine, &[&rows, &places, &slots])?;
             Ok(y)
         });
@@ -150,9 +152,10 @@ fn routers() {
         let shapes: [&[usize]; 5] = [&[2, 6, 5], &[8, 5], &[8, 4, 5], &[8, 4, 5], &[8, 5, 4]];
         check(&shapes, &[], |x, _| {
             let routing = config.route(&x[0], &x[1], None, true)?;
-            let rows = routing.dispatch(&x[0])?;
-            let rows = routing.swiglu(&routing.linear(&rows, &x[2])?, &routing.linear(&rows, &x[3])?)?;
-            let y = routing.combine(&routing.linear(&rows, &x[4])?)?.sqr()?.sum_all()?;
+            let (rows, routed) = (routing.dispatch(&x[0])?, routing.exchange(1)?);
+            let (gate, up) = (routed.linear(&rows, &x[2])?, routed.linear(&rows, &x[3])?);
+            let rows = routed.linear(&routed.swiglu(&gate, &up, &routing.row_weights()?)?, &x[4])?;
+            let y = routing.combine(&rows)?.sqr()?.sum_all()?;
             routing.loss().map_or(Ok(y.clone()), |loss| y.add(loss))
         });
     }

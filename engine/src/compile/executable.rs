@@ -81,6 +81,8 @@ pub(crate) struct Persistent {
     pub address: Address,
     pub spec: Spec,
     pub init: Init,
+    /// The first element that is here, if it is a part.
+    pub first: usize,
     /// Whether an instruction of this rank changes it, rather than a message from the rank that does.
     pub changes_here: bool,
 }
@@ -189,7 +191,7 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
             step.outputs.iter().for_each(|output| changes[output.buffer.index()] = true);
         }
         for ((buffer, &index), changes_here) in program.buffers.iter().zip(indices).zip(changes) {
-            let Held::Always { init, spec } = &buffer.held else { continue };
+            let Held::Always { init, first, spec } = &buffer.held else { continue };
             let persistent = persistent.entry(index).or_insert_with(|| {
                 let address = Address {
                     offset: solution.offsets[index],
@@ -199,7 +201,7 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
                     overwritten_by: None,
                 };
                 let (label, spec) = (buffer.label.clone(), spec.clone());
-                Persistent { label, address, spec, init: *init, changes_here: false }
+                Persistent { label, address, spec, init: *init, first: *first, changes_here: false }
             });
             persistent.changes_here |= changes_here;
         }

@@ -43,6 +43,8 @@ pub enum Held {
     Always {
         /// How it is filled before the first step.
         init: Init,
+        /// The first element that is here, if it is a part of a tensor that several ranks share.
+        first: usize,
         /// What it was declared as; instructions may read it through views of other shapes.
         spec: Spec,
     },

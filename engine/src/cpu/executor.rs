@@ -12,7 +12,7 @@ use crate::communicator::{self, Communicator, CommunicatorError, Request};
 use crate::compile::{CompiledProgram, Executable, Instruction, Message, Named, Persistent, Work};
 use crate::error::{Error, Result};
 use crate::graph::Spec;
-use crate::ops::Collective;
+use crate::ops::{Collective, Group};
 use crate::random::Stream;
 
 /// Index of a program in its executable.
@@ -43,8 +43,10 @@ pub struct RunOptions {
     pub poison: bool,
     /// Say which is the first instruction whose output is not finite.
     pub watch: bool,
-    /// The micro-batch of the whole batch that this rank's micro-batch 0 is.
-    pub first_micro_batch: u64,
+    /// The part of the whole batch that this rank's micro-batch 0 is.
+    pub first_part: u64,
+    /// How many parts on its next one is; 0 where there is only one.
+    pub part_stride: u64,
 }
 
 /// An executable in an arena of its own.
@@ -62,15 +64,39 @@ pub struct Executor {
 pub struct Communicators {
     /// To the other ranks of the pipeline.
     pub pipeline: Option<Box<dyn Communicator>>,
-    /// To the other copies of the model.
-    pub data: Option<Box<dyn Communicator>>,
+    /// To all with the same stages and another share of the batch.
+    pub batch: Option<Box<dyn Communicator>>,
+    /// To those of them that share this copy's experts.
+    pub experts: Option<Box<dyn Communicator>>,
+    /// To those of them that have the same experts.
+    pub replicas: Option<Box<dyn Communicator>>,
+}
+
+impl Communicators {
+    fn of(&mut self, group: Group) -> communicator::Result<&mut Box<dyn Communicator>> {
+        let group = match group {
+            Group::Batch => &mut self.batch,
+            Group::Experts => &mut self.experts,
+            Group::Replicas => &mut self.replicas,
+        };
+        group.as_mut().ok_or(NO_COMMUNICATOR)
+    }
 }
 
 /// The ways to the other ranks, and what is under way to and from them.
 #[derive(Debug, Default)]
 struct Links {
     communicators: Communicators,
-    requests: Vec<Option<Request>>,
+    requests: Vec<Option<Under>>,
+    /// Sizes of what goes to and comes from each expert rank, by request.
+    lens: Vec<[Vec<usize>; 2]>,
+}
+
+/// What is under way.
+#[derive(Debug)]
+enum Under {
+    Message(Request),
+    Collective(Request, Group),
 }
 
 impl Executor {
@@ -92,13 +118,17 @@ impl Executor {
             return Err(Error::DoesNotFit { needed, available, largest });
         }
         let requests = executable.programs.iter().map(|program| program.requests).max().unwrap_or(0);
-        let links = Mutex::new(Links { communicators, requests: (0..requests).map(|_| None).collect() });
+        let experts = communicators.experts.as_ref().map_or(0, |experts| experts.size());
+        let lens = (0..requests).map(|_| [vec![0; experts], vec![0; experts]]).collect();
+        let links = Mutex::new(Links { communicators, requests: (0..requests).map(|_| None).collect(), lens });
         let executor = Self { arena: Arena::new(needed)?, executable, workers, links };
         for persistent in &executor.executable.persistent {
-            let (init, name) = (persistent.init, &persistent.label.tensor);
+            let (init, name, first) = (persistent.init, &persistent.label.tensor, persistent.first);
             match persistent.spec.dtype {
-                u8::DTYPE => executor.with_slice(&persistent.address, |out| init.fill(seed, name, out, |x| x as u8))?,
-                _ => executor.with_slice(&persistent.address, |out| init.fill(seed, name, out, |x| x as f32))?,
+                u8::DTYPE => {
+                    executor.with_slice(&persistent.address, |out| init.fill(seed, name, first, out, |x| x as u8))?
+                }
+                _ => executor.with_slice(&persistent.address, |out| init.fill(seed, name, first, out, |x| x as f32))?,
             }
         }
         Ok(executor)
@@ -334,10 +364,10 @@ fn run_all(
     for (index, instruction) in program.instructions.iter().enumerate() {
         let span = tracing::trace_span!("op", name = instruction.work.name(), layer = &*instruction.layer);
         let _entered = span.enter();
-        let micro_batch = options.first_micro_batch + u64::from(instruction.micro_batch);
+        let part = options.first_part + options.part_stride * u64::from(instruction.micro_batch);
         match &instruction.work {
             Work::Compute(op) => {
-                let stream = Stream::new(options.seed, options.step, micro_batch);
+                let stream = Stream::new(options.seed, options.step, part);
                 // SAFETY: the addresses come from a plan that has passed the checker; the arena is held exclusively, and
                 // what messages under way read or write is alive until their wait.
                 let mut args = unsafe {
@@ -396,15 +426,18 @@ unsafe fn transfer(
         Work::Send(_) => {
             let (from, bytes) = range(&instruction.inputs[0]);
             // SAFETY: by this function's contract.
-            links.requests[request] = Some(unsafe { pipeline.isend(from.cast_const(), bytes, peer, tag) }?);
+            links.requests[request] =
+                Some(Under::Message(unsafe { pipeline.isend(from.cast_const(), bytes, peer, tag) }?));
         }
         Work::Receive(_) => {
             let (to, bytes) = range(&instruction.outputs[0]);
             // SAFETY: by this function's contract.
-            links.requests[request] = Some(unsafe { pipeline.irecv(to, bytes, peer, tag) }?);
+            links.requests[request] = Some(Under::Message(unsafe { pipeline.irecv(to, bytes, peer, tag) }?));
         }
         _ => {
-            let under_way = links.requests[request].take().expect("lowering starts every message that it waits for");
+            let Some(Under::Message(under_way)) = links.requests[request].take() else {
+                unreachable!("lowering starts every message that it waits for")
+            };
             pipeline.wait(under_way)?;
         }
     }
@@ -422,19 +455,50 @@ unsafe fn begin(
     base: Base,
     links: &mut Links,
 ) -> communicator::Result<()> {
-    let data = links.communicators.data.as_mut().ok_or(NO_COMMUNICATOR)?;
     // SAFETY: by this function's contract.
     let range = |address: Option<&Address>| address.map(|address| unsafe { range(base, address) });
     let inputs = [range(instruction.inputs.first()), range(instruction.inputs.get(1))];
     let output = range(instruction.outputs.first()).expect("a collective has an output");
-    // SAFETY: by this function's contract; the plan keeps inputs and outputs apart, or makes them one.
-    links.requests[request] = Some(unsafe { data.start(collective.request(inputs, output)) }?);
+    let lens = &mut links.lens[request];
+    match collective {
+        Collective::AllToAll { ranks } => lens.iter_mut().for_each(|lens| lens.fill(output.1 / ranks)),
+        Collective::AllToAllRows { ranks, rows } => {
+            let bytes = output.1 / rows;
+            let mut received = 0;
+            for (lens, starts) in lens.iter_mut().zip(&instruction.inputs[1..]) {
+                // SAFETY: by this function's contract; starts are u32 without gaps, and nobody writes them now.
+                let starts = unsafe {
+                    std::slice::from_raw_parts(
+                        base.0.add(starts.offset as usize).cast::<u32>().cast_const(),
+                        starts.span,
+                    )
+                };
+                let runs = (starts.len() - 1) / ranks;
+                for (rank, len) in lens.iter_mut().enumerate() {
+                    *len = (starts[(rank + 1) * runs] - starts[rank * runs]) as usize * bytes;
+                }
+                received = lens.iter().sum();
+            }
+            assert!(received <= output.1, "more rows come than there can be");
+            // SAFETY: what comes ends within the output, and behind it nobody writes.
+            unsafe { std::slice::from_raw_parts_mut(output.0.add(received), output.1 - received) }.fill(0);
+        }
+        _ => {}
+    }
+    let request_of = collective.request(inputs, output, [&lens[0], &lens[1]]);
+    let group = collective.group();
+    // SAFETY: by this function's contract; the plan keeps inputs and outputs apart, or makes them one. The sizes stay as
+    // they are until this request is finished.
+    let started = unsafe { links.communicators.of(group)?.start(request_of) }?;
+    links.requests[request] = Some(Under::Collective(started, group));
     Ok(())
 }
 
 fn finish(request: usize, links: &mut Links) -> communicator::Result<()> {
-    let under_way = links.requests[request].take().expect("lowering starts every collective that it finishes");
-    links.communicators.data.as_mut().ok_or(NO_COMMUNICATOR)?.wait(under_way)
+    let Some(Under::Collective(under_way, group)) = links.requests[request].take() else {
+        unreachable!("lowering starts every collective that it finishes")
+    };
+    links.communicators.of(group)?.wait(under_way)
 }
 
 const NO_COMMUNICATOR: CommunicatorError = CommunicatorError::Unsupported {

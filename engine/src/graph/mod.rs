@@ -101,6 +101,8 @@ pub enum Source {
         name: String,
         /// How it is filled before the first step.
         init: Init,
+        /// The first element that is here, if this is a part of a tensor that several ranks share.
+        first: usize,
     },
     /// Written by the host before each micro-batch.
     Input {
@@ -181,6 +183,8 @@ pub struct Graph {
     phase: Option<Phase>,
     place: Place,
     random_places: u64,
+    /// Shapes of the whole tensors of which the expert ranks have a share each.
+    shares: HashMap<ValueId, Shape>,
     /// How parameters change that the optimizer has no say in.
     rules: HashMap<ValueId, Arc<dyn Optimizer>>,
     /// What a training step shows of itself, beside the loss.
@@ -255,9 +259,36 @@ impl Graph {
             }
             return if made.dtype == spec.dtype { Ok(id) } else { Err(Error::TypeClash { name: name.into() }) };
         }
-        let id = self.push_value(spec, Source::Persistent { name: name.into(), init });
+        let id = self.push_value(spec, Source::Persistent { name: name.into(), init, first: 0 });
         self.names.insert(name.into(), id);
         Ok(id)
+    }
+
+    /// Declares this rank's share of the rows of a tensor that as many ranks share as divide them.
+    ///
+    /// # Errors
+    /// As [`Self::add_persistent`].
+    pub(crate) fn add_share(
+        &mut self,
+        name: &str,
+        whole: Spec,
+        init: Init,
+        (ranks, rank): (usize, usize),
+    ) -> Result<ValueId> {
+        let mut dims = whole.dims().to_vec();
+        dims[0] /= ranks;
+        let id = self.add_persistent(name, whole.in_shape(dims), init)?;
+        let elements = self.value(id).spec.elements();
+        if let Source::Persistent { first, .. } = &mut self.values[id.index()].source {
+            *first = rank * elements;
+        }
+        self.shares.insert(id, whole.shape);
+        Ok(id)
+    }
+
+    /// The shape of the whole tensor that a persistent one is this expert rank's share of.
+    pub fn shared(&self, id: ValueId) -> Option<&Shape> {
+        self.shares.get(&id)
     }
 
     /// Declares a tensor that the host writes, or finds it if it is there already.

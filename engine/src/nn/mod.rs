@@ -7,7 +7,7 @@ mod var_builder;
 
 pub use init::Init;
 pub use layers::{Embedding, LayerNorm, Linear, RmsNorm, embedding, layer_norm, linear, linear_no_bias, rms_norm};
-pub use moe::{Capacity, Choice, Experts, Router, RouterConfig, Routing, Score};
+pub use moe::{Capacity, Choice, Exchange, Experts, Router, RouterConfig, Routing, Score};
 pub use var_builder::VarBuilder;
 
 use crate::error::Result;

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use candle_core::{DType, Shape};
 
 use super::Init;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::graph::{Graph, Spec, Tensor, lock};
 use crate::optim::Optimizer;
 
@@ -15,11 +15,42 @@ pub struct VarBuilder {
     graph: Arc<Mutex<Graph>>,
     path: String,
     dtype: DType,
+    expert_ranks: (usize, usize),
 }
 
 impl VarBuilder {
     pub(crate) fn new(graph: &Arc<Mutex<Graph>>, dtype: DType) -> Self {
-        Self { graph: graph.clone(), path: String::new(), dtype }
+        Self { graph: graph.clone(), path: String::new(), dtype, expert_ranks: (1, 0) }
+    }
+
+    /// For rank `rank` of `ranks` that share the experts.
+    pub(crate) fn with_expert_ranks(self, ranks: usize, rank: usize) -> Self {
+        Self { expert_ranks: (ranks, rank), ..self }
+    }
+
+    /// Number of ranks that share the experts: [`Mesh::expert`](gapless_parallel::Mesh::expert).
+    pub fn expert_ranks(&self) -> usize {
+        self.expert_ranks.0
+    }
+
+    /// A parameter [experts, ..] of which each expert rank has its equal share of the experts, normal with standard deviation
+    /// 0.02: [experts ÷ ranks, ..].
+    ///
+    /// # Errors
+    /// When the ranks do not divide the experts, or the name was used with another shape.
+    pub fn get_share(&self, shape: impl Into<Shape>, name: &str) -> Result<Tensor> {
+        let whole = Spec { shape: shape.into(), dtype: self.dtype };
+        let (ranks, _) = self.expert_ranks;
+        let Some(experts) = whole.dims().first().copied().filter(|experts| experts.is_multiple_of(ranks)) else {
+            let why = format!("{ranks} expert ranks cannot share {:?} of {:?} equally", whole.dims(), self.full(name));
+            return Err(Error::Config { what: "mesh", why, remedy: "choose a divisor of the number of experts" });
+        };
+        if ranks == 1 || experts == 0 {
+            return self.get(whole.shape, name);
+        }
+        let init = Init::Randn { mean: 0.0, stdev: 0.02 };
+        let id = lock(&self.graph).add_share(&self.full(name), whole, init, self.expert_ranks)?;
+        Ok(Tensor::new(&self.graph, id))
     }
 
     /// The builder one level down.

@@ -32,14 +32,14 @@ pub use attention::Attention;
 pub use binary::{Binary, BinaryKind};
 pub use broadcast::BroadcastAs;
 pub use cat::Cat;
-pub use collective::Collective;
+pub use collective::{Collective, Group};
 pub use contiguous::Contiguous;
 pub use cross_entropy::CrossEntropy;
 pub use dropout::Dropout;
 pub use embedding::Embedding;
 pub use experts::{
     Chooses, Combine, Dispatch, Drop, ExpertGroups, ExpertLoad, GroupedLinear, Jitter, LogSumExp, NONE, Route,
-    RoutedSwiGlu, TopK, Unplaced,
+    RoutedSwiGlu, RunLengths, RunStarts, SlotWeights, TopK, Unplaced,
 };
 pub use layer_norm::LayerNorm;
 pub use linear::Linear;

@@ -51,12 +51,12 @@ pub(super) fn compile_step<M: Model>(
 ) -> Result<CompiledStep> {
     let step = TrainStep::record(build, options, plan)?;
 
-    let trace = Trace::new(build, options, options.evaluation_batch())?;
+    let trace = Trace::new(build, options, plan, options.evaluation_batch())?;
     let loss = trace.model.loss(&trace.tokens, &trace.targets()?, false)?;
     let evaluate =
         trace.lower_forward("evaluate", Output::everywhere("loss", loss.id()), plan, &step.stages, threads)?;
 
-    let trace = Trace::new(build, options, 1)?;
+    let trace = Trace::new(build, options, plan, 1)?;
     let logits = trace.model.forward(&trace.tokens, false)?;
     let vocabulary = logits.dim(candle_core::D::Minus1)?.min(trace.smallest_table());
     let logits = logits.contiguous()?;
@@ -105,9 +105,9 @@ pub(super) struct TrainStep<M> {
 
 impl<M: Model> TrainStep<M> {
     pub fn record(build: &impl Fn(VarBuilder) -> Result<M>, options: &TrainOptions, plan: &RankPlan) -> Result<Self> {
-        let parts = options.micro_batches * plan.mesh.data;
+        let parts = options.micro_batches * plan.batch_ranks();
         let share = 1.0 / parts as f64;
-        let trace = Trace::new(build, options, options.batch / parts)?;
+        let trace = Trace::new(build, options, plan, options.batch / parts)?;
         let loss = {
             let _span = tracing::info_span!("forward").entered();
             trace.model.loss(&trace.tokens, &trace.targets()?, true)?
@@ -129,17 +129,14 @@ impl<M: Model> TrainStep<M> {
             let summands = gradient.summands.iter().map(|&id| Tensor::new(&trace.graph, id));
             let total = summands.map(Ok).reduce(|a, b| a?.add(&b?)).expect("a gradient has a summand")?;
             let gradient = total.reshape(parameter.dims().to_vec())?;
-            parameters.push(Parameter { name, tensor: parameter, gradient, owner });
+            let shared = trace.lock().shared(parameter.id()).cloned();
+            let dims = shared.as_ref().unwrap_or(parameter.shape()).dims().to_vec();
+            parameters.push(Parameter { name, tensor: parameter, dims, shared: shared.is_some(), gradient, owner });
         }
         let trained = |p: &&Parameter| trace.lock().rule(p.tensor.id()).is_none();
-        let count = parameters.iter().filter(trained).map(|p| p.tensor.elem_count() as u64).sum();
+        let count = parameters.iter().filter(trained).map(|p| p.dims.iter().product::<usize>() as u64).sum();
 
-        let update = Update {
-            trace: &trace,
-            ranks: plan.mesh.data,
-            data_rank: plan.at.data,
-            release: options.release_gradients,
-        };
+        let update = Update { trace: &trace, plan, release: options.release_gradients };
         let mean_loss = update.mean_loss(&loss, share)?;
         let mut outputs = vec![Output::everywhere("loss", mean_loss.id())];
         let watched = trace.lock().watched().to_vec();
@@ -224,9 +221,15 @@ pub(super) struct Trace<M> {
 }
 
 impl<M: Model> Trace<M> {
-    fn new(build: &impl Fn(VarBuilder) -> Result<M>, options: &TrainOptions, batch: usize) -> Result<Self> {
+    fn new(
+        build: &impl Fn(VarBuilder) -> Result<M>,
+        options: &TrainOptions,
+        plan: &RankPlan,
+        batch: usize,
+    ) -> Result<Self> {
         let graph = Arc::new(Mutex::new(Graph::default()));
-        let model = build(VarBuilder::new(&graph, options.dtype))?;
+        let vb = VarBuilder::new(&graph, options.dtype).with_expert_ranks(plan.mesh.expert, plan.at.expert);
+        let model = build(vb)?;
         let spec = Spec { shape: (batch, options.sequence).into(), dtype: DType::U32 };
         let id = lock(&graph).add_input("tokens", spec)?;
         let tokens = Tensor::new(&graph, id);

@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use candle_core::DType;
 use gapless_alloc::draw::MemoryMap;
-use gapless_parallel::Coordinate;
+use gapless_parallel::{Coordinate, Mesh};
 
 pub use options::TrainOptions;
 pub use pipeline::Pipeline;
@@ -89,6 +89,8 @@ pub struct Trainer {
 struct Share {
     parts: usize,
     first: usize,
+    /// How many parts on the next is: expert ranks take turns, so that an expert's rows come in the order of the batch.
+    stride: usize,
     count: usize,
 }
 
@@ -134,9 +136,15 @@ impl Trainer {
             });
         }
         let at = options.mesh.coordinate(rank);
-        let pipeline = world.split(at.data, at.pipeline)?;
-        let data = world.split(at.pipeline, at.data)?;
-        let communicators = Communicators { pipeline: Some(pipeline), data: Some(data) };
+        let Mesh { expert, .. } = options.mesh;
+        let pipeline = world.split(at.data * expert + at.expert, at.pipeline)?;
+        let batch = world.split(at.pipeline, at.data * expert + at.expert)?;
+        let mut communicators = Communicators { pipeline: Some(pipeline), batch: Some(batch), ..Default::default() };
+        if expert > 1 {
+            let copy = at.data * options.mesh.pipeline + at.pipeline;
+            communicators.experts = Some(world.split(copy, at.expert)?);
+            communicators.replicas = Some(world.split(at.pipeline * expert + at.expert, at.data)?);
+        }
         let mut trainer = Self::with(build, options, rank, communicators)?;
         trainer.world = Some(world);
         Ok(trainer)
@@ -286,7 +294,7 @@ impl Trainer {
     /// Ids outside the vocabulary, and batches of the wrong size.
     pub fn evaluate(&mut self, tokens: &[u32], targets: &[u32]) -> Result<f32> {
         let program = self.programs.evaluate;
-        let whole = Share { parts: 1, first: 0, count: 1 };
+        let whole = Share { parts: 1, first: 0, stride: 1, count: 1 };
         self.write_batch(program, whole, self.options.evaluation_batch(), tokens, targets)?;
         self.run(program, false)?;
         self.executor.scalar(program, "loss")
@@ -358,17 +366,23 @@ impl Trainer {
     }
 
     fn run(&mut self, program: ProgramId, watch: bool) -> Result<Option<String>> {
-        let first_micro_batch = (self.at.data * self.options.micro_batches) as u64;
+        let Share { first, stride, .. } = self.share();
+        let (first_part, part_stride) = (first as u64, stride as u64);
         let TrainOptions { seed, poison, .. } = self.options;
-        let options = RunOptions { seed, step: self.step, poison, watch, first_micro_batch };
+        let options = RunOptions { seed, step: self.step, poison, watch, first_part, part_stride };
         self.executor.run(program, options)
+    }
+
+    /// This rank's share of a training batch.
+    fn share(&self) -> Share {
+        let TrainOptions { micro_batches, mesh, .. } = &self.options;
+        let first = self.at.data * micro_batches * mesh.expert + self.at.expert;
+        Share { parts: self.options.parts(), first, stride: mesh.expert, count: *micro_batches }
     }
 
     fn write_step(&mut self, tokens: &[u32], targets: &[u32], lr: f64) -> Result<()> {
         let program = self.programs.train;
-        let micro_batches = self.options.micro_batches;
-        let (parts, first) = (micro_batches * self.options.mesh.data, micro_batches * self.at.data);
-        self.write_batch(program, Share { parts, first, count: micro_batches }, self.options.batch, tokens, targets)?;
+        self.write_batch(program, self.share(), self.options.batch, tokens, targets)?;
         let scalars: [f32; SCALARS] = self.options.optimizer.scalars(self.step, lr);
         if self.executor.has_input(program, compile_step::SCALARS_INPUT) {
             self.executor.write_input(program, compile_step::SCALARS_INPUT, 0, &scalars)?;
@@ -394,8 +408,8 @@ impl Trainer {
             if !self.executor.has_input(program, name) {
                 continue;
             }
-            let parts = ids.chunks_exact(expected / share.parts).skip(share.first).take(share.count);
-            for (micro_batch, part) in parts.enumerate() {
+            let parts = ids.chunks_exact(expected / share.parts).skip(share.first).step_by(share.stride);
+            for (micro_batch, part) in parts.take(share.count).enumerate() {
                 self.executor.write_input(program, name, micro_batch as u32, part)?;
             }
         }

@@ -75,7 +75,12 @@ impl Default for TrainOptions {
 impl TrainOptions {
     /// Sequences per evaluation: as many as a micro-batch has.
     pub fn evaluation_batch(&self) -> usize {
-        self.batch / self.micro_batches.saturating_mul(self.mesh.data).max(1)
+        self.batch / self.parts().max(1)
+    }
+
+    /// Parts into which the batch is cut: micro-batches of all ranks that share it.
+    pub(super) fn parts(&self) -> usize {
+        self.micro_batches.saturating_mul(self.mesh.data).saturating_mul(self.mesh.expert)
     }
 
     pub(super) fn check(&self) -> Result<()> {
@@ -87,17 +92,22 @@ impl TrainOptions {
             return fail("dtype", format!("{:?}", self.dtype), "train in f32; plan in f32 or bf16");
         }
         self.mesh.ranks()?;
-        let parts = self.micro_batches.saturating_mul(self.mesh.data);
+        let parts = self.parts();
         if !self.batch.is_multiple_of(parts) {
             let why = format!("{} sequences do not divide into {parts}", self.batch);
-            return fail("micro_batches", why, "micro-batches × data ranks must be a divisor of the batch");
+            return fail(
+                "micro_batches",
+                why,
+                "micro-batches × data ranks × expert ranks must be a divisor of the batch",
+            );
         }
         if self.pipeline.chunks == 0 {
             return fail("pipeline", "0 chunks per rank".into(), "at least 1");
         }
-        if self.keep_gradients && self.mesh.data > 1 {
-            let why = "data ranks have only parts of the gradients".to_owned();
-            return fail("keep_gradients", why, "keep them with one data rank");
+        let shared = self.mesh.data > 1 || self.mesh.expert > 1;
+        if self.keep_gradients && shared {
+            let why = "ranks that share the batch have only parts of the gradients".to_owned();
+            return fail("keep_gradients", why, "keep them with one data rank and one expert rank");
         }
         if self.release_gradients {
             self.check_release()?;
@@ -115,8 +125,8 @@ impl TrainOptions {
         if self.keep_gradients {
             return fail("gradients are kept", "choose one of the two");
         }
-        if self.mesh.data > 1 {
-            return fail("gradients are summed over data ranks", "use one data rank");
+        if self.mesh.data > 1 || self.mesh.expert > 1 {
+            return fail("gradients are summed over ranks", "use one data rank and one expert rank");
         }
         Ok(())
     }

@@ -56,10 +56,6 @@ impl RankPlan {
         if rank >= ranks {
             return fail(format!("rank {rank} of {ranks}"), "start as many ranks as the mesh has");
         }
-        if mesh.expert > 1 {
-            let why = "no model has expert ranks yet".to_owned();
-            return fail(why, "use data and pipeline ranks");
-        }
         let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
         let (chunks, micro_batches) = (number(pipeline.chunks), number(micro_batches));
         let shape = Shape { ranks: number(mesh.pipeline), chunks, micro_batches };
@@ -80,6 +76,16 @@ impl RankPlan {
             });
         }
         Ok(Self { mesh, at: mesh.coordinate(rank), stages, table })
+    }
+
+    /// Ranks with the same stages: each has a share of the batch.
+    pub fn batch_ranks(&self) -> usize {
+        self.mesh.data * self.mesh.expert
+    }
+
+    /// Which of them this is.
+    pub fn batch_rank(&self) -> usize {
+        self.at.data * self.mesh.expert + self.at.expert
     }
 
     /// Only the forward pass of one micro-batch.

@@ -71,7 +71,7 @@ impl Trainer {
             let own: Vec<(String, DType)> =
                 self.executor.specs(role).map(|(name, spec)| (name.to_owned(), spec.dtype)).collect();
             for (name, dtype) in own {
-                let start = self.kept.parts.get(&name).copied().unwrap_or(0) * dtype.size_in_bytes();
+                let start = self.kept.parts.get(&name).map_or(0, |part| part.first) * dtype.size_in_bytes();
                 self.executor.fill_tensor(&name, |bytes| fill(&sections, metadata, (&name, dtype), start, bytes))??;
             }
         }
@@ -93,11 +93,11 @@ impl Trainer {
             let mut sections = Vec::new();
             for (file, (_, role)) in files.iter().zip(ROLES) {
                 let part_of = |name: &str| self.kept.parts.get(name).copied();
-                // Copies are equal: of what all data ranks have, the first writes; frozen parameters, whoever has them.
+                // Copies are equal: of what several ranks have, the first writes; frozen parameters, whoever has them.
                 let frozen = |name: &str| self.kept.frozen.contains(name) || !self.kept.shapes.contains_key(name);
                 let mine = |t: &&crate::cpu::PersistentBytes<'_>| {
                     let name = &t.label.tensor;
-                    let first = self.at.data == 0 || part_of(name).is_some();
+                    let first = part_of(name).map_or(self.at.data == 0 && self.at.expert == 0, |part| part.alone);
                     t.label.role == role && first && (t.changes_here || frozen(name))
                 };
                 let mine: Vec<TensorBytes<'_>> = tensors
@@ -110,7 +110,7 @@ impl Trainer {
                         bytes: t.bytes,
                     })
                     .collect();
-                let starts = mine.iter().filter_map(|t| Some((t.name.to_owned(), json!(part_of(t.name)?))));
+                let starts = mine.iter().filter_map(|t| Some((t.name.to_owned(), json!(part_of(t.name)?.first))));
                 let starts: Map<String, Value> = starts.collect();
                 if !starts.is_empty() {
                     parts.insert(file.clone(), Value::Object(starts));

@@ -377,9 +377,9 @@ impl<'a> Lowerer<'a> {
         }
         let value = self.of.graph.value(root);
         let (tensor, role, held) = match &value.source {
-            Source::Persistent { name, init } => {
+            Source::Persistent { name, init, first } => {
                 let role = self.of.roles.get(&root).copied().unwrap_or(Role::Parameter);
-                (name.clone(), role, Held::Always { init: *init, spec: value.spec.clone() })
+                (name.clone(), role, Held::Always { init: *init, first: *first, spec: value.spec.clone() })
             }
             Source::Constant(number) => {
                 let init = Init::Const(*number);
@@ -388,7 +388,7 @@ impl<'a> Lowerer<'a> {
                     DType::F32 => format!("constant {number}"),
                     other => format!("constant {number} ({})", other.as_str()),
                 };
-                (name, Role::Input, Held::Always { init, spec: value.spec.clone() })
+                (name, Role::Input, Held::Always { init, first: 0, spec: value.spec.clone() })
             }
             Source::Input { name } => (name.clone(), Role::Input, Held::FromStart),
             Source::Node { .. } => unreachable!("inputs are made, or received, before they are read"),

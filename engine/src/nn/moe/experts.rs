@@ -6,11 +6,13 @@ use crate::graph::Tensor;
 use crate::nn::VarBuilder;
 
 /// Gated units down(silu(gate)·up): `gate_proj` and `up_proj` [experts, hidden, width], `down_proj` [experts, width, hidden].
+/// Expert ranks have an equal share of them each, and exchange rows.
 #[derive(Debug, Clone)]
 pub struct Experts {
     gate_proj: Tensor,
     up_proj: Tensor,
     down_proj: Tensor,
+    ranks: usize,
     layer: String,
 }
 
@@ -18,12 +20,13 @@ impl Experts {
     /// Declares the parameters.
     ///
     /// # Errors
-    /// When the names were used with other shapes.
+    /// When the expert ranks do not divide the experts, or the names were used with other shapes.
     pub fn new(experts: usize, width: usize, hidden: usize, vb: VarBuilder) -> Result<Self> {
         Ok(Self {
-            gate_proj: vb.get((experts, hidden, width), "gate_proj")?,
-            up_proj: vb.get((experts, hidden, width), "up_proj")?,
-            down_proj: vb.get((experts, width, hidden), "down_proj")?,
+            gate_proj: vb.get_share((experts, hidden, width), "gate_proj")?,
+            up_proj: vb.get_share((experts, hidden, width), "up_proj")?,
+            down_proj: vb.get_share((experts, width, hidden), "down_proj")?,
+            ranks: vb.expert_ranks(),
             layer: vb.prefix().to_owned(),
         })
     }
@@ -34,8 +37,11 @@ impl Experts {
     /// When the shapes do not fit.
     pub fn forward(&self, x: &Tensor, routing: &Routing) -> Result<Tensor> {
         let _layer = x.enter(&self.layer);
-        let rows = routing.dispatch(x)?;
-        let (gate, up) = (routing.linear(&rows, &self.gate_proj)?, routing.linear(&rows, &self.up_proj)?);
-        routing.combine(&routing.linear(&routing.swiglu(&gate, &up)?, &self.down_proj)?)
+        let routed = routing.exchange(self.ranks)?;
+        let rows = routed.receive(&routing.dispatch(x)?)?;
+        let weights = routed.receive(&routing.row_weights()?)?;
+        let (gate, up) = (routed.linear(&rows, &self.gate_proj)?, routed.linear(&rows, &self.up_proj)?);
+        let rows = routed.linear(&routed.swiglu(&gate, &up, &weights)?, &self.down_proj)?;
+        routing.combine(&routed.give_back(&rows)?)
     }
 }

@@ -6,8 +6,7 @@ use crate::error::{Error, Result};
 use crate::graph::Tensor;
 use crate::nn::{Init, VarBuilder};
 use crate::ops::{
-    Chooses, Combine, Dispatch, Drop, ExpertGroups, ExpertLoad, GroupedLinear, Jitter, Route, RoutedSwiGlu, TopK,
-    Unplaced,
+    Chooses, Combine, Dispatch, Drop, ExpertGroups, ExpertLoad, Jitter, Route, SlotWeights, TopK, Unplaced,
 };
 use crate::optim::LoadBias;
 
@@ -227,7 +226,8 @@ impl RouterConfig {
         };
         let loss = if train { self.losses(&logits, &scores, ids.as_ref())? } else { None };
         let weights = self.finish(weights)?;
-        Ok(Routing { weights, ids, places, slots, starts, loss })
+        let capacity = self.capacity(tokens).map(|(rows, _)| rows);
+        Ok(Routing { experts: self.experts, capacity, weights, ids, places, slots, starts, loss })
     }
 
     /// Divided by their sum, and scaled.
@@ -266,12 +266,15 @@ impl RouterConfig {
 /// Where every token goes, and with what weight.
 #[derive(Debug, Clone)]
 pub struct Routing {
+    pub(super) experts: usize,
+    /// The most rows of a sequence that an expert takes, if there is a limit.
+    pub(super) capacity: Option<usize>,
     weights: Tensor,
     /// What tokens chose, if they do.
     ids: Option<Tensor>,
-    places: Tensor,
-    slots: Tensor,
-    starts: Tensor,
+    pub(super) places: Tensor,
+    pub(super) slots: Tensor,
+    pub(super) starts: Tensor,
     loss: Option<Tensor>,
 }
 
@@ -289,21 +292,12 @@ impl Routing {
         Tensor::apply_op::<1>(Dispatch, &[x, &self.places, &self.slots]).map(|[rows]| rows)
     }
 
-    /// Every row times the weight of its expert: [rows, in] and [experts, out, in] to [rows, out].
+    /// The router's weight of every row: [rows, 1].
     ///
     /// # Errors
     /// When the shapes do not fit.
-    pub fn linear(&self, rows: &Tensor, weight: &Tensor) -> Result<Tensor> {
-        Tensor::apply_op::<1>(GroupedLinear, &[rows, weight, &self.starts]).map(|[rows]| rows)
-    }
-
-    /// silu(gate)·up of every row, times the router's weight for it.
-    ///
-    /// # Errors
-    /// When the shapes do not fit.
-    pub fn swiglu(&self, gate: &Tensor, up: &Tensor) -> Result<Tensor> {
-        let inputs = [gate, up, &self.weights, &self.places, &self.slots];
-        Tensor::apply_op::<1>(RoutedSwiGlu, &inputs).map(|[rows]| rows)
+    pub fn row_weights(&self) -> Result<Tensor> {
+        Tensor::apply_op::<1>(SlotWeights, &[&self.weights, &self.places, &self.slots]).map(|[weights]| weights)
     }
 
     /// The sum of every token's rows: [rows, width] to [batch, tokens, width]; zero for tokens that no expert took.

@@ -1,6 +1,6 @@
 //! Every expert's rows times its own weight: products of sizes that the data decides, in one buffer.
 
-use super::{exact_starts, rows_of, used_rows};
+use super::{Runs, exact_starts, used_rows};
 use crate::cpu::Args;
 use crate::cpu::gemm::{Epilogue, Gemm, Mode, Strides};
 use crate::error::Result;
@@ -11,7 +11,10 @@ use crate::reference::{Array, Reference};
 /// [rows, in] with weights [experts, out, in] and `starts` (see [`Route`](super::Route)) to [rows, out]: x·Wᵀ with the weight of
 /// the row's expert. Nothing is padded (MegaBlocks, arXiv 2211.15841, computes the same in blocks).
 #[derive(Debug, Clone, Copy)]
-pub struct GroupedLinear;
+pub struct GroupedLinear {
+    /// Ranks that rows come from, those of one behind those of another.
+    pub sources: usize,
+}
 
 /// [experts, out, in].
 fn weight_dims(weight: &[usize]) -> (usize, usize, usize) {
@@ -29,22 +32,21 @@ fn backward(rows: usize, out: usize, width: usize) -> Gemm {
 }
 
 /// Runs a product for the rows of each expert, and clears the rows behind.
-fn run(args: &mut Args<'_>, weight: usize, starts: usize, most: &Gemm) {
+fn run(args: &mut Args<'_>, sources: usize, most: &Gemm) {
     let (out, mut scratch) = (args.output::<f32>(0), args.workspace());
-    let (x, weight, starts) = (args.input::<f32>(0), args.input::<f32>(weight), args.input::<u32>(starts));
+    let (x, weight, starts) = (args.input::<f32>(0), args.input::<f32>(1), args.input::<u32>(2));
     let size = most.n * most.k;
     let experts = weight.len() / size;
+    let runs = Runs { starts, sources, experts };
     for expert in 0..experts {
-        let ranges = rows_of(starts, experts, expert);
-        let Some(rows) = ranges.reduce(|all, next| all.start..next.end).filter(|rows| !rows.is_empty()) else {
-            continue;
-        };
-        let job = Gemm { m: rows.len(), ..*most };
-        let x = &x[rows.start * most.k..rows.end * most.k];
-        let out = &mut out[rows.start * most.n..rows.end * most.n];
         let weight = &weight[expert * size..][..size];
-        job.run_within(most, x, weight, out, Mode::Overwrite, Epilogue::default(), &mut scratch)
-            .expect("extents by the shape rule");
+        for rows in runs.by_source(expert) {
+            let job = Gemm { m: rows.len(), ..*most };
+            let x = &x[rows.start * most.k..rows.end * most.k];
+            let out = &mut out[rows.start * most.n..rows.end * most.n];
+            job.run_within(most, x, weight, out, Mode::Overwrite, Epilogue::default(), &mut scratch)
+                .expect("extents by the shape rule");
+        }
     }
     out[used_rows(starts) * most.n..].fill(0.0);
 }
@@ -63,8 +65,9 @@ impl Op for GroupedLinear {
         if width != weight_width {
             return Err(format!("the rows' width is {width}, the weight takes {weight_width}"));
         }
-        if !(inputs[2].elements() - 1).is_multiple_of(experts) || inputs[2].elements() < 2 {
-            return Err(format!("starts must be [{experts} × sequences + 1]"));
+        let runs = experts * self.sources;
+        if self.sources == 0 || !(inputs[2].elements() - 1).is_multiple_of(runs) || inputs[2].elements() < 2 {
+            return Err(format!("starts must be [{} × {experts} × sequences + 1]", self.sources));
         }
         Ok(vec![inputs[0].in_shape((rows, out))])
     }
@@ -74,11 +77,12 @@ impl Op for GroupedLinear {
         // The weight's part first: it is the last to need x.
         if g.needs(1) {
             let experts = weight.dims()[0];
-            let [d_weight] = Tensor::apply_op(GroupedLinearGradWeight { experts }, &[&x, &dy, &starts])?;
+            let [d_weight] =
+                Tensor::apply_op(GroupedLinearGradWeight { experts, sources: self.sources }, &[&x, &dy, &starts])?;
             g.send(1, d_weight);
         }
         if g.needs(0) {
-            let [dx] = Tensor::apply_op(GroupedLinearGradInput, &[&dy, &weight, &starts])?;
+            let [dx] = Tensor::apply_op(GroupedLinearGradInput { sources: self.sources }, &[&dy, &weight, &starts])?;
             g.send(0, dx);
         }
         Ok(())
@@ -95,15 +99,16 @@ impl Op for GroupedLinear {
 
     fn run(&self, args: &mut Args<'_>) {
         let (_, out, width) = weight_dims(args.input_dims(1));
-        run(args, 1, 2, &forward(args.input_dims(0)[0], out, width));
+        run(args, self.sources, &forward(args.input_dims(0)[0], out, width));
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let (x, weight, starts) = (args.input(0), args.input(1), exact_starts(args.input(2)));
         let (experts, out, width) = weight_dims(&weight.dims);
         let mut y = Array::zeros(&[x.dims[0], out]);
+        let runs = Runs { starts: &starts, sources: self.sources, experts };
         for expert in 0..experts {
-            for row in rows_of(&starts, experts, expert).flatten() {
+            for row in runs.by_sequence(expert).flatten() {
                 for o in 0..out {
                     let w = &weight.data[(expert * out + o) * width..][..width];
                     y.data[row * out + o] = x.data[row * width..][..width].iter().zip(w).map(|(x, w)| x * w).sum();
@@ -116,7 +121,9 @@ impl Op for GroupedLinear {
 
 /// dx = dy·W from (dy, weight, starts).
 #[derive(Debug, Clone, Copy)]
-struct GroupedLinearGradInput;
+struct GroupedLinearGradInput {
+    sources: usize,
+}
 
 impl Op for GroupedLinearGradInput {
     fn name(&self) -> &'static str {
@@ -129,7 +136,7 @@ impl Op for GroupedLinearGradInput {
     }
 
     fn flops(&self, inputs: &[Spec], outputs: &[Spec]) -> u64 {
-        GroupedLinear.flops(inputs, outputs)
+        GroupedLinear { sources: self.sources }.flops(inputs, outputs)
     }
 
     fn workspace(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> Vec<u64> {
@@ -139,15 +146,16 @@ impl Op for GroupedLinearGradInput {
 
     fn run(&self, args: &mut Args<'_>) {
         let (_, out, width) = weight_dims(args.input_dims(1));
-        run(args, 1, 2, &backward(args.input_dims(0)[0], out, width));
+        run(args, self.sources, &backward(args.input_dims(0)[0], out, width));
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let (dy, weight, starts) = (args.input(0), args.input(1), exact_starts(args.input(2)));
         let (experts, out, width) = weight_dims(&weight.dims);
         let mut dx = Array::zeros(&[dy.dims[0], width]);
+        let runs = Runs { starts: &starts, sources: self.sources, experts };
         for expert in 0..experts {
-            for row in rows_of(&starts, experts, expert).flatten() {
+            for row in runs.by_sequence(expert).flatten() {
                 for o in 0..out {
                     for i in 0..width {
                         dx.data[row * width + i] +=
@@ -165,6 +173,7 @@ impl Op for GroupedLinearGradInput {
 #[derive(Debug, Clone, Copy)]
 struct GroupedLinearGradWeight {
     experts: usize,
+    sources: usize,
 }
 
 impl GroupedLinearGradWeight {
@@ -202,11 +211,12 @@ impl Op for GroupedLinearGradWeight {
         let (x, dy, starts) = (args.input::<f32>(0), args.input::<f32>(1), args.input::<u32>(2));
         let most = Self::most(args.input_dims(0), args.input_dims(1));
         let size = most.m * most.n;
+        let runs = Runs { starts, sources: self.sources, experts: self.experts };
         for (expert, d_weight) in d_weight.chunks_exact_mut(size).enumerate() {
             if !accumulate {
                 d_weight.fill(0.0);
             }
-            for rows in rows_of(starts, self.experts, expert).filter(|rows| !rows.is_empty()) {
+            for rows in runs.by_sequence(expert) {
                 let job = Gemm { k: rows.len(), ..most };
                 let (x, dy) = (&x[rows.start * most.n..rows.end * most.n], &dy[rows.start * most.m..rows.end * most.m]);
                 let epilogue = Epilogue::default();
@@ -220,8 +230,9 @@ impl Op for GroupedLinearGradWeight {
         let (x, dy, starts) = (args.input(0), args.input(1), exact_starts(args.input(2)));
         let (width, out) = (crate::ops::width(&x.dims), crate::ops::width(&dy.dims));
         let mut d_weight = Array::zeros(&[self.experts, out, width]);
+        let runs = Runs { starts: &starts, sources: self.sources, experts: self.experts };
         for expert in 0..self.experts {
-            for row in rows_of(&starts, self.experts, expert).flatten() {
+            for row in runs.by_sequence(expert).flatten() {
                 for o in 0..out {
                     for i in 0..width {
                         d_weight.data[(expert * out + o) * width + i] +=

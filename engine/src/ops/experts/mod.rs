@@ -7,7 +7,7 @@
 //!
 //! ```text
 //! scores ─▶ top_k ─▶ ids ─▶ route ─▶ slots, places, starts
-//!              └── weights ───────────────┐
+//!              └── weights ─▶ slot_weights ──┐
 //! x ─▶ dispatch ─▶ grouped_linear ×2 ─▶ routed_swiglu ─▶ grouped_linear ─▶ combine ─▶ y
 //! ```
 //!
@@ -21,6 +21,8 @@ mod load;
 mod log_sum_exp;
 mod route;
 mod routed_swiglu;
+mod slot_weights;
+mod starts;
 mod top_k;
 
 pub use combine::{Combine, Dispatch};
@@ -30,6 +32,8 @@ pub use load::{ExpertLoad, Unplaced};
 pub use log_sum_exp::LogSumExp;
 pub use route::{Chooses, Drop, Route};
 pub use routed_swiglu::RoutedSwiGlu;
+pub use slot_weights::SlotWeights;
+pub use starts::{RunLengths, RunStarts};
 pub use top_k::{ExpertGroups, TopK};
 
 use std::ops::Range;
@@ -56,10 +60,33 @@ fn expect_places(places: &Spec, slots: &Spec) -> Result<usize, String> {
     Ok(super::width(places.dims()))
 }
 
-/// The rows of one expert: one range for each sequence, next to each other.
-fn rows_of(starts: &[u32], experts: usize, expert: usize) -> impl Iterator<Item = Range<usize>> {
-    let sequences = (starts.len() - 1) / experts;
-    starts[expert * sequences..][..=sequences].windows(2).map(|pair| pair[0] as usize..pair[1] as usize)
+/// Which rows each expert has. `starts` says where runs of rows begin, and last, where all end. Runs are in the order of
+/// source (the rank that rows come from), expert, sequence; next to each other.
+#[derive(Debug, Clone, Copy)]
+struct Runs<'a> {
+    starts: &'a [u32],
+    sources: usize,
+    experts: usize,
+}
+
+impl<'a> Runs<'a> {
+    /// The runs of one source of an expert.
+    fn of(self, source: usize, expert: usize) -> &'a [u32] {
+        let sequences = (self.starts.len() - 1) / (self.sources * self.experts);
+        &self.starts[(source * self.experts + expert) * sequences..][..=sequences]
+    }
+
+    /// The rows of an expert by sequence, in the order of their tokens in the whole batch.
+    fn by_sequence(self, expert: usize) -> impl Iterator<Item = Range<usize>> {
+        let ranges = (0..self.sources).flat_map(move |source| self.of(source, expert).windows(2));
+        ranges.map(|pair| pair[0] as usize..pair[1] as usize).filter(|rows| !rows.is_empty())
+    }
+
+    /// The rows of an expert by source.
+    fn by_source(self, expert: usize) -> impl Iterator<Item = Range<usize>> {
+        let ranges = (0..self.sources).map(move |source| self.of(source, expert));
+        ranges.map(|runs| runs[0] as usize..runs[runs.len() - 1] as usize).filter(|rows| !rows.is_empty())
+    }
 }
 
 /// Rows that are used at all.
@@ -67,7 +94,7 @@ fn used_rows(starts: &[u32]) -> usize {
     starts.last().map_or(0, |&end| end as usize)
 }
 
-/// [`rows_of`] for the references, whose ids are f64.
+/// Starts as the references have them, in f64.
 fn exact_starts(starts: &crate::reference::Array) -> Vec<u32> {
     starts.data.iter().map(|&start| start as u32).collect()
 }

@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::NONE;
+use super::used_rows;
 use crate::cpu::{Args, math, reduce, rows_per_task, vectorize};
 use crate::error::Result;
 use crate::graph::{Spec, Tensor};
@@ -10,9 +10,9 @@ use crate::op::{Gradient, Op};
 use crate::ops::unary::silu_derivative;
 use crate::reference::{Array, Reference};
 
-/// y = w·silu(gate)·up, row by row: gate and up [rows, width], weights [.., k] of the slots, places [.., k], slots \[rows\].
-/// The weight goes in before the last product rather than behind it, so that the experts' outputs need not be kept for the
-/// weight's gradient. Rows of no slot are zeros.
+/// y = w·silu(gate)·up, row by row, from gate and up [rows, width], weights [rows, 1] and `starts` (see
+/// [`Route`](super::Route)). The weight goes in before the last product rather than behind it, so that the experts' outputs need
+/// not be kept for the weight's gradient. Rows behind the last one that is used are zeros.
 #[derive(Debug, Clone, Copy)]
 pub struct RoutedSwiGlu;
 
@@ -24,16 +24,16 @@ impl Op for RoutedSwiGlu {
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
         crate::ops::expect_equal(&inputs[..2])?;
         crate::ops::expect_float(&inputs[1..3])?;
-        super::expect_places(&inputs[3], &inputs[4])?;
+        crate::ops::expect_ids("starts", &inputs[3])?;
         let &[rows, _] = inputs[0].dims() else { return Err("gate and up must be [rows, width]".into()) };
-        if rows != inputs[4].elements() || inputs[2].dims() != inputs[3].dims() {
-            return Err("one slot per row, and one weight per place".into());
+        if inputs[2].dims() != [rows, 1] {
+            return Err(format!("the weights must be [{rows}, 1]"));
         }
         Ok(vec![inputs[0].clone()])
     }
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
-        let inputs = [g.input(0), g.input(1), g.input(2), g.input(3), g.input(4), g.grad(0)];
+        let inputs = [g.input(0), g.input(1), g.input(2), g.input(3), g.grad(0)];
         let [d_gate, d_up, d_weights] = Tensor::apply_op(RoutedSwiGluGrad, &inputs.each_ref())?;
         for (index, gradient) in [d_gate, d_up, d_weights].into_iter().enumerate() {
             if g.needs(index) {
@@ -56,34 +56,32 @@ impl Op for RoutedSwiGlu {
         if !args.is_overwritten(1) {
             out.copy_from_slice(args.input(1));
         }
-        let (gate, weights, slots) = (args.input::<f32>(0), args.input::<f32>(2), args.input::<u32>(4));
+        let (gate, weights) = (args.input::<f32>(0), args.input::<f32>(2));
         let width = crate::ops::width(args.output_dims(0));
+        let (out, unused) = out.split_at_mut(used_rows(args.input(3)) * width);
+        unused.fill(0.0);
         let rows = rows_per_task(width);
-        let tasks = out.par_chunks_mut(rows * width).zip(gate.par_chunks(rows * width)).zip(slots.par_chunks(rows));
-        tasks.for_each(|((out, gate), slots)| {
-            for ((out, gate), &slot) in out.chunks_exact_mut(width).zip(gate.chunks_exact(width)).zip(slots) {
-                if slot == NONE {
-                    out.fill(0.0);
-                    continue;
-                }
-                let weight = weights[slot as usize];
+        let tasks = out.par_chunks_mut(rows * width).zip(gate.par_chunks(rows * width)).zip(weights.par_chunks(rows));
+        tasks.for_each(|((out, gate), weights)| {
+            for ((out, gate), &weight) in out.chunks_exact_mut(width).zip(gate.chunks_exact(width)).zip(weights) {
                 vectorize!(out.iter_mut().zip(gate).for_each(|(y, &g)| *y *= weight * g * math::sigmoid(g)));
             }
         });
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
-        let (gate, up, weights, slots) = (args.input(0), args.input(1), args.input(2), args.input(4));
+        let (gate, up, weights) = (args.input(0), args.input(1), args.input(2));
         let width = crate::ops::width(&gate.dims);
-        let y = |(i, (&g, &u)): (usize, (&f64, &f64))| match slots.data[i / width] {
-            slot if slot == f64::from(NONE) => 0.0,
-            slot => weights.data[slot as usize] * g / (1.0 + (-g).exp()) * u,
+        let used = args.input(3).data.last().copied().unwrap_or(0.0) as usize * width;
+        let y = |(i, (&g, &u)): (usize, (&f64, &f64))| match i < used {
+            true => weights.data[i / width] * g / (1.0 + (-g).exp()) * u,
+            false => 0.0,
         };
         vec![Array::new(&gate.dims, gate.data.iter().zip(&up.data).enumerate().map(y).collect())]
     }
 }
 
-/// (d_gate, d_up, d_weights) from (gate, up, weights, places, slots, dy); the first two may overwrite gate and up.
+/// (d_gate, d_up, d_weights) from (gate, up, weights, starts, dy); the first two may overwrite gate and up.
 #[derive(Debug, Clone, Copy)]
 struct RoutedSwiGluGrad;
 
@@ -104,37 +102,29 @@ impl Op for RoutedSwiGluGrad {
         12 * inputs[0].elements() as u64
     }
 
-    /// The weights' gradients by row.
-    fn workspace(&self, inputs: &[Spec], _: &[Spec], _: usize) -> Vec<u64> {
-        vec![(inputs[4].elements() * size_of::<f32>()) as u64]
-    }
-
     fn run(&self, args: &mut Args<'_>) {
         let (d_gate, d_up, d_weights) = (args.output::<f32>(0), args.output::<f32>(1), args.output::<f32>(2));
-        let by_row = args.workspace().take::<f32>();
         if !args.is_overwritten(0) {
             d_gate.copy_from_slice(args.input(0));
         }
         if !args.is_overwritten(1) {
             d_up.copy_from_slice(args.input(1));
         }
-        let (weights, places, slots) = (args.input::<f32>(2), args.input::<u32>(3), args.input::<u32>(4));
-        let dy = args.input::<f32>(5);
+        let (weights, dy) = (args.input::<f32>(2), args.input::<f32>(4));
         let width = crate::ops::width(args.output_dims(0));
+        let used = used_rows(args.input(3));
+        let (d_gate, no_gate) = d_gate.split_at_mut(used * width);
+        let (d_up, no_up) = d_up.split_at_mut(used * width);
+        let (d_weights, no_weights) = d_weights.split_at_mut(used);
+        [no_gate, no_up, no_weights].into_iter().for_each(|unused| unused.fill(0.0));
         let rows = rows_per_task(width);
         let tasks = d_gate.par_chunks_mut(rows * width).zip(d_up.par_chunks_mut(rows * width));
-        let tasks = tasks.zip(dy.par_chunks(rows * width)).zip(slots.par_chunks(rows)).zip(by_row.par_chunks_mut(rows));
-        tasks.for_each(|((((d_gate, d_up), dy), slots), by_row)| {
-            let of_rows = d_gate.chunks_exact_mut(width).zip(d_up.chunks_exact_mut(width)).zip(dy.chunks_exact(width));
-            for (((gate, up), dy), (&slot, by_row)) in of_rows.zip(slots.iter().zip(by_row)) {
-                if slot == NONE {
-                    gate.fill(0.0);
-                    up.fill(0.0);
-                    continue;
-                }
-                let weight = weights[slot as usize];
+        let of_rows = weights.par_chunks(rows).zip(d_weights.par_chunks_mut(rows));
+        tasks.zip(dy.par_chunks(rows * width)).zip(of_rows).for_each(|(((d_gate, d_up), dy), (weights, d_weights))| {
+            let rows = d_gate.chunks_exact_mut(width).zip(d_up.chunks_exact_mut(width)).zip(dy.chunks_exact(width));
+            for (((gate, up), dy), (&weight, d_weight)) in rows.zip(weights.iter().zip(d_weights)) {
                 vectorize!({
-                    *by_row = reduce::sum3(gate, up, dy, |g, u, dy| dy * g * math::sigmoid(g) * u);
+                    *d_weight = reduce::sum3(gate, up, dy, |g, u, dy| dy * g * math::sigmoid(g) * u);
                     for ((gate, up), &dy) in gate.iter_mut().zip(up.iter_mut()).zip(dy) {
                         let (g, u) = (*gate, *up);
                         *gate = weight * dy * u * silu_derivative(g);
@@ -143,25 +133,21 @@ impl Op for RoutedSwiGluGrad {
                 });
             }
         });
-        for (d_weight, &place) in d_weights.iter_mut().zip(places) {
-            *d_weight = if place == NONE { 0.0 } else { by_row[place as usize] };
-        }
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
-        let (gate, up, weights, slots, dy) =
-            (args.input(0), args.input(1), args.input(2), args.input(4), args.input(5));
+        let (gate, up, weights, dy) = (args.input(0), args.input(1), args.input(2), args.input(4));
         let width = crate::ops::width(&gate.dims);
         let (mut d_gate, mut d_up) = (Array::zeros(&gate.dims), Array::zeros(&gate.dims));
         let mut d_weights = Array::zeros(&weights.dims);
-        for (row, &slot) in slots.data.iter().enumerate().filter(|(_, slot)| **slot != f64::from(NONE)) {
-            let w = weights.data[slot as usize];
+        for row in 0..args.input(3).data.last().copied().unwrap_or(0.0) as usize {
+            let w = weights.data[row];
             for i in row * width..(row + 1) * width {
                 let (g, u, dy) = (gate.data[i], up.data[i], dy.data[i]);
                 let s = 1.0 / (1.0 + (-g).exp());
                 d_gate.data[i] = w * dy * u * s * (1.0 + g * (1.0 - s));
                 d_up.data[i] = w * dy * g * s;
-                d_weights.data[slot as usize] += dy * g * s * u;
+                d_weights.data[row] += dy * g * s * u;
             }
         }
         vec![d_gate, d_up, d_weights]

@@ -1,0 +1,82 @@
+//! The router's weights in the order of rows.
+
+use super::NONE;
+use crate::cpu::Args;
+use crate::error::Result;
+use crate::graph::{Spec, Tensor};
+use crate::op::{Gradient, Op};
+use crate::reference::{Array, Reference};
+
+/// The weight of every row's slot: weights [.., k] with places [.., k] and slots \[rows\] to [rows, 1]; 0 for rows of no slot.
+#[derive(Debug, Clone, Copy)]
+pub struct SlotWeights;
+
+impl Op for SlotWeights {
+    fn name(&self) -> &'static str {
+        "slot_weights"
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        crate::ops::expect_float(&inputs[..1])?;
+        super::expect_places(&inputs[1], &inputs[2])?;
+        if inputs[0].dims() != inputs[1].dims() {
+            return Err("one weight per place is needed".into());
+        }
+        Ok(vec![inputs[0].in_shape((inputs[2].elements(), 1))])
+    }
+
+    fn gradient(&self, g: &mut Gradient) -> Result<()> {
+        let [d_weights] = Tensor::apply_op(SlotWeightsGrad, &[&g.grad(0), &g.input(1)])?;
+        g.send(0, d_weights);
+        Ok(())
+    }
+
+    fn flops(&self, _: &[Spec], _: &[Spec]) -> u64 {
+        0
+    }
+
+    fn run(&self, args: &mut Args<'_>) {
+        let out = args.output::<f32>(0);
+        let (weights, slots) = (args.input::<f32>(0), args.input::<u32>(2));
+        for (out, &slot) in out.iter_mut().zip(slots) {
+            *out = if slot == NONE { 0.0 } else { weights[slot as usize] };
+        }
+    }
+
+    fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
+        let (weights, slots) = (args.input(0), args.input(2));
+        let weight = |&slot: &f64| if slot == f64::from(NONE) { 0.0 } else { weights.data[slot as usize] };
+        vec![Array::new(&[slots.data.len(), 1], slots.data.iter().map(weight).collect())]
+    }
+}
+
+/// Back to slots, from (gradients of the rows, places); 0 for slots of no row.
+#[derive(Debug, Clone, Copy)]
+struct SlotWeightsGrad;
+
+impl Op for SlotWeightsGrad {
+    fn name(&self) -> &'static str {
+        "slot_weights_grad"
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        Ok(vec![inputs[0].in_shape(inputs[1].shape.clone())])
+    }
+
+    fn flops(&self, _: &[Spec], _: &[Spec]) -> u64 {
+        0
+    }
+
+    fn run(&self, args: &mut Args<'_>) {
+        let out = args.output::<f32>(0);
+        let (rows, places) = (args.input::<f32>(0), args.input::<u32>(1));
+        for (out, &place) in out.iter_mut().zip(places) {
+            *out = if place == NONE { 0.0 } else { rows[place as usize] };
+        }
+    }
+
+    fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
+        let (rows, places) = (args.input(0), args.input(1));
+        vec![places.map(|place| if place == f64::from(NONE) { 0.0 } else { rows.data[place as usize] })]
+    }
+}

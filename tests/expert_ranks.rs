@@ -1,0 +1,230 @@
+//! Experts that ranks share: the numbers of one rank, whatever the routing.
+
+use std::collections::BTreeMap;
+
+use gapless::communicator;
+use gapless::engine::checkpoint::Checkpoint;
+use gapless::engine::ops::{Drop, ExpertGroups};
+use gapless::models::{LlamaConfig, Moe, MoeConfig};
+use gapless::nn::{Capacity, Choice, RouterConfig, Score};
+use gapless::parallel;
+use gapless::{Mesh, Pipeline, Recompute, TrainOptions, Trainer};
+
+const VOCABULARY: usize = 50;
+const BATCH: usize = 8;
+const SEQUENCE: usize = 24;
+
+fn mesh(data: usize, pipeline: usize, expert: usize) -> Mesh {
+    Mesh { data, pipeline, expert }
+}
+
+/// Every way of routing, in small.
+fn styles() -> [(&'static str, MoeConfig); 4] {
+    let llama = LlamaConfig {
+        vocabulary: VOCABULARY,
+        layers: 2,
+        heads: 4,
+        kv_heads: 2,
+        width: 32,
+        hidden: 48,
+        ..LlamaConfig::default()
+    };
+    let router = RouterConfig { experts: 8, top_k: 2, balance_loss: 0.1, z_loss: 0.01, ..RouterConfig::default() };
+    let base = MoeConfig { llama, router: router.clone(), expert_hidden: 40, ..MoeConfig::default() };
+    let with = |router| MoeConfig { router, ..base.clone() };
+    let capacity = |factor, drop| Some(Capacity { factor, drop });
+    let sigmoid = RouterConfig {
+        score: Score::Sigmoid,
+        groups: Some(ExpertGroups { count: 4, limit: 2 }),
+        bias_rate: 0.01,
+        scale: 2.5,
+        ..router.clone()
+    };
+    [
+        ("dropless", with(router.clone())),
+        ("capacity", with(RouterConfig { capacity: capacity(0.75, Drop::Lightest), ..router.clone() })),
+        ("sigmoid", MoeConfig { shared_hidden: 24, shared_gate: true, dense_layers: 1, ..with(sigmoid) }),
+        (
+            "experts choose",
+            with(RouterConfig {
+                choice: Choice::Experts,
+                capacity: capacity(1.0, Drop::Lightest),
+                balance_loss: 0.0,
+                ..router
+            }),
+        ),
+    ]
+}
+
+fn options(mesh: Mesh) -> TrainOptions {
+    let micro_batches = 4 / (mesh.data * mesh.expert);
+    TrainOptions {
+        batch: BATCH,
+        sequence: SEQUENCE,
+        threads: 1,
+        seed: 5,
+        micro_batches,
+        mesh,
+        ..TrainOptions::default()
+    }
+}
+
+fn batch(step: u64) -> (Vec<u32>, Vec<u32>) {
+    let id = |i: u64| ((step * 7919 + i) * (step * 7919 + i) % 1009) as u32 % VOCABULARY as u32;
+    let count = (BATCH * SEQUENCE) as u64;
+    ((0..count).map(id).collect(), (1..=count).map(id).collect())
+}
+
+/// What a run ends with.
+struct Outcome {
+    losses: Vec<f32>,
+    norms: Vec<f32>,
+    /// Parameters by name, those that are shared put together.
+    parameters: BTreeMap<String, Vec<f32>>,
+    watched: Vec<(String, Vec<f32>)>,
+}
+
+fn outcome(trainer: &mut Trainer, steps: u64) -> Outcome {
+    let (mut losses, mut norms) = (Vec::new(), Vec::new());
+    for _ in 0..steps {
+        let (tokens, targets) = batch(trainer.steps());
+        let report = trainer.step(&tokens, &targets).unwrap();
+        losses.push(report.loss);
+        norms.push(report.gradient_norm);
+    }
+    let read = |tensor: candle_core::Tensor| tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    let parameters = trainer.parameter_names().map(|name| (name.to_owned(), read(trainer.tensor(name).unwrap())));
+    let watched = trainer.watched_names().map(|name| (name.to_owned(), read(trainer.watched(name).unwrap())));
+    Outcome { losses, norms, parameters: parameters.collect(), watched: watched.collect() }
+}
+
+/// The outcomes of all ranks as one: equal where they should be, put together where each has a share.
+fn merge(outcomes: Vec<Outcome>, mesh: Mesh) -> Outcome {
+    let mut parameters: BTreeMap<String, Vec<f32>> = BTreeMap::new();
+    for (rank, outcome) in outcomes.iter().enumerate() {
+        assert_eq!(outcome.losses, outcomes[0].losses, "all ranks see the same losses");
+        assert_eq!(outcome.norms, outcomes[0].norms, "all ranks see the same norms");
+        assert_eq!(outcome.watched, outcomes[0].watched, "all ranks watch the same");
+        let at = mesh.coordinate(rank);
+        for (name, values) in &outcome.parameters {
+            let shared = name.contains(".experts.");
+            match parameters.get_mut(name) {
+                Some(all) if shared && at.data == 0 => all.extend(values),
+                Some(all) if shared => {
+                    let share = values.len();
+                    assert_eq!(&all[at.expert * share..][..share], &values[..], "replicas of {name} differ");
+                }
+                Some(all) => assert_eq!(all, values, "copies of {name} differ"),
+                None => drop(parameters.insert(name.clone(), values.clone())),
+            }
+        }
+    }
+    let first = outcomes.into_iter().next().unwrap();
+    Outcome { parameters, ..first }
+}
+
+fn run(config: &MoeConfig, options: TrainOptions, steps: u64) -> Outcome {
+    let mesh = options.mesh;
+    let ranks = communicator::on_threads(mesh.ranks().unwrap(), |world| {
+        let mut trainer = Trainer::on(world, |vb| Moe::new(config, vb), options.clone())?;
+        Ok(outcome(&mut trainer, steps))
+    });
+    merge(ranks.unwrap(), mesh)
+}
+
+/// f32 rounds at 6e-8. Ranks sum losses and gradients of their shares of the batch first, one rank those of the batch in its
+/// order; sums of a few thousand terms of mixed signs differ by some hundred roundings. After two steps of AdamW, which
+/// divides by the root of their squares, parameters differ by that share of the learning rate.
+fn close(outcome: &Outcome, expected: &Outcome, what: &str) {
+    let pairs = outcome.losses.iter().zip(&expected.losses).chain(outcome.norms.iter().zip(&expected.norms));
+    for (a, b) in pairs {
+        assert!((a - b).abs() <= 2e-5 * b.abs(), "{what}: {a} instead of {b}");
+    }
+    assert!(outcome.parameters.keys().eq(expected.parameters.keys()), "{what}");
+    for ((name, a), b) in outcome.parameters.iter().zip(expected.parameters.values()) {
+        assert_eq!(a.len(), b.len(), "{what}: {name}");
+        let distance = a.iter().zip(b).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>().sqrt();
+        let norm = b.iter().map(|&b| f64::from(b).powi(2)).sum::<f64>().sqrt();
+        assert!(distance <= 1e-4 * norm.max(1e-3), "{what}: {name} is off by {distance} of {norm}");
+    }
+    assert_eq!(outcome.watched.len(), expected.watched.len());
+    for ((name, a), (_, b)) in outcome.watched.iter().zip(&expected.watched) {
+        assert_eq!(a, b, "{what}: {name}");
+    }
+}
+
+#[test]
+fn expert_ranks_train_as_one_rank_does() {
+    for (style, config) in styles() {
+        let alone = run(&config, options(Mesh::default()), 3);
+        for mesh in [mesh(1, 1, 2), mesh(1, 1, 4), mesh(2, 1, 2), mesh(1, 2, 2)] {
+            for poison in [false, true] {
+                let ranks = run(&config, TrainOptions { poison, ..options(mesh) }, 3);
+                close(&ranks, &alone, &format!("{style} on {mesh:?}, poisoned: {poison}"));
+            }
+        }
+    }
+}
+
+/// Nothing that the pipeline or recomputation do changes a bit of what expert ranks compute.
+#[test]
+fn pipelines_and_recomputation_change_no_bit() {
+    let (_, config) = &styles()[0];
+    let reference = run(config, TrainOptions { micro_batches: 2, ..options(mesh(1, 1, 2)) }, 2);
+    let same = |options: TrainOptions, what: &str| {
+        let outcome = run(config, TrainOptions { poison: true, ..options }, 2);
+        assert_eq!(outcome.losses, reference.losses, "{what}");
+        assert_eq!(outcome.norms, reference.norms, "{what}");
+        assert!(outcome.parameters == reference.parameters, "{what}");
+    };
+    for policy in ["layers", "ops:routed_swiglu", "ops:grouped_linear,route"] {
+        let recompute: Recompute = policy.parse().unwrap();
+        same(TrainOptions { micro_batches: 2, recompute, ..options(mesh(1, 1, 2)) }, policy);
+    }
+    for (name, chunks) in [("1f1b", 1), ("zbv", 2)] {
+        let pipeline = Pipeline { schedule: parallel::by_name(name).unwrap().into(), chunks, ..Pipeline::default() };
+        for policy in ["none", "layers"] {
+            let recompute: Recompute = policy.parse().unwrap();
+            let options = TrainOptions { micro_batches: 2, pipeline: pipeline.clone(), ..options(mesh(1, 2, 2)) };
+            same(TrainOptions { recompute, ..options }, &format!("{name}, {policy}"));
+        }
+    }
+}
+
+#[test]
+fn a_checkpoint_of_one_layout_of_experts_resumes_on_another() {
+    let (_, config) = &styles()[2];
+    for (from, to) in [
+        (mesh(1, 1, 2), mesh(1, 1, 1)),
+        (mesh(1, 1, 1), mesh(1, 1, 4)),
+        (mesh(1, 1, 4), mesh(2, 1, 2)),
+        (mesh(2, 1, 2), mesh(1, 2, 2)),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let straight = communicator::on_threads(from.ranks().unwrap(), |world| {
+            let mut trainer = Trainer::on(world, |vb| Moe::new(config, vb), options(from))?;
+            outcome(&mut trainer, 2);
+            trainer.save(dir.path(), serde_json::Value::Null).unwrap();
+            Ok(outcome(&mut trainer, 2))
+        });
+        let resumed = communicator::on_threads(to.ranks().unwrap(), |world| {
+            let mut trainer = Trainer::on(world, |vb| Moe::new(config, vb), options(to))?;
+            trainer.resume(&Checkpoint::latest(dir.path()).unwrap().unwrap()).unwrap();
+            Ok(outcome(&mut trainer, 2))
+        });
+        close(&merge(resumed.unwrap(), to), &merge(straight.unwrap(), from), &format!("{from:?} to {to:?}"));
+    }
+}
+
+#[test]
+fn what_cannot_be_shared_is_refused() {
+    let (_, config) = &styles()[0];
+    let refused = communicator::on_threads(3, |world| {
+        let options = TrainOptions { batch: 12, ..options(mesh(1, 1, 3)) };
+        let trainer = Trainer::on(world, |vb| Moe::new(config, vb), TrainOptions { micro_batches: 1, ..options });
+        Ok(trainer.err().map(|error| error.to_string()))
+    });
+    for error in refused.unwrap() {
+        assert!(error.unwrap().contains("3 expert ranks cannot share"), "the ranks do not divide the experts");
+    }
+}
