@@ -209,7 +209,7 @@ struct Block {
 
 #[derive(Debug, Clone)]
 enum FeedForward {
-    Dense(Mlp),
+    Dense(Box<Mlp>),
     Sparse(Box<Sparse>),
 }
 
@@ -217,7 +217,7 @@ impl Block {
     fn new(config: &MoeConfig, dense: bool, vb: VarBuilder) -> Result<Self> {
         let LlamaConfig { width, hidden, rms_norm_eps: eps, .. } = config.llama;
         let feed_forward = match dense {
-            true => FeedForward::Dense(Mlp::new(width, hidden, vb.pp("mlp"))?),
+            true => FeedForward::Dense(Box::new(Mlp::new(width, hidden, vb.pp("mlp"))?)),
             false => FeedForward::Sparse(Box::new(Sparse::new(config, vb.pp("mlp"))?)),
         };
         Ok(Self {
