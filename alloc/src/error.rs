@@ -27,6 +27,14 @@ pub enum Error {
     PinnedOnForbidden { buffer: usize, start: u64, end: u64 },
     #[error("group {group}: buffer {buffer} {what}")]
     Group { group: usize, buffer: usize, what: &'static str },
+    #[error("request {request} ({tensor}) {what}")]
+    Request { request: usize, tensor: String, what: &'static str },
+    #[error("a reserve of {factor} times the balanced sizes; the factor must be a finite number from 0 on")]
+    Factor { factor: f64 },
+    #[error("the arena's reserve at byte {base} begins inside of the static plan, which ends at byte {height}")]
+    ReserveInside { base: u64, height: u64 },
+    #[error("no place within 2^64 - 1 bytes for what the arena promises; promise less")]
+    NoRoom,
     #[error("line {line}: {what}")]
     Csv { line: u64, what: String },
     #[error("cannot read or write the table")]

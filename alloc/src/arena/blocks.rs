@@ -1,0 +1,276 @@
+//! The blocks in use, by address, and the gaps between them.
+//!
+//! In: blocks that don't overlap. Out: the lowest or the highest gap of a size inside a range, in O(log n). Never: the heap,
+//! once built: a block's node is that of its request.
+//!
+//! An AVL tree; every node knows where its subtree begins and ends and the largest gap inside of it.
+
+use std::ops::Range;
+
+const NONE: u32 = u32::MAX;
+
+#[derive(Debug, Clone)]
+struct Node {
+    addresses: Range<u64>,
+    /// Lower addresses, higher addresses.
+    children: [u32; 2],
+    height: u8,
+    /// From the first byte of the subtree's lowest block to the last of its highest.
+    span: Range<u64>,
+    /// Largest gap between two neighbours of the subtree.
+    gap: u64,
+}
+
+/// Disjoint address ranges, one per number below a fixed count.
+#[derive(Debug, Clone)]
+pub(super) struct Blocks {
+    nodes: Box<[Node]>,
+    root: u32,
+}
+
+impl Blocks {
+    /// Room for blocks 0 to `count` − 1.
+    pub(super) fn new(count: usize) -> Self {
+        let empty = Node { addresses: 0..0, children: [NONE; 2], height: 0, span: 0..0, gap: 0 };
+        Self { nodes: vec![empty; count].into(), root: NONE }
+    }
+
+    /// All blocks are gone.
+    pub(super) fn clear(&mut self) {
+        self.root = NONE;
+    }
+
+    /// Block `index` takes `addresses`, which nobody has.
+    pub(super) fn insert(&mut self, index: u32, addresses: Range<u64>) {
+        let span = addresses.clone();
+        self.nodes[index as usize] = Node { addresses, children: [NONE; 2], height: 1, span, gap: 0 };
+        self.root = self.inserted(self.root, index);
+    }
+
+    /// The block that begins at `start` is gone.
+    pub(super) fn remove(&mut self, start: u64) {
+        self.root = self.removed(self.root, start);
+    }
+
+    /// The lowest place for `bytes` inside of `within`.
+    pub(super) fn lowest(&self, within: Range<u64>, bytes: u64) -> Option<u64> {
+        let mut floor = within.start;
+        self.search_up(self.root, &mut floor, bytes);
+        fits(floor, within.end, bytes).then_some(floor)
+    }
+
+    /// The highest place for `bytes` inside of `within`.
+    pub(super) fn highest(&self, within: Range<u64>, bytes: u64) -> Option<u64> {
+        let mut ceiling = within.end;
+        self.search_down(self.root, &mut ceiling, bytes);
+        fits(within.start, ceiling, bytes).then(|| ceiling - bytes)
+    }
+
+    /// The blocks at least in part inside of `within`, by address.
+    pub(super) fn each(&self, within: &Range<u64>, visit: &mut impl FnMut(&Range<u64>)) {
+        self.each_below(self.root, within, visit);
+    }
+
+    fn each_below(&self, at: u32, within: &Range<u64>, visit: &mut impl FnMut(&Range<u64>)) {
+        if at == NONE || self.node(at).span.end <= within.start || within.end <= self.node(at).span.start {
+            return;
+        }
+        let node = self.node(at);
+        self.each_below(node.children[0], within, visit);
+        if node.addresses.start < within.end && within.start < node.addresses.end {
+            visit(&node.addresses);
+        }
+        self.each_below(node.children[1], within, visit);
+    }
+
+    /// Raises `floor` above the blocks of a subtree until `bytes` fit below the next of them; `true` when they do.
+    fn search_up(&self, at: u32, floor: &mut u64, bytes: u64) -> bool {
+        if at == NONE {
+            return false;
+        }
+        let node = self.node(at);
+        if node.span.end <= *floor {
+            return false;
+        }
+        if fits(*floor, node.span.start, bytes) {
+            return true;
+        }
+        if node.gap < bytes {
+            *floor = node.span.end;
+            return false;
+        }
+        if self.search_up(node.children[0], floor, bytes) || fits(*floor, node.addresses.start, bytes) {
+            return true;
+        }
+        *floor = node.addresses.end.max(*floor);
+        self.search_up(node.children[1], floor, bytes)
+    }
+
+    /// As [`search_up`](Self::search_up), from above.
+    fn search_down(&self, at: u32, ceiling: &mut u64, bytes: u64) -> bool {
+        if at == NONE {
+            return false;
+        }
+        let node = self.node(at);
+        if *ceiling <= node.span.start {
+            return false;
+        }
+        if fits(node.span.end, *ceiling, bytes) {
+            return true;
+        }
+        if node.gap < bytes {
+            *ceiling = node.span.start;
+            return false;
+        }
+        if self.search_down(node.children[1], ceiling, bytes) || fits(node.addresses.end, *ceiling, bytes) {
+            return true;
+        }
+        *ceiling = node.addresses.start.min(*ceiling);
+        self.search_down(node.children[0], ceiling, bytes)
+    }
+
+    fn node(&self, at: u32) -> &Node {
+        &self.nodes[at as usize]
+    }
+
+    fn inserted(&mut self, at: u32, index: u32) -> u32 {
+        if at == NONE {
+            return index;
+        }
+        let side = usize::from(self.node(at).addresses.start < self.node(index).addresses.start);
+        let child = self.inserted(self.node(at).children[side], index);
+        self.nodes[at as usize].children[side] = child;
+        self.balanced(at)
+    }
+
+    fn removed(&mut self, at: u32, start: u64) -> u32 {
+        assert_ne!(at, NONE, "only blocks in use are removed");
+        let Node { addresses, children: [lower, higher], .. } = self.node(at).clone();
+        if addresses.start != start {
+            let side = usize::from(addresses.start < start);
+            let child = self.removed([lower, higher][side], start);
+            self.nodes[at as usize].children[side] = child;
+            return self.balanced(at);
+        }
+        if higher == NONE {
+            return lower;
+        }
+        let (next, rest) = self.without_first(higher);
+        self.nodes[next as usize].children = [lower, rest];
+        self.balanced(next)
+    }
+
+    /// The lowest node of a subtree, and the subtree without it.
+    fn without_first(&mut self, at: u32) -> (u32, u32) {
+        let [lower, higher] = self.node(at).children;
+        if lower == NONE {
+            return (at, higher);
+        }
+        let (first, rest) = self.without_first(lower);
+        self.nodes[at as usize].children[0] = rest;
+        (first, self.balanced(at))
+    }
+
+    /// Restores the balance of a node whose children are balanced and differ in height by at most two.
+    fn balanced(&mut self, at: u32) -> u32 {
+        let heights = self.node(at).children.map(|child| self.height(child));
+        for (side, other) in [(0, 1), (1, 0)] {
+            if heights[side] > heights[other] + 1 {
+                let child = self.node(at).children[side];
+                let [outer, inner] = [side, other].map(|s| self.height(self.node(child).children[s]));
+                if inner > outer {
+                    self.nodes[at as usize].children[side] = self.rotated(child, other);
+                }
+                return self.rotated(at, side);
+            }
+        }
+        self.update(at);
+        at
+    }
+
+    /// The child on `side` takes the place of its parent.
+    fn rotated(&mut self, at: u32, side: usize) -> u32 {
+        let child = self.node(at).children[side];
+        self.nodes[at as usize].children[side] = self.node(child).children[1 - side];
+        self.nodes[child as usize].children[1 - side] = at;
+        self.update(at);
+        self.update(child);
+        child
+    }
+
+    fn height(&self, at: u32) -> u8 {
+        if at == NONE { 0 } else { self.node(at).height }
+    }
+
+    fn update(&mut self, at: u32) {
+        let node = self.node(at);
+        let [lower, higher] = node.children;
+        let (mut span, mut gap) = (node.addresses.clone(), 0);
+        if lower != NONE {
+            let lower = self.node(lower);
+            gap = lower.gap.max(node.addresses.start - lower.span.end);
+            span.start = lower.span.start;
+        }
+        if higher != NONE {
+            let higher = self.node(higher);
+            gap = gap.max(higher.gap).max(higher.span.start - node.addresses.end);
+            span.end = higher.span.end;
+        }
+        let height = 1 + self.height(lower).max(self.height(higher));
+        let node = &mut self.nodes[at as usize];
+        (node.span, node.gap, node.height) = (span, gap, height);
+    }
+}
+
+/// Whether `bytes` fit between two addresses, which may stand in the wrong order.
+fn fits(start: u64, end: u64, bytes: u64) -> bool {
+    end.checked_sub(start).is_some_and(|gap| gap >= bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// Every byte looked at.
+    fn twin(used: &[Option<Range<u64>>], within: &Range<u64>, bytes: u64) -> Vec<u64> {
+        let free = |at: u64| used.iter().flatten().all(|b| at + bytes <= b.start || b.end <= at);
+        (within.start..=within.end.saturating_sub(bytes)).filter(|&at| at + bytes <= within.end && free(at)).collect()
+    }
+
+    fn depth(blocks: &Blocks, at: u32) -> u32 {
+        if at == NONE { 0 } else { 1 + blocks.node(at).children.map(|child| depth(blocks, child)).into_iter().max().unwrap() }
+    }
+
+    proptest! {
+        #[test]
+        fn finds_what_looking_at_every_byte_finds(
+            steps in prop::collection::vec((0..40usize, 1..9u64, any::<bool>(), 0..150u64, 0..60u64), 1..120),
+        ) {
+            let mut blocks = Blocks::new(40);
+            let mut used: Vec<Option<Range<u64>>> = vec![None; 40];
+            for (index, bytes, up, from, length) in steps {
+                let within = from..from + length;
+                let places = twin(&used, &within, bytes);
+                let (lowest, highest) = (blocks.lowest(within.clone(), bytes), blocks.highest(within.clone(), bytes));
+                prop_assert_eq!((lowest, highest), (places.first().copied(), places.last().copied()));
+                match (used[index].take(), if up { lowest } else { highest }) {
+                    (Some(block), _) => blocks.remove(block.start),
+                    (None, Some(at)) => {
+                        blocks.insert(index as u32, at..at + bytes);
+                        used[index] = Some(at..at + bytes);
+                    }
+                    (None, None) => {}
+                }
+                let mut seen = Vec::new();
+                blocks.each(&within, &mut |block| seen.push(block.clone()));
+                let mut meets: Vec<_> =
+                    used.iter().flatten().filter(|b| b.start < within.end && within.start < b.end).cloned().collect();
+                meets.sort_by_key(|b| b.start);
+                prop_assert_eq!(seen, meets);
+                let count = used.iter().flatten().count() as f64;
+                prop_assert!(f64::from(depth(&blocks, blocks.root)) <= 1.45 * (count + 2.0).log2());
+            }
+        }
+    }
+}

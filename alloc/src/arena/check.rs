@@ -1,0 +1,117 @@
+//! Judges a run: static buffers and served requests together. Knows nothing of plans, ranges or homes: every pair is looked
+//! at.
+
+use std::ops::Range;
+
+use super::{Request, RequestId};
+use crate::{BufferId, Problem};
+
+/// What a request got in a run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Served {
+    /// The request.
+    pub request: RequestId,
+    /// Its first byte.
+    pub offset: u64,
+    /// Its size.
+    pub bytes: u64,
+}
+
+/// One thing that is wrong with a run.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages name the fields")]
+pub enum RunViolation {
+    #[error("request {}: offset {offset} is not a multiple of {alignment}", request.0)]
+    Misaligned { request: RequestId, offset: u64, alignment: u64 },
+    #[error("request {}: ends at byte {end}, past {limit}", request.0)]
+    OutOfRange { request: RequestId, end: u128, limit: u64 },
+    #[error("request {}: served twice in one step", request.0)]
+    Twice { request: RequestId },
+    #[error("request {} shares bytes with buffer {} of the static plan", request.0, buffer.0)]
+    OnStatic { request: RequestId, buffer: BufferId },
+    #[error("request {} touches the forbidden range [{start}, {end})", request.0)]
+    Forbidden { request: RequestId, start: u64, end: u64 },
+    #[error("requests {} and {} share bytes", first.0, second.0)]
+    Overlap { first: RequestId, second: RequestId },
+}
+
+/// Checks what one step was served against the static plan, its own lifetimes, and `limit` bytes.
+///
+/// # Errors
+/// Every violation, in the order of `served`.
+pub fn check_run(
+    problem: &Problem,
+    offsets: &[u64],
+    requests: &[Request],
+    served: &[Served],
+    limit: u64,
+) -> Result<(), Vec<RunViolation>> {
+    let mut violations = Vec::new();
+    for (index, one) in served.iter().enumerate() {
+        let (request, offset) = (one.request, one.offset);
+        let Request { ticks, alignment, .. } = &requests[request.index()];
+        if offset % alignment != 0 {
+            violations.push(RunViolation::Misaligned { request, offset, alignment: *alignment });
+        }
+        if served[..index].iter().any(|other| other.request == request) {
+            violations.push(RunViolation::Twice { request });
+        }
+        if one.bytes == 0 {
+            continue;
+        }
+        let end = u128::from(offset) + u128::from(one.bytes);
+        if end > u128::from(limit) {
+            violations.push(RunViolation::OutOfRange { request, end, limit });
+            continue;
+        }
+        let bytes = offset..offset + one.bytes;
+        for (buffer, (b, &at)) in problem.ids().zip(problem.buffers().iter().zip(offsets)) {
+            if meet(ticks, &b.lifetime) && meet(&bytes, &(at..at + b.bytes)) {
+                violations.push(RunViolation::OnStatic { request, buffer });
+            }
+        }
+        for range in problem.forbidden().iter().filter(|range| meet(&bytes, range)) {
+            violations.push(RunViolation::Forbidden { request, start: range.start, end: range.end });
+        }
+        for other in &served[..index] {
+            let other_bytes = other.offset..other.offset.saturating_add(other.bytes);
+            if meet(ticks, &requests[other.request.index()].ticks) && meet(&bytes, &other_bytes) {
+                violations.push(RunViolation::Overlap { first: other.request, second: request });
+            }
+        }
+    }
+    if violations.is_empty() { Ok(()) } else { Err(violations) }
+}
+
+fn meet(one: &Range<u64>, other: &Range<u64>) -> bool {
+    !one.is_empty() && !other.is_empty() && one.start < other.end && other.start < one.end
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Buffer;
+
+    #[test]
+    fn names_every_kind_of_violation() {
+        let problem = Problem::new(vec![Buffer::new(0..4, 64), Buffer::new(4..8, 64)]).unwrap().forbid(640..700).unwrap();
+        let requests = [Request::new(0..4, 64, 64), Request::new(2..6, 64, 128), Request::new(4..6, 64, 64)];
+        let count = |served: &[(u32, u64, u64)]| {
+            let one = |&(request, offset, bytes)| Served { request: RequestId(request), offset, bytes };
+            let served: Vec<Served> = served.iter().map(one).collect();
+            check_run(&problem, &[0, 64], &requests, &served, 1024).map_or_else(|v| v.len(), |()| 0)
+        };
+        assert_eq!(count(&[(0, 64, 64), (1, 128, 128), (2, 0, 64)]), 0);
+        assert_eq!(count(&[(0, 0, 64)]), 1);
+        assert_eq!(count(&[(0, 65, 63)]), 1);
+        assert_eq!(count(&[(0, 64, 0), (0, 64, 0)]), 1);
+        assert_eq!(count(&[(0, 960, 65)]), 1);
+        assert_eq!(count(&[(1, 64, 64)]), 1);
+        assert_eq!(count(&[(1, 0, 128)]), 2);
+        assert_eq!(count(&[(0, 128, 64), (1, 128, 128)]), 1);
+        assert_eq!(count(&[(0, 128, 64), (2, 128, 64)]), 0);
+        assert_eq!(count(&[(0, 128, 64), (1, 128, 0)]), 0);
+        assert_eq!(count(&[(2, 576, 65)]), 1);
+        assert_eq!(count(&[(2, u64::MAX - 63, 64)]), 1);
+    }
+}

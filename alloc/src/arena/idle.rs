@@ -1,0 +1,85 @@
+//! Which addresses nobody uses during a lifetime.
+//!
+//! In: rectangles of bytes × time, by descending last tick, between questions by descending first tick. Out: the ranges
+//! that stay idle from a tick to another. Never: the state at a single tick alone.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use crate::Lifetime;
+
+/// Going back in time, the tick at which each address is used next.
+///
+/// A rectangle is painted when the sweep passes its last tick: from there on back, its addresses are next used at its
+/// first tick. Since rectangles don't overlap, the one painted last is the nearest.
+#[derive(Debug, Clone)]
+pub(super) struct NextUse {
+    /// Next use by first address; it holds up to the next key.
+    pieces: BTreeMap<u64, u64>,
+}
+
+/// Next use of what is never used again.
+const NEVER: u64 = u64::MAX;
+
+impl NextUse {
+    /// Nothing is used.
+    pub(super) fn new() -> Self {
+        Self { pieces: BTreeMap::from([(0, NEVER)]) }
+    }
+
+    /// `addresses` are in use during `ticks`.
+    pub(super) fn paint(&mut self, addresses: Range<u64>, ticks: &Lifetime) {
+        if addresses.is_empty() {
+            return;
+        }
+        let (_, &behind) = self.pieces.range(..=addresses.end).next_back().expect("address 0 has a piece");
+        self.pieces.insert(addresses.end, behind);
+        let inside: Vec<u64> = self.pieces.range(addresses.clone()).map(|(&at, _)| at).collect();
+        inside.iter().for_each(|at| _ = self.pieces.remove(at));
+        self.pieces.insert(addresses.start, ticks.start);
+    }
+
+    /// The ranges below `limit` that are idle until the end of `ticks`, when the sweep has come back to their start: by
+    /// address, as far apart as they can be, cut to multiples of `grain`.
+    pub(super) fn idle(&self, ticks: &Lifetime, limit: u64, grain: u64) -> Vec<Range<u64>> {
+        let mut ranges: Vec<Range<u64>> = Vec::new();
+        let mut open: Option<u64> = None;
+        let mut close = |open: &mut Option<u64>, end: u64| {
+            if let Some(start) = open.take().and_then(|start: u64| start.checked_next_multiple_of(grain)) {
+                let end = end / grain * grain;
+                if start < end {
+                    ranges.push(start..end);
+                }
+            }
+        };
+        for (&at, &next) in self.pieces.range(..limit) {
+            if next < ticks.end {
+                close(&mut open, at);
+            } else {
+                open.get_or_insert(at);
+            }
+        }
+        close(&mut open, limit);
+        ranges
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn idle_for_the_whole_lifetime_only() {
+        let mut next = NextUse::new();
+        assert_eq!(next.idle(&(0..9), 100, 1), [0..100]);
+        next.paint(20..40, &(8..12));
+        next.paint(0..30, &(5..7));
+        // The sweep is at tick 7: below 30, tick 5 is next; behind it, tick 8.
+        assert_eq!(next.idle(&(4..5), 100, 1), [0..100]);
+        assert_eq!(next.idle(&(4..6), 100, 1), [30..100]);
+        assert_eq!(next.idle(&(4..9), 100, 1), [40..100]);
+        assert_eq!(next.idle(&(4..9), 100, 16), [48..96]);
+        assert_eq!(next.idle(&(6..7), 40, 1), [30..40]);
+        assert_eq!(next.idle(&(4..6), 30, 1), []);
+    }
+}

@@ -1,0 +1,56 @@
+//! The online arena: buffers whose lifetimes are planned and whose sizes the data decides.
+//!
+//! Under expert parallelism, the rows that a rank receives are known when they are counted, in the middle of the step. Those
+//! buffers, and only those, are [`Request`]s: compile time knows their ticks, their balanced size and their bound. An
+//! [`ArenaPlan`] finds, for each, the addresses that the static plan leaves idle for its whole lifetime, and sizes a
+//! [`Reserve`] on top of the static plan for what these cannot serve. An [`Arena`] then gives out offsets while the step
+//! runs: O(log n), from memory that it took when it was built. [`check_run`] judges what was given out, together with the static plan.
+//!
+//! ```
+//! use gapless_alloc::arena::{Arena, ArenaOptions, ArenaPlan, Request, RequestId, Reserve};
+//! use gapless_alloc::{Buffer, Problem};
+//!
+//! // 4096 bytes at address 0 are idle from tick 2 on.
+//! let problem = Problem::new(vec![Buffer::new(0..2, 4096), Buffer::new(0..9, 512)])?;
+//! let requests = vec![Request::new(1..8, 1024, 4096), Request::new(3..5, 1024, 4096)];
+//! let options = ArenaOptions::with_reserve(Reserve::Worst);
+//! let mut arena = Arena::new(ArenaPlan::new(&problem, &[0, 4096], requests, &options)?);
+//!
+//! assert_eq!(arena.plan().reserve(), 4608..4608 + 4096); // for the first; the second fits at address 0
+//! assert_eq!(arena.request(RequestId(0), 3000).expect("within its bound"), 4608);
+//! assert_eq!(arena.request(RequestId(1), 4096).expect("within its bound"), 0);
+//! arena.release(RequestId(1));
+//! arena.release(RequestId(0));
+//! assert_eq!(arena.report().high_water_bytes, 3000);
+//! # Ok::<(), gapless_alloc::Error>(())
+//! ```
+//!
+//! ```text
+//! bytes ▲
+//!  8704 ┤
+//!       │   ┌─────────────┐      request 0: in the reserve
+//!  4608 ┼───┴─────────────┴───   end of the static plan
+//!       │ static 1
+//!  4096 ┼───────┬───┬───┬─────
+//!       │static │   │ 1 │        request 1: in addresses that are idle by then
+//!     0 ┼───────┴───┴───┴─────▶ ticks
+//!       0       2   3   5
+//! ```
+
+mod blocks;
+mod check;
+mod idle;
+mod online;
+mod overflow;
+mod plan;
+mod rehearse;
+mod report;
+mod request;
+
+pub use check::{RunViolation, Served, check_run};
+pub use online::Arena;
+pub use overflow::Overflow;
+pub use plan::ArenaPlan;
+pub use rehearse::{Rehearsal, rehearse};
+pub use report::ArenaReport;
+pub use request::{ArenaOptions, Request, RequestId, Reserve};

@@ -1,0 +1,170 @@
+//! The arena as a step uses it.
+//!
+//! In: sizes, one by one, and releases. Out: offsets. Never: the heap, a lock, the system; and never the same bytes for two
+//! that live at one tick.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::blocks::Blocks;
+use super::{ArenaPlan, ArenaReport, Overflow, RequestId};
+use crate::Label;
+
+/// Serves the requests of an [`ArenaPlan`].
+///
+/// A request tries its spare ranges (nobody's home), the shortest first, so that long ones stay whole; then all that the
+/// static plan leaves idle. In a range it takes the lowest gap. With `n` blocks in use and at most 16 ranges of each sort,
+/// that is O(log n).
+///
+/// Why promises hold: as long as all blocks lie in spare ranges, no block in use covers a part of the home of a request that
+/// comes during its lifetime; so a request within its promise finds at least its home.
+#[derive(Debug)]
+pub struct Arena {
+    plan: ArenaPlan,
+    labels: Box<[Arc<Label>]>,
+    blocks: Blocks,
+    /// Offset and size of what is in use, by request.
+    live: Box<[Option<Live>]>,
+    live_count: usize,
+    live_in_reserve: u64,
+    report: ArenaReport,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Live {
+    offset: u64,
+    bytes: u64,
+}
+
+impl Arena {
+    /// Takes all the memory that serving will ever need.
+    pub fn new(plan: ArenaPlan) -> Self {
+        let count = plan.requests().len();
+        let reserve_bytes = plan.reserve().end - plan.reserve().start;
+        Self {
+            labels: plan.requests().iter().map(|r| Arc::new(r.label.clone())).collect(),
+            blocks: Blocks::new(count),
+            live: vec![None; count].into(),
+            live_count: 0,
+            live_in_reserve: 0,
+            report: ArenaReport { reserve_bytes, ..ArenaReport::default() },
+            plan,
+        }
+    }
+
+    /// What it was built from.
+    pub fn plan(&self) -> &ArenaPlan {
+        &self.plan
+    }
+
+    /// What it did since it was built.
+    pub fn report(&self) -> ArenaReport {
+        self.report
+    }
+
+    /// An offset for `bytes`, from the request's first tick until it is released. Zero bytes take no space.
+    ///
+    /// # Errors
+    /// [`Overflow`] when no range that is free for the whole lifetime is long enough. Nothing has changed then.
+    ///
+    /// # Panics
+    /// When the request is in use already, which is an error of the caller's own code.
+    pub fn request(&mut self, id: RequestId, bytes: u64) -> Result<u64, Overflow> {
+        assert!(self.live[id.index()].is_none(), "request {} is released before it is made again", id.0);
+        self.report.requests += 1;
+        self.report.asked_bytes += bytes;
+        let Some(offset) = self.place(id, bytes) else {
+            self.report.overflows += 1;
+            self.report.refused_bytes += bytes;
+            return Err(self.overflow(id, bytes));
+        };
+        self.live[id.index()] = Some(Live { offset, bytes });
+        self.live_count += 1;
+        if bytes > 0 {
+            self.blocks.insert(id.0, offset..offset + self.rounded(bytes).expect("it was placed"));
+            self.account(offset, bytes);
+        }
+        Ok(offset)
+    }
+
+    /// Takes a request's bytes back. They are free from now on, so that its last reader must be done.
+    ///
+    /// # Panics
+    /// When the request is not in use, which is an error of the caller's own code.
+    pub fn release(&mut self, id: RequestId) {
+        let live = self.live[id.index()].take();
+        let Live { offset, bytes } = live.expect("only requests in use are released");
+        self.live_count -= 1;
+        if bytes > 0 {
+            self.blocks.remove(offset);
+            self.live_in_reserve -= self.in_reserve(offset, bytes);
+        }
+    }
+
+    /// Takes everything back, between steps or after one that was given up. The report goes on.
+    pub fn reset(&mut self) {
+        if self.live_count > 0 {
+            self.live.fill(None);
+            self.blocks.clear();
+            (self.live_count, self.live_in_reserve) = (0, 0);
+        }
+    }
+
+    fn place(&self, id: RequestId, bytes: u64) -> Option<u64> {
+        if bytes == 0 {
+            return Some(self.plan.reserve().start);
+        }
+        let bytes = self.rounded(bytes)?;
+        let lowest = |ranges: &[Range<u64>]| ranges.iter().find_map(|range| self.blocks.lowest(range.clone(), bytes));
+        lowest(self.plan.spare_ranges(id)).or_else(|| lowest(self.plan.idle_ranges(id)))
+    }
+
+    fn rounded(&self, bytes: u64) -> Option<u64> {
+        bytes.checked_next_multiple_of(self.plan.grain())
+    }
+
+    fn in_reserve(&self, offset: u64, bytes: u64) -> u64 {
+        (offset + bytes).saturating_sub(offset.max(self.plan.reserve().start))
+    }
+
+    fn account(&mut self, offset: u64, bytes: u64) {
+        let in_reserve = self.in_reserve(offset, bytes);
+        self.live_in_reserve += in_reserve;
+        let report = &mut self.report;
+        report.reserve_served_bytes += in_reserve;
+        report.reused_bytes += bytes - in_reserve;
+        report.most_live_bytes = report.most_live_bytes.max(self.live_in_reserve);
+        let height = (offset + bytes).saturating_sub(self.plan.reserve().start);
+        report.high_water_bytes = report.high_water_bytes.max(height);
+    }
+
+    fn overflow(&self, id: RequestId, bytes: u64) -> Overflow {
+        let request = self.plan.request(id);
+        let (mut largest_hole, mut free) = (0, 0);
+        let mut gap = |start: u64, end: u64| {
+            largest_hole = largest_hole.max(end.saturating_sub(start));
+            free += end.saturating_sub(start);
+        };
+        for range in self.plan.idle_ranges(id) {
+            let mut floor = range.start;
+            self.blocks.each(range, &mut |block| {
+                gap(floor, block.start);
+                floor = block.end;
+            });
+            gap(floor, range.end);
+        }
+        let reserve = self.plan.reserve();
+        Overflow {
+            request: id,
+            label: Arc::clone(&self.labels[id.index()]),
+            bytes,
+            bytes_per_row: request.bytes_per_row,
+            balanced: request.balanced,
+            most: request.most,
+            promised: self.plan.promised(id),
+            largest_hole,
+            free,
+            reserve: reserve.end - reserve.start,
+        }
+    }
+}

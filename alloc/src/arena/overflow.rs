@@ -1,0 +1,63 @@
+//! A request that could not be served.
+
+use std::fmt;
+use std::sync::Arc;
+
+use super::RequestId;
+use crate::Label;
+
+/// What was asked for, what was there, and what helps. Making one takes no heap memory.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub struct Overflow {
+    /// The request.
+    pub request: RequestId,
+    /// Its names.
+    pub label: Arc<Label>,
+    /// Bytes asked for.
+    pub bytes: u64,
+    /// Bytes of one row; 0 where there are none.
+    pub bytes_per_row: u64,
+    /// Bytes when routing is balanced.
+    pub balanced: u64,
+    /// Bytes that it was said never to exceed.
+    pub most: u64,
+    /// What was promised to it, if anything.
+    pub promised: Option<u64>,
+    /// The largest range of addresses that was free for its whole lifetime.
+    pub largest_hole: u64,
+    /// All such ranges together.
+    pub free: u64,
+    /// Size of the arena's own range.
+    pub reserve: u64,
+}
+
+impl fmt::Display for Overflow {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { bytes, balanced, most, largest_hole, free, reserve, .. } = *self;
+        let Label { tensor, op, layer, .. } = &*self.label;
+        write!(f, "the arena of routing buffers cannot serve request {}", self.request.0)?;
+        if !tensor.is_empty() {
+            write!(f, ", {tensor} ({op}) of layer {layer}")?;
+        }
+        write!(f, ": {bytes} bytes")?;
+        if let Some(rows) = bytes.checked_div(self.bytes_per_row) {
+            write!(f, " ({rows} rows of {} bytes)", self.bytes_per_row)?;
+        }
+        write!(f, " asked for, {balanced} when balanced, {most} at most")?;
+        if let Some(promised) = self.promised {
+            write!(f, ", {promised} promised")?;
+        }
+        write!(f, "; {largest_hole} free in one piece, {free} in all, with a reserve of {reserve} bytes; ")?;
+        if bytes > most {
+            write!(f, "the bound given for this request is wrong")
+        } else {
+            write!(
+                f,
+                "use Reserve::Worst, a Reserve::Balanced with a factor of at least {:.2}, or {} more reserve bytes; or \
+                 recompute the layer, or bound its rows by a capacity factor",
+                bytes as f64 / balanced.max(1) as f64,
+                bytes - largest_hole.min(bytes)
+            )
+        }
+    }
+}

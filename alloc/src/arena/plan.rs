@@ -1,0 +1,209 @@
+//! What is decided about every request before the step runs.
+//!
+//! In: the static plan and the requests. Out: for every request, the address ranges that it may use, and how large the
+//! reserve is. Never: a size; that is the run's to tell.
+//!
+//! Where the reserve promises something ([`Reserve::Balanced`], [`Reserve::Worst`]), every request gets a *home*: the planner
+//! places all of them, at the promised sizes, beside the static buffers where these are. The ranges of a request are then of
+//! two sorts: *idle* ones are not used by the static plan for its whole lifetime, and *spare* ones also avoid the homes of
+//! requests that come during that lifetime. As long as everyone finds room in spare ranges, every home stays free for its
+//! owner: so a step within its promises never overflows ([`Arena`](super::Arena) has the rest of the argument).
+
+use std::ops::Range;
+
+use super::idle::NextUse;
+use super::request::{ArenaOptions, Request, RequestId, checked};
+use crate::{Buffer, Error, Options, Problem, lower_bound, plan};
+
+/// Ranges kept per request and sort, the longest: what bounds the work of a request at run time.
+const RANGES: usize = 16;
+
+/// What the planner may spend on homes that it cannot prove to be lowest.
+const WORK: u64 = 50_000_000;
+
+/// Requests with their ranges and the reserve: all that an [`Arena`](super::Arena) is built from.
+#[derive(Debug, Clone)]
+pub struct ArenaPlan {
+    requests: Vec<Request>,
+    places: Vec<Places>,
+    ranges: Vec<Range<u64>>,
+    grain: u64,
+    static_height: u64,
+    reserve: Range<u64>,
+}
+
+/// Where one request may go. Ranges are of whole grains, the shortest first, those that touch the reserve last.
+#[derive(Debug, Clone)]
+struct Places {
+    spare: Range<u32>,
+    idle: Range<u32>,
+    home: Option<Range<u64>>,
+}
+
+impl ArenaPlan {
+    /// Plans the arena of `requests` beside the buffers of `problem` at their `offsets`.
+    ///
+    /// # Errors
+    /// Requests that are unsound or not in order of their first tick; offsets that are no plan; a base inside of the static
+    /// plan; sizes that leave the address space.
+    pub fn new(
+        problem: &Problem,
+        offsets: &[u64],
+        requests: Vec<Request>,
+        options: &ArenaOptions,
+    ) -> Result<Self, Error> {
+        let grain = checked(&requests, options)?;
+        if offsets.len() != problem.len() {
+            let (entries, buffers) = (offsets.len(), problem.len());
+            return Err(Error::NotOnePerBuffer { table: "offsets", entries, buffers });
+        }
+        let sized = || problem.buffers().iter().zip(offsets).filter(|(b, _)| b.bytes > 0);
+        let ends = sized().map(|(b, at)| at.checked_add(b.bytes).ok_or(Error::NoRoom));
+        let static_height = ends.into_iter().try_fold(0, |height, end| end.map(|end| height.max(end)))?;
+        let base = options.base.unwrap_or(static_height);
+        if base < static_height {
+            return Err(Error::ReserveInside { base, height: static_height });
+        }
+        let base = base.checked_next_multiple_of(grain).ok_or(Error::NoRoom)?;
+        let outside = static_height..base;
+        let fixed: Vec<(Buffer, u64)> = sized().map(|(b, &at)| (b.clone(), at)).collect();
+        let homes = homes(problem, &fixed, &requests, options, grain, outside.clone())?;
+        let reserve_bytes = match options.reserve {
+            super::Reserve::Bytes(bytes) => bytes / grain * grain,
+            _ => homes.iter().flatten().map(|home| home.end).max().unwrap_or(0).saturating_sub(base),
+        };
+        let reserve = base..base.checked_add(reserve_bytes).ok_or(Error::NoRoom)?;
+        let mut this = Self { requests, places: Vec::new(), ranges: Vec::new(), grain, static_height, reserve };
+        this.find_ranges(problem, fixed, homes, outside);
+        Ok(this)
+    }
+
+    /// Goes back in time over requests and static buffers, and notes what each request may use.
+    fn find_ranges(
+        &mut self,
+        problem: &Problem,
+        mut fixed: Vec<(Buffer, u64)>,
+        homes: Vec<Option<Range<u64>>>,
+        outside: Range<u64>,
+    ) {
+        let mut idle = NextUse::new();
+        for range in problem.forbidden().iter().cloned().chain([outside]) {
+            idle.paint(range, &(0..u64::MAX));
+        }
+        let mut spare = idle.clone();
+        fixed.sort_unstable_by_key(|(b, _)| b.lifetime.end);
+        let mut places: Vec<Places> = Vec::with_capacity(self.requests.len());
+        for (request, home) in self.requests.iter().zip(homes).rev() {
+            while let Some((b, at)) = fixed.pop_if(|(b, _)| b.lifetime.end > request.ticks.start) {
+                idle.paint(at..at + b.bytes, &b.lifetime);
+                spare.paint(at..at + b.bytes, &b.lifetime);
+            }
+            let mut keep = |next: &NextUse| {
+                let mut ranges = next.idle(&request.ticks, self.reserve.end, self.grain);
+                let is_home = |r: &Range<u64>| home.as_ref().is_some_and(|h| r.start <= h.start && h.end <= r.end);
+                ranges.sort_by_key(|r| (!is_home(r) && r.end <= self.reserve.start, std::cmp::Reverse(r.end - r.start)));
+                ranges.truncate(RANGES);
+                ranges.sort_by_key(|r| (r.end > self.reserve.start, r.end - r.start, r.start));
+                let first = self.ranges.len() as u32;
+                self.ranges.extend(ranges);
+                first..self.ranges.len() as u32
+            };
+            let (spare_ranges, idle_ranges) = match &home {
+                Some(_) => (keep(&spare), keep(&idle)),
+                None => (0..0, keep(&idle)),
+            };
+            if let Some(home) = &home {
+                spare.paint(home.clone(), &request.ticks);
+            }
+            places.push(Places { spare: spare_ranges, idle: idle_ranges, home });
+        }
+        places.reverse();
+        self.places = places;
+    }
+
+    /// The requests, indexed by [`RequestId`].
+    pub fn requests(&self) -> &[Request] {
+        &self.requests
+    }
+
+    /// One request.
+    pub fn request(&self, id: RequestId) -> &Request {
+        &self.requests[id.index()]
+    }
+
+    /// All ids, in order.
+    pub fn ids(&self) -> impl ExactSizeIterator<Item = RequestId> + use<> {
+        (0..self.requests.len() as u32).map(RequestId)
+    }
+
+    /// What is promised to a request: that many bytes are there, if all requests so far kept within theirs.
+    pub fn promised(&self, id: RequestId) -> Option<u64> {
+        self.places[id.index()].home.as_ref().map(|home| home.end - home.start)
+    }
+
+    /// One past the highest byte of the static plan.
+    pub fn static_height(&self) -> u64 {
+        self.static_height
+    }
+
+    /// The arena's own range of addresses.
+    pub fn reserve(&self) -> Range<u64> {
+        self.reserve.clone()
+    }
+
+    /// Bytes that static plan and reserve take together.
+    pub fn height(&self) -> u64 {
+        if self.reserve.is_empty() { self.static_height } else { self.reserve.end }
+    }
+
+    /// Every block begins at a multiple of this: the coarsest alignment among the requests.
+    pub fn grain(&self) -> u64 {
+        self.grain
+    }
+
+    /// Ranges that leave all homes of others alone; none where nothing is promised.
+    pub(super) fn spare_ranges(&self, id: RequestId) -> &[Range<u64>] {
+        self.slice(&self.places[id.index()].spare)
+    }
+
+    /// Ranges that the static plan leaves idle.
+    pub(super) fn idle_ranges(&self, id: RequestId) -> &[Range<u64>] {
+        self.slice(&self.places[id.index()].idle)
+    }
+
+    fn slice(&self, range: &Range<u32>) -> &[Range<u64>] {
+        &self.ranges[range.start as usize..range.end as usize]
+    }
+}
+
+/// A home for every request that is promised one.
+fn homes(
+    problem: &Problem,
+    fixed: &[(Buffer, u64)],
+    requests: &[Request],
+    options: &ArenaOptions,
+    grain: u64,
+    outside: Range<u64>,
+) -> Result<Vec<Option<Range<u64>>>, Error> {
+    let promises: Option<Vec<u64>> = requests.iter().map(|r| options.reserve.promise(r)).collect();
+    let Some(promises) = promises else { return Ok(vec![None; requests.len()]) };
+    let pinned = fixed.iter().map(|(b, at)| b.clone().at(*at));
+    let mut buffers: Vec<Buffer> = pinned.collect();
+    for (request, bytes) in requests.iter().zip(promises) {
+        let bytes = bytes.checked_next_multiple_of(grain).ok_or(Error::NoRoom)?;
+        buffers.push(Buffer::new(request.ticks.clone(), bytes).aligned(grain));
+    }
+    let mut joint = Problem::new(buffers)?;
+    for range in problem.forbidden().iter().cloned().chain([outside.clone()]) {
+        joint = joint.forbid(range)?;
+    }
+    // What the static plan is above its own bound is not the homes' to make good.
+    let slack = (outside.start - lower_bound(problem)).saturating_add(outside.end - outside.start).saturating_add(grain);
+    let capacity = Some(lower_bound(&joint).saturating_add(slack));
+    let solution = plan(&joint, &Options { capacity, work: WORK, ..Options::default() });
+    if solution.offsets.is_empty() && !joint.is_empty() {
+        return Err(Error::NoRoom);
+    }
+    let placed = joint.buffers().iter().zip(&solution.offsets).skip(fixed.len());
+    Ok(placed.map(|(b, &at)| Some(at..at + b.bytes)).collect())
+}

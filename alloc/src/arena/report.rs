@@ -1,0 +1,53 @@
+//! The arena in figures.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::draw::Bytes;
+
+/// What the arena did since it was built. Sizes are bytes as asked for, unless said otherwise.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ArenaReport {
+    /// Requests that were made.
+    pub requests: u64,
+    /// Requests that could not be served.
+    pub overflows: u64,
+    /// Bytes of all requests, those not served too.
+    pub asked_bytes: u64,
+    /// Bytes that were served in addresses that the static plan leaves idle.
+    pub reused_bytes: u64,
+    /// Bytes that were served in the reserve.
+    pub reserve_served_bytes: u64,
+    /// Bytes of requests that could not be served.
+    pub refused_bytes: u64,
+    /// Size of the reserve.
+    pub reserve_bytes: u64,
+    /// Highest byte of the reserve that was ever in use, counted from its start.
+    pub high_water_bytes: u64,
+    /// The most bytes in use in the reserve at once.
+    pub most_live_bytes: u64,
+}
+
+impl ArenaReport {
+    /// Share of the bytes served that went to addresses idle in the static plan; 1 when nothing was served.
+    pub fn reuse_share(&self) -> f64 {
+        let served = self.reused_bytes + self.reserve_served_bytes;
+        if served == 0 { 1.0 } else { self.reused_bytes as f64 / served as f64 }
+    }
+
+    /// High-water mark ÷ most bytes in use; 1 means that the reserve has no gaps.
+    pub fn fragmentation(&self) -> f64 {
+        if self.most_live_bytes == 0 { 1.0 } else { self.high_water_bytes as f64 / self.most_live_bytes as f64 }
+    }
+}
+
+impl fmt::Display for ArenaReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "routing arena   {} requests for {}", self.requests, Bytes(self.asked_bytes))?;
+        writeln!(f, "  reused        {} ({:.1}%)", Bytes(self.reused_bytes), 100.0 * self.reuse_share())?;
+        let (high, reserve) = (Bytes(self.high_water_bytes), Bytes(self.reserve_bytes));
+        writeln!(f, "  reserve       {high} of {reserve} used, fragmentation {:.4}", self.fragmentation())?;
+        writeln!(f, "  overflows     {} ({})", self.overflows, Bytes(self.refused_bytes))
+    }
+}
