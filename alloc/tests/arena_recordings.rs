@@ -19,21 +19,50 @@ fn explore() {
         let full = recorded.name.ends_with("full");
         let t = Instant::now();
         let solution = plan(&recorded.fixed, &Options::default());
-        println!("{} static {} dyn {} live {} static height {} plan {:?}", recorded.name, recorded.fixed.len(), recorded.requests.len(), lower_bound(&recorded.whole), solution.height, t.elapsed());
+        println!(
+            "{} static {} dyn {} live {} static height {} plan {:?}",
+            recorded.name,
+            recorded.fixed.len(),
+            recorded.requests.len(),
+            lower_bound(&recorded.whole),
+            solution.height,
+            t.elapsed()
+        );
         let live = lower_bound(&recorded.whole) as f64;
-        for reserve in [Reserve::Bytes(1 << 36), Reserve::Balanced { factor: 1.0 }, Reserve::Balanced { factor: 1.5 }, Reserve::Worst] {
-            if full && reserve != Reserve::Bytes(1<<36) { continue }
+        for reserve in [
+            Reserve::Bytes(1 << 36),
+            Reserve::Balanced { factor: 1.0 },
+            Reserve::Balanced { factor: 1.5 },
+            Reserve::Worst,
+        ] {
+            if full && reserve != Reserve::Bytes(1 << 36) {
+                continue;
+            }
             let t = Instant::now();
-            let p = ArenaPlan::new(&recorded.fixed, &solution.offsets, recorded.requests.clone(), &ArenaOptions::with_reserve(reserve)).unwrap();
+            let p = ArenaPlan::new(
+                &recorded.fixed,
+                &solution.offsets,
+                recorded.requests.clone(),
+                &ArenaOptions::with_reserve(reserve),
+            )
+            .unwrap();
             let build = t.elapsed();
             let mut arena = Arena::new(p);
             let run = rehearse(&mut arena, |id| recorded.bytes(id.index()));
             let t = Instant::now();
             rehearse(&mut arena, |id| recorded.bytes(id.index()));
             let ns = t.elapsed().as_nanos() / 2 / recorded.requests.len() as u128;
-            check_run(&recorded.fixed, &solution.offsets, &recorded.requests, &run.served, arena.plan().height()).unwrap();
+            check_run(&recorded.fixed, &solution.offsets, &recorded.requests, &run.served, arena.plan().height())
+                .unwrap();
             let r = arena.report();
-            println!("  {reserve:?} reserve {:.4} total {:.4} overflows {} reuse {:.3} frag {:.4} build {build:?} {ns} ns", arena.plan().height() as f64 / live, (solution.height + r.high_water_bytes) as f64/live, run.overflows.len(), r.reuse_share(), r.fragmentation());
+            println!(
+                "  {reserve:?} reserve {:.4} total {:.4} overflows {} reuse {:.3} frag {:.4} build {build:?} {ns} ns",
+                arena.plan().height() as f64 / live,
+                (solution.height + r.high_water_bytes) as f64 / live,
+                run.overflows.len(),
+                r.reuse_share(),
+                r.fragmentation()
+            );
         }
         let requests = Requests::new(&recorded.whole);
         let iterations = if full { 1 } else { 3 };

@@ -1,6 +1,6 @@
 //! The blocks in use, by address, and the gaps between them.
 //!
-//! In: blocks that don't overlap. Out: the lowest or the highest gap of a size inside a range, in O(log n). Never: the heap,
+//! In: blocks that don't overlap. Out: the lowest gap of a size inside a range, in O(log n). Never: the heap,
 //! once built: a block's node is that of its request.
 //!
 //! An AVL tree; every node knows where its subtree begins and ends and the largest gap inside of it.
@@ -52,18 +52,11 @@ impl Blocks {
         self.root = self.removed(self.root, start);
     }
 
-    /// The lowest place for `bytes` inside of `within`.
-    pub(super) fn lowest(&self, within: Range<u64>, bytes: u64) -> Option<u64> {
+    /// The lowest gap inside of `within` that has `bytes`.
+    pub(super) fn gap(&self, within: Range<u64>, bytes: u64) -> Option<Range<u64>> {
         let mut floor = within.start;
-        self.search_up(self.root, &mut floor, bytes);
-        fits(floor, within.end, bytes).then_some(floor)
-    }
-
-    /// The highest place for `bytes` inside of `within`.
-    pub(super) fn highest(&self, within: Range<u64>, bytes: u64) -> Option<u64> {
-        let mut ceiling = within.end;
-        self.search_down(self.root, &mut ceiling, bytes);
-        fits(within.start, ceiling, bytes).then(|| ceiling - bytes)
+        let ceiling = self.search(self.root, &mut floor, bytes).unwrap_or(within.end).min(within.end);
+        fits(floor, ceiling, bytes).then_some(floor..ceiling)
     }
 
     /// The blocks at least in part inside of `within`, by address.
@@ -83,50 +76,30 @@ impl Blocks {
         self.each_below(node.children[1], within, visit);
     }
 
-    /// Raises `floor` above the blocks of a subtree until `bytes` fit below the next of them; `true` when they do.
-    fn search_up(&self, at: u32, floor: &mut u64, bytes: u64) -> bool {
+    /// Raises `floor` above the blocks of a subtree until `bytes` fit below the next of them, and tells where that begins.
+    fn search(&self, at: u32, floor: &mut u64, bytes: u64) -> Option<u64> {
         if at == NONE {
-            return false;
+            return None;
         }
         let node = self.node(at);
         if node.span.end <= *floor {
-            return false;
+            return None;
         }
         if fits(*floor, node.span.start, bytes) {
-            return true;
+            return Some(node.span.start);
         }
         if node.gap < bytes {
             *floor = node.span.end;
-            return false;
+            return None;
         }
-        if self.search_up(node.children[0], floor, bytes) || fits(*floor, node.addresses.start, bytes) {
-            return true;
+        if let Some(ceiling) = self.search(node.children[0], floor, bytes) {
+            return Some(ceiling);
+        }
+        if fits(*floor, node.addresses.start, bytes) {
+            return Some(node.addresses.start);
         }
         *floor = node.addresses.end.max(*floor);
-        self.search_up(node.children[1], floor, bytes)
-    }
-
-    /// As [`search_up`](Self::search_up), from above.
-    fn search_down(&self, at: u32, ceiling: &mut u64, bytes: u64) -> bool {
-        if at == NONE {
-            return false;
-        }
-        let node = self.node(at);
-        if *ceiling <= node.span.start {
-            return false;
-        }
-        if fits(node.span.end, *ceiling, bytes) {
-            return true;
-        }
-        if node.gap < bytes {
-            *ceiling = node.span.start;
-            return false;
-        }
-        if self.search_down(node.children[1], ceiling, bytes) || fits(node.addresses.end, *ceiling, bytes) {
-            return true;
-        }
-        *ceiling = node.addresses.start.min(*ceiling);
-        self.search_down(node.children[0], ceiling, bytes)
+        self.search(node.children[1], floor, bytes)
     }
 
     fn node(&self, at: u32) -> &Node {
@@ -232,14 +205,26 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Every byte looked at.
-    fn twin(used: &[Option<Range<u64>>], within: &Range<u64>, bytes: u64) -> Vec<u64> {
-        let free = |at: u64| used.iter().flatten().all(|b| at + bytes <= b.start || b.end <= at);
-        (within.start..=within.end.saturating_sub(bytes)).filter(|&at| at + bytes <= within.end && free(at)).collect()
+    /// The lowest gap, every byte looked at.
+    fn twin(used: &[Option<Range<u64>>], within: &Range<u64>, bytes: u64) -> Option<Range<u64>> {
+        let is_free = |at: &u64| within.contains(at) && used.iter().flatten().all(|b| !b.contains(at));
+        let mut from = within.start;
+        loop {
+            let start = (from..within.end).find(is_free)?;
+            let end = (start..=within.end).find(|at| !is_free(at))?;
+            if end - start >= bytes {
+                return Some(start..end);
+            }
+            from = end;
+        }
     }
 
     fn depth(blocks: &Blocks, at: u32) -> u32 {
-        if at == NONE { 0 } else { 1 + blocks.node(at).children.map(|child| depth(blocks, child)).into_iter().max().unwrap() }
+        if at == NONE {
+            0
+        } else {
+            1 + blocks.node(at).children.map(|child| depth(blocks, child)).into_iter().max().unwrap()
+        }
     }
 
     proptest! {
@@ -251,12 +236,12 @@ mod tests {
             let mut used: Vec<Option<Range<u64>>> = vec![None; 40];
             for (index, bytes, up, from, length) in steps {
                 let within = from..from + length;
-                let places = twin(&used, &within, bytes);
-                let (lowest, highest) = (blocks.lowest(within.clone(), bytes), blocks.highest(within.clone(), bytes));
-                prop_assert_eq!((lowest, highest), (places.first().copied(), places.last().copied()));
-                match (used[index].take(), if up { lowest } else { highest }) {
+                let gap = blocks.gap(within.clone(), bytes);
+                prop_assert_eq!(&gap, &twin(&used, &within, bytes));
+                match (used[index].take(), gap) {
                     (Some(block), _) => blocks.remove(block.start),
-                    (None, Some(at)) => {
+                    (None, Some(gap)) => {
+                        let at = if up { gap.start } else { gap.end - bytes };
                         blocks.insert(index as u32, at..at + bytes);
                         used[index] = Some(at..at + bytes);
                     }

@@ -94,7 +94,8 @@ mod tests {
 
     #[test]
     fn names_every_kind_of_violation() {
-        let problem = Problem::new(vec![Buffer::new(0..4, 64), Buffer::new(4..8, 64)]).unwrap().forbid(640..700).unwrap();
+        let problem =
+            Problem::new(vec![Buffer::new(0..4, 64), Buffer::new(4..8, 64)]).unwrap().forbid(640..700).unwrap();
         let requests = [Request::new(0..4, 64, 64), Request::new(2..6, 64, 128), Request::new(4..6, 64, 64)];
         let count = |served: &[(u32, u64, u64)]| {
             let one = |&(request, offset, bytes)| Served { request: RequestId(request), offset, bytes };

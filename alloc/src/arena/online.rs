@@ -10,11 +10,15 @@ use super::blocks::Blocks;
 use super::{ArenaPlan, ArenaReport, Overflow, RequestId};
 use crate::Label;
 
+/// Gaps of a range that a request looks at.
+const GAPS: usize = 8;
+
 /// Serves the requests of an [`ArenaPlan`].
 ///
 /// A request tries its spare ranges (nobody's home), the shortest first, so that long ones stay whole; then all that the
-/// static plan leaves idle. In a range it takes the lowest gap. With `n` blocks in use and at most 16 ranges of each sort,
-/// that is O(log n).
+/// static plan leaves idle. In the first range that serves, it takes the tightest of the lowest eight gaps that do: at their
+/// lower end if it lives long, at their upper end if not, so that what the short-lived leave behind is one piece. With `n`
+/// blocks in use and at most 16 ranges of each sort, that is O(log n).
 ///
 /// Why promises hold: as long as all blocks lie in spare ranges, no block in use covers a part of the home of a request that
 /// comes during its lifetime; so a request within its promise finds at least its home.
@@ -27,6 +31,8 @@ pub struct Arena {
     live: Box<[Option<Live>]>,
     live_count: usize,
     live_in_reserve: u64,
+    /// As in the report, in whole grains.
+    high_water: u64,
     report: ArenaReport,
 }
 
@@ -47,6 +53,7 @@ impl Arena {
             live: vec![None; count].into(),
             live_count: 0,
             live_in_reserve: 0,
+            high_water: 0,
             report: ArenaReport { reserve_bytes, ..ArenaReport::default() },
             plan,
         }
@@ -81,7 +88,9 @@ impl Arena {
         self.live[id.index()] = Some(Live { offset, bytes });
         self.live_count += 1;
         if bytes > 0 {
-            self.blocks.insert(id.0, offset..offset + self.rounded(bytes).expect("it was placed"));
+            let end = offset + self.rounded(bytes).expect("it was placed");
+            self.blocks.insert(id.0, offset..end);
+            self.high_water = self.high_water.max(end.saturating_sub(self.plan.reserve().start));
             self.account(offset, bytes);
         }
         Ok(offset)
@@ -115,8 +124,25 @@ impl Arena {
             return Some(self.plan.reserve().start);
         }
         let bytes = self.rounded(bytes)?;
-        let lowest = |ranges: &[Range<u64>]| ranges.iter().find_map(|range| self.blocks.lowest(range.clone(), bytes));
-        lowest(self.plan.spare_ranges(id)).or_else(|| lowest(self.plan.idle_ranges(id)))
+        let spare = self.plan.spare_ranges(id).iter();
+        let gap = spare.chain(self.plan.idle_ranges(id)).find_map(|range| self.tightest(range, bytes))?;
+        if self.plan.lives_long(id) {
+            return Some(gap.start);
+        }
+        // Above the high-water mark, the upper end is as far up as need be.
+        let high_water = self.plan.reserve().start + self.high_water;
+        Some(gap.end.min(high_water.max(gap.start + bytes)) - bytes)
+    }
+
+    /// The tightest of the lowest gaps of a range that have `bytes`; the lower of two alike.
+    fn tightest(&self, range: &Range<u64>, bytes: u64) -> Option<Range<u64>> {
+        let mut floor = range.start;
+        let gaps = std::iter::from_fn(|| {
+            let gap = self.blocks.gap(floor..range.end, bytes)?;
+            floor = gap.end;
+            Some(gap)
+        });
+        gaps.take(GAPS).min_by_key(|gap| gap.end - gap.start)
     }
 
     fn rounded(&self, bytes: u64) -> Option<u64> {

@@ -19,7 +19,7 @@ use crate::{Buffer, Error, Options, Problem, lower_bound, plan};
 const RANGES: usize = 16;
 
 /// What the planner may spend on homes that it cannot prove to be lowest.
-const WORK: u64 = 50_000_000;
+const WORK: u64 = 20_000_000;
 
 /// Requests with their ranges and the reserve: all that an [`Arena`](super::Arena) is built from.
 #[derive(Debug, Clone)]
@@ -27,6 +27,8 @@ pub struct ArenaPlan {
     requests: Vec<Request>,
     places: Vec<Places>,
     ranges: Vec<Range<u64>>,
+    /// Lifetimes of more ticks than this are long.
+    long: u64,
     grain: u64,
     static_height: u64,
     reserve: Range<u64>,
@@ -73,7 +75,8 @@ impl ArenaPlan {
             _ => homes.iter().flatten().map(|home| home.end).max().unwrap_or(0).saturating_sub(base),
         };
         let reserve = base..base.checked_add(reserve_bytes).ok_or(Error::NoRoom)?;
-        let mut this = Self { requests, places: Vec::new(), ranges: Vec::new(), grain, static_height, reserve };
+        let long = long(&requests);
+        let mut this = Self { requests, places: Vec::new(), ranges: Vec::new(), long, grain, static_height, reserve };
         this.find_ranges(problem, fixed, homes, outside);
         Ok(this)
     }
@@ -101,9 +104,10 @@ impl ArenaPlan {
             let mut keep = |next: &NextUse| {
                 let mut ranges = next.idle(&request.ticks, self.reserve.end, self.grain);
                 let is_home = |r: &Range<u64>| home.as_ref().is_some_and(|h| r.start <= h.start && h.end <= r.end);
-                ranges.sort_by_key(|r| (!is_home(r) && r.end <= self.reserve.start, std::cmp::Reverse(r.end - r.start)));
+                let is_below = |r: &Range<u64>| r.end <= self.reserve.start;
+                ranges.sort_by_key(|r| (!is_home(r), is_below(r), std::cmp::Reverse(r.end - r.start)));
                 ranges.truncate(RANGES);
-                ranges.sort_by_key(|r| (r.end > self.reserve.start, r.end - r.start, r.start));
+                ranges.sort_by_key(|r| (!is_below(r), r.end - r.start, r.start));
                 let first = self.ranges.len() as u32;
                 self.ranges.extend(ranges);
                 first..self.ranges.len() as u32
@@ -161,6 +165,12 @@ impl ArenaPlan {
         self.grain
     }
 
+    /// Whether a request outlives most: it waits for its backward pass, rather than for the next instruction.
+    pub(super) fn lives_long(&self, id: RequestId) -> bool {
+        let ticks = &self.request(id).ticks;
+        ticks.end - ticks.start > self.long
+    }
+
     /// Ranges that leave all homes of others alone; none where nothing is promised.
     pub(super) fn spare_ranges(&self, id: RequestId) -> &[Range<u64>] {
         self.slice(&self.places[id.index()].spare)
@@ -174,6 +184,14 @@ impl ArenaPlan {
     fn slice(&self, range: &Range<u32>) -> &[Range<u64>] {
         &self.ranges[range.start as usize..range.end as usize]
     }
+}
+
+/// What divides long lifetimes from short ones: the geometric mean of the longest and the shortest. Buffers live for a few
+/// instructions or for half a step; hardly any are in between.
+fn long(requests: &[Request]) -> u64 {
+    let ticks = || requests.iter().map(|r| r.ticks.end - r.ticks.start);
+    let (shortest, longest) = (ticks().min().unwrap_or(1), ticks().max().unwrap_or(1));
+    (u128::from(shortest) * u128::from(longest)).isqrt() as u64
 }
 
 /// A home for every request that is promised one.
@@ -198,7 +216,8 @@ fn homes(
         joint = joint.forbid(range)?;
     }
     // What the static plan is above its own bound is not the homes' to make good.
-    let slack = (outside.start - lower_bound(problem)).saturating_add(outside.end - outside.start).saturating_add(grain);
+    let slack =
+        (outside.start - lower_bound(problem)).saturating_add(outside.end - outside.start).saturating_add(grain);
     let capacity = Some(lower_bound(&joint).saturating_add(slack));
     let solution = plan(&joint, &Options { capacity, work: WORK, ..Options::default() });
     if solution.offsets.is_empty() && !joint.is_empty() {

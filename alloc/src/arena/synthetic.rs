@@ -212,9 +212,7 @@ impl Build {
         let received = self.instruction();
         self.rows(received + 1..received + 3, 2 * hidden, layer, m, "d_received");
         let ends = [received + 1, gates + 2, gates + 2, product + 2];
-        for ((&(birth, per_row), end), op) in
-            saved.rows.iter().zip(ends).zip(["received", "gate", "up", "product"])
-        {
+        for ((&(birth, per_row), end), op) in saved.rows.iter().zip(ends).zip(["received", "gate", "up", "product"]) {
             self.rows(birth..end, per_row, layer, m, op);
         }
         let send = self.instruction();

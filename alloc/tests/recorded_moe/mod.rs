@@ -87,7 +87,10 @@ fn taken_apart(name: &str, config: &Value, whole: Problem) -> Recorded {
             layer: String::new(),
             role: Role::Routing,
         };
-        Request::new(b.lifetime.clone(), balanced * per_row, most * per_row).aligned(512).in_rows(per_row).labelled(label)
+        Request::new(b.lifetime.clone(), balanced * per_row, most * per_row)
+            .aligned(512)
+            .in_rows(per_row)
+            .labelled(label)
     };
     let requests = dynamic.iter().map(request).collect();
     let fixed = whole.ids().filter(|id| !is_dynamic(id)).map(|id| whole.buffer(id).clone().aligned(512));
