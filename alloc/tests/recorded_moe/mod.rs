@@ -6,7 +6,7 @@
 //! for rows found so, has a size that the data decides; unless it occurs more often than those experts can need it (then the
 //! number of rows is a static one by chance).
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::BufReader;
 use std::path::{Path, PathBuf};
@@ -99,7 +99,7 @@ fn taken_apart(name: &str, config: &Value, whole: Problem) -> Recorded {
 }
 
 /// Numbers of rows, and how often they were found.
-pub struct Rows {
+struct Rows {
     /// Of single experts.
     experts: BTreeMap<u64, usize>,
     /// Of all experts on a rank.
@@ -108,7 +108,7 @@ pub struct Rows {
 
 impl Rows {
     /// Looks for experts and dispatches by their shape.
-    pub fn find(whole: &Problem, width: u64, inner: u64) -> Self {
+    fn find(whole: &Problem, width: u64, inner: u64) -> Self {
         let mut births: Vec<(u64, BufferId)> = whole.ids().map(|id| (whole.buffer(id).lifetime.start, id)).collect();
         births.sort_unstable();
         // Workspaces of matrix products live for one tick.
@@ -147,10 +147,5 @@ impl Rows {
         }
         sizes.retain(|bytes, _| count.get(bytes).is_some_and(|count| *count <= uses[bytes]));
         sizes
-    }
-
-    /// Sizes of the dynamic buffers.
-    pub fn dynamic_sizes(&self, whole: &Problem, width: u64, inner: u64) -> BTreeSet<u64> {
-        self.sizes(whole, width, inner).into_keys().collect()
     }
 }
