@@ -207,11 +207,14 @@ fn twin(step: &Step, plan: &ArenaPlan, sizes: &Sizes) -> Vec<Option<u64>> {
         let gap = ranges.into_iter().find_map(|range| {
             let gaps = runs(range, |grains| !in_use(grains)).into_iter();
             let fitting = gaps.filter(|gap| (gap.end - gap.start) * grain >= bytes).take(8);
-            fitting.min_by_key(|gap| gap.end - gap.start)
+            let in_bytes = fitting.map(|gap| {
+                let start = gap.start * grain;
+                (start, (gap.end * grain).min(high_water.max(start + bytes)))
+            });
+            in_bytes.min_by_key(|(start, end)| (end.saturating_sub(high_water), end - start))
         });
-        placed.push(gap.map(|gap| {
-            let (start, end) = (gap.start * grain, gap.end * grain);
-            let at = if length(request) as f64 > long { start } else { end.min(high_water.max(start + bytes)) - bytes };
+        placed.push(gap.map(|(start, end)| {
+            let at = if length(request) as f64 > long { start } else { end - bytes };
             high_water = high_water.max(at + bytes);
             (at, bytes)
         }));

@@ -126,23 +126,20 @@ impl Arena {
         let bytes = self.rounded(bytes)?;
         let spare = self.plan.spare_ranges(id).iter();
         let gap = spare.chain(self.plan.idle_ranges(id)).find_map(|range| self.tightest(range, bytes))?;
-        if self.plan.lives_long(id) {
-            return Some(gap.start);
-        }
-        // Above the high-water mark, the upper end is as far up as need be.
-        let high_water = self.plan.reserve().start + self.high_water;
-        Some(gap.end.min(high_water.max(gap.start + bytes)) - bytes)
+        Some(if self.plan.lives_long(id) { gap.start } else { gap.end - bytes })
     }
 
-    /// The tightest of the lowest gaps of a range that have `bytes`; the lower of two alike.
+    /// The tightest of the lowest gaps of a range that have `bytes`; the lower of two alike. What lies above the high-water
+    /// mark is not touched without need.
     fn tightest(&self, range: &Range<u64>, bytes: u64) -> Option<Range<u64>> {
+        let high_water = self.plan.reserve().start + self.high_water;
         let mut floor = range.start;
         let gaps = std::iter::from_fn(|| {
             let gap = self.blocks.gap(floor..range.end, bytes)?;
             floor = gap.end;
-            Some(gap)
+            Some(gap.start..gap.end.min(high_water.max(gap.start + bytes)))
         });
-        gaps.take(GAPS).min_by_key(|gap| gap.end - gap.start)
+        gaps.take(GAPS).min_by_key(|gap| (gap.end.saturating_sub(high_water), gap.end - gap.start))
     }
 
     fn rounded(&self, bytes: u64) -> Option<u64> {

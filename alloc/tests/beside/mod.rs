@@ -130,7 +130,8 @@ impl Case<'_> {
                 replay(&requests, &mut *build(Device::new(1 << 44)), self.iterations).expect("16 TiB are enough");
             let reserved = report.peak_reserved();
             let build = |capacity| build(Device::new(capacity));
-            let (smallest, _) = smallest_capacity(&requests, self.iterations, reserved / 8 * 9, build).expect("it did before");
+            let (smallest, _) =
+                smallest_capacity(&requests, self.iterations, reserved / 8 * 9, build).expect("it did before");
             Reserved { reserved, smallest }
         };
         let pytorch = |options: PyTorchOptions| {
