@@ -42,6 +42,7 @@ pub use gapless_engine as engine;
 pub use gapless_models as models;
 pub use gapless_parallel as parallel;
 
+pub use gapless_alloc::arena::Reserve;
 pub use gapless_engine::communicator;
 pub use gapless_engine::recompute::{Layers, Recompute};
 pub use gapless_engine::{

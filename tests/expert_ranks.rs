@@ -89,6 +89,11 @@ fn outcome(trainer: &mut Trainer, steps: u64) -> Outcome {
     for _ in 0..steps {
         let (tokens, targets) = batch(trainer.steps());
         let report = trainer.step(&tokens, &targets).unwrap();
+        // Static and executed addresses together.
+        let served = trainer.check_run().unwrap();
+        let has_experts = trainer.parameter_names().any(|name| name.contains(".experts."));
+        let receives = has_experts && trainer.options().mesh.expert > 1;
+        assert_eq!(served > 0, receives, "rows that are received are counted");
         losses.push(report.loss);
         norms.push(report.gradient_norm);
     }

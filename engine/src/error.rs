@@ -62,6 +62,10 @@ pub enum Error {
     Candle(#[from] candle_core::Error),
     #[error("{instruction}: {source}")]
     Communicator { instruction: String, source: crate::communicator::CommunicatorError },
+    #[error("{instruction}: {source}")]
+    Routing { instruction: String, source: Box<gapless_alloc::arena::Overflow> },
+    #[error("internal error: what was served while the step ran overlaps: {what}")]
+    BadRun { what: String },
     #[error(transparent)]
     Ranks(#[from] crate::communicator::CommunicatorError),
     #[error("rank {rank} could not save: {why}")]

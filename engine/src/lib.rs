@@ -65,7 +65,7 @@ pub use error::{Error, Result};
 pub use gapless_alloc::Role;
 pub use gradient_check::{GradientError, gradient_check};
 pub use graph::{Spec, Tensor};
-pub use op::{Gradient, Op};
+pub use op::{Gradient, Op, Rows};
 pub use random::{Numbers, Stream};
 pub use reference::{Array, Reference};
 pub use report::Report;

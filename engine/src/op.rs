@@ -15,6 +15,25 @@ use crate::error::{Error, Result};
 use crate::graph::{Graph, NodeId, Spec, Tensor, lock};
 use crate::reference::{Array, Reference};
 
+/// What an operation knows of rows that are counted while the step runs: its tensors' first dimension is then the most that
+/// there may be, and their slices are as long as the count says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Rows {
+    /// Nothing: it goes by shapes.
+    Unaware,
+    /// It reads counted rows by their count; its outputs are of their whole shape.
+    Fixed,
+    /// Outputs of the shape of a counted input have its rows.
+    Inherited,
+    /// The first dimension of its outputs is counted: the last element of input `starts` says how many rows there are.
+    Counted {
+        /// Index of the input.
+        starts: usize,
+        /// How many there are if all ranks have the same number.
+        balanced: usize,
+    },
+}
+
 /// One kind of computation.
 pub trait Op: Any + fmt::Debug + Send + Sync {
     /// The name that reports, errors and recompute policies use.
@@ -25,6 +44,11 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
     /// # Errors
     /// What is wrong with the inputs, in words; the builder adds operation, layer and shapes.
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String>;
+
+    /// What it knows of counted rows.
+    fn rows(&self) -> Rows {
+        Rows::Unaware
+    }
 
     /// For operations that move no data: the output's place in the storage of input 0.
     fn view(&self, _input: &Layout) -> Option<Layout> {

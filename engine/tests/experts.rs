@@ -5,7 +5,7 @@ use gapless_engine::ops::{
     Chooses, Combine, Dispatch, Drop, ExpertGroups, ExpertLoad, GroupedLinear, Jitter, Route, RoutedSwiGlu,
     SlotWeights, TopK, Unplaced,
 };
-use gapless_engine::{Result, Tensor, gradient_check};
+use gapless_engine::{DType, Result, Tensor, gradient_check};
 
 /// Central differences in f64 are good to about 1e-9; f32 kernels to some multiples of 2⁻²⁴ = 6e-8.
 const FINITE_DIFFERENCE: f64 = 1e-6;
@@ -49,7 +49,7 @@ fn products_by_expert() {
             check(&[&[2, TOKENS, width], &[EXPERTS, out, width]], &[(IDS_DIMS, &IDS)], |x, ids| {
                 let [places, slots, starts] = route(&ids[0], capacity, None)?;
                 let [rows] = Tensor::apply_op(Dispatch, &[&x[0], &places, &slots])?;
-                let [y] = Tensor::apply_op(GroupedLinear { sources: 1 }, &[&rows, &x[1], &starts])?;
+                let [y] = Tensor::apply_op(GroupedLinear { sources: 1, balanced: None }, &[&rows, &x[1], &starts])?;
                 let [y] = Tensor::apply_op(Combine, &[&y, &places, &slots])?;
                 Ok(y)
             });
@@ -63,7 +63,7 @@ fn all_rows_to_one_expert() {
     check(&[&[150, 6], &[EXPERTS, 9, 6]], &[(&[150, 1], &ids)], |x, ids| {
         let [places, slots, starts] = route(&ids[0], None, None)?;
         let [rows] = Tensor::apply_op(Dispatch, &[&x[0], &places, &slots])?;
-        let [y] = Tensor::apply_op(GroupedLinear { sources: 1 }, &[&rows, &x[1], &starts])?;
+        let [y] = Tensor::apply_op(GroupedLinear { sources: 1, balanced: None }, &[&rows, &x[1], &starts])?;
         let [y] = Tensor::apply_op(Combine, &[&y, &places, &slots])?;
         Ok(y)
     });
@@ -78,7 +78,7 @@ fn the_weighted_unit() {
             let [gate] = Tensor::apply_op(Dispatch, &[&x[0], &places, &slots])?;
             let [up] = Tensor::apply_op(Dispatch, &[&x[1], &places, &slots])?;
             let [weights] = Tensor::apply_op(SlotWeights, &[&x[2], &places, &slots])?;
-            let [y] = Tensor::apply_op(RoutedSwiGlu, &[&gate, &up, &weights, &starts])?;
+            let [y] = Tensor::apply_op(RoutedSwiGlu { balanced: None }, &[&gate, &up, &weights, &starts])?;
             let [y] = Tensor::apply_op(Combine, &[&y, &places, &slots])?;
             Ok(y)
         });
@@ -103,9 +103,9 @@ fn experts_that_choose() {
             let route = Route { experts: EXPERTS, chooses: Chooses::Experts, capacity: Some((most, Drop::Lightest)) };
             let [places, slots, starts] = Tensor::apply_op(route, &[&x[0]])?;
             let [rows] = Tensor::apply_op(Dispatch, &[&x[1], &places, &slots])?;
-            let [rows] = Tensor::apply_op(GroupedLinear { sources: 1 }, &[&rows, &x[2], &starts])?;
+            let [rows] = Tensor::apply_op(GroupedLinear { sources: 1, balanced: None }, &[&rows, &x[2], &starts])?;
             let [weights] = Tensor::apply_op(SlotWeights, &[&x[0], &places, &slots])?;
-            let [rows] = Tensor::apply_op(RoutedSwiGlu, &[&rows, &rows, &weights, &starts])?;
+            let [rows] = Tensor::apply_op(RoutedSwiGlu { balanced: None }, &[&rows, &rows, &weights, &starts])?;
             let [y] = Tensor::apply_op(Combine, &[&rows, &places, &slots])?;
             Ok(y)
         });
@@ -117,7 +117,8 @@ fn losses_and_noise() {
     check(&[&[2, 5, 8]], &[], |x, _| x[0].log_sum_exp()?.sqr()?.mean_all());
     check(&[&[3, 40]], &[], |x, _| Jitter::apply(&x[0], 0.3)?.sqr());
     check(&[&[2, TOKENS, EXPERTS]], &[(IDS_DIMS, &IDS)], |x, ids| {
-        let [load] = Tensor::apply_op(ExpertLoad { experts: EXPERTS, by_sequence: true }, &[&ids[0]])?;
+        let [load] =
+            Tensor::apply_op(ExpertLoad { experts: EXPERTS, by_sequence: true, dtype: DType::F32 }, &[&ids[0]])?;
         x[0].softmax_last_dim()?.sum(1)?.mul(&load)?.sum_all()
     });
     for whole_tokens in [false, true] {

@@ -61,6 +61,23 @@ pub enum MoeStyle {
 }
 
 impl MoeConfig {
+    /// Qwen1.5-MoE-A2.7B: 60 small experts of which a token uses 4, and a shared one.
+    pub fn qwen1_5_a2_7b() -> Self {
+        let llama = LlamaConfig {
+            vocabulary: 151_936,
+            layers: 24,
+            heads: 16,
+            kv_heads: 16,
+            width: 2048,
+            hidden: 5632,
+            rope_theta: 1e6,
+            rms_norm_eps: 1e-6,
+        };
+        let router =
+            RouterConfig { experts: 60, top_k: 4, renormalise: false, balance_loss: 0.001, ..Default::default() };
+        Self { llama, router, expert_hidden: 1408, shared_hidden: 5632, shared_gate: true, dense_layers: 0 }
+    }
+
     /// A model of 4 layers and about 10 million parameters, of which a token uses a third: learns text on a CPU in minutes.
     pub fn small(style: MoeStyle, vocabulary: usize) -> Self {
         let llama = LlamaConfig {

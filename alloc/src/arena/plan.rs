@@ -19,7 +19,7 @@ use crate::{Buffer, Error, Options, Problem, lower_bound, plan};
 const RANGES: usize = 16;
 
 /// What the planner may spend on homes that it cannot prove to be lowest.
-const WORK: u64 = 20_000_000;
+const WORK: u64 = 2_000_000;
 
 /// Requests with their ranges and the reserve: all that an [`Arena`](super::Arena) is built from.
 #[derive(Debug, Clone)]

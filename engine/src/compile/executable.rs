@@ -6,11 +6,13 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use candle_core::{DType, Layout};
+use gapless_alloc::arena::{ArenaOptions, ArenaPlan, RequestId, Reserve};
 use gapless_alloc::draw::Mark;
 use gapless_alloc::{Label, Options, PlanHash, Problem, Solution, check, lower_bound, plan, plan_hash};
 
 use super::lifetimes::{Lifetimes, lifetimes, tick_of};
 use super::program::{BufferId, Held, Operand, Part, Program, Work};
+use super::requests::Requests;
 use crate::cpu::args::Address;
 use crate::cpu::scratch::Piece;
 use crate::error::{Error, Result};
@@ -23,20 +25,23 @@ pub struct CompileOptions {
     /// What the planner may spend. By default a quarter of what it spends on its own: about a second, where the bound is
     /// not met before.
     pub planner: Options,
+    /// Room for what is counted while a program runs.
+    pub reserve: Reserve,
 }
 
 impl Default for CompileOptions {
     fn default() -> Self {
         let planner = Options::default();
-        Self { planner: Options { work: planner.work / 4, ..planner } }
+        let ArenaOptions { reserve, .. } = ArenaOptions::default();
+        Self { planner: Options { work: planner.work / 4, ..planner }, reserve }
     }
 }
 
 impl CompileOptions {
     /// An arena that must fit so many bytes, if any; [`compile`] refuses what doesn't.
-    pub fn within(capacity: Option<u64>) -> Self {
-        let Self { planner } = Self::default();
-        Self { planner: Options { capacity, ..planner } }
+    pub fn within(capacity: Option<u64>, reserve: Reserve) -> Self {
+        let Self { planner, .. } = Self::default();
+        Self { planner: Options { capacity, ..planner }, reserve }
     }
 }
 
@@ -53,6 +58,20 @@ pub(crate) struct Instruction {
     pub layer: Arc<str>,
     /// Ranges of bytes that nobody reads after this instruction.
     pub dead_after: Box<[Range<u64>]>,
+    /// The count that the last element of output 0 is.
+    pub counts: Option<u32>,
+    /// What it is the first to write, of what is placed while the program runs.
+    pub requests: Box<[Asked]>,
+    /// What nobody reads after it.
+    pub releases: Box<[RequestId]>,
+}
+
+/// A request for as many bytes as a count says.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Asked {
+    pub request: RequestId,
+    pub count: u32,
+    pub row_bytes: u64,
 }
 
 /// A tensor at its address, with the name that the host knows it by.
@@ -72,6 +91,7 @@ pub(crate) struct CompiledProgram {
     pub inputs: Vec<Named>,
     pub outputs: Vec<Named>,
     pub requests: usize,
+    pub counts: usize,
 }
 
 /// A tensor that outlives the step.
@@ -96,6 +116,8 @@ pub struct Executable {
     pub problem: Problem,
     /// Its plan; it has passed the checker.
     pub solution: Solution,
+    /// The arena of what is counted while a program runs, above and between what the plan has placed; none if nothing is.
+    pub routing: Option<ArenaPlan>,
     /// Names and roles of the problem's buffers.
     pub labels: Vec<Label>,
     /// Ranges of ticks with a name, e.g. `train 0F3`, in order.
@@ -111,7 +133,7 @@ pub struct Executable {
 impl Executable {
     /// Size of the arena.
     pub fn arena_bytes(&self) -> u64 {
-        self.solution.height
+        self.routing.as_ref().map_or(self.solution.height, ArenaPlan::height)
     }
 
     /// The types of all its tensors, each perhaps many times.
@@ -134,8 +156,11 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
         let _span = tracing::info_span!("plan", buffers = problem.len()).entered();
         lowest_within(&problem, &options.planner)
     };
-    if let Some(budget) = options.planner.capacity.filter(|&capacity| solution.height > capacity) {
-        return Err(Error::OverBudget { budget, smallest: solution.height });
+    let requests = Requests::of(programs, &of, &problem);
+    let routing = requests.plan(&problem, &solution, options.reserve)?;
+    let height = routing.as_ref().map_or(solution.height, ArenaPlan::height);
+    if let Some(budget) = options.planner.capacity.filter(|&capacity| height > capacity) {
+        return Err(Error::OverBudget { budget, smallest: height });
     }
     let plan_ms = started.elapsed().as_secs_f64() * 1e3;
     check(&problem, &solution.offsets, Some(solution.height)).map_err(|violations| Error::BadPlan {
@@ -146,9 +171,13 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
     let mut persistent: BTreeMap<usize, Persistent> = BTreeMap::new();
     let mut compiled = Vec::new();
     let mut parts = Vec::new();
-    for ((program, indices), span) in programs.iter().zip(&of).zip(&spans) {
+    for (number, ((program, indices), span)) in programs.iter().zip(&of).zip(&spans).enumerate() {
         check_operands(program)?;
-        let address = |operand: &Operand| resolve(operand, solution.offsets[indices[operand.buffer.index()]]);
+        let address = |operand: &Operand| {
+            let address = resolve(operand, solution.offsets[indices[operand.buffer.index()]]);
+            Address { counted: requests.address(number, program, operand), ..address }
+        };
+        let mut asked = requests.by_step(number, program);
         let piece = |&buffer: &BufferId| Piece {
             offset: solution.offsets[indices[buffer.index()]],
             bytes: program.buffers[buffer.index()].bytes,
@@ -177,6 +206,9 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
                 micro_batch: step.micro_batch,
                 layer: step.layer.clone(),
                 dead_after: dead.iter().map(range).collect(),
+                counts: step.counts,
+                requests: asked[index].0.drain(..).collect(),
+                releases: asked[index].1.drain(..).collect(),
             }
         });
         compiled.push(CompiledProgram {
@@ -185,6 +217,7 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
             inputs: named(&program.inputs),
             outputs: named(&program.outputs),
             requests: program.requests,
+            counts: program.counts,
         });
         let mut changes = vec![false; program.buffers.len()];
         for step in program.steps.iter().filter(|step| matches!(step.work, Work::Compute(_) | Work::Collective(..))) {
@@ -199,6 +232,7 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
                     dtype: spec.dtype,
                     span: spec.elements(),
                     overwritten_by: None,
+                    counted: None,
                 };
                 let (label, spec) = (buffer.label.clone(), spec.clone());
                 Persistent { label, address, spec, init: *init, first: *first, changes_here: false }
@@ -212,7 +246,18 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
     }
     let flops = programs.iter().map(Program::flops).collect();
     let persistent = persistent.into_values().collect();
-    Ok(Executable { programs: compiled, persistent, problem, solution, labels, parts, plan_hash, plan_ms, flops })
+    Ok(Executable {
+        programs: compiled,
+        persistent,
+        problem,
+        solution,
+        routing,
+        labels,
+        parts,
+        plan_hash,
+        plan_ms,
+        flops,
+    })
 }
 
 /// The lowest plan that is found, unless that is above the capacity: then one that is looked for below it.
@@ -225,13 +270,15 @@ fn lowest_within(problem: &Problem, options: &Options) -> Solution {
 }
 
 /// The size of the arena of all `programs`; above a capacity, only that it is at least so much.
-pub(crate) fn height(programs: &[&Program], capacity: Option<u64>) -> Result<u64> {
-    let problem = lifetimes(programs)?.problem;
+pub(crate) fn height(programs: &[&Program], capacity: Option<u64>, reserve: Reserve) -> Result<u64> {
+    let Lifetimes { problem, of, .. } = lifetimes(programs)?;
     let bound = lower_bound(&problem);
     if capacity.is_some_and(|capacity| bound > capacity) {
         return Ok(bound);
     }
-    Ok(plan(&problem, &CompileOptions::within(capacity).planner).height)
+    let solution = plan(&problem, &CompileOptions::within(capacity, reserve).planner);
+    let routing = Requests::of(programs, &of, &problem).plan(&problem, &solution, reserve)?;
+    Ok(routing.as_ref().map_or(solution.height, ArenaPlan::height))
 }
 
 /// Everything that kernels rely on and the planner knows nothing of: operands lie in their buffers, an overwritten input is
@@ -280,6 +327,7 @@ fn resolve(operand: &Operand, offset: u64) -> Address {
         dtype: operand.dtype,
         span,
         overwritten_by: operand.overwritten_by,
+        counted: None,
     }
 }
 

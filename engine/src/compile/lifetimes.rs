@@ -70,7 +70,9 @@ pub(crate) fn lifetimes(programs: &[&Program]) -> Result<Lifetimes> {
                 shared.insert(&buffer.label.tensor, index);
             }
             // Whole cache lines, so that neighbours never share one between threads.
-            buffers.push(Buffer::new(lifetime, buffer.bytes.next_multiple_of(ALIGNMENT)).aligned(ALIGNMENT));
+            // What is counted while the step runs takes nothing of the plan; its lifetime is known all the same.
+            let bytes = if buffer.counted.is_some() { 0 } else { buffer.bytes.next_multiple_of(ALIGNMENT) };
+            buffers.push(Buffer::new(lifetime, bytes).aligned(ALIGNMENT));
             labels.push(buffer.label.clone());
             indices.push(index);
         }

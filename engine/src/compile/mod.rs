@@ -9,6 +9,7 @@ mod lifetimes;
 mod lower;
 mod messages;
 mod program;
+mod requests;
 
 pub use cut::Cut;
 pub(crate) use cut::{ParameterStages, cut, cut_like, parameter_stages};
@@ -17,4 +18,4 @@ pub(crate) use executable::{CompiledProgram, Instruction, Named, Persistent, hei
 pub(crate) use lifetimes::ALIGNMENT;
 pub(crate) use lower::alive_nodes;
 pub use lower::{Lowering, Output, lower};
-pub use program::{Buffer, BufferId, Held, Instance, Message, Operand, Part, Program, Step, Work};
+pub use program::{Buffer, BufferId, Counted, Held, Instance, Message, Operand, Part, Program, Step, Work};

@@ -32,6 +32,19 @@ pub struct Buffer {
     pub label: Label,
     /// Who holds it beyond its uses.
     pub held: Held,
+    /// If its rows are counted while the step runs: `bytes` is then the most that they may take.
+    pub counted: Option<Counted>,
+}
+
+/// How large a buffer is whose rows are counted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Counted {
+    /// Which of the program's counts it goes by.
+    pub count: u32,
+    /// Bytes of a row.
+    pub row_bytes: u64,
+    /// Bytes if all ranks have the same number of rows.
+    pub balanced: u64,
 }
 
 /// Who holds a buffer beyond its uses by instructions.
@@ -136,6 +149,8 @@ pub struct Step {
     pub layer: Arc<str>,
     /// Whether the forward has done this before.
     pub again: bool,
+    /// The count that the last element of output 0 is.
+    pub counts: Option<u32>,
 }
 
 /// A tensor that the host writes or reads by name.
@@ -166,6 +181,8 @@ pub struct Program {
     pub outputs: Vec<Instance>,
     /// Messages that it sends or receives.
     pub requests: usize,
+    /// Numbers of rows that are counted while it runs.
+    pub counts: usize,
     /// Steps that belong together, in order.
     pub parts: Vec<Part>,
 }
@@ -247,7 +264,7 @@ impl Program {
 
     pub(crate) fn add(&mut self, bytes: u64, label: Label, held: Held) -> BufferId {
         let id = BufferId(u32::try_from(self.buffers.len()).expect("fewer than 2^32 buffers"));
-        self.buffers.push(Buffer { bytes, label, held });
+        self.buffers.push(Buffer { bytes, label, held, counted: None });
         id
     }
 }

@@ -20,6 +20,43 @@ pub(crate) struct Address {
     pub span: usize,
     /// For an input: the output that overwrites it.
     pub overwritten_by: Option<usize>,
+    /// If its place and its rows are known only while the program runs.
+    pub counted: Option<CountedAddress>,
+}
+
+/// A tensor whose rows are counted, and whose place is asked for, while the program runs.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct CountedAddress {
+    /// Index of the request for its place.
+    pub request: u32,
+    /// Index of the count of its rows.
+    pub count: u32,
+    /// Elements of a row.
+    pub row: u32,
+}
+
+/// What has been counted and placed so far.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Places<'a> {
+    /// Byte offset of every request.
+    pub offsets: &'a [u64],
+    /// Every count.
+    pub rows: &'a [usize],
+}
+
+impl Places<'_> {
+    /// Nothing is.
+    pub const NONE: Self = Self { offsets: &[], rows: &[] };
+
+    /// Byte offset and elements of a tensor.
+    pub fn of(&self, address: &Address) -> (u64, usize) {
+        match address.counted {
+            Some(CountedAddress { request, count, row }) => {
+                (self.offsets[request as usize], self.rows[count as usize] * row as usize)
+            }
+            None => (address.offset, address.span),
+        }
+    }
 }
 
 /// The arguments of one instruction.
@@ -29,6 +66,7 @@ pub struct Args<'a> {
     inputs: &'a [Address],
     outputs: &'a [Address],
     workspace: &'a [Piece],
+    places: Places<'a>,
     accumulate: u64,
     stream: Stream,
     taken: Cell<u64>,
@@ -78,10 +116,11 @@ impl<'a> Args<'a> {
         inputs: &'a [Address],
         outputs: &'a [Address],
         workspace: &'a [Piece],
+        places: Places<'a>,
         accumulate: u64,
         stream: Stream,
     ) -> Self {
-        Self { base, inputs, outputs, workspace, accumulate, stream, taken: Cell::new(0), arena: PhantomData }
+        Self { base, inputs, outputs, workspace, places, accumulate, stream, taken: Cell::new(0), arena: PhantomData }
     }
 
     /// The elements of an input that has no gaps.
@@ -104,7 +143,10 @@ impl<'a> Args<'a> {
         assert!(operand.overwritten_by.is_none(), "input {index} is overwritten: read it from the output");
         // SAFETY: by `new`'s contract the span lies in the arena, is aligned for its type, and is disjoint from every
         // output but one that overwrites it, which was excluded above; T is plain data.
-        let slice = unsafe { std::slice::from_raw_parts(self.base.add(operand.offset as usize).cast(), operand.span) };
+        let slice = unsafe {
+            let (offset, span) = self.places.of(operand);
+            std::slice::from_raw_parts(self.base.add(offset as usize).cast(), span)
+        };
         (slice, &operand.layout)
     }
 
@@ -138,7 +180,10 @@ impl<'a> Args<'a> {
         self.take(index);
         // SAFETY: by `new`'s contract outputs lie in the arena, aligned, disjoint from each other and from what inputs
         // show; `take` hands each out once.
-        unsafe { std::slice::from_raw_parts_mut(self.base.add(operand.offset as usize).cast(), operand.span) }
+        unsafe {
+            let (offset, span) = self.places.of(operand);
+            std::slice::from_raw_parts_mut(self.base.add(offset as usize).cast(), span)
+        }
     }
 
     /// The pieces of [`Op::workspace`](crate::Op::workspace), full of garbage.

@@ -1,12 +1,15 @@
 //! Runs programs: instruction after instruction at planned addresses. No allocation, no name, no free.
 
+use std::ops::Range;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use candle_core::{Device, Tensor};
+use gapless_alloc::arena::{ArenaReport, Overflow};
 use gapless_alloc::{Label, Role};
 
 use super::arena::Arena;
-use super::args::{Address, Args, Element};
+use super::args::{Address, Args, Element, Places};
+use super::routed::Routed;
 use super::workers::Workers;
 use crate::communicator::{self, Communicator, CommunicatorError, Request};
 use crate::compile::{CompiledProgram, Executable, Instruction, Message, Named, Persistent, Work};
@@ -56,6 +59,8 @@ pub struct Executor {
     links: Mutex<Links>,
     executable: Arc<Executable>,
     arena: Arena,
+    /// What is placed while a program runs. Only ever locked by the one run under way.
+    routed: Mutex<Routed>,
     workers: Workers,
 }
 
@@ -121,7 +126,9 @@ impl Executor {
         let experts = communicators.experts.as_ref().map_or(0, |experts| experts.size());
         let lens = (0..requests).map(|_| [vec![0; experts], vec![0; experts]]).collect();
         let links = Mutex::new(Links { communicators, requests: (0..requests).map(|_| None).collect(), lens });
-        let executor = Self { arena: Arena::new(needed)?, executable, workers, links };
+        let counts = executable.programs.iter().map(|program| program.counts).max().unwrap_or(0);
+        let routed = Mutex::new(Routed::new(executable.routing.as_ref(), counts));
+        let executor = Self { arena: Arena::new(needed)?, executable, routed, workers, links };
         for persistent in &executor.executable.persistent {
             let (init, name, first) = (persistent.init, &persistent.label.tensor, persistent.first);
             match persistent.spec.dtype {
@@ -163,8 +170,10 @@ impl Executor {
             let outcome = OnceLock::new();
             self.workers.run(&|| {
                 let mut links = self.links.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut routed = self.routed.lock().unwrap_or_else(PoisonError::into_inner);
+                routed.begin();
                 let mut lent = Lent { links: &mut links, over: false };
-                let result = run_all(program, base, bytes, options, lent.links);
+                let result = run_all(program, base, bytes, options, lent.links, &mut routed);
                 lent.over = result.is_ok();
                 drop(lent);
                 let _ = outcome.set(result);
@@ -173,12 +182,32 @@ impl Executor {
         })?;
         match outcome {
             Some(Ok(culprit)) => Ok(culprit.map(|index| program.instructions[index].describe())),
-            Some(Err((index, source))) => {
+            Some(Err((index, failure))) => {
                 let instruction = program.instructions[index].describe();
-                Err(Error::Communicator { instruction, source })
+                Err(match failure {
+                    Failure::Communicator(source) => Error::Communicator { instruction, source },
+                    Failure::Overflow(source) => Error::Routing { instruction, source },
+                })
             }
             None => Ok(None),
         }
+    }
+
+    /// What the arena of counted buffers has done so far; nothing if no program counts any.
+    pub fn routing(&self) -> Option<ArenaReport> {
+        self.routed.lock().unwrap_or_else(PoisonError::into_inner).report()
+    }
+
+    /// Judges the addresses that the last run used, those of the plan and those that were found while it ran, and returns how
+    /// many of the latter there were.
+    ///
+    /// # Errors
+    /// [`Error::BadRun`] when two that lived at the same time have a byte in common.
+    pub fn check_run(&self) -> Result<usize> {
+        let routed = self.routed.lock().unwrap_or_else(PoisonError::into_inner);
+        routed.check(&self.executable).map_err(|violations| Error::BadRun {
+            what: violations.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "),
+        })
     }
 
     /// Whether a program reads an input of this name.
@@ -359,11 +388,15 @@ fn run_all(
     bytes: u64,
     options: RunOptions,
     links: &mut Links,
-) -> Result<Option<usize>, (usize, CommunicatorError)> {
+    routed: &mut Routed,
+) -> Result<Option<usize>, (usize, Failure)> {
     let mut culprit = None;
     for (index, instruction) in program.instructions.iter().enumerate() {
         let span = tracing::trace_span!("op", name = instruction.work.name(), layer = &*instruction.layer);
         let _entered = span.enter();
+        routed.place(instruction).map_err(|overflow| (index, Failure::Overflow(Box::new(overflow))))?;
+        let places = routed.places();
+        let failed = |source| (index, Failure::Communicator(source));
         let part = options.first_part + options.part_stride * u64::from(instruction.micro_batch);
         match &instruction.work {
             Work::Compute(op) => {
@@ -376,6 +409,7 @@ fn run_all(
                         &instruction.inputs,
                         &instruction.outputs,
                         &instruction.workspace,
+                        places,
                         instruction.accumulate,
                         stream,
                     )
@@ -384,13 +418,13 @@ fn run_all(
             }
             Work::Send(message) | Work::Receive(message) | Work::Wait(message) => {
                 // SAFETY: as above; a program's last instructions wait for all that is under way.
-                unsafe { transfer(instruction, *message, base, links) }.map_err(|source| (index, source))?;
+                unsafe { transfer(instruction, *message, base, links) }.map_err(failed)?;
             }
             Work::Collective(collective, request) => {
                 // SAFETY: as above.
-                unsafe { begin(*collective, *request, instruction, base, links) }.map_err(|source| (index, source))?;
+                unsafe { begin(*collective, *request, instruction, (base, places), links) }.map_err(failed)?;
             }
-            Work::Finish(request) => finish(*request, links).map_err(|source| (index, source))?,
+            Work::Finish(request) => finish(*request, links).map_err(failed)?,
         }
         // What is being received is not to be looked at before the wait for it.
         let watched = match &instruction.work {
@@ -398,11 +432,18 @@ fn run_all(
             Work::Wait(_) | Work::Finish(_) => &instruction.inputs,
             Work::Send(_) | Work::Receive(_) | Work::Collective(..) => &Box::default(),
         };
-        if options.watch && culprit.is_none() && !are_finite(watched, base) {
+        if options.watch && culprit.is_none() && !are_finite(watched, base, places) {
             culprit = Some(index);
         }
+        if let Some(count) = instruction.counts {
+            // SAFETY: as above; the instruction is over.
+            routed.count(count, unsafe { last_u32(base, &instruction.outputs[0]) });
+        }
+        for range in routed.release(instruction).filter(|_| options.poison) {
+            fill_with_nan(range, base, bytes);
+        }
         if options.poison {
-            poison(instruction, base, bytes);
+            instruction.dead_after.iter().for_each(|range| fill_with_nan(range.clone(), base, bytes));
         }
     }
     Ok(culprit)
@@ -421,7 +462,7 @@ unsafe fn transfer(
     let Message { peer, tag, request } = message;
     let pipeline = links.communicators.pipeline.as_mut().ok_or(NO_COMMUNICATOR)?;
     // SAFETY: by this function's contract.
-    let range = |address| unsafe { range(base, address) };
+    let range = |address| unsafe { range(base, address, Places::NONE) };
     match &instruction.work {
         Work::Send(_) => {
             let (from, bytes) = range(&instruction.inputs[0]);
@@ -452,18 +493,18 @@ unsafe fn begin(
     collective: Collective,
     request: usize,
     instruction: &Instruction,
-    base: Base,
+    (base, places): (Base, Places<'_>),
     links: &mut Links,
 ) -> communicator::Result<()> {
     // SAFETY: by this function's contract.
-    let range = |address: Option<&Address>| address.map(|address| unsafe { range(base, address) });
+    let range = |address: Option<&Address>| address.map(|address| unsafe { range(base, address, places) });
     let inputs = [range(instruction.inputs.first()), range(instruction.inputs.get(1))];
     let output = range(instruction.outputs.first()).expect("a collective has an output");
     let lens = &mut links.lens[request];
     match collective {
         Collective::AllToAll { ranks } => lens.iter_mut().for_each(|lens| lens.fill(output.1 / ranks)),
-        Collective::AllToAllRows { ranks, rows } => {
-            let bytes = output.1 / rows;
+        Collective::AllToAllRows { ranks, rows, .. } => {
+            let bytes = instruction.outputs[0].span / rows * size_of::<f32>();
             let mut received = 0;
             for (lens, starts) in lens.iter_mut().zip(&instruction.inputs[1..]) {
                 // SAFETY: by this function's contract; starts are u32 without gaps, and nobody writes them now.
@@ -510,30 +551,43 @@ const NO_COMMUNICATOR: CommunicatorError = CommunicatorError::Unsupported {
 ///
 /// # Safety
 /// It lies in the arena at `base`.
-unsafe fn range(base: Base, address: &Address) -> (*mut u8, usize) {
-    let bytes = address.span * address.dtype.size_in_bytes();
+unsafe fn range(base: Base, address: &Address, places: Places<'_>) -> (*mut u8, usize) {
+    let (offset, span) = places.of(address);
     // SAFETY: by this function's contract.
-    (unsafe { base.0.add(address.offset as usize) }, bytes)
+    (unsafe { base.0.add(offset as usize) }, span * address.dtype.size_in_bytes())
 }
 
-fn are_finite(operands: &[Address], base: Base) -> bool {
+/// The last element of a tensor of u32 without gaps.
+///
+/// # Safety
+/// It lies in the arena at `base`, and nobody writes it.
+unsafe fn last_u32(base: Base, address: &Address) -> u32 {
+    // SAFETY: by this function's contract; a tensor has at least one element.
+    unsafe { base.0.add(address.offset as usize).cast::<u32>().add(address.span - 1).read() }
+}
+
+fn are_finite(operands: &[Address], base: Base, places: Places<'_>) -> bool {
     operands.iter().filter(|operand| operand.dtype == f32::DTYPE).all(|operand| {
+        let (offset, span) = places.of(operand);
         // SAFETY: as for the instruction itself, which is over.
-        let data = unsafe {
-            std::slice::from_raw_parts(base.0.add(operand.offset as usize).cast::<f32>().cast_const(), operand.span)
-        };
+        let data = unsafe { std::slice::from_raw_parts(base.0.add(offset as usize).cast::<f32>().cast_const(), span) };
         data.iter().all(|x| x.is_finite())
     })
 }
 
-fn poison(instruction: &Instruction, base: Base, bytes: u64) {
-    for range in &instruction.dead_after {
-        debug_assert!(range.end <= bytes);
-        let elements = ((range.end - range.start) / 4) as usize;
-        // SAFETY: the checked plan says that nobody holds these bytes after this instruction.
-        unsafe { std::slice::from_raw_parts_mut(base.0.add(range.start as usize).cast::<f32>(), elements) }
-            .fill(f32::NAN);
-    }
+/// Poisons bytes that nobody holds, by the checked plan or because the arena has them back.
+fn fill_with_nan(range: Range<u64>, base: Base, bytes: u64) {
+    debug_assert!(range.end <= bytes);
+    let elements = ((range.end - range.start) / 4) as usize;
+    // SAFETY: nobody holds these bytes, which lie in the arena.
+    unsafe { std::slice::from_raw_parts_mut(base.0.add(range.start as usize).cast::<f32>(), elements) }.fill(f32::NAN);
+}
+
+/// Why a program did not run to its end.
+#[derive(Debug)]
+enum Failure {
+    Communicator(CommunicatorError),
+    Overflow(Box<Overflow>),
 }
 
 impl Instruction {

@@ -8,6 +8,7 @@ mod executor;
 pub mod gemm;
 pub mod math;
 pub(crate) mod reduce;
+mod routed;
 pub(crate) mod scratch;
 pub mod simd;
 mod tasks;

@@ -19,7 +19,7 @@ use gapless_parallel::StageId;
 
 use crate::error::{Error, Result};
 use crate::nn::Init;
-use crate::op::Op;
+use crate::op::{Op, Rows};
 use crate::ops::Contiguous;
 use crate::optim::Optimizer;
 
@@ -124,6 +124,17 @@ pub struct Value {
     pub root: ValueId,
     /// Where in the root's bytes the elements lie.
     pub layout: Layout,
+    /// Of a root whose rows are counted while the step runs: by what.
+    pub rows: Option<RowCount>,
+}
+
+/// Rows that are counted while the step runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RowCount {
+    /// The value whose last element is their number.
+    pub starts: ValueId,
+    /// Their number if all ranks have the same.
+    pub balanced: usize,
 }
 
 /// Which part of the step a node belongs to.
@@ -349,8 +360,24 @@ impl Graph {
                 self.push_value(spec, Source::Node { node, output })
             })
             .collect();
+        for &output in &outputs {
+            self.values[output.index()].rows = self.rows_of(&*op, &inputs, output);
+        }
         self.push_node(op, inputs, outputs.clone());
         Ok(outputs)
+    }
+
+    /// What counts the rows of an output, if anything does.
+    fn rows_of(&self, op: &dyn Op, inputs: &[ValueId], output: ValueId) -> Option<RowCount> {
+        let dims = self.value(output).spec.dims();
+        match op.rows() {
+            Rows::Counted { starts, balanced } => Some(RowCount { starts: inputs[starts], balanced }),
+            Rows::Inherited => inputs.iter().find_map(|&input| {
+                let input = self.value(input);
+                (input.spec.dims() == dims).then_some(self.value(input.root).rows).flatten()
+            }),
+            Rows::Unaware | Rows::Fixed => None,
+        }
     }
 
     /// The shape rule of `op`.
@@ -511,14 +538,14 @@ impl Graph {
     fn push_value(&mut self, spec: Spec, source: Source) -> ValueId {
         let id = ValueId(self.values.len() as u32);
         let layout = Layout::contiguous(spec.shape.clone());
-        self.values.push(Value { spec, source, root: id, layout });
+        self.values.push(Value { spec, source, root: id, layout, rows: None });
         id
     }
 
     fn push_view(&mut self, root: ValueId, spec: Spec, layout: Layout) -> ValueId {
         let id = ValueId(self.values.len() as u32);
         let source = self.value(root).source.clone();
-        self.values.push(Value { spec, source, root, layout });
+        self.values.push(Value { spec, source, root, layout, rows: None });
         id
     }
 }

@@ -3,7 +3,7 @@
 use crate::cpu::{Args, zip};
 use crate::error::Result;
 use crate::graph::Spec;
-use crate::op::{Gradient, Op};
+use crate::op::{Gradient, Op, Rows};
 use crate::reference::{Array, Reference};
 
 /// Which function.
@@ -37,6 +37,10 @@ pub struct Binary {
 impl Op for Binary {
     fn name(&self) -> &'static str {
         self.kind.name()
+    }
+
+    fn rows(&self) -> Rows {
+        Rows::Inherited
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {

@@ -4,7 +4,7 @@ use crate::communicator;
 use crate::cpu::Args;
 use crate::error::Result;
 use crate::graph::{FLOATS, Spec, Tensor};
-use crate::op::{Gradient, Op};
+use crate::op::{Gradient, Op, Rows};
 use crate::reference::{Array, Reference};
 
 /// Which ranks, of those with the same stages.
@@ -56,6 +56,10 @@ pub enum Collective {
         ranks: usize,
         /// The most rows that come.
         rows: usize,
+        /// Whether what comes is counted while the step runs, rather than what is sent.
+        counted: bool,
+        /// How many rows are counted when all ranks have the same number.
+        balanced: usize,
     },
 }
 
@@ -114,6 +118,14 @@ impl Op for Collective {
         }
     }
 
+    fn rows(&self) -> Rows {
+        match *self {
+            Self::AllToAllRows { counted: true, balanced, .. } => Rows::Counted { starts: 2, balanced },
+            Self::AllToAllRows { .. } => Rows::Fixed,
+            _ => Rows::Unaware,
+        }
+    }
+
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
         let first = &inputs[0];
         let flat = |elements: usize| Spec { shape: elements.into(), dtype: first.dtype };
@@ -128,7 +140,7 @@ impl Op for Collective {
             Self::AllGather { ranks, .. } => Ok(vec![flat(first.elements() * ranks)]),
             Self::Refill { ranks } if first.elements() == inputs[1].elements() * ranks => Ok(vec![first.clone()]),
             Self::AllToAll { ranks } if first.elements().is_multiple_of(ranks) => Ok(vec![first.clone()]),
-            Self::AllToAllRows { ranks, rows } => {
+            Self::AllToAllRows { ranks, rows, .. } => {
                 let &[_, width] = first.dims() else { return Err("the rows must be [rows, width]".into()) };
                 super::expect_ids("the starts of what is sent", &inputs[1])?;
                 super::expect_ids("the starts of what comes", &inputs[2])?;
@@ -146,8 +158,8 @@ impl Op for Collective {
     /// Rows go back where they came from.
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         match *self {
-            Self::AllToAllRows { ranks, .. } => {
-                let back = Self::AllToAllRows { ranks, rows: g.input(0).dims()[0] };
+            Self::AllToAllRows { ranks, counted, balanced, .. } => {
+                let back = Self::AllToAllRows { ranks, rows: g.input(0).dims()[0], counted: !counted, balanced };
                 let [d_rows] = Tensor::apply_op(back, &[&g.grad(0), &g.input(2), &g.input(1)])?;
                 g.send(0, d_rows);
                 Ok(())
@@ -187,7 +199,7 @@ impl Op for Collective {
             Self::AllToAll { ranks } => {
                 vec![Array::new(&x.dims, x.data[..x.data.len() / ranks].repeat(ranks))]
             }
-            Self::AllToAllRows { ranks, rows } => {
+            Self::AllToAllRows { ranks, rows, .. } => {
                 let (sent, width) = (&args.input(1).data, x.dims[1]);
                 let mut out = x.data[..sent[(sent.len() - 1) / ranks] as usize * width].repeat(ranks);
                 out.resize(rows * width, 0.0);

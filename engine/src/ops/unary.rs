@@ -3,7 +3,7 @@
 use crate::cpu::{Args, map, math, zip};
 use crate::error::Result;
 use crate::graph::{Spec, Tensor};
-use crate::op::{Gradient, Op};
+use crate::op::{Gradient, Op, Rows};
 use crate::reference::{Array, Reference};
 
 /// Which function.
@@ -69,6 +69,10 @@ impl Op for Unary {
         self.kind.name()
     }
 
+    fn rows(&self) -> Rows {
+        Rows::Inherited
+    }
+
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
         super::expect_float(inputs)?;
         Ok(vec![inputs[0].clone()])
@@ -114,6 +118,10 @@ struct UnaryGrad {
 impl Op for UnaryGrad {
     fn name(&self) -> &'static str {
         self.kind.gradient_name()
+    }
+
+    fn rows(&self) -> Rows {
+        Rows::Inherited
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {

@@ -1,5 +1,6 @@
 //! Judges the search for a budget's recomputation: every way there is to keep and drop, lowered one by one.
 
+use gapless_alloc::arena::Reserve;
 use gapless_parallel::Rates;
 
 use super::compile_step::TrainStep;
@@ -64,7 +65,7 @@ fn all_ways(step: &TrainStep<Chain>, plan: &RankPlan, rates: &Rates) -> Vec<(u64
         let program: Program = step.dropping(plan, 1, dropped).unwrap();
         let [_, again] = program.nanoseconds(rates);
         // The bound: no plan is lower.
-        (height(&[&program], Some(0)).unwrap(), again)
+        (height(&[&program], Some(0), Reserve::Worst).unwrap(), again)
     };
     (0..1 << roots.len()).map(way).collect()
 }
@@ -84,7 +85,7 @@ fn no_way_to_keep_and_drop_is_cheaper() {
             let best = ways.iter().filter(|way| way.0 <= bytes).map(|way| way.1).min().unwrap();
             let options = TrainOptions { recompute: Recompute::Budget { bytes, rates }, ..options.clone() };
             let program = step.program(&options, &plan, 1, &[]).unwrap();
-            let arena = height(&[&program], Some(bytes)).unwrap();
+            let arena = height(&[&program], Some(bytes), Reserve::Worst).unwrap();
             let [all, again] = program.nanoseconds(&rates);
             println!(
                 "{hidden:?}: {bytes} bytes, {arena} planned, {again} ns again, {best} at best, of {}",

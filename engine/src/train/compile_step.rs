@@ -68,7 +68,7 @@ pub(super) fn compile_step<M: Model>(
     if plan.mesh.pipeline > 1 {
         expect_same_parameters(&programs)?;
     }
-    let executable = compile(&programs, &CompileOptions::within(options.recompute.capacity()))?;
+    let executable = compile(&programs, &CompileOptions::within(options.recompute.capacity(), options.routing))?;
     Ok(CompiledStep { executable, parameters: step.parameters, vocabulary, kept: step.kept, watched: step.watched })
 }
 
@@ -176,7 +176,7 @@ impl<M: Model> TrainStep<M> {
         let recomputation = resolving.resolve(&options.recompute, |recomputation, capacity| {
             let train = self.lower(&graph, plan, threads, recomputation)?;
             let programs: Vec<&Program> = [&train].into_iter().chain(others.iter().copied()).collect();
-            height(&programs, capacity)
+            height(&programs, capacity, options.routing)
         })?;
         self.lower(&graph, plan, threads, &recomputation)
     }

@@ -12,6 +12,7 @@ mod update;
 use std::sync::Arc;
 
 use candle_core::DType;
+use gapless_alloc::arena::ArenaReport;
 use gapless_alloc::draw::MemoryMap;
 use gapless_parallel::{Coordinate, Mesh};
 
@@ -202,7 +203,7 @@ impl Trainer {
         options: &TrainOptions,
         rank: usize,
     ) -> Result<Executable> {
-        let within = CompileOptions::within(options.recompute.capacity());
+        let within = CompileOptions::within(options.recompute.capacity(), options.routing);
         compile(&[Self::program(build, options, rank)?], &within)
     }
 
@@ -335,6 +336,21 @@ impl Trainer {
     /// When gradients are not kept or there is no such parameter.
     pub fn gradient(&self, name: &str) -> Result<candle_core::Tensor> {
         self.executor.output(self.programs.train, &compile_step::gradient_output(name))
+    }
+
+    /// What the arena of expert ranks' rows has done so far ([`TrainOptions::routing`]); nothing where every size is known
+    /// beforehand.
+    pub fn routing(&self) -> Option<ArenaReport> {
+        self.executor.routing()
+    }
+
+    /// Judges the addresses of the last run, planned ones and those that were found while it ran: no two that lived at the same
+    /// time have a byte in common. Returns how many of the latter there were.
+    ///
+    /// # Errors
+    /// [`Error::BadRun`] with all that do.
+    pub fn check_run(&self) -> Result<usize> {
+        self.executor.check_run()
     }
 
     /// What the model shows of the last step under this name ([`Tensor::watch`]): a candle tensor over the arena's own bytes, valid

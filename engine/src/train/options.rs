@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use candle_core::DType;
+use gapless_alloc::arena::Reserve;
 use gapless_parallel::Mesh;
 
 use super::Pipeline;
@@ -41,6 +42,10 @@ pub struct TrainOptions {
     pub pipeline: Pipeline,
     /// What is computed again in the backward instead of being kept. The bits of the results do not depend on it.
     pub recompute: Recompute,
+    /// How much room there is for the rows that expert ranks receive, which the routing decides, beside what the plan leaves idle.
+    /// [`Reserve::Worst`] never runs out, and takes only the pages that it uses; with a [`Reserve::Balanced`] a step whose
+    /// routing is more uneven than its factor may end with [`Error::Routing`](crate::Error::Routing).
+    pub routing: Reserve,
     /// Update each parameter as soon as its gradient is complete, and let go of the gradient: with one micro-batch the gradients
     /// are never there together. Needs `max_norm` to be infinite, for a norm is known only in the end. For the same reason a
     /// step that is not finite is reported, but has changed the model.
@@ -65,6 +70,7 @@ impl Default for TrainOptions {
             mesh: Mesh::default(),
             pipeline: Pipeline::default(),
             recompute: Recompute::None,
+            routing: Reserve::Worst,
             release_gradients: false,
             keep_gradients: false,
             poison: false,

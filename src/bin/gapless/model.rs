@@ -2,8 +2,8 @@
 
 use clap::ValueEnum;
 use gapless::engine::compile::Program;
-use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig};
-use gapless::{DType, TrainOptions, Trainer};
+use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig};
+use gapless::{DType, Mesh, Reserve, TrainOptions, Trainer};
 
 /// Models that are known by name.
 #[derive(Debug, Clone, Copy, ValueEnum)]
@@ -22,6 +22,10 @@ pub enum Model {
     Llama2_7b,
     /// Llama 3 8B.
     Llama3_8b,
+    /// Mixtral 8x7B.
+    Mixtral8x7b,
+    /// Qwen1.5-MoE-A2.7B.
+    QwenMoe,
 }
 
 /// The extents of a training step.
@@ -39,6 +43,12 @@ pub struct StepArguments {
     /// Element type of --model's parameters, activations, gradients and optimizer states.
     #[arg(long, value_enum, default_value_t = Float::F32)]
     dtype: Float,
+    /// Ranks that share the experts of --model; the step planned is that of the first.
+    #[arg(long, default_value_t = 1)]
+    expert_ranks: usize,
+    /// Room for the rows that an expert rank receives, as a multiple of what even routing needs; without it, for the worst case.
+    #[arg(long, value_name = "FACTOR")]
+    routing: Option<f64>,
 }
 
 /// Types of floating-point numbers that a step can be planned in.
@@ -51,12 +61,14 @@ pub enum Float {
 impl StepArguments {
     /// The options that they mean.
     pub fn options(&self) -> TrainOptions {
-        let &Self { batch, micro_batches, sequence, dtype } = self;
+        let &Self { batch, micro_batches, sequence, dtype, expert_ranks, routing } = self;
         let dtype = match dtype {
             Float::F32 => DType::F32,
             Float::Bf16 => DType::BF16,
         };
-        TrainOptions { batch, micro_batches, sequence, dtype, ..TrainOptions::default() }
+        let mesh = Mesh { expert: expert_ranks, ..Mesh::default() };
+        let routing = routing.map_or(Reserve::Worst, |factor| Reserve::Balanced { factor });
+        TrainOptions { batch, micro_batches, sequence, dtype, mesh, routing, ..TrainOptions::default() }
     }
 }
 
@@ -69,6 +81,7 @@ impl Model {
             Trainer::program(|vb| Gpt::new(&config, vb), options, 0)
         };
         let llama = |config: LlamaConfig| Trainer::program(|vb| Llama::new(&config, vb), options, 0);
+        let moe = |config: MoeConfig| Trainer::program(|vb| Moe::new(&config, vb), options, 0);
         match self {
             Self::Small => {
                 let config =
@@ -85,6 +98,8 @@ impl Model {
                 llama(LlamaConfig { vocabulary, kv_heads, hidden, rope_theta: 1e4, ..defaults })
             }
             Self::Llama3_8b => llama(LlamaConfig::default()),
+            Self::Mixtral8x7b => moe(MoeConfig::default()),
+            Self::QwenMoe => moe(MoeConfig::qwen1_5_a2_7b()),
         }
     }
 }

@@ -11,6 +11,7 @@
 //! between actions; until then the bytes stay as they are.
 
 mod again;
+mod counted;
 mod early;
 mod transfer;
 
@@ -22,6 +23,7 @@ use gapless_alloc::{Label, Role};
 use gapless_parallel::Action;
 
 use self::again::{Life, Reads};
+use self::counted::Counts;
 use self::early::{Early, collective_of};
 use self::transfer::{Collecting, Sending};
 use super::hoist::{UPDATE, hoist};
@@ -125,6 +127,8 @@ struct Lowerer<'a> {
     collecting: Vec<Collecting>,
     /// Nodes of the update that can run before the last action is over: what sums gradients over the data ranks.
     early: Vec<Early>,
+    /// Values whose rows are counted.
+    counts: Counts,
 }
 
 impl<'a> Lowerer<'a> {
@@ -141,6 +145,7 @@ impl<'a> Lowerer<'a> {
             }
         }
         let reads = Reads::new(of, &alive, &crossings);
+        let counts = Counts::new(of, &alive, &crossings);
         let mut nodes: HashMap<(Place, Phase), Vec<NodeId>> = HashMap::new();
         for id in graph.node_ids().filter(|id| alive[id.index()]) {
             nodes.entry((graph.node(id).place, graph.node(id).phase)).or_default().push(id);
@@ -160,6 +165,7 @@ impl<'a> Lowerer<'a> {
             sending,
             collecting,
             early,
+            counts,
         };
         lowerer.early = lowerer.early_nodes();
         Ok(lowerer)
@@ -321,7 +327,18 @@ impl<'a> Lowerer<'a> {
         };
         let layer = node.layer.clone();
         let again = life == Life::Second;
-        self.program.steps.push(Step { work, inputs, outputs, workspace, accumulate, micro_batch, layer, again });
+        let counts = node.outputs.first().and_then(|&output| self.count_made(output, micro_batch));
+        self.program.steps.push(Step {
+            work,
+            inputs,
+            outputs,
+            workspace,
+            accumulate,
+            micro_batch,
+            layer,
+            again,
+            counts,
+        });
         for (sum, part, value) in copy_behind {
             let input = [(part, None)];
             self.behind(Arc::new(Contiguous), &input, sum, value, node, micro_batch);
@@ -352,6 +369,7 @@ impl<'a> Lowerer<'a> {
             micro_batch,
             layer: node.layer.clone(),
             again: false,
+            counts: None,
         });
     }
 
@@ -415,7 +433,13 @@ impl<'a> Lowerer<'a> {
     }
 
     /// The bytes of an input that this output takes over, if any.
-    fn overwritten(&self, node: &Node, output: usize, micro_batch: u32, inputs: &mut [Operand]) -> Option<BufferId> {
+    fn overwritten(
+        &mut self,
+        node: &Node,
+        output: usize,
+        micro_batch: u32,
+        inputs: &mut [Operand],
+    ) -> Option<BufferId> {
         let out = &self.of.graph.value(node.outputs[output]).spec;
         if let Some(&(input, _)) = node.op.must_overwrite().iter().find(|pair| pair.1 == output) {
             inputs[input].overwritten_by = Some(output);
@@ -424,10 +448,12 @@ impl<'a> Lowerer<'a> {
         for &(input, _) in node.op.may_overwrite().iter().filter(|pair| pair.1 == output) {
             let root = self.of.graph.value(node.inputs[input]).root;
             let placed = self.placed[&self.key(root, node.phase, micro_batch)];
+            let counted = self.counted(node.outputs[output], micro_batch);
             let operand = &inputs[input];
             let whole = operand.layout.is_contiguous()
                 && operand.layout.start_offset() == 0
-                && self.program.buffers[operand.buffer.index()].bytes == out.bytes();
+                && self.program.buffers[operand.buffer.index()].bytes == out.bytes()
+                && self.program.buffers[operand.buffer.index()].counted == counted;
             let alone = inputs.iter().filter(|other| other.buffer == operand.buffer).count() == 1;
             let made_here = matches!(self.program.buffers[operand.buffer.index()].held, Held::No);
             if placed.reads_left == 0 && whole && alone && made_here && operand.overwritten_by.is_none() {
@@ -447,7 +473,11 @@ impl<'a> Lowerer<'a> {
         };
         let role = if self.accumulated[id.index()] { Role::Gradient } else { role_of_node(node.phase) };
         let label = Label { tensor, op: of.into(), layer: node.layer.to_string(), role };
-        self.program.add(self.of.graph.value(id).spec.bytes(), label, Held::No)
+        let counted = self.counted(id, micro_batch);
+        let role = if counted.is_some() { Role::Routing } else { role };
+        let buffer = self.program.add(self.of.graph.value(id).spec.bytes(), Label { role, ..label }, Held::No);
+        self.program.buffers[buffer.index()].counted = counted;
+        buffer
     }
 
     fn workspace(&mut self, node: &Node, micro_batch: u32) -> Vec<BufferId> {

@@ -54,7 +54,7 @@ impl Exchange {
     /// # Errors
     /// When there are not as many rows as the routing has.
     pub fn receive(&self, rows: &Tensor) -> Result<Tensor> {
-        self.all_to_all(rows, self.rows_received, &self.sent, &self.received)
+        self.all_to_all(rows, true, &self.sent, &self.received)
     }
 
     /// The reverse of [`Self::receive`].
@@ -62,14 +62,25 @@ impl Exchange {
     /// # Errors
     /// When there are not as many rows as this rank's experts have.
     pub fn give_back(&self, rows: &Tensor) -> Result<Tensor> {
-        self.all_to_all(rows, self.rows_sent, &self.received, &self.sent)
+        self.all_to_all(rows, false, &self.received, &self.sent)
     }
 
-    fn all_to_all(&self, rows: &Tensor, most: usize, from: &Tensor, to: &Tensor) -> Result<Tensor> {
+    /// Rows that this rank's experts have when all ranks' have the same number, if that is to be counted.
+    fn balanced(&self) -> Option<usize> {
+        (self.ranks > 1).then_some(self.rows_sent)
+    }
+
+    fn all_to_all(&self, rows: &Tensor, to_experts: bool, from: &Tensor, to: &Tensor) -> Result<Tensor> {
         if self.ranks == 1 {
             return Ok(rows.clone());
         }
-        let op = Collective::AllToAllRows { ranks: self.ranks, rows: most };
+        let rows_there = if to_experts { self.rows_received } else { self.rows_sent };
+        let op = Collective::AllToAllRows {
+            ranks: self.ranks,
+            rows: rows_there,
+            counted: to_experts,
+            balanced: self.rows_sent,
+        };
         Tensor::apply_op::<1>(op, &[rows, from, to]).map(|[rows]| rows)
     }
 
@@ -78,7 +89,11 @@ impl Exchange {
     /// # Errors
     /// When the shapes do not fit.
     pub fn linear(&self, rows: &Tensor, weight: &Tensor) -> Result<Tensor> {
-        Tensor::apply_op::<1>(GroupedLinear { sources: self.ranks }, &[rows, weight, &self.received]).map(|[rows]| rows)
+        Tensor::apply_op::<1>(
+            GroupedLinear { sources: self.ranks, balanced: self.balanced() },
+            &[rows, weight, &self.received],
+        )
+        .map(|[rows]| rows)
     }
 
     /// silu(gate)·up of every row, times its weight: [rows, width] and [rows, 1].
@@ -86,6 +101,7 @@ impl Exchange {
     /// # Errors
     /// When the shapes do not fit.
     pub fn swiglu(&self, gate: &Tensor, up: &Tensor, weights: &Tensor) -> Result<Tensor> {
-        Tensor::apply_op::<1>(RoutedSwiGlu, &[gate, up, weights, &self.received]).map(|[rows]| rows)
+        Tensor::apply_op::<1>(RoutedSwiGlu { balanced: self.balanced() }, &[gate, up, weights, &self.received])
+            .map(|[rows]| rows)
     }
 }

@@ -1,5 +1,6 @@
 //! Which experts a token goes to, and with what weight.
 
+use candle_core::DType;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
@@ -177,7 +178,7 @@ impl Router {
         let routing = self.config.route(x, &self.weight, self.bias.as_ref(), train)?;
         if train {
             if let Some(ids) = &routing.ids {
-                let op = ExpertLoad { experts: self.config.experts, by_sequence: false };
+                let op = ExpertLoad { experts: self.config.experts, by_sequence: false, dtype: DType::F32 };
                 let [load] = Tensor::apply_op(op, &[ids])?;
                 load.watch(&format!("{}.load", self.layer));
             }
@@ -247,7 +248,7 @@ impl RouterConfig {
         if let Some(ids) = ids
             && balance_loss > 0.0
         {
-            let [load] = Tensor::apply_op(ExpertLoad { experts, by_sequence: true }, &[ids])?;
+            let [load] = Tensor::apply_op(ExpertLoad { experts, by_sequence: true, dtype: scores.dtype() }, &[ids])?;
             let shares = match self.score {
                 Score::Softmax => scores.clone(),
                 Score::Sigmoid => scores.broadcast_div(&scores.sum_keepdim(2)?.affine(1.0, 1e-20)?)?,

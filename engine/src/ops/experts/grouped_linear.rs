@@ -5,7 +5,7 @@ use crate::cpu::Args;
 use crate::cpu::gemm::{Epilogue, Gemm, Mode, Strides};
 use crate::error::Result;
 use crate::graph::{Spec, Tensor};
-use crate::op::{Gradient, Op};
+use crate::op::{Gradient, Op, Rows};
 use crate::reference::{Array, Reference};
 
 /// [rows, in] with weights [experts, out, in] and `starts` (see [`Route`](super::Route)) to [rows, out]: x·Wᵀ with the weight of
@@ -14,6 +14,8 @@ use crate::reference::{Array, Reference};
 pub struct GroupedLinear {
     /// Ranks that rows come from, those of one behind those of another.
     pub sources: usize,
+    /// If the rows are counted while the step runs: how many there are when all ranks have the same number.
+    pub balanced: Option<usize>,
 }
 
 /// [experts, out, in].
@@ -56,6 +58,10 @@ impl Op for GroupedLinear {
         "grouped_linear"
     }
 
+    fn rows(&self) -> Rows {
+        super::rows(2, self.balanced)
+    }
+
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
         crate::ops::expect_float(&inputs[..2])?;
         crate::ops::expect_ids("starts", &inputs[2])?;
@@ -82,14 +88,19 @@ impl Op for GroupedLinear {
             g.send(1, d_weight);
         }
         if g.needs(0) {
-            let [dx] = Tensor::apply_op(GroupedLinearGradInput { sources: self.sources }, &[&dy, &weight, &starts])?;
+            let [dx] = Tensor::apply_op(
+                GroupedLinearGradInput { sources: self.sources, balanced: self.balanced },
+                &[&dy, &weight, &starts],
+            )?;
             g.send(0, dx);
         }
         Ok(())
     }
 
+    /// Of as many rows as there are when all ranks have the same number.
     fn flops(&self, inputs: &[Spec], outputs: &[Spec]) -> u64 {
-        2 * outputs[0].elements() as u64 * crate::ops::width(inputs[0].dims()) as u64
+        let (width, out) = (crate::ops::width(inputs[0].dims()), crate::ops::width(outputs[0].dims()));
+        2 * (self.balanced.unwrap_or(inputs[0].dims()[0]) * width * out) as u64
     }
 
     fn workspace(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> Vec<u64> {
@@ -123,11 +134,16 @@ impl Op for GroupedLinear {
 #[derive(Debug, Clone, Copy)]
 struct GroupedLinearGradInput {
     sources: usize,
+    balanced: Option<usize>,
 }
 
 impl Op for GroupedLinearGradInput {
     fn name(&self) -> &'static str {
         "grouped_linear_grad_input"
+    }
+
+    fn rows(&self) -> Rows {
+        super::rows(2, self.balanced)
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
@@ -136,7 +152,8 @@ impl Op for GroupedLinearGradInput {
     }
 
     fn flops(&self, inputs: &[Spec], outputs: &[Spec]) -> u64 {
-        GroupedLinear { sources: self.sources }.flops(inputs, outputs)
+        let Self { sources, balanced } = *self;
+        GroupedLinear { sources, balanced }.flops(inputs, outputs)
     }
 
     fn workspace(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> Vec<u64> {
@@ -186,6 +203,10 @@ impl GroupedLinearGradWeight {
 impl Op for GroupedLinearGradWeight {
     fn name(&self) -> &'static str {
         "grouped_linear_grad_weight"
+    }
+
+    fn rows(&self) -> Rows {
+        Rows::Fixed
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {

@@ -39,6 +39,7 @@ pub use top_k::{ExpertGroups, TopK};
 use std::ops::Range;
 
 use crate::graph::Spec;
+use crate::op::Rows;
 
 /// In place of a row or a slot where there is none.
 pub const NONE: u32 = u32::MAX;
@@ -87,6 +88,11 @@ impl<'a> Runs<'a> {
         let ranges = (0..self.sources).map(move |source| self.of(source, expert));
         ranges.map(|runs| runs[0] as usize..runs[runs.len() - 1] as usize).filter(|rows| !rows.is_empty())
     }
+}
+
+/// What an operation knows of rows that input `starts` ends: they are counted if the balanced number of them is given.
+fn rows(starts: usize, balanced: Option<usize>) -> Rows {
+    balanced.map_or(Rows::Fixed, |balanced| Rows::Counted { starts, balanced })
 }
 
 /// Rows that are used at all.

@@ -6,7 +6,7 @@ use super::used_rows;
 use crate::cpu::{Args, math, reduce, rows_per_task, vectorize};
 use crate::error::Result;
 use crate::graph::{Spec, Tensor};
-use crate::op::{Gradient, Op};
+use crate::op::{Gradient, Op, Rows};
 use crate::ops::unary::silu_derivative;
 use crate::reference::{Array, Reference};
 
@@ -14,11 +14,18 @@ use crate::reference::{Array, Reference};
 /// [`Route`](super::Route)). The weight goes in before the last product rather than behind it, so that the experts' outputs need
 /// not be kept for the weight's gradient. Rows behind the last one that is used are zeros.
 #[derive(Debug, Clone, Copy)]
-pub struct RoutedSwiGlu;
+pub struct RoutedSwiGlu {
+    /// If the rows are counted while the step runs: how many there are when all ranks have the same number.
+    pub balanced: Option<usize>,
+}
 
 impl Op for RoutedSwiGlu {
     fn name(&self) -> &'static str {
         "routed_swiglu"
+    }
+
+    fn rows(&self) -> Rows {
+        super::rows(3, self.balanced)
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
@@ -34,7 +41,8 @@ impl Op for RoutedSwiGlu {
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         let inputs = [g.input(0), g.input(1), g.input(2), g.input(3), g.grad(0)];
-        let [d_gate, d_up, d_weights] = Tensor::apply_op(RoutedSwiGluGrad, &inputs.each_ref())?;
+        let [d_gate, d_up, d_weights] =
+            Tensor::apply_op(RoutedSwiGluGrad { balanced: self.balanced }, &inputs.each_ref())?;
         for (index, gradient) in [d_gate, d_up, d_weights].into_iter().enumerate() {
             if g.needs(index) {
                 g.send(index, gradient);
@@ -83,11 +91,17 @@ impl Op for RoutedSwiGlu {
 
 /// (d_gate, d_up, d_weights) from (gate, up, weights, starts, dy); the first two may overwrite gate and up.
 #[derive(Debug, Clone, Copy)]
-struct RoutedSwiGluGrad;
+struct RoutedSwiGluGrad {
+    balanced: Option<usize>,
+}
 
 impl Op for RoutedSwiGluGrad {
     fn name(&self) -> &'static str {
         "routed_swiglu_grad"
+    }
+
+    fn rows(&self) -> Rows {
+        super::rows(3, self.balanced)
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {

@@ -85,7 +85,7 @@ pub struct Step {
 /// Plans a step under a policy.
 pub fn plan_step(arguments: &Arguments, recompute: Recompute) -> gapless::Result<(Step, Executable)> {
     let start = Instant::now();
-    let within = CompileOptions::within(recompute.capacity());
+    let within = CompileOptions::within(recompute.capacity(), arguments.step.options().routing);
     let program = arguments.program(recompute)?;
     let [all, again] = program.nanoseconds(&arguments.rates());
     let layers = layers_again(&program);
@@ -95,7 +95,7 @@ pub fn plan_step(arguments: &Arguments, recompute: Recompute) -> gapless::Result
     let model = format!("{:?}", arguments.model.expect("required where there is no table"));
     let step = Step {
         buffers: executable.problem.len(),
-        arena_bytes: executable.solution.height,
+        arena_bytes: executable.arena_bytes(),
         lower_bound_bytes: executable.solution.lower_bound,
         gap: executable.solution.gap(),
         plan_ms: start.elapsed().as_secs_f64() * 1e3,
