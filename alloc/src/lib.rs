@@ -28,6 +28,8 @@
 //!        0   1   2   3   4
 //! ```
 //!
+//! [`arena`] serves the few buffers whose size the data decides, around a plan and while the step runs.
+//!
 //! [`peers`] models the allocators that people use today; [`replay`](fn@replay) runs a lifetime table through any of them and
 //! [`compare`](fn@compare) puts all side by side. [`read_snapshot`] takes the table from a PyTorch memory snapshot.
 #![forbid(unsafe_code)]

@@ -207,14 +207,11 @@ fn twin(step: &Step, plan: &ArenaPlan, sizes: &Sizes) -> Vec<Option<u64>> {
         let gap = ranges.into_iter().find_map(|range| {
             let gaps = runs(range, |grains| !in_use(grains)).into_iter();
             let fitting = gaps.filter(|gap| (gap.end - gap.start) * grain >= bytes).take(8);
-            let in_bytes = fitting.map(|gap| {
-                let start = gap.start * grain;
-                (start, (gap.end * grain).min(high_water.max(start + bytes)))
-            });
-            in_bytes.min_by_key(|(start, end)| (end.saturating_sub(high_water), end - start))
+            fitting.min_by_key(|gap| gap.end - gap.start)
         });
-        placed.push(gap.map(|(start, end)| {
-            let at = if length(request) as f64 > long { start } else { end - bytes };
+        placed.push(gap.map(|gap| {
+            let (start, end) = (gap.start * grain, gap.end * grain);
+            let at = if length(request) as f64 > long { start } else { end.min(high_water.max(start + bytes)) - bytes };
             high_water = high_water.max(at + bytes);
             (at, bytes)
         }));
@@ -252,8 +249,8 @@ fn an_overflow_names_all_that_helps() {
         2048,
         "the arena of routing buffers cannot serve request 0, received (dispatch) of layer h.3: 2048 bytes (32 rows of 64 \
          bytes) asked for, 512 when balanced, 8192 at most; 960 free in one piece, 960 in all, with a reserve of 960 bytes; \
-         use Reserve::Worst, a Reserve::Balanced with a factor of at least 4.00, or 1088 more reserve bytes; or recompute \
-         the layer, or bound its rows by a capacity factor",
+         use Reserve::Worst, Reserve::Balanced with a factor of at least 4.00, or Reserve::Bytes(3008); or recompute the \
+         layer, or bound its rows by a capacity factor",
     );
     check(
         Reserve::Balanced { factor: 1.25 },
@@ -291,7 +288,7 @@ fn unsound_requests_are_errors() {
 fn the_reserve_may_lie_elsewhere() {
     let problem = Problem::new(vec![Buffer::new(0..4, 1000)]).unwrap().forbid(6400..6464).unwrap();
     let requests = vec![Request::new(0..2, 256, 256), Request::new(1..3, 256, 256)];
-    let options = ArenaOptions { reserve: Reserve::Worst, base: Some(6300) };
+    let options = ArenaOptions { reserve: Reserve::Worst, base: Some(6300), ..ArenaOptions::default() };
     let plan = ArenaPlan::new(&problem, &[0], requests.clone(), &options).unwrap();
     let mut arena = Arena::new(plan);
     let run = rehearse(&mut arena, |_| 256);

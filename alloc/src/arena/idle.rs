@@ -71,15 +71,18 @@ mod tests {
     #[test]
     fn idle_for_the_whole_lifetime_only() {
         let mut next = NextUse::new();
-        assert_eq!(next.idle(&(0..9), 100, 1), [0..100]);
         next.paint(20..40, &(8..12));
         next.paint(0..30, &(5..7));
+        let check = |ticks: Lifetime, limit, grain, expected: &[(u64, u64)]| {
+            let idle = next.idle(&ticks, limit, grain).into_iter().map(|range| (range.start, range.end));
+            assert_eq!(idle.collect::<Vec<_>>(), expected, "{ticks:?}");
+        };
         // The sweep is at tick 7: below 30, tick 5 is next; behind it, tick 8.
-        assert_eq!(next.idle(&(4..5), 100, 1), [0..100]);
-        assert_eq!(next.idle(&(4..6), 100, 1), [30..100]);
-        assert_eq!(next.idle(&(4..9), 100, 1), [40..100]);
-        assert_eq!(next.idle(&(4..9), 100, 16), [48..96]);
-        assert_eq!(next.idle(&(6..7), 40, 1), [30..40]);
-        assert_eq!(next.idle(&(4..6), 30, 1), []);
+        check(4..5, 100, 1, &[(0, 100)]);
+        check(4..6, 100, 1, &[(30, 100)]);
+        check(4..9, 100, 1, &[(40, 100)]);
+        check(4..9, 100, 16, &[(48, 96)]);
+        check(6..7, 40, 1, &[(30, 40)]);
+        check(4..6, 30, 1, &[]);
     }
 }

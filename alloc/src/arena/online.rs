@@ -15,13 +15,14 @@ const GAPS: usize = 8;
 
 /// Serves the requests of an [`ArenaPlan`].
 ///
-/// A request tries its spare ranges (nobody's home), the shortest first, so that long ones stay whole; then all that the
-/// static plan leaves idle. In the first range that serves, it takes the tightest of the lowest eight gaps that do: at their
-/// lower end if it lives long, at their upper end if not, so that what the short-lived leave behind is one piece. With `n`
-/// blocks in use and at most 16 ranges of each sort, that is O(log n).
+/// A request tries its ranges, the shortest first, so that long ones stay whole. In the first that serves, it takes the
+/// tightest of the lowest eight gaps that do: at their lower end if it lives long, at their upper end if not, so that what
+/// the short-lived leave behind is one piece. With `n` blocks in use and at most 16 ranges, that is O(log n).
 ///
-/// Why promises hold: as long as all blocks lie in spare ranges, no block in use covers a part of the home of a request that
-/// comes during its lifetime; so a request within its promise finds at least its home.
+/// As long as all requests of a step keep within what they are promised, the ranges are the *spare* ones, which leave every
+/// home to its owner. So no block in use ever covers a part of the home of a request that comes during its lifetime, and
+/// every request finds at least its home. With the first request beyond its promise there is nothing left to guard: from
+/// there on, until [`reset`](Self::reset), the ranges are all that the static plan leaves *idle*.
 #[derive(Debug)]
 pub struct Arena {
     plan: ArenaPlan,
@@ -33,6 +34,8 @@ pub struct Arena {
     live_in_reserve: u64,
     /// As in the report, in whole grains.
     high_water: u64,
+    /// Whether all requests of this step kept within what they are promised.
+    is_within_promises: bool,
     report: ArenaReport,
 }
 
@@ -54,6 +57,7 @@ impl Arena {
             live_count: 0,
             live_in_reserve: 0,
             high_water: 0,
+            is_within_promises: true,
             report: ArenaReport { reserve_bytes, ..ArenaReport::default() },
             plan,
         }
@@ -80,6 +84,7 @@ impl Arena {
         assert!(self.live[id.index()].is_none(), "request {} is released before it is made again", id.0);
         self.report.requests += 1;
         self.report.asked_bytes += bytes;
+        self.is_within_promises &= self.plan.promised(id).is_some_and(|promised| bytes <= promised);
         let Some(offset) = self.place(id, bytes) else {
             self.report.overflows += 1;
             self.report.refused_bytes += bytes;
@@ -110,8 +115,9 @@ impl Arena {
         }
     }
 
-    /// Takes everything back, between steps or after one that was given up. The report goes on.
+    /// Between steps: promises hold anew, and what a step that was given up had not released is free. The report goes on.
     pub fn reset(&mut self) {
+        self.is_within_promises = true;
         if self.live_count > 0 {
             self.live.fill(None);
             self.blocks.clear();
@@ -124,22 +130,29 @@ impl Arena {
             return Some(self.plan.reserve().start);
         }
         let bytes = self.rounded(bytes)?;
-        let spare = self.plan.spare_ranges(id).iter();
-        let gap = spare.chain(self.plan.idle_ranges(id)).find_map(|range| self.tightest(range, bytes))?;
-        Some(if self.plan.lives_long(id) { gap.start } else { gap.end - bytes })
+        let ranges = match self.is_within_promises {
+            true => self.plan.spare_ranges(id),
+            false => self.plan.idle_ranges(id),
+        };
+        let gap = ranges.iter().filter(|r| r.end - r.start >= bytes).find_map(|range| self.tightest(range, bytes))?;
+        if self.plan.lives_long(id) {
+            return Some(gap.start);
+        }
+        // Above the high-water mark, the upper end is no further up than it must be.
+        let high_water = self.plan.reserve().start + self.high_water;
+        Some(gap.end.min(high_water.max(gap.start + bytes)) - bytes)
     }
 
-    /// The tightest of the lowest gaps of a range that have `bytes`; the lower of two alike. What lies above the high-water
-    /// mark is not touched without need.
+    /// The tightest of the lowest gaps of a range that have `bytes`; the lower of two alike. The last gap counts up to the
+    /// end of the reserve, used before or not: what is large stays whole.
     fn tightest(&self, range: &Range<u64>, bytes: u64) -> Option<Range<u64>> {
-        let high_water = self.plan.reserve().start + self.high_water;
         let mut floor = range.start;
         let gaps = std::iter::from_fn(|| {
             let gap = self.blocks.gap(floor..range.end, bytes)?;
             floor = gap.end;
-            Some(gap.start..gap.end.min(high_water.max(gap.start + bytes)))
+            Some(gap)
         });
-        gaps.take(GAPS).min_by_key(|gap| (gap.end.saturating_sub(high_water), gap.end - gap.start))
+        gaps.take(GAPS).min_by_key(|gap| gap.end - gap.start)
     }
 
     fn rounded(&self, bytes: u64) -> Option<u64> {
@@ -177,6 +190,7 @@ impl Arena {
             gap(floor, range.end);
         }
         let reserve = self.plan.reserve();
+        let reserve = reserve.end - reserve.start;
         Overflow {
             request: id,
             label: Arc::clone(&self.labels[id.index()]),
@@ -187,7 +201,8 @@ impl Arena {
             promised: self.plan.promised(id),
             largest_hole,
             free,
-            reserve: reserve.end - reserve.start,
+            reserve,
+            enough: self.rounded(bytes).and_then(|bytes| reserve.checked_add(bytes)).unwrap_or(u64::MAX),
         }
     }
 }

@@ -29,6 +29,8 @@ pub struct Overflow {
     pub free: u64,
     /// Size of the arena's own range.
     pub reserve: u64,
+    /// Size with which there would have been room above all others.
+    pub enough: u64,
 }
 
 impl fmt::Display for Overflow {
@@ -49,15 +51,17 @@ impl fmt::Display for Overflow {
         }
         write!(f, "; {largest_hole} free in one piece, {free} in all, with a reserve of {reserve} bytes; ")?;
         if bytes > most {
-            write!(f, "the bound given for this request is wrong")
-        } else {
-            write!(
-                f,
-                "use Reserve::Worst, a Reserve::Balanced with a factor of at least {:.2}, or {} more reserve bytes; or \
-                 recompute the layer, or bound its rows by a capacity factor",
-                bytes as f64 / balanced.max(1) as f64,
-                bytes - largest_hole.min(bytes)
-            )
+            return write!(f, "the bound given for this request is wrong");
         }
+        if self.promised.is_some_and(|promised| bytes <= promised) {
+            write!(f, "a request before it exceeded what it was promised; ")?;
+        }
+        let factor = bytes as f64 / balanced.max(1) as f64;
+        write!(
+            f,
+            "use Reserve::Worst, Reserve::Balanced with a factor of at least {factor:.2}, or Reserve::Bytes({}); or recompute \
+             the layer, or bound its rows by a capacity factor",
+            self.enough
+        )
     }
 }

@@ -6,8 +6,10 @@
 //! Where the reserve promises something ([`Reserve::Balanced`], [`Reserve::Worst`]), every request gets a *home*: the planner
 //! places all of them, at the promised sizes, beside the static buffers where these are. The ranges of a request are then of
 //! two sorts: *idle* ones are not used by the static plan for its whole lifetime, and *spare* ones also avoid the homes of
-//! requests that come during that lifetime. As long as everyone finds room in spare ranges, every home stays free for its
-//! owner: so a step within its promises never overflows ([`Arena`](super::Arena) has the rest of the argument).
+//! requests that come during that lifetime. [`Arena`](super::Arena) says why a step within its promises never overflows.
+//!
+//! [`Reserve::Balanced`]: super::Reserve::Balanced
+//! [`Reserve::Worst`]: super::Reserve::Worst
 
 use std::ops::Range;
 
@@ -17,9 +19,6 @@ use crate::{Buffer, Error, Options, Problem, lower_bound, plan};
 
 /// Ranges kept per request and sort, the longest: what bounds the work of a request at run time.
 const RANGES: usize = 16;
-
-/// What the planner may spend on homes that it cannot prove to be lowest.
-const WORK: u64 = 2_000_000;
 
 /// Requests with their ranges and the reserve: all that an [`Arena`](super::Arena) is built from.
 #[derive(Debug, Clone)]
@@ -219,7 +218,7 @@ fn homes(
     let slack =
         (outside.start - lower_bound(problem)).saturating_add(outside.end - outside.start).saturating_add(grain);
     let capacity = Some(lower_bound(&joint).saturating_add(slack));
-    let solution = plan(&joint, &Options { capacity, work: WORK, ..Options::default() });
+    let solution = plan(&joint, &Options { capacity, work: options.work, ..Options::default() });
     if solution.offsets.is_empty() && !joint.is_empty() {
         return Err(Error::NoRoom);
     }

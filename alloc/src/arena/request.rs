@@ -88,11 +88,13 @@ pub struct ArenaOptions {
     pub reserve: Reserve,
     /// First byte of its own range; `None` for the end of the static plan.
     pub base: Option<u64>,
+    /// What the planner may spend on homes that it cannot prove to be lowest, in its own unit of work.
+    pub work: u64,
 }
 
 impl Default for ArenaOptions {
     fn default() -> Self {
-        Self { reserve: Reserve::Balanced { factor: 1.25 }, base: None }
+        Self { reserve: Reserve::Balanced { factor: 1.25 }, base: None, work: 20_000_000 }
     }
 }
 

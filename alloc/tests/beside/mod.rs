@@ -2,7 +2,9 @@
 
 use std::collections::HashSet;
 
-use gapless_alloc::arena::{Arena, ArenaOptions, ArenaPlan, Request, Reserve, check_run, rehearse};
+use gapless_alloc::arena::{
+    Arena, ArenaOptions, ArenaPlan, ArenaReport, Request, Reserve, Served, check_run, rehearse,
+};
 use gapless_alloc::peers::{Allocator, Device, PyTorch, PyTorchOptions, StAlloc};
 use gapless_alloc::{BufferId, Problem, Requests, lower_bound, replay, smallest_capacity};
 
@@ -37,6 +39,7 @@ pub struct Reserved {
 pub struct Row {
     pub name: String,
     pub live: u64,
+    /// Static height and reserve. On a large device: the reserve as far as it was ever in use.
     pub arena: Reserved,
     pub reuse_share: f64,
     pub fragmentation: f64,
@@ -82,11 +85,15 @@ impl Row {
 }
 
 impl Case<'_> {
-    /// Runs the step through all of them. Whatever the arena gives out is checked.
+    /// Runs the step through all of them.
     pub fn row(&self) -> Row {
-        let report = self.run(u64::MAX >> 8).expect("an address space has room").report();
+        let ample = self.checked_report(u64::MAX >> 8).high_water_bytes;
         let static_height = self.static_height();
-        let (mut fails, mut serves) = (0, report.high_water_bytes.div_ceil(STEP));
+        // Serving is not monotone in the reserve, as completing on a device is not for others.
+        let (mut fails, mut serves) = (0, ample.div_ceil(STEP));
+        while self.run(serves * STEP).is_none() {
+            serves += serves / 64 + 1;
+        }
         while fails < serves {
             let middle = fails + (serves - fails) / 2;
             match self.run(middle * STEP) {
@@ -94,11 +101,12 @@ impl Case<'_> {
                 None => fails = middle + 1,
             }
         }
-        let reserved = static_height + report.high_water_bytes;
+        let report = self.checked_report(serves * STEP);
+        let (reserved, smallest) = (static_height + ample, static_height + report.high_water_bytes);
         Row {
             name: self.name.clone(),
             live: lower_bound(self.whole),
-            arena: Reserved { reserved, smallest: reserved.min(static_height + serves * STEP) },
+            arena: Reserved { reserved, smallest },
             reuse_share: report.reuse_share(),
             fragmentation: report.fragmentation(),
             peers: self.peers(),
@@ -111,15 +119,21 @@ impl Case<'_> {
         ends.max().unwrap_or(0)
     }
 
-    /// The step on a reserve of so many bytes; `None` when it does not fit.
-    fn run(&self, reserve: u64) -> Option<Arena> {
+    /// The step on a reserve of so many bytes, and what was served; `None` when it does not fit.
+    fn run(&self, reserve: u64) -> Option<(Arena, Vec<Served>)> {
         let options = ArenaOptions::with_reserve(Reserve::Bytes(reserve));
         let plan = ArenaPlan::new(self.fixed, self.offsets, self.requests.to_vec(), &options).expect("sound requests");
         let mut arena = Arena::new(plan);
         let run = rehearse(&mut arena, |id| self.bytes[id.index()]);
-        check_run(self.fixed, self.offsets, self.requests, &run.served, arena.plan().height())
-            .expect("nothing overlaps");
-        run.overflows.is_empty().then_some(arena)
+        run.overflows.is_empty().then_some((arena, run.served))
+    }
+
+    /// As [`run`](Self::run), on a reserve that does, and checked.
+    fn checked_report(&self, reserve: u64) -> ArenaReport {
+        let (arena, served) = self.run(reserve).expect("it does");
+        let limit = arena.plan().height();
+        check_run(self.fixed, self.offsets, self.requests, &served, limit).expect("nothing overlaps");
+        arena.report()
     }
 
     fn peers(&self) -> [Reserved; 3] {
@@ -144,8 +158,8 @@ impl Case<'_> {
             })
         };
         // STAlloc's planner knows two ways; the better one counts.
-        let stalloc = [&[][..], self.phases].map(stalloc);
-        let stalloc = stalloc.into_iter().min_by_key(|r| r.reserved).expect("there are two");
+        let ways = [&[][..], self.phases].into_iter().take(if self.phases.is_empty() { 1 } else { 2 });
+        let stalloc = ways.map(stalloc).min_by_key(|r| r.reserved).expect("there is one");
         [stalloc, pytorch(PyTorchOptions::default()), pytorch(PyTorchOptions::expandable())]
     }
 }

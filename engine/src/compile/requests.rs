@@ -47,7 +47,8 @@ impl Requests {
         if self.requests.is_empty() {
             return Ok(None);
         }
-        let options = ArenaOptions::with_reserve(reserve);
+        // A tenth of a second, at most.
+        let options = ArenaOptions { reserve, work: 2_000_000, ..ArenaOptions::default() };
         Ok(Some(ArenaPlan::new(problem, &solution.offsets, self.requests.clone(), &options)?))
     }
 
