@@ -6,11 +6,13 @@
 
 mod candle;
 
-use candle::{Twin, ids, variables_of};
+use candle::{Choice, Twin, ids, variables_of};
 use candle_core::{DType, Tensor};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW};
+use gapless::engine::nn::{Capacity, RouterConfig};
+use gapless::engine::ops::{Drop, ExpertGroups};
 use gapless::engine::optim::AdamW as Rule;
-use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig};
+use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig, MoeStyle};
 use gapless::{StepReport, TrainOptions, Trainer};
 
 type Result<T = ()> = std::result::Result<T, Box<dyn std::error::Error>>;
@@ -24,6 +26,7 @@ const BATCH: usize = 3;
 enum Config {
     Gpt(GptConfig),
     Llama(LlamaConfig),
+    Moe(Box<MoeConfig>),
 }
 
 /// A model, and the tokens per sequence to train it on.
@@ -35,13 +38,51 @@ fn models() -> Vec<(Config, usize)> {
         let (rope_theta, rms_norm_eps) = (10_000.0, 1e-5);
         Config::Llama(LlamaConfig { vocabulary, layers, heads, kv_heads, width, hidden, rope_theta, rms_norm_eps })
     };
-    vec![
+    let mut models = vec![
         (gpt(256, 33, 3, 4, 64), 33),
         (gpt(61, 40, 2, 3, 48), 17), // trained on fewer positions than it has
         (gpt(11, 5, 1, 3, 21), 5),   // nothing is a multiple of anything
         (llama(256, 2, 4, 2, 64, 97), 33),
         (llama(61, 3, 6, 1, 48, 128), 17), // all heads share one key
         (llama(13, 1, 3, 3, 30, 37), 19),
+    ];
+    models.extend(mixtures().into_iter().map(|config| (Config::Moe(Box::new(config)), 21)));
+    models
+}
+
+/// Every way of routing, with losses that are large enough to be seen in the gradients.
+fn mixtures() -> Vec<MoeConfig> {
+    let small = |style| {
+        let MoeConfig { llama, router, .. } = MoeConfig::small(style, 61);
+        let llama = LlamaConfig { layers: 2, width: 32, hidden: 45, ..llama };
+        let router = RouterConfig { experts: 8, jitter: 0.0, ..router };
+        MoeConfig { llama, router, expert_hidden: 19, ..MoeConfig::small(style, 61) }
+    };
+    let with = |style, change: &dyn Fn(&mut RouterConfig)| {
+        let mut config = small(style);
+        change(&mut config.router);
+        config
+    };
+    let groups = Some(ExpertGroups { count: 4, limit: 2 });
+    vec![
+        small(MoeStyle::Mixtral),
+        with(MoeStyle::Switch, &|router| (router.balance_loss, router.z_loss) = (0.5, 0.1)),
+        MoeConfig { shared_hidden: 23, ..with(MoeStyle::Qwen, &|router| router.top_k = 3) },
+        MoeConfig {
+            shared_hidden: 23,
+            ..with(MoeStyle::DeepSeek, &|router| {
+                *router = RouterConfig { top_k: 3, groups, bias_rate: 0.01, balance_loss: 0.5, ..router.clone() };
+            })
+        },
+        small(MoeStyle::ExpertChoice),
+        with(MoeStyle::ExpertChoice, &|router| {
+            router.capacity = Some(Capacity { factor: 0.6, drop: Drop::Lightest });
+            router.z_loss = 0.1;
+        }),
+        with(MoeStyle::Mixtral, &|router| {
+            router.capacity = Some(Capacity { factor: 0.9, drop: Drop::Lightest });
+            router.scale = 1.5;
+        }),
     ]
 }
 
@@ -50,6 +91,16 @@ impl Config {
         Ok(match self {
             Self::Gpt(config) => Trainer::new(|vb| Gpt::new(config, vb), options)?,
             Self::Llama(config) => Trainer::new(|vb| Llama::new(config, vb), options)?,
+            Self::Moe(config) => {
+                let mut trainer = Trainer::new(|vb| Moe::new(config, vb), options)?;
+                // Routers that hardly prefer anything would choose by rounding.
+                for gate in gates(&trainer) {
+                    let name = format!("{gate}.weight");
+                    let decided = trainer.tensor(&name)?.affine(10.0, 0.0)?;
+                    trainer.set_tensor(&name, &decided)?;
+                }
+                trainer
+            }
         })
     }
 
@@ -59,6 +110,7 @@ impl Config {
         Ok(match self {
             Self::Gpt(config) => Twin::gpt(config, variables, DType::F64)?,
             Self::Llama(config) => Twin::llama(config, variables, DType::F64)?,
+            Self::Moe(config) => Twin::moe(config, variables, DType::F64)?,
         })
     }
 
@@ -66,6 +118,7 @@ impl Config {
         match self {
             Self::Gpt(config) => config.vocabulary,
             Self::Llama(config) => config.vocabulary,
+            Self::Moe(config) => config.llama.vocabulary,
         }
     }
 
@@ -84,6 +137,41 @@ fn options(sequence: usize, micro_batches: usize) -> TrainOptions {
     options.keep_gradients = true;
     options.learning_rate.peak = 1e-2;
     options
+}
+
+/// The layers that choose.
+fn gates(trainer: &Trainer) -> Vec<String> {
+    trainer
+        .parameter_names()
+        .filter_map(|name| name.strip_suffix(".mlp.gate.weight"))
+        .map(|layer| format!("{layer}.mlp.gate"))
+        .collect()
+}
+
+/// A router's bias: the loss has no gradient by it, and what stands in its place is the load.
+const LOAD_BIAS: &str = ".e_score_correction_bias";
+
+/// Whether the engine chose in f32 what its twin did in f64: a choice is not continuous, so nothing else can be compared
+/// before. Scores are below 1 and come with errors of some 1e-7.
+fn expect_choices(twin: &Twin, trainer: &Trainer, tokens: &Tensor, place: &str) -> Result<Vec<(String, Choice)>> {
+    let choices = twin.choices(tokens)?;
+    for (gate, choice) in &choices {
+        assert!(choice.margin > 1e-6, "{gate} of {place} chooses by {:.1e}: take another seed", choice.margin);
+        let watched = |what: &str| -> Result<Vec<f32>> {
+            Ok(trainer.watched(&format!("{gate}.{what}"))?.flatten_all()?.to_vec1()?)
+        };
+        let is_watched = |what: &str| trainer.watched_names().any(|name| name == format!("{gate}.{what}"));
+        if is_watched("load") {
+            let load: Vec<f32> = choice.load.iter().map(|&load| load as f32).collect();
+            assert_eq!(watched("load")?, load, "load of {gate} of {place}");
+        }
+        match is_watched("dropped") {
+            true => assert_eq!(watched("dropped")?, [choice.dropped as f32], "dropped by {gate} of {place}"),
+            false => assert_eq!(choice.dropped, 0, "{gate} of {place}"),
+        }
+        assert!(is_watched("load") || is_watched("dropped"), "{gate} of {place} can be watched");
+    }
+    Ok(choices)
 }
 
 /// ‖a − b‖ ÷ ‖b‖.
@@ -111,6 +199,41 @@ impl Verdict {
         }
     }
 
+    /// Holds the loss, the gradients and their norm of a step against those of the twin of the trainer before it.
+    fn expect_step(
+        &mut self,
+        trainer: &Trainer,
+        report: StepReport,
+        twin: &Twin,
+        (tokens, targets): (&[u32], &[u32]),
+        place: &str,
+    ) -> Result {
+        let (tokens, targets) = (ids(tokens, BATCH)?, ids(targets, BATCH)?);
+        let choices = expect_choices(twin, trainer, &tokens, place)?;
+        let (loss, gradients) = twin.backward(&tokens, &targets)?;
+        let loss = loss.to_scalar::<f64>()?;
+        self.expect((f64::from(report.loss) - loss).abs() / loss, 1e-6, format!("loss of {place}"));
+        let variables = twin.variables();
+        assert_eq!(variables.len(), trainer.parameter_names().count(), "the twin has the same parameters");
+        let mut squares = 0.0;
+        for (name, variable) in variables {
+            let gradient = trainer.gradient(&name)?;
+            if let Some(gate) = name.strip_suffix(LOAD_BIAS) {
+                assert!(gradients.get(&variable).is_none(), "{name} is for choosing alone");
+                let (_, choice) = choices.iter().find(|choice| choice.0 == gate).expect("every gate chooses");
+                let load = Tensor::new(choice.load.as_slice(), &candle_core::Device::Cpu)?;
+                self.expect(relative_error(&gradient, &load)?, 0.0, format!("load for {name} of {place}"));
+                continue;
+            }
+            let expected = gradients.get(&variable).expect("every other variable has a gradient");
+            self.expect(relative_error(&gradient, expected)?, TOLERANCE, format!("gradient of {name} of {place}"));
+            squares += norm(expected)?.powi(2);
+        }
+        let error = (f64::from(report.gradient_norm) / squares.sqrt() - 1.0).abs();
+        self.expect(error, TOLERANCE, format!("gradient norm of {place}"));
+        Ok(())
+    }
+
     fn finish(self, what: &str) {
         println!("{what}: worst relative error {:.2e}", self.worst);
         assert!(self.violations.is_empty(), "\n{}", self.violations.join("\n"));
@@ -131,21 +254,8 @@ fn gradients_of_every_parameter_are_those_of_candle() -> Result {
                 if step % 3 != 0 {
                     continue;
                 }
-                let (loss, gradients) = twin.backward(&ids(&tokens, BATCH)?, &ids(&targets, BATCH)?)?;
                 let place = format!("{config:?}, {micro_batches} micro-batches, step {step}");
-                let loss = loss.to_scalar::<f64>()?;
-                verdict.expect((f64::from(report.loss) - loss).abs() / loss, 1e-6, format!("loss of {place}"));
-                let variables = twin.variables();
-                assert_eq!(variables.len(), trainer.parameter_names().count(), "the twin has the same parameters");
-                let mut squares = 0.0;
-                for (name, variable) in variables {
-                    let expected = gradients.get(&variable).expect("every variable has a gradient");
-                    let error = relative_error(&trainer.gradient(&name)?, expected)?;
-                    verdict.expect(error, TOLERANCE, format!("gradient of {name} of {place}"));
-                    squares += norm(expected)?.powi(2);
-                }
-                let error = (f64::from(report.gradient_norm) / squares.sqrt() - 1.0).abs();
-                verdict.expect(error, TOLERANCE, format!("gradient norm of {place}"));
+                verdict.expect_step(&trainer, report, &twin, (&tokens, &targets), &place)?;
             }
         }
     }

@@ -41,44 +41,50 @@ impl Module for Llama {
 
 struct Block {
     input_layernorm: RmsNorm,
-    q_proj: Linear,
-    k_proj: Linear,
-    v_proj: Linear,
-    o_proj: Linear,
+    self_attn: Attention,
     post_attention_layernorm: RmsNorm,
-    gate_proj: Linear,
-    up_proj: Linear,
-    down_proj: Linear,
-    config: LlamaConfig,
+    mlp: Mlp,
 }
 
 impl Block {
     fn new(config: &LlamaConfig, vb: VarBuilder) -> Result<Self> {
         let &LlamaConfig { width, hidden, rms_norm_eps, .. } = config;
-        let kv_width = width / config.heads * config.kv_heads;
-        let (attention, mlp) = (vb.pp("self_attn"), vb.pp("mlp"));
         Ok(Self {
             input_layernorm: rms_norm(width, rms_norm_eps, vb.pp("input_layernorm"))?,
-            q_proj: linear_no_bias(width, width, attention.pp("q_proj"))?,
-            k_proj: linear_no_bias(width, kv_width, attention.pp("k_proj"))?,
-            v_proj: linear_no_bias(width, kv_width, attention.pp("v_proj"))?,
-            o_proj: linear_no_bias(width, width, attention.pp("o_proj"))?,
+            self_attn: Attention::new(config, vb.pp("self_attn"))?,
             post_attention_layernorm: rms_norm(width, rms_norm_eps, vb.pp("post_attention_layernorm"))?,
-            gate_proj: linear_no_bias(width, hidden, mlp.pp("gate_proj"))?,
-            up_proj: linear_no_bias(width, hidden, mlp.pp("up_proj"))?,
-            down_proj: linear_no_bias(hidden, width, mlp.pp("down_proj"))?,
-            config: config.clone(),
+            mlp: Mlp::new(width, hidden, vb.pp("mlp"))?,
         })
     }
 
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let x = (x + self.attention(&self.input_layernorm.forward_diff(x)?)?)?;
-        let normed = self.post_attention_layernorm.forward_diff(&x)?;
-        let hidden = (self.gate_proj.forward(&normed)?.silu()? * self.up_proj.forward(&normed)?)?;
-        &x + self.down_proj.forward(&hidden)?
+        let x = (x + self.self_attn.forward(&self.input_layernorm.forward_diff(x)?)?)?;
+        &x + self.mlp.forward(&self.post_attention_layernorm.forward_diff(&x)?)?
+    }
+}
+
+pub(super) struct Attention {
+    q_proj: Linear,
+    k_proj: Linear,
+    v_proj: Linear,
+    o_proj: Linear,
+    config: LlamaConfig,
+}
+
+impl Attention {
+    pub(super) fn new(config: &LlamaConfig, vb: VarBuilder) -> Result<Self> {
+        let width = config.width;
+        let kv_width = width / config.heads * config.kv_heads;
+        Ok(Self {
+            q_proj: linear_no_bias(width, width, vb.pp("q_proj"))?,
+            k_proj: linear_no_bias(width, kv_width, vb.pp("k_proj"))?,
+            v_proj: linear_no_bias(width, kv_width, vb.pp("v_proj"))?,
+            o_proj: linear_no_bias(width, width, vb.pp("o_proj"))?,
+            config: config.clone(),
+        })
     }
 
-    fn attention(&self, x: &Tensor) -> Result<Tensor> {
+    pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let (b, t, width) = x.dims3()?;
         let &LlamaConfig { heads, kv_heads, rope_theta, .. } = &self.config;
         let split = |x: Tensor, heads: usize| x.reshape((b, t, heads, ()))?.transpose(1, 2)?.contiguous();
@@ -87,6 +93,26 @@ impl Block {
         let v = split(self.v_proj.forward(x)?, kv_heads)?;
         let y = causal_attention(&q, &repeat_heads(&k, heads)?, &repeat_heads(&v, heads)?)?;
         self.o_proj.forward(&y.transpose(1, 2)?.reshape((b, t, width))?)
+    }
+}
+
+pub(super) struct Mlp {
+    gate_proj: Linear,
+    up_proj: Linear,
+    down_proj: Linear,
+}
+
+impl Mlp {
+    pub(super) fn new(width: usize, hidden: usize, vb: VarBuilder) -> Result<Self> {
+        Ok(Self {
+            gate_proj: linear_no_bias(width, hidden, vb.pp("gate_proj"))?,
+            up_proj: linear_no_bias(width, hidden, vb.pp("up_proj"))?,
+            down_proj: linear_no_bias(hidden, width, vb.pp("down_proj"))?,
+        })
+    }
+
+    pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.down_proj.forward(&(self.gate_proj.forward(x)?.silu()? * self.up_proj.forward(x)?)?)
     }
 }
 
@@ -107,6 +133,6 @@ fn rope(x: &Tensor, theta: f64) -> Result<Tensor> {
     candle_nn::rotary_emb::rope_slow(x, &cos, &sin)
 }
 
-fn rms_norm(width: usize, eps: f64, vb: VarBuilder) -> Result<RmsNorm> {
+pub(super) fn rms_norm(width: usize, eps: f64, vb: VarBuilder) -> Result<RmsNorm> {
     Ok(RmsNorm::new(vb.get_with_hints(width, "weight", Init::Const(1.0))?, eps))
 }

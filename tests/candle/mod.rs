@@ -6,16 +6,19 @@
 
 mod gpt;
 mod llama;
+mod moe;
 
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Module, Result, Tensor, Var};
 use candle_nn::{Init, Linear, VarBuilder, VarMap};
 use gapless::Trainer;
-use gapless::models::{GptConfig, LlamaConfig};
+use gapless::models::{GptConfig, LlamaConfig, MoeConfig};
+
+pub use moe::Choice;
 
 /// A model over candle's variables.
 pub struct Twin {
-    model: Box<dyn Module>,
+    model: Box<dyn Judge>,
     variables: VarMap,
 }
 
@@ -32,6 +35,12 @@ impl Twin {
         Ok(Self { model: Box::new(llama::Llama::new(config, vb)?), variables })
     }
 
+    /// A mixture of experts, likewise.
+    pub fn moe(config: &MoeConfig, variables: VarMap, dtype: DType) -> Result<Self> {
+        let vb = VarBuilder::from_varmap(&variables, dtype, &Device::Cpu);
+        Ok(Self { model: Box::new(moe::Moe::new(config, vb)?), variables })
+    }
+
     /// Logits [batch, tokens, vocabulary] of ids [batch, tokens].
     pub fn logits(&self, tokens: &Tensor) -> Result<Tensor> {
         self.model.forward(tokens)
@@ -43,11 +52,19 @@ impl Twin {
         candle_nn::loss::cross_entropy(&logits.flatten_to(1)?, &targets.flatten_all()?)
     }
 
-    /// The loss, and the gradient of every variable.
+    /// The loss of training, and the gradient of every variable.
     pub fn backward(&self, tokens: &Tensor, targets: &Tensor) -> Result<(Tensor, GradStore)> {
-        let loss = self.loss(tokens, targets)?;
+        let mut loss = self.loss(tokens, targets)?;
+        if let Some(more) = self.model.training_loss(tokens)? {
+            loss = (loss + more)?;
+        }
         let gradients = loss.backward()?;
         Ok((loss, gradients))
+    }
+
+    /// What the routers choose, by layer, for ids [batch, tokens].
+    pub fn choices(&self, tokens: &Tensor) -> Result<Vec<(String, Choice)>> {
+        self.model.choices(tokens)
     }
 
     /// Names and values of all variables.
@@ -56,6 +73,21 @@ impl Twin {
         variables.iter().map(|(name, variable)| (name.clone(), variable.clone())).collect()
     }
 }
+
+/// A model, and what a mixture of experts has beside its logits.
+trait Judge: Module {
+    /// What training adds to the loss: a scalar.
+    fn training_loss(&self, _tokens: &Tensor) -> Result<Option<Tensor>> {
+        Ok(None)
+    }
+
+    fn choices(&self, _tokens: &Tensor) -> Result<Vec<(String, Choice)>> {
+        Ok(Vec::new())
+    }
+}
+
+impl Judge for gpt::Gpt {}
+impl Judge for llama::Llama {}
 
 /// The parameters of a trainer as they are now, copied.
 pub fn variables_of(trainer: &Trainer, dtype: DType) -> gapless::Result<VarMap> {
