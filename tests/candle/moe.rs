@@ -27,8 +27,8 @@ pub struct Choice {
     pub load: Vec<f64>,
     /// Choices that found no room; of experts that choose, tokens that none took.
     pub dropped: usize,
-    /// The least difference between what was chosen and what was not, or what was kept and what was dropped. Exact ties are
-    /// decided by order, and do not count.
+    /// The least relative difference between what was chosen and what was not, or what was kept and what was dropped. Exact
+    /// ties are decided by order, and do not count.
     pub margin: f64,
     /// Whether expert e took token t of sequence s, at (s × tokens + t) × experts + e.
     kept: Vec<bool>,
@@ -285,7 +285,7 @@ impl Choice {
         of.sort_by(|a, b| worth(b).total_cmp(&worth(a)));
         let others = of.split_off(count.min(of.len()));
         if let (Some(last), Some(next)) = (of.last(), others.first()) {
-            let margin = worth(last) - worth(next);
+            let margin = (worth(last) - worth(next)) / worth(last).abs();
             if margin > 0.0 {
                 self.margin = self.margin.min(margin);
             }

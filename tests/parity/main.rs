@@ -4,20 +4,21 @@
 //! products of numbers that went through 2 to 3 blocks in f32 (ε = 6e-8): errors of a few ε each that add up like a random
 //! walk leave about 1e-6 of the norm. 1e-5 of it is the goal for every parameter, and any wrong term is orders above that.
 
+#[path = "../candle/mod.rs"]
 mod candle;
+mod mixtures;
+mod verdict;
 
-use candle::{Choice, Twin, ids, variables_of};
-use candle_core::{DType, Tensor};
+use candle::{Twin, ids, variables_of};
+use candle_core::DType;
 use candle_nn::{AdamW, Optimizer, ParamsAdamW};
-use gapless::engine::nn::{Capacity, RouterConfig};
-use gapless::engine::ops::{Drop, ExpertGroups};
 use gapless::engine::optim::AdamW as Rule;
-use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig, MoeStyle};
+use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig};
 use gapless::{StepReport, TrainOptions, Trainer};
+use mixtures::{LOAD_BIAS, balance, decided_choices, expect_choices, gates};
+use verdict::{TOLERANCE, Verdict, norm, relative_error};
 
 type Result<T = ()> = std::result::Result<T, Box<dyn std::error::Error>>;
-
-const TOLERANCE: f64 = 1e-5;
 
 /// Sequences per step.
 const BATCH: usize = 3;
@@ -46,44 +47,8 @@ fn models() -> Vec<(Config, usize)> {
         (llama(61, 3, 6, 1, 48, 128), 17), // all heads share one key
         (llama(13, 1, 3, 3, 30, 37), 19),
     ];
-    models.extend(mixtures().into_iter().map(|config| (Config::Moe(Box::new(config)), 21)));
+    models.extend(mixtures::all().into_iter().map(|config| (Config::Moe(Box::new(config)), 13)));
     models
-}
-
-/// Every way of routing, with losses that are large enough to be seen in the gradients.
-fn mixtures() -> Vec<MoeConfig> {
-    let small = |style| {
-        let MoeConfig { llama, router, .. } = MoeConfig::small(style, 61);
-        let llama = LlamaConfig { layers: 2, width: 32, hidden: 45, ..llama };
-        let router = RouterConfig { experts: 8, jitter: 0.0, ..router };
-        MoeConfig { llama, router, expert_hidden: 19, ..MoeConfig::small(style, 61) }
-    };
-    let with = |style, change: &dyn Fn(&mut RouterConfig)| {
-        let mut config = small(style);
-        change(&mut config.router);
-        config
-    };
-    let groups = Some(ExpertGroups { count: 4, limit: 2 });
-    vec![
-        small(MoeStyle::Mixtral),
-        with(MoeStyle::Switch, &|router| (router.balance_loss, router.z_loss) = (0.5, 0.1)),
-        MoeConfig { shared_hidden: 23, ..with(MoeStyle::Qwen, &|router| router.top_k = 3) },
-        MoeConfig {
-            shared_hidden: 23,
-            ..with(MoeStyle::DeepSeek, &|router| {
-                *router = RouterConfig { top_k: 3, groups, bias_rate: 0.01, balance_loss: 0.5, ..router.clone() };
-            })
-        },
-        small(MoeStyle::ExpertChoice),
-        with(MoeStyle::ExpertChoice, &|router| {
-            router.capacity = Some(Capacity { factor: 0.6, drop: Drop::Lightest });
-            router.z_loss = 0.1;
-        }),
-        with(MoeStyle::Mixtral, &|router| {
-            router.capacity = Some(Capacity { factor: 0.9, drop: Drop::Lightest });
-            router.scale = 1.5;
-        }),
-    ]
 }
 
 impl Config {
@@ -92,7 +57,8 @@ impl Config {
             Self::Gpt(config) => Trainer::new(|vb| Gpt::new(config, vb), options)?,
             Self::Llama(config) => Trainer::new(|vb| Llama::new(config, vb), options)?,
             Self::Moe(config) => {
-                let mut trainer = Trainer::new(|vb| Moe::new(config, vb), options)?;
+                // A seed with which no choice is near another.
+                let mut trainer = Trainer::new(|vb| Moe::new(config, vb), TrainOptions { seed: 4, ..options })?;
                 // Routers that hardly prefer anything would choose by rounding.
                 for gate in gates(&trainer) {
                     let name = format!("{gate}.weight");
@@ -112,6 +78,13 @@ impl Config {
             Self::Llama(config) => Twin::llama(config, variables, DType::F64)?,
             Self::Moe(config) => Twin::moe(config, variables, DType::F64)?,
         })
+    }
+
+    fn bias_rate(&self) -> f64 {
+        match self {
+            Self::Gpt(_) | Self::Llama(_) => 0.0,
+            Self::Moe(config) => config.router.bias_rate,
+        }
     }
 
     fn vocabulary(&self) -> usize {
@@ -137,107 +110,6 @@ fn options(sequence: usize, micro_batches: usize) -> TrainOptions {
     options.keep_gradients = true;
     options.learning_rate.peak = 1e-2;
     options
-}
-
-/// The layers that choose.
-fn gates(trainer: &Trainer) -> Vec<String> {
-    trainer
-        .parameter_names()
-        .filter_map(|name| name.strip_suffix(".mlp.gate.weight"))
-        .map(|layer| format!("{layer}.mlp.gate"))
-        .collect()
-}
-
-/// A router's bias: the loss has no gradient by it, and what stands in its place is the load.
-const LOAD_BIAS: &str = ".e_score_correction_bias";
-
-/// Whether the engine chose in f32 what its twin did in f64: a choice is not continuous, so nothing else can be compared
-/// before. Scores are below 1 and come with errors of some 1e-7.
-fn expect_choices(twin: &Twin, trainer: &Trainer, tokens: &Tensor, place: &str) -> Result<Vec<(String, Choice)>> {
-    let choices = twin.choices(tokens)?;
-    for (gate, choice) in &choices {
-        assert!(choice.margin > 1e-6, "{gate} of {place} chooses by {:.1e}: take another seed", choice.margin);
-        let watched = |what: &str| -> Result<Vec<f32>> {
-            Ok(trainer.watched(&format!("{gate}.{what}"))?.flatten_all()?.to_vec1()?)
-        };
-        let is_watched = |what: &str| trainer.watched_names().any(|name| name == format!("{gate}.{what}"));
-        if is_watched("load") {
-            let load: Vec<f32> = choice.load.iter().map(|&load| load as f32).collect();
-            assert_eq!(watched("load")?, load, "load of {gate} of {place}");
-        }
-        match is_watched("dropped") {
-            true => assert_eq!(watched("dropped")?, [choice.dropped as f32], "dropped by {gate} of {place}"),
-            false => assert_eq!(choice.dropped, 0, "{gate} of {place}"),
-        }
-        assert!(is_watched("load") || is_watched("dropped"), "{gate} of {place} can be watched");
-    }
-    Ok(choices)
-}
-
-/// ‖a − b‖ ÷ ‖b‖.
-fn relative_error(a: &Tensor, b: &Tensor) -> Result<f64> {
-    Ok(norm(&(a.to_dtype(DType::F64)? - b)?)? / norm(b)?)
-}
-
-fn norm(x: &Tensor) -> Result<f64> {
-    Ok(x.sqr()?.sum_all()?.to_scalar::<f64>()?.sqrt())
-}
-
-/// Collects what is off, so that one run shows all of it.
-#[derive(Default)]
-struct Verdict {
-    violations: Vec<String>,
-    worst: f64,
-}
-
-impl Verdict {
-    fn expect(&mut self, error: f64, tolerance: f64, what: impl std::fmt::Display) {
-        self.worst = self.worst.max(error);
-        let fits = error <= tolerance; // a NaN does not
-        if !fits {
-            self.violations.push(format!("{what}: relative error {error:.2e}, allowed is {tolerance:.0e}"));
-        }
-    }
-
-    /// Holds the loss, the gradients and their norm of a step against those of the twin of the trainer before it.
-    fn expect_step(
-        &mut self,
-        trainer: &Trainer,
-        report: StepReport,
-        twin: &Twin,
-        (tokens, targets): (&[u32], &[u32]),
-        place: &str,
-    ) -> Result {
-        let (tokens, targets) = (ids(tokens, BATCH)?, ids(targets, BATCH)?);
-        let choices = expect_choices(twin, trainer, &tokens, place)?;
-        let (loss, gradients) = twin.backward(&tokens, &targets)?;
-        let loss = loss.to_scalar::<f64>()?;
-        self.expect((f64::from(report.loss) - loss).abs() / loss, 1e-6, format!("loss of {place}"));
-        let variables = twin.variables();
-        assert_eq!(variables.len(), trainer.parameter_names().count(), "the twin has the same parameters");
-        let mut squares = 0.0;
-        for (name, variable) in variables {
-            let gradient = trainer.gradient(&name)?;
-            if let Some(gate) = name.strip_suffix(LOAD_BIAS) {
-                assert!(gradients.get(&variable).is_none(), "{name} is for choosing alone");
-                let (_, choice) = choices.iter().find(|choice| choice.0 == gate).expect("every gate chooses");
-                let load = Tensor::new(choice.load.as_slice(), &candle_core::Device::Cpu)?;
-                self.expect(relative_error(&gradient, &load)?, 0.0, format!("load for {name} of {place}"));
-                continue;
-            }
-            let expected = gradients.get(&variable).expect("every other variable has a gradient");
-            self.expect(relative_error(&gradient, expected)?, TOLERANCE, format!("gradient of {name} of {place}"));
-            squares += norm(expected)?.powi(2);
-        }
-        let error = (f64::from(report.gradient_norm) / squares.sqrt() - 1.0).abs();
-        self.expect(error, TOLERANCE, format!("gradient norm of {place}"));
-        Ok(())
-    }
-
-    fn finish(self, what: &str) {
-        println!("{what}: worst relative error {:.2e}", self.worst);
-        assert!(self.violations.is_empty(), "\n{}", self.violations.join("\n"));
-    }
 }
 
 #[test]
@@ -274,6 +146,7 @@ fn logits_are_those_of_candle() -> Result {
         }
         let twin = config.twin(&trainer)?;
         let (tokens, targets) = config.batch(sequence, 3);
+        decided_choices(&twin, &ids(&tokens, BATCH)?, &format!("{config:?}"))?;
         let sequence = &tokens[..sequence];
         let expected = twin.logits(&ids(sequence, 1)?)?;
         let error = relative_error(&trainer.logits(sequence)?, &expected)?;
@@ -303,6 +176,9 @@ fn training_steps_are_those_of_candle() -> Result {
             (3, 0.05, 0.3, 1e-3, TOLERANCE),
             (1, f64::INFINITY, 0.3, 1e-8, 1e-2),
         ] {
+            if matches!(config, Config::Moe(_)) && eps < 1e-3 {
+                continue; // parameters that differ by 1e-2 of a step choose differently
+            }
             let mut options = options(sequence, micro_batches);
             let rule = Rule { max_norm, weight_decay, eps, ..Rule::default() };
             options.optimizer = rule.into();
@@ -317,13 +193,16 @@ fn training_steps_are_those_of_candle() -> Result {
                 let (tokens, targets) = config.batch(sequence, step);
                 let StepReport { loss, gradient_norm, .. } = trainer.step(&tokens, &targets)?;
                 assert!(max_norm.is_infinite() || f64::from(gradient_norm) > max_norm, "nothing to clip in {place}");
-                let (expected, mut gradients) = twin.backward(&ids(&tokens, BATCH)?, &ids(&targets, BATCH)?)?;
+                let (tokens, targets) = (ids(&tokens, BATCH)?, ids(&targets, BATCH)?);
+                let choices = expect_choices(&twin, &trainer, &tokens, &format!("step {step} of {place}"))?;
+                let (expected, mut gradients) = twin.backward(&tokens, &targets)?;
                 let expected = expected.to_scalar::<f64>()?;
                 verdict.expect((f64::from(loss) - expected).abs() / expected, 1e-5, format!("loss {step} of {place}"));
                 clip(&twin, &mut gradients, max_norm)?;
                 for optimizer in &mut optimizers {
                     optimizer.step(&gradients)?;
                 }
+                balance(&twin, &choices, config.bias_rate())?;
             }
             let start: std::collections::HashMap<_, _> = start.into_iter().collect();
             for (name, expected) in twin.variables() {
@@ -353,7 +232,8 @@ fn optimizers(twin: &Twin, rule: Rule, lr: f64) -> Result<[AdamW; 2]> {
 
 /// Scales all gradients to a global norm, if theirs is larger.
 fn clip(twin: &Twin, gradients: &mut candle_core::backprop::GradStore, max_norm: f64) -> Result {
-    let variables = twin.variables();
+    let mut variables = twin.variables();
+    variables.retain(|(name, _)| !name.ends_with(LOAD_BIAS));
     let mut squares = 0.0;
     for (_, variable) in &variables {
         let gradient = gradients.get(variable).expect("every variable has a gradient");
