@@ -10,6 +10,7 @@ use common::{Kind, Run};
 use gapless::Mesh;
 use gapless::engine::metrics::current_rss_bytes;
 use gapless::engine::optim::{AdamW8bit, GaLore, Optimizer};
+use gapless::models::MoeStyle;
 
 struct Counting;
 
@@ -42,26 +43,28 @@ fn steady_state_steps_allocate_nothing() {
 
 /// Pipeline and data ranks as threads, messages and collectives included.
 fn four_ranks() {
-    let mut run = Run::default();
-    run.options.threads = 1;
-    run.options.micro_batches = 4;
-    run.options.mesh = Mesh { data: 2, pipeline: 2, expert: 1 };
-    let together = Barrier::new(4);
-    let counts = run.on_ranks(|mut trainer| {
-        let (tokens, targets) = run.batch(0);
-        let mut steps = |count: usize| (0..count).for_each(|_| _ = trainer.step(&tokens, &targets).unwrap());
-        steps(20);
-        together.wait();
-        let before = ALLOCATIONS.load(Ordering::Relaxed);
-        together.wait();
-        steps(100);
-        together.wait();
-        let after = ALLOCATIONS.load(Ordering::Relaxed);
-        // Nobody ends, and allocates for it, before all have counted.
-        together.wait();
-        after - before
-    });
-    assert_eq!(counts, [0; 4], "heap allocations in 100 steps of four ranks");
+    for kind in [Kind::Gpt, Kind::Moe(MoeStyle::DeepSeek)] {
+        let mut run = Run { kind, ..Run::default() };
+        run.options.threads = 1;
+        run.options.micro_batches = 4;
+        run.options.mesh = Mesh { data: 2, pipeline: 2, expert: 1 };
+        let together = Barrier::new(4);
+        let counts = run.on_ranks(|mut trainer| {
+            let (tokens, targets) = run.batch(0);
+            let mut steps = |count: usize| (0..count).for_each(|_| _ = trainer.step(&tokens, &targets).unwrap());
+            steps(20);
+            together.wait();
+            let before = ALLOCATIONS.load(Ordering::Relaxed);
+            together.wait();
+            steps(100);
+            together.wait();
+            let after = ALLOCATIONS.load(Ordering::Relaxed);
+            // Nobody ends, and allocates for it, before all have counted.
+            together.wait();
+            after - before
+        });
+        assert_eq!(counts, [0; 4], "{kind:?}: heap allocations in 100 steps of four ranks");
+    }
 }
 
 /// GaLore finds its projections many times over.
@@ -83,7 +86,7 @@ fn optimizers_of_fewer_bytes() {
 }
 
 fn one_rank_and_memory_stays_flat() {
-    for kind in [Kind::Gpt, Kind::Llama] {
+    for (kind, steps) in Kind::all().zip([1000, 1000].into_iter().chain(std::iter::repeat(200))) {
         let mut run = Run { kind, ..Run::default() };
         run.options.micro_batches = 2;
         let mut trainer = run.trainer();
@@ -92,11 +95,11 @@ fn one_rank_and_memory_stays_flat() {
             trainer.step(&tokens, &targets).unwrap();
         }
         let (before, resident) = (ALLOCATIONS.load(Ordering::Relaxed), current_rss_bytes());
-        for _ in 0..1000 {
+        for _ in 0..steps {
             trainer.step(&tokens, &targets).unwrap();
         }
         let allocations = ALLOCATIONS.load(Ordering::Relaxed) - before;
-        assert_eq!(allocations, 0, "{kind:?}: heap allocations in 1,000 steps");
+        assert_eq!(allocations, 0, "{kind:?}: heap allocations in {steps} steps");
         match (resident, current_rss_bytes()) {
             // The kernel counts resident pages per processor and adds them up in batches of some dozen pages.
             (Some(before), Some(after)) => {

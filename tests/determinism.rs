@@ -5,7 +5,7 @@ mod common;
 use common::{Kind, Run};
 
 fn check(name: &str, change: impl Fn(&mut Run)) {
-    for kind in [Kind::Gpt, Kind::Llama] {
+    for kind in Kind::all() {
         let plain = Run { kind, ..Run::default() }.steps(4);
         let mut run = Run { kind, ..Run::default() };
         change(&mut run);

@@ -62,6 +62,18 @@ fn every_schedule_on_any_number_of_stages_gives_the_same_bits() {
     }
 }
 
+#[test]
+fn mixtures_of_experts_on_any_number_of_stages_give_the_same_bits() {
+    for kind in Kind::MOE {
+        let plain = plain(kind);
+        for (name, ranks, chunks) in [("1f1b", 2, 1), ("zbv", 2, 2), ("interleaved-zb", 2, 2)] {
+            let mut run = run(kind, Mesh::pipeline(ranks), chunks, name);
+            run.options.poison = true;
+            assert_eq!(run.steps_on_ranks(2), plain, "{kind:?}, {name} on {ranks} ranks of {chunks} chunks");
+        }
+    }
+}
+
 /// The first loss has the same bits, as nothing was summed yet; the second differs by the rounding of f32 sums.
 #[test]
 fn reversed_micro_batches_differ_by_rounding_alone() {
@@ -78,12 +90,17 @@ fn reversed_micro_batches_differ_by_rounding_alone() {
 /// Data ranks sum their shares of the gradients in another order than one rank sums micro-batches.
 #[test]
 fn data_ranks_differ_by_rounding_alone() {
-    for kind in [Kind::Gpt, Kind::Llama] {
+    for kind in Kind::all() {
         let plain = plain(kind);
         for (data, pipeline) in [(2, 1), (4, 1), (2, 2)] {
             let mesh = Mesh { data, pipeline, expert: 1 };
             let outcome = run(kind, mesh, 1, "1f1b").steps_on_ranks(2);
-            close(&outcome, &plain, &format!("{mesh:?}"));
+            close(&outcome, &plain, &format!("{kind:?} on {mesh:?}"));
+            // Biases go by loads, which are whole numbers: their sum is the same in any order.
+            for (name, bias) in plain.parameters.iter().filter(|(name, _)| name.ends_with("e_score_correction_bias")) {
+                let (_, on_ranks) = outcome.parameters.iter().find(|(other, _)| other == name).expect("someone has it");
+                assert_eq!(on_ranks, bias, "{name} of {kind:?} on {mesh:?}");
+            }
         }
     }
 }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use common::{Kind, Run};
 use gapless::engine::optim::AdamW;
+use gapless::models::MoeStyle;
 use gapless::parallel::{self, Rates, Schedule};
 use gapless::{Layers, Mesh, Pipeline, Recompute};
 
@@ -18,8 +19,9 @@ fn policies(kind: Kind) -> Vec<Recompute> {
     let (layer, selective) = match kind {
         Kind::Gpt => ("h.1", ops(&["layer_norm", "gelu"])),
         Kind::Llama => ("model.layers.1", ops(&["rms_norm", "swiglu"])),
+        Kind::Moe(_) => ("model.layers.1", ops(&["rms_norm", "dispatch", "routed_swiglu"])),
     };
-    vec![
+    let mut policies = vec![
         ops(&["attention"]),
         selective.clone(),
         Recompute::Layers(Layers::First(1)),
@@ -27,13 +29,22 @@ fn policies(kind: Kind) -> Vec<Recompute> {
         Recompute::Cycle(vec![Recompute::None, Recompute::Layers(Layers::All), selective]),
         ops(&["linear", "add"]),
         Recompute::Layers(Layers::All),
-    ]
+    ];
+    // The choice, and the noise it was made with.
+    policies.extend(match kind {
+        Kind::Gpt | Kind::Llama => None,
+        Kind::Moe(MoeStyle::Switch) => Some(ops(&["jitter", "softmax", "top_k", "route"])),
+        Kind::Moe(MoeStyle::DeepSeek) => Some(ops(&["sigmoid", "top_k", "route", "grouped_linear"])),
+        Kind::Moe(MoeStyle::ExpertChoice) => Some(ops(&["softmax", "route", "dispatch"])),
+        Kind::Moe(MoeStyle::Mixtral | MoeStyle::Qwen) => Some(ops(&["top_k", "routed_swiglu"])),
+    });
+    policies
 }
 
 /// With dropout (GPT), several micro-batches, and NaN in every dead range.
 #[test]
 fn every_policy_gives_the_bits_of_none() {
-    for kind in [Kind::Gpt, Kind::Llama] {
+    for kind in Kind::all() {
         for micro_batches in [1, 4] {
             let mut run = Run { kind, ..Run::default() };
             run.options.micro_batches = micro_batches;
@@ -55,16 +66,24 @@ fn put_on_pipeline(run: &mut Run, schedule: &str, ranks: usize, chunks: usize) {
 
 #[test]
 fn every_policy_gives_the_bits_of_none_on_ranks() {
-    for (schedule, ranks, chunks) in [("1f1b", 2, 1), ("interleaved-zb", 2, 1), ("zbv", 2, 2), ("gpipe", 2, 1)] {
-        let mut run = Run::default();
+    for (kind, schedule, ranks, chunks) in [
+        (Kind::Gpt, "1f1b", 2, 1),
+        (Kind::Gpt, "interleaved-zb", 2, 1),
+        (Kind::Gpt, "zbv", 2, 2),
+        (Kind::Gpt, "gpipe", 2, 1),
+        (Kind::Moe(MoeStyle::Switch), "1f1b", 2, 1),
+        (Kind::Moe(MoeStyle::DeepSeek), "zbv", 2, 2),
+        (Kind::Moe(MoeStyle::ExpertChoice), "zb-h1", 2, 1),
+    ] {
+        let mut run = Run { kind, ..Run::default() };
         run.options.micro_batches = 8;
         run.options.threads = 1;
         let plain = run.steps(2);
         put_on_pipeline(&mut run, schedule, ranks, chunks);
         run.options.poison = true;
-        for policy in policies(Kind::Gpt) {
+        for policy in policies(kind) {
             run.options.recompute = policy.clone();
-            assert_eq!(plain, run.steps_on_ranks(2), "{:?} {policy:?}", run.options.pipeline);
+            assert_eq!(plain, run.steps_on_ranks(2), "{kind:?}, {:?} {policy:?}", run.options.pipeline);
         }
     }
 }
@@ -72,8 +91,13 @@ fn every_policy_gives_the_bits_of_none_on_ranks() {
 /// Each rank of a pipeline keeps to the budget, whatever the others do.
 #[test]
 fn every_rank_keeps_to_its_budget() {
-    for (schedule, ranks, chunks) in [("1f1b", 4, 1), ("zbv", 2, 2), ("interleaved", 2, 2)] {
-        let mut run = Run::default();
+    for (kind, schedule, ranks, chunks) in [
+        (Kind::Gpt, "1f1b", 4, 1),
+        (Kind::Gpt, "zbv", 2, 2),
+        (Kind::Gpt, "interleaved", 2, 2),
+        (Kind::Moe(MoeStyle::DeepSeek), "zbv", 2, 2),
+    ] {
+        let mut run = Run { kind, ..Run::default() };
         run.options.micro_batches = 8;
         run.options.threads = 1;
         let plain = run.steps(2);
@@ -112,7 +136,14 @@ fn names_that_do_not_exist_are_refused() {
 /// Least bytes and most, and a few between: each keeps to its budget, and costs no more than a smaller one.
 #[test]
 fn a_budget_is_kept_and_more_bytes_never_cost_more_time() {
-    for (kind, micro_batches) in [(Kind::Gpt, 1), (Kind::Gpt, 4), (Kind::Llama, 2)] {
+    for (kind, micro_batches) in [
+        (Kind::Gpt, 1),
+        (Kind::Gpt, 4),
+        (Kind::Llama, 2),
+        (Kind::Moe(MoeStyle::DeepSeek), 2),
+        (Kind::Moe(MoeStyle::Switch), 1),
+        (Kind::Moe(MoeStyle::ExpertChoice), 4),
+    ] {
         let mut run = Run { kind, ..Run::default() };
         run.options.micro_batches = micro_batches;
         run.options.threads = 1;
@@ -148,7 +179,14 @@ fn a_budget_is_kept_and_more_bytes_never_cost_more_time() {
 /// The gradients of a step of one micro-batch are never there together, and nothing else changes.
 #[test]
 fn gradients_that_are_let_go_of_give_the_same_bits_in_less_memory() {
-    for (kind, micro_batches, ranks) in [(Kind::Gpt, 1, 1), (Kind::Llama, 1, 1), (Kind::Gpt, 4, 1), (Kind::Gpt, 4, 2)] {
+    for (kind, micro_batches, ranks) in [
+        (Kind::Gpt, 1, 1),
+        (Kind::Llama, 1, 1),
+        (Kind::Gpt, 4, 1),
+        (Kind::Gpt, 4, 2),
+        (Kind::Moe(MoeStyle::DeepSeek), 1, 1),
+        (Kind::Moe(MoeStyle::DeepSeek), 4, 2),
+    ] {
         let mut run = Run { kind, ..Run::default() };
         run.options.micro_batches = micro_batches;
         // Few tokens: gradients are most of what is not there throughout.

@@ -17,7 +17,7 @@ fn saved(run: &Run, steps: u64, dir: &Path) -> PathBuf {
 
 #[test]
 fn a_resumed_run_goes_on_with_the_same_bits() {
-    for kind in [Kind::Gpt, Kind::Llama] {
+    for kind in Kind::all() {
         let dir = tempfile::tempdir().unwrap();
         let run = Run { kind, ..Run::default() };
         let mut straight = run.trainer();

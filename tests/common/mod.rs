@@ -7,7 +7,8 @@ use std::path::Path;
 
 use gapless::communicator::{self, Communicator};
 use gapless::engine::checkpoint::Checkpoint;
-use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig};
+use gapless::engine::nn::RouterConfig;
+use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig, MoeStyle};
 use gapless::nn::VarBuilder;
 use gapless::{Model, StepReport, TrainOptions, Trainer};
 
@@ -15,6 +16,31 @@ use gapless::{Model, StepReport, TrainOptions, Trainer};
 pub enum Kind {
     Gpt,
     Llama,
+    Moe(MoeStyle),
+}
+
+impl Kind {
+    /// Mixtures of experts of every style.
+    pub const MOE: [Self; 5] = [
+        Self::Moe(MoeStyle::Mixtral),
+        Self::Moe(MoeStyle::Switch),
+        Self::Moe(MoeStyle::Qwen),
+        Self::Moe(MoeStyle::DeepSeek),
+        Self::Moe(MoeStyle::ExpertChoice),
+    ];
+
+    /// All models.
+    pub fn all() -> impl Iterator<Item = Self> {
+        [Self::Gpt, Self::Llama].into_iter().chain(Self::MOE)
+    }
+}
+
+/// A few small experts, of which each style makes what it is about.
+pub fn moe(style: MoeStyle) -> MoeConfig {
+    let small = MoeConfig::small(style, VOCABULARY as usize);
+    let llama = LlamaConfig { layers: 2, width: 48, hidden: 80, ..small.llama };
+    let router = RouterConfig { experts: 8, top_k: small.router.top_k.min(3), ..small.router.clone() };
+    MoeConfig { llama, router, expert_hidden: 40, shared_hidden: small.shared_hidden.min(56), ..small }
 }
 
 /// A model, its options, and a batch per step.
@@ -77,6 +103,7 @@ impl Run {
                 };
                 self.with(world, |vb| Llama::new(&config, vb))
             }
+            Kind::Moe(style) => self.with(world, |vb| Moe::new(&moe(style), vb)),
         }
     }
 
