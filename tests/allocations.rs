@@ -86,7 +86,7 @@ fn optimizers_of_fewer_bytes() {
 }
 
 fn one_rank_and_memory_stays_flat() {
-    for (kind, steps) in Kind::all().zip([1000, 1000].into_iter().chain(std::iter::repeat(200))) {
+    for (kind, steps) in Kind::all().zip([1000, 1000].into_iter().chain(std::iter::repeat(100))) {
         let mut run = Run { kind, ..Run::default() };
         run.options.micro_batches = 2;
         let mut trainer = run.trainer();

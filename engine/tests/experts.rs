@@ -157,7 +157,7 @@ fn routers() {
             let (gate, up) = (routed.linear(&rows, &x[2])?, routed.linear(&rows, &x[3])?);
             let rows = routed.linear(&routed.swiglu(&gate, &up, &routing.row_weights()?)?, &x[4])?;
             let y = routing.combine(&rows)?.sqr()?.sum_all()?;
-            routing.loss().map_or(Ok(y.clone()), |loss| y.add(loss))
+            routing.loss().map_or(Ok(y.clone()), |loss| y.add(&loss.mean_all()?))
         });
     }
 }

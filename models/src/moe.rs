@@ -186,7 +186,7 @@ impl Moe {
         Ok(Self { embed_tokens, blocks, norm, lm_head })
     }
 
-    /// What the head reads, [batch, tokens, width], and what the routers add to the loss.
+    /// What the head reads, [batch, tokens, width], and what the routers add to the loss of every token.
     fn hidden(&self, tokens: &Tensor, train: bool) -> Result<(Tensor, Option<Tensor>)> {
         let mut x = self.embed_tokens.forward(tokens)?;
         let mut losses: Option<Tensor> = None;
@@ -210,8 +210,8 @@ impl Model for Moe {
     /// The mean over all tokens; while training, with what the routers add.
     fn loss(&self, tokens: &Tensor, targets: &Tensor, train: bool) -> Result<Tensor> {
         let (x, losses) = self.hidden(tokens, train)?;
-        let loss = self.lm_head.cross_entropy(&x, targets)?.mean_all()?;
-        losses.map_or(Ok(loss.clone()), |losses| loss.add(&losses))
+        let of_tokens = self.lm_head.cross_entropy(&x, targets)?;
+        losses.map_or(Ok(of_tokens.clone()), |losses| of_tokens.add(&losses))?.mean_all()
     }
 }
 

@@ -79,10 +79,8 @@ impl Op for Sum {
             });
             return;
         }
-        let (kept, summed) = self.split(layout);
-        let reduce = |start: usize| strided_sum(&x[start..], summed.dims(), summed.stride());
         out.par_iter_mut().enumerate().with_min_len(64).for_each(|(i, out)| {
-            let sum = reduce(storage_index(&kept, i)) as f32;
+            let sum = self.sum_of(0, layout, &x[self.first(layout, i)..]) as f32;
             *out = if accumulate { *out + sum } else { sum };
         });
     }
@@ -101,31 +99,26 @@ impl Op for Sum {
 }
 
 impl Sum {
-    /// The layouts of the kept and of the summed dimensions.
-    fn split(&self, layout: &Layout) -> (Layout, Layout) {
-        let part = |summed: bool| {
-            let chosen = (0..layout.dims().len()).filter(|d| self.dims.contains(d) == summed);
-            let (dims, strides): (Vec<_>, Vec<_>) = chosen.map(|d| (layout.dims()[d], layout.stride()[d])).unzip();
-            Layout::new(Shape::from_dims(&dims), strides, 0)
-        };
-        (part(false), part(true))
-    }
-}
-
-fn storage_index(layout: &Layout, mut flat: usize) -> usize {
-    let mut index = 0;
-    for (&dim, &stride) in layout.dims().iter().zip(layout.stride()).rev() {
-        index += (flat % dim) * stride;
-        flat /= dim;
-    }
-    index
-}
-
-fn strided_sum(x: &[f32], dims: &[usize], strides: &[usize]) -> f64 {
-    match (dims, strides) {
-        ([dim, dims @ ..], [stride, strides @ ..]) => {
-            (0..*dim).map(|i| strided_sum(&x[i * stride..], dims, strides)).sum()
+    /// Where the elements begin that are summed into element `flat` of the output.
+    fn first(&self, layout: &Layout, mut flat: usize) -> usize {
+        let mut index = 0;
+        for (dim, (&extent, &stride)) in layout.dims().iter().zip(layout.stride()).enumerate().rev() {
+            if !self.dims.contains(&dim) {
+                index += (flat % extent) * stride;
+                flat /= extent;
+            }
         }
-        _ => f64::from(x[0]),
+        index
+    }
+
+    /// The sum over the `nth` of the summed dimensions and those behind it.
+    fn sum_of(&self, nth: usize, layout: &Layout, x: &[f32]) -> f64 {
+        match self.dims.get(nth) {
+            Some(&dim) => {
+                let stride = layout.stride()[dim];
+                (0..layout.dims()[dim]).map(|i| self.sum_of(nth + 1, layout, &x[i * stride..])).sum()
+            }
+            None => f64::from(x[0]),
+        }
     }
 }

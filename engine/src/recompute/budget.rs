@@ -70,8 +70,9 @@ impl Budget<'_> {
                 limit = (low + high) / 2;
                 continue;
             };
-            let height = match known.get(&choices) {
-                Some(&height) => height,
+            let before = known.get(&choices).copied();
+            let height = match before {
+                Some(height) => height,
                 None => place(&self.recomputation(&choices), Some(self.bytes))?,
             };
             known.insert(choices.clone(), height);
@@ -84,9 +85,9 @@ impl Budget<'_> {
             } else {
                 high = high.min(limit);
             }
-            // Where the model says that it would just fit; between what is known where it was wrong before.
+            // Where the model says that it would just fit; between what is known where it was wrong before, or says the same.
             let next = limit + slack;
-            limit = if next > low && next < high { next } else { (low + high) / 2 };
+            limit = if before.is_none() && next > low && next < high { next } else { (low + high) / 2 };
             if high - low <= i128::from(self.bytes / 4096) {
                 break;
             }

@@ -241,9 +241,10 @@ impl RouterConfig {
         if self.scale == 1.0 { Ok(weights) } else { weights.affine(self.scale, 0.0) }
     }
 
+    /// Of each token, so that they can be summed in one order however a batch is cut.
     fn losses(&self, logits: &Tensor, scores: &Tensor, ids: Option<&Tensor>) -> Result<Option<Tensor>> {
         let &Self { experts, top_k, balance_loss, z_loss, .. } = self;
-        let (batch, tokens, _) = scores.dims3()?;
+        let (_, tokens, _) = scores.dims3()?;
         let mut losses = Vec::new();
         if let Some(ids) = ids
             && balance_loss > 0.0
@@ -253,12 +254,12 @@ impl RouterConfig {
                 Score::Softmax => scores.clone(),
                 Score::Sigmoid => scores.broadcast_div(&scores.sum_keepdim(2)?.affine(1.0, 1e-20)?)?,
             };
-            // experts/k · Σₑ (load/tokens) · (Σ shares/tokens), the mean over sequences.
-            let scale = balance_loss * experts as f64 / (top_k * tokens * tokens * batch) as f64;
-            losses.push(shares.sum(1)?.mul(&load)?.sum_all()?.affine(scale, 0.0)?);
+            // experts/k · Σₑ (load/tokens) · share: the mean over a sequence's tokens has its mean share for Pᵉ.
+            let scale = balance_loss * experts as f64 / (top_k * tokens) as f64;
+            losses.push(shares.broadcast_mul(&load.unsqueeze(1)?)?.sum(2)?.affine(scale, 0.0)?);
         }
         if z_loss > 0.0 {
-            losses.push(logits.log_sum_exp()?.sqr()?.mean_all()?.affine(z_loss, 0.0)?);
+            losses.push(logits.log_sum_exp()?.sqr()?.affine(z_loss, 0.0)?);
         }
         losses.into_iter().map(Ok).reduce(|a, b| a?.add(&b?)).transpose()
     }
@@ -280,7 +281,8 @@ pub struct Routing {
 }
 
 impl Routing {
-    /// What training adds to the loss, weighted: a scalar, if there is anything.
+    /// What training adds to the loss of every token, weighted: [batch, tokens], if there is anything. To be added before the
+    /// mean is taken: then its bits do not depend on how a batch is cut into micro-batches.
     pub fn loss(&self) -> Option<&Tensor> {
         self.loss.as_ref()
     }
