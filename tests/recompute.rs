@@ -34,7 +34,7 @@ fn policies(kind: Kind) -> Vec<Recompute> {
     policies.extend(match kind {
         Kind::Gpt | Kind::Llama => None,
         Kind::Moe(MoeStyle::Switch) => Some(ops(&["jitter", "softmax_last_dim", "top_k", "route"])),
-        Kind::Moe(MoeStyle::DeepSeek) => Some(ops(&["sigmoid", "top_k", "route", "grouped_linear"])),
+        Kind::Moe(MoeStyle::DeepSeek) => Some(ops(&["div", "top_k", "route", "grouped_linear"])),
         Kind::Moe(MoeStyle::ExpertChoice) => Some(ops(&["softmax_last_dim", "route", "dispatch"])),
         Kind::Moe(MoeStyle::Mixtral | MoeStyle::Qwen) => Some(ops(&["top_k", "routed_swiglu"])),
     });
