@@ -168,7 +168,7 @@ fn loads_and_drops_are_those_of_the_whole_batch_on_any_ranks_and_micro_batches()
         }
         assert_eq!(of(".dropped").len(), if config.capacity.is_some() { layers } else { 0 }, "{kind:?}");
         run.options.poison = true;
-        for (data, pipeline, micro_batches) in [(1, 1, 2), (1, 1, 8), (2, 1, 1), (2, 1, 4), (1, 2, 8), (2, 2, 2)] {
+        for (data, pipeline, micro_batches) in [(1, 1, 4), (2, 1, 2), (2, 2, 2)] {
             run.options.mesh = Mesh { data, pipeline, expert: 1 };
             run.options.micro_batches = micro_batches;
             for rank in seen(&run) {
