@@ -9,6 +9,7 @@ use gapless::engine::checkpoint::Checkpoint;
 use gapless::engine::learning_rate::{LearningRate, Shape};
 use gapless::engine::optim::{AdamW, AdamW8bit, GaLore, Optimizer, ParameterUpdate, SCALARS, State, Updated};
 use gapless::engine::{Args, Array, Numbers, Op, Reference, Role, Spec};
+use gapless::models::MoeStyle;
 use gapless::nn::Init;
 use gapless::{Mesh, Tensor, Trainer, communicator};
 
@@ -32,7 +33,14 @@ fn run(kind: Kind, rule: Rule) -> Run {
 
 #[test]
 fn threads_micro_batches_and_poison_change_no_bit() {
-    for (kind, rule) in [(Kind::Gpt, eight_bit()), (Kind::Llama, eight_bit()), (Kind::Gpt, galore())] {
+    let mixture = Kind::Moe(MoeStyle::DeepSeek);
+    for (kind, rule) in [
+        (Kind::Gpt, eight_bit()),
+        (Kind::Llama, eight_bit()),
+        (Kind::Gpt, galore()),
+        (mixture, eight_bit()),
+        (mixture, galore()),
+    ] {
         let plain = run(kind, rule.clone()).steps(4);
         let changes: [fn(&mut Run); 4] = [
             |run| run.options.threads = 1,

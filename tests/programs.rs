@@ -3,7 +3,7 @@
 use gapless::alloc::peers::Kind;
 use gapless::alloc::{Comparison, Requests, compare};
 use gapless::engine::compile::Executable;
-use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig};
+use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig, MoeStyle};
 use gapless::{TrainOptions, Trainer};
 
 fn programs() -> Vec<(String, Executable)> {
@@ -28,6 +28,11 @@ fn programs() -> Vec<(String, Executable)> {
             };
             let name = format!("llama, {micro_batches} micro-batches, keep {keep_gradients}");
             programs.push((name, Trainer::plan(|vb| Llama::new(&llama, vb), &options).unwrap()));
+            for style in [MoeStyle::Mixtral, MoeStyle::Switch, MoeStyle::DeepSeek, MoeStyle::ExpertChoice] {
+                let moe = MoeConfig::small(style, 5000);
+                let name = format!("{style:?}, {micro_batches} micro-batches, keep {keep_gradients}");
+                programs.push((name, Trainer::plan(|vb| Moe::new(&moe, vb), &options).unwrap()));
+            }
         }
     }
     programs

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use common::{Kind, Outcome, Run, VOCABULARY};
 use gapless::engine::compile::{Cut, Work};
+use gapless::models::MoeStyle;
 use gapless::nn::{Embedding, Init, Linear, Module, VarBuilder, embedding, linear};
 use gapless::parallel::{self, Schedule};
 use gapless::{Mesh, Model, Pipeline, Tensor, Trainer, communicator};
@@ -63,14 +64,19 @@ fn every_schedule_on_any_number_of_stages_gives_the_same_bits() {
 }
 
 #[test]
-fn mixtures_of_experts_on_any_number_of_stages_give_the_same_bits() {
-    for kind in Kind::MOE {
-        let plain = plain(kind);
-        for (name, ranks, chunks) in [("1f1b", 2, 1), ("zbv", 2, 2), ("interleaved-zb", 2, 2)] {
-            let mut run = run(kind, Mesh::pipeline(ranks), chunks, name);
-            run.options.poison = true;
-            assert_eq!(run.steps_on_ranks(2), plain, "{kind:?}, {name} on {ranks} ranks of {chunks} chunks");
-        }
+fn mixtures_of_experts_on_two_ranks_give_the_same_bits() {
+    for (style, name, chunks) in [
+        (MoeStyle::Mixtral, "1f1b", 1),
+        (MoeStyle::Switch, "zbv", 2),
+        (MoeStyle::Qwen, "interleaved-zb", 2),
+        (MoeStyle::DeepSeek, "1f1b", 1),
+        (MoeStyle::DeepSeek, "zbv", 2),
+        (MoeStyle::ExpertChoice, "zbv", 2),
+    ] {
+        let kind = Kind::Moe(style);
+        let mut run = run(kind, Mesh::pipeline(2), chunks, name);
+        run.options.poison = true;
+        assert_eq!(run.steps_on_ranks(2), plain(kind), "{kind:?}, {name} of {chunks} chunks");
     }
 }
 
