@@ -88,7 +88,7 @@ struct Block {
 }
 
 enum FeedForward {
-    Dense(Mlp),
+    Dense(Box<Mlp>),
     Sparse(Box<Sparse>),
 }
 
@@ -96,7 +96,7 @@ impl Block {
     fn new(config: &MoeConfig, index: usize, vb: VarBuilder) -> Result<Self> {
         let (width, eps) = (config.llama.width, config.llama.rms_norm_eps);
         let feed_forward = match index < config.dense_layers {
-            true => FeedForward::Dense(Mlp::new(width, config.llama.hidden, vb.pp("mlp"))?),
+            true => FeedForward::Dense(Box::new(Mlp::new(width, config.llama.hidden, vb.pp("mlp"))?)),
             false => FeedForward::Sparse(Box::new(Sparse::new(config, vb.pp("mlp"))?)),
         };
         Ok(Self {

@@ -92,14 +92,18 @@ impl Budget<'_> {
                 break;
             }
         }
-        match best {
-            Some(choices) => Ok(self.recomputation(&choices)),
-            None => Err(Error::OverBudget { budget: self.bytes, smallest: self.smallest(place)? }),
+        if let Some(choices) = best {
+            return Ok(self.recomputation(&choices));
+        }
+        let least = self.recomputation(&self.least());
+        match place(&least, None)? {
+            smallest if smallest <= self.bytes => Ok(least),
+            smallest => Err(Error::OverBudget { budget: self.bytes, smallest }),
         }
     }
 
-    /// The arena of the choices that hold least by the model, planned.
-    fn smallest(&self, mut place: impl FnMut(&Recomputation, Option<u64>) -> Result<u64>) -> Result<u64> {
+    /// The choices that hold least by the model.
+    fn least(&self) -> Vec<usize> {
         let plain: Vec<usize> = vec![0; self.blocks.len()];
         let most = self.peak(&plain);
         let (mut low, mut high) = (0, most);
@@ -107,7 +111,7 @@ impl Budget<'_> {
             let limit = low + (high - low) / 2;
             *(if self.solve(limit).is_some() { &mut high } else { &mut low }) = limit;
         }
-        place(&self.recomputation(&self.solve(high).unwrap_or(plain)), None)
+        self.solve(high).unwrap_or(plain)
     }
 
     fn choice(&self, block: usize, choice: usize) -> &Choice {
