@@ -139,7 +139,7 @@ impl RouterConfig {
     }
 }
 
-/// A layer that chooses: `weight` [experts, width] and, if it has a rate, `e_score_correction_bias` [experts].
+/// A layer that chooses: `weight` [experts, width] and, if it has a rate, `e_score_correction_bias` \[experts\].
 #[derive(Debug, Clone)]
 pub struct Router {
     config: RouterConfig,
@@ -194,7 +194,7 @@ impl Router {
 /// What a router does, on its parameters.
 impl RouterConfig {
     /// Chooses for the tokens of `x` [batch, tokens, width] by `weight` [experts, width] and, to choose by alone, a bias
-    /// [experts]. Noise and losses are for training.
+    /// \[experts\]. Noise and losses are for training.
     ///
     /// # Errors
     /// When the shapes do not fit.

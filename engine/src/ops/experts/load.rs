@@ -8,7 +8,7 @@ use crate::graph::Spec;
 use crate::op::Op;
 use crate::reference::{Array, Reference};
 
-/// Counts of ids [.., tokens, k] below `experts`, as floats: [batch, experts] by sequence, or [experts] of all. Has no gradient.
+/// Counts of ids [.., tokens, k] below `experts`, as floats: [batch, experts] by sequence, or \[experts\] of all. Has no gradient.
 #[derive(Debug, Clone, Copy)]
 pub struct ExpertLoad {
     /// Number of experts.

@@ -19,7 +19,7 @@ pub struct ExpertGroups {
     pub limit: usize,
 }
 
-/// The `k` experts with the greatest scores, best first, of scores [.., tokens, experts] and perhaps a bias [experts] that is
+/// The `k` experts with the greatest scores, best first, of scores [.., tokens, experts] and perhaps a bias \[experts\] that is
 /// added to choose by, but not to what comes out: (scores [.., tokens, k], ids [.., tokens, k]). Of equal ones, the first.
 ///
 /// The bias has no gradient of the loss. What takes its place is the number of tokens that chose each expert, which is what
