@@ -40,7 +40,8 @@ fn plan(options: &TrainOptions, model: &Model) -> Step {
     let program = program.unwrap();
     let [all, again] = program.nanoseconds(&H100);
     let (flops, flops_again) = (program.flops(), program.flops_again());
-    let executable = compile(&[program], &CompileOptions::within(options.recompute.capacity())).unwrap();
+    let executable =
+        compile(&[program], &CompileOptions::within(options.recompute.capacity(), options.routing)).unwrap();
     let tick = gapless::alloc::peak_tick(&executable.problem).unwrap();
     let alive: Vec<_> = gapless::alloc::live_at(&executable.problem, tick).collect();
     let of = |role: Role| {

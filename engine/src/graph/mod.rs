@@ -448,9 +448,12 @@ impl Graph {
         self.rules.get(&parameter)
     }
 
-    /// Shows a value under a name.
+    /// Shows a value under a name; where that is taken, with a number behind it.
     pub(crate) fn watch(&mut self, name: &str, id: ValueId) {
-        self.watched.push((name.to_owned(), id));
+        let names = |wanted: &str| self.watched.iter().any(|(taken, _)| taken == wanted);
+        let numbered = (2..).map(|number| format!("{name}.{number}"));
+        let free = std::iter::once(name.to_owned()).chain(numbered).find(|wanted| !names(wanted));
+        self.watched.push((free.expect("there are more numbers than names"), id));
     }
 
     /// The values that are shown, with their names, in the order in which they were recorded.

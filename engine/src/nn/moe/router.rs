@@ -135,7 +135,9 @@ impl RouterConfig {
     fn capacity(&self, tokens: usize) -> Option<(usize, Drop)> {
         let Capacity { factor, drop } = self.capacity?;
         let even = (tokens * self.top_k) as f64 / self.experts as f64;
-        Some((((factor * even).ceil() as usize).clamp(1, tokens), drop))
+        // A product that is whole but for its rounding is whole.
+        let rows = (factor * even * (1.0 - 1e-12)).ceil() as usize;
+        Some((rows.clamp(1, tokens), drop))
     }
 }
 
