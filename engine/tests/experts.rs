@@ -5,7 +5,7 @@ use gapless_engine::ops::{
     Chooses, Combine, Dispatch, Drop, ExpertGroups, ExpertLoad, GroupedLinear, Jitter, Route, RoutedSwiGlu,
     SlotWeights, TopK, Unplaced,
 };
-use gapless_engine::{DType, Result, Tensor, gradient_check};
+use gapless_engine::{Result, Tensor, gradient_check};
 
 /// Central differences in f64 are good to about 1e-9; f32 kernels to some multiples of 2⁻²⁴ = 6e-8.
 const FINITE_DIFFERENCE: f64 = 1e-6;
@@ -117,8 +117,7 @@ fn losses_and_noise() {
     check(&[&[2, 5, 8]], &[], |x, _| x[0].log_sum_exp()?.sqr()?.mean_all());
     check(&[&[3, 40]], &[], |x, _| Jitter::apply(&x[0], 0.3)?.sqr());
     check(&[&[2, TOKENS, EXPERTS]], &[(IDS_DIMS, &IDS)], |x, ids| {
-        let [load] =
-            Tensor::apply_op(ExpertLoad { experts: EXPERTS, by_sequence: true, dtype: DType::F32 }, &[&ids[0]])?;
+        let [load] = Tensor::apply_op(ExpertLoad { experts: EXPERTS, by_sequence: true }, &[&ids[0]])?;
         x[0].softmax_last_dim()?.sum(1)?.mul(&load)?.sum_all()
     });
     for whole_tokens in [false, true] {

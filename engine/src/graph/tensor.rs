@@ -282,6 +282,17 @@ impl Tensor {
         self.apply1(ops::Affine { scale, shift })
     }
 
+    /// The same numbers in another type of float; the tensor itself if it has that.
+    ///
+    /// # Errors
+    /// When either type is not one of [`FLOATS`](crate::graph::FLOATS).
+    pub fn to_dtype(&self, dtype: DType) -> Result<Self> {
+        if self.dtype() == dtype {
+            return Ok(self.clone());
+        }
+        self.apply1(ops::Cast { dtype })
+    }
+
     /// −x.
     ///
     /// # Errors

@@ -180,7 +180,7 @@ impl Router {
         let routing = self.config.route(x, &self.weight, self.bias.as_ref(), train)?;
         if train {
             if let Some(ids) = &routing.ids {
-                let op = ExpertLoad { experts: self.config.experts, by_sequence: false, dtype: DType::F32 };
+                let op = ExpertLoad { experts: self.config.experts, by_sequence: false };
                 let [load] = Tensor::apply_op(op, &[ids])?;
                 load.watch(&format!("{}.load", self.layer));
             }
@@ -206,6 +206,9 @@ impl RouterConfig {
             amount if train && amount > 0.0 => Jitter::apply(x, amount)?.linear(weight, None)?,
             _ => x.linear(weight, None)?,
         };
+        // Shares and their sums are f32 whatever the model computes in, as everyone's are.
+        let logits = logits.to_dtype(DType::F32)?;
+        let bias = bias.map(|bias| bias.to_dtype(DType::F32)).transpose()?;
         let scores = match self.score {
             Score::Softmax => logits.softmax_last_dim()?,
             Score::Sigmoid => logits.sigmoid()?,
@@ -218,7 +221,7 @@ impl RouterConfig {
             Choice::Experts => (scores.clone(), None, route(Chooses::Experts, &[&scores])?),
             Choice::Tokens => {
                 let op = TopK { k: self.top_k, groups: self.groups };
-                let inputs: Vec<&Tensor> = [&scores].into_iter().chain(bias).collect();
+                let inputs: Vec<&Tensor> = [&scores].into_iter().chain(&bias).collect();
                 let [weights, ids] = Tensor::apply_op(op, &inputs)?;
                 let routed = match self.capacity {
                     Some(Capacity { drop: Drop::Lightest, .. }) => route(Chooses::Tokens, &[&ids, &weights])?,
@@ -228,7 +231,7 @@ impl RouterConfig {
             }
         };
         let loss = if train { self.losses(&logits, &scores, ids.as_ref())? } else { None };
-        let weights = self.finish(weights)?;
+        let weights = self.finish(weights)?.to_dtype(x.dtype())?;
         let capacity = self.capacity(tokens).map(|(rows, _)| rows);
         Ok(Routing { experts: self.experts, capacity, weights, ids, places, slots, starts, loss })
     }
@@ -251,7 +254,7 @@ impl RouterConfig {
         if let Some(ids) = ids
             && balance_loss > 0.0
         {
-            let [load] = Tensor::apply_op(ExpertLoad { experts, by_sequence: true, dtype: scores.dtype() }, &[ids])?;
+            let [load] = Tensor::apply_op(ExpertLoad { experts, by_sequence: true }, &[ids])?;
             let shares = match self.score {
                 Score::Softmax => scores.clone(),
                 Score::Sigmoid => scores.broadcast_div(&scores.sum_keepdim(2)?.affine(1.0, 1e-20)?)?,

@@ -1,22 +1,18 @@
 //! How many tokens chose each expert.
 
-use candle_core::DType;
-
 use super::NONE;
 use crate::cpu::Args;
 use crate::graph::Spec;
 use crate::op::Op;
 use crate::reference::{Array, Reference};
 
-/// Counts of ids [.., tokens, k] below `experts`, as floats: [batch, experts] by sequence, or \[experts\] of all. Has no gradient.
+/// Counts of ids [.., tokens, k] below `experts`, as f32: [batch, experts] by sequence, or \[experts\] of all. Has no gradient.
 #[derive(Debug, Clone, Copy)]
 pub struct ExpertLoad {
     /// Number of experts.
     pub experts: usize,
     /// Whether every sequence is counted for itself.
     pub by_sequence: bool,
-    /// The type of the counts.
-    pub dtype: DType,
 }
 
 impl Op for ExpertLoad {
@@ -27,8 +23,7 @@ impl Op for ExpertLoad {
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
         crate::ops::expect_ids("ids", &inputs[0])?;
         let (batch, ..) = super::by_sequence(inputs[0].dims())?;
-        let shape = if self.by_sequence { (batch, self.experts).into() } else { self.experts.into() };
-        Ok(vec![Spec { shape, dtype: self.dtype }])
+        Ok(vec![if self.by_sequence { Spec::f32((batch, self.experts)) } else { Spec::f32(self.experts) }])
     }
 
     fn gradient(&self, _: &mut crate::op::Gradient) -> crate::error::Result<()> {

@@ -131,10 +131,7 @@ impl Op for TopK {
             g.send(0, d_scores);
         }
         if g.inputs() > 1 && g.needs(1) {
-            let [load] = Tensor::apply_op(
-                ExpertLoad { experts, by_sequence: false, dtype: g.input(1).dtype() },
-                &[&g.output(1)],
-            )?;
+            let [load] = Tensor::apply_op(ExpertLoad { experts, by_sequence: false }, &[&g.output(1)])?;
             g.send(1, load);
         }
         Ok(())

@@ -1,0 +1,53 @@
+//! Another type of float.
+
+use candle_core::DType;
+use rayon::prelude::*;
+
+use crate::cpu::{Args, BLOCK};
+use crate::error::Result;
+use crate::graph::{FLOATS, Spec, Tensor};
+use crate::op::{Gradient, Op};
+use crate::reference::{Array, Reference};
+
+/// The same numbers in another of the [`FLOATS`], rounded to it.
+#[derive(Debug, Clone, Copy)]
+pub struct Cast {
+    /// The type.
+    pub dtype: DType,
+}
+
+impl Op for Cast {
+    fn name(&self) -> &'static str {
+        "to_dtype"
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        super::expect_float(inputs)?;
+        if !FLOATS.contains(&self.dtype) {
+            return Err(format!("{:?} is not one of {FLOATS:?}", self.dtype));
+        }
+        Ok(vec![Spec { shape: inputs[0].shape.clone(), dtype: self.dtype }])
+    }
+
+    fn gradient(&self, g: &mut Gradient) -> Result<()> {
+        let dtype = g.input(0).dtype();
+        let [dx] = Tensor::apply_op(Self { dtype }, &[&g.grad(0)])?;
+        g.send(0, dx);
+        Ok(())
+    }
+
+    fn flops(&self, _: &[Spec], _: &[Spec]) -> u64 {
+        0
+    }
+
+    /// From f32 to f32, the only type that the CPU computes in.
+    fn run(&self, args: &mut Args<'_>) {
+        let out = args.output::<f32>(0).par_chunks_mut(BLOCK);
+        out.zip(args.input::<f32>(0).par_chunks(BLOCK)).for_each(|(out, x)| out.copy_from_slice(x));
+    }
+
+    /// Unrounded.
+    fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
+        vec![args.input(0).clone()]
+    }
+}
