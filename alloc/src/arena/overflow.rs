@@ -56,7 +56,8 @@ impl fmt::Display for Overflow {
         if self.promised.is_some_and(|promised| bytes <= promised) {
             write!(f, "a request before it exceeded what it was promised; ")?;
         }
-        let factor = bytes as f64 / balanced.max(1) as f64;
+        // Rounded up: the factor that is printed has to do.
+        let factor = (100.0 * bytes as f64 / balanced.max(1) as f64).ceil() / 100.0;
         write!(
             f,
             "use Reserve::Worst, Reserve::Balanced with a factor of at least {factor:.2}, or Reserve::Bytes({}); or recompute \

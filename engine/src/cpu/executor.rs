@@ -500,7 +500,8 @@ unsafe fn begin(
     let range = |address: Option<&Address>| address.map(|address| unsafe { range(base, address, places) });
     let inputs = [range(instruction.inputs.first()), range(instruction.inputs.get(1))];
     let output = range(instruction.outputs.first()).expect("a collective has an output");
-    let lens = &mut links.lens[request];
+    // Links that have failed have none.
+    let lens = links.lens.get_mut(request).ok_or(NO_COMMUNICATOR)?;
     match collective {
         Collective::AllToAll { ranks } => lens.iter_mut().for_each(|lens| lens.fill(output.1 / ranks)),
         Collective::AllToAllRows { ranks, rows, .. } => {
