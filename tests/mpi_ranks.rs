@@ -1,5 +1,5 @@
-//! Training over ranks that are processes: the bits of one rank alone, and a job that ends when a rank is killed and goes
-//! on from its last checkpoint.
+//! Training over ranks that are processes: the bits of one rank alone, or of as many threads where ranks share experts, and a
+//! job that ends when a rank is killed and goes on from its last checkpoint.
 //!
 //! The program runs itself under `mpirun`, so it has a `main` of its own. Without the feature `mpi`, or without `mpirun`,
 //! it says so and ends.
@@ -25,9 +25,10 @@ mod jobs {
 
     use gapless::communicator;
     use gapless::engine::checkpoint::Checkpoint;
+    use gapless::models::MoeStyle;
     use gapless::{Mesh, Pipeline};
 
-    use crate::common::{Outcome, Run};
+    use crate::common::{Kind, Outcome, Run};
 
     const STEPS: u64 = 2;
     /// The rank that is killed, and at which step: after the checkpoint.
@@ -39,7 +40,10 @@ mod jobs {
             [_, job, schedule, dir] => rank(job, schedule, Path::new(dir)),
             _ => match Command::new("mpirun").arg("--version").output() {
                 Err(error) => println!("test mpi_ranks ... skipped: mpirun cannot be run: {error}"),
-                Ok(_) => [2, 4].into_iter().for_each(judge),
+                Ok(_) => [2, 4].into_iter().for_each(|ranks| {
+                    judge(ranks);
+                    judge_experts(ranks);
+                }),
             },
         }
     }
@@ -57,15 +61,35 @@ mod jobs {
         run
     }
 
-    /// What one process does.
-    fn rank(job: &str, schedule: &str, dir: &Path) {
+    /// Ranks that share experts, in so many stages.
+    fn experts(ranks: usize, stages: usize, style: MoeStyle) -> Run {
+        let mut run = Run { kind: Kind::Moe(style), ..Run::default() };
+        run.options.threads = 1;
+        run.options.mesh = Mesh { pipeline: stages, expert: ranks / stages, ..Mesh::default() };
+        run.options.micro_batches = 4 / run.options.mesh.expert;
+        run.options.poison = true;
+        run
+    }
+
+    const STYLES: [(&str, MoeStyle); 3] =
+        [("mixtral", MoeStyle::Mixtral), ("switch", MoeStyle::Switch), ("deep-seek", MoeStyle::DeepSeek)];
+
+    /// What one process does: a job on the stages of a schedule, or on those that share a style's experts.
+    fn rank(job: &str, name: &str, dir: &Path) {
         let world = communicator::world().expect("under mpirun there is a world");
-        let (rank, run) = (world.rank(), run(world.size(), schedule));
+        let (rank, ranks) = (world.rank(), world.size());
+        let style = STYLES.into_iter().find(|(style, _)| *style == name);
+        let run = match (job, style) {
+            ("experts", Some((_, style))) => experts(ranks, 1, style),
+            ("stages of experts", Some((_, style))) => experts(ranks, 2, style),
+            _ => run(ranks, name),
+        };
         let mut trainer = run.rank(Some(world));
         if job == "resume" {
             trainer.resume(&Checkpoint::latest(dir).unwrap().expect("one was saved")).unwrap();
         }
         let outcome = run.go_on(&mut trainer, STEPS);
+        trainer.check_run().expect("nothing that lived at the same time shares bytes");
         if job == "kill" {
             trainer.save(dir, serde_json::Value::Null).unwrap();
             run.step(&mut trainer);
@@ -105,6 +129,34 @@ mod jobs {
         assert!(same, "resumed on {ranks} processes: {}\ninstead of {second}", said(&output));
         println!("test mpi_ranks, {ranks} processes: killed, resumed, the bits of never having stopped");
         std::fs::remove_dir_all(dir).unwrap();
+    }
+
+    /// Processes exchange rows as threads do: to the bit what as many threads compute, and so, to rounding, one rank. f32 rounds
+    /// at 6e-8; ranks sum losses and gradients of their shares of the batch first, in sums of a few thousand terms.
+    fn judge_experts(ranks: usize) {
+        for (name, style) in STYLES {
+            let alone = experts(1, 1, style).steps(STEPS);
+            for (stages, job) in [(1, "experts"), (2, "stages of experts")] {
+                if ranks / stages == 1 {
+                    continue;
+                }
+                let threads = experts(ranks, stages, style).on_ranks(|mut trainer| {
+                    let run = experts(ranks, stages, style);
+                    run.go_on(&mut trainer, STEPS)
+                });
+                let (threads, what) = (&threads[0], format!("{name}, {job}, on {ranks} processes"));
+                let output = mpirun(ranks, job, name, &std::env::temp_dir());
+                assert!(output.status.success(), "{what}: {}", said(&output));
+                let same = said(&output).lines().any(|line| line == text(threads));
+                assert!(same, "{what}: {}\ninstead of {}", said(&output), text(threads));
+                let both = |outcome: &Outcome| [&outcome.losses[..], &outcome.gradient_norms].concat();
+                for (a, b) in both(threads).into_iter().zip(both(&alone)) {
+                    let (a, b) = (f32::from_bits(a), f32::from_bits(b));
+                    assert!((a - b).abs() <= 2e-5 * b.abs(), "{what}: {a} instead of {b}");
+                }
+                println!("test mpi_ranks, {what}: the bits of as many threads, and one rank to rounding");
+            }
+        }
     }
 
     fn mpirun(ranks: usize, job: &str, schedule: &str, dir: &Path) -> Output {

@@ -246,10 +246,10 @@ fn an_overflow_names_all_that_helps() {
     };
     check(
         Reserve::Bytes(1000),
-        2048,
-        "the arena of routing buffers cannot serve request 0, received (dispatch) of layer h.3: 2048 bytes (32 rows of 64 \
+        2112,
+        "the arena of routing buffers cannot serve request 0, received (dispatch) of layer h.3: 2112 bytes (33 rows of 64 \
          bytes) asked for, 512 when balanced, 8192 at most; 960 free in one piece, 960 in all, with a reserve of 960 bytes; \
-         use Reserve::Worst, Reserve::Balanced with a factor of at least 4.00, or Reserve::Bytes(3008); or recompute the \
+         use Reserve::Worst, Reserve::Balanced with a factor of at least 4.13, or Reserve::Bytes(3072); or recompute the \
          layer, or bound its rows by a capacity factor",
     );
     check(
