@@ -50,7 +50,7 @@ fn several_ranks() {
         (Kind::Moe(MoeStyle::DeepSeek), both),
         (Kind::Moe(MoeStyle::Mixtral), experts),
         (Kind::Moe(MoeStyle::Switch), experts),
-        (Kind::Moe(MoeStyle::DeepSeek), Mesh { pipeline: 2, ..experts }),
+        (Kind::Moe(MoeStyle::Qwen), Mesh { pipeline: 2, ..experts }),
     ] {
         let mut run = Run { kind, ..Run::default() };
         run.options.threads = 1;

@@ -23,10 +23,10 @@ mod jobs {
     use std::path::Path;
     use std::process::{Command, Output};
 
-    use gapless::communicator;
+    use gapless::communicator::{self, Communicator};
     use gapless::engine::checkpoint::Checkpoint;
     use gapless::models::MoeStyle;
-    use gapless::{Mesh, Pipeline};
+    use gapless::{Mesh, Pipeline, Reserve};
 
     use crate::common::{Kind, Outcome, Run};
 
@@ -80,10 +80,13 @@ mod jobs {
         let (rank, ranks) = (world.rank(), world.size());
         let style = STYLES.into_iter().find(|(style, _)| *style == name);
         let run = match (job, style) {
-            ("experts", Some((_, style))) => experts(ranks, 1, style),
+            ("experts" | "overflow", Some((_, style))) => experts(ranks, 1, style),
             ("stages of experts", Some((_, style))) => experts(ranks, 2, style),
             _ => run(ranks, name),
         };
+        if job == "overflow" {
+            overflow(run, world);
+        }
         let mut trainer = run.rank(Some(world));
         if job == "resume" {
             trainer.resume(&Checkpoint::latest(dir).unwrap().expect("one was saved")).unwrap();
@@ -102,6 +105,21 @@ mod jobs {
         if rank == 0 {
             println!("{}", text(&outcome));
         }
+    }
+
+    /// All tokens to the first experts, in a reserve for even routing.
+    fn overflow(mut run: Run, world: Box<dyn Communicator>) -> ! {
+        run.options.routing = Reserve::Balanced { factor: 1.0 };
+        let mut trainer = run.rank(Some(world));
+        let names: Vec<String> = trainer.parameter_names().map(Into::into).collect();
+        for name in names.iter().filter(|name| name.ends_with(".gate.weight")) {
+            // Of equal scores, the first win.
+            let alike = trainer.tensor(name).and_then(|weight| Ok(weight.zeros_like()?)).unwrap();
+            trainer.set_tensor(name, &alike).unwrap();
+        }
+        let (tokens, targets) = run.batch(0);
+        eprintln!("{}", trainer.step(&tokens, &targets).expect_err("there is no room"));
+        std::process::exit(1)
     }
 
     fn text(outcome: &Outcome) -> String {
@@ -157,6 +175,10 @@ mod jobs {
                 println!("test mpi_ranks, {what}: the bits of as many threads, and one rank to rounding");
             }
         }
+        let output = mpirun(ranks, "overflow", "mixtral", &std::env::temp_dir());
+        assert!(!output.status.success(), "the job outlived an overflow: {}", said(&output));
+        assert!(said(&output).contains("use Reserve::Worst"), "nobody says what helps: {}", said(&output));
+        println!("test mpi_ranks, {ranks} processes: an overflow ends the job and says what helps");
     }
 
     fn mpirun(ranks: usize, job: &str, schedule: &str, dir: &Path) -> Output {
