@@ -331,6 +331,64 @@ fn an_overflow_ends_the_step_on_all_ranks() {
     }
 }
 
+/// Scores that are not numbers are alike: all tokens go to the first experts, which there is room for, and the step says what
+/// was not finite. Nothing changes, and the trainers go on.
+#[test]
+fn a_step_that_is_not_finite_changes_nothing_on_any_rank() {
+    let config = config(2);
+    let outcomes = communicator::on_threads(4, |world| {
+        let mut trainer = Trainer::on(world, |vb| Moe::new(&config, vb), options(experts(4), Reserve::Worst))?;
+        let (tokens, targets) = batch(0);
+        let name = "model.layers.1.mlp.gate.weight";
+        let weight = trainer.tensor(name)?.copy()?;
+        trainer.set_tensor(name, &weight.affine(f64::NAN, 0.0)?)?;
+        let error = trainer.step(&tokens, &targets).unwrap_err();
+        trainer.set_tensor(name, &weight)?;
+        let after = parameters(&trainer);
+        let fresh = trainer.step(&tokens, &targets)?;
+        Ok((error.to_string(), matches!(error, Error::NonFinite { .. }), after, fresh.loss))
+    });
+    let untouched = communicator::on_threads(4, |world| {
+        let mut trainer = Trainer::on(world, |vb| Moe::new(&config, vb), options(experts(4), Reserve::Worst))?;
+        let (before, (tokens, targets)) = (parameters(&trainer), batch(0));
+        Ok((before, trainer.step(&tokens, &targets)?.loss))
+    });
+    for (rank, (one, other)) in outcomes.unwrap().into_iter().zip(untouched.unwrap()).enumerate() {
+        let (error, is_non_finite, after, loss) = one;
+        assert!(is_non_finite && error.contains("model.layers.1.mlp.gate"), "rank {rank}: {error}");
+        assert!((after, loss) == other, "rank {rank} has changed");
+    }
+}
+
+/// A row's products do not depend on which rows stand beside it, and all ranks evaluate the same: the bits of one rank.
+#[test]
+fn evaluation_and_logits_have_the_bits_of_one_rank() {
+    for case in &cases() {
+        let of = |mesh: Mesh| {
+            let options = options(mesh, Reserve::Worst);
+            let ranks = communicator::on_threads(mesh.ranks().unwrap(), |world| {
+                let mut trainer = Trainer::on(world, |vb| Moe::new(&case.config, vb), options.clone())?;
+                (case.pattern)(0).steer(&mut trainer);
+                let (tokens, targets) = batch(0);
+                let some = trainer.options().evaluation_batch() * SEQUENCE;
+                let loss = trainer.evaluate(&tokens[..some], &targets[..some])?;
+                let served = trainer.check_run()?;
+                let logits = trainer.logits(&tokens[..SEQUENCE])?.flatten_all()?.to_vec1::<f32>()?;
+                assert_eq!(served > 0, mesh.expert > 1, "{} on {mesh:?}", case.name);
+                assert_eq!(trainer.check_run()?, served, "{} on {mesh:?}", case.name);
+                Ok((loss, logits))
+            });
+            ranks.unwrap()
+        };
+        let alone = of(Mesh::default()).remove(0);
+        for mesh in [experts(2), experts(4)] {
+            for (rank, seen) in of(mesh).into_iter().enumerate() {
+                assert!(seen == alone, "{} on rank {rank} of {mesh:?}: {} instead of {}", case.name, seen.0, alone.0);
+            }
+        }
+    }
+}
+
 /// Layer, rows, bytes and remedies.
 fn says_what_helps(error: &Error) {
     let Error::Routing { source, .. } = error else { unreachable!("matched by the caller") };
