@@ -18,7 +18,7 @@ use gapless::engine::learning_rate::{LearningRate, Shape};
 use gapless::engine::metrics::{JsonLines, peak_rss_bytes};
 use gapless::engine::optim::{AdamW, AdamW8bit, GaLore};
 use gapless::models::{Gpt, GptConfig};
-use gapless::{Recompute, SampleOptions, TrainOptions, Trainer};
+use gapless::{Offload, Recompute, SampleOptions, TrainOptions, Trainer};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
 
@@ -104,6 +104,15 @@ struct Args {
     /// Bytes of the arena, at most: what is computed again is then chosen so that it costs least time
     #[arg(long, value_name = "BYTES", conflicts_with = "recompute")]
     budget: Option<u64>,
+    /// Operations whose results wait for the backward in 8 bits, e.g. gelu,linear
+    #[arg(long, value_name = "OPS", value_delimiter = ',')]
+    compress: Vec<String>,
+    /// Operations whose results wait for the backward in a file, e.g. gelu,linear
+    #[arg(long, value_name = "OPS", value_delimiter = ',')]
+    offload: Vec<String>,
+    /// Where that file is; a disk, best
+    #[arg(long, value_name = "FOLDER", default_value = ".")]
+    offload_to: PathBuf,
     /// Fills every dead range of the arena with NaN between instructions
     #[arg(long)]
     poison: bool,
@@ -265,6 +274,9 @@ fn options(args: &Args) -> TrainOptions {
         seed: args.seed,
         threads: args.threads,
         recompute: args.budget.map_or_else(|| args.recompute.clone(), Recompute::budget),
+        compress: args.compress.clone(),
+        offload: (!args.offload.is_empty())
+            .then(|| Offload { ops: args.offload.clone(), folder: args.offload_to.clone() }),
         poison: args.poison,
         ..TrainOptions::default()
     }

@@ -44,7 +44,7 @@ pub use gapless_parallel as parallel;
 
 pub use gapless_alloc::arena::Reserve;
 pub use gapless_engine::communicator;
-pub use gapless_engine::recompute::{Layers, Recompute};
+pub use gapless_engine::recompute::{Layers, Offload, Recompute};
 pub use gapless_engine::{
     DType, Error, Model, Pipeline, Report, Result, SampleOptions, StepReport, Tensor, TrainOptions, Trainer, nn,
 };

@@ -7,10 +7,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Barrier};
 
 use common::{Kind, Run};
-use gapless::Mesh;
 use gapless::engine::metrics::current_rss_bytes;
 use gapless::engine::optim::{AdamW8bit, GaLore, Optimizer};
 use gapless::models::MoeStyle;
+use gapless::{Mesh, Offload};
 
 struct Counting;
 
@@ -38,6 +38,7 @@ static COUNTING: Counting = Counting;
 fn steady_state_steps_allocate_nothing() {
     one_rank_and_memory_stays_flat();
     optimizers_of_fewer_bytes();
+    what_waits_otherwise_than_as_it_is();
     several_ranks();
 }
 
@@ -97,6 +98,22 @@ fn optimizers_of_fewer_bytes() {
         let allocations = ALLOCATIONS.load(Ordering::Relaxed) - before;
         assert_eq!(allocations, 0, "{:?}: heap allocations in 100 steps", run.options.optimizer);
     }
+}
+
+/// Activations that are packed, and that are copied to a file and back.
+fn what_waits_otherwise_than_as_it_is() {
+    let mut run = Run::default();
+    run.options.micro_batches = 2;
+    run.options.compress = vec!["gelu".into(), "layer_norm".into()];
+    run.options.offload = Some(Offload { ops: vec!["linear".into(), "add".into()], folder: std::env::temp_dir() });
+    let mut trainer = run.trainer();
+    let (tokens, targets) = run.batch(0);
+    let mut steps = |count: usize| (0..count).for_each(|_| _ = trainer.step(&tokens, &targets).unwrap());
+    steps(20);
+    let before = ALLOCATIONS.load(Ordering::Relaxed);
+    steps(100);
+    let allocations = ALLOCATIONS.load(Ordering::Relaxed) - before;
+    assert_eq!(allocations, 0, "heap allocations in 100 steps");
 }
 
 fn one_rank_and_memory_stays_flat() {

@@ -1,20 +1,20 @@
-//! What a run really takes of the machine's memory falls with its budget, as planned.
+//! What a run really takes of the machine's memory falls with its budget and with what it offloads, as planned.
 //!
 //! The program runs itself once per budget, so it has a `main` of its own. Linux only: it reads /proc.
 
 use std::process::Command;
 
 use gapless::models::{Gpt, GptConfig};
-use gapless::{Recompute, TrainOptions, Trainer};
+use gapless::{Offload, Recompute, TrainOptions, Trainer};
 
 fn main() {
     let arguments: Vec<String> = std::env::args().collect();
-    if let [_, flag, bytes] = &arguments[..]
+    if let [_, flag, bytes, ops] = &arguments[..]
         && flag == "--budget"
     {
-        return train(bytes.parse().ok());
+        return train(bytes.parse().ok(), ops);
     }
-    let name = "measured_memory_falls_with_the_budget";
+    let name = "measured_memory_is_what_was_planned";
     if arguments.iter().any(|a| a == "--list") {
         println!("{name}: test");
         return;
@@ -24,6 +24,7 @@ fn main() {
         return;
     }
     measured_memory_falls_with_the_budget();
+    measured_memory_falls_with_what_is_offloaded();
     println!("test {name} ... ok");
 }
 
@@ -34,52 +35,73 @@ fn resident_peak() -> Option<u64> {
     line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok().map(|kib| kib << 10)
 }
 
-/// Two steps under a budget, or without; prints the arena and what was held.
-fn train(budget: Option<u64>) {
+/// Two steps under a budget, or without, with the results of some operations in a file; prints the arena, the file, and what
+/// was held.
+fn train(budget: Option<u64>, offload: &str) {
     let config = GptConfig { vocabulary: 512, sequence: 256, layers: 6, heads: 4, width: 256, dropout: 0.0 };
     let options = TrainOptions {
         batch: 8,
         sequence: 256,
         threads: 1,
+        offload: Some(Offload {
+            ops: offload.split_terminator(',').map(str::to_owned).collect(),
+            folder: env!("CARGO_TARGET_TMPDIR").into(),
+        }),
         recompute: budget.map_or(Recompute::None, Recompute::budget),
         ..TrainOptions::default()
     };
     let mut trainer = match Trainer::new(|vb| Gpt::new(&config, vb), options) {
         Ok(trainer) => trainer,
-        Err(gapless::Error::OverBudget { smallest, .. }) => return println!("{smallest} 0"),
+        Err(gapless::Error::OverBudget { smallest, .. }) => return println!("{smallest} 0 0"),
         Err(error) => panic!("{error}"),
     };
     let tokens: Vec<u32> = (0..8 * 256).map(|i| i % 512).collect();
     for _ in 0..2 {
         trainer.step(&tokens, &tokens).unwrap();
     }
-    println!("{} {}", trainer.report().arena_bytes, resident_peak().unwrap());
+    let report = trainer.report();
+    println!("{} {} {}", report.arena_bytes, report.host_bytes, resident_peak().unwrap());
 }
 
-/// Arena and resident peak of a run of its own.
-fn run(budget: Option<u64>) -> (u64, u64) {
+/// Arena, file and resident peak of a run of its own.
+fn run(budget: Option<u64>, offload: &str) -> (u64, u64, u64) {
     let budget = budget.map_or("none".to_owned(), |bytes| bytes.to_string());
     let program = std::env::current_exe().unwrap();
-    let output = Command::new(program).args(["--budget", &budget]).output().unwrap();
+    let output = Command::new(program).args(["--budget", &budget, offload]).output().unwrap();
     let text = String::from_utf8(output.stdout).unwrap();
     let numbers: Vec<u64> = text.split_whitespace().map(|number| number.parse().unwrap()).collect();
-    assert_eq!(numbers.len(), 2, "{text}{}", String::from_utf8_lossy(&output.stderr));
-    (numbers[0], numbers[1])
+    assert_eq!(numbers.len(), 3, "{text}{}", String::from_utf8_lossy(&output.stderr));
+    (numbers[0], numbers[1], numbers[2])
 }
 
+const MIB: u64 = 1 << 20;
+
 fn measured_memory_falls_with_the_budget() {
-    const MIB: u64 = 1 << 20;
-    let (all, held) = run(None);
-    let (smallest, _) = run(Some(1));
+    let (all, _, held) = run(None, "");
+    let (smallest, ..) = run(Some(1), "");
     assert!(all > smallest + 64 * MIB, "{all} and {smallest}: too little to be measured");
     // The rest of the process.
     let beside = held.saturating_sub(all);
     assert!(beside < 48 * MIB, "{beside} bytes beside the arena");
     for quarters in 0..4 {
         let budget = smallest + (all - smallest) * quarters / 4;
-        let (arena, held) = run(Some(budget));
+        let (arena, _, held) = run(Some(budget), "");
         println!("budget {budget}: {arena} planned, {held} held; without {all}");
         assert!(arena <= budget);
+        let difference = held.abs_diff(arena + beside);
+        assert!(difference < 6 * MIB, "{held} bytes held with an arena of {arena}, {beside} of others");
+    }
+}
+
+/// The file is the kernel's to keep or write out: it is no part of the process.
+fn measured_memory_falls_with_what_is_offloaded() {
+    let (all, none, held) = run(None, "");
+    let beside = held.saturating_sub(all);
+    assert_eq!(none, 0);
+    for ops in ["linear", "linear,gelu,layer_norm,attention,add"] {
+        let (arena, file, held) = run(None, ops);
+        println!("{ops} in a file of {file}: {arena} planned, {held} held; without {all}");
+        assert!(arena + 48 * MIB < all && arena + file > all - 48 * MIB);
         let difference = held.abs_diff(arena + beside);
         assert!(difference < 6 * MIB, "{held} bytes held with an arena of {arena}, {beside} of others");
     }

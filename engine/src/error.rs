@@ -70,6 +70,8 @@ pub enum Error {
     Ranks(#[from] crate::communicator::CommunicatorError),
     #[error("rank {rank} could not save: {why}")]
     NotSaved { rank: usize, why: String },
+    #[error("{what}: {source}; choose another folder to offload to, or offload less")]
+    Offload { what: String, source: std::io::Error },
     #[error("cannot start worker threads: {0}")]
     Workers(#[from] rayon::ThreadPoolBuildError),
 }

@@ -108,7 +108,8 @@ pub fn gradient_check(
     Ok(error)
 }
 
-fn executor(graph: &Graph, outputs: &[Output]) -> Result<Executor> {
+/// A graph's forward and backward, once.
+pub(crate) fn executor(graph: &Graph, outputs: &[Output]) -> Result<Executor> {
     let workers = Workers::new(2)?;
     let program = lower(&Lowering {
         name: "check",

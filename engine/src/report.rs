@@ -14,6 +14,8 @@ pub struct Report {
     pub parameters: u64,
     /// Size of the arena.
     pub arena_bytes: u64,
+    /// Size of the file that offloaded activations wait in.
+    pub host_bytes: u64,
     /// The most bytes alive at any tick: nothing lower exists.
     pub lower_bound_bytes: u64,
     /// Arena ÷ lower bound.
@@ -38,6 +40,7 @@ impl Report {
         Self {
             parameters,
             arena_bytes: solution.height,
+            host_bytes: executable.host_bytes(),
             lower_bound_bytes: solution.lower_bound,
             gap: solution.gap(),
             buffers: executable.problem.len(),

@@ -29,7 +29,7 @@ impl Program {
                     }
                     continue;
                 }
-                Work::Collective(..) | Work::Finish(_) => continue,
+                Work::Collective(..) | Work::Finish(_) | Work::Offload(_) | Work::Fetch(_) => continue,
             };
             numbers[message.request] = starts;
             starts += 1;

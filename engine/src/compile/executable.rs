@@ -10,6 +10,7 @@ use gapless_alloc::arena::{ArenaOptions, ArenaPlan, RequestId, Reserve};
 use gapless_alloc::draw::Mark;
 use gapless_alloc::{Label, Options, PlanHash, Problem, Solution, check, lower_bound, plan, plan_hash};
 
+use super::host::{HostPlan, plan_host};
 use super::lifetimes::{Lifetimes, lifetimes, tick_of};
 use super::program::{BufferId, Held, Operand, Part, Program, Work};
 use super::requests::Requests;
@@ -91,6 +92,8 @@ pub(crate) struct CompiledProgram {
     pub inputs: Vec<Named>,
     pub outputs: Vec<Named>,
     pub requests: usize,
+    /// Where in the file what is offloaded waits, by [`HostId`](super::HostId).
+    pub host: Vec<u64>,
     pub counts: usize,
 }
 
@@ -126,6 +129,8 @@ pub struct Executable {
     pub plan_hash: PlanHash,
     /// Time spent planning.
     pub plan_ms: f64,
+    /// The file that offloaded activations wait in.
+    pub host: HostPlan,
     /// Arithmetic of one run of each program.
     pub flops: Vec<u64>,
 }
@@ -134,6 +139,11 @@ impl Executable {
     /// Size of the arena.
     pub fn arena_bytes(&self) -> u64 {
         self.routing.as_ref().map_or(self.solution.height, ArenaPlan::height)
+    }
+
+    /// Size of the file that offloaded activations wait in.
+    pub fn host_bytes(&self) -> u64 {
+        self.host.solution.height
     }
 
     /// The types of all its tensors, each perhaps many times.
@@ -162,6 +172,7 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
     if let Some(budget) = options.planner.capacity.filter(|&capacity| height > capacity) {
         return Err(Error::OverBudget { budget, smallest: height });
     }
+    let mut host = plan_host(programs, &spans, &options.planner)?;
     let plan_ms = started.elapsed().as_secs_f64() * 1e3;
     check(&problem, &solution.offsets, Some(solution.height)).map_err(|violations| Error::BadPlan {
         what: violations.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "),
@@ -217,6 +228,7 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
             inputs: named(&program.inputs),
             outputs: named(&program.outputs),
             requests: program.requests,
+            host: std::mem::take(&mut host.offsets[number]),
             counts: program.counts,
         });
         let mut changes = vec![false; program.buffers.len()];
@@ -256,6 +268,7 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
         parts,
         plan_hash,
         plan_ms,
+        host,
         flops,
     })
 }

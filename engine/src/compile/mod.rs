@@ -5,6 +5,7 @@ mod cells;
 mod cut;
 mod executable;
 mod hoist;
+mod host;
 mod lifetimes;
 mod lower;
 mod messages;
@@ -15,7 +16,10 @@ pub use cut::Cut;
 pub(crate) use cut::{ParameterStages, cut, cut_like, parameter_stages};
 pub use executable::{CompileOptions, Executable, compile};
 pub(crate) use executable::{CompiledProgram, Instruction, Named, Persistent, height};
+pub use host::HostPlan;
 pub(crate) use lifetimes::ALIGNMENT;
 pub(crate) use lower::alive_nodes;
 pub use lower::{Lowering, Output, lower};
-pub use program::{Buffer, BufferId, Counted, Held, Instance, Message, Operand, Part, Program, Step, Work};
+pub use program::{
+    Buffer, BufferId, Counted, Held, HostBuffer, HostId, Instance, Message, Operand, Part, Program, Step, Work,
+};

@@ -23,6 +23,24 @@ impl BufferId {
     }
 }
 
+/// Index of a buffer outside of the arena in its program.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct HostId(pub(crate) u32);
+
+impl HostId {
+    /// The id as a table index.
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// Bytes of the file that activations wait in, from the instruction that writes them to the one that reads them.
+#[derive(Debug, Clone)]
+pub struct HostBuffer {
+    /// Size.
+    pub bytes: u64,
+}
+
 /// Bytes that live from their first use to their last, unless something outside holds them longer.
 #[derive(Debug, Clone)]
 pub struct Buffer {
@@ -114,6 +132,10 @@ pub enum Work {
     Collective(Collective, usize),
     /// Waits for a collective; its inputs are all that it read or wrote.
     Finish(usize),
+    /// Copies input 0 out of the arena.
+    Offload(HostId),
+    /// Copies output 0 into the arena.
+    Fetch(HostId),
 }
 
 impl Work {
@@ -126,6 +148,8 @@ impl Work {
             Self::Wait(_) => "wait",
             Self::Collective(collective, _) => collective.name(),
             Self::Finish(_) => "finish",
+            Self::Offload(_) => "offload",
+            Self::Fetch(_) => "fetch",
         }
     }
 }
@@ -185,6 +209,8 @@ pub struct Program {
     pub counts: usize,
     /// Steps that belong together, in order.
     pub parts: Vec<Part>,
+    /// What waits outside of the arena, indexed by [`HostId`].
+    pub host: Vec<HostBuffer>,
 }
 
 /// Steps that belong together, e.g. `0F3`: an action with the messages around it, or what happens once per step; of either, a
@@ -212,7 +238,7 @@ impl Step {
         }
     }
 
-    /// Modelled time on a device; none for messages.
+    /// Modelled time on a device; none for messages and copies out of the arena and back.
     pub fn nanoseconds(&self, rates: &Rates) -> u64 {
         match &self.work {
             Work::Compute(op) => {

@@ -1,6 +1,8 @@
 //! Runs programs: instruction after instruction at planned addresses. No allocation, no name, no free.
 
+use std::io;
 use std::ops::Range;
+use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use candle_core::{Device, Tensor};
@@ -9,6 +11,7 @@ use gapless_alloc::{Label, Role};
 
 use super::arena::Arena;
 use super::args::{Address, Args, Element, Places};
+use super::offload::HostFile;
 use super::routed::Routed;
 use super::workers::Workers;
 use crate::communicator::{self, Communicator, CommunicatorError, Request};
@@ -62,6 +65,8 @@ pub struct Executor {
     /// What is placed while a program runs. Only ever locked by the one run under way.
     routed: Mutex<Routed>,
     workers: Workers,
+    /// Where activations wait that are offloaded. Only ever locked by the one run under way.
+    file: Mutex<Option<HostFile>>,
 }
 
 /// The ways to the other ranks.
@@ -104,6 +109,13 @@ enum Under {
     Collective(Request, Group),
 }
 
+/// What a run reaches beside the planned arena.
+struct Outside<'o> {
+    links: &'o mut Links,
+    routed: &'o mut Routed,
+    file: &'o mut Option<HostFile>,
+}
+
 impl Executor {
     /// Reserves the arena and fills the persistent tensors. Programs that were lowered for several ranks need the
     /// communicators to the others.
@@ -128,7 +140,8 @@ impl Executor {
         let links = Mutex::new(Links { communicators, requests: (0..requests).map(|_| None).collect(), lens });
         let counts = executable.programs.iter().map(|program| program.counts).max().unwrap_or(0);
         let routed = Mutex::new(Routed::new(executable.routing.as_ref(), counts));
-        let executor = Self { arena: Arena::new(needed)?, executable, routed, workers, links };
+        let (arena, file) = (Arena::new(needed)?, Mutex::new(None));
+        let executor = Self { links, executable, arena, routed, workers, file };
         for persistent in &executor.executable.persistent {
             let (init, name, first) = (persistent.init, &persistent.label.tensor, persistent.first);
             match persistent.spec.dtype {
@@ -139,6 +152,16 @@ impl Executor {
             }
         }
         Ok(executor)
+    }
+
+    /// Makes the file that offloaded activations wait in. An executable that has such cannot run without.
+    ///
+    /// # Errors
+    /// [`Error::Offload`] when it cannot be made in this folder.
+    pub fn offload_to(&mut self, folder: &Path) -> Result<()> {
+        let file = HostFile::new(folder, self.executable.host_bytes())?;
+        self.file = Mutex::new(Some(file));
+        Ok(())
     }
 
     /// What it runs.
@@ -159,7 +182,7 @@ impl Executor {
     /// Runs a program. Returns the first instruction with a non-finite output, if asked to watch for it.
     ///
     /// # Errors
-    /// When another rank fails.
+    /// When another rank fails; [`Error::Routing`] when rows find no room; [`Error::Offload`] when a file cannot be written or read.
     pub fn run(&mut self, id: ProgramId, options: RunOptions) -> Result<Option<String>> {
         let program = &self.executable.programs[id.0];
         let span = tracing::info_span!("run", program = program.name, step = options.step);
@@ -173,7 +196,9 @@ impl Executor {
                 let mut routed = self.routed.lock().unwrap_or_else(PoisonError::into_inner);
                 routed.begin();
                 let mut lent = Lent { links: &mut links, over: false };
-                let result = run_all(program, base, bytes, options, lent.links, &mut routed);
+                let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
+                let outside = Outside { links: lent.links, routed: &mut routed, file: &mut file };
+                let result = run_all(program, base, bytes, options, outside);
                 lent.over = result.is_ok();
                 drop(lent);
                 let _ = outcome.set(result);
@@ -187,6 +212,7 @@ impl Executor {
                 Err(match failure {
                     Failure::Communicator(source) => Error::Communicator { instruction, source },
                     Failure::Overflow(source) => Error::Routing { instruction, source },
+                    Failure::File(source) => Error::Offload { what: instruction, source },
                 })
             }
             None => Ok(None),
@@ -387,9 +413,9 @@ fn run_all(
     base: Base,
     bytes: u64,
     options: RunOptions,
-    links: &mut Links,
-    routed: &mut Routed,
+    outside: Outside<'_>,
 ) -> Result<Option<usize>, (usize, Failure)> {
+    let Outside { links, routed, file } = outside;
     let mut culprit = None;
     for (index, instruction) in program.instructions.iter().enumerate() {
         let span = tracing::trace_span!("op", name = instruction.work.name(), layer = &*instruction.layer);
@@ -425,12 +451,17 @@ fn run_all(
                 unsafe { begin(*collective, *request, instruction, (base, places), links) }.map_err(failed)?;
             }
             Work::Finish(request) => finish(*request, links).map_err(failed)?,
+            Work::Offload(id) | Work::Fetch(id) => {
+                // SAFETY: as above.
+                unsafe { copy(instruction, program.host[id.index()], base, file) }
+                    .map_err(|source| (index, Failure::File(source)))?;
+            }
         }
         // What is being received is not to be looked at before the wait for it.
         let watched = match &instruction.work {
-            Work::Compute(_) => &instruction.outputs,
+            Work::Compute(_) | Work::Fetch(_) => &instruction.outputs,
             Work::Wait(_) | Work::Finish(_) => &instruction.inputs,
-            Work::Send(_) | Work::Receive(_) | Work::Collective(..) => &Box::default(),
+            Work::Send(_) | Work::Receive(_) | Work::Collective(..) | Work::Offload(_) => &Box::default(),
         };
         if options.watch && culprit.is_none() && !are_finite(watched, base, places) {
             culprit = Some(index);
@@ -447,6 +478,33 @@ fn run_all(
         }
     }
     Ok(culprit)
+}
+
+/// Copies an operand to the file, or from it.
+///
+/// # Safety
+/// The operand lies in the arena at `base`, and nobody else touches it meanwhile.
+unsafe fn copy(instruction: &Instruction, offset: u64, base: Base, file: &mut Option<HostFile>) -> io::Result<()> {
+    let none = || io::Error::new(io::ErrorKind::NotFound, "no file was made to offload to");
+    let file = file.as_mut().ok_or_else(none)?;
+    match &*instruction.outputs {
+        [to] => {
+            // SAFETY: by this function's contract; every pattern of bits is an element.
+            let bytes = unsafe {
+                let (start, bytes) = range(base, to, Places::NONE);
+                std::slice::from_raw_parts_mut(start, bytes)
+            };
+            file.read(offset, bytes)
+        }
+        _ => {
+            // SAFETY: by this function's contract.
+            let bytes = unsafe {
+                let (start, bytes) = range(base, &instruction.inputs[0], Places::NONE);
+                std::slice::from_raw_parts(start.cast_const(), bytes)
+            };
+            file.write(offset, bytes)
+        }
+    }
 }
 
 /// Starts or ends a message.
@@ -589,6 +647,7 @@ fn fill_with_nan(range: Range<u64>, base: Base, bytes: u64) {
 enum Failure {
     Communicator(CommunicatorError),
     Overflow(Box<Overflow>),
+    File(io::Error),
 }
 
 impl Instruction {

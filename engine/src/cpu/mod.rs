@@ -7,6 +7,7 @@ mod elementwise;
 mod executor;
 pub mod gemm;
 pub mod math;
+mod offload;
 pub(crate) mod reduce;
 mod routed;
 pub(crate) mod scratch;

@@ -59,6 +59,20 @@ pub(crate) fn max(x: &[f32]) -> f32 {
     fold(lanes, f32::max).max(tail)
 }
 
+/// The least element; ∞ of none.
+#[inline(always)]
+pub(crate) fn min(x: &[f32]) -> f32 {
+    let mut lanes = [f32::INFINITY; LANES];
+    let chunks = x.chunks_exact(LANES);
+    let tail = chunks.remainder().iter().copied().fold(f32::INFINITY, f32::min);
+    for chunk in chunks {
+        for (lane, &x) in lanes.iter_mut().zip(chunk) {
+            *lane = if x < *lane { x } else { *lane };
+        }
+    }
+    fold(lanes, f32::min).min(tail)
+}
+
 /// The greatest magnitude; 0 of none.
 #[inline(always)]
 pub(crate) fn max_abs(x: &[f32]) -> f32 {

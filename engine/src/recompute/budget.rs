@@ -13,13 +13,16 @@
 //!
 //! least in time; from the first layer to the last by dynamic programming over what no other state beats in bytes and
 //! time. The limit starts at the budget less what else the plan holds, and is corrected by what the real plans come to.
+//!
+//! All micro-batches have these choices but for the first to run backward: while it does, the gradients that the others find
+//! complete are still being born, so that there is room to keep more. Its limit is raised as far as the real plans allow.
 
 use std::collections::HashMap;
 
 use gapless_parallel::{Action, Kind};
 
 use super::block::{Block, Choice};
-use super::{Recomputation, Saved};
+use super::{Recomputation, Saved, Variant};
 use crate::error::{Error, Result};
 use crate::graph::Place;
 
@@ -32,6 +35,9 @@ const GUESSES: u64 = 32;
 /// Plans that are made for one budget, at most.
 const PLANS: usize = 24;
 
+/// The same for the micro-batch that begins the gradients.
+const PLANS_OF_FIRST: usize = 8;
+
 /// What is to be fitted into what.
 pub(crate) struct Budget<'a> {
     /// Bytes of the arena.
@@ -41,6 +47,8 @@ pub(crate) struct Budget<'a> {
     pub blocks: &'a [Block],
     /// Micro-batches under way at once, by place.
     pub in_flight: HashMap<Place, u64>,
+    /// The micro-batch that runs backward first, if there are others.
+    pub first: Option<u32>,
 }
 
 impl Budget<'_> {
@@ -55,14 +63,34 @@ impl Budget<'_> {
         if height <= self.bytes {
             return Ok(self.recomputation(&plain));
         }
+        match self.search(&plain, height, &mut place)? {
+            Some((choices, limit)) => self.spare_first(choices, limit, &mut place),
+            None => {
+                let least = self.recomputation(&self.least());
+                match place(&least, None)? {
+                    smallest if smallest <= self.bytes => Ok(least),
+                    smallest => Err(Error::OverBudget { budget: self.bytes, smallest }),
+                }
+            }
+        }
+    }
+
+    /// The same choices for all micro-batches, with the limit that they were found at.
+    fn search(
+        &self,
+        plain: &[usize],
+        height: u64,
+        mut place: impl FnMut(&Recomputation, Option<u64>) -> Result<u64>,
+    ) -> Result<Option<(Vec<usize>, u64)>> {
         // What the model does not see: parameters, workspaces, what the update holds.
-        let unseen = i128::from(height) - i128::from(self.peak(&plain));
+        let unseen = i128::from(height) - i128::from(self.peak(plain));
         let (mut low, mut high) = (0i128, i128::from(height) - unseen);
         let mut limit = i128::from(self.bytes) - unseen;
-        let mut best: Option<Vec<usize>> = None;
+        let mut best: Option<(Vec<usize>, u64)> = None;
         let mut known: HashMap<Vec<usize>, u64> = HashMap::new();
         for _ in 0..PLANS {
-            let Some(choices) = u64::try_from(limit).ok().and_then(|limit| self.solve(limit)) else {
+            let found = u64::try_from(limit).ok().and_then(|limit| Some((self.solve(limit)?, limit)));
+            let Some((choices, at)) = found else {
                 low = low.max(limit);
                 if high - low <= 1 {
                     break;
@@ -79,8 +107,8 @@ impl Budget<'_> {
             let slack = i128::from(self.bytes) - i128::from(height);
             if slack >= 0 {
                 low = low.max(limit);
-                if best.as_ref().is_none_or(|found| self.nanoseconds(&choices) < self.nanoseconds(found)) {
-                    best = Some(choices);
+                if best.as_ref().is_none_or(|(found, _)| self.nanoseconds(&choices) < self.nanoseconds(found)) {
+                    best = Some((choices, at));
                 }
             } else {
                 high = high.min(limit);
@@ -92,14 +120,38 @@ impl Budget<'_> {
                 break;
             }
         }
-        if let Some(choices) = best {
-            return Ok(self.recomputation(&choices));
+        Ok(best)
+    }
+
+    /// Choices of its own for the micro-batch that begins the gradients, above the limit of the others.
+    fn spare_first(
+        &self,
+        rest: Vec<usize>,
+        limit: u64,
+        mut place: impl FnMut(&Recomputation, Option<u64>) -> Result<u64>,
+    ) -> Result<Recomputation> {
+        let (mut best, all) = (self.recomputation(&rest), self.peak(&vec![0; self.blocks.len()]));
+        let (Some(first), mut low, mut high) = (self.first, limit, all) else { return Ok(best) };
+        let mut taken = rest.clone();
+        // Everything kept comes first.
+        let mut limit = all;
+        for _ in 0..PLANS_OF_FIRST {
+            let Some(choices) = self.solve(limit) else { break };
+            let fits = choices == taken || {
+                let more = self.recomputation(&rest).but_for(first, self.variant(&choices));
+                let fits = place(&more, Some(self.bytes))? <= self.bytes;
+                if fits {
+                    (best, taken) = (more, choices);
+                }
+                fits
+            };
+            *(if fits { &mut low } else { &mut high }) = limit;
+            if high.saturating_sub(low) <= all / 1024 {
+                break;
+            }
+            limit = low + (high - low) / 2;
         }
-        let least = self.recomputation(&self.least());
-        match place(&least, None)? {
-            smallest if smallest <= self.bytes => Ok(least),
-            smallest => Err(Error::OverBudget { budget: self.bytes, smallest }),
-        }
+        Ok(best)
     }
 
     /// The choices that hold least by the model.
@@ -184,10 +236,13 @@ impl Budget<'_> {
         Some(choices)
     }
 
+    fn variant(&self, choices: &[usize]) -> Variant {
+        let chosen = choices.iter().zip(self.blocks);
+        self.saved.dropping(chosen.flat_map(|(&choice, block)| block.dropped(&block.choices[choice])))
+    }
+
     fn recomputation(&self, choices: &[usize]) -> Recomputation {
-        let dropped =
-            choices.iter().zip(self.blocks).flat_map(|(&choice, block)| block.dropped(&block.choices[choice]));
-        Recomputation::uniform(self.saved.dropping(dropped))
+        Recomputation::uniform(self.variant(choices))
     }
 }
 
@@ -236,4 +291,11 @@ pub(crate) fn in_flight(row: &[Action]) -> HashMap<Place, u64> {
         *most = (*count).max(*most);
     }
     most
+}
+
+/// The micro-batch whose backward comes first in a rank's row of actions, if there are others.
+pub(crate) fn first_backward(row: &[Action]) -> Option<u32> {
+    let mut backward = row.iter().filter(|action| action.kind != Kind::Forward).map(|action| action.micro_batch.0);
+    let first = backward.next()?;
+    backward.any(|other| other != first).then_some(first)
 }

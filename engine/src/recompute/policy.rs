@@ -6,8 +6,8 @@ use std::str::FromStr;
 use gapless_parallel::{Action, Rates};
 
 use super::block::blocks;
-use super::budget::{Budget, in_flight};
-use super::{Recomputation, Saved, Variant};
+use super::budget::{Budget, first_backward, in_flight};
+use super::{Recomputation, Saved, Stashing, Variant};
 use crate::error::{Error, Result};
 use crate::graph::{Graph, Node, Phase, ValueId};
 
@@ -92,6 +92,8 @@ pub(crate) struct Resolving<'a> {
     pub alive: &'a [bool],
     /// The actions of this rank.
     pub row: &'a [Action],
+    /// What is kept otherwise than as it is.
+    pub stashing: Stashing<'a>,
 }
 
 impl Resolving<'_> {
@@ -105,6 +107,8 @@ impl Resolving<'_> {
         place: impl FnMut(&Recomputation, Option<u64>) -> Result<u64>,
     ) -> Result<Recomputation> {
         let saved = Saved::new(self.graph, self.alive);
+        let stash = self.stashing.resolve(&saved)?;
+        let saved = saved.stashing(stash);
         match policy {
             Recompute::Budget { bytes, rates } => self.fit(&saved, *bytes, rates, place),
             Recompute::Cycle(policies) if policies.is_empty() => Err(config("no policy to take turns".into())),
@@ -126,7 +130,7 @@ impl Resolving<'_> {
         let in_flight = in_flight(self.row);
         let mut blocks = blocks(self.graph, self.alive, saved, |node| self.nanoseconds(node, rates));
         blocks.retain(|block| in_flight.contains_key(&block.place));
-        Budget { bytes, saved, blocks: &blocks, in_flight }.fit(place)
+        Budget { bytes, saved, blocks: &blocks, in_flight, first: first_backward(self.row) }.fit(place)
     }
 
     fn nanoseconds(&self, node: &Node, rates: &Rates) -> u64 {
@@ -175,7 +179,7 @@ impl Resolving<'_> {
     }
 }
 
-fn config(why: String) -> Error {
+pub(super) fn config(why: String) -> Error {
     Error::Config { what: "recompute", why, remedy: "use Recompute::None, or names from the memory map" }
 }
 

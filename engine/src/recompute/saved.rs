@@ -1,10 +1,10 @@
 //! What the backward reads of the forward, and what can be had again.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
-use super::Variant;
 use super::groups::Groups;
-use crate::graph::{Graph, Node, NodeId, Phase, Place, Source, ValueId};
+use super::{Stash, Variant};
+use crate::graph::{FLOATS, Graph, Node, NodeId, Phase, Place, Source, Spec, ValueId};
 use crate::ops::Collective;
 
 /// The values that a forward pass hands to its own backward.
@@ -19,6 +19,8 @@ pub(crate) struct Saved<'g> {
     is_read: Vec<bool>,
     /// Whether a forward part of another layer reads the value.
     leaves_layer: Vec<bool>,
+    /// What waits for the backward otherwise than as it is, where it is kept.
+    stash: BTreeMap<ValueId, Stash>,
 }
 
 impl<'g> Saved<'g> {
@@ -46,7 +48,22 @@ impl<'g> Saved<'g> {
                 roots.extend(node.outputs.iter().copied().filter(|output| is_read[output.index()]));
             }
         }
-        Self { graph, roots, repeatable, is_read, leaves_layer }
+        Self { graph, roots, repeatable, is_read, leaves_layer, stash: BTreeMap::new() }
+    }
+
+    /// The same, with how some of [`Self::roots`] wait for the backward where they are kept. If some are rounded, choices
+    /// (numbers that are no floats, and what is made with them) are kept: made again, they might be others.
+    pub fn stashing(mut self, stash: impl IntoIterator<Item = (ValueId, Stash)>) -> Self {
+        self.stash = stash.into_iter().collect();
+        if self.stash.values().any(|&stash| stash == Stash::Compressed) {
+            let graph = self.graph;
+            let is_choice =
+                |node: &&Node| node.outputs.iter().any(|&output| !FLOATS.contains(&graph.value(output).spec.dtype));
+            let choices = graph.nodes().iter().filter(is_choice).flat_map(|node| &node.outputs);
+            choices.for_each(|output| self.repeatable[output.index()] = false);
+            self.roots.retain(|root| self.repeatable[root.index()]);
+        }
+        self
     }
 
     /// What may be dropped, in the order in which it is made.
@@ -59,6 +76,11 @@ impl<'g> Saved<'g> {
         self.graph.producer(root).expect("what is saved is made by a node")
     }
 
+    /// Shape and type of a root.
+    pub fn spec(&self, root: ValueId) -> &'g Spec {
+        &self.graph.value(root).spec
+    }
+
     /// Whether a value's maker can run again.
     pub fn is_repeatable(&self, root: ValueId) -> bool {
         self.repeatable[root.index()]
@@ -69,9 +91,10 @@ impl<'g> Saved<'g> {
         self.is_read[root.index()]
     }
 
-    /// Whether a value is one of [`Self::roots`], and none that its layer hands on.
+    /// Whether a value is one of [`Self::roots`], and none that its layer hands on or that waits otherwise than as it is.
     pub fn is_candidate(&self, root: ValueId) -> bool {
-        self.is_read(root) && self.is_repeatable(root) && !self.leaves_layer(root)
+        let is_candidate = self.is_read(root) && self.is_repeatable(root) && !self.leaves_layer(root);
+        is_candidate && !self.stash.contains_key(&root)
     }
 
     /// Whether a value is what a layer hands on to others.
@@ -101,7 +124,10 @@ impl<'g> Saved<'g> {
                 }
             }
         }
-        Variant { reborn, again: again.into_iter().collect() }
+        let kept = self.stash.iter().filter(|(root, _)| !reborn[root.index()]);
+        let stash: BTreeMap<ValueId, Stash> = kept.map(|(&root, &stash)| (root, stash)).collect();
+        stash.keys().for_each(|root| reborn[root.index()] = true);
+        Variant { reborn, again: again.into_iter().collect(), stash }
     }
 }
 

@@ -8,7 +8,7 @@ use super::pipeline::RankPlan;
 use super::{Model, TrainOptions};
 use crate::compile::{Program, alive_nodes, height};
 use crate::error::{Error, Result};
-use crate::graph::Tensor;
+use crate::graph::{Tensor, ValueId};
 use crate::nn::{Embedding, Linear, Module, RmsNorm, VarBuilder, embedding, linear_no_bias, rms_norm};
 use crate::recompute::{Recompute, Saved};
 
@@ -42,62 +42,81 @@ impl Model for Chain {
     }
 }
 
-/// The most bytes alive at once, and the time of what is computed again, under every subset of what may be dropped.
-fn all_ways(step: &TrainStep<Chain>, plan: &RankPlan, rates: &Rates) -> Vec<(u64, u64)> {
-    let roots = {
-        let graph = step.graph();
-        let alive = alive_nodes(&graph, step.outputs());
-        let saved = Saved::new(&graph, &alive);
-        // Norms make their statistics with their results: they go together.
-        let inside = |root: &&_| !saved.leaves_layer(**root);
-        let mut groups: Vec<Vec<_>> = Vec::new();
-        for &root in saved.roots().iter().filter(inside) {
-            match groups.last_mut() {
-                Some(last) if std::ptr::eq(saved.maker(last[0]), saved.maker(root)) => last.push(root),
-                _ => groups.push(vec![root]),
-            }
+/// What may be dropped. Norms make their statistics with their results: they go together.
+fn candidates(step: &TrainStep<Chain>) -> Vec<Vec<ValueId>> {
+    let graph = step.graph();
+    let alive = alive_nodes(&graph, step.outputs());
+    let saved = Saved::new(&graph, &alive);
+    let mut groups: Vec<Vec<_>> = Vec::new();
+    for &root in saved.roots().iter().filter(|&&root| !saved.leaves_layer(root)) {
+        match groups.last_mut() {
+            Some(last) if std::ptr::eq(saved.maker(last[0]), saved.maker(root)) => last.push(root),
+            _ => groups.push(vec![root]),
         }
-        groups
+    }
+    groups
+}
+
+/// The most bytes alive at once, and the time of what is computed again, under every subset of what may be dropped: in all
+/// micro-batches, or one subset in the first and another in the rest.
+fn all_ways(step: &TrainStep<Chain>, plan: &RankPlan, rates: &Rates, first_is_other: bool) -> Vec<(u64, u64)> {
+    let candidates = candidates(step);
+    let of = |subset: usize| -> Vec<ValueId> {
+        let chosen = candidates.iter().enumerate().filter(|(i, _)| subset >> i & 1 == 1);
+        chosen.flat_map(|(_, group)| group.iter().copied()).collect()
     };
-    let way = |subset: u32| {
-        let dropped =
-            roots.iter().enumerate().filter(|(i, _)| subset >> i & 1 == 1).flat_map(|(_, group)| group.clone());
-        let program: Program = step.dropping(plan, 1, dropped).unwrap();
+    let way = |(first, rest): (usize, usize)| {
+        let program: Program = step.dropping(plan, 1, of(first), of(rest)).unwrap();
         let [_, again] = program.nanoseconds(rates);
         // The bound: no plan is lower.
         (height(&[&program], Some(0), Reserve::Worst).unwrap(), again)
     };
-    (0..1 << roots.len()).map(way).collect()
+    let all = 1 << candidates.len();
+    let of_rest = |rest| if first_is_other { 0..all } else { rest..rest + 1 }.map(move |first| (first, rest));
+    (0..all).flat_map(of_rest).map(way).collect()
 }
 
 #[test]
 fn no_way_to_keep_and_drop_is_cheaper() {
     for hidden in [vec![64, 64, 64], vec![32, 96, 64], vec![96, 32]] {
-        let options = TrainOptions { batch: 4, sequence: 16, threads: 1, ..TrainOptions::default() };
-        let plan = RankPlan::new(options.mesh, 0, &options.pipeline, options.micro_batches).unwrap();
-        let step = TrainStep::record(&|vb| Chain::new(&hidden, vb), &options, &plan).unwrap();
-        let rates = Rates { flops: 1e9, bytes: 1e9 };
-        let ways = all_ways(&step, &plan, &rates);
-        let (least, most) = (ways.iter().map(|way| way.0).min().unwrap(), ways[0].0);
-        assert!(least < most);
-        for part in 1..=16 {
-            let bytes = least + (most - least) * part / 16;
-            let best = ways.iter().filter(|way| way.0 <= bytes).map(|way| way.1).min().unwrap();
-            let options = TrainOptions { recompute: Recompute::Budget { bytes, rates }, ..options.clone() };
-            let program = step.program(&options, &plan, 1, &[]).unwrap();
-            let arena = height(&[&program], Some(bytes), Reserve::Worst).unwrap();
-            let [all, again] = program.nanoseconds(&rates);
-            println!(
-                "{hidden:?}: {bytes} bytes, {arena} planned, {again} ns again, {best} at best, of {}",
-                all - again
-            );
-            assert!(arena <= bytes);
-            assert_eq!(again, best, "{hidden:?}, {bytes} bytes");
+        judge(&hidden, 1);
+    }
+}
+
+/// The first micro-batch keeps more than those behind it, and no two ways for them are cheaper together.
+#[test]
+fn no_way_of_its_own_for_the_first_micro_batch_is_cheaper() {
+    judge(&[96, 32], 2);
+}
+
+fn judge(hidden: &[usize], micro_batches: usize) {
+    let options = TrainOptions { batch: 4 * micro_batches, micro_batches, sequence: 16, threads: 1, ..<_>::default() };
+    let plan = RankPlan::new(options.mesh, 0, &options.pipeline, options.micro_batches).unwrap();
+    let step = TrainStep::record(&|vb| Chain::new(hidden, vb), &options, &plan).unwrap();
+    let rates = Rates { flops: 1e9, bytes: 1e9 };
+    let same = all_ways(&step, &plan, &rates, false);
+    let (mut least, most) = (same.iter().map(|way| way.0).min().unwrap(), same[0].0);
+    let ways = if micro_batches > 1 { all_ways(&step, &plan, &rates, true) } else { same };
+    assert!(least < most);
+    let below = TrainOptions { recompute: Recompute::Budget { bytes: least - 1, rates }, ..options.clone() };
+    match step.program(&below, &plan, 1, &[]) {
+        Err(Error::OverBudget { smallest, .. }) => {
+            // What is beside the layers counts for a little more with several micro-batches, and the search does not know it.
+            let allowed = if micro_batches > 1 { least / 100 } else { 0 };
+            assert!((least..=least + allowed).contains(&smallest), "{smallest}, not {least}");
+            least = smallest;
         }
-        let options = TrainOptions { recompute: Recompute::Budget { bytes: least - 1, rates }, ..options };
-        match step.program(&options, &plan, 1, &[]) {
-            Err(Error::OverBudget { smallest, .. }) => assert!(smallest >= least, "{smallest} below {least}"),
-            other => panic!("nothing fits below the least: {:?}", other.map(|program| program.steps.len())),
-        }
+        other => panic!("nothing fits below the least: {:?}", other.map(|program| program.steps.len())),
+    }
+    for part in 1..=16 {
+        let bytes = least + (most - least) * part / 16;
+        let best = ways.iter().filter(|way| way.0 <= bytes).map(|way| way.1).min().unwrap();
+        let options = TrainOptions { recompute: Recompute::Budget { bytes, rates }, ..options.clone() };
+        let program = step.program(&options, &plan, 1, &[]).unwrap();
+        let arena = height(&[&program], Some(bytes), Reserve::Worst).unwrap();
+        let [all, again] = program.nanoseconds(&rates);
+        println!("{hidden:?}: {bytes} bytes, {arena} planned, {again} ns again, {best} at best, of {}", all - again);
+        assert!(arena <= bytes);
+        assert_eq!(again, best, "{hidden:?}, {bytes} bytes");
     }
 }

@@ -172,7 +172,7 @@ impl<M: Model> TrainStep<M> {
         let _span = tracing::info_span!("recompute").entered();
         let graph = self.trace.lock();
         let (alive, row) = (alive_nodes(&graph, &self.outputs), &plan.table[plan.at.pipeline]);
-        let resolving = Resolving { graph: &graph, alive: &alive, row };
+        let resolving = Resolving { graph: &graph, alive: &alive, row, stashing: options.stashing() };
         let recomputation = resolving.resolve(&options.recompute, |recomputation, capacity| {
             let train = self.lower(&graph, plan, threads, recomputation)?;
             let programs: Vec<&Program> = [&train].into_iter().chain(others.iter().copied()).collect();
@@ -206,10 +206,18 @@ impl<M: Model> TrainStep<M> {
         &self.outputs
     }
 
-    pub fn dropping(&self, plan: &RankPlan, threads: usize, dropped: impl Iterator<Item = ValueId>) -> Result<Program> {
+    /// The program whose first micro-batch drops some values, and the others others.
+    pub fn dropping(
+        &self,
+        plan: &RankPlan,
+        threads: usize,
+        first: Vec<ValueId>,
+        rest: Vec<ValueId>,
+    ) -> Result<Program> {
         let graph = self.trace.lock();
-        let saved = crate::recompute::Saved::new(&graph, &alive_nodes(&graph, &self.outputs)).dropping(dropped);
-        self.lower(&graph, plan, threads, &Recomputation::uniform(saved))
+        let saved = crate::recompute::Saved::new(&graph, &alive_nodes(&graph, &self.outputs));
+        let recomputation = Recomputation::uniform(saved.dropping(rest)).but_for(0, saved.dropping(first));
+        self.lower(&graph, plan, threads, &recomputation)
     }
 }
 

@@ -166,7 +166,10 @@ impl Trainer {
         let plan = RankPlan::new(options.mesh, rank, &options.pipeline, options.micro_batches)?;
         let compiled = compile_step::compile_step(&build, &options, &plan, threads)?;
         let executable = Arc::new(compiled.executable);
-        let executor = Executor::new(executable, Workers::new(threads)?, options.seed, communicators)?;
+        let mut executor = Executor::new(executable, Workers::new(threads)?, options.seed, communicators)?;
+        if let Some(offload) = &options.offload {
+            executor.offload_to(&offload.folder)?;
+        }
         let find = |name| executor.program(name).expect("compiled above");
         let programs = Programs { train: find("train"), evaluate: find("evaluate"), logits: find("logits") };
         let schedule = options.learning_rate.check()?;

@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::graph::FLOATS;
 use crate::learning_rate::{LearningRate, Shape};
 use crate::optim::{AdamW, Optimizer};
-use crate::recompute::Recompute;
+use crate::recompute::{Offload, Recompute, Stashing};
 
 /// Everything but the model and the data.
 #[derive(Debug, Clone)]
@@ -42,6 +42,11 @@ pub struct TrainOptions {
     pub pipeline: Pipeline,
     /// What is computed again in the backward instead of being kept. The bits of the results do not depend on it.
     pub recompute: Recompute,
+    /// Operations whose results wait for the backward in eight bits per number, where they are kept, by the names that profiles and
+    /// memory maps use. The forward has the same bits; gradients are of rounded activations.
+    pub compress: Vec<String>,
+    /// What waits for the backward in a file, where it is kept. The bits of the results do not depend on it.
+    pub offload: Option<Offload>,
     /// How much room there is for the rows that expert ranks receive, which the routing decides, beside what the plan leaves idle.
     /// [`Reserve::Worst`] never runs out, and takes only the pages that it uses; with a [`Reserve::Balanced`] a step whose
     /// routing is more uneven than its factor may end with [`Error::Routing`](crate::Error::Routing).
@@ -70,6 +75,8 @@ impl Default for TrainOptions {
             mesh: Mesh::default(),
             pipeline: Pipeline::default(),
             recompute: Recompute::None,
+            compress: Vec::new(),
+            offload: None,
             routing: Reserve::Worst,
             release_gradients: false,
             keep_gradients: false,
@@ -87,6 +94,11 @@ impl TrainOptions {
     /// Parts into which the batch is cut: micro-batches of all ranks that share it.
     pub(super) fn parts(&self) -> usize {
         self.micro_batches.saturating_mul(self.mesh.data).saturating_mul(self.mesh.expert)
+    }
+
+    /// What is kept otherwise than as it is.
+    pub(super) fn stashing(&self) -> Stashing<'_> {
+        Stashing { compress: &self.compress, offload: self.offload.as_ref().map_or(&[], |offload| &offload.ops) }
     }
 
     pub(super) fn check(&self) -> Result<()> {

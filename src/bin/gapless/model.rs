@@ -3,7 +3,7 @@
 use clap::ValueEnum;
 use gapless::engine::compile::Program;
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig};
-use gapless::{DType, Mesh, Reserve, TrainOptions, Trainer};
+use gapless::{DType, Mesh, Offload, Reserve, TrainOptions, Trainer};
 
 /// Models that are known by name.
 #[derive(Debug, Clone, Copy, ValueEnum)]
@@ -43,6 +43,12 @@ pub struct StepArguments {
     /// Element type of --model's parameters, activations, gradients and optimizer states.
     #[arg(long, value_enum, default_value_t = Float::F32)]
     dtype: Float,
+    /// Operations of --model whose results wait for the backward in 8 bits, e.g. gelu,linear.
+    #[arg(long, value_name = "OPS", value_delimiter = ',')]
+    compress: Vec<String>,
+    /// Operations of --model whose results wait for the backward in a file.
+    #[arg(long, value_name = "OPS", value_delimiter = ',')]
+    offload: Vec<String>,
     /// Ranks that share the experts of --model; the step planned is that of the first.
     #[arg(long, default_value_t = 1)]
     expert_ranks: usize,
@@ -61,14 +67,27 @@ pub enum Float {
 impl StepArguments {
     /// The options that they mean.
     pub fn options(&self) -> TrainOptions {
-        let &Self { batch, micro_batches, sequence, dtype, expert_ranks, routing } = self;
+        let &Self { batch, micro_batches, sequence, dtype, expert_ranks, routing, ref compress, ref offload } = self;
         let dtype = match dtype {
             Float::F32 => DType::F32,
             Float::Bf16 => DType::BF16,
         };
+        let (compress, ops) = (compress.clone(), offload.clone());
+        // Nothing is written to it.
+        let offload = (!ops.is_empty()).then(|| Offload { ops, folder: ".".into() });
         let mesh = Mesh { expert: expert_ranks, ..Mesh::default() };
         let routing = routing.map_or(Reserve::Worst, |factor| Reserve::Balanced { factor });
-        TrainOptions { batch, micro_batches, sequence, dtype, mesh, routing, ..TrainOptions::default() }
+        TrainOptions {
+            batch,
+            micro_batches,
+            sequence,
+            dtype,
+            mesh,
+            routing,
+            compress,
+            offload,
+            ..TrainOptions::default()
+        }
     }
 }
 

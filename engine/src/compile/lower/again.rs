@@ -1,4 +1,4 @@
-//! What is computed again: a value's second life, from the backward on, and how often each life is read.
+//! A value's second life, from the backward on, computed again or brought back, and how often each life is read.
 
 use std::collections::BTreeSet;
 
@@ -60,6 +60,8 @@ impl<'a> Reads<'a> {
             for root in variant.reborn(graph) {
                 reads[root.index()] = [forward[root.index()], backward[root.index()]];
             }
+            // Putting it away reads it too.
+            variant.stashed().for_each(|root| reads[root.index()][0] += 1);
             for node in variant.again().iter().map(|&id| graph.node(id)) {
                 if crossings.ranks_of(node.place).contains(&of.rank) {
                     for root in node.inputs.iter().map(|&input| graph.value(input).root) {
@@ -97,7 +99,7 @@ impl Lowerer<'_> {
         }
     }
 
-    /// Makes again what was dropped, and this node is the first to read.
+    /// Makes again, or brings back, what this node is the first to read in the backward.
     pub(super) fn restore(&mut self, node: &Node, micro_batch: u32) {
         let of = self.of;
         let Some(variant) = of.recomputation.of(micro_batch).map(|index| &of.recomputation.variants()[index]) else {
@@ -108,18 +110,23 @@ impl Lowerer<'_> {
         }
         let root_of = |&input: &ValueId| of.graph.value(input).root;
         let mut wanted: Vec<ValueId> = node.inputs.iter().map(root_of).collect();
-        let mut missing: BTreeSet<NodeId> = BTreeSet::new();
+        // What comes back: by its maker, or from where it was put away.
+        let mut missing: BTreeSet<(NodeId, Option<ValueId>)> = BTreeSet::new();
         while let Some(root) = wanted.pop() {
             if !variant.is_reborn(root) || self.placed.contains_key(&(root, micro_batch)) {
                 continue;
             }
             let Source::Node { node: maker, .. } = of.graph.value(root).source else { continue };
-            if missing.insert(maker) {
+            let away = variant.stash(root).map(|_| root);
+            if missing.insert((maker, away)) && away.is_none() {
                 wanted.extend(of.graph.node(maker).inputs.iter().map(root_of));
             }
         }
-        for id in missing {
-            self.instruct(of.graph.node(id), micro_batch, Life::Second);
+        for (maker, away) in missing {
+            match away {
+                Some(root) => self.bring_back(root, micro_batch),
+                None => self.instruct(of.graph.node(maker), micro_batch, Life::Second),
+            }
         }
     }
 }

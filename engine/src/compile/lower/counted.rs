@@ -11,6 +11,7 @@ use crate::compile::messages::Crossings;
 use crate::compile::program::Counted;
 use crate::graph::{Graph, Phase, Place, RowCount, Value, ValueId};
 use crate::op::Rows;
+use crate::recompute::Variant;
 
 use super::{Lowerer, Lowering};
 
@@ -47,6 +48,10 @@ impl Counts {
                     refused.insert(rows.starts);
                 }
             }
+        }
+        // Putting away knows of shapes alone.
+        for root in of.recomputation.variants().iter().flat_map(Variant::stashed) {
+            refused.extend(counted(root).map(|rows| rows.starts));
         }
         for output in of.outputs {
             refused.extend(counted(output.value).map(|rows| rows.starts));

@@ -13,6 +13,7 @@
 mod again;
 mod counted;
 mod early;
+mod stash;
 mod transfer;
 
 use std::collections::HashMap;
@@ -25,6 +26,7 @@ use gapless_parallel::Action;
 use self::again::{Life, Reads};
 use self::counted::Counts;
 use self::early::{Early, collective_of};
+use self::stash::PutAway;
 use self::transfer::{Collecting, Sending};
 use super::hoist::{UPDATE, hoist};
 use super::messages::{Crossings, phases};
@@ -116,6 +118,8 @@ struct Lowerer<'a> {
     accumulated: Vec<bool>,
     /// Instances by (root, micro-batch); what exists once stands at micro-batch 0, sums at [`SUM`].
     placed: HashMap<(ValueId, u32), Placed>,
+    /// Instances that wait for the backward otherwise than as they are, by (root, micro-batch).
+    away: HashMap<(ValueId, u32), PutAway>,
     crossings: Crossings,
     /// The nodes to run of each place and phase, in the order of the graph.
     nodes: HashMap<(Place, Phase), Vec<NodeId>>,
@@ -151,7 +155,8 @@ impl<'a> Lowerer<'a> {
             nodes.entry((graph.node(id).place, graph.node(id).phase)).or_default().push(id);
         }
         let program = Program { name: of.name.into(), ..Program::default() };
-        let (placed, sending, collecting, early) = (HashMap::new(), Vec::new(), Vec::new(), Vec::new());
+        let (placed, away) = (HashMap::new(), HashMap::new());
+        let (sending, collecting, early) = (Vec::new(), Vec::new(), Vec::new());
         let mut lowerer = Self {
             of,
             program,
@@ -159,6 +164,7 @@ impl<'a> Lowerer<'a> {
             reads,
             accumulated,
             placed,
+            away,
             crossings,
             nodes,
             taken,
@@ -191,6 +197,7 @@ impl<'a> Lowerer<'a> {
         for node in nodes.into_iter().map(|id| graph.node(id)) {
             self.restore(node, micro_batch);
             self.node(node, micro_batch);
+            self.put_away(node, micro_batch);
             made.extend(&node.outputs);
             if last.contains(&node.phase) {
                 self.complete(&node.outputs);
@@ -201,6 +208,7 @@ impl<'a> Lowerer<'a> {
             to.into_iter().for_each(|to| self.send((root, micro_batch), to, Some(micro_batch)));
         }
         if phases(action.kind).contains(&Phase::Forward) {
+            self.put_away_rest(action.stage, micro_batch);
             self.drop_reborn(action.stage, micro_batch);
         }
         self.end_part(first, action.to_string(), Some(*action));

@@ -7,7 +7,7 @@ use std::time::Instant;
 use anyhow::{Context, anyhow, bail};
 use gapless::Recompute;
 use gapless::engine::compile::{CompileOptions, Executable, Program, compile};
-use gapless::engine::recompute::{LayerAgain, layers_again};
+use gapless::engine::recompute::{LayerAgain, layers_again, micro_batches_again};
 use gapless_alloc::Fit;
 use gapless_alloc::draw::{Bytes, MemoryMap, Summary};
 use gapless_parallel::Rates;
@@ -77,6 +77,10 @@ pub struct Step {
     /// Arithmetic of what is computed again, as a part of that of the rest.
     pub extra_flops: f64,
     layers: Vec<LayerAgain>,
+    /// Operations that each micro-batch runs again.
+    again: Vec<usize>,
+    /// Size of the file that offloaded activations wait in.
+    host_bytes: u64,
     summary: Summary,
     #[serde(skip_serializing_if = "Option::is_none")]
     curve: Option<Curve>,
@@ -88,7 +92,7 @@ pub fn plan_step(arguments: &Arguments, recompute: Recompute) -> gapless::Result
     let within = CompileOptions::within(recompute.capacity(), arguments.step.options().routing);
     let program = arguments.program(recompute)?;
     let [all, again] = program.nanoseconds(&arguments.rates());
-    let layers = layers_again(&program);
+    let (layers, again_by_micro_batch) = (layers_again(&program), micro_batches_again(&program));
     let flops = program.flops();
     let flops_again = program.flops_again();
     let executable = compile(&[program], &within)?;
@@ -103,6 +107,8 @@ pub fn plan_step(arguments: &Arguments, recompute: Recompute) -> gapless::Result
         overhead: again as f64 / (all - again).max(1) as f64,
         extra_flops: flops_again as f64 / (flops - flops_again).max(1) as f64,
         layers,
+        again: again_by_micro_batch,
+        host_bytes: executable.host_bytes(),
         summary: map(&model, &executable)?.summary(8),
         model,
         curve: None,
@@ -159,6 +165,14 @@ fn print(out: &mut impl Write, arguments: &Arguments, step: &Step) -> std::io::R
     )?;
     let (time, flops) = (100.0 * step.overhead, 100.0 * step.extra_flops);
     writeln!(out, "computed again: {time:.2} % of the time, {flops:.2} % of the arithmetic")?;
+    if step.host_bytes > 0 {
+        writeln!(out, "waiting in a file: {}, whose copies are not in the time", Bytes(step.host_bytes))?;
+    }
+    if let [first, .., last] = step.again[..]
+        && first != last
+    {
+        writeln!(out, "the first micro-batch runs {first} operations again, the last {last}:")?;
+    }
     let mut from = 0;
     while let Some(first) = step.layers.get(from) {
         let count = step.layers[from..].iter().take_while(|layer| layer.ops == first.ops).count();

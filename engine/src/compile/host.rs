@@ -1,0 +1,55 @@
+//! The file that activations wait in for their backward, planned like the arena.
+//!
+//! In: programs, and the ticks that they own. Out: an offset per [`HostBuffer`](super::HostBuffer), checked. A buffer lives from
+//! the instruction that writes it to the one that reads it back. Never: a file.
+
+use std::ops::Range;
+
+use gapless_alloc::{Buffer, Options, Problem, Solution, check, plan};
+
+use super::lifetimes::tick_of;
+use super::program::{Program, Work};
+use crate::error::{Error, Result};
+
+/// All offsets are multiples of this: a page.
+const PAGE: u64 = 4096;
+
+/// The planned file.
+#[derive(Debug)]
+pub struct HostPlan {
+    /// The problem that was planned, in the arena's ticks.
+    pub problem: Problem,
+    /// Its plan; it has passed the checker.
+    pub solution: Solution,
+    /// Offsets by program and buffer.
+    pub(crate) offsets: Vec<Vec<u64>>,
+}
+
+/// Plans the file of `programs`, which own these ticks.
+///
+/// # Errors
+/// When the live bytes exceed `u64`; [`Error::BadPlan`] if the planner is broken.
+pub(super) fn plan_host(programs: &[Program], spans: &[Range<u64>], options: &Options) -> Result<HostPlan> {
+    let mut buffers: Vec<Buffer> = Vec::new();
+    for (program, span) in programs.iter().zip(spans) {
+        let mut lifetimes = vec![span.end..span.start; program.host.len()];
+        for (index, step) in program.steps.iter().enumerate() {
+            if let Work::Offload(id) | Work::Fetch(id) = step.work {
+                let (tick, lifetime) = (tick_of(span.start, index), &mut lifetimes[id.index()]);
+                *lifetime = lifetime.start.min(tick)..lifetime.end.max(tick + 2);
+            }
+        }
+        let sizes = program.host.iter().map(|buffer| buffer.bytes.next_multiple_of(PAGE));
+        buffers.extend(
+            lifetimes.into_iter().zip(sizes).map(|(lifetime, bytes)| Buffer::new(lifetime, bytes).aligned(PAGE)),
+        );
+    }
+    let problem = Problem::new(buffers)?;
+    let solution = plan(&problem, &Options { capacity: None, ..options.clone() });
+    check(&problem, &solution.offsets, Some(solution.height)).map_err(|violations| Error::BadPlan {
+        what: violations.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "),
+    })?;
+    let mut left = solution.offsets.iter().copied();
+    let offsets = programs.iter().map(|program| left.by_ref().take(program.host.len()).collect()).collect();
+    Ok(HostPlan { problem, solution, offsets })
+}
