@@ -92,8 +92,12 @@ fn outcome(trainer: &mut Trainer, steps: u64) -> Outcome {
         // Static and executed addresses together.
         let served = trainer.check_run().unwrap();
         let has_experts = trainer.parameter_names().any(|name| name.contains(".experts."));
-        let receives = has_experts && trainer.options().mesh.expert > 1;
-        assert_eq!(served > 0, receives, "rows that are received are counted");
+        let TrainOptions { mesh, offload, compress, .. } = trainer.options();
+        let receives = has_experts && mesh.expert > 1;
+        // What waits elsewhere is planned at its largest.
+        let waits = offload.is_some() || !compress.is_empty();
+        assert!(served > 0 || !receives || waits, "rows that are received are counted");
+        assert!(served == 0 || receives, "nothing else is");
         losses.push(report.loss);
         norms.push(report.gradient_norm);
     }
@@ -204,8 +208,7 @@ fn experts_read_what_waited_in_a_file_or_in_eight_bits() {
     let names = |names: &[&str]| -> Vec<String> { names.iter().map(|&name| name.to_owned()).collect() };
     let floats = names(&["linear", "rms_norm", "attention", "add", "grouped_linear", "routed_swiglu"]);
     for (style, config) in styles() {
-        let routes = if style == "experts choose" { "route" } else { "top_k" };
-        let offload = Offload { ops: [&floats[..], &names(&[routes])].concat(), folder: std::env::temp_dir() };
+        let offload = Offload { ops: [&floats[..], &names(&["route"])].concat(), folder: std::env::temp_dir() };
         for mesh in [mesh(1, 1, 1), mesh(1, 1, 2), mesh(1, 2, 2)] {
             for policy in ["none", "layers", "ops:rms_norm"] {
                 let options = TrainOptions { recompute: policy.parse().unwrap(), poison: true, ..options(mesh) };
