@@ -1,25 +1,22 @@
 //! Runs programs: instruction after instruction at planned addresses. No allocation, no name, no free.
 
-use std::io;
-use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use candle_core::{Device, Tensor};
-use gapless_alloc::arena::{ArenaReport, Overflow};
+use gapless_alloc::arena::ArenaReport;
 use gapless_alloc::{Label, Role};
 
 use super::arena::Arena;
-use super::args::{Address, Args, Element, Places};
+use super::args::{Address, Element};
+use super::links::{Communicators, Lent, Links};
 use super::offload::HostFile;
 use super::routed::Routed;
+use super::run::{Base, Failure, Outside, run_all};
 use super::workers::Workers;
-use crate::communicator::{self, Communicator, CommunicatorError, Request};
-use crate::compile::{CompiledProgram, Executable, Instruction, Message, Named, Persistent, Work};
+use crate::compile::{Executable, Instruction, Named, Persistent};
 use crate::error::{Error, Result};
 use crate::graph::Spec;
-use crate::ops::{Collective, Group};
-use crate::random::Stream;
 
 /// Index of a program in its executable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -69,53 +66,6 @@ pub struct Executor {
     file: Mutex<Option<HostFile>>,
 }
 
-/// The ways to the other ranks.
-#[derive(Debug, Default)]
-pub struct Communicators {
-    /// To the other ranks of the pipeline.
-    pub pipeline: Option<Box<dyn Communicator>>,
-    /// To all with the same stages and another share of the batch.
-    pub batch: Option<Box<dyn Communicator>>,
-    /// To those of them that share this copy's experts.
-    pub experts: Option<Box<dyn Communicator>>,
-    /// To those of them that have the same experts.
-    pub replicas: Option<Box<dyn Communicator>>,
-}
-
-impl Communicators {
-    fn of(&mut self, group: Group) -> communicator::Result<&mut Box<dyn Communicator>> {
-        let group = match group {
-            Group::Batch => &mut self.batch,
-            Group::Experts => &mut self.experts,
-            Group::Replicas => &mut self.replicas,
-        };
-        group.as_mut().ok_or(NO_COMMUNICATOR)
-    }
-}
-
-/// The ways to the other ranks, and what is under way to and from them.
-#[derive(Debug, Default)]
-struct Links {
-    communicators: Communicators,
-    requests: Vec<Option<Under>>,
-    /// Sizes of what goes to and comes from each expert rank, by request.
-    lens: Vec<[Vec<usize>; 2]>,
-}
-
-/// What is under way.
-#[derive(Debug)]
-enum Under {
-    Message(Request),
-    Collective(Request, Group),
-}
-
-/// What a run reaches beside the planned arena.
-struct Outside<'o> {
-    links: &'o mut Links,
-    routed: &'o mut Routed,
-    file: &'o mut Option<HostFile>,
-}
-
 impl Executor {
     /// Reserves the arena and fills the persistent tensors. Programs that were lowered for several ranks need the
     /// communicators to the others.
@@ -135,9 +85,7 @@ impl Executor {
             return Err(Error::DoesNotFit { needed, available, largest });
         }
         let requests = executable.programs.iter().map(|program| program.requests).max().unwrap_or(0);
-        let experts = communicators.experts.as_ref().map_or(0, |experts| experts.size());
-        let lens = (0..requests).map(|_| [vec![0; experts], vec![0; experts]]).collect();
-        let links = Mutex::new(Links { communicators, requests: (0..requests).map(|_| None).collect(), lens });
+        let links = Mutex::new(Links::new(communicators, requests));
         let counts = executable.programs.iter().map(|program| program.counts).max().unwrap_or(0);
         let routed = Mutex::new(Routed::new(executable.routing.as_ref(), counts));
         let (arena, file) = (Arena::new(needed)?, Mutex::new(None));
@@ -381,273 +329,6 @@ impl Executor {
             f(slice)
         })
     }
-}
-
-/// What messages under way hold of the arena; a run that fails or panics takes it back before the arena is let go.
-struct Lent<'l> {
-    links: &'l mut Links,
-    over: bool,
-}
-
-impl Drop for Lent<'_> {
-    fn drop(&mut self) {
-        if !self.over {
-            *self.links = Links::default();
-        }
-    }
-}
-
-/// The arena's first byte, on its way to the threads of the pool.
-#[derive(Clone, Copy)]
-struct Base(*mut u8);
-
-// SAFETY: the arena is held exclusively while a program runs, and instructions give their threads disjoint parts.
-unsafe impl Send for Base {}
-// SAFETY: as above.
-unsafe impl Sync for Base {}
-
-/// Runs every instruction; returns the index of the first with a non-finite output when watching, or of the one that
-/// failed. Ranks that watch go on to the end: others wait for what they send.
-fn run_all(
-    program: &CompiledProgram,
-    base: Base,
-    bytes: u64,
-    options: RunOptions,
-    outside: Outside<'_>,
-) -> Result<Option<usize>, (usize, Failure)> {
-    let Outside { links, routed, file } = outside;
-    let mut culprit = None;
-    for (index, instruction) in program.instructions.iter().enumerate() {
-        let span = tracing::trace_span!("op", name = instruction.work.name(), layer = &*instruction.layer);
-        let _entered = span.enter();
-        routed.place(instruction).map_err(|overflow| (index, Failure::Overflow(Box::new(overflow))))?;
-        let places = routed.places();
-        let failed = |source| (index, Failure::Communicator(source));
-        let part = options.first_part + options.part_stride * u64::from(instruction.micro_batch);
-        match &instruction.work {
-            Work::Compute(op) => {
-                let stream = Stream::new(options.seed, options.step, part);
-                // SAFETY: the addresses come from a plan that has passed the checker; the arena is held exclusively, and
-                // what messages under way read or write is alive until their wait.
-                let mut args = unsafe {
-                    Args::new(
-                        base.0,
-                        &instruction.inputs,
-                        &instruction.outputs,
-                        &instruction.workspace,
-                        places,
-                        instruction.accumulate,
-                        stream,
-                    )
-                };
-                op.run(&mut args);
-            }
-            Work::Send(message) | Work::Receive(message) | Work::Wait(message) => {
-                // SAFETY: as above; a program's last instructions wait for all that is under way.
-                unsafe { transfer(instruction, *message, base, links) }.map_err(failed)?;
-            }
-            Work::Collective(collective, request) => {
-                // SAFETY: as above.
-                unsafe { begin(*collective, *request, instruction, (base, places), links) }.map_err(failed)?;
-            }
-            Work::Finish(request) => finish(*request, links).map_err(failed)?,
-            Work::Offload(id) | Work::Fetch(id) => {
-                // SAFETY: as above.
-                unsafe { copy(instruction, program.host[id.index()], base, file) }
-                    .map_err(|source| (index, Failure::File(source)))?;
-            }
-        }
-        // What is being received is not to be looked at before the wait for it.
-        let watched = match &instruction.work {
-            Work::Compute(_) | Work::Fetch(_) => &instruction.outputs,
-            Work::Wait(_) | Work::Finish(_) => &instruction.inputs,
-            Work::Send(_) | Work::Receive(_) | Work::Collective(..) | Work::Offload(_) => &Box::default(),
-        };
-        if options.watch && culprit.is_none() && !are_finite(watched, base, places) {
-            culprit = Some(index);
-        }
-        if let Some(count) = instruction.counts {
-            // SAFETY: as above; the instruction is over.
-            routed.count(count, unsafe { last_u32(base, &instruction.outputs[0]) });
-        }
-        for range in routed.release(instruction).filter(|_| options.poison) {
-            fill_with_nan(range, base, bytes);
-        }
-        if options.poison {
-            instruction.dead_after.iter().for_each(|range| fill_with_nan(range.clone(), base, bytes));
-        }
-    }
-    Ok(culprit)
-}
-
-/// Copies an operand to the file, or from it.
-///
-/// # Safety
-/// The operand lies in the arena at `base`, and nobody else touches it meanwhile.
-unsafe fn copy(instruction: &Instruction, offset: u64, base: Base, file: &mut Option<HostFile>) -> io::Result<()> {
-    let none = || io::Error::new(io::ErrorKind::NotFound, "no file was made to offload to");
-    let file = file.as_mut().ok_or_else(none)?;
-    match &*instruction.outputs {
-        [to] => {
-            // SAFETY: by this function's contract; every pattern of bits is an element.
-            let bytes = unsafe {
-                let (start, bytes) = range(base, to, Places::NONE);
-                std::slice::from_raw_parts_mut(start, bytes)
-            };
-            file.read(offset, bytes)
-        }
-        _ => {
-            // SAFETY: by this function's contract.
-            let bytes = unsafe {
-                let (start, bytes) = range(base, &instruction.inputs[0], Places::NONE);
-                std::slice::from_raw_parts(start.cast_const(), bytes)
-            };
-            file.write(offset, bytes)
-        }
-    }
-}
-
-/// Starts or ends a message.
-///
-/// # Safety
-/// The operand lies in the arena at `base`, and nobody touches it until the message's wait.
-unsafe fn transfer(
-    instruction: &Instruction,
-    message: Message,
-    base: Base,
-    links: &mut Links,
-) -> communicator::Result<()> {
-    let Message { peer, tag, request } = message;
-    let pipeline = links.communicators.pipeline.as_mut().ok_or(NO_COMMUNICATOR)?;
-    // SAFETY: by this function's contract.
-    let range = |address| unsafe { range(base, address, Places::NONE) };
-    match &instruction.work {
-        Work::Send(_) => {
-            let (from, bytes) = range(&instruction.inputs[0]);
-            // SAFETY: by this function's contract.
-            links.requests[request] =
-                Some(Under::Message(unsafe { pipeline.isend(from.cast_const(), bytes, peer, tag) }?));
-        }
-        Work::Receive(_) => {
-            let (to, bytes) = range(&instruction.outputs[0]);
-            // SAFETY: by this function's contract.
-            links.requests[request] = Some(Under::Message(unsafe { pipeline.irecv(to, bytes, peer, tag) }?));
-        }
-        _ => {
-            let Some(Under::Message(under_way)) = links.requests[request].take() else {
-                unreachable!("lowering starts every message that it waits for")
-            };
-            pipeline.wait(under_way)?;
-        }
-    }
-    Ok(())
-}
-
-/// Starts a collective.
-///
-/// # Safety
-/// The operands lie in the arena at `base`, and nobody else touches them until it is finished.
-unsafe fn begin(
-    collective: Collective,
-    request: usize,
-    instruction: &Instruction,
-    (base, places): (Base, Places<'_>),
-    links: &mut Links,
-) -> communicator::Result<()> {
-    // SAFETY: by this function's contract.
-    let range = |address: Option<&Address>| address.map(|address| unsafe { range(base, address, places) });
-    let inputs = [range(instruction.inputs.first()), range(instruction.inputs.get(1))];
-    let output = range(instruction.outputs.first()).expect("a collective has an output");
-    // Links that have failed have none.
-    let lens = links.lens.get_mut(request).ok_or(NO_COMMUNICATOR)?;
-    match collective {
-        Collective::AllToAll { ranks } => lens.iter_mut().for_each(|lens| lens.fill(output.1 / ranks)),
-        Collective::AllToAllRows { ranks, rows, .. } => {
-            let bytes = instruction.outputs[0].span / rows * size_of::<f32>();
-            let mut received = 0;
-            for (lens, starts) in lens.iter_mut().zip(&instruction.inputs[1..]) {
-                // SAFETY: by this function's contract; starts are u32 without gaps, and nobody writes them now.
-                let starts = unsafe {
-                    std::slice::from_raw_parts(
-                        base.0.add(starts.offset as usize).cast::<u32>().cast_const(),
-                        starts.span,
-                    )
-                };
-                let runs = (starts.len() - 1) / ranks;
-                for (rank, len) in lens.iter_mut().enumerate() {
-                    *len = (starts[(rank + 1) * runs] - starts[rank * runs]) as usize * bytes;
-                }
-                received = lens.iter().sum();
-            }
-            assert!(received <= output.1, "more rows come than there can be");
-            // SAFETY: what comes ends within the output, and behind it nobody writes.
-            unsafe { std::slice::from_raw_parts_mut(output.0.add(received), output.1 - received) }.fill(0);
-        }
-        _ => {}
-    }
-    let request_of = collective.request(inputs, output, [&lens[0], &lens[1]]);
-    let group = collective.group();
-    // SAFETY: by this function's contract; the plan keeps inputs and outputs apart, or makes them one. The sizes stay as
-    // they are until this request is finished.
-    let started = unsafe { links.communicators.of(group)?.start(request_of) }?;
-    links.requests[request] = Some(Under::Collective(started, group));
-    Ok(())
-}
-
-fn finish(request: usize, links: &mut Links) -> communicator::Result<()> {
-    let Some(Under::Collective(under_way, group)) = links.requests[request].take() else {
-        unreachable!("lowering starts every collective that it finishes")
-    };
-    links.communicators.of(group)?.wait(under_way)
-}
-
-const NO_COMMUNICATOR: CommunicatorError = CommunicatorError::Unsupported {
-    what: "a program for several ranks without a communicator, or after one of them has failed",
-    remedy: "make the trainer anew, with the communicator of all its ranks",
-};
-
-/// An operand's first byte, and its number of bytes.
-///
-/// # Safety
-/// It lies in the arena at `base`.
-unsafe fn range(base: Base, address: &Address, places: Places<'_>) -> (*mut u8, usize) {
-    let (offset, span) = places.of(address);
-    // SAFETY: by this function's contract.
-    (unsafe { base.0.add(offset as usize) }, span * address.dtype.size_in_bytes())
-}
-
-/// The last element of a tensor of u32 without gaps.
-///
-/// # Safety
-/// It lies in the arena at `base`, and nobody writes it.
-unsafe fn last_u32(base: Base, address: &Address) -> u32 {
-    // SAFETY: by this function's contract; a tensor has at least one element.
-    unsafe { base.0.add(address.offset as usize).cast::<u32>().add(address.span - 1).read() }
-}
-
-fn are_finite(operands: &[Address], base: Base, places: Places<'_>) -> bool {
-    operands.iter().filter(|operand| operand.dtype == f32::DTYPE).all(|operand| {
-        let (offset, span) = places.of(operand);
-        // SAFETY: as for the instruction itself, which is over.
-        let data = unsafe { std::slice::from_raw_parts(base.0.add(offset as usize).cast::<f32>().cast_const(), span) };
-        data.iter().all(|x| x.is_finite())
-    })
-}
-
-/// Poisons bytes that nobody holds, by the checked plan or because the arena has them back.
-fn fill_with_nan(range: Range<u64>, base: Base, bytes: u64) {
-    debug_assert!(range.end <= bytes);
-    let elements = ((range.end - range.start) / 4) as usize;
-    // SAFETY: nobody holds these bytes, which lie in the arena.
-    unsafe { std::slice::from_raw_parts_mut(base.0.add(range.start as usize).cast::<f32>(), elements) }.fill(f32::NAN);
-}
-
-/// Why a program did not run to its end.
-#[derive(Debug)]
-enum Failure {
-    Communicator(CommunicatorError),
-    Overflow(Box<Overflow>),
-    File(io::Error),
 }
 
 impl Instruction {

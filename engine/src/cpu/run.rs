@@ -1,0 +1,180 @@
+//! The instructions of a program, one after another.
+//!
+//! In: a compiled program, and what it runs on: an arena, the ways to other ranks, room for what is counted, a file. Never: a
+//! decision; everything was decided when the program was compiled, but for the places of what is counted.
+
+use std::io;
+use std::ops::Range;
+
+use gapless_alloc::arena::Overflow;
+
+use super::args::{Address, Args, Element, Places};
+use super::executor::RunOptions;
+use super::links::{Links, begin, finish, transfer};
+use super::offload::HostFile;
+use super::routed::Routed;
+use crate::communicator::CommunicatorError;
+use crate::compile::{CompiledProgram, Instruction, Work};
+use crate::random::Stream;
+
+/// What a run reaches beside the planned arena.
+pub(super) struct Outside<'o> {
+    pub links: &'o mut Links,
+    pub routed: &'o mut Routed,
+    pub file: &'o mut Option<HostFile>,
+}
+
+/// The arena's first byte, on its way to the threads of the pool.
+#[derive(Clone, Copy)]
+pub(super) struct Base(pub *mut u8);
+
+// SAFETY: the arena is held exclusively while a program runs, and instructions give their threads disjoint parts.
+unsafe impl Send for Base {}
+
+// SAFETY: as above.
+unsafe impl Sync for Base {}
+
+/// Runs every instruction; returns the index of the first with a non-finite output when watching, or of the one that
+/// failed. Ranks that watch go on to the end: others wait for what they send.
+pub(super) fn run_all(
+    program: &CompiledProgram,
+    base: Base,
+    bytes: u64,
+    options: RunOptions,
+    outside: Outside<'_>,
+) -> Result<Option<usize>, (usize, Failure)> {
+    let Outside { links, routed, file } = outside;
+    let mut culprit = None;
+    for (index, instruction) in program.instructions.iter().enumerate() {
+        let span = tracing::trace_span!("op", name = instruction.work.name(), layer = &*instruction.layer);
+        let _entered = span.enter();
+        routed.place(instruction).map_err(|overflow| (index, Failure::Overflow(Box::new(overflow))))?;
+        let places = routed.places();
+        let failed = |source| (index, Failure::Communicator(source));
+        let part = options.first_part + options.part_stride * u64::from(instruction.micro_batch);
+        match &instruction.work {
+            Work::Compute(op) => {
+                let stream = Stream::new(options.seed, options.step, part);
+                // SAFETY: the addresses come from a plan that has passed the checker; the arena is held exclusively, and
+                // what messages under way read or write is alive until their wait.
+                let mut args = unsafe {
+                    Args::new(
+                        base.0,
+                        &instruction.inputs,
+                        &instruction.outputs,
+                        &instruction.workspace,
+                        places,
+                        instruction.accumulate,
+                        stream,
+                    )
+                };
+                op.run(&mut args);
+            }
+            Work::Send(message) | Work::Receive(message) | Work::Wait(message) => {
+                // SAFETY: as above; a program's last instructions wait for all that is under way.
+                unsafe { transfer(instruction, *message, base, links) }.map_err(failed)?;
+            }
+            Work::Collective(collective, request) => {
+                // SAFETY: as above.
+                unsafe { begin(*collective, *request, instruction, (base, places), links) }.map_err(failed)?;
+            }
+            Work::Finish(request) => finish(*request, links).map_err(failed)?,
+            Work::Offload(id) | Work::Fetch(id) => {
+                // SAFETY: as above.
+                unsafe { copy(instruction, program.host[id.index()], base, file) }
+                    .map_err(|source| (index, Failure::File(source)))?;
+            }
+        }
+        // What is being received is not to be looked at before the wait for it.
+        let watched = match &instruction.work {
+            Work::Compute(_) | Work::Fetch(_) => &instruction.outputs,
+            Work::Wait(_) | Work::Finish(_) => &instruction.inputs,
+            Work::Send(_) | Work::Receive(_) | Work::Collective(..) | Work::Offload(_) => &Box::default(),
+        };
+        if options.watch && culprit.is_none() && !are_finite(watched, base, places) {
+            culprit = Some(index);
+        }
+        if let Some(count) = instruction.counts {
+            // SAFETY: as above; the instruction is over.
+            routed.count(count, unsafe { last_u32(base, &instruction.outputs[0]) });
+        }
+        for range in routed.release(instruction).filter(|_| options.poison) {
+            fill_with_nan(range, base, bytes);
+        }
+        if options.poison {
+            instruction.dead_after.iter().for_each(|range| fill_with_nan(range.clone(), base, bytes));
+        }
+    }
+    Ok(culprit)
+}
+
+/// Why a program did not run to its end.
+#[derive(Debug)]
+pub(super) enum Failure {
+    Communicator(CommunicatorError),
+    Overflow(Box<Overflow>),
+    File(io::Error),
+}
+
+/// Copies an operand to the file, or from it.
+///
+/// # Safety
+/// The operand lies in the arena at `base`, and nobody else touches it meanwhile.
+unsafe fn copy(instruction: &Instruction, offset: u64, base: Base, file: &mut Option<HostFile>) -> io::Result<()> {
+    let none = || io::Error::new(io::ErrorKind::NotFound, "no file was made to offload to");
+    let file = file.as_mut().ok_or_else(none)?;
+    match &*instruction.outputs {
+        [to] => {
+            // SAFETY: by this function's contract; every pattern of bits is an element.
+            let bytes = unsafe {
+                let (start, bytes) = range(base, to, Places::NONE);
+                std::slice::from_raw_parts_mut(start, bytes)
+            };
+            file.read(offset, bytes)
+        }
+        _ => {
+            // SAFETY: by this function's contract.
+            let bytes = unsafe {
+                let (start, bytes) = range(base, &instruction.inputs[0], Places::NONE);
+                std::slice::from_raw_parts(start.cast_const(), bytes)
+            };
+            file.write(offset, bytes)
+        }
+    }
+}
+
+/// An operand's first byte, and its number of bytes.
+///
+/// # Safety
+/// It lies in the arena at `base`.
+pub(super) unsafe fn range(base: Base, address: &Address, places: Places<'_>) -> (*mut u8, usize) {
+    let (offset, span) = places.of(address);
+    // SAFETY: by this function's contract.
+    (unsafe { base.0.add(offset as usize) }, span * address.dtype.size_in_bytes())
+}
+
+/// The last element of a tensor of u32 without gaps.
+///
+/// # Safety
+/// It lies in the arena at `base`, and nobody writes it.
+unsafe fn last_u32(base: Base, address: &Address) -> u32 {
+    // SAFETY: by this function's contract; a tensor has at least one element.
+    unsafe { base.0.add(address.offset as usize).cast::<u32>().add(address.span - 1).read() }
+}
+
+fn are_finite(operands: &[Address], base: Base, places: Places<'_>) -> bool {
+    operands.iter().filter(|operand| operand.dtype == f32::DTYPE).all(|operand| {
+        let (offset, span) = places.of(operand);
+        // SAFETY: as for the instruction itself, which is over.
+        let data = unsafe { std::slice::from_raw_parts(base.0.add(offset as usize).cast::<f32>().cast_const(), span) };
+        data.iter().all(|x| x.is_finite())
+    })
+}
+
+/// Poisons bytes that nobody holds, by the checked plan or because the arena has them back.
+fn fill_with_nan(range: Range<u64>, base: Base, bytes: u64) {
+    debug_assert!(range.end <= bytes);
+    let elements = ((range.end - range.start) / 4) as usize;
+    // SAFETY: nobody holds these bytes, which lie in the arena.
+    unsafe { std::slice::from_raw_parts_mut(base.0.add(range.start as usize).cast::<f32>(), elements) }.fill(f32::NAN);
+}
