@@ -6,9 +6,9 @@ use gapless::communicator;
 use gapless::engine::checkpoint::Checkpoint;
 use gapless::engine::ops::{Drop, ExpertGroups};
 use gapless::models::{LlamaConfig, Moe, MoeConfig};
-use gapless::nn::{Capacity, Choice, RouterConfig, Score};
+use gapless::nn::{Capacity, Choice, Embedding, Experts, Module, Router, RouterConfig, Score, VarBuilder, embedding};
 use gapless::parallel;
-use gapless::{Mesh, Offload, Pipeline, Recompute, TrainOptions, Trainer};
+use gapless::{Error, Mesh, Model, Offload, Pipeline, Recompute, Tensor, TrainOptions, Trainer};
 
 const VOCABULARY: usize = 50;
 const BATCH: usize = 8;
@@ -250,6 +250,82 @@ fn a_checkpoint_of_one_layout_of_experts_resumes_on_another() {
         });
         close(&merge(resumed.unwrap(), to), &merge(straight.unwrap(), from), &format!("{from:?} to {to:?}"));
     }
+}
+
+/// The plan and the reserve of every rank together fit what they were given.
+#[test]
+fn budgets_count_the_rows_that_ranks_receive() {
+    let (_, config) = &styles()[0];
+    let on = |options: TrainOptions| {
+        let ranks = communicator::on_threads(2, |world| {
+            let mut trainer = Trainer::on(world, |vb| Moe::new(config, vb), options.clone())?;
+            let report = trainer.report();
+            Ok((report.arena_bytes, report.reserve_bytes, outcome(&mut trainer, 2)))
+        });
+        let ranks = ranks.unwrap();
+        let most = ranks.iter().map(|rank| rank.0).max().unwrap();
+        assert!(ranks.iter().all(|rank| rank.1 > 0), "all have received rows");
+        (most, merge(ranks.into_iter().map(|rank| rank.2).collect(), options.mesh))
+    };
+    let plain = TrainOptions { micro_batches: 2, poison: true, ..options(mesh(1, 1, 2)) };
+    let (all, expected) = on(plain.clone());
+    let of_one = TrainOptions { recompute: Recompute::budget(1), ..plain.clone() };
+    let smallest = |rank| match Trainer::plan_rank(|vb| Moe::new(config, vb), &of_one, rank) {
+        Err(Error::OverBudget { smallest, .. }) => smallest,
+        other => panic!("a byte is too small a budget: {other:?}"),
+    };
+    let least = smallest(0).max(smallest(1));
+    assert!(least < all, "{least} of {all}");
+    for budget in [least + (all - least) / 4, least + (all - least) * 3 / 4] {
+        let (arena, outcome) = on(TrainOptions { recompute: Recompute::budget(budget), ..plain.clone() });
+        assert!(arena <= budget, "{arena} of {budget}");
+        assert_eq!((&outcome.losses, &outcome.norms), (&expected.losses, &expected.norms), "{budget} of {all}");
+        assert!(outcome.parameters == expected.parameters, "{budget} of {all}");
+    }
+}
+
+/// A model that gives its layers what does not go together, on two expert ranks.
+struct Mismatched {
+    embed: Embedding,
+    gate: Router,
+    experts: Experts,
+    ranks: usize,
+}
+
+impl Model for Mismatched {
+    fn forward(&self, tokens: &Tensor, train: bool) -> gapless::Result<Tensor> {
+        let x = self.embed.forward(tokens)?;
+        let routing = self.gate.forward(&x, train)?;
+        let exchange = routing.exchange(self.ranks)?;
+        let echo = routing.combine(&exchange.give_back(&exchange.receive(&routing.dispatch(&x)?)?)?)?;
+        self.experts.forward(&x, &routing)?.add(&echo)?.linear(self.embed.embeddings(), None)
+    }
+}
+
+#[test]
+fn layers_that_do_not_go_together_are_refused() {
+    let refused = |routed: usize, there: usize, ranks: usize| {
+        let build = |vb: VarBuilder| {
+            let router = RouterConfig { experts: routed, ..RouterConfig::default() };
+            Ok(Mismatched {
+                embed: embedding(VOCABULARY, 16, vb.pp("embed"))?,
+                gate: Router::new(&router, 16, vb.pp("gate"))?,
+                experts: Experts::new(there, 16, 8, vb.pp("experts"))?,
+                ranks,
+            })
+        };
+        let errors = communicator::on_threads(2, |world| {
+            let (tokens, targets) = batch(0);
+            let trainer = Trainer::on(world, build, options(mesh(1, 1, 2)));
+            Ok(trainer.and_then(|mut trainer| trainer.step(&tokens, &targets)).err().map(|error| error.to_string()))
+        });
+        errors.unwrap().swap_remove(0)
+    };
+    assert_eq!(refused(8, 8, 2), None);
+    assert!(refused(8, 4, 2).unwrap().contains("4 experts behind a router of 8"));
+    assert!(refused(8, 8, 3).unwrap().contains("3 ranks cannot share 8 experts"));
+    assert!(refused(8, 8, 4).unwrap().contains("another number of ranks than the mesh has"));
+    assert!(refused(8, 8, 0).unwrap().contains("0 ranks cannot share"));
 }
 
 #[test]

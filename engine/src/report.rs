@@ -18,7 +18,9 @@ pub struct Report {
     pub host_bytes: u64,
     /// The most bytes alive at any tick: nothing lower exists.
     pub lower_bound_bytes: u64,
-    /// Arena ÷ lower bound.
+    /// What the arena has above its planned part, for rows that are counted while the step runs.
+    pub reserve_bytes: u64,
+    /// Planned part of the arena ÷ lower bound.
     pub gap: f64,
     /// Buffers that were planned.
     pub buffers: usize,
@@ -39,7 +41,8 @@ impl Report {
         let solution = &executable.solution;
         Self {
             parameters,
-            arena_bytes: solution.height,
+            arena_bytes: executable.arena_bytes(),
+            reserve_bytes: executable.arena_bytes() - solution.height,
             host_bytes: executable.host_bytes(),
             lower_bound_bytes: solution.lower_bound,
             gap: solution.gap(),
@@ -65,6 +68,9 @@ impl fmt::Display for Report {
             self.plan_ms,
             self.plan_hash
         )?;
+        if self.reserve_bytes > 0 {
+            writeln!(f, "{} bytes more for the rows that expert ranks receive", self.reserve_bytes)?;
+        }
         write!(f, "{}", self.summary)
     }
 }

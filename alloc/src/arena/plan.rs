@@ -45,7 +45,7 @@ impl ArenaPlan {
     /// Plans the arena of `requests` beside the buffers of `problem` at their `offsets`.
     ///
     /// # Errors
-    /// Requests that are unsound or not in order of their first tick; offsets that are no plan; a base inside of the static
+    /// Requests that are unsound or not in order of their first tick; offsets that are not one per buffer, or no plan where homes are planned beside it; a base inside of the static
     /// plan; sizes that leave the address space.
     pub fn new(
         problem: &Problem,

@@ -289,8 +289,14 @@ pub(crate) fn height(programs: &[&Program], capacity: Option<u64>, reserve: Rese
     if capacity.is_some_and(|capacity| bound > capacity) {
         return Ok(bound);
     }
-    let solution = plan(&problem, &CompileOptions::within(capacity, reserve).planner);
-    let routing = Requests::of(programs, &of, &problem).plan(&problem, &solution, reserve)?;
+    let options = CompileOptions::within(capacity, reserve).planner;
+    let requests = Requests::of(programs, &of, &problem);
+    // What is counted stands above the plan that `compile` makes, and between its buffers.
+    let solution = match requests.is_empty() {
+        true => plan(&problem, &options),
+        false => lowest_within(&problem, &options),
+    };
+    let routing = requests.plan(&problem, &solution, reserve)?;
     Ok(routing.as_ref().map_or(solution.height, ArenaPlan::height))
 }
 

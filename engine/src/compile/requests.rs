@@ -42,12 +42,17 @@ impl Requests {
         Self { requests: counted.into_iter().map(|(request, _)| request).collect(), of }
     }
 
+    /// Whether nothing is asked for.
+    pub fn is_empty(&self) -> bool {
+        self.requests.is_empty()
+    }
+
     /// The arena beside a static plan; none if nothing is asked for.
     pub fn plan(&self, problem: &Problem, solution: &Solution, reserve: Reserve) -> Result<Option<ArenaPlan>> {
-        if self.requests.is_empty() {
+        if self.is_empty() {
             return Ok(None);
         }
-        // A tenth of a second, at most.
+        // About a tenth of a second, where the reserve is not proven lowest before.
         let options = ArenaOptions { reserve, work: 2_000_000, ..ArenaOptions::default() };
         Ok(Some(ArenaPlan::new(problem, &solution.offsets, self.requests.clone(), &options)?))
     }
@@ -63,7 +68,7 @@ impl Requests {
     /// What every step of a program is the first to write, and what the last to use.
     pub fn by_step(&self, number: usize, program: &Program) -> Vec<(Vec<Asked>, Vec<RequestId>)> {
         let mut by_step = vec![(Vec::new(), Vec::new()); program.steps.len()];
-        if self.requests.is_empty() {
+        if self.is_empty() {
             return by_step;
         }
         let mut last: HashMap<BufferId, usize> = HashMap::new();

@@ -33,6 +33,16 @@ impl Communicators {
     }
 }
 
+const OTHER_RANKS: CommunicatorError = CommunicatorError::Unsupported {
+    what: "a collective of another number of ranks than the mesh has",
+    remedy: "ask VarBuilder::expert_ranks for their number",
+};
+
+const OTHER_ROWS: CommunicatorError = CommunicatorError::Unsupported {
+    what: "an exchange of more rows than its tensors have",
+    remedy: "give it the starts of the rows that it is given",
+};
+
 const NO_COMMUNICATOR: CommunicatorError = CommunicatorError::Unsupported {
     what: "a program for several ranks without a communicator, or after one of them has failed",
     remedy: "make the trainer anew, with the communicator of all its ranks",
@@ -128,13 +138,17 @@ pub(super) unsafe fn begin(
     let range = |address: Option<&Address>| address.map(|address| unsafe { range(base, address, places) });
     let inputs = [range(instruction.inputs.first()), range(instruction.inputs.get(1))];
     let output = range(instruction.outputs.first()).expect("a collective has an output");
+    let group = collective.group();
+    let communicator = links.communicators.of(group)?;
+    if collective.ranks().is_some_and(|ranks| ranks != communicator.size()) {
+        return Err(OTHER_RANKS);
+    }
     // Links that have failed have none.
     let lens = links.lens.get_mut(request).ok_or(NO_COMMUNICATOR)?;
     match collective {
         Collective::AllToAll { ranks } => lens.iter_mut().for_each(|lens| lens.fill(output.1 / ranks)),
         Collective::AllToAllRows { ranks, rows, .. } => {
             let bytes = instruction.outputs[0].span / rows * size_of::<f32>();
-            let mut received = 0;
             for (lens, starts) in lens.iter_mut().zip(&instruction.inputs[1..]) {
                 // SAFETY: by this function's contract; starts are u32 without gaps, and nobody writes them now.
                 let starts = unsafe {
@@ -147,19 +161,20 @@ pub(super) unsafe fn begin(
                 for (rank, len) in lens.iter_mut().enumerate() {
                     *len = (starts[(rank + 1) * runs] - starts[rank * runs]) as usize * bytes;
                 }
-                received = lens.iter().sum();
             }
-            assert!(received <= output.1, "more rows come than there can be");
+            let [sent, received] = lens.each_ref().map(|lens| lens.iter().sum::<usize>());
+            if received > output.1 || inputs[0].is_none_or(|input| sent > input.1) {
+                return Err(OTHER_ROWS);
+            }
             // SAFETY: what comes ends within the output, and behind it nobody writes.
             unsafe { std::slice::from_raw_parts_mut(output.0.add(received), output.1 - received) }.fill(0);
         }
         _ => {}
     }
     let request_of = collective.request(inputs, output, [&lens[0], &lens[1]]);
-    let group = collective.group();
     // SAFETY: by this function's contract; the plan keeps inputs and outputs apart, or makes them one. The sizes stay as
     // they are until this request is finished.
-    let started = unsafe { links.communicators.of(group)?.start(request_of) }?;
+    let started = unsafe { communicator.start(request_of) }?;
     links.requests[request] = Some(Under::Collective(started, group));
     Ok(())
 }

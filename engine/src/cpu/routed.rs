@@ -3,6 +3,8 @@
 //! In: requests that the compiler has planned, and counts as instructions make them. Out: places. Never: a heap allocation while
 //! a program runs.
 
+use std::ops::Range;
+
 use gapless_alloc::arena::{Arena, ArenaPlan, ArenaReport, Overflow, RequestId, RunViolation, Served, check_run};
 
 use super::args::Places;
@@ -53,18 +55,17 @@ impl Routed {
         Ok(())
     }
 
-    /// Takes back what nobody reads after an instruction, and returns where it was.
-    pub fn release(&mut self, instruction: &Instruction) -> impl Iterator<Item = std::ops::Range<u64>> {
+    /// Takes back what nobody reads after an instruction.
+    pub fn release(&mut self, instruction: &Instruction) {
         for &request in &*instruction.releases {
             self.arena.as_mut().expect("an executable with requests has an arena").release(request);
         }
-        instruction.releases.iter().map(|&request| self.served_as(request))
     }
 
-    fn served_as(&self, request: RequestId) -> std::ops::Range<u64> {
-        // What is released was served; not long ago, as a rule.
-        let served = self.served.iter().rev().find(|served| served.request == request);
-        served.map_or(0..0, |served| served.offset..served.offset + served.bytes)
+    /// Where that was.
+    pub fn released(&self, instruction: &Instruction) -> impl Iterator<Item = Range<u64>> {
+        let served = |&request: &RequestId| self.served.iter().rev().find(move |served| served.request == request);
+        instruction.releases.iter().filter_map(served).map(|served| served.offset..served.offset + served.bytes)
     }
 
     pub fn places(&self) -> Places<'_> {

@@ -98,10 +98,9 @@ pub(super) fn run_all(
             // SAFETY: as above; the instruction is over.
             routed.count(count, unsafe { last_u32(base, &instruction.outputs[0]) });
         }
-        for range in routed.release(instruction).filter(|_| options.poison) {
-            fill_with_nan(range, base, bytes);
-        }
+        routed.release(instruction);
         if options.poison {
+            routed.released(instruction).for_each(|range| fill_with_nan(range, base, bytes));
             instruction.dead_after.iter().for_each(|range| fill_with_nan(range.clone(), base, bytes));
         }
     }

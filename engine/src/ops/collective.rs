@@ -73,6 +73,15 @@ impl Collective {
         }
     }
 
+    /// How many ranks it was made for, where that shows in its shapes.
+    pub(crate) fn ranks(self) -> Option<usize> {
+        match self {
+            Self::AllReduce { .. } => None,
+            Self::ReduceScatter { ranks } | Self::Refill { ranks } | Self::AllToAll { ranks } => Some(ranks),
+            Self::AllGather { ranks, .. } | Self::AllToAllRows { ranks, .. } => Some(ranks),
+        }
+    }
+
     /// What the communicator is asked for, given addresses and extents. `lens` are the bytes for and from each rank of an
     /// [`Self::AllToAll`] or [`Self::AllToAllRows`].
     ///

@@ -245,7 +245,7 @@ mod tests {
         }
     }
 
-    /// What is lost of a number that is not finite is not lost in silence.
+    /// What is lost of an infinite number is not lost in silence.
     #[test]
     fn infinite_numbers_do_not_come_back_finite() {
         let mut codes = [0; 3];

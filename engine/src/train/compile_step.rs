@@ -65,7 +65,7 @@ pub(super) fn compile_step<M: Model>(
 
     let train = step.program(options, plan, threads, &[&evaluate, &logits])?;
     let programs = [train, evaluate, logits];
-    if plan.mesh.pipeline > 1 {
+    if plan.mesh.pipeline > 1 || plan.mesh.expert > 1 {
         expect_same_parameters(&programs)?;
     }
     let executable = compile(&programs, &CompileOptions::within(options.recompute.capacity(), options.routing))?;
@@ -152,8 +152,13 @@ impl<M: Model> TrainStep<M> {
             let graph = trace.lock();
             for (id, name) in graph.persistent().filter(|(_, name)| stages.contains_key(*name)) {
                 if !kept.shapes.contains_key(name) {
-                    kept.shapes.insert(name.to_owned(), graph.value(id).spec.dims().to_vec());
+                    let here = &graph.value(id).spec;
+                    let whole = graph.shared(id).unwrap_or(&here.shape);
+                    kept.shapes.insert(name.to_owned(), whole.dims().to_vec());
                     kept.frozen.insert(name.to_owned());
+                    if graph.shared(id).is_some() {
+                        kept.parts.insert(name.to_owned(), update.share(here.elements()));
+                    }
                 }
             }
         }

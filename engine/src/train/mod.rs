@@ -107,7 +107,7 @@ impl Trainer {
     ///
     /// # Errors
     /// When the options or the model's shapes do not fit together, or the arena does not fit the machine's memory;
-    /// [`Error::NoKernels`] for another type than f32.
+    /// [`Error::NoKernels`] for another type than f32; [`Error::OverBudget`]; [`Error::Offload`] when its file cannot be made.
     pub fn new<M: Model>(build: impl Fn(VarBuilder) -> Result<M>, options: TrainOptions) -> Result<Self> {
         let ranks = options.mesh.ranks()?;
         if ranks != 1 {
@@ -254,8 +254,8 @@ impl Trainer {
     ///
     /// # Errors
     /// [`Error::NonFinite`] when the loss or a gradient is not finite: the model is left as it was before the step, unless
-    /// [`TrainOptions::release_gradients`]. Ids
-    /// outside the vocabulary, and batches of the wrong size.
+    /// [`TrainOptions::release_gradients`]. Ids outside the vocabulary, and batches of the wrong size. [`Error::Communicator`] when
+    /// another rank fails, [`Error::Routing`] when rows find no room, [`Error::Offload`] when a file cannot be written or read.
     pub fn step(&mut self, tokens: &[u32], targets: &[u32]) -> Result<StepReport> {
         let lr = self.schedule.at(self.step);
         let program = self.programs.train;
@@ -295,7 +295,7 @@ impl Trainer {
     /// Mean loss over `evaluation_batch` sequences, without dropout.
     ///
     /// # Errors
-    /// Ids outside the vocabulary, and batches of the wrong size.
+    /// As [`Self::step`], but for [`Error::NonFinite`].
     pub fn evaluate(&mut self, tokens: &[u32], targets: &[u32]) -> Result<f32> {
         let program = self.programs.evaluate;
         let whole = Share { parts: 1, first: 0, stride: 1, count: 1 };
@@ -308,7 +308,7 @@ impl Trainer {
     /// call that runs something.
     ///
     /// # Errors
-    /// Ids outside the vocabulary, and sequences of the wrong length.
+    /// As [`Self::evaluate`].
     pub fn logits(&mut self, tokens: &[u32]) -> Result<candle_core::Tensor> {
         let program = self.programs.logits;
         let expected = self.options.sequence;

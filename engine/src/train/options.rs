@@ -130,6 +130,11 @@ impl TrainOptions {
         if self.release_gradients {
             self.check_release()?;
         }
+        if let Reserve::Balanced { factor } = self.routing
+            && !(factor.is_finite() && factor >= 0.0)
+        {
+            return fail("routing", format!("a factor of {factor}"), "1.25 is usual");
+        }
         self.learning_rate.check()?;
         self.optimizer.check()
     }

@@ -27,7 +27,7 @@ impl Trainer {
     /// Continues `prompt`. Every token costs a whole forward pass over the last `sequence` tokens.
     ///
     /// # Errors
-    /// An empty prompt, or ids outside the vocabulary.
+    /// An empty prompt, or ids outside the vocabulary; else as [`Self::evaluate`].
     pub fn sample(&mut self, prompt: &[u32], options: &SampleOptions) -> Result<Vec<u32>> {
         if prompt.is_empty() {
             let why = "it is empty".to_owned();
@@ -39,7 +39,8 @@ impl Trainer {
         let mut window = vec![0; sequence];
         for i in 0..options.tokens {
             let context = &tokens[tokens.len().saturating_sub(sequence)..];
-            // Causal attention: what stands behind the context does not reach its last token.
+            // Causal attention: what stands behind the context does not reach its last token; but where experts choose, or
+            // drop the lightest, it competes with it.
             window[..context.len()].copy_from_slice(context);
             window[context.len()..].fill(0);
             let last = context.len() - 1;

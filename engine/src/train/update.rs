@@ -273,8 +273,13 @@ impl<M: Model> Update<'_, M> {
     fn kept_part(&self, part: Part, elements: usize) -> KeptPart {
         match part {
             Part::Whole | Part::OfBatch => KeptPart { first: self.plan.batch_rank() * elements, alone: true },
-            Part::OfExperts => KeptPart { first: self.plan.at.expert * elements, alone: self.plan.at.data == 0 },
+            Part::OfExperts => self.share(elements),
         }
+    }
+
+    /// This expert rank's share, of so many elements.
+    pub fn share(&self, elements: usize) -> KeptPart {
+        KeptPart { first: self.plan.at.expert * elements, alone: self.plan.at.data == 0 }
     }
 
     /// The sum over some ranks, in place; the value itself for one.

@@ -49,6 +49,19 @@ impl Counts {
                 }
             }
         }
+        for node in graph.node_ids().filter(|id| alive[id.index()]).map(|id| graph.node(id)) {
+            let counts: HashSet<ValueId> =
+                node.inputs.iter().chain(&node.outputs).filter_map(|&id| Some(counted(id)?.starts)).collect();
+            // Rows of two counts do not go together; and what is counted is the first output of what counts.
+            if counts.len() > 1 {
+                refused.extend(&counts);
+            }
+            let counts_first = |starts: &ValueId| {
+                let root = graph.value(*starts).root;
+                graph.producer(root).is_some_and(|maker| maker.outputs[0] == root)
+            };
+            refused.extend(counts.into_iter().filter(|starts| !counts_first(starts)));
+        }
         // Putting away knows of shapes alone.
         for root in of.recomputation.variants().iter().flat_map(Variant::stashed) {
             refused.extend(counted(root).map(|rows| rows.starts));

@@ -1,7 +1,7 @@
 //! Rows on the ranks of their experts.
 
 use super::Routing;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::graph::Tensor;
 use crate::ops::{Collective, GroupedLinear, RoutedSwiGlu, RunLengths, RunStarts};
 
@@ -26,6 +26,10 @@ impl Routing {
     /// # Errors
     /// When the ranks do not divide the experts.
     pub fn exchange(&self, ranks: usize) -> Result<Exchange> {
+        if ranks == 0 || !self.experts.is_multiple_of(ranks) {
+            let why = format!("{ranks} ranks cannot share {} experts equally", self.experts);
+            return Err(Error::Config { what: "mesh", why, remedy: "choose a divisor of the number of experts" });
+        }
         let sent = self.starts.clone();
         let rows_sent = self.slots.elem_count();
         if ranks == 1 {

@@ -1,7 +1,7 @@
 //! Feed-forward layers, of which each row passes through one.
 
 use super::Routing;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::graph::Tensor;
 use crate::nn::VarBuilder;
 
@@ -34,9 +34,14 @@ impl Experts {
     /// [batch, tokens, width] to the same: every token through the experts that it was routed to, weighted and summed.
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// When the shapes do not fit, or the router chooses among another number of experts.
     pub fn forward(&self, x: &Tensor, routing: &Routing) -> Result<Tensor> {
         let _layer = x.enter(&self.layer);
+        let experts = self.gate_proj.dim(0)? * self.ranks;
+        if experts != routing.experts {
+            let why = format!("{experts} experts behind a router of {}", routing.experts);
+            return Err(Error::Config { what: "experts", why, remedy: "give both the same number" });
+        }
         let routed = routing.exchange(self.ranks)?;
         let rows = routed.receive(&routing.dispatch(x)?)?;
         let weights = routed.receive(&routing.row_weights()?)?;

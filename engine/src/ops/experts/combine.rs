@@ -23,7 +23,8 @@ impl Op for Dispatch {
         crate::ops::expect_rank(&inputs[0], 1)?;
         super::expect_places(&inputs[1], &inputs[2])?;
         let (&width, tokens) = inputs[0].dims().split_last().expect("rank was checked");
-        if tokens != &inputs[1].dims()[..tokens.len().min(inputs[1].dims().len() - 1)] {
+        let places = inputs[1].dims();
+        if tokens != &places[..places.len() - 1] {
             return Err("x must be [.., width] and places [.., k] of the same tokens".into());
         }
         Ok(vec![inputs[0].in_shape((inputs[2].elements(), width))])

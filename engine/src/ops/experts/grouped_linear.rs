@@ -83,8 +83,10 @@ impl Op for GroupedLinear {
         // The weight's part first: it is the last to need x.
         if g.needs(1) {
             let experts = weight.dims()[0];
-            let [d_weight] =
-                Tensor::apply_op(GroupedLinearGradWeight { experts, sources: self.sources }, &[&x, &dy, &starts])?;
+            let [d_weight] = Tensor::apply_op(
+                GroupedLinearGradWeight { experts, sources: self.sources, balanced: self.balanced },
+                &[&x, &dy, &starts],
+            )?;
             g.send(1, d_weight);
         }
         if g.needs(0) {
@@ -191,6 +193,7 @@ impl Op for GroupedLinearGradInput {
 struct GroupedLinearGradWeight {
     experts: usize,
     sources: usize,
+    balanced: Option<usize>,
 }
 
 impl GroupedLinearGradWeight {
@@ -215,7 +218,8 @@ impl Op for GroupedLinearGradWeight {
     }
 
     fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
-        2 * inputs[0].elements() as u64 * crate::ops::width(inputs[1].dims()) as u64
+        let rows = self.balanced.unwrap_or(inputs[0].dims()[0]);
+        2 * (rows * crate::ops::width(inputs[0].dims()) * crate::ops::width(inputs[1].dims())) as u64
     }
 
     fn accumulates(&self, _: usize) -> bool {

@@ -24,7 +24,8 @@ pub enum Chooses {
 pub enum Drop {
     /// Those of the last tokens (Switch, arXiv 2101.03961).
     Last,
-    /// Those of the least weight; of equal ones, the last. Weights are one input more.
+    /// Those of the least weight; of equal ones, the last. Weights are one input more. In a causal model that tells a token
+    /// something of those behind it.
     Lightest,
 }
 

@@ -51,8 +51,8 @@ impl Op for RoutedSwiGlu {
         Ok(())
     }
 
-    fn flops(&self, _: &[Spec], outputs: &[Spec]) -> u64 {
-        6 * outputs[0].elements() as u64
+    fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
+        6 * elements(&inputs[0], self.balanced)
     }
 
     fn may_overwrite(&self) -> &[(usize, usize)] {
@@ -89,6 +89,11 @@ impl Op for RoutedSwiGlu {
     }
 }
 
+/// Elements of as many rows as there are when all ranks have the same number.
+fn elements(rows: &Spec, balanced: Option<usize>) -> u64 {
+    (balanced.unwrap_or(rows.dims()[0]) * crate::ops::width(rows.dims())) as u64
+}
+
 /// (d_gate, d_up, d_weights) from (gate, up, weights, starts, dy); the first two may overwrite gate and up.
 #[derive(Debug, Clone, Copy)]
 struct RoutedSwiGluGrad {
@@ -113,7 +118,7 @@ impl Op for RoutedSwiGluGrad {
     }
 
     fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
-        12 * inputs[0].elements() as u64
+        12 * elements(&inputs[0], self.balanced)
     }
 
     fn run(&self, args: &mut Args<'_>) {
