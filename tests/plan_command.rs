@@ -87,3 +87,24 @@ fn a_step_is_planned_within_its_budget_or_refused() {
         assert!(text.contains(words), "{text}");
     }
 }
+
+/// Mixtral on two expert ranks: the rows that come are beside the plan, as many as even routing has or as there can be.
+#[test]
+fn an_expert_rank_is_planned_with_its_reserve() {
+    let plan = |routing: &[&str]| -> serde_json::Value {
+        let step = ["plan", "--model", "mixtral8x7b", "--batch", "4", "--micro-batches", "2", "--sequence", "256"];
+        let arguments = [&step[..], &["--dtype", "bf16", "--expert-ranks", "2", "--json"], routing].concat();
+        let output = Command::new(env!("CARGO_BIN_EXE_gapless")).args(arguments).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        serde_json::from_slice(&output.stdout).unwrap()
+    };
+    let (worst, even) = (plan(&[]), plan(&["--routing", "1"]));
+    let number = |of: &serde_json::Value, name: &str| of[name].as_u64().unwrap();
+    for step in [&worst, &even] {
+        let plan = number(step, "arena_bytes") - number(step, "reserve_bytes");
+        assert_eq!(plan, number(step, "lower_bound_bytes"), "the plan is at its bound");
+    }
+    assert!(number(&even, "reserve_bytes") < number(&worst, "reserve_bytes"));
+    // Half of the experts' weights, not all.
+    assert!(number(&worst, "arena_bytes") < 240 << 30, "{worst}");
+}

@@ -65,9 +65,13 @@ pub struct Step {
     /// Name of the model.
     model: String,
     buffers: usize,
+    /// Plan and reserve.
     pub arena_bytes: u64,
     lower_bound_bytes: u64,
+    /// Of the plan.
     gap: f64,
+    /// What the arena has above the plan, for the rows that an expert rank receives.
+    reserve_bytes: u64,
     /// Time of compiling and planning, the search for a budget's recomputation included.
     plan_ms: f64,
     /// Modelled time of the step.
@@ -102,6 +106,7 @@ pub fn plan_step(arguments: &Arguments, recompute: Recompute) -> gapless::Result
         arena_bytes: executable.arena_bytes(),
         lower_bound_bytes: executable.solution.lower_bound,
         gap: executable.solution.gap(),
+        reserve_bytes: executable.arena_bytes() - executable.solution.height,
         plan_ms: start.elapsed().as_secs_f64() * 1e3,
         step_ms: all as f64 / 1e6,
         overhead: again as f64 / (all - again).max(1) as f64,
@@ -165,6 +170,10 @@ fn print(out: &mut impl Write, arguments: &Arguments, step: &Step) -> std::io::R
     )?;
     let (time, flops) = (100.0 * step.overhead, 100.0 * step.extra_flops);
     writeln!(out, "computed again: {time:.2} % of the time, {flops:.2} % of the arithmetic")?;
+    if step.reserve_bytes > 0 {
+        let (reserve, arena) = (Bytes(step.reserve_bytes), Bytes(step.arena_bytes));
+        writeln!(out, "above the plan: {reserve} for rows that this rank receives, {arena} in all")?;
+    }
     if step.host_bytes > 0 {
         writeln!(out, "waiting in a file: {}, whose copies are not in the time", Bytes(step.host_bytes))?;
     }
