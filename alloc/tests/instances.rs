@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io::BufReader;
 use std::path::Path;
 
+use flate2::read::GzDecoder;
 use gapless_alloc::{Fit, Options, Proof, check, csv, plan};
 
 /// Calls `judge` with the name and table of every plain CSV file of a family; says so when there is none.
@@ -38,4 +39,18 @@ fn training_steps_meet_the_bound() {
         check(&table.problem, &solution.offsets, None).unwrap_or_else(|v| panic!("{name}: {v:?}"));
         assert_eq!(solution.proof, Proof::MaxLive, "{name}: gap {}", solution.gap());
     });
+}
+
+/// Steps of small pipelines with split backwards: full once per micro-batch, with statistics of a kilobyte or two between
+/// activations that start before those of their size are gone. With a quarter of the default work, as a compiler asks.
+#[test]
+fn split_backwards_meet_the_bound() {
+    for name in ["zb-h1", "v-min"] {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/steps").join(name).with_extension("csv.gz");
+        let table = csv::read(BufReader::new(GzDecoder::new(File::open(path).unwrap()))).unwrap();
+        let options = Options { work: Options::default().work / 4, ..Options::default() };
+        let solution = plan(&table.problem, &options);
+        check(&table.problem, &solution.offsets, None).unwrap_or_else(|v| panic!("{name}: {v:?}"));
+        assert_eq!(solution.proof, Proof::MaxLive, "{name}: gap {}", solution.gap());
+    }
 }

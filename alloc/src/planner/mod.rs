@@ -9,11 +9,12 @@
 //! - [`portfolio`] runs [`sweep`]s ([`holes`] is what a sweep knows of space, [`reserved`] what it flows around) and
 //!   [`ordered`] placements ([`occupied`] is what those know of space); [`retrace`] sweeps and takes back what led nowhere.
 //! - [`exact`] searches small parts; [`descend`] lowers plans of any size by [`eject`]ing what is in the way ([`crowd`]
-//!   knows who that is), the large items of a part first ([`scale`]).
+//!   knows who that is), the large items of a part first ([`scale`]), or sizes that keep to themselves ([`classes`]).
 //! - [`grouped`] lets a group's members each live their own life.
 //! - [`keep`] holds on to the addresses of an earlier plan.
 //! - [`meter`] counts what that costs.
 
+mod classes;
 mod crowd;
 mod descend;
 mod eject;

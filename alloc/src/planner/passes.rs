@@ -1,5 +1,6 @@
 //! Ways to lower the best plan of a part that sweeps have left above its goal, and in which order they are taken.
 
+use super::classes::classes;
 use super::descend::descend;
 use super::meter::Meter;
 use super::portfolio::Portfolio;
@@ -28,14 +29,21 @@ pub(crate) const PLACEMENTS: [Pass; 2] =
     [(16, |_, portfolio| portfolio.long_once()), (16, |_, portfolio| portfolio.order_once())];
 
 /// What settles most of what sweeps leave.
-pub(crate) const QUICK_PASSES: [Pass; 6] = [
+pub(crate) const QUICK_PASSES: [Pass; 7] = [
     (256, mend),
     (32, take_back),
     (32, |_, portfolio| portfolio.repair()),
     (16, |_, portfolio| portfolio.long_once()),
     (16, |_, portfolio| portfolio.order_once()),
     (64, mend),
+    (16, |goal, portfolio| {
+        let enough = CLASSES_PER_ITEM * portfolio.timeline.part.items.len() as u64;
+        within(enough, portfolio, |portfolio| by_classes(goal, portfolio));
+    }),
 ];
+
+/// Work for each item that sizes apart may cost: where that helps, a sixth of it was enough.
+const CLASSES_PER_ITEM: u64 = 2_000;
 
 /// Repairs start from different plans, first with little work each: what one can't reach is often near another.
 pub(crate) const PASSES: [Pass; 9] = [
@@ -145,6 +153,34 @@ fn mend_others(goal: Goal, portfolio: &mut Portfolio) {
     }
     // What was repaired once leads to the same again.
     portfolio.others.clear();
+}
+
+/// Plans sizes apart that keep to themselves where the part is fullest, one region above the other, and then everything
+/// else around them.
+fn by_classes(goal: Goal, portfolio: &mut Portfolio) {
+    let part = portfolio.timeline.part;
+    let classes = classes(part, &mut portfolio.meter);
+    if classes.len() < 2 {
+        return;
+    }
+    let mut places = vec![None; part.items.len()];
+    let mut base = 0u64;
+    for class in &classes {
+        let room = Goal { ceiling: class.part.bound, enough: class.part.bound };
+        let share = Meter { work: portfolio.meter.spent + portfolio.meter.left() / 4, ..portfolio.meter };
+        let mut alone = Portfolio::new(&class.part, room.ceiling, share);
+        run(&COARSE_PASSES, room, &mut alone);
+        portfolio.sweeps += alone.sweeps;
+        portfolio.meter.spent = alone.meter.spent;
+        // Where a region doesn't hold its class, the regions together are too high.
+        let Some(placed) = alone.best.filter(|best| best.height <= room.enough) else { return };
+        let Some(top) = base.checked_add(placed.height) else { return };
+        class.members.iter().zip(placed.offsets).for_each(|(&i, at)| places[i as usize] = Some(base + at));
+        base = top;
+    }
+    let placed = descend(part, &places, goal.enough, &mut portfolio.meter);
+    // What is no lower than the best is no place to start from either.
+    portfolio.offer(placed.filter(|placed| portfolio.best.as_ref().is_none_or(|best| placed.height < best.height)));
 }
 
 /// Plans the large items alone, on the grid that their sizes have in common, then adds smaller and smaller ones, each
