@@ -226,6 +226,18 @@ pub struct Part {
 }
 
 impl Step {
+    /// A step without scratch that sets its outputs, for the first time.
+    pub(crate) fn plain(
+        work: Work,
+        inputs: Vec<Operand>,
+        outputs: Vec<Operand>,
+        micro_batch: u32,
+        layer: Arc<str>,
+    ) -> Self {
+        let (workspace, accumulate, again, counts) = (Vec::new(), 0, false, None);
+        Self { work, inputs, outputs, workspace, accumulate, micro_batch, layer, again, counts }
+    }
+
     fn specs(operands: &[Operand]) -> Vec<Spec> {
         operands.iter().map(|o| Spec { shape: o.layout.shape().clone(), dtype: o.dtype }).collect()
     }

@@ -48,8 +48,6 @@ impl Counts {
                     refused.insert(rows.starts);
                 }
             }
-        }
-        for node in graph.node_ids().filter(|id| alive[id.index()]).map(|id| graph.node(id)) {
             let counts: HashSet<ValueId> =
                 node.inputs.iter().chain(&node.outputs).filter_map(|&id| Some(counted(id)?.starts)).collect();
             // Rows of two counts do not go together; and what is counted is the first output of what counts.

@@ -368,17 +368,9 @@ impl<'a> Lowerer<'a> {
         micro_batch: u32,
     ) {
         let input = |&(buffer, overwritten_by)| Operand { overwritten_by, ..Operand::new(buffer, value) };
-        self.program.steps.push(Step {
-            work: Work::Compute(op),
-            inputs: inputs.iter().map(input).collect(),
-            outputs: vec![Operand::new(output, value)],
-            workspace: Vec::new(),
-            accumulate: 0,
-            micro_batch,
-            layer: node.layer.clone(),
-            again: false,
-            counts: None,
-        });
+        let (inputs, outputs) = (inputs.iter().map(input).collect(), vec![Operand::new(output, value)]);
+        let layer = node.layer.clone();
+        self.program.steps.push(Step::plain(Work::Compute(op), inputs, outputs, micro_batch, layer));
     }
 
     /// The key of the instance of `root` that a node of `phase` sees.

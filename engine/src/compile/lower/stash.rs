@@ -108,19 +108,7 @@ impl<'a> Lowerer<'a> {
     }
 
     fn compute(&mut self, op: Arc<dyn Op>, inputs: Vec<Operand>, outputs: Vec<Operand>, node: &Node, micro_batch: u32) {
-        let (work, layer, workspace) = (Work::Compute(op), node.layer.clone(), Vec::new());
-        let (accumulate, again, counts) = (0, false, None);
-        self.program.steps.push(Step {
-            work,
-            inputs,
-            outputs,
-            workspace,
-            accumulate,
-            micro_batch,
-            layer,
-            again,
-            counts,
-        });
+        self.program.steps.push(Step::plain(Work::Compute(op), inputs, outputs, micro_batch, node.layer.clone()));
     }
 }
 

@@ -150,17 +150,6 @@ impl Lowerer<'_> {
     ) {
         let layer = self.of.graph.producer(root).map_or_else(|| Arc::from(""), |maker| maker.layer.clone());
         let micro_batch = if instance == SUM { 0 } else { instance };
-        let (workspace, accumulate, again) = (Vec::new(), 0, false);
-        self.program.steps.push(Step {
-            work,
-            inputs,
-            outputs,
-            workspace,
-            accumulate,
-            micro_batch,
-            layer,
-            again,
-            counts: None,
-        });
+        self.program.steps.push(Step::plain(work, inputs, outputs, micro_batch, layer));
     }
 }

@@ -36,17 +36,22 @@ impl Op for SlotWeights {
     }
 
     fn run(&self, args: &mut Args<'_>) {
-        let out = args.output::<f32>(0);
-        let (weights, slots) = (args.input::<f32>(0), args.input::<u32>(2));
-        for (out, &slot) in out.iter_mut().zip(slots) {
-            *out = if slot == NONE { 0.0 } else { weights[slot as usize] };
-        }
+        gather(args, 2);
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let (weights, slots) = (args.input(0), args.input(2));
         let weight = |&slot: &f64| if slot == f64::from(NONE) { 0.0 } else { weights.data[slot as usize] };
         vec![Array::new(&[slots.data.len(), 1], slots.data.iter().map(weight).collect())]
+    }
+}
+
+/// The numbers of input 0 that input `indices` names; 0 where that is [`NONE`].
+fn gather(args: &mut Args<'_>, indices: usize) {
+    let out = args.output::<f32>(0);
+    let (from, indices) = (args.input::<f32>(0), args.input::<u32>(indices));
+    for (out, &index) in out.iter_mut().zip(indices) {
+        *out = if index == NONE { 0.0 } else { from[index as usize] };
     }
 }
 
@@ -68,11 +73,7 @@ impl Op for SlotWeightsGrad {
     }
 
     fn run(&self, args: &mut Args<'_>) {
-        let out = args.output::<f32>(0);
-        let (rows, places) = (args.input::<f32>(0), args.input::<u32>(1));
-        for (out, &place) in out.iter_mut().zip(places) {
-            *out = if place == NONE { 0.0 } else { rows[place as usize] };
-        }
+        gather(args, 1);
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
