@@ -1,7 +1,8 @@
 //! Exact live bytes of a rank from what one micro-batch keeps alive between cells.
 //!
-//! In: the row of cells that a rank runs, and, for each of its stages, the buffers of *one* micro-batch with the cells
-//! that they are born in and die in. Out: the most bytes that are alive at a time, all micro-batches together.
+//! In: the row of cells that a rank runs, and the buffers of *one* micro-batch with the cells that they are born in and die
+//! in, for each way in which micro-batches go through the rank. Out: the most bytes that are alive at a time, all
+//! micro-batches together.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -18,14 +19,15 @@ pub struct Kept {
     pub until: Cell,
 }
 
-/// The most bytes that are alive in any cell of `row`, if every micro-batch keeps what `kept` says of one. What is born in
-/// a cell is there from its start, what dies in it until its end; a buffer whose cells `row` doesn't have counts nothing.
-pub fn peak_bytes(row: &[Cell], kept: &[Kept]) -> u64 {
+/// The most bytes that are alive in any cell of `row`, if each micro-batch keeps what `kept` says of it (whatever
+/// micro-batch its cells name). What is born in a cell is there from its start, what dies in it until its end; a buffer
+/// whose cells `row` doesn't have counts nothing.
+pub fn peak_bytes<'a>(row: &[Cell], kept: impl Fn(MicroBatch) -> &'a [Kept]) -> u64 {
     let at: HashMap<Cell, usize> = row.iter().enumerate().map(|(index, &cell)| (cell, index)).collect();
     let micro_batches: BTreeSet<MicroBatch> = row.iter().filter_map(micro_batch).collect();
     // By cell: bytes born at its start, bytes dead at its end.
     let mut changes = vec![(0, 0); row.len()];
-    for (kept, &micro_batch) in kept.iter().flat_map(|kept| micro_batches.iter().map(move |m| (kept, m))) {
+    for (micro_batch, kept) in micro_batches.iter().flat_map(|&m| kept(m).iter().map(move |kept| (m, kept))) {
         let [from, until] = [kept.from, kept.until].map(|cell| at.get(&with(cell, micro_batch)).copied());
         if let (Some(from), Some(until)) = (from, until)
             && from <= until
@@ -84,9 +86,12 @@ mod tests {
         ]
         .map(|(kind, micro_batch)| cell(kind, micro_batch))
         .to_vec();
-        assert_eq!(peak_bytes(&row, &[saved]), 20);
-        assert_eq!(peak_bytes(&row, &[saved, split]), 20, "no cell of the split kind");
-        assert_eq!(peak_bytes(&row[..2], &[saved]), 0, "never dies");
-        assert_eq!(peak_bytes(&[], &[saved]), 0);
+        assert_eq!(peak_bytes(&row, |_| &[saved]), 20);
+        assert_eq!(peak_bytes(&row, |_| &[saved, split]), 20, "no cell of the split kind");
+        assert_eq!(peak_bytes(&row[..2], |_| &[saved]), 0, "never dies");
+        assert_eq!(peak_bytes(&[], |_| &[saved]), 0);
+        let larger = kept(15, Kind::Forward, Kind::Backward);
+        let by_way = [saved, larger];
+        assert_eq!(peak_bytes(&row, |micro_batch| &by_way[micro_batch.0 as usize / 2..][..1]), 25);
     }
 }
