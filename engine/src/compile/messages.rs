@@ -181,7 +181,7 @@ impl Crossings {
         table: &[Vec<Action>],
         rank: usize,
     ) -> Result<HashMap<(ValueId, u32, usize), usize>> {
-        let known = self.known(graph, table)?;
+        let known = self.known(graph, table, rank)?;
         let mut taken = HashMap::new();
         for (to, row) in table.iter().enumerate().filter(|(to, _)| *to != rank) {
             let mut seen = BTreeSet::new();
@@ -191,7 +191,7 @@ impl Crossings {
                     if self.maker(graph, root) != Some(rank) || !seen.insert(key) {
                         continue;
                     }
-                    let by = known[rank].partition_point(|knows| knows[to] <= index);
+                    let by = known.partition_point(|knows| knows[to] as usize <= index);
                     if by < table[rank].len() {
                         taken.insert((key.0, key.1, to), by);
                     }
@@ -208,9 +208,12 @@ impl Crossings {
         }
     }
 
-    /// `known[rank][action][other]`: how many actions of `other` are over for certain when the action starts, because
+    /// `known[action][other]`: how many actions of `other` are over for certain when an action of `rank` starts, because
     /// something that came of them was received.
-    fn known(&self, graph: &Graph, table: &[Vec<Action>]) -> Result<Vec<Vec<Vec<usize>>>> {
+    ///
+    /// Those are vector clocks (Fidge, Mattern), one per action of every rank. Another rank's is let go of with its last
+    /// reader, so that there are never more of them than messages under way.
+    fn known(&self, graph: &Graph, table: &[Vec<Action>], rank: usize) -> Result<Vec<Vec<u32>>> {
         let mut made: HashMap<(StageId, Phase, u32), (usize, usize)> = HashMap::new();
         for (rank, row) in table.iter().enumerate() {
             for (index, action) in row.iter().enumerate() {
@@ -219,33 +222,57 @@ impl Crossings {
                 }
             }
         }
-        let mut known: Vec<Vec<Vec<usize>>> = vec![Vec::new(); table.len()];
+        // The actions that each action receives of.
+        let mut sources: Vec<Vec<Vec<(usize, usize)>>> = Vec::with_capacity(table.len());
+        let mut readers: HashMap<(usize, usize), usize> = HashMap::new();
+        for row in table {
+            let mut of_row = Vec::with_capacity(row.len());
+            for action in row {
+                let mut of_action = BTreeSet::new();
+                for root in self.needs(action) {
+                    let maker = graph.producer(root).expect("what crosses is made by a node");
+                    let Place::Stage(stage) = maker.place else { continue };
+                    let Some(&source) = made.get(&(stage, maker.phase, action.micro_batch.0)) else {
+                        let why = format!("{action} needs what stage {} never makes", stage.0);
+                        return Err(Error::Config { what: "schedule", why, remedy: "check its table" });
+                    };
+                    of_action.insert(source);
+                }
+                of_action.iter().for_each(|&source| *readers.entry(source).or_default() += 1);
+                of_row.push(of_action.into_iter().collect());
+            }
+            sources.push(of_row);
+        }
+        let mut clocks: HashMap<(usize, usize), Vec<u32>> = HashMap::new();
+        let mut now = vec![vec![0; table.len()]; table.len()];
+        let mut done = vec![0; table.len()];
+        let mut known = Vec::with_capacity(table[rank].len());
         loop {
             let mut moved = false;
-            for (rank, row) in table.iter().enumerate() {
-                while let Some(action) = row.get(known[rank].len()) {
-                    let index = known[rank].len();
-                    let mut knows = known[rank].last().cloned().unwrap_or_else(|| vec![0; table.len()]);
-                    knows[rank] = index;
-                    let mut ready = true;
-                    for root in self.needs(action) {
-                        let maker = graph.producer(root).expect("what crosses is made by a node");
-                        let Place::Stage(stage) = maker.place else { continue };
-                        let Some(&(from, at)) = made.get(&(stage, maker.phase, action.micro_batch.0)) else {
-                            let why = format!("{action} needs what stage {} never makes", stage.0);
-                            return Err(Error::Config { what: "schedule", why, remedy: "check its table" });
-                        };
-                        let Some(then) = known[from].get(at) else {
-                            ready = false;
-                            break;
-                        };
-                        knows.iter_mut().zip(then).for_each(|(mine, &theirs)| *mine = theirs.max(*mine));
-                        knows[from] = knows[from].max(at + 1);
-                    }
-                    if !ready {
+            for (of, row) in sources.iter().enumerate() {
+                while let Some(from) = row.get(done[of]) {
+                    if !from.iter().all(|&(from, at)| done[from] > at) {
                         break;
                     }
-                    known[rank].push(knows);
+                    let index = done[of];
+                    now[of][of] = index as u32;
+                    for source in from {
+                        let clock = &clocks[source];
+                        now[of].iter_mut().zip(clock).for_each(|(mine, &theirs)| *mine = theirs.max(*mine));
+                        now[of][source.0] = now[of][source.0].max(source.1 as u32 + 1);
+                        let left = readers.get_mut(source).expect("a reader of it was counted");
+                        *left -= 1;
+                        if *left == 0 {
+                            clocks.remove(source);
+                        }
+                    }
+                    if readers.contains_key(&(of, index)) {
+                        clocks.insert((of, index), now[of].clone());
+                    }
+                    if of == rank {
+                        known.push(now[of].clone());
+                    }
+                    done[of] += 1;
                     moved = true;
                 }
             }
@@ -253,10 +280,10 @@ impl Crossings {
                 break;
             }
         }
-        match table.iter().zip(&known).position(|(row, known)| known.len() < row.len()) {
+        match table.iter().zip(&done).position(|(row, &done)| done < row.len()) {
             None => Ok(known),
             Some(rank) => {
-                let why = format!("rank {rank} waits for ever at {}", table[rank][known[rank].len()]);
+                let why = format!("rank {rank} waits for ever at {}", table[rank][done[rank]]);
                 Err(Error::Config { what: "schedule", why, remedy: "check its table" })
             }
         }
