@@ -23,7 +23,7 @@ pub(crate) struct Placed {
 }
 
 /// Who is where. All lists ascend by address.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Crowd {
     /// Cliques of a stretch.
     stretch: u32,
@@ -47,22 +47,45 @@ impl Crowd {
         Self { stretch, born: vec![Vec::new(); count], crossing: vec![Vec::new(); nodes] }
     }
 
+    /// All items of a part in their places, and what that cost.
+    pub fn of(part: &Part, offsets: &[u64]) -> (Self, u64) {
+        let mut crowd = Self::new(part);
+        let mut cost = 0;
+        for ((i, &item), &at) in (0..).zip(&part.items).zip(offsets) {
+            let placed = Placed { from: at, to: at + item.bytes, start: item.start, end: item.end, item: i };
+            crowd.in_lists(item, |list| {
+                list.push(placed);
+                cost += 1;
+            });
+        }
+        for list in crowd.born.iter_mut().chain(&mut crowd.crossing) {
+            list.sort_unstable_by_key(|other| (other.from, other.item));
+        }
+        (crowd, cost)
+    }
+
     /// Puts item number `i` to the offset `at`; returns what that cost.
     pub fn insert(&mut self, i: u32, item: Item, at: u64) -> u64 {
         let placed = Placed { from: at, to: at + item.bytes, start: item.start, end: item.end, item: i };
+        let mut cost = 0;
         self.in_lists(item, |list| {
+            cost += 1 + list.len() as u64 / MOVED_AT_ONCE;
             let index = list.partition_point(|other| (other.from, other.item) < (at, i));
             list.insert(index, placed);
-        })
+        });
+        cost
     }
 
     /// Takes item number `i` away from the offset `at`, where it was put before; returns what that cost.
     pub fn remove(&mut self, i: u32, item: Item, at: u64) -> u64 {
+        let mut cost = 0;
         self.in_lists(item, |list| {
+            cost += 1 + list.len() as u64 / MOVED_AT_ONCE;
             let index = list.partition_point(|other| (other.from, other.item) < (at, i));
             debug_assert_eq!(list[index].item, i);
             list.remove(index);
-        })
+        });
+        cost
     }
 
     /// Fills `met` with those that share a clique with `item`, in runs that ascend by address; returns how many were
@@ -84,14 +107,9 @@ impl Crowd {
         ((item.start / self.stretch) as usize, ((item.end - 1) / self.stretch) as usize)
     }
 
-    /// Changes the lists that name an item; returns what that cost.
-    fn in_lists(&mut self, item: Item, change: impl Fn(&mut Vec<Placed>)) -> u64 {
+    /// Changes the lists that name an item.
+    fn in_lists(&mut self, item: Item, mut change: impl FnMut(&mut Vec<Placed>)) {
         let (first, last) = self.stretches(item);
-        let mut cost = 0;
-        let mut change = |list: &mut Vec<Placed>| {
-            cost += 1 + list.len() as u64 / MOVED_AT_ONCE;
-            change(list);
-        };
         change(&mut self.born[first]);
         let leaves = self.crossing.len() / 2;
         let (mut from, mut to) = (leaves + first + 1, leaves + last + 1);
@@ -106,7 +124,6 @@ impl Crowd {
             }
             (from, to) = (from / 2, to / 2);
         }
-        cost
     }
 }
 
@@ -135,6 +152,8 @@ mod tests {
             for (i, &(_, _, at, _)) in placed.iter().enumerate() {
                 crowd.insert(i as u32, items[i], at);
             }
+            let offsets: Vec<u64> = placed.iter().map(|p| p.2).collect();
+            prop_assert_eq!(&Crowd::of(&part, &offsets).0, &crowd);
             for (i, &(_, _, at, _)) in placed.iter().enumerate().filter(|(_, p)| p.3) {
                 crowd.remove(i as u32, items[i], at);
             }

@@ -30,8 +30,10 @@ impl<'p> Ejection<'p> {
     /// the address space ends.
     pub fn new(part: &'p Part, places: &[Option<u64>], meter: &mut Meter) -> Option<Self> {
         let offsets = fill_in(part, places, meter)?;
-        let mut lanes: Vec<Lane> = Taste::ALL.iter().map(|&taste| Lane::new(part, &offsets, taste)).collect();
-        meter.spend(lanes.iter_mut().map(|lane| std::mem::take(&mut lane.work)).sum());
+        let (crowd, work) = Crowd::of(part, &offsets);
+        let lane = |taste| Lane::new(part, &offsets, crowd.clone(), taste);
+        let lanes: Vec<Lane> = Taste::ALL.into_iter().map(lane).collect();
+        meter.spend(work * lanes.len() as u64);
         let plan = Placed { height: part.height(&offsets), offsets };
         Some(Self { part, plan, lanes })
     }
@@ -128,7 +130,7 @@ const HEAVIEST: f64 = 1_000_000.0;
 const MOST_FAILURES: u64 = 1 << 16;
 
 impl<'p> Lane<'p> {
-    fn new(part: &'p Part, offsets: &[u64], taste: Taste) -> Self {
+    fn new(part: &'p Part, offsets: &[u64], crowd: Crowd, taste: Taste) -> Self {
         let items = &part.items;
         let area = |item: &Item| item.bytes as f64 * f64::from(item.cliques());
         let most = items.iter().map(area).fold(1.0, f64::max);
@@ -139,11 +141,6 @@ impl<'p> Lane<'p> {
         let weight: Vec<u64> = items.iter().map(|item| 1 + (HEAVIEST * share(item)) as u64).collect();
         let mut price = weight.clone();
         part.pins.iter().for_each(|pin| price[pin.0 as usize] = FIXED);
-        let mut crowd = Crowd::new(part);
-        let mut work = 0;
-        for ((i, item), &at) in (0..).zip(items).zip(offsets) {
-            work += crowd.insert(i, *item, at);
-        }
         let places: Vec<Option<u64>> = offsets.iter().copied().map(Some).collect();
         let lightest = Lightest { mass: 0, pool: Vec::new(), places: places.clone() };
         Self {
@@ -161,7 +158,7 @@ impl<'p> Lane<'p> {
             steps: 0,
             since_lightest: 0,
             stuck: false,
-            work,
+            work: 0,
             met: Vec::new(),
             edges: Edges::default(),
         }

@@ -286,7 +286,13 @@ impl<'p> Portfolio<'p> {
     }
 
     fn follow_all(&mut self, jobs: &[Job]) {
-        for wave in jobs.chunks(WAVE) {
+        // Where repairs help, the first often does; single sweeps are cheap.
+        let first = match jobs.first() {
+            Some(job) if job.chain.rounds > 1 => jobs.len().min(FIRST_WAVE as usize),
+            _ => 0,
+        };
+        let (first, others) = jobs.split_at(first);
+        for wave in std::iter::once(first).chain(others.chunks(WAVE)) {
             if self.done() {
                 return;
             }
