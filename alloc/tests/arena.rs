@@ -138,6 +138,29 @@ proptest! {
         }
     }
 
+    /// With the factor that a step needed it is served, and the report goes on.
+    #[test]
+    fn grown_as_it_says_it_serves_the_step(mut step in steps(), sizes in sizes(), reserve in 0..2000u64) {
+        for request in &mut step.requests {
+            (request.balanced, request.most) = (request.balanced.max(1), request.most.max(1));
+        }
+        let mut arena = step.arena(Reserve::Bytes(reserve));
+        let bytes = |id| sizes.bytes(&step.requests, id);
+        let first = step.run(&mut arena, bytes).overflows;
+        for Overflow { factor_hundredths, .. } in &first {
+            prop_assert!(*factor_hundredths as f64 / 100.0 <= arena.factor());
+        }
+        let before = arena.report();
+        let larger = step.arena(Reserve::Balanced { factor: arena.factor() });
+        arena.grow(larger.plan().clone());
+        prop_assert_eq!(step.run(&mut arena, bytes).overflows, []);
+        let report = arena.report();
+        prop_assert_eq!((report.growths, report.overflows), (1, first.len() as u64));
+        prop_assert_eq!(report.first_reserve_bytes, before.reserve_bytes);
+        prop_assert_eq!(report.reserve_bytes, larger.report().reserve_bytes);
+        prop_assert_eq!(report.requests, 2 * before.requests);
+    }
+
     /// Who keeps within the factor is served, whatever the others that keep within it do; and an overflow comes only in a
     /// step in which someone did not.
     #[test]

@@ -64,6 +64,10 @@ pub enum Error {
     Communicator { instruction: String, source: crate::communicator::CommunicatorError },
     #[error("{instruction}: {source}")]
     Routing { instruction: String, source: Box<gapless_alloc::arena::Overflow> },
+    #[error(
+        "{instruction}: the arena cannot grow: with what it lacks it is {needed} bytes, more than there may be: {source}"
+    )]
+    Growth { instruction: String, needed: u64, source: Box<gapless_alloc::arena::Overflow> },
     #[error("internal error: what was served while the step ran overlaps: {what}")]
     BadRun { what: String },
     #[error(transparent)]

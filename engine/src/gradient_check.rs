@@ -121,7 +121,7 @@ pub(crate) fn executor(graph: &Graph, outputs: &[Output]) -> Result<Executor> {
         recomputation: &Recomputation::default(),
         threads: workers.threads(),
     })?;
-    Executor::new(Arc::new(compile(&[program], &CompileOptions::default())?), workers, 0, Communicators::default())
+    Executor::new(compile(&[program], &CompileOptions::default())?, workers, 0, Communicators::default())
 }
 
 /// Central differences of the loss with respect to every element of a parameter.

@@ -69,4 +69,4 @@ pub use op::{Gradient, Op, Rows};
 pub use random::{Numbers, Stream};
 pub use reference::{Array, Reference};
 pub use report::Report;
-pub use train::{Model, Pipeline, SampleOptions, StepReport, TrainOptions, Trainer};
+pub use train::{Model, Overflow, Pipeline, SampleOptions, StepReport, TrainOptions, Trainer};

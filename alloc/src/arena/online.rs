@@ -36,6 +36,8 @@ pub struct Arena {
     high_water: u64,
     /// Whether all requests of this step kept within what they are promised.
     is_within_promises: bool,
+    /// Hundredths of the factor of balanced sizes that all requests of this step kept within.
+    factor_hundredths: u64,
     report: ArenaReport,
 }
 
@@ -58,7 +60,8 @@ impl Arena {
             live_in_reserve: 0,
             high_water: 0,
             is_within_promises: true,
-            report: ArenaReport { reserve_bytes, ..ArenaReport::default() },
+            factor_hundredths: 0,
+            report: ArenaReport { reserve_bytes, first_reserve_bytes: reserve_bytes, ..ArenaReport::default() },
             plan,
         }
     }
@@ -73,6 +76,31 @@ impl Arena {
         self.report
     }
 
+    /// The factor of [`Reserve::Balanced`](super::Reserve::Balanced) that would have promised all requests since the last
+    /// [`reset`](Self::reset) what they asked for, rounded up to hundredths.
+    pub fn factor(&self) -> f64 {
+        self.factor_hundredths as f64 / 100.0
+    }
+
+    /// Goes on with another plan of the same requests, with a larger reserve. The report goes on, too.
+    ///
+    /// # Panics
+    /// When the plan has another number of requests, or when one is in use, which is an error of the caller's own code.
+    pub fn grow(&mut self, plan: ArenaPlan) {
+        assert_eq!(plan.requests().len(), self.plan.requests().len(), "a larger plan is of the same requests");
+        assert_eq!(self.live_count, 0, "an arena grows between steps");
+        let (report, high_water, new) = (self.report, self.high_water, Self::new(plan));
+        let reserve_bytes = new.report.reserve_bytes;
+        let report = ArenaReport { reserve_bytes, growths: report.growths + 1, ..report };
+        *self = Self { high_water, report, ..new };
+    }
+
+    /// Notes that a request which was refused was served outside of the arena, where so many bytes are in use now.
+    pub fn note_outside(&mut self, bytes: u64, in_use: u64) {
+        self.report.outside_bytes += bytes;
+        self.report.most_outside_bytes = self.report.most_outside_bytes.max(in_use);
+    }
+
     /// An offset for `bytes`, from the request's first tick until it is released. Zero bytes take no space.
     ///
     /// # Errors
@@ -85,6 +113,10 @@ impl Arena {
         self.report.requests += 1;
         self.report.asked_bytes += bytes;
         self.is_within_promises &= self.plan.promised(id).is_some_and(|promised| bytes <= promised);
+        let balanced = self.plan.request(id).balanced.max(1);
+        // Rounded up: the factor has to do.
+        let hundredths = (100 * u128::from(bytes)).div_ceil(u128::from(balanced));
+        self.factor_hundredths = self.factor_hundredths.max(u64::try_from(hundredths).unwrap_or(u64::MAX));
         let Some(offset) = self.place(id, bytes) else {
             self.report.overflows += 1;
             self.report.refused_bytes += bytes;
@@ -118,6 +150,7 @@ impl Arena {
     /// Between steps: promises hold anew, and what a step that was given up had not released is free. The report goes on.
     pub fn reset(&mut self) {
         self.is_within_promises = true;
+        self.factor_hundredths = 0;
         if self.live_count > 0 {
             self.live.fill(None);
             self.blocks.clear();
@@ -203,6 +236,7 @@ impl Arena {
             free,
             reserve,
             enough: self.rounded(bytes).and_then(|bytes| reserve.checked_add(bytes)).unwrap_or(u64::MAX),
+            factor_hundredths: self.factor_hundredths,
         }
     }
 }

@@ -31,6 +31,8 @@ pub struct Overflow {
     pub reserve: u64,
     /// Size with which there would have been room above all others.
     pub enough: u64,
+    /// Hundredths of the factor of balanced sizes that all requests of the step so far, this one too, would have kept within.
+    pub factor_hundredths: u64,
 }
 
 impl fmt::Display for Overflow {
@@ -56,8 +58,7 @@ impl fmt::Display for Overflow {
         if self.promised.is_some_and(|promised| bytes <= promised) {
             write!(f, "a request before it exceeded what it was promised; ")?;
         }
-        // Rounded up: the factor that is printed has to do.
-        let factor = (100.0 * bytes as f64 / balanced.max(1) as f64).ceil() / 100.0;
+        let factor = self.factor_hundredths as f64 / 100.0;
         write!(
             f,
             "use Reserve::Worst, Reserve::Balanced with a factor of at least {factor:.2}, or Reserve::Bytes({}); or recompute \

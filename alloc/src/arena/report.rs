@@ -27,6 +27,14 @@ pub struct ArenaReport {
     pub high_water_bytes: u64,
     /// The most bytes in use in the reserve at once.
     pub most_live_bytes: u64,
+    /// How often the arena went on with a larger reserve.
+    pub growths: u64,
+    /// Size of the reserve that it was built with.
+    pub first_reserve_bytes: u64,
+    /// Bytes of refused requests that were served outside of the arena.
+    pub outside_bytes: u64,
+    /// The most of them in use at once.
+    pub most_outside_bytes: u64,
 }
 
 impl ArenaReport {
@@ -48,6 +56,19 @@ impl fmt::Display for ArenaReport {
         writeln!(f, "  reused        {} ({:.1}%)", Bytes(self.reused_bytes), 100.0 * self.reuse_share())?;
         let (high, reserve) = (Bytes(self.high_water_bytes), Bytes(self.reserve_bytes));
         writeln!(f, "  reserve       {high} of {reserve} used, fragmentation {:.4}", self.fragmentation())?;
-        writeln!(f, "  overflows     {} ({})", self.overflows, Bytes(self.refused_bytes))
+        writeln!(f, "  overflows     {} ({})", self.overflows, Bytes(self.refused_bytes))?;
+        if self.outside_bytes > 0 {
+            let (outside, most) = (Bytes(self.outside_bytes), Bytes(self.most_outside_bytes));
+            writeln!(f, "  outside       {outside}, at most {most} at once")?;
+        }
+        if self.growths > 0 {
+            writeln!(
+                f,
+                "  grown         {} times, from {} to {reserve}",
+                self.growths,
+                Bytes(self.first_reserve_bytes)
+            )?;
+        }
+        Ok(())
     }
 }

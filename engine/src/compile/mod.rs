@@ -14,8 +14,8 @@ mod requests;
 
 pub use cut::Cut;
 pub(crate) use cut::{ParameterStages, cut, cut_like, parameter_stages};
+pub(crate) use executable::{Asked, CompiledProgram, Instruction, Named, Persistent, height};
 pub use executable::{CompileOptions, Executable, compile};
-pub(crate) use executable::{CompiledProgram, Instruction, Named, Persistent, height};
 pub use host::HostPlan;
 pub(crate) use lifetimes::ALIGNMENT;
 pub(crate) use lower::alive_nodes;

@@ -8,11 +8,25 @@ use std::collections::HashMap;
 use gapless_alloc::arena::{ArenaOptions, ArenaPlan, Request, RequestId, Reserve};
 use gapless_alloc::{Problem, Solution};
 
-use super::executable::Asked;
+use super::executable::{Asked, Executable};
 use super::lifetimes::ALIGNMENT;
 use super::program::{BufferId, Counted, Operand, Program};
 use crate::cpu::args::CountedAddress;
 use crate::error::Result;
+
+impl Executable {
+    /// The arena of counted buffers with another reserve; none if nothing is counted.
+    pub(crate) fn routing_with(&self, reserve: Reserve) -> Result<Option<ArenaPlan>> {
+        let Some(plan) = &self.routing else { return Ok(None) };
+        let requests = plan.requests().to_vec();
+        Ok(Some(ArenaPlan::new(&self.problem, &self.solution.offsets, requests, &options(reserve))?))
+    }
+}
+
+fn options(reserve: Reserve) -> ArenaOptions {
+    // About a tenth of a second, where the reserve is not proven lowest before.
+    ArenaOptions { reserve, work: 2_000_000, ..ArenaOptions::default() }
+}
 
 /// The requests of all programs.
 #[derive(Debug)]
@@ -52,9 +66,7 @@ impl Requests {
         if self.is_empty() {
             return Ok(None);
         }
-        // About a tenth of a second, where the reserve is not proven lowest before.
-        let options = ArenaOptions { reserve, work: 2_000_000, ..ArenaOptions::default() };
-        Ok(Some(ArenaPlan::new(problem, &solution.offsets, self.requests.clone(), &options)?))
+        Ok(Some(ArenaPlan::new(problem, &solution.offsets, self.requests.clone(), &options(reserve))?))
     }
 
     /// How an operand is found while its program runs, if it has no address before.

@@ -5,6 +5,7 @@ use std::marker::PhantomData;
 
 use candle_core::{DType, Layout};
 
+use super::outside::Outside;
 use super::scratch::{Piece, Scratch};
 use crate::random::Stream;
 
@@ -42,20 +43,28 @@ pub(crate) struct Places<'a> {
     pub offsets: &'a [u64],
     /// Every count.
     pub rows: &'a [usize],
+    /// What lies behind the arena.
+    pub outside: Option<&'a Outside>,
 }
 
 impl Places<'_> {
     /// Nothing is.
-    pub const NONE: Self = Self { offsets: &[], rows: &[] };
+    pub const NONE: Self = Self { offsets: &[], rows: &[], outside: None };
 
-    /// Byte offset and elements of a tensor.
-    pub fn of(&self, address: &Address) -> (u64, usize) {
-        match address.counted {
+    /// The first byte and the number of elements of a tensor.
+    ///
+    /// # Safety
+    /// A planned tensor lies in the arena at `base`; one that is placed while a program runs, there or outside.
+    pub unsafe fn locate(&self, base: *mut u8, address: &Address) -> (*mut u8, usize) {
+        let (offset, span) = match address.counted {
             Some(CountedAddress { request, count, row }) => {
                 (self.offsets[request as usize], self.rows[count as usize] * row as usize)
             }
             None => (address.offset, address.span),
-        }
+        };
+        let outside = self.outside.filter(|_| address.counted.is_some()).and_then(|outside| outside.find(offset));
+        // SAFETY: by this function's contract.
+        (outside.unwrap_or_else(|| unsafe { base.add(offset as usize) }), span)
     }
 }
 
@@ -144,8 +153,8 @@ impl<'a> Args<'a> {
         // SAFETY: by `new`'s contract the span lies in the arena, is aligned for its type, and is disjoint from every
         // output but one that overwrites it, which was excluded above; T is plain data.
         let slice = unsafe {
-            let (offset, span) = self.places.of(operand);
-            std::slice::from_raw_parts(self.base.add(offset as usize).cast(), span)
+            let (start, span) = self.places.locate(self.base, operand);
+            std::slice::from_raw_parts(start.cast_const().cast(), span)
         };
         (slice, &operand.layout)
     }
@@ -181,8 +190,8 @@ impl<'a> Args<'a> {
         // SAFETY: by `new`'s contract outputs lie in the arena, aligned, disjoint from each other and from what inputs
         // show; `take` hands each out once.
         unsafe {
-            let (offset, span) = self.places.of(operand);
-            std::slice::from_raw_parts_mut(self.base.add(offset as usize).cast(), span)
+            let (start, span) = self.places.locate(self.base, operand);
+            std::slice::from_raw_parts_mut(start.cast(), span)
         }
     }
 

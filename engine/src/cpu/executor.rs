@@ -1,17 +1,17 @@
 //! Runs programs: instruction after instruction at planned addresses. No allocation, no name, no free.
 
 use std::path::Path;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use candle_core::{Device, Tensor};
-use gapless_alloc::arena::ArenaReport;
+use gapless_alloc::arena::{ArenaReport, Reserve};
 use gapless_alloc::{Label, Role};
 
 use super::arena::Arena;
 use super::args::{Address, Element};
 use super::links::{Communicators, Lent, Links};
 use super::offload::HostFile;
-use super::routed::Routed;
+use super::routed::{Refusal, Routed};
 use super::run::{Base, Failure, Outside, run_all};
 use super::workers::Workers;
 use crate::compile::{Executable, Instruction, Named, Persistent};
@@ -57,7 +57,7 @@ pub struct RunOptions {
 pub struct Executor {
     /// Only ever locked by the one run under way. First to be dropped: what is under way reads and writes the arena.
     links: Mutex<Links>,
-    executable: Arc<Executable>,
+    executable: Executable,
     arena: Arena,
     /// What is placed while a program runs. Only ever locked by the one run under way.
     routed: Mutex<Routed>,
@@ -73,7 +73,7 @@ impl Executor {
     /// # Errors
     /// [`Error::NoKernels`] for an executable that computes in another type than f32. [`Error::DoesNotFit`], before any byte
     /// is touched, when the machine has less memory available.
-    pub fn new(executable: Arc<Executable>, workers: Workers, seed: u64, communicators: Communicators) -> Result<Self> {
+    pub fn new(executable: Executable, workers: Workers, seed: u64, communicators: Communicators) -> Result<Self> {
         if let Some(dtype) =
             executable.dtypes().find(|dtype| ![f32::DTYPE, f64::DTYPE, u32::DTYPE, u8::DTYPE].contains(dtype))
         {
@@ -112,6 +112,41 @@ impl Executor {
         Ok(())
     }
 
+    /// Lets counted buffers that find no room in the arena have room outside of it, as long as both take no more than `limit`
+    /// bytes: what [`grow`](Self::grow) then ends.
+    pub fn serve_outside(&mut self, limit: u64) {
+        self.routed.get_mut().unwrap_or_else(PoisonError::into_inner).serve_outside(limit);
+    }
+
+    /// If the last run had to use room outside of the arena: makes the arena as large as would have served it, and a quarter
+    /// more if that fits into `limit` bytes too. If neither does, it stays as it is. Everything in it is what it was, at the
+    /// same offsets; candle tensors over its bytes that were given out before are copies from now on.
+    ///
+    /// # Errors
+    /// Only if the arena itself is broken.
+    pub fn grow(&mut self, limit: u64) -> Result<()> {
+        let routed = self.routed.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let Some(factor) = routed.factor_needed() else { return Ok(()) };
+        let limit = limit.min(crate::metrics::available_memory_bytes().unwrap_or(u64::MAX));
+        for factor in [1.25 * factor, factor] {
+            let Some(plan) = self.executable.routing_with(Reserve::Balanced { factor })? else { continue };
+            if plan.height() > limit {
+                continue;
+            }
+            let (arena, bytes) = (Arena::new(plan.height())?, self.executable.solution.height as usize);
+            self.arena.exclusive(|from| {
+                // SAFETY: both arenas begin with the static plan, and are held exclusively; they are two allocations.
+                arena.exclusive(|to| unsafe { std::ptr::copy_nonoverlapping(from.cast_const(), to, bytes) })
+            })??;
+            tracing::info!(factor, bytes = plan.height(), "the arena has grown");
+            routed.grow(plan.clone());
+            self.arena = arena;
+            self.executable.routing = Some(plan);
+            break;
+        }
+        Ok(())
+    }
+
     /// What it runs.
     pub fn executable(&self) -> &Executable {
         &self.executable
@@ -142,7 +177,7 @@ impl Executor {
             self.workers.run(&|| {
                 let mut links = self.links.lock().unwrap_or_else(PoisonError::into_inner);
                 let mut routed = self.routed.lock().unwrap_or_else(PoisonError::into_inner);
-                routed.begin();
+                routed.begin(bytes);
                 let mut lent = Lent { links: &mut links, over: false };
                 let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
                 let outside = Outside { links: lent.links, routed: &mut routed, file: &mut file };
@@ -159,7 +194,13 @@ impl Executor {
                 let instruction = program.instructions[index].describe();
                 Err(match failure {
                     Failure::Communicator(source) => Error::Communicator { instruction, source },
-                    Failure::Overflow(source) => Error::Routing { instruction, source },
+                    Failure::Overflow(Refusal { overflow, needed: None }) => {
+                        Error::Routing { instruction, source: overflow }
+                    }
+                    Failure::Overflow(Refusal { overflow, needed: Some(needed) }) => {
+                        Error::Growth { instruction, needed, source: overflow }
+                    }
+                    Failure::NonFinite => Error::NonFinite { step: options.step, loss: f32::NAN, culprit: instruction },
                     Failure::File(source) => Error::Offload { what: instruction, source },
                 })
             }

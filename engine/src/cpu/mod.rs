@@ -9,6 +9,7 @@ pub mod gemm;
 mod links;
 pub mod math;
 mod offload;
+mod outside;
 pub(crate) mod reduce;
 mod routed;
 mod run;

@@ -8,7 +8,8 @@ use std::ops::Range;
 use gapless_alloc::arena::{Arena, ArenaPlan, ArenaReport, Overflow, RequestId, RunViolation, Served, check_run};
 
 use super::args::Places;
-use crate::compile::{Executable, Instruction};
+use super::outside::Outside;
+use crate::compile::{Asked, Executable, Instruction};
 
 /// The counts and places of the run under way, or of the last one.
 #[derive(Debug, Default)]
@@ -18,6 +19,17 @@ pub(crate) struct Routed {
     rows: Vec<usize>,
     /// What the last run was served, in order.
     served: Vec<Served>,
+    outside: Outside,
+    /// If what the arena refuses is served outside: up to how many bytes, of both.
+    limit: Option<u64>,
+}
+
+/// Why there is no room.
+#[derive(Debug)]
+pub(super) struct Refusal {
+    pub overflow: Box<Overflow>,
+    /// Bytes that it takes to serve it outside, if those are too many.
+    pub needed: Option<u64>,
 }
 
 impl Routed {
@@ -29,13 +41,20 @@ impl Routed {
             offsets: vec![0; requests],
             rows: vec![0; counts],
             served: Vec::with_capacity(requests),
+            ..Self::default()
         }
     }
 
+    /// Lets what the arena refuses be served outside, as long as both take no more than `limit`.
+    pub fn serve_outside(&mut self, limit: u64) {
+        self.limit = Some(limit);
+    }
+
     /// Forgets the last run.
-    pub fn begin(&mut self) {
+    pub fn begin(&mut self, arena_bytes: u64) {
         self.arena.iter_mut().for_each(Arena::reset);
         self.served.clear();
+        self.outside.begin(arena_bytes);
     }
 
     /// Notes a count.
@@ -44,32 +63,67 @@ impl Routed {
     }
 
     /// Finds room for what an instruction is the first to write.
-    pub fn place(&mut self, instruction: &Instruction) -> Result<(), Overflow> {
-        for asked in &*instruction.requests {
+    pub fn place(&mut self, instruction: &Instruction) -> Result<(), Refusal> {
+        for &Asked { request, count, row_bytes } in &*instruction.requests {
             let arena = self.arena.as_mut().expect("an executable with requests has an arena");
-            let bytes = self.rows[asked.count as usize] as u64 * asked.row_bytes;
-            let offset = arena.request(asked.request, bytes)?;
-            self.offsets[asked.request.index()] = offset;
-            self.served.push(Served { request: asked.request, offset, bytes });
+            let bytes = self.rows[count as usize] as u64 * row_bytes;
+            let offset = match arena.request(request, bytes) {
+                Ok(offset) => offset,
+                Err(overflow) => self.place_outside(request, bytes, overflow)?,
+            };
+            self.offsets[request.index()] = offset;
+            self.served.push(Served { request, offset, bytes });
         }
         Ok(())
+    }
+
+    fn place_outside(&mut self, request: RequestId, bytes: u64, overflow: Overflow) -> Result<u64, Refusal> {
+        let arena = self.arena.as_mut().expect("it has refused");
+        let needed = arena.plan().height().saturating_add(self.outside.live()).saturating_add(bytes);
+        let refusal = |needed| Refusal { overflow: Box::new(overflow), needed };
+        match self.limit {
+            None => Err(refusal(None)),
+            Some(limit) if needed > limit => Err(refusal(Some(needed))),
+            Some(_) => match self.outside.serve(request, bytes) {
+                Some(offset) => {
+                    arena.note_outside(bytes, self.outside.live());
+                    Ok(offset)
+                }
+                None => Err(refusal(Some(needed))),
+            },
+        }
     }
 
     /// Takes back what nobody reads after an instruction.
     pub fn release(&mut self, instruction: &Instruction) {
         for &request in &*instruction.releases {
-            self.arena.as_mut().expect("an executable with requests has an arena").release(request);
+            if !self.outside.release(request) {
+                self.arena.as_mut().expect("an executable with requests has an arena").release(request);
+            }
         }
     }
 
-    /// Where that was.
+    /// Where in the arena that was.
     pub fn released(&self, instruction: &Instruction) -> impl Iterator<Item = Range<u64>> {
         let served = |&request: &RequestId| self.served.iter().rev().find(move |served| served.request == request);
-        instruction.releases.iter().filter_map(served).map(|served| served.offset..served.offset + served.bytes)
+        let ranges =
+            instruction.releases.iter().filter_map(served).map(|served| served.offset..served.offset + served.bytes);
+        ranges.filter(|range| range.end <= self.outside.range().start)
+    }
+
+    /// The factor of balanced sizes that would have served the last run, if the arena has not.
+    pub fn factor_needed(&self) -> Option<f64> {
+        let arena = self.arena.as_ref()?;
+        (!self.outside.range().is_empty()).then(|| arena.factor())
+    }
+
+    /// Goes on with a larger arena.
+    pub fn grow(&mut self, plan: ArenaPlan) {
+        self.arena.iter_mut().for_each(|arena| arena.grow(plan.clone()));
     }
 
     pub fn places(&self) -> Places<'_> {
-        Places { offsets: &self.offsets, rows: &self.rows }
+        Places { offsets: &self.offsets, rows: &self.rows, outside: Some(&self.outside) }
     }
 
     pub fn report(&self) -> Option<ArenaReport> {
@@ -80,7 +134,8 @@ impl Routed {
     pub fn check(&self, executable: &Executable) -> Result<usize, Vec<RunViolation>> {
         let Some(plan) = &executable.routing else { return Ok(0) };
         let (problem, offsets) = (&executable.problem, &executable.solution.offsets);
-        check_run(problem, offsets, plan.requests(), &self.served, plan.height())?;
+        let limit = plan.height().max(self.outside.range().end);
+        check_run(problem, offsets, plan.requests(), &self.served, limit)?;
         Ok(self.served.len())
     }
 }

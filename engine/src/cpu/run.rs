@@ -6,13 +6,11 @@
 use std::io;
 use std::ops::Range;
 
-use gapless_alloc::arena::Overflow;
-
 use super::args::{Address, Args, Element, Places};
 use super::executor::RunOptions;
 use super::links::{Links, begin, finish, transfer};
 use super::offload::HostFile;
-use super::routed::Routed;
+use super::routed::{Refusal, Routed};
 use crate::communicator::CommunicatorError;
 use crate::compile::{CompiledProgram, Instruction, Work};
 use crate::random::Stream;
@@ -48,7 +46,11 @@ pub(super) fn run_all(
     for (index, instruction) in program.instructions.iter().enumerate() {
         let span = tracing::trace_span!("op", name = instruction.work.name(), layer = &*instruction.layer);
         let _entered = span.enter();
-        routed.place(instruction).map_err(|overflow| (index, Failure::Overflow(Box::new(overflow))))?;
+        if let Err(refusal) = routed.place(instruction) {
+            // Scores that are not numbers send all tokens to the same experts.
+            let culprit = not_finite_before(program, index, base);
+            return Err((culprit.unwrap_or(index), culprit.map_or(Failure::Overflow(refusal), |_| Failure::NonFinite)));
+        }
         let places = routed.places();
         let failed = |source| (index, Failure::Communicator(source));
         let part = options.first_part + options.part_stride * u64::from(instruction.micro_batch);
@@ -111,7 +113,9 @@ pub(super) fn run_all(
 #[derive(Debug)]
 pub(super) enum Failure {
     Communicator(CommunicatorError),
-    Overflow(Box<Overflow>),
+    Overflow(Refusal),
+    /// There was no room for what numbers that are not finite have led to; the instruction is what made them.
+    NonFinite,
     File(io::Error),
 }
 
@@ -145,11 +149,11 @@ unsafe fn copy(instruction: &Instruction, offset: u64, base: Base, file: &mut Op
 /// An operand's first byte, and its number of bytes.
 ///
 /// # Safety
-/// It lies in the arena at `base`.
+/// It lies in the arena at `base`, or outside of it where `places` has it.
 pub(super) unsafe fn range(base: Base, address: &Address, places: Places<'_>) -> (*mut u8, usize) {
-    let (offset, span) = places.of(address);
     // SAFETY: by this function's contract.
-    (unsafe { base.0.add(offset as usize) }, span * address.dtype.size_in_bytes())
+    let (start, span) = unsafe { places.locate(base.0, address) };
+    (start, span * address.dtype.size_in_bytes())
 }
 
 /// The last element of a tensor of u32 without gaps.
@@ -161,11 +165,40 @@ unsafe fn last_u32(base: Base, address: &Address) -> u32 {
     unsafe { base.0.add(address.offset as usize).cast::<u32>().add(address.span - 1).read() }
 }
 
+/// How many instructions are looked at: a router's, and those that bring it what it routes.
+const LOOKED_AT: usize = 64;
+
+/// Of the instructions in front of one, the first whose planned results are still there and not all finite.
+fn not_finite_before(program: &CompiledProgram, index: usize, base: Base) -> Option<usize> {
+    let mut gone: Vec<Range<u64>> = Vec::new();
+    let mut culprit = None;
+    for (index, instruction) in program.instructions[..index].iter().enumerate().rev().take(LOOKED_AT) {
+        gone.extend(instruction.dead_after.iter().cloned());
+        let range =
+            |output: &Address| output.offset..output.offset + (output.span * output.dtype.size_in_bytes()) as u64;
+        let planned = || instruction.outputs.iter().filter(|output| output.counted.is_none());
+        let is_there = |output: &&Address| {
+            let range = range(output);
+            gone.iter().all(|gone| gone.end <= range.start || range.end <= gone.start)
+        };
+        let is_compute = matches!(instruction.work, Work::Compute(_));
+        let there: Vec<Address> = planned().filter(is_there).filter(|_| is_compute).cloned().collect();
+        if !are_finite(&there, base, Places::NONE) {
+            culprit = Some(index);
+        }
+        gone.extend(planned().map(range));
+        gone.extend(instruction.workspace.iter().map(|piece| piece.offset..piece.offset + piece.bytes));
+    }
+    culprit
+}
+
 fn are_finite(operands: &[Address], base: Base, places: Places<'_>) -> bool {
     operands.iter().filter(|operand| operand.dtype == f32::DTYPE).all(|operand| {
-        let (offset, span) = places.of(operand);
         // SAFETY: as for the instruction itself, which is over.
-        let data = unsafe { std::slice::from_raw_parts(base.0.add(offset as usize).cast::<f32>().cast_const(), span) };
+        let data = unsafe {
+            let (start, span) = places.locate(base.0, operand);
+            std::slice::from_raw_parts(start.cast::<f32>().cast_const(), span)
+        };
         data.iter().all(|x| x.is_finite())
     })
 }

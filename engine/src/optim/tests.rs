@@ -80,7 +80,7 @@ impl Update {
         })
         .unwrap();
         let executable = compile(&[program], &CompileOptions::default()).unwrap();
-        let executor = Executor::new(Arc::new(executable), workers, 5, Communicators::default()).unwrap();
+        let executor = Executor::new(executable, workers, 5, Communicators::default()).unwrap();
         let program = executor.program("update").unwrap();
         Self { graph, executor, program, rule, names, dims: dims.to_vec(), step: 0 }
     }

@@ -4,12 +4,11 @@
 mod budget_judge;
 mod compile_step;
 mod options;
+mod overflow;
 mod pipeline;
 mod sample;
 mod save;
 mod update;
-
-use std::sync::Arc;
 
 use candle_core::DType;
 use gapless_alloc::arena::ArenaReport;
@@ -17,6 +16,7 @@ use gapless_alloc::draw::MemoryMap;
 use gapless_parallel::{Coordinate, Mesh};
 
 pub use options::TrainOptions;
+pub use overflow::Overflow;
 pub use pipeline::Pipeline;
 pub use sample::SampleOptions;
 
@@ -165,10 +165,12 @@ impl Trainer {
         let threads = resolve_threads(options.threads);
         let plan = RankPlan::new(options.mesh, rank, &options.pipeline, options.micro_batches)?;
         let compiled = compile_step::compile_step(&build, &options, &plan, threads)?;
-        let executable = Arc::new(compiled.executable);
-        let mut executor = Executor::new(executable, Workers::new(threads)?, options.seed, communicators)?;
+        let mut executor = Executor::new(compiled.executable, Workers::new(threads)?, options.seed, communicators)?;
         if let Some(offload) = &options.offload {
             executor.offload_to(&offload.folder)?;
+        }
+        if options.overflow == Overflow::Grow {
+            executor.serve_outside(options.most_bytes());
         }
         let find = |name| executor.program(name).expect("compiled above");
         let programs = Programs { train: find("train"), evaluate: find("evaluate"), logits: find("logits") };
@@ -255,7 +257,7 @@ impl Trainer {
     /// # Errors
     /// [`Error::NonFinite`] when the loss or a gradient is not finite: the model is left as it was before the step, unless
     /// [`TrainOptions::release_gradients`]. Ids outside the vocabulary, and batches of the wrong size. [`Error::Communicator`] when
-    /// another rank fails, [`Error::Routing`] when rows find no room, [`Error::Offload`] when a file cannot be written or read.
+    /// another rank fails, [`Error::Routing`] and [`Error::Growth`] when rows find no room, [`Error::Offload`] when a file cannot be written or read.
     pub fn step(&mut self, tokens: &[u32], targets: &[u32]) -> Result<StepReport> {
         let lr = self.schedule.at(self.step);
         let program = self.programs.train;
@@ -278,6 +280,7 @@ impl Trainer {
             });
             return Err(Error::NonFinite { step: self.step, loss, culprit });
         }
+        self.executor.grow(self.options.most_bytes())?;
         let report = StepReport { step: self.step, loss, gradient_norm, lr };
         self.step += 1;
         Ok(report)
@@ -301,6 +304,7 @@ impl Trainer {
         let whole = Share { parts: 1, first: 0, stride: 1, count: 1 };
         self.write_batch(program, whole, self.options.evaluation_batch(), tokens, targets)?;
         self.run(program, false)?;
+        self.executor.grow(self.options.most_bytes())?;
         self.executor.scalar(program, "loss")
     }
 
@@ -320,6 +324,7 @@ impl Trainer {
             self.executor.write_input(program, "tokens", 0, tokens)?;
         }
         self.run(program, false)?;
+        self.executor.grow(self.options.most_bytes())?;
         self.executor.output(program, "logits")
     }
 

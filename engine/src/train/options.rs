@@ -6,7 +6,7 @@ use candle_core::DType;
 use gapless_alloc::arena::Reserve;
 use gapless_parallel::Mesh;
 
-use super::Pipeline;
+use super::{Overflow, Pipeline};
 use crate::error::{Error, Result};
 use crate::graph::FLOATS;
 use crate::learning_rate::{LearningRate, Shape};
@@ -49,8 +49,10 @@ pub struct TrainOptions {
     pub offload: Option<Offload>,
     /// How much room there is for the rows that expert ranks receive, which the routing decides, beside what the plan leaves idle.
     /// [`Reserve::Worst`] never runs out, and takes only the pages that it uses; with a [`Reserve::Balanced`] a step whose
-    /// routing is more uneven than its factor may end with [`Error::Routing`](crate::Error::Routing).
+    /// routing is more uneven than its factor may run out.
     pub routing: Reserve,
+    /// What becomes of a step that runs out of that room. The bits of the results do not depend on it.
+    pub overflow: Overflow,
     /// Update each parameter as soon as its gradient is complete, and let go of the gradient: with one micro-batch the gradients
     /// are never there together. Needs `max_norm` to be infinite, for a norm is known only in the end. For the same reason a
     /// step that is not finite is reported, but has changed the model.
@@ -78,6 +80,7 @@ impl Default for TrainOptions {
             compress: Vec::new(),
             offload: None,
             routing: Reserve::Worst,
+            overflow: Overflow::Error,
             release_gradients: false,
             keep_gradients: false,
             poison: false,
@@ -99,6 +102,11 @@ impl TrainOptions {
     /// What is kept otherwise than as it is.
     pub(super) fn stashing(&self) -> Stashing<'_> {
         Stashing { compress: &self.compress, offload: self.offload.as_ref().map_or(&[], |offload| &offload.ops) }
+    }
+
+    /// What the arena may take at most.
+    pub(super) fn most_bytes(&self) -> u64 {
+        self.recompute.capacity().unwrap_or(u64::MAX)
     }
 
     pub(super) fn check(&self) -> Result<()> {

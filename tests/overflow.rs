@@ -1,0 +1,184 @@
+//! What becomes of steps whose rows find no room: the bits are those of a run that had room for all of them.
+
+mod uneven;
+
+use gapless::alloc::arena::ArenaReport;
+use gapless::communicator;
+use gapless::models::Moe;
+use gapless::{Error, Mesh, Overflow, Recompute, Reserve, TrainOptions, Trainer};
+
+use uneven::{Case, Pattern, SEQUENCE, STEPS, batch, cases, config, experts, options};
+
+/// What a rank sees of a run.
+#[derive(Debug)]
+struct Seen {
+    /// Loss and norm of every step.
+    steps: Vec<(f32, f32)>,
+    evaluated: f32,
+    /// Parameters and optimizer states in the end.
+    tensors: Vec<Vec<f32>>,
+    /// After every step.
+    reports: Vec<ArenaReport>,
+    /// The arena before the first step and after the last.
+    arena_bytes: [u64; 2],
+}
+
+/// Every rank's run. Judged on the way: the addresses of each step.
+fn run(case: &Case, options: &TrainOptions) -> Vec<Seen> {
+    let ranks = communicator::on_threads(options.mesh.ranks().unwrap(), |world| {
+        let mut trainer = Trainer::on(world, |vb| Moe::new(&case.config, vb), options.clone())?;
+        let before = trainer.report().arena_bytes;
+        let (mut steps, mut reports) = (Vec::new(), Vec::new());
+        for step in 0..STEPS {
+            (case.pattern)(step).steer(&mut trainer);
+            let (tokens, targets) = batch(step);
+            let report = trainer.step(&tokens, &targets)?;
+            assert!(trainer.check_run()? > 0);
+            steps.push((report.loss, report.gradient_norm));
+            reports.push(trainer.routing().unwrap());
+        }
+        let some = trainer.options().evaluation_batch() * SEQUENCE;
+        let (tokens, targets) = batch(STEPS);
+        let evaluated = trainer.evaluate(&tokens[..some], &targets[..some])?;
+        trainer.check_run()?;
+        let arena_bytes = [before, trainer.report().arena_bytes];
+        let names: Vec<String> = trainer.parameter_names().map(Into::into).collect();
+        let states = names.iter().map(|name| format!("exp_avg/{name}"));
+        let all: Vec<String> = names.iter().cloned().chain(states).collect();
+        // Who changes by a rule of its own has no states.
+        let tensors = all.iter().filter_map(|name| trainer.tensor(name).ok());
+        let tensors = tensors.map(|tensor| tensor.flatten_all().unwrap().to_vec1().unwrap()).collect();
+        Ok(Seen { steps, evaluated, tensors, reports, arena_bytes })
+    });
+    ranks.unwrap()
+}
+
+fn same_bits(seen: &[Seen], expected: &[Seen], what: &str) {
+    let bits =
+        |seen: &Seen| -> Vec<_> { seen.steps.iter().map(|(loss, norm)| (loss.to_bits(), norm.to_bits())).collect() };
+    for (rank, (seen, expected)) in seen.iter().zip(expected).enumerate() {
+        assert_eq!(bits(seen), bits(expected), "{what}, rank {rank}");
+        assert_eq!(seen.evaluated.to_bits(), expected.evaluated.to_bits(), "{what}, rank {rank}");
+        assert!(seen.tensors == expected.tensors, "{what}, rank {rank}: parameters or states differ");
+    }
+}
+
+/// Expert ranks alone, and in a pipeline; with copies of all of them.
+fn meshes() -> [Mesh; 4] {
+    [experts(2), experts(4), Mesh { pipeline: 2, ..experts(2) }, Mesh { data: 2, ..experts(2) }]
+}
+
+/// `micro_batches` as [`options`] has them for this mesh.
+fn on(mesh: Mesh, routing: Reserve, overflow: Overflow) -> TrainOptions {
+    TrainOptions { overflow, micro_batches: 4 / (mesh.expert * mesh.data), ..options(mesh, routing) }
+}
+
+/// Cases that ask for more than even routing would.
+fn uneven_cases() -> impl Iterator<Item = Case> {
+    let cases = cases().into_iter().filter(|case| case.config.router.capacity.is_none());
+    cases.filter(|case| (case.pattern)(0) != Pattern::Alike)
+}
+
+/// A rank grows behind a step that overflows, at most once, and from then on has room for what that step had; whoever has
+/// room stays as it is.
+#[test]
+fn growing_changes_no_bit_and_lasts() {
+    let balanced = |factor| Reserve::Balanced { factor };
+    let [two, four, pipeline, copies] = meshes();
+    for case in uneven_cases() {
+        for (mesh, routing) in [
+            (two, balanced(0.7)),
+            (two, Reserve::Bytes(0)),
+            (four, balanced(1.0)),
+            (pipeline, balanced(0.7)),
+            (copies, balanced(0.7)),
+        ] {
+            let what = format!("{} on {mesh:?}, {routing:?}", case.name);
+            let worst = run(&case, &on(mesh, Reserve::Worst, Overflow::Error));
+            let grown = run(&case, &on(mesh, routing, Overflow::Grow));
+            same_bits(&grown, &worst, &what);
+            for (rank, seen) in grown.iter().enumerate() {
+                grows_as_it_must(&case, seen, &format!("{what}, rank {rank}"));
+            }
+            assert!(grown.iter().any(|seen| seen.reports[0].growths > 0), "{what}: nobody overflows");
+        }
+    }
+}
+
+fn grows_as_it_must(case: &Case, seen: &Seen, what: &str) {
+    let mut before = ArenaReport::default();
+    for (step, report) in seen.reports.iter().enumerate() {
+        let what = format!("{what}, step {step}: {report}");
+        let overflows = report.overflows - before.overflows;
+        assert_eq!(report.growths - before.growths, u64::from(overflows > 0), "{what}: once, if at all");
+        assert_eq!(report.outside_bytes > before.outside_bytes, overflows > 0, "{what}");
+        // With all tokens where they were in the step before, there is nothing left to refuse.
+        let to = (case.pattern)(step as u64);
+        let is_repeated = step > 0 && matches!(to, Pattern::One(_)) && to == (case.pattern)(step as u64 - 1);
+        assert!(!is_repeated || overflows == 0, "{what}");
+        before = *report;
+    }
+    let last = seen.reports.last().unwrap();
+    assert_eq!(last.outside_bytes, last.refused_bytes, "{what}: all that was refused has found room");
+    assert_eq!(last.asked_bytes, last.reused_bytes + last.reserve_served_bytes + last.outside_bytes, "{what}");
+    assert_eq!(last.most_outside_bytes > 0, last.overflows > 0, "{what}");
+    let [before, after] = seen.arena_bytes;
+    assert_eq!(after - before, last.reserve_bytes - last.first_reserve_bytes, "{what}: {before} to {after} bytes");
+    assert_eq!(after > before, last.growths > 0, "{what}: {before} to {after} bytes");
+}
+
+/// What a budget has no room for is an error that says so, and the model is as it was.
+#[test]
+fn growing_keeps_to_the_budget() {
+    let (mesh, config) = (experts(2), config(1));
+    let plain = |recompute| TrainOptions { recompute, ..on(mesh, Reserve::Balanced { factor: 1.0 }, Overflow::Grow) };
+    let arena =
+        |rank| Trainer::plan_rank(|vb| Moe::new(&config, vb), &plain(Recompute::None), rank).unwrap().arena_bytes();
+    let bytes = arena(0).max(arena(1));
+    let outcomes = communicator::on_threads(2, |world| {
+        let mut trainer = Trainer::on(world, |vb| Moe::new(&config, vb), plain(Recompute::budget(bytes)))?;
+        Pattern::One(0).steer(&mut trainer);
+        let before = trainer.report().arena_bytes;
+        let weights =
+            |trainer: &Trainer| trainer.tensor("model.embed_tokens.weight").unwrap().to_vec2::<f32>().unwrap();
+        let untouched = weights(&trainer);
+        let (tokens, targets) = batch(0);
+        let outcome = trainer.step(&tokens, &targets);
+        assert!(weights(&trainer) == untouched && trainer.report().arena_bytes == before);
+        Ok(outcome)
+    });
+    let [first, second]: [_; 2] = outcomes.unwrap().try_into().unwrap();
+    match first.expect_err("all rows come to rank 0") {
+        error @ Error::Growth { needed, .. } => {
+            assert!(
+                needed > bytes && error.to_string().contains(&format!("it is {needed} bytes, more than")),
+                "{error}"
+            );
+        }
+        error => panic!("{error}"),
+    }
+    assert!(matches!(second, Err(Error::Communicator { .. })), "{second:?}");
+}
+
+/// Scores that are not numbers send all tokens to the first experts, which the reserve has no room for. It is their fault.
+#[test]
+fn a_router_of_no_numbers_is_named_instead_of_what_it_leads_to() {
+    for overflow in [Overflow::Error, Overflow::Grow] {
+        let config = config(1);
+        let outcomes = communicator::on_threads(2, |world| {
+            let options = on(experts(2), Reserve::Balanced { factor: 1.0 }, overflow);
+            let mut trainer = Trainer::on(world, |vb| Moe::new(&config, vb), options)?;
+            let name = "model.layers.0.mlp.gate.weight";
+            let weight = trainer.tensor(name)?.affine(f64::NAN, 0.0)?;
+            trainer.set_tensor(name, &weight)?;
+            let (tokens, targets) = batch(0);
+            let outcome = trainer.step(&tokens, &targets);
+            Ok((outcome, trainer.routing().unwrap()))
+        });
+        let outcomes = outcomes.unwrap();
+        let named = |outcome: &Result<_, Error>| matches!(outcome, Err(Error::NonFinite { culprit, .. }) if culprit.contains("model.layers.0.mlp.gate"));
+        assert!(outcomes.iter().any(|(outcome, _)| named(outcome)), "{overflow:?}: {outcomes:?}");
+        assert!(outcomes.iter().all(|(_, report)| report.growths == 0), "{overflow:?}: {outcomes:?}");
+        assert!(outcomes.iter().any(|(_, report)| report.overflows > 0), "{overflow:?}: {outcomes:?}");
+    }
+}
