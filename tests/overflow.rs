@@ -5,9 +5,10 @@ mod uneven;
 use gapless::alloc::arena::ArenaReport;
 use gapless::communicator;
 use gapless::models::Moe;
+use gapless::parallel::Coordinate;
 use gapless::{Error, Mesh, Overflow, Recompute, Reserve, TrainOptions, Trainer};
 
-use uneven::{Case, Pattern, SEQUENCE, STEPS, batch, cases, config, experts, options};
+use uneven::{Case, LAYERS, Pattern, SEQUENCE, STEPS, batch, cases, config, experts, options};
 
 /// What a rank sees of a run.
 #[derive(Debug)]
@@ -125,6 +126,86 @@ fn grows_as_it_must(case: &Case, seen: &Seen, what: &str) {
     let [before, after] = seen.arena_bytes;
     assert_eq!(after - before, last.reserve_bytes - last.first_reserve_bytes, "{what}: {before} to {after} bytes");
     assert_eq!(after > before, last.growths > 0, "{what}: {before} to {after} bytes");
+}
+
+/// Rows that find no room to wait for their backward are exchanged and computed again, and nobody notices: not with other
+/// recomputation beside, in pipelines, or with copies. Nothing ever overflows.
+#[test]
+fn what_is_let_go_comes_back_with_the_same_bits() {
+    let [two, four, pipeline, copies] = meshes();
+    for case in uneven_cases() {
+        for (mesh, factor, recompute) in [
+            (two, 0.0, "none"),
+            (two, 1.0, "layers"),
+            (four, 1.0, "none"),
+            (four, 0.0, "ops:routed_swiglu"),
+            (pipeline, 0.5, "none"),
+            (copies, 1.0, "ops:grouped_linear"),
+        ] {
+            let what = format!("{} on {mesh:?}, {factor}, {recompute}", case.name);
+            let recompute: Recompute = recompute.parse().unwrap();
+            let with = |routing, overflow| TrainOptions { recompute: recompute.clone(), ..on(mesh, routing, overflow) };
+            let worst = run(&case, &with(Reserve::Worst, Overflow::Error));
+            let again = run(&case, &with(Reserve::Balanced { factor }, Overflow::Recompute));
+            same_bits(&again, &worst, &what);
+            let last = |seen: &Seen| *seen.reports.last().unwrap();
+            let micro_batches = (4 / (mesh.expert * mesh.data)) as u64;
+            let all = STEPS * micro_batches * (LAYERS / mesh.pipeline) as u64;
+            for (rank, seen) in again.iter().enumerate() {
+                let report = last(seen);
+                let what = format!("{what}, rank {rank}: {report}");
+                assert_eq!((report.overflows, report.growths), (0, 0), "{what}");
+                assert_eq!(seen.arena_bytes[0], seen.arena_bytes[1], "{what}");
+                // Who shares experts lets go of the same.
+                let first = mesh.rank(Coordinate { expert: 0, ..mesh.coordinate(rank) });
+                assert_eq!(report.let_go, last(&again[first]).let_go, "{what}");
+                assert!(report.let_go <= all, "{what}");
+            }
+            assert!(again.iter().any(|seen| last(seen).let_go > 0), "{what}: all was kept");
+            assert!(
+                factor > 0.0 || again.iter().all(|seen| last(seen).let_go == all),
+                "{what}: there is no room to keep any"
+            );
+        }
+    }
+}
+
+/// With room for all that a step asks for, nothing is let go; and there always is room for even routing.
+#[test]
+fn what_there_is_room_for_is_kept() {
+    let case = uneven_cases().find(|case| case.name == "Zipf").unwrap();
+    for (routing, keeps) in
+        [(Reserve::Worst, true), (Reserve::Balanced { factor: 4.0 }, true), (Reserve::Balanced { factor: 1.0 }, false)]
+    {
+        for (rank, seen) in run(&case, &on(experts(4), routing, Overflow::Recompute)).iter().enumerate() {
+            assert_eq!(seen.reports.last().unwrap().let_go == 0, keeps, "{routing:?}, rank {rank}: {seen:?}");
+        }
+    }
+}
+
+/// A reserve for many layers at their worst is larger than one for one layer at its worst and the others as they mostly are.
+#[test]
+fn letting_go_needs_less_than_the_worst_case() {
+    let mut config = config(2);
+    config.llama.layers = 12;
+    let arena = |routing, overflow| {
+        let options = TrainOptions { micro_batches: 1, ..on(experts(4), routing, overflow) };
+        Trainer::plan_rank(|vb| Moe::new(&config, vb), &options, 0).unwrap().routing.unwrap().height()
+    };
+    let [worst, again] =
+        [arena(Reserve::Worst, Overflow::Error), arena(Reserve::Balanced { factor: 1.25 }, Overflow::Recompute)];
+    println!("{again} bytes, {worst} for the worst case");
+    assert!(3 * again < 2 * worst, "{again} of {worst}");
+}
+
+#[test]
+fn what_cannot_be_made_again_is_refused() {
+    let plan = |options: TrainOptions| Trainer::plan(|vb| Moe::new(&config(2), vb), &options).unwrap_err().to_string();
+    let bytes = on(experts(2), Reserve::Bytes(1 << 20), Overflow::Recompute);
+    assert!(plan(bytes).contains("promises no room to what is computed again"));
+    let compress = vec!["rms_norm".into()];
+    let rounded = TrainOptions { compress, ..on(experts(2), Reserve::Balanced { factor: 1.0 }, Overflow::Recompute) };
+    assert!(plan(rounded).contains("others than the forward's"));
 }
 
 /// What a budget has no room for is an error that says so, and the model is as it was.

@@ -112,6 +112,7 @@ pub fn gradient_check(
 pub(crate) fn executor(graph: &Graph, outputs: &[Output]) -> Result<Executor> {
     let workers = Workers::new(2)?;
     let program = lower(&Lowering {
+        lets_go: false,
         name: "check",
         graph,
         table: &[vec![Action::new(Kind::Forward, 0, 0), Action::new(Kind::Backward, 0, 0)]],

@@ -54,4 +54,4 @@ pub use overflow::Overflow;
 pub use plan::ArenaPlan;
 pub use rehearse::{Rehearsal, rehearse};
 pub use report::ArenaReport;
-pub use request::{ArenaOptions, Request, RequestId, Reserve};
+pub use request::{ArenaOptions, Need, Request, RequestId, Reserve};

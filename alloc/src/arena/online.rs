@@ -117,11 +117,35 @@ impl Arena {
         // Rounded up: the factor has to do.
         let hundredths = (100 * u128::from(bytes)).div_ceil(u128::from(balanced));
         self.factor_hundredths = self.factor_hundredths.max(u64::try_from(hundredths).unwrap_or(u64::MAX));
-        let Some(offset) = self.place(id, bytes) else {
+        let Some(offset) = self.place(id, bytes, self.is_within_promises) else {
             self.report.overflows += 1;
             self.report.refused_bytes += bytes;
             return Err(self.overflow(id, bytes));
         };
+        self.take(id, offset, bytes);
+        Ok(offset)
+    }
+
+    /// The same for a request that can be done without ([`Need::Optional`](super::Need::Optional)): if there is room for it that
+    /// is in the way of no request to come, as far as those are promised theirs. Promises go on to hold, however much it is.
+    ///
+    /// # Panics
+    /// As [`request`](Self::request).
+    pub fn offer(&mut self, id: RequestId, bytes: u64) -> Option<u64> {
+        assert!(self.live[id.index()].is_none(), "request {} is released before it is made again", id.0);
+        let offset = self.place(id, bytes, true)?;
+        self.report.requests += 1;
+        self.report.asked_bytes += bytes;
+        self.take(id, offset, bytes);
+        Some(offset)
+    }
+
+    /// Notes that the caller does without what it has offered room to.
+    pub fn note_let_go(&mut self) {
+        self.report.let_go += 1;
+    }
+
+    fn take(&mut self, id: RequestId, offset: u64, bytes: u64) {
         self.live[id.index()] = Some(Live { offset, bytes });
         self.live_count += 1;
         if bytes > 0 {
@@ -130,7 +154,6 @@ impl Arena {
             self.high_water = self.high_water.max(end.saturating_sub(self.plan.reserve().start));
             self.account(offset, bytes);
         }
-        Ok(offset)
     }
 
     /// Takes a request's bytes back. They are free from now on, so that its last reader must be done.
@@ -158,12 +181,12 @@ impl Arena {
         }
     }
 
-    fn place(&self, id: RequestId, bytes: u64) -> Option<u64> {
+    fn place(&self, id: RequestId, bytes: u64, spares_homes: bool) -> Option<u64> {
         if bytes == 0 {
             return Some(self.plan.reserve().start);
         }
         let bytes = self.rounded(bytes)?;
-        let ranges = match self.is_within_promises {
+        let ranges = match spares_homes {
             true => self.plan.spare_ranges(id),
             false => self.plan.idle_ranges(id),
         };

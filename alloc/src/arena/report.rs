@@ -27,6 +27,8 @@ pub struct ArenaReport {
     pub high_water_bytes: u64,
     /// The most bytes in use in the reserve at once.
     pub most_live_bytes: u64,
+    /// How often a caller could do without what was optional, and had to.
+    pub let_go: u64,
     /// How often the arena went on with a larger reserve.
     pub growths: u64,
     /// Size of the reserve that it was built with.
@@ -60,6 +62,9 @@ impl fmt::Display for ArenaReport {
         if self.outside_bytes > 0 {
             let (outside, most) = (Bytes(self.outside_bytes), Bytes(self.most_outside_bytes));
             writeln!(f, "  outside       {outside}, at most {most} at once")?;
+        }
+        if self.let_go > 0 {
+            writeln!(f, "  let go        {} times, to be computed again", self.let_go)?;
         }
         if self.growths > 0 {
             writeln!(

@@ -28,15 +28,30 @@ pub struct Request {
     pub alignment: u64,
     /// Bytes of one row, so that messages can speak of rows; 0 where there are none.
     pub bytes_per_row: u64,
+    /// How sure it must be of its room.
+    pub need: Need,
     /// The names that messages and reports show.
     pub label: Label,
+}
+
+/// How sure a request must be of its room.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Need {
+    /// As the [`Reserve`] says.
+    #[default]
+    Usual,
+    /// It has room at its bound, whatever the [`Reserve`] promises to others.
+    Certain,
+    /// Who asks can do without. It is promised what the [`Reserve`] says, and gets more where that is in nobody's way:
+    /// [`Arena::offer`](super::Arena::offer).
+    Optional,
 }
 
 impl Request {
     /// A request at multiples of 64, without rows or names.
     pub fn new(ticks: Lifetime, balanced: u64, most: u64) -> Self {
         let label = Label { tensor: String::new(), op: String::new(), layer: String::new(), role: Role::Routing };
-        Self { ticks, balanced, most, alignment: 64, bytes_per_row: 0, label }
+        Self { ticks, balanced, most, alignment: 64, bytes_per_row: 0, need: Need::Usual, label }
     }
 
     /// The same request at multiples of `alignment`.
@@ -47,6 +62,11 @@ impl Request {
     /// The same request in rows of `bytes_per_row`.
     pub fn in_rows(self, bytes_per_row: u64) -> Self {
         Self { bytes_per_row, ..self }
+    }
+
+    /// The same request, as sure of its room as that.
+    pub fn needed(self, need: Need) -> Self {
+        Self { need, ..self }
     }
 
     /// The same request with names.
@@ -74,6 +94,7 @@ impl Reserve {
     /// What is promised to a request, in bytes; `None` where nothing is.
     pub(super) fn promise(self, request: &Request) -> Option<u64> {
         match self {
+            Self::Balanced { .. } if request.need == Need::Certain => Some(request.most),
             Self::Balanced { factor } => Some(((request.balanced as f64 * factor).ceil() as u64).min(request.most)),
             Self::Worst => Some(request.most),
             Self::Bytes(_) => None,

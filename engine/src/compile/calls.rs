@@ -29,7 +29,14 @@ impl Program {
                     }
                     continue;
                 }
-                Work::Collective(..) | Work::Finish(_) | Work::Offload(_) | Work::Fetch(_) => continue,
+                Work::Collective(..)
+                | Work::Finish(_)
+                | Work::Offload(_)
+                | Work::Fetch(_)
+                | Work::Offer(_)
+                | Work::Settle(_) => {
+                    continue;
+                }
             };
             numbers[message.request] = starts;
             starts += 1;

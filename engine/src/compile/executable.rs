@@ -61,18 +61,42 @@ pub(crate) struct Instruction {
     pub dead_after: Box<[Range<u64>]>,
     /// The count that the last element of output 0 is.
     pub counts: Option<u32>,
+    /// If it is left out unless the rows of this count were let go.
+    pub only_if: Option<u32>,
     /// What it is the first to write, of what is placed while the program runs.
     pub requests: Box<[Asked]>,
     /// What nobody reads after it.
-    pub releases: Box<[RequestId]>,
+    pub releases: Box<[Released]>,
 }
 
 /// A request for as many bytes as a count says.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Asked {
     pub request: RequestId,
+    /// The request whose place instructions look at.
+    pub place: RequestId,
     pub count: u32,
     pub row_bytes: u64,
+    pub when: When,
+}
+
+/// A request that ends.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Released {
+    pub request: RequestId,
+    pub count: u32,
+    pub when: When,
+}
+
+/// In which runs a request is made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum When {
+    /// In all.
+    Always,
+    /// In those in which the rows wait for their backward.
+    Kept,
+    /// In those in which they were let go.
+    LetGo,
 }
 
 /// A tensor at its address, with the name that the host knows it by.
@@ -166,7 +190,7 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
         let _span = tracing::info_span!("plan", buffers = problem.len()).entered();
         lowest_within(&problem, &options.planner)
     };
-    let requests = Requests::of(programs, &of, &problem);
+    let requests = Requests::of(programs, &of, &spans, &problem);
     let routing = requests.plan(&problem, &solution, options.reserve)?;
     let height = routing.as_ref().map_or(solution.height, ArenaPlan::height);
     if let Some(budget) = options.planner.capacity.filter(|&capacity| height > capacity) {
@@ -218,6 +242,7 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
                 layer: step.layer.clone(),
                 dead_after: dead.iter().map(range).collect(),
                 counts: step.counts,
+                only_if: step.only_if,
                 requests: asked[index].0.drain(..).collect(),
                 releases: asked[index].1.drain(..).collect(),
             }
@@ -284,13 +309,13 @@ fn lowest_within(problem: &Problem, options: &Options) -> Solution {
 
 /// The size of the arena of all `programs`; above a capacity, only that it is at least so much.
 pub(crate) fn height(programs: &[&Program], capacity: Option<u64>, reserve: Reserve) -> Result<u64> {
-    let Lifetimes { problem, of, .. } = lifetimes(programs)?;
+    let Lifetimes { problem, of, spans, .. } = lifetimes(programs)?;
     let bound = lower_bound(&problem);
     if capacity.is_some_and(|capacity| bound > capacity) {
         return Ok(bound);
     }
     let options = CompileOptions::within(capacity, reserve).planner;
-    let requests = Requests::of(programs, &of, &problem);
+    let requests = Requests::of(programs, &of, &spans, &problem);
     // What is counted stands above the plan that `compile` makes, and between its buffers.
     let solution = match requests.is_empty() {
         true => plan(&problem, &options),

@@ -103,6 +103,11 @@ impl Operand {
     pub(crate) fn new(buffer: BufferId, value: &Value) -> Self {
         Self { buffer, layout: value.layout.clone(), dtype: value.spec.dtype, overwritten_by: None }
     }
+
+    /// One f32.
+    pub(crate) fn scalar(buffer: BufferId) -> Self {
+        Self { buffer, layout: Layout::contiguous(()), dtype: DType::F32, overwritten_by: None }
+    }
 }
 
 /// A message between two ranks of a pipeline.
@@ -136,6 +141,10 @@ pub enum Work {
     Offload(HostId),
     /// Copies output 0 into the arena.
     Fetch(HostId),
+    /// Looks for room for all rows of a count that are to wait for the backward. Output 0: a number, 1 if there is none.
+    Offer(u32),
+    /// Lets the rows of a count go if input 0, a number, is not 0.
+    Settle(u32),
 }
 
 impl Work {
@@ -150,6 +159,8 @@ impl Work {
             Self::Finish(_) => "finish",
             Self::Offload(_) => "offload",
             Self::Fetch(_) => "fetch",
+            Self::Offer(_) => "offer",
+            Self::Settle(_) => "settle",
         }
     }
 }
@@ -175,6 +186,8 @@ pub struct Step {
     pub again: bool,
     /// The count that the last element of output 0 is.
     pub counts: Option<u32>,
+    /// If it is left out unless the rows of this count were let go.
+    pub only_if: Option<u32>,
 }
 
 /// A tensor that the host writes or reads by name.
@@ -234,26 +247,28 @@ impl Step {
         micro_batch: u32,
         layer: Arc<str>,
     ) -> Self {
-        let (workspace, accumulate, again, counts) = (Vec::new(), 0, false, None);
-        Self { work, inputs, outputs, workspace, accumulate, micro_batch, layer, again, counts }
+        let (workspace, accumulate, again, counts, only_if) = (Vec::new(), 0, false, None, None);
+        Self { work, inputs, outputs, workspace, accumulate, micro_batch, layer, again, counts, only_if }
     }
 
     fn specs(operands: &[Operand]) -> Vec<Spec> {
         operands.iter().map(|o| Spec { shape: o.layout.shape().clone(), dtype: o.dtype }).collect()
     }
 
-    /// Arithmetic.
+    /// Arithmetic; none of what is only done if rows were let go.
     pub fn flops(&self) -> u64 {
         match &self.work {
-            Work::Compute(op) => op.flops(&Self::specs(&self.inputs), &Self::specs(&self.outputs)),
+            Work::Compute(op) if self.only_if.is_none() => {
+                op.flops(&Self::specs(&self.inputs), &Self::specs(&self.outputs))
+            }
             _ => 0,
         }
     }
 
-    /// Modelled time on a device; none for messages and copies out of the arena and back.
+    /// Modelled time on a device; none for messages, copies out of the arena and back, and what is only done if rows were let go.
     pub fn nanoseconds(&self, rates: &Rates) -> u64 {
         match &self.work {
-            Work::Compute(op) => {
+            Work::Compute(op) if self.only_if.is_none() => {
                 let (inputs, outputs) = (Self::specs(&self.inputs), Self::specs(&self.outputs));
                 rates.nanoseconds(op.flops(&inputs, &outputs), op.bytes_moved(&inputs, &outputs))
             }

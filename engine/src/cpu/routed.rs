@@ -9,7 +9,7 @@ use gapless_alloc::arena::{Arena, ArenaPlan, ArenaReport, Overflow, RequestId, R
 
 use super::args::Places;
 use super::outside::Outside;
-use crate::compile::{Asked, Executable, Instruction};
+use crate::compile::{Asked, Executable, Instruction, Released, When};
 
 /// The counts and places of the run under way, or of the last one.
 #[derive(Debug, Default)]
@@ -20,6 +20,8 @@ pub(crate) struct Routed {
     /// What the last run was served, in order.
     served: Vec<Served>,
     outside: Outside,
+    /// By count: whether its rows were let go.
+    let_go: Vec<bool>,
     /// If what the arena refuses is served outside: up to how many bytes, of both.
     limit: Option<u64>,
 }
@@ -40,6 +42,7 @@ impl Routed {
             arena: plan.cloned().map(Arena::new),
             offsets: vec![0; requests],
             rows: vec![0; counts],
+            let_go: vec![false; counts],
             served: Vec::with_capacity(requests),
             ..Self::default()
         }
@@ -54,6 +57,7 @@ impl Routed {
     pub fn begin(&mut self, arena_bytes: u64) {
         self.arena.iter_mut().for_each(Arena::reset);
         self.served.clear();
+        self.let_go.fill(false);
         self.outside.begin(arena_bytes);
     }
 
@@ -62,16 +66,66 @@ impl Routed {
         self.rows[count as usize] = rows as usize;
     }
 
+    /// Whether an instruction is left out.
+    pub fn is_left_out(&self, instruction: &Instruction) -> bool {
+        instruction.only_if.is_some_and(|count| !self.let_go[count as usize])
+    }
+
+    /// Looks for room for all rows that an instruction offers to keep. Whether there is.
+    pub fn offer(&mut self, instruction: &Instruction) -> bool {
+        let arena = self.arena.as_mut().expect("an executable with requests has an arena");
+        for (index, asked) in instruction.requests.iter().enumerate() {
+            let bytes = self.rows[asked.count as usize] as u64 * asked.row_bytes;
+            let Some(offset) = arena.offer(asked.request, bytes) else {
+                instruction.requests[..index].iter().for_each(|asked| arena.release(asked.request));
+                return false;
+            };
+            self.offsets[asked.place.index()] = offset;
+        }
+        true
+    }
+
+    /// Keeps the rows that were offered room, or lets them go: then `had_room` says whether there was any.
+    pub fn settle(&mut self, instruction: &Instruction, lets_go: bool, had_room: bool) {
+        let arena = self.arena.as_mut().expect("an executable with requests has an arena");
+        for &Asked { request, place, count, row_bytes, .. } in &*instruction.requests {
+            self.let_go[count as usize] = lets_go;
+            match lets_go {
+                true if had_room => arena.release(request),
+                true => {}
+                false => {
+                    let (offset, bytes) = (self.offsets[place.index()], self.rows[count as usize] as u64 * row_bytes);
+                    self.served.push(Served { request, offset, bytes });
+                }
+            }
+        }
+        if lets_go {
+            arena.note_let_go();
+        }
+    }
+
+    fn is_made(&self, when: When, count: u32) -> bool {
+        match when {
+            When::Always => true,
+            When::Kept => !self.let_go[count as usize],
+            When::LetGo => self.let_go[count as usize],
+        }
+    }
+
     /// Finds room for what an instruction is the first to write.
     pub fn place(&mut self, instruction: &Instruction) -> Result<(), Refusal> {
-        for &Asked { request, count, row_bytes } in &*instruction.requests {
+        for &Asked { request, place, count, row_bytes, when } in &*instruction.requests {
+            // What is kept was placed when it was offered.
+            if when == When::Kept || !self.is_made(when, count) {
+                continue;
+            }
             let arena = self.arena.as_mut().expect("an executable with requests has an arena");
             let bytes = self.rows[count as usize] as u64 * row_bytes;
             let offset = match arena.request(request, bytes) {
                 Ok(offset) => offset,
                 Err(overflow) => self.place_outside(request, bytes, overflow)?,
             };
-            self.offsets[request.index()] = offset;
+            self.offsets[place.index()] = offset;
             self.served.push(Served { request, offset, bytes });
         }
         Ok(())
@@ -96,8 +150,9 @@ impl Routed {
 
     /// Takes back what nobody reads after an instruction.
     pub fn release(&mut self, instruction: &Instruction) {
-        for &request in &*instruction.releases {
-            if !self.outside.release(request) {
+        for released in &*instruction.releases {
+            let request = released.request;
+            if self.is_made(released.when, released.count) && !self.outside.release(request) {
                 self.arena.as_mut().expect("an executable with requests has an arena").release(request);
             }
         }
@@ -105,9 +160,9 @@ impl Routed {
 
     /// Where in the arena that was.
     pub fn released(&self, instruction: &Instruction) -> impl Iterator<Item = Range<u64>> {
-        let served = |&request: &RequestId| self.served.iter().rev().find(move |served| served.request == request);
-        let ranges =
-            instruction.releases.iter().filter_map(served).map(|served| served.offset..served.offset + served.bytes);
+        let made = instruction.releases.iter().filter(|released| self.is_made(released.when, released.count));
+        let served = |released: &Released| self.served.iter().rev().find(|served| served.request == released.request);
+        let ranges = made.filter_map(served).map(|served| served.offset..served.offset + served.bytes);
         ranges.filter(|range| range.end <= self.outside.range().start)
     }
 

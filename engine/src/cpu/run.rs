@@ -42,10 +42,16 @@ pub(super) fn run_all(
     outside: Outside<'_>,
 ) -> Result<Option<usize>, (usize, Failure)> {
     let Outside { links, routed, file } = outside;
-    let mut culprit = None;
+    let (mut culprit, mut had_room) = (None, true);
     for (index, instruction) in program.instructions.iter().enumerate() {
         let span = tracing::trace_span!("op", name = instruction.work.name(), layer = &*instruction.layer);
         let _entered = span.enter();
+        if routed.is_left_out(instruction) {
+            if options.poison {
+                instruction.dead_after.iter().for_each(|range| fill_with_nan(range.clone(), base, bytes));
+            }
+            continue;
+        }
         if let Err(refusal) = routed.place(instruction) {
             // Scores that are not numbers send all tokens to the same experts.
             let culprit = not_finite_before(program, index, base);
@@ -81,6 +87,7 @@ pub(super) fn run_all(
                 unsafe { begin(*collective, *request, instruction, (base, places), links) }.map_err(failed)?;
             }
             Work::Finish(request) => finish(*request, links).map_err(failed)?,
+            Work::Offer(_) | Work::Settle(_) => {}
             Work::Offload(id) | Work::Fetch(id) => {
                 // SAFETY: as above.
                 unsafe { copy(instruction, program.host[id.index()], base, file) }
@@ -91,10 +98,23 @@ pub(super) fn run_all(
         let watched = match &instruction.work {
             Work::Compute(_) | Work::Fetch(_) => &instruction.outputs,
             Work::Wait(_) | Work::Finish(_) => &instruction.inputs,
-            Work::Send(_) | Work::Receive(_) | Work::Collective(..) | Work::Offload(_) => &Box::default(),
+            _ => &Box::default(),
         };
         if options.watch && culprit.is_none() && !are_finite(watched, base, places) {
             culprit = Some(index);
+        }
+        match instruction.work {
+            Work::Offer(_) => {
+                had_room = routed.offer(instruction);
+                // SAFETY: as above.
+                unsafe { scalar(base, &instruction.outputs[0]).write(if had_room { 0.0 } else { 1.0 }) };
+            }
+            Work::Settle(_) => {
+                // SAFETY: as above.
+                let without = unsafe { scalar(base, &instruction.inputs[0]).read() };
+                routed.settle(instruction, without != 0.0, had_room);
+            }
+            _ => {}
         }
         if let Some(count) = instruction.counts {
             // SAFETY: as above; the instruction is over.
@@ -154,6 +174,15 @@ pub(super) unsafe fn range(base: Base, address: &Address, places: Places<'_>) ->
     // SAFETY: by this function's contract.
     let (start, span) = unsafe { places.locate(base.0, address) };
     (start, span * address.dtype.size_in_bytes())
+}
+
+/// The place of a planned tensor of one f32.
+///
+/// # Safety
+/// It lies in the arena at `base`.
+unsafe fn scalar(base: Base, address: &Address) -> *mut f32 {
+    // SAFETY: by this function's contract.
+    unsafe { base.0.add(address.offset as usize).cast() }
 }
 
 /// The last element of a tensor of u32 without gaps.

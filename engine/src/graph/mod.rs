@@ -501,8 +501,13 @@ impl Graph {
 
     /// The node that makes a value's bytes; none for what comes from outside.
     pub fn producer(&self, id: ValueId) -> Option<&Node> {
+        self.maker(id).map(|node| self.node(node))
+    }
+
+    /// The same, by its id.
+    pub(crate) fn maker(&self, id: ValueId) -> Option<NodeId> {
         match self.value(self.value(id).root).source {
-            Source::Node { node, .. } => Some(self.node(node)),
+            Source::Node { node, .. } => Some(node),
             _ => None,
         }
     }

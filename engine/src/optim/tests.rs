@@ -69,6 +69,7 @@ impl Update {
         let workers = Workers::new(threads).unwrap();
         let roles: HashMap<_, _> = states.iter().map(|state| (state.id(), Role::OptimizerState)).collect();
         let program = lower(&Lowering {
+            lets_go: false,
             name: "update",
             graph: &lock(&graph),
             table: &[vec![Action::new(Kind::Forward, 0, 0), Action::new(Kind::Backward, 0, 0)]],

@@ -9,7 +9,7 @@ use gapless_parallel::StageId;
 
 use super::pipeline::RankPlan;
 use super::update::{Kept, Parameter, Recorded, Update};
-use super::{Model, TrainOptions};
+use super::{Model, Overflow, TrainOptions};
 use crate::autodiff::differentiate;
 use crate::compile::{
     CompileOptions, Executable, Held, Lowering, Output, ParameterStages, Program, alive_nodes, compile, cut, cut_like,
@@ -101,6 +101,8 @@ pub(super) struct TrainStep<M> {
     pub kept: Kept,
     /// Names of what it shows beside the loss.
     pub watched: Vec<String>,
+    /// Whether rows that are received need not wait for their backward.
+    lets_go: bool,
 }
 
 impl<M: Model> TrainStep<M> {
@@ -163,7 +165,8 @@ impl<M: Model> TrainStep<M> {
             }
         }
         let watched = watched.into_iter().map(|(name, _)| name).collect();
-        Ok(Self { trace, outputs, roles, parameters: count, stages, kept, watched })
+        let lets_go = options.overflow == Overflow::Recompute;
+        Ok(Self { trace, outputs, roles, parameters: count, stages, kept, watched, lets_go })
     }
 
     /// The program of one rank. A budget is for it and `others` in one arena.
@@ -195,6 +198,7 @@ impl<M: Model> TrainStep<M> {
             outputs: &self.outputs,
             roles: &self.roles,
             recomputation,
+            lets_go: self.lets_go,
             threads,
         })
     }
@@ -267,6 +271,7 @@ impl<M: Model> Trace<M> {
             outputs: &[output],
             roles: &HashMap::new(),
             recomputation: &Recomputation::default(),
+            lets_go: false,
             threads,
         })
     }

@@ -143,6 +143,14 @@ impl TrainOptions {
         {
             return fail("routing", format!("a factor of {factor}"), "1.25 is usual");
         }
+        if self.overflow == Overflow::Recompute && matches!(self.routing, Reserve::Bytes(_)) {
+            let why = "a number of bytes promises no room to what is computed again".to_owned();
+            return fail("overflow", why, "use Reserve::Balanced");
+        }
+        if self.overflow == Overflow::Recompute && !self.compress.is_empty() {
+            let why = "rows that are made again of what was rounded are others than the forward's".to_owned();
+            return fail("overflow", why, "compress nothing, or choose another policy");
+        }
         self.learning_rate.check()?;
         self.optimizer.check()
     }

@@ -15,9 +15,14 @@ pub enum Overflow {
     /// again, for the most uneven rows of that step and a quarter more, and goes on in a larger arena.
     /// [`Recompute::Budget`](crate::recompute::Recompute::Budget) limits both; where they do not fit, [`Error::Growth`] says so.
     Grow,
+    /// There is room at all times for the most rows that a layer can receive in a micro-batch, and in that sense nothing ever runs
+    /// out. What `routing` has room for beside that is for rows that wait for their backward: if those of a layer and
+    /// micro-batch find none on some rank, all ranks that share its experts let them go behind the forward, and exchange and
+    /// compute them again in the backward. Needs a reserve that promises something: `Balanced`, or `Worst`, which always keeps all.
+    Recompute,
 }
 
-/// As `error` or `grow`.
+/// As `error`, `grow` or `recompute`.
 impl FromStr for Overflow {
     type Err = Error;
 
@@ -25,10 +30,11 @@ impl FromStr for Overflow {
         match text {
             "error" => Ok(Self::Error),
             "grow" => Ok(Self::Grow),
+            "recompute" => Ok(Self::Recompute),
             _ => Err(Error::Config {
                 what: "overflow",
                 why: format!("{text:?} is no policy"),
-                remedy: "use error or grow",
+                remedy: "use error, grow or recompute",
             }),
         }
     }

@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 
 use gapless_parallel::StageId;
 
+use super::let_go::LetGo;
 use super::{Lowerer, Lowering};
 use crate::compile::messages::Crossings;
 use crate::graph::{Node, NodeId, Phase, Place, Source, ValueId};
@@ -16,20 +17,41 @@ pub(super) enum Life {
     First,
     /// The one in front of its first reader in the backward.
     Second,
+    /// That too, but only if the rows of this count were let go.
+    IfLetGo(u32),
+}
+
+impl Life {
+    /// The count that it depends on.
+    pub(super) fn only_if(self) -> Option<u32> {
+        match self {
+            Self::First | Self::Second => None,
+            Self::IfLetGo(count) => Some(count),
+        }
+    }
+
+    fn index(self) -> usize {
+        match self {
+            Self::First => 0,
+            Self::Second => 1,
+            Self::IfLetGo(_) => 2,
+        }
+    }
 }
 
 /// How often the nodes that a rank runs read each root.
 #[derive(Debug)]
 pub(super) struct Reads<'a> {
     recomputation: &'a Recomputation,
-    /// Per way of recomputing, per value: in its first and second life, within a micro-batch.
-    per_micro_batch: Vec<Vec<[usize; 2]>>,
+    /// Per way of recomputing, per value: in its first and second life within a micro-batch, and in the one that it may have
+    /// between rows that are made again.
+    per_micro_batch: Vec<Vec<[usize; 3]>>,
     /// By the update and the host, per value.
     per_step: Vec<usize>,
 }
 
 impl<'a> Reads<'a> {
-    pub(super) fn new(of: &Lowering<'a>, alive: &[bool], crossings: &Crossings) -> Self {
+    pub(super) fn new(of: &Lowering<'a>, alive: &[bool], crossings: &Crossings, let_go: &LetGo) -> Self {
         let graph = of.graph;
         let values = graph.values().len();
         let (mut forward, mut backward, mut per_step) = (vec![0; values], vec![0; values], vec![0; values]);
@@ -53,12 +75,12 @@ impl<'a> Reads<'a> {
         for output in of.outputs {
             per_step[graph.value(output.value).root.index()] += 1;
         }
-        let plain: Vec<[usize; 2]> = forward.iter().zip(&backward).map(|(f, b)| [f + b, 0]).collect();
+        let plain: Vec<[usize; 3]> = forward.iter().zip(&backward).map(|(f, b)| [f + b, 0, 0]).collect();
         let mut per_micro_batch = vec![plain];
         for variant in of.recomputation.variants() {
             let mut reads = per_micro_batch[0].clone();
             for root in variant.reborn(graph) {
-                reads[root.index()] = [forward[root.index()], backward[root.index()]];
+                reads[root.index()] = [forward[root.index()], backward[root.index()], 0];
             }
             // Putting it away reads it too.
             variant.stashed().for_each(|root| reads[root.index()][0] += 1);
@@ -71,6 +93,13 @@ impl<'a> Reads<'a> {
             }
             per_micro_batch.push(reads);
         }
+        for (table, reads) in per_micro_batch.iter_mut().enumerate() {
+            let variant = table.checked_sub(1).map(|index| &of.recomputation.variants()[index]);
+            let_go.reads(table, graph, |root, is_between| {
+                let is_reborn = variant.is_some_and(|variant| variant.is_reborn(root));
+                reads[root.index()][if is_between { 2 } else { usize::from(is_reborn) }] += 1;
+            });
+        }
         Self { recomputation: of.recomputation, per_micro_batch, per_step }
     }
 
@@ -78,7 +107,7 @@ impl<'a> Reads<'a> {
     pub(super) fn per_micro_batch(&self, root: ValueId, micro_batch: u32, life: Life) -> usize {
         // The first table is that of nothing recomputed.
         let table = self.recomputation.of(micro_batch).map_or(0, |variant| variant + 1);
-        self.per_micro_batch[table][root.index()][life as usize]
+        self.per_micro_batch[table][root.index()][life.index()]
     }
 
     /// Reads of a root by the update and the host.
@@ -101,17 +130,35 @@ impl Lowerer<'_> {
 
     /// Makes again, or brings back, what this node is the first to read in the backward.
     pub(super) fn restore(&mut self, node: &Node, micro_batch: u32) {
-        let of = self.of;
-        let Some(variant) = of.recomputation.of(micro_batch).map(|index| &of.recomputation.variants()[index]) else {
-            return;
-        };
         if node.phase == Phase::Forward {
             return;
         }
+        let graph = self.of.graph;
+        let makers = self.missing(node, micro_batch).into_iter().map(|(maker, _)| graph.node(maker));
+        let readers: Vec<&Node> = std::iter::once(node).chain(makers).collect();
+        self.bring_rows_back(&readers, micro_batch);
+        self.restore_inputs(node, micro_batch);
+    }
+
+    /// The same, but for rows that may have been let go.
+    pub(super) fn restore_inputs(&mut self, node: &Node, micro_batch: u32) {
+        for (maker, away) in self.missing(node, micro_batch) {
+            match away {
+                Some(root) => self.bring_back(root, micro_batch),
+                None => self.instruct(self.of.graph.node(maker), micro_batch, Life::Second),
+            }
+        }
+    }
+
+    /// What must come back for a node: by its maker, or from where it was put away.
+    fn missing(&self, node: &Node, micro_batch: u32) -> BTreeSet<(NodeId, Option<ValueId>)> {
+        let of = self.of;
+        let mut missing = BTreeSet::new();
+        let Some(variant) = of.recomputation.of(micro_batch).map(|index| &of.recomputation.variants()[index]) else {
+            return missing;
+        };
         let root_of = |&input: &ValueId| of.graph.value(input).root;
         let mut wanted: Vec<ValueId> = node.inputs.iter().map(root_of).collect();
-        // What comes back: by its maker, or from where it was put away.
-        let mut missing: BTreeSet<(NodeId, Option<ValueId>)> = BTreeSet::new();
         while let Some(root) = wanted.pop() {
             if !variant.is_reborn(root) || self.placed.contains_key(&(root, micro_batch)) {
                 continue;
@@ -122,11 +169,6 @@ impl Lowerer<'_> {
                 wanted.extend(of.graph.node(maker).inputs.iter().map(root_of));
             }
         }
-        for (maker, away) in missing {
-            match away {
-                Some(root) => self.bring_back(root, micro_batch),
-                None => self.instruct(of.graph.node(maker), micro_batch, Life::Second),
-            }
-        }
+        missing
     }
 }

@@ -73,6 +73,13 @@ impl Counts {
     }
 }
 
+impl Counts {
+    /// What counts the rows of a root, if they are counted.
+    pub(super) fn starts_of(&self, graph: &Graph, root: ValueId) -> Option<ValueId> {
+        self.roots.get(&root).map(|rows| graph.value(rows.starts).root)
+    }
+}
+
 /// Whether a value shows its root as it lies.
 fn is_whole(graph: &Graph, id: ValueId) -> bool {
     let value = graph.value(id);
@@ -95,7 +102,7 @@ impl Lowerer<'_> {
         self.counts.starts.contains(&root).then(|| self.number(root, micro_batch))
     }
 
-    fn number(&mut self, starts: ValueId, micro_batch: u32) -> u32 {
+    pub(super) fn number(&mut self, starts: ValueId, micro_batch: u32) -> u32 {
         let next = self.counts.numbers.len() as u32;
         let number = *self.counts.numbers.entry((starts, micro_batch)).or_insert(next);
         self.program.counts = self.counts.numbers.len();

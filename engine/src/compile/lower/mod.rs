@@ -13,6 +13,7 @@
 mod again;
 mod counted;
 mod early;
+mod let_go;
 mod stash;
 mod transfer;
 
@@ -26,6 +27,7 @@ use gapless_parallel::Action;
 use self::again::{Life, Reads};
 use self::counted::Counts;
 use self::early::{Early, collective_of};
+use self::let_go::LetGo;
 use self::stash::PutAway;
 use self::transfer::{Collecting, Sending};
 use super::hoist::{UPDATE, hoist};
@@ -55,6 +57,9 @@ pub struct Lowering<'a> {
     pub roles: &'a HashMap<ValueId, Role>,
     /// What is computed again in the backward.
     pub recomputation: &'a Recomputation,
+    /// Whether rows that are received need not wait for their backward: if there is no room for them while the program runs,
+    /// they are exchanged again.
+    pub lets_go: bool,
     /// Threads that workspaces are sized for.
     pub threads: usize,
 }
@@ -133,6 +138,8 @@ struct Lowerer<'a> {
     early: Vec<Early>,
     /// Values whose rows are counted.
     counts: Counts,
+    /// Those that need not wait for the backward.
+    let_go: LetGo,
 }
 
 impl<'a> Lowerer<'a> {
@@ -148,8 +155,9 @@ impl<'a> Lowerer<'a> {
                 accumulated[root.index()] |= node.phase == Phase::Update && per_micro_batch;
             }
         }
-        let reads = Reads::new(of, &alive, &crossings);
         let counts = Counts::new(of, &alive, &crossings);
+        let let_go = LetGo::new(of, &alive, &counts);
+        let reads = Reads::new(of, &alive, &crossings, &let_go);
         let mut nodes: HashMap<(Place, Phase), Vec<NodeId>> = HashMap::new();
         for id in graph.node_ids().filter(|id| alive[id.index()]) {
             nodes.entry((graph.node(id).place, graph.node(id).phase)).or_default().push(id);
@@ -172,6 +180,7 @@ impl<'a> Lowerer<'a> {
             collecting,
             early,
             counts,
+            let_go,
         };
         lowerer.early = lowerer.early_nodes();
         Ok(lowerer)
@@ -259,6 +268,7 @@ impl<'a> Lowerer<'a> {
 
     fn node(&mut self, node: &Node, micro_batch: u32) {
         self.instruct(node, micro_batch, Life::First);
+        self.settle(node, micro_batch);
     }
 
     /// Lays down a node, with what belongs behind it.
@@ -282,6 +292,10 @@ impl<'a> Lowerer<'a> {
         let (mut add_behind, mut copy_behind) = (Vec::new(), Vec::new());
         for (index, &id) in node.outputs.iter().enumerate() {
             let value = graph.value(id);
+            if let Some(buffer) = life.only_if().and_then(|_| self.still_placed(id, micro_batch)) {
+                outputs.push(Operand::new(buffer, value));
+                continue;
+            }
             let (per_micro_batch, per_step) =
                 (self.reads.per_micro_batch(id, micro_batch, life), self.reads.per_step(id));
             let sum = self.placed.get(&(id, SUM)).map(|sum| sum.buffer);
@@ -328,7 +342,7 @@ impl<'a> Lowerer<'a> {
                 self.program.requests += 1;
                 let operands = inputs.iter().chain(&outputs).map(|o| Operand { overwritten_by: None, ..o.clone() });
                 let (operands, makes) = (operands.collect(), node.outputs[0]);
-                self.collecting.push(Collecting { request, operands, reads: keys, makes });
+                self.collecting.push(Collecting { request, operands, reads: keys, makes, only_if: life.only_if() });
                 Work::Collective(collective, request)
             }
             None => Work::Compute(node.op.clone()),
@@ -346,6 +360,7 @@ impl<'a> Lowerer<'a> {
             layer,
             again,
             counts,
+            only_if: life.only_if(),
         });
         for (sum, part, value) in copy_behind {
             let input = [(part, None)];

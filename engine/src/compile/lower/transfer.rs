@@ -29,6 +29,8 @@ pub(super) struct Collecting {
     pub(super) reads: Vec<(ValueId, u32)>,
     /// What it makes, for its layer's name.
     pub(super) makes: ValueId,
+    /// If it was only begun where the rows of a count were let go.
+    pub(super) only_if: Option<u32>,
 }
 
 impl Lowerer<'_> {
@@ -119,8 +121,9 @@ impl Lowerer<'_> {
         let (over, left) = std::mem::take(&mut self.collecting).into_iter().partition(which);
         self.collecting = left;
         let over: Vec<Collecting> = over;
-        for Collecting { request, operands, reads, makes } in over {
+        for Collecting { request, operands, reads, makes, only_if } in over {
             self.transfer(Work::Finish(request), operands, Vec::new(), (makes, 0));
+            self.program.steps.iter_mut().next_back().into_iter().for_each(|finish| finish.only_if = only_if);
             reads.into_iter().for_each(|key| self.read(key));
         }
     }
