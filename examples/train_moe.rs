@@ -11,7 +11,7 @@ use clap::{Parser, ValueEnum};
 use gapless::engine::data::{DataOptions, Dataset, RustSources, Source, VocabularyChoice};
 use gapless::engine::learning_rate::{LearningRate, Shape};
 use gapless::models::{Moe, MoeConfig, MoeStyle};
-use gapless::{Mesh, Reserve, TrainOptions, Trainer, communicator};
+use gapless::{Mesh, Overflow, Reserve, TrainOptions, Trainer, communicator};
 
 #[derive(Parser)]
 #[command(about = "Trains a small mixture of experts on real text, and shows where its tokens go")]
@@ -41,6 +41,9 @@ struct Args {
     /// Room for received rows as a multiple of what even routing needs; without it, for the worst case
     #[arg(long)]
     reserve: Option<f64>,
+    /// What to do when that does not do: error, grow or recompute
+    #[arg(long, default_value = "error")]
+    overflow: Overflow,
     #[arg(long, default_value_t = 2e-3)]
     lr: f64,
     #[arg(long, default_value_t = 0)]
@@ -114,6 +117,7 @@ fn options(args: &Args) -> TrainOptions {
         threads: if args.threads == 0 { (cores / args.expert_ranks).max(1) } else { args.threads },
         mesh: Mesh { expert: args.expert_ranks, ..Mesh::default() },
         routing: args.reserve.map_or(Reserve::Worst, |factor| Reserve::Balanced { factor }),
+        overflow: args.overflow,
         ..TrainOptions::default()
     }
 }

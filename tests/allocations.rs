@@ -7,10 +7,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Barrier};
 
 use common::{Kind, Run};
+use gapless::alloc::arena::ArenaReport;
 use gapless::engine::metrics::current_rss_bytes;
 use gapless::engine::optim::{AdamW8bit, GaLore, Optimizer};
 use gapless::models::MoeStyle;
-use gapless::{Mesh, Offload};
+use gapless::{Mesh, Offload, Overflow, Reserve};
 
 struct Counting;
 
@@ -40,6 +41,50 @@ fn steady_state_steps_allocate_nothing() {
     optimizers_of_fewer_bytes();
     what_waits_otherwise_than_as_it_is();
     several_ranks();
+    rows_without_room();
+}
+
+/// Rows that are let go and come back, and an arena that has grown.
+fn rows_without_room() {
+    let mesh = Mesh { expert: 2, ..Mesh::default() };
+    for (overflow, factor) in [(Overflow::Recompute, 1.0), (Overflow::Grow, 0.5)] {
+        let mut run = Run { kind: Kind::Moe(MoeStyle::Mixtral), ..Run::default() };
+        run.options.threads = 1;
+        run.options.micro_batches = 4;
+        run.options.mesh = mesh;
+        run.options.routing = Reserve::Balanced { factor };
+        run.options.overflow = overflow;
+        let (counts, reports) = allocations_on_ranks(&run);
+        assert_eq!(counts, vec![0; 2], "{overflow:?}: heap allocations in 100 steps");
+        let had_to = |report: &ArenaReport| match overflow {
+            Overflow::Recompute => report.let_go > 0 && report.overflows == 0,
+            _ => report.growths > 0,
+        };
+        assert!(reports.iter().all(|report| report.as_ref().is_some_and(had_to)), "{overflow:?}: {reports:?}");
+    }
+}
+
+/// Heap allocations, as each rank counts those of all, in 100 steps behind the first 20; and what its arena did in all of them.
+fn allocations_on_ranks(run: &Run) -> (Vec<u64>, Vec<Option<ArenaReport>>) {
+    let together = Barrier::new(run.options.mesh.ranks().unwrap());
+    let ranks = run.on_ranks(|mut trainer| {
+        let batches: Vec<_> = (0..4).map(|step| run.batch(step)).collect();
+        let mut steps = |count: usize| {
+            let batches = batches.iter().cycle().take(count);
+            batches.for_each(|(tokens, targets)| _ = trainer.step(tokens, targets).unwrap());
+        };
+        steps(20);
+        together.wait();
+        let before = ALLOCATIONS.load(Ordering::Relaxed);
+        together.wait();
+        steps(100);
+        together.wait();
+        let after = ALLOCATIONS.load(Ordering::Relaxed);
+        // Nobody ends, and allocates for it, before all have counted.
+        together.wait();
+        (after - before, trainer.routing())
+    });
+    ranks.into_iter().unzip()
 }
 
 /// Ranks as threads, messages and collectives included; those that share experts find room for other rows in every step.
@@ -57,28 +102,15 @@ fn several_ranks() {
         run.options.threads = 1;
         run.options.micro_batches = 4;
         run.options.mesh = mesh;
-        let ranks = mesh.ranks().unwrap();
-        let together = Barrier::new(ranks);
-        let counts = run.on_ranks(|mut trainer| {
-            let batches: Vec<_> = (0..4).map(|step| run.batch(step)).collect();
-            let mut steps = |count: usize| {
-                let batches = batches.iter().cycle().take(count);
-                batches.for_each(|(tokens, targets)| _ = trainer.step(tokens, targets).unwrap());
-            };
-            steps(20);
-            together.wait();
-            let before = ALLOCATIONS.load(Ordering::Relaxed);
-            together.wait();
-            steps(100);
-            together.wait();
-            let after = ALLOCATIONS.load(Ordering::Relaxed);
-            // Nobody ends, and allocates for it, before all have counted.
-            together.wait();
-            let served = trainer.routing().map(|report| report.requests);
+        let (counts, reports) = allocations_on_ranks(&run);
+        for report in reports {
+            let served = report.map(|report| report.requests);
             assert_eq!(served > Some(0), mesh.expert > 1, "{kind:?} on {mesh:?}: rows are given room: {served:?}");
-            after - before
-        });
-        assert_eq!(counts, vec![0; ranks], "{kind:?} on {mesh:?}: heap allocations in 100 steps");
+        }
+        assert!(
+            counts.iter().all(|&count| count == 0),
+            "{kind:?} on {mesh:?}: {counts:?} heap allocations in 100 steps"
+        );
     }
 }
 
