@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use gapless_alloc::arena::{
-    Arena, ArenaOptions, ArenaPlan, Overflow, Rehearsal, Request, RequestId, Reserve, check_run, rehearse,
+    Arena, ArenaOptions, ArenaPlan, Need, Overflow, Rehearsal, Request, RequestId, Reserve, Served, check_run, rehearse,
 };
 use gapless_alloc::{Buffer, Error, Label, Options, Problem, Role, check, plan};
 use proptest::prelude::*;
@@ -159,6 +159,35 @@ proptest! {
         prop_assert_eq!(report.first_reserve_bytes, before.reserve_bytes);
         prop_assert_eq!(report.reserve_bytes, larger.report().reserve_bytes);
         prop_assert_eq!(report.requests, 2 * before.requests);
+    }
+
+    /// What must have room has it, whatever others were offered; and an offer within the factor always finds some.
+    #[test]
+    fn offers_are_in_nobodys_way(
+        mut step in steps(), rounds in prop::collection::vec(sizes(), 1..4), factor in 0.0..2.0f64,
+        needs in prop::collection::vec(prop_oneof![Just(Need::Optional), Just(Need::Certain)], 24),
+    ) {
+        step.requests.iter_mut().zip(needs).for_each(|(request, need)| request.need = need);
+        let mut arena = step.arena(Reserve::Balanced { factor });
+        for sizes in rounds {
+            let (mut live, mut served): (Vec<(u64, RequestId)>, _) = (Vec::new(), Vec::new());
+            for request in arena.plan().ids() {
+                let Request { ticks, need, .. } = step.requests[request.index()].clone();
+                live.extract_if(.., |(end, _)| *end <= ticks.start).for_each(|(_, over)| arena.release(over));
+                let bytes = sizes.bytes(&step.requests, request);
+                let offset = match need {
+                    Need::Optional => arena.offer(request, bytes),
+                    _ => Some(arena.request(request, bytes).unwrap()),
+                };
+                prop_assert!(offset.is_some() || bytes > arena.plan().promised(request).unwrap());
+                if let Some(offset) = offset {
+                    live.push((ticks.end, request));
+                    served.push(Served { request, offset, bytes });
+                }
+            }
+            live.into_iter().for_each(|(_, over)| arena.release(over));
+            check_run(&step.problem, &step.offsets, &step.requests, &served, arena.plan().height()).unwrap();
+        }
     }
 
     /// Who keeps within the factor is served, whatever the others that keep within it do; and an overflow comes only in a
