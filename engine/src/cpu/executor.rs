@@ -165,7 +165,8 @@ impl Executor {
     /// Runs a program. Returns the first instruction with a non-finite output, if asked to watch for it.
     ///
     /// # Errors
-    /// When another rank fails; [`Error::Routing`] when rows find no room; [`Error::Offload`] when a file cannot be written or read.
+    /// When another rank fails; [`Error::Routing`] or [`Error::Growth`] when rows find no room, [`Error::NonFinite`] when that comes
+    /// of numbers that are not finite; [`Error::Offload`] when a file cannot be written or read.
     pub fn run(&mut self, id: ProgramId, options: RunOptions) -> Result<Option<String>> {
         let program = &self.executable.programs[id.0];
         let span = tracing::info_span!("run", program = program.name, step = options.step);

@@ -210,7 +210,8 @@ fn not_finite_before(program: &CompiledProgram, index: usize, base: Base) -> Opt
             let range = range(output);
             gone.iter().all(|gone| gone.end <= range.start || range.end <= gone.start)
         };
-        let is_compute = matches!(instruction.work, Work::Compute(_));
+        // What is only done if rows were let go may have been left out.
+        let is_compute = matches!(instruction.work, Work::Compute(_)) && instruction.only_if.is_none();
         let there: Vec<Address> = planned().filter(is_there).filter(|_| is_compute).cloned().collect();
         if !are_finite(&there, base, Places::NONE) {
             culprit = Some(index);
