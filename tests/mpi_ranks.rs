@@ -26,7 +26,7 @@ mod jobs {
     use gapless::communicator::{self, Communicator};
     use gapless::engine::checkpoint::Checkpoint;
     use gapless::models::MoeStyle;
-    use gapless::{Mesh, Pipeline, Reserve};
+    use gapless::{Mesh, Overflow, Pipeline, Reserve};
 
     use crate::common::{Kind, Outcome, Run};
 
@@ -71,6 +71,14 @@ mod jobs {
         run
     }
 
+    /// Ranks that share experts, with room for half of what even routing needs.
+    fn without_room(ranks: usize, style: MoeStyle, overflow: Overflow) -> Run {
+        let mut run = experts(ranks, 1, style);
+        run.options.routing = Reserve::Balanced { factor: 0.5 };
+        run.options.overflow = overflow;
+        run
+    }
+
     const STYLES: [(&str, MoeStyle); 3] =
         [("mixtral", MoeStyle::Mixtral), ("switch", MoeStyle::Switch), ("deep-seek", MoeStyle::DeepSeek)];
 
@@ -81,6 +89,8 @@ mod jobs {
         let style = STYLES.into_iter().find(|(style, _)| *style == name);
         let run = match (job, style) {
             ("experts" | "overflow", Some((_, style))) => experts(ranks, 1, style),
+            ("rows that are let go", Some((_, style))) => without_room(ranks, style, Overflow::Recompute),
+            ("an arena that grows", Some((_, style))) => without_room(ranks, style, Overflow::Grow),
             ("stages of experts", Some((_, style))) => experts(ranks, 2, style),
             _ => run(ranks, name),
         };
@@ -93,6 +103,8 @@ mod jobs {
         }
         let outcome = run.go_on(&mut trainer, STEPS);
         trainer.check_run().expect("nothing that lived at the same time shares bytes");
+        let has_room = trainer.routing().is_none_or(|report| report.let_go + report.growths == 0);
+        assert_eq!(has_room, run.options.overflow == Overflow::Error, "{:?}", trainer.routing());
         if job == "kill" {
             trainer.save(dir, serde_json::Value::Null).unwrap();
             run.step(&mut trainer);
@@ -154,7 +166,9 @@ mod jobs {
     fn judge_experts(ranks: usize) {
         for (name, style) in STYLES {
             let alone = experts(1, 1, style).steps(STEPS);
-            for (stages, job) in [(1, "experts"), (2, "stages of experts")] {
+            for (stages, job) in
+                [(1, "experts"), (2, "stages of experts"), (1, "rows that are let go"), (1, "an arena that grows")]
+            {
                 if ranks / stages == 1 {
                     continue;
                 }
