@@ -21,13 +21,17 @@ use std::collections::HashMap;
 
 use gapless_parallel::{Action, Kind};
 
-use super::block::{Block, Choice};
+use super::block::Block;
+use super::layer::Choice;
 use super::{Recomputation, Saved, Variant};
 use crate::error::{Error, Result};
 use crate::graph::Place;
 
-/// States that the dynamic programming keeps per layer, at most; above that some between its best are left out.
+/// States that the dynamic programming keeps per layer, about, where it would look at more than [`MANY`].
 const STATES: usize = 4096;
+
+/// States that it looks at one by one.
+const MANY: usize = 1 << 16;
 
 /// Guesses at what other micro-batches hold.
 const GUESSES: u64 = 32;
@@ -208,7 +212,8 @@ impl Budget<'_> {
     fn solve_beside(&self, limit: u64, others: u64) -> Option<Vec<usize>> {
         let mut layers: Vec<Vec<State>> = vec![vec![State::default()]];
         for (index, block) in self.blocks.iter().enumerate() {
-            let (mut next, beside) = (Vec::new(), self.others(index));
+            let beside = self.others(index);
+            let mut next = States::new(&layers[index], block, beside);
             for (from, state) in layers[index].iter().enumerate() {
                 for (choice, of) in block.choices.iter().enumerate() {
                     let state = State {
@@ -223,7 +228,7 @@ impl Budget<'_> {
                     }
                 }
             }
-            layers.push(undominated(next));
+            layers.push(next.undominated());
         }
         // Sorted by bytes, and so the other way around by time: the last takes least.
         let mut at = layers.last()?.len().checked_sub(1)?;
@@ -258,21 +263,62 @@ struct State {
     choice: u32,
 }
 
-/// Those that no other beats in bytes and time, by bytes. Bytes of the work at hand and of other micro-batches are added: as many
-/// micro-batches of one stage as of another make them go together; where they don't, a state may be missed.
-fn undominated(mut states: Vec<State>) -> Vec<State> {
-    states.sort_unstable_by_key(|s| (s.kept + s.others, s.nanoseconds, s.from, s.choice));
-    let mut best: Vec<State> = Vec::new();
-    for state in states {
-        if best.last().is_none_or(|last| state.nanoseconds < last.nanoseconds) {
-            best.push(state);
+impl State {
+    /// Bytes of the work at hand and of other micro-batches are added: as many micro-batches of one stage as of another make
+    /// them go together; where they don't, a state may be missed.
+    fn bytes(&self) -> u64 {
+        self.kept + self.others
+    }
+}
+
+/// The states behind a layer: all of them, or where they are many, the fastest of those that are about as large.
+struct States {
+    all: Vec<State>,
+    /// By bytes above the least, in steps; none where all are there.
+    fastest: Vec<Option<State>>,
+    smallest: Option<State>,
+    least: u64,
+    step: u64,
+}
+
+impl States {
+    /// What will be pushed comes from a state before and a choice of a layer.
+    fn new(before: &[State], block: &Block, beside: u64) -> Self {
+        let of_choices = || block.choices.iter().map(|choice| choice.kept * (1 + beside));
+        let of_states = || before.iter().map(State::bytes);
+        let least = of_states().min().unwrap_or(0) + of_choices().min().unwrap_or(0);
+        let most = of_states().max().unwrap_or(0) + of_choices().max().unwrap_or(0);
+        let many = before.len() * block.choices.len() > MANY;
+        let fastest = vec![None; if many { STATES } else { 0 }];
+        Self { all: Vec::new(), fastest, smallest: None, least, step: (most - least) / STATES as u64 + 1 }
+    }
+
+    fn push(&mut self, state: State) {
+        if self.fastest.is_empty() {
+            return self.all.push(state);
+        }
+        let fastest = &mut self.fastest[((state.bytes() - self.least) / self.step) as usize];
+        let order = |state: &State| (state.nanoseconds, state.bytes());
+        if fastest.is_none_or(|known| order(&state) < order(&known)) {
+            *fastest = Some(state);
+        }
+        if self.smallest.is_none_or(|known| state.bytes() < known.bytes()) {
+            self.smallest = Some(state);
         }
     }
-    if best.len() > STATES {
-        let last = best.len() - 1;
-        best = (0..STATES).map(|i| best[i * last / (STATES - 1)]).collect();
+
+    /// Those that no other beats in bytes and time, by bytes.
+    fn undominated(mut self) -> Vec<State> {
+        self.all.extend(self.fastest.into_iter().chain([self.smallest]).flatten());
+        self.all.sort_unstable_by_key(|s| (s.bytes(), s.nanoseconds, s.from, s.choice));
+        let mut best: Vec<State> = Vec::new();
+        for state in self.all {
+            if best.last().is_none_or(|last| state.nanoseconds < last.nanoseconds) {
+                best.push(state);
+            }
+        }
+        best
     }
-    best
 }
 
 /// The most micro-batches of each stage that a rank's row of actions holds at once.

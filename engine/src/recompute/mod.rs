@@ -14,6 +14,8 @@ mod block;
 mod budget;
 mod compress;
 mod groups;
+mod layer;
+mod min_cut;
 mod policy;
 mod report;
 mod saved;

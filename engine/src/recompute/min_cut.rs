@@ -1,0 +1,188 @@
+//! The best choices of a layer by bytes and time alone, found by minimal cuts instead of trying all subsets.
+//!
+//! In: a [`Layer`]. Out: for every weight λ, what to drop so that (bytes kept) + λ · (time of what is computed again) is least:
+//! the corners of the lower convex hull of all its choices. Never: the peak of its backward.
+//!
+//! For one λ that is a minimal cut, as in the partitioner of PyTorch's compiler (He and Yu, *Transcending Runtime-Memory
+//! Tradeoffs in Checkpointing by being Fusion Aware*, MLSys 2023), here as a maximal closure (Picard, Management Science 22,
+//! 1976). A node stands on the source's side if it runs again:
+//!
+//! ```text
+//! source ──bytes──▶ n          cut where candidate n is kept
+//!             n ──∞──▶ m       n reads what m makes and nobody keeps: m runs too
+//!             n ──λ·time──▶ sink   cut where n runs again
+//! ```
+//!
+//! A value that the backward reads is wanted in any case, so that of its two nodes (wanted, and made again) in the partitioner's
+//! network the first coincides with the source. Which λ there are to ask for, the corners that are known say: the slope between
+//! two neighbours finds the corner between them, or that there is none (Eisner and
+//! Severance, Journal of the ACM 23, 1976).
+
+use super::layer::{Candidates, Layer};
+
+/// What to drop at the corners, from nothing to everything.
+pub(super) fn hull(layer: &Layer) -> Vec<Candidates> {
+    let network = Network::new(layer);
+    let all = Candidates::MAX.checked_shr(Candidates::BITS - layer.candidates.len() as u32).unwrap_or(0);
+    let (nothing, everything) = (network.corner(0), network.corner(all));
+    let mut corners = vec![nothing];
+    // To do, the nearest last.
+    let mut ahead = vec![everything];
+    while let (Some(&from), Some(&to)) = (corners.last(), ahead.last()) {
+        match network.between(&from, &to) {
+            Some(corner) => ahead.push(corner),
+            None => corners.extend(ahead.pop()),
+        }
+    }
+    corners.iter().map(|corner| corner.dropped).collect()
+}
+
+/// A layer's choice by bytes and time alone.
+#[derive(Debug, Clone, Copy)]
+struct Corner {
+    dropped: Candidates,
+    saved_bytes: u64,
+    nanoseconds: u64,
+}
+
+/// What is cut.
+struct Network {
+    /// By node that can run again: its candidate, if it is one, with its bytes; and its time.
+    candidates: Vec<Option<(usize, u64)>>,
+    nanoseconds: Vec<u64>,
+    /// Nodes that have to run where this one does.
+    needs: Vec<Vec<usize>>,
+}
+
+impl Network {
+    fn new(layer: &Layer) -> Self {
+        let makers = layer.makers();
+        let mut is_there = vec![false; layer.bytes.len()];
+        layer.saved.iter().for_each(|&value| is_there[value] = true);
+        let mut candidates = vec![None; layer.forward.len()];
+        for (index, values) in layer.candidates.iter().enumerate() {
+            if let Some(maker) = values.first().and_then(|&value| makers[value]) {
+                candidates[maker] = Some((index, layer.candidate_bytes(index)));
+            }
+        }
+        let unkept = |local: &super::layer::Local| {
+            let missing = local.reads.iter().filter(|&&value| !is_there[value]);
+            missing.filter_map(|&value| makers[value]).collect()
+        };
+        let needs = layer.forward.iter().map(unkept).collect();
+        Self { candidates, nanoseconds: layer.forward.iter().map(|local| local.nanoseconds).collect(), needs }
+    }
+
+    /// What dropping these candidates saves and takes.
+    fn corner(&self, dropped: Candidates) -> Corner {
+        let is_dropped =
+            |candidate: &Option<(usize, u64)>| candidate.is_some_and(|(index, _)| dropped >> index & 1 == 1);
+        let mut runs: Vec<bool> = self.candidates.iter().map(is_dropped).collect();
+        // What is read is made before.
+        for node in (0..runs.len()).rev().filter(|&node| runs[node]).collect::<Vec<_>>() {
+            let mut wanted = vec![node];
+            while let Some(node) = wanted.pop() {
+                runs[node] = true;
+                wanted.extend(self.needs[node].iter().filter(|&&need| !runs[need]));
+            }
+        }
+        self.corner_of(&runs)
+    }
+
+    /// The corner at which these nodes run again. A candidate that does need not be kept.
+    fn corner_of(&self, runs: &[bool]) -> Corner {
+        let mut corner = Corner { dropped: 0, saved_bytes: 0, nanoseconds: 0 };
+        for node in (0..runs.len()).filter(|&node| runs[node]) {
+            corner.nanoseconds = corner.nanoseconds.saturating_add(self.nanoseconds[node]);
+            if let Some((candidate, bytes)) = self.candidates[node] {
+                corner.dropped |= 1 << candidate;
+                corner.saved_bytes += bytes;
+            }
+        }
+        corner
+    }
+
+    /// The corner between two that is farthest from the line through them, if one is beyond it.
+    fn between(&self, from: &Corner, to: &Corner) -> Option<Corner> {
+        let bytes = u128::from(to.saved_bytes.checked_sub(from.saved_bytes)?);
+        let nanoseconds = u128::from(to.nanoseconds.checked_sub(from.nanoseconds)?);
+        let runs = self.cut(nanoseconds, bytes);
+        let found = self.corner_of(&runs);
+        // What is gained by bytes, less what is lost by time, against the same at one end of the line.
+        let gain = |corner: &Corner| {
+            let gain = nanoseconds.saturating_mul(corner.saved_bytes.into());
+            (gain, bytes.saturating_mul(corner.nanoseconds.into()))
+        };
+        let ((more, less), (more_before, less_before)) = (gain(&found), gain(from));
+        (more.saturating_add(less_before) > more_before.saturating_add(less)).then_some(found)
+    }
+
+    /// The nodes that run again at the least of (a byte's weight) · (bytes kept) + (a nanosecond's weight) · (time); of several
+    /// such sets, the smallest.
+    fn cut(&self, byte: u128, nanosecond: u128) -> Vec<bool> {
+        let nodes = self.needs.len();
+        let (source, sink) = (nodes, nodes + 1);
+        let mut flow = Flow::new(nodes + 2);
+        for node in 0..nodes {
+            if let Some((_, bytes)) = self.candidates[node] {
+                flow.edge(source, node, byte.saturating_mul(bytes.into()));
+            }
+            flow.edge(node, sink, nanosecond.saturating_mul(self.nanoseconds[node].into()));
+            self.needs[node].iter().for_each(|&need| flow.edge(node, need, u128::MAX));
+        }
+        let mut reached = flow.saturate(source, sink);
+        reached.truncate(nodes);
+        reached
+    }
+}
+
+/// A flow, by what may still flow along each edge. Edge i and i ^ 1 are each other's reverse.
+struct Flow {
+    to: Vec<usize>,
+    left: Vec<u128>,
+    /// Edges that leave each node.
+    leave: Vec<Vec<usize>>,
+}
+
+impl Flow {
+    fn new(nodes: usize) -> Self {
+        Self { to: Vec::new(), left: Vec::new(), leave: vec![Vec::new(); nodes] }
+    }
+
+    fn edge(&mut self, from: usize, to: usize, capacity: u128) {
+        for (from, to, left) in [(from, to, capacity), (to, from, 0)] {
+            self.leave[from].push(self.to.len());
+            self.to.push(to);
+            self.left.push(left);
+        }
+    }
+
+    /// Lets flow all that can, along shortest ways (Edmonds and Karp, 1972). What the source still reaches then is its side
+    /// of the smallest minimal cut.
+    fn saturate(&mut self, source: usize, sink: usize) -> Vec<bool> {
+        loop {
+            let mut by: Vec<Option<usize>> = vec![None; self.leave.len()];
+            let mut queue = std::collections::VecDeque::from([source]);
+            while let Some(node) = queue.pop_front() {
+                for &edge in &self.leave[node] {
+                    let to = self.to[edge];
+                    if to != source && by[to].is_none() && self.left[edge] > 0 {
+                        by[to] = Some(edge);
+                        queue.push_back(to);
+                    }
+                }
+            }
+            if by[sink].is_none() {
+                let mut reached: Vec<bool> = by.iter().map(Option::is_some).collect();
+                reached[source] = true;
+                return reached;
+            }
+            let way: Vec<usize> = std::iter::successors(by[sink], |&edge| by[self.to[edge ^ 1]]).collect();
+            let least = way.iter().map(|&edge| self.left[edge]).min().unwrap_or(0);
+            for edge in way {
+                self.left[edge] -= least;
+                self.left[edge ^ 1] = self.left[edge ^ 1].saturating_add(least);
+            }
+        }
+    }
+}
