@@ -6,7 +6,7 @@
 //! al., arXiv 2306.09782). Every instruction keeps its place among those that touch the same bytes, so no result changes.
 //! Never: a message or a collective, whose order ranks rely on.
 
-use super::program::{Held, Part, Program, Step, Work};
+use super::program::{Held, Program, Step, Work};
 
 /// Bytes that may be held longer without a thought: scalars.
 const SMALL: u64 = 4096;
@@ -66,7 +66,10 @@ pub(crate) fn hoist(program: &mut Program) {
             touched[buffer].written = touched[buffer].written.max(Some(anchor));
         }
     }
-    reorder(program, &anchors);
+    // Every instruction behind its anchor; those of one anchor stay in their order.
+    let mut order: Vec<usize> = (0..anchors.len()).collect();
+    order.sort_by_key(|&index| (anchors[index], index));
+    program.rearrange(&order);
 }
 
 /// The name of the part that is once per step.
@@ -82,24 +85,4 @@ fn outputs(step: &Step) -> impl Iterator<Item = usize> + '_ {
 
 fn buffers(step: &Step) -> impl Iterator<Item = usize> + '_ {
     inputs(step).chain(outputs(step))
-}
-
-/// Puts every instruction behind its anchor; those of one anchor stay in their order. What has moved is still of the part that
-/// it was of, and cuts in two the part that it has moved into.
-fn reorder(program: &mut Program, anchors: &[usize]) {
-    let mut order: Vec<usize> = (0..anchors.len()).collect();
-    order.sort_by_key(|&index| (anchors[index], index));
-    let old = std::mem::take(&mut program.parts);
-    let mut part_of = vec![usize::MAX; anchors.len()];
-    for (part, of) in old.iter().enumerate() {
-        part_of[of.steps.clone()].fill(part);
-    }
-    let mut start = 0;
-    for run in order.chunk_by(|&a, &b| part_of[a] == part_of[b]) {
-        let steps = start..start + run.len();
-        start = steps.end;
-        program.parts.extend(old.get(part_of[run[0]]).map(|part| Part { steps, ..part.clone() }));
-    }
-    let mut steps: Vec<Option<Step>> = std::mem::take(&mut program.steps).into_iter().map(Some).collect();
-    program.steps = order.iter().filter_map(|&index| steps[index].take()).collect();
 }

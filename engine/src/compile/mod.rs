@@ -9,6 +9,7 @@ mod host;
 mod lifetimes;
 mod lower;
 mod messages;
+mod order;
 mod program;
 mod requests;
 

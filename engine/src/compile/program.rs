@@ -315,6 +315,25 @@ impl Program {
         self.steps[steps].iter().map(Step::flops).sum()
     }
 
+    /// Puts the steps in another order. What has moved is still of the part that it was of, and cuts in two the part that it has
+    /// moved into.
+    pub(super) fn rearrange(&mut self, order: &[usize]) {
+        let old = std::mem::take(&mut self.parts);
+        let mut part_of = vec![usize::MAX; order.len()];
+        for (index, part) in old.iter().enumerate() {
+            let whole = old[..index].iter().position(|other| (other.action, &other.name) == (part.action, &part.name));
+            part_of[part.steps.clone()].fill(whole.unwrap_or(index));
+        }
+        let mut start = 0;
+        for run in order.chunk_by(|&a, &b| part_of[a] == part_of[b]) {
+            let steps = start..start + run.len();
+            start = steps.end;
+            self.parts.extend(old.get(part_of[run[0]]).map(|part| Part { steps, ..part.clone() }));
+        }
+        let mut steps: Vec<Option<Step>> = std::mem::take(&mut self.steps).into_iter().map(Some).collect();
+        self.steps = order.iter().filter_map(|&index| steps[index].take()).collect();
+    }
+
     pub(crate) fn add(&mut self, bytes: u64, label: Label, held: Held) -> BufferId {
         let id = BufferId(u32::try_from(self.buffers.len()).expect("fewer than 2^32 buffers"));
         self.buffers.push(Buffer { bytes, label, held, counted: None });

@@ -32,6 +32,7 @@ use self::stash::PutAway;
 use self::transfer::{Collecting, Sending};
 use super::hoist::{UPDATE, hoist};
 use super::messages::{Crossings, phases};
+use super::order::order;
 use super::program::{BufferId, Held, Instance, Operand, Part, Program, Step, Work, role_of_node};
 use crate::error::Result;
 use crate::graph::{Graph, Node, NodeId, Phase, Place, Source, Value, ValueId};
@@ -100,6 +101,7 @@ pub fn lower(lowering: &Lowering<'_>) -> Result<Program> {
     lowerer.finish();
     let mut program = lowerer.program;
     hoist(&mut program);
+    order(&mut program);
     Ok(program)
 }
 
