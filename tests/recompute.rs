@@ -196,7 +196,7 @@ fn gradients_that_are_let_go_of_give_the_same_bits_in_less_memory() {
         let released = arenas(&run);
         println!("{kind:?}, {micro_batches} micro-batches: {released:?} bytes instead of {kept:?}");
         // With several, gradients are there from the first micro-batch to the last.
-        assert!(micro_batches > 1 || released[0] < kept[0] / 10 * 9);
+        assert!(micro_batches > 1 || released[0] < kept[0] / 20 * 19);
     }
     let mut run = Run::default();
     run.options.release_gradients = true;

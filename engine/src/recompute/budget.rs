@@ -39,9 +39,6 @@ const GUESSES: u64 = 32;
 /// Plans that are made for one budget, at most.
 const PLANS: usize = 24;
 
-/// More of them, above the limit that was found.
-const PLANS_ABOVE: i128 = 4;
-
 /// The same for the micro-batch that begins the gradients.
 const PLANS_OF_FIRST: usize = 8;
 
@@ -125,18 +122,6 @@ impl Budget<'_> {
             limit = if before.is_none() && next > low && next < high { next } else { (low + high) / 2 };
             if high - low <= i128::from(self.bytes / 4096) {
                 break;
-            }
-        }
-        // The model has operations in the order of the graph. Where another one makes room, what is a little above fits too.
-        for above in 1..=PLANS_ABOVE {
-            let limit = high + i128::from(self.bytes / 128) * above;
-            let Some((limit, choices)) = u64::try_from(limit).ok().and_then(|l| Some((l, self.solve(l)?))) else {
-                continue;
-            };
-            let is_faster = |(found, _): &(Vec<usize>, u64)| self.nanoseconds(&choices) < self.nanoseconds(found);
-            let tried = known.contains_key(&choices) || !best.as_ref().is_none_or(is_faster);
-            if !tried && place(&self.recomputation(&choices), Some(self.bytes))? <= self.bytes {
-                best = Some((choices, limit));
             }
         }
         Ok(best)

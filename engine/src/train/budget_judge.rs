@@ -101,8 +101,9 @@ fn judge(hidden: &[usize], micro_batches: usize) {
     let below = TrainOptions { recompute: Recompute::Budget { bytes: least - 1, rates }, ..options.clone() };
     match step.program(&below, &plan, 1, &[]) {
         Err(Error::OverBudget { smallest, .. }) => {
-            // What is beside the layers counts for a little more with several micro-batches, and the search does not know it.
-            let allowed = if micro_batches > 1 { least / 100 } else { 0 };
+            // The search knows a layer's peak in the graph's order of operations alone, and with several micro-batches not that what
+            // is beside the layers counts for a little more: it may take the second least for the least.
+            let allowed = least / 100;
             assert!((least..=least + allowed).contains(&smallest), "{smallest}, not {least}");
             least = smallest;
         }
