@@ -43,6 +43,8 @@ pub mod checkpoint;
 pub mod communicator;
 pub mod compile;
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod data;
 mod error;
 mod gradient_check;

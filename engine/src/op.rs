@@ -106,6 +106,18 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
     /// The CPU kernel. Not called for views.
     fn run(&self, args: &mut Args<'_>);
 
+    /// Scratch of one call on a GPU: the bytes of each of its pieces.
+    #[cfg(feature = "cuda")]
+    fn cuda_workspace(&self, _inputs: &[Spec], _outputs: &[Spec]) -> Vec<u64> {
+        Vec::new()
+    }
+
+    /// What is launched on a GPU, in order; none where there are no kernels for it. Not called for views.
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, _operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        None
+    }
+
     /// The same in f64, as simply as it can be said: one array per output.
     fn reference(&self, args: &Reference<'_>) -> Vec<Array>;
 }

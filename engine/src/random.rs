@@ -19,6 +19,12 @@ impl Stream {
         Self { key: mix(mix(seed.wrapping_add(GOLDEN)).wrapping_add(step.wrapping_mul(GOLDEN))), micro_batch }
     }
 
+    /// What the numbers of a step are made from.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn key(self) -> u64 {
+        self.key
+    }
+
     /// The stream of one place in the model, over `elements` numbers per micro-batch. Micro-batches continue each
     /// other, so cutting a batch differently gives the same numbers to the same rows.
     pub fn place(self, key: u64, elements: usize) -> Numbers {

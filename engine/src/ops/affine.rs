@@ -40,6 +40,11 @@ impl Op for Affine {
         map(args, |x| x * scale + shift);
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::affine(self.scale, self.shift, operands)
+    }
+
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         vec![args.input(0).map(|x| x * self.scale + self.shift)]
     }

@@ -96,6 +96,11 @@ impl Op for Attention {
         kernel.forward(q, k, v, out, lse, scratch).expect("extents by the shape rule");
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::attention(self.scale, self.causal, operands)
+    }
+
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let (q, k, v) = (args.input(0), args.input(1), args.input(2));
         let e = Extents::of(&q.dims, &k.dims).expect("rank 4 by the shape rule");
@@ -228,6 +233,16 @@ impl Op for AttentionGrad {
         let (out, lse, d_out) = (args.input(3), args.input(4), args.input(5));
         let kernel = self.of.kernel(q_layout, k_layout, v_layout);
         kernel.backward(q, k, v, out, lse, d_out, grads, scratch).expect("extents by the shape rule");
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_workspace(&self, inputs: &[Spec], _: &[Spec]) -> Vec<u64> {
+        crate::cuda::launch::attention_grad_workspace(&inputs[4])
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::attention_grad(self.of.scale, self.of.causal, operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {

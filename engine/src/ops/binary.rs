@@ -88,6 +88,11 @@ impl Op for Binary {
         }
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::binary(self.kind.name(), operands)
+    }
+
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         vec![args.input(0).zip(args.input(1), |a, b| match self.kind {
             BinaryKind::Add => a + b,

@@ -46,6 +46,11 @@ impl Op for Cast {
         out.zip(args.input::<f32>(0).par_chunks(BLOCK)).for_each(|(out, x)| out.copy_from_slice(x));
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::copy(operands)
+    }
+
     /// Unrounded.
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         vec![args.input(0).clone()]

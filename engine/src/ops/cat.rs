@@ -79,6 +79,11 @@ impl Op for Cat {
         }
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::cat(self.dim, operands)
+    }
+
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let inputs: Vec<&Array> = (0..args.inputs()).map(|i| args.input(i)).collect();
         let mut dims = inputs[0].dims.clone();

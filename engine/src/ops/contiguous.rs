@@ -51,6 +51,11 @@ impl Op for Contiguous {
         });
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::copy(operands)
+    }
+
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         vec![args.input(0).clone()]
     }

@@ -61,6 +61,11 @@ impl Op for CrossEntropy {
         );
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::cross_entropy(operands)
+    }
+
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let (logits, targets) = (args.input(0), args.input(1));
         let lse: Vec<f64> = logits
@@ -119,6 +124,11 @@ impl Op for CrossEntropyGrad {
                 row[target] -= scale;
             }
         });
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::cross_entropy_grad(operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {

@@ -53,6 +53,11 @@ impl Op for Embedding {
         });
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::embedding(operands)
+    }
+
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let (table, ids) = (args.input(0), args.input(1));
         let width = table.dims[1];
@@ -112,6 +117,11 @@ impl Op for EmbeddingGrad {
                 }
             });
         });
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::embedding_grad(operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {

@@ -59,6 +59,11 @@ impl Op for LayerNorm {
         });
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::norm("layer_norm", self.eps, operands)
+    }
+
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let (x, weight, bias) = (args.input(0), args.input(1), args.input(2));
         let (mut y, mut stats) = (Vec::new(), Vec::new());

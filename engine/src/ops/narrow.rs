@@ -108,6 +108,11 @@ impl Op for Widen {
         });
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::widen(self.dim, self.start, operands)
+    }
+
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let x = args.input(0);
         let mut dims = x.dims.clone();

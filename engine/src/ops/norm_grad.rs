@@ -90,6 +90,11 @@ impl Op for NormGradInput {
         });
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::norm_grad_input(self.centred, operands)
+    }
+
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let (x, weight, stats, dy) = (args.input(0), args.input(1), args.input(2), args.input(3));
         let mut dx = Vec::new();
@@ -156,6 +161,16 @@ impl Op for NormGradWeight {
                 }
             });
         });
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_workspace(&self, inputs: &[Spec], _: &[Spec]) -> Vec<u64> {
+        crate::cuda::launch::norm_grad_weight_workspace(&inputs[0])
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::norm_grad_weight(operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {

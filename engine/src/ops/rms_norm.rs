@@ -54,6 +54,11 @@ impl Op for RmsNorm {
         });
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::norm("rms_norm", self.eps, operands)
+    }
+
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let (x, weight) = (args.input(0), args.input(1));
         let (mut y, mut stats) = (Vec::new(), Vec::new());

@@ -97,6 +97,16 @@ impl Op for Rope {
         });
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_workspace(&self, inputs: &[Spec], outputs: &[Spec]) -> Vec<u64> {
+        self.workspace(inputs, outputs, 1)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::rope(self.theta, self.inverse, operands)
+    }
+
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let x = args.input(0);
         let &[_, tokens, heads, d] = &x.dims[..] else { unreachable!("rank 4 by the shape rule") };

@@ -65,6 +65,16 @@ impl Op for ScaledSum {
         out[0] = partial.iter().fold(start, |sum, part| sum + part);
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_workspace(&self, inputs: &[Spec], _: &[Spec]) -> Vec<u64> {
+        vec![4 * partial_sums(inputs[0].dims()) as u64]
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::scaled_sum(self.scale, partial_sums(operands.inputs[0].layout.dims()), operands)
+    }
+
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         vec![Array::new(&[], vec![args.input(0).data.iter().sum::<f64>() * self.scale])]
     }

@@ -55,6 +55,11 @@ impl Op for Softmax {
         });
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::softmax(operands)
+    }
+
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let x = args.input(0);
         let softmax = |row: &[f64]| {
@@ -99,6 +104,11 @@ impl Op for SoftmaxGrad {
                 }
             });
         });
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::softmax_grad(operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {

@@ -85,6 +85,16 @@ impl Op for Sum {
         });
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_workspace(&self, inputs: &[Spec], _: &[Spec]) -> Vec<u64> {
+        crate::cuda::launch::column_sums_workspace(&inputs[0], &self.dims)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::sum(&self.dims, operands)
+    }
+
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let x = args.input(0);
         let mut out = Array::zeros(&self.output_dims(&x.dims));

@@ -38,6 +38,11 @@ impl Op for SwiGlu {
         zip(args, |gate, up| gate * math::sigmoid(gate) * up);
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::gated(operands)
+    }
+
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         vec![args.input(0).zip(args.input(1), |gate, up| gate / (1.0 + (-gate).exp()) * up)]
     }
@@ -79,6 +84,11 @@ impl Op for SwiGluGrad {
                 }
             });
         });
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::gated_grad(operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {

@@ -104,6 +104,11 @@ impl Op for Unary {
         }
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::unary(self.kind.name(), operands)
+    }
+
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         vec![args.input(0).map(|x| value(self.kind, x))]
     }
@@ -153,6 +158,11 @@ impl Op for UnaryGrad {
             UnaryKind::Gelu => zip(args, |x, dy| dy * gelu_derivative(x)),
             UnaryKind::GeluErf => zip(args, |x, dy| dy * derivative(UnaryKind::GeluErf, f64::from(x)) as f32),
         }
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::unary_grad(self.kind.gradient_name(), operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {

@@ -94,6 +94,17 @@ impl AdamW {
         })
     }
 
+    /// As kernels for GPUs have it.
+    #[cfg(feature = "cuda")]
+    fn on_device(&self) -> crate::cuda::launch::AdamWRule {
+        crate::cuda::launch::AdamWRule {
+            max_norm: self.max_norm as f32,
+            beta1: self.beta1 as f32,
+            beta2: self.beta2 as f32,
+            eps: self.eps as f32,
+        }
+    }
+
     /// New parameter and moments in f64, from (parameter, gradient, m, v, norm, scalars).
     pub(super) fn exact(&self, decay: f64, args: &Reference<'_>) -> Vec<Array> {
         let (p, gradient, m, v) = (args.input(0), args.input(1), args.input(2), args.input(3));
@@ -175,6 +186,11 @@ impl Op for AdamWUpdate {
                 }
             });
         });
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::adamw_alone(self.rule.on_device(), self.decay, operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {

@@ -50,6 +50,16 @@ impl Op for SquaredNorms {
         }
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_workspace(&self, inputs: &[Spec], _: &[Spec]) -> Vec<u64> {
+        crate::cuda::launch::squared_norms_workspace(inputs.iter().map(Spec::elements))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::squared_norms(operands)
+    }
+
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let squares = |i: usize| args.input(i).data.iter().map(|x| x * x).sum();
         vec![Array::new(&[args.inputs()], (0..args.inputs()).map(squares).collect())]
@@ -88,6 +98,16 @@ impl Op for GlobalNorm {
         }
         sorted.sort_unstable_by(f64::total_cmp);
         out[0] = sorted.iter().sum::<f64>().sqrt() as f32;
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_workspace(&self, inputs: &[Spec], outputs: &[Spec]) -> Vec<u64> {
+        self.workspace(inputs, outputs, 1)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::global_norm(operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {

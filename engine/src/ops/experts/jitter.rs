@@ -62,6 +62,11 @@ impl Op for Jitter {
         });
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::jitter(self.key, self.amount as f32, operands)
+    }
+
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let x = args.input(0);
         let numbers = args.random().place(self.key, x.data.len());

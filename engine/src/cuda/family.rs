@@ -1,0 +1,64 @@
+//! The kernels' text, as it lies beside this file.
+
+macro_rules! families {
+    ($($(#[$doc:meta])* $family:ident = $file:literal,)*) => {
+        /// Kernels that are compiled together: one source file.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        pub enum Family {
+            $($(#[$doc])* $family,)*
+        }
+
+        impl Family {
+            /// All of them.
+            pub const ALL: &[Self] = &[$(Self::$family),*];
+
+            /// The name of the source file.
+            pub fn file(self) -> &'static str {
+                match self {
+                    $(Self::$family => $file,)*
+                }
+            }
+
+            /// The text of the source file.
+            pub fn source(self) -> &'static str {
+                match self {
+                    $(Self::$family => include_str!(concat!("kernels/", $file)),)*
+                }
+            }
+        }
+    };
+}
+
+families! {
+    /// AdamW, and the norm of gradients.
+    AdamW = "adamw.cu",
+    /// Fused attention.
+    Attention = "attention.cu",
+    /// Copies between strides and types.
+    Copy = "copy.cu",
+    /// Noise.
+    Dropout = "dropout.cu",
+    /// Functions of each element.
+    Elementwise = "elementwise.cu",
+    /// Rows of a table by ids.
+    Embedding = "embedding.cu",
+    /// Normalisation of rows.
+    Norm = "norm.cu",
+    /// Sums.
+    Reduce = "reduce.cu",
+    /// Rotary position embedding.
+    Rope = "rope.cu",
+    /// Softmax of rows, and losses by it.
+    Softmax = "softmax.cu",
+}
+
+/// What the sources include: names and texts.
+pub(super) const HEADERS: &[(&str, &str)] = &[
+    ("attention.cuh", include_str!("kernels/attention.cuh")),
+    ("base.cuh", include_str!("kernels/base.cuh")),
+    ("math.cuh", include_str!("kernels/math.cuh")),
+    ("pieces.cuh", include_str!("kernels/pieces.cuh")),
+    ("random.cuh", include_str!("kernels/random.cuh")),
+    ("reduce.cuh", include_str!("kernels/reduce.cuh")),
+    ("strides.cuh", include_str!("kernels/strides.cuh")),
+];

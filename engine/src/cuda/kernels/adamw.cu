@@ -1,0 +1,143 @@
+// AdamW over many tensors at once, and the norm of their gradients. Twins: optim/adamw.rs, optim/global_norm.rs.
+#include "reduce.cuh"
+
+// Tensors of one launch: what fits into a kernel's arguments.
+constexpr u32 MAX_TENSORS = 32;
+
+struct AdamWTensor {
+    void* parameter;
+    // The parameter in f32, where it is stored in less; else none.
+    f32* master;
+    const void* gradient;
+    f32* m;
+    f32* v;
+    u64 count;
+    // The first of the blocks that go through it.
+    u64 first_block;
+    f32 decay;
+};
+
+struct AdamWArguments {
+    AdamWTensor tensors[MAX_TENSORS];
+    u64 tensor_count;
+    const f32* norm;
+    // Learning rate, 1 - beta1^t, 1 - beta2^t.
+    const f32* scalars;
+    f32 max_norm;
+    f32 beta1;
+    f32 beta2;
+    f32 eps;
+};
+
+// Elements of a block.
+constexpr u32 ADAMW_LENGTH = 2048;
+
+// Which of some tensors a block belongs to.
+template <typename Tensor>
+__device__ __forceinline__ u32 tensor_of(const Tensor* tensors, u64 count) {
+    u32 tensor = 0;
+    while (tensor + 1 < count && blockIdx.x >= tensors[tensor + 1].first_block) ++tensor;
+    return tensor;
+}
+
+template <typename T>
+__device__ void adamw(const AdamWArguments& to) {
+    const f32 norm = *to.norm;
+    // A broken step leaves the model as it was.
+    if (!(fabsf(norm) < __uint_as_float(0x7f800000u))) return;
+    const AdamWTensor& of = to.tensors[tensor_of(to.tensors, to.tensor_count)];
+    const f32 lr = to.scalars[0];
+    const f32 clip = fminf(to.max_norm / (norm + 1e-6f), 1.0f);
+    const f32 keep = 1.0f - lr * of.decay, step = lr / to.scalars[1], root = 1.0f / sqrtf(to.scalars[2]);
+    const u64 first = (blockIdx.x - of.first_block) * ADAMW_LENGTH, end = smaller(first + ADAMW_LENGTH, of.count);
+    for (u64 i = first + threadIdx.x; i < end; i += blockDim.x) {
+        const f32 g = load((const T*)of.gradient + i) * clip;
+        const f32 m = to.beta1 * of.m[i] + (1.0f - to.beta1) * g;
+        const f32 v = to.beta2 * of.v[i] + (1.0f - to.beta2) * g * g;
+        const f32 before = of.master ? of.master[i] : load((const T*)of.parameter + i);
+        const f32 after = before * keep - step * m / (sqrtf(v) * root + to.eps);
+        of.m[i] = m;
+        of.v[i] = v;
+        if (of.master) of.master[i] = after;
+        store((T*)of.parameter + i, after);
+    }
+}
+KERNELS(adamw, AdamWArguments)
+
+struct NormTensor {
+    const void* x;
+    u64 count;
+    u64 first_block;
+};
+
+struct SquaredNormsArguments {
+    NormTensor tensors[MAX_TENSORS];
+    u64 tensor_count;
+    // A number for each block.
+    f32* parts;
+    // A number for each tensor.
+    f64* out;
+};
+
+// Elements of a block.
+constexpr u32 NORM_LENGTH = 16384;
+
+template <typename T>
+__device__ void squared_norm_parts(const SquaredNormsArguments& to) {
+    const NormTensor& of = to.tensors[tensor_of(to.tensors, to.tensor_count)];
+    const u64 first = (blockIdx.x - of.first_block) * NORM_LENGTH, end = smaller(first + NORM_LENGTH, of.count);
+    f32 sum = 0.0f;
+    for (u64 i = first + threadIdx.x; i < end; i += blockDim.x) {
+        const f32 x = load((const T*)of.x + i);
+        sum += x * x;
+    }
+    sum = sum_block(sum, (f32*)shared_memory);
+    if (threadIdx.x == 0) to.parts[blockIdx.x] = sum;
+}
+KERNELS(squared_norm_parts, SquaredNormsArguments)
+
+// A thread adds up the parts of one tensor in order.
+KERNEL(squared_norms, SquaredNormsArguments) {
+    const u64 tensor = global_thread();
+    if (tensor >= arguments.tensor_count) return;
+    const NormTensor& of = arguments.tensors[tensor];
+    f64 sum = 0.0;
+    for (u64 part = 0; part < (of.count + NORM_LENGTH - 1) / NORM_LENGTH; ++part) sum += arguments.parts[of.first_block + part];
+    arguments.out[tensor] = sum;
+}
+
+struct GlobalNormArguments {
+    NormTensor tensors[MAX_TENSORS];
+    u64 tensor_count;
+    f64* sorted;
+    f32* out;
+    u64 count;
+};
+
+// The root of the sum of all numbers, from the smallest to the largest. One block.
+KERNEL(global_norm, GlobalNormArguments) {
+    const auto at = [](const GlobalNormArguments& from, u64 i) {
+        u32 tensor = 0;
+        while (i >= from.tensors[tensor].count) i -= from.tensors[tensor++].count;
+        return ((const f64*)from.tensors[tensor].x)[i];
+    };
+    for (u64 i = threadIdx.x; i < arguments.count; i += blockDim.x) {
+        const f64 own = at(arguments, i);
+        u64 rank = 0;
+        for (u64 j = 0; j < arguments.count; ++j) {
+            const f64 other = at(arguments, j);
+            rank += other < own || (!(own < other) && j < i);
+        }
+        arguments.sorted[rank] = own;
+    }
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    f64 sum = 0.0, any_order = 0.0;
+    for (u64 i = 0; i < arguments.count; ++i) {
+        sum += arguments.sorted[i];
+        any_order += at(arguments, i);
+    }
+    // What is not finite has no order, and may be lost among the sorted.
+    if (!(any_order - any_order == 0.0)) sum = any_order;
+    *arguments.out = f32(sqrt(sum));
+}

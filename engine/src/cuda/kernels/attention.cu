@@ -1,0 +1,188 @@
+// softmax(scale·q·kᵀ)·v and its gradients without a matrix of scores. Twins: ops/attention.rs, cpu/attention.
+//
+// The scheme is FlashAttention-2's (Dao 2023, algorithms 1 and 2): keys go by in tiles with a running maximum and sum per query;
+// the backward makes the probabilities again from the log-sum-exp. Where that has atomics, there are two kernels here: one goes
+// over keys for dq, one over queries for dk and dv, so that the order of every sum is known. All products are in f32, without
+// tensor cores.
+#include "attention.cuh"
+
+// A block has ROWS queries of one head: grid (tiles of queries, heads, batch).
+template <typename T, u32 ROWS, u32 COLUMNS>
+__device__ void attention(const AttentionArguments& to) {
+    constexpr u32 LANES = Shape<ROWS, COLUMNS>::LANES;
+    const u32 size = u32(to.head_size);
+    const Tile q{(f32*)shared_memory, size + 1}, kv{q[ROWS], size + 1}, scores{kv[ROWS], ROWS + 1};
+    const u32 row = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+    const u64 head = blockIdx.y, batch = blockIdx.z, kv_head = head / (to.heads / to.kv_heads);
+    const u64 first = u64(blockIdx.x) * ROWS, query = first + row;
+    const u64 seen = query < to.queries ? to.visible(query) : 0;
+    const u64 end = to.visible(smaller(first + ROWS, to.queries) - 1);
+    const T* k = (const T*)to.k + to.at_k.at(batch, kv_head);
+    const T* v = (const T*)to.v + to.at_v.at(batch, kv_head);
+    q.load_rows((const T*)to.q + to.at_q.at(batch, head), to.at_q.token, first, to.queries, ROWS, size);
+
+    f32 sums[COLUMNS] = {};
+    f32 max = minus_infinity(), sum = 0.0f;
+    for (u64 start = 0; start < end; start += ROWS) {
+        __syncthreads(); // The values of the last tile have been read.
+        kv.load_rows(k, to.at_k.token, start, to.keys, ROWS, size);
+        __syncthreads();
+        f32 greatest = minus_infinity();
+        for (u32 j = lane; j < ROWS; j += LANES) {
+            const f32 score = start + j < seen ? to.scale * dot(q[row], kv[j], size) : minus_infinity();
+            scores[row][j] = score;
+            greatest = fmaxf(greatest, score);
+        }
+        greatest = fmaxf(max, fold_lanes<Max>(greatest, LANES));
+        // Rows that have seen nothing yet have no maximum.
+        const f32 kept = max == minus_infinity() ? 0.0f : expf(max - greatest);
+        f32 part = 0.0f;
+        for (u32 j = lane; j < ROWS; j += LANES) {
+            const f32 p = scores[row][j] == minus_infinity() ? 0.0f : expf(scores[row][j] - greatest);
+            scores[row][j] = p;
+            part += p;
+        }
+        sum = sum * kept + fold_lanes<Sum>(part, LANES);
+        max = greatest;
+        __syncthreads(); // The keys have been read.
+        kv.load_rows(v, to.at_v.token, start, to.keys, ROWS, size);
+        __syncthreads();
+#pragma unroll
+        for (u32 c = 0; c < COLUMNS; ++c) sums[c] *= kept;
+        for (u32 j = 0; j < ROWS; ++j) {
+            const f32 p = scores[row][j];
+#pragma unroll
+            for (u32 c = 0; c < COLUMNS; ++c) {
+                if (lane + c * LANES < size) sums[c] += p * kv[j][lane + c * LANES];
+            }
+        }
+    }
+    if (query >= to.queries) return;
+    T* out = (T*)to.out + to.at_out.at(batch, head) + query * to.at_out.token;
+#pragma unroll
+    for (u32 c = 0; c < COLUMNS; ++c) {
+        if (lane + c * LANES < size) store(out + lane + c * LANES, sum > 0.0f ? sums[c] / sum : 0.0f);
+    }
+    if (lane == 0) to.lse[(batch * to.heads + head) * to.queries + query] = sum > 0.0f ? max + logf(sum) : max;
+}
+ATTENTION_KERNELS(attention)
+
+// delta = sum(out·d_out) of each query. A warp has one.
+template <typename T>
+__device__ void attention_delta(const AttentionArguments& to) {
+    const u64 query = global_thread() / 32, head = blockIdx.y, batch = blockIdx.z;
+    if (query >= to.queries) return;
+    const u64 start = to.at_out.at(batch, head) + query * to.at_out.token;
+    const T *out = (const T*)to.out + start, *d_out = (const T*)to.d_out + start;
+    f32 sum = 0.0f;
+    for (u64 i = lane_of(); i < to.head_size; i += 32) sum += load(out + i) * load(d_out + i);
+    sum = fold_lanes<Sum>(sum, 32);
+    if (lane_of() == 0) to.delta[(batch * to.heads + head) * to.queries + query] = sum;
+}
+KERNELS(attention_delta, AttentionArguments)
+
+// A block has ROWS queries of one head, as in the forward.
+template <typename T, u32 ROWS, u32 COLUMNS>
+__device__ void attention_grad_q(const AttentionArguments& to) {
+    constexpr u32 LANES = Shape<ROWS, COLUMNS>::LANES;
+    const u32 size = u32(to.head_size);
+    const Tile q{(f32*)shared_memory, size + 1}, d_out{q[ROWS], size + 1}, k{d_out[ROWS], size + 1}, v{k[ROWS], size + 1};
+    const Tile d_scores{v[ROWS], ROWS + 1};
+    const u32 row = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+    const u64 head = blockIdx.y, batch = blockIdx.z, kv_head = head / (to.heads / to.kv_heads);
+    const u64 first = u64(blockIdx.x) * ROWS, query = first + row;
+    const u64 seen = query < to.queries ? to.visible(query) : 0;
+    const u64 end = to.visible(smaller(first + ROWS, to.queries) - 1);
+    const u64 statistic = (batch * to.heads + head) * to.queries + query;
+    const f32 lse = query < to.queries ? to.lse[statistic] : 0.0f, delta = query < to.queries ? to.delta[statistic] : 0.0f;
+    q.load_rows((const T*)to.q + to.at_q.at(batch, head), to.at_q.token, first, to.queries, ROWS, size);
+    d_out.load_rows((const T*)to.d_out + to.at_out.at(batch, head), to.at_out.token, first, to.queries, ROWS, size);
+
+    f32 dq[COLUMNS] = {};
+    for (u64 start = 0; start < end; start += ROWS) {
+        __syncthreads(); // The keys of the last tile have been read.
+        k.load_rows((const T*)to.k + to.at_k.at(batch, kv_head), to.at_k.token, start, to.keys, ROWS, size);
+        v.load_rows((const T*)to.v + to.at_v.at(batch, kv_head), to.at_v.token, start, to.keys, ROWS, size);
+        __syncthreads();
+        for (u32 j = lane; j < ROWS; j += LANES) {
+            f32 d_score = 0.0f;
+            if (start + j < seen) {
+                const f32 p = expf(to.scale * dot(q[row], k[j], size) - lse);
+                d_score = to.scale * p * (dot(d_out[row], v[j], size) - delta);
+            }
+            d_scores[row][j] = d_score;
+        }
+        __syncwarp(); // A row's lanes are of one warp.
+        for (u32 j = 0; j < ROWS; ++j) {
+            const f32 d_score = d_scores[row][j];
+#pragma unroll
+            for (u32 c = 0; c < COLUMNS; ++c) {
+                if (lane + c * LANES < size) dq[c] += d_score * k[j][lane + c * LANES];
+            }
+        }
+    }
+    if (query >= to.queries) return;
+    T* out = (T*)to.dq + to.at_out.at(batch, head) + query * to.at_out.token;
+#pragma unroll
+    for (u32 c = 0; c < COLUMNS; ++c) {
+        if (lane + c * LANES < size) store(out + lane + c * LANES, dq[c]);
+    }
+}
+ATTENTION_KERNELS(attention_grad_q)
+
+// A block has ROWS keys of one head of keys, and goes over the queries of all heads that read it: grid (tiles of keys, key
+// heads, batch).
+template <typename T, u32 ROWS, u32 COLUMNS>
+__device__ void attention_grad_kv(const AttentionArguments& to) {
+    constexpr u32 LANES = Shape<ROWS, COLUMNS>::LANES;
+    const u32 size = u32(to.head_size);
+    const Tile k{(f32*)shared_memory, size + 1}, v{k[ROWS], size + 1}, q{v[ROWS], size + 1}, d_out{q[ROWS], size + 1};
+    const Tile p{d_out[ROWS], ROWS + 1}, d_scores{p[ROWS], ROWS + 1};
+    const u32 row = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+    const u64 kv_head = blockIdx.y, batch = blockIdx.z, group = to.heads / to.kv_heads;
+    const u64 first = u64(blockIdx.x) * ROWS, key = first + row;
+    k.load_rows((const T*)to.k + to.at_k.at(batch, kv_head), to.at_k.token, first, to.keys, ROWS, size);
+    v.load_rows((const T*)to.v + to.at_v.at(batch, kv_head), to.at_v.token, first, to.keys, ROWS, size);
+
+    f32 dk[COLUMNS] = {}, dv[COLUMNS] = {};
+    for (u64 head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+        const u64 statistics = (batch * to.heads + head) * to.queries;
+        for (u64 start = to.first_query(first) / ROWS * ROWS; start < to.queries; start += ROWS) {
+            __syncthreads(); // The queries of the last tile have been read.
+            q.load_rows((const T*)to.q + to.at_q.at(batch, head), to.at_q.token, start, to.queries, ROWS, size);
+            d_out.load_rows((const T*)to.d_out + to.at_out.at(batch, head), to.at_out.token, start, to.queries, ROWS, size);
+            __syncthreads();
+            for (u32 i = lane; i < ROWS; i += LANES) {
+                const u64 query = start + i;
+                f32 probability = 0.0f, d_score = 0.0f;
+                if (query < to.queries && key < to.visible(query)) {
+                    probability = expf(to.scale * dot(q[i], k[row], size) - to.lse[statistics + query]);
+                    d_score = to.scale * probability * (dot(d_out[i], v[row], size) - to.delta[statistics + query]);
+                }
+                p[row][i] = probability;
+                d_scores[row][i] = d_score;
+            }
+            __syncwarp(); // A row's lanes are of one warp.
+            for (u32 i = 0; i < ROWS; ++i) {
+                const f32 probability = p[row][i], d_score = d_scores[row][i];
+#pragma unroll
+                for (u32 c = 0; c < COLUMNS; ++c) {
+                    if (lane + c * LANES < size) {
+                        dv[c] += probability * d_out[i][lane + c * LANES];
+                        dk[c] += d_score * q[i][lane + c * LANES];
+                    }
+                }
+            }
+        }
+    }
+    if (key >= to.keys) return;
+    const u64 at = to.at_d_kv.at(batch, kv_head) + key * to.at_d_kv.token;
+#pragma unroll
+    for (u32 c = 0; c < COLUMNS; ++c) {
+        if (lane + c * LANES < size) {
+            store((T*)to.dk + at + lane + c * LANES, dk[c]);
+            store((T*)to.dv + at + lane + c * LANES, dv[c]);
+        }
+    }
+}
+ATTENTION_KERNELS(attention_grad_kv)

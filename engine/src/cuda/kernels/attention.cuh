@@ -1,0 +1,92 @@
+// What the kernels of attention share: operands, tiles in shared memory, and which keys a query sees.
+#pragma once
+#include "reduce.cuh"
+
+// Distances in elements; the elements of a head are neighbours.
+struct HeadStrides {
+    u64 batch;
+    u64 head;
+    u64 token;
+
+    __device__ __forceinline__ u64 at(u64 b, u64 h) const { return b * batch + h * head; }
+};
+
+struct AttentionArguments {
+    const void* q;
+    const void* k;
+    const void* v;
+    // Of the backward: the forward's outputs, their gradient, and the sums of their products.
+    void* out;
+    f32* lse;
+    const void* d_out;
+    f32* delta;
+    void* dq;
+    void* dk;
+    void* dv;
+    u64 heads;
+    u64 kv_heads;
+    u64 queries;
+    u64 keys;
+    u64 head_size;
+    HeadStrides at_q;
+    HeadStrides at_k;
+    HeadStrides at_v;
+    // Of the outputs and their gradient, and of dq; then of dk and dv.
+    HeadStrides at_out;
+    HeadStrides at_d_kv;
+    f32 scale;
+    u32 is_causal;
+
+    // The number of keys that a query sees: the first ones.
+    __device__ __forceinline__ u64 visible(u64 query) const {
+        return is_causal ? smaller(query + (keys - queries) + 1, keys) : keys;
+    }
+
+    // The first query that sees a key.
+    __device__ __forceinline__ u64 first_query(u64 key) const {
+        const u64 offset = keys - queries;
+        return is_causal && key > offset ? key - offset : 0;
+    }
+};
+
+constexpr u32 ATTENTION_THREADS = 128;
+
+// Rows of heads in shared memory, one float further apart than they are long, so that neighbouring rows use different banks.
+struct Tile {
+    f32* rows;
+    u32 pitch;
+
+    __device__ __forceinline__ f32* operator[](u32 row) const { return rows + row * pitch; }
+
+    // Loads `count` rows of `size` elements; rows from `end` on are zeros.
+    template <typename T>
+    __device__ __forceinline__ void load_rows(const T* from, u64 stride, u64 first, u64 end, u32 count, u32 size) const {
+        for (u32 i = threadIdx.x; i < count * size; i += blockDim.x) {
+            const u32 row = i / size, column = i % size;
+            (*this)[row][column] = first + row < end ? load(from + (first + row) * stride + column) : 0.0f;
+        }
+    }
+};
+
+__device__ __forceinline__ f32 dot(const f32* a, const f32* b, u32 size) {
+    f32 sum = 0.0f;
+    for (u32 i = 0; i < size; ++i) sum += a[i] * b[i];
+    return sum;
+}
+
+// How a block of ATTENTION_THREADS shares a tile: each row of ROWS has LANES threads, which own every LANES-th of its columns.
+template <u32 ROWS, u32 COLUMNS>
+struct Shape {
+    static constexpr u32 LANES = ATTENTION_THREADS / ROWS;
+    // The largest head.
+    static constexpr u32 HEAD_SIZE = LANES * COLUMNS;
+};
+
+// Declares a kernel for heads of up to 64, 128 and 256 elements, from a template over storage type, rows and columns.
+#define ATTENTION_KERNELS(name)                                                             \
+    KERNEL(name##_64_f32, AttentionArguments) { name<f32, 32, 16>(arguments); }              \
+    KERNEL(name##_128_f32, AttentionArguments) { name<f32, 32, 32>(arguments); }             \
+    KERNEL(name##_256_f32, AttentionArguments) { name<f32, 16, 32>(arguments); }             \
+    KERNEL(name##_64_bf16, AttentionArguments) { name<bf16, 32, 16>(arguments); }            \
+    KERNEL(name##_128_bf16, AttentionArguments) { name<bf16, 32, 32>(arguments); }           \
+    KERNEL(name##_256_bf16, AttentionArguments) { name<bf16, 16, 32>(arguments); }

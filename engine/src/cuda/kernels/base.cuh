@@ -1,0 +1,64 @@
+// What all kernels are made of: types of fixed size, the storage types, and how a kernel is declared.
+//
+// Nothing is included from elsewhere, so that a GPU machine needs NVRTC's library and no header. The same text is compiled by
+// an ordinary C++ compiler, in front of which a stand-in for the device defines what CUDA defines (cuda/tests/on_host).
+#pragma once
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef float f32;
+typedef double f64;
+
+// Half of an f32: a type to store numbers in. All arithmetic is in f32.
+struct bf16 {
+    u16 bits;
+};
+
+// A kernel: KERNEL(name, Arguments) { .. arguments .. }. It takes one struct, by value.
+#ifndef ON_HOST
+#define KERNEL(name, Arguments) extern "C" __global__ void name(const __grid_constant__ Arguments arguments)
+extern __shared__ __align__(16) unsigned char shared_memory[];
+#endif
+
+// The two forms of a kernel, from a template over the storage type.
+#define KERNELS(name, Arguments)                                     \
+    KERNEL(name##_f32, Arguments) { name<f32>(arguments); }          \
+    KERNEL(name##_bf16, Arguments) { name<bf16>(arguments); }
+
+__device__ __forceinline__ u32 bits_of(f32 x) { return __float_as_uint(x); }
+
+__device__ __forceinline__ f32 load(const f32* from) { return *from; }
+__device__ __forceinline__ f32 load(const bf16* from) { return __uint_as_float(u32(from->bits) << 16); }
+
+// The nearest bf16; of two equally near ones the even one.
+__device__ __forceinline__ bf16 round_to_bf16(f32 x) {
+    const u32 bits = bits_of(x);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return bf16{u16(bits >> 16 | 0x40u)};
+    return bf16{u16((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16)};
+}
+
+__device__ __forceinline__ void store(f32* to, f32 x) { *to = x; }
+__device__ __forceinline__ void store(bf16* to, f32 x) { *to = round_to_bf16(x); }
+
+// Adds to what is there, or overwrites it.
+template <typename T>
+__device__ __forceinline__ void store_or_add(T* to, f32 x, bool accumulate) {
+    store(to, accumulate ? load(to) + x : x);
+}
+
+// 16 bytes of elements, moved by one instruction.
+template <typename T>
+struct alignas(16) Pack {
+    static constexpr u32 SIZE = 16 / sizeof(T);
+    T at[SIZE];
+};
+
+__device__ __forceinline__ bool is_aligned(const void* address) { return (reinterpret_cast<u64>(address) & 15) == 0; }
+
+__device__ __forceinline__ u64 global_thread() { return u64(blockIdx.x) * blockDim.x + threadIdx.x; }
+
+__device__ __forceinline__ u32 warp_of() { return threadIdx.x / 32; }
+__device__ __forceinline__ u32 lane_of() { return threadIdx.x % 32; }
+
+__device__ __forceinline__ u64 smaller(u64 a, u64 b) { return a < b ? a : b; }

@@ -1,0 +1,33 @@
+// Random numbers without state, bit by bit those of random.rs: number i of a sequence is a hash of its key + i·γ.
+#pragma once
+#include "base.cuh"
+
+constexpr u64 GOLDEN = 0x9e3779b97f4a7c15ull;
+
+__device__ __forceinline__ u64 mix(u64 z) {
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+    return z ^ (z >> 31);
+}
+
+// Where the numbers of a step and micro-batch come from. The key is read when the kernel runs, so that a captured step has other
+// numbers each time.
+struct Random {
+    const u64* key;
+    u64 micro_batch;
+};
+
+struct Numbers {
+    u64 key;
+    u64 start;
+
+    // The sequence of one place in the model, over `count` numbers per micro-batch.
+    __device__ __forceinline__ static Numbers at(const Random& random, u64 place, u64 count) {
+        return Numbers{mix(*random.key ^ mix(place + 1)), random.micro_batch * count};
+    }
+
+    __device__ __forceinline__ u64 bits(u64 index) const { return mix(key + (start + index) * GOLDEN); }
+
+    // Uniform in [0, 1), with 24 bits.
+    __device__ __forceinline__ f32 uniform(u64 index) const { return f32(u32(bits(index) >> 40)) * (1.0f / 16777216.0f); }
+};

@@ -1,0 +1,43 @@
+// Rotary position embedding. Twin: ops/rope.rs. First a table of cosines and sines, in f64 since positions may be large; then
+// every pair of elements turns by its entry.
+#include "strides.cuh"
+
+struct RopeArguments {
+    const void* x;
+    void* y;
+    // [tokens][cosines, then sines of half a head]
+    f32* table;
+    u64 tokens;
+    u64 heads;
+    u64 head_size;
+    // Pairs in all.
+    u64 pairs;
+    Strides at_x;
+    f64 theta;
+    u32 is_inverse;
+};
+
+KERNEL(rope_table, RopeArguments) {
+    const u64 half = arguments.head_size / 2, index = global_thread();
+    if (index >= arguments.tokens * half) return;
+    const u64 token = index / half, frequency = index % half;
+    const f64 angle = f64(token) * pow(arguments.theta, -2.0 * f64(frequency) / f64(arguments.head_size));
+    f32* row = arguments.table + token * arguments.head_size;
+    row[frequency] = f32(cos(angle));
+    row[half + frequency] = f32(arguments.is_inverse ? -sin(angle) : sin(angle));
+}
+
+// A thread turns one pair, so that y may lie over x.
+template <typename T>
+__device__ void rope(const RopeArguments& to) {
+    const u64 half = to.head_size / 2, index = global_thread();
+    if (index >= to.pairs) return;
+    const u64 head = index / half, frequency = index % half, token = head / to.heads % to.tokens;
+    const u64 first = head * to.head_size + frequency;
+    const f32* row = to.table + token * to.head_size;
+    const f32 c = row[frequency], s = row[half + frequency];
+    const f32 a = load((const T*)to.x + to.at_x.at(first)), b = load((const T*)to.x + to.at_x.at(first + half));
+    store((T*)to.y + first, a * c - b * s);
+    store((T*)to.y + first + half, b * c + a * s);
+}
+KERNELS(rope, RopeArguments)

@@ -1,0 +1,197 @@
+//! Launches of adamw.cu.
+
+use candle_core::DType;
+
+use super::{BLOCK, FOLD_BYTES, Launch, Operand, Operands, blocks, typed};
+use crate::cuda::Family::AdamW;
+
+/// Most tensors of a launch: `MAX_TENSORS` of adamw.cu.
+const MAX_TENSORS: usize = 32;
+
+/// Elements of a block: `ADAMW_LENGTH` of adamw.cu.
+const ADAMW_LENGTH: u64 = 2048;
+
+/// Elements of a block: `NORM_LENGTH` of adamw.cu.
+const NORM_LENGTH: u64 = 16384;
+
+/// A parameter with all that its update reads and writes: addresses on the device.
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C)]
+pub struct AdamWTensor {
+    /// The parameter.
+    pub parameter: u64,
+    /// The parameter in f32, where it is stored in less; else 0.
+    pub master: u64,
+    /// The gradient, of the parameter's type.
+    pub gradient: u64,
+    /// The first moment, f32.
+    pub m: u64,
+    /// The second moment, f32.
+    pub v: u64,
+    /// Elements.
+    pub count: u64,
+    first_block: u64,
+    /// Weight decay.
+    pub decay: f32,
+}
+
+/// The rule of an update.
+#[derive(Debug, Clone, Copy)]
+pub struct AdamWRule {
+    /// The global norm to which larger gradients are scaled.
+    pub max_norm: f32,
+    /// Decay of the first moment.
+    pub beta1: f32,
+    /// Decay of the second moment.
+    pub beta2: f32,
+    /// Added to the root of the second moment.
+    pub eps: f32,
+}
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct AdamWArguments {
+    tensors: [AdamWTensor; MAX_TENSORS],
+    tensor_count: u64,
+    norm: u64,
+    scalars: u64,
+    max_norm: f32,
+    beta1: f32,
+    beta2: f32,
+    eps: f32,
+}
+
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C)]
+struct NormTensor {
+    x: u64,
+    count: u64,
+    first_block: u64,
+}
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct SquaredNormsArguments {
+    tensors: [NormTensor; MAX_TENSORS],
+    tensor_count: u64,
+    parts: u64,
+    out: u64,
+}
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct GlobalNormArguments {
+    tensors: [NormTensor; MAX_TENSORS],
+    tensor_count: u64,
+    sorted: u64,
+    out: u64,
+    count: u64,
+}
+
+/// Updates parameters that are stored in one type, [`MAX_TENSORS`] at a time. `norm` and `scalars` are addresses of what
+/// [`Op`](crate::Op)s of the CPU are given: the numbers are read when the kernel runs.
+pub fn adamw(dtype: DType, rule: AdamWRule, tensors: &[AdamWTensor], norm: u64, scalars: u64) -> Option<Vec<Launch>> {
+    let name = typed("adamw", dtype)?;
+    let launch = |tensors: &[AdamWTensor]| {
+        let mut arguments = AdamWArguments {
+            tensors: [AdamWTensor::default(); MAX_TENSORS],
+            tensor_count: tensors.len() as u64,
+            norm,
+            scalars,
+            max_norm: rule.max_norm,
+            beta1: rule.beta1,
+            beta2: rule.beta2,
+            eps: rule.eps,
+        };
+        let mut first_block = 0;
+        for (to, tensor) in arguments.tensors.iter_mut().zip(tensors) {
+            *to = AdamWTensor { first_block, ..*tensor };
+            first_block += tensor.count.div_ceil(ADAMW_LENGTH);
+        }
+        Launch {
+            family: AdamW,
+            name: name.clone(),
+            grid: [blocks(first_block, 1), 1, 1],
+            block: BLOCK,
+            shared_bytes: 0,
+            arguments: Box::new(arguments),
+        }
+    };
+    Some(tensors.chunks(MAX_TENSORS).map(launch).collect())
+}
+
+/// (parameter, m, v) from (parameter, gradient, m, v, norm, scalars), all in f32.
+pub fn adamw_alone(rule: AdamWRule, decay: f64, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let [parameter, gradient, m, v, norm, scalars] = operands.inputs else { return None };
+    if m.dtype != DType::F32 {
+        return None;
+    }
+    let tensor = AdamWTensor {
+        parameter: parameter.address,
+        gradient: gradient.address,
+        m: m.address,
+        v: v.address,
+        count: parameter.count(),
+        decay: decay as f32,
+        ..AdamWTensor::default()
+    };
+    adamw(parameter.dtype, rule, &[tensor], norm.address, scalars.address)
+}
+
+/// Tensors in a launch's arguments, how many there are, and the blocks that go through them.
+fn table(tensors: &[Operand]) -> ([NormTensor; MAX_TENSORS], u64, u64) {
+    let (mut table, mut first_block) = ([NormTensor::default(); MAX_TENSORS], 0);
+    for (to, tensor) in table.iter_mut().zip(tensors) {
+        let count = tensor.count();
+        *to = NormTensor { x: tensor.address, count, first_block };
+        first_block += count.div_ceil(NORM_LENGTH);
+    }
+    (table, tensors.len() as u64, first_block)
+}
+
+/// Bytes of a number for each block that [`squared_norms`] starts at once.
+pub fn squared_norms_workspace(elements: impl Iterator<Item = usize>) -> Vec<u64> {
+    let blocks: Vec<u64> = elements.map(|count| (count as u64).div_ceil(NORM_LENGTH)).collect();
+    vec![blocks.chunks(MAX_TENSORS).map(|blocks| 4 * blocks.iter().sum::<u64>()).max().unwrap_or(0)]
+}
+
+/// Σ x² of each input, as f64.
+pub fn squared_norms(operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([first, ..], [out], &[parts]) = (operands.inputs, operands.outputs, operands.workspace) else { return None };
+    let name = typed("squared_norm_parts", first.dtype)?;
+    let chunks = operands.inputs.chunks(MAX_TENSORS).enumerate();
+    let launches = chunks.flat_map(|(chunk, inputs)| {
+        let (tensors, tensor_count, part_count) = table(inputs);
+        let out = out.address + (chunk * MAX_TENSORS * size_of::<f64>()) as u64;
+        let arguments = SquaredNormsArguments { tensors, tensor_count, parts, out };
+        let sums = Launch {
+            family: AdamW,
+            name: name.clone(),
+            grid: [blocks(part_count, 1), 1, 1],
+            block: BLOCK,
+            shared_bytes: FOLD_BYTES,
+            arguments: Box::new(arguments),
+        };
+        [sums, Launch::flat(AdamW, "squared_norms".into(), tensor_count, arguments)]
+    });
+    Some(launches.collect())
+}
+
+/// √(Σ x) over all elements of all f64 inputs.
+pub fn global_norm(operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([out], &[sorted]) = (operands.outputs, operands.workspace) else { return None };
+    if operands.inputs.len() > MAX_TENSORS {
+        return None;
+    }
+    let (tensors, tensor_count, _) = table(operands.inputs);
+    let count = operands.inputs.iter().map(Operand::count).sum();
+    let arguments = GlobalNormArguments { tensors, tensor_count, sorted, out: out.address, count };
+    Some(vec![Launch {
+        family: AdamW,
+        name: "global_norm".into(),
+        grid: [1; 3],
+        block: BLOCK,
+        shared_bytes: 0,
+        arguments: Box::new(arguments),
+    }])
+}

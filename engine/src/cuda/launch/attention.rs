@@ -1,0 +1,159 @@
+//! Launches of attention.cu.
+
+use candle_core::Layout;
+
+use super::{Launch, Operand, Operands, typed};
+use crate::cuda::Family::Attention;
+use crate::graph::Spec;
+
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C)]
+struct HeadStrides {
+    batch: u64,
+    head: u64,
+    token: u64,
+}
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct AttentionArguments {
+    q: u64,
+    k: u64,
+    v: u64,
+    out: u64,
+    lse: u64,
+    d_out: u64,
+    delta: u64,
+    dq: u64,
+    dk: u64,
+    dv: u64,
+    heads: u64,
+    kv_heads: u64,
+    queries: u64,
+    keys: u64,
+    head_size: u64,
+    at_q: HeadStrides,
+    at_k: HeadStrides,
+    at_v: HeadStrides,
+    at_out: HeadStrides,
+    at_d_kv: HeadStrides,
+    scale: f32,
+    is_causal: u32,
+}
+
+/// Threads of a block: `ATTENTION_THREADS` of attention.cuh.
+const THREADS: u32 = 128;
+
+impl HeadStrides {
+    /// Of [batch, heads, tokens, head size] with any strides but the last.
+    fn of(layout: &Layout) -> Option<Self> {
+        match *layout.stride() {
+            [batch, head, token, 1] => Some(Self { batch: batch as u64, head: head as u64, token: token as u64 }),
+            _ => None,
+        }
+    }
+
+    /// Of dense [batch, tokens, heads, head size].
+    fn dense(tokens: u64, heads: u64, head_size: u64) -> Self {
+        Self { batch: tokens * heads * head_size, head: head_size, token: heads * head_size }
+    }
+}
+
+/// The kernel's suffix and the rows of its tiles, by the size of a head.
+fn form(head_size: u64) -> Option<(u32, u64)> {
+    [(64, 32), (128, 32), (256, 16)].into_iter().find(|&(most, _)| head_size <= u64::from(most))
+}
+
+impl AttentionArguments {
+    fn new(scale: f64, is_causal: bool, q: &Operand, k: &Operand, v: &Operand) -> Option<Self> {
+        let (&[_, heads, queries, head_size], &[_, kv_heads, keys, _]) = (q.dims(), k.dims()) else { return None };
+        let [heads, queries, head_size, kv_heads, keys] =
+            [heads, queries, head_size, kv_heads, keys].map(|extent| extent as u64);
+        Some(Self {
+            q: q.address,
+            k: k.address,
+            v: v.address,
+            out: 0,
+            lse: 0,
+            d_out: 0,
+            delta: 0,
+            dq: 0,
+            dk: 0,
+            dv: 0,
+            heads,
+            kv_heads,
+            queries,
+            keys,
+            head_size,
+            at_q: HeadStrides::of(&q.layout)?,
+            at_k: HeadStrides::of(&k.layout)?,
+            at_v: HeadStrides::of(&v.layout)?,
+            at_out: HeadStrides::dense(queries, heads, head_size),
+            at_d_kv: HeadStrides::dense(keys, kv_heads, head_size),
+            scale: scale as f32,
+            is_causal: u32::from(is_causal),
+        })
+    }
+
+    /// A kernel over tiles of so many tokens, with so many tiles of heads and squares of scores in shared memory.
+    fn launch(self, name: &str, of: &Operand, tokens: u64, heads: u64, tiles: u64, squares: u64) -> Option<Launch> {
+        let (most, rows) = form(self.head_size)?;
+        let floats = tiles * rows * (self.head_size + 1) + squares * rows * (rows + 1);
+        let grid = [tokens.div_ceil(rows), heads, of.dims()[0] as u64];
+        Some(Launch {
+            family: Attention,
+            name: typed(&format!("{name}_{most}"), of.dtype)?,
+            grid: grid.map(|blocks| blocks as u32),
+            block: THREADS,
+            shared_bytes: 4 * floats as u32,
+            arguments: Box::new(self),
+        })
+    }
+}
+
+/// (out, log-sum-exp) from (q, k, v).
+pub fn attention(scale: f64, is_causal: bool, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([q, k, v], [out, lse]) = (operands.inputs, operands.outputs) else { return None };
+    let arguments = AttentionArguments::new(scale, is_causal, q, k, v)?;
+    let arguments = AttentionArguments { out: out.address, lse: lse.address, ..arguments };
+    Some(vec![arguments.launch("attention", q, arguments.queries, arguments.heads, 2, 1)?])
+}
+
+/// Bytes of a number for each query.
+pub fn attention_grad_workspace(lse: &Spec) -> Vec<u64> {
+    vec![lse.bytes()]
+}
+
+/// (dq, dk, dv) from (q, k, v, out, log-sum-exp, d_out).
+pub fn attention_grad(scale: f64, is_causal: bool, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([q, k, v, out, lse, d_out], [dq, dk, dv], &[delta]) =
+        (operands.inputs, operands.outputs, operands.workspace)
+    else {
+        return None;
+    };
+    let arguments = AttentionArguments {
+        out: out.address,
+        lse: lse.address,
+        d_out: d_out.address,
+        delta,
+        dq: dq.address,
+        dk: dk.address,
+        dv: dv.address,
+        ..AttentionArguments::new(scale, is_causal, q, k, v)?
+    };
+    let AttentionArguments { heads, kv_heads, queries, keys, .. } = arguments;
+    // A warp for each query.
+    let deltas = Launch {
+        family: Attention,
+        name: typed("attention_delta", q.dtype)?,
+        grid: [queries.div_ceil(u64::from(THREADS / 32)), heads, q.dims()[0] as u64].map(|blocks| blocks as u32),
+        block: THREADS,
+        shared_bytes: 0,
+        arguments: Box::new(arguments),
+    };
+    Some(vec![
+        deltas,
+        arguments.launch("attention_grad_q", q, queries, heads, 4, 1)?,
+        arguments.launch("attention_grad_kv", q, keys, kv_heads, 4, 2)?,
+    ])
+}

@@ -1,0 +1,70 @@
+//! Launches of copy.cu.
+
+use candle_core::{DType, Layout};
+
+use super::{Launch, Operand, Operands, Strides, typed};
+use crate::cuda::Family::Copy;
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct CopyArguments {
+    x: u64,
+    y: u64,
+    count: u64,
+    at_x: Strides,
+    at_y: Strides,
+}
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct FillArguments {
+    y: u64,
+    count: u64,
+    number: f32,
+}
+
+/// Copies x to a part of y of the same shape.
+fn copy_to(x: &Operand, y: &Operand, part: &Layout) -> Option<Launch> {
+    let [at_x, at_y] = Strides::merged(x.dims(), [x.layout.stride(), part.stride()])?;
+    let name = match (x.dtype, y.dtype) {
+        (DType::BF16, DType::F32) => "to_f32_bf16".into(),
+        (DType::F32, DType::BF16) => "to_bf16_f32".into(),
+        (from, to) if from == to => typed("copy", from)?,
+        _ => return None,
+    };
+    let start = (part.start_offset() * y.dtype.size_in_bytes()) as u64;
+    let arguments = CopyArguments { x: x.address, y: y.address + start, count: x.count(), at_x, at_y };
+    Some(Launch::flat(Copy, name, x.count(), arguments))
+}
+
+/// The same number everywhere.
+pub(super) fn fill(y: &Operand, number: f32) -> Option<Launch> {
+    let arguments = FillArguments { y: y.address, count: y.count(), number };
+    Some(Launch::flat(Copy, typed("fill", y.dtype)?, y.count(), arguments))
+}
+
+/// y = x without gaps, or in another type.
+pub fn copy(operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([x], [y]) = (operands.inputs, operands.outputs) else { return None };
+    Some(vec![copy_to(x, y, &y.layout)?])
+}
+
+/// The inputs one after another along a dimension.
+pub fn cat(dim: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let [y] = operands.outputs else { return None };
+    let mut start = 0;
+    let mut copies = Vec::new();
+    for x in operands.inputs {
+        let extent = x.dims()[dim];
+        copies.push(copy_to(x, y, &y.layout.narrow(dim, start, extent).ok()?)?);
+        start += extent;
+    }
+    Some(copies)
+}
+
+/// The input among zeros.
+pub fn widen(dim: usize, start: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([x], [y]) = (operands.inputs, operands.outputs) else { return None };
+    let part = y.layout.narrow(dim, start, x.dims()[dim]).ok()?;
+    Some(vec![fill(y, 0.0)?, copy_to(x, y, &part)?])
+}

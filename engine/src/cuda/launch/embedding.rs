@@ -1,0 +1,44 @@
+//! Launches of embedding.cu.
+
+use super::copy::fill;
+use super::{BLOCK, Launch, Operands, typed};
+use crate::cuda::Family::Embedding;
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct EmbeddingArguments {
+    table: u64,
+    ids: u64,
+    out: u64,
+    width: u64,
+}
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct EmbeddingGradArguments {
+    ids: u64,
+    dy: u64,
+    d_table: u64,
+    count: u64,
+    width: u64,
+}
+
+/// The rows of a table that ids name.
+pub fn embedding(operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([table, ids], [out]) = (operands.inputs, operands.outputs) else { return None };
+    let width = table.width();
+    let arguments = EmbeddingArguments { table: table.address, ids: ids.address, out: out.address, width };
+    Some(vec![Launch::rows(Embedding, typed("embedding", table.dtype)?, ids.count(), width, arguments)])
+}
+
+/// The table's gradient from (ids, dy).
+pub fn embedding_grad(operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([ids, dy], [d_table]) = (operands.inputs, operands.outputs) else { return None };
+    let (count, width) = (ids.count(), d_table.width());
+    let arguments =
+        EmbeddingGradArguments { ids: ids.address, dy: dy.address, d_table: d_table.address, count, width };
+    let rows = Launch::rows(Embedding, typed("embedding_grad", dy.dtype)?, count, width, arguments);
+    let rows = Launch { block: BLOCK, shared_bytes: 4 * BLOCK, ..rows };
+    let clear = if operands.accumulate(0) == 0 { Some(fill(d_table, 0.0)?) } else { None };
+    Some(clear.into_iter().chain([rows]).collect())
+}

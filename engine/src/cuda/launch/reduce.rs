@@ -1,0 +1,165 @@
+//! Launches of reduce.cu.
+
+use super::{BLOCK, Launch, Operand, Operands, Strides, blocks, typed};
+use crate::cuda::Family::Reduce;
+use crate::graph::Spec;
+
+/// Rows cut into pieces, as pieces.cuh has them.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub(super) struct Pieces {
+    sequence: u64,
+    length: u64,
+}
+
+/// Rows of a piece.
+const PIECE: u64 = 64;
+
+/// Columns of a block that sums columns.
+pub(super) const COLUMNS: u32 = 128;
+
+impl Pieces {
+    /// The rows of [.., sequence, width], and how many pieces there are. Rows that say nothing of sequences are one.
+    pub(super) fn of(dims: &[usize]) -> (Self, u64) {
+        let rows = dims.iter().rev().skip(1).product::<usize>() as u64;
+        let sequence = if dims.len() > 2 { dims[dims.len() - 2] as u64 } else { rows };
+        let pieces = Self { sequence, length: PIECE };
+        (pieces, if rows == 0 { 0 } else { rows / sequence * sequence.div_ceil(PIECE) })
+    }
+}
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct ColumnSumsArguments {
+    x: u64,
+    parts: u64,
+    width: u64,
+    pieces: Pieces,
+}
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct FoldPiecesArguments {
+    parts: u64,
+    out: u64,
+    pieces: u64,
+    width: u64,
+    accumulate: u32,
+}
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct SumArguments {
+    x: u64,
+    out: u64,
+    outputs: u64,
+    summed: u64,
+    kept: Strides,
+    reduced: Strides,
+    accumulate: u32,
+}
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct ScaledSumArguments {
+    x: u64,
+    parts: u64,
+    out: u64,
+    count: u64,
+    length: u64,
+    part_count: u64,
+    scale: f64,
+    accumulate: u32,
+}
+
+/// Adds up the sums of pieces.
+pub(super) fn fold(parts: u64, out: &Operand, pieces: u64, accumulate: u32) -> Option<Launch> {
+    let width = out.count();
+    let arguments = FoldPiecesArguments { parts, out: out.address, pieces, width, accumulate };
+    Some(Launch::flat(Reduce, typed("fold_pieces", out.dtype)?, width, arguments))
+}
+
+/// The rows that are summed when `dims` are, if those lead: [rows in sequences, width].
+fn as_rows(x: &[usize], dims: &[usize]) -> Option<Vec<usize>> {
+    if dims.is_empty() || !dims.iter().enumerate().all(|(i, &d)| i == d) {
+        return None;
+    }
+    let width = x[dims.len()..].iter().product();
+    Some([&x[..dims.len()], &[width]].concat())
+}
+
+/// Bytes of the sums of pieces, where leading dimensions are summed.
+pub fn column_sums_workspace(x: &Spec, dims: &[usize]) -> Vec<u64> {
+    let bytes = as_rows(x.dims(), dims).map(|rows| 4 * Pieces::of(&rows).1 * crate::ops::width(&rows) as u64);
+    bytes.into_iter().collect()
+}
+
+/// The sum over `dims`.
+pub fn sum(dims: &[usize], operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([x], [out]) = (operands.inputs, operands.outputs) else { return None };
+    let accumulate = operands.accumulate(0);
+    if let (Some(rows), true, &[parts]) = (as_rows(x.dims(), dims), x.layout.is_contiguous(), operands.workspace) {
+        let (pieces, count) = Pieces::of(&rows);
+        let width = out.count();
+        let sums = Launch {
+            family: Reduce,
+            name: typed("column_sums", x.dtype)?,
+            grid: [blocks(count, 1), blocks(width, COLUMNS), 1],
+            block: COLUMNS,
+            shared_bytes: 0,
+            arguments: Box::new(ColumnSumsArguments { x: x.address, parts, width, pieces }),
+        };
+        return Some(vec![sums, fold(parts, out, count, accumulate)?]);
+    }
+    let (extents, strides) = (x.dims(), x.layout.stride());
+    let part = |keep: bool| {
+        let of = |from: &[usize]| -> Vec<usize> {
+            from.iter().enumerate().filter(|(d, _)| dims.contains(d) != keep).map(|(_, &n)| n).collect()
+        };
+        Strides::merged(&of(extents), [&of(strides)]).map(|[strides]| strides)
+    };
+    let (outputs, summed) = (out.count(), x.count() / out.count().max(1));
+    let arguments = SumArguments {
+        x: x.address,
+        out: out.address,
+        outputs,
+        summed,
+        kept: part(true)?,
+        reduced: part(false)?,
+        accumulate,
+    };
+    Some(vec![Launch::flat(Reduce, typed("sum", x.dtype)?, 32 * outputs, arguments)])
+}
+
+/// scale · Σ x, by parts that each are an index of the first dimension.
+pub fn scaled_sum(scale: f64, part_count: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([x], [out], &[parts]) = (operands.inputs, operands.outputs, operands.workspace) else { return None };
+    let part_count = part_count as u64;
+    let arguments = ScaledSumArguments {
+        x: x.address,
+        parts,
+        out: out.address,
+        count: x.count(),
+        length: x.count().div_ceil(part_count),
+        part_count,
+        scale,
+        accumulate: operands.accumulate(0),
+    };
+    let sums = Launch {
+        family: Reduce,
+        name: typed("scaled_sum_parts", x.dtype)?,
+        grid: [blocks(part_count, 1), 1, 1],
+        block: BLOCK,
+        shared_bytes: 8 * BLOCK,
+        arguments: Box::new(arguments),
+    };
+    let total = Launch {
+        family: Reduce,
+        name: typed("scaled_sum", out.dtype)?,
+        grid: [1; 3],
+        block: 32,
+        shared_bytes: 0,
+        arguments: Box::new(arguments),
+    };
+    Some(vec![sums, total])
+}

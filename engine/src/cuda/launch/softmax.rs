@@ -1,0 +1,148 @@
+//! Launches of softmax.cu.
+
+use super::{Launch, Operand, Operands, Strides, typed};
+use crate::cuda::Family::Softmax;
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct SoftmaxArguments {
+    x: u64,
+    y: u64,
+    width: u64,
+}
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct SoftmaxGradArguments {
+    y: u64,
+    dy: u64,
+    dx: u64,
+    width: u64,
+}
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct CrossEntropyArguments {
+    logits: u64,
+    targets: u64,
+    losses: u64,
+    lse: u64,
+    width: u64,
+}
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct CrossEntropyGradArguments {
+    logits: u64,
+    targets: u64,
+    lse: u64,
+    d_losses: u64,
+    d_logits: u64,
+    width: u64,
+    at_d_losses: Strides,
+}
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct HeadArguments {
+    logits: u64,
+    targets: u64,
+    losses: u64,
+    d_losses: u64,
+    width: u64,
+    first_row: u64,
+    at_d_losses: Strides,
+    d_loss: f32,
+    has_gradient: u32,
+}
+
+/// One block for every row of a tensor.
+fn rows(name: &str, of: &Operand, arguments: impl super::Arguments + 'static) -> Option<Vec<Launch>> {
+    let (rows, width) = (of.count() / of.width(), of.width());
+    Some(vec![Launch::rows(Softmax, typed(name, of.dtype)?, rows, width, arguments)])
+}
+
+/// y = softmax(x), or the normaliser of each row of x: by the kernel's name.
+fn forward(name: &str, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([x], [y]) = (operands.inputs, operands.outputs) else { return None };
+    rows(name, x, SoftmaxArguments { x: x.address, y: y.address, width: x.width() })
+}
+
+/// y = softmax(x).
+pub fn softmax(operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    forward("softmax", operands)
+}
+
+/// ln Σ eˣ of each row.
+pub fn log_sum_exp(operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    forward("log_sum_exp", operands)
+}
+
+/// dx from (y, dy).
+pub fn softmax_grad(operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([y, dy], [dx]) = (operands.inputs, operands.outputs) else { return None };
+    rows("softmax_grad", y, SoftmaxGradArguments { y: y.address, dy: dy.address, dx: dx.address, width: y.width() })
+}
+
+/// (losses, log-sum-exps) from (logits, targets).
+pub fn cross_entropy(operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([logits, targets], [losses, lse]) = (operands.inputs, operands.outputs) else { return None };
+    let arguments = CrossEntropyArguments {
+        logits: logits.address,
+        targets: targets.address,
+        losses: losses.address,
+        lse: lse.address,
+        width: logits.width(),
+    };
+    rows("cross_entropy", logits, arguments)
+}
+
+/// d_logits from (logits, targets, log-sum-exps, d_losses).
+pub fn cross_entropy_grad(operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([logits, targets, lse, d_losses], [d_logits]) = (operands.inputs, operands.outputs) else { return None };
+    let arguments = CrossEntropyGradArguments {
+        logits: logits.address,
+        targets: targets.address,
+        lse: lse.address,
+        d_losses: d_losses.address,
+        d_logits: d_logits.address,
+        width: logits.width(),
+        at_d_losses: Strides::of(d_losses)?,
+    };
+    rows("cross_entropy_grad", logits, arguments)
+}
+
+/// The gradients of losses.
+#[derive(Debug, Clone, Copy)]
+pub enum Upstream<'a> {
+    /// Nobody asks.
+    None,
+    /// The same for all.
+    Everywhere(f32),
+    /// One for each of all rows, of which the chunk's begin at this one.
+    Each(&'a Operand, u64),
+}
+
+/// A chunk of a language model's head: the losses of logits [rows, vocabulary], and over the logits their gradient.
+pub fn head(logits: &Operand, targets: u64, losses: u64, upstream: Upstream<'_>) -> Option<Vec<Launch>> {
+    let none = HeadArguments {
+        logits: logits.address,
+        targets,
+        losses,
+        d_losses: 0,
+        width: logits.width(),
+        first_row: 0,
+        at_d_losses: Strides::NONE,
+        d_loss: 0.0,
+        has_gradient: 0,
+    };
+    let arguments = match upstream {
+        Upstream::None => none,
+        Upstream::Everywhere(d_loss) => HeadArguments { d_loss, has_gradient: 1, ..none },
+        Upstream::Each(d_losses, first_row) => {
+            let at_d_losses = Strides::of(d_losses)?;
+            HeadArguments { d_losses: d_losses.address, first_row, at_d_losses, has_gradient: 1, ..none }
+        }
+    };
+    rows("head", logits, arguments)
+}

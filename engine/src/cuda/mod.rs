@@ -1,0 +1,24 @@
+//! CUDA without a toolkit: kernels as text, compiled when they are first needed, and what is launched for an operation.
+//!
+//! In: the operands of instructions at planned device addresses. Out: [`Launch`]es, and the machine code of their kernels for an
+//! architecture, by NVRTC, from a cache on disk where it has been made before. Never: a step on a device; that part is not
+//! there yet, and none of the kernels has run on one (docs/gpu.md).
+//!
+//! ```text
+//! Op::cuda ──▶ Launch{family, name, grid, arguments}
+//!                       └─▶ Family::source ──▶ Nvrtc::compile ──▶ Cache ──▶ CUBIN
+//! ```
+
+mod cache;
+mod error;
+mod family;
+pub mod launch;
+mod nvrtc;
+#[cfg(test)]
+mod tests;
+
+pub use cache::Cache;
+pub use error::KernelError;
+pub use family::Family;
+pub use launch::{Launch, Operand, Operands, Random};
+pub use nvrtc::{Architecture, Nvrtc};

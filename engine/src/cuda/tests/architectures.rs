@@ -1,0 +1,32 @@
+//! Every kernel compiles, for the oldest and the newest GPUs that are meant.
+
+use crate::cuda::{Architecture, Cache, Family, Nvrtc};
+
+const ARCHITECTURES: [Architecture; 3] =
+    [Architecture { major: 8, minor: 0 }, Architecture { major: 9, minor: 0 }, Architecture { major: 10, minor: 0 }];
+
+/// Every kernel of every family is in the machine code, by its name: so none has been left out by a typing error in a macro.
+#[test]
+fn every_kernel_compiles_for_every_architecture() {
+    let nvrtc = match Nvrtc::load() {
+        Ok(nvrtc) => nvrtc,
+        Err(error) => {
+            assert!(std::env::var_os("GAPLESS_KERNELS_MUST_RUN").is_none(), "{error}");
+            println!("not judged: {error}");
+            return;
+        }
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let cache = Cache::new(folder.path());
+    let jobs: Vec<(Family, Architecture)> =
+        Family::ALL.iter().flat_map(|&family| ARCHITECTURES.map(|architecture| (family, architecture))).collect();
+    use rayon::prelude::*;
+    jobs.into_par_iter().for_each(|(family, architecture)| {
+        let code = cache.load(nvrtc, family, architecture).unwrap_or_else(|error| panic!("{error}"));
+        assert!(code.starts_with(b"\x7fELF"), "{family:?} for {architecture}");
+        // From the cache it is the same.
+        assert!(cache.load(nvrtc, family, architecture).unwrap() == code);
+    });
+    let entries = std::fs::read_dir(folder.path()).unwrap().count();
+    assert_eq!(entries, Family::ALL.len() * ARCHITECTURES.len());
+}

@@ -1,0 +1,89 @@
+//! Kernels compiled for this machine's processor, and run on a stand-in for a device.
+
+use std::collections::HashMap;
+use std::ffi::{CStr, OsStr, c_char, c_void};
+use std::path::Path;
+use std::process::Command;
+use std::sync::{LazyLock, Mutex, OnceLock};
+
+use crate::cuda::{Family, Launch};
+
+/// What device.hpp is asked for.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct Run {
+    grid: [u32; 3],
+    block: u32,
+    shared_bytes: u32,
+    is_reversed: u32,
+}
+
+/// C++ compilers that will do.
+const COMPILERS: [&str; 3] = ["g++", "clang++", "c++"];
+
+/// The first C++ compiler that there is.
+fn compiler() -> Option<&'static str> {
+    static FOUND: OnceLock<Option<&'static str>> = OnceLock::new();
+    let runs = |name: &str| Command::new(name).arg("--version").output().is_ok_and(|output| output.status.success());
+    *FOUND.get_or_init(|| COMPILERS.into_iter().find(|name| runs(name)))
+}
+
+/// Whether there is a C++ compiler. A machine without one judges nothing here, unless it is told that it must.
+pub fn is_there() -> bool {
+    let is_there = compiler().is_some();
+    assert!(is_there || std::env::var_os("GAPLESS_KERNELS_MUST_RUN").is_none(), "none of {COMPILERS:?} is installed");
+    if !is_there {
+        println!("not judged: none of {COMPILERS:?} is installed");
+    }
+    is_there
+}
+
+/// The families that were compiled so far. Locked while a kernel runs: there is one device to a family.
+static DEVICES: LazyLock<Mutex<HashMap<Family, libloading::Library>>> = LazyLock::new(Mutex::default);
+
+/// Runs a launch, from the first block and thread to the last or the other way round.
+///
+/// # Safety
+/// The addresses in its arguments are those of memory that is as large as the kernel takes it to be.
+pub unsafe fn run(launch: &Launch, is_reversed: bool) -> Result<(), String> {
+    let mut devices = DEVICES.lock().map_err(|_| "another kernel has failed")?;
+    let library = devices.entry(launch.family).or_insert_with(|| compile(launch.family));
+    let symbol = |suffix: &str| format!("{}{suffix}", launch.name);
+    // SAFETY: by device.hpp every kernel has these two functions.
+    let (bytes, kernel) = unsafe {
+        let bytes = library.get::<unsafe extern "C" fn() -> u64>(symbol("_bytes")).map_err(|e| e.to_string())?;
+        type Kernel = unsafe extern "C" fn(*const Run, *const c_void) -> *const c_char;
+        (bytes, library.get::<Kernel>(symbol("")).map_err(|e| e.to_string())?)
+    };
+    // SAFETY: it has no arguments.
+    let (theirs, ours) = (unsafe { bytes() }, launch.arguments.as_ref().bytes());
+    if theirs != ours as u64 {
+        return Err(format!("the arguments of {} are {theirs} bytes, not {ours}", launch.name));
+    }
+    let Launch { grid, block, shared_bytes, .. } = *launch;
+    let run = Run { grid, block, shared_bytes, is_reversed: u32::from(is_reversed) };
+    // SAFETY: the struct is the kernel's, as far as its size tells; the memory is the caller's promise.
+    let error = unsafe { kernel(&run, launch.arguments.as_ref().address()) };
+    match error.is_null() {
+        true => Ok(()),
+        // SAFETY: the text is the library's, which is not unloaded.
+        false => Err(unsafe { CStr::from_ptr(error) }.to_string_lossy().into_owned()),
+    }
+}
+
+/// Compiles a family for this processor, and loads it.
+fn compile(family: Family) -> libloading::Library {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/cuda");
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let library = folder.path().join(family.file()).with_extension("so");
+    let output = Command::new(compiler().expect("asked before"))
+        .args(["-std=c++17", "-O1", "-fPIC", "-shared", "-Wall", "-Werror", "-Wno-unused-function", "-x", "c++"])
+        .args([OsStr::new("-include"), source.join("tests/on_host/device.hpp").as_os_str()])
+        .arg(source.join("kernels").join(family.file()))
+        .args([OsStr::new("-o"), library.as_os_str()])
+        .output()
+        .expect("the compiler runs");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    // SAFETY: it has just been made, and runs nothing by itself.
+    unsafe { libloading::Library::new(&library) }.expect("a shared library")
+}

@@ -1,0 +1,11 @@
+//! Kernels without a GPU: compiled for GPUs by NVRTC, and judged by running them on the processor.
+
+mod architectures;
+mod attention;
+mod elementwise;
+mod host;
+mod judge;
+mod memory;
+mod norm;
+mod optim;
+mod rows;

@@ -1,0 +1,228 @@
+// A stand-in for a CUDA device, so that kernels can be judged where there is none: what CUDA defines, in plain C++.
+//
+// Blocks run one after another. The threads of a block are fibers of one thread of the operating system; each runs until it
+// comes to a barrier, so that the order of threads between two barriers is known, and can be turned round: a kernel whose
+// results change with it lacks a barrier. What it checks beside: every thread of a block (or a warp) comes to the same barrier,
+// no lane leaves while others exchange numbers with it, and nothing is written behind the shared memory that was asked for.
+// What it cannot show: how fast anything is, what a compiler for the device makes of it, and races within a warp.
+#pragma once
+#define ON_HOST
+
+#include <math.h>
+#include <string.h>
+#include <ucontext.h>
+
+#include <string>
+#include <vector>
+
+#define __device__
+#define __forceinline__ inline
+
+struct Coordinates {
+    unsigned x, y, z;
+};
+
+// What is asked of the device.
+struct Run {
+    unsigned grid[3];
+    unsigned block;
+    unsigned shared_bytes;
+    // Whether blocks and threads go from the last to the first.
+    unsigned is_reversed;
+};
+
+enum class State { RUNNABLE, AT_BLOCK_BARRIER, AT_WARP_BARRIER, OVER };
+
+struct Fiber {
+    ucontext_t context;
+    std::vector<char> stack;
+    State state;
+    Coordinates index;
+    // Numbers exchanged so far: two sets of slots take turns, so that one barrier per exchange is enough.
+    unsigned exchanges;
+};
+
+static Coordinates gridDim, blockDim, blockIdx, threadIdx;
+static unsigned char* shared_memory;
+
+struct Device {
+    ucontext_t scheduler;
+    std::vector<Fiber> fibers;
+    std::vector<unsigned char> shared;
+    // By exchange's parity, then thread.
+    std::vector<unsigned long long> slots[2];
+    std::vector<int> votes[2];
+    unsigned current;
+    void (*body)(const void*);
+    const void* arguments;
+    std::string error;
+
+    static constexpr unsigned STACK_BYTES = 128 << 10;
+    static constexpr unsigned GUARD_BYTES = 256;
+    static constexpr unsigned char POISON = 0xff;
+
+    Fiber& fiber() { return fibers[current]; }
+
+    static void enter();
+
+    void yield() { swapcontext(&fiber().context, &scheduler); }
+
+    void wait(State at) {
+        fiber().state = at;
+        yield();
+    }
+
+    // Whether all threads in a range are at this barrier, or over if that is allowed; if so, lets them go on.
+    bool release(unsigned first, unsigned end, State at, bool may_be_over) {
+        bool any = false;
+        for (unsigned t = first; t < end; ++t) {
+            any |= fibers[t].state == at;
+            if (fibers[t].state != at && !(may_be_over && fibers[t].state == State::OVER)) return false;
+        }
+        for (unsigned t = first; t < end; ++t) {
+            if (fibers[t].state == at) fibers[t].state = State::RUNNABLE;
+        }
+        return any;
+    }
+
+    void run_block(const Run& run) {
+        const unsigned count = run.block;
+        memset(shared.data(), POISON, shared.size());
+        shared_memory = shared.data();
+        for (unsigned t = 0; t < count; ++t) {
+            Fiber& fiber = fibers[t];
+            getcontext(&fiber.context);
+            fiber.stack.resize(STACK_BYTES);
+            fiber.context.uc_stack.ss_sp = fiber.stack.data();
+            fiber.context.uc_stack.ss_size = fiber.stack.size();
+            fiber.context.uc_link = &scheduler;
+            makecontext(&fiber.context, &Device::enter, 0);
+            fiber.state = State::RUNNABLE;
+            fiber.index = {t, 0, 0};
+            fiber.exchanges = 0;
+        }
+        for (;;) {
+            bool ran = false, all_over = true;
+            for (unsigned i = 0; i < count; ++i) {
+                current = run.is_reversed ? count - 1 - i : i;
+                all_over &= fiber().state == State::OVER;
+                if (fiber().state != State::RUNNABLE) continue;
+                ran = true;
+                threadIdx = fiber().index;
+                swapcontext(&scheduler, &fiber().context);
+            }
+            if (all_over) break;
+            bool released = release(0, count, State::AT_BLOCK_BARRIER, true);
+            for (unsigned warp = 0; warp < count; warp += 32) {
+                released |= release(warp, warp + 32, State::AT_WARP_BARRIER, false);
+            }
+            if (!ran && !released) {
+                error = "threads of a block wait at different barriers, or for a lane that is over";
+                return;
+            }
+        }
+        for (unsigned i = run.shared_bytes; i < shared.size(); ++i) {
+            if (shared[i] != POISON) error = "a write behind the block's shared memory";
+        }
+    }
+
+    void run(const Run& run) {
+        error.clear();
+        if (run.block == 0 || run.block % 32 != 0 || run.block > 1024) {
+            error = "a block is whole warps, 1024 threads at most";
+            return;
+        }
+        if (fibers.size() < run.block) fibers.resize(run.block);
+        for (int parity : {0, 1}) {
+            slots[parity].assign(run.block, 0);
+            votes[parity].assign(run.block, 0);
+        }
+        shared.resize(run.shared_bytes + GUARD_BYTES);
+        gridDim = {run.grid[0], run.grid[1], run.grid[2]};
+        blockDim = {run.block, 1, 1};
+        const unsigned long long blocks = 1ull * run.grid[0] * run.grid[1] * run.grid[2];
+        for (unsigned long long i = 0; i < blocks && error.empty(); ++i) {
+            const unsigned long long block = run.is_reversed ? blocks - 1 - i : i;
+            blockIdx.x = unsigned(block % run.grid[0]);
+            blockIdx.y = unsigned(block / run.grid[0] % run.grid[1]);
+            blockIdx.z = unsigned(block / run.grid[0] / run.grid[1]);
+            run_block(run);
+        }
+    }
+};
+
+static Device device;
+
+void Device::enter() {
+    device.body(device.arguments);
+    device.fiber().state = State::OVER;
+}
+
+static inline void __syncthreads() { device.wait(State::AT_BLOCK_BARRIER); }
+
+static inline void __syncwarp() { device.wait(State::AT_WARP_BARRIER); }
+
+static inline int __syncthreads_or(int vote) {
+    std::vector<int>& votes = device.votes[device.fiber().exchanges++ % 2];
+    votes[device.current] = vote;
+    __syncthreads();
+    int any = 0;
+    // Threads that are over have no vote.
+    for (unsigned t = 0; t < blockDim.x; ++t) any |= votes[t];
+    return any != 0;
+}
+
+template <typename T>
+static T exchange(T x, unsigned from) {
+    static_assert(sizeof(T) <= sizeof(unsigned long long), "a number of at most 8 bytes");
+    std::vector<unsigned long long>& slots = device.slots[device.fiber().exchanges++ % 2];
+    memcpy(&slots[device.current], &x, sizeof(T));
+    __syncwarp();
+    memcpy(&x, &slots[device.current / 32 * 32 + from % 32], sizeof(T));
+    return x;
+}
+
+template <typename T>
+static T __shfl_sync(unsigned, T x, unsigned from) {
+    return exchange(x, from);
+}
+
+template <typename T>
+static T __shfl_xor_sync(unsigned, T x, unsigned distance) {
+    return exchange(x, device.current ^ distance);
+}
+
+static inline unsigned __ballot_sync(unsigned, int vote) {
+    std::vector<unsigned long long>& slots = device.slots[device.fiber().exchanges++ % 2];
+    slots[device.current] = vote != 0;
+    __syncwarp();
+    unsigned ballot = 0;
+    for (unsigned lane = 0; lane < 32; ++lane) ballot |= unsigned(slots[device.current / 32 * 32 + lane]) << lane;
+    return ballot;
+}
+
+static inline int __popc(unsigned x) { return __builtin_popcount(x); }
+
+static inline unsigned __float_as_uint(float x) {
+    unsigned bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+static inline float __uint_as_float(unsigned bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+// A kernel is a function that runs all blocks, and returns what was wrong, if anything.
+#define KERNEL(name, Arguments)                                                                       \
+    static void name##_thread(const Arguments& arguments);                                            \
+    extern "C" unsigned long long name##_bytes() { return sizeof(Arguments); }                         \
+    extern "C" const char* name(const Run* run, const void* arguments) {                              \
+        device.body = [](const void* arguments) { name##_thread(*(const Arguments*)arguments); };     \
+        device.arguments = arguments;                                                                 \
+        device.run(*run);                                                                             \
+        return device.error.empty() ? nullptr : device.error.c_str();                                 \
+    }                                                                                                 \
+    static void name##_thread(const Arguments& arguments)

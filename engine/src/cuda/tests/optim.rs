@@ -1,0 +1,119 @@
+//! adamw.cu.
+
+use candle_core::{DType, Layout};
+
+use super::host;
+use super::judge::{Stored, judge};
+use super::memory::Region;
+use crate::Op;
+use crate::cuda::launch::{AdamWRule, AdamWTensor, adamw};
+use crate::graph::Spec;
+use crate::optim::{GlobalNorm, SquaredNorms};
+use crate::random::{Numbers, Stream};
+
+fn stored(count: usize, seed: u64, dtype: DType) -> Stored {
+    let numbers = Numbers::from_seed(seed);
+    let data = (0..count).map(|i| numbers.normal(i)).collect();
+    Stored { data, layout: Layout::contiguous(count), dtype }.rounded()
+}
+
+fn judge_alone(op: &dyn Op, inputs: &[Stored]) {
+    let specs: Vec<Spec> =
+        inputs.iter().map(|input| Spec { shape: input.layout.shape().clone(), dtype: input.dtype }).collect();
+    let outputs = op.infer(&specs).unwrap();
+    assert!(judge(op, inputs, &specs, &outputs, Stream::new(1, 1, 0)), "{op:?} has kernels");
+}
+
+#[test]
+fn norms_of_many_tensors() {
+    if !host::is_there() {
+        return;
+    }
+    // More tensors than one launch takes; one of several blocks.
+    for dtype in [DType::F32, DType::BF16] {
+        let inputs: Vec<Stored> =
+            (0..35).map(|i| stored(if i == 33 { 33_000 } else { 1 + 7 * i as usize }, i, dtype)).collect();
+        judge_alone(&SquaredNorms, &inputs);
+    }
+    let squares = |count, seed| {
+        let of = stored(count, seed, DType::F64);
+        Stored { data: of.data.iter().map(|x| x * x).collect(), ..of }
+    };
+    judge_alone(&GlobalNorm, &[squares(300, 1), squares(1, 2), squares(17, 3)]);
+    // What is not finite is not lost.
+    let broken = Stored { data: vec![1.0, f64::NAN, 3.0, 2.0], ..squares(4, 1) };
+    let scalar = [Spec::f32(())];
+    let spec = [Spec { shape: 4.into(), dtype: DType::F64 }];
+    let got = super::judge::outputs(&GlobalNorm, &[broken], &spec, &scalar, Stream::new(1, 1, 0));
+    assert!(got[0][0].is_nan());
+}
+
+/// Many parameters at once, in f32 and in bf16 with f32 masters, against f64; and nothing at all when the norm is broken.
+#[test]
+fn updates_of_many_parameters() {
+    if !host::is_there() {
+        return;
+    }
+    let rule = AdamWRule { max_norm: 1.0, beta1: 0.9, beta2: 0.95, eps: 1e-8 };
+    let scalars = Region::of(&[1e-2, 0.19, 0.0975], DType::F32);
+    for (dtype, norm) in [(DType::F32, 2.5), (DType::BF16, 0.5), (DType::F32, f64::NAN), (DType::F32, f64::INFINITY)] {
+        let norm_at = Region::of(&[norm], DType::F32);
+        let counts: Vec<usize> = (0..34).map(|i| if i == 2 { 5000 } else { 1 + 13 * i }).collect();
+        let make = |seed: u64, dtype| -> Vec<Region> {
+            counts.iter().zip(0..).map(|(&n, i)| Region::of(&stored(n, seed + i, dtype).data, dtype)).collect()
+        };
+        let (parameters, gradients) = (make(0, dtype), make(100, dtype));
+        let (masters, m) = (make(0, DType::F32), make(200, DType::F32));
+        let v: Vec<Region> =
+            make(300, DType::F32).iter().map(|v| Region::of(&squares(&v.numbers()), DType::F32)).collect();
+        let before: Vec<[Vec<f64>; 4]> = (0..counts.len())
+            .map(|i| {
+                let parameter = if dtype == DType::BF16 { &masters[i] } else { &parameters[i] };
+                [parameter.numbers(), gradients[i].numbers(), m[i].numbers(), v[i].numbers()]
+            })
+            .collect();
+        let tensors: Vec<AdamWTensor> = (0..counts.len())
+            .map(|i| AdamWTensor {
+                parameter: parameters[i].address(),
+                master: if dtype == DType::BF16 { masters[i].address() } else { 0 },
+                gradient: gradients[i].address(),
+                m: m[i].address(),
+                v: v[i].address(),
+                count: counts[i] as u64,
+                decay: if i % 2 == 0 { 0.1 } else { 0.0 },
+                ..AdamWTensor::default()
+            })
+            .collect();
+        for launch in adamw(dtype, rule, &tensors, norm_at.address(), scalars.address()).unwrap() {
+            // SAFETY: every region has as many elements as its tensor.
+            unsafe { host::run(&launch, false) }.unwrap();
+        }
+        assert!([&parameters, &masters, &m, &v].into_iter().flatten().all(Region::is_intact));
+        for (i, [p, g, m_before, v_before]) in before.iter().enumerate() {
+            let decay = f64::from(tensors[i].decay);
+            for j in 0..counts[i] {
+                let [p, g, m0, v0] = [p[j], g[j], m_before[j], v_before[j]];
+                let g = g * (1.0 / (norm + 1e-6)).min(1.0);
+                let (mut m1, mut v1) = (0.9 * m0 + 0.1 * g, 0.95 * v0 + 0.05 * g * g);
+                let mut p1 = p * (1.0 - 1e-2 * decay) - 1e-2 / 0.19 * m1 / ((v1 / 0.0975).sqrt() + 1e-8);
+                if !norm.is_finite() {
+                    (m1, v1, p1) = (m0, v0, p);
+                }
+                // A few roundings of f32 each; the stored form of bf16 parameters has 2⁻⁹ more.
+                let close = |got: f64, exact: f64, error: f64| {
+                    assert!((got - exact).abs() <= error * (1.0 + exact.abs()), "{got} is not {exact}");
+                };
+                close(m[i].numbers()[j], m1, 1e-6);
+                close(v[i].numbers()[j], v1, 1e-6);
+                close(parameters[i].numbers()[j], p1, if dtype == DType::BF16 { 2e-3 } else { 1e-6 });
+                if dtype == DType::BF16 {
+                    close(masters[i].numbers()[j], p1, 1e-6);
+                }
+            }
+        }
+    }
+}
+
+fn squares(x: &[f64]) -> Vec<f64> {
+    x.iter().map(|x| x * x).collect()
+}
