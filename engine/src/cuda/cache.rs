@@ -35,11 +35,7 @@ impl Cache {
         self.entry(&key(family, architecture, &nvrtc.version()), || nvrtc.compile(family, architecture))
     }
 
-    fn entry(
-        &self,
-        key: &str,
-        make: impl FnOnce() -> Result<Vec<u8>, KernelError>,
-    ) -> Result<Vec<u8>, KernelError> {
+    fn entry(&self, key: &str, make: impl FnOnce() -> Result<Vec<u8>, KernelError>) -> Result<Vec<u8>, KernelError> {
         let path = self.folder.join(format!("{key}.cubin"));
         if let Some(code) = read(&path) {
             return Ok(code);
@@ -126,7 +122,8 @@ mod tests {
         let (old, new) = (Architecture { major: 8, minor: 0 }, Architecture { major: 9, minor: 0 });
         let base = key(Family::Norm, old, "13.0");
         assert_eq!(base, key(Family::Norm, old, "13.0"));
-        for other in [key(Family::Norm, new, "13.0"), key(Family::Norm, old, "13.1"), key(Family::Reduce, old, "13.0")] {
+        for other in [key(Family::Norm, new, "13.0"), key(Family::Norm, old, "13.1"), key(Family::Reduce, old, "13.0")]
+        {
             assert_ne!(base, other);
         }
     }

@@ -42,12 +42,16 @@ families! {
     Elementwise = "elementwise.cu",
     /// Rows of a table by ids.
     Embedding = "embedding.cu",
+    /// Rows to experts and back, and the experts' gated unit.
+    Experts = "experts.cu",
     /// Normalisation of rows.
     Norm = "norm.cu",
     /// Sums.
     Reduce = "reduce.cu",
     /// Rotary position embedding.
     Rope = "rope.cu",
+    /// Who goes where among experts.
+    Route = "route.cu",
     /// Softmax of rows, and losses by it.
     Softmax = "softmax.cu",
 }

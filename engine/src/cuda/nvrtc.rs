@@ -193,8 +193,7 @@ impl Nvrtc {
         };
         self.expect("nvrtcCreateProgram", created)?;
         // SAFETY: the program was created, and there are as many options.
-        let compiled =
-            unsafe { (self.functions.compile)(program.program, options.len() as c_int, options.as_ptr()) };
+        let compiled = unsafe { (self.functions.compile)(program.program, options.len() as c_int, options.as_ptr()) };
         if compiled != 0 {
             let log = program.text().unwrap_or_else(|| self.functions.text(compiled));
             let (version, architecture) = (self.version(), architecture.to_string());
@@ -279,7 +278,8 @@ mod tests {
             println!("NVRTC is not installed");
             return;
         };
-        let wrong = nvrtc.compile_source("wrong.cu", "#include \"base.cuh\"\nu32 x = y;", Architecture { major: 9, minor: 0 });
+        let wrong =
+            nvrtc.compile_source("wrong.cu", "#include \"base.cuh\"\nu32 x = y;", Architecture { major: 9, minor: 0 });
         let text = wrong.unwrap_err().to_string();
         assert!(text.contains("wrong.cu(2)") && text.contains("identifier \"y\" is undefined"), "{text}");
         let text = nvrtc.compile(Family::Norm, Architecture { major: 1, minor: 0 }).unwrap_err().to_string();

@@ -30,7 +30,8 @@ pub struct AdamWTensor {
     pub v: u64,
     /// Elements.
     pub count: u64,
-    first_block: u64,
+    /// Filled in when it is launched.
+    pub first_block: u64,
     /// Weight decay.
     pub decay: f32,
 }

@@ -126,8 +126,7 @@ pub fn attention_grad_workspace(lse: &Spec) -> Vec<u64> {
 
 /// (dq, dk, dv) from (q, k, v, out, log-sum-exp, d_out).
 pub fn attention_grad(scale: f64, is_causal: bool, operands: &Operands<'_>) -> Option<Vec<Launch>> {
-    let ([q, k, v, out, lse, d_out], [dq, dk, dv], &[delta]) =
-        (operands.inputs, operands.outputs, operands.workspace)
+    let ([q, k, v, out, lse, d_out], [dq, dk, dv], &[delta]) = (operands.inputs, operands.outputs, operands.workspace)
     else {
         return None;
     };

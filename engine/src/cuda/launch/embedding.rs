@@ -35,8 +35,7 @@ pub fn embedding(operands: &Operands<'_>) -> Option<Vec<Launch>> {
 pub fn embedding_grad(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([ids, dy], [d_table]) = (operands.inputs, operands.outputs) else { return None };
     let (count, width) = (ids.count(), d_table.width());
-    let arguments =
-        EmbeddingGradArguments { ids: ids.address, dy: dy.address, d_table: d_table.address, count, width };
+    let arguments = EmbeddingGradArguments { ids: ids.address, dy: dy.address, d_table: d_table.address, count, width };
     let rows = Launch::rows(Embedding, typed("embedding_grad", dy.dtype)?, count, width, arguments);
     let rows = Launch { block: BLOCK, shared_bytes: 4 * BLOCK, ..rows };
     let clear = if operands.accumulate(0) == 0 { Some(fill(d_table, 0.0)?) } else { None };

@@ -8,6 +8,7 @@ mod attention;
 mod copy;
 mod elementwise;
 mod embedding;
+mod experts;
 mod noise;
 mod norm;
 mod reduce;
@@ -19,6 +20,10 @@ pub use attention::{attention, attention_grad, attention_grad_workspace};
 pub use copy::{cat, copy, widen};
 pub use elementwise::{affine, binary, gated, gated_grad, unary, unary_grad};
 pub use embedding::{embedding, embedding_grad};
+pub use experts::{
+    Routing, combine, dispatch, expert_load, gather, route, routed_gated, routed_gated_grad, run_lengths, run_starts,
+    top_k, top_k_grad, unplaced,
+};
 pub use noise::{dropout, jitter};
 pub use norm::{norm, norm_grad_input, norm_grad_weight, norm_grad_weight_workspace};
 pub use reduce::{column_sums_workspace, scaled_sum, sum};
@@ -220,7 +225,8 @@ mod tests {
     #[test]
     fn dimensions_are_merged_where_all_tensors_allow_it() {
         let walk = |dims: &[usize], strides: &[usize]| {
-            Strides::merged(dims, [strides]).map(|[s]| (0..s.rank as usize).map(|d| (s.dims[d], s.strides[d])).collect())
+            Strides::merged(dims, [strides])
+                .map(|[s]| (0..s.rank as usize).map(|d| (s.dims[d], s.strides[d])).collect())
         };
         assert_eq!(walk(&[2, 3, 4], &[12, 4, 1]), Some(vec![(24, 1)]));
         assert_eq!(walk(&[2, 3, 4], &[0, 4, 1]), Some(vec![(2, 0), (12, 1)]));

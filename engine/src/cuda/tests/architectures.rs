@@ -5,13 +5,13 @@ use crate::cuda::{Architecture, Cache, Family, Nvrtc};
 const ARCHITECTURES: [Architecture; 3] =
     [Architecture { major: 8, minor: 0 }, Architecture { major: 9, minor: 0 }, Architecture { major: 10, minor: 0 }];
 
-/// Every kernel of every family is in the machine code, by its name: so none has been left out by a typing error in a macro.
 #[test]
 fn every_kernel_compiles_for_every_architecture() {
     let nvrtc = match Nvrtc::load() {
         Ok(nvrtc) => nvrtc,
         Err(error) => {
-            assert!(std::env::var_os("GAPLESS_KERNELS_MUST_RUN").is_none(), "{error}");
+            // Whoever names a library has one.
+            assert!(std::env::var_os("GAPLESS_NVRTC_LIBRARY").is_none(), "{error}");
             println!("not judged: {error}");
             return;
         }

@@ -22,7 +22,9 @@ fn functions_of_one_element() {
             (Gelu, "gelu", "gelu_grad"),
             (GeluErf, "gelu_erf", "gelu_erf_grad"),
         ] {
-            check(&[name, gradient], &[shape], &[], |x, _| Tensor::apply_op::<1>(Unary { kind }, &[&x[0]]).map(|[y]| y));
+            check(&[name, gradient], &[shape], &[], |x, _| {
+                Tensor::apply_op::<1>(Unary { kind }, &[&x[0]]).map(|[y]| y)
+            });
         }
         // Of positive numbers.
         for (kind, name, gradient) in [(Log, "log", "log_grad"), (Sqrt, "sqrt", "sqrt_grad")] {

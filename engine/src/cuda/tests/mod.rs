@@ -3,6 +3,7 @@
 mod architectures;
 mod attention;
 mod elementwise;
+mod experts;
 mod host;
 mod judge;
 mod memory;

@@ -5,12 +5,12 @@ use candle_core::{DType, Layout};
 use super::host;
 use super::judge::{Stored, check, judge};
 use super::memory::Region;
-use crate::cuda::launch::{Upstream, head};
+use crate::Tensor;
 use crate::cuda::Operand;
+use crate::cuda::launch::{Upstream, head};
 use crate::graph::Spec;
 use crate::ops::{Cast, CrossEntropy, Dropout, Embedding, Jitter, LogSumExp, Rope, Softmax};
 use crate::random::{Numbers, Stream};
-use crate::Tensor;
 
 /// Rows of fewer elements than a warp has lanes, and of more than a block has threads.
 const SHAPES: [&[usize]; 3] = [&[2, 3, 5], &[4, 96], &[2, 2500]];
@@ -50,14 +50,14 @@ fn chunks_of_a_head_become_their_gradient() {
         // Each of five rows, of which these are the last, and every second number.
         let d_losses = Region::of(&[9.0, 8.0, 0.5, 8.0, -1.5, 8.0, 2.0, 8.0, 1.0, 8.0], DType::F32);
         let first = 5 - rows as u64;
-        let strided = Operand {
-            address: d_losses.address(),
-            layout: Layout::new(5.into(), vec![2], 0),
-            dtype: DType::F32,
-        };
+        let strided =
+            Operand { address: d_losses.address(), layout: Layout::new(5.into(), vec![2], 0), dtype: DType::F32 };
         let each = |row: usize| d_losses.numbers()[2 * (first as usize + row)];
-        let upstreams: [(Upstream<'_>, &dyn Fn(usize) -> f64); 3] =
-            [(Upstream::None, &|_| 0.0), (Upstream::Everywhere(0.5), &|_| 0.5), (Upstream::Each(&strided, first), &each)];
+        let upstreams: [(Upstream<'_>, &dyn Fn(usize) -> f64); 3] = [
+            (Upstream::None, &|_| 0.0),
+            (Upstream::Everywhere(0.5), &|_| 0.5),
+            (Upstream::Each(&strided, first), &each),
+        ];
         for (upstream, d_loss) in upstreams {
             let (region, ids) = (Region::of(&logits, dtype), Region::of(&targets, DType::U32));
             let losses = Region::poisoned(rows, DType::F32);
@@ -74,7 +74,8 @@ fn chunks_of_a_head_become_their_gradient() {
                 assert!((losses[row] - loss).abs() <= 1e-5 * loss, "{} is not {loss}", losses[row]);
                 for (i, (got, x)) in got[row * width..].iter().zip(x).enumerate() {
                     let hot = f64::from(u8::from(i == targets[row] as usize));
-                    let exact = if matches!(upstream, Upstream::None) { *x } else { (x.exp() / sum - hot) * d_loss(row) };
+                    let exact =
+                        if matches!(upstream, Upstream::None) { *x } else { (x.exp() / sum - hot) * d_loss(row) };
                     let relative = if dtype == DType::BF16 { 4e-3 } else { 1e-5 };
                     assert!((got - exact).abs() <= relative * exact.abs() + 1e-7, "{got} is not {exact}");
                 }
@@ -120,9 +121,7 @@ fn copies_between_strides_and_types() {
         Tensor::cat(&[&x[0].transpose(1, 2)?, &x[1].transpose(1, 2)?], 0)
     });
     for dtype in [DType::F32, DType::BF16] {
-        check(&["to_dtype"], &[&[3, 70]], &[], |x, _| {
-            Tensor::apply_op::<1>(Cast { dtype }, &[&x[0]]).map(|[y]| y)
-        });
+        check(&["to_dtype"], &[&[3, 70]], &[], |x, _| Tensor::apply_op::<1>(Cast { dtype }, &[&x[0]]).map(|[y]| y));
     }
 }
 

@@ -56,6 +56,11 @@ impl Op for Dispatch {
         });
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::dispatch(operands)
+    }
+
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let (x, places, slots) = (args.input(0), args.input(1), args.input(2));
         let (width, k) = (crate::ops::width(&x.dims), crate::ops::width(&places.dims));
@@ -121,6 +126,11 @@ impl Op for Combine {
                 }
             }
         });
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::combine(operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {

@@ -52,6 +52,11 @@ impl Op for ExpertLoad {
         }
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::expert_load(self.experts, operands)
+    }
+
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let ids = args.input(0);
         let (batch, tokens, k) = super::by_sequence(&ids.dims).expect("checked by the shape rule");
@@ -101,6 +106,14 @@ impl Op for Unplaced {
         let group = if self.whole_tokens { crate::ops::width(args.input_dims(0)) } else { 1 };
         let nowhere = places.chunks_exact(group).filter(|group| group.iter().all(|&place| place == NONE)).count();
         *count = if accumulate { *count } else { 0.0 } + nowhere as f32;
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::unplaced(
+            if self.whole_tokens { crate::ops::width(operands.inputs[0].layout.dims()) } else { 1 },
+            operands,
+        )
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {

@@ -57,6 +57,19 @@ impl Route {
         self.capacity.map_or(all, |(most, _)| all.min(sequences.saturating_mul(self.experts).saturating_mul(most)))
     }
 
+    /// As kernels for GPUs have it.
+    #[cfg(feature = "cuda")]
+    fn on_device(&self, dims: &[usize]) -> crate::cuda::launch::Routing {
+        let (sequences, ..) = Self::extents(dims);
+        crate::cuda::launch::Routing {
+            experts: self.experts,
+            sequences,
+            has_ids: self.chooses == Chooses::Tokens,
+            weighs: self.weighs(),
+            capacity: self.capacity.map(|(most, _)| most),
+        }
+    }
+
     fn weighs(&self) -> bool {
         matches!(self.capacity, Some((_, Drop::Lightest)))
     }
@@ -160,6 +173,16 @@ impl Op for Route {
         }
         *starts.last_mut().expect("one more than there are runs") = row as u32;
         slots[row..].fill(NONE);
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_workspace(&self, inputs: &[Spec], outputs: &[Spec]) -> Vec<u64> {
+        self.workspace(inputs, outputs, 1)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::route(self.on_device(operands.inputs[0].layout.dims()), operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {

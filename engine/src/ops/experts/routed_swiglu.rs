@@ -77,6 +77,12 @@ impl Op for RoutedSwiGlu {
         });
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        // Counted rows have no place yet behind the last one that is used.
+        self.balanced.is_none().then(|| crate::cuda::launch::routed_gated(operands))?
+    }
+
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let (gate, up, weights) = (args.input(0), args.input(1), args.input(2));
         let width = crate::ops::width(&gate.dims);
@@ -152,6 +158,12 @@ impl Op for RoutedSwiGluGrad {
                 });
             }
         });
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        // Counted rows have no place yet behind the last one that is used.
+        self.balanced.is_none().then(|| crate::cuda::launch::routed_gated_grad(operands))?
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {

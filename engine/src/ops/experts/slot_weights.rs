@@ -39,6 +39,11 @@ impl Op for SlotWeights {
         gather(args, 2);
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::gather(2, operands)
+    }
+
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let (weights, slots) = (args.input(0), args.input(2));
         let weight = |&slot: &f64| if slot == f64::from(NONE) { 0.0 } else { weights.data[slot as usize] };
@@ -74,6 +79,11 @@ impl Op for SlotWeightsGrad {
 
     fn run(&self, args: &mut Args<'_>) {
         gather(args, 1);
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::gather(1, operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {

@@ -39,6 +39,11 @@ impl Op for RunLengths {
         lengths.iter_mut().zip(pairs).for_each(|(length, pair)| *length = pair[1] - pair[0]);
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::run_lengths(operands)
+    }
+
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let lengths: Vec<f64> = args.input(0).data.windows(2).map(|pair| pair[1] - pair[0]).collect();
         vec![Array::new(&[lengths.len()], lengths)]
@@ -68,6 +73,11 @@ impl Op for RunStarts {
             end += length;
             *start = end;
         }
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::run_starts(operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {

@@ -154,6 +154,11 @@ impl Op for TopK {
         });
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::top_k(self.k, self.groups.map(|groups| (groups.count, groups.limit)), operands)
+    }
+
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let scores = args.input(0);
         let mut dims = scores.dims.clone();
@@ -211,6 +216,11 @@ impl Op for TopKGrad {
         {
             ids.iter().zip(dy).for_each(|(&id, &dy)| d_scores[id as usize] = dy);
         }
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::top_k_grad(operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {

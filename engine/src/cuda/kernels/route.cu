@@ -1,0 +1,268 @@
+// Who goes where: the best experts of each token, and the rows of each expert. Twins: ops/experts/top_k.rs, route.rs, starts.rs,
+// load.rs. Every count and every place is that of the CPU; there are no atomics.
+#include "reduce.cuh"
+
+constexpr u32 NONE = 0xffffffffu;
+
+__device__ __forceinline__ u32 lanes_below() { return (1u << lane_of()) - 1; }
+
+// A number with its place. Of equal ones the first is better, and of those that cannot be compared.
+struct Candidate {
+    f32 score;
+    u32 index;
+
+    __device__ __forceinline__ void improve(f32 other, u32 place) {
+        if (place == NONE) return;
+        if (index == NONE || other > score || (!(score > other) && place < index)) *this = Candidate{other, place};
+    }
+};
+
+// The best of all lanes' candidates, for all lanes.
+__device__ __forceinline__ Candidate best_of_warp(Candidate own) {
+    for (u32 distance = 16; distance > 0; distance /= 2) {
+        const f32 score = __shfl_xor_sync(ALL_LANES, own.score, distance);
+        own.improve(score, __shfl_xor_sync(ALL_LANES, own.index, distance));
+    }
+    return own;
+}
+
+struct TopKArguments {
+    const void* scores;
+    // None without.
+    const void* bias;
+    void* values;
+    u32* ids;
+    u64 tokens;
+    u64 experts;
+    u64 k;
+    // 0 for no groups.
+    u64 groups;
+    u64 group_limit;
+};
+
+// A warp has one token. `shared_memory` holds, for each warp, the worth of every group, then whether it is taken.
+template <typename T>
+__device__ void top_k(const TopKArguments& to) {
+    const u64 token = global_thread() / 32;
+    if (token >= to.tokens) return;
+    const u32 experts = u32(to.experts), groups = u32(to.groups), lane = lane_of();
+    const T *scores = (const T*)to.scores + token * experts, *bias = (const T*)to.bias;
+    const auto score = [=](u32 expert) { return load(scores + expert) + (bias ? load(bias + expert) : 0.0f); };
+    f32* worth = (f32*)shared_memory + 2 * groups * warp_of();
+    u32* is_taken = (u32*)(worth + groups);
+    const u32 size = groups ? experts / groups : experts;
+    for (u32 group = 0; group < groups; ++group) {
+        f32 sum = 0.0f;
+        u32 best = NONE;
+        for (u32 nth = 0; nth < (size > 1 ? 2 : 1); ++nth) {
+            Candidate own{0.0f, NONE};
+            for (u32 i = group * size + lane; i < (group + 1) * size; i += 32) {
+                if (i != best) own.improve(score(i), i);
+            }
+            own = best_of_warp(own);
+            best = own.index;
+            sum += own.score;
+        }
+        if (lane == 0) {
+            worth[group] = sum;
+            is_taken[group] = 0;
+        }
+    }
+    __syncwarp();
+    for (u32 nth = 0; nth < (groups ? u32(to.group_limit) : 0); ++nth) {
+        Candidate own{0.0f, NONE};
+        for (u32 group = lane; group < groups; group += 32) {
+            if (!is_taken[group]) own.improve(worth[group], group);
+        }
+        own = best_of_warp(own);
+        if (lane == 0) is_taken[own.index] = 1;
+        __syncwarp();
+    }
+    // Which of this lane's experts (one of 32) were chosen before.
+    u32 chosen = 0;
+    for (u32 nth = 0; nth < to.k; ++nth) {
+        Candidate own{0.0f, NONE};
+        for (u32 i = lane; i < experts; i += 32) {
+            if (!(chosen >> i / 32 & 1) && (!groups || is_taken[i / size])) own.improve(score(i), i);
+        }
+        own = best_of_warp(own);
+        if (own.index % 32 == lane) chosen |= 1u << own.index / 32;
+        if (lane == 0) {
+            to.ids[token * to.k + nth] = own.index;
+            ((T*)to.values)[token * to.k + nth] = scores[own.index];
+        }
+    }
+}
+KERNELS(top_k, TopKArguments)
+
+struct TopKGradArguments {
+    const u32* ids;
+    const void* dy;
+    void* d_scores;
+    u64 tokens;
+    u64 experts;
+    u64 k;
+};
+
+// A thread has one token's expert: its gradient, or zero.
+template <typename T>
+__device__ void top_k_grad(const TopKGradArguments& to) {
+    const u64 token = global_thread() / to.experts, expert = global_thread() % to.experts;
+    if (token >= to.tokens) return;
+    f32 d_score = 0.0f;
+    for (u64 slot = token * to.k; slot < (token + 1) * to.k; ++slot) {
+        if (to.ids[slot] == expert) d_score = load((const T*)to.dy + slot);
+    }
+    store((T*)to.d_scores + token * to.experts + expert, d_score);
+}
+KERNELS(top_k_grad, TopKGradArguments)
+
+struct RouteArguments {
+    // None if experts choose: a slot is then a token's expert.
+    const u32* ids;
+    // Where the lightest are left out.
+    const void* weights;
+    // Whether a slot stays, where the lightest are left out.
+    u32* stays;
+    u32* places;
+    u32* slots;
+    u32* starts;
+    u64 experts;
+    u64 sequences;
+    // Slots of a sequence.
+    u64 length;
+    // Rows in all.
+    u64 rows;
+    // Most rows of an expert and sequence.
+    u64 capacity;
+
+    __device__ __forceinline__ u32 expert(u64 slot) const { return ids ? ids[slot] : u32(slot % experts); }
+};
+
+// The order of f32's bits as numbers, minus zero below zero.
+__device__ __forceinline__ u32 ordered(f32 x) {
+    const u32 bits = bits_of(x);
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+// Nothing is anywhere yet; and of each slot, whether fewer than `capacity` of its expert and sequence are heavier.
+template <typename T>
+__device__ void route_clear(const RouteArguments& to) {
+    const u64 slot = global_thread(), count = to.sequences * to.length;
+    if (slot < to.rows) to.slots[slot] = NONE;
+    if (slot >= count) return;
+    to.places[slot] = NONE;
+    if (!to.weights) return;
+    const u32 expert = to.expert(slot), own = ordered(load((const T*)to.weights + slot));
+    const u64 first = slot / to.length * to.length;
+    u64 heavier = 0;
+    for (u64 other = first; other < first + to.length; ++other) {
+        if (to.expert(other) != expert) continue;
+        const u32 weight = ordered(load((const T*)to.weights + other));
+        heavier += weight > own || (weight == own && other < slot);
+    }
+    to.stays[slot] = heavier < to.capacity;
+}
+KERNELS(route_clear, RouteArguments)
+
+// A warp goes over the slots of a run, an expert's of one sequence, and calls `f` with those that stay and their numbers.
+template <typename F>
+__device__ __forceinline__ u64 for_each_of_run(const RouteArguments& to, u64 run, F f) {
+    const u32 expert = u32(run / to.sequences);
+    const u64 first = run % to.sequences * to.length;
+    u64 count = 0;
+    for (u64 start = first; start < first + to.length; start += 32) {
+        const u64 slot = start + lane_of();
+        const bool is_here = slot < first + to.length && to.expert(slot) == expert && (!to.weights || to.stays[slot]);
+        const u32 here = __ballot_sync(ALL_LANES, is_here);
+        const u64 number = count + __popc(here & lanes_below());
+        if (is_here && number < to.capacity) f(slot, number);
+        count += __popc(here);
+    }
+    return smaller(count, to.capacity);
+}
+
+// The rows of every run.
+KERNEL(route_count, RouteArguments) {
+    const u64 run = global_thread() / 32;
+    if (run >= arguments.experts * arguments.sequences) return;
+    const u64 count = for_each_of_run(arguments, run, [](u64, u64) {});
+    if (lane_of() == 0) arguments.starts[run] = u32(count);
+}
+
+// Every slot that stays, in its place.
+KERNEL(route_place, RouteArguments) {
+    const u64 run = global_thread() / 32;
+    if (run >= arguments.experts * arguments.sequences) return;
+    const u32 first = arguments.starts[run];
+    for_each_of_run(arguments, run, [=](u64 slot, u64 number) {
+        arguments.places[slot] = first + u32(number);
+        arguments.slots[first + number] = u32(slot);
+    });
+}
+
+struct RunsArguments {
+    const u32* from;
+    u32* to;
+    u64 runs;
+};
+
+// Lengths to starts, and behind them the end of all; over the lengths, if they are the same. One warp.
+KERNEL(run_starts, RunsArguments) {
+    u32 end = 0;
+    for (u64 first = 0; first < arguments.runs; first += 32) {
+        const u64 run = first + lane_of();
+        const u32 length = run < arguments.runs ? arguments.from[run] : 0;
+        u32 sum = length;
+        for (u32 distance = 1; distance < 32; distance *= 2) {
+            const u32 before = __shfl_sync(ALL_LANES, sum, lane_of() - distance);
+            if (lane_of() >= distance) sum += before;
+        }
+        if (run < arguments.runs) arguments.to[run] = end + sum - length;
+        end += __shfl_sync(ALL_LANES, sum, 31);
+    }
+    if (lane_of() == 0) arguments.to[arguments.runs] = end;
+}
+
+// Starts to lengths.
+KERNEL(run_lengths, RunsArguments) {
+    const u64 run = global_thread();
+    if (run < arguments.runs) arguments.to[run] = arguments.from[run + 1] - arguments.from[run];
+}
+
+struct CountArguments {
+    const u32* from;
+    f32* out;
+    // Of a sequence, or in all.
+    u64 length;
+    u64 experts;
+    u64 sequences;
+    // Of unplaced: how many places are looked at together.
+    u64 group;
+    u32 accumulate;
+};
+
+// How many ids of a sequence are an expert's. A warp counts one expert.
+KERNEL(expert_load, CountArguments) {
+    const u64 index = global_thread() / 32;
+    if (index >= arguments.sequences * arguments.experts) return;
+    const u32* ids = arguments.from + index / arguments.experts * arguments.length;
+    u32 count = 0;
+    for (u64 first = 0; first < arguments.length; first += 32) {
+        const u64 i = first + lane_of();
+        count += __popc(__ballot_sync(ALL_LANES, i < arguments.length && ids[i] == index % arguments.experts));
+    }
+    if (lane_of() == 0) store_or_add(arguments.out + index, f32(count), arguments.accumulate);
+}
+
+// How many groups of places are nowhere. One block.
+KERNEL(unplaced, CountArguments) {
+    f32 count = 0.0f;
+    for (u64 group = threadIdx.x; group < arguments.length / arguments.group; group += blockDim.x) {
+        bool is_nowhere = true;
+        for (u64 i = 0; i < arguments.group; ++i) is_nowhere &= arguments.from[group * arguments.group + i] == NONE;
+        count += is_nowhere ? 1.0f : 0.0f;
+    }
+    count = sum_block(count, (f32*)shared_memory);
+    if (threadIdx.x == 0) store_or_add(arguments.out, count, arguments.accumulate);
+}

@@ -1,0 +1,308 @@
+//! Launches of route.cu and experts.cu.
+
+use super::{BLOCK, FOLD_BYTES, Launch, Operand, Operands, typed};
+use crate::cuda::Family::{Experts, Route};
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct TopKArguments {
+    scores: u64,
+    bias: u64,
+    values: u64,
+    ids: u64,
+    tokens: u64,
+    experts: u64,
+    k: u64,
+    groups: u64,
+    group_limit: u64,
+}
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct TopKGradArguments {
+    ids: u64,
+    dy: u64,
+    d_scores: u64,
+    tokens: u64,
+    experts: u64,
+    k: u64,
+}
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct RouteArguments {
+    ids: u64,
+    weights: u64,
+    stays: u64,
+    places: u64,
+    slots: u64,
+    starts: u64,
+    experts: u64,
+    sequences: u64,
+    length: u64,
+    rows: u64,
+    capacity: u64,
+}
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct RunsArguments {
+    from: u64,
+    to: u64,
+    runs: u64,
+}
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct CountArguments {
+    from: u64,
+    out: u64,
+    length: u64,
+    experts: u64,
+    sequences: u64,
+    group: u64,
+    accumulate: u32,
+}
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct RowsArguments {
+    from: u64,
+    out: u64,
+    indices: u64,
+    width: u64,
+    k: u64,
+}
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct GatherArguments {
+    from: u64,
+    out: u64,
+    indices: u64,
+    count: u64,
+}
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct RoutedSwiGluArguments {
+    gate: u64,
+    up: u64,
+    weights: u64,
+    end: u64,
+    dy: u64,
+    d_gate: u64,
+    d_up: u64,
+    d_weights: u64,
+    y: u64,
+    width: u64,
+}
+
+/// (values, ids) from scores and perhaps a bias. `groups` is how many there are, and how many of them a token may use.
+pub fn top_k(k: usize, groups: Option<(usize, usize)>, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([scores, bias @ ..], [values, ids]) = (operands.inputs, operands.outputs) else { return None };
+    let tokens = scores.count() / scores.width();
+    let (groups, group_limit) = groups.map_or((0, 0), |(count, limit)| (count as u64, limit as u64));
+    let arguments = TopKArguments {
+        scores: scores.address,
+        bias: bias.first().map_or(0, |bias| bias.address),
+        values: values.address,
+        ids: ids.address,
+        tokens,
+        experts: scores.width(),
+        k: k as u64,
+        groups,
+        group_limit,
+    };
+    let launch = Launch::flat(Route, typed("top_k", scores.dtype)?, 32 * tokens, arguments);
+    // Two words for each warp and group.
+    Some(vec![Launch { shared_bytes: 8 * (BLOCK / 32) * groups as u32, ..launch }])
+}
+
+/// The gradients of all scores from (ids, gradients of those that were chosen).
+pub fn top_k_grad(operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([ids, dy], [d_scores]) = (operands.inputs, operands.outputs) else { return None };
+    let arguments = TopKGradArguments {
+        ids: ids.address,
+        dy: dy.address,
+        d_scores: d_scores.address,
+        tokens: dy.count() / dy.width(),
+        experts: d_scores.width(),
+        k: dy.width(),
+    };
+    Some(vec![Launch::flat(Route, typed("top_k_grad", dy.dtype)?, d_scores.count(), arguments)])
+}
+
+/// What a route goes by.
+#[derive(Debug, Clone, Copy)]
+pub struct Routing {
+    /// Number of experts.
+    pub experts: usize,
+    /// Number of sequences.
+    pub sequences: usize,
+    /// Whether input 0 is ids: tokens choose.
+    pub has_ids: bool,
+    /// Whether the last input's lightest are left out.
+    pub weighs: bool,
+    /// Most rows of an expert and sequence.
+    pub capacity: Option<usize>,
+}
+
+/// (places, slots, starts), with a number for each slot as workspace.
+pub fn route(routing: Routing, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([first, ..], [places, slots, starts], &[stays]) = (operands.inputs, operands.outputs, operands.workspace)
+    else {
+        return None;
+    };
+    let Routing { experts, sequences, has_ids, weighs, capacity } = routing;
+    let weights = operands.inputs.last().filter(|_| weighs);
+    let (runs, count) = ((experts * sequences) as u64, places.count());
+    let arguments = RouteArguments {
+        ids: if has_ids { first.address } else { 0 },
+        weights: weights.map_or(0, |weights| weights.address),
+        stays,
+        places: places.address,
+        slots: slots.address,
+        starts: starts.address,
+        experts: experts as u64,
+        sequences: sequences as u64,
+        length: count / sequences as u64,
+        rows: slots.count(),
+        capacity: capacity.map_or(u64::MAX, |most| most as u64),
+    };
+    let clear = typed("route_clear", weights.map_or(candle_core::DType::F32, |weights| weights.dtype))?;
+    Some(vec![
+        Launch::flat(Route, clear, count, arguments),
+        Launch::flat(Route, "route_count".into(), 32 * runs, arguments),
+        starts_of(starts, starts, runs),
+        Launch::flat(Route, "route_place".into(), 32 * runs, arguments),
+    ])
+}
+
+/// Lengths to starts, by one warp.
+fn starts_of(lengths: &Operand, starts: &Operand, runs: u64) -> Launch {
+    let arguments = RunsArguments { from: lengths.address, to: starts.address, runs };
+    Launch { block: 32, ..Launch::flat(Route, "run_starts".into(), 1, arguments) }
+}
+
+/// Starts from lengths.
+pub fn run_starts(operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([lengths], [starts]) = (operands.inputs, operands.outputs) else { return None };
+    Some(vec![starts_of(lengths, starts, lengths.count())])
+}
+
+/// Lengths from starts.
+pub fn run_lengths(operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([starts], [lengths]) = (operands.inputs, operands.outputs) else { return None };
+    let arguments = RunsArguments { from: starts.address, to: lengths.address, runs: lengths.count() };
+    Some(vec![Launch::flat(Route, "run_lengths".into(), lengths.count(), arguments)])
+}
+
+/// Counts of ids, by sequence and expert.
+pub fn expert_load(experts: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([ids], [load]) = (operands.inputs, operands.outputs) else { return None };
+    let sequences = load.count() / experts as u64;
+    let arguments = CountArguments {
+        from: ids.address,
+        out: load.address,
+        length: ids.count() / sequences,
+        experts: experts as u64,
+        sequences,
+        group: 1,
+        accumulate: operands.accumulate(0),
+    };
+    Some(vec![Launch::flat(Route, "expert_load".into(), 32 * load.count(), arguments)])
+}
+
+/// How many groups of so many places are nowhere.
+pub fn unplaced(group: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([places], [count]) = (operands.inputs, operands.outputs) else { return None };
+    let arguments = CountArguments {
+        from: places.address,
+        out: count.address,
+        length: places.count(),
+        experts: 1,
+        sequences: 1,
+        group: group as u64,
+        accumulate: operands.accumulate(0),
+    };
+    let launch = Launch::flat(Route, "unplaced".into(), 1, arguments);
+    Some(vec![Launch { shared_bytes: FOLD_BYTES, ..launch }])
+}
+
+/// Rows by indices, by the kernel's name: one block for each of `out`.
+fn rows(name: &str, indices: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([from, places, _], [out]) = (operands.inputs, operands.outputs) else { return None };
+    let width = out.width();
+    let arguments = RowsArguments {
+        from: from.address,
+        out: out.address,
+        indices: operands.inputs[indices].address,
+        width,
+        k: places.width(),
+    };
+    Some(vec![Launch::rows(Experts, typed(name, out.dtype)?, out.count() / width, width, arguments)])
+}
+
+/// The token of every row, from (x, places, slots).
+pub fn dispatch(operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    rows("dispatch", 2, operands)
+}
+
+/// The sum of every token's rows, from (rows, places, slots).
+pub fn combine(operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    rows("combine", 1, operands)
+}
+
+/// The numbers of input 0 that input `indices` names.
+pub fn gather(indices: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([from, ..], [out]) = (operands.inputs, operands.outputs) else { return None };
+    let (indices, count) = (operands.inputs[indices].address, out.count());
+    let arguments = GatherArguments { from: from.address, out: out.address, indices, count };
+    Some(vec![Launch::flat(Experts, typed("gather", out.dtype)?, count, arguments)])
+}
+
+/// Where the number lies that says how many rows are used: the last of the starts.
+fn end(starts: &Operand) -> u64 {
+    starts.address + 4 * (starts.count() - 1)
+}
+
+/// y from (gate, up, weights, starts).
+pub fn routed_gated(operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([gate, up, weights, starts], [y]) = (operands.inputs, operands.outputs) else { return None };
+    let width = y.width();
+    let arguments = RoutedSwiGluArguments {
+        gate: gate.address,
+        up: up.address,
+        weights: weights.address,
+        end: end(starts),
+        dy: 0,
+        d_gate: 0,
+        d_up: 0,
+        d_weights: 0,
+        y: y.address,
+        width,
+    };
+    Some(vec![Launch::rows(Experts, typed("routed_swiglu", y.dtype)?, y.count() / width, width, arguments)])
+}
+
+/// (d_gate, d_up, d_weights) from (gate, up, weights, starts, dy).
+pub fn routed_gated_grad(operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([gate, up, weights, starts, dy], [d_gate, d_up, d_weights]) = (operands.inputs, operands.outputs) else {
+        return None;
+    };
+    let width = dy.width();
+    let arguments = RoutedSwiGluArguments {
+        gate: gate.address,
+        up: up.address,
+        weights: weights.address,
+        end: end(starts),
+        dy: dy.address,
+        d_gate: d_gate.address,
+        d_up: d_up.address,
+        d_weights: d_weights.address,
+        y: 0,
+        width,
+    };
+    Some(vec![Launch::rows(Experts, typed("routed_swiglu_grad", dy.dtype)?, dy.count() / width, width, arguments)])
+}

@@ -1,0 +1,122 @@
+//! route.cu and experts.cu.
+
+use super::judge::check;
+use crate::ops::{
+    Chooses, Combine, Dispatch, Drop, ExpertGroups, ExpertLoad, Route, RoutedSwiGlu, RunLengths, RunStarts,
+    SlotWeights, TopK, Unplaced,
+};
+use crate::{Result, Tensor};
+
+const TOKENS: usize = 45;
+const EXPERTS: usize = 6;
+
+/// Two sequences with two choices for each token, of different lengths of runs; nobody chooses expert 4.
+fn ids() -> Vec<u32> {
+    (0..2 * TOKENS as u32).flat_map(|token| [token * token % 3, 3 + token % 3 / 2 * 2]).collect()
+}
+
+const IDS_DIMS: &[usize] = &[2, TOKENS, 2];
+
+fn route(ids: &Tensor, capacity: Option<(usize, Drop)>, weights: Option<&Tensor>) -> Result<[Tensor; 3]> {
+    let inputs: Vec<&Tensor> = [ids].into_iter().chain(weights).collect();
+    Tensor::apply_op(Route { experts: EXPERTS, chooses: Chooses::Tokens, capacity }, &inputs)
+}
+
+#[test]
+fn the_best_experts() {
+    let groups = [None, Some(ExpertGroups { count: 4, limit: 2 }), Some(ExpertGroups { count: 16, limit: 3 })];
+    for (experts, k) in [(16, 1), (16, 3), (80, 4), (1024, 8)] {
+        for groups in groups.into_iter().filter(|g| g.is_none_or(|g| experts / g.count * g.limit >= k)) {
+            check(&["top_k", "top_k_grad"], &[&[2, 5, experts]], &[], |x, _| {
+                let [values, _] = Tensor::apply_op(TopK { k, groups }, &[&x[0]])?;
+                Ok(values)
+            });
+            check(&["top_k"], &[&[3, experts], &[experts]], &[], |x, _| {
+                let [values, _] = Tensor::apply_op(TopK { k, groups }, &[&x[0].sqr()?, &x[1]])?;
+                Ok(values)
+            });
+        }
+    }
+    // Of equal ones, the first.
+    check(&["top_k"], &[&[3, 40]], &[], |x, _| {
+        let [values, _] = Tensor::apply_op(TopK { k: 5, groups: None }, &[&x[0].affine(0.0, 1.0)?])?;
+        Ok(values)
+    });
+}
+
+#[test]
+fn rows_to_experts_and_back() {
+    for capacity in [None, Some((9, Drop::Last)), Some((1, Drop::Last)), Some((9, Drop::Lightest))] {
+        check(
+            &["route", "dispatch", "combine", "slot_weights", "slot_weights_grad"],
+            &[&[2, TOKENS, 37], IDS_DIMS],
+            &[(IDS_DIMS, &ids())],
+            |x, ids| {
+                let [places, slots, _] = route(&ids[0], capacity, Some(&x[1]))?;
+                let [rows] = Tensor::apply_op(Dispatch, &[&x[0], &places, &slots])?;
+                let [weights] = Tensor::apply_op(SlotWeights, &[&x[1], &places, &slots])?;
+                let [y] = Tensor::apply_op(Combine, &[&rows.broadcast_mul(&weights)?, &places, &slots])?;
+                Ok(y)
+            },
+        );
+    }
+}
+
+#[test]
+fn experts_choose() {
+    check(&["route", "dispatch"], &[&[2, TOKENS, 5], &[2, TOKENS, EXPERTS]], &[], |x, _| {
+        let op = Route { experts: EXPERTS, chooses: Chooses::Experts, capacity: Some((7, Drop::Lightest)) };
+        let [places, slots, _] = Tensor::apply_op(op, &[&x[1]])?;
+        let [rows] = Tensor::apply_op(Dispatch, &[&x[0], &places, &slots])?;
+        Ok(rows)
+    });
+}
+
+#[test]
+fn gated_units_of_used_rows() {
+    for capacity in [None, Some((5, Drop::Last))] {
+        for width in [3, 170] {
+            let rows = 2 * TOKENS * 2;
+            let rows = capacity.map_or(rows, |(most, _)| rows.min(2 * EXPERTS * most));
+            let shape = [rows, width];
+            check(
+                &["routed_swiglu", "routed_swiglu_grad"],
+                &[&shape, &shape, &[rows, 1]],
+                &[(IDS_DIMS, &ids())],
+                |x, ids| {
+                    let [_, _, starts] = route(&ids[0], capacity, None)?;
+                    let op = RoutedSwiGlu { balanced: None };
+                    let [y] = Tensor::apply_op(op, &[&x[0], &x[1], &x[2], &starts])?;
+                    Ok(y)
+                },
+            );
+        }
+    }
+}
+
+#[test]
+fn counts() {
+    for by_sequence in [false, true] {
+        for whole_tokens in [false, true] {
+            check(
+                &["expert_load", "unplaced", "run_lengths", "run_starts"],
+                &[&[EXPERTS]],
+                &[(IDS_DIMS, &ids())],
+                |x, ids| {
+                    let [places, _, starts] = route(&ids[0], Some((3, Drop::Last)), None)?;
+                    let [_] = Tensor::apply_op(Unplaced { whole_tokens }, &[&places])?;
+                    let [_] = Tensor::apply_op(ExpertLoad { experts: EXPERTS, by_sequence }, &[&ids[0]])?;
+                    let [lengths] = Tensor::apply_op(RunLengths, &[&starts])?;
+                    let [_] = Tensor::apply_op(RunStarts, &[&lengths])?;
+                    x[0].sqr()
+                },
+            );
+        }
+    }
+    // More runs than a warp has lanes.
+    let lengths: Vec<u32> = (0..75).map(|run| run * run % 13).collect();
+    check(&["run_starts"], &[&[3]], &[(&[75], &lengths)], |x, ids| {
+        let [_] = Tensor::apply_op(RunStarts, &[&ids[0]])?;
+        x[0].sqr()
+    });
+}
