@@ -34,6 +34,8 @@ families! {
     AdamW = "adamw.cu",
     /// Fused attention.
     Attention = "attention.cu",
+    /// Fused attention on tensor cores.
+    AttentionTensorCores = "attention_tensor_cores.cu",
     /// Copies between strides and types.
     Copy = "copy.cu",
     /// Noise.
@@ -65,4 +67,5 @@ pub(super) const HEADERS: &[(&str, &str)] = &[
     ("random.cuh", include_str!("kernels/random.cuh")),
     ("reduce.cuh", include_str!("kernels/reduce.cuh")),
     ("strides.cuh", include_str!("kernels/strides.cuh")),
+    ("tensor_cores.cuh", include_str!("kernels/tensor_cores.cuh")),
 ];

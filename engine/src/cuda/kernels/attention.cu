@@ -3,8 +3,15 @@
 // The scheme is FlashAttention-2's (Dao 2023, algorithms 1 and 2): keys go by in tiles with a running maximum and sum per query;
 // the backward makes the probabilities again from the log-sum-exp. Where that has atomics, there are two kernels here: one goes
 // over keys for dq, one over queries for dk and dv, so that the order of every sum is known. All products are in f32, without
-// tensor cores.
+// tensor cores: for f32, and for heads that are too large for attention_tensor_cores.cu.
 #include "attention.cuh"
+
+// Declares a kernel from a template over storage type, rows and columns: for heads of up to 64, 128 and 256 elements.
+#define ATTENTION_KERNELS(name)                                                             \
+    KERNEL(name##_64_f32, AttentionArguments) { name<f32, 32, 16>(arguments); }              \
+    KERNEL(name##_128_f32, AttentionArguments) { name<f32, 32, 32>(arguments); }             \
+    KERNEL(name##_256_f32, AttentionArguments) { name<f32, 16, 32>(arguments); }             \
+    KERNEL(name##_256_bf16, AttentionArguments) { name<bf16, 16, 32>(arguments); }
 
 // A block has ROWS queries of one head: grid (tiles of queries, heads, batch).
 template <typename T, u32 ROWS, u32 COLUMNS>

@@ -81,12 +81,3 @@ struct Shape {
     // The largest head.
     static constexpr u32 HEAD_SIZE = LANES * COLUMNS;
 };
-
-// Declares a kernel for heads of up to 64, 128 and 256 elements, from a template over storage type, rows and columns.
-#define ATTENTION_KERNELS(name)                                                             \
-    KERNEL(name##_64_f32, AttentionArguments) { name<f32, 32, 16>(arguments); }              \
-    KERNEL(name##_128_f32, AttentionArguments) { name<f32, 32, 32>(arguments); }             \
-    KERNEL(name##_256_f32, AttentionArguments) { name<f32, 16, 32>(arguments); }             \
-    KERNEL(name##_64_bf16, AttentionArguments) { name<bf16, 32, 16>(arguments); }            \
-    KERNEL(name##_128_bf16, AttentionArguments) { name<bf16, 32, 32>(arguments); }           \
-    KERNEL(name##_256_bf16, AttentionArguments) { name<bf16, 16, 32>(arguments); }

@@ -1,9 +1,9 @@
-//! Launches of attention.cu.
+//! Launches of attention.cu and attention_tensor_cores.cu.
 
-use candle_core::Layout;
+use candle_core::{DType, Layout};
 
 use super::{Launch, Operand, Operands, typed};
-use crate::cuda::Family::Attention;
+use crate::cuda::Family::{self, Attention, AttentionTensorCores};
 use crate::graph::Spec;
 
 #[derive(Debug, Clone, Copy, Default)]
@@ -59,9 +59,71 @@ impl HeadStrides {
     }
 }
 
-/// The kernel's suffix and the rows of its tiles, by the size of a head.
-fn form(head_size: u64) -> Option<(u32, u64)> {
-    [(64, 32), (128, 32), (256, 16)].into_iter().find(|&(most, _)| head_size <= u64::from(most))
+/// How a kernel's blocks share the tokens.
+#[derive(Debug)]
+struct Form {
+    family: Family,
+    name: String,
+    /// Tokens of a block.
+    rows: u64,
+    /// Tokens that go by at a time.
+    tile: u64,
+    /// Bytes from a token to the next in shared memory.
+    pitch: u64,
+    /// Whether scores lie in shared memory.
+    stores_scores: bool,
+}
+
+/// The part of attention that a kernel is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Part {
+    Forward,
+    GradQ,
+    GradKv,
+}
+
+impl Form {
+    /// Tensor cores for what they have; else products in f32.
+    fn of(part: Part, dtype: DType, head_size: u64) -> Option<Self> {
+        let suffix = match part {
+            Part::Forward => "",
+            Part::GradQ => "_grad_q",
+            Part::GradKv => "_grad_kv",
+        };
+        let most = [64, 128, 256].into_iter().find(|&most| head_size <= most)?;
+        if dtype == DType::BF16 && most <= 128 {
+            return Some(Self {
+                family: AttentionTensorCores,
+                name: format!("attention_tc{suffix}_{most}"),
+                rows: 64,
+                tile: if part == Part::Forward { 64 } else { 32 },
+                pitch: 2 * (most + 8),
+                stores_scores: false,
+            });
+        }
+        let rows = if most == 256 { 16 } else { 32 };
+        Some(Self {
+            family: Attention,
+            name: typed(&format!("attention{suffix}_{most}"), dtype)?,
+            rows,
+            tile: rows,
+            pitch: 4 * (head_size + 1),
+            stores_scores: true,
+        })
+    }
+
+    /// Bytes of shared memory: tiles of heads, and squares of scores or statistics of a tile's queries.
+    fn shared_bytes(&self, part: Part) -> u64 {
+        let (blocks, tiles, squares, statistics) = match part {
+            // Values take the place of keys where scores were stored.
+            Part::Forward => (1, if self.stores_scores { 1 } else { 2 }, 1, 0),
+            Part::GradQ => (2, 2, 1, 0),
+            Part::GradKv => (2, 2, 2, 2),
+        };
+        let scores =
+            if self.stores_scores { squares * 4 * self.rows * (self.rows + 1) } else { 4 * statistics * self.tile };
+        (blocks * self.rows + tiles * self.tile) * self.pitch + scores
+    }
 }
 
 impl AttentionArguments {
@@ -95,17 +157,16 @@ impl AttentionArguments {
         })
     }
 
-    /// A kernel over tiles of so many tokens, with so many tiles of heads and squares of scores in shared memory.
-    fn launch(self, name: &str, of: &Operand, tokens: u64, heads: u64, tiles: u64, squares: u64) -> Option<Launch> {
-        let (most, rows) = form(self.head_size)?;
-        let floats = tiles * rows * (self.head_size + 1) + squares * rows * (rows + 1);
-        let grid = [tokens.div_ceil(rows), heads, of.dims()[0] as u64];
+    /// A kernel over so many tokens and heads.
+    fn launch(self, part: Part, of: &Operand, tokens: u64, heads: u64) -> Option<Launch> {
+        let form = Form::of(part, of.dtype, self.head_size)?;
+        let grid = [tokens.div_ceil(form.rows), heads, of.dims()[0] as u64];
         Some(Launch {
-            family: Attention,
-            name: typed(&format!("{name}_{most}"), of.dtype)?,
+            family: form.family,
+            shared_bytes: form.shared_bytes(part) as u32,
+            name: form.name,
             grid: grid.map(|blocks| blocks as u32),
             block: THREADS,
-            shared_bytes: 4 * floats as u32,
             arguments: Box::new(self),
         })
     }
@@ -116,7 +177,7 @@ pub fn attention(scale: f64, is_causal: bool, operands: &Operands<'_>) -> Option
     let ([q, k, v], [out, lse]) = (operands.inputs, operands.outputs) else { return None };
     let arguments = AttentionArguments::new(scale, is_causal, q, k, v)?;
     let arguments = AttentionArguments { out: out.address, lse: lse.address, ..arguments };
-    Some(vec![arguments.launch("attention", q, arguments.queries, arguments.heads, 2, 1)?])
+    Some(vec![arguments.launch(Part::Forward, q, arguments.queries, arguments.heads)?])
 }
 
 /// Bytes of a number for each query.
@@ -152,7 +213,7 @@ pub fn attention_grad(scale: f64, is_causal: bool, operands: &Operands<'_>) -> O
     };
     Some(vec![
         deltas,
-        arguments.launch("attention_grad_q", q, queries, heads, 4, 1)?,
-        arguments.launch("attention_grad_kv", q, keys, kv_heads, 4, 2)?,
+        arguments.launch(Part::GradQ, q, queries, heads)?,
+        arguments.launch(Part::GradKv, q, keys, kv_heads)?,
     ])
 }

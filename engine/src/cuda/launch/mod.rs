@@ -48,7 +48,7 @@ pub struct Launch {
     pub grid: [u32; 3],
     /// Threads of a block: whole warps.
     pub block: u32,
-    /// Shared memory of a block.
+    /// Shared memory of a block. The driver has to be told of more than 48 KiB.
     pub shared_bytes: u32,
     /// The struct that the kernel takes.
     pub arguments: Box<dyn Arguments>,

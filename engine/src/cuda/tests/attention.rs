@@ -1,10 +1,10 @@
-//! attention.cu.
+//! attention.cu, and with bf16 attention_tensor_cores.cu.
 
 use super::judge::check;
 use crate::Tensor;
 use crate::ops::Attention;
 
-/// Tokens below, at and above those of tiles; heads of all three forms and of odd sizes; heads that share keys; more keys than
+/// Tokens below, at and above those of tiles; heads of all forms and of odd sizes; heads that share keys; more keys than
 /// queries.
 #[test]
 fn forward_and_backward() {
@@ -16,6 +16,9 @@ fn forward_and_backward() {
         (1, 3, 1, 20, 20, 64),
         (1, 2, 1, 35, 35, 80),
         (1, 2, 2, 18, 33, 130),
+        // More than a block of tensor cores has, and sizes that can be moved 16 bytes at a time.
+        (1, 2, 1, 70, 70, 16),
+        (1, 1, 1, 66, 130, 104),
     ];
     for (batch, heads, kv_heads, queries, keys, size) in shapes {
         for causal in [false, true] {

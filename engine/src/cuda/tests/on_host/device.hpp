@@ -45,6 +45,11 @@ struct Fiber {
 static Coordinates gridDim, blockDim, blockIdx, threadIdx;
 static unsigned char* shared_memory;
 
+// What a lane brings to a product of matrices.
+struct Fragments {
+    unsigned a[4], b[2];
+};
+
 struct Device {
     ucontext_t scheduler;
     std::vector<Fiber> fibers;
@@ -52,6 +57,7 @@ struct Device {
     // By exchange's parity, then thread.
     std::vector<unsigned long long> slots[2];
     std::vector<int> votes[2];
+    std::vector<Fragments> fragments[2];
     unsigned current;
     void (*body)(const void*);
     const void* arguments;
@@ -136,6 +142,7 @@ struct Device {
         for (int parity : {0, 1}) {
             slots[parity].assign(run.block, 0);
             votes[parity].assign(run.block, 0);
+            fragments[parity].assign(run.block, Fragments{});
         }
         shared.resize(run.shared_bytes + GUARD_BYTES);
         gridDim = {run.grid[0], run.grid[1], run.grid[2]};
@@ -213,6 +220,42 @@ static inline float __uint_as_float(unsigned bits) {
     float x;
     memcpy(&x, &bits, sizeof x);
     return x;
+}
+
+// mma.sync.m16n8k16: every lane lays down its fragments, and makes its four elements of the result from those of others.
+static inline void multiply_add(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    std::vector<Fragments>& all = device.fragments[device.fiber().exchanges++ % 2];
+    all[device.current] = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
+    __syncwarp();
+    const Fragments* warp = &all[device.current / 32 * 32];
+    const auto half = [](unsigned pair, unsigned which) { return __uint_as_float((which ? pair >> 16 : pair & 0xffff) << 16); };
+    for (unsigned e = 0; e < 4; ++e) {
+        const unsigned row = device.current % 32 / 4 + e / 2 * 8, column = device.current % 4 * 2 + e % 2;
+        for (unsigned k = 0; k < 16; ++k) {
+            const unsigned of_a = warp[row % 8 * 4 + k % 8 / 2].a[row / 8 + k / 8 * 2];
+            const unsigned of_b = warp[column * 4 + k % 8 / 2].b[k / 8];
+            d[e] += half(of_a, k % 2) * half(of_b, k % 2);
+        }
+    }
+}
+
+// ldmatrix.m8n8.x4.trans: every lane names a row of a matrix, and gets two elements of a column of each.
+template <typename Half>
+static void load_transposed(unsigned (&to)[4], const Half* row) {
+    static_assert(sizeof(Half) == 2, "elements of 16 bits");
+    std::vector<unsigned long long>& rows = device.slots[device.fiber().exchanges++ % 2];
+    if ((unsigned long long)row % 16 != 0) device.error = "a row of a matrix that is not aligned to 16 bytes";
+    rows[device.current] = (unsigned long long)row;
+    __syncwarp();
+    const unsigned lane = device.current % 32, warp = device.current / 32 * 32;
+    for (unsigned matrix = 0; matrix < 4; ++matrix) {
+        unsigned short pair[2];
+        for (unsigned i = 0; i < 2; ++i) {
+            const Half* from = (const Half*)rows[warp + matrix * 8 + lane % 4 * 2 + i];
+            memcpy(&pair[i], from + lane / 4, sizeof pair[i]);
+        }
+        to[matrix] = unsigned(pair[0]) | unsigned(pair[1]) << 16;
+    }
 }
 
 // A kernel is a function that runs all blocks, and returns what was wrong, if anything.
