@@ -48,6 +48,7 @@ __device__ void embedding_grad(const EmbeddingGradArguments& to) {
         for (u64 start = own; start < to.count; start += blockDim.x) {
             const u64 i = start + threadIdx.x;
             const bool is_here = i < to.count && to.ids[i] == id;
+            // Behind this all have read what was found before.
             if (!__syncthreads_or(is_here)) continue;
             found[threadIdx.x] = is_here;
             __syncthreads();
@@ -60,7 +61,6 @@ __device__ void embedding_grad(const EmbeddingGradArguments& to) {
                     if (i < to.width) sums[c] += load(dy + i);
                 }
             }
-            __syncthreads(); // All have read what was found.
         }
         for (u32 c = 0; c < COLUMNS; ++c) {
             const u64 i = column + c * blockDim.x + threadIdx.x;

@@ -58,13 +58,13 @@ fn chunks_of_a_head_become_their_gradient() {
             (Upstream::Everywhere(0.5), &|_| 0.5),
             (Upstream::Each(&strided, first), &each),
         ];
-        for (upstream, d_loss) in upstreams {
+        for (upstream, d_loss, is_reversed) in upstreams.into_iter().flat_map(|(u, d)| [(u, d, false), (u, d, true)]) {
             let (region, ids) = (Region::of(&logits, dtype), Region::of(&targets, DType::U32));
             let losses = Region::poisoned(rows, DType::F32);
             let operand = Operand { address: region.address(), layout: Layout::contiguous((rows, width)), dtype };
             for launch in head(&operand, ids.address(), losses.address(), upstream).unwrap() {
                 // SAFETY: the regions are of these extents.
-                unsafe { host::run(&launch, false) }.unwrap();
+                unsafe { host::run(&launch, is_reversed) }.unwrap();
             }
             assert!(region.is_intact() && losses.is_intact());
             let (got, losses) = (region.numbers(), losses.numbers());

@@ -1,8 +1,8 @@
 // A stand-in for a CUDA device, so that kernels can be judged where there is none: what CUDA defines, in plain C++.
 //
 // Blocks run one after another. The threads of a block are fibers of one thread of the operating system; each runs until it
-// comes to a barrier, so that the order of threads between two barriers is known, and can be turned round: a kernel whose
-// results change with it lacks a barrier. What it checks beside: every thread of a block (or a warp) comes to the same barrier,
+// comes to a barrier, and a warp until all of it wait for other warps: the order of threads is known, as uneven as can be, and
+// can be turned round. A kernel whose results are wrong, or change with it, lacks a barrier. What it checks beside: every thread of a block (or a warp) comes to the same barrier,
 // no lane leaves while others exchange numbers with it, and nothing is written behind the shared memory that was asked for.
 // What it cannot show: how fast anything is, what a compiler for the device makes of it, and races within a warp.
 #pragma once
@@ -91,6 +91,18 @@ struct Device {
         return any;
     }
 
+    // As far as it goes without the other warps.
+    void run_warp(unsigned warp, bool is_reversed) {
+        do {
+            for (unsigned i = 0; i < 32; ++i) {
+                current = warp * 32 + (is_reversed ? 31 - i : i);
+                if (fiber().state != State::RUNNABLE) continue;
+                threadIdx = fiber().index;
+                swapcontext(&scheduler, &fiber().context);
+            }
+        } while (release(warp * 32, warp * 32 + 32, State::AT_WARP_BARRIER, false));
+    }
+
     void run_block(const Run& run) {
         const unsigned count = run.block;
         memset(shared.data(), POISON, shared.size());
@@ -107,25 +119,16 @@ struct Device {
             fiber.index = {t, 0, 0};
             fiber.exchanges = 0;
         }
+        const unsigned warps = count / 32;
         for (;;) {
-            bool ran = false, all_over = true;
-            for (unsigned i = 0; i < count; ++i) {
-                current = run.is_reversed ? count - 1 - i : i;
-                all_over &= fiber().state == State::OVER;
-                if (fiber().state != State::RUNNABLE) continue;
-                ran = true;
-                threadIdx = fiber().index;
-                swapcontext(&scheduler, &fiber().context);
-            }
-            if (all_over) break;
-            bool released = release(0, count, State::AT_BLOCK_BARRIER, true);
-            for (unsigned warp = 0; warp < count; warp += 32) {
-                released |= release(warp, warp + 32, State::AT_WARP_BARRIER, false);
-            }
-            if (!ran && !released) {
+            for (unsigned i = 0; i < warps; ++i) run_warp(run.is_reversed ? warps - 1 - i : i, run.is_reversed);
+            if (release(0, count, State::AT_BLOCK_BARRIER, true)) continue;
+            for (unsigned t = 0; t < count; ++t) {
+                if (fibers[t].state == State::OVER) continue;
                 error = "threads of a block wait at different barriers, or for a lane that is over";
                 return;
             }
+            break;
         }
         for (unsigned i = run.shared_bytes; i < shared.size(); ++i) {
             if (shared[i] != POISON) error = "a write behind the block's shared memory";
