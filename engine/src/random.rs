@@ -21,7 +21,7 @@ impl Stream {
 
     /// What the numbers of a step are made from.
     #[cfg(feature = "cuda")]
-    pub(crate) fn key(self) -> u64 {
+    pub fn key(self) -> u64 {
         self.key
     }
 

@@ -62,6 +62,7 @@ families! {
 pub(super) const HEADERS: &[(&str, &str)] = &[
     ("attention.cuh", include_str!("kernels/attention.cuh")),
     ("base.cuh", include_str!("kernels/base.cuh")),
+    ("elements.cuh", include_str!("kernels/elements.cuh")),
     ("math.cuh", include_str!("kernels/math.cuh")),
     ("pieces.cuh", include_str!("kernels/pieces.cuh")),
     ("random.cuh", include_str!("kernels/random.cuh")),

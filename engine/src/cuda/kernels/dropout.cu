@@ -1,4 +1,5 @@
 // Noise that is drawn again wherever it is needed. Twins: ops/dropout.rs, ops/experts/jitter.rs. y may lie over x.
+#include "elements.cuh"
 #include "random.cuh"
 
 struct NoiseArguments {
@@ -16,21 +17,20 @@ struct NoiseArguments {
 template <typename T>
 __device__ void dropout(const NoiseArguments& to) {
     const Numbers numbers = Numbers::at(to.random, to.place, to.count);
-    const u64 first = global_thread() * Pack<T>::SIZE, end = smaller(first + Pack<T>::SIZE, to.count);
-    for (u64 i = first; i < end; ++i) {
-        const bool stays = numbers.bits(i) >> 11 >= to.threshold;
-        store((T*)to.y + i, stays ? load((const T*)to.x + i) * to.scale : 0.0f);
-    }
+    const u64 threshold = to.threshold;
+    const f32 scale = to.scale;
+    map((const T*)to.x, (T*)to.y, to.count, [=](u64 i, f32 x) -> f32 {
+        return numbers.bits(i) >> 11 >= threshold ? x * scale : 0.0f;
+    });
 }
 KERNELS(dropout, NoiseArguments)
 
 template <typename T>
 __device__ void jitter(const NoiseArguments& to) {
     const Numbers numbers = Numbers::at(to.random, to.place, to.count);
-    const u64 first = global_thread() * Pack<T>::SIZE, end = smaller(first + Pack<T>::SIZE, to.count);
-    for (u64 i = first; i < end; ++i) {
-        const f32 noise = 1.0f + to.scale * (2.0f * numbers.uniform(i) - 1.0f);
-        store((T*)to.y + i, load((const T*)to.x + i) * noise);
-    }
+    const f32 amount = to.scale;
+    map((const T*)to.x, (T*)to.y, to.count, [=](u64 i, f32 x) -> f32 {
+        return x * (1.0f + amount * (2.0f * numbers.uniform(i) - 1.0f));
+    });
 }
 KERNELS(jitter, NoiseArguments)

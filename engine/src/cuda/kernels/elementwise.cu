@@ -1,48 +1,8 @@
 // Functions of each element: y = f(x), y = f(a, b) with broadcast operands, and gated units. Twins: ops/unary.rs,
 // ops/binary.rs, ops/affine.rs, ops/swiglu.rs. An output may lie over an operand of the same strides.
-#include "base.cuh"
+#include "elements.cuh"
 #include "math.cuh"
 #include "strides.cuh"
-
-struct Elements {
-    u64 count;
-    // First and behind-last element of this thread: a pack.
-    template <typename T>
-    __device__ __forceinline__ bool range(u64& first, u64& end) const {
-        first = global_thread() * Pack<T>::SIZE;
-        end = smaller(first + Pack<T>::SIZE, count);
-        return first < count;
-    }
-};
-
-// y[i] = f(x[i]).
-template <typename T, typename F>
-__device__ __forceinline__ void map(const T* x, T* y, u64 count, F f) {
-    u64 first, end;
-    if (!Elements{count}.template range<T>(first, end)) return;
-    if (end - first == Pack<T>::SIZE && is_aligned(x) && is_aligned(y)) {
-        Pack<T> pack = *reinterpret_cast<const Pack<T>*>(x + first);
-        for (u32 i = 0; i < Pack<T>::SIZE; ++i) store(&pack.at[i], f(load(&pack.at[i])));
-        *reinterpret_cast<Pack<T>*>(y + first) = pack;
-        return;
-    }
-    for (u64 i = first; i < end; ++i) store(y + i, f(load(x + i)));
-}
-
-// y[i] = f(a[i], b[i]).
-template <typename T, typename F>
-__device__ __forceinline__ void zip(const T* a, const T* b, T* y, u64 count, F f) {
-    u64 first, end;
-    if (!Elements{count}.template range<T>(first, end)) return;
-    if (end - first == Pack<T>::SIZE && is_aligned(a) && is_aligned(b) && is_aligned(y)) {
-        Pack<T> pack = *reinterpret_cast<const Pack<T>*>(a + first);
-        const Pack<T> other = *reinterpret_cast<const Pack<T>*>(b + first);
-        for (u32 i = 0; i < Pack<T>::SIZE; ++i) store(&pack.at[i], f(load(&pack.at[i]), load(&other.at[i])));
-        *reinterpret_cast<Pack<T>*>(y + first) = pack;
-        return;
-    }
-    for (u64 i = first; i < end; ++i) store(y + i, f(load(a + i), load(b + i)));
-}
 
 struct MapArguments {
     const void* x;
@@ -62,7 +22,7 @@ struct ZipArguments {
 #define UNARY(name, value, derivative)                                                                          \
     template <typename T>                                                                                       \
     __device__ void name(const MapArguments& to) {                                                              \
-        map((const T*)to.x, (T*)to.y, to.count, [](f32 x) -> f32 { return value; });                            \
+        map((const T*)to.x, (T*)to.y, to.count, [](u64, f32 x) -> f32 { return value; });                       \
     }                                                                                                           \
     KERNELS(name, MapArguments)                                                                                 \
     template <typename T>                                                                                       \
@@ -86,7 +46,7 @@ UNARY(unary_gelu_erf, gelu_erf(x), dy * gelu_erf_derivative(x))
 template <typename T>
 __device__ void affine(const MapArguments& to) {
     const f32 scale = to.scale, shift = to.shift;
-    map((const T*)to.x, (T*)to.y, to.count, [=](f32 x) -> f32 { return x * scale + shift; });
+    map((const T*)to.x, (T*)to.y, to.count, [=](u64, f32 x) -> f32 { return x * scale + shift; });
 }
 KERNELS(affine, MapArguments)
 
@@ -108,9 +68,8 @@ __device__ __forceinline__ void zip_strided(const BinaryArguments& to, F f) {
         zip(a, b, y, to.count, f);
         return;
     }
-    u64 first, end;
-    if (!Elements{to.count}.template range<T>(first, end)) return;
-    for (u64 i = first; i < end; ++i) store(y + i, f(load(a + to.at_a.at(i)), load(b + to.at_b.at(i))));
+    const Elements<T> own(to.count);
+    for (u64 i = own.first; i < own.end; ++i) store(y + i, f(load(a + to.at_a.at(i)), load(b + to.at_b.at(i))));
 }
 
 #define BINARY(name, value)                                                     \
@@ -145,12 +104,25 @@ template <typename T>
 __device__ void swiglu_grad(const SwiGluGradArguments& to) {
     const T *gate = (const T*)to.gate, *up = (const T*)to.up, *dy = (const T*)to.dy;
     T *d_gate = (T*)to.d_gate, *d_up = (T*)to.d_up;
-    u64 first, end;
-    if (!Elements{to.count}.template range<T>(first, end)) return;
-    for (u64 i = first; i < end; ++i) {
-        const f32 g = load(gate + i), u = load(up + i), d = load(dy + i);
-        store(d_gate + i, d * u * silu_derivative(g));
-        store(d_up + i, d * silu(g));
+    const Elements<T> own(to.count);
+    const auto turn = [](T* gate, T* up, f32 dy) {
+        const f32 g = load(gate), u = load(up);
+        store(gate, dy * u * silu_derivative(g));
+        store(up, dy * silu(g));
+    };
+    if (own.is_pack(gate, up, dy) && own.is_pack(d_gate, d_up, dy)) {
+        Pack<T> of_gate = own.pack(gate), of_up = own.pack(up);
+        const Pack<T> of_dy = own.pack(dy);
+        for (u32 i = 0; i < Pack<T>::SIZE; ++i) turn(&of_gate.at[i], &of_up.at[i], load(&of_dy.at[i]));
+        own.set_pack(d_gate, of_gate);
+        own.set_pack(d_up, of_up);
+        return;
+    }
+    for (u64 i = own.first; i < own.end; ++i) {
+        T of_gate = gate[i], of_up = up[i];
+        turn(&of_gate, &of_up, load(dy + i));
+        d_gate[i] = of_gate;
+        d_up[i] = of_up;
     }
 }
 KERNELS(swiglu_grad, SwiGluGradArguments)

@@ -153,12 +153,13 @@ const MAX_RANK: usize = 6;
 pub struct Strides {
     dims: [u64; MAX_RANK],
     strides: [u64; MAX_RANK],
-    rank: u64,
+    rank: u32,
+    is_small: u32,
 }
 
 impl Strides {
     /// Of a scalar.
-    const NONE: Self = Self { dims: [1; MAX_RANK], strides: [0; MAX_RANK], rank: 0 };
+    const NONE: Self = Self { dims: [1; MAX_RANK], strides: [0; MAX_RANK], rank: 0, is_small: 1 };
 
     /// Walks several tensors over the same extents, in as few dimensions as all of them allow; none if that is too many.
     fn merged<const N: usize>(dims: &[usize], strides: [&[usize]; N]) -> Option<[Self; N]> {
@@ -176,7 +177,8 @@ impl Strides {
         if merged.len() > MAX_RANK {
             return None;
         }
-        let mut all = [Self { rank: merged.len() as u64, ..Self::NONE }; N];
+        let is_small = u32::from(u32::try_from(dims.iter().product::<usize>()).is_ok());
+        let mut all = [Self { rank: merged.len() as u32, is_small, ..Self::NONE }; N];
         for (dim, (extent, steps)) in merged.into_iter().enumerate() {
             for (of, step) in all.iter_mut().zip(steps) {
                 (of.dims[dim], of.strides[dim]) = (extent as u64, step as u64);
@@ -234,6 +236,7 @@ mod tests {
         assert_eq!(walk(&[], &[]), Some(vec![]));
         assert_eq!(walk(&[2; 7], &[1, 2, 4, 8, 16, 32, 64]), None);
         let [a, b] = Strides::merged(&[2, 3, 4], [&[12, 4, 1], &[0, 0, 1]]).unwrap();
+        assert_eq!((a.is_small, Strides::merged(&[1 << 20, 1 << 12], [&[0, 1]]).unwrap()[0].is_small), (1, 0));
         assert_eq!((a.rank, a.strides[..2].to_vec(), b.strides[..2].to_vec()), (2, vec![4, 1], vec![0, 1]));
     }
 }
