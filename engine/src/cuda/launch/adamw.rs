@@ -89,7 +89,7 @@ struct GlobalNormArguments {
     count: u64,
 }
 
-/// Updates parameters that are stored in one type, [`MAX_TENSORS`] at a time. `norm` and `scalars` are addresses of what
+/// Updates parameters that are stored in one type, 32 at a time. `norm` and `scalars` are addresses of what
 /// [`Op`](crate::Op)s of the CPU are given: the numbers are read when the kernel runs.
 pub fn adamw(dtype: DType, rule: AdamWRule, tensors: &[AdamWTensor], norm: u64, scalars: u64) -> Option<Vec<Launch>> {
     let name = typed("adamw", dtype)?;

@@ -45,9 +45,26 @@ pub fn check(
     for dtype in [DType::F32, DType::BF16] {
         let judged = judge_function(dtype, parameters, ids, &f).unwrap();
         for name in named {
-            assert!(judged.contains(name), "{name} has no kernel, or is not among {judged:?}");
+            assert!(judged.with_kernels.contains(name), "{name} is not among {judged:?}");
         }
     }
+}
+
+/// Judges a function as [`check`] does, and its gradient. Returns the names of the operations without kernels.
+pub fn without_kernels(
+    dtype: DType,
+    parameters: &[&[usize]],
+    ids: &[(&[usize], &[u32])],
+    f: impl Fn(&[Tensor], &[Tensor]) -> Result<Tensor>,
+) -> BTreeSet<&'static str> {
+    judge_function(dtype, parameters, ids, f).unwrap().without
+}
+
+/// Names of operations.
+#[derive(Debug, Default)]
+pub struct Judged {
+    pub with_kernels: BTreeSet<&'static str>,
+    pub without: BTreeSet<&'static str>,
 }
 
 fn judge_function(
@@ -55,7 +72,7 @@ fn judge_function(
     parameters: &[&[usize]],
     ids: &[(&[usize], &[u32])],
     f: impl Fn(&[Tensor], &[Tensor]) -> Result<Tensor>,
-) -> Result<BTreeSet<&'static str>> {
+) -> Result<Judged> {
     let graph = Arc::new(Mutex::new(Graph::default()));
     let vb = VarBuilder::new(&graph, dtype);
     let mut given: HashMap<String, Array> = HashMap::new();
@@ -80,12 +97,17 @@ fn judge_function(
     Ok(judge_graph(&lock(&graph), &given))
 }
 
-/// Judges all operations of a graph on given parameters and inputs. Returns the names of those that have kernels.
-pub fn judge_graph(graph: &Graph, given: &HashMap<String, Array>) -> BTreeSet<&'static str> {
+/// Judges all operations of a graph on given parameters and inputs.
+pub fn judge_graph(graph: &Graph, given: &HashMap<String, Array>) -> Judged {
     let stream = Stream::new(1, 1, 3);
     let exact = evaluate(graph, given, stream);
-    let nodes = graph.nodes().iter().filter(|node| !graph.is_view(node.outputs[0]));
-    nodes.filter(|node| judge_node(graph, node, &exact, stream)).map(|node| node.op.name()).collect()
+    let mut judged = Judged::default();
+    for node in graph.nodes().iter().filter(|node| !graph.is_view(node.outputs[0])) {
+        let has_kernels = judge_node(graph, node, &exact, stream);
+        let names = if has_kernels { &mut judged.with_kernels } else { &mut judged.without };
+        names.insert(node.op.name());
+    }
+    judged
 }
 
 /// Judges an operation of a graph on the values that it has there; false if it has no kernels.

@@ -7,6 +7,7 @@ mod experts;
 mod host;
 mod judge;
 mod memory;
+mod model;
 mod norm;
 mod optim;
 mod rows;
