@@ -20,5 +20,5 @@ mod tests;
 pub use cache::Cache;
 pub use error::KernelError;
 pub use family::Family;
-pub use launch::{Launch, Operand, Operands, Random};
+pub use launch::{Kernel, Launch, Operand, Operands, Product, Random};
 pub use nvrtc::{Architecture, Nvrtc};

@@ -72,6 +72,17 @@ impl Op for Linear {
             .expect("extents by the shape rule");
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_workspace(&self, inputs: &[Spec], _: &[Spec]) -> Vec<u64> {
+        let (x, weight) = (inputs[0].dims(), inputs[1].dims());
+        vec![crate::cuda::launch::product_workspace(x.iter().product::<usize>() / weight[1].max(1), weight[0])]
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::linear(operands)
+    }
+
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let (x, weight) = (args.input(0), args.input(1));
         let mut dims = x.dims.clone();
@@ -130,6 +141,17 @@ impl Op for LinearGradInput {
         let gemm = Self::gemm(args.input_dims(0), args.input_dims(1));
         let (dy, weight) = (args.input(0), args.input(1));
         gemm.run(dy, weight, out, Mode::Overwrite, Epilogue::default(), scratch).expect("extents by the shape rule");
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_workspace(&self, inputs: &[Spec], _: &[Spec]) -> Vec<u64> {
+        let (dy, weight) = (inputs[0].dims(), inputs[1].dims());
+        vec![crate::cuda::launch::product_workspace(dy.iter().product::<usize>() / weight[0].max(1), weight[1])]
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::linear_grad_input(operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
@@ -210,6 +232,18 @@ impl Op for LinearGradWeight {
                 }
             });
         });
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_workspace(&self, inputs: &[Spec], _: &[Spec]) -> Vec<u64> {
+        let (width, out) = (super::width(inputs[0].dims()), super::width(inputs[1].dims()));
+        let bias = self.has_bias.then(|| crate::cuda::launch::leading_sums_workspace(&inputs[1]));
+        [vec![crate::cuda::launch::product_workspace(out, width)], bias.unwrap_or_default()].concat()
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::linear_grad_weight(operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {

@@ -7,12 +7,19 @@
 use std::collections::BTreeSet;
 use std::ops::Range;
 
+#[cfg(feature = "cuda")]
+use candle_core::DType;
 use candle_core::Layout;
 use rayon::prelude::*;
 
 use crate::cpu::gemm::{Epilogue, Gemm, Mode, Strides};
 use crate::cpu::scratch::for_each_of;
 use crate::cpu::{Args, Scratch, math, reduce, rows_per_task, vectorize};
+#[cfg(feature = "cuda")]
+use crate::cuda::{
+    Launch, Product,
+    launch::{self, Matrix},
+};
 use crate::error::Result;
 use crate::graph::{Spec, Tensor};
 use crate::op::{Gradient, Op};
@@ -94,6 +101,18 @@ impl Op for LinearCrossEntropy {
         chunks.pass(&Inputs::of(args), losses, backward, scratch);
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_workspace(&self, inputs: &[Spec], _: &[Spec]) -> Vec<u64> {
+        Chunks::of(inputs).cuda_workspace(inputs[0].dtype, self.gradient.is_some())
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        let chunks = Chunks::new(operands.inputs[0].layout.dims(), operands.inputs[1].layout.dims());
+        let upstream = self.gradient.map(|number| launch::Upstream::Everywhere(number as f32));
+        chunks.launches(operands, operands.outputs[0].address, upstream.zip(operands.outputs.get(1..)), 2)
+    }
+
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let (x, weight, targets) = (args.input(0), args.input(1), args.input(2));
         match self.gradient {
@@ -155,6 +174,21 @@ impl Op for LinearCrossEntropyGrad {
             accumulate: args.accumulate(1),
         };
         chunks.pass(&Inputs::of(args), losses, Some(backward), scratch);
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_workspace(&self, inputs: &[Spec], _: &[Spec]) -> Vec<u64> {
+        let chunks = Chunks::of(inputs);
+        [chunks.cuda_workspace(inputs[0].dtype, true), vec![4 * chunks.rows as u64]].concat()
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        let chunks = Chunks::new(operands.inputs[0].layout.dims(), operands.inputs[1].layout.dims());
+        // The losses are known already; here they are a by-product.
+        let &[.., losses] = operands.workspace else { return None };
+        let upstream = launch::Upstream::Each(&operands.inputs[3], 0);
+        chunks.launches(operands, losses, Some((upstream, operands.outputs)), 1)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
@@ -234,6 +268,59 @@ impl Chunks {
         let pieces = for_each_of(lengths.into_iter().flat_map(products).map(|product| product.scratch(threads)));
         let logits = 4 * self.chunk.min(self.rows) * self.vocabulary;
         [vec![logits as u64], pieces].concat()
+    }
+
+    /// Bytes of each piece of scratch on a GPU: a chunk's logits, then what is the largest that a product is given.
+    #[cfg(feature = "cuda")]
+    fn cuda_workspace(&self, dtype: DType, backward: bool) -> Vec<u64> {
+        let &Self { rows, width, vocabulary, chunk, .. } = self;
+        let rows = chunk.min(rows);
+        let backward = [(vocabulary, width), (rows, width)].into_iter().filter(|_| backward);
+        let products = backward.chain([(rows, vocabulary)]).map(|(m, n)| launch::product_workspace(m, n));
+        vec![(rows * vocabulary * dtype.size_in_bytes()) as u64, products.max().unwrap_or(0)]
+    }
+
+    /// The pass on a GPU: for each chunk its logits, what becomes of them, and its share of the gradients, `[dx, d_weight]`, of
+    /// which the latter is output `weight` of the operation.
+    #[cfg(feature = "cuda")]
+    fn launches(
+        &self,
+        operands: &crate::cuda::Operands<'_>,
+        losses: u64,
+        backward: Option<(launch::Upstream<'_>, &[crate::cuda::Operand])>,
+        weight: usize,
+    ) -> Option<Vec<crate::cuda::Launch>> {
+        let [x, of_weight, targets, ..] = operands.inputs else { return None };
+        let (&[logits, scratch, ..], dtype) = (operands.workspace, x.dtype) else { return None };
+        let scratch = (scratch, self.cuda_workspace(dtype, backward.is_some())[1]);
+        let (width, vocabulary) = (self.width as u64, self.vocabulary as u64);
+        let at = |address: u64, elements: usize| address + (elements * dtype.size_in_bytes()) as u64;
+        let weights = Matrix::dense(of_weight.address, dtype, width);
+        let mut launches = Vec::new();
+        for (index, range) in self.ranges().enumerate() {
+            let rows = range.len() as u64;
+            let x = Matrix::dense(at(x.address, range.start * self.width), dtype, width);
+            let of_logits = Matrix::dense(logits, dtype, vocabulary);
+            launches.push(Launch::Product(Product::new((rows, vocabulary, width), x, weights.t(), of_logits, scratch)));
+            let layout = Layout::contiguous((range.len(), self.vocabulary));
+            let upstream = match backward {
+                Some((launch::Upstream::Each(d_losses, _), _)) => launch::Upstream::Each(d_losses, range.start as u64),
+                Some((everywhere, _)) => everywhere,
+                None => launch::Upstream::None,
+            };
+            let chunk = crate::cuda::Operand { address: logits, layout, dtype };
+            let of_rows = |address: u64| address + 4 * range.start as u64;
+            launches.extend(launch::head(&chunk, of_rows(targets.address), of_rows(losses), upstream)?);
+            let Some((_, [dx, d_weight])) = backward else { continue };
+            let to = Matrix::dense(d_weight.address, dtype, width);
+            let product = Product::new((vocabulary, width, rows), of_logits.t(), x, to, scratch);
+            let accumulate = index > 0 || operands.accumulates(weight);
+            launches.push(Launch::Product(Product { accumulate, ..product }));
+            // Last, as it may overwrite x.
+            let to = Matrix::dense(at(dx.address, range.start * self.width), dtype, width);
+            launches.push(Launch::Product(Product::new((rows, width, vocabulary), of_logits, weights, to, scratch)));
+        }
+        Some(launches)
     }
 
     /// Arithmetic with so many products.

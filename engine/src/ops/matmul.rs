@@ -70,6 +70,19 @@ impl Op for MatMul {
         }
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_workspace(&self, inputs: &[Spec], _: &[Spec]) -> Vec<u64> {
+        let (&[.., m, _], &[.., n]) = (inputs[0].dims(), inputs[1].dims()) else {
+            unreachable!("rank 2 by the shape rule")
+        };
+        vec![crate::cuda::launch::product_workspace(m, n)]
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::matmul(operands)
+    }
+
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let (a, b) = (args.input(0), args.input(1));
         let rank = a.dims.len();

@@ -2,7 +2,7 @@
 
 use candle_core::DType;
 
-use super::{BLOCK, FOLD_BYTES, Launch, Operand, Operands, blocks, typed};
+use super::{BLOCK, FOLD_BYTES, Kernel, Launch, Operand, Operands, blocks, launches, typed};
 use crate::cuda::Family::AdamW;
 
 /// Most tensors of a launch: `MAX_TENSORS` of adamw.cu.
@@ -109,7 +109,7 @@ pub fn adamw(dtype: DType, rule: AdamWRule, tensors: &[AdamWTensor], norm: u64, 
             *to = AdamWTensor { first_block, ..*tensor };
             first_block += tensor.count.div_ceil(ADAMW_LENGTH);
         }
-        Launch {
+        Kernel {
             family: AdamW,
             name: name.clone(),
             grid: [blocks(first_block, 1), 1, 1],
@@ -118,7 +118,7 @@ pub fn adamw(dtype: DType, rule: AdamWRule, tensors: &[AdamWTensor], norm: u64, 
             arguments: Box::new(arguments),
         }
     };
-    Some(tensors.chunks(MAX_TENSORS).map(launch).collect())
+    Some(tensors.chunks(MAX_TENSORS).map(launch).map(Launch::Kernel).collect())
 }
 
 /// (parameter, m, v) from (parameter, gradient, m, v, norm, scalars), all in f32.
@@ -161,11 +161,11 @@ pub fn squared_norms(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([first, ..], [out], &[parts]) = (operands.inputs, operands.outputs, operands.workspace) else { return None };
     let name = typed("squared_norm_parts", first.dtype)?;
     let chunks = operands.inputs.chunks(MAX_TENSORS).enumerate();
-    let launches = chunks.flat_map(|(chunk, inputs)| {
+    let kernels = chunks.flat_map(|(chunk, inputs)| {
         let (tensors, tensor_count, part_count) = table(inputs);
         let out = out.address + (chunk * MAX_TENSORS * size_of::<f64>()) as u64;
         let arguments = SquaredNormsArguments { tensors, tensor_count, parts, out };
-        let sums = Launch {
+        let sums = Kernel {
             family: AdamW,
             name: name.clone(),
             grid: [blocks(part_count, 1), 1, 1],
@@ -173,9 +173,9 @@ pub fn squared_norms(operands: &Operands<'_>) -> Option<Vec<Launch>> {
             shared_bytes: FOLD_BYTES,
             arguments: Box::new(arguments),
         };
-        [sums, Launch::flat(AdamW, "squared_norms".into(), tensor_count, arguments)]
+        [sums, Kernel::flat(AdamW, "squared_norms".into(), tensor_count, arguments)]
     });
-    Some(launches.collect())
+    Some(kernels.map(Launch::Kernel).collect())
 }
 
 /// √(Σ x) over all elements of all f64 inputs.
@@ -187,7 +187,7 @@ pub fn global_norm(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let (tensors, tensor_count, _) = table(operands.inputs);
     let count = operands.inputs.iter().map(Operand::count).sum();
     let arguments = GlobalNormArguments { tensors, tensor_count, sorted, out: out.address, count };
-    Some(vec![Launch {
+    launches([Kernel {
         family: AdamW,
         name: "global_norm".into(),
         grid: [1; 3],

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Layout};
 
-use super::{Launch, Operand, Operands, typed};
+use super::{Kernel, Launch, Operand, Operands, launches, typed};
 use crate::cuda::Family::{self, Attention, AttentionTensorCores};
 use crate::graph::Spec;
 
@@ -158,10 +158,10 @@ impl AttentionArguments {
     }
 
     /// A kernel over so many tokens and heads.
-    fn launch(self, part: Part, of: &Operand, tokens: u64, heads: u64) -> Option<Launch> {
+    fn launch(self, part: Part, of: &Operand, tokens: u64, heads: u64) -> Option<Kernel> {
         let form = Form::of(part, of.dtype, self.head_size)?;
         let grid = [tokens.div_ceil(form.rows), heads, of.dims()[0] as u64];
-        Some(Launch {
+        Some(Kernel {
             family: form.family,
             shared_bytes: form.shared_bytes(part) as u32,
             name: form.name,
@@ -177,7 +177,7 @@ pub fn attention(scale: f64, is_causal: bool, operands: &Operands<'_>) -> Option
     let ([q, k, v], [out, lse]) = (operands.inputs, operands.outputs) else { return None };
     let arguments = AttentionArguments::new(scale, is_causal, q, k, v)?;
     let arguments = AttentionArguments { out: out.address, lse: lse.address, ..arguments };
-    Some(vec![arguments.launch(Part::Forward, q, arguments.queries, arguments.heads)?])
+    launches([arguments.launch(Part::Forward, q, arguments.queries, arguments.heads)?])
 }
 
 /// Bytes of a number for each query.
@@ -203,7 +203,7 @@ pub fn attention_grad(scale: f64, is_causal: bool, operands: &Operands<'_>) -> O
     };
     let AttentionArguments { heads, kv_heads, queries, keys, .. } = arguments;
     // A warp for each query.
-    let deltas = Launch {
+    let deltas = Kernel {
         family: Attention,
         name: typed("attention_delta", q.dtype)?,
         grid: [queries.div_ceil(u64::from(THREADS / 32)), heads, q.dims()[0] as u64].map(|blocks| blocks as u32),
@@ -211,7 +211,7 @@ pub fn attention_grad(scale: f64, is_causal: bool, operands: &Operands<'_>) -> O
         shared_bytes: 0,
         arguments: Box::new(arguments),
     };
-    Some(vec![
+    launches([
         deltas,
         arguments.launch(Part::GradQ, q, queries, heads)?,
         arguments.launch(Part::GradKv, q, keys, kv_heads)?,

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Layout};
 
-use super::{Launch, Operand, Operands, Strides, typed};
+use super::{Kernel, Launch, Operand, Operands, Strides, launches, typed};
 use crate::cuda::Family::Copy;
 
 #[derive(Debug, Clone, Copy)]
@@ -24,7 +24,7 @@ struct FillArguments {
 }
 
 /// Copies x to a part of y of the same shape.
-fn copy_to(x: &Operand, y: &Operand, part: &Layout) -> Option<Launch> {
+fn copy_to(x: &Operand, y: &Operand, part: &Layout) -> Option<Kernel> {
     let [at_x, at_y] = Strides::merged(x.dims(), [x.layout.stride(), part.stride()])?;
     let name = match (x.dtype, y.dtype) {
         (DType::BF16, DType::F32) => "to_f32_bf16".into(),
@@ -34,19 +34,19 @@ fn copy_to(x: &Operand, y: &Operand, part: &Layout) -> Option<Launch> {
     };
     let start = (part.start_offset() * y.dtype.size_in_bytes()) as u64;
     let arguments = CopyArguments { x: x.address, y: y.address + start, count: x.count(), at_x, at_y };
-    Some(Launch::flat(Copy, name, x.count(), arguments))
+    Some(Kernel::flat(Copy, name, x.count(), arguments))
 }
 
 /// The same number everywhere.
-pub(super) fn fill(y: &Operand, number: f32) -> Option<Launch> {
+pub(super) fn fill(y: &Operand, number: f32) -> Option<Kernel> {
     let arguments = FillArguments { y: y.address, count: y.count(), number };
-    Some(Launch::flat(Copy, typed("fill", y.dtype)?, y.count(), arguments))
+    Some(Kernel::flat(Copy, typed("fill", y.dtype)?, y.count(), arguments))
 }
 
 /// y = x without gaps, or in another type.
 pub fn copy(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([x], [y]) = (operands.inputs, operands.outputs) else { return None };
-    Some(vec![copy_to(x, y, &y.layout)?])
+    launches([copy_to(x, y, &y.layout)?])
 }
 
 /// The inputs one after another along a dimension.
@@ -56,7 +56,7 @@ pub fn cat(dim: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let mut copies = Vec::new();
     for x in operands.inputs {
         let extent = x.dims()[dim];
-        copies.push(copy_to(x, y, &y.layout.narrow(dim, start, extent).ok()?)?);
+        copies.push(Launch::Kernel(copy_to(x, y, &y.layout.narrow(dim, start, extent).ok()?)?));
         start += extent;
     }
     Some(copies)
@@ -66,5 +66,5 @@ pub fn cat(dim: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
 pub fn widen(dim: usize, start: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([x], [y]) = (operands.inputs, operands.outputs) else { return None };
     let part = y.layout.narrow(dim, start, x.dims()[dim]).ok()?;
-    Some(vec![fill(y, 0.0)?, copy_to(x, y, &part)?])
+    launches([fill(y, 0.0)?, copy_to(x, y, &part)?])
 }

@@ -1,6 +1,6 @@
 //! Launches of elementwise.cu.
 
-use super::{Launch, Operands, Strides, typed};
+use super::{Kernel, Launch, Operands, Strides, launches, typed};
 use crate::cuda::Family::Elementwise;
 
 #[derive(Debug, Clone, Copy)]
@@ -47,13 +47,13 @@ struct SwiGluGradArguments {
 fn map(name: &str, operands: &Operands<'_>, scale: f32, shift: f32) -> Option<Vec<Launch>> {
     let (x, y) = (&operands.inputs[0], &operands.outputs[0]);
     let arguments = MapArguments { x: x.address, y: y.address, count: y.count(), scale, shift };
-    Some(vec![Launch::flat(Elementwise, typed(name, y.dtype)?, y.count().div_ceil(y.pack()), arguments)])
+    launches([Kernel::flat(Elementwise, typed(name, y.dtype)?, y.count().div_ceil(y.pack()), arguments)])
 }
 
 fn zip(name: &str, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([a, b, ..], y) = (operands.inputs, &operands.outputs[0]) else { return None };
     let arguments = ZipArguments { a: a.address, b: b.address, y: y.address, count: y.count() };
-    Some(vec![Launch::flat(Elementwise, typed(name, y.dtype)?, y.count().div_ceil(y.pack()), arguments)])
+    launches([Kernel::flat(Elementwise, typed(name, y.dtype)?, y.count().div_ceil(y.pack()), arguments)])
 }
 
 /// y = f(x), by the function's name.
@@ -76,7 +76,7 @@ pub fn binary(name: &str, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([a, b], y) = (operands.inputs, &operands.outputs[0]) else { return None };
     let [at_a, at_b] = Strides::merged(y.dims(), [a.layout.stride(), b.layout.stride()])?;
     let arguments = BinaryArguments { a: a.address, b: b.address, y: y.address, count: y.count(), at_a, at_b };
-    Some(vec![Launch::flat(Elementwise, typed(name, y.dtype)?, y.count().div_ceil(y.pack()), arguments)])
+    launches([Kernel::flat(Elementwise, typed(name, y.dtype)?, y.count().div_ceil(y.pack()), arguments)])
 }
 
 /// y = silu(gate)·up.
@@ -96,5 +96,5 @@ pub fn gated_grad(operands: &Operands<'_>) -> Option<Vec<Launch>> {
         d_up: d_up.address,
         count,
     };
-    Some(vec![Launch::flat(Elementwise, typed("swiglu_grad", dy.dtype)?, count.div_ceil(dy.pack()), arguments)])
+    launches([Kernel::flat(Elementwise, typed("swiglu_grad", dy.dtype)?, count.div_ceil(dy.pack()), arguments)])
 }

@@ -1,7 +1,7 @@
 //! Launches of embedding.cu.
 
 use super::copy::fill;
-use super::{BLOCK, Launch, Operands, typed};
+use super::{BLOCK, Kernel, Launch, Operands, launches, typed};
 use crate::cuda::Family::Embedding;
 
 #[derive(Debug, Clone, Copy)]
@@ -28,7 +28,7 @@ pub fn embedding(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([table, ids], [out]) = (operands.inputs, operands.outputs) else { return None };
     let width = table.width();
     let arguments = EmbeddingArguments { table: table.address, ids: ids.address, out: out.address, width };
-    Some(vec![Launch::rows(Embedding, typed("embedding", table.dtype)?, ids.count(), width, arguments)])
+    launches([Kernel::rows(Embedding, typed("embedding", table.dtype)?, ids.count(), width, arguments)])
 }
 
 /// The table's gradient from (ids, dy).
@@ -36,8 +36,8 @@ pub fn embedding_grad(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([ids, dy], [d_table]) = (operands.inputs, operands.outputs) else { return None };
     let (count, width) = (ids.count(), d_table.width());
     let arguments = EmbeddingGradArguments { ids: ids.address, dy: dy.address, d_table: d_table.address, count, width };
-    let rows = Launch::rows(Embedding, typed("embedding_grad", dy.dtype)?, count, width, arguments);
-    let rows = Launch { block: BLOCK, shared_bytes: 4 * BLOCK, ..rows };
+    let rows = Kernel::rows(Embedding, typed("embedding_grad", dy.dtype)?, count, width, arguments);
+    let rows = Kernel { block: BLOCK, shared_bytes: 4 * BLOCK, ..rows };
     let clear = if operands.accumulate(0) == 0 { Some(fill(d_table, 0.0)?) } else { None };
-    Some(clear.into_iter().chain([rows]).collect())
+    Some(clear.into_iter().chain([rows]).map(Launch::Kernel).collect())
 }

@@ -1,6 +1,6 @@
 //! Launches of route.cu and experts.cu.
 
-use super::{BLOCK, FOLD_BYTES, Launch, Operand, Operands, typed};
+use super::{BLOCK, FOLD_BYTES, Kernel, Launch, Operand, Operands, launches, typed};
 use crate::cuda::Family::{Experts, Route};
 
 #[derive(Debug, Clone, Copy)]
@@ -114,9 +114,9 @@ pub fn top_k(k: usize, groups: Option<(usize, usize)>, operands: &Operands<'_>) 
         groups,
         group_limit,
     };
-    let launch = Launch::flat(Route, typed("top_k", scores.dtype)?, 32 * tokens, arguments);
+    let launch = Kernel::flat(Route, typed("top_k", scores.dtype)?, 32 * tokens, arguments);
     // Two words for each warp and group.
-    Some(vec![Launch { shared_bytes: 8 * (BLOCK / 32) * groups as u32, ..launch }])
+    launches([Kernel { shared_bytes: 8 * (BLOCK / 32) * groups as u32, ..launch }])
 }
 
 /// The gradients of all scores from (ids, gradients of those that were chosen).
@@ -130,7 +130,7 @@ pub fn top_k_grad(operands: &Operands<'_>) -> Option<Vec<Launch>> {
         experts: d_scores.width(),
         k: dy.width(),
     };
-    Some(vec![Launch::flat(Route, typed("top_k_grad", dy.dtype)?, d_scores.count(), arguments)])
+    launches([Kernel::flat(Route, typed("top_k_grad", dy.dtype)?, d_scores.count(), arguments)])
 }
 
 /// What a route goes by.
@@ -171,31 +171,31 @@ pub fn route(routing: Routing, operands: &Operands<'_>) -> Option<Vec<Launch>> {
         capacity: capacity.map_or(u64::MAX, |most| most as u64),
     };
     let clear = typed("route_clear", weights.map_or(candle_core::DType::F32, |weights| weights.dtype))?;
-    Some(vec![
-        Launch::flat(Route, clear, count, arguments),
-        Launch::flat(Route, "route_count".into(), 32 * runs, arguments),
+    launches([
+        Kernel::flat(Route, clear, count, arguments),
+        Kernel::flat(Route, "route_count".into(), 32 * runs, arguments),
         starts_of(starts, starts, runs),
-        Launch::flat(Route, "route_place".into(), 32 * runs, arguments),
+        Kernel::flat(Route, "route_place".into(), 32 * runs, arguments),
     ])
 }
 
 /// Lengths to starts, by one warp.
-fn starts_of(lengths: &Operand, starts: &Operand, runs: u64) -> Launch {
+fn starts_of(lengths: &Operand, starts: &Operand, runs: u64) -> Kernel {
     let arguments = RunsArguments { from: lengths.address, to: starts.address, runs };
-    Launch { block: 32, ..Launch::flat(Route, "run_starts".into(), 1, arguments) }
+    Kernel { block: 32, ..Kernel::flat(Route, "run_starts".into(), 1, arguments) }
 }
 
 /// Starts from lengths.
 pub fn run_starts(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([lengths], [starts]) = (operands.inputs, operands.outputs) else { return None };
-    Some(vec![starts_of(lengths, starts, lengths.count())])
+    launches([starts_of(lengths, starts, lengths.count())])
 }
 
 /// Lengths from starts.
 pub fn run_lengths(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([starts], [lengths]) = (operands.inputs, operands.outputs) else { return None };
     let arguments = RunsArguments { from: starts.address, to: lengths.address, runs: lengths.count() };
-    Some(vec![Launch::flat(Route, "run_lengths".into(), lengths.count(), arguments)])
+    launches([Kernel::flat(Route, "run_lengths".into(), lengths.count(), arguments)])
 }
 
 /// Counts of ids, by sequence and expert.
@@ -211,7 +211,7 @@ pub fn expert_load(experts: usize, operands: &Operands<'_>) -> Option<Vec<Launch
         group: 1,
         accumulate: operands.accumulate(0),
     };
-    Some(vec![Launch::flat(Route, "expert_load".into(), 32 * load.count(), arguments)])
+    launches([Kernel::flat(Route, "expert_load".into(), 32 * load.count(), arguments)])
 }
 
 /// How many groups of so many places are nowhere.
@@ -226,8 +226,8 @@ pub fn unplaced(group: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
         group: group as u64,
         accumulate: operands.accumulate(0),
     };
-    let launch = Launch::flat(Route, "unplaced".into(), 1, arguments);
-    Some(vec![Launch { shared_bytes: FOLD_BYTES, ..launch }])
+    let launch = Kernel::flat(Route, "unplaced".into(), 1, arguments);
+    launches([Kernel { shared_bytes: FOLD_BYTES, ..launch }])
 }
 
 /// Rows by indices, by the kernel's name: one block for each of `out`.
@@ -241,7 +241,7 @@ fn rows(name: &str, indices: usize, operands: &Operands<'_>) -> Option<Vec<Launc
         width,
         k: places.width(),
     };
-    Some(vec![Launch::rows(Experts, typed(name, out.dtype)?, out.count() / width, width, arguments)])
+    launches([Kernel::rows(Experts, typed(name, out.dtype)?, out.count() / width, width, arguments)])
 }
 
 /// The token of every row, from (x, places, slots).
@@ -259,7 +259,7 @@ pub fn gather(indices: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([from, ..], [out]) = (operands.inputs, operands.outputs) else { return None };
     let (indices, count) = (operands.inputs[indices].address, out.count());
     let arguments = GatherArguments { from: from.address, out: out.address, indices, count };
-    Some(vec![Launch::flat(Experts, typed("gather", out.dtype)?, count, arguments)])
+    launches([Kernel::flat(Experts, typed("gather", out.dtype)?, count, arguments)])
 }
 
 /// Where the number lies that says how many rows are used: the last of the starts.
@@ -283,7 +283,7 @@ pub fn routed_gated(operands: &Operands<'_>) -> Option<Vec<Launch>> {
         y: y.address,
         width,
     };
-    Some(vec![Launch::rows(Experts, typed("routed_swiglu", y.dtype)?, y.count() / width, width, arguments)])
+    launches([Kernel::rows(Experts, typed("routed_swiglu", y.dtype)?, y.count() / width, width, arguments)])
 }
 
 /// (d_gate, d_up, d_weights) from (gate, up, weights, starts, dy).
@@ -304,5 +304,5 @@ pub fn routed_gated_grad(operands: &Operands<'_>) -> Option<Vec<Launch>> {
         y: 0,
         width,
     };
-    Some(vec![Launch::rows(Experts, typed("routed_swiglu_grad", dy.dtype)?, dy.count() / width, width, arguments)])
+    launches([Kernel::rows(Experts, typed("routed_swiglu_grad", dy.dtype)?, dy.count() / width, width, arguments)])
 }

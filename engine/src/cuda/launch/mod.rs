@@ -11,6 +11,7 @@ mod embedding;
 mod experts;
 mod noise;
 mod norm;
+mod product;
 mod reduce;
 mod rope;
 mod softmax;
@@ -26,6 +27,10 @@ pub use experts::{
 };
 pub use noise::{dropout, jitter};
 pub use norm::{norm, norm_grad_input, norm_grad_weight, norm_grad_weight_workspace};
+pub use product::{
+    Batch, Matrix, Product, leading_sums_workspace, linear, linear_grad_input, linear_grad_weight, matmul,
+    product_workspace,
+};
 pub use reduce::{column_sums_workspace, scaled_sum, sum};
 pub use rope::rope;
 pub use softmax::{Upstream, cross_entropy, cross_entropy_grad, head, log_sum_exp, softmax, softmax_grad};
@@ -37,9 +42,23 @@ use candle_core::{DType, Layout};
 
 use super::Family;
 
+/// What a device is asked to do.
+#[derive(Debug)]
+pub enum Launch {
+    /// One kernel, started once.
+    Kernel(Kernel),
+    /// A product of matrices.
+    Product(Product),
+}
+
+/// Kernels, one after another.
+fn launches<const N: usize>(kernels: [Kernel; N]) -> Option<Vec<Launch>> {
+    Some(kernels.map(Launch::Kernel).into())
+}
+
 /// One kernel, started once.
 #[derive(Debug)]
-pub struct Launch {
+pub struct Kernel {
     /// Where the kernel's source is.
     pub family: Family,
     /// The kernel's name, which ends in the type that it stores.
@@ -131,7 +150,12 @@ pub struct Random {
 
 impl Operands<'_> {
     fn accumulate(&self, output: usize) -> u32 {
-        u32::from(self.accumulate >> output & 1 == 1)
+        u32::from(self.accumulates(output))
+    }
+
+    /// Whether an output is added to.
+    pub(crate) fn accumulates(&self, output: usize) -> bool {
+        self.accumulate >> output & 1 == 1
     }
 }
 
@@ -204,7 +228,7 @@ fn blocks(threads: u64, block: u32) -> u32 {
 /// Bytes of shared memory that a fold over a block takes: `MAX_WARPS` floats of reduce.cuh.
 const FOLD_BYTES: u32 = 4 * 32;
 
-impl Launch {
+impl Kernel {
     /// One thread for each of so many.
     fn flat(family: Family, name: String, threads: u64, arguments: impl Arguments + 'static) -> Self {
         let grid = [blocks(threads, BLOCK), 1, 1];

@@ -1,6 +1,6 @@
 //! Launches of dropout.cu.
 
-use super::{Launch, Operands, Random, typed};
+use super::{Kernel, Launch, Operands, Random, launches, typed};
 use crate::cuda::Family::Dropout;
 
 #[derive(Debug, Clone, Copy)]
@@ -19,7 +19,7 @@ fn noise(name: &str, place: u64, threshold: u64, scale: f32, operands: &Operands
     let ([x], [y]) = (operands.inputs, operands.outputs) else { return None };
     let (count, random) = (y.count(), operands.random);
     let arguments = NoiseArguments { x: x.address, y: y.address, count, random, place, threshold, scale };
-    Some(vec![Launch::flat(Dropout, typed(name, y.dtype)?, count.div_ceil(y.pack()), arguments)])
+    launches([Kernel::flat(Dropout, typed(name, y.dtype)?, count.div_ceil(y.pack()), arguments)])
 }
 
 /// y = x·mask·scale, with zeros where 53 bits are below the threshold.

@@ -3,7 +3,7 @@
 use candle_core::DType;
 
 use super::reduce::{COLUMNS, Pieces, fold};
-use super::{Launch, Operands, blocks, typed};
+use super::{Kernel, Launch, Operands, blocks, launches, typed};
 use crate::cuda::Family::Norm;
 use crate::graph::Spec;
 
@@ -54,7 +54,7 @@ pub fn norm(name: &str, eps: f64, operands: &Operands<'_>) -> Option<Vec<Launch>
         width: x.width(),
         eps: eps as f32,
     };
-    Some(vec![Launch::rows(Norm, typed(name, x.dtype)?, x.count() / x.width(), x.width(), arguments)])
+    launches([Kernel::rows(Norm, typed(name, x.dtype)?, x.count() / x.width(), x.width(), arguments)])
 }
 
 /// dx from (x, weight, stats, dy).
@@ -70,7 +70,7 @@ pub fn norm_grad_input(is_centred: bool, operands: &Operands<'_>) -> Option<Vec<
         is_centred: u32::from(is_centred),
     };
     let name = typed("norm_grad_input", x.dtype)?;
-    Some(vec![Launch::rows(Norm, name, x.count() / x.width(), x.width(), arguments)])
+    launches([Kernel::rows(Norm, name, x.count() / x.width(), x.width(), arguments)])
 }
 
 /// Bytes of the pieces' sums.
@@ -88,7 +88,7 @@ pub fn norm_grad_weight(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let width = x.width();
     let arguments =
         NormGradWeightArguments { x: x.address, stats: stats.address, dy: dy.address, parts, width, pieces };
-    let sums = Launch {
+    let sums = Kernel {
         family: Norm,
         name: typed("norm_grad_weight", x.dtype)?,
         grid: [blocks(count, 1), blocks(width, COLUMNS), 1],
@@ -97,7 +97,7 @@ pub fn norm_grad_weight(operands: &Operands<'_>) -> Option<Vec<Launch>> {
         arguments: Box::new(arguments),
     };
     let bytes = DType::F32.size_in_bytes() as u64 * count * width;
-    Some(vec![
+    launches([
         sums,
         fold(parts, d_weight, count, operands.accumulate(0))?,
         fold(parts + bytes, d_bias, count, operands.accumulate(1))?,

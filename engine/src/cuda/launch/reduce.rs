@@ -1,6 +1,6 @@
 //! Launches of reduce.cu.
 
-use super::{BLOCK, Launch, Operand, Operands, Strides, blocks, typed};
+use super::{BLOCK, Kernel, Launch, Operand, Operands, Strides, blocks, launches, typed};
 use crate::cuda::Family::Reduce;
 use crate::graph::Spec;
 
@@ -73,10 +73,10 @@ struct ScaledSumArguments {
 }
 
 /// Adds up the sums of pieces.
-pub(super) fn fold(parts: u64, out: &Operand, pieces: u64, accumulate: u32) -> Option<Launch> {
+pub(super) fn fold(parts: u64, out: &Operand, pieces: u64, accumulate: u32) -> Option<Kernel> {
     let width = out.count();
     let arguments = FoldPiecesArguments { parts, out: out.address, pieces, width, accumulate };
-    Some(Launch::flat(Reduce, typed("fold_pieces", out.dtype)?, width, arguments))
+    Some(Kernel::flat(Reduce, typed("fold_pieces", out.dtype)?, width, arguments))
 }
 
 /// The rows that are summed when `dims` are, if those lead: [rows in sequences, width].
@@ -101,7 +101,7 @@ pub fn sum(dims: &[usize], operands: &Operands<'_>) -> Option<Vec<Launch>> {
     if let (Some(rows), true, &[parts]) = (as_rows(x.dims(), dims), x.layout.is_contiguous(), operands.workspace) {
         let (pieces, count) = Pieces::of(&rows);
         let width = out.count();
-        let sums = Launch {
+        let sums = Kernel {
             family: Reduce,
             name: typed("column_sums", x.dtype)?,
             grid: [blocks(count, 1), blocks(width, COLUMNS), 1],
@@ -109,7 +109,7 @@ pub fn sum(dims: &[usize], operands: &Operands<'_>) -> Option<Vec<Launch>> {
             shared_bytes: 0,
             arguments: Box::new(ColumnSumsArguments { x: x.address, parts, width, pieces }),
         };
-        return Some(vec![sums, fold(parts, out, count, accumulate)?]);
+        return launches([sums, fold(parts, out, count, accumulate)?]);
     }
     let (extents, strides) = (x.dims(), x.layout.stride());
     let part = |keep: bool| {
@@ -128,7 +128,7 @@ pub fn sum(dims: &[usize], operands: &Operands<'_>) -> Option<Vec<Launch>> {
         reduced: part(false)?,
         accumulate,
     };
-    Some(vec![Launch::flat(Reduce, typed("sum", x.dtype)?, 32 * outputs, arguments)])
+    launches([Kernel::flat(Reduce, typed("sum", x.dtype)?, 32 * outputs, arguments)])
 }
 
 /// scale · Σ x, by parts that each are an index of the first dimension.
@@ -145,7 +145,7 @@ pub fn scaled_sum(scale: f64, part_count: usize, operands: &Operands<'_>) -> Opt
         scale,
         accumulate: operands.accumulate(0),
     };
-    let sums = Launch {
+    let sums = Kernel {
         family: Reduce,
         name: typed("scaled_sum_parts", x.dtype)?,
         grid: [blocks(part_count, 1), 1, 1],
@@ -153,7 +153,7 @@ pub fn scaled_sum(scale: f64, part_count: usize, operands: &Operands<'_>) -> Opt
         shared_bytes: 8 * BLOCK,
         arguments: Box::new(arguments),
     };
-    let total = Launch {
+    let total = Kernel {
         family: Reduce,
         name: typed("scaled_sum", out.dtype)?,
         grid: [1; 3],
@@ -161,5 +161,5 @@ pub fn scaled_sum(scale: f64, part_count: usize, operands: &Operands<'_>) -> Opt
         shared_bytes: 0,
         arguments: Box::new(arguments),
     };
-    Some(vec![sums, total])
+    launches([sums, total])
 }

@@ -1,6 +1,6 @@
 //! Launches of rope.cu.
 
-use super::{Launch, Operands, Strides, typed};
+use super::{Kernel, Launch, Operands, Strides, launches, typed};
 use crate::cuda::Family::Rope;
 
 #[derive(Debug, Clone, Copy)]
@@ -35,8 +35,8 @@ pub fn rope(theta: f64, is_inverse: bool, operands: &Operands<'_>) -> Option<Vec
         theta,
         is_inverse: u32::from(is_inverse),
     };
-    Some(vec![
-        Launch::flat(Rope, "rope_table".into(), tokens * head_size / 2, arguments),
-        Launch::flat(Rope, typed("rope", x.dtype)?, pairs, arguments),
+    launches([
+        Kernel::flat(Rope, "rope_table".into(), tokens * head_size / 2, arguments),
+        Kernel::flat(Rope, typed("rope", x.dtype)?, pairs, arguments),
     ])
 }

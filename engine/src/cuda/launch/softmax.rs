@@ -1,6 +1,6 @@
 //! Launches of softmax.cu.
 
-use super::{Launch, Operand, Operands, Strides, typed};
+use super::{Kernel, Launch, Operand, Operands, Strides, launches, typed};
 use crate::cuda::Family::Softmax;
 
 #[derive(Debug, Clone, Copy)]
@@ -59,7 +59,7 @@ struct HeadArguments {
 /// One block for every row of a tensor.
 fn rows(name: &str, of: &Operand, arguments: impl super::Arguments + 'static) -> Option<Vec<Launch>> {
     let (rows, width) = (of.count() / of.width(), of.width());
-    Some(vec![Launch::rows(Softmax, typed(name, of.dtype)?, rows, width, arguments)])
+    launches([Kernel::rows(Softmax, typed(name, of.dtype)?, rows, width, arguments)])
 }
 
 /// y = softmax(x), or the normaliser of each row of x: by the kernel's name.

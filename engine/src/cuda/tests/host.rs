@@ -5,7 +5,8 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::{Mutex, OnceLock};
 
-use crate::cuda::{Family, Launch};
+use super::products;
+use crate::cuda::{Family, Kernel, Launch};
 
 /// What device.hpp is asked for.
 #[derive(Debug, Clone, Copy)]
@@ -45,24 +46,38 @@ static DEVICES: [Mutex<Option<libloading::Library>>; Family::ALL.len()] =
 /// # Safety
 /// The addresses in its arguments are those of memory that is as large as the kernel takes it to be.
 pub unsafe fn run(launch: &Launch, is_reversed: bool) -> Result<(), String> {
-    let mut device = DEVICES[launch.family as usize].lock().map_err(|_| "another kernel of the family has failed")?;
-    let library = device.get_or_insert_with(|| compile(launch.family));
-    let symbol = |suffix: &str| format!("{}{suffix}", launch.name);
+    match launch {
+        // SAFETY: by this function's contract.
+        Launch::Kernel(kernel) => unsafe { start(kernel, is_reversed) },
+        Launch::Product(product) => {
+            // SAFETY: as above.
+            unsafe { products::compute(product) };
+            Ok(())
+        }
+    }
+}
+
+/// # Safety
+/// As [`run`].
+unsafe fn start(kernel: &Kernel, is_reversed: bool) -> Result<(), String> {
+    let mut device = DEVICES[kernel.family as usize].lock().map_err(|_| "another kernel of the family has failed")?;
+    let library = device.get_or_insert_with(|| compile(kernel.family));
+    let symbol = |suffix: &str| format!("{}{suffix}", kernel.name);
     // SAFETY: by device.hpp every kernel has these two functions.
-    let (bytes, kernel) = unsafe {
+    let (bytes, entry) = unsafe {
         let bytes = library.get::<unsafe extern "C" fn() -> u64>(symbol("_bytes")).map_err(|e| e.to_string())?;
-        type Kernel = unsafe extern "C" fn(*const Run, *const c_void) -> *const c_char;
-        (bytes, library.get::<Kernel>(symbol("")).map_err(|e| e.to_string())?)
+        type Entry = unsafe extern "C" fn(*const Run, *const c_void) -> *const c_char;
+        (bytes, library.get::<Entry>(symbol("")).map_err(|e| e.to_string())?)
     };
     // SAFETY: it has no arguments.
-    let (theirs, ours) = (unsafe { bytes() }, launch.arguments.as_ref().bytes());
+    let (theirs, ours) = (unsafe { bytes() }, kernel.arguments.as_ref().bytes());
     if theirs != ours as u64 {
-        return Err(format!("the arguments of {} are {theirs} bytes, not {ours}", launch.name));
+        return Err(format!("the arguments of {} are {theirs} bytes, not {ours}", kernel.name));
     }
-    let Launch { grid, block, shared_bytes, .. } = *launch;
+    let Kernel { grid, block, shared_bytes, .. } = *kernel;
     let run = Run { grid, block, shared_bytes, is_reversed: u32::from(is_reversed) };
     // SAFETY: the struct is the kernel's, as far as its size tells; the memory is the caller's promise.
-    let error = unsafe { kernel(&run, launch.arguments.as_ref().address()) };
+    let error = unsafe { entry(&run, kernel.arguments.as_ref().address()) };
     match error.is_null() {
         true => Ok(()),
         // SAFETY: the text is the library's, which is not unloaded.

@@ -59,7 +59,7 @@ impl Region {
         }
         match self.dtype {
             DType::F32 => each(self.bytes(), |b| f64::from(f32::from_ne_bytes(b))),
-            DType::BF16 => each(self.bytes(), |b| f64::from(f32::from_bits(u32::from(u16::from_ne_bytes(b)) << 16))),
+            DType::BF16 => each(self.bytes(), |b| f64::from(from_bf16(u16::from_ne_bytes(b)))),
             DType::U32 => each(self.bytes(), |b| f64::from(u32::from_ne_bytes(b))),
             DType::F64 => each(self.bytes(), f64::from_ne_bytes),
             dtype => panic!("no kernel gives {dtype:?}"),
@@ -73,7 +73,11 @@ impl Region {
 }
 
 /// The nearest bf16, of two equally near ones the even one; numbers alone.
-fn to_bf16(x: f32) -> u16 {
+pub fn to_bf16(x: f32) -> u16 {
     let bits = x.to_bits();
     ((bits + 0x7fff + (bits >> 16 & 1)) >> 16) as u16
+}
+
+pub fn from_bf16(bits: u16) -> f32 {
+    f32::from_bits(u32::from(bits) << 16)
 }

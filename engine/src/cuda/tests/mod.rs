@@ -10,4 +10,5 @@ mod memory;
 mod model;
 mod norm;
 mod optim;
+mod products;
 mod rows;

@@ -1,13 +1,13 @@
-//! What a model's step still lacks.
+//! Whether all of a model's step has kernels.
 
 use candle_core::DType;
 
 use super::host;
 use super::judge::without_kernels;
 
-/// A block of each kind of model, with its loss: all but the products, which are for cuBLASLt, has kernels.
+/// A block of each kind of model, with its loss.
 #[test]
-fn a_models_step_lacks_its_products_alone() {
+fn all_of_a_models_step_has_kernels() {
     if !host::is_there() {
         return;
     }
@@ -39,8 +39,6 @@ fn a_models_step_lacks_its_products_alone() {
             let plain = hidden.linear(&x[0], None)?.cross_entropy(&ids[1])?.mean_all()?;
             fused.add(&plain)?.to_dtype(dtype)
         });
-        let products =
-            ["linear", "linear_cross_entropy", "linear_cross_entropy_grad", "linear_grad_input", "linear_grad_weight"];
-        assert_eq!(without.into_iter().collect::<Vec<_>>(), products);
+        assert!(without.is_empty(), "{without:?} have no kernels for {dtype:?}");
     }
 }
