@@ -32,6 +32,12 @@ pub enum Error {
     NotF32 { name: String, dtype: DType },
     #[error("the CPU computes in f32, not {dtype:?}; plan such a step with Trainer::plan, and run it in f32")]
     NoKernels { dtype: DType },
+    #[cfg(feature = "cuda")]
+    #[error("{instruction} cannot run on a GPU yet, with inputs of {dtypes:?}; docs/gpu.md says what can")]
+    NoDeviceKernels { instruction: String, dtypes: Vec<DType> },
+    #[cfg(feature = "cuda")]
+    #[error(transparent)]
+    Device(#[from] crate::cuda::DeviceError),
     #[error("{name:?} holds {expected} elements, not {given}")]
     ElementCount { name: String, expected: usize, given: usize },
     #[error(

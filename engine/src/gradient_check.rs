@@ -7,7 +7,7 @@ use candle_core::DType;
 use gapless_parallel::{Action, Kind};
 
 use crate::autodiff::differentiate;
-use crate::compile::{CompileOptions, Lowering, Output, compile, lower};
+use crate::compile::{CompileOptions, Lowering, Output, Target, compile, lower};
 use crate::cpu::{Communicators, Executor, RunOptions, Workers};
 use crate::error::Result;
 use crate::graph::{Graph, Spec, Tensor, ValueId, lock};
@@ -120,7 +120,7 @@ pub(crate) fn executor(graph: &Graph, outputs: &[Output]) -> Result<Executor> {
         outputs,
         roles: &HashMap::new(),
         recomputation: &Recomputation::default(),
-        threads: workers.threads(),
+        target: Target::Cpu { threads: workers.threads() },
     })?;
     Executor::new(compile(&[program], &CompileOptions::default())?, workers, 0, Communicators::default())
 }

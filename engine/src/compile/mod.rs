@@ -20,7 +20,7 @@ pub use executable::{CompileOptions, Executable, compile};
 pub use host::HostPlan;
 pub(crate) use lifetimes::ALIGNMENT;
 pub(crate) use lower::alive_nodes;
-pub use lower::{Lowering, Output, lower};
+pub use lower::{Lowering, Output, Target, lower};
 pub use program::{
     Buffer, BufferId, Counted, Held, HostBuffer, HostId, Instance, Message, Operand, Part, Program, Step, Work,
 };

@@ -89,6 +89,12 @@ const WORKSPACE: usize = 63;
 pub trait Element: Copy + Send + Sync + private::Sealed {
     /// candle's name of the type.
     const DTYPE: DType;
+
+    /// Elements as they lie in memory.
+    fn bytes(data: &[Self]) -> &[u8] {
+        // SAFETY: the types are numbers without padding, and every byte of one is a byte.
+        unsafe { std::slice::from_raw_parts(data.as_ptr().cast(), size_of_val(data)) }
+    }
 }
 
 mod private {

@@ -22,6 +22,19 @@ use crate::graph::Spec;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProgramId(usize);
 
+impl ProgramId {
+    /// Finds a program by name.
+    pub(crate) fn of(executable: &Executable, name: &str) -> Option<Self> {
+        executable.programs.iter().position(|p| p.name == name).map(Self)
+    }
+
+    /// The id as a table index.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn index(self) -> usize {
+        self.0
+    }
+}
+
 /// A tensor that outlives the step, as [`Executor::with_persistent`] shows it.
 #[derive(Debug)]
 pub struct PersistentBytes<'a> {
@@ -159,7 +172,7 @@ impl Executor {
 
     /// Finds a program by name.
     pub fn program(&self, name: &str) -> Option<ProgramId> {
-        self.executable.programs.iter().position(|p| p.name == name).map(ProgramId)
+        ProgramId::of(&self.executable, name)
     }
 
     /// Runs a program. Returns the first instruction with a non-finite output, if asked to watch for it.
@@ -374,13 +387,15 @@ impl Executor {
 }
 
 impl Instruction {
-    fn describe(&self) -> String {
+    /// Its operation, layer and micro-batch, for errors.
+    pub(crate) fn describe(&self) -> String {
         let layer = if self.layer.is_empty() { "the model" } else { &self.layer };
         format!("{} in {layer}, micro-batch {}", self.work.name(), self.micro_batch)
     }
 }
 
-fn unknown<'n>(name: &str, names: impl Iterator<Item = &'n str>) -> Error {
+/// Names the nearest of those that there are.
+pub(crate) fn unknown<'n>(name: &str, names: impl Iterator<Item = &'n str>) -> Error {
     let common = |other: &&str| other.bytes().zip(name.bytes()).take_while(|(a, b)| a == b).count();
     let nearest = names.max_by_key(common).unwrap_or("there are none").to_owned();
     Error::UnknownTensor { name: name.into(), nearest }

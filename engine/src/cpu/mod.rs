@@ -24,3 +24,5 @@ pub use executor::{Executor, PersistentBytes, ProgramId, RunOptions};
 pub use links::Communicators;
 pub use scratch::{Scratch, ScratchMemory};
 pub use workers::{Workers, resolve_threads};
+#[cfg(feature = "cuda")]
+pub(crate) use {args::Address, executor::unknown};

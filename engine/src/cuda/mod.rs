@@ -10,7 +10,9 @@
 //! ```
 
 mod cache;
+mod device;
 mod error;
+mod executor;
 mod family;
 pub mod launch;
 mod nvrtc;
@@ -18,7 +20,9 @@ mod nvrtc;
 mod tests;
 
 pub use cache::Cache;
+pub use device::{Device, DeviceError, Recording};
 pub use error::KernelError;
+pub use executor::Executor;
 pub use family::Family;
 pub use launch::{Kernel, Launch, Operand, Operands, Product, Random};
 pub use nvrtc::{Architecture, Nvrtc};

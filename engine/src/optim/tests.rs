@@ -8,7 +8,7 @@ use gapless_alloc::Role;
 use gapless_parallel::{Action, Kind};
 
 use super::{AdamW, AdamW8bit, GaLore, Optimizer, ParameterUpdate, SCALARS, State, Updated};
-use crate::compile::{CompileOptions, Lowering, compile, lower};
+use crate::compile::{CompileOptions, Lowering, Target, compile, lower};
 use crate::cpu::{Communicators, Executor, ProgramId, RunOptions, Workers};
 use crate::graph::{Graph, Phase, Source, Spec, Tensor, lock};
 use crate::nn::Init;
@@ -77,7 +77,7 @@ impl Update {
             outputs: &[],
             roles: &roles,
             recomputation: &Recomputation::default(),
-            threads,
+            target: Target::Cpu { threads },
         })
         .unwrap();
         let executable = compile(&[program], &CompileOptions::default()).unwrap();

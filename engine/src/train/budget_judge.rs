@@ -6,7 +6,7 @@ use gapless_parallel::Rates;
 use super::compile_step::TrainStep;
 use super::pipeline::RankPlan;
 use super::{Model, TrainOptions};
-use crate::compile::{Program, alive_nodes, height};
+use crate::compile::{Program, Target, alive_nodes, height};
 use crate::error::{Error, Result};
 use crate::graph::{Tensor, ValueId};
 use crate::nn::{Embedding, Linear, Module, RmsNorm, VarBuilder, embedding, linear_no_bias, rms_norm};
@@ -66,7 +66,7 @@ fn all_ways(step: &TrainStep<Chain>, plan: &RankPlan, rates: &Rates, first_is_ot
         chosen.flat_map(|(_, group)| group.iter().copied()).collect()
     };
     let way = |(first, rest): (usize, usize)| {
-        let program: Program = step.dropping(plan, 1, of(first), of(rest)).unwrap();
+        let program: Program = step.dropping(plan, Target::Cpu { threads: 1 }, of(first), of(rest)).unwrap();
         let [_, again] = program.nanoseconds(rates);
         // The bound: no plan is lower.
         (height(&[&program], Some(0), Reserve::Worst).unwrap(), again)
@@ -99,7 +99,7 @@ fn judge(hidden: &[usize], micro_batches: usize) {
     let ways = if micro_batches > 1 { all_ways(&step, &plan, &rates, true) } else { same };
     assert!(least < most);
     let below = TrainOptions { recompute: Recompute::Budget { bytes: least - 1, rates }, ..options.clone() };
-    match step.program(&below, &plan, 1, &[]) {
+    match step.program(&below, &plan, Target::Cpu { threads: 1 }, &[]) {
         Err(Error::OverBudget { smallest, .. }) => {
             // The search knows a layer's peak in the graph's order of operations alone, and with several micro-batches not that what
             // is beside the layers counts for a little more: it may take the second least for the least.
@@ -114,7 +114,7 @@ fn judge(hidden: &[usize], micro_batches: usize) {
         let bytes = least + (most - least) * part / 16;
         let best = ways.iter().filter(|way| way.0 <= bytes).map(|way| way.1).min().unwrap();
         let options = TrainOptions { recompute: Recompute::Budget { bytes, rates }, ..options.clone() };
-        let program = step.program(&options, &plan, 1, &[]).unwrap();
+        let program = step.program(&options, &plan, Target::Cpu { threads: 1 }, &[]).unwrap();
         let arena = height(&[&program], Some(bytes), Reserve::Worst).unwrap();
         let [all, again] = program.nanoseconds(&rates);
         println!("{hidden:?}: {bytes} bytes, {arena} planned, {again} ns again, {best} at best, of {}", all - again);

@@ -12,8 +12,8 @@ use super::update::{Kept, Parameter, Recorded, Update};
 use super::{Model, Overflow, TrainOptions};
 use crate::autodiff::differentiate;
 use crate::compile::{
-    CompileOptions, Executable, Held, Lowering, Output, ParameterStages, Program, alive_nodes, compile, cut, cut_like,
-    height, lower, parameter_stages,
+    CompileOptions, Executable, Held, Lowering, Output, ParameterStages, Program, Target, alive_nodes, compile, cut,
+    cut_like, height, lower, parameter_stages,
 };
 use crate::error::{Error, Result};
 use crate::graph::{Graph, Phase, Place, Spec, Tensor, ValueId, lock};
@@ -47,23 +47,23 @@ pub(super) fn compile_step<M: Model>(
     build: &impl Fn(VarBuilder) -> Result<M>,
     options: &TrainOptions,
     plan: &RankPlan,
-    threads: usize,
+    target: Target,
 ) -> Result<CompiledStep> {
     let step = TrainStep::record(build, options, plan)?;
 
     let trace = Trace::new(build, options, plan, options.evaluation_batch())?;
     let loss = trace.model.loss(&trace.tokens, &trace.targets()?, false)?;
     let evaluate =
-        trace.lower_forward("evaluate", Output::everywhere("loss", loss.id()), plan, &step.stages, threads)?;
+        trace.lower_forward("evaluate", Output::everywhere("loss", loss.id()), plan, &step.stages, target)?;
 
     let trace = Trace::new(build, options, plan, 1)?;
     let logits = trace.model.forward(&trace.tokens, false)?;
     let vocabulary = logits.dim(candle_core::D::Minus1)?.min(trace.smallest_table());
     let logits = logits.contiguous()?;
     let logits =
-        trace.lower_forward("logits", Output::everywhere("logits", logits.id()), plan, &step.stages, threads)?;
+        trace.lower_forward("logits", Output::everywhere("logits", logits.id()), plan, &step.stages, target)?;
 
-    let train = step.program(options, plan, threads, &[&evaluate, &logits])?;
+    let train = step.program(options, plan, target, &[&evaluate, &logits])?;
     let programs = [train, evaluate, logits];
     if plan.mesh.pipeline > 1 || plan.mesh.expert > 1 {
         expect_same_parameters(&programs)?;
@@ -174,7 +174,7 @@ impl<M: Model> TrainStep<M> {
         &self,
         options: &TrainOptions,
         plan: &RankPlan,
-        threads: usize,
+        target: Target,
         others: &[&Program],
     ) -> Result<Program> {
         let _span = tracing::info_span!("recompute").entered();
@@ -182,14 +182,14 @@ impl<M: Model> TrainStep<M> {
         let (alive, row) = (alive_nodes(&graph, &self.outputs), &plan.table[plan.at.pipeline]);
         let resolving = Resolving { graph: &graph, alive: &alive, row, stashing: options.stashing() };
         let recomputation = resolving.resolve(&options.recompute, |recomputation, capacity| {
-            let train = self.lower(&graph, plan, threads, recomputation)?;
+            let train = self.lower(&graph, plan, target, recomputation)?;
             let programs: Vec<&Program> = [&train].into_iter().chain(others.iter().copied()).collect();
             height(&programs, capacity, options.routing)
         })?;
-        self.lower(&graph, plan, threads, &recomputation)
+        self.lower(&graph, plan, target, &recomputation)
     }
 
-    fn lower(&self, graph: &Graph, plan: &RankPlan, threads: usize, recomputation: &Recomputation) -> Result<Program> {
+    fn lower(&self, graph: &Graph, plan: &RankPlan, target: Target, recomputation: &Recomputation) -> Result<Program> {
         lower(&Lowering {
             name: "train",
             graph,
@@ -199,7 +199,7 @@ impl<M: Model> TrainStep<M> {
             roles: &self.roles,
             recomputation,
             lets_go: self.lets_go,
-            threads,
+            target,
         })
     }
 }
@@ -219,14 +219,14 @@ impl<M: Model> TrainStep<M> {
     pub fn dropping(
         &self,
         plan: &RankPlan,
-        threads: usize,
+        target: Target,
         first: Vec<ValueId>,
         rest: Vec<ValueId>,
     ) -> Result<Program> {
         let graph = self.trace.lock();
         let saved = crate::recompute::Saved::new(&graph, &alive_nodes(&graph, &self.outputs));
         let recomputation = Recomputation::uniform(saved.dropping(rest)).but_for(0, saved.dropping(first));
-        self.lower(&graph, plan, threads, &recomputation)
+        self.lower(&graph, plan, target, &recomputation)
     }
 }
 
@@ -260,7 +260,7 @@ impl<M: Model> Trace<M> {
         output: Output,
         plan: &RankPlan,
         stages: &ParameterStages,
-        threads: usize,
+        target: Target,
     ) -> Result<Program> {
         cut_like(&mut self.lock(), stages);
         lower(&Lowering {
@@ -272,7 +272,7 @@ impl<M: Model> Trace<M> {
             roles: &HashMap::new(),
             recomputation: &Recomputation::default(),
             lets_go: false,
-            threads,
+            target,
         })
     }
 

@@ -21,7 +21,7 @@ pub use pipeline::Pipeline;
 pub use sample::SampleOptions;
 
 use crate::communicator::Communicator;
-use crate::compile::{CompileOptions, Executable, Program, compile};
+use crate::compile::{CompileOptions, Executable, Program, Target, compile};
 use crate::cpu::{Communicators, Executor, ProgramId, RunOptions, Workers, resolve_threads};
 use crate::error::{Error, Result};
 use crate::graph::Tensor;
@@ -164,7 +164,7 @@ impl Trainer {
         }
         let threads = resolve_threads(options.threads);
         let plan = RankPlan::new(options.mesh, rank, &options.pipeline, options.micro_batches)?;
-        let compiled = compile_step::compile_step(&build, &options, &plan, threads)?;
+        let compiled = compile_step::compile_step(&build, &options, &plan, Target::Cpu { threads })?;
         let mut executor = Executor::new(compiled.executable, Workers::new(threads)?, options.seed, communicators)?;
         if let Some(offload) = &options.offload {
             executor.offload_to(&offload.folder)?;
@@ -222,9 +222,19 @@ impl Trainer {
         options: &TrainOptions,
         rank: usize,
     ) -> Result<Program> {
+        Self::program_for(build, options, rank, Target::Cpu { threads: resolve_threads(options.threads) })
+    }
+
+    /// [`Self::program`] for other kernels than the CPU's.
+    pub(crate) fn program_for<M: Model>(
+        build: impl Fn(VarBuilder) -> Result<M>,
+        options: &TrainOptions,
+        rank: usize,
+        target: Target,
+    ) -> Result<Program> {
         options.check()?;
         let plan = RankPlan::new(options.mesh, rank, &options.pipeline, options.micro_batches)?;
-        TrainStep::record(&build, options, &plan)?.program(options, &plan, resolve_threads(options.threads), &[])
+        TrainStep::record(&build, options, &plan)?.program(options, &plan, target, &[])
     }
 
     /// The options it was made with.

@@ -61,8 +61,21 @@ pub struct Lowering<'a> {
     /// Whether rows that are received need not wait for their backward: if there is no room for them while the program runs,
     /// they are exchanged again.
     pub lets_go: bool,
-    /// Threads that workspaces are sized for.
-    pub threads: usize,
+    /// What it is for.
+    pub target: Target,
+}
+
+/// Whose kernels run a program: workspaces are sized for them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Target {
+    /// The CPU's.
+    Cpu {
+        /// Threads of the run.
+        threads: usize,
+    },
+    /// A GPU's.
+    #[cfg(feature = "cuda")]
+    Cuda,
 }
 
 /// A value that the host reads after a program.
@@ -499,7 +512,12 @@ impl<'a> Lowerer<'a> {
 
     fn workspace(&mut self, node: &Node, micro_batch: u32) -> Vec<BufferId> {
         let graph = self.of.graph;
-        let pieces = node.op.workspace(&graph.specs(&node.inputs), &graph.specs(&node.outputs), self.of.threads);
+        let (inputs, outputs) = (graph.specs(&node.inputs), graph.specs(&node.outputs));
+        let pieces = match self.of.target {
+            Target::Cpu { threads } => node.op.workspace(&inputs, &outputs, threads),
+            #[cfg(feature = "cuda")]
+            Target::Cuda => node.op.cuda_workspace(&inputs, &outputs),
+        };
         let add = |(piece, bytes): (usize, u64)| {
             let tensor = format!("{}/{} workspace.{piece} of micro-batch {micro_batch}", node.layer, node.op.name());
             let (op, layer) = (node.op.name().into(), node.layer.to_string());

@@ -2,6 +2,8 @@
 
 use candle_core::DType;
 
+pub(super) use crate::cuda::executor::to_bf16;
+
 /// Bytes of a guard, and what regions are aligned to.
 const LINE: usize = 64;
 
@@ -70,12 +72,6 @@ impl Region {
     pub fn is_intact(&self) -> bool {
         self.all[..self.start].iter().chain(&self.all[self.start + self.bytes..]).all(|&byte| byte == POISON)
     }
-}
-
-/// The nearest bf16, of two equally near ones the even one; numbers alone.
-pub fn to_bf16(x: f32) -> u16 {
-    let bits = x.to_bits();
-    ((bits + 0x7fff + (bits >> 16 & 1)) >> 16) as u16
 }
 
 pub fn from_bf16(bits: u16) -> f32 {

@@ -12,3 +12,4 @@ mod norm;
 mod optim;
 mod products;
 mod rows;
+mod step;
