@@ -1,12 +1,13 @@
 //! CUDA without a toolkit: kernels as text, compiled when they are first needed, and what is launched for an operation.
 //!
-//! In: the operands of instructions at planned device addresses. Out: [`Launch`]es, and the machine code of their kernels for an
-//! architecture, by NVRTC, from a cache on disk where it has been made before. Never: a step on a device; that part is not
-//! there yet, and none of the kernels has run on one (docs/gpu.md).
+//! In: a planned program. Out: its launches in order ([`Executor`]), for a [`Device`] that records and replays them, and the machine
+//! code of their kernels for an architecture, by NVRTC, from a cache on disk where it has been made before. Never: a call of a
+//! driver; the device that makes them is not there yet, and none of the kernels has run on one (docs/gpu.md).
 //!
 //! ```text
-//! Op::cuda ──▶ Launch{family, name, grid, arguments}
-//!                       └─▶ Family::source ──▶ Nvrtc::compile ──▶ Cache ──▶ CUBIN
+//! Op::cuda ──▶ Launch ─┬─▶ Product{a, b, c, …} ──▶ cuBLASLt
+//!                      └─▶ Kernel{family, name, grid, arguments}
+//!                                     └─▶ Family::source ──▶ Nvrtc::compile ──▶ Cache ──▶ CUBIN
 //! ```
 
 mod cache;
