@@ -44,12 +44,17 @@ pub struct Recording(pub usize);
 
 /// Why a device didn't do what it was asked.
 #[derive(Debug, thiserror::Error)]
-#[error("{call} failed on {device}: {what}")]
-pub struct DeviceError {
-    /// The device.
-    pub device: String,
-    /// What it was asked.
-    pub call: String,
-    /// What it answered.
-    pub what: String,
+#[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name the fields")]
+pub enum DeviceError {
+    #[error("no GPU can be used here; there is no {what}: {remedy}")]
+    Missing { what: &'static str, remedy: &'static str },
+    #[error(
+        "{device} has {free} of its {total} bytes free, and {needed} are needed; what else holds its memory is listed by nvidia-smi"
+    )]
+    OutOfMemory { device: String, needed: u64, free: u64, total: u64 },
+    #[error(transparent)]
+    Kernel(Box<super::KernelError>),
+    #[error("{call} failed on {device}: {what}")]
+    Driver { device: String, call: String, what: String },
 }

@@ -1,8 +1,8 @@
 //! CUDA without a toolkit: kernels as text, compiled when they are first needed, and what is launched for an operation.
 //!
 //! In: a planned program. Out: its launches in order ([`Executor`]), for a [`Device`] that records and replays them, and the machine
-//! code of their kernels for an architecture, by NVRTC, from a cache on disk where it has been made before. Never: a call of a
-//! driver; the device that makes them is not there yet, and none of the kernels has run on one (docs/gpu.md).
+//! code of their kernels for an architecture, by NVRTC, from a cache on disk where it has been made before. Never: a
+//! figure from a device; nothing here has run on one (docs/gpu.md).
 //!
 //! ```text
 //! Op::cuda ──▶ Launch ─┬─▶ Product{a, b, c, …} ──▶ cuBLASLt
@@ -11,11 +11,13 @@
 //! ```
 
 mod cache;
+mod cublaslt;
 mod device;
 mod error;
 mod executor;
 mod family;
 pub mod launch;
+mod nvidia;
 mod nvrtc;
 #[cfg(test)]
 mod tests;
@@ -26,4 +28,5 @@ pub use error::KernelError;
 pub use executor::Executor;
 pub use family::Family;
 pub use launch::{Kernel, Launch, Operand, Operands, Product, Random};
+pub use nvidia::Nvidia;
 pub use nvrtc::{Architecture, Nvrtc};

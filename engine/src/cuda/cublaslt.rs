@@ -1,0 +1,249 @@
+//! cuBLASLt for [`Product`]s. As the rest of the driver's side, it has not met a GPU yet.
+//!
+//! cuBLASLt goes by columns. A matrix whose rows are dense is, by columns, its transpose: so cᵀ = bᵀ·aᵀ is what it is asked for,
+//! with b in the first place.
+
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::mem::{size_of, size_of_val};
+
+use candle_core::DType;
+use cudarc::cublaslt::{result, sys};
+
+use super::device::DeviceError;
+use super::launch::{Matrix, Product};
+
+/// A handle of the library, and the algorithms that it chose.
+#[derive(Debug)]
+pub(super) struct CublasLt {
+    device: String,
+    handle: sys::cublasLtHandle_t,
+    chosen: HashMap<Form, sys::cublasLtMatmulAlgo_t>,
+}
+
+/// What an algorithm depends on: a product without its addresses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Form {
+    extents: [u64; 3],
+    dtype: DType,
+    transposed: [bool; 2],
+    pitches: [u64; 3],
+    count: u64,
+    distances: [u64; 3],
+    has_bias: bool,
+    accumulate: bool,
+    workspace: u64,
+}
+
+impl Form {
+    fn of(product: &Product) -> Self {
+        let &Product { m, n, k, a, b, c, bias, accumulate, batch, workspace } = product;
+        Self {
+            extents: [m, n, k],
+            dtype: c.dtype,
+            transposed: [a.is_transposed, b.is_transposed],
+            pitches: [a.pitch, b.pitch, c.pitch],
+            count: batch.count,
+            distances: batch.distances,
+            has_bias: bias.is_some(),
+            accumulate,
+            workspace: workspace.1,
+        }
+    }
+}
+
+/// Descriptions of one product, which cuBLASLt keeps until they are dropped.
+struct Described {
+    product: sys::cublasLtMatmulDesc_t,
+    /// Of b, a and c.
+    layouts: [sys::cublasLtMatrixLayout_t; 3],
+}
+
+impl Drop for Described {
+    fn drop(&mut self) {
+        // SAFETY: they were made together, and nobody else has them.
+        unsafe {
+            let _ = result::destroy_matmul_desc(self.product);
+            for layout in self.layouts.into_iter().filter(|layout| !layout.is_null()) {
+                let _ = result::destroy_matrix_layout(layout);
+            }
+        }
+    }
+}
+
+impl CublasLt {
+    /// The library, where it is installed.
+    ///
+    /// # Errors
+    /// [`DeviceError::Missing`], or what it says itself.
+    pub(super) fn new(device: &str) -> Result<Self, DeviceError> {
+        // SAFETY: the library is one that may be loaded at any time.
+        if !unsafe { sys::is_culib_present() } {
+            let remedy = "install it (Debian and Ubuntu: libcublas of the driver's CUDA version; Python: nvidia-cublas) and put \
+                          its folder on LD_LIBRARY_PATH";
+            return Err(DeviceError::Missing { what: "cuBLASLt", remedy });
+        }
+        let handle = result::create_handle().map_err(|error| failed(device, "cublasLtCreate", &error))?;
+        Ok(Self { device: device.into(), handle, chosen: HashMap::new() })
+    }
+
+    /// Chooses an algorithm for a product, if that has not been done for one of its form.
+    pub(super) fn choose(&mut self, product: &Product) -> Result<(), DeviceError> {
+        let form = Form::of(product);
+        if is_nothing(product) || self.chosen.contains_key(&form) {
+            return Ok(());
+        }
+        let failed =
+            |error: result::CublasError| failed(&self.device, &format!("choosing how to do {product:?}"), &error);
+        let described = describe(product).map_err(failed)?;
+        let preference = result::create_matmul_pref().map_err(failed)?;
+        let bytes = product.workspace.1 as usize;
+        // Sums by atomic additions would depend on chance.
+        let schemes = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32
+            | sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE as u32;
+        let [of_b, of_a, of_c] = described.layouts;
+        use sys::cublasLtMatmulPreferenceAttributes_t::{
+            CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+        };
+        // SAFETY: all of it was made above and is there until the end; the attributes have these types.
+        let found = unsafe {
+            let set = |attribute, value: *const c_void, bytes| {
+                result::set_matmul_pref_attribute(preference, attribute, value, bytes)
+            };
+            let found = set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, (&raw const bytes).cast(), size_of::<usize>())
+                .and_then(|()| {
+                    set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, (&raw const schemes).cast(), size_of::<u32>())
+                })
+                .and_then(|()| {
+                    let all = (self.handle, described.product);
+                    result::get_matmul_algo_heuristic(all.0, all.1, of_b, of_a, of_c, of_c, preference)
+                });
+            let _ = result::destroy_matmul_pref(preference);
+            found
+        };
+        let algorithm = found.map_err(failed)?.algo;
+        self.chosen.insert(form, algorithm);
+        Ok(())
+    }
+
+    /// Starts a product on a stream, for whose form an algorithm was chosen.
+    ///
+    /// # Safety
+    /// The addresses are those of memory that is as large as the product says.
+    pub(super) unsafe fn start(
+        &self,
+        product: &Product,
+        stream: cudarc::driver::sys::CUstream,
+    ) -> Result<(), DeviceError> {
+        if is_nothing(product) {
+            return Ok(());
+        }
+        let failed = |error: result::CublasError| failed(&self.device, &format!("starting {product:?}"), &error);
+        let described = describe(product).map_err(failed)?;
+        let [of_b, of_a, of_c] = described.layouts;
+        let (alpha, beta) = (1f32, if product.accumulate { 1f32 } else { 0f32 });
+        let at = |address: u64| address as usize as *mut c_void;
+        let (workspace, bytes) = product.workspace;
+        let algorithm = &self.chosen[&Form::of(product)];
+        // SAFETY: by this function's contract; alpha and beta are read before the call returns.
+        unsafe {
+            result::matmul(
+                self.handle,
+                described.product,
+                (&raw const alpha).cast(),
+                (&raw const beta).cast(),
+                at(product.b.address),
+                of_b,
+                at(product.a.address),
+                of_a,
+                at(product.c.address),
+                of_c,
+                at(product.c.address),
+                of_c,
+                algorithm,
+                at(workspace),
+                bytes as usize,
+                stream.cast(),
+            )
+        }
+        .map_err(failed)
+    }
+}
+
+impl Drop for CublasLt {
+    fn drop(&mut self) {
+        // SAFETY: nobody else has it.
+        let _ = unsafe { result::destroy_handle(self.handle) };
+    }
+}
+
+fn failed(device: &str, call: &str, error: &result::CublasError) -> DeviceError {
+    DeviceError::Driver { device: device.into(), call: call.into(), what: error.to_string() }
+}
+
+/// Whether no number is written. (A sum over nothing is not nothing, but no operation has one.)
+fn is_nothing(product: &Product) -> bool {
+    product.m == 0 || product.n == 0 || product.k == 0 || product.batch.count == 0
+}
+
+/// A product in cuBLASLt's terms.
+fn describe(product: &Product) -> Result<Described, result::CublasError> {
+    let &Product { m, n, k, a, b, c, bias, batch, .. } = product;
+    let types = (sys::cublasComputeType_t::CUBLAS_COMPUTE_32F, sys::cudaDataType_t::CUDA_R_32F);
+    let described = result::create_matmul_desc(types.0, types.1)?;
+    let mut described = Described { product: described, layouts: [std::ptr::null_mut(); 3] };
+    // By columns: b as n × k, a as k × m, c as n × m, unless their columns were dense already.
+    let by_columns = [(b, (n, k)), (a, (k, m)), (c, (n, m))];
+    for (index, (matrix, extents)) in by_columns.into_iter().enumerate() {
+        let (rows, columns) = if matrix.is_transposed { (extents.1, extents.0) } else { extents };
+        let layout = result::create_matrix_layout(data_type(matrix), rows, columns, matrix.pitch as i64)?;
+        described.layouts[index] = layout;
+        let distance = batch.distances[[1, 0, 2][index]] as i64;
+        let count = batch.count as i32;
+        use sys::cublasLtMatrixLayoutAttribute_t::{
+            CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET,
+        };
+        // SAFETY: the layout was made above; the attributes have these types.
+        unsafe {
+            let set = |attribute, value: *const c_void, bytes| {
+                result::set_matrix_layout_attribute(layout, attribute, value, bytes)
+            };
+            set(CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, (&raw const count).cast(), size_of_val(&count))?;
+            set(CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, (&raw const distance).cast(), size_of_val(&distance))?;
+        }
+    }
+    use sys::cublasLtMatmulDescAttributes_t::{
+        CUBLASLT_MATMUL_DESC_BIAS_POINTER, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_MATMUL_DESC_TRANSA,
+        CUBLASLT_MATMUL_DESC_TRANSB,
+    };
+    let operation = |matrix: Matrix| match matrix.is_transposed {
+        true => OPERATION_TRANSPOSED,
+        false => OPERATION_NONE,
+    };
+    // SAFETY: the description was made above; the attributes have these types.
+    unsafe {
+        let set = |attribute, value: *const c_void, bytes| {
+            result::set_matmul_desc_attribute(described.product, attribute, value, bytes)
+        };
+        let (of_b, of_a) = (operation(b), operation(a));
+        set(CUBLASLT_MATMUL_DESC_TRANSA, (&raw const of_b).cast(), size_of_val(&of_b))?;
+        set(CUBLASLT_MATMUL_DESC_TRANSB, (&raw const of_a).cast(), size_of_val(&of_a))?;
+        if let Some(address) = bias {
+            let epilogue = sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS as u32;
+            set(CUBLASLT_MATMUL_DESC_EPILOGUE, (&raw const epilogue).cast(), size_of_val(&epilogue))?;
+            set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, (&raw const address).cast(), size_of_val(&address))?;
+        }
+    }
+    Ok(described)
+}
+
+/// `CUBLAS_OP_N` and `CUBLAS_OP_T`, which cudarc has in another library's header.
+const OPERATION_NONE: i32 = 0;
+const OPERATION_TRANSPOSED: i32 = 1;
+
+fn data_type(matrix: Matrix) -> sys::cudaDataType_t {
+    match matrix.dtype {
+        DType::BF16 => sys::cudaDataType_t::CUDA_R_16BF,
+        _ => sys::cudaDataType_t::CUDA_R_32F,
+    }
+}
