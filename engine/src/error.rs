@@ -33,7 +33,10 @@ pub enum Error {
     #[error("the CPU computes in f32, not {dtype:?}; plan such a step with Trainer::plan, and run it in f32")]
     NoKernels { dtype: DType },
     #[cfg(feature = "cuda")]
-    #[error("{instruction} cannot run on a GPU yet, with inputs of {dtypes:?}; docs/gpu.md says what can")]
+    #[error(
+        "{instruction} cannot run on a GPU yet, with inputs of {dtypes:?} and the scratch that was planned; lower for Target::Cuda; \
+         docs/gpu.md says what can"
+    )]
     NoDeviceKernels { instruction: String, dtypes: Vec<DType> },
     #[cfg(feature = "cuda")]
     #[error(transparent)]

@@ -10,6 +10,7 @@ use super::{Launch, Operand, Operands, Random};
 use crate::compile::{CompiledProgram, Executable, Instruction, Named, Work};
 use crate::cpu::{Address, Element, ProgramId, unknown};
 use crate::error::{Error, Result};
+use crate::graph::Spec;
 use crate::nn::Init;
 use crate::random::Stream;
 
@@ -33,7 +34,8 @@ impl Executor {
     /// batch, and the next one is `part_stride` parts on.
     ///
     /// # Errors
-    /// [`Error::NoDeviceKernels`] for what only the CPU can do so far; [`Error::Device`].
+    /// [`Error::NoDeviceKernels`] for what only the CPU can do so far, and for programs that were lowered for it;
+    /// [`Error::Device`].
     pub fn new(
         executable: Executable,
         mut device: Box<dyn Device>,
@@ -145,6 +147,7 @@ impl Place {
         Ok(launches)
     }
 
+    /// What an instruction launches; none if there are no kernels for it, or its scratch is not theirs.
     fn of(&self, instruction: &Instruction) -> Option<Vec<Launch>> {
         let (Work::Compute(op), None) = (&instruction.work, instruction.only_if) else { return None };
         let operand = |address: &Address| {
@@ -152,6 +155,16 @@ impl Place {
             address.counted.is_none().then(|| Operand { address: self.base + offset, layout: layout.clone(), dtype })
         };
         let all = |addresses: &[Address]| addresses.iter().map(operand).collect::<Option<Vec<_>>>();
+        let specs = |addresses: &[Address]| -> Vec<Spec> {
+            let spec = |address: &Address| Spec { shape: address.layout.shape().clone(), dtype: address.dtype };
+            addresses.iter().map(spec).collect()
+        };
+        // A program that was lowered for the CPU has other scratch, which kernels would write beyond.
+        let needed = op.cuda_workspace(&specs(&instruction.inputs), &specs(&instruction.outputs));
+        let given = instruction.workspace.iter().map(|piece| piece.bytes);
+        if needed.len() != given.len() || needed.iter().zip(given).any(|(&needed, given)| needed > given) {
+            return None;
+        }
         let workspace: Vec<u64> = instruction.workspace.iter().map(|piece| self.base + piece.offset).collect();
         op.cuda(&Operands {
             inputs: &all(&instruction.inputs)?,
@@ -174,7 +187,10 @@ fn filled(init: Init, seed: u64, name: &str, first: usize, address: &Address) ->
         DType::U8 => numbers.into_iter().map(|x| x as u8).collect(),
         DType::F32 => numbers.into_iter().flat_map(|x| (x as f32).to_ne_bytes()).collect(),
         DType::BF16 => numbers.into_iter().flat_map(|x| to_bf16(x as f32).to_ne_bytes()).collect(),
-        dtype => return Err(Error::NoKernels { dtype }),
+        dtype => {
+            let (instruction, dtypes) = (format!("filling {name:?}"), vec![dtype]);
+            return Err(Error::NoDeviceKernels { instruction, dtypes });
+        }
     })
 }
 

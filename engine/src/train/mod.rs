@@ -226,7 +226,10 @@ impl Trainer {
     }
 
     /// [`Self::program`] for other kernels than the CPU's.
-    pub(crate) fn program_for<M: Model>(
+    ///
+    /// # Errors
+    /// As [`Self::plan_rank`].
+    pub fn program_for<M: Model>(
         build: impl Fn(VarBuilder) -> Result<M>,
         options: &TrainOptions,
         rank: usize,
@@ -290,9 +293,9 @@ impl Trainer {
             });
             return Err(Error::NonFinite { step: self.step, loss, culprit });
         }
-        self.executor.grow(self.options.most_bytes())?;
         let report = StepReport { step: self.step, loss, gradient_norm, lr };
         self.step += 1;
+        self.executor.grow(self.options.most_bytes())?;
         Ok(report)
     }
 

@@ -101,6 +101,10 @@ struct RoutedSwiGluArguments {
 /// (values, ids) from scores and perhaps a bias. `groups` is how many there are, and how many of them a token may use.
 pub fn top_k(k: usize, groups: Option<(usize, usize)>, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([scores, bias @ ..], [values, ids]) = (operands.inputs, operands.outputs) else { return None };
+    // A warp marks what it has chosen in 32 words of 32 bits.
+    if scores.width() > 1024 {
+        return None;
+    }
     let tokens = scores.count() / scores.width();
     let (groups, group_limit) = groups.map_or((0, 0), |(count, limit)| (count as u64, limit as u64));
     let arguments = TopKArguments {

@@ -29,18 +29,20 @@ impl Matrix {
         Self { is_transposed: !self.is_transposed, ..self }
     }
 
-    /// The last two dimensions of an operand; none if neither of them is dense.
-    fn of(operand: &Operand) -> Option<Self> {
+    /// The last two dimensions of an operand; none if neither of them is dense, or rows reach into each other, as those of a
+    /// number that stands for many do.
+    pub(in crate::cuda) fn of(operand: &Operand) -> Option<Self> {
         let (&[.., rows, columns], &[.., row, column]) = (operand.dims(), operand.layout.stride()) else { return None };
-        let (is_transposed, pitch) = match (row, column) {
-            (pitch, _) if columns == 1 => (false, pitch),
-            (_, pitch) if rows == 1 => (true, pitch),
-            (pitch, 1) => (false, pitch),
-            (1, pitch) => (true, pitch),
-            _ => return None,
+        let along = |is_transposed: bool| {
+            let ((count, step), (length, pitch)) =
+                if is_transposed { ((rows, row), (columns, column)) } else { ((columns, column), (rows, row)) };
+            // A single one has no next.
+            let pitch = if length <= 1 { count.max(1) } else { pitch };
+            let is_dense = (count <= 1 || step == 1) && pitch >= count;
+            let pitch = pitch as u64;
+            is_dense.then_some(Self { address: operand.address, dtype: operand.dtype, is_transposed, pitch })
         };
-        let least = if is_transposed { rows } else { columns };
-        Some(Self { address: operand.address, dtype: operand.dtype, is_transposed, pitch: pitch.max(least) as u64 })
+        along(false).or_else(|| along(true))
     }
 
     /// As many elements on.

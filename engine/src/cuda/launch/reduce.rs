@@ -15,6 +15,9 @@ pub(super) struct Pieces {
 /// Rows of a piece.
 const PIECE: u64 = 64;
 
+/// Blocks along the second and third dimension of a grid, at most.
+const MOST_GRID_ROWS: u64 = 65_535;
+
 /// Columns of a block that sums columns.
 pub(super) const COLUMNS: u32 = 128;
 
@@ -98,7 +101,11 @@ pub fn column_sums_workspace(x: &Spec, dims: &[usize]) -> Vec<u64> {
 pub fn sum(dims: &[usize], operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([x], [out]) = (operands.inputs, operands.outputs) else { return None };
     let accumulate = operands.accumulate(0);
-    if let (Some(rows), true, &[parts]) = (as_rows(x.dims(), dims), x.layout.is_contiguous(), operands.workspace) {
+    // A grid has that many rows at most.
+    let is_narrow = out.count().div_ceil(u64::from(COLUMNS)) <= MOST_GRID_ROWS;
+    if let (Some(rows), true, &[parts]) =
+        (as_rows(x.dims(), dims).filter(|_| is_narrow), x.layout.is_contiguous(), operands.workspace)
+    {
         let (pieces, count) = Pieces::of(&rows);
         let width = out.count();
         let sums = Kernel {

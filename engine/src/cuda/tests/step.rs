@@ -222,6 +222,15 @@ fn steps_are_those_of_the_cpu() {
     }
 }
 
+/// Kernels of a GPU would write beyond the CPU's scratch.
+#[test]
+fn a_program_for_the_cpu_is_refused() {
+    let options = TrainOptions { batch: BATCH, sequence: SEQUENCE, threads: 1, ..TrainOptions::default() };
+    let planned = executable(Style::Gpt, &options, Target::Cpu { threads: 1 });
+    let error = Executor::new(planned, Box::<Processor>::default(), 0, (0, 1)).unwrap_err().to_string();
+    assert!(error.contains("lower for Target::Cuda"), "{error}");
+}
+
 /// What has no kernels is refused by name, before anything runs.
 #[test]
 fn what_only_the_cpu_can_do_is_said() {

@@ -141,6 +141,10 @@ struct Device {
             error = "a block is whole warps, 1024 threads at most";
             return;
         }
+        if (run.grid[1] > 65535 || run.grid[2] > 65535) {
+            error = "a grid has 65535 blocks at most along its second and third dimension";
+            return;
+        }
         if (fibers.size() < run.block) fibers.resize(run.block);
         for (int parity : {0, 1}) {
             slots[parity].assign(run.block, 0);
