@@ -82,6 +82,11 @@ impl Arena {
         self.factor_hundredths as f64 / 100.0
     }
 
+    /// Whether nothing is in use: so it is between steps, unless one broke off.
+    pub fn is_idle(&self) -> bool {
+        self.live_count == 0
+    }
+
     /// Goes on with another plan of the same requests, with a larger reserve. The report goes on, too.
     ///
     /// # Panics

@@ -196,7 +196,10 @@ fn segments(program: &Program) -> Vec<Range<usize>> {
         continues &= moved_in || part.action == action;
         action = if moved_in { action } else { part.action };
         for at in part.steps.clone() {
-            let moves = matches!(program.steps[at].work, Work::Compute(_));
+            // What makes rows again that were let go stays in front of whoever reads them first: their places are given back
+            // behind that reader, and what is left out gives nothing back.
+            let step = &program.steps[at];
+            let moves = matches!(step.work, Work::Compute(_)) && step.only_if.is_none();
             match segments.last_mut().filter(|_| continues && moves) {
                 Some(segment) => segment.end = at + 1,
                 None => segments.extend(moves.then_some(at..at + 1)),

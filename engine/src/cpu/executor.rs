@@ -143,7 +143,7 @@ impl Executor {
         let limit = limit.min(crate::metrics::available_memory_bytes().unwrap_or(u64::MAX));
         for factor in [1.25 * factor, factor] {
             let Some(plan) = self.executable.routing_with(Reserve::Balanced { factor })? else { continue };
-            if plan.height() > limit {
+            if plan.height() > limit || plan.height() <= self.executable.arena_bytes() {
                 continue;
             }
             let (arena, bytes) = (Arena::new(plan.height())?, self.executable.solution.height as usize);

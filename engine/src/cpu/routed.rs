@@ -169,7 +169,7 @@ impl Routed {
     /// The factor of balanced sizes that would have served the last run, if the arena has not.
     pub fn factor_needed(&self) -> Option<f64> {
         let arena = self.arena.as_ref()?;
-        (!self.outside.range().is_empty()).then(|| arena.factor())
+        (!self.outside.range().is_empty() && arena.is_idle()).then(|| arena.factor())
     }
 
     /// Goes on with a larger arena.

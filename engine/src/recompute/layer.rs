@@ -201,7 +201,7 @@ fn undominated(mut choices: Vec<Choice>) -> Vec<Choice> {
     without(&choices, 0)
 }
 
-/// At most [`CHOICES`].
+/// At most [`CHOICES`], and those that keep least and are least at their peak.
 fn thinned(choices: Vec<Choice>) -> Vec<Choice> {
     let all = choices.iter().map(|choice| choice.peak).max().unwrap_or(0);
     let (mut thinned, mut part) = (choices.clone(), all / 16_384);
@@ -209,6 +209,14 @@ fn thinned(choices: Vec<Choice>) -> Vec<Choice> {
         thinned = without(&choices, part);
         part = 2 * part + 1;
     }
+    // What fits into least is never given up for time: it says which budgets can be kept at all.
+    let least = [choices.iter().min_by_key(|choice| choice.kept), choices.iter().min_by_key(|choice| choice.peak)];
+    for &choice in least.into_iter().flatten() {
+        if !thinned.iter().any(|other| other.dropped == choice.dropped) {
+            thinned.push(choice);
+        }
+    }
+    thinned.sort_unstable_by_key(|c| (c.nanoseconds, c.kept, c.peak, c.dropped));
     thinned
 }
 
