@@ -43,29 +43,7 @@ pub fn gradient_check(
     ids: &[(&[usize], &[u32])],
     f: impl Fn(&[Tensor], &[Tensor]) -> Result<Tensor>,
 ) -> Result<GradientError> {
-    let graph = Arc::new(Mutex::new(Graph::default()));
-    let vb = VarBuilder::new(&graph, DType::F32);
-    let mut given: HashMap<String, Array> = HashMap::new();
-    let mut xs = Vec::new();
-    for (index, dims) in parameters.iter().enumerate() {
-        let name = format!("x{index}");
-        xs.push(vb.get_with_hints(dims.to_vec(), &name, Init::Const(0.0))?);
-        given.insert(name, random_array(dims, index as u64));
-    }
-    let mut id_tensors = Vec::new();
-    for (index, (dims, data)) in ids.iter().enumerate() {
-        let name = format!("ids{index}");
-        id_tensors.push(input(&graph, &name, Spec { shape: dims.to_vec().into(), dtype: DType::U32 })?);
-        given.insert(name, Array::new(dims, data.iter().map(|&x| f64::from(x)).collect()));
-    }
-    let y = f(&xs, &id_tensors)?.contiguous()?;
-    let loss = if y.rank() == 0 {
-        y.clone()
-    } else {
-        let weights = input(&graph, "weights", Spec::f32(y.shape().clone()))?;
-        given.insert("weights".into(), random_array(y.dims(), 99));
-        y.mul(&weights)?.sum_all()?
-    };
+    let Recorded { graph, given, y, loss } = Recorded::new(DType::F32, parameters, ids, f)?;
     let gradients = differentiate(&graph, &loss, 1.0)?;
     let graph = lock(&graph);
 
@@ -155,7 +133,53 @@ fn distance(a: &[f64], b: &[f64]) -> f64 {
     if scale < 1e-12 { difference } else { difference / scale }
 }
 
-fn random_array(dims: &[usize], seed: u64) -> Array {
+/// A function as graph, up to a loss, with the numbers of its parameters and inputs.
+pub(crate) struct Recorded {
+    pub graph: Arc<Mutex<Graph>>,
+    /// By name: parameters `x0`…, `ids0`…, and the `weights` of what is summed.
+    pub given: HashMap<String, Array>,
+    /// What the function returned.
+    pub y: Tensor,
+    pub loss: Tensor,
+}
+
+impl Recorded {
+    /// As [`gradient_check`] has it, in any type.
+    pub fn new(
+        dtype: DType,
+        parameters: &[&[usize]],
+        ids: &[(&[usize], &[u32])],
+        f: impl Fn(&[Tensor], &[Tensor]) -> Result<Tensor>,
+    ) -> Result<Self> {
+        let graph = Arc::new(Mutex::new(Graph::default()));
+        let vb = VarBuilder::new(&graph, dtype);
+        let mut given: HashMap<String, Array> = HashMap::new();
+        let mut xs = Vec::new();
+        for (index, dims) in parameters.iter().enumerate() {
+            let name = format!("x{index}");
+            xs.push(vb.get_with_hints(dims.to_vec(), &name, Init::Const(0.0))?);
+            given.insert(name, random_array(dims, index as u64));
+        }
+        let mut id_tensors = Vec::new();
+        for (index, (dims, data)) in ids.iter().enumerate() {
+            let name = format!("ids{index}");
+            id_tensors.push(input(&graph, &name, Spec { shape: dims.to_vec().into(), dtype: DType::U32 })?);
+            given.insert(name, Array::new(dims, data.iter().map(|&x| f64::from(x)).collect()));
+        }
+        let y = f(&xs, &id_tensors)?.contiguous()?;
+        let loss = if y.rank() == 0 {
+            y.clone()
+        } else {
+            let weights = input(&graph, "weights", Spec { shape: y.shape().clone(), dtype: y.dtype() })?;
+            given.insert("weights".into(), random_array(y.dims(), 99));
+            y.mul(&weights)?.sum_all()?
+        };
+        Ok(Self { graph, given, y, loss })
+    }
+}
+
+/// Standard normal numbers.
+pub(crate) fn random_array(dims: &[usize], seed: u64) -> Array {
     let numbers = Numbers::from_seed(seed + 1);
     // Rounded to f32, so that the f32 program starts from the same numbers.
     let normal = |i| f64::from(numbers.normal(i) as f32);

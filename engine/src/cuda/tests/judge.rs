@@ -5,7 +5,6 @@
 //! opposite order, for the same bits.
 
 use std::collections::{BTreeSet, HashMap};
-use std::sync::{Arc, Mutex};
 
 use candle_core::{DType, Layout};
 
@@ -13,9 +12,9 @@ use super::host;
 use super::memory::Region;
 use crate::autodiff::differentiate;
 use crate::cuda::{Operand, Operands, Random};
+use crate::gradient_check::{Recorded, random_array};
 use crate::graph::{Graph, Node, Source, Spec, Tensor, ValueId, lock};
-use crate::nn::{Init, VarBuilder};
-use crate::random::{Numbers, Stream};
+use crate::random::Stream;
 use crate::reference::{Array, Reference, evaluate};
 use crate::{Op, Result};
 
@@ -73,26 +72,7 @@ fn judge_function(
     ids: &[(&[usize], &[u32])],
     f: impl Fn(&[Tensor], &[Tensor]) -> Result<Tensor>,
 ) -> Result<Judged> {
-    let graph = Arc::new(Mutex::new(Graph::default()));
-    let vb = VarBuilder::new(&graph, dtype);
-    let mut given: HashMap<String, Array> = HashMap::new();
-    let mut xs = Vec::new();
-    for (index, dims) in parameters.iter().enumerate() {
-        let name = format!("x{index}");
-        xs.push(vb.get_with_hints(dims.to_vec(), &name, Init::Const(0.0))?);
-        given.insert(name, random_array(dims, index as u64));
-    }
-    let mut id_tensors = Vec::new();
-    for (index, (dims, data)) in ids.iter().enumerate() {
-        let name = format!("ids{index}");
-        let id = lock(&graph).add_input(&name, Spec { shape: dims.to_vec().into(), dtype: DType::U32 })?;
-        id_tensors.push(Tensor::new(&graph, id));
-        given.insert(name, Array::new(dims, data.iter().map(|&x| f64::from(x)).collect()));
-    }
-    let y = f(&xs, &id_tensors)?.contiguous()?;
-    let weights = lock(&graph).add_input("weights", Spec { shape: y.shape().clone(), dtype: y.dtype() })?;
-    given.insert("weights".into(), random_array(y.dims(), 99));
-    let loss = y.mul(&Tensor::new(&graph, weights))?.sum_all()?;
+    let Recorded { graph, given, loss, .. } = Recorded::new(dtype, parameters, ids, f)?;
     differentiate(&graph, &loss, 1.0)?;
     Ok(judge_graph(&lock(&graph), &given))
 }
@@ -276,9 +256,4 @@ fn distance(a: &[f64], b: &[f64]) -> f64 {
     let difference = norm(&mut a.iter().zip(b).map(|(a, b)| if a == b { 0.0 } else { a - b }));
     let scale = norm(&mut b.iter().copied().filter(|x| x.is_finite()));
     if difference == 0.0 || scale < 1e-12 { difference } else { difference / scale }
-}
-
-pub fn random_array(dims: &[usize], seed: u64) -> Array {
-    let numbers = Numbers::from_seed(seed + 1);
-    Array::new(dims, (0..dims.iter().product()).map(|i| numbers.normal(i)).collect())
 }

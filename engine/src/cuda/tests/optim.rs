@@ -6,9 +6,10 @@ use std::sync::{Arc, Mutex};
 use candle_core::{DType, Layout};
 
 use super::host;
-use super::judge::{Stored, judge, judge_graph, random_array};
+use super::judge::{Stored, judge, judge_graph};
 use super::memory::Region;
 use crate::cuda::launch::{AdamWRule, AdamWTensor, adamw};
+use crate::gradient_check::random_array;
 use crate::graph::{Graph, Spec, lock};
 use crate::nn::Init;
 use crate::optim::{AdamW, GlobalNorm, Optimizer, ParameterUpdate, SCALARS, SquaredNorms, Updated};
