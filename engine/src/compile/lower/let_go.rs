@@ -162,6 +162,13 @@ impl Lowerer<'_> {
         }
     }
 
+    /// Whether a root is made for the time being, for rows that come back.
+    pub(super) fn is_between(&self, root: ValueId, micro_batch: u32) -> bool {
+        let table = self.of.recomputation.of(micro_batch).map_or(0, |variant| variant + 1);
+        let all = self.let_go.of.get(table);
+        all.is_some_and(|all| all.values().any(|rows| rows.between.contains(&root)))
+    }
+
     /// The buffer of a root that was or was not let go.
     pub(super) fn still_placed(&self, root: ValueId, micro_batch: u32) -> Option<super::BufferId> {
         let starts = self.let_go.read.get(&root)?;

@@ -340,9 +340,11 @@ impl<'a> Lowerer<'a> {
                             per_micro_batch
                         }
                     };
-                    // What is still there from its first life stays where it is.
+                    // What is still there from its first life stays where it is. What is made beside rows that come back, and
+                    // not for them, is nobody's: whoever wants it has it made in any case.
                     let key = self.key(id, node.phase, micro_batch);
-                    if life == Life::First || !self.placed.contains_key(&key) {
+                    let is_wanted = life.only_if().is_none() || self.is_between(id, micro_batch);
+                    if is_wanted && (life == Life::First || !self.placed.contains_key(&key)) {
                         self.placed.insert(key, Placed { buffer, reads_left });
                     }
                     buffer
