@@ -14,7 +14,7 @@ use super::host::{HostPlan, plan_host};
 use super::lifetimes::{Lifetimes, lifetimes, tick_of};
 use super::program::{BufferId, Held, Operand, Part, Program, Work};
 use super::requests::Requests;
-use crate::cpu::args::Address;
+use crate::cpu::args::{Address, Element};
 use crate::cpu::scratch::Piece;
 use crate::error::{Error, Result};
 use crate::graph::Spec;
@@ -121,6 +121,26 @@ pub(crate) struct CompiledProgram {
     pub counts: usize,
 }
 
+impl CompiledProgram {
+    /// Where an input lies that takes these elements.
+    pub fn input_for<T: Element>(&self, name: &str, micro_batch: u32, data: &[T]) -> Result<&Address> {
+        let found = self.inputs.iter().find(|input| input.name == name && input.micro_batch == micro_batch);
+        let Some(Named { address, spec, .. }) = found else {
+            return Err(unknown(name, self.inputs.iter().map(|input| input.name.as_str())));
+        };
+        if address.span != data.len() || spec.dtype != T::DTYPE {
+            return Err(Error::ElementCount { name: name.into(), expected: address.span, given: data.len() });
+        }
+        Ok(address)
+    }
+
+    /// An output by its name.
+    pub fn output(&self, name: &str) -> Result<&Named> {
+        let found = self.outputs.iter().find(|output| output.name == name);
+        found.ok_or_else(|| unknown(name, self.outputs.iter().map(|output| output.name.as_str())))
+    }
+}
+
 /// A tensor that outlives the step.
 #[derive(Debug, Clone)]
 pub(crate) struct Persistent {
@@ -170,12 +190,25 @@ impl Executable {
         self.host.solution.height
     }
 
+    /// A tensor that outlives the step, by its name.
+    pub(crate) fn find_persistent(&self, name: &str) -> Result<&Persistent> {
+        let found = self.persistent.iter().find(|p| p.label.tensor == name);
+        found.ok_or_else(|| unknown(name, self.persistent.iter().map(|p| p.label.tensor.as_str())))
+    }
+
     /// The types of all its tensors, each perhaps many times.
     pub(crate) fn dtypes(&self) -> impl Iterator<Item = DType> {
         let instructions = self.programs.iter().flat_map(|program| &program.instructions);
         let operands = instructions.flat_map(|instruction| instruction.inputs.iter().chain(&*instruction.outputs));
         self.persistent.iter().map(|persistent| persistent.spec.dtype).chain(operands.map(|operand| operand.dtype))
     }
+}
+
+/// Names the nearest of those that there are.
+fn unknown<'n>(name: &str, names: impl Iterator<Item = &'n str>) -> Error {
+    let common = |other: &&str| other.bytes().zip(name.bytes()).take_while(|(a, b)| a == b).count();
+    let nearest = names.max_by_key(common).unwrap_or("there are none").to_owned();
+    Error::UnknownTensor { name: name.into(), nearest }
 }
 
 /// Plans all `programs` into one arena and resolves their addresses.

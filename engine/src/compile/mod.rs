@@ -15,7 +15,7 @@ mod requests;
 
 pub use cut::Cut;
 pub(crate) use cut::{ParameterStages, cut, cut_like, parameter_stages};
-pub(crate) use executable::{Asked, CompiledProgram, Instruction, Named, Persistent, Released, When, height};
+pub(crate) use executable::{Asked, CompiledProgram, Instruction, Persistent, Released, When, height};
 pub use executable::{CompileOptions, Executable, compile};
 pub use host::HostPlan;
 pub(crate) use lifetimes::ALIGNMENT;

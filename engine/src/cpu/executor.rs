@@ -14,7 +14,7 @@ use super::offload::HostFile;
 use super::routed::{Refusal, Routed};
 use super::run::{Base, Failure, Outside, run_all};
 use super::workers::Workers;
-use crate::compile::{Executable, Instruction, Named, Persistent};
+use crate::compile::{Executable, Instruction, Persistent};
 use crate::error::{Error, Result};
 use crate::graph::Spec;
 
@@ -249,14 +249,8 @@ impl Executor {
     /// # Errors
     /// When there is no such input, or it holds another number of elements or another type.
     pub fn write_input<T: Element>(&mut self, id: ProgramId, name: &str, micro_batch: u32, data: &[T]) -> Result<()> {
-        let inputs = &self.executable.programs[id.0].inputs;
-        let Some(named) = inputs.iter().find(|i| i.name == name && i.micro_batch == micro_batch) else {
-            return Err(unknown(name, inputs.iter().map(|i| i.name.as_str())));
-        };
-        if named.address.span != data.len() || named.spec.dtype != T::DTYPE {
-            return Err(Error::ElementCount { name: name.into(), expected: named.address.span, given: data.len() });
-        }
-        self.with_slice(&named.address, |out| out.copy_from_slice(data))
+        let address = self.executable.programs[id.0].input_for(name, micro_batch, data)?;
+        self.with_slice(address, |out| out.copy_from_slice(data))
     }
 
     /// An output of a program that has run: a candle tensor over the arena's own bytes, valid until the next run.
@@ -264,7 +258,7 @@ impl Executor {
     /// # Errors
     /// When there is no such output.
     pub fn output(&self, id: ProgramId, name: &str) -> Result<Tensor> {
-        let named = self.find_output(id, name)?;
+        let named = self.executable.programs[id.0].output(name)?;
         if !named.is_f32() {
             return Err(Error::NotF32 { name: name.into(), dtype: named.spec.dtype });
         }
@@ -276,13 +270,8 @@ impl Executor {
     /// # Errors
     /// When there is no such output.
     pub fn scalar(&self, id: ProgramId, name: &str) -> Result<f32> {
-        let named = self.find_output(id, name)?;
+        let named = self.executable.programs[id.0].output(name)?;
         self.with_slice::<f32, _>(&named.address, |x| x[0])
-    }
-
-    fn find_output(&self, id: ProgramId, name: &str) -> Result<&Named> {
-        let outputs = &self.executable.programs[id.0].outputs;
-        outputs.iter().find(|o| o.name == name).ok_or_else(|| unknown(name, outputs.iter().map(|o| o.name.as_str())))
     }
 
     /// A parameter or an optimizer state by its full name: a candle tensor over the arena's own bytes if it is f32, else a
@@ -291,7 +280,7 @@ impl Executor {
     /// # Errors
     /// When there is none of that name.
     pub fn tensor(&self, name: &str) -> Result<Tensor> {
-        let found = self.find_persistent(name)?;
+        let found = self.executable.find_persistent(name)?;
         match found.spec.dtype {
             u8::DTYPE => self.with_slice::<u8, _>(&found.address, |bytes| {
                 Ok(Tensor::from_slice(bytes, &found.spec.shape, &Device::Cpu)?)
@@ -345,7 +334,7 @@ impl Executor {
     /// # Errors
     /// When there is none of that name.
     pub fn fill_tensor<R>(&mut self, name: &str, fill: impl FnOnce(&mut [u8]) -> R) -> Result<R> {
-        let found = self.find_persistent(name)?;
+        let found = self.executable.find_persistent(name)?;
         self.arena.exclusive(|base| {
             let bytes = found.address.span * found.address.dtype.size_in_bytes();
             // SAFETY: as in `with_slice`; every pattern of bits is an element.
@@ -358,7 +347,7 @@ impl Executor {
     /// # Errors
     /// When there is none of that name, size or type.
     pub fn write_tensor(&mut self, name: &str, data: &[f32]) -> Result<()> {
-        let found = self.find_persistent(name)?;
+        let found = self.executable.find_persistent(name)?;
         if found.spec.dtype != f32::DTYPE {
             return Err(Error::NotF32 { name: name.into(), dtype: found.spec.dtype });
         }
@@ -366,12 +355,6 @@ impl Executor {
             return Err(Error::ElementCount { name: name.into(), expected: found.address.span, given: data.len() });
         }
         self.with_slice(&found.address, |out| out.copy_from_slice(data))
-    }
-
-    fn find_persistent(&self, name: &str) -> Result<&Persistent> {
-        let persistent = &self.executable.persistent;
-        let found = persistent.iter().find(|p| p.label.tensor == name);
-        found.ok_or_else(|| unknown(name, persistent.iter().map(|p| p.label.tensor.as_str())))
     }
 
     fn with_slice<T: Element, R>(&self, address: &Address, f: impl FnOnce(&mut [T]) -> R) -> Result<R> {
@@ -392,11 +375,4 @@ impl Instruction {
         let layer = if self.layer.is_empty() { "the model" } else { &self.layer };
         format!("{} in {layer}, micro-batch {}", self.work.name(), self.micro_batch)
     }
-}
-
-/// Names the nearest of those that there are.
-pub(crate) fn unknown<'n>(name: &str, names: impl Iterator<Item = &'n str>) -> Error {
-    let common = |other: &&str| other.bytes().zip(name.bytes()).take_while(|(a, b)| a == b).count();
-    let nearest = names.max_by_key(common).unwrap_or("there are none").to_owned();
-    Error::UnknownTensor { name: name.into(), nearest }
 }

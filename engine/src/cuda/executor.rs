@@ -7,8 +7,8 @@ use candle_core::{DType, Device as CandleDevice, Tensor};
 
 use super::device::{Device, Recording};
 use super::{Launch, Operand, Operands, Random};
-use crate::compile::{CompiledProgram, Executable, Instruction, Named, Work};
-use crate::cpu::{Address, Element, ProgramId, unknown};
+use crate::compile::{CompiledProgram, Executable, Instruction, Work};
+use crate::cpu::{Address, Element, ProgramId};
 use crate::error::{Error, Result};
 use crate::graph::Spec;
 use crate::nn::Init;
@@ -21,6 +21,8 @@ pub struct Executor {
     device: Box<dyn Device>,
     /// Address of the arena.
     base: u64,
+    /// Address of the step's key.
+    key: u64,
     /// By program.
     recordings: Vec<Recording>,
     seed: u64,
@@ -54,7 +56,7 @@ impl Executor {
         for program in &executable.programs {
             recordings.push(device.record(place.launches(program)?)?);
         }
-        Ok(Self { executable, device, base, recordings, seed })
+        Ok(Self { executable, device, base, key: place.key, recordings, seed })
     }
 
     /// What it runs.
@@ -73,8 +75,7 @@ impl Executor {
     /// [`Error::Device`].
     pub fn run(&mut self, id: ProgramId, step: u64) -> Result<()> {
         let key = Stream::new(self.seed, step, 0).key();
-        let at = self.base + self.executable.arena_bytes().next_multiple_of(KEY_BYTES);
-        self.device.write(at, &key.to_ne_bytes())?;
+        self.device.write(self.key, &key.to_ne_bytes())?;
         Ok(self.device.replay(self.recordings[id.index()])?)
     }
 
@@ -83,14 +84,8 @@ impl Executor {
     /// # Errors
     /// When there is no such input, or it holds another number of elements or another type; [`Error::Device`].
     pub fn write_input<T: Element>(&mut self, id: ProgramId, name: &str, micro_batch: u32, data: &[T]) -> Result<()> {
-        let inputs = &self.executable.programs[id.index()].inputs;
-        let Some(named) = inputs.iter().find(|i| i.name == name && i.micro_batch == micro_batch) else {
-            return Err(unknown(name, inputs.iter().map(|i| i.name.as_str())));
-        };
-        if named.address.span != data.len() || named.spec.dtype != T::DTYPE {
-            return Err(Error::ElementCount { name: name.into(), expected: named.address.span, given: data.len() });
-        }
-        Ok(self.device.write(self.base + named.address.offset, T::bytes(data))?)
+        let address = self.executable.programs[id.index()].input_for(name, micro_batch, data)?;
+        Ok(self.device.write(self.base + address.offset, T::bytes(data))?)
     }
 
     /// A copy of an output of a program that has run.
@@ -98,10 +93,7 @@ impl Executor {
     /// # Errors
     /// When there is no such output; [`Error::Device`].
     pub fn output(&mut self, id: ProgramId, name: &str) -> Result<Tensor> {
-        let outputs = &self.executable.programs[id.index()].outputs;
-        let found = outputs.iter().find(|o| o.name == name);
-        let Named { address, .. } =
-            found.ok_or_else(|| unknown(name, outputs.iter().map(|o| o.name.as_str())))?.clone();
+        let address = self.executable.programs[id.index()].output(name)?.address.clone();
         self.read(&address)
     }
 
@@ -110,10 +102,7 @@ impl Executor {
     /// # Errors
     /// When there is none of that name; [`Error::Device`].
     pub fn tensor(&mut self, name: &str) -> Result<Tensor> {
-        let persistent = &self.executable.persistent;
-        let found = persistent.iter().find(|p| p.label.tensor == name);
-        let found = found.ok_or_else(|| unknown(name, persistent.iter().map(|p| p.label.tensor.as_str())))?;
-        let address = found.address.clone();
+        let address = self.executable.find_persistent(name)?.address.clone();
         self.read(&address)
     }
 

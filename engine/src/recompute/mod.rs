@@ -110,4 +110,9 @@ impl Recomputation {
             _ => (!self.cycle.is_empty()).then(|| self.cycle[micro_batch as usize % self.cycle.len()]),
         }
     }
+
+    /// Index of a micro-batch's way into tables whose first entry is for nothing recomputed at all.
+    pub(crate) fn table(&self, micro_batch: u32) -> usize {
+        self.of(micro_batch).map_or(0, |variant| variant + 1)
+    }
 }

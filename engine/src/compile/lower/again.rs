@@ -105,9 +105,7 @@ impl<'a> Reads<'a> {
 
     /// Reads of one instance of a root by the nodes of its micro-batch.
     pub(super) fn per_micro_batch(&self, root: ValueId, micro_batch: u32, life: Life) -> usize {
-        // The first table is that of nothing recomputed.
-        let table = self.recomputation.of(micro_batch).map_or(0, |variant| variant + 1);
-        self.per_micro_batch[table][root.index()][life.index()]
+        self.per_micro_batch[self.recomputation.table(micro_batch)][root.index()][life.index()]
     }
 
     /// Reads of a root by the update and the host.

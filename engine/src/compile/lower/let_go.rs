@@ -111,9 +111,13 @@ fn is_repeatable(graph: &Graph, saved: &Saved<'_>, root: ValueId) -> bool {
 }
 
 impl Lowerer<'_> {
+    /// What a micro-batch may let go, by what counts it.
+    fn let_go(&self, micro_batch: u32) -> Option<&BTreeMap<ValueId, Rows>> {
+        self.let_go.of.get(self.of.recomputation.table(micro_batch))
+    }
+
     fn rows_of(&self, starts: ValueId, micro_batch: u32) -> Option<&Rows> {
-        let table = self.of.recomputation.of(micro_batch).map_or(0, |variant| variant + 1);
-        self.let_go.of.get(table)?.get(&starts)
+        self.let_go(micro_batch)?.get(&starts)
     }
 
     /// Lets the ranks that exchange rows decide whether those of a count can wait, now that they are counted.
@@ -164,9 +168,7 @@ impl Lowerer<'_> {
 
     /// Whether a root is made for the time being, for rows that come back.
     pub(super) fn is_between(&self, root: ValueId, micro_batch: u32) -> bool {
-        let table = self.of.recomputation.of(micro_batch).map_or(0, |variant| variant + 1);
-        let all = self.let_go.of.get(table);
-        all.is_some_and(|all| all.values().any(|rows| rows.between.contains(&root)))
+        self.let_go(micro_batch).is_some_and(|all| all.values().any(|rows| rows.between.contains(&root)))
     }
 
     /// The buffer of a root that was or was not let go.
