@@ -46,7 +46,7 @@ pub use gapless_alloc::arena::Reserve;
 pub use gapless_engine::communicator;
 pub use gapless_engine::recompute::{Layers, Offload, Recompute};
 pub use gapless_engine::{
-    DType, Error, Model, Overflow, Pipeline, Report, Result, SampleOptions, StepReport, Tensor, TrainOptions, Trainer,
-    nn,
+    DType, DeviceChoice, Error, Model, Overflow, Pipeline, Report, Result, RunsOn, SampleOptions, StepReport, Tensor,
+    TrainOptions, Trainer, nn,
 };
 pub use gapless_parallel::Mesh;

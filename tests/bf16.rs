@@ -5,15 +5,26 @@ mod common;
 use std::collections::BTreeMap;
 
 use common::VOCABULARY;
-use gapless::engine::compile::{CompileOptions, Program, compile};
+use gapless::engine::compile::{CompileOptions, Executable, Program, compile};
 use gapless::engine::cpu::{Communicators, Executor, Workers};
+use gapless::engine::optim::AdamW;
 use gapless::engine::{Error, Role};
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig};
 use gapless::nn::{Embedding, Module, VarBuilder, embedding};
 use gapless::{DType, Mesh, Model, Result, Tensor, TrainOptions, Trainer};
 
 fn options(dtype: DType, mesh: Mesh) -> TrainOptions {
-    TrainOptions { batch: 8, micro_batches: 2, sequence: 16, mesh, dtype, threads: 1, ..TrainOptions::default() }
+    let optimizer = AdamW { masters: false, ..AdamW::default() }.into();
+    TrainOptions {
+        batch: 8,
+        micro_batches: 2,
+        sequence: 16,
+        mesh,
+        dtype,
+        optimizer,
+        threads: 1,
+        ..TrainOptions::default()
+    }
 }
 
 fn gpt(vb: VarBuilder) -> Result<Gpt> {
@@ -65,6 +76,38 @@ fn a_plan_in_bf16_has_half_the_bytes_of_all_that_is_not_f32_in_any_case() {
         let name = format!("rank {rank} of {mesh:?}");
         check(&format!("gpt, {name}"), dtypes.clone().map(|options| Trainer::program(gpt, &options, rank).unwrap()));
         check(&format!("llama, {name}"), dtypes.map(|options| Trainer::program(llama, &options, rank).unwrap()));
+    }
+}
+
+/// Bytes of a role in all persistent tensors and at most at a time in others, of a plan.
+fn bytes(plan: &Executable, role: Role) -> u64 {
+    let all = plan.labels.iter().zip(plan.problem.buffers());
+    all.filter(|(label, _)| label.role == role).map(|(_, buffer)| buffer.bytes).sum()
+}
+
+/// With masters, 2 bytes of a parameter are 12 more of states, and what is summed over micro-batches is f32; ranks that share the
+/// batch share masters too.
+#[test]
+fn masters_take_what_they_are_said_to() {
+    for (mesh, parts) in [(Mesh::default(), 1), (Mesh { data: 2, ..Mesh::default() }, 2)] {
+        let pure = options(DType::BF16, mesh);
+        let mixed = TrainOptions { optimizer: AdamW::default().into(), ..pure.clone() };
+        let [pure, mixed] = [pure, mixed].map(|options| Trainer::plan(gpt, &options).unwrap());
+        assert_eq!(bytes(&pure, Role::Parameter), bytes(&mixed, Role::Parameter));
+        let elements = |plan: &Executable, name: &str| -> u64 {
+            let specs = plan.specs(Role::OptimizerState).filter(|(state, _)| state.starts_with(name));
+            specs.map(|(_, spec)| spec.elements() as u64).sum()
+        };
+        assert_eq!(elements(&pure, "master/"), 0);
+        let parameters: u64 = mixed.specs(Role::Parameter).map(|(_, spec)| spec.elements() as u64).sum();
+        for state in ["master/", "exp_avg/", "exp_avg_sq/"] {
+            let of_state = elements(&mixed, state);
+            assert_eq!(of_state, elements(&pure, "exp_avg/"), "{state}");
+            assert!(of_state * parts >= parameters && of_state <= parameters, "{state}");
+        }
+        assert!(mixed.specs(Role::OptimizerState).all(|(_, spec)| spec.dtype == DType::F32));
+        assert!(bytes(&mixed, Role::Gradient) > bytes(&pure, Role::Gradient));
+        assert_eq!(mixed.solution.height, mixed.solution.lower_bound);
     }
 }
 

@@ -236,7 +236,7 @@ struct Momentum {
 
 impl Optimizer for Momentum {
     fn states(&self, of: &Updated<'_>) -> Vec<State> {
-        let state = |name, spec| State { name, spec, init: Init::Const(0.0) };
+        let state = |name, spec| State { name, spec, init: Init::Const(0.0).into() };
         let mut states = vec![state("velocity", Spec::f32(of.dims))];
         if self.spare > 0 {
             states.push(state("spare", Spec::f32(self.spare)));

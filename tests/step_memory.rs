@@ -5,6 +5,7 @@
 use gapless::alloc::Role;
 use gapless::alloc::draw::Bytes;
 use gapless::engine::compile::{CompileOptions, compile};
+use gapless::engine::optim::AdamW;
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig};
 use gapless::parallel::Rates;
 use gapless::{DType, Recompute, TrainOptions, Trainer};
@@ -145,6 +146,7 @@ fn activations_take_less_than_those_of_recorded_pytorch_runs() {
                 micro_batches: 4,
                 sequence: 1024,
                 dtype: DType::BF16,
+                optimizer: AdamW { masters: false, ..AdamW::default() }.into(),
                 recompute,
                 ..TrainOptions::default()
             };
@@ -175,8 +177,15 @@ fn llama_2_7b_under_budgets() {
     let llama =
         LlamaConfig { vocabulary: 32_000, kv_heads: 32, hidden: 11_008, rope_theta: 1e4, ..LlamaConfig::default() };
     let model = Model::Llama(llama);
-    let mut options =
-        TrainOptions { batch: 2, micro_batches: 2, sequence: 4096, dtype: DType::BF16, ..TrainOptions::default() };
+    let optimizer = AdamW { masters: false, ..AdamW::default() }.into();
+    let mut options = TrainOptions {
+        batch: 2,
+        micro_batches: 2,
+        sequence: 4096,
+        dtype: DType::BF16,
+        optimizer,
+        ..TrainOptions::default()
+    };
     let all = plan(&options, &model);
     let activations = all.arena - all.persistent();
     println!("everything kept: {}, of which activations {}", Bytes(all.arena), Bytes(activations));

@@ -9,6 +9,8 @@ use std::any::Any;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex};
 
+use candle_core::DType;
+
 use crate::error::{Error, Result};
 use crate::graph::{Graph, NodeId, Phase, Source, Tensor, ValueId, lock};
 use crate::op::Gradient;
@@ -29,6 +31,19 @@ pub struct ParameterGradient {
 /// # Errors
 /// When the loss is not a scalar or depends on no parameter, or an operation on the way has no gradient.
 pub fn differentiate(graph: &Arc<Mutex<Graph>>, loss: &Tensor, seed: f64) -> Result<Vec<ParameterGradient>> {
+    differentiate_in(graph, loss, seed, &|parameter| parameter.dtype())
+}
+
+/// [`differentiate`], with the gradients of a parameter summed up in a type that may be another than its own.
+///
+/// # Errors
+/// As [`differentiate`].
+pub fn differentiate_in(
+    graph: &Arc<Mutex<Graph>>,
+    loss: &Tensor,
+    seed: f64,
+    dtype_of: &dyn Fn(&Tensor) -> DType,
+) -> Result<Vec<ParameterGradient>> {
     if loss.rank() != 0 {
         return Err(Error::LossNotScalar { shape: loss.shape().clone() });
     }
@@ -37,7 +52,7 @@ pub fn differentiate(graph: &Arc<Mutex<Graph>>, loss: &Tensor, seed: f64) -> Res
         return Err(Error::NothingToTrain);
     }
     loss.set_phase(Phase::BackwardInput);
-    let result = pass.run(loss, seed);
+    let result = pass.run(loss, seed, dtype_of);
     loss.set_phase(Phase::Forward);
     result
 }
@@ -69,7 +84,7 @@ impl Pass {
         Self { graph: graph.clone(), depends, is_weight, forward_nodes: g.node_ids().collect() }
     }
 
-    fn run(&self, loss: &Tensor, seed: f64) -> Result<Vec<ParameterGradient>> {
+    fn run(&self, loss: &Tensor, seed: f64, dtype_of: &dyn Fn(&Tensor) -> DType) -> Result<Vec<ParameterGradient>> {
         let mut pending: HashMap<ValueId, Vec<Tensor>> = HashMap::new();
         pending.insert(loss.id(), vec![loss.constant(seed, ())]);
         let mut input_gradients = Vec::new();
@@ -95,7 +110,7 @@ impl Pass {
             self.send_on(node_id, grads, &mut pending)?;
         }
         self.mark_phases(&input_gradients);
-        let gradients = self.collect(pending)?;
+        let gradients = self.collect(pending, dtype_of)?;
         self.defer_movement(&gradients);
         Ok(gradients)
     }
@@ -132,13 +147,18 @@ impl Pass {
     }
 
     /// What is left belongs to persistent values: the parameters.
-    fn collect(&self, pending: HashMap<ValueId, Vec<Tensor>>) -> Result<Vec<ParameterGradient>> {
+    fn collect(
+        &self,
+        pending: HashMap<ValueId, Vec<Tensor>>,
+        dtype_of: &dyn Fn(&Tensor) -> DType,
+    ) -> Result<Vec<ParameterGradient>> {
         let mut gradients = Vec::new();
         // In order of the parameters: this records nodes, and the same model must always give the same program.
         for (parameter, parts) in BTreeMap::from_iter(pending) {
             if !matches!(lock(&self.graph).value(parameter).source, Source::Persistent { .. }) {
                 continue;
             }
+            let dtype = dtype_of(&Tensor::new(&self.graph, parameter));
             let mut summands = Vec::new();
             for part in parts {
                 part.set_phase(Phase::BackwardWeight);
@@ -149,11 +169,37 @@ impl Pass {
                 lock(&self.graph).set_place(place);
                 let dense =
                     if made { part.contiguous()? } else { Tensor::apply_op::<1>(Contiguous, &[&part])?[0].clone() };
-                summands.push(dense.id());
+                summands.push(self.cast(dense, dtype)?.id());
             }
             gradients.push(ParameterGradient { parameter, summands });
         }
         Ok(gradients)
+    }
+
+    /// The same in another type, with the cast in front of what only rearranges: there it is next to the sum over micro-batches,
+    /// where [`Self::defer_movement`] then leaves it.
+    fn cast(&self, part: Tensor, dtype: DType) -> Result<Tensor> {
+        if part.dtype() == dtype {
+            return Ok(part);
+        }
+        let (mut value, mut moves) = (part.id(), Vec::new());
+        {
+            let g = lock(&self.graph);
+            while let Source::Node { node, .. } = g.value(value).source {
+                let source = g.node(node).inputs[0];
+                if !rearranges(&g, value) || !matches!(g.value(g.value(source).root).source, Source::Node { .. }) {
+                    break;
+                }
+                moves.push(g.node(node).op.clone());
+                value = source;
+            }
+        }
+        let cast = Tensor::new(&self.graph, value).to_dtype(dtype)?;
+        let moved = moves
+            .into_iter()
+            .rev()
+            .try_fold(cast.id(), |value, op| lock(&self.graph).apply(op, &[value]).map(|outputs| outputs[0]))?;
+        Ok(Tensor::new(&self.graph, moved))
     }
 
     /// Moves what only rearranges a weight's gradient (the rest of an embedding around the rows that were used) behind
@@ -168,8 +214,7 @@ impl Pass {
             let mut readers_expected = 0;
             while let Source::Node { node: id, .. } = g.value(value).source {
                 let node = g.node(id);
-                let op: &dyn Any = &*node.op;
-                let moves = g.is_view(value) || op.is::<Widen>() || op.is::<Contiguous>();
+                let moves = rearranges(&g, value);
                 let alone = readers[value.index()] == readers_expected;
                 let source = g.value(g.value(node.inputs[0]).root);
                 let made = matches!(source.source, Source::Node { .. });
@@ -254,4 +299,11 @@ impl Pass {
             g.reassign_phase(id, if needed { Phase::BackwardInput } else { Phase::BackwardWeight });
         }
     }
+}
+
+/// Whether a node's output has the elements of its input, perhaps among zeros.
+fn rearranges(graph: &Graph, value: ValueId) -> bool {
+    let Source::Node { node, .. } = graph.value(value).source else { return false };
+    let op: &dyn Any = &*graph.node(node).op;
+    graph.is_view(value) || op.is::<Widen>() || op.is::<Contiguous>()
 }

@@ -30,7 +30,9 @@ pub enum Error {
     UnknownTensor { name: String, nearest: String },
     #[error("{name:?} is {dtype:?}; only f32 tensors are read and written this way")]
     NotF32 { name: String, dtype: DType },
-    #[error("the CPU computes in f32, not {dtype:?}; plan such a step with Trainer::plan, and run it in f32")]
+    #[error(
+        "the CPU computes in f32, not {dtype:?}; run such a step on a GPU, plan it with Trainer::plan, or run it in f32"
+    )]
     NoKernels { dtype: DType },
     #[cfg(feature = "cuda")]
     #[error(

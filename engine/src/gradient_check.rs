@@ -64,7 +64,7 @@ pub fn gradient_check(
         outputs.extend(gradient.summands.iter().map(|&id| Output::local(format!("gradient {}", id.index()), id)));
     }
     let mut executor = executor(&graph, &outputs)?;
-    let program = executor.program("check").expect("it was compiled");
+    let program = executor.executable().program("check").expect("it was compiled");
     for (name, array) in &given {
         let data: Vec<f32> = array.data.iter().map(|&x| x as f32).collect();
         if name.starts_with('x') {

@@ -71,4 +71,4 @@ pub use op::{Gradient, Op, Rows};
 pub use random::{Numbers, Stream};
 pub use reference::{Array, Reference};
 pub use report::Report;
-pub use train::{Model, Overflow, Pipeline, SampleOptions, StepReport, TrainOptions, Trainer};
+pub use train::{DeviceChoice, Model, Overflow, Pipeline, RunsOn, SampleOptions, StepReport, TrainOptions, Trainer};

@@ -8,7 +8,7 @@ use std::time::Instant;
 use candle_core::{DType, Layout};
 use gapless_alloc::arena::{ArenaOptions, ArenaPlan, RequestId, Reserve};
 use gapless_alloc::draw::Mark;
-use gapless_alloc::{Label, Options, PlanHash, Problem, Solution, check, lower_bound, plan, plan_hash};
+use gapless_alloc::{Label, Options, PlanHash, Problem, Role, Solution, check, lower_bound, plan, plan_hash};
 
 use super::host::{HostPlan, plan_host};
 use super::lifetimes::{Lifetimes, lifetimes, tick_of};
@@ -18,7 +18,7 @@ use crate::cpu::args::{Address, Element};
 use crate::cpu::scratch::Piece;
 use crate::error::{Error, Result};
 use crate::graph::Spec;
-use crate::nn::Init;
+use crate::nn::Fill;
 
 /// How to compile.
 #[derive(Debug, Clone)]
@@ -147,12 +147,15 @@ pub(crate) struct Persistent {
     pub label: Label,
     pub address: Address,
     pub spec: Spec,
-    pub init: Init,
-    /// The first element that is here, if it is a part.
-    pub first: usize,
+    /// What it holds before the first step.
+    pub fill: Fill,
     /// Whether an instruction of this rank changes it, rather than a message from the rank that does.
     pub changes_here: bool,
 }
+
+/// Index of a program in its executable.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ProgramId(pub(crate) usize);
 
 /// Programs over one arena: what is left to do at run time is to run them.
 #[derive(Debug)]
@@ -188,6 +191,22 @@ impl Executable {
     /// Size of the file that offloaded activations wait in.
     pub fn host_bytes(&self) -> u64 {
         self.host.solution.height
+    }
+
+    /// Finds a program by name.
+    pub fn program(&self, name: &str) -> Option<ProgramId> {
+        self.programs.iter().position(|program| program.name == name).map(ProgramId)
+    }
+
+    /// Whether a program reads an input of this name.
+    pub fn has_input(&self, id: ProgramId, name: &str) -> bool {
+        self.programs[id.0].inputs.iter().any(|input| input.name == name)
+    }
+
+    /// Names, shapes and types of the tensors of a role that outlive the step, in the order of their declaration.
+    pub fn specs(&self, role: Role) -> impl Iterator<Item = (&str, &Spec)> {
+        let of_role = self.persistent.iter().filter(move |p| p.label.role == role);
+        of_role.map(|p| (p.label.tensor.as_str(), &p.spec))
     }
 
     /// A tensor that outlives the step, by its name.
@@ -294,7 +313,7 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
             step.outputs.iter().for_each(|output| changes[output.buffer.index()] = true);
         }
         for ((buffer, &index), changes_here) in program.buffers.iter().zip(indices).zip(changes) {
-            let Held::Always { init, first, spec } = &buffer.held else { continue };
+            let Held::Always { fill, spec } = &buffer.held else { continue };
             let persistent = persistent.entry(index).or_insert_with(|| {
                 let address = Address {
                     offset: solution.offsets[index],
@@ -305,7 +324,7 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
                     counted: None,
                 };
                 let (label, spec) = (buffer.label.clone(), spec.clone());
-                Persistent { label, address, spec, init: *init, first: *first, changes_here: false }
+                Persistent { label, address, spec, fill: fill.clone(), changes_here: false }
             });
             persistent.changes_here |= changes_here;
         }

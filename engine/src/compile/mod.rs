@@ -16,7 +16,7 @@ mod requests;
 pub use cut::Cut;
 pub(crate) use cut::{ParameterStages, cut, cut_like, parameter_stages};
 pub(crate) use executable::{Asked, CompiledProgram, Instruction, Persistent, Released, When, height};
-pub use executable::{CompileOptions, Executable, compile};
+pub use executable::{CompileOptions, Executable, ProgramId, compile};
 pub use host::HostPlan;
 pub(crate) use lifetimes::ALIGNMENT;
 pub(crate) use lower::alive_nodes;

@@ -8,7 +8,7 @@ use gapless_parallel::{Action, Rates};
 
 use crate::communicator::Tag;
 use crate::graph::{Spec, Value};
-use crate::nn::Init;
+use crate::nn::Fill;
 use crate::op::Op;
 use crate::ops::Collective;
 
@@ -72,10 +72,8 @@ pub enum Held {
     No,
     /// The run: parameters, optimizer states, constants. Shared between programs by name.
     Always {
-        /// How it is filled before the first step.
-        init: Init,
-        /// The first element that is here, if it is a part of a tensor that several ranks share.
-        first: usize,
+        /// What it holds before the first step.
+        fill: Fill,
         /// What it was declared as; instructions may read it through views of other shapes.
         spec: Spec,
     },

@@ -4,8 +4,8 @@ use std::path::Path;
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 use candle_core::{Device, Tensor};
+use gapless_alloc::Label;
 use gapless_alloc::arena::{ArenaReport, Reserve};
-use gapless_alloc::{Label, Role};
 
 use super::arena::Arena;
 use super::args::{Address, Element};
@@ -14,26 +14,9 @@ use super::offload::HostFile;
 use super::routed::{Refusal, Routed};
 use super::run::{Base, Failure, Outside, run_all};
 use super::workers::Workers;
-use crate::compile::{Executable, Instruction, Persistent};
+use crate::compile::{Executable, Instruction, Persistent, ProgramId};
 use crate::error::{Error, Result};
 use crate::graph::Spec;
-
-/// Index of a program in its executable.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ProgramId(usize);
-
-impl ProgramId {
-    /// Finds a program by name.
-    pub(crate) fn of(executable: &Executable, name: &str) -> Option<Self> {
-        executable.programs.iter().position(|p| p.name == name).map(Self)
-    }
-
-    /// The id as a table index.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn index(self) -> usize {
-        self.0
-    }
-}
 
 /// A tensor that outlives the step, as [`Executor::with_persistent`] shows it.
 #[derive(Debug)]
@@ -104,12 +87,10 @@ impl Executor {
         let (arena, file) = (Arena::new(needed)?, Mutex::new(None));
         let executor = Self { links, executable, arena, routed, workers, file };
         for persistent in &executor.executable.persistent {
-            let (init, name, first) = (persistent.init, &persistent.label.tensor, persistent.first);
+            let Persistent { fill, address, .. } = persistent;
             match persistent.spec.dtype {
-                u8::DTYPE => {
-                    executor.with_slice(&persistent.address, |out| init.fill(seed, name, first, out, |x| x as u8))?
-                }
-                _ => executor.with_slice(&persistent.address, |out| init.fill(seed, name, first, out, |x| x as f32))?,
+                u8::DTYPE => executor.with_slice(address, |out| fill.fill(seed, out, |x| x as u8))?,
+                _ => executor.with_slice(address, |out| fill.fill(seed, out, |x| x as f32))?,
             }
         }
         Ok(executor)
@@ -168,11 +149,6 @@ impl Executor {
     /// Number of threads.
     pub fn threads(&self) -> usize {
         self.workers.threads()
-    }
-
-    /// Finds a program by name.
-    pub fn program(&self, name: &str) -> Option<ProgramId> {
-        ProgramId::of(&self.executable, name)
     }
 
     /// Runs a program. Returns the first instruction with a non-finite output, if asked to watch for it.
@@ -239,11 +215,6 @@ impl Executor {
         })
     }
 
-    /// Whether a program reads an input of this name.
-    pub fn has_input(&self, id: ProgramId, name: &str) -> bool {
-        self.executable.programs[id.0].inputs.iter().any(|input| input.name == name)
-    }
-
     /// Writes an input of a program.
     ///
     /// # Errors
@@ -287,17 +258,6 @@ impl Executor {
             })?,
             _ => self.arena.view(found.address.offset, &found.spec.shape),
         }
-    }
-
-    /// Names of the persistent tensors of a role, in the order of their declaration.
-    pub fn names(&self, role: Role) -> impl Iterator<Item = &str> {
-        self.executable.persistent.iter().filter(move |p| p.label.role == role).map(|p| p.label.tensor.as_str())
-    }
-
-    /// Names, shapes and types of the persistent tensors of a role, in the order of their declaration.
-    pub fn specs(&self, role: Role) -> impl Iterator<Item = (&str, &Spec)> {
-        let of_role = self.executable.persistent.iter().filter(move |p| p.label.role == role);
-        of_role.map(|p| (p.label.tensor.as_str(), &p.spec))
     }
 
     /// Shows all persistent tensors as bytes, without a copy.

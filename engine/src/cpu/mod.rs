@@ -22,7 +22,7 @@ mod workers;
 pub(crate) use args::Address;
 pub use args::{Args, Element};
 pub(crate) use elementwise::{BLOCK, arch, last_extent, map, row_of, rows_per_task, vectorize, zip};
-pub use executor::{Executor, PersistentBytes, ProgramId, RunOptions};
+pub use executor::{Executor, PersistentBytes, RunOptions};
 pub use links::Communicators;
 pub use scratch::{Scratch, ScratchMemory};
 pub use workers::{Workers, resolve_threads};

@@ -27,6 +27,16 @@ impl Cache {
         Self { folder: folder.into() }
     }
 
+    /// In `GAPLESS_CACHE`, else in the user's folder for caches, else in one for temporary files.
+    pub fn of_user() -> Self {
+        let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+        let folder = variable("GAPLESS_CACHE")
+            .or_else(|| variable("XDG_CACHE_HOME").map(|caches| caches.join("gapless")))
+            .or_else(|| variable("HOME").map(|home| home.join(".cache/gapless")))
+            .unwrap_or_else(|| std::env::temp_dir().join("gapless"));
+        Self::new(folder.join("kernels"))
+    }
+
     /// A family's machine code: as it was compiled before, or now.
     ///
     /// # Errors

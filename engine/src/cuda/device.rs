@@ -1,12 +1,15 @@
 //! What a step asks of a GPU.
 
-use std::fmt::Debug;
+use std::fmt::{self, Debug};
 
 use super::launch::Launch;
 
 /// Memory at addresses, and an order of launches that is run again and again. Everything that a step does is in there; what stands
 /// behind it is a driver, or in tests a stand-in for one.
 pub trait Device: Debug + Send {
+    /// What it is, in words.
+    fn name(&self) -> String;
+
     /// Makes room for so many bytes, once, and returns the address of the first: a multiple of 256.
     ///
     /// # Errors
@@ -23,19 +26,66 @@ pub trait Device: Debug + Send {
     ///
     /// # Errors
     /// What the driver says.
-    fn read(&mut self, address: u64, bytes: &mut [u8]) -> Result<(), DeviceError>;
+    fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), DeviceError>;
 
     /// Gets launches ready to be run in this order: kernels compiled, algorithms chosen, all of it captured as one graph.
     ///
     /// # Errors
-    /// When a kernel cannot be compiled or loaded, or what the driver says.
-    fn record(&mut self, launches: Vec<Launch>) -> Result<Recording, DeviceError>;
+    /// When a kernel cannot be compiled or loaded, or what the driver says of a launch, which `describe` names.
+    fn record(&mut self, launches: Vec<Launch>, describe: Describe<'_>) -> Result<Recording, DeviceError>;
+
+    /// Runs launches once, and waits for their end.
+    ///
+    /// # Errors
+    /// As [`Self::record`].
+    fn run(&mut self, launches: Vec<Launch>, describe: Describe<'_>) -> Result<(), DeviceError>;
 
     /// Runs what was recorded, and waits for its end.
     ///
     /// # Errors
     /// What the driver says.
     fn replay(&mut self, recording: Recording) -> Result<(), DeviceError>;
+
+    /// What of its memory is in use, and for what.
+    ///
+    /// # Errors
+    /// What the driver says.
+    fn memory(&self) -> Result<DeviceMemory, DeviceError>;
+}
+
+/// Names the operation, layer and micro-batch that a launch is for, by its index.
+pub type Describe<'a> = &'a dyn Fn(usize) -> String;
+
+/// What of a device's memory is in use, as its driver reports it.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+pub struct DeviceMemory {
+    /// All that there is, in bytes.
+    pub total: u64,
+    /// What is in use now, by anybody.
+    pub in_use: u64,
+    /// What the arena takes of it, in whole pages.
+    pub arena: u64,
+    /// What came into use as this was set up, in order: what was there before, libraries, code.
+    pub beside: Vec<(&'static str, u64)>,
+}
+
+impl DeviceMemory {
+    /// What is in use and was not seen to come; below 0 if others have given memory back.
+    pub fn unexplained(&self) -> i64 {
+        let known = self.arena + self.beside.iter().map(|&(_, bytes)| bytes).sum::<u64>();
+        self.in_use as i64 - known as i64
+    }
+}
+
+impl fmt::Display for DeviceMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "{:>16} bytes in use of {}", self.in_use, self.total)?;
+        writeln!(f, "{:>16} arena", self.arena)?;
+        for (what, bytes) in &self.beside {
+            writeln!(f, "{bytes:>16} {what}")?;
+        }
+        write!(f, "{:>16} others, since", self.unexplained())
+    }
 }
 
 /// What was recorded on a device: its number, from 0.
@@ -50,11 +100,21 @@ pub enum DeviceError {
     #[error("no GPU can be used here; there is no {what}: {remedy}")]
     Missing { what: &'static str, remedy: &'static str },
     #[error(
-        "{device} has {free} of its {total} bytes free, and {needed} are needed; what else holds its memory is listed by nvidia-smi"
+        "{device} has {free} of its {total} bytes free, and {needed} are needed; what else holds its memory:\n{holders}"
     )]
-    OutOfMemory { device: String, needed: u64, free: u64, total: u64 },
+    OutOfMemory { device: String, needed: u64, free: u64, total: u64, holders: String },
     #[error(transparent)]
     Kernel(Box<super::KernelError>),
     #[error("{call} failed on {device}: {what}")]
     Driver { device: String, call: String, what: String },
+}
+
+impl DeviceError {
+    /// The same, of a launch that is for this.
+    pub(super) fn during(self, what_for: &str) -> Self {
+        match self {
+            Self::Driver { device, call, what } => Self::Driver { device, call: format!("{what_for}: {call}"), what },
+            other => other,
+        }
+    }
 }

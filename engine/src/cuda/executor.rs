@@ -5,13 +5,12 @@
 
 use candle_core::{DType, Device as CandleDevice, Tensor};
 
-use super::device::{Device, Recording};
-use super::{Launch, Operand, Operands, Random};
-use crate::compile::{CompiledProgram, Executable, Instruction, Work};
-use crate::cpu::{Address, Element, ProgramId};
+use super::device::{Device, DeviceMemory, Recording};
+use super::{Launch, Operand, Operands, Random, launch};
+use crate::compile::{CompiledProgram, Executable, Instruction, Persistent, ProgramId, Work};
+use crate::cpu::{Address, Element, PersistentBytes, RunOptions};
 use crate::error::{Error, Result};
 use crate::graph::Spec;
-use crate::nn::Init;
 use crate::random::Stream;
 
 /// An executable on a device.
@@ -19,13 +18,9 @@ use crate::random::Stream;
 pub struct Executor {
     executable: Executable,
     device: Box<dyn Device>,
-    /// Address of the arena.
-    base: u64,
-    /// Address of the step's key.
-    key: u64,
+    place: Place,
     /// By program.
     recordings: Vec<Recording>,
-    seed: u64,
 }
 
 /// Bytes behind the arena that hold the key of a step's random numbers: it changes from step to step, a recording doesn't.
@@ -36,27 +31,28 @@ impl Executor {
     /// batch, and the next one is `part_stride` parts on.
     ///
     /// # Errors
-    /// [`Error::NoDeviceKernels`] for what only the CPU can do so far, and for programs that were lowered for it;
-    /// [`Error::Device`].
+    /// Before anything is reserved, [`Error::NoDeviceKernels`] for what only the CPU can do so far, and for programs that were
+    /// lowered for it; [`Error::Device`].
     pub fn new(
         executable: Executable,
         mut device: Box<dyn Device>,
         seed: u64,
         (first_part, part_stride): (u64, u64),
     ) -> Result<Self> {
+        let nowhere = Place { base: 0, key: 0, first_part, part_stride };
+        executable.programs.iter().try_for_each(|program| nowhere.launches(program).map(drop))?;
         let bytes = executable.arena_bytes().next_multiple_of(KEY_BYTES);
         let base = device.reserve(bytes + KEY_BYTES)?;
-        let place = Place { base, key: base + bytes, first_part, part_stride };
+        let place = Place { base, key: base + bytes, ..nowhere };
         for persistent in &executable.persistent {
-            let (name, address) = (&persistent.label.tensor, &persistent.address);
-            let data = filled(persistent.init, seed, name, persistent.first, address)?;
-            device.write(base + address.offset, &data)?;
+            device.write(base + persistent.address.offset, &filled(persistent, seed)?)?;
         }
         let mut recordings = Vec::new();
         for program in &executable.programs {
-            recordings.push(device.record(place.launches(program)?)?);
+            let (of, launches): (Vec<usize>, Vec<Launch>) = place.launches(program)?.into_iter().unzip();
+            recordings.push(device.record(launches, &|launch| program.instructions[of[launch]].describe())?);
         }
-        Ok(Self { executable, device, base, key: place.key, recordings, seed })
+        Ok(Self { executable, device, place, recordings })
     }
 
     /// What it runs.
@@ -64,19 +60,46 @@ impl Executor {
         &self.executable
     }
 
-    /// Finds a program by name.
-    pub fn program(&self, name: &str) -> Option<ProgramId> {
-        ProgramId::of(&self.executable, name)
+    /// The device, in words.
+    pub fn device(&self) -> String {
+        self.device.name()
     }
 
-    /// Runs a program as a step.
+    /// What of the device's memory is in use, and for what.
     ///
     /// # Errors
     /// [`Error::Device`].
-    pub fn run(&mut self, id: ProgramId, step: u64) -> Result<()> {
-        let key = Stream::new(self.seed, step, 0).key();
-        self.device.write(self.key, &key.to_ne_bytes())?;
-        Ok(self.device.replay(self.recordings[id.index()])?)
+    pub fn memory(&self) -> Result<DeviceMemory> {
+        Ok(self.device.memory()?)
+    }
+
+    /// Runs a program. If asked to watch it, instruction by instruction, and returns the first with a non-finite output. Where
+    /// micro-batches lie in the batch was said when it was recorded.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    pub fn run(&mut self, id: ProgramId, options: RunOptions) -> Result<Option<String>> {
+        let key = Stream::new(options.seed, options.step, 0).key();
+        self.device.write(self.place.key, &key.to_ne_bytes())?;
+        if !options.watch {
+            self.device.replay(self.recordings[id.0])?;
+            return Ok(None);
+        }
+        let Self { executable, device, place, .. } = self;
+        let mut culprit = None;
+        for instruction in &executable.programs[id.0].instructions {
+            let launches = place.of(instruction).ok_or_else(|| refused(instruction))?;
+            device.run(launches, &|_| instruction.describe())?;
+            if culprit.is_none() {
+                for output in &instruction.outputs {
+                    let numbers = read(&**device, *place, output)?;
+                    if output.dtype.is_float() && !all_finite(&numbers)? {
+                        culprit = Some(instruction.describe());
+                    }
+                }
+            }
+        }
+        Ok(culprit)
     }
 
     /// Writes an input of a program.
@@ -84,32 +107,104 @@ impl Executor {
     /// # Errors
     /// When there is no such input, or it holds another number of elements or another type; [`Error::Device`].
     pub fn write_input<T: Element>(&mut self, id: ProgramId, name: &str, micro_batch: u32, data: &[T]) -> Result<()> {
-        let address = self.executable.programs[id.index()].input_for(name, micro_batch, data)?;
-        Ok(self.device.write(self.base + address.offset, T::bytes(data))?)
+        let address = self.executable.programs[id.0].input_for(name, micro_batch, data)?;
+        Ok(self.device.write(self.place.base + address.offset, T::bytes(data))?)
     }
 
     /// A copy of an output of a program that has run.
     ///
     /// # Errors
     /// When there is no such output; [`Error::Device`].
-    pub fn output(&mut self, id: ProgramId, name: &str) -> Result<Tensor> {
-        let address = self.executable.programs[id.index()].output(name)?.address.clone();
-        self.read(&address)
+    pub fn output(&self, id: ProgramId, name: &str) -> Result<Tensor> {
+        self.read(&self.executable.programs[id.0].output(name)?.address)
+    }
+
+    /// A scalar output of a program that has run.
+    ///
+    /// # Errors
+    /// As [`Self::output`].
+    pub fn scalar(&self, id: ProgramId, name: &str) -> Result<f32> {
+        Ok(self.output(id, name)?.to_dtype(DType::F32)?.to_scalar()?)
     }
 
     /// A copy of a parameter or an optimizer state, by its full name.
     ///
     /// # Errors
     /// When there is none of that name; [`Error::Device`].
-    pub fn tensor(&mut self, name: &str) -> Result<Tensor> {
-        let address = self.executable.find_persistent(name)?.address.clone();
-        self.read(&address)
+    pub fn tensor(&self, name: &str) -> Result<Tensor> {
+        self.read(&self.executable.find_persistent(name)?.address)
     }
 
-    fn read(&mut self, address: &Address) -> Result<Tensor> {
-        let mut bytes = vec![0; address.span * address.dtype.size_in_bytes()];
-        self.device.read(self.base + address.offset, &mut bytes)?;
-        Ok(Tensor::from_raw_buffer(&bytes, address.dtype, address.layout.dims(), &CandleDevice::Cpu)?)
+    /// Shows copies of all tensors that outlive the step as bytes.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    pub fn with_persistent<R>(&self, f: impl FnOnce(&[PersistentBytes<'_>]) -> R) -> Result<R> {
+        let all = &self.executable.persistent;
+        let bytes = all.iter().map(|p| self.bytes(&p.address)).collect::<Result<Vec<_>>>()?;
+        let shown: Vec<PersistentBytes<'_>> = all
+            .iter()
+            .zip(&bytes)
+            .map(|(p, bytes)| PersistentBytes { label: &p.label, spec: &p.spec, changes_here: p.changes_here, bytes })
+            .collect();
+        Ok(f(&shown))
+    }
+
+    /// Lets `fill` write the bytes of a tensor that outlives the step.
+    ///
+    /// # Errors
+    /// When there is none of that name; [`Error::Device`].
+    pub fn fill_tensor<R>(&mut self, name: &str, fill: impl FnOnce(&mut [u8]) -> R) -> Result<R> {
+        let address = &self.executable.find_persistent(name)?.address;
+        let mut bytes = self.bytes(address)?;
+        let result = fill(&mut bytes);
+        self.device.write(self.place.base + address.offset, &bytes)?;
+        Ok(result)
+    }
+
+    /// Overwrites a tensor of floats that outlives the step, rounded to its type.
+    ///
+    /// # Errors
+    /// When there is none of that name, size or type; [`Error::Device`].
+    pub fn write_tensor(&mut self, name: &str, data: &[f32]) -> Result<()> {
+        let found = self.executable.find_persistent(name)?;
+        let address = &found.address;
+        if address.span != data.len() {
+            return Err(Error::ElementCount { name: name.into(), expected: address.span, given: data.len() });
+        }
+        let bytes = stored(data.iter().copied(), address.dtype)
+            .ok_or_else(|| Error::NotF32 { name: name.into(), dtype: address.dtype })?;
+        Ok(self.device.write(self.place.base + address.offset, &bytes)?)
+    }
+
+    fn read(&self, address: &Address) -> Result<Tensor> {
+        read(&*self.device, self.place, address)
+    }
+
+    fn bytes(&self, address: &Address) -> Result<Vec<u8>> {
+        bytes(&*self.device, self.place, address)
+    }
+}
+
+fn bytes(device: &dyn Device, place: Place, address: &Address) -> Result<Vec<u8>> {
+    let mut bytes = vec![0; address.span * address.dtype.size_in_bytes()];
+    device.read(place.base + address.offset, &mut bytes)?;
+    Ok(bytes)
+}
+
+fn read(device: &dyn Device, place: Place, address: &Address) -> Result<Tensor> {
+    let bytes = bytes(device, place, address)?;
+    Ok(Tensor::from_raw_buffer(&bytes, address.dtype, address.layout.dims(), &CandleDevice::Cpu)?)
+}
+
+fn all_finite(numbers: &Tensor) -> Result<bool> {
+    Ok(numbers.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()?.iter().all(|x| x.is_finite()))
+}
+
+fn refused(instruction: &Instruction) -> Error {
+    Error::NoDeviceKernels {
+        instruction: instruction.describe(),
+        dtypes: instruction.inputs.iter().map(|input| input.dtype).collect(),
     }
 }
 
@@ -123,17 +218,14 @@ struct Place {
 }
 
 impl Place {
-    /// All that a program launches.
-    fn launches(&self, program: &CompiledProgram) -> Result<Vec<Launch>> {
+    /// All that a program launches, each with the instruction that it is for.
+    fn launches(&self, program: &CompiledProgram) -> Result<Vec<(usize, Launch)>> {
         let mut launches = Vec::new();
-        for instruction in &program.instructions {
-            let of_one = self.of(instruction).ok_or_else(|| Error::NoDeviceKernels {
-                instruction: instruction.describe(),
-                dtypes: instruction.inputs.iter().map(|input| input.dtype).collect(),
-            })?;
-            launches.extend(of_one);
+        for (index, instruction) in program.instructions.iter().enumerate() {
+            let of_one = self.of(instruction).ok_or_else(|| refused(instruction))?;
+            launches.extend(of_one.into_iter().map(|launch| (index, launch)));
         }
-        Ok(launches)
+        Ok(launch::together(launches))
     }
 
     /// What an instruction launches; none if there are no kernels for it, or its scratch is not theirs.
@@ -169,18 +261,25 @@ impl Place {
 }
 
 /// A tensor's bytes before the first step.
-fn filled(init: Init, seed: u64, name: &str, first: usize, address: &Address) -> Result<Vec<u8>> {
+fn filled(Persistent { fill, address, label, .. }: &Persistent, seed: u64) -> Result<Vec<u8>> {
     let mut numbers = vec![0.0; address.span];
-    init.fill(seed, name, first, &mut numbers, |x| x);
-    Ok(match address.dtype {
-        DType::U8 => numbers.into_iter().map(|x| x as u8).collect(),
-        DType::F32 => numbers.into_iter().flat_map(|x| (x as f32).to_ne_bytes()).collect(),
-        DType::BF16 => numbers.into_iter().flat_map(|x| to_bf16(x as f32).to_ne_bytes()).collect(),
-        dtype => {
-            let (instruction, dtypes) = (format!("filling {name:?}"), vec![dtype]);
-            return Err(Error::NoDeviceKernels { instruction, dtypes });
-        }
+    fill.fill(seed, &mut numbers, |x| x);
+    if address.dtype == DType::U8 {
+        return Ok(numbers.into_iter().map(|x| x as u8).collect());
+    }
+    stored(numbers.into_iter().map(|x| x as f32), address.dtype).ok_or_else(|| Error::NoDeviceKernels {
+        instruction: format!("filling {:?}", label.tensor),
+        dtypes: vec![address.dtype],
     })
+}
+
+/// Numbers as bytes of a type; none of types without kernels.
+fn stored(numbers: impl Iterator<Item = f32>, dtype: DType) -> Option<Vec<u8>> {
+    match dtype {
+        DType::F32 => Some(numbers.flat_map(f32::to_ne_bytes).collect()),
+        DType::BF16 => Some(numbers.flat_map(|x| to_bf16(x).to_ne_bytes()).collect()),
+        _ => None,
+    }
 }
 
 /// The nearest bf16, of two equally near ones the even one; numbers alone.

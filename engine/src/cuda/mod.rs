@@ -17,13 +17,14 @@ mod error;
 mod executor;
 mod family;
 pub mod launch;
+mod mapped;
 mod nvidia;
 mod nvrtc;
 #[cfg(test)]
 mod tests;
 
 pub use cache::Cache;
-pub use device::{Device, DeviceError, Recording};
+pub use device::{Describe, Device, DeviceError, DeviceMemory, Recording};
 pub use error::KernelError;
 pub use executor::Executor;
 pub use family::Family;

@@ -9,8 +9,9 @@ use std::ffi::CString;
 use cudarc::driver::{result, sys};
 
 use super::cublaslt::CublasLt;
-use super::device::{Device, DeviceError, Recording};
+use super::device::{Describe, Device, DeviceError, DeviceMemory, Recording};
 use super::launch::{Kernel, Launch};
+use super::mapped::{Mapped, used};
 use super::{Architecture, Cache, Family, KernelError, Nvrtc};
 
 /// A GPU, with a range of its memory and what was recorded there.
@@ -25,6 +26,8 @@ pub struct Nvidia {
     functions: HashMap<String, sys::CUfunction>,
     memory: Option<Mapped>,
     graphs: Vec<sys::CUgraphExec>,
+    /// What came into use beside the arena, in order.
+    beside: Vec<(&'static str, u64)>,
     /// Last to be dropped: all the others live in it.
     context: Context,
 }
@@ -46,19 +49,11 @@ impl Drop for Context {
     }
 }
 
-/// Device memory at a range of addresses of its own.
-#[derive(Debug, Clone, Copy)]
-struct Mapped {
-    address: sys::CUdeviceptr,
-    bytes: usize,
-    handle: sys::CUmemGenericAllocationHandle,
-}
-
 /// Shared memory of a block that a kernel need not ask for.
 const USUAL_SHARED_BYTES: u32 = 48 << 10;
 
 /// Names a call, and the device that failed at it.
-trait Named<T> {
+pub(super) trait Named<T> {
     fn named(self, device: &str, call: &str) -> Result<T, DeviceError>;
 }
 
@@ -73,15 +68,16 @@ impl Nvidia {
     /// The GPU of this number, with kernels kept in `cache`.
     ///
     /// # Errors
-    /// [`DeviceError::Missing`] where there is no driver or no cuBLASLt, and what the driver says of the device.
-    pub fn new(ordinal: i32, cache: Cache) -> Result<Self, DeviceError> {
+    /// [`DeviceError::Missing`] where there is no driver or no cuBLASLt, [`DeviceError::Kernel`] where there is no NVRTC, and
+    /// what the driver says of the device.
+    pub fn new(ordinal: usize, cache: Cache) -> Result<Self, DeviceError> {
         // SAFETY: the driver's library is one that may be loaded at any time.
         if !unsafe { sys::is_culib_present() } {
             return Err(DeviceError::Missing { what: "NVIDIA driver", remedy: "install it, or train on the CPU" });
         }
         let number = format!("GPU {ordinal}");
         result::init().named(&number, "cuInit")?;
-        let device = result::device::get(ordinal).named(&number, "cuDeviceGet")?;
+        let device = result::device::get(i32::try_from(ordinal).unwrap_or(i32::MAX)).named(&number, "cuDeviceGet")?;
         let name = result::device::get_name(device).named(&number, "cuDeviceGetName")?;
         let name = format!("{number} ({})", name);
         let attribute = |attribute| {
@@ -100,11 +96,15 @@ impl Nvidia {
         let context = Context { device, context };
         // SAFETY: the context has just been retained.
         unsafe { result::ctx::set_current(context.context) }.named(&name, "cuCtxSetCurrent")?;
-        let stream = result::stream::create(result::stream::StreamKind::NonBlocking).named(&name, "cuStreamCreate")?;
+        let before = used(&name)?.in_use;
+        Nvrtc::load()?;
         let products = CublasLt::new(&name)?;
+        let stream = result::stream::create(result::stream::StreamKind::NonBlocking).named(&name, "cuStreamCreate")?;
+        let libraries = used(&name)?.in_use.saturating_sub(before);
+        let beside = vec![("driver's context, and other processes", before), ("cuBLASLt", libraries)];
         let (modules, functions) = (HashMap::new(), HashMap::new());
         let (memory, graphs) = (None, Vec::new());
-        Ok(Self { name, stream, architecture, cache, products, modules, functions, memory, graphs, context })
+        Ok(Self { name, stream, architecture, cache, products, modules, functions, memory, graphs, beside, context })
     }
 
     /// Makes the context the thread's own.
@@ -118,65 +118,9 @@ impl Nvidia {
         unsafe { result::stream::synchronize(self.stream) }.named(&self.name, "cuStreamSynchronize")
     }
 
-    /// Where memory is made.
-    fn kind(&self) -> sys::CUmemAllocationProp {
-        // SAFETY: a struct of numbers and a pointer that may be null, of which zeros mean nothing special.
-        let mut kind: sys::CUmemAllocationProp = unsafe { std::mem::zeroed() };
-        kind.type_ = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
-        kind.location.type_ = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
-        kind.location.id = self.context.device;
-        kind
-    }
-
-    /// Memory of at least so many bytes at addresses of its own.
-    fn map(&self, bytes: u64) -> Result<Mapped, DeviceError> {
-        let (name, kind) = (&self.name, self.kind());
-        let mut granularity = 0;
-        let minimum = sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
-        // SAFETY: it writes one number.
-        unsafe { sys::cuMemGetAllocationGranularity(&mut granularity, &kind, minimum).result() }
-            .named(name, "cuMemGetAllocationGranularity")?;
-        let bytes = (bytes as usize).next_multiple_of(granularity.max(1));
-        let (free, total) = result::mem_get_info().named(name, "cuMemGetInfo")?;
-        if bytes > free {
-            let (needed, free, total) = (bytes as u64, free as u64, total as u64);
-            return Err(DeviceError::OutOfMemory { device: name.clone(), needed, free, total });
-        }
-        let (mut handle, mut address) = (0, 0);
-        // SAFETY: each writes one number; what was made before is given back where a later one fails.
-        unsafe {
-            sys::cuMemCreate(&mut handle, bytes, &kind, 0).result().named(name, "cuMemCreate")?;
-            let reserved = sys::cuMemAddressReserve(&mut address, bytes, 0, 0, 0).result();
-            if let Err(error) = reserved.named(name, "cuMemAddressReserve") {
-                let _ = sys::cuMemRelease(handle);
-                return Err(error);
-            }
-            let mapped = sys::cuMemMap(address, bytes, 0, handle, 0).result().named(name, "cuMemMap");
-            let access = sys::CUmemAccessDesc {
-                location: kind.location,
-                flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
-            };
-            let all = mapped.and_then(|()| {
-                sys::cuMemSetAccess(address, bytes, &access, 1).result().named(name, "cuMemSetAccess").inspect_err(
-                    |_| {
-                        let _ = sys::cuMemUnmap(address, bytes);
-                    },
-                )
-            });
-            if let Err(error) = all {
-                let _ = sys::cuMemAddressFree(address, bytes);
-                let _ = sys::cuMemRelease(handle);
-                return Err(error);
-            }
-        }
-        Ok(Mapped { address, bytes, handle })
-    }
-
     /// Whether a copy stays within the memory that is there.
     fn expect_inside(&self, address: u64, bytes: usize, call: &str) -> Result<(), DeviceError> {
-        let inside = self.memory.is_some_and(|memory| {
-            address >= memory.address && address - memory.address + bytes as u64 <= memory.bytes as u64
-        });
+        let inside = self.memory.as_ref().is_some_and(|memory| memory.holds(address, bytes));
         let what = || format!("{bytes} bytes at {address:#x} are not in the memory that was reserved");
         let error = || DeviceError::Driver { device: self.name.clone(), call: call.into(), what: what() };
         if inside { Ok(()) } else { Err(error()) }
@@ -204,6 +148,30 @@ impl Nvidia {
         let function = function.named(&self.name, &format!("finding {}", kernel.name))?;
         self.functions.insert(kernel.name.clone(), function);
         Ok(())
+    }
+
+    /// Compiles and loads all kernels, and chooses how to do all products.
+    fn prepare(&mut self, launches: &[Launch], describe: Describe<'_>) -> Result<(), DeviceError> {
+        launches.iter().enumerate().try_for_each(|(index, launch)| {
+            let ready = match launch {
+                Launch::Kernel(kernel) => self.load(kernel),
+                Launch::Product(product) => self.products.choose(product),
+            };
+            ready.map_err(|error| error.during(&describe(index)))
+        })
+    }
+
+    /// Starts launches on the stream, one after another.
+    fn start_all(&self, launches: &[Launch], describe: Describe<'_>) -> Result<(), DeviceError> {
+        launches.iter().enumerate().try_for_each(|(index, launch)| {
+            let started = match launch {
+                // SAFETY: the addresses come from a plan that has passed the checker, in memory of its size.
+                Launch::Kernel(kernel) => unsafe { self.start(kernel) },
+                // SAFETY: as above.
+                Launch::Product(product) => unsafe { self.products.start(product, self.stream) },
+            };
+            started.map_err(|error| error.during(&describe(index)))
+        })
     }
 
     /// Starts a kernel on the stream.
@@ -234,15 +202,20 @@ impl Nvidia {
 }
 
 impl Device for Nvidia {
+    fn name(&self) -> String {
+        self.name.clone()
+    }
+
     fn reserve(&mut self, bytes: u64) -> Result<u64, DeviceError> {
         self.enter()?;
         if self.memory.is_some() {
             let (device, what) = (self.name.clone(), "there is memory already".into());
             return Err(DeviceError::Driver { device, call: "reserving memory".into(), what });
         }
-        let mapped = self.map(bytes)?;
+        let mapped = Mapped::new(&self.name, self.context.device, bytes)?;
+        let address = mapped.address();
         self.memory = Some(mapped);
-        Ok(mapped.address)
+        Ok(address)
     }
 
     fn write(&mut self, address: u64, bytes: &[u8]) -> Result<(), DeviceError> {
@@ -253,7 +226,7 @@ impl Device for Nvidia {
         unsafe { result::memcpy_htod_sync(address, bytes) }.named(&self.name, "cuMemcpyHtoD")
     }
 
-    fn read(&mut self, address: u64, bytes: &mut [u8]) -> Result<(), DeviceError> {
+    fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), DeviceError> {
         self.enter()?;
         self.expect_inside(address, bytes.len(), "cuMemcpyDtoH")?;
         self.wait()?;
@@ -261,24 +234,16 @@ impl Device for Nvidia {
         unsafe { result::memcpy_dtoh_sync(bytes, address) }.named(&self.name, "cuMemcpyDtoH")
     }
 
-    fn record(&mut self, launches: Vec<Launch>) -> Result<Recording, DeviceError> {
+    fn record(&mut self, launches: Vec<Launch>, describe: Describe<'_>) -> Result<Recording, DeviceError> {
         self.enter()?;
+        let before = used(&self.name)?.in_use;
         // Nothing may be loaded, compiled or chosen while a graph is captured.
-        for launch in &launches {
-            match launch {
-                Launch::Kernel(kernel) => self.load(kernel)?,
-                Launch::Product(product) => self.products.choose(product)?,
-            }
-        }
+        self.prepare(&launches, describe)?;
+        let prepared = used(&self.name)?.in_use;
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream is this device's own, and captures nothing yet.
         unsafe { result::stream::begin_capture(self.stream, mode) }.named(&self.name, "cuStreamBeginCapture")?;
-        let started = launches.iter().try_for_each(|launch| match launch {
-            // SAFETY: the addresses come from a plan that has passed the checker, in memory of its size.
-            Launch::Kernel(kernel) => unsafe { self.start(kernel) },
-            // SAFETY: as above.
-            Launch::Product(product) => unsafe { self.products.start(product, self.stream) },
-        });
+        let started = self.start_all(&launches, describe);
         // Ended in any case: a stream that goes on capturing could do nothing else.
         // SAFETY: the capture was begun above.
         let graph = unsafe { result::stream::end_capture(self.stream) }.named(&self.name, "cuStreamEndCapture");
@@ -291,7 +256,17 @@ impl Device for Nvidia {
             ready
         };
         self.graphs.push(ready.named(&self.name, "cuGraphInstantiate")?);
+        let after = used(&self.name)?.in_use;
+        self.beside.push(("kernels", prepared.saturating_sub(before)));
+        self.beside.push(("graph", after.saturating_sub(prepared)));
         Ok(Recording(self.graphs.len() - 1))
+    }
+
+    fn run(&mut self, launches: Vec<Launch>, describe: Describe<'_>) -> Result<(), DeviceError> {
+        self.enter()?;
+        self.prepare(&launches, describe)?;
+        self.start_all(&launches, describe)?;
+        self.wait()
     }
 
     fn replay(&mut self, recording: Recording) -> Result<(), DeviceError> {
@@ -299,6 +274,12 @@ impl Device for Nvidia {
         // SAFETY: the graph's memory is mapped as long as this is there, and one run ends before the next begins.
         unsafe { result::graph::launch(self.graphs[recording.0], self.stream) }.named(&self.name, "cuGraphLaunch")?;
         self.wait()
+    }
+
+    fn memory(&self) -> Result<DeviceMemory, DeviceError> {
+        self.enter()?;
+        let arena = self.memory.as_ref().map_or(0, Mapped::bytes);
+        Ok(DeviceMemory { arena, beside: self.beside.clone(), ..used(&self.name)? })
     }
 }
 
@@ -313,11 +294,6 @@ impl Drop for Nvidia {
             }
             for (_, module) in self.modules.drain() {
                 let _ = sys::cuModuleUnload(module);
-            }
-            if let Some(Mapped { address, bytes, handle }) = self.memory.take() {
-                let _ = sys::cuMemUnmap(address, bytes);
-                let _ = sys::cuMemAddressFree(address, bytes);
-                let _ = sys::cuMemRelease(handle);
             }
             let _ = result::stream::destroy(self.stream);
         }

@@ -18,7 +18,7 @@ use candle_core::{DType, Layout, Shape};
 use gapless_parallel::StageId;
 
 use crate::error::{Error, Result};
-use crate::nn::Init;
+use crate::nn::{Fill, Init};
 use crate::op::{Op, Rows};
 use crate::ops::Contiguous;
 use crate::optim::Optimizer;
@@ -99,10 +99,8 @@ pub enum Source {
     Persistent {
         /// Full name.
         name: String,
-        /// How it is filled before the first step.
-        init: Init,
-        /// The first element that is here, if this is a part of a tensor that several ranks share.
-        first: usize,
+        /// What it holds before the first step.
+        fill: Fill,
     },
     /// Written by the host before each micro-batch.
     Input {
@@ -270,7 +268,8 @@ impl Graph {
             }
             return if made.dtype == spec.dtype { Ok(id) } else { Err(Error::TypeClash { name: name.into() }) };
         }
-        let id = self.push_value(spec, Source::Persistent { name: name.into(), init, first: 0 });
+        let fill = Fill { init, name: name.into(), first: 0 };
+        let id = self.push_value(spec, Source::Persistent { name: name.into(), fill });
         self.names.insert(name.into(), id);
         Ok(id)
     }
@@ -290,11 +289,20 @@ impl Graph {
         dims[0] /= ranks;
         let id = self.add_persistent(name, whole.in_shape(dims), init)?;
         let elements = self.value(id).spec.elements();
-        if let Source::Persistent { first, .. } = &mut self.values[id.index()].source {
-            *first = rank * elements;
+        if let Source::Persistent { fill, .. } = &mut self.values[id.index()].source {
+            fill.first = rank * elements;
         }
         self.shares.insert(id, whole.shape);
         Ok(id)
+    }
+
+    /// Lets a persistent tensor begin as the elements of a parameter from its `skip`th on, which may be of another type.
+    pub(crate) fn fill_as(&mut self, id: ValueId, parameter: ValueId, skip: usize) {
+        let Source::Persistent { fill, .. } = &self.value(parameter).source else { return };
+        let like = Fill { first: fill.first + skip, ..fill.clone() };
+        if let Source::Persistent { fill, .. } = &mut self.values[id.index()].source {
+            *fill = like;
+        }
     }
 
     /// The shape of the whole tensor that a persistent one is this expert rank's share of.

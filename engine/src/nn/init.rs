@@ -23,19 +23,29 @@ pub enum Init {
     },
 }
 
-impl Init {
-    /// Fills a tensor, or the part of it from element `first` on: a pure function of the run's seed and the tensor's name, cast
-    /// to its type.
-    pub(crate) fn fill<T: Copy>(self, seed: u64, name: &str, first: usize, out: &mut [T], cast: impl Fn(f64) -> T) {
-        let hash = blake3::hash(name.as_bytes());
+/// What a persistent tensor holds before the first step: elements of a tensor that may be another, or larger.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Fill {
+    /// How that tensor is filled.
+    pub init: Init,
+    /// Its name, which decides its random numbers.
+    pub name: String,
+    /// Which of its elements is the first here.
+    pub first: usize,
+}
+
+impl Fill {
+    /// Fills what is here: a pure function of the run's seed and of these, cast to its type.
+    pub(crate) fn fill<T: Copy>(&self, seed: u64, out: &mut [T], cast: impl Fn(f64) -> T) {
+        let hash = blake3::hash(self.name.as_bytes());
         let key = u64::from_le_bytes(hash.as_bytes()[..8].try_into().expect("8 of 32 bytes"));
-        let numbers = Numbers::from_seed(seed ^ key);
-        match self {
-            Self::Const(value) => out.fill(cast(value)),
-            Self::Randn { mean, stdev } => {
+        let (numbers, first) = (Numbers::from_seed(seed ^ key), self.first);
+        match self.init {
+            Init::Const(value) => out.fill(cast(value)),
+            Init::Randn { mean, stdev } => {
                 out.iter_mut().enumerate().for_each(|(i, x)| *x = cast(mean + stdev * numbers.normal(first + i)));
             }
-            Self::Uniform { lo, up } => {
+            Init::Uniform { lo, up } => {
                 let uniform = |i| lo + (up - lo) * f64::from(numbers.uniform(i));
                 out.iter_mut().enumerate().for_each(|(i, x)| *x = cast(uniform(first + i)));
             }

@@ -5,7 +5,7 @@ mod layers;
 mod moe;
 mod var_builder;
 
-pub use init::Init;
+pub use init::{Fill, Init};
 pub use layers::{Embedding, LayerNorm, Linear, RmsNorm, embedding, layer_norm, linear, linear_no_bias, rms_norm};
 pub use moe::{Capacity, Choice, Exchange, Experts, Router, RouterConfig, Routing, Score};
 pub use var_builder::VarBuilder;

@@ -40,10 +40,18 @@ impl Op for Cast {
         0
     }
 
+    fn accumulates(&self, _: usize) -> bool {
+        true
+    }
+
     /// From f32 to f32, the only type that the CPU computes in.
     fn run(&self, args: &mut Args<'_>) {
+        let accumulate = args.accumulate(0);
         let out = args.output::<f32>(0).par_chunks_mut(BLOCK);
-        out.zip(args.input::<f32>(0).par_chunks(BLOCK)).for_each(|(out, x)| out.copy_from_slice(x));
+        out.zip(args.input::<f32>(0).par_chunks(BLOCK)).for_each(|(out, x)| match accumulate {
+            true => out.iter_mut().zip(x).for_each(|(out, x)| *out += x),
+            false => out.copy_from_slice(x),
+        });
     }
 
     #[cfg(feature = "cuda")]

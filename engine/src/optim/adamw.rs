@@ -1,8 +1,9 @@
 //! AdamW with decoupled weight decay (Loshchilov & Hutter, arXiv 1711.05101).
 
+use candle_core::DType;
 use rayon::prelude::*;
 
-use super::{Optimizer, ParameterUpdate, SCALARS, State, Updated};
+use super::{Optimizer, ParameterUpdate, SCALARS, State, StateInit, Updated};
 use crate::cpu::{Args, BLOCK, vectorize};
 use crate::error::{Error, Result};
 use crate::graph::{Spec, Tensor};
@@ -24,11 +25,15 @@ pub struct AdamW {
     pub weight_decay: f64,
     /// The global norm to which larger gradients are scaled; infinite for no clipping.
     pub max_norm: f64,
+    /// Keep moments, and a master of each parameter that is updated in its place, in f32, where the model is stored in less; and
+    /// sum gradients of several micro-batches in f32 (mixed precision: Micikevicius et al., arXiv 1710.03740, section 3.1).
+    /// Without, all of it is of the model's type, as of PyTorch's `model.to(torch.bfloat16)`.
+    pub masters: bool,
 }
 
 impl Default for AdamW {
     fn default() -> Self {
-        Self { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, max_norm: 1.0 }
+        Self { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, max_norm: 1.0, masters: true }
     }
 }
 
@@ -51,9 +56,17 @@ impl Optimizer for AdamW {
     }
 
     fn states(&self, of: &Updated<'_>) -> Vec<State> {
-        let spec = || Spec { shape: of.dims.into(), dtype: of.dtype };
-        let moment = |name| State { name, spec: spec(), init: Init::Const(0.0) };
-        vec![moment("exp_avg"), moment("exp_avg_sq")]
+        let spec = || Spec { shape: of.dims.into(), dtype: self.sum_dtype(of) };
+        let moment = |name| State { name, spec: spec(), init: Init::Const(0.0).into() };
+        let mut states = vec![moment("exp_avg"), moment("exp_avg_sq")];
+        if self.has_master(of) {
+            states.push(State { name: "master", spec: spec(), init: StateInit::Parameter });
+        }
+        states
+    }
+
+    fn sum_dtype(&self, of: &Updated<'_>) -> DType {
+        if self.masters { DType::F32 } else { of.dtype }
     }
 
     fn scalars(&self, step: u64, lr: f64) -> [f32; SCALARS] {
@@ -67,11 +80,20 @@ impl Optimizer for AdamW {
     }
 
     fn update(&self, update: ParameterUpdate<'_>) -> Result<Tensor> {
-        let op = AdamWUpdate { rule: *self, decay: self.decay(&update.of) };
-        let [m, v] = update.states else { unreachable!("two states were asked for") };
-        let inputs = [update.parameter, update.gradient, m, v, update.norm, update.scalars];
-        let [parameter, ..] = Tensor::apply_op::<3>(op, &inputs)?;
-        Ok(parameter)
+        let (decay, has_master) = (self.decay(&update.of), self.has_master(&update.of));
+        let op = AdamWUpdate { rule: *self, decay, has_master };
+        let ParameterUpdate { parameter, gradient, norm, scalars, .. } = update;
+        match update.states {
+            [m, v] => {
+                let inputs = [parameter, gradient, m, v, norm, scalars];
+                Tensor::apply_op::<3>(op, &inputs).map(|[parameter, ..]| parameter)
+            }
+            [m, v, master] => {
+                let inputs = [parameter, gradient, m, v, norm, scalars, master];
+                Tensor::apply_op::<4>(op, &inputs).map(|[parameter, ..]| parameter)
+            }
+            _ => unreachable!("two or three states were asked for"),
+        }
     }
 }
 
@@ -79,6 +101,11 @@ impl AdamW {
     /// The weight decay of a parameter.
     pub(super) fn decay(&self, of: &Updated<'_>) -> f64 {
         if of.dims.len() >= 2 { self.weight_decay } else { 0.0 }
+    }
+
+    /// Whether a parameter is updated in a copy of more precision.
+    fn has_master(&self, of: &Updated<'_>) -> bool {
+        self.sum_dtype(of) != of.dtype
     }
 
     /// The numbers of a step in f32, as kernels of this rule need them; none when the norm is not finite.
@@ -105,9 +132,9 @@ impl AdamW {
         }
     }
 
-    /// New parameter and moments in f64, from (parameter, gradient, m, v, norm, scalars).
-    pub(super) fn exact(&self, decay: f64, args: &Reference<'_>) -> Vec<Array> {
-        let (p, gradient, m, v) = (args.input(0), args.input(1), args.input(2), args.input(3));
+    /// New parameter and moments in f64, from (anything, gradient, m, v, norm, scalars).
+    pub(super) fn exact(&self, decay: f64, p: &Array, args: &Reference<'_>) -> Vec<Array> {
+        let (gradient, m, v) = (args.input(1), args.input(2), args.input(3));
         let (norm, scalars) = (args.input(4).data[0], &args.input(5).data);
         let clip = (self.max_norm / (norm + 1e-6)).min(1.0);
         let m = m.zip(gradient, |m, g| self.beta1 * m + (1.0 - self.beta1) * g * clip);
@@ -147,12 +174,14 @@ impl AdamWStep {
     }
 }
 
-/// (parameter, m, v) changed in place, from (parameter, gradient, m, v, norm, scalars). Does nothing when the norm is not
-/// finite, so that a broken step leaves the model as it was.
+/// (parameter, m, v) changed in place, from (parameter, gradient, m, v, norm, scalars), perhaps with a master behind both, of
+/// which the parameter then is the nearest. Does nothing when the norm is not finite, so that a broken step leaves the model as
+/// it was.
 #[derive(Debug, Clone, Copy)]
 struct AdamWUpdate {
     rule: AdamW,
     decay: f64,
+    has_master: bool,
 }
 
 impl Op for AdamWUpdate {
@@ -161,8 +190,15 @@ impl Op for AdamWUpdate {
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
-        crate::ops::expect_equal(&inputs[..4])?;
-        Ok(vec![inputs[0].clone(), inputs[2].clone(), inputs[3].clone()])
+        let [parameter, gradient, m, v, _, _, master @ ..] = inputs else { return Err("6 or 7 inputs".into()) };
+        if ![parameter.dtype, m.dtype].contains(&gradient.dtype) {
+            return Err(format!("the gradient is {:?}, neither as the parameter nor as the moments", gradient.dtype));
+        }
+        let in_f32 = |spec: &Spec| Spec { dtype: m.dtype, ..spec.clone() };
+        crate::ops::expect_equal(&[in_f32(parameter), in_f32(gradient), m.clone(), v.clone()])?;
+        crate::ops::expect_equal(&[std::slice::from_ref(m), master].concat())?;
+        let outputs = [parameter, m, v].into_iter().chain(master);
+        Ok(outputs.cloned().collect())
     }
 
     fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
@@ -170,9 +206,10 @@ impl Op for AdamWUpdate {
     }
 
     fn must_overwrite(&self) -> &[(usize, usize)] {
-        &[(0, 0), (2, 1), (3, 2)]
+        if self.has_master { &[(0, 0), (2, 1), (3, 2), (6, 3)] } else { &[(0, 0), (2, 1), (3, 2)] }
     }
 
+    /// In f32, which has no masters.
     fn run(&self, args: &mut Args<'_>) {
         let (p, m, v) = (args.output::<f32>(0), args.output::<f32>(1), args.output::<f32>(2));
         let (gradient, norm, scalars) = (args.input::<f32>(1), args.input::<f32>(4)[0], args.input::<f32>(5));
@@ -190,10 +227,15 @@ impl Op for AdamWUpdate {
 
     #[cfg(feature = "cuda")]
     fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
-        crate::cuda::launch::adamw_alone(self.rule.on_device(), self.decay, operands)
+        crate::cuda::launch::adamw(self.rule.on_device(), self.decay, operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
-        self.rule.exact(self.decay, args)
+        if !self.has_master {
+            return self.rule.exact(self.decay, args.input(0), args);
+        }
+        let mut all = self.rule.exact(self.decay, args.input(6), args);
+        all.push(all[0].clone());
+        all
     }
 }

@@ -59,8 +59,8 @@ impl Optimizer for AdamW8bit {
             return self.rule.states(of);
         }
         // The codes of zeros; a scale of zero makes them so whatever they are.
-        let codes = |name| State { name, spec: codes(of.dims), init: Init::Const(0.0) };
-        let scales = |name| State { name, spec: scales(of.elements()), init: Init::Const(0.0) };
+        let codes = |name| State { name, spec: codes(of.dims), init: Init::Const(0.0).into() };
+        let scales = |name| State { name, spec: scales(of.elements()), init: Init::Const(0.0).into() };
         vec![codes("exp_avg_8bit"), codes("exp_avg_sq_8bit"), scales("exp_avg_scale"), scales("exp_avg_sq_scale")]
     }
 
@@ -168,7 +168,7 @@ impl Op for AdamW8bitUpdate {
         let decode = |i: usize, signed| Array::new(&p.dims, exact::decode(&codes[i].data, &scales[i].data, signed));
         let (m, v) = (decode(0, true), decode(1, false));
         let inputs = vec![p, gradient, &m, &v, norm, scalars];
-        let plain = self.rule.exact(self.decay, &Reference { inputs, ..*args });
+        let plain = self.rule.exact(self.decay, p, &Reference { inputs, ..*args });
         let [p, m, v] = <[Array; 3]>::try_from(plain).expect("AdamW changes three tensors");
         let ((m, m_scales), (v, v_scales)) = (exact::encode(&m.data, true), exact::encode(&v.data, false));
         let codes = |codes| Array::new(&p.dims, codes);

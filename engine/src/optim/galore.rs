@@ -67,7 +67,8 @@ impl Optimizer for GaLore {
 
     fn states(&self, of: &Updated<'_>) -> Vec<State> {
         let Some(projection) = self.projection(of) else { return self.rule.states(of) };
-        let state = |name, columns| State { name, spec: Spec::f32((self.rank, columns)), init: Init::Const(0.0) };
+        let state =
+            |name, columns| State { name, spec: Spec::f32((self.rank, columns)), init: Init::Const(0.0).into() };
         let (shorter, longer) = (projection.shorter(), projection.longer());
         vec![state("projection", shorter), state("projected_exp_avg", longer), state("projected_exp_avg_sq", longer)]
     }
@@ -179,7 +180,7 @@ impl Op for GaLoreUpdate {
         let (r, nothing) = (exact::product(&p, &gradient), Array::zeros(&args.input(3).dims));
         // Adam's step of R is how far it takes zeros, without decay.
         let inputs = vec![&nothing, &r, args.input(3), args.input(4), args.input(5), scalars];
-        let plain = self.rule.rule.exact(0.0, &Reference { inputs, ..*args });
+        let plain = self.rule.rule.exact(0.0, &nothing, &Reference { inputs, ..*args });
         let [change, m, v] = <[Array; 3]>::try_from(plain).expect("AdamW changes three tensors");
         let change = turn(&exact::product(&exact::transposed(&p), &change));
         let keep = 1.0 - scalars.data[0] * self.decay;

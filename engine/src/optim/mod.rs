@@ -55,7 +55,23 @@ pub struct State {
     /// Shape and type for the whole parameter: the parameter's type, f32 or u8.
     pub spec: Spec,
     /// What it holds before the first step.
-    pub init: Init,
+    pub init: StateInit,
+}
+
+/// What a state holds before the first step.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum StateInit {
+    /// Numbers of its own.
+    Filled(Init),
+    /// What the parameter holds, as its own type has it. It has as many elements, and is written with the parameter
+    /// ([`Trainer::set_tensor`](crate::Trainer::set_tensor)).
+    Parameter,
+}
+
+impl From<Init> for StateInit {
+    fn from(init: Init) -> Self {
+        Self::Filled(init)
+    }
 }
 
 /// One parameter, or a flat part of one, on its way through an update.
@@ -93,6 +109,11 @@ pub trait Optimizer: std::fmt::Debug + Send + Sync {
 
     /// The tensors that it keeps for a parameter.
     fn states(&self, of: &Updated<'_>) -> Vec<State>;
+
+    /// The type in which a parameter's gradient is summed up over micro-batches; by default its own.
+    fn sum_dtype(&self, of: &Updated<'_>) -> DType {
+        of.dtype
+    }
 
     /// Data ranks may each update a flat part of a parameter, with the same part of its gradient and of all its states
     /// ([`crate::Trainer::on`]): parts of any multiple of this many elements, or none at all. Every state has to

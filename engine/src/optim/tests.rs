@@ -7,9 +7,9 @@ use candle_core::DType;
 use gapless_alloc::Role;
 use gapless_parallel::{Action, Kind};
 
-use super::{AdamW, AdamW8bit, GaLore, Optimizer, ParameterUpdate, SCALARS, State, Updated};
-use crate::compile::{CompileOptions, Lowering, Target, compile, lower};
-use crate::cpu::{Communicators, Executor, ProgramId, RunOptions, Workers};
+use super::{AdamW, AdamW8bit, GaLore, Optimizer, ParameterUpdate, SCALARS, State, StateInit, Updated};
+use crate::compile::{CompileOptions, Lowering, ProgramId, Target, compile, lower};
+use crate::cpu::{Communicators, Executor, RunOptions, Workers};
 use crate::graph::{Graph, Phase, Source, Spec, Tensor, lock};
 use crate::nn::Init;
 use crate::random::{Numbers, Stream};
@@ -52,6 +52,7 @@ impl Update {
             .into_iter()
             .map(|State { name, spec, init }| {
                 names.push(name.to_owned());
+                let StateInit::Filled(init) = init else { panic!("{name} begins as the parameter, which is f32") };
                 persistent(name, spec, init)
             })
             .collect();
@@ -82,7 +83,7 @@ impl Update {
         .unwrap();
         let executable = compile(&[program], &CompileOptions::default()).unwrap();
         let executor = Executor::new(executable, workers, 5, Communicators::default()).unwrap();
-        let program = executor.program("update").unwrap();
+        let program = executor.executable().program("update").unwrap();
         Self { graph, executor, program, rule, names, dims: dims.to_vec(), step: 0 }
     }
 

@@ -233,7 +233,7 @@ mod tests {
             let given = HashMap::from([("x".to_owned(), exact)]);
             let expected = &evaluate(&graph, &given, Stream::new(0, 0, 0))[y.id().index()].data;
             let mut executor = executor(&graph, &[Output::local("y", y.id())]).unwrap();
-            let program = executor.program("check").unwrap();
+            let program = executor.executable().program("check").unwrap();
             executor.write_input(program, "x", 0, &data).unwrap();
             executor.run(program, RunOptions { poison: true, ..RunOptions::default() }).unwrap();
             let got: Vec<f32> = executor.output(program, "y").unwrap().flatten_all().unwrap().to_vec1().unwrap();

@@ -10,7 +10,7 @@ use gapless_parallel::StageId;
 use super::pipeline::RankPlan;
 use super::update::{Kept, Parameter, Recorded, Update};
 use super::{Model, Overflow, TrainOptions};
-use crate::autodiff::differentiate;
+use crate::autodiff::differentiate_in;
 use crate::compile::{
     CompileOptions, Executable, Held, Lowering, Output, ParameterStages, Program, Target, alive_nodes, compile, cut,
     cut_like, height, lower, parameter_stages,
@@ -18,13 +18,14 @@ use crate::compile::{
 use crate::error::{Error, Result};
 use crate::graph::{Graph, Phase, Place, Spec, Tensor, ValueId, lock};
 use crate::nn::VarBuilder;
+use crate::optim::Updated;
 use crate::recompute::{Recomputation, Resolving};
 
 /// The input that carries the optimizer's numbers of a step.
 pub(super) const SCALARS_INPUT: &str = "step.scalars";
 
+/// What there is to know of a trainer's programs beside the executable.
 pub(super) struct CompiledStep {
-    pub executable: Executable,
     /// Trained numbers.
     pub parameters: u64,
     pub vocabulary: usize,
@@ -48,7 +49,7 @@ pub(super) fn compile_step<M: Model>(
     options: &TrainOptions,
     plan: &RankPlan,
     target: Target,
-) -> Result<CompiledStep> {
+) -> Result<(Executable, CompiledStep)> {
     let step = TrainStep::record(build, options, plan)?;
 
     let trace = Trace::new(build, options, plan, options.evaluation_batch())?;
@@ -69,7 +70,8 @@ pub(super) fn compile_step<M: Model>(
         expect_same_parameters(&programs)?;
     }
     let executable = compile(&programs, &CompileOptions::within(options.recompute.capacity(), options.routing))?;
-    Ok(CompiledStep { executable, parameters: step.parameters, vocabulary, kept: step.kept, watched: step.watched })
+    let TrainStep { parameters, kept, watched, .. } = step;
+    Ok((executable, CompiledStep { parameters, vocabulary, kept, watched }))
 }
 
 /// What only a later program reads would not follow the training.
@@ -118,7 +120,15 @@ impl<M: Model> TrainStep<M> {
         let stages = parameter_stages(&trace.lock());
         let gradients = {
             let _span = tracing::info_span!("autodiff").entered();
-            differentiate(&trace.graph, &loss, share)?
+            // What is summed up over micro-batches loses more than what isn't.
+            let several = options.micro_batches > 1;
+            let looked_up = trace.looked_up();
+            differentiate_in(&trace.graph, &loss, share, &|parameter| {
+                let (name, dims, dtype) = (&trace.name(parameter.id()), parameter.dims(), parameter.dtype());
+                let of = Updated { name, dims, dtype, looked_up: looked_up.contains(&parameter.id()) };
+                let rule = trace.lock().rule(parameter.id()).cloned();
+                if several { rule.as_deref().unwrap_or(&*options.optimizer).sum_dtype(&of) } else { dtype }
+            })?
         };
         loss.set_phase(Phase::Update);
         let mut parameters = Vec::new();

@@ -3,6 +3,8 @@
 #[cfg(test)]
 mod budget_judge;
 mod compile_step;
+mod device;
+mod machine;
 mod options;
 mod overflow;
 mod pipeline;
@@ -15,21 +17,25 @@ use gapless_alloc::arena::ArenaReport;
 use gapless_alloc::draw::MemoryMap;
 use gapless_parallel::{Coordinate, Mesh};
 
+pub use device::{DeviceChoice, RunsOn};
 pub use options::TrainOptions;
 pub use overflow::Overflow;
 pub use pipeline::Pipeline;
 pub use sample::SampleOptions;
 
 use crate::communicator::Communicator;
-use crate::compile::{CompileOptions, Executable, Program, Target, compile};
-use crate::cpu::{Communicators, Executor, ProgramId, RunOptions, Workers, resolve_threads};
+use crate::compile::{CompileOptions, Executable, Program, ProgramId, Target, compile};
+use crate::cpu::{self, Communicators, RunOptions, Workers, resolve_threads};
+#[cfg(feature = "cuda")]
+use crate::cuda;
 use crate::error::{Error, Result};
 use crate::graph::Tensor;
 use crate::learning_rate::Schedule;
 use crate::nn::VarBuilder;
 use crate::optim::SCALARS;
 use crate::report::{self, Report};
-use compile_step::TrainStep;
+use compile_step::{CompiledStep, TrainStep};
+use machine::Machine;
 use pipeline::RankPlan;
 use update::Kept;
 
@@ -68,7 +74,8 @@ pub struct StepReport {
 /// A model, its optimizer and all their memory.
 #[derive(Debug)]
 pub struct Trainer {
-    executor: Executor,
+    machine: Machine,
+    device: RunsOn,
     options: TrainOptions,
     schedule: Schedule,
     programs: Programs,
@@ -106,8 +113,9 @@ impl Trainer {
     /// Compiles the training step, the evaluation and the sampling of a model into one arena, and fills its parameters.
     ///
     /// # Errors
-    /// When the options or the model's shapes do not fit together, or the arena does not fit the machine's memory;
-    /// [`Error::NoKernels`] for another type than f32; [`Error::OverBudget`]; [`Error::Offload`] when its file cannot be made.
+    /// When the options or the model's shapes do not fit together, or the arena does not fit the device's memory;
+    /// [`Error::NoKernels`] for another type than f32 on the CPU; [`Error::OverBudget`]; [`Error::Offload`] when its file cannot be
+    /// made; `Error::Device` and `Error::NoDeviceKernels` when there is no GPU that was asked for, or it has no kernels for a step.
     pub fn new<M: Model>(build: impl Fn(VarBuilder) -> Result<M>, options: TrainOptions) -> Result<Self> {
         let ranks = options.mesh.ranks()?;
         if ranks != 1 {
@@ -151,6 +159,25 @@ impl Trainer {
         Ok(trainer)
     }
 
+    /// A trainer on a device of one's own, which is used by nobody else.
+    ///
+    /// # Errors
+    /// As [`Self::new`], of a trainer that is to run on a GPU.
+    #[cfg(feature = "cuda")]
+    pub fn on_device<M: Model>(
+        device: Box<dyn cuda::Device>,
+        build: impl Fn(VarBuilder) -> Result<M>,
+        options: TrainOptions,
+    ) -> Result<Self> {
+        options.check()?;
+        options.check_for_gpu()?;
+        let plan = RankPlan::new(options.mesh, 0, &options.pipeline, options.micro_batches)?;
+        let (executable, compiled) = compile_step::compile_step(&build, &options, &plan, Target::Cuda)?;
+        let executor = cuda::Executor::new(executable, device, options.seed, (0, 1))?;
+        let device = RunsOn { name: executor.device(), is_gpu: true, because: None };
+        Self::of(Machine::Cuda(Box::new(executor)), device, compiled, &plan, options)
+    }
+
     fn with<M: Model>(
         build: impl Fn(VarBuilder) -> Result<M>,
         options: TrainOptions,
@@ -159,35 +186,91 @@ impl Trainer {
     ) -> Result<Self> {
         let _span = tracing::info_span!("compile", rank).entered();
         options.check()?;
+        let because = match Self::on_gpu(&build, &options)? {
+            Ok(trainer) => return Ok(trainer),
+            Err(because) => because,
+        };
         if options.dtype != DType::F32 {
             return Err(Error::NoKernels { dtype: options.dtype });
         }
         let threads = resolve_threads(options.threads);
         let plan = RankPlan::new(options.mesh, rank, &options.pipeline, options.micro_batches)?;
-        let compiled = compile_step::compile_step(&build, &options, &plan, Target::Cpu { threads })?;
-        let mut executor = Executor::new(compiled.executable, Workers::new(threads)?, options.seed, communicators)?;
+        let (executable, compiled) = compile_step::compile_step(&build, &options, &plan, Target::Cpu { threads })?;
+        let workers = Workers::new(threads)?;
+        let mut executor = cpu::Executor::new(executable, workers, options.seed, communicators)?;
         if let Some(offload) = &options.offload {
             executor.offload_to(&offload.folder)?;
         }
         if options.overflow == Overflow::Grow {
             executor.serve_outside(options.most_bytes());
         }
-        let find = |name| executor.program(name).expect("compiled above");
+        Self::of(Machine::Cpu(Box::new(executor)), RunsOn::cpu(threads, because), compiled, &plan, options)
+    }
+
+    fn of(
+        machine: Machine,
+        device: RunsOn,
+        compiled: CompiledStep,
+        plan: &RankPlan,
+        options: TrainOptions,
+    ) -> Result<Self> {
+        let find = |name| machine.executable().program(name).expect("compiled above");
         let programs = Programs { train: find("train"), evaluate: find("evaluate"), logits: find("logits") };
         let schedule = options.learning_rate.check()?;
+        let CompiledStep { parameters, vocabulary, kept, watched } = compiled;
+        let (at, step, world) = (plan.at, 0, None);
         Ok(Self {
-            executor,
+            machine,
+            device,
             options,
             schedule,
             programs,
-            parameters: compiled.parameters,
-            vocabulary: compiled.vocabulary,
-            kept: compiled.kept,
-            watched: compiled.watched,
-            at: plan.at,
-            step: 0,
-            world: None,
+            parameters,
+            vocabulary,
+            kept,
+            watched,
+            at,
+            step,
+            world,
         })
+    }
+
+    /// A trainer on a GPU, or why there is none although one might have been used.
+    #[cfg(feature = "cuda")]
+    fn on_gpu<M: Model>(
+        build: &impl Fn(VarBuilder) -> Result<M>,
+        options: &TrainOptions,
+    ) -> Result<Result<Self, Option<String>>> {
+        let on = |ordinal| {
+            options.check_for_gpu()?;
+            let gpu = cuda::Nvidia::new(ordinal, cuda::Cache::of_user())?;
+            Self::on_device(Box::new(gpu), build, options.clone())
+        };
+        match options.device {
+            DeviceChoice::Cpu => Ok(Err(None)),
+            DeviceChoice::Cuda(ordinal) => on(ordinal).map(Ok),
+            DeviceChoice::Auto => match on(0) {
+                // A card that is full, or a model that is wrong, is no reason to train slowly.
+                Err(full @ Error::Device(cuda::DeviceError::OutOfMemory { .. })) => Err(full),
+                Err(
+                    why @ (Error::Device(_) | Error::NoDeviceKernels { .. } | Error::Config { what: "device", .. }),
+                ) => Ok(Err(Some(why.to_string()))),
+                other => other.map(Ok),
+            },
+        }
+    }
+
+    /// That there is none.
+    #[cfg(not(feature = "cuda"))]
+    fn on_gpu<M: Model>(
+        _: &impl Fn(VarBuilder) -> Result<M>,
+        options: &TrainOptions,
+    ) -> Result<Result<Self, Option<String>>> {
+        match options.device {
+            DeviceChoice::Cpu => Ok(Err(None)),
+            DeviceChoice::Auto => Ok(Err(Some(device::without_cuda().to_string()))),
+            DeviceChoice::Cuda(_) => Err(device::without_cuda()),
+        }
     }
 
     /// Plans the training step of a model without reserving a byte: what rank 0 of its mesh would take, exactly. In
@@ -222,10 +305,10 @@ impl Trainer {
         options: &TrainOptions,
         rank: usize,
     ) -> Result<Program> {
-        Self::program_for(build, options, rank, Target::Cpu { threads: resolve_threads(options.threads) })
+        Self::program_for(build, options, rank, options.target())
     }
 
-    /// [`Self::program`] for other kernels than the CPU's.
+    /// [`Self::program`] for other kernels than those of [`TrainOptions::device`].
     ///
     /// # Errors
     /// As [`Self::plan_rank`].
@@ -250,19 +333,36 @@ impl Trainer {
         self.step
     }
 
+    /// The device that it runs on.
+    pub fn device(&self) -> &RunsOn {
+        &self.device
+    }
+
+    /// What of a GPU's memory is in use, and for what; nothing on the CPU.
+    ///
+    /// # Errors
+    /// `Error::Device`.
+    #[cfg(feature = "cuda")]
+    pub fn device_memory(&self) -> Result<Option<cuda::DeviceMemory>> {
+        match &self.machine {
+            Machine::Cpu(_) => Ok(None),
+            Machine::Cuda(executor) => executor.memory().map(Some),
+        }
+    }
+
     /// Number of worker threads.
     pub fn threads(&self) -> usize {
-        self.executor.threads()
+        self.machine.threads()
     }
 
     /// The plan in figures.
     pub fn report(&self) -> Report {
-        Report::of(self.executor.executable(), self.parameters)
+        Report::of(self.machine.executable(), self.parameters)
     }
 
     /// The plan as a picture.
     pub fn memory_map(&self) -> MemoryMap<'_> {
-        report::memory_map(self.executor.executable())
+        report::memory_map(self.machine.executable())
     }
 
     /// One step on a batch of ids and their targets, [batch × sequence] each. Allocates nothing.
@@ -276,8 +376,8 @@ impl Trainer {
         let program = self.programs.train;
         self.write_step(tokens, targets, lr)?;
         self.run(program, false)?;
-        let loss = self.executor.scalar(program, "loss")?;
-        let gradient_norm = self.executor.scalar(program, "gradient_norm")?;
+        let loss = self.machine.scalar(program, "loss")?;
+        let gradient_norm = self.machine.scalar(program, "gradient_norm")?;
         if !loss.is_finite() || !gradient_norm.is_finite() {
             if self.options.release_gradients {
                 let culprit =
@@ -295,7 +395,7 @@ impl Trainer {
         }
         let report = StepReport { step: self.step, loss, gradient_norm, lr };
         self.step += 1;
-        self.executor.grow(self.options.most_bytes())?;
+        self.machine.grow(self.options.most_bytes())?;
         Ok(report)
     }
 
@@ -317,11 +417,11 @@ impl Trainer {
         let whole = Share { parts: 1, first: 0, stride: 1, count: 1 };
         self.write_batch(program, whole, self.options.evaluation_batch(), tokens, targets)?;
         self.run(program, false)?;
-        self.executor.grow(self.options.most_bytes())?;
-        self.executor.scalar(program, "loss")
+        self.machine.grow(self.options.most_bytes())?;
+        self.machine.scalar(program, "loss")
     }
 
-    /// Logits [1, sequence, vocabulary] of one sequence: a candle tensor over the arena's own bytes, valid until the next
+    /// Logits [1, sequence, vocabulary] of one sequence, in f32. On the CPU, a candle tensor over the arena's own bytes, valid until the next
     /// call that runs something.
     ///
     /// # Errors
@@ -333,21 +433,21 @@ impl Trainer {
             return Err(Error::ElementCount { name: "tokens".into(), expected, given: tokens.len() });
         }
         self.check_ids(tokens)?;
-        if self.executor.has_input(program, "tokens") {
-            self.executor.write_input(program, "tokens", 0, tokens)?;
+        if self.machine.has_input(program, "tokens") {
+            self.machine.write_input(program, "tokens", 0, tokens)?;
         }
         self.run(program, false)?;
-        self.executor.grow(self.options.most_bytes())?;
-        self.executor.output(program, "logits")
+        self.machine.grow(self.options.most_bytes())?;
+        Ok(self.machine.output(program, "logits")?.to_dtype(DType::F32)?)
     }
 
     /// A parameter or an optimizer state (`exp_avg/…`, `exp_avg_sq/…`) by name: a candle tensor over the arena's own
-    /// bytes; of a state in another type than f32, a copy.
+    /// bytes; on a GPU, or of a state in another type than f32, a copy.
     ///
     /// # Errors
     /// When there is none of that name.
     pub fn tensor(&self, name: &str) -> Result<candle_core::Tensor> {
-        self.executor.tensor(name)
+        self.machine.tensor(name)
     }
 
     /// The gradient of a parameter after a step, before clipping: a candle tensor over the arena's own bytes, valid until
@@ -356,13 +456,13 @@ impl Trainer {
     /// # Errors
     /// When gradients are not kept or there is no such parameter.
     pub fn gradient(&self, name: &str) -> Result<candle_core::Tensor> {
-        self.executor.output(self.programs.train, &compile_step::gradient_output(name))
+        self.machine.output(self.programs.train, &compile_step::gradient_output(name))
     }
 
     /// What the arena of expert ranks' rows has done so far ([`TrainOptions::routing`]); nothing where every size is known
     /// beforehand.
     pub fn routing(&self) -> Option<ArenaReport> {
-        self.executor.routing()
+        self.machine.routing()
     }
 
     /// Judges the addresses of the last run, planned ones and those that were found while it ran: no two that lived at the same
@@ -371,7 +471,7 @@ impl Trainer {
     /// # Errors
     /// [`Error::BadRun`] with all that do.
     pub fn check_run(&self) -> Result<usize> {
-        self.executor.check_run()
+        self.machine.check_run()
     }
 
     /// What the model shows of the last step under this name ([`Tensor::watch`]): a candle tensor over the arena's own bytes, valid
@@ -380,7 +480,7 @@ impl Trainer {
     /// # Errors
     /// When nothing is watched under that name.
     pub fn watched(&self, name: &str) -> Result<candle_core::Tensor> {
-        self.executor.output(self.programs.train, &compile_step::watched_output(name))
+        self.machine.output(self.programs.train, &compile_step::watched_output(name))
     }
 
     /// What the model shows of each step, in the order in which it was built.
@@ -390,16 +490,19 @@ impl Trainer {
 
     /// Names of the parameters, in the order in which the model declared them.
     pub fn parameter_names(&self) -> impl Iterator<Item = &str> {
-        self.executor.names(gapless_alloc::Role::Parameter)
+        self.machine.executable().specs(gapless_alloc::Role::Parameter).map(|(name, _)| name)
     }
 
-    /// Overwrites a parameter or an optimizer state.
+    /// Overwrites a parameter, and the master that it is updated in if it has one, or an optimizer state.
     ///
     /// # Errors
     /// When there is none of that name or size.
     pub fn set_tensor(&mut self, name: &str, value: &candle_core::Tensor) -> Result<()> {
         let data: Vec<f32> = value.flatten_all()?.to_dtype(DType::F32)?.to_vec1()?;
-        self.executor.write_tensor(name, &data)
+        if let Some(copy) = self.kept.copies.get(name) {
+            self.machine.write_tensor(copy, &data)?;
+        }
+        self.machine.write_tensor(name, &data)
     }
 
     fn run(&mut self, program: ProgramId, watch: bool) -> Result<Option<String>> {
@@ -407,7 +510,7 @@ impl Trainer {
         let (first_part, part_stride) = (first as u64, stride as u64);
         let TrainOptions { seed, poison, .. } = self.options;
         let options = RunOptions { seed, step: self.step, poison, watch, first_part, part_stride };
-        self.executor.run(program, options)
+        self.machine.run(program, options)
     }
 
     /// This rank's share of a training batch.
@@ -421,8 +524,8 @@ impl Trainer {
         let program = self.programs.train;
         self.write_batch(program, self.share(), self.options.batch, tokens, targets)?;
         let scalars: [f32; SCALARS] = self.options.optimizer.scalars(self.step, lr);
-        if self.executor.has_input(program, compile_step::SCALARS_INPUT) {
-            self.executor.write_input(program, compile_step::SCALARS_INPUT, 0, &scalars)?;
+        if self.machine.has_input(program, compile_step::SCALARS_INPUT) {
+            self.machine.write_input(program, compile_step::SCALARS_INPUT, 0, &scalars)?;
         }
         Ok(())
     }
@@ -442,12 +545,12 @@ impl Trainer {
             }
             self.check_ids(ids)?;
             // Only the ranks that read it have it.
-            if !self.executor.has_input(program, name) {
+            if !self.machine.has_input(program, name) {
                 continue;
             }
             let parts = ids.chunks_exact(expected / share.parts).skip(share.first).step_by(share.stride);
             for (micro_batch, part) in parts.take(share.count).enumerate() {
-                self.executor.write_input(program, name, micro_batch as u32, part)?;
+                self.machine.write_input(program, name, micro_batch as u32, part)?;
             }
         }
         Ok(())

@@ -6,7 +6,7 @@ use candle_core::DType;
 use gapless_alloc::arena::Reserve;
 use gapless_parallel::Mesh;
 
-use super::{Overflow, Pipeline};
+use super::{DeviceChoice, Overflow, Pipeline};
 use crate::error::{Error, Result};
 use crate::graph::FLOATS;
 use crate::learning_rate::{LearningRate, Shape};
@@ -22,10 +22,12 @@ pub struct TrainOptions {
     pub micro_batches: usize,
     /// Tokens per sequence.
     pub sequence: usize,
-    /// The type of parameters, activations, gradients and optimizer states, as PyTorch's `model.to(torch.bfloat16)` has
-    /// them. The statistics of norms, log-sum-exps, losses and the gradients' norm are f32 in any case, and scratch is sized
-    /// for kernels that compute in f32. The CPU has no other kernels: a step in [`DType::BF16`] can be planned
-    /// ([`Trainer::plan`](super::Trainer::plan)), not run.
+    /// What runs it.
+    pub device: DeviceChoice,
+    /// The type of parameters, activations and gradients. In [`DType::BF16`] [`AdamW`] keeps masters and moments in f32, and sums
+    /// gradients of several micro-batches in f32 ([`AdamW::masters`]). The statistics of norms, log-sum-exps, losses and the
+    /// gradients' norm are f32 in any case, and scratch is sized for kernels that compute in f32. The CPU has no other kernels:
+    /// it can plan a step in bf16 ([`Trainer::plan`](super::Trainer::plan)), not run it.
     pub dtype: DType,
     /// The update rule: `AdamW { .. }.into()`, another one of [`optim`](crate::optim), or one of your own.
     pub optimizer: Arc<dyn Optimizer>,
@@ -69,6 +71,7 @@ impl Default for TrainOptions {
             batch: 8,
             micro_batches: 1,
             sequence: 256,
+            device: DeviceChoice::default(),
             dtype: DType::F32,
             optimizer: AdamW::default().into(),
             learning_rate: LearningRate { peak: 3e-4, floor: 3e-4, warmup_steps: 0, steps: 0, shape: Shape::Constant },
@@ -115,7 +118,7 @@ impl TrainOptions {
             return fail("batch, sequence and micro_batches", "one of them is 0".into(), "each is at least 1");
         }
         if !FLOATS.contains(&self.dtype) {
-            return fail("dtype", format!("{:?}", self.dtype), "train in f32; plan in f32 or bf16");
+            return fail("dtype", format!("{:?}", self.dtype), "train in f32 or, on a GPU, bf16");
         }
         self.mesh.ranks()?;
         let parts = self.parts();

@@ -69,10 +69,10 @@ impl Trainer {
             let sections: Vec<&SavedSection> =
                 checkpoint.sections().iter().filter(|section| section.file().starts_with(kind)).collect();
             let own: Vec<(String, DType)> =
-                self.executor.specs(role).map(|(name, spec)| (name.to_owned(), spec.dtype)).collect();
+                self.machine.executable().specs(role).map(|(name, spec)| (name.to_owned(), spec.dtype)).collect();
             for (name, dtype) in own {
                 let start = self.kept.parts.get(&name).map_or(0, |part| part.first) * dtype.size_in_bytes();
-                self.executor.fill_tensor(&name, |bytes| fill(&sections, metadata, (&name, dtype), start, bytes))??;
+                self.machine.fill_tensor(&name, |bytes| fill(&sections, metadata, (&name, dtype), start, bytes))??;
             }
         }
         self.step = checkpoint.step();
@@ -89,7 +89,7 @@ impl Trainer {
         };
         let files = ROLES.map(|(kind, _)| format!("{kind}{suffix}.safetensors"));
         let mut parts = Map::new();
-        let written = self.executor.with_persistent(|tensors| {
+        let written = self.machine.with_persistent(|tensors| {
             let mut sections = Vec::new();
             for (file, (_, role)) in files.iter().zip(ROLES) {
                 let part_of = |name: &str| self.kept.parts.get(name).copied();
@@ -158,7 +158,9 @@ impl Trainer {
         let mut shapes: Map<String, Value> =
             self.kept.shapes.iter().map(|(name, shape)| (name.clone(), json!(shape))).collect();
         for (_, role) in ROLES {
-            for (name, spec) in self.executor.specs(role).filter(|(name, _)| !self.kept.parts.contains_key(*name)) {
+            for (name, spec) in
+                self.machine.executable().specs(role).filter(|(name, _)| !self.kept.parts.contains_key(*name))
+            {
                 shapes.insert(name.to_owned(), json!(spec.dims()));
             }
         }

@@ -17,8 +17,9 @@ use super::compile_step::{SCALARS_INPUT, Trace};
 use super::pipeline::RankPlan;
 use crate::error::{Error, Result};
 use crate::graph::{Place, Spec, Tensor, ValueId};
+use crate::nn::Init;
 use crate::ops::{Collective, Contiguous, Group};
-use crate::optim::{GlobalNorm, Optimizer, ParameterUpdate, SCALARS, SquaredNorms, State, Updated};
+use crate::optim::{GlobalNorm, Optimizer, ParameterUpdate, SCALARS, SquaredNorms, State, StateInit, Updated};
 
 /// A parameter with the gradient that this rank has of it.
 pub(super) struct Parameter {
@@ -77,6 +78,8 @@ pub(super) struct Kept {
     pub frozen: BTreeSet<String>,
     /// Those of which this rank has only a part.
     pub parts: HashMap<String, KeptPart>,
+    /// The state that a parameter is made of in every step, by the parameter's name.
+    pub copies: HashMap<String, String>,
 }
 
 /// A flat part of a tensor.
@@ -143,7 +146,17 @@ impl<M: Model> Update<'_, M> {
                 if target.part != Part::Whole {
                     kept.parts.insert(state.clone(), self.kept_part(target.part, own.elements()));
                 }
-                let id = self.trace.lock().add_persistent(&state, own, init)?;
+                let id = match init {
+                    StateInit::Filled(init) => self.trace.lock().add_persistent(&state, own, init)?,
+                    StateInit::Parameter => {
+                        let skip = if target.part == Part::OfBatch { kept.parts[&state].first } else { 0 };
+                        let mut graph = self.trace.lock();
+                        let id = graph.add_persistent(&state, own, Init::Const(0.0))?;
+                        graph.fill_as(id, here.id(), skip);
+                        kept.copies.insert(name.clone(), state.clone());
+                        id
+                    }
+                };
                 roles.insert(id, Role::OptimizerState);
                 states.push(self.trace.tensor(id));
             }

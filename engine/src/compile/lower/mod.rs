@@ -36,7 +36,7 @@ use super::order::order;
 use super::program::{BufferId, Held, Instance, Operand, Part, Program, Step, Work, role_of_node};
 use crate::error::Result;
 use crate::graph::{Graph, Node, NodeId, Phase, Place, Source, Value, ValueId};
-use crate::nn::Init;
+use crate::nn::{Fill, Init};
 use crate::op::Op;
 use crate::ops::{Binary, BinaryKind, Contiguous};
 use crate::recompute::Recomputation;
@@ -427,18 +427,18 @@ impl<'a> Lowerer<'a> {
         }
         let value = self.of.graph.value(root);
         let (tensor, role, held) = match &value.source {
-            Source::Persistent { name, init, first } => {
+            Source::Persistent { name, fill } => {
                 let role = self.of.roles.get(&root).copied().unwrap_or(Role::Parameter);
-                (name.clone(), role, Held::Always { init: *init, first: *first, spec: value.spec.clone() })
+                (name.clone(), role, Held::Always { fill: fill.clone(), spec: value.spec.clone() })
             }
             Source::Constant(number) => {
-                let init = Init::Const(*number);
                 // Programs share by name, and one number of two types is two tensors.
                 let name = match value.spec.dtype {
                     DType::F32 => format!("constant {number}"),
                     other => format!("constant {number} ({})", other.as_str()),
                 };
-                (name, Role::Input, Held::Always { init, first: 0, spec: value.spec.clone() })
+                let fill = Fill { init: Init::Const(*number), name: name.clone(), first: 0 };
+                (name, Role::Input, Held::Always { fill, spec: value.spec.clone() })
             }
             Source::Input { name } => (name.clone(), Role::Input, Held::FromStart),
             Source::Node { .. } => unreachable!("inputs are made, or received, before they are read"),

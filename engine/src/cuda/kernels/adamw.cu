@@ -27,6 +27,8 @@ struct AdamWArguments {
     f32 beta1;
     f32 beta2;
     f32 eps;
+    // Whether gradients are f32, rather than of the parameters' type.
+    u32 sums_in_f32;
 };
 
 // Elements of a block.
@@ -51,7 +53,7 @@ __device__ void adamw(const AdamWArguments& to) {
     const f32 keep = 1.0f - lr * of.decay, step = lr / to.scalars[1], root = 1.0f / sqrtf(to.scalars[2]);
     const u64 first = (blockIdx.x - of.first_block) * ADAMW_LENGTH, end = smaller(first + ADAMW_LENGTH, of.count);
     for (u64 i = first + threadIdx.x; i < end; i += blockDim.x) {
-        const f32 g = load((const T*)of.gradient + i) * clip;
+        const f32 g = (to.sums_in_f32 ? ((const f32*)of.gradient)[i] : load((const T*)of.gradient + i)) * clip;
         const f32 m = to.beta1 * of.m[i] + (1.0f - to.beta1) * g;
         const f32 v = to.beta2 * of.v[i] + (1.0f - to.beta2) * g * g;
         const f32 before = of.master ? of.master[i] : load((const T*)of.parameter + i);

@@ -8,13 +8,17 @@ struct CopyArguments {
     // Over the same extents.
     Strides at_x;
     Strides at_y;
+    // Whether y is added to, by kernels that convert.
+    u32 accumulate;
 };
 
 template <typename From, typename To>
 __device__ __forceinline__ void convert(const CopyArguments& to) {
     const u64 i = global_thread();
     if (i >= to.count) return;
-    store((To*)to.y + to.at_y.at(i), load((const From*)to.x + to.at_x.at(i)));
+    To* y = (To*)to.y + to.at_y.at(i);
+    const f32 x = load((const From*)to.x + to.at_x.at(i));
+    store(y, to.accumulate ? load(y) + x : x);
 }
 
 // Bits are copied, NaN's too.
@@ -26,6 +30,9 @@ __device__ void copy(const CopyArguments& to) {
 }
 KERNELS(copy, CopyArguments)
 
+// From one type to another, or added to what is there.
+KERNEL(to_f32_f32, CopyArguments) { convert<f32, f32>(arguments); }
+KERNEL(to_bf16_bf16, CopyArguments) { convert<bf16, bf16>(arguments); }
 KERNEL(to_f32_bf16, CopyArguments) { convert<bf16, f32>(arguments); }
 KERNEL(to_bf16_f32, CopyArguments) { convert<f32, bf16>(arguments); }
 

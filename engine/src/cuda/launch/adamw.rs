@@ -1,5 +1,7 @@
 //! Launches of adamw.cu.
 
+use std::any::Any;
+
 use candle_core::DType;
 
 use super::{BLOCK, FOLD_BYTES, Kernel, Launch, Operand, Operands, blocks, launches, typed};
@@ -22,7 +24,7 @@ pub struct AdamWTensor {
     pub parameter: u64,
     /// The parameter in f32, where it is stored in less; else 0.
     pub master: u64,
-    /// The gradient, of the parameter's type.
+    /// The gradient.
     pub gradient: u64,
     /// The first moment, f32.
     pub m: u64,
@@ -37,7 +39,8 @@ pub struct AdamWTensor {
 }
 
 /// The rule of an update.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[repr(C)]
 pub struct AdamWRule {
     /// The global norm to which larger gradients are scaled.
     pub max_norm: f32,
@@ -56,10 +59,8 @@ struct AdamWArguments {
     tensor_count: u64,
     norm: u64,
     scalars: u64,
-    max_norm: f32,
-    beta1: f32,
-    beta2: f32,
-    eps: f32,
+    rule: AdamWRule,
+    sums_in_f32: u32,
 }
 
 #[derive(Debug, Clone, Copy, Default)]
@@ -89,46 +90,16 @@ struct GlobalNormArguments {
     count: u64,
 }
 
-/// Updates parameters that are stored in one type, 32 at a time. `norm` and `scalars` are addresses of what
-/// [`Op`](crate::Op)s of the CPU are given: the numbers are read when the kernel runs.
-pub fn adamw(dtype: DType, rule: AdamWRule, tensors: &[AdamWTensor], norm: u64, scalars: u64) -> Option<Vec<Launch>> {
-    let name = typed("adamw", dtype)?;
-    let launch = |tensors: &[AdamWTensor]| {
-        let mut arguments = AdamWArguments {
-            tensors: [AdamWTensor::default(); MAX_TENSORS],
-            tensor_count: tensors.len() as u64,
-            norm,
-            scalars,
-            max_norm: rule.max_norm,
-            beta1: rule.beta1,
-            beta2: rule.beta2,
-            eps: rule.eps,
-        };
-        let mut first_block = 0;
-        for (to, tensor) in arguments.tensors.iter_mut().zip(tensors) {
-            *to = AdamWTensor { first_block, ..*tensor };
-            first_block += tensor.count.div_ceil(ADAMW_LENGTH);
-        }
-        Kernel {
-            family: AdamW,
-            name: name.clone(),
-            grid: [blocks(first_block, 1), 1, 1],
-            block: BLOCK,
-            shared_bytes: 0,
-            arguments: Box::new(arguments),
-        }
-    };
-    Some(tensors.chunks(MAX_TENSORS).map(launch).map(Launch::Kernel).collect())
-}
-
-/// (parameter, m, v) from (parameter, gradient, m, v, norm, scalars), all in f32.
-pub fn adamw_alone(rule: AdamWRule, decay: f64, operands: &Operands<'_>) -> Option<Vec<Launch>> {
-    let [parameter, gradient, m, v, norm, scalars] = operands.inputs else { return None };
-    if m.dtype != DType::F32 {
+/// (parameter, m, v) from (parameter, gradient, m, v, norm, scalars), with an f32 master behind both where the parameter is
+/// stored in less. Norm and scalars are read when the kernel runs.
+pub fn adamw(rule: AdamWRule, decay: f64, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let [parameter, gradient, m, v, norm, scalars, master @ ..] = operands.inputs else { return None };
+    if m.dtype != DType::F32 || (parameter.dtype == DType::F32) != master.is_empty() {
         return None;
     }
     let tensor = AdamWTensor {
         parameter: parameter.address,
+        master: master.first().map_or(0, |master| master.address),
         gradient: gradient.address,
         m: m.address,
         v: v.address,
@@ -136,7 +107,83 @@ pub fn adamw_alone(rule: AdamWRule, decay: f64, operands: &Operands<'_>) -> Opti
         decay: decay as f32,
         ..AdamWTensor::default()
     };
-    adamw(parameter.dtype, rule, &[tensor], norm.address, scalars.address)
+    let update = Updates {
+        name: typed("adamw", parameter.dtype)?,
+        rule,
+        norm: norm.address,
+        scalars: scalars.address,
+        sums_in_f32: u32::from(gradient.dtype == DType::F32),
+    };
+    launches([update.of(&[tensor])])
+}
+
+/// What all tensors of a launch have in common.
+#[derive(Debug, Clone, PartialEq)]
+struct Updates {
+    name: String,
+    rule: AdamWRule,
+    norm: u64,
+    scalars: u64,
+    sums_in_f32: u32,
+}
+
+impl Updates {
+    /// What a launch updates, if it is one of [`adamw`].
+    fn read(launch: &Launch) -> Option<(Self, &[AdamWTensor])> {
+        let Launch::Kernel(Kernel { name, arguments, .. }) = launch else { return None };
+        let arguments = (arguments.as_ref() as &dyn Any).downcast_ref::<AdamWArguments>()?;
+        let &AdamWArguments { rule, norm, scalars, sums_in_f32, ref tensors, tensor_count } = arguments;
+        Some((Self { name: name.clone(), rule, norm, scalars, sums_in_f32 }, &tensors[..tensor_count as usize]))
+    }
+
+    fn of(&self, tensors: &[AdamWTensor]) -> Kernel {
+        let &Self { rule, norm, scalars, sums_in_f32, .. } = self;
+        let mut of_all = [AdamWTensor::default(); MAX_TENSORS];
+        let mut first_block = 0;
+        for (to, tensor) in of_all.iter_mut().zip(tensors) {
+            *to = AdamWTensor { first_block, ..*tensor };
+            first_block += tensor.count.div_ceil(ADAMW_LENGTH);
+        }
+        let tensor_count = tensors.len() as u64;
+        Kernel {
+            family: AdamW,
+            name: self.name.clone(),
+            grid: [blocks(first_block, 1), 1, 1],
+            block: BLOCK,
+            shared_bytes: 0,
+            arguments: Box::new(AdamWArguments { tensors: of_all, tensor_count, norm, scalars, rule, sums_in_f32 }),
+        }
+    }
+}
+
+/// The same, each with the instruction that it is for, with updates of neighbours in common launches, as many as fit: one
+/// parameter has nothing to do with another.
+pub(in crate::cuda) fn together(launches: Vec<(usize, Launch)>) -> Vec<(usize, Launch)> {
+    let mut all = Vec::with_capacity(launches.len());
+    let mut pending: Option<(usize, Updates, Vec<AdamWTensor>)> = None;
+    let flush = |pending: &mut Option<(usize, Updates, Vec<AdamWTensor>)>, all: &mut Vec<(usize, Launch)>| {
+        if let Some((first, updates, tensors)) = pending.take() {
+            all.extend(tensors.chunks(MAX_TENSORS).map(|tensors| (first, Launch::Kernel(updates.of(tensors)))));
+        }
+    };
+    for (index, launch) in launches {
+        match (Updates::read(&launch), &mut pending) {
+            (Some((updates, tensors)), Some((_, of_pending, together))) if *of_pending == updates => {
+                together.extend_from_slice(tensors);
+            }
+            (Some((updates, tensors)), _) => {
+                let tensors = tensors.to_vec();
+                flush(&mut pending, &mut all);
+                pending = Some((index, updates, tensors));
+            }
+            (None, _) => {
+                flush(&mut pending, &mut all);
+                all.push((index, launch));
+            }
+        }
+    }
+    flush(&mut pending, &mut all);
+    all
 }
 
 /// Tensors in a launch's arguments, how many there are, and the blocks that go through them.

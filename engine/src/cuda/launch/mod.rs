@@ -16,7 +16,8 @@ mod reduce;
 mod rope;
 mod softmax;
 
-pub use adamw::{AdamWRule, AdamWTensor, adamw, adamw_alone, global_norm, squared_norms, squared_norms_workspace};
+pub(super) use adamw::together;
+pub use adamw::{AdamWRule, AdamWTensor, adamw, global_norm, squared_norms, squared_norms_workspace};
 pub use attention::{attention, attention_grad, attention_grad_workspace};
 pub use copy::{cat, copy, widen};
 pub use elementwise::{affine, binary, gated, gated_grad, unary, unary_grad};
@@ -35,6 +36,7 @@ pub use reduce::{column_sums_workspace, scaled_sum, sum};
 pub use rope::rope;
 pub use softmax::{Upstream, cross_entropy, cross_entropy_grad, head, log_sum_exp, softmax, softmax_grad};
 
+use std::any::Any;
 use std::ffi::c_void;
 use std::fmt::Debug;
 
@@ -74,7 +76,7 @@ pub struct Kernel {
 }
 
 /// A kernel's one argument: plain data, laid out as in C.
-pub trait Arguments: Debug + Send + Sync {
+pub trait Arguments: Any + Debug + Send + Sync {
     /// Bytes of the struct.
     fn bytes(&self) -> usize;
 

@@ -8,7 +8,8 @@ use candle_core::{DType, Layout};
 use super::host;
 use super::judge::{Stored, judge, judge_graph};
 use super::memory::Region;
-use crate::cuda::launch::{AdamWRule, AdamWTensor, adamw};
+use crate::cuda::launch::{AdamWRule, adamw, together};
+use crate::cuda::{Operand, Operands, Random};
 use crate::gradient_check::random_array;
 use crate::graph::{Graph, Spec, lock};
 use crate::nn::Init;
@@ -62,13 +63,15 @@ fn updates_of_many_parameters() {
     }
     let rule = AdamWRule { max_norm: 1.0, beta1: 0.9, beta2: 0.95, eps: 1e-8 };
     let scalars = Region::of(&[1e-2, 0.19, 0.0975], DType::F32);
-    for (dtype, norm) in [(DType::F32, 2.5), (DType::BF16, 0.5), (DType::F32, f64::NAN), (DType::F32, f64::INFINITY)] {
+    let (f32, bf16) = (DType::F32, DType::BF16);
+    let ways = [(f32, f32, 2.5), (bf16, bf16, 0.5), (bf16, f32, 2.5), (f32, f32, f64::NAN), (f32, f32, f64::INFINITY)];
+    for (dtype, sums, norm) in ways {
         let norm_at = Region::of(&[norm], DType::F32);
         let counts: Vec<usize> = (0..34).map(|i| if i == 2 { 5000 } else { 1 + 13 * i }).collect();
         let make = |seed: u64, dtype| -> Vec<Region> {
             counts.iter().zip(0..).map(|(&n, i)| Region::of(&stored(n, seed + i, dtype).data, dtype)).collect()
         };
-        let (parameters, gradients) = (make(0, dtype), make(100, dtype));
+        let (parameters, gradients) = (make(0, dtype), make(100, sums));
         let (masters, m) = (make(0, DType::F32), make(200, DType::F32));
         let v: Vec<Region> =
             make(300, DType::F32).iter().map(|v| Region::of(&squares(&v.numbers()), DType::F32)).collect();
@@ -78,30 +81,33 @@ fn updates_of_many_parameters() {
                 [parameter.numbers(), gradients[i].numbers(), m[i].numbers(), v[i].numbers()]
             })
             .collect();
-        let tensors: Vec<AdamWTensor> = (0..counts.len())
-            .map(|i| AdamWTensor {
-                parameter: parameters[i].address(),
-                master: if dtype == DType::BF16 { masters[i].address() } else { 0 },
-                gradient: gradients[i].address(),
-                m: m[i].address(),
-                v: v[i].address(),
-                count: counts[i] as u64,
-                decay: if i % 2 == 0 { 0.1 } else { 0.0 },
-                ..AdamWTensor::default()
-            })
-            .collect();
-        for launch in adamw(dtype, rule, &tensors, norm_at.address(), scalars.address()).unwrap() {
+        let decay = |i: usize| if i.is_multiple_of(2) { 0.1 } else { 0.0 };
+        let one_by_one = (0..counts.len()).flat_map(|i| {
+            let operand = |region: &Region, dtype| Operand {
+                address: region.address(),
+                layout: Layout::contiguous(counts[i]),
+                dtype,
+            };
+            let mut inputs = vec![operand(&parameters[i], dtype), operand(&gradients[i], sums)];
+            inputs.extend([&m[i], &v[i], &norm_at, &scalars].map(|region| operand(region, DType::F32)));
+            inputs.extend((dtype == DType::BF16).then(|| operand(&masters[i], DType::F32)));
+            let random = Random { key: 0, micro_batch: 0 };
+            let operands = Operands { inputs: &inputs, outputs: &[], workspace: &[], accumulate: 0, random };
+            adamw(rule, decay(i), &operands).unwrap()
+        });
+        let launches = together(one_by_one.enumerate().collect());
+        assert_eq!(launches.len(), 2, "34 tensors, 32 at a time");
+        for (_, launch) in launches {
             // SAFETY: every region has as many elements as its tensor.
             unsafe { host::run(&launch, false) }.unwrap();
         }
         assert!([&parameters, &masters, &m, &v].into_iter().flatten().all(Region::is_intact));
         for (i, [p, g, m_before, v_before]) in before.iter().enumerate() {
-            let decay = f64::from(tensors[i].decay);
             for j in 0..counts[i] {
                 let [p, g, m0, v0] = [p[j], g[j], m_before[j], v_before[j]];
                 let g = g * (1.0 / (norm + 1e-6)).min(1.0);
                 let (mut m1, mut v1) = (0.9 * m0 + 0.1 * g, 0.95 * v0 + 0.05 * g * g);
-                let mut p1 = p * (1.0 - 1e-2 * decay) - 1e-2 / 0.19 * m1 / ((v1 / 0.0975).sqrt() + 1e-8);
+                let mut p1 = p * (1.0 - 1e-2 * decay(i)) - 1e-2 / 0.19 * m1 / ((v1 / 0.0975).sqrt() + 1e-8);
                 if !norm.is_finite() {
                     (m1, v1, p1) = (m0, v0, p);
                 }

@@ -1,0 +1,126 @@
+//! Device memory at addresses of its own: made once, in whole pages, and given back.
+//!
+//! In: how many bytes. Out: a range that is mapped, or who holds the memory that it would take. Never: a pool.
+
+use std::process::Command;
+
+use cudarc::driver::{result, sys};
+
+use super::device::{DeviceError, DeviceMemory};
+use super::nvidia::Named;
+
+/// Device memory at a range of addresses.
+#[derive(Debug)]
+pub(super) struct Mapped {
+    address: sys::CUdeviceptr,
+    bytes: usize,
+    handle: sys::CUmemGenericAllocationHandle,
+}
+
+impl Mapped {
+    /// Memory of at least so many bytes, in the context that is the thread's own.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfMemory`], with who holds it, and what the driver says.
+    pub fn new(name: &str, device: sys::CUdevice, bytes: u64) -> Result<Self, DeviceError> {
+        let kind = kind(device);
+        let mut granularity = 0;
+        let minimum = sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
+        // SAFETY: it writes one number.
+        unsafe { sys::cuMemGetAllocationGranularity(&mut granularity, &kind, minimum).result() }
+            .named(name, "cuMemGetAllocationGranularity")?;
+        let bytes = (bytes as usize).next_multiple_of(granularity.max(1));
+        let DeviceMemory { total, in_use, .. } = used(name)?;
+        let (needed, free) = (bytes as u64, total - in_use);
+        let out_of_memory =
+            || DeviceError::OutOfMemory { device: name.into(), needed, free, total, holders: holders() };
+        if needed > free {
+            return Err(out_of_memory());
+        }
+        let (mut handle, mut address) = (0, 0);
+        // SAFETY: it writes one number.
+        let created = unsafe { sys::cuMemCreate(&mut handle, bytes, &kind, 0) };
+        if created == sys::cudaError_enum::CUDA_ERROR_OUT_OF_MEMORY {
+            return Err(out_of_memory());
+        }
+        created.result().named(name, "cuMemCreate")?;
+        // SAFETY: each writes one number; what was made before is given back where a later one fails.
+        unsafe {
+            let reserved = sys::cuMemAddressReserve(&mut address, bytes, 0, 0, 0).result();
+            if let Err(error) = reserved.named(name, "cuMemAddressReserve") {
+                let _ = sys::cuMemRelease(handle);
+                return Err(error);
+            }
+            let mapped = sys::cuMemMap(address, bytes, 0, handle, 0).result().named(name, "cuMemMap");
+            if let Err(error) = mapped {
+                let _ = sys::cuMemAddressFree(address, bytes);
+                let _ = sys::cuMemRelease(handle);
+                return Err(error);
+            }
+            // From here on it is given back when it is dropped.
+            let mapped = Self { address, bytes, handle };
+            let access = sys::CUmemAccessDesc {
+                location: kind.location,
+                flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
+            };
+            sys::cuMemSetAccess(address, bytes, &access, 1).result().named(name, "cuMemSetAccess")?;
+            Ok(mapped)
+        }
+    }
+
+    /// Where it begins.
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// How much it is.
+    pub fn bytes(&self) -> u64 {
+        self.bytes as u64
+    }
+
+    /// Whether bytes from this address on all lie in it.
+    pub fn holds(&self, address: u64, bytes: usize) -> bool {
+        let start = address.checked_sub(self.address);
+        start.and_then(|start| start.checked_add(bytes as u64)).is_some_and(|end| end <= self.bytes())
+    }
+}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        // SAFETY: it was mapped when this was made, and whoever had it has waited for what was under way.
+        unsafe {
+            let _ = sys::cuMemUnmap(self.address, self.bytes);
+            let _ = sys::cuMemAddressFree(self.address, self.bytes);
+            let _ = sys::cuMemRelease(self.handle);
+        }
+    }
+}
+
+/// Memory of a device.
+fn kind(device: sys::CUdevice) -> sys::CUmemAllocationProp {
+    // SAFETY: a struct of numbers and a pointer that may be null, of which zeros mean nothing special.
+    let mut kind: sys::CUmemAllocationProp = unsafe { std::mem::zeroed() };
+    kind.type_ = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
+    kind.location.type_ = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
+    kind.location.id = device;
+    kind
+}
+
+/// What there is and what is in use by anybody, as the driver says.
+pub(super) fn used(name: &str) -> Result<DeviceMemory, DeviceError> {
+    let (free, total) = result::mem_get_info().named(name, "cuMemGetInfo")?;
+    let (free, total) = (free as u64, total as u64);
+    Ok(DeviceMemory { total, in_use: total - free, arena: 0, beside: Vec::new() })
+}
+
+/// The processes that hold memory of GPUs, a line each.
+fn holders() -> String {
+    let asked = Command::new("nvidia-smi")
+        .args(["--query-compute-apps=gpu_bus_id,pid,process_name,used_memory", "--format=csv,noheader"])
+        .output();
+    match asked.map(|output| String::from_utf8_lossy(&output.stdout).trim().to_owned()) {
+        Ok(list) if list.is_empty() => "nothing that nvidia-smi shows".into(),
+        Ok(list) => list,
+        Err(error) => format!("nvidia-smi, which would say, cannot be run ({error})"),
+    }
+}

@@ -1,0 +1,71 @@
+//! A stand-in for a device: memory of the processor, and launches that are run there.
+
+use super::host;
+use crate::cuda::{Describe, Device, DeviceError, DeviceMemory, Launch, Recording};
+
+/// Memory of the processor, and launches that are run there.
+#[derive(Debug, Default)]
+pub struct Processor {
+    memory: Vec<u64>,
+    recorded: Vec<Vec<Launch>>,
+}
+
+impl Processor {
+    fn at(&self, address: u64, bytes: usize) -> *mut u8 {
+        let base = self.memory.as_ptr().expose_provenance() as u64;
+        assert!(base <= address && address + bytes as u64 <= base + 8 * self.memory.len() as u64, "beside the memory");
+        std::ptr::with_exposed_provenance_mut(address as usize)
+    }
+}
+
+impl Device for Processor {
+    fn name(&self) -> String {
+        "a stand-in for a GPU".into()
+    }
+
+    fn reserve(&mut self, bytes: u64) -> Result<u64, DeviceError> {
+        assert!(self.memory.is_empty(), "reserved once");
+        // Full of NaN, with room for the alignment.
+        self.memory = vec![u64::MAX; bytes as usize / 8 + 64];
+        Ok((self.memory.as_mut_ptr().expose_provenance() as u64).next_multiple_of(256))
+    }
+
+    fn write(&mut self, address: u64, bytes: &[u8]) -> Result<(), DeviceError> {
+        // SAFETY: `at` has looked whether it is this memory, which `&mut self` holds alone.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.at(address, bytes.len()), bytes.len()) };
+        Ok(())
+    }
+
+    fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), DeviceError> {
+        // SAFETY: as above.
+        unsafe { std::ptr::copy_nonoverlapping(self.at(address, bytes.len()), bytes.as_mut_ptr(), bytes.len()) };
+        Ok(())
+    }
+
+    fn record(&mut self, launches: Vec<Launch>, _: Describe<'_>) -> Result<Recording, DeviceError> {
+        self.recorded.push(launches);
+        Ok(Recording(self.recorded.len() - 1))
+    }
+
+    fn run(&mut self, launches: Vec<Launch>, _: Describe<'_>) -> Result<(), DeviceError> {
+        run_all(&launches);
+        Ok(())
+    }
+
+    fn replay(&mut self, recording: Recording) -> Result<(), DeviceError> {
+        run_all(&self.recorded[recording.0]);
+        Ok(())
+    }
+
+    fn memory(&self) -> Result<DeviceMemory, DeviceError> {
+        let arena = 8 * self.memory.len() as u64;
+        Ok(DeviceMemory { total: u64::MAX, in_use: arena, arena, beside: Vec::new() })
+    }
+}
+
+fn run_all(launches: &[Launch]) {
+    for launch in launches {
+        // SAFETY: the addresses are those of a checked plan in this memory.
+        unsafe { host::run(launch, false) }.unwrap_or_else(|why| panic!("{launch:?}: {why}"));
+    }
+}

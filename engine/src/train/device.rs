@@ -1,0 +1,112 @@
+//! Where a trainer runs: chosen by its options, found when it is made.
+//!
+//! In: a choice, and what the options ask for. Out: an executor on that device, with a word on why it is no other. Never: a silent
+//! change of device, or a GPU asked for in vain that is not an error.
+
+use std::fmt;
+use std::str::FromStr;
+
+use super::TrainOptions;
+use crate::compile::Target;
+use crate::cpu::resolve_threads;
+use crate::error::{Error, Result};
+
+/// Which device a trainer is to use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum DeviceChoice {
+    /// The first NVIDIA GPU if there is one that can do what the options ask for, else the CPU;
+    /// [`Trainer::device`](super::Trainer::device) says which, and why.
+    Auto,
+    /// The CPU.
+    #[default]
+    Cpu,
+    /// The NVIDIA GPU of this number, or an error.
+    Cuda(usize),
+}
+
+impl FromStr for DeviceChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let number =
+            |text: &str| text.parse().map_err(|_| format!("{text:?} is no number of a GPU; the first is cuda:0"));
+        match text {
+            "auto" => Ok(Self::Auto),
+            "cpu" => Ok(Self::Cpu),
+            "cuda" => Ok(Self::Cuda(0)),
+            _ => match text.strip_prefix("cuda:") {
+                Some(ordinal) => number(ordinal).map(Self::Cuda),
+                None => Err(format!("{text:?} is no device; there are auto, cpu, cuda and cuda:0, cuda:1, …")),
+            },
+        }
+    }
+}
+
+impl fmt::Display for DeviceChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::Cpu => f.write_str("cpu"),
+            Self::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
+        }
+    }
+}
+
+/// The device that a trainer runs on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RunsOn {
+    /// The device, in words.
+    pub name: String,
+    /// Whether it is a GPU.
+    pub is_gpu: bool,
+    /// Why it is not the GPU that was to be used if there is one.
+    pub because: Option<String>,
+}
+
+impl RunsOn {
+    pub(super) fn cpu(threads: usize, because: Option<String>) -> Self {
+        let name = format!("the CPU, {threads} {}", if threads == 1 { "thread" } else { "threads" });
+        Self { name, is_gpu: false, because }
+    }
+}
+
+impl fmt::Display for RunsOn {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "runs on {}", self.name)?;
+        match &self.because {
+            Some(why) => write!(f, " ({why})"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl TrainOptions {
+    /// Whose kernels a step is planned for before there is a device.
+    pub(super) fn target(&self) -> Target {
+        match self.device {
+            #[cfg(feature = "cuda")]
+            DeviceChoice::Cuda(_) => Target::Cuda,
+            _ => Target::Cpu { threads: resolve_threads(self.threads) },
+        }
+    }
+
+    /// What of the options a GPU cannot do, and the remedy.
+    #[cfg(feature = "cuda")]
+    pub(super) fn check_for_gpu(&self) -> Result<()> {
+        let fail = |why: &str, remedy| Err(Error::Config { what: "device", why: why.into(), remedy });
+        if self.mesh.ranks()? > 1 {
+            return fail("several ranks run on CPUs alone so far", "use one rank on a GPU, or the CPU");
+        }
+        if self.poison {
+            return fail("dead ranges are filled with NaN on the CPU alone", "leave poison out, or use the CPU");
+        }
+        Ok(())
+    }
+}
+
+/// That this build knows no GPU.
+#[cfg(not(feature = "cuda"))]
+pub(super) fn without_cuda() -> Error {
+    let why = "this build knows no GPU".to_owned();
+    Error::Config { what: "device", why, remedy: "build with the feature cuda, which is on by default, or use the CPU" }
+}
