@@ -18,7 +18,7 @@ use gapless::engine::learning_rate::{LearningRate, Shape};
 use gapless::engine::metrics::{JsonLines, peak_rss_bytes};
 use gapless::engine::optim::{AdamW, AdamW8bit, GaLore};
 use gapless::models::{Gpt, GptConfig};
-use gapless::{Offload, Recompute, SampleOptions, TrainOptions, Trainer};
+use gapless::{DType, DeviceChoice, Offload, Recompute, SampleOptions, TrainOptions, Trainer};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
 
@@ -113,6 +113,12 @@ struct Args {
     /// Where that file is; a disk, best
     #[arg(long, value_name = "FOLDER", default_value = ".")]
     offload_to: PathBuf,
+    /// What runs it: auto, cpu, cuda or cuda:1
+    #[arg(long, default_value = "auto")]
+    device: DeviceChoice,
+    /// Stores parameters and activations in f32 or, on a GPU, in bf16 with masters in f32
+    #[arg(long, default_value = "f32")]
+    dtype: Float,
     /// Fills every dead range of the arena with NaN between instructions
     #[arg(long)]
     poison: bool,
@@ -123,6 +129,12 @@ enum Schedule {
     Cosine,
     Wsd,
     Constant,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum Float {
+    F32,
+    Bf16,
 }
 
 /// What docs/optimizers.md compares.
@@ -166,6 +178,7 @@ fn main() -> Result<()> {
         checkpoint.expect("run", &run).context("resume with the flags of the run that was saved")?;
     }
     let mut trainer = Trainer::new(|vb| Gpt::new(&config, vb), options(&args))?;
+    println!("{}", trainer.device());
     let report = trainer.report();
     println!("{report}");
     std::fs::create_dir_all(&args.out).with_context(|| format!("cannot create {}", args.out.display()))?;
@@ -269,6 +282,11 @@ fn options(args: &Args) -> TrainOptions {
         batch: args.batch,
         micro_batches: args.micro_batches,
         sequence: args.sequence,
+        device: args.device,
+        dtype: match args.dtype {
+            Float::F32 => DType::F32,
+            Float::Bf16 => DType::BF16,
+        },
         optimizer,
         learning_rate: LearningRate { peak: args.lr, floor: args.lr / 10.0, warmup_steps, steps: args.steps, shape },
         seed: args.seed,

@@ -2,8 +2,9 @@
 
 use clap::ValueEnum;
 use gapless::engine::compile::Program;
+use gapless::engine::optim::AdamW;
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig};
-use gapless::{DType, Mesh, Offload, Reserve, TrainOptions, Trainer};
+use gapless::{DType, DeviceChoice, Mesh, Offload, Reserve, TrainOptions, Trainer};
 
 /// Models that are known by name.
 #[derive(Debug, Clone, Copy, ValueEnum)]
@@ -52,6 +53,9 @@ pub struct StepArguments {
     /// Ranks that share the experts of --model; the step planned is that of the first.
     #[arg(long, default_value_t = 1)]
     expert_ranks: usize,
+    /// Whose kernels it is planned for, cpu or cuda: they need other scratch
+    #[arg(long, default_value = "cpu")]
+    device: DeviceChoice,
     /// Room for the rows that an expert rank receives, as a multiple of what even routing needs; without it, for the worst case.
     #[arg(long, value_name = "FACTOR")]
     routing: Option<f64>,
@@ -61,17 +65,22 @@ pub struct StepArguments {
 #[derive(Debug, Clone, Copy, ValueEnum)]
 pub enum Float {
     F32,
+    /// All of it, the optimizer's states too
     Bf16,
+    /// Bf16, but for the optimizer's masters and moments and gradients of several micro-batches
+    Mixed,
 }
 
 impl StepArguments {
     /// The options that they mean.
     pub fn options(&self) -> TrainOptions {
-        let &Self { batch, micro_batches, sequence, dtype, expert_ranks, routing, ref compress, ref offload } = self;
+        let &Self { batch, micro_batches, sequence, dtype, expert_ranks, routing, ref compress, ref offload, device } =
+            self;
         let dtype = match dtype {
             Float::F32 => DType::F32,
-            Float::Bf16 => DType::BF16,
+            Float::Bf16 | Float::Mixed => DType::BF16,
         };
+        let optimizer = AdamW { masters: matches!(self.dtype, Float::Mixed), ..AdamW::default() }.into();
         let (compress, ops) = (compress.clone(), offload.clone());
         // Nothing is written to it.
         let offload = (!ops.is_empty()).then(|| Offload { ops, folder: ".".into() });
@@ -81,7 +90,9 @@ impl StepArguments {
             batch,
             micro_batches,
             sequence,
+            device,
             dtype,
+            optimizer,
             mesh,
             routing,
             compress,
