@@ -1,6 +1,7 @@
 //! What a step asks of a GPU.
 
 use std::fmt::{self, Debug};
+use std::time::Duration;
 
 use super::launch::Launch;
 
@@ -34,11 +35,11 @@ pub trait Device: Debug + Send {
     /// When a kernel cannot be compiled or loaded, or what the driver says of a launch, which `describe` names.
     fn record(&mut self, launches: Vec<Launch>, describe: Describe<'_>) -> Result<Recording, DeviceError>;
 
-    /// Runs launches once, and waits for their end.
+    /// Runs launches once, waits for their end, and says how long they took.
     ///
     /// # Errors
     /// As [`Self::record`].
-    fn run(&mut self, launches: Vec<Launch>, describe: Describe<'_>) -> Result<(), DeviceError>;
+    fn run(&mut self, launches: &[Launch], describe: Describe<'_>) -> Result<Duration, DeviceError>;
 
     /// Runs what was recorded, and waits for its end.
     ///

@@ -3,6 +3,8 @@
 //! In: an executable whose scratch is a GPU's ([`Target::Cuda`](crate::compile::Target)), and a device. Out: inputs written, steps
 //! replayed, numbers read. Never: memory beside the arena and the step's key, or a launch that was not recorded.
 
+use std::time::Duration;
+
 use candle_core::{DType, Device as CandleDevice, Tensor};
 
 use super::device::{Device, DeviceMemory, Recording};
@@ -21,6 +23,23 @@ pub struct Executor {
     place: Place,
     /// By program.
     recordings: Vec<Recording>,
+}
+
+/// How long an instruction took, beside what it has to do.
+#[derive(Debug, Clone, serde::Serialize)]
+pub struct Timed {
+    /// The operation's name.
+    pub operation: &'static str,
+    /// The layer that it belongs to.
+    pub layer: String,
+    /// The micro-batch.
+    pub micro_batch: u32,
+    /// From the start of its first kernel to the end of its last.
+    pub time: Duration,
+    /// Arithmetic ([`Op::flops`](crate::Op::flops)).
+    pub flops: u64,
+    /// Bytes that it reads and writes ([`Op::bytes_moved`](crate::Op::bytes_moved)).
+    pub bytes: u64,
 }
 
 /// Bytes behind the arena that hold the key of a step's random numbers: it changes from step to step, a recording doesn't.
@@ -79,27 +98,65 @@ impl Executor {
     /// # Errors
     /// [`Error::Device`].
     pub fn run(&mut self, id: ProgramId, options: RunOptions) -> Result<Option<String>> {
-        let key = Stream::new(options.seed, options.step, 0).key();
-        self.device.write(self.place.key, &key.to_ne_bytes())?;
+        self.write_key(options)?;
         if !options.watch {
             self.device.replay(self.recordings[id.0])?;
             return Ok(None);
         }
-        let Self { executable, device, place, .. } = self;
         let mut culprit = None;
-        for instruction in &executable.programs[id.0].instructions {
-            let launches = place.of(instruction).ok_or_else(|| refused(instruction))?;
-            device.run(launches, &|_| instruction.describe())?;
-            if culprit.is_none() {
-                for output in &instruction.outputs {
-                    let numbers = read(&**device, *place, output)?;
-                    if output.dtype.is_float() && !all_finite(&numbers)? {
-                        culprit = Some(instruction.describe());
-                    }
+        self.run_one_by_one(id, |device, place, instruction, _| {
+            for output in instruction.outputs.iter().filter(|output| output.dtype.is_float()) {
+                if culprit.is_none() && !all_finite(&read(device, place, output)?)? {
+                    culprit = Some(instruction.describe());
                 }
             }
-        }
+            Ok(())
+        })?;
         Ok(culprit)
+    }
+
+    /// Runs a program as [`Self::run`] does, and says how long each instruction took by itself: without the graph, which lets
+    /// the next begin before the last has ended.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    pub fn profile(&mut self, id: ProgramId, options: RunOptions) -> Result<Vec<Timed>> {
+        self.write_key(options)?;
+        let mut timed = Vec::new();
+        self.run_one_by_one(id, |_, _, instruction, time| {
+            let (inputs, outputs) = (specs(&instruction.inputs), specs(&instruction.outputs));
+            let Work::Compute(op) = &instruction.work else { return Ok(()) };
+            timed.push(Timed {
+                operation: op.name(),
+                layer: instruction.layer.to_string(),
+                micro_batch: instruction.micro_batch,
+                time,
+                flops: op.flops(&inputs, &outputs),
+                bytes: op.bytes_moved(&inputs, &outputs),
+            });
+            Ok(())
+        })?;
+        Ok(timed)
+    }
+
+    fn write_key(&mut self, options: RunOptions) -> Result<()> {
+        let key = Stream::new(options.seed, options.step, 0).key();
+        Ok(self.device.write(self.place.key, &key.to_ne_bytes())?)
+    }
+
+    /// Runs a program's instructions and shows each, when it has run, with the time that it took.
+    fn run_one_by_one(
+        &mut self,
+        id: ProgramId,
+        mut show: impl FnMut(&dyn Device, Place, &Instruction, Duration) -> Result<()>,
+    ) -> Result<()> {
+        let Self { executable, device, place, .. } = self;
+        for instruction in &executable.programs[id.0].instructions {
+            let launches = place.of(instruction).ok_or_else(|| refused(instruction))?;
+            let time = device.run(&launches, &|_| instruction.describe())?;
+            show(&**device, *place, instruction, time)?;
+        }
+        Ok(())
     }
 
     /// Writes an input of a program.
@@ -201,6 +258,12 @@ fn all_finite(numbers: &Tensor) -> Result<bool> {
     Ok(numbers.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()?.iter().all(|x| x.is_finite()))
 }
 
+/// What is at addresses.
+fn specs(addresses: &[Address]) -> Vec<Spec> {
+    let spec = |address: &Address| Spec { shape: address.layout.shape().clone(), dtype: address.dtype };
+    addresses.iter().map(spec).collect()
+}
+
 fn refused(instruction: &Instruction) -> Error {
     Error::NoDeviceKernels {
         instruction: instruction.describe(),
@@ -236,10 +299,6 @@ impl Place {
             address.counted.is_none().then(|| Operand { address: self.base + offset, layout: layout.clone(), dtype })
         };
         let all = |addresses: &[Address]| addresses.iter().map(operand).collect::<Option<Vec<_>>>();
-        let specs = |addresses: &[Address]| -> Vec<Spec> {
-            let spec = |address: &Address| Spec { shape: address.layout.shape().clone(), dtype: address.dtype };
-            addresses.iter().map(spec).collect()
-        };
         // A program that was lowered for the CPU has other scratch, which kernels would write beyond.
         let needed = op.cuda_workspace(&specs(&instruction.inputs), &specs(&instruction.outputs));
         let given = instruction.workspace.iter().map(|piece| piece.bytes);

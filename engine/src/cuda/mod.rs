@@ -26,7 +26,7 @@ mod tests;
 pub use cache::Cache;
 pub use device::{Describe, Device, DeviceError, DeviceMemory, Recording};
 pub use error::KernelError;
-pub use executor::Executor;
+pub use executor::{Executor, Timed};
 pub use family::Family;
 pub use launch::{Kernel, Launch, Operand, Operands, Product, Random};
 pub use nvidia::Nvidia;

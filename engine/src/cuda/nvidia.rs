@@ -5,6 +5,7 @@
 
 use std::collections::HashMap;
 use std::ffi::CString;
+use std::time::Duration;
 
 use cudarc::driver::{result, sys};
 
@@ -262,11 +263,26 @@ impl Device for Nvidia {
         Ok(Recording(self.graphs.len() - 1))
     }
 
-    fn run(&mut self, launches: Vec<Launch>, describe: Describe<'_>) -> Result<(), DeviceError> {
+    fn run(&mut self, launches: &[Launch], describe: Describe<'_>) -> Result<Duration, DeviceError> {
         self.enter()?;
-        self.prepare(&launches, describe)?;
-        self.start_all(&launches, describe)?;
-        self.wait()
+        self.prepare(launches, describe)?;
+        let event = || -> Result<_, DeviceError> {
+            let event =
+                result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT).named(&self.name, "cuEventCreate")?;
+            // SAFETY: event and stream were made in this context.
+            unsafe { result::event::record(event, self.stream) }.named(&self.name, "cuEventRecord")?;
+            Ok(event)
+        };
+        let begin = event()?;
+        self.start_all(launches, describe)?;
+        let end = event()?;
+        self.wait()?;
+        // SAFETY: both have been recorded, and are not used after this.
+        unsafe {
+            let elapsed = result::event::elapsed(begin, end).named(&self.name, "cuEventElapsedTime");
+            let _ = (result::event::destroy(begin), result::event::destroy(end));
+            Ok(Duration::from_secs_f64(f64::from(elapsed?.max(0.0)) / 1e3))
+        }
     }
 
     fn replay(&mut self, recording: Recording) -> Result<(), DeviceError> {

@@ -399,6 +399,23 @@ impl Trainer {
         Ok(report)
     }
 
+    /// A step on a GPU whose instructions run and are timed one by one; the model is what it would be after [`Self::step`].
+    ///
+    /// # Errors
+    /// As [`Self::step`], but for [`Error::NonFinite`]; on the CPU, whose steps are timed by their `tracing` spans.
+    #[cfg(feature = "cuda")]
+    pub fn profile(&mut self, tokens: &[u32], targets: &[u32]) -> Result<Vec<cuda::Timed>> {
+        self.write_step(tokens, targets, self.schedule.at(self.step))?;
+        let (program, options) = (self.programs.train, self.run_options());
+        let Machine::Cuda(executor) = &mut self.machine else {
+            let why = "the CPU's steps are not timed so".to_owned();
+            return Err(Error::Config { what: "profile", why, remedy: "subscribe to the engine's tracing spans" });
+        };
+        let timed = executor.profile(program, options)?;
+        self.step += 1;
+        Ok(timed)
+    }
+
     /// [`Self::step`] on candle tensors: ids and targets [batch, sequence] of u32.
     ///
     /// # Errors
@@ -506,11 +523,15 @@ impl Trainer {
     }
 
     fn run(&mut self, program: ProgramId, watch: bool) -> Result<Option<String>> {
+        let options = RunOptions { watch, ..self.run_options() };
+        self.machine.run(program, options)
+    }
+
+    fn run_options(&self) -> RunOptions {
         let Share { first, stride, .. } = self.share();
         let (first_part, part_stride) = (first as u64, stride as u64);
         let TrainOptions { seed, poison, .. } = self.options;
-        let options = RunOptions { seed, step: self.step, poison, watch, first_part, part_stride };
-        self.machine.run(program, options)
+        RunOptions { seed, step: self.step, poison, watch: false, first_part, part_stride }
     }
 
     /// This rank's share of a training batch.

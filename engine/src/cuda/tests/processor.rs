@@ -1,5 +1,7 @@
 //! A stand-in for a device: memory of the processor, and launches that are run there.
 
+use std::time::{Duration, Instant};
+
 use super::host;
 use crate::cuda::{Describe, Device, DeviceError, DeviceMemory, Launch, Recording};
 
@@ -47,9 +49,10 @@ impl Device for Processor {
         Ok(Recording(self.recorded.len() - 1))
     }
 
-    fn run(&mut self, launches: Vec<Launch>, _: Describe<'_>) -> Result<(), DeviceError> {
-        run_all(&launches);
-        Ok(())
+    fn run(&mut self, launches: &[Launch], _: Describe<'_>) -> Result<Duration, DeviceError> {
+        let begun = Instant::now();
+        run_all(launches);
+        Ok(begun.elapsed())
     }
 
     fn replay(&mut self, recording: Recording) -> Result<(), DeviceError> {

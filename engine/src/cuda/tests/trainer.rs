@@ -133,6 +133,23 @@ fn sums_over_micro_batches_are_f32() {
     }
 }
 
+/// A step that is timed is a step: every instruction of the program once, and the same bits.
+#[test]
+fn a_profile_is_a_step() {
+    if !host::is_there() {
+        return;
+    }
+    let (mut stepped, mut timed) = (on_device(Style::Gpt, &options()), on_device(Style::Gpt, &options()));
+    step(&mut stepped).unwrap();
+    let [tokens, targets] = batch(0);
+    let times = timed.profile(&tokens, &targets).unwrap();
+    assert!(times.iter().any(|t| t.operation == "linear" && t.layer == "up" && t.flops > 0 && t.bytes > 0));
+    assert!(times.iter().any(|t| t.operation == "adamw"));
+    assert_eq!(step(&mut stepped).unwrap(), step(&mut timed).unwrap());
+    let error = on_cpu(Style::Gpt, &options()).profile(&tokens, &targets).unwrap_err();
+    assert!(error.to_string().starts_with("profile: "), "{error}");
+}
+
 /// Saved on a device and resumed on another; a parameter that is written stays written.
 #[test]
 fn a_trainer_is_saved_resumed_and_written_to() {
