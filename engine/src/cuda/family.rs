@@ -46,6 +46,10 @@ families! {
     Embedding = "embedding.cu",
     /// Rows to experts and back, and the experts' gated unit.
     Experts = "experts.cu",
+    /// The experts' products.
+    Grouped = "grouped.cu",
+    /// The experts' products on tensor cores.
+    GroupedTensorCores = "grouped_tensor_cores.cu",
     /// Normalisation of rows.
     Norm = "norm.cu",
     /// Sums.
@@ -62,7 +66,9 @@ families! {
 pub(super) const HEADERS: &[(&str, &str)] = &[
     ("attention.cuh", include_str!("kernels/attention.cuh")),
     ("base.cuh", include_str!("kernels/base.cuh")),
+    ("copy_async.cuh", include_str!("kernels/copy_async.cuh")),
     ("elements.cuh", include_str!("kernels/elements.cuh")),
+    ("grouped.cuh", include_str!("kernels/grouped.cuh")),
     ("math.cuh", include_str!("kernels/math.cuh")),
     ("pieces.cuh", include_str!("kernels/pieces.cuh")),
     ("random.cuh", include_str!("kernels/random.cuh")),

@@ -15,10 +15,15 @@ struct bf16 {
     u16 bits;
 };
 
-// A kernel: KERNEL(name, Arguments) { .. arguments .. }. It takes one struct, by value.
+// A kernel: KERNEL(name, Arguments) { .. arguments .. }. It takes one struct, by value. The registers of a bounded one are so few
+// that so many blocks of so many threads run side by side.
 #ifndef ON_HOST
 #define KERNEL(name, Arguments) extern "C" __global__ void name(const __grid_constant__ Arguments arguments)
+#define BOUNDED_KERNEL(name, Arguments, threads, blocks) \
+    extern "C" __global__ void __launch_bounds__(threads, blocks) name(const __grid_constant__ Arguments arguments)
 extern __shared__ __align__(16) unsigned char shared_memory[];
+#else
+#define BOUNDED_KERNEL(name, Arguments, threads, blocks) KERNEL(name, Arguments)
 #endif
 
 // The two forms of a kernel, from a template over the storage type.

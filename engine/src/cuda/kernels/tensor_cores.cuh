@@ -12,7 +12,17 @@ __device__ __forceinline__ void multiply_add(f32 (&d)[4], const u32 (&a)[4], u32
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Four 8 × 8 matrices, transposed. Lane l names row l%8 of matrix l/8, 16 bytes of shared memory.
+// Four 8 × 8 matrices. Lane l names row l%8 of matrix l/8, 16 bytes of shared memory, and gets elements 2(l%4) and the next of
+// each matrix's row l/4.
+__device__ __forceinline__ void load_matrices(u32 (&to)[4], const bf16* row) {
+    const u32 address = u32(__cvta_generic_to_shared(row));
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// The same of the matrices transposed.
 __device__ __forceinline__ void load_transposed(u32 (&to)[4], const bf16* row) {
     const u32 address = u32(__cvta_generic_to_shared(row));
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"

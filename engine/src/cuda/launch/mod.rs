@@ -9,6 +9,7 @@ mod copy;
 mod elementwise;
 mod embedding;
 mod experts;
+mod grouped;
 mod noise;
 mod norm;
 mod product;
@@ -26,6 +27,7 @@ pub use experts::{
     Routing, combine, dispatch, expert_load, gather, route, routed_gated, routed_gated_grad, run_lengths, run_starts,
     top_k, top_k_grad, unplaced,
 };
+pub use grouped::{grouped_linear, grouped_linear_grad_input, grouped_linear_grad_weight};
 pub use noise::{dropout, jitter};
 pub use norm::{norm, norm_grad_input, norm_grad_weight, norm_grad_weight_workspace};
 pub use product::{

@@ -4,6 +4,7 @@ mod architectures;
 mod attention;
 mod elementwise;
 mod experts;
+mod grouped;
 mod host;
 mod judge;
 mod memory;

@@ -115,6 +115,12 @@ impl Op for GroupedLinear {
         run(args, self.sources, &forward(args.input_dims(0)[0], out, width));
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        // Counted rows have no place yet behind the last one that is used.
+        self.balanced.is_none().then(|| crate::cuda::launch::grouped_linear(self.sources, operands))?
+    }
+
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let (x, weight, starts) = (args.input(0), args.input(1), exact_starts(args.input(2)));
         let (experts, out, width) = weight_dims(&weight.dims);
@@ -166,6 +172,12 @@ impl Op for GroupedLinearGradInput {
     fn run(&self, args: &mut Args<'_>) {
         let (_, out, width) = weight_dims(args.input_dims(1));
         run(args, self.sources, &backward(args.input_dims(0)[0], out, width));
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        // Counted rows have no place yet behind the last one that is used.
+        self.balanced.is_none().then(|| crate::cuda::launch::grouped_linear_grad_input(self.sources, operands))?
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
@@ -249,6 +261,12 @@ impl Op for GroupedLinearGradWeight {
                     .expect("extents by the shape rule");
             }
         }
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        // Counted rows have no place yet behind the last one that is used.
+        self.balanced.is_none().then(|| crate::cuda::launch::grouped_linear_grad_weight(self.sources, operands))?
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {

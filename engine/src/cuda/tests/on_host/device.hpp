@@ -12,6 +12,7 @@
 #include <string.h>
 #include <ucontext.h>
 
+#include <deque>
 #include <string>
 #include <vector>
 
@@ -33,6 +34,14 @@ struct Run {
 
 enum class State { RUNNABLE, AT_BLOCK_BARRIER, AT_WARP_BARRIER, OVER };
 
+// A copy that was started.
+struct AsyncCopy {
+    void* to;
+    const void* from;
+    unsigned count;
+    unsigned group;
+};
+
 struct Fiber {
     ucontext_t context;
     std::vector<char> stack;
@@ -40,6 +49,9 @@ struct Fiber {
     Coordinates index;
     // Numbers exchanged so far: two sets of slots take turns, so that one barrier per exchange is enough.
     unsigned exchanges;
+    // Copies that have not been waited for, and how many groups of them were closed.
+    std::deque<AsyncCopy> copies;
+    unsigned groups;
 };
 
 static Coordinates gridDim, blockDim, blockIdx, threadIdx;
@@ -118,6 +130,8 @@ struct Device {
             fiber.state = State::RUNNABLE;
             fiber.index = {t, 0, 0};
             fiber.exchanges = 0;
+            fiber.copies.clear();
+            fiber.groups = 0;
         }
         const unsigned warps = count / 32;
         for (;;) {
@@ -129,6 +143,9 @@ struct Device {
                 return;
             }
             break;
+        }
+        for (unsigned t = 0; t < count; ++t) {
+            if (!fibers[t].copies.empty()) error = "a copy that nobody waits for";
         }
         for (unsigned i = run.shared_bytes; i < shared.size(); ++i) {
             if (shared[i] != POISON) error = "a write behind the block's shared memory";
@@ -246,9 +263,9 @@ static inline void multiply_add(float (&d)[4], const unsigned (&a)[4], unsigned 
     }
 }
 
-// ldmatrix.m8n8.x4.trans: every lane names a row of a matrix, and gets two elements of a column of each.
+// ldmatrix.m8n8.x4: every lane names a row of a matrix, and gets two elements of each: neighbours of a row, or of a column.
 template <typename Half>
-static void load_transposed(unsigned (&to)[4], const Half* row) {
+static void load_fragments(unsigned (&to)[4], const Half* row, bool is_transposed) {
     static_assert(sizeof(Half) == 2, "elements of 16 bits");
     std::vector<unsigned long long>& rows = device.slots[device.fiber().exchanges++ % 2];
     if ((unsigned long long)row % 16 != 0) device.error = "a row of a matrix that is not aligned to 16 bytes";
@@ -258,10 +275,38 @@ static void load_transposed(unsigned (&to)[4], const Half* row) {
     for (unsigned matrix = 0; matrix < 4; ++matrix) {
         unsigned short pair[2];
         for (unsigned i = 0; i < 2; ++i) {
-            const Half* from = (const Half*)rows[warp + matrix * 8 + lane % 4 * 2 + i];
-            memcpy(&pair[i], from + lane / 4, sizeof pair[i]);
+            const unsigned outer = lane / 4, inner = lane % 4 * 2 + i;
+            const Half* from = (const Half*)rows[warp + matrix * 8 + (is_transposed ? inner : outer)];
+            memcpy(&pair[i], from + (is_transposed ? outer : inner), sizeof pair[i]);
         }
         to[matrix] = unsigned(pair[0]) | unsigned(pair[1]) << 16;
+    }
+}
+
+template <typename Half>
+static void load_matrices(unsigned (&to)[4], const Half* row) {
+    load_fragments(to, row, false);
+}
+
+template <typename Half>
+static void load_transposed(unsigned (&to)[4], const Half* row) {
+    load_fragments(to, row, true);
+}
+
+// cp.async: nothing is there before it has been waited for.
+static inline void copy_async(void* to, const void* from, unsigned count) {
+    if (((unsigned long long)to | (unsigned long long)from) % 16 != 0 || count > 16) device.error = "a copy that is not aligned";
+    device.fiber().copies.push_back({to, from, count, device.fiber().groups});
+}
+
+static inline void close_copies() { ++device.fiber().groups; }
+
+template <unsigned BUT>
+static void wait_for_copies() {
+    std::deque<AsyncCopy>& copies = device.fiber().copies;
+    for (; !copies.empty() && copies.front().group + BUT < device.fiber().groups; copies.pop_front()) {
+        memcpy(copies.front().to, copies.front().from, copies.front().count);
+        memset((char*)copies.front().to + copies.front().count, 0, 16 - copies.front().count);
     }
 }
 

@@ -1,0 +1,167 @@
+// Every expert's rows times its own weight, tile by tile. Twin: ops/experts/grouped_linear.rs.
+//
+// How many rows an expert has is known when a kernel runs, how many blocks there are before: there are enough of them for any
+// way to share the rows, each finds its own tile, and those that are left over leave. What a tile is multiplied by is given as a type `Products`:
+// sums of a block's tile, set to zero, and what they are added up of.
+#pragma once
+#include "base.cuh"
+#include "reduce.cuh"
+
+// Threads of a block.
+constexpr u32 GROUPED_THREADS = 256;
+
+struct GroupedArguments {
+    // The rows, x or dy.
+    const void* a;
+    // [experts, out, width], or the rows x of the weights' gradient.
+    const void* b;
+    void* c;
+    // Where runs of rows begin, by source, expert and sequence; and where all end.
+    const u32* starts;
+    u64 rows;
+    u64 width;
+    u64 out;
+    u64 sources;
+    u64 experts;
+    u64 sequences;
+    u32 accumulate;
+
+    // Where the rows begin of an expert and source, then those that nobody uses, and where these end.
+    __device__ __forceinline__ u32 start_of(u64 group) const {
+        return group <= sources * experts ? starts[group * sequences] : u32(rows);
+    }
+};
+
+// A factor of which a block reads the rows (or columns) from `first` to `end`. `ALONG` says whether neighbours in memory are
+// neighbours in the sum.
+template <typename T, bool ALONG>
+struct Factor {
+    const T* at;
+    // Elements from one row in memory to the next.
+    u64 pitch;
+    u64 first;
+    u64 end;
+};
+
+// A part of a sum's index.
+struct Range {
+    u64 first;
+    u64 end;
+};
+
+// All of a sum's index, DEPTH at a time.
+template <u32 DEPTH>
+struct Whole {
+    u64 next;
+    u64 end;
+
+    __device__ __forceinline__ bool take(Range& range) {
+        range = Range{next, smaller(next + DEPTH, end)};
+        next = range.end;
+        return range.first < range.end;
+    }
+};
+
+// The rows of an expert, DEPTH at a time and never of two sequences: sums over several micro-batches, each of whole sequences
+// and adding to the one before, have the same bits as one over all.
+template <u32 DEPTH>
+struct ExpertRows {
+    const GroupedArguments& of;
+    u64 expert;
+    u64 run;
+    Whole<DEPTH> rows;
+
+    __device__ __forceinline__ bool take(Range& range) {
+        while (!rows.take(range)) {
+            if (run == of.sources * of.sequences) return false;
+            const u32* start = of.starts + (run / of.sequences * of.experts + expert) * of.sequences + run % of.sequences;
+            rows = Whole<DEPTH>{start[0], start[1]};
+            ++run;
+        }
+        return true;
+    }
+};
+
+// Rows of one expert and source, TILE at most: tile number `tile` of all that there are. None behind the last one.
+struct OwnRows {
+    u64 group;
+    u64 first;
+    u64 end;
+};
+
+// Each lane counts the tiles of some neighbouring groups; the lane that has the tile looks which of them it is.
+template <u32 TILE>
+__device__ __forceinline__ OwnRows rows_of(const GroupedArguments& to, u32 tile) {
+    const u32 groups = u32(to.sources * to.experts) + 1, share = (groups + 31) / 32;
+    const u32 first = lane_of() * share, end = u32(smaller(first + share, groups));
+    const auto tiles_of = [&](u32 group) { return (to.start_of(group + 1) - to.start_of(group) + TILE - 1) / TILE; };
+    u32 own = 0;
+    for (u32 group = first; group < end; ++group) own += tiles_of(group);
+    u32 through = own;
+    for (u32 distance = 1; distance < 32; distance *= 2) {
+        const u32 before = __shfl_sync(ALL_LANES, through, lane_of() - distance);
+        if (lane_of() >= distance) through += before;
+    }
+    const u32 owner = __popc(__ballot_sync(ALL_LANES, through <= tile));
+    if (owner == 32) return OwnRows{groups, 0, 0};
+    u32 group = first, left = tile - (through - own);
+    while (lane_of() == owner && left >= tiles_of(group)) left -= tiles_of(group++);
+    group = __shfl_sync(ALL_LANES, group, owner);
+    left = __shfl_sync(ALL_LANES, left, owner);
+    const u64 row = to.start_of(group) + u64(left) * TILE;
+    return OwnRows{group, row, smaller(row + TILE, to.start_of(group + 1))};
+}
+
+// c[row] = a[row] · b of its expert, [columns, inner] if `ALONG`, else [inner, columns]; zeros for rows that nobody uses.
+template <template <bool, bool> class Products, bool ALONG>
+__device__ __forceinline__ void multiply_by_row(const GroupedArguments& to, u64 inner, u64 columns) {
+    using Own = Products<true, ALONG>;
+    using T = typename Own::Number;
+    const u64 across = (columns + Own::TILE - 1) / Own::TILE;
+    const OwnRows rows = rows_of<Own::TILE>(to, u32(blockIdx.x / across));
+    if (rows.first == rows.end) return;
+    const u64 column = blockIdx.x % across * Own::TILE;
+    Own sums;
+    if (rows.group < to.sources * to.experts) {
+        const T* b = (const T*)to.b + rows.group % to.experts * inner * columns;
+        const Factor<T, true> of_a{(const T*)to.a, inner, rows.first, rows.end};
+        sums.add(of_a, Factor<T, ALONG>{b, ALONG ? inner : columns, column, columns}, Whole<Own::DEPTH>{0, inner});
+    }
+    sums.visit([&](u32 i, u32 j, f32 sum) {
+        const u64 row = rows.first + i;
+        if (row < rows.end && column + j < columns) store((T*)to.c + row * columns + column + j, sum);
+        return sum;
+    });
+}
+
+// c of an expert = aᵀ·b of its rows, or added to what is there: [out, width].
+template <template <bool, bool> class Products>
+__device__ __forceinline__ void multiply_by_expert(const GroupedArguments& to) {
+    using Own = Products<false, false>;
+    using T = typename Own::Number;
+    const u64 across = (to.width + Own::TILE - 1) / Own::TILE, down = (to.out + Own::TILE - 1) / Own::TILE;
+    const u64 column = blockIdx.x % across * Own::TILE, row = blockIdx.x / across % down * Own::TILE;
+    const u64 expert = blockIdx.x / across / down;
+    T* c = (T*)to.c + expert * to.out * to.width;
+    const auto is_there = [&](u32 i, u32 j) { return row + i < to.out && column + j < to.width; };
+    const auto at = [&](u32 i, u32 j) { return c + (row + i) * to.width + column + j; };
+    Own sums;
+    if (to.accumulate) sums.visit([&](u32 i, u32 j, f32) { return is_there(i, j) ? load(at(i, j)) : 0.0f; });
+    const Factor<T, false> of_a{(const T*)to.a, to.out, row, to.out}, of_b{(const T*)to.b, to.width, column, to.width};
+    sums.add(of_a, of_b, ExpertRows<Own::DEPTH>{to, expert, 0, {0, 0}});
+    sums.visit([&](u32 i, u32 j, f32 sum) {
+        if (is_there(i, j)) store(at(i, j), sum);
+        return sum;
+    });
+}
+
+#define GROUPED_KERNELS(type, Products)                                                                    \
+    BOUNDED_KERNEL(grouped_linear_##type, GroupedArguments, GROUPED_THREADS, 2) {                          \
+        multiply_by_row<Products, true>(arguments, arguments.width, arguments.out);                        \
+    }                                                                                                      \
+    BOUNDED_KERNEL(grouped_linear_grad_input_##type, GroupedArguments, GROUPED_THREADS, 2) {               \
+        multiply_by_row<Products, false>(arguments, arguments.out, arguments.width);                       \
+    }                                                                                                      \
+    BOUNDED_KERNEL(grouped_linear_grad_weight_##type, GroupedArguments, GROUPED_THREADS, 2) {              \
+        multiply_by_expert<Products>(arguments);                                                           \
+    }

@@ -1,0 +1,143 @@
+// The experts' products in bf16, on tensor cores, with sums in f32. Tiles of factors are copied while those before them are
+// multiplied.
+#include "copy_async.cuh"
+#include "grouped.cuh"
+#include "tensor_cores.cuh"
+
+// Tiles of each factor in shared memory at a time.
+constexpr u32 STAGES = 3;
+
+// HalfTile::load_rows, of which the end is not waited for.
+template <u32 COUNT, u32 SIZE>
+__device__ __forceinline__ void start_rows(HalfTile<SIZE> to, const bf16* from, u64 stride, u64 first, u64 end, u32 size) {
+    constexpr u32 PACK = Pack<bf16>::SIZE, ACROSS = SIZE / PACK;
+    if (!is_aligned(from) || stride % PACK != 0) {
+        to.load_rows(from, stride, first, end, COUNT, size);
+        return;
+    }
+#pragma unroll
+    for (u32 i = threadIdx.x; i < COUNT * ACROSS; i += GROUPED_THREADS) {
+        const u32 row = i / ACROSS, column = i % ACROSS * PACK;
+        const bool is_there = first + row < end && column < size;
+        const bf16* at = is_there ? from + (first + row) * stride + column : from;
+        copy_async(to[row] + column, at, is_there ? u32(smaller(size - column, PACK)) * sizeof(bf16) : 0);
+    }
+}
+
+// A tile of 128 × 128. Each of eight warps has 64 × 32 of it, in fragments of 16 × 8.
+template <bool ALONG_A, bool ALONG_B>
+struct TensorCoreProducts {
+    using Number = bf16;
+    static constexpr u32 TILE = 128;
+    static constexpr u32 DEPTH = 32;
+    static constexpr u32 WARP_ROWS = 64;
+    static constexpr u32 WARP_COLUMNS = 32;
+
+    f32 sums[WARP_ROWS / 16][WARP_COLUMNS / 8][4] = {};
+
+    __device__ __forceinline__ static u32 first_row() { return warp_of() / (TILE / WARP_COLUMNS) * WARP_ROWS; }
+    __device__ __forceinline__ static u32 first_column() { return warp_of() % (TILE / WARP_COLUMNS) * WARP_COLUMNS; }
+
+    // Calls f with every sum and its place in the tile, and sets the sum to what f returns.
+    template <typename F>
+    __device__ __forceinline__ void visit(F f) {
+        const u32 row = first_row() + lane_of() / 4, column = first_column() + lane_of() % 4 * 2;
+#pragma unroll
+        for (u32 i = 0; i < WARP_ROWS / 16; ++i) {
+#pragma unroll
+            for (u32 j = 0; j < WARP_COLUMNS / 8; ++j) {
+#pragma unroll
+                for (u32 e = 0; e < 4; ++e) {
+                    sums[i][j][e] = f(row + i * 16 + e / 2 * 8, column + j * 8 + e % 2, sums[i][j][e]);
+                }
+            }
+        }
+    }
+
+    // A factor's tile in shared memory: rows as they lie in global memory.
+    template <bool ALONG>
+    struct Shared {
+        static constexpr u32 ROWS = ALONG ? TILE : DEPTH;
+        static constexpr u32 WIDTH = ALONG ? DEPTH : TILE;
+        static constexpr u32 SIZE = ROWS * HalfTile<WIDTH>::PITCH;
+        HalfTile<WIDTH> rows;
+
+        __device__ __forceinline__ explicit Shared(bf16* at) : rows{at} {}
+
+        // Starts to load it; zeros where there is nothing.
+        __device__ __forceinline__ void start(const Factor<bf16, ALONG>& of, const Range& range) const {
+            const Range own{of.first, of.end}, &down = ALONG ? own : range, &along = ALONG ? range : own;
+            const u32 size = u32(smaller(along.end - along.first, WIDTH));
+            start_rows<ROWS>(rows, of.at + along.first, of.pitch, down.first, down.end, size);
+        }
+
+        // 16 of a's rows as a factor's fragment.
+        __device__ __forceinline__ void load_left(u32 (&to)[4], u32 row, u32 d) const {
+            const u32 lane = lane_of();
+            if constexpr (ALONG) {
+                load_matrices(to, rows[row + lane % 16] + d + lane / 16 * 8);
+            } else {
+                load_transposed(to, rows[d + lane % 8 + lane / 16 * 8] + row + lane / 8 % 2 * 8);
+            }
+        }
+
+        // 16 of b's columns as two factors' fragments.
+        __device__ __forceinline__ void load_right(u32 (&to)[4], u32 column, u32 d) const {
+            const u32 lane = lane_of();
+            if constexpr (ALONG) {
+                load_matrices(to, rows[column + lane % 8 + lane / 16 * 8] + d + lane / 8 % 2 * 8);
+            } else {
+                load_transposed(to, rows[d + lane % 16] + column + lane / 16 * 8);
+            }
+        }
+    };
+
+    __device__ __forceinline__ static Shared<ALONG_A> stage_a(u32 stage) {
+        return Shared<ALONG_A>((bf16*)shared_memory + stage % STAGES * Shared<ALONG_A>::SIZE);
+    }
+
+    __device__ __forceinline__ static Shared<ALONG_B> stage_b(u32 stage) {
+        return Shared<ALONG_B>((bf16*)shared_memory + STAGES * Shared<ALONG_A>::SIZE + stage % STAGES * Shared<ALONG_B>::SIZE);
+    }
+
+    // Adds a·b over all ranges that there are, one after another.
+    template <typename Ranges>
+    __device__ __forceinline__ void add(const Factor<bf16, ALONG_A>& a, const Factor<bf16, ALONG_B>& b, Ranges ranges) {
+        u32 started = 0;
+        const auto start_next = [&] {
+            Range range;
+            if (ranges.take(range)) {
+                stage_a(started).start(a, range);
+                stage_b(started).start(b, range);
+                ++started;
+            }
+            close_copies();
+        };
+        for (u32 stage = 0; stage < STAGES - 1; ++stage) start_next();
+        for (u32 stage = 0; stage < started; ++stage) {
+            wait_for_copies<STAGES - 2>();
+            __syncthreads(); // Everyone's copies are there, and the tile before has been read.
+            start_next();
+            multiply(stage_a(stage), stage_b(stage));
+        }
+    }
+
+    __device__ __forceinline__ void multiply(const Shared<ALONG_A>& a, const Shared<ALONG_B>& b) {
+#pragma unroll
+        for (u32 d = 0; d < DEPTH; d += 16) {
+            u32 of_b[WARP_COLUMNS / 16][4];
+#pragma unroll
+            for (u32 j = 0; j < WARP_COLUMNS / 16; ++j) b.load_right(of_b[j], first_column() + j * 16, d);
+#pragma unroll
+            for (u32 i = 0; i < WARP_ROWS / 16; ++i) {
+                u32 of_a[4];
+                a.load_left(of_a, first_row() + i * 16, d);
+#pragma unroll
+                for (u32 j = 0; j < WARP_COLUMNS / 8; ++j) {
+                    multiply_add(sums[i][j], of_a, of_b[j / 2][j % 2 * 2], of_b[j / 2][j % 2 * 2 + 1]);
+                }
+            }
+        }
+    }
+};
+GROUPED_KERNELS(bf16, TensorCoreProducts)

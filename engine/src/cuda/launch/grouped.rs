@@ -1,0 +1,166 @@
+//! Launches of grouped.cu and grouped_tensor_cores.cu.
+
+use candle_core::DType;
+
+use super::{Kernel, Launch, Operand, Operands, blocks, launches, typed};
+use crate::cuda::Family::{self, Grouped, GroupedTensorCores};
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct GroupedArguments {
+    a: u64,
+    b: u64,
+    c: u64,
+    starts: u64,
+    rows: u64,
+    width: u64,
+    out: u64,
+    sources: u64,
+    experts: u64,
+    sequences: u64,
+    accumulate: u32,
+}
+
+/// Threads of a block: `GROUPED_THREADS` of grouped.cuh.
+const THREADS: u32 = 256;
+
+/// How a type's kernels share products.
+#[derive(Debug, Clone, Copy)]
+struct Form {
+    family: Family,
+    /// Rows and columns of a block.
+    tile: u64,
+    /// Bytes of shared memory for a factor's tiles: of one whose neighbours in memory are neighbours in the sum, and of one
+    /// whose are not.
+    bytes_along: u64,
+    bytes_across: u64,
+}
+
+impl Form {
+    /// Tensor cores for what they have; else products in f32.
+    fn of(dtype: DType) -> Option<Self> {
+        match dtype {
+            DType::F32 => {
+                let bytes = 4 * 16 * (64 + 4);
+                Some(Self { family: Grouped, tile: 64, bytes_along: bytes, bytes_across: bytes })
+            }
+            DType::BF16 => Some(Self {
+                family: GroupedTensorCores,
+                tile: 128,
+                bytes_along: 3 * 2 * 128 * (32 + 8),
+                bytes_across: 3 * 2 * 32 * (128 + 8),
+            }),
+            _ => None,
+        }
+    }
+
+    fn tiles(&self, extent: u64) -> u64 {
+        extent.div_ceil(self.tile)
+    }
+
+    /// The most tiles that rows have which belong to so many groups: each may end within a tile.
+    fn most_tiles(&self, rows: u64, groups: u64) -> u64 {
+        ((rows + groups * (self.tile - 1)) / self.tile).min(rows)
+    }
+
+    fn shared_bytes(&self, is_along: bool) -> u64 {
+        if is_along { self.bytes_along } else { self.bytes_across }
+    }
+}
+
+impl GroupedArguments {
+    fn new(sources: usize, experts: usize, [a, b, starts]: [&Operand; 3], c: &Operand) -> Self {
+        let (sources, experts) = (sources as u64, experts as u64);
+        Self {
+            a: a.address,
+            b: b.address,
+            c: c.address,
+            starts: starts.address,
+            rows: a.count() / a.width(),
+            width: 0,
+            out: 0,
+            sources,
+            experts,
+            sequences: (starts.count() - 1) / (sources * experts),
+            accumulate: 0,
+        }
+    }
+
+    /// A kernel of so many blocks, and which factors lie along the sum.
+    fn launch(
+        self,
+        name: &str,
+        dtype: DType,
+        are_along: [bool; 2],
+        tiles: impl Fn(&Form) -> u64,
+    ) -> Option<Vec<Launch>> {
+        let form = Form::of(dtype)?;
+        launches([Kernel {
+            family: form.family,
+            name: typed(name, dtype)?,
+            grid: [blocks(tiles(&form), 1), 1, 1],
+            block: THREADS,
+            shared_bytes: are_along.map(|is_along| form.shared_bytes(is_along)).iter().sum::<u64>() as u32,
+            arguments: Box::new(self),
+        }])
+    }
+
+    /// Groups of rows: those of each source and expert, and those that nobody uses.
+    fn groups(&self) -> u64 {
+        self.sources * self.experts + 1
+    }
+}
+
+/// Every row times the weight of its expert, from (x, weight, starts).
+pub fn grouped_linear(sources: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([x, weight, starts], [y]) = (operands.inputs, operands.outputs) else { return None };
+    let of = GroupedArguments::new(sources, weight.dims()[0], [x, weight, starts], y);
+    let of = GroupedArguments { width: x.width(), out: y.width(), ..of };
+    of.launch("grouped_linear", x.dtype, [true, true], |form| {
+        form.most_tiles(of.rows, of.groups()) * form.tiles(of.out)
+    })
+}
+
+/// dx from (dy, weight, starts).
+pub fn grouped_linear_grad_input(sources: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([dy, weight, starts], [dx]) = (operands.inputs, operands.outputs) else { return None };
+    let of = GroupedArguments::new(sources, weight.dims()[0], [dy, weight, starts], dx);
+    let of = GroupedArguments { width: dx.width(), out: dy.width(), ..of };
+    of.launch("grouped_linear_grad_input", dy.dtype, [true, false], |form| {
+        form.most_tiles(of.rows, of.groups()) * form.tiles(of.width)
+    })
+}
+
+/// d_weight from (x, dy, starts), added up sequence by sequence.
+pub fn grouped_linear_grad_weight(sources: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([x, dy, starts], [d_weight]) = (operands.inputs, operands.outputs) else { return None };
+    let accumulate = operands.accumulate(0);
+    let of = GroupedArguments::new(sources, d_weight.dims()[0], [dy, x, starts], d_weight);
+    let of = GroupedArguments { width: x.width(), out: dy.width(), accumulate, ..of };
+    of.launch("grouped_linear_grad_weight", x.dtype, [false, false], |form| {
+        of.experts * form.tiles(of.out) * form.tiles(of.width)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// However rows are shared, there are blocks for all of them: compared with the worst of all ways for few of them.
+    #[test]
+    fn there_are_as_many_blocks_as_the_worst_of_ways_to_share_rows_needs() {
+        let form = Form { tile: 4, ..Form::of(DType::F32).unwrap() };
+        /// The most tiles, one group's rows after another's.
+        fn worst(form: &Form, rows: u64, groups: u64) -> u64 {
+            match groups {
+                1 => form.tiles(rows),
+                _ => (0..=rows).map(|own| form.tiles(own) + worst(form, rows - own, groups - 1)).max().unwrap(),
+            }
+        }
+        for rows in 1..=20 {
+            for groups in 1..=4 {
+                assert_eq!(form.most_tiles(rows, groups), worst(&form, rows, groups), "{rows} rows, {groups} groups");
+            }
+        }
+    }
+}
