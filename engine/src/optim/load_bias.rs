@@ -71,10 +71,16 @@ impl Op for LoadBiasUpdate {
         bias.iter_mut().zip(load).for_each(|(bias, &load)| *bias += step(load));
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
+        crate::cuda::launch::load_bias(self.rate, operands)
+    }
+
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
-        let (bias, load) = (args.input(0), args.input(1));
+        let (bias, load, norm) = (args.input(0), args.input(1), args.input(2).data[0]);
+        let rate = if norm.is_finite() { self.rate } else { 0.0 };
         let mean = load.data.iter().sum::<f64>() / load.data.len() as f64;
         let sign = |x: f64| if x == 0.0 { 0.0 } else { x.signum() };
-        vec![bias.zip(load, |bias, load| bias + self.rate * sign(mean - load))]
+        vec![bias.zip(load, |bias, load| bias + rate * sign(mean - load))]
     }
 }

@@ -266,3 +266,24 @@ KERNEL(unplaced, CountArguments) {
     count = sum_block(count, (f32*)shared_memory);
     if (threadIdx.x == 0) store_or_add(arguments.out, count, arguments.accumulate);
 }
+
+struct LoadBiasArguments {
+    f32* bias;
+    const f32* load;
+    const f32* norm;
+    u64 experts;
+    f32 rate;
+};
+
+// Biases that choose move towards an even load, unless the norm is not finite. One block. Twin: optim/load_bias.rs.
+KERNEL(load_bias, LoadBiasArguments) {
+    // Whole numbers, whose order of summation does not matter below 2^24.
+    f32 sum = 0.0f;
+    for (u64 i = threadIdx.x; i < arguments.experts; i += blockDim.x) sum += arguments.load[i];
+    const f32 mean = sum_block(sum, (f32*)shared_memory) / f32(arguments.experts), norm = *arguments.norm;
+    if (!(norm - norm == 0.0f)) return;
+    for (u64 i = threadIdx.x; i < arguments.experts; i += blockDim.x) {
+        const f32 load = arguments.load[i];
+        if (load != mean) arguments.bias[i] += load < mean ? arguments.rate : -arguments.rate;
+    }
+}

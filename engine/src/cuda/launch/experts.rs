@@ -1,5 +1,7 @@
 //! Launches of route.cu and experts.cu.
 
+use candle_core::DType;
+
 use super::{BLOCK, FOLD_BYTES, Kernel, Launch, Operand, Operands, launches, typed};
 use crate::cuda::Family::{Experts, Route};
 
@@ -62,6 +64,16 @@ struct CountArguments {
     sequences: u64,
     group: u64,
     accumulate: u32,
+}
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct LoadBiasArguments {
+    bias: u64,
+    load: u64,
+    norm: u64,
+    experts: u64,
+    rate: f32,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -174,7 +186,7 @@ pub fn route(routing: Routing, operands: &Operands<'_>) -> Option<Vec<Launch>> {
         rows: slots.count(),
         capacity: capacity.map_or(u64::MAX, |most| most as u64),
     };
-    let clear = typed("route_clear", weights.map_or(candle_core::DType::F32, |weights| weights.dtype))?;
+    let clear = typed("route_clear", weights.map_or(DType::F32, |weights| weights.dtype))?;
     launches([
         Kernel::flat(Route, clear, count, arguments),
         Kernel::flat(Route, "route_count".into(), 32 * runs, arguments),
@@ -232,6 +244,22 @@ pub fn unplaced(group: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     };
     let launch = Kernel::flat(Route, "unplaced".into(), 1, arguments);
     launches([Kernel { shared_bytes: FOLD_BYTES, ..launch }])
+}
+
+/// A bias after a step, from (bias, load, norm), all in f32.
+pub fn load_bias(rate: f64, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let [bias, load, norm] = operands.inputs else { return None };
+    if [bias, load, norm].iter().any(|operand| operand.dtype != DType::F32) {
+        return None;
+    }
+    let arguments = LoadBiasArguments {
+        bias: bias.address,
+        load: load.address,
+        norm: norm.address,
+        experts: bias.count(),
+        rate: rate as f32,
+    };
+    launches([Kernel::rows(Route, "load_bias".into(), 1, bias.count(), arguments)])
 }
 
 /// Rows by indices, by the kernel's name: one block for each of `out`.

@@ -24,8 +24,8 @@ pub use copy::{cat, copy, widen};
 pub use elementwise::{affine, binary, gated, gated_grad, unary, unary_grad};
 pub use embedding::{embedding, embedding_grad};
 pub use experts::{
-    Routing, combine, dispatch, expert_load, gather, route, routed_gated, routed_gated_grad, run_lengths, run_starts,
-    top_k, top_k_grad, unplaced,
+    Routing, combine, dispatch, expert_load, gather, load_bias, route, routed_gated, routed_gated_grad, run_lengths,
+    run_starts, top_k, top_k_grad, unplaced,
 };
 pub use grouped::{grouped_linear, grouped_linear_grad_input, grouped_linear_grad_weight};
 pub use noise::{dropout, jitter};

@@ -8,6 +8,7 @@ mod grouped;
 mod host;
 mod judge;
 mod memory;
+mod mixture;
 mod model;
 mod norm;
 mod optim;

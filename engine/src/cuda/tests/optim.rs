@@ -13,7 +13,7 @@ use crate::cuda::{Operand, Operands, Random};
 use crate::gradient_check::random_array;
 use crate::graph::{Graph, Spec, lock};
 use crate::nn::Init;
-use crate::optim::{AdamW, GlobalNorm, Optimizer, ParameterUpdate, SCALARS, SquaredNorms, Updated};
+use crate::optim::{AdamW, GlobalNorm, LoadBias, Optimizer, ParameterUpdate, SCALARS, SquaredNorms, Updated};
 use crate::random::{Numbers, Stream};
 use crate::reference::Array;
 use crate::{Op, Tensor};
@@ -132,33 +132,53 @@ fn the_update_of_one_parameter() {
     if !host::is_there() {
         return;
     }
+    let dims = [3, 700];
+    let of = |seed| random_array(&dims, seed);
+    judge_update(&AdamW::default(), "adamw", [of(1), of(2)], 2.5, &[of(3), of(4).map(|x| x * x)]);
+}
+
+/// More experts than a block has threads, of which some have the mean load, and a few; and nothing when the norm is broken.
+#[test]
+fn the_update_of_a_routers_bias() {
+    if !host::is_there() {
+        return;
+    }
+    for (experts, norm) in [(5, 2.5), (3000, 2.5), (5, f64::NAN), (5, f64::INFINITY)] {
+        let load = Array::new(&[experts], (0..experts).map(|expert| (expert % 5) as f64).collect());
+        judge_update(&LoadBias { rate: 0.25 }, "load_bias", [random_array(&[experts], 1), load], norm, &[]);
+    }
+}
+
+/// Judges a rule's update from (parameter, gradient), the norm of all gradients, and its states.
+fn judge_update(rule: &dyn Optimizer, name: &str, of: [Array; 2], norm: f64, states: &[Array]) {
     let graph = Arc::new(Mutex::new(Graph::default()));
-    let (dims, spec) = ([3, 700], Spec::f32((3, 700)));
+    let dims = of[0].dims.clone();
     let mut given = HashMap::new();
-    let mut state = |name: &str, seed| {
-        given.insert(name.to_owned(), random_array(&dims, seed).map(|x| if name == "v" { x * x } else { x }));
-        let id = lock(&graph).add_persistent(name, spec.clone(), Init::Const(0.0)).unwrap();
-        Tensor::new(&graph, id)
+    let mut add = |name: &str, array: &Array, is_persistent: bool| {
+        given.insert(name.to_owned(), array.clone());
+        let spec = Spec::f32(array.dims.clone());
+        let id = match is_persistent {
+            true => lock(&graph).add_persistent(name, spec, Init::Const(0.0)),
+            false => lock(&graph).add_input(name, spec),
+        };
+        Tensor::new(&graph, id.unwrap())
     };
-    let (parameter, gradient, states) = (state("p", 1), state("g", 2), [state("m", 3), state("v", 4)]);
-    let mut input = |name: &str, numbers: Vec<f64>, dims: &[usize]| {
-        let id = lock(&graph).add_input(name, Spec::f32(dims.to_vec())).unwrap();
-        given.insert(name.to_owned(), Array::new(dims, numbers));
-        Tensor::new(&graph, id)
-    };
-    let scalars = AdamW::default().scalars(3, 1e-2).map(f64::from).to_vec();
-    let (norm, scalars) = (input("norm", vec![2.5], &[]), input("scalars", scalars, &[SCALARS]));
-    let of = Updated { name: "p", dims: &dims, dtype: DType::F32, looked_up: false };
-    let update = ParameterUpdate {
+    let [parameter, gradient] = of;
+    let (parameter, gradient) = (add("parameter", &parameter, true), add("gradient", &gradient, true));
+    let states: Vec<Tensor> =
+        states.iter().enumerate().map(|(i, state)| add(&format!("state {i}"), state, true)).collect();
+    let scalars = Array::new(&[SCALARS], rule.scalars(3, 1e-2).map(f64::from).to_vec());
+    let (norm, scalars) = (add("norm", &Array::new(&[], vec![norm]), false), add("scalars", &scalars, false));
+    rule.update(ParameterUpdate {
         parameter: &parameter,
-        of,
+        of: Updated { name: "parameter", dims: &dims, dtype: DType::F32, looked_up: false },
         gradient: &gradient,
         states: &states,
         norm: &norm,
         scalars: &scalars,
-    };
-    AdamW::default().update(update).unwrap();
-    assert!(judge_graph(&lock(&graph), &given).with_kernels.contains("adamw"));
+    })
+    .unwrap();
+    assert!(judge_graph(&lock(&graph), &given).with_kernels.contains(name));
 }
 
 fn squares(x: &[f64]) -> Vec<f64> {

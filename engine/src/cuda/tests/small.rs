@@ -24,11 +24,11 @@ pub struct Small {
     up: Linear,
     gate: Linear,
     down: Linear,
-    head: Linear,
+    pub head: Linear,
 }
 
 pub const VOCABULARY: usize = 19;
-const WIDTH: usize = 8;
+pub const WIDTH: usize = 8;
 pub const SEQUENCE: usize = 6;
 pub const BATCH: usize = 4;
 
@@ -65,7 +65,8 @@ impl Small {
         })
     }
 
-    fn hidden(&self, tokens: &Tensor, train: bool) -> Result<Tensor> {
+    /// What the head reads.
+    pub fn hidden(&self, tokens: &Tensor, train: bool) -> Result<Tensor> {
         let is_gpt = self.style == Style::Gpt;
         let dropout = if train && is_gpt { 0.1 } else { 0.0 };
         let (b, t) = tokens.dims2()?;

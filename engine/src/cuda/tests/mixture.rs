@@ -1,0 +1,131 @@
+//! Whole training steps of mixtures of experts.
+
+use super::host;
+use super::small::{Small, Style, WIDTH};
+use super::step::compare_steps;
+use crate::nn::{
+    Capacity, Choice, Experts, Linear, Module, Router, RouterConfig, Score, VarBuilder, linear_no_bias, rms_norm,
+};
+use crate::ops::{Drop, ExpertGroups};
+use crate::{Model, Result, Tensor};
+
+/// A small Llama with a layer of experts behind it, and perhaps one that all tokens pass through.
+struct Mixture {
+    llama: Small,
+    norm: Box<dyn Module>,
+    router: Router,
+    experts: Experts,
+    shared: Option<Shared>,
+}
+
+struct Shared {
+    gate: Linear,
+    up: Linear,
+    down: Linear,
+    share: Linear,
+}
+
+impl Mixture {
+    fn new(config: &RouterConfig, is_shared: bool, vb: VarBuilder) -> Result<Self> {
+        let project = |from, to, name| linear_no_bias(from, to, vb.pp("shared").pp(name));
+        let shared = || -> Result<Shared> {
+            Ok(Shared {
+                gate: project(WIDTH, WIDTH, "gate")?,
+                up: project(WIDTH, WIDTH, "up")?,
+                down: project(WIDTH, WIDTH, "down")?,
+                share: project(WIDTH, 1, "share")?,
+            })
+        };
+        Ok(Self {
+            llama: Small::new(Style::Llama, vb.clone())?,
+            norm: Box::new(rms_norm(WIDTH, 1e-5, vb.pp("norm"))?),
+            router: Router::new(config, WIDTH, vb.pp("router"))?,
+            experts: Experts::new(config.experts, WIDTH, 5, vb.pp("experts"))?,
+            shared: is_shared.then(shared).transpose()?,
+        })
+    }
+
+    /// What the head reads, and what the router adds to the loss of every token.
+    fn hidden(&self, tokens: &Tensor, train: bool) -> Result<(Tensor, Option<Tensor>)> {
+        let x = self.llama.hidden(tokens, train)?;
+        let normed = self.norm.forward(&x)?;
+        let routing = self.router.forward(&normed, train)?;
+        let mut y = self.experts.forward(&normed, &routing)?;
+        if let Some(Shared { gate, up, down, share }) = &self.shared {
+            let own = down.forward(&gate.forward(&normed)?.swiglu(&up.forward(&normed)?)?)?;
+            y = y.add(&own.broadcast_mul(&share.forward(&normed)?.sigmoid()?)?)?;
+        }
+        Ok((x.add(&y)?, routing.loss().cloned()))
+    }
+}
+
+impl Model for Mixture {
+    fn forward(&self, tokens: &Tensor, train: bool) -> Result<Tensor> {
+        self.llama.head.forward(&self.hidden(tokens, train)?.0)
+    }
+
+    fn loss(&self, tokens: &Tensor, targets: &Tensor, train: bool) -> Result<Tensor> {
+        let (x, losses) = self.hidden(tokens, train)?;
+        let of_tokens = self.llama.head.cross_entropy(&x, targets)?;
+        losses.map_or(Ok(of_tokens.clone()), |losses| of_tokens.add(&losses))?.mean_all()
+    }
+}
+
+fn compare(name: &str, is_shared: bool, config: RouterConfig) {
+    if host::is_there() {
+        compare_steps(name, |vb| Mixture::new(&config, is_shared, vb));
+    }
+}
+
+/// Two of four, weights that sum to 1, a loss for balance.
+#[test]
+fn steps_of_a_mixtral() {
+    compare("Mixtral", false, RouterConfig { experts: 4, ..RouterConfig::default() });
+}
+
+/// Weights as they are, and an expert that all tokens share by a gate.
+#[test]
+fn steps_of_a_qwen() {
+    let config = RouterConfig { top_k: 3, renormalise: false, balance_loss: 0.01, ..RouterConfig::default() };
+    compare("Qwen", true, config);
+}
+
+/// One expert for a token, which has room for so many of them; noise, and a loss of the logits.
+#[test]
+fn steps_of_a_switch() {
+    let config = RouterConfig {
+        experts: 4,
+        top_k: 1,
+        renormalise: false,
+        capacity: Some(Capacity { factor: 1.0, drop: Drop::Last }),
+        jitter: 0.1,
+        z_loss: 0.01,
+        ..RouterConfig::default()
+    };
+    compare("Switch", false, config);
+}
+
+/// Sigmoids in groups, and a bias that moves towards balance.
+#[test]
+fn steps_of_a_deepseek() {
+    let config = RouterConfig {
+        experts: 8,
+        score: Score::Sigmoid,
+        scale: 2.5,
+        groups: Some(ExpertGroups { count: 4, limit: 2 }),
+        bias_rate: 0.01,
+        balance_loss: 1e-3,
+        ..RouterConfig::default()
+    };
+    compare("DeepSeek", true, config);
+}
+
+/// Room that the heaviest have, whether tokens or experts choose.
+#[test]
+fn steps_with_room_for_the_heaviest() {
+    let capacity = Some(Capacity { factor: 1.0, drop: Drop::Lightest });
+    for choice in [Choice::Tokens, Choice::Experts] {
+        let config = RouterConfig { experts: 4, choice, capacity, balance_loss: 0.0, ..RouterConfig::default() };
+        compare(&format!("{choice:?} that choose"), false, config);
+    }
+}
