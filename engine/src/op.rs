@@ -106,6 +106,13 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
     /// The CPU kernel. Not called for views.
     fn run(&self, args: &mut Args<'_>);
 
+    /// Whether the kernels for GPUs read input `index` through the strides of a layout that [`Op::run`] reads; if not, a copy is
+    /// put in front of them.
+    #[cfg(feature = "cuda")]
+    fn cuda_reads_strides(&self, _index: usize, _layout: &Layout) -> bool {
+        true
+    }
+
     /// Scratch of one call on a GPU: the bytes of each of its pieces.
     #[cfg(feature = "cuda")]
     fn cuda_workspace(&self, _inputs: &[Spec], _outputs: &[Spec]) -> Vec<u64> {

@@ -299,14 +299,15 @@ impl Place {
             address.counted.is_none().then(|| Operand { address: self.base + offset, layout: layout.clone(), dtype })
         };
         let all = |addresses: &[Address]| addresses.iter().map(operand).collect::<Option<Vec<_>>>();
+        let inputs = instruction.inputs.iter().map(|input| (&input.layout, input.dtype));
         // A program that was lowered for the CPU has other scratch, which kernels would write beyond.
-        let needed = op.cuda_workspace(&specs(&instruction.inputs), &specs(&instruction.outputs));
+        let needed = launch::workspace(&**op, inputs, &specs(&instruction.outputs));
         let given = instruction.workspace.iter().map(|piece| piece.bytes);
         if needed.len() != given.len() || needed.iter().zip(given).any(|(&needed, given)| needed > given) {
             return None;
         }
         let workspace: Vec<u64> = instruction.workspace.iter().map(|piece| self.base + piece.offset).collect();
-        op.cuda(&Operands {
+        let operands = Operands {
             inputs: &all(&instruction.inputs)?,
             outputs: &all(&instruction.outputs)?,
             workspace: &workspace,
@@ -315,7 +316,8 @@ impl Place {
                 key: self.key,
                 micro_batch: self.first_part + self.part_stride * u64::from(instruction.micro_batch),
             },
-        })
+        };
+        launch::of_operation(&**op, &operands)
     }
 }
 

@@ -71,6 +71,11 @@ impl Op for MatMul {
     }
 
     #[cfg(feature = "cuda")]
+    fn cuda_reads_strides(&self, _: usize, layout: &Layout) -> bool {
+        crate::cuda::launch::is_matrix(layout)
+    }
+
+    #[cfg(feature = "cuda")]
     fn cuda_workspace(&self, inputs: &[Spec], _: &[Spec]) -> Vec<u64> {
         let (&[.., m, _], &[.., n]) = (inputs[0].dims(), inputs[1].dims()) else {
             unreachable!("rank 2 by the shape rule")

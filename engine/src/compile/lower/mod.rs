@@ -514,11 +514,15 @@ impl<'a> Lowerer<'a> {
 
     fn workspace(&mut self, node: &Node, micro_batch: u32) -> Vec<BufferId> {
         let graph = self.of.graph;
-        let (inputs, outputs) = (graph.specs(&node.inputs), graph.specs(&node.outputs));
+        let outputs = graph.specs(&node.outputs);
         let pieces = match self.of.target {
-            Target::Cpu { threads } => node.op.workspace(&inputs, &outputs, threads),
+            Target::Cpu { threads } => node.op.workspace(&graph.specs(&node.inputs), &outputs, threads),
             #[cfg(feature = "cuda")]
-            Target::Cuda => node.op.cuda_workspace(&inputs, &outputs),
+            Target::Cuda => {
+                let inputs = node.inputs.iter().map(|&id| graph.value(id));
+                let inputs = inputs.map(|value| (&value.layout, value.spec.dtype));
+                crate::cuda::launch::workspace(&*node.op, inputs, &outputs)
+            }
         };
         let add = |(piece, bytes): (usize, u64)| {
             let tensor = format!("{}/{} workspace.{piece} of micro-batch {micro_batch}", node.layer, node.op.name());

@@ -25,7 +25,7 @@ struct FillArguments {
 }
 
 /// Copies x to a part of y of the same shape.
-fn copy_to(x: &Operand, y: &Operand, part: &Layout, accumulate: u32) -> Option<Kernel> {
+pub(super) fn copy_to(x: &Operand, y: &Operand, part: &Layout, accumulate: u32) -> Option<Kernel> {
     let [at_x, at_y] = Strides::merged(x.dims(), [x.layout.stride(), part.stride()])?;
     let name = match (x.dtype, y.dtype) {
         (DType::BF16, DType::F32) => "to_f32_bf16".into(),

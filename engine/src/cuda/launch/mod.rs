@@ -12,6 +12,7 @@ mod experts;
 mod grouped;
 mod noise;
 mod norm;
+mod operation;
 mod product;
 mod reduce;
 mod rope;
@@ -30,8 +31,9 @@ pub use experts::{
 pub use grouped::{grouped_linear, grouped_linear_grad_input, grouped_linear_grad_weight};
 pub use noise::{dropout, jitter};
 pub use norm::{norm, norm_grad_input, norm_grad_weight, norm_grad_weight_workspace};
+pub(crate) use operation::{launches as of_operation, workspace};
 pub use product::{
-    Batch, Matrix, Product, leading_sums_workspace, linear, linear_grad_input, linear_grad_weight, matmul,
+    Batch, Matrix, Product, is_matrix, leading_sums_workspace, linear, linear_grad_input, linear_grad_weight, matmul,
     product_workspace,
 };
 pub use reduce::{column_sums_workspace, scaled_sum, sum};

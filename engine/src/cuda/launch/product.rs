@@ -29,26 +29,36 @@ impl Matrix {
         Self { is_transposed: !self.is_transposed, ..self }
     }
 
-    /// The last two dimensions of an operand; none if neither of them is dense, or rows reach into each other, as those of a
-    /// number that stands for many do.
-    pub(in crate::cuda) fn of(operand: &Operand) -> Option<Self> {
-        let (&[.., rows, columns], &[.., row, column]) = (operand.dims(), operand.layout.stride()) else { return None };
-        let along = |is_transposed: bool| {
-            let ((count, step), (length, pitch)) =
-                if is_transposed { ((rows, row), (columns, column)) } else { ((columns, column), (rows, row)) };
-            // A single one has no next.
-            let pitch = if length <= 1 { count.max(1) } else { pitch };
-            let is_dense = (count <= 1 || step == 1) && pitch >= count;
-            let pitch = pitch as u64;
-            is_dense.then_some(Self { address: operand.address, dtype: operand.dtype, is_transposed, pitch })
-        };
-        along(false).or_else(|| along(true))
+    /// The last two dimensions of an operand, if they are a matrix.
+    fn of(Operand { address, layout, dtype }: &Operand) -> Option<Self> {
+        let (is_transposed, pitch) = pitch(layout)?;
+        Some(Self { address: *address, dtype: *dtype, is_transposed, pitch })
     }
 
     /// As many elements on.
     fn skip(self, elements: u64) -> Self {
         Self { address: self.address + elements * self.dtype.size_in_bytes() as u64, ..self }
     }
+}
+
+/// Whether the last two dimensions are a matrix: one of them is dense, and rows do not reach into each other, as those of a
+/// number that stands for many do.
+pub fn is_matrix(layout: &Layout) -> bool {
+    pitch(layout).is_some()
+}
+
+/// Whether a matrix is transposed, and its pitch.
+fn pitch(layout: &Layout) -> Option<(bool, u64)> {
+    let (&[.., rows, columns], &[.., row, column]) = (layout.dims(), layout.stride()) else { return None };
+    let along = |is_transposed: bool| {
+        let ((count, step), (length, pitch)) =
+            if is_transposed { ((rows, row), (columns, column)) } else { ((columns, column), (rows, row)) };
+        // A single one has no next.
+        let pitch = if length <= 1 { count.max(1) } else { pitch };
+        let is_dense = (count <= 1 || step == 1) && pitch >= count;
+        is_dense.then_some((is_transposed, pitch as u64))
+    };
+    along(false).or_else(|| along(true))
 }
 
 /// Equal products of matrices that lie at equal distances.

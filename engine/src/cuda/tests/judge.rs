@@ -11,7 +11,7 @@ use candle_core::{DType, Layout};
 use super::host;
 use super::memory::Region;
 use crate::autodiff::differentiate;
-use crate::cuda::{Operand, Operands, Random};
+use crate::cuda::{Operand, Operands, Random, launch};
 use crate::gradient_check::{Recorded, random_array};
 use crate::graph::{Graph, Node, Source, Spec, Tensor, ValueId, lock};
 use crate::random::Stream;
@@ -147,7 +147,7 @@ pub fn judge(op: &dyn Op, inputs: &[Stored], specs: &[Spec], outputs: &[Spec], s
     for way in ways.chain(adding.map(|output| Way { accumulate: 1 << output, ..plain })) {
         let mut bits: Option<Vec<Vec<u8>>> = None;
         for is_reversed in [false, true] {
-            let Some(mut regions) = run(op, inputs, specs, outputs, stream, way, is_reversed) else { return false };
+            let Some(mut regions) = run(op, inputs, outputs, stream, way, is_reversed) else { return false };
             let got: Vec<Vec<u8>> = regions.iter().map(|region| region.bytes().to_vec()).collect();
             match &bits {
                 None => bits = Some(got),
@@ -174,9 +174,9 @@ pub fn judge(op: &dyn Op, inputs: &[Stored], specs: &[Spec], outputs: &[Spec], s
 }
 
 /// What an operation's kernels make of inputs.
-pub fn outputs(op: &dyn Op, inputs: &[Stored], specs: &[Spec], outputs: &[Spec], stream: Stream) -> Vec<Vec<f64>> {
+pub fn outputs(op: &dyn Op, inputs: &[Stored], outputs: &[Spec], stream: Stream) -> Vec<Vec<f64>> {
     let plain = Way { over: None, accumulate: 0 };
-    let regions = run(op, inputs, specs, outputs, stream, plain, false).expect("it has kernels");
+    let regions = run(op, inputs, outputs, stream, plain, false).expect("it has kernels");
     regions.iter().map(Region::numbers).collect()
 }
 
@@ -193,7 +193,6 @@ fn before(outputs: &[Spec], index: usize, way: Way) -> Region {
 fn run(
     op: &dyn Op,
     inputs: &[Stored],
-    specs: &[Spec],
     outputs: &[Spec],
     stream: Stream,
     way: Way,
@@ -210,8 +209,8 @@ fn run(
     for &(input, output) in &pairs {
         of_output[output] = Region::of(&inputs[input].data, inputs[input].dtype);
     }
-    let pieces: Vec<Region> =
-        op.cuda_workspace(specs, outputs).iter().map(|&bytes| Region::poisoned(bytes as usize, DType::U8)).collect();
+    let bytes = launch::workspace(op, inputs.iter().map(|input| (&input.layout, input.dtype)), outputs);
+    let pieces: Vec<Region> = bytes.iter().map(|&bytes| Region::poisoned(bytes as usize, DType::U8)).collect();
     let key = Region::from_bytes(stream.key().to_ne_bytes().to_vec(), DType::I64);
     let at = |index: usize, input: &Stored| {
         let region = match pairs.iter().find(|pair| pair.0 == index) {
@@ -237,7 +236,7 @@ fn run(
         accumulate: way.accumulate,
         random: Random { key: key.address(), micro_batch: stream.micro_batch },
     };
-    for launch in op.cuda(&operands)? {
+    for launch in launch::of_operation(op, &operands)? {
         // SAFETY: the regions are as large as the operands' layouts and the workspace say, and nobody else touches them.
         unsafe { host::run(&launch, is_reversed) }.unwrap_or_else(|why| panic!("{launch:?} of {op:?}: {why}"));
     }

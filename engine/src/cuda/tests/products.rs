@@ -5,12 +5,15 @@ use std::collections::HashMap;
 
 use candle_core::{DType, Layout};
 
-use super::judge::check;
+use super::host;
+use super::judge::{Stored, check, judge};
 use super::memory::{from_bf16, to_bf16};
-use crate::Tensor;
-use crate::cuda::launch::Matrix;
-use crate::cuda::{Operand, Product};
+use crate::cuda::Product;
+use crate::cuda::launch::{Matrix, is_matrix};
+use crate::graph::Spec;
 use crate::ops::{Linear, LinearCrossEntropy, MatMul};
+use crate::random::{Numbers, Stream};
+use crate::{Op, Tensor};
 
 /// Computes products where they lie.
 ///
@@ -111,24 +114,42 @@ fn matrix_products() {
     });
 }
 
-/// A number that stands for many is not a matrix that cuBLASLt can read.
+/// A number that stands for many, a row that does, and steps between elements: none of them a matrix that cuBLASLt can read.
 #[test]
-fn matrices_whose_rows_reach_into_each_other_are_refused() {
-    let read = |dims: &[usize], strides: &[usize]| {
-        let layout = Layout::new(dims.into(), strides.to_vec(), 0);
-        Matrix::of(&Operand { address: 64, layout, dtype: DType::F32 }).map(|m| (m.is_transposed, m.pitch))
-    };
-    assert_eq!(read(&[4, 5], &[5, 1]), Some((false, 5)));
-    assert_eq!(read(&[4, 5], &[9, 1]), Some((false, 9)));
-    assert_eq!(read(&[4, 5], &[1, 4]), Some((true, 4)));
-    assert_eq!(read(&[1, 5], &[0, 1]), Some((false, 5)));
-    assert_eq!(read(&[4, 1], &[3, 1]), Some((false, 3)));
-    assert_eq!(read(&[4, 1], &[1, 7]), Some((false, 1)));
-    for strides in [[0, 1], [1, 0], [0, 0], [5, 2]] {
-        assert_eq!(read(&[4, 5], &strides), None, "{strides:?}");
+fn factors_that_are_no_matrices() {
+    let is_matrix = |dims: &[usize], strides: &[usize]| is_matrix(&Layout::new(dims.into(), strides.to_vec(), 0));
+    for strides in [[5, 1], [9, 1], [1, 4], [1, 7]] {
+        assert!(is_matrix(&[4, 5], &strides), "{strides:?}");
     }
-    assert_eq!(read(&[4, 1], &[0, 0]), None);
-    assert_eq!(read(&[1, 5], &[0, 0]), None);
+    assert!(is_matrix(&[1, 5], &[0, 1]) && is_matrix(&[4, 1], &[3, 1]) && is_matrix(&[4, 1], &[1, 7]));
+    assert!(!is_matrix(&[4, 1], &[0, 0]) && !is_matrix(&[1, 5], &[0, 0]));
+    if !host::is_there() {
+        return;
+    }
+    let numbers = Numbers::from_seed(5);
+    for (dtype, strides) in
+        [[0, 1], [1, 0], [0, 0], [5, 2]].into_iter().flat_map(|s| [(DType::F32, s), (DType::BF16, s)])
+    {
+        assert!(!is_matrix(&[4, 5], &strides), "{strides:?}");
+        let stored = |dims: [usize; 3], strides: [usize; 3]| {
+            let layout = Layout::new(dims.to_vec().into(), strides.to_vec(), 0);
+            let span: usize = 1 + dims.iter().zip(strides).map(|(dim, stride)| (dim - 1) * stride).sum::<usize>();
+            Stored { data: (0..span).map(|i| numbers.normal(i)).collect(), layout, dtype }.rounded()
+        };
+        // The left factor, the right one, and both.
+        let [row, column] = strides;
+        let (odd, dense) = (stored([2, 4, 5], [0, row, column]), stored([2, 4, 5], [20, 5, 1]));
+        let turn = |x: &Stored| Stored { layout: x.layout.transpose(1, 2).unwrap(), ..x.clone() };
+        for inputs in [[odd.clone(), turn(&dense)], [dense, turn(&odd)], [odd.clone(), turn(&odd)]] {
+            let specs = inputs.each_ref().map(|x| Spec { shape: x.layout.shape().clone(), dtype });
+            let outputs = MatMul.infer(&specs).unwrap();
+            assert!(judge(&MatMul, &inputs, &specs, &outputs, Stream::new(1, 1, 0)));
+        }
+    }
+    // The gradient of a sum.
+    check(&["matmul"], &[&[2, 4, 5], &[2, 5, 3]], &[], |x, _| {
+        Tensor::apply_op::<1>(MatMul, &[&x[0], &x[1]]).and_then(|[c]| c.sum_all())
+    });
 }
 
 /// One chunk, and several: whole sequences together, and pieces of one. With the gradient made in the forward, and after it.

@@ -149,7 +149,7 @@ fn noise_is_the_cpus_bit_by_bit() {
     let numbers = stream.place(42, count);
     let dropout = Dropout { p: 0.5, key: 42 };
     assert!(judge(&dropout, std::slice::from_ref(&ones), &spec, &spec, stream));
-    let got = super::judge::outputs(&dropout, &[ones], &spec, &spec, stream).remove(0);
+    let got = super::judge::outputs(&dropout, &[ones], &spec, stream).remove(0);
     for (i, got) in got.into_iter().enumerate() {
         assert_eq!(got, if numbers.bits(i) >> 63 == 1 { 2.0 } else { 0.0 }, "element {i}");
     }

@@ -18,6 +18,27 @@ fn executable<M: Model>(options: &TrainOptions, target: Target, model: impl Fn(V
     compile(&[program], &CompileOptions::default()).unwrap()
 }
 
+/// A loss of which a part is the mean of a product: its gradient is a number that stands for many.
+struct Similar(Small);
+
+impl Model for Similar {
+    fn forward(&self, tokens: &Tensor, train: bool) -> Result<Tensor> {
+        self.0.forward(tokens, train)
+    }
+
+    fn loss(&self, tokens: &Tensor, targets: &Tensor, train: bool) -> Result<Tensor> {
+        let x = self.0.hidden(tokens, train)?;
+        self.0.loss(tokens, targets, train)?.add(&x.matmul(&x.t()?)?.mean_all()?)
+    }
+}
+
+#[test]
+fn steps_with_a_number_that_stands_for_many() {
+    if host::is_there() {
+        compare_steps("similar", |vb| Small::new(Style::Llama, vb).map(Similar));
+    }
+}
+
 #[test]
 fn steps_are_those_of_the_cpu() {
     if !host::is_there() {
