@@ -12,7 +12,6 @@ struct PlainProducts {
 
     f32 sums[4][4] = {};
 
-    // Calls f with every sum and its place in the tile, and sets the sum to what f returns.
     template <typename F>
     __device__ __forceinline__ void visit(F f) {
 #pragma unroll
@@ -32,7 +31,6 @@ struct PlainProducts {
         }
     }
 
-    // Adds a·b over all ranges that there are, one after another.
     template <typename Ranges>
     __device__ __forceinline__ void add(const Factor<f32, ALONG_A>& a, const Factor<f32, ALONG_B>& b, Ranges ranges) {
         f32 *tile_a = (f32*)shared_memory, *tile_b = tile_a + DEPTH * PITCH;

@@ -1,8 +1,11 @@
 // Every expert's rows times its own weight, tile by tile. Twin: ops/experts/grouped_linear.rs.
 //
-// How many rows an expert has is known when a kernel runs, how many blocks there are before: there are enough of them for any
-// way to share the rows, each finds its own tile, and those that are left over leave. What a tile is multiplied by is given as a type `Products`:
-// sums of a block's tile, set to zero, and what they are added up of.
+// How many rows an expert has is known when a kernel runs, how many blocks there are before. There are enough of them for any way
+// to share the rows: each finds its own tile, and those that are left over leave.
+//
+// What a block does with its tile is a type's, `Products<ALONG_A, ALONG_B>`: a tile of sums that begin at zero, of TILE rows and
+// columns. `add` adds a product of two factors, DEPTH of its index at a time; `visit` calls a function with each sum and its place
+// in the tile, and sets the sum to what the function returns.
 #pragma once
 #include "base.cuh"
 #include "reduce.cuh"

@@ -38,7 +38,6 @@ struct TensorCoreProducts {
     __device__ __forceinline__ static u32 first_row() { return warp_of() / (TILE / WARP_COLUMNS) * WARP_ROWS; }
     __device__ __forceinline__ static u32 first_column() { return warp_of() % (TILE / WARP_COLUMNS) * WARP_COLUMNS; }
 
-    // Calls f with every sum and its place in the tile, and sets the sum to what f returns.
     template <typename F>
     __device__ __forceinline__ void visit(F f) {
         const u32 row = first_row() + lane_of() / 4, column = first_column() + lane_of() % 4 * 2;
@@ -100,7 +99,6 @@ struct TensorCoreProducts {
         return Shared<ALONG_B>((bf16*)shared_memory + STAGES * Shared<ALONG_A>::SIZE + stage % STAGES * Shared<ALONG_B>::SIZE);
     }
 
-    // Adds a·b over all ranges that there are, one after another.
     template <typename Ranges>
     __device__ __forceinline__ void add(const Factor<bf16, ALONG_A>& a, const Factor<bf16, ALONG_B>& b, Ranges ranges) {
         u32 started = 0;
