@@ -15,9 +15,10 @@ __device__ __forceinline__ void start_rows(HalfTile<SIZE> to, const bf16* from, 
         to.load_rows(from, stride, first, end, COUNT, size);
         return;
     }
+    static_assert(COUNT * ACROSS % GROUPED_THREADS == 0, "every thread has as many packs");
 #pragma unroll
-    for (u32 i = threadIdx.x; i < COUNT * ACROSS; i += GROUPED_THREADS) {
-        const u32 row = i / ACROSS, column = i % ACROSS * PACK;
+    for (u32 first_of_block = 0; first_of_block < COUNT * ACROSS; first_of_block += GROUPED_THREADS) {
+        const u32 i = first_of_block + threadIdx.x, row = i / ACROSS, column = i % ACROSS * PACK;
         const bool is_there = first + row < end && column < size;
         const bf16* at = is_there ? from + (first + row) * stride + column : from;
         copy_async(to[row] + column, at, is_there ? u32(smaller(size - column, PACK)) * sizeof(bf16) : 0);

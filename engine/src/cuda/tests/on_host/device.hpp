@@ -9,6 +9,7 @@
 #define ON_HOST
 
 #include <math.h>
+#include <setjmp.h>
 #include <string.h>
 #include <ucontext.h>
 
@@ -43,7 +44,10 @@ struct AsyncCopy {
 };
 
 struct Fiber {
+    // Where it begins, and where it goes on once it has begun: a jump asks nothing of the operating system.
     ucontext_t context;
+    jmp_buf here;
+    bool has_begun;
     std::vector<char> stack;
     State state;
     Coordinates index;
@@ -63,8 +67,9 @@ struct Fragments {
 };
 
 struct Device {
-    ucontext_t scheduler;
-    std::vector<Fiber> fibers;
+    jmp_buf scheduler;
+    // They stay where they are: a context points into itself.
+    std::deque<Fiber> fibers;
     std::vector<unsigned char> shared;
     // By exchange's parity, then thread.
     std::vector<unsigned long long> slots[2];
@@ -83,11 +88,17 @@ struct Device {
 
     static void enter();
 
-    void yield() { swapcontext(&fiber().context, &scheduler); }
+    // Runs the current fiber until it leaves.
+    void go_on() {
+        if (_setjmp(scheduler) != 0) return;
+        if (fiber().has_begun) _longjmp(fiber().here, 1);
+        fiber().has_begun = true;
+        setcontext(&fiber().context);
+    }
 
-    void wait(State at) {
+    void leave(State at) {
         fiber().state = at;
-        yield();
+        if (_setjmp(fiber().here) == 0) _longjmp(scheduler, 1);
     }
 
     // Whether all threads in a range are at this barrier, or over if that is allowed; if so, lets them go on.
@@ -110,7 +121,7 @@ struct Device {
                 current = warp * 32 + (is_reversed ? 31 - i : i);
                 if (fiber().state != State::RUNNABLE) continue;
                 threadIdx = fiber().index;
-                swapcontext(&scheduler, &fiber().context);
+                go_on();
             }
         } while (release(warp * 32, warp * 32 + 32, State::AT_WARP_BARRIER, false));
     }
@@ -121,12 +132,15 @@ struct Device {
         shared_memory = shared.data();
         for (unsigned t = 0; t < count; ++t) {
             Fiber& fiber = fibers[t];
-            getcontext(&fiber.context);
-            fiber.stack.resize(STACK_BYTES);
-            fiber.context.uc_stack.ss_sp = fiber.stack.data();
-            fiber.context.uc_stack.ss_size = fiber.stack.size();
-            fiber.context.uc_link = &scheduler;
-            makecontext(&fiber.context, &Device::enter, 0);
+            if (fiber.stack.empty()) {
+                getcontext(&fiber.context);
+                fiber.stack.resize(STACK_BYTES);
+                fiber.context.uc_stack.ss_sp = fiber.stack.data();
+                fiber.context.uc_stack.ss_size = fiber.stack.size();
+                fiber.context.uc_link = nullptr;
+                makecontext(&fiber.context, &Device::enter, 0);
+            }
+            fiber.has_begun = false;
             fiber.state = State::RUNNABLE;
             fiber.index = {t, 0, 0};
             fiber.exchanges = 0;
@@ -186,12 +200,12 @@ static Device device;
 
 void Device::enter() {
     device.body(device.arguments);
-    device.fiber().state = State::OVER;
+    device.leave(State::OVER);
 }
 
-static inline void __syncthreads() { device.wait(State::AT_BLOCK_BARRIER); }
+static inline void __syncthreads() { device.leave(State::AT_BLOCK_BARRIER); }
 
-static inline void __syncwarp() { device.wait(State::AT_WARP_BARRIER); }
+static inline void __syncwarp() { device.leave(State::AT_WARP_BARRIER); }
 
 static inline int __syncthreads_or(int vote) {
     std::vector<int>& votes = device.votes[device.fiber().exchanges++ % 2];
