@@ -25,9 +25,9 @@ struct PlainProducts {
     __device__ __forceinline__ static void load_tile(f32* to, const Factor<f32, ALONG>& of, const Range& range) {
         for (u32 i = threadIdx.x; i < TILE * DEPTH; i += GROUPED_THREADS) {
             const u32 d = ALONG ? i % DEPTH : i / TILE, t = ALONG ? i / DEPTH : i % TILE;
-            const u64 at = range.first + d, own = of.first + t;
+            const u32 at = range.first + d, own = of.first + t;
             const bool is_there = at < range.end && own < of.end;
-            to[d * PITCH + t] = is_there ? of.at[ALONG ? own * of.pitch + at : at * of.pitch + own] : 0.0f;
+            to[d * PITCH + t] = is_there ? of.at[ALONG ? u64(own) * of.pitch + at : u64(at) * of.pitch + own] : 0.0f;
         }
     }
 

@@ -42,24 +42,24 @@ struct Factor {
     const T* at;
     // Elements from one row in memory to the next.
     u64 pitch;
-    u64 first;
-    u64 end;
+    u32 first;
+    u32 end;
 };
 
 // A part of a sum's index.
 struct Range {
-    u64 first;
-    u64 end;
+    u32 first;
+    u32 end;
 };
 
 // All of a sum's index, DEPTH at a time.
 template <u32 DEPTH>
 struct Whole {
-    u64 next;
-    u64 end;
+    u32 next;
+    u32 end;
 
     __device__ __forceinline__ bool take(Range& range) {
-        range = Range{next, smaller(next + DEPTH, end)};
+        range = Range{next, end - next < DEPTH ? end : next + DEPTH};
         next = range.end;
         return range.first < range.end;
     }
@@ -70,14 +70,15 @@ struct Whole {
 template <u32 DEPTH>
 struct ExpertRows {
     const GroupedArguments& of;
-    u64 expert;
-    u64 run;
+    u32 expert;
+    u32 run;
     Whole<DEPTH> rows;
 
     __device__ __forceinline__ bool take(Range& range) {
         while (!rows.take(range)) {
             if (run == of.sources * of.sequences) return false;
-            const u32* start = of.starts + (run / of.sequences * of.experts + expert) * of.sequences + run % of.sequences;
+            const u32 sequences = u32(of.sequences), experts = u32(of.experts);
+            const u32* start = of.starts + (run / sequences * experts + expert) * sequences + run % sequences;
             rows = Whole<DEPTH>{start[0], start[1]};
             ++run;
         }
@@ -87,9 +88,9 @@ struct ExpertRows {
 
 // Rows of one expert and source, TILE at most: tile number `tile` of all that there are. None behind the last one.
 struct OwnRows {
-    u64 group;
-    u64 first;
-    u64 end;
+    u32 group;
+    u32 first;
+    u32 end;
 };
 
 // Each lane counts the tiles of some neighbouring groups; the lane that has the tile looks which of them it is.
@@ -111,8 +112,8 @@ __device__ __forceinline__ OwnRows rows_of(const GroupedArguments& to, u32 tile)
     while (lane_of() == owner && left >= tiles_of(group)) left -= tiles_of(group++);
     group = __shfl_sync(ALL_LANES, group, owner);
     left = __shfl_sync(ALL_LANES, left, owner);
-    const u64 row = to.start_of(group) + u64(left) * TILE;
-    return OwnRows{group, row, smaller(row + TILE, to.start_of(group + 1))};
+    const u32 row = to.start_of(group) + left * TILE;
+    return OwnRows{group, row, u32(smaller(u64(row) + TILE, to.start_of(group + 1)))};
 }
 
 // c[row] = a[row] · b of its expert, [columns, inner] if `ALONG`, else [inner, columns]; zeros for rows that nobody uses.
@@ -123,16 +124,17 @@ __device__ __forceinline__ void multiply_by_row(const GroupedArguments& to, u64 
     const u64 across = (columns + Own::TILE - 1) / Own::TILE;
     const OwnRows rows = rows_of<Own::TILE>(to, u32(blockIdx.x / across));
     if (rows.first == rows.end) return;
-    const u64 column = blockIdx.x % across * Own::TILE;
+    const u32 column = u32(blockIdx.x % across) * Own::TILE;
     Own sums;
     if (rows.group < to.sources * to.experts) {
         const T* b = (const T*)to.b + rows.group % to.experts * inner * columns;
         const Factor<T, true> of_a{(const T*)to.a, inner, rows.first, rows.end};
-        sums.add(of_a, Factor<T, ALONG>{b, ALONG ? inner : columns, column, columns}, Whole<Own::DEPTH>{0, inner});
+        const Factor<T, ALONG> of_b{b, ALONG ? inner : columns, column, u32(columns)};
+        sums.add(of_a, of_b, Whole<Own::DEPTH>{0, u32(inner)});
     }
     sums.visit([&](u32 i, u32 j, f32 sum) {
-        const u64 row = rows.first + i;
-        if (row < rows.end && column + j < columns) store((T*)to.c + row * columns + column + j, sum);
+        const u32 row = rows.first + i;
+        if (row < rows.end && column + j < columns) store((T*)to.c + u64(row) * columns + column + j, sum);
         return sum;
     });
 }
@@ -143,14 +145,14 @@ __device__ __forceinline__ void multiply_by_expert(const GroupedArguments& to) {
     using Own = Products<false, false>;
     using T = typename Own::Number;
     const u64 across = (to.width + Own::TILE - 1) / Own::TILE, down = (to.out + Own::TILE - 1) / Own::TILE;
-    const u64 column = blockIdx.x % across * Own::TILE, row = blockIdx.x / across % down * Own::TILE;
-    const u64 expert = blockIdx.x / across / down;
+    const u32 column = u32(blockIdx.x % across) * Own::TILE, row = u32(blockIdx.x / across % down) * Own::TILE;
+    const u32 expert = u32(blockIdx.x / across / down);
     T* c = (T*)to.c + expert * to.out * to.width;
     const auto is_there = [&](u32 i, u32 j) { return row + i < to.out && column + j < to.width; };
-    const auto at = [&](u32 i, u32 j) { return c + (row + i) * to.width + column + j; };
+    const auto at = [&](u32 i, u32 j) { return c + u64(row + i) * to.width + column + j; };
     Own sums;
     if (to.accumulate) sums.visit([&](u32 i, u32 j, f32) { return is_there(i, j) ? load(at(i, j)) : 0.0f; });
-    const Factor<T, false> of_a{(const T*)to.a, to.out, row, to.out}, of_b{(const T*)to.b, to.width, column, to.width};
+    const Factor<T, false> of_a{(const T*)to.a, to.out, row, u32(to.out)}, of_b{(const T*)to.b, to.width, column, u32(to.width)};
     sums.add(of_a, of_b, ExpertRows<Own::DEPTH>{to, expert, 0, {0, 0}});
     sums.visit([&](u32 i, u32 j, f32 sum) {
         if (is_there(i, j)) store(at(i, j), sum);

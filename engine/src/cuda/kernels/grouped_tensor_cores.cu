@@ -7,21 +7,21 @@
 // Tiles of each factor in shared memory at a time.
 constexpr u32 STAGES = 3;
 
-// HalfTile::load_rows, of which the end is not waited for.
+// Starts to load COUNT rows, of which `count` are there, and of these `size` elements; what is not there is zeros.
 template <u32 COUNT, u32 SIZE>
-__device__ __forceinline__ void start_rows(HalfTile<SIZE> to, const bf16* from, u64 stride, u64 first, u64 end, u32 size) {
+__device__ __forceinline__ void start_rows(HalfTile<SIZE> to, const bf16* from, u64 stride, u32 count, u32 size) {
     constexpr u32 PACK = Pack<bf16>::SIZE, ACROSS = SIZE / PACK;
     if (!is_aligned(from) || stride % PACK != 0) {
-        to.load_rows(from, stride, first, end, COUNT, size);
+        to.load_rows(from, stride, 0, count, COUNT, size);
         return;
     }
     static_assert(COUNT * ACROSS % GROUPED_THREADS == 0, "every thread has as many packs");
 #pragma unroll
-    for (u32 first_of_block = 0; first_of_block < COUNT * ACROSS; first_of_block += GROUPED_THREADS) {
-        const u32 i = first_of_block + threadIdx.x, row = i / ACROSS, column = i % ACROSS * PACK;
-        const bool is_there = first + row < end && column < size;
-        const bf16* at = is_there ? from + (first + row) * stride + column : from;
-        copy_async(to[row] + column, at, is_there ? u32(smaller(size - column, PACK)) * sizeof(bf16) : 0);
+    for (u32 first = 0; first < COUNT * ACROSS; first += GROUPED_THREADS) {
+        const u32 i = first + threadIdx.x, row = i / ACROSS, column = i % ACROSS * PACK;
+        const bool is_there = row < count && column < size;
+        const u32 elements = is_there ? u32(smaller(size - column, PACK)) : 0;
+        copy_async(to[row] + column, is_there ? from + row * stride + column : from, elements * u32(sizeof(bf16)));
     }
 }
 
@@ -67,8 +67,8 @@ struct TensorCoreProducts {
         // Starts to load it; zeros where there is nothing.
         __device__ __forceinline__ void start(const Factor<bf16, ALONG>& of, const Range& range) const {
             const Range own{of.first, of.end}, &down = ALONG ? own : range, &along = ALONG ? range : own;
-            const u32 size = u32(smaller(along.end - along.first, WIDTH));
-            start_rows<ROWS>(rows, of.at + along.first, of.pitch, down.first, down.end, size);
+            const u32 count = u32(smaller(down.end - down.first, ROWS)), size = u32(smaller(along.end - along.first, WIDTH));
+            start_rows<ROWS>(rows, of.at + u64(down.first) * of.pitch + along.first, of.pitch, count, size);
         }
 
         // 16 of a's rows as a factor's fragment.
