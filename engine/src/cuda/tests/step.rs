@@ -10,7 +10,7 @@ use crate::cpu::{Communicators, RunOptions, Workers};
 use crate::cuda::Executor;
 use crate::nn::VarBuilder;
 use crate::recompute::Recompute;
-use crate::{Model, Result, TrainOptions, Trainer, cpu};
+use crate::{Model, Result, Tensor, TrainOptions, Trainer, cpu};
 
 /// A step's program for a target, planned.
 fn executable<M: Model>(options: &TrainOptions, target: Target, model: impl Fn(VarBuilder) -> Result<M>) -> Executable {
@@ -66,7 +66,8 @@ pub fn compare_steps<M: Model>(what: &str, model: impl Fn(VarBuilder) -> Result<
         let mut on_cpu = cpu::Executor::new(planned, workers, 3, Communicators::default()).unwrap();
         let planned = executable(&options, Target::Cuda, &model);
         let mut on_device = Executor::new(planned, Box::<Processor>::default(), 3, (0, 1)).unwrap();
-        let (of_cpu, of_device) = (on_cpu.executable().program("train").unwrap(), on_device.executable().program("train").unwrap());
+        let (of_cpu, of_device) =
+            (on_cpu.executable().program("train").unwrap(), on_device.executable().program("train").unwrap());
         for step in 0..3 {
             let ids = |shift: usize, i: usize| ((i * 7 + shift + step as usize * 3) % VOCABULARY) as u32;
             let count = BATCH / micro_batches * SEQUENCE;
