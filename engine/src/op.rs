@@ -119,6 +119,12 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
         Vec::new()
     }
 
+    /// What it can bring into a kernel of a GPU that several operations share; none if it is always by itself.
+    #[cfg(feature = "cuda")]
+    fn cuda_fusible(&self) -> Option<crate::cuda::Fusible> {
+        None
+    }
+
     /// What is launched on a GPU, in order; none where there are no kernels for it. Not called for views.
     #[cfg(feature = "cuda")]
     fn cuda(&self, _operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {

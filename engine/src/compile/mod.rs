@@ -4,6 +4,8 @@ mod calls;
 mod cells;
 mod cut;
 mod executable;
+#[cfg(feature = "cuda")]
+mod fuse;
 mod hoist;
 mod host;
 mod lifetimes;

@@ -53,25 +53,25 @@ struct Touch {
 }
 
 /// The bytes that are alive at every place of an order, and what decides about them.
-struct Profile {
+pub(super) struct Profile {
     /// The instruction at each place.
     order: Vec<usize>,
     /// By instruction.
     touches: Vec<Vec<Touch>>,
     workspace: Vec<u64>,
     /// By resource.
-    bytes: Vec<u64>,
+    pub bytes: Vec<u64>,
     /// The places of its first and of its last use; none if something outside holds it before, or after.
-    born: Vec<Option<usize>>,
-    dies: Vec<Option<usize>>,
+    pub born: Vec<Option<usize>>,
+    pub dies: Vec<Option<usize>>,
     /// By place.
-    live: Vec<u64>,
+    pub live: Vec<u64>,
     /// The places, one after another, within which the instruction of each may move.
-    segments: Vec<Range<usize>>,
+    pub segments: Vec<Range<usize>>,
 }
 
 impl Profile {
-    fn new(program: &Program) -> Self {
+    pub fn new(program: &Program) -> Self {
         let steps = program.steps.len();
         let aligned = |bytes: u64| bytes.next_multiple_of(ALIGNMENT);
         let buffers = program.buffers.iter();

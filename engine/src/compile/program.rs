@@ -332,6 +332,41 @@ impl Program {
         self.steps = order.iter().filter_map(|&index| steps[index].take()).collect();
     }
 
+    /// Takes out the steps that are not kept, and buffers that nobody uses any more.
+    #[cfg(feature = "cuda")]
+    pub(super) fn keep(&mut self, is_kept: &[bool]) {
+        // Kept steps in front of each.
+        let mut before = vec![0; is_kept.len() + 1];
+        for (at, &is_kept) in is_kept.iter().enumerate() {
+            before[at + 1] = before[at] + usize::from(is_kept);
+        }
+        for part in &mut self.parts {
+            part.steps = before[part.steps.start]..before[part.steps.end];
+        }
+        let mut kept = is_kept.iter();
+        self.steps.retain(|_| *kept.next().expect("one for each step"));
+        let mut is_used = vec![false; self.buffers.len()];
+        self.each_use(|buffer| is_used[buffer.index()] = true);
+        let mut ids = Vec::with_capacity(is_used.len());
+        let mut next = 0;
+        for &is_used in &is_used {
+            ids.push(BufferId(next));
+            next += u32::from(is_used);
+        }
+        let mut used = is_used.iter();
+        self.buffers.retain(|_| *used.next().expect("one for each buffer"));
+        self.each_use(|buffer| *buffer = ids[buffer.index()]);
+    }
+
+    #[cfg(feature = "cuda")]
+    fn each_use(&mut self, mut f: impl FnMut(&mut BufferId)) {
+        for step in &mut self.steps {
+            step.inputs.iter_mut().chain(&mut step.outputs).for_each(|operand| f(&mut operand.buffer));
+            step.workspace.iter_mut().for_each(&mut f);
+        }
+        self.inputs.iter_mut().chain(&mut self.outputs).for_each(|instance| f(&mut instance.operand.buffer));
+    }
+
     pub(crate) fn add(&mut self, bytes: u64, label: Label, held: Held) -> BufferId {
         let id = BufferId(u32::try_from(self.buffers.len()).expect("fewer than 2^32 buffers"));
         self.buffers.push(Buffer { bytes, label, held, counted: None });

@@ -11,7 +11,7 @@ use candle_core::DType;
 use cudarc::cublaslt::{result, sys};
 
 use super::device::DeviceError;
-use super::launch::{Matrix, Product};
+use super::launch::{Epilogue, Matrix, Product};
 
 /// A handle of the library, and the algorithms that it chose.
 #[derive(Debug)]
@@ -30,14 +30,14 @@ struct Form {
     pitches: [u64; 3],
     count: u64,
     distances: [u64; 3],
-    has_bias: bool,
+    epilogue: Option<u32>,
     accumulate: bool,
     workspace: u64,
 }
 
 impl Form {
     fn of(product: &Product) -> Self {
-        let &Product { m, n, k, a, b, c, bias, accumulate, batch, workspace } = product;
+        let &Product { m, n, k, a, b, c, accumulate, batch, workspace, .. } = product;
         Self {
             extents: [m, n, k],
             dtype: c.dtype,
@@ -45,7 +45,7 @@ impl Form {
             pitches: [a.pitch, b.pitch, c.pitch],
             count: batch.count,
             distances: batch.distances,
-            has_bias: bias.is_some(),
+            epilogue: epilogue(product),
             accumulate,
             workspace: workspace.1,
         }
@@ -213,8 +213,8 @@ fn describe(product: &Product) -> Result<Described, result::CublasError> {
         }
     }
     use sys::cublasLtMatmulDescAttributes_t::{
-        CUBLASLT_MATMUL_DESC_BIAS_POINTER, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_MATMUL_DESC_TRANSA,
-        CUBLASLT_MATMUL_DESC_TRANSB,
+        CUBLASLT_MATMUL_DESC_BIAS_POINTER, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD,
+        CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, CUBLASLT_MATMUL_DESC_TRANSA, CUBLASLT_MATMUL_DESC_TRANSB,
     };
     let operation = |matrix: Matrix| match matrix.is_transposed {
         true => OPERATION_TRANSPOSED,
@@ -228,13 +228,43 @@ fn describe(product: &Product) -> Result<Described, result::CublasError> {
         let (of_b, of_a) = (operation(b), operation(a));
         set(CUBLASLT_MATMUL_DESC_TRANSA, (&raw const of_b).cast(), size_of_val(&of_b))?;
         set(CUBLASLT_MATMUL_DESC_TRANSB, (&raw const of_a).cast(), size_of_val(&of_a))?;
-        if let Some(address) = bias {
-            let epilogue = sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS as u32;
+        if let Some(epilogue) = epilogue(product) {
             set(CUBLASLT_MATMUL_DESC_EPILOGUE, (&raw const epilogue).cast(), size_of_val(&epilogue))?;
+        }
+        if let Some(address) = bias {
             set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, (&raw const address).cast(), size_of_val(&address))?;
+        }
+        let beside = match product.epilogue {
+            Epilogue::None => None,
+            Epilogue::Gelu { kept } => kept,
+            Epilogue::GeluGrad { of } => Some(of),
+        };
+        if let Some(address) = beside {
+            let pitch = c.pitch as i64;
+            set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, (&raw const address).cast(), size_of_val(&address))?;
+            set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, (&raw const pitch).cast(), size_of_val(&pitch))?;
         }
     }
     Ok(described)
+}
+
+/// What follows the product, where anything does. cuBLASLt's GELU is the tanh form (as PyTorch relies on: pull request 104061),
+/// and what it keeps has the type of c.
+fn epilogue(product: &Product) -> Option<u32> {
+    use sys::cublasLtEpilogue_t::{
+        CUBLASLT_EPILOGUE_BIAS, CUBLASLT_EPILOGUE_DGELU, CUBLASLT_EPILOGUE_GELU, CUBLASLT_EPILOGUE_GELU_AUX,
+        CUBLASLT_EPILOGUE_GELU_AUX_BIAS, CUBLASLT_EPILOGUE_GELU_BIAS,
+    };
+    let epilogue = match (product.epilogue, product.bias) {
+        (Epilogue::None, None) => return None,
+        (Epilogue::None, Some(_)) => CUBLASLT_EPILOGUE_BIAS,
+        (Epilogue::Gelu { kept: None }, None) => CUBLASLT_EPILOGUE_GELU,
+        (Epilogue::Gelu { kept: None }, Some(_)) => CUBLASLT_EPILOGUE_GELU_BIAS,
+        (Epilogue::Gelu { kept: Some(_) }, None) => CUBLASLT_EPILOGUE_GELU_AUX,
+        (Epilogue::Gelu { kept: Some(_) }, Some(_)) => CUBLASLT_EPILOGUE_GELU_AUX_BIAS,
+        (Epilogue::GeluGrad { .. }, _) => CUBLASLT_EPILOGUE_DGELU,
+    };
+    Some(epilogue as u32)
 }
 
 /// `CUBLAS_OP_N` and `CUBLAS_OP_T`, which cudarc has in another library's header.

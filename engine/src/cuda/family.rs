@@ -1,28 +1,35 @@
-//! The kernels' text, as it lies beside this file.
+//! The kernels' text, as it lies beside this file or was written for a program.
+
+use std::collections::BTreeMap;
+use std::sync::Mutex;
 
 macro_rules! families {
     ($($(#[$doc:meta])* $family:ident = $file:literal,)*) => {
-        /// Kernels that are compiled together: one source file.
+        /// Kernels that are compiled together: one source.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
         pub enum Family {
             $($(#[$doc])* $family,)*
+            /// One kernel that was written for several operations together.
+            Generated(&'static Generated),
         }
 
         impl Family {
-            /// All of them.
+            /// All that are files here.
             pub const ALL: &[Self] = &[$(Self::$family),*];
 
             /// The name of the source file.
             pub fn file(self) -> &'static str {
                 match self {
                     $(Self::$family => $file,)*
+                    Self::Generated(generated) => &generated.file,
                 }
             }
 
-            /// The text of the source file.
+            /// The text of the source.
             pub fn source(self) -> &'static str {
                 match self {
                     $(Self::$family => include_str!(concat!("kernels/", $file)),)*
+                    Self::Generated(generated) => &generated.text,
                 }
             }
         }
@@ -62,14 +69,33 @@ families! {
     Softmax = "softmax.cu",
 }
 
+/// A source that was written for a program.
+#[derive(Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Generated {
+    file: String,
+    text: String,
+}
+
+impl Generated {
+    /// The source with this text. Each is kept until the process ends: there are as many as a program has different kernels, and
+    /// a few kilobytes of each.
+    pub(super) fn of(file: String, text: String) -> &'static Self {
+        static KNOWN: Mutex<BTreeMap<String, &'static Generated>> = Mutex::new(BTreeMap::new());
+        let mut known = KNOWN.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        known.entry(text).or_insert_with_key(|text| Box::leak(Box::new(Self { file, text: text.clone() })))
+    }
+}
+
 /// What the sources include: names and texts.
 pub(super) const HEADERS: &[(&str, &str)] = &[
     ("attention.cuh", include_str!("kernels/attention.cuh")),
     ("base.cuh", include_str!("kernels/base.cuh")),
     ("copy_async.cuh", include_str!("kernels/copy_async.cuh")),
     ("elements.cuh", include_str!("kernels/elements.cuh")),
+    ("fused.cuh", include_str!("kernels/fused.cuh")),
     ("grouped.cuh", include_str!("kernels/grouped.cuh")),
     ("math.cuh", include_str!("kernels/math.cuh")),
+    ("norm.cuh", include_str!("kernels/norm.cuh")),
     ("pieces.cuh", include_str!("kernels/pieces.cuh")),
     ("random.cuh", include_str!("kernels/random.cuh")),
     ("reduce.cuh", include_str!("kernels/reduce.cuh")),

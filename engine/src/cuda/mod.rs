@@ -5,9 +5,9 @@
 //! figure from a device; nothing here has run on one (docs/gpu.md).
 //!
 //! ```text
-//! Op::cuda ──▶ Launch ─┬─▶ Product{a, b, c, …} ──▶ cuBLASLt
+//! Op::cuda ──▶ Launch ─┬─▶ Product{a, b, c, epilogue, …} ──▶ cuBLASLt
 //!                      └─▶ Kernel{family, name, grid, arguments}
-//!                                     └─▶ Family::source ──▶ Nvrtc::compile ──▶ Cache ──▶ CUBIN
+//!                               └─▶ Family::source, a file or generated ──▶ Nvrtc ──▶ Cache ──▶ CUBIN
 //! ```
 
 mod cache;
@@ -16,6 +16,7 @@ mod device;
 mod error;
 mod executor;
 mod family;
+pub(crate) mod fused;
 pub mod launch;
 mod mapped;
 mod nvidia;
@@ -27,7 +28,8 @@ pub use cache::Cache;
 pub use device::{Describe, Device, DeviceError, DeviceMemory, Recording};
 pub use error::KernelError;
 pub use executor::{Executor, Timed};
-pub use family::Family;
+pub use family::{Family, Generated};
+pub use fused::{Constant, Fusible};
 pub use launch::{Kernel, Launch, Operand, Operands, Product, Random};
 pub use nvidia::Nvidia;
 pub use nvrtc::{Architecture, Nvrtc};

@@ -11,7 +11,7 @@ use cudarc::driver::{result, sys};
 
 use super::cublaslt::CublasLt;
 use super::device::{Describe, Device, DeviceError, DeviceMemory, Recording};
-use super::launch::{Kernel, Launch};
+use super::launch::{Epilogue, Kernel, Launch};
 use super::mapped::{Mapped, used};
 use super::{Architecture, Cache, Family, KernelError, Nvrtc};
 
@@ -108,6 +108,22 @@ impl Nvidia {
         Ok(Self { name, stream, architecture, cache, products, modules, functions, memory, graphs, beside, context })
     }
 
+    /// Memory that the processor reaches too, which moves to whoever uses it.
+    #[cfg(test)]
+    pub(super) fn managed(&self, bytes: usize) -> Result<u64, DeviceError> {
+        self.enter()?;
+        let flags = sys::CUmemAttach_flags::CU_MEM_ATTACH_GLOBAL;
+        // SAFETY: the context is the thread's own.
+        unsafe { result::malloc_managed(bytes.max(1), flags) }.named(&self.name, "cuMemAllocManaged")
+    }
+
+    /// Gives back what [`Self::managed`] returned.
+    #[cfg(test)]
+    pub(super) fn free_managed(&self, address: u64) {
+        // SAFETY: whoever had it uses it no more.
+        let _ = self.enter().map(|()| unsafe { result::free_sync(address) });
+    }
+
     /// Makes the context the thread's own.
     fn enter(&self) -> Result<(), DeviceError> {
         // SAFETY: it is retained as long as this is there.
@@ -151,27 +167,40 @@ impl Nvidia {
         Ok(())
     }
 
-    /// Compiles and loads all kernels, and chooses how to do all products.
-    fn prepare(&mut self, launches: &[Launch], describe: Describe<'_>) -> Result<(), DeviceError> {
-        launches.iter().enumerate().try_for_each(|(index, launch)| {
-            let ready = match launch {
-                Launch::Kernel(kernel) => self.load(kernel),
-                Launch::Product(product) => self.products.choose(product),
-            };
-            ready.map_err(|error| error.during(&describe(index)))
-        })
+    /// Compiles and loads all kernels, and chooses how to do all products. Returns what is launched instead of some of them, by
+    /// their index: an epilogue is more than there may be an algorithm for.
+    fn prepare(&mut self, launches: &[Launch], describe: Describe<'_>) -> Result<Instead, DeviceError> {
+        let mut instead = Instead::new();
+        for (index, launch) in launches.iter().enumerate() {
+            if let Launch::Product(product) = launch
+                && product.epilogue != Epilogue::None
+                && self.products.choose(product).is_err()
+            {
+                instead.insert(index, product.apart());
+            }
+            for part in parts(&instead, index, launch) {
+                let ready = match part {
+                    Launch::Kernel(kernel) => self.load(kernel),
+                    Launch::Product(product) => self.products.choose(product),
+                };
+                ready.map_err(|error| error.during(&describe(index)))?;
+            }
+        }
+        Ok(instead)
     }
 
     /// Starts launches on the stream, one after another.
-    fn start_all(&self, launches: &[Launch], describe: Describe<'_>) -> Result<(), DeviceError> {
+    fn start_all(&self, launches: &[Launch], instead: &Instead, describe: Describe<'_>) -> Result<(), DeviceError> {
         launches.iter().enumerate().try_for_each(|(index, launch)| {
-            let started = match launch {
-                // SAFETY: the addresses come from a plan that has passed the checker, in memory of its size.
-                Launch::Kernel(kernel) => unsafe { self.start(kernel) },
-                // SAFETY: as above.
-                Launch::Product(product) => unsafe { self.products.start(product, self.stream) },
-            };
-            started.map_err(|error| error.during(&describe(index)))
+            parts(instead, index, launch).iter().try_for_each(|part| {
+                let started = match part {
+                    // SAFETY: the addresses come from a plan that has passed the checker, in memory of its size.
+                    Launch::Kernel(kernel) => unsafe { self.start(kernel) },
+                    // SAFETY: as above.
+                    Launch::Product(product) => unsafe { self.products.start(product, self.stream) },
+                };
+                started.map_err(|error| error.during(&describe(index)))
+            })
         })
     }
 
@@ -200,6 +229,14 @@ impl Nvidia {
         unsafe { result::launch_kernel(function, grid, block, shared_bytes, self.stream, &mut arguments) }
             .named(&self.name, &call())
     }
+}
+
+/// What is launched instead of products for whose epilogues there is no algorithm, by index.
+type Instead = HashMap<usize, Vec<Launch>>;
+
+/// A launch, or what is launched instead.
+fn parts<'a>(instead: &'a Instead, index: usize, launch: &'a Launch) -> &'a [Launch] {
+    instead.get(&index).map_or(std::slice::from_ref(launch), Vec::as_slice)
 }
 
 impl Device for Nvidia {
@@ -239,12 +276,12 @@ impl Device for Nvidia {
         self.enter()?;
         let before = used(&self.name)?.in_use;
         // Nothing may be loaded, compiled or chosen while a graph is captured.
-        self.prepare(&launches, describe)?;
+        let instead = self.prepare(&launches, describe)?;
         let prepared = used(&self.name)?.in_use;
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream is this device's own, and captures nothing yet.
         unsafe { result::stream::begin_capture(self.stream, mode) }.named(&self.name, "cuStreamBeginCapture")?;
-        let started = self.start_all(&launches, describe);
+        let started = self.start_all(&launches, &instead, describe);
         // Ended in any case: a stream that goes on capturing could do nothing else.
         // SAFETY: the capture was begun above.
         let graph = unsafe { result::stream::end_capture(self.stream) }.named(&self.name, "cuStreamEndCapture");
@@ -265,7 +302,7 @@ impl Device for Nvidia {
 
     fn run(&mut self, launches: &[Launch], describe: Describe<'_>) -> Result<Duration, DeviceError> {
         self.enter()?;
-        self.prepare(launches, describe)?;
+        let instead = self.prepare(launches, describe)?;
         let event = || -> Result<_, DeviceError> {
             let event =
                 result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT).named(&self.name, "cuEventCreate")?;
@@ -274,7 +311,7 @@ impl Device for Nvidia {
             Ok(event)
         };
         let begin = event()?;
-        self.start_all(launches, describe)?;
+        self.start_all(launches, &instead, describe)?;
         let end = event()?;
         self.wait()?;
         // SAFETY: both have been recorded, and are not used after this.

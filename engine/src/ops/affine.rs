@@ -41,6 +41,13 @@ impl Op for Affine {
     }
 
     #[cfg(feature = "cuda")]
+    fn cuda_fusible(&self) -> Option<crate::cuda::Fusible> {
+        use crate::cuda::{Constant::Number, Fusible};
+        let constants = vec![Number(self.scale as f32), Number(self.shift as f32)];
+        Some(Fusible::Each { outputs: vec!["$0 * %0 + %1".into()], constants })
+    }
+
+    #[cfg(feature = "cuda")]
     fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
         crate::cuda::launch::affine(self.scale, self.shift, operands)
     }

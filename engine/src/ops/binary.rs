@@ -89,6 +89,16 @@ impl Op for Binary {
     }
 
     #[cfg(feature = "cuda")]
+    fn cuda_fusible(&self) -> Option<crate::cuda::Fusible> {
+        Some(crate::cuda::Fusible::each(match self.kind {
+            BinaryKind::Add => "$0 + $1",
+            BinaryKind::Sub => "$0 - $1",
+            BinaryKind::Mul => "$0 * $1",
+            BinaryKind::Div => "$0 / $1",
+        }))
+    }
+
+    #[cfg(feature = "cuda")]
     fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
         crate::cuda::launch::binary(self.kind.name(), operands)
     }

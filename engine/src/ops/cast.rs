@@ -55,6 +55,11 @@ impl Op for Cast {
     }
 
     #[cfg(feature = "cuda")]
+    fn cuda_fusible(&self) -> Option<crate::cuda::Fusible> {
+        Some(crate::cuda::Fusible::each("$0"))
+    }
+
+    #[cfg(feature = "cuda")]
     fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
         crate::cuda::launch::copy(operands)
     }

@@ -77,6 +77,14 @@ impl Op for Dropout {
     }
 
     #[cfg(feature = "cuda")]
+    fn cuda_fusible(&self) -> Option<crate::cuda::Fusible> {
+        use crate::cuda::{Constant, Fusible};
+        let (threshold, scale) = (Constant::Bits(threshold(self.p)), Constant::Number(self.scale() as f32));
+        let constants = vec![Constant::Place(self.key), threshold, scale];
+        Some(Fusible::Each { outputs: vec!["dropped(%0, i, $0, %1, %2)".into()], constants })
+    }
+
+    #[cfg(feature = "cuda")]
     fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
         crate::cuda::launch::dropout(self.key, threshold(self.p), self.scale() as f32, operands)
     }

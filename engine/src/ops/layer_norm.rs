@@ -60,6 +60,11 @@ impl Op for LayerNorm {
     }
 
     #[cfg(feature = "cuda")]
+    fn cuda_fusible(&self) -> Option<crate::cuda::Fusible> {
+        Some(crate::cuda::Fusible::Norm { is_centred: true, eps: self.eps })
+    }
+
+    #[cfg(feature = "cuda")]
     fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
         crate::cuda::launch::norm("layer_norm", self.eps, operands)
     }

@@ -73,6 +73,11 @@ impl Op for Linear {
     }
 
     #[cfg(feature = "cuda")]
+    fn cuda_fusible(&self) -> Option<crate::cuda::Fusible> {
+        Some(crate::cuda::Fusible::Product)
+    }
+
+    #[cfg(feature = "cuda")]
     fn cuda_workspace(&self, inputs: &[Spec], _: &[Spec]) -> Vec<u64> {
         let (x, weight) = (inputs[0].dims(), inputs[1].dims());
         vec![crate::cuda::launch::product_workspace(x.iter().product::<usize>() / weight[1].max(1), weight[0])]
@@ -141,6 +146,11 @@ impl Op for LinearGradInput {
         let gemm = Self::gemm(args.input_dims(0), args.input_dims(1));
         let (dy, weight) = (args.input(0), args.input(1));
         gemm.run(dy, weight, out, Mode::Overwrite, Epilogue::default(), scratch).expect("extents by the shape rule");
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fusible(&self) -> Option<crate::cuda::Fusible> {
+        Some(crate::cuda::Fusible::Product)
     }
 
     #[cfg(feature = "cuda")]

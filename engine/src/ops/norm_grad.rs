@@ -91,6 +91,11 @@ impl Op for NormGradInput {
     }
 
     #[cfg(feature = "cuda")]
+    fn cuda_fusible(&self) -> Option<crate::cuda::Fusible> {
+        Some(crate::cuda::Fusible::NormGradInput { is_centred: self.centred })
+    }
+
+    #[cfg(feature = "cuda")]
     fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
         crate::cuda::launch::norm_grad_input(self.centred, operands)
     }

@@ -39,6 +39,11 @@ impl Op for SwiGlu {
     }
 
     #[cfg(feature = "cuda")]
+    fn cuda_fusible(&self) -> Option<crate::cuda::Fusible> {
+        Some(crate::cuda::Fusible::each("silu($0) * $1"))
+    }
+
+    #[cfg(feature = "cuda")]
     fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
         crate::cuda::launch::gated(operands)
     }
@@ -84,6 +89,12 @@ impl Op for SwiGluGrad {
                 }
             });
         });
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fusible(&self) -> Option<crate::cuda::Fusible> {
+        let outputs = vec!["$2 * $1 * silu_derivative($0)".into(), "$2 * silu($0)".into()];
+        Some(crate::cuda::Fusible::Each { outputs, constants: Vec::new() })
     }
 
     #[cfg(feature = "cuda")]

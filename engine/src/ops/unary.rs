@@ -105,6 +105,11 @@ impl Op for Unary {
     }
 
     #[cfg(feature = "cuda")]
+    fn cuda_fusible(&self) -> Option<crate::cuda::Fusible> {
+        Some(crate::cuda::Fusible::each(format!("of_{}($0)", self.kind.name())))
+    }
+
+    #[cfg(feature = "cuda")]
     fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
         crate::cuda::launch::unary(self.kind.name(), operands)
     }
@@ -158,6 +163,11 @@ impl Op for UnaryGrad {
             UnaryKind::Gelu => zip(args, |x, dy| dy * gelu_derivative(x)),
             UnaryKind::GeluErf => zip(args, |x, dy| dy * derivative(UnaryKind::GeluErf, f64::from(x)) as f32),
         }
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fusible(&self) -> Option<crate::cuda::Fusible> {
+        Some(crate::cuda::Fusible::each(format!("of_{}($0, $1)", self.kind.gradient_name())))
     }
 
     #[cfg(feature = "cuda")]

@@ -30,6 +30,8 @@ use self::early::{Early, collective_of};
 use self::let_go::LetGo;
 use self::stash::PutAway;
 use self::transfer::{Collecting, Sending};
+#[cfg(feature = "cuda")]
+use super::fuse::fuse;
 use super::hoist::{UPDATE, hoist};
 use super::messages::{Crossings, phases};
 use super::order::order;
@@ -76,6 +78,9 @@ pub enum Target {
     /// A GPU's.
     #[cfg(feature = "cuda")]
     Cuda,
+    /// A GPU's, each operation with kernels of its own: what those that do several operations are judged by.
+    #[cfg(feature = "cuda")]
+    CudaUnfused,
 }
 
 /// A value that the host reads after a program.
@@ -115,6 +120,10 @@ pub fn lower(lowering: &Lowering<'_>) -> Result<Program> {
     let mut program = lowerer.program;
     hoist(&mut program);
     order(&mut program);
+    #[cfg(feature = "cuda")]
+    if lowering.target == Target::Cuda {
+        fuse(&mut program);
+    }
     Ok(program)
 }
 
@@ -518,7 +527,7 @@ impl<'a> Lowerer<'a> {
         let pieces = match self.of.target {
             Target::Cpu { threads } => node.op.workspace(&graph.specs(&node.inputs), &outputs, threads),
             #[cfg(feature = "cuda")]
-            Target::Cuda => {
+            Target::Cuda | Target::CudaUnfused => {
                 let inputs = node.inputs.iter().map(|&id| graph.value(id));
                 let inputs = inputs.map(|value| (&value.layout, value.spec.dtype));
                 crate::cuda::launch::workspace(&*node.op, inputs, &outputs)

@@ -20,7 +20,7 @@ __device__ void dropout(const NoiseArguments& to) {
     const u64 threshold = to.threshold;
     const f32 scale = to.scale;
     map((const T*)to.x, (T*)to.y, to.count, [=](u64 i, f32 x) -> f32 {
-        return numbers.bits(i) >> 11 >= threshold ? x * scale : 0.0f;
+        return dropped(numbers, i, x, threshold, scale);
     });
 }
 KERNELS(dropout, NoiseArguments)
@@ -30,7 +30,7 @@ __device__ void jitter(const NoiseArguments& to) {
     const Numbers numbers = Numbers::at(to.random, to.place, to.count);
     const f32 amount = to.scale;
     map((const T*)to.x, (T*)to.y, to.count, [=](u64 i, f32 x) -> f32 {
-        return x * (1.0f + amount * (2.0f * numbers.uniform(i) - 1.0f));
+        return jittered(numbers, i, x, amount);
     });
 }
 KERNELS(jitter, NoiseArguments)

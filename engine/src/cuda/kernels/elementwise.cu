@@ -19,29 +19,30 @@ struct ZipArguments {
     u64 count;
 };
 
-#define UNARY(name, value, derivative)                                                                          \
+#define UNARY(name)                                                                                             \
     template <typename T>                                                                                       \
-    __device__ void name(const MapArguments& to) {                                                              \
-        map((const T*)to.x, (T*)to.y, to.count, [](u64, f32 x) -> f32 { return value; });                       \
+    __device__ void unary_##name(const MapArguments& to) {                                                      \
+        map((const T*)to.x, (T*)to.y, to.count, [](u64, f32 x) -> f32 { return of_##name(x); });                \
     }                                                                                                           \
-    KERNELS(name, MapArguments)                                                                                 \
+    KERNELS(unary_##name, MapArguments)                                                                         \
     template <typename T>                                                                                       \
-    __device__ void name##_grad(const ZipArguments& to) {                                                       \
-        zip((const T*)to.a, (const T*)to.b, (T*)to.y, to.count, [](f32 x, f32 dy) -> f32 { return derivative; }); \
+    __device__ void unary_##name##_grad(const ZipArguments& to) {                                               \
+        zip((const T*)to.a, (const T*)to.b, (T*)to.y, to.count,                                                 \
+            [](f32 x, f32 dy) -> f32 { return of_##name##_grad(x, dy); });                                      \
     }                                                                                                           \
-    KERNELS(name##_grad, ZipArguments)
+    KERNELS(unary_##name##_grad, ZipArguments)
 
-UNARY(unary_exp, expf(x), dy * expf(x))
-UNARY(unary_log, logf(x), dy / x)
-UNARY(unary_sqr, x * x, dy * 2.0f * x)
-UNARY(unary_sqrt, sqrtf(x), dy * 0.5f / sqrtf(x))
-UNARY(unary_recip, 1.0f / x, -dy / (x * x))
-UNARY(unary_tanh, tanhf(x), dy * (1.0f - tanhf(x) * tanhf(x)))
-UNARY(unary_sigmoid, sigmoid(x), dy * sigmoid(x) * (1.0f - sigmoid(x)))
-UNARY(unary_relu, fmaxf(x, 0.0f), x > 0.0f ? dy : 0.0f)
-UNARY(unary_silu, silu(x), dy * silu_derivative(x))
-UNARY(unary_gelu, gelu(x), dy * gelu_derivative(x))
-UNARY(unary_gelu_erf, gelu_erf(x), dy * gelu_erf_derivative(x))
+UNARY(exp)
+UNARY(log)
+UNARY(sqr)
+UNARY(sqrt)
+UNARY(recip)
+UNARY(tanh)
+UNARY(sigmoid)
+UNARY(relu)
+UNARY(silu)
+UNARY(gelu)
+UNARY(gelu_erf)
 
 template <typename T>
 __device__ void affine(const MapArguments& to) {

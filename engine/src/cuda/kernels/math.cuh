@@ -30,3 +30,20 @@ __device__ __forceinline__ f32 gelu_erf_derivative(f32 x) {
     const f32 density = expf(-0.5f * x * x) * 0.3989422804014327f;
     return 0.5f * (1.0f + erff(x * 0.7071067811865476f)) + x * density;
 }
+
+// The functions of ops/unary.rs and their gradients, by name.
+#define FUNCTION(name, value, derivative)                                  \
+    __device__ __forceinline__ f32 of_##name(f32 x) { return value; }      \
+    __device__ __forceinline__ f32 of_##name##_grad(f32 x, f32 dy) { return derivative; }
+
+FUNCTION(exp, expf(x), dy * expf(x))
+FUNCTION(log, logf(x), dy / x)
+FUNCTION(sqr, x * x, dy * 2.0f * x)
+FUNCTION(sqrt, sqrtf(x), dy * 0.5f / sqrtf(x))
+FUNCTION(recip, 1.0f / x, -dy / (x * x))
+FUNCTION(tanh, tanhf(x), dy * (1.0f - tanhf(x) * tanhf(x)))
+FUNCTION(sigmoid, sigmoid(x), dy * sigmoid(x) * (1.0f - sigmoid(x)))
+FUNCTION(relu, fmaxf(x, 0.0f), x > 0.0f ? dy : 0.0f)
+FUNCTION(silu, silu(x), dy * silu_derivative(x))
+FUNCTION(gelu, gelu(x), dy * gelu_derivative(x))
+FUNCTION(gelu_erf, gelu_erf(x), dy * gelu_erf_derivative(x))

@@ -31,3 +31,13 @@ struct Numbers {
     // Uniform in [0, 1), with 24 bits.
     __device__ __forceinline__ f32 uniform(u64 index) const { return f32(u32(bits(index) >> 40)) * (1.0f / 16777216.0f); }
 };
+
+// Element i under dropout: a zero where 53 bits are below the threshold, else scaled.
+__device__ __forceinline__ f32 dropped(const Numbers& numbers, u64 i, f32 x, u64 threshold, f32 scale) {
+    return numbers.bits(i) >> 11 >= threshold ? x * scale : 0.0f;
+}
+
+// Element i times a number that is uniform between 1 - amount and 1 + amount.
+__device__ __forceinline__ f32 jittered(const Numbers& numbers, u64 i, f32 x, f32 amount) {
+    return x * (1.0f + amount * (2.0f * numbers.uniform(i) - 1.0f));
+}

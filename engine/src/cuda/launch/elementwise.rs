@@ -1,6 +1,8 @@
 //! Launches of elementwise.cu.
 
-use super::{Kernel, Launch, Operands, Strides, launches, typed};
+use candle_core::DType;
+
+use super::{Kernel, Launch, Operands, Strides, launches, pack, typed};
 use crate::cuda::Family::Elementwise;
 
 #[derive(Debug, Clone, Copy)]
@@ -64,6 +66,18 @@ pub fn unary(name: &str, operands: &Operands<'_>) -> Option<Vec<Launch>> {
 /// dx = dy·f′(x) from (x, dy), by the function's name with `_grad`.
 pub fn unary_grad(name: &str, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     zip(&format!("unary_{name}"), operands)
+}
+
+/// y = gelu(x) on dense elements; y may be x.
+pub(super) fn gelu(x: u64, y: u64, count: u64, dtype: DType) -> Option<Kernel> {
+    let arguments = MapArguments { x, y, count, scale: 1.0, shift: 0.0 };
+    Some(Kernel::flat(Elementwise, typed("unary_gelu", dtype)?, count.div_ceil(pack(dtype)), arguments))
+}
+
+/// dy·gelu′(x) over dy.
+pub(super) fn gelu_grad(x: u64, dy: u64, count: u64, dtype: DType) -> Option<Kernel> {
+    let arguments = ZipArguments { a: x, b: dy, y: dy, count };
+    Some(Kernel::flat(Elementwise, typed("unary_gelu_grad", dtype)?, count.div_ceil(pack(dtype)), arguments))
 }
 
 /// y = x·scale + shift.

@@ -33,8 +33,8 @@ pub use noise::{dropout, jitter};
 pub use norm::{norm, norm_grad_input, norm_grad_weight, norm_grad_weight_workspace};
 pub(crate) use operation::{launches as of_operation, workspace};
 pub use product::{
-    Batch, Matrix, Product, is_matrix, leading_sums_workspace, linear, linear_grad_input, linear_grad_weight, matmul,
-    product_workspace,
+    Batch, Epilogue, Matrix, Product, is_matrix, leading_sums_workspace, linear, linear_grad_input, linear_grad_weight,
+    matmul, product_workspace,
 };
 pub use reduce::{column_sums_workspace, scaled_sum, sum};
 pub use rope::rope;
@@ -110,22 +110,22 @@ pub struct Operand {
 }
 
 impl Operand {
-    fn dims(&self) -> &[usize] {
+    pub(super) fn dims(&self) -> &[usize] {
         self.layout.dims()
     }
 
-    fn count(&self) -> u64 {
+    pub(super) fn count(&self) -> u64 {
         self.layout.shape().elem_count() as u64
     }
 
     /// Extent of the last dimension.
-    fn width(&self) -> u64 {
+    pub(super) fn width(&self) -> u64 {
         crate::ops::width(self.dims()) as u64
     }
 
     /// Elements of a pack: 16 bytes.
     fn pack(&self) -> u64 {
-        16 / self.dtype.size_in_bytes() as u64
+        pack(self.dtype)
     }
 }
 
@@ -163,6 +163,11 @@ impl Operands<'_> {
     pub(crate) fn accumulates(&self, output: usize) -> bool {
         self.accumulate >> output & 1 == 1
     }
+}
+
+/// Elements of a pack: 16 bytes.
+fn pack(dtype: DType) -> u64 {
+    16 / dtype.size_in_bytes() as u64
 }
 
 /// A kernel's name for a type that it stores; none for types without kernels.
@@ -218,9 +223,20 @@ impl Strides {
     }
 
     /// Walks one operand.
-    fn of(operand: &Operand) -> Option<Self> {
+    pub(super) fn of(operand: &Operand) -> Option<Self> {
         Self::merged(operand.dims(), [operand.layout.stride()]).map(|[strides]| strides)
     }
+
+    /// The struct as fields of 8 bytes, the last of which holds two numbers.
+    pub(super) fn words(&self) -> impl Iterator<Item = u64> {
+        let last = u64::from(self.rank) | u64::from(self.is_small) << 32;
+        self.dims.into_iter().chain(self.strides).chain([last])
+    }
+}
+
+/// Whether kernels can walk it.
+pub(crate) fn can_walk(layout: &Layout) -> bool {
+    Strides::merged(layout.dims(), [layout.stride()]).is_some()
 }
 
 /// Threads of a block that go through elements.
@@ -236,13 +252,19 @@ const FOLD_BYTES: u32 = 4 * 32;
 
 impl Kernel {
     /// One thread for each of so many.
-    fn flat(family: Family, name: String, threads: u64, arguments: impl Arguments + 'static) -> Self {
+    pub(super) fn flat(family: Family, name: String, threads: u64, arguments: impl Arguments + 'static) -> Self {
         let grid = [blocks(threads, BLOCK), 1, 1];
         Self { family, name, grid, block: BLOCK, shared_bytes: 0, arguments: Box::new(arguments) }
     }
 
     /// One block for each of so many rows, with threads for a row of this width.
-    fn rows(family: Family, name: String, rows: u64, width: u64, arguments: impl Arguments + 'static) -> Self {
+    pub(super) fn rows(
+        family: Family,
+        name: String,
+        rows: u64,
+        width: u64,
+        arguments: impl Arguments + 'static,
+    ) -> Self {
         // About four elements for a thread, in whole warps.
         let block = (width.div_ceil(4).next_multiple_of(32)).clamp(32, 512) as u32;
         let grid = [blocks(rows, 1), 1, 1];

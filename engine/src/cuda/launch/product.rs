@@ -2,6 +2,7 @@
 
 use candle_core::{DType, Layout};
 
+use super::elementwise::{gelu, gelu_grad};
 use super::{Launch, Operand, Operands, Strides};
 use crate::graph::Spec;
 
@@ -70,6 +71,23 @@ pub struct Batch {
     pub distances: [u64; 3],
 }
 
+/// What follows a product of matrices without gaps, and its bias, element by element.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Epilogue {
+    /// Nothing.
+    None,
+    /// GELU in its tanh form; what it is of is kept, as c is, at an address.
+    Gelu {
+        /// None where nobody asks for it.
+        kept: Option<u64>,
+    },
+    /// Times the derivative of that GELU, of numbers that lie as c does.
+    GeluGrad {
+        /// Their address.
+        of: u64,
+    },
+}
+
 /// c = a·b, or c += a·b: m × k times k × n. Sums are in f32, whatever is stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Product {
@@ -87,6 +105,8 @@ pub struct Product {
     pub c: Matrix,
     /// Address of n numbers that are added to every row.
     pub bias: Option<u64>,
+    /// What is done to each sum before it is stored.
+    pub epilogue: Epilogue,
     /// Whether c is added to.
     pub accumulate: bool,
     /// How many of them.
@@ -110,7 +130,22 @@ impl Product {
     /// One product of matrices without gaps, of which a and b may be transposed.
     pub fn new((m, n, k): (u64, u64, u64), a: Matrix, b: Matrix, c: Matrix, workspace: (u64, u64)) -> Self {
         let batch = Batch { count: 1, distances: [0; 3] };
-        Self { m, n, k, a, b, c, bias: None, accumulate: false, batch, workspace }
+        Self { m, n, k, a, b, c, bias: None, epilogue: Epilogue::None, accumulate: false, batch, workspace }
+    }
+
+    /// The same in two launches: for a library that has no algorithm for both at once.
+    pub fn apart(self) -> Vec<Launch> {
+        let (count, dtype) = (self.m * self.n, self.c.dtype);
+        let product = Self { epilogue: Epilogue::None, ..self };
+        let (product, behind) = match self.epilogue {
+            Epilogue::None => (product, None),
+            Epilogue::Gelu { kept } => {
+                let c = Matrix { address: kept.unwrap_or(self.c.address), ..self.c };
+                (Self { c, ..product }, gelu(c.address, self.c.address, count, dtype))
+            }
+            Epilogue::GeluGrad { of } => (product, gelu_grad(of, self.c.address, count, dtype)),
+        };
+        [Launch::Product(product)].into_iter().chain(behind.map(Launch::Kernel)).collect()
     }
 }
 

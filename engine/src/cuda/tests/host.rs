@@ -1,11 +1,12 @@
 //! Kernels compiled for this machine's processor, and run on a stand-in for a device.
 
+use std::collections::BTreeMap;
 use std::ffi::{CStr, OsStr, c_char, c_void};
 use std::path::Path;
 use std::process::Command;
-use std::sync::{Mutex, OnceLock};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
-use super::products;
+use super::{gpu, products};
 use crate::cuda::{Family, Kernel, Launch};
 
 /// What device.hpp is asked for.
@@ -28,24 +29,33 @@ fn compiler() -> Option<&'static str> {
     *FOUND.get_or_init(|| COMPILERS.into_iter().find(|name| runs(name)))
 }
 
-/// Whether there is a C++ compiler. A machine without one judges nothing here.
+/// Whether there is a GPU or a C++ compiler. A machine without one judges nothing here.
 pub fn is_there() -> bool {
-    let is_there = compiler().is_some();
+    let is_there = gpu::is_asked_for() || compiler().is_some();
     if !is_there {
         println!("not judged: none of {COMPILERS:?} is installed");
     }
     is_there
 }
 
-/// The families that were compiled so far. Each is locked while a kernel of it runs: it is one device.
-static DEVICES: [Mutex<Option<libloading::Library>>; Family::ALL.len()] =
-    [const { Mutex::new(None) }; Family::ALL.len()];
+/// A family, once it is compiled. It is locked while a kernel of it runs: it is one device.
+type Device = &'static Mutex<Option<libloading::Library>>;
 
-/// Runs a launch, from the first block and thread to the last or the other way round.
+/// The family's device, whether it is compiled or not.
+fn device_of(family: Family) -> Device {
+    static DEVICES: Mutex<BTreeMap<Family, Device>> = Mutex::new(BTreeMap::new());
+    let mut devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    devices.entry(family).or_insert_with(|| Box::leak(Box::new(Mutex::new(None))))
+}
+
+/// Runs a launch, from the first block and thread to the last or the other way round; or on a GPU, in whatever order it has.
 ///
 /// # Safety
 /// The addresses in its arguments are those of memory that is as large as the kernel takes it to be.
 pub unsafe fn run(launch: &Launch, is_reversed: bool) -> Result<(), String> {
+    if let Some(ran) = gpu::run(launch) {
+        return ran;
+    }
     match launch {
         // SAFETY: by this function's contract.
         Launch::Kernel(kernel) => unsafe { start(kernel, is_reversed) },
@@ -60,7 +70,7 @@ pub unsafe fn run(launch: &Launch, is_reversed: bool) -> Result<(), String> {
 /// # Safety
 /// As [`run`].
 unsafe fn start(kernel: &Kernel, is_reversed: bool) -> Result<(), String> {
-    let mut device = DEVICES[kernel.family as usize].lock().map_err(|_| "another kernel of the family has failed")?;
+    let mut device = device_of(kernel.family).lock().map_err(|_| "another kernel of the family has failed")?;
     let library = device.get_or_insert_with(|| compile(kernel.family));
     let symbol = |suffix: &str| format!("{}{suffix}", kernel.name);
     // SAFETY: by device.hpp every kernel has these two functions.
@@ -89,13 +99,14 @@ unsafe fn start(kernel: &Kernel, is_reversed: bool) -> Result<(), String> {
 fn compile(family: Family) -> libloading::Library {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/cuda");
     let folder = tempfile::tempdir().expect("a temporary folder");
-    let library = folder.path().join(family.file()).with_extension("so");
+    let (text, library) = (folder.path().join(family.file()), folder.path().join("device.so"));
+    std::fs::write(&text, family.source()).expect("room for a source");
     let output = Command::new(compiler().expect("asked before"))
         .args(["-std=c++17", "-O1", "-fPIC", "-shared", "-Wall", "-Werror", "-Wno-unused-function"])
         // Jumps from fiber to fiber go to frames that a fortified longjmp does not know.
         .args(["-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE", "-x", "c++"])
         .args([OsStr::new("-include"), source.join("tests/on_host/device.hpp").as_os_str()])
-        .arg(source.join("kernels").join(family.file()))
+        .args([OsStr::new("-I"), source.join("kernels").as_os_str(), text.as_os_str()])
         .args([OsStr::new("-o"), library.as_os_str()])
         .output()
         .expect("the compiler runs");

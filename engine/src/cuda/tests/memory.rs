@@ -2,6 +2,7 @@
 
 use candle_core::DType;
 
+use super::gpu::Bytes;
 pub(super) use crate::cuda::executor::to_bf16;
 
 /// Bytes of a guard, and what regions are aligned to.
@@ -14,7 +15,7 @@ const POISON: u8 = 0xff;
 #[derive(Debug)]
 pub struct Region {
     /// Guards included, with room for the alignment.
-    all: Vec<u8>,
+    all: Bytes,
     /// Where the elements begin.
     start: usize,
     bytes: usize,
@@ -23,7 +24,7 @@ pub struct Region {
 
 impl Region {
     pub fn from_bytes(bytes: Vec<u8>, dtype: DType) -> Self {
-        let mut all = vec![POISON; bytes.len() + 3 * LINE];
+        let mut all = Bytes::filled(bytes.len() + 3 * LINE, POISON);
         let start = LINE + all.as_ptr().align_offset(LINE);
         all[start..start + bytes.len()].copy_from_slice(&bytes);
         Self { all, start, bytes: bytes.len(), dtype }

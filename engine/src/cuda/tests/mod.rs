@@ -4,6 +4,8 @@ mod architectures;
 mod attention;
 mod elementwise;
 mod experts;
+mod fused;
+mod gpu;
 mod grouped;
 mod host;
 mod judge;

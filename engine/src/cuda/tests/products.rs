@@ -9,7 +9,7 @@ use super::host;
 use super::judge::{Stored, check, judge, without_kernels};
 use super::memory::{from_bf16, to_bf16};
 use crate::cuda::Product;
-use crate::cuda::launch::{Matrix, is_matrix};
+use crate::cuda::launch::{Epilogue, Matrix, is_matrix};
 use crate::graph::Spec;
 use crate::ops::{Linear, LinearCrossEntropy, MatMul};
 use crate::random::{Numbers, Stream};
@@ -20,7 +20,7 @@ use crate::{Op, Tensor};
 /// # Safety
 /// The addresses are those of memory that is as large as the product says, and nobody else touches it.
 pub unsafe fn compute(product: &Product) {
-    let &Product { m, n, k, a, b, c, bias, accumulate, batch, .. } = product;
+    let &Product { m, n, k, a, b, c, bias, epilogue, accumulate, batch, .. } = product;
     for index in 0..batch.count {
         let [a, b, c] = [(a, 0), (b, 1), (c, 2)].map(|(matrix, i)| (matrix, index * batch.distances[i]));
         // All of it first, as nobody says in which order a library writes.
@@ -39,10 +39,29 @@ pub unsafe fn compute(product: &Product) {
             sums.insert((row, column), sum + bias + before);
         }
         for ((row, column), sum) in sums {
+            let beside = |address| at((Matrix::dense(address, c.0.dtype, n), 0), row, column);
+            let made = match epilogue {
+                Epilogue::None => sum,
+                Epilogue::Gelu { kept } => {
+                    // SAFETY: as above.
+                    kept.into_iter().for_each(|kept| unsafe { write(beside(kept), sum) });
+                    gelu(sum).0
+                }
+                // SAFETY: as above.
+                Epilogue::GeluGrad { of } => sum * gelu(unsafe { read(beside(of)) }).1,
+            };
             // SAFETY: as above.
-            unsafe { write(at(c, row, column), sum) };
+            unsafe { write(at(c, row, column), made) };
         }
     }
+}
+
+/// GELU in its tanh form, and its derivative (Hendrycks and Gimpel, arXiv 1606.08415, section 2).
+fn gelu(x: f64) -> (f64, f64) {
+    let scale = (2.0 / std::f64::consts::PI).sqrt();
+    let t = (scale * (x + 0.044715 * x.powi(3))).tanh();
+    let slope = scale * (1.0 + 3.0 * 0.044715 * x * x);
+    (0.5 * x * (1.0 + t), 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * slope)
 }
 
 /// Address and type of an element.

@@ -3,7 +3,7 @@
 use candle_core::DType;
 
 use super::host;
-use super::processor::Processor;
+use super::processor::{Processor, device};
 use super::small::{BATCH, SEQUENCE, Small, Style, VOCABULARY};
 use crate::compile::{CompileOptions, Executable, Target, compile};
 use crate::cpu::{Communicators, RunOptions, Workers};
@@ -13,7 +13,11 @@ use crate::recompute::Recompute;
 use crate::{Model, Result, Tensor, TrainOptions, Trainer, cpu};
 
 /// A step's program for a target, planned.
-fn executable<M: Model>(options: &TrainOptions, target: Target, model: impl Fn(VarBuilder) -> Result<M>) -> Executable {
+pub fn executable<M: Model>(
+    options: &TrainOptions,
+    target: Target,
+    model: impl Fn(VarBuilder) -> Result<M>,
+) -> Executable {
     let program = Trainer::program_for(model, options, 0, target).unwrap();
     compile(&[program], &CompileOptions::default()).unwrap()
 }
@@ -65,7 +69,7 @@ pub fn compare_steps<M: Model>(what: &str, model: impl Fn(VarBuilder) -> Result<
         let planned = executable(&options, Target::Cpu { threads: 1 }, &model);
         let mut on_cpu = cpu::Executor::new(planned, workers, 3, Communicators::default()).unwrap();
         let planned = executable(&options, Target::Cuda, &model);
-        let mut on_device = Executor::new(planned, Box::<Processor>::default(), 3, (0, 1)).unwrap();
+        let mut on_device = Executor::new(planned, device(), 3, (0, 1)).unwrap();
         let (of_cpu, of_device) =
             (on_cpu.executable().program("train").unwrap(), on_device.executable().program("train").unwrap());
         for step in 0..3 {

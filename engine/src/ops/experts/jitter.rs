@@ -63,6 +63,13 @@ impl Op for Jitter {
     }
 
     #[cfg(feature = "cuda")]
+    fn cuda_fusible(&self) -> Option<crate::cuda::Fusible> {
+        use crate::cuda::{Constant, Fusible};
+        let constants = vec![Constant::Place(self.key), Constant::Number(self.amount as f32)];
+        Some(Fusible::Each { outputs: vec!["jittered(%0, i, $0, %1)".into()], constants })
+    }
+
+    #[cfg(feature = "cuda")]
     fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
         crate::cuda::launch::jitter(self.key, self.amount as f32, operands)
     }
