@@ -7,13 +7,16 @@
 //!   bottom; [`poured`] bounds a part with pins.
 //! - [`strategy`] says what is tried on a part, [`passes`] in which order where sweeps leave a gap.
 //! - [`portfolio`] runs [`sweep`]s ([`holes`] is what a sweep knows of space, [`reserved`] what it flows around) and
-//!   [`ordered`] placements ([`occupied`] is what those know of space); [`retrace`] sweeps and takes back what led nowhere.
+//!   [`ordered`] placements ([`occupied`] is what those know of space); [`attempts`] aim at one height: [`retrace`] sweeps
+//!   and takes back what led nowhere, [`beam`] sweeps with many [`layout`]s and looks ahead.
 //! - [`exact`] searches small parts; [`descend`] lowers plans of any size by [`eject`]ing what is in the way ([`crowd`]
 //!   knows who that is), the large items of a part first ([`scale`]), or sizes that keep to themselves ([`classes`]).
 //! - [`grouped`] lets a group's members each live their own life.
 //! - [`keep`] holds on to the addresses of an earlier plan.
 //! - [`meter`] counts what that costs.
 
+mod attempts;
+mod beam;
 mod classes;
 mod crowd;
 mod descend;
@@ -22,6 +25,7 @@ mod exact;
 mod grouped;
 mod holes;
 mod keep;
+mod layout;
 mod meter;
 mod occupied;
 mod ordered;

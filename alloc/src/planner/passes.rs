@@ -29,9 +29,10 @@ pub(crate) const PLACEMENTS: [Pass; 2] =
     [(16, |_, portfolio| portfolio.long_once()), (16, |_, portfolio| portfolio.order_once())];
 
 /// What settles most of what sweeps leave.
-pub(crate) const QUICK_PASSES: [Pass; 7] = [
+pub(crate) const QUICK_PASSES: [Pass; 8] = [
     (256, mend),
     (32, take_back),
+    (3, |goal, portfolio| drop(portfolio.look_ahead(goal.enough))),
     (32, |_, portfolio| portfolio.repair()),
     (16, |_, portfolio| portfolio.long_once()),
     (16, |_, portfolio| portfolio.order_once()),
@@ -46,7 +47,8 @@ pub(crate) const QUICK_PASSES: [Pass; 7] = [
 const CLASSES_PER_ITEM: u64 = 2_000;
 
 /// Repairs start from different plans, first with little work each: what one can't reach is often near another.
-pub(crate) const PASSES: [Pass; 9] = [
+pub(crate) const PASSES: [Pass; 10] = [
+    (3, look_ahead),
     (4, take_back),
     (3, from_coarse_to_fine),
     (8, |_, portfolio| portfolio.repair()),
@@ -59,9 +61,10 @@ pub(crate) const PASSES: [Pass; 9] = [
 ];
 
 /// What is tried on the large items alone.
-const COARSE_PASSES: [Pass; 7] = [
+const COARSE_PASSES: [Pass; 8] = [
     (1, |_, portfolio| portfolio.sweep_once()),
     (2, take_back),
+    (2, look_ahead),
     (8, mend),
     (3, |_, portfolio| portfolio.long_once()),
     (8, |_, portfolio| portfolio.order_once()),
@@ -91,14 +94,24 @@ fn is_over(goal: Goal, portfolio: &Portfolio) -> bool {
     goal.is_met(portfolio) || portfolio.meter.stopped().is_some()
 }
 
-/// Sweeps that take back what led nowhere: first to the goal itself, then halfway between the lowest height that was
-/// missed and the best plan. Where such a height was met, what is left is spent on the goal; where the first two were
-/// missed, others may do better with it.
+/// Sweeps that take back what led nowhere.
 fn take_back(goal: Goal, portfolio: &mut Portfolio) {
     let small_below = scales(portfolio.timeline.part).first().map_or(0, Scale::least);
+    aim(goal, portfolio, |portfolio, target| portfolio.retrace(target, small_below));
+}
+
+/// Sweeps that keep several layouts.
+fn look_ahead(goal: Goal, portfolio: &mut Portfolio) {
+    aim(goal, portfolio, |portfolio, target| portfolio.look_ahead(target));
+}
+
+/// Attempts at heights: first at the goal itself, then halfway between the lowest height that was missed and the best
+/// plan. Where such a height was met, what is left is spent on the goal; where the first two were missed, others may do
+/// better with it.
+fn aim(goal: Goal, portfolio: &mut Portfolio, attempt: impl Fn(&mut Portfolio, u64) -> bool) {
     let try_for = |target: u64, share: u64, portfolio: &mut Portfolio| {
         let mut found = false;
-        within(portfolio.meter.left() / share, portfolio, |portfolio| found = portfolio.retrace(target, small_below));
+        within(portfolio.meter.left() / share, portfolio, |portfolio| found = attempt(portfolio, target));
         found
     };
     if try_for(goal.enough, 3, portfolio) {

@@ -7,7 +7,7 @@
 //! 4. The long-lived first, largest first; then the others around them.
 //! 5. Squeaky wheel: what ends above the ceiling gets a place of its own before the next sweep, or comes first in the
 //!    next order.
-//! 6. Outwards from a fullest clique, and back again where something finds no place.
+//! 6. Outwards from a fullest clique, and back again where something finds no place ([`attempts`](super::attempts)).
 
 use std::cmp::Reverse;
 
@@ -18,7 +18,6 @@ use super::meter::Meter;
 use super::ordered::Ordered;
 use super::part::{Item, Part};
 use super::reserved::Reserved;
-use super::retrace::Attempt;
 use super::sweep::{Direction, Order, Policy, Start, Sweep, Timeline};
 
 /// A plan of one part.
@@ -96,47 +95,6 @@ impl<'p> Portfolio<'p> {
         // Dearest, and seldom the one that helps where a single round didn't.
         self.in_orders(Fit::Lowest, ROUNDS);
         self.in_orders(Fit::Tightest, ROUNDS);
-    }
-
-    /// Stage 6: sweeps that take back what led nowhere, until one ends at `ceiling` or below or the meter stops; whether
-    /// one did. Small items are those of fewer bytes than `small_below`.
-    pub fn retrace(&mut self, ceiling: u64, small_below: u64) -> bool {
-        let part = self.part();
-        let live = part.live();
-        let fullest = live.iter().copied().max().unwrap_or(0);
-        if fullest > ceiling || !part.pins.is_empty() || part.items.iter().any(|item| item.alignment > 1) {
-            return false;
-        }
-        let peaks: Vec<u32> = (0..part.cliques).filter(|&k| live[k as usize] == fullest).collect();
-        if peaks.is_empty() {
-            return false;
-        }
-        let attempt = |number| Attempt::new(&self.timeline, ceiling, &peaks, small_below, number);
-        let whole_way = (part.items.len() as u64 * WORK_PER_ITEM).max(1);
-        let (mut number, mut wave) = (0, FIRST_WAVE);
-        while self.meter.stopped().is_none() {
-            // Of attempts that can't go all the way, fewer are better.
-            let here = wave.min(self.meter.left() / whole_way);
-            if here == 0 {
-                return false;
-            }
-            let share = self.meter.left() / here;
-            let results: Vec<_> = (number..number + here)
-                .into_par_iter()
-                .map(|number| {
-                    let mut purse = Meter { work: share, spent: 0, ..self.meter };
-                    (attempt(number).run(&mut purse), purse.spent)
-                })
-                .collect();
-            (number, wave) = (number + here, (2 * wave).min(WAVE as u64));
-            self.meter.spend(results.iter().map(|(_, spent)| spent).sum());
-            self.sweeps += here;
-            if let Some(offsets) = results.into_iter().find_map(|(offsets, _)| offsets) {
-                self.offer(Some(Placed { height: part.height(&offsets), offsets }));
-                return true;
-            }
-        }
-        false
     }
 
     fn part(&self) -> &'p Part {
@@ -288,7 +246,7 @@ impl<'p> Portfolio<'p> {
     fn follow_all(&mut self, jobs: &[Job]) {
         // Where repairs help, the first often does; single sweeps are cheap.
         let first = match jobs.first() {
-            Some(job) if job.chain.rounds > 1 => jobs.len().min(FIRST_WAVE as usize),
+            Some(job) if job.chain.rounds > 1 => jobs.len().min(FIRST_WAVE),
             _ => 0,
         };
         let (first, others) = jobs.split_at(first);
@@ -384,11 +342,8 @@ const OTHERS: usize = 4;
 /// Chains that run side by side; a fixed number, so that the result does not depend on the machine.
 const WAVE: usize = 8;
 
-/// Attempts of the first wave that takes back what led nowhere: where that helps, the first often does.
-const FIRST_WAVE: u64 = 2;
-
-/// What an attempt of those should be able to spend for each item.
-const WORK_PER_ITEM: u64 = 100;
+/// Chains of the first wave that repairs: where that helps, the first often does.
+const FIRST_WAVE: usize = 2;
 
 /// Sweeps of a chain that repairs.
 const ROUNDS: u32 = 12;

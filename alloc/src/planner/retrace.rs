@@ -11,6 +11,7 @@
 use std::cmp::Reverse;
 
 use super::eject::mix;
+use super::layout::sixteenths_of_doublings;
 use super::meter::Meter;
 use super::part::Item;
 use super::sweep::{Direction, Timeline};
@@ -360,14 +361,6 @@ impl Walk<'_> {
     }
 }
 
-/// The logarithm of `n + 1` to base 2 in sixteenths, between powers of two along a straight line: without a rounding that
-/// differs between machines.
-fn sixteenths_of_doublings(n: u32) -> u64 {
-    let n = u64::from(n) + 1;
-    let power = n.ilog2();
-    u64::from(16 * power) + (((n << 4) >> power) - 16)
-}
-
 /// Numbers that look random.
 struct Chance {
     seed: u64,
@@ -501,14 +494,6 @@ mod tests {
             portfolio.meter.work = portfolio.meter.spent + 5_000_000;
             assert!(portfolio.retrace(part.bound, 0), "{step:?}");
             assert_eq!(height(&portfolio), part.bound);
-        }
-    }
-
-    #[test]
-    fn doublings_are_counted_in_sixteenths() {
-        let expected = [(0, 0), (1, 16), (2, 24), (3, 32), (7, 48), (11, 56), (u32::MAX, 512)];
-        for (n, sixteenths) in expected {
-            assert_eq!(sixteenths_of_doublings(n), sixteenths, "{n}");
         }
     }
 }

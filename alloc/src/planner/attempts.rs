@@ -1,0 +1,83 @@
+//! Attempts at a height: sweeps outwards from a fullest clique that end at or below it, or not at all.
+//!
+//! Several run side by side, and the first by number that gets to the end has the word: the same on every machine.
+
+use rayon::prelude::*;
+
+use super::beam;
+use super::meter::Meter;
+use super::portfolio::{Placed, Portfolio};
+use super::retrace;
+
+/// How attempts of one kind are made.
+struct Waves {
+    /// Attempts of the first wave: where they help, the first often does.
+    first: u64,
+    /// Waves grow up to this.
+    most: u64,
+    /// What an attempt should be able to spend for each item.
+    work_per_item: u64,
+}
+
+impl Portfolio<'_> {
+    /// Sweeps that take back what led nowhere, until one ends at `ceiling` or below or the meter stops; whether one did.
+    /// Small items are those of fewer bytes than `small_below`.
+    pub fn retrace(&mut self, ceiling: u64, small_below: u64) -> bool {
+        let Some((_, peaks)) = self.peaks(ceiling) else { return false };
+        let waves = Waves { first: 2, most: 8, work_per_item: 100 };
+        self.attempt(&waves, |portfolio, number, purse| {
+            retrace::Attempt::new(&portfolio.timeline, ceiling, &peaks, small_below, number).run(purse)
+        })
+    }
+
+    /// Sweeps that keep several layouts and look ahead, likewise.
+    pub fn look_ahead(&mut self, ceiling: u64) -> bool {
+        let Some((live, peaks)) = self.peaks(ceiling) else { return false };
+        let waves = Waves { first: 2, most: 4, work_per_item: 1_000 };
+        self.attempt(&waves, |portfolio, number, purse| {
+            beam::Attempt::new(&portfolio.timeline, &live, ceiling, &peaks, number).run(purse)
+        })
+    }
+
+    /// Bytes alive in each clique, and the fullest cliques; `None` where a stack of items could not be swept outwards.
+    fn peaks(&self, ceiling: u64) -> Option<(Vec<u64>, Vec<u32>)> {
+        let part = self.timeline.part;
+        let live = part.live();
+        let fullest = live.iter().copied().max()?;
+        if fullest > ceiling || !part.pins.is_empty() || part.items.iter().any(|item| item.alignment > 1) {
+            return None;
+        }
+        let peaks = (0..part.cliques).filter(|&k| live[k as usize] == fullest).collect();
+        Some((live, peaks))
+    }
+
+    fn attempt(&mut self, waves: &Waves, run: impl Fn(&Self, u64, &mut Meter) -> Option<Vec<u64>> + Sync) -> bool {
+        let part = self.timeline.part;
+        let whole_way = (part.items.len() as u64 * waves.work_per_item).max(1);
+        let (mut number, mut wave) = (0, waves.first);
+        while self.meter.stopped().is_none() {
+            // Of attempts that can't go all the way, fewer are better.
+            let here = wave.min(self.meter.left() / whole_way);
+            if here == 0 {
+                return false;
+            }
+            let share = self.meter.left() / here;
+            let portfolio: &Self = self;
+            let results: Vec<_> = (number..number + here)
+                .into_par_iter()
+                .map(|number| {
+                    let mut purse = Meter { work: share, spent: 0, ..portfolio.meter };
+                    (run(portfolio, number, &mut purse), purse.spent)
+                })
+                .collect();
+            (number, wave) = (number + here, (2 * wave).min(waves.most));
+            self.meter.spend(results.iter().map(|(_, spent)| spent).sum());
+            self.sweeps += here;
+            if let Some(offsets) = results.into_iter().find_map(|(offsets, _)| offsets) {
+                self.offer(Some(Placed { height: part.height(&offsets), offsets }));
+                return true;
+            }
+        }
+        false
+    }
+}
