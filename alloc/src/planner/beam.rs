@@ -264,14 +264,7 @@ impl Sweep<'_> {
     }
 
     /// The step from clique `at` to the next; false where a birth finds no place in any layout.
-    fn pass(
-        &self,
-        at: u32,
-        width: usize,
-        beam: &mut Vec<Layout>,
-        history: &mut Vec<Entry>,
-        purse: &mut Meter,
-    ) -> bool {
+    fn pass(&self, at: u32, width: usize, beam: &mut Vec<Layout>, history: &mut Vec<Entry>, purse: &mut Meter) -> bool {
         let dead = self.dead(at);
         if !dead.is_empty() {
             purse.spend(copied(beam));
@@ -316,14 +309,7 @@ impl Sweep<'_> {
     }
 
     /// The best places for an item.
-    fn kept(
-        &self,
-        i: u32,
-        width: usize,
-        beam: &[Layout],
-        ahead: Option<&Ahead>,
-        purse: &mut Meter,
-    ) -> Vec<Candidate> {
+    fn kept(&self, i: u32, width: usize, beam: &[Layout], ahead: Option<&Ahead>, purse: &mut Meter) -> Vec<Candidate> {
         let (bytes, leaves) = (self.item(i).bytes, self.leaves(i));
         let whim = WHIM * (self.number / KINDS);
         let mut candidates: Vec<Candidate> = Vec::new();
@@ -380,13 +366,7 @@ impl Sweep<'_> {
     }
 
     /// The layouts that the chosen places lead to, best first.
-    fn grow(
-        &self,
-        kept: &[Candidate],
-        beam: Vec<Layout>,
-        history: &mut Vec<Entry>,
-        purse: &mut Meter,
-    ) -> Vec<Layout> {
+    fn grow(&self, kept: &[Candidate], beam: Vec<Layout>, history: &mut Vec<Entry>, purse: &mut Meter) -> Vec<Layout> {
         let mut children = vec![0; beam.len()];
         kept.iter().for_each(|candidate| children[candidate.parent] += 1);
         let mut beam: Vec<Option<Layout>> = beam.into_iter().map(Some).collect();
@@ -408,4 +388,84 @@ impl Sweep<'_> {
 /// What copying layouts costs.
 fn copied(layouts: &[Layout]) -> u64 {
     layouts.iter().map(|layout| 1 + layout.live.len() as u64 / 16).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::planner::part::{Part, Whole};
+    use crate::planner::portfolio::Portfolio;
+    use crate::synthetic::{Order, Step};
+
+    /// Of `(start, cliques, bytes)`, with the bytes alive in each clique and its fullest ones.
+    fn part(rows: &[(u32, u32, u64)]) -> (Part, Vec<u64>, Vec<u32>) {
+        let item = |&(start, cliques, bytes): &(u32, u32, u64)| Item {
+            start,
+            end: (start + cliques).min(30),
+            bytes,
+            alignment: 1,
+        };
+        let mut items: Vec<Item> = rows.iter().map(item).collect();
+        items.sort_by_key(|item| (item.start, Reverse(item.end)));
+        let part = Part { items, cliques: 30, ..Part::default() };
+        let live = part.live();
+        let most = live.iter().copied().max().unwrap_or(0);
+        let peaks = (0..part.cliques).filter(|&k| live[k as usize] == most).collect();
+        (part, live, peaks)
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+        /// Against every pair of items. The second run of an attempt is the first.
+        #[test]
+        fn what_is_found_is_a_plan_below_the_ceiling(
+            rows in prop::collection::vec((0..30u32, 1..=12u32, 1..20u64), 1..60),
+            room in 0..9u64,
+            number in 0..40u64,
+        ) {
+            let (part, live, peaks) = part(&rows);
+            let timeline = Timeline::new(&part);
+            let ceiling = live.iter().copied().max().unwrap_or(0) + room;
+            let attempt = Attempt::new(&timeline, &live, ceiling, &peaks, number);
+            let purse = Meter { work: 200_000, ..Meter::default() };
+            let found = attempt.run(&mut purse.clone());
+            prop_assert_eq!(&found, &attempt.run(&mut purse.clone()));
+            let Some(offsets) = found else { return Ok(()) };
+            let span = |i: usize| (offsets[i], offsets[i] + part.items[i].bytes);
+            for (i, item) in part.items.iter().enumerate() {
+                prop_assert!(span(i).1 <= ceiling);
+                for j in (0..i).filter(|&j| item.meets(part.items[j].start..part.items[j].end)) {
+                    prop_assert!(span(i).1 <= span(j).0 || span(j).1 <= span(i).0);
+                }
+            }
+        }
+    }
+
+    /// Steps that are as full once per layer, with lengths that differ, for the same work.
+    #[test]
+    fn a_way_is_found_where_one_layout_gets_stuck() {
+        for (stages, micro_batches) in [(2, 8), (2, 9), (3, 9)] {
+            let tokens = &[384, 512, 640, 1024];
+            let step = Step { order: Order::Overlapped, layers: 3, stages, micro_batches, tokens, ..Step::default() };
+            let whole = Whole::new(&step.problem().unwrap(), true);
+            let [part] = whole.parts.as_slice() else { panic!("one part") };
+            let portfolio = || Portfolio::new(part, part.bound, Meter { work: 20_000_000, ..Meter::default() });
+            assert!(!portfolio().retrace(part.bound, 0), "{step:?} is too easy");
+            let mut portfolio = portfolio();
+            assert!(portfolio.look_ahead(part.bound), "{step:?}");
+            assert_eq!(portfolio.best.map(|best| best.height), Some(part.bound));
+        }
+    }
+
+    #[test]
+    fn an_empty_purse_buys_nothing() {
+        let (part, live, peaks) = part(&[(0, 2, 3), (1, 2, 3), (2, 2, 3)]);
+        let timeline = Timeline::new(&part);
+        let attempt = Attempt::new(&timeline, &live, 6, &peaks, 0);
+        assert_eq!(attempt.run(&mut Meter::default()), None);
+        assert!(attempt.run(&mut Meter { work: 1_000, ..Meter::default() }).is_some());
+    }
 }

@@ -82,7 +82,8 @@ impl Layout {
         fitting.flat_map(move |(index, hole)| {
             let (below, above) = (apart(hole.below, leaves), apart(leaves, hole.above));
             let fills = hole.to - hole.from == bytes;
-            let disorder = self.disorder + below + above - apart(hole.below, hole.above) - if fills { RANGE } else { 0 };
+            let disorder =
+                self.disorder + below + above - apart(hole.below, hole.above) - if fills { RANGE } else { 0 };
             let place = move |from: u64, more: u64| {
                 let rect = Rect { from, to: from + bytes, leaves, item };
                 Place { hole: index, rect, rank: disorder + more, hash: self.hash ^ rect.key() }

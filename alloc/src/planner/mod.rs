@@ -64,7 +64,7 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Self {
-        Self { capacity: None, work: 250_000_000, deadline: None, threads: None, warm_start: None }
+        Self { capacity: None, work: 375_000_000, deadline: None, threads: None, warm_start: None }
     }
 }
 

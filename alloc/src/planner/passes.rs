@@ -32,7 +32,7 @@ pub(crate) const PLACEMENTS: [Pass; 2] =
 pub(crate) const QUICK_PASSES: [Pass; 8] = [
     (256, mend),
     (32, take_back),
-    (3, |goal, portfolio| drop(portfolio.look_ahead(goal.enough))),
+    (3, look_ahead),
     (32, |_, portfolio| portfolio.repair()),
     (16, |_, portfolio| portfolio.long_once()),
     (16, |_, portfolio| portfolio.order_once()),
@@ -47,8 +47,7 @@ pub(crate) const QUICK_PASSES: [Pass; 8] = [
 const CLASSES_PER_ITEM: u64 = 2_000;
 
 /// Repairs start from different plans, first with little work each: what one can't reach is often near another.
-pub(crate) const PASSES: [Pass; 10] = [
-    (3, look_ahead),
+pub(crate) const PASSES: [Pass; 9] = [
     (4, take_back),
     (3, from_coarse_to_fine),
     (8, |_, portfolio| portfolio.repair()),
@@ -94,24 +93,14 @@ fn is_over(goal: Goal, portfolio: &Portfolio) -> bool {
     goal.is_met(portfolio) || portfolio.meter.stopped().is_some()
 }
 
-/// Sweeps that take back what led nowhere.
+/// Sweeps that take back what led nowhere: first to the goal itself, then halfway between the lowest height that was
+/// missed and the best plan. Where such a height was met, what is left is spent on the goal; where the first two were
+/// missed, others may do better with it.
 fn take_back(goal: Goal, portfolio: &mut Portfolio) {
     let small_below = scales(portfolio.timeline.part).first().map_or(0, Scale::least);
-    aim(goal, portfolio, |portfolio, target| portfolio.retrace(target, small_below));
-}
-
-/// Sweeps that keep several layouts.
-fn look_ahead(goal: Goal, portfolio: &mut Portfolio) {
-    aim(goal, portfolio, |portfolio, target| portfolio.look_ahead(target));
-}
-
-/// Attempts at heights: first at the goal itself, then halfway between the lowest height that was missed and the best
-/// plan. Where such a height was met, what is left is spent on the goal; where the first two were missed, others may do
-/// better with it.
-fn aim(goal: Goal, portfolio: &mut Portfolio, attempt: impl Fn(&mut Portfolio, u64) -> bool) {
     let try_for = |target: u64, share: u64, portfolio: &mut Portfolio| {
         let mut found = false;
-        within(portfolio.meter.left() / share, portfolio, |portfolio| found = attempt(portfolio, target));
+        within(portfolio.meter.left() / share, portfolio, |portfolio| found = portfolio.retrace(target, small_below));
         found
     };
     if try_for(goal.enough, 3, portfolio) {
@@ -136,6 +125,11 @@ fn aim(goal: Goal, portfolio: &mut Portfolio, attempt: impl Fn(&mut Portfolio, u
         }
     }
     try_for(goal.enough, 1, portfolio);
+}
+
+/// Sweeps that keep several layouts, to the goal itself.
+fn look_ahead(goal: Goal, portfolio: &mut Portfolio) {
+    portfolio.look_ahead(goal.enough);
 }
 
 /// Heights between the goal and the best plan that are tried.
