@@ -243,6 +243,15 @@ fn chance_does_not_depend_on_threads() {
     }
 }
 
+/// Full to the byte once per layer, with a forward and a backward in turns: only who keeps several layouts and looks at
+/// the next full tick gets from one to the next.
+#[test]
+fn a_step_that_is_full_once_per_layer_meets_the_bound() {
+    let step = Step { order: Order::Overlapped, layers: 3, stages: 2, micro_batches: 8, ..Step::default() };
+    let solution = planned(&step.problem().unwrap(), &Options::default());
+    assert_eq!(solution.proof, Proof::MaxLive, "gap {}", solution.gap());
+}
+
 #[test]
 fn a_capacity_gets_a_verdict() {
     let problem = Problem::new(vec![Buffer::new(0..2, 10), Buffer::new(1..3, 10), Buffer::new(2..4, 5)]).unwrap();
