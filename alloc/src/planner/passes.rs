@@ -32,7 +32,6 @@ pub(crate) const PLACEMENTS: [Pass; 2] =
 pub(crate) const QUICK_PASSES: [Pass; 8] = [
     (256, mend),
     (32, take_back),
-    (3, look_ahead),
     (32, |_, portfolio| portfolio.repair()),
     (16, |_, portfolio| portfolio.long_once()),
     (16, |_, portfolio| portfolio.order_once()),
@@ -41,6 +40,7 @@ pub(crate) const QUICK_PASSES: [Pass; 8] = [
         let enough = CLASSES_PER_ITEM * portfolio.timeline.part.items.len() as u64;
         within(enough, portfolio, |portfolio| by_classes(goal, portfolio));
     }),
+    (3, look_ahead),
 ];
 
 /// Work for each item that sizes apart may cost: where that helps, a sixth of it was enough.
