@@ -1,0 +1,92 @@
+//! What there is to be known of training on a GPU: whether it computes what the CPU computes, what memory it takes, how fast it
+//! is and where the time goes.
+//!
+//! `cargo bench -p gapless --bench gpu -- parity`, `memory`, `speed`, `kernels`, `plan` or `device`; `-- help` says more. The built
+//! program also works by itself on a machine without Rust. `bench/gpu/run` calls all of it beside PyTorch (docs/gpu.md).
+//!
+//! Where there is no GPU, a command that needs one prints `skipped:` and the engine's reason. That is no failure, unless one
+//! was required.
+
+mod batch;
+mod figures;
+mod kernels;
+mod memory;
+mod parity;
+mod plan;
+mod probe;
+mod record;
+mod speed;
+mod step;
+mod tokens;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+pub use record::Outcome;
+
+#[derive(Debug, Parser)]
+#[command(name = "gpu", about = "Training on a GPU: parity, memory, speed, kernels")]
+pub struct Options {
+    #[command(subcommand)]
+    command: Command,
+    /// Fail where there is no GPU.
+    #[arg(long, global = true)]
+    require_gpu: bool,
+    /// Also write what was found to this file.
+    #[arg(long, global = true, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// What cargo passes to a bench.
+    #[arg(long, global = true, hide = true)]
+    bench: bool,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Which GPU there is.
+    Device(probe::Arguments),
+    /// The largest micro-batch whose arena fits a budget; needs no GPU.
+    Plan(plan::Arguments),
+    /// The same training on the CPU in f32, and on the GPU in f32 and bf16.
+    Parity(parity::Arguments),
+    /// What of the device's memory is in use, and for what.
+    Memory(memory::Arguments),
+    /// Tokens per second of the largest micro-batch that fits a budget.
+    Speed(speed::Arguments),
+    /// The time of a step by operation, beside the least that the device's rates allow.
+    Kernels(kernels::Arguments),
+}
+
+fn main() -> ExitCode {
+    let options = Options::parse();
+    match run(&options) {
+        Ok(Outcome::Done | Outcome::Skipped) => ExitCode::SUCCESS,
+        Ok(Outcome::Failed) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("failed: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Runs a command, prints its table and writes its record.
+///
+/// # Errors
+/// Whatever went wrong; that there is no GPU is an error only if one is required.
+pub fn run(options: &Options) -> anyhow::Result<Outcome> {
+    let found = match &options.command {
+        Command::Device(arguments) => probe::run(arguments)?,
+        Command::Plan(arguments) => plan::run(arguments)?,
+        Command::Parity(arguments) => parity::run(arguments)?,
+        Command::Memory(arguments) => memory::run(arguments)?,
+        Command::Speed(arguments) => speed::run(arguments)?,
+        Command::Kernels(arguments) => kernels::run(arguments)?,
+    };
+    println!("{}", found.text);
+    if let Some(path) = &options.json {
+        std::fs::write(path, serde_json::to_string_pretty(&found.json)?)?;
+    }
+    anyhow::ensure!(found.outcome != Outcome::Skipped || !options.require_gpu, "a GPU is required");
+    Ok(found.outcome)
+}

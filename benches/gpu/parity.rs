@@ -1,0 +1,138 @@
+//! The same training on the CPU in f32, and on a GPU in f32 and in bf16: how far the losses are apart.
+
+use gapless::DeviceChoice;
+use serde::Serialize;
+
+use super::probe::Gpu;
+use super::record::Found;
+use super::step::{Float, Model, Step};
+use super::tokens::Tokens;
+
+#[derive(Debug, clap::Args)]
+pub struct Arguments {
+    #[arg(long, value_enum, default_value_t = Model::Gpt2)]
+    model: Model,
+    /// Which GPU.
+    #[arg(long, default_value_t = Gpu(0))]
+    device: Gpu,
+    #[arg(long, default_value_t = 200, value_parser = clap::value_parser!(u64).range(1..))]
+    steps: u64,
+    #[arg(long, default_value_t = 2)]
+    micro_batch: usize,
+    #[arg(long, default_value_t = 64)]
+    sequence: usize,
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// The most that a loss in f32 may differ, as a part of the CPU's. Both sum in f32 in other orders, each off by some 2⁻²⁴; a
+    /// thousandth leaves room for what training makes of it.
+    #[arg(long, default_value_t = 1e-3)]
+    tolerance_f32: f64,
+    /// The most that a loss in bf16 may differ. A number is off by 2⁻⁹ at most when it is stored; this is some ten times as much.
+    #[arg(long, default_value_t = 2e-2)]
+    tolerance_bf16: f64,
+}
+
+/// One side beside the CPU.
+#[derive(Debug, Serialize)]
+struct Side {
+    dtype: Float,
+    losses: Vec<f32>,
+    /// The most that a loss differs, as a part of the CPU's, and at which step.
+    difference: f64,
+    at_step: usize,
+    tolerance: f64,
+}
+
+#[derive(Debug, Serialize)]
+struct Figures {
+    device: String,
+    #[serde(flatten)]
+    step: Step,
+    cpu_losses: Vec<f32>,
+    sides: Vec<Side>,
+}
+
+pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
+    let device = match arguments.device.name() {
+        Ok(device) => device,
+        Err(why) => return Ok(Found::skipped(&why)),
+    };
+    let step = arguments.step(Float::F32);
+    let cpu_losses = arguments.losses(step, DeviceChoice::Cpu)?;
+    let mut sides = Vec::new();
+    for (dtype, tolerance) in [(Float::F32, arguments.tolerance_f32), (Float::Bf16, arguments.tolerance_bf16)] {
+        let losses = arguments.losses(arguments.step(dtype), arguments.device.choice())?;
+        let (at_step, difference) = farthest(&cpu_losses, &losses);
+        sides.push(Side { dtype, losses, difference, at_step, tolerance });
+    }
+    let mut text = format!(
+        "{} steps of {} × {} made-up ids on {device}, beside the CPU in f32, whose loss goes from {:.4} to {:.4}\n\
+         type   last loss   largest relative difference   at step   tolerance",
+        arguments.steps,
+        step.micro_batch,
+        step.sequence,
+        cpu_losses[0],
+        cpu_losses[cpu_losses.len() - 1],
+    );
+    for Side { dtype, losses, difference, at_step, tolerance } in &sides {
+        let (last, verdict) = (losses[losses.len() - 1], if difference <= tolerance { "" } else { "   TOO FAR" });
+        text += &format!("\n{dtype:4} {last:11.4} {difference:29.2e} {at_step:9} {tolerance:11.0e}{verdict}");
+    }
+    let is_right = sides.iter().all(|side| side.difference <= side.tolerance);
+    Found::new(is_right, text, &Figures { device, step, cpu_losses, sides })
+}
+
+impl Arguments {
+    fn step(&self, dtype: Float) -> Step {
+        let &Self { model, micro_batch, sequence, seed, .. } = self;
+        Step { model, dtype, micro_batch, sequence, seed }
+    }
+
+    fn losses(&self, step: Step, device: DeviceChoice) -> anyhow::Result<Vec<f32>> {
+        let mut trainer = step.trainer(device)?;
+        let mut text = Tokens::new(step.config().vocabulary, step.seed);
+        let mut losses = Vec::new();
+        for _ in 0..self.steps {
+            let (tokens, targets) = text.batch(step.micro_batch, step.sequence);
+            losses.push(trainer.step(&tokens, &targets)?.loss);
+        }
+        Ok(losses)
+    }
+}
+
+/// The step at which two runs differ most, and by which part of the first one's loss.
+fn farthest(expected: &[f32], losses: &[f32]) -> (usize, f64) {
+    let apart = |(&a, &b): (&f32, &f32)| f64::from(b - a).abs() / f64::from(a).abs();
+    let all = expected.iter().zip(losses).map(apart).enumerate();
+    all.max_by(|a, b| a.1.total_cmp(&b.1)).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        arguments: Arguments,
+    }
+
+    #[test]
+    fn the_largest_difference_is_found_and_nan_is_the_largest() {
+        assert_eq!(farthest(&[4.0, 2.0, 1.0], &[4.0, 2.5, 1.125]), (1, 0.25));
+        let (step, difference) = farthest(&[4.0, 2.0], &[f32::NAN, 2.0]);
+        assert!(step == 0 && difference.is_nan());
+    }
+
+    #[test]
+    fn the_text_can_be_learned_and_a_run_repeated() {
+        let line = ["parity", "--model", "small", "--steps", "40", "--sequence", "16", "--micro-batch", "4"];
+        let arguments = Line::parse_from(line).arguments;
+        let losses = || arguments.losses(arguments.step(Float::F32), DeviceChoice::Cpu).unwrap();
+        let first = losses();
+        assert_eq!(first, losses());
+        assert!(first[39] < first[0] - 0.1, "{} to {}", first[0], first[39]);
+    }
+}

@@ -1,0 +1,133 @@
+//! The training steps that are measured: GPT-2 in its sizes, and a small one.
+
+use std::fmt;
+
+use clap::ValueEnum;
+use gapless::engine::compile::{CompileOptions, Program, Target, Work, compile};
+use gapless::models::{Gpt, GptConfig};
+use gapless::{DType, DeviceChoice, TrainOptions, Trainer};
+use serde::Serialize;
+
+use super::probe::Gpu;
+
+/// Models by name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Model {
+    /// 2 layers, width 64, 2 heads, 512 ids: to see that it all works.
+    Small,
+    /// GPT-2 124M.
+    Gpt2,
+    /// GPT-2 355M.
+    Gpt2Medium,
+}
+
+/// What parameters and activations are stored in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Float {
+    F32,
+    /// With masters and moments in f32.
+    Bf16,
+}
+
+impl fmt::Display for Float {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::F32 => "f32",
+            Self::Bf16 => "bf16",
+        })
+    }
+}
+
+/// A training step of one micro-batch.
+#[derive(Debug, Clone, Copy, Serialize)]
+pub struct Step {
+    pub model: Model,
+    pub dtype: Float,
+    pub micro_batch: usize,
+    pub sequence: usize,
+    pub seed: u64,
+}
+
+/// What a plan of a step says without a device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct Planned {
+    pub arena_bytes: u64,
+    /// Arithmetic of the forward's attention.
+    attention_flops: u64,
+}
+
+impl Step {
+    pub fn config(&self) -> GptConfig {
+        let (vocabulary, layers, heads, width) = match self.model {
+            Model::Small => (512, 2, 2, 64),
+            Model::Gpt2 => (50_257, 12, 12, 768),
+            Model::Gpt2Medium => (50_257, 24, 16, 1024),
+        };
+        // GPT-2's positions, of which a shorter sequence uses the first.
+        let positions = if self.model == Model::Small { self.sequence } else { self.sequence.max(1024) };
+        GptConfig { vocabulary, layers, heads, width, sequence: positions, dropout: 0.0 }
+    }
+
+    pub fn tokens(&self) -> usize {
+        self.micro_batch * self.sequence
+    }
+
+    fn options(&self, device: DeviceChoice) -> TrainOptions {
+        let dtype = match self.dtype {
+            Float::F32 => DType::F32,
+            Float::Bf16 => DType::BF16,
+        };
+        let &Self { micro_batch, sequence, seed, .. } = self;
+        TrainOptions { batch: micro_batch, sequence, dtype, device, seed, ..TrainOptions::default() }
+    }
+
+    pub fn trainer(&self, device: DeviceChoice) -> gapless::Result<Trainer> {
+        let config = self.config();
+        Trainer::new(|vb| Gpt::new(&config, vb), self.options(device))
+    }
+
+    /// Its plan for a GPU, to the byte.
+    pub fn plan(&self) -> gapless::Result<Planned> {
+        let (config, options) = (self.config(), self.options(Gpu(0).choice()));
+        let program = Trainer::program_for(|vb| Gpt::new(&config, vb), &options, 0, Target::Cuda)?;
+        let attention_flops = attention_flops(&program);
+        let within = CompileOptions::within(None, options.routing);
+        Ok(Planned { arena_bytes: compile(&[program], &within)?.arena_bytes(), attention_flops })
+    }
+
+    /// Arithmetic that a step of this model takes, however it is computed: 6 for each parameter and token, and for attention
+    /// three times that of its forward, as the engine counts it: of the scores that a causal mask leaves. The count of PaLM's
+    /// appendix B (Chowdhery et al., arXiv 2204.02311), but for the mask; what is computed again does not count.
+    pub fn model_flops(&self, planned: &Planned) -> f64 {
+        6.0 * self.config().parameters() as f64 * self.tokens() as f64 + 3.0 * planned.attention_flops as f64
+    }
+}
+
+fn attention_flops(program: &Program) -> u64 {
+    let is_attention = |work: &Work| matches!(work, Work::Compute(op) if op.name() == "attention");
+    program.steps.iter().filter(|step| is_attention(&step.work)).map(|step| step.flops()).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn models_have_the_sizes_of_their_names_and_arithmetic_is_counted_once() {
+        let step = |model, dtype| Step { model, dtype, micro_batch: 3, sequence: 32, seed: 0 };
+        for (model, millions) in [(Model::Gpt2, 124), (Model::Gpt2Medium, 355)] {
+            assert_eq!((step(model, Float::F32).config().parameters() + 500_000) / 1_000_000, millions);
+        }
+        // Two products per layer, over the scores on and below the diagonal; twice the arithmetic of their multiplications.
+        let scores = 32 * 33 / 2;
+        let forward = 2 * 2 * 2 * 3 * 64 * scores;
+        let small = step(Model::Small, Float::F32);
+        let planned = small.plan().unwrap();
+        assert_eq!(planned.attention_flops, forward);
+        let parameters = small.config().parameters();
+        assert_eq!(small.model_flops(&planned), (6 * parameters * 96 + 3 * forward) as f64);
+        assert!(step(Model::Small, Float::Bf16).plan().unwrap().arena_bytes < planned.arena_bytes);
+    }
+}

@@ -1,0 +1,89 @@
+//! Text that is made up: ids of a Markov chain, so that there is something to learn and nothing to download.
+//!
+//! After each of 64 states, one of four comes next, with probabilities 5/8, 1/8, 1/8 and 1/8; ids are spread over the vocabulary. A
+//! model that has learned nothing has a loss of the logarithm of the vocabulary; one that has learned it all, of 5/8·ln(8/5) +
+//! 3/8·ln 8 = 1.07 nats at most.
+
+/// States of the chain.
+const STATES: u64 = 64;
+
+/// A stream of batches, the same for the same seed.
+#[derive(Debug)]
+pub struct Tokens {
+    random: u64,
+    state: u64,
+    vocabulary: u64,
+}
+
+impl Tokens {
+    pub fn new(vocabulary: usize, seed: u64) -> Self {
+        Self { random: seed, state: 0, vocabulary: vocabulary as u64 }
+    }
+
+    /// Ids and what follows each.
+    pub fn batch(&mut self, batch: usize, sequence: usize) -> (Vec<u32>, Vec<u32>) {
+        let (mut tokens, mut targets) = (Vec::new(), Vec::new());
+        for _ in 0..batch {
+            let ids: Vec<u32> = (0..=sequence).map(|_| self.next()).collect();
+            tokens.extend_from_slice(&ids[..sequence]);
+            targets.extend_from_slice(&ids[1..]);
+        }
+        (tokens, targets)
+    }
+
+    fn next(&mut self) -> u32 {
+        let choice = match self.draw() % 8 {
+            0 => 1,
+            1 => 2,
+            2 => 3,
+            _ => 0,
+        };
+        // Any fixed table will do; this one is of a mixed number, so that no follower is another's neighbour.
+        self.state = mixed(self.state * 4 + choice) % STATES;
+        (self.state * (self.vocabulary / STATES).max(1) % self.vocabulary) as u32
+    }
+
+    /// SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+    fn draw(&mut self) -> u64 {
+        self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        mixed(self.random)
+    }
+}
+
+fn mixed(x: u64) -> u64 {
+    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::{BTreeMap, BTreeSet};
+
+    use super::*;
+
+    #[test]
+    fn a_seed_makes_one_text_of_which_targets_are_the_next_ids() {
+        let (tokens, targets) = Tokens::new(50_257, 1).batch(3, 32);
+        assert_eq!((&tokens, &targets), (&Tokens::new(50_257, 1).batch(3, 32).0, &targets));
+        assert_ne!(tokens, Tokens::new(50_257, 2).batch(3, 32).0);
+        for (tokens, targets) in tokens.chunks(32).zip(targets.chunks(32)) {
+            assert_eq!(tokens[1..], targets[..31]);
+        }
+    }
+
+    #[test]
+    fn few_ids_follow_an_id_and_many_there_are() {
+        for vocabulary in [5, 256, 50_257] {
+            let (tokens, targets) = Tokens::new(vocabulary, 0).batch(1, 20_000);
+            let mut followers: BTreeMap<u32, BTreeSet<u32>> = BTreeMap::new();
+            for (token, target) in tokens.into_iter().zip(targets) {
+                assert!((token as usize) < vocabulary);
+                followers.entry(token).or_default().insert(target);
+            }
+            let most = followers.values().map(BTreeSet::len).max();
+            assert!(vocabulary < 64 || most <= Some(4), "{most:?} of {vocabulary}");
+            assert!(followers.len() > vocabulary.min(64) / 4, "{} of {vocabulary}", followers.len());
+        }
+    }
+}
