@@ -1,7 +1,6 @@
 //! The bench of GPUs as far as a machine without one goes: what it computes by itself, and that it says so where it can do no more.
 
 #[path = "../benches/gpu/main.rs"]
-#[allow(dead_code, reason = "it is a program of its own")]
 mod bench;
 
 use bench::{Options, Outcome, run};

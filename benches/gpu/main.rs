@@ -6,6 +6,14 @@
 //!
 //! Where there is no GPU, a command that needs one prints `skipped:` and the engine's reason. That is no failure, unless one
 //! was required.
+#![cfg_attr(
+    test,
+    allow(
+        unused_imports,
+        dead_code,
+        reason = "cargo sets cfg(test) for a bench too, whose tests run in tests/gpu_bench.rs"
+    )
+)]
 
 mod batch;
 mod figures;

@@ -8,6 +8,7 @@ use super::record::Found;
 use super::step::{Float, Model, Planned, Step};
 
 #[derive(Debug, Clone, Copy, clap::Args)]
+#[group(skip)]
 pub struct Arguments {
     #[arg(long, value_enum, default_value_t = Model::Gpt2)]
     pub model: Model,

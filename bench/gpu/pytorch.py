@@ -1,0 +1,361 @@
+#!/usr/bin/env python3
+"""GPT-2 in PyTorch, as its users train it: the peer of gapless on the same GPU, in the same run (docs/gpu.md).
+
+The model is that of models/src/gpt.rs: learned positions, layer norm before each part, GELU in its tanh form, a head tied to the
+embedding, no dropout. Attention is scaled_dot_product_attention; AdamW is fused, decays matrices alone, and gradients are clipped by
+their global norm, as in gapless. The text is as arbitrary to both: speed does not depend on it.
+
+    pytorch.py train --model gpt2 --budget 20000000000 --mode compiled --precision autocast
+    pytorch.py rates
+
+Every micro-batch that is tried is a process of its own, so that one that ran out of memory leaves nothing behind.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+SIZES = {
+    # vocabulary, layers, heads, width
+    "small": (512, 2, 2, 64),
+    "gpt2": (50257, 12, 12, 768),
+    "gpt2-medium": (50257, 24, 16, 1024),
+}
+# What a process that ran out of memory ends with.
+OUT_OF_MEMORY = 17
+
+
+def main():
+    options = parse()
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        return skipped(options, f"PyTorch cannot be loaded: {error}")
+    if options.command == "rates":
+        found = rates(options)
+    elif options.micro_batch is not None:
+        found = measure(options, options.micro_batch)
+    else:
+        found = largest(options)
+    if "skipped" in found:
+        return skipped(options, found["skipped"])
+    write(options, found)
+    return 0
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    train = commands.add_parser("train", help="tokens per second of the largest micro-batch that fits a budget")
+    train.add_argument("--model", choices=SIZES, default="gpt2")
+    train.add_argument("--mode", choices=["eager", "compiled"], default="eager")
+    train.add_argument(
+        "--precision",
+        choices=["f32", "autocast", "bf16"],
+        default="autocast",
+        help="autocast: f32 parameters, bf16 in the forward; bf16: model.to(bfloat16), without f32 masters",
+    )
+    train.add_argument("--budget", type=positive, metavar="BYTES", help="what the allocator may reserve")
+    train.add_argument("--micro-batch", type=positive, metavar="SEQUENCES", help="measure this one; nothing is searched")
+    train.add_argument("--start", type=positive, default=1, help="the micro-batch that is tried first")
+    train.add_argument("--fineness", type=positive, default=16, help="search no further once it is less than 1/this too small")
+    train.add_argument("--sequence", type=positive, default=1024)
+    train.add_argument("--vocabulary", type=positive, help="other than the model's, e.g. 50304")
+    train.add_argument("--steps", type=positive, default=20)
+    train.add_argument("--warmup", type=positive, default=5, help="steps before those that are measured")
+    common(train)
+    common(commands.add_parser("rates", help="what a copy and a matrix product reach"))
+    options = parser.parse_args()
+    if options.command == "train" and options.micro_batch is None and options.budget is None:
+        if options.device != "cpu":
+            parser.error("--budget or --micro-batch is needed")
+        options.micro_batch = 2
+    return options
+
+
+def common(parser):
+    parser.add_argument("--device", default="cuda:0", help="cuda:0, or cpu to see that it all works")
+    parser.add_argument("--json", metavar="FILE", help="also write what was found to this file")
+
+
+def positive(text):
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return number
+
+
+def skipped(options, why):
+    print(f"skipped: {why}")
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump({"skipped": why}, file)
+    return 0
+
+
+def write(options, found):
+    print(json.dumps(found))
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump(found, file, indent=2)
+
+
+def without_device(device):
+    """Why the device cannot be used, if it cannot."""
+    import torch
+
+    if device != "cpu" and not torch.cuda.is_available():
+        return f"PyTorch {torch.__version__} sees no GPU"
+    return None
+
+
+def largest(options):
+    """The largest micro-batch that does not run out of memory, or almost: doubled until one does, then halved in between."""
+    why = without_device(options.device)
+    if why:
+        return {"skipped": why}
+    best, fitting, too_large = None, 0, options.start
+    while True:
+        found = measure_apart(options, too_large)
+        if found is None:
+            break
+        best, fitting, too_large = found, too_large, too_large * 2
+    while too_large - fitting > max(1, fitting // options.fineness):
+        middle = (fitting + too_large) // 2
+        found = measure_apart(options, middle)
+        if found is None:
+            too_large = middle
+        else:
+            best, fitting = found, middle
+    if best is None:
+        raise SystemExit(f"one sequence does not fit {options.budget} bytes")
+    # The smallest that is known not to fit.
+    return best | {"does_not_fit": too_large}
+
+
+def measure_apart(options, micro_batch):
+    """A measurement in a process of its own; none if it ran out of memory."""
+    command = [sys.executable, os.path.abspath(__file__), "train", "--micro-batch", str(micro_batch)]
+    for name in ["model", "mode", "precision", "budget", "sequence", "vocabulary", "steps", "warmup", "device"]:
+        value = getattr(options, name)
+        if value is not None:
+            command += [f"--{name}", str(value)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode == OUT_OF_MEMORY:
+        return None
+    if done.returncode != 0:
+        raise SystemExit(f"micro-batch {micro_batch} ended with {done.returncode}: {' '.join(command)}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def measure(options, micro_batch):
+    import torch
+
+    why = without_device(options.device)
+    if why:
+        return {"skipped": why}
+    try:
+        return train(options, micro_batch)
+    except RuntimeError as error:
+        # Libraries that are refused memory say so in other words than the allocator, whose error is a RuntimeError too.
+        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error) or "ALLOC_FAILED" in str(error):
+            sys.exit(OUT_OF_MEMORY)
+        raise
+
+
+def train(options, micro_batch):
+    import torch
+
+    device = torch.device(options.device)
+    is_gpu = device.type == "cuda"
+    if is_gpu:
+        torch.cuda.set_device(device)
+        if options.budget is not None:
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, options.budget / total), device)
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("high" if options.precision != "f32" else "highest")
+    vocabulary, layers, heads, width = SIZES[options.model]
+    vocabulary = options.vocabulary or vocabulary
+    sequence = options.sequence
+    positions = sequence if options.model == "small" else max(sequence, 1024)
+    model = gpt(vocabulary, positions, layers, heads, width).to(device)
+    if options.precision == "bf16":
+        model = model.to(torch.bfloat16)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.1},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        ],
+        lr=3e-4,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        fused=is_gpu,
+    )
+    step_model = torch.compile(model) if options.mode == "compiled" else model
+    ids = torch.randint(vocabulary, (micro_batch, sequence + 1), device=device)
+    tokens, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=options.precision == "autocast")
+
+    def step():
+        with autocast:
+            loss = step_model(tokens, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        # Read in every step, as gapless does.
+        return loss.item()
+
+    def wait():
+        if is_gpu:
+            torch.cuda.synchronize(device)
+
+    for _ in range(options.warmup):
+        step()
+    step_ms, losses = [], []
+    for _ in range(options.steps):
+        wait()
+        start = time.perf_counter()
+        losses.append(step())
+        wait()
+        step_ms.append((time.perf_counter() - start) * 1e3)
+    found = {
+        "pytorch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if is_gpu else "cpu",
+        "model": options.model,
+        "mode": options.mode,
+        "precision": options.precision,
+        "budget_bytes": options.budget,
+        "micro_batch": micro_batch,
+        "sequence": sequence,
+        "vocabulary": vocabulary,
+        "parameters": sum(p.numel() for p in parameters),
+        "tokens_per_second": micro_batch * sequence / statistics.median(step_ms) * 1e3,
+        "step_ms": step_ms,
+        "losses": losses,
+    }
+    if is_gpu:
+        free, total = torch.cuda.mem_get_info(device)
+        # Since the process began: what compiling took is in there.
+        found |= {
+            "allocated_bytes": torch.cuda.max_memory_allocated(device),
+            "reserved_bytes": torch.cuda.max_memory_reserved(device),
+            "in_use_bytes": total - free,
+        }
+    return found
+
+
+def rates(options):
+    """What copies and bf16 products of matrices reach; the best of several."""
+    import torch
+
+    why = without_device(options.device)
+    if why:
+        return {"skipped": why}
+    device = torch.device(options.device)
+    is_gpu = device.type == "cuda"
+    bytes_copied, width = (1 << 30, 8192) if is_gpu else (1 << 24, 256)
+    source = torch.ones(bytes_copied, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    a = torch.randn(width, width, device=device, dtype=torch.bfloat16)
+    b = torch.randn(width, width, device=device, dtype=torch.bfloat16)
+
+    def seconds(work):
+        times = []
+        for _ in range(20):
+            if is_gpu:
+                torch.cuda.synchronize(device)
+            start = time.perf_counter()
+            work()
+            if is_gpu:
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    # A copy reads each byte and writes it.
+    return {
+        "device": torch.cuda.get_device_name(device) if is_gpu else "cpu",
+        "copy_gbs": 2 * bytes_copied / seconds(lambda: target.copy_(source)) / 1e9,
+        "product_tflops": 2 * width**3 / seconds(lambda: a @ b) / 1e12,
+    }
+
+
+def gpt(vocabulary, positions, layers, heads, width):
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.c_attn = nn.Linear(width, 3 * width)
+            self.c_proj = nn.Linear(width, width)
+
+        def forward(self, x):
+            b, t, c = x.shape
+            q, k, v = (part.view(b, t, heads, c // heads).transpose(1, 2) for part in self.c_attn(x).split(width, dim=2))
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return self.c_proj(y.transpose(1, 2).reshape(b, t, c))
+
+    class Mlp(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.c_fc = nn.Linear(width, 4 * width)
+            self.c_proj = nn.Linear(4 * width, width)
+
+        def forward(self, x):
+            return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.ln_1 = nn.LayerNorm(width, eps=1e-5)
+            self.attn = Attention()
+            self.ln_2 = nn.LayerNorm(width, eps=1e-5)
+            self.mlp = Mlp()
+
+        def forward(self, x):
+            x = x + self.attn(self.ln_1(x))
+            return x + self.mlp(self.ln_2(x))
+
+    class Gpt(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wte = nn.Embedding(vocabulary, width)
+            self.wpe = nn.Embedding(positions, width)
+            self.h = nn.ModuleList(Block() for _ in range(layers))
+            self.ln_f = nn.LayerNorm(width, eps=1e-5)
+            self.head = nn.Linear(width, vocabulary, bias=False)
+            self.head.weight = self.wte.weight
+            self.apply(self.fill)
+            for name, parameter in self.named_parameters():
+                if name.endswith("c_proj.weight"):
+                    nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers))
+
+        @staticmethod
+        def fill(module):
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+        def forward(self, tokens, targets):
+            places = torch.arange(tokens.shape[1], device=tokens.device)
+            x = self.wte(tokens) + self.wpe(places)
+            for block in self.h:
+                x = block(x)
+            logits = self.head(self.ln_f(x))
+            return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    return Gpt()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
