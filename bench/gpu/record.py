@@ -16,9 +16,10 @@ SIDES = ["eager", "compiled", "gapless", "gapless_in_0.7"]
 
 def main():
     found, out = map(pathlib.Path, sys.argv[1:])
+    lines = (found / "parts").read_text(encoding="utf-8").splitlines()
     parts = [
-        dict(zip(["part", "state", "seconds", "why"], line.split("\t")))
-        for line in (found / "parts").read_text(encoding="utf-8").splitlines()
+        {"part": part, "state": state, "seconds": int(seconds), "why": why}
+        for part, state, seconds, why in (line.split("\t") for line in lines)
     ]
     figures = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(found.glob("*.json"))}
     figures = {name: value for name, value in figures.items() if "skipped" not in value}
@@ -45,8 +46,8 @@ def main():
             "compared": compared,
             "figures": figures,
         }
-        path = out / f"{now:%Y-%m-%d}-{file_name(device)}.json"
         out.mkdir(parents=True, exist_ok=True)
+        path = free_path(out, f"{now:%Y-%m-%d}-{file_name(device)}")
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         print(f"\nwritten to {path}")
     return 1 if any(part["state"] == "failed" for part in parts) else 0
@@ -90,6 +91,14 @@ def table(model, sides):
         lines.append(f"{side:16} {row['micro_batch']:11} {tokens:11.0f} {mfu:>7} {taken:17}   {of}")
     lines.append("goal: at least 1.10× in at most 0.70×")
     return "\n".join(lines)
+
+
+def free_path(folder, name):
+    """A file for each run of a day."""
+    path, number = folder / f"{name}.json", 2
+    while path.exists():
+        path, number = folder / f"{name}-{number}.json", number + 1
+    return path
 
 
 def file_name(device):

@@ -95,6 +95,6 @@ pub fn run(options: &Options) -> anyhow::Result<Outcome> {
     if let Some(path) = &options.json {
         std::fs::write(path, serde_json::to_string_pretty(&found.json)?)?;
     }
-    anyhow::ensure!(found.outcome != Outcome::Skipped || !options.require_gpu, "a GPU is required");
+    anyhow::ensure!(found.outcome != Outcome::Skipped || !options.require_gpu, "a GPU is required; {}", found.text);
     Ok(found.outcome)
 }
