@@ -26,10 +26,10 @@ def main():
     models = [name.removesuffix("-gapless") for name in figures if name.endswith("-gapless")]
     compared = {model: compare(model, figures) for model in models}
 
-    print(f"\n{'part':28} state     seconds")
+    print(f"\n{'part':30} state     seconds")
     for part in parts:
         why = f"   {part['why']}" if part["why"] else ""
-        print(f"{part['part']:28} {part['state']:8} {part['seconds']:>8}{why}")
+        print(f"{part['part']:30} {part['state']:8} {part['seconds']:>8}{why}")
     for model, sides in compared.items():
         print(table(model, sides))
 
