@@ -27,7 +27,7 @@ pub struct Arguments {
     /// thousandth leaves room for what training makes of it.
     #[arg(long, default_value_t = 1e-3)]
     tolerance_f32: f64,
-    /// The most that a loss in bf16 may differ. A number is off by 2⁻⁹ at most when it is stored; this is some ten times as much.
+    /// The most that a loss in bf16 may differ. A number is off by 2⁻⁸ of it at most when it is stored; this is five times as much.
     #[arg(long, default_value_t = 2e-2)]
     tolerance_bf16: f64,
 }
