@@ -11,7 +11,7 @@ use clap::{Parser, ValueEnum};
 use gapless::engine::data::{DataOptions, Dataset, RustSources, Source, VocabularyChoice};
 use gapless::engine::learning_rate::{LearningRate, Shape};
 use gapless::models::{Moe, MoeConfig, MoeStyle};
-use gapless::{Mesh, Overflow, Reserve, TrainOptions, Trainer, communicator};
+use gapless::{DeviceChoice, Mesh, Overflow, Reserve, TrainOptions, Trainer, communicator};
 
 #[derive(Parser)]
 #[command(about = "Trains a small mixture of experts on real text, and shows where its tokens go")]
@@ -38,6 +38,9 @@ struct Args {
     /// Ranks that share the experts, as threads of this process
     #[arg(long, default_value_t = 1)]
     expert_ranks: usize,
+    /// What runs it: auto, cpu, cuda or cuda:1; several ranks run on the CPU
+    #[arg(long, default_value = "auto")]
+    device: DeviceChoice,
     /// Room for received rows as a multiple of what even routing needs; without it, for the worst case
     #[arg(long)]
     reserve: Option<f64>,
@@ -115,6 +118,7 @@ fn options(args: &Args) -> TrainOptions {
         },
         seed: args.seed,
         threads: if args.threads == 0 { (cores / args.expert_ranks).max(1) } else { args.threads },
+        device: args.device,
         mesh: Mesh { expert: args.expert_ranks, ..Mesh::default() },
         routing: args.reserve.map_or(Reserve::Worst, |factor| Reserve::Balanced { factor }),
         overflow: args.overflow,
@@ -125,6 +129,7 @@ fn options(args: &Args) -> TrainOptions {
 /// What one rank does; the first also tells.
 fn train(mut trainer: Trainer, dataset: &Dataset, args: &Args, tells: bool) -> Result<()> {
     if tells {
+        println!("{}", trainer.device());
         println!("{}", trainer.report());
     }
     let training = dataset.training(args.sequence, args.batch, args.seed)?;

@@ -66,6 +66,10 @@ fn a_step_is_planned_within_its_budget_or_refused() {
     };
     let plain = json(&[]);
     let all = plain["arena_bytes"].as_u64().unwrap();
+    // Another device's kernels need other scratch.
+    assert_ne!(json(&["--kernels", "cuda"])["arena_bytes"], plain["arena_bytes"]);
+    let error = String::from_utf8(plan_model(&["--kernels", "tpu"]).stderr).unwrap();
+    assert!(error.contains("there are auto, cpu, cuda"), "{error}");
     assert_eq!((&plain["overhead"], &plain["gap"]), (&0.0.into(), &1.0.into()));
     let budget = all / 100 * 95;
     let fitted = json(&["--budget", &budget.to_string(), "--curve", "3"]);

@@ -11,7 +11,7 @@ use candle_core::DType;
 use cudarc::cublaslt::{result, sys};
 
 use super::device::DeviceError;
-use super::launch::{Epilogue, Matrix, Product};
+use super::launch::{ALIGNMENT, Epilogue, Matrix, Product};
 
 /// A handle of the library, and the algorithms that it chose.
 #[derive(Debug)]
@@ -33,6 +33,8 @@ struct Form {
     epilogue: Option<u32>,
     accumulate: bool,
     workspace: u64,
+    /// Of a, b and c.
+    alignments: [u32; 3],
 }
 
 impl Form {
@@ -48,8 +50,18 @@ impl Form {
             epilogue: epilogue(product),
             accumulate,
             workspace: workspace.1,
+            alignments: [0, 1, 2].map(|index| {
+                let matrix = [a, b, c][index];
+                let distance = if batch.count > 1 { batch.distances[index] } else { 0 };
+                alignment(matrix.address | (distance * matrix.dtype.size_in_bytes() as u64))
+            }),
         }
     }
+}
+
+/// The power of two that divides an address, as far as cuBLASLt asks.
+fn alignment(address: u64) -> u32 {
+    1 << address.trailing_zeros().min(ALIGNMENT.trailing_zeros())
 }
 
 /// Descriptions of one product, which cuBLASLt keeps until they are dropped.
@@ -87,11 +99,11 @@ impl CublasLt {
         Ok(Self { device: device.into(), handle, chosen: HashMap::new() })
     }
 
-    /// Chooses an algorithm for a product, if that has not been done for one of its form.
-    pub(super) fn choose(&mut self, product: &Product) -> Result<(), DeviceError> {
+    /// Chooses an algorithm for a product. Returns whether that had not been done for one of its form.
+    pub(super) fn choose(&mut self, product: &Product) -> Result<bool, DeviceError> {
         let form = Form::of(product);
         if is_nothing(product) || self.chosen.contains_key(&form) {
-            return Ok(());
+            return Ok(false);
         }
         let failed =
             |error: result::CublasError| failed(&self.device, &format!("choosing how to do {product:?}"), &error);
@@ -103,8 +115,18 @@ impl CublasLt {
             | sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE as u32;
         let [of_b, of_a, of_c] = described.layouts;
         use sys::cublasLtMatmulPreferenceAttributes_t::{
-            CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+            CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES,
+            CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
+            CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
         };
+        // Its A is our b, see `describe`.
+        let [of_a_bytes, of_b_bytes, of_c_bytes] = form.alignments;
+        let alignments = [
+            (CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, of_b_bytes),
+            (CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, of_a_bytes),
+            (CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, of_c_bytes),
+            (CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, of_c_bytes),
+        ];
         // SAFETY: all of it was made above and is there until the end; the attributes have these types.
         let found = unsafe {
             let set = |attribute, value: *const c_void, bytes| {
@@ -115,6 +137,11 @@ impl CublasLt {
                     set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, (&raw const schemes).cast(), size_of::<u32>())
                 })
                 .and_then(|()| {
+                    alignments
+                        .iter()
+                        .try_for_each(|&(attribute, bytes)| set(attribute, (&raw const bytes).cast(), size_of::<u32>()))
+                })
+                .and_then(|()| {
                     let all = (self.handle, described.product);
                     result::get_matmul_algo_heuristic(all.0, all.1, of_b, of_a, of_c, of_c, preference)
                 });
@@ -123,7 +150,7 @@ impl CublasLt {
         };
         let algorithm = found.map_err(failed)?.algo;
         self.chosen.insert(form, algorithm);
-        Ok(())
+        Ok(true)
     }
 
     /// Starts a product on a stream, for whose form an algorithm was chosen.

@@ -11,7 +11,7 @@ use cudarc::driver::{result, sys};
 
 use super::cublaslt::CublasLt;
 use super::device::{Describe, Device, DeviceError, DeviceMemory, Recording};
-use super::launch::{Epilogue, Kernel, Launch};
+use super::launch::{Epilogue, Kernel, Launch, Product};
 use super::mapped::{Mapped, used};
 use super::{Architecture, Cache, Family, KernelError, Nvrtc};
 
@@ -24,7 +24,7 @@ pub struct Nvidia {
     cache: Cache,
     products: CublasLt,
     modules: HashMap<Family, sys::CUmodule>,
-    functions: HashMap<String, sys::CUfunction>,
+    functions: HashMap<String, Function>,
     memory: Option<Mapped>,
     graphs: Vec<sys::CUgraphExec>,
     /// What came into use beside the arena, in order.
@@ -47,6 +47,27 @@ impl Drop for Context {
     fn drop(&mut self) {
         // SAFETY: it was retained when this was made.
         let _ = unsafe { result::primary_ctx::release(self.device) };
+    }
+}
+
+/// A loaded kernel.
+#[derive(Debug)]
+struct Function {
+    handle: sys::CUfunction,
+    /// Shared memory that a block of it may have.
+    shared_bytes: u32,
+}
+
+impl Function {
+    /// Allows a block so much shared memory.
+    fn allow(&mut self, shared_bytes: u32) -> Result<(), result::DriverError> {
+        if shared_bytes > self.shared_bytes {
+            let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            // SAFETY: the function is loaded.
+            unsafe { sys::cuFuncSetAttribute(self.handle, attribute, shared_bytes as i32).result() }?;
+            self.shared_bytes = shared_bytes;
+        }
+        Ok(())
     }
 }
 
@@ -145,8 +166,8 @@ impl Nvidia {
 
     /// Compiles and loads a kernel, if that has not been done.
     fn load(&mut self, kernel: &Kernel) -> Result<(), DeviceError> {
-        if self.functions.contains_key(&kernel.name) {
-            return Ok(());
+        if let Some(known) = self.functions.get_mut(&kernel.name) {
+            return known.allow(kernel.shared_bytes).named(&self.name, &kernel.name);
         }
         let module = match self.modules.get(&kernel.family) {
             Some(&module) => module,
@@ -163,30 +184,33 @@ impl Nvidia {
         // SAFETY: the module is never unloaded before this is dropped.
         let function = unsafe { result::module::get_function(module, symbol) };
         let function = function.named(&self.name, &format!("finding {}", kernel.name))?;
+        let mut function = Function { handle: function, shared_bytes: USUAL_SHARED_BYTES };
+        function.allow(kernel.shared_bytes).named(&self.name, &kernel.name)?;
         self.functions.insert(kernel.name.clone(), function);
         Ok(())
     }
 
     /// Compiles and loads all kernels, and chooses how to do all products. Returns what is launched instead of some of them, by
-    /// their index: an epilogue is more than there may be an algorithm for.
-    fn prepare(&mut self, launches: &[Launch], describe: Describe<'_>) -> Result<Instead, DeviceError> {
-        let mut instead = Instead::new();
+    /// their index, for an epilogue is more than there may be an algorithm for; and products of forms that there were none of.
+    fn prepare(&mut self, launches: &[Launch], describe: Describe<'_>) -> Result<(Instead, Vec<Product>), DeviceError> {
+        let (mut instead, mut chosen) = (Instead::new(), Vec::new());
         for (index, launch) in launches.iter().enumerate() {
-            if let Launch::Product(product) = launch
+            let mut ready = match launch {
+                Launch::Kernel(kernel) => self.load(kernel),
+                Launch::Product(product) => self.products.choose(product).map(|is_new| {
+                    chosen.extend(is_new.then_some(*product));
+                }),
+            };
+            if let (Err(_), Launch::Product(product)) = (&ready, launch)
                 && product.epilogue != Epilogue::None
-                && self.products.choose(product).is_err()
             {
-                instead.insert(index, product.apart());
+                let apart = product.apart();
+                ready = self.prepare(&apart, describe).map(|(_, new)| chosen.extend(new));
+                instead.insert(index, apart);
             }
-            for part in parts(&instead, index, launch) {
-                let ready = match part {
-                    Launch::Kernel(kernel) => self.load(kernel),
-                    Launch::Product(product) => self.products.choose(product),
-                };
-                ready.map_err(|error| error.during(&describe(index)))?;
-            }
+            ready.map_err(|error| error.during(&describe(index)))?;
         }
-        Ok(instead)
+        Ok((instead, chosen))
     }
 
     /// Starts launches on the stream, one after another.
@@ -216,13 +240,7 @@ impl Nvidia {
         }
         let call =
             || format!("launching {} as {x} × {y} × {z} blocks of {block}, {shared_bytes} bytes shared", kernel.name);
-        let function = self.functions[&kernel.name];
-        if shared_bytes > USUAL_SHARED_BYTES {
-            let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            // SAFETY: the function is loaded.
-            unsafe { sys::cuFuncSetAttribute(function, attribute, shared_bytes as i32).result() }
-                .named(&self.name, &call())?;
-        }
+        let function = self.functions[&kernel.name].handle;
         let mut arguments = [kernel.arguments.as_ref().address().cast_mut()];
         let (grid, block) = ((x, y, z), (block, 1, 1));
         // SAFETY: the kernel takes one struct, which the driver copies before it returns; the rest is this function's contract.
@@ -276,7 +294,13 @@ impl Device for Nvidia {
         self.enter()?;
         let before = used(&self.name)?.in_use;
         // Nothing may be loaded, compiled or chosen while a graph is captured.
-        let instead = self.prepare(&launches, describe)?;
+        let (instead, chosen) = self.prepare(&launches, describe)?;
+        // A library may load its kernels when they are first started. What these products write, the step writes again.
+        for product in &chosen {
+            // SAFETY: the addresses come from a plan that has passed the checker, in memory of its size.
+            unsafe { self.products.start(product, self.stream) }?;
+        }
+        self.wait()?;
         let prepared = used(&self.name)?.in_use;
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream is this device's own, and captures nothing yet.
@@ -302,7 +326,7 @@ impl Device for Nvidia {
 
     fn run(&mut self, launches: &[Launch], describe: Describe<'_>) -> Result<Duration, DeviceError> {
         self.enter()?;
-        let instead = self.prepare(launches, describe)?;
+        let (instead, _) = self.prepare(launches, describe)?;
         let event = || -> Result<_, DeviceError> {
             let event =
                 result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT).named(&self.name, "cuEventCreate")?;

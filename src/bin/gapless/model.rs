@@ -55,7 +55,7 @@ pub struct StepArguments {
     expert_ranks: usize,
     /// Whose kernels it is planned for, cpu or cuda: they need other scratch
     #[arg(long, default_value = "cpu")]
-    device: DeviceChoice,
+    kernels: DeviceChoice,
     /// Room for the rows that an expert rank receives, as a multiple of what even routing needs; without it, for the worst case.
     #[arg(long, value_name = "FACTOR")]
     routing: Option<f64>,
@@ -74,7 +74,7 @@ pub enum Float {
 impl StepArguments {
     /// The options that they mean.
     pub fn options(&self) -> TrainOptions {
-        let &Self { batch, micro_batches, sequence, dtype, expert_ranks, routing, ref compress, ref offload, device } =
+        let &Self { batch, micro_batches, sequence, dtype, expert_ranks, routing, ref compress, ref offload, kernels } =
             self;
         let dtype = match dtype {
             Float::F32 => DType::F32,
@@ -90,7 +90,7 @@ impl StepArguments {
             batch,
             micro_batches,
             sequence,
-            device,
+            device: kernels,
             dtype,
             optimizer,
             mesh,

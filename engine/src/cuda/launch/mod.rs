@@ -32,6 +32,7 @@ pub use grouped::{grouped_linear, grouped_linear_grad_input, grouped_linear_grad
 pub use noise::{dropout, jitter};
 pub use norm::{norm, norm_grad_input, norm_grad_weight, norm_grad_weight_workspace};
 pub(crate) use operation::{launches as of_operation, workspace};
+pub(super) use product::ALIGNMENT;
 pub use product::{
     Batch, Epilogue, Matrix, Product, is_matrix, leading_sums_workspace, linear, linear_grad_input, linear_grad_weight,
     matmul, product_workspace,

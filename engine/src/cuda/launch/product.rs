@@ -121,9 +121,13 @@ const MOST_WORKSPACE: u64 = 32 << 20;
 /// Parts of a sum that may be computed side by side.
 const PARTS: u64 = 8;
 
-/// Bytes of scratch for a product of so many elements: room for partial sums in f32.
+/// What cuBLASLt wants its scratch aligned to, and takes matrices to be aligned to unless it is told otherwise
+/// (`cublasLtMatmul`, `CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES`).
+pub(in crate::cuda) const ALIGNMENT: u64 = 256;
+
+/// Bytes of scratch for a product of so many elements: room for partial sums in f32, and to begin where it is aligned.
 pub fn product_workspace(m: usize, n: usize) -> u64 {
-    (4 * PARTS * m as u64 * n as u64).clamp(256, MOST_WORKSPACE)
+    (4 * PARTS * m as u64 * n as u64).clamp(ALIGNMENT, MOST_WORKSPACE) + ALIGNMENT
 }
 
 impl Product {
@@ -151,7 +155,8 @@ impl Product {
 
 /// Scratch of one product: the first piece of an operation's workspace.
 fn scratch(operands: &Operands<'_>, m: u64, n: u64) -> Option<(u64, u64)> {
-    Some((*operands.workspace.first()?, product_workspace(m as usize, n as usize)))
+    let piece = *operands.workspace.first()?;
+    Some((piece.next_multiple_of(ALIGNMENT), product_workspace(m as usize, n as usize) - ALIGNMENT))
 }
 
 /// x·Wᵀ + b from (x, weight, perhaps bias).
