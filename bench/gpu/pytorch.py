@@ -163,7 +163,7 @@ def measure(options, micro_batch):
         return train(options, micro_batch)
     except RuntimeError as error:
         # Libraries that are refused memory say so in other words than the allocator, whose error is a RuntimeError too.
-        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error) or "ALLOC_FAILED" in str(error):
+        if isinstance(error, torch.cuda.OutOfMemoryError) or "out of memory" in str(error) or "ALLOC_FAILED" in str(error):
             sys.exit(OUT_OF_MEMORY)
         raise
 

@@ -23,14 +23,14 @@ pub struct Peak {
 }
 
 /// Names as the driver gives them, bf16 and f32 TFLOP/s (of dense matrices on tensor cores; of f32 beside them) and GB/s, as
-/// NVIDIA's data sheets of A100, H100 and H200 have them. The first whose name occurs counts.
+/// NVIDIA's data sheets of A100, H100 and H200 have them. A device's name ends in one of these: variants of them have other rates.
 const DEVICES: [(&str, f64, f64, f64); 6] = [
     ("A100-SXM4-80GB", 312.0, 19.5, 2039.0),
     ("A100 80GB PCIe", 312.0, 19.5, 1935.0),
     ("A100-SXM4-40GB", 312.0, 19.5, 1555.0),
     ("H100 PCIe", 756.0, 51.0, 2000.0),
     ("H100 80GB HBM3", 989.0, 67.0, 3350.0),
-    ("H200", 989.0, 67.0, 4800.0),
+    ("NVIDIA H200", 989.0, 67.0, 4800.0),
 ];
 
 /// A device's rates where they are known otherwise, or better.
@@ -59,7 +59,7 @@ impl PeakArguments {
 }
 
 fn known(device: &str) -> Option<&'static (&'static str, f64, f64, f64)> {
-    DEVICES.iter().find(|(name, ..)| device.contains(name))
+    DEVICES.iter().find(|(name, ..)| device.trim_end_matches(')').ends_with(name))
 }
 
 fn above_zero(text: &str) -> Result<f64, String> {

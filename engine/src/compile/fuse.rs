@@ -1,11 +1,12 @@
-//! Merges operations that a GPU does element by element, and what stands beside them, into one instruction, so that they hand each other numbers in registers.
+//! Merges operations that a GPU does element by element, and what stands beside them, into one instruction, so that they hand each
+//! other numbers in registers.
 //!
 //! In: a program in its last order. Out: the same program with fewer instructions, and perhaps fewer buffers. An operation joins
 //! a later one that reads what it makes; they then happen where the last of them did. What nobody else reads stays in registers,
 //! and has no buffer any more unless they write over it; anything else is stored beside. Rows may be normalised in the end, and
-//! their gradient, or a product of matrices with an epilogue, may be the beginning. The most live bytes never rise. Never: over a message, a collective, or from one action
-//! into another; with rows that are counted; or what is computed again with what is not, so that reports know one from the
-//! other.
+//! their gradient, or a product of matrices with an epilogue, may be the beginning. The most live bytes never rise. Never: over a
+//! message, a collective, or from one action into another; with rows that are counted; or what is computed again with what is not,
+//! so that reports know one from the other.
 
 #[cfg(test)]
 mod judge;
@@ -378,6 +379,7 @@ fn fusible(program: &Program, step: &Step) -> Option<Fusible> {
             step.inputs.len().max(constants.len()) <= MOST_NAMED
                 && step.inputs.iter().all(|input| count(input) == elements && can_walk(&input.layout))
                 && step.outputs.iter().all(|output| count(output) == elements)
+                && fusible.is_well_formed(step.inputs.len())
         }
         Fusible::Norm { .. } => step.inputs.iter().all(|input| input.overwritten_by.is_none()),
         Fusible::NormGradInput { .. } | Fusible::Product => true,

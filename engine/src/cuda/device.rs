@@ -3,6 +3,7 @@
 use std::fmt::{self, Debug};
 use std::time::Duration;
 
+use super::KernelError;
 use super::launch::Launch;
 
 /// Memory at addresses, and an order of launches that is run again and again. Everything that a step does is in there; what stands
@@ -104,13 +105,28 @@ pub enum DeviceError {
         "{device} has {free} of its {total} bytes free, and {needed} are needed; what else holds its memory:\n{holders}"
     )]
     OutOfMemory { device: String, needed: u64, free: u64, total: u64, holders: String },
+    #[error("{device} has no memory left, says {call}; what holds it:\n{holders}")]
+    Full { device: String, call: String, holders: String },
+    #[error("{device} cannot be used here: {what}; choose another, install its driver anew, or train on the CPU")]
+    Unusable { device: String, what: String },
     #[error(transparent)]
-    Kernel(Box<super::KernelError>),
+    Kernel(Box<KernelError>),
     #[error("{call} failed on {device}: {what}")]
     Driver { device: String, call: String, what: String },
 }
 
 impl DeviceError {
+    /// Whether there is no GPU here, or not all that one needs; as opposed to one that fails.
+    pub fn is_absence(&self) -> bool {
+        match self {
+            Self::Missing { .. } | Self::Unusable { .. } => true,
+            Self::Kernel(error) => {
+                matches!(**error, KernelError::Missing(_) | KernelError::UnknownArchitecture { .. })
+            }
+            _ => false,
+        }
+    }
+
     /// The same, of a launch that is for this.
     pub(super) fn during(self, what_for: &str) -> Self {
         match self {

@@ -346,5 +346,8 @@ fn stored(numbers: impl Iterator<Item = f32>, dtype: DType) -> Option<Vec<u8>> {
 /// The nearest bf16, of two equally near ones the even one; numbers alone.
 pub(in crate::cuda) fn to_bf16(x: f32) -> u16 {
     let bits = x.to_bits();
+    if x.is_nan() {
+        return (bits >> 16) as u16 | 0x40;
+    }
     ((bits + 0x7fff + (bits >> 16 & 1)) >> 16) as u16
 }

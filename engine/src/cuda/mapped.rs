@@ -114,7 +114,7 @@ pub(super) fn used(name: &str) -> Result<DeviceMemory, DeviceError> {
 }
 
 /// The processes that hold memory of GPUs, a line each.
-fn holders() -> String {
+pub(super) fn holders() -> String {
     let asked = Command::new("nvidia-smi")
         .args(["--query-compute-apps=gpu_bus_id,pid,process_name,used_memory", "--format=csv,noheader"])
         .output();

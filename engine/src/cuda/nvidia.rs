@@ -5,14 +5,14 @@
 
 use std::collections::HashMap;
 use std::ffi::CString;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use cudarc::driver::{result, sys};
 
 use super::cublaslt::CublasLt;
 use super::device::{Describe, Device, DeviceError, DeviceMemory, Recording};
 use super::launch::{Epilogue, Kernel, Launch, Product};
-use super::mapped::{Mapped, used};
+use super::mapped::{Mapped, holders, used};
 use super::{Architecture, Cache, Family, KernelError, Nvrtc};
 
 /// A GPU, with a range of its memory and what was recorded there.
@@ -82,7 +82,12 @@ pub(super) trait Named<T> {
 impl<T> Named<T> for Result<T, result::DriverError> {
     fn named(self, device: &str, call: &str) -> Result<T, DeviceError> {
         let what = |error: result::DriverError| error.to_string();
-        self.map_err(|error| DeviceError::Driver { device: device.into(), call: call.into(), what: what(error) })
+        self.map_err(|error| match error.0 {
+            sys::cudaError_enum::CUDA_ERROR_OUT_OF_MEMORY => {
+                DeviceError::Full { device: device.into(), call: call.into(), holders: holders() }
+            }
+            _ => DeviceError::Driver { device: device.into(), call: call.into(), what: what(error) },
+        })
     }
 }
 
@@ -98,8 +103,10 @@ impl Nvidia {
             return Err(DeviceError::Missing { what: "NVIDIA driver", remedy: "install it, or train on the CPU" });
         }
         let number = format!("GPU {ordinal}");
-        result::init().named(&number, "cuInit")?;
-        let device = result::device::get(i32::try_from(ordinal).unwrap_or(i32::MAX)).named(&number, "cuDeviceGet")?;
+        let unusable =
+            |error: result::DriverError| DeviceError::Unusable { device: number.clone(), what: error.to_string() };
+        result::init().map_err(unusable)?;
+        let device = result::device::get(i32::try_from(ordinal).unwrap_or(i32::MAX)).map_err(unusable)?;
         let name = result::device::get_name(device).named(&number, "cuDeviceGetName")?;
         let name = format!("{number} ({})", name);
         let attribute = |attribute| {
@@ -205,7 +212,7 @@ impl Nvidia {
                 && product.epilogue != Epilogue::None
             {
                 let apart = product.apart();
-                ready = self.prepare(&apart, describe).map(|(_, new)| chosen.extend(new));
+                ready = self.prepare(&apart, &|_| describe(index)).map(|(_, new)| chosen.extend(new));
                 instead.insert(index, apart);
             }
             ready.map_err(|error| error.during(&describe(index)))?;
@@ -309,14 +316,15 @@ impl Device for Nvidia {
         // Ended in any case: a stream that goes on capturing could do nothing else.
         // SAFETY: the capture was begun above.
         let graph = unsafe { result::stream::end_capture(self.stream) }.named(&self.name, "cuStreamEndCapture");
-        started?;
         let graph = graph?;
-        // SAFETY: the graph is whole; what is made of it does not need it any more.
+        // SAFETY: the graph has ended; what is made of it does not need it any more.
         let ready = unsafe {
-            let ready = result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0));
+            let ready = started.as_ref().map(|()| result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0)));
             let _ = sys::cuGraphDestroy(graph);
-            ready
+            ready.ok()
         };
+        started?;
+        let ready = ready.expect("made of a graph that was started whole");
         self.graphs.push(ready.named(&self.name, "cuGraphInstantiate")?);
         let after = used(&self.name)?.in_use;
         self.beside.push(("kernels", prepared.saturating_sub(before)));
@@ -327,23 +335,13 @@ impl Device for Nvidia {
     fn run(&mut self, launches: &[Launch], describe: Describe<'_>) -> Result<Duration, DeviceError> {
         self.enter()?;
         let (instead, _) = self.prepare(launches, describe)?;
-        let event = || -> Result<_, DeviceError> {
-            let event =
-                result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT).named(&self.name, "cuEventCreate")?;
-            // SAFETY: event and stream were made in this context.
-            unsafe { result::event::record(event, self.stream) }.named(&self.name, "cuEventRecord")?;
-            Ok(event)
-        };
-        let begin = event()?;
-        self.start_all(launches, &instead, describe)?;
-        let end = event()?;
+        // Events would say it without the time that it takes to launch and to wait, but not with every driver: cudarc asks for a
+        // symbol of CUDA 12.8, and panics where there is none.
         self.wait()?;
-        // SAFETY: both have been recorded, and are not used after this.
-        unsafe {
-            let elapsed = result::event::elapsed(begin, end).named(&self.name, "cuEventElapsedTime");
-            let _ = (result::event::destroy(begin), result::event::destroy(end));
-            Ok(Duration::from_secs_f64(f64::from(elapsed?.max(0.0)) / 1e3))
-        }
+        let begun = Instant::now();
+        self.start_all(launches, &instead, describe)?;
+        self.wait()?;
+        Ok(begun.elapsed())
     }
 
     fn replay(&mut self, recording: Recording) -> Result<(), DeviceError> {

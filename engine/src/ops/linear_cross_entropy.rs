@@ -292,7 +292,7 @@ impl Chunks {
     ) -> Option<Vec<crate::cuda::Launch>> {
         let [x, of_weight, targets, ..] = operands.inputs else { return None };
         let (&[logits, scratch, ..], dtype) = (operands.workspace, x.dtype) else { return None };
-        let scratch = (scratch, self.cuda_workspace(dtype, backward.is_some())[1]);
+        let scratch = launch::scratch_in(scratch, self.cuda_workspace(dtype, backward.is_some())[1]);
         let (width, vocabulary) = (self.width as u64, self.vocabulary as u64);
         let at = |address: u64, elements: usize| address + (elements * dtype.size_in_bytes()) as u64;
         let weights = Matrix::dense(of_weight.address, dtype, width);

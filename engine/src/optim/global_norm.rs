@@ -101,8 +101,8 @@ impl Op for GlobalNorm {
     }
 
     #[cfg(feature = "cuda")]
-    fn cuda_workspace(&self, inputs: &[Spec], outputs: &[Spec]) -> Vec<u64> {
-        self.workspace(inputs, outputs, 1)
+    fn cuda_workspace(&self, inputs: &[Spec], _: &[Spec]) -> Vec<u64> {
+        crate::cuda::launch::global_norm_workspace(inputs)
     }
 
     #[cfg(feature = "cuda")]

@@ -83,11 +83,11 @@ impl fmt::Display for RunsOn {
 impl TrainOptions {
     /// Whose kernels a step is planned for before there is a device.
     pub(super) fn target(&self) -> Target {
-        match self.device {
-            #[cfg(feature = "cuda")]
-            DeviceChoice::Cuda(_) => Target::Cuda,
-            _ => Target::Cpu { threads: resolve_threads(self.threads) },
+        #[cfg(feature = "cuda")]
+        if let DeviceChoice::Cuda(_) = self.device {
+            return Target::Cuda;
         }
+        Target::Cpu { threads: resolve_threads(self.threads) }
     }
 
     /// What of the options a GPU cannot do, and the remedy.

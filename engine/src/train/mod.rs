@@ -191,7 +191,12 @@ impl Trainer {
             Err(because) => because,
         };
         if options.dtype != DType::F32 {
-            return Err(Error::NoKernels { dtype: options.dtype });
+            return Err(match because {
+                Some(why) => {
+                    Error::Config { what: "device", why, remedy: "the CPU, which is left, computes in f32 alone" }
+                }
+                None => Error::NoKernels { dtype: options.dtype },
+            });
         }
         let threads = resolve_threads(options.threads);
         let plan = RankPlan::new(options.mesh, rank, &options.pipeline, options.micro_batches)?;
@@ -250,8 +255,8 @@ impl Trainer {
             DeviceChoice::Cpu => Ok(Err(None)),
             DeviceChoice::Cuda(ordinal) => on(ordinal).map(Ok),
             DeviceChoice::Auto => match on(0) {
-                // A card that is full, or a model that is wrong, is no reason to train slowly.
-                Err(full @ Error::Device(cuda::DeviceError::OutOfMemory { .. })) => Err(full),
+                // A card that is full, or fails, is no reason to train slowly; nor is a model that is wrong.
+                Err(Error::Device(why)) if !why.is_absence() => Err(Error::Device(why)),
                 Err(
                     why @ (Error::Device(_) | Error::NoDeviceKernels { .. } | Error::Config { what: "device", .. }),
                 ) => Ok(Err(Some(why.to_string()))),

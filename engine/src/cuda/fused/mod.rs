@@ -22,7 +22,8 @@ pub enum Fusible {
     /// Each element of its outputs is made of those at the same place of its inputs. Of more than ten inputs or constants it
     /// stays by itself.
     Each {
-        /// For each output an expression in C, in f32: `$0` is the element of input 0, `%0` constant 0, and `i` its place.
+        /// For each output an expression in C, in f32: `$0` is the element of input 0, `%0` constant 0, and `i` its place. An
+        /// operation whose expressions name others than there are stays by itself.
         outputs: Vec<String>,
         /// What `%0`, `%1`, … are.
         constants: Vec<Constant>,
@@ -44,6 +45,17 @@ pub enum Fusible {
 }
 
 impl Fusible {
+    /// Whether its expressions, if it has any, are of inputs and constants that there are.
+    pub(crate) fn is_well_formed(&self, inputs: usize) -> bool {
+        let Self::Each { outputs, constants } = self else { return true };
+        let names = |expression: &String, mark: char, count: usize| {
+            expression.split(mark).skip(1).all(|rest| {
+                rest.chars().next().and_then(|digit| digit.to_digit(10)).is_some_and(|index| (index as usize) < count)
+            })
+        };
+        outputs.iter().all(|output| names(output, '$', inputs) && names(output, '%', constants.len()))
+    }
+
     /// One output by an expression of the inputs.
     pub fn each(expression: impl Into<String>) -> Self {
         Self::Each { outputs: vec![expression.into()], constants: Vec::new() }

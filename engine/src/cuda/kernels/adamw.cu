@@ -116,13 +116,21 @@ struct GlobalNormArguments {
     u64 count;
 };
 
+// A number of one tensor after another.
+__device__ __forceinline__ f64 at(const GlobalNormArguments& from, u64 i) {
+    u32 tensor = 0;
+    while (i >= from.tensors[tensor].count) i -= from.tensors[tensor++].count;
+    return ((const f64*)from.tensors[tensor].x)[i];
+}
+
+// All numbers, one tensor's behind the other's.
+KERNEL(side_by_side, GlobalNormArguments) {
+    const u64 i = global_thread();
+    if (i < arguments.count) arguments.sorted[i] = at(arguments, i);
+}
+
 // The root of the sum of all numbers, from the smallest to the largest. One block.
 KERNEL(global_norm, GlobalNormArguments) {
-    const auto at = [](const GlobalNormArguments& from, u64 i) {
-        u32 tensor = 0;
-        while (i >= from.tensors[tensor].count) i -= from.tensors[tensor++].count;
-        return ((const f64*)from.tensors[tensor].x)[i];
-    };
     for (u64 i = threadIdx.x; i < arguments.count; i += blockDim.x) {
         const f64 own = at(arguments, i);
         u64 rank = 0;

@@ -6,6 +6,7 @@ use candle_core::DType;
 
 use super::{BLOCK, FOLD_BYTES, Kernel, Launch, Operand, Operands, blocks, launches, typed};
 use crate::cuda::Family::AdamW;
+use crate::graph::Spec;
 
 /// Most tensors of a launch: `MAX_TENSORS` of adamw.cu.
 const MAX_TENSORS: usize = 32;
@@ -225,21 +226,39 @@ pub fn squared_norms(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     Some(kernels.map(Launch::Kernel).collect())
 }
 
+/// Bytes of all numbers in order; and of all of them side by side, where a launch does not take as many tensors.
+pub fn global_norm_workspace(inputs: &[Spec]) -> Vec<u64> {
+    let bytes = inputs.iter().map(Spec::bytes).sum();
+    if inputs.len() > MAX_TENSORS { vec![bytes; 2] } else { vec![bytes] }
+}
+
 /// √(Σ x) over all elements of all f64 inputs.
 pub fn global_norm(operands: &Operands<'_>) -> Option<Vec<Launch>> {
-    let ([out], &[sorted]) = (operands.outputs, operands.workspace) else { return None };
-    if operands.inputs.len() > MAX_TENSORS {
-        return None;
-    }
-    let (tensors, tensor_count, _) = table(operands.inputs);
+    let ([out], [sorted, side_by_side @ ..]) = (operands.outputs, operands.workspace) else { return None };
     let count = operands.inputs.iter().map(Operand::count).sum();
-    let arguments = GlobalNormArguments { tensors, tensor_count, sorted, out: out.address, count };
-    launches([Kernel {
+    let mut kernels = Vec::new();
+    let mut all = table(operands.inputs.get(..MAX_TENSORS).unwrap_or(operands.inputs));
+    if let [side_by_side, ..] = *side_by_side {
+        let mut to = side_by_side;
+        for inputs in operands.inputs.chunks(MAX_TENSORS) {
+            let (tensors, tensor_count, _) = table(inputs);
+            let count = inputs.iter().map(Operand::count).sum();
+            let arguments = GlobalNormArguments { tensors, tensor_count, sorted: to, out: 0, count };
+            kernels.push(Kernel::flat(AdamW, "side_by_side".into(), count, arguments));
+            to += count * size_of::<f64>() as u64;
+        }
+        let mut tensors = [NormTensor::default(); MAX_TENSORS];
+        tensors[0] = NormTensor { x: side_by_side, count, first_block: 0 };
+        all = (tensors, 1, 0);
+    }
+    let (tensors, tensor_count, _) = all;
+    kernels.push(Kernel {
         family: AdamW,
         name: "global_norm".into(),
         grid: [1; 3],
         block: BLOCK,
         shared_bytes: 0,
-        arguments: Box::new(arguments),
-    }])
+        arguments: Box::new(GlobalNormArguments { tensors, tensor_count, sorted: *sorted, out: out.address, count }),
+    });
+    Some(kernels.into_iter().map(Launch::Kernel).collect())
 }

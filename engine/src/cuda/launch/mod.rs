@@ -19,7 +19,9 @@ mod rope;
 mod softmax;
 
 pub(super) use adamw::together;
-pub use adamw::{AdamWRule, AdamWTensor, adamw, global_norm, squared_norms, squared_norms_workspace};
+pub use adamw::{
+    AdamWRule, AdamWTensor, adamw, global_norm, global_norm_workspace, squared_norms, squared_norms_workspace,
+};
 pub use attention::{attention, attention_grad, attention_grad_workspace};
 pub use copy::{cat, copy, widen};
 pub use elementwise::{affine, binary, gated, gated_grad, unary, unary_grad};
@@ -35,7 +37,7 @@ pub(crate) use operation::{launches as of_operation, workspace};
 pub(super) use product::ALIGNMENT;
 pub use product::{
     Batch, Epilogue, Matrix, Product, is_matrix, leading_sums_workspace, linear, linear_grad_input, linear_grad_weight,
-    matmul, product_workspace,
+    matmul, product_workspace, scratch_in,
 };
 pub use reduce::{column_sums_workspace, scaled_sum, sum};
 pub use rope::rope;

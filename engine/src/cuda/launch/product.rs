@@ -153,10 +153,14 @@ impl Product {
     }
 }
 
+/// Scratch of products, in a piece of so many bytes as [`product_workspace`] wants.
+pub fn scratch_in(piece: u64, bytes: u64) -> (u64, u64) {
+    (piece.next_multiple_of(ALIGNMENT), bytes - ALIGNMENT)
+}
+
 /// Scratch of one product: the first piece of an operation's workspace.
 fn scratch(operands: &Operands<'_>, m: u64, n: u64) -> Option<(u64, u64)> {
-    let piece = *operands.workspace.first()?;
-    Some((piece.next_multiple_of(ALIGNMENT), product_workspace(m as usize, n as usize) - ALIGNMENT))
+    Some(scratch_in(*operands.workspace.first()?, product_workspace(m as usize, n as usize)))
 }
 
 /// x·Wᵀ + b from (x, weight, perhaps bias).

@@ -47,6 +47,8 @@ fn norms_of_many_tensors() {
         Stored { data: of.data.iter().map(|x| x * x).collect(), ..of }
     };
     judge_alone(&GlobalNorm, &[squares(300, 1), squares(1, 2), squares(17, 3)]);
+    let many: Vec<Stored> = (0..75).map(|i| squares(1 + i as usize % 3, i)).collect();
+    judge_alone(&GlobalNorm, &many);
     // What is not finite is not lost.
     let broken = Stored { data: vec![1.0, f64::NAN, 3.0, 2.0], ..squares(4, 1) };
     let scalar = [Spec::f32(())];

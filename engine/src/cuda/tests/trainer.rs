@@ -203,6 +203,10 @@ fn without_a_gpu_the_cpu_says_why() {
     assert!(said.starts_with("runs on the CPU, 1 thread (") && said.contains("NVIDIA driver"), "{said}");
     let error = Trainer::new(build, TrainOptions { device: DeviceChoice::Cuda(0), ..options() }).unwrap_err();
     assert!(error.to_string().contains("NVIDIA driver: install it"), "{error}");
+    // The CPU is no way out of bf16, and the reason is not lost.
+    let options = TrainOptions { device: DeviceChoice::Auto, dtype: DType::BF16, ..options() };
+    let error = Trainer::new(build, options).unwrap_err().to_string();
+    assert!(error.contains("NVIDIA driver") && error.contains("in f32 alone"), "{error}");
 }
 
 /// What a GPU cannot do is said before one is looked for.
