@@ -8,6 +8,8 @@ mod executable;
 mod fuse;
 mod hoist;
 mod host;
+#[cfg(test)]
+mod judging;
 mod lifetimes;
 mod lower;
 mod messages;

@@ -7,13 +7,12 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
 use candle_core::{DType, Layout};
-use gapless_alloc::{Label, Role, lower_bound};
-use gapless_parallel::{Action, Kind};
+use gapless_alloc::{Label, Role};
 use proptest::prelude::*;
 
 use super::fuse;
-use crate::compile::lifetimes::lifetimes;
-use crate::compile::program::{BufferId, Held, Operand, Part, Program, Step, Work};
+use crate::compile::judging::{in_parts, most};
+use crate::compile::program::{BufferId, Held, Operand, Program, Step, Work};
 use crate::cuda::fused::{Fused, Source};
 use crate::op::Op;
 use crate::ops::{Binary, BinaryKind, LayerNorm, Softmax, Unary, UnaryKind};
@@ -39,7 +38,6 @@ fn any_program(steps: std::ops::Range<usize>, part: usize) -> impl Strategy<Valu
         let mut program = Program::default();
         let mut there =
             vec![buffer(&mut program, WIDTH, Held::FromStart), buffer(&mut program, WIDTH, Held::FromStart)];
-        let count = described.len();
         for (kind, to, picks) in described {
             let pick = |i: usize| there[there.len() - 1 - picks[i] as usize % there.len().min(5)];
             let (op, reads): (Arc<dyn Op>, usize) = match kind {
@@ -70,12 +68,7 @@ fn any_program(steps: std::ops::Range<usize>, part: usize) -> impl Strategy<Valu
             step.again = picks[3] < 16;
             program.steps.push(step);
         }
-        for (number, start) in (0..count).step_by(part).enumerate() {
-            let action = Action::new(Kind::Forward, 0, number as u32);
-            let steps = start..count.min(start + part);
-            program.parts.push(Part { steps, name: action.to_string(), action: Some(action) });
-        }
-        program
+        in_parts(program, part)
     })
 }
 
@@ -123,11 +116,6 @@ fn shown(program: &Program) -> (Vec<(String, u64)>, Vec<Vec<u64>>) {
     let read =
         read.map(|buffer| buffer.label.tensor.clone()).filter_map(|name| Some((name.clone(), *there.get(&name)?)));
     (read.collect(), seen)
-}
-
-/// The most live bytes, by the planner's own bound.
-fn most(program: &Program) -> u64 {
-    lower_bound(&lifetimes(&[program]).unwrap().problem)
 }
 
 proptest! {
@@ -195,9 +183,7 @@ fn what_is_merged() {
             let outputs = vec![operand(all[output], &[WIDTH])];
             program.steps.push(Step::plain(Work::Compute(op), inputs, outputs, 0, "".into()));
         }
-        let action = Action::new(Kind::Forward, 0, 0);
-        let name = action.to_string();
-        program.parts.push(Part { steps: 0..program.steps.len(), name, action: Some(action) });
+        let mut program = in_parts(program, steps.len());
         fuse(&mut program);
         assert_eq!(program.steps.len(), expected, "{steps:?}");
     };

@@ -2,13 +2,12 @@
 
 use std::sync::Arc;
 
-use gapless_alloc::{Label, Role, lower_bound};
-use gapless_parallel::{Action, Kind};
+use gapless_alloc::{Label, Role};
 use proptest::prelude::*;
 
 use super::order;
-use crate::compile::lifetimes::lifetimes;
-use crate::compile::program::{BufferId, Held, Operand, Part, Program, Step, Work};
+use crate::compile::judging::{in_parts, most};
+use crate::compile::program::{BufferId, Held, Operand, Program, Step, Work};
 use crate::ops::Contiguous;
 
 /// Programs of as many steps, each of which reads some buffers of those before and makes one, or writes one of them anew; in
@@ -23,7 +22,6 @@ fn any_program(steps: std::ops::Range<usize>, part: usize) -> impl Strategy<Valu
             program.add(bytes * 64, label, held)
         };
         let mut there = vec![buffer(&mut program, 3, Held::FromStart)];
-        let count = described.len();
         for (index, (bytes, random, kind, scratch)) in described.into_iter().enumerate() {
             let pick = |shift: u64| there[(random >> shift) as usize % there.len()];
             let inputs: Vec<BufferId> = (0..random as usize % 3).map(|i| pick(8 + 16 * i as u64)).collect();
@@ -48,18 +46,8 @@ fn any_program(steps: std::ops::Range<usize>, part: usize) -> impl Strategy<Valu
             }
             program.steps.push(step);
         }
-        for (number, start) in (0..count).step_by(part).enumerate() {
-            let action = Action::new(Kind::Forward, 0, number as u32);
-            let steps = start..count.min(start + part);
-            program.parts.push(Part { steps, name: action.to_string(), action: Some(action) });
-        }
-        program
+        in_parts(program, part)
     })
-}
-
-/// The most live bytes, by the planner's own bound.
-fn most(program: &Program) -> u64 {
-    lower_bound(&lifetimes(&[program]).unwrap().problem)
 }
 
 /// Whether two steps have to keep their order: they use one buffer, and one of them writes it.
