@@ -2,19 +2,18 @@
 //
 // The scheme is FlashAttention-2's (Dao 2023, algorithms 1 and 2): keys go by in tiles with a running maximum and sum per query;
 // the backward makes the probabilities again from the log-sum-exp. Where that has atomics, there are two kernels here: one goes
-// over keys for dq, one over queries for dk and dv, so that the order of every sum is known. All products are in f32, without
-// tensor cores: for f32, and for heads that are too large for attention_tensor_cores.cu.
+// over keys for dq, one over queries for dk and dv, so that the order of every sum is known. All products are in f32; those of
+// bf16 are in attention_tensor_cores.cu.
 #include "attention.cuh"
 
-// Declares a kernel from a template over storage type, rows and columns: for heads of up to 64, 128 and 256 elements.
-#define ATTENTION_KERNELS(name)                                                             \
-    KERNEL(name##_64_f32, AttentionArguments) { name<f32, 32, 16>(arguments); }              \
-    KERNEL(name##_128_f32, AttentionArguments) { name<f32, 32, 32>(arguments); }             \
-    KERNEL(name##_256_f32, AttentionArguments) { name<f32, 16, 32>(arguments); }             \
-    KERNEL(name##_256_bf16, AttentionArguments) { name<bf16, 16, 32>(arguments); }
+// Declares a kernel from a template over rows and columns: for heads of up to 64, 128 and 256 elements.
+#define ATTENTION_KERNELS(name)                                             \
+    KERNEL(name##_64_f32, AttentionArguments) { name<32, 16>(arguments); }  \
+    KERNEL(name##_128_f32, AttentionArguments) { name<32, 32>(arguments); } \
+    KERNEL(name##_256_f32, AttentionArguments) { name<16, 32>(arguments); }
 
 // A block has ROWS queries of one head: grid (tiles of queries, heads, batch).
-template <typename T, u32 ROWS, u32 COLUMNS>
+template <u32 ROWS, u32 COLUMNS>
 __device__ void attention(const AttentionArguments& to) {
     constexpr u32 LANES = Shape<ROWS, COLUMNS>::LANES;
     const u32 size = u32(to.head_size);
@@ -24,9 +23,9 @@ __device__ void attention(const AttentionArguments& to) {
     const u64 first = u64(blockIdx.x) * ROWS, query = first + row;
     const u64 seen = query < to.queries ? to.visible(query) : 0;
     const u64 end = to.visible(smaller(first + ROWS, to.queries) - 1);
-    const T* k = (const T*)to.k + to.at_k.at(batch, kv_head);
-    const T* v = (const T*)to.v + to.at_v.at(batch, kv_head);
-    q.load_rows((const T*)to.q + to.at_q.at(batch, head), to.at_q.token, first, to.queries, ROWS, size);
+    const f32* k = (const f32*)to.k + to.at_k.at(batch, kv_head);
+    const f32* v = (const f32*)to.v + to.at_v.at(batch, kv_head);
+    q.load_rows((const f32*)to.q + to.at_q.at(batch, head), to.at_q.token, first, to.queries, ROWS, size);
 
     f32 sums[COLUMNS] = {};
     f32 max = minus_infinity(), sum = 0.0f;
@@ -65,7 +64,7 @@ __device__ void attention(const AttentionArguments& to) {
         }
     }
     if (query >= to.queries) return;
-    T* out = (T*)to.out + to.at_out.at(batch, head) + query * to.at_out.token;
+    f32* out = (f32*)to.out + to.at_out.at(batch, head) + query * to.at_out.token;
 #pragma unroll
     for (u32 c = 0; c < COLUMNS; ++c) {
         if (lane + c * LANES < size) store(out + lane + c * LANES, sum > 0.0f ? sums[c] / sum : 0.0f);
@@ -89,7 +88,7 @@ __device__ void attention_delta(const AttentionArguments& to) {
 KERNELS(attention_delta, AttentionArguments)
 
 // A block has ROWS queries of one head, as in the forward.
-template <typename T, u32 ROWS, u32 COLUMNS>
+template <u32 ROWS, u32 COLUMNS>
 __device__ void attention_grad_q(const AttentionArguments& to) {
     constexpr u32 LANES = Shape<ROWS, COLUMNS>::LANES;
     const u32 size = u32(to.head_size);
@@ -102,14 +101,14 @@ __device__ void attention_grad_q(const AttentionArguments& to) {
     const u64 end = to.visible(smaller(first + ROWS, to.queries) - 1);
     const u64 statistic = (batch * to.heads + head) * to.queries + query;
     const f32 lse = query < to.queries ? to.lse[statistic] : 0.0f, delta = query < to.queries ? to.delta[statistic] : 0.0f;
-    q.load_rows((const T*)to.q + to.at_q.at(batch, head), to.at_q.token, first, to.queries, ROWS, size);
-    d_out.load_rows((const T*)to.d_out + to.at_out.at(batch, head), to.at_out.token, first, to.queries, ROWS, size);
+    q.load_rows((const f32*)to.q + to.at_q.at(batch, head), to.at_q.token, first, to.queries, ROWS, size);
+    d_out.load_rows((const f32*)to.d_out + to.at_out.at(batch, head), to.at_out.token, first, to.queries, ROWS, size);
 
     f32 dq[COLUMNS] = {};
     for (u64 start = 0; start < end; start += ROWS) {
         __syncthreads(); // The keys of the last tile have been read.
-        k.load_rows((const T*)to.k + to.at_k.at(batch, kv_head), to.at_k.token, start, to.keys, ROWS, size);
-        v.load_rows((const T*)to.v + to.at_v.at(batch, kv_head), to.at_v.token, start, to.keys, ROWS, size);
+        k.load_rows((const f32*)to.k + to.at_k.at(batch, kv_head), to.at_k.token, start, to.keys, ROWS, size);
+        v.load_rows((const f32*)to.v + to.at_v.at(batch, kv_head), to.at_v.token, start, to.keys, ROWS, size);
         __syncthreads();
         for (u32 j = lane; j < ROWS; j += LANES) {
             f32 d_score = 0.0f;
@@ -129,7 +128,7 @@ __device__ void attention_grad_q(const AttentionArguments& to) {
         }
     }
     if (query >= to.queries) return;
-    T* out = (T*)to.dq + to.at_out.at(batch, head) + query * to.at_out.token;
+    f32* out = (f32*)to.dq + to.at_out.at(batch, head) + query * to.at_out.token;
 #pragma unroll
     for (u32 c = 0; c < COLUMNS; ++c) {
         if (lane + c * LANES < size) store(out + lane + c * LANES, dq[c]);
@@ -139,7 +138,7 @@ ATTENTION_KERNELS(attention_grad_q)
 
 // A block has ROWS keys of one head of keys, and goes over the queries of all heads that read it: grid (tiles of keys, key
 // heads, batch).
-template <typename T, u32 ROWS, u32 COLUMNS>
+template <u32 ROWS, u32 COLUMNS>
 __device__ void attention_grad_kv(const AttentionArguments& to) {
     constexpr u32 LANES = Shape<ROWS, COLUMNS>::LANES;
     const u32 size = u32(to.head_size);
@@ -148,16 +147,16 @@ __device__ void attention_grad_kv(const AttentionArguments& to) {
     const u32 row = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     const u64 kv_head = blockIdx.y, batch = blockIdx.z, group = to.heads / to.kv_heads;
     const u64 first = u64(blockIdx.x) * ROWS, key = first + row;
-    k.load_rows((const T*)to.k + to.at_k.at(batch, kv_head), to.at_k.token, first, to.keys, ROWS, size);
-    v.load_rows((const T*)to.v + to.at_v.at(batch, kv_head), to.at_v.token, first, to.keys, ROWS, size);
+    k.load_rows((const f32*)to.k + to.at_k.at(batch, kv_head), to.at_k.token, first, to.keys, ROWS, size);
+    v.load_rows((const f32*)to.v + to.at_v.at(batch, kv_head), to.at_v.token, first, to.keys, ROWS, size);
 
     f32 dk[COLUMNS] = {}, dv[COLUMNS] = {};
     for (u64 head = kv_head * group; head < (kv_head + 1) * group; ++head) {
         const u64 statistics = (batch * to.heads + head) * to.queries;
         for (u64 start = to.first_query(first) / ROWS * ROWS; start < to.queries; start += ROWS) {
             __syncthreads(); // The queries of the last tile have been read.
-            q.load_rows((const T*)to.q + to.at_q.at(batch, head), to.at_q.token, start, to.queries, ROWS, size);
-            d_out.load_rows((const T*)to.d_out + to.at_out.at(batch, head), to.at_out.token, start, to.queries, ROWS, size);
+            q.load_rows((const f32*)to.q + to.at_q.at(batch, head), to.at_q.token, start, to.queries, ROWS, size);
+            d_out.load_rows((const f32*)to.d_out + to.at_out.at(batch, head), to.at_out.token, start, to.queries, ROWS, size);
             __syncthreads();
             for (u32 i = lane; i < ROWS; i += LANES) {
                 const u64 query = start + i;
@@ -187,8 +186,8 @@ __device__ void attention_grad_kv(const AttentionArguments& to) {
 #pragma unroll
     for (u32 c = 0; c < COLUMNS; ++c) {
         if (lane + c * LANES < size) {
-            store((T*)to.dk + at + lane + c * LANES, dk[c]);
-            store((T*)to.dv + at + lane + c * LANES, dv[c]);
+            store((f32*)to.dk + at + lane + c * LANES, dk[c]);
+            store((f32*)to.dv + at + lane + c * LANES, dv[c]);
         }
     }
 }

@@ -59,11 +59,10 @@ struct Tile {
     __device__ __forceinline__ f32* operator[](u32 row) const { return rows + row * pitch; }
 
     // Loads `count` rows of `size` elements; rows from `end` on are zeros.
-    template <typename T>
-    __device__ __forceinline__ void load_rows(const T* from, u64 stride, u64 first, u64 end, u32 count, u32 size) const {
+    __device__ __forceinline__ void load_rows(const f32* from, u64 stride, u64 first, u64 end, u32 count, u32 size) const {
         for (u32 i = threadIdx.x; i < count * size; i += blockDim.x) {
             const u32 row = i / size, column = i % size;
-            (*this)[row][column] = first + row < end ? load(from + (first + row) * stride + column) : 0.0f;
+            (*this)[row][column] = first + row < end ? from[(first + row) * stride + column] : 0.0f;
         }
     }
 };

@@ -1,198 +1,376 @@
-// The kernels of attention.cu once more, for bf16 and heads of up to 128 elements: the same scheme with its products on tensor
-// cores. Probabilities and their gradients are rounded to bf16 where they are multiplied. A block has four warps, each warp
-// sixteen rows.
+// The kernels of attention.cu once more, for bf16: the same scheme with its products on tensor cores. Probabilities and their
+// gradients are rounded to bf16 where they are multiplied. Tiles are copied while those before them are multiplied.
+//
+// A warp has BANDS times sixteen rows: the more, the more products for each read of shared memory, and the more registers.
 #include "attention.cuh"
+#include "math.cuh"
 #include "tensor_cores.cuh"
 
-constexpr u32 WARP_ROWS = 16;
-constexpr u32 BLOCK_ROWS = WARP_ROWS * ATTENTION_THREADS / 32;
+constexpr u32 BAND = 16;
+constexpr u32 WARPS = ATTENTION_THREADS / 32;
 
-#define TENSOR_CORE_KERNELS(name)                                                     \
-    KERNEL(name##_64, AttentionArguments) { name<64>(arguments); }                    \
-    KERNEL(name##_128, AttentionArguments) { name<128>(arguments); }
+// For heads of up to SIZE elements: bands of a warp, and rows of a tile that goes by.
+#define TENSOR_CORE_KERNEL(name, SIZE, BANDS, TILE) \
+    BOUNDED_KERNEL(name##_##SIZE, AttentionArguments, ATTENTION_THREADS, 2) { name<SIZE, BANDS, TILE>(arguments); }
 
-// Rounds sixteen rows of sums, of which this lane has some, and stores those of tokens before `end`.
-template <u32 SIZE>
-__device__ __forceinline__ void store_rows(bf16* to, u64 stride, u64 first, u64 end, u32 size, const f32 (&sums)[SIZE / 8][4]) {
-#pragma unroll
-    for (u32 n = 0; n < SIZE / 8; ++n) {
-#pragma unroll
-        for (u32 e = 0; e < 4; ++e) {
-            const u64 token = first + lane_of() / 4 + e / 2 * 8;
-            const u32 column = n * 8 + lane_of() % 4 * 2 + e % 2;
-            if (token < end && column < size) store(to + token * stride + column, sums[n][e]);
-        }
+// Exponents are of two, for which the device has an instruction.
+constexpr f32 LOG2_E = 1.4426950408889634f;
+
+// The rows of heads in global memory of which a block has some, or that go by.
+struct HeadRows {
+    const bf16* at;
+    u64 stride;
+    u64 end;
+    u32 size;
+
+    // Starts to load ROWS of them from `first` on; those that are not there are zeros.
+    template <u32 ROWS, u32 SIZE>
+    __device__ __forceinline__ void start(HalfTile<SIZE> tile, u64 first) const {
+        const u32 count = first < end ? u32(smaller(end - first, ROWS)) : 0;
+        tile.template start<ROWS, ATTENTION_THREADS>(at + first * stride, stride, count, size);
     }
-}
+};
 
-// Keys of a tile in the forward, and keys or queries of one in the backward.
-constexpr u32 FORWARD_TILE = 64;
-constexpr u32 BACKWARD_TILE = 32;
+// A warp's sums: BANDS times sixteen rows of COLUMNS columns, in fragments of sixteen times eight.
+template <u32 BANDS, u32 COLUMNS>
+struct Bands {
+    f32 at[BANDS][COLUMNS / 8][4] = {};
 
-template <u32 SIZE>
-__device__ void attention_tc(const AttentionArguments& to) {
-    constexpr u32 TILES = FORWARD_TILE / 8;
-    const u32 size = u32(to.head_size);
-    const HalfTile<SIZE> q{(bf16*)shared_memory}, k{q[BLOCK_ROWS]}, v{k[FORWARD_TILE]};
-    const u64 head = blockIdx.y, batch = blockIdx.z, kv_head = head / (to.heads / to.kv_heads);
-    const u64 first = u64(blockIdx.x) * BLOCK_ROWS, end = to.visible(smaller(first + BLOCK_ROWS, to.queries) - 1);
-    const bf16* keys = (const bf16*)to.k + to.at_k.at(batch, kv_head);
-    const bf16* values = (const bf16*)to.v + to.at_v.at(batch, kv_head);
-    q.load_rows((const bf16*)to.q + to.at_q.at(batch, head), to.at_q.token, first, to.queries, BLOCK_ROWS, size);
-
-    u64 seen[2];
-    f32 max[2] = {minus_infinity(), minus_infinity()}, sum[2] = {};
-    for (u32 half = 0; half < 2; ++half) {
-        const u64 query = first + warp_of() * WARP_ROWS + lane_of() / 4 + half * 8;
-        seen[half] = query < to.queries ? to.visible(query) : 0;
-    }
-    f32 sums[SIZE / 8][4] = {};
-    for (u64 start = 0; start < end; start += FORWARD_TILE) {
-        __syncthreads(); // The last tile has been read.
-        k.load_rows(keys, to.at_k.token, start, to.keys, FORWARD_TILE, size);
-        v.load_rows(values, to.at_v.token, start, to.keys, FORWARD_TILE, size);
-        __syncthreads();
-        f32 scores[TILES][4];
-        multiply_rows(scores, q, warp_of() * WARP_ROWS, k);
-        f32 greatest[2] = {max[0], max[1]}, kept[2], part[2] = {};
+    // Calls a function with each sum, and its row and column.
+    template <typename F>
+    __device__ __forceinline__ void visit(F f) {
 #pragma unroll
-        for (u32 n = 0; n < TILES; ++n) {
+        for (u32 band = 0; band < BANDS; ++band) {
 #pragma unroll
-            for (u32 e = 0; e < 4; ++e) {
-                const bool is_seen = start + n * 8 + lane_of() % 4 * 2 + e % 2 < seen[e / 2];
-                scores[n][e] = is_seen ? to.scale * scores[n][e] : minus_infinity();
-                greatest[e / 2] = fmaxf(greatest[e / 2], scores[n][e]);
-            }
-        }
-        for (u32 half = 0; half < 2; ++half) {
-            // Four neighbouring lanes have a row.
-            greatest[half] = fold_lanes<Max>(greatest[half], 4);
-            // Rows that have seen nothing yet have no maximum.
-            kept[half] = max[half] == minus_infinity() ? 0.0f : expf(max[half] - greatest[half]);
-            max[half] = greatest[half];
-        }
-#pragma unroll
-        for (u32 n = 0; n < TILES; ++n) {
-#pragma unroll
-            for (u32 e = 0; e < 4; ++e) {
-                scores[n][e] = scores[n][e] == minus_infinity() ? 0.0f : expf(scores[n][e] - max[e / 2]);
-                part[e / 2] += scores[n][e];
-            }
-        }
-        for (u32 half = 0; half < 2; ++half) sum[half] = sum[half] * kept[half] + fold_lanes<Sum>(part[half], 4);
-#pragma unroll
-        for (u32 n = 0; n < SIZE / 8; ++n) {
-            for (u32 e = 0; e < 4; ++e) sums[n][e] *= kept[e / 2];
-        }
-        add_rows(sums, scores, v);
-    }
-#pragma unroll
-    for (u32 n = 0; n < SIZE / 8; ++n) {
-        for (u32 e = 0; e < 4; ++e) sums[n][e] = sum[e / 2] > 0.0f ? sums[n][e] / sum[e / 2] : 0.0f;
-    }
-    bf16* out = (bf16*)to.out + to.at_out.at(batch, head);
-    store_rows<SIZE>(out, to.at_out.token, first + warp_of() * WARP_ROWS, to.queries, size, sums);
-    for (u32 half = 0; half < 2; ++half) {
-        const u64 query = first + warp_of() * WARP_ROWS + lane_of() / 4 + half * 8;
-        if (lane_of() % 4 == 0 && query < to.queries) {
-            const f32 lse = sum[half] > 0.0f ? max[half] + logf(sum[half]) : max[half];
-            to.lse[(batch * to.heads + head) * to.queries + query] = lse;
-        }
-    }
-}
-TENSOR_CORE_KERNELS(attention_tc)
-
-template <u32 SIZE>
-__device__ void attention_tc_grad_q(const AttentionArguments& to) {
-    constexpr u32 TILES = BACKWARD_TILE / 8;
-    const u32 size = u32(to.head_size);
-    const HalfTile<SIZE> q{(bf16*)shared_memory}, d_out{q[BLOCK_ROWS]}, k{d_out[BLOCK_ROWS]}, v{k[BACKWARD_TILE]};
-    const u64 head = blockIdx.y, batch = blockIdx.z, kv_head = head / (to.heads / to.kv_heads);
-    const u64 first = u64(blockIdx.x) * BLOCK_ROWS, end = to.visible(smaller(first + BLOCK_ROWS, to.queries) - 1);
-    q.load_rows((const bf16*)to.q + to.at_q.at(batch, head), to.at_q.token, first, to.queries, BLOCK_ROWS, size);
-    d_out.load_rows((const bf16*)to.d_out + to.at_out.at(batch, head), to.at_out.token, first, to.queries, BLOCK_ROWS, size);
-
-    u64 seen[2];
-    f32 lse[2], delta[2];
-    for (u32 half = 0; half < 2; ++half) {
-        const u64 query = first + warp_of() * WARP_ROWS + lane_of() / 4 + half * 8;
-        const u64 statistic = (batch * to.heads + head) * to.queries + query;
-        const bool is_there = query < to.queries;
-        seen[half] = is_there ? to.visible(query) : 0;
-        lse[half] = is_there ? to.lse[statistic] : 0.0f;
-        delta[half] = is_there ? to.delta[statistic] : 0.0f;
-    }
-    f32 dq[SIZE / 8][4] = {};
-    for (u64 start = 0; start < end; start += BACKWARD_TILE) {
-        __syncthreads(); // The last tile has been read.
-        k.load_rows((const bf16*)to.k + to.at_k.at(batch, kv_head), to.at_k.token, start, to.keys, BACKWARD_TILE, size);
-        v.load_rows((const bf16*)to.v + to.at_v.at(batch, kv_head), to.at_v.token, start, to.keys, BACKWARD_TILE, size);
-        __syncthreads();
-        f32 scores[TILES][4], d_scores[TILES][4];
-        multiply_rows(scores, q, warp_of() * WARP_ROWS, k);
-        multiply_rows(d_scores, d_out, warp_of() * WARP_ROWS, v);
-#pragma unroll
-        for (u32 n = 0; n < TILES; ++n) {
-#pragma unroll
-            for (u32 e = 0; e < 4; ++e) {
-                const bool is_seen = start + n * 8 + lane_of() % 4 * 2 + e % 2 < seen[e / 2];
-                const f32 p = is_seen ? expf(to.scale * scores[n][e] - lse[e / 2]) : 0.0f;
-                d_scores[n][e] = is_seen ? to.scale * p * (d_scores[n][e] - delta[e / 2]) : 0.0f;
-            }
-        }
-        add_rows(dq, d_scores, k);
-    }
-    bf16* out = (bf16*)to.dq + to.at_out.at(batch, head);
-    store_rows<SIZE>(out, to.at_out.token, first + warp_of() * WARP_ROWS, to.queries, size, dq);
-}
-TENSOR_CORE_KERNELS(attention_tc_grad_q)
-
-// A warp has sixteen keys: scores and their gradients are transposed.
-template <u32 SIZE>
-__device__ void attention_tc_grad_kv(const AttentionArguments& to) {
-    constexpr u32 TILES = BACKWARD_TILE / 8;
-    const u32 size = u32(to.head_size);
-    const HalfTile<SIZE> k{(bf16*)shared_memory}, v{k[BLOCK_ROWS]}, q{v[BLOCK_ROWS]}, d_out{q[BACKWARD_TILE]};
-    f32* lse = (f32*)d_out[BACKWARD_TILE];
-    f32* delta = lse + BACKWARD_TILE;
-    const u64 kv_head = blockIdx.y, batch = blockIdx.z, group = to.heads / to.kv_heads;
-    const u64 first = u64(blockIdx.x) * BLOCK_ROWS, own = first + warp_of() * WARP_ROWS + lane_of() / 4;
-    k.load_rows((const bf16*)to.k + to.at_k.at(batch, kv_head), to.at_k.token, first, to.keys, BLOCK_ROWS, size);
-    v.load_rows((const bf16*)to.v + to.at_v.at(batch, kv_head), to.at_v.token, first, to.keys, BLOCK_ROWS, size);
-
-    f32 dk[SIZE / 8][4] = {}, dv[SIZE / 8][4] = {};
-    for (u64 head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-        const u64 statistics = (batch * to.heads + head) * to.queries;
-        const bf16* queries = (const bf16*)to.q + to.at_q.at(batch, head);
-        const bf16* gradients = (const bf16*)to.d_out + to.at_out.at(batch, head);
-        for (u64 start = to.first_query(first) / BACKWARD_TILE * BACKWARD_TILE; start < to.queries; start += BACKWARD_TILE) {
-            __syncthreads(); // The last tile has been read.
-            q.load_rows(queries, to.at_q.token, start, to.queries, BACKWARD_TILE, size);
-            d_out.load_rows(gradients, to.at_out.token, start, to.queries, BACKWARD_TILE, size);
-            if (threadIdx.x < BACKWARD_TILE && start + threadIdx.x < to.queries) {
-                lse[threadIdx.x] = to.lse[statistics + start + threadIdx.x];
-                delta[threadIdx.x] = to.delta[statistics + start + threadIdx.x];
-            }
-            __syncthreads();
-            f32 p[TILES][4], d_scores[TILES][4];
-            multiply_rows(p, k, warp_of() * WARP_ROWS, q);
-            multiply_rows(d_scores, v, warp_of() * WARP_ROWS, d_out);
-#pragma unroll
-            for (u32 n = 0; n < TILES; ++n) {
+            for (u32 n = 0; n < COLUMNS / 8; ++n) {
 #pragma unroll
                 for (u32 e = 0; e < 4; ++e) {
-                    const u32 i = n * 8 + lane_of() % 4 * 2 + e % 2;
-                    const bool is_seen = start + i < to.queries && own + e / 2 * 8 < to.visible(start + i);
-                    p[n][e] = is_seen ? expf(to.scale * p[n][e] - lse[i]) : 0.0f;
-                    d_scores[n][e] = is_seen ? to.scale * p[n][e] * (d_scores[n][e] - delta[i]) : 0.0f;
+                    const u32 half = band * 2 + e / 2;
+                    f(at[band][n][e], half, n * 8 + lane_of() % 4 * 2 + e % 2);
                 }
             }
-            add_rows(dv, p, d_out);
-            add_rows(dk, d_scores, q);
         }
     }
-    const u64 at = to.at_d_kv.at(batch, kv_head), first_own = first + warp_of() * WARP_ROWS;
-    store_rows<SIZE>((bf16*)to.dk + at, to.at_d_kv.token, first_own, to.keys, size, dk);
-    store_rows<SIZE>((bf16*)to.dv + at, to.at_d_kv.token, first_own, to.keys, size, dv);
+
+    // The row of a half band that this lane has some sums of.
+    __device__ __forceinline__ static u32 row_of(u32 half) { return half * 8 + lane_of() / 4; }
+
+    // Rows of a from `first` on, each times each row of b.
+    template <u32 SIZE>
+    __device__ __forceinline__ void set_to_products(HalfTile<SIZE> a, u32 first, HalfTile<SIZE> b) {
+        visit([](f32& sum, u32, u32) { sum = 0.0f; });
+#pragma unroll
+        for (u32 k = 0; k < SIZE; k += 16) {
+            u32 of_a[BANDS][4];
+#pragma unroll
+            for (u32 band = 0; band < BANDS; ++band) a.load_left(of_a[band], first + band * BAND, k);
+#pragma unroll
+            for (u32 n = 0; n < COLUMNS / 8; n += 2) {
+                u32 of_b[4];
+                b.load_right_of_rows(of_b, n * 8, k);
+#pragma unroll
+                for (u32 band = 0; band < BANDS; ++band) {
+                    multiply_add(at[band][n], of_a[band], of_b[0], of_b[1]);
+                    multiply_add(at[band][n + 1], of_a[band], of_b[2], of_b[3]);
+                }
+            }
+        }
+    }
+
+    // Adds to each row the rows of b, weighted. What a product's fragments are, a factor's are once they are rounded.
+    template <u32 TILE>
+    __device__ __forceinline__ void add(const Bands<BANDS, TILE>& weights, HalfTile<COLUMNS> b) {
+#pragma unroll
+        for (u32 k = 0; k < TILE / 8; k += 2) {
+            u32 of_a[BANDS][4];
+#pragma unroll
+            for (u32 band = 0; band < BANDS; ++band) {
+                const f32(&left)[4] = weights.at[band][k], (&right)[4] = weights.at[band][k + 1];
+                of_a[band][0] = pair_of(left[0], left[1]);
+                of_a[band][1] = pair_of(left[2], left[3]);
+                of_a[band][2] = pair_of(right[0], right[1]);
+                of_a[band][3] = pair_of(right[2], right[3]);
+            }
+#pragma unroll
+            for (u32 n = 0; n < COLUMNS / 8; n += 2) {
+                u32 of_b[4];
+                b.load_right(of_b, k * 8, n * 8);
+#pragma unroll
+                for (u32 band = 0; band < BANDS; ++band) {
+                    multiply_add(at[band][n], of_a[band], of_b[0], of_b[1]);
+                    multiply_add(at[band][n + 1], of_a[band], of_b[2], of_b[3]);
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ void multiply_by(const Bands& other) {
+        visit([&](f32& x, u32 half, u32 column) { x *= other.at[half / 2][column / 8][half % 2 * 2 + column % 2]; });
+    }
+
+    // Rounds the rows, and stores those of tokens before `end`.
+    __device__ __forceinline__ void store(bf16* to, u64 stride, u64 first, u64 end, u32 size) const {
+        const bool is_paired = (reinterpret_cast<u64>(to) / sizeof(bf16) | stride | size) % 2 == 0;
+#pragma unroll
+        for (u32 half = 0; half < BANDS * 2; ++half) {
+            const u64 token = first + row_of(half);
+            if (token >= end) continue;
+#pragma unroll
+            for (u32 n = 0; n < COLUMNS / 8; ++n) {
+                const f32 low = at[half / 2][n][half % 2 * 2], high = at[half / 2][n][half % 2 * 2 + 1];
+                const u32 column = n * 8 + lane_of() % 4 * 2;
+                bf16* pair = to + token * stride + column;
+                if (is_paired) {
+                    if (column < size) *reinterpret_cast<u32*>(pair) = pair_of(low, high);
+                } else {
+                    if (column < size) ::store(pair, low);
+                    if (column + 1 < size) ::store(pair + 1, high);
+                }
+            }
+        }
+    }
+};
+
+// Two tiles that go by together, one pair of them in use and the next on its way.
+template <u32 SIZE, u32 TILE>
+struct Passing {
+    HalfTile<SIZE> tiles;
+
+    __device__ __forceinline__ HalfTile<SIZE> first(u32 turn) const { return {tiles[turn % 2 * 2 * TILE]}; }
+    __device__ __forceinline__ HalfTile<SIZE> second(u32 turn) const { return {tiles[(turn % 2 * 2 + 1) * TILE]}; }
+
+    // Calls `start` for each of so many turns, and `use` when everyone's copies for it are there.
+    template <typename Start, typename Use>
+    __device__ __forceinline__ void go_by(u32 turns, Start start, Use use) const {
+        if (turns > 0) start(0);
+        close_copies();
+        for (u32 turn = 0; turn < turns; ++turn) {
+            wait_for_copies<0>();
+            __syncthreads(); // Everyone's copies are there, and the pair before has been read.
+            if (turn + 1 < turns) start(turn + 1);
+            close_copies();
+            use(turn);
+        }
+    }
+};
+
+// How many of the first keys a query sees, from a tile's start on.
+__device__ __forceinline__ u32 seen_from(const AttentionArguments& to, u64 query, u64 start) {
+    const u64 seen = to.visible(query);
+    return seen > start ? u32(smaller(seen - start, 0xffff)) : 0;
 }
-TENSOR_CORE_KERNELS(attention_tc_grad_kv)
+
+template <u32 SIZE, u32 BANDS, u32 TILE>
+__device__ void attention_tc(const AttentionArguments& to) {
+    constexpr u32 WARP_ROWS = BANDS * BAND, BLOCK_ROWS = WARPS * WARP_ROWS, HALVES = BANDS * 2;
+    const u32 size = u32(to.head_size), warp_row = warp_of() * WARP_ROWS;
+    const HalfTile<SIZE> q{(bf16*)shared_memory};
+    const Passing<SIZE, TILE> passing{{q[BLOCK_ROWS]}};
+    const u64 head = blockIdx.y, batch = blockIdx.z, kv_head = head / (to.heads / to.kv_heads);
+    // Those that see most begin first.
+    const u64 first = u64(gridDim.x - 1 - blockIdx.x) * BLOCK_ROWS, own = first + warp_row;
+    const HeadRows queries{(const bf16*)to.q + to.at_q.at(batch, head), to.at_q.token, to.queries, size};
+    const HeadRows keys{(const bf16*)to.k + to.at_k.at(batch, kv_head), to.at_k.token, to.keys, size};
+    const HeadRows values{(const bf16*)to.v + to.at_v.at(batch, kv_head), to.at_v.token, to.keys, size};
+    const u64 end = to.visible(smaller(first + BLOCK_ROWS, to.queries) - 1);
+    const f32 scale = to.scale * LOG2_E;
+
+    f32 max[HALVES], sum[HALVES] = {};
+    for (u32 half = 0; half < HALVES; ++half) max[half] = minus_infinity();
+    Bands<BANDS, SIZE> sums;
+    queries.start<BLOCK_ROWS>(q, first);
+    passing.go_by(
+        u32((end + TILE - 1) / TILE),
+        [&](u32 turn) {
+            keys.start<TILE>(passing.first(turn), u64(turn) * TILE);
+            values.start<TILE>(passing.second(turn), u64(turn) * TILE);
+        },
+        [&](u32 turn) {
+            const u64 start = u64(turn) * TILE;
+            if (start >= to.visible(own + WARP_ROWS - 1)) return;
+            Bands<BANDS, TILE> scores;
+            scores.set_to_products(q, warp_row, passing.first(turn));
+            if (start + TILE > to.visible(own)) {
+                u32 seen[HALVES];
+                for (u32 half = 0; half < HALVES; ++half) seen[half] = seen_from(to, own + scores.row_of(half), start);
+                scores.visit([&](f32& score, u32 half, u32 column) { score = column < seen[half] ? score : minus_infinity(); });
+            }
+            f32 greatest[HALVES], kept[HALVES], base[HALVES];
+            for (u32 half = 0; half < HALVES; ++half) greatest[half] = max[half];
+            scores.visit([&](f32& score, u32 half, u32) { greatest[half] = fmaxf(greatest[half], score); });
+            for (u32 half = 0; half < HALVES; ++half) {
+                // Four neighbouring lanes have a row.
+                greatest[half] = fold_lanes<Max>(greatest[half], 4);
+                base[half] = greatest[half] * scale;
+                kept[half] = exp2_of(max[half] * scale - base[half]);
+                max[half] = greatest[half];
+                sum[half] *= kept[half];
+            }
+            scores.visit([&](f32& score, u32 half, u32) {
+                score = exp2_of(score * scale - base[half]);
+                sum[half] += score;
+            });
+            sums.visit([&](f32& sum, u32 half, u32) { sum *= kept[half]; });
+            sums.add(scores, passing.second(turn));
+        });
+    for (u32 half = 0; half < HALVES; ++half) {
+        sum[half] = fold_lanes<Sum>(sum[half], 4);
+        const u64 query = own + sums.row_of(half);
+        if (lane_of() % 4 == 0 && query < to.queries) {
+            to.lse[(batch * to.heads + head) * to.queries + query] = max[half] * to.scale + logf(sum[half]);
+        }
+        sum[half] = 1.0f / sum[half];
+    }
+    sums.visit([&](f32& out, u32 half, u32) { out *= sum[half]; });
+    sums.store((bf16*)to.out + to.at_out.at(batch, head), to.at_out.token, own, to.queries, size);
+}
+TENSOR_CORE_KERNEL(attention_tc, 64, 2, 64)
+TENSOR_CORE_KERNEL(attention_tc, 128, 2, 32)
+TENSOR_CORE_KERNEL(attention_tc, 256, 1, 16)
+
+template <u32 SIZE, u32 BANDS, u32 TILE>
+__device__ void attention_tc_grad_q(const AttentionArguments& to) {
+    constexpr u32 WARP_ROWS = BANDS * BAND, BLOCK_ROWS = WARPS * WARP_ROWS, HALVES = BANDS * 2;
+    const u32 size = u32(to.head_size), warp_row = warp_of() * WARP_ROWS;
+    const HalfTile<SIZE> q{(bf16*)shared_memory}, d_out{q[BLOCK_ROWS]};
+    const Passing<SIZE, TILE> passing{{d_out[BLOCK_ROWS]}};
+    const u64 head = blockIdx.y, batch = blockIdx.z, kv_head = head / (to.heads / to.kv_heads);
+    const u64 first = u64(gridDim.x - 1 - blockIdx.x) * BLOCK_ROWS, own = first + warp_row;
+    const HeadRows queries{(const bf16*)to.q + to.at_q.at(batch, head), to.at_q.token, to.queries, size};
+    const HeadRows gradients{(const bf16*)to.d_out + to.at_out.at(batch, head), to.at_out.token, to.queries, size};
+    const HeadRows keys{(const bf16*)to.k + to.at_k.at(batch, kv_head), to.at_k.token, to.keys, size};
+    const HeadRows values{(const bf16*)to.v + to.at_v.at(batch, kv_head), to.at_v.token, to.keys, size};
+    const u64 end = to.visible(smaller(first + BLOCK_ROWS, to.queries) - 1);
+    const f32 scale = to.scale * LOG2_E;
+
+    Bands<BANDS, SIZE> dq;
+    f32 lse[HALVES], delta[HALVES];
+    for (u32 half = 0; half < HALVES; ++half) {
+        const u64 query = own + dq.row_of(half), statistic = (batch * to.heads + head) * to.queries + query;
+        lse[half] = query < to.queries ? to.lse[statistic] * LOG2_E : 0.0f;
+        delta[half] = query < to.queries ? to.delta[statistic] : 0.0f;
+    }
+    queries.start<BLOCK_ROWS>(q, first);
+    gradients.start<BLOCK_ROWS>(d_out, first);
+    passing.go_by(
+        u32((end + TILE - 1) / TILE),
+        [&](u32 turn) {
+            keys.start<TILE>(passing.first(turn), u64(turn) * TILE);
+            values.start<TILE>(passing.second(turn), u64(turn) * TILE);
+        },
+        [&](u32 turn) {
+            const u64 start = u64(turn) * TILE;
+            if (start >= to.visible(own + WARP_ROWS - 1)) return;
+            Bands<BANDS, TILE> p, d_scores;
+            p.set_to_products(q, warp_row, passing.first(turn));
+            d_scores.set_to_products(d_out, warp_row, passing.second(turn));
+            p.visit([&](f32& p, u32 half, u32) { p = exp2_of(p * scale - lse[half]); });
+            if (start + TILE > to.visible(own)) {
+                u32 seen[HALVES];
+                for (u32 half = 0; half < HALVES; ++half) seen[half] = seen_from(to, own + p.row_of(half), start);
+                p.visit([&](f32& p, u32 half, u32 column) { p = column < seen[half] ? p : 0.0f; });
+            }
+            d_scores.visit([&](f32& d_score, u32 half, u32) { d_score -= delta[half]; });
+            d_scores.multiply_by(p);
+            dq.add(d_scores, passing.first(turn));
+        });
+    dq.visit([&](f32& dq, u32, u32) { dq *= to.scale; });
+    dq.store((bf16*)to.dq + to.at_out.at(batch, head), to.at_out.token, own, to.queries, size);
+}
+TENSOR_CORE_KERNEL(attention_tc_grad_q, 64, 2, 32)
+TENSOR_CORE_KERNEL(attention_tc_grad_q, 128, 1, 32)
+TENSOR_CORE_KERNEL(attention_tc_grad_q, 256, 1, 16)
+
+// Loads what there is for a tile's columns, of which this lane has two of every eight; zeros where nothing is.
+template <u32 COUNT>
+__device__ __forceinline__ void load_numbers(f32 (&to)[COUNT], const f32* from, u32 count) {
+#pragma unroll
+    for (u32 i = 0; i < COUNT; ++i) {
+        const u32 column = i / 2 * 8 + lane_of() % 4 * 2 + i % 2;
+        to[i] = column < count ? from[column] : 0.0f;
+    }
+}
+
+// A warp has keys: scores and their gradients are transposed. Of the largest heads the sums of one gradient are all that the
+// registers hold: dk and dv are made one after the other.
+template <u32 SIZE, u32 BANDS, u32 TILE, bool OF_K, bool OF_V>
+__device__ void attention_tc_grad_of(const AttentionArguments& to) {
+    constexpr u32 WARP_ROWS = BANDS * BAND, BLOCK_ROWS = WARPS * WARP_ROWS, HALVES = BANDS * 2;
+    const u32 size = u32(to.head_size), warp_row = warp_of() * WARP_ROWS;
+    const HalfTile<SIZE> k{(bf16*)shared_memory}, v{k[BLOCK_ROWS]};
+    const Passing<SIZE, TILE> passing{{v[BLOCK_ROWS]}};
+    const u64 kv_head = blockIdx.y, batch = blockIdx.z;
+    const u32 group = u32(to.heads / to.kv_heads);
+    const u64 first = u64(blockIdx.x) * BLOCK_ROWS, own = first + warp_row;
+    const HeadRows keys{(const bf16*)to.k + to.at_k.at(batch, kv_head), to.at_k.token, to.keys, size};
+    const HeadRows values{(const bf16*)to.v + to.at_v.at(batch, kv_head), to.at_v.token, to.keys, size};
+    // Every head's queries from the first on that sees a key of this block.
+    const u32 skipped = u32(to.first_query(first) / TILE), turns = u32((to.queries + TILE - 1) / TILE) - skipped;
+    const f32 scale = to.scale * LOG2_E;
+
+    Bands<BANDS, SIZE> dk, dv;
+    keys.start<BLOCK_ROWS>(k, first);
+    if (OF_K) values.start<BLOCK_ROWS>(v, first);
+    passing.go_by(
+        group * turns,
+        [&](u32 turn) {
+            const u64 head = kv_head * group + turn / turns, start = u64(skipped + turn % turns) * TILE;
+            const HeadRows queries{(const bf16*)to.q + to.at_q.at(batch, head), to.at_q.token, to.queries, size};
+            const HeadRows gradients{(const bf16*)to.d_out + to.at_out.at(batch, head), to.at_out.token, to.queries, size};
+            queries.start<TILE>(passing.first(turn), start);
+            gradients.start<TILE>(passing.second(turn), start);
+        },
+        [&](u32 turn) {
+            const u64 head = kv_head * group + turn / turns, start = u64(skipped + turn % turns) * TILE;
+            const u64 last = smaller(start + TILE, to.queries) - 1;
+            if (to.visible(last) <= own) return;
+            const u64 statistics = (batch * to.heads + head) * to.queries + start;
+            const u32 there = u32(last - start + 1);
+            Bands<BANDS, TILE> p;
+            p.set_to_products(k, warp_row, passing.first(turn));
+            f32 lse[TILE / 4];
+            load_numbers(lse, to.lse + statistics, there);
+            p.visit([&](f32& p, u32, u32 query) { p = exp2_of(p * scale - LOG2_E * lse[query / 8 * 2 + query % 2]); });
+            if (to.visible(start) < own + WARP_ROWS) {
+                // Keys from the tile's first query on.
+                u64 hidden[HALVES];
+                for (u32 half = 0; half < HALVES; ++half) hidden[half] = to.first_query(own + p.row_of(half));
+                p.visit([&](f32& p, u32 half, u32 query) { p = start + query >= hidden[half] ? p : 0.0f; });
+            }
+            if constexpr (OF_V) dv.add(p, passing.second(turn));
+            if constexpr (OF_K) {
+                Bands<BANDS, TILE> d_scores;
+                d_scores.set_to_products(v, warp_row, passing.second(turn));
+                f32 delta[TILE / 4];
+                load_numbers(delta, to.delta + statistics, there);
+                d_scores.visit([&](f32& d_score, u32, u32 query) { d_score -= delta[query / 8 * 2 + query % 2]; });
+                d_scores.multiply_by(p);
+                dk.add(d_scores, passing.first(turn));
+            }
+        });
+    const u64 at = to.at_d_kv.at(batch, kv_head);
+    if constexpr (OF_K) {
+        dk.visit([&](f32& dk, u32, u32) { dk *= to.scale; });
+        dk.store((bf16*)to.dk + at, to.at_d_kv.token, own, to.keys, size);
+    }
+    if constexpr (OF_V) dv.store((bf16*)to.dv + at, to.at_d_kv.token, own, to.keys, size);
+}
+
+template <u32 SIZE, u32 BANDS, u32 TILE>
+__device__ void attention_tc_grad_kv(const AttentionArguments& to) {
+    attention_tc_grad_of<SIZE, BANDS, TILE, true, true>(to);
+}
+TENSOR_CORE_KERNEL(attention_tc_grad_kv, 64, 2, 32)
+TENSOR_CORE_KERNEL(attention_tc_grad_kv, 128, 1, 32)
+
+template <u32 SIZE, u32 BANDS, u32 TILE>
+__device__ void attention_tc_grad_k(const AttentionArguments& to) {
+    attention_tc_grad_of<SIZE, BANDS, TILE, true, false>(to);
+}
+TENSOR_CORE_KERNEL(attention_tc_grad_k, 256, 1, 16)
+
+template <u32 SIZE, u32 BANDS, u32 TILE>
+__device__ void attention_tc_grad_v(const AttentionArguments& to) {
+    attention_tc_grad_of<SIZE, BANDS, TILE, false, true>(to);
+}
+TENSOR_CORE_KERNEL(attention_tc_grad_v, 256, 1, 16)

@@ -1,29 +1,10 @@
 // The experts' products in bf16, on tensor cores, with sums in f32. Tiles of factors are copied while those before them are
 // multiplied.
-#include "copy_async.cuh"
 #include "grouped.cuh"
 #include "tensor_cores.cuh"
 
 // Tiles of each factor in shared memory at a time.
 constexpr u32 STAGES = 3;
-
-// Starts to load COUNT rows, of which `count` are there, and of these `size` elements; what is not there is zeros.
-template <u32 COUNT, u32 SIZE>
-__device__ __forceinline__ void start_rows(HalfTile<SIZE> to, const bf16* from, u64 stride, u32 count, u32 size) {
-    constexpr u32 PACK = Pack<bf16>::SIZE, ACROSS = SIZE / PACK;
-    if (!is_aligned(from) || stride % PACK != 0) {
-        to.load_rows(from, stride, 0, count, COUNT, size);
-        return;
-    }
-    static_assert(COUNT * ACROSS % GROUPED_THREADS == 0, "every thread has as many packs");
-#pragma unroll
-    for (u32 first = 0; first < COUNT * ACROSS; first += GROUPED_THREADS) {
-        const u32 i = first + threadIdx.x, row = i / ACROSS, column = i % ACROSS * PACK;
-        const bool is_there = row < count && column < size;
-        const u32 elements = is_there ? u32(smaller(size - column, PACK)) : 0;
-        copy_async(to[row] + column, is_there ? from + row * stride + column : from, elements * u32(sizeof(bf16)));
-    }
-}
 
 // A tile of 128 × 128. Each of eight warps has 64 × 32 of it, in fragments of 16 × 8.
 template <bool ALONG_A, bool ALONG_B>
@@ -68,27 +49,17 @@ struct TensorCoreProducts {
         __device__ __forceinline__ void start(const Factor<bf16, ALONG>& of, const Range& range) const {
             const Range own{of.first, of.end}, &down = ALONG ? own : range, &along = ALONG ? range : own;
             const u32 count = u32(smaller(down.end - down.first, ROWS)), size = u32(smaller(along.end - along.first, WIDTH));
-            start_rows<ROWS>(rows, of.at + u64(down.first) * of.pitch + along.first, of.pitch, count, size);
+            rows.template start<ROWS, GROUPED_THREADS>(of.at + u64(down.first) * of.pitch + along.first, of.pitch, count, size);
         }
 
-        // 16 of a's rows as a factor's fragment.
+        // 16 of a's rows as a factor's fragments.
         __device__ __forceinline__ void load_left(u32 (&to)[4], u32 row, u32 d) const {
-            const u32 lane = lane_of();
-            if constexpr (ALONG) {
-                load_matrices(to, rows[row + lane % 16] + d + lane / 16 * 8);
-            } else {
-                load_transposed(to, rows[d + lane % 8 + lane / 16 * 8] + row + lane / 8 % 2 * 8);
-            }
+            ALONG ? rows.load_left(to, row, d) : rows.load_left_of_columns(to, d, row);
         }
 
         // 16 of b's columns as two factors' fragments.
         __device__ __forceinline__ void load_right(u32 (&to)[4], u32 column, u32 d) const {
-            const u32 lane = lane_of();
-            if constexpr (ALONG) {
-                load_matrices(to, rows[column + lane % 8 + lane / 16 * 8] + d + lane / 8 % 2 * 8);
-            } else {
-                load_transposed(to, rows[d + lane % 16] + column + lane / 16 * 8);
-            }
+            ALONG ? rows.load_right_of_rows(to, column, d) : rows.load_right(to, d, column);
         }
     };
 

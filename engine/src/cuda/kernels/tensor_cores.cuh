@@ -2,6 +2,7 @@
 //
 // Of a 16 × 8 result, lane l holds row l/4, columns 2(l%4) and the next, then the same of row l/4 + 8.
 #pragma once
+#include "copy_async.cuh"
 #include "reduce.cuh"
 
 #ifndef ON_HOST
@@ -30,14 +31,19 @@ __device__ __forceinline__ void load_transposed(u32 (&to)[4], const bf16* row) {
                  : "r"(address)
                  : "memory");
 }
-#endif
 
-// Two neighbours, the first in the low half.
-__device__ __forceinline__ u32 pair_at(const bf16* at) { return *reinterpret_cast<const u32*>(at); }
-
+// Two numbers as one register of bf16, the first in the low half.
 __device__ __forceinline__ u32 pair_of(f32 low, f32 high) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+#else
+static u32 pair_of(f32 low, f32 high) {
     return u32(round_to_bf16(low).bits) | u32(round_to_bf16(high).bits) << 16;
 }
+#endif
+
 
 // Rows of SIZE elements in shared memory, 16 bytes further apart than they are long, so that what a warp reads at once lies in
 // different banks.
@@ -48,61 +54,51 @@ struct HalfTile {
 
     __device__ __forceinline__ bf16* operator[](u32 row) const { return rows + row * PITCH; }
 
-    // Loads `count` rows of `size` elements; what lies behind a row, and rows from `end` on, are zeros.
-    __device__ __forceinline__ void load_rows(const bf16* from, u64 stride, u64 first, u64 end, u32 count, u32 size) const {
-        constexpr u32 PACK = Pack<bf16>::SIZE;
-        const bool is_packed = is_aligned(from) && stride % PACK == 0;
-        for (u32 i = threadIdx.x; i < count * (SIZE / PACK); i += blockDim.x) {
-            const u32 row = i / (SIZE / PACK), column = i % (SIZE / PACK) * PACK;
-            const bf16* at = from + (first + row) * stride + column;
-            Pack<bf16> pack = {};
-            if (first + row < end && column + PACK <= size && is_packed) {
-                pack = *reinterpret_cast<const Pack<bf16>*>(at);
-            } else if (first + row < end) {
-                for (u32 c = 0; c < PACK; ++c) {
-                    if (column + c < size) pack.at[c] = at[c];
-                }
-            }
-            *reinterpret_cast<Pack<bf16>*>((*this)[row] + column) = pack;
+    // Starts to load ROWS rows with all THREADS of the block. `count` of them are there, and of these `size` elements; what is
+    // not there is zeros.
+    template <u32 ROWS, u32 THREADS>
+    __device__ __forceinline__ void start(const bf16* from, u64 stride, u32 count, u32 size) const {
+        constexpr u32 PACK = Pack<bf16>::SIZE, ACROSS = SIZE / PACK;
+        if (!is_aligned(from) || stride % PACK != 0) {
+            load<ROWS>(*this, from, stride, count, size);
+            return;
         }
+        static_assert(ROWS * ACROSS % THREADS == 0, "every thread has as many packs");
+#pragma unroll
+        for (u32 first = 0; first < ROWS * ACROSS; first += THREADS) {
+            const u32 i = first + threadIdx.x, row = i / ACROSS, column = i % ACROSS * PACK;
+            const bool is_there = row < count && column < size;
+            const u32 elements = is_there ? u32(smaller(size - column, PACK)) : 0;
+            copy_async((*this)[row] + column, is_there ? from + row * stride + column : from, elements * u32(sizeof(bf16)));
+        }
+    }
+
+    // The same element by element, for rows that no pack begins with.
+    template <u32 ROWS>
+    __device__ __forceinline__ static void load(HalfTile to, const bf16* from, u64 stride, u32 count, u32 size) {
+        for (u32 i = threadIdx.x; i < ROWS * SIZE; i += blockDim.x) {
+            const u32 row = i / SIZE, column = i % SIZE;
+            to[row][column] = row < count && column < size ? from[row * stride + column] : bf16{0};
+        }
+    }
+
+    // Fragments of a left factor: rows `row` to `row` + 15, columns `column` to `column` + 15.
+    __device__ __forceinline__ void load_left(u32 (&to)[4], u32 row, u32 column) const {
+        load_matrices(to, (*this)[row + lane_of() % 16] + column + lane_of() / 16 * 8);
+    }
+
+    // Fragments of two right factors, which are what lies here transposed: rows `row` to `row` + 7, then the next eight.
+    __device__ __forceinline__ void load_right_of_rows(u32 (&to)[4], u32 row, u32 column) const {
+        load_matrices(to, (*this)[row + lane_of() % 8 + lane_of() / 16 * 8] + column + lane_of() / 8 % 2 * 8);
+    }
+
+    // Fragments of two right factors, as they lie here: columns `column` to `column` + 7, then the next eight.
+    __device__ __forceinline__ void load_right(u32 (&to)[4], u32 row, u32 column) const {
+        load_transposed(to, (*this)[row + lane_of() % 16] + column + lane_of() / 16 * 8);
+    }
+
+    // Fragments of a left factor that is what lies here transposed: columns `column` to `column` + 15.
+    __device__ __forceinline__ void load_left_of_columns(u32 (&to)[4], u32 row, u32 column) const {
+        load_transposed(to, (*this)[row + lane_of() % 8 + lane_of() / 16 * 8] + column + lane_of() / 8 % 2 * 8);
     }
 };
-
-// Sixteen rows of a, from `first` on, times all 8·TILES rows of b: each with each.
-template <u32 SIZE, u32 TILES>
-__device__ __forceinline__ void multiply_rows(f32 (&products)[TILES][4], HalfTile<SIZE> a, u32 first, HalfTile<SIZE> b) {
-    const u32 group = lane_of() / 4, pair = lane_of() % 4 * 2;
-#pragma unroll
-    for (u32 n = 0; n < TILES; ++n) {
-        for (u32 e = 0; e < 4; ++e) products[n][e] = 0.0f;
-    }
-#pragma unroll
-    for (u32 k = 0; k < SIZE; k += 16) {
-        const bf16 *top = a[first + group] + k + pair, *bottom = a[first + group + 8] + k + pair;
-        const u32 of_a[4] = {pair_at(top), pair_at(bottom), pair_at(top + 8), pair_at(bottom + 8)};
-#pragma unroll
-        for (u32 n = 0; n < TILES; ++n) {
-            const bf16* of_b = b[n * 8 + group] + k + pair;
-            multiply_add(products[n], of_a, pair_at(of_b), pair_at(of_b + 8));
-        }
-    }
-}
-
-// Adds to each of sixteen rows the 8·TILES rows of b, weighted.
-template <u32 SIZE, u32 TILES>
-__device__ __forceinline__ void add_rows(f32 (&sums)[SIZE / 8][4], const f32 (&weights)[TILES][4], HalfTile<SIZE> b) {
-    const u32 lane = lane_of();
-#pragma unroll
-    for (u32 k = 0; k < TILES; k += 2) {
-        // A result's fragments are a factor's, once rounded.
-        const u32 of_a[4] = {pair_of(weights[k][0], weights[k][1]), pair_of(weights[k][2], weights[k][3]),
-                             pair_of(weights[k + 1][0], weights[k + 1][1]), pair_of(weights[k + 1][2], weights[k + 1][3])};
-#pragma unroll
-        for (u32 n = 0; n < SIZE / 8; n += 2) {
-            u32 of_b[4];
-            load_transposed(of_b, b[k * 8 + lane % 16] + n * 8 + lane / 16 * 8);
-            multiply_add(sums[n], of_a, of_b[0], of_b[1]);
-            multiply_add(sums[n + 1], of_a, of_b[2], of_b[3]);
-        }
-    }
-}

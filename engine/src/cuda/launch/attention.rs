@@ -66,12 +66,8 @@ struct Form {
     name: String,
     /// Tokens of a block.
     rows: u64,
-    /// Tokens that go by at a time.
-    tile: u64,
-    /// Bytes from a token to the next in shared memory.
-    pitch: u64,
-    /// Whether scores lie in shared memory.
-    stores_scores: bool,
+    /// Bytes of shared memory.
+    shared_bytes: u64,
 }
 
 /// The part of attention that a kernel is.
@@ -80,49 +76,70 @@ enum Part {
     Forward,
     GradQ,
     GradKv,
+    GradK,
+    GradV,
+}
+
+impl Part {
+    /// What becomes dk and dv of heads of this size: in one kernel, or one after the other.
+    fn of_kv(dtype: DType, head_size: u64) -> &'static [Self] {
+        if dtype == DType::BF16 && head_size > 128 { &[Self::GradV, Self::GradK] } else { &[Self::GradKv] }
+    }
+
+    fn suffix(self) -> &'static str {
+        match self {
+            Self::Forward => "",
+            Self::GradQ => "_grad_q",
+            Self::GradKv => "_grad_kv",
+            Self::GradK => "_grad_k",
+            Self::GradV => "_grad_v",
+        }
+    }
 }
 
 impl Form {
-    /// Tensor cores for what they have; else products in f32.
     fn of(part: Part, dtype: DType, head_size: u64) -> Option<Self> {
-        let suffix = match part {
-            Part::Forward => "",
-            Part::GradQ => "_grad_q",
-            Part::GradKv => "_grad_kv",
-        };
         let most = [64, 128, 256].into_iter().find(|&most| head_size <= most)?;
-        if dtype == DType::BF16 && most <= 128 {
-            return Some(Self {
-                family: AttentionTensorCores,
-                name: format!("attention_tc{suffix}_{most}"),
-                rows: 64,
-                tile: if part == Part::Forward { 64 } else { 32 },
-                pitch: 2 * (most + 8),
-                stores_scores: false,
-            });
+        match dtype {
+            DType::BF16 => Some(Self::tensor_cores(part, most)),
+            DType::F32 => Some(Self::plain(part, most, head_size)),
+            _ => None,
         }
-        let rows = if most == 256 { 16 } else { 32 };
-        Some(Self {
-            family: Attention,
-            name: typed(&format!("attention{suffix}_{most}"), dtype)?,
-            rows,
-            tile: rows,
-            pitch: 4 * (head_size + 1),
-            stores_scores: true,
-        })
     }
 
-    /// Bytes of shared memory: tiles of heads, and squares of scores or statistics of a tile's queries.
-    fn shared_bytes(&self, part: Part) -> u64 {
-        let (blocks, tiles, squares, statistics) = match part {
-            // Values take the place of keys where scores were stored.
-            Part::Forward => (1, if self.stores_scores { 1 } else { 2 }, 1, 0),
-            Part::GradQ => (2, 2, 1, 0),
-            Part::GradKv => (2, 2, 2, 2),
+    /// attention_tensor_cores.cu: bands of a warp and rows of a tile as they are there; two pairs of tiles that go by.
+    fn tensor_cores(part: Part, most: u64) -> Self {
+        let (bands, tile) = match (part, most) {
+            (Part::Forward, 64) => (2, 64),
+            (_, 64) | (Part::Forward, 128) => (2, 32),
+            (_, 128) => (1, 32),
+            _ => (1, 16),
         };
-        let scores =
-            if self.stores_scores { squares * 4 * self.rows * (self.rows + 1) } else { 4 * statistics * self.tile };
-        (blocks * self.rows + tiles * self.tile) * self.pitch + scores
+        let rows = 16 * bands * u64::from(THREADS / 32);
+        let blocks = if part == Part::Forward { 1 } else { 2 };
+        Self {
+            family: AttentionTensorCores,
+            name: format!("attention_tc{}_{most}", part.suffix()),
+            rows,
+            shared_bytes: (blocks * rows + 4 * tile) * 2 * (most + 8),
+        }
+    }
+
+    /// attention.cu: tiles of heads, and squares of scores.
+    fn plain(part: Part, most: u64, head_size: u64) -> Self {
+        let rows = if most == 256 { 16 } else { 32 };
+        let (tiles, squares) = match part {
+            // Values take the place of keys.
+            Part::Forward => (2, 1),
+            Part::GradQ => (4, 1),
+            Part::GradKv | Part::GradK | Part::GradV => (4, 2),
+        };
+        Self {
+            family: Attention,
+            name: format!("attention{}_{most}_f32", part.suffix()),
+            rows,
+            shared_bytes: tiles * rows * 4 * (head_size + 1) + squares * 4 * rows * (rows + 1),
+        }
     }
 }
 
@@ -163,7 +180,7 @@ impl AttentionArguments {
         let grid = [tokens.div_ceil(form.rows), heads, of.dims()[0] as u64];
         Some(Kernel {
             family: form.family,
-            shared_bytes: form.shared_bytes(part) as u32,
+            shared_bytes: form.shared_bytes as u32,
             name: form.name,
             grid: grid.map(|blocks| blocks as u32),
             block: THREADS,
@@ -211,9 +228,10 @@ pub fn attention_grad(scale: f64, is_causal: bool, operands: &Operands<'_>) -> O
         shared_bytes: 0,
         arguments: Box::new(arguments),
     };
-    launches([
-        deltas,
-        arguments.launch(Part::GradQ, q, queries, heads)?,
-        arguments.launch(Part::GradKv, q, keys, kv_heads)?,
-    ])
+    let of_kv = Part::of_kv(q.dtype, arguments.head_size).iter();
+    [Some(deltas), arguments.launch(Part::GradQ, q, queries, heads)]
+        .into_iter()
+        .chain(of_kv.map(|&part| arguments.launch(part, q, keys, kv_heads)))
+        .map(|kernel| kernel.map(Launch::Kernel))
+        .collect()
 }

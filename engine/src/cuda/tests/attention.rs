@@ -17,8 +17,9 @@ fn forward_and_backward() {
         (1, 2, 1, 35, 35, 80),
         (1, 2, 2, 18, 33, 130),
         // More than a block of tensor cores has, and sizes that can be moved 16 bytes at a time.
-        (1, 2, 1, 70, 70, 16),
+        (1, 2, 1, 140, 140, 16),
         (1, 1, 1, 66, 130, 104),
+        (1, 1, 1, 70, 70, 256),
     ];
     for (batch, heads, kv_heads, queries, keys, size) in shapes {
         for causal in [false, true] {
