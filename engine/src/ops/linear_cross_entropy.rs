@@ -200,6 +200,10 @@ impl Op for LinearCrossEntropyGrad {
 /// than fill it up.
 const ENOUGH_ROWS: usize = 256;
 
+/// The same on a GPU: what fills it, and adds seldom enough to the weight's gradient that it is the products that take the time.
+#[cfg(feature = "cuda")]
+const ENOUGH_ROWS_ON_GPU: usize = 2048;
+
 /// How rows are cut. A chunk is several whole sequences, or a piece of one that only the lengths of the sequence, the width
 /// and the vocabulary decide: so the order of summation does not depend on how the batch is cut into micro-batches.
 #[derive(Debug, Clone, Copy)]
@@ -270,14 +274,34 @@ impl Chunks {
         [vec![logits as u64], pieces].concat()
     }
 
+    /// The chunks' ranges on a GPU, where the order of summation is the library's, but always the same for as many rows.
+    #[cfg(feature = "cuda")]
+    fn cuda_ranges(self) -> impl Iterator<Item = Range<usize>> {
+        let chunk = self.cuda_chunk();
+        (0..self.rows).step_by(chunk.max(1)).map(move |start| start..(start + chunk).min(self.rows))
+    }
+
+    /// Rows of a chunk on a GPU, but for the last.
+    #[cfg(feature = "cuda")]
+    fn cuda_chunk(&self) -> usize {
+        self.rows.div_ceil(self.rows.div_ceil(ENOUGH_ROWS_ON_GPU).max(1))
+    }
+
+    /// Elements from a row of logits to the next on a GPU: so many that all rows are aligned, which products of a vocabulary of
+    /// an odd size would be the slower for.
+    #[cfg(feature = "cuda")]
+    fn cuda_pitch(&self) -> usize {
+        self.vocabulary.next_multiple_of(64)
+    }
+
     /// Bytes of each piece of scratch on a GPU: a chunk's logits, then what is the largest that a product is given.
     #[cfg(feature = "cuda")]
     fn cuda_workspace(&self, dtype: DType, backward: bool) -> Vec<u64> {
-        let &Self { rows, width, vocabulary, chunk, .. } = self;
-        let rows = chunk.min(rows);
+        let &Self { width, vocabulary, .. } = self;
+        let rows = self.cuda_chunk();
         let backward = [(vocabulary, width), (rows, width)].into_iter().filter(|_| backward);
         let products = backward.chain([(rows, vocabulary)]).map(|(m, n)| launch::product_workspace(m, n));
-        vec![(rows * vocabulary * dtype.size_in_bytes()) as u64, products.max().unwrap_or(0)]
+        vec![(rows * self.cuda_pitch() * dtype.size_in_bytes()) as u64, products.max().unwrap_or(0)]
     }
 
     /// The pass on a GPU: for each chunk its logits, what becomes of them, and its share of the gradients, `[dx, d_weight]`, of
@@ -293,16 +317,16 @@ impl Chunks {
         let [x, of_weight, targets, ..] = operands.inputs else { return None };
         let (&[logits, scratch, ..], dtype) = (operands.workspace, x.dtype) else { return None };
         let scratch = launch::scratch_in(scratch, self.cuda_workspace(dtype, backward.is_some())[1]);
-        let (width, vocabulary) = (self.width as u64, self.vocabulary as u64);
+        let (width, vocabulary, pitch) = (self.width as u64, self.vocabulary as u64, self.cuda_pitch());
         let at = |address: u64, elements: usize| address + (elements * dtype.size_in_bytes()) as u64;
         let weights = Matrix::dense(of_weight.address, dtype, width);
         let mut launches = Vec::new();
-        for (index, range) in self.ranges().enumerate() {
+        for (index, range) in self.cuda_ranges().enumerate() {
             let rows = range.len() as u64;
             let x = Matrix::dense(at(x.address, range.start * self.width), dtype, width);
-            let of_logits = Matrix::dense(logits, dtype, vocabulary);
+            let of_logits = Matrix::dense(logits, dtype, pitch as u64);
             launches.push(Launch::Product(Product::new((rows, vocabulary, width), x, weights.t(), of_logits, scratch)));
-            let layout = Layout::contiguous((range.len(), self.vocabulary));
+            let layout = Layout::new((range.len(), self.vocabulary).into(), vec![pitch, 1], 0);
             let upstream = match backward {
                 Some((launch::Upstream::Each(d_losses, _), _)) => launch::Upstream::Each(d_losses, range.start as u64),
                 Some((everywhere, _)) => everywhere,

@@ -94,8 +94,11 @@ pub(super) fn kernel(fused: &Fused, operands: &Operands<'_>) -> Option<Kernel> {
     let stored = writer.stores(&mut fields)?;
     let mut body = writer.constants(&mut fields);
     writer.each(&mut body, &loaded, &stored);
-    let arguments_of_rows = writer.rows(&mut fields, &mut body, &loaded, &stored)?;
-    let pack = if arguments_of_rows.is_none() { writer.packs(&mut body, &loaded, &stored) } else { 1 };
+    let pack = writer.several(&mut body, &loaded, &stored);
+    let width = writer.rows(&mut fields, &mut body)?;
+    if width.is_none() {
+        writer.flat(&mut body);
+    }
 
     // An operation of somebody else's may have a name that is no word in C.
     let word = |name: &str| name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).collect();
@@ -107,8 +110,8 @@ pub(super) fn kernel(fused: &Fused, operands: &Operands<'_>) -> Option<Kernel> {
     let name = named(&names, stored.first()?.type_name, &text);
     let generated = Generated::of(format!("{name}.cu"), text.replace(UNNAMED, &name));
     let (family, arguments) = (Family::Generated(generated), Words(fields.words.into()));
-    Some(match arguments_of_rows {
-        Some(width) => Kernel::rows(family, name, count / width.max(1), width, arguments),
+    Some(match width {
+        Some(width) => Kernel::rows(family, name, count / width.max(1), width.div_ceil(pack), arguments),
         None => Kernel::flat(family, name, count.div_ceil(pack), arguments),
     })
 }
@@ -140,13 +143,13 @@ struct Element {
 }
 
 impl Element {
-    /// The element at `i`, as an f32.
-    fn load(&self, i: &str) -> String {
+    /// Element j of those from `i` on, as an f32, unless its neighbours are loaded together.
+    fn load(&self) -> String {
         let Self { index, lies, .. } = self;
         match lies {
-            Lies::Dense => format!("load(to.x{index} + {i})"),
+            Lies::Dense => format!("of_x{index}[j]"),
             Lies::Number => format!("load(to.x{index})"),
-            Lies::Strided => format!("load(to.x{index} + to.at_x{index}.at({i}))"),
+            Lies::Strided => format!("load(to.x{index} + to.at_x{index}.at(i + j))"),
         }
     }
 }
@@ -291,36 +294,43 @@ impl Writer<'_> {
         self.fusible.iter().position(|fusible| matches!(fusible, Fusible::NormGradInput { .. }))
     }
 
-    /// What a call of `each` is given: a register for each element that is stored.
-    fn call(&self, i: &str, loads: impl Iterator<Item = String>, stored: &[Element]) -> String {
-        let head = self.head().map(|_| "dx".to_owned());
-        let registers = stored.iter().map(|y| format!("y{}", y.index));
-        let all: Vec<String> = [i.to_owned()].into_iter().chain(head).chain(loads).chain(registers).collect();
-        format!("each({});", all.join(", "))
-    }
-
-    fn registers(stored: &[Element]) -> String {
-        let names: Vec<String> = stored.iter().map(|y| format!("y{}", y.index)).collect();
-        format!("f32 {};", names.join(", "))
-    }
-
-    /// One element, at place `i`.
-    fn one(&self, body: &mut String, depth: usize, loaded: &[Element], stored: &[Element]) {
-        line(body, depth, format_args!("{}", Self::registers(stored)));
-        line(body, depth, format_args!("{}", self.call("i", loaded.iter().map(|x| x.load("i")), stored)));
-        for Element { index, .. } in stored {
-            line(body, depth, format_args!("store(to.y{index} + i, y{index});"));
+    /// The function that loads, makes and stores several neighbours, as many as there are of `count`, from place `i` on; and
+    /// whether as many may be moved together as fit 16 bytes. Returns how many these are.
+    fn several(&self, body: &mut String, loaded: &[Element], stored: &[Element]) -> u64 {
+        let bytes = loaded.iter().chain(stored).map(|element| element.dtype.size_in_bytes() as u64).min().unwrap_or(4);
+        let pack = 16 / bytes;
+        let dense = || loaded.iter().filter(|x| x.lies == Lies::Dense);
+        let head = if self.head().is_some() { ", const auto& head" } else { "" };
+        line(body, 1, format_args!("const auto several = [&](auto count, u64 i{head}) {{"));
+        line(body, 2, format_args!("constexpr u32 N = decltype(count)::VALUE;"));
+        for Element { index, .. } in dense() {
+            line(body, 2, format_args!("f32 of_x{index}[N];"));
+            line(body, 2, format_args!("load_neighbours(of_x{index}, to.x{index} + i);"));
         }
+        for Element { index, .. } in stored {
+            line(body, 2, format_args!("f32 of_y{index}[N];"));
+        }
+        let arguments: Vec<String> = ["i + j".to_owned()]
+            .into_iter()
+            .chain(self.head().map(|_| "head[j]".into()))
+            .chain(loaded.iter().map(Element::load))
+            .chain(stored.iter().map(|y| format!("of_y{}[j]", y.index)))
+            .collect();
+        line(body, 2, format_args!("for (u32 j = 0; j < N; ++j) each({});", arguments.join(", ")));
+        for Element { index, .. } in stored {
+            line(body, 2, format_args!("store_neighbours(to.y{index} + i, of_y{index});"));
+        }
+        line(body, 1, format_args!("}};"));
+        let addresses =
+            dense().map(|x| format!("to.x{}", x.index)).chain(stored.iter().map(|y| format!("to.y{}", y.index)));
+        let aligned: Vec<String> = addresses.map(|address| format!("is_aligned({address})")).collect();
+        line(body, 1, format_args!("constexpr u32 PACK = {pack};"));
+        line(body, 1, format_args!("const bool may_be_packed = {};", aligned.join(" && ")));
+        pack
     }
 
     /// The normalisation of rows, or its gradient, around the elements, and the width of a row; none if there is neither.
-    fn rows(
-        &self,
-        fields: &mut Fields,
-        body: &mut String,
-        loaded: &[Element],
-        stored: &[Element],
-    ) -> Option<Option<u64>> {
+    fn rows(&self, fields: &mut Fields, body: &mut String) -> Option<Option<u64>> {
         let Some((member, inputs, fusible)) = self.members().find(|(.., f)| !matches!(f, Fusible::Each { .. })) else {
             return Some(None);
         };
@@ -338,20 +348,19 @@ impl Writer<'_> {
                 let (y, stats) = (self.output(member, 0)?.address, self.output(member, 1)?.address);
                 let eps = u64::from((eps as f32).to_bits());
                 fields.push("NormArguments norm", [x.address, address(1)?, bias, y, stats, width, eps]);
-                line(body, 1, format_args!("for (u64 j = threadIdx.x; j < to.norm.width; j += blockDim.x) {{"));
-                line(body, 2, format_args!("const u64 i = blockIdx.x * to.norm.width + j;"));
-                self.one(body, 2, loaded, stored);
-                line(body, 1, format_args!("}}"));
-                // A thread reads again what it has written itself.
+                line(body, 1, format_args!("const bool is_packed = may_be_packed && to.norm.width % PACK == 0;"));
+                line(body, 1, format_args!("each_of_row<PACK>(to.norm.width, is_packed, [&](auto count, u64 j) {{"));
+                line(body, 2, format_args!("several(count, blockIdx.x * to.norm.width + j);"));
+                line(body, 1, format_args!("}});"));
+                // Whether the row is packed is decided anew.
+                line(body, 1, format_args!("__syncthreads();"));
                 let name = if is_centred { "layer_norm" } else { "rms_norm" };
                 line(body, 1, format_args!("{name}<{type_name}>(to.norm);"));
             }
             Fusible::NormGradInput { is_centred } => {
                 let words = [x.address, address(1)?, address(2)?, address(3)?, 0, width, u64::from(is_centred)];
                 fields.push("NormGradInputArguments norm", words);
-                line(body, 1, format_args!("norm_grad_input_to<{type_name}>(to.norm, [&](u64 i, f32 dx) {{"));
-                self.one(body, 2, loaded, stored);
-                line(body, 1, format_args!("}});"));
+                line(body, 1, format_args!("norm_grad_input_to<{type_name}, PACK>(to.norm, may_be_packed, several);"));
             }
             Fusible::Each { .. } | Fusible::Product => return None,
         }
@@ -364,43 +373,11 @@ impl Writer<'_> {
         Some(self.operands.outputs[index].clone())
     }
 
-    /// All elements, some neighbours for each thread. Returns how many.
-    fn packs(&self, body: &mut String, loaded: &[Element], stored: &[Element]) -> u64 {
-        let bytes = loaded.iter().chain(stored).map(|element| element.dtype.size_in_bytes() as u64).min().unwrap_or(4);
-        let pack = 16 / bytes;
-        let dense = || loaded.iter().filter(|x| x.lies == Lies::Dense);
-        let aligned =
-            dense().map(|x| format!("to.x{}", x.index)).chain(stored.iter().map(|y| format!("to.y{}", y.index)));
-        let aligned: Vec<String> = aligned.map(|address| format!(" && is_aligned({address})")).collect();
-        line(body, 1, format_args!("constexpr u32 N = {pack};"));
-        line(body, 1, format_args!("const u64 first = smaller(global_thread() * N, to.count);"));
-        line(body, 1, format_args!("const u64 end = smaller(first + N, to.count);"));
-        line(body, 1, format_args!("if (end - first == N{}) {{", aligned.concat()));
-        for Element { index, .. } in dense() {
-            line(body, 2, format_args!("const auto of_x{index} = neighbours<N>(to.x{index} + first);"));
-        }
-        for Element { index, type_name, .. } in stored {
-            line(body, 2, format_args!("Neighbours<{type_name}, N> of_y{index};"));
-        }
-        line(body, 2, format_args!("for (u32 j = 0; j < N; ++j) {{"));
-        line(body, 3, format_args!("{}", Self::registers(stored)));
-        let load = |x: &Element| match x.lies {
-            Lies::Dense => format!("load(&of_x{}.at[j])", x.index),
-            _ => x.load("(first + j)"),
-        };
-        line(body, 3, format_args!("{}", self.call("first + j", loaded.iter().map(load), stored)));
-        for Element { index, .. } in stored {
-            line(body, 3, format_args!("store(&of_y{index}.at[j], y{index});"));
-        }
-        line(body, 2, format_args!("}}"));
-        for Element { index, .. } in stored {
-            line(body, 2, format_args!("of_y{index}.to(to.y{index} + first);"));
-        }
-        line(body, 2, format_args!("return;"));
-        line(body, 1, format_args!("}}"));
-        line(body, 1, format_args!("for (u64 i = first; i < end; ++i) {{"));
-        self.one(body, 2, loaded, stored);
-        line(body, 1, format_args!("}}"));
-        pack
+    /// All elements, some neighbours for each thread.
+    fn flat(&self, body: &mut String) {
+        line(body, 1, format_args!("const u64 first = smaller(global_thread() * PACK, to.count);"));
+        line(body, 1, format_args!("const u64 end = smaller(first + PACK, to.count);"));
+        line(body, 1, format_args!("if (end - first == PACK && may_be_packed) return several(Count<PACK>(), first);"));
+        line(body, 1, format_args!("for (u64 i = first; i < end; ++i) several(Count<1>(), i);"));
     }
 }

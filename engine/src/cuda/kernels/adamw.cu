@@ -98,14 +98,16 @@ __device__ void squared_norm_parts(const SquaredNormsArguments& to) {
 }
 KERNELS(squared_norm_parts, SquaredNormsArguments)
 
-// A thread adds up the parts of one tensor in order.
+// A warp adds up the parts of one tensor.
 KERNEL(squared_norms, SquaredNormsArguments) {
-    const u64 tensor = global_thread();
+    const u64 tensor = global_thread() / 32;
     if (tensor >= arguments.tensor_count) return;
     const NormTensor& of = arguments.tensors[tensor];
+    const u64 parts = (of.count + NORM_LENGTH - 1) / NORM_LENGTH;
     f64 sum = 0.0;
-    for (u64 part = 0; part < (of.count + NORM_LENGTH - 1) / NORM_LENGTH; ++part) sum += arguments.parts[of.first_block + part];
-    arguments.out[tensor] = sum;
+    for (u64 part = lane_of(); part < parts; part += 32) sum += arguments.parts[of.first_block + part];
+    for (u32 distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, distance);
+    if (lane_of() == 0) arguments.out[tensor] = sum;
 }
 
 struct GlobalNormArguments {

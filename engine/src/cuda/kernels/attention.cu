@@ -67,9 +67,9 @@ __device__ void attention(const AttentionArguments& to) {
     f32* out = (f32*)to.out + to.at_out.at(batch, head) + query * to.at_out.token;
 #pragma unroll
     for (u32 c = 0; c < COLUMNS; ++c) {
-        if (lane + c * LANES < size) store(out + lane + c * LANES, sum > 0.0f ? sums[c] / sum : 0.0f);
+        if (lane + c * LANES < size) store(out + lane + c * LANES, sums[c] / sum);
     }
-    if (lane == 0) to.lse[(batch * to.heads + head) * to.queries + query] = sum > 0.0f ? max + logf(sum) : max;
+    if (lane == 0) to.lse[(batch * to.heads + head) * to.queries + query] = max + logf(sum);
 }
 ATTENTION_KERNELS(attention)
 

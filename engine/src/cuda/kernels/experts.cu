@@ -1,7 +1,7 @@
 // Rows to experts and back, and the experts' gated unit. Twins: ops/experts/combine.rs, slot_weights.rs, routed_swiglu.rs. A
 // block has one row.
 #include "math.cuh"
-#include "reduce.cuh"
+#include "rows.cuh"
 
 constexpr u32 NONE = 0xffffffffu;
 
@@ -20,13 +20,12 @@ __device__ void dispatch(const RowsArguments& to) {
     const u32 slot = to.indices[blockIdx.x];
     const T* row = (const T*)to.from + (slot == NONE ? 0 : slot / to.k) * to.width;
     T* out = (T*)to.out + blockIdx.x * to.width;
-    for (u64 i = threadIdx.x; i < to.width; i += blockDim.x) {
-        if (slot == NONE) {
-            store(out + i, 0.0f);
-        } else {
-            out[i] = row[i];
-        }
-    }
+    const bool is_packed = are_packed((const T*)to.from, to.width) && is_aligned(to.out);
+    each_of_row<Pack<T>::SIZE>(to.width, is_packed, [&](auto count, u64 i) {
+        f32 all[decltype(count)::VALUE] = {};
+        if (slot != NONE) load_neighbours(all, row + i);
+        store_neighbours(out + i, all);
+    });
 }
 KERNELS(dispatch, RowsArguments)
 
@@ -35,13 +34,17 @@ template <typename T>
 __device__ void combine(const RowsArguments& to) {
     const u32* places = to.indices + blockIdx.x * to.k;
     T* out = (T*)to.out + blockIdx.x * to.width;
-    for (u64 i = threadIdx.x; i < to.width; i += blockDim.x) {
-        f32 sum = 0.0f;
+    const T* from = (const T*)to.from;
+    each_of_row<Pack<T>::SIZE>(to.width, are_packed(from, to.width) && is_aligned(to.out), [&](auto count, u64 i) {
+        constexpr u32 N = decltype(count)::VALUE;
+        f32 sums[N] = {}, all[N];
         for (u64 choice = 0; choice < to.k; ++choice) {
-            if (places[choice] != NONE) sum += load((const T*)to.from + u64(places[choice]) * to.width + i);
+            if (places[choice] == NONE) continue;
+            load_neighbours(all, from + u64(places[choice]) * to.width + i);
+            for (u32 j = 0; j < N; ++j) sums[j] += all[j];
         }
-        store(out + i, sum);
-    }
+        store_neighbours(out + i, sums);
+    });
 }
 KERNELS(combine, RowsArguments)
 
@@ -90,9 +93,17 @@ __device__ void routed_swiglu(const RoutedSwiGluArguments& to) {
     T* y = (T*)to.y + row * to.width;
     const bool is_used = row < *to.end;
     const f32 weight = is_used ? load((const T*)to.weights + row) : 0.0f;
-    for (u64 i = threadIdx.x; i < to.width; i += blockDim.x) {
-        store(y + i, is_used ? load(up + i) * weight * silu(load(gate + i)) : 0.0f);
-    }
+    const bool is_packed = are_packed((const T*)to.gate, to.width) && is_aligned(to.up) && is_aligned(to.y);
+    each_of_row<Pack<T>::SIZE>(to.width, is_packed, [&](auto count, u64 i) {
+        constexpr u32 N = decltype(count)::VALUE;
+        f32 of_gate[N] = {}, of_up[N] = {};
+        if (is_used) {
+            load_neighbours(of_gate, gate + i);
+            load_neighbours(of_up, up + i);
+        }
+        for (u32 j = 0; j < N; ++j) of_up[j] *= weight * silu(of_gate[j]);
+        store_neighbours(y + i, of_up);
+    });
 }
 KERNELS(routed_swiglu, RoutedSwiGluArguments)
 
@@ -100,20 +111,29 @@ KERNELS(routed_swiglu, RoutedSwiGluArguments)
 template <typename T>
 __device__ void routed_swiglu_grad(const RoutedSwiGluArguments& to) {
     const u64 row = blockIdx.x, first = row * to.width;
+    const T *gate = (const T*)to.gate + first, *up = (const T*)to.up + first, *dy = (const T*)to.dy + first;
     const bool is_used = row < *to.end;
     const f32 weight = is_used ? load((const T*)to.weights + row) : 0.0f;
+    const bool is_packed = are_packed((const T*)to.gate, to.width) && is_aligned(to.up) && is_aligned(to.dy) &&
+                           is_aligned(to.d_gate) && is_aligned(to.d_up);
     f32 d_weight = 0.0f;
-    for (u64 i = first + threadIdx.x; i < first + to.width; i += blockDim.x) {
-        f32 d_gate = 0.0f, d_up = 0.0f;
+    each_of_row<Pack<T>::SIZE>(to.width, is_packed, [&](auto count, u64 i) {
+        constexpr u32 N = decltype(count)::VALUE;
+        f32 g[N] = {}, u[N] = {}, d[N] = {};
         if (is_used) {
-            const f32 g = load((const T*)to.gate + i), u = load((const T*)to.up + i), d = load((const T*)to.dy + i);
-            d_weight += d * silu(g) * u;
-            d_gate = weight * d * u * silu_derivative(g);
-            d_up = weight * d * silu(g);
+            load_neighbours(g, gate + i);
+            load_neighbours(u, up + i);
+            load_neighbours(d, dy + i);
         }
-        store((T*)to.d_gate + i, d_gate);
-        store((T*)to.d_up + i, d_up);
-    }
+        for (u32 j = 0; j < N; ++j) {
+            const f32 activated = silu(g[j]), of_gate = weight * d[j] * u[j] * silu_derivative(g[j]);
+            d_weight += d[j] * activated * u[j];
+            u[j] = weight * d[j] * activated;
+            g[j] = of_gate;
+        }
+        store_neighbours((T*)to.d_gate + first + i, g);
+        store_neighbours((T*)to.d_up + first + i, u);
+    });
     d_weight = sum_block(d_weight, (f32*)shared_memory);
     if (threadIdx.x == 0) store((T*)to.d_weights + row, d_weight);
 }

@@ -20,16 +20,22 @@ struct NormGradWeightArguments {
 // The sums of one piece of rows, for the columns of this block.
 template <typename T>
 __device__ void norm_grad_weight(const NormGradWeightArguments& to) {
-    const u64 column = u64(blockIdx.y) * blockDim.x + threadIdx.x;
-    if (column >= to.width) return;
     const T *x = (const T*)to.x, *dy = (const T*)to.dy;
-    f32 weight = 0.0f, bias = 0.0f;
-    for (u64 row = to.pieces.first(blockIdx.x); row < to.pieces.end(blockIdx.x); ++row) {
-        const f32 d = load(dy + row * to.width + column);
-        weight += d * (load(x + row * to.width + column) - to.stats[2 * row]) * to.stats[2 * row + 1];
-        bias += d;
-    }
-    to.parts[blockIdx.x * to.width + column] = weight;
-    to.parts[(u64(gridDim.x) + blockIdx.x) * to.width + column] = bias;
+    own_columns(to.width, is_aligned(x) && is_aligned(dy), [&](auto count, u64 column) {
+        constexpr u32 N = decltype(count)::VALUE;
+        f32 weight[N] = {}, bias[N] = {};
+        for (u64 row = to.pieces.first(blockIdx.x); row < to.pieces.end(blockIdx.x); ++row) {
+            f32 of_x[N], d[N];
+            load_neighbours(of_x, x + row * to.width + column);
+            load_neighbours(d, dy + row * to.width + column);
+            const f32 mean = to.stats[2 * row], rstd = to.stats[2 * row + 1];
+            for (u32 j = 0; j < N; ++j) {
+                weight[j] += d[j] * (of_x[j] - mean) * rstd;
+                bias[j] += d[j];
+            }
+        }
+        store_neighbours(to.parts + blockIdx.x * to.width + column, weight);
+        store_neighbours(to.parts + (u64(gridDim.x) + blockIdx.x) * to.width + column, bias);
+    });
 }
 KERNELS(norm_grad_weight, NormGradWeightArguments)

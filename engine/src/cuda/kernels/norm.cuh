@@ -1,6 +1,6 @@
-// Rows normalised, and their gradient: a block has one row, and a thread every blockDim.x-th element of it.
+// Rows normalised, and their gradient: a block has one row.
 #pragma once
-#include "reduce.cuh"
+#include "rows.cuh"
 
 struct NormArguments {
     const void* x;
@@ -15,21 +15,34 @@ struct NormArguments {
 // y = (x - mean)·rstd·weight + bias, and (mean, rstd) of the row.
 template <typename T>
 __device__ void layer_norm(const NormArguments& to) {
+    constexpr u32 PACK = Pack<T>::SIZE;
     f32* scratch = (f32*)shared_memory;
     const T *x = (const T*)to.x + blockIdx.x * to.width, *weight = (const T*)to.weight, *bias = (const T*)to.bias;
     T* y = (T*)to.y + blockIdx.x * to.width;
+    const bool is_packed = are_packed((const T*)to.x, to.width) && is_aligned(to.y) && is_aligned(weight) && is_aligned(bias);
     f32 sum = 0.0f;
-    for (u64 i = threadIdx.x; i < to.width; i += blockDim.x) sum += load(x + i);
+    each_of_row<PACK>(to.width, is_packed, [&](auto count, u64 i) {
+        f32 of_x[decltype(count)::VALUE];
+        load_neighbours(of_x, x + i);
+        for (const f32 x : of_x) sum += x;
+    });
     const f32 mean = sum_block(sum, scratch) / f32(to.width);
     f32 squares = 0.0f;
-    for (u64 i = threadIdx.x; i < to.width; i += blockDim.x) {
-        const f32 centred = load(x + i) - mean;
-        squares += centred * centred;
-    }
+    each_of_row<PACK>(to.width, is_packed, [&](auto count, u64 i) {
+        f32 of_x[decltype(count)::VALUE];
+        load_neighbours(of_x, x + i);
+        for (const f32 x : of_x) squares += (x - mean) * (x - mean);
+    });
     const f32 rstd = 1.0f / sqrtf(sum_block(squares, scratch) / f32(to.width) + to.eps);
-    for (u64 i = threadIdx.x; i < to.width; i += blockDim.x) {
-        store(y + i, (load(x + i) - mean) * rstd * load(weight + i) + load(bias + i));
-    }
+    each_of_row<PACK>(to.width, is_packed, [&](auto count, u64 i) {
+        constexpr u32 N = decltype(count)::VALUE;
+        f32 of_x[N], of_weight[N], of_bias[N];
+        load_neighbours(of_x, x + i);
+        load_neighbours(of_weight, weight + i);
+        load_neighbours(of_bias, bias + i);
+        for (u32 j = 0; j < N; ++j) of_x[j] = (of_x[j] - mean) * rstd * of_weight[j] + of_bias[j];
+        store_neighbours(y + i, of_x);
+    });
     if (threadIdx.x == 0) {
         to.stats[2 * u64(blockIdx.x)] = mean;
         to.stats[2 * u64(blockIdx.x) + 1] = rstd;
@@ -39,13 +52,26 @@ __device__ void layer_norm(const NormArguments& to) {
 // y = x·rstd·weight, and (0, rstd) of the row.
 template <typename T>
 __device__ void rms_norm(const NormArguments& to) {
+    constexpr u32 PACK = Pack<T>::SIZE;
     f32* scratch = (f32*)shared_memory;
     const T *x = (const T*)to.x + blockIdx.x * to.width, *weight = (const T*)to.weight;
     T* y = (T*)to.y + blockIdx.x * to.width;
+    const bool is_packed = are_packed((const T*)to.x, to.width) && is_aligned(to.y) && is_aligned(weight);
     f32 squares = 0.0f;
-    for (u64 i = threadIdx.x; i < to.width; i += blockDim.x) squares += load(x + i) * load(x + i);
+    each_of_row<PACK>(to.width, is_packed, [&](auto count, u64 i) {
+        f32 of_x[decltype(count)::VALUE];
+        load_neighbours(of_x, x + i);
+        for (const f32 x : of_x) squares += x * x;
+    });
     const f32 rstd = 1.0f / sqrtf(sum_block(squares, scratch) / f32(to.width) + to.eps);
-    for (u64 i = threadIdx.x; i < to.width; i += blockDim.x) store(y + i, load(x + i) * rstd * load(weight + i));
+    each_of_row<PACK>(to.width, is_packed, [&](auto count, u64 i) {
+        constexpr u32 N = decltype(count)::VALUE;
+        f32 of_x[N], of_weight[N];
+        load_neighbours(of_x, x + i);
+        load_neighbours(of_weight, weight + i);
+        for (u32 j = 0; j < N; ++j) of_x[j] *= rstd * of_weight[j];
+        store_neighbours(y + i, of_x);
+    });
     if (threadIdx.x == 0) {
         to.stats[2 * u64(blockIdx.x)] = 0.0f;
         to.stats[2 * u64(blockIdx.x) + 1] = rstd;
@@ -62,29 +88,48 @@ struct NormGradInputArguments {
     u32 is_centred;
 };
 
-// dx = rstd·(g - mean(g) - x̂·mean(g·x̂)) with g = dy·weight, each to put(its index, dx). What is put may lie over x or dy: a
-// thread puts an element behind its own last look at it, and nobody else looks at it then.
-template <typename T, typename Put>
-__device__ void norm_grad_input_to(const NormGradInputArguments& to, Put put) {
+// dx = rstd·(g - mean(g) - x̂·mean(g·x̂)) with g = dy·weight, to put(how many, the first's index, dx): neighbours together if they
+// may be. What is put may lie over x or dy: a thread puts an element behind its own last look at it, and nobody else looks at it
+// then.
+template <typename T, u32 PACK, typename Put>
+__device__ void norm_grad_input_to(const NormGradInputArguments& to, bool may_be_packed, Put put) {
     f32* scratch = (f32*)shared_memory;
     const u64 row = blockIdx.x;
     const T *x = (const T*)to.x + row * to.width, *weight = (const T*)to.weight, *dy = (const T*)to.dy + row * to.width;
+    const bool is_packed =
+        may_be_packed && to.width % PACK == 0 && is_aligned(to.x) && is_aligned(to.dy) && is_aligned(weight);
     const f32 mean = to.stats[2 * row], rstd = to.stats[2 * row + 1];
+    const auto load_all = [&](auto count, auto& of_x, auto& g, u64 i) {
+        f32 of_weight[decltype(count)::VALUE];
+        load_neighbours(of_x, x + i);
+        load_neighbours(g, dy + i);
+        load_neighbours(of_weight, weight + i);
+        for (u32 j = 0; j < decltype(count)::VALUE; ++j) g[j] *= of_weight[j];
+    };
     f32 sum_g = 0.0f, sum_gx = 0.0f;
-    for (u64 i = threadIdx.x; i < to.width; i += blockDim.x) {
-        const f32 g = load(dy + i) * load(weight + i);
-        sum_g += g;
-        sum_gx += g * (load(x + i) - mean);
-    }
+    each_of_row<PACK>(to.width, is_packed, [&](auto count, u64 i) {
+        constexpr u32 N = decltype(count)::VALUE;
+        f32 of_x[N], g[N];
+        load_all(count, of_x, g, i);
+        for (u32 j = 0; j < N; ++j) {
+            sum_g += g[j];
+            sum_gx += g[j] * (of_x[j] - mean);
+        }
+    });
     const f32 mean_g = to.is_centred ? sum_block(sum_g, scratch) / f32(to.width) : 0.0f;
     const f32 mean_gx = sum_block(sum_gx, scratch) * rstd / f32(to.width);
-    for (u64 i = threadIdx.x; i < to.width; i += blockDim.x) {
-        const f32 g = load(dy + i) * load(weight + i);
-        put(row * to.width + i, rstd * (g - mean_g - (load(x + i) - mean) * rstd * mean_gx));
-    }
+    each_of_row<PACK>(to.width, is_packed, [&](auto count, u64 i) {
+        constexpr u32 N = decltype(count)::VALUE;
+        f32 of_x[N], g[N];
+        load_all(count, of_x, g, i);
+        for (u32 j = 0; j < N; ++j) g[j] = rstd * (g[j] - mean_g - (of_x[j] - mean) * rstd * mean_gx);
+        put(count, row * to.width + i, g);
+    });
 }
 
 template <typename T>
 __device__ void norm_grad_input(const NormGradInputArguments& to) {
-    norm_grad_input_to<T>(to, [&](u64 i, f32 dx) { store((T*)to.dx + i, dx); });
+    norm_grad_input_to<T, Pack<T>::SIZE>(to, is_aligned(to.dx), [&](auto, u64 i, const auto& dx) {
+        store_neighbours((T*)to.dx + i, dx);
+    });
 }

@@ -3,7 +3,7 @@
 // A piece has a fixed number of rows and never reaches into another sequence. So sums over several micro-batches, each of whole
 // sequences and adding to the one before, have the same bits as one over all.
 #pragma once
-#include "base.cuh"
+#include "rows.cuh"
 
 struct Pieces {
     // Rows of a sequence.
@@ -21,3 +21,18 @@ struct Pieces {
         return smaller(first(piece) + length, (piece / of_sequence() + 1) * sequence);
     }
 };
+
+// Columns that a thread sums side by side.
+constexpr u32 OWN_COLUMNS = 4;
+
+// Calls f(how many, the first of them) for the columns of this thread, together if they may be and rows allow it. Blocks share the
+// columns along the grid's second dimension.
+template <typename F>
+__device__ __forceinline__ void own_columns(u64 width, bool may_be_packed, F f) {
+    const u64 first = (u64(blockIdx.y) * blockDim.x + threadIdx.x) * OWN_COLUMNS;
+    if (may_be_packed && width % OWN_COLUMNS == 0) {
+        if (first < width) f(Count<OWN_COLUMNS>(), first);
+        return;
+    }
+    for (u64 column = first; column < smaller(first + OWN_COLUMNS, width); ++column) f(Count<1>(), column);
+}

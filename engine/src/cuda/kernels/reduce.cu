@@ -14,34 +14,56 @@ struct ColumnSumsArguments {
 // The sums of one piece of rows, for the columns of this block.
 template <typename T>
 __device__ void column_sums(const ColumnSumsArguments& to) {
-    const u64 column = u64(blockIdx.y) * blockDim.x + threadIdx.x;
-    if (column >= to.width) return;
     const T* x = (const T*)to.x;
-    f32 sum = 0.0f;
-    for (u64 row = to.pieces.first(blockIdx.x); row < to.pieces.end(blockIdx.x); ++row) {
-        sum += load(x + row * to.width + column);
-    }
-    to.parts[blockIdx.x * to.width + column] = sum;
+    own_columns(to.width, is_aligned(x), [&](auto count, u64 column) {
+        constexpr u32 N = decltype(count)::VALUE;
+        f32 sums[N] = {};
+        for (u64 row = to.pieces.first(blockIdx.x); row < to.pieces.end(blockIdx.x); ++row) {
+            f32 of_x[N];
+            load_neighbours(of_x, x + row * to.width + column);
+            for (u32 j = 0; j < N; ++j) sums[j] += of_x[j];
+        }
+        store_neighbours(to.parts + blockIdx.x * to.width + column, sums);
+    });
 }
 KERNELS(column_sums, ColumnSumsArguments)
+
+// Pieces that a warp adds up while others add up theirs: neighbours in one sequence.
+constexpr u32 RUN = 16;
 
 struct FoldPiecesArguments {
     const f32* parts;
     void* out;
+    u64 sequences;
+    // Pieces of a sequence.
     u64 pieces;
     u64 width;
     u32 accumulate;
 };
 
-// The pieces' sums, added up in order: onto what is there, or from the first on.
+// The pieces' sums: those of a run, and then the runs in order, onto what is there or from the first on. A block has as many
+// columns as a warp has lanes.
 template <typename T>
 __device__ void fold_pieces(const FoldPiecesArguments& to) {
-    const u64 column = global_thread();
-    if (column >= to.width) return;
+    f32* sums = (f32*)shared_memory;
+    const u64 column = u64(blockIdx.x) * 32 + lane_of();
+    const bool is_there = column < to.width;
+    const u32 warps = blockDim.x / 32;
+    const u64 of_sequence = (to.pieces + RUN - 1) / RUN, runs = to.sequences * of_sequence;
     T* out = (T*)to.out + column;
-    f32 sum = to.accumulate ? load(out) : 0.0f;
-    for (u64 piece = 0; piece < to.pieces; ++piece) sum += to.parts[piece * to.width + column];
-    store(out, sum);
+    f32 sum = to.accumulate && is_there ? load(out) : 0.0f;
+    for (u64 first = 0; first < runs; first += warps) {
+        const u64 run = first + warp_of(), sequence = run / of_sequence;
+        const u64 start = sequence * to.pieces + run % of_sequence * RUN;
+        const u64 end = run < runs && is_there ? smaller(start + RUN, (sequence + 1) * to.pieces) : start;
+        f32 of_run = 0.0f;
+        for (u64 piece = start; piece < end; ++piece) of_run += to.parts[piece * to.width + column];
+        __syncthreads(); // The sums before have been read.
+        sums[threadIdx.x] = of_run;
+        __syncthreads();
+        for (u32 warp = 0; warp < warps && first + warp < runs; ++warp) sum += sums[warp * 32 + lane_of()];
+    }
+    if (is_there && warp_of() == 0) store(out, sum);
 }
 KERNELS(fold_pieces, FoldPiecesArguments)
 

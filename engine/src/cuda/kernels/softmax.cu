@@ -1,18 +1,38 @@
 // Softmax of rows, its normaliser, and losses by it, with their gradients. Twins: ops/softmax.rs, ops/experts/log_sum_exp.rs,
 // ops/cross_entropy.rs, ops/linear_cross_entropy.rs. A block has one row. An output may lie over an input of its shape: a thread
 // overwrites what it alone reads.
-#include "reduce.cuh"
+#include "rows.cuh"
 #include "strides.cuh"
 
 // The greatest of a row, and the sum of exp(x - max).
 template <typename T>
-__device__ __forceinline__ f32 sum_of_exponentials(const T* x, u64 width, f32& max, f32* scratch) {
-    f32 own = minus_infinity();
-    for (u64 i = threadIdx.x; i < width; i += blockDim.x) own = fmaxf(own, load(x + i));
+__device__ __forceinline__ f32 sum_of_exponentials(const T* x, u64 width, bool is_packed, f32& max, f32* scratch) {
+    // What has been seen of minus infinity alone has no greatest to take off.
+    const auto base_of = [](f32 greatest) { return greatest == minus_infinity() ? 0.0f : greatest; };
+    f32 own = minus_infinity(), sum = 0.0f;
+    each_of_row<Pack<T>::SIZE>(width, is_packed, [&](auto count, u64 i) {
+        f32 of_x[decltype(count)::VALUE];
+        load_neighbours(of_x, x + i);
+        f32 greatest = own;
+        for (const f32 x : of_x) greatest = fmaxf(greatest, x);
+        const f32 base = base_of(greatest);
+        sum *= expf(own - base);
+        for (const f32 x : of_x) sum += expf(x - base);
+        own = greatest;
+    });
     max = max_block(own, scratch);
-    f32 sum = 0.0f;
-    for (u64 i = threadIdx.x; i < width; i += blockDim.x) sum += expf(load(x + i) - max);
-    return sum_block(sum, scratch);
+    return sum_block(sum * expf(own - base_of(max)), scratch);
+}
+
+// y[i] = f(i, x[i]) for a row.
+template <typename T, typename F>
+__device__ __forceinline__ void map_row(const T* x, T* y, u64 width, bool is_packed, F f) {
+    each_of_row<Pack<T>::SIZE>(width, is_packed, [&](auto count, u64 i) {
+        f32 all[decltype(count)::VALUE];
+        load_neighbours(all, x + i);
+        for (u32 j = 0; j < decltype(count)::VALUE; ++j) all[j] = f(i + j, all[j]);
+        store_neighbours(y + i, all);
+    });
 }
 
 struct SoftmaxArguments {
@@ -25,16 +45,19 @@ template <typename T>
 __device__ void softmax(const SoftmaxArguments& to) {
     const T* x = (const T*)to.x + blockIdx.x * to.width;
     T* y = (T*)to.y + blockIdx.x * to.width;
+    const bool is_packed = are_packed((const T*)to.x, to.width) && is_aligned(to.y);
     f32 max;
-    const f32 scale = 1.0f / sum_of_exponentials(x, to.width, max, (f32*)shared_memory);
-    for (u64 i = threadIdx.x; i < to.width; i += blockDim.x) store(y + i, expf(load(x + i) - max) * scale);
+    const f32 scale = 1.0f / sum_of_exponentials(x, to.width, is_packed, max, (f32*)shared_memory);
+    map_row(x, y, to.width, is_packed, [&](u64, f32 x) { return expf(x - max) * scale; });
 }
 KERNELS(softmax, SoftmaxArguments)
 
 template <typename T>
 __device__ void log_sum_exp(const SoftmaxArguments& to) {
+    const T* x = (const T*)to.x;
     f32 max;
-    const f32 sum = sum_of_exponentials((const T*)to.x + blockIdx.x * to.width, to.width, max, (f32*)shared_memory);
+    const f32 sum =
+        sum_of_exponentials(x + blockIdx.x * to.width, to.width, are_packed(x, to.width), max, (f32*)shared_memory);
     if (threadIdx.x == 0) store((T*)to.y + blockIdx.x, max + logf(sum));
 }
 KERNELS(log_sum_exp, SoftmaxArguments)
@@ -71,7 +94,8 @@ template <typename T>
 __device__ void cross_entropy(const CrossEntropyArguments& to) {
     const T* logits = (const T*)to.logits + blockIdx.x * to.width;
     f32 max;
-    const f32 sum = sum_of_exponentials(logits, to.width, max, (f32*)shared_memory);
+    const bool is_packed = are_packed((const T*)to.logits, to.width);
+    const f32 sum = sum_of_exponentials(logits, to.width, is_packed, max, (f32*)shared_memory);
     if (threadIdx.x == 0) {
         const f32 lse = max + logf(sum);
         to.lse[blockIdx.x] = lse;
@@ -98,9 +122,10 @@ __device__ void cross_entropy_grad(const CrossEntropyGradArguments& to) {
     T* d_logits = (T*)to.d_logits + row * to.width;
     const f32 lse = to.lse[row], d_loss = to.d_losses[to.at_d_losses.at(row)];
     const u64 target = to.targets[row];
-    for (u64 i = threadIdx.x; i < to.width; i += blockDim.x) {
-        store(d_logits + i, (expf(load(logits + i) - lse) - (i == target ? 1.0f : 0.0f)) * d_loss);
-    }
+    const bool is_packed = are_packed((const T*)to.logits, to.width) && is_aligned(to.d_logits);
+    map_row(logits, d_logits, to.width, is_packed, [&](u64 i, f32 x) {
+        return (expf(x - lse) - (i == target ? 1.0f : 0.0f)) * d_loss;
+    });
 }
 KERNELS(cross_entropy_grad, CrossEntropyGradArguments)
 
@@ -111,6 +136,8 @@ struct HeadArguments {
     // None if the gradient of every loss is `d_loss`.
     const f32* d_losses;
     u64 width;
+    // Elements from one row of logits to the next.
+    u64 pitch;
     // The first of these rows among those of d_losses.
     u64 first_row;
     Strides at_d_losses;
@@ -122,16 +149,18 @@ struct HeadArguments {
 template <typename T>
 __device__ void head(const HeadArguments& to) {
     const u64 row = blockIdx.x;
-    T* logits = (T*)to.logits + row * to.width;
+    T* logits = (T*)to.logits + row * to.pitch;
     const u64 target = to.targets[row];
+    const bool is_packed = are_packed((const T*)to.logits, to.pitch);
     f32 max;
-    const f32 sum = sum_of_exponentials(logits, to.width, max, (f32*)shared_memory);
+    const f32 sum = sum_of_exponentials(logits, to.width, is_packed, max, (f32*)shared_memory);
     if (threadIdx.x == 0) to.losses[row] = max + logf(sum) - load(logits + target);
     if (!to.has_gradient) return;
     const f32 d_loss = to.d_losses ? to.d_losses[to.at_d_losses.at(to.first_row + row)] : to.d_loss;
     __syncthreads(); // The loss has been read from the logits.
-    for (u64 i = threadIdx.x; i < to.width; i += blockDim.x) {
-        store(logits + i, (expf(load(logits + i) - max) / sum - (i == target ? 1.0f : 0.0f)) * d_loss);
-    }
+    const f32 scale = 1.0f / sum;
+    map_row(logits, logits, to.width, is_packed, [&](u64 i, f32 x) {
+        return (expf(x - max) * scale - (i == target ? 1.0f : 0.0f)) * d_loss;
+    });
 }
 KERNELS(head, HeadArguments)

@@ -221,7 +221,7 @@ pub fn squared_norms(operands: &Operands<'_>) -> Option<Vec<Launch>> {
             shared_bytes: FOLD_BYTES,
             arguments: Box::new(arguments),
         };
-        [sums, Kernel::flat(AdamW, "squared_norms".into(), tensor_count, arguments)]
+        [sums, Kernel::flat(AdamW, "squared_norms".into(), 32 * tensor_count, arguments)]
     });
     Some(kernels.map(Launch::Kernel).collect())
 }

@@ -1,7 +1,7 @@
 //! Launches of embedding.cu.
 
 use super::copy::fill;
-use super::{BLOCK, Kernel, Launch, Operands, launches, typed};
+use super::{BLOCK, Kernel, Launch, Operands, blocks, launches, typed};
 use crate::cuda::Family::Embedding;
 
 #[derive(Debug, Clone, Copy)]
@@ -28,7 +28,7 @@ pub fn embedding(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([table, ids], [out]) = (operands.inputs, operands.outputs) else { return None };
     let width = table.width();
     let arguments = EmbeddingArguments { table: table.address, ids: ids.address, out: out.address, width };
-    launches([Kernel::rows(Embedding, typed("embedding", table.dtype)?, ids.count(), width, arguments)])
+    launches([Kernel::rows(Embedding, typed("embedding", table.dtype)?, ids.count(), table.packs(), arguments)])
 }
 
 /// The table's gradient from (ids, dy).
@@ -36,8 +36,10 @@ pub fn embedding_grad(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([ids, dy], [d_table]) = (operands.inputs, operands.outputs) else { return None };
     let (count, width) = (ids.count(), d_table.width());
     let arguments = EmbeddingGradArguments { ids: ids.address, dy: dy.address, d_table: d_table.address, count, width };
-    let rows = Kernel::rows(Embedding, typed("embedding_grad", dy.dtype)?, count, width, arguments);
-    let rows = Kernel { block: BLOCK, shared_bytes: 4 * BLOCK, ..rows };
+    let name = typed("embedding_grad", dy.dtype)?;
+    let grid = [blocks(count, 1), 1, 1];
+    let arguments = Box::new(arguments);
+    let rows = Kernel { family: Embedding, name, grid, block: BLOCK, shared_bytes: BLOCK / 32 * 4, arguments };
     let clear = if operands.accumulate(0) == 0 { Some(fill(d_table, 0.0)?) } else { None };
     Some(clear.into_iter().chain([rows]).map(Launch::Kernel).collect())
 }

@@ -259,7 +259,7 @@ pub fn load_bias(rate: f64, operands: &Operands<'_>) -> Option<Vec<Launch>> {
         experts: bias.count(),
         rate: rate as f32,
     };
-    launches([Kernel::rows(Route, "load_bias".into(), 1, bias.count(), arguments)])
+    launches([Kernel::rows(Route, "load_bias".into(), 1, bias.count().div_ceil(4), arguments)])
 }
 
 /// Rows by indices, by the kernel's name: one block for each of `out`.
@@ -273,7 +273,7 @@ fn rows(name: &str, indices: usize, operands: &Operands<'_>) -> Option<Vec<Launc
         width,
         k: places.width(),
     };
-    launches([Kernel::rows(Experts, typed(name, out.dtype)?, out.count() / width, width, arguments)])
+    launches([Kernel::rows(Experts, typed(name, out.dtype)?, out.count() / width, out.packs(), arguments)])
 }
 
 /// The token of every row, from (x, places, slots).
@@ -315,7 +315,7 @@ pub fn routed_gated(operands: &Operands<'_>) -> Option<Vec<Launch>> {
         y: y.address,
         width,
     };
-    launches([Kernel::rows(Experts, typed("routed_swiglu", y.dtype)?, y.count() / width, width, arguments)])
+    launches([Kernel::rows(Experts, typed("routed_swiglu", y.dtype)?, y.count() / width, y.packs(), arguments)])
 }
 
 /// (d_gate, d_up, d_weights) from (gate, up, weights, starts, dy).
@@ -336,5 +336,5 @@ pub fn routed_gated_grad(operands: &Operands<'_>) -> Option<Vec<Launch>> {
         y: 0,
         width,
     };
-    launches([Kernel::rows(Experts, typed("routed_swiglu_grad", dy.dtype)?, dy.count() / width, width, arguments)])
+    launches([Kernel::rows(Experts, typed("routed_swiglu_grad", dy.dtype)?, dy.count() / width, dy.packs(), arguments)])
 }

@@ -130,6 +130,11 @@ impl Operand {
     fn pack(&self) -> u64 {
         pack(self.dtype)
     }
+
+    /// Packs of the last dimension.
+    fn packs(&self) -> u64 {
+        self.width().div_ceil(self.pack())
+    }
 }
 
 /// The operands of one instruction.
@@ -260,16 +265,16 @@ impl Kernel {
         Self { family, name, grid, block: BLOCK, shared_bytes: 0, arguments: Box::new(arguments) }
     }
 
-    /// One block for each of so many rows, with threads for a row of this width.
+    /// One block for each of so many rows, with threads for a row of so many packs.
     pub(super) fn rows(
         family: Family,
         name: String,
         rows: u64,
-        width: u64,
+        packs: u64,
         arguments: impl Arguments + 'static,
     ) -> Self {
-        // About four elements for a thread, in whole warps.
-        let block = (width.div_ceil(4).next_multiple_of(32)).clamp(32, 512) as u32;
+        // About one pack for a thread, in whole warps.
+        let block = packs.next_multiple_of(32).clamp(32, 512) as u32;
         let grid = [blocks(rows, 1), 1, 1];
         Self { family, name, grid, block, shared_bytes: FOLD_BYTES, arguments: Box::new(arguments) }
     }

@@ -2,7 +2,7 @@
 
 use candle_core::DType;
 
-use super::reduce::{COLUMNS, Pieces, fold};
+use super::reduce::{PieceRows, Pieces, SUMMING, blocks_of_columns, fold};
 use super::{Kernel, Launch, Operands, blocks, launches, typed};
 use crate::cuda::Family::Norm;
 use crate::graph::Spec;
@@ -39,7 +39,7 @@ struct NormGradWeightArguments {
     dy: u64,
     parts: u64,
     width: u64,
-    pieces: Pieces,
+    pieces: PieceRows,
 }
 
 /// (y, stats) from (x, weight) and, of layer normalisation, a bias.
@@ -54,7 +54,7 @@ pub fn norm(name: &str, eps: f64, operands: &Operands<'_>) -> Option<Vec<Launch>
         width: x.width(),
         eps: eps as f32,
     };
-    launches([Kernel::rows(Norm, typed(name, x.dtype)?, x.count() / x.width(), x.width(), arguments)])
+    launches([Kernel::rows(Norm, typed(name, x.dtype)?, x.count() / x.width(), x.packs(), arguments)])
 }
 
 /// dx from (x, weight, stats, dy).
@@ -70,12 +70,12 @@ pub fn norm_grad_input(is_centred: bool, operands: &Operands<'_>) -> Option<Vec<
         is_centred: u32::from(is_centred),
     };
     let name = typed("norm_grad_input", x.dtype)?;
-    launches([Kernel::rows(Norm, name, x.count() / x.width(), x.width(), arguments)])
+    launches([Kernel::rows(Norm, name, x.count() / x.width(), x.packs(), arguments)])
 }
 
 /// Bytes of the pieces' sums.
 pub fn norm_grad_weight_workspace(x: &Spec) -> Vec<u64> {
-    let (_, pieces) = Pieces::of(x.dims());
+    let pieces = Pieces::of(x.dims()).count();
     vec![2 * 4 * pieces * crate::ops::width(x.dims()) as u64]
 }
 
@@ -84,22 +84,22 @@ pub fn norm_grad_weight(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([x, stats, dy], [d_weight, d_bias], &[parts]) = (operands.inputs, operands.outputs, operands.workspace) else {
         return None;
     };
-    let (pieces, count) = Pieces::of(x.dims());
-    let width = x.width();
+    let pieces = Pieces::of(x.dims());
+    let (count, width) = (pieces.count(), x.width());
     let arguments =
-        NormGradWeightArguments { x: x.address, stats: stats.address, dy: dy.address, parts, width, pieces };
+        NormGradWeightArguments { x: x.address, stats: stats.address, dy: dy.address, parts, width, pieces: pieces.rows };
     let sums = Kernel {
         family: Norm,
         name: typed("norm_grad_weight", x.dtype)?,
-        grid: [blocks(count, 1), blocks(width, COLUMNS), 1],
-        block: COLUMNS,
+        grid: [blocks(count, 1), blocks_of_columns(width), 1],
+        block: SUMMING,
         shared_bytes: 0,
         arguments: Box::new(arguments),
     };
     let bytes = DType::F32.size_in_bytes() as u64 * count * width;
     launches([
         sums,
-        fold(parts, d_weight, count, operands.accumulate(0))?,
-        fold(parts + bytes, d_bias, count, operands.accumulate(1))?,
+        fold(parts, d_weight, pieces, operands.accumulate(0))?,
+        fold(parts + bytes, d_bias, pieces, operands.accumulate(1))?,
     ])
 }

@@ -4,10 +4,17 @@ use super::{BLOCK, Kernel, Launch, Operand, Operands, Strides, blocks, launches,
 use crate::cuda::Family::Reduce;
 use crate::graph::Spec;
 
-/// Rows cut into pieces, as pieces.cuh has them.
+/// Rows cut into pieces.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Pieces {
+    pub(super) rows: PieceRows,
+    sequences: u64,
+}
+
+/// Rows of sequences and of pieces, as pieces.cuh has them.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
-pub(super) struct Pieces {
+pub(super) struct PieceRows {
     sequence: u64,
     length: u64,
 }
@@ -18,16 +25,33 @@ const PIECE: u64 = 64;
 /// Blocks along the second and third dimension of a grid, at most.
 const MOST_GRID_ROWS: u64 = 65_535;
 
-/// Columns of a block that sums columns.
-pub(super) const COLUMNS: u32 = 128;
+/// Threads of a block that sums columns.
+pub(super) const SUMMING: u32 = 128;
+
+/// Columns of a thread: `OWN_COLUMNS` of pieces.cuh.
+const OWN_COLUMNS: u64 = 4;
+
+/// Blocks side by side for the sums of so many columns.
+pub(super) fn blocks_of_columns(width: u64) -> u32 {
+    blocks(width.div_ceil(OWN_COLUMNS), SUMMING)
+}
 
 impl Pieces {
-    /// The rows of [.., sequence, width], and how many pieces there are. Rows that say nothing of sequences are one.
-    pub(super) fn of(dims: &[usize]) -> (Self, u64) {
+    /// The rows of [.., sequence, width]. Rows that say nothing of sequences are one.
+    pub(super) fn of(dims: &[usize]) -> Self {
         let rows = dims.iter().rev().skip(1).product::<usize>() as u64;
         let sequence = if dims.len() > 2 { dims[dims.len() - 2] as u64 } else { rows };
-        let pieces = Self { sequence, length: PIECE };
-        (pieces, if rows == 0 { 0 } else { rows / sequence * sequence.div_ceil(PIECE) })
+        let sequences = if rows == 0 { 0 } else { rows / sequence };
+        Self { rows: PieceRows { sequence, length: PIECE }, sequences }
+    }
+
+    fn of_sequence(self) -> u64 {
+        self.rows.sequence.div_ceil(PIECE)
+    }
+
+    /// How many there are.
+    pub(super) fn count(self) -> u64 {
+        self.sequences * self.of_sequence()
     }
 }
 
@@ -37,7 +61,7 @@ struct ColumnSumsArguments {
     x: u64,
     parts: u64,
     width: u64,
-    pieces: Pieces,
+    pieces: PieceRows,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -45,6 +69,7 @@ struct ColumnSumsArguments {
 struct FoldPiecesArguments {
     parts: u64,
     out: u64,
+    sequences: u64,
     pieces: u64,
     width: u64,
     accumulate: u32,
@@ -76,10 +101,18 @@ struct ScaledSumArguments {
 }
 
 /// Adds up the sums of pieces.
-pub(super) fn fold(parts: u64, out: &Operand, pieces: u64, accumulate: u32) -> Option<Kernel> {
-    let width = out.count();
-    let arguments = FoldPiecesArguments { parts, out: out.address, pieces, width, accumulate };
-    Some(Kernel::flat(Reduce, typed("fold_pieces", out.dtype)?, width, arguments))
+pub(super) fn fold(parts: u64, out: &Operand, pieces: Pieces, accumulate: u32) -> Option<Kernel> {
+    let (width, sequences) = (out.count(), pieces.sequences);
+    let of_sequence = pieces.of_sequence();
+    let arguments = FoldPiecesArguments { parts, out: out.address, sequences, pieces: of_sequence, width, accumulate };
+    Some(Kernel {
+        family: Reduce,
+        name: typed("fold_pieces", out.dtype)?,
+        grid: [blocks(width, 32), 1, 1],
+        block: BLOCK,
+        shared_bytes: 4 * BLOCK,
+        arguments: Box::new(arguments),
+    })
 }
 
 /// The rows that are summed when `dims` are, if those lead: [rows in sequences, width].
@@ -93,7 +126,7 @@ fn as_rows(x: &[usize], dims: &[usize]) -> Option<Vec<usize>> {
 
 /// Bytes of the sums of pieces, where leading dimensions are summed.
 pub fn column_sums_workspace(x: &Spec, dims: &[usize]) -> Vec<u64> {
-    let bytes = as_rows(x.dims(), dims).map(|rows| 4 * Pieces::of(&rows).1 * crate::ops::width(&rows) as u64);
+    let bytes = as_rows(x.dims(), dims).map(|rows| 4 * Pieces::of(&rows).count() * crate::ops::width(&rows) as u64);
     bytes.into_iter().collect()
 }
 
@@ -102,21 +135,21 @@ pub fn sum(dims: &[usize], operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([x], [out]) = (operands.inputs, operands.outputs) else { return None };
     let accumulate = operands.accumulate(0);
     // A grid has that many rows at most.
-    let is_narrow = out.count().div_ceil(u64::from(COLUMNS)) <= MOST_GRID_ROWS;
+    let is_narrow = u64::from(blocks_of_columns(out.count())) <= MOST_GRID_ROWS;
     if let (Some(rows), true, &[parts]) =
         (as_rows(x.dims(), dims).filter(|_| is_narrow), x.layout.is_contiguous(), operands.workspace)
     {
-        let (pieces, count) = Pieces::of(&rows);
+        let pieces = Pieces::of(&rows);
         let width = out.count();
         let sums = Kernel {
             family: Reduce,
             name: typed("column_sums", x.dtype)?,
-            grid: [blocks(count, 1), blocks(width, COLUMNS), 1],
-            block: COLUMNS,
+            grid: [blocks(pieces.count(), 1), blocks_of_columns(width), 1],
+            block: SUMMING,
             shared_bytes: 0,
-            arguments: Box::new(ColumnSumsArguments { x: x.address, parts, width, pieces }),
+            arguments: Box::new(ColumnSumsArguments { x: x.address, parts, width, pieces: pieces.rows }),
         };
-        return launches([sums, fold(parts, out, count, accumulate)?]);
+        return launches([sums, fold(parts, out, pieces, accumulate)?]);
     }
     let (extents, strides) = (x.dims(), x.layout.stride());
     let part = |keep: bool| {

@@ -50,6 +50,7 @@ struct HeadArguments {
     losses: u64,
     d_losses: u64,
     width: u64,
+    pitch: u64,
     first_row: u64,
     at_d_losses: Strides,
     d_loss: f32,
@@ -58,8 +59,7 @@ struct HeadArguments {
 
 /// One block for every row of a tensor.
 fn rows(name: &str, of: &Operand, arguments: impl super::Arguments + 'static) -> Option<Vec<Launch>> {
-    let (rows, width) = (of.count() / of.width(), of.width());
-    launches([Kernel::rows(Softmax, typed(name, of.dtype)?, rows, width, arguments)])
+    launches([Kernel::rows(Softmax, typed(name, of.dtype)?, of.count() / of.width(), of.packs(), arguments)])
 }
 
 /// y = softmax(x), or the normaliser of each row of x: by the kernel's name.
@@ -123,7 +123,8 @@ pub enum Upstream<'a> {
     Each(&'a Operand, u64),
 }
 
-/// A chunk of a language model's head: the losses of logits [rows, vocabulary], and over the logits their gradient.
+/// A chunk of a language model's head: the losses of logits [rows, vocabulary], whose rows may lie apart, and over the logits
+/// their gradient.
 pub fn head(logits: &Operand, targets: u64, losses: u64, upstream: Upstream<'_>) -> Option<Vec<Launch>> {
     let none = HeadArguments {
         logits: logits.address,
@@ -131,6 +132,7 @@ pub fn head(logits: &Operand, targets: u64, losses: u64, upstream: Upstream<'_>)
         losses,
         d_losses: 0,
         width: logits.width(),
+        pitch: logits.layout.stride()[0] as u64,
         first_row: 0,
         at_d_losses: Strides::NONE,
         d_loss: 0.0,
