@@ -5,7 +5,7 @@ use gapless_parallel::Rates;
 
 use super::compile_step::TrainStep;
 use super::pipeline::RankPlan;
-use super::{Model, TrainOptions};
+use super::{Model, TrainOptions, of_any};
 use crate::compile::{Program, Target, alive_nodes, height};
 use crate::error::{Error, Result};
 use crate::graph::{Tensor, ValueId};
@@ -43,7 +43,7 @@ impl Model for Chain {
 }
 
 /// What may be dropped. Norms make their statistics with their results: they go together.
-fn candidates(step: &TrainStep<Chain>) -> Vec<Vec<ValueId>> {
+fn candidates(step: &TrainStep) -> Vec<Vec<ValueId>> {
     let graph = step.graph();
     let alive = alive_nodes(&graph, step.outputs());
     let saved = Saved::new(&graph, &alive);
@@ -59,7 +59,7 @@ fn candidates(step: &TrainStep<Chain>) -> Vec<Vec<ValueId>> {
 
 /// The most bytes alive at once, and the time of what is computed again, under every subset of what may be dropped: in all
 /// micro-batches, or one subset in the first and another in the rest.
-fn all_ways(step: &TrainStep<Chain>, plan: &RankPlan, rates: &Rates, first_is_other: bool) -> Vec<(u64, u64)> {
+fn all_ways(step: &TrainStep, plan: &RankPlan, rates: &Rates, first_is_other: bool) -> Vec<(u64, u64)> {
     let candidates = candidates(step);
     let of = |subset: usize| -> Vec<ValueId> {
         let chosen = candidates.iter().enumerate().filter(|(i, _)| subset >> i & 1 == 1);
@@ -92,7 +92,7 @@ fn no_way_of_its_own_for_the_first_micro_batch_is_cheaper() {
 fn judge(hidden: &[usize], micro_batches: usize) {
     let options = TrainOptions { batch: 4 * micro_batches, micro_batches, sequence: 16, threads: 1, ..<_>::default() };
     let plan = RankPlan::new(options.mesh, 0, &options.pipeline, options.micro_batches).unwrap();
-    let step = TrainStep::record(&|vb| Chain::new(hidden, vb), &options, &plan).unwrap();
+    let step = TrainStep::record(&of_any(|vb| Chain::new(hidden, vb)), &options, &plan).unwrap();
     let rates = Rates { flops: 1e9, bytes: 1e9 };
     let same = all_ways(&step, &plan, &rates, false);
     let (mut least, most) = (same.iter().map(|way| way.0).min().unwrap(), same[0].0);

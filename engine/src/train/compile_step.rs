@@ -9,7 +9,7 @@ use gapless_parallel::StageId;
 
 use super::pipeline::RankPlan;
 use super::update::{Kept, Parameter, Recorded, Update};
-use super::{Model, Overflow, TrainOptions};
+use super::{Build, Model, Overflow, TrainOptions};
 use crate::autodiff::differentiate_in;
 use crate::compile::{
     CompileOptions, Executable, Held, Lowering, Output, ParameterStages, Program, Target, alive_nodes, compile, cut,
@@ -44,21 +44,21 @@ pub(super) fn watched_output(name: &str) -> String {
     format!("watched {name}")
 }
 
-pub(super) fn compile_step<M: Model>(
-    build: &impl Fn(VarBuilder) -> Result<M>,
+pub(super) fn compile_step(
+    build: &Build<'_>,
     options: &TrainOptions,
     plan: &RankPlan,
     target: Target,
 ) -> Result<(Executable, CompiledStep)> {
     let step = TrainStep::record(build, options, plan)?;
 
-    let trace = Trace::new(build, options, plan, options.evaluation_batch())?;
-    let loss = trace.model.loss(&trace.tokens, &trace.targets()?, false)?;
+    let (trace, model) = Trace::new(build, options, plan, options.evaluation_batch())?;
+    let loss = model.loss(&trace.tokens, &trace.targets()?, false)?;
     let evaluate =
         trace.lower_forward("evaluate", Output::everywhere("loss", loss.id()), plan, &step.stages, target)?;
 
-    let trace = Trace::new(build, options, plan, 1)?;
-    let logits = trace.model.forward(&trace.tokens, false)?;
+    let (trace, model) = Trace::new(build, options, plan, 1)?;
+    let logits = model.forward(&trace.tokens, false)?;
     let vocabulary = logits.dim(candle_core::D::Minus1)?.min(trace.smallest_table());
     let logits = logits.contiguous()?;
     let logits =
@@ -92,8 +92,8 @@ fn expect_same_parameters(programs: &[Program]) -> Result<()> {
 }
 
 /// The graph of a training step.
-pub(super) struct TrainStep<M> {
-    trace: Trace<M>,
+pub(super) struct TrainStep {
+    trace: Trace,
     outputs: Vec<Output>,
     roles: HashMap<ValueId, Role>,
     /// Trained numbers, of all ranks together.
@@ -107,14 +107,14 @@ pub(super) struct TrainStep<M> {
     lets_go: bool,
 }
 
-impl<M: Model> TrainStep<M> {
-    pub fn record(build: &impl Fn(VarBuilder) -> Result<M>, options: &TrainOptions, plan: &RankPlan) -> Result<Self> {
+impl TrainStep {
+    pub fn record(build: &Build<'_>, options: &TrainOptions, plan: &RankPlan) -> Result<Self> {
         let parts = options.micro_batches * plan.batch_ranks();
         let share = 1.0 / parts as f64;
-        let trace = Trace::new(build, options, plan, options.batch / parts)?;
+        let (trace, model) = Trace::new(build, options, plan, options.batch / parts)?;
         let loss = {
             let _span = tracing::info_span!("forward").entered();
-            trace.model.loss(&trace.tokens, &trace.targets()?, true)?
+            model.loss(&trace.tokens, &trace.targets()?, true)?
         };
         cut(&mut trace.lock(), plan.stages, &options.pipeline.cut)?;
         let stages = parameter_stages(&trace.lock());
@@ -216,7 +216,7 @@ impl<M: Model> TrainStep<M> {
 
 /// What a judge needs to go through all ways by itself.
 #[cfg(test)]
-impl<M: Model> TrainStep<M> {
+impl TrainStep {
     pub fn graph(&self) -> MutexGuard<'_, Graph> {
         self.trace.lock()
     }
@@ -240,27 +240,27 @@ impl<M: Model> TrainStep<M> {
     }
 }
 
-/// A model applied to tokens, as a graph.
-pub(super) struct Trace<M> {
+/// A graph over tokens.
+pub(super) struct Trace {
     graph: Arc<Mutex<Graph>>,
-    model: M,
     tokens: Tensor,
 }
 
-impl<M: Model> Trace<M> {
-    fn new(
-        build: &impl Fn(VarBuilder) -> Result<M>,
+impl Trace {
+    /// A graph with the model that is to be applied to its tokens.
+    fn new<'a>(
+        build: &Build<'a>,
         options: &TrainOptions,
         plan: &RankPlan,
         batch: usize,
-    ) -> Result<Self> {
+    ) -> Result<(Self, Box<dyn Model + 'a>)> {
         let graph = Arc::new(Mutex::new(Graph::default()));
         let vb = VarBuilder::new(&graph, options.dtype).with_expert_ranks(plan.mesh.expert, plan.at.expert);
         let model = build(vb)?;
         let spec = Spec { shape: (batch, options.sequence).into(), dtype: DType::U32 };
         let id = lock(&graph).add_input("tokens", spec)?;
         let tokens = Tensor::new(&graph, id);
-        Ok(Self { graph, model, tokens })
+        Ok((Self { graph, tokens }, model))
     }
 
     /// A program of the forward pass alone, cut where the training step is.

@@ -58,6 +58,15 @@ pub trait Model {
     }
 }
 
+/// What makes a model, whichever it is: so what records and compiles steps is compiled once, and not for every model anew.
+type Build<'a> = dyn Fn(VarBuilder) -> Result<Box<dyn Model + 'a>> + 'a;
+
+fn of_any<'a, M: Model + 'a>(
+    build: impl Fn(VarBuilder) -> Result<M> + 'a,
+) -> impl Fn(VarBuilder) -> Result<Box<dyn Model + 'a>> + 'a {
+    move |vb| Ok(Box::new(build(vb)?))
+}
+
 /// What a step did.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
 pub struct StepReport {
@@ -122,7 +131,7 @@ impl Trainer {
             let why = format!("a mesh of {ranks} ranks in a trainer of one");
             return Err(Error::Config { what: "mesh", why, remedy: "make it with Trainer::on, once per rank" });
         }
-        Self::with(build, options, 0, Communicators::default())
+        Self::with(&of_any(build), options, 0, Communicators::default())
     }
 
     /// One rank's share of a trainer. All ranks of `world`, which are as many as the mesh has, make theirs with the same
@@ -154,7 +163,7 @@ impl Trainer {
             communicators.experts = Some(world.split(copy, at.expert)?);
             communicators.replicas = Some(world.split(at.pipeline * expert + at.expert, at.data)?);
         }
-        let mut trainer = Self::with(build, options, rank, communicators)?;
+        let mut trainer = Self::with(&of_any(build), options, rank, communicators)?;
         trainer.world = Some(world);
         Ok(trainer)
     }
@@ -169,24 +178,24 @@ impl Trainer {
         build: impl Fn(VarBuilder) -> Result<M>,
         options: TrainOptions,
     ) -> Result<Self> {
+        Self::with_device(device, &of_any(build), options)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn with_device(device: Box<dyn cuda::Device>, build: &Build<'_>, options: TrainOptions) -> Result<Self> {
         options.check()?;
         options.check_for_gpu()?;
         let plan = RankPlan::new(options.mesh, 0, &options.pipeline, options.micro_batches)?;
-        let (executable, compiled) = compile_step::compile_step(&build, &options, &plan, Target::Cuda)?;
+        let (executable, compiled) = compile_step::compile_step(build, &options, &plan, Target::Cuda)?;
         let executor = cuda::Executor::new(executable, device, options.seed, (0, 1))?;
         let device = RunsOn { name: executor.device(), is_gpu: true, because: None };
         Self::of(Machine::Cuda(Box::new(executor)), device, compiled, &plan, options)
     }
 
-    fn with<M: Model>(
-        build: impl Fn(VarBuilder) -> Result<M>,
-        options: TrainOptions,
-        rank: usize,
-        communicators: Communicators,
-    ) -> Result<Self> {
+    fn with(build: &Build<'_>, options: TrainOptions, rank: usize, communicators: Communicators) -> Result<Self> {
         let _span = tracing::info_span!("compile", rank).entered();
         options.check()?;
-        let because = match Self::on_gpu(&build, &options)? {
+        let because = match Self::on_gpu(build, &options)? {
             Ok(trainer) => return Ok(trainer),
             Err(because) => because,
         };
@@ -200,7 +209,7 @@ impl Trainer {
         }
         let threads = resolve_threads(options.threads);
         let plan = RankPlan::new(options.mesh, rank, &options.pipeline, options.micro_batches)?;
-        let (executable, compiled) = compile_step::compile_step(&build, &options, &plan, Target::Cpu { threads })?;
+        let (executable, compiled) = compile_step::compile_step(build, &options, &plan, Target::Cpu { threads })?;
         let workers = Workers::new(threads)?;
         let mut executor = cpu::Executor::new(executable, workers, options.seed, communicators)?;
         if let Some(offload) = &options.offload {
@@ -242,14 +251,11 @@ impl Trainer {
 
     /// A trainer on a GPU, or why there is none although one might have been used.
     #[cfg(feature = "cuda")]
-    fn on_gpu<M: Model>(
-        build: &impl Fn(VarBuilder) -> Result<M>,
-        options: &TrainOptions,
-    ) -> Result<Result<Self, Option<String>>> {
+    fn on_gpu(build: &Build<'_>, options: &TrainOptions) -> Result<Result<Self, Option<String>>> {
         let on = |ordinal| {
             options.check_for_gpu()?;
             let gpu = cuda::Nvidia::new(ordinal, cuda::Cache::of_user())?;
-            Self::on_device(Box::new(gpu), build, options.clone())
+            Self::with_device(Box::new(gpu), build, options.clone())
         };
         match options.device {
             DeviceChoice::Cpu => Ok(Err(None)),
@@ -267,10 +273,7 @@ impl Trainer {
 
     /// That there is none.
     #[cfg(not(feature = "cuda"))]
-    fn on_gpu<M: Model>(
-        _: &impl Fn(VarBuilder) -> Result<M>,
-        options: &TrainOptions,
-    ) -> Result<Result<Self, Option<String>>> {
+    fn on_gpu(_: &Build<'_>, options: &TrainOptions) -> Result<Result<Self, Option<String>>> {
         match options.device {
             DeviceChoice::Cpu => Ok(Err(None)),
             DeviceChoice::Auto => Ok(Err(Some(device::without_cuda().to_string()))),
@@ -323,9 +326,13 @@ impl Trainer {
         rank: usize,
         target: Target,
     ) -> Result<Program> {
+        Self::program_of(&of_any(build), options, rank, target)
+    }
+
+    fn program_of(build: &Build<'_>, options: &TrainOptions, rank: usize, target: Target) -> Result<Program> {
         options.check()?;
         let plan = RankPlan::new(options.mesh, rank, &options.pipeline, options.micro_batches)?;
-        TrainStep::record(&build, options, &plan)?.program(options, &plan, target, &[])
+        TrainStep::record(build, options, &plan)?.program(options, &plan, target, &[])
     }
 
     /// The options it was made with.

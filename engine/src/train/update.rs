@@ -12,7 +12,6 @@ use candle_core::DType;
 use gapless_alloc::Role;
 use gapless_parallel::StageId;
 
-use super::Model;
 use super::compile_step::{SCALARS_INPUT, Trace};
 use super::pipeline::RankPlan;
 use crate::error::{Error, Result};
@@ -38,8 +37,8 @@ pub(super) struct Parameter {
 /// Elements per rank below which a parameter is updated whole.
 const SMALLEST_PART: usize = 256;
 
-pub(super) struct Update<'a, M> {
-    pub trace: &'a Trace<M>,
+pub(super) struct Update<'a> {
+    pub trace: &'a Trace,
     pub plan: &'a RankPlan,
     /// Whether each parameter is updated as soon as its gradient is complete.
     pub release: bool,
@@ -99,7 +98,7 @@ pub(super) struct Recorded {
     pub kept: Kept,
 }
 
-impl<M: Model> Update<'_, M> {
+impl Update<'_> {
     /// The loss of the whole batch, from the sum over this rank's micro-batches.
     pub fn mean_loss(&self, loss: &Tensor, share: f64) -> Result<Tensor> {
         let place = self.trace.lock().place_of(loss.id()).unwrap_or_default();

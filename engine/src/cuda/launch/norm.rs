@@ -86,8 +86,14 @@ pub fn norm_grad_weight(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     };
     let pieces = Pieces::of(x.dims());
     let (count, width) = (pieces.count(), x.width());
-    let arguments =
-        NormGradWeightArguments { x: x.address, stats: stats.address, dy: dy.address, parts, width, pieces: pieces.rows };
+    let arguments = NormGradWeightArguments {
+        x: x.address,
+        stats: stats.address,
+        dy: dy.address,
+        parts,
+        width,
+        pieces: pieces.rows,
+    };
     let sums = Kernel {
         family: Norm,
         name: typed("norm_grad_weight", x.dtype)?,

@@ -1,10 +1,8 @@
 //! The same numbers on any number of ranks, in any order of work.
 
-mod common;
-
 use std::sync::Arc;
 
-use common::{Kind, Outcome, Run, VOCABULARY};
+use crate::common::{Kind, Outcome, Run, VOCABULARY};
 use gapless::engine::compile::{Cut, Work};
 use gapless::models::MoeStyle;
 use gapless::nn::{Embedding, Init, Linear, Module, VarBuilder, embedding, linear};

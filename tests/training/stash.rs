@@ -1,10 +1,8 @@
 //! Activations that wait for their backward in eight bits or in a file: bits, bytes, ranks, and what is learned.
 
-mod common;
-
 use std::sync::Arc;
 
-use common::{Kind, Run, VOCABULARY};
+use crate::common::{Kind, Run, VOCABULARY};
 use gapless::engine::Numbers;
 use gapless::engine::learning_rate::{LearningRate, Shape};
 use gapless::parallel::{self, Rates, Schedule};

@@ -1,8 +1,6 @@
 //! What a user gets wrong is said clearly, and nothing is lost.
 
-mod common;
-
-use common::{Run, parameters};
+use crate::common::{Run, parameters};
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig};
 use gapless::{Error, TrainOptions, Trainer};
 

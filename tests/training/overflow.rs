@@ -1,14 +1,12 @@
 //! What becomes of steps whose rows find no room: the bits are those of a run that had room for all of them.
 
-mod uneven;
-
 use gapless::alloc::arena::ArenaReport;
 use gapless::communicator;
 use gapless::models::Moe;
 use gapless::parallel::Coordinate;
 use gapless::{Error, Mesh, Offload, Overflow, Pipeline, Recompute, Reserve, TrainOptions, Trainer, parallel};
 
-use uneven::{Case, LAYERS, Pattern, SEQUENCE, STEPS, batch, cases, config, experts, options};
+use crate::uneven::{Case, LAYERS, Pattern, SEQUENCE, STEPS, batch, cases, config, experts, options};
 
 /// What a rank sees of a run.
 #[derive(Debug)]

@@ -1,8 +1,6 @@
 //! Layers of experts while they train: the bias that balances them, what can be watched, and what is refused.
 
-mod common;
-
-use common::{Kind, Run, moe, parameters};
+use crate::common::{Kind, Run, moe, parameters};
 use gapless::engine::checkpoint::Checkpoint;
 use gapless::engine::nn::{Capacity, Choice, RouterConfig};
 use gapless::engine::ops::{Drop, ExpertGroups};
@@ -122,7 +120,7 @@ fn a_bias_goes_on_from_a_checkpoint_on_any_mesh() {
         run.options.mesh = mesh;
         run
     };
-    let biases = |outcome: common::Outcome| -> Vec<(String, u64)> {
+    let biases = |outcome: crate::common::Outcome| -> Vec<(String, u64)> {
         outcome.parameters.into_iter().filter(|(name, _)| name == BIAS).collect()
     };
     let one = on(Mesh::default());

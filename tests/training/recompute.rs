@@ -1,10 +1,8 @@
 //! What is computed again has the bits of what was kept, and the arena shrinks by what is not.
 
-mod common;
-
 use std::sync::Arc;
 
-use common::{Kind, Run};
+use crate::common::{Kind, Run};
 use gapless::engine::optim::AdamW;
 use gapless::models::MoeStyle;
 use gapless::parallel::{self, Rates, Schedule};

@@ -1,10 +1,8 @@
 //! Optimizers whose states take fewer bytes, and one from outside: bits, bytes, checkpoints, ranks, and what they learn.
 
-mod common;
-
 use std::sync::Arc;
 
-use common::{Kind, Outcome, Run, VOCABULARY};
+use crate::common::{Kind, Outcome, Run, VOCABULARY};
 use gapless::engine::checkpoint::Checkpoint;
 use gapless::engine::learning_rate::{LearningRate, Shape};
 use gapless::engine::optim::{AdamW, AdamW8bit, GaLore, Optimizer, ParameterUpdate, SCALARS, State, Updated};
@@ -128,7 +126,7 @@ fn on_data_ranks(rule: Rule, data: usize) -> Run {
     run
 }
 
-/// Sums over ranks are rounded in another order (see tests/ranks.rs), which now and then rounds a state to the code beside it.
+/// Sums over ranks are rounded in another order (see tests/training/ranks.rs), which now and then rounds a state to the code beside it.
 fn close(outcome: &Outcome, losses: &[u32], what: &str) {
     for (&a, &b) in outcome.losses.iter().zip(losses) {
         let (a, b) = (f32::from_bits(a), f32::from_bits(b));

@@ -1,11 +1,9 @@
 //! What a rank keeps alive is what the simulator says, to the byte; and what it runs passes the checker.
 
-mod common;
-
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use common::VOCABULARY;
+use crate::common::VOCABULARY;
 use gapless::models::{Gpt, GptConfig};
 use gapless::parallel::{self, Action, Cell, Kind, Schedule, Sends, Shape, peak_bytes};
 use gapless::{Mesh, Pipeline, TrainOptions, Trainer};

@@ -1,10 +1,8 @@
 //! A step in bf16: planned in half the bytes, and not run where there are no kernels for it.
 
-mod common;
-
 use std::collections::BTreeMap;
 
-use common::VOCABULARY;
+use crate::common::VOCABULARY;
 use gapless::engine::compile::{CompileOptions, Executable, Program, compile};
 use gapless::engine::cpu::{Communicators, Executor, Workers};
 use gapless::engine::optim::AdamW;

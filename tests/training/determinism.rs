@@ -1,8 +1,6 @@
 //! The same numbers whatever the threads, the micro-batches, and what dead memory holds.
 
-mod common;
-
-use common::{Kind, Run};
+use crate::common::{Kind, Run};
 
 fn check(name: &str, change: impl Fn(&mut Run)) {
     for kind in Kind::all() {

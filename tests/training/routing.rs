@@ -1,8 +1,6 @@
 //! Routing as uneven as it gets, over expert ranks: no row is lost, no byte is used twice, and the reserve keeps what it
 //! promises.
 
-mod uneven;
-
 use std::sync::Barrier;
 
 use gapless::alloc::arena::ArenaReport;
@@ -10,7 +8,7 @@ use gapless::communicator::{self, CommunicatorError};
 use gapless::models::Moe;
 use gapless::{Error, Mesh, Reserve, TrainOptions, Trainer};
 
-use uneven::{BATCH, Case, EXPERTS, LAYERS, Pattern, SEQUENCE, STEPS, batch, cases, config, experts, options};
+use crate::uneven::{BATCH, Case, EXPERTS, LAYERS, Pattern, SEQUENCE, STEPS, batch, cases, config, experts, options};
 
 /// What a rank sees of a step.
 #[derive(Debug)]

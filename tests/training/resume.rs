@@ -1,11 +1,9 @@
 //! Stopping, saving and going on: the same bits as never stopping, and clear words when that cannot be.
 
-mod common;
-
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use common::{Kind, Run, parameters};
+use crate::common::{Kind, Run, parameters};
 use gapless::engine::checkpoint::Checkpoint;
 use serde_json::json;
 

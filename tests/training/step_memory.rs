@@ -1,6 +1,6 @@
 //! What steps of real size take, planned without a device: beside recorded PyTorch runs, and under budgets.
 //!
-//! `cargo test --workspace --test step_memory -- --nocapture` prints the tables.
+//! `cargo test --workspace --test training step_memory -- --nocapture` prints the tables.
 
 use gapless::alloc::Role;
 use gapless::alloc::draw::Bytes;

@@ -1,0 +1,5 @@
+//! The command line, as its users see it.
+
+mod compare;
+mod plan;
+mod schedule;

@@ -1,0 +1,24 @@
+//! Training steps on the CPU, whole: their numbers, their memory, and what is refused.
+//!
+//! One binary, as linking one for each file would take longer than to run them.
+
+mod accumulation;
+mod bad_input;
+mod bf16;
+#[path = "../common/mod.rs"]
+mod common;
+mod determinism;
+mod expert_ranks;
+mod live_bytes;
+mod moe;
+mod optimizers;
+mod overflow;
+mod programs;
+mod ranks;
+mod recompute;
+mod resume;
+mod routing;
+mod stash;
+mod step_memory;
+mod uneven;
+mod watch;
