@@ -35,11 +35,13 @@ struct Form {
     workspace: u64,
     /// Of a, b and c.
     alignments: [u32; 3],
+    /// Of the bias, and of what the epilogue keeps or reads: cuBLASLt sees them when it chooses, and goes by them.
+    beside: [Option<u32>; 2],
 }
 
 impl Form {
     fn of(product: &Product) -> Self {
-        let &Product { m, n, k, a, b, c, accumulate, batch, workspace, .. } = product;
+        let &Product { m, n, k, a, b, c, bias, accumulate, batch, workspace, .. } = product;
         Self {
             extents: [m, n, k],
             dtype: c.dtype,
@@ -55,6 +57,7 @@ impl Form {
                 let distance = if batch.count > 1 { batch.distances[index] } else { 0 };
                 alignment(matrix.address | (distance * matrix.dtype.size_in_bytes() as u64))
             }),
+            beside: [bias, beside(product)].map(|address| address.map(alignment)),
         }
     }
 }
@@ -261,18 +264,22 @@ fn describe(product: &Product) -> Result<Described, result::CublasError> {
         if let Some(address) = bias {
             set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, (&raw const address).cast(), size_of_val(&address))?;
         }
-        let beside = match product.epilogue {
-            Epilogue::None => None,
-            Epilogue::Gelu { kept } => kept,
-            Epilogue::GeluGrad { of } => Some(of),
-        };
-        if let Some(address) = beside {
+        if let Some(address) = beside(product) {
             let pitch = c.pitch as i64;
             set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, (&raw const address).cast(), size_of_val(&address))?;
             set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, (&raw const pitch).cast(), size_of_val(&pitch))?;
         }
     }
     Ok(described)
+}
+
+/// What an epilogue keeps, or reads: its address.
+fn beside(product: &Product) -> Option<u64> {
+    match product.epilogue {
+        Epilogue::None => None,
+        Epilogue::Gelu { kept } => kept,
+        Epilogue::GeluGrad { of } => Some(of),
+    }
 }
 
 /// What follows the product, where anything does. cuBLASLt's GELU is the tanh form (as PyTorch relies on: pull request 104061),

@@ -16,6 +16,7 @@ mod device;
 mod error;
 mod executor;
 mod family;
+mod function;
 pub(crate) mod fused;
 pub mod launch;
 mod mapped;

@@ -11,6 +11,7 @@ use cudarc::driver::{result, sys};
 
 use super::cublaslt::CublasLt;
 use super::device::{Describe, Device, DeviceError, DeviceMemory, Recording};
+use super::function::Function;
 use super::launch::{Epilogue, Kernel, Launch, Product};
 use super::mapped::{Mapped, holders, used};
 use super::{Architecture, Cache, Family, KernelError, Nvrtc};
@@ -49,30 +50,6 @@ impl Drop for Context {
         let _ = unsafe { result::primary_ctx::release(self.device) };
     }
 }
-
-/// A loaded kernel.
-#[derive(Debug)]
-struct Function {
-    handle: sys::CUfunction,
-    /// Shared memory that a block of it may have.
-    shared_bytes: u32,
-}
-
-impl Function {
-    /// Allows a block so much shared memory.
-    fn allow(&mut self, shared_bytes: u32) -> Result<(), result::DriverError> {
-        if shared_bytes > self.shared_bytes {
-            let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            // SAFETY: the function is loaded.
-            unsafe { sys::cuFuncSetAttribute(self.handle, attribute, shared_bytes as i32).result() }?;
-            self.shared_bytes = shared_bytes;
-        }
-        Ok(())
-    }
-}
-
-/// Shared memory of a block that a kernel need not ask for.
-const USUAL_SHARED_BYTES: u32 = 48 << 10;
 
 /// Names a call, and the device that failed at it.
 pub(super) trait Named<T> {
@@ -174,7 +151,7 @@ impl Nvidia {
     /// Compiles and loads a kernel, if that has not been done.
     fn load(&mut self, kernel: &Kernel) -> Result<(), DeviceError> {
         if let Some(known) = self.functions.get_mut(&kernel.name) {
-            return known.allow(kernel.shared_bytes).named(&self.name, &kernel.name);
+            return known.allow(kernel, &self.name);
         }
         let module = match self.modules.get(&kernel.family) {
             Some(&module) => module,
@@ -191,8 +168,8 @@ impl Nvidia {
         // SAFETY: the module is never unloaded before this is dropped.
         let function = unsafe { result::module::get_function(module, symbol) };
         let function = function.named(&self.name, &format!("finding {}", kernel.name))?;
-        let mut function = Function { handle: function, shared_bytes: USUAL_SHARED_BYTES };
-        function.allow(kernel.shared_bytes).named(&self.name, &kernel.name)?;
+        let mut function = Function::new(function);
+        function.allow(kernel, &self.name)?;
         self.functions.insert(kernel.name.clone(), function);
         Ok(())
     }
@@ -202,7 +179,7 @@ impl Nvidia {
     fn prepare(&mut self, launches: &[Launch], describe: Describe<'_>) -> Result<(Instead, Vec<Product>), DeviceError> {
         let (mut instead, mut chosen) = (Instead::new(), Vec::new());
         for (index, launch) in launches.iter().enumerate() {
-            let mut ready = match launch {
+            let ready = match launch {
                 Launch::Kernel(kernel) => self.load(kernel),
                 Launch::Product(product) => self.products.choose(product).map(|is_new| {
                     chosen.extend(is_new.then_some(*product));
@@ -212,10 +189,11 @@ impl Nvidia {
                 && product.epilogue != Epilogue::None
             {
                 let apart = product.apart();
-                ready = self.prepare(&apart, &|_| describe(index)).map(|(_, new)| chosen.extend(new));
+                chosen.extend(self.prepare(&apart, &|_| describe(index))?.1);
                 instead.insert(index, apart);
+            } else {
+                ready.map_err(|error| error.during(&describe(index)))?;
             }
-            ready.map_err(|error| error.during(&describe(index)))?;
         }
         Ok((instead, chosen))
     }
@@ -247,12 +225,22 @@ impl Nvidia {
         }
         let call =
             || format!("launching {} as {x} × {y} × {z} blocks of {block}, {shared_bytes} bytes shared", kernel.name);
-        let function = self.functions[&kernel.name].handle;
+        let function = self.functions[&kernel.name].handle();
         let mut arguments = [kernel.arguments.as_ref().address().cast_mut()];
         let (grid, block) = ((x, y, z), (block, 1, 1));
         // SAFETY: the kernel takes one struct, which the driver copies before it returns; the rest is this function's contract.
         unsafe { result::launch_kernel(function, grid, block, shared_bytes, self.stream, &mut arguments) }
             .named(&self.name, &call())
+    }
+}
+
+/// A graph that was captured.
+struct Captured(sys::CUgraph);
+
+impl Drop for Captured {
+    fn drop(&mut self) {
+        // SAFETY: nobody else has it.
+        let _ = unsafe { sys::cuGraphDestroy(self.0) };
     }
 }
 
@@ -283,10 +271,13 @@ impl Device for Nvidia {
 
     fn write(&mut self, address: u64, bytes: &[u8]) -> Result<(), DeviceError> {
         self.enter()?;
-        self.expect_inside(address, bytes.len(), "cuMemcpyHtoD")?;
-        self.wait()?;
-        // SAFETY: the range lies in memory that is mapped, and nothing that was started is under way.
-        unsafe { result::memcpy_htod_sync(address, bytes) }.named(&self.name, "cuMemcpyHtoD")
+        self.expect_inside(address, bytes.len(), "cuMemcpyHtoDAsync")?;
+        // A copy that is not on the stream may return before its last bytes have arrived ("API synchronization behavior"), and the
+        // stream would not wait for it.
+        // SAFETY: the range lies in memory that is mapped; the bytes are there until the copy was waited for.
+        let started = unsafe { result::memcpy_htod_async(address, bytes, self.stream) };
+        let waited = self.wait();
+        started.named(&self.name, "cuMemcpyHtoDAsync").and(waited)
     }
 
     fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), DeviceError> {
@@ -315,17 +306,14 @@ impl Device for Nvidia {
         let started = self.start_all(&launches, &instead, describe);
         // Ended in any case: a stream that goes on capturing could do nothing else.
         // SAFETY: the capture was begun above.
-        let graph = unsafe { result::stream::end_capture(self.stream) }.named(&self.name, "cuStreamEndCapture");
-        let graph = graph?;
-        // SAFETY: the graph has ended; what is made of it does not need it any more.
-        let ready = unsafe {
-            let ready = started.as_ref().map(|()| result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0)));
-            let _ = sys::cuGraphDestroy(graph);
-            ready.ok()
-        };
+        let captured = unsafe { result::stream::end_capture(self.stream) }.map(Captured);
+        // What was wrong with a launch says more than that the capture came to nothing.
         started?;
-        let ready = ready.expect("made of a graph that was started whole");
+        let captured = captured.named(&self.name, "cuStreamEndCapture")?;
+        // SAFETY: the graph has ended; what is made of it does not need it any more.
+        let ready = unsafe { result::graph::instantiate(captured.0, sys::CUgraphInstantiate_flags(0)) };
         self.graphs.push(ready.named(&self.name, "cuGraphInstantiate")?);
+        drop(captured);
         let after = used(&self.name)?.in_use;
         self.beside.push(("kernels", prepared.saturating_sub(before)));
         self.beside.push(("graph", after.saturating_sub(prepared)));
@@ -395,7 +383,7 @@ mod tests {
             Err(error) => {
                 println!("not judged: {error}");
                 let text = error.to_string();
-                assert!(matches!(error, DeviceError::Missing { .. } | DeviceError::Driver { .. }), "{text}");
+                assert!(error.is_absence() || matches!(error, DeviceError::Driver { .. }), "{text}");
                 return;
             }
         };

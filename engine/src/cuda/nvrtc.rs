@@ -18,6 +18,9 @@ const LIBRARY_VARIABLE: &str = "GAPLESS_NVRTC_LIBRARY";
 /// Names under which NVRTC is installed, the newest first. CUDA 12 is the oldest whose C++ is that of the kernels.
 const NAMES: [&str; 3] = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"];
 
+/// `NVRTC_ERROR_COMPILATION`: it is the source that is wrong. Anything else is wrong with NVRTC, as parts of it that are missing.
+const NOT_COMPILED: c_int = 6;
+
 /// A GPU's instruction set by its compute capability.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Architecture {
@@ -195,9 +198,13 @@ impl Nvrtc {
         // SAFETY: the program was created, and there are as many options.
         let compiled = unsafe { (self.functions.compile)(program.program, options.len() as c_int, options.as_ptr()) };
         if compiled != 0 {
-            let log = program.text().unwrap_or_else(|| self.functions.text(compiled));
+            let log = program.text().filter(|log| !log.is_empty());
+            let what = [Some(self.functions.text(compiled)), log].into_iter().flatten().collect::<Vec<_>>().join(": ");
+            if compiled != NOT_COMPILED {
+                return Err(KernelError::Nvrtc { call: "nvrtcCompileProgram", what });
+            }
             let (version, architecture) = (self.version(), architecture.to_string());
-            return Err(KernelError::DoesNotCompile { file, architecture, version, log });
+            return Err(KernelError::DoesNotCompile { file, architecture, version, log: what });
         }
         let mut bytes = 0;
         // SAFETY: the program was compiled, and the result outlives the call.

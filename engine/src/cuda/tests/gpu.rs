@@ -34,7 +34,7 @@ fn open(ordinal: usize) -> Nvidia {
 
 /// Whether a GPU is asked for.
 pub fn is_asked_for() -> bool {
-    shared().is_some()
+    ordinal().is_some()
 }
 
 /// Runs a launch on the GPU that is asked for.

@@ -23,7 +23,7 @@ struct Run {
 const COMPILERS: [&str; 3] = ["g++", "clang++", "c++"];
 
 /// The first C++ compiler that there is.
-fn compiler() -> Option<&'static str> {
+pub fn compiler() -> Option<&'static str> {
     static FOUND: OnceLock<Option<&'static str>> = OnceLock::new();
     let runs = |name: &str| Command::new(name).arg("--version").output().is_ok_and(|output| output.status.success());
     *FOUND.get_or_init(|| COMPILERS.into_iter().find(|name| runs(name)))

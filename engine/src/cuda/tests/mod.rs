@@ -2,6 +2,8 @@
 
 mod architectures;
 mod attention;
+#[cfg(target_os = "linux")]
+mod double;
 mod elementwise;
 mod experts;
 mod fused;

@@ -57,7 +57,7 @@ pub unsafe fn compute(product: &Product) {
 }
 
 /// GELU in its tanh form, and its derivative (Hendrycks and Gimpel, arXiv 1606.08415, section 2).
-fn gelu(x: f64) -> (f64, f64) {
+pub fn gelu(x: f64) -> (f64, f64) {
     let scale = (2.0 / std::f64::consts::PI).sqrt();
     let t = (scale * (x + 0.044715 * x.powi(3))).tanh();
     let slope = scale * (1.0 + 3.0 * 0.044715 * x * x);

@@ -1,0 +1,35 @@
+//! Judges of kernels and trainers, with the double in the place of a GPU.
+
+use super::{expect_well, folder};
+
+/// Names the judges that are run, as a test's arguments do.
+const VARIABLE: &str = "GAPLESS_DOUBLE_JUDGES";
+
+/// Without it a few are: two kinds of models, replayed and instruction by instruction, and products with epilogues in both types.
+const FEW: [&str; 3] = [
+    "trainer::a_profile_is_a_step",
+    "trainer::a_broken_step_is_named",
+    "fused::products_with_epilogues_do_what_both_did",
+];
+
+/// Trainers, one after another and side by side.
+#[test]
+fn judges_hold_on_the_double() {
+    let Some(folder) = folder() else { return };
+    match std::env::var(VARIABLE) {
+        Ok(judges) => expect_well(folder, &judges.split(' ').collect::<Vec<_>>(), false),
+        Err(_) => {
+            let judges = FEW.map(|judge| format!("cuda::tests::{judge}"));
+            let judges: Vec<&str> = ["--exact"].into_iter().chain(judges.iter().map(String::as_str)).collect();
+            expect_well(folder, &judges, true);
+        }
+    }
+}
+
+/// Single kernels, in memory that the processor reaches too.
+#[test]
+fn kernels_on_the_double() {
+    if let Some(folder) = folder() {
+        expect_well(folder, &["cuda::tests::norm::rms_norm"], false);
+    }
+}

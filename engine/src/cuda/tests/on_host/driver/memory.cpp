@@ -1,0 +1,353 @@
+// The double of the driver: memory. The device's is memory of this process that nobody may touch but when the device runs.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "state.hpp"
+
+// Layouts of cuda.h.
+struct Location {
+    int type, id;
+};
+struct Properties {
+    int type, handle_types;
+    Location location;
+    void* windows;
+    unsigned char compression, remote;
+    unsigned short usage;
+    unsigned char reserved[4];
+};
+struct Access {
+    Location location;
+    int flags;
+};
+static_assert(sizeof(Properties) == 32 && sizeof(Access) == 12, "as in cuda.h");
+
+enum : int { PINNED = 1, ON_DEVICE = 1, READ_AND_WRITE = 3 };
+
+static constexpr uint64_t GRANULARITY = 2 << 20;
+static constexpr uint64_t PAGE = 4096;
+// NaN in every type of float.
+static constexpr int POISON = 0xff;
+
+struct Physical {
+    int file;
+    uint64_t bytes;
+    bool is_released;
+    int mappings;
+};
+
+struct Mapping {
+    uint64_t bytes;
+    uint64_t physical;
+    bool is_accessible;
+};
+
+struct Reservation {
+    uint64_t bytes;
+    std::map<uint64_t, Mapping> mappings;
+};
+
+static std::map<uint64_t, Reservation>& reservations() {
+    static auto* const all = new std::map<uint64_t, Reservation>;
+    return *all;
+}
+
+static std::map<uint64_t, Physical>& physicals() {
+    static auto* const all = new std::map<uint64_t, Physical>;
+    return *all;
+}
+
+// Bytes by address.
+static std::map<uint64_t, uint64_t>& managed() {
+    static auto* const all = new std::map<uint64_t, uint64_t>;
+    return *all;
+}
+
+static int open_windows = 0;
+
+static void protect_all(int protection) {
+    for (auto& [base, reservation] : reservations()) {
+        for (auto& [address, mapping] : reservation.mappings) {
+            if (mapping.is_accessible) mprotect((void*)address, mapping.bytes, protection);
+        }
+    }
+}
+
+Window::Window() {
+    if (open_windows++ == 0) protect_all(PROT_READ | PROT_WRITE);
+}
+
+Window::~Window() {
+    if (--open_windows == 0) protect_all(PROT_NONE);
+}
+
+static int judge(const Call& call, const Properties* properties, unsigned long long flags) {
+    if (properties == nullptr) return call.breaks(INVALID_VALUE, "no properties");
+    if (flags != 0) return call.breaks(INVALID_VALUE, "flags %llu", flags);
+    if (properties->type != PINNED) return call.breaks(INVALID_VALUE, "an allocation of type %d", properties->type);
+    if (properties->location.type != ON_DEVICE)
+        return call.breaks(INVALID_VALUE, "a location of type %d", properties->location.type);
+    if (properties->location.id != 0) return call.breaks(INVALID_DEVICE, "device %d", properties->location.id);
+    const Properties plain = {PINNED, 0, {ON_DEVICE, 0}, nullptr, 0, 0, 0, {}};
+    if (memcmp(properties, &plain, sizeof plain) != 0) return call.breaks(INVALID_VALUE, "properties that are not understood");
+    return SUCCESS;
+}
+
+EXPORTED int cuMemGetAllocationGranularity(uint64_t* granularity, const Properties* properties, int option) {
+    const Call call("cuMemGetAllocationGranularity", INITIALIZED);
+    if (call.refused) return call.refused;
+    if (granularity == nullptr || option < 0 || option > 1) return call.breaks(INVALID_VALUE, "option %d", option);
+    if (const int code = judge(call, properties, 0)) return code;
+    *granularity = GRANULARITY;
+    return SUCCESS;
+}
+
+EXPORTED int cuMemCreate(uint64_t* handle, uint64_t bytes, const Properties* properties, unsigned long long flags) {
+    const Call call("cuMemCreate", INITIALIZED | SAFE);
+    if (call.refused) return call.refused;
+    if (const int code = judge(call, properties, flags)) return code;
+    if (handle == nullptr) return call.breaks(INVALID_VALUE, "nowhere to put the handle");
+    if (bytes == 0 || bytes % GRANULARITY != 0)
+        return call.breaks(INVALID_VALUE, "%llu bytes are no multiple of the granularity", (unsigned long long)bytes);
+    if (!take(bytes)) return OUT_OF_MEMORY;
+    const int file = memfd_create("double", MFD_CLOEXEC);
+    if (file < 0 || ftruncate(file, off_t(bytes)) != 0) abort();
+    void* const all = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    if (all == MAP_FAILED) abort();
+    memset(all, POISON, bytes);
+    munmap(all, bytes);
+    *handle = state().next_handle += 16;
+    physicals()[*handle] = {file, bytes, false, 0};
+    return SUCCESS;
+}
+
+static void free_if_unused(uint64_t handle) {
+    const Physical& physical = physicals().at(handle);
+    if (!physical.is_released || physical.mappings > 0) return;
+    close(physical.file);
+    give(physical.bytes);
+    physicals().erase(handle);
+}
+
+EXPORTED int cuMemRelease(uint64_t handle) {
+    const Call call("cuMemRelease", INITIALIZED | SAFE);
+    if (call.refused) return call.refused;
+    const auto found = physicals().find(handle);
+    if (found == physicals().end() || found->second.is_released)
+        return call.breaks(INVALID_VALUE, "%#llx is no memory (any more)", (unsigned long long)handle);
+    found->second.is_released = true;
+    free_if_unused(handle);
+    return SUCCESS;
+}
+
+EXPORTED int cuMemAddressReserve(uint64_t* address, uint64_t bytes, uint64_t alignment, uint64_t hint, unsigned long long flags) {
+    const Call call("cuMemAddressReserve", INITIALIZED | SAFE);
+    if (call.refused) return call.refused;
+    if (address == nullptr || flags != 0) return call.breaks(INVALID_VALUE, "flags %llu", flags);
+    if (bytes == 0 || bytes % PAGE != 0 || hint % PAGE != 0)
+        return call.breaks(INVALID_VALUE, "%llu bytes are no whole pages", (unsigned long long)bytes);
+    if ((alignment & (alignment - 1)) != 0)
+        return call.breaks(INVALID_VALUE, "alignment %llu is no power of two", (unsigned long long)alignment);
+    const uint64_t aligned = alignment > GRANULARITY ? alignment : GRANULARITY;
+    void* const all = mmap(nullptr, bytes + aligned, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (all == MAP_FAILED) return OUT_OF_MEMORY;
+    const uint64_t base = ((uint64_t)all + aligned - 1) / aligned * aligned;
+    if (base > (uint64_t)all) munmap(all, base - (uint64_t)all);
+    munmap((void*)(base + bytes), (uint64_t)all + aligned - base);
+    reservations()[base] = {bytes, {}};
+    *address = base;
+    return SUCCESS;
+}
+
+EXPORTED int cuMemAddressFree(uint64_t address, uint64_t bytes) {
+    const Call call("cuMemAddressFree", INITIALIZED | SAFE);
+    if (call.refused) return call.refused;
+    const auto found = reservations().find(address);
+    if (found == reservations().end() || found->second.bytes != bytes)
+        return call.breaks(INVALID_VALUE, "%#llx of %llu bytes is no reservation", (unsigned long long)address,
+                           (unsigned long long)bytes);
+    if (!found->second.mappings.empty()) return call.breaks(INVALID_VALUE, "memory is still mapped there");
+    munmap((void*)address, bytes);
+    reservations().erase(found);
+    return SUCCESS;
+}
+
+// The reservation that a range lies in.
+static Reservation* reservation_of(uint64_t address, uint64_t bytes) {
+    auto found = reservations().upper_bound(address);
+    if (found == reservations().begin()) return nullptr;
+    --found;
+    return address + bytes <= found->first + found->second.bytes ? &found->second : nullptr;
+}
+
+EXPORTED int cuMemMap(uint64_t address, uint64_t bytes, uint64_t offset, uint64_t handle, unsigned long long flags) {
+    const Call call("cuMemMap", INITIALIZED | SAFE);
+    if (call.refused) return call.refused;
+    if (flags != 0 || offset != 0)
+        return call.breaks(INVALID_VALUE, "flags %llu, offset %llu: both must be 0", flags, (unsigned long long)offset);
+    if (bytes == 0 || (address | bytes) % GRANULARITY != 0)
+        return call.breaks(INVALID_VALUE, "%#llx, %llu bytes: not of the granularity", (unsigned long long)address,
+                           (unsigned long long)bytes);
+    const auto found = physicals().find(handle);
+    if (found == physicals().end() || found->second.is_released)
+        return call.breaks(INVALID_VALUE, "%#llx is no memory (any more)", (unsigned long long)handle);
+    if (bytes > found->second.bytes)
+        return call.breaks(INVALID_VALUE, "%llu bytes of a memory of %llu", (unsigned long long)bytes,
+                           (unsigned long long)found->second.bytes);
+    Reservation* const reservation = reservation_of(address, bytes);
+    if (reservation == nullptr) return call.breaks(INVALID_VALUE, "%#llx is not reserved", (unsigned long long)address);
+    for (const auto& [other, mapping] : reservation->mappings) {
+        if (other < address + bytes && address < other + mapping.bytes)
+            return call.breaks(INVALID_VALUE, "%#llx is mapped", (unsigned long long)other);
+    }
+    if (mmap((void*)address, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, found->second.file, 0) == MAP_FAILED) abort();
+    reservation->mappings[address] = {bytes, handle, false};
+    ++found->second.mappings;
+    return SUCCESS;
+}
+
+EXPORTED int cuMemUnmap(uint64_t address, uint64_t bytes) {
+    const Call call("cuMemUnmap", INITIALIZED | SAFE);
+    if (call.refused) return call.refused;
+    Reservation* const reservation = reservation_of(address, bytes);
+    if (reservation == nullptr) return call.breaks(INVALID_VALUE, "%#llx is not reserved", (unsigned long long)address);
+    // All of what was mapped, in one call or in several that lie side by side.
+    uint64_t at = address;
+    while (at < address + bytes && reservation->mappings.count(at) == 1) at += reservation->mappings.at(at).bytes;
+    if (bytes == 0 || at != address + bytes)
+        return call.breaks(INVALID_VALUE, "%#llx, %llu bytes: no whole mappings", (unsigned long long)address,
+                           (unsigned long long)bytes);
+    for (at = address; at < address + bytes;) {
+        const Mapping mapping = reservation->mappings.at(at);
+        if (mmap((void*)at, mapping.bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED)
+            abort();
+        reservation->mappings.erase(at);
+        --physicals().at(mapping.physical).mappings;
+        free_if_unused(mapping.physical);
+        at += mapping.bytes;
+    }
+    return SUCCESS;
+}
+
+EXPORTED int cuMemSetAccess(uint64_t address, uint64_t bytes, const Access* access, uint64_t count) {
+    const Call call("cuMemSetAccess", INITIALIZED | SAFE);
+    if (call.refused) return call.refused;
+    if (access == nullptr || count != 1) return call.breaks(INVALID_VALUE, "%llu descriptions", (unsigned long long)count);
+    if (access->location.type != ON_DEVICE || access->location.id != 0) return call.breaks(INVALID_DEVICE, "no such location");
+    if (access->flags != READ_AND_WRITE) return call.breaks(INVALID_VALUE, "access %d", access->flags);
+    Reservation* const reservation = reservation_of(address, bytes);
+    if (reservation == nullptr) return call.breaks(INVALID_VALUE, "%#llx is not reserved", (unsigned long long)address);
+    uint64_t at = address;
+    while (at < address + bytes && reservation->mappings.count(at) == 1) at += reservation->mappings.at(at).bytes;
+    if (bytes == 0 || at != address + bytes)
+        return call.breaks(INVALID_VALUE, "%#llx, %llu bytes: not all mapped, or parts of mappings", (unsigned long long)address,
+                           (unsigned long long)bytes);
+    for (at = address; at < address + bytes; at += reservation->mappings.at(at).bytes)
+        reservation->mappings.at(at).is_accessible = true;
+    if (open_windows > 0) protect_all(PROT_READ | PROT_WRITE);
+    return SUCCESS;
+}
+
+EXPORTED int cuMemAllocManaged(uint64_t* address, uint64_t bytes, unsigned flags) {
+    const Call call("cuMemAllocManaged", CONTEXT | SAFE);
+    if (call.refused) return call.refused;
+    if (address == nullptr || bytes == 0) return call.breaks(INVALID_VALUE, "0 bytes");
+    if (flags != 1 && flags != 2) return call.breaks(INVALID_VALUE, "flags %u", flags);
+    void* const all = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (all == MAP_FAILED) return OUT_OF_MEMORY;
+    memset(all, POISON, bytes);
+    *address = (uint64_t)all;
+    managed()[*address] = bytes;
+    return SUCCESS;
+}
+
+EXPORTED int cuMemFree_v2(uint64_t address) {
+    const Call call("cuMemFree", CONTEXT | SAFE);
+    if (call.refused) return call.refused;
+    const auto found = managed().find(address);
+    if (found == managed().end())
+        return call.breaks(INVALID_VALUE, "%#llx was not allocated, or is free", (unsigned long long)address);
+    munmap((void*)address, found->second);
+    managed().erase(found);
+    return SUCCESS;
+}
+
+EXPORTED int double_is_accessible(uint64_t address, uint64_t bytes) {
+    std::unique_lock<std::recursive_mutex> lock(state().lock);
+    auto of_managed = managed().upper_bound(address);
+    if (of_managed != managed().begin()) {
+        --of_managed;
+        if (address + bytes <= of_managed->first + of_managed->second) return 1;
+    }
+    Reservation* const reservation = reservation_of(address, bytes);
+    if (reservation == nullptr) return 0;
+    for (uint64_t at = address; at < address + bytes;) {
+        auto found = reservation->mappings.upper_bound(at);
+        if (found == reservation->mappings.begin()) return 0;
+        --found;
+        if (at >= found->first + found->second.bytes || !found->second.is_accessible) return 0;
+        at = found->first + found->second.bytes;
+    }
+    return 1;
+}
+
+EXPORTED int cuMemGetInfo_v2(uint64_t* free, uint64_t* total) {
+    const Call call("cuMemGetInfo", CONTEXT);
+    if (call.refused) return call.refused;
+    if (free == nullptr || total == nullptr) return call.breaks(INVALID_VALUE, "nowhere to put it");
+    *free = total_bytes() - state().used;
+    *total = total_bytes();
+    return SUCCESS;
+}
+
+// From pageable memory: the bytes are staged, and arrive when the legacy default stream comes to it. A stream that does not wait
+// for that one has to be told to wait otherwise ("API synchronization behavior" of the driver's documentation).
+EXPORTED int cuMemcpyHtoD_v2(uint64_t to, const void* from, uint64_t bytes) {
+    const Call call("cuMemcpyHtoD", CONTEXT | SAFE | LEGACY);
+    if (call.refused) return call.refused;
+    if (bytes == 0) return SUCCESS;
+    if (from == nullptr || !double_is_accessible(to, bytes))
+        return call.breaks(INVALID_VALUE, "%#llx, %llu bytes: not all mapped and accessible", (unsigned long long)to,
+                           (unsigned long long)bytes);
+    if (const int code = run_blocking(*call.context)) return code;
+    std::vector<char> staged((const char*)from, (const char*)from + bytes);
+    call.context->landing.push_back({"a copy to the device", [to, staged = std::move(staged)]() -> std::string {
+                                         memcpy((void*)to, staged.data(), staged.size());
+                                         return "";
+                                     }});
+    return SUCCESS;
+}
+
+// In the order of a stream. The host's bytes are read when it comes to it ("might be synchronous", and might not).
+EXPORTED int cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, uint64_t bytes, void* stream) {
+    const Call call("cuMemcpyHtoDAsync", CONTEXT);
+    if (call.refused) return call.refused;
+    if (bytes == 0) return SUCCESS;
+    if (from == nullptr || !double_is_accessible(to, bytes))
+        return call.breaks(INVALID_VALUE, "%#llx, %llu bytes: not all mapped and accessible", (unsigned long long)to,
+                           (unsigned long long)bytes);
+    const Work work = {call.name, [to, from, bytes]() -> std::string {
+                           memcpy((void*)to, from, bytes);
+                           return "";
+                       }};
+    return double_enqueue(call.name, stream, &work);
+}
+
+EXPORTED int cuMemcpyDtoH_v2(void* to, uint64_t from, uint64_t bytes) {
+    const Call call("cuMemcpyDtoH", CONTEXT | SAFE | LEGACY);
+    if (call.refused) return call.refused;
+    if (bytes == 0) return SUCCESS;
+    if (to == nullptr || !double_is_accessible(from, bytes))
+        return call.breaks(INVALID_VALUE, "%#llx, %llu bytes: not all mapped and accessible", (unsigned long long)from,
+                           (unsigned long long)bytes);
+    if (const int code = run_legacy(*call.context)) return code;
+    const Window window;
+    memcpy(to, (const void*)from, bytes);
+    return SUCCESS;
+}
+
+void tell_of_memory(const std::function<void(uint64_t, const std::string&)>& tell) {
+    tell(physicals().size(), "memory");
+    tell(reservations().size(), "range of addresses");
+    tell(managed().size(), "managed memory");
+}

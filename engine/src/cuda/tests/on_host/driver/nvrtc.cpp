@@ -1,0 +1,302 @@
+// The double of NVRTC: checks what it is asked, and has this machine's compiler compile it behind device.hpp.
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <fstream>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <sstream>
+
+#include "double.hpp"
+
+// nvrtcResult.
+enum Status : int {
+    OK = 0,
+    NVRTC_INVALID_INPUT = 3,
+    NVRTC_INVALID_PROGRAM = 4,
+    NVRTC_INVALID_OPTION = 5,
+    NVRTC_COMPILATION = 6,
+    NVRTC_INTERNAL = 11,
+};
+
+struct Program {
+    std::string source, name;
+    std::vector<std::pair<std::string, std::string>> headers;
+    std::string log, binary;
+    bool is_compiled = false;
+};
+
+static std::mutex& lock() {
+    static std::mutex all;
+    return all;
+}
+
+static std::map<const void*, std::unique_ptr<Program>>& programs() {
+    static auto* const all = new std::map<const void*, std::unique_ptr<Program>>;
+    return *all;
+}
+
+static Program* find(const Judged& call, const void* handle) {
+    const auto found = programs().find(handle);
+    if (found != programs().end()) return found->second.get();
+    call.breaks(0, "%p is no program (any more)", handle);
+    return nullptr;
+}
+
+// As NVRTC 13.0 has them.
+static const std::vector<int> ARCHITECTURES = {75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121};
+
+EXPORTED int nvrtcVersion(int* major, int* minor) {
+    const Judged call{"nvrtcVersion"};
+    if (const int code = double_called(call.name)) return code;
+    if (major == nullptr || minor == nullptr) return call.breaks(NVRTC_INVALID_INPUT, "nowhere to put it");
+    *major = 13;
+    *minor = 0;
+    return OK;
+}
+
+EXPORTED int nvrtcGetNumSupportedArchs(int* count) {
+    if (const int code = double_called("nvrtcGetNumSupportedArchs")) return code;
+    *count = int(ARCHITECTURES.size());
+    return OK;
+}
+
+EXPORTED int nvrtcGetSupportedArchs(int* all) {
+    if (const int code = double_called("nvrtcGetSupportedArchs")) return code;
+    memcpy(all, ARCHITECTURES.data(), ARCHITECTURES.size() * sizeof ARCHITECTURES[0]);
+    return OK;
+}
+
+EXPORTED const char* nvrtcGetErrorString(int code) {
+    switch (code) {
+        case OK: return "NVRTC_SUCCESS";
+        case 1: return "NVRTC_ERROR_OUT_OF_MEMORY";
+        case NVRTC_INVALID_INPUT: return "NVRTC_ERROR_INVALID_INPUT";
+        case NVRTC_INVALID_PROGRAM: return "NVRTC_ERROR_INVALID_PROGRAM";
+        case NVRTC_INVALID_OPTION: return "NVRTC_ERROR_INVALID_OPTION";
+        case NVRTC_COMPILATION: return "NVRTC_ERROR_COMPILATION";
+        case NVRTC_INTERNAL: return "NVRTC_ERROR_INTERNAL_ERROR";
+        default: return "NVRTC_ERROR unknown";
+    }
+}
+
+EXPORTED int nvrtcCreateProgram(void** handle, const char* source, const char* name, int count, const char* const* headers,
+                                const char* const* include_names) {
+    const Judged call{"nvrtcCreateProgram"};
+    if (const int code = double_called(call.name)) return code;
+    if (handle == nullptr || source == nullptr) return call.breaks(NVRTC_INVALID_INPUT, "no source");
+    if (count < 0 || (count > 0 && (headers == nullptr || include_names == nullptr)))
+        return call.breaks(NVRTC_INVALID_INPUT, "%d headers", count);
+    auto program = std::make_unique<Program>();
+    program->source = source;
+    program->name = name == nullptr || *name == '\0' ? "default_program" : name;
+    for (int i = 0; i < count; ++i) program->headers.emplace_back(include_names[i], headers[i]);
+    std::unique_lock<std::mutex> locked(lock());
+    // None is given twice, so that what was destroyed is known as such.
+    static uint64_t last = 0xc0de'0000'0000;
+    *handle = (void*)(last += 16);
+    double_exists("program", 1, false);
+    programs()[*handle] = std::move(program);
+    return OK;
+}
+
+EXPORTED int nvrtcDestroyProgram(void** handle) {
+    const Judged call{"nvrtcDestroyProgram"};
+    if (const int code = double_called(call.name)) return code;
+    std::unique_lock<std::mutex> locked(lock());
+    if (handle == nullptr || find(call, *handle) == nullptr) return NVRTC_INVALID_PROGRAM;
+    programs().erase(*handle);
+    double_exists("program", -1, false);
+    *handle = nullptr;
+    return OK;
+}
+
+// Of the options that the user guide lists: those that stand alone, or take true or false, and those that take a value.
+static bool is_known(const std::string& name, const std::string* value) {
+    static const std::set<std::string> alone = {"--device-debug",
+                                                "-G",
+                                                "--generate-line-info",
+                                                "-lineinfo",
+                                                "--extra-device-vectorization",
+                                                "-extra-device-vectorization",
+                                                "--disable-warnings",
+                                                "-w",
+                                                "--restrict",
+                                                "-restrict",
+                                                "--device-as-default-execution-space",
+                                                "-default-device",
+                                                "--device-int128",
+                                                "-device-int128",
+                                                "--display-error-number",
+                                                "-err-no",
+                                                "--no-display-error-number",
+                                                "-no-err-no",
+                                                "--minimal",
+                                                "-minimal",
+                                                "--no-source-include",
+                                                "-no-source-include",
+                                                "--dlink-time-opt",
+                                                "-dlto",
+                                                "--extensible-whole-program",
+                                                "-ewp",
+                                                "--ptxas-options",
+                                                "-Xptxas"};
+    static const std::set<std::string> yes_or_no = {"--use_fast_math",
+                                                    "-use_fast_math",
+                                                    "--ftz",
+                                                    "-ftz",
+                                                    "--prec-sqrt",
+                                                    "-prec-sqrt",
+                                                    "--prec-div",
+                                                    "-prec-div",
+                                                    "--fmad",
+                                                    "-fmad",
+                                                    "--relocatable-device-code",
+                                                    "-rdc",
+                                                    "--builtin-move-forward",
+                                                    "-builtin-move-forward",
+                                                    "--builtin-initializer-list",
+                                                    "-builtin-initializer-list"};
+    static const std::set<std::string> valued = {"--maxrregcount",  "-maxrregcount",        "--std",           "-std",
+                                                 "--define-macro",  "--undefine-macro",     "--include-path",  "--pre-include",
+                                                 "-include",        "--diag-error",         "--diag-suppress", "--diag-warn",
+                                                 "--split-compile", "--ptxas-options",      "-Xptxas",         "--version-ident",
+                                                 "--time",          "--fdevice-syntax-only"};
+    if (value == nullptr)
+        return alone.count(name) == 1 || name == "--use_fast_math" || name == "-use_fast_math" || name.rfind("-D", 0) == 0 ||
+               name.rfind("-I", 0) == 0;
+    return (yes_or_no.count(name) == 1 && (*value == "true" || *value == "false")) || (valued.count(name) == 1 && !value->empty());
+}
+
+struct Target {
+    int architecture = 75;
+    bool is_virtual = true, is_specific = false;
+};
+
+// sm_90, sm_90a, compute_90.
+static bool parse(const std::string& text, Target& target) {
+    target.is_virtual = text.rfind("compute_", 0) == 0;
+    if (!target.is_virtual && text.rfind("sm_", 0) != 0) return false;
+    std::string number = text.substr(text.find('_') + 1);
+    target.is_specific = !number.empty() && (number.back() == 'a' || number.back() == 'f');
+    if (target.is_specific) number.pop_back();
+    if (number.empty() || number.find_first_not_of("0123456789") != std::string::npos) return false;
+    target.architecture = atoi(number.c_str());
+    for (int known : ARCHITECTURES) {
+        if (known == target.architecture) return true;
+    }
+    return false;
+}
+
+static bool write_file(const std::string& path, const std::string& text) {
+    std::ofstream file(path, std::ios::binary);
+    file << text;
+    return bool(file.flush());
+}
+
+static std::string read_file(const std::string& path) {
+    std::ifstream file(path, std::ios::binary);
+    std::stringstream text;
+    text << file.rdbuf();
+    return text.str();
+}
+
+static int compile(const Judged& call, Program& program, const Target& target) {
+    // The compiler with its options, device.hpp among them.
+    const char* const compiler = getenv("GAPLESS_DOUBLE_COMPILER");
+    if (compiler == nullptr) return call.breaks(NVRTC_INTERNAL, "it was not told of a compiler");
+    const char* const temporary = getenv("TMPDIR");
+    std::string folder = std::string(temporary == nullptr ? "/tmp" : temporary) + "/double-of-nvrtc-XXXXXX";
+    if (mkdtemp(folder.data()) == nullptr) return call.breaks(NVRTC_INTERNAL, "no folder %s", folder.c_str());
+    bool is_written = write_file(folder + "/" + program.name, program.source);
+    for (const auto& [name, text] : program.headers) is_written &= write_file(folder + "/" + name, text);
+    const std::string command = std::string(compiler) + " -shared -I '" + folder + "' -x c++ '" + folder + "/" + program.name +
+                                "' -o '" + folder + "/binary' 2> '" + folder + "/log'";
+    const bool is_compiled = is_written && system(command.c_str()) == 0;
+    program.log = read_file(folder + "/log");
+    if (is_compiled) {
+        const std::string library = read_file(folder + "/binary");
+        Binary binary = {};
+        memcpy(binary.magic, Binary::MAGIC, sizeof binary.magic);
+        binary.architecture = unsigned(target.architecture);
+        binary.is_specific = target.is_specific;
+        binary.bytes = library.size();
+        program.binary = std::string((const char*)&binary, sizeof binary) + library;
+    }
+    for (const auto& [name, text] : program.headers) unlink((folder + "/" + name).c_str());
+    for (const std::string& name : {program.name, std::string("binary"), std::string("log")}) unlink((folder + "/" + name).c_str());
+    rmdir(folder.c_str());
+    return is_compiled ? OK : NVRTC_COMPILATION;
+}
+
+EXPORTED int nvrtcCompileProgram(void* handle, int count, const char* const* options) {
+    const Judged call{"nvrtcCompileProgram"};
+    const int code = double_called(call.name);
+    if (count < 0 || (count > 0 && options == nullptr)) return call.breaks(NVRTC_INVALID_INPUT, "%d options", count);
+    std::unique_lock<std::mutex> locked(lock());
+    Program* const program = find(call, handle);
+    if (program == nullptr) return NVRTC_INVALID_PROGRAM;
+    program->is_compiled = true;
+    if (code != 0) return code;
+    // Programs are compiled side by side.
+    locked.unlock();
+    Target target;
+    for (int i = 0; i < count; ++i) {
+        const std::string option = options[i];
+        const size_t equal = option.find('=');
+        const std::string name = option.substr(0, equal), value = equal == std::string::npos ? "" : option.substr(equal + 1);
+        const bool is_architecture = name == "--gpu-architecture" || name == "-arch";
+        if (is_architecture ? parse(value, target) : is_known(name, equal == std::string::npos ? nullptr : &value)) continue;
+        program->log = "nvrtc: error: invalid value or option: " + option + "\n";
+        return call.breaks(NVRTC_INVALID_OPTION, "%s", option.c_str());
+    }
+    const int status = compile(call, *program, target);
+    if (target.is_virtual) program->binary.clear();
+    return status;
+}
+
+EXPORTED int nvrtcGetCUBINSize(void* handle, size_t* bytes) {
+    const Judged call{"nvrtcGetCUBINSize"};
+    if (const int code = double_called(call.name)) return code;
+    std::unique_lock<std::mutex> locked(lock());
+    const Program* const program = find(call, handle);
+    if (program == nullptr) return NVRTC_INVALID_PROGRAM;
+    if (bytes == nullptr || !program->is_compiled) return call.breaks(NVRTC_INVALID_INPUT, "nothing was compiled");
+    *bytes = program->binary.size();
+    return OK;
+}
+
+EXPORTED int nvrtcGetCUBIN(void* handle, char* to) {
+    const Judged call{"nvrtcGetCUBIN"};
+    if (const int code = double_called(call.name)) return code;
+    std::unique_lock<std::mutex> locked(lock());
+    const Program* const program = find(call, handle);
+    if (program == nullptr) return NVRTC_INVALID_PROGRAM;
+    if (to == nullptr || program->binary.empty()) return call.breaks(NVRTC_INVALID_INPUT, "there is no machine code");
+    memcpy(to, program->binary.data(), program->binary.size());
+    return OK;
+}
+
+EXPORTED int nvrtcGetProgramLogSize(void* handle, size_t* bytes) {
+    const Judged call{"nvrtcGetProgramLogSize"};
+    if (const int code = double_called(call.name)) return code;
+    std::unique_lock<std::mutex> locked(lock());
+    const Program* const program = find(call, handle);
+    if (program == nullptr) return NVRTC_INVALID_PROGRAM;
+    if (bytes == nullptr || !program->is_compiled) return call.breaks(NVRTC_INVALID_INPUT, "nothing was compiled");
+    *bytes = program->log.size() + 1;
+    return OK;
+}
+
+EXPORTED int nvrtcGetProgramLog(void* handle, char* to) {
+    const Judged call{"nvrtcGetProgramLog"};
+    if (const int code = double_called(call.name)) return code;
+    std::unique_lock<std::mutex> locked(lock());
+    const Program* const program = find(call, handle);
+    if (program == nullptr) return NVRTC_INVALID_PROGRAM;
+    if (to == nullptr || !program->is_compiled) return call.breaks(NVRTC_INVALID_INPUT, "nothing was compiled");
+    memcpy(to, program->log.c_str(), program->log.size() + 1);
+    return OK;
+}

@@ -1,0 +1,72 @@
+// What cublasLtMatmul computes, in the plainest of loops.
+#include "product.hpp"
+
+#include <math.h>
+
+static float read(uint64_t base, int type, uint64_t index) {
+    if (type == F32) return ((const float*)base)[index];
+    const uint32_t bits = uint32_t(((const uint16_t*)base)[index]) << 16;
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+// To the nearest, and to the even one of two.
+static uint16_t to_bf16(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    if (x != x) return uint16_t(bits >> 16 | 64);
+    return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+static void write(uint64_t base, int type, uint64_t index, float x) {
+    if (type == F32) {
+        ((float*)base)[index] = x;
+    } else {
+        ((uint16_t*)base)[index] = to_bf16(x);
+    }
+}
+
+// The tanh form (arXiv 1606.08415, section 2).
+static const float ROOT = 0.7978845608028654f, CUBIC = 0.044715f;
+
+static float gelu(float x) { return 0.5f * x * (1 + tanhf(ROOT * (x + CUBIC * x * x * x))); }
+
+static float gelu_gradient(float x) {
+    const float t = tanhf(ROOT * (x + CUBIC * x * x * x));
+    return 0.5f * (1 + t) + 0.5f * x * (1 - t * t) * ROOT * (1 + 3 * CUBIC * x * x);
+}
+
+void compute(const Product& product) {
+    const Matrix &a = product.a, &b = product.b, &c = product.c, &d = product.d;
+    const uint64_t inner = product.is_a_transposed ? a.rows : a.columns;
+    // Nobody finds anything of use in the workspace afterwards.
+    if (product.workspace_bytes > 0) memset((void*)product.workspace, 0xff, product.workspace_bytes);
+    for (uint64_t batch = 0; batch < uint64_t(d.batch); ++batch) {
+        const uint64_t to_a = batch * uint64_t(a.stride), to_b = batch * uint64_t(b.stride), to_c = batch * uint64_t(c.stride),
+                       to_d = batch * uint64_t(d.stride);
+        for (uint64_t column = 0; column < d.columns; ++column) {
+            for (uint64_t row = 0; row < d.rows; ++row) {
+                float sum = 0;
+                for (uint64_t i = 0; i < inner; ++i) {
+                    const uint64_t of_a = product.is_a_transposed ? row * uint64_t(a.leading) + i : i * uint64_t(a.leading) + row;
+                    const uint64_t of_b =
+                        product.is_b_transposed ? i * uint64_t(b.leading) + column : column * uint64_t(b.leading) + i;
+                    sum += read(product.at_a, a.type, to_a + of_a) * read(product.at_b, b.type, to_b + of_b);
+                }
+                float x = product.alpha * sum;
+                // C is not read where beta is 0: it may hold NaN.
+                if (product.beta != 0) x += product.beta * read(product.at_c, c.type, to_c + column * uint64_t(c.leading) + row);
+                if (product.epilogue & BIAS) x += read(product.bias, d.type, batch * uint64_t(product.bias_stride) + row);
+                const uint64_t of_aux = batch * uint64_t(product.aux_stride) + column * uint64_t(product.aux_leading) + row;
+                if (product.epilogue & GELU_GRADIENT) {
+                    x *= gelu_gradient(read(product.aux, d.type, of_aux));
+                } else if (product.epilogue & AUX) {
+                    write(product.aux, d.type, of_aux, x);
+                }
+                if (product.epilogue & GELU) x = gelu(x);
+                write(product.at_d, d.type, to_d + column * uint64_t(d.leading) + row, x);
+            }
+        }
+    }
+}

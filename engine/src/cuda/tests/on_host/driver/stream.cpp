@@ -1,0 +1,194 @@
+// The double of the driver: streams, what they capture, and graphs. Nothing runs before somebody waits for it.
+#include "state.hpp"
+
+enum : unsigned { NON_BLOCKING = 1 };
+
+// What an executable graph takes of the device for each of its nodes, and all of it in whole pages.
+static constexpr uint64_t NODE_BYTES = 4096, GRAPH_PAGE = 64 << 10;
+
+static int run_all(Context& context, std::deque<Work>& queue) {
+    while (!queue.empty() && context.error == 0) {
+        const Work work = std::move(queue.front());
+        queue.pop_front();
+        const Window window;
+        state().running = work.name;
+        const std::string what = work.run();
+        state().running.clear();
+        if (what.empty()) continue;
+        double_broken(work.name.c_str(), what.c_str());
+        context.error = LAUNCH_FAILED;
+    }
+    return context.error;
+}
+
+int run_blocking(Context& context) {
+    for (auto& [handle, stream] : state().streams.all) {
+        if (stream->context != &context || !stream->is_blocking) continue;
+        if (const int code = run_all(context, stream->queue)) return code;
+    }
+    return SUCCESS;
+}
+
+int run_legacy(Context& context) {
+    if (const int code = run_blocking(context)) return code;
+    return run_all(context, context.landing);
+}
+
+int run(Stream& stream) {
+    // A blocking stream waits for what the legacy default stream has; another is as fast as it can be.
+    if (stream.is_blocking) {
+        if (const int code = run_all(*stream.context, stream.context->landing)) return code;
+    }
+    if (const int code = run_all(*stream.context, stream.queue)) return code;
+    return run_all(*stream.context, stream.context->landing);
+}
+
+EXPORTED int cuStreamCreate(void** stream, unsigned flags) {
+    const Call call("cuStreamCreate", CONTEXT);
+    if (call.refused) return call.refused;
+    if (stream == nullptr || flags > NON_BLOCKING) return call.breaks(INVALID_VALUE, "flags %u", flags);
+    Stream made;
+    made.context = call.context;
+    made.is_blocking = flags != NON_BLOCKING;
+    *stream = state().streams.add(std::move(made));
+    return SUCCESS;
+}
+
+EXPORTED int cuStreamDestroy_v2(void* handle) {
+    const Call call("cuStreamDestroy", CONTEXT);
+    if (call.refused) return call.refused;
+    Stream* const stream = state().streams.find(call, handle);
+    if (stream == nullptr) return INVALID_HANDLE;
+    if (stream->is_capturing) call.breaks(0, "it captures");
+    // It returns at once, and what the stream has is done later.
+    const int code = run(*stream);
+    state().streams.remove(call, handle);
+    return code;
+}
+
+EXPORTED int cuStreamSynchronize(void* handle) {
+    const Call call("cuStreamSynchronize", CONTEXT | (handle == nullptr ? LEGACY : NOTHING));
+    if (call.refused) return call.refused;
+    if (handle == nullptr) return run_legacy(*call.context);
+    Stream* const stream = state().streams.find(call, handle);
+    if (stream == nullptr) return INVALID_HANDLE;
+    if (stream->is_capturing) {
+        stream->is_invalidated = true;
+        return call.breaks(CAPTURE_UNSUPPORTED, "the stream captures");
+    }
+    return run(*stream);
+}
+
+// A stream that work may be put into.
+static int open_stream(const Judged& call, void* handle, Stream*& stream) {
+    if (handle == nullptr) return call.breaks(INVALID_HANDLE, "the legacy default stream, which is not modelled here");
+    stream = state().streams.find(call, handle);
+    if (stream == nullptr) return INVALID_HANDLE;
+    if (stream->context != state().contexts.find(call, current)) return call.breaks(INVALID_CONTEXT, "a stream of another context");
+    if (stream->is_capturing && stream->is_invalidated) return CAPTURE_INVALIDATED;
+    return SUCCESS;
+}
+
+void invalidate(void* handle) {
+    const auto found = state().streams.all.find((uint64_t)handle);
+    if (found != state().streams.all.end()) found->second->is_invalidated = true;
+}
+
+EXPORTED int double_enqueue(const char* name, void* handle, const Work* work) {
+    const Judged call{name};
+    std::unique_lock<std::recursive_mutex> lock(state().lock);
+    Stream* stream = nullptr;
+    if (const int code = open_stream(call, handle, stream)) return code;
+    if (stream->is_capturing) {
+        stream->captured.push_back(*work);
+    } else {
+        stream->queue.push_back(*work);
+    }
+    return SUCCESS;
+}
+
+EXPORTED int cuStreamBeginCapture_v2(void* handle, int mode) {
+    const Call call("cuStreamBeginCapture", INITIALIZED);
+    if (call.refused) return call.refused;
+    if (handle == nullptr) return call.breaks(CAPTURE_UNSUPPORTED, "the legacy default stream cannot capture");
+    Stream* const stream = state().streams.find(call, handle);
+    if (stream == nullptr) return INVALID_HANDLE;
+    if (mode < 0 || mode > 2) return call.breaks(INVALID_VALUE, "mode %d", mode);
+    if (stream->is_capturing) return call.breaks(INVALID_VALUE, "it captures already");
+    stream->is_capturing = true;
+    stream->is_invalidated = false;
+    stream->mode = Mode(mode);
+    stream->thread = std::this_thread::get_id();
+    return SUCCESS;
+}
+
+EXPORTED int cuStreamEndCapture(void* handle, void** graph) {
+    const Call call("cuStreamEndCapture", INITIALIZED);
+    Stream* const stream = state().streams.find(call, handle);
+    if (stream == nullptr) return INVALID_HANDLE;
+    if (call.refused) {
+        // Whatever it says, it ends what it can.
+        stream->is_capturing = false;
+        stream->captured.clear();
+        return call.refused;
+    }
+    if (graph == nullptr) return call.breaks(INVALID_VALUE, "nowhere to put the graph");
+    if (!stream->is_capturing) return call.breaks(INVALID_VALUE, "it does not capture");
+    if (stream->mode != Mode::RELAXED && stream->thread != std::this_thread::get_id())
+        return call.breaks(CAPTURE_WRONG_THREAD, "begun by another thread");
+    stream->is_capturing = false;
+    Graph made;
+    made.nodes.swap(stream->captured);
+    *graph = nullptr;
+    if (stream->is_invalidated) return CAPTURE_INVALIDATED;
+    *graph = state().graphs.add(std::move(made));
+    return SUCCESS;
+}
+
+EXPORTED int cuGraphInstantiateWithFlags(void** executable, void* handle, unsigned long long flags) {
+    const Call call("cuGraphInstantiate", INITIALIZED);
+    if (call.refused) return call.refused;
+    const Graph* const graph = state().graphs.find(call, handle);
+    if (graph == nullptr || executable == nullptr) return INVALID_VALUE;
+    // AUTO_FREE_ON_LAUNCH, USE_NODE_PRIORITY
+    if ((flags & ~(1ull | 8ull)) != 0) return call.breaks(INVALID_VALUE, "flags %llu", flags);
+    Graph made;
+    made.nodes = graph->nodes;
+    made.bytes = (made.nodes.size() * NODE_BYTES + GRAPH_PAGE - 1) / GRAPH_PAGE * GRAPH_PAGE;
+    if (!take(made.bytes)) return OUT_OF_MEMORY;
+    *executable = state().executables.add(std::move(made));
+    return SUCCESS;
+}
+
+EXPORTED int cuGraphLaunch(void* handle, void* stream_handle) {
+    const Call call("cuGraphLaunch", INITIALIZED);
+    if (call.refused) return call.refused;
+    const Graph* const graph = state().executables.find(call, handle);
+    if (graph == nullptr) return INVALID_VALUE;
+    Stream* stream = nullptr;
+    if (const int code = open_stream(call, stream_handle, stream)) return code;
+    for (const Work& work : graph->nodes) {
+        if (stream->is_capturing) {
+            stream->captured.push_back(work);
+        } else {
+            stream->queue.push_back(work);
+        }
+    }
+    return SUCCESS;
+}
+
+EXPORTED int cuGraphDestroy(void* handle) {
+    const Call call("cuGraphDestroy", INITIALIZED);
+    if (call.refused) return call.refused;
+    return state().graphs.remove(call, handle) ? SUCCESS : INVALID_VALUE;
+}
+
+EXPORTED int cuGraphExecDestroy(void* handle) {
+    const Call call("cuGraphExecDestroy", INITIALIZED);
+    if (call.refused) return call.refused;
+    const Graph* const graph = state().executables.find(call, handle);
+    if (graph == nullptr) return INVALID_VALUE;
+    give(graph->bytes);
+    state().executables.remove(call, handle);
+    return SUCCESS;
+}
