@@ -99,6 +99,7 @@ pub(super) const HEADERS: &[(&str, &str)] = &[
     ("pieces.cuh", include_str!("kernels/pieces.cuh")),
     ("random.cuh", include_str!("kernels/random.cuh")),
     ("reduce.cuh", include_str!("kernels/reduce.cuh")),
+    ("rows.cuh", include_str!("kernels/rows.cuh")),
     ("strides.cuh", include_str!("kernels/strides.cuh")),
     ("tensor_cores.cuh", include_str!("kernels/tensor_cores.cuh")),
 ];
