@@ -243,13 +243,15 @@ fn chance_does_not_depend_on_threads() {
     }
 }
 
-/// Full to the byte once per layer, with a forward and a backward in turns: only who keeps several layouts and looks at
-/// the next full tick gets from one to the next.
+/// Full to the byte once per layer, with a forward and a backward in turns: only who tries many ways from one full tick to
+/// the next gets to the end.
 #[test]
 fn a_step_that_is_full_once_per_layer_meets_the_bound() {
-    let step = Step { order: Order::Overlapped, layers: 3, stages: 2, micro_batches: 8, ..Step::default() };
-    let solution = planned(&step.problem().unwrap(), &Options::default());
-    assert_eq!(solution.proof, Proof::MaxLive, "gap {}", solution.gap());
+    for (layers, stages) in [(3, 2), (4, 2), (6, 2), (4, 3)] {
+        let step = Step { order: Order::Overlapped, layers, stages, micro_batches: 8, ..Step::default() };
+        let solution = planned(&step.problem().unwrap(), &Options::default());
+        assert_eq!(solution.proof, Proof::MaxLive, "{layers} layers, {stages} stages: gap {}", solution.gap());
+    }
 }
 
 #[test]

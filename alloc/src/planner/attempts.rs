@@ -6,8 +6,10 @@ use rayon::prelude::*;
 
 use super::beam;
 use super::meter::Meter;
+use super::milestones;
 use super::portfolio::{Placed, Portfolio};
 use super::retrace;
+use super::sweep::Direction;
 
 /// How attempts of one kind are made.
 struct Waves {
@@ -17,14 +19,19 @@ struct Waves {
     most: u64,
     /// What an attempt should be able to spend for each item.
     work_per_item: u64,
+    /// Attempts in all.
+    attempts: u64,
 }
+
+/// Stacks that are tried, cheaply.
+const STACKS: u64 = 40;
 
 impl Portfolio<'_> {
     /// Sweeps that take back what led nowhere, until one ends at `ceiling` or below or the meter stops; whether one did.
     /// Small items are those of fewer bytes than `small_below`.
     pub fn retrace(&mut self, ceiling: u64, small_below: u64) -> bool {
         let Some((_, peaks)) = self.peaks(ceiling) else { return false };
-        let waves = Waves { first: 2, most: 8, work_per_item: 100 };
+        let waves = Waves { first: 2, most: 8, work_per_item: 100, attempts: u64::MAX };
         self.attempt(&waves, |portfolio, number, purse| {
             retrace::Attempt::new(&portfolio.timeline, ceiling, &peaks, small_below, number).run(purse)
         })
@@ -33,9 +40,21 @@ impl Portfolio<'_> {
     /// Sweeps that keep several layouts and look ahead, likewise.
     pub fn look_ahead(&mut self, ceiling: u64) -> bool {
         let Some((live, peaks)) = self.peaks(ceiling) else { return false };
-        let waves = Waves { first: 2, most: 4, work_per_item: 1_000 };
+        let waves = Waves { first: 2, most: 4, work_per_item: 1_000, attempts: u64::MAX };
         self.attempt(&waves, |portfolio, number, purse| {
             beam::Attempt::new(&portfolio.timeline, &live, ceiling, &peaks, number).run(purse)
+        })
+    }
+
+    /// Sweeps that compare layouts where there is least to spare, likewise: first from many stacks, then with patience.
+    pub fn leap(&mut self, ceiling: u64) -> bool {
+        let Some((live, peaks)) = self.peaks(ceiling) else { return false };
+        let stacks = Waves { first: 2, most: 8, work_per_item: 300, attempts: STACKS };
+        let patient = Waves { first: 2, most: 2, work_per_item: 1_000, attempts: u64::MAX };
+        self.attempt(&stacks, |portfolio, number, purse| {
+            milestones::Attempt::new(&portfolio.timeline, &live, ceiling, &peaks, number).run(purse)
+        }) || self.attempt(&patient, |portfolio, number, purse| {
+            milestones::Attempt::new(&portfolio.timeline, &live, ceiling, &peaks, number).patient().run(purse)
         })
     }
 
@@ -55,7 +74,7 @@ impl Portfolio<'_> {
         let part = self.timeline.part;
         let whole_way = (part.items.len() as u64 * waves.work_per_item).max(1);
         let (mut number, mut wave) = (0, waves.first);
-        while self.meter.stopped().is_none() {
+        while self.meter.stopped().is_none() && number < waves.attempts {
             // Of attempts that can't go all the way, fewer are better.
             let here = wave.min(self.meter.left() / whole_way);
             if here == 0 {
@@ -80,4 +99,19 @@ impl Portfolio<'_> {
         }
         false
     }
+}
+
+/// Which of the fullest cliques an attempt starts from, and which half of time it plans first: with all the others on
+/// that side, or as many on both sides; from a single one, the longer way comes first.
+pub(super) fn start(peaks: &[u32], cliques: u32, number: u64) -> (u32, Direction) {
+    let (last, middle) = (peaks.len() - 1, peaks.len() / 2);
+    let (which, first) = match number / 2 % 4 {
+        _ if last == 0 && peaks[0] < cliques / 2 => (0, Direction::Forward),
+        _ if last == 0 => (0, Direction::Backward),
+        0 => (0, Direction::Forward),
+        1 => (last, Direction::Backward),
+        2 => (middle, Direction::Forward),
+        _ => (middle, Direction::Backward),
+    };
+    (peaks[which], first)
 }

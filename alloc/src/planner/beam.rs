@@ -11,6 +11,7 @@
 
 use std::cmp::Reverse;
 
+use super::attempts::start;
 use super::eject::mix;
 use super::layout::{Arena, Layout, Place, Rect};
 use super::meter::Meter;
@@ -63,20 +64,11 @@ const FAILURES: u32 = 5;
 const SECOND_TRIES: u64 = 4;
 
 impl<'s> Attempt<'s> {
-    /// Starts from one of the fullest cliques, `peaks`: with all the others on the side that is planned first, or as many
-    /// on both sides; from a single one, the longer way comes first. Every other attempt serves the largest first of
-    /// those born together, and in later ones chance plays a part.
+    /// Starts from one of the fullest cliques, `peaks`. Every other attempt serves the largest first of those born
+    /// together, and in later ones chance plays a part.
     pub fn new(timeline: &'s Timeline<'s>, live: &'s [u64], ceiling: u64, peaks: &[u32], number: u64) -> Self {
-        let (last, middle) = (peaks.len() - 1, peaks.len() / 2);
-        let (which, first) = match number / 2 % 4 {
-            _ if last == 0 && peaks[0] < timeline.part.cliques / 2 => (0, Direction::Forward),
-            _ if last == 0 => (0, Direction::Backward),
-            0 => (0, Direction::Forward),
-            1 => (last, Direction::Backward),
-            2 => (middle, Direction::Forward),
-            _ => (middle, Direction::Backward),
-        };
-        Self { timeline, live, ceiling, peak: peaks[which], first, number }
+        let (peak, first) = start(peaks, timeline.part.cliques, number);
+        Self { timeline, live, ceiling, peak, first, number }
     }
 
     /// Offsets that end below the ceiling, if there is a way to them; `purse` pays for what is looked at and copied.

@@ -8,7 +8,8 @@
 //! - [`strategy`] says what is tried on a part, [`passes`] in which order where sweeps leave a gap.
 //! - [`portfolio`] runs [`sweep`]s ([`holes`] is what a sweep knows of space, [`reserved`] what it flows around) and
 //!   [`ordered`] placements ([`occupied`] is what those know of space); [`attempts`] aim at one height: [`retrace`] sweeps
-//!   and takes back what led nowhere, [`beam`] sweeps with many [`layout`]s and looks ahead.
+//!   and takes back what led nowhere, [`beam`] sweeps with many [`layout`]s and looks ahead, [`milestones`] goes by
+//!   [`leap`]s from one narrow place to the next.
 //! - [`exact`] searches small parts; [`descend`] lowers plans of any size by [`eject`]ing what is in the way ([`crowd`]
 //!   knows who that is), the large items of a part first ([`scale`]), or sizes that keep to themselves ([`classes`]).
 //! - [`grouped`] lets a group's members each live their own life.
@@ -26,7 +27,9 @@ mod grouped;
 mod holes;
 mod keep;
 mod layout;
+mod leap;
 mod meter;
+mod milestones;
 mod occupied;
 mod ordered;
 mod part;
@@ -64,7 +67,7 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Self {
-        Self { capacity: None, work: 375_000_000, deadline: None, threads: None, warm_start: None }
+        Self { capacity: None, work: 450_000_000, deadline: None, threads: None, warm_start: None }
     }
 }
 

@@ -29,7 +29,7 @@ pub(crate) const PLACEMENTS: [Pass; 2] =
     [(16, |_, portfolio| portfolio.long_once()), (16, |_, portfolio| portfolio.order_once())];
 
 /// What settles most of what sweeps leave.
-pub(crate) const QUICK_PASSES: [Pass; 8] = [
+pub(crate) const QUICK_PASSES: [Pass; 9] = [
     (256, mend),
     (32, take_back),
     (32, |_, portfolio| portfolio.repair()),
@@ -40,6 +40,7 @@ pub(crate) const QUICK_PASSES: [Pass; 8] = [
         let enough = CLASSES_PER_ITEM * portfolio.timeline.part.items.len() as u64;
         within(enough, portfolio, |portfolio| by_classes(goal, portfolio));
     }),
+    (4, leap),
     (3, look_ahead),
 ];
 
@@ -60,9 +61,10 @@ pub(crate) const PASSES: [Pass; 9] = [
 ];
 
 /// What is tried on the large items alone.
-const COARSE_PASSES: [Pass; 8] = [
+const COARSE_PASSES: [Pass; 9] = [
     (1, |_, portfolio| portfolio.sweep_once()),
     (2, take_back),
+    (3, leap),
     (2, look_ahead),
     (8, mend),
     (3, |_, portfolio| portfolio.long_once()),
@@ -130,6 +132,11 @@ fn take_back(goal: Goal, portfolio: &mut Portfolio) {
 /// Sweeps that keep several layouts, to the goal itself.
 fn look_ahead(goal: Goal, portfolio: &mut Portfolio) {
     portfolio.look_ahead(goal.enough);
+}
+
+/// Sweeps that compare layouts where there is least to spare, to the goal itself.
+fn leap(goal: Goal, portfolio: &mut Portfolio) {
+    portfolio.leap(goal.enough);
 }
 
 /// Heights between the goal and the best plan that are tried.

@@ -1,0 +1,400 @@
+//! Sweeps that keep several layouts and compare them only where there is least to spare.
+//!
+//! Where full cliques follow one another, who is born between two of them must fill exactly what died, and a layout in
+//! between says little of whether it will. So this sweep goes outwards from a fullest clique from *milestone* to
+//! milestone, cliques with fewer bytes to spare than any near them. From each layout that is kept, a [`leap`](super::leap)
+//! tries many ways to the next milestone; those that arrive are compared there, by how many milestones apart neighbours
+//! leave. For who leaves between the same two milestones, as one range, makes room for who comes together.
+//!
+//! Layouts that differ in small items alone are many, and they fail for the same reason. So of those in which the large
+//! ones lie in the same order, the best comes first, and the others only where there is room for them. Where no layout
+//! arrives, the sweep goes two milestones back and keeps twice as many; failing again at the same place, twice as far back
+//! and twice as many, until it gives up.
+
+use std::cmp::Reverse;
+use std::collections::HashSet;
+
+use super::attempts::start;
+use super::eject::mix;
+use super::leap::{Arrival, Leap, Slab};
+use super::meter::Meter;
+use super::part::Item;
+use super::sweep::{Direction, Timeline};
+
+/// One attempt at a plan.
+pub(crate) struct Attempt<'s> {
+    timeline: &'s Timeline<'s>,
+    /// Bytes alive in each clique.
+    live: &'s [u64],
+    /// No item may end above this.
+    ceiling: u64,
+    /// The clique whose items are stacked first.
+    peak: u32,
+    /// Which half of time is planned first, in the order of whose ends the items are stacked.
+    first: Direction,
+    /// Attempts of one number are the same on every machine.
+    number: u64,
+    /// Goes back far, with many layouts; from one stack, in the order in which its items leave. Where others fail, another
+    /// stack is next.
+    patient: bool,
+}
+
+/// Layouts that go on where all goes well.
+const WIDTH: usize = 8;
+
+/// Layouts that are kept at one milestone, for each that goes on and at most.
+const KEPT: (usize, usize) = (4, 256);
+
+/// Slabs of all layouts that are kept at one milestone, at most.
+const SLABS: usize = 65_536;
+
+/// No clique so near to a milestone is fuller, and none so much nearer as full.
+const NEAR: (u32, u32) = (12, 4);
+
+/// Cliques between two milestones, at most.
+const FAR: u32 = 40;
+
+/// Failures at one place after which a sweep ends.
+const fn failures(patient: bool) -> u32 {
+    if patient { 5 } else { 1 }
+}
+
+/// Milestones past the place of a failure after which it is forgotten.
+const FORGOTTEN: usize = 2;
+
+/// Ways through the second half that are tried once the first is done.
+const SECOND_TRIES: u64 = 4;
+
+impl<'s> Attempt<'s> {
+    /// Starts from one of the fullest cliques, `peaks`. Of 32 attempts, eight serve the longest-lived first of those born
+    /// together, not the largest.
+    pub fn new(timeline: &'s Timeline<'s>, live: &'s [u64], ceiling: u64, peaks: &[u32], number: u64) -> Self {
+        let (peak, first) = start(peaks, timeline.part.cliques, number);
+        Self { timeline, live, ceiling, peak, first, number, patient: false }
+    }
+
+    /// The same with patience. Every other attempt tries few places for small items, and from the third on chance plays
+    /// a part.
+    pub fn patient(self) -> Self {
+        Self { patient: true, ..self }
+    }
+
+    /// Offsets that end below the ceiling, if there is a way to them; `purse` pays for what is looked at.
+    pub fn run(&self, purse: &mut Meter) -> Option<Vec<u64>> {
+        let first = Course::new(self, self.first, self.number);
+        let mut stack = self.timeline.alive(self.peak);
+        stack.sort_by_key(|&i| {
+            let item = first.items[i as usize];
+            (self.turn(first.seen_by(item.end)), item.end, item.bytes, i)
+        });
+        let mut offsets = vec![0; first.items.len()];
+        if !first.run(&stack, &mut offsets, purse) {
+            return None;
+        }
+        let other = match self.first {
+            Direction::Forward => Direction::Backward,
+            Direction::Backward => Direction::Forward,
+        };
+        let mut tries = (0..SECOND_TRIES).map(|k| Course::new(self, other, self.number + k));
+        tries.any(|course| course.run(&stack, &mut offsets, purse)).then_some(offsets)
+    }
+
+    /// When those come in the stack who see so many milestones: in the order in which they leave with patience, and at
+    /// first; else those who leave within one to four milestones come together, and chance shuffles these groups.
+    fn turn(&self, seen: u32) -> u64 {
+        if self.number == 0 || self.patient {
+            return 0;
+        }
+        mix(u64::from(seen) / (1 + self.number % 4), self.number)
+    }
+}
+
+/// From the peak to one end of time, which always looks like the last.
+pub(super) struct Course<'s> {
+    timeline: &'s Timeline<'s>,
+    direction: Direction,
+    pub number: u64,
+    patient: bool,
+    /// The items as they look in this direction.
+    pub items: Vec<Item>,
+    pub ceiling: u64,
+    /// Bytes of the largest item.
+    pub largest: u64,
+    peak: u32,
+    /// Ascending; the last clique is one.
+    milestones: Vec<u32>,
+    /// How many milestones those see who die before a clique.
+    seen: Vec<u32>,
+}
+
+/// Layouts at a milestone.
+struct Station {
+    /// Milestones passed.
+    passed: usize,
+    layouts: Vec<Layout>,
+    /// Length of the history.
+    entries: usize,
+}
+
+/// Who is where at a milestone, ascending, and which entry of the history led there.
+struct Layout {
+    live: Vec<Slab>,
+    node: u32,
+}
+
+/// Which entry came before, and which item was put where.
+type Entry = (u32, u32, u64);
+
+/// Before any entry of the history.
+const ROOT: u32 = u32::MAX;
+
+impl<'s> Course<'s> {
+    fn new(attempt: &Attempt<'s>, direction: Direction, number: u64) -> Self {
+        let cliques = attempt.timeline.part.cliques;
+        let items = attempt.timeline.part.items.iter().map(|&item| match direction {
+            Direction::Forward => item,
+            Direction::Backward => Item { start: cliques - item.end, end: cliques - item.start, ..item },
+        });
+        let items: Vec<Item> = items.collect();
+        let clique = |k: u32| match direction {
+            Direction::Forward => k,
+            Direction::Backward => cliques - 1 - k,
+        };
+        let slack = |k: u32| attempt.ceiling - attempt.live[clique(k) as usize];
+        let peak = clique(attempt.peak);
+        let milestones = milestones(peak, cliques, slack);
+        let seen = (0..=cliques).map(|death| milestones.partition_point(|&k| k < death) as u32).collect();
+        let largest = items.iter().map(|item| item.bytes).max().unwrap_or(1);
+        Self {
+            timeline: attempt.timeline,
+            direction,
+            number,
+            patient: attempt.patient,
+            items,
+            ceiling: attempt.ceiling,
+            largest,
+            peak,
+            milestones,
+            seen,
+        }
+    }
+
+    /// How many milestones someone sees who dies before a clique.
+    pub fn seen_by(&self, death: u32) -> u32 {
+        self.seen[death as usize]
+    }
+
+    /// What the edges of the arena see: all of them.
+    pub fn seen_by_edges(&self) -> u32 {
+        self.milestones.len() as u32
+    }
+
+    /// The part that chance plays.
+    pub fn whim(&self) -> u64 {
+        if self.patient { self.number / 2 } else { 0 }
+    }
+
+    /// Whether few places are tried for small items.
+    pub fn is_brief(&self) -> bool {
+        !self.patient || self.number.is_multiple_of(2)
+    }
+
+    /// Who is born in a clique, in the order of service.
+    pub fn born(&self, clique: u32) -> Vec<u32> {
+        let mut born: Vec<u32> = match self.direction {
+            Direction::Forward => self.timeline.starting_in(clique).collect(),
+            Direction::Backward => self.timeline.ending_at(self.timeline.part.cliques - clique).collect(),
+        };
+        let item = |i: u32| self.items[i as usize];
+        if self.number / 8 % 4 < 3 {
+            born.sort_by_key(|&i| (Reverse(item(i).bytes), item(i).end, i));
+        } else {
+            born.sort_by_key(|&i| (Reverse(item(i).end), i));
+        }
+        born
+    }
+
+    /// Writes the offsets of the stack and of what comes after it; false where there is no way, or `purse` is empty.
+    fn run(&self, stack: &[u32], offsets: &mut [u64], purse: &mut Meter) -> bool {
+        let mut history: Vec<Entry> = Vec::new();
+        let layouts = vec![self.pile_up(stack, &mut history)];
+        let mut stations = vec![Station { passed: 0, layouts, entries: history.len() }];
+        let (mut failed, mut failed_at) = (0, 0);
+        while let Some(here) = stations.last()
+            && here.passed < self.milestones.len()
+        {
+            if purse.left() == 0 || purse.late() {
+                return false;
+            }
+            let passed = here.passed;
+            if passed > failed_at + FORGOTTEN {
+                failed = 0;
+            }
+            let layouts = self.pass(here, failed, &mut history, purse);
+            if !layouts.is_empty() {
+                stations.push(Station { passed: passed + 1, layouts, entries: history.len() });
+                // No failure leads back further.
+                stations.drain(..stations.len().saturating_sub(2 << failures(true)));
+                continue;
+            }
+            failed += 1;
+            failed_at = failed_at.max(passed);
+            if failed > failures(self.patient) {
+                return false;
+            }
+            let back = 2 << (failed - 1);
+            while stations.len() > 1 && stations.last().is_some_and(|station| station.passed + back > passed) {
+                stations.pop();
+            }
+            history.truncate(stations.last().map_or(0, |station| station.entries));
+        }
+        let Some(layout) = stations.last().and_then(|station| station.layouts.first()) else { return false };
+        let mut node = layout.node;
+        while let Some(&(parent, i, at)) = history.get(node as usize) {
+            offsets[i as usize] = at;
+            node = parent;
+        }
+        true
+    }
+
+    fn pile_up(&self, stack: &[u32], history: &mut Vec<Entry>) -> Layout {
+        let mut layout = Layout { live: Vec::with_capacity(stack.len()), node: ROOT };
+        let mut top = 0;
+        for &i in stack {
+            let item = self.items[i as usize];
+            layout.live.push(Slab { from: top, to: top + item.bytes, leaves: item.end });
+            history.push((layout.node, i, top));
+            (top, layout.node) = (top + item.bytes, history.len() as u32 - 1);
+        }
+        layout
+    }
+
+    /// From a milestone to the next: the layouts that are kept there, those that go on first.
+    fn pass(&self, here: &Station, failed: u32, history: &mut Vec<Entry>, purse: &mut Meter) -> Vec<Layout> {
+        let from = here.passed.checked_sub(1).map_or(self.peak, |k| self.milestones[k]);
+        let width = WIDTH << failed;
+        let mut leap = Leap::new(self, from..self.milestones[here.passed], failed / 2);
+        let mut arrivals: Vec<(usize, Arrival)> = Vec::new();
+        for (parent, layout) in here.layouts.iter().take(width).enumerate() {
+            arrivals.extend(leap.from(&layout.live, purse).into_iter().map(|arrival| (parent, arrival)));
+        }
+        arrivals.sort_by_key(|(_, arrival)| (arrival.disorder, mix(arrival.hash, self.number)));
+        let (mut hashes, mut outlines) = (HashSet::new(), HashSet::new());
+        arrivals.retain(|(_, arrival)| hashes.insert(arrival.hash));
+        let (mut kept, others): (Vec<_>, Vec<_>) =
+            arrivals.into_iter().partition(|(_, arrival)| outlines.insert(arrival.outline));
+        kept.extend(others);
+        let most = SLABS / kept.first().map_or(1, |(_, arrival)| arrival.live.len().max(1));
+        kept.truncate((KEPT.0 * width).min(KEPT.1).min(most).max(1));
+        let layouts = kept.into_iter().map(|(parent, arrival)| {
+            let mut node = here.layouts[parent].node;
+            for (i, at) in arrival.places {
+                history.push((node, i, at));
+                node = history.len() as u32 - 1;
+            }
+            Layout { live: arrival.live, node }
+        });
+        layouts.collect()
+    }
+}
+
+/// The cliques after `peak` with least to spare among those near them, and others in between where those are far apart.
+fn milestones(peak: u32, cliques: u32, slack: impl Fn(u32) -> u64) -> Vec<u32> {
+    let is_narrow = |&k: &u32| {
+        let mut near = k.saturating_sub(NEAR.0).max(peak + 1)..=(k + NEAR.0).min(cliques - 1);
+        let is_first = |other: u32| k <= other || k - other > NEAR.1;
+        k + 1 == cliques || near.all(|other| slack(k) < slack(other) || slack(k) == slack(other) && is_first(other))
+    };
+    let mut milestones = Vec::new();
+    let mut last = peak;
+    for k in (peak + 1..cliques).filter(is_narrow) {
+        let strides = (k - last).div_ceil(FAR);
+        milestones.extend((1..=strides).map(|stride| last + (k - last) * stride / strides));
+        last = k;
+    }
+    milestones
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::planner::part::{Part, Whole};
+    use crate::planner::portfolio::Portfolio;
+    use crate::synthetic::{Order, Step};
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+        /// Against every pair of items. The second run of an attempt is the first.
+        #[test]
+        fn what_is_found_is_a_plan_below_the_ceiling(
+            rows in prop::collection::vec((0..99u32, 1..=40u32, 1..20u64), 1..60),
+            room in 0..9u64,
+            (number, patient) in (0..40u64, any::<bool>()),
+        ) {
+            let item = |&(start, cliques, bytes): &(u32, u32, u64)| {
+                Item { start, end: (start + cliques).min(99), bytes, alignment: 1 }
+            };
+            let mut items: Vec<Item> = rows.iter().map(item).collect();
+            items.sort_by_key(|item| (item.start, Reverse(item.end)));
+            let part = Part { items, cliques: 99, ..Part::default() };
+            let live = part.live();
+            let most = live.iter().copied().max().unwrap_or(0);
+            let peaks: Vec<u32> = (0..part.cliques).filter(|&k| live[k as usize] == most).collect();
+            let timeline = Timeline::new(&part);
+            let attempt = Attempt { patient, ..Attempt::new(&timeline, &live, most + room, &peaks, number) };
+            let purse = Meter { work: 200_000, ..Meter::default() };
+            let found = attempt.run(&mut purse.clone());
+            prop_assert_eq!(&found, &attempt.run(&mut purse.clone()));
+            let Some(offsets) = found else { return Ok(()) };
+            let span = |i: usize| (offsets[i], offsets[i] + part.items[i].bytes);
+            for (i, item) in part.items.iter().enumerate() {
+                prop_assert!(span(i).1 <= most + room);
+                for j in (0..i).filter(|&j| item.meets(part.items[j].start..part.items[j].end)) {
+                    prop_assert!(span(i).1 <= span(j).0 || span(j).1 <= span(i).0);
+                }
+            }
+        }
+
+        /// The last clique is always one.
+        #[test]
+        fn milestones_are_never_far_apart(
+            slack in prop::collection::vec(0..9u64, 2..200),
+            peak in any::<prop::sample::Index>(),
+        ) {
+            let (cliques, peak) = (slack.len() as u32, peak.index(slack.len()) as u32);
+            let found = milestones(peak, cliques, |k| slack[k as usize]);
+            let all: Vec<u32> = std::iter::once(peak).chain(found).collect();
+            prop_assert!(all.windows(2).all(|pair| pair[0] < pair[1] && pair[1] - pair[0] <= FAR));
+            prop_assert_eq!(all.last(), Some(&(cliques - 1)));
+        }
+    }
+
+    /// Steps that are as full once per layer, for the same work.
+    #[test]
+    fn a_way_is_found_where_a_beam_gets_stuck() {
+        for (layers, stages, micro_batches) in [(4, 2, 8), (4, 3, 8), (3, 3, 9)] {
+            let step = Step { order: Order::Overlapped, layers, stages, micro_batches, ..Step::default() };
+            let whole = Whole::new(&step.problem().unwrap(), true);
+            let [part] = whole.parts.as_slice() else { panic!("one part") };
+            let portfolio = || Portfolio::new(part, part.bound, Meter { work: 60_000_000, ..Meter::default() });
+            assert!(!portfolio().look_ahead(part.bound), "{step:?} is too easy");
+            let mut portfolio = portfolio();
+            assert!(portfolio.leap(part.bound), "{step:?}");
+            assert_eq!(portfolio.best.map(|best| best.height), Some(part.bound));
+        }
+    }
+
+    #[test]
+    fn an_empty_purse_buys_nothing() {
+        let items = [(0, 2), (1, 3), (2, 4)].map(|(start, end)| Item { start, end, bytes: 3, alignment: 1 });
+        let part = Part { items: items.to_vec(), cliques: 4, ..Part::default() };
+        let timeline = Timeline::new(&part);
+        let live = part.live();
+        let attempt = Attempt::new(&timeline, &live, 6, &[1, 2], 0);
+        assert_eq!(attempt.run(&mut Meter::default()), None);
+        assert!(attempt.run(&mut Meter { work: 1_000, ..Meter::default() }).is_some());
+    }
+}
