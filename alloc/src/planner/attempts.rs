@@ -26,6 +26,9 @@ struct Waves {
 /// Stacks that are tried, cheaply.
 const STACKS: u64 = 40;
 
+/// Attempts from all places to start from; where as many find nothing to pay for, no other will.
+const ALL_STARTS: u64 = 8;
+
 impl Portfolio<'_> {
     /// Sweeps that take back what led nowhere, until one ends at `ceiling` or below or the meter stops; whether one did.
     /// Small items are those of fewer bytes than `small_below`.
@@ -73,7 +76,7 @@ impl Portfolio<'_> {
     fn attempt(&mut self, waves: &Waves, run: impl Fn(&Self, u64, &mut Meter) -> Option<Vec<u64>> + Sync) -> bool {
         let part = self.timeline.part;
         let whole_way = (part.items.len() as u64 * waves.work_per_item).max(1);
-        let (mut number, mut wave) = (0, waves.first);
+        let (mut number, mut wave, mut idle) = (0, waves.first, 0);
         while self.meter.stopped().is_none() && number < waves.attempts {
             // Of attempts that can't go all the way, fewer are better.
             let here = wave.min(self.meter.left() / whole_way);
@@ -90,11 +93,16 @@ impl Portfolio<'_> {
                 })
                 .collect();
             (number, wave) = (number + here, (2 * wave).min(waves.most));
-            self.meter.spend(results.iter().map(|(_, spent)| spent).sum());
+            let spent = results.iter().map(|(_, spent)| spent).sum();
+            idle = if spent == 0 { idle + here } else { 0 };
+            self.meter.spend(spent);
             self.sweeps += here;
             if let Some(offsets) = results.into_iter().find_map(|(offsets, _)| offsets) {
                 self.offer(Some(Placed { height: part.height(&offsets), offsets }));
                 return true;
+            }
+            if idle >= ALL_STARTS {
+                return false;
             }
         }
         false

@@ -42,7 +42,10 @@ pub(super) struct Arrival {
 const MOST: [(u64, usize); 2] = [(200, 8), (400, 16)];
 
 /// Births up to which a leap is made.
-const BIRTHS: usize = 200;
+pub(super) const BIRTHS: usize = 200;
+
+/// Slabs of all layouts on the way, at most.
+const SLABS: usize = 1 << 22;
 
 /// Places that are tried for an item that is gone before the milestone, and for a small one where few are tried.
 const PLACES: (usize, usize) = (2, 3);
@@ -123,7 +126,8 @@ impl<'c> Leap<'c> {
 
     /// The layouts at the milestone that come from one.
     pub fn from(&mut self, live: &[Slab], purse: &mut Meter) -> Vec<Arrival> {
-        self.steps = if self.births.len() > BIRTHS { 0 } else { self.most.0 };
+        let is_large = live.len().saturating_mul(self.births.len()) > SLABS;
+        self.steps = if is_large || purse.late() { 0 } else { self.most.0 };
         self.known.clear();
         self.go(0, live.to_vec(), purse);
         std::mem::take(&mut self.arrivals)
@@ -155,11 +159,17 @@ impl<'c> Leap<'c> {
         if let Some(rank) = birth.waits {
             self.waiting[rank].1 = false;
         }
-        for from in self.places(birth, &live) {
+        let places = self.places(birth, &live);
+        purse.spend(places.len() as u64 / 8);
+        for from in places {
             let slab = Slab { from, to: from + birth.bytes, leaves: birth.leaves };
             purse.spend(2 + live.len() as u64 / 8);
-            if birth.waits.is_some() && !is_last && !self.has_room(&live, slab) {
-                continue;
+            if birth.waits.is_some() && !is_last {
+                let has_room = self.has_room(&live, slab);
+                purse.spend(self.room.len() as u64 * self.waiting.len() as u64 / 64);
+                if !has_room {
+                    continue;
+                }
             }
             let mut grown = Vec::with_capacity(live.len() + 1);
             let index = live.partition_point(|other| other.from < from);

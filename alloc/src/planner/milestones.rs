@@ -16,7 +16,7 @@ use std::collections::HashSet;
 
 use super::attempts::start;
 use super::eject::mix;
-use super::leap::{Arrival, Leap, Slab};
+use super::leap::{Arrival, BIRTHS, Leap, Slab};
 use super::meter::Meter;
 use super::part::Item;
 use super::sweep::{Direction, Timeline};
@@ -79,9 +79,18 @@ impl<'s> Attempt<'s> {
         Self { patient: true, ..self }
     }
 
-    /// Offsets that end below the ceiling, if there is a way to them; `purse` pays for what is looked at.
+    /// Offsets that end below the ceiling, if there is a way to them; `purse` pays for what is looked at. It pays nothing where
+    /// too many are born between two milestones for any attempt from this peak.
     pub fn run(&self, purse: &mut Meter) -> Option<Vec<u64>> {
         let first = Course::new(self, self.first, self.number);
+        let mut other = match self.first {
+            Direction::Forward => Course::new(self, Direction::Backward, self.number),
+            Direction::Backward => Course::new(self, Direction::Forward, self.number),
+        };
+        if !first.is_passable() || !other.is_passable() {
+            return None;
+        }
+        purse.spend(2 * first.items.len() as u64);
         let mut stack = self.timeline.alive(self.peak);
         stack.sort_by_key(|&i| {
             let item = first.items[i as usize];
@@ -91,12 +100,11 @@ impl<'s> Attempt<'s> {
         if !first.run(&stack, &mut offsets, purse) {
             return None;
         }
-        let other = match self.first {
-            Direction::Forward => Direction::Backward,
-            Direction::Backward => Direction::Forward,
-        };
-        let mut tries = (0..SECOND_TRIES).map(|k| Course::new(self, other, self.number + k));
-        tries.any(|course| course.run(&stack, &mut offsets, purse)).then_some(offsets)
+        let is_found = (0..SECOND_TRIES).any(|k| {
+            other.number = self.number + k;
+            other.run(&stack, &mut offsets, purse)
+        });
+        is_found.then_some(offsets)
     }
 
     /// When those come in the stack who see so many milestones: in the order in which they leave with patience, and at
@@ -177,6 +185,15 @@ impl<'s> Course<'s> {
             milestones,
             seen,
         }
+    }
+
+    /// Whether no leap has more births than one may have.
+    fn is_passable(&self) -> bool {
+        let mut births = vec![0; self.milestones.len()];
+        for item in self.items.iter().filter(|item| item.start > self.peak) {
+            births[self.milestones.partition_point(|&k| k < item.start)] += 1;
+        }
+        births.into_iter().all(|births| births <= BIRTHS)
     }
 
     /// How many milestones someone sees who dies before a clique.
@@ -384,6 +401,24 @@ mod tests {
             let mut portfolio = portfolio();
             assert!(portfolio.leap(part.bound), "{step:?}");
             assert_eq!(portfolio.best.map(|best| best.height), Some(part.bound));
+        }
+    }
+
+    /// Nothing is paid for, so whoever makes attempts can tell.
+    #[test]
+    fn too_many_births_between_two_milestones_are_left_alone() {
+        let item = |(start, end): (u32, u32), bytes| Item { start, end, bytes, alignment: 1 };
+        let bound = BIRTHS as u64 + 2;
+        let mut items = vec![item((0, 1), bound)];
+        for (births, is_passable) in [(BIRTHS / 2, true), (BIRTHS + 1, false)] {
+            items.resize(births + 1, item((1, 2), 1));
+            let part = Part { items: items.clone(), cliques: 2, ..Part::default() };
+            let (timeline, live) = (Timeline::new(&part), part.live());
+            let mut purse = Meter { work: 1_000_000, ..Meter::default() };
+            let found = Attempt::new(&timeline, &live, bound, &[0], 0).run(&mut purse);
+            assert_eq!((found.is_some(), purse.spent > 0), (is_passable, is_passable), "{births}");
+            let mut portfolio = Portfolio::new(&part, part.bound, Meter { work: 1_000_000, ..Meter::default() });
+            assert_eq!(portfolio.leap(bound), is_passable, "{births}");
         }
     }
 

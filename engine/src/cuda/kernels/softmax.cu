@@ -75,10 +75,24 @@ __device__ void softmax_grad(const SoftmaxGradArguments& to) {
     const u64 row = blockIdx.x * to.width;
     const T *y = (const T*)to.y + row, *dy = (const T*)to.dy + row;
     T* dx = (T*)to.dx + row;
+    const bool is_packed = are_packed((const T*)to.y, to.width) && is_aligned(to.dy) && is_aligned(to.dx);
     f32 dot = 0.0f;
-    for (u64 i = threadIdx.x; i < to.width; i += blockDim.x) dot += load(y + i) * load(dy + i);
+    each_of_row<Pack<T>::SIZE>(to.width, is_packed, [&](auto count, u64 i) {
+        constexpr u32 N = decltype(count)::VALUE;
+        f32 of_y[N], of_dy[N];
+        load_neighbours(of_y, y + i);
+        load_neighbours(of_dy, dy + i);
+        for (u32 j = 0; j < N; ++j) dot += of_y[j] * of_dy[j];
+    });
     dot = sum_block(dot, (f32*)shared_memory);
-    for (u64 i = threadIdx.x; i < to.width; i += blockDim.x) store(dx + i, load(y + i) * (load(dy + i) - dot));
+    each_of_row<Pack<T>::SIZE>(to.width, is_packed, [&](auto count, u64 i) {
+        constexpr u32 N = decltype(count)::VALUE;
+        f32 of_y[N], of_dy[N];
+        load_neighbours(of_y, y + i);
+        load_neighbours(of_dy, dy + i);
+        for (u32 j = 0; j < N; ++j) of_y[j] *= of_dy[j] - dot;
+        store_neighbours(dx + i, of_y);
+    });
 }
 KERNELS(softmax_grad, SoftmaxGradArguments)
 

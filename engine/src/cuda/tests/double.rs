@@ -117,13 +117,14 @@ fn path(module: &str, name: &str) -> String {
 }
 
 /// Has judges run on the double that ask [`gpu`] for a device; and expects that they hold and break no rule, and that they give
-/// everything back: judges of single kernels share a device that nobody does.
-pub fn expect_well(folder: &Path, judges: &[&str], gives_back: bool) {
+/// everything back: judges of single kernels share a device that nobody does. Returns what the judges print.
+pub fn expect_well(folder: &Path, judges: &[&str], gives_back: bool) -> String {
     let output = run(folder, judges);
     let [said, told] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
     assert!(output.status.success() && !told.contains(BROKEN), "{judges:?}: {}\n{said}\n{told}", output.status);
     assert!(!gives_back || !told.contains(LEFT), "{judges:?}: {told}");
     assert!(told.contains("the double of the driver was asked"), "{judges:?} ask nothing of a device:\n{said}");
+    said.into_owned()
 }
 
 /// Runs tests of this program on the double.
