@@ -387,52 +387,25 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::planner::part::{Part, Whole};
+    use crate::planner::judging::{judge_attempt, part, peaks};
+    use crate::planner::part::Whole;
     use crate::planner::portfolio::Portfolio;
     use crate::synthetic::{Order, Step};
-
-    /// Of `(start, cliques, bytes)`, with the bytes alive in each clique and its fullest ones.
-    fn part(rows: &[(u32, u32, u64)]) -> (Part, Vec<u64>, Vec<u32>) {
-        let item = |&(start, cliques, bytes): &(u32, u32, u64)| Item {
-            start,
-            end: (start + cliques).min(30),
-            bytes,
-            alignment: 1,
-        };
-        let mut items: Vec<Item> = rows.iter().map(item).collect();
-        items.sort_by_key(|item| (item.start, Reverse(item.end)));
-        let part = Part { items, cliques: 30, ..Part::default() };
-        let live = part.live();
-        let most = live.iter().copied().max().unwrap_or(0);
-        let peaks = (0..part.cliques).filter(|&k| live[k as usize] == most).collect();
-        (part, live, peaks)
-    }
 
     proptest! {
         #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
-        /// Against every pair of items. The second run of an attempt is the first.
         #[test]
         fn what_is_found_is_a_plan_below_the_ceiling(
             rows in prop::collection::vec((0..30u32, 1..=12u32, 1..20u64), 1..60),
             room in 0..9u64,
             number in 0..40u64,
         ) {
-            let (part, live, peaks) = part(&rows);
+            let part = part(&rows, 30);
             let timeline = Timeline::new(&part);
-            let ceiling = live.iter().copied().max().unwrap_or(0) + room;
-            let attempt = Attempt::new(&timeline, &live, ceiling, &peaks, number);
-            let purse = Meter { work: 200_000, ..Meter::default() };
-            let found = attempt.run(&mut purse.clone());
-            prop_assert_eq!(&found, &attempt.run(&mut purse.clone()));
-            let Some(offsets) = found else { return Ok(()) };
-            let span = |i: usize| (offsets[i], offsets[i] + part.items[i].bytes);
-            for (i, item) in part.items.iter().enumerate() {
-                prop_assert!(span(i).1 <= ceiling);
-                for j in (0..i).filter(|&j| item.meets(part.items[j].start..part.items[j].end)) {
-                    prop_assert!(span(i).1 <= span(j).0 || span(j).1 <= span(i).0);
-                }
-            }
+            let (live, peaks, most) = peaks(&part);
+            let attempt = Attempt::new(&timeline, &live, most + room, &peaks, number);
+            judge_attempt(&part, most + room, 200_000, |purse| attempt.run(purse))?;
         }
     }
 
@@ -454,7 +427,8 @@ mod tests {
 
     #[test]
     fn an_empty_purse_buys_nothing() {
-        let (part, live, peaks) = part(&[(0, 2, 3), (1, 2, 3), (2, 2, 3)]);
+        let part = part(&[(0, 2, 3), (1, 2, 3), (2, 2, 3)], 30);
+        let (live, peaks, _) = peaks(&part);
         let timeline = Timeline::new(&part);
         let attempt = Attempt::new(&timeline, &live, 6, &peaks, 0);
         assert_eq!(attempt.run(&mut Meter::default()), None);

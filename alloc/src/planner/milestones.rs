@@ -337,6 +337,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::planner::judging::{judge_attempt, part, peaks};
     use crate::planner::part::{Part, Whole};
     use crate::planner::portfolio::Portfolio;
     use crate::synthetic::{Order, Step};
@@ -344,35 +345,17 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
-        /// Against every pair of items. The second run of an attempt is the first.
         #[test]
         fn what_is_found_is_a_plan_below_the_ceiling(
             rows in prop::collection::vec((0..99u32, 1..=40u32, 1..20u64), 1..60),
             room in 0..9u64,
             (number, patient) in (0..40u64, any::<bool>()),
         ) {
-            let item = |&(start, cliques, bytes): &(u32, u32, u64)| {
-                Item { start, end: (start + cliques).min(99), bytes, alignment: 1 }
-            };
-            let mut items: Vec<Item> = rows.iter().map(item).collect();
-            items.sort_by_key(|item| (item.start, Reverse(item.end)));
-            let part = Part { items, cliques: 99, ..Part::default() };
-            let live = part.live();
-            let most = live.iter().copied().max().unwrap_or(0);
-            let peaks: Vec<u32> = (0..part.cliques).filter(|&k| live[k as usize] == most).collect();
+            let part = part(&rows, 99);
             let timeline = Timeline::new(&part);
+            let (live, peaks, most) = peaks(&part);
             let attempt = Attempt { patient, ..Attempt::new(&timeline, &live, most + room, &peaks, number) };
-            let purse = Meter { work: 200_000, ..Meter::default() };
-            let found = attempt.run(&mut purse.clone());
-            prop_assert_eq!(&found, &attempt.run(&mut purse.clone()));
-            let Some(offsets) = found else { return Ok(()) };
-            let span = |i: usize| (offsets[i], offsets[i] + part.items[i].bytes);
-            for (i, item) in part.items.iter().enumerate() {
-                prop_assert!(span(i).1 <= most + room);
-                for j in (0..i).filter(|&j| item.meets(part.items[j].start..part.items[j].end)) {
-                    prop_assert!(span(i).1 <= span(j).0 || span(j).1 <= span(i).0);
-                }
-            }
+            judge_attempt(&part, most + room, 200_000, |purse| attempt.run(purse))?;
         }
 
         /// The last clique is always one.

@@ -25,6 +25,8 @@ mod eject;
 mod exact;
 mod grouped;
 mod holes;
+#[cfg(test)]
+mod judging;
 mod keep;
 mod layout;
 mod leap;

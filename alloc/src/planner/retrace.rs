@@ -386,33 +386,14 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::planner::part::{Part, Whole};
+    use crate::planner::judging::{judge_attempt, part, peaks};
+    use crate::planner::part::Whole;
     use crate::planner::portfolio::Portfolio;
     use crate::synthetic::{self, Step as TrainingStep};
-
-    fn part(rows: &[(u32, u32, u64)]) -> Part {
-        let item = |&(start, cliques, bytes): &(u32, u32, u64)| Item {
-            start,
-            end: (start + cliques).min(12),
-            bytes,
-            alignment: 1,
-        };
-        let mut items: Vec<Item> = rows.iter().map(item).collect();
-        items.sort_by_key(|item| (item.start, Reverse(item.end)));
-        Part { items, cliques: 12, ..Part::default() }
-    }
-
-    /// The fullest cliques of a part and how full they are.
-    fn peaks(part: &Part) -> (Vec<u32>, u64) {
-        let live = part.live();
-        let most = live.iter().copied().max().unwrap_or(0);
-        ((0..part.cliques).filter(|&k| live[k as usize] == most).collect(), most)
-    }
 
     proptest! {
         #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
-        /// Against every pair of items. The second run of an attempt is the first.
         #[test]
         fn what_is_found_is_a_plan_below_the_ceiling(
             rows in prop::collection::vec((0..12u32, 1..=12u32, 1..20u64), 1..40),
@@ -420,21 +401,11 @@ mod tests {
             small_below in 0..10u64,
             number in 0..40u64,
         ) {
-            let part = part(&rows);
+            let part = part(&rows, 12);
             let timeline = Timeline::new(&part);
-            let (peaks, most) = peaks(&part);
+            let (_, peaks, most) = peaks(&part);
             let attempt = Attempt::new(&timeline, most + room, &peaks, small_below, number);
-            let purse = Meter { work: 50_000, ..Meter::default() };
-            let found = attempt.run(&mut purse.clone());
-            prop_assert_eq!(&found, &attempt.run(&mut purse.clone()));
-            let Some(offsets) = found else { return Ok(()) };
-            let span = |i: usize| (offsets[i], offsets[i] + part.items[i].bytes);
-            for (i, item) in part.items.iter().enumerate() {
-                prop_assert!(span(i).1 <= most + room);
-                for j in (0..i).filter(|&j| item.meets(part.items[j].start..part.items[j].end)) {
-                    prop_assert!(span(i).1 <= span(j).0 || span(j).1 <= span(i).0);
-                }
-            }
+            judge_attempt(&part, most + room, 50_000, |purse| attempt.run(purse))?;
         }
 
         /// Forwards and backwards again, the holes are what they were: all that nobody takes, and nothing else.
@@ -444,9 +415,9 @@ mod tests {
             number in 0..40u64,
             ways in prop::collection::vec(0..12u32, 1..6),
         ) {
-            let part = part(&rows);
+            let part = part(&rows, 12);
             let timeline = Timeline::new(&part);
-            let (peaks, most) = peaks(&part);
+            let (_, peaks, most) = peaks(&part);
             let attempt = Attempt::new(&timeline, most + 7, &peaks, 0, number);
             let mut walk = attempt.walk(Direction::Forward, number);
             let stack = timeline.alive(attempt.peak);
