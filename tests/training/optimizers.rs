@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use crate::common::{Kind, Outcome, Run, VOCABULARY};
+use crate::common::{Kind, Outcome, Run};
+use crate::learning::{learn, walk};
 use gapless::engine::checkpoint::Checkpoint;
-use gapless::engine::learning_rate::{LearningRate, Shape};
 use gapless::engine::optim::{AdamW, AdamW8bit, GaLore, Optimizer, ParameterUpdate, SCALARS, State, Updated};
-use gapless::engine::{Args, Array, Numbers, Op, Reference, Role, Spec};
+use gapless::engine::{Args, Array, Op, Reference, Role, Spec};
 use gapless::models::MoeStyle;
 use gapless::nn::Init;
 use gapless::{Mesh, Tensor, Trainer, communicator};
@@ -178,44 +178,14 @@ fn parts_are_of_whole_blocks() {
     assert_eq!(halves, [[192 * 48 / 2, 18, 144 * 48]; 2]);
 }
 
-/// A walk over the vocabulary that is left to chance one time in ten: learned, its loss is about 0.7.
-fn walk(run: &Run, step: u64) -> (Vec<u32>, Vec<u32>) {
-    let numbers = Numbers::from_seed(step);
-    let count = run.options.batch * run.options.sequence;
-    let mut ids = vec![step as u32 % VOCABULARY];
-    for i in 0..count {
-        let last = ids[i];
-        let chance = numbers.bits(2 * i).is_multiple_of(10);
-        ids.push(if chance {
-            (numbers.bits(2 * i + 1) % u64::from(VOCABULARY)) as u32
-        } else {
-            (7 * last + 3) % VOCABULARY
-        });
-    }
-    (ids[..count].to_vec(), ids[1..].to_vec())
-}
-
-/// Mean loss of the first and of the last ten steps.
-fn learn(rule: Rule) -> [f32; 2] {
-    const STEPS: u64 = 200;
-    let mut run = run(Kind::Gpt, rule);
-    run.options.learning_rate =
-        LearningRate { peak: 3e-3, floor: 3e-4, warmup_steps: 10, steps: STEPS, shape: Shape::Cosine };
-    let mut trainer = run.trainer();
-    let mut losses = Vec::new();
-    for step in 0..STEPS {
-        let (tokens, targets) = walk(&run, step);
-        losses.push(trainer.step(&tokens, &targets).unwrap().loss);
-    }
-    [&losses[..10], &losses[losses.len() - 10..]].map(|losses| losses.iter().sum::<f32>() / 10.0)
-}
-
 #[test]
 fn fewer_bytes_learn_about_as_much() {
-    let [start, adam] = learn(AdamW::default().into());
+    let [start, adam] = learn(run(Kind::Gpt, AdamW::default().into()));
     // Everything in 8 bits: biases, norms and embeddings too.
-    let [_, all_8bit] = learn(AdamW8bit { smallest: 0, embeddings: true, ..AdamW8bit::default() }.into());
-    let [_, galore] = learn(GaLore { rank: 12, refresh_steps: 20, alpha: 1.0, ..GaLore::default() }.into());
+    let [_, all_8bit] =
+        learn(run(Kind::Gpt, AdamW8bit { smallest: 0, embeddings: true, ..AdamW8bit::default() }.into()));
+    let [_, galore] =
+        learn(run(Kind::Gpt, GaLore { rank: 12, refresh_steps: 20, alpha: 1.0, ..GaLore::default() }.into()));
     println!("from {start}: AdamW {adam}, 8-bit {all_8bit}, GaLore {galore}");
     assert!(adam < 0.4 * start);
     // 8 bits round a state by 2 % of itself, to either side: less than what one batch differs from the next. A rule that is

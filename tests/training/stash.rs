@@ -2,9 +2,8 @@
 
 use std::sync::Arc;
 
-use crate::common::{Kind, Run, VOCABULARY};
-use gapless::engine::Numbers;
-use gapless::engine::learning_rate::{LearningRate, Shape};
+use crate::common::{Kind, Run};
+use crate::learning::learn;
 use gapless::parallel::{self, Rates, Schedule};
 use gapless::{DType, Layers, Mesh, Offload, Pipeline, Recompute, TrainOptions};
 
@@ -193,34 +192,12 @@ fn gradients_stay_near_those_of_exact_activations() {
     }
 }
 
-/// A walk over the vocabulary that is left to chance one time in ten: learned, its loss is about 0.7.
-fn walk(run: &Run, step: u64) -> (Vec<u32>, Vec<u32>) {
-    let numbers = Numbers::from_seed(step);
-    let count = run.options.batch * run.options.sequence;
-    let mut ids = vec![step as u32 % VOCABULARY];
-    for i in 0..count {
-        let anywhere = (numbers.bits(2 * i + 1) % u64::from(VOCABULARY)) as u32;
-        let next = (7 * ids[i] + 3) % VOCABULARY;
-        ids.push(if numbers.bits(2 * i).is_multiple_of(10) { anywhere } else { next });
-    }
-    (ids[..count].to_vec(), ids[1..].to_vec())
-}
-
 #[test]
 fn eight_bits_learn_as_much() {
-    const STEPS: u64 = 200;
-    let learn = |compress: Vec<String>| -> [f32; 2] {
+    let learn = |compress: Vec<String>| {
         let mut run = Run::default();
         run.options.compress = compress;
-        run.options.learning_rate =
-            LearningRate { peak: 3e-3, floor: 3e-4, warmup_steps: 10, steps: STEPS, shape: Shape::Cosine };
-        let mut trainer = run.trainer();
-        let mut losses = Vec::new();
-        for step in 0..STEPS {
-            let (tokens, targets) = walk(&run, step);
-            losses.push(trainer.step(&tokens, &targets).unwrap().loss);
-        }
-        [&losses[..10], &losses[losses.len() - 10..]].map(|losses| losses.iter().sum::<f32>() / 10.0)
+        learn(run)
     };
     let [start, exact] = learn(Vec::new());
     let [_, rounded] = learn(most(Kind::Gpt));

@@ -206,18 +206,22 @@ EXPORTED int cuMemMap(uint64_t address, uint64_t bytes, uint64_t offset, uint64_
     return SUCCESS;
 }
 
+// Whether a range is all of what was mapped, in one call or in several that lie side by side.
+static bool is_whole(const Reservation& reservation, uint64_t address, uint64_t bytes) {
+    uint64_t at = address;
+    while (at < address + bytes && reservation.mappings.count(at) == 1) at += reservation.mappings.at(at).bytes;
+    return bytes != 0 && at == address + bytes;
+}
+
 EXPORTED int cuMemUnmap(uint64_t address, uint64_t bytes) {
     const Call call("cuMemUnmap", INITIALIZED | SAFE);
     if (call.refused) return call.refused;
     Reservation* const reservation = reservation_of(address, bytes);
     if (reservation == nullptr) return call.breaks(INVALID_VALUE, "%#llx is not reserved", (unsigned long long)address);
-    // All of what was mapped, in one call or in several that lie side by side.
-    uint64_t at = address;
-    while (at < address + bytes && reservation->mappings.count(at) == 1) at += reservation->mappings.at(at).bytes;
-    if (bytes == 0 || at != address + bytes)
+    if (!is_whole(*reservation, address, bytes))
         return call.breaks(INVALID_VALUE, "%#llx, %llu bytes: no whole mappings", (unsigned long long)address,
                            (unsigned long long)bytes);
-    for (at = address; at < address + bytes;) {
+    for (uint64_t at = address; at < address + bytes;) {
         const Mapping mapping = reservation->mappings.at(at);
         if (mmap((void*)at, mapping.bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED)
             abort();
@@ -237,12 +241,10 @@ EXPORTED int cuMemSetAccess(uint64_t address, uint64_t bytes, const Access* acce
     if (access->flags != READ_AND_WRITE) return call.breaks(INVALID_VALUE, "access %d", access->flags);
     Reservation* const reservation = reservation_of(address, bytes);
     if (reservation == nullptr) return call.breaks(INVALID_VALUE, "%#llx is not reserved", (unsigned long long)address);
-    uint64_t at = address;
-    while (at < address + bytes && reservation->mappings.count(at) == 1) at += reservation->mappings.at(at).bytes;
-    if (bytes == 0 || at != address + bytes)
+    if (!is_whole(*reservation, address, bytes))
         return call.breaks(INVALID_VALUE, "%#llx, %llu bytes: not all mapped, or parts of mappings", (unsigned long long)address,
                            (unsigned long long)bytes);
-    for (at = address; at < address + bytes; at += reservation->mappings.at(at).bytes)
+    for (uint64_t at = address; at < address + bytes; at += reservation->mappings.at(at).bytes)
         reservation->mappings.at(at).is_accessible = true;
     if (open_windows > 0) protect_all(PROT_READ | PROT_WRITE);
     return SUCCESS;

@@ -257,46 +257,44 @@ EXPORTED int nvrtcCompileProgram(void* handle, int count, const char* const* opt
     return status;
 }
 
-EXPORTED int nvrtcGetCUBINSize(void* handle, size_t* bytes) {
-    const Judged call{"nvrtcGetCUBINSize"};
+// Asks something of a program.
+template <typename Answer>
+static int ask(const char* name, void* handle, Answer answer) {
+    const Judged call{name};
     if (const int code = double_called(call.name)) return code;
     std::unique_lock<std::mutex> locked(lock());
     const Program* const program = find(call, handle);
-    if (program == nullptr) return NVRTC_INVALID_PROGRAM;
-    if (bytes == nullptr || !program->is_compiled) return call.breaks(NVRTC_INVALID_INPUT, "nothing was compiled");
-    *bytes = program->binary.size();
-    return OK;
+    return program == nullptr ? NVRTC_INVALID_PROGRAM : answer(call, *program);
+}
+
+EXPORTED int nvrtcGetCUBINSize(void* handle, size_t* bytes) {
+    return ask("nvrtcGetCUBINSize", handle, [&](const Judged& call, const Program& program) -> int {
+        if (bytes == nullptr || !program.is_compiled) return call.breaks(NVRTC_INVALID_INPUT, "nothing was compiled");
+        *bytes = program.binary.size();
+        return OK;
+    });
 }
 
 EXPORTED int nvrtcGetCUBIN(void* handle, char* to) {
-    const Judged call{"nvrtcGetCUBIN"};
-    if (const int code = double_called(call.name)) return code;
-    std::unique_lock<std::mutex> locked(lock());
-    const Program* const program = find(call, handle);
-    if (program == nullptr) return NVRTC_INVALID_PROGRAM;
-    if (to == nullptr || program->binary.empty()) return call.breaks(NVRTC_INVALID_INPUT, "there is no machine code");
-    memcpy(to, program->binary.data(), program->binary.size());
-    return OK;
+    return ask("nvrtcGetCUBIN", handle, [&](const Judged& call, const Program& program) -> int {
+        if (to == nullptr || program.binary.empty()) return call.breaks(NVRTC_INVALID_INPUT, "there is no machine code");
+        memcpy(to, program.binary.data(), program.binary.size());
+        return OK;
+    });
 }
 
 EXPORTED int nvrtcGetProgramLogSize(void* handle, size_t* bytes) {
-    const Judged call{"nvrtcGetProgramLogSize"};
-    if (const int code = double_called(call.name)) return code;
-    std::unique_lock<std::mutex> locked(lock());
-    const Program* const program = find(call, handle);
-    if (program == nullptr) return NVRTC_INVALID_PROGRAM;
-    if (bytes == nullptr || !program->is_compiled) return call.breaks(NVRTC_INVALID_INPUT, "nothing was compiled");
-    *bytes = program->log.size() + 1;
-    return OK;
+    return ask("nvrtcGetProgramLogSize", handle, [&](const Judged& call, const Program& program) -> int {
+        if (bytes == nullptr || !program.is_compiled) return call.breaks(NVRTC_INVALID_INPUT, "nothing was compiled");
+        *bytes = program.log.size() + 1;
+        return OK;
+    });
 }
 
 EXPORTED int nvrtcGetProgramLog(void* handle, char* to) {
-    const Judged call{"nvrtcGetProgramLog"};
-    if (const int code = double_called(call.name)) return code;
-    std::unique_lock<std::mutex> locked(lock());
-    const Program* const program = find(call, handle);
-    if (program == nullptr) return NVRTC_INVALID_PROGRAM;
-    if (to == nullptr || !program->is_compiled) return call.breaks(NVRTC_INVALID_INPUT, "nothing was compiled");
-    memcpy(to, program->log.c_str(), program->log.size() + 1);
-    return OK;
+    return ask("nvrtcGetProgramLog", handle, [&](const Judged& call, const Program& program) -> int {
+        if (to == nullptr || !program.is_compiled) return call.breaks(NVRTC_INVALID_INPUT, "nothing was compiled");
+        memcpy(to, program.log.c_str(), program.log.size() + 1);
+        return OK;
+    });
 }

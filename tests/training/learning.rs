@@ -1,0 +1,33 @@
+//! Something to learn in seconds.
+
+use gapless::engine::Numbers;
+use gapless::engine::learning_rate::{LearningRate, Shape};
+
+use crate::common::{Run, VOCABULARY};
+
+/// A walk over the vocabulary that is left to chance one time in ten: learned, its loss is about 0.7.
+pub fn walk(run: &Run, step: u64) -> (Vec<u32>, Vec<u32>) {
+    let numbers = Numbers::from_seed(step);
+    let count = run.options.batch * run.options.sequence;
+    let mut ids = vec![step as u32 % VOCABULARY];
+    for i in 0..count {
+        let anywhere = (numbers.bits(2 * i + 1) % u64::from(VOCABULARY)) as u32;
+        let next = (7 * ids[i] + 3) % VOCABULARY;
+        ids.push(if numbers.bits(2 * i).is_multiple_of(10) { anywhere } else { next });
+    }
+    (ids[..count].to_vec(), ids[1..].to_vec())
+}
+
+/// Mean loss of the first and of the last ten of 200 steps.
+pub fn learn(mut run: Run) -> [f32; 2] {
+    const STEPS: u64 = 200;
+    run.options.learning_rate =
+        LearningRate { peak: 3e-3, floor: 3e-4, warmup_steps: 10, steps: STEPS, shape: Shape::Cosine };
+    let mut trainer = run.trainer();
+    let mut losses = Vec::new();
+    for step in 0..STEPS {
+        let (tokens, targets) = walk(&run, step);
+        losses.push(trainer.step(&tokens, &targets).unwrap().loss);
+    }
+    [&losses[..10], &losses[losses.len() - 10..]].map(|losses| losses.iter().sum::<f32>() / 10.0)
+}
