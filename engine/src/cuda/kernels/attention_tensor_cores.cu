@@ -31,6 +31,27 @@ struct HeadRows {
     }
 };
 
+__device__ __forceinline__ HeadRows rows_of(const AttentionArguments& to, const void* x, const HeadStrides& at,
+                                                   u64 batch, u64 head, u64 end) {
+    return {(const bf16*)x + at.at(batch, head), at.token, end, u32(to.head_size)};
+}
+
+__device__ __forceinline__ HeadRows queries_of(const AttentionArguments& to, u64 batch, u64 head) {
+    return rows_of(to, to.q, to.at_q, batch, head, to.queries);
+}
+
+__device__ __forceinline__ HeadRows gradients_of(const AttentionArguments& to, u64 batch, u64 head) {
+    return rows_of(to, to.d_out, to.at_out, batch, head, to.queries);
+}
+
+__device__ __forceinline__ HeadRows keys_of(const AttentionArguments& to, u64 batch, u64 kv_head) {
+    return rows_of(to, to.k, to.at_k, batch, kv_head, to.keys);
+}
+
+__device__ __forceinline__ HeadRows values_of(const AttentionArguments& to, u64 batch, u64 kv_head) {
+    return rows_of(to, to.v, to.at_v, batch, kv_head, to.keys);
+}
+
 // A warp's sums: BANDS times sixteen rows of COLUMNS columns, in fragments of sixteen times eight.
 template <u32 BANDS, u32 COLUMNS>
 struct Bands {
@@ -169,9 +190,9 @@ __device__ void attention_tc(const AttentionArguments& to) {
     const u64 head = blockIdx.y, batch = blockIdx.z, kv_head = head / (to.heads / to.kv_heads);
     // Those that see most begin first.
     const u64 first = u64(gridDim.x - 1 - blockIdx.x) * BLOCK_ROWS, own = first + warp_row;
-    const HeadRows queries{(const bf16*)to.q + to.at_q.at(batch, head), to.at_q.token, to.queries, size};
-    const HeadRows keys{(const bf16*)to.k + to.at_k.at(batch, kv_head), to.at_k.token, to.keys, size};
-    const HeadRows values{(const bf16*)to.v + to.at_v.at(batch, kv_head), to.at_v.token, to.keys, size};
+    const HeadRows queries = queries_of(to, batch, head);
+    const HeadRows keys = keys_of(to, batch, kv_head);
+    const HeadRows values = values_of(to, batch, kv_head);
     const u64 end = to.visible(smaller(first + BLOCK_ROWS, to.queries) - 1);
     const f32 scale = to.scale * LOG2_E;
 
@@ -236,10 +257,10 @@ __device__ void attention_tc_grad_q(const AttentionArguments& to) {
     const Passing<SIZE, TILE> passing{{d_out[BLOCK_ROWS]}};
     const u64 head = blockIdx.y, batch = blockIdx.z, kv_head = head / (to.heads / to.kv_heads);
     const u64 first = u64(gridDim.x - 1 - blockIdx.x) * BLOCK_ROWS, own = first + warp_row;
-    const HeadRows queries{(const bf16*)to.q + to.at_q.at(batch, head), to.at_q.token, to.queries, size};
-    const HeadRows gradients{(const bf16*)to.d_out + to.at_out.at(batch, head), to.at_out.token, to.queries, size};
-    const HeadRows keys{(const bf16*)to.k + to.at_k.at(batch, kv_head), to.at_k.token, to.keys, size};
-    const HeadRows values{(const bf16*)to.v + to.at_v.at(batch, kv_head), to.at_v.token, to.keys, size};
+    const HeadRows queries = queries_of(to, batch, head);
+    const HeadRows gradients = gradients_of(to, batch, head);
+    const HeadRows keys = keys_of(to, batch, kv_head);
+    const HeadRows values = values_of(to, batch, kv_head);
     const u64 end = to.visible(smaller(first + BLOCK_ROWS, to.queries) - 1);
     const f32 scale = to.scale * LOG2_E;
 
@@ -302,23 +323,19 @@ __device__ void attention_tc_grad_of(const AttentionArguments& to) {
     const u64 kv_head = blockIdx.y, batch = blockIdx.z;
     const u32 group = u32(to.heads / to.kv_heads);
     const u64 first = u64(blockIdx.x) * BLOCK_ROWS, own = first + warp_row;
-    const HeadRows keys{(const bf16*)to.k + to.at_k.at(batch, kv_head), to.at_k.token, to.keys, size};
-    const HeadRows values{(const bf16*)to.v + to.at_v.at(batch, kv_head), to.at_v.token, to.keys, size};
     // Every head's queries from the first on that sees a key of this block.
     const u32 skipped = u32(to.first_query(first) / TILE), turns = u32((to.queries + TILE - 1) / TILE) - skipped;
     const f32 scale = to.scale * LOG2_E;
 
     Bands<BANDS, SIZE> dk, dv;
-    keys.start<BLOCK_ROWS>(k, first);
-    if (OF_K) values.start<BLOCK_ROWS>(v, first);
+    keys_of(to, batch, kv_head).start<BLOCK_ROWS>(k, first);
+    if (OF_K) values_of(to, batch, kv_head).start<BLOCK_ROWS>(v, first);
     passing.go_by(
         group * turns,
         [&](u32 turn) {
             const u64 head = kv_head * group + turn / turns, start = u64(skipped + turn % turns) * TILE;
-            const HeadRows queries{(const bf16*)to.q + to.at_q.at(batch, head), to.at_q.token, to.queries, size};
-            const HeadRows gradients{(const bf16*)to.d_out + to.at_out.at(batch, head), to.at_out.token, to.queries, size};
-            queries.start<TILE>(passing.first(turn), start);
-            gradients.start<TILE>(passing.second(turn), start);
+            queries_of(to, batch, head).start<TILE>(passing.first(turn), start);
+            gradients_of(to, batch, head).start<TILE>(passing.second(turn), start);
         },
         [&](u32 turn) {
             const u64 head = kv_head * group + turn / turns, start = u64(skipped + turn % turns) * TILE;
