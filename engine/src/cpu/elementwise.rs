@@ -3,9 +3,8 @@
 use std::sync::LazyLock;
 
 use candle_core::Layout;
-use rayon::prelude::*;
 
-use super::Args;
+use super::{Args, InPieces, Pieces};
 
 /// Elements per task: big enough to outweigh the hand-over, small enough to stay in a core's cache.
 pub(crate) const BLOCK: usize = 16 * 1024;
@@ -38,11 +37,11 @@ pub(crate) fn rows_per_task(width: usize) -> usize {
 pub(crate) fn map(args: &mut Args<'_>, f: impl Fn(f32) -> f32 + Sync) {
     let out = args.output::<f32>(0);
     if args.is_overwritten(0) {
-        out.par_chunks_mut(BLOCK).for_each(|out| vectorize!(out.iter_mut().for_each(|o| *o = f(*o))));
+        out.pieces_mut(BLOCK).for_each(|out| vectorize!(out.iter_mut().for_each(|o| *o = f(*o))));
         return;
     }
     let x = args.input::<f32>(0);
-    out.par_chunks_mut(BLOCK).zip(x.par_chunks(BLOCK)).for_each(|(out, x)| {
+    out.pieces_mut(BLOCK).zip(x.pieces(BLOCK)).for_each(|(out, x)| {
         vectorize!(out.iter_mut().zip(x).for_each(|(o, &x)| *o = f(x)));
     });
 }
@@ -56,15 +55,15 @@ pub(crate) fn zip(args: &mut Args<'_>, f: impl Fn(f32, f32) -> f32 + Sync) {
         _ => {
             let ((a, a_layout), (b, b_layout)) = (args.strided::<f32>(0), args.strided::<f32>(1));
             if a_layout.is_contiguous() && b_layout.is_contiguous() {
-                let blocks = a.par_chunks(BLOCK).zip(b.par_chunks(BLOCK));
-                out.par_chunks_mut(BLOCK).zip(blocks).for_each(|(out, (a, b))| {
+                let blocks = a.pieces(BLOCK).zip(b.pieces(BLOCK));
+                out.pieces_mut(BLOCK).zip(blocks).for_each(|(out, (a, b))| {
                     vectorize!(out.iter_mut().zip(a.iter().zip(b)).for_each(|(o, (&a, &b))| *o = f(a, b)));
                 });
                 return;
             }
             let width = last_extent(a_layout);
             let rows = rows_per_task(width);
-            out.par_chunks_mut(rows * width).enumerate().for_each(|(task, out)| {
+            out.pieces_mut(rows * width).enumerate().for_each(|(task, out)| {
                 for (row, out) in out.chunks_mut(width).enumerate() {
                     let (a, a_step) = row_of(a, a_layout, task * rows + row);
                     let (b, b_step) = row_of(b, b_layout, task * rows + row);
@@ -78,14 +77,14 @@ pub(crate) fn zip(args: &mut Args<'_>, f: impl Fn(f32, f32) -> f32 + Sync) {
 /// out = f(out, b).
 fn zip_onto(out: &mut [f32], (b, layout): (&[f32], &Layout), f: impl Fn(f32, f32) -> f32 + Sync) {
     if layout.is_contiguous() {
-        out.par_chunks_mut(BLOCK).zip(b.par_chunks(BLOCK)).for_each(|(out, b)| {
+        out.pieces_mut(BLOCK).zip(b.pieces(BLOCK)).for_each(|(out, b)| {
             vectorize!(out.iter_mut().zip(b).for_each(|(o, &b)| *o = f(*o, b)));
         });
         return;
     }
     let width = last_extent(layout);
     let rows = rows_per_task(width);
-    out.par_chunks_mut(rows * width).enumerate().for_each(|(task, out)| {
+    out.pieces_mut(rows * width).enumerate().for_each(|(task, out)| {
         for (row, out) in out.chunks_mut(width).enumerate() {
             let (b, step) = row_of(b, layout, task * rows + row);
             vectorize!(match step {

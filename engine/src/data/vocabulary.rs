@@ -100,12 +100,13 @@ impl Vocabulary {
     /// # Errors
     /// A file that is missing or not a tokenizer; one without an end-of-text token.
     pub fn open(path: &Path) -> Result<Self, DataError> {
-        let bytes = fs::read(path).map_err(|error| DataError::read(path, error))?;
-        Self::new(Tokenizer::from_bytes(bytes).map_err(|error| tokenizer_error(path, error))?, path)
+        let json = fs::read_to_string(path).map_err(|error| DataError::read(path, error))?;
+        // `parse` is compiled with the tokenizers, where `from_bytes` would compile all that there can be in a file here.
+        Self::new(json.parse().map_err(|error| tokenizer_error(path, error))?, path)
     }
 
     fn new(mut tokenizer: Tokenizer, path: &Path) -> Result<Self, DataError> {
-        let json = tokenizer.to_string(true).map_err(|error| tokenizer_error(path, error))?;
+        let json = serde_json::to_string_pretty(&tokenizer).map_err(|error| tokenizer_error(path, error.into()))?;
         // A corpus may spell the special token out, as this file does: that is text, not an end.
         tokenizer.set_encode_special_tokens(true);
         let end_of_text = END_OF_TEXT_NAMES

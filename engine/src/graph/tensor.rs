@@ -116,14 +116,18 @@ impl Tensor {
     /// # Errors
     /// When the operation's shape rule refuses the inputs.
     pub fn apply_op<const OUTPUTS: usize>(op: impl Op, inputs: &[&Self]) -> Result<[Self; OUTPUTS]> {
+        let outputs = Self::apply_shared(Arc::new(op), inputs)?;
+        Ok(outputs.try_into().expect("the caller asks for as many outputs as the operation has"))
+    }
+
+    fn apply_shared(op: Arc<dyn Op>, inputs: &[&Self]) -> Result<Vec<Self>> {
         let graph = &inputs.first().expect("an operation has inputs").graph;
         if inputs.iter().any(|t| !Arc::ptr_eq(&t.graph, graph)) {
             return Err(Error::TwoGraphs { op: op.name().into() });
         }
         let ids: Vec<ValueId> = inputs.iter().map(|t| t.id).collect();
-        let outputs = lock(graph).apply(Arc::new(op), &ids)?;
-        let outputs: Vec<Self> = outputs.into_iter().map(|id| Self::new(graph, id)).collect();
-        Ok(outputs.try_into().expect("the caller asks for as many outputs as the operation has"))
+        let outputs = lock(graph).apply(op, &ids)?;
+        Ok(outputs.into_iter().map(|id| Self::new(graph, id)).collect())
     }
 
     fn apply1(&self, op: impl Op) -> Result<Self> {

@@ -1,9 +1,8 @@
 //! Another type of float.
 
 use candle_core::DType;
-use rayon::prelude::*;
 
-use crate::cpu::{Args, BLOCK};
+use crate::cpu::{Args, BLOCK, InPieces, Pieces};
 use crate::error::Result;
 use crate::graph::{FLOATS, Spec, Tensor};
 use crate::op::{Gradient, Op};
@@ -47,8 +46,8 @@ impl Op for Cast {
     /// From f32 to f32, the only type that the CPU computes in.
     fn run(&self, args: &mut Args<'_>) {
         let accumulate = args.accumulate(0);
-        let out = args.output::<f32>(0).par_chunks_mut(BLOCK);
-        out.zip(args.input::<f32>(0).par_chunks(BLOCK)).for_each(|(out, x)| match accumulate {
+        let out = args.output::<f32>(0).pieces_mut(BLOCK);
+        out.zip(args.input::<f32>(0).pieces(BLOCK)).for_each(|(out, x)| match accumulate {
             true => out.iter_mut().zip(x).for_each(|(out, x)| *out += x),
             false => out.copy_from_slice(x),
         });

@@ -1,8 +1,6 @@
 //! Tensors joined along one dimension.
 
-use rayon::prelude::*;
-
-use crate::cpu::{Args, row_of};
+use crate::cpu::{Args, InPieces, Pieces, row_of};
 use crate::error::Result;
 use crate::graph::Spec;
 use crate::op::{Gradient, Op};
@@ -67,7 +65,7 @@ impl Op for Cat {
             let width = crate::cpu::last_extent(layout);
             // A row is the innermost run of the input; several make up its share of one outer index.
             let rows = narrow / width;
-            out.par_chunks_mut(wide.max(1)).with_min_len(8).enumerate().for_each(|(outer, out)| {
+            out.pieces_mut(wide.max(1)).enumerate().for_each_in_runs(8, |(outer, out)| {
                 for (row, out) in out[start..start + narrow].chunks_exact_mut(width).enumerate() {
                     match row_of(x, layout, outer * rows + row) {
                         (x, 1) => out.copy_from_slice(&x[..width]),

@@ -1,8 +1,6 @@
 //! A copy without gaps.
 
-use rayon::prelude::*;
-
-use crate::cpu::{Args, last_extent, row_of, rows_per_task};
+use crate::cpu::{Args, InPieces, Pieces, last_extent, row_of, rows_per_task};
 use crate::error::Result;
 use crate::graph::Spec;
 use crate::op::{Gradient, Op};
@@ -41,7 +39,7 @@ impl Op for Contiguous {
         let (x, layout) = args.strided::<f32>(0);
         let width = last_extent(layout);
         let rows = rows_per_task(width);
-        out.par_chunks_mut(rows * width).enumerate().for_each(|(task, out)| {
+        out.pieces_mut(rows * width).enumerate().for_each(|(task, out)| {
             for (row, out) in out.chunks_mut(width).enumerate() {
                 match row_of(x, layout, task * rows + row) {
                     (x, 1) => out.copy_from_slice(&x[..width]),

@@ -1,8 +1,6 @@
 //! The loss of a language model, with nothing of the size of the logits but the logits.
 
-use rayon::prelude::*;
-
-use crate::cpu::{Args, math, reduce, rows_per_task, vectorize};
+use crate::cpu::{Args, InPieces, Pieces, math, reduce, rows_per_task, vectorize};
 use crate::error::Result;
 use crate::graph::{Spec, Tensor};
 use crate::op::{Gradient, Op};
@@ -46,19 +44,17 @@ impl Op for CrossEntropy {
         let (logits, targets) = (args.input::<f32>(0), args.input::<u32>(1));
         let width = super::width(args.input_dims(0));
         let rows = rows_per_task(width);
-        let tasks = losses.par_chunks_mut(rows).zip(lse.par_chunks_mut(rows));
-        tasks.zip(targets.par_chunks(rows).zip(logits.par_chunks(rows * width))).for_each(
-            |(out, (targets, logits))| {
-                vectorize!({
-                    let rows = targets.iter().zip(logits.chunks_exact(width));
-                    for ((loss, lse), (&target, row)) in out.0.iter_mut().zip(out.1).zip(rows) {
-                        let max = reduce::max(row);
-                        *lse = max + reduce::sum(row, |x| math::exp(x - max)).ln();
-                        *loss = *lse - row[target as usize];
-                    }
-                });
-            },
-        );
+        let tasks = losses.pieces_mut(rows).zip(lse.pieces_mut(rows));
+        tasks.zip(targets.pieces(rows).zip(logits.pieces(rows * width))).for_each(|(out, (targets, logits))| {
+            vectorize!({
+                let rows = targets.iter().zip(logits.chunks_exact(width));
+                for ((loss, lse), (&target, row)) in out.0.iter_mut().zip(out.1).zip(rows) {
+                    let max = reduce::max(row);
+                    *lse = max + reduce::sum(row, |x| math::exp(x - max)).ln();
+                    *loss = *lse - row[target as usize];
+                }
+            });
+        });
     }
 
     #[cfg(feature = "cuda")]
@@ -115,7 +111,7 @@ impl Op for CrossEntropyGrad {
         let (d_loss, d_layout) = args.strided::<f32>(3);
         let width = super::width(args.output_dims(0));
         let rows = rows_per_task(width);
-        out.par_chunks_mut(rows * width).enumerate().for_each(|(task, out)| {
+        out.pieces_mut(rows * width).enumerate().for_each(|(task, out)| {
             for (i, row) in out.chunks_exact_mut(width).enumerate() {
                 let index = task * rows + i;
                 let (lse, target) = (lse[index], targets[index] as usize);

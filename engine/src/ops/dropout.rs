@@ -1,8 +1,6 @@
 //! Dropout without a stored mask.
 
-use rayon::prelude::*;
-
-use crate::cpu::{Args, BLOCK, vectorize};
+use crate::cpu::{Args, BLOCK, InPieces, Pieces, vectorize};
 use crate::error::Result;
 use crate::graph::{Spec, Tensor};
 use crate::op::{Gradient, Op};
@@ -64,13 +62,13 @@ impl Op for Dropout {
         let (threshold, scale) = (threshold(self.p), self.scale() as f32);
         let mask = |index, x| if keeps(numbers, index, threshold) { x * scale } else { 0.0 };
         if args.is_overwritten(0) {
-            out.par_chunks_mut(BLOCK).enumerate().for_each(|(block, out)| {
+            out.pieces_mut(BLOCK).enumerate().for_each(|(block, out)| {
                 vectorize!(out.iter_mut().enumerate().for_each(|(i, o)| *o = mask(block * BLOCK + i, *o)));
             });
             return;
         }
         let x = args.input::<f32>(0);
-        out.par_chunks_mut(BLOCK).zip(x.par_chunks(BLOCK)).enumerate().for_each(|(block, (out, x))| {
+        out.pieces_mut(BLOCK).zip(x.pieces(BLOCK)).enumerate().for_each(|(block, (out, x))| {
             let pairs = out.iter_mut().zip(x).enumerate();
             vectorize!(pairs.for_each(|(i, (o, &x))| *o = mask(block * BLOCK + i, x)));
         });

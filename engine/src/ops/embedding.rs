@@ -1,8 +1,6 @@
 //! Rows of a table chosen by ids.
 
-use rayon::prelude::*;
-
-use crate::cpu::{Args, rows_per_task, vectorize};
+use crate::cpu::{Args, InPieces, Pieces, rows_per_task, vectorize};
 use crate::error::Result;
 use crate::graph::{Spec, Tensor};
 use crate::op::{Gradient, Op};
@@ -46,7 +44,7 @@ impl Op for Embedding {
         let (table, ids) = (args.input::<f32>(0), args.input::<u32>(1));
         let width = super::width(args.output_dims(0));
         let rows = rows_per_task(width);
-        out.par_chunks_mut(rows * width).zip(ids.par_chunks(rows)).for_each(|(out, ids)| {
+        out.pieces_mut(rows * width).zip(ids.pieces(rows)).for_each(|(out, ids)| {
             for (out, &id) in out.chunks_exact_mut(width).zip(ids) {
                 out.copy_from_slice(&table[id as usize * width..][..width]);
             }
@@ -105,7 +103,7 @@ impl Op for EmbeddingGrad {
         let width = super::width(args.output_dims(0));
         // Every task scans all ids for those of its own rows: reading ids is nothing beside adding rows.
         let rows = self.vocabulary.div_ceil(TASKS).max(1);
-        d_table.par_chunks_mut(rows * width).enumerate().for_each(|(task, table)| {
+        d_table.pieces_mut(rows * width).enumerate().for_each(|(task, table)| {
             if !accumulate {
                 table.fill(0.0);
             }

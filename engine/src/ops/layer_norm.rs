@@ -1,9 +1,7 @@
 //! Layer normalisation (Ba et al., arXiv 1607.06450).
 
-use rayon::prelude::*;
-
 use super::norm_grad::{self, expect_vector, stats_of};
-use crate::cpu::{Args, reduce, rows_per_task, vectorize};
+use crate::cpu::{Args, InPieces, Pieces, reduce, rows_per_task, vectorize};
 use crate::error::Result;
 use crate::graph::Spec;
 use crate::op::{Gradient, Op};
@@ -42,7 +40,7 @@ impl Op for LayerNorm {
         let (x, weight, bias) = (args.input::<f32>(0), args.input::<f32>(1), args.input::<f32>(2));
         let width = weight.len();
         let rows = rows_per_task(width);
-        let tasks = y.par_chunks_mut(rows * width).zip(x.par_chunks(rows * width)).zip(stats.par_chunks_mut(rows * 2));
+        let tasks = y.pieces_mut(rows * width).zip(x.pieces(rows * width)).zip(stats.pieces_mut(rows * 2));
         tasks.for_each(|((y, x), stats)| {
             let rows = y.chunks_exact_mut(width).zip(x.chunks_exact(width)).zip(stats.chunks_exact_mut(2));
             vectorize!({

@@ -1,9 +1,7 @@
 //! The layer x·Wᵀ + b, and its gradients as separate parts.
 
-use rayon::prelude::*;
-
 use crate::cpu::gemm::{Epilogue, Gemm, Mode, Strides};
-use crate::cpu::{Args, vectorize};
+use crate::cpu::{Args, InPieces, Pieces, vectorize};
 use crate::error::Result;
 use crate::graph::{Spec, Tensor};
 use crate::op::{Gradient, Op};
@@ -234,7 +232,7 @@ impl Op for LinearGradWeight {
             d_bias.fill(0.0);
         }
         let width = d_bias.len();
-        d_bias.par_chunks_mut(COLUMNS).enumerate().for_each(|(task, d_bias)| {
+        d_bias.pieces_mut(COLUMNS).enumerate().for_each(|(task, d_bias)| {
             let columns = task * COLUMNS..task * COLUMNS + d_bias.len();
             vectorize!({
                 for row in dy.chunks_exact(width) {

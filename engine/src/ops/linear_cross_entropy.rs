@@ -10,11 +10,10 @@ use std::ops::Range;
 #[cfg(feature = "cuda")]
 use candle_core::DType;
 use candle_core::Layout;
-use rayon::prelude::*;
 
 use crate::cpu::gemm::{Epilogue, Gemm, Mode, Strides};
 use crate::cpu::scratch::for_each_of;
-use crate::cpu::{Args, Scratch, math, reduce, rows_per_task, vectorize};
+use crate::cpu::{Args, InPieces, Pieces, Scratch, math, reduce, rows_per_task, vectorize};
 #[cfg(feature = "cuda")]
 use crate::cuda::{
     Launch, Product,
@@ -435,8 +434,8 @@ fn cross_entropy(
 ) {
     let vocabulary = logits.len() / targets.len();
     let rows = rows_per_task(vocabulary);
-    let tasks = losses.par_chunks_mut(rows).zip(targets.par_chunks(rows));
-    tasks.zip(logits.par_chunks_mut(rows * vocabulary)).enumerate().for_each(|(task, ((losses, targets), logits))| {
+    let tasks = losses.pieces_mut(rows).zip(targets.pieces(rows));
+    tasks.zip(logits.pieces_mut(rows * vocabulary)).enumerate().for_each(|(task, ((losses, targets), logits))| {
         let of_task = losses.iter_mut().zip(targets).zip(logits.chunks_exact_mut(vocabulary));
         vectorize!({
             // Loops instead of closures, which might not be inlined, and would not be vectorised then.

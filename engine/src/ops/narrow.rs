@@ -1,10 +1,9 @@
 //! A range of one dimension, and its gradient: the range put back among zeros.
 
 use candle_core::{Layout, Shape};
-use rayon::prelude::*;
 
 use super::view_only;
-use crate::cpu::Args;
+use crate::cpu::{Args, InPieces, Pieces};
 use crate::error::Result;
 use crate::graph::{Spec, Tensor};
 use crate::op::{Gradient, Op};
@@ -101,7 +100,7 @@ impl Op for Widen {
             out.fill(0.0);
             return;
         }
-        out.par_chunks_mut(wide).zip(x.par_chunks(narrow)).for_each(|(out, x)| {
+        out.pieces_mut(wide).zip(x.pieces(narrow)).for_each(|(out, x)| {
             out[..start].fill(0.0);
             out[start..start + narrow].copy_from_slice(x);
             out[start + narrow..].fill(0.0);

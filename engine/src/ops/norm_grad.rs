@@ -2,9 +2,7 @@
 //! dx = rstd·(g − mean(g) − x̂·mean(g·x̂)), without the mean(g) where nothing was centred;
 //! d_weight = Σ dy·x̂ and d_bias = Σ dy over the rows.
 
-use rayon::prelude::*;
-
-use crate::cpu::{Args, reduce, rows_per_task, vectorize};
+use crate::cpu::{Args, InPieces, Pieces, reduce, rows_per_task, vectorize};
 use crate::error::Result;
 use crate::graph::{Spec, Tensor};
 use crate::op::{Gradient, Op};
@@ -73,7 +71,7 @@ impl Op for NormGradInput {
         }
         let width = weight.len();
         let rows = rows_per_task(width);
-        let tasks = dx.par_chunks_mut(rows * width).zip(x.par_chunks(rows * width)).zip(stats.par_chunks(rows * 2));
+        let tasks = dx.pieces_mut(rows * width).zip(x.pieces(rows * width)).zip(stats.pieces(rows * 2));
         tasks.for_each(|((dx, x), stats)| {
             let rows = dx.chunks_exact_mut(width).zip(x.chunks_exact(width)).zip(stats.chunks_exact(2));
             vectorize!({
@@ -145,7 +143,7 @@ impl Op for NormGradWeight {
         let (d_weight, d_bias) = (args.output::<f32>(0), args.output::<f32>(1));
         let (x, stats, dy) = (args.input::<f32>(0), args.input::<f32>(1), args.input::<f32>(2));
         let width = d_weight.len();
-        let tasks = d_weight.par_chunks_mut(COLUMNS).zip(d_bias.par_chunks_mut(COLUMNS)).enumerate();
+        let tasks = d_weight.pieces_mut(COLUMNS).zip(d_bias.pieces_mut(COLUMNS)).enumerate();
         tasks.for_each(|(task, (d_weight, d_bias))| {
             let columns = task * COLUMNS..task * COLUMNS + d_weight.len();
             if !accumulate[0] {

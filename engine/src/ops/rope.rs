@@ -1,8 +1,6 @@
 //! Rotary position embedding (Su et al., arXiv 2104.09864).
 
-use rayon::prelude::*;
-
-use crate::cpu::{Args, vectorize};
+use crate::cpu::{Args, InPieces, Pieces, vectorize};
 use crate::error::Result;
 use crate::graph::{Spec, Tensor};
 use crate::op::{Gradient, Op};
@@ -70,7 +68,7 @@ impl Op for Rope {
         let &[_, tokens, heads, d] = args.output_dims(0) else { unreachable!("rank 4 by the shape rule") };
         let half = d / 2;
         let table = &mut table[..tokens * d];
-        table.par_chunks_mut(d).enumerate().for_each(|(token, row)| {
+        table.pieces_mut(d).enumerate().for_each(|(token, row)| {
             // Cosines first, then sines, so that the rotation below reads both in order.
             let (cos, sin) = row.split_at_mut(half);
             for (i, (cos, sin)) in cos.iter_mut().zip(sin).enumerate() {
@@ -80,7 +78,7 @@ impl Op for Rope {
         });
         let source = (!args.is_overwritten(0)).then(|| args.strided::<f32>(0));
         let table = &*table;
-        out.par_chunks_mut(heads * d).enumerate().for_each(|(row, out)| {
+        out.pieces_mut(heads * d).enumerate().for_each(|(row, out)| {
             let (cos, sin) = table[row % tokens * d..][..d].split_at(half);
             for (head, out) in out.chunks_exact_mut(d).enumerate() {
                 if let Some((x, layout)) = source {

@@ -1,8 +1,6 @@
 //! Sum and mean of everything: what turns a tensor into a loss.
 
-use rayon::prelude::*;
-
-use crate::cpu::Args;
+use crate::cpu::{Args, InPieces, Pieces};
 use crate::error::Result;
 use crate::graph::Spec;
 use crate::op::{Gradient, Op};
@@ -58,8 +56,8 @@ impl Op for ScaledSum {
         let partial = &mut args.workspace().take::<f32>()[..partial_sums(args.input_dims(0))];
         let row = x.len().div_ceil(partial.len()).max(1);
         partial.fill(0.0);
-        partial.par_iter_mut().zip(x.par_chunks(row)).with_min_len(8).for_each(|(sum, x)| {
-            *sum = (x.iter().map(|&x| f64::from(x)).sum::<f64>() * self.scale) as f32;
+        partial.pieces_mut(1).zip(x.pieces(row)).for_each_in_runs(8, |(sum, x)| {
+            sum[0] = (x.iter().map(|&x| f64::from(x)).sum::<f64>() * self.scale) as f32;
         });
         let start = if accumulate { out[0] } else { 0.0 };
         out[0] = partial.iter().fold(start, |sum, part| sum + part);

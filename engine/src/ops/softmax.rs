@@ -1,8 +1,6 @@
 //! Softmax over the last dimension.
 
-use rayon::prelude::*;
-
-use crate::cpu::{Args, math, reduce, rows_per_task, vectorize};
+use crate::cpu::{Args, InPieces, Pieces, math, reduce, rows_per_task, vectorize};
 use crate::error::Result;
 use crate::graph::{Spec, Tensor};
 use crate::op::{Gradient, Op};
@@ -43,7 +41,7 @@ impl Op for Softmax {
             out.copy_from_slice(args.input(0));
         }
         let width = super::width(args.output_dims(0));
-        out.par_chunks_mut(rows_per_task(width) * width).for_each(|rows| {
+        out.pieces_mut(rows_per_task(width) * width).for_each(|rows| {
             vectorize!({
                 for row in rows.chunks_exact_mut(width) {
                     let max = reduce::max(row);
@@ -96,7 +94,7 @@ impl Op for SoftmaxGrad {
         }
         let width = super::width(args.output_dims(0));
         let block = rows_per_task(width) * width;
-        out.par_chunks_mut(block).zip(args.input::<f32>(0).par_chunks(block)).for_each(|(out, y)| {
+        out.pieces_mut(block).zip(args.input::<f32>(0).pieces(block)).for_each(|(out, y)| {
             vectorize!({
                 for (dy, y) in out.chunks_exact_mut(width).zip(y.chunks_exact(width)) {
                     let dot = reduce::sum2(dy, y, |dy, y| dy * y);

@@ -1,9 +1,8 @@
 //! Sum over dimensions.
 
 use candle_core::{Layout, Shape};
-use rayon::prelude::*;
 
-use crate::cpu::{Args, BLOCK, vectorize};
+use crate::cpu::{Args, BLOCK, InPieces, Pieces, vectorize};
 use crate::error::Result;
 use crate::graph::Spec;
 use crate::op::{Gradient, Op};
@@ -64,7 +63,7 @@ impl Op for Sum {
         let (x, layout) = args.strided::<f32>(0);
         if self.is_leading() && layout.is_contiguous() {
             let width = out.len().max(1);
-            out.par_chunks_mut(BLOCK.min(1024)).enumerate().for_each(|(block, out)| {
+            out.pieces_mut(BLOCK.min(1024)).enumerate().for_each(|(block, out)| {
                 let start = block * BLOCK.min(1024);
                 vectorize!({
                     for (row, x) in x.chunks_exact(width).enumerate() {
@@ -79,9 +78,11 @@ impl Op for Sum {
             });
             return;
         }
-        out.par_iter_mut().enumerate().with_min_len(64).for_each(|(i, out)| {
-            let sum = self.sum_of(0, layout, &x[self.first(layout, i)..]) as f32;
-            *out = if accumulate { *out + sum } else { sum };
+        out.pieces_mut(64).enumerate().for_each(|(task, out)| {
+            for (i, out) in out.iter_mut().enumerate() {
+                let sum = self.sum_of(0, layout, &x[self.first(layout, task * 64 + i)..]) as f32;
+                *out = if accumulate { *out + sum } else { sum };
+            }
         });
     }
 

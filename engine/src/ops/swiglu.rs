@@ -1,9 +1,7 @@
 //! The gated unit of Llama's feed-forward layers (Shazeer, arXiv 2002.05202).
 
-use rayon::prelude::*;
-
 use super::unary::silu_derivative;
-use crate::cpu::{Args, BLOCK, math, vectorize, zip};
+use crate::cpu::{Args, BLOCK, InPieces, Pieces, math, vectorize, zip};
 use crate::error::Result;
 use crate::graph::{Spec, Tensor};
 use crate::op::{Gradient, Op};
@@ -79,8 +77,8 @@ impl Op for SwiGluGrad {
         if !args.is_overwritten(1) {
             d_up.copy_from_slice(args.input(1));
         }
-        let dy = args.input::<f32>(2).par_chunks(BLOCK);
-        d_gate.par_chunks_mut(BLOCK).zip(d_up.par_chunks_mut(BLOCK)).zip(dy).for_each(|((d_gate, d_up), dy)| {
+        let dy = args.input::<f32>(2).pieces(BLOCK);
+        d_gate.pieces_mut(BLOCK).zip(d_up.pieces_mut(BLOCK)).zip(dy).for_each(|((d_gate, d_up), dy)| {
             vectorize!({
                 for ((gate, up), &dy) in d_gate.iter_mut().zip(d_up).zip(dy) {
                     let (g, u) = (*gate, *up);

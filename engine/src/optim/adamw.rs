@@ -1,10 +1,9 @@
 //! AdamW with decoupled weight decay (Loshchilov & Hutter, arXiv 1711.05101).
 
 use candle_core::DType;
-use rayon::prelude::*;
 
 use super::{Optimizer, ParameterUpdate, SCALARS, State, StateInit, Updated};
-use crate::cpu::{Args, BLOCK, vectorize};
+use crate::cpu::{Args, BLOCK, InPieces, Pieces, vectorize};
 use crate::error::{Error, Result};
 use crate::graph::{Spec, Tensor};
 use crate::nn::Init;
@@ -214,8 +213,8 @@ impl Op for AdamWUpdate {
         let (p, m, v) = (args.output::<f32>(0), args.output::<f32>(1), args.output::<f32>(2));
         let (gradient, norm, scalars) = (args.input::<f32>(1), args.input::<f32>(4)[0], args.input::<f32>(5));
         let Some(step) = self.rule.at(self.decay, norm, scalars) else { return };
-        let moments = m.par_chunks_mut(BLOCK).zip(v.par_chunks_mut(BLOCK));
-        p.par_chunks_mut(BLOCK).zip(gradient.par_chunks(BLOCK)).zip(moments).for_each(|((p, g), (m, v))| {
+        let moments = m.pieces_mut(BLOCK).zip(v.pieces_mut(BLOCK));
+        p.pieces_mut(BLOCK).zip(gradient.pieces(BLOCK)).zip(moments).for_each(|((p, g), (m, v))| {
             vectorize!({
                 for ((p, &g), (m, v)) in p.iter_mut().zip(g).zip(m.iter_mut().zip(v)) {
                     (*m, *v) = step.moments(g, *m, *v);

@@ -1,12 +1,11 @@
 //! AdamW with moments of eight bits (Dettmers et al., arXiv 2110.02861).
 
 use candle_core::DType;
-use rayon::prelude::*;
 
 use super::adamw::AdamWStep;
 use super::eight_bit::{BLOCK, Signed, Unsigned, dequantise, exact, quantise};
 use super::{AdamW, Optimizer, ParameterUpdate, SCALARS, State, Updated};
-use crate::cpu::{self, Args, vectorize};
+use crate::cpu::{self, Args, InPieces, Pieces, vectorize};
 use crate::error::Result;
 use crate::graph::{Spec, Tensor};
 use crate::nn::Init;
@@ -153,11 +152,11 @@ impl Op for AdamW8bitUpdate {
         let (m_scales, v_scales) = (args.output::<f32>(3), args.output::<f32>(4));
         let (gradient, norm, scalars) = (args.input::<f32>(1), args.input::<f32>(6)[0], args.input::<f32>(7));
         let Some(step) = self.rule.at(self.decay, norm, scalars) else { return };
-        let moments = m.par_chunks_mut(BLOCK).zip(v.par_chunks_mut(BLOCK));
-        let scales = m_scales.par_iter_mut().zip(v_scales);
-        let parameters = p.par_chunks_mut(BLOCK).zip(gradient.par_chunks(BLOCK));
-        parameters.zip(moments.zip(scales)).with_min_len(TASK).for_each(|((p, g), ((m, v), (m_scale, v_scale)))| {
-            let (m, v) = (Moment { codes: m, scale: m_scale }, Moment { codes: v, scale: v_scale });
+        let moments = m.pieces_mut(BLOCK).zip(v.pieces_mut(BLOCK));
+        let scales = m_scales.pieces_mut(1).zip(v_scales.pieces_mut(1));
+        let parameters = p.pieces_mut(BLOCK).zip(gradient.pieces(BLOCK));
+        parameters.zip(moments.zip(scales)).for_each_in_runs(TASK, |((p, g), ((m, v), (m_scale, v_scale)))| {
+            let (m, v) = (Moment { codes: m, scale: &mut m_scale[0] }, Moment { codes: v, scale: &mut v_scale[0] });
             vectorize!(update_block(step, p, g, m, v));
         });
     }

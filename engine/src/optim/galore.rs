@@ -1,10 +1,8 @@
 //! GaLore: Adam on a projection of the gradient (Zhao et al., arXiv 2403.03507).
 
-use rayon::prelude::*;
-
 use super::subspace::{Projection, exact};
 use super::{AdamW, Optimizer, ParameterUpdate, SCALARS, State, Updated};
-use crate::cpu::{Args, BLOCK, vectorize};
+use crate::cpu::{Args, BLOCK, InPieces, Pieces, vectorize};
 use crate::error::{Error, Result};
 use crate::graph::{Spec, Tensor};
 use crate::nn::Init;
@@ -154,8 +152,8 @@ impl Op for GaLoreUpdate {
             self.projection.follow(gradient, p, r, coefficients, &mut scratch);
         }
         let alpha = self.rule.alpha as f32;
-        let moments = m.par_chunks_mut(BLOCK).zip(v.par_chunks_mut(BLOCK));
-        r.par_chunks_mut(BLOCK).zip(moments).for_each(|(r, (m, v))| {
+        let moments = m.pieces_mut(BLOCK).zip(v.pieces_mut(BLOCK));
+        r.pieces_mut(BLOCK).zip(moments).for_each(|(r, (m, v))| {
             vectorize!({
                 for (r, (m, v)) in r.iter_mut().zip(m.iter_mut().zip(v)) {
                     (*m, *v) = step.moments(*r, *m, *v);
@@ -164,7 +162,7 @@ impl Op for GaLoreUpdate {
             });
         });
         if step.keep != 1.0 {
-            weight.par_chunks_mut(BLOCK).for_each(|w| vectorize!(w.iter_mut().for_each(|w| *w *= step.keep)));
+            weight.pieces_mut(BLOCK).for_each(|w| vectorize!(w.iter_mut().for_each(|w| *w *= step.keep)));
         }
         self.projection.add(p, r, weight, &mut scratch);
     }

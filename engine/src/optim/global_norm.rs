@@ -3,9 +3,7 @@
 //! In two parts, because gradients may lie on several ranks: each rank squares its own ([`SquaredNorms`]), and every rank
 //! adds up the few numbers that come of it ([`GlobalNorm`]), in an order that does not depend on who made them.
 
-use rayon::prelude::*;
-
-use crate::cpu::{Args, BLOCK, reduce, vectorize};
+use crate::cpu::{Args, BLOCK, InPieces, Pieces, reduce, vectorize};
 use crate::graph::Spec;
 use crate::op::Op;
 use crate::reference::{Array, Reference};
@@ -43,8 +41,8 @@ impl Op for SquaredNorms {
         for (input, out) in out.iter_mut().enumerate() {
             let x = args.input::<f32>(input);
             let partial = &mut workspace[..blocks(x.len())];
-            partial.par_iter_mut().zip(x.par_chunks(BLOCK)).for_each(|(sum, x)| {
-                *sum = vectorize!(reduce::sum(x, |x| x * x));
+            partial.pieces_mut(1).zip(x.pieces(BLOCK)).for_each(|(sum, x)| {
+                sum[0] = vectorize!(reduce::sum(x, |x| x * x));
             });
             *out = partial.iter().map(|&x| f64::from(x)).sum();
         }

@@ -7,11 +7,9 @@
 //! already, the random numbers come from a fixed seed, and everything lies in scratch that was planned. How close the
 //! result is to that of an exact decomposition is judged below.
 
-use rayon::prelude::*;
-
 use crate::cpu::gemm::{Epilogue, Gemm, Mode, Strides};
 use crate::cpu::scratch::for_each_of;
-use crate::cpu::{Scratch, reduce, vectorize};
+use crate::cpu::{InPieces, Pieces, Scratch, reduce, vectorize};
 use crate::random::Numbers;
 
 /// Rounds of products by Gᵀ and G.
@@ -94,7 +92,9 @@ impl Projection {
     /// room for one number per row.
     pub fn follow(&self, g: &[f32], p: &mut [f32], r: &mut [f32], coefficients: &mut [f32], scratch: &mut Scratch<'_>) {
         let numbers = start();
-        r.par_iter_mut().enumerate().for_each(|(i, r)| *r = numbers.normal(i) as f32);
+        r.pieces_mut(COLUMNS).enumerate().for_each(|(task, r)| {
+            r.iter_mut().enumerate().for_each(|(i, r)| *r = numbers.normal(task * COLUMNS + i) as f32);
+        });
         for _ in 0..ITERATIONS {
             multiply(&self.back(), r, g, p, Mode::Overwrite, scratch);
             orthonormalise(p, self.shorter(), coefficients);
@@ -107,12 +107,13 @@ fn multiply(gemm: &Gemm, a: &[f32], b: &[f32], c: &mut [f32], mode: Mode, scratc
     gemm.run(a, b, c, mode, Epilogue::default(), scratch).expect("extents and scratch by the shape rule");
 }
 
+/// Elements of a row per task.
+const COLUMNS: usize = 512;
+
 /// Makes rows of `width` orthonormal, one after another, by classical Gram–Schmidt done twice, which is as good as exact
 /// (Giraud, Langou & Rozložník, 2005, "the twice is enough algorithm") and, unlike the modified form, parallel.
 /// Dependent rows become zero.
 fn orthonormalise(rows: &mut [f32], width: usize, coefficients: &mut [f32]) {
-    /// Elements of a row per task.
-    const COLUMNS: usize = 512;
     /// Earlier rows per task.
     const ROWS: usize = 8;
     for index in 0..rows.len() / width {
@@ -127,9 +128,9 @@ fn orthonormalise(rows: &mut [f32], width: usize, coefficients: &mut [f32]) {
         vectorize!(row.iter_mut().for_each(|x| *x /= greatest));
         let before = norm(row);
         for _ in 0..2 {
-            let products = coefficients.par_iter_mut().zip(earlier.par_chunks(width)).with_min_len(ROWS);
-            products.for_each(|(c, other)| *c = vectorize!(reduce::sum2(other, row, |a, b| a * b)));
-            row.par_chunks_mut(COLUMNS).enumerate().for_each(|(task, part)| {
+            let products = coefficients.pieces_mut(1).zip(earlier.pieces(width));
+            products.for_each_in_runs(ROWS, |(c, other)| c[0] = vectorize!(reduce::sum2(other, row, |a, b| a * b)));
+            row.pieces_mut(COLUMNS).enumerate().for_each(|(task, part)| {
                 let columns = task * COLUMNS..task * COLUMNS + part.len();
                 vectorize!({
                     for (&c, other) in coefficients.iter().zip(earlier.chunks_exact(width)) {

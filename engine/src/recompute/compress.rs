@@ -9,9 +9,8 @@
 //! micro-batches.
 
 use candle_core::DType;
-use rayon::prelude::*;
 
-use crate::cpu::{Args, reduce, rows_per_task, vectorize};
+use crate::cpu::{Args, InPieces, Pieces, reduce, rows_per_task, vectorize};
 use crate::graph::{FLOATS, Spec};
 use crate::op::Op;
 use crate::reference::{Array, Reference};
@@ -72,7 +71,7 @@ impl Op for Compress {
         let (x, cut) = (args.input::<f32>(0), Cut::of(args.input_dims(0)));
         let (rows, groups) = (rows_per_task(cut.row), cut.groups_of_row());
         let task = rows * cut.row;
-        let tasks = codes.par_chunks_mut(task).zip(x.par_chunks(task)).zip(ranges.par_chunks_mut(2 * rows * groups));
+        let tasks = codes.pieces_mut(task).zip(x.pieces(task)).zip(ranges.pieces_mut(2 * rows * groups));
         tasks.for_each(|((codes, x), ranges)| {
             let rows = codes.chunks_exact_mut(cut.row).zip(x.chunks_exact(cut.row));
             for ((codes, x), ranges) in rows.zip(ranges.chunks_exact_mut(2 * groups)) {
@@ -136,7 +135,7 @@ impl Op for Expand {
         let (codes, ranges, cut) = (args.input::<u8>(0), args.input::<f32>(1), Cut::of(self.0.dims()));
         let (rows, groups) = (rows_per_task(cut.row), cut.groups_of_row());
         let task = rows * cut.row;
-        let tasks = x.par_chunks_mut(task).zip(codes.par_chunks(task)).zip(ranges.par_chunks(2 * rows * groups));
+        let tasks = x.pieces_mut(task).zip(codes.pieces(task)).zip(ranges.pieces(2 * rows * groups));
         tasks.for_each(|((x, codes), ranges)| {
             let rows = x.chunks_exact_mut(cut.row).zip(codes.chunks_exact(cut.row));
             for ((x, codes), ranges) in rows.zip(ranges.chunks_exact(2 * groups)) {

@@ -56,13 +56,13 @@ pub(super) unsafe fn run(job: &Attention, instructions: &Instructions, operands:
         }
     };
     if heads >= 4 * rayon::current_num_threads() || rayon::current_num_threads() == 1 {
-        for_each(heads, |pair| run(pair, all.clone()));
+        for_each(heads, &|pair| run(pair, all.clone()));
         return;
     }
     let blocks = job.keys.div_ceil(job.key_block());
     let per_task = queries_per_task(job, TILE_QUERIES);
     let chunks = job.queries.div_ceil(per_task);
-    for_each(heads * (blocks + chunks), |task| {
+    for_each(heads * (blocks + chunks), &|task| {
         let (pair, part) = (task / (blocks + chunks), task % (blocks + chunks));
         if part < blocks {
             let keys = part * job.key_block()..job.keys.min((part + 1) * job.key_block());

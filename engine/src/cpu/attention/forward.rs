@@ -42,7 +42,7 @@ pub(super) unsafe fn run(job: &Attention, instructions: &Instructions, operands:
     let parts = parts(job, rayon::current_num_threads());
     let per_task = queries_per_task(job, PANEL_ROWS);
     let chunks = job.queries.div_ceil(per_task);
-    for_each(job.batch * job.kv_heads * chunks, |task| {
+    for_each(job.batch * job.kv_heads * chunks, &|task| {
         let (pair, chunk) = (task / chunks, task % chunks);
         let queries = chunk * per_task..job.queries.min((chunk + 1) * per_task);
         let operands = &operands;

@@ -130,7 +130,7 @@ unsafe fn run_together(job: &Gemm, kernels: &Kernels, operands: Operands<'_>) {
             }
             let chunk = k_start..k_end;
 
-            for_each(panels, |panel| {
+            for_each(panels, &|panel| {
                 let start = columns.start + panel * width;
                 let width_here = width.min(columns.end - start);
                 for block in blocks(job, chunk.clone()) {
@@ -144,7 +144,7 @@ unsafe fn run_together(job: &Gemm, kernels: &Kernels, operands: Operands<'_>) {
                     }
                 }
             });
-            for_each(job.m.div_ceil(rows_per_task), |task| {
+            for_each(job.m.div_ceil(rows_per_task), &|task| {
                 let rows = task * rows_per_task..job.m.min((task + 1) * rows_per_task);
                 let operands = &operands;
                 let packed_a = operands.packing.a(operands.scratch, slot());
@@ -173,7 +173,7 @@ unsafe fn run_privately(job: &Gemm, kernels: &Kernels, operands: Operands<'_>) {
     let tile_columns = job.n.div_ceil(wanted).next_multiple_of(width).min(BLOCK_COLUMNS);
     let column_tiles = job.n.div_ceil(tile_columns);
 
-    for_each(job.batch.count * row_tiles * column_tiles, |task| {
+    for_each(job.batch.count * row_tiles * column_tiles, &|task| {
         let (matrix, tile) = (task / (row_tiles * column_tiles), task % (row_tiles * column_tiles));
         let (row_tile, column_tile) = (tile / column_tiles, tile % column_tiles);
         let rows = row_tile * PRIVATE_ROWS..job.m.min((row_tile + 1) * PRIVATE_ROWS);

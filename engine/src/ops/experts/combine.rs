@@ -1,9 +1,7 @@
 //! Tokens to rows, and rows back to tokens: each is the other's gradient.
 
-use rayon::prelude::*;
-
 use super::NONE;
-use crate::cpu::{Args, rows_per_task, vectorize};
+use crate::cpu::{Args, InPieces, Pieces, rows_per_task, vectorize};
 use crate::error::Result;
 use crate::graph::{Spec, Tensor};
 use crate::op::{Gradient, Op};
@@ -46,7 +44,7 @@ impl Op for Dispatch {
         let k = crate::ops::width(args.input_dims(1));
         let width = crate::ops::width(args.output_dims(0));
         let rows = rows_per_task(width);
-        out.par_chunks_mut(rows * width).zip(slots.par_chunks(rows)).for_each(|(out, slots)| {
+        out.pieces_mut(rows * width).zip(slots.pieces(rows)).for_each(|(out, slots)| {
             for (out, &slot) in out.chunks_exact_mut(width).zip(slots) {
                 match slot {
                     NONE => out.fill(0.0),
@@ -110,7 +108,7 @@ impl Op for Combine {
         let k = crate::ops::width(args.input_dims(1));
         let width = crate::ops::width(args.output_dims(0));
         let tokens = rows_per_task(width);
-        out.par_chunks_mut(tokens * width).zip(places.par_chunks(tokens * k)).for_each(|(out, places)| {
+        out.pieces_mut(tokens * width).zip(places.pieces(tokens * k)).for_each(|(out, places)| {
             for (out, places) in out.chunks_exact_mut(width).zip(places.chunks_exact(k)) {
                 let mut first = true;
                 for &place in places.iter().filter(|&&place| place != NONE) {

@@ -117,8 +117,7 @@ impl Op for GroupedLinear {
 
     #[cfg(feature = "cuda")]
     fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
-        // Counted rows have no place yet behind the last one that is used.
-        self.balanced.is_none().then(|| crate::cuda::launch::grouped_linear(self.sources, operands))?
+        crate::cuda::launch::grouped_linear(self.sources, operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
@@ -176,8 +175,7 @@ impl Op for GroupedLinearGradInput {
 
     #[cfg(feature = "cuda")]
     fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
-        // Counted rows have no place yet behind the last one that is used.
-        self.balanced.is_none().then(|| crate::cuda::launch::grouped_linear_grad_input(self.sources, operands))?
+        crate::cuda::launch::grouped_linear_grad_input(self.sources, operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
@@ -265,8 +263,7 @@ impl Op for GroupedLinearGradWeight {
 
     #[cfg(feature = "cuda")]
     fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
-        // Counted rows have no place yet behind the last one that is used.
-        self.balanced.is_none().then(|| crate::cuda::launch::grouped_linear_grad_weight(self.sources, operands))?
+        crate::cuda::launch::grouped_linear_grad_weight(self.sources, operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {

@@ -1,8 +1,6 @@
 //! Noise on a router's input.
 
-use rayon::prelude::*;
-
-use crate::cpu::{Args, BLOCK, vectorize};
+use crate::cpu::{Args, BLOCK, InPieces, Pieces, vectorize};
 use crate::error::Result;
 use crate::graph::{Spec, Tensor};
 use crate::op::{Gradient, Op};
@@ -53,7 +51,7 @@ impl Op for Jitter {
         let x = args.input::<f32>(0);
         let numbers = args.random().place(self.key, out.len());
         let amount = self.amount as f32;
-        out.par_chunks_mut(BLOCK).zip(x.par_chunks(BLOCK)).enumerate().for_each(|(block, (out, x))| {
+        out.pieces_mut(BLOCK).zip(x.pieces(BLOCK)).enumerate().for_each(|(block, (out, x))| {
             vectorize!({
                 for (i, (y, &x)) in out.iter_mut().zip(x).enumerate() {
                     *y = x * (1.0 + amount * (2.0 * numbers.uniform(block * BLOCK + i) - 1.0));

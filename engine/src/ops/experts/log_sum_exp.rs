@@ -1,11 +1,10 @@
 //! The normaliser of a softmax.
 
-use crate::cpu::{Args, math, reduce, rows_per_task};
+use crate::cpu::{Args, InPieces, Pieces, math, reduce, rows_per_task};
 use crate::error::Result;
 use crate::graph::Spec;
 use crate::op::{Gradient, Op};
 use crate::reference::{Array, Reference};
-use rayon::prelude::*;
 
 /// ln Σ eˣ over the last dimension, which is removed. Its square keeps a router's logits small (ST-MoE, arXiv 2202.08906,
 /// equation 5).
@@ -41,7 +40,7 @@ impl Op for LogSumExp {
         let out = args.output::<f32>(0);
         let width = crate::ops::width(args.input_dims(0));
         let rows = rows_per_task(width);
-        out.par_chunks_mut(rows).zip(args.input::<f32>(0).par_chunks(rows * width)).for_each(|(out, x)| {
+        out.pieces_mut(rows).zip(args.input::<f32>(0).pieces(rows * width)).for_each(|(out, x)| {
             for (out, x) in out.iter_mut().zip(x.chunks_exact(width)) {
                 let max = reduce::max(x);
                 *out = max + reduce::sum(x, |x| math::exp(x - max)).ln();

@@ -1,9 +1,7 @@
 //! The experts' gated unit, weighted by the router.
 
-use rayon::prelude::*;
-
 use super::used_rows;
-use crate::cpu::{Args, math, reduce, rows_per_task, vectorize};
+use crate::cpu::{Args, InPieces, Pieces, math, reduce, rows_per_task, vectorize};
 use crate::error::Result;
 use crate::graph::{Spec, Tensor};
 use crate::op::{Gradient, Op, Rows};
@@ -69,7 +67,7 @@ impl Op for RoutedSwiGlu {
         let (out, unused) = out.split_at_mut(used_rows(args.input(3)) * width);
         unused.fill(0.0);
         let rows = rows_per_task(width);
-        let tasks = out.par_chunks_mut(rows * width).zip(gate.par_chunks(rows * width)).zip(weights.par_chunks(rows));
+        let tasks = out.pieces_mut(rows * width).zip(gate.pieces(rows * width)).zip(weights.pieces(rows));
         tasks.for_each(|((out, gate), weights)| {
             for ((out, gate), &weight) in out.chunks_exact_mut(width).zip(gate.chunks_exact(width)).zip(weights) {
                 vectorize!(out.iter_mut().zip(gate).for_each(|(y, &g)| *y *= weight * g * math::sigmoid(g)));
@@ -79,8 +77,7 @@ impl Op for RoutedSwiGlu {
 
     #[cfg(feature = "cuda")]
     fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
-        // Counted rows have no place yet behind the last one that is used.
-        self.balanced.is_none().then(|| crate::cuda::launch::routed_gated(operands))?
+        crate::cuda::launch::routed_gated(operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
@@ -143,9 +140,9 @@ impl Op for RoutedSwiGluGrad {
         let (d_weights, no_weights) = d_weights.split_at_mut(used);
         [no_gate, no_up, no_weights].into_iter().for_each(|unused| unused.fill(0.0));
         let rows = rows_per_task(width);
-        let tasks = d_gate.par_chunks_mut(rows * width).zip(d_up.par_chunks_mut(rows * width));
-        let of_rows = weights.par_chunks(rows).zip(d_weights.par_chunks_mut(rows));
-        tasks.zip(dy.par_chunks(rows * width)).zip(of_rows).for_each(|(((d_gate, d_up), dy), (weights, d_weights))| {
+        let tasks = d_gate.pieces_mut(rows * width).zip(d_up.pieces_mut(rows * width));
+        let of_rows = weights.pieces(rows).zip(d_weights.pieces_mut(rows));
+        tasks.zip(dy.pieces(rows * width)).zip(of_rows).for_each(|(((d_gate, d_up), dy), (weights, d_weights))| {
             let rows = d_gate.chunks_exact_mut(width).zip(d_up.chunks_exact_mut(width)).zip(dy.chunks_exact(width));
             for (((gate, up), dy), (&weight, d_weight)) in rows.zip(weights.iter().zip(d_weights)) {
                 vectorize!({
@@ -162,8 +159,7 @@ impl Op for RoutedSwiGluGrad {
 
     #[cfg(feature = "cuda")]
     fn cuda(&self, operands: &crate::cuda::Operands<'_>) -> Option<Vec<crate::cuda::Launch>> {
-        // Counted rows have no place yet behind the last one that is used.
-        self.balanced.is_none().then(|| crate::cuda::launch::routed_gated_grad(operands))?
+        crate::cuda::launch::routed_gated_grad(operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
