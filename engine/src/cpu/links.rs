@@ -50,7 +50,7 @@ const NO_COMMUNICATOR: CommunicatorError = CommunicatorError::Unsupported {
 
 /// The ways to the other ranks, and what is under way to and from them.
 #[derive(Debug, Default)]
-pub(super) struct Links {
+pub(crate) struct Links {
     communicators: Communicators,
     requests: Vec<Option<Under>>,
     /// Sizes of what goes to and comes from each expert rank, by request.
@@ -87,7 +87,107 @@ impl Drop for Lent<'_> {
     }
 }
 
-/// Starts or ends a message.
+/// A first byte, and how many there are.
+pub(crate) type Bytes = (*mut u8, usize);
+
+/// What a collective reads and writes.
+pub(crate) struct Operands<'a> {
+    pub inputs: [Option<Bytes>; 2],
+    pub output: Bytes,
+    /// Of an [`AllToAllRows`](Collective::AllToAllRows): starts of what is sent, and of what comes.
+    pub starts: [&'a [u32]; 2],
+    /// And the bytes of a row.
+    pub row_bytes: usize,
+}
+
+impl Links {
+    /// Starts or ends a message, which is in these bytes.
+    ///
+    /// # Safety
+    /// Nobody touches the bytes from the message's start to its wait.
+    pub unsafe fn transfer(
+        &mut self,
+        work: &Work,
+        message: Message,
+        bytes: impl FnOnce() -> Bytes,
+    ) -> communicator::Result<()> {
+        let Message { peer, tag, request } = message;
+        let pipeline = self.communicators.pipeline.as_mut().ok_or(NO_COMMUNICATOR)?;
+        let started = match work {
+            Work::Send(_) => {
+                let (from, len) = bytes();
+                // SAFETY: by this function's contract.
+                unsafe { pipeline.isend(from.cast_const(), len, peer, tag) }?
+            }
+            Work::Receive(_) => {
+                let (to, len) = bytes();
+                // SAFETY: by this function's contract.
+                unsafe { pipeline.irecv(to, len, peer, tag) }?
+            }
+            _ => {
+                let Some(Under::Message(under_way)) = self.requests[request].take() else {
+                    unreachable!("lowering starts every message that it waits for")
+                };
+                return pipeline.wait(under_way);
+            }
+        };
+        self.requests[request] = Some(Under::Message(started));
+        Ok(())
+    }
+
+    /// Starts a collective.
+    ///
+    /// # Safety
+    /// The operands are valid, apart or one as the collective's are, and nobody else touches them until it is finished.
+    pub unsafe fn begin(
+        &mut self,
+        collective: Collective,
+        request: usize,
+        operands: &Operands<'_>,
+    ) -> communicator::Result<()> {
+        let &Operands { inputs, output, starts, row_bytes } = operands;
+        let group = collective.group();
+        let communicator = self.communicators.of(group)?;
+        if collective.ranks().is_some_and(|ranks| ranks != communicator.size()) {
+            return Err(OTHER_RANKS);
+        }
+        // Links that have failed have none.
+        let lens = self.lens.get_mut(request).ok_or(NO_COMMUNICATOR)?;
+        match collective {
+            Collective::AllToAll { ranks } => lens.iter_mut().for_each(|lens| lens.fill(output.1 / ranks)),
+            Collective::AllToAllRows { ranks, .. } => {
+                for (lens, starts) in lens.iter_mut().zip(starts) {
+                    let runs = (starts.len() - 1) / ranks;
+                    for (rank, len) in lens.iter_mut().enumerate() {
+                        *len = (starts[(rank + 1) * runs] - starts[rank * runs]) as usize * row_bytes;
+                    }
+                }
+                let [sent, received] = lens.each_ref().map(|lens| lens.iter().sum::<usize>());
+                if received > output.1 || inputs[0].is_none_or(|input| sent > input.1) {
+                    return Err(OTHER_ROWS);
+                }
+                // SAFETY: what comes ends within the output, and behind it nobody writes.
+                unsafe { std::slice::from_raw_parts_mut(output.0.add(received), output.1 - received) }.fill(0);
+            }
+            _ => {}
+        }
+        let request_of = collective.request(inputs, output, [&lens[0], &lens[1]]);
+        // SAFETY: by this function's contract. The sizes stay as they are until this request is finished.
+        let started = unsafe { communicator.start(request_of) }?;
+        self.requests[request] = Some(Under::Collective(started, group));
+        Ok(())
+    }
+
+    /// Ends a collective.
+    pub fn finish(&mut self, request: usize) -> communicator::Result<()> {
+        let Some(Under::Collective(under_way, group)) = self.requests[request].take() else {
+            unreachable!("lowering starts every collective that it finishes")
+        };
+        self.communicators.of(group)?.wait(under_way)
+    }
+}
+
+/// Starts or ends an instruction's message.
 ///
 /// # Safety
 /// The operand lies in the arena at `base`, and nobody touches it until the message's wait.
@@ -97,33 +197,15 @@ pub(super) unsafe fn transfer(
     base: Base,
     links: &mut Links,
 ) -> communicator::Result<()> {
-    let Message { peer, tag, request } = message;
-    let pipeline = links.communicators.pipeline.as_mut().ok_or(NO_COMMUNICATOR)?;
+    let operand = match &instruction.work {
+        Work::Receive(_) => &instruction.outputs[0],
+        _ => &instruction.inputs[0],
+    };
     // SAFETY: by this function's contract.
-    let range = |address| unsafe { range(base, address, Places::NONE) };
-    match &instruction.work {
-        Work::Send(_) => {
-            let (from, bytes) = range(&instruction.inputs[0]);
-            // SAFETY: by this function's contract.
-            links.requests[request] =
-                Some(Under::Message(unsafe { pipeline.isend(from.cast_const(), bytes, peer, tag) }?));
-        }
-        Work::Receive(_) => {
-            let (to, bytes) = range(&instruction.outputs[0]);
-            // SAFETY: by this function's contract.
-            links.requests[request] = Some(Under::Message(unsafe { pipeline.irecv(to, bytes, peer, tag) }?));
-        }
-        _ => {
-            let Some(Under::Message(under_way)) = links.requests[request].take() else {
-                unreachable!("lowering starts every message that it waits for")
-            };
-            pipeline.wait(under_way)?;
-        }
-    }
-    Ok(())
+    unsafe { links.transfer(&instruction.work, message, || range(base, operand, Places::NONE)) }
 }
 
-/// Starts a collective.
+/// Starts an instruction's collective.
 ///
 /// # Safety
 /// The operands lie in the arena at `base`, and nobody else touches them until it is finished.
@@ -134,55 +216,24 @@ pub(super) unsafe fn begin(
     (base, places): (Base, Places<'_>),
     links: &mut Links,
 ) -> communicator::Result<()> {
+    let Instruction { inputs, outputs, .. } = instruction;
     // SAFETY: by this function's contract.
-    let range = |address: Option<&Address>| address.map(|address| unsafe { range(base, address, places) });
-    let inputs = [range(instruction.inputs.first()), range(instruction.inputs.get(1))];
-    let output = range(instruction.outputs.first()).expect("a collective has an output");
-    let group = collective.group();
-    let communicator = links.communicators.of(group)?;
-    if collective.ranks().is_some_and(|ranks| ranks != communicator.size()) {
-        return Err(OTHER_RANKS);
-    }
-    // Links that have failed have none.
-    let lens = links.lens.get_mut(request).ok_or(NO_COMMUNICATOR)?;
-    match collective {
-        Collective::AllToAll { ranks } => lens.iter_mut().for_each(|lens| lens.fill(output.1 / ranks)),
-        Collective::AllToAllRows { ranks, rows, .. } => {
-            let bytes = instruction.outputs[0].span / rows * size_of::<f32>();
-            for (lens, starts) in lens.iter_mut().zip(&instruction.inputs[1..]) {
-                // SAFETY: by this function's contract; starts are u32 without gaps, and nobody writes them now.
-                let starts = unsafe {
-                    std::slice::from_raw_parts(
-                        base.0.add(starts.offset as usize).cast::<u32>().cast_const(),
-                        starts.span,
-                    )
-                };
-                let runs = (starts.len() - 1) / ranks;
-                for (rank, len) in lens.iter_mut().enumerate() {
-                    *len = (starts[(rank + 1) * runs] - starts[rank * runs]) as usize * bytes;
-                }
-            }
-            let [sent, received] = lens.each_ref().map(|lens| lens.iter().sum::<usize>());
-            if received > output.1 || inputs[0].is_none_or(|input| sent > input.1) {
-                return Err(OTHER_ROWS);
-            }
-            // SAFETY: what comes ends within the output, and behind it nobody writes.
-            unsafe { std::slice::from_raw_parts_mut(output.0.add(received), output.1 - received) }.fill(0);
+    let range = |address: &Address| unsafe { range(base, address, places) };
+    let (mut starts, mut row_bytes) = ([&[][..]; 2], 0);
+    if let Collective::AllToAllRows { rows, .. } = collective {
+        row_bytes = outputs[0].span / rows * size_of::<f32>();
+        for (starts, address) in starts.iter_mut().zip(&inputs[1..]) {
+            let start = base.0.wrapping_add(address.offset as usize).cast::<u32>().cast_const();
+            // SAFETY: by this function's contract; starts are u32 without gaps, and nobody writes them now.
+            *starts = unsafe { std::slice::from_raw_parts(start, address.span) };
         }
-        _ => {}
     }
-    let request_of = collective.request(inputs, output, [&lens[0], &lens[1]]);
-    // SAFETY: by this function's contract; the plan keeps inputs and outputs apart, or makes them one. The sizes stay as
-    // they are until this request is finished.
-    let started = unsafe { communicator.start(request_of) }?;
-    links.requests[request] = Some(Under::Collective(started, group));
-    Ok(())
-}
-
-/// Ends a collective.
-pub(super) fn finish(request: usize, links: &mut Links) -> communicator::Result<()> {
-    let Some(Under::Collective(under_way, group)) = links.requests[request].take() else {
-        unreachable!("lowering starts every collective that it finishes")
+    let operands = Operands {
+        inputs: [inputs.first().map(range), inputs.get(1).map(range)],
+        output: outputs.first().map(range).expect("a collective has an output"),
+        starts,
+        row_bytes,
     };
-    links.communicators.of(group)?.wait(under_way)
+    // SAFETY: by this function's contract; the plan keeps inputs and outputs apart, or makes them one.
+    unsafe { links.begin(collective, request, &operands) }
 }

@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use super::args::{Address, Args, Element, Places};
 use super::executor::RunOptions;
-use super::links::{Links, begin, finish, transfer};
+use super::links::{Links, begin, transfer};
 use super::offload::HostFile;
 use super::routed::{Refusal, Routed};
 use crate::communicator::CommunicatorError;
@@ -86,7 +86,7 @@ pub(super) fn run_all(
                 // SAFETY: as above.
                 unsafe { begin(*collective, *request, instruction, (base, places), links) }.map_err(failed)?;
             }
-            Work::Finish(request) => finish(*request, links).map_err(failed)?,
+            Work::Finish(request) => links.finish(*request).map_err(failed)?,
             Work::Offer(_) | Work::Settle(_) => {}
             Work::Offload(id) | Work::Fetch(id) => {
                 // SAFETY: as above.

@@ -1,16 +1,18 @@
-//! Runs planned programs on a device: everything is put in order once, and a step is one replay.
+//! Runs planned programs on a device: everything is put in order once, and a step is one replay; or, of several ranks, one between
+//! any two messages.
 //!
 //! In: an executable whose scratch is a GPU's ([`Target::Cuda`](crate::compile::Target)), and a device. Out: inputs written, steps
-//! replayed, numbers read. Never: memory beside the arena and the step's key, or a launch that was not recorded.
+//! replayed, numbers read. Never: device memory beside the arena and the step's key, or a launch that was not recorded.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device as CandleDevice, Tensor};
 
 use super::device::{Device, DeviceMemory, Recording};
+use super::staging::{Staging, is_exchange};
 use super::{Launch, Operand, Operands, Random, launch};
 use crate::compile::{CompiledProgram, Executable, Instruction, Persistent, ProgramId, Work};
-use crate::cpu::{Address, Element, PersistentBytes, RunOptions};
+use crate::cpu::{Address, Communicators, Element, PersistentBytes, RunOptions};
 use crate::error::{Error, Result};
 use crate::graph::Spec;
 use crate::random::Stream;
@@ -22,7 +24,17 @@ pub struct Executor {
     device: Box<dyn Device>,
     place: Place,
     /// By program.
-    recordings: Vec<Recording>,
+    recordings: Vec<Vec<Part<Recording>>>,
+    staging: Staging,
+}
+
+/// What a program does next.
+#[derive(Debug, Clone, Copy)]
+enum Part<L> {
+    /// Launches.
+    Launches(L),
+    /// The instruction of this number, which has to do with other ranks.
+    Exchange(usize),
 }
 
 /// How long an instruction took, beside what it has to do.
@@ -47,7 +59,8 @@ const KEY_BYTES: u64 = 256;
 
 impl Executor {
     /// Reserves the arena, fills the persistent tensors and records every program. Micro-batch 0 is part `first_part` of the whole
-    /// batch, and the next one is `part_stride` parts on.
+    /// batch, and the next one is `part_stride` parts on. Programs that were lowered for several ranks run once they are
+    /// [connected](Self::connect).
     ///
     /// # Errors
     /// Before anything is reserved, [`Error::NoDeviceKernels`] for what only the CPU can do so far, and for programs that were
@@ -59,7 +72,8 @@ impl Executor {
         (first_part, part_stride): (u64, u64),
     ) -> Result<Self> {
         let nowhere = Place { base: 0, key: 0, first_part, part_stride };
-        executable.programs.iter().try_for_each(|program| nowhere.launches(program).map(drop))?;
+        executable.programs.iter().try_for_each(|program| nowhere.parts(program).map(drop))?;
+        let staging = Staging::new(&executable, refused)?;
         let bytes = executable.arena_bytes().next_multiple_of(KEY_BYTES);
         let base = device.reserve(bytes + KEY_BYTES)?;
         let place = Place { base, key: base + bytes, ..nowhere };
@@ -68,10 +82,30 @@ impl Executor {
         }
         let mut recordings = Vec::new();
         for program in &executable.programs {
-            let (of, launches): (Vec<usize>, Vec<Launch>) = place.launches(program)?.into_iter().unzip();
-            recordings.push(device.record(launches, &|launch| program.instructions[of[launch]].describe())?);
+            let mut parts = Vec::new();
+            for part in place.parts(program)? {
+                parts.push(match part {
+                    Part::Exchange(index) => Part::Exchange(index),
+                    Part::Launches(launches) => {
+                        let (of, launches): (Vec<usize>, Vec<Launch>) = launches.into_iter().unzip();
+                        let describe = |launch: usize| program.instructions[of[launch]].describe();
+                        Part::Launches(device.record(launches, &describe)?)
+                    }
+                });
+            }
+            recordings.push(parts);
         }
-        Ok(Self { executable, device, place, recordings })
+        Ok(Self { executable, device, place, recordings, staging })
+    }
+
+    /// Gives it the ways to the other ranks, whose addresses are the host's.
+    pub fn connect(&mut self, communicators: Communicators) {
+        self.staging.connect(communicators);
+    }
+
+    /// Bytes of host memory through which tensors go to other ranks and come from them.
+    pub fn staging_bytes(&self) -> u64 {
+        self.staging.bytes()
     }
 
     /// What it runs.
@@ -96,23 +130,49 @@ impl Executor {
     /// micro-batches lie in the batch was said when it was recorded.
     ///
     /// # Errors
-    /// [`Error::Device`].
+    /// [`Error::Device`]; [`Error::Communicator`] when another rank fails.
     pub fn run(&mut self, id: ProgramId, options: RunOptions) -> Result<Option<String>> {
         self.write_key(options)?;
         if !options.watch {
-            self.device.replay(self.recordings[id.0])?;
-            return Ok(None);
+            return self.replay(id).map(|()| None);
         }
         let mut culprit = None;
         self.run_one_by_one(id, |device, place, instruction, _| {
-            for output in instruction.outputs.iter().filter(|output| output.dtype.is_float()) {
-                if culprit.is_none() && !all_finite(&read(device, place, output)?)? {
+            // What is being received is not to be looked at before the wait for it.
+            let watched = match instruction.work {
+                Work::Compute(_) => &instruction.outputs,
+                Work::Wait(_) | Work::Finish(_) => &instruction.inputs,
+                _ => return Ok(()),
+            };
+            for address in watched.iter().filter(|address| address.dtype.is_float()) {
+                if culprit.is_none() && !all_finite(&read(device, place, address)?)? {
                     culprit = Some(instruction.describe());
                 }
             }
             Ok(())
         })?;
         Ok(culprit)
+    }
+
+    fn replay(&mut self, id: ProgramId) -> Result<()> {
+        let Self { executable, device, place, recordings, staging } = self;
+        let mut replay = || {
+            for part in &recordings[id.0] {
+                match *part {
+                    Part::Launches(recording) => device.replay(recording)?,
+                    Part::Exchange(index) => {
+                        let instruction = &executable.programs[id.0].instructions[index];
+                        staging.exchange(id.0, instruction, &mut **device, place.base)?;
+                    }
+                }
+            }
+            Ok(())
+        };
+        let ran = replay();
+        if ran.is_err() {
+            staging.disconnect();
+        }
+        ran
     }
 
     /// Runs a program as [`Self::run`] does, and says how long each instruction took by itself: without the graph, which lets
@@ -150,13 +210,23 @@ impl Executor {
         id: ProgramId,
         mut show: impl FnMut(&dyn Device, Place, &Instruction, Duration) -> Result<()>,
     ) -> Result<()> {
-        let Self { executable, device, place, .. } = self;
-        for instruction in &executable.programs[id.0].instructions {
-            let launches = place.of(instruction).ok_or_else(|| refused(instruction))?;
-            let time = device.run(&launches, &|_| instruction.describe())?;
-            show(&**device, *place, instruction, time)?;
+        let Self { executable, device, place, staging, .. } = self;
+        let mut run = |instruction: &Instruction| {
+            let begun = Instant::now();
+            let time = if is_exchange(instruction) {
+                staging.exchange(id.0, instruction, &mut **device, place.base)?;
+                begun.elapsed()
+            } else {
+                let launches = place.of(instruction).ok_or_else(|| refused(instruction))?;
+                device.run(&launches, &|_| instruction.describe())?
+            };
+            show(&**device, *place, instruction, time)
+        };
+        let ran = executable.programs[id.0].instructions.iter().try_for_each(&mut run);
+        if ran.is_err() {
+            staging.disconnect();
         }
-        Ok(())
+        ran
     }
 
     /// Writes an input of a program.
@@ -281,14 +351,20 @@ struct Place {
 }
 
 impl Place {
-    /// All that a program launches, each with the instruction that it is for.
-    fn launches(&self, program: &CompiledProgram) -> Result<Vec<(usize, Launch)>> {
-        let mut launches = Vec::new();
+    /// All that a program does: launches, each with the instruction that it is for, between what has to do with other ranks.
+    fn parts(&self, program: &CompiledProgram) -> Result<Vec<Part<Vec<(usize, Launch)>>>> {
+        let (mut parts, mut launches) = (Vec::new(), Vec::new());
         for (index, instruction) in program.instructions.iter().enumerate() {
+            if is_exchange(instruction) {
+                parts.extend(part(&mut launches));
+                parts.push(Part::Exchange(index));
+                continue;
+            }
             let of_one = self.of(instruction).ok_or_else(|| refused(instruction))?;
             launches.extend(of_one.into_iter().map(|launch| (index, launch)));
         }
-        Ok(launch::together(launches))
+        parts.extend(part(&mut launches));
+        Ok(parts)
     }
 
     /// What an instruction launches; none if there are no kernels for it, or its scratch is not theirs.
@@ -319,6 +395,12 @@ impl Place {
         };
         launch::of_operation(&**op, &operands)
     }
+}
+
+/// The launches so far, if there are any.
+fn part(launches: &mut Vec<(usize, Launch)>) -> Option<Part<Vec<(usize, Launch)>>> {
+    let launches = std::mem::take(launches);
+    (!launches.is_empty()).then(|| Part::Launches(launch::together(launches)))
 }
 
 /// A tensor's bytes before the first step.

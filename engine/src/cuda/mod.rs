@@ -22,6 +22,7 @@ pub mod launch;
 mod mapped;
 mod nvidia;
 mod nvrtc;
+mod staging;
 #[cfg(test)]
 mod tests;
 

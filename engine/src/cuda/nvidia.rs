@@ -22,6 +22,7 @@ pub struct Nvidia {
     name: String,
     stream: sys::CUstream,
     architecture: Architecture,
+    nvrtc: &'static Nvrtc,
     cache: Cache,
     products: CublasLt,
     modules: HashMap<Family, sys::CUmodule>,
@@ -51,6 +52,14 @@ impl Drop for Context {
     }
 }
 
+/// The newest CUDA that the driver knows, as 13000 is 13.0.
+fn driver_version(device: &str) -> Result<i32, DeviceError> {
+    let mut version = 0;
+    // SAFETY: the result outlives the call.
+    unsafe { sys::cuDriverGetVersion(&mut version).result() }.named(device, "cuDriverGetVersion")?;
+    Ok(version)
+}
+
 /// Names a call, and the device that failed at it.
 pub(super) trait Named<T> {
     fn named(self, device: &str, call: &str) -> Result<T, DeviceError>;
@@ -69,6 +78,14 @@ impl<T> Named<T> for Result<T, result::DriverError> {
 }
 
 impl Nvidia {
+    /// How many GPUs there are; none where there is no driver.
+    pub fn count() -> usize {
+        // SAFETY: the driver's library is one that may be loaded at any time.
+        let is_there = unsafe { sys::is_culib_present() } && result::init().is_ok();
+        let count = if is_there { result::device::get_count().unwrap_or(0) } else { 0 };
+        usize::try_from(count).unwrap_or(0)
+    }
+
     /// The GPU of this number, with kernels kept in `cache`.
     ///
     /// # Errors
@@ -103,14 +120,27 @@ impl Nvidia {
         // SAFETY: the context has just been retained.
         unsafe { result::ctx::set_current(context.context) }.named(&name, "cuCtxSetCurrent")?;
         let before = used(&name)?.in_use;
-        Nvrtc::load()?;
+        let nvrtc = Nvrtc::load(Some(driver_version(&name)? / 1000))?;
         let products = CublasLt::new(&name)?;
         let stream = result::stream::create(result::stream::StreamKind::NonBlocking).named(&name, "cuStreamCreate")?;
         let libraries = used(&name)?.in_use.saturating_sub(before);
         let beside = vec![("driver's context, and other processes", before), ("cuBLASLt", libraries)];
         let (modules, functions) = (HashMap::new(), HashMap::new());
         let (memory, graphs) = (None, Vec::new());
-        Ok(Self { name, stream, architecture, cache, products, modules, functions, memory, graphs, beside, context })
+        Ok(Self {
+            name,
+            stream,
+            architecture,
+            nvrtc,
+            cache,
+            products,
+            modules,
+            functions,
+            memory,
+            graphs,
+            beside,
+            context,
+        })
     }
 
     /// Memory that the processor reaches too, which moves to whoever uses it.
@@ -156,7 +186,7 @@ impl Nvidia {
         let module = match self.modules.get(&kernel.family) {
             Some(&module) => module,
             None => {
-                let code = self.cache.load(Nvrtc::load()?, kernel.family, self.architecture)?;
+                let code = self.cache.load(self.nvrtc, kernel.family, self.architecture)?;
                 // SAFETY: the code is a whole CUBIN, which says itself how long it is.
                 let module = unsafe { result::module::load_data(code.as_ptr().cast()) };
                 let module = module.named(&self.name, &format!("loading {}", kernel.family.file()))?;

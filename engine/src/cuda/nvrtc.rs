@@ -15,8 +15,11 @@ use crate::communicator::MissingLibrary;
 /// Names a file that is loaded instead of whatever is installed.
 const LIBRARY_VARIABLE: &str = "GAPLESS_NVRTC_LIBRARY";
 
-/// Names under which NVRTC is installed, the newest first. CUDA 12 is the oldest whose C++ is that of the kernels.
-const NAMES: [&str; 3] = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"];
+/// Major versions of NVRTC, the newest first. CUDA 12 is the oldest whose C++ is that of the kernels.
+const VERSIONS: [c_int; 2] = [13, 12];
+
+/// The name under which NVRTC is installed, perhaps with its major version behind it.
+const NAME: &str = "libnvrtc.so";
 
 /// `NVRTC_ERROR_COMPILATION`: it is the source that is wrong. Anything else is wrong with NVRTC, as parts of it that are missing.
 const NOT_COMPILED: c_int = 6;
@@ -91,24 +94,25 @@ impl fmt::Debug for Nvrtc {
 }
 
 impl Nvrtc {
-    /// The compiler, where it is installed.
+    /// The compiler, where it is installed. For a driver of this major version of CUDA the same version comes first, then older
+    /// ones: a driver takes their code, and may refuse that of newer ones.
     ///
     /// # Errors
     /// [`KernelError::Missing`] with what was looked for, and the remedy.
-    pub fn load() -> Result<&'static Self, KernelError> {
+    pub fn load(driver: Option<i32>) -> Result<&'static Self, KernelError> {
         static LOADED: OnceLock<Nvrtc> = OnceLock::new();
         if let Some(loaded) = LOADED.get() {
             return Ok(loaded);
         }
-        let found = Self::find(std::env::var_os(LIBRARY_VARIABLE)).map_err(KernelError::Missing)?;
+        let found = Self::find(std::env::var_os(LIBRARY_VARIABLE), driver).map_err(KernelError::Missing)?;
         Ok(LOADED.get_or_init(|| found))
     }
 
-    fn find(variable: Option<OsString>) -> Result<Self, MissingLibrary> {
+    fn find(variable: Option<OsString>, driver: Option<i32>) -> Result<Self, MissingLibrary> {
         let mut tried = Vec::new();
         let names = match variable.filter(|name| !name.is_empty()) {
             Some(name) => vec![name],
-            None => NAMES.map(OsString::from).to_vec(),
+            None => names(driver).into_iter().map(OsString::from).collect(),
         };
         for name in names {
             match Self::open(&name) {
@@ -236,6 +240,14 @@ impl Functions {
     }
 }
 
+/// The names to look for, the best first.
+fn names(driver: Option<i32>) -> Vec<String> {
+    let driver = driver.unwrap_or(c_int::MAX);
+    let (too_new, others): (Vec<c_int>, Vec<c_int>) = VERSIONS.into_iter().partition(|&version| version > driver);
+    let named = |version: c_int| format!("{NAME}.{version}");
+    others.into_iter().map(named).chain([NAME.to_owned()]).chain(too_new.into_iter().map(named)).collect()
+}
+
 /// A program, to be destroyed.
 struct Started<'a> {
     functions: &'a Functions,
@@ -272,7 +284,7 @@ mod tests {
 
     #[test]
     fn what_is_missing_is_said() {
-        let missing = |name: &str| Nvrtc::find(Some(name.into())).map(|_| ()).unwrap_err().to_string();
+        let missing = |name: &str| Nvrtc::find(Some(name.into()), None).map(|_| ()).unwrap_err().to_string();
         let text = missing("/nowhere/libnvrtc.so.13");
         assert!(text.contains("No such file or directory") && text.contains(LIBRARY_VARIABLE), "{text}");
         let text = missing("libc.so.6");
@@ -280,8 +292,16 @@ mod tests {
     }
 
     #[test]
+    fn code_that_a_driver_may_refuse_is_the_last_resort() {
+        assert_eq!(names(None), ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"]);
+        assert_eq!(names(Some(13)), names(None));
+        assert_eq!(names(Some(14)), names(None));
+        assert_eq!(names(Some(12)), ["libnvrtc.so.12", "libnvrtc.so", "libnvrtc.so.13"]);
+    }
+
+    #[test]
     fn errors_carry_the_compilers_words() {
-        let Ok(nvrtc) = Nvrtc::load() else {
+        let Ok(nvrtc) = Nvrtc::load(None) else {
             println!("NVRTC is not installed");
             return;
         };

@@ -14,13 +14,14 @@ use crate::error::{Error, Result};
 /// Which device a trainer is to use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum DeviceChoice {
-    /// The first NVIDIA GPU if there is one that can do what the options ask for, else the CPU;
-    /// [`Trainer::device`](super::Trainer::device) says which, and why.
+    /// An NVIDIA GPU if there is one that can do what the options ask for, else the CPU;
+    /// [`Trainer::device`](super::Trainer::device) says which, and why. It is the first; of several ranks each takes the one
+    /// of its own number, and where there are fewer GPUs they take turns.
     Auto,
     /// The CPU.
     #[default]
     Cpu,
-    /// The NVIDIA GPU of this number, or an error.
+    /// The NVIDIA GPU of this number, or an error. Of several ranks each says which is its own; they may share one.
     Cuda(usize),
 }
 
@@ -94,9 +95,6 @@ impl TrainOptions {
     #[cfg(feature = "cuda")]
     pub(super) fn check_for_gpu(&self) -> Result<()> {
         let fail = |why: &str, remedy| Err(Error::Config { what: "device", why: why.into(), remedy });
-        if self.mesh.ranks()? > 1 {
-            return fail("several ranks run on CPUs alone so far", "use one rank on a GPU, or the CPU");
-        }
         if self.poison {
             return fail("dead ranges are filled with NaN on the CPU alone", "leave poison out, or use the CPU");
         }

@@ -97,6 +97,15 @@ impl Machine {
         }
     }
 
+    /// Gives a GPU the ways to the other ranks; the CPU has had them from the start.
+    #[cfg(feature = "cuda")]
+    pub fn connect(&mut self, communicators: cpu::Communicators) {
+        match self {
+            Self::Cpu(_) => {}
+            Self::Cuda(executor) => executor.connect(communicators),
+        }
+    }
+
     pub fn grow(&mut self, limit: u64) -> Result<()> {
         match self {
             Self::Cpu(executor) => executor.grow(limit),

@@ -15,7 +15,7 @@ mod update;
 use candle_core::DType;
 use gapless_alloc::arena::ArenaReport;
 use gapless_alloc::draw::MemoryMap;
-use gapless_parallel::{Coordinate, Mesh};
+use gapless_parallel::Coordinate;
 
 pub use device::{DeviceChoice, RunsOn};
 pub use options::TrainOptions;
@@ -36,7 +36,7 @@ use crate::optim::SCALARS;
 use crate::report::{self, Report};
 use compile_step::{CompiledStep, TrainStep};
 use machine::Machine;
-use pipeline::RankPlan;
+use pipeline::{RankPlan, Share, communicators, expect_one_rank};
 use update::Kept;
 
 /// A language model: token ids to logits.
@@ -101,16 +101,6 @@ pub struct Trainer {
     world: Option<Box<dyn Communicator>>,
 }
 
-/// Which of the equal parts of a batch a rank computes.
-#[derive(Debug, Clone, Copy)]
-struct Share {
-    parts: usize,
-    first: usize,
-    /// How many parts on the next is: expert ranks take turns, so that an expert's rows come in the order of the batch.
-    stride: usize,
-    count: usize,
-}
-
 #[derive(Debug, Clone, Copy)]
 struct Programs {
     train: ProgramId,
@@ -126,11 +116,7 @@ impl Trainer {
     /// [`Error::NoKernels`] for another type than f32 on the CPU; [`Error::OverBudget`]; [`Error::Offload`] when its file cannot be
     /// made; `Error::Device` and `Error::NoDeviceKernels` when there is no GPU that was asked for, or it has no kernels for a step.
     pub fn new<M: Model>(build: impl Fn(VarBuilder) -> Result<M>, options: TrainOptions) -> Result<Self> {
-        let ranks = options.mesh.ranks()?;
-        if ranks != 1 {
-            let why = format!("a mesh of {ranks} ranks in a trainer of one");
-            return Err(Error::Config { what: "mesh", why, remedy: "make it with Trainer::on, once per rank" });
-        }
+        expect_one_rank(options.mesh)?;
         Self::with(&of_any(build), options, 0, Communicators::default())
     }
 
@@ -146,24 +132,8 @@ impl Trainer {
         build: impl Fn(VarBuilder) -> Result<M>,
         options: TrainOptions,
     ) -> Result<Self> {
-        let (rank, size, ranks) = (world.rank(), world.size(), options.mesh.ranks()?);
-        if size != ranks {
-            let why = format!("{ranks} ranks, but {size} were started");
-            return Err(Error::Config {
-                what: "mesh", why, remedy: "data × pipeline × expert is the number of ranks"
-            });
-        }
-        let at = options.mesh.coordinate(rank);
-        let Mesh { expert, .. } = options.mesh;
-        let pipeline = world.split(at.data * expert + at.expert, at.pipeline)?;
-        let batch = world.split(at.pipeline, at.data * expert + at.expert)?;
-        let mut communicators = Communicators { pipeline: Some(pipeline), batch: Some(batch), ..Default::default() };
-        if expert > 1 {
-            let copy = at.data * options.mesh.pipeline + at.pipeline;
-            communicators.experts = Some(world.split(copy, at.expert)?);
-            communicators.replicas = Some(world.split(at.pipeline * expert + at.expert, at.data)?);
-        }
-        let mut trainer = Self::with(&of_any(build), options, rank, communicators)?;
+        let communicators = communicators(&mut *world, options.mesh)?;
+        let mut trainer = Self::with(&of_any(build), options, world.rank(), communicators)?;
         trainer.world = Some(world);
         Ok(trainer)
     }
@@ -178,16 +148,41 @@ impl Trainer {
         build: impl Fn(VarBuilder) -> Result<M>,
         options: TrainOptions,
     ) -> Result<Self> {
-        Self::with_device(device, &of_any(build), options)
+        expect_one_rank(options.mesh)?;
+        Self::with_device(device, &of_any(build), options, 0)
+    }
+
+    /// One rank's share of a trainer, as [`Self::on`] makes it, on a device of one's own.
+    ///
+    /// # Errors
+    /// As [`Self::on`], of a trainer that is to run on a GPU.
+    #[cfg(feature = "cuda")]
+    pub fn on_with_device<M: Model>(
+        mut world: Box<dyn Communicator>,
+        device: Box<dyn cuda::Device>,
+        build: impl Fn(VarBuilder) -> Result<M>,
+        options: TrainOptions,
+    ) -> Result<Self> {
+        let communicators = communicators(&mut *world, options.mesh)?;
+        let mut trainer = Self::with_device(device, &of_any(build), options, world.rank())?;
+        trainer.machine.connect(communicators);
+        trainer.world = Some(world);
+        Ok(trainer)
     }
 
     #[cfg(feature = "cuda")]
-    fn with_device(device: Box<dyn cuda::Device>, build: &Build<'_>, options: TrainOptions) -> Result<Self> {
+    fn with_device(
+        device: Box<dyn cuda::Device>,
+        build: &Build<'_>,
+        options: TrainOptions,
+        rank: usize,
+    ) -> Result<Self> {
         options.check()?;
         options.check_for_gpu()?;
-        let plan = RankPlan::new(options.mesh, 0, &options.pipeline, options.micro_batches)?;
+        let plan = RankPlan::new(options.mesh, rank, &options.pipeline, options.micro_batches)?;
         let (executable, compiled) = compile_step::compile_step(build, &options, &plan, Target::Cuda)?;
-        let executor = cuda::Executor::new(executable, device, options.seed, (0, 1))?;
+        let Share { first, stride, .. } = Share::of(&options, plan.at);
+        let executor = cuda::Executor::new(executable, device, options.seed, (first as u64, stride as u64))?;
         let device = RunsOn { name: executor.device(), is_gpu: true, because: None };
         Self::of(Machine::Cuda(Box::new(executor)), device, compiled, &plan, options)
     }
@@ -195,7 +190,13 @@ impl Trainer {
     fn with(build: &Build<'_>, options: TrainOptions, rank: usize, communicators: Communicators) -> Result<Self> {
         let _span = tracing::info_span!("compile", rank).entered();
         options.check()?;
-        let because = match Self::on_gpu(build, &options)? {
+        let because = match Self::on_gpu(build, &options, rank)? {
+            #[cfg(feature = "cuda")]
+            Ok(mut trainer) => {
+                trainer.machine.connect(communicators);
+                return Ok(trainer);
+            }
+            #[cfg(not(feature = "cuda"))]
             Ok(trainer) => return Ok(trainer),
             Err(because) => because,
         };
@@ -251,16 +252,16 @@ impl Trainer {
 
     /// A trainer on a GPU, or why there is none although one might have been used.
     #[cfg(feature = "cuda")]
-    fn on_gpu(build: &Build<'_>, options: &TrainOptions) -> Result<Result<Self, Option<String>>> {
+    fn on_gpu(build: &Build<'_>, options: &TrainOptions, rank: usize) -> Result<Result<Self, Option<String>>> {
         let on = |ordinal| {
             options.check_for_gpu()?;
             let gpu = cuda::Nvidia::new(ordinal, cuda::Cache::of_user())?;
-            Self::with_device(Box::new(gpu), build, options.clone())
+            Self::with_device(Box::new(gpu), build, options.clone(), rank)
         };
         match options.device {
             DeviceChoice::Cpu => Ok(Err(None)),
             DeviceChoice::Cuda(ordinal) => on(ordinal).map(Ok),
-            DeviceChoice::Auto => match on(0) {
+            DeviceChoice::Auto => match on(rank % cuda::Nvidia::count().max(1)) {
                 // A card that is full, or fails, is no reason to train slowly; nor is a model that is wrong.
                 Err(Error::Device(why)) if !why.is_absence() => Err(Error::Device(why)),
                 Err(
@@ -273,7 +274,7 @@ impl Trainer {
 
     /// That there is none.
     #[cfg(not(feature = "cuda"))]
-    fn on_gpu(_: &Build<'_>, options: &TrainOptions) -> Result<Result<Self, Option<String>>> {
+    fn on_gpu(_: &Build<'_>, options: &TrainOptions, _: usize) -> Result<Result<Self, Option<String>>> {
         match options.device {
             DeviceChoice::Cpu => Ok(Err(None)),
             DeviceChoice::Auto => Ok(Err(Some(device::without_cuda().to_string()))),
@@ -548,9 +549,7 @@ impl Trainer {
 
     /// This rank's share of a training batch.
     fn share(&self) -> Share {
-        let TrainOptions { micro_batches, mesh, .. } = &self.options;
-        let first = self.at.data * micro_batches * mesh.expert + self.at.expert;
-        Share { parts: self.options.parts(), first, stride: mesh.expert, count: *micro_batches }
+        Share::of(&self.options, self.at)
     }
 
     fn write_step(&mut self, tokens: &[u32], targets: &[u32], lr: f64) -> Result<()> {

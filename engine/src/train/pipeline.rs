@@ -5,7 +5,10 @@ use std::sync::Arc;
 
 use gapless_parallel::{Action, Coordinate, Kind, Mesh, OneForwardOneBackward, Schedule, Shape, StageId};
 
+use super::TrainOptions;
+use crate::communicator::Communicator;
 use crate::compile::Cut;
+use crate::cpu::Communicators;
 use crate::error::{Error, Result};
 
 /// The order of work in a pipeline, and how the model is cut for it.
@@ -98,4 +101,53 @@ impl RankPlan {
         };
         self.table.iter().map(forward).collect()
     }
+}
+
+/// Which of the equal parts of a batch a rank computes.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Share {
+    pub parts: usize,
+    pub first: usize,
+    /// How many parts on the next is: expert ranks take turns, so that an expert's rows come in the order of the batch.
+    pub stride: usize,
+    pub count: usize,
+}
+
+impl Share {
+    /// A rank's of a training batch.
+    pub fn of(options: &TrainOptions, at: Coordinate) -> Self {
+        let &TrainOptions { micro_batches, mesh, .. } = options;
+        let first = at.data * micro_batches * mesh.expert + at.expert;
+        Self { parts: options.parts(), first, stride: mesh.expert, count: micro_batches }
+    }
+}
+
+/// Refuses what is for several ranks.
+pub(super) fn expect_one_rank(mesh: Mesh) -> Result<()> {
+    let ranks = mesh.ranks()?;
+    if ranks != 1 {
+        let why = format!("a mesh of {ranks} ranks in a trainer of one");
+        return Err(Error::Config { what: "mesh", why, remedy: "make it with Trainer::on, once per rank" });
+    }
+    Ok(())
+}
+
+/// A rank's ways to the others that it has to do with, out of the way to all.
+pub(super) fn communicators(world: &mut dyn Communicator, mesh: Mesh) -> Result<Communicators> {
+    let (size, ranks) = (world.size(), mesh.ranks()?);
+    if size != ranks {
+        let why = format!("{ranks} ranks, but {size} were started");
+        return Err(Error::Config { what: "mesh", why, remedy: "data × pipeline × expert is the number of ranks" });
+    }
+    let at = mesh.coordinate(world.rank());
+    let Mesh { expert, .. } = mesh;
+    let pipeline = world.split(at.data * expert + at.expert, at.pipeline)?;
+    let batch = world.split(at.pipeline, at.data * expert + at.expert)?;
+    let mut communicators = Communicators { pipeline: Some(pipeline), batch: Some(batch), ..Default::default() };
+    if expert > 1 {
+        let copy = at.data * mesh.pipeline + at.pipeline;
+        communicators.experts = Some(world.split(copy, at.expert)?);
+        communicators.replicas = Some(world.split(at.pipeline * expert + at.expert, at.data)?);
+    }
+    Ok(communicators)
 }

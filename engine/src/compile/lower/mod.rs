@@ -83,6 +83,13 @@ pub enum Target {
     CudaUnfused,
 }
 
+impl Target {
+    /// Whether what is counted while a program runs can have its place there and then.
+    pub(super) fn counts(self) -> bool {
+        matches!(self, Self::Cpu { .. })
+    }
+}
+
 /// A value that the host reads after a program.
 #[derive(Debug, Clone)]
 pub struct Output {

@@ -8,7 +8,7 @@ const ARCHITECTURES: [Architecture; 3] =
 
 #[test]
 fn every_kernel_compiles_for_every_architecture() {
-    let nvrtc = match Nvrtc::load() {
+    let nvrtc = match Nvrtc::load(None) {
         Ok(nvrtc) => nvrtc,
         Err(error) => {
             // Whoever names a library has one.

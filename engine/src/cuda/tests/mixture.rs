@@ -10,7 +10,7 @@ use crate::ops::{Drop, ExpertGroups};
 use crate::{Model, Result, Tensor};
 
 /// A small Llama with a layer of experts behind it, and perhaps one that all tokens pass through.
-struct Mixture {
+pub struct Mixture {
     llama: Small,
     norm: Box<dyn Module>,
     router: Router,
@@ -26,7 +26,7 @@ struct Shared {
 }
 
 impl Mixture {
-    fn new(config: &RouterConfig, is_shared: bool, vb: VarBuilder) -> Result<Self> {
+    pub fn new(config: &RouterConfig, is_shared: bool, vb: VarBuilder) -> Result<Self> {
         let project = |from, to, name| linear_no_bias(from, to, vb.pp("shared").pp(name));
         let shared = || -> Result<Shared> {
             Ok(Shared {

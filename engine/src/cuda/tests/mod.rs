@@ -18,6 +18,7 @@ mod norm;
 mod optim;
 mod processor;
 mod products;
+mod ranks;
 mod rows;
 mod small;
 mod step;

@@ -11,7 +11,7 @@ use crate::optim::AdamW;
 use crate::recompute::Recompute;
 use crate::{DeviceChoice, Error, Result, Role, SampleOptions, TrainOptions, Trainer};
 
-fn options() -> TrainOptions {
+pub fn options() -> TrainOptions {
     let learning_rate = LearningRate { peak: 1e-2, floor: 1e-2, warmup_steps: 0, steps: 0, shape: Shape::Constant };
     TrainOptions { batch: BATCH, sequence: SEQUENCE, threads: 1, seed: 3, learning_rate, ..TrainOptions::default() }
 }
@@ -25,17 +25,17 @@ fn on_device(style: Style, options: &TrainOptions) -> Trainer {
 }
 
 /// Tokens and targets of a step.
-fn batch(step: u64) -> [Vec<u32>; 2] {
+pub fn batch(step: u64) -> [Vec<u32>; 2] {
     [0, 5]
         .map(|shift| (0..BATCH * SEQUENCE).map(|i| ((i * 7 + shift + step as usize * 3) % VOCABULARY) as u32).collect())
 }
 
-fn step(trainer: &mut Trainer) -> Result<[f32; 2]> {
+pub fn step(trainer: &mut Trainer) -> Result<[f32; 2]> {
     let [tokens, targets] = batch(trainer.steps());
     trainer.step(&tokens, &targets).map(|report| [report.loss, report.gradient_norm])
 }
 
-fn numbers(tensor: &candle_core::Tensor) -> Vec<f64> {
+pub fn numbers(tensor: &candle_core::Tensor) -> Vec<f64> {
     tensor.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
@@ -43,7 +43,7 @@ fn distance(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| (a - b).powi(2)).sum::<f64>().sqrt()
 }
 
-fn expect_near(what: &str, got: f32, expected: f32, part: f32) {
+pub fn expect_near(what: &str, got: f32, expected: f32, part: f32) {
     assert!((got - expected).abs() <= part * expected.abs(), "{what}: {got}, not {expected}");
 }
 

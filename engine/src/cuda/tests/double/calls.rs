@@ -281,6 +281,7 @@ fn a_device_that_is_not_there() {
     judge(module_path!(), "a_device_that_is_not_there", |double| {
         for devices in [0, 1] {
             double.set("DEVICES", devices);
+            assert_eq!(Nvidia::count(), devices as usize);
             let error = Nvidia::new(devices as usize, Cache::of_user()).unwrap_err();
             assert!(error.is_absence() && error.to_string().contains("cannot be used here"), "{error}");
         }

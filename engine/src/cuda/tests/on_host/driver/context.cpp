@@ -116,6 +116,14 @@ static void tell_of_address(int, siginfo_t* info, void*) {
     _exit(70);
 }
 
+EXPORTED int cuDriverGetVersion(int* version) {
+    const Call call("cuDriverGetVersion", NOTHING);
+    if (call.refused) return call.refused;
+    if (version == nullptr) return call.breaks(INVALID_VALUE, "no room for the version");
+    *version = 13000;
+    return SUCCESS;
+}
+
 EXPORTED int cuInit(unsigned flags) {
     const Call call("cuInit", NOTHING);
     if (call.refused) return call.refused;
@@ -166,6 +174,13 @@ static int text_of(int code, const char** to, bool is_name) {
 EXPORTED int cuGetErrorName(int code, const char** to) { return text_of(code, to, true); }
 
 EXPORTED int cuGetErrorString(int code, const char** to) { return text_of(code, to, false); }
+
+EXPORTED int cuDeviceGetCount(int* count) {
+    const Call call("cuDeviceGetCount", INITIALIZED);
+    if (call.refused) return call.refused;
+    *count = int(double_setting("DEVICES", 1));
+    return SUCCESS;
+}
 
 EXPORTED int cuDeviceGet(int* device, int ordinal) {
     const Call call("cuDeviceGet", INITIALIZED);
