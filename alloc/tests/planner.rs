@@ -247,8 +247,8 @@ fn chance_does_not_depend_on_threads() {
 /// the next gets to the end.
 #[test]
 fn a_step_that_is_full_once_per_layer_meets_the_bound() {
-    for (layers, stages) in [(3, 2), (4, 2), (6, 2), (4, 3)] {
-        let step = Step { order: Order::Overlapped, layers, stages, micro_batches: 8, ..Step::default() };
+    for (layers, stages, micro_batches) in [(3, 2, 8), (4, 2, 8), (6, 2, 8), (4, 3, 8), (4, 4, 12), (8, 4, 12)] {
+        let step = Step { order: Order::Overlapped, layers, stages, micro_batches, ..Step::default() };
         let solution = planned(&step.problem().unwrap(), &Options::default());
         assert_eq!(solution.proof, Proof::MaxLive, "{layers} layers, {stages} stages: gap {}", solution.gap());
     }

@@ -2,11 +2,14 @@
 //!
 //! Several run side by side, and the first by number that gets to the end has the word: the same on every machine.
 
+use std::ops::Range;
+
 use rayon::prelude::*;
 
 use super::beam;
 use super::meter::Meter;
 use super::milestones;
+use super::passes::within;
 use super::portfolio::{Placed, Portfolio};
 use super::retrace;
 use super::sweep::Direction;
@@ -19,12 +22,17 @@ struct Waves {
     most: u64,
     /// What an attempt should be able to spend for each item.
     work_per_item: u64,
-    /// Attempts in all.
-    attempts: u64,
+    /// Their numbers; the last wave may go past the end.
+    numbers: Range<u64>,
 }
 
-/// Stacks that are tried, cheaply.
+/// Stacks that are tried, cheaply, and how many of them before any is left open.
 const STACKS: u64 = 40;
+const FIRST_STACKS: u64 = 6;
+
+/// Stacks that are left open, and the share of the work that these may spend: one in so many.
+const OPEN_STACKS: u64 = 6;
+const OPEN_SHARE: u64 = 8;
 
 /// Attempts from all places to start from; where as many find nothing to pay for, no other will.
 const ALL_STARTS: u64 = 8;
@@ -34,7 +42,7 @@ impl Portfolio<'_> {
     /// Small items are those of fewer bytes than `small_below`.
     pub fn retrace(&mut self, ceiling: u64, small_below: u64) -> bool {
         let Some((_, peaks)) = self.peaks(ceiling) else { return false };
-        let waves = Waves { first: 2, most: 8, work_per_item: 100, attempts: u64::MAX };
+        let waves = Waves { first: 2, most: 8, work_per_item: 100, numbers: 0..u64::MAX };
         self.attempt(&waves, |portfolio, number, purse| {
             retrace::Attempt::new(&portfolio.timeline, ceiling, &peaks, small_below, number).run(purse)
         })
@@ -43,22 +51,36 @@ impl Portfolio<'_> {
     /// Sweeps that keep several layouts and look ahead, likewise.
     pub fn look_ahead(&mut self, ceiling: u64) -> bool {
         let Some((live, peaks)) = self.peaks(ceiling) else { return false };
-        let waves = Waves { first: 2, most: 4, work_per_item: 1_000, attempts: u64::MAX };
+        let waves = Waves { first: 2, most: 4, work_per_item: 1_000, numbers: 0..u64::MAX };
         self.attempt(&waves, |portfolio, number, purse| {
             beam::Attempt::new(&portfolio.timeline, &live, ceiling, &peaks, number).run(purse)
         })
     }
 
-    /// Sweeps that compare layouts where there is least to spare, likewise: first from many stacks, then with patience.
+    /// Sweeps that compare layouts where there is least to spare, likewise: from a few stacks, from open ones, from many
+    /// more, then with patience.
     pub fn leap(&mut self, ceiling: u64) -> bool {
         let Some((live, peaks)) = self.peaks(ceiling) else { return false };
-        let stacks = Waves { first: 2, most: 8, work_per_item: 300, attempts: STACKS };
-        let patient = Waves { first: 2, most: 2, work_per_item: 1_000, attempts: u64::MAX };
-        self.attempt(&stacks, |portfolio, number, purse| {
+        let brief = |portfolio: &Self, number, purse: &mut Meter| {
             milestones::Attempt::new(&portfolio.timeline, &live, ceiling, &peaks, number).run(purse)
-        }) || self.attempt(&patient, |portfolio, number, purse| {
-            milestones::Attempt::new(&portfolio.timeline, &live, ceiling, &peaks, number).patient().run(purse)
-        })
+        };
+        let first = Waves { first: 2, most: 8, work_per_item: 300, numbers: 0..FIRST_STACKS };
+        let open = Waves { first: 2, most: 2, work_per_item: 300, numbers: 0..OPEN_STACKS };
+        let more = Waves { first: 8, most: 8, work_per_item: 300, numbers: FIRST_STACKS..STACKS };
+        let patient = Waves { first: 2, most: 2, work_per_item: 1_000, numbers: 0..u64::MAX };
+        let mut found = self.attempt(&first, brief);
+        if !found {
+            within(self.meter.left() / OPEN_SHARE, self, |portfolio| {
+                found = portfolio.attempt(&open, |portfolio, number, purse| {
+                    milestones::Attempt::open(&portfolio.timeline, &live, ceiling, &peaks, number).run(purse)
+                });
+            });
+        }
+        found
+            || self.attempt(&more, brief)
+            || self.attempt(&patient, |portfolio, number, purse| {
+                milestones::Attempt::new(&portfolio.timeline, &live, ceiling, &peaks, number).patient().run(purse)
+            })
     }
 
     /// Bytes alive in each clique, and the fullest cliques; `None` where a stack of items could not be swept outwards.
@@ -76,8 +98,8 @@ impl Portfolio<'_> {
     fn attempt(&mut self, waves: &Waves, run: impl Fn(&Self, u64, &mut Meter) -> Option<Vec<u64>> + Sync) -> bool {
         let part = self.timeline.part;
         let whole_way = (part.items.len() as u64 * waves.work_per_item).max(1);
-        let (mut number, mut wave, mut idle) = (0, waves.first, 0);
-        while self.meter.stopped().is_none() && number < waves.attempts {
+        let (mut number, mut wave, mut idle) = (waves.numbers.start, waves.first, 0);
+        while self.meter.stopped().is_none() && number < waves.numbers.end {
             // Of attempts that can't go all the way, fewer are better.
             let here = wave.min(self.meter.left() / whole_way);
             if here == 0 {

@@ -3,7 +3,8 @@
 //! Births between two [`milestones`](super::milestones) are placed in order of time, each at an end of a free range, or so
 //! far from it that another one fits in between; first where neighbours leave at about the same time. A place is out of
 //! the question if who is alive at the milestone and still to come then finds no room between those that stay. Where a
-//! birth finds no place, the one before it tries its next.
+//! birth finds no place, the one before it tries its next. From a stack that is still [open](super::undecided), a birth
+//! may also take over one of its lots, or have one or two moved to where they make room.
 
 use std::cmp::Reverse;
 use std::collections::HashSet;
@@ -13,6 +14,7 @@ use super::eject::mix;
 use super::layout::sixteenths_of_doublings;
 use super::meter::Meter;
 use super::milestones::Course;
+use super::undecided::{At, Lots, Place, UNDECIDED};
 
 /// An item in its place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,7 +30,9 @@ pub(super) struct Arrival {
     /// Who is alive there, ascending.
     pub live: Vec<Slab>,
     /// Who was put where on the way, in order.
-    pub places: Vec<(u32, u64)>,
+    pub places: Vec<(u32, At)>,
+    /// Of the stack, whose place is not decided yet.
+    pub lots: Lots,
     /// How far apart neighbours leave, and how many ranges are free.
     pub disorder: u64,
     /// Layouts that are alike have one hash.
@@ -40,6 +44,10 @@ pub(super) struct Arrival {
 /// Places that may be looked at on the way from one layout, and layouts that may come from it, for attempts that try few
 /// places and for the others.
 const MOST: [(u64, usize); 2] = [(200, 8), (400, 16)];
+
+/// Places for each birth from an open stack, in attempts of a third each this many, twice and four times as many. Where
+/// more are tried, less orderly layouts arrive too.
+const OPEN_PLACES: u64 = 4;
 
 /// Births up to which a leap is made.
 pub(super) const BIRTHS: usize = 200;
@@ -58,6 +66,10 @@ const RANGE: u64 = 80;
 
 /// What a place adds that leaves its range in one piece, and one that splits it.
 const ASIDE: (u64, u64) = (10, 90);
+
+/// What it adds to take over a lot of the stack on the way, and to decide where one lay: only where nothing else is left.
+const HEIR: u64 = 180;
+const OPENING: u64 = 300;
 
 /// What chance may add to the rank of a place, once more for every second patient attempt.
 const WHIM: u64 = 8;
@@ -87,7 +99,7 @@ pub(super) struct Leap<'c> {
     steps: u64,
     arrivals: Vec<Arrival>,
     /// Where each birth so far was put.
-    path: Vec<(u32, u64)>,
+    path: Vec<(u32, At)>,
     /// Hashes of layouts seen on the way.
     known: HashSet<u64>,
     room: Vec<u64>,
@@ -109,7 +121,10 @@ impl<'c> Leap<'c> {
         stay.sort_by_key(|&k| Reverse(births[k].bytes));
         let waiting = stay.iter().map(|&k| (births[k].bytes, true)).collect();
         stay.iter().enumerate().for_each(|(rank, &k)| births[k].waits = Some(rank));
-        let most = MOST[usize::from(!course.is_brief())];
+        let mut most = MOST[usize::from(!course.is_brief())];
+        if course.is_open() {
+            most.0 = (1 + births.len() as u64) * (OPEN_PLACES << (course.number % 3));
+        }
         Self {
             course,
             to,
@@ -125,11 +140,11 @@ impl<'c> Leap<'c> {
     }
 
     /// The layouts at the milestone that come from one.
-    pub fn from(&mut self, live: &[Slab], purse: &mut Meter) -> Vec<Arrival> {
+    pub fn from(&mut self, live: &[Slab], lots: &Lots, purse: &mut Meter) -> Vec<Arrival> {
         let is_large = live.len().saturating_mul(self.births.len()) > SLABS;
         self.steps = if is_large || purse.late() { 0 } else { self.most.0 };
         self.known.clear();
-        self.go(0, live.to_vec(), purse);
+        self.go(0, live.to_vec(), lots.clone(), purse);
         std::mem::take(&mut self.arrivals)
     }
 
@@ -138,48 +153,59 @@ impl<'c> Leap<'c> {
     }
 
     /// Places all births from the given one on.
-    fn go(&mut self, next: usize, mut live: Vec<Slab>, purse: &mut Meter) {
+    fn go(&mut self, next: usize, mut live: Vec<Slab>, lots: Lots, purse: &mut Meter) {
         if self.is_over(purse) {
             return;
         }
         self.steps -= 1;
-        purse.spend(4 + live.len() as u64 / 4);
+        purse.spend(4 + (live.len() + lots.len()) as u64 / 4);
         let Some(&birth) = self.births.get(next) else {
             live.retain(|slab| slab.leaves > self.to);
-            return self.arrive(live);
+            return self.arrive(live, lots);
         };
         if next == 0 || self.births[next - 1].clique < birth.clique {
             live.retain(|slab| slab.leaves > birth.clique);
             let hash = live.iter().fold(next as u64, |hash, slab| hash ^ slab.key(slab.leaves));
-            if !self.known.insert(hash) {
+            if !self.known.insert(hash ^ lots.key(birth.clique, |leaves| leaves)) {
                 return;
             }
         }
+        let (course, waits) = (self.course, birth.waits.is_some());
         let is_last = next + 1 == self.births.len();
         if let Some(rank) = birth.waits {
             self.waiting[rank].1 = false;
         }
-        let places = self.places(birth, &live);
+        let places = self.places(birth, &live, &lots);
         purse.spend(places.len() as u64 / 8);
-        for from in places {
-            let slab = Slab { from, to: from + birth.bytes, leaves: birth.leaves };
+        for place in places {
             purse.spend(2 + live.len() as u64 / 8);
-            if birth.waits.is_some() && !is_last {
-                let has_room = self.has_room(&live, slab);
-                purse.spend(self.room.len() as u64 * self.waiting.len() as u64 / 64);
-                if !has_room {
-                    continue;
+            let known = self.path.len();
+            let (mut grown, mut left) = (live.clone(), lots.clone());
+            left.take(&place, birth.leaves, &mut grown, &mut self.path);
+            let at = match place.heir {
+                Some(lot) => At::Of(left.root(lot)),
+                None => {
+                    let slab = Slab { from: place.from, to: place.from + birth.bytes, leaves: birth.leaves };
+                    let index = grown.partition_point(|other| other.from < slab.from);
+                    grown.insert(index, slab);
+                    At::Offset(place.from)
                 }
+            };
+            self.path.push((birth.item, at));
+            let arrived = self.arrivals.len();
+            let mut has_room = true;
+            if waits && !is_last {
+                has_room = self.has_room(&grown, &left);
+                purse.spend(self.room.len() as u64 * self.waiting.len() as u64 / 64);
             }
-            let mut grown = Vec::with_capacity(live.len() + 1);
-            let index = live.partition_point(|other| other.from < from);
-            grown.extend_from_slice(&live[..index]);
-            grown.push(slab);
-            grown.extend_from_slice(&live[index..]);
-            self.path.push((birth.item, from));
-            self.go(next + 1, grown, purse);
-            self.path.pop();
-            if self.is_over(purse) {
+            if has_room {
+                self.go(next + 1, grown, left, purse);
+            }
+            self.path.truncate(known);
+            // What is tried on the way from an open stack is where the largest go: one way for the others will do.
+            let is_enough =
+                course.is_open() && self.arrivals.len() > arrived && !(waits && course.is_largest(birth.bytes));
+            if has_room && self.is_over(purse) || is_enough {
                 break;
             }
         }
@@ -189,70 +215,105 @@ impl<'c> Leap<'c> {
     }
 
     /// Where a birth could go, the best first.
-    fn places(&self, birth: Birth, live: &[Slab]) -> Vec<u64> {
+    fn places(&self, birth: Birth, live: &[Slab], lots: &Lots) -> Vec<Place> {
         let (course, bytes) = (self.course, birth.bytes);
         let leaves = course.seen_by(birth.leaves);
-        let mut places: Vec<(u64, u64)> = Vec::new();
+        let mut places: Vec<Place> = Vec::new();
+        // Every other attempt from an open stack would rather have a large item between two ranges than beside one.
+        let parts = course.is_open() && course.number % 2 == 1 && course.is_largest(bytes);
+        let dead = lots.dead(birth.clique);
+        let heir = dead.iter().find(|lot| lot.1 == bytes).map(|lot| lot.0);
+        if heir.is_some() {
+            let rank = if birth.waits.is_some() { 0 } else { HEIR };
+            places.push(Place { rank, heir, ..Place::default() });
+        }
         each_range(live, course.ceiling, |from, to, between| {
-            if to - from < bytes {
-                return;
-            }
+            let is_open = between.map(|slab| slab.is_some_and(|slab| slab.leaves == UNDECIDED));
             let [below, above] = between.map(|slab| slab.map_or(course.seen_by_edges(), |s| course.seen_by(s.leaves)));
             let (low, high) = (apart(below, leaves), apart(leaves, above));
-            if to - from == bytes {
-                places.push(((low + high).saturating_sub(RANGE + apart(below, above)), from));
+            if to - from < bytes {
+                Lots::openings(&dead, (from, to), is_open, bytes, |from, to, opened| {
+                    let opening = OPENING * opened.iter().flatten().count() as u64;
+                    if to - from == bytes {
+                        let rank = (low + high + opening).saturating_sub(RANGE + apart(below, above));
+                        places.push(Place { rank, from, opened, ..Place::default() });
+                    } else {
+                        places.extend([(low, from), (high, to - bytes)].map(|(side, from)| Place {
+                            rank: side + ASIDE.0 + opening,
+                            from,
+                            opened,
+                            ..Place::default()
+                        }));
+                    }
+                });
                 return;
             }
-            places.extend([(low + ASIDE.0, from), (high + ASIDE.0, to - bytes)]);
+            let mut push = |rank, from| places.push(Place { rank, from, ..Place::default() });
+            if to - from == bytes {
+                push((low + high).saturating_sub(RANGE + apart(below, above)), from);
+                return;
+            }
+            push(low + ASIDE.0, from);
+            push(high + ASIDE.0, to - bytes);
             let mut last = 0;
             for &(other, is_to_come) in self.waiting.iter().filter(|_| birth.waits.is_some()) {
                 if is_to_come && other != last && to - from - bytes > other {
                     last = other;
-                    places.extend([from + other, to - other - bytes].map(|at| (low + high + ASIDE.1, at)));
+                    let parts = parts && course.is_largest(other);
+                    let aside = is_open.map(|is_open| if is_open && parts { 0 } else { ASIDE.1 });
+                    push(low + high + aside[1], from + other);
+                    push(low + high + aside[0], to - other - bytes);
                 }
             }
         });
         let whim = WHIM * course.whim();
         if whim > 0 {
             let chance = |at: u64| mix(at ^ (u64::from(birth.item) << 7), course.number) % whim;
-            places.iter_mut().for_each(|(rank, at)| *rank += chance(*at));
+            places.iter_mut().for_each(|place| place.rank += chance(place.from));
         }
         places.sort_unstable();
-        places.dedup_by_key(|place| place.1);
+        places.dedup_by_key(|place| Place { rank: 0, ..*place });
         if birth.waits.is_none() {
             places.truncate(PLACES.0);
         } else if bytes < course.largest / LARGE && course.is_brief() {
             places.truncate(PLACES.1);
         }
-        places.into_iter().map(|place| place.1).collect()
+        places
     }
 
     /// Whether those that the milestone still waits for find room between those that stay, each in the tightest range.
-    fn has_room(&mut self, live: &[Slab], new: Slab) -> bool {
+    /// Beside what is not decided a range may grow by as many bytes as leave it.
+    fn has_room(&mut self, live: &[Slab], lots: &Lots) -> bool {
         self.room.clear();
-        let mut floor = 0;
-        let mut pass = |slab: Slab| {
-            if slab.from > floor {
+        let (mut floor, mut is_open) = (0, false);
+        let mut open = 0;
+        let top = Slab { from: self.course.ceiling, to: self.course.ceiling, leaves: 0 };
+        for &slab in live.iter().filter(|slab| slab.leaves > self.to).chain([&top]) {
+            let opens = slab.leaves == UNDECIDED;
+            if is_open || opens {
+                open += slab.from - floor;
+            } else if slab.from > floor {
                 self.room.push(slab.from - floor);
             }
-            floor = slab.to;
-        };
-        let mut new = Some(new);
-        for &slab in live.iter().filter(|slab| slab.leaves > self.to) {
-            new.take_if(|new| new.from < slab.from).into_iter().for_each(&mut pass);
-            pass(slab);
+            (floor, is_open) = (slab.to, opens);
         }
-        new.into_iter().for_each(&mut pass);
-        pass(Slab { from: self.course.ceiling, to: self.course.ceiling, leaves: 0 });
+        open += lots.freed(self.to);
         self.waiting.iter().filter(|waiting| waiting.1).all(|&(bytes, _)| {
             let tightest = self.room.iter_mut().filter(|left| **left >= bytes).min();
-            tightest.map(|left| *left -= bytes).is_some()
+            if let Some(left) = tightest {
+                *left -= bytes;
+                return true;
+            }
+            let fits = open >= bytes;
+            open = open.saturating_sub(bytes);
+            fits
         })
     }
 
-    fn arrive(&mut self, live: Vec<Slab>) {
+    fn arrive(&mut self, live: Vec<Slab>, lots: Lots) {
         let course = self.course;
         let hash = live.iter().fold(0, |hash, slab| hash ^ slab.key(course.seen_by(slab.leaves)));
+        let hash = hash ^ lots.key(self.to, |leaves| course.seen_by(leaves));
         if !self.known.insert(hash) {
             return;
         }
@@ -280,7 +341,7 @@ impl<'c> Leap<'c> {
         }
         let chain = |hash: u64, &(seen, bytes): &(u64, u64)| mix(hash ^ seen, bytes);
         let outline = outline.iter().fold(1, chain).min(outline.iter().rev().fold(1, chain));
-        self.arrivals.push(Arrival { live, places: self.path.clone(), disorder, hash, outline });
+        self.arrivals.push(Arrival { live, places: self.path.clone(), lots, disorder, hash, outline });
     }
 }
 
@@ -296,18 +357,21 @@ fn each_range(live: &[Slab], ceiling: u64, mut visit: impl FnMut(u64, u64, [Opti
     let mut below: Option<&Slab> = None;
     for slab in live {
         let floor = below.map_or(0, |slab| slab.to);
-        if floor < slab.from {
+        if floor < slab.from || [below, Some(slab)].into_iter().flatten().any(|slab| slab.leaves == UNDECIDED) {
             visit(floor, slab.from, [below, Some(slab)]);
         }
         below = Some(slab);
     }
     let floor = below.map_or(0, |slab| slab.to);
-    if floor < ceiling {
+    if floor < ceiling || below.is_some_and(|slab| slab.leaves == UNDECIDED) {
         visit(floor, ceiling, [below, None]);
     }
 }
 
-/// How much two neighbours that see so many milestones add to the disorder.
+/// How much two neighbours that see so many milestones add to the disorder; nothing where one is not decided.
 fn apart(a: u32, b: u32) -> u64 {
+    if a == UNDECIDED || b == UNDECIDED {
+        return 0;
+    }
     sixteenths_of_doublings(a.abs_diff(b).saturating_mul(4))
 }

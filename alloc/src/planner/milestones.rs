@@ -10,6 +10,8 @@
 //! ones lie in the same order, the best comes first, and the others only where there is room for them. Where no layout
 //! arrives, the sweep goes two milestones back and keeps twice as many; failing again at the same place, twice as far back
 //! and twice as many, until it gives up.
+//!
+//! Which stack it starts from decides more than any patience. So it may leave that [open](super::undecided).
 
 use std::cmp::Reverse;
 use std::collections::HashSet;
@@ -18,8 +20,10 @@ use super::attempts::start;
 use super::eject::mix;
 use super::leap::{Arrival, BIRTHS, Leap, Slab};
 use super::meter::Meter;
+use super::narrow::milestones;
 use super::part::Item;
 use super::sweep::{Direction, Timeline};
+use super::undecided::{At, Lots, UNDECIDED};
 
 /// One attempt at a plan.
 pub(crate) struct Attempt<'s> {
@@ -34,13 +38,23 @@ pub(crate) struct Attempt<'s> {
     first: Direction,
     /// Attempts of one number are the same on every machine.
     number: u64,
-    /// Goes back far, with many layouts; from one stack, in the order in which its items leave. Where others fail, another
-    /// stack is next.
-    patient: bool,
+    manner: Manner,
 }
 
-/// Layouts that go on where all goes well.
+/// How an attempt starts, and when it ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Manner {
+    /// From a stack in which chance plays a part; soon.
+    Brief,
+    /// From a stack in the order in which its items leave; late.
+    Patient,
+    /// From a stack whose order is found out on the way; soon.
+    Open,
+}
+
+/// Layouts that go on where all goes well; fewer from an open stack, which is many at once.
 const WIDTH: usize = 8;
+const OPEN_WIDTH: usize = 2;
 
 /// Layouts that are kept at one milestone, for each that goes on and at most.
 const KEPT: (usize, usize) = (4, 256);
@@ -48,15 +62,13 @@ const KEPT: (usize, usize) = (4, 256);
 /// Slabs of all layouts that are kept at one milestone, at most.
 const SLABS: usize = 65_536;
 
-/// No clique so near to a milestone is fuller, and none so much nearer as full.
-const NEAR: (u32, u32) = (12, 4);
-
-/// Cliques between two milestones, at most.
-const FAR: u32 = 40;
-
 /// Failures at one place after which a sweep ends.
-const fn failures(patient: bool) -> u32 {
-    if patient { 5 } else { 1 }
+const fn failures(manner: Manner) -> u32 {
+    match manner {
+        Manner::Brief => 1,
+        Manner::Open => 2,
+        Manner::Patient => 5,
+    }
 }
 
 /// Milestones past the place of a failure after which it is forgotten.
@@ -70,13 +82,19 @@ impl<'s> Attempt<'s> {
     /// together, not the largest.
     pub fn new(timeline: &'s Timeline<'s>, live: &'s [u64], ceiling: u64, peaks: &[u32], number: u64) -> Self {
         let (peak, first) = start(peaks, timeline.part.cliques, number);
-        Self { timeline, live, ceiling, peak, first, number, patient: false }
+        Self { timeline, live, ceiling, peak, first, number, manner: Manner::Brief }
     }
 
     /// The same with patience. Every other attempt tries few places for small items, and from the third on chance plays
     /// a part.
     pub fn patient(self) -> Self {
-        Self { patient: true, ..self }
+        Self { manner: Manner::Patient, ..self }
+    }
+
+    /// From the first of the fullest cliques, with a stack whose order is found out on the way. Six attempts differ in how
+    /// many places a leap may try, and in whether a large item may part what is free.
+    pub fn open(timeline: &'s Timeline<'s>, live: &'s [u64], ceiling: u64, peaks: &[u32], number: u64) -> Self {
+        Self { timeline, live, ceiling, peak: peaks[0], first: Direction::Forward, number, manner: Manner::Open }
     }
 
     /// Offsets that end below the ceiling, if there is a way to them; `purse` pays for what is looked at. It pays nothing where
@@ -97,12 +115,19 @@ impl<'s> Attempt<'s> {
             (self.turn(first.seen_by(item.end)), item.end, item.bytes, i)
         });
         let mut offsets = vec![0; first.items.len()];
-        if !first.run(&stack, &mut offsets, purse) {
+        let mut top = 0;
+        for &i in &stack {
+            offsets[i as usize] = top;
+            top += first.items[i as usize].bytes;
+        }
+        let start = if first.is_open() { first.undecided(&stack, top) } else { first.stacked(&stack, &offsets) };
+        if !first.run(start, &mut offsets, purse) {
             return None;
         }
+        stack.sort_by_key(|&i| offsets[i as usize]);
         let is_found = (0..SECOND_TRIES).any(|k| {
             other.number = self.number + k;
-            other.run(&stack, &mut offsets, purse)
+            other.run(other.stacked(&stack, &offsets), &mut offsets, purse)
         });
         is_found.then_some(offsets)
     }
@@ -110,7 +135,7 @@ impl<'s> Attempt<'s> {
     /// When those come in the stack who see so many milestones: in the order in which they leave with patience, and at
     /// first; else those who leave within one to four milestones come together, and chance shuffles these groups.
     fn turn(&self, seen: u32) -> u64 {
-        if self.number == 0 || self.patient {
+        if self.number == 0 || self.manner != Manner::Brief {
             return 0;
         }
         mix(u64::from(seen) / (1 + self.number % 4), self.number)
@@ -122,7 +147,7 @@ pub(super) struct Course<'s> {
     timeline: &'s Timeline<'s>,
     direction: Direction,
     pub number: u64,
-    patient: bool,
+    manner: Manner,
     /// The items as they look in this direction.
     pub items: Vec<Item>,
     pub ceiling: u64,
@@ -147,11 +172,12 @@ struct Station {
 /// Who is where at a milestone, ascending, and which entry of the history led there.
 struct Layout {
     live: Vec<Slab>,
+    lots: Lots,
     node: u32,
 }
 
 /// Which entry came before, and which item was put where.
-type Entry = (u32, u32, u64);
+type Entry = (u32, u32, At);
 
 /// Before any entry of the history.
 const ROOT: u32 = u32::MAX;
@@ -177,7 +203,7 @@ impl<'s> Course<'s> {
             timeline: attempt.timeline,
             direction,
             number,
-            patient: attempt.patient,
+            manner: attempt.manner,
             items,
             ceiling: attempt.ceiling,
             largest,
@@ -196,24 +222,34 @@ impl<'s> Course<'s> {
         births.into_iter().all(|births| births <= BIRTHS)
     }
 
-    /// How many milestones someone sees who dies before a clique.
+    /// How many milestones someone sees who dies before a clique; what is not decided sees no end.
     pub fn seen_by(&self, death: u32) -> u32 {
-        self.seen[death as usize]
+        self.seen.get(death as usize).copied().unwrap_or(UNDECIDED)
     }
 
-    /// What the edges of the arena see: all of them.
+    /// What the edges of the arena see: all of them. Above an open stack nobody knows who lies at the edges.
     pub fn seen_by_edges(&self) -> u32 {
-        self.milestones.len() as u32
+        if self.is_open() { UNDECIDED } else { self.milestones.len() as u32 }
+    }
+
+    /// Whether the stack is found out on the way.
+    pub fn is_open(&self) -> bool {
+        self.manner == Manner::Open
+    }
+
+    /// Whether an item is at least half as large as the largest.
+    pub fn is_largest(&self, bytes: u64) -> bool {
+        bytes >= self.largest.div_ceil(2)
     }
 
     /// The part that chance plays.
     pub fn whim(&self) -> u64 {
-        if self.patient { self.number / 2 } else { 0 }
+        if self.manner == Manner::Patient { self.number / 2 } else { 0 }
     }
 
     /// Whether few places are tried for small items.
     pub fn is_brief(&self) -> bool {
-        !self.patient || self.number.is_multiple_of(2)
+        self.manner != Manner::Patient || self.number.is_multiple_of(2)
     }
 
     /// Who is born in a clique, in the order of service.
@@ -231,11 +267,11 @@ impl<'s> Course<'s> {
         born
     }
 
-    /// Writes the offsets of the stack and of what comes after it; false where there is no way, or `purse` is empty.
-    fn run(&self, stack: &[u32], offsets: &mut [u64], purse: &mut Meter) -> bool {
+    /// Writes the offsets of what comes after a layout, and of what it leaves open; false where there is no way, or `purse`
+    /// is empty.
+    fn run(&self, start: Layout, offsets: &mut [u64], purse: &mut Meter) -> bool {
         let mut history: Vec<Entry> = Vec::new();
-        let layouts = vec![self.pile_up(stack, &mut history)];
-        let mut stations = vec![Station { passed: 0, layouts, entries: history.len() }];
+        let mut stations = vec![Station { passed: 0, layouts: vec![start], entries: 0 }];
         let (mut failed, mut failed_at) = (0, 0);
         while let Some(here) = stations.last()
             && here.passed < self.milestones.len()
@@ -251,12 +287,12 @@ impl<'s> Course<'s> {
             if !layouts.is_empty() {
                 stations.push(Station { passed: passed + 1, layouts, entries: history.len() });
                 // No failure leads back further.
-                stations.drain(..stations.len().saturating_sub(2 << failures(true)));
+                stations.drain(..stations.len().saturating_sub(2 << failures(Manner::Patient)));
                 continue;
             }
             failed += 1;
             failed_at = failed_at.max(passed);
-            if failed > failures(self.patient) {
+            if failed > failures(self.manner) {
                 return false;
             }
             let back = 2 << (failed - 1);
@@ -266,34 +302,49 @@ impl<'s> Course<'s> {
             history.truncate(stations.last().map_or(0, |station| station.entries));
         }
         let Some(layout) = stations.last().and_then(|station| station.layouts.first()) else { return false };
+        // What nobody has asked for lies in any order.
+        let mut floor = layout.live.iter().find(|slab| slab.leaves == UNDECIDED).map_or(0, |slab| slab.from);
+        for (i, bytes) in layout.lots.rest() {
+            offsets[i as usize] = floor;
+            floor += bytes;
+        }
+        let mut heirs: Vec<(u32, u32)> = Vec::new();
         let mut node = layout.node;
         while let Some(&(parent, i, at)) = history.get(node as usize) {
-            offsets[i as usize] = at;
+            match at {
+                At::Offset(at) => offsets[i as usize] = at,
+                At::Of(root) => heirs.push((i, root)),
+            }
             node = parent;
         }
+        heirs.into_iter().for_each(|(i, root)| offsets[i as usize] = offsets[root as usize]);
         true
     }
 
-    fn pile_up(&self, stack: &[u32], history: &mut Vec<Entry>) -> Layout {
-        let mut layout = Layout { live: Vec::with_capacity(stack.len()), node: ROOT };
-        let mut top = 0;
-        for &i in stack {
-            let item = self.items[i as usize];
-            layout.live.push(Slab { from: top, to: top + item.bytes, leaves: item.end });
-            history.push((layout.node, i, top));
-            (top, layout.node) = (top + item.bytes, history.len() as u32 - 1);
-        }
-        layout
+    /// A stack of so many bytes whose order is open.
+    fn undecided(&self, stack: &[u32], top: u64) -> Layout {
+        let item = |&i: &u32| (i, self.items[i as usize].bytes, self.items[i as usize].end);
+        let live = vec![Slab { from: 0, to: top, leaves: UNDECIDED }];
+        Layout { live, lots: Lots::new(stack.iter().map(item)), node: ROOT }
+    }
+
+    /// Items where they are, ascending.
+    fn stacked(&self, stack: &[u32], offsets: &[u64]) -> Layout {
+        let slab = |&i: &u32| {
+            let (item, from) = (self.items[i as usize], offsets[i as usize]);
+            Slab { from, to: from + item.bytes, leaves: item.end }
+        };
+        Layout { live: stack.iter().map(slab).collect(), lots: Lots::default(), node: ROOT }
     }
 
     /// From a milestone to the next: the layouts that are kept there, those that go on first.
     fn pass(&self, here: &Station, failed: u32, history: &mut Vec<Entry>, purse: &mut Meter) -> Vec<Layout> {
         let from = here.passed.checked_sub(1).map_or(self.peak, |k| self.milestones[k]);
-        let width = WIDTH << failed;
+        let width = if self.is_open() { OPEN_WIDTH } else { WIDTH } << failed;
         let mut leap = Leap::new(self, from..self.milestones[here.passed], failed / 2);
         let mut arrivals: Vec<(usize, Arrival)> = Vec::new();
         for (parent, layout) in here.layouts.iter().take(width).enumerate() {
-            arrivals.extend(leap.from(&layout.live, purse).into_iter().map(|arrival| (parent, arrival)));
+            arrivals.extend(leap.from(&layout.live, &layout.lots, purse).into_iter().map(|arrival| (parent, arrival)));
         }
         arrivals.sort_by_key(|(_, arrival)| (arrival.disorder, mix(arrival.hash, self.number)));
         let (mut hashes, mut outlines) = (HashSet::new(), HashSet::new());
@@ -309,27 +360,10 @@ impl<'s> Course<'s> {
                 history.push((node, i, at));
                 node = history.len() as u32 - 1;
             }
-            Layout { live: arrival.live, node }
+            Layout { live: arrival.live, lots: arrival.lots, node }
         });
         layouts.collect()
     }
-}
-
-/// The cliques after `peak` with least to spare among those near them, and others in between where those are far apart.
-fn milestones(peak: u32, cliques: u32, slack: impl Fn(u32) -> u64) -> Vec<u32> {
-    let is_narrow = |&k: &u32| {
-        let mut near = k.saturating_sub(NEAR.0).max(peak + 1)..=(k + NEAR.0).min(cliques - 1);
-        let is_first = |other: u32| k <= other || k - other > NEAR.1;
-        k + 1 == cliques || near.all(|other| slack(k) < slack(other) || slack(k) == slack(other) && is_first(other))
-    };
-    let mut milestones = Vec::new();
-    let mut last = peak;
-    for k in (peak + 1..cliques).filter(is_narrow) {
-        let strides = (k - last).div_ceil(FAR);
-        milestones.extend((1..=strides).map(|stride| last + (k - last) * stride / strides));
-        last = k;
-    }
-    milestones
 }
 
 #[cfg(test)]
@@ -349,26 +383,19 @@ mod tests {
         fn what_is_found_is_a_plan_below_the_ceiling(
             rows in prop::collection::vec((0..99u32, 1..=40u32, 1..20u64), 1..60),
             room in 0..9u64,
-            (number, patient) in (0..40u64, any::<bool>()),
+            number in 0..40u64,
+            manner in prop::sample::select(&[Manner::Brief, Manner::Patient, Manner::Open][..]),
         ) {
             let part = part(&rows, 99);
             let timeline = Timeline::new(&part);
             let (live, peaks, most) = peaks(&part);
-            let attempt = Attempt { patient, ..Attempt::new(&timeline, &live, most + room, &peaks, number) };
-            judge_attempt(&part, most + room, 200_000, |purse| attempt.run(purse))?;
-        }
-
-        /// The last clique is always one.
-        #[test]
-        fn milestones_are_never_far_apart(
-            slack in prop::collection::vec(0..9u64, 2..200),
-            peak in any::<prop::sample::Index>(),
-        ) {
-            let (cliques, peak) = (slack.len() as u32, peak.index(slack.len()) as u32);
-            let found = milestones(peak, cliques, |k| slack[k as usize]);
-            let all: Vec<u32> = std::iter::once(peak).chain(found).collect();
-            prop_assert!(all.windows(2).all(|pair| pair[0] < pair[1] && pair[1] - pair[0] <= FAR));
-            prop_assert_eq!(all.last(), Some(&(cliques - 1)));
+            let ceiling = most + room;
+            let attempt = match manner {
+                Manner::Brief => Attempt::new(&timeline, &live, ceiling, &peaks, number),
+                Manner::Patient => Attempt::new(&timeline, &live, ceiling, &peaks, number).patient(),
+                Manner::Open => Attempt::open(&timeline, &live, ceiling, &peaks, number),
+            };
+            judge_attempt(&part, ceiling, 200_000, |purse| attempt.run(purse))?;
         }
     }
 
@@ -384,6 +411,23 @@ mod tests {
             let mut portfolio = portfolio();
             assert!(portfolio.leap(part.bound), "{step:?}");
             assert_eq!(portfolio.best.map(|best| best.height), Some(part.bound));
+        }
+    }
+
+    /// Steps that are as full once per layer, where other stacks don't get through.
+    #[test]
+    fn a_stack_that_is_found_out_on_the_way_gets_further() {
+        for (layers, micro_batches) in [(4, 12), (6, 12), (8, 12)] {
+            let step = Step { order: Order::Overlapped, layers, stages: 4, micro_batches, ..Step::default() };
+            let whole = Whole::new(&step.problem().unwrap(), true);
+            let [part] = whole.parts.as_slice() else { panic!("one part") };
+            let timeline = Timeline::new(part);
+            let (live, peaks, most) = peaks(part);
+            let is_found = |attempt: Attempt, work: u64| attempt.run(&mut Meter { work, ..Meter::default() }).is_some();
+            let open = (0..6).map(|number| Attempt::open(&timeline, &live, most, &peaks, number));
+            assert!(open.into_iter().any(|attempt| is_found(attempt, 4_000_000)), "{step:?}");
+            let others = (0..6).map(|number| Attempt::new(&timeline, &live, most, &peaks, number));
+            assert!(!others.into_iter().any(|attempt| is_found(attempt, 4_000_000)), "{step:?} is too easy");
         }
     }
 

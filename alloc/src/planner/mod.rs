@@ -9,7 +9,7 @@
 //! - [`portfolio`] runs [`sweep`]s ([`holes`] is what a sweep knows of space, [`reserved`] what it flows around) and
 //!   [`ordered`] placements ([`occupied`] is what those know of space); [`attempts`] aim at one height: [`retrace`] sweeps
 //!   and takes back what led nowhere, [`beam`] sweeps with many [`layout`]s and looks ahead, [`milestones`] goes by
-//!   [`leap`]s from one narrow place to the next.
+//!   [`leap`]s from one [`narrow`] place to the next, and may leave the first stack [`undecided`].
 //! - [`exact`] searches small parts; [`descend`] lowers plans of any size by [`eject`]ing what is in the way ([`crowd`]
 //!   knows who that is), the large items of a part first ([`scale`]), or sizes that keep to themselves ([`classes`]).
 //! - [`grouped`] lets a group's members each live their own life.
@@ -32,6 +32,7 @@ mod layout;
 mod leap;
 mod meter;
 mod milestones;
+mod narrow;
 mod occupied;
 mod ordered;
 mod part;
@@ -43,6 +44,7 @@ mod retrace;
 mod scale;
 mod strategy;
 mod sweep;
+mod undecided;
 
 use std::time::{Duration, Instant};
 
