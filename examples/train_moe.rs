@@ -38,7 +38,7 @@ struct Args {
     /// Ranks that share the experts, as threads of this process
     #[arg(long, default_value_t = 1)]
     expert_ranks: usize,
-    /// What runs it: auto, cpu, cuda or cuda:1; several ranks run on the CPU
+    /// What runs it: auto, cpu, cuda or cuda:1; with auto, expert ranks take GPUs in turn
     #[arg(long, default_value = "auto")]
     device: DeviceChoice,
     /// Room for received rows as a multiple of what even routing needs; without it, for the worst case

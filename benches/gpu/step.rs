@@ -93,7 +93,7 @@ impl Step {
         let (config, options) = (self.config(), self.options(Gpu(0).choice()));
         let program = Trainer::program_for(|vb| Gpt::new(&config, vb), &options, 0, Target::Cuda)?;
         let attention_flops = attention_flops(&program);
-        let within = CompileOptions::within(None, options.routing);
+        let within = CompileOptions::within(None, options.planning, options.routing);
         Ok(Planned { arena_bytes: compile(&[program], &within)?.arena_bytes(), attention_flops })
     }
 

@@ -8,7 +8,7 @@ use gapless_parallel::{Action, Kind};
 
 use crate::autodiff::differentiate;
 use crate::compile::{CompileOptions, Lowering, Output, Target, compile, lower};
-use crate::cpu::{Communicators, Executor, RunOptions, Workers};
+use crate::cpu::{Executor, RunOptions, Workers};
 use crate::error::Result;
 use crate::graph::{Graph, Spec, Tensor, ValueId, lock};
 use crate::nn::{Init, VarBuilder};
@@ -100,7 +100,7 @@ pub(crate) fn executor(graph: &Graph, outputs: &[Output]) -> Result<Executor> {
         recomputation: &Recomputation::default(),
         target: Target::Cpu { threads: workers.threads() },
     })?;
-    Executor::new(compile(&[program], &CompileOptions::default())?, workers, 0, Communicators::default())
+    Executor::new(compile(&[program], &CompileOptions::default())?, workers, 0)
 }
 
 /// Central differences of the loss with respect to every element of a parameter.

@@ -52,7 +52,8 @@ pub struct Run {
 
 impl Default for Run {
     fn default() -> Self {
-        let options = TrainOptions { batch: 8, sequence: 24, threads: 2, seed: 7, ..TrainOptions::default() };
+        let (threads, planning) = (2, PLANNING);
+        let options = TrainOptions { batch: 8, sequence: 24, threads, seed: 7, planning, ..TrainOptions::default() };
         Self { kind: Kind::Gpt, options }
     }
 }
@@ -67,6 +68,9 @@ pub struct Outcome {
 }
 
 pub const VOCABULARY: u32 = 50;
+
+/// What planning may cost where a judge is about what a step computes: the last thousandth of a small arena takes seconds.
+pub const PLANNING: u64 = 1 << 20;
 
 impl Run {
     pub fn trainer(&self) -> Trainer {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use crate::common::VOCABULARY;
 use gapless::engine::compile::{CompileOptions, Executable, Program, compile};
-use gapless::engine::cpu::{Communicators, Executor, Workers};
+use gapless::engine::cpu::{Executor, Workers};
 use gapless::engine::optim::AdamW;
 use gapless::engine::{Error, Role};
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig};
@@ -116,10 +116,10 @@ fn what_the_cpu_cannot_run_is_refused_before_anything_is_reserved() {
     refused(Trainer::new(gpt, options.clone()).unwrap_err());
     let plan = Trainer::plan(gpt, &options).unwrap();
     assert_eq!(plan.solution.height, plan.solution.lower_bound);
-    refused(Executor::new(plan, Workers::new(1).unwrap(), 0, Communicators::default()).unwrap_err());
+    refused(Executor::new(plan, Workers::new(1).unwrap(), 0).unwrap_err());
     let f32 = Trainer::program(gpt, &TrainOptions { dtype: DType::F32, ..options }, 0).unwrap();
     let f32 = compile(&[f32], &CompileOptions::default()).unwrap();
-    Executor::new(f32, Workers::new(1).unwrap(), 0, Communicators::default()).unwrap();
+    Executor::new(f32, Workers::new(1).unwrap(), 0).unwrap();
 }
 
 #[test]

@@ -10,6 +10,8 @@ use gapless::nn::{Capacity, Choice, Embedding, Experts, Module, Router, RouterCo
 use gapless::parallel;
 use gapless::{Error, Mesh, Model, Offload, Pipeline, Recompute, Tensor, TrainOptions, Trainer};
 
+use crate::common::PLANNING;
+
 const VOCABULARY: usize = 50;
 const BATCH: usize = 8;
 const SEQUENCE: usize = 24;
@@ -65,6 +67,7 @@ fn options(mesh: Mesh) -> TrainOptions {
         seed: 5,
         micro_batches,
         mesh,
+        planning: PLANNING,
         ..TrainOptions::default()
     }
 }

@@ -42,7 +42,8 @@ fn plan(options: &TrainOptions, model: &Model) -> Step {
     let [all, again] = program.nanoseconds(&H100);
     let (flops, flops_again) = (program.flops(), program.flops_again());
     let executable =
-        compile(&[program], &CompileOptions::within(options.recompute.capacity(), options.routing)).unwrap();
+        compile(&[program], &CompileOptions::within(options.recompute.capacity(), options.planning, options.routing))
+            .unwrap();
     let tick = gapless::alloc::peak_tick(&executable.problem).unwrap();
     let alive: Vec<_> = gapless::alloc::live_at(&executable.problem, tick).collect();
     let of = |role: Role| {

@@ -39,10 +39,10 @@ impl Default for CompileOptions {
 }
 
 impl CompileOptions {
-    /// An arena that must fit so many bytes, if any; [`compile`] refuses what doesn't.
-    pub fn within(capacity: Option<u64>, reserve: Reserve) -> Self {
+    /// An arena that must fit so many bytes, if any, planned with so much work; [`compile`] refuses what doesn't.
+    pub fn within(capacity: Option<u64>, work: u64, reserve: Reserve) -> Self {
         let Self { planner, .. } = Self::default();
-        Self { planner: Options { capacity, ..planner }, reserve }
+        Self { planner: Options { capacity, work, ..planner }, reserve }
     }
 }
 
@@ -359,19 +359,18 @@ fn lowest_within(problem: &Problem, options: &Options) -> Solution {
     }
 }
 
-/// The size of the arena of all `programs`; above a capacity, only that it is at least so much.
-pub(crate) fn height(programs: &[&Program], capacity: Option<u64>, reserve: Reserve) -> Result<u64> {
+/// The size of the arena of all `programs`; above the capacity, only that it is at least so much.
+pub(crate) fn height(programs: &[&Program], CompileOptions { planner, reserve }: CompileOptions) -> Result<u64> {
     let Lifetimes { problem, of, spans, .. } = lifetimes(programs)?;
     let bound = lower_bound(&problem);
-    if capacity.is_some_and(|capacity| bound > capacity) {
+    if planner.capacity.is_some_and(|capacity| bound > capacity) {
         return Ok(bound);
     }
-    let options = CompileOptions::within(capacity, reserve).planner;
     let requests = Requests::of(programs, &of, &spans, &problem);
     // What is counted stands above the plan that `compile` makes, and between its buffers.
     let solution = match requests.is_empty() {
-        true => plan(&problem, &options),
-        false => lowest_within(&problem, &options),
+        true => plan(&problem, &planner),
+        false => lowest_within(&problem, &planner),
     };
     let routing = requests.plan(&problem, &solution, reserve)?;
     Ok(routing.as_ref().map_or(solution.height, ArenaPlan::height))

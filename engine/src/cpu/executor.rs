@@ -63,13 +63,13 @@ pub struct Executor {
 }
 
 impl Executor {
-    /// Reserves the arena and fills the persistent tensors. Programs that were lowered for several ranks need the
-    /// communicators to the others.
+    /// Reserves the arena and fills the persistent tensors. Programs that were lowered for several ranks run once they are
+    /// [connected](Self::connect).
     ///
     /// # Errors
     /// [`Error::NoKernels`] for an executable that computes in another type than f32. [`Error::DoesNotFit`], before any byte
     /// is touched, when the machine has less memory available.
-    pub fn new(executable: Executable, workers: Workers, seed: u64, communicators: Communicators) -> Result<Self> {
+    pub fn new(executable: Executable, workers: Workers, seed: u64) -> Result<Self> {
         if let Some(dtype) =
             executable.dtypes().find(|dtype| ![f32::DTYPE, f64::DTYPE, u32::DTYPE, u8::DTYPE].contains(dtype))
         {
@@ -80,8 +80,7 @@ impl Executor {
             let largest = crate::report::largest_at_peak(&executable, 8);
             return Err(Error::DoesNotFit { needed, available, largest });
         }
-        let requests = executable.programs.iter().map(|program| program.requests).max().unwrap_or(0);
-        let links = Mutex::new(Links::new(communicators, requests));
+        let links = Mutex::new(Links::default());
         let counts = executable.programs.iter().map(|program| program.counts).max().unwrap_or(0);
         let routed = Mutex::new(Routed::new(executable.routing.as_ref(), counts));
         let (arena, file) = (Arena::new(needed)?, Mutex::new(None));
@@ -94,6 +93,12 @@ impl Executor {
             }
         }
         Ok(executor)
+    }
+
+    /// Gives it the ways to the other ranks.
+    pub fn connect(&mut self, communicators: Communicators) {
+        let requests = self.executable.programs.iter().map(|program| program.requests).max().unwrap_or(0);
+        self.links = Mutex::new(Links::new(communicators, requests));
     }
 
     /// Makes the file that offloaded activations wait in. An executable that has such cannot run without.

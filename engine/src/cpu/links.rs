@@ -178,6 +178,14 @@ impl Links {
         Ok(())
     }
 
+    /// Tells the other ranks why there is no going on, and gives the ways to them up: what is lent comes back.
+    #[cfg(feature = "cuda")]
+    pub fn give_up(&mut self, reason: &str) {
+        let Communicators { pipeline, batch, experts, replicas } = &mut self.communicators;
+        [pipeline, batch, experts, replicas].into_iter().flatten().for_each(|way| way.abort(reason));
+        *self = Self::default();
+    }
+
     /// Ends a collective.
     pub fn finish(&mut self, request: usize) -> communicator::Result<()> {
         let Some(Under::Collective(under_way, group)) = self.requests[request].take() else {

@@ -7,20 +7,20 @@ use rayon::prelude::*;
 /// A task must not wait for others (by `rayon::join`, say): its thread would start another task meanwhile, which would
 /// find the scratch of the same [`slot`] in use.
 pub(super) fn for_each(tasks: usize, task: &(dyn Fn(usize) + Sync)) {
-    if tasks <= 1 || rayon::current_num_threads() == 1 {
-        (0..tasks).for_each(task);
-    } else {
-        (0..tasks).into_par_iter().with_max_len(1).for_each(task);
-    }
+    in_runs(tasks, 1, 1, task);
 }
 
 /// The same for tasks that are alike: a thread takes a run of at least `least`, and others part of it when they have nothing to
 /// do.
 pub(super) fn spread(tasks: usize, least: usize, task: &(dyn Fn(usize) + Sync)) {
+    in_runs(tasks, least, usize::MAX, task);
+}
+
+fn in_runs(tasks: usize, least: usize, most: usize, task: &(dyn Fn(usize) + Sync)) {
     if tasks <= 1 || rayon::current_num_threads() == 1 {
         (0..tasks).for_each(task);
     } else {
-        (0..tasks).into_par_iter().with_min_len(least).for_each(task);
+        (0..tasks).into_par_iter().with_min_len(least).with_max_len(most).for_each(task);
     }
 }
 

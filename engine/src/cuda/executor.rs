@@ -28,6 +28,9 @@ pub struct Executor {
     staging: Staging,
 }
 
+/// Launches, each with the instruction that it is for.
+type Launches = Vec<(usize, Launch)>;
+
 /// What a program does next.
 #[derive(Debug, Clone, Copy)]
 enum Part<L> {
@@ -103,11 +106,6 @@ impl Executor {
         self.staging.connect(communicators);
     }
 
-    /// Bytes of host memory through which tensors go to other ranks and come from them.
-    pub fn staging_bytes(&self) -> u64 {
-        self.staging.bytes()
-    }
-
     /// What it runs.
     pub fn executable(&self) -> &Executable {
         &self.executable
@@ -156,23 +154,21 @@ impl Executor {
 
     fn replay(&mut self, id: ProgramId) -> Result<()> {
         let Self { executable, device, place, recordings, staging } = self;
+        let exchanging = staging.run();
         let mut replay = || {
             for part in &recordings[id.0] {
                 match *part {
                     Part::Launches(recording) => device.replay(recording)?,
                     Part::Exchange(index) => {
                         let instruction = &executable.programs[id.0].instructions[index];
-                        staging.exchange(id.0, instruction, &mut **device, place.base)?;
+                        exchanging.staging.exchange(id.0, instruction, &mut **device, place.base)?;
                     }
                 }
             }
             Ok(())
         };
         let ran = replay();
-        if ran.is_err() {
-            staging.disconnect();
-        }
-        ran
+        exchanging.end(ran)
     }
 
     /// Runs a program as [`Self::run`] does, and says how long each instruction took by itself: without the graph, which lets
@@ -211,10 +207,11 @@ impl Executor {
         mut show: impl FnMut(&dyn Device, Place, &Instruction, Duration) -> Result<()>,
     ) -> Result<()> {
         let Self { executable, device, place, staging, .. } = self;
+        let exchanging = staging.run();
         let mut run = |instruction: &Instruction| {
             let begun = Instant::now();
             let time = if is_exchange(instruction) {
-                staging.exchange(id.0, instruction, &mut **device, place.base)?;
+                exchanging.staging.exchange(id.0, instruction, &mut **device, place.base)?;
                 begun.elapsed()
             } else {
                 let launches = place.of(instruction).ok_or_else(|| refused(instruction))?;
@@ -223,10 +220,7 @@ impl Executor {
             show(&**device, *place, instruction, time)
         };
         let ran = executable.programs[id.0].instructions.iter().try_for_each(&mut run);
-        if ran.is_err() {
-            staging.disconnect();
-        }
-        ran
+        exchanging.end(ran)
     }
 
     /// Writes an input of a program.
@@ -352,7 +346,7 @@ struct Place {
 
 impl Place {
     /// All that a program does: launches, each with the instruction that it is for, between what has to do with other ranks.
-    fn parts(&self, program: &CompiledProgram) -> Result<Vec<Part<Vec<(usize, Launch)>>>> {
+    fn parts(&self, program: &CompiledProgram) -> Result<Vec<Part<Launches>>> {
         let (mut parts, mut launches) = (Vec::new(), Vec::new());
         for (index, instruction) in program.instructions.iter().enumerate() {
             if is_exchange(instruction) {
@@ -398,7 +392,7 @@ impl Place {
 }
 
 /// The launches so far, if there are any.
-fn part(launches: &mut Vec<(usize, Launch)>) -> Option<Part<Vec<(usize, Launch)>>> {
+fn part(launches: &mut Launches) -> Option<Part<Launches>> {
     let launches = std::mem::take(launches);
     (!launches.is_empty()).then(|| Part::Launches(launch::together(launches)))
 }

@@ -345,8 +345,13 @@ impl Device for Nvidia {
         self.graphs.push(ready.named(&self.name, "cuGraphInstantiate")?);
         drop(captured);
         let after = used(&self.name)?.in_use;
-        self.beside.push(("kernels", prepared.saturating_sub(before)));
-        self.beside.push(("graph", after.saturating_sub(prepared)));
+        for (what, bytes) in [("kernels", prepared.saturating_sub(before)), ("graphs", after.saturating_sub(prepared))]
+        {
+            match self.beside.iter_mut().find(|(known, _)| *known == what) {
+                Some((_, sum)) => *sum += bytes,
+                None => self.beside.push((what, bytes)),
+            }
+        }
         Ok(Recording(self.graphs.len() - 1))
     }
 

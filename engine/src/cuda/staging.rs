@@ -20,6 +20,9 @@ use crate::ops::Collective;
 /// Alignment of all that is staged.
 const ALIGNMENT: u64 = 64;
 
+/// What planning it may cost: host memory is plenty, so that a plan need not be the best.
+const PLANNING: u64 = 1 << 20;
+
 /// The ways to the other ranks, and the memory that is lent to them.
 #[derive(Debug)]
 pub(super) struct Staging {
@@ -30,8 +33,32 @@ pub(super) struct Staging {
     staged: Vec<Vec<Staged>>,
 }
 
-/// What planning it may cost: host memory is plenty, so that a plan need not be the best.
-const PLANNING: u64 = 1 << 20;
+/// The staging of a run. One that fails or panics gives up the ways to the others, so that nothing is lent any more.
+pub(super) struct Exchanging<'s> {
+    pub staging: &'s mut Staging,
+    is_over: bool,
+}
+
+impl Exchanging<'_> {
+    /// Ends the run as it ended.
+    pub fn end<T>(mut self, ended: Result<T>) -> Result<T> {
+        self.is_over = ended.is_ok();
+        match &ended {
+            // The communicator has told the others.
+            Ok(_) | Err(Error::Communicator { .. }) => {}
+            Err(error) => self.staging.links.give_up(&error.to_string()),
+        }
+        ended
+    }
+}
+
+impl Drop for Exchanging<'_> {
+    fn drop(&mut self) {
+        if !self.is_over {
+            self.staging.links = Links::default();
+        }
+    }
+}
 
 /// What of a request lies in host memory.
 #[derive(Debug, Default)]
@@ -174,13 +201,16 @@ impl Staging {
         for copied in all.iter_mut().flatten().flat_map(Staged::all) {
             copied.at = solution.offsets[copied.at as usize];
         }
-        let memory = vec![0; solution.height.div_ceil(8) as usize];
+        let needed = solution.height;
+        if let Some(available) = crate::metrics::available_memory_bytes().filter(|&available| available < needed) {
+            let largest = "tensors on their way to other ranks, by way of the host".into();
+            return Err(Error::DoesNotFit { needed, available, largest });
+        }
+        if needed > 0 {
+            tracing::info!(bytes = needed, "host memory for what goes between ranks");
+        }
+        let memory = vec![0; needed.div_ceil(8) as usize];
         Ok(Self { links: Links::default(), memory, staged: all })
-    }
-
-    /// Bytes of host memory.
-    pub fn bytes(&self) -> u64 {
-        8 * self.memory.len() as u64
     }
 
     /// Gives it the ways to the other ranks.
@@ -189,9 +219,9 @@ impl Staging {
         self.links = Links::new(communicators, requests);
     }
 
-    /// Gives the ways up, and takes back what is lent: after a failure there is no going on.
-    pub fn disconnect(&mut self) {
-        self.links = Links::default();
+    /// A run, for whose end all that is lent has come back.
+    pub fn run(&mut self) -> Exchanging<'_> {
+        Exchanging { staging: self, is_over: false }
     }
 
     /// Does what an instruction has to do with other ranks, with the arena at `base`. All that was launched before has ended.
@@ -207,7 +237,7 @@ impl Staging {
     ) -> Result<()> {
         let memory = self.memory.as_mut_ptr().cast::<u8>();
         let [starts, ends] = requests(&instruction.work);
-        let Some(request) = starts.or(ends) else { return Ok(()) };
+        let Some(request) = starts.or(ends) else { unreachable!("asked for what has to do with other ranks alone") };
         let staged = &self.staged[program][request];
         // SAFETY: the plan has room for it there, and gives the room to nobody else until the request has ended.
         let place = |copied: &Copied| unsafe { memory.add(copied.at as usize) };
@@ -217,7 +247,7 @@ impl Staging {
             for copied in staged.inputs.iter().chain(&staged.starts).flatten().chain(read_as_well) {
                 // SAFETY: as above; nothing of it is lent yet.
                 let host = unsafe { std::slice::from_raw_parts_mut(place(copied), copied.bytes()) };
-                fetch(device, base, copied, host)?;
+                fetch(device, base, copied, host).map_err(|error| error.during(&instruction.describe()))?;
             }
         }
         let failed = |source| Error::Communicator { instruction: instruction.describe(), source };
@@ -236,7 +266,9 @@ impl Staging {
             }
             Work::Finish(_) => self.links.finish(request).map_err(failed)?,
             work => {
-                let (Work::Send(message) | Work::Receive(message) | Work::Wait(message)) = *work else { return Ok(()) };
+                let (Work::Send(message) | Work::Receive(message) | Work::Wait(message)) = *work else {
+                    unreachable!("all else is a collective")
+                };
                 let operand = staged.inputs[0].as_ref().or(staged.output.as_ref());
                 let operand = || bytes(operand.expect("a message has an operand"));
                 // SAFETY: as above; what is lent is left alone until the message's wait.
@@ -246,7 +278,7 @@ impl Staging {
         if let (Some(_), Some(copied)) = (ends, &staged.output) {
             // SAFETY: as above; it is not lent any more.
             let host = unsafe { std::slice::from_raw_parts_mut(place(copied), copied.bytes()) };
-            bring(device, base, copied, host)?;
+            bring(device, base, copied, host).map_err(|error| error.during(&instruction.describe()))?;
         }
         Ok(())
     }

@@ -9,7 +9,7 @@ use gapless_parallel::{Action, Kind};
 
 use super::{AdamW, AdamW8bit, GaLore, Optimizer, ParameterUpdate, SCALARS, State, StateInit, Updated};
 use crate::compile::{CompileOptions, Lowering, ProgramId, Target, compile, lower};
-use crate::cpu::{Communicators, Executor, RunOptions, Workers};
+use crate::cpu::{Executor, RunOptions, Workers};
 use crate::graph::{Graph, Phase, Source, Spec, Tensor, lock};
 use crate::nn::Init;
 use crate::random::{Numbers, Stream};
@@ -82,7 +82,7 @@ impl Update {
         })
         .unwrap();
         let executable = compile(&[program], &CompileOptions::default()).unwrap();
-        let executor = Executor::new(executable, workers, 5, Communicators::default()).unwrap();
+        let executor = Executor::new(executable, workers, 5).unwrap();
         let program = executor.executable().program("update").unwrap();
         Self { graph, executor, program, rule, names, dims: dims.to_vec(), step: 0 }
     }

@@ -1,12 +1,12 @@
 //! Judges the search for a budget's recomputation: every way there is to keep and drop, lowered one by one.
 
-use gapless_alloc::arena::Reserve;
+use gapless_alloc::Options;
 use gapless_parallel::Rates;
 
 use super::compile_step::TrainStep;
 use super::pipeline::RankPlan;
 use super::{Model, TrainOptions, of_any};
-use crate::compile::{Program, Target, alive_nodes, height};
+use crate::compile::{CompileOptions, Program, Target, alive_nodes, height};
 use crate::error::{Error, Result};
 use crate::graph::{Tensor, ValueId};
 use crate::nn::{Embedding, Linear, Module, RmsNorm, VarBuilder, embedding, linear_no_bias, rms_norm};
@@ -69,7 +69,17 @@ fn all_ways(step: &TrainStep, plan: &RankPlan, rates: &Rates, first_is_other: bo
         let program: Program = step.dropping(plan, Target::Cpu { threads: 1 }, of(first), of(rest)).unwrap();
         let [_, again] = program.nanoseconds(rates);
         // The bound: no plan is lower.
-        (height(&[&program], Some(0), Reserve::Worst).unwrap(), again)
+        (
+            height(
+                &[&program],
+                CompileOptions {
+                    planner: Options { capacity: Some(0), ..Options::default() },
+                    ..CompileOptions::default()
+                },
+            )
+            .unwrap(),
+            again,
+        )
     };
     let all = 1 << candidates.len();
     let of_rest = |rest| if first_is_other { 0..all } else { rest..rest + 1 }.map(move |first| (first, rest));
@@ -115,7 +125,7 @@ fn judge(hidden: &[usize], micro_batches: usize) {
         let best = ways.iter().filter(|way| way.0 <= bytes).map(|way| way.1).min().unwrap();
         let options = TrainOptions { recompute: Recompute::Budget { bytes, rates }, ..options.clone() };
         let program = step.program(&options, &plan, Target::Cpu { threads: 1 }, &[]).unwrap();
-        let arena = height(&[&program], Some(bytes), Reserve::Worst).unwrap();
+        let arena = height(&[&program], options.planning_within(Some(bytes))).unwrap();
         let [all, again] = program.nanoseconds(&rates);
         println!("{hidden:?}: {bytes} bytes, {arena} planned, {again} ns again, {best} at best, of {}", all - again);
         assert!(arena <= bytes);

@@ -12,8 +12,8 @@ use super::update::{Kept, Parameter, Recorded, Update};
 use super::{Build, Model, Overflow, TrainOptions};
 use crate::autodiff::differentiate_in;
 use crate::compile::{
-    CompileOptions, Executable, Held, Lowering, Output, ParameterStages, Program, Target, alive_nodes, compile, cut,
-    cut_like, height, lower, parameter_stages,
+    Executable, Held, Lowering, Output, ParameterStages, Program, Target, alive_nodes, compile, cut, cut_like, height,
+    lower, parameter_stages,
 };
 use crate::error::{Error, Result};
 use crate::graph::{Graph, Phase, Place, Spec, Tensor, ValueId, lock};
@@ -69,7 +69,7 @@ pub(super) fn compile_step(
     if plan.mesh.pipeline > 1 || plan.mesh.expert > 1 {
         expect_same_parameters(&programs)?;
     }
-    let executable = compile(&programs, &CompileOptions::within(options.recompute.capacity(), options.routing))?;
+    let executable = compile(&programs, &options.planning_within(options.recompute.capacity()))?;
     let TrainStep { parameters, kept, watched, .. } = step;
     Ok((executable, CompiledStep { parameters, vocabulary, kept, watched }))
 }
@@ -194,7 +194,7 @@ impl TrainStep {
         let recomputation = resolving.resolve(&options.recompute, |recomputation, capacity| {
             let train = self.lower(&graph, plan, target, recomputation)?;
             let programs: Vec<&Program> = [&train].into_iter().chain(others.iter().copied()).collect();
-            height(&programs, capacity, options.routing)
+            height(&programs, options.planning_within(capacity))
         })?;
         self.lower(&graph, plan, target, &recomputation)
     }

@@ -6,7 +6,7 @@ use candle_core::Tensor;
 use gapless_alloc::arena::ArenaReport;
 
 use crate::compile::{Executable, ProgramId};
-use crate::cpu::{self, Element, PersistentBytes, RunOptions};
+use crate::cpu::{self, Communicators, Element, PersistentBytes, RunOptions};
 #[cfg(feature = "cuda")]
 use crate::cuda;
 use crate::error::Result;
@@ -97,13 +97,8 @@ impl Machine {
         }
     }
 
-    /// Gives a GPU the ways to the other ranks; the CPU has had them from the start.
-    #[cfg(feature = "cuda")]
-    pub fn connect(&mut self, communicators: cpu::Communicators) {
-        match self {
-            Self::Cpu(_) => {}
-            Self::Cuda(executor) => executor.connect(communicators),
-        }
+    pub fn connect(&mut self, communicators: Communicators) {
+        on_either!(self, executor => executor.connect(communicators));
     }
 
     pub fn grow(&mut self, limit: u64) -> Result<()> {

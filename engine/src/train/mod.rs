@@ -5,6 +5,7 @@ mod budget_judge;
 mod compile_step;
 mod device;
 mod machine;
+mod make;
 mod options;
 mod overflow;
 mod pipeline;
@@ -24,8 +25,8 @@ pub use pipeline::Pipeline;
 pub use sample::SampleOptions;
 
 use crate::communicator::Communicator;
-use crate::compile::{CompileOptions, Executable, Program, ProgramId, Target, compile};
-use crate::cpu::{self, Communicators, RunOptions, Workers, resolve_threads};
+use crate::compile::{Executable, Program, ProgramId, Target, compile};
+use crate::cpu::RunOptions;
 #[cfg(feature = "cuda")]
 use crate::cuda;
 use crate::error::{Error, Result};
@@ -34,9 +35,9 @@ use crate::learning_rate::Schedule;
 use crate::nn::VarBuilder;
 use crate::optim::SCALARS;
 use crate::report::{self, Report};
-use compile_step::{CompiledStep, TrainStep};
+use compile_step::TrainStep;
 use machine::Machine;
-use pipeline::{RankPlan, Share, communicators, expect_one_rank};
+use pipeline::{RankPlan, Share};
 use update::Kept;
 
 /// A language model: token ids to logits.
@@ -109,179 +110,6 @@ struct Programs {
 }
 
 impl Trainer {
-    /// Compiles the training step, the evaluation and the sampling of a model into one arena, and fills its parameters.
-    ///
-    /// # Errors
-    /// When the options or the model's shapes do not fit together, or the arena does not fit the device's memory;
-    /// [`Error::NoKernels`] for another type than f32 on the CPU; [`Error::OverBudget`]; [`Error::Offload`] when its file cannot be
-    /// made; `Error::Device` and `Error::NoDeviceKernels` when there is no GPU that was asked for, or it has no kernels for a step.
-    pub fn new<M: Model>(build: impl Fn(VarBuilder) -> Result<M>, options: TrainOptions) -> Result<Self> {
-        expect_one_rank(options.mesh)?;
-        Self::with(&of_any(build), options, 0, Communicators::default())
-    }
-
-    /// One rank's share of a trainer. All ranks of `world`, which are as many as the mesh has, make theirs with the same
-    /// model and options, and then step, evaluate, sample and save together, with the same arguments: [`Self::step`] with
-    /// the whole batch, of which every rank takes its share. What a rank can name of its tensors is what its stages have;
-    /// of states that data ranks share, its flat part.
-    ///
-    /// # Errors
-    /// As [`Self::new`]; when the mesh does not have as many ranks as `world`; when another rank fails.
-    pub fn on<M: Model>(
-        mut world: Box<dyn Communicator>,
-        build: impl Fn(VarBuilder) -> Result<M>,
-        options: TrainOptions,
-    ) -> Result<Self> {
-        let communicators = communicators(&mut *world, options.mesh)?;
-        let mut trainer = Self::with(&of_any(build), options, world.rank(), communicators)?;
-        trainer.world = Some(world);
-        Ok(trainer)
-    }
-
-    /// A trainer on a device of one's own, which is used by nobody else.
-    ///
-    /// # Errors
-    /// As [`Self::new`], of a trainer that is to run on a GPU.
-    #[cfg(feature = "cuda")]
-    pub fn on_device<M: Model>(
-        device: Box<dyn cuda::Device>,
-        build: impl Fn(VarBuilder) -> Result<M>,
-        options: TrainOptions,
-    ) -> Result<Self> {
-        expect_one_rank(options.mesh)?;
-        Self::with_device(device, &of_any(build), options, 0)
-    }
-
-    /// One rank's share of a trainer, as [`Self::on`] makes it, on a device of one's own.
-    ///
-    /// # Errors
-    /// As [`Self::on`], of a trainer that is to run on a GPU.
-    #[cfg(feature = "cuda")]
-    pub fn on_with_device<M: Model>(
-        mut world: Box<dyn Communicator>,
-        device: Box<dyn cuda::Device>,
-        build: impl Fn(VarBuilder) -> Result<M>,
-        options: TrainOptions,
-    ) -> Result<Self> {
-        let communicators = communicators(&mut *world, options.mesh)?;
-        let mut trainer = Self::with_device(device, &of_any(build), options, world.rank())?;
-        trainer.machine.connect(communicators);
-        trainer.world = Some(world);
-        Ok(trainer)
-    }
-
-    #[cfg(feature = "cuda")]
-    fn with_device(
-        device: Box<dyn cuda::Device>,
-        build: &Build<'_>,
-        options: TrainOptions,
-        rank: usize,
-    ) -> Result<Self> {
-        options.check()?;
-        options.check_for_gpu()?;
-        let plan = RankPlan::new(options.mesh, rank, &options.pipeline, options.micro_batches)?;
-        let (executable, compiled) = compile_step::compile_step(build, &options, &plan, Target::Cuda)?;
-        let Share { first, stride, .. } = Share::of(&options, plan.at);
-        let executor = cuda::Executor::new(executable, device, options.seed, (first as u64, stride as u64))?;
-        let device = RunsOn { name: executor.device(), is_gpu: true, because: None };
-        Self::of(Machine::Cuda(Box::new(executor)), device, compiled, &plan, options)
-    }
-
-    fn with(build: &Build<'_>, options: TrainOptions, rank: usize, communicators: Communicators) -> Result<Self> {
-        let _span = tracing::info_span!("compile", rank).entered();
-        options.check()?;
-        let because = match Self::on_gpu(build, &options, rank)? {
-            #[cfg(feature = "cuda")]
-            Ok(mut trainer) => {
-                trainer.machine.connect(communicators);
-                return Ok(trainer);
-            }
-            #[cfg(not(feature = "cuda"))]
-            Ok(trainer) => return Ok(trainer),
-            Err(because) => because,
-        };
-        if options.dtype != DType::F32 {
-            return Err(match because {
-                Some(why) => {
-                    Error::Config { what: "device", why, remedy: "the CPU, which is left, computes in f32 alone" }
-                }
-                None => Error::NoKernels { dtype: options.dtype },
-            });
-        }
-        let threads = resolve_threads(options.threads);
-        let plan = RankPlan::new(options.mesh, rank, &options.pipeline, options.micro_batches)?;
-        let (executable, compiled) = compile_step::compile_step(build, &options, &plan, Target::Cpu { threads })?;
-        let workers = Workers::new(threads)?;
-        let mut executor = cpu::Executor::new(executable, workers, options.seed, communicators)?;
-        if let Some(offload) = &options.offload {
-            executor.offload_to(&offload.folder)?;
-        }
-        if options.overflow == Overflow::Grow {
-            executor.serve_outside(options.most_bytes());
-        }
-        Self::of(Machine::Cpu(Box::new(executor)), RunsOn::cpu(threads, because), compiled, &plan, options)
-    }
-
-    fn of(
-        machine: Machine,
-        device: RunsOn,
-        compiled: CompiledStep,
-        plan: &RankPlan,
-        options: TrainOptions,
-    ) -> Result<Self> {
-        let find = |name| machine.executable().program(name).expect("compiled above");
-        let programs = Programs { train: find("train"), evaluate: find("evaluate"), logits: find("logits") };
-        let schedule = options.learning_rate.check()?;
-        let CompiledStep { parameters, vocabulary, kept, watched } = compiled;
-        let (at, step, world) = (plan.at, 0, None);
-        Ok(Self {
-            machine,
-            device,
-            options,
-            schedule,
-            programs,
-            parameters,
-            vocabulary,
-            kept,
-            watched,
-            at,
-            step,
-            world,
-        })
-    }
-
-    /// A trainer on a GPU, or why there is none although one might have been used.
-    #[cfg(feature = "cuda")]
-    fn on_gpu(build: &Build<'_>, options: &TrainOptions, rank: usize) -> Result<Result<Self, Option<String>>> {
-        let on = |ordinal| {
-            options.check_for_gpu()?;
-            let gpu = cuda::Nvidia::new(ordinal, cuda::Cache::of_user())?;
-            Self::with_device(Box::new(gpu), build, options.clone(), rank)
-        };
-        match options.device {
-            DeviceChoice::Cpu => Ok(Err(None)),
-            DeviceChoice::Cuda(ordinal) => on(ordinal).map(Ok),
-            DeviceChoice::Auto => match on(rank % cuda::Nvidia::count().max(1)) {
-                // A card that is full, or fails, is no reason to train slowly; nor is a model that is wrong.
-                Err(Error::Device(why)) if !why.is_absence() => Err(Error::Device(why)),
-                Err(
-                    why @ (Error::Device(_) | Error::NoDeviceKernels { .. } | Error::Config { what: "device", .. }),
-                ) => Ok(Err(Some(why.to_string()))),
-                other => other.map(Ok),
-            },
-        }
-    }
-
-    /// That there is none.
-    #[cfg(not(feature = "cuda"))]
-    fn on_gpu(_: &Build<'_>, options: &TrainOptions, _: usize) -> Result<Result<Self, Option<String>>> {
-        match options.device {
-            DeviceChoice::Cpu => Ok(Err(None)),
-            DeviceChoice::Auto => Ok(Err(Some(device::without_cuda().to_string()))),
-            DeviceChoice::Cuda(_) => Err(device::without_cuda()),
-        }
-    }
-
     /// Plans the training step of a model without reserving a byte: what rank 0 of its mesh would take, exactly. In
     /// [`TrainOptions::dtype`] bf16 too.
     ///
@@ -300,7 +128,7 @@ impl Trainer {
         options: &TrainOptions,
         rank: usize,
     ) -> Result<Executable> {
-        let within = CompileOptions::within(options.recompute.capacity(), options.routing);
+        let within = options.planning_within(options.recompute.capacity());
         compile(&[Self::program(build, options, rank)?], &within)
     }
 
@@ -530,7 +358,13 @@ impl Trainer {
     pub fn set_tensor(&mut self, name: &str, value: &candle_core::Tensor) -> Result<()> {
         let data: Vec<f32> = value.flatten_all()?.to_dtype(DType::F32)?.to_vec1()?;
         if let Some(copy) = self.kept.copies.get(name) {
-            self.machine.write_tensor(copy, &data)?;
+            // A stage that only reads the parameter has no master of it; of several ranks each has a part of it.
+            let first = |name: &str| self.kept.parts.get(name).map_or(0, |part| part.first);
+            let own = first(copy) - first(name);
+            if let Ok(found) = self.machine.executable().find_persistent(copy) {
+                let part = data.get(own..own + found.address.span).unwrap_or(&data);
+                self.machine.write_tensor(copy, part)?;
+            }
         }
         self.machine.write_tensor(name, &data)
     }

@@ -7,6 +7,7 @@ use gapless_alloc::arena::Reserve;
 use gapless_parallel::Mesh;
 
 use super::{DeviceChoice, Overflow, Pipeline};
+use crate::compile::CompileOptions;
 use crate::error::{Error, Result};
 use crate::graph::FLOATS;
 use crate::learning_rate::{LearningRate, Shape};
@@ -38,6 +39,9 @@ pub struct TrainOptions {
     /// Worker threads of each rank; 0 for all cores, which is too many where ranks are threads of one machine. The bits of
     /// the results do not depend on it.
     pub threads: usize,
+    /// The most work that planning the arena may be: a second or two, spent only where the lower bound is not met before
+    /// ([`CompileOptions`]). With less, a plan may end a little above it.
+    pub planning: u64,
     /// How many ranks there are, and what each is. More than one need [`Trainer::on`](super::Trainer::on).
     pub mesh: Mesh,
     /// How the ranks of a pipeline work together.
@@ -77,6 +81,7 @@ impl Default for TrainOptions {
             learning_rate: LearningRate { peak: 3e-4, floor: 3e-4, warmup_steps: 0, steps: 0, shape: Shape::Constant },
             seed: 0,
             threads: 0,
+            planning: CompileOptions::default().planner.work,
             mesh: Mesh::default(),
             pipeline: Pipeline::default(),
             recompute: Recompute::None,
@@ -110,6 +115,11 @@ impl TrainOptions {
     /// What the arena may take at most.
     pub(super) fn most_bytes(&self) -> u64 {
         self.recompute.capacity().unwrap_or(u64::MAX)
+    }
+
+    /// How an arena is planned that must fit so many bytes, if any.
+    pub(super) fn planning_within(&self, capacity: Option<u64>) -> CompileOptions {
+        CompileOptions::within(capacity, self.planning, self.routing)
     }
 
     pub(super) fn check(&self) -> Result<()> {

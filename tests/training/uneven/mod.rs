@@ -7,6 +7,8 @@ use gapless::models::{LlamaConfig, MoeConfig};
 use gapless::nn::{Capacity, RouterConfig, Score};
 use gapless::{Mesh, Reserve, TrainOptions, Trainer};
 
+use crate::common::PLANNING;
+
 pub const EXPERTS: usize = 8;
 pub const LAYERS: usize = 2;
 pub const WIDTH: usize = 32;
@@ -135,6 +137,7 @@ pub fn options(mesh: Mesh, routing: Reserve) -> TrainOptions {
         mesh,
         routing,
         poison: true,
+        planning: PLANNING,
         ..TrainOptions::default()
     }
 }

@@ -15,7 +15,7 @@ use super::step::executable;
 use super::{gpu, host};
 use crate::autodiff::differentiate;
 use crate::compile::{CompileOptions, Executable, Lowering, Output, Target, compile, lower};
-use crate::cpu::{Communicators, RunOptions, Workers};
+use crate::cpu::{RunOptions, Workers};
 use crate::cuda::{Describe, Device, DeviceError, DeviceMemory, Executor, Family, Launch, Recording};
 use crate::graph::{Graph, lock};
 use crate::nn::{Init, VarBuilder};
@@ -251,7 +251,7 @@ fn the_reference_of_fused_operations_is_that_of_each() {
     let run = |target| {
         let executable = function.executable(target);
         let workers = Workers::new(1).unwrap();
-        let mut executor = cpu::Executor::new(executable, workers, 3, Communicators::default()).unwrap();
+        let mut executor = cpu::Executor::new(executable, workers, 3).unwrap();
         let program = executor.executable().program("function").unwrap();
         executor.run(program, RunOptions { seed: 3, part_stride: 1, ..RunOptions::default() }).unwrap();
         let output = |output: &Output| numbers(&executor.output(program, &output.name).unwrap());

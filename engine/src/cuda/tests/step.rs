@@ -6,7 +6,7 @@ use super::host;
 use super::processor::{Processor, device};
 use super::small::{BATCH, SEQUENCE, Small, Style, VOCABULARY};
 use crate::compile::{CompileOptions, Executable, Target, compile};
-use crate::cpu::{Communicators, RunOptions, Workers};
+use crate::cpu::{RunOptions, Workers};
 use crate::cuda::Executor;
 use crate::nn::VarBuilder;
 use crate::recompute::Recompute;
@@ -67,7 +67,7 @@ pub fn compare_steps<M: Model>(what: &str, model: impl Fn(VarBuilder) -> Result<
         };
         let workers = Workers::new(1).unwrap();
         let planned = executable(&options, Target::Cpu { threads: 1 }, &model);
-        let mut on_cpu = cpu::Executor::new(planned, workers, 3, Communicators::default()).unwrap();
+        let mut on_cpu = cpu::Executor::new(planned, workers, 3).unwrap();
         let planned = executable(&options, Target::Cuda, &model);
         let mut on_device = Executor::new(planned, device(), 3, (0, 1)).unwrap();
         let (of_cpu, of_device) =

@@ -93,7 +93,8 @@ pub struct Step {
 /// Plans a step under a policy.
 pub fn plan_step(arguments: &Arguments, recompute: Recompute) -> gapless::Result<(Step, Executable)> {
     let start = Instant::now();
-    let within = CompileOptions::within(recompute.capacity(), arguments.step.options().routing);
+    let options = arguments.step.options();
+    let within = CompileOptions::within(recompute.capacity(), options.planning, options.routing);
     let program = arguments.program(recompute)?;
     let [all, again] = program.nanoseconds(&arguments.rates());
     let (layers, again_by_micro_batch) = (layers_again(&program), micro_batches_again(&program));

@@ -1,0 +1,231 @@
+//! How a trainer is made: for which rank, and on which device.
+//!
+//! In: a model, options, and perhaps the way to other ranks or a device. Out: a trainer whose arena is reserved and filled. Never:
+//! ranks of one mesh on CPUs and on GPUs, whose copies of a parameter would drift apart.
+
+use candle_core::DType;
+
+use super::compile_step::{self, CompiledStep};
+#[cfg(not(feature = "cuda"))]
+use super::device;
+use super::machine::Machine;
+#[cfg(feature = "cuda")]
+use super::pipeline::Share;
+use super::pipeline::{RankPlan, communicators, expect_one_rank};
+use super::{Build, DeviceChoice, Model, Overflow, Programs, RunsOn, TrainOptions, Trainer, of_any};
+use crate::communicator::Communicator;
+use crate::compile::Target;
+use crate::cpu::{self, Workers, resolve_threads};
+#[cfg(feature = "cuda")]
+use crate::cuda;
+use crate::error::{Error, Result};
+use crate::nn::VarBuilder;
+
+impl Trainer {
+    /// Compiles the training step, the evaluation and the sampling of a model into one arena, and fills its parameters.
+    ///
+    /// # Errors
+    /// When the options or the model's shapes do not fit together, or the arena does not fit the device's memory;
+    /// [`Error::NoKernels`] for another type than f32 on the CPU; [`Error::OverBudget`]; [`Error::Offload`] when its file cannot be
+    /// made; `Error::Device` and `Error::NoDeviceKernels` when there is no GPU that was asked for, or it has no kernels for a step.
+    pub fn new<M: Model>(build: impl Fn(VarBuilder) -> Result<M>, options: TrainOptions) -> Result<Self> {
+        expect_one_rank(options.mesh)?;
+        Self::with(&of_any(build), options, 0)
+    }
+
+    /// One rank's share of a trainer. All ranks of `world`, which are as many as the mesh has, make theirs with the same
+    /// model and options, and then step, evaluate, sample and save together, with the same arguments: [`Self::step`] with
+    /// the whole batch, of which every rank takes its share. What a rank can name of its tensors is what its stages have;
+    /// of states that data ranks share, its flat part. Where one of them finds no GPU under [`DeviceChoice::Auto`], all run on
+    /// CPUs.
+    ///
+    /// # Errors
+    /// As [`Self::new`]; when the mesh does not have as many ranks as `world`; when another rank fails, or runs on another kind of
+    /// device.
+    pub fn on<M: Model>(
+        mut world: Box<dyn Communicator>,
+        build: impl Fn(VarBuilder) -> Result<M>,
+        options: TrainOptions,
+    ) -> Result<Self> {
+        let (rank, build) = (world.rank(), of_any(build));
+        let communicators = communicators(&mut *world, options.mesh)?;
+        let mut trainer = Self::with(&build, options.clone(), rank)?;
+        if !agree(&mut *world, trainer.device.is_gpu, options.device)? && trainer.device.is_gpu {
+            let on_cpu = TrainOptions { device: DeviceChoice::Cpu, ..options.clone() };
+            trainer = Self { options, ..Self::with(&build, on_cpu, rank)? };
+            trainer.device.because = Some("another rank has found no GPU".into());
+        }
+        trainer.machine.connect(communicators);
+        trainer.world = Some(world);
+        Ok(trainer)
+    }
+
+    /// A trainer on a device of one's own, which is used by nobody else.
+    ///
+    /// # Errors
+    /// As [`Self::new`], of a trainer that is to run on a GPU.
+    #[cfg(feature = "cuda")]
+    pub fn on_device<M: Model>(
+        device: Box<dyn cuda::Device>,
+        build: impl Fn(VarBuilder) -> Result<M>,
+        options: TrainOptions,
+    ) -> Result<Self> {
+        expect_one_rank(options.mesh)?;
+        Self::with_device(device, &of_any(build), options, 0)
+    }
+
+    /// One rank's share of a trainer, as [`Self::on`] makes it, on a device of one's own. The other ranks have theirs.
+    ///
+    /// # Errors
+    /// As [`Self::on`], of a trainer that is to run on a GPU.
+    #[cfg(feature = "cuda")]
+    pub fn rank_on_device<M: Model>(
+        mut world: Box<dyn Communicator>,
+        device: Box<dyn cuda::Device>,
+        build: impl Fn(VarBuilder) -> Result<M>,
+        options: TrainOptions,
+    ) -> Result<Self> {
+        let communicators = communicators(&mut *world, options.mesh)?;
+        let mut trainer = Self::with_device(device, &of_any(build), options, world.rank())?;
+        agree(&mut *world, true, DeviceChoice::Cuda(0))?;
+        trainer.machine.connect(communicators);
+        trainer.world = Some(world);
+        Ok(trainer)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn with_device(
+        device: Box<dyn cuda::Device>,
+        build: &Build<'_>,
+        options: TrainOptions,
+        rank: usize,
+    ) -> Result<Self> {
+        options.check()?;
+        options.check_for_gpu()?;
+        let plan = RankPlan::new(options.mesh, rank, &options.pipeline, options.micro_batches)?;
+        let (executable, compiled) = compile_step::compile_step(build, &options, &plan, Target::Cuda)?;
+        let Share { first, stride, .. } = Share::of(&options, plan.at);
+        let executor = cuda::Executor::new(executable, device, options.seed, (first as u64, stride as u64))?;
+        let device = RunsOn { name: executor.device(), is_gpu: true, because: None };
+        Self::of(Machine::Cuda(Box::new(executor)), device, compiled, &plan, options)
+    }
+
+    /// A rank that is not connected to others yet.
+    fn with(build: &Build<'_>, options: TrainOptions, rank: usize) -> Result<Self> {
+        let _span = tracing::info_span!("compile", rank).entered();
+        options.check()?;
+        let because = match Self::on_gpu(build, &options, rank)? {
+            Ok(trainer) => return Ok(trainer),
+            Err(because) => because,
+        };
+        if options.dtype != DType::F32 {
+            return Err(match because {
+                Some(why) => {
+                    Error::Config { what: "device", why, remedy: "the CPU, which is left, computes in f32 alone" }
+                }
+                None => Error::NoKernels { dtype: options.dtype },
+            });
+        }
+        let threads = resolve_threads(options.threads);
+        let plan = RankPlan::new(options.mesh, rank, &options.pipeline, options.micro_batches)?;
+        let (executable, compiled) = compile_step::compile_step(build, &options, &plan, Target::Cpu { threads })?;
+        let mut executor = cpu::Executor::new(executable, Workers::new(threads)?, options.seed)?;
+        if let Some(offload) = &options.offload {
+            executor.offload_to(&offload.folder)?;
+        }
+        if options.overflow == Overflow::Grow {
+            executor.serve_outside(options.most_bytes());
+        }
+        Self::of(Machine::Cpu(Box::new(executor)), RunsOn::cpu(threads, because), compiled, &plan, options)
+    }
+
+    fn of(
+        machine: Machine,
+        device: RunsOn,
+        compiled: CompiledStep,
+        plan: &RankPlan,
+        options: TrainOptions,
+    ) -> Result<Self> {
+        let find = |name| machine.executable().program(name).expect("compiled above");
+        let programs = Programs { train: find("train"), evaluate: find("evaluate"), logits: find("logits") };
+        let schedule = options.learning_rate.check()?;
+        let CompiledStep { parameters, vocabulary, kept, watched } = compiled;
+        let (at, step, world) = (plan.at, 0, None);
+        Ok(Self {
+            machine,
+            device,
+            options,
+            schedule,
+            programs,
+            parameters,
+            vocabulary,
+            kept,
+            watched,
+            at,
+            step,
+            world,
+        })
+    }
+
+    /// A trainer on a GPU, or why there is none although one might have been used.
+    #[cfg(feature = "cuda")]
+    fn on_gpu(build: &Build<'_>, options: &TrainOptions, rank: usize) -> Result<Result<Self, Option<String>>> {
+        let on = |ordinal| {
+            options.check_for_gpu()?;
+            let gpu = cuda::Nvidia::new(ordinal, cuda::Cache::of_user())?;
+            Self::with_device(Box::new(gpu), build, options.clone(), rank)
+        };
+        match options.device {
+            DeviceChoice::Cpu => Ok(Err(None)),
+            DeviceChoice::Cuda(ordinal) => on(ordinal).map(Ok),
+            DeviceChoice::Auto => match on(number_here(rank) % cuda::Nvidia::count().max(1)) {
+                // A card that is full, or fails, is no reason to train slowly; nor is a model that is wrong.
+                Err(Error::Device(why)) if !why.is_absence() => Err(Error::Device(why)),
+                Err(
+                    why @ (Error::Device(_) | Error::NoDeviceKernels { .. } | Error::Config { what: "device", .. }),
+                ) => Ok(Err(Some(why.to_string()))),
+                other => other.map(Ok),
+            },
+        }
+    }
+
+    /// That there is none.
+    #[cfg(not(feature = "cuda"))]
+    fn on_gpu(_: &Build<'_>, options: &TrainOptions, _: usize) -> Result<Result<Self, Option<String>>> {
+        match options.device {
+            DeviceChoice::Cpu => Ok(Err(None)),
+            DeviceChoice::Auto => Ok(Err(Some(device::without_cuda().to_string()))),
+            DeviceChoice::Cuda(_) => Err(device::without_cuda()),
+        }
+    }
+}
+
+/// A rank's number among those of its host: what the launcher says of a process; threads are all on one.
+#[cfg(feature = "cuda")]
+fn number_here(rank: usize) -> usize {
+    let launched = gapless_parallel::World::discover().ok().flatten();
+    launched.and_then(|world| world.local_rank).unwrap_or(rank)
+}
+
+/// Whether all ranks run on the same kind of device. Where they don't, those that only hoped for a GPU do without.
+///
+/// # Errors
+/// When some were told to use a GPU and others don't.
+fn agree(world: &mut dyn Communicator, is_gpu: bool, choice: DeviceChoice) -> Result<bool> {
+    const CPU: u8 = 0;
+    const HOPED_FOR: u8 = 1;
+    const ASKED_FOR: u8 = 2;
+    let mine = match choice {
+        _ if !is_gpu => CPU,
+        DeviceChoice::Auto => HOPED_FOR,
+        _ => ASKED_FOR,
+    };
+    let mut all = vec![CPU; world.size()];
+    world.all_gather(&[mine], &mut all)?;
+    let all_alike = all.iter().all(|&kind| (kind == CPU) == (mine == CPU));
+    if !all_alike && all.contains(&ASKED_FOR) {
+        let why = "some ranks run on GPUs, and others on CPUs, whose copies of a parameter would drift apart".into();
+        return Err(Error::Config { what: "device", why, remedy: "choose GPUs for all ranks, or the CPU" });
+    }
+    Ok(all_alike)
+}
