@@ -7,7 +7,7 @@ use gapless_parallel::{Mesh, by_name};
 
 use super::host;
 use super::mixture::Mixture;
-use super::processor::{Processor, device};
+use super::processor::device;
 use super::small::{SEQUENCE, Small, Style};
 use super::trainer::{batch, expect_near, numbers, options, step};
 use crate::checkpoint::Checkpoint;
@@ -201,8 +201,8 @@ fn a_device_that_fails_is_told_to_the_others() {
     let errors = on_threads(2, |world| {
         let failing: Box<dyn Device> = match world.rank() {
             // After the recordings of all programs: in the midst of a step.
-            1 => Box::new(Failing { processor: Processor::default(), replays: 1 }),
-            _ => Box::<Processor>::default(),
+            1 => Box::new(Failing { device: device(), replays: 1 }),
+            _ => device(),
         };
         let mut trainer = Trainer::rank_on_device(world, failing, |vb| Small::new(Style::Gpt, vb), options.clone())?;
         Ok([step(&mut trainer).unwrap_err().to_string(), step(&mut trainer).unwrap_err().to_string()])
@@ -213,47 +213,47 @@ fn a_device_that_fails_is_told_to_the_others() {
     assert!(errors[0][1].contains("after one of them has failed"), "{}", errors[0][1]);
 }
 
-/// A stand-in that replays so often, and then no more.
+/// A device that replays so often, and then no more.
 #[derive(Debug)]
 struct Failing {
-    processor: Processor,
+    device: Box<dyn Device>,
     replays: usize,
 }
 
 impl Device for Failing {
     fn name(&self) -> String {
-        self.processor.name()
+        self.device.name()
     }
 
     fn reserve(&mut self, bytes: u64) -> Result<u64, DeviceError> {
-        self.processor.reserve(bytes)
+        self.device.reserve(bytes)
     }
 
     fn write(&mut self, address: u64, bytes: &[u8]) -> Result<(), DeviceError> {
-        self.processor.write(address, bytes)
+        self.device.write(address, bytes)
     }
 
     fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), DeviceError> {
-        self.processor.read(address, bytes)
+        self.device.read(address, bytes)
     }
 
     fn record(&mut self, launches: Vec<Launch>, describe: Describe<'_>) -> Result<Recording, DeviceError> {
-        self.processor.record(launches, describe)
+        self.device.record(launches, describe)
     }
 
     fn run(&mut self, launches: &[Launch], describe: Describe<'_>) -> Result<Duration, DeviceError> {
-        self.processor.run(launches, describe)
+        self.device.run(launches, describe)
     }
 
     fn replay(&mut self, recording: Recording) -> Result<(), DeviceError> {
         let what = || "it has had enough".to_owned();
         let (device, call) = (self.name(), "cuGraphLaunch".to_owned());
         self.replays = self.replays.checked_sub(1).ok_or_else(|| DeviceError::Driver { device, call, what: what() })?;
-        self.processor.replay(recording)
+        self.device.replay(recording)
     }
 
     fn memory(&self) -> Result<DeviceMemory, DeviceError> {
-        self.processor.memory()
+        self.device.memory()
     }
 }
 
