@@ -254,6 +254,16 @@ fn a_step_that_is_full_once_per_layer_meets_the_bound() {
     }
 }
 
+/// Small ones do so before a search has spent much in vain.
+#[test]
+fn a_small_step_that_is_full_once_per_layer_costs_little() {
+    for (layers, stages, micro_batches) in [(4, 2, 8), (5, 2, 8), (4, 3, 8), (4, 4, 12), (8, 4, 12)] {
+        let step = Step { order: Order::Overlapped, layers, stages, micro_batches, ..Step::default() };
+        let solution = planned(&step.problem().unwrap(), &Options { work: 20_000_000, ..Options::default() });
+        assert_eq!(solution.proof, Proof::MaxLive, "{layers} layers, {stages} stages: gap {}", solution.gap());
+    }
+}
+
 #[test]
 fn a_capacity_gets_a_verdict() {
     let problem = Problem::new(vec![Buffer::new(0..2, 10), Buffer::new(1..3, 10), Buffer::new(2..4, 5)]).unwrap();

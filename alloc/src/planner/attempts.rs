@@ -3,6 +3,7 @@
 //! Several run side by side, and the first by number that gets to the end has the word: the same on every machine.
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use rayon::prelude::*;
 
@@ -33,6 +34,9 @@ const FIRST_STACKS: u64 = 6;
 /// Stacks that are left open, and the share of the work that these may spend: one in so many.
 const OPEN_STACKS: u64 = 6;
 const OPEN_SHARE: u64 = 8;
+
+/// Cliques that are full to the last byte from which on a stack is left open before much is searched.
+const OFTEN_FULL: usize = 8;
 
 /// Attempts from all places to start from; where as many find nothing to pay for, no other will.
 const ALL_STARTS: u64 = 8;
@@ -65,22 +69,43 @@ impl Portfolio<'_> {
             milestones::Attempt::new(&portfolio.timeline, &live, ceiling, &peaks, number).run(purse)
         };
         let first = Waves { first: 2, most: 8, work_per_item: 300, numbers: 0..FIRST_STACKS };
-        let open = Waves { first: 2, most: 2, work_per_item: 300, numbers: 0..OPEN_STACKS };
         let more = Waves { first: 8, most: 8, work_per_item: 300, numbers: FIRST_STACKS..STACKS };
         let patient = Waves { first: 2, most: 2, work_per_item: 1_000, numbers: 0..u64::MAX };
         let mut found = self.attempt(&first, brief);
-        if !found {
-            within(self.meter.left() / OPEN_SHARE, self, |portfolio| {
-                found = portfolio.attempt(&open, |portfolio, number, purse| {
-                    milestones::Attempt::open(&portfolio.timeline, &live, ceiling, &peaks, number).run(purse)
-                });
-            });
+        if !found && !self.is_open_over {
+            within(self.meter.left() / OPEN_SHARE, self, |portfolio| found = portfolio.open(ceiling, &live, &peaks));
         }
         found
             || self.attempt(&more, brief)
             || self.attempt(&patient, |portfolio, number, purse| {
                 milestones::Attempt::new(&portfolio.timeline, &live, ceiling, &peaks, number).patient().run(purse)
             })
+    }
+
+    /// Whether clique after clique is full up to `ceiling`. A search mostly spends its share there in vain.
+    pub fn is_often_full(&self, ceiling: u64) -> bool {
+        let peaks = self.peaks(ceiling);
+        peaks.is_some_and(|(live, peaks)| peaks.len() >= OFTEN_FULL && live[peaks[0] as usize] == ceiling)
+    }
+
+    /// Sweeps from open stacks alone, likewise.
+    pub fn open_once(&mut self, ceiling: u64) -> bool {
+        let Some((live, peaks)) = self.peaks(ceiling) else { return false };
+        self.open(ceiling, &live, &peaks)
+    }
+
+    fn open(&mut self, ceiling: u64, live: &[u64], peaks: &[u32]) -> bool {
+        let waves = Waves { first: 2, most: 2, work_per_item: 300, numbers: 0..OPEN_STACKS };
+        let is_cut_short = AtomicBool::new(false);
+        let found = self.attempt(&waves, |portfolio, number, purse| {
+            let offsets = milestones::Attempt::open(&portfolio.timeline, live, ceiling, peaks, number).run(purse);
+            is_cut_short.fetch_or(purse.left() == 0, Ordering::Relaxed);
+            offsets
+        });
+        // With less than that, the last ones may not have been made.
+        let whole_way = self.timeline.part.items.len() as u64 * waves.work_per_item;
+        self.is_open_over = !found && self.meter.left() >= whole_way && !is_cut_short.into_inner();
+        found
     }
 
     /// Bytes alive in each clique, and the fullest cliques; `None` where a stack of items could not be swept outwards.
@@ -144,4 +169,44 @@ pub(super) fn start(peaks: &[u32], cliques: u32, number: u64) -> (u32, Direction
         _ => (middle, Direction::Backward),
     };
     (peaks[which], first)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::planner::part::{Item, Part, Whole};
+    use crate::synthetic::{Order, Step};
+
+    /// Whether open stacks meet the bound of an overlapped step for some work, and whether they were all tried in vain.
+    fn tried((layers, stages, micro_batches): (u64, u64, u64), work: u64) -> (bool, bool) {
+        let step = Step { order: Order::Overlapped, layers, stages, micro_batches, ..Step::default() };
+        let whole = Whole::new(&step.problem().unwrap(), true);
+        let [part] = whole.parts.as_slice() else { panic!("one part") };
+        let mut portfolio = Portfolio::new(part, part.bound, Meter { work, ..Meter::default() });
+        let found = portfolio.open_once(part.bound);
+        assert_eq!(found, portfolio.best.is_some_and(|best| best.height == part.bound));
+        (found, portfolio.is_open_over)
+    }
+
+    #[test]
+    fn open_stacks_that_were_cut_short_may_be_tried_again() {
+        assert_eq!(tried((4, 2, 8), 5_000_000), (true, false));
+        assert_eq!(tried((6, 2, 8), 5_000_000), (false, true));
+        assert_eq!(tried((6, 2, 8), 600_000), (false, false));
+        assert_eq!(tried((6, 2, 8), 1_000), (false, false));
+    }
+
+    /// One that is there all the time beside many that come one after another: each full clique counts.
+    #[test]
+    fn a_part_is_often_full_from_some_cliques_on() {
+        for full in [OFTEN_FULL - 1, OFTEN_FULL] {
+            let cliques = full as u32;
+            let item = |start, end, bytes| Item { start, end, bytes, alignment: 1 };
+            let mut items = vec![item(0, cliques, 5)];
+            items.extend((0..cliques).map(|start| item(start, start + 1, 3)));
+            let part = Part { items, cliques, bound: 8, ..Part::default() };
+            let portfolio = Portfolio::new(&part, 8, Meter::default());
+            assert_eq!([8, 9].map(|ceiling| portfolio.is_often_full(ceiling)), [full == OFTEN_FULL, false]);
+        }
+    }
 }

@@ -38,13 +38,16 @@ pub(crate) struct Portfolio<'p> {
     pub best: Option<Placed>,
     /// The lowest plans that were offered and are not the best, lowest first: other places to start repairs from.
     pub others: Vec<Placed>,
+    /// Whether every stack that is left open was tried to its end in vain.
+    pub is_open_over: bool,
 }
 
 const DIRECTIONS: [Direction; 2] = [Direction::Forward, Direction::Backward];
 
 impl<'p> Portfolio<'p> {
     pub fn new(part: &'p Part, ceiling: u64, meter: Meter) -> Self {
-        Self { timeline: Timeline::new(part), ceiling, sweeps: 0, meter, best: None, others: Vec::new() }
+        let timeline = Timeline::new(part);
+        Self { timeline, ceiling, sweeps: 0, meter, best: None, others: Vec::new(), is_open_over: false }
     }
 
     /// Stages 1 and 2: sweeps on their own. They leave most of the work to what comes after them.
