@@ -125,7 +125,7 @@ impl Link {
             }
             std::thread::sleep(Duration::from_millis(1));
         }
-        eprintln!("gapless: {text}; MPI does not answer, so this process ends itself");
+        super::say(&format!("{text}; MPI does not answer, so this process ends itself"));
         std::process::abort();
     }
 

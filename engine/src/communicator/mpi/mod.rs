@@ -193,7 +193,7 @@ fn end_job_on_panic(link: Arc<Link>, rank: usize) {
             return;
         }
         if std::thread::current().name() == Some("gapless-mpi") {
-            eprintln!("gapless: rank {rank} panicked");
+            say(&format!("rank {rank} panicked"));
             raw::abort();
         }
         link.end_job(format!("rank {rank} panicked"), None)
@@ -216,6 +216,11 @@ fn number(tag: Tag, largest: u64) -> Result<i32> {
         return Err(CommunicatorError::Tag { tag, largest });
     }
     Ok(number as i32)
+}
+
+/// Writes a line to standard error in one piece: a launcher mixes what its processes write with what MPI does.
+fn say(text: &str) {
+    let _ = std::io::Write::write_all(&mut std::io::stderr(), format!("gapless: {text}\n").as_bytes());
 }
 
 #[cfg(test)]

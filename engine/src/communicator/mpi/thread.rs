@@ -135,7 +135,7 @@ fn or_end_job<T>(rank: usize, result: Result<T>) -> T {
 }
 
 fn end_job(text: &str) -> ! {
-    eprintln!("gapless: {text}");
+    super::say(text);
     raw::abort()
 }
 
