@@ -8,10 +8,11 @@ use std::time::Instant;
 use candle_core::{DType, Layout};
 use gapless_alloc::arena::{ArenaOptions, ArenaPlan, RequestId, Reserve};
 use gapless_alloc::draw::Mark;
-use gapless_alloc::{Label, Options, PlanHash, Problem, Role, Solution, check, lower_bound, plan, plan_hash};
+use gapless_alloc::{Label, Options, PlanHash, Problem, Role, Solution, lower_bound, plan_hash};
 
 use super::host::{HostPlan, plan_host};
 use super::lifetimes::{Lifetimes, lifetimes, tick_of};
+use super::planning::{lowest_within, planned};
 use super::program::{BufferId, Held, Operand, Part, Program, Work};
 use super::requests::Requests;
 use crate::cpu::args::{Address, Element};
@@ -193,6 +194,11 @@ impl Executable {
         self.host.solution.height
     }
 
+    /// Messages and collectives that a program has, at most.
+    pub(crate) fn requests(&self) -> usize {
+        self.programs.iter().map(|program| program.requests).max().unwrap_or(0)
+    }
+
     /// Finds a program by name.
     pub fn program(&self, name: &str) -> Option<ProgramId> {
         self.programs.iter().position(|program| program.name == name).map(ProgramId)
@@ -240,7 +246,7 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
     let started = Instant::now();
     let solution = {
         let _span = tracing::info_span!("plan", buffers = problem.len()).entered();
-        lowest_within(&problem, &options.planner)
+        lowest_within(&problem, &options.planner)?
     };
     let requests = Requests::of(programs, &of, &spans, &problem);
     let routing = requests.plan(&problem, &solution, options.reserve)?;
@@ -250,9 +256,6 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
     }
     let mut host = plan_host(programs, &spans, &options.planner)?;
     let plan_ms = started.elapsed().as_secs_f64() * 1e3;
-    check(&problem, &solution.offsets, Some(solution.height)).map_err(|violations| Error::BadPlan {
-        what: violations.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "),
-    })?;
     let plan_hash = plan_hash(&problem, &solution.offsets);
     // By index into the problem, which is the order of declaration.
     let mut persistent: BTreeMap<usize, Persistent> = BTreeMap::new();
@@ -350,15 +353,6 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
     })
 }
 
-/// The lowest plan that is found, unless that is above the capacity: then one that is looked for below it.
-fn lowest_within(problem: &Problem, options: &Options) -> Solution {
-    let lowest = plan(problem, &Options { capacity: None, ..options.clone() });
-    match options.capacity {
-        Some(capacity) if lowest.height > capacity => plan(problem, options),
-        _ => lowest,
-    }
-}
-
 /// The size of the arena of all `programs`; above the capacity, only that it is at least so much.
 pub(crate) fn height(programs: &[&Program], CompileOptions { planner, reserve }: CompileOptions) -> Result<u64> {
     let Lifetimes { problem, of, spans, .. } = lifetimes(programs)?;
@@ -369,9 +363,9 @@ pub(crate) fn height(programs: &[&Program], CompileOptions { planner, reserve }:
     let requests = Requests::of(programs, &of, &spans, &problem);
     // What is counted stands above the plan that `compile` makes, and between its buffers.
     let solution = match requests.is_empty() {
-        true => plan(&problem, &planner),
+        true => planned(&problem, &planner),
         false => lowest_within(&problem, &planner),
-    };
+    }?;
     let routing = requests.plan(&problem, &solution, reserve)?;
     Ok(routing.as_ref().map_or(solution.height, ArenaPlan::height))
 }

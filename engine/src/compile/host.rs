@@ -5,11 +5,12 @@
 
 use std::ops::Range;
 
-use gapless_alloc::{Buffer, Options, Problem, Solution, check, plan};
+use gapless_alloc::{Buffer, Options, Problem, Solution};
 
 use super::lifetimes::tick_of;
+use super::planning::planned;
 use super::program::{Program, Work};
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 /// All offsets are multiples of this: a page.
 const PAGE: u64 = 4096;
@@ -28,7 +29,7 @@ pub struct HostPlan {
 /// Plans the file of `programs`, which own these ticks.
 ///
 /// # Errors
-/// When the live bytes exceed `u64`; [`Error::BadPlan`] if the planner is broken.
+/// When the live bytes exceed `u64`; [`Error::BadPlan`](crate::Error::BadPlan) if the planner is broken.
 pub(super) fn plan_host(programs: &[Program], spans: &[Range<u64>], options: &Options) -> Result<HostPlan> {
     let mut buffers: Vec<Buffer> = Vec::new();
     for (program, span) in programs.iter().zip(spans) {
@@ -45,10 +46,7 @@ pub(super) fn plan_host(programs: &[Program], spans: &[Range<u64>], options: &Op
         );
     }
     let problem = Problem::new(buffers)?;
-    let solution = plan(&problem, &Options { capacity: None, ..options.clone() });
-    check(&problem, &solution.offsets, Some(solution.height)).map_err(|violations| Error::BadPlan {
-        what: violations.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "),
-    })?;
+    let solution = planned(&problem, &Options { capacity: None, ..options.clone() })?;
     let mut left = solution.offsets.iter().copied();
     let offsets = programs.iter().map(|program| left.by_ref().take(program.host.len()).collect()).collect();
     Ok(HostPlan { problem, solution, offsets })

@@ -14,6 +14,7 @@ mod lifetimes;
 mod lower;
 mod messages;
 mod order;
+mod planning;
 mod program;
 mod requests;
 
@@ -25,6 +26,8 @@ pub use host::HostPlan;
 pub(crate) use lifetimes::ALIGNMENT;
 pub(crate) use lower::alive_nodes;
 pub use lower::{Lowering, Output, Target, lower};
+#[cfg(feature = "cuda")]
+pub(crate) use planning::planned;
 pub use program::{
     Buffer, BufferId, Counted, Held, HostBuffer, HostId, Instance, Message, Operand, Part, Program, Step, Work,
 };

@@ -9,7 +9,7 @@ use gapless_alloc::arena::{ArenaReport, Reserve};
 
 use super::arena::Arena;
 use super::args::{Address, Element};
-use super::links::{Communicators, Lent, Links};
+use super::links::{Communicators, Links};
 use super::offload::HostFile;
 use super::routed::{Refusal, Routed};
 use super::run::{Base, Failure, Outside, run_all};
@@ -97,8 +97,7 @@ impl Executor {
 
     /// Gives it the ways to the other ranks.
     pub fn connect(&mut self, communicators: Communicators) {
-        let requests = self.executable.programs.iter().map(|program| program.requests).max().unwrap_or(0);
-        self.links = Mutex::new(Links::new(communicators, requests));
+        self.links = Mutex::new(Links::new(communicators, &self.executable));
     }
 
     /// Makes the file that offloaded activations wait in. An executable that has such cannot run without.
@@ -173,12 +172,11 @@ impl Executor {
                 let mut links = self.links.lock().unwrap_or_else(PoisonError::into_inner);
                 let mut routed = self.routed.lock().unwrap_or_else(PoisonError::into_inner);
                 routed.begin(bytes);
-                let mut lent = Lent { links: &mut links, over: false };
+                let lent = links.lend();
                 let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
-                let outside = Outside { links: lent.links, routed: &mut routed, file: &mut file };
+                let outside = Outside { links: &mut *lent.links, routed: &mut routed, file: &mut file };
                 let result = run_all(program, base, bytes, options, outside);
-                lent.over = result.is_ok();
-                drop(lent);
+                lent.end(result.is_ok());
                 let _ = outcome.set(result);
             });
             outcome.into_inner()

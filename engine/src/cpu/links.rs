@@ -6,7 +6,7 @@
 use super::args::{Address, Places};
 use super::run::{Base, range};
 use crate::communicator::{self, Communicator, CommunicatorError, Request};
-use crate::compile::{Instruction, Message, Work};
+use crate::compile::{Executable, Instruction, Message, Work};
 use crate::ops::{Collective, Group};
 
 /// The ways to the other ranks.
@@ -58,11 +58,17 @@ pub(crate) struct Links {
 }
 
 impl Links {
-    /// For programs of at most so many requests.
-    pub fn new(communicators: Communicators, requests: usize) -> Self {
+    /// For the programs of an executable.
+    pub fn new(communicators: Communicators, executable: &Executable) -> Self {
+        let requests = executable.requests();
         let experts = communicators.experts.as_ref().map_or(0, |experts| experts.size());
         let lens = (0..requests).map(|_| [vec![0; experts], vec![0; experts]]).collect();
         Self { communicators, requests: (0..requests).map(|_| None).collect(), lens }
+    }
+
+    /// For a run.
+    pub fn lend(&mut self) -> Lent<'_> {
+        Lent { links: self, is_over: false }
     }
 }
 
@@ -73,15 +79,23 @@ enum Under {
     Collective(Request, Group),
 }
 
-/// What messages under way hold of the arena; a run that fails or panics takes it back before the arena is let go.
-pub(super) struct Lent<'l> {
+/// The links of a run. One that fails or panics gives them up, and has back what messages under way hold of its memory before it
+/// lets go of that.
+pub(crate) struct Lent<'l> {
     pub links: &'l mut Links,
-    pub over: bool,
+    is_over: bool,
+}
+
+impl Lent<'_> {
+    /// The run is over, well or not.
+    pub fn end(mut self, is_well: bool) {
+        self.is_over = is_well;
+    }
 }
 
 impl Drop for Lent<'_> {
     fn drop(&mut self) {
-        if !self.over {
+        if !self.is_over {
             *self.links = Links::default();
         }
     }

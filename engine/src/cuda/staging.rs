@@ -8,12 +8,12 @@
 //! rounded once on its way back.
 
 use candle_core::DType;
-use gapless_alloc::{Buffer, Options, Problem, check, plan};
+use gapless_alloc::{Buffer, Options, Problem};
 
 use super::device::{Device, DeviceError};
-use crate::compile::{CompiledProgram, Executable, Instruction, Work};
-use crate::cpu::links::{Bytes, Links, Operands};
-use crate::cpu::{Address, Communicators};
+use crate::compile::{CompiledProgram, Executable, Instruction, Work, planned};
+use crate::cpu::Address;
+use crate::cpu::links::{Bytes, Lent, Links, Operands};
 use crate::error::{Error, Result};
 use crate::ops::Collective;
 
@@ -33,31 +33,11 @@ pub(super) struct Staging {
     staged: Vec<Vec<Staged>>,
 }
 
-/// The staging of a run. One that fails or panics gives up the ways to the others, so that nothing is lent any more.
+/// What a run exchanges.
 pub(super) struct Exchanging<'s> {
-    pub staging: &'s mut Staging,
-    is_over: bool,
-}
-
-impl Exchanging<'_> {
-    /// Ends the run as it ended.
-    pub fn end<T>(mut self, ended: Result<T>) -> Result<T> {
-        self.is_over = ended.is_ok();
-        match &ended {
-            // The communicator has told the others.
-            Ok(_) | Err(Error::Communicator { .. }) => {}
-            Err(error) => self.staging.links.give_up(&error.to_string()),
-        }
-        ended
-    }
-}
-
-impl Drop for Exchanging<'_> {
-    fn drop(&mut self) {
-        if !self.is_over {
-            self.staging.links = Links::default();
-        }
-    }
+    lent: Lent<'s>,
+    memory: &'s mut [u64],
+    staged: &'s [Vec<Staged>],
 }
 
 /// What of a request lies in host memory.
@@ -194,10 +174,7 @@ impl Staging {
             all.push(staged);
         }
         let problem = Problem::new(buffers)?;
-        let solution = plan(&problem, &Options { work: PLANNING, ..Options::default() });
-        check(&problem, &solution.offsets, Some(solution.height)).map_err(|violations| Error::BadPlan {
-            what: violations.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "),
-        })?;
+        let solution = planned(&problem, &Options { work: PLANNING, ..Options::default() })?;
         for copied in all.iter_mut().flatten().flat_map(Staged::all) {
             copied.at = solution.offsets[copied.at as usize];
         }
@@ -214,14 +191,27 @@ impl Staging {
     }
 
     /// Gives it the ways to the other ranks.
-    pub fn connect(&mut self, communicators: Communicators) {
-        let requests = self.staged.iter().map(Vec::len).max().unwrap_or(0);
-        self.links = Links::new(communicators, requests);
+    pub fn connect(&mut self, links: Links) {
+        self.links = links;
     }
 
-    /// A run, for whose end all that is lent has come back.
+    /// For a run.
     pub fn run(&mut self) -> Exchanging<'_> {
-        Exchanging { staging: self, is_over: false }
+        let Self { links, memory, staged } = self;
+        Exchanging { lent: links.lend(), memory, staged }
+    }
+}
+
+impl Exchanging<'_> {
+    /// Ends the run as it ended.
+    pub fn end<T>(self, ended: Result<T>) -> Result<T> {
+        match &ended {
+            // The communicator has told the others.
+            Ok(_) | Err(Error::Communicator { .. }) => {}
+            Err(error) => self.lent.links.give_up(&error.to_string()),
+        }
+        self.lent.end(ended.is_ok());
+        ended
     }
 
     /// Does what an instruction has to do with other ranks, with the arena at `base`. All that was launched before has ended.
@@ -262,9 +252,9 @@ impl Staging {
                 let inputs = staged.inputs.each_ref().map(|input| input.as_ref().map(bytes));
                 let operands = Operands { inputs, output, starts, row_bytes: staged.row_bytes };
                 // SAFETY: as above; what is lent is left alone until the request is finished.
-                unsafe { self.links.begin(*collective, request, &operands) }.map_err(failed)?;
+                unsafe { self.lent.links.begin(*collective, request, &operands) }.map_err(failed)?;
             }
-            Work::Finish(_) => self.links.finish(request).map_err(failed)?,
+            Work::Finish(_) => self.lent.links.finish(request).map_err(failed)?,
             work => {
                 let (Work::Send(message) | Work::Receive(message) | Work::Wait(message)) = *work else {
                     unreachable!("all else is a collective")
@@ -272,7 +262,7 @@ impl Staging {
                 let operand = staged.inputs[0].as_ref().or(staged.output.as_ref());
                 let operand = || bytes(operand.expect("a message has an operand"));
                 // SAFETY: as above; what is lent is left alone until the message's wait.
-                unsafe { self.links.transfer(work, message, operand) }.map_err(failed)?;
+                unsafe { self.lent.links.transfer(work, message, operand) }.map_err(failed)?;
             }
         }
         if let (Some(_), Some(copied)) = (ends, &staged.output) {
