@@ -6,7 +6,7 @@
 //! (Qi et al., arXiv 2401.10241). Never: an order of execution across micro-batches, or memory.
 
 use std::any::Any;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Arc, Mutex};
 
 use candle_core::DType;
@@ -153,6 +153,7 @@ impl Pass {
         dtype_of: &dyn Fn(&Tensor) -> DType,
     ) -> Result<Vec<ParameterGradient>> {
         let mut gradients = Vec::new();
+        let read: HashSet<ValueId> = lock(&self.graph).nodes().iter().flat_map(|node| &node.inputs).copied().collect();
         // In order of the parameters: this records nodes, and the same model must always give the same program.
         for (parameter, parts) in BTreeMap::from_iter(pending) {
             if !matches!(lock(&self.graph).value(parameter).source, Source::Persistent { .. }) {
@@ -169,7 +170,9 @@ impl Pass {
                 lock(&self.graph).set_place(place);
                 let dense =
                     if made { part.contiguous()? } else { Tensor::apply_op::<1>(Contiguous, &[&part])?[0].clone() };
-                summands.push(self.cast(dense, dtype)?.id());
+                let is_made_so = dense.dtype() == dtype
+                    || !read.contains(&dense.id()) && lock(&self.graph).make_in(dense.id(), dtype)?;
+                summands.push(if is_made_so { dense.id() } else { self.cast(dense, dtype)?.id() });
             }
             gradients.push(ParameterGradient { parameter, summands });
         }
@@ -179,9 +182,6 @@ impl Pass {
     /// The same in another type, with the cast in front of what only rearranges: there it is next to the sum over micro-batches,
     /// where [`Self::defer_movement`] then leaves it.
     fn cast(&self, part: Tensor, dtype: DType) -> Result<Tensor> {
-        if part.dtype() == dtype {
-            return Ok(part);
-        }
         let (mut value, mut moves) = (part.id(), Vec::new());
         {
             let g = lock(&self.graph);

@@ -8,7 +8,7 @@ use std::any::Any;
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
-use candle_core::Layout;
+use candle_core::{DType, Layout};
 
 use crate::cpu::Args;
 use crate::error::{Error, Result};
@@ -95,6 +95,12 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
     /// over micro-batches must then have the same bits as one call over all of them.
     fn accumulates(&self, _index: usize) -> bool {
         false
+    }
+
+    /// The same with output `index`, of which this is the only change, in another type of float: so that a sum over
+    /// micro-batches has it as it was before it was rounded. None if it is always rounded.
+    fn with_output_in(&self, _index: usize, _dtype: DType) -> Option<Arc<dyn Op>> {
+        None
     }
 
     /// Scratch of one call with `threads` threads: the bytes of each of its pieces. Several small pieces, which need not lie

@@ -432,6 +432,24 @@ impl Graph {
         Ok(new)
     }
 
+    /// Lets a node make a value, which nobody reads so far, in another type of float; false if it can't.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] when what the operation says that it makes then is anything else.
+    pub(crate) fn make_in(&mut self, id: ValueId, dtype: DType) -> Result<bool> {
+        let Source::Node { node, output } = self.value(id).source else { return Ok(false) };
+        let Node { op, inputs, outputs, .. } = self.node(node);
+        let Some(op) = op.with_output_in(output, dtype).filter(|_| outputs[output] == id) else { return Ok(false) };
+        let mut expected = self.specs(outputs);
+        expected[output].dtype = dtype;
+        if self.infer(&*op, inputs)? != expected {
+            return Err(self.refused(&*op, inputs, format!("only the type of output {output} may change")));
+        }
+        self.nodes[node.index()].op = op;
+        self.values[id.index()].spec.dtype = dtype;
+        Ok(true)
+    }
+
     /// The number that every element of a value is, if that is known.
     pub fn number(&self, id: ValueId) -> Option<f64> {
         match self.value(self.value(id).root).source {

@@ -555,7 +555,7 @@ impl Tensor {
     /// # Errors
     /// When the shapes do not fit.
     pub fn linear_cross_entropy(&self, weight: &Self, targets: &Self) -> Result<Self> {
-        let op = ops::LinearCrossEntropy { gradient: None };
+        let op = ops::LinearCrossEntropy::new(None);
         Self::apply_op::<1>(op, &[self, weight, targets]).map(|[losses]| losses)
     }
 

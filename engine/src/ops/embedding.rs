@@ -1,5 +1,10 @@
 //! Rows of a table chosen by ids.
 
+use std::sync::Arc;
+
+use candle_core::DType;
+
+use super::OutputTypes;
 use crate::cpu::{Args, InPieces, Pieces, rows_per_task, vectorize};
 use crate::error::Result;
 use crate::graph::{Spec, Tensor};
@@ -25,7 +30,8 @@ impl Op for Embedding {
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         let vocabulary = g.input(0).dims()[0];
-        let [d_table] = Tensor::apply_op(EmbeddingGrad { vocabulary }, &[&g.input(1), &g.grad(0)])?;
+        let [d_table] =
+            Tensor::apply_op(EmbeddingGrad { vocabulary, types: OutputTypes::default() }, &[&g.input(1), &g.grad(0)])?;
         g.send(0, d_table);
         Ok(())
     }
@@ -69,6 +75,7 @@ impl Op for Embedding {
 #[derive(Debug, Clone, Copy)]
 struct EmbeddingGrad {
     vocabulary: usize,
+    types: OutputTypes<1>,
 }
 
 /// Parts that the table is cut into.
@@ -80,7 +87,7 @@ impl Op for EmbeddingGrad {
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
-        Ok(vec![inputs[1].in_shape((self.vocabulary, super::width(inputs[1].dims())))])
+        Ok(self.types.of([inputs[1].in_shape((self.vocabulary, super::width(inputs[1].dims())))]))
     }
 
     /// The rows that are looked up, not the table.
@@ -94,6 +101,10 @@ impl Op for EmbeddingGrad {
 
     fn accumulates(&self, _: usize) -> bool {
         true
+    }
+
+    fn with_output_in(&self, index: usize, dtype: DType) -> Option<Arc<dyn Op>> {
+        Some(Arc::new(Self { types: self.types.with(index, dtype), ..*self }))
     }
 
     fn run(&self, args: &mut Args<'_>) {

@@ -1,5 +1,10 @@
 //! The layer x·Wᵀ + b, and its gradients as separate parts.
 
+use std::sync::Arc;
+
+use candle_core::DType;
+
+use super::OutputTypes;
 use crate::cpu::gemm::{Epilogue, Gemm, Mode, Strides};
 use crate::cpu::{Args, InPieces, Pieces, vectorize};
 use crate::error::Result;
@@ -37,14 +42,15 @@ impl Op for Linear {
         let (x, weight, dy) = (g.input(0), g.input(1), g.grad(0));
         let needs_bias = self.has_bias && g.needs(2);
         // The weight's part first: it is the last to need x.
+        let op = LinearGradWeight { has_bias: needs_bias, types: OutputTypes::default() };
         if needs_bias {
-            let [d_weight, d_bias] = Tensor::apply_op(LinearGradWeight { has_bias: true }, &[&x, &dy])?;
+            let [d_weight, d_bias] = Tensor::apply_op(op, &[&x, &dy])?;
             if g.needs(1) {
                 g.send(1, d_weight);
             }
             g.send(2, d_bias);
         } else if g.needs(1) {
-            let [d_weight] = Tensor::apply_op(LinearGradWeight { has_bias: false }, &[&x, &dy])?;
+            let [d_weight] = Tensor::apply_op(op, &[&x, &dy])?;
             g.send(1, d_weight);
         }
         if g.needs(0) {
@@ -181,6 +187,7 @@ impl Op for LinearGradInput {
 #[derive(Debug, Clone, Copy)]
 struct LinearGradWeight {
     has_bias: bool,
+    types: OutputTypes<2>,
 }
 
 impl LinearGradWeight {
@@ -203,7 +210,8 @@ impl Op for LinearGradWeight {
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
         let (width, out) = (super::width(inputs[0].dims()), super::width(inputs[1].dims()));
         let weight = inputs[0].in_shape((out, width));
-        Ok(if self.has_bias { vec![weight, inputs[0].in_shape(out)] } else { vec![weight] })
+        let bias = self.has_bias.then(|| inputs[0].in_shape(out));
+        Ok(self.types.of([weight].into_iter().chain(bias)))
     }
 
     fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
@@ -212,6 +220,10 @@ impl Op for LinearGradWeight {
 
     fn accumulates(&self, _: usize) -> bool {
         true
+    }
+
+    fn with_output_in(&self, index: usize, dtype: DType) -> Option<Arc<dyn Op>> {
+        Some(Arc::new(Self { types: self.types.with(index, dtype), ..*self }))
     }
 
     fn workspace(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> Vec<u64> {

@@ -6,11 +6,11 @@
 
 use std::collections::BTreeSet;
 use std::ops::Range;
+use std::sync::Arc;
 
-#[cfg(feature = "cuda")]
-use candle_core::DType;
-use candle_core::Layout;
+use candle_core::{DType, Layout};
 
+use super::OutputTypes;
 use crate::cpu::gemm::{Epilogue, Gemm, Mode, Strides};
 use crate::cpu::scratch::for_each_of;
 use crate::cpu::{Args, InPieces, Pieces, Scratch, math, reduce, rows_per_task, vectorize};
@@ -27,8 +27,15 @@ use crate::reference::{Array, Reference};
 /// −log softmax(x·Wᵀ)`[target]` for x [.., width], weight [vocabulary, width] and targets [..]: the losses [..].
 #[derive(Debug, Clone, Copy)]
 pub struct LinearCrossEntropy {
-    /// The gradient of every loss, where it is known beforehand. Then dx and d_weight are two more outputs.
-    pub gradient: Option<f64>,
+    gradient: Option<f64>,
+    types: OutputTypes<3>,
+}
+
+impl LinearCrossEntropy {
+    /// With the gradient of every loss, where that is known beforehand. Then dx and d_weight are two more outputs.
+    pub fn new(gradient: Option<f64>) -> Self {
+        Self { gradient, types: OutputTypes::default() }
+    }
 }
 
 impl Op for LinearCrossEntropy {
@@ -51,17 +58,17 @@ impl Op for LinearCrossEntropy {
         let losses = Spec::f32(rows.to_vec());
         Ok(match self.gradient {
             None => vec![losses],
-            Some(_) => vec![losses, inputs[0].clone(), inputs[1].clone()],
+            Some(_) => self.types.of([losses, inputs[0].clone(), inputs[1].clone()]),
         })
     }
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         // Whatever makes x or the weight has parameters of its own, so both gradients are wanted.
         let [dx, d_weight] = match g.constant(0) {
-            Some(number) => g.in_forward(Self { gradient: Some(number) })?,
+            Some(number) => g.in_forward(Self::new(Some(number)))?,
             None => {
                 let inputs = [&g.input(0), &g.input(1), &g.input(2), &g.grad(0)];
-                Tensor::apply_op(LinearCrossEntropyGrad, &inputs)?
+                Tensor::apply_op(LinearCrossEntropyGrad::default(), &inputs)?
             }
         };
         for (input, gradient) in [dx, d_weight].into_iter().enumerate() {
@@ -82,6 +89,10 @@ impl Op for LinearCrossEntropy {
 
     fn accumulates(&self, index: usize) -> bool {
         index == 2
+    }
+
+    fn with_output_in(&self, index: usize, dtype: DType) -> Option<Arc<dyn Op>> {
+        (index == 2).then(|| Arc::new(Self { types: self.types.with(index, dtype), ..*self }) as Arc<dyn Op>)
     }
 
     fn workspace(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> Vec<u64> {
@@ -127,8 +138,10 @@ impl Op for LinearCrossEntropy {
 
 /// (dx, d_weight) from (x, weight, targets, d_losses): computes the logits once more, for losses whose gradient is known only
 /// in the backward.
-#[derive(Debug, Clone, Copy)]
-struct LinearCrossEntropyGrad;
+#[derive(Debug, Clone, Copy, Default)]
+struct LinearCrossEntropyGrad {
+    types: OutputTypes<2>,
+}
 
 impl Op for LinearCrossEntropyGrad {
     fn name(&self) -> &'static str {
@@ -136,7 +149,7 @@ impl Op for LinearCrossEntropyGrad {
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
-        Ok(vec![inputs[0].clone(), inputs[1].clone()])
+        Ok(self.types.of([inputs[0].clone(), inputs[1].clone()]))
     }
 
     fn reads_strides(&self, index: usize, _: &Layout) -> bool {
@@ -153,6 +166,10 @@ impl Op for LinearCrossEntropyGrad {
 
     fn accumulates(&self, index: usize) -> bool {
         index == 1
+    }
+
+    fn with_output_in(&self, index: usize, dtype: DType) -> Option<Arc<dyn Op>> {
+        (index == 1).then(|| Arc::new(Self { types: self.types.with(index, dtype) }) as Arc<dyn Op>)
     }
 
     fn workspace(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> Vec<u64> {
@@ -335,7 +352,7 @@ impl Chunks {
             let of_rows = |address: u64| address + 4 * range.start as u64;
             launches.extend(launch::head(&chunk, of_rows(targets.address), of_rows(losses), upstream)?);
             let Some((_, [dx, d_weight])) = backward else { continue };
-            let to = Matrix::dense(d_weight.address, dtype, width);
+            let to = Matrix::dense(d_weight.address, d_weight.dtype, width);
             let product = Product::new((vocabulary, width, rows), of_logits.t(), x, to, scratch);
             let accumulate = index > 0 || operands.accumulates(weight);
             launches.push(Launch::Product(Product { accumulate, ..product }));

@@ -18,6 +18,7 @@ mod linear_cross_entropy;
 mod matmul;
 mod narrow;
 mod norm_grad;
+mod output_types;
 mod reshape;
 mod rms_norm;
 mod rope;
@@ -61,6 +62,7 @@ pub use unary::{Unary, UnaryKind};
 
 use candle_core::{DType, Layout};
 
+use self::output_types::OutputTypes;
 use crate::cpu::{last_extent, row_of};
 use crate::graph::{FLOATS, Spec};
 

@@ -2,6 +2,11 @@
 //! dx = rstd·(g − mean(g) − x̂·mean(g·x̂)), without the mean(g) where nothing was centred;
 //! d_weight = Σ dy·x̂ and d_bias = Σ dy over the rows.
 
+use std::sync::Arc;
+
+use candle_core::DType;
+
+use super::OutputTypes;
 use crate::cpu::{Args, InPieces, Pieces, reduce, rows_per_task, vectorize};
 use crate::error::Result;
 use crate::graph::{Spec, Tensor};
@@ -12,7 +17,7 @@ use crate::reference::{Array, Reference};
 pub(super) fn record(g: &mut Gradient, centred: bool) -> Result<()> {
     let (x, weight, stats, dy) = (g.input(0), g.input(1), g.output(1), g.grad(0));
     if g.needs(1) || (centred && g.needs(2)) {
-        let [d_weight, d_bias] = Tensor::apply_op(NormGradWeight, &[&x, &stats, &dy])?;
+        let [d_weight, d_bias] = Tensor::apply_op(NormGradWeight::default(), &[&x, &stats, &dy])?;
         if g.needs(1) {
             g.send(1, d_weight);
         }
@@ -114,8 +119,10 @@ impl Op for NormGradInput {
 }
 
 /// (d_weight, d_bias) from (x, stats, dy): columns in parallel, rows in order.
-#[derive(Debug, Clone, Copy)]
-struct NormGradWeight;
+#[derive(Debug, Clone, Copy, Default)]
+struct NormGradWeight {
+    types: OutputTypes<2>,
+}
 
 /// Columns per task: four cache lines of each row.
 const COLUMNS: usize = 64;
@@ -127,7 +134,7 @@ impl Op for NormGradWeight {
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
         let width = inputs[0].in_shape(super::width(inputs[0].dims()));
-        Ok(vec![width.clone(), width])
+        Ok(self.types.of([width.clone(), width]))
     }
 
     fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
@@ -136,6 +143,10 @@ impl Op for NormGradWeight {
 
     fn accumulates(&self, _: usize) -> bool {
         true
+    }
+
+    fn with_output_in(&self, index: usize, dtype: DType) -> Option<Arc<dyn Op>> {
+        Some(Arc::new(Self { types: self.types.with(index, dtype) }))
     }
 
     fn run(&self, args: &mut Args<'_>) {

@@ -35,7 +35,7 @@ constexpr u32 AHEAD = 4;
 
 // A block for every id: the one that comes first with its id adds all rows of dy with that id to the table's row, in order.
 // Others leave. `shared_memory` holds a number for each warp: which of its lanes have found a row to add.
-template <typename T>
+template <typename T, typename S = T>
 __device__ void embedding_grad(const EmbeddingGradArguments& to) {
     u32* found = (u32*)shared_memory;
     const u64 own = blockIdx.x;
@@ -44,12 +44,12 @@ __device__ void embedding_grad(const EmbeddingGradArguments& to) {
         const u64 i = start + threadIdx.x;
         if (__syncthreads_or(i < own && to.ids[i] == id)) return;
     }
-    T* d_row = (T*)to.d_table + u64(id) * to.width;
+    S* d_row = (S*)to.d_table + u64(id) * to.width;
     const bool is_packed = to.width % OWN == 0 && is_aligned(to.dy) && is_aligned(to.d_table);
     // A stretch of columns at a time, so that sums stay in registers.
     for (u64 stretch = 0; stretch < to.width; stretch += OWN * blockDim.x) {
         const u64 column = stretch + OWN * threadIdx.x;
-        const auto load_own = [&](f32(&all)[OWN], const T* row) {
+        const auto load_own = [&](f32(&all)[OWN], const auto* row) {
             if (is_packed && column < to.width) return load_neighbours(all, row + column);
             for (u32 c = 0; c < OWN; ++c) all[c] = column + c < to.width ? load(row + column + c) : 0.0f;
         };
@@ -94,3 +94,4 @@ __device__ void embedding_grad(const EmbeddingGradArguments& to) {
     }
 }
 KERNELS(embedding_grad, EmbeddingGradArguments)
+KERNEL(embedding_grad_bf16_to_f32, EmbeddingGradArguments) { embedding_grad<bf16, f32>(arguments); }

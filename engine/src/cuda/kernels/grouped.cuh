@@ -139,15 +139,15 @@ __device__ __forceinline__ void multiply_by_row(const GroupedArguments& to, u64 
     });
 }
 
-// c of an expert = aᵀ·b of its rows, or added to what is there: [out, width].
-template <template <bool, bool> class Products>
+// c of an expert = aᵀ·b of its rows, or added to what is there: [out, width] of S.
+template <template <bool, bool> class Products, typename S>
 __device__ __forceinline__ void multiply_by_expert(const GroupedArguments& to) {
     using Own = Products<false, false>;
     using T = typename Own::Number;
     const u64 across = (to.width + Own::TILE - 1) / Own::TILE, down = (to.out + Own::TILE - 1) / Own::TILE;
     const u32 column = u32(blockIdx.x % across) * Own::TILE, row = u32(blockIdx.x / across % down) * Own::TILE;
     const u32 expert = u32(blockIdx.x / across / down);
-    T* c = (T*)to.c + expert * to.out * to.width;
+    S* c = (S*)to.c + expert * to.out * to.width;
     const auto is_there = [&](u32 i, u32 j) { return row + i < to.out && column + j < to.width; };
     const auto at = [&](u32 i, u32 j) { return c + u64(row + i) * to.width + column + j; };
     Own sums;
@@ -168,5 +168,5 @@ __device__ __forceinline__ void multiply_by_expert(const GroupedArguments& to) {
         multiply_by_row<Products, false>(arguments, arguments.out, arguments.width);                       \
     }                                                                                                      \
     BOUNDED_KERNEL(grouped_linear_grad_weight_##type, GroupedArguments, GROUPED_THREADS, 2) {              \
-        multiply_by_expert<Products>(arguments);                                                           \
+        multiply_by_expert<Products, type>(arguments);                                                     \
     }

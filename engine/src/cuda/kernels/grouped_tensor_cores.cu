@@ -111,3 +111,6 @@ struct TensorCoreProducts {
     }
 };
 GROUPED_KERNELS(bf16, TensorCoreProducts)
+BOUNDED_KERNEL(grouped_linear_grad_weight_bf16_to_f32, GroupedArguments, GROUPED_THREADS, 2) {
+    multiply_by_expert<TensorCoreProducts, f32>(arguments);
+}

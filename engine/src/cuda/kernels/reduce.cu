@@ -79,7 +79,7 @@ struct SumArguments {
 };
 
 // A warp sums into one element of the output.
-template <typename T>
+template <typename T, typename S = T>
 __device__ void sum(const SumArguments& to) {
     const u64 output = global_thread() / 32;
     if (output >= to.outputs) return;
@@ -87,9 +87,10 @@ __device__ void sum(const SumArguments& to) {
     f32 sum = 0.0f;
     for (u64 i = lane_of(); i < to.summed; i += 32) sum += load(x + to.reduced.at(i));
     sum = fold_lanes<Sum>(sum, 32);
-    if (lane_of() == 0) store_or_add((T*)to.out + output, sum, to.accumulate);
+    if (lane_of() == 0) store_or_add((S*)to.out + output, sum, to.accumulate);
 }
 KERNELS(sum, SumArguments)
+KERNEL(sum_bf16_to_f32, SumArguments) { sum<bf16, f32>(arguments); }
 
 struct ScaledSumArguments {
     const void* x;

@@ -1,7 +1,7 @@
 //! Launches of embedding.cu.
 
 use super::copy::fill;
-use super::{BLOCK, Kernel, Launch, Operands, blocks, launches, typed};
+use super::{BLOCK, Kernel, Launch, Operands, blocks, launches, typed, typed_to};
 use crate::cuda::Family::Embedding;
 
 #[derive(Debug, Clone, Copy)]
@@ -36,7 +36,7 @@ pub fn embedding_grad(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([ids, dy], [d_table]) = (operands.inputs, operands.outputs) else { return None };
     let (count, width) = (ids.count(), d_table.width());
     let arguments = EmbeddingGradArguments { ids: ids.address, dy: dy.address, d_table: d_table.address, count, width };
-    let name = typed("embedding_grad", dy.dtype)?;
+    let name = typed_to("embedding_grad", dy.dtype, d_table.dtype)?;
     let grid = [blocks(count, 1), 1, 1];
     let arguments = Box::new(arguments);
     let rows = Kernel { family: Embedding, name, grid, block: BLOCK, shared_bytes: BLOCK / 32 * 4, arguments };

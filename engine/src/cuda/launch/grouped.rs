@@ -2,7 +2,7 @@
 
 use candle_core::DType;
 
-use super::{Kernel, Launch, Operand, Operands, blocks, launches, typed};
+use super::{Kernel, Launch, Operand, Operands, blocks, launches, typed_to};
 use crate::cuda::Family::{self, Grouped, GroupedTensorCores};
 
 #[derive(Debug, Clone, Copy)]
@@ -90,14 +90,14 @@ impl GroupedArguments {
     fn launch(
         self,
         name: &str,
-        dtype: DType,
+        [from, to]: [DType; 2],
         are_along: [bool; 2],
         tiles: impl Fn(&Form) -> u64,
     ) -> Option<Vec<Launch>> {
-        let form = Form::of(dtype)?;
+        let form = Form::of(from)?;
         launches([Kernel {
             family: form.family,
-            name: typed(name, dtype)?,
+            name: typed_to(name, from, to)?,
             grid: [blocks(tiles(&form), 1), 1, 1],
             block: THREADS,
             shared_bytes: are_along.map(|is_along| form.shared_bytes(is_along)).iter().sum::<u64>() as u32,
@@ -116,7 +116,7 @@ pub fn grouped_linear(sources: usize, operands: &Operands<'_>) -> Option<Vec<Lau
     let ([x, weight, starts], [y]) = (operands.inputs, operands.outputs) else { return None };
     let of = GroupedArguments::new(sources, weight.dims()[0], [x, weight, starts], y);
     let of = GroupedArguments { width: x.width(), out: y.width(), ..of };
-    of.launch("grouped_linear", x.dtype, [true, true], |form| {
+    of.launch("grouped_linear", [x.dtype, y.dtype], [true, true], |form| {
         form.most_tiles(of.rows, of.groups()) * form.tiles(of.out)
     })
 }
@@ -126,7 +126,7 @@ pub fn grouped_linear_grad_input(sources: usize, operands: &Operands<'_>) -> Opt
     let ([dy, weight, starts], [dx]) = (operands.inputs, operands.outputs) else { return None };
     let of = GroupedArguments::new(sources, weight.dims()[0], [dy, weight, starts], dx);
     let of = GroupedArguments { width: dx.width(), out: dy.width(), ..of };
-    of.launch("grouped_linear_grad_input", dy.dtype, [true, false], |form| {
+    of.launch("grouped_linear_grad_input", [dy.dtype, dx.dtype], [true, false], |form| {
         form.most_tiles(of.rows, of.groups()) * form.tiles(of.width)
     })
 }
@@ -137,7 +137,7 @@ pub fn grouped_linear_grad_weight(sources: usize, operands: &Operands<'_>) -> Op
     let accumulate = operands.accumulate(0);
     let of = GroupedArguments::new(sources, d_weight.dims()[0], [dy, x, starts], d_weight);
     let of = GroupedArguments { width: x.width(), out: dy.width(), accumulate, ..of };
-    of.launch("grouped_linear_grad_weight", x.dtype, [false, false], |form| {
+    of.launch("grouped_linear_grad_weight", [x.dtype, d_weight.dtype], [false, false], |form| {
         of.experts * form.tiles(of.out) * form.tiles(of.width)
     })
 }

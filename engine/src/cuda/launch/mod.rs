@@ -187,6 +187,15 @@ fn typed(name: &str, dtype: DType) -> Option<String> {
     }
 }
 
+/// A kernel's name where it may store f32 instead of the type that it reads.
+fn typed_to(name: &str, from: DType, to: DType) -> Option<String> {
+    match (from, to) {
+        (DType::BF16, DType::F32) => Some(format!("{name}_bf16_to_f32")),
+        _ if from == to => typed(name, to),
+        _ => None,
+    }
+}
+
 /// Most dimensions that kernels walk: `MAX_RANK` of strides.cuh.
 const MAX_RANK: usize = 6;
 

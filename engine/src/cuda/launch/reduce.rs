@@ -1,6 +1,6 @@
 //! Launches of reduce.cu.
 
-use super::{BLOCK, Kernel, Launch, Operand, Operands, Strides, blocks, launches, typed};
+use super::{BLOCK, Kernel, Launch, Operand, Operands, Strides, blocks, launches, typed, typed_to};
 use crate::cuda::Family::Reduce;
 use crate::graph::Spec;
 
@@ -168,7 +168,7 @@ pub fn sum(dims: &[usize], operands: &Operands<'_>) -> Option<Vec<Launch>> {
         reduced: part(false)?,
         accumulate,
     };
-    launches([Kernel::flat(Reduce, typed("sum", x.dtype)?, 32 * outputs, arguments)])
+    launches([Kernel::flat(Reduce, typed_to("sum", x.dtype, out.dtype)?, 32 * outputs, arguments)])
 }
 
 /// scale · Σ x, by parts that each are an index of the first dimension.

@@ -102,7 +102,12 @@ fn judge_node(graph: &Graph, node: &Node, exact: &[Array], stream: Stream) -> bo
         Stored { data, layout: value.layout.clone(), dtype: value.spec.dtype }
     };
     let inputs: Vec<Stored> = node.inputs.iter().map(|&id| stored(id).rounded()).collect();
-    judge(&*node.op, &inputs, &graph.specs(&node.inputs), &graph.specs(&node.outputs), stream)
+    let (specs, outputs) = (graph.specs(&node.inputs), graph.specs(&node.outputs));
+    for index in (0..outputs.len()).filter(|&index| outputs[index].dtype == DType::BF16) {
+        let Some(op) = node.op.with_output_in(index, DType::F32) else { continue };
+        assert!(judge(&*op, &inputs, &specs, &op.infer(&specs).unwrap(), stream), "{op:?} has no kernels");
+    }
+    judge(&*node.op, &inputs, &specs, &outputs, stream)
 }
 
 /// A tensor in its storage.

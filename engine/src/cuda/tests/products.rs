@@ -184,7 +184,7 @@ fn heads_with_their_loss() {
             let given = [&x[..], &[vocabulary, x[2]]];
             let ids = [(&x[..2], &targets[..])];
             check(&["linear_cross_entropy"], &given, &ids, |x, ids| {
-                let head = LinearCrossEntropy { gradient };
+                let head = LinearCrossEntropy::new(gradient);
                 let inputs = [&x[0], &x[1], &ids[0]];
                 let losses = match gradient {
                     None => Tensor::apply_op::<1>(head, &inputs)?[0].clone(),

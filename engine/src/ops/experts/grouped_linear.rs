@@ -1,11 +1,16 @@
 //! Every expert's rows times its own weight: products of sizes that the data decides, in one buffer.
 
+use std::sync::Arc;
+
+use candle_core::DType;
+
 use super::{Runs, exact_starts, used_rows};
 use crate::cpu::Args;
 use crate::cpu::gemm::{Epilogue, Gemm, Mode, Strides};
 use crate::error::Result;
 use crate::graph::{Spec, Tensor};
 use crate::op::{Gradient, Op, Rows};
+use crate::ops::OutputTypes;
 use crate::reference::{Array, Reference};
 
 /// [rows, in] with weights [experts, out, in] and `starts` (see [`Route`](super::Route)) to [rows, out]: x·Wᵀ with the weight of
@@ -84,7 +89,12 @@ impl Op for GroupedLinear {
         if g.needs(1) {
             let experts = weight.dims()[0];
             let [d_weight] = Tensor::apply_op(
-                GroupedLinearGradWeight { experts, sources: self.sources, balanced: self.balanced },
+                GroupedLinearGradWeight {
+                    experts,
+                    sources: self.sources,
+                    balanced: self.balanced,
+                    types: OutputTypes::default(),
+                },
                 &[&x, &dy, &starts],
             )?;
             g.send(1, d_weight);
@@ -204,6 +214,7 @@ struct GroupedLinearGradWeight {
     experts: usize,
     sources: usize,
     balanced: Option<usize>,
+    types: OutputTypes<1>,
 }
 
 impl GroupedLinearGradWeight {
@@ -224,7 +235,7 @@ impl Op for GroupedLinearGradWeight {
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
         let (width, out) = (crate::ops::width(inputs[0].dims()), crate::ops::width(inputs[1].dims()));
-        Ok(vec![inputs[0].in_shape((self.experts, out, width))])
+        Ok(self.types.of([inputs[0].in_shape((self.experts, out, width))]))
     }
 
     fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
@@ -234,6 +245,10 @@ impl Op for GroupedLinearGradWeight {
 
     fn accumulates(&self, _: usize) -> bool {
         true
+    }
+
+    fn with_output_in(&self, index: usize, dtype: DType) -> Option<Arc<dyn Op>> {
+        Some(Arc::new(Self { types: self.types.with(index, dtype), ..*self }))
     }
 
     fn workspace(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> Vec<u64> {
