@@ -82,6 +82,7 @@ fn main() -> anyhow::Result<()> {
     let mut options = TrainOptions { batch: 4, sequence: 32, ..TrainOptions::default() };
     options.learning_rate.peak = 1e-2;
     let mut trainer = Trainer::new(Next::new, options)?;
+    println!("{}", trainer.device());
     let text = include_bytes!("custom_op.rs");
     let ids = |start: usize| -> Vec<u32> { text[start..start + 128].iter().map(|&b| b.into()).collect() };
     let first = trainer.step(&ids(0), &ids(1))?.loss;

@@ -8,7 +8,7 @@ use clap::Parser;
 use gapless::communicator::on_threads;
 use gapless::models::{Gpt, GptConfig};
 use gapless::parallel::{self, Costs, Shape, simulate};
-use gapless::{Mesh, Pipeline, TrainOptions, Trainer};
+use gapless::{DeviceChoice, Mesh, Pipeline, TrainOptions, Trainer};
 
 #[derive(Parser)]
 #[command(about = "Trains a small GPT over four ranks with every schedule there is")]
@@ -43,6 +43,7 @@ fn main() -> Result<()> {
         micro_batches: args.micro_batches,
         sequence: MODEL.sequence,
         threads: 1,
+        device: DeviceChoice::Cpu,
         ..TrainOptions::default()
     };
     let alone = train(&plain, args.steps)?.remove(0);

@@ -5,7 +5,7 @@
 use std::process::Command;
 
 use gapless::models::{Gpt, GptConfig};
-use gapless::{Offload, Recompute, TrainOptions, Trainer};
+use gapless::{DeviceChoice, Offload, Recompute, TrainOptions, Trainer};
 
 fn main() {
     let arguments: Vec<String> = std::env::args().collect();
@@ -48,6 +48,7 @@ fn train(budget: Option<u64>, offload: &str) {
             folder: env!("CARGO_TARGET_TMPDIR").into(),
         }),
         recompute: budget.map_or(Recompute::None, Recompute::budget),
+        device: DeviceChoice::Cpu,
         ..TrainOptions::default()
     };
     let mut trainer = match Trainer::new(|vb| Gpt::new(&config, vb), options) {

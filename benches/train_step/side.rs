@@ -11,7 +11,7 @@ use candle_core::{DType, Var};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarMap};
 use cpu_time::ProcessTime;
 use gapless::models::Gpt;
-use gapless::{TrainOptions, Trainer};
+use gapless::{DeviceChoice, TrainOptions, Trainer};
 use serde::{Deserialize, Serialize};
 
 use crate::Options;
@@ -74,6 +74,7 @@ pub fn trainer(options: &Options) -> anyhow::Result<Trainer> {
         batch: options.batch(),
         sequence: model.sequence,
         threads: options.threads,
+        device: DeviceChoice::Cpu,
         ..TrainOptions::default()
     };
     Ok(Trainer::new(|vb| Gpt::new(&model, vb), train)?)

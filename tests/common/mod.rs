@@ -10,7 +10,7 @@ use gapless::engine::checkpoint::Checkpoint;
 use gapless::engine::nn::RouterConfig;
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig, MoeStyle};
 use gapless::nn::VarBuilder;
-use gapless::{Model, StepReport, TrainOptions, Trainer};
+use gapless::{DeviceChoice, Model, StepReport, TrainOptions, Trainer};
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Kind {
@@ -43,6 +43,11 @@ pub fn moe(style: MoeStyle) -> MoeConfig {
     MoeConfig { llama, router, expert_hidden: 40, shared_hidden: small.shared_hidden.min(56), ..small }
 }
 
+/// Options of a training that is the same on every machine.
+pub fn on_cpu() -> TrainOptions {
+    TrainOptions { device: DeviceChoice::Cpu, ..TrainOptions::default() }
+}
+
 /// A model, its options, and a batch per step.
 #[derive(Debug, Clone)]
 pub struct Run {
@@ -53,7 +58,7 @@ pub struct Run {
 impl Default for Run {
     fn default() -> Self {
         let (threads, planning) = (2, PLANNING);
-        let options = TrainOptions { batch: 8, sequence: 24, threads, seed: 7, planning, ..TrainOptions::default() };
+        let options = TrainOptions { batch: 8, sequence: 24, threads, seed: 7, planning, ..on_cpu() };
         Self { kind: Kind::Gpt, options }
     }
 }

@@ -14,7 +14,7 @@ use candle_core::DType;
 use candle_nn::{AdamW, Optimizer, ParamsAdamW};
 use gapless::engine::optim::AdamW as Rule;
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig};
-use gapless::{StepReport, TrainOptions, Trainer};
+use gapless::{DeviceChoice, StepReport, TrainOptions, Trainer};
 use mixtures::{LOAD_BIAS, balance, decided_choices, expect_choices, gates};
 use verdict::{TOLERANCE, Verdict, norm, relative_error};
 
@@ -106,7 +106,14 @@ impl Config {
 
 fn options(sequence: usize, micro_batches: usize) -> TrainOptions {
     // Poisoned: a plan that hands out bytes too early would show as NaN.
-    let mut options = TrainOptions { batch: BATCH, sequence, micro_batches, poison: true, ..TrainOptions::default() };
+    let mut options = TrainOptions {
+        batch: BATCH,
+        sequence,
+        micro_batches,
+        poison: true,
+        device: DeviceChoice::Cpu,
+        ..TrainOptions::default()
+    };
     options.keep_gradients = true;
     options.learning_rate.peak = 1e-2;
     options

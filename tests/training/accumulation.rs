@@ -3,6 +3,8 @@
 use gapless::nn::{Embedding, Module, VarBuilder, embedding};
 use gapless::{Error, Model, Result, Tensor, TrainOptions, Trainer};
 
+use crate::common::on_cpu;
+
 /// A weight that is computed with before it is used, beside a bias that is not; a weight that the loss sees directly; one
 /// that is used twice; one read through a broadcast.
 struct Unusual {
@@ -74,14 +76,7 @@ impl Model for Headed {
 
 /// The gradients of all parameters after one step.
 fn gradients<M: Model>(build: impl Fn(VarBuilder) -> Result<M>, micro_batches: usize) -> Vec<(String, Vec<f32>)> {
-    let options = TrainOptions {
-        batch: 4,
-        sequence: 6,
-        micro_batches,
-        keep_gradients: true,
-        poison: true,
-        ..TrainOptions::default()
-    };
+    let options = TrainOptions { batch: 4, sequence: 6, micro_batches, keep_gradients: true, poison: true, ..on_cpu() };
     let mut trainer = Trainer::new(build, options).unwrap();
     let tokens: Vec<u32> = (0..24).map(|i| i * i % 11).collect();
     let targets: Vec<u32> = (1..25).map(|i| i * i % 11).collect();
@@ -136,7 +131,7 @@ fn a_loss_of_an_output_without_a_gradient_is_refused() {
         }
     }
 
-    let options = TrainOptions { batch: 4, sequence: 6, ..TrainOptions::default() };
+    let options = TrainOptions { batch: 4, sequence: 6, ..on_cpu() };
     let error = Trainer::new(|vb| Ok(OfLogSumExp(Unusual::new(vb)?)), options).unwrap_err();
     assert!(matches!(error, Error::NoOutputGradient { output: 1, .. }), "{error}");
 }

@@ -1,6 +1,6 @@
 //! What a user gets wrong is said clearly, and nothing is lost.
 
-use crate::common::{Run, parameters};
+use crate::common::{Run, on_cpu, parameters};
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig};
 use gapless::{Error, TrainOptions, Trainer};
 
@@ -9,7 +9,7 @@ fn small() -> GptConfig {
 }
 
 fn options() -> TrainOptions {
-    TrainOptions { batch: 2, sequence: 16, ..TrainOptions::default() }
+    TrainOptions { batch: 2, sequence: 16, ..on_cpu() }
 }
 
 fn refused(result: gapless::Result<Trainer>, words: &[&str]) {
@@ -36,7 +36,7 @@ fn extents_that_do_not_fit_together() {
 #[test]
 fn an_arena_larger_than_the_machine_is_refused_before_it_is_touched() {
     let config = GptConfig { vocabulary: 50_000, sequence: 2048, layers: 96, heads: 96, width: 12_288, dropout: 0.0 };
-    let options = TrainOptions { batch: 64, sequence: 2048, ..TrainOptions::default() };
+    let options = TrainOptions { batch: 64, sequence: 2048, ..on_cpu() };
     if gapless::engine::metrics::available_memory_bytes().is_none() {
         println!("available memory is not known on this system: not checked");
         return;

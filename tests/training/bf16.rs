@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::common::VOCABULARY;
+use crate::common::{VOCABULARY, on_cpu};
 use gapless::engine::compile::{CompileOptions, Executable, Program, compile};
 use gapless::engine::cpu::{Executor, Workers};
 use gapless::engine::optim::AdamW;
@@ -13,16 +13,7 @@ use gapless::{DType, Mesh, Model, Result, Tensor, TrainOptions, Trainer};
 
 fn options(dtype: DType, mesh: Mesh) -> TrainOptions {
     let optimizer = AdamW { masters: false, ..AdamW::default() }.into();
-    TrainOptions {
-        batch: 8,
-        micro_batches: 2,
-        sequence: 16,
-        mesh,
-        dtype,
-        optimizer,
-        threads: 1,
-        ..TrainOptions::default()
-    }
+    TrainOptions { batch: 8, micro_batches: 2, sequence: 16, mesh, dtype, optimizer, threads: 1, ..on_cpu() }
 }
 
 fn gpt(vb: VarBuilder) -> Result<Gpt> {

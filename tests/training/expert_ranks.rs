@@ -10,7 +10,7 @@ use gapless::nn::{Capacity, Choice, Embedding, Experts, Module, Router, RouterCo
 use gapless::parallel;
 use gapless::{Error, Mesh, Model, Offload, Pipeline, Recompute, Tensor, TrainOptions, Trainer};
 
-use crate::common::PLANNING;
+use crate::common::{PLANNING, on_cpu};
 
 const VOCABULARY: usize = 50;
 const BATCH: usize = 8;
@@ -68,7 +68,7 @@ fn options(mesh: Mesh) -> TrainOptions {
         micro_batches,
         mesh,
         planning: PLANNING,
-        ..TrainOptions::default()
+        ..on_cpu()
     }
 }
 

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use crate::common::VOCABULARY;
+use crate::common::{VOCABULARY, on_cpu};
 use gapless::models::{Gpt, GptConfig};
 use gapless::parallel::{self, Action, Cell, Kind, Schedule, Sends, Shape, peak_bytes};
 use gapless::{Mesh, Pipeline, TrainOptions, Trainer};
@@ -49,7 +49,7 @@ fn program(schedule: Arc<dyn Schedule + Send + Sync>, shape: &Shape, rank: usize
         threads: 1,
         mesh: Mesh::pipeline(shape.ranks as usize),
         pipeline: Pipeline { schedule, chunks: shape.chunks as usize, ..Pipeline::default() },
-        ..TrainOptions::default()
+        ..on_cpu()
     };
     let vocabulary = VOCABULARY as usize;
     let config = GptConfig { vocabulary, sequence: 16, layers: 4, heads: 2, width: 32, dropout: 0.1 };

@@ -6,12 +6,13 @@ use gapless::engine::compile::Executable;
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig, MoeStyle};
 use gapless::{TrainOptions, Trainer};
 
+use crate::common::on_cpu;
+
 fn programs() -> Vec<(String, Executable)> {
     let mut programs = Vec::new();
     for micro_batches in [1, 2, 8] {
         for keep_gradients in [false, true] {
-            let options =
-                TrainOptions { batch: 8, sequence: 128, micro_batches, keep_gradients, ..TrainOptions::default() };
+            let options = TrainOptions { batch: 8, sequence: 128, micro_batches, keep_gradients, ..on_cpu() };
             for dropout in [0.0, 0.1] {
                 let gpt = GptConfig { vocabulary: 5000, sequence: 128, layers: 4, heads: 4, width: 256, dropout };
                 let name = format!("gpt, {micro_batches} micro-batches, dropout {dropout}, keep {keep_gradients}");

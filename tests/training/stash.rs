@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::common::{Kind, Run};
+use crate::common::{Kind, Run, on_cpu};
 use crate::learning::learn;
 use gapless::parallel::{self, Rates, Schedule};
 use gapless::{DType, Layers, Mesh, Offload, Pipeline, Recompute, TrainOptions};
@@ -235,7 +235,7 @@ fn what_cannot_be_is_refused() {
 #[test]
 fn a_step_in_bf16_is_planned_with_fewer_bytes() {
     let config = gapless::models::GptConfig { layers: 4, ..Default::default() };
-    let mut options = TrainOptions { batch: 4, sequence: 1024, dtype: DType::BF16, ..TrainOptions::default() };
+    let mut options = TrainOptions { batch: 4, sequence: 1024, dtype: DType::BF16, ..on_cpu() };
     let plan = |options: &TrainOptions| {
         let plan = gapless::Trainer::plan(|vb| gapless::models::Gpt::new(&config, vb), options).unwrap();
         (plan.arena_bytes(), plan.host_bytes())

@@ -10,6 +10,8 @@ use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig};
 use gapless::parallel::Rates;
 use gapless::{DType, Recompute, TrainOptions, Trainer};
 
+use crate::common::on_cpu;
+
 /// A planned step in figures.
 struct Step {
     arena: u64,
@@ -149,7 +151,7 @@ fn activations_take_less_than_those_of_recorded_pytorch_runs() {
                 dtype: DType::BF16,
                 optimizer: AdamW { masters: false, ..AdamW::default() }.into(),
                 recompute,
-                ..TrainOptions::default()
+                ..on_cpu()
             };
             let step = plan(&options, &Model::Gpt(config.clone()));
             let ours = step.arena - step.persistent();
@@ -179,14 +181,8 @@ fn llama_2_7b_under_budgets() {
         LlamaConfig { vocabulary: 32_000, kv_heads: 32, hidden: 11_008, rope_theta: 1e4, ..LlamaConfig::default() };
     let model = Model::Llama(llama);
     let optimizer = AdamW { masters: false, ..AdamW::default() }.into();
-    let mut options = TrainOptions {
-        batch: 2,
-        micro_batches: 2,
-        sequence: 4096,
-        dtype: DType::BF16,
-        optimizer,
-        ..TrainOptions::default()
-    };
+    let mut options =
+        TrainOptions { batch: 2, micro_batches: 2, sequence: 4096, dtype: DType::BF16, optimizer, ..on_cpu() };
     let all = plan(&options, &model);
     let activations = all.arena - all.persistent();
     println!("everything kept: {}, of which activations {}", Bytes(all.arena), Bytes(activations));

@@ -3,6 +3,8 @@
 use gapless::nn::{Embedding, Linear, Module, VarBuilder, embedding, linear_no_bias};
 use gapless::{Layers, Mesh, Model, Recompute, Result, Tensor, TrainOptions, Trainer, communicator};
 
+use crate::common::on_cpu;
+
 /// Shows an activation that the backward reads, a view of it, a sum, and the loss itself.
 struct Shown {
     embed: Embedding,
@@ -60,7 +62,7 @@ fn shown(options: &TrainOptions) -> Vec<Vec<(String, f32)>> {
 
 #[test]
 fn what_is_shown_is_summed_once_over_micro_batches_and_ranks() {
-    let plain = TrainOptions { batch: 4, sequence: 6, threads: 1, poison: true, ..TrainOptions::default() };
+    let plain = TrainOptions { batch: 4, sequence: 6, threads: 1, poison: true, ..on_cpu() };
     let expected = shown(&plain).remove(0);
     assert_eq!(expected.len(), 5);
     let value = |of: &[(String, f32)], name: &str| of.iter().find(|(other, _)| other == name).unwrap().1;

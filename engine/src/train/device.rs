@@ -17,9 +17,9 @@ pub enum DeviceChoice {
     /// An NVIDIA GPU if there is one that can do what the options ask for, else the CPU;
     /// [`Trainer::device`](super::Trainer::device) says which, and why. It is the first; of several ranks each takes the one
     /// of its own number, and where there are fewer GPUs they take turns.
+    #[default]
     Auto,
     /// The CPU.
-    #[default]
     Cpu,
     /// The NVIDIA GPU of this number, or an error. Of several ranks each says which is its own; they may share one.
     Cuda(usize),
@@ -82,7 +82,7 @@ impl fmt::Display for RunsOn {
 }
 
 impl TrainOptions {
-    /// Whose kernels a step is planned for before there is a device.
+    /// Whose kernels a step is planned for before there is a device: the CPU's, unless a GPU is named.
     pub(super) fn target(&self) -> Target {
         #[cfg(feature = "cuda")]
         if let DeviceChoice::Cuda(_) = self.device {

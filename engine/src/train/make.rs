@@ -149,6 +149,7 @@ impl Trainer {
         let find = |name| machine.executable().program(name).expect("compiled above");
         let programs = Programs { train: find("train"), evaluate: find("evaluate"), logits: find("logits") };
         let schedule = options.learning_rate.check()?;
+        tracing::info!("{device}");
         let CompiledStep { parameters, vocabulary, kept, watched } = compiled;
         let (at, step, world) = (plan.at, 0, None);
         Ok(Self {

@@ -240,7 +240,7 @@ impl Trainer {
         Ok(report)
     }
 
-    /// A step on a GPU whose instructions run and are timed one by one; the model is what it would be after [`Self::step`].
+    /// A step on a GPU whose instructions are timed one by one; the model is what it would be after [`Self::step`].
     ///
     /// # Errors
     /// As [`Self::step`], but for [`Error::NonFinite`]; on the CPU, whose steps are timed by their `tracing` spans.

@@ -7,7 +7,7 @@ use gapless::models::{LlamaConfig, MoeConfig};
 use gapless::nn::{Capacity, RouterConfig, Score};
 use gapless::{Mesh, Reserve, TrainOptions, Trainer};
 
-use crate::common::PLANNING;
+use crate::common::{PLANNING, on_cpu};
 
 pub const EXPERTS: usize = 8;
 pub const LAYERS: usize = 2;
@@ -138,7 +138,7 @@ pub fn options(mesh: Mesh, routing: Reserve) -> TrainOptions {
         routing,
         poison: true,
         planning: PLANNING,
-        ..TrainOptions::default()
+        ..on_cpu()
     }
 }
 

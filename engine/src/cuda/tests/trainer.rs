@@ -4,7 +4,7 @@ use candle_core::{DType, Device as CandleDevice};
 
 use super::host;
 use super::processor::{Processor, device};
-use super::small::{BATCH, SEQUENCE, Small, Style, VOCABULARY};
+use super::small::{BATCH, SEQUENCE, Small, Style, VOCABULARY, WIDTH};
 use crate::checkpoint::Checkpoint;
 use crate::learning_rate::{LearningRate, Shape};
 use crate::optim::AdamW;
@@ -13,7 +13,16 @@ use crate::{DeviceChoice, Error, Result, Role, SampleOptions, TrainOptions, Trai
 
 pub fn options() -> TrainOptions {
     let learning_rate = LearningRate { peak: 1e-2, floor: 1e-2, warmup_steps: 0, steps: 0, shape: Shape::Constant };
-    TrainOptions { batch: BATCH, sequence: SEQUENCE, threads: 1, seed: 3, learning_rate, ..TrainOptions::default() }
+    let device = DeviceChoice::Cpu;
+    TrainOptions {
+        batch: BATCH,
+        sequence: SEQUENCE,
+        threads: 1,
+        seed: 3,
+        learning_rate,
+        device,
+        ..TrainOptions::default()
+    }
 }
 
 fn on_cpu(style: Style, options: &TrainOptions) -> Trainer {
@@ -130,6 +139,19 @@ fn sums_over_micro_batches_are_f32() {
         let expected = (expected * (VOCABULARY * 8) as u64).next_multiple_of(64);
         assert_eq!(largest, expected, "{micro_batches} micro-batches, masters {masters}");
         assert!(elements(Role::OptimizerState) >= elements(Role::Parameter));
+    }
+}
+
+/// What can write or add to a sum in f32 does so; the only gradient that is made in bf16 first is that of the positions, which
+/// are broadcast.
+#[test]
+fn sums_are_not_rounded_first() {
+    for style in [Style::Gpt, Style::Llama] {
+        let options = TrainOptions { micro_batches: 2, dtype: DType::BF16, ..options() };
+        let plan = Trainer::plan(|vb| Small::new(style, vb), &options).unwrap();
+        let casts = plan.programs[0].instructions.iter().filter(|instruction| instruction.work.name() == "to_dtype");
+        let of = casts.map(|cast| (cast.inputs[0].dtype, cast.inputs[0].span)).collect::<Vec<_>>();
+        assert_eq!(of, [(DType::BF16, SEQUENCE * WIDTH); 2], "{style:?}");
     }
 }
 
