@@ -12,6 +12,7 @@ use cudarc::cublaslt::{result, sys};
 
 use super::device::DeviceError;
 use super::launch::{ALIGNMENT, Epilogue, Matrix, Product};
+use super::mapped::holders;
 
 /// A handle of the library, and the algorithms that it chose.
 #[derive(Debug)]
@@ -25,7 +26,8 @@ pub(super) struct CublasLt {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Form {
     extents: [u64; 3],
-    dtype: DType,
+    /// Of a, b and c.
+    types: [DType; 3],
     transposed: [bool; 2],
     pitches: [u64; 3],
     count: u64,
@@ -39,12 +41,22 @@ struct Form {
     beside: [Option<u32>; 2],
 }
 
+/// What there is for a product.
+pub(super) enum Algorithm {
+    /// One that was chosen before, for a product of its form.
+    Known,
+    /// One that has just been chosen.
+    New,
+    /// None, as the library says.
+    None(DeviceError),
+}
+
 impl Form {
     fn of(product: &Product) -> Self {
         let &Product { m, n, k, a, b, c, bias, accumulate, batch, workspace, .. } = product;
         Self {
             extents: [m, n, k],
-            dtype: c.dtype,
+            types: [a.dtype, b.dtype, c.dtype],
             transposed: [a.is_transposed, b.is_transposed],
             pitches: [a.pitch, b.pitch, c.pitch],
             count: batch.count,
@@ -102,11 +114,11 @@ impl CublasLt {
         Ok(Self { device: device.into(), handle, chosen: HashMap::new() })
     }
 
-    /// Chooses an algorithm for a product. Returns whether that had not been done for one of its form.
-    pub(super) fn choose(&mut self, product: &Product) -> Result<bool, DeviceError> {
+    /// Chooses an algorithm for a product.
+    pub(super) fn choose(&mut self, product: &Product) -> Result<Algorithm, DeviceError> {
         let form = Form::of(product);
         if is_nothing(product) || self.chosen.contains_key(&form) {
-            return Ok(false);
+            return Ok(Algorithm::Known);
         }
         let failed =
             |error: result::CublasError| failed(&self.device, &format!("choosing how to do {product:?}"), &error);
@@ -151,9 +163,18 @@ impl CublasLt {
             let _ = result::destroy_matmul_pref(preference);
             found
         };
-        let algorithm = found.map_err(failed)?.algo;
-        self.chosen.insert(form, algorithm);
-        Ok(true)
+        use sys::cublasStatus_t::{CUBLAS_STATUS_INVALID_VALUE, CUBLAS_STATUS_NOT_SUPPORTED};
+        match found {
+            Ok(found) => {
+                self.chosen.insert(form, found.algo);
+                Ok(Algorithm::New)
+            }
+            // Both are said of what there is nothing for.
+            Err(error) if [CUBLAS_STATUS_NOT_SUPPORTED, CUBLAS_STATUS_INVALID_VALUE].contains(&error.0) => {
+                Ok(Algorithm::None(failed(error)))
+            }
+            Err(error) => Err(failed(error)),
+        }
     }
 
     /// Starts a product on a stream, for whose form an algorithm was chosen.
@@ -208,7 +229,11 @@ impl Drop for CublasLt {
 }
 
 fn failed(device: &str, call: &str, error: &result::CublasError) -> DeviceError {
-    DeviceError::Driver { device: device.into(), call: call.into(), what: error.to_string() }
+    let (device, call) = (device.into(), call.into());
+    match error.0 {
+        sys::cublasStatus_t::CUBLAS_STATUS_ALLOC_FAILED => DeviceError::Full { device, call, holders: holders() },
+        _ => DeviceError::Driver { device, call, what: error.to_string() },
+    }
 }
 
 /// Whether no number is written. (A sum over nothing is not nothing, but no operation has one.)

@@ -1,7 +1,7 @@
 //! What a step asks of a GPU.
 
 use std::fmt::{self, Debug};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::KernelError;
 use super::launch::Launch;
@@ -36,11 +36,19 @@ pub trait Device: Debug + Send {
     /// When a kernel cannot be compiled or loaded, or what the driver says of a launch, which `describe` names.
     fn record(&mut self, launches: Vec<Launch>, describe: Describe<'_>) -> Result<Recording, DeviceError>;
 
-    /// Runs launches once, waits for their end, and says how long they took.
+    /// Runs launches, which are for one operation, once, and waits for their end.
     ///
     /// # Errors
     /// As [`Self::record`].
-    fn run(&mut self, launches: &[Launch], describe: Describe<'_>) -> Result<Duration, DeviceError>;
+    fn run(&mut self, launches: &[Launch], describe: Describe<'_>) -> Result<(), DeviceError>;
+
+    /// Runs groups of launches once, one group after the other, and says how long each took; `describe` names them by group.
+    ///
+    /// # Errors
+    /// As [`Self::record`].
+    fn time(&mut self, groups: &[Vec<Launch>], describe: Describe<'_>) -> Result<Vec<Duration>, DeviceError> {
+        time_from_here(self, groups, describe)
+    }
 
     /// Runs what was recorded, and waits for its end.
     ///
@@ -53,6 +61,20 @@ pub trait Device: Debug + Send {
     /// # Errors
     /// What the driver says.
     fn memory(&self) -> Result<DeviceMemory, DeviceError>;
+}
+
+/// Times groups by the host's clock, which counts what it takes to launch them and to wait as well.
+pub(super) fn time_from_here<D: Device + ?Sized>(
+    device: &mut D,
+    groups: &[Vec<Launch>],
+    describe: Describe<'_>,
+) -> Result<Vec<Duration>, DeviceError> {
+    let timed = groups.iter().enumerate().map(|(group, launches)| {
+        let begun = Instant::now();
+        device.run(launches, &|_| describe(group))?;
+        Ok(begun.elapsed())
+    });
+    timed.collect()
 }
 
 /// Names the operation, layer and micro-batch that a launch is for, by its index.
@@ -113,6 +135,9 @@ pub enum DeviceError {
     Kernel(Box<KernelError>),
     #[error("{call} failed on {device}: {what}")]
     Driver { device: String, call: String, what: String },
+    /// Of an operation: its name, layer and micro-batch.
+    #[error("{what_for}: {source}")]
+    During { what_for: String, source: Box<DeviceError> },
 }
 
 impl DeviceError {
@@ -123,15 +148,13 @@ impl DeviceError {
             Self::Kernel(error) => {
                 matches!(**error, KernelError::Missing(_) | KernelError::UnknownArchitecture { .. })
             }
+            Self::During { source, .. } => source.is_absence(),
             _ => false,
         }
     }
 
     /// The same, of a launch that is for this.
     pub(super) fn during(self, what_for: &str) -> Self {
-        match self {
-            Self::Driver { device, call, what } => Self::Driver { device, call: format!("{what_for}: {call}"), what },
-            other => other,
-        }
+        Self::During { what_for: what_for.into(), source: Box::new(self) }
     }
 }

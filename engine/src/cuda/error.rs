@@ -1,7 +1,5 @@
 //! What can go wrong between a kernel's text and its machine code.
 
-use std::path::PathBuf;
-
 use crate::communicator::MissingLibrary;
 
 /// Why there is no machine code.
@@ -19,6 +17,4 @@ pub enum KernelError {
     Nvrtc { call: &'static str, what: String },
     #[error("internal error: {file} does not compile for {architecture} with NVRTC {version}\n{log}")]
     DoesNotCompile { file: &'static str, architecture: String, version: String, log: String },
-    #[error("cannot use the kernel cache {path}: {source}; is the disk full, or the folder not writable?")]
-    Cache { path: PathBuf, source: std::io::Error },
 }

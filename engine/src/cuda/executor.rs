@@ -4,7 +4,7 @@
 //! In: an executable whose scratch is a GPU's ([`Target::Cuda`](crate::compile::Target)), and a device. Out: inputs written, steps
 //! replayed, numbers read. Never: device memory beside the arena and the step's key, or a launch that was not recorded.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use candle_core::{DType, Device as CandleDevice, Tensor};
 
@@ -12,6 +12,7 @@ use super::device::{Device, DeviceMemory, Recording};
 use super::staging::{Staging, is_exchange};
 use super::{Launch, Operand, Operands, Random, launch};
 use crate::compile::{CompiledProgram, Executable, Instruction, Persistent, ProgramId, Work};
+use crate::cpu::links::Links;
 use crate::cpu::{Address, Communicators, Element, PersistentBytes, RunOptions};
 use crate::error::{Error, Result};
 use crate::graph::Spec;
@@ -40,7 +41,7 @@ enum Part<L> {
     Exchange(usize),
 }
 
-/// How long an instruction took, beside what it has to do.
+/// How long an instruction took, or several that are launched together, beside what it has to do.
 #[derive(Debug, Clone, serde::Serialize)]
 pub struct Timed {
     /// The operation's name.
@@ -55,6 +56,23 @@ pub struct Timed {
     pub flops: u64,
     /// Bytes that it reads and writes ([`Op::bytes_moved`](crate::Op::bytes_moved)).
     pub bytes: u64,
+}
+
+impl Timed {
+    /// Of instructions that were launched as the first of them; none if that computes nothing.
+    fn of(instructions: &[Instruction], time: Duration) -> Option<Self> {
+        let operations = instructions.iter().filter_map(|instruction| match &instruction.work {
+            Work::Compute(op) => Some((op, instruction)),
+            _ => None,
+        });
+        let (first, Instruction { layer, micro_batch, .. }) = operations.clone().next()?;
+        let (layer, micro_batch, operation) = (layer.to_string(), *micro_batch, first.name());
+        let (flops, bytes) = operations.fold((0, 0), |(flops, bytes), (op, Instruction { inputs, outputs, .. })| {
+            let (inputs, outputs) = (specs(inputs), specs(outputs));
+            (flops + op.flops(&inputs, &outputs), bytes + op.bytes_moved(&inputs, &outputs))
+        });
+        Some(Self { operation, layer, micro_batch, time, flops, bytes })
+    }
 }
 
 /// Bytes behind the arena that hold the key of a step's random numbers: it changes from step to step, a recording doesn't.
@@ -103,7 +121,7 @@ impl Executor {
 
     /// Gives it the ways to the other ranks, whose addresses are the host's.
     pub fn connect(&mut self, communicators: Communicators) {
-        self.staging.connect(communicators);
+        self.staging.connect(Links::new(communicators, &self.executable));
     }
 
     /// What it runs.
@@ -135,7 +153,7 @@ impl Executor {
             return self.replay(id).map(|()| None);
         }
         let mut culprit = None;
-        self.run_one_by_one(id, |device, place, instruction, _| {
+        self.run_one_by_one(id, |device, place, instruction| {
             // What is being received is not to be looked at before the wait for it.
             let watched = match instruction.work {
                 Work::Compute(_) => &instruction.outputs,
@@ -154,14 +172,18 @@ impl Executor {
 
     fn replay(&mut self, id: ProgramId) -> Result<()> {
         let Self { executable, device, place, recordings, staging } = self;
-        let exchanging = staging.run();
+        let mut exchanging = staging.run();
         let mut replay = || {
             for part in &recordings[id.0] {
                 match *part {
-                    Part::Launches(recording) => device.replay(recording)?,
+                    Part::Launches(recording) => device.replay(recording).map_err(|error| {
+                        let program = &executable.programs[id.0].name;
+                        // Nobody knows which of the launches failed.
+                        error.during(&format!("{program}, all at once (compute-sanitizer names the kernel)"))
+                    })?,
                     Part::Exchange(index) => {
                         let instruction = &executable.programs[id.0].instructions[index];
-                        exchanging.staging.exchange(id.0, instruction, &mut **device, place.base)?;
+                        exchanging.exchange(id.0, instruction, &mut **device, place.base)?;
                     }
                 }
             }
@@ -171,28 +193,50 @@ impl Executor {
         exchanging.end(ran)
     }
 
-    /// Runs a program as [`Self::run`] does, and says how long each instruction took by itself: without the graph, which lets
-    /// the next begin before the last has ended.
+    /// Runs a program as [`Self::run`] does, and says how long each instruction took: on a stream instead of as a graph. Updates that
+    /// are launched together are one.
     ///
     /// # Errors
-    /// [`Error::Device`].
+    /// [`Error::Device`]; [`Error::Communicator`] when another rank fails.
     pub fn profile(&mut self, id: ProgramId, options: RunOptions) -> Result<Vec<Timed>> {
         self.write_key(options)?;
-        let mut timed = Vec::new();
-        self.run_one_by_one(id, |_, _, instruction, time| {
-            let (inputs, outputs) = (specs(&instruction.inputs), specs(&instruction.outputs));
-            let Work::Compute(op) = &instruction.work else { return Ok(()) };
-            timed.push(Timed {
-                operation: op.name(),
-                layer: instruction.layer.to_string(),
-                micro_batch: instruction.micro_batch,
-                time,
-                flops: op.flops(&inputs, &outputs),
-                bytes: op.bytes_moved(&inputs, &outputs),
-            });
-            Ok(())
-        })?;
-        Ok(timed)
+        let Self { executable, device, place, staging, .. } = self;
+        let program = &executable.programs[id.0];
+        let mut exchanging = staging.run();
+        let mut profile = || {
+            let mut timed: Vec<Timed> = Vec::new();
+            let mut parts = place.parts(program)?.into_iter().peekable();
+            while let Some(part) = parts.next() {
+                let launches = match part {
+                    Part::Launches(launches) => launches,
+                    Part::Exchange(index) => {
+                        exchanging.exchange(id.0, &program.instructions[index], &mut **device, place.base)?;
+                        continue;
+                    }
+                };
+                let end = match parts.peek() {
+                    Some(&Part::Exchange(index)) => index,
+                    _ => program.instructions.len(),
+                };
+                let mut groups: Vec<(usize, Vec<Launch>)> = Vec::new();
+                for (of, launch) in launches {
+                    match groups.last_mut().filter(|group| group.0 == of) {
+                        Some(group) => group.1.push(launch),
+                        None => groups.push((of, vec![launch])),
+                    }
+                }
+                let (of, groups): (Vec<usize>, Vec<Vec<Launch>>) = groups.into_iter().unzip();
+                let times = device.time(&groups, &|group| program.instructions[of[group]].describe())?;
+                // Up to the next one that has launches of its own, others have theirs among them.
+                let ends = of.iter().skip(1).copied().chain([end]);
+                for ((&first, end), time) in of.iter().zip(ends).zip(times) {
+                    timed.extend(Timed::of(&program.instructions[first..end], time));
+                }
+            }
+            Ok(timed)
+        };
+        let ran = profile();
+        exchanging.end(ran)
     }
 
     fn write_key(&mut self, options: RunOptions) -> Result<()> {
@@ -200,24 +244,22 @@ impl Executor {
         Ok(self.device.write(self.place.key, &key.to_ne_bytes())?)
     }
 
-    /// Runs a program's instructions and shows each, when it has run, with the time that it took.
+    /// Runs a program's instructions and shows each when it has run.
     fn run_one_by_one(
         &mut self,
         id: ProgramId,
-        mut show: impl FnMut(&dyn Device, Place, &Instruction, Duration) -> Result<()>,
+        mut show: impl FnMut(&dyn Device, Place, &Instruction) -> Result<()>,
     ) -> Result<()> {
         let Self { executable, device, place, staging, .. } = self;
-        let exchanging = staging.run();
+        let mut exchanging = staging.run();
         let mut run = |instruction: &Instruction| {
-            let begun = Instant::now();
-            let time = if is_exchange(instruction) {
-                exchanging.staging.exchange(id.0, instruction, &mut **device, place.base)?;
-                begun.elapsed()
+            if is_exchange(instruction) {
+                exchanging.exchange(id.0, instruction, &mut **device, place.base)?;
             } else {
                 let launches = place.of(instruction).ok_or_else(|| refused(instruction))?;
-                device.run(&launches, &|_| instruction.describe())?
-            };
-            show(&**device, *place, instruction, time)
+                device.run(&launches, &|_| instruction.describe())?;
+            }
+            show(&**device, *place, instruction)
         };
         let ran = executable.programs[id.0].instructions.iter().try_for_each(&mut run);
         exchanging.end(ran)

@@ -113,14 +113,25 @@ pub(super) fn used(name: &str) -> Result<DeviceMemory, DeviceError> {
     Ok(DeviceMemory { total, in_use: total - free, arena: 0, beside: Vec::new() })
 }
 
-/// The processes that hold memory of GPUs, a line each.
+/// The processes that hold memory of GPUs, a line each: the GPU's place on the bus, the process and its bytes.
 pub(super) fn holders() -> String {
     let asked = Command::new("nvidia-smi")
         .args(["--query-compute-apps=gpu_bus_id,pid,process_name,used_memory", "--format=csv,noheader"])
         .output();
-    match asked.map(|output| String::from_utf8_lossy(&output.stdout).trim().to_owned()) {
-        Ok(list) if list.is_empty() => "nothing that nvidia-smi shows".into(),
-        Ok(list) => list,
-        Err(error) => format!("nvidia-smi, which would say, cannot be run ({error})"),
-    }
+    let output = match asked {
+        Ok(output) if output.status.success() => String::from_utf8_lossy(&output.stdout).into_owned(),
+        Ok(output) => {
+            let said = String::from_utf8_lossy(&output.stdout).trim().to_owned();
+            return format!("nvidia-smi, which would say, failed ({}): {said}", output.status);
+        }
+        Err(error) => return format!("nvidia-smi, which would say, cannot be run ({error})"),
+    };
+    let own = std::process::id().to_string();
+    let lines = output.lines().map(str::trim).filter(|line| !line.is_empty());
+    let marked = lines.map(|line| match line.split(", ").nth(1) == Some(&own) {
+        true => format!("{line} (this process)"),
+        false => line.to_owned(),
+    });
+    let list = marked.collect::<Vec<_>>().join("\n");
+    if list.is_empty() { "nothing that nvidia-smi shows".into() } else { list }
 }

@@ -14,6 +14,7 @@ mod cache;
 mod cublaslt;
 mod device;
 mod error;
+mod event;
 mod executor;
 mod family;
 mod function;

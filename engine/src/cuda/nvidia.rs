@@ -5,12 +5,13 @@
 
 use std::collections::HashMap;
 use std::ffi::CString;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use cudarc::driver::{result, sys};
 
-use super::cublaslt::CublasLt;
-use super::device::{Describe, Device, DeviceError, DeviceMemory, Recording};
+use super::cublaslt::{Algorithm, CublasLt};
+use super::device::{Describe, Device, DeviceError, DeviceMemory, Recording, time_from_here};
+use super::event::{self, Event};
 use super::function::Function;
 use super::launch::{Epilogue, Kernel, Launch, Product};
 use super::mapped::{Mapped, holders, used};
@@ -20,6 +21,8 @@ use super::{Architecture, Cache, Family, KernelError, Nvrtc};
 #[derive(Debug)]
 pub struct Nvidia {
     name: String,
+    /// The newest CUDA that it knows, as 13000 is 13.0.
+    driver: i32,
     stream: sys::CUstream,
     architecture: Architecture,
     nvrtc: &'static Nvrtc,
@@ -102,25 +105,35 @@ impl Nvidia {
         result::init().map_err(unusable)?;
         let device = result::device::get(i32::try_from(ordinal).unwrap_or(i32::MAX)).map_err(unusable)?;
         let name = result::device::get_name(device).named(&number, "cuDeviceGetName")?;
-        let name = format!("{number} ({})", name);
         let attribute = |attribute| {
             // SAFETY: the device was found by the driver.
-            unsafe { result::device::get_attribute(device, attribute) }.named(&name, "cuDeviceGetAttribute")
+            unsafe { result::device::get_attribute(device, attribute) }.named(&number, "cuDeviceGetAttribute")
         };
         use sys::CUdevice_attribute::{
             CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+            CU_DEVICE_ATTRIBUTE_PCI_BUS_ID, CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID, CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID,
         };
+        let bus =
+            [CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID, CU_DEVICE_ATTRIBUTE_PCI_BUS_ID, CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID];
+        let [domain, bus, slot] = bus.map(attribute);
+        // Its number is that of this process, while nvidia-smi, and who reads the list of whose memory it is, goes by this.
+        let name = format!("{number} ({name}, {:08X}:{:02X}:{:02X}.0)", domain?, bus?, slot?);
         let architecture = Architecture {
             major: attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? as u32,
             minor: attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)? as u32,
         };
+        if architecture < Architecture::OLDEST {
+            let what = format!("it is {architecture}, and kernels need {} or later", Architecture::OLDEST);
+            return Err(DeviceError::Unusable { device: name, what });
+        }
         // SAFETY: as above; the context is released when this is dropped.
         let context = unsafe { result::primary_ctx::retain(device) }.named(&name, "cuDevicePrimaryCtxRetain")?;
         let context = Context { device, context };
         // SAFETY: the context has just been retained.
         unsafe { result::ctx::set_current(context.context) }.named(&name, "cuCtxSetCurrent")?;
         let before = used(&name)?.in_use;
-        let nvrtc = Nvrtc::load(Some(driver_version(&name)? / 1000))?;
+        let driver = driver_version(&name)?;
+        let nvrtc = Nvrtc::load(Some(driver / 1000))?;
         let products = CublasLt::new(&name)?;
         let stream = result::stream::create(result::stream::StreamKind::NonBlocking).named(&name, "cuStreamCreate")?;
         let libraries = used(&name)?.in_use.saturating_sub(before);
@@ -129,6 +142,7 @@ impl Nvidia {
         let (memory, graphs) = (None, Vec::new());
         Ok(Self {
             name,
+            driver,
             stream,
             architecture,
             nvrtc,
@@ -206,23 +220,28 @@ impl Nvidia {
 
     /// Compiles and loads all kernels, and chooses how to do all products. Returns what is launched instead of some of them, by
     /// their index, for an epilogue is more than there may be an algorithm for; and products of forms that there were none of.
-    fn prepare(&mut self, launches: &[Launch], describe: Describe<'_>) -> Result<(Instead, Vec<Product>), DeviceError> {
+    fn prepare(&mut self, launches: &[Launch], describe: Describe<'_>) -> Result<(Instead, Tried), DeviceError> {
         let (mut instead, mut chosen) = (Instead::new(), Vec::new());
         for (index, launch) in launches.iter().enumerate() {
-            let ready = match launch {
-                Launch::Kernel(kernel) => self.load(kernel),
-                Launch::Product(product) => self.products.choose(product).map(|is_new| {
-                    chosen.extend(is_new.then_some(*product));
-                }),
+            let what_for = |error: DeviceError| error.during(&describe(index));
+            let product = match launch {
+                Launch::Kernel(kernel) => {
+                    self.load(kernel).map_err(what_for)?;
+                    continue;
+                }
+                Launch::Product(product) => product,
             };
-            if let (Err(_), Launch::Product(product)) = (&ready, launch)
-                && product.epilogue != Epilogue::None
-            {
-                let apart = product.apart();
-                chosen.extend(self.prepare(&apart, &|_| describe(index))?.1);
-                instead.insert(index, apart);
-            } else {
-                ready.map_err(|error| error.during(&describe(index)))?;
+            match self.products.choose(product).map_err(what_for)? {
+                Algorithm::Known => {}
+                Algorithm::New => chosen.push((index, *product)),
+                Algorithm::None(why) if product.epilogue == Epilogue::None => return Err(what_for(why)),
+                Algorithm::None(why) => {
+                    tracing::warn!(product = describe(index), %why, "no algorithm with an epilogue; two launches");
+                    let apart = product.apart();
+                    let of_apart = self.prepare(&apart, &|_| describe(index))?.1;
+                    chosen.extend(of_apart.into_iter().map(|(_, product)| (index, product)));
+                    instead.insert(index, apart);
+                }
             }
         }
         Ok((instead, chosen))
@@ -274,6 +293,9 @@ impl Drop for Captured {
     }
 }
 
+/// Products of forms that there were none of, by the index of the launch that they are for.
+type Tried = Vec<(usize, Product)>;
+
 /// What is launched instead of products for whose epilogues there is no algorithm, by index.
 type Instead = HashMap<usize, Vec<Launch>>;
 
@@ -324,9 +346,10 @@ impl Device for Nvidia {
         // Nothing may be loaded, compiled or chosen while a graph is captured.
         let (instead, chosen) = self.prepare(&launches, describe)?;
         // A library may load its kernels when they are first started. What these products write, the step writes again.
-        for product in &chosen {
+        for (index, product) in &chosen {
             // SAFETY: the addresses come from a plan that has passed the checker, in memory of its size.
-            unsafe { self.products.start(product, self.stream) }?;
+            let started = unsafe { self.products.start(product, self.stream) };
+            started.map_err(|error| error.during(&describe(*index)))?;
         }
         self.wait()?;
         let prepared = used(&self.name)?.in_use;
@@ -355,16 +378,34 @@ impl Device for Nvidia {
         Ok(Recording(self.graphs.len() - 1))
     }
 
-    fn run(&mut self, launches: &[Launch], describe: Describe<'_>) -> Result<Duration, DeviceError> {
+    fn run(&mut self, launches: &[Launch], describe: Describe<'_>) -> Result<(), DeviceError> {
         self.enter()?;
         let (instead, _) = self.prepare(launches, describe)?;
-        // Events would say it without the time that it takes to launch and to wait, but not with every driver: cudarc asks for a
-        // symbol of CUDA 12.8, and panics where there is none.
-        self.wait()?;
-        let begun = Instant::now();
         self.start_all(launches, &instead, describe)?;
+        self.wait().map_err(|error| error.during(&describe(0)))
+    }
+
+    /// By events on the stream, all of which are there before the first is waited for: so that the device need not wait for the next
+    /// launch, where kernels take longer than to launch them.
+    fn time(&mut self, groups: &[Vec<Launch>], describe: Describe<'_>) -> Result<Vec<Duration>, DeviceError> {
+        if self.driver < event::FIRST_VERSION {
+            return time_from_here(self, groups, describe);
+        }
+        self.enter()?;
+        let prepared = groups.iter().enumerate().map(|(group, launches)| self.prepare(launches, &|_| describe(group)));
+        let instead = prepared.map(|prepared| prepared.map(|(instead, _)| instead)).collect::<Result<Vec<_>, _>>()?;
+        let mark = || -> Result<Event, DeviceError> {
+            let event = Event::new(&self.name)?;
+            event.record(&self.name, self.stream)?;
+            Ok(event)
+        };
+        let mut events = vec![mark()?];
+        for (group, (launches, instead)) in groups.iter().zip(&instead).enumerate() {
+            self.start_all(launches, instead, &|_| describe(group))?;
+            events.push(mark()?);
+        }
         self.wait()?;
-        Ok(begun.elapsed())
+        events.windows(2).map(|pair| pair[1].since(&pair[0], &self.name)).collect()
     }
 
     fn replay(&mut self, recording: Recording) -> Result<(), DeviceError> {

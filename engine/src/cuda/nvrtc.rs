@@ -25,12 +25,17 @@ const NAME: &str = "libnvrtc.so";
 const NOT_COMPILED: c_int = 6;
 
 /// A GPU's instruction set by its compute capability.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Architecture {
     /// Before the dot.
     pub major: u32,
     /// Behind it.
     pub minor: u32,
+}
+
+impl Architecture {
+    /// The first with `cp.async` and with tensor cores for bf16.
+    pub const OLDEST: Self = Self { major: 8, minor: 0 };
 }
 
 impl fmt::Display for Architecture {

@@ -19,7 +19,7 @@ const LEFT: &str = "left at the end:";
 
 /// The libraries, each with its sources. The others need the first.
 const LIBRARIES: [(&str, &[&str]); 3] = [
-    ("libcuda.so.1", &["context.cpp", "memory.cpp", "module.cpp", "stream.cpp"]),
+    ("libcuda.so.1", &["context.cpp", "memory.cpp", "module.cpp", "stream.cpp", "event.cpp"]),
     ("libcublasLt.so.13", &["cublaslt.cpp", "descriptors.cpp", "product.cpp"]),
     ("libnvrtc.so.13", &["nvrtc.cpp"]),
 ];

@@ -106,6 +106,11 @@ fn work(device: &mut Nvidia, launches: impl Fn(u64) -> Vec<Launch>) -> Result<()
     expect_sum(device, base, PLACES)?;
     fill(device, base)?;
     device.run(&launches(base), &describe)?;
+    expect_sum(device, base, PLACES)?;
+    fill(device, base)?;
+    let groups: Vec<Vec<Launch>> = launches(base).into_iter().map(|launch| vec![launch]).collect();
+    let times = device.time(&groups, &describe)?;
+    assert_eq!(times.len(), groups.len());
     expect_sum(device, base, PLACES)
 }
 
@@ -144,6 +149,18 @@ fn products_with_and_without_epilogues() {
             let memory = device.memory().unwrap();
             assert_eq!(memory.unexplained(), 0, "{memory}");
             assert!(memory.in_use >= CONTEXT + PRODUCTS + PAGE, "{memory}");
+        }
+    });
+}
+
+/// Where the driver is too old to say what time is between two events, the host's clock does.
+#[test]
+fn drivers_without_times_of_events() {
+    judge(module_path!(), "drivers_without_times_of_events", |double| {
+        for (version, has_events) in [(12_040, false), (12_080, true)] {
+            double.set("VERSION", version);
+            work(&mut open().unwrap(), apart).unwrap();
+            assert_eq!(double.calls().iter().any(|(name, _)| name.contains("Event")), has_events, "{version}");
         }
     });
 }
@@ -199,10 +216,13 @@ fn an_algorithm_is_for_how_its_operands_are_aligned() {
 fn memory_may_not_be_enough() {
     judge(module_path!(), "memory_may_not_be_enough", |double| {
         for (bytes, expected) in [
-            (CONTEXT - 1, "GPU 0 (Double of sm_90) has no memory left, says cuDevicePrimaryCtxRetain"),
+            (
+                CONTEXT - 1,
+                "GPU 0 (Double of sm_90, 00000000:1B:00.0) has no memory left, says cuDevicePrimaryCtxRetain",
+            ),
             (CONTEXT + PAGE - 1, "has 2097151 of its 442499071 bytes free, and 2097152 are needed"),
             (CONTEXT + PAGE, "has no memory left, says loading elementwise.cu"),
-            (CONTEXT + PAGE + MODULE, "CUBLAS_STATUS_ALLOC_FAILED"),
+            (CONTEXT + PAGE + MODULE, "has no memory left, says starting Product"),
             (CONTEXT + PAGE + MODULE + PRODUCTS, "has no memory left, says cuGraphInstantiate"),
         ] {
             double.set("MEMORY", bytes);
@@ -250,8 +270,8 @@ fn every_call_may_fail() {
                     "cuLaunchKernel" => "launching unary_gelu_f32 as 1 × 1 × 1 blocks".into(),
                     "cuInit" | "cuDeviceGet" => "GPU 0 cannot be used here".into(),
                     "cublasLtMatmul" => "starting Product".into(),
-                    "cublasLtCreate" => "cublasLtCreate failed".into(),
-                    name if name.starts_with("cublasLt") => "CUBLAS_STATUS_ALLOC_FAILED".into(),
+                    "cublasLtCreate" => "has no memory left, says cublasLtCreate".into(),
+                    name if name.starts_with("cublasLt") => "has no memory left".into(),
                     name => format!("{name} failed on GPU 0"),
                 };
                 assert!(text.contains(&said), "call {number} of {name}: {text}");
@@ -269,6 +289,12 @@ fn devices_of_other_architectures() {
             double.set("ARCHITECTURE", architecture);
             work(&mut open().unwrap(), apart).unwrap();
         }
+        double.set("ARCHITECTURE", 75);
+        let error = open().unwrap_err();
+        assert!(
+            error.is_absence() && error.to_string().contains("it is sm_75, and kernels need sm_80 or later"),
+            "{error}"
+        );
         double.set("ARCHITECTURE", 130);
         let error = work(&mut open().unwrap(), apart).unwrap_err();
         assert!(error.is_absence() && error.to_string().contains("cannot compile for sm_130"), "{error}");

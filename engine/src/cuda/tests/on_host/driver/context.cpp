@@ -120,7 +120,7 @@ EXPORTED int cuDriverGetVersion(int* version) {
     const Call call("cuDriverGetVersion", NOTHING);
     if (call.refused) return call.refused;
     if (version == nullptr) return call.breaks(INVALID_VALUE, "no room for the version");
-    *version = 13000;
+    *version = int(double_setting("VERSION", 13000));
     return SUCCESS;
 }
 
@@ -213,6 +213,9 @@ EXPORTED int cuDeviceGetAttribute(int* value, int attribute, int device) {
     const std::map<int, int> all = {
         {1, 1024},      // MAX_THREADS_PER_BLOCK
         {8, 48 << 10},  // MAX_SHARED_MEMORY_PER_BLOCK
+        {33, 0x1b},     // PCI_BUS_ID
+        {34, 0},        // PCI_DEVICE_ID
+        {50, 0},        // PCI_DOMAIN_ID
         {75, architecture() / 10},
         {76, architecture() % 10},  // COMPUTE_CAPABILITY_MAJOR, _MINOR
         {83, 1},
@@ -317,6 +320,7 @@ EXPORTED const char* double_left() {
     const auto tell_of = [&](const auto& table) { tell(table.all.size(), table.what); };
     tell_of(state().contexts), tell_of(state().streams), tell_of(state().modules), tell_of(state().graphs),
         tell_of(state().executables);
+        tell_of(state().events);
     for (const auto& [handle, context] : state().contexts.all) {
         for (const auto& [what, count] : context->others) tell(uint64_t(count), what);
     }

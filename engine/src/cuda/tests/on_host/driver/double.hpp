@@ -32,6 +32,7 @@ enum Result : int {
     NO_BINARY_FOR_GPU = 209,
     INVALID_HANDLE = 400,
     NOT_FOUND = 500,
+    NOT_READY = 600,
     CONTEXT_IS_DESTROYED = 709,
     LAUNCH_FAILED = 719,
     CAPTURE_UNSUPPORTED = 900,
@@ -80,7 +81,7 @@ EXPORTED uint64_t double_setting(const char* name, uint64_t otherwise);
 
 // What a judge asks of the double.
 
-// ARCHITECTURE, MEMORY, DEVICES, HAS_NO_EPILOGUES.
+// ARCHITECTURE, MEMORY, DEVICES, VERSION, HAS_NO_EPILOGUES.
 EXPORTED void double_set(const char* name, uint64_t value);
 // From now on, has this call of this name (1 is the next) return this code: of all libraries a failure of memory or the like.
 EXPORTED void double_fail(const char* call, uint64_t number, int code);

@@ -1,6 +1,7 @@
 // What the double of the driver remembers.
 #pragma once
 
+#include <chrono>
 #include <deque>
 #include <map>
 #include <memory>
@@ -44,6 +45,13 @@ struct Stream {
     Mode mode = Mode::GLOBAL;
     std::thread::id thread;
     std::vector<Work> captured;
+};
+
+struct Event {
+    Context* context;
+    bool is_timed;
+    bool is_recorded = false, is_reached = false;
+    std::chrono::steady_clock::time_point at;
 };
 
 struct Module {
@@ -95,6 +103,7 @@ struct State {
 
     Table<Context> contexts{"context", {}};
     Table<Stream> streams{"stream", {}};
+    Table<Event> events{"event", {}};
     Table<Module> modules{"module", {}};
     Table<Function> functions{"function", {}};
     Table<Graph> graphs{"graph", {}};

@@ -1,0 +1,53 @@
+// The double of the driver: events. One is reached when the stream comes to it, and not before somebody waits for that.
+#include "state.hpp"
+
+enum : unsigned { BLOCKING_SYNC = 1, DISABLE_TIMING = 2, INTERPROCESS = 4 };
+
+EXPORTED int cuEventCreate(void** event, unsigned flags) {
+    const Call call("cuEventCreate", CONTEXT);
+    if (call.refused) return call.refused;
+    const bool is_known = (flags & ~(BLOCKING_SYNC | DISABLE_TIMING | INTERPROCESS)) == 0;
+    if (event == nullptr || !is_known || (flags & (INTERPROCESS | DISABLE_TIMING)) == INTERPROCESS)
+        return call.breaks(INVALID_VALUE, "flags %u", flags);
+    *event = state().events.add(Event{call.context, (flags & DISABLE_TIMING) == 0, false, false, {}});
+    return SUCCESS;
+}
+
+EXPORTED int cuEventRecord(void* handle, void* stream) {
+    const Call call("cuEventRecord", CONTEXT);
+    if (call.refused) return call.refused;
+    Event* const event = state().events.find(call, handle);
+    if (event == nullptr) return INVALID_HANDLE;
+    if (event->context != call.context) return call.breaks(INVALID_HANDLE, "an event of another context");
+    // It may be destroyed before it is reached.
+    const Work work{"an event", [handle] {
+                        const auto found = state().events.all.find((uint64_t)handle);
+                        if (found != state().events.all.end()) {
+                            found->second->is_reached = true;
+                            found->second->at = std::chrono::steady_clock::now();
+                        }
+                        return std::string();
+                    }};
+    event->is_recorded = true;
+    event->is_reached = false;
+    return double_enqueue("cuEventRecord", stream, &work);
+}
+
+EXPORTED int cuEventElapsedTime_v2(float* milliseconds, void* from, void* to) {
+    const Call call("cuEventElapsedTime", CONTEXT);
+    if (call.refused) return call.refused;
+    const Event *const begin = state().events.find(call, from), *const end = state().events.find(call, to);
+    if (begin == nullptr || end == nullptr) return INVALID_HANDLE;
+    if (milliseconds == nullptr) return call.breaks(INVALID_VALUE, "nowhere to put the time");
+    if (!begin->is_recorded || !end->is_recorded) return call.breaks(INVALID_HANDLE, "an event that was not recorded");
+    if (!begin->is_timed || !end->is_timed) return call.breaks(INVALID_HANDLE, "an event without timing");
+    if (!begin->is_reached || !end->is_reached) return call.breaks(NOT_READY, "an event that was not waited for");
+    *milliseconds = std::chrono::duration<float, std::milli>(end->at - begin->at).count();
+    return SUCCESS;
+}
+
+EXPORTED int cuEventDestroy_v2(void* handle) {
+    const Call call("cuEventDestroy", CONTEXT);
+    if (call.refused) return call.refused;
+    return state().events.remove(call, handle) ? SUCCESS : INVALID_HANDLE;
+}
