@@ -3,8 +3,9 @@
 //! A training step is fullest once per micro-batch, each time with the same sizes in other hands. Where several cliques
 //! have no byte to spare, whoever is born between two of them must fill exactly what died, and a hole cut too small is
 //! never made good. So what is alive at any of these cliques falls into classes of sizes, each with as many bytes as it
-//! has at the fullest cliques, in a region of its own. Sizes that need more than that in between share a region with
-//! smaller ones. What is alive at none of these cliques, where there is room, flows around them.
+//! has at the fullest cliques, in a region of its own. A size that needs more than that in between, since one is born
+//! before its like is gone, shares a region with another that needs less meanwhile: the fewer sizes in a region, the
+//! easier it is to plan. What is alive at none of these cliques, where there is room, flows around them.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -38,31 +39,35 @@ pub(crate) fn classes(part: &Part, meter: &mut Meter) -> Vec<Class> {
         of_size.entry(item.bytes).or_default().push(i);
     }
     let mut classes: Vec<Class> = Vec::new();
-    while let Some((bytes, mut members)) = of_size.pop_last() {
+    while let Some((bytes, members)) = of_size.pop_last() {
+        meter.spend(members.len() as u64 + u64::from(part.cliques));
         let mut grid = bytes;
-        let class = loop {
-            meter.spend((of_size.len() + members.len()) as u64 + u64::from(part.cliques));
-            if meter.stopped().is_some() {
-                return Vec::new();
-            }
-            let class = Class::new(part, members);
-            if class.is_level(&full) {
-                break class;
-            }
-            members = class.members;
-            if let Some(&next) = of_size.keys().max_by_key(|&&other| (gcd(grid, other), other)) {
-                grid = gcd(grid, next);
-                members.extend(of_size.remove(&next).unwrap_or_default());
-            } else if let Some(last) = classes.pop() {
-                members.extend(last.members);
-            } else {
-                return Vec::new();
-            }
-        };
+        let mut class = Class::new(part, members);
+        while !class.is_level(&full) {
+            let Some(partner) = class.partner(part, &full, grid, &of_size, &classes, meter) else { return Vec::new() };
+            let others = match partner {
+                Partner::Size(other) => {
+                    grid = gcd(grid, other);
+                    of_size.remove(&other).unwrap_or_default()
+                }
+                Partner::Class(index) => classes.remove(index).members,
+            };
+            class = class.with(part, &others);
+        }
+        if meter.stopped().is_some() {
+            return Vec::new();
+        }
         classes.push(class);
     }
     classes.sort_by_key(|class| Reverse(class.fullness()));
     classes
+}
+
+/// With whom a class may share its region: a size that has none yet, or a class that has one.
+#[derive(Debug, Clone, Copy)]
+enum Partner {
+    Size(u64),
+    Class(usize),
 }
 
 impl Class {
@@ -72,6 +77,40 @@ impl Class {
         let mut part = Part { items, cliques: whole.cliques, ..Part::default() };
         part.bound = part.live().into_iter().max().unwrap_or(0);
         Self { part, members }
+    }
+
+    fn with(&self, whole: &Part, others: &[u32]) -> Self {
+        Self::new(whole, [&self.members, others].concat())
+    }
+
+    /// Who shares the region of a class that is not level. It should be one with whom it is; else, and among those, comes
+    /// the size of the coarsest common grid, then the class of the smallest items. `None` where there is nobody, or the
+    /// meter stops.
+    fn partner(
+        &self,
+        whole: &Part,
+        full: &[u32],
+        grid: u64,
+        of_size: &BTreeMap<u64, Vec<u32>>,
+        classes: &[Class],
+        meter: &mut Meter,
+    ) -> Option<Partner> {
+        let mut sizes: Vec<(u64, &[u32])> = of_size.iter().map(|(&bytes, members)| (bytes, &members[..])).collect();
+        sizes.sort_by_key(|&(bytes, _)| Reverse((gcd(grid, bytes), bytes)));
+        let sizes = sizes.into_iter().map(|(bytes, members)| (Partner::Size(bytes), members));
+        let classes = classes.iter().enumerate().map(|(index, class)| (Partner::Class(index), &class.members[..]));
+        let mut first = None;
+        for (partner, others) in sizes.chain(classes.rev()) {
+            first.get_or_insert(partner);
+            meter.spend((self.members.len() + others.len()) as u64 + u64::from(whole.cliques));
+            if meter.stopped().is_some() {
+                return None;
+            }
+            if self.with(whole, others).is_level(full) {
+                return Some(partner);
+            }
+        }
+        first
     }
 
     /// Whether the class has its most bytes at each of these cliques.
@@ -111,6 +150,13 @@ mod tests {
     fn sizes_that_need_more_in_between_share_a_region() {
         let rows = [(0, 1, 4), (2, 3, 4), (0, 2, 2), (1, 3, 2), (0, 1, 1), (0, 1, 1), (2, 3, 1), (2, 3, 1)];
         assert_eq!(of(&rows), [(4, vec![2, 3, 4, 5, 6, 7]), (4, vec![0, 1])]);
+    }
+
+    /// The threes stay, so that the second two needs what the seven leaves, and nobody else shares their region.
+    #[test]
+    fn one_that_leaves_enough_is_enough() {
+        let rows = [(0, 1, 7), (2, 3, 7), (0, 3, 3), (0, 2, 2), (1, 3, 2), (0, 3, 1)];
+        assert_eq!(of(&rows), [(3, vec![2]), (1, vec![5]), (9, vec![0, 1, 3, 4])]);
     }
 
     /// Where no smaller size is left, the class before it takes the smallest in.

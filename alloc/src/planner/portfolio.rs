@@ -100,6 +100,13 @@ impl<'p> Portfolio<'p> {
         self.in_orders(Fit::Tightest, ROUNDS);
     }
 
+    /// Whether a search, which visits every item at every step, is cheap.
+    pub fn is_small(&self) -> bool {
+        let items = &self.part().items;
+        let cells: u64 = items.iter().map(|item| u64::from(item.cliques())).sum();
+        items.len() <= 3_000 && cells <= 500_000
+    }
+
     fn part(&self) -> &'p Part {
         self.timeline.part
     }

@@ -1,9 +1,9 @@
 //! What is tried on a part, in which order, and what is known in the end.
 
-use super::exact::{Verdict, search};
+use super::exact::Verdict;
 use super::meter::Meter;
 use super::part::Part;
-use super::passes::{Goal, PASSES, PLACEMENTS, QUICK_PASSES, mend, run, within};
+use super::passes::{Goal, PASSES, PLACEMENTS, QUICK_PASSES, mend, run, search, within};
 use super::portfolio::{Placed, Portfolio};
 
 /// A part's plan.
@@ -53,7 +53,7 @@ pub(crate) fn plan_parts(parts: &[Part], aim: u64, mut enough: u64, meter: &mut 
 
 /// What is tried after sweeps on their own, cheapest first, until the goal is met or the meter stops.
 fn improve(part: &Part, goal: Goal, portfolio: &mut Portfolio, proven: &mut u64) {
-    let small = is_small(part);
+    let small = portfolio.is_small();
     if small {
         run(&PLACEMENTS, goal, portfolio);
         if !goal.is_met(portfolio) && portfolio.is_often_full(goal.enough) {
@@ -89,24 +89,12 @@ fn improve(part: &Part, goal: Goal, portfolio: &mut Portfolio, proven: &mut u64)
 const SEARCH_PER_ITEM: u64 = 2_000;
 const OPEN_PER_ITEM: u64 = 6_000;
 
-/// Searches visit every item at every step: they are for parts where that is cheap.
-fn is_small(part: &Part) -> bool {
-    let cells: u64 = part.items.iter().map(|item| u64::from(item.cliques())).sum();
-    part.items.len() <= 3_000 && cells <= 500_000
-}
-
 /// Searches below `capacity` and takes the verdict over.
 fn attempt(part: &Part, capacity: u64, work: u64, portfolio: &mut Portfolio, proven: &mut u64) -> Verdict {
-    let verdict = search(part, capacity, work, &mut portfolio.meter);
-    match &verdict {
-        Verdict::Found(offsets) => {
-            portfolio.offer(Some(Placed { height: part.height(offsets), offsets: offsets.clone() }));
-        }
-        Verdict::Impossible => {
-            let next = capacity.saturating_add(1).checked_next_multiple_of(part.grain());
-            *proven = (*proven).max(next.unwrap_or(u64::MAX));
-        }
-        Verdict::Unknown => {}
+    let verdict = search(capacity, work, portfolio);
+    if verdict == Verdict::Impossible {
+        let next = capacity.saturating_add(1).checked_next_multiple_of(part.grain());
+        *proven = (*proven).max(next.unwrap_or(u64::MAX));
     }
     verdict
 }
