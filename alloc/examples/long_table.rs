@@ -27,8 +27,9 @@ fn write(path: &str, micro_batches: u64) -> Result<(), Box<dyn Error>> {
     let step = Step { layers: 64, micro_batches, stages: 16, persistent: true, ..Step::default() };
     let problem = step.problem()?;
     let ids: Vec<String> = problem.ids().map(|id| id.0.to_string()).collect();
-    csv::write(BufWriter::new(File::create(path)?), &ids, &problem, None)?;
-    println!("{} lines in {path}", problem.len() + 1);
+    let table = csv::Table::new(ids, problem);
+    table.write(BufWriter::new(File::create(path)?), None)?;
+    println!("{} lines in {path}", table.problem.len() + 1);
     Ok(())
 }
 

@@ -1,7 +1,7 @@
 //! Draws a table of buffers: `cargo run -p gapless-alloc --example memory_map -- table.csv map.html`.
 //!
-//! The ending says what is written: `.html`, `.svg`, or anything else for text. A table with an `offset` column is drawn
-//! as it stands; another is planned first. A table has no names, so every buffer is called by its id.
+//! The ending says what is written: `.html`, `.svg`, or anything else for text. A table with an offset in
+//! every line is drawn as it stands; another is planned first, around the offsets that it has. A table has no names, so every buffer is called by its id.
 
 use std::io::BufReader;
 
@@ -12,7 +12,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let [table, picture] =
         std::env::args().skip(1).collect::<Vec<_>>().try_into().map_err(|_| "usage: memory_map TABLE PICTURE")?;
     let read = csv::read(BufReader::new(std::fs::File::open(&table)?))?;
-    let offsets = read.offsets.unwrap_or_else(|| plan(&read.problem, &Options::default()).offsets);
+    let offsets = match read.plan() {
+        Some(offsets) => offsets,
+        None => plan(&read.pinned()?, &Options::default()).offsets,
+    };
     let label = |id: String| Label { tensor: id, op: String::new(), layer: String::new(), role: Role::Activation };
     let labels: Vec<Label> = read.ids.into_iter().map(label).collect();
     let map = MemoryMap::new(&table, &read.problem, &offsets, &labels)?;

@@ -4,20 +4,13 @@ use crate::{BufferId, Problem};
 
 /// The max-live lower bound in bytes. Alignment is not counted, so a plan with coarse alignments may be unable to reach it.
 pub fn lower_bound(problem: &Problem) -> u64 {
-    u64::try_from(max_live(problem)).expect("Problem::new bounds the live bytes by u64")
+    let most = most_live(problem).map_or(0, |(_, bytes)| bytes);
+    u64::try_from(most).expect("Problem::new bounds the live bytes by u64")
 }
 
 /// The first tick at which the most bytes are alive; `None` for an empty problem.
 pub fn peak_tick(problem: &Problem) -> Option<u64> {
-    let first = problem.buffers().iter().map(|b| b.lifetime.start).min()?;
-    let mut best = None;
-    let mut most = None;
-    sweep(problem, |tick, live| {
-        if tick >= first && most.is_none_or(|m| live > m) {
-            (most, best) = (Some(live), Some(tick));
-        }
-    });
-    best
+    most_live(problem).map(|(tick, _)| tick)
 }
 
 /// The buffers alive at `tick`, in id order.
@@ -25,10 +18,16 @@ pub fn live_at(problem: &Problem, tick: u64) -> impl Iterator<Item = BufferId> +
     problem.ids().filter(move |&id| problem.buffer(id).lifetime.contains(&tick))
 }
 
-/// The bound before it is known to fit in a `u64`.
-pub(crate) fn max_live(problem: &Problem) -> u128 {
-    let mut most = 0;
-    sweep(problem, |_, live| most = most.max(live));
+/// The first tick at which the most bytes are alive, with those, which need not fit in a `u64` yet; `None` for an empty
+/// problem.
+pub(crate) fn most_live(problem: &Problem) -> Option<(u64, u128)> {
+    let first = problem.buffers().iter().map(|b| b.lifetime.start).min()?;
+    let mut most: Option<(u64, u128)> = None;
+    sweep(problem, |tick, live| {
+        if tick >= first && most.is_none_or(|(_, bytes)| live > bytes) {
+            most = Some((tick, live));
+        }
+    });
     most
 }
 

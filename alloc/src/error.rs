@@ -11,8 +11,8 @@ pub enum Error {
     ZeroAlignment { buffer: usize },
     #[error("buffer {buffer}: pinned at offset {offset}, which is not a multiple of its alignment {alignment}")]
     Misaligned { buffer: usize, offset: u64, alignment: u64 },
-    #[error("{bytes} bytes are alive at one tick or pinned past the end of the address space (2^64 - 1 bytes)")]
-    TooLarge { bytes: u128 },
+    #[error("{bytes} bytes are alive at tick {tick}, more than an address space has (2^64 - 1 bytes)")]
+    TooLarge { bytes: u128, tick: u64 },
     #[error("{buffers} buffers; at most 2^32 - 1 can be planned")]
     TooManyBuffers { buffers: usize },
     #[error("{entries} {table} for {buffers} buffers; a memory map needs one per buffer")]

@@ -83,7 +83,8 @@ impl Problem {
     ///
     /// # Errors
     /// The first buffer that has an empty lifetime, a zero alignment or a misaligned or overflowing pinned offset;
-    /// [`Error::PinsOverlap`] when two are pinned onto each other; [`Error::TooLarge`] when the live bytes exceed `u64`.
+    /// [`Error::PinsOverlap`] when two are pinned onto each other; [`Error::TooLarge`] with the tick at which the live bytes
+    /// exceed `u64`.
     pub fn new(buffers: Vec<Buffer>) -> Result<Self, Error> {
         if u32::try_from(buffers.len()).is_err() {
             return Err(Error::TooManyBuffers { buffers: buffers.len() });
@@ -100,14 +101,14 @@ impl Problem {
                     return Err(Error::Misaligned { buffer: index, offset, alignment: b.alignment });
                 }
                 if offset.checked_add(b.bytes).is_none() {
-                    return Err(Error::TooLarge { bytes: u128::from(offset) + u128::from(b.bytes) });
+                    return Err(Error::OutOfAddressSpace { buffer: index, offset, bytes: b.bytes });
                 }
             }
         }
         let problem = Self { buffers, groups: Vec::new(), forbidden: Vec::new() };
-        let bytes = crate::bound::max_live(&problem);
-        if bytes > u128::from(u64::MAX) {
-            return Err(Error::TooLarge { bytes });
+        let most = crate::bound::most_live(&problem);
+        if let Some((tick, bytes)) = most.filter(|&(_, bytes)| bytes > u128::from(u64::MAX)) {
+            return Err(Error::TooLarge { bytes, tick });
         }
         if let Some((first, second)) = overlapping_pins(&problem) {
             return Err(Error::PinsOverlap { first: first.index(), second: second.index() });

@@ -2,10 +2,16 @@
 
 mod exhaustion;
 
+use std::time::Duration;
+
 use exhaustion::{exhausted, fits};
 use gapless_alloc::synthetic::{Order, Step};
 use gapless_alloc::{Buffer, BufferId, Change, Explanation, Options, Problem, Remedy, check, explain, plan};
 use proptest::prelude::*;
+
+fn within(capacity: u64) -> Options {
+    Options { capacity: Some(capacity), ..Options::default() }
+}
 
 /// The least size among the sets of changes that make the problem fit; each buffer offers its changes, the first of which
 /// is none, with their sizes.
@@ -48,7 +54,7 @@ proptest! {
         };
         let capacity = exhausted(&problem).saturating_sub(below);
         let solution = plan(&problem, &Options { work: 1_000_000, ..Options::default() });
-        let explanation = explain(&problem, &[], &solution, capacity);
+        let explanation = explain(&problem, &[], &solution, &within(capacity));
         prop_assert_eq!(explanation.is_some(), solution.height > capacity);
         let Some(explanation) = explanation else { return Ok(()) };
         for remedy in explanation.remedies() {
@@ -95,7 +101,7 @@ fn remedies_of_steps_are_proven_smallest() {
         let solution = plan(&problem, &Options::default());
         // In whole units of the alignment, as whoever shrinks anything must.
         let capacity = (solution.height / 100 * percent).next_multiple_of(64);
-        let explanation = explain(&problem, &[], &solution, capacity).unwrap();
+        let explanation = explain(&problem, &[], &solution, &within(capacity)).unwrap();
         assert!(explanation.leave_out.is_smallest(), "{step:?}: {:?}", explanation.leave_out);
         assert!(explanation.shrink.is_smallest(), "{step:?}: {:?}", explanation.shrink);
         assert!(explanation.free.as_ref().is_some_and(Remedy::is_smallest), "{step:?}: {:?}", explanation.free);
@@ -109,7 +115,7 @@ fn what_no_address_space_holds_is_explained() {
     let problem = Problem::new(vec![Buffer::new(0..2, u64::MAX).aligned(27)]).unwrap().forbid(27..37).unwrap();
     let solution = plan(&problem, &Options::default());
     assert!(solution.offsets.is_empty());
-    suffice(&problem, &explain(&problem, &[], &solution, 1 << 24).unwrap());
+    suffice(&problem, &explain(&problem, &[], &solution, &within(1 << 24)).unwrap());
 }
 
 /// However much is missing, what is said to suffice does.
@@ -119,8 +125,28 @@ fn remedies_of_tight_capacities_suffice() {
     let solution = plan(&problem, &Options::default());
     for percent in [95, 80, 50] {
         let capacity = solution.height / 100 * percent;
-        suffice(&problem, &explain(&problem, &[], &solution, capacity).unwrap());
+        suffice(&problem, &explain(&problem, &[], &solution, &within(capacity)).unwrap());
     }
+}
+
+/// Once the deadline has passed nothing is planned any more: what is known suffices, and it is said that there may be less.
+#[test]
+fn a_deadline_holds_for_explanations() {
+    let step = Step { layers: 2, persistent: true, ..Step::default() };
+    let problem = step.problem().unwrap();
+    let solution = plan(&problem, &Options::default());
+    let capacity = (solution.height / 100 * 98).next_multiple_of(64);
+    let late = Options { deadline: Some(Duration::ZERO), ..within(capacity) };
+    let late = explain(&problem, &[], &solution, &late).unwrap();
+    suffice(&problem, &late);
+    assert!(late.cut_short && late.to_string().contains("the deadline passed"), "{late}");
+    let above = problem.ids().filter(|&id| solution.offsets[id.index()] + problem.buffer(id).bytes > capacity);
+    assert_eq!(late.leave_out.changes, above.map(Change::LeaveOut).collect::<Vec<_>>());
+    assert_eq!((late.free, late.shrink.at_least), (None, solution.height - capacity));
+    // One that is too far for any clock is none.
+    let patient = Options { deadline: Some(Duration::MAX), ..within(capacity) };
+    let patient = explain(&problem, &[], &solution, &patient).unwrap();
+    assert!(!patient.cut_short && !patient.to_string().contains("the deadline passed"), "{patient}");
 }
 
 fn suffice(problem: &Problem, explanation: &Explanation) {

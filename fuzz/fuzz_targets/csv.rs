@@ -1,13 +1,19 @@
 //! Whatever the bytes are, reading ends with a table or an error; a table that was read is written and read the same.
 #![no_main]
 
-use gapless_alloc::csv;
+use gapless_alloc::{csv, lower_bound};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|bytes: &[u8]| {
     let Ok(table) = csv::read(bytes) else { return };
     let mut text = Vec::new();
-    csv::write(&mut text, &table.ids, &table.problem, table.offsets.as_deref()).expect("memory takes everything");
+    table.write(&mut text, table.plan().as_deref()).expect("memory takes everything");
     let again = csv::read(&text[..]).expect("what was written can be read");
     assert_eq!(table.problem.buffers(), again.problem.buffers());
+    assert_eq!((&table.gaps, &table.hints), (&again.gaps, &again.hints));
+    if table.plan().is_some() {
+        assert_eq!(table.offsets, again.offsets);
+    }
+    assert!(table.lower_bound() <= lower_bound(&table.problem));
+    let _ = table.pinned();
 });

@@ -1,6 +1,8 @@
 //! Any problem that is accepted gets a plan that the checker accepts, or none and says so.
 #![no_main]
 
+use std::time::Duration;
+
 use arbitrary::Arbitrary;
 use gapless_alloc::{Buffer, BufferId, Fit, Options, Problem, check, explain, plan, plan_hash};
 use libfuzzer_sys::fuzz_target;
@@ -11,6 +13,10 @@ struct Input {
     forbidden: Vec<(u16, u8)>,
     groups: Vec<(Vec<u8>, bool)>,
     capacity: Option<u32>,
+    /// Of the buffer at its place, and none of those after the last.
+    earlier: Option<Vec<Option<u16>>>,
+    threads: Option<bool>,
+    deadline_micros: Option<u16>,
 }
 
 #[derive(Debug, Arbitrary)]
@@ -49,7 +55,16 @@ fuzz_target!(|input: Input| {
         let Ok(next) = next else { return };
         problem = next;
     }
-    let options = Options { capacity: input.capacity.map(u64::from), work: 100_000, ..Options::default() };
+    let options = Options {
+        capacity: input.capacity.map(u64::from),
+        work: 100_000,
+        deadline: input.deadline_micros.map(|micros| Duration::from_micros(micros.into())),
+        threads: input.threads.map(|two| if two { 2 } else { 1 }),
+        warm_start: input.earlier.map(|earlier| {
+            let at = |id: BufferId| earlier.get(id.index()).copied().flatten().map(u64::from);
+            problem.ids().map(at).collect()
+        }),
+    };
     let solution = plan(&problem, &options);
     if solution.offsets.len() == problem.len() {
         check(&problem, &solution.offsets, None).expect("a plan");
@@ -57,10 +72,14 @@ fuzz_target!(|input: Input| {
     } else {
         assert_ne!(solution.fit, Fit::Fits);
     }
+    // A deadline apart, the same is found again, by however many threads.
+    if options.deadline.is_none() {
+        let again = plan(&problem, &Options { threads: Some(3), ..options.clone() });
+        assert_eq!((&solution.offsets, solution.proof, solution.stats), (&again.offsets, again.proof, again.stats));
+    }
     plan_hash(&problem, &solution.offsets);
     // Explanations plan again and again: of small problems only.
-    let explanation =
-        options.capacity.filter(|_| problem.len() <= 8).and_then(|c| explain(&problem, &[], &solution, c));
+    let explanation = if problem.len() <= 8 { explain(&problem, &[], &solution, &options) } else { None };
     for remedy in explanation.iter().flat_map(|explanation| explanation.remedies()) {
         assert!(remedy.at_least <= remedy.size);
     }

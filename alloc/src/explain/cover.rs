@@ -7,6 +7,8 @@
 use std::cmp::Reverse;
 use std::ops::Range;
 
+use super::Deadline;
+
 /// One that may be chosen.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Candidate {
@@ -28,8 +30,11 @@ pub(super) struct Fewest {
 /// Covers larger than this are not looked for: they help nobody.
 pub(super) const MOST: usize = 64;
 
-/// Covers `demand`, looking at no more than `work` candidates.
-pub(super) fn fewest(demand: &[u64], candidates: &[Candidate], work: u64) -> Fewest {
+/// Covers `demand`, looking at no more than `work` candidates, and at none once the `deadline` has passed.
+pub(super) fn fewest(demand: &[u64], candidates: &[Candidate], work: u64, deadline: Deadline) -> Fewest {
+    if deadline.has_passed() {
+        return Fewest { chosen: None, at_least: Some(0) };
+    }
     let places = undominated(demand, candidates);
     let rank = |place: usize| places.partition_point(|&p| p < place);
     let mut spans: Vec<(usize, Candidate)> = candidates
@@ -41,14 +46,25 @@ pub(super) fn fewest(demand: &[u64], candidates: &[Candidate], work: u64) -> Few
     spans.sort_by_key(|(k, c)| (c.span.start, *k));
     let left: Vec<u64> = places.iter().map(|&p| demand[p]).collect();
     let candidates: Vec<Candidate> = spans.iter().map(|(_, c)| c.clone()).collect();
-    let Some(after) = suffix_bounds(&left, &candidates) else { return Fewest { chosen: None, at_least: None } };
+    let Some(after) = suffix_bounds(&left, &candidates, deadline) else {
+        return Fewest { chosen: None, at_least: deadline.has_passed().then_some(0) };
+    };
     let at_least = after[0];
     if at_least > MOST {
         return Fewest { chosen: None, at_least: Some(at_least) };
     }
     let state = vec![State::Open; candidates.len()];
-    let mut search =
-        Search { candidates: &candidates, after, left, state, chosen: Vec::new(), best: None, at_least, work };
+    let mut search = Search {
+        candidates: &candidates,
+        after,
+        left,
+        state,
+        chosen: Vec::new(),
+        best: None,
+        at_least,
+        work,
+        deadline,
+    };
     search.deepen(0, 0);
     let complete = search.work > 0;
     let best = search.best.map(|best| {
@@ -139,8 +155,8 @@ fn undominated(demand: &[u64], candidates: &[Candidate]) -> Vec<usize> {
 }
 
 /// For each place, how many candidates the demands from there on take at least, counting only places that no candidate
-/// joins; `None` when one of them can't be met. Of very many places only some are looked at.
-fn suffix_bounds(demand: &[u64], candidates: &[Candidate]) -> Option<Vec<usize>> {
+/// joins; `None` when one of them can't be met, or the deadline has passed. Of very many places only some are looked at.
+fn suffix_bounds(demand: &[u64], candidates: &[Candidate], deadline: Deadline) -> Option<Vec<usize>> {
     let cells: usize = candidates.iter().map(|c| c.span.len()).sum();
     let stride = cells.div_ceil(MOST_CELLS).max(1);
     let mut here: Vec<Vec<u32>> = vec![Vec::new(); demand.len().div_ceil(stride)];
@@ -152,6 +168,9 @@ fn suffix_bounds(demand: &[u64], candidates: &[Candidate]) -> Option<Vec<usize>>
     for place in (0..demand.len()).rev() {
         after[place] = after[place + 1];
         if place % stride == 0 {
+            if deadline.has_passed() {
+                return None;
+            }
             let here = &here[place / stride];
             let mut bytes: Vec<u64> = here.iter().map(|&k| candidates[k as usize].bytes).collect();
             let need = largest_first(&mut bytes, demand[place])?;
@@ -202,6 +221,7 @@ struct Search<'c> {
     at_least: usize,
     /// What may still be looked at.
     work: u64,
+    deadline: Deadline,
 }
 
 impl Search<'_> {
@@ -219,6 +239,9 @@ impl Search<'_> {
         let mut out = Vec::new();
         loop {
             self.work = self.work.saturating_sub(1 + begun as u64);
+            if self.deadline.has_passed() {
+                self.work = 0;
+            }
             if self.work == 0 || self.best.as_ref().is_some_and(|best| best.len() <= self.at_least) {
                 break;
             }
@@ -260,6 +283,8 @@ impl Search<'_> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use proptest::prelude::*;
 
     use super::*;
@@ -282,14 +307,16 @@ mod tests {
                 chosen.filter(|c| c.span.contains(&place)).map(|c| c.bytes).sum::<u64>() >= demand[place]
             });
             let least = (0..1u32 << candidates.len()).filter(|&set| covers(set)).map(u32::count_ones).min();
-            let found = fewest(&demand, &candidates, 1_000_000);
+            let found = fewest(&demand, &candidates, 1_000_000, Deadline::default());
             prop_assert_eq!(found.at_least, least.map(|n| n as usize));
             prop_assert_eq!(found.chosen.as_ref().map(Vec::len), found.at_least);
             let set = found.chosen.iter().flatten().fold(0, |set, k| set | 1 << k);
             prop_assert!(least.is_none() || covers(set));
             // With little work less is known, but nothing wrong.
-            let hasty = fewest(&demand, &candidates, 10);
+            let hasty = fewest(&demand, &candidates, 10, Deadline::default());
             prop_assert!(hasty.at_least <= found.at_least);
+            let late = fewest(&demand, &candidates, 1_000_000, Deadline::after(Some(Duration::ZERO)));
+            prop_assert_eq!(late, Fewest { chosen: None, at_least: Some(0) });
         }
 
         /// Against all ways to take bytes off.

@@ -1,17 +1,20 @@
 //! Why a problem does not fit a capacity, and what would have to change.
 //!
-//! In: a problem, its best plan, a capacity below the plan's height, and the buffers' labels where there are any. Out:
+//! In: a problem, its best plan, a capacity below the plan's height, and the buffers' labels where there are any; a deadline,
+//! if it must not take long. Out:
 //! the tick of the peak, who is alive there, and [`Remedy`]s: few buffers to leave out, few bytes to take off, few
 //! lifetimes to interrupt. That each of them suffices is checked by a plan; [`cover`] says how few there can be.
 
 mod cover;
+mod deadline;
 mod remedy;
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::fmt;
 
-use crate::{BufferId, Label, Problem, Role, Solution, live_at, peak_tick};
+use crate::{BufferId, Label, Options, Problem, Role, Solution, live_at, peak_tick};
+use deadline::Deadline;
 use remedy::Patient;
 pub use remedy::{Change, Remedy};
 
@@ -38,16 +41,19 @@ pub struct Explanation {
     pub shrink: Remedy,
     /// Lifetimes to interrupt, as few as were found; `None` when none that suffice were.
     pub free: Option<Remedy>,
+    /// Whether the deadline passed: with more time, fewer changes may be found to do, or more be proven.
+    pub cut_short: bool,
     /// The names of the buffers to change, where they have any.
     names: BTreeMap<BufferId, String>,
 }
 
-/// Explains why `problem` does not fit `capacity`; `None` when `solution` does fit it. `labels` are indexed by
-/// [`BufferId`] and may be empty; where there are any, only activations are interrupted.
-pub fn explain(problem: &Problem, labels: &[Label], solution: &Solution, capacity: u64) -> Option<Explanation> {
-    if solution.height <= capacity {
-        return None;
-    }
+/// Explains why `problem` does not fit the capacity of `options`; `None` when `solution` does fit it, or there is none.
+/// `labels` are indexed by [`BufferId`] and may be empty; where there are any, only activations are interrupted.
+///
+/// Many plans are made for it, by as many threads and until the deadline that `options` say: [`Explanation::cut_short`].
+pub fn explain(problem: &Problem, labels: &[Label], solution: &Solution, options: &Options) -> Option<Explanation> {
+    let deadline = Deadline::after(options.deadline);
+    let capacity = options.capacity.filter(|&capacity| solution.height > capacity)?;
     let peak_tick = peak_tick(problem)?;
     let mut alive: Vec<BufferId> = live_at(problem, peak_tick).collect();
     alive.sort_by_key(|&id| (Reverse(problem.buffer(id).bytes), id));
@@ -59,7 +65,8 @@ pub fn explain(problem: &Problem, labels: &[Label], solution: &Solution, capacit
     }
     let mut roles: Vec<_> = by_role.into_iter().map(|(role, (bytes, buffers))| (role, bytes, buffers)).collect();
     roles.sort_by_key(|&(role, bytes, _)| (Reverse(bytes), role));
-    let patient = Patient { problem, labels, solution, capacity };
+    let patient = Patient { problem, labels, solution, capacity, threads: options.threads, deadline };
+    let (leave_out, shrink, free) = (patient.leave_out(), patient.shrink(), patient.free());
     let explanation = Explanation {
         capacity,
         height: solution.height,
@@ -68,9 +75,10 @@ pub fn explain(problem: &Problem, labels: &[Label], solution: &Solution, capacit
         roles,
         alive,
         excess: peak_bytes.saturating_sub(capacity),
-        leave_out: patient.leave_out(),
-        shrink: patient.shrink(),
-        free: patient.free(),
+        leave_out,
+        shrink,
+        free,
+        cut_short: deadline.has_passed(),
         names: BTreeMap::new(),
     };
     Some(explanation.named(|id| match labels.get(id.index()) {
@@ -152,7 +160,11 @@ impl fmt::Display for Explanation {
             0 => writeln!(f, "the peak would fit: what is missing is a place without gaps")?,
             excess => writeln!(f, "at least {excess} bytes must not be alive at the peak")?,
         }
-        self.remedies().try_for_each(|remedy| self.write(f, remedy))
+        self.remedies().try_for_each(|remedy| self.write(f, remedy))?;
+        match self.cut_short {
+            true => writeln!(f, "the deadline passed: with more time, less may be found to do"),
+            false => Ok(()),
+        }
     }
 }
 
@@ -176,8 +188,9 @@ mod tests {
             label("dq", Role::Gradient),
         ];
         let solution = plan(&problem, &Options::default());
-        assert_eq!(explain(&problem, &labels, &solution, 210), None);
-        let explanation = explain(&problem, &labels, &solution, 170).unwrap();
+        let at = |capacity| explain(&problem, &labels, &solution, &Options { capacity, ..Options::default() });
+        assert_eq!((at(None), at(Some(210))), (None, None));
+        let explanation = at(Some(170)).unwrap();
         insta::assert_snapshot!(explanation, @r"
         needs 210 bytes, 40 more than the 170 there are
         peak: 210 bytes in 3 buffers alive at tick 2

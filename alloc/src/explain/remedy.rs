@@ -7,6 +7,7 @@
 use std::cmp::Reverse;
 use std::ops::Range;
 
+use super::Deadline;
 use super::cover::{Candidate, fewest, fewest_bytes};
 use crate::{Buffer, BufferId, Label, Lifetime, Options, Problem, Proof, Role, Solution, plan};
 
@@ -78,6 +79,9 @@ pub(super) struct Patient<'p> {
     pub labels: &'p [Label],
     pub solution: &'p Solution,
     pub capacity: u64,
+    pub threads: Option<usize>,
+    /// After which nothing more is tried: what is known by then suffices, but is less small.
+    pub deadline: Deadline,
 }
 
 /// What a cover may look at.
@@ -92,11 +96,14 @@ const TRIES: usize = 12;
 impl Patient<'_> {
     /// The fewest buffers without which the rest fits.
     pub fn leave_out(&self) -> Remedy {
+        let out = |ids: &[BufferId]| -> Vec<Change> { ids.iter().map(|&id| Change::LeaveOut(id)).collect() };
+        if self.deadline.has_passed() {
+            return Remedy::new(out(&self.above(self.solution)), self.is_impossible().into());
+        }
         let excess = Excess::new(self.problem, self.capacity, self.unit(), |b| Some(b.lifetime.clone()));
-        let found = fewest(&excess.bytes, &excess.candidates, COVER_WORK);
+        let found = fewest(&excess.bytes, &excess.candidates, COVER_WORK, self.deadline);
         // That nothing fits as it is may be known otherwise than from one tick.
         let at_least = found.at_least.unwrap_or(0).max(usize::from(self.is_impossible()));
-        let out = |ids: &[BufferId]| -> Vec<Change> { ids.iter().map(|&id| Change::LeaveOut(id)).collect() };
         let mut best = self.above(self.solution);
         let mut ids: Vec<BufferId> = found.chosen.unwrap_or_default().iter().map(|&k| excess.ids[k]).collect();
         if ids.is_empty() {
@@ -139,10 +146,13 @@ impl Patient<'_> {
     pub fn shrink(&self) -> Remedy {
         let mut best = vec![0; self.problem.len()];
         self.cut(self.solution, &mut best);
-        let mut at_least = u64::from(self.is_impossible());
+        let mut at_least = self.solution.lower_bound.saturating_sub(self.capacity).max(self.is_impossible().into());
         let unit = self.unit();
         // To the byte, which only the topmost can profit from; then in whole units.
         for unit in if unit > 1 { vec![1, unit] } else { vec![1] } {
+            if self.deadline.has_passed() {
+                break;
+            }
             let excess =
                 Excess::new(self.problem, self.capacity - self.capacity % unit, unit, |b| Some(b.lifetime.clone()));
             let Some(taken) = fewest_bytes(&excess.bytes, &excess.candidates) else { continue };
@@ -185,6 +195,9 @@ impl Patient<'_> {
     /// The fewest lifetimes to interrupt: of activations, where there are labels, and of buffers in no group. What writes
     /// a buffer first and reads it last still finds it. `None` when no such remedy was found.
     pub fn free(&self) -> Option<Remedy> {
+        if self.deadline.has_passed() {
+            return None;
+        }
         let mut grouped = vec![false; self.problem.len()];
         self.problem.groups().iter().flat_map(|g| &g.members).for_each(|id| grouped[id.index()] = true);
         let may_change = |id: BufferId| {
@@ -195,7 +208,7 @@ impl Patient<'_> {
             |b: &Buffer| (b.lifetime.end - b.lifetime.start > 2).then(|| b.lifetime.start + 1..b.lifetime.end - 1);
         let mut excess = Excess::new(self.problem, self.capacity, self.unit(), inside);
         excess.keep(may_change);
-        let found = fewest(&excess.bytes, &excess.candidates, COVER_WORK);
+        let found = fewest(&excess.bytes, &excess.candidates, COVER_WORK, self.deadline);
         let (chosen, at_least) = (found.chosen?, found.at_least? as u64);
         let free = |ticks: &dyn Fn(usize) -> Lifetime| -> Vec<Change> {
             chosen.iter().map(|&k| Change::Free(excess.ids[k], ticks(k))).collect()
@@ -242,10 +255,19 @@ impl Patient<'_> {
         self.problem.ids().filter(|&id| bytes(id) > 0 && end(id) > self.capacity).collect()
     }
 
-    /// Whether a plan of the changed problem fits; if it doesn't, that plan, where there is one.
+    /// Whether a plan of the changed problem fits; if it doesn't, that plan, where there is one and time for it.
     fn solves(&self, changes: &[Change]) -> Result<(), Option<Solution>> {
+        if self.deadline.has_passed() {
+            return Err(None);
+        }
         let changed = apply(self.problem, changes).ok_or(None)?;
-        let options = Options { capacity: Some(self.capacity), work: PLAN_WORK, ..Options::default() };
+        let options = Options {
+            capacity: Some(self.capacity),
+            work: PLAN_WORK,
+            deadline: self.deadline.left(),
+            threads: self.threads,
+            warm_start: None,
+        };
         let solution = plan(&changed, &options);
         match solution.offsets.len() == changed.len() {
             true if solution.height <= self.capacity => Ok(()),

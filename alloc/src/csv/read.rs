@@ -1,23 +1,10 @@
-//! Tables of buffers with MiniMalloc's columns: `id,lower,upper,size[,alignment][,offset]`.
-//!
-//! In: UTF-8 text with a header line; columns in any order, others ignored. Out: a [`Problem`] and the ids as written.
-//! Every error names its line.
+//! Reading a table line by line.
 
 use std::collections::HashSet;
-use std::io::{BufRead, Read, Write};
+use std::io::{BufRead, Read};
 
-use crate::{Buffer, Error, Problem};
-
-/// A problem with the ids its file gave to the buffers.
-#[derive(Debug, Clone, Default)]
-pub struct Table {
-    /// Ids as written, indexed by [`BufferId`](crate::BufferId).
-    pub ids: Vec<String>,
-    /// The buffers.
-    pub problem: Problem,
-    /// The `offset` column, where there is one: a plan that the file carries, not a pin.
-    pub offsets: Option<Vec<u64>>,
-}
+use super::{Table, gaps, header};
+use crate::{Buffer, BufferId, Error, Problem};
 
 /// No line of a sound table is longer; one that is (a binary file, a missing line break) must not fill the memory.
 const LONGEST_LINE: usize = 64 << 10;
@@ -25,22 +12,39 @@ const LONGEST_LINE: usize = 64 << 10;
 /// Reads a table. The memory it takes grows with the buffers read, not with what a broken file promises.
 ///
 /// # Errors
-/// [`Error::Csv`] with the line: a missing column or field, a number that is negative, not a number or past `u64`,
-/// `lower >= upper`, an alignment of 0, a repeated id, text that is not UTF-8, a line of more than 64 KiB.
+/// [`Error::Csv`] with the line: a column that is missing or there twice, more or fewer fields than columns, a number that is
+/// negative, not a number or past `u64`, `lower >= upper`, an alignment of 0, a gap outside of its lifetime, a repeated id,
+/// text that is not UTF-8, a line of more than 64 KiB. [`Error::TooLarge`] with the tick.
 pub fn read(input: impl BufRead) -> Result<Table, Error> {
     let mut lines = Lines { input, number: 0, bytes: Vec::new() };
     let columns = match lines.next()? {
-        Some((line, header)) => columns(line, header)?,
+        Some((line, header)) => header::columns(line, header)?,
         None => return Err(Error::Csv { line: 1, what: "empty file; expected the header id,lower,upper,size".into() }),
     };
-    let (mut ids, mut buffers, mut offsets) = (Vec::new(), Vec::new(), Vec::new());
+    let mut table = Table {
+        offsets: columns.offset.map(|_| Vec::new()),
+        hints: columns.hint.map(|_| Vec::new()),
+        ..Table::default()
+    };
+    let mut buffers = Vec::new();
     let mut seen = Seen::default();
     while let Some((line, text)) = lines.next()? {
         let fields = Fields { line, text };
-        let id = fields.text(columns.id, "id")?;
-        let (lower, upper) = (fields.integer(columns.lower, "lower")?, fields.integer(columns.upper, "upper")?);
+        let count = text.bytes().filter(|&byte| byte == b',').count() + 1;
+        if count != columns.count {
+            let s = if count == 1 { "" } else { "s" };
+            return fields.fail(format!("{count} field{s}, but the header has {} columns", columns.count));
+        }
+        let id = fields.text(columns.id);
+        let (lower, last) = (fields.integer(columns.lower, "lower")?, fields.integer(columns.upper, "upper")?);
+        let Some(upper) = last.checked_add(columns.after_last) else {
+            return fields.fail(format!("end {last} is the last tick there is; none comes after it"));
+        };
         if lower >= upper {
-            return fields.fail(format!("lower {lower} is not below upper {upper}"));
+            return fields.fail(match columns.after_last {
+                0 => format!("lower {lower} is not below upper {upper}"),
+                _ => format!("start {lower} is after end {last}"),
+            });
         }
         let mut buffer = Buffer::new(lower..upper, fields.integer(columns.size, "size")?);
         if let Some(column) = columns.alignment {
@@ -49,16 +53,32 @@ pub fn read(input: impl BufRead) -> Result<Table, Error> {
                 return fields.fail("alignment 0; the smallest alignment is 1".into());
             }
         }
-        if let Some(column) = columns.offset {
-            offsets.push(fields.integer(column, "offset")?);
+        if let Some(column) = columns.gaps {
+            // What is too many of them is refused below.
+            let of = BufferId(buffers.len() as u32);
+            let field = fields.text(column);
+            match gaps::parse(field, of, &buffer, columns.after_last) {
+                Ok(gaps) => table.gaps.extend(gaps),
+                Err(what) => return fields.fail(format!("gap of {}: {what}", shown(field))),
+            }
         }
-        if !seen.is_new(&ids, id) {
+        if let (Some(column), Some(hints)) = (columns.hint, &mut table.hints) {
+            hints.push(if fields.text(column).starts_with('-') { None } else { fields.optional(column, "hint")? });
+        }
+        if let (Some(column), Some(offsets)) = (columns.offset, &mut table.offsets) {
+            offsets.push(fields.optional(column, "offset")?);
+        }
+        if !seen.is_new(&table.ids, id) {
             return fields.fail(format!("id {} stands twice", shown(id)));
         }
-        ids.push(id.to_owned());
+        if table.line(buffers.len()) != line {
+            table.lines.push((buffers.len(), line));
+        }
+        table.ids.push(id.to_owned());
         buffers.push(buffer);
     }
-    Ok(Table { ids, problem: Problem::new(buffers)?, offsets: columns.offset.map(|_| offsets) })
+    table.problem = Problem::new(buffers)?;
+    Ok(table)
 }
 
 /// Which ids there were. As long as each comes after the one before (`9`, `10`, `11`), nothing need be kept.
@@ -86,7 +106,7 @@ impl Seen {
     }
 }
 
-/// The fields of one line.
+/// The fields of one line, as many as there are columns.
 struct Fields<'l> {
     line: u64,
     text: &'l str,
@@ -97,76 +117,27 @@ impl<'l> Fields<'l> {
         Err(Error::Csv { line: self.line, what })
     }
 
-    fn text(&self, column: usize, name: &str) -> Result<&'l str, Error> {
-        match self.text.split(',').nth(column) {
-            Some(field) => Ok(field.trim()),
-            None => self.fail(format!("no value for column {name:?}")),
-        }
+    fn text(&self, column: usize) -> &'l str {
+        self.text.split(',').nth(column).map_or("", str::trim)
     }
 
     fn integer(&self, column: usize, name: &str) -> Result<u64, Error> {
-        let text = self.text(column, name)?;
+        let text = self.text(column);
         text.parse()
             .or_else(|e| self.fail(format!("{name} {} is not a whole number of 0 to 2^64 - 1: {e}", shown(text))))
+    }
+
+    fn optional(&self, column: usize, name: &str) -> Result<Option<u64>, Error> {
+        if self.text(column).is_empty() { Ok(None) } else { self.integer(column, name).map(Some) }
     }
 }
 
 /// A piece of the input as a message shows it: quoted, and not too much of it.
-fn shown(text: &str) -> String {
+pub(super) fn shown(text: &str) -> String {
     match text.char_indices().nth(40) {
         Some((cut, _)) => format!("{:?}…", &text[..cut]),
         None => format!("{text:?}"),
     }
-}
-
-/// Writes a table, with the `offset` column when `offsets` are given.
-///
-/// # Errors
-/// Only what the writer returns.
-pub fn write(mut out: impl Write, ids: &[String], problem: &Problem, offsets: Option<&[u64]>) -> Result<(), Error> {
-    let aligned = problem.buffers().iter().any(|b| b.alignment != 1);
-    write!(out, "id,lower,upper,size")?;
-    write!(out, "{}", if aligned { ",alignment" } else { "" })?;
-    writeln!(out, "{}", if offsets.is_some() { ",offset" } else { "" })?;
-    for (index, (id, b)) in ids.iter().zip(problem.buffers()).enumerate() {
-        write!(out, "{id},{},{},{}", b.lifetime.start, b.lifetime.end, b.bytes)?;
-        if aligned {
-            write!(out, ",{}", b.alignment)?;
-        }
-        if let Some(offsets) = offsets {
-            write!(out, ",{}", offsets[index])?;
-        }
-        writeln!(out)?;
-    }
-    Ok(())
-}
-
-struct Columns {
-    id: usize,
-    lower: usize,
-    upper: usize,
-    size: usize,
-    alignment: Option<usize>,
-    offset: Option<usize>,
-}
-
-fn columns(line: u64, header: &str) -> Result<Columns, Error> {
-    let names: Vec<&str> = header.trim_start_matches('\u{feff}').split(',').map(str::trim).collect();
-    let find = |name: &str| names.iter().position(|n| n.eq_ignore_ascii_case(name));
-    let need = |name: &str| {
-        find(name).ok_or_else(|| Error::Csv {
-            line,
-            what: format!("no column {name:?} in the header {}; expected id,lower,upper,size", shown(header)),
-        })
-    };
-    Ok(Columns {
-        id: need("id")?,
-        lower: need("lower")?,
-        upper: need("upper")?,
-        size: need("size")?,
-        alignment: find("alignment"),
-        offset: find("offset"),
-    })
 }
 
 /// The lines of a table that are not blank, with their numbers.
@@ -205,15 +176,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reads_what_it_wrote() {
-        let text = "id,lower,upper,size,alignment,offset\nb1,0,3,4,4,0\nb2,3,9,4,1,8\n";
-        let table = read(text.as_bytes()).unwrap();
-        let mut out = Vec::new();
-        write(&mut out, &table.ids, &table.problem, table.offsets.as_deref()).unwrap();
-        assert_eq!(String::from_utf8(out).unwrap(), text);
-    }
-
-    #[test]
     fn names_the_line_of_an_error() {
         let check = |rows: &str, expected: &str| {
             let error = read(format!("id,lower,upper,size\n{rows}").as_bytes()).unwrap_err().to_string();
@@ -230,11 +192,14 @@ mod tests {
         check("a,0,18446744073709551616,4\n", "line 2: upper \"18446744073709551616\"");
         check("a,0,1,\n", "line 2: size \"\"");
         check("a,0,1,99999999999999999999\n", "line 2: size");
-        check("a,0,1\n", "line 2: no value for column \"size\"");
+        check("a,0,1\n", "line 2: 3 fields, but the header has 4 columns");
+        check("a\n", "line 2: 1 field, but the header has 4 columns");
+        check("a,0,1,4\nb,0,1,4,5\n", "line 3: 5 fields, but the header has 4 columns");
+        check("a,0,1,4,\n", "line 2: 5 fields, but the header has 4 columns");
         check("\n\na,0,1,1.5\n", "line 4: size \"1.5\"");
         check(&format!("a,0,1,{}\n", "9".repeat(100)), "line 2: size \"9999");
         check(&"x".repeat(1 << 20), "line 2: longer than 65536 bytes");
-        check("a,0,1,18446744073709551615\nb,0,1,1\n", "18446744073709551616 bytes are alive at one tick");
+        check("a,0,9,18446744073709551615\nb,7,8,1\n", "18446744073709551616 bytes are alive at tick 7");
     }
 
     #[test]
@@ -255,13 +220,24 @@ mod tests {
         check(b"id,lower,upper,size\nz,7,9,4\ny,0,3,4\n2,1,8,4\n1,0,9,4\n", Ok(4));
         check(b"id,lower,upper,size,offset\na,0,1,4,-8\n", Err("line 2: offset \"-8\""));
         check(b"id,lower,upper,size,alignment\na,0,1,4,0\n", Err("line 2: alignment 0"));
+        check(b"id,lower,upper,size,hint\na,0,1,4,-1\nb,0,1,4,\nc,0,1,4,64\n", Ok(3));
+        check(b"id,lower,upper,size,hint\na,0,1,4,high\n", Err("line 2: hint \"high\""));
+        check(b"\nid,lower,upper,size,lower\n", Err("line 2: column \"lower\" stands twice in the header"));
+        check(b"id,note,upper,lower,size,Note\n", Err("line 1: column \"note\" stands twice in the header"));
+        check(b"id,upper,lower,size,end\n", Err("line 1: columns \"upper\" and \"end\" of the header mean the same"));
+        check(b"id,start,end,size\na,3,2,4\n", Err("line 2: start 3 is after end 2"));
+        check(b"id,start,end,size\na,3,18446744073709551615,4\n", Err("is the last tick there is"));
+        for gaps in ["3", "3-", "3-3", "0-2 1-3", "0-9", "1-2@0:5", "1-2@3:1", "1-2@0", "1-18446744073709551616"] {
+            let text = format!("id,lower,upper,size,gaps\na,0,8,4,{gaps}\n");
+            check(text.as_bytes(), Err(&format!("line 2: gap of {gaps:?}: ")));
+        }
     }
 
     proptest::proptest! {
         /// Whatever the bytes are, reading ends with a table or an error.
         #[test]
         fn reads_anything(bytes in proptest::collection::vec(proptest::prelude::any::<u8>(), 0..400), header: bool) {
-            let mut text = if header { b"id,lower,upper,size,offset\n".to_vec() } else { Vec::new() };
+            let mut text = if header { b"id,start,end,size,gaps,hint,offset\n".to_vec() } else { Vec::new() };
             text.extend(&bytes);
             let _ = read(&text[..]);
         }
@@ -270,6 +246,19 @@ mod tests {
         #[test]
         fn reads_near_tables(rows in "([a-c0-9-]{1,2},[0-9-]{0,21},[0-9]{1,3},[0-9]{1,21}[\r\n,]{1,2}){0,20}") {
             let _ = read(format!("id,lower,upper,size\n{rows}").as_bytes());
+        }
+
+        /// What is read can be written, and is then the same.
+        #[test]
+        fn reads_what_was_written(
+            rows in "([a-z]{3},[0-9],[1-9][0-9],[4-9],([1-9]-1[0-9](@[01]:[23])?)?,(-1|[0-9])?,[0-9]?\n){0,4}",
+        ) {
+            let Ok(table) = read(format!("buffer,begin,end,size,gaps,hint,offset\n{rows}").as_bytes()) else { return Ok(()) };
+            let mut text = Vec::new();
+            table.write(&mut text, table.plan().as_deref()).unwrap();
+            let again = read(&text[..]).unwrap();
+            proptest::prop_assert_eq!(table.problem.buffers(), again.problem.buffers());
+            proptest::prop_assert_eq!((table.gaps, table.hints), (again.gaps, again.hints));
         }
     }
 }

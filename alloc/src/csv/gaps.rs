@@ -1,0 +1,76 @@
+//! Ticks inside of a lifetime at which a buffer needs only a part of its bytes, or none: `3-5` and `7-9@0:64`.
+//!
+//! In: a field. Out: [`Gap`]s, and what they say of how low a plan can be. No plan of ours makes use of them.
+
+use std::fmt;
+use std::ops::Range;
+
+use crate::{Buffer, BufferId, Lifetime, Problem};
+
+/// A time in which a buffer keeps its address but not its bytes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Gap {
+    /// Whose.
+    pub buffer: BufferId,
+    /// When, inside of the buffer's lifetime.
+    pub ticks: Lifetime,
+    /// Bytes of the buffer that it needs all the same, counted from its offset.
+    pub window: Option<Range<u64>>,
+}
+
+impl fmt::Display for Gap {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}-{}", self.ticks.start, self.ticks.end)?;
+        self.window.as_ref().map_or(Ok(()), |window| write!(f, "@{}:{}", window.start, window.end))
+    }
+}
+
+/// The gaps of a field: with spaces between them, in order of time. `after_last` is what lies between the last tick as
+/// written and the end that is meant.
+pub(super) fn parse(field: &str, id: BufferId, buffer: &Buffer, after_last: u64) -> Result<Vec<Gap>, String> {
+    let mut gaps: Vec<Gap> = Vec::new();
+    for text in field.split_ascii_whitespace() {
+        let gap = gap(text, id, after_last).ok_or("is not written like 3-5 or 3-5@0:64")?;
+        let from = gaps.last().map_or(buffer.lifetime.start, |last| last.ticks.end);
+        if gap.ticks.is_empty() || gap.ticks.start < from || gap.ticks.end > buffer.lifetime.end {
+            return Err("is empty, out of order or outside of the lifetime".into());
+        }
+        if gap.window.as_ref().is_some_and(|window| window.start > window.end || window.end > buffer.bytes) {
+            return Err(format!("has bytes outside of the {} there are", buffer.bytes));
+        }
+        gaps.push(gap);
+    }
+    Ok(gaps)
+}
+
+fn gap(text: &str, buffer: BufferId, after_last: u64) -> Option<Gap> {
+    let pair = |text: &str, between| -> Option<Range<u64>> {
+        let (start, end) = text.split_once(between)?;
+        Some(start.parse().ok()?..end.parse().ok()?)
+    };
+    let (ticks, window) = match text.split_once('@') {
+        Some((ticks, window)) => (ticks, Some(pair(window, ':')?)),
+        None => (text, None),
+    };
+    let ticks = pair(ticks, '-')?;
+    Some(Gap { buffer, ticks: ticks.start..ticks.end.checked_add(after_last)?, window })
+}
+
+/// The most bytes alive at one tick where each buffer has only those that it needs.
+pub(super) fn lower_bound(problem: &Problem, gaps: &[Gap]) -> u64 {
+    let mut pieces = Vec::new();
+    let mut gaps = gaps.iter().peekable();
+    for id in problem.ids() {
+        let b = problem.buffer(id);
+        let mut from = b.lifetime.start;
+        while let Some(gap) = gaps.next_if(|gap| gap.buffer == id) {
+            pieces.push(Buffer::new(from..gap.ticks.start, b.bytes));
+            pieces.extend(gap.window.iter().map(|w| Buffer::new(gap.ticks.clone(), w.end - w.start)));
+            from = gap.ticks.end;
+        }
+        pieces.push(Buffer::new(from..b.lifetime.end, b.bytes));
+    }
+    pieces.retain(|piece| !piece.lifetime.is_empty());
+    let pieces = Problem::new(pieces).expect("no more is alive than without gaps");
+    crate::lower_bound(&pieces)
+}

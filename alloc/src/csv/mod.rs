@@ -1,0 +1,200 @@
+//! Tables of buffers with minimalloc's columns: `id,lower,upper,size[,alignment][,gaps][,hint][,offset]`.
+//!
+//! In: UTF-8 text with a header line, and a field per column in every other; columns in any order, others ignored. Out: a [`Table`]. Every error names its line. Never: a decision about what a table's offsets
+//! are for; [`Table::pinned`] reads them as minimalloc does.
+//!
+//! ```text
+//! id,lower,upper,size,offset
+//! b1,0,3,4,8        8 ≤ address < 12 during [0, 3), and nowhere else
+//! b2,3,9,4,         anywhere
+//! ```
+
+mod gaps;
+mod header;
+mod read;
+
+use std::io::Write;
+
+pub use gaps::Gap;
+pub use read::read;
+
+use crate::{Buffer, Error, Problem, lower_bound};
+
+/// A problem with all that its file says of the buffers.
+#[derive(Debug, Clone, Default)]
+pub struct Table {
+    /// Ids as written, indexed by [`BufferId`](crate::BufferId).
+    pub ids: Vec<String>,
+    /// The buffers, none of them pinned, and as if they had no gaps.
+    pub problem: Problem,
+    /// The `offset` column, where there is one; a field may be empty.
+    pub offsets: Option<Vec<Option<u64>>>,
+    /// The `hint` column, where there is one: addresses to prefer.
+    pub hints: Option<Vec<Option<u64>>>,
+    /// The `gaps` column: by buffer, each one's in order of time.
+    pub gaps: Vec<Gap>,
+    /// Buffers before which lines were left blank, with their lines.
+    lines: Vec<(usize, u64)>,
+}
+
+impl Table {
+    /// Of buffers that have these ids and neither offsets nor gaps.
+    pub fn new(ids: Vec<String>, problem: Problem) -> Self {
+        Self { ids, problem, ..Self::default() }
+    }
+
+    /// The problem in which every offset of the table is a pin.
+    ///
+    /// # Errors
+    /// [`Error::Csv`] with the line: an offset that is no multiple of its alignment or leaves the address space, or two that
+    /// share bytes while both buffers are alive.
+    pub fn pinned(&self) -> Result<Problem, Error> {
+        let Some(offsets) = &self.offsets else { return Ok(self.problem.clone()) };
+        let pin = |(b, &offset): (&Buffer, &Option<u64>)| Buffer { offset, ..b.clone() };
+        let pinned = Problem::new(self.problem.buffers().iter().zip(offsets).map(pin).collect());
+        let fail = |buffer: usize, what| Err(Error::Csv { line: self.line(buffer), what });
+        match pinned {
+            Err(Error::Misaligned { buffer, offset, alignment }) => {
+                fail(buffer, format!("offset {offset} is not a multiple of alignment {alignment}"))
+            }
+            Err(Error::OutOfAddressSpace { buffer, offset, bytes }) => {
+                fail(buffer, format!("{bytes} bytes at offset {offset} end past the address space (2^64 - 1 bytes)"))
+            }
+            Err(Error::PinsOverlap { first, second }) => {
+                let (other, at) = (&self.ids[first], self.line(first));
+                let what = format!("the offset puts {:?} onto {other:?} of line {at}, alive with it", self.ids[second]);
+                fail(second, what)
+            }
+            pinned => pinned,
+        }
+    }
+
+    /// The `offset` column, if every buffer has its offset: a plan.
+    pub fn plan(&self) -> Option<Vec<u64>> {
+        self.offsets.as_ref()?.iter().copied().collect()
+    }
+
+    /// The most bytes alive at one tick, without what is free during gaps: no plan is lower, whatever it makes of them.
+    pub fn lower_bound(&self) -> u64 {
+        if self.gaps.is_empty() { lower_bound(&self.problem) } else { gaps::lower_bound(&self.problem, &self.gaps) }
+    }
+
+    /// The line of a buffer.
+    fn line(&self, buffer: usize) -> u64 {
+        // One header, and the first line is 1.
+        let last = self.lines.partition_point(|&(first, _)| first <= buffer).checked_sub(1);
+        let (first, line) = last.map_or((0, 2), |last| self.lines[last]);
+        line + (buffer - first) as u64
+    }
+
+    /// Writes it with other offsets, in minimalloc's columns.
+    ///
+    /// # Errors
+    /// Only what the writer returns.
+    pub fn write(&self, mut out: impl Write, offsets: Option<&[u64]>) -> Result<(), Error> {
+        let buffers = self.problem.buffers();
+        let aligned = buffers.iter().any(|b| b.alignment != 1);
+        let named = |wanted: bool, name: &'static str| if wanted { name } else { "" };
+        write!(out, "id,lower,upper,size{}", named(aligned, ",alignment"))?;
+        write!(out, "{}{}", named(!self.gaps.is_empty(), ",gaps"), named(self.hints.is_some(), ",hint"))?;
+        writeln!(out, "{}", named(offsets.is_some(), ",offset"))?;
+        let mut gaps = self.gaps.iter().peekable();
+        for (index, (id, b)) in self.ids.iter().zip(buffers).enumerate() {
+            write!(out, "{id},{},{},{}", b.lifetime.start, b.lifetime.end, b.bytes)?;
+            if aligned {
+                write!(out, ",{}", b.alignment)?;
+            }
+            if !self.gaps.is_empty() {
+                write!(out, ",")?;
+                let mut space = "";
+                while let Some(gap) = gaps.next_if(|gap| gap.buffer.index() == index) {
+                    write!(out, "{space}{gap}")?;
+                    space = " ";
+                }
+            }
+            match self.hints.as_ref().map(|hints| hints[index]) {
+                Some(Some(hint)) => write!(out, ",{hint}")?,
+                // As minimalloc writes that there is none.
+                Some(None) => write!(out, ",-1")?,
+                None => {}
+            }
+            if let Some(offsets) = offsets {
+                write!(out, ",{}", offsets[index])?;
+            }
+            writeln!(out)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn written(table: &Table, offsets: Option<&[u64]>) -> String {
+        let mut out = Vec::new();
+        table.write(&mut out, offsets).unwrap();
+        String::from_utf8(out).unwrap()
+    }
+
+    #[test]
+    fn reads_what_it_wrote() {
+        for text in [
+            "id,lower,upper,size,alignment,offset\nb1,0,3,4,4,0\nb2,3,9,4,1,8\n",
+            "id,lower,upper,size,gaps,hint,offset\nb1,0,9,4,2-3 5-6@0:2,8,0\nb2,3,9,4,,-1,8\n",
+        ] {
+            let table = read(text.as_bytes()).unwrap();
+            assert_eq!(written(&table, table.plan().as_deref()), text);
+        }
+    }
+
+    #[test]
+    fn takes_the_names_that_minimalloc_does() {
+        let check = |header: &str, row: &str, expected: &str| {
+            let table = read(format!("{header}\n{row}\n").as_bytes()).unwrap();
+            assert_eq!(written(&table, table.plan().as_deref()).lines().nth(1), Some(expected), "{header}");
+        };
+        check("buffer,start,upper,size", "a,0,3,4", "a,0,3,4");
+        check("buffer_id,begin,upper,size,note", "a,0,3,4,hello", "a,0,3,4");
+        // `end` is the last tick, not the one after it; and so it is in gaps.
+        check("id,start,end,size", "a,0,2,4", "a,0,3,4");
+        check("id,start,end,size", "a,2,2,4", "a,2,3,4");
+        check("id,start,end,size,gaps,hint", "a,0,9,4,1-2 4-4@1:3,64", "a,0,10,4,1-3 4-5@1:3,64");
+        check("Size,OFFSET,id,lower,upper,", "4,64,a,0,9,", "a,0,9,4,64");
+    }
+
+    #[test]
+    fn an_offset_is_a_pin_and_need_not_be_there() {
+        let table = read(&b"id,lower,upper,size,alignment,offset\na,0,3,4,4,8\n\n\nb,0,3,4,1,\n"[..]).unwrap();
+        assert!(table.problem.buffers().iter().all(|b| b.offset.is_none()));
+        let offsets: Vec<_> = table.pinned().unwrap().buffers().iter().map(|b| b.offset).collect();
+        assert_eq!((offsets, table.plan()), (vec![Some(8), None], None));
+        let check = |rows: &str, expected: &str| {
+            let table = read(format!("\nid,lower,upper,size,alignment,offset\n{rows}").as_bytes()).unwrap();
+            assert_eq!(table.pinned().unwrap_err().to_string(), expected);
+        };
+        check("a,0,3,4,1,\n\n\nb,0,3,4,4,6\n", "line 6: offset 6 is not a multiple of alignment 4");
+        check(
+            "a,0,3,4,1,18446744073709551614\n",
+            "line 3: 4 bytes at offset 18446744073709551614 end past the address space (2^64 - 1 bytes)",
+        );
+        check(
+            "a,0,3,4,1,8\n\nb,0,1,4,1,0\nc,2,5,4,1,11\n",
+            "line 6: the offset puts \"c\" onto \"a\" of line 3, alive with it",
+        );
+    }
+
+    #[test]
+    fn gaps_lower_the_bound_alone() {
+        let check = |gaps: &str, expected: u64| {
+            let text = format!("id,lower,upper,size,gaps\na,0,9,8,{gaps}\nb,3,5,4,\n");
+            let table = read(text.as_bytes()).unwrap();
+            assert_eq!((table.lower_bound(), lower_bound(&table.problem)), (expected, 12), "{gaps}");
+        };
+        check("", 12);
+        check("3-5", 8);
+        check("3-4", 12);
+        check("0-4@2:4 4-9@0:8", 12);
+        check("0-4@2:4 4-9@0:2", 6);
+    }
+}
