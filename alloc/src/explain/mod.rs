@@ -13,6 +13,7 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::fmt;
 
+use crate::draw::Mark;
 use crate::{BufferId, Label, Options, Problem, Role, Solution, live_at, peak_tick};
 use deadline::Deadline;
 use remedy::Patient;
@@ -43,6 +44,8 @@ pub struct Explanation {
     pub free: Option<Remedy>,
     /// Whether the deadline passed: with more time, fewer changes may be found to do, or more be proven.
     pub cut_short: bool,
+    /// Phases of the step that the peak is in.
+    phases: Vec<String>,
     /// The names of the buffers to change, where they have any.
     names: BTreeMap<BufferId, String>,
 }
@@ -79,6 +82,7 @@ pub fn explain(problem: &Problem, labels: &[Label], solution: &Solution, options
         shrink,
         free,
         cut_short: deadline.has_passed(),
+        phases: Vec::new(),
         names: BTreeMap::new(),
     };
     Some(explanation.named(|id| match labels.get(id.index()) {
@@ -103,6 +107,13 @@ impl Explanation {
     pub fn named(mut self, name: impl Fn(BufferId) -> String) -> Self {
         let changed = self.remedies().flat_map(|remedy| &remedy.changes).map(Change::buffer);
         self.names = changed.map(|id| (id, name(id))).collect();
+        self
+    }
+
+    /// The same explanation, saying in which of these phases the peak is.
+    pub fn during(mut self, marks: &[Mark]) -> Self {
+        let there = marks.iter().filter(|mark| mark.ticks.contains(&self.peak_tick));
+        self.phases = there.map(|mark| mark.name.clone()).collect();
         self
     }
 
@@ -146,9 +157,10 @@ impl fmt::Display for Explanation {
             self.height - self.capacity,
             self.capacity
         )?;
+        let phases: String = self.phases.iter().map(|phase| format!(", in {phase}")).collect();
         writeln!(
             f,
-            "peak: {} bytes in {} buffers alive at tick {}",
+            "peak: {} bytes in {} buffers alive at tick {}{phases}",
             self.peak_bytes,
             self.alive.len(),
             self.peak_tick
@@ -190,10 +202,11 @@ mod tests {
         let solution = plan(&problem, &Options::default());
         let at = |capacity| explain(&problem, &labels, &solution, &Options { capacity, ..Options::default() });
         assert_eq!((at(None), at(Some(210))), (None, None));
-        let explanation = at(Some(170)).unwrap();
+        let marks = [("forward", 0..2), ("backward", 2..5), ("layer 1", 1..3)];
+        let explanation = at(Some(170)).unwrap().during(&marks.map(|(name, ticks)| Mark::new(ticks, name)));
         insta::assert_snapshot!(explanation, @r"
         needs 210 bytes, 40 more than the 170 there are
-        peak: 210 bytes in 3 buffers alive at tick 2
+        peak: 210 bytes in 3 buffers alive at tick 2, in backward, in layer 1
                        110 bytes of 2 × activation
                        100 bytes of 1 × parameter
         at least 40 bytes must not be alive at the peak

@@ -1,7 +1,7 @@
 //! `gapless compare`: what every allocator would reserve for a program.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -12,6 +12,7 @@ use gapless_alloc::peers::{Kind, PyTorchOptions};
 use gapless_alloc::{Comparison, Problem, Requests, csv, page, read_snapshot};
 
 use crate::model::{Model, StepArguments};
+use crate::output::{print, tell};
 
 /// Replay a table of lifetimes through every allocator and compare what they reserve.
 #[derive(Debug, clap::Args)]
@@ -59,7 +60,7 @@ pub fn run(arguments: &Arguments) -> ExitCode {
     match compare_all(arguments) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("gapless compare: {error:#}");
+            tell(format_args!("gapless compare: {error:#}"));
             ExitCode::from(2)
         }
     }
@@ -87,12 +88,11 @@ fn compare_all(arguments: &Arguments) -> anyhow::Result<()> {
         let cannot = || format!("cannot write {}", report.display());
         std::fs::write(report, page(&compared, &title)).with_context(cannot)?;
     }
-    let mut out = std::io::stdout().lock();
-    match arguments.json {
-        true => writeln!(out, "{}", serde_json::to_string_pretty(&compared)?)?,
-        false => write!(out, "{compared}")?,
-    }
-    Ok(())
+    let text = match arguments.json {
+        true => serde_json::to_string_pretty(&compared)? + "\n",
+        false => compared.to_string(),
+    };
+    print(|out| out.write_all(text.as_bytes()))
 }
 
 /// The program to replay, and what to call it.
@@ -102,6 +102,9 @@ fn read(arguments: &Arguments) -> anyhow::Result<(String, Problem, Requests)> {
     match (&arguments.trace, &arguments.snapshot, &arguments.model) {
         (Some(path), ..) => {
             let table = csv::read(open(path)?).with_context(|| cannot(path))?;
+            if !table.gaps.is_empty() {
+                tell("gapless compare: gaps are left out: every buffer keeps its bytes all its life");
+            }
             let requests = Requests::new(&table.problem);
             Ok((title(path), table.problem, requests))
         }

@@ -2,6 +2,7 @@
 
 mod compare;
 mod model;
+mod output;
 mod plan;
 mod schedule;
 

@@ -33,13 +33,13 @@ pub enum Model {
 #[derive(Debug, clap::Args)]
 pub struct StepArguments {
     /// Sequences per step of --model.
-    #[arg(long, default_value_t = 8)]
+    #[arg(long, default_value_t = 8, allow_negative_numbers = true)]
     batch: usize,
     /// Parts into which the batch of --model is cut.
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, allow_negative_numbers = true)]
     micro_batches: usize,
     /// Tokens per sequence of --model.
-    #[arg(long, default_value_t = 1024)]
+    #[arg(long, default_value_t = 1024, allow_negative_numbers = true)]
     sequence: usize,
     /// Element type of --model's parameters, activations, gradients and optimizer states.
     #[arg(long, value_enum, default_value_t = Float::F32)]
@@ -51,13 +51,13 @@ pub struct StepArguments {
     #[arg(long, value_name = "OPS", value_delimiter = ',')]
     offload: Vec<String>,
     /// Ranks that share the experts of --model; the step planned is that of the first.
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, allow_negative_numbers = true)]
     expert_ranks: usize,
     /// Whose kernels it is planned for, cpu or cuda: they need other scratch
     #[arg(long, default_value = "cpu")]
     kernels: DeviceChoice,
     /// Room for the rows that an expert rank receives, as a multiple of what even routing needs; without it, for the worst case.
-    #[arg(long, value_name = "FACTOR")]
+    #[arg(long, value_name = "FACTOR", allow_negative_numbers = true)]
     routing: Option<f64>,
 }
 

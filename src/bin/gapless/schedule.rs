@@ -1,6 +1,5 @@
 //! `gapless schedule`: who does what when, checked, simulated and drawn.
 
-use std::io::Write;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -11,6 +10,8 @@ use gapless_parallel::{
     Violation, Waits, by_name, check, communicate, fetch_weights, merge_backwards, read_table, reduce_gradients,
     simulate, update_weights, write_table,
 };
+
+use crate::output::{print, tell};
 
 /// Actions, but for a small factor, that are still made and drawn: within seconds.
 const MOST_ACTIONS: u128 = 1 << 21;
@@ -121,12 +122,12 @@ pub fn run(arguments: &Arguments) -> ExitCode {
     match show(arguments) {
         Ok(violations) if violations.is_empty() => ExitCode::SUCCESS,
         Ok(violations) => {
-            eprintln!("gapless schedule: the table does not train, for {} reason(s):", violations.len());
-            violations.iter().for_each(|violation| eprintln!("  {violation}"));
+            tell(format_args!("gapless schedule: the table does not train, for {} reason(s):", violations.len()));
+            violations.iter().for_each(|violation| tell(format_args!("  {violation}")));
             ExitCode::from(3)
         }
         Err(error) => {
-            eprintln!("gapless schedule: {error:#}");
+            tell(format_args!("gapless schedule: {error:#}"));
             ExitCode::from(2)
         }
     }
@@ -147,7 +148,7 @@ fn show(arguments: &Arguments) -> anyhow::Result<Vec<Violation>> {
         return Ok(violations);
     }
     if has_messages(&table) && !check(&table, extent.stages, extent.micro_batches, Sends::Blocking).is_empty() {
-        eprintln!("gapless schedule: this table needs buffered sends; --communicate puts its messages anew without");
+        tell("gapless schedule: this table needs buffered sends; --communicate puts its messages anew without");
     }
     let timeline = simulate(&table, &costs[..])?;
     let write = |path: &Option<PathBuf>, picture: &dyn Fn() -> String| match path {
@@ -161,7 +162,7 @@ fn show(arguments: &Arguments) -> anyhow::Result<Vec<Violation>> {
         Arguments { json: true, .. } => json(&title, &extent, &table, &timeline) + "\n",
         _ => text(&title, &extent, &timeline, arguments.width),
     };
-    std::io::stdout().lock().write_all(text.as_bytes())?;
+    print(|out| out.write_all(text.as_bytes()))?;
     Ok(violations)
 }
 

@@ -8,25 +8,31 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::{Context, anyhow};
+use anyhow::{Context, anyhow, bail};
 use gapless_alloc::Fit;
 use gapless_alloc::draw::{MemoryMap, SvgOptions, TextOptions};
 
+use crate::output::tell;
+
 /// Place a table of buffers as low as can be, or plan a model's training step without a device.
 ///
-/// A table has the columns id,lower,upper,size and, if need be, alignment; lifetimes are half-open ticks [lower,
-/// upper). Exit code: 0 when the plan fits (or there is nothing to fit into), 2 for bad input, 3 when it does not fit.
+/// A table has the columns id,lower,upper,size and, if need be, alignment and offset; lifetimes are half-open ticks [lower,
+/// upper). Other names that minimalloc reads are read, too. Exit code: 0 when the plan fits (or there is nothing to fit into),
+/// 2 for bad input, 3 when it does not fit.
 #[derive(clap::Args)]
 pub struct Arguments {
     /// Table of buffers.
     #[arg(required_unless_present = "model", conflicts_with = "model")]
     file: Option<PathBuf>,
     /// Bytes that the table's plan must fit into; without it the plan is made as low as possible.
-    #[arg(long, value_name = "BYTES", conflicts_with = "model")]
+    #[arg(long, value_name = "BYTES", value_parser = bytes, allow_negative_numbers = true, conflicts_with = "model")]
     capacity: Option<u64>,
-    /// Seconds after which the best plan of the table so far is taken.
-    #[arg(long, value_name = "S", value_parser = seconds, conflicts_with = "model")]
+    /// Seconds after which the best plan of the table so far is taken, and no better way to make it fit is sought.
+    #[arg(long, value_name = "S", value_parser = seconds, allow_negative_numbers = true, conflicts_with = "model")]
     deadline: Option<Duration>,
+    /// What the table's offset column is for, e.g. that of a table that --out wrote.
+    #[arg(long, value_enum, default_value = "pin", conflicts_with = "model")]
+    offsets: table::Offsets,
     /// Where to write the table with an offset column.
     #[arg(long, value_name = "OUT.csv", conflicts_with = "model")]
     out: Option<PathBuf>,
@@ -50,7 +56,7 @@ pub fn run(arguments: &Arguments) -> ExitCode {
         Ok(Fit::Fits) => ExitCode::SUCCESS,
         Ok(Fit::Impossible | Fit::Unknown) => ExitCode::from(3),
         Err(error) => {
-            eprintln!("gapless plan: {error:#}");
+            tell(format_args!("gapless plan: {error:#}"));
             ExitCode::from(2)
         }
     }
@@ -68,5 +74,15 @@ fn draw(path: &Path, map: &MemoryMap<'_>) -> anyhow::Result<()> {
 
 fn seconds(text: &str) -> anyhow::Result<Duration> {
     let seconds: f64 = text.parse().map_err(|_| anyhow!("not a number of seconds"))?;
+    if seconds < 0.0 {
+        bail!("not a time to wait: it is negative; 0 takes the first plan there is");
+    }
     Duration::try_from_secs_f64(seconds).map_err(|e| anyhow!("not a time to wait: {e}"))
+}
+
+fn bytes(text: &str) -> anyhow::Result<u64> {
+    if text.starts_with('-') {
+        bail!("not a number of bytes: it is negative");
+    }
+    text.parse().map_err(|e| anyhow!("not a number of bytes: {e}"))
 }

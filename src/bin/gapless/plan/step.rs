@@ -8,14 +8,15 @@ use anyhow::{Context, anyhow, bail};
 use gapless::Recompute;
 use gapless::engine::compile::{CompileOptions, Executable, Program, compile};
 use gapless::engine::recompute::{LayerAgain, layers_again, micro_batches_again};
-use gapless_alloc::Fit;
 use gapless_alloc::draw::{Bytes, MemoryMap, Summary};
+use gapless_alloc::{Fit, Options, explain};
 use gapless_parallel::Rates;
 use serde::Serialize;
 
 use super::curve::{Curve, curve};
 use super::draw;
 use crate::model::{Model, StepArguments};
+use crate::output::{print, tell};
 
 /// What is asked about a training step.
 #[derive(Debug, clap::Args)]
@@ -28,19 +29,26 @@ pub struct Arguments {
     #[command(flatten)]
     pub step: StepArguments,
     /// Bytes that the step must fit into, e.g. 20GiB: the cheapest recomputation that does is sought.
-    #[arg(long, value_name = "SIZE", value_parser = size, conflicts_with = "recompute", requires = "model")]
+    #[arg(
+        long,
+        value_name = "SIZE",
+        value_parser = size,
+        allow_hyphen_values = true,
+        conflicts_with = "recompute",
+        requires = "model"
+    )]
     budget: Option<u64>,
     /// What is computed again: none, layers, first:8, layers:h.3,h.7 or ops:layer_norm,gelu.
     #[arg(long, value_name = "POLICY", default_value = "none", requires = "model")]
     recompute: Recompute,
     /// TFLOP/s of the device that time is estimated for; as a matrix product reaches on an H100 in bf16.
-    #[arg(long, value_name = "NUMBER", default_value_t = 770.0)]
+    #[arg(long, value_name = "NUMBER", default_value_t = 770.0, allow_negative_numbers = true)]
     tflops: f64,
     /// TB/s of its memory; as a copy reaches on an H100.
-    #[arg(long, value_name = "NUMBER", default_value_t = 3.0)]
+    #[arg(long, value_name = "NUMBER", default_value_t = 3.0, allow_negative_numbers = true)]
     terabytes: f64,
     /// Also plan so many budgets, from the smallest that works to everything kept.
-    #[arg(long, value_name = "POINTS", requires = "model", value_parser = clap::value_parser!(u16).range(2..=100))]
+    #[arg(long, value_name = "POINTS", requires = "model", value_parser = clap::value_parser!(u16).range(2..=100), allow_negative_numbers = true)]
     curve: Option<u16>,
     /// Where to draw them.
     #[arg(long, value_name = "FILE.svg", requires = "curve")]
@@ -138,9 +146,9 @@ pub fn plan(arguments: &super::Arguments) -> anyhow::Result<Fit> {
         None => of.recompute.clone(),
     };
     let (mut step, executable) = match plan_step(of, recompute) {
-        Err(error @ gapless::Error::OverBudget { .. }) => {
-            eprintln!("gapless plan: {error}");
-            return Ok(Fit::Unknown);
+        Err(error @ gapless::Error::OverBudget { budget, smallest }) => {
+            tell(format_args!("gapless plan: {error}"));
+            return tell_why(of, budget, smallest);
         }
         planned => planned?,
     };
@@ -153,15 +161,31 @@ pub fn plan(arguments: &super::Arguments) -> anyhow::Result<Fit> {
     if let Some(path) = &arguments.draw {
         draw(path, &map(&step.model, &executable)?)?;
     }
-    let mut out = std::io::stdout().lock();
     match arguments.json {
-        true => writeln!(out, "{}", serde_json::to_string_pretty(&step)?)?,
-        false => print(&mut out, of, &step)?,
+        true => {
+            let json = serde_json::to_string_pretty(&step)?;
+            print(|out| writeln!(out, "{json}"))?;
+        }
+        false => print(|out| report(out, of, &step))?,
     }
     Ok(Fit::Fits)
 }
 
-fn print(out: &mut impl Write, arguments: &Arguments, step: &Step) -> std::io::Result<()> {
+/// Explains why not even the smallest step that was found fits.
+fn tell_why(arguments: &Arguments, budget: u64, smallest: u64) -> anyhow::Result<Fit> {
+    let (step, executable) = plan_step(arguments, Recompute::Budget { bytes: smallest, rates: arguments.rates() })?;
+    let Executable { problem, solution, labels, parts, .. } = &executable;
+    if step.reserve_bytes > 0 {
+        tell(format_args!("{} of it are for rows that this rank receives, above the plan", Bytes(step.reserve_bytes)));
+    }
+    let capacity = Some(budget.saturating_sub(step.reserve_bytes));
+    if let Some(why) = explain(problem, labels, solution, &Options { capacity, ..Options::default() }) {
+        tell(why.during(parts).to_string().trim_end());
+    }
+    Ok(Fit::Unknown)
+}
+
+fn report(out: &mut dyn Write, arguments: &Arguments, step: &Step) -> std::io::Result<()> {
     writeln!(out, "{}", step.summary)?;
     let [flops, bytes] = [arguments.tflops, arguments.terabytes];
     writeln!(
@@ -201,6 +225,9 @@ fn print(out: &mut impl Write, arguments: &Arguments, step: &Step) -> std::io::R
 /// `4096`, `20GiB`, `80GB`, `1.5 GiB`.
 fn size(text: &str) -> anyhow::Result<u64> {
     let text = text.trim();
+    if text.starts_with('-') {
+        bail!("not a number of bytes: it is negative");
+    }
     let split = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, unit) = text.split_at(split);
     let scale: u64 = match unit.trim().to_ascii_lowercase().as_str() {

@@ -3,27 +3,56 @@
 use std::fs::File;
 use std::io::{BufReader, BufWriter, Write};
 use std::path::Path;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
+use clap::ValueEnum;
 use gapless_alloc::csv::{self, Table};
 use gapless_alloc::draw::MemoryMap;
-use gapless_alloc::{Fit, Label, Options, Role, Solution, check, explain, plan};
+use gapless_alloc::{
+    Explanation, Fit, Label, Options, Problem, Proof, Role, Solution, StopReason, check, explain, plan,
+};
 
 use super::{Arguments, draw};
+use crate::output::{print, tell};
+
+/// What a table's offset column is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Offsets {
+    /// Each must be kept
+    Pin,
+    /// Each is kept as far as that costs no height
+    Keep,
+    /// None is looked at
+    Ignore,
+}
 
 /// Places the table in a file.
 pub fn place(arguments: &Arguments, file: &Path) -> anyhow::Result<Fit> {
+    // Further off than clocks count there is no deadline.
+    let deadline = arguments.deadline.and_then(|limit| Instant::now().checked_add(limit));
+    let cannot = || format!("cannot read {}", file.display());
     let input = File::open(file).with_context(|| format!("cannot open {}", file.display()))?;
-    let table = csv::read(BufReader::new(input)).with_context(|| format!("cannot read {}", file.display()))?;
-    let options = Options { capacity: arguments.capacity, deadline: arguments.deadline, ..Options::default() };
+    let table = csv::read(BufReader::new(input)).with_context(cannot)?;
+    let problem = match arguments.offsets {
+        Offsets::Pin => table.pinned().with_context(cannot)?,
+        Offsets::Keep | Offsets::Ignore => table.problem.clone(),
+    };
+    tell_what_it_means(&table, &problem);
+    let left = || deadline.map(|at| at.saturating_duration_since(Instant::now()));
+    let options = |deadline: Option<Duration>| Options {
+        capacity: arguments.capacity,
+        deadline,
+        warm_start: preferred(&table, arguments.offsets),
+        ..Options::default()
+    };
     let start = Instant::now();
-    let solution = plan(&table.problem, &options);
+    let solution = plan(&problem, &options(left()));
     let plan_ms = start.elapsed().as_secs_f64() * 1e3;
-    if solution.offsets.len() != table.problem.len() {
-        bail!("no plan was found below 2^64 bytes; sizes and alignments together leave none, or it is well hidden");
+    if solution.offsets.len() != problem.len() {
+        bail!("no plan was found below 2^64 bytes; sizes, alignments and offsets leave none, or it is well hidden");
     }
-    if let Err(violations) = check(&table.problem, &solution.offsets, None) {
+    if let Err(violations) = check(&problem, &solution.offsets, None) {
         panic!("the planner made a plan that the checker rejects: {violations:?}");
     }
     if let Some(out) = &arguments.out {
@@ -32,10 +61,64 @@ pub fn place(arguments: &Arguments, file: &Path) -> anyhow::Result<Fit> {
     if let Some(path) = &arguments.draw {
         let labels: Vec<Label> = table.ids.iter().map(|id| label(id)).collect();
         let title = path.file_stem().map_or_else(|| "plan".into(), |stem| stem.to_string_lossy());
-        draw(path, &MemoryMap::new(&title, &table.problem, &solution.offsets, &labels)?)?;
+        draw(path, &MemoryMap::new(&title, &problem, &solution.offsets, &labels)?)?;
     }
-    report(arguments, &table, &solution, plan_ms);
-    Ok(solution.fit)
+    let verdict = Verdict::new(&table, &solution, arguments.capacity);
+    report(arguments, &solution, &verdict, plan_ms)?;
+    if verdict.fit != Fit::Fits {
+        let why = explain(&problem, &[], &solution, &options(left()));
+        tell_why(&verdict, &solution, why.map(|why| why.named(|id| table.ids[id.index()].clone())));
+    }
+    Ok(verdict.fit)
+}
+
+/// Addresses that are kept as far as that costs no height.
+fn preferred(table: &Table, offsets: Offsets) -> Option<Vec<Option<u64>>> {
+    let kept = table.offsets.as_ref().filter(|_| offsets == Offsets::Keep);
+    match (kept, &table.hints) {
+        (Some(kept), Some(hints)) => Some(kept.iter().zip(hints).map(|(kept, hint)| kept.or(*hint)).collect()),
+        (kept, hints) => kept.or(hints.as_ref()).cloned(),
+    }
+}
+
+/// Says what of a table changes what its plan is.
+fn tell_what_it_means(table: &Table, problem: &Problem) {
+    let pins = problem.buffers().iter().filter(|b| b.offset.is_some()).count();
+    if pins > 0 {
+        let buffers = problem.len();
+        tell(format_args!(
+            "{pins} of {buffers} buffers are pinned by their offset; --offsets keep or ignore frees them"
+        ));
+    }
+    if !table.gaps.is_empty() {
+        tell("gaps are not made use of: every buffer keeps its bytes all its life, and a lower plan may exist");
+    }
+}
+
+/// What is known of the table; less than of what was planned where the table has gaps, of which the planner knows nothing.
+struct Verdict {
+    lower_bound: u64,
+    proof: &'static str,
+    fit: Fit,
+    /// As a part of the lower bound.
+    gap: f64,
+}
+
+impl Verdict {
+    fn new(table: &Table, solution: &Solution, capacity: Option<u64>) -> Self {
+        let &Solution { height, lower_bound, proof, fit, .. } = solution;
+        if table.gaps.is_empty() {
+            return Self { lower_bound, proof: proof.name(), fit, gap: solution.gap() };
+        }
+        let bound = table.lower_bound();
+        let proof = if height <= bound { Proof::MaxLive } else { Proof::None { bound } };
+        let fit = match (fit, capacity) {
+            (Fit::Impossible, Some(capacity)) if capacity >= bound => Fit::Unknown,
+            (fit, _) => fit,
+        };
+        let gap = if bound == 0 { 1.0 } else { height as f64 / bound as f64 };
+        Self { lower_bound: bound, proof: proof.name(), fit, gap }
+    }
 }
 
 /// A table says nothing of what its buffers are for.
@@ -43,40 +126,64 @@ fn label(id: &str) -> Label {
     Label { tensor: id.to_owned(), op: String::new(), layer: String::new(), role: Role::Activation }
 }
 
-fn report(arguments: &Arguments, table: &Table, solution: &Solution, plan_ms: f64) {
-    let (buffers, proof, gap) = (table.problem.len(), solution.proof.name(), solution.gap());
+fn report(arguments: &Arguments, solution: &Solution, verdict: &Verdict, plan_ms: f64) -> anyhow::Result<()> {
+    let &Verdict { lower_bound, proof, fit, gap } = verdict;
+    let (buffers, height) = (solution.offsets.len(), solution.height);
+    let (stop_reason, stopped) = stopped(solution.stop_reason);
     if arguments.json {
-        let json = serde_json::json!({
+        let mut json = serde_json::json!({
             "buffers": buffers,
-            "lower_bound": solution.lower_bound,
-            "height": solution.height,
+            "lower_bound": lower_bound,
+            "height": height,
             "gap": gap,
             "proof": proof,
             "plan_ms": plan_ms,
+            "stop_reason": stop_reason,
         });
-        println!("{json}");
-    } else {
-        println!(
-            "{buffers} buffers in {} bytes, {gap:.4} × the most alive at once ({})",
-            solution.height, solution.lower_bound
-        );
-        println!("proof: {proof}; planned in {plan_ms:.1} ms");
+        if arguments.capacity.is_some() {
+            json["fit"] = match fit {
+                Fit::Fits => "fits",
+                Fit::Impossible => "impossible",
+                Fit::Unknown => "unknown",
+            }
+            .into();
+        }
+        return print(|out| writeln!(out, "{json}"));
     }
-    let Some(capacity) = arguments.capacity else { return };
-    let verdict = match solution.fit {
-        Fit::Fits => return,
-        Fit::Impossible => "does not fit: no plan can",
-        Fit::Unknown => "does not fit: this plan doesn't, whether another would is not known",
+    print(|out| {
+        writeln!(out, "{buffers} buffers in {height} bytes, {gap:.4} × the most alive at once ({lower_bound})")?;
+        writeln!(out, "proof: {proof}; planned in {plan_ms:.1} ms, {stopped}")
+    })
+}
+
+/// Why planning stopped, in a word and in a few.
+fn stopped(reason: StopReason) -> (&'static str, &'static str) {
+    match reason {
+        StopReason::Proven => ("proven", "until it was proven"),
+        StopReason::Fits => ("fits", "until it fitted"),
+        StopReason::Impossible => ("impossible", "until it was proven not to fit"),
+        StopReason::Exhausted => ("exhausted", "until nothing was left to try"),
+        StopReason::Work => ("work", "until all work was spent"),
+        StopReason::Deadline => ("deadline", "cut short by the deadline"),
+    }
+}
+
+fn tell_why(verdict: &Verdict, solution: &Solution, why: Option<Explanation>) {
+    let late = match solution.stop_reason {
+        StopReason::Deadline => ": the deadline passed, more time might do",
+        _ => "",
     };
-    eprintln!("{verdict}");
-    // The table names buffers by its own ids, and says nothing of what they are for.
-    if let Some(explanation) = explain(&table.problem, &[], solution, capacity) {
-        eprint!("{}", explanation.named(|id| table.ids[id.index()].clone()));
+    match verdict.fit {
+        Fit::Impossible => tell("does not fit: no plan can"),
+        _ => tell(format_args!("does not fit: this plan doesn't, whether another would is not known{late}")),
+    }
+    if let Some(why) = why {
+        tell(why.to_string().trim_end());
     }
 }
 
 fn write(path: &Path, table: &Table, solution: &Solution) -> anyhow::Result<()> {
     let mut out = BufWriter::new(File::create(path)?);
-    csv::write(&mut out, &table.ids, &table.problem, Some(&solution.offsets))?;
+    table.write(&mut out, Some(&solution.offsets))?;
     Ok(out.flush()?)
 }
