@@ -2,7 +2,8 @@
 //!
 //! In: places in order, each with the bytes that must go there, and candidates that span places. Out: the fewest
 //! candidates found, and what no cover is smaller than. A branch-and-bound from left to right: at the leftmost place that
-//! still lacks bytes, a candidate that gives as much and reaches as far as another can stand for it.
+//! still lacks bytes, a candidate that gives as much and reaches as far as another can stand for it. Where so many are needed
+//! that it would not end, always the one that gives most.
 
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -18,17 +19,24 @@ pub(super) struct Candidate {
     pub bytes: u64,
 }
 
+impl Candidate {
+    /// Of what is lacking at a place, and for how long.
+    fn gives(&self, place: usize, lacking: u64) -> u128 {
+        u128::from(self.bytes.min(lacking)) * (self.span.end - place) as u128
+    }
+}
+
 /// What [`fewest`] found out.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Fewest {
-    /// Indices of the candidates, ascending; `None` when no cover of at most [`MOST`] was found.
+    /// Indices of the candidates, ascending; `None` when no cover was found.
     pub chosen: Option<Vec<usize>>,
     /// No cover is smaller; `None` when there is none at all.
     pub at_least: Option<usize>,
 }
 
-/// Covers larger than this are not looked for: they help nobody.
-pub(super) const MOST: usize = 64;
+/// The smallest of covers larger than this is not sought.
+const MOST: usize = 64;
 
 /// Covers `demand`, looking at no more than `work` candidates, and at none once the `deadline` has passed.
 pub(super) fn fewest(demand: &[u64], candidates: &[Candidate], work: u64, deadline: Deadline) -> Fewest {
@@ -50,34 +58,51 @@ pub(super) fn fewest(demand: &[u64], candidates: &[Candidate], work: u64, deadli
         return Fewest { chosen: None, at_least: deadline.has_passed().then_some(0) };
     };
     let at_least = after[0];
-    if at_least > MOST {
-        return Fewest { chosen: None, at_least: Some(at_least) };
-    }
-    let state = vec![State::Open; candidates.len()];
-    let mut search = Search {
-        candidates: &candidates,
-        after,
-        left,
-        state,
-        chosen: Vec::new(),
-        best: None,
-        at_least,
-        work,
-        deadline,
-    };
-    search.deepen(0, 0);
-    let complete = search.work > 0;
-    let best = search.best.map(|best| {
-        let mut chosen: Vec<usize> = best.iter().map(|&c| spans[c].0).collect();
+    let as_given = |cover: &[usize]| {
+        let mut chosen: Vec<usize> = cover.iter().map(|&c| spans[c].0).collect();
         chosen.sort_unstable();
         chosen
-    });
-    let at_least = match &best {
+    };
+    if at_least > MOST {
+        let chosen = greedily(left, &candidates, work, deadline).as_deref().map(as_given);
+        return Fewest { chosen, at_least: Some(at_least) };
+    }
+    let state = vec![State::Open; candidates.len()];
+    let (chosen, best) = (Vec::new(), None);
+    let mut search =
+        Search { candidates: &candidates, after, left: left.clone(), state, chosen, best, at_least, work, deadline };
+    search.deepen(0, 0);
+    let complete = search.work > 0;
+    let at_least = match &search.best {
         Some(best) if complete => best.len(),
         None if complete => MOST + 1,
         _ => at_least,
     };
-    Fewest { chosen: best, at_least: Some(at_least) }
+    let best = search.best.or_else(|| greedily(left, &candidates, work, deadline));
+    Fewest { chosen: best.as_deref().map(as_given), at_least: Some(at_least) }
+}
+
+/// Always the candidate that gives most from the leftmost place on that still lacks bytes; `None` where they don't meet the
+/// demand, or the work is spent.
+fn greedily(mut left: Vec<u64>, candidates: &[Candidate], work: u64, deadline: Deadline) -> Option<Vec<usize>> {
+    let mut is_open = vec![true; candidates.len()];
+    let (mut chosen, mut spent) = (Vec::new(), 0);
+    for place in 0..left.len() {
+        while left[place] > 0 {
+            let begun = candidates.partition_point(|c| c.span.start <= place);
+            let open = (0..begun).filter(|&c| is_open[c] && place < candidates[c].span.end);
+            let best = open.max_by_key(|&c| candidates[c].gives(place, left[place]))?;
+            let span = place..candidates[best].span.end;
+            spent += (begun + span.len()) as u64;
+            if spent > work || deadline.has_passed() {
+                return None;
+            }
+            left[span].iter_mut().for_each(|left| *left = left.saturating_sub(candidates[best].bytes));
+            is_open[best] = false;
+            chosen.push(best);
+        }
+    }
+    Some(chosen)
 }
 
 /// Bytes to take off candidates so that every demand is met with the fewest bytes in all: from left to right, from whoever
@@ -252,10 +277,7 @@ impl Search<'_> {
             if least > MOST || self.best.as_ref().is_some_and(|best| least >= best.len()) {
                 break;
             }
-            let gain = |&&c: &&usize| {
-                let c = &self.candidates[c];
-                u128::from(c.bytes.min(self.left[place])) * (c.span.end - place) as u128
-            };
+            let gain = |&&c: &&usize| self.candidates[c].gives(place, self.left[place]);
             let Some(&best) = open.iter().max_by_key(gain) else { break };
             let c = self.candidates[best].clone();
             let before: Vec<u64> = self.left[place..c.span.end].to_vec();
@@ -317,6 +339,24 @@ mod tests {
             prop_assert!(hasty.at_least <= found.at_least);
             let late = fewest(&demand, &candidates, 1_000_000, Deadline::after(Some(Duration::ZERO)));
             prop_assert_eq!(late, Fewest { chosen: None, at_least: Some(0) });
+        }
+
+        /// Where the fewest are many, a cover is found all the same.
+        #[test]
+        fn many_are_found(candidates in candidates(), demand in prop::collection::vec(0..12u64, 6), copies in 40..60u64) {
+            let many: Vec<Candidate> = candidates.iter().flat_map(|c| (0..copies).map(|_| c.clone())).collect();
+            let demand: Vec<u64> = demand.iter().map(|demand| demand * copies).collect();
+            let found = fewest(&demand, &many, 1_000_000, Deadline::default());
+            let helps = |chosen: &[usize], place: usize| -> u64 {
+                chosen.iter().map(|&k| &many[k]).filter(|c| c.span.contains(&place)).map(|c| c.bytes).sum()
+            };
+            let all: Vec<usize> = (0..many.len()).collect();
+            let can = (0..6).all(|place| helps(&all, place) >= demand[place]);
+            prop_assert_eq!((found.chosen.is_some(), found.at_least.is_some()), (can, can));
+            if let (Some(chosen), Some(at_least)) = (found.chosen, found.at_least) {
+                prop_assert!((0..6).all(|place| helps(&chosen, place) >= demand[place]));
+                prop_assert!(chosen.is_sorted_by(|a, b| a < b) && at_least <= chosen.len());
+            }
         }
 
         /// Against all ways to take bytes off.

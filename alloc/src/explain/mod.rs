@@ -126,9 +126,10 @@ impl Explanation {
             Some(Change::Free(..)) => write!(f, "it would fit with {size} lifetime{s} interrupted")?,
             None => return Ok(()),
         }
-        match remedy.is_smallest() {
-            true => writeln!(f, ", and no fewer will do:")?,
-            false => writeln!(f, "; at least {at_least} it must be:")?,
+        match at_least {
+            _ if remedy.is_smallest() => writeln!(f, ", and no fewer will do:")?,
+            0 => writeln!(f, "; whether less will do is not known:")?,
+            _ => writeln!(f, "; at least {at_least} it must be:")?,
         }
         for change in changes.iter().take(LINES) {
             let name = self.names.get(&change.buffer()).map_or("?", String::as_str);

@@ -33,7 +33,7 @@ impl Change {
 /// Changes of one kind after which the problem fits: a plan of what they leave was checked against the capacity.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Remedy {
-    /// By buffer.
+    /// The largest first: by bytes that go, or of the buffer.
     pub changes: Vec<Change>,
     /// Bytes that go in all where buffers shrink, else the number of changes.
     pub size: u64,
@@ -42,7 +42,12 @@ pub struct Remedy {
 }
 
 impl Remedy {
-    fn new(changes: Vec<Change>, at_least: u64) -> Self {
+    fn new(problem: &Problem, mut changes: Vec<Change>, at_least: u64) -> Self {
+        let bytes = |change: &Change| match change {
+            Change::Shrink(_, bytes) => *bytes,
+            Change::LeaveOut(id) | Change::Free(id, _) => problem.buffer(*id).bytes,
+        };
+        changes.sort_by_key(|change| (Reverse(bytes(change)), change.buffer()));
         let size = |change: &Change| if let Change::Shrink(_, bytes) = change { *bytes } else { 1 };
         let size = changes.iter().map(size).fold(0, u64::saturating_add);
         Self { changes, size, at_least }
@@ -98,7 +103,7 @@ impl Patient<'_> {
     pub fn leave_out(&self) -> Remedy {
         let out = |ids: &[BufferId]| -> Vec<Change> { ids.iter().map(|&id| Change::LeaveOut(id)).collect() };
         if self.deadline.has_passed() {
-            return Remedy::new(out(&self.above(self.solution)), self.is_impossible().into());
+            return Remedy::new(self.problem, out(&self.above(self.solution)), self.is_impossible().into());
         }
         let excess = Excess::new(self.problem, self.capacity, self.unit(), |b| Some(b.lifetime.clone()));
         let found = fewest(&excess.bytes, &excess.candidates, COVER_WORK, self.deadline);
@@ -125,7 +130,7 @@ impl Patient<'_> {
             }
         }
         self.prune(&mut best, at_least);
-        Remedy::new(out(&best), at_least as u64)
+        Remedy::new(self.problem, out(&best), at_least as u64)
     }
 
     /// Drops what is not needed, as long as the set is small.
@@ -174,7 +179,7 @@ impl Patient<'_> {
                 best = shrunk;
             }
         }
-        Remedy::new(self.shrinking(&best), at_least)
+        Remedy::new(self.problem, self.shrinking(&best), at_least)
     }
 
     fn shrinking(&self, by: &[u64]) -> Vec<Change> {
@@ -224,7 +229,7 @@ impl Patient<'_> {
         });
         let suffices = |changes: &Vec<Change>| !changes.is_empty() && self.solves(changes).is_ok();
         let changes = [full, longest].into_iter().find(suffices)?;
-        Some(Remedy::new(changes, at_least.max(u64::from(self.is_impossible()))))
+        Some(Remedy::new(self.problem, changes, at_least.max(u64::from(self.is_impossible()))))
     }
 
     /// Whether nothing fits: proven when the problem was planned.
