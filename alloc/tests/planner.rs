@@ -1,10 +1,14 @@
 //! The planner against its judges: the checker on generated problems of every family, and exhaustion on tiny ones.
 
 mod exhaustion;
+mod families;
+
+use std::ops::Range;
 
 use exhaustion::exhausted;
+use families::{adversarial, buffers, lifetimes, near_powers, nested, often_none, several_stacks, step};
 use gapless_alloc::synthetic::{Order, Step};
-use gapless_alloc::{Buffer, BufferId, Fit, Options, Problem, Proof, Solution, StopReason, check, plan};
+use gapless_alloc::{Buffer, BufferId, Error, Fit, Options, Problem, Proof, Solution, StopReason, check, plan};
 use proptest::prelude::*;
 
 /// Little enough that hundreds of problems pass in seconds.
@@ -33,56 +37,39 @@ fn planned(problem: &Problem, options: &Options) -> Solution {
     solution
 }
 
-fn lifetimes(ticks: u64) -> impl Strategy<Value = (u64, u64)> {
-    (0..ticks, 1..=ticks).prop_map(move |(start, length)| (start, start.saturating_add(length).min(ticks)))
-}
-
-fn buffers(count: usize, ticks: u64, bytes: impl Strategy<Value = u64>) -> impl Strategy<Value = Vec<Buffer>> {
-    prop::collection::vec((lifetimes(ticks), bytes), 0..count)
-        .prop_map(|list| list.into_iter().map(|((start, end), bytes)| Buffer::new(start..end, bytes)).collect())
-}
-
-/// Lifetimes inside one another, as a stack of calls leaves them.
-fn nested() -> impl Strategy<Value = Vec<Buffer>> {
-    prop::collection::vec(1..1000u64, 1..60).prop_map(|list| {
-        let ticks = 2 * list.len() as u64;
-        list.iter().zip(0..).map(|(&bytes, k)| Buffer::new(k..ticks - k, bytes)).collect()
-    })
-}
-
-/// Sizes just off a multiple of each other, with alignments that don't divide one another.
-fn adversarial() -> impl Strategy<Value = Vec<Buffer>> {
-    let bytes = prop_oneof![Just(63u64), Just(64), Just(65), Just(127), Just(128), Just(129)];
-    let alignments = prop_oneof![Just(1u64), Just(2), Just(48), Just(64), Just(96)];
-    prop::collection::vec((lifetimes(12), bytes, alignments), 1..40)
-        .prop_map(|list| list.into_iter().map(|((s, e), bytes, a)| Buffer::new(s..e, bytes).aligned(a)).collect())
-}
-
-fn step() -> impl Strategy<Value = Step> {
-    let order = prop_oneof![
-        Just(Order::Accumulation),
-        Just(Order::OneForwardOneBackward),
-        Just(Order::Interleaved),
-        Just(Order::Overlapped)
-    ];
-    let tokens = prop_oneof![Just(&[512u64][..]), Just(&[384, 512, 640, 1024][..])];
-    (order, 1..5u64, 1..9u64, 1..5u64, tokens, any::<bool>()).prop_map(
-        |(order, layers, micro_batches, stages, tokens, persistent)| Step {
-            order,
-            layers,
-            micro_batches,
-            stages,
-            tokens,
-            persistent,
-        },
-    )
-}
-
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn random_problems_pass_the_checker(list in buffers(80, 40, 0..500u64)) {
+    fn random_problems_pass_the_checker(list in buffers(80, 40, often_none(0..500u64))) {
+        planned(&Problem::new(list).unwrap(), &options());
+    }
+
+    /// Who ends when it starts, or before, is refused by name; nobody else is.
+    #[test]
+    fn empty_lifetimes_are_refused(
+        list in prop::collection::vec((0..20u64, 0..6u64, prop::bool::weighted(0.02), often_none(1..99u64)), 0..30),
+    ) {
+        let ticks = |&(start, length, is_backwards, _): &(u64, u64, bool, u64)| match is_backwards {
+            true => start + length..start,
+            // Few of no length, so that many problems have none.
+            false => start..start + if length == 0 && start % 7 != 0 { 1 } else { length },
+        };
+        let list: Vec<Buffer> = list.iter().map(|row| Buffer::new(ticks(row), row.3)).collect();
+        let first = list.iter().position(|b| b.lifetime.start >= b.lifetime.end);
+        match (Problem::new(list.clone()), first) {
+            (Ok(problem), None) => { planned(&problem, &options()); }
+            (Err(error), Some(buffer)) => {
+                let Range { start, end } = list[buffer].lifetime;
+                let expected = format!("buffer {buffer}: lifetime [{start}, {end}) is empty; a buffer must end after it starts");
+                prop_assert_eq!(error.to_string(), expected);
+            }
+            (result, first) => prop_assert!(false, "{:?} where the first empty one is {:?}", result, first),
+        }
+    }
+
+    #[test]
+    fn several_stacks_pass_the_checker(list in several_stacks()) {
         planned(&Problem::new(list).unwrap(), &options());
     }
 
@@ -110,6 +97,7 @@ proptest! {
         list in prop_oneof![
             buffers(80, 40, 0..500u64),
             nested(),
+            several_stacks(),
             adversarial(),
             step().prop_map(|step| step.problem().unwrap().buffers().to_vec()),
         ],
@@ -125,7 +113,7 @@ proptest! {
     /// Near the end of the address space there may be no plan to be found, but never a wrong one, and no overflow.
     #[test]
     fn huge_sizes_are_planned_or_refused(
-        list in buffers(12, 6, (u64::MAX / 4)..=u64::MAX),
+        list in prop_oneof![buffers(12, 6, (u64::MAX / 4)..=u64::MAX), buffers(12, 6, near_powers(64))],
         small in buffers(12, 6, 0..9u64),
         fences in prop::collection::vec((0..u64::MAX / 2, prop_oneof![1..99u64, 1..u64::MAX / 4]), 0..3),
         capacity in prop::option::of(any::<u64>()),
@@ -139,6 +127,23 @@ proptest! {
             } else {
                 planned(&problem, &options);
             }
+        }
+    }
+
+    /// More bytes than there are addresses are refused, with a tick at which they are alive.
+    #[test]
+    fn too_much_is_refused_where_it_is_alive(list in buffers(6, 6, near_powers(64))) {
+        let alive = |tick: u64| -> u128 {
+            list.iter().filter(|b| b.lifetime.contains(&tick)).map(|b| u128::from(b.bytes)).sum()
+        };
+        let most = (0..6).map(alive).max().unwrap_or(0);
+        match Problem::new(list.clone()) {
+            Ok(_) => prop_assert!(most <= u128::from(u64::MAX)),
+            Err(Error::TooLarge { bytes, tick }) => {
+                prop_assert!(bytes > u128::from(u64::MAX));
+                prop_assert_eq!((bytes, alive(tick)), (most, most));
+            }
+            Err(error) => prop_assert!(false, "{}", error),
         }
     }
 
@@ -158,7 +163,7 @@ proptest! {
 
     #[test]
     fn constraints_are_kept(
-        list in buffers(40, 20, 1..60u64),
+        list in buffers(40, 20, prop_oneof![1 => Just(0), 3 => 1..60u64]),
         pins in prop::collection::vec((any::<prop::sample::Index>(), 0..40u64), 0..4),
         fences in prop::collection::vec((0..300u64, 1..40u64), 0..3),
         groups in prop::collection::vec(
@@ -177,7 +182,8 @@ proptest! {
     #[test]
     fn tiny_problems_are_solved(
         list in prop::collection::vec(
-            (lifetimes(4), 1..5u64, prop_oneof![4 => Just(1u64), 1 => Just(2), 1 => Just(3)]), 1..7),
+            (lifetimes(4), prop_oneof![1 => Just(0), 3 => 1..5u64], prop_oneof![4 => Just(1u64), 1 => Just(2), 1 => Just(3)]),
+            1..7),
         pins in prop::collection::vec((any::<prop::sample::Index>(), 0..3u64), 0..2),
         fences in prop::collection::vec((0..8u64, 1..3u64), 0..2),
         capacity in 1..16u64,
@@ -196,7 +202,7 @@ proptest! {
     /// Staircases, against the height that exhaustion finds: nothing is claimed that isn't so, and the least is found.
     #[test]
     fn tiny_groups_are_solved(
-        list in prop::collection::vec((lifetimes(4), 1..4u64), 2..6),
+        list in prop::collection::vec((lifetimes(4), prop_oneof![1 => Just(0), 3 => 1..4u64]), 2..6),
         fences in prop::collection::vec((0..8u64, 1..3u64), 0..2),
         groups in prop::sample::subsequence((0..6u32).collect::<Vec<_>>(), 2..=4),
         other in prop::sample::subsequence((0..6u32).collect::<Vec<_>>(), 0..=3),

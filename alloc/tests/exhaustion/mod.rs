@@ -17,7 +17,8 @@ fn place(problem: &Problem, height: u64, offsets: &mut Vec<u64>) -> bool {
         return problem.groups().iter().all(|group| lies_together(problem, group, offsets));
     };
     let candidates = b.offset.map_or(0..=height, |at| at..=at);
-    for at in candidates.filter(|at| at + b.bytes <= height && at % b.alignment == 0) {
+    // What has no bytes is below any height.
+    for at in candidates.filter(|at| (b.bytes == 0 || at + b.bytes <= height) && at % b.alignment == 0) {
         let clear = problem.forbidden().iter().all(|r| b.bytes == 0 || at >= r.end || at + b.bytes <= r.start);
         let apart = problem.buffers().iter().zip(offsets.iter()).all(|(other, &other_at)| {
             let together = other.lifetime.start < b.lifetime.end && b.lifetime.start < other.lifetime.end;
