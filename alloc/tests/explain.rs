@@ -118,6 +118,15 @@ fn what_no_address_space_holds_is_explained() {
     suffice(&problem, &explain(&problem, &[], &solution, &within(1 << 24)).unwrap());
 }
 
+/// What two of the largest buffers there can be, one after the other, have too much is more than an address says.
+#[test]
+fn the_largest_changes_are_counted() {
+    let problem = Problem::new(vec![Buffer::new(0..2, u64::MAX), Buffer::new(3..5, u64::MAX)]).unwrap();
+    let explanation = explain(&problem, &[], &plan(&problem, &Options::default()), &within(8)).unwrap();
+    assert_eq!((explanation.shrink.size, explanation.shrink.at_least), (u64::MAX, u64::MAX));
+    suffice(&problem, &explanation);
+}
+
 /// However much is missing, what is said to suffice does; and it is not much more than must be.
 #[test]
 fn remedies_of_tight_capacities_suffice() {

@@ -30,8 +30,134 @@ fn exit_codes_tell_what_happened() {
     check(TABLE, &["--capacity", "1536"], 0, "proof: max-live");
     check(TABLE, &["--capacity", "1535"], 3, "no plan can");
     check("id,lower,upper,size\na,4,4,1\n", &[], 2, "line 2: lower 4 is not below upper 4");
-    check(TABLE, &["--deadline=-1"], 2, "not a time to wait");
+    check("id,lower,upper,size,size\na,4,4,1,1\n", &[], 2, "line 1: column \"size\" stands twice");
+    check("id,lower,upper,size\na,0,4,1,1\n", &[], 2, "line 2: 5 fields, but the header has 4 columns");
+    check("id,start,end,size\na,0,4,18446744073709551615\nb,4,4,1\n", &[], 2, "are alive at tick 4");
+    check(TABLE, &["--deadline", "-1"], 2, "not a time to wait: it is negative");
+    check(TABLE, &["--deadline", "soon"], 2, "not a number of seconds");
+    check(TABLE, &["--deadline", "1e19"], 0, "proof: max-live");
+    check(TABLE, &["--capacity", "-3"], 2, "not a number of bytes: it is negative");
     check(TABLE, &["--capacity", "much"], 2, "invalid digit");
+}
+
+/// Too many for a first plan to be a proven one.
+fn hard_table() -> String {
+    let mut state = 1u64;
+    let mut below = |most: u64| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) % most
+    };
+    let row = |k: u32| {
+        let lower = below(40);
+        format!("{k},{lower},{},{}\n", lower + 1 + below(20), 1 + below(97))
+    };
+    format!("id,lower,upper,size\n{}", (0..200).map(row).collect::<String>())
+}
+
+#[test]
+fn a_deadline_is_for_the_explanation_too_and_both_say_so() {
+    let folder = tempfile::tempdir().unwrap();
+    let table = hard_table();
+    let check = |arguments: &[&str], stdout: &str, stderr: &[&str]| {
+        let output = gapless(&folder, &table, &[&["--capacity", "2900", "--deadline", "0"], arguments].concat());
+        assert_eq!(output.status.code(), Some(3));
+        let [out, err] = [output.stdout, output.stderr].map(|text| String::from_utf8(text).unwrap());
+        assert!(out.contains(stdout), "{out}{err}");
+        assert!(stderr.iter().all(|words| err.contains(words)), "{out}{err}");
+        out
+    };
+    check(&[], "ms, cut short by the deadline", &["more time might do", "the deadline passed: with more time"]);
+    let json = check(&["--json"], "\"stop_reason\":\"deadline\"", &["the deadline passed: with more time"]);
+    let json: serde_json::Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(json["fit"], "unknown");
+    let json = |arguments: &[&str]| -> serde_json::Value {
+        let output = gapless(&folder, TABLE, &[arguments, &["--json"]].concat());
+        serde_json::from_slice(&output.stdout).unwrap()
+    };
+    let words =
+        |json: &serde_json::Value| [&json["stop_reason"], &json["fit"]].map(|word| word.as_str().unwrap().to_owned());
+    assert_eq!(words(&json(&["--capacity", "1536"])), ["proven", "fits"]);
+    assert_eq!(words(&json(&["--capacity", "1535"])), ["proven", "impossible"]);
+}
+
+/// A table's offsets are pins, as for minimalloc; or what a plan made again keeps where it can; or nothing.
+#[test]
+fn an_offset_is_what_the_user_says() {
+    let folder = tempfile::tempdir().unwrap();
+    let pinned = "buffer,start,end,size,offset\na,0,3,1024,512\nb,0,1,512,\nc,2,3,512,2048\n";
+    let offsets = |table: &str, arguments: &[&str], note: &str| {
+        let output = gapless(&folder, table, &[arguments, &["--out", "out.csv"]].concat());
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success() && text.contains(note), "{text}");
+        let text = fs::read_to_string(folder.path().join("out.csv")).unwrap();
+        let table = csv::read(text.as_bytes()).unwrap();
+        check(&table.problem, &table.plan().unwrap(), None).unwrap();
+        (table.plan().unwrap(), text)
+    };
+    let (first, text) = offsets(pinned, &[], "2 of 3 buffers are pinned by their offset");
+    assert_eq!(first, [512, 0, 2048]);
+    // What was written, planned again: as it stands, as low as it gets, and with another buffer.
+    assert_eq!(offsets(&text, &[], "3 of 3 buffers are pinned").0, first);
+    let (low, text) = offsets(&text, &["--offsets", "ignore"], "");
+    assert_eq!(low.iter().zip([1024, 512, 512]).map(|(at, bytes)| at + bytes).max(), Some(1536));
+    let (kept, _) = offsets(&(text.clone() + "d,4,5,1536,0\n"), &["--offsets", "keep"], "");
+    assert_eq!(kept[..3], low);
+    let output = gapless(&folder, &(text + "\nd,1,5,64,0\n"), &[]);
+    assert_eq!(output.status.code(), Some(2));
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(text.contains("line 6: the offset puts \"d\" onto "), "{text}");
+    // A hint is kept where it can be.
+    assert_eq!(offsets("id,lower,upper,size,hint\na,0,3,8,4\nb,0,3,4,-1\n", &[], "").0, [4, 0]);
+}
+
+/// A plan that doesn't use gaps is no proof that there is none lower, unless it is as low as a bound that knows of them.
+#[test]
+fn what_gaps_are_not_used_for_is_not_claimed() {
+    let folder = tempfile::tempdir().unwrap();
+    let json = |gaps: &str, capacity: &str| -> serde_json::Value {
+        let table = format!("id,lower,upper,size,gaps\na,0,9,8,{gaps}\nb,3,5,4,\n");
+        let output = gapless(&folder, &table, &["--json", "--capacity", capacity]);
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(text.contains("gaps are not made use of"), "{text}");
+        serde_json::from_slice(&output.stdout).unwrap()
+    };
+    let open = json("3-5", "10");
+    assert_eq!((&open["lower_bound"], &open["height"]), (&8.into(), &12.into()));
+    assert_eq!((&open["proof"], &open["fit"], &open["gap"]), (&"none".into(), &"unknown".into(), &1.5.into()));
+    let closed = json("1-2 3-4@0:2", "10");
+    assert_eq!((&closed["proof"], &closed["fit"]), (&"max-live".into(), &"impossible".into()));
+}
+
+/// Whoever stops reading is not met by a panic, and the exit code says what it would have.
+#[test]
+fn a_closed_pipe_is_no_error() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("table.csv"), TABLE).unwrap();
+    fs::write(folder.path().join("no.csv"), "id\n").unwrap();
+    let closed = || std::io::pipe().unwrap().1;
+    for (arguments, code) in [
+        ("plan table.csv", 0),
+        ("plan table.csv --json", 0),
+        ("plan table.csv --capacity 1000", 3),
+        ("plan no.csv", 2),
+        ("plan --model small --batch 1 --sequence 64", 0),
+        ("plan --model small --batch 1 --sequence 64 --json", 0),
+        ("plan --help", 0),
+        ("schedule 1f1b --ranks 4 --micro-batches 8", 0),
+        ("schedule 1f1b --ranks 4 --micro-batches 8 --json", 0),
+        ("schedule nonesuch --ranks 4 --micro-batches 8", 2),
+        ("compare --trace table.csv", 0),
+        ("compare --trace table.csv --json", 0),
+        ("compare --trace no.csv", 2),
+    ] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_gapless"));
+        command.args(arguments.split(' ')).current_dir(folder.path()).stdout(closed());
+        let output = command.stderr(std::process::Stdio::piped()).spawn().unwrap().wait_with_output().unwrap();
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(code), "{arguments}: {text}");
+        assert!(!text.contains("panicked"), "{arguments}: {text}");
+        assert_eq!(command.stderr(closed()).status().unwrap().code(), Some(code), "{arguments}");
+    }
 }
 
 #[test]
@@ -40,7 +166,7 @@ fn prints_json() {
     let output = gapless(&folder, TABLE, &["--json"]);
     let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     let keys: Vec<&String> = json.as_object().unwrap().keys().collect();
-    assert_eq!(keys, ["buffers", "gap", "height", "lower_bound", "plan_ms", "proof"]);
+    assert_eq!(keys, ["buffers", "gap", "height", "lower_bound", "plan_ms", "proof", "stop_reason"]);
     assert_eq!((&json["buffers"], &json["height"], &json["gap"]), (&3.into(), &1536.into(), &1.0.into()));
 }
 
@@ -49,7 +175,7 @@ fn writes_a_plan_that_the_checker_accepts() {
     let folder = tempfile::tempdir().unwrap();
     gapless(&folder, TABLE, &["--out", "out.csv"]);
     let table = csv::read(&fs::read(folder.path().join("out.csv")).unwrap()[..]).unwrap();
-    check(&table.problem, &table.offsets.unwrap(), Some(1536)).unwrap();
+    check(&table.problem, &table.plan().unwrap(), Some(1536)).unwrap();
 }
 
 fn plan_model(arguments: &[&str]) -> Output {
@@ -81,7 +207,15 @@ fn a_step_is_planned_within_its_budget_or_refused() {
     assert_eq!(json(&["--recompute", "ops:gelu"])["layers"][0]["ops"], serde_json::json!(["gelu"]));
     for (arguments, code, words) in [
         (&["--budget", "1MiB"][..], 3, "the smallest step found"),
+        // Where the peak is and what is alive there, by role; what would have to change, by name.
+        (&["--budget", "1MiB"], 3, "buffers alive at tick "),
+        (&["--budget", "1MiB"], 3, ", in train 0F0"),
+        (&["--budget", "1MiB"], 3, " × optimizer state"),
+        (&["--budget", "1MiB"], 3, "wte.weight (parameter)"),
+        (&["--budget", "1MiB"], 3, "it would fit without "),
         (&["--budget", "4 parsecs"], 2, "is no unit of bytes"),
+        (&["--budget", "-5GiB"], 2, "not a number of bytes: it is negative"),
+        (&["--tflops", "-5"], 2, "are no device"),
         (&["--recompute", "ops:gelo"], 2, "gelo"),
         (&["--recompute", "sometimes"], 2, "is no policy"),
     ] {

@@ -162,7 +162,7 @@ impl Patient<'_> {
                 Excess::new(self.problem, self.capacity - self.capacity % unit, unit, |b| Some(b.lifetime.clone()));
             let Some(taken) = fewest_bytes(&excess.bytes, &excess.candidates) else { continue };
             if unit == 1 {
-                at_least = at_least.max(taken.iter().sum());
+                at_least = at_least.max(taken.iter().copied().fold(0, u64::saturating_add));
             }
             let mut shrunk = vec![0; self.problem.len()];
             for ((id, c), taken) in excess.ids.iter().zip(&excess.candidates).zip(taken).filter(|(_, taken)| *taken > 0)
