@@ -1,7 +1,8 @@
 //! Tables of buffers with minimalloc's columns: `id,lower,upper,size[,alignment][,gaps][,hint][,offset]`.
 //!
-//! In: UTF-8 text with a header line, and a field per column in every other; columns in any order, others ignored. Out: a [`Table`]. Every error names its line. Never: a decision about what a table's offsets
-//! are for; [`Table::pinned`] reads them as minimalloc does.
+//! In: UTF-8 text with a header line, and in every other a field per column; columns in any order, others ignored. Out: a
+//! [`Table`]. Every error names its line, or its tick. Never: a decision about what a table's offsets are for;
+//! [`Table::pinned`] reads them as minimalloc does.
 //!
 //! ```text
 //! id,lower,upper,size,offset
