@@ -1,5 +1,6 @@
 //! `gapless plan FILE`: places a table of buffers.
 
+use std::borrow::Cow;
 use std::fs::File;
 use std::io::{BufReader, BufWriter, Write};
 use std::path::Path;
@@ -35,8 +36,8 @@ pub fn place(arguments: &Arguments, file: &Path) -> anyhow::Result<Fit> {
     let input = File::open(file).with_context(|| format!("cannot open {}", file.display()))?;
     let table = csv::read(BufReader::new(input)).with_context(cannot)?;
     let problem = match arguments.offsets {
-        Offsets::Pin => table.pinned().with_context(cannot)?,
-        Offsets::Keep | Offsets::Ignore => table.problem.clone(),
+        Offsets::Pin if table.offsets.is_some() => Cow::Owned(table.pinned().with_context(cannot)?),
+        _ => Cow::Borrowed(&table.problem),
     };
     tell_what_it_means(&table, &problem);
     let left = || deadline.map(|at| at.saturating_duration_since(Instant::now()));
