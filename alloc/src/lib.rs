@@ -40,6 +40,7 @@ mod bound;
 mod check;
 mod compare;
 pub mod csv;
+mod deadline;
 pub mod draw;
 mod error;
 mod explain;

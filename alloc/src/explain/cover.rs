@@ -8,7 +8,7 @@
 use std::cmp::Reverse;
 use std::ops::Range;
 
-use super::Deadline;
+use crate::deadline::Deadline;
 
 /// One that may be chosen.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -1,21 +1,19 @@
 //! Why a problem does not fit a capacity, and what would have to change.
 //!
 //! In: a problem, its best plan, a capacity below the plan's height, and the buffers' labels where there are any; a deadline,
-//! if it must not take long. Out:
-//! the tick of the peak, who is alive there, and [`Remedy`]s: few buffers to leave out, few bytes to take off, few
-//! lifetimes to interrupt. That each of them suffices is checked by a plan; [`cover`] says how few there can be.
+//! if it must not take long. Out: the tick of the peak, who is alive there, and [`Remedy`]s: few buffers to leave out, few bytes
+//! to take off, few lifetimes to interrupt. That each of them suffices is checked by a plan; [`cover`] says how few there can be.
 
 mod cover;
-mod deadline;
 mod remedy;
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::fmt;
 
+use crate::deadline::Deadline;
 use crate::draw::Mark;
 use crate::{BufferId, Label, Options, Problem, Role, Solution, live_at, peak_tick};
-use deadline::Deadline;
 use remedy::Patient;
 pub use remedy::{Change, Remedy};
 

@@ -7,8 +7,8 @@
 use std::cmp::Reverse;
 use std::ops::Range;
 
-use super::Deadline;
 use super::cover::{Candidate, fewest, fewest_bytes};
+use crate::deadline::Deadline;
 use crate::{Buffer, BufferId, Label, Lifetime, Options, Problem, Proof, Role, Solution, plan};
 
 /// One change of a problem.

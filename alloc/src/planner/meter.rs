@@ -1,14 +1,13 @@
 //! What may still be spent: work, which is the same on every machine, and time, which isn't.
 
-use std::time::Instant;
-
 use super::StopReason;
+use crate::deadline::Deadline;
 
 /// A budget that is drawn down.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Meter {
     pub work: u64,
-    pub deadline: Option<Instant>,
+    pub deadline: Deadline,
     pub spent: u64,
 }
 
@@ -19,7 +18,7 @@ impl Meter {
 
     /// Whether the deadline has passed.
     pub fn late(&self) -> bool {
-        self.deadline.is_some_and(|deadline| Instant::now() >= deadline)
+        self.deadline.has_passed()
     }
 
     /// Why to stop, if at all.

@@ -46,8 +46,9 @@ mod strategy;
 mod sweep;
 mod undecided;
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use crate::deadline::Deadline;
 use crate::{Buffer, Problem, lower_bound};
 use meter::Meter;
 use part::{Source, Whole};
@@ -58,8 +59,8 @@ use strategy::plan_parts;
 pub struct Options {
     /// Arena size that the plan should fit into; `None` for as low as possible.
     pub capacity: Option<u64>,
-    /// Work that may be spent, in rectangles looked at: the same on every machine. The default is a few seconds of one
-    /// core; steps that meet their bound take a small part of it.
+    /// Work that may be spent, in rectangles looked at: the same on every machine. The default is 5 to 16 seconds of one
+    /// core where nothing settles a small part; steps that meet their bound take a small part of it.
     pub work: u64,
     /// Wall-clock limit. A plan that it cuts short depends on the machine and says so ([`StopReason::Deadline`]).
     pub deadline: Option<Duration>,
@@ -205,8 +206,7 @@ struct Planner<'p> {
 
 impl<'p> Planner<'p> {
     fn new(problem: &'p Problem, options: &'p Options) -> Self {
-        let deadline = options.deadline.map(|limit| Instant::now() + limit);
-        let meter = Meter { work: options.work, deadline, spent: 0 };
+        let meter = Meter { work: options.work, deadline: Deadline::after(options.deadline), spent: 0 };
         Self { problem, options, meter, stats: Stats::default() }
     }
 

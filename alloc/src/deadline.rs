@@ -1,10 +1,10 @@
-//! Until when an explanation may be sought.
+//! Until when a plan, or an explanation, may be sought.
 
 use std::time::{Duration, Instant};
 
 /// A moment, or none.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Deadline(Option<Instant>);
+pub(crate) struct Deadline(Option<Instant>);
 
 impl Deadline {
     /// So long from now; a time past what clocks count is none.
