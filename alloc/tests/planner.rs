@@ -4,6 +4,7 @@ mod exhaustion;
 mod families;
 
 use std::ops::Range;
+use std::time::Duration;
 
 use exhaustion::exhausted;
 use families::{adversarial, buffers, lifetimes, near_powers, nested, often_none, several_stacks, step};
@@ -299,6 +300,19 @@ fn a_warm_start_keeps_addresses() {
     let solution = warm(&cold.offsets, &changed);
     assert_eq!(solution.height, plan(&changed, &Options::default()).height);
     assert!(solution.stats.kept > problem.len() / 2, "kept {} of {}", solution.stats.kept, problem.len());
+}
+
+/// Addresses to keep are no way around a deadline.
+#[test]
+fn a_warm_start_keeps_the_deadline() {
+    let problem = Step { micro_batches: 6, ..Step::default() }.problem().unwrap();
+    let earlier = Some(problem.ids().map(|id| Some(64 * u64::from(id.0))).collect());
+    let late = Options { deadline: Some(Duration::ZERO), ..Options::default() };
+    let cold = planned(&problem, &late);
+    let warm = planned(&problem, &Options { warm_start: earlier.clone(), ..late });
+    let patient = planned(&problem, &Options { warm_start: earlier, ..Options::default() });
+    assert_eq!((warm.stats.work, warm.stop_reason), (cold.stats.work, cold.stop_reason));
+    assert!(patient.stats.work > 2 * warm.stats.work, "{} and {}", patient.stats.work, warm.stats.work);
 }
 
 /// Which members, and whether in any order.

@@ -153,7 +153,8 @@ impl Pass {
         dtype_of: &dyn Fn(&Tensor) -> DType,
     ) -> Result<Vec<ParameterGradient>> {
         let mut gradients = Vec::new();
-        let read: HashSet<ValueId> = lock(&self.graph).nodes().iter().flat_map(|node| &node.inputs).copied().collect();
+        let mut read: HashSet<ValueId> =
+            lock(&self.graph).nodes().iter().flat_map(|node| &node.inputs).copied().collect();
         // In order of the parameters: this records nodes, and the same model must always give the same program.
         for (parameter, parts) in BTreeMap::from_iter(pending) {
             if !matches!(lock(&self.graph).value(parameter).source, Source::Persistent { .. }) {
@@ -170,9 +171,14 @@ impl Pass {
                 lock(&self.graph).set_place(place);
                 let dense =
                     if made { part.contiguous()? } else { Tensor::apply_op::<1>(Contiguous, &[&part])?[0].clone() };
-                let is_made_so = dense.dtype() == dtype
-                    || !read.contains(&dense.id()) && lock(&self.graph).make_in(dense.id(), dtype)?;
-                summands.push(if is_made_so { dense.id() } else { self.cast(dense, dtype)?.id() });
+                // Its handle was made before anybody asked for another type.
+                let made_in = lock(&self.graph).value(dense.id()).spec.dtype;
+                let is_so =
+                    made_in == dtype || !read.contains(&dense.id()) && lock(&self.graph).make_in(dense.id(), dtype)?;
+                let summand = if is_so { dense.id() } else { self.cast(dense, dtype)?.id() };
+                // The gradient of a sum is that of both its parts.
+                read.insert(summand);
+                summands.push(summand);
             }
             gradients.push(ParameterGradient { parameter, summands });
         }
@@ -306,4 +312,40 @@ fn rearranges(graph: &Graph, value: ValueId) -> bool {
     let Source::Node { node, .. } = graph.value(value).source else { return false };
     let op: &dyn Any = &*graph.node(node).op;
     graph.is_view(value) || op.is::<Widen>() || op.is::<Contiguous>()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::gradient_check::Recorded;
+
+    /// Both parts of a weight that is a sum have the weight's gradient, each in the type that it is asked for in: made so, or
+    /// changed.
+    #[test]
+    fn gradients_are_in_the_types_that_are_asked_for() {
+        for types in [
+            [DType::F32; 3],
+            [DType::BF16; 3],
+            [DType::BF16, DType::F32, DType::BF16],
+            [DType::F32, DType::BF16, DType::F32],
+        ] {
+            let Recorded { graph, loss, .. } = Recorded::new(DType::BF16, &[&[4, 3], &[5, 3], &[5, 3]], &[], |x, _| {
+                x[0].linear(&x[1].add(&x[2])?, None)
+            })
+            .unwrap();
+            let parameters: Vec<ValueId> = lock(&graph).persistent().map(|(id, _)| id).collect();
+            let number = |id: ValueId| parameters.iter().position(|&parameter| parameter == id).unwrap();
+            let gradients = differentiate_in(&graph, &loss, 1.0, &|parameter| types[number(parameter.id())]).unwrap();
+            let graph = lock(&graph);
+            for ParameterGradient { parameter, summands } in gradients {
+                let got = summands.iter().map(|&summand| graph.value(summand).spec.dtype);
+                assert!(got.eq([types[number(parameter)]]), "{parameter:?} of {types:?}");
+            }
+            // Nothing reads what is of another type than its own rule has it.
+            for node in graph.nodes() {
+                let specs = node.op.infer(&graph.specs(&node.inputs)).unwrap();
+                assert_eq!(specs, graph.specs(&node.outputs), "{:?}", node.op);
+            }
+        }
+    }
 }

@@ -63,8 +63,10 @@ impl Table {
             }
             Err(Error::PinsOverlap { first, second }) => {
                 let (other, at) = (&self.ids[first], self.line(first));
-                let what = format!("the offset puts {:?} onto {other:?} of line {at}, alive with it", self.ids[second]);
-                fail(second, what)
+                let has_gaps = self.gaps.iter().any(|gap| [first, second].contains(&gap.buffer.index()));
+                let gaps = if has_gaps { "; gaps are not made use of" } else { "" };
+                let id = &self.ids[second];
+                fail(second, format!("the offset puts {id:?} onto {other:?} of line {at}, alive with it{gaps}"))
             }
             pinned => pinned,
         }

@@ -63,7 +63,8 @@ pub fn read(input: impl BufRead) -> Result<Table, Error> {
             }
         }
         if let (Some(column), Some(hints)) = (columns.hint, &mut table.hints) {
-            hints.push(if fields.text(column).starts_with('-') { None } else { fields.optional(column, "hint")? });
+            // minimalloc writes -1 where there is none.
+            hints.push(if fields.text(column) == "-1" { None } else { fields.optional(column, "hint")? });
         }
         if let (Some(column), Some(offsets)) = (columns.offset, &mut table.offsets) {
             offsets.push(fields.optional(column, "offset")?);

@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 
+use super::meter::Meter;
 use super::{Options, Planner};
 use crate::{Buffer, BufferId, Problem};
 
@@ -12,12 +13,13 @@ use crate::{Buffer, BufferId, Problem};
 const ROUNDS: u32 = 6;
 
 /// A plan of at most `target` bytes with the addresses of `earlier`, and the work it cost; `None` when releasing pins did
-/// not lead to one.
+/// not lead to one before the `meter`'s deadline.
 pub(super) fn keep(
     problem: &Problem,
     earlier: &[Option<u64>],
     target: u64,
     options: &Options,
+    meter: Meter,
 ) -> (Option<(u64, Vec<u64>)>, u64) {
     let mut kept = consistent(problem, earlier, target);
     let mut spent = 0;
@@ -27,9 +29,13 @@ pub(super) fn keep(
             None => problem.buffer(id).clone(),
         };
         let Some(with_pins) = problem.with_buffers(problem.ids().map(pinned).collect()) else { break };
+        if meter.late() {
+            break;
+        }
         let work = 50 * problem.len() as u64 + 100_000;
-        let options = Options { capacity: Some(target), work, warm_start: None, ..options.clone() };
-        let solution = Planner::new(&with_pins, &options).run();
+        let options = Options { capacity: Some(target), warm_start: None, ..options.clone() };
+        let meter = Meter { work, spent: 0, ..meter };
+        let solution = Planner { meter, ..Planner::new(&with_pins, &options) }.run();
         spent += solution.stats.work;
         if solution.offsets.len() == problem.len() && solution.height <= target {
             return (Some((solution.height, solution.offsets)), spent);

@@ -242,7 +242,7 @@ impl<'p> Planner<'p> {
     /// A plan of at most `target` bytes that keeps earlier addresses, if that was asked for.
     fn keep(&mut self, target: u64) -> Option<Plan> {
         let earlier = self.options.warm_start.as_ref()?;
-        let (plan, work) = keep::keep(self.problem, earlier, target, self.options);
+        let (plan, work) = keep::keep(self.problem, earlier, target, self.options, self.meter);
         self.meter.spend(work);
         plan
     }
@@ -308,7 +308,7 @@ impl<'p> Planner<'p> {
             _ => Fit::Fits,
         };
         let stop_reason = match (proof, fit) {
-            (Proof::None { .. }, Fit::Impossible) => StopReason::Impossible,
+            (Proof::None { .. }, Fit::Impossible) => self.meter.stopped().unwrap_or(StopReason::Impossible),
             (Proof::None { .. }, Fit::Fits) if self.options.capacity.is_some() => StopReason::Fits,
             (Proof::None { .. }, _) => self.meter.stopped().unwrap_or(StopReason::Exhausted),
             _ => StopReason::Proven,

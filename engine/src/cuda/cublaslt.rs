@@ -20,6 +20,8 @@ pub(super) struct CublasLt {
     device: String,
     handle: sys::cublasLtHandle_t,
     chosen: HashMap<Form, sys::cublasLtMatmulAlgo_t>,
+    /// Forms that there is no algorithm for, and what the library says of them.
+    refused: HashMap<Form, result::CublasError>,
 }
 
 /// What an algorithm depends on: a product without its addresses.
@@ -47,8 +49,8 @@ pub(super) enum Algorithm {
     Known,
     /// One that has just been chosen.
     New,
-    /// None, as the library says.
-    None(DeviceError),
+    /// None, as the library says, which is asked once for each form.
+    None { why: DeviceError, is_new: bool },
 }
 
 impl Form {
@@ -111,7 +113,7 @@ impl CublasLt {
             return Err(DeviceError::Missing { what: "cuBLASLt", remedy });
         }
         let handle = result::create_handle().map_err(|error| failed(device, "cublasLtCreate", &error))?;
-        Ok(Self { device: device.into(), handle, chosen: HashMap::new() })
+        Ok(Self { device: device.into(), handle, chosen: HashMap::new(), refused: HashMap::new() })
     }
 
     /// Chooses an algorithm for a product.
@@ -122,6 +124,9 @@ impl CublasLt {
         }
         let failed =
             |error: result::CublasError| failed(&self.device, &format!("choosing how to do {product:?}"), &error);
+        if let Some(error) = self.refused.get(&form) {
+            return Ok(Algorithm::None { why: failed(*error), is_new: false });
+        }
         let described = describe(product).map_err(failed)?;
         let preference = result::create_matmul_pref().map_err(failed)?;
         let bytes = product.workspace.1 as usize;
@@ -171,7 +176,9 @@ impl CublasLt {
             }
             // Both are said of what there is nothing for.
             Err(error) if [CUBLAS_STATUS_NOT_SUPPORTED, CUBLAS_STATUS_INVALID_VALUE].contains(&error.0) => {
-                Ok(Algorithm::None(failed(error)))
+                let why = failed(error);
+                self.refused.insert(form, error);
+                Ok(Algorithm::None { why, is_new: true })
             }
             Err(error) => Err(failed(error)),
         }

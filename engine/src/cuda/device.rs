@@ -124,10 +124,14 @@ pub enum DeviceError {
     #[error("no GPU can be used here; there is no {what}: {remedy}")]
     Missing { what: &'static str, remedy: &'static str },
     #[error(
-        "{device} has {free} of its {total} bytes free, and {needed} are needed; what else holds its memory:\n{holders}"
+        "{device} has {free} of its {total} bytes free, and {needed} are needed; free some, choose another, or train on the CPU \
+         (DeviceChoice::Cpu); what holds its memory:\n{holders}"
     )]
     OutOfMemory { device: String, needed: u64, free: u64, total: u64, holders: String },
-    #[error("{device} has no memory left, says {call}; what holds it:\n{holders}")]
+    #[error(
+        "{device} has no memory left, says {call}; free some, choose another, or train on the CPU (DeviceChoice::Cpu); what holds \
+         it:\n{holders}"
+    )]
     Full { device: String, call: String, holders: String },
     #[error("{device} cannot be used here: {what}; choose another, install its driver anew, or train on the CPU")]
     Unusable { device: String, what: String },

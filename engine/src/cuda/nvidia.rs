@@ -234,9 +234,11 @@ impl Nvidia {
             match self.products.choose(product).map_err(what_for)? {
                 Algorithm::Known => {}
                 Algorithm::New => chosen.push((index, *product)),
-                Algorithm::None(why) if product.epilogue == Epilogue::None => return Err(what_for(why)),
-                Algorithm::None(why) => {
-                    tracing::warn!(product = describe(index), %why, "no algorithm with an epilogue; two launches");
+                Algorithm::None { why, .. } if product.epilogue == Epilogue::None => return Err(what_for(why)),
+                Algorithm::None { why, is_new } => {
+                    if is_new {
+                        tracing::warn!(product = describe(index), %why, "no algorithm with an epilogue; two launches");
+                    }
                     let apart = product.apart();
                     let of_apart = self.prepare(&apart, &|_| describe(index))?.1;
                     chosen.extend(of_apart.into_iter().map(|(_, product)| (index, product)));
@@ -404,7 +406,8 @@ impl Device for Nvidia {
             self.start_all(launches, instead, &|_| describe(group))?;
             events.push(mark()?);
         }
-        self.wait()?;
+        let of_all = || format!("from {} on", describe(0));
+        self.wait().map_err(|error| error.during(&of_all()))?;
         events.windows(2).map(|pair| pair[1].since(&pair[0], &self.name)).collect()
     }
 

@@ -110,8 +110,8 @@ struct Programs {
 }
 
 impl Trainer {
-    /// Plans the training step of a model without reserving a byte: what rank 0 of its mesh would take, exactly. In
-    /// [`TrainOptions::dtype`] bf16 too.
+    /// Plans the training step of a model without reserving a byte: what rank 0 of its mesh would take, exactly, on the CPU, or on
+    /// a GPU if the options name one. In [`TrainOptions::dtype`] bf16 too.
     ///
     /// # Errors
     /// When the options or the model's shapes do not fit together.

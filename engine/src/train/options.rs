@@ -23,7 +23,7 @@ pub struct TrainOptions {
     pub micro_batches: usize,
     /// Tokens per sequence.
     pub sequence: usize,
-    /// What runs it.
+    /// What runs it. A plan that is made before there is a device is the CPU's, unless a GPU is named.
     pub device: DeviceChoice,
     /// The type of parameters, activations and gradients. In [`DType::BF16`] [`AdamW`] keeps masters and moments in f32, and sums
     /// gradients of several micro-batches in f32 ([`AdamW::masters`]). The statistics of norms, log-sum-exps, losses and the

@@ -2,7 +2,7 @@
 
 use candle_core::DType;
 
-use super::{Kernel, Launch, Operand, Operands, blocks, launches, typed_to};
+use super::{Kernel, Launch, Operand, Operands, blocks, launches, typed, typed_to};
 use crate::cuda::Family::{self, Grouped, GroupedTensorCores};
 
 #[derive(Debug, Clone, Copy)]
@@ -89,15 +89,15 @@ impl GroupedArguments {
     /// A kernel of so many blocks, and which factors lie along the sum.
     fn launch(
         self,
-        name: &str,
-        [from, to]: [DType; 2],
+        name: Option<String>,
+        dtype: DType,
         are_along: [bool; 2],
         tiles: impl Fn(&Form) -> u64,
     ) -> Option<Vec<Launch>> {
-        let form = Form::of(from)?;
+        let form = Form::of(dtype)?;
         launches([Kernel {
             family: form.family,
-            name: typed_to(name, from, to)?,
+            name: name?,
             grid: [blocks(tiles(&form), 1), 1, 1],
             block: THREADS,
             shared_bytes: are_along.map(|is_along| form.shared_bytes(is_along)).iter().sum::<u64>() as u32,
@@ -116,7 +116,7 @@ pub fn grouped_linear(sources: usize, operands: &Operands<'_>) -> Option<Vec<Lau
     let ([x, weight, starts], [y]) = (operands.inputs, operands.outputs) else { return None };
     let of = GroupedArguments::new(sources, weight.dims()[0], [x, weight, starts], y);
     let of = GroupedArguments { width: x.width(), out: y.width(), ..of };
-    of.launch("grouped_linear", [x.dtype, y.dtype], [true, true], |form| {
+    of.launch(typed("grouped_linear", x.dtype), x.dtype, [true, true], |form| {
         form.most_tiles(of.rows, of.groups()) * form.tiles(of.out)
     })
 }
@@ -126,7 +126,7 @@ pub fn grouped_linear_grad_input(sources: usize, operands: &Operands<'_>) -> Opt
     let ([dy, weight, starts], [dx]) = (operands.inputs, operands.outputs) else { return None };
     let of = GroupedArguments::new(sources, weight.dims()[0], [dy, weight, starts], dx);
     let of = GroupedArguments { width: dx.width(), out: dy.width(), ..of };
-    of.launch("grouped_linear_grad_input", [dy.dtype, dx.dtype], [true, false], |form| {
+    of.launch(typed("grouped_linear_grad_input", dy.dtype), dy.dtype, [true, false], |form| {
         form.most_tiles(of.rows, of.groups()) * form.tiles(of.width)
     })
 }
@@ -137,9 +137,8 @@ pub fn grouped_linear_grad_weight(sources: usize, operands: &Operands<'_>) -> Op
     let accumulate = operands.accumulate(0);
     let of = GroupedArguments::new(sources, d_weight.dims()[0], [dy, x, starts], d_weight);
     let of = GroupedArguments { width: x.width(), out: dy.width(), accumulate, ..of };
-    of.launch("grouped_linear_grad_weight", [x.dtype, d_weight.dtype], [false, false], |form| {
-        of.experts * form.tiles(of.out) * form.tiles(of.width)
-    })
+    let name = typed_to("grouped_linear_grad_weight", x.dtype, d_weight.dtype);
+    of.launch(name, x.dtype, [false, false], |form| of.experts * form.tiles(of.out) * form.tiles(of.width))
 }
 
 #[cfg(test)]

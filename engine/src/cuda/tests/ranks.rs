@@ -12,7 +12,7 @@ use crate::checkpoint::Checkpoint;
 use crate::communicator::{CommunicatorError, on_threads};
 use crate::cuda::{Describe, Device, DeviceError, DeviceMemory, Launch, Recording};
 use crate::nn::{RouterConfig, VarBuilder};
-use crate::{Error, Model, Pipeline, Result, SampleOptions, TrainOptions, Trainer};
+use crate::{DeviceChoice, Error, Model, Pipeline, Result, SampleOptions, TrainOptions, Trainer};
 
 const STEPS: usize = 3;
 
@@ -95,6 +95,26 @@ fn ranks_train_as_on_the_cpu() {
     ] {
         let options = TrainOptions { mesh, micro_batches, pipeline, ..quick() };
         compare(&format!("{style:?} on {mesh:?}"), &options, |vb| Small::new(style, vb));
+    }
+}
+
+/// What each rank times of a step, between what it sends and receives, is all of its program's arithmetic.
+#[test]
+fn a_profile_of_a_rank_is_its_step() {
+    if !host::is_there() {
+        return;
+    }
+    let options = TrainOptions { mesh: mesh(2, 2, 1), micro_batches: 2, ..quick() };
+    let model = |vb| Small::new(Style::Llama, vb);
+    let [tokens, targets] = batch(0);
+    let profiles = on_threads(4, |world| {
+        let mut trainer = Trainer::rank_on_device(world, device(), model, options.clone())?;
+        trainer.profile(&tokens, &targets)
+    });
+    for (rank, profile) in profiles.unwrap().iter().enumerate() {
+        let plan = Trainer::plan_rank(model, &TrainOptions { device: DeviceChoice::Cuda(0), ..options.clone() }, rank)
+            .unwrap();
+        assert_eq!(profile.iter().map(|timed| timed.flops).sum::<u64>(), plan.flops[0], "rank {rank}");
     }
 }
 

@@ -77,7 +77,10 @@ fn seconds(text: &str) -> anyhow::Result<Duration> {
     if seconds < 0.0 {
         bail!("not a time to wait: it is negative; 0 takes the first plan there is");
     }
-    Duration::try_from_secs_f64(seconds).map_err(|e| anyhow!("not a time to wait: {e}"))
+    if seconds.is_nan() {
+        bail!("not a time to wait: it is no number");
+    }
+    Ok(Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX))
 }
 
 fn bytes(text: &str) -> anyhow::Result<u64> {

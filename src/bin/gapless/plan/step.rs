@@ -48,7 +48,8 @@ pub struct Arguments {
     #[arg(long, value_name = "NUMBER", default_value_t = 3.0, allow_negative_numbers = true)]
     terabytes: f64,
     /// Also plan so many budgets, from the smallest that works to everything kept.
-    #[arg(long, value_name = "POINTS", requires = "model", value_parser = clap::value_parser!(u16).range(2..=100), allow_negative_numbers = true)]
+    #[arg(long, value_name = "POINTS", requires = "model", allow_negative_numbers = true)]
+    #[arg(value_parser = clap::value_parser!(u16).range(2..=100))]
     curve: Option<u16>,
     /// Where to draw them.
     #[arg(long, value_name = "FILE.svg", requires = "curve")]

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::fs::File;
 use std::io::{BufReader, BufWriter, Write};
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::{Context, bail};
 use clap::ValueEnum;
@@ -41,14 +41,10 @@ pub fn place(arguments: &Arguments, file: &Path) -> anyhow::Result<Fit> {
     };
     tell_what_it_means(&table, &problem);
     let left = || deadline.map(|at| at.saturating_duration_since(Instant::now()));
-    let options = |deadline: Option<Duration>| Options {
-        capacity: arguments.capacity,
-        deadline,
-        warm_start: preferred(&table, arguments.offsets),
-        ..Options::default()
-    };
+    let options = Options { capacity: arguments.capacity, deadline: left(), ..Options::default() };
     let start = Instant::now();
-    let solution = plan(&problem, &options(left()));
+    let warm_start = preferred(&table, arguments.offsets);
+    let solution = plan(&problem, &Options { warm_start, ..options.clone() });
     let plan_ms = start.elapsed().as_secs_f64() * 1e3;
     if solution.offsets.len() != problem.len() {
         bail!("no plan was found below 2^64 bytes; sizes, alignments and offsets leave none, or it is well hidden");
@@ -67,8 +63,11 @@ pub fn place(arguments: &Arguments, file: &Path) -> anyhow::Result<Fit> {
     let verdict = Verdict::new(&table, &solution, arguments.capacity);
     report(arguments, &solution, &verdict, plan_ms)?;
     if verdict.fit != Fit::Fits {
-        let why = explain(&problem, &[], &solution, &options(left()));
-        tell_why(&verdict, &solution, why.map(|why| why.named(|id| table.ids[id.index()].clone())));
+        let why = explain(&problem, &[], &solution, &Options { deadline: left(), ..options });
+        if !table.gaps.is_empty() {
+            tell("what follows is said of the buffers as if they had no gaps");
+        }
+        tell_why(&verdict, why.map(|why| why.named(|id| table.ids[id.index()].clone())));
     }
     Ok(verdict.fit)
 }
@@ -101,15 +100,16 @@ struct Verdict {
     lower_bound: u64,
     proof: &'static str,
     fit: Fit,
-    /// As a part of the lower bound.
+    /// Height over the lower bound.
     gap: f64,
+    stop_reason: StopReason,
 }
 
 impl Verdict {
     fn new(table: &Table, solution: &Solution, capacity: Option<u64>) -> Self {
-        let &Solution { height, lower_bound, proof, fit, .. } = solution;
+        let &Solution { height, lower_bound, proof, fit, stop_reason, .. } = solution;
         if table.gaps.is_empty() {
-            return Self { lower_bound, proof: proof.name(), fit, gap: solution.gap() };
+            return Self { lower_bound, proof: proof.name(), fit, gap: solution.gap(), stop_reason };
         }
         let bound = table.lower_bound();
         let proof = if height <= bound { Proof::MaxLive } else { Proof::None { bound } };
@@ -118,7 +118,13 @@ impl Verdict {
             (fit, _) => fit,
         };
         let gap = if bound == 0 { 1.0 } else { height as f64 / bound as f64 };
-        Self { lower_bound: bound, proof: proof.name(), fit, gap }
+        let stop_reason = match (stop_reason, proof, fit) {
+            (StopReason::Proven, Proof::None { .. }, _) | (StopReason::Impossible, _, Fit::Unknown) => {
+                StopReason::Exhausted
+            }
+            _ => stop_reason,
+        };
+        Self { lower_bound: bound, proof: proof.name(), fit, gap, stop_reason }
     }
 }
 
@@ -128,9 +134,9 @@ fn label(id: &str) -> Label {
 }
 
 fn report(arguments: &Arguments, solution: &Solution, verdict: &Verdict, plan_ms: f64) -> anyhow::Result<()> {
-    let &Verdict { lower_bound, proof, fit, gap } = verdict;
+    let &Verdict { lower_bound, proof, fit, gap, stop_reason } = verdict;
     let (buffers, height) = (solution.offsets.len(), solution.height);
-    let (stop_reason, stopped) = stopped(solution.stop_reason);
+    let (stop_reason, stopped) = stopped(stop_reason);
     if arguments.json {
         let mut json = serde_json::json!({
             "buffers": buffers,
@@ -169,8 +175,8 @@ fn stopped(reason: StopReason) -> (&'static str, &'static str) {
     }
 }
 
-fn tell_why(verdict: &Verdict, solution: &Solution, why: Option<Explanation>) {
-    let late = match solution.stop_reason {
+fn tell_why(verdict: &Verdict, why: Option<Explanation>) {
+    let late = match verdict.stop_reason {
         StopReason::Deadline => ": the deadline passed, more time might do",
         _ => "",
     };
