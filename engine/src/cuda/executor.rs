@@ -4,8 +4,6 @@
 //! In: an executable whose scratch is a GPU's ([`Target::Cuda`](crate::compile::Target)), and a device. Out: inputs written, steps
 //! replayed, numbers read. Never: device memory beside the arena and the step's key, or a launch that was not recorded.
 
-use std::time::Duration;
-
 use candle_core::{DType, Device as CandleDevice, Tensor};
 
 use super::device::{Device, DeviceMemory, Recording};
@@ -21,58 +19,24 @@ use crate::random::Stream;
 /// An executable on a device.
 #[derive(Debug)]
 pub struct Executor {
-    executable: Executable,
-    device: Box<dyn Device>,
-    place: Place,
+    pub(super) executable: Executable,
+    pub(super) device: Box<dyn Device>,
+    pub(super) place: Place,
     /// By program.
     recordings: Vec<Vec<Part<Recording>>>,
-    staging: Staging,
+    pub(super) staging: Staging,
 }
 
 /// Launches, each with the instruction that it is for.
-type Launches = Vec<(usize, Launch)>;
+pub(super) type Launches = Vec<(usize, Launch)>;
 
 /// What a program does next.
 #[derive(Debug, Clone, Copy)]
-enum Part<L> {
+pub(super) enum Part<L> {
     /// Launches.
     Launches(L),
     /// The instruction of this number, which has to do with other ranks.
     Exchange(usize),
-}
-
-/// How long an instruction took, or several that are launched together, beside what it has to do.
-#[derive(Debug, Clone, serde::Serialize)]
-pub struct Timed {
-    /// The operation's name.
-    pub operation: &'static str,
-    /// The layer that it belongs to.
-    pub layer: String,
-    /// The micro-batch.
-    pub micro_batch: u32,
-    /// From the start of its first kernel to the end of its last.
-    pub time: Duration,
-    /// Arithmetic ([`Op::flops`](crate::Op::flops)).
-    pub flops: u64,
-    /// Bytes that it reads and writes ([`Op::bytes_moved`](crate::Op::bytes_moved)).
-    pub bytes: u64,
-}
-
-impl Timed {
-    /// Of instructions that were launched as the first of them; none if that computes nothing.
-    fn of(instructions: &[Instruction], time: Duration) -> Option<Self> {
-        let operations = instructions.iter().filter_map(|instruction| match &instruction.work {
-            Work::Compute(op) => Some((op, instruction)),
-            _ => None,
-        });
-        let (first, Instruction { layer, micro_batch, .. }) = operations.clone().next()?;
-        let (layer, micro_batch, operation) = (layer.to_string(), *micro_batch, first.name());
-        let (flops, bytes) = operations.fold((0, 0), |(flops, bytes), (op, Instruction { inputs, outputs, .. })| {
-            let (inputs, outputs) = (specs(inputs), specs(outputs));
-            (flops + op.flops(&inputs, &outputs), bytes + op.bytes_moved(&inputs, &outputs))
-        });
-        Some(Self { operation, layer, micro_batch, time, flops, bytes })
-    }
 }
 
 /// Bytes behind the arena that hold the key of a step's random numbers: it changes from step to step, a recording doesn't.
@@ -193,53 +157,7 @@ impl Executor {
         exchanging.end(ran)
     }
 
-    /// Runs a program as [`Self::run`] does, and says how long each instruction took: on a stream instead of as a graph. Updates that
-    /// are launched together are one.
-    ///
-    /// # Errors
-    /// [`Error::Device`]; [`Error::Communicator`] when another rank fails.
-    pub fn profile(&mut self, id: ProgramId, options: RunOptions) -> Result<Vec<Timed>> {
-        self.write_key(options)?;
-        let Self { executable, device, place, staging, .. } = self;
-        let program = &executable.programs[id.0];
-        let mut exchanging = staging.run();
-        let mut profile = || {
-            let mut timed: Vec<Timed> = Vec::new();
-            let mut parts = place.parts(program)?.into_iter().peekable();
-            while let Some(part) = parts.next() {
-                let launches = match part {
-                    Part::Launches(launches) => launches,
-                    Part::Exchange(index) => {
-                        exchanging.exchange(id.0, &program.instructions[index], &mut **device, place.base)?;
-                        continue;
-                    }
-                };
-                let end = match parts.peek() {
-                    Some(&Part::Exchange(index)) => index,
-                    _ => program.instructions.len(),
-                };
-                let mut groups: Vec<(usize, Vec<Launch>)> = Vec::new();
-                for (of, launch) in launches {
-                    match groups.last_mut().filter(|group| group.0 == of) {
-                        Some(group) => group.1.push(launch),
-                        None => groups.push((of, vec![launch])),
-                    }
-                }
-                let (of, groups): (Vec<usize>, Vec<Vec<Launch>>) = groups.into_iter().unzip();
-                let times = device.time(&groups, &|group| program.instructions[of[group]].describe())?;
-                // Up to the next one that has launches of its own, others have theirs among them.
-                let ends = of.iter().skip(1).copied().chain([end]);
-                for ((&first, end), time) in of.iter().zip(ends).zip(times) {
-                    timed.extend(Timed::of(&program.instructions[first..end], time));
-                }
-            }
-            Ok(timed)
-        };
-        let ran = profile();
-        exchanging.end(ran)
-    }
-
-    fn write_key(&mut self, options: RunOptions) -> Result<()> {
+    pub(super) fn write_key(&mut self, options: RunOptions) -> Result<()> {
         let key = Stream::new(options.seed, options.step, 0).key();
         Ok(self.device.write(self.place.key, &key.to_ne_bytes())?)
     }
@@ -365,7 +283,7 @@ fn all_finite(numbers: &Tensor) -> Result<bool> {
 }
 
 /// What is at addresses.
-fn specs(addresses: &[Address]) -> Vec<Spec> {
+pub(super) fn specs(addresses: &[Address]) -> Vec<Spec> {
     let spec = |address: &Address| Spec { shape: address.layout.shape().clone(), dtype: address.dtype };
     addresses.iter().map(spec).collect()
 }
@@ -379,8 +297,8 @@ fn refused(instruction: &Instruction) -> Error {
 
 /// Where a program runs, and on which part of the batch.
 #[derive(Debug, Clone, Copy)]
-struct Place {
-    base: u64,
+pub(super) struct Place {
+    pub(super) base: u64,
     key: u64,
     first_part: u64,
     part_stride: u64,
@@ -388,7 +306,7 @@ struct Place {
 
 impl Place {
     /// All that a program does: launches, each with the instruction that it is for, between what has to do with other ranks.
-    fn parts(&self, program: &CompiledProgram) -> Result<Vec<Part<Launches>>> {
+    pub(super) fn parts(&self, program: &CompiledProgram) -> Result<Vec<Part<Launches>>> {
         let (mut parts, mut launches) = (Vec::new(), Vec::new());
         for (index, instruction) in program.instructions.iter().enumerate() {
             if is_exchange(instruction) {
