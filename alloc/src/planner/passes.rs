@@ -253,6 +253,20 @@ fn from_coarse_to_fine(goal: Goal, portfolio: &mut Portfolio) {
 mod tests {
     use super::*;
     use crate::planner::judging::part;
+    use crate::planner::part::Whole;
+    use crate::synthetic::Step;
+
+    /// However many items there are for the work, sweeps on their own have what a few of them take.
+    #[test]
+    fn many_items_have_their_sweeps() {
+        let step = Step { layers: 64, micro_batches: 20, stages: 16, ..Step::default() };
+        let whole = Whole::new(&step.problem().unwrap(), true);
+        let [part] = whole.parts.as_slice() else { panic!("one part") };
+        let work = 8 * part.items.len() as u64;
+        let mut portfolio = Portfolio::new(part, part.bound, Meter { work, ..Meter::default() });
+        portfolio.sweep_once();
+        assert_eq!(portfolio.best.map(|best| best.height), Some(part.bound));
+    }
 
     /// Full ten times with seven ones and a transient. Three ones are born before the one that they follow is gone, so that
     /// the transient must move by one each time: who leaves next lies right below it.

@@ -44,16 +44,23 @@ pub(crate) struct Portfolio<'p> {
 
 const DIRECTIONS: [Direction; 2] = [Direction::Forward, Direction::Backward];
 
+/// Work for each item that sweeps on their own may have in any case: a few of them. It is more than a quarter of the default from
+/// three million items on, and what comes after them is not made for so many.
+const SWEEPS_PER_ITEM: u64 = 40;
+
 impl<'p> Portfolio<'p> {
     pub fn new(part: &'p Part, ceiling: u64, meter: Meter) -> Self {
         let timeline = Timeline::new(part);
         Self { timeline, ceiling, sweeps: 0, meter, best: None, others: Vec::new(), is_open_over: false }
     }
 
-    /// Stages 1 and 2: sweeps on their own. They leave most of the work to what comes after them.
+    /// Stages 1 and 2: sweeps on their own. They leave most of the work to what comes after them, unless there are so many items
+    /// that little would come of it.
     pub fn sweep_once(&mut self) {
         let work = self.meter.work;
-        self.meter.work = self.meter.spent + self.meter.left() / 4;
+        let left = self.meter.left();
+        let enough = SWEEPS_PER_ITEM.saturating_mul(self.part().items.len() as u64);
+        self.meter.work = self.meter.spent + (left / 4).max(enough.min(left));
         self.outwards(1);
         self.follow_all(&self.edges(1));
         self.meter.work = work;
