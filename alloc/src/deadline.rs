@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 /// A moment, or none.
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Deadline(Option<Instant>);
+pub struct Deadline(Option<Instant>);
 
 impl Deadline {
     /// So long from now; a time past what clocks count is none.
@@ -12,6 +12,7 @@ impl Deadline {
         Self(limit.and_then(|limit| Instant::now().checked_add(limit)))
     }
 
+    /// Whether nothing is left.
     pub fn has_passed(self) -> bool {
         self.left().is_some_and(|left| left.is_zero())
     }

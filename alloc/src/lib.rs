@@ -56,6 +56,7 @@ pub mod synthetic;
 pub use bound::{live_at, lower_bound, peak_tick};
 pub use check::{Violation, check};
 pub use compare::{Compared, Comparison, Entry, Timeline, compare, page};
+pub use deadline::Deadline;
 pub use error::Error;
 pub use explain::{Change, Explanation, Remedy, explain};
 pub use hash::{PlanHash, plan_hash};

@@ -176,7 +176,7 @@ impl Grouped<'_> {
     /// Solves a problem related to this one with one of `shares` of what may still be spent.
     fn run(&mut self, problem: &Problem, shares: u64, options: &Options) -> (Known, Option<Plan>) {
         let meter = Meter { work: self.planner.meter.left() / shares, spent: 0, ..self.planner.meter };
-        let mut planner = Planner { meter, ..Planner::new(problem, options) };
+        let mut planner = Planner::within(problem, options, meter);
         let result = planner.solve();
         self.planner.meter.spend(planner.meter.spent);
         self.planner.stats.placements += planner.stats.placements;

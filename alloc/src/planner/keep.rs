@@ -18,7 +18,6 @@ pub(super) fn keep(
     problem: &Problem,
     earlier: &[Option<u64>],
     target: u64,
-    options: &Options,
     meter: Meter,
 ) -> (Option<(u64, Vec<u64>)>, u64) {
     let mut kept = consistent(problem, earlier, target);
@@ -33,9 +32,8 @@ pub(super) fn keep(
             break;
         }
         let work = 50 * problem.len() as u64 + 100_000;
-        let options = Options { capacity: Some(target), warm_start: None, ..options.clone() };
-        let meter = Meter { work, spent: 0, ..meter };
-        let solution = Planner { meter, ..Planner::new(&with_pins, &options) }.run();
+        let options = Options { capacity: Some(target), ..Options::default() };
+        let solution = Planner::within(&with_pins, &options, Meter { work, spent: 0, ..meter }).run();
         spent += solution.stats.work;
         if solution.offsets.len() == problem.len() && solution.height <= target {
             return (Some((solution.height, solution.offsets)), spent);

@@ -207,6 +207,11 @@ struct Planner<'p> {
 impl<'p> Planner<'p> {
     fn new(problem: &'p Problem, options: &'p Options) -> Self {
         let meter = Meter { work: options.work, deadline: Deadline::after(options.deadline), spent: 0 };
+        Self::within(problem, options, meter)
+    }
+
+    /// One that spends what is left of another's, rather than what its options say.
+    fn within(problem: &'p Problem, options: &'p Options, meter: Meter) -> Self {
         Self { problem, options, meter, stats: Stats::default() }
     }
 
@@ -242,7 +247,7 @@ impl<'p> Planner<'p> {
     /// A plan of at most `target` bytes that keeps earlier addresses, if that was asked for.
     fn keep(&mut self, target: u64) -> Option<Plan> {
         let earlier = self.options.warm_start.as_ref()?;
-        let (plan, work) = keep::keep(self.problem, earlier, target, self.options, self.meter);
+        let (plan, work) = keep::keep(self.problem, earlier, target, self.meter);
         self.meter.spend(work);
         plan
     }

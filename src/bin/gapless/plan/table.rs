@@ -11,7 +11,7 @@ use clap::ValueEnum;
 use gapless_alloc::csv::{self, Table};
 use gapless_alloc::draw::MemoryMap;
 use gapless_alloc::{
-    Explanation, Fit, Label, Options, Problem, Proof, Role, Solution, StopReason, check, explain, plan,
+    Deadline, Explanation, Fit, Label, Options, Problem, Proof, Role, Solution, StopReason, check, explain, plan,
 };
 
 use super::{Arguments, draw};
@@ -30,8 +30,7 @@ pub enum Offsets {
 
 /// Places the table in a file.
 pub fn place(arguments: &Arguments, file: &Path) -> anyhow::Result<Fit> {
-    // Further off than clocks count there is no deadline.
-    let deadline = arguments.deadline.and_then(|limit| Instant::now().checked_add(limit));
+    let deadline = Deadline::after(arguments.deadline);
     let cannot = || format!("cannot read {}", file.display());
     let input = File::open(file).with_context(|| format!("cannot open {}", file.display()))?;
     let table = csv::read(BufReader::new(input)).with_context(cannot)?;
@@ -40,8 +39,7 @@ pub fn place(arguments: &Arguments, file: &Path) -> anyhow::Result<Fit> {
         _ => Cow::Borrowed(&table.problem),
     };
     tell_what_it_means(&table, &problem);
-    let left = || deadline.map(|at| at.saturating_duration_since(Instant::now()));
-    let options = Options { capacity: arguments.capacity, deadline: left(), ..Options::default() };
+    let options = Options { capacity: arguments.capacity, deadline: deadline.left(), ..Options::default() };
     let start = Instant::now();
     let warm_start = preferred(&table, arguments.offsets);
     let solution = plan(&problem, &Options { warm_start, ..options.clone() });
@@ -63,7 +61,7 @@ pub fn place(arguments: &Arguments, file: &Path) -> anyhow::Result<Fit> {
     let verdict = Verdict::new(&table, &solution, arguments.capacity);
     report(arguments, &solution, &verdict, plan_ms)?;
     if verdict.fit != Fit::Fits {
-        let why = explain(&problem, &[], &solution, &Options { deadline: left(), ..options });
+        let why = explain(&problem, &[], &solution, &Options { deadline: deadline.left(), ..options });
         if !table.gaps.is_empty() {
             tell("what follows is said of the buffers as if they had no gaps");
         }
