@@ -33,11 +33,13 @@
 //! - [`models`]: GPT and Llama, written with candle's vocabulary.
 //! - [`engine`]: what compiles and runs them; [`Trainer`] is the way in.
 //! - [`alloc`]: planning of bytes × time, on its own.
+//! - [`allocators`]: models of the allocators that people use today, to compare with.
 //! - [`parallel`]: schedules of pipeline stages.
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
 
 pub use gapless_alloc as alloc;
+pub use gapless_allocators as allocators;
 pub use gapless_engine as engine;
 pub use gapless_models as models;
 pub use gapless_parallel as parallel;

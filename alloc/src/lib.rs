@@ -29,16 +29,12 @@
 //! ```
 //!
 //! [`arena`] serves the few buffers whose size the data decides, around a plan and while the step runs.
-//!
-//! [`peers`] models the allocators that people use today; [`replay`](fn@replay) runs a lifetime table through any of them and
-//! [`compare`](fn@compare) puts all side by side. [`read_snapshot`] takes the table from a PyTorch memory snapshot.
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
 
 pub mod arena;
 mod bound;
 mod check;
-mod compare;
 pub mod csv;
 mod deadline;
 pub mod draw;
@@ -46,16 +42,12 @@ mod error;
 mod explain;
 mod hash;
 mod label;
-pub mod peers;
 mod planner;
 mod problem;
-mod replay;
-mod snapshot;
 pub mod synthetic;
 
 pub use bound::{live_at, lower_bound, peak_tick};
 pub use check::{Violation, check};
-pub use compare::{Compared, Comparison, Entry, Timeline, compare, page};
 pub use deadline::Deadline;
 pub use error::Error;
 pub use explain::{Change, Explanation, Remedy, explain};
@@ -63,5 +55,3 @@ pub use hash::{PlanHash, plan_hash};
 pub use label::{Label, Role};
 pub use planner::{Fit, Options, Proof, Solution, Stats, StopReason, plan};
 pub use problem::{Buffer, BufferId, Group, Lifetime, Problem};
-pub use replay::{Report, Request, Requests, replay, replay_observed, smallest_capacity};
-pub use snapshot::{Snapshot, SnapshotError, read_snapshot};

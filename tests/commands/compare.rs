@@ -67,7 +67,7 @@ fn the_page_needs_nothing_but_itself() {
 
 #[test]
 fn snapshots_are_read() {
-    let snapshot = Path::new(env!("CARGO_MANIFEST_DIR")).join("alloc/tests/snapshots/step.pickle");
+    let snapshot = Path::new(env!("CARGO_MANIFEST_DIR")).join("alloc/allocators/tests/snapshots/step.pickle");
     let output = compare(&["--snapshot", snapshot.to_str().unwrap(), "--json", "--allocators", "gapless"]);
     assert!(output.status.success(), "{}", text(&output.stderr));
     let object: Value = serde_json::from_slice(&output.stdout).unwrap();
@@ -94,7 +94,7 @@ fn bad_input_is_named() {
     check("id,lower,upper,size\na,0,2,-4\n", "line 2: size \"-4\"");
     check("id,lower,upper,size\na,0,2,4\na,2,3,4\n", "line 3: id \"a\" stands twice");
     check("\u{1f}\u{8b}", "line 1");
-    let snapshots = Path::new(env!("CARGO_MANIFEST_DIR")).join("alloc/tests/snapshots");
+    let snapshots = Path::new(env!("CARGO_MANIFEST_DIR")).join("alloc/allocators/tests/snapshots");
     let call = compare(&["--snapshot", snapshots.join("call.pickle").to_str().unwrap()]);
     assert!(!call.status.success() && text(&call.stderr).contains("not one of plain data"));
     let unknown = compare(&["--trace", "x.csv", "--allocators", "jemalloc"]);

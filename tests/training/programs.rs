@@ -1,7 +1,6 @@
 //! Every kind of training step that the engine emits, in the ring with the allocators people use.
 
-use gapless::alloc::peers::Kind;
-use gapless::alloc::{Comparison, Requests, compare};
+use gapless::allocators::{Comparison, Kind, Requests, compare};
 use gapless::engine::compile::Executable;
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig, MoeStyle};
 use gapless::{TrainOptions, Trainer};

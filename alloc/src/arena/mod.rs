@@ -46,7 +46,6 @@ mod plan;
 mod rehearse;
 mod report;
 mod request;
-pub mod synthetic;
 
 pub use check::{RunViolation, Served, check_run};
 pub use online::Arena;

@@ -8,8 +8,8 @@ use std::process::ExitCode;
 use anyhow::{Context, bail};
 use flate2::bufread::MultiGzDecoder;
 use gapless::engine::compile::{CompileOptions, compile};
-use gapless_alloc::peers::{Kind, PyTorchOptions};
-use gapless_alloc::{Comparison, Problem, Requests, csv, page, read_snapshot};
+use gapless_alloc::{Problem, csv};
+use gapless_allocators::{Comparison, Kind, PyTorchOptions, Requests, page, read_snapshot};
 
 use crate::model::{Model, StepArguments};
 use crate::output::{print, tell};
@@ -72,7 +72,7 @@ fn compare_all(arguments: &Arguments) -> anyhow::Result<()> {
         bail!("{title}: no buffers, nothing to compare");
     }
     let chosen = &arguments.allocators;
-    let compared = gapless_alloc::compare(
+    let compared = gapless_allocators::compare(
         &problem,
         &requests,
         &Comparison {

@@ -1,0 +1,172 @@
+//! Every allocator on the same program, side by side.
+//!
+//! In: a problem and its requests. Out: a [`Compared`] that prints as a table, serialises as an object and is drawn as a
+//! page by [`page`].
+
+mod page;
+mod timeline;
+
+use std::fmt;
+
+use serde::Serialize;
+use serde::ser::{SerializeStruct, Serializer};
+
+use crate::{Device, Kind, OutOfMemory, PyTorchOptions};
+use crate::{Report, Requests, replay, replay_observed, smallest_capacity};
+use gapless_alloc::Problem;
+pub use page::page;
+pub use timeline::Timeline;
+
+/// What to compare, and how.
+#[derive(Debug, Clone)]
+pub struct Comparison {
+    /// How often the step is repeated.
+    pub iterations: u64,
+    /// The allocators, in any order.
+    pub kinds: Vec<Kind>,
+    /// Bytes of the device; `None` for 80 GiB, or four times the live bytes where those are more than 60 GiB.
+    pub capacity: Option<u64>,
+    /// Options of PyTorch's two.
+    pub pytorch: PyTorchOptions,
+    /// Whether the smallest device is searched on which each completes, which takes some twenty replays.
+    pub smallest_device: bool,
+    /// Whether timelines are kept for pictures, which takes longer.
+    pub pictures: bool,
+}
+
+impl Default for Comparison {
+    fn default() -> Self {
+        Self {
+            iterations: 1,
+            kinds: Kind::ALL.to_vec(),
+            capacity: None,
+            pytorch: PyTorchOptions::default(),
+            smallest_device: false,
+            pictures: false,
+        }
+    }
+}
+
+/// What came of it, the least reserved first and those that ran out of memory last.
+#[derive(Debug, Serialize)]
+pub struct Compared {
+    /// One entry per allocator.
+    pub allocators: Vec<Entry>,
+    /// The most bytes alive at once, as asked for.
+    pub peak_live: u64,
+    /// How often the step was repeated.
+    pub iterations: u64,
+    /// Bytes of the device.
+    pub capacity: u64,
+}
+
+/// One allocator's part.
+#[derive(Debug)]
+pub struct Entry {
+    /// Which one.
+    pub kind: Kind,
+    /// Its report, or the request that it could not serve.
+    pub outcome: Result<Report, OutOfMemory>,
+    /// The smallest device in bytes on which it completes, if that was asked for and it completes on the given one.
+    pub smallest_device: Option<u64>,
+    /// Its course over time, if pictures were asked for.
+    pub timeline: Option<Timeline>,
+}
+
+/// Replays the requests through each allocator on a device of its own.
+pub fn compare(problem: &Problem, requests: &Requests, comparison: &Comparison) -> Compared {
+    let capacity = comparison.capacity.unwrap_or_else(|| match requests.peak_live() {
+        live if live <= Device::DEFAULT_CAPACITY / 4 * 3 => Device::DEFAULT_CAPACITY,
+        live => live.saturating_mul(4),
+    });
+    let build = |kind: Kind, capacity| kind.build_with(capacity, problem, requests, &comparison.pytorch);
+    let served = requests.persistent().len() as u64 + requests.step().len() as u64 * comparison.iterations;
+    let entry = |&kind: &Kind| {
+        let mut allocator = build(kind, capacity);
+        let mut timeline = comparison.pictures.then(|| Timeline::new(served));
+        let outcome = match &mut timeline {
+            None => replay(requests, &mut *allocator, comparison.iterations),
+            Some(timeline) => {
+                replay_observed(requests, &mut *allocator, comparison.iterations, |request, allocator| {
+                    timeline.observe(request, allocator);
+                })
+            }
+        };
+        let smallest = |report: &Report| match kind.is_elastic() {
+            false => Some(report.peak_reserved()),
+            true => {
+                let build = |capacity| build(kind, capacity);
+                let search = |enough| smallest_capacity(requests, comparison.iterations, enough, build);
+                let found = search(report.peak_reserved()).or_else(|_| search(capacity));
+                found.ok().map(|(smallest, _)| smallest)
+            }
+        };
+        let smallest_device = outcome.as_ref().ok().filter(|_| comparison.smallest_device).and_then(smallest);
+        Entry { kind, outcome, smallest_device, timeline }
+    };
+    let mut allocators: Vec<Entry> = comparison.kinds.iter().map(entry).collect();
+    allocators.sort_by_key(|entry| (entry.outcome.is_err(), entry.outcome.as_ref().ok().map(Report::peak_reserved)));
+    Compared { allocators, peak_live: requests.peak_live(), iterations: comparison.iterations, capacity }
+}
+
+impl Serialize for Entry {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut entry = serializer.serialize_struct("Entry", 7)?;
+        entry.serialize_field("allocator", self.kind.name())?;
+        match &self.outcome {
+            Ok(report) => {
+                entry.serialize_field("peak_allocated", &report.peak_allocated())?;
+                entry.serialize_field("peak_reserved", &report.peak_reserved())?;
+                entry.serialize_field("fragmentation", &report.fragmentation())?;
+                entry.serialize_field("segments", &report.statistics.segments)?;
+                entry.serialize_field("device_calls", &report.statistics.device_calls())?;
+                match &self.smallest_device {
+                    Some(bytes) => entry.serialize_field("min_capacity", bytes)?,
+                    None => entry.skip_field("min_capacity")?,
+                }
+            }
+            Err(error) => entry.serialize_field("error", &error.to_string())?,
+        }
+        entry.end()
+    }
+}
+
+impl fmt::Display for Compared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:<20}{:>15}{:>15}{:>10}", "allocator", "reserved GiB", "allocated GiB", "× live")?;
+        write!(f, "{:>15}{:>10}{:>14}{:>12}", "fragmentation", "segments", "device calls", "time")?;
+        let searched = self.allocators.iter().any(|entry| entry.smallest_device.is_some());
+        writeln!(f, "{}", if searched { "  smallest device GiB" } else { "" })?;
+        for Entry { kind, outcome, smallest_device, .. } in &self.allocators {
+            let report = match outcome {
+                Ok(report) => report,
+                Err(error) => {
+                    writeln!(f, "{kind:<20}{error}")?;
+                    continue;
+                }
+            };
+            let (reserved, allocated) = (report.peak_reserved(), report.peak_allocated());
+            let above = reserved as f64 / self.peak_live.max(1) as f64;
+            write!(f, "{kind:<20}{:>15.3}{:>15.3}{above:>10.4}", gib(reserved), gib(allocated))?;
+            let (segments, calls) = (report.statistics.segments, report.statistics.device_calls());
+            let ms = 1e3 * report.time.as_secs_f64();
+            write!(f, "{:>14.2}%{segments:>10}{calls:>14}{ms:>9.1} ms", 100.0 * report.fragmentation())?;
+            match smallest_device {
+                Some(bytes) => writeln!(f, "{:>21.3}", gib(*bytes))?,
+                None => writeln!(f)?,
+            }
+        }
+        let times = if self.iterations == 1 { "once".to_owned() } else { format!("{} times", self.iterations) };
+        writeln!(
+            f,
+            "\nmost bytes alive at once: {} ({:.3} GiB); the step {times}, on a device of {:.1} GiB",
+            self.peak_live,
+            gib(self.peak_live),
+            gib(self.capacity)
+        )
+    }
+}
+
+fn gib(bytes: u64) -> f64 {
+    bytes as f64 / (1u64 << 30) as f64
+}

@@ -1,0 +1,107 @@
+//! The ring by name: every allocator with its usual options.
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::Requests;
+use crate::{Allocator, Bfc, Device, GmLake, GmLakeOptions, Ideal, Malloc, Planned, PyTorch, PyTorchOptions, StAlloc};
+use gapless_alloc::Problem;
+
+/// One allocator of the ring.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[allow(missing_docs, reason = "named as what they stand for")]
+pub enum Kind {
+    Ideal,
+    Gapless,
+    PyTorch,
+    PyTorchExpandable,
+    GmLake,
+    Bfc,
+    StAlloc,
+    Malloc,
+}
+
+/// A name that no allocator has.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("no allocator {name:?}; there are {known}", known = Kind::ALL.map(Kind::name).join(", "))]
+pub struct UnknownAllocator {
+    /// The name as given.
+    pub name: String,
+}
+
+impl Kind {
+    /// All of them, in the order of reports.
+    pub const ALL: [Self; 8] = [
+        Self::Ideal,
+        Self::Gapless,
+        Self::PyTorch,
+        Self::PyTorchExpandable,
+        Self::GmLake,
+        Self::Bfc,
+        Self::StAlloc,
+        Self::Malloc,
+    ];
+
+    /// The name in tables and on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Ideal => "ideal",
+            Self::Gapless => "gapless",
+            Self::PyTorch => "pytorch",
+            Self::PyTorchExpandable => "pytorch-expandable",
+            Self::GmLake => "gmlake",
+            Self::Bfc => "bfc",
+            Self::StAlloc => "stalloc",
+            Self::Malloc => "malloc",
+        }
+    }
+
+    /// Whether it gives cached memory back before it fails, so that it may complete on less than it reserves elsewhere.
+    pub fn is_elastic(self) -> bool {
+        matches!(self, Self::PyTorch | Self::PyTorchExpandable | Self::GmLake | Self::Bfc)
+    }
+
+    /// The allocator on an empty device of `capacity` bytes, ready for `requests`. Those that plan do it here.
+    pub fn build(self, capacity: u64, problem: &Problem, requests: &Requests) -> Box<dyn Allocator> {
+        self.build_with(capacity, problem, requests, &PyTorchOptions::default())
+    }
+
+    /// As [`build`](Self::build), with options for PyTorch's two; whether its segments expand is the kind's to say.
+    pub fn build_with(
+        self,
+        capacity: u64,
+        problem: &Problem,
+        requests: &Requests,
+        pytorch: &PyTorchOptions,
+    ) -> Box<dyn Allocator> {
+        let device = Device::new(capacity);
+        let pytorch = |expandable_segments| {
+            Box::new(PyTorch::new(device.clone(), PyTorchOptions { expandable_segments, ..pytorch.clone() }))
+        };
+        match self {
+            Self::Ideal => Box::new(Ideal::new(capacity)),
+            Self::Gapless => Box::new(Planned::new(device, problem, requests)),
+            Self::PyTorch => pytorch(false),
+            Self::PyTorchExpandable => pytorch(true),
+            Self::GmLake => Box::new(GmLake::new(device, GmLakeOptions::default())),
+            Self::Bfc => Box::new(Bfc::growing(device)),
+            Self::StAlloc => Box::new(StAlloc::new(device, problem, requests)),
+            Self::Malloc => Box::new(Malloc::new(device)),
+        }
+    }
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl FromStr for Kind {
+    type Err = UnknownAllocator;
+
+    fn from_str(name: &str) -> Result<Self, UnknownAllocator> {
+        let found = Self::ALL.into_iter().find(|kind| kind.name() == name);
+        found.ok_or_else(|| UnknownAllocator { name: name.to_owned() })
+    }
+}

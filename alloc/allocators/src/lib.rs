@@ -1,0 +1,55 @@
+//! The allocators that people train with today, modelled, and replayed on the same lifetime table as a plan.
+//!
+//! In: a [`Problem`](gapless_alloc::Problem), seen as the [`Requests`] of a program that repeats its step, or a PyTorch memory
+//! snapshot ([`read_snapshot`]). Out: what each [`Allocator`] would reserve for it ([`replay`](fn@replay)), side by side
+//! ([`compare`](fn@compare)). Never: memory; nothing here touches a byte of what it hands out.
+//!
+//! Each allocator is one file, modelled after its source and judged where a recording of the real one exists;
+//! `docs/allocators.md` says how each works and where its model deviates.
+//!
+//! ```
+//! use gapless_alloc::{Buffer, Problem};
+//! use gapless_allocators::{Allocator, Device, PyTorch, PyTorchOptions, Requests, replay};
+//!
+//! // Two tensors of 3 MiB, one after the other: PyTorch's caching allocator reuses the first one's segment.
+//! let problem = Problem::new(vec![Buffer::new(0..1, 3 << 20), Buffer::new(1..2, 3 << 20)])?;
+//! let mut pytorch = PyTorch::new(Device::new(1 << 30), PyTorchOptions::default());
+//! let report = replay(&Requests::new(&problem), &mut pytorch, 1)?;
+//! assert_eq!(report.peak_reserved(), 20 << 20); // medium requests share segments of 20 MiB
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! ```text
+//! Problem ─▶ Requests ─▶ replay(Allocator) ─▶ Report
+//!    └──────────────────▶ compare ──────────▶ table, JSON, page
+//! ```
+#![forbid(unsafe_code)]
+#![warn(missing_docs)]
+
+mod allocator;
+mod bfc;
+mod compare;
+mod device;
+mod gmlake;
+mod ideal;
+mod kind;
+mod malloc;
+mod planned;
+mod pytorch;
+mod replay;
+mod snapshot;
+mod stalloc;
+
+pub use allocator::{Allocator, Block, Extent, Gauge, OutOfMemory, Statistics, Stream};
+pub use bfc::Bfc;
+pub use compare::{Compared, Comparison, Entry, Timeline, compare, page};
+pub use device::{Device, DriverCalls};
+pub use gmlake::{GmLake, GmLakeOptions};
+pub use ideal::Ideal;
+pub use kind::{Kind, UnknownAllocator};
+pub use malloc::Malloc;
+pub use planned::Planned;
+pub use pytorch::{OptionsError, PyTorch, PyTorchOptions};
+pub use replay::{Report, Request, Requests, replay, replay_observed, smallest_capacity};
+pub use snapshot::{Snapshot, SnapshotError, read_snapshot};
+pub use stalloc::StAlloc;

@@ -1,0 +1,197 @@
+//! Replays a lifetime table through an allocator.
+//!
+//! In: a [`Problem`], seen as the requests of a program that repeats its step. Out: a [`Report`] of what the allocator
+//! reserved and called. Never: a look ahead; the allocator sees one request after another.
+
+use std::time::{Duration, Instant};
+
+use crate::{Allocator, Block, OutOfMemory, Statistics, Stream};
+use gapless_alloc::{BufferId, Problem, lower_bound};
+
+/// One request of a program to its allocator.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Request {
+    /// The buffer is born.
+    Allocate(BufferId),
+    /// The buffer is dead.
+    Free(BufferId),
+}
+
+/// A lifetime table as requests in order.
+///
+/// Buffers alive over the whole table are persistent: allocated first, in file order, once. The rest repeats in every
+/// iteration, in tick order; at one tick frees come before allocations; then file order. Buffers of zero bytes ask
+/// nothing of any allocator and are left out.
+#[derive(Debug, Clone)]
+pub struct Requests {
+    bytes: Vec<u64>,
+    /// Indexed by buffer; empty where all is on one stream.
+    streams: Vec<Stream>,
+    peak_live: u64,
+    persistent: Vec<BufferId>,
+    step: Vec<Request>,
+}
+
+impl Requests {
+    /// Puts the table's births and deaths in order.
+    pub fn new(problem: &Problem) -> Self {
+        let buffers = problem.buffers();
+        let start = buffers.iter().map(|b| b.lifetime.start).min().unwrap_or(0);
+        let end = problem.end();
+        let sized = || problem.ids().filter(|&id| problem.buffer(id).bytes > 0);
+        let (persistent, passing): (Vec<_>, Vec<_>) =
+            sized().partition(|&id| problem.buffer(id).lifetime == (start..end));
+        let mut events: Vec<(u64, bool, BufferId)> = Vec::with_capacity(2 * passing.len());
+        for id in passing {
+            let lifetime = &problem.buffer(id).lifetime;
+            events.push((lifetime.start, true, id));
+            events.push((lifetime.end, false, id));
+        }
+        // `false < true`: at one tick, frees come before allocations.
+        events.sort_unstable();
+        let request = |(_, birth, id)| if birth { Request::Allocate(id) } else { Request::Free(id) };
+        Self {
+            bytes: buffers.iter().map(|b| b.bytes).collect(),
+            streams: Vec::new(),
+            peak_live: lower_bound(problem),
+            persistent,
+            step: events.into_iter().map(request).collect(),
+        }
+    }
+
+    /// The same requests, each buffer's on its stream (indexed by [`BufferId`]) instead of all on one.
+    pub fn on_streams(self, streams: Vec<Stream>) -> Self {
+        Self { streams, ..self }
+    }
+
+    /// The stream that a buffer is allocated on.
+    pub fn stream(&self, id: BufferId) -> Stream {
+        self.streams.get(id.index()).copied().unwrap_or_default()
+    }
+
+    /// Buffers that live through all iterations.
+    pub fn persistent(&self) -> &[BufferId] {
+        &self.persistent
+    }
+
+    /// What every iteration asks for.
+    pub fn step(&self) -> &[Request] {
+        &self.step
+    }
+
+    /// The most bytes alive at once: no device below can hold them.
+    pub fn peak_live(&self) -> u64 {
+        self.peak_live
+    }
+
+    /// The size asked for.
+    pub fn bytes(&self, id: BufferId) -> u64 {
+        self.bytes[id.index()]
+    }
+}
+
+/// What a replay came to.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Report {
+    /// The allocator's name.
+    pub allocator: &'static str,
+    /// The allocator's own account at the end.
+    pub statistics: Statistics,
+    /// Requests served, allocations and frees.
+    pub requests: u64,
+    /// How long serving took on this machine; nothing of the device's time is in it.
+    pub time: Duration,
+}
+
+impl Report {
+    /// The most bytes in the program's hands, as the allocator rounds them.
+    pub fn peak_allocated(&self) -> u64 {
+        self.statistics.allocated.peak
+    }
+
+    /// The most bytes taken from the device.
+    pub fn peak_reserved(&self) -> u64 {
+        self.statistics.reserved.peak
+    }
+
+    /// Allocated ÷ reserved, at their peaks; 1 when nothing was reserved.
+    pub fn memory_efficiency(&self) -> f64 {
+        if self.peak_reserved() == 0 { 1.0 } else { self.peak_allocated() as f64 / self.peak_reserved() as f64 }
+    }
+
+    /// 1 − allocated ÷ reserved (STAlloc's definition).
+    pub fn fragmentation(&self) -> f64 {
+        1.0 - self.memory_efficiency()
+    }
+}
+
+/// Serves `requests` from `allocator`: the persistent buffers, then the step, `iterations` times.
+///
+/// # Errors
+/// The first request that the allocator could not serve.
+pub fn replay(requests: &Requests, allocator: &mut dyn Allocator, iterations: u64) -> Result<Report, OutOfMemory> {
+    replay_observed(requests, allocator, iterations, |_, _| {})
+}
+
+/// As [`replay`], and calls `observe(requests served, allocator)` after each request.
+///
+/// # Errors
+/// The first request that the allocator could not serve.
+pub fn replay_observed(
+    requests: &Requests,
+    allocator: &mut dyn Allocator,
+    iterations: u64,
+    mut observe: impl FnMut(u64, &dyn Allocator),
+) -> Result<Report, OutOfMemory> {
+    let started = Instant::now();
+    let mut live: Vec<Option<Block>> = (0..requests.bytes.len()).map(|_| None).collect();
+    let mut served = 0;
+    for &id in &requests.persistent {
+        live[id.index()] = Some(allocator.allocate(requests.bytes(id), requests.stream(id))?);
+        served += 1;
+        observe(served, allocator);
+    }
+    for _ in 0..iterations {
+        for request in &requests.step {
+            match *request {
+                Request::Allocate(id) => {
+                    live[id.index()] = Some(allocator.allocate(requests.bytes(id), requests.stream(id))?);
+                }
+                Request::Free(id) => {
+                    allocator.free(live[id.index()].take().expect("lifetimes are not empty: births come first"));
+                }
+            }
+            served += 1;
+            observe(served, allocator);
+        }
+    }
+    let (time, statistics) = (started.elapsed(), allocator.statistics());
+    Ok(Report { allocator: allocator.name(), statistics, requests: served, time })
+}
+
+/// The smallest device, in steps of 2 MiB, on which a replay completes, and its report: found by bisection below a
+/// capacity that is known to do. Completing is not monotone in the capacity for every allocator; the answer is the edge
+/// that bisection finds.
+///
+/// # Errors
+/// The request that fails even on a device of `enough` bytes.
+pub fn smallest_capacity(
+    requests: &Requests,
+    iterations: u64,
+    enough: u64,
+    mut allocator: impl FnMut(u64) -> Box<dyn Allocator>,
+) -> Result<(u64, Report), OutOfMemory> {
+    const STEP: u64 = 2 << 20;
+    let mut attempt = |steps: u64| replay(requests, &mut *allocator(steps * STEP), iterations);
+    let mut completes = enough.div_ceil(STEP);
+    let mut report = attempt(completes)?;
+    let mut fails = requests.peak_live().saturating_sub(1) / STEP;
+    while completes - fails > 1 {
+        let middle = fails + (completes - fails) / 2;
+        match attempt(middle) {
+            Ok(better) => (completes, report) = (middle, better),
+            Err(_) => fails = middle,
+        }
+    }
+    Ok((completes * STEP, report))
+}

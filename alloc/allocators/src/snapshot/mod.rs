@@ -1,0 +1,258 @@
+//! PyTorch memory snapshots: what `torch.cuda.memory._dump_snapshot` writes.
+//!
+//! In: the pickle, from anyone. Out: the lifetimes of every allocation it recorded, ready for planning and replay. The
+//! file may hold plain data only; nothing in it is ever imported or called (see `pickle`).
+
+mod pickle;
+
+use std::collections::{HashMap, HashSet};
+use std::io::Read;
+
+use crate::Stream;
+use gapless_alloc::{Buffer, Problem};
+use pickle::{Pickle, ValueId};
+
+/// Larger files are not read.
+const LARGEST_FILE: u64 = 2 << 30;
+const MOST_BLOCKS: usize = 1 << 26;
+const MOST_DEVICES: usize = 1 << 10;
+
+/// The allocations of one device.
+#[derive(Debug, Clone)]
+pub struct Snapshot {
+    /// Their lifetimes. A tick is an event of the trace; what was there before the recording lives from tick 0, what was
+    /// there after it to the last tick.
+    pub problem: Problem,
+    /// The stream of each, indexed by [`BufferId`](gapless_alloc::BufferId). Numbered by first appearance.
+    pub streams: Vec<Stream>,
+    /// The device's number.
+    pub device: usize,
+    /// Bytes that PyTorch held from the device when the snapshot was taken.
+    pub reserved: u64,
+}
+
+/// Why a snapshot cannot be read.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name the fields")]
+pub enum SnapshotError {
+    #[error("the file ends at byte {byte}, in the middle of the pickle: it is cut off, or not a pickle")]
+    Truncated { byte: u64 },
+    #[error(
+        "byte {byte}: opcode {opcode:#04x} is not one of plain data; a snapshot holds lists, dicts, text and numbers \
+         only, and nothing else is run. Is this a file of torch.cuda.memory._dump_snapshot?"
+    )]
+    NotPlainData { byte: u64, opcode: u8 },
+    #[error("byte {byte}: this is not what Python's pickle module writes")]
+    Malformed { byte: u64 },
+    #[error("more than {limit} {what}; record fewer events (_record_memory_history(max_entries=…), stacks=\"python\")")]
+    TooLarge { what: &'static str, limit: u64 },
+    #[error("not a memory snapshot: {what}")]
+    NotASnapshot { what: String },
+    #[error("no allocation was recorded; call torch.cuda.memory._record_memory_history() before the run")]
+    Empty,
+    #[error("device {device} has no trace; there are traces of {known:?}")]
+    NoDevice { device: usize, known: Vec<usize> },
+    #[error("several devices have traces, {known:?}; choose one")]
+    SeveralDevices { known: Vec<usize> },
+    #[error("event {event} of device {device}: {what}")]
+    Event { device: usize, event: usize, what: String },
+    #[error("cannot read the snapshot")]
+    Io(#[from] std::io::Error),
+    #[error(transparent)]
+    Problem(#[from] Box<gapless_alloc::Error>),
+}
+
+/// Reads the allocations of `device` (or of the only one that has any).
+///
+/// # Errors
+/// [`SnapshotError`]: where the file ends early, is not plain data, is too large or no snapshot, or where its events
+/// contradict each other.
+pub fn read_snapshot(input: impl Read, device: Option<usize>) -> Result<Snapshot, SnapshotError> {
+    let mut bytes = Vec::new();
+    input.take(LARGEST_FILE + 1).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > LARGEST_FILE {
+        return Err(SnapshotError::TooLarge { what: "bytes", limit: LARGEST_FILE });
+    }
+    let pickle = Pickle::read(&bytes)?;
+    let missing = || SnapshotError::NotASnapshot { what: "it has no device_traces".into() };
+    let traces = pickle.field(pickle.root(), "device_traces").ok_or_else(missing)?;
+    let traces = list(&pickle, traces, "device_traces")?;
+    let has_events = |device: &usize| pickle.list(traces[*device]).is_none_or(|events| !events.is_empty());
+    let known: Vec<usize> = (0..traces.len()).filter(has_events).take(MOST_DEVICES).collect();
+    let device = match (device, known.as_slice()) {
+        (Some(device), _) if known.contains(&device) => device,
+        (Some(device), _) => return Err(SnapshotError::NoDevice { device, known }),
+        (None, []) => return Err(SnapshotError::Empty),
+        (None, [only]) => *only,
+        (None, _) => return Err(SnapshotError::SeveralDevices { known }),
+    };
+    let events = list(&pickle, traces[device], "a device trace")?;
+    let events = events.iter().map(|&id| Entry::decode(&pickle, id)).collect::<Result<Vec<_>, _>>()?;
+    lifetimes(&events, &blocks(&pickle, device)?, device)
+}
+
+/// A block of a segment, as it was when the snapshot was taken.
+#[derive(Debug)]
+struct SegmentBlock {
+    address: i64,
+    bytes: u64,
+    requested: u64,
+    stream: i64,
+    /// In the program's hands or another stream's.
+    active: bool,
+}
+
+/// All blocks of a device.
+fn blocks(pickle: &Pickle, device: usize) -> Result<Vec<SegmentBlock>, SnapshotError> {
+    let mut blocks = Vec::new();
+    let Some(segments) = pickle.field(pickle.root(), "segments") else { return Ok(blocks) };
+    for &segment in list(pickle, segments, "segments")? {
+        if integer(pickle, segment, "device").unwrap_or(0) != device {
+            continue;
+        }
+        let stream = integer(pickle, segment, "stream").unwrap_or(0);
+        let mut address: i64 = integer(pickle, segment, "address")?;
+        let what = || SnapshotError::NotASnapshot { what: "a segment has no blocks".into() };
+        let in_segment = list(pickle, pickle.field(segment, "blocks").ok_or_else(what)?, "blocks")?;
+        // Lists can be shared: what is read is bounded, not only what is there.
+        if blocks.len() + in_segment.len() > MOST_BLOCKS {
+            return Err(SnapshotError::TooLarge { what: "blocks", limit: MOST_BLOCKS as u64 });
+        }
+        for &block in in_segment {
+            let state = pickle.field(block, "state").and_then(|state| pickle.text(state));
+            let active = state.is_some_and(|state| state.starts_with(b"active"));
+            let bytes = integer(pickle, block, "size")?;
+            let requested = integer(pickle, block, "requested_size").ok().filter(|&requested| requested > 0);
+            blocks.push(SegmentBlock { address, bytes, requested: requested.unwrap_or(bytes), stream, active });
+            address = address.saturating_add_unsigned(bytes);
+        }
+    }
+    Ok(blocks)
+}
+
+#[derive(Debug)]
+struct Entry {
+    action: Action,
+    address: i64,
+    bytes: i64,
+    stream: i64,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Action {
+    Allocate,
+    /// The program is done with it.
+    Free,
+    /// Every stream is.
+    FreeCompleted,
+    /// Segments, snapshots, refused requests: how PyTorch served the program, not what it asked for.
+    Other,
+}
+
+impl Entry {
+    fn decode(pickle: &Pickle, id: ValueId) -> Result<Self, SnapshotError> {
+        let action = match pickle.field(id, "action").and_then(|action| pickle.text(action)) {
+            Some(b"alloc") => Action::Allocate,
+            Some(b"free_requested") => Action::Free,
+            Some(b"free_completed") => Action::FreeCompleted,
+            Some(_) => return Ok(Self { action: Action::Other, address: 0, bytes: 0, stream: 0 }),
+            None => return Err(SnapshotError::NotASnapshot { what: "an event has no action".into() }),
+        };
+        Ok(Self {
+            action,
+            address: integer(pickle, id, "addr")?,
+            bytes: integer(pickle, id, "size")?,
+            stream: integer(pickle, id, "stream").unwrap_or(0),
+        })
+    }
+}
+
+fn list<'p>(pickle: &'p Pickle, id: ValueId, name: &str) -> Result<&'p [ValueId], SnapshotError> {
+    pickle.list(id).ok_or_else(|| SnapshotError::NotASnapshot { what: format!("{name} is not a list") })
+}
+
+fn integer<T: TryFrom<i64>>(pickle: &Pickle, id: ValueId, key: &str) -> Result<T, SnapshotError> {
+    let found = pickle.field(id, key).and_then(|value| pickle.integer(value)).and_then(|i| T::try_from(i).ok());
+    found.ok_or_else(|| SnapshotError::NotASnapshot { what: format!("{key} is missing somewhere or not a number") })
+}
+
+fn lifetimes(events: &[Entry], blocks: &[SegmentBlock], device: usize) -> Result<Snapshot, SnapshotError> {
+    let mut history = History::default();
+    for (event, entry) in events.iter().enumerate() {
+        history.record(entry).map_err(|what| SnapshotError::Event { device, event, what })?;
+    }
+    for block in blocks.iter().filter(|block| block.active && !history.seen.contains(&block.address)) {
+        history.allocations.push(Allocation { start: 0, end: None, bytes: block.requested, stream: block.stream });
+    }
+    let reserved = blocks.iter().fold(0, |sum: u64, block| sum.saturating_add(block.bytes));
+    let end = history.tick + 1;
+    let mut numbers: HashMap<i64, u32> = HashMap::new();
+    let (mut buffers, mut streams) = (Vec::new(), Vec::new());
+    for allocation in &history.allocations {
+        buffers.push(Buffer::new(allocation.start..allocation.end.unwrap_or(end), allocation.bytes));
+        let next = numbers.len() as u32;
+        streams.push(Stream(*numbers.entry(allocation.stream).or_insert(next)));
+    }
+    let problem = Problem::new(buffers).map_err(Box::new)?;
+    Ok(Snapshot { problem, streams, device, reserved })
+}
+
+/// An allocation while it is put together.
+#[derive(Debug)]
+struct Allocation {
+    start: u64,
+    end: Option<u64>,
+    bytes: u64,
+    stream: i64,
+}
+
+/// A device's allocations, from its events in order.
+#[derive(Debug, Default)]
+struct History {
+    allocations: Vec<Allocation>,
+    /// In the program's hands, by address.
+    live: HashMap<i64, usize>,
+    /// Freed by the program, but not yet by the other streams that use them.
+    pending: HashMap<i64, usize>,
+    /// All addresses met so far: whatever is freed at another one was allocated before the recording began.
+    seen: HashSet<i64>,
+    /// Of the latest event; the first is 1.
+    tick: u64,
+}
+
+impl History {
+    fn record(&mut self, entry: &Entry) -> Result<(), String> {
+        let Entry { action, address, bytes, stream } = *entry;
+        if action == Action::Other {
+            return Ok(());
+        }
+        let bytes = u64::try_from(bytes).map_err(|_| format!("size {bytes} is negative"))?;
+        self.tick += 1;
+        let known = !self.seen.insert(address);
+        if action == Action::Allocate {
+            let index = self.add(Allocation { start: self.tick, end: None, bytes, stream });
+            return match self.live.insert(address, index) {
+                Some(_) => Err(format!("address {address:#x} is allocated twice with no free between")),
+                None => Ok(()),
+            };
+        }
+        let requested = action == Action::Free;
+        let held = if requested { self.live.remove(&address) } else { self.pending.remove(&address) };
+        let index = match held {
+            Some(index) => index,
+            None if known => return Err(format!("address {address:#x} is freed twice with no allocation between")),
+            None => self.add(Allocation { start: 0, end: None, bytes, stream }),
+        };
+        self.allocations[index].end = Some(self.tick);
+        if requested {
+            self.pending.insert(address, index);
+        }
+        Ok(())
+    }
+
+    fn add(&mut self, allocation: Allocation) -> usize {
+        self.allocations.push(allocation);
+        self.allocations.len() - 1
+    }
+}

@@ -1,0 +1,166 @@
+//! One step served by the arena and by the allocators that would serve it otherwise, side by side.
+
+use std::collections::HashSet;
+
+use gapless_alloc::arena::{
+    Arena, ArenaOptions, ArenaPlan, ArenaReport, Request, Reserve, Served, check_run, rehearse,
+};
+use gapless_alloc::{BufferId, Problem, lower_bound};
+use gapless_allocators::{Allocator, Device, PyTorch, PyTorchOptions, StAlloc};
+use gapless_allocators::{Requests, replay, smallest_capacity};
+
+const STEP: u64 = 2 << 20;
+
+/// A step whose sizes are known, for once.
+pub struct Case<'c> {
+    pub name: String,
+    /// Static and dynamic buffers together.
+    pub whole: &'c Problem,
+    pub dynamic: &'c [BufferId],
+    /// The static ones and their plan.
+    pub fixed: &'c Problem,
+    pub offsets: &'c [u64],
+    pub requests: &'c [Request],
+    /// What each request asks for.
+    pub bytes: &'c [u64],
+    /// Ticks at which phases begin, where they are known.
+    pub phases: &'c [u64],
+    /// How often the allocators see the step.
+    pub iterations: u64,
+}
+
+/// Reserved bytes, on a device that is large, and on the smallest that does.
+#[derive(Debug, Clone, Copy)]
+pub struct Reserved {
+    pub reserved: u64,
+    pub smallest: u64,
+}
+
+/// A line of the table.
+pub struct Row {
+    pub name: String,
+    pub live: u64,
+    /// Static height and reserve. On a large device: the reserve as far as it was ever in use.
+    pub arena: Reserved,
+    pub reuse_share: f64,
+    pub fragmentation: f64,
+    /// STAlloc, PyTorch by default, with expandable segments.
+    pub peers: [Reserved; 3],
+}
+
+impl Row {
+    /// The least that any of the others took.
+    pub fn best(&self, of: impl Fn(&Reserved) -> u64) -> u64 {
+        self.peers.iter().map(of).min().expect("there are three")
+    }
+
+    pub fn print_header() {
+        println!(
+            "{:42} {:>8}  {:>13} {:>6} {:>6}  {:>13} {:>13} {:>13}",
+            "reserved / live (smallest that does)",
+            "live GiB",
+            "arena",
+            "reuse",
+            "frag.",
+            "stalloc",
+            "pytorch",
+            "expandable"
+        );
+    }
+
+    pub fn print(&self) {
+        let cell = |r: &Reserved| {
+            let [reserved, smallest] = [r.reserved, r.smallest].map(|bytes| bytes as f64 / self.live as f64);
+            format!("{reserved:.4} {smallest:.4}")
+        };
+        let [stalloc, pytorch, expandable] = self.peers.each_ref().map(cell);
+        let live = self.live as f64 / (1u64 << 30) as f64;
+        println!(
+            "{:42} {live:>8.2}  {:>13} {:>6.3} {:>6.4}  {stalloc:>13} {pytorch:>13} {expandable:>13}",
+            self.name,
+            cell(&self.arena),
+            self.reuse_share,
+            self.fragmentation
+        );
+    }
+}
+
+impl Case<'_> {
+    /// Runs the step through all of them.
+    pub fn row(&self) -> Row {
+        let ample = self.checked_report(u64::MAX >> 8).high_water_bytes;
+        let static_height = self.static_height();
+        // Serving is not monotone in the reserve, as completing on a device is not for others.
+        let (mut fails, mut serves) = (0, ample.div_ceil(STEP));
+        while self.run(serves * STEP).is_none() {
+            serves += serves / 64 + 1;
+        }
+        while fails < serves {
+            let middle = fails + (serves - fails) / 2;
+            match self.run(middle * STEP) {
+                Some(_) => serves = middle,
+                None => fails = middle + 1,
+            }
+        }
+        let report = self.checked_report(serves * STEP);
+        let (reserved, smallest) = (static_height + ample, static_height + report.high_water_bytes);
+        Row {
+            name: self.name.clone(),
+            live: lower_bound(self.whole),
+            arena: Reserved { reserved, smallest },
+            reuse_share: report.reuse_share(),
+            fragmentation: report.fragmentation(),
+            peers: self.peers(),
+        }
+    }
+
+    fn static_height(&self) -> u64 {
+        let ends =
+            self.fixed.buffers().iter().zip(self.offsets).filter(|(b, _)| b.bytes > 0).map(|(b, at)| at + b.bytes);
+        ends.max().unwrap_or(0)
+    }
+
+    /// The step on a reserve of so many bytes, and what was served; `None` when it does not fit.
+    fn run(&self, reserve: u64) -> Option<(Arena, Vec<Served>)> {
+        let options = ArenaOptions::with_reserve(Reserve::Bytes(reserve));
+        let plan = ArenaPlan::new(self.fixed, self.offsets, self.requests.to_vec(), &options).expect("sound requests");
+        let mut arena = Arena::new(plan);
+        let run = rehearse(&mut arena, |id| self.bytes[id.index()]);
+        run.overflows.is_empty().then_some((arena, run.served))
+    }
+
+    /// As [`run`](Self::run), on a reserve that does, and checked.
+    fn checked_report(&self, reserve: u64) -> ArenaReport {
+        let (arena, served) = self.run(reserve).expect("it does");
+        let limit = arena.plan().height();
+        check_run(self.fixed, self.offsets, self.requests, &served, limit).expect("nothing overlaps");
+        arena.report()
+    }
+
+    fn peers(&self) -> [Reserved; 3] {
+        let requests = Requests::new(self.whole);
+        let dynamic: HashSet<BufferId> = self.dynamic.iter().copied().collect();
+        let measure = |build: &dyn Fn(Device) -> Box<dyn Allocator>| {
+            let report =
+                replay(&requests, &mut *build(Device::new(1 << 44)), self.iterations).expect("16 TiB are enough");
+            let reserved = report.peak_reserved();
+            let build = |capacity| build(Device::new(capacity));
+            let (smallest, _) =
+                smallest_capacity(&requests, self.iterations, reserved / 8 * 9, build).expect("it did before");
+            Reserved { reserved, smallest }
+        };
+        let pytorch = |options: PyTorchOptions| {
+            measure(&move |device| Box::new(PyTorch::new(device, options.clone())) as Box<dyn Allocator>)
+        };
+        let stalloc = |phases: &[u64]| {
+            measure(&|device| {
+                Box::new(StAlloc::with(device, self.whole, &requests, phases, |id| dynamic.contains(&id)))
+                    as Box<dyn Allocator>
+            })
+        };
+        // STAlloc's planner knows two ways; the better one counts.
+        let ways = [&[][..], self.phases].into_iter().take(if self.phases.is_empty() { 1 } else { 2 });
+        let stalloc = ways.map(stalloc).min_by_key(|r| r.reserved).expect("there is one");
+        [stalloc, pytorch(PyTorchOptions::default()), pytorch(PyTorchOptions::expandable())]
+    }
+}

@@ -1,0 +1,67 @@
+//! The models of PyTorch's allocator against what the real one answered on recorded training steps, byte for byte.
+
+use std::fs::File;
+use std::io::BufReader;
+use std::path::{Path, PathBuf};
+
+use flate2::read::GzDecoder;
+use gapless_alloc::{csv, lower_bound};
+use gapless_allocators::{Device, PyTorch, PyTorchOptions};
+use gapless_allocators::{Requests, replay, smallest_capacity};
+use serde_json::Value;
+
+/// The recordings, if they are at hand.
+fn recordings() -> Option<PathBuf> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared/pytorch");
+    folder.join("manifest.json").exists().then_some(folder)
+}
+
+#[test]
+fn every_recording_is_met_to_the_byte() {
+    let Some(folder) = recordings() else {
+        println!("skipped: no recordings");
+        return;
+    };
+    let manifest: Value = serde_json::from_reader(File::open(folder.join("manifest.json")).unwrap()).unwrap();
+    let mut wrong = Vec::new();
+    let mut compared = 0;
+    for trace in manifest.as_array().unwrap() {
+        for (part, replays, iterations) in [("iteration", "replay_3_iterations", 3), ("full", "replay_1_iteration", 1)]
+        {
+            let Some(part) = trace.get(part) else { continue };
+            let file = part["file"].as_str().unwrap();
+            let table = csv::read(BufReader::new(GzDecoder::new(File::open(folder.join(file)).unwrap()))).unwrap();
+            let requests = Requests::new(&table.problem);
+            for (mode, expected) in part[replays].as_object().unwrap() {
+                let options = match mode.as_str() {
+                    "default" => PyTorchOptions::default(),
+                    "expandable" => PyTorchOptions::expandable(),
+                    other => panic!("unknown mode {other}"),
+                };
+                let allocator = |capacity| PyTorch::new(Device::new(capacity), options.clone());
+                let mut at_large = allocator(Device::DEFAULT_CAPACITY);
+                let report = replay(&requests, &mut at_large, iterations).unwrap();
+                let mut compare = |field: &str, ours: u64| {
+                    compared += 1;
+                    let theirs = expected[field].as_u64().unwrap();
+                    if ours != theirs {
+                        wrong.push(format!("{file} {mode}: {field} {ours}, recorded {theirs}"));
+                    }
+                };
+                compare("live_peak", lower_bound(&table.problem));
+                compare("peak_allocated", report.peak_allocated());
+                compare("peak_reserved", report.peak_reserved());
+                compare("segments_end", report.statistics.segments);
+                compare("num_device_alloc", report.statistics.device_allocations);
+                let (capacity, tight) = smallest_capacity(&requests, iterations, report.peak_reserved(), |capacity| {
+                    Box::new(allocator(capacity))
+                })
+                .unwrap();
+                compare("min_capacity", capacity);
+                compare("min_capacity_retries", tight.statistics.retries);
+            }
+        }
+    }
+    println!("{compared} figures compared");
+    assert!(wrong.is_empty(), "{} of {compared} figures differ:\n{}", wrong.len(), wrong.join("\n"));
+}

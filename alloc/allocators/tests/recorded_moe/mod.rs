@@ -1,0 +1,151 @@
+//! Recorded steps of mixture-of-experts models, taken apart: what the data decides, and the rest.
+//!
+//! The tables say sizes, not names. An expert's forward is known by its shape: with `rows` rows, three or more births of
+//! `2 · FF · rows` bytes (gate, up, silu, product; bf16) and then one of `2 · D · rows`, workspaces aside. The dispatch that
+//! feeds a rank's experts is `2 · D · rows`, `8 · rows` (indices), `2 · D · rows`. Whatever is `rows` times one of these widths,
+//! for rows found so, has a size that the data decides; unless it occurs more often than those experts can need it (then the
+//! number of rows is a static one by chance).
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::BufReader;
+use std::path::{Path, PathBuf};
+
+use flate2::read::GzDecoder;
+use gapless_alloc::arena::Request;
+use gapless_alloc::{Buffer, BufferId, Label, Problem, Role, csv};
+use serde_json::Value;
+
+/// The recordings, if they are at hand.
+pub fn folder() -> Option<PathBuf> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared/pytorch");
+    folder.join("manifest.json").exists().then_some(folder)
+}
+
+/// One table, taken apart.
+pub struct Recorded {
+    pub name: String,
+    /// The table as recorded.
+    pub whole: Problem,
+    /// Buffers whose size the data decides, in order of birth.
+    pub dynamic: Vec<BufferId>,
+    /// The others, at multiples of 512.
+    pub fixed: Problem,
+    /// The dynamic ones as requests, in the same order.
+    pub requests: Vec<Request>,
+}
+
+impl Recorded {
+    /// What request `index` asked for when it was recorded.
+    pub fn bytes(&self, index: usize) -> u64 {
+        self.whole.buffer(self.dynamic[index]).bytes
+    }
+}
+
+/// Every recording of a model with experts: steps, and whole runs where they are kept.
+pub fn each(folder: &Path, mut visit: impl FnMut(Recorded)) {
+    let manifest: Value = serde_json::from_reader(File::open(folder.join("manifest.json")).unwrap()).unwrap();
+    for trace in manifest.as_array().unwrap() {
+        if !trace["config"]["moe"].is_string() {
+            continue;
+        }
+        for part in ["iteration", "full"] {
+            if let Some(part) = trace.get(part) {
+                let file = part["file"].as_str().unwrap();
+                let table = csv::read(BufReader::new(GzDecoder::new(File::open(folder.join(file)).unwrap()))).unwrap();
+                visit(taken_apart(file.trim_end_matches(".csv.gz"), &trace["config"], table.problem));
+            }
+        }
+    }
+}
+
+fn taken_apart(name: &str, config: &Value, whole: Problem) -> Recorded {
+    let number = |key: &str| config[key].as_u64().unwrap();
+    let (width, inner) = (2 * number("D"), 2 * number("FF"));
+    let tokens = number("mb") * number("seq");
+    let experts = number("E");
+    let is_parallel = config["moe"] == "ep";
+    let rows = Rows::find(&whole, width, inner);
+    let sizes = rows.sizes(&whole, width, inner);
+    let mut order: Vec<BufferId> = whole.ids().collect();
+    order.sort_by_key(|&id| (whole.buffer(id).lifetime.start, id));
+    let is_dynamic = |id: &BufferId| sizes.contains_key(&whole.buffer(*id).bytes);
+    let dynamic: Vec<BufferId> = order.into_iter().filter(is_dynamic).collect();
+    let request = |&id: &BufferId| {
+        let b = whole.buffer(id);
+        let (rows_in_it, per_row, is_rank) = sizes[&b.bytes];
+        // Two experts of eight are on this rank of four; each token chooses two.
+        let (balanced, most) = match (is_parallel, is_rank) {
+            (true, true) => (2 * tokens, 4 * tokens * 2),
+            (true, false) => (tokens, 4 * tokens),
+            (false, _) => (2 * tokens / experts, tokens),
+        };
+        assert!(rows_in_it <= most, "{name}: {rows_in_it} rows where at most {most} can be");
+        let label = Label {
+            tensor: format!("buffer {}", id.0),
+            op: "expert".into(),
+            layer: String::new(),
+            role: Role::Routing,
+        };
+        Request::new(b.lifetime.clone(), balanced * per_row, most * per_row)
+            .aligned(512)
+            .in_rows(per_row)
+            .labelled(label)
+    };
+    let requests = dynamic.iter().map(request).collect();
+    let fixed = whole.ids().filter(|id| !is_dynamic(id)).map(|id| whole.buffer(id).clone().aligned(512));
+    let fixed = Problem::new(fixed.collect::<Vec<Buffer>>()).unwrap();
+    Recorded { name: name.into(), fixed, requests, dynamic, whole }
+}
+
+/// Numbers of rows, and how often they were found.
+struct Rows {
+    /// Of single experts.
+    experts: BTreeMap<u64, usize>,
+    /// Of all experts on a rank.
+    ranks: BTreeMap<u64, usize>,
+}
+
+impl Rows {
+    /// Looks for experts and dispatches by their shape.
+    fn find(whole: &Problem, width: u64, inner: u64) -> Self {
+        let mut births: Vec<(u64, BufferId)> = whole.ids().map(|id| (whole.buffer(id).lifetime.start, id)).collect();
+        births.sort_unstable();
+        // Workspaces of matrix products live for one tick.
+        let is_workspace = |b: &Buffer| b.bytes == 8_519_680 && b.lifetime.end - b.lifetime.start == 1;
+        let buffers = births.iter().map(|&(_, id)| whole.buffer(id)).filter(|b| !is_workspace(b));
+        let sizes: Vec<u64> = buffers.map(|b| b.bytes).collect();
+        let mut rows = Self { experts: BTreeMap::new(), ranks: BTreeMap::new() };
+        for window in sizes.windows(5) {
+            let count = window[0] / inner;
+            if count > 0 && window[..4].iter().all(|&bytes| bytes == count * inner) && window[4] == count * width {
+                *rows.experts.entry(count).or_default() += 1;
+            }
+            let count = window[1] / 8;
+            if count > 0 && window[..3] == [count * width, count * 8, count * width] {
+                *rows.ranks.entry(count).or_default() += 1;
+            }
+        }
+        rows
+    }
+
+    /// Dynamic sizes: rows, bytes per row, and whether they are of a whole rank.
+    fn sizes(&self, whole: &Problem, width: u64, inner: u64) -> BTreeMap<u64, (u64, u64, bool)> {
+        /// No expert has more buffers of one width than this, its backward and recomputation included.
+        const USES: usize = 16;
+        let mut count: BTreeMap<u64, usize> = BTreeMap::new();
+        whole.buffers().iter().for_each(|b| *count.entry(b.bytes).or_default() += 1);
+        let mut sizes = BTreeMap::new();
+        // A loop over experts picks its rows by indices (8 bytes) and weights (2 bytes) of its own.
+        let own: &[u64] = if self.ranks.is_empty() { &[inner, width, 8, 2] } else { &[inner, width] };
+        let experts = self.experts.iter().flat_map(|(&rows, &found)| own.iter().map(move |&w| (rows, found, w, false)));
+        let ranks = self.ranks.iter().flat_map(|(&rows, &found)| [width, 8].map(|w| (rows, found, w, true)));
+        let mut uses: BTreeMap<u64, usize> = BTreeMap::new();
+        for (rows, found, per_row, is_rank) in experts.chain(ranks) {
+            *uses.entry(rows * per_row).or_default() += USES * found;
+            sizes.insert(rows * per_row, (rows, per_row, is_rank));
+        }
+        sizes.retain(|bytes, _| count.get(bytes).is_some_and(|count| *count <= uses[bytes]));
+        sizes
+    }
+}

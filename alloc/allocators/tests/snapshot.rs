@@ -1,0 +1,80 @@
+//! Snapshots written by Python's pickle module (`snapshots/make.py`), sound ones and others.
+
+use std::io::Cursor;
+use std::path::Path;
+
+use gapless_allocators::Stream;
+use gapless_allocators::{Snapshot, SnapshotError, read_snapshot};
+use proptest::prelude::*;
+
+fn file(name: &str) -> Vec<u8> {
+    std::fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/snapshots").join(name)).unwrap()
+}
+
+fn read(name: &str, device: Option<usize>) -> Result<Snapshot, SnapshotError> {
+    read_snapshot(Cursor::new(file(&format!("{name}.pickle"))), device)
+}
+
+/// (start, end, bytes, stream) of every allocation.
+fn rows(snapshot: &Snapshot) -> Vec<(u64, u64, u64, u32)> {
+    let buffers = snapshot.problem.buffers().iter().zip(&snapshot.streams);
+    buffers.map(|(b, &Stream(stream))| (b.lifetime.start, b.lifetime.end, b.bytes, stream)).collect()
+}
+
+#[test]
+fn lifetimes_are_those_of_the_events() {
+    const MIB: u64 = 1 << 20;
+    for name in ["step", "step_protocol2", "step_protocol3", "step_protocol5", "hostile"] {
+        let snapshot = read(name, None).unwrap();
+        let expected = [
+            (0, 2, 100, 0),      // from before the recording to its second event
+            (3, 7, 3 * MIB, 0),  // until the other stream was done
+            (4, 10, 5 * MIB, 1), // never freed
+            (6, 10, 200, 0),     // at an address used before
+            (8, 9, 1, 0),        // freed, not completed
+            (0, 10, 1000, 0),    // neither allocated nor freed while recording
+        ];
+        assert_eq!(rows(&snapshot), expected, "{name}");
+        assert_eq!((snapshot.device, snapshot.reserved), (0, 22 * MIB), "{name}");
+    }
+}
+
+#[test]
+fn errors_say_what_is_wrong() {
+    let check = |name: &str, device: Option<usize>, expected: &str| {
+        let error = read(name, device).unwrap_err().to_string();
+        assert!(error.contains(expected), "{name}: {error}");
+    };
+    check("two_devices", None, "several devices have traces, [0, 1]");
+    check("two_devices", Some(2), "device 2 has no trace; there are traces of [0, 1]");
+    assert!(read("two_devices", Some(1)).is_ok());
+    check("no_trace", None, "no allocation was recorded");
+    check("not_a_snapshot", None, "not a memory snapshot");
+    check("double_free", None, "event 3 of device 0: address 0x7f0000000000 is freed twice");
+    check("double_alloc", None, "event 1 of device 0: address 0x7f0000000000 is allocated twice");
+    check("negative_size", None, "event 0 of device 0: size -9 is negative");
+    check("call", None, "is not one of plain data");
+    check("loop", None, "an event has no action");
+}
+
+#[test]
+fn a_file_cut_anywhere_is_an_error() {
+    let whole = file("step.pickle");
+    for end in 0..whole.len() {
+        let error = read_snapshot(&whole[..end], None).unwrap_err();
+        assert!(matches!(error, SnapshotError::Truncated { .. }), "cut at {end}: {error}");
+    }
+}
+
+proptest! {
+    /// Whatever the bytes, reading ends in a snapshot or an error.
+    #[test]
+    fn no_bytes_break_the_reader(changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..8)) {
+        let mut bytes = file("step.pickle");
+        for (at, byte) in changes {
+            let at = at.index(bytes.len());
+            bytes[at] = byte;
+        }
+        let _ = read_snapshot(Cursor::new(bytes), None);
+    }
+}
