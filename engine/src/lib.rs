@@ -39,13 +39,11 @@
 #![warn(missing_docs)]
 
 pub mod autodiff;
-pub mod checkpoint;
 pub mod communicator;
 pub mod compile;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
-pub mod data;
 mod error;
 mod gradient_check;
 pub mod graph;
@@ -65,6 +63,8 @@ pub use candle_core::DType;
 pub use cpu::Args;
 pub use error::{Error, Result};
 pub use gapless_alloc::Role;
+pub use gapless_checkpoint as checkpoint;
+pub use gapless_data as data;
 pub use gradient_check::{GradientError, gradient_check};
 pub use graph::{Spec, Tensor};
 pub use op::{Gradient, Op, Rows};

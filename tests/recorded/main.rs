@@ -13,7 +13,7 @@ use common::{Kind, Run, on_cpu};
 use gapless::engine::compile::Executable;
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig, MoeStyle};
 use gapless::nn::VarBuilder;
-use gapless::parallel::{self, Schedule, Shape};
+use gapless::parallel::{self, Shape};
 use gapless::{DType, DeviceChoice, Mesh, Model, Pipeline, Recompute, Report, TrainOptions, Trainer};
 
 /// Rows of one kind: their name, then the arena's bytes, the hash of its plan, and bits of losses and norms.

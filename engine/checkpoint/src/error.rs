@@ -1,0 +1,148 @@
+//! What can be wrong with a checkpoint, and what to do about it.
+
+use std::io;
+use std::path::PathBuf;
+
+use candle_core::DType;
+
+use crate::Difference;
+
+/// Why a checkpoint could not be saved or opened.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CheckpointError {
+    /// Nothing is at the path.
+    #[error("there is no checkpoint at {path}; check the path")]
+    Missing {
+        /// The path as given.
+        path: PathBuf,
+    },
+    /// A folder without a manifest: its writing never came to its end.
+    #[error("{path} has no manifest: saving it was interrupted, or it is no checkpoint; use an older one")]
+    Interrupted {
+        /// The folder.
+        path: PathBuf,
+    },
+    /// A file that the manifest names is not there.
+    #[error("{path} is missing from its checkpoint; restore the file, or use an older checkpoint")]
+    MissingFile {
+        /// The file.
+        path: PathBuf,
+    },
+    /// A file has another size than it was written with.
+    #[error("{path} has {found} bytes, but was written with {expected}: it is cut off; use an older checkpoint")]
+    Truncated {
+        /// The file.
+        path: PathBuf,
+        /// Bytes that were written.
+        expected: u64,
+        /// Bytes that are there.
+        found: u64,
+    },
+    /// A file has other contents than it was written with.
+    #[error("{path} is damaged: {reason}; use an older checkpoint")]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// What does not match.
+        reason: String,
+    },
+    /// A later version of this program made the checkpoint.
+    #[error("{path} has format {found}, but this version reads formats up to {known}; use the version that wrote it")]
+    NewerFormat {
+        /// The manifest.
+        path: PathBuf,
+        /// The manifest's format.
+        found: u64,
+        /// The newest format that is read.
+        known: u64,
+    },
+    /// There are checkpoints, but none of them is sound.
+    #[error("none of the {count} checkpoints in {path} can be used; the newest: {newest}")]
+    NoneSound {
+        /// The folder of checkpoints.
+        path: PathBuf,
+        /// How many there are.
+        count: usize,
+        /// What is wrong with the newest.
+        newest: Box<CheckpointError>,
+    },
+    /// The checkpoint is of another model, or of other data.
+    #[error("{path} was made with another {key}: {}; build what it was made with, or start anew", listed(differences))]
+    Other {
+        /// The checkpoint.
+        path: PathBuf,
+        /// Which part of the metadata was compared.
+        key: String,
+        /// Every key that differs.
+        differences: Vec<Difference>,
+    },
+    /// A section that the checkpoint doesn't have.
+    #[error("{path} has no section {file}; it has {}", present.join(", "))]
+    NoSection {
+        /// The checkpoint.
+        path: PathBuf,
+        /// The section asked for.
+        file: String,
+        /// Those that there are.
+        present: Vec<String>,
+    },
+    /// A tensor that the section doesn't have.
+    #[error("{path} has no tensor {name}; is it of another model?")]
+    NoTensor {
+        /// The section's file.
+        path: PathBuf,
+        /// The tensor asked for.
+        name: String,
+    },
+    /// The bytes at hand are not those of the tensor's type and shape.
+    #[error("tensor {name} ({} {shape:?}) takes {expected} bytes, but {found} were given", dtype.as_str())]
+    TensorSize {
+        /// The tensor.
+        name: String,
+        /// Its type.
+        dtype: DType,
+        /// Its shape.
+        shape: Vec<usize>,
+        /// Bytes of that type and shape.
+        expected: usize,
+        /// Bytes given.
+        found: usize,
+    },
+    /// The sections cannot be written as they are: two of a name, or a name that is no file's.
+    #[error("cannot save section {file}: {reason}")]
+    Section {
+        /// The section's file name.
+        file: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// The operating system refused a read.
+    #[error("cannot read {path}: {source}")]
+    Read {
+        /// What was read.
+        path: PathBuf,
+        /// What the operating system said.
+        source: io::Error,
+    },
+    /// The operating system refused a write.
+    #[error("cannot write {path}: {source}; is the disk full? checkpoints saved before are untouched")]
+    Write {
+        /// What was written.
+        path: PathBuf,
+        /// What the operating system said.
+        source: io::Error,
+    },
+    /// Candle refused the tensor.
+    #[error("tensor {name}: {source}")]
+    Candle {
+        /// The tensor.
+        name: String,
+        /// What candle said.
+        source: Box<candle_core::Error>,
+    },
+}
+
+fn listed(differences: &[Difference]) -> String {
+    differences.iter().map(Difference::to_string).collect::<Vec<_>>().join(", ")
+}

@@ -1,0 +1,53 @@
+//! Checkpoints: either the whole of one, or nothing of it.
+//!
+//! A checkpoint is a folder of safetensors files and a manifest with every file's size and blake3 hash. It is written
+//! under another name, flushed to the disk, and renamed as its last act, so that a full disk, a crash or a kill at any
+//! moment leaves the one before it as it was. Opening one reads every byte once and compares the hashes; its tensors are
+//! then read one by one into memory that the caller has already.
+//!
+//! ```text
+//! runs/gpt/
+//!   step-00000100/                  sound: what `latest` opens
+//!     model.safetensors             any safetensors reader opens these
+//!     optimizer.safetensors
+//!     manifest.b3                   the manifest's own hash, as b3sum checks it
+//!     manifest.json                 format, step, sizes and hashes, the caller's metadata
+//!   step-00000200.partial/          interrupted: `latest` passes it over, `prune` removes it
+//! ```
+//!
+//! ```
+//! use candle_core::DType;
+//! use gapless_checkpoint::{Checkpoint, Section, TensorBytes};
+//! use serde_json::json;
+//!
+//! # let folder = tempfile::tempdir()?;
+//! # let runs = folder.path().join("runs");
+//! let weight: Vec<u8> = [1f32, 2.0, 3.0, 4.0].iter().flat_map(|value| value.to_le_bytes()).collect();
+//! let tensors = vec![TensorBytes { name: "wte.weight", dtype: DType::F32, shape: &[2, 2], bytes: &weight }];
+//! let sections = [Section { file: "model.safetensors", tensors }];
+//! Checkpoint::save(&runs, 100, &sections, json!({ "model": { "width": 2 } }))?;
+//! Checkpoint::prune(&runs, 3)?;
+//!
+//! let checkpoint = Checkpoint::latest(&runs)?.expect("one was saved");
+//! checkpoint.expect("model", &json!({ "width": 2 }))?;
+//! let mut bytes = vec![0; weight.len()];
+//! checkpoint.section("model.safetensors")?.read_into("wte.weight", &mut bytes)?;
+//! assert_eq!((checkpoint.step(), bytes), (100, weight));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod difference;
+mod disk;
+mod error;
+mod folder;
+mod manifest;
+mod open;
+mod save;
+
+pub use difference::{Difference, differences};
+pub use error::CheckpointError;
+pub use open::{Checkpoint, SavedSection, SavedTensor};
+pub use save::{Draft, Section, TensorBytes, WrittenFiles};
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,66 @@
+//! `manifest.json`: what a checkpoint consists of.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::CheckpointError;
+
+/// The newest format that is written and read.
+pub(super) const FORMAT: u64 = 1;
+pub(super) const MANIFEST: &str = "manifest.json";
+/// The manifest's own hash: damage to the metadata is to be seen as well.
+pub(super) const MANIFEST_HASH: &str = "manifest.b3";
+
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct Manifest {
+    pub format: u64,
+    pub step: u64,
+    pub files: BTreeMap<String, FileEntry>,
+    pub metadata: Value,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct FileEntry {
+    pub bytes: u64,
+    pub blake3: String,
+}
+
+impl Manifest {
+    /// Reads the manifest of a checkpoint's folder and compares it with its hash.
+    pub fn read(folder: &Path) -> Result<Self, CheckpointError> {
+        if !folder.exists() {
+            return Err(CheckpointError::Missing { path: folder.to_owned() });
+        }
+        let path = folder.join(MANIFEST);
+        let hash_path = folder.join(MANIFEST_HASH);
+        let read = |path: &Path, missing: CheckpointError| {
+            fs::read(path).map_err(|source| match source.kind() {
+                io::ErrorKind::NotFound => missing,
+                _ => CheckpointError::Read { path: path.to_owned(), source },
+            })
+        };
+        let damaged = |reason: String| CheckpointError::Damaged { path: path.clone(), reason };
+
+        let json = read(&path, CheckpointError::Interrupted { path: folder.to_owned() })?;
+        let hash = read(&hash_path, CheckpointError::MissingFile { path: hash_path.clone() })?;
+        if hash != hash_line(&json).as_bytes() {
+            return Err(damaged(format!("its hash is not the one in {MANIFEST_HASH}")));
+        }
+        // The format first: a newer one may have other fields.
+        let value: Value = serde_json::from_slice(&json).map_err(|error| damaged(error.to_string()))?;
+        match value.get("format").and_then(Value::as_u64) {
+            Some(found) if found > FORMAT => Err(CheckpointError::NewerFormat { path, found, known: FORMAT }),
+            _ => serde_json::from_value(value).map_err(|error| damaged(error.to_string())),
+        }
+    }
+}
+
+/// What stands in [`MANIFEST_HASH`], in the form that `b3sum --check` reads.
+pub(super) fn hash_line(manifest: &[u8]) -> String {
+    format!("{}  {MANIFEST}\n", blake3::hash(manifest).to_hex())
+}

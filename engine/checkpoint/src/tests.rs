@@ -1,0 +1,313 @@
+//! Faults: whatever is done to a checkpoint's bytes is seen, and whatever interrupts a save leaves the one before it.
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use candle_core::DType;
+use proptest::prelude::*;
+use serde_json::json;
+
+use super::*;
+use crate::disk::{Disk, RealDisk};
+use crate::manifest::{MANIFEST, MANIFEST_HASH, hash_line};
+use crate::save::save_on;
+
+/// Two sections whose bytes depend on `salt`.
+fn with_sections<R>(salt: u8, run: impl FnOnce(&[Section<'_>]) -> R) -> R {
+    let weight: Vec<u8> = (0..96).map(|index| index ^ salt).collect();
+    let moment = [salt; 32];
+    run(&[
+        Section {
+            file: "model.safetensors",
+            tensors: vec![
+                TensorBytes { name: "wte.weight", dtype: DType::F32, shape: &[4, 6], bytes: &weight },
+                TensorBytes { name: "steps", dtype: DType::U8, shape: &[1], bytes: &[salt] },
+            ],
+        },
+        Section {
+            file: "optimizer.safetensors",
+            tensors: vec![TensorBytes { name: "wte.weight.m", dtype: DType::BF16, shape: &[16], bytes: &moment }],
+        },
+    ])
+}
+
+fn save(disk: &mut impl Disk, dir: &Path, step: u64, salt: u8) -> Result<PathBuf, CheckpointError> {
+    with_sections(salt, |sections| save_on(disk, dir, step, sections, json!({ "salt": salt })))
+}
+
+/// Which save this is, read back from both the metadata and a tensor.
+fn salt_of(checkpoint: &Checkpoint) -> u8 {
+    let mut salt = [0];
+    checkpoint.section("model.safetensors").unwrap().read_into("steps", &mut salt).unwrap();
+    assert_eq!(checkpoint.metadata(), &json!({ "salt": salt[0] }));
+    salt[0]
+}
+
+fn latest(dir: &Path) -> Option<(u64, u8)> {
+    Checkpoint::latest(dir).unwrap().map(|checkpoint| (checkpoint.step(), salt_of(&checkpoint)))
+}
+
+fn names(dir: &Path) -> Vec<String> {
+    let mut names: Vec<_> =
+        fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+/// A disk on which one act fails, or everything after a number of bytes; a crash lets nothing happen from then on.
+struct FailingDisk {
+    acts_left: usize,
+    bytes_left: usize,
+    crashes: bool,
+    failed: bool,
+}
+
+impl FailingDisk {
+    fn act(&mut self) -> io::Result<RealDisk> {
+        if self.acts_left == 0 && (self.crashes || !self.failed) {
+            self.failed = true;
+            return Err(io::ErrorKind::Other.into());
+        }
+        self.acts_left = self.acts_left.saturating_sub(1);
+        Ok(RealDisk)
+    }
+}
+
+impl Disk for FailingDisk {
+    fn create_folder(&mut self, path: &Path) -> io::Result<()> {
+        self.act()?.create_folder(path)
+    }
+    fn create(&mut self, path: &Path) -> io::Result<File> {
+        self.act()?.create(path)
+    }
+    fn write(&mut self, file: &mut File, bytes: &[u8]) -> io::Result<()> {
+        let fitting = bytes.len().min(self.bytes_left);
+        self.bytes_left -= fitting;
+        file.write_all(&bytes[..fitting])?;
+        if fitting < bytes.len() {
+            return Err(io::ErrorKind::StorageFull.into());
+        }
+        self.act().map(drop)
+    }
+    fn sync(&mut self, file: &File) -> io::Result<()> {
+        self.act()?.sync(file)
+    }
+    fn sync_folder(&mut self, path: &Path) -> io::Result<()> {
+        self.act()?.sync_folder(path)
+    }
+    fn rename(&mut self, from: &Path, to: &Path) -> io::Result<()> {
+        self.act()?.rename(from, to)
+    }
+    fn remove_folder(&mut self, path: &Path) -> io::Result<()> {
+        self.act()?.remove_folder(path)
+    }
+}
+
+#[test]
+fn a_failure_or_a_crash_at_any_act_leaves_a_sound_checkpoint() {
+    for crashes in [false, true] {
+        for (step, salt) in [(200, 2), (100, 2)] {
+            let mut seen = Vec::new();
+            for acts_left in 0.. {
+                let folder = tempfile::tempdir().unwrap();
+                let dir = folder.path().join("runs");
+                save(&mut RealDisk, &dir, 100, 1).unwrap();
+                let mut disk = FailingDisk { acts_left, bytes_left: usize::MAX, crashes, failed: false };
+                let saved = save(&mut disk, &dir, step, salt);
+
+                let found = latest(&dir).expect("one was saved before");
+                assert!([(100, 1), (step, salt)].contains(&found), "after {acts_left} acts: {found:?}");
+                assert!(saved.is_err() || found == (step, salt), "a save that says it is done is done");
+                if !crashes && found == (100, 1) {
+                    assert_eq!(names(&dir), ["step-00000100"], "after {acts_left} acts");
+                }
+                seen.push(found);
+
+                // The next run saves over whatever was left, and cleans up.
+                save(&mut RealDisk, &dir, step, 3).unwrap();
+                Checkpoint::prune(&dir, 1).unwrap();
+                assert_eq!((latest(&dir), names(&dir)), (Some((step, 3)), vec![format!("step-{step:08}")]));
+                if !disk.failed {
+                    break;
+                }
+            }
+            assert!(seen.len() > 15 && seen[0] == (100, 1) && *seen.last().unwrap() == (step, salt), "{seen:?}");
+        }
+    }
+}
+
+#[test]
+fn a_full_disk_is_an_error_and_the_last_checkpoint_stays() {
+    let folder = tempfile::tempdir().unwrap();
+    save(&mut RealDisk, folder.path(), 100, 1).unwrap();
+    let mut fulls = 0;
+    for bytes_left in (0..).step_by(37) {
+        let mut disk = FailingDisk { acts_left: usize::MAX, bytes_left, crashes: false, failed: false };
+        match save(&mut disk, folder.path(), 200, 2) {
+            Ok(_) => break,
+            Err(error) => assert!(error.to_string().contains("is the disk full?"), "{error}"),
+        }
+        assert_eq!((latest(folder.path()), names(folder.path())), (Some((100, 1)), vec!["step-00000100".into()]));
+        fulls += 1;
+    }
+    assert!(fulls > 10);
+    assert_eq!(latest(folder.path()), Some((200, 2)));
+}
+
+#[test]
+fn every_truncation_flip_and_loss_is_seen() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = save(&mut RealDisk, folder.path(), 100, 1).unwrap();
+    let files = ["model.safetensors", "optimizer.safetensors", MANIFEST, MANIFEST_HASH];
+    assert_eq!(names(&path), [MANIFEST_HASH, MANIFEST, "model.safetensors", "optimizer.safetensors"]);
+    for name in files {
+        let file = path.join(name);
+        let whole = fs::read(&file).unwrap();
+        let refused = |bytes: &[u8]| {
+            fs::write(&file, bytes).unwrap();
+            Checkpoint::open(&path).expect_err("damage is seen").to_string()
+        };
+        for sixteenth in 0..16 {
+            let error = refused(&whole[..whole.len() * sixteenth / 16]);
+            let expected = if name.ends_with("safetensors") { "it is cut off" } else { "is damaged" };
+            assert!(error.contains(expected), "{error}");
+        }
+        assert!(refused(&[&whole, &b"x"[..]].concat()).contains("use an older checkpoint"));
+        for index in 0..whole.len() {
+            let mut flipped = whole.clone();
+            flipped[index] ^= 1 << (index % 8);
+            assert!(refused(&flipped).contains("is damaged"), "byte {index} of {name}");
+        }
+        fs::remove_file(&file).unwrap();
+        let error = Checkpoint::open(&path).unwrap_err();
+        match name {
+            MANIFEST => assert!(matches!(error, CheckpointError::Interrupted { .. }), "{error}"),
+            _ => assert!(matches!(error, CheckpointError::MissingFile { .. }), "{error}"),
+        }
+        fs::write(&file, &whole).unwrap();
+    }
+    assert_eq!(salt_of(&Checkpoint::open(&path).unwrap()), 1);
+}
+
+#[test]
+fn latest_passes_over_what_is_not_sound() {
+    let folder = tempfile::tempdir().unwrap();
+    let dir = folder.path();
+    assert_eq!(latest(&dir.join("never")), None);
+    for step in [9, 10, 100_000_000] {
+        save(&mut RealDisk, dir, step, step as u8).unwrap();
+    }
+    fs::create_dir(dir.join("step-00000900.partial")).unwrap();
+    fs::create_dir(dir.join("step-of-another-kind")).unwrap();
+    assert_eq!(latest(dir), Some((100_000_000, 0)));
+    fs::write(dir.join("step-100000000/model.safetensors"), "").unwrap();
+    assert_eq!(latest(dir), Some((10, 10)));
+
+    let removed = Checkpoint::prune(dir, 1).unwrap();
+    assert_eq!(removed, [dir.join("step-00000009"), dir.join("step-00000900.partial")]);
+    fs::remove_file(dir.join("step-00000010").join(MANIFEST)).unwrap();
+    let error = Checkpoint::latest(dir).unwrap_err();
+    assert!(matches!(error, CheckpointError::NoneSound { count: 2, .. }), "{error}");
+    assert!(error.to_string().contains("is cut off"), "{error}");
+}
+
+#[test]
+fn a_newer_format_says_so() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = save(&mut RealDisk, folder.path(), 1, 1).unwrap();
+    let json = br#"{"format": 2, "shards": []}"#;
+    fs::write(path.join(MANIFEST), json).unwrap();
+    fs::write(path.join(MANIFEST_HASH), hash_line(json)).unwrap();
+    let error = Checkpoint::open(&path).unwrap_err().to_string();
+    assert!(error.contains("has format 2, but this version reads formats up to 1"), "{error}");
+}
+
+#[test]
+fn another_model_is_told_by_its_keys() {
+    let folder = tempfile::tempdir().unwrap();
+    Checkpoint::save(folder.path(), 1, &[], json!({ "model": { "width": 384, "layers": 6 } })).unwrap();
+    let checkpoint = Checkpoint::latest(folder.path()).unwrap().unwrap();
+    checkpoint.expect("model", &json!({ "layers": 6, "width": 384 })).unwrap();
+    let error = checkpoint.expect("model", &json!({ "layers": 6, "width": 512 })).unwrap_err().to_string();
+    assert!(error.contains("another model: width is 384, expected 512;"), "{error}");
+    let error = checkpoint.expect("data", &json!("9f2c")).unwrap_err().to_string();
+    assert!(error.contains("another data: it is null, expected \"9f2c\""), "{error}");
+}
+
+#[test]
+fn sections_that_cannot_be_are_refused_before_anything_is_written() {
+    let folder = tempfile::tempdir().unwrap();
+    let dir = folder.path().join("runs");
+    let tensor = |name, bytes| TensorBytes { name, dtype: DType::F32, shape: &[2], bytes };
+    let section = |file, tensors| Section { file, tensors };
+    let refused = |sections: &[Section<'_>]| Checkpoint::save(&dir, 1, sections, json!({})).unwrap_err().to_string();
+
+    assert!(refused(&[section("../a.safetensors", vec![])]).contains("without folders"));
+    assert!(refused(&[section("manifest.json", vec![])]).contains("has to end with .safetensors"));
+    let twice = || section("a.safetensors", vec![]);
+    assert!(refused(&[twice(), twice()]).contains("two sections of this name"));
+    let twins = vec![tensor("w", &[0; 8]), tensor("w", &[0; 8])];
+    assert!(refused(&[section("a.safetensors", twins)]).contains("two tensors named w"));
+    assert!(refused(&[section("a.safetensors", vec![tensor("__metadata__", &[0; 8])])]).contains("keeps the name"));
+    let short = refused(&[section("a.safetensors", vec![tensor("w", &[0; 7])])]);
+    assert!(short.contains("tensor w (f32 [2]) takes 8 bytes, but 7 were given"), "{short}");
+    assert!(!dir.exists());
+}
+
+#[test]
+fn reading_checks_names_and_sizes() {
+    let folder = tempfile::tempdir().unwrap();
+    save(&mut RealDisk, folder.path(), 1, 5).unwrap();
+    let checkpoint = Checkpoint::latest(folder.path()).unwrap().unwrap();
+    let message = checkpoint.section("model").unwrap_err().to_string();
+    assert!(message.contains("it has model.safetensors, optimizer.safetensors"), "{message}");
+    let section = checkpoint.section("optimizer.safetensors").unwrap();
+    assert!(matches!(section.read_into("wte", &mut []), Err(CheckpointError::NoTensor { .. })));
+    let wrong_size = section.read_into("wte.weight.m", &mut [0; 31]);
+    assert!(matches!(wrong_size, Err(CheckpointError::TensorSize { expected: 32, found: 31, .. })));
+    let tensor = section.tensor("wte.weight.m").unwrap();
+    assert_eq!((tensor.dtype(), tensor.dims()), (DType::BF16, &[16][..]));
+}
+
+const DTYPES: [DType; 6] = [DType::U8, DType::U32, DType::F16, DType::BF16, DType::F32, DType::F64];
+
+proptest! {
+    /// The file is, byte for byte, what the safetensors library would have written, and reads back.
+    #[test]
+    fn files_are_those_of_safetensors(
+        tensors in prop::collection::btree_map("[a-z\".é]{1,8}", (0usize..6, prop::collection::vec(0usize..5, 0..4)), 0..8),
+        salt: u8,
+    ) {
+        let filled: Vec<_> = tensors
+            .iter()
+            .map(|(name, (dtype, shape))| {
+                let bytes = shape.iter().product::<usize>() * DTYPES[*dtype].size_in_bytes();
+                (name, DTYPES[*dtype], shape, (0..bytes).map(|index| index as u8 ^ salt).collect::<Vec<u8>>())
+            })
+            .collect();
+        let views: Vec<_> = filled
+            .iter()
+            .map(|(name, dtype, shape, bytes)| TensorBytes { name, dtype: *dtype, shape, bytes })
+            .collect();
+        let folder = tempfile::tempdir().unwrap();
+        let section = Section { file: "all.safetensors", tensors: views };
+        let path = Checkpoint::save(folder.path(), 1, &[section], json!(null)).unwrap();
+
+        let theirs = filled.iter().map(|(name, dtype, shape, bytes)| {
+            let view = safetensors::tensor::TensorView::new((*dtype).into(), shape.to_vec(), bytes).unwrap();
+            (name.as_str(), view)
+        });
+        let theirs = safetensors::serialize(theirs, None).unwrap();
+        prop_assert!(fs::read(path.join("all.safetensors")).unwrap() == theirs);
+
+        let checkpoint = Checkpoint::open(&path).unwrap();
+        let section = checkpoint.section("all.safetensors").unwrap();
+        prop_assert_eq!(section.tensors().unwrap().len(), filled.len());
+        for (name, _, _, bytes) in &filled {
+            let mut read = vec![!salt; bytes.len()];
+            section.read_into(name, &mut read).unwrap();
+            prop_assert_eq!(&read, bytes);
+        }
+    }
+}

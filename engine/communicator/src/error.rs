@@ -1,0 +1,157 @@
+//! What can go wrong between ranks.
+
+use std::fmt;
+use std::time::Duration;
+
+use crate::Tag;
+
+/// `Result` with [`CommunicatorError`].
+pub type Result<T, E = CommunicatorError> = std::result::Result<T, E>;
+
+/// Every error of communicators. Ranks are those of the world.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name the fields")]
+pub enum CommunicatorError {
+    #[error("rank {rank} is gone: {why} (seen by rank {by}, {awaited})")]
+    PeerGone { rank: usize, why: String, by: usize, awaited: Awaited },
+    #[error(
+        "rank {rank} gave up after {} s {awaited}; is that rank hung, or does it run another schedule? \
+         GAPLESS_TIMEOUT_SECONDS sets a longer wait", .after.as_secs_f64()
+    )]
+    Timeout { rank: usize, awaited: Awaited, after: Duration },
+    #[error(
+        "{what} from rank {from} to rank {to}: {sent} bytes were sent, {expected} are expected; \
+         the two ranks' programs were compiled from different models or batches"
+    )]
+    SizeMismatch { what: String, from: usize, to: usize, sent: usize, expected: usize },
+    #[error(
+        "rank {rank} started {started} where rank {other} started {other_started}; \
+         all ranks of a communicator start the same collectives in the same order"
+    )]
+    CollectiveMismatch { rank: usize, started: String, other: usize, other_started: String },
+    #[error("there is no rank {rank} in a communicator of {size}")]
+    NoSuchRank { rank: usize, size: usize },
+    #[error("{what} has length {given}, not {expected}")]
+    Length { what: &'static str, given: usize, expected: usize },
+    #[error("the request was not made by this communicator")]
+    UnknownRequest,
+    #[error("{variable}={value:?} is not {expected}")]
+    Setting { variable: &'static str, value: String, expected: &'static str },
+    #[error(
+        "{tag}: its number is too large for MPI; stages go to 2047, micro-batches to 8191, tensors to 31, \
+         and this MPI's tags to {largest}"
+    )]
+    Tag { tag: Tag, largest: u64 },
+    #[error("{call} failed: {what}")]
+    Mpi { call: &'static str, what: String },
+    #[error("MPI was started before in this process; it can be started once")]
+    StartedTwice,
+    #[error("the thread for MPI could not be started: {0}")]
+    Thread(String),
+    #[error(
+        "no order of messages lets all ranks go on: {}; every message needs a start on either side, and no rank may wait \
+         for another that waits for it", Stuck(.ranks)
+    )]
+    Stuck { ranks: Vec<(usize, Awaited)> },
+    #[error(
+        "rank {rank} started {started} as operation {number} of a run, where the program that the ranks agreed on has \
+         {expected}; agree on the program that is run"
+    )]
+    NotAsAgreed { rank: usize, number: usize, started: String, expected: String },
+    #[error("ranks that are GPUs cannot run here; there is no {}", Missing(.libraries))]
+    Missing { libraries: Vec<MissingLibrary> },
+    #[error("{call} failed: {what}")]
+    Nccl { call: &'static str, what: String },
+    #[error("{call} failed: {what}")]
+    Cuda { call: &'static str, what: String },
+    #[error(
+        "{len} bytes at {address:#x} are not memory of GPU {device}, but {found}; NCCL exchanges what lies on the \
+         communicator's own GPU"
+    )]
+    NotOnDevice { address: usize, len: usize, device: usize, found: String },
+    #[error(transparent)]
+    World(#[from] gapless_parallel::WorldError),
+    #[error("{what} is not supported; {remedy}")]
+    Unsupported { what: &'static str, remedy: &'static str },
+}
+
+/// A library that has to be there at run time, and is not.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MissingLibrary {
+    /// What it is.
+    pub what: &'static str,
+    /// The file names that were looked for, and what came of each.
+    pub tried: Vec<(String, String)>,
+    /// What to do about it.
+    pub remedy: &'static str,
+}
+
+impl fmt::Display for MissingLibrary {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} (looked for ", self.what)?;
+        for (i, (name, why)) in self.tried.iter().enumerate() {
+            write!(f, "{}{name}", if i == 0 { "" } else { ", " })?;
+            if !why.is_empty() {
+                write!(f, ": {why}")?;
+            }
+        }
+        write!(f, "): {}", self.remedy)
+    }
+}
+
+/// Missing libraries, as a text.
+struct Missing<'a>(&'a [MissingLibrary]);
+
+impl fmt::Display for Missing<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (i, library) in self.0.iter().enumerate() {
+            write!(f, "{}{library}", if i == 0 { "" } else { "; and no " })?;
+        }
+        Ok(())
+    }
+}
+
+/// Ranks and what they wait for, as a text.
+struct Stuck<'a>(&'a [(usize, Awaited)]);
+
+impl fmt::Display for Stuck<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (i, (rank, awaited)) in self.0.iter().enumerate() {
+            write!(f, "{}rank {rank} is {awaited}", if i == 0 { "" } else { ", " })?;
+        }
+        Ok(())
+    }
+}
+
+/// What a rank was waiting for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the text names the fields")]
+pub enum Awaited {
+    /// Nothing: it was about to start something.
+    Start,
+    /// A message to arrive.
+    Message { from: usize, tag: Tag },
+    /// A message to be taken.
+    Taken { to: usize, tag: Tag },
+    /// The other ranks to start a collective; `missing` have not, as far as the backend knows.
+    Collective { what: String, missing: Vec<usize> },
+}
+
+impl fmt::Display for Awaited {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Start => f.write_str("starting an operation"),
+            Self::Message { from, tag } => write!(f, "waiting for {tag}, from rank {from}"),
+            Self::Taken { to, tag } => write!(f, "waiting for rank {to} to take {tag}"),
+            Self::Collective { what, missing } if missing.is_empty() => write!(f, "waiting for {what} to end"),
+            Self::Collective { what, missing } => {
+                write!(f, "waiting for rank{} ", if missing.len() == 1 { "" } else { "s" })?;
+                for (i, rank) in missing.iter().enumerate() {
+                    write!(f, "{}{rank}", if i == 0 { "" } else { ", " })?;
+                }
+                write!(f, " to start {what}")
+            }
+        }
+    }
+}

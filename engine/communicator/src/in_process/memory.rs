@@ -1,0 +1,199 @@
+//! The memory that ranks lend each other, and everything that touches it.
+//!
+//! All ranks share one address space, so a message is one copy from the sender's bytes to the receiver's, and a sum
+//! reads every rank's values where they are. Addresses are only followed here. The argument that this is sound:
+//!
+//! 1. Who starts an operation promises that its memory is valid, and left alone, until the operation was waited for or
+//!    the communicator dropped (the contract of `isend`, `irecv` and `start`).
+//! 2. The state's lock hands every piece of work (one message; one item of a collective) to exactly one thread, after all
+//!    ranks concerned have published their memory.
+//! 3. `wait` and `drop` return only when no thread works on their memory: what is not taken up yet is withdrawn under the
+//!    lock, so that nobody can take it up; what was taken up is waited for, whatever else has failed.
+//! 4. Items of one collective write disjoint memory, and none writes what another reads.
+
+use crate::Collective;
+use crate::sum::sum;
+
+/// Elements, or bytes, of one item: large enough that the lock is not noticed, small enough to share the work.
+const SEGMENT: usize = 1 << 14;
+
+/// The bytes of a message, at one of its ends.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Range {
+    pub(super) address: *mut u8,
+    pub(super) len: usize,
+}
+
+// SAFETY: an address by itself is harmless; following it is up to `copy`.
+unsafe impl Send for Range {}
+
+/// One rank's memory in a collective.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Entry(pub(super) Collective);
+
+// SAFETY: as for `Range`, with `perform`.
+unsafe impl Send for Entry {}
+
+/// Two ranks of one collective that do not fit together.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Disagreement {
+    /// Another operation, or other sizes.
+    Started { ranks: [usize; 2], entries: [Entry; 2] },
+    /// An all-to-all part.
+    Part { from: usize, to: usize, sent: usize, expected: usize },
+}
+
+/// Copies a message.
+///
+/// # Safety
+/// Both ranges are published, of one length, and this thread was given the message.
+pub(super) unsafe fn copy(from: Range, to: Range) {
+    debug_assert_eq!(from.len, to.len);
+    // SAFETY: the caller's promise. A message may go to where it came from, so overlap is allowed.
+    unsafe { std::ptr::copy(from.address, to.address, from.len) }
+}
+
+/// Into how many items a collective is cut that all ranks have entered.
+///
+/// # Safety
+/// All entries are published.
+pub(super) unsafe fn items(entries: &[Entry]) -> Result<usize, Disagreement> {
+    let ranks = entries.len();
+    let all = |same: &dyn Fn(&Collective) -> bool| match entries.iter().position(|entry| !same(&entry.0)) {
+        Some(rank) => Err(Disagreement::Started { ranks: [rank, 0], entries: [entries[rank], entries[0]] }),
+        None => Ok(()),
+    };
+    match entries[0].0 {
+        Collective::AllReduce { count, .. } => {
+            all(&|other| matches!(other, Collective::AllReduce { count: c, .. } if *c == count))?;
+            Ok(count.div_ceil(SEGMENT))
+        }
+        Collective::ReduceScatter { count, .. } => {
+            all(&|other| matches!(other, Collective::ReduceScatter { count: c, .. } if *c == count))?;
+            Ok(ranks * count.div_ceil(SEGMENT))
+        }
+        Collective::AllGather { len, .. } => {
+            all(&|other| matches!(other, Collective::AllGather { len: l, .. } if *l == len))?;
+            Ok(ranks * len.div_ceil(SEGMENT))
+        }
+        Collective::Broadcast { len, root, .. } => {
+            all(&|other| matches!(other, Collective::Broadcast { len: l, root: r, .. } if (*l, *r) == (len, root)))?;
+            Ok(len.div_ceil(SEGMENT))
+        }
+        Collective::Barrier => {
+            all(&|other| matches!(other, Collective::Barrier))?;
+            Ok(0)
+        }
+        Collective::AllToAllV { .. } => {
+            all(&|other| matches!(other, Collective::AllToAllV { .. }))?;
+            for (from, sender) in entries.iter().enumerate() {
+                for (to, receiver) in entries.iter().enumerate() {
+                    // SAFETY: both are `AllToAllV`, with n sizes each.
+                    let (sent, expected) = unsafe { (part(sender, to, true).1, part(receiver, from, false).1) };
+                    if sent != expected {
+                        return Err(Disagreement::Part { from, to, sent, expected });
+                    }
+                }
+            }
+            Ok(ranks * ranks)
+        }
+    }
+}
+
+/// Does one item of a collective for all ranks.
+///
+/// # Safety
+/// All entries are published, `items` has passed them, and this thread was given the item.
+pub(super) unsafe fn perform(entries: &[Entry], item: usize) {
+    let ranks = entries.len();
+    // SAFETY: segments lie within the counts that all entries agree on, parts within their sizes.
+    unsafe {
+        match entries[0].0 {
+            Collective::AllReduce { count, .. } => {
+                let (start, len) = segment(item, count);
+                let values = |rank: usize| match entries[rank].0 {
+                    Collective::AllReduce { values, .. } => values.add(start),
+                    _ => unreachable!("all ranks started an all_reduce"),
+                };
+                sum(
+                    ranks,
+                    len,
+                    |rank| values(rank).cast_const(),
+                    |at, block| (0..ranks).for_each(|rank| put(values(rank).add(at), block)),
+                );
+            }
+            Collective::ReduceScatter { count, .. } => {
+                let segments = count.div_ceil(SEGMENT);
+                let (owner, (start, len)) = (item / segments, segment(item % segments, count));
+                let Collective::ReduceScatter { receive, .. } = entries[owner].0 else {
+                    unreachable!("all ranks started a reduce_scatter")
+                };
+                let source = |rank: usize| match entries[rank].0 {
+                    Collective::ReduceScatter { send, .. } => send.add(owner * count + start),
+                    _ => unreachable!("all ranks started a reduce_scatter"),
+                };
+                sum(ranks, len, source, |at, block| put(receive.add(start + at), block));
+            }
+            Collective::AllGather { len, .. } => {
+                let segments = len.div_ceil(SEGMENT);
+                let (owner, (start, len_here)) = (item / segments, segment(item % segments, len));
+                let Collective::AllGather { send, .. } = entries[owner].0 else {
+                    unreachable!("all ranks started an all_gather")
+                };
+                for entry in entries {
+                    let Collective::AllGather { receive, .. } = entry.0 else {
+                        unreachable!("all ranks started an all_gather")
+                    };
+                    // In place, the owner's part is copied onto itself.
+                    std::ptr::copy(send.add(start), receive.add(owner * len + start), len_here);
+                }
+            }
+            Collective::Broadcast { len, root, .. } => {
+                let (start, len) = segment(item, len);
+                let bytes = |rank: usize| match entries[rank].0 {
+                    Collective::Broadcast { bytes, .. } => bytes.add(start),
+                    _ => unreachable!("all ranks started a broadcast"),
+                };
+                for rank in (0..ranks).filter(|rank| *rank != root) {
+                    std::ptr::copy_nonoverlapping(bytes(root), bytes(rank), len);
+                }
+            }
+            Collective::AllToAllV { .. } => {
+                let (from, to) = (item / ranks, item % ranks);
+                let (source, len) = part(&entries[from], to, true);
+                let (target, _) = part(&entries[to], from, false);
+                std::ptr::copy_nonoverlapping(source, target, len);
+            }
+            Collective::Barrier => unreachable!("a barrier has no items"),
+        }
+    }
+}
+
+/// Start and length of a segment of `count`.
+fn segment(index: usize, count: usize) -> (usize, usize) {
+    let start = index * SEGMENT;
+    (start, SEGMENT.min(count - start))
+}
+
+/// Address and size of the part that goes to, or comes from, a rank.
+///
+/// # Safety
+/// The entry is a published `AllToAllV`, with more than `rank` sizes.
+unsafe fn part(entry: &Entry, rank: usize, sends: bool) -> (*mut u8, usize) {
+    let Collective::AllToAllV { send, send_lens, receive, receive_lens } = entry.0 else {
+        unreachable!("all ranks started an all_to_all_v")
+    };
+    let (base, lens) = if sends { (send.cast_mut(), send_lens) } else { (receive, receive_lens) };
+    // SAFETY: the caller's promise; parts lie one after another.
+    unsafe {
+        let offset: usize = (0..rank).map(|r| *lens.add(r)).sum();
+        (base.add(offset), *lens.add(rank))
+    }
+}
+
+/// # Safety
+/// `target` is valid for writes of the block's length.
+unsafe fn put(target: *mut f32, block: &[f32]) {
+    // SAFETY: the caller's promise; the block is on a stack.
+    unsafe { std::ptr::copy_nonoverlapping(block.as_ptr(), target, block.len()) }
+}

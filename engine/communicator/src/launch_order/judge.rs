@@ -1,0 +1,114 @@
+//! The judge of launch orders: devices that know no tags. What a rank has launched runs one after the other, and the next
+//! of a rank is paired with whatever is next at the other end. Knows nothing of how orders are made.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use super::{Call, Launch, LaunchOrder, LaunchQueue, Start};
+
+/// Runs all programs at speeds of chance on devices without tags. Panics where messages are confused, or nobody goes on.
+pub fn run(programs: &[Vec<Call>], orders: Vec<LaunchOrder>, seed: u64) {
+    let mut random = seed;
+    let mut ranks: Vec<Device> = programs.iter().zip(orders).map(|(calls, order)| Device::new(calls, order)).collect();
+    loop {
+        // Who goes on first is a matter of chance.
+        let count = ranks.len();
+        let first = next(&mut random) as usize % count;
+        let moved = (0..count).map(|i| (first + i) % count).any(|rank| {
+            let device_first = next(&mut random) & 1 == 0;
+            (device_first && connect(&mut ranks, rank)) || ranks[rank].call(rank) || connect(&mut ranks, rank)
+        });
+        if !moved {
+            break;
+        }
+    }
+    for (index, rank) in ranks.iter().enumerate() {
+        assert!(rank.calls.is_empty() && rank.stream.is_empty(), "rank {index} hangs before {:?}", rank.calls.first());
+        assert!(rank.queue.is_over());
+    }
+}
+
+struct Device<'a> {
+    calls: &'a [Call],
+    starts: Vec<Start>,
+    queue: LaunchQueue,
+    /// Launched and not through.
+    stream: VecDeque<Launch>,
+    through: Vec<usize>,
+}
+
+impl<'a> Device<'a> {
+    fn new(calls: &'a [Call], order: LaunchOrder) -> Self {
+        let starts = order.starts.clone();
+        let queue = LaunchQueue::new(&Arc::new(order));
+        Self { calls, starts, queue, stream: VecDeque::new(), through: Vec::new() }
+    }
+
+    /// The next call of the program, unless it waits.
+    fn call(&mut self, me: usize) -> bool {
+        let Some((call, rest)) = self.calls.split_first() else { return false };
+        match call {
+            Call::Wait(start) if !self.through.contains(start) => return false,
+            Call::Start(start) => {
+                self.queue.start(me, *start).expect("the program is the one agreed on");
+                self.stream.extend(std::iter::from_fn(|| self.queue.launch()));
+            }
+            Call::Wait(_) | Call::Compute(_) => {}
+        }
+        self.calls = rest;
+        true
+    }
+
+    fn head(&self) -> Option<Start> {
+        match self.stream.front()? {
+            Launch::One(start) => Some(self.starts[*start]),
+            Launch::Oneself { send, .. } => Some(self.starts[*send]),
+        }
+    }
+
+    /// The head is through. Returns its number, and how many of its like were started before.
+    fn pass(&mut self) -> usize {
+        let Some(Launch::One(start)) = self.stream.pop_front() else { panic!("the head is one start") };
+        self.through.push(start);
+        self.starts[..start].iter().filter(|other| **other == self.starts[start]).count()
+    }
+}
+
+/// Lets through what is next on a rank, if it is next on the other side, too.
+fn connect(ranks: &mut [Device], me: usize) -> bool {
+    if let Some(&Launch::Oneself { send, receive }) = ranks[me].stream.front() {
+        let Start::Send { to, tag, len } = ranks[me].starts[send] else { panic!("a send") };
+        assert_eq!((to, ranks[me].starts[receive]), (me, Start::Receive { from: me, tag, len }));
+        ranks[me].stream.pop_front();
+        ranks[me].through.extend([send, receive]);
+        return true;
+    }
+    match ranks[me].head() {
+        None | Some(Start::Receive { .. }) => false,
+        Some(Start::Send { to, tag, len }) => {
+            let Some(Start::Receive { from, tag: expected, len: room }) = ranks[to].head() else { return false };
+            if from != me {
+                return false;
+            }
+            assert_eq!((tag, len), (expected, room), "another message than the receiver expects");
+            assert_eq!(ranks[me].pass(), ranks[to].pass(), "an older message of the tag is still to come");
+            true
+        }
+        Some(collective @ Start::Collective(_)) => {
+            let all = ranks.iter().all(|rank| rank.head() == Some(collective));
+            if all {
+                ranks.iter_mut().for_each(|rank| _ = rank.pass());
+            }
+            all
+        }
+    }
+}
+
+/// Xorshift.
+fn next(state: &mut u64) -> u64 {
+    *state |= 1;
+    *state ^= *state << 13;
+    *state ^= *state >> 7;
+    *state ^= *state << 17;
+    *state >> 20
+}

@@ -1,0 +1,163 @@
+//! What stands between the thread for MPI and the threads that compute: commands one way, outcomes the other.
+
+use std::collections::VecDeque;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::time::{Duration, Instant};
+
+use super::thread::Command;
+use crate::{Awaited, CommunicatorError};
+
+/// How long MPI may take to end the job before the process ends itself.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+#[derive(Default)]
+pub(super) struct Link {
+    inner: Mutex<Inner>,
+    /// A command has come.
+    command: Condvar,
+    /// An operation has ended.
+    ended: Condvar,
+}
+
+#[derive(Default)]
+struct Inner {
+    commands: VecDeque<Command>,
+    slots: Vec<Slot>,
+    /// Communicators in use.
+    handles: usize,
+    /// MPI was left, or is being left.
+    over: bool,
+}
+
+struct Slot {
+    group: usize,
+    status: Status,
+}
+
+enum Status {
+    Free,
+    UnderWay(Awaited),
+    Ended,
+}
+
+impl Link {
+    /// Starts an operation: takes a slot, and hands the command for it over.
+    pub(super) fn start(
+        &self,
+        group: usize,
+        awaited: Awaited,
+        command: impl FnOnce(usize, Awaited) -> Command,
+    ) -> usize {
+        let mut inner = self.lock();
+        let free = inner.slots.iter().position(|slot| matches!(slot.status, Status::Free));
+        let index = free.unwrap_or_else(|| {
+            inner.slots.push(Slot { group, status: Status::Free });
+            inner.slots.len() - 1
+        });
+        inner.slots[index] = Slot { group, status: Status::UnderWay(awaited.clone()) };
+        inner.commands.push_back(command(index, awaited));
+        self.command.notify_one();
+        index
+    }
+
+    /// Hands over a command that has no slot.
+    pub(super) fn send(&self, command: Command) {
+        self.lock().commands.push_back(command);
+        self.command.notify_one();
+    }
+
+    /// Waits for an operation's end. Ends all processes when that takes longer than the timeout.
+    pub(super) fn wait(&self, rank: usize, slot: usize, timeout: Duration) {
+        let deadline = Instant::now().checked_add(timeout);
+        let mut inner = self.lock();
+        while let Status::UnderWay(awaited) = &inner.slots[slot].status {
+            let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+            if left == Some(Duration::ZERO) {
+                let error = CommunicatorError::Timeout { rank, awaited: awaited.clone(), after: timeout };
+                drop(inner);
+                self.end_job(error.to_string(), Some(slot));
+            }
+            inner = match left {
+                Some(left) => self.ended.wait_timeout(inner, left).unwrap_or_else(PoisonError::into_inner).0,
+                None => self.ended.wait(inner).unwrap_or_else(PoisonError::into_inner),
+            };
+        }
+        inner.slots[slot].status = Status::Free;
+    }
+
+    /// Counts a communicator.
+    pub(super) fn open(&self) {
+        self.lock().handles += 1;
+    }
+
+    /// Drops a group's communicator. True if it was the last one.
+    ///
+    /// Ends all processes if it leaves operations under way: the others would wait for this one.
+    pub(super) fn close(&self, rank: usize, group: usize) -> bool {
+        let mut inner = self.lock();
+        let under_way = |slot: &&Slot| slot.group == group && matches!(slot.status, Status::UnderWay(_));
+        let under_way = inner.slots.iter().filter(under_way).count();
+        if under_way > 0 {
+            drop(inner);
+            self.end_job(format!("rank {rank} left with {under_way} operation(s) under way"), None);
+        }
+        inner.handles -= 1;
+        inner.over = inner.handles == 0;
+        inner.over
+    }
+
+    /// Ends all processes, through MPI if its thread answers, or by ending this one.
+    pub(super) fn end_job(&self, text: String, slot: Option<usize>) -> ! {
+        let deadline = Instant::now() + PATIENCE;
+        let mut command = Some(Command::Abort { text: text.clone(), slot });
+        while Instant::now() < deadline {
+            // Not `lock`: a thread that panics may hold it.
+            let free = match self.inner.try_lock() {
+                Ok(inner) => Some(inner),
+                Err(TryLockError::Poisoned(inner)) => Some(inner.into_inner()),
+                Err(TryLockError::WouldBlock) => None,
+            };
+            if let Some(mut inner) = free
+                && let Some(command) = command.take()
+            {
+                inner.commands.push_front(command);
+                self.command.notify_one();
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        super::say(&format!("{text}; MPI does not answer, so this process ends itself"));
+        std::process::abort();
+    }
+
+    /// Whether MPI was left.
+    pub(super) fn is_over(&self) -> bool {
+        match self.inner.try_lock() {
+            Ok(inner) => inner.over,
+            Err(_) => false,
+        }
+    }
+
+    /// For the thread: new commands. Waits for some if there is nothing else to do, or for `rest` at most.
+    pub(super) fn take(&self, into: &mut Vec<Command>, nothing_to_do: bool, rest: Option<Duration>) {
+        let mut inner = self.lock();
+        while nothing_to_do && inner.commands.is_empty() {
+            inner = self.command.wait(inner).unwrap_or_else(PoisonError::into_inner);
+        }
+        if let Some(rest) = rest
+            && inner.commands.is_empty()
+        {
+            inner = self.command.wait_timeout(inner, rest).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        into.extend(inner.commands.drain(..));
+    }
+
+    /// For the thread: an operation has ended.
+    pub(super) fn end(&self, slot: usize) {
+        self.lock().slots[slot].status = Status::Ended;
+        self.ended.notify_all();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,250 @@
+//! Ranks that are processes, on one host or many, through MPI.
+//!
+//! A thread of its own makes all calls of MPI (`thread`), so that messages and collectives go on while the rank computes,
+//! and MPI need not be safe to call from several threads. Collectives are made of messages (`operation`): MPI promises
+//! no order of summation, and its non-blocking sums make no progress by themselves.
+//!
+//! Nobody survives a failure: it ends all processes by `MPI_Abort`, naming the rank on its standard error. That is a panic
+//! on any thread, a wait beyond its timeout, a message of another size than expected, [`Communicator::abort`], leaving
+//! with operations under way, and leaving in order while another rank waits for this one. So waits return no error but
+//! that of an unknown request. A rank that is killed is noticed by `mpirun`.
+
+mod farewell;
+mod link;
+mod operation;
+mod raw;
+mod thread;
+
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use gapless_parallel::World;
+
+use self::link::Link;
+use self::thread::{Command, Started};
+use crate::{Awaited, Collective, Communicator, CommunicatorError, Direction, Memory, Owner, Request, Result, Tag};
+
+/// A rank that is a process under `mpirun`. One per process, made by [`Mpi::world`].
+pub struct Mpi {
+    shared: Arc<Shared>,
+    owner: Owner,
+    /// The thread's number for it.
+    group: usize,
+    /// World ranks.
+    members: Arc<[usize]>,
+    rank: usize,
+    timeout: Duration,
+}
+
+impl std::fmt::Debug for Mpi {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Mpi").field("rank", &self.rank).field("members", &self.members).finish_non_exhaustive()
+    }
+}
+
+/// What the communicators of a process share.
+struct Shared {
+    link: Arc<Link>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+    largest_tag: u64,
+}
+
+impl Mpi {
+    /// Starts MPI. From here on a panic on any thread ends all processes. MPI is left, which waits for the other ranks,
+    /// when the last communicator is dropped.
+    ///
+    /// # Errors
+    /// When it was started before, or when other variables than MPI's (`RANK`, …) give this process another place.
+    pub fn world() -> Result<Self> {
+        let timeout = super::default_timeout()?;
+        let link = Arc::new(Link::default());
+        let (started, place) = mpsc::channel();
+        let thread = {
+            let link = link.clone();
+            let builder = std::thread::Builder::new().name("gapless-mpi".into());
+            builder.spawn(move || thread::run(&link, &started)).map_err(|e| CommunicatorError::Thread(e.to_string()))?
+        };
+        let Started { rank, size, largest_tag } =
+            place.recv().map_err(|_| CommunicatorError::Thread("it ended while MPI was starting".into()))??;
+        // MPI is trusted. It is not left on an error: that would wait for the others, and a process that ends without
+        // leaving ends the job.
+        if let Some(found) = World::discover()? {
+            found.agree_with_mpi(rank, size)?;
+        }
+        end_job_on_panic(link.clone(), rank);
+        link.open();
+        let shared = Arc::new(Shared { link, thread: Mutex::new(Some(thread)), largest_tag });
+        Ok(Self { shared, owner: Owner::new(), group: 0, members: (0..size).collect(), rank, timeout })
+    }
+
+    /// This rank in the world.
+    fn me(&self) -> usize {
+        self.members[self.rank]
+    }
+
+    /// A rank of this group, in the world.
+    fn world_rank(&self, rank: usize) -> Result<usize> {
+        self.members.get(rank).copied().ok_or(CommunicatorError::NoSuchRank { rank, size: self.members.len() })
+    }
+
+    fn message(&mut self, sends: bool, address: *mut u8, len: usize, peer: usize, tag: Tag) -> Result<Request> {
+        let world_rank = self.world_rank(peer)?;
+        let number = number(tag, self.shared.largest_tag)?;
+        let awaited = match sends {
+            true => Awaited::Taken { to: world_rank, tag },
+            false => Awaited::Message { from: world_rank, tag },
+        };
+        let group = self.group;
+        let message = |slot, awaited| Command::Message { slot, group, sends, address, len, peer, tag: number, awaited };
+        Ok(Request { owner: self.owner, slot: self.shared.link.start(group, awaited, message) })
+    }
+}
+
+// SAFETY: an operation has ended when its outcome is there, and its memory is then left alone. `wait` returns with that
+// outcome or not at all. A communicator that is dropped with operations under way ends the process.
+unsafe impl Communicator for Mpi {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn size(&self) -> usize {
+        self.members.len()
+    }
+
+    fn memory(&self) -> Memory {
+        Memory::Host
+    }
+
+    fn set_timeout(&mut self, timeout: Duration) {
+        self.timeout = timeout;
+    }
+
+    unsafe fn isend(&mut self, bytes: *const u8, len: usize, to: usize, tag: Tag) -> Result<Request> {
+        self.message(true, bytes.cast_mut(), len, to, tag)
+    }
+
+    unsafe fn irecv(&mut self, bytes: *mut u8, len: usize, from: usize, tag: Tag) -> Result<Request> {
+        self.message(false, bytes, len, from, tag)
+    }
+
+    unsafe fn start(&mut self, collective: Collective) -> Result<Request> {
+        if let Collective::Broadcast { root, .. } = collective {
+            self.world_rank(root)?;
+        }
+        let group = self.group;
+        let awaited = Awaited::Collective { what: collective.to_string(), missing: Vec::new() };
+        let command = |slot, awaited| Command::Collective { slot, group, collective, awaited };
+        Ok(Request { owner: self.owner, slot: self.shared.link.start(group, awaited, command) })
+    }
+
+    fn wait(&mut self, request: Request) -> Result<()> {
+        if request.owner != self.owner {
+            return Err(CommunicatorError::UnknownRequest);
+        }
+        self.shared.link.wait(self.me(), request.slot, self.timeout);
+        Ok(())
+    }
+
+    fn split(&mut self, color: usize, key: usize) -> Result<Box<dyn Communicator>> {
+        let places = super::split::places(self, color, key)?;
+        let members: Arc<[usize]> = places.members.iter().map(|rank| self.members[*rank]).collect();
+        let (answer, answered) = mpsc::channel();
+        let (group, color, key) = (self.group, places.color, places.rank);
+        self.shared.link.send(Command::Split { group, color, key, members: members.clone(), answer });
+        let group = answered.recv_timeout(self.timeout).unwrap_or_else(|_| {
+            let seconds = self.timeout.as_secs_f64();
+            self.shared.link.end_job(format!("rank {} gave up after {seconds} s waiting for a split", self.me()), None)
+        });
+        self.shared.link.open();
+        Ok(Box::new(Self {
+            shared: self.shared.clone(),
+            owner: Owner::new(),
+            group,
+            members,
+            rank: places.rank,
+            timeout: self.timeout,
+        }))
+    }
+
+    fn abort(&mut self, reason: &str) {
+        self.shared.link.end_job(format!("rank {} ends the job: {reason}", self.me()), None)
+    }
+}
+
+impl Drop for Mpi {
+    fn drop(&mut self) {
+        if self.shared.link.close(self.me(), self.group) {
+            self.shared.link.send(Command::Finish);
+            let thread = self.shared.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+            if let Some(thread) = thread {
+                let _ = thread.join();
+            }
+        }
+    }
+}
+
+/// A rank that panics would leave the others waiting for it.
+fn end_job_on_panic(link: Arc<Link>, rank: usize) {
+    let previous = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |info| {
+        previous(info);
+        if link.is_over() {
+            return;
+        }
+        if std::thread::current().name() == Some("gapless-mpi") {
+            say(&format!("rank {rank} panicked"));
+            raw::abort();
+        }
+        link.end_job(format!("rank {rank} panicked"), None)
+    }));
+}
+
+/// A tag as MPI's number.
+fn number(tag: Tag, largest: u64) -> Result<i32> {
+    let Tag { direction, stage, micro_batch, tensor } = tag;
+    // What belongs to no micro-batch has its bits for tensors.
+    let (micro_batch, tensor) = match direction {
+        Direction::Update => (tensor >> 5, tensor & 31),
+        Direction::Forward | Direction::Backward => (micro_batch, tensor),
+    };
+    if stage >= 1 << 11 || micro_batch >= 1 << 13 || tensor >= 1 << 5 {
+        return Err(CommunicatorError::Tag { tag, largest });
+    }
+    let number = stage << 20 | micro_batch << 7 | tensor << 2 | direction as u32;
+    if u64::from(number) > largest {
+        return Err(CommunicatorError::Tag { tag, largest });
+    }
+    Ok(number as i32)
+}
+
+/// Writes a line to standard error in one piece: a launcher mixes what its processes write with what MPI does.
+fn say(text: &str) {
+    let _ = std::io::Write::write_all(&mut std::io::stderr(), format!("gapless: {text}\n").as_bytes());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tags_have_numbers_of_their_own_below_the_largest() {
+        let of = |direction, stage, micro_batch, tensor| {
+            number(Tag { direction, stage, micro_batch, tensor }, i32::MAX as u64).ok()
+        };
+        let mut seen = std::collections::HashSet::new();
+        for direction in [Direction::Forward, Direction::Backward] {
+            for stage in [0, 1, 2, 2047] {
+                for micro_batch in [0, 1, 2, 8191] {
+                    for tensor in [0, 1, 31] {
+                        assert!(seen.insert(of(direction, stage, micro_batch, tensor).expect("it fits")));
+                    }
+                }
+            }
+        }
+        for (stage, micro_batch, tensor) in [(2048, 0, 0), (0, 8192, 0), (0, 0, 32)] {
+            assert_eq!(of(Direction::Forward, stage, micro_batch, tensor), None);
+        }
+        assert!(number(Tag { stage: 1, ..Tag::default() }, 32_767).is_err(), "beyond what this MPI takes");
+    }
+}

@@ -1,0 +1,368 @@
+//! One operation under way, as the messages that it is made of.
+//!
+//! Collectives are messages between all pairs of ranks. That moves as few bytes as a ring does, keeps sums in the order
+//! of ranks (MPI promises no order), and knows which rank a hung operation waits for.
+//!
+//! ```text
+//! reduce_scatter   every rank sends part r to rank r, window by window; rank r sums what came, in the order of ranks
+//! all_reduce       the same, and then every rank sends its sum to all
+//! ```
+
+use std::sync::Arc;
+
+use super::raw::{self, LARGEST, Outcome};
+use crate::sum::sum;
+use crate::{Awaited, Collective, CommunicatorError, Result};
+
+/// Elements of a part that are exchanged at a time: bounds the memory for what comes in.
+const WINDOW: usize = 1 << 18;
+
+/// A communicator, as the thread for MPI knows it.
+#[derive(Debug)]
+pub(super) struct Group {
+    /// Carries messages.
+    pub(super) messages: raw::Comm,
+    /// Carries the messages of collectives.
+    pub(super) collectives: raw::Comm,
+    /// This rank in the group.
+    pub(super) rank: usize,
+    /// World ranks.
+    pub(super) members: Arc<[usize]>,
+    /// Collectives started so far.
+    pub(super) started: u64,
+}
+
+/// An operation and its unfinished messages.
+pub(super) struct Operation {
+    /// Where its outcome goes.
+    pub(super) slot: usize,
+    pub(super) group: usize,
+    pub(super) awaited: Awaited,
+    pieces: Vec<Piece>,
+    sums: Option<Sums>,
+}
+
+/// A message, or a part of a long one.
+struct Piece {
+    request: raw::Request,
+    /// The other end, in the group.
+    peer: usize,
+    /// The size that has to come, for a receive.
+    expected: Option<usize>,
+}
+
+/// What is left of a collective that sums.
+struct Sums {
+    tag: i32,
+    /// All parts, of this rank.
+    send: *const f32,
+    /// This rank's part of the sum.
+    result: *mut f32,
+    /// Where part r begins and ends.
+    part: Part,
+    /// Where the parts are gathered afterwards.
+    gather: Option<*mut f32>,
+    /// Elements of every part that are done with.
+    done: usize,
+    /// Elements of every part that are exchanged at a time.
+    width: usize,
+    /// Whether a window was exchanged that is not summed yet.
+    exchanged: bool,
+    /// `width` elements from each rank.
+    received: Vec<f32>,
+}
+
+/// How elements are cut into one part per rank.
+#[derive(Clone, Copy)]
+enum Part {
+    /// As equal as they get.
+    Of { count: usize, ranks: usize },
+    /// Of this size each.
+    Each(usize),
+}
+
+impl Part {
+    /// Start and length.
+    fn of(self, rank: usize) -> (usize, usize) {
+        match self {
+            Self::Of { count, ranks } => {
+                let start = |rank: usize| rank * (count / ranks) + rank.min(count % ranks);
+                (start(rank), start(rank + 1) - start(rank))
+            }
+            Self::Each(count) => (rank * count, count),
+        }
+    }
+}
+
+impl Operation {
+    fn new(slot: usize, group: usize, awaited: Awaited) -> Self {
+        Self { slot, group, awaited, pieces: Vec::new(), sums: None }
+    }
+
+    /// Starts a message.
+    ///
+    /// # Safety
+    /// The bytes are lent until the operation has ended.
+    pub(super) unsafe fn message(
+        slot: usize,
+        (index, group): (usize, &Group),
+        (sends, address, len): (bool, *mut u8, usize),
+        (peer, tag): (usize, i32),
+        awaited: Awaited,
+    ) -> Result<Self> {
+        let mut this = Self::new(slot, index, awaited);
+        // SAFETY: the caller's promise.
+        unsafe {
+            if sends {
+                this.send(group.messages, address, len, peer, tag)?;
+            } else {
+                this.receive(group.messages, address, len, peer, tag)?;
+            }
+        }
+        Ok(this)
+    }
+
+    /// Starts a collective.
+    ///
+    /// # Safety
+    /// Its memory is lent until the operation has ended.
+    pub(super) unsafe fn collective(
+        slot: usize,
+        (index, group): (usize, &mut Group),
+        collective: Collective,
+        awaited: Awaited,
+    ) -> Result<Self> {
+        let mut this = Self::new(slot, index, awaited);
+        // Few are under way at once, so that tags may come again.
+        let tag = (group.started & 0x7FFF) as i32;
+        group.started += 1;
+        let (me, ranks, comm) = (group.rank, group.members.len(), group.collectives);
+        let others = (0..ranks).filter(|rank| *rank != me);
+        // SAFETY: the caller's promise, with sizes and overlaps as `Collective` says.
+        unsafe {
+            match collective {
+                Collective::AllReduce { values, count } => {
+                    let part = Part::Of { count, ranks };
+                    let result = values.add(part.of(me).0);
+                    this.sums = Some(Sums::new(tag, values, result, part, Some(values)));
+                }
+                Collective::ReduceScatter { send, receive, count } => {
+                    this.sums = Some(Sums::new(tag, send, receive, Part::Each(count), None));
+                }
+                Collective::AllGather { send, receive, len } => {
+                    std::ptr::copy(send, receive.add(me * len), len);
+                    for rank in others {
+                        this.receive(comm, receive.add(rank * len), len, rank, tag)?;
+                        this.send(comm, send, len, rank, tag)?;
+                    }
+                }
+                Collective::AllToAllV { send, send_lens, receive, receive_lens } => {
+                    let (mut send, mut receive) = (send, receive);
+                    for rank in 0..ranks {
+                        let (send_len, receive_len) = (*send_lens.add(rank), *receive_lens.add(rank));
+                        // This rank's own part goes through MPI as well, which holds the two sizes against each other.
+                        this.receive(comm, receive, receive_len, rank, tag)?;
+                        this.send(comm, send, send_len, rank, tag)?;
+                        (send, receive) = (send.add(send_len), receive.add(receive_len));
+                    }
+                }
+                Collective::Broadcast { bytes, len, root } if root == me => {
+                    for rank in others {
+                        this.send(comm, bytes, len, rank, tag)?;
+                    }
+                }
+                Collective::Broadcast { bytes, len, root } => this.receive(comm, bytes, len, root, tag)?,
+                Collective::Barrier => {
+                    let nothing = std::ptr::NonNull::<u8>::dangling().as_ptr();
+                    for rank in others {
+                        this.receive(comm, nothing, 0, rank, tag)?;
+                        this.send(comm, nothing, 0, rank, tag)?;
+                    }
+                }
+            }
+        }
+        Ok(this)
+    }
+
+    /// Does what can be done without waiting. True when the operation has ended, and its memory is left alone.
+    pub(super) fn advance(&mut self, group: &Group) -> Result<bool> {
+        loop {
+            let mut at = 0;
+            while at < self.pieces.len() {
+                match self.ended(at, group)? {
+                    true => drop(self.pieces.swap_remove(at)),
+                    false => at += 1,
+                }
+            }
+            if !self.pieces.is_empty() {
+                return Ok(false);
+            }
+            let Some(mut sums) = self.sums.take() else { return Ok(true) };
+            if sums.exchanged {
+                sums.add_up(group);
+            }
+            let more = sums.exchange(self, group)?;
+            if more {
+                self.sums = Some(sums);
+            }
+        }
+    }
+
+    /// Whether it waits for a rank of the world.
+    pub(super) fn waits_for(&self, rank: usize, group: &Group) -> bool {
+        self.pieces.iter().any(|piece| group.members[piece.peer] == rank)
+    }
+
+    /// The ranks that it waits for, in the world.
+    pub(super) fn missing(&self, group: &Group) -> Vec<usize> {
+        let mut ranks: Vec<usize> = self.pieces.iter().map(|piece| group.members[piece.peer]).collect();
+        ranks.sort_unstable();
+        ranks.dedup();
+        ranks
+    }
+
+    /// Whether a piece is through.
+    fn ended(&mut self, at: usize, group: &Group) -> Result<bool> {
+        let piece = &mut self.pieces[at];
+        let (sent, expected) = match (raw::test(&mut piece.request)?, piece.expected) {
+            (Outcome::UnderWay, _) => return Ok(false),
+            (Outcome::Ended(_), None) => return Ok(true),
+            (Outcome::Ended(len), Some(expected)) if len == expected => return Ok(true),
+            (Outcome::Ended(len), Some(expected)) => (len, expected),
+            (Outcome::Truncated(len), expected) => (len, expected.unwrap_or(0)),
+        };
+        let what = match &self.awaited {
+            Awaited::Message { tag, .. } | Awaited::Taken { tag, .. } => tag.to_string(),
+            Awaited::Collective { what, .. } => what.clone(),
+            Awaited::Start => String::new(),
+        };
+        let (from, to) = (group.members[piece.peer], group.members[group.rank]);
+        Err(CommunicatorError::SizeMismatch { what, from, to, sent, expected })
+    }
+
+    /// # Safety
+    /// The bytes are lent until the operation has ended.
+    unsafe fn send(&mut self, comm: raw::Comm, bytes: *const u8, len: usize, peer: usize, tag: i32) -> Result<()> {
+        for (start, len) in pieces(len) {
+            // SAFETY: the caller's promise.
+            let request = unsafe { raw::isend(comm, bytes.add(start), len, peer, tag) }?;
+            self.pieces.push(Piece { request, peer, expected: None });
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    /// The bytes are lent until the operation has ended.
+    unsafe fn receive(&mut self, comm: raw::Comm, bytes: *mut u8, len: usize, peer: usize, tag: i32) -> Result<()> {
+        for (start, len) in pieces(len) {
+            // SAFETY: the caller's promise.
+            let request = unsafe { raw::irecv(comm, bytes.add(start), len, peer, tag) }?;
+            self.pieces.push(Piece { request, peer, expected: Some(len) });
+        }
+        Ok(())
+    }
+}
+
+impl Sums {
+    fn new(tag: i32, send: *const f32, result: *mut f32, part: Part, gather: Option<*mut f32>) -> Self {
+        // The first part is the longest.
+        let width = WINDOW.min(part.of(0).1);
+        Self { tag, send, result, part, gather, done: 0, width, exchanged: false, received: Vec::new() }
+    }
+
+    /// Start and length of the window at hand in a rank's part.
+    fn window(&self, rank: usize) -> (usize, usize) {
+        let (start, len) = self.part.of(rank);
+        let done = self.done.min(len);
+        (start + done, self.width.min(len - done))
+    }
+
+    /// Adds up the window that was exchanged.
+    fn add_up(&mut self, group: &Group) {
+        let (start, len) = self.window(group.rank);
+        let source = |rank: usize| match rank == group.rank {
+            // SAFETY: the window lies within this rank's part, which is lent.
+            true => unsafe { self.send.add(start) },
+            false => self.received[rank * self.width..].as_ptr(),
+        };
+        // SAFETY: all sources have `len` elements: `received` has a width for each rank, and what comes into it has ended.
+        // The result is lent, and has as many elements as the part. Where it lies in `send`, it is the very part that is
+        // read, block by block, before it is written.
+        unsafe {
+            let result = self.result.add(self.done);
+            sum(group.members.len(), len, source, |at, block| {
+                std::ptr::copy_nonoverlapping(block.as_ptr(), result.add(at), block.len());
+            });
+        }
+        self.done += self.width;
+        self.exchanged = false;
+    }
+
+    /// Starts to exchange the next window, or the sums. False when nothing is left.
+    fn exchange(&mut self, operation: &mut Operation, group: &Group) -> Result<bool> {
+        let (me, ranks, comm, tag) = (group.rank, group.members.len(), group.collectives, self.tag);
+        let others = (0..ranks).filter(|rank| *rank != me);
+        if self.done < self.part.of(0).1 {
+            self.received.resize(ranks * self.width, 0.0);
+            let (_, own) = self.window(me);
+            for rank in others {
+                let (start, len) = self.window(rank);
+                let into = self.received[rank * self.width..].as_mut_ptr();
+                // SAFETY: windows lie within parts, which are lent; `received` has a width for each rank, and is left alone
+                // until the operation's messages have ended.
+                unsafe {
+                    operation.receive(comm, into.cast(), 4 * own, rank, tag)?;
+                    operation.send(comm, self.send.add(start).cast(), 4 * len, rank, tag)?;
+                }
+            }
+            self.exchanged = true;
+            return Ok(true);
+        }
+        let Some(values) = self.gather.take() else { return Ok(false) };
+        let (own, own_len) = self.part.of(me);
+        for rank in others {
+            let (start, len) = self.part.of(rank);
+            // SAFETY: parts lie within the values, which are lent. What was sent of them before has ended.
+            unsafe {
+                operation.receive(comm, values.add(start).cast(), 4 * len, rank, tag)?;
+                operation.send(comm, values.add(own).cast(), 4 * own_len, rank, tag)?;
+            }
+        }
+        Ok(true)
+    }
+}
+
+/// Start and length of what a message is cut into; one piece at least.
+fn pieces(len: usize) -> impl Iterator<Item = (usize, usize)> {
+    (0..len.div_ceil(LARGEST).max(1)).map(move |i| (i * LARGEST, LARGEST.min(len - i * LARGEST)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_messages_are_cut_below_the_largest_count() {
+        let all = |len| pieces(len).collect::<Vec<_>>();
+        assert_eq!(all(0), [(0, 0)]);
+        assert_eq!(all(5), [(0, 5)]);
+        assert_eq!(all(LARGEST), [(0, LARGEST)]);
+        assert_eq!(all(2 * LARGEST + 1), [(0, LARGEST), (LARGEST, LARGEST), (2 * LARGEST, 1)]);
+        assert!(i32::try_from(LARGEST).is_ok());
+    }
+
+    #[test]
+    fn parts_cover_everything_and_the_first_is_the_longest() {
+        for ranks in 1..9 {
+            for count in 0..50 {
+                let parts: Vec<_> = (0..ranks).map(|rank| Part::Of { count, ranks }.of(rank)).collect();
+                let end = parts.iter().fold(0, |end, (start, len)| {
+                    assert_eq!(*start, end);
+                    end + len
+                });
+                assert_eq!(end, count);
+                assert!(parts.iter().all(|(_, len)| *len <= parts[0].1));
+            }
+        }
+    }
+}

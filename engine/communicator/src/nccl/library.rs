@@ -1,0 +1,217 @@
+//! Finds the driver and NCCL on this machine, or says what is missing.
+//!
+//! cudarc loads the driver, and panics where there is none, so it is asked first. NCCL is loaded here: cudarc looks for
+//! `libnccl.so` and versions that NCCL never had, while what is installed is `libnccl.so.2` (the other name comes with the
+//! files for developers); and loading that one beforehand does not help, since the loader goes by names. Types of NCCL are
+//! cudarc's, of the oldest version that it has: newer libraries take older configurations. Result codes are plain numbers
+//! here, as a newer library may know more of them than an enum.
+
+use std::ffi::{CStr, OsStr, OsString, c_char, c_int, c_void};
+use std::sync::OnceLock;
+
+use cudarc::nccl::sys::{ncclComm_t, ncclConfig_t, ncclUniqueId};
+
+use crate::{CommunicatorError, MissingLibrary, Result};
+
+/// Names a file that is loaded instead of whatever is installed.
+pub(super) const LIBRARY_VARIABLE: &str = "GAPLESS_NCCL_LIBRARY";
+
+/// Names under which NCCL is installed: by its packages, and by those for developers.
+const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
+
+/// The oldest version, as NCCL numbers it: 2.18. Its configuration is what newer ones take as well.
+pub(super) const OLDEST: c_int = 21_800;
+
+/// CUDA's streams, as NCCL calls them.
+pub(super) type Stream = *mut c_void;
+
+/// NCCL in this process. It is never unloaded: it has threads.
+pub(super) struct Library {
+    pub(super) functions: Functions,
+    _library: libloading::Library,
+}
+
+/// Declares the functions that are called, all of which return a code, and how they are found.
+macro_rules! functions {
+    ($($field:ident = $symbol:literal ($($argument:ty),*);)*) => {
+        pub(super) struct Functions {
+            $(pub(super) $field: unsafe extern "C" fn($($argument),*) -> c_int,)*
+            error_string: unsafe extern "C" fn(c_int) -> *const c_char,
+            last_error: unsafe extern "C" fn(ncclComm_t) -> *const c_char,
+        }
+
+        impl Functions {
+            /// # Safety
+            /// The library is NCCL, version 2.
+            unsafe fn of(library: &libloading::Library) -> Result<Self, libloading::Error> {
+                // SAFETY: the types are those of NCCL's header, which version 2 keeps.
+                unsafe {
+                    Ok(Self {
+                        $($field: *library.get($symbol)?,)*
+                        error_string: *library.get("ncclGetErrorString")?,
+                        last_error: *library.get("ncclGetLastError")?,
+                    })
+                }
+            }
+        }
+    };
+}
+
+functions! {
+    get_version = "ncclGetVersion" (*mut c_int);
+    get_unique_id = "ncclGetUniqueId" (*mut ncclUniqueId);
+    init = "ncclCommInitRankConfig" (*mut ncclComm_t, c_int, ncclUniqueId, c_int, *mut ncclConfig_t);
+    state = "ncclCommGetAsyncError" (ncclComm_t, *mut c_int);
+    finalize = "ncclCommFinalize" (ncclComm_t);
+    destroy = "ncclCommDestroy" (ncclComm_t);
+    abort = "ncclCommAbort" (ncclComm_t);
+    group_start = "ncclGroupStart" ();
+    group_end = "ncclGroupEnd" ();
+    send = "ncclSend" (*const c_void, usize, c_int, c_int, ncclComm_t, Stream);
+    receive = "ncclRecv" (*mut c_void, usize, c_int, c_int, ncclComm_t, Stream);
+    all_reduce = "ncclAllReduce" (*const c_void, *mut c_void, usize, c_int, c_int, ncclComm_t, Stream);
+    reduce_scatter = "ncclReduceScatter" (*const c_void, *mut c_void, usize, c_int, c_int, ncclComm_t, Stream);
+    all_gather = "ncclAllGather" (*const c_void, *mut c_void, usize, c_int, ncclComm_t, Stream);
+    broadcast = "ncclBroadcast" (*const c_void, *mut c_void, usize, c_int, c_int, ncclComm_t, Stream);
+}
+
+impl Functions {
+    /// What NCCL has to say about a code.
+    pub(super) fn text(&self, code: c_int, comm: ncclComm_t) -> String {
+        let text = |pointer: *const c_char| match pointer.is_null() {
+            true => String::new(),
+            // SAFETY: NCCL returns texts that it owns.
+            false => unsafe { CStr::from_ptr(pointer) }.to_string_lossy().into_owned(),
+        };
+        // SAFETY: any code may be asked about, and a communicator of null is the thread's last error.
+        let (what, last) = unsafe { (text((self.error_string)(code)), text((self.last_error)(comm))) };
+        if last.is_empty() { what } else { format!("{what}; {last}") }
+    }
+}
+
+impl Library {
+    /// NCCL, where the driver is there too.
+    ///
+    /// # Errors
+    /// Naming all that is missing, and the remedies.
+    pub(super) fn load() -> Result<&'static Self> {
+        static LOADED: OnceLock<Library> = OnceLock::new();
+        if let Some(loaded) = LOADED.get() {
+            return Ok(loaded);
+        }
+        // SAFETY: the driver's library is one that may be loaded at any time.
+        let driver = unsafe { cudarc::driver::sys::is_culib_present() };
+        match (driver, find(std::env::var_os(LIBRARY_VARIABLE))) {
+            (true, Ok(library)) => Ok(LOADED.get_or_init(|| library)),
+            (true, Err(missing)) => Err(CommunicatorError::Missing { libraries: vec![missing] }),
+            (false, library) => {
+                let libraries = std::iter::once(driver_is_missing()).chain(library.err()).collect();
+                Err(CommunicatorError::Missing { libraries })
+            }
+        }
+    }
+}
+
+fn driver_is_missing() -> MissingLibrary {
+    // Of cudarc's names, those without the word size, which no driver has.
+    let names = ["cuda", "nvcuda"].into_iter().flat_map(cudarc::get_lib_name_candidates);
+    let names = names.filter(|name| !name.contains("64") && !name.contains("32") && !name.contains("libnv"));
+    MissingLibrary {
+        what: "NVIDIA driver",
+        tried: names.map(|name| (name, String::new())).collect(),
+        remedy: "install NVIDIA's driver (in a container: start it with the GPU), or train on the CPU",
+    }
+}
+
+/// Loads NCCL from where the variable says, or under the first of its names that there is.
+fn find(variable: Option<OsString>) -> Result<Library, MissingLibrary> {
+    let mut tried = Vec::new();
+    for name in names(variable.as_deref()) {
+        match open(&name) {
+            Ok(library) => return Ok(library),
+            Err(why) => tried.push((name.to_string_lossy().into_owned(), why)),
+        }
+    }
+    Err(MissingLibrary {
+        what: "NCCL",
+        tried,
+        remedy: "install NCCL 2.18 or later (Debian and Ubuntu: libnccl2; Python: nvidia-nccl-cu13) and put its folder on \
+                 LD_LIBRARY_PATH, or its file's path into GAPLESS_NCCL_LIBRARY",
+    })
+}
+
+fn names(variable: Option<&OsStr>) -> Vec<OsString> {
+    match variable.filter(|name| !name.is_empty()) {
+        Some(name) => vec![name.to_owned()],
+        None => NAMES.map(OsString::from).to_vec(),
+    }
+}
+
+/// Loads a file as NCCL, or says why not.
+fn open(name: &OsStr) -> Result<Library, String> {
+    let text = |error: libloading::Error| {
+        // The loader's own words are in the source.
+        std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string)
+    };
+    // SAFETY: loading NCCL runs nothing but its own set-up. What else a user names is theirs to answer for.
+    let library = unsafe { libloading::Library::new(name) }.map_err(text)?;
+    // SAFETY: a library with this name and these functions is NCCL.
+    let functions = unsafe { Functions::of(&library) }.map_err(text)?;
+    let mut version = 0;
+    // SAFETY: the result outlives the call.
+    let code = unsafe { (functions.get_version)(&mut version) };
+    match code {
+        0 if version >= OLDEST => Ok(Library { functions, _library: library }),
+        0 => Err(format!("it is version {}", dotted(version))),
+        code => Err(functions.text(code, std::ptr::null_mut())),
+    }
+}
+
+/// A version as people write it.
+fn dotted(version: c_int) -> String {
+    // Up to 2.8, the major version's place was a digit lower.
+    let major = if version < 10_000 { 1000 } else { 10_000 };
+    format!("{}.{}.{}", version / major, version % major / 100, version % 100)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_variable_goes_before_the_installed_names() {
+        let names = |variable: Option<&str>| names(variable.map(OsStr::new));
+        assert_eq!(names(None), ["libnccl.so.2", "libnccl.so"]);
+        assert_eq!(names(Some("")), ["libnccl.so.2", "libnccl.so"]);
+        assert_eq!(names(Some("/opt/nccl/libnccl.so.2.29.7")), ["/opt/nccl/libnccl.so.2.29.7"]);
+    }
+
+    #[test]
+    fn what_is_not_nccl_is_missing_with_the_loaders_words() {
+        let missing = |name: &str| find(Some(name.into())).map(|_| ()).unwrap_err().to_string();
+        let text = missing("/nowhere/libnccl.so.2");
+        assert!(text.starts_with("NCCL (looked for /nowhere/libnccl.so.2: "), "{text}");
+        assert!(text.contains("No such file or directory") && text.contains("GAPLESS_NCCL_LIBRARY"), "{text}");
+        // A library, and not NCCL.
+        let text = missing("libc.so.6");
+        assert!(text.contains("undefined symbol: ncclGetVersion"), "{text}");
+    }
+
+    /// Where the variable names a file, it is NCCL with all functions that are called. Needs no driver.
+    #[test]
+    fn the_named_file_is_taken() {
+        let Some(variable) = std::env::var_os(LIBRARY_VARIABLE) else {
+            println!("{LIBRARY_VARIABLE} is not set");
+            return;
+        };
+        let library = find(Some(variable)).map_err(|missing| missing.to_string()).unwrap();
+        assert!(!library.functions.text(1, std::ptr::null_mut()).is_empty());
+    }
+
+    #[test]
+    fn versions_are_written_as_people_do() {
+        for (version, text) in [(22_907, "2.29.7"), (OLDEST, "2.18.0"), (2_708, "2.7.8")] {
+            assert_eq!(dotted(version), text);
+        }
+    }
+}

@@ -1,0 +1,503 @@
+//! Ranks that are NVIDIA GPUs, through NCCL.
+//!
+//! Messages and collectives are of device memory, and run on a stream of their own beside what the rank computes. The
+//! ranks find each other over another communicator of the host, which also carries everything that is not a tensor:
+//! agreements, the news that a rank has failed.
+//!
+//! NCCL knows no tags. So before a program is run, its ranks agree on one order of all their messages
+//! ([`launch_order`](super::launch_order)), and every run begins with [`Nccl::follow`]:
+//!
+//! ```no_run
+//! use std::sync::Arc;
+//!
+//! use gapless_communicator::{Communicator, Nccl, Request, Result, Tag, launch_order::{Call, Start}, world};
+//!
+//! # fn run(bytes: *mut u8) -> gapless_engine::Result<()> {
+//! let mut rank = Nccl::on_device(world()?, 0)?;              // under mpirun: one process per GPU
+//! let (tag, len) = (Tag::default(), 1 << 20);
+//! let start = match rank.rank() {
+//!     0 => Start::Send { to: 1, tag, len },
+//!     _ => Start::Receive { from: 0, tag, len },
+//! };
+//! let order = Arc::new(rank.agree(&[Call::Start(start), Call::Wait(0)])?);
+//! for _step in 0..10 {
+//!     rank.follow(&order)?;
+//!     // SAFETY: the bytes are device memory that is left alone until the wait.
+//!     let request = unsafe {
+//!         match rank.rank() {
+//!             0 => rank.isend(bytes, len, 1, tag)?,
+//!             _ => rank.irecv(bytes, len, 0, tag)?,
+//!         }
+//!     };
+//!     rank.wait(request)?;
+//! }
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! `library` finds NCCL, `raw` calls it, `operation` is one operation's way through it.
+
+mod library;
+mod operation;
+mod raw;
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr};
+
+use self::library::Library;
+use self::operation::{Operation, Slot, Status, cuda};
+use self::raw::{Comm, ID_BYTES};
+use crate::launch_order::{Call, Kind, Launch, LaunchOrder, LaunchQueue, Start};
+use crate::{Awaited, Collective, Communicator, CommunicatorError, Memory, Owner, Request, Result, Tag};
+
+/// Looks at the device without rest this often, and then at an interval.
+const EAGER_POLLS: u32 = 2000;
+const INTERVAL: Duration = Duration::from_micros(20);
+
+/// How often a rank that waits asks whether another has failed.
+const HEARTBEAT: Duration = Duration::from_millis(100);
+
+/// In which order f32 are added up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Sums {
+    /// In the order of ranks, as [`Collective`] promises. Of two ranks there is but one order; sums over more are refused.
+    #[default]
+    InOrder,
+    /// In NCCL's, which depends on the topology, the algorithm and the size: the same bits on all ranks, but other bits than
+    /// elsewhere, and perhaps than on another day.
+    AnyOrder,
+}
+
+/// A rank that is a GPU. Made by [`Nccl::on_device`] or [`Nccl::over`], by all ranks of a communicator of the host.
+///
+/// An operation begins when the stream that was given has come to where it was at the operation's start, so memory may be
+/// lent that is still being computed. What is lent is device memory of this rank's GPU, except for the sizes of
+/// [`Collective::AllToAllV`], which are the host's. [`wait`](Communicator::wait) blocks the host.
+///
+/// Unlike the other backends' a start may wait for another rank, the first time that the two exchange anything; the common
+/// order sees to it that no circle comes of that. All ranks drop their communicators in the same order.
+pub struct Nccl {
+    /// The same ranks, over the host.
+    control: Box<dyn Communicator>,
+    owner: Owner,
+    /// The ranks' numbers in the world.
+    members: Arc<[usize]>,
+    comm: Comm,
+    /// Makes what is sent, and reads what was received.
+    compute: Arc<CudaStream>,
+    /// Runs what was launched.
+    stream: Arc<CudaStream>,
+    /// An element of the device, for what has no memory of its own, and its address.
+    word: (CudaSlice<f32>, u64),
+    slots: Vec<Slot>,
+    /// The run under way.
+    run: Option<LaunchQueue>,
+    /// Slots of the run's starts, in order.
+    started: Vec<usize>,
+    sums: Sums,
+    timeout: Duration,
+    failure: Option<CommunicatorError>,
+}
+
+impl Nccl {
+    /// This rank of `control`'s ranks, on a GPU by its number in this process, with a new stream for its computations. A
+    /// collective operation.
+    ///
+    /// # Errors
+    /// [`CommunicatorError::Missing`] without driver or NCCL, before anything else. What NCCL refuses, such as two ranks on
+    /// one GPU. Whoever gets an error leaves, and the others' calls fail.
+    pub fn on_device(control: Box<dyn Communicator>, ordinal: usize) -> Result<Self> {
+        Library::load()?;
+        let context = CudaContext::new(ordinal).map_err(cuda("cuDevicePrimaryCtxRetain"))?;
+        let compute = context.new_stream().map_err(cuda("cuStreamCreate"))?;
+        Self::over(control, &compute)
+    }
+
+    /// As [`Self::on_device`], with the GPU and the computations of a stream that there is already.
+    ///
+    /// # Errors
+    /// As [`Self::on_device`].
+    pub fn over(control: Box<dyn Communicator>, compute: &Arc<CudaStream>) -> Result<Self> {
+        let members = (0..control.size()).collect();
+        Self::join(control, members, compute, super::default_timeout()?)
+    }
+
+    fn join(
+        mut control: Box<dyn Communicator>,
+        members: Arc<[usize]>,
+        compute: &Arc<CudaStream>,
+        timeout: Duration,
+    ) -> Result<Self> {
+        let library = Library::load()?;
+        let context = compute.context();
+        context.bind_to_thread().map_err(cuda("cuCtxSetCurrent"))?;
+        let stream = context.new_stream().map_err(cuda("cuStreamCreate"))?;
+        let word = stream.alloc_zeros(1).map_err(cuda("cuMemAlloc"))?;
+        let word_address = word.device_ptr(&stream).0;
+        let mut id = if control.rank() == 0 { raw::unique_id(library)? } else { [0; ID_BYTES] };
+        control.broadcast(&mut id, 0)?;
+        let comm = Comm::join(library, id, control.rank(), control.size())?;
+        let mut this = Self {
+            control,
+            owner: Owner::new(),
+            members,
+            comm,
+            compute: compute.clone(),
+            stream,
+            word: (word, word_address),
+            slots: Vec::new(),
+            run: None,
+            started: Vec::new(),
+            sums: Sums::default(),
+            timeout,
+            failure: None,
+        };
+        let joining = Awaited::Collective { what: "NCCL's set-up".into(), missing: Vec::new() };
+        this.until(|_| joining.clone(), |_| Ok(true))?;
+        Ok(this)
+    }
+
+    /// The stream that computes.
+    pub fn compute(&self) -> &Arc<CudaStream> {
+        &self.compute
+    }
+
+    /// Allows sums in another order than that of ranks, or forbids them again.
+    pub fn set_sums(&mut self, sums: Sums) {
+        self.sums = sums;
+    }
+
+    /// Agrees with all ranks on the order of a program's messages. A collective operation, once per program.
+    ///
+    /// # Errors
+    /// As [`LaunchOrder::agree`].
+    pub fn agree(&mut self, program: &[Call]) -> Result<LaunchOrder> {
+        LaunchOrder::agree(&mut *self.control, program)
+    }
+
+    /// Begins a run of the program that an order was agreed on for. It is over when everything was started that belongs to
+    /// it. Outside of a run there are collectives alone.
+    ///
+    /// # Errors
+    /// When another run is under way.
+    pub fn follow(&mut self, order: &Arc<LaunchOrder>) -> Result<()> {
+        if self.run.is_some() {
+            return Err(CommunicatorError::Unsupported {
+                what: "a run of a program before the end of another on the same communicator",
+                remedy: "start everything that the first one was agreed to start, or split the communicator",
+            });
+        }
+        self.started.clear();
+        self.started.reserve(order.starts().len());
+        let queue = LaunchQueue::new(order);
+        self.run = (!queue.is_over()).then_some(queue);
+        Ok(())
+    }
+
+    /// This rank in the world.
+    fn me(&self) -> usize {
+        self.members[self.control.rank()]
+    }
+
+    /// Makes the GPU this thread's.
+    fn bind(&self) -> Result<()> {
+        self.compute.context().bind_to_thread().map_err(cuda("cuCtxSetCurrent"))
+    }
+
+    fn expect_rank(&self, rank: usize) -> Result<()> {
+        let size = self.members.len();
+        if rank < size { Ok(()) } else { Err(CommunicatorError::NoSuchRank { rank, size }) }
+    }
+
+    /// Starts an operation, and launches whatever has its turn.
+    ///
+    /// # Safety
+    /// Its memory is lent until the request was waited for.
+    unsafe fn begin(&mut self, operation: Operation) -> Result<Request> {
+        if let Some(failure) = &self.failure {
+            return Err(failure.clone());
+        }
+        self.bind()?;
+        // SAFETY: an all-to-all has one size per rank.
+        unsafe { operation.expect_on_device(self.members.len(), self.compute.context()) }?;
+        let start = operation.start();
+        let me = self.me();
+        match self.run.as_mut().map(|queue| queue.start(me, start)) {
+            Some(Ok(_)) => {}
+            Some(Err(error)) => return Err(self.fail(error)),
+            None if matches!(start, Start::Collective(_)) => {}
+            None => {
+                return Err(CommunicatorError::Unsupported {
+                    what: "a message that no order was agreed on for, over NCCL",
+                    remedy: "agree on the order of the program's messages, and begin each run with follow",
+                });
+            }
+        }
+        let slot = self.open(operation)?;
+        // SAFETY: the caller's promise, now and for what was held before.
+        unsafe {
+            if self.run.is_some() {
+                self.started.push(slot);
+                self.launch_all()?;
+            } else {
+                self.launch(slot)?;
+            }
+        }
+        Ok(Request { owner: self.owner, slot })
+    }
+
+    /// Takes a slot for an operation.
+    fn open(&mut self, operation: Operation) -> Result<usize> {
+        let free = self.slots.iter().position(|slot| slot.status == Status::Free);
+        let index = match free {
+            Some(index) => index,
+            None => {
+                let slot = Slot::new(self.compute.context(), operation).map_err(|error| self.fail(error))?;
+                self.slots.push(slot);
+                self.slots.len() - 1
+            }
+        };
+        self.slots[index].hold(operation, &self.compute).map_err(|error| self.fail(error))?;
+        Ok(index)
+    }
+
+    /// Launches what has its turn in the run.
+    ///
+    /// # Safety
+    /// The memory of all that is held is lent.
+    unsafe fn launch_all(&mut self) -> Result<()> {
+        while let Some(launch) = self.run.as_mut().and_then(LaunchQueue::launch) {
+            // SAFETY: the caller's promise.
+            unsafe {
+                match launch {
+                    Launch::One(start) => self.launch(self.started[start])?,
+                    Launch::Oneself { send, receive } => self.copy(self.started[send], self.started[receive])?,
+                }
+            }
+        }
+        if self.run.as_ref().is_some_and(LaunchQueue::is_over) {
+            self.run = None;
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    /// The memory of the slot's operation is lent.
+    unsafe fn launch(&mut self, index: usize) -> Result<()> {
+        let word = self.word.1 as *mut f32;
+        // SAFETY: the caller's promise; the word is this communicator's.
+        let launched = unsafe { self.slots[index].launch(&self.comm, self.members.len(), &self.stream, word) };
+        launched.map_err(|error| self.fail(error))?;
+        self.until(|this| this.slots[index].operation.awaited(&this.members), |_| Ok(true))?;
+        self.slots[index].launched(&self.stream).map_err(|error| self.fail(error))
+    }
+
+    /// # Safety
+    /// The memory of both slots' operations is lent.
+    unsafe fn copy(&mut self, send: usize, receive: usize) -> Result<()> {
+        // SAFETY: the caller's promise.
+        let copied = unsafe { self.slots[send].copy_to(&self.slots[receive], &self.stream) };
+        copied.map_err(|error| self.fail(error))?;
+        for index in [send, receive] {
+            self.slots[index].launched(&self.stream).map_err(|error| self.fail(error))?;
+        }
+        Ok(())
+    }
+
+    /// Waits until NCCL is through with what it was called for, and something more.
+    fn until(&mut self, awaited: impl Fn(&Self) -> Awaited, mut and: impl FnMut(&Self) -> Result<bool>) -> Result<()> {
+        let begun = Instant::now();
+        let mut asked = begun;
+        let mut polls = 0;
+        loop {
+            match self.comm.is_settled().and_then(|settled| Ok(settled && and(self)?)) {
+                Ok(true) => return Ok(()),
+                Ok(false) => {}
+                Err(error) => return Err(self.fail(error)),
+            }
+            polls += 1;
+            if polls < EAGER_POLLS {
+                std::hint::spin_loop();
+                continue;
+            }
+            std::thread::sleep(INTERVAL);
+            if begun.elapsed() >= self.timeout {
+                let (rank, awaited) = (self.me(), awaited(self));
+                return Err(self.fail(CommunicatorError::Timeout { rank, awaited, after: self.timeout }));
+            }
+            if asked.elapsed() >= HEARTBEAT {
+                asked = Instant::now();
+                match heartbeat(&mut *self.control) {
+                    Ok(()) => {}
+                    Err(CommunicatorError::PeerGone { rank, why, by, .. }) => {
+                        let awaited = awaited(self);
+                        return Err(self.fail(CommunicatorError::PeerGone { rank, why, by, awaited }));
+                    }
+                    Err(error) => return Err(self.fail(error)),
+                }
+            }
+        }
+    }
+
+    /// Ends everything of this rank, and tells the others. Nothing touches lent memory afterwards.
+    fn fail(&mut self, error: CommunicatorError) -> CommunicatorError {
+        if self.failure.is_none() {
+            self.end();
+            self.failure = Some(error.clone());
+            self.control.abort(&error.to_string());
+        }
+        error
+    }
+
+    fn end(&mut self) {
+        self.comm.abort();
+        // What was launched ends with the communicator. There is nothing to be done about a stream that does not answer.
+        let _ = self.stream.synchronize();
+    }
+
+    /// Leaves in order, together with the others.
+    fn leave(&mut self) -> Result<()> {
+        self.bind()?;
+        self.comm.finalize()?;
+        let leaving = Awaited::Collective { what: "the end of NCCL".into(), missing: Vec::new() };
+        self.until(|_| leaving.clone(), |_| Ok(true))?;
+        self.comm.destroy()
+    }
+}
+
+// SAFETY: `wait` returns without an error when the operation's event has come to pass, so that the device is through with
+// the memory, and with one after `fail` or a failure before it, which aborts the communicator and waits for its stream. So does
+// a drop with operations under way. Addresses are those of a device.
+unsafe impl Communicator for Nccl {
+    fn rank(&self) -> usize {
+        self.control.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.members.len()
+    }
+
+    fn memory(&self) -> Memory {
+        Memory::Device
+    }
+
+    fn set_timeout(&mut self, timeout: Duration) {
+        self.timeout = timeout;
+        self.control.set_timeout(timeout);
+    }
+
+    unsafe fn isend(&mut self, bytes: *const u8, len: usize, to: usize, tag: Tag) -> Result<Request> {
+        self.expect_rank(to)?;
+        // SAFETY: the caller's promise.
+        unsafe { self.begin(Operation::Send { bytes, len, to, tag }) }
+    }
+
+    unsafe fn irecv(&mut self, bytes: *mut u8, len: usize, from: usize, tag: Tag) -> Result<Request> {
+        self.expect_rank(from)?;
+        // SAFETY: the caller's promise.
+        unsafe { self.begin(Operation::Receive { bytes, len, from, tag }) }
+    }
+
+    unsafe fn start(&mut self, collective: Collective) -> Result<Request> {
+        match collective.kind() {
+            Kind::Broadcast { root, .. } => self.expect_rank(root)?,
+            Kind::AllReduce { .. } | Kind::ReduceScatter { .. }
+                if self.sums == Sums::InOrder && self.members.len() > 2 =>
+            {
+                return Err(CommunicatorError::Unsupported {
+                    what: "a sum in the order of ranks over more than two GPUs",
+                    remedy: "allow NCCL's own order with set_sums(Sums::AnyOrder), whose bits are not those of other backends",
+                });
+            }
+            _ => {}
+        }
+        // SAFETY: the caller's promise.
+        unsafe { self.begin(Operation::Collective(collective)) }
+    }
+
+    fn wait(&mut self, request: Request) -> Result<()> {
+        if request.owner != self.owner {
+            return Err(CommunicatorError::UnknownRequest);
+        }
+        self.bind().map_err(|error| self.fail(error))?;
+        let index = request.slot;
+        let outcome = match (&self.failure, self.slots[index].status) {
+            (Some(failure), _) => Err(failure.clone()),
+            (None, Status::Held) => {
+                // A program that was agreed on does not come here.
+                let expected = self.run.as_ref().and_then(LaunchQueue::held_back_by).map(ToString::to_string);
+                let error = CommunicatorError::NotAsAgreed {
+                    rank: self.me(),
+                    number: self.started.len(),
+                    started: format!("to wait for {}", self.slots[index].operation.start()),
+                    expected: expected.unwrap_or_default(),
+                };
+                Err(self.fail(error))
+            }
+            (None, _) => self
+                .until(|this| this.slots[index].operation.awaited(&this.members), |this| this.slots[index].is_done()),
+        };
+        self.slots[index].status = Status::Free;
+        outcome
+    }
+
+    fn split(&mut self, color: usize, key: usize) -> Result<Box<dyn Communicator>> {
+        const WORD: usize = size_of::<usize>();
+        let mut part = self.control.split(color, key).map_err(|error| self.fail(error))?;
+        let mut members = vec![0; WORD * part.size()];
+        part.all_gather(&self.me().to_ne_bytes(), &mut members).map_err(|error| self.fail(error))?;
+        let members =
+            members.chunks_exact(WORD).map(|word| usize::from_ne_bytes(word.try_into().expect("a word's bytes")));
+        let mut part = Self::join(part, members.collect(), &self.compute, self.timeout)?;
+        part.sums = self.sums;
+        Ok(Box::new(part))
+    }
+
+    fn abort(&mut self, reason: &str) {
+        self.end();
+        let (rank, why) = (self.me(), reason.to_owned());
+        self.failure.get_or_insert(CommunicatorError::PeerGone { rank, why, by: rank, awaited: Awaited::Start });
+        self.control.abort(reason);
+    }
+}
+
+impl Drop for Nccl {
+    fn drop(&mut self) {
+        let under_way = self.slots.iter().filter(|slot| slot.status != Status::Free).count();
+        if self.failure.is_some() {
+            self.end();
+        } else if std::thread::panicking() {
+            self.abort("its thread panicked");
+        } else if under_way > 0 {
+            self.abort(&format!("it left with {under_way} operation(s) under way"));
+        } else if let Err(error) = self.leave() {
+            tracing::warn!("rank {} left NCCL out of order: {error}", self.me());
+        }
+    }
+}
+
+impl fmt::Debug for Nccl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let device = self.compute.context().ordinal();
+        let (rank, members) = (self.control.rank(), &self.members);
+        f.debug_struct("Nccl")
+            .field("rank", &rank)
+            .field("members", members)
+            .field("device", &device)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Hears whether a rank has failed: by a message to oneself, which fails if one has.
+fn heartbeat(control: &mut dyn Communicator) -> Result<()> {
+    let (me, tag) = (control.rank(), Tag::default());
+    let nothing = std::ptr::NonNull::<u8>::dangling().as_ptr();
+    // SAFETY: the message is empty.
+    let requests = unsafe { [control.isend(nothing, 0, me, tag)?, control.irecv(nothing, 0, me, tag)?] };
+    requests.into_iter().try_for_each(|request| control.wait(request))
+}

@@ -1,0 +1,82 @@
+//! Where ranks come from: threads of this process, or whoever started it.
+
+use std::panic::resume_unwind;
+
+use gapless_parallel::World;
+
+use crate::{Communicator, CommunicatorError, InProcess, Result};
+
+/// Runs `f` once per rank, each on a thread of its own, and returns what each had to say, in the order of ranks.
+///
+/// ```
+/// use gapless_communicator::{CommunicatorError, on_threads};
+///
+/// let sums = on_threads(3, |mut world| {
+///     let mut values = [world.rank() as f32 + 1.0];
+///     world.all_reduce(&mut values)?;
+///     Ok::<_, CommunicatorError>(values[0])
+/// })?;
+/// assert_eq!(sums, [6.0, 6.0, 6.0]);
+/// # Ok::<(), CommunicatorError>(())
+/// ```
+///
+/// # Errors
+/// The first rank's error that is not the mere echo of another rank's failure.
+///
+/// # Panics
+/// When a rank does, once all have ended; its end makes the others' waits fail.
+pub fn on_threads<T: Send, E: RankError>(
+    ranks: usize,
+    f: impl Fn(Box<dyn Communicator>) -> Result<T, E> + Sync,
+) -> Result<Vec<T>, E> {
+    let outcomes: Vec<_> = std::thread::scope(|scope| {
+        let start = |rank: InProcess| scope.spawn(|| f(Box::new(rank)));
+        let threads: Vec<_> = InProcess::world(ranks).into_iter().map(start).collect();
+        threads.into_iter().map(|thread| thread.join()).collect()
+    });
+    let mut values = Vec::with_capacity(ranks);
+    let mut echo = None;
+    for outcome in outcomes {
+        match outcome {
+            Err(panic) => resume_unwind(panic),
+            Ok(Ok(value)) => values.push(value),
+            Ok(Err(error)) if is_echo(&error) => _ = echo.get_or_insert(error),
+            Ok(Err(error)) => return Err(error),
+        }
+    }
+    echo.map_or(Ok(values), Err)
+}
+
+/// Errors of what a rank does, which may come of another rank's end.
+pub trait RankError: Send {
+    /// The failure of a message or collective that it came of.
+    fn communicator(&self) -> Option<&CommunicatorError>;
+}
+
+impl RankError for CommunicatorError {
+    fn communicator(&self) -> Option<&CommunicatorError> {
+        Some(self)
+    }
+}
+
+fn is_echo(error: &impl RankError) -> bool {
+    matches!(error.communicator(), Some(CommunicatorError::PeerGone { .. }))
+}
+
+/// The world that this process was started in: of MPI, under `mpirun` and the like; else a world of this process alone.
+///
+/// # Errors
+/// When the environment speaks of several ranks, but this program was built without the feature `mpi`; when it
+/// contradicts itself; when MPI cannot be started.
+pub fn world() -> Result<Box<dyn Communicator>> {
+    match World::discover()? {
+        #[cfg(feature = "mpi")]
+        Some(_) => Ok(Box::new(crate::Mpi::world()?)),
+        #[cfg(not(feature = "mpi"))]
+        Some(world) if world.size > 1 => Err(CommunicatorError::Unsupported {
+            what: "a world of several processes in a program built without the feature `mpi`",
+            remedy: "build it with --features mpi, or use ranks that are threads (on_threads)",
+        }),
+        _ => Ok(Box::new(InProcess::world(1).remove(0))),
+    }
+}

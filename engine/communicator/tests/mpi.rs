@@ -1,0 +1,262 @@
+//! Ranks that are processes: the cases of all backends under `mpirun`, and what becomes of a job when a rank fails.
+//!
+//! The program runs itself under `mpirun`, so it has a `main` of its own. Without the feature `mpi`, or without `mpirun`,
+//! it says so and ends.
+
+#[cfg(feature = "mpi")]
+mod communicator_cases;
+
+fn main() {
+    if std::env::args().any(|argument| argument == "--list") {
+        println!("mpi: test");
+        return;
+    }
+    #[cfg(not(feature = "mpi"))]
+    println!("test mpi ... skipped: built without the feature `mpi`");
+    #[cfg(feature = "mpi")]
+    jobs::main();
+}
+
+#[cfg(feature = "mpi")]
+mod jobs {
+    use std::io::{BufRead, BufReader, Read};
+    use std::process::{Child, Command, Stdio};
+    use std::time::{Duration, Instant};
+
+    use gapless_communicator::{Communicator, Mpi, Result, Tag};
+
+    use crate::communicator_cases::CASES;
+
+    /// The rank that fails, where one does.
+    const CULPRIT: usize = 1;
+
+    pub fn main() {
+        let arguments: Vec<String> = std::env::args().collect();
+        if let [_, flag, job] = &arguments[..]
+            && flag == "--job"
+        {
+            return run(job);
+        }
+        match Command::new("mpirun").arg("--version").output() {
+            Err(error) => println!("test mpi ... skipped: mpirun cannot be run: {error}"),
+            Ok(version) if !String::from_utf8_lossy(&version.stdout).contains("Open MPI") => {
+                println!("test mpi ... skipped: mpirun is not OpenMPI's, whose flags this test knows");
+            }
+            Ok(_) => [2, 4].into_iter().for_each(test),
+        }
+    }
+
+    /// What a process does under `mpirun`.
+    fn run(job: &str) {
+        let mut world = match Mpi::world() {
+            Ok(world) => world,
+            Err(error) => {
+                eprintln!("no world: {error}");
+                std::process::exit(3);
+            }
+        };
+        let culprit = world.rank() == CULPRIT;
+        let ended = match job {
+            "cases" => cases(&mut world),
+            "all_reduce" => time_all_reduce(&mut world),
+            "huge" => huge(&mut world),
+            "panic" if culprit => panic!("as the test wants it"),
+            "panic of a thread" if culprit => {
+                let _ = std::thread::spawn(|| panic!("as the test wants it")).join();
+                unreachable!("the job ends in the panic")
+            }
+            "exit" if culprit => std::process::exit(7),
+            "abort" if culprit => {
+                world.abort("the disk is full");
+                unreachable!("the job ends in the abort")
+            }
+            "leave" if culprit => {
+                let mut byte = [0];
+                // A message that nobody sends. SAFETY: the communicator is dropped before the byte.
+                let _request = unsafe { world.irecv(byte.as_mut_ptr(), 1, 0, Tag { stage: 9, ..Tag::default() }) };
+                drop(world);
+                unreachable!("the job ends in the drop")
+            }
+            "leave in order" if culprit => Ok(()),
+            "leave when done" => leave_when_done(&mut world),
+            "kill" | "hang" if culprit => {
+                world.barrier().expect("all ranks are there");
+                println!("pid {}", std::process::id());
+                loop {
+                    std::thread::park();
+                }
+            }
+            "kill" | "hang" => world.barrier().and_then(|()| wait_for_the_culprit(&mut world)),
+            "hang in a sum" if culprit => loop {
+                std::thread::park();
+            },
+            "hang in a sum" => world.all_reduce(&mut [1.0; 100]),
+            "sizes" => match culprit {
+                true => world.send(&[0; 8], 0, Tag { micro_batch: 4, ..Tag::default() }),
+                false if world.rank() == 0 => {
+                    world.receive(&mut [0; 12], CULPRIT, Tag { micro_batch: 4, ..Tag::default() })
+                }
+                false => world.barrier(),
+            },
+            "too long" => match culprit {
+                true => world.send(&[0; 16], 0, Tag::default()),
+                false if world.rank() == 0 => world.receive(&mut [0; 12], CULPRIT, Tag::default()),
+                false => world.barrier(),
+            },
+            _ => wait_for_the_culprit(&mut world),
+        };
+        if let Err(error) = ended {
+            eprintln!("rank {} ended with: {error}", world.rank());
+            std::process::exit(1);
+        }
+    }
+
+    fn cases(world: &mut dyn Communicator) -> Result<()> {
+        for (name, case) in CASES {
+            case(world).inspect_err(|error| eprintln!("{name}: {error}"))?;
+            if world.rank() == 0 {
+                println!("case {name}");
+            }
+        }
+        Ok(())
+    }
+
+    fn wait_for_the_culprit(world: &mut dyn Communicator) -> Result<()> {
+        world.receive(&mut [0], CULPRIT, Tag { stage: 2, micro_batch: 7, ..Tag::default() })
+    }
+
+    /// The culprit is gone before anyone takes the last of its messages; the others go on with each other.
+    fn leave_when_done(world: &mut dyn Communicator) -> Result<()> {
+        let mut others = world.split(usize::from(world.rank() == CULPRIT), 0)?;
+        match world.rank() {
+            CULPRIT => (0..50).try_for_each(|i| world.send(&[7; 1000], 0, Tag { micro_batch: i, ..Tag::default() })),
+            0 => {
+                (0..1000).try_for_each(|_| others.barrier())?;
+                (0..50)
+                    .try_for_each(|i| world.receive(&mut [0; 1000], CULPRIT, Tag { micro_batch: i, ..Tag::default() }))
+            }
+            _ => (0..1000).try_for_each(|_| others.barrier()),
+        }
+    }
+
+    /// Milliseconds for the sum of 64 MiB, the median of 9.
+    fn time_all_reduce(world: &mut dyn Communicator) -> Result<()> {
+        let mut values = vec![1.0; 16 << 20];
+        let mut times = Vec::new();
+        for _ in 0..9 {
+            world.barrier()?;
+            let start = Instant::now();
+            world.all_reduce(&mut values)?;
+            times.push(start.elapsed());
+        }
+        times.sort();
+        if world.rank() == 0 {
+            println!("all_reduce of 64 MiB on {} ranks: {:.1} ms", world.size(), times[4].as_secs_f64() * 1e3);
+        }
+        Ok(())
+    }
+
+    /// One message of more bytes than MPI can count. Too large for a test that always runs: `--job huge` by hand.
+    fn huge(world: &mut dyn Communicator) -> Result<()> {
+        const LEN: usize = (1 << 31) + 12_345;
+        let byte = |i: usize| (i % 251) as u8;
+        match world.rank() {
+            0 => world.send(&(0..LEN).map(byte).collect::<Vec<_>>(), 1, Tag::default()),
+            1 => {
+                let mut bytes = vec![0; LEN];
+                world.receive(&mut bytes, 0, Tag::default())?;
+                assert!(bytes.iter().enumerate().all(|(i, found)| *found == byte(i)));
+                println!("{LEN} bytes arrived");
+                Ok(())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// All jobs with a number of ranks.
+    fn test(ranks: usize) {
+        let (succeeds, said, text) = ended(start(ranks, "cases", &[]));
+        assert!(succeeds, "cases on {ranks} ranks:\n{text}");
+        assert_eq!(said.lines().filter(|line| line.starts_with("case ")).count(), CASES.len(), "{said}");
+        println!("test mpi: {} cases on {ranks} ranks ... ok", CASES.len());
+
+        let (succeeds, _, text) = ended(start(ranks, "leave when done", &[]));
+        assert!(succeeds, "a rank that leaves when it is done, of {ranks}:\n{text}");
+        println!("test mpi: a rank of {ranks} leaves when it is done ... ok");
+
+        let long: &[_] = &[("GAPLESS_TIMEOUT_SECONDS", "300")];
+        let short: &[_] = &[("GAPLESS_TIMEOUT_SECONDS", "0.5")];
+        let elsewhere: &[_] = &[("RANK", "0"), ("WORLD_SIZE", "9")];
+        // Each with what has to be said, by us or by mpirun.
+        let failures = [
+            ("kill", long, &["rank 1 ", "signal 9"][..]),
+            ("panic", long, &["as the test wants it", "gapless: rank 1 panicked"]),
+            ("panic of a thread", long, &["as the test wants it", "gapless: rank 1 panicked"]),
+            // As mpirun names rank 1.
+            ("exit", long, &[",1],1]", "Exit code:    7"]),
+            ("abort", long, &["gapless: rank 1 ends the job: the disk is full"]),
+            ("leave", long, &["gapless: rank 1 left with 1 operation(s) under way"]),
+            ("leave in order", long, &["rank 1 left while rank ", "micro-batch 7, from rank 1"]),
+            (
+                "hang",
+                short,
+                &["gave up after 0.5 s waiting for the activations of stage 2, micro-batch 7, from rank 1"],
+            ),
+            ("hang in a sum", short, &["gave up after 0.5 s waiting for all_reduce of 100 elements", "rank(s) [1]"]),
+            (
+                "sizes",
+                long,
+                &[
+                    "gapless: rank 0 failed: ",
+                    "micro-batch 4 from rank 1 to rank 0: 8 bytes were sent, 12 are expected",
+                ],
+            ),
+            ("too long", long, &["from rank 1 to rank 0: 16 bytes were sent, 12 are expected"]),
+            ("elsewhere", elsewhere, &["but RANK/WORLD_SIZE says rank 0 of 9"]),
+        ];
+        for (job, environment, expected) in failures {
+            let begin = Instant::now();
+            let mut child = start(ranks, job, environment);
+            if job == "kill" {
+                kill(&mut child);
+            }
+            let (succeeds, _, text) = ended(child);
+            assert!(!succeeds, "{job} on {ranks} ranks ends with success:\n{text}");
+            for expected in expected {
+                assert!(text.contains(expected), "{job} on {ranks} ranks does not say {expected:?}:\n{text}");
+            }
+            let took = Duration::from_millis(begin.elapsed().as_millis() as u64);
+            println!("test mpi: {job} on {ranks} ranks ends the job ({took:?}) ... ok");
+        }
+    }
+
+    fn start(ranks: usize, job: &str, environment: &[(&str, &str)]) -> Child {
+        let mut command = Command::new("mpirun");
+        command.args(["--oversubscribe", "--bind-to", "none", "--mca", "btl_tcp_if_include", "lo"]);
+        command.args(["-n", &ranks.to_string()]).arg(std::env::current_exe().unwrap()).args(["--job", job]);
+        command.env("OMPI_ALLOW_RUN_AS_ROOT", "1").env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
+        command.envs(environment.iter().copied());
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("mpirun starts")
+    }
+
+    /// Kills the culprit once it has said that it is there.
+    fn kill(job: &mut Child) {
+        let said = BufReader::new(job.stdout.as_mut().unwrap()).lines();
+        let pid = said.map(|line| line.unwrap()).find_map(|line| line.strip_prefix("pid ").map(str::to_owned));
+        let pid = pid.expect("the culprit says its process id");
+        assert!(Command::new("kill").args(["-9", &pid]).status().unwrap().success());
+    }
+
+    /// Whether the job succeeded, what it said, and its errors.
+    fn ended(mut job: Child) -> (bool, String, String) {
+        let mut stderr = job.stderr.take().unwrap();
+        let errors = std::thread::spawn(move || {
+            let mut text = String::new();
+            stderr.read_to_string(&mut text).map(|_| text)
+        });
+        let mut said = String::new();
+        job.stdout.take().unwrap().read_to_string(&mut said).unwrap();
+        let succeeded = job.wait().unwrap().success();
+        (succeeded, said, errors.join().unwrap().unwrap())
+    }
+}

@@ -1,0 +1,118 @@
+//! A corpus: documents in a fixed order, what was read to get them, and their hash.
+
+use std::fmt;
+
+/// One text that belongs together: a file, or a line of a .jsonl file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Document {
+    /// Where it came from, for messages.
+    pub name: String,
+    /// The text; never empty.
+    pub text: String,
+}
+
+/// Documents in a fixed order. The same files give the same corpus on every machine.
+#[derive(Debug, Clone, Default)]
+pub struct Corpus {
+    documents: Vec<Document>,
+    packages: usize,
+    files: usize,
+    skipped: usize,
+}
+
+/// What was read, as one line.
+///
+/// ```
+/// use gapless_data::CorpusReport;
+/// let report = CorpusReport { packages: 3, files: 41, documents: 40, bytes: 5 << 20, skipped: 1, hash: "9f2c41d07b55aa10".into() };
+/// assert_eq!(report.to_string(), "40 documents (5.0 MiB) from 41 files of 3 packages, 1 skipped, corpus 9f2c41d0");
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct CorpusReport {
+    /// Packages of the lock file that were there; 0 for files and folders.
+    pub packages: usize,
+    /// Files that were read.
+    pub files: usize,
+    /// Texts in them that are not empty.
+    pub documents: usize,
+    /// Bytes of text.
+    pub bytes: u64,
+    /// Files that were not text.
+    pub skipped: usize,
+    /// blake3 of the texts in their order, in hexadecimal.
+    pub hash: String,
+}
+
+impl Corpus {
+    /// A corpus of texts that are already in memory. Empty ones are left out.
+    pub fn from_texts<T: Into<String>>(texts: impl IntoIterator<Item = T>) -> Self {
+        let mut corpus = Self::default();
+        for (index, text) in texts.into_iter().enumerate() {
+            corpus.push(format!("text {index}"), text.into());
+        }
+        corpus
+    }
+
+    /// The documents.
+    pub fn documents(&self) -> &[Document] {
+        &self.documents
+    }
+
+    /// Bytes of text in all documents.
+    pub fn bytes(&self) -> u64 {
+        self.documents.iter().map(|document| document.text.len() as u64).sum()
+    }
+
+    /// What was read, with the hash of the texts (names left out: they differ between machines).
+    pub fn report(&self) -> CorpusReport {
+        let mut hasher = blake3::Hasher::new();
+        for document in &self.documents {
+            hasher.update(&(document.text.len() as u64).to_le_bytes());
+            hasher.update(document.text.as_bytes());
+        }
+        CorpusReport {
+            packages: self.packages,
+            files: self.files,
+            documents: self.documents.len(),
+            bytes: self.bytes(),
+            skipped: self.skipped,
+            hash: hasher.finalize().to_hex().to_string(),
+        }
+    }
+
+    pub(super) fn push(&mut self, name: String, text: String) {
+        if !text.is_empty() {
+            self.documents.push(Document { name, text });
+        }
+    }
+
+    pub(super) fn count_package(&mut self) {
+        self.packages += 1;
+    }
+
+    pub(super) fn count_file(&mut self) {
+        self.files += 1;
+    }
+
+    pub(super) fn count_skipped(&mut self) {
+        self.skipped += 1;
+    }
+
+    pub(super) fn skipped(&self) -> usize {
+        self.skipped
+    }
+}
+
+impl fmt::Display for CorpusReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mebibytes = self.bytes as f64 / f64::from(1 << 20);
+        write!(f, "{} documents ({mebibytes:.1} MiB) from {} files", self.documents, self.files)?;
+        if self.packages > 0 {
+            write!(f, " of {} packages", self.packages)?;
+        }
+        if self.skipped > 0 {
+            write!(f, ", {} skipped", self.skipped)?;
+        }
+        write!(f, ", corpus {}", self.hash.get(..8).unwrap_or(&self.hash))
+    }
+}

@@ -1,0 +1,418 @@
+//! A prepared dataset: vocabulary, tokens, and which part of them is validation.
+
+use std::fs;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use crate::encode::TokenWriter;
+use crate::{
+    Corpus, CorpusReport, DataError, RustSources, TokenWidth, Tokens, TrainingWindows, ValidationWindows, Vocabulary,
+    VocabularyChoice,
+};
+
+const TOKENIZER: &str = "tokenizer.json";
+const TOKENS: &str = "tokens.bin";
+const MANIFEST: &str = "dataset.json";
+
+/// Where data comes from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Source {
+    /// The Rust sources of a workspace and its locked dependencies.
+    RustSources(RustSources),
+    /// A file of text, a folder of them, or token ids as .bin (u16, little-endian).
+    Path(PathBuf),
+}
+
+/// How data is tokenized and split.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DataOptions {
+    /// The vocabulary; by default BPE of 4,096 tokens.
+    pub vocabulary: VocabularyChoice,
+    /// Every n-th document is validation (so that both parts have the same distribution); with fewer documents than n,
+    /// and for .bin, it is the last n-th of the tokens. 0 means no validation; 1 would leave nothing to train on and is
+    /// taken as 2. By default 32, about 3 %.
+    pub validation_every: usize,
+    /// Where tokenizers and tokens are kept, one folder for each corpus, vocabulary and split. By default `.gapless/data`.
+    pub cache: PathBuf,
+}
+
+impl Default for DataOptions {
+    fn default() -> Self {
+        Self { vocabulary: VocabularyChoice::Bpe { size: 4096 }, validation_every: 32, cache: ".gapless/data".into() }
+    }
+}
+
+/// A vocabulary, and a stream of tokens whose front is for training and whose back for validation.
+#[derive(Debug, Clone)]
+pub struct Dataset {
+    vocabulary: Vocabulary,
+    tokens: Arc<Tokens>,
+    training: Range<u64>,
+    validation: Range<u64>,
+    hash: String,
+    corpus: Option<CorpusReport>,
+    folder: Option<PathBuf>,
+}
+
+/// `dataset.json`: what the folder holds, written last.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct Manifest {
+    corpus: CorpusReport,
+    /// Of the bytes, or of `tokenizer.json`.
+    vocabulary_hash: String,
+    width: TokenWidth,
+    training_tokens: u64,
+    validation_tokens: u64,
+    tokens_hash: String,
+}
+
+impl Dataset {
+    /// Reads, tokenizes and splits a source, or takes what an earlier call kept.
+    ///
+    /// # Errors
+    /// Whatever is wrong with the source or the vocabulary, or a cache that cannot be written.
+    pub fn prepare(source: &Source, options: &DataOptions) -> Result<Self, DataError> {
+        let corpus = match source {
+            Source::RustSources(sources) => Corpus::rust_sources(sources)?,
+            Source::Path(path) if path.extension().is_some_and(|extension| extension == "bin") && !path.is_dir() => {
+                return Self::from_ids(path, options);
+            }
+            Source::Path(path) => Corpus::read(path)?,
+        };
+        Self::from_corpus(&corpus, options)
+    }
+
+    /// Tokenizes and splits a corpus, or takes what an earlier call kept.
+    ///
+    /// # Errors
+    /// Whatever is wrong with the vocabulary, or a cache that cannot be written.
+    pub fn from_corpus(corpus: &Corpus, options: &DataOptions) -> Result<Self, DataError> {
+        let report = corpus.report();
+        let (known, name) = match &options.vocabulary {
+            VocabularyChoice::Bytes => (Some(Vocabulary::bytes()), "bytes".to_owned()),
+            VocabularyChoice::Bpe { size } => (None, format!("bpe-{size}")),
+            VocabularyChoice::File(path) => {
+                let given = Vocabulary::open(path)?;
+                let name = format!("given-{}", &given.hash()[..8]);
+                (Some(given), name)
+            }
+        };
+        // All that shapes the tokens is in the name: a folder that a run still needs is never made anew for another.
+        let folder = options.cache.join(format!("{}-{name}-{}", &report.hash[..16], options.validation_every));
+        match Self::open_prepared(&folder) {
+            Ok(dataset) if dataset.corpus.as_ref().is_some_and(|kept| kept.hash == report.hash) => {
+                tracing::info!(folder = %folder.display(), "dataset prepared before");
+                return Ok(Self { corpus: Some(report), ..dataset });
+            }
+            Err(error @ DataError::Damaged { .. }) => tracing::warn!(%error, "preparing the dataset again"),
+            _ => tracing::info!(folder = %folder.display(), %report, "preparing the dataset"),
+        }
+        let vocabulary = match (known, &options.vocabulary) {
+            (None, VocabularyChoice::Bpe { size }) => {
+                Vocabulary::train(corpus.documents().iter().map(|document| document.text.as_str()), *size)?
+            }
+            (known, _) => known.unwrap_or_else(Vocabulary::bytes),
+        };
+        Self::build(corpus, &vocabulary, options.validation_every, &folder)
+    }
+
+    /// Opens a folder that [`Dataset::prepare`] made, whatever has become of its source since: a run that resumes opens
+    /// the folder it started with.
+    ///
+    /// # Errors
+    /// A folder that is missing or damaged.
+    pub fn open_prepared(folder: &Path) -> Result<Self, DataError> {
+        let damaged = |reason: String| DataError::Damaged { path: folder.to_owned(), reason };
+        let path = folder.join(MANIFEST);
+        let json = fs::read(&path).map_err(|error| DataError::read(&path, error))?;
+        let manifest: Manifest =
+            serde_json::from_slice(&json).map_err(|error| damaged(format!("{MANIFEST}: {error}")))?;
+
+        let bytes = Vocabulary::bytes();
+        let vocabulary = if manifest.vocabulary_hash == bytes.hash() {
+            bytes
+        } else {
+            Vocabulary::open(&folder.join(TOKENIZER)).map_err(|error| damaged(error.to_string()))?
+        };
+        if vocabulary.hash() != manifest.vocabulary_hash {
+            return Err(damaged(format!("{TOKENIZER} is not the one that made the tokens")));
+        }
+        let tokens = Tokens::open(&folder.join(TOKENS), manifest.width).map_err(|error| damaged(error.to_string()))?;
+        let scan = tokens.scan(vocabulary.size())?;
+        let count = manifest.training_tokens.checked_add(manifest.validation_tokens);
+        if scan.hash != manifest.tokens_hash || scan.outside.is_some() || count != Some(tokens.count()) {
+            return Err(damaged(format!("{TOKENS} has changed")));
+        }
+        let dataset = Self::new(vocabulary, tokens, manifest.validation_tokens, &scan.hash);
+        Ok(Self { corpus: Some(manifest.corpus), folder: Some(folder.to_owned()), ..dataset })
+    }
+
+    /// Token ids that are in memory already; the last n-th is validation.
+    ///
+    /// # Errors
+    /// A token outside the vocabulary.
+    pub fn from_tokens(ids: Vec<u32>, vocabulary: Vocabulary, validation_every: usize) -> Result<Self, DataError> {
+        Self::from_stream(Tokens::from_ids(ids), vocabulary, validation_every, Path::new("tokens in memory"))
+    }
+
+    /// The vocabulary.
+    pub fn vocabulary(&self) -> &Vocabulary {
+        &self.vocabulary
+    }
+
+    /// What text was read; nothing for bare tokens.
+    pub fn corpus(&self) -> Option<&CorpusReport> {
+        self.corpus.as_ref()
+    }
+
+    /// The folder that the tokenizer and the tokens are kept in; nothing for bare tokens.
+    pub fn folder(&self) -> Option<&Path> {
+        self.folder.as_deref()
+    }
+
+    /// Tokens for training.
+    pub fn training_tokens(&self) -> u64 {
+        self.training.end - self.training.start
+    }
+
+    /// Tokens for validation.
+    pub fn validation_tokens(&self) -> u64 {
+        self.validation.end - self.validation.start
+    }
+
+    /// blake3 of the vocabulary, the tokens and the split, in hexadecimal: the same hash gives the same batches.
+    pub fn hash(&self) -> &str {
+        &self.hash
+    }
+
+    /// The batches of a training run.
+    ///
+    /// # Errors
+    /// Data shorter than one window; a size of zero.
+    pub fn training(&self, sequence: usize, batch: usize, seed: u64) -> Result<TrainingWindows, DataError> {
+        TrainingWindows::new(self.tokens.clone(), self.training.clone(), sequence, batch, seed)
+    }
+
+    /// At most `count` windows to evaluate on; nothing when there is no validation part.
+    ///
+    /// # Errors
+    /// Data shorter than one window; a size of zero.
+    pub fn validation(&self, sequence: usize, count: usize) -> Result<Option<ValidationWindows>, DataError> {
+        if self.validation.is_empty() {
+            return Ok(None);
+        }
+        ValidationWindows::new(self.tokens.clone(), self.validation.clone(), sequence, count).map(Some)
+    }
+
+    /// A .bin, with the tokenizer beside it, the one that was chosen, or none.
+    fn from_ids(path: &Path, options: &DataOptions) -> Result<Self, DataError> {
+        let tokens = Tokens::open(path, TokenWidth::U16)?;
+        let beside = path.with_file_name(TOKENIZER);
+        let vocabulary = match &options.vocabulary {
+            VocabularyChoice::File(tokenizer) => Vocabulary::open(tokenizer)?,
+            VocabularyChoice::Bytes => Vocabulary::bytes(),
+            VocabularyChoice::Bpe { .. } if beside.exists() => Vocabulary::open(&beside)?,
+            VocabularyChoice::Bpe { size } => Vocabulary::ids(*size),
+        };
+        Self::from_stream(tokens, vocabulary, options.validation_every, path)
+    }
+
+    fn from_stream(tokens: Tokens, vocabulary: Vocabulary, every: usize, path: &Path) -> Result<Self, DataError> {
+        if tokens.count() == 0 {
+            return Err(DataError::Empty { path: path.to_owned(), skipped: 0 });
+        }
+        let scan = tokens.scan(vocabulary.size())?;
+        if let Some((position, token)) = scan.outside {
+            let (path, vocabulary) = (path.to_owned(), vocabulary.size());
+            return Err(DataError::TokenOutside { path, position, token, vocabulary });
+        }
+        let validation = last_part(tokens.count(), every);
+        Ok(Self::new(vocabulary, tokens, validation, &scan.hash))
+    }
+
+    fn new(vocabulary: Vocabulary, tokens: Tokens, validation: u64, tokens_hash: &str) -> Self {
+        let training = 0..tokens.count() - validation;
+        let hash = blake3::hash(format!("{} {tokens_hash} {training:?}", vocabulary.hash()).as_bytes());
+        Self {
+            vocabulary,
+            validation: training.end..tokens.count(),
+            training,
+            tokens: Arc::new(tokens),
+            hash: hash.to_hex().to_string(),
+            corpus: None,
+            folder: None,
+        }
+    }
+
+    /// Writes a dataset's folder, manifest last, and opens it.
+    fn build(corpus: &Corpus, vocabulary: &Vocabulary, every: usize, folder: &Path) -> Result<Self, DataError> {
+        fs::create_dir_all(folder).map_err(DataError::write(folder))?;
+        let tokenizer = folder.join(TOKENIZER);
+        vocabulary.save(&tokenizer.with_extension("json.tmp"))?;
+        move_into_place(&tokenizer)?;
+
+        let width = TokenWidth::of_vocabulary(vocabulary.size());
+        let tokens = folder.join(TOKENS);
+        let mut writer = TokenWriter::create(&tokens.with_extension("bin.tmp"), width)?;
+        let by_document = every > 0 && corpus.documents().len() >= every.max(2);
+        let part = |validation: bool| {
+            let documents = corpus.documents().iter().enumerate();
+            let is_validation = move |index: usize| by_document && index % every.max(2) == every.max(2) - 1;
+            documents.filter(move |(index, _)| is_validation(*index) == validation).map(|(_, document)| document)
+        };
+        let front = writer.documents(part(false), vocabulary)?;
+        let back = writer.documents(part(true), vocabulary)?;
+        let validation_tokens = if by_document { back } else { last_part(front, every) };
+        let tokens_hash = writer.finish()?;
+        move_into_place(&tokens)?;
+
+        let manifest = Manifest {
+            corpus: corpus.report(),
+            vocabulary_hash: vocabulary.hash(),
+            width,
+            training_tokens: front + back - validation_tokens,
+            validation_tokens,
+            tokens_hash,
+        };
+        let path = folder.join(MANIFEST);
+        let json = serde_json::to_vec_pretty(&manifest).expect("a manifest of strings and numbers is valid JSON");
+        fs::write(path.with_extension("json.tmp"), json).map_err(DataError::write(&path))?;
+        move_into_place(&path)?;
+        Self::open_prepared(folder)
+    }
+}
+
+/// How many of `tokens` the last n-th is.
+fn last_part(tokens: u64, every: usize) -> u64 {
+    if every == 0 { 0 } else { tokens / (every as u64).max(2) }
+}
+
+/// Renames `path` with `.tmp` appended to `path`, if it is there.
+fn move_into_place(path: &Path) -> Result<(), DataError> {
+    let mut temporary = path.as_os_str().to_owned();
+    temporary.push(".tmp");
+    match fs::rename(&temporary, path) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(DataError::write(path)(error)),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Documents that tell themselves apart by their letter.
+    fn lettered(count: usize) -> Corpus {
+        Corpus::from_texts((0..count).map(|index| char::from(b'a' + index as u8).to_string().repeat(20)))
+    }
+
+    fn options(folder: &Path, vocabulary: VocabularyChoice, validation_every: usize) -> DataOptions {
+        DataOptions { vocabulary, validation_every, cache: folder.join("cache") }
+    }
+
+    /// All tokens of a part, as text.
+    fn text_of(dataset: &Dataset, range: &Range<u64>) -> String {
+        let mut ids = vec![0; (range.end - range.start) as usize];
+        dataset.tokens.read(range.start, &mut ids).unwrap();
+        dataset.vocabulary.decode(&ids).unwrap()
+    }
+
+    #[test]
+    fn every_nth_document_or_the_tail_is_validation() {
+        let folder = tempfile::tempdir().unwrap();
+        let check = |documents, every, letters: &str, tokens| {
+            let options = options(folder.path(), VocabularyChoice::Bytes, every);
+            let dataset = Dataset::from_corpus(&lettered(documents), &options).unwrap();
+            let mut text = text_of(&dataset, &dataset.validation).replace('\0', "").chars().collect::<Vec<_>>();
+            text.dedup();
+            assert_eq!((text.into_iter().collect::<String>().as_str(), dataset.validation_tokens()), (letters, tokens));
+            assert_eq!(dataset.training_tokens() + tokens, 21 * documents as u64);
+        };
+        check(7, 3, "cf", 42);
+        check(3, 3, "c", 21);
+        check(2, 3, "b", 14);
+        check(1, 10, "a", 2);
+        check(5, 0, "", 0);
+        check(4, 1, "bd", 42);
+    }
+
+    #[test]
+    fn what_is_kept_is_used_and_what_is_damaged_is_made_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let corpus = lettered(9);
+        let options = options(folder.path(), VocabularyChoice::Bpe { size: 280 }, 4);
+        let first = Dataset::from_corpus(&corpus, &options).unwrap();
+        let kept = first.folder().unwrap().to_owned();
+        let modified = |name: &str| fs::metadata(kept.join(name)).unwrap().modified().unwrap();
+        let before = (modified(TOKENS), modified(MANIFEST));
+        let again = Dataset::from_corpus(&corpus, &options).unwrap();
+        assert_eq!(again.hash(), first.hash());
+        assert_eq!((modified(TOKENS), modified(MANIFEST)), before);
+
+        for name in [TOKENIZER, TOKENS, MANIFEST] {
+            let path = kept.join(name);
+            let whole = fs::read(&path).unwrap();
+            let mut flipped = whole.clone();
+            flipped[whole.len() / 2] ^= 1;
+            let shorter = &whole[..whole.len() - 2];
+            for damaged in [flipped.as_slice(), shorter, b""] {
+                fs::write(&path, damaged).unwrap();
+                let error = Dataset::open_prepared(&kept).err().map(|error| error.to_string());
+                // A flip in the manifest may hit what is only told, like the number of files.
+                assert!(name == MANIFEST || error.is_some_and(|error| error.contains("is damaged")), "{name}");
+                assert_eq!(Dataset::from_corpus(&corpus, &options).unwrap().hash(), first.hash(), "{name}");
+                assert_eq!(Dataset::open_prepared(&kept).unwrap().hash(), first.hash());
+            }
+        }
+        let split_otherwise = DataOptions { validation_every: 3, ..options };
+        let other = Dataset::from_corpus(&corpus, &split_otherwise).unwrap();
+        assert_ne!(other.hash(), first.hash());
+        assert_eq!(other.vocabulary().hash(), first.vocabulary().hash());
+        assert_eq!(Dataset::open_prepared(&kept).unwrap().hash(), first.hash(), "the other has a folder of its own");
+    }
+
+    #[test]
+    fn token_ids_and_their_vocabulary() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("ids.bin");
+        let prepare = |ids: &[u16], vocabulary| {
+            fs::write(&path, ids.iter().flat_map(|id| id.to_le_bytes()).collect::<Vec<_>>()).unwrap();
+            Dataset::prepare(&Source::Path(path.clone()), &options(folder.path(), vocabulary, 10))
+        };
+        let ids: Vec<u16> = (0..300).collect();
+        let bare = prepare(&ids, VocabularyChoice::Bpe { size: 300 }).unwrap();
+        assert_eq!((bare.training_tokens(), bare.validation_tokens(), bare.vocabulary().size()), (270, 30, 300));
+        assert_eq!(text_of(&bare, &(298..300)), "298 299");
+
+        let message = |result: Result<Dataset, DataError>| result.unwrap_err().to_string();
+        let outside = message(prepare(&ids, VocabularyChoice::Bpe { size: 299 }));
+        assert!(outside.contains("token 299 at position 299 is outside the vocabulary of 299"), "{outside}");
+        assert!(message(prepare(&ids, VocabularyChoice::Bytes)).contains("token 256 at position 256"));
+        assert!(message(prepare(&[], VocabularyChoice::Bytes)).contains("no text in"));
+
+        let trained = Vocabulary::train(["some text"].into_iter(), 260).unwrap();
+        trained.save(&folder.path().join(TOKENIZER)).unwrap();
+        assert!(message(prepare(&ids, VocabularyChoice::Bpe { size: 4096 })).contains("outside the vocabulary"));
+        let beside = prepare(&ids[..200], VocabularyChoice::Bpe { size: 4096 }).unwrap();
+        assert_eq!(beside.vocabulary().hash(), trained.hash());
+    }
+
+    #[test]
+    fn a_given_tokenizer_is_kept_with_the_tokens() {
+        let folder = tempfile::tempdir().unwrap();
+        let given = folder.path().join("given.json");
+        let prepare = |text: &str| {
+            Vocabulary::train([text].into_iter(), 265).unwrap().save(&given).unwrap();
+            let options = options(folder.path(), VocabularyChoice::File(given.clone()), 0);
+            Dataset::from_corpus(&lettered(3), &options).unwrap()
+        };
+        let (one, other) = (prepare("aaaa aaaa"), prepare("bbbb bbbb"));
+        assert_ne!(one.hash(), other.hash());
+        assert_eq!(Dataset::open_prepared(other.folder().unwrap()).unwrap().hash(), other.hash());
+        assert!(other.validation(4, 1).unwrap().is_none());
+        assert!(matches!(other.training(1000, 1, 0), Err(DataError::TooShort { .. })));
+    }
+}

@@ -1,0 +1,160 @@
+//! Text from a file or a folder.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use walkdir::WalkDir;
+
+use crate::{Corpus, DataError};
+
+/// What a folder is searched for.
+const TEXT_EXTENSIONS: [&str; 4] = ["txt", "rs", "md", "jsonl"];
+
+impl Corpus {
+    /// Reads one file, whatever its extension, or every .txt, .rs, .md and .jsonl file below a folder, in sorted order.
+    ///
+    /// Each line of a .jsonl file is one document. Hidden files, and folders marked as caches by a `CACHEDIR.TAG`
+    /// (as cargo marks its `target`), are passed over.
+    ///
+    /// # Errors
+    /// A missing path; a file that is not UTF-8 text when it was given itself (within a folder it is skipped and
+    /// counted); a .jsonl line without a text; no text at all.
+    pub fn read(path: &Path) -> Result<Self, DataError> {
+        let kind = fs::metadata(path).map_err(|error| DataError::read(path, error))?;
+        let mut corpus = Self::default();
+        if kind.is_dir() {
+            for file in text_files(path, &TEXT_EXTENSIONS)? {
+                corpus.add_or_skip(&file)?;
+            }
+        } else {
+            corpus.add_file(path)?;
+        }
+        if corpus.documents().is_empty() {
+            return Err(DataError::Empty { path: path.to_owned(), skipped: corpus.skipped() });
+        }
+        Ok(corpus)
+    }
+
+    /// Adds a file's documents; counts it as skipped if it is not text.
+    pub(super) fn add_or_skip(&mut self, path: &Path) -> Result<(), DataError> {
+        match self.add_file(path) {
+            Err(DataError::Binary { path, reason }) => {
+                tracing::debug!(path = %path.display(), reason, "skipped");
+                self.count_skipped();
+                Ok(())
+            }
+            other => other,
+        }
+    }
+
+    fn add_file(&mut self, path: &Path) -> Result<(), DataError> {
+        let text = read_text(path)?;
+        let name = path.display().to_string();
+        if path.extension().is_some_and(|extension| extension == "jsonl") {
+            for (index, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
+                let text = text_of_line(line).map_err(|reason| DataError::Json {
+                    path: path.to_owned(),
+                    line: index + 1,
+                    reason,
+                })?;
+                self.push(format!("{name}:{}", index + 1), text);
+            }
+        } else {
+            self.push(name, text);
+        }
+        self.count_file();
+        Ok(())
+    }
+}
+
+/// The files below `folder` with one of the extensions, sorted component by component.
+pub(super) fn text_files(folder: &Path, extensions: &[&str]) -> Result<Vec<PathBuf>, DataError> {
+    let walk = WalkDir::new(folder).sort_by_file_name().into_iter().filter_entry(|entry| {
+        let hidden = entry.depth() > 0 && entry.file_name().to_string_lossy().starts_with('.');
+        let cache = entry.depth() > 0 && entry.file_type().is_dir() && entry.path().join("CACHEDIR.TAG").exists();
+        !hidden && !cache
+    });
+    let mut files = Vec::new();
+    for entry in walk {
+        let entry = entry.map_err(|error| {
+            let path = error.path().unwrap_or(folder).to_owned();
+            DataError::read(&path, error.into())
+        })?;
+        let extension = entry.path().extension().and_then(|extension| extension.to_str());
+        if entry.file_type().is_file() && extension.is_some_and(|extension| extensions.contains(&extension)) {
+            files.push(entry.into_path());
+        }
+    }
+    Ok(files)
+}
+
+/// UTF-8 without NUL bytes. (UTF-16 and many binary formats are valid UTF-8 but for their NULs.)
+fn read_text(path: &Path) -> Result<String, DataError> {
+    let bytes = fs::read(path).map_err(|error| DataError::read(path, error))?;
+    let binary = |reason| DataError::Binary { path: path.to_owned(), reason };
+    if let Some(position) = bytes.iter().position(|&byte| byte == 0) {
+        return Err(binary(format!("byte {position} is NUL")));
+    }
+    String::from_utf8(bytes)
+        .map_err(|error| binary(format!("byte {} is not valid UTF-8", error.utf8_error().valid_up_to())))
+}
+
+fn text_of_line(line: &str) -> Result<String, String> {
+    #[derive(serde::Deserialize)]
+    struct Line {
+        text: String,
+    }
+    serde_json::from_str::<Line>(line).map(|line| line.text).map_err(|error| error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Writes `files` into a fresh folder and reads `path` below it; answers the texts or the message.
+    fn check(files: &[(&str, &[u8])], path: &str, expected: Result<&[&str], &str>) {
+        let folder = tempfile::tempdir().unwrap();
+        for (name, bytes) in files {
+            let file = folder.path().join(name);
+            fs::create_dir_all(file.parent().unwrap()).unwrap();
+            fs::write(file, bytes).unwrap();
+        }
+        let corpus = Corpus::read(&folder.path().join(path));
+        match (corpus, expected) {
+            (Ok(corpus), Ok(texts)) => {
+                assert_eq!(corpus.documents().iter().map(|d| d.text.as_str()).collect::<Vec<_>>(), texts);
+            }
+            (Err(error), Err(part)) => assert!(error.to_string().contains(part), "{error} lacks {part}"),
+            (got, expected) => panic!("got {got:?}, expected {expected:?}"),
+        }
+    }
+
+    #[test]
+    fn files_and_folders() {
+        check(&[("a.txt", b"one")], "a.txt", Ok(&["one"]));
+        check(&[("a.py", b"any extension when named")], "a.py", Ok(&["any extension when named"]));
+        check(&[("b/z.md", b"3"), ("a.rs", b"1"), ("b/a.txt", b"2"), ("c.py", b"no")], "", Ok(&["1", "2", "3"]));
+        check(&[("a.txt", b"1"), (".git/b.txt", b"no"), ("t/CACHEDIR.TAG", b""), ("t/c.rs", b"no")], "", Ok(&["1"]));
+        check(&[("a.txt", b"1"), ("b.txt", b"\xff\xfe"), ("c.txt", b"a\0b"), ("d.txt", b"")], "", Ok(&["1"]));
+        check(&[("a.jsonl", b"{\"text\":\"x\",\"id\":1}\n\n{\"text\":\"y\"}\n")], "a.jsonl", Ok(&["x", "y"]));
+    }
+
+    #[test]
+    fn bad_input_has_a_remedy() {
+        check(&[], "nowhere.txt", Err("does not exist"));
+        check(&[("a.txt", b"")], "a.txt", Err("no text in"));
+        check(&[("a.txt", b"ab\0c")], "a.txt", Err("byte 2 is NUL"));
+        check(&[("a.txt", b"abc\xff")], "a.txt", Err("byte 3 is not valid UTF-8"));
+        check(&[("a.txt", b"\xff"), ("b.csv", b"x")], "", Err("(1 files skipped)"));
+        check(&[("a.jsonl", b"{\"text\":\"x\"}\n{\"body\":\"y\"}")], "a.jsonl", Err("line 2: missing field `text`"));
+        check(&[("a.jsonl", b"{\"text\":3}")], "a.jsonl", Err("line 1"));
+    }
+
+    #[test]
+    fn the_hash_knows_order_and_borders_but_not_names() {
+        let hash = |texts: &[&str]| Corpus::from_texts(texts.iter().copied()).report().hash;
+        assert_eq!(hash(&["ab", "c"]), hash(&["ab", "", "c"]));
+        assert_ne!(hash(&["ab", "c"]), hash(&["a", "bc"]));
+        assert_ne!(hash(&["ab", "c"]), hash(&["c", "ab"]));
+    }
+}

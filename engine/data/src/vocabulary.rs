@@ -1,0 +1,262 @@
+//! Text to token ids and back.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use tokenizers::models::TrainerWrapper;
+use tokenizers::models::bpe::{BPE, BpeTrainer};
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+use tokenizers::{AddedToken, Tokenizer};
+
+use crate::DataError;
+
+/// Stands between documents, and ends what is sampled.
+const END_OF_TEXT: &str = "<|endoftext|>";
+
+/// What other tokenizers call it.
+const END_OF_TEXT_NAMES: [&str; 5] = [END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]"];
+
+/// Every byte, and the end of text.
+const LEAST_BPE_SIZE: usize = 256 + 1;
+
+/// Which vocabulary a dataset is to have.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum VocabularyChoice {
+    /// The 256 bytes. Byte 0, which no text has, ends a document.
+    Bytes,
+    /// Byte-level BPE, trained on the corpus. For a .bin without a tokenizer: the size of the vocabulary of its ids.
+    Bpe {
+        /// Tokens, the end of text among them.
+        size: usize,
+    },
+    /// A `tokenizer.json` that is there already.
+    File(PathBuf),
+}
+
+/// Text to token ids and back.
+///
+/// ```
+/// use gapless_data::Vocabulary;
+/// let bytes = Vocabulary::bytes();
+/// assert_eq!(bytes.encode("Hé")?, [72, 195, 169]);
+///
+/// let trained = Vocabulary::train(["one fish two fish", "red fish blue fish"].into_iter(), 265)?;
+/// let ids = trained.encode("two red fish")?;
+/// assert!(ids.len() < "two red fish".len());
+/// assert_eq!(trained.decode(&ids)?, "two red fish");
+/// # Ok::<(), gapless_data::DataError>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct Vocabulary {
+    kind: Kind,
+}
+
+#[derive(Debug, Clone)]
+enum Kind {
+    Bytes,
+    Tokenizer { tokenizer: Box<Tokenizer>, size: usize, end_of_text: u32, json: String },
+    Ids { size: usize },
+}
+
+impl Vocabulary {
+    /// The 256 bytes.
+    pub fn bytes() -> Self {
+        Self { kind: Kind::Bytes }
+    }
+
+    /// Ids whose meaning is not known, as a .bin without its tokenizer has. They decode to their numbers.
+    pub fn ids(size: usize) -> Self {
+        Self { kind: Kind::Ids { size } }
+    }
+
+    /// Trains byte-level BPE (Sennrich et al., 2016, on bytes as GPT-2 does). The same texts give the same vocabulary. A
+    /// small corpus may not have enough pairs for `size`: [`Self::size`] tells what came out.
+    ///
+    /// # Errors
+    /// A size below 257: every byte and the end of text.
+    pub fn train<'a>(texts: impl Iterator<Item = &'a str> + Send, size: usize) -> Result<Self, DataError> {
+        if size < LEAST_BPE_SIZE {
+            return Err(DataError::VocabularyTooSmall { size, least: LEAST_BPE_SIZE });
+        }
+        let path = Path::new("in training");
+        let mut tokenizer = Tokenizer::new(BPE::default());
+        let byte_level = ByteLevel::new(false, false, true);
+        tokenizer.with_pre_tokenizer(Some(byte_level)).with_decoder(Some(byte_level));
+        let mut trainer = TrainerWrapper::from(
+            BpeTrainer::builder()
+                .vocab_size(size)
+                .min_frequency(2)
+                .show_progress(false)
+                .initial_alphabet(ByteLevel::alphabet().into_iter().collect())
+                .special_tokens(vec![AddedToken::from(END_OF_TEXT, true)])
+                .build(),
+        );
+        tokenizer.train(&mut trainer, texts).map_err(|error| tokenizer_error(path, error))?;
+        Self::new(tokenizer, path)
+    }
+
+    /// Opens a `tokenizer.json`.
+    ///
+    /// # Errors
+    /// A file that is missing or not a tokenizer; one without an end-of-text token.
+    pub fn open(path: &Path) -> Result<Self, DataError> {
+        let json = fs::read_to_string(path).map_err(|error| DataError::read(path, error))?;
+        // `parse` is compiled with the tokenizers, where `from_bytes` would compile all that there can be in a file here.
+        Self::new(json.parse().map_err(|error| tokenizer_error(path, error))?, path)
+    }
+
+    fn new(mut tokenizer: Tokenizer, path: &Path) -> Result<Self, DataError> {
+        let json = serde_json::to_string_pretty(&tokenizer).map_err(|error| tokenizer_error(path, error.into()))?;
+        // A corpus may spell the special token out, as this file does: that is text, not an end.
+        tokenizer.set_encode_special_tokens(true);
+        let end_of_text = END_OF_TEXT_NAMES
+            .iter()
+            .find_map(|name| tokenizer.token_to_id(name))
+            .ok_or_else(|| DataError::NoEndOfText { path: path.to_owned(), wanted: END_OF_TEXT })?;
+        // Ids may have holes, so that counting tokens would not do.
+        let size = tokenizer.get_vocab(true).values().max().map_or(0, |&id| id as usize + 1);
+        Ok(Self { kind: Kind::Tokenizer { tokenizer: Box::new(tokenizer), size, end_of_text, json } })
+    }
+
+    /// Rows that an embedding of this vocabulary needs.
+    pub fn size(&self) -> usize {
+        match self.kind {
+            Kind::Bytes => 256,
+            Kind::Tokenizer { size, .. } | Kind::Ids { size } => size,
+        }
+    }
+
+    /// The token between documents; not known for bare ids.
+    pub fn end_of_text(&self) -> Option<u32> {
+        match self.kind {
+            Kind::Bytes => Some(0),
+            Kind::Tokenizer { end_of_text, .. } => Some(end_of_text),
+            Kind::Ids { .. } => None,
+        }
+    }
+
+    /// The tokens of a text, no end-of-text added.
+    ///
+    /// # Errors
+    /// Bare ids cannot encode; the tokenizer may refuse.
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>, DataError> {
+        match &self.kind {
+            Kind::Bytes => Ok(text.bytes().map(u32::from).collect()),
+            Kind::Tokenizer { tokenizer, .. } => {
+                let encoding = tokenizer.encode_fast(text, false);
+                Ok(encoding.map_err(|error| tokenizer_error(Path::new("encoding"), error))?.get_ids().to_vec())
+            }
+            Kind::Ids { .. } => Err(DataError::Tokenizer {
+                path: PathBuf::from("of a .bin"),
+                reason: "there is none, so text cannot be encoded; put its tokenizer.json beside the .bin".into(),
+            }),
+        }
+    }
+
+    /// The text of tokens; bytes that are not UTF-8 come out as �, bare ids as their numbers.
+    ///
+    /// # Errors
+    /// The tokenizer may refuse.
+    pub fn decode(&self, ids: &[u32]) -> Result<String, DataError> {
+        match &self.kind {
+            Kind::Bytes => {
+                let bytes: Vec<u8> = ids.iter().map(|&id| id as u8).collect();
+                Ok(String::from_utf8_lossy(&bytes).into_owned())
+            }
+            Kind::Tokenizer { tokenizer, .. } => {
+                tokenizer.decode(ids, false).map_err(|error| tokenizer_error(Path::new("decoding"), error))
+            }
+            Kind::Ids { .. } => Ok(ids.iter().map(u32::to_string).collect::<Vec<_>>().join(" ")),
+        }
+    }
+
+    /// Checks that a model was built for this vocabulary.
+    ///
+    /// # Errors
+    /// [`DataError::VocabularyMismatch`] with both sizes.
+    pub fn check_model(&self, model: usize) -> Result<(), DataError> {
+        match self.size() {
+            size if size == model => Ok(()),
+            tokenizer => Err(DataError::VocabularyMismatch { model, tokenizer }),
+        }
+    }
+
+    /// blake3 of what defines the vocabulary, in hexadecimal.
+    pub fn hash(&self) -> String {
+        let definition = match &self.kind {
+            Kind::Bytes => "bytes",
+            Kind::Tokenizer { json, .. } => json,
+            Kind::Ids { size } => &format!("ids {size}"),
+        };
+        blake3::hash(definition.as_bytes()).to_hex().to_string()
+    }
+
+    /// Writes `tokenizer.json`; a vocabulary without a tokenizer writes nothing.
+    pub(super) fn save(&self, path: &Path) -> Result<(), DataError> {
+        match &self.kind {
+            Kind::Tokenizer { json, .. } => fs::write(path, json).map_err(DataError::write(path)),
+            Kind::Bytes | Kind::Ids { .. } => Ok(()),
+        }
+    }
+}
+
+fn tokenizer_error(path: &Path, error: tokenizers::Error) -> DataError {
+    DataError::Tokenizer { path: path.to_owned(), reason: error.to_string() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::sync::LazyLock;
+
+    const OWN: &str = include_str!("vocabulary.rs");
+    static TRAINED: LazyLock<Vocabulary> = LazyLock::new(|| Vocabulary::train(OWN.split("\n\n"), 512).unwrap());
+
+    #[test]
+    fn training_is_deterministic_and_reopens() {
+        let again = Vocabulary::train(OWN.split("\n\n"), 512).unwrap();
+        assert_eq!(TRAINED.hash(), again.hash());
+        assert_eq!(TRAINED.size(), 512);
+
+        let file = tempfile::NamedTempFile::new().unwrap();
+        TRAINED.save(file.path()).unwrap();
+        let opened = Vocabulary::open(file.path()).unwrap();
+        assert_eq!((opened.hash(), opened.size(), opened.end_of_text()), (TRAINED.hash(), 512, Some(0)));
+        assert_eq!(opened.encode(OWN).unwrap(), TRAINED.encode(OWN).unwrap());
+    }
+
+    #[test]
+    fn the_end_of_text_in_a_text_is_text() {
+        let ids = TRAINED.encode("a <|endoftext|> b").unwrap();
+        assert!(!ids.contains(&TRAINED.end_of_text().unwrap()), "{ids:?}");
+        assert_eq!(TRAINED.decode(&ids).unwrap(), "a <|endoftext|> b");
+    }
+
+    proptest! {
+        #[test]
+        fn decoding_undoes_encoding(text: String) {
+            prop_assert_eq!(TRAINED.decode(&TRAINED.encode(&text).unwrap()).unwrap(), text.as_str());
+            let bytes = Vocabulary::bytes();
+            prop_assert_eq!(bytes.decode(&bytes.encode(&text).unwrap()).unwrap(), text.as_str());
+        }
+    }
+
+    #[test]
+    fn mistakes_have_remedies() {
+        let message = |result: Result<Vocabulary, DataError>| result.unwrap_err().to_string();
+        assert!(message(Vocabulary::train(["x"].into_iter(), 256)).contains("at least 257"));
+        assert!(message(Vocabulary::open(Path::new("nowhere.json"))).contains("does not exist"));
+
+        let file = tempfile::NamedTempFile::new().unwrap();
+        fs::write(file.path(), "{}").unwrap();
+        assert!(message(Vocabulary::open(file.path())).contains("tokenizer"));
+        let without_end = Tokenizer::new(BPE::default()).to_string(false).unwrap();
+        fs::write(file.path(), without_end).unwrap();
+        assert!(message(Vocabulary::open(file.path())).contains("no end-of-text token"));
+
+        let mismatch = TRAINED.check_model(50257).unwrap_err().to_string();
+        assert!(mismatch.contains("50257") && mismatch.contains("512"), "{mismatch}");
+        TRAINED.check_model(512).unwrap();
+    }
+}

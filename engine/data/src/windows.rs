@@ -1,0 +1,291 @@
+//! Windows of a stream: which tokens belong to which batch.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::permutation::mix;
+use crate::{DataError, Permutation, Tokens};
+
+/// The batches of a training run: a pure function of seed, step and index.
+///
+/// The stream is cut into windows of `sequence` tokens, at a border that every epoch draws anew, and each epoch visits all
+/// its windows once, in an order of its own. Nothing is remembered from step to step: a resumed run needs the step number
+/// alone.
+///
+/// ```
+/// use std::sync::Arc;
+/// use gapless_data::{Tokens, TrainingWindows};
+///
+/// let tokens = Arc::new(Tokens::from_ids((0..101).collect()));
+/// let windows = TrainingWindows::new(tokens, 0..101, 10, 2, 42)?;
+/// assert_eq!(windows.per_epoch(), 9); // nine of ten tokens, and room to shift the borders
+///
+/// let (mut inputs, mut targets) = ([0; 20], [0; 20]);
+/// windows.fill(3, 0, &mut inputs, &mut targets)?;
+/// assert_eq!(targets, inputs.map(|token| token + 1));
+/// # Ok::<(), gapless_data::DataError>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct TrainingWindows {
+    cut: Cut,
+    batch: usize,
+    seed: u64,
+}
+
+/// The same windows at every evaluation, spread evenly over a stream.
+#[derive(Debug, Clone)]
+pub struct ValidationWindows {
+    cut: Cut,
+    count: usize,
+}
+
+/// A part of a stream, cut into windows.
+#[derive(Debug, Clone)]
+struct Cut {
+    tokens: Arc<Tokens>,
+    range: Range<u64>,
+    sequence: usize,
+}
+
+impl TrainingWindows {
+    /// Batches of `batch` windows over the tokens of `range`.
+    ///
+    /// # Errors
+    /// A range shorter than one window and the target of its last token; a size of zero.
+    pub fn new(
+        tokens: Arc<Tokens>,
+        range: Range<u64>,
+        sequence: usize,
+        batch: usize,
+        seed: u64,
+    ) -> Result<Self, DataError> {
+        if batch == 0 {
+            return Err(DataError::Zero { what: "the batch size" });
+        }
+        Ok(Self { cut: Cut::new(tokens, range, sequence, "training")?, batch, seed })
+    }
+
+    /// Windows in an epoch. Their borders shift by up to a window, so that the last one is left out (if there are more).
+    pub fn per_epoch(&self) -> u64 {
+        (self.cut.whole_windows(self.cut.length() + 1 - self.cut.sequence as u64)).max(1)
+    }
+
+    /// Windows in a batch.
+    pub fn batch(&self) -> usize {
+        self.batch
+    }
+
+    /// Tokens in a window.
+    pub fn sequence(&self) -> usize {
+        self.cut.sequence
+    }
+
+    /// How often all windows have been visited before `step`, in epochs.
+    pub fn epochs(&self, step: u64) -> f64 {
+        step as f64 * self.batch as f64 / self.per_epoch() as f64
+    }
+
+    /// The position, within the stream, of the first token of window `index` of the batch of `step`.
+    pub fn start(&self, step: u64, index: usize) -> u64 {
+        let visit = u128::from(step) * self.batch as u128 + index as u128;
+        let windows = self.per_epoch();
+        let (epoch, place) = ((visit / u128::from(windows)) as u64, (visit % u128::from(windows)) as u64);
+
+        let key = mix(self.seed ^ mix(epoch));
+        let sequence = self.cut.sequence as u64;
+        let spare = self.cut.length() - 1 - windows * sequence;
+        let shift = mix(key) % (spare.min(sequence - 1) + 1);
+        self.cut.range.start + shift + Permutation::new(windows, key).at(place) * sequence
+    }
+
+    /// Writes windows `first..` of the batch of `step`, as many as the slices hold: a micro-batch, or a rank's share.
+    /// Inputs and targets are row-major, windows × sequence; a target is the token after its input. Allocates nothing.
+    ///
+    /// # Errors
+    /// Slices that don't hold whole windows, or more than the batch has; a read that fails.
+    pub fn fill(&self, step: u64, first: usize, inputs: &mut [u32], targets: &mut [u32]) -> Result<(), DataError> {
+        self.cut.fill(self.batch, first, |index| self.start(step, index), inputs, targets)
+    }
+}
+
+impl ValidationWindows {
+    /// At most `count` windows, evenly spread over the tokens of `range`.
+    ///
+    /// # Errors
+    /// A range shorter than one window and the target of its last token; a size of zero.
+    pub fn new(tokens: Arc<Tokens>, range: Range<u64>, sequence: usize, count: usize) -> Result<Self, DataError> {
+        if count == 0 {
+            return Err(DataError::Zero { what: "the number of validation windows" });
+        }
+        let cut = Cut::new(tokens, range, sequence, "validation")?;
+        let all = usize::try_from(cut.whole_windows(cut.length())).unwrap_or(usize::MAX);
+        Ok(Self { count: count.min(all), cut })
+    }
+
+    /// How many windows there are.
+    pub fn count(&self) -> usize {
+        self.count
+    }
+
+    /// Tokens in a window.
+    pub fn sequence(&self) -> usize {
+        self.cut.sequence
+    }
+
+    /// The position, within the stream, of the first token of window `index`.
+    pub fn start(&self, index: usize) -> u64 {
+        let all = u128::from(self.cut.whole_windows(self.cut.length()));
+        let window = index as u128 * all / self.count as u128;
+        self.cut.range.start + window as u64 * self.cut.sequence as u64
+    }
+
+    /// Writes windows `first..`, as many as the slices hold. Allocates nothing.
+    ///
+    /// # Errors
+    /// Slices that don't hold whole windows, or more than there are; a read that fails.
+    pub fn fill(&self, first: usize, inputs: &mut [u32], targets: &mut [u32]) -> Result<(), DataError> {
+        self.cut.fill(self.count, first, |index| self.start(index), inputs, targets)
+    }
+}
+
+impl Cut {
+    fn new(tokens: Arc<Tokens>, range: Range<u64>, sequence: usize, part: &'static str) -> Result<Self, DataError> {
+        if sequence == 0 {
+            return Err(DataError::Zero { what: "the sequence length" });
+        }
+        let range = range.start.min(tokens.count())..range.end.min(tokens.count());
+        let (length, needed) = (range.end.saturating_sub(range.start), sequence as u64 + 1);
+        if length < needed {
+            return Err(DataError::TooShort { part, tokens: length, sequence, needed });
+        }
+        Ok(Self { tokens, range, sequence })
+    }
+
+    fn length(&self) -> u64 {
+        self.range.end - self.range.start
+    }
+
+    /// Windows side by side in `tokens` tokens, the last target among them.
+    fn whole_windows(&self, tokens: u64) -> u64 {
+        (tokens - 1) / self.sequence as u64
+    }
+
+    fn fill(
+        &self,
+        windows: usize,
+        first: usize,
+        start: impl Fn(usize) -> u64,
+        inputs: &mut [u32],
+        targets: &mut [u32],
+    ) -> Result<(), DataError> {
+        let sequence = self.sequence;
+        let count = inputs.len() / sequence;
+        let whole = inputs.len() == targets.len() && inputs.len() == count * sequence;
+        if !whole || first.checked_add(count).is_none_or(|end| end > windows) {
+            let (inputs, targets) = (inputs.len(), targets.len());
+            return Err(DataError::Slices { inputs, targets, first, sequence, windows });
+        }
+        for (index, (inputs, targets)) in
+            (first..).zip(inputs.chunks_exact_mut(sequence).zip(targets.chunks_exact_mut(sequence)))
+        {
+            let start = start(index);
+            self.tokens.read(start, inputs)?;
+            targets[..sequence - 1].copy_from_slice(&inputs[1..]);
+            self.tokens.read(start + sequence as u64, &mut targets[sequence - 1..])?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::HashSet;
+
+    /// Tokens that tell their own position.
+    fn counting(count: u32) -> Arc<Tokens> {
+        Arc::new(Tokens::from_ids((0..count).collect()))
+    }
+
+    proptest! {
+        #[test]
+        fn an_epoch_visits_disjoint_windows_once(
+            before in 0u64..5, length in 2u64..600, sequence in 1usize..40, batch in 1usize..9, seed: u64, epoch in 0u64..4,
+        ) {
+            prop_assume!(length > sequence as u64);
+            let range = before..before + length;
+            let tokens = counting((before + length + 3) as u32);
+            let windows = TrainingWindows::new(tokens, range.clone(), sequence, batch, seed).unwrap();
+            let per_epoch = windows.per_epoch();
+            // All but less than two windows' tokens are visited.
+            prop_assert!(per_epoch * sequence as u64 + 2 * sequence as u64 > length - 1);
+
+            let visits = epoch * per_epoch..(epoch + 1) * per_epoch;
+            let starts: Vec<u64> = visits
+                .map(|visit| windows.start(visit / batch as u64, (visit % batch as u64) as usize))
+                .collect();
+            let mut covered = HashSet::new();
+            for start in starts {
+                for position in start..start + sequence as u64 {
+                    prop_assert!(covered.insert(position), "token {position} is visited twice");
+                    prop_assert!(range.contains(&position) && range.contains(&(position + 1)));
+                }
+            }
+        }
+
+        #[test]
+        fn parts_of_a_batch_are_the_batch(
+            length in 50u32..300, sequence in 1usize..20, batch in 1usize..9, seed: u64, step: u64, first in 0usize..8,
+        ) {
+            prop_assume!(first < batch);
+            let windows = TrainingWindows::new(counting(length), 0..u64::from(length), sequence, batch, seed).unwrap();
+            let (mut inputs, mut targets) = (vec![0; batch * sequence], vec![0; batch * sequence]);
+            windows.fill(step, 0, &mut inputs, &mut targets).unwrap();
+            prop_assert!(inputs.iter().zip(&targets).all(|(input, target)| input + 1 == *target));
+
+            let (mut some_inputs, mut some_targets) = (vec![0; sequence], vec![0; sequence]);
+            windows.fill(step, first, &mut some_inputs, &mut some_targets).unwrap();
+            prop_assert_eq!(&some_inputs, &inputs[first * sequence..][..sequence]);
+            prop_assert_eq!(&some_targets, &targets[first * sequence..][..sequence]);
+        }
+
+        #[test]
+        fn validation_windows_are_disjoint_and_inside(length in 2u32..600, sequence in 1usize..40, count in 1usize..50) {
+            prop_assume!(length as usize > sequence);
+            let windows = ValidationWindows::new(counting(length), 0..u64::from(length), sequence, count).unwrap();
+            prop_assert!((1..=count).contains(&windows.count()));
+            let starts: Vec<u64> = (0..windows.count()).map(|index| windows.start(index)).collect();
+            prop_assert!(starts.windows(2).all(|pair| pair[0] + sequence as u64 <= pair[1]));
+            prop_assert!(starts.last().unwrap() + (sequence as u64) < u64::from(length));
+        }
+    }
+
+    #[test]
+    fn seeds_steps_and_epochs_differ() {
+        let starts = |seed, steps: Range<u64>| -> Vec<u64> {
+            let windows = TrainingWindows::new(counting(1000), 0..1000, 10, 1, seed).unwrap();
+            assert_eq!(windows.per_epoch(), 99);
+            steps.map(|step| windows.start(step, 0)).collect()
+        };
+        assert_eq!(starts(1, 0..99), starts(1, 0..99));
+        assert_ne!(starts(1, 0..99), starts(2, 0..99));
+        assert_ne!(starts(1, 0..99), starts(1, 99..198));
+    }
+
+    #[test]
+    fn mistakes_have_remedies() {
+        let training = |range, sequence, batch| TrainingWindows::new(counting(20), range, sequence, batch, 0);
+        assert!(matches!(training(0..10, 10, 1), Err(DataError::TooShort { tokens: 10, needed: 11, .. })));
+        assert!(matches!(training(0..99, 20, 1), Err(DataError::TooShort { tokens: 20, .. })));
+        assert!(matches!(training(0..20, 0, 1), Err(DataError::Zero { .. })));
+        assert!(matches!(training(0..20, 10, 0), Err(DataError::Zero { .. })));
+        assert_eq!(training(0..11, 10, 1).unwrap().start(5, 0), 0);
+
+        let windows = training(0..20, 5, 2).unwrap();
+        for (first, inputs, targets) in [(0, 15, 15), (2, 5, 5), (0, 4, 4), (0, 10, 5), (usize::MAX, 5, 5)] {
+            let filled = windows.fill(0, first, &mut vec![0; inputs], &mut vec![0; targets]);
+            assert!(matches!(filled, Err(DataError::Slices { .. })), "{first} {inputs} {targets}");
+        }
+    }
+}
