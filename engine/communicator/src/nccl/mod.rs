@@ -12,7 +12,7 @@
 //!
 //! use gapless_communicator::{Communicator, Nccl, Request, Result, Tag, launch_order::{Call, Start}, world};
 //!
-//! # fn run(bytes: *mut u8) -> gapless_engine::Result<()> {
+//! # fn run(bytes: *mut u8) -> gapless_communicator::Result<()> {
 //! let mut rank = Nccl::on_device(world()?, 0)?;              // under mpirun: one process per GPU
 //! let (tag, len) = (Tag::default(), 1 << 20);
 //! let start = match rank.rank() {
