@@ -97,7 +97,7 @@ fn train(options: &TrainOptions, steps: usize) -> Result<Vec<RankReport>> {
     let build = |vb| Gpt::new(&MODEL, vb);
     let run = |mut trainer: Trainer| {
         let step = |i| trainer.step(&tokens[i..i + count], &tokens[i + 1..=i + count]).map(|report| report.loss);
-        let losses = (0..steps).map(step).collect::<gapless::Result<_>>()?;
+        let losses = (0..steps).map(step).collect::<Result<_, gapless::TrainError>>()?;
         let report = trainer.report();
         Ok(RankReport { losses, arena_bytes: report.arena_bytes, gap: report.gap })
     };

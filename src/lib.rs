@@ -21,7 +21,7 @@
 //!     trainer.step(&tokens, &targets)?;
 //! }
 //! assert!(trainer.step(&tokens, &targets)?.loss < first);
-//! # Ok::<(), gapless::Error>(())
+//! # Ok::<(), gapless::TrainError>(())
 //! ```
 //!
 //! ```text
@@ -49,6 +49,6 @@ pub use gapless_engine::communicator;
 pub use gapless_engine::recompute::{Layers, Offload, Recompute};
 pub use gapless_engine::{
     DType, DeviceChoice, Error, Model, Overflow, Pipeline, Report, Result, RunsOn, SampleOptions, StepReport, Tensor,
-    TrainOptions, Trainer, nn,
+    TrainError, TrainOptions, Trainer, nn,
 };
 pub use gapless_parallel::Mesh;

@@ -4,6 +4,8 @@
 
 use std::process::Command;
 
+use gapless::TrainError;
+use gapless::engine::compile::Error as CompileError;
 use gapless::models::{Gpt, GptConfig};
 use gapless::{DeviceChoice, Offload, Recompute, TrainOptions, Trainer};
 
@@ -53,7 +55,7 @@ fn train(budget: Option<u64>, offload: &str) {
     };
     let mut trainer = match Trainer::new(|vb| Gpt::new(&config, vb), options) {
         Ok(trainer) => trainer,
-        Err(gapless::Error::OverBudget { smallest, .. }) => return println!("{smallest} 0 0"),
+        Err(TrainError::Compile(CompileError::OverBudget { smallest, .. })) => return println!("{smallest} 0 0"),
         Err(error) => panic!("{error}"),
     };
     let tokens: Vec<u32> = (0..8 * 256).map(|i| i % 512).collect();

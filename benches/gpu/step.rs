@@ -83,13 +83,13 @@ impl Step {
         TrainOptions { batch: micro_batch, sequence, dtype, device, seed, ..TrainOptions::default() }
     }
 
-    pub fn trainer(&self, device: DeviceChoice) -> gapless::Result<Trainer> {
+    pub fn trainer(&self, device: DeviceChoice) -> Result<Trainer, gapless::TrainError> {
         let config = self.config();
         Trainer::new(|vb| Gpt::new(&config, vb), self.options(device))
     }
 
     /// Its plan for a GPU, to the byte.
-    pub fn plan(&self) -> gapless::Result<Planned> {
+    pub fn plan(&self) -> Result<Planned, gapless::TrainError> {
         let (config, options) = (self.config(), self.options(Gpu(0).choice()));
         let program = Trainer::program_for(|vb| Gpt::new(&config, vb), &options, 0, Target::Cuda)?;
         let attention_flops = attention_flops(&program);

@@ -17,7 +17,6 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use anyhow::Context;
 use clap::Parser;
 use gapless::models::GptConfig;
-
 use side::{Measurement, Side};
 
 #[derive(Debug, Clone, Parser)]

@@ -1,10 +1,10 @@
-//! How ranks exchange tensors: [`gapless_communicator`], with the engine's error.
+//! How ranks exchange tensors: [`gapless_communicator`], for what returns a trainer's error.
 
-use crate::error::Error;
+use crate::error::TrainError;
 
 pub use gapless_communicator::*;
 
-/// [`gapless_communicator::on_threads`] for what returns the engine's error.
+/// [`gapless_communicator::on_threads`] for what returns a trainer's error.
 ///
 /// # Errors
 /// The first rank's error that is not the mere echo of another rank's failure.
@@ -13,15 +13,15 @@ pub use gapless_communicator::*;
 /// When a rank does, once all have ended; its end makes the others' waits fail.
 pub fn on_threads<T: Send>(
     ranks: usize,
-    f: impl Fn(Box<dyn Communicator>) -> Result<T, Error> + Sync,
-) -> Result<Vec<T>, Error> {
+    f: impl Fn(Box<dyn Communicator>) -> Result<T, TrainError> + Sync,
+) -> Result<Vec<T>, TrainError> {
     gapless_communicator::on_threads(ranks, f)
 }
 
-impl RankError for Error {
+impl RankError for TrainError {
     fn communicator(&self) -> Option<&CommunicatorError> {
         match self {
-            Self::Ranks(source) | Self::Communicator { source, .. } => Some(source),
+            Self::Ranks(source) | Self::Runtime(gapless_runtime::Error::Communicator { source, .. }) => Some(source),
             _ => None,
         }
     }

@@ -4,17 +4,17 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
 use candle_core::DType;
+use gapless_compile::recompute::Recomputation;
+use gapless_compile::{CompileOptions, Lowering, Output, Target, compile, lower};
+use gapless_graph::autodiff::differentiate;
+use gapless_graph::nn::{Init, VarBuilder};
+use gapless_graph::reference::{Array, evaluate};
+use gapless_graph::{Graph, Spec, Tensor, ValueId, lock};
+use gapless_kernels::{Numbers, Stream};
 use gapless_parallel::{Action, Kind};
+use gapless_runtime::cpu::{Executor, RunOptions, Workers};
 
-use crate::autodiff::differentiate;
-use crate::compile::{CompileOptions, Lowering, Output, Target, compile, lower};
-use crate::cpu::{Executor, RunOptions, Workers};
 use crate::error::Result;
-use crate::graph::{Graph, Spec, Tensor, ValueId, lock};
-use crate::nn::{Init, VarBuilder};
-use crate::random::{Numbers, Stream};
-use crate::recompute::Recomputation;
-use crate::reference::{Array, evaluate};
 
 /// How far an operation is from its judges: ‖a − b‖ / ‖b‖, the worst over all inputs.
 #[derive(Debug, Clone, Copy)]
@@ -41,7 +41,7 @@ pub struct GradientError {
 pub fn gradient_check(
     parameters: &[&[usize]],
     ids: &[(&[usize], &[u32])],
-    f: impl Fn(&[Tensor], &[Tensor]) -> Result<Tensor>,
+    f: impl Fn(&[Tensor], &[Tensor]) -> gapless_graph::Result<Tensor>,
 ) -> Result<GradientError> {
     let Recorded { graph, given, y, loss } = Recorded::new(DType::F32, parameters, ids, f)?;
     let gradients = differentiate(&graph, &loss, 1.0)?;
@@ -100,7 +100,7 @@ pub(crate) fn executor(graph: &Graph, outputs: &[Output]) -> Result<Executor> {
         recomputation: &Recomputation::default(),
         target: Target::Cpu { threads: workers.threads() },
     })?;
-    Executor::new(compile(&[program], &CompileOptions::default())?, workers, 0)
+    Ok(Executor::new(compile(&[program], &CompileOptions::default())?, workers, 0)?)
 }
 
 /// Central differences of the loss with respect to every element of a parameter.
@@ -149,7 +149,7 @@ impl Recorded {
         dtype: DType,
         parameters: &[&[usize]],
         ids: &[(&[usize], &[u32])],
-        f: impl Fn(&[Tensor], &[Tensor]) -> Result<Tensor>,
+        f: impl Fn(&[Tensor], &[Tensor]) -> gapless_graph::Result<Tensor>,
     ) -> Result<Self> {
         let graph = Arc::new(Mutex::new(Graph::default()));
         let vb = VarBuilder::new(&graph, dtype);

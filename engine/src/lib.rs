@@ -2,7 +2,7 @@
 //!
 //! A model is written with candle's vocabulary over symbolic [`Tensor`]s. [`autodiff`] appends its gradients, [`optim`]
 //! the update, [`compile`] lowers everything along a schedule into one list of instructions. That list is the lifetime of
-//! every tensor, so all memory is planned before the first step; [`cpu::Executor`] then runs it without allocating.
+//! every tensor, so all memory is planned before the first step; [`runtime`] then runs it without allocating.
 //! [`Trainer`] ties it together.
 //!
 //! ```
@@ -28,7 +28,7 @@
 //! let second = trainer.step(&tokens, &targets)?.loss;
 //! assert!(second < first);
 //! assert_eq!(trainer.report().gap, 1.0); // arena height ÷ proven lower bound
-//! # Ok::<(), gapless_engine::Error>(())
+//! # Ok::<(), gapless_engine::TrainError>(())
 //! ```
 //!
 //! ```text
@@ -38,37 +38,32 @@
 //! ```
 #![warn(missing_docs)]
 
-pub mod autodiff;
 pub mod communicator;
-pub mod compile;
-pub mod cpu;
-#[cfg(feature = "cuda")]
-pub mod cuda;
 mod error;
 mod gradient_check;
-pub mod graph;
 pub mod learning_rate;
 pub mod metrics;
-pub mod nn;
-mod op;
-pub mod ops;
-pub mod optim;
-mod random;
-pub mod recompute;
-pub mod reference;
-mod report;
+#[cfg(test)]
+mod tests;
 mod train;
 
-pub use candle_core::DType;
-pub use cpu::Args;
-pub use error::{Error, Result};
-pub use gapless_alloc::Role;
 pub use gapless_checkpoint as checkpoint;
+pub use gapless_compile as compile;
+pub use gapless_compile::recompute;
 pub use gapless_data as data;
+pub use gapless_graph as graph;
+pub use gapless_graph::{autodiff, nn, ops, optim, reference};
+pub use gapless_kernels as kernels;
+pub use gapless_runtime as runtime;
+#[cfg(feature = "cuda")]
+pub use gapless_runtime::cuda;
+
+pub use error::TrainError;
+pub use gapless_alloc::Role;
+pub use gapless_compile::report::Report;
+pub use gapless_compile::step::{Overflow, Pipeline};
+pub use gapless_graph::{
+    Args, Array, DType, Error, Gradient, Model, Numbers, Op, Reference, Result, Rows, Spec, Stream, Tensor,
+};
 pub use gradient_check::{GradientError, gradient_check};
-pub use graph::{Spec, Tensor};
-pub use op::{Gradient, Op, Rows};
-pub use random::{Numbers, Stream};
-pub use reference::{Array, Reference};
-pub use report::Report;
-pub use train::{DeviceChoice, Model, Overflow, Pipeline, RunsOn, SampleOptions, StepReport, TrainOptions, Trainer};
+pub use train::{DeviceChoice, RunsOn, SampleOptions, StepReport, TrainOptions, Trainer};

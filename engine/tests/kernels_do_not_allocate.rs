@@ -3,9 +3,9 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use gapless_engine::cpu::ScratchMemory;
-use gapless_engine::cpu::attention::{Attention, HeadStrides, Mask};
-use gapless_engine::cpu::gemm::{Batch, Epilogue, Gemm, Mode, Strides};
+use gapless_engine::kernels::cpu::ScratchMemory;
+use gapless_engine::kernels::cpu::attention::{Attention, HeadStrides, Mask};
+use gapless_engine::kernels::cpu::gemm::{Batch, Epilogue, Gemm, Mode, Strides};
 use gapless_engine::nn::{Embedding, Linear, Module, VarBuilder, embedding, linear_no_bias};
 use gapless_engine::{Model, Result, Tensor, TrainOptions, Trainer};
 

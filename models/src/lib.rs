@@ -11,7 +11,7 @@
 //! let options = TrainOptions { batch: 2, sequence: 16, ..TrainOptions::default() };
 //! let trainer = Trainer::new(|vb| Gpt::new(&config, vb), options)?;
 //! assert_eq!(trainer.report().parameters, config.parameters());
-//! # Ok::<(), gapless_engine::Error>(())
+//! # Ok::<(), gapless_engine::TrainError>(())
 //! ```
 //!
 //! ```text

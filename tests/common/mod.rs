@@ -83,7 +83,7 @@ impl Run {
     }
 
     /// The trainer, or why there is none.
-    pub fn try_trainer(&self) -> gapless::Result<Trainer> {
+    pub fn try_trainer(&self) -> Result<Trainer, gapless::TrainError> {
         self.try_rank(None)
     }
 
@@ -93,7 +93,7 @@ impl Run {
     }
 
     /// The trainer of one rank, or why there is none.
-    pub fn try_rank(&self, world: Option<Box<dyn Communicator>>) -> gapless::Result<Trainer> {
+    pub fn try_rank(&self, world: Option<Box<dyn Communicator>>) -> Result<Trainer, gapless::TrainError> {
         let vocabulary = VOCABULARY as usize;
         match self.kind {
             Kind::Gpt => {
@@ -120,7 +120,7 @@ impl Run {
         &self,
         world: Option<Box<dyn Communicator>>,
         build: impl Fn(VarBuilder) -> gapless::Result<M>,
-    ) -> gapless::Result<Trainer> {
+    ) -> Result<Trainer, gapless::TrainError> {
         let options = self.options.clone();
         match world {
             None => Trainer::new(build, options),

@@ -1,7 +1,8 @@
 //! Gradients summed over micro-batches, in models that use their weights in unusual ways.
 
+use gapless::Error as GraphError;
 use gapless::nn::{Embedding, Module, VarBuilder, embedding};
-use gapless::{Error, Model, Result, Tensor, TrainOptions, Trainer};
+use gapless::{Model, Result, Tensor, TrainError, TrainOptions, Trainer};
 
 use crate::common::on_cpu;
 
@@ -133,5 +134,5 @@ fn a_loss_of_an_output_without_a_gradient_is_refused() {
 
     let options = TrainOptions { batch: 4, sequence: 6, ..on_cpu() };
     let error = Trainer::new(|vb| Ok(OfLogSumExp(Unusual::new(vb)?)), options).unwrap_err();
-    assert!(matches!(error, Error::NoOutputGradient { output: 1, .. }), "{error}");
+    assert!(matches!(error, TrainError::Graph(GraphError::NoOutputGradient { output: 1, .. })), "{error}");
 }

@@ -1,8 +1,10 @@
 //! What a user gets wrong is said clearly, and nothing is lost.
 
-use crate::common::{Run, on_cpu, parameters};
+use gapless::engine::compile::Error as CompileError;
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig};
-use gapless::{Error, TrainOptions, Trainer};
+use gapless::{TrainError, TrainOptions, Trainer};
+
+use crate::common::{Run, on_cpu, parameters};
 
 fn small() -> GptConfig {
     GptConfig { vocabulary: 50, sequence: 16, layers: 1, heads: 2, width: 16, dropout: 0.0 }
@@ -12,7 +14,7 @@ fn options() -> TrainOptions {
     TrainOptions { batch: 2, sequence: 16, ..on_cpu() }
 }
 
-fn refused(result: gapless::Result<Trainer>, words: &[&str]) {
+fn refused(result: Result<Trainer, gapless::TrainError>, words: &[&str]) {
     let message = result.expect_err("must be refused").to_string();
     for word in words {
         assert!(message.contains(word), "{word:?} is not in {message:?}");
@@ -49,12 +51,15 @@ fn batches_that_do_not_fit() {
     let run = Run::default();
     let mut trainer = run.trainer();
     let (tokens, targets) = run.batch(0);
-    assert!(matches!(trainer.step(&tokens[1..], &targets), Err(Error::ElementCount { .. })));
+    assert!(matches!(trainer.step(&tokens[1..], &targets), Err(TrainError::ElementCount { .. })));
     let mut strange = tokens.clone();
     strange[3] = 50;
-    assert!(matches!(trainer.step(&strange, &targets), Err(Error::TokenOutOfRange { id: 50, vocabulary: 50 })));
-    assert!(matches!(trainer.step(&tokens, &strange), Err(Error::TokenOutOfRange { .. })));
-    assert!(matches!(trainer.tensor("h.0.attn.c_atn.weight"), Err(Error::UnknownTensor { .. })));
+    assert!(matches!(trainer.step(&strange, &targets), Err(TrainError::TokenOutOfRange { id: 50, vocabulary: 50 })));
+    assert!(matches!(trainer.step(&tokens, &strange), Err(TrainError::TokenOutOfRange { .. })));
+    assert!(matches!(
+        trainer.tensor("h.0.attn.c_atn.weight"),
+        Err(TrainError::Compile(CompileError::UnknownTensor { .. }))
+    ));
     assert_eq!(trainer.steps(), 0);
 }
 
@@ -69,7 +74,7 @@ fn a_non_finite_loss_stops_names_its_source_and_leaves_the_model_alone() {
     let before = parameters(&trainer);
     let (tokens, targets) = run.batch(1);
     let error = trainer.step(&tokens, &targets).unwrap_err();
-    let Error::NonFinite { step: 1, culprit, .. } = &error else { panic!("{error}") };
+    let TrainError::NonFinite { step: 1, culprit, .. } = &error else { panic!("{error}") };
     assert!(culprit.contains("linear in h.1.mlp.c_fc"), "{culprit}");
     assert_eq!(parameters(&trainer), before);
     assert_eq!(trainer.steps(), 1);

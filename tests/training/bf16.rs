@@ -2,14 +2,17 @@
 
 use std::collections::BTreeMap;
 
-use crate::common::{VOCABULARY, on_cpu};
+use gapless::TrainError;
 use gapless::engine::compile::{CompileOptions, Executable, Program, compile};
-use gapless::engine::cpu::{Executor, Workers};
+use gapless::engine::runtime::cpu::{Executor, Workers};
 use gapless::engine::optim::AdamW;
-use gapless::engine::{Error, Role};
+use gapless::engine::runtime::Error as RuntimeError;
+use gapless::engine::Role;
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig};
 use gapless::nn::{Embedding, Module, VarBuilder, embedding};
 use gapless::{DType, Mesh, Model, Result, Tensor, TrainOptions, Trainer};
+
+use crate::common::{VOCABULARY, on_cpu};
 
 fn options(dtype: DType, mesh: Mesh) -> TrainOptions {
     let optimizer = AdamW { masters: false, ..AdamW::default() }.into();
@@ -103,11 +106,13 @@ fn masters_take_what_they_are_said_to() {
 #[test]
 fn what_the_cpu_cannot_run_is_refused_before_anything_is_reserved() {
     let options = options(DType::BF16, Mesh::default());
-    let refused = |error: Error| assert!(matches!(error, Error::NoKernels { dtype: DType::BF16 }), "{error}");
+    let refused = |error: TrainError| {
+        assert!(matches!(error, TrainError::Runtime(RuntimeError::NoKernels { dtype: DType::BF16 })), "{error}")
+    };
     refused(Trainer::new(gpt, options.clone()).unwrap_err());
     let plan = Trainer::plan(gpt, &options).unwrap();
     assert_eq!(plan.solution.height, plan.solution.lower_bound);
-    refused(Executor::new(plan, Workers::new(1).unwrap(), 0).unwrap_err());
+    refused(Executor::new(plan, Workers::new(1).unwrap(), 0).unwrap_err().into());
     let f32 = Trainer::program(gpt, &TrainOptions { dtype: DType::F32, ..options }, 0).unwrap();
     let f32 = compile(&[f32], &CompileOptions::default()).unwrap();
     Executor::new(f32, Workers::new(1).unwrap(), 0).unwrap();

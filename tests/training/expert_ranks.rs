@@ -4,11 +4,12 @@ use std::collections::BTreeMap;
 
 use gapless::communicator;
 use gapless::engine::checkpoint::Checkpoint;
+use gapless::engine::compile::Error as CompileError;
 use gapless::engine::ops::{Drop, ExpertGroups};
 use gapless::models::{LlamaConfig, Moe, MoeConfig};
 use gapless::nn::{Capacity, Choice, Embedding, Experts, Module, Router, RouterConfig, Score, VarBuilder, embedding};
 use gapless::parallel;
-use gapless::{Error, Mesh, Model, Offload, Pipeline, Recompute, Tensor, TrainOptions, Trainer};
+use gapless::{Mesh, Model, Offload, Pipeline, Recompute, Tensor, TrainError, TrainOptions, Trainer};
 
 use crate::common::{PLANNING, on_cpu};
 
@@ -274,7 +275,7 @@ fn budgets_count_the_rows_that_ranks_receive() {
     let (all, expected) = on(plain.clone());
     let of_one = TrainOptions { recompute: Recompute::budget(1), ..plain.clone() };
     let smallest = |rank| match Trainer::plan_rank(|vb| Moe::new(config, vb), &of_one, rank) {
-        Err(Error::OverBudget { smallest, .. }) => smallest,
+        Err(TrainError::Compile(CompileError::OverBudget { smallest, .. })) => smallest,
         other => panic!("a byte is too small a budget: {other:?}"),
     };
     let least = smallest(0).max(smallest(1));

@@ -3,10 +3,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use crate::common::{VOCABULARY, on_cpu};
 use gapless::models::{Gpt, GptConfig};
 use gapless::parallel::{self, Action, Cell, Kind, Schedule, Sends, Shape, peak_bytes};
 use gapless::{Mesh, Pipeline, TrainOptions, Trainer};
+
+use crate::common::{VOCABULARY, on_cpu};
 
 const MICRO_BATCHES: u32 = 8;
 

@@ -1,12 +1,14 @@
 //! Layers of experts while they train: the bias that balances them, what can be watched, and what is refused.
 
-use crate::common::{Kind, Run, moe, parameters};
 use gapless::engine::checkpoint::Checkpoint;
+use gapless::engine::compile::Error as CompileError;
 use gapless::engine::nn::{Capacity, Choice, RouterConfig};
 use gapless::engine::ops::{Drop, ExpertGroups};
 use gapless::engine::optim::AdamW;
 use gapless::models::{LlamaConfig, Moe, MoeConfig, MoeStyle};
-use gapless::{Error, Mesh, Trainer};
+use gapless::{Mesh, TrainError, Trainer};
+
+use crate::common::{Kind, Run, moe, parameters};
 
 const DEEP_SEEK: Kind = Kind::Moe(MoeStyle::DeepSeek);
 
@@ -14,7 +16,7 @@ const DEEP_SEEK: Kind = Kind::Moe(MoeStyle::DeepSeek);
 const GATE: &str = "model.layers.1.mlp.gate";
 const BIAS: &str = "model.layers.1.mlp.gate.e_score_correction_bias";
 
-fn values(tensor: gapless::Result<candle_core::Tensor>) -> Vec<f32> {
+fn values(tensor: Result<candle_core::Tensor, gapless::TrainError>) -> Vec<f32> {
     tensor.unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
@@ -73,7 +75,10 @@ fn the_bias_has_no_part_in_the_norm_and_no_state() {
     assert!((f64::from(report.gradient_norm) / norm - 1.0).abs() < 1e-6, "{} of {norm}", report.gradient_norm);
     assert!(trainer.tensor("exp_avg/model.layers.1.mlp.gate.weight").is_ok());
     for state in ["exp_avg", "exp_avg_sq"] {
-        assert!(matches!(trainer.tensor(&format!("{state}/{BIAS}")), Err(Error::UnknownTensor { .. })));
+        assert!(matches!(
+            trainer.tensor(&format!("{state}/{BIAS}")),
+            Err(TrainError::Compile(CompileError::UnknownTensor { .. }))
+        ));
     }
     assert_eq!(trainer.report().parameters, moe(MoeStyle::DeepSeek).parameters(), "the bias is not trained");
 }
@@ -88,7 +93,7 @@ fn a_step_that_is_not_finite_moves_no_bias() {
     assert!(values(trainer.tensor(BIAS)).iter().any(|&x| x != 0.0));
     let (tokens, targets) = run.batch(1);
     let error = trainer.step(&tokens, &targets).unwrap_err();
-    assert!(matches!(error, Error::NonFinite { step: 1, .. }), "{error}");
+    assert!(matches!(error, TrainError::NonFinite { step: 1, .. }), "{error}");
     assert_eq!(parameters(&trainer), before);
 }
 
@@ -103,7 +108,7 @@ fn routers_that_are_not_finite_are_named() {
             let before = parameters(&trainer);
             let (tokens, targets) = run.batch(0);
             let error = trainer.step(&tokens, &targets).unwrap_err();
-            let Error::NonFinite { culprit, .. } = &error else { panic!("{kind:?}, {value}: {error}") };
+            let TrainError::NonFinite { culprit, .. } = &error else { panic!("{kind:?}, {value}: {error}") };
             assert!(culprit.contains(GATE), "{kind:?}, {value}: {culprit}");
             assert_eq!(parameters(&trainer), before, "{kind:?}, {value}");
         }

@@ -2,14 +2,15 @@
 
 use std::sync::Arc;
 
-use crate::common::{Kind, Outcome, Run};
-use crate::learning::{learn, walk};
 use gapless::engine::checkpoint::Checkpoint;
 use gapless::engine::optim::{AdamW, AdamW8bit, GaLore, Optimizer, ParameterUpdate, SCALARS, State, Updated};
 use gapless::engine::{Args, Array, Op, Reference, Role, Spec};
 use gapless::models::MoeStyle;
 use gapless::nn::Init;
 use gapless::{Mesh, Tensor, Trainer, communicator};
+
+use crate::common::{Kind, Outcome, Run};
+use crate::learning::{learn, walk};
 
 type Rule = Arc<dyn Optimizer>;
 

@@ -2,9 +2,11 @@
 
 use gapless::alloc::arena::ArenaReport;
 use gapless::communicator;
+use gapless::engine::compile::Error as CompileError;
+use gapless::engine::runtime::Error as RuntimeError;
 use gapless::models::Moe;
 use gapless::parallel::Coordinate;
-use gapless::{Error, Mesh, Offload, Overflow, Pipeline, Recompute, Reserve, TrainOptions, Trainer, parallel};
+use gapless::{Mesh, Offload, Overflow, Pipeline, Recompute, Reserve, TrainError, TrainOptions, Trainer, parallel};
 
 use crate::uneven::{Case, LAYERS, Pattern, SEQUENCE, STEPS, batch, cases, config, experts, options};
 
@@ -199,7 +201,7 @@ fn letting_go_goes_with_all_that_moves_the_backward() {
         ..plain.clone()
     };
     let smallest = |rank| match Trainer::plan_rank(|vb| Moe::new(&case.config, vb), &of_one, rank) {
-        Err(Error::OverBudget { smallest, .. }) => smallest,
+        Err(TrainError::Compile(CompileError::OverBudget { smallest, .. })) => smallest,
         other => panic!("a byte is too small a budget: {other:?}"),
     };
     let budget = smallest(0).max(smallest(1));
@@ -271,7 +273,7 @@ fn growing_keeps_to_the_budget() {
     });
     let [first, second]: [_; 2] = outcomes.unwrap().try_into().unwrap();
     match first.expect_err("all rows come to rank 0") {
-        error @ Error::Growth { needed, .. } => {
+        error @ TrainError::Runtime(RuntimeError::Growth { needed, .. }) => {
             assert!(
                 needed > bytes && error.to_string().contains(&format!("it is {needed} bytes, more than")),
                 "{error}"
@@ -279,7 +281,7 @@ fn growing_keeps_to_the_budget() {
         }
         error => panic!("{error}"),
     }
-    assert!(matches!(second, Err(Error::Communicator { .. })), "{second:?}");
+    assert!(matches!(second, Err(TrainError::Runtime(RuntimeError::Communicator { .. }))), "{second:?}");
 }
 
 /// Scores that are not numbers send all tokens to the first experts, which the reserve has no room for. It is their fault.
@@ -298,7 +300,7 @@ fn a_router_of_no_numbers_is_named_instead_of_what_it_leads_to() {
             Ok((outcome, trainer.routing().unwrap()))
         });
         let outcomes = outcomes.unwrap();
-        let named = |outcome: &Result<_, Error>| matches!(outcome, Err(Error::NonFinite { culprit, .. }) if culprit.contains("model.layers.0.mlp.gate"));
+        let named = |outcome: &Result<_, TrainError>| matches!(outcome, Err(TrainError::NonFinite { culprit, .. }) if culprit.contains("model.layers.0.mlp.gate"));
         assert!(outcomes.iter().any(|(outcome, _)| named(outcome)), "{overflow:?}: {outcomes:?}");
         assert!(outcomes.iter().all(|(_, report)| report.growths == 0), "{overflow:?}: {outcomes:?}");
         assert!(outcomes.iter().any(|(_, report)| report.overflows > 0), "{overflow:?}: {outcomes:?}");

@@ -2,12 +2,13 @@
 
 use std::sync::Arc;
 
-use crate::common::{Kind, Outcome, Run, VOCABULARY};
 use gapless::engine::compile::{Cut, Work};
 use gapless::models::MoeStyle;
 use gapless::nn::{Embedding, Init, Linear, Module, VarBuilder, embedding, linear};
 use gapless::parallel::{self, Schedule};
 use gapless::{Mesh, Model, Pipeline, Tensor, Trainer, communicator};
+
+use crate::common::{Kind, Outcome, Run, VOCABULARY};
 
 const MICRO_BATCHES: usize = 8;
 
@@ -208,7 +209,7 @@ impl Model for Odd {
 fn odd_losses(mesh: Mesh, chunks: usize, name: &str) -> Vec<(f32, f32)> {
     let mut run = run(Kind::Gpt, mesh, chunks, name);
     run.options.poison = true;
-    let steps = |mut trainer: Trainer| -> gapless::Result<Vec<(f32, f32)>> {
+    let steps = |mut trainer: Trainer| -> Result<Vec<(f32, f32)>, gapless::TrainError> {
         let reports = (0..3).map(|_| run.step(&mut trainer));
         Ok(reports.map(|report| (report.loss, report.gradient_norm)).collect())
     };

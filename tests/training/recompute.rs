@@ -2,11 +2,14 @@
 
 use std::sync::Arc;
 
-use crate::common::{Kind, Run};
+use gapless::TrainError;
+use gapless::engine::compile::Error as CompileError;
 use gapless::engine::optim::AdamW;
 use gapless::models::MoeStyle;
 use gapless::parallel::{self, Rates, Schedule};
 use gapless::{Layers, Mesh, Pipeline, Recompute};
+
+use crate::common::{Kind, Run};
 
 fn ops(names: &[&str]) -> Recompute {
     Recompute::Ops(names.iter().map(|&name| name.to_owned()).collect())
@@ -142,7 +145,7 @@ fn a_budget_is_kept_and_more_bytes_never_cost_more_time() {
         let (all, all_flops) = (run.trainer().report().arena_bytes, run.trainer().report().flops_per_step);
         run.options.recompute = Recompute::budget(1);
         let smallest = match run.try_trainer() {
-            Err(gapless::Error::OverBudget { budget: 1, smallest }) => smallest,
+            Err(TrainError::Compile(CompileError::OverBudget { budget: 1, smallest })) => smallest,
             other => panic!("one byte is enough: {other:?}"),
         };
         assert!(smallest < all, "{smallest} of {all}");

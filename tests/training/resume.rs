@@ -3,9 +3,10 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use crate::common::{Kind, Run, parameters};
 use gapless::engine::checkpoint::Checkpoint;
 use serde_json::json;
+
+use crate::common::{Kind, Run, parameters};
 
 fn saved(run: &Run, steps: u64, dir: &Path) -> PathBuf {
     let mut trainer = run.trainer();

@@ -5,8 +5,9 @@ use std::sync::Barrier;
 
 use gapless::alloc::arena::ArenaReport;
 use gapless::communicator::{self, CommunicatorError};
+use gapless::engine::runtime::Error as RuntimeError;
 use gapless::models::Moe;
-use gapless::{Error, Mesh, Reserve, TrainOptions, Trainer};
+use gapless::{Mesh, Reserve, TrainError, TrainOptions, Trainer};
 
 use crate::uneven::{BATCH, Case, EXPERTS, LAYERS, Pattern, SEQUENCE, STEPS, batch, cases, config, experts, options};
 
@@ -170,15 +171,20 @@ fn an_overflow_ends_the_step_on_all_ranks() {
             let what = format!("{what}, rank {rank}");
             assert!(unchanged, "{what}: the model has changed");
             checked.unwrap_or_else(|error| panic!("{what}: what was served before: {error}"));
-            assert!(matches!(again, Err(Error::Communicator { .. })), "{what}, once more: {again:?}");
+            assert!(
+                matches!(again, Err(TrainError::Runtime(RuntimeError::Communicator { .. }))),
+                "{what}, once more: {again:?}"
+            );
             let overflows = match outcome.expect_err(&what) {
-                error @ Error::Routing { .. } => {
+                error @ TrainError::Runtime(RuntimeError::Routing { .. }) => {
                     says_what_helps(&error);
                     overflown.push(mesh.coordinate(rank).expert);
                     1
                 }
                 // Not `Timeout`: nobody waited for nothing.
-                Error::Communicator { source: CommunicatorError::PeerGone { .. }, .. } => 0,
+                TrainError::Runtime(RuntimeError::Communicator {
+                    source: CommunicatorError::PeerGone { .. }, ..
+                }) => 0,
                 error => panic!("{what}: {error}"),
             };
             assert_eq!(report.unwrap().overflows, overflows, "{what}");
@@ -203,7 +209,7 @@ fn a_step_that_is_not_finite_changes_nothing_on_any_rank() {
         trainer.set_tensor(name, &weight)?;
         let after = parameters(&trainer);
         let fresh = trainer.step(&tokens, &targets)?;
-        Ok((error.to_string(), matches!(error, Error::NonFinite { .. }), after, fresh.loss))
+        Ok((error.to_string(), matches!(error, TrainError::NonFinite { .. }), after, fresh.loss))
     });
     let untouched = communicator::on_threads(4, |world| {
         let mut trainer = Trainer::on(world, |vb| Moe::new(&config, vb), options(experts(4), Reserve::Worst))?;
@@ -247,8 +253,10 @@ fn evaluation_and_logits_have_the_bits_of_one_rank() {
 }
 
 /// Layer, rows, bytes and remedies.
-fn says_what_helps(error: &Error) {
-    let Error::Routing { source, .. } = error else { unreachable!("matched by the caller") };
+fn says_what_helps(error: &TrainError) {
+    let TrainError::Runtime(RuntimeError::Routing { source, .. }) = error else {
+        unreachable!("matched by the caller")
+    };
     let message = error.to_string();
     let rows = source.bytes / source.bytes_per_row;
     for part in [

@@ -2,10 +2,13 @@
 
 use std::sync::Arc;
 
-use crate::common::{Kind, Run, on_cpu};
-use crate::learning::learn;
+use gapless::TrainError;
+use gapless::engine::compile::Error as CompileError;
 use gapless::parallel::{self, Rates, Schedule};
 use gapless::{DType, Layers, Mesh, Offload, Pipeline, Recompute, TrainOptions};
+
+use crate::common::{Kind, Run, on_cpu};
+use crate::learning::learn;
 
 type Change = fn(&mut TrainOptions);
 
@@ -80,7 +83,7 @@ fn smallest(run: &Run) -> u64 {
     let mut run = run.clone();
     run.options.recompute = Recompute::budget(1);
     match run.try_trainer() {
-        Err(gapless::Error::OverBudget { smallest, .. }) => smallest,
+        Err(TrainError::Compile(CompileError::OverBudget { smallest, .. })) => smallest,
         other => panic!("one byte is enough: {other:?}"),
     }
 }

@@ -3,9 +3,10 @@
 use std::fmt;
 use std::str::FromStr;
 
+use gapless_alloc::Problem;
+
 use crate::Requests;
 use crate::{Allocator, Bfc, Device, GmLake, GmLakeOptions, Ideal, Malloc, Planned, PyTorch, PyTorchOptions, StAlloc};
-use gapless_alloc::Problem;
 
 /// One allocator of the ring.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

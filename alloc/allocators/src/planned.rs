@@ -3,9 +3,10 @@
 //! It sees the requests that it planned for, in their order, and nothing else: one arena of the plan's height, taken from
 //! the device once. A request that the plan does not know is refused.
 
+use gapless_alloc::{BufferId, Options, Problem, Solution, check, plan};
+
 use crate::{Allocator, Block, Device, Extent, OutOfMemory, Statistics, Stream};
 use crate::{Request, Requests};
-use gapless_alloc::{BufferId, Options, Problem, Solution, check, plan};
 
 /// Serves a planned step out of one arena.
 #[derive(Debug)]

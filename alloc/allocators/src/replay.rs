@@ -5,8 +5,9 @@
 
 use std::time::{Duration, Instant};
 
-use crate::{Allocator, Block, OutOfMemory, Statistics, Stream};
 use gapless_alloc::{BufferId, Problem, lower_bound};
+
+use crate::{Allocator, Block, OutOfMemory, Statistics, Stream};
 
 /// One request of a program to its allocator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

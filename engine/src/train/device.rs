@@ -6,10 +6,11 @@
 use std::fmt;
 use std::str::FromStr;
 
+use gapless_compile::Target;
+use gapless_runtime::cpu::resolve_threads;
+
 use super::TrainOptions;
-use crate::compile::Target;
-use crate::cpu::resolve_threads;
-use crate::error::{Error, Result};
+use crate::error::{Result, TrainError};
 
 /// Which device a trainer is to use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -94,7 +95,7 @@ impl TrainOptions {
     /// What of the options a GPU cannot do, and the remedy.
     #[cfg(feature = "cuda")]
     pub(super) fn check_for_gpu(&self) -> Result<()> {
-        let fail = |why: &str, remedy| Err(Error::Config { what: "device", why: why.into(), remedy });
+        let fail = |why: &str, remedy| Err(TrainError::Config { what: "device", why: why.into(), remedy });
         if self.poison {
             return fail("dead ranges are filled with NaN on the CPU alone", "leave poison out, or use the CPU");
         }
@@ -104,7 +105,11 @@ impl TrainOptions {
 
 /// That this build knows no GPU.
 #[cfg(not(feature = "cuda"))]
-pub(super) fn without_cuda() -> Error {
+pub(super) fn without_cuda() -> TrainError {
     let why = "this build knows no GPU".to_owned();
-    Error::Config { what: "device", why, remedy: "build with the feature cuda, which is on by default, or use the CPU" }
+    TrainError::Config {
+        what: "device",
+        why,
+        remedy: "build with the feature cuda, which is on by default, or use the CPU",
+    }
 }

@@ -4,31 +4,35 @@
 //! ranks of one mesh on CPUs and on GPUs, whose copies of a parameter would drift apart.
 
 use candle_core::DType;
+use gapless_compile::Target;
+#[cfg(feature = "cuda")]
+use gapless_compile::step::Share;
+use gapless_compile::step::{Build, CompiledStep, Overflow, RankPlan, compile_step, of_any};
+use gapless_graph::Model;
+use gapless_graph::nn::VarBuilder;
+use gapless_runtime::cpu::{self, Workers, resolve_threads};
+#[cfg(feature = "cuda")]
+use gapless_runtime::cuda;
+use gapless_runtime::{Error as RuntimeError, Machine};
 
-use super::compile_step::{self, CompiledStep};
 #[cfg(not(feature = "cuda"))]
 use super::device;
-use super::machine::Machine;
-#[cfg(feature = "cuda")]
-use super::pipeline::Share;
-use super::pipeline::{RankPlan, communicators, expect_one_rank};
-use super::{Build, DeviceChoice, Model, Overflow, Programs, RunsOn, TrainOptions, Trainer, of_any};
+use super::ranks::{communicators, expect_one_rank};
+use super::{DeviceChoice, Programs, RunsOn, TrainOptions, Trainer};
 use crate::communicator::Communicator;
-use crate::compile::Target;
-use crate::cpu::{self, Workers, resolve_threads};
-#[cfg(feature = "cuda")]
-use crate::cuda;
-use crate::error::{Error, Result};
-use crate::nn::VarBuilder;
+use crate::error::{Result, TrainError};
 
 impl Trainer {
     /// Compiles the training step, the evaluation and the sampling of a model into one arena, and fills its parameters.
     ///
     /// # Errors
     /// When the options or the model's shapes do not fit together, or the arena does not fit the device's memory;
-    /// [`Error::NoKernels`] for another type than f32 on the CPU; [`Error::OverBudget`]; [`Error::Offload`] when its file cannot be
-    /// made; `Error::Device` and `Error::NoDeviceKernels` when there is no GPU that was asked for, or it has no kernels for a step.
-    pub fn new<M: Model>(build: impl Fn(VarBuilder) -> Result<M>, options: TrainOptions) -> Result<Self> {
+    /// [`TrainError::NoKernels`] for another type than f32 on the CPU; [`TrainError::OverBudget`]; [`TrainError::Offload`] when its file cannot be
+    /// made; `TrainError::Device` and `TrainError::NoDeviceKernels` when there is no GPU that was asked for, or it has no kernels for a step.
+    pub fn new<M: Model>(
+        build: impl Fn(VarBuilder) -> gapless_graph::Result<M>,
+        options: TrainOptions,
+    ) -> Result<Self> {
         expect_one_rank(options.mesh)?;
         Self::with(&of_any(build), options, 0)
     }
@@ -44,7 +48,7 @@ impl Trainer {
     /// device.
     pub fn on<M: Model>(
         mut world: Box<dyn Communicator>,
-        build: impl Fn(VarBuilder) -> Result<M>,
+        build: impl Fn(VarBuilder) -> gapless_graph::Result<M>,
         options: TrainOptions,
     ) -> Result<Self> {
         let (rank, build) = (world.rank(), of_any(build));
@@ -67,7 +71,7 @@ impl Trainer {
     #[cfg(feature = "cuda")]
     pub fn on_device<M: Model>(
         device: Box<dyn cuda::Device>,
-        build: impl Fn(VarBuilder) -> Result<M>,
+        build: impl Fn(VarBuilder) -> gapless_graph::Result<M>,
         options: TrainOptions,
     ) -> Result<Self> {
         expect_one_rank(options.mesh)?;
@@ -82,7 +86,7 @@ impl Trainer {
     pub fn rank_on_device<M: Model>(
         mut world: Box<dyn Communicator>,
         device: Box<dyn cuda::Device>,
-        build: impl Fn(VarBuilder) -> Result<M>,
+        build: impl Fn(VarBuilder) -> gapless_graph::Result<M>,
         options: TrainOptions,
     ) -> Result<Self> {
         let communicators = communicators(&mut *world, options.mesh)?;
@@ -103,8 +107,8 @@ impl Trainer {
         options.check()?;
         options.check_for_gpu()?;
         let plan = RankPlan::new(options.mesh, rank, &options.pipeline, options.micro_batches)?;
-        let (executable, compiled) = compile_step::compile_step(build, &options, &plan, Target::Cuda)?;
-        let Share { first, stride, .. } = Share::of(&options, plan.at);
+        let (executable, compiled) = compile_step(build, &options.step(), &plan, Target::Cuda)?;
+        let Share { first, stride, .. } = Share::of(&options.step(), plan.at);
         let executor = cuda::Executor::new(executable, device, options.seed, (first as u64, stride as u64))?;
         let device = RunsOn { name: executor.device(), is_gpu: true, because: None };
         Self::of(Machine::Cuda(Box::new(executor)), device, compiled, &plan, options)
@@ -121,14 +125,14 @@ impl Trainer {
         if options.dtype != DType::F32 {
             return Err(match because {
                 Some(why) => {
-                    Error::Config { what: "device", why, remedy: "the CPU, which is left, computes in f32 alone" }
+                    TrainError::Config { what: "device", why, remedy: "the CPU, which is left, computes in f32 alone" }
                 }
-                None => Error::NoKernels { dtype: options.dtype },
+                None => RuntimeError::NoKernels { dtype: options.dtype }.into(),
             });
         }
         let threads = resolve_threads(options.threads);
         let plan = RankPlan::new(options.mesh, rank, &options.pipeline, options.micro_batches)?;
-        let (executable, compiled) = compile_step::compile_step(build, &options, &plan, Target::Cpu { threads })?;
+        let (executable, compiled) = compile_step(build, &options.step(), &plan, Target::Cpu { threads })?;
         let mut executor = cpu::Executor::new(executable, Workers::new(threads)?, options.seed)?;
         if let Some(offload) = &options.offload {
             executor.offload_to(&offload.folder)?;
@@ -181,9 +185,10 @@ impl Trainer {
             DeviceChoice::Cuda(ordinal) => on(ordinal).map(Ok),
             DeviceChoice::Auto => match on(number_here(rank) % cuda::Nvidia::count().max(1)) {
                 // A card that is full, or fails, is no reason to train slowly; nor is a model that is wrong.
-                Err(Error::Device(why)) if !why.is_absence() => Err(Error::Device(why)),
+                Err(TrainError::Runtime(RuntimeError::Device(why))) if !why.is_absence() => Err(why.into()),
                 Err(
-                    why @ (Error::Device(_) | Error::NoDeviceKernels { .. } | Error::Config { what: "device", .. }),
+                    why @ (TrainError::Runtime(RuntimeError::Device(_) | RuntimeError::NoDeviceKernels { .. })
+                    | TrainError::Config { what: "device", .. }),
                 ) => Ok(Err(Some(why.to_string()))),
                 other => other.map(Ok),
             },
@@ -226,7 +231,7 @@ fn agree(world: &mut dyn Communicator, is_gpu: bool, choice: DeviceChoice) -> Re
     let all_alike = all.iter().all(|&kind| (kind == CPU) == (mine == CPU));
     if !all_alike && all.contains(&ASKED_FOR) {
         let why = "some ranks run on GPUs, and others on CPUs, whose copies of a parameter would drift apart".into();
-        return Err(Error::Config { what: "device", why, remedy: "choose GPUs for all ranks, or the CPU" });
+        return Err(TrainError::Config { what: "device", why, remedy: "choose GPUs for all ranks, or the CPU" });
     }
     Ok(all_alike)
 }

@@ -1,72 +1,34 @@
 //! Training as a user's own binary calls it: build, report, step, evaluate, sample.
 
-#[cfg(test)]
-mod budget_judge;
-mod compile_step;
 mod device;
-mod machine;
 mod make;
 mod options;
-mod overflow;
-mod pipeline;
+mod ranks;
 mod sample;
 mod save;
-mod update;
 
 use candle_core::DType;
 use gapless_alloc::arena::ArenaReport;
 use gapless_alloc::draw::MemoryMap;
+use gapless_compile::step::{self, Kept, SCALARS_INPUT, Share, of_any};
+use gapless_graph::Model;
 use gapless_parallel::Coordinate;
+use gapless_runtime::Machine;
 
 pub use device::{DeviceChoice, RunsOn};
 pub use options::TrainOptions;
-pub use overflow::Overflow;
-pub use pipeline::Pipeline;
 pub use sample::SampleOptions;
 
 use crate::communicator::Communicator;
-use crate::compile::{Executable, Program, ProgramId, Target, compile};
-use crate::cpu::RunOptions;
-#[cfg(feature = "cuda")]
-use crate::cuda;
-use crate::error::{Error, Result};
-use crate::graph::Tensor;
+use crate::error::{Result, TrainError};
 use crate::learning_rate::Schedule;
-use crate::nn::VarBuilder;
-use crate::optim::SCALARS;
-use crate::report::{self, Report};
-use compile_step::TrainStep;
-use machine::Machine;
-use pipeline::{RankPlan, Share};
-use update::Kept;
-
-/// A language model: token ids to logits.
-pub trait Model {
-    /// Logits [batch, tokens, vocabulary] of ids [batch, tokens] (u32). `train` turns dropout on.
-    ///
-    /// # Errors
-    /// When the shapes do not fit.
-    fn forward(&self, tokens: &Tensor, train: bool) -> Result<Tensor>;
-
-    /// The loss: a scalar, the mean over all tokens. By default the cross-entropy of the next token, over logits that exist
-    /// whole; a model whose last layer is linear does better with
-    /// [`Linear::cross_entropy`](crate::nn::Linear::cross_entropy).
-    ///
-    /// # Errors
-    /// When the shapes do not fit.
-    fn loss(&self, tokens: &Tensor, targets: &Tensor, train: bool) -> Result<Tensor> {
-        self.forward(tokens, train)?.cross_entropy(targets)?.mean_all()
-    }
-}
-
-/// What makes a model, whichever it is: so what records and compiles steps is compiled once, and not for every model anew.
-type Build<'a> = dyn Fn(VarBuilder) -> Result<Box<dyn Model + 'a>> + 'a;
-
-fn of_any<'a, M: Model + 'a>(
-    build: impl Fn(VarBuilder) -> Result<M> + 'a,
-) -> impl Fn(VarBuilder) -> Result<Box<dyn Model + 'a>> + 'a {
-    move |vb| Ok(Box::new(build(vb)?))
-}
+use gapless_compile::report::{self, Report};
+use gapless_compile::{Executable, Program, ProgramId, Target, compile};
+use gapless_graph::nn::VarBuilder;
+use gapless_graph::optim::SCALARS;
+use gapless_runtime::RunOptions;
+#[cfg(feature = "cuda")]
+use gapless_runtime::cuda;
 
 /// What a step did.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
@@ -115,7 +77,10 @@ impl Trainer {
     ///
     /// # Errors
     /// When the options or the model's shapes do not fit together.
-    pub fn plan<M: Model>(build: impl Fn(VarBuilder) -> Result<M>, options: &TrainOptions) -> Result<Executable> {
+    pub fn plan<M: Model>(
+        build: impl Fn(VarBuilder) -> gapless_graph::Result<M>,
+        options: &TrainOptions,
+    ) -> Result<Executable> {
         Self::plan_rank(build, options, 0)
     }
 
@@ -124,12 +89,12 @@ impl Trainer {
     /// # Errors
     /// As [`Self::plan`], or when there is no such rank.
     pub fn plan_rank<M: Model>(
-        build: impl Fn(VarBuilder) -> Result<M>,
+        build: impl Fn(VarBuilder) -> gapless_graph::Result<M>,
         options: &TrainOptions,
         rank: usize,
     ) -> Result<Executable> {
         let within = options.planning_within(options.recompute.capacity());
-        compile(&[Self::program(build, options, rank)?], &within)
+        Ok(compile(&[Self::program(build, options, rank)?], &within)?)
     }
 
     /// The program of a rank's training step, before anything has an address: what the checker and the simulator of
@@ -138,7 +103,7 @@ impl Trainer {
     /// # Errors
     /// As [`Self::plan_rank`].
     pub fn program<M: Model>(
-        build: impl Fn(VarBuilder) -> Result<M>,
+        build: impl Fn(VarBuilder) -> gapless_graph::Result<M>,
         options: &TrainOptions,
         rank: usize,
     ) -> Result<Program> {
@@ -150,18 +115,13 @@ impl Trainer {
     /// # Errors
     /// As [`Self::plan_rank`].
     pub fn program_for<M: Model>(
-        build: impl Fn(VarBuilder) -> Result<M>,
+        build: impl Fn(VarBuilder) -> gapless_graph::Result<M>,
         options: &TrainOptions,
         rank: usize,
         target: Target,
     ) -> Result<Program> {
-        Self::program_of(&of_any(build), options, rank, target)
-    }
-
-    fn program_of(build: &Build<'_>, options: &TrainOptions, rank: usize, target: Target) -> Result<Program> {
         options.check()?;
-        let plan = RankPlan::new(options.mesh, rank, &options.pipeline, options.micro_batches)?;
-        TrainStep::record(build, options, &plan)?.program(options, &plan, target, &[])
+        Ok(step::program(&of_any(build), &options.step(), rank, target)?)
     }
 
     /// The options it was made with.
@@ -182,12 +142,12 @@ impl Trainer {
     /// What of a GPU's memory is in use, and for what; nothing on the CPU.
     ///
     /// # Errors
-    /// `Error::Device`.
+    /// `TrainError::Device`.
     #[cfg(feature = "cuda")]
     pub fn device_memory(&self) -> Result<Option<cuda::DeviceMemory>> {
         match &self.machine {
             Machine::Cpu(_) => Ok(None),
-            Machine::Cuda(executor) => executor.memory().map(Some),
+            Machine::Cuda(executor) => Ok(Some(executor.memory()?)),
         }
     }
 
@@ -209,9 +169,9 @@ impl Trainer {
     /// One step on a batch of ids and their targets, [batch × sequence] each. Allocates nothing.
     ///
     /// # Errors
-    /// [`Error::NonFinite`] when the loss or a gradient is not finite: the model is left as it was before the step, unless
-    /// [`TrainOptions::release_gradients`]. Ids outside the vocabulary, and batches of the wrong size. [`Error::Communicator`] when
-    /// another rank fails, [`Error::Routing`] and [`Error::Growth`] when rows find no room, [`Error::Offload`] when a file cannot be written or read.
+    /// [`TrainError::NonFinite`] when the loss or a gradient is not finite: the model is left as it was before the step, unless
+    /// [`TrainOptions::release_gradients`]. Ids outside the vocabulary, and batches of the wrong size. [`TrainError::Communicator`] when
+    /// another rank fails, [`TrainError::Routing`] and [`TrainError::Growth`] when rows find no room, [`TrainError::Offload`] when a file cannot be written or read.
     pub fn step(&mut self, tokens: &[u32], targets: &[u32]) -> Result<StepReport> {
         let lr = self.schedule.at(self.step);
         let program = self.programs.train;
@@ -223,7 +183,7 @@ impl Trainer {
             if self.options.release_gradients {
                 let culprit =
                     "a step whose gradients were let go of: the model has changed, go back to a checkpoint".into();
-                return Err(Error::NonFinite { step: self.step, loss, culprit });
+                return Err(TrainError::NonFinite { step: self.step, loss, culprit });
             }
             // The step has reused the bytes of its inputs.
             self.write_step(tokens, targets, lr)?;
@@ -232,7 +192,7 @@ impl Trainer {
                 Some(_) => "another rank".into(),
                 None => "nothing when the step was repeated".into(),
             });
-            return Err(Error::NonFinite { step: self.step, loss, culprit });
+            return Err(TrainError::NonFinite { step: self.step, loss, culprit });
         }
         let report = StepReport { step: self.step, loss, gradient_norm, lr };
         self.step += 1;
@@ -243,14 +203,14 @@ impl Trainer {
     /// A step on a GPU whose instructions are timed one by one; the model is what it would be after [`Self::step`].
     ///
     /// # Errors
-    /// As [`Self::step`], but for [`Error::NonFinite`]; on the CPU, whose steps are timed by their `tracing` spans.
+    /// As [`Self::step`], but for [`TrainError::NonFinite`]; on the CPU, whose steps are timed by their `tracing` spans.
     #[cfg(feature = "cuda")]
     pub fn profile(&mut self, tokens: &[u32], targets: &[u32]) -> Result<Vec<cuda::Timed>> {
         self.write_step(tokens, targets, self.schedule.at(self.step))?;
         let (program, options) = (self.programs.train, self.run_options());
         let Machine::Cuda(executor) = &mut self.machine else {
             let why = "the CPU's steps are not timed so".to_owned();
-            return Err(Error::Config { what: "profile", why, remedy: "subscribe to the engine's tracing spans" });
+            return Err(TrainError::Config { what: "profile", why, remedy: "subscribe to the engine's tracing spans" });
         };
         let timed = executor.profile(program, options)?;
         self.step += 1;
@@ -269,14 +229,14 @@ impl Trainer {
     /// Mean loss over `evaluation_batch` sequences, without dropout.
     ///
     /// # Errors
-    /// As [`Self::step`], but for [`Error::NonFinite`].
+    /// As [`Self::step`], but for [`TrainError::NonFinite`].
     pub fn evaluate(&mut self, tokens: &[u32], targets: &[u32]) -> Result<f32> {
         let program = self.programs.evaluate;
         let whole = Share { parts: 1, first: 0, stride: 1, count: 1 };
         self.write_batch(program, whole, self.options.evaluation_batch(), tokens, targets)?;
         self.run(program, false)?;
         self.machine.grow(self.options.most_bytes())?;
-        self.machine.scalar(program, "loss")
+        Ok(self.machine.scalar(program, "loss")?)
     }
 
     /// Logits [1, sequence, vocabulary] of one sequence, in f32. On the CPU, a candle tensor over the arena's own bytes, valid until the next
@@ -288,7 +248,7 @@ impl Trainer {
         let program = self.programs.logits;
         let expected = self.options.sequence;
         if tokens.len() != expected {
-            return Err(Error::ElementCount { name: "tokens".into(), expected, given: tokens.len() });
+            return Err(TrainError::ElementCount { name: "tokens".into(), expected, given: tokens.len() });
         }
         self.check_ids(tokens)?;
         if self.machine.has_input(program, "tokens") {
@@ -305,7 +265,7 @@ impl Trainer {
     /// # Errors
     /// When there is none of that name.
     pub fn tensor(&self, name: &str) -> Result<candle_core::Tensor> {
-        self.machine.tensor(name)
+        Ok(self.machine.tensor(name)?)
     }
 
     /// The gradient of a parameter after a step, before clipping: a candle tensor over the arena's own bytes, valid until
@@ -314,7 +274,7 @@ impl Trainer {
     /// # Errors
     /// When gradients are not kept or there is no such parameter.
     pub fn gradient(&self, name: &str) -> Result<candle_core::Tensor> {
-        self.machine.output(self.programs.train, &compile_step::gradient_output(name))
+        Ok(self.machine.output(self.programs.train, &step::gradient_output(name))?)
     }
 
     /// What the arena of expert ranks' rows has done so far ([`TrainOptions::routing`]); nothing where every size is known
@@ -327,9 +287,9 @@ impl Trainer {
     /// time have a byte in common. Returns how many of the latter there were.
     ///
     /// # Errors
-    /// [`Error::BadRun`] with all that do.
+    /// [`TrainError::BadRun`] with all that do.
     pub fn check_run(&self) -> Result<usize> {
-        self.machine.check_run()
+        Ok(self.machine.check_run()?)
     }
 
     /// What the model shows of the last step under this name ([`Tensor::watch`]): a candle tensor over the arena's own bytes, valid
@@ -338,7 +298,7 @@ impl Trainer {
     /// # Errors
     /// When nothing is watched under that name.
     pub fn watched(&self, name: &str) -> Result<candle_core::Tensor> {
-        self.machine.output(self.programs.train, &compile_step::watched_output(name))
+        Ok(self.machine.output(self.programs.train, &step::watched_output(name))?)
     }
 
     /// What the model shows of each step, in the order in which it was built.
@@ -366,12 +326,12 @@ impl Trainer {
                 self.machine.write_tensor(copy, part)?;
             }
         }
-        self.machine.write_tensor(name, &data)
+        Ok(self.machine.write_tensor(name, &data)?)
     }
 
     fn run(&mut self, program: ProgramId, watch: bool) -> Result<Option<String>> {
         let options = RunOptions { watch, ..self.run_options() };
-        self.machine.run(program, options)
+        Ok(self.machine.run(program, options)?)
     }
 
     fn run_options(&self) -> RunOptions {
@@ -383,15 +343,15 @@ impl Trainer {
 
     /// This rank's share of a training batch.
     fn share(&self) -> Share {
-        Share::of(&self.options, self.at)
+        Share::of(&self.options.step(), self.at)
     }
 
     fn write_step(&mut self, tokens: &[u32], targets: &[u32], lr: f64) -> Result<()> {
         let program = self.programs.train;
         self.write_batch(program, self.share(), self.options.batch, tokens, targets)?;
         let scalars: [f32; SCALARS] = self.options.optimizer.scalars(self.step, lr);
-        if self.machine.has_input(program, compile_step::SCALARS_INPUT) {
-            self.machine.write_input(program, compile_step::SCALARS_INPUT, 0, &scalars)?;
+        if self.machine.has_input(program, SCALARS_INPUT) {
+            self.machine.write_input(program, SCALARS_INPUT, 0, &scalars)?;
         }
         Ok(())
     }
@@ -407,7 +367,7 @@ impl Trainer {
         let expected = batch * self.options.sequence;
         for (name, ids) in [("tokens", tokens), ("targets", targets)] {
             if ids.len() != expected {
-                return Err(Error::ElementCount { name: name.into(), expected, given: ids.len() });
+                return Err(TrainError::ElementCount { name: name.into(), expected, given: ids.len() });
             }
             self.check_ids(ids)?;
             // Only the ranks that read it have it.
@@ -424,7 +384,7 @@ impl Trainer {
 
     fn check_ids(&self, ids: &[u32]) -> Result<()> {
         match ids.iter().find(|&&id| id as usize >= self.vocabulary) {
-            Some(&id) => Err(Error::TokenOutOfRange { id, vocabulary: self.vocabulary }),
+            Some(&id) => Err(TrainError::TokenOutOfRange { id, vocabulary: self.vocabulary }),
             None => Ok(()),
         }
     }

@@ -4,15 +4,16 @@ use std::sync::Arc;
 
 use candle_core::DType;
 use gapless_alloc::arena::Reserve;
+use gapless_compile::CompileOptions;
+use gapless_compile::recompute::{Offload, Recompute};
+use gapless_compile::step::{Overflow, Pipeline, StepOptions};
+use gapless_graph::FLOATS;
+use gapless_graph::optim::{AdamW, Optimizer};
 use gapless_parallel::Mesh;
 
-use super::{DeviceChoice, Overflow, Pipeline};
-use crate::compile::CompileOptions;
-use crate::error::{Error, Result};
-use crate::graph::FLOATS;
+use super::DeviceChoice;
+use crate::error::{Result, TrainError};
 use crate::learning_rate::{LearningRate, Shape};
-use crate::optim::{AdamW, Optimizer};
-use crate::recompute::{Offload, Recompute, Stashing};
 
 /// Everything but the model and the data.
 #[derive(Debug, Clone)]
@@ -107,9 +108,27 @@ impl TrainOptions {
         self.micro_batches.saturating_mul(self.mesh.data).saturating_mul(self.mesh.expert)
     }
 
-    /// What is kept otherwise than as it is.
-    pub(super) fn stashing(&self) -> Stashing<'_> {
-        Stashing { compress: &self.compress, offload: self.offload.as_ref().map_or(&[], |offload| &offload.ops) }
+    /// What of them decides the step's programs and their memory.
+    pub(super) fn step(&self) -> StepOptions {
+        let Self { batch, micro_batches, sequence, dtype, planning, mesh, routing, overflow, .. } = *self;
+        let Self { release_gradients, keep_gradients, .. } = *self;
+        StepOptions {
+            batch,
+            micro_batches,
+            sequence,
+            dtype,
+            optimizer: self.optimizer.clone(),
+            planning,
+            mesh,
+            pipeline: self.pipeline.clone(),
+            recompute: self.recompute.clone(),
+            compress: self.compress.clone(),
+            offload: self.offload.as_ref().map(|offload| offload.ops.clone()).unwrap_or_default(),
+            routing,
+            overflow,
+            release_gradients,
+            keep_gradients,
+        }
     }
 
     /// What the arena may take at most.
@@ -123,7 +142,7 @@ impl TrainOptions {
     }
 
     pub(super) fn check(&self) -> Result<()> {
-        let fail = |what, why: String, remedy| Err(Error::Config { what, why, remedy });
+        let fail = |what, why: String, remedy| Err(TrainError::Config { what, why, remedy });
         if self.batch == 0 || self.sequence == 0 || self.micro_batches == 0 {
             return fail("batch, sequence and micro_batches", "one of them is 0".into(), "each is at least 1");
         }
@@ -165,12 +184,12 @@ impl TrainOptions {
             return fail("overflow", why, "compress nothing, or choose another policy");
         }
         self.learning_rate.check()?;
-        self.optimizer.check()
+        Ok(self.optimizer.check()?)
     }
 
     /// What waits for all gradients keeps them.
     fn check_release(&self) -> Result<()> {
-        let fail = |why: &str, remedy| Err(Error::Config { what: "release_gradients", why: why.into(), remedy });
+        let fail = |why: &str, remedy| Err(TrainError::Config { what: "release_gradients", why: why.into(), remedy });
         if self.optimizer.needs_norm() {
             return fail("gradients are clipped by their common norm", "set the optimizer's max_norm to infinity");
         }

@@ -1,8 +1,9 @@
 //! Text out of a model, token by token.
 
+use gapless_kernels::Numbers;
+
 use super::Trainer;
-use crate::error::{Error, Result};
-use crate::random::Numbers;
+use crate::error::{Result, TrainError};
 
 /// How to sample.
 #[derive(Debug, Clone, Copy)]
@@ -31,7 +32,7 @@ impl Trainer {
     pub fn sample(&mut self, prompt: &[u32], options: &SampleOptions) -> Result<Vec<u32>> {
         if prompt.is_empty() {
             let why = "it is empty".to_owned();
-            return Err(Error::Config { what: "prompt", why, remedy: "begin with at least one token" });
+            return Err(TrainError::Config { what: "prompt", why, remedy: "begin with at least one token" });
         }
         let sequence = self.options.sequence;
         let numbers = Numbers::from_seed(options.seed);

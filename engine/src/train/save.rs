@@ -15,7 +15,7 @@ use serde_json::{Map, Value, json};
 use super::Trainer;
 use crate::checkpoint::{Checkpoint, CheckpointError, Draft, SavedSection, Section, TensorBytes, WrittenFiles};
 use crate::communicator::Communicator;
-use crate::error::{Error, Result};
+use crate::error::{Result, TrainError};
 
 const ROLES: [(&str, Role); 2] = [("model", Role::Parameter), ("optimizer", Role::OptimizerState)];
 
@@ -95,7 +95,7 @@ impl Trainer {
                 let part_of = |name: &str| self.kept.parts.get(name).copied();
                 // Copies are equal: of what several ranks have, the first writes; frozen parameters, whoever has them.
                 let frozen = |name: &str| self.kept.frozen.contains(name) || !self.kept.shapes.contains_key(name);
-                let mine = |t: &&crate::cpu::PersistentBytes<'_>| {
+                let mine = |t: &&gapless_runtime::cpu::PersistentBytes<'_>| {
                     let name = &t.label.tensor;
                     let first = part_of(name).map_or(self.at.data == 0 && self.at.expert == 0, |part| part.alone);
                     t.label.role == role && first && (t.changes_here || frozen(name))
@@ -172,7 +172,7 @@ impl Trainer {
 fn agree(errors: Vec<Option<String>>) -> Result<()> {
     match errors.into_iter().enumerate().find_map(|(rank, error)| Some((rank, error?))) {
         None => Ok(()),
-        Some((rank, why)) => Err(Error::NotSaved { rank, why }),
+        Some((rank, why)) => Err(TrainError::NotSaved { rank, why }),
     }
 }
 
@@ -188,7 +188,7 @@ fn exchange<T: Serialize + for<'a> Deserialize<'a>>(world: &mut dyn Communicator
     let mut texts = vec![0; longest * sizes.len()];
     world.all_gather(&text, &mut texts)?;
     let read = |(text, &size): (&[u8], &usize)| {
-        serde_json::from_slice(&text[..size]).map_err(|error| Error::NotSaved { rank: 0, why: error.to_string() })
+        serde_json::from_slice(&text[..size]).map_err(|error| TrainError::NotSaved { rank: 0, why: error.to_string() })
     };
     texts.chunks_exact(longest.max(1)).zip(&sizes).map(read).collect()
 }

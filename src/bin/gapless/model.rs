@@ -4,7 +4,7 @@ use clap::ValueEnum;
 use gapless::engine::compile::Program;
 use gapless::engine::optim::AdamW;
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig};
-use gapless::{DType, DeviceChoice, Mesh, Offload, Reserve, TrainOptions, Trainer};
+use gapless::{DType, DeviceChoice, Mesh, Offload, Reserve, TrainError, TrainOptions, Trainer};
 
 /// Models that are known by name.
 #[derive(Debug, Clone, Copy, ValueEnum)]
@@ -104,7 +104,7 @@ impl StepArguments {
 
 impl Model {
     /// Compiles the training step of rank 0; reserves nothing.
-    pub fn program(self, options: &TrainOptions) -> gapless::Result<Program> {
+    pub fn program(self, options: &TrainOptions) -> Result<Program, TrainError> {
         let sequence = options.sequence;
         let gpt = |layers, heads, width| {
             let config = GptConfig { layers, heads, width, sequence: sequence.max(1024), ..GptConfig::default() };

@@ -8,12 +8,12 @@ mod timeline;
 
 use std::fmt;
 
+use gapless_alloc::Problem;
 use serde::Serialize;
 use serde::ser::{SerializeStruct, Serializer};
 
 use crate::{Device, Kind, OutOfMemory, PyTorchOptions};
 use crate::{Report, Requests, replay, replay_observed, smallest_capacity};
-use gapless_alloc::Problem;
 pub use page::page;
 pub use timeline::Timeline;
 

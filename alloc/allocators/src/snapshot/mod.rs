@@ -8,9 +8,10 @@ mod pickle;
 use std::collections::{HashMap, HashSet};
 use std::io::Read;
 
-use crate::Stream;
 use gapless_alloc::{Buffer, Problem};
 use pickle::{Pickle, ValueId};
+
+use crate::Stream;
 
 /// Larger files are not read.
 const LARGEST_FILE: u64 = 2 << 30;

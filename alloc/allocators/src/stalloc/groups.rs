@@ -6,9 +6,10 @@
 
 use std::collections::BTreeMap;
 
+use gapless_alloc::Lifetime;
+
 use super::skyline::Skyline;
 use super::strips::Rectangle;
-use gapless_alloc::Lifetime;
 
 /// Least part of a group's rectangle that its members use.
 const LEAST_USAGE: f64 = 0.7;

@@ -14,11 +14,12 @@ mod strips;
 
 use std::collections::BTreeMap;
 
+use gapless_alloc::{BufferId, Lifetime, Problem};
+use strips::Rectangle;
+
 use crate::pytorch::PyTorchOptions;
 use crate::{Allocator, Block, Device, Extent, Gauge, OutOfMemory, PyTorch, Statistics, Stream};
 use crate::{Request, Requests};
-use gapless_alloc::{BufferId, Lifetime, Problem};
-use strips::Rectangle;
 
 const GRAIN: u64 = 512;
 /// The slot of blocks from the static pool; the caching allocator's are below.

@@ -3,9 +3,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use gapless_alloc::Lifetime;
+
 use super::groups;
 use super::skyline::Skyline;
-use gapless_alloc::Lifetime;
 
 /// What is to be placed: a lifetime and a size in bytes.
 #[derive(Debug, Clone)]

@@ -2,7 +2,8 @@
 
 use std::fmt;
 
-use gapless::Recompute;
+use gapless::engine::compile::Error as CompileError;
+use gapless::{Recompute, TrainError};
 use gapless_alloc::draw::Bytes;
 use serde::Serialize;
 
@@ -23,11 +24,11 @@ struct Point {
 }
 
 /// Plans `count` budgets, evenly spaced from the smallest that works to what takes no recomputation.
-pub fn curve(arguments: &Arguments, count: usize) -> gapless::Result<Curve> {
+pub fn curve(arguments: &Arguments, count: usize) -> Result<Curve, TrainError> {
     let all = plan_step(arguments, Recompute::None)?.0.arena_bytes;
     let under = |bytes| plan_step(arguments, Recompute::Budget { bytes, rates: arguments.rates() });
     let smallest = match under(1) {
-        Err(gapless::Error::OverBudget { smallest, .. }) => smallest.min(all),
+        Err(TrainError::Compile(CompileError::OverBudget { smallest, .. })) => smallest.min(all),
         planned => planned?.0.arena_bytes,
     };
     let steps = count.saturating_sub(1).max(1) as u128;
@@ -40,7 +41,7 @@ pub fn curve(arguments: &Arguments, count: usize) -> gapless::Result<Curve> {
                 points.push(Point { budget, arena_bytes, step_ms, overhead });
             }
             // So close to the smallest that the search does not meet it again.
-            Err(gapless::Error::OverBudget { .. }) => {}
+            Err(TrainError::Compile(CompileError::OverBudget { .. })) => {}
             Err(error) => return Err(error),
         }
     }

@@ -5,9 +5,10 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use anyhow::{Context, anyhow, bail};
-use gapless::Recompute;
+use gapless::engine::compile::Error as CompileError;
 use gapless::engine::compile::{CompileOptions, Executable, Program, compile};
 use gapless::engine::recompute::{LayerAgain, layers_again, micro_batches_again};
+use gapless::{Recompute, TrainError};
 use gapless_alloc::draw::{Bytes, MemoryMap, Summary};
 use gapless_alloc::{Fit, Options, explain};
 use gapless_parallel::Rates;
@@ -62,7 +63,7 @@ impl Arguments {
     }
 
     /// The program under a policy.
-    pub fn program(&self, recompute: Recompute) -> gapless::Result<Program> {
+    pub fn program(&self, recompute: Recompute) -> Result<Program, TrainError> {
         let options = gapless::TrainOptions { recompute, ..self.step.options() };
         self.model.expect("required where there is no table").program(&options)
     }
@@ -100,7 +101,7 @@ pub struct Step {
 }
 
 /// Plans a step under a policy.
-pub fn plan_step(arguments: &Arguments, recompute: Recompute) -> gapless::Result<(Step, Executable)> {
+pub fn plan_step(arguments: &Arguments, recompute: Recompute) -> Result<(Step, Executable), TrainError> {
     let start = Instant::now();
     let options = arguments.step.options();
     let within = CompileOptions::within(recompute.capacity(), options.planning, options.routing);
@@ -131,7 +132,7 @@ pub fn plan_step(arguments: &Arguments, recompute: Recompute) -> gapless::Result
     Ok((step, executable))
 }
 
-fn map<'a>(title: &'a str, executable: &'a Executable) -> gapless::Result<MemoryMap<'a>> {
+fn map<'a>(title: &'a str, executable: &'a Executable) -> Result<MemoryMap<'a>, TrainError> {
     let Executable { problem, solution, labels, parts, .. } = executable;
     Ok(MemoryMap::new(title, problem, &solution.offsets, labels)?.with_marks(parts)?)
 }
@@ -147,7 +148,7 @@ pub fn plan(arguments: &super::Arguments) -> anyhow::Result<Fit> {
         None => of.recompute.clone(),
     };
     let (mut step, executable) = match plan_step(of, recompute) {
-        Err(error @ gapless::Error::OverBudget { budget, smallest }) => {
+        Err(error @ TrainError::Compile(CompileError::OverBudget { budget, smallest })) => {
             tell(format_args!("gapless plan: {error}"));
             return tell_why(of, budget, smallest);
         }

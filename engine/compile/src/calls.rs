@@ -1,0 +1,140 @@
+//! What a program does with the pipeline's communicator, for ranks that have to agree on an order of messages.
+
+use gapless_communicator::launch_order::{Call, Start};
+
+use super::program::{Operand, Program, Work};
+
+impl Program {
+    /// Starts and waits of messages, and the arithmetic between them, in order: what
+    /// [`LaunchOrder::agree`](gapless_communicator::launch_order::LaunchOrder::agree) asks for. The data ranks' collectives
+    /// are another communicator's, and keep the order of the program.
+    pub fn messages(&self) -> Vec<Call> {
+        let mut calls = Vec::new();
+        // By request: its number among the starts.
+        let mut numbers = vec![0; self.requests];
+        let mut starts = 0;
+        for (index, step) in self.steps.iter().enumerate() {
+            let (message, start) = match &step.work {
+                Work::Send(m) => (m, Start::Send { to: m.peer, tag: m.tag, len: bytes(&step.inputs[0]) }),
+                Work::Receive(m) => (m, Start::Receive { from: m.peer, tag: m.tag, len: bytes(&step.outputs[0]) }),
+                Work::Wait(message) => {
+                    calls.push(Call::Wait(numbers[message.request]));
+                    continue;
+                }
+                Work::Compute(_) => {
+                    let flops = self.flops_of(index..index + 1);
+                    if let Some(Call::Compute(before)) = calls.last_mut() {
+                        *before += flops;
+                    } else {
+                        calls.push(Call::Compute(flops));
+                    }
+                    continue;
+                }
+                Work::Collective(..)
+                | Work::Finish(_)
+                | Work::Offload(_)
+                | Work::Fetch(_)
+                | Work::Offer(_)
+                | Work::Settle(_) => {
+                    continue;
+                }
+            };
+            numbers[message.request] = starts;
+            starts += 1;
+            calls.push(Call::Start(start));
+        }
+        calls
+    }
+}
+
+fn bytes(operand: &Operand) -> usize {
+    operand.layout.shape().elem_count() * operand.dtype.size_in_bytes()
+}
+
+#[cfg(test)]
+mod tests {
+    use gapless_parallel::{Mesh, all, by_name};
+
+    use gapless_communicator::launch_order::{Call, Launch, LaunchOrder, Start, judge};
+    use gapless_graph::nn::{Embedding, Linear, Module, VarBuilder, embedding, linear};
+    use gapless_graph::{Model, Result, Tensor};
+
+    use crate::step::{Pipeline, StepOptions, of_any, program};
+    use crate::{Error, Target};
+
+    /// A table at both ends, and 16 layers that each add to what went before.
+    struct Tied {
+        embed: Embedding,
+        layers: Vec<Linear>,
+    }
+
+    impl Tied {
+        fn new(vb: VarBuilder) -> Result<Self> {
+            let layers = (0..16).map(|i| linear(8, 8, vb.pp("layers").pp(i)));
+            Ok(Self { layers: layers.collect::<Result<_>>()?, embed: embedding(16, 8, vb.pp("embed"))? })
+        }
+    }
+
+    impl Model for Tied {
+        fn forward(&self, tokens: &Tensor, _train: bool) -> Result<Tensor> {
+            let first = self.embed.forward(tokens)?;
+            let x = self.layers.iter().try_fold(first, |x, layer| x.add(&layer.forward(&x)?.gelu()?))?;
+            x.linear(self.embed.embeddings(), None)
+        }
+    }
+
+    fn programs(schedule: &str, ranks: usize, chunks: usize) -> Result<Vec<Vec<Call>>, Error> {
+        let options = StepOptions {
+            batch: 8,
+            micro_batches: 8,
+            sequence: 4,
+            mesh: Mesh::pipeline(ranks),
+            pipeline: Pipeline { schedule: by_name(schedule)?.into(), chunks, ..Pipeline::default() },
+            ..StepOptions::default()
+        };
+        (0..ranks)
+            .map(|rank| Ok(program(&of_any(Tied::new), &options, rank, Target::Cpu { threads: 1 })?.messages()))
+            .collect()
+    }
+
+    /// Sends of a rank that are launched behind one that its program starts later.
+    fn held_back(order: &LaunchOrder) -> usize {
+        let starts = order.launches().iter().map(|launch| match *launch {
+            Launch::One(start) | Launch::Oneself { send: start, .. } => start,
+        });
+        let mut latest = 0;
+        starts.fold(0, |count, start| {
+            let is_send = matches!(order.starts()[start], Start::Send { .. });
+            let overtaken = start < latest;
+            latest = latest.max(start);
+            count + usize::from(is_send && overtaken)
+        })
+    }
+
+    #[test]
+    fn every_schedule_has_an_order_that_a_device_without_tags_runs() {
+        let mut cases = 0;
+        for schedule in all() {
+            let mut most = 0;
+            for (ranks, chunks) in [(2, 1), (4, 1), (2, 2), (4, 2), (4, 4)] {
+                // Not all schedules exist for all shapes.
+                let Ok(programs) = programs(schedule.name(), ranks, chunks) else { continue };
+                let orders = LaunchOrder::of(&programs).unwrap();
+                most = most.max(orders.iter().map(held_back).max().unwrap());
+                (1..4).for_each(|seed| judge::run(&programs, orders.clone(), seed));
+                cases += 1;
+            }
+            println!("{}: at most {most} sends of a rank held back", schedule.name());
+        }
+        assert!(cases > 30, "{cases} cases");
+    }
+
+    /// What the order is for: launched as their programs start them, messages of 1F1B wait for each other in a circle.
+    #[test]
+    #[should_panic(expected = "hangs")]
+    fn the_order_of_the_programs_themselves_hangs() {
+        let programs = programs("1f1b", 4, 1).unwrap();
+        let orders = LaunchOrder::of(&programs).unwrap();
+        judge::run(&programs, orders.iter().map(LaunchOrder::as_started).collect(), 1);
+    }
+}

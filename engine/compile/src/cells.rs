@@ -1,0 +1,110 @@
+//! A rank's program seen from outside: its cells, and what is alive from one cell to another.
+//!
+//! In: a program. Out: the row of a table that it runs, messages included, for the checker and the simulator of
+//! `parallel`; and the activations and messages that outlive the cell they are born in. What lives and dies within a cell
+//! is that cell's own affair. Never: an address.
+
+use gapless_alloc::Role;
+use gapless_communicator::{Direction, Tag};
+use gapless_parallel::{Cell, Communication, CommunicationKind, Kept, MicroBatch, StageId};
+
+use super::program::{Held, Program, Work};
+
+impl Program {
+    /// The row of a table that this program runs: its actions, and the messages between them.
+    pub fn cells(&self) -> Vec<Cell> {
+        self.steps_by_cell().0
+    }
+
+    /// The most bytes of activations and messages that are alive in any cell, beside what lives in one cell alone.
+    pub fn peak_bytes_between_cells(&self) -> u64 {
+        let (cells, cell_of) = self.steps_by_cell();
+        let mut change = vec![0i128; cells.len() + 1];
+        for (bytes, born, dead) in self.outliving(&cell_of) {
+            change[born] += i128::from(bytes);
+            change[dead + 1] -= i128::from(bytes);
+        }
+        let live = change.iter().scan(0i128, |live, change| {
+            *live += change;
+            Some(*live)
+        });
+        live.max().unwrap_or(0) as u64
+    }
+
+    /// What outlives the cell that it is born in: for the simulator, from a program of one micro-batch.
+    pub fn kept(&self) -> Vec<Kept> {
+        let (cells, cell_of) = self.steps_by_cell();
+        self.outliving(&cell_of)
+            .map(|(bytes, born, dead)| Kept { bytes, from: cells[born], until: cells[dead] })
+            .collect()
+    }
+
+    /// Bytes, and the cells of the first and last use, of activations and messages that are used in several cells.
+    fn outliving(&self, cell_of: &[Option<usize>]) -> impl Iterator<Item = (u64, usize, usize)> {
+        let mut used: Vec<Option<(usize, usize)>> = vec![None; self.buffers.len()];
+        for (step, cell) in self.steps.iter().zip(cell_of) {
+            let &Some(cell) = cell else { continue };
+            for operand in step.inputs.iter().chain(&step.outputs) {
+                let (first, last) = used[operand.buffer.index()].unwrap_or((cell, cell));
+                used[operand.buffer.index()] = Some((first.min(cell), last.max(cell)));
+            }
+        }
+        self.buffers.iter().zip(used).filter_map(|(buffer, used)| {
+            let (born, dead) = used?;
+            let counted = matches!(buffer.label.role, Role::Activation | Role::Communication);
+            (counted && matches!(buffer.held, Held::No) && born < dead).then_some((buffer.bytes, born, dead))
+        })
+    }
+
+    /// The cells, and the cell of each step; none for what happens once per step.
+    fn steps_by_cell(&self) -> (Vec<Cell>, Vec<Option<usize>>) {
+        let mut cells: Vec<Cell> = Vec::new();
+        let mut cell_of = vec![None; self.steps.len()];
+        let mut receiving = vec![false; self.requests];
+        for part in &self.parts {
+            for index in part.steps.clone() {
+                let cell = match (&self.steps[index].work, part.action) {
+                    (Work::Receive(message), Some(action)) => {
+                        receiving[message.request] = true;
+                        communication(message.tag, Act::Receive, Some(action.stage))
+                    }
+                    (Work::Wait(message), Some(action)) if receiving[message.request] => {
+                        communication(message.tag, Act::Receive, Some(action.stage))
+                    }
+                    (Work::Wait(message), _) => communication(message.tag, Act::Wait, None),
+                    (Work::Send(message), _) => communication(message.tag, Act::Send, None),
+                    (Work::Collective(..) | Work::Finish(_), _) => None,
+                    (_, Some(action)) => Some(Cell::One(action)),
+                    (_, None) => None,
+                };
+                let Some(cell) = cell else { continue };
+                if cells.last() != Some(&cell) {
+                    cells.push(cell);
+                }
+                cell_of[index] = Some(cells.len() - 1);
+            }
+        }
+        (cells, cell_of)
+    }
+}
+
+enum Act {
+    Send,
+    Receive,
+    Wait,
+}
+
+/// A message in PyTorch's words: a send and its wait are the sender's stage's, a receive is the receiver's.
+fn communication(tag: Tag, act: Act, receiver: Option<StageId>) -> Option<Cell> {
+    let kind = match (tag.direction, act) {
+        (Direction::Forward, Act::Send) => CommunicationKind::SendForward,
+        (Direction::Forward, Act::Receive) => CommunicationKind::ReceiveForward,
+        (Direction::Forward, Act::Wait) => CommunicationKind::WaitSendForward,
+        (Direction::Backward, Act::Send) => CommunicationKind::SendBackward,
+        (Direction::Backward, Act::Receive) => CommunicationKind::ReceiveBackward,
+        (Direction::Backward, Act::Wait) => CommunicationKind::WaitSendBackward,
+        (Direction::Update, _) => return None,
+    };
+    let micro_batch = Some(MicroBatch(tag.micro_batch));
+    Some(Cell::Communicate(Communication { kind, stage: receiver.unwrap_or(StageId(tag.stage)), micro_batch }))
+}

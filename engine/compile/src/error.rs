@@ -1,0 +1,29 @@
+//! What can go wrong between a graph and instructions with addresses.
+
+/// `Result` with this crate's [`enum@Error`].
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Every error of compiling a step.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name the fields")]
+pub enum Error {
+    #[error(transparent)]
+    Graph(#[from] gapless_graph::Error),
+    #[error("no tensor named {name:?}; nearest: {nearest}")]
+    UnknownTensor { name: String, nearest: String },
+    #[error("{name:?} holds {expected} elements, not {given}")]
+    ElementCount { name: String, expected: usize, given: usize },
+    #[error(
+        "no recomputation fits {budget} bytes; the smallest step found takes {smallest}\nwhat helps: more micro-batches, a shorter sequence, a smaller batch, more ranks"
+    )]
+    OverBudget { budget: u64, smallest: u64 },
+    #[error("internal error: the plan violates its own constraints: {what}")]
+    BadPlan { what: String },
+    #[error("{what}: {why}; {remedy}")]
+    Config { what: &'static str, why: String, remedy: &'static str },
+    #[error(transparent)]
+    Alloc(#[from] gapless_alloc::Error),
+    #[error(transparent)]
+    Schedule(#[from] gapless_parallel::Error),
+}

@@ -1,0 +1,199 @@
+//! Judges what is merged, on random programs: instructions compute hashes of what they are and of what they read, one after
+//! another, and nobody may see another hash than before.
+
+use std::any::Any;
+use std::collections::HashMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::Arc;
+
+use candle_core::{DType, Layout};
+use gapless_alloc::{Label, Role};
+use gapless_graph::Op;
+use gapless_graph::ops::{Binary, BinaryKind, LayerNorm, Softmax, Unary, UnaryKind};
+use proptest::prelude::*;
+
+use super::fuse;
+use crate::fuse::{Fused, Source};
+use crate::judging::{in_parts, most};
+use crate::program::{BufferId, Held, Operand, Program, Step, Work};
+
+/// Elements of a tensor.
+const WIDTH: usize = 4;
+
+fn buffer(program: &mut Program, elements: usize, held: Held) -> BufferId {
+    let tensor = format!("buffer {}", program.buffers.len());
+    let label = Label { tensor, op: String::new(), layer: String::new(), role: Role::Activation };
+    program.add(4 * elements as u64, label, held)
+}
+
+fn operand(buffer: BufferId, dims: &[usize]) -> Operand {
+    Operand { buffer, layout: Layout::contiguous(dims.to_vec()), dtype: DType::F32, overwritten_by: None }
+}
+
+/// Programs of functions of elements, normalisations, and a function that merges with nothing; each step reads some of the
+/// last buffers and makes one, writes over one that it reads, or writes one anew. In parts of so many steps.
+fn any_program(steps: std::ops::Range<usize>, part: usize) -> impl Strategy<Value = Program> {
+    let step = (0..9u8, 0..8u8, any::<[u8; 4]>());
+    prop::collection::vec(step, steps).prop_map(move |described| {
+        let mut program = Program::default();
+        let mut there =
+            vec![buffer(&mut program, WIDTH, Held::FromStart), buffer(&mut program, WIDTH, Held::FromStart)];
+        for (kind, to, picks) in described {
+            let pick = |i: usize| there[there.len() - 1 - picks[i] as usize % there.len().min(5)];
+            let (op, reads): (Arc<dyn Op>, usize) = match kind {
+                0..=2 => (Arc::new(Unary { kind: UnaryKind::Tanh }), 1),
+                3..=5 => (Arc::new(Binary { kind: BinaryKind::Sub }), 2),
+                6 => (Arc::new(LayerNorm { eps: 1e-5 }), 3),
+                _ => (Arc::new(Softmax), 1),
+            };
+            let mut inputs: Vec<Operand> = (0..reads).map(|i| operand(pick(i), &[WIDTH])).collect();
+            let over = inputs.iter().filter(|input| input.buffer == inputs[0].buffer).count() == 1;
+            let anew = (0..4).map(pick).find(|&other| inputs.iter().all(|input| input.buffer != other));
+            let output = match (to, anew) {
+                (0..=2, _) if over && kind != 6 => {
+                    inputs[0].overwritten_by = Some(0);
+                    inputs[0].buffer
+                }
+                (3, Some(other)) if kind != 6 => other,
+                (4, _) => buffer(&mut program, WIDTH, Held::ToEnd),
+                _ => buffer(&mut program, WIDTH, Held::No),
+            };
+            there.push(output);
+            let mut outputs = vec![operand(output, &[WIDTH])];
+            if kind == 6 {
+                outputs.push(operand(buffer(&mut program, 2, Held::No), &[1, 2]));
+            }
+            // What is computed again merges with its kind alone.
+            let mut step = Step::plain(Work::Compute(op), inputs, outputs, 0, "".into());
+            step.again = picks[3] < 16;
+            program.steps.push(step);
+        }
+        in_parts(program, part)
+    })
+}
+
+fn hash(of: impl Hash) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    of.hash(&mut hasher);
+    hasher.finish()
+}
+
+/// What an operation makes of its inputs.
+fn made(op: &dyn Op, inputs: &[u64], outputs: usize) -> Vec<u64> {
+    let Some(fused) = (op as &dyn Any).downcast_ref::<Fused>() else {
+        return (0..outputs).map(|output| hash((format!("{op:?}"), inputs, output))).collect();
+    };
+    let mut all: Vec<Vec<u64>> = Vec::new();
+    for member in &fused.members {
+        let source = |(source, _): &(Source, Vec<usize>)| match *source {
+            Source::Memory(input) => inputs[input],
+            Source::Member(member, output) => all[member][output],
+        };
+        let inputs: Vec<u64> = member.inputs.iter().map(source).collect();
+        all.push(made(&*member.op, &inputs, 2));
+    }
+    fused.outputs.iter().map(|&(member, output)| all[member][output]).collect()
+}
+
+/// What a program shows: what is in the buffers that the host reads, and what those saw who have not been merged.
+fn shown(program: &Program) -> (Vec<(String, u64)>, Vec<Vec<u64>>) {
+    let name = |buffer: BufferId| program.buffers[buffer.index()].label.tensor.clone();
+    let mut there: HashMap<String, u64> = HashMap::new();
+    let mut seen = Vec::new();
+    for step in &program.steps {
+        let Work::Compute(op) = &step.work else { continue };
+        let read =
+            |operand: &Operand| there.get(&name(operand.buffer)).copied().unwrap_or_else(|| hash(name(operand.buffer)));
+        let inputs: Vec<u64> = step.inputs.iter().map(read).collect();
+        if op.name() == "softmax_last_dim" {
+            seen.push(inputs.clone());
+        }
+        for (output, value) in step.outputs.iter().zip(made(&**op, &inputs, step.outputs.len())) {
+            there.insert(name(output.buffer), value);
+        }
+    }
+    let read = program.buffers.iter().filter(|buffer| matches!(buffer.held, Held::ToEnd));
+    let read =
+        read.map(|buffer| buffer.label.tensor.clone()).filter_map(|name| Some((name.clone(), *there.get(&name)?)));
+    (read.collect(), seen)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(512))]
+
+    #[test]
+    fn nobody_sees_another_number_and_no_more_is_alive(program in any_program(1..60, 25)) {
+        let mut merged = program.clone();
+        fuse(&mut merged);
+        prop_assert_eq!(shown(&merged), shown(&program));
+        prop_assert!(most(&merged) <= most(&program), "{} bytes, before {}", most(&merged), most(&program));
+        // Parts go on where the one before ends, and nothing is computed twice or left out.
+        let mut end = 0;
+        for part in &merged.parts {
+            prop_assert_eq!(part.steps.start, end);
+            end = part.steps.end;
+        }
+        prop_assert_eq!(end, merged.steps.len());
+        let members = |program: &Program| -> usize {
+            let count = |step: &Step| match &step.work {
+                Work::Compute(op) => (&**op as &dyn Any).downcast_ref::<Fused>().map_or(1, |fused| fused.members.len()),
+                _ => 1,
+            };
+            program.steps.iter().map(count).sum()
+        };
+        prop_assert_eq!(members(&merged), program.steps.len());
+        // Operands that lie over each other are told apart from others.
+        for step in &merged.steps {
+            for output in &step.outputs {
+                let same = step.inputs.iter().filter(|input| input.buffer == output.buffer);
+                prop_assert!(same.clone().count() <= 1 && same.clone().all(|input| input.overwritten_by.is_some()));
+            }
+        }
+    }
+}
+
+/// A chain, a diamond, and what stands between them and must not see it.
+#[test]
+fn what_is_merged() {
+    let check = |steps: &[(&str, &[usize], usize)], expected: usize| {
+        let mut program = Program::default();
+        let all: Vec<BufferId> = (0..8)
+            .map(|index| {
+                let held = match index {
+                    0 => Held::FromStart,
+                    7 => Held::ToEnd,
+                    _ => Held::No,
+                };
+                buffer(&mut program, WIDTH, held)
+            })
+            .collect();
+        for &(name, inputs, output) in steps {
+            let op: Arc<dyn Op> = match name {
+                "tanh" => Arc::new(Unary { kind: UnaryKind::Tanh }),
+                "sub" => Arc::new(Binary { kind: BinaryKind::Sub }),
+                _ => Arc::new(Softmax),
+            };
+            let inputs: Vec<Operand> = inputs
+                .iter()
+                .map(|&input| Operand {
+                    overwritten_by: (input == output).then_some(0),
+                    ..operand(all[input], &[WIDTH])
+                })
+                .collect();
+            let outputs = vec![operand(all[output], &[WIDTH])];
+            program.steps.push(Step::plain(Work::Compute(op), inputs, outputs, 0, "".into()));
+        }
+        let mut program = in_parts(program, steps.len());
+        fuse(&mut program);
+        assert_eq!(program.steps.len(), expected, "{steps:?}");
+    };
+    check(&[("tanh", &[0], 1), ("tanh", &[1], 7)], 1);
+    check(&[("tanh", &[0], 1), ("tanh", &[1], 1), ("sub", &[0, 1], 7)], 1);
+    check(&[("tanh", &[0], 1), ("tanh", &[1], 2), ("tanh", &[1], 3), ("sub", &[2, 3], 7)], 1);
+    // The softmax needs what the first makes, and makes what the last needs.
+    check(&[("tanh", &[0], 1), ("softmax", &[1], 2), ("sub", &[1, 2], 7)], 3);
+    // It reads beside them, so they go past it.
+    check(&[("tanh", &[0], 1), ("softmax", &[0], 2), ("sub", &[1, 2], 7)], 2);
+    // It writes what the first has read.
+    check(&[("tanh", &[0], 1), ("softmax", &[1], 0), ("tanh", &[1], 7), ("softmax", &[0], 2)], 4);
+}

@@ -1,0 +1,419 @@
+//! Merges operations that a GPU does element by element, and what stands beside them, into one instruction, so that they hand each
+//! other numbers in registers.
+//!
+//! In: a program in its last order. Out: the same program with fewer instructions, and perhaps fewer buffers. An operation joins
+//! a later one that reads what it makes; they then happen where the last of them did. What nobody else reads stays in registers,
+//! and has no buffer any more unless they write over it; anything else is stored beside. Rows may be normalised in the end, and
+//! their gradient, or a product of matrices with an epilogue, may be the beginning. The most live bytes never rise. Never: over a
+//! message, a collective, or from one action into another; with rows that are counted; or what is computed again with what is not,
+//! so that reports know one from the other.
+
+mod fused;
+#[cfg(test)]
+mod judge;
+mod product;
+mod source;
+
+use std::collections::BTreeSet;
+use std::ops::Range;
+use std::sync::Arc;
+
+use candle_core::DType;
+use gapless_graph::Spec;
+use gapless_kernels::cuda::Fusible;
+use gapless_kernels::cuda::launch::can_walk;
+
+use self::fused::{Fused, Member, Source};
+use self::product::Follows;
+use crate::order::Profile;
+use crate::program::{BufferId, Held, Operand, Program, Step, Work};
+
+/// How far in front of the last of them the first may stand.
+const REACH: usize = 64;
+
+/// Operations, and operands of the whole: beyond that, registers run out before launches cost anything.
+const MOST_MEMBERS: usize = 24;
+const MOST_OPERANDS: usize = 16;
+
+/// Inputs, and constants, that expressions have a digit for.
+const MOST_NAMED: usize = 10;
+
+/// Merges what can be merged.
+pub(super) fn fuse(program: &mut Program) {
+    let mut fusion = Fusion::new(program);
+    let mut merged: Vec<(usize, Step)> = Vec::new();
+    for last in (0..program.steps.len()).rev() {
+        let group = fusion.grow(last);
+        if group.len() > 1 {
+            let together = fusion.merge(&group).expect("it could be merged when it grew");
+            merged.push((last, together));
+        }
+    }
+    let is_kept: Vec<bool> = fusion.is_taken.iter().map(|is_taken| !is_taken).collect();
+    for (at, step) in merged {
+        program.steps[at] = step;
+    }
+    program.keep(&is_kept);
+}
+
+/// What a buffer holds from one write to the next.
+#[derive(Debug, Default)]
+struct Version {
+    /// The output of a step; none of what is there from the start.
+    made: Option<(usize, usize)>,
+    /// Steps that read it, or let it be.
+    readers: Vec<usize>,
+    /// Whether the host, or the next program, finds it.
+    is_left: bool,
+}
+
+/// A program, and what is known of it.
+struct Fusion<'a> {
+    program: &'a Program,
+    profile: Profile,
+    /// The most live bytes.
+    most: u64,
+    versions: Vec<Version>,
+    /// By step and input, or output.
+    read: Vec<Vec<usize>>,
+    made: Vec<Vec<usize>>,
+    /// By buffer: the steps that touch it.
+    users: Vec<Vec<usize>>,
+    /// By step: what it brings.
+    fusible: Vec<Option<Fusible>>,
+    /// By step: what it may be merged with stands in here.
+    within: Vec<Range<usize>>,
+    /// Steps that have joined a later one.
+    is_taken: Vec<bool>,
+}
+
+impl<'a> Fusion<'a> {
+    fn new(program: &'a Program) -> Self {
+        let profile = Profile::new(program);
+        let most = profile.live.iter().copied().max().unwrap_or(0);
+        let mut within = vec![0..0; program.steps.len()];
+        for segment in &profile.segments {
+            for at in segment.clone() {
+                within[at] = segment.clone();
+            }
+        }
+        for part in &program.parts {
+            for at in part.steps.clone() {
+                within[at] = within[at].start.max(part.steps.start)..within[at].end.min(part.steps.end);
+            }
+        }
+        let fusible = program.steps.iter().map(|step| fusible(program, step)).collect();
+        let (mut versions, mut read, mut made) = (Vec::new(), Vec::new(), Vec::new());
+        let mut now: Vec<usize> = (0..program.buffers.len()).collect();
+        versions.resize_with(program.buffers.len(), Version::default);
+        for (at, step) in program.steps.iter().enumerate() {
+            let of_inputs: Vec<usize> = step.inputs.iter().map(|input| now[input.buffer.index()]).collect();
+            of_inputs.iter().for_each(|&version| versions[version].readers.push(at));
+            read.push(of_inputs);
+            let mut of_outputs = Vec::new();
+            for (index, output) in step.outputs.iter().enumerate() {
+                let buffer = output.buffer.index();
+                if !is_whole(program, output) || step.accumulate >> index & 1 == 1 {
+                    versions[now[buffer]].readers.push(at);
+                }
+                now[buffer] = versions.len();
+                of_outputs.push(versions.len());
+                versions.push(Version { made: Some((at, index)), ..Version::default() });
+            }
+            made.push(of_outputs);
+        }
+        for (buffer, &version) in program.buffers.iter().zip(&now) {
+            versions[version].is_left = !matches!(buffer.held, Held::No);
+        }
+        let mut users = vec![Vec::new(); program.buffers.len()];
+        for (at, step) in program.steps.iter().enumerate() {
+            let operands = step.inputs.iter().chain(&step.outputs).map(|operand| operand.buffer);
+            operands.chain(step.workspace.iter().copied()).for_each(|buffer| users[buffer.index()].push(at));
+        }
+        let is_taken = vec![false; program.steps.len()];
+        Self { program, profile, most, versions, read, made, users, fusible, within, is_taken }
+    }
+
+    /// All that can be merged with a step and stands in front of it; takes them.
+    fn grow(&mut self, last: usize) -> BTreeSet<usize> {
+        let mut group = BTreeSet::from([last]);
+        let begins =
+            !self.is_taken[last] && matches!(self.fusible[last], Some(Fusible::Each { .. } | Fusible::Norm { .. }));
+        // Whoever joins may bring others.
+        while begins && group.len() < MOST_MEMBERS {
+            let makers = group.iter().flat_map(|&member| &self.read[member]).filter_map(|&v| self.versions[v].made);
+            let candidates: BTreeSet<usize> = makers.map(|(maker, _)| maker).collect();
+            let found =
+                candidates.into_iter().rev().find(|&maker| !group.contains(&maker) && self.joins(&group, maker));
+            let Some(maker) = found else { break };
+            self.take(&mut group, maker);
+        }
+        group
+    }
+
+    /// Whether a step can be merged with a group of later ones.
+    fn joins(&self, group: &BTreeSet<usize>, maker: usize) -> bool {
+        let last = *group.last().expect("a group has members");
+        let (of_maker, of_last) = (&self.program.steps[maker], &self.program.steps[last]);
+        let Some(fusible) = &self.fusible[maker] else { return false };
+        let is_near = self.within[last].contains(&maker) && last - maker <= REACH;
+        let is_alike = of_maker.micro_batch == of_last.micro_batch && of_maker.again == of_last.again;
+        let has_head =
+            || group.iter().any(|&member| matches!(self.fusible[member], Some(Fusible::NormGradInput { .. })));
+        let is_norm = matches!(self.fusible[last], Some(Fusible::Norm { .. }));
+        let has_product = || group.iter().any(|&member| self.fusible[member] == Some(Fusible::Product));
+        let may_begin = match fusible {
+            Fusible::Each { .. } => !has_product(),
+            Fusible::Product => group.len() == 1 && self.follows(maker, last),
+            Fusible::NormGradInput { .. } => !is_norm && !has_head() && !has_product(),
+            Fusible::Norm { .. } => false,
+        };
+        if !is_near || !is_alike || !may_begin || self.is_taken[maker] {
+            return false;
+        }
+        let mut with = group.clone();
+        with.insert(maker);
+        let are_read_in_place = group.iter().all(|&reader| self.reads_in_place(maker, reader));
+        are_read_in_place && self.may_move(group, maker, last) && self.merge(&with).is_some() && {
+            let rise = self.rise(&with, maker, last);
+            let between = (maker + 1..=last).filter(|at| !self.is_taken[*at] && (!group.contains(at) || *at == last));
+            between.into_iter().all(|at| {
+                let [more, less] = rise(at);
+                self.profile.live[at] + more <= self.most + less
+            })
+        }
+    }
+
+    /// Whether a step can be the epilogue of a product: it is a function that there is one for, and the product has columns in
+    /// whole packs: a row of what lies beside it is a multiple of 8 elements (cuBLASLt, `CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD`).
+    fn follows(&self, product: usize, last: usize) -> bool {
+        const PACK: usize = 8;
+        let Some(follows) = self.fusible[last].as_ref().and_then(Follows::of) else { return false };
+        let (from, to) = (&self.program.steps[product].outputs[0], &self.program.steps[last].outputs[0]);
+        let version = self.made[product][0];
+        let is_only = self.read[last].iter().enumerate().all(|(i, read)| (*read == version) == (i == follows.input()));
+        let is_kept = !self.is_private(&BTreeSet::from([product, last]), version);
+        let fits = from.layout.dims() == to.layout.dims() && from.dtype == to.dtype;
+        let columns = from.layout.dims().last().is_some_and(|columns| columns.is_multiple_of(PACK));
+        // There is no keeping a gradient that is not yet one.
+        is_only && fits && columns && !(is_kept && follows == Follows::GeluGrad)
+    }
+
+    /// Whether what a reader gets from a maker is the element at the same place.
+    fn reads_in_place(&self, maker: usize, reader: usize) -> bool {
+        let steps = &self.program.steps;
+        self.read[reader].iter().enumerate().all(|(index, version)| {
+            let Some(output) = self.made[maker].iter().position(|made| made == version) else { return true };
+            let (to, from) = (&steps[reader].inputs[index], &steps[maker].outputs[output]);
+            let same = is_whole(self.program, to) && to.dtype == from.dtype && count(to) == count(from);
+            same && match self.fusible[reader] {
+                Some(Fusible::Each { .. }) => true,
+                Some(Fusible::Norm { .. }) => index == 0,
+                _ => false,
+            }
+        })
+    }
+
+    /// Whether a group reads it, and nobody else.
+    fn is_private(&self, group: &BTreeSet<usize>, version: usize) -> bool {
+        let Version { readers, is_left, .. } = &self.versions[version];
+        !is_left && !readers.is_empty() && readers.iter().all(|reader| group.contains(reader))
+    }
+
+    /// Whether a step may happen where the last of a group does: whoever stands in between, and has not joined, neither writes
+    /// what it reads nor touches what it writes.
+    fn may_move(&self, group: &BTreeSet<usize>, maker: usize, last: usize) -> bool {
+        let step = &self.program.steps[maker];
+        let others = (maker + 1..last).filter(|at| !group.contains(at) && !self.is_taken[*at]);
+        others.map(|at| &self.program.steps[at]).all(|other| {
+            let writes = |buffer: BufferId| {
+                other.outputs.iter().any(|o| o.buffer == buffer) || other.workspace.contains(&buffer)
+            };
+            let touches = |buffer: BufferId| writes(buffer) || other.inputs.iter().any(|i| i.buffer == buffer);
+            !step.inputs.iter().any(|i| writes(i.buffer)) && !step.outputs.iter().any(|o| touches(o.buffer))
+        })
+    }
+
+    /// By place: bytes that are alive there because a step joins a group, and bytes that are not any more.
+    fn rise(&self, with: &BTreeSet<usize>, maker: usize, last: usize) -> impl Fn(usize) -> [u64; 2] + use<'_> {
+        let held = |buffer: &BufferId| {
+            let buffer = buffer.index();
+            (self.profile.bytes[buffer], self.profile.born[buffer], self.profile.dies[buffer])
+        };
+        let step = &self.program.steps[maker];
+        let longer: BTreeSet<BufferId> = step.inputs.iter().map(|input| input.buffer).collect();
+        let longer = longer.iter().filter_map(|buffer| match held(buffer) {
+            (bytes, _, Some(dies)) if dies < last => Some((bytes, dies + 1..last + 1)),
+            _ => None,
+        });
+        let scratch: u64 = step.workspace.iter().map(|piece| self.profile.bytes[piece.index()]).sum();
+        let longer: Vec<(u64, Range<usize>)> = longer.chain([(scratch, last..last + 1)]).collect();
+        let gone = step.outputs.iter().filter(|output| self.vanishes(with, output.buffer)).map(|output| &output.buffer);
+        let gone: Vec<(u64, Range<usize>)> = gone
+            .filter_map(|buffer| match held(buffer) {
+                (bytes, Some(born), Some(dies)) => Some((bytes, born..dies + 1)),
+                _ => None,
+            })
+            .collect();
+        move |at| [&longer, &gone].map(|all| all.iter().filter(|(_, at_all)| at_all.contains(&at)).map(|b| b.0).sum())
+    }
+
+    /// Whether a group keeps all that a buffer ever holds in registers.
+    fn vanishes(&self, group: &BTreeSet<usize>, buffer: BufferId) -> bool {
+        self.users[buffer.index()].iter().all(|user| {
+            let step = &self.program.steps[*user];
+            let is_inner = |version: &usize| self.versions[*version].made.is_some() && self.is_private(group, *version);
+            let inputs = step.inputs.iter().zip(&self.read[*user]);
+            let mut touches = inputs.chain(step.outputs.iter().zip(&self.made[*user]));
+            let is_normalised = matches!(self.fusible[*user], Some(Fusible::Norm { .. }));
+            group.contains(user)
+                && touches.all(|(operand, version)| operand.buffer != buffer || is_inner(version) && !is_normalised)
+        })
+    }
+
+    /// Lets a step join.
+    fn take(&mut self, group: &mut BTreeSet<usize>, maker: usize) {
+        let last = *group.last().expect("a group has members");
+        group.insert(maker);
+        let changes: Vec<(usize, [u64; 2])> = {
+            let rise = self.rise(group, maker, last);
+            (maker..=last).map(|at| (at, rise(at))).collect()
+        };
+        for (at, [more, less]) in changes {
+            self.profile.live[at] = (self.profile.live[at] + more).saturating_sub(less);
+        }
+        for input in &self.program.steps[maker].inputs {
+            let dies = &mut self.profile.dies[input.buffer.index()];
+            *dies = dies.map(|dies| dies.max(last));
+        }
+        self.is_taken[maker] = true;
+    }
+
+    /// One step for all of a group; none if they do not fit one kernel.
+    fn merge(&self, group: &BTreeSet<usize>) -> Option<Step> {
+        let order: Vec<usize> = group.iter().copied().collect();
+        let member_of = |version: usize| {
+            let (maker, output) = self.versions[version].made?;
+            order.binary_search(&maker).ok().map(|member| (member, output))
+        };
+        let mut inputs: Vec<Operand> = Vec::new();
+        let mut members = Vec::new();
+        for &at in &order {
+            let step = &self.program.steps[at];
+            let Work::Compute(op) = &step.work else { return None };
+            let sources = step.inputs.iter().zip(&self.read[at]).map(|(input, &version)| {
+                let source = match member_of(version) {
+                    Some((member, output)) => Source::Member(member, output),
+                    None => {
+                        let known = inputs.iter().position(|known| is_same(known, input));
+                        Source::Memory(known.unwrap_or_else(|| {
+                            inputs.push(Operand { overwritten_by: None, ..input.clone() });
+                            inputs.len() - 1
+                        }))
+                    }
+                };
+                (source, input.layout.dims().to_vec())
+            });
+            let inputs = sources.collect();
+            members.push(Member { op: op.clone(), inputs });
+        }
+        let last = &self.program.steps[*order.last()?];
+        let is_norm = matches!(self.fusible[*order.last()?], Some(Fusible::Norm { .. }));
+        let normalised = is_norm.then(|| self.read[order[order.len() - 1]][0]);
+        let (mut outputs, mut made) = (Vec::new(), Vec::new());
+        for (member, &at) in order.iter().enumerate() {
+            for (index, (output, &version)) in self.program.steps[at].outputs.iter().zip(&self.made[at]).enumerate() {
+                if normalised == Some(version) || !self.is_private(group, version) {
+                    outputs.push(output.clone());
+                    made.push((member, index));
+                }
+            }
+        }
+        let mut overwrites = Vec::new();
+        for (index, output) in outputs.iter().enumerate() {
+            // What is written twice, or read elsewhere than where it is written, would have to be in order.
+            let is_twice = outputs[..index].iter().any(|other| other.buffer == output.buffer);
+            let mut over = (0..inputs.len()).filter(|&input| inputs[input].buffer == output.buffer);
+            let first = over.next();
+            if is_twice || over.next().is_some() {
+                return None;
+            }
+            if let Some(input) = first {
+                let fits = is_whole(self.program, &inputs[input]) && inputs[input].dtype == output.dtype;
+                if !fits || count(&inputs[input]) != count(output) {
+                    return None;
+                }
+                inputs[input].overwritten_by = Some(index);
+                overwrites.push((input, index));
+            }
+        }
+        if inputs.len() + outputs.len() > MOST_OPERANDS {
+            return None;
+        }
+        let spec = |operand: &Operand| Spec { shape: operand.layout.shape().clone(), dtype: operand.dtype };
+        let specs = outputs.iter().map(spec).collect();
+        let flops = order.iter().map(|&at| self.program.steps[at].flops()).sum();
+        let pieces: Vec<BufferId> = order.iter().flat_map(|&at| &self.program.steps[at].workspace).copied().collect();
+        if !pieces.is_empty() && !overwrites.is_empty() {
+            return None; // A library writes in an order of its own.
+        }
+        let workspace = pieces.iter().map(|piece| self.program.buffers[piece.index()].bytes).collect();
+        let work = Work::Compute(Arc::new(Fused { members, outputs: made, specs, overwrites, workspace, flops }));
+        let step = Step::plain(work, inputs, outputs, last.micro_batch, last.layer.clone());
+        Some(Step { workspace: pieces, again: last.again, ..step })
+    }
+}
+
+/// What a step brings, if it can share a kernel at all.
+fn fusible(program: &Program, step: &Step) -> Option<Fusible> {
+    let Work::Compute(op) = &step.work else { return None };
+    let fusible = op.cuda_fusible()?;
+    let mut operands = step.inputs.iter().chain(&step.outputs);
+    let is_plain = step.accumulate == 0
+        && (step.workspace.is_empty() || fusible == Fusible::Product)
+        && step.counts.is_none()
+        && step.only_if.is_none()
+        && operands.all(|operand| {
+            let is_counted = program.buffers[operand.buffer.index()].counted.is_some();
+            !is_counted && matches!(operand.dtype, DType::F32 | DType::BF16)
+        });
+    let elements = count(step.outputs.first()?);
+    let fits = match &fusible {
+        Fusible::Each { constants, .. } => {
+            step.inputs.len().max(constants.len()) <= MOST_NAMED
+                && step.inputs.iter().all(|input| count(input) == elements && can_walk(&input.layout))
+                && step.outputs.iter().all(|output| count(output) == elements)
+                && fusible.is_well_formed(step.inputs.len())
+        }
+        Fusible::Norm { .. } => step.inputs.iter().all(|input| input.overwritten_by.is_none()),
+        Fusible::NormGradInput { .. } | Fusible::Product => true,
+    };
+    (is_plain && fits && elements > 0 && step.outputs.iter().all(|output| is_whole(program, output))).then_some(fusible)
+}
+
+/// Whether it is all of its buffer, in order.
+fn is_whole(program: &Program, operand: &Operand) -> bool {
+    let bytes = count(operand) * operand.dtype.size_in_bytes();
+    operand.layout.is_contiguous()
+        && operand.layout.start_offset() == 0
+        && bytes as u64 == program.buffers[operand.buffer.index()].bytes
+}
+
+fn count(operand: &Operand) -> usize {
+    operand.layout.shape().elem_count()
+}
+
+/// Whether two operands are the same elements in the same order.
+fn is_same(a: &Operand, b: &Operand) -> bool {
+    let dense =
+        |operand: &Operand| operand.layout.is_contiguous().then(|| (operand.layout.start_offset(), count(operand)));
+    let lies = |operand: &Operand| {
+        let layout = &operand.layout;
+        (layout.dims().to_vec(), layout.stride().to_vec(), layout.start_offset())
+    };
+    let alike = match (dense(a), dense(b)) {
+        (Some(a), Some(b)) => a == b,
+        _ => lies(a) == lies(b),
+    };
+    a.buffer == b.buffer && a.dtype == b.dtype && alike
+}

@@ -1,0 +1,383 @@
+//! The text of a kernel for several operations, and its launch.
+//!
+//! The text says what is done: expressions, types, and how each operand lies. Addresses, extents and constants are arguments, so
+//! equal layers have equal texts, and one kernel. Elements are moved 16 bytes at a time where they lie side by side, at
+//! addresses that allow it; others one by one. With a normalisation in it, a block has a row, as the kernels of norm.cu do.
+
+use std::ffi::c_void;
+use std::fmt::Write;
+
+use candle_core::DType;
+use gapless_kernels::cuda::launch::{Arguments, Strides};
+use gapless_kernels::cuda::{Constant, Fusible, Generated};
+use gapless_kernels::cuda::{Family, Kernel, Operand, Operands};
+
+use super::fused::{Fused, Source};
+
+/// The arguments of a generated kernel: fields of 8 bytes each.
+#[derive(Debug)]
+struct Words(Box<[u64]>);
+
+impl Arguments for Words {
+    fn bytes(&self) -> usize {
+        size_of_val(&*self.0)
+    }
+
+    fn address(&self) -> *const c_void {
+        self.0.as_ptr().cast()
+    }
+}
+
+/// A struct, as text and as numbers.
+#[derive(Debug, Default)]
+struct Fields {
+    text: String,
+    words: Vec<u64>,
+}
+
+impl Fields {
+    fn push(&mut self, declaration: &str, words: impl IntoIterator<Item = u64>) {
+        line(&mut self.text, 1, format_args!("{declaration};"));
+        self.words.extend(words);
+    }
+}
+
+fn line(text: &mut String, depth: usize, what: std::fmt::Arguments<'_>) {
+    writeln!(text, "{:1$}{what}", "", 4 * depth).expect("strings take all that is written");
+}
+
+/// How an operand's elements are found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Lies {
+    /// Side by side.
+    Dense,
+    /// One for all.
+    Number,
+    /// By strides.
+    Strided,
+}
+
+impl Lies {
+    fn of(operand: &Operand) -> Self {
+        let mut extents = operand.layout.dims().iter().zip(operand.layout.stride());
+        if operand.layout.is_contiguous() {
+            Self::Dense
+        } else if extents.all(|(&extent, &stride)| extent <= 1 || stride == 0) {
+            Self::Number
+        } else {
+            Self::Strided
+        }
+    }
+}
+
+/// A type's name in the kernels.
+fn type_of(dtype: DType) -> Option<&'static str> {
+    match dtype {
+        DType::F32 => Some("f32"),
+        DType::BF16 => Some("bf16"),
+        _ => None,
+    }
+}
+
+/// Stands for the kernel's name until its text is known.
+const UNNAMED: &str = "UNNAMED";
+
+/// What is launched for several operations; none where their operands have other types than those of the kernels.
+pub(super) fn kernel(fused: &Fused, operands: &Operands<'_>) -> Option<Kernel> {
+    let fusible: Vec<Fusible> = fused.members.iter().map(|member| member.op.cuda_fusible()).collect::<Option<_>>()?;
+    let writer = Writer { fused, fusible: &fusible, operands };
+    let first = fused.outputs.iter().position(|&(member, _)| !matches!(fusible[member], Fusible::Norm { .. }))?;
+    let count = operands.outputs[first].count();
+    let mut fields = Fields::default();
+    fields.push("u64 count", [count]);
+    let loaded = writer.loads(&mut fields)?;
+    let stored = writer.stores(&mut fields)?;
+    let mut body = writer.constants(&mut fields);
+    writer.each(&mut body, &loaded, &stored);
+    let pack = writer.several(&mut body, &loaded, &stored);
+    let width = writer.rows(&mut fields, &mut body)?;
+    if width.is_none() {
+        writer.flat(&mut body);
+    }
+
+    // An operation of somebody else's may have a name that is no word in C.
+    let word = |name: &str| name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).collect();
+    let names: Vec<String> = fused.members.iter().map(|member| word(member.op.name())).collect();
+    let mut text = String::from("#include \"fused.cuh\"\n\n");
+    line(&mut text, 0, format_args!("// {}.", names.join(", ")));
+    line(&mut text, 0, format_args!("struct Operands {{\n{}}};\n", fields.text));
+    line(&mut text, 0, format_args!("KERNEL({UNNAMED}, Operands) {{\n    const Operands& to = arguments;\n{body}}}"));
+    let name = named(&names, stored.first()?.type_name, &text);
+    let generated = Generated::of(format!("{name}.cu"), text.replace(UNNAMED, &name));
+    let (family, arguments) = (Family::Generated(generated), Words(fields.words.into()));
+    Some(match width {
+        Some(width) => Kernel::rows(family, name, count / width.max(1), width.div_ceil(pack), arguments),
+        None => Kernel::flat(family, name, count.div_ceil(pack), arguments),
+    })
+}
+
+/// What it does, what it stores, and a hash of how: no two texts have one name.
+fn named(names: &[String], dtype: &str, text: &str) -> String {
+    const MOST: usize = 6;
+    let mut all = names[..names.len().min(MOST)].join("_");
+    if names.len() > MOST {
+        write!(all, "_and_{}_more", names.len() - MOST).expect("strings take all that is written");
+    }
+    let hash = blake3::hash(text.as_bytes()).to_hex();
+    format!("fused_{all}_{dtype}_{}", &hash[..8])
+}
+
+struct Writer<'a> {
+    fused: &'a Fused,
+    fusible: &'a [Fusible],
+    operands: &'a Operands<'a>,
+}
+
+/// An operand that is gone through element by element.
+struct Element {
+    /// Which input or output.
+    index: usize,
+    lies: Lies,
+    dtype: DType,
+    type_name: &'static str,
+}
+
+impl Element {
+    /// Element j of those from `i` on, as an f32, unless its neighbours are loaded together.
+    fn load(&self) -> String {
+        let Self { index, lies, .. } = self;
+        match lies {
+            Lies::Dense => format!("of_x{index}[j]"),
+            Lies::Number => format!("load(to.x{index})"),
+            Lies::Strided => format!("load(to.x{index} + to.at_x{index}.at(i + j))"),
+        }
+    }
+}
+
+impl Writer<'_> {
+    fn member(&self, index: usize) -> (&[(Source, Vec<usize>)], &Fusible) {
+        (&self.fused.members[index].inputs, &self.fusible[index])
+    }
+
+    fn members(&self) -> impl Iterator<Item = (usize, &[(Source, Vec<usize>)], &Fusible)> {
+        (0..self.fusible.len()).map(|index| {
+            let (inputs, fusible) = self.member(index);
+            (index, inputs, fusible)
+        })
+    }
+
+    /// Declares what is loaded element by element.
+    fn loads(&self, fields: &mut Fields) -> Option<Vec<Element>> {
+        let mut all = Vec::new();
+        for (index, operand) in self.operands.inputs.iter().enumerate() {
+            let each = self.members().filter(|(.., fusible)| matches!(fusible, Fusible::Each { .. }));
+            let read = each.flat_map(|(_, inputs, _)| inputs).any(|(source, _)| *source == Source::Memory(index));
+            if !read {
+                continue;
+            }
+            let (lies, type_name) = (Lies::of(operand), type_of(operand.dtype)?);
+            fields.push(&format!("const {type_name}* x{index}"), [operand.address]);
+            if lies == Lies::Strided {
+                fields.push(&format!("Strides at_x{index}"), Strides::of(operand)?.words());
+            }
+            all.push(Element { index, lies, dtype: operand.dtype, type_name });
+        }
+        Some(all)
+    }
+
+    /// Declares what is stored element by element.
+    fn stores(&self, fields: &mut Fields) -> Option<Vec<Element>> {
+        let mut all = Vec::new();
+        for (index, (operand, &(member, _))) in self.operands.outputs.iter().zip(&self.fused.outputs).enumerate() {
+            if !matches!(self.fusible[member], Fusible::Norm { .. }) {
+                let type_name = type_of(operand.dtype)?;
+                fields.push(&format!("{type_name}* y{index}"), [operand.address]);
+                all.push(Element { index, lies: Lies::Dense, dtype: operand.dtype, type_name });
+            }
+        }
+        Some(all)
+    }
+
+    /// Declares constants, and sets up the sequences of random numbers among them.
+    fn constants(&self, fields: &mut Fields) -> String {
+        let mut set_up = String::new();
+        let random = &self.operands.random;
+        for (member, _, fusible) in self.members() {
+            let Fusible::Each { constants, .. } = fusible else { continue };
+            for (index, constant) in constants.iter().enumerate() {
+                let name = format!("c{member}_{index}");
+                match *constant {
+                    Constant::Number(x) => fields.push(&format!("f64 {name}"), [f64::from(x).to_bits()]),
+                    Constant::Bits(bits) => fields.push(&format!("u64 {name}"), [bits]),
+                    Constant::Place(place) => {
+                        fields.push(&format!("Random random_{name}"), [random.key, random.micro_batch]);
+                        fields.push(&format!("u64 {name}"), [place]);
+                        let numbers =
+                            format!("const Numbers {name} = Numbers::at(to.random_{name}, to.{name}, to.count);");
+                        line(&mut set_up, 1, format_args!("{numbers}"));
+                    }
+                }
+            }
+        }
+        set_up
+    }
+
+    /// The function that makes an element of every output from one of every input.
+    fn each(&self, body: &mut String, loaded: &[Element], stored: &[Element]) {
+        let mut parameters = vec!["u64 i".to_owned()];
+        parameters.extend(self.head().map(|_| "f32 head".into()));
+        parameters.extend(loaded.iter().map(|x| format!("f32 x{}", x.index)));
+        parameters.extend(stored.iter().map(|y| format!("f32& y{}", y.index)));
+        line(body, 1, format_args!("const auto each = [&]({}) {{", parameters.join(", ")));
+        for (member, inputs, fusible) in self.members() {
+            let Fusible::Each { outputs, constants } = fusible else { continue };
+            for (output, expression) in outputs.iter().enumerate() {
+                let is_stored = self.fused.outputs.contains(&(member, output));
+                if is_stored || self.is_read(Source::Member(member, output)) {
+                    let value = self.value(expression, member, inputs, constants);
+                    line(body, 2, format_args!("const f32 v{member}_{output} = {value};"));
+                }
+            }
+        }
+        for y in stored {
+            let (member, output) = self.fused.outputs[y.index];
+            line(body, 2, format_args!("y{} = {};", y.index, self.register(Source::Member(member, output))));
+        }
+        line(body, 1, format_args!("}};"));
+    }
+
+    /// Whether a member goes on with it in registers.
+    fn is_read(&self, source: Source) -> bool {
+        let each = self.members().filter(|(.., fusible)| matches!(fusible, Fusible::Each { .. }));
+        each.flat_map(|(_, inputs, _)| inputs).any(|(of_input, _)| *of_input == source)
+    }
+
+    /// An expression with the names of what it is about.
+    fn value(
+        &self,
+        expression: &str,
+        member: usize,
+        inputs: &[(Source, Vec<usize>)],
+        constants: &[Constant],
+    ) -> String {
+        let mut value = String::new();
+        let mut rest = expression.chars();
+        while let Some(letter) = rest.next() {
+            let mut index =
+                || rest.next().and_then(|digit| digit.to_digit(10)).expect("a digit behind $ and %") as usize;
+            match letter {
+                '$' => value += &self.register(inputs[index()].0),
+                '%' => {
+                    let index = index();
+                    value += &match constants[index] {
+                        Constant::Number(_) => format!("f32(to.c{member}_{index})"),
+                        Constant::Bits(_) => format!("to.c{member}_{index}"),
+                        Constant::Place(_) => format!("c{member}_{index}"),
+                    };
+                }
+                other => value.push(other),
+            }
+        }
+        value
+    }
+
+    fn register(&self, source: Source) -> String {
+        match source {
+            Source::Memory(input) => format!("x{input}"),
+            Source::Member(member, _) if self.head() == Some(member) => "head".into(),
+            Source::Member(member, output) => format!("v{member}_{output}"),
+        }
+    }
+
+    /// The gradient of rows that elements begin with.
+    fn head(&self) -> Option<usize> {
+        self.fusible.iter().position(|fusible| matches!(fusible, Fusible::NormGradInput { .. }))
+    }
+
+    /// The function that loads, makes and stores several neighbours, as many as there are of `count`, from place `i` on; and
+    /// whether as many may be moved together as fit 16 bytes. Returns how many these are.
+    fn several(&self, body: &mut String, loaded: &[Element], stored: &[Element]) -> u64 {
+        let bytes = loaded.iter().chain(stored).map(|element| element.dtype.size_in_bytes() as u64).min().unwrap_or(4);
+        let pack = 16 / bytes;
+        let dense = || loaded.iter().filter(|x| x.lies == Lies::Dense);
+        let head = if self.head().is_some() { ", const auto& head" } else { "" };
+        line(body, 1, format_args!("const auto several = [&](auto count, u64 i{head}) {{"));
+        line(body, 2, format_args!("constexpr u32 N = decltype(count)::VALUE;"));
+        for Element { index, .. } in dense() {
+            line(body, 2, format_args!("f32 of_x{index}[N];"));
+            line(body, 2, format_args!("load_neighbours(of_x{index}, to.x{index} + i);"));
+        }
+        for Element { index, .. } in stored {
+            line(body, 2, format_args!("f32 of_y{index}[N];"));
+        }
+        let arguments: Vec<String> = ["i + j".to_owned()]
+            .into_iter()
+            .chain(self.head().map(|_| "head[j]".into()))
+            .chain(loaded.iter().map(Element::load))
+            .chain(stored.iter().map(|y| format!("of_y{}[j]", y.index)))
+            .collect();
+        line(body, 2, format_args!("for (u32 j = 0; j < N; ++j) each({});", arguments.join(", ")));
+        for Element { index, .. } in stored {
+            line(body, 2, format_args!("store_neighbours(to.y{index} + i, of_y{index});"));
+        }
+        line(body, 1, format_args!("}};"));
+        let addresses =
+            dense().map(|x| format!("to.x{}", x.index)).chain(stored.iter().map(|y| format!("to.y{}", y.index)));
+        let aligned: Vec<String> = addresses.map(|address| format!("is_aligned({address})")).collect();
+        line(body, 1, format_args!("constexpr u32 PACK = {pack};"));
+        line(body, 1, format_args!("const bool may_be_packed = {};", aligned.join(" && ")));
+        pack
+    }
+
+    /// The normalisation of rows, or its gradient, around the elements, and the width of a row; none if there is neither.
+    fn rows(&self, fields: &mut Fields, body: &mut String) -> Option<Option<u64>> {
+        let Some((member, inputs, fusible)) = self.members().find(|(.., f)| !matches!(f, Fusible::Each { .. })) else {
+            return Some(None);
+        };
+        let input = |index: usize| match inputs[index].0 {
+            Source::Memory(input) => Some(self.operands.inputs[input].clone()),
+            // What is made here lies in memory too.
+            Source::Member(member, output) => self.output(member, output),
+        };
+        let address = |index: usize| input(index).map(|operand| operand.address);
+        let x = input(0)?;
+        let (width, type_name) = (x.width(), type_of(x.dtype)?);
+        match *fusible {
+            Fusible::Norm { is_centred, eps } => {
+                let bias = if is_centred { address(2)? } else { 0 };
+                let (y, stats) = (self.output(member, 0)?.address, self.output(member, 1)?.address);
+                let eps = u64::from((eps as f32).to_bits());
+                fields.push("NormArguments norm", [x.address, address(1)?, bias, y, stats, width, eps]);
+                line(body, 1, format_args!("const bool is_packed = may_be_packed && to.norm.width % PACK == 0;"));
+                line(body, 1, format_args!("each_of_row<PACK>(to.norm.width, is_packed, [&](auto count, u64 j) {{"));
+                line(body, 2, format_args!("several(count, blockIdx.x * to.norm.width + j);"));
+                line(body, 1, format_args!("}});"));
+                // Whether the row is packed is decided anew.
+                line(body, 1, format_args!("__syncthreads();"));
+                let name = if is_centred { "layer_norm" } else { "rms_norm" };
+                line(body, 1, format_args!("{name}<{type_name}>(to.norm);"));
+            }
+            Fusible::NormGradInput { is_centred } => {
+                let words = [x.address, address(1)?, address(2)?, address(3)?, 0, width, u64::from(is_centred)];
+                fields.push("NormGradInputArguments norm", words);
+                line(body, 1, format_args!("norm_grad_input_to<{type_name}, PACK>(to.norm, may_be_packed, several);"));
+            }
+            Fusible::Each { .. } | Fusible::Product => return None,
+        }
+        Some(Some(width))
+    }
+
+    /// Where a member's output is stored.
+    fn output(&self, member: usize, output: usize) -> Option<Operand> {
+        let index = self.fused.outputs.iter().position(|&made| made == (member, output))?;
+        Some(self.operands.outputs[index].clone())
+    }
+
+    /// All elements, some neighbours for each thread.
+    fn flat(&self, body: &mut String) {
+        line(body, 1, format_args!("const u64 first = smaller(global_thread() * PACK, to.count);"));
+        line(body, 1, format_args!("const u64 end = smaller(first + PACK, to.count);"));
+        line(body, 1, format_args!("if (end - first == PACK && may_be_packed) return several(Count<PACK>(), first);"));
+        line(body, 1, format_args!("for (u64 i = first; i < end; ++i) several(Count<1>(), i);"));
+    }
+}

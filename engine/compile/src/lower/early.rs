@@ -1,0 +1,97 @@
+//! What of the update need not wait for the last action: gradients are summed over the data ranks as soon as this rank has
+//! completed them, while its backward goes on.
+
+use std::any::Any;
+use std::collections::HashSet;
+
+use gapless_graph::ops::Collective;
+use gapless_graph::{Node, NodeId, Phase, Place, ValueId};
+use gapless_parallel::Action;
+
+use super::{Lowerer, phases};
+
+/// A node of the update that waits for the last of its inputs.
+#[derive(Debug)]
+pub(super) struct Early {
+    node: NodeId,
+    /// Roots that are not complete yet.
+    waits_for: Vec<ValueId>,
+}
+
+impl Lowerer<'_> {
+    /// What leads from gradients that are summed here to the collectives that sum them over the data ranks.
+    pub(super) fn early_nodes(&self) -> Vec<Early> {
+        let graph = self.of.graph;
+        let mut early: Vec<Early> = Vec::new();
+        let mut made = HashSet::new();
+        for id in graph.node_ids() {
+            let node = graph.node(id);
+            let here = self.alive[id.index()] && node.phase == Phase::Update && node.place != Place::Everywhere;
+            if !here || !self.is_here(node.place) {
+                continue;
+            }
+            let roots: Vec<ValueId> = node.inputs.iter().map(|&input| graph.value(input).root).collect();
+            let is_gradient = |root: &ValueId| {
+                let maker = graph.producer(*root);
+                maker.is_some_and(|maker| self.accumulated[root.index()] && self.is_here(maker.place))
+            };
+            let crosses = node.outputs.iter().any(|&output| self.crossings.per_step(output).next().is_some());
+            if !crosses && roots.iter().all(|root| is_gradient(root) || made.contains(root)) {
+                if collective_of(node).is_none() {
+                    made.extend(node.outputs.iter().copied());
+                }
+                early.push(Early { node: id, waits_for: roots });
+            }
+        }
+        // Only what a collective needs has reason to hurry.
+        let mut wanted = HashSet::new();
+        for Early { node, waits_for } in early.iter().rev() {
+            let node = graph.node(*node);
+            if collective_of(node).is_some() || node.outputs.iter().any(|output| wanted.contains(output)) {
+                wanted.extend(waits_for.iter().copied());
+            }
+        }
+        early.retain(|Early { node, .. }| {
+            let node = graph.node(*node);
+            collective_of(node).is_some() || node.outputs.iter().any(|output| wanted.contains(output))
+        });
+        early
+    }
+
+    /// Runs the early nodes that waited for these values alone.
+    pub(super) fn complete(&mut self, values: &[ValueId]) {
+        let graph = self.of.graph;
+        let mut complete: Vec<ValueId> = values.to_vec();
+        let mut waiting = std::mem::take(&mut self.early);
+        waiting.retain_mut(|early| {
+            early.waits_for.retain(|root| !complete.contains(root));
+            let runs = early.waits_for.is_empty();
+            if runs {
+                let node = graph.node(early.node);
+                self.node(node, 0);
+                self.alive[early.node.index()] = false;
+                complete.extend(&node.outputs);
+            }
+            !runs
+        });
+        self.early = waiting;
+    }
+
+    /// The phases of an action's stage that no later action runs, if anybody waits for that.
+    pub(super) fn last_phases(&self, index: usize, action: &Action) -> Vec<Phase> {
+        if self.early.is_empty() {
+            return Vec::new();
+        }
+        let row = &self.of.table[self.of.rank];
+        let again = |phase: &Phase| {
+            row[index + 1..].iter().any(|later| later.stage == action.stage && phases(later.kind).contains(phase))
+        };
+        phases(action.kind).iter().copied().filter(|phase| !again(phase)).collect()
+    }
+}
+
+/// The collective that a node is, if it is one.
+pub(super) fn collective_of(node: &Node) -> Option<Collective> {
+    let op: &dyn Any = &*node.op;
+    op.downcast_ref().copied()
+}

@@ -1,0 +1,180 @@
+//! Counted rows that wait for their backward if there is room for them, and are exchanged and computed again if not. Which of
+//! the two, the ranks that exchange them decide together while the step runs, as soon as the rows of a layer and micro-batch
+//! are counted: *offer*, a sum over the ranks of those that have no room, *settle*.
+//!
+//! Here are both ways. The instructions that make the rows again stand in front of the first reader of the backward, and run
+//! only if the rows were let go; they write to the buffers that the forward has written to. So everybody else reads those,
+//! and only the arena knows whether a buffer has waited or was given up in between. All ranks that exchange rows have these
+//! instructions at the same place among their collectives, whatever else each of them computes again.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+
+use gapless_alloc::{Label, Role};
+use gapless_graph::ops::{Collective, Group};
+use gapless_graph::{Graph, Node, NodeId, Phase, ValueId};
+
+use super::again::Life;
+use super::counted::Counts;
+use super::early::collective_of;
+use super::{Lowerer, Lowering};
+use crate::program::{Held, Operand, Step, Work};
+use crate::recompute::{Saved, Variant};
+
+/// What may be let go, by what counts it; per way of recomputing, as [`Reads`](super::again::Reads) has them.
+#[derive(Debug, Default)]
+pub(super) struct LetGo {
+    of: Vec<BTreeMap<ValueId, Rows>>,
+    /// Counted roots of the forward that the backward reads, by what counts them.
+    read: HashMap<ValueId, ValueId>,
+    /// Counts and micro-batches whose rows are there again.
+    back: HashSet<(ValueId, u32)>,
+}
+
+/// The rows of one count.
+#[derive(Debug, Default, Clone)]
+pub(super) struct Rows {
+    /// Roots that wait for the backward, or are made again.
+    roots: BTreeSet<ValueId>,
+    /// The nodes that make them again, in order.
+    again: BTreeSet<NodeId>,
+    /// Other roots that these make and read, for the time being.
+    between: BTreeSet<ValueId>,
+}
+
+impl LetGo {
+    pub(super) fn new(of: &Lowering<'_>, alive: &[bool], counts: &Counts) -> Self {
+        if !of.lets_go {
+            return Self::default();
+        }
+        let graph = of.graph;
+        let saved = Saved::new(graph, alive);
+        let mut read = HashMap::new();
+        for node in graph.node_ids().filter(|id| alive[id.index()]).map(|id| graph.node(id)) {
+            if matches!(node.phase, Phase::BackwardInput | Phase::BackwardWeight) {
+                for root in node.inputs.iter().map(|&input| graph.value(input).root) {
+                    let is_forward = graph.producer(root).is_some_and(|maker| maker.phase == Phase::Forward);
+                    if let Some(starts) = counts.starts_of(graph, root).filter(|_| is_forward) {
+                        read.insert(root, starts);
+                    }
+                }
+            }
+        }
+        let plain = Variant::default();
+        let variants = std::iter::once(&plain).chain(of.recomputation.variants());
+        let rows = |variant: &Variant| {
+            let mut by_count: BTreeMap<ValueId, Rows> = BTreeMap::new();
+            for (&root, &starts) in &read {
+                if !variant.is_reborn(root) && is_repeatable(graph, &saved, root) {
+                    by_count.entry(starts).or_default().roots.insert(root);
+                }
+            }
+            by_count.values_mut().for_each(|rows| rows.find_way(graph, &saved, variant));
+            by_count
+        };
+        Self { of: variants.map(rows).collect(), read, back: HashSet::new() }
+    }
+
+    /// How often the nodes that make rows again read what; `table` is that of the way of recomputing.
+    pub(super) fn reads(&self, table: usize, graph: &Graph, mut read: impl FnMut(ValueId, bool)) {
+        for rows in self.of.get(table).into_iter().flat_map(BTreeMap::values) {
+            for node in rows.again.iter().map(|&id| graph.node(id)) {
+                let roots = node.inputs.iter().map(|&input| graph.value(input).root);
+                roots.for_each(|root| read(root, rows.between.contains(&root)));
+            }
+        }
+    }
+}
+
+impl Rows {
+    /// The nodes on the way to the roots from what is there anyway.
+    fn find_way(&mut self, graph: &Graph, saved: &Saved<'_>, variant: &Variant) {
+        let mut missing: Vec<ValueId> = self.roots.iter().copied().collect();
+        while let Some(root) = missing.pop() {
+            let Some(maker) = graph.maker(root) else { continue };
+            if !self.again.insert(maker) {
+                continue;
+            }
+            for input in graph.node(maker).inputs.iter().map(|&input| graph.value(input).root) {
+                let is_there = self.roots.contains(&input) || variant.is_reborn(input) || saved.is_read(input);
+                if !is_there && !saved.leaves_layer(input) && saved.is_repeatable(input) && self.between.insert(input) {
+                    missing.push(input);
+                }
+            }
+        }
+    }
+}
+
+/// Whether a root can be made again: as any other, or by an exchange.
+fn is_repeatable(graph: &Graph, saved: &Saved<'_>, root: ValueId) -> bool {
+    let is_exchange = |node: &Node| matches!(collective_of(node), Some(Collective::AllToAllRows { .. }));
+    saved.is_repeatable(root) || graph.producer(root).is_some_and(is_exchange)
+}
+
+impl Lowerer<'_> {
+    /// What a micro-batch may let go, by what counts it.
+    fn let_go(&self, micro_batch: u32) -> Option<&BTreeMap<ValueId, Rows>> {
+        self.let_go.of.get(self.of.recomputation.table(micro_batch))
+    }
+
+    fn rows_of(&self, starts: ValueId, micro_batch: u32) -> Option<&Rows> {
+        self.let_go(micro_batch)?.get(&starts)
+    }
+
+    /// Lets the ranks that exchange rows decide whether those of a count can wait, now that they are counted.
+    pub(super) fn settle(&mut self, node: &Node, micro_batch: u32) {
+        let Some(count) = self.program.steps.last().and_then(|step| step.counts) else { return };
+        let starts = node.outputs[0];
+        if self.rows_of(starts, micro_batch).is_none() {
+            return;
+        }
+        let tensor = format!("{}/no room for rows of micro-batch {micro_batch}", node.layer);
+        let label = Label { tensor, op: "offer".into(), layer: node.layer.to_string(), role: Role::Communication };
+        let buffer = self.program.add(size_of::<f32>() as u64, label, Held::No);
+        let flag = Operand::scalar(buffer);
+        let request = self.program.requests;
+        self.program.requests += 1;
+        let sum = Work::Collective(Collective::AllReduce { group: Group::Experts }, request);
+        let summed = Operand { overwritten_by: Some(0), ..flag.clone() };
+        for (work, inputs, outputs) in [
+            (Work::Offer(count), vec![], vec![flag.clone()]),
+            (sum, vec![summed], vec![flag.clone()]),
+            (Work::Finish(request), vec![flag.clone()], vec![]),
+            (Work::Settle(count), vec![flag], vec![]),
+        ] {
+            self.program.steps.push(Step::plain(work, inputs, outputs, micro_batch, node.layer.clone()));
+        }
+    }
+
+    /// Makes rows again, if they were let go, that one of these nodes is the first to read in the backward.
+    pub(super) fn bring_rows_back(&mut self, readers: &[&Node], micro_batch: u32) {
+        let graph = self.of.graph;
+        let inputs = readers.iter().flat_map(|node| &node.inputs);
+        let read: BTreeSet<ValueId> =
+            inputs.filter_map(|&input| self.let_go.read.get(&graph.value(input).root).copied()).collect();
+        for starts in read {
+            if !self.let_go.back.insert((starts, micro_batch)) {
+                continue;
+            }
+            let Some(Rows { roots, again, between }) = self.rows_of(starts, micro_batch).cloned() else { continue };
+            roots.iter().chain(&between).for_each(|&root| self.finish_with((root, micro_batch)));
+            between.iter().for_each(|&root| _ = self.placed.remove(&(root, micro_batch)));
+            let count = self.number(starts, micro_batch);
+            for node in again.into_iter().map(|id| graph.node(id)) {
+                self.restore_inputs(node, micro_batch);
+                self.instruct(node, micro_batch, Life::IfLetGo(count));
+            }
+        }
+    }
+
+    /// Whether a root is made for the time being, for rows that come back.
+    pub(super) fn is_between(&self, root: ValueId, micro_batch: u32) -> bool {
+        self.let_go(micro_batch).is_some_and(|all| all.values().any(|rows| rows.between.contains(&root)))
+    }
+
+    /// The buffer of a root that was or was not let go.
+    pub(super) fn still_placed(&self, root: ValueId, micro_batch: u32) -> Option<super::BufferId> {
+        let starts = self.let_go.read.get(&root)?;
+        let waits = self.rows_of(*starts, micro_batch)?.roots.contains(&root);
+        self.placed.get(&(root, micro_batch)).filter(|_| waits).map(|placed| placed.buffer)
+    }
+}

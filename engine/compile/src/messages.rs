@@ -1,0 +1,291 @@
+//! Which values cross from rank to rank, and when a sender may let go of one.
+//!
+//! In: a graph whose nodes have places, and the actions of all ranks. Out: for each value, who else reads it; for each
+//! message, the action of its sender by which the order of the step itself says that it was taken, so that waiting for a
+//! send never blocks between actions. Never: a buffer or an instruction.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+use gapless_communicator::{Direction, Tag};
+use gapless_graph::{Graph, Node, Phase, Place, Source, ValueId};
+use gapless_parallel::{Action, Kind, StageId};
+
+use super::lower::Output;
+use crate::error::{Error, Result};
+
+/// The phases that an action runs.
+pub fn phases(kind: Kind) -> &'static [Phase] {
+    match kind {
+        Kind::Forward => &[Phase::Forward],
+        Kind::Backward => &[Phase::BackwardInput, Phase::BackwardWeight],
+        Kind::BackwardInput => &[Phase::BackwardInput],
+        Kind::BackwardWeight => &[Phase::BackwardWeight],
+    }
+}
+
+/// What is read on other ranks than where it is made.
+#[derive(Debug, Default)]
+pub struct Crossings {
+    ranks: usize,
+    rank_of: HashMap<StageId, usize>,
+    /// Roots made by F, I or W: the ranks that read them in F, I or W, once per micro-batch.
+    per_micro_batch: BTreeMap<ValueId, BTreeSet<usize>>,
+    /// Roots that updates or the host read: the ranks that do, once per step.
+    per_step: BTreeMap<ValueId, BTreeSet<usize>>,
+    /// Persistent tensors that are changed on one rank and read on others.
+    replicas: BTreeMap<ValueId, BTreeSet<usize>>,
+    /// What each part of a stage needs from other ranks, in order.
+    needs: HashMap<(StageId, Phase), Vec<ValueId>>,
+    /// What tells messages apart, but for the micro-batch: of roots per micro-batch, and of those per step.
+    tags: [HashMap<ValueId, Tag>; 2],
+}
+
+impl Crossings {
+    pub fn new(graph: &Graph, alive: &[bool], table: &[Vec<Action>], outputs: &[Output]) -> Self {
+        let mut rank_of = HashMap::new();
+        for (rank, row) in table.iter().enumerate() {
+            row.iter().for_each(|action| _ = rank_of.insert(action.stage, rank));
+        }
+        let mut crossings = Self { ranks: table.len(), rank_of, ..Self::default() };
+        let mut readers: BTreeMap<ValueId, BTreeSet<usize>> = BTreeMap::new();
+        let mut writers: BTreeMap<ValueId, usize> = BTreeMap::new();
+        for id in graph.node_ids().filter(|id| alive[id.index()]) {
+            let node = graph.node(id);
+            for root in node.inputs.iter().map(|&input| graph.value(input).root) {
+                let ranks = crossings.ranks_of(node.place);
+                match graph.producer(root) {
+                    Some(maker) => crossings.record(root, maker, node.phase, node.place, ranks),
+                    None => readers.entry(root).or_default().extend(ranks),
+                }
+            }
+            for &(input, _) in node.op.must_overwrite() {
+                let root = graph.value(node.inputs[input]).root;
+                let persistent = matches!(graph.value(root).source, Source::Persistent { .. });
+                if let (true, Place::Stage(stage)) = (persistent, node.place) {
+                    writers.insert(root, crossings.rank_of[&stage]);
+                }
+            }
+        }
+        for (root, writer) in writers {
+            let mut others = readers.remove(&root).unwrap_or_default();
+            others.remove(&writer);
+            if !others.is_empty() {
+                crossings.replicas.insert(root, others);
+            }
+        }
+        for output in outputs.iter().filter(|output| output.everywhere) {
+            let root = graph.value(output.value).root;
+            if let Some(maker) = graph.producer(root) {
+                let ranks = 0..crossings.ranks;
+                crossings.record(root, maker, Phase::Update, Place::Everywhere, ranks);
+            }
+        }
+        crossings.number(graph);
+        crossings
+    }
+
+    /// Numbers the tensors that cross, the same way on every rank.
+    fn number(&mut self, graph: &Graph) {
+        let mut numbers: HashMap<(Direction, u32), u32> = HashMap::new();
+        let mut tag = |direction: Option<Direction>, root: ValueId| {
+            let maker = graph.producer(root);
+            let stage = maker.map_or(0, |maker| match maker.place {
+                Place::Stage(stage) => stage.0,
+                Place::Everywhere => 0,
+            });
+            let direction = direction.unwrap_or(match maker.map(|maker| maker.phase) {
+                Some(Phase::Forward) => Direction::Forward,
+                _ => Direction::Backward,
+            });
+            let tensor = numbers.entry((direction, stage)).or_default();
+            *tensor += 1;
+            Tag { direction, stage, micro_batch: 0, tensor: *tensor - 1 }
+        };
+        let per_micro_batch = self.per_micro_batch.keys().map(|&root| (root, tag(None, root))).collect();
+        let per_step = self.per_step.keys().chain(self.replicas.keys());
+        let per_step = per_step.map(|&root| (root, tag(Some(Direction::Update), root))).collect();
+        self.tags = [per_micro_batch, per_step];
+    }
+
+    /// The tag of a root of one micro-batch, or of one that crosses once per step.
+    pub fn tag(&self, root: ValueId, micro_batch: Option<u32>) -> Tag {
+        match micro_batch {
+            Some(micro_batch) => Tag { micro_batch, ..self.tags[0][&root] },
+            None => self.tags[1][&root],
+        }
+    }
+
+    fn record(&mut self, root: ValueId, maker: &Node, phase: Phase, place: Place, ranks: impl Iterator<Item = usize>) {
+        let Place::Stage(stage) = maker.place else { return };
+        let from = self.rank_of[&stage];
+        let to: Vec<usize> = ranks.filter(|&rank| rank != from).collect();
+        if to.is_empty() {
+            return;
+        }
+        if phase == Phase::Update {
+            self.per_step.entry(root).or_default().extend(to);
+            return;
+        }
+        debug_assert!(maker.phase != Phase::Update);
+        self.per_micro_batch.entry(root).or_default().extend(to);
+        if let Place::Stage(reader) = place {
+            let needs = self.needs.entry((reader, phase)).or_default();
+            if !needs.contains(&root) {
+                needs.push(root);
+            }
+        }
+    }
+
+    /// Ranks that run nodes of a place.
+    pub fn ranks_of(&self, place: Place) -> std::ops::Range<usize> {
+        match place {
+            Place::Stage(stage) => self.rank_of[&stage]..self.rank_of[&stage] + 1,
+            Place::Everywhere => 0..self.ranks,
+        }
+    }
+
+    /// What an action needs of other ranks, in order.
+    pub fn needs(&self, action: &Action) -> impl Iterator<Item = ValueId> {
+        let parts = phases(action.kind).iter().filter_map(|&phase| self.needs.get(&(action.stage, phase)));
+        parts.flatten().copied()
+    }
+
+    /// Who else reads a root, once per micro-batch.
+    pub fn per_micro_batch(&self, root: ValueId) -> impl Iterator<Item = usize> {
+        self.per_micro_batch.get(&root).into_iter().flatten().copied()
+    }
+
+    /// Who else reads a root or its sum, once per step.
+    pub fn per_step(&self, root: ValueId) -> impl Iterator<Item = usize> {
+        self.per_step.get(&root).into_iter().flatten().copied()
+    }
+
+    /// All that is read once per step elsewhere, in the order of the graph.
+    pub fn all_per_step(&self) -> impl Iterator<Item = ValueId> {
+        self.per_step.keys().copied()
+    }
+
+    /// Who else holds a persistent tensor that changes here.
+    pub fn replicas(&self, root: ValueId) -> impl Iterator<Item = usize> {
+        self.replicas.get(&root).into_iter().flatten().copied()
+    }
+
+    /// For each message of `rank` between actions, by (root, micro-batch, receiver): the first of its own actions before
+    /// which the message has been taken. Missing: none says so.
+    ///
+    /// # Errors
+    /// When the actions wait for each other in a circle.
+    pub fn taken(
+        &self,
+        graph: &Graph,
+        table: &[Vec<Action>],
+        rank: usize,
+    ) -> Result<HashMap<(ValueId, u32, usize), usize>> {
+        let known = self.known(graph, table, rank)?;
+        let mut taken = HashMap::new();
+        for (to, row) in table.iter().enumerate().filter(|(to, _)| *to != rank) {
+            let mut seen = BTreeSet::new();
+            for (index, action) in row.iter().enumerate() {
+                for root in self.needs(action) {
+                    let key = (root, action.micro_batch.0);
+                    if self.maker(graph, root) != Some(rank) || !seen.insert(key) {
+                        continue;
+                    }
+                    let by = known.partition_point(|knows| knows[to] as usize <= index);
+                    if by < table[rank].len() {
+                        taken.insert((key.0, key.1, to), by);
+                    }
+                }
+            }
+        }
+        Ok(taken)
+    }
+
+    fn maker(&self, graph: &Graph, root: ValueId) -> Option<usize> {
+        match graph.place_of(root)? {
+            Place::Stage(stage) => self.rank_of.get(&stage).copied(),
+            Place::Everywhere => None,
+        }
+    }
+
+    /// `known[action][other]`: how many actions of `other` are over for certain when an action of `rank` starts, because
+    /// something that came of them was received.
+    ///
+    /// Those are vector clocks (Fidge, Mattern), one per action of every rank. Another rank's is let go of with its last
+    /// reader, so that there are never more of them than messages under way.
+    fn known(&self, graph: &Graph, table: &[Vec<Action>], rank: usize) -> Result<Vec<Vec<u32>>> {
+        let mut made: HashMap<(StageId, Phase, u32), (usize, usize)> = HashMap::new();
+        for (rank, row) in table.iter().enumerate() {
+            for (index, action) in row.iter().enumerate() {
+                for &phase in phases(action.kind) {
+                    made.insert((action.stage, phase, action.micro_batch.0), (rank, index));
+                }
+            }
+        }
+        // The actions that each action receives of.
+        let mut sources: Vec<Vec<Vec<(usize, usize)>>> = Vec::with_capacity(table.len());
+        let mut readers: HashMap<(usize, usize), usize> = HashMap::new();
+        for row in table {
+            let mut of_row = Vec::with_capacity(row.len());
+            for action in row {
+                let mut of_action = BTreeSet::new();
+                for root in self.needs(action) {
+                    let maker = graph.producer(root).expect("what crosses is made by a node");
+                    let Place::Stage(stage) = maker.place else { continue };
+                    let Some(&source) = made.get(&(stage, maker.phase, action.micro_batch.0)) else {
+                        let why = format!("{action} needs what stage {} never makes", stage.0);
+                        return Err(Error::Config { what: "schedule", why, remedy: "check its table" });
+                    };
+                    of_action.insert(source);
+                }
+                of_action.iter().for_each(|&source| *readers.entry(source).or_default() += 1);
+                of_row.push(of_action.into_iter().collect());
+            }
+            sources.push(of_row);
+        }
+        let mut clocks: HashMap<(usize, usize), Vec<u32>> = HashMap::new();
+        let mut now = vec![vec![0; table.len()]; table.len()];
+        let mut done = vec![0; table.len()];
+        let mut known = Vec::with_capacity(table[rank].len());
+        loop {
+            let mut moved = false;
+            for (of, row) in sources.iter().enumerate() {
+                while let Some(from) = row.get(done[of]) {
+                    if !from.iter().all(|&(from, at)| done[from] > at) {
+                        break;
+                    }
+                    let index = done[of];
+                    now[of][of] = index as u32;
+                    for source in from {
+                        let clock = &clocks[source];
+                        now[of].iter_mut().zip(clock).for_each(|(mine, &theirs)| *mine = theirs.max(*mine));
+                        now[of][source.0] = now[of][source.0].max(source.1 as u32 + 1);
+                        let left = readers.get_mut(source).expect("a reader of it was counted");
+                        *left -= 1;
+                        if *left == 0 {
+                            clocks.remove(source);
+                        }
+                    }
+                    if readers.contains_key(&(of, index)) {
+                        clocks.insert((of, index), now[of].clone());
+                    }
+                    if of == rank {
+                        known.push(now[of].clone());
+                    }
+                    done[of] += 1;
+                    moved = true;
+                }
+            }
+            if !moved {
+                break;
+            }
+        }
+        match table.iter().zip(&done).position(|(row, &done)| done < row.len()) {
+            None => Ok(known),
+            Some(rank) => {
+                let why = format!("rank {rank} waits for ever at {}", table[rank][done[rank]]);
+                Err(Error::Config { what: "schedule", why, remedy: "check its table" })
+            }
+        }
+    }
+}

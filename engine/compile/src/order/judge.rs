@@ -1,0 +1,117 @@
+//! Judges the order of small programs: all orders that the bytes allow, one by one, each measured as the planner sees it.
+
+use std::sync::Arc;
+
+use gapless_alloc::{Label, Role};
+use gapless_graph::ops::Contiguous;
+use proptest::prelude::*;
+
+use super::order;
+use crate::judging::{in_parts, most};
+use crate::program::{BufferId, Held, Operand, Program, Step, Work};
+
+/// Programs of as many steps, each of which reads some buffers of those before and makes one, or writes one of them anew; in
+/// parts of so many steps.
+fn any_program(steps: std::ops::Range<usize>, part: usize) -> impl Strategy<Value = Program> {
+    let step = (1..20u64, any::<u64>(), 0..8u8, prop_oneof![4 => Just(0u64), 1 => 1..20u64]);
+    prop::collection::vec(step, steps).prop_map(move |described| {
+        let mut program = Program::default();
+        let buffer = |program: &mut Program, bytes: u64, held: Held| {
+            let label =
+                Label { tensor: String::new(), op: String::new(), layer: String::new(), role: Role::Activation };
+            program.add(bytes * 64, label, held)
+        };
+        let mut there = vec![buffer(&mut program, 3, Held::FromStart)];
+        for (index, (bytes, random, kind, scratch)) in described.into_iter().enumerate() {
+            let pick = |shift: u64| there[(random >> shift) as usize % there.len()];
+            let inputs: Vec<BufferId> = (0..random as usize % 3).map(|i| pick(8 + 16 * i as u64)).collect();
+            let output = match kind {
+                0 => pick(4),
+                // What the host reads.
+                1 => buffer(&mut program, bytes, Held::ToEnd),
+                _ => buffer(&mut program, bytes, Held::No),
+            };
+            there.push(output);
+            let operand = |buffer: BufferId| Operand {
+                buffer,
+                layout: candle_core::Layout::contiguous(1),
+                dtype: candle_core::DType::F32,
+                overwritten_by: None,
+            };
+            let inputs = inputs.into_iter().map(operand).collect();
+            let work = Work::Compute(Arc::new(Contiguous));
+            let mut step = Step::plain(work, inputs, vec![operand(output)], index as u32, "".into());
+            if scratch > 0 {
+                step.workspace = vec![buffer(&mut program, scratch, Held::No)];
+            }
+            program.steps.push(step);
+        }
+        in_parts(program, part)
+    })
+}
+
+/// Whether two steps have to keep their order: they use one buffer, and one of them writes it.
+fn in_conflict(a: &Step, b: &Step) -> bool {
+    let writes = |a: &Step, b: &Step| {
+        let uses = || b.inputs.iter().chain(&b.outputs);
+        a.outputs.iter().any(|output| uses().any(|operand| operand.buffer == output.buffer))
+    };
+    writes(a, b) || writes(b, a)
+}
+
+/// The numbers that steps were given in the beginning.
+fn numbers(program: &Program) -> Vec<usize> {
+    program.steps.iter().map(|step| step.micro_batch as usize).collect()
+}
+
+/// The least of all orders that begin so.
+fn least(program: &Program, order: &mut Vec<usize>) -> u64 {
+    let count = program.steps.len();
+    if order.len() == count {
+        let mut ordered = program.clone();
+        ordered.rearrange(order);
+        return most(&ordered);
+    }
+    let mut best = u64::MAX;
+    for next in (0..count).filter(|next| !order.contains(next)).collect::<Vec<_>>() {
+        let waits =
+            |before: usize| !order.contains(&before) && in_conflict(&program.steps[before], &program.steps[next]);
+        if !(0..next).any(waits) {
+            order.push(next);
+            best = best.min(least(program, order));
+            order.pop();
+        }
+    }
+    best
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(96))]
+
+    #[test]
+    fn no_order_has_less_alive(program in any_program(1..8, 8)) {
+        let mut ordered = program.clone();
+        order(&mut ordered);
+        prop_assert_eq!(most(&ordered), least(&program, &mut Vec::new()));
+    }
+
+    /// Longer ones than are looked at as a whole, in parts.
+    #[test]
+    fn less_is_alive_and_every_step_stays_in_its_part(program in any_program(1..300, 90)) {
+        let mut ordered = program.clone();
+        order(&mut ordered);
+        prop_assert!(most(&ordered) <= most(&program));
+        let place = numbers(&ordered);
+        prop_assert!(place.iter().enumerate().all(|(at, number)| at / 90 == number / 90));
+        prop_assert_eq!(ordered.parts.len(), program.parts.len());
+        let mut at = vec![usize::MAX; place.len()];
+        place.iter().enumerate().for_each(|(place, &number)| at[number] = place);
+        for (a, b) in (0..place.len()).flat_map(|b| (0..b).map(move |a| (a, b))) {
+            prop_assert!(at[a] < at[b] || !in_conflict(&program.steps[a], &program.steps[b]), "{a} and {b}");
+        }
+        // Once more changes nothing, and the first time was no chance.
+        let mut again = program.clone();
+        order(&mut again);
+        prop_assert_eq!(numbers(&again), place);
+    }
+}

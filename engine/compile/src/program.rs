@@ -1,0 +1,373 @@
+//! What is executed, before anything has an address: operations over buffers, in order.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Layout};
+use gapless_alloc::{Label, Role};
+use gapless_communicator::Tag;
+use gapless_graph::Op;
+use gapless_graph::nn::Fill;
+use gapless_graph::ops::Collective;
+use gapless_graph::{Spec, Value};
+use gapless_parallel::{Action, Rates};
+
+/// Index of a buffer in its program.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct BufferId(pub(crate) u32);
+
+impl BufferId {
+    /// The id as a table index.
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// Index of a buffer outside of the arena in its program.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct HostId(pub(crate) u32);
+
+impl HostId {
+    /// The id as a table index.
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// Bytes of the file that activations wait in, from the instruction that writes them to the one that reads them.
+#[derive(Debug, Clone)]
+pub struct HostBuffer {
+    /// Size.
+    pub bytes: u64,
+}
+
+/// Bytes that live from their first use to their last, unless something outside holds them longer.
+#[derive(Debug, Clone)]
+pub struct Buffer {
+    /// Size.
+    pub bytes: u64,
+    /// Names and role.
+    pub label: Label,
+    /// Who holds it beyond its uses.
+    pub held: Held,
+    /// If its rows are counted while the step runs: `bytes` is then the most that they may take.
+    pub counted: Option<Counted>,
+}
+
+/// How large a buffer is whose rows are counted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Counted {
+    /// Which of the program's counts it goes by.
+    pub count: u32,
+    /// Bytes of a row.
+    pub row_bytes: u64,
+    /// Bytes if all ranks have the same number of rows.
+    pub balanced: u64,
+}
+
+/// Who holds a buffer beyond its uses by instructions.
+#[derive(Debug, Clone)]
+pub enum Held {
+    /// Nobody.
+    No,
+    /// The run: parameters, optimizer states, constants. Shared between programs by name.
+    Always {
+        /// What it holds before the first step.
+        fill: Fill,
+        /// What it was declared as; instructions may read it through views of other shapes.
+        spec: Spec,
+    },
+    /// The host writes it before the program starts.
+    FromStart,
+    /// The host reads it after the program ends.
+    ToEnd,
+}
+
+/// A tensor of an instruction.
+#[derive(Debug, Clone)]
+pub struct Operand {
+    /// The buffer that holds it.
+    pub buffer: BufferId,
+    /// Where in the buffer, in elements.
+    pub layout: Layout,
+    /// Element type.
+    pub dtype: DType,
+    /// For inputs: the output that has the same bytes.
+    pub overwritten_by: Option<usize>,
+}
+
+impl Operand {
+    /// A value as it lies in its root's buffer.
+    pub fn new(buffer: BufferId, value: &Value) -> Self {
+        Self { buffer, layout: value.layout.clone(), dtype: value.spec.dtype, overwritten_by: None }
+    }
+
+    /// One f32.
+    pub fn scalar(buffer: BufferId) -> Self {
+        Self { buffer, layout: Layout::contiguous(()), dtype: DType::F32, overwritten_by: None }
+    }
+}
+
+/// A message between two ranks of a pipeline.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Message {
+    /// The other rank.
+    pub peer: usize,
+    /// The same on both sides, and different for any two messages that are under way between them at a time.
+    pub tag: Tag,
+    /// Which of the program's requests it is.
+    pub request: usize,
+}
+
+/// What a step does.
+#[derive(Debug, Clone)]
+pub enum Work {
+    /// An operation of the graph.
+    Compute(Arc<dyn Op>),
+    /// Begins to send input 0, which stays as it is until the wait.
+    Send(Message),
+    /// Begins to receive output 0, which nobody touches until the wait.
+    Receive(Message),
+    /// Waits for a message; input 0 is what is sent or received.
+    Wait(Message),
+    /// Begins an operation of the data ranks together, as request number so-and-so. Its operands are left alone until it
+    /// is finished.
+    Collective(Collective, usize),
+    /// Waits for a collective; its inputs are all that it read or wrote.
+    Finish(usize),
+    /// Copies input 0 out of the arena.
+    Offload(HostId),
+    /// Copies output 0 into the arena.
+    Fetch(HostId),
+    /// Looks for room for all rows of a count that are to wait for the backward. Output 0: a number, 1 if there is none.
+    Offer(u32),
+    /// Lets the rows of a count go if input 0, a number, is not 0.
+    Settle(u32),
+}
+
+impl Work {
+    /// The name that reports and errors use.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Compute(op) => op.name(),
+            Self::Send(_) => "send",
+            Self::Receive(_) => "receive",
+            Self::Wait(_) => "wait",
+            Self::Collective(collective, _) => collective.name(),
+            Self::Finish(_) => "finish",
+            Self::Offload(_) => "offload",
+            Self::Fetch(_) => "fetch",
+            Self::Offer(_) => "offer",
+            Self::Settle(_) => "settle",
+        }
+    }
+}
+
+/// One instruction on buffers.
+#[derive(Debug, Clone)]
+pub struct Step {
+    /// What is done.
+    pub work: Work,
+    /// From what.
+    pub inputs: Vec<Operand>,
+    /// Into what.
+    pub outputs: Vec<Operand>,
+    /// The pieces of its scratch.
+    pub workspace: Vec<BufferId>,
+    /// Bit i: output i is added to instead of set.
+    pub accumulate: u64,
+    /// The micro-batch whose random numbers it draws.
+    pub micro_batch: u32,
+    /// The layer it belongs to.
+    pub layer: Arc<str>,
+    /// Whether the forward has done this before.
+    pub again: bool,
+    /// The count that the last element of output 0 is.
+    pub counts: Option<u32>,
+    /// If it is left out unless the rows of this count were let go.
+    pub only_if: Option<u32>,
+}
+
+/// A tensor that the host writes or reads by name.
+#[derive(Debug, Clone)]
+pub struct Instance {
+    /// The name it was declared with.
+    pub name: String,
+    /// The micro-batch, for what exists once per micro-batch.
+    pub micro_batch: u32,
+    /// The tensor.
+    pub operand: Operand,
+    /// Shape and type.
+    pub spec: Spec,
+}
+
+/// A list of operations over buffers. It *is* the lifetime of every buffer.
+#[derive(Debug, Clone, Default)]
+pub struct Program {
+    /// `train`, `evaluate`, ….
+    pub name: String,
+    /// Buffers, indexed by [`BufferId`].
+    pub buffers: Vec<Buffer>,
+    /// Operations in order.
+    pub steps: Vec<Step>,
+    /// What the host writes before it starts.
+    pub inputs: Vec<Instance>,
+    /// What the host reads after it ends.
+    pub outputs: Vec<Instance>,
+    /// Messages that it sends or receives.
+    pub requests: usize,
+    /// Numbers of rows that are counted while it runs.
+    pub counts: usize,
+    /// Steps that belong together, in order.
+    pub parts: Vec<Part>,
+    /// What waits outside of the arena, indexed by [`HostId`].
+    pub host: Vec<HostBuffer>,
+}
+
+/// Steps that belong together, e.g. `0F3`: an action with the messages around it, or what happens once per step; of either, a
+/// piece, where one was moved into the other.
+#[derive(Debug, Clone)]
+pub struct Part {
+    /// Which steps.
+    pub steps: std::ops::Range<usize>,
+    /// What pictures and traces call it.
+    pub name: String,
+    /// The action, if it is one.
+    pub action: Option<Action>,
+}
+
+impl Step {
+    /// A step without scratch that sets its outputs, for the first time.
+    pub fn plain(work: Work, inputs: Vec<Operand>, outputs: Vec<Operand>, micro_batch: u32, layer: Arc<str>) -> Self {
+        let (workspace, accumulate, again, counts, only_if) = (Vec::new(), 0, false, None, None);
+        Self { work, inputs, outputs, workspace, accumulate, micro_batch, layer, again, counts, only_if }
+    }
+
+    fn specs(operands: &[Operand]) -> Vec<Spec> {
+        operands.iter().map(|o| Spec { shape: o.layout.shape().clone(), dtype: o.dtype }).collect()
+    }
+
+    /// Arithmetic; none of what is only done if rows were let go.
+    pub fn flops(&self) -> u64 {
+        match &self.work {
+            Work::Compute(op) if self.only_if.is_none() => {
+                op.flops(&Self::specs(&self.inputs), &Self::specs(&self.outputs))
+            }
+            _ => 0,
+        }
+    }
+
+    /// Modelled time on a device; none for messages, copies out of the arena and back, and what is only done if rows were let go.
+    pub fn nanoseconds(&self, rates: &Rates) -> u64 {
+        match &self.work {
+            Work::Compute(op) if self.only_if.is_none() => {
+                let (inputs, outputs) = (Self::specs(&self.inputs), Self::specs(&self.outputs));
+                rates.nanoseconds(op.flops(&inputs, &outputs), op.bytes_moved(&inputs, &outputs))
+            }
+            _ => 0,
+        }
+    }
+}
+
+impl Program {
+    /// Arithmetic of one run.
+    pub fn flops(&self) -> u64 {
+        self.flops_of(0..self.steps.len())
+    }
+
+    /// Arithmetic of what a run computes again.
+    pub fn flops_again(&self) -> u64 {
+        self.steps.iter().filter(|step| step.again).map(Step::flops).sum()
+    }
+
+    /// Modelled time of one run on a device, and how much of it goes into what is computed again.
+    pub fn nanoseconds(&self, rates: &Rates) -> [u64; 2] {
+        let time = |steps: &mut dyn Iterator<Item = &Step>| {
+            steps.map(|step| step.nanoseconds(rates)).fold(0, u64::saturating_add)
+        };
+        [time(&mut self.steps.iter()), time(&mut self.steps.iter().filter(|step| step.again))]
+    }
+
+    /// Arithmetic of every action, in the order in which they begin: what a simulator makes durations of.
+    pub fn action_flops(&self) -> Vec<(Action, u64)> {
+        let mut flops: Vec<(Action, u64)> = Vec::new();
+        for part in &self.parts {
+            let Some(action) = part.action else { continue };
+            let more = self.flops_of(part.steps.clone());
+            // What moved into an action has cut it in two.
+            match flops.iter_mut().rev().find(|(known, _)| *known == action) {
+                Some((_, flops)) => *flops += more,
+                None => flops.push((action, more)),
+            }
+        }
+        flops
+    }
+
+    pub(super) fn flops_of(&self, steps: std::ops::Range<usize>) -> u64 {
+        self.steps[steps].iter().map(Step::flops).sum()
+    }
+
+    /// Puts the steps in another order. What has moved is still of the part that it was of, and cuts in two the part that it has
+    /// moved into.
+    pub(super) fn rearrange(&mut self, order: &[usize]) {
+        let old = std::mem::take(&mut self.parts);
+        let mut part_of = vec![usize::MAX; order.len()];
+        for (index, part) in old.iter().enumerate() {
+            let whole = old[..index].iter().position(|other| (other.action, &other.name) == (part.action, &part.name));
+            part_of[part.steps.clone()].fill(whole.unwrap_or(index));
+        }
+        let mut start = 0;
+        for run in order.chunk_by(|&a, &b| part_of[a] == part_of[b]) {
+            let steps = start..start + run.len();
+            start = steps.end;
+            self.parts.extend(old.get(part_of[run[0]]).map(|part| Part { steps, ..part.clone() }));
+        }
+        let mut steps: Vec<Option<Step>> = std::mem::take(&mut self.steps).into_iter().map(Some).collect();
+        self.steps = order.iter().filter_map(|&index| steps[index].take()).collect();
+    }
+
+    /// Takes out the steps that are not kept, and buffers that nobody uses any more.
+    pub(super) fn keep(&mut self, is_kept: &[bool]) {
+        // Kept steps in front of each.
+        let mut before = vec![0; is_kept.len() + 1];
+        for (at, &is_kept) in is_kept.iter().enumerate() {
+            before[at + 1] = before[at] + usize::from(is_kept);
+        }
+        for part in &mut self.parts {
+            part.steps = before[part.steps.start]..before[part.steps.end];
+        }
+        let mut kept = is_kept.iter();
+        self.steps.retain(|_| *kept.next().expect("one for each step"));
+        let mut is_used = vec![false; self.buffers.len()];
+        self.each_use(|buffer| is_used[buffer.index()] = true);
+        let mut ids = Vec::with_capacity(is_used.len());
+        let mut next = 0;
+        for &is_used in &is_used {
+            ids.push(BufferId(next));
+            next += u32::from(is_used);
+        }
+        let mut used = is_used.iter();
+        self.buffers.retain(|_| *used.next().expect("one for each buffer"));
+        self.each_use(|buffer| *buffer = ids[buffer.index()]);
+    }
+    fn each_use(&mut self, mut f: impl FnMut(&mut BufferId)) {
+        for step in &mut self.steps {
+            step.inputs.iter_mut().chain(&mut step.outputs).for_each(|operand| f(&mut operand.buffer));
+            step.workspace.iter_mut().for_each(&mut f);
+        }
+        self.inputs.iter_mut().chain(&mut self.outputs).for_each(|instance| f(&mut instance.operand.buffer));
+    }
+
+    pub fn add(&mut self, bytes: u64, label: Label, held: Held) -> BufferId {
+        let id = BufferId(u32::try_from(self.buffers.len()).expect("fewer than 2^32 buffers"));
+        self.buffers.push(Buffer { bytes, label, held, counted: None });
+        id
+    }
+}
+
+/// The role of a buffer that holds a value made in a given phase.
+pub fn role_of_node(phase: gapless_graph::Phase) -> Role {
+    match phase {
+        gapless_graph::Phase::BackwardWeight => Role::Gradient,
+        _ => Role::Activation,
+    }
+}

@@ -1,0 +1,172 @@
+//! One layer by itself: every way to keep and drop what its backward reads, and what each costs.
+//!
+//! In: a graph, and the time that each node takes. Out: per layer, the [`Choice`]s that no other beats in all of kept
+//! bytes, bytes at the peak of the layer's own backward, and time. Layers of one shape are looked at once. Never: a
+//! budget, or what other layers do.
+//!
+//! What a layer is, [`Groups`] says. Nodes whose results the backward reads are the candidates. A layer with more of them than
+//! [`CANDIDATES`] is looked at in runs of so many.
+
+#[cfg(test)]
+mod judge;
+
+use std::collections::HashMap;
+use std::rc::Rc;
+
+use gapless_graph::{Graph, Node, NodeId, Phase, Place, ValueId};
+
+use super::Saved;
+use super::groups::{Group, Groups};
+use super::layer::{CANDIDATES, Choice, Layer, Local};
+
+/// A layer, or a part of one.
+#[derive(Debug)]
+pub struct Block {
+    /// Where it runs.
+    pub place: Place,
+    /// What each candidate saves.
+    candidates: Vec<Vec<ValueId>>,
+    /// From the one that keeps everything, which comes first, to the one that takes longest.
+    pub choices: Rc<[Choice]>,
+}
+
+impl Block {
+    /// The values that a choice drops.
+    pub fn dropped(&self, choice: &Choice) -> impl Iterator<Item = ValueId> + '_ {
+        let candidates = choice.dropped;
+        let chosen = move |&(index, _): &(usize, &Vec<ValueId>)| candidates >> index & 1 == 1;
+        self.candidates.iter().enumerate().filter(chosen).flat_map(|(_, roots)| roots.iter().copied())
+    }
+}
+
+/// The layers of the nodes that are `alive`, in the order of the graph.
+pub fn blocks(graph: &Graph, alive: &[bool], saved: &Saved<'_>, time: impl Fn(&Node) -> u64) -> Vec<Block> {
+    let mut fronts: HashMap<Layer, Rc<[Choice]>> = HashMap::new();
+    let mut blocks = Vec::new();
+    for part in parts(graph, alive, saved) {
+        let (layer, candidates) = part.layer(graph, saved, &time);
+        let choices = fronts.entry(layer).or_insert_with_key(|layer| layer.choices().into()).clone();
+        blocks.push(Block { place: part.place, candidates, choices });
+    }
+    blocks
+}
+
+/// The nodes of one layer, or of a run of its candidates.
+struct PartOfGraph {
+    group: Group,
+    place: Place,
+    candidates: usize,
+    forward: Vec<NodeId>,
+    backward: Vec<NodeId>,
+}
+
+fn parts(graph: &Graph, alive: &[bool], saved: &Saved<'_>) -> Vec<PartOfGraph> {
+    let mut parts: Vec<PartOfGraph> = Vec::new();
+    let groups = Groups::of(graph);
+    let mut last: HashMap<(Place, Group), usize> = HashMap::new();
+    // By value, the part that makes it.
+    let mut made_in: HashMap<ValueId, usize> = HashMap::new();
+    for id in graph.node_ids().filter(|id| alive[id.index()]) {
+        let node = graph.node(id);
+        let group = groups.of_node(node);
+        let known = last.get(&(node.place, group.clone())).copied();
+        match node.phase {
+            Phase::Forward => {
+                let is_candidate = candidates_of(node, saved).next().is_some();
+                let part = match known {
+                    Some(part) if parts[part].candidates < CANDIDATES || !is_candidate => part,
+                    _ => {
+                        let (group, place) = (group.clone(), node.place);
+                        parts.push(PartOfGraph { group, place, candidates: 0, forward: vec![], backward: vec![] });
+                        parts.len() - 1
+                    }
+                };
+                last.insert((node.place, group), part);
+                parts[part].candidates += usize::from(is_candidate);
+                parts[part].forward.push(id);
+                made_in.extend(node.outputs.iter().map(|&output| (output, part)));
+            }
+            Phase::BackwardInput | Phase::BackwardWeight => {
+                // A run of a layer has the nodes that read of it; other layers, those that read what they may drop.
+                let roots = || node.inputs.iter().map(|&input| graph.value(input).root);
+                let of_layer = |part: &usize| parts[*part].group == group && parts[*part].place == node.place;
+                let own = roots().filter_map(|root| made_in.get(&root).copied()).filter(of_layer).max().or(known);
+                let others = roots().filter(|&root| saved.is_candidate(root));
+                let mut readers: Vec<usize> = others.filter_map(|root| made_in.get(&root).copied()).collect();
+                readers.extend(own);
+                readers.sort_unstable();
+                readers.dedup();
+                readers.into_iter().for_each(|part| parts[part].backward.push(id));
+                last.extend(own.map(|part| ((node.place, group), part)));
+            }
+            Phase::Update => {}
+        }
+    }
+    parts
+}
+
+/// The outputs of a forward node that may be dropped.
+fn candidates_of<'a>(node: &'a Node, saved: &'a Saved<'_>) -> impl Iterator<Item = ValueId> + 'a {
+    node.outputs.iter().copied().filter(|&root| saved.is_candidate(root))
+}
+
+impl PartOfGraph {
+    /// The part by itself, and the values that its candidates save.
+    fn layer(&self, graph: &Graph, saved: &Saved<'_>, time: &impl Fn(&Node) -> u64) -> (Layer, Vec<Vec<ValueId>>) {
+        let (mut locals, mut layer, mut candidates) = (Locals::default(), Layer::default(), Vec::new());
+        let root = |value: ValueId| graph.value(value).root;
+        for node in self.forward.iter().map(|&id| graph.node(id)) {
+            let makes: Vec<usize> = node.outputs.iter().map(|&output| locals.index(graph, output)).collect();
+            // What comes from other layers is theirs to keep.
+            let reads = node.inputs.iter().filter_map(|&input| locals.known(root(input))).collect();
+            let kept = node.outputs.iter().zip(&makes).filter(|&(&output, _)| saved.is_read(output));
+            layer.saved.extend(kept.map(|(_, &index)| index));
+            if node.outputs.iter().all(|&output| saved.is_repeatable(output)) {
+                layer.forward.push(Local { reads, makes, nanoseconds: time(node) });
+            }
+            let roots: Vec<ValueId> = candidates_of(node, saved).collect();
+            if !roots.is_empty() {
+                layer.candidates.push(roots.iter().filter_map(|&root| locals.known(root)).collect());
+                candidates.push(roots);
+            }
+        }
+        for node in self.backward.iter().map(|&id| graph.node(id)) {
+            let is_gradient = |root: ValueId| graph.producer(root).is_some_and(|p| p.phase == Phase::BackwardInput);
+            let mut reads = Vec::new();
+            for root in node.inputs.iter().map(|&input| root(input)) {
+                let index = if is_gradient(root) { Some(locals.index(graph, root)) } else { locals.known(root) };
+                reads.extend(index);
+            }
+            let makes = match node.phase {
+                Phase::BackwardInput => node.outputs.iter().map(|&output| locals.index(graph, output)).collect(),
+                _ => Vec::new(),
+            };
+            layer.backward.push(Local { reads, makes, nanoseconds: 0 });
+        }
+        let is_read = |index: &usize| layer.backward.iter().any(|local| local.reads.contains(index));
+        let made = layer.backward.iter().flat_map(|local| &local.makes);
+        layer.leaves = made.copied().filter(|index| !is_read(index)).collect();
+        layer.bytes = locals.bytes;
+        (layer, candidates)
+    }
+}
+
+/// Values by the order in which a layer meets them.
+#[derive(Default)]
+struct Locals {
+    indices: HashMap<ValueId, usize>,
+    bytes: Vec<u64>,
+}
+
+impl Locals {
+    fn index(&mut self, graph: &Graph, root: ValueId) -> usize {
+        *self.indices.entry(root).or_insert_with(|| {
+            self.bytes.push(graph.value(root).spec.bytes());
+            self.bytes.len() - 1
+        })
+    }
+
+    fn known(&self, root: ValueId) -> Option<usize> {
+        self.indices.get(&root).copied()
+    }
+}

@@ -1,0 +1,246 @@
+//! What users say about recomputation, turned into values of a graph.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::str::FromStr;
+
+use gapless_graph::{Graph, Node, Phase, ValueId};
+use gapless_parallel::{Action, Rates};
+
+use super::block::blocks;
+use super::budget::{Budget, first_backward, in_flight};
+use super::{Recomputation, Saved, Stashing, Variant};
+use crate::error::{Error, Result};
+
+/// What the forward of a micro-batch does not keep for its backward.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub enum Recompute {
+    /// Everything is kept.
+    #[default]
+    None,
+    /// Of these layers only their results are kept; what happens inside is computed again. A layer is a part of the model
+    /// whose name ends in its number, e.g. `h.3` or `model.layers.7` (full recomputation).
+    Layers(Layers),
+    /// What these operations make, by the names that profiles and memory maps use, e.g. `layer_norm`, `gelu`, `swiglu`
+    /// (selective recomputation).
+    Ops(Vec<String>),
+    /// Micro-batch m has policy number m modulo their count. With one `None` among n micro-batches in flight this is
+    /// Megatron's partial checkpointing.
+    Cycle(Vec<Recompute>),
+    /// What costs least time of all that fits an arena of so many bytes, per rank. Layers of one shape may be treated
+    /// differently.
+    Budget {
+        /// Size of the planned arena, at most: parameters, gradients and all.
+        bytes: u64,
+        /// The device that time is estimated for.
+        rates: Rates,
+    },
+}
+
+impl Recompute {
+    /// A budget on a CPU: only the ratio of its rates matters.
+    pub fn budget(bytes: u64) -> Self {
+        Self::Budget { bytes, rates: Rates { flops: 1e11, bytes: 1e10 } }
+    }
+
+    /// What the arena must fit into.
+    pub fn capacity(&self) -> Option<u64> {
+        match self {
+            Self::Budget { bytes, .. } => Some(*bytes),
+            _ => None,
+        }
+    }
+}
+
+/// As `none`, `layers` (all of them), `first:8`, `layers:h.3,h.7`, or `ops:layer_norm,gelu`.
+impl FromStr for Recompute {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let names = |names: &str| names.split(',').map(str::to_owned).collect();
+        match text.split_once(':') {
+            None if text == "none" => Ok(Self::None),
+            None if text == "layers" => Ok(Self::Layers(Layers::All)),
+            Some(("layers", layers)) => Ok(Self::Layers(Layers::Named(names(layers)))),
+            Some(("ops", ops)) => Ok(Self::Ops(names(ops))),
+            Some(("first", count)) if count.parse::<usize>().is_ok() => {
+                Ok(Self::Layers(Layers::First(count.parse().unwrap_or_default())))
+            }
+            _ => Err(Error::Config {
+                what: "recompute",
+                why: format!("{text:?} is no policy"),
+                remedy: "use none, layers, first:8, layers:h.3,h.7 or ops:layer_norm,gelu",
+            }),
+        }
+    }
+}
+
+/// Some of the layers.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Layers {
+    /// All of them.
+    All,
+    /// The first so many.
+    First(usize),
+    /// These.
+    Named(Vec<String>),
+}
+
+/// What a policy is resolved against.
+pub struct Resolving<'a> {
+    /// The graph of a whole step, and what of it runs.
+    pub graph: &'a Graph,
+    pub alive: &'a [bool],
+    /// The actions of this rank.
+    pub row: &'a [Action],
+    /// What is kept otherwise than as it is.
+    pub stashing: Stashing<'a>,
+}
+
+impl Resolving<'_> {
+    /// Says what a policy means. `place` is what [`Budget::fit`] asks.
+    ///
+    /// # Errors
+    /// When there is no layer or operation of a name, or nothing to take turns among; [`Error::OverBudget`].
+    pub fn resolve(
+        &self,
+        policy: &Recompute,
+        place: impl FnMut(&Recomputation, Option<u64>) -> Result<u64>,
+    ) -> Result<Recomputation> {
+        let saved = Saved::new(self.graph, self.alive);
+        let stash = self.stashing.resolve(&saved)?;
+        let saved = saved.stashing(stash);
+        match policy {
+            Recompute::Budget { bytes, rates } => self.fit(&saved, *bytes, rates, place),
+            Recompute::Cycle(policies) if policies.is_empty() => Err(config("no policy to take turns".into())),
+            Recompute::Cycle(policies) => self.cycle(&saved, policies),
+            one => Ok(Recomputation::uniform(self.variant(&saved, one)?)),
+        }
+    }
+
+    fn fit(
+        &self,
+        saved: &Saved<'_>,
+        bytes: u64,
+        rates: &Rates,
+        place: impl FnMut(&Recomputation, Option<u64>) -> Result<u64>,
+    ) -> Result<Recomputation> {
+        if !rates.are_sound() {
+            return Err(config(format!("{} FLOP/s and {} bytes/s are no device", rates.flops, rates.bytes)));
+        }
+        let in_flight = in_flight(self.row);
+        let mut blocks = blocks(self.graph, self.alive, saved, |node| self.nanoseconds(node, rates));
+        blocks.retain(|block| in_flight.contains_key(&block.place));
+        Budget { bytes, saved, blocks: &blocks, in_flight, first: first_backward(self.row) }.fit(place)
+    }
+
+    fn nanoseconds(&self, node: &Node, rates: &Rates) -> u64 {
+        let (inputs, outputs) = (self.graph.specs(&node.inputs), self.graph.specs(&node.outputs));
+        rates.nanoseconds(node.op.flops(&inputs, &outputs), node.op.bytes_moved(&inputs, &outputs))
+    }
+
+    fn cycle(&self, saved: &Saved<'_>, policies: &[Recompute]) -> Result<Recomputation> {
+        let mut recomputation = Recomputation::default();
+        let mut known: Vec<&Recompute> = Vec::new();
+        for policy in policies {
+            let variant = known.iter().position(|other| *other == policy);
+            recomputation.cycle.push(variant.unwrap_or(known.len()));
+            if variant.is_none() {
+                known.push(policy);
+                recomputation.variants.push(self.variant(saved, policy)?);
+            }
+        }
+        Ok(recomputation)
+    }
+
+    fn variant(&self, saved: &Saved<'_>, policy: &Recompute) -> Result<Variant> {
+        match policy {
+            Recompute::None => Ok(saved.dropping([])),
+            Recompute::Layers(layers) => {
+                let layers = select(&layers_of(self.graph), layers)?;
+                let inside = |root: &ValueId| {
+                    let block = block_of(&saved.maker(*root).layer);
+                    block.is_some_and(|block| layers.contains(block)) && !saved.leaves_layer(*root)
+                };
+                Ok(saved.dropping(saved.roots().iter().copied().filter(inside)))
+            }
+            Recompute::Ops(names) => {
+                let made_by: BTreeSet<&str> = saved.roots().iter().map(|&root| saved.maker(root).op.name()).collect();
+                if let Some(name) = names.iter().find(|name| !made_by.contains(name.as_str())) {
+                    let there = made_by.into_iter().collect::<Vec<_>>().join(", ");
+                    return Err(config(format!("the backward reads no result of {name:?}; it does of {there}")));
+                }
+                let named = |root: &ValueId| names.iter().any(|name| name == saved.maker(*root).op.name());
+                Ok(saved.dropping(saved.roots().iter().copied().filter(named)))
+            }
+            Recompute::Cycle(_) | Recompute::Budget { .. } => {
+                Err(config("only policies that name what they drop can take turns".into()))
+            }
+        }
+    }
+}
+
+pub(super) fn config(why: String) -> Error {
+    Error::Config { what: "recompute", why, remedy: "use Recompute::None, or names from the memory map" }
+}
+
+/// The layer that a node belongs to: the shortest prefix of its name that ends in a number.
+pub fn block_of(layer: &str) -> Option<&str> {
+    let mut end = 0;
+    for part in layer.split('.') {
+        end += part.len();
+        if !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit()) {
+            return Some(&layer[..end]);
+        }
+        end += 1;
+    }
+    None
+}
+
+/// The layers of a model, in the order in which they run.
+fn layers_of(graph: &Graph) -> Vec<&str> {
+    let mut first: BTreeMap<&str, usize> = BTreeMap::new();
+    for (index, node) in graph.nodes().iter().enumerate().filter(|(_, node)| node.phase == Phase::Forward) {
+        if let Some(block) = block_of(&node.layer) {
+            first.entry(block).or_insert(index);
+        }
+    }
+    let mut blocks: Vec<&str> = first.keys().copied().collect();
+    blocks.sort_by_key(|block| first[block]);
+    blocks
+}
+
+fn select<'g>(blocks: &[&'g str], layers: &Layers) -> Result<BTreeSet<&'g str>> {
+    if blocks.is_empty() {
+        return Err(config("the model has no layers with a number in their name".into()));
+    }
+    match layers {
+        Layers::All => Ok(blocks.iter().copied().collect()),
+        Layers::First(count) => Ok(blocks.iter().copied().take(*count).collect()),
+        Layers::Named(names) => {
+            let find = |name: &String| {
+                let block = blocks.iter().copied().find(|block| block == name);
+                block.ok_or_else(|| config(format!("no layer {name:?}; there are {}", blocks.join(", "))))
+            };
+            names.iter().map(find).collect()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_layer_is_named_up_to_its_number() {
+        for (name, block) in [
+            ("h.3.attn.c_attn", Some("h.3")),
+            ("h.3", Some("h.3")),
+            ("model.layers.17.mlp", Some("model.layers.17")),
+            ("wte", None),
+            ("", None),
+            ("h2.x", None),
+        ] {
+            assert_eq!(block_of(name), block, "{name:?}");
+        }
+    }
+}

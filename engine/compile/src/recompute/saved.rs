@@ -1,0 +1,138 @@
+//! What the backward reads of the forward, and what can be had again.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use gapless_graph::ops::Collective;
+use gapless_graph::{FLOATS, Graph, Node, NodeId, Phase, Place, Source, Spec, ValueId};
+
+use super::groups::Groups;
+use super::{Stash, Variant};
+
+/// The values that a forward pass hands to its own backward.
+#[derive(Debug)]
+pub struct Saved<'g> {
+    graph: &'g Graph,
+    /// What may be dropped, in the order in which it is made.
+    roots: Vec<ValueId>,
+    /// Whether a value's maker can run again, by index of the value.
+    repeatable: Vec<bool>,
+    /// Whether a backward part reads the value.
+    is_read: Vec<bool>,
+    /// Whether a forward part of another layer reads the value.
+    leaves_layer: Vec<bool>,
+    /// What waits for the backward otherwise than as it is, where it is kept.
+    stash: BTreeMap<ValueId, Stash>,
+}
+
+impl<'g> Saved<'g> {
+    /// Looks at the nodes that are `alive`.
+    pub fn new(graph: &'g Graph, alive: &[bool]) -> Self {
+        let (values, groups) = (graph.values().len(), Groups::of(graph));
+        let [mut is_read, mut leaves_layer, mut leaves_stage, mut is_summed] = [(); 4].map(|()| vec![false; values]);
+        for node in graph.node_ids().filter(|id| alive[id.index()]).map(|id| graph.node(id)) {
+            for root in node.inputs.iter().map(|&input| graph.value(input).root) {
+                let Some(maker) = graph.producer(root).filter(|maker| maker.phase == Phase::Forward) else { continue };
+                match node.phase {
+                    Phase::Forward => leaves_layer[root.index()] |= groups.of_node(node) != groups.of_node(maker),
+                    Phase::BackwardInput | Phase::BackwardWeight => is_read[root.index()] = true,
+                    Phase::Update => is_summed[root.index()] = true,
+                }
+                leaves_stage[root.index()] |= node.place != maker.place;
+            }
+        }
+        let (mut roots, mut repeatable) = (Vec::new(), vec![false; values]);
+        for node in graph.node_ids().filter(|id| alive[id.index()]).map(|id| graph.node(id)) {
+            let stays = node.outputs.iter().all(|o| !leaves_stage[o.index()] && !is_summed[o.index()]);
+            let pure = node.op.must_overwrite().is_empty() && !is_collective(node);
+            if node.phase == Phase::Forward && stays && pure && node.place != Place::Everywhere {
+                node.outputs.iter().for_each(|output| repeatable[output.index()] = true);
+                roots.extend(node.outputs.iter().copied().filter(|output| is_read[output.index()]));
+            }
+        }
+        Self { graph, roots, repeatable, is_read, leaves_layer, stash: BTreeMap::new() }
+    }
+
+    /// The same, with how some of [`Self::roots`] wait for the backward where they are kept. If some are rounded, choices
+    /// (numbers that are no floats, and what is made with them) are kept: made again, they might be others.
+    pub fn stashing(mut self, stash: impl IntoIterator<Item = (ValueId, Stash)>) -> Self {
+        self.stash = stash.into_iter().collect();
+        if self.stash.values().any(|&stash| stash == Stash::Compressed) {
+            let graph = self.graph;
+            let is_choice =
+                |node: &&Node| node.outputs.iter().any(|&output| !FLOATS.contains(&graph.value(output).spec.dtype));
+            let choices = graph.nodes().iter().filter(is_choice).flat_map(|node| &node.outputs);
+            choices.for_each(|output| self.repeatable[output.index()] = false);
+            self.roots.retain(|root| self.repeatable[root.index()]);
+        }
+        self
+    }
+
+    /// What may be dropped, in the order in which it is made.
+    pub fn roots(&self) -> &[ValueId] {
+        &self.roots
+    }
+
+    /// The node that makes a root.
+    pub fn maker(&self, root: ValueId) -> &'g Node {
+        self.graph.producer(root).expect("what is saved is made by a node")
+    }
+
+    /// Shape and type of a root.
+    pub fn spec(&self, root: ValueId) -> &'g Spec {
+        &self.graph.value(root).spec
+    }
+
+    /// Whether a value's maker can run again.
+    pub fn is_repeatable(&self, root: ValueId) -> bool {
+        self.repeatable[root.index()]
+    }
+
+    /// Whether a backward part reads a value.
+    pub fn is_read(&self, root: ValueId) -> bool {
+        self.is_read[root.index()]
+    }
+
+    /// Whether a value is one of [`Self::roots`], and none that its layer hands on or that waits otherwise than as it is.
+    pub fn is_candidate(&self, root: ValueId) -> bool {
+        let is_candidate = self.is_read(root) && self.is_repeatable(root) && !self.leaves_layer(root);
+        is_candidate && !self.stash.contains_key(&root)
+    }
+
+    /// Whether a value is what a layer hands on to others.
+    pub fn leaves_layer(&self, root: ValueId) -> bool {
+        self.leaves_layer[root.index()]
+    }
+
+    /// What it takes to drop some of [`Self::roots`]: the nodes on the way to them from what is kept. What the backward
+    /// does not read, and can be made again, is not kept for that, unless a layer hands it on: so no way leads through
+    /// more layers than those of what is dropped.
+    pub fn dropping(&self, dropped: impl IntoIterator<Item = ValueId>) -> Variant {
+        let mut reborn = vec![false; self.graph.values().len()];
+        let mut missing: Vec<ValueId> = dropped.into_iter().collect();
+        missing.iter().for_each(|root| reborn[root.index()] = true);
+        let mut again: BTreeSet<NodeId> = BTreeSet::new();
+        while let Some(root) = missing.pop() {
+            let Source::Node { node, .. } = self.graph.value(root).source else { continue };
+            if !again.insert(node) {
+                continue;
+            }
+            for input in self.graph.node(node).inputs.iter().map(|&input| self.graph.value(input).root) {
+                let index = input.index();
+                let is_kept = !reborn[index] && (self.is_read[index] || self.leaves_layer[index]);
+                if self.repeatable[index] && !is_kept {
+                    reborn[index] = true;
+                    missing.push(input);
+                }
+            }
+        }
+        let kept = self.stash.iter().filter(|(root, _)| !reborn[root.index()]);
+        let stash: BTreeMap<ValueId, Stash> = kept.map(|(&root, &stash)| (root, stash)).collect();
+        stash.keys().for_each(|root| reborn[root.index()] = true);
+        Variant { reborn, again: again.into_iter().collect(), stash }
+    }
+}
+
+fn is_collective(node: &Node) -> bool {
+    let op: &dyn std::any::Any = &*node.op;
+    op.is::<Collective>()
+}

@@ -1,0 +1,69 @@
+//! What is kept from the forward to the backward otherwise than as it is.
+//!
+//! In: names of operations, and what the backward reads. Out: per value, whether it waits in eight bits or in a file. Never:
+//! whether it is kept at all; what is computed again is not.
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+
+use gapless_graph::{FLOATS, ValueId};
+
+use super::Saved;
+use super::policy::config;
+use crate::error::Result;
+
+/// Activations that wait for their backward in a file instead of the arena.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Offload {
+    /// The operations whose results do, by the names that profiles and memory maps use.
+    pub ops: Vec<String>,
+    /// Where the file is made, on a disk of its own best: a folder in memory would save nothing. It has no name, and is gone with
+    /// the process. Its size is planned like the arena's, and one per rank.
+    pub folder: PathBuf,
+}
+
+/// How a value waits for its backward, if not as it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stash {
+    /// In eight bits per number: it comes back rounded.
+    Compressed,
+    /// In a file: it comes back as it was.
+    Offloaded,
+}
+
+/// Which operations' results wait otherwise than as they are.
+#[derive(Debug, Clone, Copy)]
+pub struct Stashing<'a> {
+    pub compress: &'a [String],
+    pub offload: &'a [String],
+}
+
+impl Stashing<'_> {
+    /// Resolves the names.
+    ///
+    /// # Errors
+    /// When the backward reads no result of an operation of a name, or one is asked to wait in two ways.
+    pub(super) fn resolve(&self, saved: &Saved<'_>) -> Result<Vec<(ValueId, Stash)>> {
+        if let Some(name) = self.compress.iter().find(|name| self.offload.contains(name)) {
+            return Err(config(format!("{name:?} is to be both compressed and offloaded; choose one of the two")));
+        }
+        let mut stash = Vec::new();
+        for (how, names) in [(Stash::Compressed, self.compress), (Stash::Offloaded, self.offload)] {
+            let can = |root: &ValueId| how == Stash::Offloaded || FLOATS.contains(&saved.spec(*root).dtype);
+            // Its result, not the statistics that it makes beside it.
+            let results = saved.roots().iter().copied().filter(|&root| saved.maker(root).outputs[0] == root);
+            let results: Vec<ValueId> = results.filter(can).collect();
+            let op = |root: ValueId| saved.maker(root).op.name();
+            let made_by: BTreeSet<&str> = results.iter().map(|&root| op(root)).collect();
+            if let Some(name) = names.iter().find(|name| !made_by.contains(name.as_str())) {
+                let there = made_by.into_iter().collect::<Vec<_>>().join(", ");
+                return Err(config(format!(
+                    "the backward reads no result of {name:?} that can wait so; it does of {there}"
+                )));
+            }
+            let named = results.into_iter().filter(|&root| names.iter().any(|name| name == op(root)));
+            stash.extend(named.map(|root| (root, how)));
+        }
+        Ok(stash)
+    }
+}

@@ -1,0 +1,88 @@
+//! What a compiled step costs in bytes, before it runs.
+
+use std::fmt;
+
+use gapless_alloc::draw::{MemoryMap, Summary};
+use serde::Serialize;
+
+use crate::Executable;
+
+/// The plan of a run in figures.
+#[derive(Debug, Clone, Serialize)]
+pub struct Report {
+    /// Trained numbers.
+    pub parameters: u64,
+    /// Size of the arena.
+    pub arena_bytes: u64,
+    /// Size of the file that offloaded activations wait in.
+    pub host_bytes: u64,
+    /// The most bytes alive at any tick: nothing lower exists.
+    pub lower_bound_bytes: u64,
+    /// What the arena has above its planned part, for rows that are counted while the step runs.
+    pub reserve_bytes: u64,
+    /// Planned part of the arena ÷ lower bound.
+    pub gap: f64,
+    /// Buffers that were planned.
+    pub buffers: usize,
+    /// Instructions of one training step.
+    pub instructions: usize,
+    /// Arithmetic of one training step.
+    pub flops_per_step: u64,
+    /// Time spent planning.
+    pub plan_ms: f64,
+    /// Identity of the plan: same hash, same addresses.
+    pub plan_hash: String,
+    /// Bytes by role at the peak, and the largest tensors there.
+    pub summary: Summary,
+}
+
+impl Report {
+    pub fn of(executable: &Executable, parameters: u64) -> Self {
+        let solution = &executable.solution;
+        Self {
+            parameters,
+            arena_bytes: executable.arena_bytes(),
+            reserve_bytes: executable.arena_bytes() - solution.height,
+            host_bytes: executable.host_bytes(),
+            lower_bound_bytes: solution.lower_bound,
+            gap: solution.gap(),
+            buffers: executable.problem.len(),
+            instructions: executable.programs[0].instructions.len(),
+            flops_per_step: executable.flops[0],
+            plan_ms: executable.plan_ms,
+            plan_hash: executable.plan_hash.to_string(),
+            summary: memory_map(executable).summary(12),
+        }
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(
+            f,
+            "{} parameters, {} instructions and {:.1} GFLOP per step, {} buffers planned in {:.1} ms (plan {})",
+            self.parameters,
+            self.instructions,
+            self.flops_per_step as f64 / 1e9,
+            self.buffers,
+            self.plan_ms,
+            self.plan_hash
+        )?;
+        if self.reserve_bytes > 0 {
+            writeln!(f, "{} bytes more for the rows that expert ranks receive", self.reserve_bytes)?;
+        }
+        write!(f, "{}", self.summary)
+    }
+}
+
+/// The memory map of an executable.
+pub fn memory_map(executable: &Executable) -> MemoryMap<'_> {
+    MemoryMap::new("gapless", &executable.problem, &executable.solution.offsets, &executable.labels)
+        .and_then(|map| map.with_marks(&executable.parts))
+        .expect("the tables of an executable are of one length")
+}
+
+/// The `count` largest tensors at the peak, one per line.
+pub fn largest_at_peak(executable: &Executable, count: usize) -> String {
+    memory_map(executable).summary(count).to_string()
+}

@@ -1,0 +1,129 @@
+//! How a step is spread over ranks: which stage runs where, and in which order.
+
+use std::fmt;
+use std::sync::Arc;
+
+use gapless_parallel::{Action, Coordinate, Kind, Mesh, OneForwardOneBackward, Schedule, Shape, StageId};
+
+use super::StepOptions;
+use crate::cut::Cut;
+use crate::error::{Error, Result};
+
+/// The order of work in a pipeline, and how the model is cut for it.
+#[derive(Clone)]
+pub struct Pipeline {
+    /// Who does what when.
+    pub schedule: Arc<dyn Schedule + Send + Sync>,
+    /// Stages per rank.
+    pub chunks: usize,
+    /// Where stages begin.
+    pub cut: Cut,
+}
+
+impl Default for Pipeline {
+    /// 1F1B, one stage per rank, balanced.
+    fn default() -> Self {
+        Self { schedule: Arc::new(OneForwardOneBackward), chunks: 1, cut: Cut::Balanced }
+    }
+}
+
+impl fmt::Debug for Pipeline {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { schedule, chunks, cut } = self;
+        f.debug_struct("Pipeline")
+            .field("schedule", &schedule.name())
+            .field("chunks", chunks)
+            .field("cut", cut)
+            .finish()
+    }
+}
+
+/// What one rank of a mesh needs to know to compile its programs.
+#[derive(Debug, Clone)]
+pub struct RankPlan {
+    /// How many ranks there are, and of what kinds.
+    pub mesh: Mesh,
+    /// Which of them this is.
+    pub at: Coordinate,
+    /// Stages of the pipeline.
+    pub stages: usize,
+    /// The actions of a training step, of every rank of the pipeline.
+    pub table: Vec<Vec<Action>>,
+}
+
+impl RankPlan {
+    /// A rank's place in the mesh, and the actions of its pipeline.
+    ///
+    /// # Errors
+    /// When the mesh has no such rank, or the schedule does not exist for its shape.
+    pub fn new(mesh: Mesh, rank: usize, pipeline: &Pipeline, micro_batches: usize) -> Result<Self> {
+        let ranks = mesh.ranks()?;
+        let fail = |why, remedy| Err(Error::Config { what: "mesh", why, remedy });
+        if rank >= ranks {
+            return fail(format!("rank {rank} of {ranks}"), "start as many ranks as the mesh has");
+        }
+        let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+        let (chunks, micro_batches) = (number(pipeline.chunks), number(micro_batches));
+        let shape = Shape { ranks: number(mesh.pipeline), chunks, micro_batches };
+        let table = pipeline.schedule.actions(&shape)?;
+        if table.len() != mesh.pipeline {
+            let why = format!("{} has {} rows for {} ranks", pipeline.schedule.name(), table.len(), mesh.pipeline);
+            return Err(Error::Config { what: "schedule", why, remedy: "one row of actions per rank" });
+        }
+        let stages = mesh.pipeline * pipeline.chunks;
+        let violations =
+            gapless_parallel::check(&table, number(stages), micro_batches, gapless_parallel::Sends::Buffered);
+        if let Some(violation) = violations.first() {
+            let why = format!("{}: {violation}", pipeline.schedule.name());
+            return Err(Error::Config {
+                what: "schedule",
+                why,
+                remedy: "check its table with gapless_parallel::check",
+            });
+        }
+        Ok(Self { mesh, at: mesh.coordinate(rank), stages, table })
+    }
+
+    /// Ranks with the same stages: each has a share of the batch.
+    pub fn batch_ranks(&self) -> usize {
+        self.mesh.data * self.mesh.expert
+    }
+
+    /// Which of them this is.
+    pub fn batch_rank(&self) -> usize {
+        self.at.data * self.mesh.expert + self.at.expert
+    }
+
+    /// Only the forward pass of one micro-batch.
+    pub fn forward_table(&self) -> Vec<Vec<Action>> {
+        let forward = |row: &Vec<Action>| {
+            let mut stages: Vec<StageId> = row.iter().map(|action| action.stage).collect();
+            stages.sort_unstable();
+            stages.dedup();
+            stages.into_iter().map(|stage| Action::new(Kind::Forward, stage.0, 0)).collect()
+        };
+        self.table.iter().map(forward).collect()
+    }
+}
+
+/// Which of the equal parts of a batch a rank computes.
+#[derive(Debug, Clone, Copy)]
+pub struct Share {
+    /// Equal parts of the batch.
+    pub parts: usize,
+    /// This rank's first.
+    pub first: usize,
+    /// How many parts on the next is: expert ranks take turns, so that an expert's rows come in the order of the batch.
+    pub stride: usize,
+    /// Parts of this rank.
+    pub count: usize,
+}
+
+impl Share {
+    /// A rank's of a training batch.
+    pub fn of(options: &StepOptions, at: Coordinate) -> Self {
+        let &StepOptions { micro_batches, mesh, .. } = options;
+        let first = at.data * micro_batches * mesh.expert + at.expert;
+        Self { parts: options.parts(), first, stride: mesh.expert, count: micro_batches }
+    }
+}

@@ -1,0 +1,307 @@
+//! The update part of a step: loss and norm for everyone, every parameter changed by whoever owns it.
+//!
+//! With several ranks that share the batch the gradient of a parameter is summed over them in parts (reduce-scatter), each rank
+//! updates its part with its part of the optimizer's states, and the parts are brought together again (all-gather): ZeRO stage 1
+//! (Rajbhandari et al., arXiv 1910.02054, section 5). Parameters that do not divide as the optimizer needs it, or are too
+//! small to be worth it, are summed and updated whole by all.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::sync::Arc;
+
+use candle_core::DType;
+use gapless_alloc::Role;
+use gapless_graph::nn::Init;
+use gapless_graph::ops::{Collective, Contiguous, Group};
+use gapless_graph::optim::{GlobalNorm, Optimizer, ParameterUpdate, SCALARS, SquaredNorms, State, StateInit, Updated};
+use gapless_graph::{Error, Result};
+use gapless_graph::{Place, Spec, Tensor, ValueId};
+use gapless_parallel::StageId;
+
+use super::{RankPlan, SCALARS_INPUT, Trace};
+
+/// A parameter with the gradient that this rank has of it.
+pub(super) struct Parameter {
+    pub name: String,
+    pub tensor: Tensor,
+    /// Extents of all of it.
+    pub dims: Vec<usize>,
+    /// Whether `tensor` is this expert rank's share.
+    pub shared: bool,
+    /// Summed over this rank's micro-batches.
+    pub gradient: Tensor,
+    /// The stage whose ranks update it.
+    pub owner: StageId,
+}
+
+/// Elements per rank below which a parameter is updated whole.
+const SMALLEST_PART: usize = 256;
+
+pub(super) struct Update<'a> {
+    pub trace: &'a Trace,
+    pub plan: &'a RankPlan,
+    /// Whether each parameter is updated as soon as its gradient is complete.
+    pub release: bool,
+}
+
+/// What there is to update on this rank: a parameter, or its part of it.
+struct Target<'a> {
+    parameter: &'a Parameter,
+    of: Updated<'a>,
+    gradient: Tensor,
+    part: Part,
+    /// Its own rule, in the optimizer's place.
+    rule: Option<Arc<dyn Optimizer>>,
+}
+
+/// What part of a parameter a rank has and updates.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Part {
+    /// All of it, as all others do.
+    Whole,
+    /// It has all of it, and updates its part, as each of the batch's ranks does.
+    OfBatch,
+    /// It has and updates a share of it, as each of the expert ranks does.
+    OfExperts,
+}
+
+/// Roles of the states that an update declares.
+type Roles = HashMap<ValueId, Role>;
+
+/// What the whole mesh keeps between steps.
+#[derive(Debug, Default)]
+pub struct Kept {
+    /// Extents of every parameter and state, by name.
+    pub shapes: BTreeMap<String, Vec<usize>>,
+    /// Those that no update changes.
+    pub frozen: BTreeSet<String>,
+    /// Those of which this rank has only a part.
+    pub parts: HashMap<String, KeptPart>,
+    /// The state that a parameter is made of in every step, by the parameter's name.
+    pub copies: HashMap<String, String>,
+}
+
+/// A flat part of a tensor.
+#[derive(Debug, Clone, Copy)]
+pub struct KeptPart {
+    /// The first element.
+    pub first: usize,
+    /// Whether no rank before this one has the same part.
+    pub alone: bool,
+}
+
+/// What recording an update gives.
+pub(super) struct Recorded {
+    /// The norm of all gradients.
+    pub norm: Tensor,
+    pub roles: Roles,
+    pub kept: Kept,
+}
+
+impl Update<'_> {
+    /// The loss of the whole batch, from the sum over this rank's micro-batches.
+    pub fn mean_loss(&self, loss: &Tensor, share: f64) -> Result<Tensor> {
+        let place = self.trace.lock().place_of(loss.id()).unwrap_or_default();
+        self.place(place);
+        let mean = loss.affine(share, 0.0)?;
+        self.all_reduce(&mean, Group::Batch)
+    }
+
+    /// What a value of every micro-batch is in all, for whoever trains.
+    pub fn total(&self, value: &Tensor) -> Result<Tensor> {
+        let place = self.trace.lock().place_of(value.id()).unwrap_or_default();
+        self.place(place);
+        let [total] = Tensor::apply_op(Contiguous, &[value])?;
+        self.all_reduce(&total, Group::Batch)
+    }
+
+    /// Records the update of all parameters.
+    pub fn record(&self, parameters: &[Parameter], loss: &Tensor, optimizer: &dyn Optimizer) -> Result<Recorded> {
+        let looked_up = self.trace.looked_up();
+        let target = |p| self.target(p, &looked_up, optimizer);
+        let targets = parameters.iter().map(target).collect::<Result<Vec<Target<'_>>>>()?;
+        let norm = self.norm(&targets, loss)?;
+        // Nothing to wait for: neither clipped nor left out.
+        let clip = if self.release { loss.constant(0.0, ()) } else { norm.clone() };
+        let scalars = self.trace.input(SCALARS_INPUT, Spec::f32(SCALARS))?;
+        let (mut roles, mut kept) = (Roles::new(), Kept::default());
+        for target in &targets {
+            self.place(Place::Stage(target.parameter.owner));
+            let Parameter { name, tensor: here, .. } = target.parameter;
+            kept.shapes.insert(name.clone(), target.of.dims.to_vec());
+            if target.part == Part::OfExperts {
+                kept.parts.insert(name.clone(), self.kept_part(target.part, here.elem_count()));
+            }
+            let mut states = Vec::new();
+            let optimizer = target.rule.as_deref().unwrap_or(optimizer);
+            for State { name: kind, spec, init } in optimizer.states(&target.of) {
+                let state = format!("{kind}/{name}");
+                if ![target.of.dtype, DType::F32, DType::U8].contains(&spec.dtype) {
+                    let (why, remedy) = (format!("{state} is {:?}", spec.dtype), "keep states in f32 or u8");
+                    return Err(Error::Config { what: "optimizer", why, remedy });
+                }
+                kept.shapes.insert(state.clone(), spec.dims().to_vec());
+                let own = self.part_of_state(&state, spec, target.part)?;
+                if target.part != Part::Whole {
+                    kept.parts.insert(state.clone(), self.kept_part(target.part, own.elements()));
+                }
+                let id = match init {
+                    StateInit::Filled(init) => self.trace.lock().add_persistent(&state, own, init)?,
+                    StateInit::Parameter => {
+                        let skip = if target.part == Part::OfBatch { kept.parts[&state].first } else { 0 };
+                        let mut graph = self.trace.lock();
+                        let id = graph.add_persistent(&state, own, Init::Const(0.0))?;
+                        graph.fill_as(id, here.id(), skip);
+                        kept.copies.insert(name.clone(), state.clone());
+                        id
+                    }
+                };
+                roles.insert(id, Role::OptimizerState);
+                states.push(self.trace.tensor(id));
+            }
+            let parameter = match target.part {
+                Part::Whole => here.clone(),
+                Part::OfBatch => self.part_of(here)?,
+                Part::OfExperts => here.reshape(here.elem_count())?,
+            };
+            let updated = optimizer.update(ParameterUpdate {
+                parameter: &parameter,
+                of: target.of,
+                gradient: &target.gradient,
+                states: &states,
+                norm: &clip,
+                scalars: &scalars,
+            })?;
+            if target.part == Part::OfBatch {
+                Tensor::apply_op::<1>(Collective::Refill { ranks: self.ranks(target.part) }, &[here, &updated])?;
+            }
+        }
+        Ok(Recorded { norm, roles, kept })
+    }
+
+    fn target<'p>(
+        &self,
+        parameter: &'p Parameter,
+        looked_up: &HashSet<ValueId>,
+        optimizer: &dyn Optimizer,
+    ) -> Result<Target<'p>> {
+        self.place(Place::Stage(parameter.owner));
+        let Parameter { name, tensor, gradient, dims, shared, .. } = parameter;
+        let of = Updated { name, dims, dtype: tensor.dtype(), looked_up: looked_up.contains(&tensor.id()) };
+        let rule = self.trace.lock().rule(tensor.id()).cloned();
+        let optimizer = rule.as_deref().unwrap_or(optimizer);
+        let divides = |ranks: usize| {
+            optimizer.grain(&of).is_some_and(|grain| of.elements().is_multiple_of(ranks.saturating_mul(grain)))
+        };
+        let ranks = self.ranks(Part::OfBatch);
+        if *shared {
+            if !divides(self.ranks(Part::OfExperts)) {
+                let why = format!("it has no rule for a part of {name}, which expert ranks share");
+                return Err(Error::Config { what: "optimizer", why, remedy: "use AdamW, or one expert rank" });
+            }
+            let gradient = match self.plan.mesh.data {
+                1 => gradient.clone(),
+                _ => self.all_reduce(&self.own(gradient)?, Group::Replicas)?,
+            };
+            let gradient = gradient.reshape(gradient.elem_count())?;
+            return Ok(Target { parameter, of, gradient, part: Part::OfExperts, rule });
+        }
+        let (gradient, part) = match ranks {
+            1 => (gradient.clone(), Part::Whole),
+            _ if divides(ranks) && of.elements() / ranks >= SMALLEST_PART => {
+                let [part] = Tensor::apply_op(Collective::ReduceScatter { ranks }, &[gradient])?;
+                (part, Part::OfBatch)
+            }
+            _ => (self.all_reduce(&self.own(gradient)?, Group::Batch)?, Part::Whole),
+        };
+        Ok(Target { parameter, of, gradient, part, rule })
+    }
+
+    /// A copy: what is summed in place must be nobody else's, and two parameters may have one gradient.
+    fn own(&self, gradient: &Tensor) -> Result<Tensor> {
+        Tensor::apply_op::<1>(Contiguous, &[gradient]).map(|[own]| own)
+    }
+
+    /// The norm of all gradients: each stage squares its own, and everyone adds up. What changes by a rule of its own has none.
+    fn norm(&self, targets: &[Target<'_>], loss: &Tensor) -> Result<Tensor> {
+        let mut groups: BTreeMap<(StageId, Part, usize), Vec<&Tensor>> = BTreeMap::new();
+        for (index, target) in targets.iter().enumerate().filter(|(_, target)| target.rule.is_none()) {
+            // A gradient that is let go of is squared by itself.
+            let group = if self.release { index } else { 0 };
+            groups.entry((target.parameter.owner, target.part, group)).or_default().push(&target.gradient);
+        }
+        let mut squares = Vec::new();
+        for ((owner, part, _), gradients) in groups {
+            self.place(Place::Stage(owner));
+            let [own] = Tensor::apply_op(SquaredNorms, &gradients)?;
+            let (group, ranks) = match part {
+                Part::Whole => {
+                    squares.push(own);
+                    continue;
+                }
+                Part::OfBatch => (Group::Batch, self.ranks(part)),
+                Part::OfExperts => (Group::Experts, self.ranks(part)),
+            };
+            let [all] = Tensor::apply_op(Collective::AllGather { group, ranks }, &[&own])?;
+            squares.push(all);
+        }
+        self.place(Place::Everywhere);
+        let [norm] = Tensor::apply_op(GlobalNorm, &squares.iter().collect::<Vec<_>>())?;
+        // A loss that is not finite makes the norm not finite, and the update then leaves the model alone.
+        norm.add(&loss.affine(0.0, 0.0)?)
+    }
+
+    /// What a rank has of a state.
+    fn part_of_state(&self, name: &str, whole: Spec, part: Part) -> Result<Spec> {
+        let ranks = self.ranks(part);
+        if part == Part::Whole {
+            return Ok(whole);
+        }
+        if !whole.elements().is_multiple_of(ranks) {
+            let why = format!("{name}, of {} elements, does not divide into {ranks} parts", whole.elements());
+            let remedy = "let Optimizer::grain say into which parts its states divide, or None for no parts";
+            return Err(Error::Config { what: "optimizer", why, remedy });
+        }
+        Ok(Spec { shape: (whole.elements() / ranks).into(), dtype: whole.dtype })
+    }
+
+    /// A copy of this rank's part of a parameter that it has all of.
+    fn part_of(&self, whole: &Tensor) -> Result<Tensor> {
+        let part = whole.elem_count() / self.ranks(Part::OfBatch);
+        let view = whole.reshape(whole.elem_count())?.narrow(0, self.plan.batch_rank() * part, part)?;
+        self.own(&view)
+    }
+
+    /// How many ranks have a part of what is shared so.
+    fn ranks(&self, part: Part) -> usize {
+        match part {
+            Part::Whole => 1,
+            Part::OfBatch => self.plan.batch_ranks(),
+            Part::OfExperts => self.plan.mesh.expert,
+        }
+    }
+
+    /// This rank's part, of so many elements.
+    fn kept_part(&self, part: Part, elements: usize) -> KeptPart {
+        match part {
+            Part::Whole | Part::OfBatch => KeptPart { first: self.plan.batch_rank() * elements, alone: true },
+            Part::OfExperts => self.share(elements),
+        }
+    }
+
+    /// This expert rank's share, of so many elements.
+    pub fn share(&self, elements: usize) -> KeptPart {
+        KeptPart { first: self.plan.at.expert * elements, alone: self.plan.at.data == 0 }
+    }
+
+    /// The sum over some ranks, in place; the value itself for one.
+    fn all_reduce(&self, x: &Tensor, group: Group) -> Result<Tensor> {
+        if group == Group::Batch && self.plan.batch_ranks() == 1 {
+            return Ok(x.clone());
+        }
+        Tensor::apply_op::<1>(Collective::AllReduce { group }, &[x]).map(|[sum]| sum)
+    }
+
+    fn place(&self, place: Place) {
+        self.trace.lock().set_place(place);
+    }
+}

@@ -1,0 +1,316 @@
+//! Gradients as more graph.
+//!
+//! In: a graph and its loss. Out: the same graph, followed by nodes that compute the gradient of every parameter that the
+//! loss depends on. Each node is marked as part of the input-gradients (I), which earlier layers wait for, or of the
+//! weight-gradients (W), which nobody waits for before the update: so zero-bubble schedules exist
+//! (Qi et al., arXiv 2401.10241). Never: an order of execution across micro-batches, or memory.
+
+use std::any::Any;
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::{Arc, Mutex};
+
+use candle_core::DType;
+
+use crate::Gradient;
+use crate::error::{Error, Result};
+use crate::graph::{Graph, NodeId, Phase, Source, ValueId, lock};
+use crate::ops::{Cat, Contiguous, Widen};
+use crate::tensor::Tensor;
+
+/// The gradient of one parameter.
+#[derive(Debug, Clone)]
+pub struct ParameterGradient {
+    /// The parameter.
+    pub parameter: ValueId,
+    /// Summands of its gradient, one per use of the parameter, each without gaps. They are accumulated separately over
+    /// micro-batches and added once, so that the order of summation does not depend on how the batch is cut.
+    pub summands: Vec<ValueId>,
+}
+
+/// Records the gradients of `loss`, scaled by `seed`, with respect to all parameters.
+///
+/// # Errors
+/// When the loss is not a scalar or depends on no parameter, or an operation on the way has no gradient.
+pub fn differentiate(graph: &Arc<Mutex<Graph>>, loss: &Tensor, seed: f64) -> Result<Vec<ParameterGradient>> {
+    differentiate_in(graph, loss, seed, &|parameter| parameter.dtype())
+}
+
+/// [`differentiate`], with the gradients of a parameter summed up in a type that may be another than its own.
+///
+/// # Errors
+/// As [`differentiate`].
+pub fn differentiate_in(
+    graph: &Arc<Mutex<Graph>>,
+    loss: &Tensor,
+    seed: f64,
+    dtype_of: &dyn Fn(&Tensor) -> DType,
+) -> Result<Vec<ParameterGradient>> {
+    if loss.rank() != 0 {
+        return Err(Error::LossNotScalar { shape: loss.shape().clone() });
+    }
+    let pass = Pass::new(graph);
+    if !pass.depends[loss.id().index()] {
+        return Err(Error::NothingToTrain);
+    }
+    loss.set_phase(Phase::BackwardInput);
+    let result = pass.run(loss, seed, dtype_of);
+    loss.set_phase(Phase::Forward);
+    result
+}
+
+struct Pass {
+    graph: Arc<Mutex<Graph>>,
+    /// Forward values that depend on a parameter.
+    depends: Vec<bool>,
+    /// Forward values that depend on a parameter through views alone: their gradient is nobody's input.
+    is_weight: Vec<bool>,
+    forward_nodes: Vec<NodeId>,
+}
+
+impl Pass {
+    fn new(graph: &Arc<Mutex<Graph>>) -> Self {
+        let g = lock(graph);
+        let mut depends = vec![false; g.values().len()];
+        let mut is_weight = vec![false; g.values().len()];
+        for (id, _) in g.persistent() {
+            (depends[id.index()], is_weight[id.index()]) = (true, true);
+        }
+        for node in g.nodes() {
+            let any = node.inputs.iter().any(|i| depends[i.index()]);
+            for &output in &node.outputs {
+                depends[output.index()] = any;
+                is_weight[output.index()] = g.is_view(output) && is_weight[node.inputs[0].index()];
+            }
+        }
+        Self { graph: graph.clone(), depends, is_weight, forward_nodes: g.node_ids().collect() }
+    }
+
+    fn run(&self, loss: &Tensor, seed: f64, dtype_of: &dyn Fn(&Tensor) -> DType) -> Result<Vec<ParameterGradient>> {
+        let mut pending: HashMap<ValueId, Vec<Tensor>> = HashMap::new();
+        pending.insert(loss.id(), vec![loss.constant(seed, ())]);
+        let mut input_gradients = Vec::new();
+        for &node_id in self.forward_nodes.iter().rev() {
+            let node = lock(&self.graph).node(node_id).clone();
+            lock(&self.graph).set_place(node.place);
+            if !node.outputs.iter().any(|o| pending.contains_key(o)) {
+                continue;
+            }
+            if !node.inputs.iter().any(|i| self.depends[i.index()]) {
+                continue;
+            }
+            let _layer = loss.enter(&node.layer);
+            if self.is_weight[node.outputs[0].index()] {
+                self.through_weight(node_id, &mut pending)?;
+                continue;
+            }
+            let mut grads = Vec::new();
+            for output in &node.outputs {
+                grads.push(pending.remove(output).map(|parts| self.total(parts)).transpose()?);
+            }
+            input_gradients.extend(grads.iter().flatten().map(Tensor::id));
+            self.send_on(node_id, grads, &mut pending)?;
+        }
+        self.mark_phases(&input_gradients);
+        let gradients = self.collect(pending, dtype_of)?;
+        self.defer_movement(&gradients);
+        Ok(gradients)
+    }
+
+    /// The gradients of a weight's view, one by one: each use of it may be in another stage, and is summed up there.
+    fn through_weight(&self, id: NodeId, pending: &mut HashMap<ValueId, Vec<Tensor>>) -> Result<()> {
+        let node = lock(&self.graph).node(id).clone();
+        for part in pending.remove(&node.outputs[0]).unwrap_or_default() {
+            let place = lock(&self.graph).place_of(part.id()).unwrap_or(node.place);
+            lock(&self.graph).set_place(place);
+            self.send_on(id, vec![Some(part)], pending)?;
+        }
+        Ok(())
+    }
+
+    /// Records the gradients of a node's inputs, given those of its outputs.
+    fn send_on(
+        &self,
+        id: NodeId,
+        grads: Vec<Option<Tensor>>,
+        pending: &mut HashMap<ValueId, Vec<Tensor>>,
+    ) -> Result<()> {
+        let node = lock(&self.graph).node(id).clone();
+        let tensors = |ids: &[ValueId]| ids.iter().map(|&id| Tensor::new(&self.graph, id)).collect();
+        let (inputs, outputs) = (tensors(&node.inputs), tensors(&node.outputs));
+        let needs = node.inputs.iter().map(|i| self.depends[i.index()]).collect();
+        let graph = self.graph.clone();
+        let mut gradient = Gradient { graph, node: id, inputs, outputs, grads, needs, sent: Vec::new() };
+        node.op.gradient(&mut gradient)?;
+        for (input, grad) in gradient.sent {
+            pending.entry(node.inputs[input]).or_default().push(grad);
+        }
+        Ok(())
+    }
+
+    /// What is left belongs to persistent values: the parameters.
+    fn collect(
+        &self,
+        pending: HashMap<ValueId, Vec<Tensor>>,
+        dtype_of: &dyn Fn(&Tensor) -> DType,
+    ) -> Result<Vec<ParameterGradient>> {
+        let mut gradients = Vec::new();
+        let mut read: HashSet<ValueId> =
+            lock(&self.graph).nodes().iter().flat_map(|node| &node.inputs).copied().collect();
+        // In order of the parameters: this records nodes, and the same model must always give the same program.
+        for (parameter, parts) in BTreeMap::from_iter(pending) {
+            if !matches!(lock(&self.graph).value(parameter).source, Source::Persistent { .. }) {
+                continue;
+            }
+            let dtype = dtype_of(&Tensor::new(&self.graph, parameter));
+            let mut summands = Vec::new();
+            for part in parts {
+                part.set_phase(Phase::BackwardWeight);
+                // A constant is there once; as a gradient it counts once per micro-batch, so it becomes a value.
+                let root = lock(&self.graph).value(part.id()).root;
+                let made = matches!(lock(&self.graph).value(root).source, Source::Node { .. });
+                let place = lock(&self.graph).place_of(part.id()).unwrap_or_default();
+                lock(&self.graph).set_place(place);
+                let dense =
+                    if made { part.contiguous()? } else { Tensor::apply_op::<1>(Contiguous, &[&part])?[0].clone() };
+                // Its handle was made before anybody asked for another type.
+                let made_in = lock(&self.graph).value(dense.id()).spec.dtype;
+                let is_so =
+                    made_in == dtype || !read.contains(&dense.id()) && lock(&self.graph).make_in(dense.id(), dtype)?;
+                let summand = if is_so { dense.id() } else { self.cast(dense, dtype)?.id() };
+                // The gradient of a sum is that of both its parts.
+                read.insert(summand);
+                summands.push(summand);
+            }
+            gradients.push(ParameterGradient { parameter, summands });
+        }
+        Ok(gradients)
+    }
+
+    /// The same in another type, with the cast in front of what only rearranges: there it is next to the sum over micro-batches,
+    /// where [`Self::defer_movement`] then leaves it.
+    fn cast(&self, part: Tensor, dtype: DType) -> Result<Tensor> {
+        let (mut value, mut moves) = (part.id(), Vec::new());
+        {
+            let g = lock(&self.graph);
+            while let Source::Node { node, .. } = g.value(value).source {
+                let source = g.node(node).inputs[0];
+                if !rearranges(&g, value) || !matches!(g.value(g.value(source).root).source, Source::Node { .. }) {
+                    break;
+                }
+                moves.push(g.node(node).op.clone());
+                value = source;
+            }
+        }
+        let cast = Tensor::new(&self.graph, value).to_dtype(dtype)?;
+        let moved = moves
+            .into_iter()
+            .rev()
+            .try_fold(cast.id(), |value, op| lock(&self.graph).apply(op, &[value]).map(|outputs| outputs[0]))?;
+        Ok(Tensor::new(&self.graph, moved))
+    }
+
+    /// Moves what only rearranges a weight's gradient (the rest of an embedding around the rows that were used) behind
+    /// the sum over micro-batches: there it is done once, and the sum is left to the operation before, which can add in
+    /// place.
+    fn defer_movement(&self, gradients: &[ParameterGradient]) {
+        let mut g = lock(&self.graph);
+        let mut readers = vec![0; g.values().len()];
+        g.nodes().iter().flat_map(|node| &node.inputs).for_each(|i| readers[i.index()] += 1);
+        for &summand in gradients.iter().flat_map(|gradient| &gradient.summands) {
+            let mut value = summand;
+            let mut readers_expected = 0;
+            while let Source::Node { node: id, .. } = g.value(value).source {
+                let node = g.node(id);
+                let moves = rearranges(&g, value);
+                let alone = readers[value.index()] == readers_expected;
+                let source = g.value(g.value(node.inputs[0]).root);
+                let made = matches!(source.source, Source::Node { .. });
+                if node.phase != Phase::BackwardWeight || !moves || !alone || !made || node.outputs[0] != value {
+                    break;
+                }
+                value = node.inputs[0];
+                readers_expected = 1;
+                g.reassign_phase(id, Phase::Update);
+            }
+        }
+    }
+
+    /// Adds up the gradients of all uses of a value. Those that are ranges tiling one dimension (the thirds of a packed
+    /// qkv) are joined instead.
+    fn total(&self, parts: Vec<Tensor>) -> Result<Tensor> {
+        if let Some(joined) = self.join(&parts)? {
+            return Ok(joined);
+        }
+        let here = lock(&self.graph).place();
+        let mut parts = parts.into_iter();
+        let first = parts.next().expect("a gradient that is pending has a part");
+        let total = parts.try_fold(first, |sum, part| {
+            // The uses of a value in a later stage are added there, so that one gradient crosses over.
+            let mut g = lock(&self.graph);
+            let places = [&sum, &part].map(|t| g.place_of(t.id()).unwrap_or(here));
+            let [first, second] = places;
+            g.set_place(first.min(second));
+            drop(g);
+            sum.add(&part)
+        });
+        lock(&self.graph).set_place(here);
+        total
+    }
+
+    fn join(&self, parts: &[Tensor]) -> Result<Option<Tensor>> {
+        if parts.len() < 2 {
+            return Ok(None);
+        }
+        let mut ranges: Vec<(usize, Tensor, usize)> = Vec::new();
+        let mut extent = 0;
+        for part in parts {
+            let g = lock(&self.graph);
+            let Source::Node { node, .. } = g.value(part.id()).source else { return Ok(None) };
+            let node = g.node(node).clone();
+            drop(g);
+            let op: &dyn Any = &*node.op;
+            let Some(widen) = op.downcast_ref::<Widen>() else { return Ok(None) };
+            extent = widen.extent;
+            ranges.push((widen.start, Tensor::new(&self.graph, node.inputs[0]), widen.dim));
+        }
+        ranges.sort_by_key(|r| r.0);
+        let dim = ranges[0].2;
+        let mut end = 0;
+        for (start, tensor, d) in &ranges {
+            if *d != dim || *start != end {
+                return Ok(None);
+            }
+            end += tensor.dims()[dim];
+        }
+        if end != extent {
+            return Ok(None);
+        }
+        let tensors: Vec<&Tensor> = ranges.iter().map(|r| &r.1).collect();
+        Ok(Some(Tensor::apply_op::<1>(Cat { dim }, &tensors)?[0].clone()))
+    }
+
+    /// I: whatever a gradient of an activation is made of. W: the rest of the backward.
+    fn mark_phases(&self, input_gradients: &[ValueId]) {
+        let mut g = lock(&self.graph);
+        let mut wanted = vec![false; g.values().len()];
+        for id in input_gradients {
+            wanted[id.index()] = true;
+        }
+        let backward: Vec<NodeId> = g.node_ids().skip(self.forward_nodes.len()).collect();
+        for id in backward.into_iter().rev() {
+            let node = g.node(id).clone();
+            let needed = node.outputs.iter().any(|o| wanted[o.index()]);
+            if needed {
+                node.inputs.iter().for_each(|i| wanted[i.index()] = true);
+            }
+            g.reassign_phase(id, if needed { Phase::BackwardInput } else { Phase::BackwardWeight });
+        }
+    }
+}
+
+/// Whether a node's output has the elements of its input, perhaps among zeros.
+fn rearranges(graph: &Graph, value: ValueId) -> bool {
+    let Source::Node { node, .. } = graph.value(value).source else { return false };
+    let op: &dyn Any = &*graph.node(node).op;
+    graph.is_view(value) || op.is::<Widen>() || op.is::<Contiguous>()
+}

@@ -1,0 +1,57 @@
+//! What can go wrong between a model's source and its graph.
+
+use candle_core::Shape;
+
+/// `Result` with this crate's [`enum@Error`].
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Every error of recording a model, its gradients and its update.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name the fields")]
+pub enum Error {
+    #[error("{op} in {}: {what} (inputs: {})", layer_or_root(.layer), list(.shapes))]
+    Shape { op: String, layer: String, what: String, shapes: Vec<Shape> },
+    #[error("{op} has no gradient with respect to its input {input}, which depends on a parameter")]
+    NoGradient { op: String, input: usize },
+    #[error("{op} has no gradient for its output {output}, which the loss depends on")]
+    NoOutputGradient { op: String, output: usize },
+    #[error("the loss has shape {shape:?}; it must be a scalar (use mean_all or sum_all)")]
+    LossNotScalar { shape: Shape },
+    #[error("the loss depends on no parameter, so there is nothing to train")]
+    NothingToTrain,
+    #[error("parameter {name:?} is asked for as {asked:?}, but was made as {made:?}")]
+    ParameterShape { name: String, asked: Shape, made: Shape },
+    #[error("{name:?} is declared twice with different types")]
+    TypeClash { name: String },
+    #[error("tensors of two different graphs meet in {op}")]
+    TwoGraphs { op: String },
+    #[error("{what}: {why}; {remedy}")]
+    Config { what: &'static str, why: String, remedy: &'static str },
+    /// What a shape, a dimension or a layout of candle's refuses.
+    #[error(transparent)]
+    Candle(#[from] candle_core::Error),
+    /// What a model's own source, or code that it calls, reports.
+    #[error(transparent)]
+    Other(Box<dyn std::error::Error + Send + Sync>),
+}
+
+impl Error {
+    /// An error in the model's own words.
+    pub fn msg(text: impl Into<String>) -> Self {
+        Self::Other(text.into().into())
+    }
+
+    /// Another error that the model's source met.
+    pub fn wrap(error: impl std::error::Error + Send + Sync + 'static) -> Self {
+        Self::Other(Box::new(error))
+    }
+}
+
+fn layer_or_root(layer: &str) -> &str {
+    if layer.is_empty() { "the model" } else { layer }
+}
+
+fn list(shapes: &[Shape]) -> String {
+    shapes.iter().map(|s| format!("{:?}", s.dims())).collect::<Vec<_>>().join(", ")
+}

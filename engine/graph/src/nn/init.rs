@@ -1,0 +1,54 @@
+//! What parameters hold before the first step.
+
+use gapless_kernels::Numbers;
+
+/// How a persistent tensor is filled.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Init {
+    /// One number everywhere.
+    Const(f64),
+    /// Normal with this mean and standard deviation.
+    Randn {
+        /// Mean.
+        mean: f64,
+        /// Standard deviation.
+        stdev: f64,
+    },
+    /// Uniform between two numbers.
+    Uniform {
+        /// Lower end.
+        lo: f64,
+        /// Upper end.
+        up: f64,
+    },
+}
+
+/// What a persistent tensor holds before the first step: elements of a tensor that may be another, or larger.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Fill {
+    /// How that tensor is filled.
+    pub init: Init,
+    /// Its name, which decides its random numbers.
+    pub name: String,
+    /// Which of its elements is the first here.
+    pub first: usize,
+}
+
+impl Fill {
+    /// Fills what is here: a pure function of the run's seed and of these, cast to its type.
+    pub fn fill<T: Copy>(&self, seed: u64, out: &mut [T], cast: impl Fn(f64) -> T) {
+        let hash = blake3::hash(self.name.as_bytes());
+        let key = u64::from_le_bytes(hash.as_bytes()[..8].try_into().expect("8 of 32 bytes"));
+        let (numbers, first) = (Numbers::from_seed(seed ^ key), self.first);
+        match self.init {
+            Init::Const(value) => out.fill(cast(value)),
+            Init::Randn { mean, stdev } => {
+                out.iter_mut().enumerate().for_each(|(i, x)| *x = cast(mean + stdev * numbers.normal(first + i)));
+            }
+            Init::Uniform { lo, up } => {
+                let uniform = |i| lo + (up - lo) * f64::from(numbers.uniform(i));
+                out.iter_mut().enumerate().for_each(|(i, x)| *x = cast(uniform(first + i)));
+            }
+        }
+    }
+}

@@ -1,0 +1,136 @@
+//! The layers that most models are made of.
+
+use super::{Init, Module, VarBuilder};
+use crate::error::Result;
+use crate::tensor::Tensor;
+
+/// x·Wᵀ + b.
+#[derive(Debug, Clone)]
+pub struct Linear {
+    weight: Tensor,
+    bias: Option<Tensor>,
+    layer: String,
+}
+
+impl Linear {
+    /// A layer from its parameters: weight [out, in] and, if there is one, bias `[out]`.
+    pub fn new(weight: Tensor, bias: Option<Tensor>, layer: &str) -> Self {
+        Self { weight, bias, layer: layer.into() }
+    }
+
+    /// For a layer that is the head of a language model: the loss of each of `targets` (u32, [..]) under the logits that it
+    /// makes of `xs` [.., in]. Without a bias, no logits are ever held (see [`Tensor::linear_cross_entropy`]).
+    ///
+    /// # Errors
+    /// When the shapes do not fit.
+    pub fn cross_entropy(&self, xs: &Tensor, targets: &Tensor) -> Result<Tensor> {
+        if self.bias.is_some() {
+            return self.forward(xs)?.cross_entropy(targets);
+        }
+        let _layer = xs.enter(&self.layer);
+        xs.linear_cross_entropy(&self.weight, targets)
+    }
+}
+
+impl Module for Linear {
+    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        let _layer = xs.enter(&self.layer);
+        xs.linear(&self.weight, self.bias.as_ref())
+    }
+}
+
+/// A layer `weight` [out, in] and `bias` `[out]` under the builder's path.
+///
+/// # Errors
+/// When the names were used with other shapes.
+pub fn linear(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linear> {
+    let weight = vb.get((out_dim, in_dim), "weight")?;
+    let bias = vb.get_with_hints(out_dim, "bias", Init::Const(0.0))?;
+    Ok(Linear::new(weight, Some(bias), vb.prefix()))
+}
+
+/// A layer `weight` [out, in] under the builder's path.
+///
+/// # Errors
+/// When the name was used with another shape.
+pub fn linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linear> {
+    Ok(Linear::new(vb.get((out_dim, in_dim), "weight")?, None, vb.prefix()))
+}
+
+/// Rows of a table by id.
+#[derive(Debug, Clone)]
+pub struct Embedding {
+    embeddings: Tensor,
+    layer: String,
+}
+
+impl Embedding {
+    /// The table, [vocabulary, width]: for a head that is tied to it.
+    pub fn embeddings(&self) -> &Tensor {
+        &self.embeddings
+    }
+}
+
+impl Module for Embedding {
+    fn forward(&self, ids: &Tensor) -> Result<Tensor> {
+        let _layer = ids.enter(&self.layer);
+        self.embeddings.embedding(ids)
+    }
+}
+
+/// A table `weight` [vocabulary, width] under the builder's path.
+///
+/// # Errors
+/// When the name was used with another shape.
+pub fn embedding(vocabulary: usize, width: usize, vb: VarBuilder) -> Result<Embedding> {
+    Ok(Embedding { embeddings: vb.get((vocabulary, width), "weight")?, layer: vb.prefix().into() })
+}
+
+/// Layer normalisation.
+#[derive(Debug, Clone)]
+pub struct LayerNorm {
+    weight: Tensor,
+    bias: Tensor,
+    eps: f64,
+    layer: String,
+}
+
+impl Module for LayerNorm {
+    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        let _layer = xs.enter(&self.layer);
+        xs.layer_norm(&self.weight, &self.bias, self.eps)
+    }
+}
+
+/// Layer normalisation with `weight` and `bias` `[width]` under the builder's path.
+///
+/// # Errors
+/// When the names were used with other shapes.
+pub fn layer_norm(width: usize, eps: f64, vb: VarBuilder) -> Result<LayerNorm> {
+    let weight = vb.get_with_hints(width, "weight", Init::Const(1.0))?;
+    let bias = vb.get_with_hints(width, "bias", Init::Const(0.0))?;
+    Ok(LayerNorm { weight, bias, eps, layer: vb.prefix().into() })
+}
+
+/// Root-mean-square normalisation.
+#[derive(Debug, Clone)]
+pub struct RmsNorm {
+    weight: Tensor,
+    eps: f64,
+    layer: String,
+}
+
+impl Module for RmsNorm {
+    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        let _layer = xs.enter(&self.layer);
+        xs.rms_norm(&self.weight, self.eps)
+    }
+}
+
+/// Root-mean-square normalisation with `weight` `[width]` under the builder's path.
+///
+/// # Errors
+/// When the name was used with another shape.
+pub fn rms_norm(width: usize, eps: f64, vb: VarBuilder) -> Result<RmsNorm> {
+    Ok(RmsNorm { weight: vb.get_with_hints(width, "weight", Init::Const(1.0))?, eps, layer: vb.prefix().into() })
+}

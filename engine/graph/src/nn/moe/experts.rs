@@ -1,0 +1,52 @@
+//! Feed-forward layers, of which each row passes through one.
+
+use super::Routing;
+use crate::error::{Error, Result};
+use crate::nn::VarBuilder;
+use crate::tensor::Tensor;
+
+/// Gated units down(silu(gate)·up): `gate_proj` and `up_proj` [experts, hidden, width], `down_proj` [experts, width, hidden].
+/// Expert ranks have an equal share of them each, and exchange rows.
+#[derive(Debug, Clone)]
+pub struct Experts {
+    gate_proj: Tensor,
+    up_proj: Tensor,
+    down_proj: Tensor,
+    ranks: usize,
+    layer: String,
+}
+
+impl Experts {
+    /// Declares the parameters.
+    ///
+    /// # Errors
+    /// When the expert ranks do not divide the experts, or the names were used with other shapes.
+    pub fn new(experts: usize, width: usize, hidden: usize, vb: VarBuilder) -> Result<Self> {
+        Ok(Self {
+            gate_proj: vb.get_share((experts, hidden, width), "gate_proj")?,
+            up_proj: vb.get_share((experts, hidden, width), "up_proj")?,
+            down_proj: vb.get_share((experts, width, hidden), "down_proj")?,
+            ranks: vb.expert_ranks(),
+            layer: vb.prefix().to_owned(),
+        })
+    }
+
+    /// [batch, tokens, width] to the same: every token through the experts that it was routed to, weighted and summed.
+    ///
+    /// # Errors
+    /// When the shapes do not fit, or the router chooses among another number of experts.
+    pub fn forward(&self, x: &Tensor, routing: &Routing) -> Result<Tensor> {
+        let _layer = x.enter(&self.layer);
+        let experts = self.gate_proj.dim(0)? * self.ranks;
+        if experts != routing.experts {
+            let why = format!("{experts} experts behind a router of {}", routing.experts);
+            return Err(Error::Config { what: "experts", why, remedy: "give both the same number" });
+        }
+        let routed = routing.exchange(self.ranks)?;
+        let rows = routed.receive(&routing.dispatch(x)?)?;
+        let weights = routed.receive(&routing.row_weights()?)?;
+        let (gate, up) = (routed.linear(&rows, &self.gate_proj)?, routed.linear(&rows, &self.up_proj)?);
+        let rows = routed.linear(&routed.swiglu(&gate, &up, &weights)?, &self.down_proj)?;
+        routing.combine(&routed.give_back(&rows)?)
+    }
+}

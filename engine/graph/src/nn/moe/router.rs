@@ -1,0 +1,318 @@
+//! Which experts a token goes to, and with what weight.
+
+use candle_core::DType;
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+use crate::nn::{Init, VarBuilder};
+use crate::ops::{
+    Chooses, Combine, Dispatch, Drop, ExpertGroups, ExpertLoad, Jitter, Route, SlotWeights, TopK, Unplaced,
+};
+use crate::optim::LoadBias;
+use crate::tensor::Tensor;
+
+/// What a router makes of its logits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Score {
+    /// Softmax over the experts (Shazeer et al., arXiv 1701.06538).
+    #[default]
+    Softmax,
+    /// A sigmoid for each expert (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    Sigmoid,
+}
+
+/// Who chooses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Choice {
+    /// Every token chooses `top_k` experts.
+    #[default]
+    Tokens,
+    /// Every expert chooses as many tokens of a sequence as its capacity is, so that the load is always even (Zhou et al.,
+    /// arXiv 2202.09368). In a causal model that tells a token something of those behind it.
+    Experts,
+}
+
+/// How many rows an expert takes.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Capacity {
+    /// Rows per expert and sequence, as a multiple of what each would have if all had the same number.
+    pub factor: f64,
+    /// What is left out beyond.
+    pub drop: Drop,
+}
+
+/// How tokens find experts.
+///
+/// | model | score | renormalise | scale | groups | bias_rate | balance_loss |
+/// |---|---|---|---|---|---|---|
+/// | Switch (k = 1) | softmax | no | 1 | | | 0.01 |
+/// | Mixtral | softmax | yes | 1 | | | 0.02 |
+/// | Qwen-MoE | softmax | no or yes | 1 | | | 0.001 |
+/// | DeepSeek-V3 | sigmoid | yes | 2.5 | 4 of 8 | 0.001 | 0.0001 |
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct RouterConfig {
+    /// Number of experts.
+    pub experts: usize,
+    /// Experts per token; for experts that choose, the mean.
+    pub top_k: usize,
+    /// What is made of the logits.
+    pub score: Score,
+    /// Whether a token's weights are divided by their sum.
+    pub renormalise: bool,
+    /// What the weights are multiplied by in the end.
+    pub scale: f64,
+    /// Which experts may be chosen together.
+    pub groups: Option<ExpertGroups>,
+    /// Who chooses.
+    pub choice: Choice,
+    /// The most that an expert takes; none leaves nothing out. Experts that choose need one.
+    pub capacity: Option<Capacity>,
+    /// While training, the router's input is multiplied by numbers between 1 − this and 1 + this (Switch, arXiv 2101.03961).
+    pub jitter: f64,
+    /// Weight of the load-balance loss: experts/k · Σ fᵉ·Pᵉ with fᵉ the share of a sequence's choices and Pᵉ the mean score,
+    /// the mean over sequences (DeepSeek-V3's; Switch's of one sequence).
+    pub balance_loss: f64,
+    /// Weight of the mean of (ln Σ e^logit)² (ST-MoE, arXiv 2202.08906).
+    pub z_loss: f64,
+    /// How much a bias that is added to choose by moves after every step: up for experts with less than the mean load, down
+    /// for those with more (Wang et al., arXiv 2408.15664). 0 for no bias.
+    pub bias_rate: f64,
+}
+
+impl Default for RouterConfig {
+    /// Mixtral's.
+    fn default() -> Self {
+        Self {
+            experts: 8,
+            top_k: 2,
+            score: Score::Softmax,
+            renormalise: true,
+            scale: 1.0,
+            groups: None,
+            choice: Choice::Tokens,
+            capacity: None,
+            jitter: 0.0,
+            balance_loss: 0.02,
+            z_loss: 0.0,
+            bias_rate: 0.0,
+        }
+    }
+}
+
+impl RouterConfig {
+    fn check(&self) -> Result<()> {
+        let fail = |why: &str, remedy| Err(Error::Config { what: "router", why: why.into(), remedy });
+        let Self { jitter, balance_loss, z_loss, bias_rate, scale, .. } = self;
+        let amounts = [jitter, balance_loss, z_loss, bias_rate, scale];
+        if amounts.iter().any(|x| !x.is_finite() || **x < 0.0) || *jitter >= 1.0 || *scale == 0.0 {
+            return fail(
+                "a rate is not finite or out of its range",
+                "jitter is below 1, scale above 0, the others at least 0",
+            );
+        }
+        if self.top_k == 0 || self.top_k > self.experts {
+            return fail("top_k is not between 1 and the number of experts", "choose one that is");
+        }
+        if self.capacity.is_some_and(|capacity| !(capacity.factor > 0.0 && capacity.factor.is_finite())) {
+            return fail("the capacity factor is not above 0", "1.25 is usual");
+        }
+        if self.choice == Choice::Experts {
+            if self.capacity.is_none_or(|capacity| capacity.drop != Drop::Lightest) {
+                return fail("experts that choose need a capacity", "set one that drops the lightest");
+            }
+            if self.groups.is_some() || *bias_rate > 0.0 || *balance_loss > 0.0 {
+                return fail("experts that choose are balanced", "leave out groups, bias_rate and balance_loss");
+            }
+        }
+        Ok(())
+    }
+
+    /// Most rows of a sequence that an expert takes.
+    fn capacity(&self, tokens: usize) -> Option<(usize, Drop)> {
+        let Capacity { factor, drop } = self.capacity?;
+        let even = (tokens * self.top_k) as f64 / self.experts as f64;
+        // A product that is whole but for its rounding is whole.
+        let rows = (factor * even * (1.0 - 1e-12)).ceil() as usize;
+        Some((rows.clamp(1, tokens), drop))
+    }
+}
+
+/// A layer that chooses: `weight` [experts, width] and, if it has a rate, `e_score_correction_bias` \[experts\].
+#[derive(Debug, Clone)]
+pub struct Router {
+    config: RouterConfig,
+    weight: Tensor,
+    bias: Option<Tensor>,
+    layer: String,
+}
+
+impl Router {
+    /// Declares the parameters.
+    ///
+    /// # Errors
+    /// When the configuration makes no sense.
+    pub fn new(config: &RouterConfig, width: usize, vb: VarBuilder) -> Result<Self> {
+        config.check()?;
+        let weight = vb.get((config.experts, width), "weight")?;
+        let bias = match config.bias_rate {
+            0.0 => None,
+            rate => {
+                let rule = LoadBias { rate };
+                Some(vb.get_with_rule(config.experts, "e_score_correction_bias", Init::Const(0.0), rule)?)
+            }
+        };
+        Ok(Self { config: config.clone(), weight, bias, layer: vb.prefix().to_owned() })
+    }
+
+    /// Chooses for the tokens of `x` [batch, tokens, width].
+    ///
+    /// While training, what it does can be watched ([`Tensor::watch`]) under the layer's name: `….load`, the tokens that
+    /// chose each expert, and `….dropped`, choices that found no room; of experts that choose, tokens that none took.
+    ///
+    /// # Errors
+    /// When the shapes do not fit.
+    pub fn forward(&self, x: &Tensor, train: bool) -> Result<Routing> {
+        let _layer = x.enter(&self.layer);
+        let routing = self.config.route(x, &self.weight, self.bias.as_ref(), train)?;
+        if train {
+            if let Some(ids) = &routing.ids {
+                let op = ExpertLoad { experts: self.config.experts, by_sequence: false };
+                let [load] = Tensor::apply_op(op, &[ids])?;
+                load.watch(&format!("{}.load", self.layer));
+            }
+            if self.config.capacity.is_some() {
+                let [dropped] = Tensor::apply_op(Unplaced { whole_tokens: routing.ids.is_none() }, &[&routing.places])?;
+                dropped.watch(&format!("{}.dropped", self.layer));
+            }
+        }
+        Ok(routing)
+    }
+}
+
+/// What a router does, on its parameters.
+impl RouterConfig {
+    /// Chooses for the tokens of `x` [batch, tokens, width] by `weight` [experts, width] and, to choose by alone, a bias
+    /// \[experts\]. Noise and losses are for training.
+    ///
+    /// # Errors
+    /// When the shapes do not fit.
+    pub fn route(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, train: bool) -> Result<Routing> {
+        let (_, tokens, _) = x.dims3()?;
+        let logits = match self.jitter {
+            amount if train && amount > 0.0 => Jitter::apply(x, amount)?.linear(weight, None)?,
+            _ => x.linear(weight, None)?,
+        };
+        // Shares and their sums are f32 whatever the model computes in, as everyone's are.
+        let logits = logits.to_dtype(DType::F32)?;
+        let bias = bias.map(|bias| bias.to_dtype(DType::F32)).transpose()?;
+        let scores = match self.score {
+            Score::Softmax => logits.softmax_last_dim()?,
+            Score::Sigmoid => logits.sigmoid()?,
+        };
+        let route = |chooses, inputs: &[&Tensor]| {
+            let op = Route { experts: self.experts, chooses, capacity: self.capacity(tokens) };
+            Tensor::apply_op::<3>(op, inputs)
+        };
+        let (weights, ids, [places, slots, starts]) = match self.choice {
+            Choice::Experts => (scores.clone(), None, route(Chooses::Experts, &[&scores])?),
+            Choice::Tokens => {
+                let op = TopK { k: self.top_k, groups: self.groups };
+                let inputs: Vec<&Tensor> = [&scores].into_iter().chain(&bias).collect();
+                let [weights, ids] = Tensor::apply_op(op, &inputs)?;
+                let routed = match self.capacity {
+                    Some(Capacity { drop: Drop::Lightest, .. }) => route(Chooses::Tokens, &[&ids, &weights])?,
+                    _ => route(Chooses::Tokens, &[&ids])?,
+                };
+                (weights, Some(ids), routed)
+            }
+        };
+        let loss = if train { self.losses(&logits, &scores, ids.as_ref())? } else { None };
+        let weights = self.finish(weights)?.to_dtype(x.dtype())?;
+        let capacity = self.capacity(tokens).map(|(rows, _)| rows);
+        Ok(Routing { experts: self.experts, capacity, weights, ids, places, slots, starts, loss })
+    }
+
+    /// Divided by their sum, and scaled.
+    fn finish(&self, weights: Tensor) -> Result<Tensor> {
+        let weights = match self.renormalise && self.choice == Choice::Tokens {
+            // What is added keeps sigmoids that are all 0 from dividing by 0.
+            true => weights.broadcast_div(&weights.sum_keepdim(candle_core::D::Minus1)?.affine(1.0, 1e-20)?)?,
+            false => weights,
+        };
+        if self.scale == 1.0 { Ok(weights) } else { weights.affine(self.scale, 0.0) }
+    }
+
+    /// Of each token, so that they can be summed in one order however a batch is cut.
+    fn losses(&self, logits: &Tensor, scores: &Tensor, ids: Option<&Tensor>) -> Result<Option<Tensor>> {
+        let &Self { experts, top_k, balance_loss, z_loss, .. } = self;
+        let (_, tokens, _) = scores.dims3()?;
+        let mut losses = Vec::new();
+        if let Some(ids) = ids
+            && balance_loss > 0.0
+        {
+            let [load] = Tensor::apply_op(ExpertLoad { experts, by_sequence: true }, &[ids])?;
+            let shares = match self.score {
+                Score::Softmax => scores.clone(),
+                Score::Sigmoid => scores.broadcast_div(&scores.sum_keepdim(2)?.affine(1.0, 1e-20)?)?,
+            };
+            // experts/k · Σₑ (load/tokens) · share: the mean over a sequence's tokens has its mean share for Pᵉ.
+            let scale = balance_loss * experts as f64 / (top_k * tokens) as f64;
+            losses.push(shares.broadcast_mul(&load.unsqueeze(1)?)?.sum(2)?.affine(scale, 0.0)?);
+        }
+        if z_loss > 0.0 {
+            losses.push(logits.log_sum_exp()?.sqr()?.affine(z_loss, 0.0)?);
+        }
+        losses.into_iter().map(Ok).reduce(|a, b| a?.add(&b?)).transpose()
+    }
+}
+
+/// Where every token goes, and with what weight.
+#[derive(Debug, Clone)]
+pub struct Routing {
+    pub(super) experts: usize,
+    /// The most rows of a sequence that an expert takes, if there is a limit.
+    pub(super) capacity: Option<usize>,
+    weights: Tensor,
+    /// What tokens chose, if they do.
+    ids: Option<Tensor>,
+    pub(super) places: Tensor,
+    pub(super) slots: Tensor,
+    pub(super) starts: Tensor,
+    loss: Option<Tensor>,
+}
+
+impl Routing {
+    /// What training adds to the loss of every token, weighted: [batch, tokens], if there is anything. To be added before the
+    /// mean is taken: then its bits do not depend on how a batch is cut into micro-batches.
+    pub fn loss(&self) -> Option<&Tensor> {
+        self.loss.as_ref()
+    }
+
+    /// The rows of all experts, one expert after another: [batch, tokens, width] to [rows, width].
+    ///
+    /// # Errors
+    /// When the shapes do not fit.
+    pub fn dispatch(&self, x: &Tensor) -> Result<Tensor> {
+        Tensor::apply_op::<1>(Dispatch, &[x, &self.places, &self.slots]).map(|[rows]| rows)
+    }
+
+    /// The router's weight of every row: [rows, 1].
+    ///
+    /// # Errors
+    /// When the shapes do not fit.
+    pub fn row_weights(&self) -> Result<Tensor> {
+        Tensor::apply_op::<1>(SlotWeights, &[&self.weights, &self.places, &self.slots]).map(|[weights]| weights)
+    }
+
+    /// The sum of every token's rows: [rows, width] to [batch, tokens, width]; zero for tokens that no expert took.
+    ///
+    /// # Errors
+    /// When the shapes do not fit.
+    pub fn combine(&self, rows: &Tensor) -> Result<Tensor> {
+        Tensor::apply_op::<1>(Combine, &[rows, &self.places, &self.slots]).map(|[x]| x)
+    }
+}

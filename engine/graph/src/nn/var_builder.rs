@@ -1,0 +1,112 @@
+//! Names for parameters.
+
+use std::sync::{Arc, Mutex};
+
+use candle_core::{DType, Shape};
+use gapless_kernels::Spec;
+
+use super::Init;
+use crate::error::{Error, Result};
+use crate::graph::{Graph, lock};
+use crate::optim::Optimizer;
+use crate::tensor::Tensor;
+
+/// Declares parameters under a path, as candle's does: `vb.pp("h").pp(3).get((4, 4), "weight")` is `h.3.weight`.
+#[derive(Debug, Clone)]
+pub struct VarBuilder {
+    graph: Arc<Mutex<Graph>>,
+    path: String,
+    dtype: DType,
+    expert_ranks: (usize, usize),
+}
+
+impl VarBuilder {
+    pub fn new(graph: &Arc<Mutex<Graph>>, dtype: DType) -> Self {
+        Self { graph: graph.clone(), path: String::new(), dtype, expert_ranks: (1, 0) }
+    }
+
+    /// For rank `rank` of `ranks` that share the experts.
+    pub fn with_expert_ranks(self, ranks: usize, rank: usize) -> Self {
+        Self { expert_ranks: (ranks, rank), ..self }
+    }
+
+    /// Number of ranks that share the experts: [`Mesh::expert`](gapless_parallel::Mesh::expert).
+    pub fn expert_ranks(&self) -> usize {
+        self.expert_ranks.0
+    }
+
+    /// A parameter [experts, ..] of which each expert rank has its equal share of the experts, normal with standard deviation
+    /// 0.02: [experts ÷ ranks, ..].
+    ///
+    /// # Errors
+    /// When the ranks do not divide the experts, or the name was used with another shape.
+    pub fn get_share(&self, shape: impl Into<Shape>, name: &str) -> Result<Tensor> {
+        let whole = Spec { shape: shape.into(), dtype: self.dtype };
+        let (ranks, _) = self.expert_ranks;
+        let Some(experts) = whole.dims().first().copied().filter(|experts| experts.is_multiple_of(ranks)) else {
+            let why = format!("{ranks} expert ranks cannot share {:?} of {:?} equally", whole.dims(), self.full(name));
+            return Err(Error::Config { what: "mesh", why, remedy: "choose a divisor of the number of experts" });
+        };
+        if ranks == 1 || experts == 0 {
+            return self.get(whole.shape, name);
+        }
+        let init = Init::Randn { mean: 0.0, stdev: 0.02 };
+        let id = lock(&self.graph).add_share(&self.full(name), whole, init, self.expert_ranks)?;
+        Ok(Tensor::new(&self.graph, id))
+    }
+
+    /// The builder one level down.
+    #[must_use]
+    pub fn pp(&self, name: impl ToString) -> Self {
+        Self { path: self.full(&name.to_string()), ..self.clone() }
+    }
+
+    /// The path so far, e.g. `h.3`: what [`Tensor::enter`] takes.
+    pub fn prefix(&self) -> &str {
+        &self.path
+    }
+
+    /// The type of the parameters: [`TrainOptions::dtype`](crate::TrainOptions::dtype).
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// A parameter, normal with standard deviation 0.02. The same name gives the same parameter.
+    ///
+    /// # Errors
+    /// When the name was used with another shape.
+    pub fn get(&self, shape: impl Into<Shape>, name: &str) -> Result<Tensor> {
+        self.get_with_hints(shape, name, Init::Randn { mean: 0.0, stdev: 0.02 })
+    }
+
+    /// A parameter with its own initial values.
+    ///
+    /// # Errors
+    /// When the name was used with another shape.
+    pub fn get_with_hints(&self, shape: impl Into<Shape>, name: &str, init: Init) -> Result<Tensor> {
+        let spec = Spec { shape: shape.into(), dtype: self.dtype };
+        let id = lock(&self.graph).add_persistent(&self.full(name), spec, init)?;
+        Ok(Tensor::new(&self.graph, id))
+    }
+
+    /// A parameter that changes by a rule of its own, whatever the optimizer is: what its operation sends as a gradient need
+    /// not be one, and has no part in the norm of all gradients.
+    ///
+    /// # Errors
+    /// When the name was used with another shape.
+    pub fn get_with_rule(
+        &self,
+        shape: impl Into<Shape>,
+        name: &str,
+        init: Init,
+        rule: impl Into<Arc<dyn Optimizer>>,
+    ) -> Result<Tensor> {
+        let tensor = self.get_with_hints(shape, name, init)?;
+        lock(&self.graph).set_rule(tensor.id(), rule.into());
+        Ok(tensor)
+    }
+
+    fn full(&self, name: &str) -> String {
+        if self.path.is_empty() { name.into() } else { format!("{}.{name}", self.path) }
+    }
+}

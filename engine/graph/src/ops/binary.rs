@@ -1,0 +1,111 @@
+//! Sum, difference, product and quotient of equal shapes; broadcast operands come as views with stride 0.
+
+use gapless_kernels::Spec;
+use gapless_kernels::cpu::{Args, zip};
+
+use crate::error::Result;
+use crate::reference::{Array, Reference};
+use crate::{Gradient, Op, Rows};
+
+/// Which function.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs, reason = "they say it themselves")]
+pub enum BinaryKind {
+    Add,
+    Sub,
+    Mul,
+    Div,
+}
+
+impl BinaryKind {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Add => "add",
+            Self::Sub => "sub",
+            Self::Mul => "mul",
+            Self::Div => "div",
+        }
+    }
+}
+
+/// y = a ∘ b.
+#[derive(Debug, Clone, Copy)]
+pub struct Binary {
+    /// Which function.
+    pub kind: BinaryKind,
+}
+
+impl Op for Binary {
+    fn name(&self) -> &'static str {
+        self.kind.name()
+    }
+
+    fn rows(&self) -> Rows {
+        Rows::Inherited
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        super::expect_equal(inputs)?;
+        Ok(vec![inputs[0].clone()])
+    }
+
+    fn reads_strides(&self, _: usize, _: &candle_core::Layout) -> bool {
+        true
+    }
+
+    fn gradient(&self, g: &mut Gradient) -> Result<()> {
+        let (a, b, dy) = (g.input(0), g.input(1), g.grad(0));
+        if g.needs(0) {
+            let da = match self.kind {
+                BinaryKind::Add | BinaryKind::Sub => dy.clone(),
+                BinaryKind::Mul => dy.mul(&b)?,
+                BinaryKind::Div => dy.div(&b)?,
+            };
+            g.send(0, da);
+        }
+        if g.needs(1) {
+            let db = match self.kind {
+                BinaryKind::Add => dy,
+                BinaryKind::Sub => dy.neg()?,
+                BinaryKind::Mul => dy.mul(&a)?,
+                // d(a/b)/db = −(a/b)/b.
+                BinaryKind::Div => dy.mul(&g.output(0))?.div(&b)?.neg()?,
+            };
+            g.send(1, db);
+        }
+        Ok(())
+    }
+
+    fn may_overwrite(&self) -> &[(usize, usize)] {
+        &[(0, 0), (1, 0)]
+    }
+
+    fn run(&self, args: &mut Args<'_>) {
+        match self.kind {
+            BinaryKind::Add => zip(args, |a, b| a + b),
+            BinaryKind::Sub => zip(args, |a, b| a - b),
+            BinaryKind::Mul => zip(args, |a, b| a * b),
+            BinaryKind::Div => zip(args, |a, b| a / b),
+        }
+    }
+    fn cuda_fusible(&self) -> Option<gapless_kernels::cuda::Fusible> {
+        Some(gapless_kernels::cuda::Fusible::each(match self.kind {
+            BinaryKind::Add => "$0 + $1",
+            BinaryKind::Sub => "$0 - $1",
+            BinaryKind::Mul => "$0 * $1",
+            BinaryKind::Div => "$0 / $1",
+        }))
+    }
+    fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
+        gapless_kernels::cuda::launch::binary(self.kind.name(), operands)
+    }
+
+    fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
+        vec![args.input(0).zip(args.input(1), |a, b| match self.kind {
+            BinaryKind::Add => a + b,
+            BinaryKind::Sub => a - b,
+            BinaryKind::Mul => a * b,
+            BinaryKind::Div => a / b,
+        })]
+    }
+}

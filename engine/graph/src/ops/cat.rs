@@ -1,0 +1,98 @@
+//! Tensors joined along one dimension.
+
+use gapless_kernels::Spec;
+use gapless_kernels::cpu::{Args, InPieces, Pieces, row_of};
+
+use crate::error::Result;
+use crate::reference::{Array, Reference};
+use crate::{Gradient, Op};
+
+/// The inputs one after another along `dim`.
+#[derive(Debug, Clone, Copy)]
+pub struct Cat {
+    /// The dimension.
+    pub dim: usize,
+}
+
+impl Op for Cat {
+    fn name(&self) -> &'static str {
+        "cat"
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        super::expect_float(inputs)?;
+        let mut dims = inputs[0].dims().to_vec();
+        for input in &inputs[1..] {
+            let others =
+                |dims: &[usize]| dims.iter().enumerate().filter(|&(d, _)| d != self.dim).map(|(_, &e)| e).collect();
+            let (a, b): (Vec<usize>, Vec<usize>) = (others(&dims), others(input.dims()));
+            if a != b || dims.len() != input.dims().len() {
+                return Err(format!("all dimensions but {} must be equal", self.dim));
+            }
+            dims[self.dim] += input.dims()[self.dim];
+        }
+        Ok(vec![inputs[0].in_shape(dims)])
+    }
+
+    fn reads_strides(&self, _: usize, _: &candle_core::Layout) -> bool {
+        true
+    }
+
+    fn gradient(&self, g: &mut Gradient) -> Result<()> {
+        let (dy, mut start) = (g.grad(0), 0);
+        for input in 0..g.inputs() {
+            let len = g.input(input).dims()[self.dim];
+            if g.needs(input) {
+                let dx = dy.narrow(self.dim, start, len)?;
+                g.send(input, dx);
+            }
+            start += len;
+        }
+        Ok(())
+    }
+
+    fn flops(&self, _: &[Spec], _: &[Spec]) -> u64 {
+        0
+    }
+
+    fn run(&self, args: &mut Args<'_>) {
+        let out = args.output::<f32>(0);
+        let dims = args.output_dims(0);
+        let wide: usize = dims[self.dim..].iter().product();
+        let mut start = 0;
+        for input in 0..args.inputs() {
+            let (x, layout) = args.strided::<f32>(input);
+            let narrow: usize = layout.dims()[self.dim..].iter().product();
+            let width = gapless_kernels::cpu::last_extent(layout);
+            // A row is the innermost run of the input; several make up its share of one outer index.
+            let rows = narrow / width;
+            out.pieces_mut(wide.max(1)).enumerate().for_each_in_runs(8, |(outer, out)| {
+                for (row, out) in out[start..start + narrow].chunks_exact_mut(width).enumerate() {
+                    match row_of(x, layout, outer * rows + row) {
+                        (x, 1) => out.copy_from_slice(&x[..width]),
+                        (x, step) => out.iter_mut().enumerate().for_each(|(i, o)| *o = x[i * step]),
+                    }
+                }
+            });
+            start += narrow;
+        }
+    }
+    fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
+        gapless_kernels::cuda::launch::cat(self.dim, operands)
+    }
+
+    fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
+        let inputs: Vec<&Array> = (0..args.inputs()).map(|i| args.input(i)).collect();
+        let mut dims = inputs[0].dims.clone();
+        dims[self.dim] = inputs.iter().map(|x| x.dims[self.dim]).sum();
+        let outer: usize = dims[..self.dim].iter().product();
+        let mut data = Vec::new();
+        for i in 0..outer {
+            for x in &inputs {
+                let part: usize = x.dims[self.dim..].iter().product();
+                data.extend_from_slice(&x.data[i * part..(i + 1) * part]);
+            }
+        }
+        vec![Array::new(&dims, data)]
+    }
+}

@@ -1,0 +1,218 @@
+//! Eight bits for a number that waits for its backward.
+//!
+//! [`Compress`] packs a tensor into a code of 8 bits per number and a range per [`GROUP`] neighbours; [`Expand`] unpacks it: the
+//! idea of Mesa (Pan et al., arXiv 2111.11124, section 3), with the exact range of each group instead of running estimates
+//! per head. Between the two lie 256 evenly spaced values from the least number of the group to the greatest, so a number comes
+//! back within 1/510 of its group's range. Rounding is to the nearest: the same step has the same bits every time.
+//!
+//! A group never reaches over two entries of the first dimension, so what comes back does not depend on how a batch is cut into
+//! micro-batches.
+
+use candle_core::DType;
+use gapless_kernels::Spec;
+use gapless_kernels::cpu::{Args, InPieces, Pieces, reduce, rows_per_task, vectorize};
+
+use crate::graph::FLOATS;
+use crate::op::Op;
+use crate::reference::{Array, Reference};
+
+/// Numbers that share a range, at most.
+pub const GROUP: usize = 256;
+
+/// The greatest code.
+const GREATEST: f32 = 255.0;
+
+/// A range whose 255th part is below this counts as one number: its reciprocal is still finite.
+const LEAST_STEP: f32 = 1e-37;
+
+/// How a tensor is cut: rows, none of which is in two entries of the first dimension, of groups.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Cut {
+    row: usize,
+}
+
+impl Cut {
+    fn of(dims: &[usize]) -> Self {
+        let entry: usize = dims.iter().skip(1).product();
+        let width = dims.last().copied().unwrap_or(1).max(1);
+        Self { row: if entry > 0 && entry.is_multiple_of(GROUP) { GROUP } else { width } }
+    }
+
+    fn groups_of_row(self) -> usize {
+        self.row.div_ceil(GROUP)
+    }
+
+    fn groups(self, elements: usize) -> usize {
+        elements / self.row * self.groups_of_row()
+    }
+}
+
+/// The codes of a tensor, and the ranges of its groups.
+pub fn packed(spec: &Spec) -> [Spec; 2] {
+    let codes = Spec { shape: spec.shape.clone(), dtype: DType::U8 };
+    [codes, Spec::f32((Cut::of(spec.dims()).groups(spec.elements()), 2))]
+}
+
+/// (codes, least number and step of each group) from x.
+#[derive(Debug, Clone, Copy)]
+pub struct Compress;
+
+impl Op for Compress {
+    fn name(&self) -> &'static str {
+        "compress"
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        crate::ops::expect_float(inputs)?;
+        Ok(packed(&inputs[0]).into())
+    }
+
+    fn run(&self, args: &mut Args<'_>) {
+        let (codes, ranges) = (args.output::<u8>(0), args.output::<f32>(1));
+        let (x, cut) = (args.input::<f32>(0), Cut::of(args.input_dims(0)));
+        let (rows, groups) = (rows_per_task(cut.row), cut.groups_of_row());
+        let task = rows * cut.row;
+        let tasks = codes.pieces_mut(task).zip(x.pieces(task)).zip(ranges.pieces_mut(2 * rows * groups));
+        tasks.for_each(|((codes, x), ranges)| {
+            let rows = codes.chunks_exact_mut(cut.row).zip(x.chunks_exact(cut.row));
+            for ((codes, x), ranges) in rows.zip(ranges.chunks_exact_mut(2 * groups)) {
+                let groups = codes.chunks_mut(GROUP).zip(x.chunks(GROUP)).zip(ranges.chunks_exact_mut(2));
+                vectorize!({
+                    for ((codes, x), range) in groups {
+                        (range[0], range[1]) = compress(x, codes);
+                    }
+                });
+            }
+        });
+    }
+
+    fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
+        let x = args.input(0);
+        let (mut codes, mut ranges) = (Vec::new(), Vec::new());
+        for group in x.data.chunks(Cut::of(&x.dims).row).flat_map(|row| row.chunks(GROUP)) {
+            let least = group.iter().copied().fold(f64::INFINITY, f64::min);
+            let greatest = group.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let step = (greatest - least) / 255.0;
+            let step = if step >= f64::from(LEAST_STEP) { step } else { 0.0 };
+            codes.extend(group.iter().map(|x| if step > 0.0 { ((x - least) / step).round() } else { 0.0 }));
+            ranges.extend([least, step]);
+        }
+        vec![Array::new(&x.dims, codes), Array::new(&[ranges.len() / 2, 2], ranges)]
+    }
+}
+
+/// The least number and the step of a group, whose codes it sets.
+#[inline(always)]
+fn compress(x: &[f32], codes: &mut [u8]) -> (f32, f32) {
+    let least = reduce::min(x);
+    let step = (reduce::max(x) - least) / GREATEST;
+    let step = if step >= LEAST_STEP { step } else { 0.0 };
+    let per_step = if step > 0.0 { 1.0 / step } else { 0.0 };
+    for (code, &x) in codes.iter_mut().zip(x) {
+        // At most 255.5 and a rounding.
+        *code = ((x - least) * per_step + 0.5) as i32 as u8;
+    }
+    (least, step)
+}
+
+/// x of this shape and type from what [`Compress`] made of it.
+#[derive(Debug, Clone)]
+pub struct Expand(pub Spec);
+
+impl Op for Expand {
+    fn name(&self) -> &'static str {
+        "expand"
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        if inputs != packed(&self.0) || !FLOATS.contains(&self.0.dtype) {
+            return Err(format!("these are not the codes and ranges of {:?}", self.0));
+        }
+        Ok(vec![self.0.clone()])
+    }
+
+    fn run(&self, args: &mut Args<'_>) {
+        let x = args.output::<f32>(0);
+        let (codes, ranges, cut) = (args.input::<u8>(0), args.input::<f32>(1), Cut::of(self.0.dims()));
+        let (rows, groups) = (rows_per_task(cut.row), cut.groups_of_row());
+        let task = rows * cut.row;
+        let tasks = x.pieces_mut(task).zip(codes.pieces(task)).zip(ranges.pieces(2 * rows * groups));
+        tasks.for_each(|((x, codes), ranges)| {
+            let rows = x.chunks_exact_mut(cut.row).zip(codes.chunks_exact(cut.row));
+            for ((x, codes), ranges) in rows.zip(ranges.chunks_exact(2 * groups)) {
+                let groups = x.chunks_mut(GROUP).zip(codes.chunks(GROUP)).zip(ranges.chunks_exact(2));
+                vectorize!({
+                    for ((x, codes), range) in groups {
+                        let (least, step) = (range[0], range[1]);
+                        x.iter_mut().zip(codes).for_each(|(x, &code)| *x = f32::from(code) * step + least);
+                    }
+                });
+            }
+        });
+    }
+
+    fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
+        let (codes, ranges) = (args.input(0), args.input(1));
+        let mut x = Vec::new();
+        let groups = codes.data.chunks(Cut::of(self.0.dims()).row).flat_map(|row| row.chunks(GROUP));
+        for (codes, range) in groups.zip(ranges.rows()) {
+            x.extend(codes.iter().map(|code| code * range[1] + range[0]));
+        }
+        vec![Array::new(self.0.dims(), x)]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn numbers() -> impl Strategy<Value = Vec<f32>> {
+        let number = prop_oneof![
+            8 => (-60i32..20, -1.0f32..1.0).prop_map(|(exponent, x)| x * 2f32.powi(exponent)),
+            1 => Just(0.0f32),
+            1 => Just(f32::MIN_POSITIVE),
+        ];
+        prop::collection::vec(number, 1..=GROUP)
+    }
+
+    proptest! {
+        /// Half a step, and the roundings of f32.
+        #[test]
+        fn a_number_comes_back_within_half_a_step(x in numbers()) {
+            let mut codes = vec![0; x.len()];
+            let (least, step) = compress(&x, &mut codes);
+            let greatest = x.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            let size = f64::from(greatest.abs().max(least.abs()));
+            let allowed = (f64::from(greatest) - f64::from(least)) / 510.0 + 1e-6 * size + 3e-35;
+            for (&x, &code) in x.iter().zip(&codes) {
+                let back = f64::from(f32::from(code) * step + least);
+                prop_assert!((back - f64::from(x)).abs() <= allowed, "{x:e} came back as {back:e}, {least:e} {step:e}");
+            }
+        }
+    }
+
+    #[test]
+    fn groups_do_not_reach_over_two_entries_of_the_batch() {
+        for (dims, row, groups) in [
+            (vec![4, 128, 96], GROUP, 4 * 48),
+            (vec![4, 3, 96], 96, 12),
+            (vec![2, 3, 300], 300, 12),
+            (vec![8, 24, 48], 48, 8 * 24),
+            (vec![512], 512, 2),
+        ] {
+            let cut = Cut::of(&dims);
+            assert_eq!((cut.row, cut.groups(dims.iter().product())), (row, groups), "{dims:?}");
+            assert!(dims.len() == 1 || dims[1..].iter().product::<usize>() % cut.row == 0);
+        }
+    }
+
+    /// What is lost of an infinite number is not lost in silence.
+    #[test]
+    fn infinite_numbers_do_not_come_back_finite() {
+        let mut codes = [0; 3];
+        let (least, step) = compress(&[1.0, f32::INFINITY, 2.0], &mut codes);
+        assert!(codes.iter().all(|&code| !(f32::from(code) * step + least).is_finite()));
+    }
+}

@@ -1,0 +1,144 @@
+//! Rows of a table chosen by ids.
+
+use std::sync::Arc;
+
+use candle_core::DType;
+use gapless_kernels::Spec;
+use gapless_kernels::cpu::{Args, InPieces, Pieces, rows_per_task, vectorize};
+
+use super::OutputTypes;
+use crate::error::Result;
+use crate::reference::{Array, Reference};
+use crate::tensor::Tensor;
+use crate::{Gradient, Op};
+
+/// [vocabulary, width] and ids [..] to [.., width].
+#[derive(Debug, Clone, Copy)]
+pub struct Embedding;
+
+impl Op for Embedding {
+    fn name(&self) -> &'static str {
+        "embedding"
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        super::expect_float(&inputs[..1])?;
+        super::expect_ids("ids", &inputs[1])?;
+        let &[_, width] = inputs[0].dims() else { return Err("the table must be [vocabulary, width]".into()) };
+        let dims: Vec<usize> = inputs[1].dims().iter().copied().chain([width]).collect();
+        Ok(vec![inputs[0].in_shape(dims)])
+    }
+
+    fn gradient(&self, g: &mut Gradient) -> Result<()> {
+        let vocabulary = g.input(0).dims()[0];
+        let [d_table] =
+            Tensor::apply_op(EmbeddingGrad { vocabulary, types: OutputTypes::default() }, &[&g.input(1), &g.grad(0)])?;
+        g.send(0, d_table);
+        Ok(())
+    }
+
+    /// The rows that are looked up, not the table.
+    fn bytes_moved(&self, inputs: &[Spec], outputs: &[Spec]) -> u64 {
+        inputs[1].bytes() + 2 * outputs[0].bytes()
+    }
+
+    fn flops(&self, _: &[Spec], _: &[Spec]) -> u64 {
+        0
+    }
+
+    fn run(&self, args: &mut Args<'_>) {
+        let out = args.output::<f32>(0);
+        let (table, ids) = (args.input::<f32>(0), args.input::<u32>(1));
+        let width = super::width(args.output_dims(0));
+        let rows = rows_per_task(width);
+        out.pieces_mut(rows * width).zip(ids.pieces(rows)).for_each(|(out, ids)| {
+            for (out, &id) in out.chunks_exact_mut(width).zip(ids) {
+                out.copy_from_slice(&table[id as usize * width..][..width]);
+            }
+        });
+    }
+    fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
+        gapless_kernels::cuda::launch::embedding(operands)
+    }
+
+    fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
+        let (table, ids) = (args.input(0), args.input(1));
+        let width = table.dims[1];
+        let dims: Vec<usize> = ids.dims.iter().copied().chain([width]).collect();
+        let rows = ids.data.iter().flat_map(|&id| table.data[id as usize * width..][..width].iter().copied());
+        vec![Array::new(&dims, rows.collect())]
+    }
+}
+
+/// The rows of dy added into the rows of a table that ids name: rows of the table in parallel, those of dy in order.
+#[derive(Debug, Clone, Copy)]
+struct EmbeddingGrad {
+    vocabulary: usize,
+    types: OutputTypes<1>,
+}
+
+/// Parts that the table is cut into.
+const TASKS: usize = 64;
+
+impl Op for EmbeddingGrad {
+    fn name(&self) -> &'static str {
+        "embedding_grad"
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        Ok(self.types.of([inputs[1].in_shape((self.vocabulary, super::width(inputs[1].dims())))]))
+    }
+
+    /// The rows that are looked up, not the table.
+    fn bytes_moved(&self, inputs: &[Spec], outputs: &[Spec]) -> u64 {
+        inputs[1].bytes() + 2 * outputs[0].bytes()
+    }
+
+    fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
+        inputs[1].elements() as u64
+    }
+
+    fn accumulates(&self, _: usize) -> bool {
+        true
+    }
+
+    fn with_output_in(&self, index: usize, dtype: DType) -> Option<Arc<dyn Op>> {
+        Some(Arc::new(Self { types: self.types.with(index, dtype), ..*self }))
+    }
+
+    fn run(&self, args: &mut Args<'_>) {
+        let accumulate = args.accumulate(0);
+        let d_table = args.output::<f32>(0);
+        let (ids, dy) = (args.input::<u32>(0), args.input::<f32>(1));
+        let width = super::width(args.output_dims(0));
+        // Every task scans all ids for those of its own rows: reading ids is nothing beside adding rows.
+        let rows = self.vocabulary.div_ceil(TASKS).max(1);
+        d_table.pieces_mut(rows * width).enumerate().for_each(|(task, table)| {
+            if !accumulate {
+                table.fill(0.0);
+            }
+            let first = task * rows;
+            vectorize!({
+                for (&id, dy) in ids.iter().zip(dy.chunks_exact(width)) {
+                    let Some(row) = (id as usize).checked_sub(first).filter(|&row| row < rows) else { continue };
+                    table[row * width..][..width].iter_mut().zip(dy).for_each(|(d, &dy)| *d += dy);
+                }
+            });
+        });
+    }
+    fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
+        gapless_kernels::cuda::launch::embedding_grad(operands)
+    }
+
+    fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
+        let (ids, dy) = (args.input(0), args.input(1));
+        let width = super::width(&dy.dims);
+        let mut d_table = Array::zeros(&[self.vocabulary, width]);
+        for (&id, dy) in ids.data.iter().zip(dy.rows()) {
+            for (c, dy) in dy.iter().enumerate() {
+                d_table.data[id as usize * width + c] += dy;
+            }
+        }
+        vec![d_table]
+    }
+}

@@ -1,0 +1,296 @@
+//! Every expert's rows times its own weight: products of sizes that the data decides, in one buffer.
+
+use std::sync::Arc;
+
+use candle_core::DType;
+use gapless_kernels::Spec;
+use gapless_kernels::cpu::Args;
+use gapless_kernels::cpu::gemm::{Epilogue, Gemm, Mode, Strides};
+
+use super::{Runs, exact_starts, used_rows};
+use crate::error::Result;
+use crate::ops::OutputTypes;
+use crate::reference::{Array, Reference};
+use crate::tensor::Tensor;
+use crate::{Gradient, Op, Rows};
+
+/// [rows, in] with weights [experts, out, in] and `starts` (see [`Route`](super::Route)) to [rows, out]: x·Wᵀ with the weight of
+/// the row's expert. Nothing is padded (MegaBlocks, arXiv 2211.15841, computes the same in blocks).
+#[derive(Debug, Clone, Copy)]
+pub struct GroupedLinear {
+    /// Ranks that rows come from, those of one behind those of another.
+    pub sources: usize,
+    /// If the rows are counted while the step runs: how many there are when all ranks have the same number.
+    pub balanced: Option<usize>,
+}
+
+/// [experts, out, in].
+fn weight_dims(weight: &[usize]) -> (usize, usize, usize) {
+    let &[experts, out, width] = weight else { unreachable!("rank 3 by the shape rule") };
+    (experts, out, width)
+}
+
+/// What the rows of all experts, if one had them all, would be multiplied by.
+fn forward(rows: usize, out: usize, width: usize) -> Gemm {
+    Gemm::new(rows, out, width, Strides::row_major(width), Strides::transposed(width))
+}
+
+fn backward(rows: usize, out: usize, width: usize) -> Gemm {
+    Gemm::new(rows, width, out, Strides::row_major(out), Strides::row_major(width))
+}
+
+/// Runs a product for the rows of each expert, and clears the rows behind.
+fn run(args: &mut Args<'_>, sources: usize, most: &Gemm) {
+    let (out, mut scratch) = (args.output::<f32>(0), args.workspace());
+    let (x, weight, starts) = (args.input::<f32>(0), args.input::<f32>(1), args.input::<u32>(2));
+    let size = most.n * most.k;
+    let experts = weight.len() / size;
+    let runs = Runs { starts, sources, experts };
+    for expert in 0..experts {
+        let weight = &weight[expert * size..][..size];
+        for rows in runs.by_source(expert) {
+            let job = Gemm { m: rows.len(), ..*most };
+            let x = &x[rows.start * most.k..rows.end * most.k];
+            let out = &mut out[rows.start * most.n..rows.end * most.n];
+            job.run_within(most, x, weight, out, Mode::Overwrite, Epilogue::default(), &mut scratch)
+                .expect("extents by the shape rule");
+        }
+    }
+    out[used_rows(starts) * most.n..].fill(0.0);
+}
+
+impl Op for GroupedLinear {
+    fn name(&self) -> &'static str {
+        "grouped_linear"
+    }
+
+    fn rows(&self) -> Rows {
+        super::rows(2, self.balanced)
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        crate::ops::expect_float(&inputs[..2])?;
+        crate::ops::expect_ids("starts", &inputs[2])?;
+        let (&[rows, width], &[experts, out, weight_width]) = (inputs[0].dims(), inputs[1].dims()) else {
+            return Err("x must be [rows, in], the weight [experts, out, in]".into());
+        };
+        if width != weight_width {
+            return Err(format!("the rows' width is {width}, the weight takes {weight_width}"));
+        }
+        let runs = experts * self.sources;
+        if self.sources == 0 || !(inputs[2].elements() - 1).is_multiple_of(runs) || inputs[2].elements() < 2 {
+            return Err(format!("starts must be [{} × {experts} × sequences + 1]", self.sources));
+        }
+        Ok(vec![inputs[0].in_shape((rows, out))])
+    }
+
+    fn gradient(&self, g: &mut Gradient) -> Result<()> {
+        let (x, weight, starts, dy) = (g.input(0), g.input(1), g.input(2), g.grad(0));
+        // The weight's part first: it is the last to need x.
+        if g.needs(1) {
+            let experts = weight.dims()[0];
+            let [d_weight] = Tensor::apply_op(
+                GroupedLinearGradWeight {
+                    experts,
+                    sources: self.sources,
+                    balanced: self.balanced,
+                    types: OutputTypes::default(),
+                },
+                &[&x, &dy, &starts],
+            )?;
+            g.send(1, d_weight);
+        }
+        if g.needs(0) {
+            let [dx] = Tensor::apply_op(
+                GroupedLinearGradInput { sources: self.sources, balanced: self.balanced },
+                &[&dy, &weight, &starts],
+            )?;
+            g.send(0, dx);
+        }
+        Ok(())
+    }
+
+    /// Of as many rows as there are when all ranks have the same number.
+    fn flops(&self, inputs: &[Spec], outputs: &[Spec]) -> u64 {
+        let (width, out) = (gapless_kernels::width(inputs[0].dims()), gapless_kernels::width(outputs[0].dims()));
+        2 * (self.balanced.unwrap_or(inputs[0].dims()[0]) * width * out) as u64
+    }
+
+    fn workspace(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> Vec<u64> {
+        let (_, out, width) = weight_dims(inputs[1].dims());
+        forward(inputs[0].dims()[0], out, width).scratch_within(threads)
+    }
+
+    fn run(&self, args: &mut Args<'_>) {
+        let (_, out, width) = weight_dims(args.input_dims(1));
+        run(args, self.sources, &forward(args.input_dims(0)[0], out, width));
+    }
+    fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
+        gapless_kernels::cuda::launch::grouped_linear(self.sources, operands)
+    }
+
+    fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
+        let (x, weight, starts) = (args.input(0), args.input(1), exact_starts(args.input(2)));
+        let (experts, out, width) = weight_dims(&weight.dims);
+        let mut y = Array::zeros(&[x.dims[0], out]);
+        let runs = Runs { starts: &starts, sources: self.sources, experts };
+        for expert in 0..experts {
+            for row in runs.by_sequence(expert).flatten() {
+                for o in 0..out {
+                    let w = &weight.data[(expert * out + o) * width..][..width];
+                    y.data[row * out + o] = x.data[row * width..][..width].iter().zip(w).map(|(x, w)| x * w).sum();
+                }
+            }
+        }
+        vec![y]
+    }
+}
+
+/// dx = dy·W from (dy, weight, starts).
+#[derive(Debug, Clone, Copy)]
+struct GroupedLinearGradInput {
+    sources: usize,
+    balanced: Option<usize>,
+}
+
+impl Op for GroupedLinearGradInput {
+    fn name(&self) -> &'static str {
+        "grouped_linear_grad_input"
+    }
+
+    fn rows(&self) -> Rows {
+        super::rows(2, self.balanced)
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        let (_, _, width) = weight_dims(inputs[1].dims());
+        Ok(vec![inputs[0].in_shape((inputs[0].dims()[0], width))])
+    }
+
+    fn flops(&self, inputs: &[Spec], outputs: &[Spec]) -> u64 {
+        let Self { sources, balanced } = *self;
+        GroupedLinear { sources, balanced }.flops(inputs, outputs)
+    }
+
+    fn workspace(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> Vec<u64> {
+        let (_, out, width) = weight_dims(inputs[1].dims());
+        backward(inputs[0].dims()[0], out, width).scratch_within(threads)
+    }
+
+    fn run(&self, args: &mut Args<'_>) {
+        let (_, out, width) = weight_dims(args.input_dims(1));
+        run(args, self.sources, &backward(args.input_dims(0)[0], out, width));
+    }
+    fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
+        gapless_kernels::cuda::launch::grouped_linear_grad_input(self.sources, operands)
+    }
+
+    fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
+        let (dy, weight, starts) = (args.input(0), args.input(1), exact_starts(args.input(2)));
+        let (experts, out, width) = weight_dims(&weight.dims);
+        let mut dx = Array::zeros(&[dy.dims[0], width]);
+        let runs = Runs { starts: &starts, sources: self.sources, experts };
+        for expert in 0..experts {
+            for row in runs.by_sequence(expert).flatten() {
+                for o in 0..out {
+                    for i in 0..width {
+                        dx.data[row * width + i] +=
+                            dy.data[row * out + o] * weight.data[(expert * out + o) * width + i];
+                    }
+                }
+            }
+        }
+        vec![dx]
+    }
+}
+
+/// d_weight = dyᵀ·x of each expert's rows, from (x, dy, starts). Sequences are summed in order, so that summing them
+/// micro-batch by micro-batch gives the same bits.
+#[derive(Debug, Clone, Copy)]
+struct GroupedLinearGradWeight {
+    experts: usize,
+    sources: usize,
+    balanced: Option<usize>,
+    types: OutputTypes<1>,
+}
+
+impl GroupedLinearGradWeight {
+    fn most(x: &[usize], dy: &[usize]) -> Gemm {
+        let (width, out) = (gapless_kernels::width(x), gapless_kernels::width(dy));
+        Gemm::new(out, width, x[0], Strides::transposed(out), Strides::row_major(width))
+    }
+}
+
+impl Op for GroupedLinearGradWeight {
+    fn name(&self) -> &'static str {
+        "grouped_linear_grad_weight"
+    }
+
+    fn rows(&self) -> Rows {
+        Rows::Fixed
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        let (width, out) = (gapless_kernels::width(inputs[0].dims()), gapless_kernels::width(inputs[1].dims()));
+        Ok(self.types.of([inputs[0].in_shape((self.experts, out, width))]))
+    }
+
+    fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
+        let rows = self.balanced.unwrap_or(inputs[0].dims()[0]);
+        2 * (rows * gapless_kernels::width(inputs[0].dims()) * gapless_kernels::width(inputs[1].dims())) as u64
+    }
+
+    fn accumulates(&self, _: usize) -> bool {
+        true
+    }
+
+    fn with_output_in(&self, index: usize, dtype: DType) -> Option<Arc<dyn Op>> {
+        Some(Arc::new(Self { types: self.types.with(index, dtype), ..*self }))
+    }
+
+    fn workspace(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> Vec<u64> {
+        Self::most(inputs[0].dims(), inputs[1].dims()).scratch_within(threads)
+    }
+
+    fn run(&self, args: &mut Args<'_>) {
+        let accumulate = args.accumulate(0);
+        let (d_weight, mut scratch) = (args.output::<f32>(0), args.workspace());
+        let (x, dy, starts) = (args.input::<f32>(0), args.input::<f32>(1), args.input::<u32>(2));
+        let most = Self::most(args.input_dims(0), args.input_dims(1));
+        let size = most.m * most.n;
+        let runs = Runs { starts, sources: self.sources, experts: self.experts };
+        for (expert, d_weight) in d_weight.chunks_exact_mut(size).enumerate() {
+            if !accumulate {
+                d_weight.fill(0.0);
+            }
+            for rows in runs.by_sequence(expert) {
+                let job = Gemm { k: rows.len(), ..most };
+                let (x, dy) = (&x[rows.start * most.n..rows.end * most.n], &dy[rows.start * most.m..rows.end * most.m]);
+                let epilogue = Epilogue::default();
+                job.run_within(&most, dy, x, d_weight, Mode::Accumulate, epilogue, &mut scratch)
+                    .expect("extents by the shape rule");
+            }
+        }
+    }
+    fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
+        gapless_kernels::cuda::launch::grouped_linear_grad_weight(self.sources, operands)
+    }
+
+    fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
+        let (x, dy, starts) = (args.input(0), args.input(1), exact_starts(args.input(2)));
+        let (width, out) = (gapless_kernels::width(&x.dims), gapless_kernels::width(&dy.dims));
+        let mut d_weight = Array::zeros(&[self.experts, out, width]);
+        let runs = Runs { starts: &starts, sources: self.sources, experts: self.experts };
+        for expert in 0..self.experts {
+            for row in runs.by_sequence(expert).flatten() {
+                for o in 0..out {
+                    for i in 0..width {
+                        d_weight.data[(expert * out + o) * width + i] +=
+                            dy.data[row * out + o] * x.data[row * width + i];
+                    }
+                }
+            }
+        }
+        vec![d_weight]
+    }
+}

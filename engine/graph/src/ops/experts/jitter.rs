@@ -1,0 +1,79 @@
+//! Noise on a router's input.
+
+use gapless_kernels::Spec;
+use gapless_kernels::cpu::{Args, BLOCK, InPieces, Pieces, vectorize};
+
+use crate::error::Result;
+use crate::reference::{Array, Reference};
+use crate::tensor::Tensor;
+use crate::{Gradient, Op};
+
+/// y = x·u with u uniform between 1 − amount and 1 + amount (Switch Transformer, arXiv 2101.03961, appendix C). The numbers are
+/// drawn again wherever they are needed: the gradient is the same operation on dy.
+#[derive(Debug, Clone, Copy)]
+pub struct Jitter {
+    /// Half the width of the noise, below 1.
+    pub amount: f64,
+    /// The place in the model, so that no two share their numbers.
+    pub key: u64,
+}
+
+impl Jitter {
+    /// Records it at the next place.
+    ///
+    /// # Errors
+    /// When the amount is outside [0, 1).
+    pub fn apply(x: &Tensor, amount: f64) -> Result<Tensor> {
+        let key = x.next_random();
+        Tensor::apply_op::<1>(Self { amount, key }, &[x]).map(|[y]| y)
+    }
+}
+
+impl Op for Jitter {
+    fn name(&self) -> &'static str {
+        "jitter"
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        crate::ops::expect_float(inputs)?;
+        if !(0.0..1.0).contains(&self.amount) {
+            return Err(format!("amount {} is outside [0, 1)", self.amount));
+        }
+        Ok(vec![inputs[0].clone()])
+    }
+
+    fn gradient(&self, g: &mut Gradient) -> Result<()> {
+        let [dx] = Tensor::apply_op(*self, &[&g.grad(0)])?;
+        g.send(0, dx);
+        Ok(())
+    }
+
+    fn run(&self, args: &mut Args<'_>) {
+        let out = args.output::<f32>(0);
+        let x = args.input::<f32>(0);
+        let numbers = args.random().place(self.key, out.len());
+        let amount = self.amount as f32;
+        out.pieces_mut(BLOCK).zip(x.pieces(BLOCK)).enumerate().for_each(|(block, (out, x))| {
+            vectorize!({
+                for (i, (y, &x)) in out.iter_mut().zip(x).enumerate() {
+                    *y = x * (1.0 + amount * (2.0 * numbers.uniform(block * BLOCK + i) - 1.0));
+                }
+            });
+        });
+    }
+    fn cuda_fusible(&self) -> Option<gapless_kernels::cuda::Fusible> {
+        use gapless_kernels::cuda::{Constant, Fusible};
+        let constants = vec![Constant::Place(self.key), Constant::Number(self.amount as f32)];
+        Some(Fusible::Each { outputs: vec!["jittered(%0, i, $0, %1)".into()], constants })
+    }
+    fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
+        gapless_kernels::cuda::launch::jitter(self.key, self.amount as f32, operands)
+    }
+
+    fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
+        let x = args.input(0);
+        let numbers = args.random().place(self.key, x.data.len());
+        let noise = |i| 1.0 + self.amount * (2.0 * f64::from(numbers.uniform(i)) - 1.0);
+        vec![Array::new(&x.dims, x.data.iter().enumerate().map(|(i, x)| x * noise(i)).collect())]
+    }
+}

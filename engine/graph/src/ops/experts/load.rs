@@ -1,0 +1,122 @@
+//! How many tokens chose each expert.
+
+use gapless_kernels::Spec;
+use gapless_kernels::cpu::Args;
+
+use super::NONE;
+use crate::op::Op;
+use crate::reference::{Array, Reference};
+
+/// Counts of ids [.., tokens, k] below `experts`, as f32: [batch, experts] by sequence, or \[experts\] of all. Has no gradient.
+#[derive(Debug, Clone, Copy)]
+pub struct ExpertLoad {
+    /// Number of experts.
+    pub experts: usize,
+    /// Whether every sequence is counted for itself.
+    pub by_sequence: bool,
+}
+
+impl Op for ExpertLoad {
+    fn name(&self) -> &'static str {
+        "expert_load"
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        crate::ops::expect_ids("ids", &inputs[0])?;
+        let (batch, ..) = super::by_sequence(inputs[0].dims())?;
+        Ok(vec![if self.by_sequence { Spec::f32((batch, self.experts)) } else { Spec::f32(self.experts) }])
+    }
+
+    fn gradient(&self, _: &mut crate::Gradient) -> crate::error::Result<()> {
+        Ok(())
+    }
+
+    fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
+        inputs[0].elements() as u64
+    }
+
+    /// Whole numbers, whose order of summation does not matter below 2²⁴.
+    fn accumulates(&self, _: usize) -> bool {
+        true
+    }
+
+    fn run(&self, args: &mut Args<'_>) {
+        let accumulate = args.accumulate(0);
+        let load = args.output::<f32>(0);
+        let ids = args.input::<u32>(0);
+        if !accumulate {
+            load.fill(0.0);
+        }
+        let sequences = load.len() / self.experts;
+        for (load, ids) in load.chunks_exact_mut(self.experts).zip(ids.chunks_exact(ids.len() / sequences)) {
+            ids.iter().for_each(|&id| load[id as usize] += 1.0);
+        }
+    }
+    fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
+        gapless_kernels::cuda::launch::expert_load(self.experts, operands)
+    }
+
+    fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
+        let ids = args.input(0);
+        let (batch, tokens, k) = super::by_sequence(&ids.dims).expect("checked by the shape rule");
+        let mut load = Array::zeros(&if self.by_sequence { vec![batch, self.experts] } else { vec![self.experts] });
+        for (slot, &id) in ids.data.iter().enumerate() {
+            let sequence = if self.by_sequence { slot / (tokens * k) } else { 0 };
+            load.data[sequence * self.experts + id as usize] += 1.0;
+        }
+        vec![load]
+    }
+}
+
+/// How many of places [.., k] are nowhere, or of how many tokens all are: a scalar. Has no gradient.
+#[derive(Debug, Clone, Copy)]
+pub struct Unplaced {
+    /// Whether tokens of no place are counted, rather than places.
+    pub whole_tokens: bool,
+}
+
+impl Op for Unplaced {
+    fn name(&self) -> &'static str {
+        "unplaced"
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        crate::ops::expect_ids("places", &inputs[0])?;
+        Ok(vec![Spec::f32(())])
+    }
+
+    fn gradient(&self, _: &mut crate::Gradient) -> crate::error::Result<()> {
+        Ok(())
+    }
+
+    fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
+        inputs[0].elements() as u64
+    }
+
+    /// Whole numbers.
+    fn accumulates(&self, _: usize) -> bool {
+        true
+    }
+
+    fn run(&self, args: &mut Args<'_>) {
+        let accumulate = args.accumulate(0);
+        let [count] = args.output::<f32>(0) else { unreachable!("a scalar") };
+        let places = args.input::<u32>(0);
+        let group = if self.whole_tokens { gapless_kernels::width(args.input_dims(0)) } else { 1 };
+        let nowhere = places.chunks_exact(group).filter(|group| group.iter().all(|&place| place == NONE)).count();
+        *count = if accumulate { *count } else { 0.0 } + nowhere as f32;
+    }
+    fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
+        gapless_kernels::cuda::launch::unplaced(
+            if self.whole_tokens { gapless_kernels::width(operands.inputs[0].layout.dims()) } else { 1 },
+            operands,
+        )
+    }
+
+    fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
+        let places = args.input(0);
+        let group = if self.whole_tokens { gapless_kernels::width(&places.dims) } else { 1 };
+        let nowhere = |group: &&[f64]| group.iter().all(|&place| place == f64::from(NONE));
+        vec![Array::new(&[], vec![places.data.chunks_exact(group).filter(nowhere).count() as f64])]
+    }
+}

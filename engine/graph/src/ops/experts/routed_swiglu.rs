@@ -1,0 +1,180 @@
+//! The experts' gated unit, weighted by the router.
+
+use gapless_kernels::Spec;
+use gapless_kernels::cpu::{Args, InPieces, Pieces, math, reduce, rows_per_task, vectorize};
+
+use super::used_rows;
+use crate::error::Result;
+use crate::ops::unary::silu_derivative;
+use crate::reference::{Array, Reference};
+use crate::tensor::Tensor;
+use crate::{Gradient, Op, Rows};
+
+/// y = w·silu(gate)·up, row by row, from gate and up [rows, width], weights [rows, 1] and `starts` (see
+/// [`Route`](super::Route)). The weight goes in before the last product rather than behind it, so that the experts' outputs need
+/// not be kept for the weight's gradient. Rows behind the last one that is used are zeros.
+#[derive(Debug, Clone, Copy)]
+pub struct RoutedSwiGlu {
+    /// If the rows are counted while the step runs: how many there are when all ranks have the same number.
+    pub balanced: Option<usize>,
+}
+
+impl Op for RoutedSwiGlu {
+    fn name(&self) -> &'static str {
+        "routed_swiglu"
+    }
+
+    fn rows(&self) -> Rows {
+        super::rows(3, self.balanced)
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        crate::ops::expect_equal(&inputs[..2])?;
+        crate::ops::expect_float(&inputs[1..3])?;
+        crate::ops::expect_ids("starts", &inputs[3])?;
+        let &[rows, _] = inputs[0].dims() else { return Err("gate and up must be [rows, width]".into()) };
+        if inputs[2].dims() != [rows, 1] {
+            return Err(format!("the weights must be [{rows}, 1]"));
+        }
+        Ok(vec![inputs[0].clone()])
+    }
+
+    fn gradient(&self, g: &mut Gradient) -> Result<()> {
+        let inputs = [g.input(0), g.input(1), g.input(2), g.input(3), g.grad(0)];
+        let [d_gate, d_up, d_weights] =
+            Tensor::apply_op(RoutedSwiGluGrad { balanced: self.balanced }, &inputs.each_ref())?;
+        for (index, gradient) in [d_gate, d_up, d_weights].into_iter().enumerate() {
+            if g.needs(index) {
+                g.send(index, gradient);
+            }
+        }
+        Ok(())
+    }
+
+    fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
+        6 * elements(&inputs[0], self.balanced)
+    }
+
+    fn may_overwrite(&self) -> &[(usize, usize)] {
+        &[(1, 0)]
+    }
+
+    fn run(&self, args: &mut Args<'_>) {
+        let out = args.output::<f32>(0);
+        if !args.is_overwritten(1) {
+            out.copy_from_slice(args.input(1));
+        }
+        let (gate, weights) = (args.input::<f32>(0), args.input::<f32>(2));
+        let width = gapless_kernels::width(args.output_dims(0));
+        let (out, unused) = out.split_at_mut(used_rows(args.input(3)) * width);
+        unused.fill(0.0);
+        let rows = rows_per_task(width);
+        let tasks = out.pieces_mut(rows * width).zip(gate.pieces(rows * width)).zip(weights.pieces(rows));
+        tasks.for_each(|((out, gate), weights)| {
+            for ((out, gate), &weight) in out.chunks_exact_mut(width).zip(gate.chunks_exact(width)).zip(weights) {
+                vectorize!(out.iter_mut().zip(gate).for_each(|(y, &g)| *y *= weight * g * math::sigmoid(g)));
+            }
+        });
+    }
+    fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
+        gapless_kernels::cuda::launch::routed_gated(operands)
+    }
+
+    fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
+        let (gate, up, weights) = (args.input(0), args.input(1), args.input(2));
+        let width = gapless_kernels::width(&gate.dims);
+        let used = args.input(3).data.last().copied().unwrap_or(0.0) as usize * width;
+        let y = |(i, (&g, &u)): (usize, (&f64, &f64))| match i < used {
+            true => weights.data[i / width] * g / (1.0 + (-g).exp()) * u,
+            false => 0.0,
+        };
+        vec![Array::new(&gate.dims, gate.data.iter().zip(&up.data).enumerate().map(y).collect())]
+    }
+}
+
+/// Elements of as many rows as there are when all ranks have the same number.
+fn elements(rows: &Spec, balanced: Option<usize>) -> u64 {
+    (balanced.unwrap_or(rows.dims()[0]) * gapless_kernels::width(rows.dims())) as u64
+}
+
+/// (d_gate, d_up, d_weights) from (gate, up, weights, starts, dy); the first two may overwrite gate and up.
+#[derive(Debug, Clone, Copy)]
+struct RoutedSwiGluGrad {
+    balanced: Option<usize>,
+}
+
+impl Op for RoutedSwiGluGrad {
+    fn name(&self) -> &'static str {
+        "routed_swiglu_grad"
+    }
+
+    fn rows(&self) -> Rows {
+        super::rows(3, self.balanced)
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        Ok(inputs[..3].to_vec())
+    }
+
+    fn may_overwrite(&self) -> &[(usize, usize)] {
+        &[(0, 0), (1, 1)]
+    }
+
+    fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
+        12 * elements(&inputs[0], self.balanced)
+    }
+
+    fn run(&self, args: &mut Args<'_>) {
+        let (d_gate, d_up, d_weights) = (args.output::<f32>(0), args.output::<f32>(1), args.output::<f32>(2));
+        if !args.is_overwritten(0) {
+            d_gate.copy_from_slice(args.input(0));
+        }
+        if !args.is_overwritten(1) {
+            d_up.copy_from_slice(args.input(1));
+        }
+        let (weights, dy) = (args.input::<f32>(2), args.input::<f32>(4));
+        let width = gapless_kernels::width(args.output_dims(0));
+        let used = used_rows(args.input(3));
+        let (d_gate, no_gate) = d_gate.split_at_mut(used * width);
+        let (d_up, no_up) = d_up.split_at_mut(used * width);
+        let (d_weights, no_weights) = d_weights.split_at_mut(used);
+        [no_gate, no_up, no_weights].into_iter().for_each(|unused| unused.fill(0.0));
+        let rows = rows_per_task(width);
+        let tasks = d_gate.pieces_mut(rows * width).zip(d_up.pieces_mut(rows * width));
+        let of_rows = weights.pieces(rows).zip(d_weights.pieces_mut(rows));
+        tasks.zip(dy.pieces(rows * width)).zip(of_rows).for_each(|(((d_gate, d_up), dy), (weights, d_weights))| {
+            let rows = d_gate.chunks_exact_mut(width).zip(d_up.chunks_exact_mut(width)).zip(dy.chunks_exact(width));
+            for (((gate, up), dy), (&weight, d_weight)) in rows.zip(weights.iter().zip(d_weights)) {
+                vectorize!({
+                    *d_weight = reduce::sum3(gate, up, dy, |g, u, dy| dy * g * math::sigmoid(g) * u);
+                    for ((gate, up), &dy) in gate.iter_mut().zip(up.iter_mut()).zip(dy) {
+                        let (g, u) = (*gate, *up);
+                        *gate = weight * dy * u * silu_derivative(g);
+                        *up = weight * dy * g * math::sigmoid(g);
+                    }
+                });
+            }
+        });
+    }
+    fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
+        gapless_kernels::cuda::launch::routed_gated_grad(operands)
+    }
+
+    fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
+        let (gate, up, weights, dy) = (args.input(0), args.input(1), args.input(2), args.input(4));
+        let width = gapless_kernels::width(&gate.dims);
+        let (mut d_gate, mut d_up) = (Array::zeros(&gate.dims), Array::zeros(&gate.dims));
+        let mut d_weights = Array::zeros(&weights.dims);
+        for row in 0..args.input(3).data.last().copied().unwrap_or(0.0) as usize {
+            let w = weights.data[row];
+            for i in row * width..(row + 1) * width {
+                let (g, u, dy) = (gate.data[i], up.data[i], dy.data[i]);
+                let s = 1.0 / (1.0 + (-g).exp());
+                d_gate.data[i] = w * dy * u * s * (1.0 + g * (1.0 - s));
+                d_up.data[i] = w * dy * g * s;
+                d_weights.data[row] += dy * g * s * u;
+            }
+        }
+        vec![d_gate, d_up, d_weights]
+    }
+}

@@ -1,0 +1,235 @@
+//! The best experts of each token.
+
+use gapless_kernels::Spec;
+use gapless_kernels::cpu::Args;
+
+use super::ExpertLoad;
+use crate::error::Result;
+use crate::reference::{Array, Reference};
+use crate::tensor::Tensor;
+use crate::{Gradient, Op};
+
+/// Experts in equal groups, of which a token may use some (DeepSeek-V3, arXiv 2412.19437, section 2.1.2: node-limited routing).
+/// A group is worth the sum of its two best experts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ExpertGroups {
+    /// Number of groups; divides the experts.
+    pub count: usize,
+    /// Groups that a token may use.
+    pub limit: usize,
+}
+
+/// The `k` experts with the greatest scores, best first, of scores [.., tokens, experts] and perhaps a bias \[experts\] that is
+/// added to choose by, but not to what comes out: (scores [.., tokens, k], ids [.., tokens, k]). Of equal ones, the first.
+///
+/// The bias has no gradient of the loss. What takes its place is the number of tokens that chose each expert, which is what
+/// balancing without a loss goes by (Wang et al., arXiv 2408.15664).
+#[derive(Debug, Clone, Copy)]
+pub struct TopK {
+    /// Experts per token.
+    pub k: usize,
+    /// Which experts may be chosen together.
+    pub groups: Option<ExpertGroups>,
+}
+
+/// Most experts, so that a token's choice fits a fixed table.
+const MAX_EXPERTS: usize = 1024;
+
+impl TopK {
+    /// Writes the ids of a token's experts.
+    fn choose<T: PartialOrd + Copy + std::ops::Add<Output = T>>(
+        &self,
+        score: impl Fn(usize) -> T,
+        experts: usize,
+        ids: &mut [u32],
+    ) {
+        let mut allowed = [u64::MAX; MAX_EXPERTS / 64];
+        if let Some(ExpertGroups { count, limit }) = self.groups {
+            allowed = [0; MAX_EXPERTS / 64];
+            let size = experts / count;
+            let worth = |group: usize| {
+                let of_group = |i| score(group * size + i);
+                let best = best(size, of_group, |_| true);
+                let second = best.and_then(|best| self::best(size, of_group, |i| i != best));
+                match (best, second) {
+                    (Some(a), Some(b)) => of_group(a) + of_group(b),
+                    (a, _) => of_group(a.unwrap_or(0)),
+                }
+            };
+            let mut taken = [0u64; MAX_EXPERTS / 64];
+            for _ in 0..limit {
+                // With scores that are not numbers no group is best: the first that is left.
+                let group = best(count, worth, |g| !has(&taken, g)).unwrap_or(0);
+                add(&mut taken, group);
+                (group * size..(group + 1) * size).for_each(|expert| add(&mut allowed, expert));
+            }
+        }
+        let mut taken = [0u64; MAX_EXPERTS / 64];
+        for id in ids {
+            let free = |expert: usize| has(&allowed, expert) && !has(&taken, expert);
+            let expert = best(experts, &score, free).expect("there are as many as are chosen");
+            add(&mut taken, expert);
+            *id = expert as u32;
+        }
+    }
+}
+
+/// The first of the greatest among those that may be taken; among scores that are not numbers, the first.
+fn best<T: PartialOrd>(count: usize, score: impl Fn(usize) -> T, may: impl Fn(usize) -> bool) -> Option<usize> {
+    let mut best = None;
+    for i in (0..count).filter(|&i| may(i)) {
+        if best.is_none_or(|b| score(i) > score(b)) {
+            best = Some(i);
+        }
+    }
+    best
+}
+
+fn has(set: &[u64], i: usize) -> bool {
+    set[i / 64] >> (i % 64) & 1 == 1
+}
+
+fn add(set: &mut [u64], i: usize) {
+    set[i / 64] |= 1 << (i % 64);
+}
+
+impl Op for TopK {
+    fn name(&self) -> &'static str {
+        "top_k"
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        crate::ops::expect_float(inputs)?;
+        crate::ops::expect_rank(&inputs[0], 2)?;
+        let (&experts, tokens) = inputs[0].dims().split_last().expect("rank was checked");
+        if let Some(bias) = inputs.get(1)
+            && bias.dims() != [experts]
+        {
+            return Err(format!("the bias must be [{experts}]"));
+        }
+        let mut choice = experts;
+        if let Some(ExpertGroups { count, limit }) = self.groups {
+            if count == 0 || !experts.is_multiple_of(count) || limit == 0 || limit > count {
+                return Err(format!("{limit} of {count} groups of {experts} experts"));
+            }
+            choice = experts / count * limit;
+        }
+        if self.k == 0 || self.k > choice || experts > MAX_EXPERTS {
+            return Err(format!(
+                "{} of {choice} experts; at least 1, and at most {MAX_EXPERTS} experts in all",
+                self.k
+            ));
+        }
+        let dims = [tokens, &[self.k]].concat();
+        Ok(vec![inputs[0].in_shape(dims.clone()), Spec { shape: dims.into(), dtype: candle_core::DType::U32 }])
+    }
+
+    fn gradient(&self, g: &mut Gradient) -> Result<()> {
+        let experts = gapless_kernels::width(g.input(0).dims());
+        if g.needs(0) {
+            let [d_scores] = Tensor::apply_op(TopKGrad { experts }, &[&g.output(1), &g.grad(0)])?;
+            g.send(0, d_scores);
+        }
+        if g.inputs() > 1 && g.needs(1) {
+            let [load] = Tensor::apply_op(ExpertLoad { experts, by_sequence: false }, &[&g.output(1)])?;
+            g.send(1, load);
+        }
+        Ok(())
+    }
+
+    fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
+        (inputs[0].elements() * (self.k + 2)) as u64
+    }
+
+    fn run(&self, args: &mut Args<'_>) {
+        let (values, ids) = (args.output::<f32>(0), args.output::<u32>(1));
+        let scores = args.input::<f32>(0);
+        let bias = (args.inputs() > 1).then(|| args.input::<f32>(1));
+        let experts = gapless_kernels::width(args.input_dims(0));
+        let tokens =
+            values.chunks_exact_mut(self.k).zip(ids.chunks_exact_mut(self.k)).zip(scores.chunks_exact(experts));
+        tokens.for_each(|((values, ids), scores)| {
+            self.choose(|i| scores[i] + bias.map_or(0.0, |bias| bias[i]), experts, ids);
+            values.iter_mut().zip(ids).for_each(|(value, &mut id)| *value = scores[id as usize]);
+        });
+    }
+    fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
+        gapless_kernels::cuda::launch::top_k(self.k, self.groups.map(|groups| (groups.count, groups.limit)), operands)
+    }
+
+    fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
+        let scores = args.input(0);
+        let mut dims = scores.dims.clone();
+        let experts = std::mem::replace(dims.last_mut().expect("rank was checked"), self.k);
+        let (mut values, mut ids) = (Vec::new(), Vec::new());
+        for row in scores.rows() {
+            let biased: Vec<f64> =
+                (0..experts).map(|i| row[i] + if args.inputs() > 1 { args.input(1).data[i] } else { 0.0 }).collect();
+            // Best first, and of equal ones the first: a stable sort.
+            let sorted = |mut of: Vec<usize>, by: &dyn Fn(usize) -> f64| {
+                of.sort_by(|&a, &b| by(b).total_cmp(&by(a)));
+                of
+            };
+            let groups = self.groups.unwrap_or(ExpertGroups { count: 1, limit: 1 });
+            let size = experts / groups.count;
+            let worth = |g: usize| {
+                sorted((g * size..(g + 1) * size).collect(), &|i| biased[i]).iter().take(2).map(|&i| biased[i]).sum()
+            };
+            let chosen = sorted((0..groups.count).collect(), &worth)[..groups.limit].to_vec();
+            let mut allowed: Vec<usize> = chosen.iter().flat_map(|g| g * size..(g + 1) * size).collect();
+            allowed.sort_unstable();
+            for &id in &sorted(allowed, &|i| biased[i])[..self.k] {
+                values.push(row[id]);
+                ids.push(id as f64);
+            }
+        }
+        vec![Array::new(&dims, values), Array::new(&dims, ids)]
+    }
+}
+
+/// The gradients of all scores, zero for experts that were not chosen, from (ids, gradients of those that were).
+#[derive(Debug, Clone, Copy)]
+struct TopKGrad {
+    experts: usize,
+}
+
+impl Op for TopKGrad {
+    fn name(&self) -> &'static str {
+        "top_k_grad"
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        let mut dims = inputs[1].dims().to_vec();
+        *dims.last_mut().expect("rank by the forward's rule") = self.experts;
+        Ok(vec![inputs[1].in_shape(dims)])
+    }
+
+    fn run(&self, args: &mut Args<'_>) {
+        let d_scores = args.output::<f32>(0);
+        let (ids, dy) = (args.input::<u32>(0), args.input::<f32>(1));
+        let k = gapless_kernels::width(args.input_dims(0));
+        d_scores.fill(0.0);
+        for ((d_scores, ids), dy) in
+            d_scores.chunks_exact_mut(self.experts).zip(ids.chunks_exact(k)).zip(dy.chunks_exact(k))
+        {
+            ids.iter().zip(dy).for_each(|(&id, &dy)| d_scores[id as usize] = dy);
+        }
+    }
+    fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
+        gapless_kernels::cuda::launch::top_k_grad(operands)
+    }
+
+    fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
+        let (ids, dy) = (args.input(0), args.input(1));
+        let mut dims = dy.dims.clone();
+        *dims.last_mut().expect("rank by the forward's rule") = self.experts;
+        let mut d_scores = Array::zeros(&dims);
+        for ((token, ids), dy) in ids.rows().enumerate().zip(dy.rows()) {
+            for (&id, &dy) in ids.iter().zip(dy) {
+                d_scores.data[token * self.experts + id as usize] = dy;
+            }
+        }
+        vec![d_scores]
+    }
+}

@@ -1,0 +1,131 @@
+//! The operations: one file each, with shape rule, gradient, cost, kernel and reference.
+
+mod affine;
+mod attention;
+mod binary;
+mod broadcast;
+mod cast;
+mod cat;
+mod collective;
+mod compress;
+mod contiguous;
+mod cross_entropy;
+mod dropout;
+mod embedding;
+mod experts;
+mod layer_norm;
+mod linear;
+mod linear_cross_entropy;
+mod matmul;
+mod narrow;
+mod norm_grad;
+mod output_types;
+mod reshape;
+mod rms_norm;
+mod rope;
+mod scaled_sum;
+mod softmax;
+mod sum;
+mod swiglu;
+mod transpose;
+mod unary;
+
+pub(crate) use gapless_kernels::width;
+
+pub use affine::Affine;
+pub use attention::Attention;
+pub use binary::{Binary, BinaryKind};
+pub use broadcast::BroadcastAs;
+pub use cast::Cast;
+pub use cat::Cat;
+pub use collective::{Collective, Group};
+pub use compress::{Compress, Expand, packed};
+pub use contiguous::Contiguous;
+pub use cross_entropy::CrossEntropy;
+pub use dropout::Dropout;
+pub use embedding::Embedding;
+pub use experts::{
+    Chooses, Combine, Dispatch, Drop, ExpertGroups, ExpertLoad, GroupedLinear, Jitter, LogSumExp, NONE, Route,
+    RoutedSwiGlu, RunLengths, RunStarts, SlotWeights, TopK, Unplaced,
+};
+pub use layer_norm::LayerNorm;
+pub use linear::Linear;
+pub use linear_cross_entropy::LinearCrossEntropy;
+pub use matmul::MatMul;
+pub use narrow::{Narrow, Widen};
+pub use reshape::Reshape;
+pub(crate) use reshape::reshaped;
+pub use rms_norm::RmsNorm;
+pub use rope::Rope;
+pub use scaled_sum::ScaledSum;
+pub use softmax::Softmax;
+pub use sum::Sum;
+pub use swiglu::SwiGlu;
+pub use transpose::Transpose;
+pub use unary::{Unary, UnaryKind};
+
+use candle_core::{DType, Layout};
+use gapless_kernels::Spec;
+use gapless_kernels::cpu::{last_extent, row_of};
+
+use self::output_types::OutputTypes;
+use crate::graph::FLOATS;
+
+/// Refuses anything but tensors of one of the [`FLOATS`].
+pub(crate) fn expect_float(inputs: &[Spec]) -> Result<(), String> {
+    let first = inputs.first().map_or(DType::F32, |s| s.dtype);
+    let expected = if FLOATS.contains(&first) { first } else { DType::F32 };
+    match inputs.iter().position(|s| s.dtype != expected) {
+        Some(0) => Err(format!("input 0 is {first:?}; this operation takes one of {FLOATS:?}")),
+        Some(index) => {
+            Err(format!("input {index} is {:?}, input 0 {first:?}; all must be of one type", inputs[index].dtype))
+        }
+        None => Ok(()),
+    }
+}
+
+/// Refuses anything but equal tensors of one of the [`FLOATS`].
+pub(crate) fn expect_equal(inputs: &[Spec]) -> Result<(), String> {
+    expect_float(inputs)?;
+    if inputs.windows(2).all(|pair| pair[0] == pair[1]) { Ok(()) } else { Err("the shapes differ".into()) }
+}
+
+/// The part of [`Op`](crate::Op) that operations without data share: they are resolved into layouts when the graph is
+/// built, so no kernel is ever called.
+macro_rules! view_only {
+    () => {
+        fn reads_strides(&self, _: usize, _: &candle_core::Layout) -> bool {
+            true
+        }
+
+        fn flops(&self, _: &[gapless_kernels::Spec], _: &[gapless_kernels::Spec]) -> u64 {
+            0
+        }
+
+        fn run(&self, _: &mut gapless_kernels::cpu::Args<'_>) {
+            unreachable!("a view has no kernel")
+        }
+
+        fn reference(&self, _: &crate::reference::Reference<'_>) -> Vec<crate::reference::Array> {
+            unreachable!("the graph reads a view through its layout")
+        }
+    };
+}
+use view_only;
+
+/// Refuses tensors of fewer dimensions.
+pub(crate) fn expect_rank(input: &Spec, rank: usize) -> Result<(), String> {
+    if input.dims().len() >= rank { Ok(()) } else { Err(format!("at least {rank} dimensions are needed")) }
+}
+
+/// Element `index` in row-major order of a tensor with strides.
+pub(crate) fn element(data: &[f32], layout: &Layout, index: usize) -> f32 {
+    let width = last_extent(layout);
+    let (row, step) = row_of(data, layout, index / width);
+    row[index % width * step]
+}
+
+/// Refuses anything but u32.
+pub(crate) fn expect_ids(name: &str, input: &Spec) -> Result<(), String> {
+    if input.dtype == DType::U32 { Ok(()) } else { Err(format!("{name} must be u32, not {:?}", input.dtype)) }
+}

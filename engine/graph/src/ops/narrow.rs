@@ -1,0 +1,126 @@
+//! A range of one dimension, and its gradient: the range put back among zeros.
+
+use candle_core::{Layout, Shape};
+use gapless_kernels::Spec;
+use gapless_kernels::cpu::{Args, InPieces, Pieces};
+
+use super::view_only;
+use crate::error::Result;
+use crate::reference::{Array, Reference};
+use crate::tensor::Tensor;
+use crate::{Gradient, Op};
+
+/// A view of `len` indices of dimension `dim`, from `start`.
+#[derive(Debug, Clone, Copy)]
+pub struct Narrow {
+    /// The dimension.
+    pub dim: usize,
+    /// First index.
+    pub start: usize,
+    /// Number of indices.
+    pub len: usize,
+}
+
+impl Op for Narrow {
+    fn name(&self) -> &'static str {
+        "narrow"
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        let mut dims = inputs[0].dims().to_vec();
+        if self.start.checked_add(self.len).is_none_or(|end| end > dims[self.dim]) {
+            return Err(format!(
+                "indices {}..{} leave dimension {} of extent {}",
+                self.start,
+                self.start.saturating_add(self.len),
+                self.dim,
+                dims[self.dim]
+            ));
+        }
+        dims[self.dim] = self.len;
+        Ok(vec![Spec { shape: Shape::from_dims(&dims), dtype: inputs[0].dtype }])
+    }
+
+    fn view(&self, input: &Layout) -> Option<Layout> {
+        input.narrow(self.dim, self.start, self.len).ok()
+    }
+
+    fn gradient(&self, g: &mut Gradient) -> Result<()> {
+        let extent = g.input(0).dims()[self.dim];
+        let dy = g.grad(0);
+        let widen = Widen { dim: self.dim, start: self.start, extent };
+        let [dx] = Tensor::apply_op(widen, &[&dy])?;
+        g.send(0, dx);
+        Ok(())
+    }
+
+    view_only!();
+}
+
+/// The inverse of [`Narrow`]: its range among zeros. Autodiff joins those that tile a tensor into one
+/// [`Cat`](super::Cat) instead.
+#[derive(Debug, Clone, Copy)]
+pub struct Widen {
+    /// The dimension.
+    pub dim: usize,
+    /// Where the input starts.
+    pub start: usize,
+    /// The output's extent.
+    pub extent: usize,
+}
+
+impl Op for Widen {
+    fn name(&self) -> &'static str {
+        "widen"
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        super::expect_float(inputs)?;
+        let mut dims = inputs[0].dims().to_vec();
+        dims[self.dim] = self.extent;
+        Ok(vec![inputs[0].in_shape(dims)])
+    }
+
+    fn gradient(&self, g: &mut Gradient) -> Result<()> {
+        let dx = g.grad(0).narrow(self.dim, self.start, g.input(0).dims()[self.dim])?;
+        g.send(0, dx);
+        Ok(())
+    }
+
+    fn flops(&self, _: &[Spec], _: &[Spec]) -> u64 {
+        0
+    }
+
+    fn run(&self, args: &mut Args<'_>) {
+        let out = args.output::<f32>(0);
+        let x = args.input::<f32>(0);
+        let dims = args.input_dims(0);
+        let inner: usize = dims[self.dim + 1..].iter().product();
+        let (wide, narrow, start) = (self.extent * inner, dims[self.dim] * inner, self.start * inner);
+        if narrow == 0 {
+            out.fill(0.0);
+            return;
+        }
+        out.pieces_mut(wide).zip(x.pieces(narrow)).for_each(|(out, x)| {
+            out[..start].fill(0.0);
+            out[start..start + narrow].copy_from_slice(x);
+            out[start + narrow..].fill(0.0);
+        });
+    }
+    fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
+        gapless_kernels::cuda::launch::widen(self.dim, self.start, operands)
+    }
+
+    fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
+        let x = args.input(0);
+        let mut dims = x.dims.clone();
+        dims[self.dim] = self.extent;
+        let layout = Layout::contiguous(Shape::from_dims(&dims));
+        let range = layout.narrow(self.dim, self.start, x.dims[self.dim]).expect("inside by the shape rule");
+        let mut out = Array::zeros(&dims);
+        for (index, &x) in crate::reference::layout_indices(&range).zip(&x.data) {
+            out.data[index] = x;
+        }
+        vec![out]
+    }
+}

@@ -1,0 +1,195 @@
+//! The gradients of both normalisations. With x̂ = (x − mean)·rstd and g = dy·weight:
+//! dx = rstd·(g − mean(g) − x̂·mean(g·x̂)), without the mean(g) where nothing was centred;
+//! d_weight = Σ dy·x̂ and d_bias = Σ dy over the rows.
+
+use std::sync::Arc;
+
+use candle_core::DType;
+use gapless_kernels::Spec;
+use gapless_kernels::cpu::{Args, InPieces, Pieces, reduce, rows_per_task, vectorize};
+
+use super::OutputTypes;
+use crate::error::Result;
+use crate::reference::{Array, Reference};
+use crate::tensor::Tensor;
+use crate::{Gradient, Op};
+
+/// Records the gradients of a normalisation with inputs (x, weight[, bias]) and outputs (y, stats).
+pub(super) fn record(g: &mut Gradient, centred: bool) -> Result<()> {
+    let (x, weight, stats, dy) = (g.input(0), g.input(1), g.output(1), g.grad(0));
+    if g.needs(1) || (centred && g.needs(2)) {
+        let [d_weight, d_bias] = Tensor::apply_op(NormGradWeight::default(), &[&x, &stats, &dy])?;
+        if g.needs(1) {
+            g.send(1, d_weight);
+        }
+        if centred && g.needs(2) {
+            g.send(2, d_bias);
+        }
+    }
+    if g.needs(0) {
+        let [dx] = Tensor::apply_op(NormGradInput { centred }, &[&x, &weight, &stats, &dy])?;
+        g.send(0, dx);
+    }
+    Ok(())
+}
+
+/// Refuses anything but one number per column.
+pub(super) fn expect_vector(name: &str, vector: &Spec, x: &Spec) -> Result<(), String> {
+    super::expect_float(&[vector.clone(), x.clone()])?;
+    super::expect_rank(x, 1)?;
+    let width = super::width(x.dims());
+    if vector.dims() == [width] { Ok(()) } else { Err(format!("{name} must be [{width}]")) }
+}
+
+/// One (mean, rstd) per row.
+pub(super) fn stats_of(x: &Spec) -> Spec {
+    Spec::f32((x.elements() / super::width(x.dims()), 2))
+}
+
+/// dx from (x, weight, stats, dy).
+#[derive(Debug, Clone, Copy)]
+struct NormGradInput {
+    centred: bool,
+}
+
+impl Op for NormGradInput {
+    fn name(&self) -> &'static str {
+        "norm_grad_input"
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        Ok(vec![inputs[0].clone()])
+    }
+
+    fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
+        9 * inputs[0].elements() as u64
+    }
+
+    fn may_overwrite(&self) -> &[(usize, usize)] {
+        &[(3, 0)]
+    }
+
+    fn run(&self, args: &mut Args<'_>) {
+        let dx = args.output::<f32>(0);
+        let (x, weight, stats) = (args.input::<f32>(0), args.input::<f32>(1), args.input::<f32>(2));
+        if !args.is_overwritten(3) {
+            dx.copy_from_slice(args.input(3));
+        }
+        let width = weight.len();
+        let rows = rows_per_task(width);
+        let tasks = dx.pieces_mut(rows * width).zip(x.pieces(rows * width)).zip(stats.pieces(rows * 2));
+        tasks.for_each(|((dx, x), stats)| {
+            let rows = dx.chunks_exact_mut(width).zip(x.chunks_exact(width)).zip(stats.chunks_exact(2));
+            vectorize!({
+                for ((dx, x), stats) in rows {
+                    let (mean, rstd) = (stats[0], stats[1]);
+                    dx.iter_mut().zip(weight).for_each(|(dy, &w)| *dy *= w);
+                    let mean_g = if self.centred { reduce::sum(dx, |g| g) / width as f32 } else { 0.0 };
+                    let mean_gx = reduce::sum2(dx, x, |g, x| g * (x - mean)) * rstd / width as f32;
+                    for (dx, &x) in dx.iter_mut().zip(x) {
+                        *dx = rstd * (*dx - mean_g - (x - mean) * rstd * mean_gx);
+                    }
+                }
+            });
+        });
+    }
+    fn cuda_fusible(&self) -> Option<gapless_kernels::cuda::Fusible> {
+        Some(gapless_kernels::cuda::Fusible::NormGradInput { is_centred: self.centred })
+    }
+    fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
+        gapless_kernels::cuda::launch::norm_grad_input(self.centred, operands)
+    }
+
+    fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
+        let (x, weight, stats, dy) = (args.input(0), args.input(1), args.input(2), args.input(3));
+        let mut dx = Vec::new();
+        for ((x, dy), stats) in x.rows().zip(dy.rows()).zip(stats.rows()) {
+            let n = x.len() as f64;
+            let hat: Vec<f64> = x.iter().map(|x| (x - stats[0]) * stats[1]).collect();
+            let g: Vec<f64> = dy.iter().zip(&weight.data).map(|(dy, w)| dy * w).collect();
+            let mean_g = if self.centred { g.iter().sum::<f64>() / n } else { 0.0 };
+            let mean_gx = g.iter().zip(&hat).map(|(g, h)| g * h).sum::<f64>() / n;
+            dx.extend(g.iter().zip(&hat).map(|(g, h)| stats[1] * (g - mean_g - h * mean_gx)));
+        }
+        vec![Array::new(&x.dims, dx)]
+    }
+}
+
+/// (d_weight, d_bias) from (x, stats, dy): columns in parallel, rows in order.
+#[derive(Debug, Clone, Copy, Default)]
+struct NormGradWeight {
+    types: OutputTypes<2>,
+}
+
+/// Columns per task: four cache lines of each row.
+const COLUMNS: usize = 64;
+
+impl Op for NormGradWeight {
+    fn name(&self) -> &'static str {
+        "norm_grad_weight"
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        let width = inputs[0].in_shape(super::width(inputs[0].dims()));
+        Ok(self.types.of([width.clone(), width]))
+    }
+
+    fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
+        5 * inputs[0].elements() as u64
+    }
+
+    fn accumulates(&self, _: usize) -> bool {
+        true
+    }
+
+    fn with_output_in(&self, index: usize, dtype: DType) -> Option<Arc<dyn Op>> {
+        Some(Arc::new(Self { types: self.types.with(index, dtype) }))
+    }
+
+    fn run(&self, args: &mut Args<'_>) {
+        let accumulate = [args.accumulate(0), args.accumulate(1)];
+        let (d_weight, d_bias) = (args.output::<f32>(0), args.output::<f32>(1));
+        let (x, stats, dy) = (args.input::<f32>(0), args.input::<f32>(1), args.input::<f32>(2));
+        let width = d_weight.len();
+        let tasks = d_weight.pieces_mut(COLUMNS).zip(d_bias.pieces_mut(COLUMNS)).enumerate();
+        tasks.for_each(|(task, (d_weight, d_bias))| {
+            let columns = task * COLUMNS..task * COLUMNS + d_weight.len();
+            if !accumulate[0] {
+                d_weight.fill(0.0);
+            }
+            if !accumulate[1] {
+                d_bias.fill(0.0);
+            }
+            let rows = x.chunks_exact(width).zip(dy.chunks_exact(width)).zip(stats.chunks_exact(2));
+            vectorize!({
+                for ((x, dy), stats) in rows {
+                    let (x, dy) = (&x[columns.clone()], &dy[columns.clone()]);
+                    let (mean, rstd) = (stats[0], stats[1]);
+                    for ((dw, db), (&x, &dy)) in d_weight.iter_mut().zip(d_bias.iter_mut()).zip(x.iter().zip(dy)) {
+                        *dw += dy * (x - mean) * rstd;
+                        *db += dy;
+                    }
+                }
+            });
+        });
+    }
+    fn cuda_workspace(&self, inputs: &[Spec], _: &[Spec]) -> Vec<u64> {
+        gapless_kernels::cuda::launch::norm_grad_weight_workspace(&inputs[0])
+    }
+    fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
+        gapless_kernels::cuda::launch::norm_grad_weight(operands)
+    }
+
+    fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
+        let (x, stats, dy) = (args.input(0), args.input(1), args.input(2));
+        let width = super::width(&x.dims);
+        let (mut d_weight, mut d_bias) = (Array::zeros(&[width]), Array::zeros(&[width]));
+        for ((x, dy), stats) in x.rows().zip(dy.rows()).zip(stats.rows()) {
+            for c in 0..width {
+                d_weight.data[c] += dy[c] * (x[c] - stats[0]) * stats[1];
+                d_bias.data[c] += dy[c];
+            }
+        }
+        vec![d_weight, d_bias]
+    }
+}

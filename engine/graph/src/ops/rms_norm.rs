@@ -1,0 +1,72 @@
+//! Root-mean-square normalisation (Zhang & Sennrich, arXiv 1910.07467).
+
+use gapless_kernels::Spec;
+use gapless_kernels::cpu::{Args, InPieces, Pieces, reduce, rows_per_task, vectorize};
+
+use super::norm_grad::{self, expect_vector, stats_of};
+use crate::error::Result;
+use crate::reference::{Array, Reference};
+use crate::{Gradient, Op};
+
+/// y = x·rstd·weight over the last dimension, with rstd = 1/√(mean(x²) + eps).
+/// Outputs: y, and (0, rstd) of each row, in the form of layer normalisation's.
+#[derive(Debug, Clone, Copy)]
+pub struct RmsNorm {
+    /// Added to the mean square.
+    pub eps: f64,
+}
+
+impl Op for RmsNorm {
+    fn name(&self) -> &'static str {
+        "rms_norm"
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        expect_vector("weight", &inputs[1], &inputs[0])?;
+        Ok(vec![inputs[0].clone(), stats_of(&inputs[0])])
+    }
+
+    fn gradient(&self, g: &mut Gradient) -> Result<()> {
+        g.refuse(self, 1)?;
+        norm_grad::record(g, false)
+    }
+
+    fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
+        4 * inputs[0].elements() as u64
+    }
+
+    fn run(&self, args: &mut Args<'_>) {
+        let (y, stats) = (args.output::<f32>(0), args.output::<f32>(1));
+        let (x, weight) = (args.input::<f32>(0), args.input::<f32>(1));
+        let width = weight.len();
+        let rows = rows_per_task(width);
+        let tasks = y.pieces_mut(rows * width).zip(x.pieces(rows * width)).zip(stats.pieces_mut(rows * 2));
+        tasks.for_each(|((y, x), stats)| {
+            let rows = y.chunks_exact_mut(width).zip(x.chunks_exact(width)).zip(stats.chunks_exact_mut(2));
+            vectorize!({
+                for ((y, x), stats) in rows {
+                    let rstd = 1.0 / (reduce::sum(x, |x| x * x) / width as f32 + self.eps as f32).sqrt();
+                    (stats[0], stats[1]) = (0.0, rstd);
+                    y.iter_mut().zip(x.iter().zip(weight)).for_each(|(y, (&x, &w))| *y = x * rstd * w);
+                }
+            });
+        });
+    }
+    fn cuda_fusible(&self) -> Option<gapless_kernels::cuda::Fusible> {
+        Some(gapless_kernels::cuda::Fusible::Norm { is_centred: false, eps: self.eps })
+    }
+    fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
+        gapless_kernels::cuda::launch::norm("rms_norm", self.eps, operands)
+    }
+
+    fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
+        let (x, weight) = (args.input(0), args.input(1));
+        let (mut y, mut stats) = (Vec::new(), Vec::new());
+        for row in x.rows() {
+            let rstd = 1.0 / (row.iter().map(|x| x * x).sum::<f64>() / row.len() as f64 + self.eps).sqrt();
+            stats.extend([0.0, rstd]);
+            y.extend(row.iter().zip(&weight.data).map(|(x, w)| x * rstd * w));
+        }
+        vec![Array::new(&x.dims, y), Array::new(&[stats.len() / 2, 2], stats)]
+    }
+}

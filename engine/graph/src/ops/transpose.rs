@@ -1,0 +1,41 @@
+//! Two dimensions swapped.
+
+use candle_core::{Layout, Shape};
+use gapless_kernels::Spec;
+
+use super::view_only;
+use crate::error::Result;
+use crate::{Gradient, Op};
+
+/// A view with two dimensions swapped.
+#[derive(Debug, Clone, Copy)]
+pub struct Transpose {
+    /// One of them.
+    pub dim1: usize,
+    /// The other.
+    pub dim2: usize,
+}
+
+impl Op for Transpose {
+    fn name(&self) -> &'static str {
+        "transpose"
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        let mut dims = inputs[0].dims().to_vec();
+        dims.swap(self.dim1, self.dim2);
+        Ok(vec![Spec { shape: Shape::from_dims(&dims), dtype: inputs[0].dtype }])
+    }
+
+    fn view(&self, input: &Layout) -> Option<Layout> {
+        input.transpose(self.dim1, self.dim2).ok()
+    }
+
+    fn gradient(&self, g: &mut Gradient) -> Result<()> {
+        let dx = g.grad(0).transpose(self.dim1, self.dim2)?;
+        g.send(0, dx);
+        Ok(())
+    }
+
+    view_only!();
+}

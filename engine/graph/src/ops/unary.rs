@@ -1,0 +1,243 @@
+//! Functions of one element, and their derivatives.
+
+use gapless_kernels::Spec;
+use gapless_kernels::cpu::{Args, map, math, zip};
+
+use crate::error::Result;
+use crate::reference::{Array, Reference};
+use crate::tensor::Tensor;
+use crate::{Gradient, Op, Rows};
+
+/// Which function.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the methods of Tensor say what each is")]
+pub enum UnaryKind {
+    Exp,
+    Log,
+    Sqr,
+    Sqrt,
+    Recip,
+    Tanh,
+    Sigmoid,
+    Relu,
+    Silu,
+    Gelu,
+    GeluErf,
+}
+
+impl UnaryKind {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Exp => "exp",
+            Self::Log => "log",
+            Self::Sqr => "sqr",
+            Self::Sqrt => "sqrt",
+            Self::Recip => "recip",
+            Self::Tanh => "tanh",
+            Self::Sigmoid => "sigmoid",
+            Self::Relu => "relu",
+            Self::Silu => "silu",
+            Self::Gelu => "gelu",
+            Self::GeluErf => "gelu_erf",
+        }
+    }
+
+    fn gradient_name(self) -> &'static str {
+        match self {
+            Self::Exp => "exp_grad",
+            Self::Log => "log_grad",
+            Self::Sqr => "sqr_grad",
+            Self::Sqrt => "sqrt_grad",
+            Self::Recip => "recip_grad",
+            Self::Tanh => "tanh_grad",
+            Self::Sigmoid => "sigmoid_grad",
+            Self::Relu => "relu_grad",
+            Self::Silu => "silu_grad",
+            Self::Gelu => "gelu_grad",
+            Self::GeluErf => "gelu_erf_grad",
+        }
+    }
+}
+
+/// y = f(x).
+#[derive(Debug, Clone, Copy)]
+pub struct Unary {
+    /// Which function.
+    pub kind: UnaryKind,
+}
+
+impl Op for Unary {
+    fn name(&self) -> &'static str {
+        self.kind.name()
+    }
+
+    fn rows(&self) -> Rows {
+        Rows::Inherited
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        super::expect_float(inputs)?;
+        Ok(vec![inputs[0].clone()])
+    }
+
+    fn gradient(&self, g: &mut Gradient) -> Result<()> {
+        let [dx] = Tensor::apply_op(UnaryGrad { kind: self.kind }, &[&g.input(0), &g.grad(0)])?;
+        g.send(0, dx);
+        Ok(())
+    }
+
+    fn may_overwrite(&self) -> &[(usize, usize)] {
+        &[(0, 0)]
+    }
+
+    fn run(&self, args: &mut Args<'_>) {
+        match self.kind {
+            UnaryKind::Exp => map(args, math::exp),
+            UnaryKind::Log => map(args, f32::ln),
+            UnaryKind::Sqr => map(args, |x| x * x),
+            UnaryKind::Sqrt => map(args, f32::sqrt),
+            UnaryKind::Recip => map(args, |x| 1.0 / x),
+            UnaryKind::Tanh => map(args, math::tanh),
+            UnaryKind::Sigmoid => map(args, math::sigmoid),
+            UnaryKind::Relu => map(args, |x| x.max(0.0)),
+            UnaryKind::Silu => map(args, |x| x * math::sigmoid(x)),
+            UnaryKind::Gelu => map(args, gelu),
+            UnaryKind::GeluErf => map(args, |x| 0.5 * x * (1.0 + erf(f64::from(x) / std::f64::consts::SQRT_2) as f32)),
+        }
+    }
+    fn cuda_fusible(&self) -> Option<gapless_kernels::cuda::Fusible> {
+        Some(gapless_kernels::cuda::Fusible::each(format!("of_{}($0)", self.kind.name())))
+    }
+    fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
+        gapless_kernels::cuda::launch::unary(self.kind.name(), operands)
+    }
+
+    fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
+        vec![args.input(0).map(|x| value(self.kind, x))]
+    }
+}
+
+/// dx = dy·f′(x).
+#[derive(Debug, Clone, Copy)]
+struct UnaryGrad {
+    kind: UnaryKind,
+}
+
+impl Op for UnaryGrad {
+    fn name(&self) -> &'static str {
+        self.kind.gradient_name()
+    }
+
+    fn rows(&self) -> Rows {
+        Rows::Inherited
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        super::expect_equal(inputs)?;
+        Ok(vec![inputs[0].clone()])
+    }
+
+    fn may_overwrite(&self) -> &[(usize, usize)] {
+        &[(1, 0), (0, 0)]
+    }
+
+    fn run(&self, args: &mut Args<'_>) {
+        match self.kind {
+            UnaryKind::Exp => zip(args, |x, dy| dy * math::exp(x)),
+            UnaryKind::Log => zip(args, |x, dy| dy / x),
+            UnaryKind::Sqr => zip(args, |x, dy| dy * 2.0 * x),
+            UnaryKind::Sqrt => zip(args, |x, dy| dy * 0.5 / x.sqrt()),
+            UnaryKind::Recip => zip(args, |x, dy| -dy / (x * x)),
+            UnaryKind::Tanh => zip(args, |x, dy| {
+                let y = math::tanh(x);
+                dy * (1.0 - y * y)
+            }),
+            UnaryKind::Sigmoid => zip(args, |x, dy| {
+                let y = math::sigmoid(x);
+                dy * y * (1.0 - y)
+            }),
+            UnaryKind::Relu => zip(args, |x, dy| if x > 0.0 { dy } else { 0.0 }),
+            UnaryKind::Silu => zip(args, |x, dy| dy * silu_derivative(x)),
+            UnaryKind::Gelu => zip(args, |x, dy| dy * gelu_derivative(x)),
+            UnaryKind::GeluErf => zip(args, |x, dy| dy * derivative(UnaryKind::GeluErf, f64::from(x)) as f32),
+        }
+    }
+    fn cuda_fusible(&self) -> Option<gapless_kernels::cuda::Fusible> {
+        Some(gapless_kernels::cuda::Fusible::each(format!("of_{}($0, $1)", self.kind.gradient_name())))
+    }
+    fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
+        gapless_kernels::cuda::launch::unary_grad(self.kind.gradient_name(), operands)
+    }
+
+    fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
+        vec![args.input(0).zip(args.input(1), |x, dy| dy * derivative(self.kind, x))]
+    }
+}
+
+/// √(2/π), of GELU's tanh form.
+const GELU_SCALE: f64 = 0.797_884_560_802_865_4;
+const GELU_CUBE: f64 = 0.044_715;
+
+#[inline(always)]
+fn gelu(x: f32) -> f32 {
+    // ½x(1 + tanh u) = x·sigmoid(2u).
+    x * math::sigmoid(2.0 * GELU_SCALE as f32 * x * (1.0 + GELU_CUBE as f32 * x * x))
+}
+
+#[inline(always)]
+fn gelu_derivative(x: f32) -> f32 {
+    let (scale, cube) = (2.0 * GELU_SCALE as f32, GELU_CUBE as f32);
+    let s = math::sigmoid(scale * x * (1.0 + cube * x * x));
+    s + x * s * (1.0 - s) * scale * (1.0 + 3.0 * cube * x * x)
+}
+
+/// d(x·sigmoid(x))/dx.
+#[inline(always)]
+pub(super) fn silu_derivative(x: f32) -> f32 {
+    let s = math::sigmoid(x);
+    s * (1.0 + x * (1.0 - s))
+}
+
+fn value(kind: UnaryKind, x: f64) -> f64 {
+    match kind {
+        UnaryKind::Exp => x.exp(),
+        UnaryKind::Log => x.ln(),
+        UnaryKind::Sqr => x * x,
+        UnaryKind::Sqrt => x.sqrt(),
+        UnaryKind::Recip => 1.0 / x,
+        UnaryKind::Tanh => x.tanh(),
+        UnaryKind::Sigmoid => 1.0 / (1.0 + (-x).exp()),
+        UnaryKind::Relu => x.max(0.0),
+        UnaryKind::Silu => x / (1.0 + (-x).exp()),
+        UnaryKind::Gelu => 0.5 * x * (1.0 + (GELU_SCALE * (x + GELU_CUBE * x * x * x)).tanh()),
+        UnaryKind::GeluErf => 0.5 * x * (1.0 + erf(x / std::f64::consts::SQRT_2)),
+    }
+}
+
+fn derivative(kind: UnaryKind, x: f64) -> f64 {
+    let sigmoid = value(UnaryKind::Sigmoid, x);
+    match kind {
+        UnaryKind::Exp => x.exp(),
+        UnaryKind::Log => 1.0 / x,
+        UnaryKind::Sqr => 2.0 * x,
+        UnaryKind::Sqrt => 0.5 / x.sqrt(),
+        UnaryKind::Recip => -1.0 / (x * x),
+        UnaryKind::Tanh => 1.0 - x.tanh() * x.tanh(),
+        UnaryKind::Sigmoid => sigmoid * (1.0 - sigmoid),
+        UnaryKind::Relu => f64::from(u8::from(x > 0.0)),
+        UnaryKind::Silu => sigmoid * (1.0 + x * (1.0 - sigmoid)),
+        UnaryKind::Gelu => {
+            let t = (GELU_SCALE * (x + GELU_CUBE * x * x * x)).tanh();
+            0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * GELU_SCALE * (1.0 + 3.0 * GELU_CUBE * x * x)
+        }
+        UnaryKind::GeluErf => {
+            let density = (-0.5 * x * x).exp() / std::f64::consts::TAU.sqrt();
+            0.5 * (1.0 + erf(x / std::f64::consts::SQRT_2)) + x * density
+        }
+    }
+}
+
+/// The error function to double precision (candle's own).
+fn erf(x: f64) -> f64 {
+    candle_core::cpu::erf::erf_f64(x)
+}

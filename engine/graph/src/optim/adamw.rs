@@ -1,0 +1,238 @@
+//! AdamW with decoupled weight decay (Loshchilov & Hutter, arXiv 1711.05101).
+
+use candle_core::DType;
+use gapless_kernels::Spec;
+use gapless_kernels::cpu::{Args, BLOCK, InPieces, Pieces, vectorize};
+
+use super::{Optimizer, ParameterUpdate, SCALARS, State, StateInit, Updated};
+use crate::error::{Error, Result};
+use crate::nn::Init;
+use crate::op::Op;
+use crate::reference::{Array, Reference};
+use crate::tensor::Tensor;
+
+/// AdamW. Matrices decay, vectors (biases, norms) do not. Gradients are clipped by their global norm.
+#[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct AdamW {
+    /// Decay of the first moment.
+    pub beta1: f64,
+    /// Decay of the second moment.
+    pub beta2: f64,
+    /// Added to the root of the second moment.
+    pub eps: f64,
+    /// Decoupled weight decay of matrices.
+    pub weight_decay: f64,
+    /// The global norm to which larger gradients are scaled; infinite for no clipping.
+    pub max_norm: f64,
+    /// Keep moments, and a master of each parameter that is updated in its place, in f32, where the model is stored in less; and
+    /// sum gradients of several micro-batches in f32 (mixed precision: Micikevicius et al., arXiv 1710.03740, section 3.1).
+    /// Without, all of it is of the model's type, as of PyTorch's `model.to(torch.bfloat16)`.
+    pub masters: bool,
+}
+
+impl Default for AdamW {
+    fn default() -> Self {
+        Self { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, max_norm: 1.0, masters: true }
+    }
+}
+
+impl Optimizer for AdamW {
+    fn check(&self) -> Result<()> {
+        let fail = |why: String, remedy| Err(Error::Config { what: "optimizer", why, remedy });
+        if !(0.0..1.0).contains(&self.beta1) || !(0.0..1.0).contains(&self.beta2) {
+            return fail("a beta is outside [0, 1)".into(), "0.9 and 0.95 are usual");
+        }
+        let Self { eps, weight_decay, max_norm, .. } = self;
+        if !(*eps > 0.0 && *weight_decay >= 0.0 && *max_norm > 0.0) {
+            let why = format!("eps {eps}, weight_decay {weight_decay}, max_norm {max_norm}");
+            return fail(why, "eps and max_norm are above 0, weight_decay at least 0");
+        }
+        Ok(())
+    }
+
+    fn needs_norm(&self) -> bool {
+        self.max_norm.is_finite()
+    }
+
+    fn states(&self, of: &Updated<'_>) -> Vec<State> {
+        let spec = || Spec { shape: of.dims.into(), dtype: self.sum_dtype(of) };
+        let moment = |name| State { name, spec: spec(), init: Init::Const(0.0).into() };
+        let mut states = vec![moment("exp_avg"), moment("exp_avg_sq")];
+        if self.has_master(of) {
+            states.push(State { name: "master", spec: spec(), init: StateInit::Parameter });
+        }
+        states
+    }
+
+    fn sum_dtype(&self, of: &Updated<'_>) -> DType {
+        if self.masters { DType::F32 } else { of.dtype }
+    }
+
+    fn scalars(&self, step: u64, lr: f64) -> [f32; SCALARS] {
+        // 1 − βᵗ, in f64: t may be large. Past i32::MAX steps both are 1 to the last bit.
+        let power = i32::try_from(step + 1).unwrap_or(i32::MAX);
+        let mut scalars = [0.0; SCALARS];
+        scalars[0] = lr as f32;
+        scalars[1] = (1.0 - self.beta1.powi(power)) as f32;
+        scalars[2] = (1.0 - self.beta2.powi(power)) as f32;
+        scalars
+    }
+
+    fn update(&self, update: ParameterUpdate<'_>) -> Result<Tensor> {
+        let (decay, has_master) = (self.decay(&update.of), self.has_master(&update.of));
+        let op = AdamWUpdate { rule: *self, decay, has_master };
+        let ParameterUpdate { parameter, gradient, norm, scalars, .. } = update;
+        match update.states {
+            [m, v] => {
+                let inputs = [parameter, gradient, m, v, norm, scalars];
+                Tensor::apply_op::<3>(op, &inputs).map(|[parameter, ..]| parameter)
+            }
+            [m, v, master] => {
+                let inputs = [parameter, gradient, m, v, norm, scalars, master];
+                Tensor::apply_op::<4>(op, &inputs).map(|[parameter, ..]| parameter)
+            }
+            _ => unreachable!("two or three states were asked for"),
+        }
+    }
+}
+
+impl AdamW {
+    /// The weight decay of a parameter.
+    pub(super) fn decay(&self, of: &Updated<'_>) -> f64 {
+        if of.dims.len() >= 2 { self.weight_decay } else { 0.0 }
+    }
+
+    /// Whether a parameter is updated in a copy of more precision.
+    fn has_master(&self, of: &Updated<'_>) -> bool {
+        self.sum_dtype(of) != of.dtype
+    }
+
+    /// The numbers of a step in f32, as kernels of this rule need them; none when the norm is not finite.
+    pub(super) fn at(&self, decay: f64, norm: f32, scalars: &[f32]) -> Option<AdamWStep> {
+        norm.is_finite().then(|| AdamWStep {
+            clip: (self.max_norm as f32 / (norm + 1e-6)).min(1.0),
+            beta1: self.beta1 as f32,
+            beta2: self.beta2 as f32,
+            eps: self.eps as f32,
+            keep: 1.0 - scalars[0] * decay as f32,
+            step: scalars[0] / scalars[1],
+            root_correction: 1.0 / scalars[2].sqrt(),
+        })
+    }
+
+    /// As kernels for GPUs have it.
+    fn on_device(&self) -> gapless_kernels::cuda::launch::AdamWRule {
+        gapless_kernels::cuda::launch::AdamWRule {
+            max_norm: self.max_norm as f32,
+            beta1: self.beta1 as f32,
+            beta2: self.beta2 as f32,
+            eps: self.eps as f32,
+        }
+    }
+
+    /// New parameter and moments in f64, from (anything, gradient, m, v, norm, scalars).
+    pub(super) fn exact(&self, decay: f64, p: &Array, args: &Reference<'_>) -> Vec<Array> {
+        let (gradient, m, v) = (args.input(1), args.input(2), args.input(3));
+        let (norm, scalars) = (args.input(4).data[0], &args.input(5).data);
+        let clip = (self.max_norm / (norm + 1e-6)).min(1.0);
+        let m = m.zip(gradient, |m, g| self.beta1 * m + (1.0 - self.beta1) * g * clip);
+        let v = v.zip(gradient, |v, g| self.beta2 * v + (1.0 - self.beta2) * (g * clip).powi(2));
+        let change = m.zip(&v, |m, v| m / scalars[1] / ((v / scalars[2]).sqrt() + self.eps));
+        let p = p.zip(&change, |p, change| p * (1.0 - scalars[0] * decay) - scalars[0] * change);
+        vec![p, m, v]
+    }
+}
+
+/// What one step of AdamW does to every element.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct AdamWStep {
+    clip: f32,
+    beta1: f32,
+    beta2: f32,
+    eps: f32,
+    /// What weight decay leaves of a parameter.
+    pub keep: f32,
+    /// The learning rate, with the first moment's bias corrected.
+    pub step: f32,
+    root_correction: f32,
+}
+
+impl AdamWStep {
+    /// The moments after gradient `g`.
+    #[inline(always)]
+    pub fn moments(&self, g: f32, m: f32, v: f32) -> (f32, f32) {
+        let g = g * self.clip;
+        (self.beta1 * m + (1.0 - self.beta1) * g, self.beta2 * v + (1.0 - self.beta2) * g * g)
+    }
+
+    /// How far the moments move a parameter.
+    #[inline(always)]
+    pub fn change(&self, m: f32, v: f32) -> f32 {
+        self.step * m / (v.sqrt() * self.root_correction + self.eps)
+    }
+}
+
+/// (parameter, m, v) changed in place, from (parameter, gradient, m, v, norm, scalars), perhaps with a master behind both, of
+/// which the parameter then is the nearest. Does nothing when the norm is not finite, so that a broken step leaves the model as
+/// it was.
+#[derive(Debug, Clone, Copy)]
+struct AdamWUpdate {
+    rule: AdamW,
+    decay: f64,
+    has_master: bool,
+}
+
+impl Op for AdamWUpdate {
+    fn name(&self) -> &'static str {
+        "adamw"
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        let [parameter, gradient, m, v, _, _, master @ ..] = inputs else { return Err("6 or 7 inputs".into()) };
+        if ![parameter.dtype, m.dtype].contains(&gradient.dtype) {
+            return Err(format!("the gradient is {:?}, neither as the parameter nor as the moments", gradient.dtype));
+        }
+        let in_f32 = |spec: &Spec| Spec { dtype: m.dtype, ..spec.clone() };
+        crate::ops::expect_equal(&[in_f32(parameter), in_f32(gradient), m.clone(), v.clone()])?;
+        crate::ops::expect_equal(&[std::slice::from_ref(m), master].concat())?;
+        let outputs = [parameter, m, v].into_iter().chain(master);
+        Ok(outputs.cloned().collect())
+    }
+
+    fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
+        15 * inputs[0].elements() as u64
+    }
+
+    fn must_overwrite(&self) -> &[(usize, usize)] {
+        if self.has_master { &[(0, 0), (2, 1), (3, 2), (6, 3)] } else { &[(0, 0), (2, 1), (3, 2)] }
+    }
+
+    /// In f32, which has no masters.
+    fn run(&self, args: &mut Args<'_>) {
+        let (p, m, v) = (args.output::<f32>(0), args.output::<f32>(1), args.output::<f32>(2));
+        let (gradient, norm, scalars) = (args.input::<f32>(1), args.input::<f32>(4)[0], args.input::<f32>(5));
+        let Some(step) = self.rule.at(self.decay, norm, scalars) else { return };
+        let moments = m.pieces_mut(BLOCK).zip(v.pieces_mut(BLOCK));
+        p.pieces_mut(BLOCK).zip(gradient.pieces(BLOCK)).zip(moments).for_each(|((p, g), (m, v))| {
+            vectorize!({
+                for ((p, &g), (m, v)) in p.iter_mut().zip(g).zip(m.iter_mut().zip(v)) {
+                    (*m, *v) = step.moments(g, *m, *v);
+                    *p = *p * step.keep - step.change(*m, *v);
+                }
+            });
+        });
+    }
+    fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
+        gapless_kernels::cuda::launch::adamw(self.rule.on_device(), self.decay, operands)
+    }
+
+    fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
+        if !self.has_master {
+            return self.rule.exact(self.decay, args.input(0), args);
+        }
+        let mut all = self.rule.exact(self.decay, args.input(6), args);
+        all.push(all[0].clone());
+        all
+    }
+}

@@ -1,0 +1,178 @@
+//! AdamW with moments of eight bits (Dettmers et al., arXiv 2110.02861).
+
+use candle_core::DType;
+use gapless_kernels::Spec;
+use gapless_kernels::cpu::{self, Args, InPieces, Pieces, vectorize};
+
+use super::adamw::AdamWStep;
+use super::eight_bit::{BLOCK, Signed, Unsigned, dequantise, exact, quantise};
+use super::{AdamW, Optimizer, ParameterUpdate, SCALARS, State, Updated};
+use crate::error::Result;
+use crate::nn::Init;
+use crate::op::Op;
+use crate::reference::{Array, Reference};
+use crate::tensor::Tensor;
+
+/// AdamW that keeps both moments in eight bits per number and a scale per [`Self::BLOCK`] numbers: 2 + 8/256 bytes per parameter
+/// instead of 8. The arithmetic is f32's; only what is kept from step to step is rounded.
+///
+/// As in the paper, some parameters keep moments in f32: small ones, where there is nothing to save, and tables that ids look
+/// rows up in, whose gradients are the most uneven (section 2.3). Gradients are clipped and matrices decay as with
+/// [`AdamW`].
+#[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct AdamW8bit {
+    /// The rule.
+    pub rule: AdamW,
+    /// Parameters of fewer elements keep moments in f32.
+    pub smallest: usize,
+    /// Whether tables that are looked up, token embeddings, have moments of eight bits too.
+    pub embeddings: bool,
+}
+
+impl Default for AdamW8bit {
+    fn default() -> Self {
+        Self { rule: AdamW::default(), smallest: 4096, embeddings: false }
+    }
+}
+
+impl AdamW8bit {
+    /// Neighbouring numbers that share a scale.
+    pub const BLOCK: usize = BLOCK;
+
+    fn applies(&self, of: &Updated<'_>) -> bool {
+        of.elements() >= self.smallest && (self.embeddings || !of.looked_up)
+    }
+}
+
+impl Optimizer for AdamW8bit {
+    fn check(&self) -> Result<()> {
+        self.rule.check()
+    }
+
+    fn needs_norm(&self) -> bool {
+        self.rule.needs_norm()
+    }
+
+    fn states(&self, of: &Updated<'_>) -> Vec<State> {
+        if !self.applies(of) {
+            return self.rule.states(of);
+        }
+        // The codes of zeros; a scale of zero makes them so whatever they are.
+        let codes = |name| State { name, spec: codes(of.dims), init: Init::Const(0.0).into() };
+        let scales = |name| State { name, spec: scales(of.elements()), init: Init::Const(0.0).into() };
+        vec![codes("exp_avg_8bit"), codes("exp_avg_sq_8bit"), scales("exp_avg_scale"), scales("exp_avg_sq_scale")]
+    }
+
+    /// Whole blocks, so that the parts' states are those of the whole.
+    fn grain(&self, of: &Updated<'_>) -> Option<usize> {
+        if self.applies(of) { Some(BLOCK) } else { self.rule.grain(of) }
+    }
+
+    fn scalars(&self, step: u64, lr: f64) -> [f32; SCALARS] {
+        self.rule.scalars(step, lr)
+    }
+
+    fn update(&self, update: ParameterUpdate<'_>) -> Result<Tensor> {
+        if !self.applies(&update.of) {
+            return self.rule.update(update);
+        }
+        let op = AdamW8bitUpdate { rule: self.rule, decay: self.rule.decay(&update.of) };
+        let [m, v, m_scales, v_scales] = update.states else { unreachable!("four states were asked for") };
+        let inputs = [update.parameter, update.gradient, m, v, m_scales, v_scales, update.norm, update.scalars];
+        let [parameter, ..] = Tensor::apply_op::<5>(op, &inputs)?;
+        Ok(parameter)
+    }
+}
+
+fn codes(dims: &[usize]) -> Spec {
+    Spec { shape: dims.into(), dtype: DType::U8 }
+}
+
+fn scales(elements: usize) -> Spec {
+    Spec::f32(elements.div_ceil(BLOCK))
+}
+
+/// (parameter, m, v, scales of m, scales of v) changed in place, from (parameter, gradient, m, v, scales of m, scales of v,
+/// norm, scalars). Does nothing when the norm is not finite, as [`AdamW`].
+#[derive(Debug, Clone, Copy)]
+struct AdamW8bitUpdate {
+    rule: AdamW,
+    decay: f64,
+}
+
+/// Blocks per task: as many elements as any element-wise kernel takes.
+const TASK: usize = cpu::BLOCK / BLOCK;
+
+/// A block of a moment.
+struct Moment<'a> {
+    codes: &'a mut [u8],
+    scale: &'a mut f32,
+}
+
+#[inline(always)]
+fn update_block(step: AdamWStep, p: &mut [f32], g: &[f32], m: Moment<'_>, v: Moment<'_>) {
+    let (mut exact_m, mut exact_v) = ([0.0; BLOCK], [0.0; BLOCK]);
+    let (exact_m, exact_v) = (&mut exact_m[..p.len()], &mut exact_v[..p.len()]);
+    dequantise::<Signed>(m.codes, *m.scale, exact_m);
+    dequantise::<Unsigned>(v.codes, *v.scale, exact_v);
+    for ((p, &g), (m, v)) in p.iter_mut().zip(g).zip(exact_m.iter_mut().zip(exact_v.iter_mut())) {
+        (*m, *v) = step.moments(g, *m, *v);
+        *p = *p * step.keep - step.change(*m, *v);
+    }
+    *m.scale = quantise::<Signed>(exact_m, m.codes);
+    *v.scale = quantise::<Unsigned>(exact_v, v.codes);
+}
+
+impl Op for AdamW8bitUpdate {
+    fn name(&self) -> &'static str {
+        "adamw_8bit"
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        crate::ops::expect_equal(&inputs[..2])?;
+        let (codes, scales) = (codes(inputs[0].dims()), scales(inputs[0].elements()));
+        let expected = [&codes, &codes, &scales, &scales];
+        if inputs[2..6].iter().ne(expected) {
+            return Err(format!("the states are to be {codes:?} twice and {scales:?} twice"));
+        }
+        Ok(vec![inputs[0].clone(), codes.clone(), codes, scales.clone(), scales])
+    }
+
+    fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
+        // 15 for the rule, and about as many for the codes.
+        30 * inputs[0].elements() as u64
+    }
+
+    fn must_overwrite(&self) -> &[(usize, usize)] {
+        &[(0, 0), (2, 1), (3, 2), (4, 3), (5, 4)]
+    }
+
+    fn run(&self, args: &mut Args<'_>) {
+        let (p, m, v) = (args.output::<f32>(0), args.output::<u8>(1), args.output::<u8>(2));
+        let (m_scales, v_scales) = (args.output::<f32>(3), args.output::<f32>(4));
+        let (gradient, norm, scalars) = (args.input::<f32>(1), args.input::<f32>(6)[0], args.input::<f32>(7));
+        let Some(step) = self.rule.at(self.decay, norm, scalars) else { return };
+        let moments = m.pieces_mut(BLOCK).zip(v.pieces_mut(BLOCK));
+        let scales = m_scales.pieces_mut(1).zip(v_scales.pieces_mut(1));
+        let parameters = p.pieces_mut(BLOCK).zip(gradient.pieces(BLOCK));
+        parameters.zip(moments.zip(scales)).for_each_in_runs(TASK, |((p, g), ((m, v), (m_scale, v_scale)))| {
+            let (m, v) = (Moment { codes: m, scale: &mut m_scale[0] }, Moment { codes: v, scale: &mut v_scale[0] });
+            vectorize!(update_block(step, p, g, m, v));
+        });
+    }
+
+    fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
+        let (p, gradient, codes) = (args.input(0), args.input(1), [args.input(2), args.input(3)]);
+        let (scales, norm, scalars) = ([args.input(4), args.input(5)], args.input(6), args.input(7));
+        let decode = |i: usize, signed| Array::new(&p.dims, exact::decode(&codes[i].data, &scales[i].data, signed));
+        let (m, v) = (decode(0, true), decode(1, false));
+        let inputs = vec![p, gradient, &m, &v, norm, scalars];
+        let plain = self.rule.exact(self.decay, p, &Reference { inputs, ..*args });
+        let [p, m, v] = <[Array; 3]>::try_from(plain).expect("AdamW changes three tensors");
+        let ((m, m_scales), (v, v_scales)) = (exact::encode(&m.data, true), exact::encode(&v.data, false));
+        let codes = |codes| Array::new(&p.dims, codes);
+        let scales = |scales: Vec<f64>| Array::new(&[scales.len()], scales);
+        vec![p.clone(), codes(m), codes(v), scales(m_scales), scales(v_scales)]
+    }
+}

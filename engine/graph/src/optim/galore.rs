@@ -1,0 +1,189 @@
+//! GaLore: Adam on a projection of the gradient (Zhao et al., arXiv 2403.03507).
+
+use gapless_kernels::Spec;
+use gapless_kernels::cpu::{Args, BLOCK, InPieces, Pieces, vectorize};
+
+use super::subspace::{Projection, exact};
+use super::{AdamW, Optimizer, ParameterUpdate, SCALARS, State, Updated};
+use crate::error::{Error, Result};
+use crate::nn::Init;
+use crate::op::Op;
+use crate::reference::{Array, Reference};
+use crate::tensor::Tensor;
+
+/// The gradient G of a weight [m, n], m ≤ n, changes within few directions for a while. So its moments are kept for
+/// R = P·G [rank, n] alone, where the rows of P [rank, m] are orthonormal and span the strongest directions of a gradient
+/// that was seen every so many steps; the weight goes by `alpha`·Pᵀ·(Adam's step of R). That takes rank·(m + 2n)
+/// numbers instead of 2mn. A weight that is taller than wide is projected along its other side.
+///
+/// It is meant for the weights of linear layers. Vectors, tables that ids look rows up in, and matrices with no side
+/// longer than the rank have [`AdamW`]'s states. When P is found anew, moments stay as they are, as in the paper. Gradients
+/// are clipped before, and weights decay, as with [`AdamW`].
+#[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct GaLore {
+    /// The rule in the projected space, and for everything else.
+    pub rule: AdamW,
+    /// Directions that are kept of each weight.
+    pub rank: usize,
+    /// Steps from one projection to the next.
+    pub refresh_steps: u64,
+    /// What the steps of projected weights are scaled by.
+    pub alpha: f64,
+}
+
+impl Default for GaLore {
+    fn default() -> Self {
+        Self { rule: AdamW::default(), rank: 128, refresh_steps: 200, alpha: 0.25 }
+    }
+}
+
+/// Which of the step's scalars says that P is to be found anew.
+const REFRESH: usize = 3;
+
+impl GaLore {
+    fn projection(&self, of: &Updated<'_>) -> Option<Projection> {
+        let &[rows, columns] = of.dims else { return None };
+        let applies = !of.looked_up && rows.min(columns) > self.rank;
+        applies.then_some(Projection { rows, columns, rank: self.rank })
+    }
+}
+
+impl Optimizer for GaLore {
+    fn check(&self) -> Result<()> {
+        self.rule.check()?;
+        let &Self { rank, refresh_steps, alpha, .. } = self;
+        if rank == 0 || refresh_steps == 0 || !(alpha > 0.0 && alpha.is_finite()) {
+            let why = format!("rank {rank}, refresh_steps {refresh_steps}, alpha {alpha}");
+            let remedy = "all are above 0; a quarter of the width, 200 and 0.25 are usual";
+            return Err(Error::Config { what: "optimizer", why, remedy });
+        }
+        Ok(())
+    }
+
+    fn needs_norm(&self) -> bool {
+        self.rule.needs_norm()
+    }
+
+    fn states(&self, of: &Updated<'_>) -> Vec<State> {
+        let Some(projection) = self.projection(of) else { return self.rule.states(of) };
+        let state =
+            |name, columns| State { name, spec: Spec::f32((self.rank, columns)), init: Init::Const(0.0).into() };
+        let (shorter, longer) = (projection.shorter(), projection.longer());
+        vec![state("projection", shorter), state("projected_exp_avg", longer), state("projected_exp_avg_sq", longer)]
+    }
+
+    /// A projection is of the whole gradient, so every data rank makes it.
+    fn grain(&self, of: &Updated<'_>) -> Option<usize> {
+        if self.projection(of).is_some() { None } else { self.rule.grain(of) }
+    }
+
+    fn scalars(&self, step: u64, lr: f64) -> [f32; SCALARS] {
+        let mut scalars = self.rule.scalars(step, lr);
+        scalars[REFRESH] = if step.is_multiple_of(self.refresh_steps) { 1.0 } else { 0.0 };
+        scalars
+    }
+
+    fn update(&self, update: ParameterUpdate<'_>) -> Result<Tensor> {
+        let Some(projection) = self.projection(&update.of) else { return self.rule.update(update) };
+        let op = GaLoreUpdate { rule: *self, decay: self.rule.decay(&update.of), projection };
+        let [p, m, v] = update.states else { unreachable!("three states were asked for") };
+        let inputs = [update.parameter, update.gradient, p, m, v, update.norm, update.scalars];
+        let [parameter, ..] = Tensor::apply_op::<4>(op, &inputs)?;
+        Ok(parameter)
+    }
+}
+
+/// (parameter, P, m, v) changed in place, from (parameter, gradient, P, m, v, norm, scalars). Does nothing when the norm is
+/// not finite, as [`AdamW`].
+#[derive(Debug, Clone, Copy)]
+struct GaLoreUpdate {
+    rule: GaLore,
+    decay: f64,
+    projection: Projection,
+}
+
+impl GaLoreUpdate {
+    /// Elements of R.
+    fn projected_len(&self) -> usize {
+        self.projection.rank * self.projection.longer()
+    }
+}
+
+impl Op for GaLoreUpdate {
+    fn name(&self) -> &'static str {
+        "galore"
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        let Projection { rows, columns, rank } = self.projection;
+        let (shorter, longer) = (self.projection.shorter(), self.projection.longer());
+        let expected =
+            [(rows, columns), (rows, columns), (rank, shorter), (rank, longer), (rank, longer)].map(Spec::f32);
+        if inputs[..5] != expected {
+            let dims: Vec<&[usize]> = expected.iter().map(Spec::dims).collect();
+            return Err(format!("parameter, gradient and states are to be f32 of {dims:?}"));
+        }
+        Ok([0, 2, 3, 4].map(|input| inputs[input].clone()).into())
+    }
+
+    /// Without the search for P, which is done once in many steps.
+    fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
+        4 * (inputs[0].elements() * self.projection.rank) as u64 + 15 * self.projected_len() as u64
+    }
+
+    fn must_overwrite(&self) -> &[(usize, usize)] {
+        &[(0, 0), (2, 1), (3, 2), (4, 3)]
+    }
+
+    fn workspace(&self, _: &[Spec], _: &[Spec], threads: usize) -> Vec<u64> {
+        let numbers = [self.projected_len(), self.projection.rank].map(|len| 4 * len as u64);
+        [&numbers[..], &self.projection.scratch(threads)].concat()
+    }
+
+    fn run(&self, args: &mut Args<'_>) {
+        let (weight, p) = (args.output::<f32>(0), args.output::<f32>(1));
+        let (m, v) = (args.output::<f32>(2), args.output::<f32>(3));
+        let mut scratch = args.workspace();
+        let (r, coefficients) = (scratch.take::<f32>(), scratch.take::<f32>());
+        let (gradient, norm, scalars) = (args.input::<f32>(1), args.input::<f32>(5)[0], args.input::<f32>(6));
+        let Some(step) = self.rule.rule.at(self.decay, norm, scalars) else { return };
+        if scalars[REFRESH] == 0.0 {
+            self.projection.apply(p, gradient, r, &mut scratch);
+        } else {
+            self.projection.follow(gradient, p, r, coefficients, &mut scratch);
+        }
+        let alpha = self.rule.alpha as f32;
+        let moments = m.pieces_mut(BLOCK).zip(v.pieces_mut(BLOCK));
+        r.pieces_mut(BLOCK).zip(moments).for_each(|(r, (m, v))| {
+            vectorize!({
+                for (r, (m, v)) in r.iter_mut().zip(m.iter_mut().zip(v)) {
+                    (*m, *v) = step.moments(*r, *m, *v);
+                    *r = -alpha * step.change(*m, *v);
+                }
+            });
+        });
+        if step.keep != 1.0 {
+            weight.pieces_mut(BLOCK).for_each(|w| vectorize!(w.iter_mut().for_each(|w| *w *= step.keep)));
+        }
+        self.projection.add(p, r, weight, &mut scratch);
+    }
+
+    fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
+        let turn = |x: &Array| if self.projection.is_turned() { exact::transposed(x) } else { x.clone() };
+        let (weight, gradient, scalars) = (args.input(0), turn(args.input(1)), args.input(6));
+        let p = if scalars.data[REFRESH] == 0.0 {
+            args.input(2).clone()
+        } else {
+            exact::follow(&gradient, self.projection.rank)
+        };
+        let (r, nothing) = (exact::product(&p, &gradient), Array::zeros(&args.input(3).dims));
+        // Adam's step of R is how far it takes zeros, without decay.
+        let inputs = vec![&nothing, &r, args.input(3), args.input(4), args.input(5), scalars];
+        let plain = self.rule.rule.exact(0.0, &nothing, &Reference { inputs, ..*args });
+        let [change, m, v] = <[Array; 3]>::try_from(plain).expect("AdamW changes three tensors");
+        let change = turn(&exact::product(&exact::transposed(&p), &change));
+        let keep = 1.0 - scalars.data[0] * self.decay;
+        vec![weight.zip(&change, |w, change| w * keep + self.rule.alpha * change), p, m, v]
+    }
+}

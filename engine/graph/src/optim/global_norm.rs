@@ -1,0 +1,108 @@
+//! The norm of all gradients together, for clipping and for the progress line.
+//!
+//! In two parts, because gradients may lie on several ranks: each rank squares its own ([`SquaredNorms`]), and every rank
+//! adds up the few numbers that come of it ([`GlobalNorm`]), in an order that does not depend on who made them.
+
+use candle_core::DType;
+use gapless_kernels::Spec;
+use gapless_kernels::cpu::{Args, BLOCK, InPieces, Pieces, reduce, vectorize};
+
+use crate::op::Op;
+use crate::reference::{Array, Reference};
+
+/// Σ x² of each input: a vector of f64. Blocks of fixed size are summed in f32 lanes and added in f64 in order, so that
+/// the bits do not depend on the number of threads.
+#[derive(Debug, Clone, Copy)]
+pub struct SquaredNorms;
+
+fn blocks(elements: usize) -> usize {
+    elements.div_ceil(BLOCK)
+}
+
+impl Op for SquaredNorms {
+    fn name(&self) -> &'static str {
+        "squared_norms"
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        crate::ops::expect_float(inputs)?;
+        Ok(vec![Spec { shape: inputs.len().into(), dtype: DType::F64 }])
+    }
+
+    fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
+        inputs.iter().map(|s| 2 * s.elements() as u64).sum()
+    }
+
+    fn workspace(&self, inputs: &[Spec], _: &[Spec], _: usize) -> Vec<u64> {
+        vec![4 * inputs.iter().map(|s| blocks(s.elements())).max().unwrap_or(0) as u64]
+    }
+
+    fn run(&self, args: &mut Args<'_>) {
+        let (out, workspace) = (args.output::<f64>(0), args.workspace().take::<f32>());
+        for (input, out) in out.iter_mut().enumerate() {
+            let x = args.input::<f32>(input);
+            let partial = &mut workspace[..blocks(x.len())];
+            partial.pieces_mut(1).zip(x.pieces(BLOCK)).for_each(|(sum, x)| {
+                sum[0] = vectorize!(reduce::sum(x, |x| x * x));
+            });
+            *out = partial.iter().map(|&x| f64::from(x)).sum();
+        }
+    }
+    fn cuda_workspace(&self, inputs: &[Spec], _: &[Spec]) -> Vec<u64> {
+        gapless_kernels::cuda::launch::squared_norms_workspace(inputs.iter().map(Spec::elements))
+    }
+    fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
+        gapless_kernels::cuda::launch::squared_norms(operands)
+    }
+
+    fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
+        let squares = |i: usize| args.input(i).data.iter().map(|x| x * x).sum();
+        vec![Array::new(&[args.inputs()], (0..args.inputs()).map(squares).collect())]
+    }
+}
+
+/// √(Σ x) over all elements of all f64 vectors: an f32 scalar. They are added from the smallest to the largest, so that
+/// the bits do not depend on how gradients are spread over ranks.
+#[derive(Debug, Clone, Copy)]
+pub struct GlobalNorm;
+
+impl Op for GlobalNorm {
+    fn name(&self) -> &'static str {
+        "global_norm"
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        match inputs.iter().all(|input| input.dtype == DType::F64) {
+            true => Ok(vec![Spec::f32(())]),
+            false => Err("the squares are f64".into()),
+        }
+    }
+
+    fn workspace(&self, inputs: &[Spec], _: &[Spec], _: usize) -> Vec<u64> {
+        vec![inputs.iter().map(Spec::bytes).sum()]
+    }
+
+    fn run(&self, args: &mut Args<'_>) {
+        let (out, sorted) = (args.output::<f32>(0), args.workspace().take::<f64>());
+        let mut rest = &mut sorted[..];
+        for input in 0..args.inputs() {
+            let squares = args.input::<f64>(input);
+            let (part, behind) = rest.split_at_mut(squares.len());
+            part.copy_from_slice(squares);
+            rest = behind;
+        }
+        sorted.sort_unstable_by(f64::total_cmp);
+        out[0] = sorted.iter().sum::<f64>().sqrt() as f32;
+    }
+    fn cuda_workspace(&self, inputs: &[Spec], _: &[Spec]) -> Vec<u64> {
+        gapless_kernels::cuda::launch::global_norm_workspace(inputs)
+    }
+    fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
+        gapless_kernels::cuda::launch::global_norm(operands)
+    }
+
+    fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
+        let squares = (0..args.inputs()).flat_map(|i| &args.input(i).data);
+        vec![Array::new(&[], vec![squares.sum::<f64>().sqrt()])]
+    }
+}

@@ -1,0 +1,289 @@
+//! The few directions that hold most of a matrix, by randomised subspace iteration.
+//!
+//! GaLore projects on the first singular vectors. An exact decomposition gives more than is used of it, and needs a library
+//! that allocates; what is used is the *space* that the vectors span, and products with random rows find that space
+//! (Halko, Martinsson & Tropp, arXiv 0909.4061, algorithm 4.4): rows of R·Gᵀ lean towards the strong directions, made
+//! orthonormal and multiplied by G and Gᵀ again they lean more. Every product is a matrix product that the engine has
+//! already, the random numbers come from a fixed seed, and everything lies in scratch that was planned. How close the
+//! result is to that of an exact decomposition is judged below.
+
+use gapless_kernels::Numbers;
+use gapless_kernels::cpu::gemm::{Epilogue, Gemm, Mode, Strides};
+use gapless_kernels::cpu::scratch::for_each_of;
+use gapless_kernels::cpu::{InPieces, Pieces, Scratch, reduce, vectorize};
+
+/// Rounds of products by Gᵀ and G.
+pub(super) const ITERATIONS: usize = 3;
+
+/// The random rows: the same for every matrix and every time.
+pub(super) fn start() -> Numbers {
+    Numbers::from_seed(0x006a_107e)
+}
+
+/// A row that loses all but this much of itself when the earlier ones are taken out of it is rounding noise.
+const DEPENDENT: f32 = 1e-5;
+
+/// Rows whose greatest element is below this are zero.
+const VANISHED: f32 = 1e-37;
+
+/// A matrix G of a weight's shape, [`Self::rank`] orthonormal rows P along its shorter side, and the projection R = P·G
+/// along the longer. Where the weight is taller than wide, what is called G here is its transpose.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Projection {
+    pub rows: usize,
+    pub columns: usize,
+    pub rank: usize,
+}
+
+impl Projection {
+    pub fn shorter(&self) -> usize {
+        self.rows.min(self.columns)
+    }
+
+    pub fn longer(&self) -> usize {
+        self.rows.max(self.columns)
+    }
+
+    pub fn is_turned(&self) -> bool {
+        self.rows > self.columns
+    }
+
+    /// R = P·G.
+    fn project(&self) -> Gemm {
+        let (p, g) = (Strides::row_major(self.shorter()), Strides::row_major(self.columns));
+        Gemm::new(self.rank, self.longer(), self.shorter(), p, self.turned(g))
+    }
+
+    /// R·Gᵀ, of the shape of P.
+    fn back(&self) -> Gemm {
+        let (r, g) = (Strides::row_major(self.longer()), Strides::transposed(self.columns));
+        Gemm::new(self.rank, self.shorter(), self.longer(), r, self.turned(g))
+    }
+
+    /// Pᵀ·R, as the weight lies: Rᵀ·P where that is turned.
+    fn lift(&self) -> Gemm {
+        let (first, second) =
+            if self.is_turned() { (self.longer(), self.shorter()) } else { (self.shorter(), self.longer()) };
+        Gemm::new(self.rows, self.columns, self.rank, Strides::transposed(first), Strides::row_major(second))
+    }
+
+    fn turned(&self, strides: Strides) -> Strides {
+        let Strides { row, column } = strides;
+        if self.is_turned() { Strides { row: column, column: row } } else { strides }
+    }
+
+    /// Bytes of each piece of scratch that [`Self::follow`], [`Self::apply`] and [`Self::add`] need with `threads` threads.
+    pub fn scratch(&self, threads: usize) -> Vec<u64> {
+        for_each_of([self.project(), self.back(), self.lift()].map(|product| product.scratch(threads)))
+    }
+
+    /// R = P·G.
+    pub fn apply(&self, p: &[f32], g: &[f32], r: &mut [f32], scratch: &mut Scratch<'_>) {
+        multiply(&self.project(), p, g, r, Mode::Overwrite, scratch);
+    }
+
+    /// Weight += Pᵀ·R.
+    pub fn add(&self, p: &[f32], r: &[f32], weight: &mut [f32], scratch: &mut Scratch<'_>) {
+        let (first, second) = if self.is_turned() { (r, p) } else { (p, r) };
+        multiply(&self.lift(), first, second, weight, Mode::Accumulate, scratch);
+    }
+
+    /// Finds P for this G, and R = P·G. Rows of P are zero where G has fewer directions than there are rows. `coefficients` is
+    /// room for one number per row.
+    pub fn follow(&self, g: &[f32], p: &mut [f32], r: &mut [f32], coefficients: &mut [f32], scratch: &mut Scratch<'_>) {
+        let numbers = start();
+        r.pieces_mut(COLUMNS).enumerate().for_each(|(task, r)| {
+            r.iter_mut().enumerate().for_each(|(i, r)| *r = numbers.normal(task * COLUMNS + i) as f32);
+        });
+        for _ in 0..ITERATIONS {
+            multiply(&self.back(), r, g, p, Mode::Overwrite, scratch);
+            orthonormalise(p, self.shorter(), coefficients);
+            self.apply(p, g, r, scratch);
+        }
+    }
+}
+
+fn multiply(gemm: &Gemm, a: &[f32], b: &[f32], c: &mut [f32], mode: Mode, scratch: &mut Scratch<'_>) {
+    gemm.run(a, b, c, mode, Epilogue::default(), scratch).expect("extents and scratch by the shape rule");
+}
+
+/// Elements of a row per task.
+const COLUMNS: usize = 512;
+
+/// Makes rows of `width` orthonormal, one after another, by classical Gram–Schmidt done twice, which is as good as exact
+/// (Giraud, Langou & Rozložník, 2005, "the twice is enough algorithm") and, unlike the modified form, parallel.
+/// Dependent rows become zero.
+fn orthonormalise(rows: &mut [f32], width: usize, coefficients: &mut [f32]) {
+    /// Earlier rows per task.
+    const ROWS: usize = 8;
+    for index in 0..rows.len() / width {
+        let (earlier, rest) = rows.split_at_mut(index * width);
+        let (row, coefficients) = (&mut rest[..width], &mut coefficients[..index]);
+        // Products of small gradients are so small that their squares would vanish.
+        let greatest = vectorize!(reduce::max_abs(row));
+        if greatest < VANISHED {
+            row.fill(0.0);
+            continue;
+        }
+        vectorize!(row.iter_mut().for_each(|x| *x /= greatest));
+        let before = norm(row);
+        for _ in 0..2 {
+            let products = coefficients.pieces_mut(1).zip(earlier.pieces(width));
+            products.for_each_in_runs(ROWS, |(c, other)| c[0] = vectorize!(reduce::sum2(other, row, |a, b| a * b)));
+            row.pieces_mut(COLUMNS).enumerate().for_each(|(task, part)| {
+                let columns = task * COLUMNS..task * COLUMNS + part.len();
+                vectorize!({
+                    for (&c, other) in coefficients.iter().zip(earlier.chunks_exact(width)) {
+                        part.iter_mut().zip(&other[columns.clone()]).for_each(|(x, other)| *x -= c * other);
+                    }
+                });
+            });
+        }
+        let after = norm(row);
+        let factor = if after > DEPENDENT * before { 1.0 / after } else { 0.0 };
+        vectorize!(row.iter_mut().for_each(|x| *x *= factor));
+    }
+}
+
+fn norm(row: &[f32]) -> f32 {
+    vectorize!(reduce::sum(row, |x| x * x)).sqrt()
+}
+
+/// The same once more, as simply as it can be said, in f64: the judge.
+pub(super) mod exact {
+    use super::{ITERATIONS, start};
+    use crate::reference::Array;
+
+    /// A·B.
+    pub fn product(a: &Array, b: &Array) -> Array {
+        let (rows, inner, columns) = (a.dims[0], a.dims[1], b.dims[1]);
+        let element = |i: usize, j: usize| (0..inner).map(|k| a.data[i * inner + k] * b.data[k * columns + j]).sum();
+        Array::new(&[rows, columns], (0..rows * columns).map(|i| element(i / columns, i % columns)).collect())
+    }
+
+    pub fn transposed(a: &Array) -> Array {
+        let (rows, columns) = (a.dims[0], a.dims[1]);
+        Array::new(&[columns, rows], (0..rows * columns).map(|i| a.data[i % rows * columns + i / rows]).collect())
+    }
+
+    /// P for a G that is no taller than wide.
+    pub fn follow(g: &Array, rank: usize) -> Array {
+        let random = (0..rank * g.dims[1]).map(|i| f64::from(start().normal(i) as f32)).collect();
+        let mut r = Array::new(&[rank, g.dims[1]], random);
+        let mut p = Array::zeros(&[rank, g.dims[0]]);
+        for _ in 0..ITERATIONS {
+            p = orthonormal(product(&r, &transposed(g)));
+            r = product(&p, g);
+        }
+        p
+    }
+
+    /// Modified Gram–Schmidt.
+    pub fn orthonormal(mut rows: Array) -> Array {
+        let (count, width) = (rows.dims[0], rows.dims[1]);
+        for i in 0..count {
+            let (earlier, rest) = rows.data.split_at_mut(i * width);
+            let row = &mut rest[..width];
+            for other in earlier.chunks_exact(width) {
+                let c: f64 = other.iter().zip(&*row).map(|(a, b)| a * b).sum();
+                row.iter_mut().zip(other).for_each(|(x, other)| *x -= c * other);
+            }
+            let norm = row.iter().map(|x| x * x).sum::<f64>().sqrt();
+            row.iter_mut().for_each(|x| *x /= norm);
+        }
+        rows
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::exact::{orthonormal, product, transposed};
+    use super::*;
+    use crate::reference::Array;
+    use gapless_kernels::cpu::ScratchMemory;
+
+    fn normal(rows: usize, columns: usize, seed: u64) -> Array {
+        let numbers = Numbers::from_seed(seed);
+        Array::new(&[rows, columns], (0..rows * columns).map(|i| numbers.normal(i)).collect())
+    }
+
+    /// U·diag(σ)·V, of which the decomposition is known because it was made from one.
+    fn with_spectrum(rows: usize, columns: usize, singular: &[f64]) -> Array {
+        let count = singular.len();
+        let mut u = orthonormal(normal(count, rows, 3));
+        let v = orthonormal(normal(count, columns, 4));
+        u.data.chunks_exact_mut(rows).zip(singular).for_each(|(u, s)| u.iter_mut().for_each(|u| *u *= s));
+        product(&transposed(&u), &v)
+    }
+
+    fn energy(x: &[f64]) -> f64 {
+        x.iter().map(|x| x * x).sum()
+    }
+
+    /// P in f32 for a matrix of any shape, and R.
+    fn follow(g: &Array, rank: usize) -> (Array, Array) {
+        let of = Projection { rows: g.dims[0], columns: g.dims[1], rank };
+        let (mut p, mut r) = (vec![f32::NAN; rank * of.shorter()], vec![f32::NAN; rank * of.longer()]);
+        let mut coefficients = vec![f32::NAN; rank];
+        let mut memory = ScratchMemory::new(&of.scratch(rayon::current_num_threads()));
+        let data: Vec<f32> = g.data.iter().map(|&x| x as f32).collect();
+        of.follow(&data, &mut p, &mut r, &mut coefficients, &mut memory.lend());
+        assert!(memory.is_intact());
+        let wide = |x: Vec<f32>, columns| Array::new(&[rank, columns], x.into_iter().map(f64::from).collect());
+        (wide(p, of.shorter()), wide(r, of.longer()))
+    }
+
+    /// Of all spaces of this many directions, that of the first singular vectors holds most: Σ σᵢ² (Eckart & Young). Ours
+    /// holds nearly as much, for spectra that fall as those of gradients do and for those that hardly fall.
+    #[test]
+    fn the_space_holds_nearly_what_singular_vectors_hold() {
+        const RANK: usize = 16;
+        let shapes = [(96, 200), (200, 96), (96, 96)];
+        // Singular values, and the share that is asked for.
+        type Spectrum = (&'static str, fn(usize) -> f64, f64);
+        let spectra: [Spectrum; 5] = [
+            ("0.8^i", |i| 0.8f64.powi(i as i32), 0.9999),
+            ("1/i", |i| 1.0 / (i + 1) as f64, 0.995),
+            ("1/√i", |i| 1.0 / ((i + 1) as f64).sqrt(), 0.96),
+            ("flat", |_| 1.0, 0.999),
+            ("1e-12 · 1/i", |i| 1e-12 / (i + 1) as f64, 0.995),
+        ];
+        for (rows, columns) in shapes {
+            for (name, spectrum, share) in spectra {
+                let singular: Vec<f64> = (0..96).map(spectrum).collect();
+                let g = with_spectrum(rows, columns, &singular);
+                let (p, r) = follow(&g, RANK);
+                let best = energy(&singular[..RANK]);
+                println!("{rows}×{columns}, {name}: {:.5}", energy(&r.data) / best);
+                assert!(energy(&r.data) > share * best, "{rows}×{columns}, {name}: {}", energy(&r.data) / best);
+                // Nothing holds more: the rows are orthonormal, to f32.
+                let gram = product(&p, &transposed(&p));
+                for (i, x) in gram.data.iter().enumerate() {
+                    let expected = if i % (RANK + 1) == 0 { 1.0 } else { 0.0 };
+                    assert!((x - expected).abs() < 1e-5, "{rows}×{columns}, {name}: {x} at {i}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn matrices_of_few_directions_leave_rows_of_zeros() {
+        let g = with_spectrum(60, 80, &[3.0, 2.0, 1.0]);
+        let (p, r) = follow(&g, 8);
+        let used = p.data.chunks_exact(60).filter(|row| energy(row) > 0.5).count();
+        assert_eq!(used, 3);
+        assert!((energy(&r.data) - 14.0).abs() < 1e-4);
+        let (p, r) = follow(&Array::zeros(&[60, 80]), 8);
+        assert_eq!((energy(&p.data), energy(&r.data)), (0.0, 0.0));
+    }
+
+    #[test]
+    fn threads_change_no_bit() {
+        let g = with_spectrum(130, 600, &(0..130).map(|i| 1.0 / f64::from(i + 1)).collect::<Vec<_>>());
+        let on = |threads| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a thread pool starts");
+            pool.install(|| follow(&g, 40))
+        };
+        assert_eq!(on(1), on(3));
+    }
+}

@@ -1,0 +1,134 @@
+//! The judge of kernels and gradients: every operation once more in f64, on plain arrays, one element after another.
+//!
+//! Slow and simple on purpose. It shares nothing with the kernels, the planner or the executor.
+
+use std::collections::HashMap;
+
+use candle_core::Layout;
+use gapless_kernels::Stream;
+
+use crate::graph::{Graph, Source, ValueId};
+
+/// A dense row-major array.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Array {
+    /// Extents.
+    pub dims: Vec<usize>,
+    /// Elements, last dimension fastest.
+    pub data: Vec<f64>,
+}
+
+impl Array {
+    /// An array from its parts.
+    ///
+    /// # Panics
+    /// When the number of elements is not the product of the extents.
+    pub fn new(dims: &[usize], data: Vec<f64>) -> Self {
+        assert_eq!(dims.iter().product::<usize>(), data.len(), "extents and elements agree");
+        Self { dims: dims.to_vec(), data }
+    }
+
+    /// Zeros.
+    pub fn zeros(dims: &[usize]) -> Self {
+        Self { dims: dims.to_vec(), data: vec![0.0; dims.iter().product()] }
+    }
+
+    /// The same function of every element.
+    pub fn map(&self, f: impl Fn(f64) -> f64) -> Self {
+        Self { dims: self.dims.clone(), data: self.data.iter().map(|&x| f(x)).collect() }
+    }
+
+    /// The same function of every pair of elements.
+    pub fn zip(&self, other: &Self, f: impl Fn(f64, f64) -> f64) -> Self {
+        assert_eq!(self.dims, other.dims, "equal shapes");
+        let data = self.data.iter().zip(&other.data).map(|(&a, &b)| f(a, b)).collect();
+        Self { dims: self.dims.clone(), data }
+    }
+
+    /// Rows of the last dimension.
+    pub fn rows(&self) -> std::slice::ChunksExact<'_, f64> {
+        self.data.chunks_exact(self.dims.last().copied().unwrap_or(1).max(1))
+    }
+
+    /// The elements that a layout over this array's storage shows.
+    pub fn view(&self, layout: &Layout) -> Self {
+        Self { dims: layout.dims().to_vec(), data: layout_indices(layout).map(|i| self.data[i]).collect() }
+    }
+}
+
+/// Storage index of every element of a layout, in row-major order.
+pub fn layout_indices(layout: &Layout) -> impl Iterator<Item = usize> + '_ {
+    let (dims, strides, start) = (layout.dims(), layout.stride(), layout.start_offset());
+    let count: usize = dims.iter().product();
+    (0..count).map(move |mut flat| {
+        let mut index = start;
+        for (&dim, &stride) in dims.iter().zip(strides).rev() {
+            index += (flat % dim) * stride;
+            flat /= dim;
+        }
+        index
+    })
+}
+
+/// What a reference implementation is given.
+#[derive(Debug)]
+pub struct Reference<'a> {
+    pub inputs: Vec<&'a Array>,
+    pub stream: Stream,
+}
+
+impl<'a> Reference<'a> {
+    /// Elements of an input, without gaps.
+    pub fn input(&self, index: usize) -> &'a Array {
+        self.inputs[index]
+    }
+
+    /// Number of inputs.
+    pub fn inputs(&self) -> usize {
+        self.inputs.len()
+    }
+
+    /// Random numbers of this step and micro-batch.
+    pub fn random(&self) -> Stream {
+        self.stream
+    }
+}
+
+/// Computes every value of `graph` from given parameters and inputs. Optimizer states are treated like parameters.
+///
+/// # Panics
+/// When a persistent tensor or an input is not given, or has the wrong number of elements.
+pub fn evaluate(graph: &Graph, given: &HashMap<String, Array>, stream: Stream) -> Vec<Array> {
+    let mut values: Vec<Option<Array>> = vec![None; graph.values().len()];
+    for id in graph.value_ids().filter(|&id| !graph.is_view(id)) {
+        let value = graph.value(id);
+        let filled = match &value.source {
+            Source::Node { .. } => continue,
+            Source::Persistent { name, .. } | Source::Input { name } => {
+                let array = given.get(name).unwrap_or_else(|| panic!("{name} is not given")).clone();
+                assert_eq!(array.data.len(), value.spec.elements(), "elements of {name}");
+                array
+            }
+            Source::Constant(number) => Array::new(&[], vec![*number]),
+        };
+        values[id.index()] = Some(filled);
+    }
+    let read = |values: &[Option<Array>], id: ValueId| {
+        let value = graph.value(id);
+        values[value.root.index()].as_ref().expect("made before it is used").view(&value.layout)
+    };
+    for node in graph.nodes().iter().filter(|n| !graph.is_view(n.outputs[0])) {
+        let inputs: Vec<Array> = node.inputs.iter().map(|&id| read(&values, id)).collect();
+        let outputs = node.op.reference(&Reference { inputs: inputs.iter().collect(), stream });
+        for (&id, output) in node.outputs.iter().zip(outputs) {
+            assert_eq!(
+                output.dims,
+                graph.value(id).spec.dims(),
+                "shape rule and reference of {} agree",
+                node.op.name()
+            );
+            values[id.index()] = Some(output);
+        }
+    }
+    graph.value_ids().map(|id| read(&values, id)).collect()
+}

@@ -1,0 +1,230 @@
+//! What a CPU kernel is given: typed slices of the arena, never an address.
+
+use std::cell::Cell;
+use std::marker::PhantomData;
+
+use candle_core::{DType, Layout};
+
+use super::overflow_heap::OverflowHeap;
+use super::scratch::{Piece, Scratch};
+use crate::random::Stream;
+
+/// One tensor of an instruction, at its planned address.
+#[derive(Debug, Clone)]
+pub struct Address {
+    /// Byte offset of the first element that the layout shows.
+    pub offset: u64,
+    /// Strides; the start is already in `offset`.
+    pub layout: Layout,
+    /// Element type.
+    pub dtype: DType,
+    /// Elements from the first to the last that the layout shows.
+    pub span: usize,
+    /// For an input: the output that overwrites it.
+    pub overwritten_by: Option<usize>,
+    /// If its place and its rows are known only while the program runs.
+    pub counted: Option<CountedAddress>,
+}
+
+/// A tensor whose rows are counted, and whose place is asked for, while the program runs.
+#[derive(Debug, Clone, Copy)]
+pub struct CountedAddress {
+    /// Index of the request for its place.
+    pub request: u32,
+    /// Index of the count of its rows.
+    pub count: u32,
+    /// Elements of a row.
+    pub row: u32,
+}
+
+/// What has been counted and placed so far.
+#[derive(Debug, Clone, Copy)]
+pub struct Places<'a> {
+    /// Byte offset of every request.
+    pub offsets: &'a [u64],
+    /// Every count.
+    pub rows: &'a [usize],
+    /// What lies behind the arena.
+    pub outside: Option<&'a OverflowHeap>,
+}
+
+impl Places<'_> {
+    /// Nothing is.
+    pub const NONE: Self = Self { offsets: &[], rows: &[], outside: None };
+
+    /// The first byte and the number of elements of a tensor.
+    ///
+    /// # Safety
+    /// A planned tensor lies in the arena at `base`; one that is placed while a program runs, there or outside.
+    pub unsafe fn locate(&self, base: *mut u8, address: &Address) -> (*mut u8, usize) {
+        let (offset, span) = match address.counted {
+            Some(CountedAddress { request, count, row }) => {
+                (self.offsets[request as usize], self.rows[count as usize] * row as usize)
+            }
+            None => (address.offset, address.span),
+        };
+        let outside = self.outside.filter(|_| address.counted.is_some()).and_then(|outside| outside.find(offset));
+        // SAFETY: by this function's contract.
+        (outside.unwrap_or_else(|| unsafe { base.add(offset as usize) }), span)
+    }
+}
+
+/// The arguments of one instruction.
+#[derive(Debug)]
+pub struct Args<'a> {
+    base: *mut u8,
+    inputs: &'a [Address],
+    outputs: &'a [Address],
+    workspace: &'a [Piece],
+    places: Places<'a>,
+    accumulate: u64,
+    stream: Stream,
+    taken: Cell<u64>,
+    arena: PhantomData<&'a mut [u8]>,
+}
+
+/// Bit of [`Args::taken`] that stands for the workspace.
+const WORKSPACE: usize = 63;
+
+/// Types that lie in an arena as they are.
+pub trait Element: Copy + Send + Sync + private::Sealed {
+    /// candle's name of the type.
+    const DTYPE: DType;
+
+    /// Elements as they lie in memory.
+    fn bytes(data: &[Self]) -> &[u8] {
+        // SAFETY: the types are numbers without padding, and every byte of one is a byte.
+        unsafe { std::slice::from_raw_parts(data.as_ptr().cast(), size_of_val(data)) }
+    }
+}
+
+mod private {
+    pub trait Sealed {}
+    impl Sealed for f32 {}
+    impl Sealed for u32 {}
+    impl Sealed for f64 {}
+    impl Sealed for u8 {}
+}
+
+impl Element for f32 {
+    const DTYPE: DType = DType::F32;
+}
+
+impl Element for f64 {
+    const DTYPE: DType = DType::F64;
+}
+
+impl Element for u8 {
+    const DTYPE: DType = DType::U8;
+}
+
+impl Element for u32 {
+    const DTYPE: DType = DType::U32;
+}
+
+impl<'a> Args<'a> {
+    /// # Safety
+    /// `base` points to an arena that outlives `'a` and is not touched by anyone else during it; every operand and
+    /// every piece of the workspace lies inside it, aligned for its type and to 64 bytes; outputs and pieces are disjoint
+    /// from each other and from all inputs but those that they overwrite, which have the same offset. A checked plan guarantees all of it.
+    pub unsafe fn new(
+        base: *mut u8,
+        inputs: &'a [Address],
+        outputs: &'a [Address],
+        workspace: &'a [Piece],
+        places: Places<'a>,
+        accumulate: u64,
+        stream: Stream,
+    ) -> Self {
+        Self { base, inputs, outputs, workspace, places, accumulate, stream, taken: Cell::new(0), arena: PhantomData }
+    }
+
+    /// The elements of an input that has no gaps.
+    ///
+    /// # Panics
+    /// On a kernel's own bug: the wrong type, an input with gaps (see `Op::reads_strides`),
+    /// or one that an output overwrites (see [`Self::is_overwritten`]).
+    pub fn input<T: Element>(&self, index: usize) -> &'a [T] {
+        assert!(self.inputs[index].layout.is_contiguous(), "input {index} has gaps: read it with `strided`");
+        self.strided(index).0
+    }
+
+    /// The storage from an input's first element to its last, and the strides to read it with.
+    ///
+    /// # Panics
+    /// As [`Self::input`], gaps aside.
+    pub fn strided<T: Element>(&self, index: usize) -> (&'a [T], &'a Layout) {
+        let operand = &self.inputs[index];
+        assert_eq!(operand.dtype, T::DTYPE, "type of input {index}");
+        assert!(operand.overwritten_by.is_none(), "input {index} is overwritten: read it from the output");
+        // SAFETY: by `new`'s contract the span lies in the arena, is aligned for its type, and is disjoint from every
+        // output but one that overwrites it, which was excluded above; T is plain data.
+        let slice = unsafe {
+            let (start, span) = self.places.locate(self.base, operand);
+            std::slice::from_raw_parts(start.cast_const().cast(), span)
+        };
+        (slice, &operand.layout)
+    }
+
+    /// Whether an output has this input's bytes, so that its values are to be read from there.
+    pub fn is_overwritten(&self, index: usize) -> bool {
+        self.inputs[index].overwritten_by.is_some()
+    }
+
+    /// Number of inputs.
+    pub fn inputs(&self) -> usize {
+        self.inputs.len()
+    }
+
+    /// Extents of an input.
+    pub fn input_dims(&self, index: usize) -> &'a [usize] {
+        self.inputs[index].layout.dims()
+    }
+
+    /// Extents of an output.
+    pub fn output_dims(&self, index: usize) -> &'a [usize] {
+        self.outputs[index].layout.dims()
+    }
+
+    /// An output, to be written in full. Holds the old values where it overwrites an input or accumulates, else garbage.
+    ///
+    /// # Panics
+    /// On a kernel's own bug: the wrong type, or asked for twice.
+    pub fn output<T: Element>(&mut self, index: usize) -> &'a mut [T] {
+        let operand = &self.outputs[index];
+        assert_eq!(operand.dtype, T::DTYPE, "type of output {index}");
+        self.take(index);
+        // SAFETY: by `new`'s contract outputs lie in the arena, aligned, disjoint from each other and from what inputs
+        // show; `take` hands each out once.
+        unsafe {
+            let (start, span) = self.places.locate(self.base, operand);
+            std::slice::from_raw_parts_mut(start.cast(), span)
+        }
+    }
+
+    /// The pieces of `Op::workspace`, full of garbage.
+    ///
+    /// # Panics
+    /// On a kernel's own bug: asked for twice.
+    pub fn workspace(&mut self) -> Scratch<'a> {
+        self.take(WORKSPACE);
+        // SAFETY: as for outputs.
+        unsafe { Scratch::new(self.base, self.workspace) }
+    }
+
+    /// Whether to add to an output instead of setting it. Only for outputs that
+    /// `Op::accumulates` names; others hold garbage.
+    pub fn accumulate(&self, index: usize) -> bool {
+        self.accumulate >> index & 1 == 1
+    }
+
+    /// Random numbers of this step and micro-batch.
+    pub fn random(&self) -> Stream {
+        self.stream
+    }
+
+    fn take(&self, bit: usize) {
+        assert!(bit <= WORKSPACE && self.taken.get() >> bit & 1 == 0, "output {bit} is taken twice");
+        self.taken.set(self.taken.get() | 1 << bit);
+    }
+}

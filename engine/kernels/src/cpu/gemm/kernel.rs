@@ -1,0 +1,311 @@
+//! The innermost product: a few rows of C by one panel of B, in registers.
+//!
+//! In: one k block of A (rows in one of two fixed layouts) and of B (a packed panel). Out: a tile of C. Never: a second
+//! accumulator per element, which would change the order of summation.
+
+#[cfg(target_arch = "x86_64")]
+use std::arch::x86_64::{__m256, __m512};
+
+use super::pack;
+use crate::cpu::simd::{Lanes, Level, Vector};
+
+/// Distance between rows of A in [`Layout::Rows`]. Not a multiple of 1024, or the rows would share cache sets.
+pub const ROW_STRIDE: usize = 400;
+/// Distance between successive k of A in [`Layout::Columns`]: the rows of two of the tallest micro-kernels.
+pub const COLUMN_STRIDE: usize = 24;
+
+/// How a k block of A lies in scratch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Layout {
+    /// A row's k are neighbours; rows are [`ROW_STRIDE`] apart.
+    Rows,
+    /// The rows of one k are neighbours; successive k are [`COLUMN_STRIDE`] apart.
+    Columns,
+    /// The rows of one k are neighbours; successive k are [`ROW_STRIDE`] apart: [`Layout::Rows`] seen transposed.
+    WideColumns,
+}
+
+impl Layout {
+    /// Distance from one row to the next.
+    pub fn row(self) -> usize {
+        if self == Self::Rows { ROW_STRIDE } else { 1 }
+    }
+}
+
+/// One call's operands.
+pub struct Tile {
+    /// First row of A's block, in the layout of the micro-kernel called.
+    pub a: *const f32,
+    /// The packed panel: `k` × [`Kernels::columns`] floats.
+    pub b: *const f32,
+    /// Length of the k block.
+    pub k: usize,
+    /// The tile of C.
+    pub c: *mut f32,
+    /// Distance between rows of C and of `residual`.
+    pub c_row: usize,
+    /// Columns of C that exist, at most [`Kernels::columns`].
+    pub columns: usize,
+    /// Whether C's values are added to.
+    pub accumulate: bool,
+    /// One float per column added in the end, or null.
+    pub bias: *const f32,
+    /// A tile added in the end, laid out as C, or null.
+    pub residual: *const f32,
+}
+
+type Micro = unsafe fn(&Tile);
+
+/// The kernels of one [`Level`].
+pub struct Kernels {
+    /// Columns of a panel of B.
+    pub columns: usize,
+    /// Micro-kernels by layout of A and by number of rows − 1.
+    micro: [&'static [Micro]; 3],
+    /// See [`pack::panel`].
+    pub pack_panel: unsafe fn(&pack::Source, usize, usize, *mut f32),
+    /// One row by a panel of B as it lies in memory: k are neighbours, the second argument is the distance of columns.
+    pub row: unsafe fn(&Tile, usize),
+}
+
+impl Kernels {
+    /// The kernels of a level that [is available](Level::is_available).
+    pub fn of(level: Level) -> &'static Self {
+        assert!(level.is_available(), "kernels of {level:?} asked for on a machine without it");
+        match level {
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512 => &avx512::KERNELS,
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx2 => &avx2::KERNELS,
+            _ => &portable::KERNELS,
+        }
+    }
+
+    /// Rows of the tallest micro-kernel.
+    pub fn rows(&self) -> usize {
+        self.micro[0].len()
+    }
+
+    /// Computes `rows` rows of one panel, tall micro-kernels first.
+    ///
+    /// # Safety
+    /// `tile` describes memory that exists for `rows` rows, and no other thread touches its part of C.
+    #[inline]
+    pub unsafe fn panel(&self, layout: Layout, rows: usize, mut tile: Tile) {
+        let micro = self.micro[layout as usize];
+        let mut left = rows;
+        while left > 0 {
+            let height = left.min(micro.len());
+            // SAFETY: the level was checked when this table was handed out; the tile is the caller's promise.
+            unsafe { micro[height - 1](&tile) };
+            tile.a = tile.a.wrapping_add(height * layout.row());
+            tile.c = tile.c.wrapping_add(height * tile.c_row);
+            if !tile.residual.is_null() {
+                tile.residual = tile.residual.wrapping_add(height * tile.c_row);
+            }
+            left -= height;
+        }
+    }
+
+    /// C (+)= A·B for `rows` × `product.columns` of C, without bias or residual.
+    ///
+    /// # Safety
+    /// As [`Kernels::panel`], for all panels of `product`.
+    pub unsafe fn block(&self, layout: Layout, rows: usize, product: &Product) {
+        for column in (0..product.columns).step_by(self.columns) {
+            let tile = Tile {
+                a: product.a,
+                b: product.b.wrapping_add(column * product.depth),
+                k: product.k,
+                c: product.c.wrapping_add(column),
+                c_row: product.c_row,
+                columns: self.columns.min(product.columns - column),
+                accumulate: product.accumulate,
+                bias: std::ptr::null(),
+                residual: std::ptr::null(),
+            };
+            // SAFETY: the caller's promise.
+            unsafe { self.panel(layout, rows, tile) };
+        }
+    }
+}
+
+/// A small product from packed operands, for [`Kernels::block`].
+pub struct Product {
+    /// First row of A, in the layout named in the call.
+    pub a: *const f32,
+    /// First line of the first packed panel that takes part.
+    pub b: *const f32,
+    /// Lines of a packed panel, those that take no part included.
+    pub depth: usize,
+    /// Lines that take part.
+    pub k: usize,
+    /// First element of C.
+    pub c: *mut f32,
+    /// Distance between rows of C.
+    pub c_row: usize,
+    /// Columns of C.
+    pub columns: usize,
+    /// Whether C's values are added to.
+    pub accumulate: bool,
+}
+
+/// `ROWS` × 2 vectors of C. Fused multiply-adds in the order of k, one accumulator per element.
+#[inline(always)]
+#[expect(clippy::needless_range_loop, reason = "indexing by a constant range unrolls into registers")]
+unsafe fn micro<V: Vector, const ROWS: usize, const A_ROW: usize, const A_K: usize>(tile: &Tile) {
+    // SAFETY: the tile's promise; the features are those of the wrapper that this is inlined into.
+    unsafe {
+        let mut sums = [[V::splat(0.0); 2]; ROWS];
+        let (mut a, mut b) = (tile.a, tile.b);
+        for _ in 0..tile.k {
+            let panel = [V::load(b), V::load(b.add(V::LANES))];
+            for row in 0..ROWS {
+                let x = V::splat(*a.add(row * A_ROW));
+                sums[row][0] = x.mul_add(panel[0], sums[row][0]);
+                sums[row][1] = x.mul_add(panel[1], sums[row][1]);
+            }
+            a = a.add(A_K);
+            b = b.add(2 * V::LANES);
+        }
+
+        if tile.columns < 2 * V::LANES {
+            let mut lines = [[0.0; 32]; ROWS];
+            for row in 0..ROWS {
+                sums[row][0].store(lines[row].as_mut_ptr());
+                sums[row][1].store(lines[row].as_mut_ptr().add(V::LANES));
+            }
+            finish_narrow(tile, &lines);
+            return;
+        }
+        // One short loop for each addition: a longer body would not be unrolled, and then the sums would live in
+        // memory.
+        if tile.accumulate {
+            for row in 0..ROWS {
+                let c = tile.c.add(row * tile.c_row);
+                sums[row][0] = V::load(c).add(sums[row][0]);
+                sums[row][1] = V::load(c.add(V::LANES)).add(sums[row][1]);
+            }
+        }
+        if !tile.bias.is_null() {
+            let bias = [V::load(tile.bias), V::load(tile.bias.add(V::LANES))];
+            for row in 0..ROWS {
+                sums[row][0] = sums[row][0].add(bias[0]);
+                sums[row][1] = sums[row][1].add(bias[1]);
+            }
+        }
+        if !tile.residual.is_null() {
+            for row in 0..ROWS {
+                let residual = tile.residual.add(row * tile.c_row);
+                sums[row][0] = sums[row][0].add(V::load(residual));
+                sums[row][1] = sums[row][1].add(V::load(residual.add(V::LANES)));
+            }
+        }
+        for row in 0..ROWS {
+            let c = tile.c.add(row * tile.c_row);
+            sums[row][0].store(c);
+            sums[row][1].store(c.add(V::LANES));
+        }
+    }
+}
+
+/// Writes the columns that exist of a tile at C's right edge, adding in the same order as the full width does.
+unsafe fn finish_narrow(tile: &Tile, lines: &[[f32; 32]]) {
+    for (row, line) in lines.iter().enumerate() {
+        for (column, &sum) in line[..tile.columns].iter().enumerate() {
+            let at = row * tile.c_row + column;
+            let mut value = sum;
+            // SAFETY: the tile's promise, for columns below `tile.columns`.
+            unsafe {
+                if tile.accumulate {
+                    value += *tile.c.add(at);
+                }
+                if !tile.bias.is_null() {
+                    value += *tile.bias.add(column);
+                }
+                if !tile.residual.is_null() {
+                    value += *tile.residual.add(at);
+                }
+                *tile.c.add(at) = value;
+            }
+        }
+    }
+}
+
+/// One row of C by B as it lies in memory: a decoded token reads each weight once, so that packing it first would take
+/// longer than using it.
+#[inline(always)]
+unsafe fn row<V: Vector>(tile: &Tile, b_column: usize) {
+    let mut line = [0.0; 32];
+    let mut done = 0;
+    // SAFETY: the tile's promise, its B having `k` rows and `columns` columns.
+    unsafe {
+        if tile.columns == 2 * V::LANES {
+            done = tile.k - tile.k % V::LANES;
+            let mut sums = [V::splat(0.0); 2];
+            for (half, sum) in sums.iter_mut().enumerate() {
+                let from = tile.b.add(half * V::LANES * b_column);
+                for k in (0..done).step_by(V::LANES) {
+                    let mut block = [V::splat(0.0); 16];
+                    V::transpose(from.add(k), b_column, |i, register| block[i] = register);
+                    for (i, &register) in block[..V::LANES].iter().enumerate() {
+                        *sum = V::splat(*tile.a.add(k + i)).mul_add(register, *sum);
+                    }
+                }
+            }
+            sums[0].store(line.as_mut_ptr());
+            sums[1].store(line.as_mut_ptr().add(V::LANES));
+        }
+        for (column, sum) in line[..tile.columns].iter_mut().enumerate() {
+            for k in done..tile.k {
+                *sum = (*tile.a.add(k)).mul_add(*tile.b.add(column * b_column + k), *sum);
+            }
+        }
+        finish_narrow(tile, &[line]);
+    }
+}
+
+/// Compiles the kernels for one level, with micro-kernels of the given numbers of rows.
+macro_rules! level {
+    ($module:ident, $vector:ty, [$($rows:literal)*] $(, $feature:literal)?) => {
+        mod $module {
+            use super::*;
+
+            $(#[target_feature(enable = $feature)])?
+            unsafe fn micro<const ROWS: usize, const A_ROW: usize, const A_K: usize>(tile: &Tile) {
+                // SAFETY: the caller's promise.
+                unsafe { super::micro::<$vector, ROWS, A_ROW, A_K>(tile) }
+            }
+
+            $(#[target_feature(enable = $feature)])?
+            unsafe fn pack_panel(source: &pack::Source, k: usize, columns: usize, to: *mut f32) {
+                // SAFETY: the caller's promise.
+                unsafe { pack::panel::<$vector>(source, k, columns, to) }
+            }
+
+            $(#[target_feature(enable = $feature)])?
+            unsafe fn row(tile: &Tile, b_column: usize) {
+                // SAFETY: the caller's promise.
+                unsafe { super::row::<$vector>(tile, b_column) }
+            }
+
+            pub(super) static KERNELS: Kernels = Kernels {
+                columns: 2 * <$vector>::LANES,
+                micro: [
+                    &[$(micro::<$rows, ROW_STRIDE, 1>),*],
+                    &[$(micro::<$rows, 1, COLUMN_STRIDE>),*],
+                    &[$(micro::<$rows, 1, ROW_STRIDE>),*],
+                ],
+                pack_panel,
+                row,
+            };
+        }
+    };
+}
+
+// 24, 12 and 12 accumulators of 32, 16 and (as pairs of NEON registers) 32 registers.
+#[cfg(target_arch = "x86_64")]
+level!(avx512, __m512, [1 2 3 4 5 6 7 8 9 10 11 12], "avx512f,avx2,fma");
+#[cfg(target_arch = "x86_64")]
+level!(avx2, __m256, [1 2 3 4 5 6], "avx2,fma");
+level!(portable, Lanes, [1 2 3 4 5 6]);

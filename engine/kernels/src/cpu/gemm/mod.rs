@@ -1,0 +1,382 @@
+//! C = A·B in `f32`, out of the caller's scratch, with a fixed order of summation.
+//!
+//! In: two matrices with any strides, so that all four combinations of transposes are one code. Out: row-major C, with
+//! an optional bias and residual added while a tile is hot. Never: a heap allocation, or a result that depends on the
+//! number of threads.
+//!
+//! # Order of summation
+//! k is cut into segments of [`Gemm::k_segment`], and each segment into blocks of at most [`BLOCK_K`]. Within a block,
+//! an element of C is one accumulator that starts at zero and takes fused multiply-adds in the order of k; the blocks'
+//! sums are added to C in order, then the bias, then the residual. So one call with k = 8·s and `k_segment` = s gives
+//! the bits of eight accumulating calls with k = s, and neither tiles, threads nor the instruction set change a bit.
+//!
+//! # How it runs
+//! The scheme is that of Goto and van de Geijn ("Anatomy of High-Performance Matrix Multiplication", 2008): B is packed
+//! into panels by all threads, then each thread takes blocks of rows, packs its rows of A into its own scratch,
+//! and multiplies them from cache. With few rows, or many matrices, each thread packs what it needs of B by itself;
+//! a single row reads B as it is.
+
+mod drive;
+pub mod kernel;
+pub mod pack;
+mod place;
+#[cfg(test)]
+pub mod tests;
+
+use self::kernel::Kernels;
+use self::place::Packing;
+use crate::cpu::scratch::{Scratch, for_each_of};
+use crate::cpu::simd::Level;
+
+pub use self::place::BLOCK_K;
+
+/// Distances, in elements, from an element to the next one down and to the next one to the right.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Strides {
+    /// From one row to the next.
+    pub row: usize,
+    /// From one column to the next.
+    pub column: usize,
+}
+
+impl Strides {
+    /// A matrix stored row by row, rows `row` elements apart.
+    pub fn row_major(row: usize) -> Self {
+        Self { row, column: 1 }
+    }
+
+    /// The transpose of a matrix stored row by row, whose rows are `row` elements apart.
+    pub fn transposed(row: usize) -> Self {
+        Self { row: 1, column: row }
+    }
+}
+
+/// Several products of one shape: matrix i of each operand begins `i` × its distance after the first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Batch {
+    /// Number of products.
+    pub count: usize,
+    /// Distance between successive A's, in elements; 0 uses one A for all.
+    pub a: usize,
+    /// Distance between successive B's, in elements; 0 uses one B for all.
+    pub b: usize,
+    /// Distance between successive C's (and residuals), in elements.
+    pub c: usize,
+}
+
+impl Batch {
+    /// A single product.
+    pub const ONE: Self = Self { count: 1, a: 0, b: 0, c: 0 };
+}
+
+/// The shape of a product: C\[m×n\] from A\[m×k\] and B\[k×n\].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Gemm {
+    /// Rows of A and C.
+    pub m: usize,
+    /// Columns of B and C.
+    pub n: usize,
+    /// Columns of A, rows of B.
+    pub k: usize,
+    /// How A lies in memory.
+    pub a: Strides,
+    /// How B lies in memory.
+    pub b: Strides,
+    /// Distance between rows of C, and of the residual.
+    pub c_row: usize,
+    /// The order of summation restarts at each multiple of this; `usize::MAX` for never.
+    pub k_segment: usize,
+    /// How often, and where.
+    pub batch: Batch,
+}
+
+/// What happens to the old values of C.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mode {
+    /// C = A·B; C may hold anything before, NaN too.
+    Overwrite,
+    /// C = C + A·B.
+    Accumulate,
+}
+
+/// What is added to each tile of C in the end.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Epilogue<'a> {
+    /// One value per column.
+    pub bias: Option<&'a [f32]>,
+    /// A matrix laid out as C.
+    pub residual: Option<&'a [f32]>,
+}
+
+/// [`Epilogue`] as addresses; null for none.
+#[derive(Debug, Clone, Copy)]
+pub struct RawEpilogue {
+    /// `n` floats, or null.
+    pub bias: *const f32,
+    /// A matrix laid out as C, or null. It must not overlap C: accumulate into C instead.
+    pub residual: *const f32,
+}
+
+impl RawEpilogue {
+    /// Nothing is added.
+    pub const NONE: Self = Self { bias: std::ptr::null(), residual: std::ptr::null() };
+}
+
+/// Why a product cannot run.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum GemmError {
+    /// A slice ends before the matrix that it should hold.
+    #[error(
+        "{operand} of a {m}×{n}×{k} product needs {needed} elements, its slice has {given}; \
+         give all of the matrix, or correct its strides"
+    )]
+    TooShort {
+        /// "A", "B", "C", "bias", "residual", or "scratch" for one of its pieces.
+        operand: &'static str,
+        /// Rows of the product.
+        m: usize,
+        /// Columns of the product.
+        n: usize,
+        /// Inner length of the product.
+        k: usize,
+        /// Elements that the strides reach.
+        needed: usize,
+        /// Elements that were given.
+        given: usize,
+    },
+    /// An extent overflows `usize`.
+    #[error("{operand}'s strides reach beyond the address space; correct them")]
+    TooLarge {
+        /// "A", "B" or "C".
+        operand: &'static str,
+    },
+    /// Two elements of C would share an address.
+    #[error("C's rows of {n} columns, {c_row} apart, {count} matrices {batch_c} apart, overlap; keep them apart")]
+    Overlap {
+        /// Columns of C.
+        n: usize,
+        /// Distance between rows of C.
+        c_row: usize,
+        /// Number of matrices.
+        count: usize,
+        /// Distance between matrices.
+        batch_c: usize,
+    },
+    /// A product larger than the one whose scratch it shall do with.
+    #[error("a {m}×{n}×{k} product is not within the one that scratch was made for; make scratch for the largest")]
+    NotWithin {
+        /// Rows of the product.
+        m: usize,
+        /// Columns of the product.
+        n: usize,
+        /// Inner length of the product.
+        k: usize,
+    },
+    /// A segment of zero elements.
+    #[error("k_segment is 0; give its length, or usize::MAX for a single segment")]
+    EmptySegment,
+}
+
+impl Gemm {
+    /// A single product over one segment, with C's rows next to each other.
+    pub fn new(m: usize, n: usize, k: usize, a: Strides, b: Strides) -> Self {
+        Self { m, n, k, a, b, c_row: n, k_segment: usize::MAX, batch: Batch::ONE }
+    }
+
+    /// The same product with another [`Gemm::k_segment`].
+    pub fn with_segment(self, k_segment: usize) -> Self {
+        Self { k_segment, ..self }
+    }
+
+    /// The same product for each matrix of a batch.
+    pub fn with_batch(self, batch: Batch) -> Self {
+        Self { batch, ..self }
+    }
+
+    /// Floating-point operations of one run.
+    pub fn flops(&self) -> u64 {
+        2 * (self.batch.count as u64) * (self.m as u64) * (self.n as u64) * (self.k as u64)
+    }
+
+    /// Bytes of each piece of scratch that [`Gemm::run`] needs in a pool of `threads` threads.
+    pub fn scratch(&self, threads: usize) -> Vec<u64> {
+        Packing::new(self, threads).bytes().collect()
+    }
+
+    /// [`Gemm::scratch`] for [`Gemm::run_within`] this product.
+    pub fn scratch_within(&self, threads: usize) -> Vec<u64> {
+        for_each_of(Packing::all_within(self, threads).map(|packing| packing.bytes().collect()))
+    }
+
+    /// Multiplies on all threads of the current rayon pool.
+    ///
+    /// # Errors
+    /// A slice too short for its strides or for [`Gemm::scratch`] of the current pool, overlapping rows or matrices
+    /// of C, or an empty segment. Nothing is written then.
+    pub fn run(
+        &self,
+        a: &[f32],
+        b: &[f32],
+        c: &mut [f32],
+        mode: Mode,
+        epilogue: Epilogue,
+        scratch: &mut Scratch<'_>,
+    ) -> Result<(), GemmError> {
+        self.run_at(Level::best(), a, b, c, mode, epilogue, scratch)
+    }
+
+    /// [`Gemm::run`] on a chosen level, which must be available; for comparing levels.
+    ///
+    /// # Errors
+    /// As [`Gemm::run`].
+    #[expect(clippy::too_many_arguments, reason = "the operands of a product")]
+    pub fn run_at(
+        &self,
+        level: Level,
+        a: &[f32],
+        b: &[f32],
+        c: &mut [f32],
+        mode: Mode,
+        epilogue: Epilogue,
+        scratch: &mut Scratch<'_>,
+    ) -> Result<(), GemmError> {
+        let packing = Packing::new(self, rayon::current_num_threads());
+        self.run_packed(packing, level, a, b, c, mode, epilogue, scratch)
+    }
+
+    /// [`Gemm::run`] with the scratch of a product whose extents are known before these are: `most` has at least as many
+    /// rows, columns and k, the same strides, and one matrix.
+    ///
+    /// # Errors
+    /// As [`Gemm::run`], for [`Gemm::scratch_within`] of `most`; when this is larger than `most`.
+    #[expect(clippy::too_many_arguments, reason = "the operands of a product")]
+    pub fn run_within(
+        &self,
+        most: &Self,
+        a: &[f32],
+        b: &[f32],
+        c: &mut [f32],
+        mode: Mode,
+        epilogue: Epilogue,
+        scratch: &mut Scratch<'_>,
+    ) -> Result<(), GemmError> {
+        let fits = self.m <= most.m && self.n <= most.n && self.k <= most.k;
+        if !fits || (self.a, self.b, self.batch) != (most.a, most.b, Batch::ONE) {
+            return Err(GemmError::NotWithin { m: self.m, n: self.n, k: self.k });
+        }
+        let packing = Packing::within(most, self.m, rayon::current_num_threads());
+        self.run_packed(packing, Level::best(), a, b, c, mode, epilogue, scratch)
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the operands of a product")]
+    fn run_packed(
+        &self,
+        packing: Packing,
+        level: Level,
+        a: &[f32],
+        b: &[f32],
+        c: &mut [f32],
+        mode: Mode,
+        epilogue: Epilogue,
+        scratch: &mut Scratch<'_>,
+    ) -> Result<(), GemmError> {
+        self.check(packing, a, b, c, epilogue, scratch)?;
+        let raw = RawEpilogue {
+            bias: epilogue.bias.map_or(std::ptr::null(), <[f32]>::as_ptr),
+            residual: epilogue.residual.map_or(std::ptr::null(), <[f32]>::as_ptr),
+        };
+        // SAFETY: `check` has compared every extent with its slice; C and the scratch are borrowed exclusively.
+        unsafe {
+            let kernels = Kernels::of(level);
+            drive::run(self, packing, kernels, a.as_ptr(), b.as_ptr(), c.as_mut_ptr(), mode, raw, scratch);
+        }
+        Ok(())
+    }
+
+    /// [`Gemm::run`] on addresses, for operands that lie in one arena.
+    ///
+    /// # Safety
+    /// A, B, bias and residual are readable and C writable as far as the shape and strides reach; `scratch` has the
+    /// pieces of [`Gemm::scratch`]`(rayon::current_num_threads())`; C overlaps no other operand and itself only
+    /// as [`Gemm::run`] allows; nothing else writes to any of them during the call; `k_segment` > 0.
+    pub unsafe fn run_raw(
+        &self,
+        a: *const f32,
+        b: *const f32,
+        c: *mut f32,
+        mode: Mode,
+        epilogue: RawEpilogue,
+        scratch: &mut Scratch<'_>,
+    ) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let packing = Packing::new(self, rayon::current_num_threads());
+            drive::run(self, packing, Kernels::of(Level::best()), a, b, c, mode, epilogue, scratch);
+        }
+    }
+
+    fn check(
+        &self,
+        packing: Packing,
+        a: &[f32],
+        b: &[f32],
+        c: &[f32],
+        epilogue: Epilogue,
+        scratch: &Scratch,
+    ) -> Result<(), GemmError> {
+        let &Self { m, n, k, c_row, batch, .. } = self;
+        if self.k_segment == 0 {
+            return Err(GemmError::EmptySegment);
+        }
+        let c_strides = Strides::row_major(c_row);
+        let c_needed = extent("C", m, n, c_strides, batch.count, batch.c)?;
+        let operands = [
+            ("A", extent("A", m, k, self.a, batch.count, batch.a)?, Some(a.len())),
+            ("B", extent("B", k, n, self.b, batch.count, batch.b)?, Some(b.len())),
+            ("C", c_needed, Some(c.len())),
+            ("bias", n, epilogue.bias.map(<[f32]>::len)),
+            ("residual", c_needed, epilogue.residual.map(<[f32]>::len)),
+        ];
+        for (operand, needed, given) in operands {
+            if let Some(given) = given
+                && given < needed
+            {
+                return Err(GemmError::TooShort { operand, m, n, k, needed, given });
+            }
+        }
+        if let Some((needed, given)) = scratch.too_short(packing.bytes()) {
+            return Err(GemmError::TooShort { operand: "scratch", m, n, k, needed, given });
+        }
+        let one = extent("C", m, n, c_strides, 1, 0)?;
+        let rows_apart = m <= 1 || c_row >= n;
+        // Matrices lie one after the other, or side by side in wider rows.
+        let beside = batch.c >= n && (m <= 1 || batch.count.saturating_mul(batch.c) <= c_row);
+        let matrices_apart = batch.count <= 1 || batch.c >= one || beside;
+        if c_needed > 0 && !(rows_apart && matrices_apart) {
+            return Err(GemmError::Overlap { n, c_row, count: batch.count, batch_c: batch.c });
+        }
+        Ok(())
+    }
+}
+
+/// Elements from the first to the last one that a batch of matrices reaches, both included.
+fn extent(
+    operand: &'static str,
+    rows: usize,
+    columns: usize,
+    strides: Strides,
+    count: usize,
+    distance: usize,
+) -> Result<usize, GemmError> {
+    if rows == 0 || columns == 0 || count == 0 {
+        return Ok(0);
+    }
+    let last = |length: usize, stride: usize| (length - 1).checked_mul(stride);
+    let reach = || {
+        let row = last(rows, strides.row)?;
+        let column = last(columns, strides.column)?;
+        let matrix = last(count, distance)?;
+        row.checked_add(column)?.checked_add(matrix)?.checked_add(1)
+    };
+    reach().filter(|&reach| reach <= isize::MAX as usize / size_of::<f32>()).ok_or(GemmError::TooLarge { operand })
+}

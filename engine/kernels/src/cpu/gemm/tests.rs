@@ -1,0 +1,327 @@
+//! The products against a naive one in `f64`, and their bits against each other.
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::cpu::ScratchMemory;
+
+/// A tiny generator, so that a failing case is its seed.
+pub fn random(len: usize, seed: u64) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+    };
+    (0..len).map(|_| next()).collect()
+}
+
+pub(crate) fn pool(threads: usize) -> rayon::ThreadPool {
+    rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a thread pool starts")
+}
+
+/// What a case adds to the plain product.
+#[derive(Debug, Clone, Copy)]
+struct Extras {
+    mode: Mode,
+    bias: bool,
+    residual: bool,
+}
+
+const PLAIN: Extras = Extras { mode: Mode::Overwrite, bias: false, residual: false };
+
+/// Operands that fit a job exactly, C pre-filled.
+struct Operands {
+    a: Vec<f32>,
+    b: Vec<f32>,
+    c: Vec<f32>,
+    bias: Vec<f32>,
+    residual: Vec<f32>,
+}
+
+impl Operands {
+    fn of(job: &Gemm) -> Self {
+        let Batch { count, a, b, c } = job.batch;
+        let len = |m, n, strides, distance| extent("test", m, n, strides, count, distance).expect("small");
+        let c_len = len(job.m, job.n, Strides::row_major(job.c_row), c);
+        Self {
+            a: random(len(job.m, job.k, job.a, a), 1),
+            b: random(len(job.k, job.n, job.b, b), 2),
+            c: random(c_len, 3),
+            bias: random(job.n, 4),
+            residual: random(c_len, 5),
+        }
+    }
+
+    fn run(&self, job: &Gemm, level: Level, threads: usize, extras: Extras) -> Vec<f32> {
+        let mut c = self.c.clone();
+        // Full of NaN, so that a float that is read before it is written shows.
+        let mut memory = ScratchMemory::new(&job.scratch(threads));
+        let epilogue = Epilogue {
+            bias: extras.bias.then_some(&self.bias[..]),
+            residual: extras.residual.then_some(&self.residual[..]),
+        };
+        pool(threads)
+            .install(|| job.run_at(level, &self.a, &self.b, &mut c, extras.mode, epilogue, &mut memory.lend()))
+            .expect("the operands fit");
+        assert!(memory.is_intact(), "{job:?} writes beyond its scratch");
+        c
+    }
+
+    /// Each element of C as the exact sum, with the sum of its terms' magnitudes.
+    fn reference(&self, job: &Gemm, extras: Extras) -> Vec<(f64, f64)> {
+        let mut c: Vec<(f64, f64)> = self.c.iter().map(|&c| (f64::from(c), 0.0)).collect();
+        for matrix in 0..job.batch.count {
+            for i in 0..job.m {
+                for j in 0..job.n {
+                    let at = matrix * job.batch.c + i * job.c_row + j;
+                    let mut terms = vec![];
+                    if extras.mode == Mode::Accumulate {
+                        terms.push(f64::from(self.c[at]));
+                    }
+                    for p in 0..job.k {
+                        let a = self.a[matrix * job.batch.a + i * job.a.row + p * job.a.column];
+                        let b = self.b[matrix * job.batch.b + p * job.b.row + j * job.b.column];
+                        terms.push(f64::from(a) * f64::from(b));
+                    }
+                    if extras.bias {
+                        terms.push(f64::from(self.bias[j]));
+                    }
+                    if extras.residual {
+                        terms.push(f64::from(self.residual[at]));
+                    }
+                    c[at] = (terms.iter().sum(), terms.iter().map(|term| term.abs()).sum());
+                }
+            }
+        }
+        c
+    }
+}
+
+/// All available levels agree with the reference, and with each other bit by bit.
+fn check(job: &Gemm, threads: usize, extras: Extras) {
+    let operands = Operands::of(job);
+    let reference = operands.reference(job, extras);
+    let mut first: Option<Vec<f32>> = None;
+    for level in Level::ALL.into_iter().filter(|level| level.is_available()) {
+        let got = operands.run(job, level, threads, extras);
+        for (at, (&got, &(expected, magnitude))) in got.iter().zip(&reference).enumerate() {
+            // Summing n terms in f32 is off by at most n·ε/2 of their magnitudes (Higham 2002, section 4.2).
+            let bound = (job.k + 4) as f64 * f64::from(f32::EPSILON) / 2.0 * magnitude;
+            let error = (f64::from(got) - expected).abs();
+            assert!(error <= bound, "{level:?} C[{at}]: {got} for {expected}, off by {error:e}, {job:?} {extras:?}");
+        }
+        match &first {
+            None => first = Some(got),
+            Some(first) => assert_eq!(bits(first), bits(&got), "{level:?} has other bits, {job:?} {extras:?}"),
+        }
+    }
+}
+
+fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|value| value.to_bits()).collect()
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Order {
+    Rows,
+    Columns,
+    Scattered,
+}
+
+/// Strides of a rows × columns matrix, with a gap after each contiguous line.
+fn strides(order: Order, rows: usize, columns: usize, gap: usize) -> Strides {
+    match order {
+        Order::Rows => Strides::row_major(columns + gap),
+        Order::Columns => Strides::transposed(rows + gap),
+        Order::Scattered => Strides { row: 2 * columns + gap + 1, column: 2 },
+    }
+}
+
+fn order() -> impl Strategy<Value = Order> {
+    prop_oneof![Just(Order::Rows), Just(Order::Columns), Just(Order::Scattered)]
+}
+
+/// Sizes around the edges of the tiles, most of them small.
+fn size() -> impl Strategy<Value = usize> {
+    prop_oneof![4 => 0usize..40, 2 => 40usize..130, 1 => 250usize..270]
+}
+
+fn extras() -> impl Strategy<Value = Extras> {
+    (any::<bool>(), any::<bool>(), any::<bool>()).prop_map(|(accumulate, bias, residual)| Extras {
+        mode: if accumulate { Mode::Accumulate } else { Mode::Overwrite },
+        bias,
+        residual,
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(128))]
+
+    #[test]
+    fn any_shape_agrees_with_the_reference(
+        (m, n, k) in (size(), size(), size()),
+        (a, b) in (order(), order()),
+        gap in 0usize..5,
+        k_segment in prop_oneof![Just(usize::MAX), 1usize..80],
+        threads in 1usize..4,
+        extras in extras(),
+    ) {
+        let mut job = Gemm::new(m, n, k, strides(a, m, k, gap), strides(b, k, n, gap)).with_segment(k_segment);
+        job.c_row = n + gap;
+        check(&job, threads, extras);
+    }
+
+    #[test]
+    fn any_batch_agrees_with_the_reference(
+        (m, n, k) in (0usize..40, 0usize..40, 0usize..20),
+        count in 0usize..5,
+        (a, b) in (order(), order()),
+        (shared_b, beside) in (any::<bool>(), any::<bool>()),
+        threads in 1usize..4,
+        extras in extras(),
+    ) {
+        let job = Gemm::new(m, n, k, strides(a, m, k, 1), strides(b, k, n, 2));
+        let batch_b = if shared_b { 0 } else { k * n + 1 };
+        let batch = Batch { count, a: m * k + 1, b: batch_b, c: if beside { n } else { m * n + 2 } };
+        let job = Gemm { c_row: if beside { n * count } else { n }, ..job.with_batch(batch) };
+        check(&job, threads, extras);
+    }
+}
+
+#[test]
+fn long_k_and_several_chunks_agree_with_the_reference() {
+    for (m, n, k, k_segment) in
+        [(70, 33, 900, 256), (13, 40, 1300, usize::MAX), (65, 2050, 600, 500), (2, 300, 769, 384), (1, 300, 769, 384)]
+    {
+        let job = Gemm::new(m, n, k, Strides::row_major(k), Strides::transposed(k)).with_segment(k_segment);
+        check(&job, 2, Extras { bias: true, residual: true, ..PLAIN });
+    }
+}
+
+#[test]
+fn bits_do_not_depend_on_the_number_of_threads() {
+    for (m, n, k, count) in [(200, 130, 500, 1), (1, 700, 400, 1), (40, 50, 60, 7), (500, 2100, 700, 1)] {
+        let batch = Batch { count, a: m * k, b: k * n, c: m * n };
+        let job = Gemm::new(m, n, k, Strides::transposed(m), Strides::transposed(k)).with_batch(batch);
+        let operands = Operands::of(&job);
+        let one = operands.run(&job, Level::best(), 1, PLAIN);
+        for threads in 2..=4 {
+            let several = operands.run(&job, Level::best(), threads, PLAIN);
+            assert!(bits(&one) == bits(&several), "{threads} threads have other bits, {job:?}");
+        }
+    }
+}
+
+#[test]
+fn bits_of_a_row_do_not_depend_on_the_other_rows() {
+    let (m, n, k) = (150, 96, 500);
+    let whole = Gemm::new(m, n, k, Strides::row_major(k), Strides::transposed(k));
+    let operands = Operands::of(&whole);
+    let all = operands.run(&whole, Level::best(), 2, PLAIN);
+    for row in [0, 77, m - 1] {
+        let single = Gemm { m: 1, ..whole };
+        let operands = Operands {
+            a: operands.a[row * k..][..k].to_vec(),
+            b: operands.b.clone(),
+            c: vec![0.0; n],
+            ..Operands::of(&single)
+        };
+        let got = operands.run(&single, Level::best(), 2, PLAIN);
+        assert_eq!(bits(&all[row * n..][..n]), bits(&got), "row {row}");
+    }
+}
+
+/// What makes micro-batches of 1 × 8 and 8 × 1 agree bit by bit.
+#[test]
+fn segments_in_one_call_are_accumulating_calls() {
+    for segment in [1, 7, 33, 256, 383, 384, 385, 511] {
+        let (m, n, k) = (67, 45, 8 * segment);
+        let whole = Gemm::new(m, n, k, Strides::transposed(m), Strides::row_major(n)).with_segment(segment);
+        let operands = Operands::of(&whole);
+        for threads in [1, 3] {
+            let one_call = operands.run(&whole, Level::best(), threads, PLAIN);
+            let part = Gemm { k: segment, ..whole };
+            let mut c = operands.c.clone();
+            let mut memory = ScratchMemory::new(&part.scratch(threads));
+            for i in 0..8 {
+                let mode = if i == 0 { Mode::Overwrite } else { Mode::Accumulate };
+                let (a, b) = (&operands.a[i * segment * m..], &operands.b[i * segment * n..]);
+                pool(threads)
+                    .install(|| part.run(a, b, &mut c, mode, Epilogue::default(), &mut memory.lend()))
+                    .expect("the operands fit");
+            }
+            assert!(bits(&one_call) == bits(&c), "segments of {segment} on {threads} threads");
+        }
+    }
+}
+
+#[test]
+fn an_empty_k_gives_zero_or_leaves_c() {
+    let job = Gemm::new(3, 5, 0, Strides::row_major(0), Strides::row_major(5));
+    let operands = Operands::of(&job);
+    assert_eq!(operands.run(&job, Level::best(), 1, PLAIN), vec![0.0; 15]);
+    let kept = operands.run(&job, Level::best(), 1, Extras { mode: Mode::Accumulate, ..PLAIN });
+    assert_eq!(bits(&kept), bits(&operands.c));
+}
+
+#[test]
+fn unsound_operands_are_refused() {
+    let good = Gemm::new(4, 6, 5, Strides::row_major(5), Strides::row_major(6));
+    let pair = Batch { count: 2, a: 20, b: 30, c: 24 };
+    let run = |job: Gemm, a: usize, b: usize, c: usize, scratch: &[u64]| {
+        let (a, b, mut c, mut memory) = (vec![0.0; a], vec![0.0; b], vec![0.0; c], ScratchMemory::new(scratch));
+        pool(1).install(|| job.run(&a, &b, &mut c, Mode::Overwrite, Epilogue::default(), &mut memory.lend()))
+    };
+    let enough = &good.scratch(1)[..];
+    let &[packed_a, packed_b] = enough else { panic!("a small product has a piece for each operand") };
+    let short = |operand, needed, given| Err(GemmError::TooShort { operand, m: 4, n: 6, k: 5, needed, given });
+    assert_eq!(run(good, 20, 30, 24, enough), Ok(()));
+    assert_eq!(run(good, 19, 30, 24, enough), short("A", 20, 19));
+    assert_eq!(run(good, 20, 29, 24, enough), short("B", 30, 29));
+    assert_eq!(run(good, 20, 30, 23, enough), short("C", 24, 23));
+    let floats = |bytes: u64| bytes as usize / 4;
+    let lacking = short("scratch", floats(packed_b), floats(packed_b) - 1);
+    assert_eq!(run(good, 20, 30, 24, &[packed_a, packed_b - 4]), lacking);
+    assert_eq!(run(good, 20, 30, 24, &[packed_a]), short("scratch", floats(packed_b), 0));
+    assert_eq!(run(good.with_batch(pair), 39, 60, 48, enough), short("A", 40, 39));
+    assert_eq!(run(good.with_segment(0), 20, 30, 24, enough), Err(GemmError::EmptySegment));
+    let overlap = |c_row, count, batch_c| Err(GemmError::Overlap { n: 6, c_row, count, batch_c });
+    assert_eq!(run(Gemm { c_row: 5, ..good }, 20, 30, 24, enough), overlap(5, 1, 0));
+    assert_eq!(run(good.with_batch(Batch { c: 23, ..pair }), 40, 60, 48, enough), overlap(6, 2, 23));
+    let huge = Gemm { a: Strides { row: usize::MAX, column: 1 }, ..good };
+    assert_eq!(run(huge, 20, 30, 24, enough), Err(GemmError::TooLarge { operand: "A" }));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    /// The product of some of the rows and of some of k, in scratch that was made for all, has its own bits.
+    #[test]
+    fn smaller_products_run_in_the_scratch_of_larger_ones(
+        (most_m, m) in (1..300usize).prop_flat_map(|most| (Just(most), 0..=most)),
+        (most_k, k) in (1..900usize).prop_flat_map(|most| (Just(most), 0..=most)),
+        n in 1..90usize,
+        a_transposed: bool,
+        b_transposed: bool,
+        threads in 1..4usize,
+    ) {
+        let strides = |transposed, rows, columns| {
+            if transposed { Strides::transposed(rows) } else { Strides::row_major(columns) }
+        };
+        let most = Gemm::new(most_m, n, most_k, strides(a_transposed, most_m, most_k), strides(b_transposed, most_k, n));
+        let job = Gemm { m, k, ..most };
+        let operands = Operands::of(&most);
+        let expected = operands.run(&job, Level::best(), threads, PLAIN);
+        let mut c = operands.c.clone();
+        let mut memory = ScratchMemory::new(&most.scratch_within(threads));
+        let run = || {
+            let (a, b) = (&operands.a, &operands.b);
+            job.run_within(&most, a, b, &mut c, Mode::Overwrite, Epilogue::default(), &mut memory.lend())
+        };
+        pool(threads).install(run).expect("it is within");
+        prop_assert!(memory.is_intact());
+        prop_assert_eq!(bits(&c), bits(&expected));
+    }
+}

@@ -1,0 +1,18 @@
+//! Kernels for CPUs, and what they are made of.
+
+pub mod args;
+pub mod attention;
+mod elementwise;
+pub mod gemm;
+pub mod math;
+pub mod overflow_heap;
+mod pieces;
+pub mod reduce;
+pub mod scratch;
+pub mod simd;
+mod tasks;
+
+pub use args::{Args, Element};
+pub use elementwise::{BLOCK, arch, last_extent, map, row_of, rows_per_task, vectorize, zip};
+pub use pieces::{InPieces, Pieces};
+pub use scratch::{Scratch, ScratchMemory};

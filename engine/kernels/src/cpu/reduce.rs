@@ -1,0 +1,101 @@
+//! Sums and maxima of slices in sixteen lanes: vectorisable, and the same bits on every machine.
+
+const LANES: usize = 16;
+
+/// Σ f(x).
+#[inline(always)]
+pub fn sum(x: &[f32], f: impl Fn(f32) -> f32) -> f32 {
+    let mut lanes = [0.0; LANES];
+    let chunks = x.chunks_exact(LANES);
+    let tail: f32 = chunks.remainder().iter().map(|&x| f(x)).sum();
+    for chunk in chunks {
+        for (lane, &x) in lanes.iter_mut().zip(chunk) {
+            *lane += f(x);
+        }
+    }
+    fold(lanes, |a, b| a + b) + tail
+}
+
+/// Σ f(a, b).
+#[inline(always)]
+pub fn sum2(a: &[f32], b: &[f32], f: impl Fn(f32, f32) -> f32) -> f32 {
+    let mut lanes = [0.0; LANES];
+    let (a_chunks, b_chunks) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
+    let tail: f32 = a_chunks.remainder().iter().zip(b_chunks.remainder()).map(|(&a, &b)| f(a, b)).sum();
+    for (a, b) in a_chunks.zip(b_chunks) {
+        for (lane, (&a, &b)) in lanes.iter_mut().zip(a.iter().zip(b)) {
+            *lane += f(a, b);
+        }
+    }
+    fold(lanes, |a, b| a + b) + tail
+}
+
+/// Σ f(a, b, c).
+#[inline(always)]
+pub fn sum3(a: &[f32], b: &[f32], c: &[f32], f: impl Fn(f32, f32, f32) -> f32) -> f32 {
+    let mut lanes = [0.0; LANES];
+    let (a_chunks, b_chunks, c_chunks) = (a.chunks_exact(LANES), b.chunks_exact(LANES), c.chunks_exact(LANES));
+    let tails = a_chunks.remainder().iter().zip(b_chunks.remainder()).zip(c_chunks.remainder());
+    let tail: f32 = tails.map(|((&a, &b), &c)| f(a, b, c)).sum();
+    for ((a, b), c) in a_chunks.zip(b_chunks).zip(c_chunks) {
+        for (((lane, &a), &b), &c) in lanes.iter_mut().zip(a).zip(b).zip(c) {
+            *lane += f(a, b, c);
+        }
+    }
+    fold(lanes, |a, b| a + b) + tail
+}
+
+/// The greatest element; −∞ of none.
+#[inline(always)]
+pub fn max(x: &[f32]) -> f32 {
+    let mut lanes = [f32::NEG_INFINITY; LANES];
+    let chunks = x.chunks_exact(LANES);
+    let tail = chunks.remainder().iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    for chunk in chunks {
+        for (lane, &x) in lanes.iter_mut().zip(chunk) {
+            *lane = if x > *lane { x } else { *lane };
+        }
+    }
+    fold(lanes, f32::max).max(tail)
+}
+
+/// The least element; ∞ of none.
+#[inline(always)]
+pub fn min(x: &[f32]) -> f32 {
+    let mut lanes = [f32::INFINITY; LANES];
+    let chunks = x.chunks_exact(LANES);
+    let tail = chunks.remainder().iter().copied().fold(f32::INFINITY, f32::min);
+    for chunk in chunks {
+        for (lane, &x) in lanes.iter_mut().zip(chunk) {
+            *lane = if x < *lane { x } else { *lane };
+        }
+    }
+    fold(lanes, f32::min).min(tail)
+}
+
+/// The greatest magnitude; 0 of none.
+#[inline(always)]
+pub fn max_abs(x: &[f32]) -> f32 {
+    let mut lanes = [0.0f32; LANES];
+    let chunks = x.chunks_exact(LANES);
+    let tail = chunks.remainder().iter().fold(0.0, |max: f32, x| max.max(x.abs()));
+    for chunk in chunks {
+        for (lane, &x) in lanes.iter_mut().zip(chunk) {
+            *lane = if x.abs() > *lane { x.abs() } else { *lane };
+        }
+    }
+    fold(lanes, f32::max).max(tail)
+}
+
+/// Folds the lanes as a tree.
+#[inline(always)]
+fn fold(mut lanes: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> f32 {
+    let mut width = LANES / 2;
+    while width > 0 {
+        for i in 0..width {
+            lanes[i] = f(lanes[i], lanes[i + width]);
+        }
+        width /= 2;
+    }
+    lanes[0]
+}

@@ -1,0 +1,229 @@
+//! Scratch in pieces: what a kernel needs only while it runs, as buffers that need not lie side by side.
+//!
+//! An operation says how many bytes each piece takes (`Op::workspace`), and each is a buffer of the
+//! plan: small pieces fit between the tensors of a small step, where one large buffer would stand above them all. In: the
+//! pieces' planned places. Out: slices and addresses. Never: a heap allocation while a kernel runs.
+
+use std::marker::PhantomData;
+
+use super::args::Element;
+
+/// Where a piece lies in its memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Piece {
+    /// Byte offset of the first byte.
+    pub offset: u64,
+    /// Size.
+    pub bytes: u64,
+}
+
+/// The pieces that a kernel may write to while it runs, full of garbage. Each begins at a multiple of 64 bytes.
+#[derive(Debug)]
+pub struct Scratch<'a> {
+    base: *mut u8,
+    pieces: &'a [Piece],
+    memory: PhantomData<&'a mut [u8]>,
+}
+
+// SAFETY: as a `&mut [u8]`; what is shared gives no more than addresses.
+unsafe impl Send for Scratch<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for Scratch<'_> {}
+
+impl<'a> Scratch<'a> {
+    /// # Safety
+    /// The pieces lie in memory at `base`, each aligned to 64 bytes and disjoint from the others, and nobody else touches
+    /// them during `'a`.
+    pub unsafe fn new(base: *mut u8, pieces: &'a [Piece]) -> Self {
+        Self { base, pieces, memory: PhantomData }
+    }
+
+    /// Takes the first of the pieces that are left.
+    ///
+    /// # Panics
+    /// On a kernel's own bug: there is none left.
+    pub fn take<T: Element>(&mut self) -> &'a mut [T] {
+        let (first, rest) = self.pieces.split_first().expect("more pieces are taken than `Op::workspace` asks for");
+        self.pieces = rest;
+        // SAFETY: by `new`'s contract the piece exists and is aligned for all of `Element`, which are plain data; it is not
+        // among the pieces any more, so it is handed out once.
+        unsafe {
+            let start = self.base.add(first.offset as usize).cast();
+            std::slice::from_raw_parts_mut(start, first.bytes as usize / size_of::<T>())
+        }
+    }
+
+    /// The first piece that is smaller than it has to be: the floats that it needs and those that it has, 0 if there is no
+    /// such piece at all.
+    pub(super) fn too_short(&self, needed_bytes: impl Iterator<Item = u64>) -> Option<(usize, usize)> {
+        let floats = |bytes: u64| bytes as usize / size_of::<f32>();
+        let given = self.pieces.iter().map(|piece| piece.bytes).chain(std::iter::repeat(0));
+        needed_bytes.zip(given).find(|(needed, given)| given < needed).map(|(n, g)| (floats(n), floats(g)))
+    }
+
+    /// The first byte of a piece.
+    fn address(&self, piece: usize) -> *mut u8 {
+        // In bounds of the memory by `new`'s contract.
+        self.base.wrapping_add(self.pieces[piece].offset as usize)
+    }
+}
+
+/// Pieces that are large enough for each of several kernels, which run one after another.
+pub fn for_each_of(kernels: impl IntoIterator<Item = Vec<u64>>) -> Vec<u64> {
+    let mut pieces: Vec<u64> = Vec::new();
+    for kernel in kernels {
+        pieces.resize(kernel.len().max(pieces.len()), 0);
+        pieces.iter_mut().zip(kernel).for_each(|(bytes, needed)| *bytes = needed.max(*bytes));
+    }
+    pieces
+}
+
+/// Scratch outside of an arena, for kernels that are called by themselves.
+#[derive(Debug)]
+pub struct ScratchMemory {
+    /// In cache lines.
+    lines: Vec<Line>,
+    pieces: Vec<Piece>,
+}
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C, align(64))]
+struct Line([f32; LINE_LEN]);
+
+/// Floats of a cache line.
+const LINE_LEN: usize = 16;
+
+impl ScratchMemory {
+    /// Pieces of so many bytes, full of NaN. They lie apart and in reverse order, so that a kernel that goes beyond one of
+    /// them shows: see [`Self::is_intact`].
+    pub fn new(bytes: &[u64]) -> Self {
+        let mut pieces = Vec::new();
+        let mut lines = 1;
+        for &bytes in bytes.iter().rev() {
+            pieces.push(Piece { offset: lines * size_of::<Line>() as u64, bytes });
+            lines += bytes.div_ceil(size_of::<Line>() as u64) + 1;
+        }
+        pieces.reverse();
+        Self { lines: vec![Line([f32::NAN; LINE_LEN]); lines as usize], pieces }
+    }
+
+    /// Lends all pieces.
+    pub fn lend(&mut self) -> Scratch<'_> {
+        // SAFETY: `new` has laid the pieces within the lines, whole lines apart, and the lines are borrowed exclusively.
+        unsafe { Scratch::new(self.lines.as_mut_ptr().cast(), &self.pieces) }
+    }
+
+    /// Whether all that lies between the pieces is as it was.
+    pub fn is_intact(&self) -> bool {
+        let before = |piece: &Piece| &self.lines[piece.offset as usize / size_of::<Line>() - 1];
+        self.pieces.iter().map(before).chain(self.lines.last()).all(|line| line.0.iter().all(|x| x.is_nan()))
+    }
+}
+
+/// Equal parts of scratch, one or several to a piece: no part lies in two of them.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Parts {
+    /// The piece of the first part.
+    first: usize,
+    count: usize,
+    /// Floats of a part, in whole cache lines, so that threads share none.
+    len: usize,
+    /// Binary logarithm of the parts in a piece.
+    shift: u32,
+}
+
+/// Floats that a piece needn't be smaller than: 32 KiB.
+const ENOUGH_LEN: usize = 8 << 10;
+/// Most pieces of parts of one kind: the planner's work grows with them, and a sixteenth of what a kernel needs is little.
+const MAX_PIECES: usize = 16;
+
+impl Parts {
+    /// `count` parts of at least `len` floats, behind the first `first` pieces.
+    pub fn new(first: usize, count: usize, len: usize) -> Self {
+        let len = len.max(1).next_multiple_of(LINE_LEN);
+        let by_len = (ENOUGH_LEN / len).max(1).ilog2();
+        let by_count = count.div_ceil(MAX_PIECES).next_power_of_two().ilog2();
+        Self { first, count, len, shift: by_len.max(by_count) }
+    }
+
+    /// Parts of several kinds, `count` of each of these lengths, in pieces behind each other.
+    pub fn of_kinds<const KINDS: usize>(count: usize, lengths: [usize; KINDS]) -> [Self; KINDS] {
+        let mut first = 0;
+        lengths.map(|len| {
+            let parts = Self::new(first, count, len);
+            first = parts.end();
+            parts
+        })
+    }
+
+    /// Number of pieces up to the last part's.
+    pub fn end(&self) -> usize {
+        self.first + self.count.div_ceil(1 << self.shift)
+    }
+
+    /// Bytes of each piece.
+    pub fn bytes(self) -> impl Iterator<Item = u64> {
+        let per_piece = 1 << self.shift;
+        let parts = (0..self.count).step_by(per_piece).map(move |part| per_piece.min(self.count - part));
+        parts.map(move |parts| (parts * self.len * size_of::<f32>()) as u64)
+    }
+
+    /// The first float of a part, in scratch that has the pieces of [`Self::bytes`].
+    pub fn start(&self, scratch: &Scratch<'_>, part: usize) -> *mut f32 {
+        debug_assert!(part < self.count, "part {part} of {self:?}");
+        let within = part & ((1 << self.shift) - 1);
+        scratch.address(self.first + (part >> self.shift)).cast::<f32>().wrapping_add(within * self.len)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn parts_lie_apart_and_within_their_pieces(count in 0..200usize, lengths in [0..40_000usize, 0..300, 1..9]) {
+            let kinds = Parts::of_kinds(count, lengths);
+            let bytes: Vec<u64> = kinds.iter().flat_map(|parts| parts.bytes()).collect();
+            prop_assert!(bytes.len() <= kinds.len() * MAX_PIECES);
+            let mut memory = ScratchMemory::new(&bytes);
+            let scratch = memory.lend();
+            prop_assert_eq!(scratch.too_short(bytes.iter().copied()), None);
+            for (kind, (parts, len)) in kinds.iter().zip(lengths).enumerate() {
+                for part in 0..count {
+                    // SAFETY: under test: a write beyond a piece would show below, one into another part in the sums.
+                    let part = unsafe { std::slice::from_raw_parts_mut(parts.start(&scratch, part), len) };
+                    prop_assert!(part.as_ptr().addr().is_multiple_of(64));
+                    prop_assert!(part.iter().all(|x| x.is_nan()), "nobody else has written here");
+                    part.fill(kind as f32);
+                }
+            }
+            prop_assert!(memory.is_intact());
+        }
+    }
+
+    #[test]
+    fn pieces_are_taken_one_by_one() {
+        let mut memory = ScratchMemory::new(&[12, 0, 8]);
+        let mut scratch = memory.lend();
+        assert_eq!(scratch.too_short([12, 0, 4].into_iter()), None);
+        assert_eq!(scratch.too_short([12, 4].into_iter()), Some((1, 0)));
+        assert_eq!(scratch.too_short([12, 0, 8, 16].into_iter()), Some((4, 0)));
+        scratch.take::<u32>().copy_from_slice(&[1, 2, 3]);
+        assert_eq!(scratch.take::<f32>().len(), 0);
+        scratch.take::<f64>()[0] = 1.0;
+        assert!(memory.is_intact());
+    }
+
+    #[test]
+    fn pieces_are_small_but_few() {
+        let pieces = |count, len| Parts::new(0, count, len).bytes().collect::<Vec<u64>>();
+        assert_eq!(pieces(3, 20_000), [80_000; 3]);
+        assert_eq!(pieces(5, 4096), [32_768, 32_768, 16_384]);
+        assert_eq!(pieces(64, 16_384), [262_144; 16]);
+        assert_eq!(pieces(3, 1), [192]);
+        assert_eq!(pieces(0, 100), [0; 0]);
+    }
+}

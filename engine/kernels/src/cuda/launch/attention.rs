@@ -1,0 +1,237 @@
+//! Launches of attention.cu and attention_tensor_cores.cu.
+
+use candle_core::{DType, Layout};
+
+use super::{Kernel, Launch, Operand, Operands, launches, typed};
+use crate::Spec;
+use crate::cuda::Family::{self, Attention, AttentionTensorCores};
+
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C)]
+struct HeadStrides {
+    batch: u64,
+    head: u64,
+    token: u64,
+}
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct AttentionArguments {
+    q: u64,
+    k: u64,
+    v: u64,
+    out: u64,
+    lse: u64,
+    d_out: u64,
+    delta: u64,
+    dq: u64,
+    dk: u64,
+    dv: u64,
+    heads: u64,
+    kv_heads: u64,
+    queries: u64,
+    keys: u64,
+    head_size: u64,
+    at_q: HeadStrides,
+    at_k: HeadStrides,
+    at_v: HeadStrides,
+    at_out: HeadStrides,
+    at_d_kv: HeadStrides,
+    scale: f32,
+    is_causal: u32,
+}
+
+/// Threads of a block: `ATTENTION_THREADS` of attention.cuh.
+const THREADS: u32 = 128;
+
+impl HeadStrides {
+    /// Of [batch, heads, tokens, head size] with any strides but the last.
+    fn of(layout: &Layout) -> Option<Self> {
+        match *layout.stride() {
+            [batch, head, token, 1] => Some(Self { batch: batch as u64, head: head as u64, token: token as u64 }),
+            _ => None,
+        }
+    }
+
+    /// Of dense [batch, tokens, heads, head size].
+    fn dense(tokens: u64, heads: u64, head_size: u64) -> Self {
+        Self { batch: tokens * heads * head_size, head: head_size, token: heads * head_size }
+    }
+}
+
+/// How a kernel's blocks share the tokens.
+#[derive(Debug)]
+struct Form {
+    family: Family,
+    name: String,
+    /// Tokens of a block.
+    rows: u64,
+    /// Bytes of shared memory.
+    shared_bytes: u64,
+}
+
+/// The part of attention that a kernel is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Part {
+    Forward,
+    GradQ,
+    GradKv,
+    GradK,
+    GradV,
+}
+
+impl Part {
+    /// What becomes dk and dv of heads of this size: in one kernel, or one after the other.
+    fn of_kv(dtype: DType, head_size: u64) -> &'static [Self] {
+        if dtype == DType::BF16 && head_size > 128 { &[Self::GradV, Self::GradK] } else { &[Self::GradKv] }
+    }
+
+    fn suffix(self) -> &'static str {
+        match self {
+            Self::Forward => "",
+            Self::GradQ => "_grad_q",
+            Self::GradKv => "_grad_kv",
+            Self::GradK => "_grad_k",
+            Self::GradV => "_grad_v",
+        }
+    }
+}
+
+impl Form {
+    fn of(part: Part, dtype: DType, head_size: u64) -> Option<Self> {
+        let most = [64, 128, 256].into_iter().find(|&most| head_size <= most)?;
+        match dtype {
+            DType::BF16 => Some(Self::tensor_cores(part, most)),
+            DType::F32 => Some(Self::plain(part, most, head_size)),
+            _ => None,
+        }
+    }
+
+    /// attention_tensor_cores.cu: bands of a warp and rows of a tile as they are there; two pairs of tiles that go by.
+    fn tensor_cores(part: Part, most: u64) -> Self {
+        let (bands, tile) = match (part, most) {
+            (Part::Forward, 64) => (2, 64),
+            (_, 64) | (Part::Forward, 128) => (2, 32),
+            (_, 128) => (1, 32),
+            _ => (1, 16),
+        };
+        let rows = 16 * bands * u64::from(THREADS / 32);
+        let blocks = if part == Part::Forward { 1 } else { 2 };
+        Self {
+            family: AttentionTensorCores,
+            name: format!("attention_tc{}_{most}", part.suffix()),
+            rows,
+            shared_bytes: (blocks * rows + 4 * tile) * 2 * (most + 8),
+        }
+    }
+
+    /// attention.cu: tiles of heads, and squares of scores.
+    fn plain(part: Part, most: u64, head_size: u64) -> Self {
+        let rows = if most == 256 { 16 } else { 32 };
+        let (tiles, squares) = match part {
+            // Values take the place of keys.
+            Part::Forward => (2, 1),
+            Part::GradQ => (4, 1),
+            Part::GradKv | Part::GradK | Part::GradV => (4, 2),
+        };
+        Self {
+            family: Attention,
+            name: format!("attention{}_{most}_f32", part.suffix()),
+            rows,
+            shared_bytes: tiles * rows * 4 * (head_size + 1) + squares * 4 * rows * (rows + 1),
+        }
+    }
+}
+
+impl AttentionArguments {
+    fn new(scale: f64, is_causal: bool, q: &Operand, k: &Operand, v: &Operand) -> Option<Self> {
+        let (&[_, heads, queries, head_size], &[_, kv_heads, keys, _]) = (q.dims(), k.dims()) else { return None };
+        let [heads, queries, head_size, kv_heads, keys] =
+            [heads, queries, head_size, kv_heads, keys].map(|extent| extent as u64);
+        Some(Self {
+            q: q.address,
+            k: k.address,
+            v: v.address,
+            out: 0,
+            lse: 0,
+            d_out: 0,
+            delta: 0,
+            dq: 0,
+            dk: 0,
+            dv: 0,
+            heads,
+            kv_heads,
+            queries,
+            keys,
+            head_size,
+            at_q: HeadStrides::of(&q.layout)?,
+            at_k: HeadStrides::of(&k.layout)?,
+            at_v: HeadStrides::of(&v.layout)?,
+            at_out: HeadStrides::dense(queries, heads, head_size),
+            at_d_kv: HeadStrides::dense(keys, kv_heads, head_size),
+            scale: scale as f32,
+            is_causal: u32::from(is_causal),
+        })
+    }
+
+    /// A kernel over so many tokens and heads.
+    fn launch(self, part: Part, of: &Operand, tokens: u64, heads: u64) -> Option<Kernel> {
+        let form = Form::of(part, of.dtype, self.head_size)?;
+        let grid = [tokens.div_ceil(form.rows), heads, of.dims()[0] as u64];
+        Some(Kernel {
+            family: form.family,
+            shared_bytes: form.shared_bytes as u32,
+            name: form.name,
+            grid: grid.map(|blocks| blocks as u32),
+            block: THREADS,
+            arguments: Box::new(self),
+        })
+    }
+}
+
+/// (out, log-sum-exp) from (q, k, v).
+pub fn attention(scale: f64, is_causal: bool, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([q, k, v], [out, lse]) = (operands.inputs, operands.outputs) else { return None };
+    let arguments = AttentionArguments::new(scale, is_causal, q, k, v)?;
+    let arguments = AttentionArguments { out: out.address, lse: lse.address, ..arguments };
+    launches([arguments.launch(Part::Forward, q, arguments.queries, arguments.heads)?])
+}
+
+/// Bytes of a number for each query.
+pub fn attention_grad_workspace(lse: &Spec) -> Vec<u64> {
+    vec![lse.bytes()]
+}
+
+/// (dq, dk, dv) from (q, k, v, out, log-sum-exp, d_out).
+pub fn attention_grad(scale: f64, is_causal: bool, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([q, k, v, out, lse, d_out], [dq, dk, dv], &[delta]) = (operands.inputs, operands.outputs, operands.workspace)
+    else {
+        return None;
+    };
+    let arguments = AttentionArguments {
+        out: out.address,
+        lse: lse.address,
+        d_out: d_out.address,
+        delta,
+        dq: dq.address,
+        dk: dk.address,
+        dv: dv.address,
+        ..AttentionArguments::new(scale, is_causal, q, k, v)?
+    };
+    let AttentionArguments { heads, kv_heads, queries, keys, .. } = arguments;
+    // A warp for each query.
+    let deltas = Kernel {
+        family: Attention,
+        name: typed("attention_delta", q.dtype)?,
+        grid: [queries.div_ceil(u64::from(THREADS / 32)), heads, q.dims()[0] as u64].map(|blocks| blocks as u32),
+        block: THREADS,
+        shared_bytes: 0,
+        arguments: Box::new(arguments),
+    };
+    let of_kv = Part::of_kv(q.dtype, arguments.head_size).iter();
+    [Some(deltas), arguments.launch(Part::GradQ, q, queries, heads)]
+        .into_iter()
+        .chain(of_kv.map(|&part| arguments.launch(part, q, keys, kv_heads)))
+        .map(|kernel| kernel.map(Launch::Kernel))
+        .collect()
+}

@@ -1,0 +1,73 @@
+//! Launches of copy.cu.
+
+use candle_core::{DType, Layout};
+
+use super::{Kernel, Launch, Operand, Operands, Strides, launches, typed};
+use crate::cuda::Family::Copy;
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct CopyArguments {
+    x: u64,
+    y: u64,
+    count: u64,
+    at_x: Strides,
+    at_y: Strides,
+    accumulate: u32,
+}
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct FillArguments {
+    y: u64,
+    count: u64,
+    number: f32,
+}
+
+/// Copies x to a part of y of the same shape.
+pub fn copy_to(x: &Operand, y: &Operand, part: &Layout, accumulate: u32) -> Option<Kernel> {
+    let [at_x, at_y] = Strides::merged(x.dims(), [x.layout.stride(), part.stride()])?;
+    let name = match (x.dtype, y.dtype) {
+        (DType::BF16, DType::F32) => "to_f32_bf16".into(),
+        (DType::F32, DType::BF16) => "to_bf16_f32".into(),
+        (from, to) if from == to && accumulate == 0 => typed("copy", from)?,
+        (DType::F32, DType::F32) => "to_f32_f32".into(),
+        (DType::BF16, DType::BF16) => "to_bf16_bf16".into(),
+        _ => return None,
+    };
+    let start = (part.start_offset() * y.dtype.size_in_bytes()) as u64;
+    let arguments = CopyArguments { x: x.address, y: y.address + start, count: x.count(), at_x, at_y, accumulate };
+    Some(Kernel::flat(Copy, name, x.count(), arguments))
+}
+
+/// The same number everywhere.
+pub(super) fn fill(y: &Operand, number: f32) -> Option<Kernel> {
+    let arguments = FillArguments { y: y.address, count: y.count(), number };
+    Some(Kernel::flat(Copy, typed("fill", y.dtype)?, y.count(), arguments))
+}
+
+/// y = x without gaps, or y = x or y += x in another type.
+pub fn copy(operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([x], [y]) = (operands.inputs, operands.outputs) else { return None };
+    launches([copy_to(x, y, &y.layout, operands.accumulate(0))?])
+}
+
+/// The inputs one after another along a dimension.
+pub fn cat(dim: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let [y] = operands.outputs else { return None };
+    let mut start = 0;
+    let mut copies = Vec::new();
+    for x in operands.inputs {
+        let extent = x.dims()[dim];
+        copies.push(Launch::Kernel(copy_to(x, y, &y.layout.narrow(dim, start, extent).ok()?, 0)?));
+        start += extent;
+    }
+    Some(copies)
+}
+
+/// The input among zeros.
+pub fn widen(dim: usize, start: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([x], [y]) = (operands.inputs, operands.outputs) else { return None };
+    let part = y.layout.narrow(dim, start, x.dims()[dim]).ok()?;
+    launches([fill(y, 0.0)?, copy_to(x, y, &part, 0)?])
+}

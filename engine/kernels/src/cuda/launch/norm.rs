@@ -1,0 +1,111 @@
+//! Launches of norm.cu.
+
+use candle_core::DType;
+
+use super::reduce::{PieceRows, Pieces, SUMMING, blocks_of_columns, fold};
+use super::{Kernel, Launch, Operands, blocks, launches, typed};
+use crate::Spec;
+use crate::cuda::Family::Norm;
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct NormArguments {
+    x: u64,
+    weight: u64,
+    bias: u64,
+    y: u64,
+    stats: u64,
+    width: u64,
+    eps: f32,
+}
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct NormGradInputArguments {
+    x: u64,
+    weight: u64,
+    stats: u64,
+    dy: u64,
+    dx: u64,
+    width: u64,
+    is_centred: u32,
+}
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct NormGradWeightArguments {
+    x: u64,
+    stats: u64,
+    dy: u64,
+    parts: u64,
+    width: u64,
+    pieces: PieceRows,
+}
+
+/// (y, stats) from (x, weight) and, of layer normalisation, a bias.
+pub fn norm(name: &str, eps: f64, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([x, weight, rest @ ..], [y, stats]) = (operands.inputs, operands.outputs) else { return None };
+    let arguments = NormArguments {
+        x: x.address,
+        weight: weight.address,
+        bias: rest.first().map_or(0, |bias| bias.address),
+        y: y.address,
+        stats: stats.address,
+        width: x.width(),
+        eps: eps as f32,
+    };
+    launches([Kernel::rows(Norm, typed(name, x.dtype)?, x.count() / x.width(), x.packs(), arguments)])
+}
+
+/// dx from (x, weight, stats, dy).
+pub fn norm_grad_input(is_centred: bool, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([x, weight, stats, dy], [dx]) = (operands.inputs, operands.outputs) else { return None };
+    let arguments = NormGradInputArguments {
+        x: x.address,
+        weight: weight.address,
+        stats: stats.address,
+        dy: dy.address,
+        dx: dx.address,
+        width: x.width(),
+        is_centred: u32::from(is_centred),
+    };
+    let name = typed("norm_grad_input", x.dtype)?;
+    launches([Kernel::rows(Norm, name, x.count() / x.width(), x.packs(), arguments)])
+}
+
+/// Bytes of the pieces' sums.
+pub fn norm_grad_weight_workspace(x: &Spec) -> Vec<u64> {
+    let pieces = Pieces::of(x.dims()).count();
+    vec![2 * 4 * pieces * crate::width(x.dims()) as u64]
+}
+
+/// (d_weight, d_bias) from (x, stats, dy).
+pub fn norm_grad_weight(operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([x, stats, dy], [d_weight, d_bias], &[parts]) = (operands.inputs, operands.outputs, operands.workspace) else {
+        return None;
+    };
+    let pieces = Pieces::of(x.dims());
+    let (count, width) = (pieces.count(), x.width());
+    let arguments = NormGradWeightArguments {
+        x: x.address,
+        stats: stats.address,
+        dy: dy.address,
+        parts,
+        width,
+        pieces: pieces.rows,
+    };
+    let sums = Kernel {
+        family: Norm,
+        name: typed("norm_grad_weight", x.dtype)?,
+        grid: [blocks(count, 1), blocks_of_columns(width), 1],
+        block: SUMMING,
+        shared_bytes: 0,
+        arguments: Box::new(arguments),
+    };
+    let bytes = DType::F32.size_in_bytes() as u64 * count * width;
+    launches([
+        sums,
+        fold(parts, d_weight, pieces, operands.accumulate(0))?,
+        fold(parts + bytes, d_bias, pieces, operands.accumulate(1))?,
+    ])
+}

@@ -1,0 +1,205 @@
+//! Launches of reduce.cu.
+
+use super::{BLOCK, Kernel, Launch, Operand, Operands, Strides, blocks, launches, typed, typed_to};
+use crate::Spec;
+use crate::cuda::Family::Reduce;
+
+/// Rows cut into pieces.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Pieces {
+    pub(super) rows: PieceRows,
+    sequences: u64,
+}
+
+/// Rows of sequences and of pieces, as pieces.cuh has them.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub(super) struct PieceRows {
+    sequence: u64,
+    length: u64,
+}
+
+/// Rows of a piece.
+const PIECE: u64 = 64;
+
+/// Blocks along the second and third dimension of a grid, at most.
+const MOST_GRID_ROWS: u64 = 65_535;
+
+/// Threads of a block that sums columns.
+pub(super) const SUMMING: u32 = 128;
+
+/// Columns of a thread: `OWN_COLUMNS` of pieces.cuh.
+const OWN_COLUMNS: u64 = 4;
+
+/// Blocks side by side for the sums of so many columns.
+pub(super) fn blocks_of_columns(width: u64) -> u32 {
+    blocks(width.div_ceil(OWN_COLUMNS), SUMMING)
+}
+
+impl Pieces {
+    /// The rows of [.., sequence, width]. Rows that say nothing of sequences are one.
+    pub(super) fn of(dims: &[usize]) -> Self {
+        let rows = dims.iter().rev().skip(1).product::<usize>() as u64;
+        let sequence = if dims.len() > 2 { dims[dims.len() - 2] as u64 } else { rows };
+        let sequences = if rows == 0 { 0 } else { rows / sequence };
+        Self { rows: PieceRows { sequence, length: PIECE }, sequences }
+    }
+
+    fn of_sequence(self) -> u64 {
+        self.rows.sequence.div_ceil(PIECE)
+    }
+
+    /// How many there are.
+    pub(super) fn count(self) -> u64 {
+        self.sequences * self.of_sequence()
+    }
+}
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct ColumnSumsArguments {
+    x: u64,
+    parts: u64,
+    width: u64,
+    pieces: PieceRows,
+}
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct FoldPiecesArguments {
+    parts: u64,
+    out: u64,
+    sequences: u64,
+    pieces: u64,
+    width: u64,
+    accumulate: u32,
+}
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct SumArguments {
+    x: u64,
+    out: u64,
+    outputs: u64,
+    summed: u64,
+    kept: Strides,
+    reduced: Strides,
+    accumulate: u32,
+}
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct ScaledSumArguments {
+    x: u64,
+    parts: u64,
+    out: u64,
+    count: u64,
+    length: u64,
+    part_count: u64,
+    scale: f64,
+    accumulate: u32,
+}
+
+/// Adds up the sums of pieces.
+pub(super) fn fold(parts: u64, out: &Operand, pieces: Pieces, accumulate: u32) -> Option<Kernel> {
+    let (width, sequences) = (out.count(), pieces.sequences);
+    let of_sequence = pieces.of_sequence();
+    let arguments = FoldPiecesArguments { parts, out: out.address, sequences, pieces: of_sequence, width, accumulate };
+    Some(Kernel {
+        family: Reduce,
+        name: typed("fold_pieces", out.dtype)?,
+        grid: [blocks(width, 32), 1, 1],
+        block: BLOCK,
+        shared_bytes: 4 * BLOCK,
+        arguments: Box::new(arguments),
+    })
+}
+
+/// The rows that are summed when `dims` are, if those lead: [rows in sequences, width].
+fn as_rows(x: &[usize], dims: &[usize]) -> Option<Vec<usize>> {
+    if dims.is_empty() || !dims.iter().enumerate().all(|(i, &d)| i == d) {
+        return None;
+    }
+    let width = x[dims.len()..].iter().product();
+    Some([&x[..dims.len()], &[width]].concat())
+}
+
+/// Bytes of the sums of pieces, where leading dimensions are summed.
+pub fn column_sums_workspace(x: &Spec, dims: &[usize]) -> Vec<u64> {
+    let bytes = as_rows(x.dims(), dims).map(|rows| 4 * Pieces::of(&rows).count() * crate::width(&rows) as u64);
+    bytes.into_iter().collect()
+}
+
+/// The sum over `dims`.
+pub fn sum(dims: &[usize], operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([x], [out]) = (operands.inputs, operands.outputs) else { return None };
+    let accumulate = operands.accumulate(0);
+    // A grid has that many rows at most.
+    let is_narrow = u64::from(blocks_of_columns(out.count())) <= MOST_GRID_ROWS;
+    if let (Some(rows), true, &[parts]) =
+        (as_rows(x.dims(), dims).filter(|_| is_narrow), x.layout.is_contiguous(), operands.workspace)
+    {
+        let pieces = Pieces::of(&rows);
+        let width = out.count();
+        let sums = Kernel {
+            family: Reduce,
+            name: typed("column_sums", x.dtype)?,
+            grid: [blocks(pieces.count(), 1), blocks_of_columns(width), 1],
+            block: SUMMING,
+            shared_bytes: 0,
+            arguments: Box::new(ColumnSumsArguments { x: x.address, parts, width, pieces: pieces.rows }),
+        };
+        return launches([sums, fold(parts, out, pieces, accumulate)?]);
+    }
+    let (extents, strides) = (x.dims(), x.layout.stride());
+    let part = |keep: bool| {
+        let of = |from: &[usize]| -> Vec<usize> {
+            from.iter().enumerate().filter(|(d, _)| dims.contains(d) != keep).map(|(_, &n)| n).collect()
+        };
+        Strides::merged(&of(extents), [&of(strides)]).map(|[strides]| strides)
+    };
+    let (outputs, summed) = (out.count(), x.count() / out.count().max(1));
+    let arguments = SumArguments {
+        x: x.address,
+        out: out.address,
+        outputs,
+        summed,
+        kept: part(true)?,
+        reduced: part(false)?,
+        accumulate,
+    };
+    launches([Kernel::flat(Reduce, typed_to("sum", x.dtype, out.dtype)?, 32 * outputs, arguments)])
+}
+
+/// scale · Σ x, by parts that each are an index of the first dimension.
+pub fn scaled_sum(scale: f64, part_count: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([x], [out], &[parts]) = (operands.inputs, operands.outputs, operands.workspace) else { return None };
+    let part_count = part_count as u64;
+    let arguments = ScaledSumArguments {
+        x: x.address,
+        parts,
+        out: out.address,
+        count: x.count(),
+        length: x.count().div_ceil(part_count),
+        part_count,
+        scale,
+        accumulate: operands.accumulate(0),
+    };
+    let sums = Kernel {
+        family: Reduce,
+        name: typed("scaled_sum_parts", x.dtype)?,
+        grid: [blocks(part_count, 1), 1, 1],
+        block: BLOCK,
+        shared_bytes: 8 * BLOCK,
+        arguments: Box::new(arguments),
+    };
+    let total = Kernel {
+        family: Reduce,
+        name: typed("scaled_sum", out.dtype)?,
+        grid: [1; 3],
+        block: 32,
+        shared_bytes: 0,
+        arguments: Box::new(arguments),
+    };
+    launches([sums, total])
+}

@@ -1,0 +1,16 @@
+//! Kernels for GPUs as text, and what is launched for an operation.
+//!
+//! ```text
+//! Launch ─┬─▶ Product{a, b, c, epilogue, …}
+//!         └─▶ Kernel{family, name, grid, arguments} ──▶ Family::source, a file or generated
+//! ```
+
+mod family;
+mod fusible;
+pub mod launch;
+
+#[doc(hidden)]
+pub use family::HEADERS;
+pub use family::{Family, Generated};
+pub use fusible::{Constant, Fusible};
+pub use launch::{Kernel, Launch, Operand, Operands, Product, Random};

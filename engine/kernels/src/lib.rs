@@ -1,0 +1,28 @@
+//! How a training step computes: kernels for CPUs, and for GPUs their sources and what is launched of them.
+//!
+//! In: slices of an arena ([`Args`]), or addresses on a device ([`cuda::Operands`]). Out: results in the same arena, or
+//! [`cuda::Launch`]es in order. Never: an operation, a graph or a plan; nothing here allocates, and nothing calls a driver.
+//!
+//! ```
+//! use gapless_kernels::{Numbers, Stream};
+//!
+//! // Random numbers are a function of seed, step, micro-batch and place: nothing is stored, and any thread may ask.
+//! let dropout: Numbers = Stream::new(7, 0, 0).place(1, 1024);
+//! assert_eq!(dropout.uniform(5), Stream::new(7, 0, 0).place(1, 1024).uniform(5));
+//! ```
+//!
+//! ```text
+//! cpu::{gemm, attention, elementwise, …}   compiled for each instruction set, the same bits on all
+//! cuda::kernels/*.cu ── Family             sources as text, compiled where they are needed
+//! cuda::launch ─▶ Launch                   plain data: which kernel, how many blocks, which addresses
+//! ```
+#![warn(missing_docs)]
+
+pub mod cpu;
+pub mod cuda;
+mod random;
+mod spec;
+
+pub use cpu::{Args, Element};
+pub use random::{Numbers, Stream};
+pub use spec::{Spec, width};

@@ -1,0 +1,44 @@
+//! Shape and element type.
+
+use candle_core::{DType, Shape};
+
+/// Shape and element type of a value.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Spec {
+    /// Extent of every dimension.
+    pub shape: Shape,
+    /// Element type.
+    pub dtype: DType,
+}
+
+impl Spec {
+    /// An f32 tensor.
+    pub fn f32(shape: impl Into<Shape>) -> Self {
+        Self { shape: shape.into(), dtype: DType::F32 }
+    }
+
+    /// A tensor of this type in another shape.
+    pub fn in_shape(&self, shape: impl Into<Shape>) -> Self {
+        Self { shape: shape.into(), dtype: self.dtype }
+    }
+
+    /// Extents.
+    pub fn dims(&self) -> &[usize] {
+        self.shape.dims()
+    }
+
+    /// Number of elements.
+    pub fn elements(&self) -> usize {
+        self.shape.elem_count()
+    }
+
+    /// Size in bytes when stored without gaps.
+    pub fn bytes(&self) -> u64 {
+        (self.elements() * self.dtype.size_in_bytes()) as u64
+    }
+}
+
+/// Extent of the last dimension; 1 for scalars.
+pub fn width(dims: &[usize]) -> usize {
+    dims.last().copied().unwrap_or(1).max(1)
+}

@@ -1,0 +1,244 @@
+//! The instructions of a program, one after another.
+//!
+//! In: a compiled program, and what it runs on: an arena, the ways to other ranks, room for what is counted, a file. Never: a
+//! decision; everything was decided when the program was compiled, but for the places of what is counted.
+
+use std::io;
+use std::ops::Range;
+
+use gapless_communicator::CommunicatorError;
+use gapless_compile::Work;
+use gapless_compile::internal::{CompiledProgram, Instruction};
+use gapless_kernels::Stream;
+use gapless_kernels::cpu::args::{Address, Args, Element, Places};
+
+use super::executor::RunOptions;
+use super::offload::HostFile;
+use super::routed::{Refusal, Routed};
+use crate::links::{Links, begin, transfer};
+
+/// What a run reaches beside the planned arena.
+pub(super) struct RunContext<'o> {
+    pub links: &'o mut Links,
+    pub routed: &'o mut Routed,
+    pub file: &'o mut Option<HostFile>,
+}
+
+/// The arena's first byte, on its way to the threads of the pool.
+#[derive(Clone, Copy)]
+pub(crate) struct Base(pub *mut u8);
+
+// SAFETY: the arena is held exclusively while a program runs, and instructions give their threads disjoint parts.
+unsafe impl Send for Base {}
+
+// SAFETY: as above.
+unsafe impl Sync for Base {}
+
+/// Runs every instruction; returns the index of the first with a non-finite output when watching, or of the one that
+/// failed. Ranks that watch go on to the end: others wait for what they send.
+pub(super) fn run_all(
+    program: &CompiledProgram,
+    base: Base,
+    bytes: u64,
+    options: RunOptions,
+    context: RunContext<'_>,
+) -> Result<Option<usize>, (usize, Failure)> {
+    let RunContext { links, routed, file } = context;
+    let (mut culprit, mut had_room) = (None, true);
+    for (index, instruction) in program.instructions.iter().enumerate() {
+        let span = tracing::trace_span!("op", name = instruction.work.name(), layer = &*instruction.layer);
+        let _entered = span.enter();
+        if routed.is_left_out(instruction) {
+            if options.poison {
+                instruction.dead_after.iter().for_each(|range| fill_with_nan(range.clone(), base, bytes));
+            }
+            continue;
+        }
+        if let Err(refusal) = routed.place(instruction) {
+            // Scores that are not numbers send all tokens to the same experts.
+            let culprit = not_finite_before(program, index, base);
+            return Err((culprit.unwrap_or(index), culprit.map_or(Failure::Overflow(refusal), |_| Failure::NonFinite)));
+        }
+        let places = routed.places();
+        let failed = |source| (index, Failure::Communicator(source));
+        let part = options.first_part + options.part_stride * u64::from(instruction.micro_batch);
+        match &instruction.work {
+            Work::Compute(op) => {
+                let stream = Stream::new(options.seed, options.step, part);
+                // SAFETY: the addresses come from a plan that has passed the checker; the arena is held exclusively, and
+                // what messages under way read or write is alive until their wait.
+                let mut args = unsafe {
+                    Args::new(
+                        base.0,
+                        &instruction.inputs,
+                        &instruction.outputs,
+                        &instruction.workspace,
+                        places,
+                        instruction.accumulate,
+                        stream,
+                    )
+                };
+                op.run(&mut args);
+            }
+            Work::Send(message) | Work::Receive(message) | Work::Wait(message) => {
+                // SAFETY: as above; a program's last instructions wait for all that is under way.
+                unsafe { transfer(instruction, *message, base, links) }.map_err(failed)?;
+            }
+            Work::Collective(collective, request) => {
+                // SAFETY: as above.
+                unsafe { begin(*collective, *request, instruction, (base, places), links) }.map_err(failed)?;
+            }
+            Work::Finish(request) => links.finish(*request).map_err(failed)?,
+            Work::Offer(_) | Work::Settle(_) => {}
+            Work::Offload(id) | Work::Fetch(id) => {
+                // SAFETY: as above.
+                unsafe { copy(instruction, program.host[id.index()], base, file) }
+                    .map_err(|source| (index, Failure::File(source)))?;
+            }
+        }
+        // What is being received is not to be looked at before the wait for it.
+        let watched = match &instruction.work {
+            Work::Compute(_) | Work::Fetch(_) => &instruction.outputs,
+            Work::Wait(_) | Work::Finish(_) => &instruction.inputs,
+            _ => &Box::default(),
+        };
+        if options.watch && culprit.is_none() && !are_finite(watched, base, places) {
+            culprit = Some(index);
+        }
+        match instruction.work {
+            Work::Offer(_) => {
+                had_room = routed.offer(instruction);
+                // SAFETY: as above.
+                unsafe { scalar(base, &instruction.outputs[0]).write(if had_room { 0.0 } else { 1.0 }) };
+            }
+            Work::Settle(_) => {
+                // SAFETY: as above.
+                let without = unsafe { scalar(base, &instruction.inputs[0]).read() };
+                routed.settle(instruction, without != 0.0, had_room);
+            }
+            _ => {}
+        }
+        if let Some(count) = instruction.counts {
+            // SAFETY: as above; the instruction is over.
+            routed.count(count, unsafe { last_u32(base, &instruction.outputs[0]) });
+        }
+        routed.release(instruction);
+        if options.poison {
+            routed.released(instruction).for_each(|range| fill_with_nan(range, base, bytes));
+            instruction.dead_after.iter().for_each(|range| fill_with_nan(range.clone(), base, bytes));
+        }
+    }
+    Ok(culprit)
+}
+
+/// Why a program did not run to its end.
+#[derive(Debug)]
+pub(super) enum Failure {
+    Communicator(CommunicatorError),
+    Overflow(Refusal),
+    /// There was no room for what numbers that are not finite have led to; the instruction is what made them.
+    NonFinite,
+    File(io::Error),
+}
+
+/// Copies an operand to the file, or from it.
+///
+/// # Safety
+/// The operand lies in the arena at `base`, and nobody else touches it meanwhile.
+unsafe fn copy(instruction: &Instruction, offset: u64, base: Base, file: &mut Option<HostFile>) -> io::Result<()> {
+    let none = || io::Error::new(io::ErrorKind::NotFound, "no file was made to offload to");
+    let file = file.as_mut().ok_or_else(none)?;
+    match &*instruction.outputs {
+        [to] => {
+            // SAFETY: by this function's contract; every pattern of bits is an element.
+            let bytes = unsafe {
+                let (start, bytes) = range(base, to, Places::NONE);
+                std::slice::from_raw_parts_mut(start, bytes)
+            };
+            file.read(offset, bytes)
+        }
+        _ => {
+            // SAFETY: by this function's contract.
+            let bytes = unsafe {
+                let (start, bytes) = range(base, &instruction.inputs[0], Places::NONE);
+                std::slice::from_raw_parts(start.cast_const(), bytes)
+            };
+            file.write(offset, bytes)
+        }
+    }
+}
+
+/// An operand's first byte, and its number of bytes.
+///
+/// # Safety
+/// It lies in the arena at `base`, or outside of it where `places` has it.
+pub(crate) unsafe fn range(base: Base, address: &Address, places: Places<'_>) -> (*mut u8, usize) {
+    // SAFETY: by this function's contract.
+    let (start, span) = unsafe { places.locate(base.0, address) };
+    (start, span * address.dtype.size_in_bytes())
+}
+
+/// The place of a planned tensor of one f32.
+///
+/// # Safety
+/// It lies in the arena at `base`.
+unsafe fn scalar(base: Base, address: &Address) -> *mut f32 {
+    // SAFETY: by this function's contract.
+    unsafe { base.0.add(address.offset as usize).cast() }
+}
+
+/// The last element of a tensor of u32 without gaps.
+///
+/// # Safety
+/// It lies in the arena at `base`, and nobody writes it.
+unsafe fn last_u32(base: Base, address: &Address) -> u32 {
+    // SAFETY: by this function's contract; a tensor has at least one element.
+    unsafe { base.0.add(address.offset as usize).cast::<u32>().add(address.span - 1).read() }
+}
+
+/// How many instructions are looked at: a router's, and those that bring it what it routes.
+const LOOKED_AT: usize = 64;
+
+/// Of the instructions in front of one, the first whose planned results are still there and not all finite.
+fn not_finite_before(program: &CompiledProgram, index: usize, base: Base) -> Option<usize> {
+    let mut gone: Vec<Range<u64>> = Vec::new();
+    let mut culprit = None;
+    for (index, instruction) in program.instructions[..index].iter().enumerate().rev().take(LOOKED_AT) {
+        gone.extend(instruction.dead_after.iter().cloned());
+        let range =
+            |output: &Address| output.offset..output.offset + (output.span * output.dtype.size_in_bytes()) as u64;
+        let planned = || instruction.outputs.iter().filter(|output| output.counted.is_none());
+        let is_there = |output: &&Address| {
+            let range = range(output);
+            gone.iter().all(|gone| gone.end <= range.start || range.end <= gone.start)
+        };
+        // What is only done if rows were let go may have been left out.
+        let is_compute = matches!(instruction.work, Work::Compute(_)) && instruction.only_if.is_none();
+        let there: Vec<Address> = planned().filter(is_there).filter(|_| is_compute).cloned().collect();
+        if !are_finite(&there, base, Places::NONE) {
+            culprit = Some(index);
+        }
+        gone.extend(planned().map(range));
+        gone.extend(instruction.workspace.iter().map(|piece| piece.offset..piece.offset + piece.bytes));
+    }
+    culprit
+}
+
+fn are_finite(operands: &[Address], base: Base, places: Places<'_>) -> bool {
+    operands.iter().filter(|operand| operand.dtype == f32::DTYPE).all(|operand| {
+        // SAFETY: as for the instruction itself, which is over.
+        let data = unsafe {
+            let (start, span) = places.locate(base.0, operand);
+            std::slice::from_raw_parts(start.cast::<f32>().cast_const(), span)
+        };
+        data.iter().all(|x| x.is_finite())
+    })
+}
+
+/// Poisons bytes that nobody holds, by the checked plan or because the arena has them back.
+fn fill_with_nan(range: Range<u64>, base: Base, bytes: u64) {
+    debug_assert!(range.end <= bytes);
+    let elements = ((range.end - range.start) / 4) as usize;
+    // SAFETY: nobody holds these bytes, which lie in the arena.
+    unsafe { std::slice::from_raw_parts_mut(base.0.add(range.start as usize).cast::<f32>(), elements) }.fill(f32::NAN);
+}

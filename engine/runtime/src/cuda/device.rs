@@ -1,0 +1,165 @@
+//! What a step asks of a GPU.
+
+use std::fmt::{self, Debug};
+use std::time::{Duration, Instant};
+
+use gapless_kernels::cuda::launch::Launch;
+
+use super::KernelError;
+
+/// Memory at addresses, and an order of launches that is run again and again. Everything that a step does is in there; what stands
+/// behind it is a driver, or in tests a stand-in for one.
+pub trait Device: Debug + Send {
+    /// What it is, in words.
+    fn name(&self) -> String;
+
+    /// Makes room for so many bytes, once, and returns the address of the first: a multiple of 256.
+    ///
+    /// # Errors
+    /// When the device has no such room.
+    fn reserve(&mut self, bytes: u64) -> Result<u64, DeviceError>;
+
+    /// Copies bytes to the device, after all that was started before.
+    ///
+    /// # Errors
+    /// What the driver says.
+    fn write(&mut self, address: u64, bytes: &[u8]) -> Result<(), DeviceError>;
+
+    /// Copies bytes from the device, after all that was started before.
+    ///
+    /// # Errors
+    /// What the driver says.
+    fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), DeviceError>;
+
+    /// Gets launches ready to be run in this order: kernels compiled, algorithms chosen, all of it captured as one graph.
+    ///
+    /// # Errors
+    /// When a kernel cannot be compiled or loaded, or what the driver says of a launch, which `describe` names.
+    fn record(&mut self, launches: Vec<Launch>, describe: Describe<'_>) -> Result<Recording, DeviceError>;
+
+    /// Runs launches, which are for one operation, once, and waits for their end.
+    ///
+    /// # Errors
+    /// As [`Self::record`].
+    fn run(&mut self, launches: &[Launch], describe: Describe<'_>) -> Result<(), DeviceError>;
+
+    /// Runs groups of launches once, one group after the other, and says how long each took; `describe` names them by group.
+    ///
+    /// # Errors
+    /// As [`Self::record`].
+    fn time(&mut self, groups: &[Vec<Launch>], describe: Describe<'_>) -> Result<Vec<Duration>, DeviceError> {
+        time_from_here(self, groups, describe)
+    }
+
+    /// Runs what was recorded, and waits for its end.
+    ///
+    /// # Errors
+    /// What the driver says.
+    fn replay(&mut self, recording: Recording) -> Result<(), DeviceError>;
+
+    /// What of its memory is in use, and for what.
+    ///
+    /// # Errors
+    /// What the driver says.
+    fn memory(&self) -> Result<DeviceMemory, DeviceError>;
+}
+
+/// Times groups by the host's clock, which counts what it takes to launch them and to wait as well.
+pub(super) fn time_from_here<D: Device + ?Sized>(
+    device: &mut D,
+    groups: &[Vec<Launch>],
+    describe: Describe<'_>,
+) -> Result<Vec<Duration>, DeviceError> {
+    let timed = groups.iter().enumerate().map(|(group, launches)| {
+        let begun = Instant::now();
+        device.run(launches, &|_| describe(group))?;
+        Ok(begun.elapsed())
+    });
+    timed.collect()
+}
+
+/// Names the operation, layer and micro-batch that a launch is for, by its index.
+pub type Describe<'a> = &'a dyn Fn(usize) -> String;
+
+/// What of a device's memory is in use, as its driver reports it.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+pub struct DeviceMemory {
+    /// All that there is, in bytes.
+    pub total: u64,
+    /// What is in use now, by anybody.
+    pub in_use: u64,
+    /// What the arena takes of it, in whole pages.
+    pub arena: u64,
+    /// What came into use as this was set up, in order: what was there before, libraries, code.
+    pub beside: Vec<(&'static str, u64)>,
+}
+
+impl DeviceMemory {
+    /// What is in use and was not seen to come; below 0 if others have given memory back.
+    pub fn unexplained(&self) -> i64 {
+        let known = self.arena + self.beside.iter().map(|&(_, bytes)| bytes).sum::<u64>();
+        self.in_use as i64 - known as i64
+    }
+}
+
+impl fmt::Display for DeviceMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "{:>16} bytes in use of {}", self.in_use, self.total)?;
+        writeln!(f, "{:>16} arena", self.arena)?;
+        for (what, bytes) in &self.beside {
+            writeln!(f, "{bytes:>16} {what}")?;
+        }
+        write!(f, "{:>16} others, since", self.unexplained())
+    }
+}
+
+/// What was recorded on a device: its number, from 0.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Recording(pub usize);
+
+/// Why a device didn't do what it was asked.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name the fields")]
+pub enum DeviceError {
+    #[error("no GPU can be used here; there is no {what}: {remedy}")]
+    Missing { what: &'static str, remedy: &'static str },
+    #[error(
+        "{device} has {free} of its {total} bytes free, and {needed} are needed; free some, choose another, or train on the CPU \
+         (DeviceChoice::Cpu); what holds its memory:\n{holders}"
+    )]
+    OutOfMemory { device: String, needed: u64, free: u64, total: u64, holders: String },
+    #[error(
+        "{device} has no memory left, says {call}; free some, choose another, or train on the CPU (DeviceChoice::Cpu); what holds \
+         it:\n{holders}"
+    )]
+    Full { device: String, call: String, holders: String },
+    #[error("{device} cannot be used here: {what}; choose another, install its driver anew, or train on the CPU")]
+    Unusable { device: String, what: String },
+    #[error(transparent)]
+    Kernel(Box<KernelError>),
+    #[error("{call} failed on {device}: {what}")]
+    Driver { device: String, call: String, what: String },
+    /// Of an operation: its name, layer and micro-batch.
+    #[error("{what_for}: {source}")]
+    During { what_for: String, source: Box<DeviceError> },
+}
+
+impl DeviceError {
+    /// Whether there is no GPU here, or not all that one needs; as opposed to one that fails.
+    pub fn is_absence(&self) -> bool {
+        match self {
+            Self::Missing { .. } | Self::Unusable { .. } => true,
+            Self::Kernel(error) => {
+                matches!(**error, KernelError::Missing(_) | KernelError::UnknownArchitecture { .. })
+            }
+            Self::During { source, .. } => source.is_absence(),
+            _ => false,
+        }
+    }
+
+    /// The same, of a launch that is for this.
+    pub(super) fn during(self, what_for: &str) -> Self {
+        Self::During { what_for: what_for.into(), source: Box::new(self) }
+    }
+}

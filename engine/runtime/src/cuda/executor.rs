@@ -1,0 +1,393 @@
+//! Runs planned programs on a device: everything is put in order once, and a step is one replay; or, of several ranks, one between
+//! any two messages.
+//!
+//! In: an executable whose scratch is a GPU's ([`Target::Cuda`](gapless_compile::Target)), and a device. Out: inputs written, steps
+//! replayed, numbers read. Never: device memory beside the arena and the step's key, or a launch that was not recorded.
+
+use candle_core::{DType, Device as CandleDevice, Tensor};
+use gapless_compile::internal::{CompiledProgram, Instruction, Persistent};
+use gapless_compile::{Executable, ProgramId, Work};
+use gapless_graph::launches;
+use gapless_kernels::Spec;
+use gapless_kernels::Stream;
+use gapless_kernels::cpu::args::{Address, Element};
+use gapless_kernels::cuda::{Launch, Operand, Operands, Random};
+
+use super::device::{Device, DeviceMemory, Recording};
+use super::staging::{Staging, is_exchange};
+use crate::cpu::{PersistentBytes, RunOptions};
+use crate::error::{Error, Result};
+use crate::links::Communicators;
+use crate::links::Links;
+
+/// An executable on a device.
+#[derive(Debug)]
+pub struct Executor {
+    pub(super) executable: Executable,
+    pub(super) device: Box<dyn Device>,
+    pub(super) place: Place,
+    /// By program.
+    recordings: Vec<Vec<Part<Recording>>>,
+    pub(super) staging: Staging,
+}
+
+/// Launches, each with the instruction that it is for.
+pub(super) type Launches = Vec<(usize, Launch)>;
+
+/// What a program does next.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Part<L> {
+    /// Launches.
+    Launches(L),
+    /// The instruction of this number, which has to do with other ranks.
+    Exchange(usize),
+}
+
+/// Bytes behind the arena that hold the key of a step's random numbers: it changes from step to step, a recording doesn't.
+const KEY_BYTES: u64 = 256;
+
+impl Executor {
+    /// Reserves the arena, fills the persistent tensors and records every program. Micro-batch 0 is part `first_part` of the whole
+    /// batch, and the next one is `part_stride` parts on. Programs that were lowered for several ranks run once they are
+    /// [connected](Self::connect).
+    ///
+    /// # Errors
+    /// Before anything is reserved, [`Error::NoDeviceKernels`] for what only the CPU can do so far, and for programs that were
+    /// lowered for it; [`Error::Device`].
+    pub fn new(
+        executable: Executable,
+        mut device: Box<dyn Device>,
+        seed: u64,
+        (first_part, part_stride): (u64, u64),
+    ) -> Result<Self> {
+        let nowhere = Place { base: 0, key: 0, first_part, part_stride };
+        executable.programs.iter().try_for_each(|program| nowhere.parts(program).map(drop))?;
+        let staging = Staging::new(&executable, refused)?;
+        let bytes = executable.arena_bytes().next_multiple_of(KEY_BYTES);
+        let base = device.reserve(bytes + KEY_BYTES)?;
+        let place = Place { base, key: base + bytes, ..nowhere };
+        for persistent in &executable.persistent {
+            device.write(base + persistent.address.offset, &filled(persistent, seed)?)?;
+        }
+        let mut recordings = Vec::new();
+        for program in &executable.programs {
+            let mut parts = Vec::new();
+            for part in place.parts(program)? {
+                parts.push(match part {
+                    Part::Exchange(index) => Part::Exchange(index),
+                    Part::Launches(launches) => {
+                        let (of, launches): (Vec<usize>, Vec<Launch>) = launches.into_iter().unzip();
+                        let describe = |launch: usize| program.instructions[of[launch]].describe();
+                        Part::Launches(device.record(launches, &describe)?)
+                    }
+                });
+            }
+            recordings.push(parts);
+        }
+        Ok(Self { executable, device, place, recordings, staging })
+    }
+
+    /// Gives it the ways to the other ranks, whose addresses are the host's.
+    pub fn connect(&mut self, communicators: Communicators) {
+        self.staging.connect(Links::new(communicators, &self.executable));
+    }
+
+    /// What it runs.
+    pub fn executable(&self) -> &Executable {
+        &self.executable
+    }
+
+    /// The device, in words.
+    pub fn device(&self) -> String {
+        self.device.name()
+    }
+
+    /// What of the device's memory is in use, and for what.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    pub fn memory(&self) -> Result<DeviceMemory> {
+        Ok(self.device.memory()?)
+    }
+
+    /// Runs a program. If asked to watch it, instruction by instruction, and returns the first with a non-finite output. Where
+    /// micro-batches lie in the batch was said when it was recorded.
+    ///
+    /// # Errors
+    /// [`Error::Device`]; [`Error::Communicator`] when another rank fails.
+    pub fn run(&mut self, id: ProgramId, options: RunOptions) -> Result<Option<String>> {
+        self.write_key(options)?;
+        if !options.watch {
+            return self.replay(id).map(|()| None);
+        }
+        let mut culprit = None;
+        self.run_one_by_one(id, |device, place, instruction| {
+            // What is being received is not to be looked at before the wait for it.
+            let watched = match instruction.work {
+                Work::Compute(_) => &instruction.outputs,
+                Work::Wait(_) | Work::Finish(_) => &instruction.inputs,
+                _ => return Ok(()),
+            };
+            for address in watched.iter().filter(|address| address.dtype.is_float()) {
+                if culprit.is_none() && !all_finite(&read(device, place, address)?)? {
+                    culprit = Some(instruction.describe());
+                }
+            }
+            Ok(())
+        })?;
+        Ok(culprit)
+    }
+
+    fn replay(&mut self, id: ProgramId) -> Result<()> {
+        let Self { executable, device, place, recordings, staging } = self;
+        let mut exchanging = staging.run();
+        let mut replay = || {
+            for part in &recordings[id.0] {
+                match *part {
+                    Part::Launches(recording) => device.replay(recording).map_err(|error| {
+                        let program = &executable.programs[id.0].name;
+                        // Nobody knows which of the launches failed.
+                        error.during(&format!("{program}, all at once (compute-sanitizer names the kernel)"))
+                    })?,
+                    Part::Exchange(index) => {
+                        let instruction = &executable.programs[id.0].instructions[index];
+                        exchanging.exchange(id.0, instruction, &mut **device, place.base)?;
+                    }
+                }
+            }
+            Ok(())
+        };
+        let ran = replay();
+        exchanging.end(ran)
+    }
+
+    pub(super) fn write_key(&mut self, options: RunOptions) -> Result<()> {
+        let key = Stream::new(options.seed, options.step, 0).key();
+        Ok(self.device.write(self.place.key, &key.to_ne_bytes())?)
+    }
+
+    /// Runs a program's instructions and shows each when it has run.
+    fn run_one_by_one(
+        &mut self,
+        id: ProgramId,
+        mut show: impl FnMut(&dyn Device, Place, &Instruction) -> Result<()>,
+    ) -> Result<()> {
+        let Self { executable, device, place, staging, .. } = self;
+        let mut exchanging = staging.run();
+        let mut run = |instruction: &Instruction| {
+            if is_exchange(instruction) {
+                exchanging.exchange(id.0, instruction, &mut **device, place.base)?;
+            } else {
+                let launches = place.of(instruction).ok_or_else(|| refused(instruction))?;
+                device.run(&launches, &|_| instruction.describe())?;
+            }
+            show(&**device, *place, instruction)
+        };
+        let ran = executable.programs[id.0].instructions.iter().try_for_each(&mut run);
+        exchanging.end(ran)
+    }
+
+    /// Writes an input of a program.
+    ///
+    /// # Errors
+    /// When there is no such input, or it holds another number of elements or another type; [`Error::Device`].
+    pub fn write_input<T: Element>(&mut self, id: ProgramId, name: &str, micro_batch: u32, data: &[T]) -> Result<()> {
+        let address = self.executable.programs[id.0].input_for(name, micro_batch, data)?;
+        Ok(self.device.write(self.place.base + address.offset, T::bytes(data))?)
+    }
+
+    /// A copy of an output of a program that has run.
+    ///
+    /// # Errors
+    /// When there is no such output; [`Error::Device`].
+    pub fn output(&self, id: ProgramId, name: &str) -> Result<Tensor> {
+        self.read(&self.executable.programs[id.0].output(name)?.address)
+    }
+
+    /// A scalar output of a program that has run.
+    ///
+    /// # Errors
+    /// As [`Self::output`].
+    pub fn scalar(&self, id: ProgramId, name: &str) -> Result<f32> {
+        Ok(self.output(id, name)?.to_dtype(DType::F32)?.to_scalar()?)
+    }
+
+    /// A copy of a parameter or an optimizer state, by its full name.
+    ///
+    /// # Errors
+    /// When there is none of that name; [`Error::Device`].
+    pub fn tensor(&self, name: &str) -> Result<Tensor> {
+        self.read(&self.executable.find_persistent(name)?.address)
+    }
+
+    /// Shows copies of all tensors that outlive the step as bytes.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    pub fn with_persistent<R>(&self, f: impl FnOnce(&[PersistentBytes<'_>]) -> R) -> Result<R> {
+        let all = &self.executable.persistent;
+        let bytes = all.iter().map(|p| self.bytes(&p.address)).collect::<Result<Vec<_>>>()?;
+        let shown: Vec<PersistentBytes<'_>> = all
+            .iter()
+            .zip(&bytes)
+            .map(|(p, bytes)| PersistentBytes { label: &p.label, spec: &p.spec, changes_here: p.changes_here, bytes })
+            .collect();
+        Ok(f(&shown))
+    }
+
+    /// Lets `fill` write the bytes of a tensor that outlives the step.
+    ///
+    /// # Errors
+    /// When there is none of that name; [`Error::Device`].
+    pub fn fill_tensor<R>(&mut self, name: &str, fill: impl FnOnce(&mut [u8]) -> R) -> Result<R> {
+        let address = &self.executable.find_persistent(name)?.address;
+        let mut bytes = self.bytes(address)?;
+        let result = fill(&mut bytes);
+        self.device.write(self.place.base + address.offset, &bytes)?;
+        Ok(result)
+    }
+
+    /// Overwrites a tensor of floats that outlives the step, rounded to its type.
+    ///
+    /// # Errors
+    /// When there is none of that name, size or type; [`Error::Device`].
+    pub fn write_tensor(&mut self, name: &str, data: &[f32]) -> Result<()> {
+        let found = self.executable.find_persistent(name)?;
+        let address = &found.address;
+        if address.span != data.len() {
+            return Err(Error::ElementCount { name: name.into(), expected: address.span, given: data.len() });
+        }
+        let bytes = stored(data.iter().copied(), address.dtype)
+            .ok_or_else(|| Error::NotF32 { name: name.into(), dtype: address.dtype })?;
+        Ok(self.device.write(self.place.base + address.offset, &bytes)?)
+    }
+
+    fn read(&self, address: &Address) -> Result<Tensor> {
+        read(&*self.device, self.place, address)
+    }
+
+    fn bytes(&self, address: &Address) -> Result<Vec<u8>> {
+        bytes(&*self.device, self.place, address)
+    }
+}
+
+fn bytes(device: &dyn Device, place: Place, address: &Address) -> Result<Vec<u8>> {
+    let mut bytes = vec![0; address.span * address.dtype.size_in_bytes()];
+    device.read(place.base + address.offset, &mut bytes)?;
+    Ok(bytes)
+}
+
+fn read(device: &dyn Device, place: Place, address: &Address) -> Result<Tensor> {
+    let bytes = bytes(device, place, address)?;
+    Ok(Tensor::from_raw_buffer(&bytes, address.dtype, address.layout.dims(), &CandleDevice::Cpu)?)
+}
+
+fn all_finite(numbers: &Tensor) -> Result<bool> {
+    Ok(numbers.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()?.iter().all(|x| x.is_finite()))
+}
+
+/// What is at addresses.
+pub(super) fn specs(addresses: &[Address]) -> Vec<Spec> {
+    let spec = |address: &Address| Spec { shape: address.layout.shape().clone(), dtype: address.dtype };
+    addresses.iter().map(spec).collect()
+}
+
+fn refused(instruction: &Instruction) -> Error {
+    Error::NoDeviceKernels {
+        instruction: instruction.describe(),
+        dtypes: instruction.inputs.iter().map(|input| input.dtype).collect(),
+    }
+}
+
+/// Where a program runs, and on which part of the batch.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Place {
+    pub(super) base: u64,
+    key: u64,
+    first_part: u64,
+    part_stride: u64,
+}
+
+impl Place {
+    /// All that a program does: launches, each with the instruction that it is for, between what has to do with other ranks.
+    pub(super) fn parts(&self, program: &CompiledProgram) -> Result<Vec<Part<Launches>>> {
+        let (mut parts, mut launches) = (Vec::new(), Vec::new());
+        for (index, instruction) in program.instructions.iter().enumerate() {
+            if is_exchange(instruction) {
+                parts.extend(part(&mut launches));
+                parts.push(Part::Exchange(index));
+                continue;
+            }
+            let of_one = self.of(instruction).ok_or_else(|| refused(instruction))?;
+            launches.extend(of_one.into_iter().map(|launch| (index, launch)));
+        }
+        parts.extend(part(&mut launches));
+        Ok(parts)
+    }
+
+    /// What an instruction launches; none if there are no kernels for it, or its scratch is not theirs.
+    fn of(&self, instruction: &Instruction) -> Option<Vec<Launch>> {
+        let (Work::Compute(op), None) = (&instruction.work, instruction.only_if) else { return None };
+        let operand = |address: &Address| {
+            let Address { offset, ref layout, dtype, .. } = *address;
+            address.counted.is_none().then(|| Operand { address: self.base + offset, layout: layout.clone(), dtype })
+        };
+        let all = |addresses: &[Address]| addresses.iter().map(operand).collect::<Option<Vec<_>>>();
+        let inputs = instruction.inputs.iter().map(|input| (&input.layout, input.dtype));
+        // A program that was lowered for the CPU has other scratch, which kernels would write beyond.
+        let needed = launches::workspace(&**op, inputs, &specs(&instruction.outputs));
+        let given = instruction.workspace.iter().map(|piece| piece.bytes);
+        if needed.len() != given.len() || needed.iter().zip(given).any(|(&needed, given)| needed > given) {
+            return None;
+        }
+        let workspace: Vec<u64> = instruction.workspace.iter().map(|piece| self.base + piece.offset).collect();
+        let operands = Operands {
+            inputs: &all(&instruction.inputs)?,
+            outputs: &all(&instruction.outputs)?,
+            workspace: &workspace,
+            accumulate: instruction.accumulate,
+            random: Random {
+                key: self.key,
+                micro_batch: self.first_part + self.part_stride * u64::from(instruction.micro_batch),
+            },
+        };
+        launches::launches(&**op, &operands)
+    }
+}
+
+/// The launches so far, if there are any.
+fn part(launches: &mut Launches) -> Option<Part<Launches>> {
+    let launches = std::mem::take(launches);
+    (!launches.is_empty()).then(|| Part::Launches(gapless_kernels::cuda::launch::together(launches)))
+}
+
+/// A tensor's bytes before the first step.
+fn filled(Persistent { fill, address, label, .. }: &Persistent, seed: u64) -> Result<Vec<u8>> {
+    let mut numbers = vec![0.0; address.span];
+    fill.fill(seed, &mut numbers, |x| x);
+    if address.dtype == DType::U8 {
+        return Ok(numbers.into_iter().map(|x| x as u8).collect());
+    }
+    stored(numbers.into_iter().map(|x| x as f32), address.dtype).ok_or_else(|| Error::NoDeviceKernels {
+        instruction: format!("filling {:?}", label.tensor),
+        dtypes: vec![address.dtype],
+    })
+}
+
+/// Numbers as bytes of a type; none of types without kernels.
+fn stored(numbers: impl Iterator<Item = f32>, dtype: DType) -> Option<Vec<u8>> {
+    match dtype {
+        DType::F32 => Some(numbers.flat_map(f32::to_ne_bytes).collect()),
+        DType::BF16 => Some(numbers.flat_map(|x| to_bf16(x).to_ne_bytes()).collect()),
+        _ => None,
+    }
+}
+
+/// The nearest bf16, of two equally near ones the even one; numbers alone.
+pub fn to_bf16(x: f32) -> u16 {
+    let bits = x.to_bits();
+    if x.is_nan() {
+        return (bits >> 16) as u16 | 0x40;
+    }
+    ((bits + 0x7fff + (bits >> 16 & 1)) >> 16) as u16
+}

@@ -1,0 +1,480 @@
+//! NVIDIA's driver behind [`Device`]. It compiles and says what is missing; it has not met a GPU yet (docs/gpu.md).
+//!
+//! In: what a step asks of a device. Out: calls of the driver, all on one stream of the device's primary context. Never: a call of
+//! a library that was not found, or memory beside the one range that is reserved.
+
+use std::collections::HashMap;
+use std::ffi::CString;
+use std::time::Duration;
+
+use cudarc::driver::{result, sys};
+use gapless_kernels::cuda::Family;
+use gapless_kernels::cuda::launch::{Epilogue, Kernel, Launch, Product};
+
+use super::cublaslt::{Algorithm, CublasLt};
+use super::device::{Describe, Device, DeviceError, DeviceMemory, Recording, time_from_here};
+use super::event::{self, Event};
+use super::function::Function;
+use super::mapped::{Mapped, holders, used};
+use super::{Architecture, Cache, KernelError, Nvrtc};
+
+/// A GPU, with a range of its memory and what was recorded there.
+#[derive(Debug)]
+pub struct Nvidia {
+    name: String,
+    /// The newest CUDA that it knows, as 13000 is 13.0.
+    driver: i32,
+    stream: sys::CUstream,
+    architecture: Architecture,
+    nvrtc: &'static Nvrtc,
+    cache: Cache,
+    products: CublasLt,
+    modules: HashMap<Family, sys::CUmodule>,
+    functions: HashMap<String, Function>,
+    memory: Option<Mapped>,
+    graphs: Vec<sys::CUgraphExec>,
+    /// What came into use beside the arena, in order.
+    beside: Vec<(&'static str, u64)>,
+    /// Last to be dropped: all the others live in it.
+    context: Context,
+}
+
+// SAFETY: the driver's handles belong to the process, and every method makes the context the thread's own before it uses them.
+unsafe impl Send for Nvidia {}
+
+/// The primary context of a device, which is shared with whoever else uses the device in this process.
+#[derive(Debug)]
+struct Context {
+    device: sys::CUdevice,
+    context: sys::CUcontext,
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // SAFETY: it was retained when this was made.
+        let _ = unsafe { result::primary_ctx::release(self.device) };
+    }
+}
+
+/// The newest CUDA that the driver knows, as 13000 is 13.0.
+fn driver_version(device: &str) -> Result<i32, DeviceError> {
+    let mut version = 0;
+    // SAFETY: the result outlives the call.
+    unsafe { sys::cuDriverGetVersion(&mut version).result() }.named(device, "cuDriverGetVersion")?;
+    Ok(version)
+}
+
+/// Names a call, and the device that failed at it.
+pub(super) trait Named<T> {
+    fn named(self, device: &str, call: &str) -> Result<T, DeviceError>;
+}
+
+impl<T> Named<T> for Result<T, result::DriverError> {
+    fn named(self, device: &str, call: &str) -> Result<T, DeviceError> {
+        let what = |error: result::DriverError| error.to_string();
+        self.map_err(|error| match error.0 {
+            sys::cudaError_enum::CUDA_ERROR_OUT_OF_MEMORY => {
+                DeviceError::Full { device: device.into(), call: call.into(), holders: holders() }
+            }
+            _ => DeviceError::Driver { device: device.into(), call: call.into(), what: what(error) },
+        })
+    }
+}
+
+impl Nvidia {
+    /// How many GPUs there are; none where there is no driver.
+    pub fn count() -> usize {
+        // SAFETY: the driver's library is one that may be loaded at any time.
+        let is_there = unsafe { sys::is_culib_present() } && result::init().is_ok();
+        let count = if is_there { result::device::get_count().unwrap_or(0) } else { 0 };
+        usize::try_from(count).unwrap_or(0)
+    }
+
+    /// The GPU of this number, with kernels kept in `cache`.
+    ///
+    /// # Errors
+    /// [`DeviceError::Missing`] where there is no driver or no cuBLASLt, [`DeviceError::Kernel`] where there is no NVRTC, and
+    /// what the driver says of the device.
+    pub fn new(ordinal: usize, cache: Cache) -> Result<Self, DeviceError> {
+        // SAFETY: the driver's library is one that may be loaded at any time.
+        if !unsafe { sys::is_culib_present() } {
+            return Err(DeviceError::Missing { what: "NVIDIA driver", remedy: "install it, or train on the CPU" });
+        }
+        let number = format!("GPU {ordinal}");
+        let unusable =
+            |error: result::DriverError| DeviceError::Unusable { device: number.clone(), what: error.to_string() };
+        result::init().map_err(unusable)?;
+        let device = result::device::get(i32::try_from(ordinal).unwrap_or(i32::MAX)).map_err(unusable)?;
+        let name = result::device::get_name(device).named(&number, "cuDeviceGetName")?;
+        let attribute = |attribute| {
+            // SAFETY: the device was found by the driver.
+            unsafe { result::device::get_attribute(device, attribute) }.named(&number, "cuDeviceGetAttribute")
+        };
+        use sys::CUdevice_attribute::{
+            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+            CU_DEVICE_ATTRIBUTE_PCI_BUS_ID, CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID, CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID,
+        };
+        let bus =
+            [CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID, CU_DEVICE_ATTRIBUTE_PCI_BUS_ID, CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID];
+        let [domain, bus, slot] = bus.map(attribute);
+        // Its number is that of this process, while nvidia-smi, and who reads the list of whose memory it is, goes by this.
+        let name = format!("{number} ({name}, {:08X}:{:02X}:{:02X}.0)", domain?, bus?, slot?);
+        let architecture = Architecture {
+            major: attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? as u32,
+            minor: attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)? as u32,
+        };
+        if architecture < Architecture::OLDEST {
+            let what = format!("it is {architecture}, and kernels need {} or later", Architecture::OLDEST);
+            return Err(DeviceError::Unusable { device: name, what });
+        }
+        // SAFETY: as above; the context is released when this is dropped.
+        let context = unsafe { result::primary_ctx::retain(device) }.named(&name, "cuDevicePrimaryCtxRetain")?;
+        let context = Context { device, context };
+        // SAFETY: the context has just been retained.
+        unsafe { result::ctx::set_current(context.context) }.named(&name, "cuCtxSetCurrent")?;
+        let before = used(&name)?.in_use;
+        let driver = driver_version(&name)?;
+        let nvrtc = Nvrtc::load(Some(driver / 1000))?;
+        let products = CublasLt::new(&name)?;
+        let stream = result::stream::create(result::stream::StreamKind::NonBlocking).named(&name, "cuStreamCreate")?;
+        let libraries = used(&name)?.in_use.saturating_sub(before);
+        let beside = vec![("driver's context, and other processes", before), ("cuBLASLt", libraries)];
+        let (modules, functions) = (HashMap::new(), HashMap::new());
+        let (memory, graphs) = (None, Vec::new());
+        Ok(Self {
+            name,
+            driver,
+            stream,
+            architecture,
+            nvrtc,
+            cache,
+            products,
+            modules,
+            functions,
+            memory,
+            graphs,
+            beside,
+            context,
+        })
+    }
+
+    /// Memory that the processor reaches too, which moves to whoever uses it.
+    #[cfg(feature = "testing")]
+    #[doc(hidden)]
+    pub fn managed(&self, bytes: usize) -> Result<u64, DeviceError> {
+        self.enter()?;
+        let flags = sys::CUmemAttach_flags::CU_MEM_ATTACH_GLOBAL;
+        // SAFETY: the context is the thread's own.
+        unsafe { result::malloc_managed(bytes.max(1), flags) }.named(&self.name, "cuMemAllocManaged")
+    }
+
+    /// Gives back what [`Self::managed`] returned.
+    #[cfg(feature = "testing")]
+    #[doc(hidden)]
+    pub fn free_managed(&self, address: u64) {
+        // SAFETY: whoever had it uses it no more.
+        let _ = self.enter().map(|()| unsafe { result::free_sync(address) });
+    }
+
+    /// Makes the context the thread's own.
+    fn enter(&self) -> Result<(), DeviceError> {
+        // SAFETY: it is retained as long as this is there.
+        unsafe { result::ctx::set_current(self.context.context) }.named(&self.name, "cuCtxSetCurrent")
+    }
+
+    fn wait(&self) -> Result<(), DeviceError> {
+        // SAFETY: the stream is there as long as this is.
+        unsafe { result::stream::synchronize(self.stream) }.named(&self.name, "cuStreamSynchronize")
+    }
+
+    /// Whether a copy stays within the memory that is there.
+    fn expect_inside(&self, address: u64, bytes: usize, call: &str) -> Result<(), DeviceError> {
+        let inside = self.memory.as_ref().is_some_and(|memory| memory.holds(address, bytes));
+        let what = || format!("{bytes} bytes at {address:#x} are not in the memory that was reserved");
+        let error = || DeviceError::Driver { device: self.name.clone(), call: call.into(), what: what() };
+        if inside { Ok(()) } else { Err(error()) }
+    }
+
+    /// Compiles and loads a kernel, if that has not been done.
+    fn load(&mut self, kernel: &Kernel) -> Result<(), DeviceError> {
+        if let Some(known) = self.functions.get_mut(&kernel.name) {
+            return known.allow(kernel, &self.name);
+        }
+        let module = match self.modules.get(&kernel.family) {
+            Some(&module) => module,
+            None => {
+                let code = self.cache.load(self.nvrtc, kernel.family, self.architecture)?;
+                // SAFETY: the code is a whole CUBIN, which says itself how long it is.
+                let module = unsafe { result::module::load_data(code.as_ptr().cast()) };
+                let module = module.named(&self.name, &format!("loading {}", kernel.family.file()))?;
+                self.modules.insert(kernel.family, module);
+                module
+            }
+        };
+        let symbol = CString::new(kernel.name.as_str()).expect("names of kernels are words");
+        // SAFETY: the module is never unloaded before this is dropped.
+        let function = unsafe { result::module::get_function(module, symbol) };
+        let function = function.named(&self.name, &format!("finding {}", kernel.name))?;
+        let mut function = Function::new(function);
+        function.allow(kernel, &self.name)?;
+        self.functions.insert(kernel.name.clone(), function);
+        Ok(())
+    }
+
+    /// Compiles and loads all kernels, and chooses how to do all products. Returns what is launched instead of some of them, by
+    /// their index, for an epilogue is more than there may be an algorithm for; and products of forms that there were none of.
+    fn prepare(&mut self, launches: &[Launch], describe: Describe<'_>) -> Result<(Instead, Tried), DeviceError> {
+        let (mut instead, mut chosen) = (Instead::new(), Vec::new());
+        for (index, launch) in launches.iter().enumerate() {
+            let what_for = |error: DeviceError| error.during(&describe(index));
+            let product = match launch {
+                Launch::Kernel(kernel) => {
+                    self.load(kernel).map_err(what_for)?;
+                    continue;
+                }
+                Launch::Product(product) => product,
+            };
+            match self.products.choose(product).map_err(what_for)? {
+                Algorithm::Known => {}
+                Algorithm::New => chosen.push((index, *product)),
+                Algorithm::None { why, .. } if product.epilogue == Epilogue::None => return Err(what_for(why)),
+                Algorithm::None { why, is_new } => {
+                    if is_new {
+                        tracing::warn!(product = describe(index), %why, "no algorithm with an epilogue; two launches");
+                    }
+                    let apart = product.apart();
+                    let of_apart = self.prepare(&apart, &|_| describe(index))?.1;
+                    chosen.extend(of_apart.into_iter().map(|(_, product)| (index, product)));
+                    instead.insert(index, apart);
+                }
+            }
+        }
+        Ok((instead, chosen))
+    }
+
+    /// Starts launches on the stream, one after another.
+    fn start_all(&self, launches: &[Launch], instead: &Instead, describe: Describe<'_>) -> Result<(), DeviceError> {
+        launches.iter().enumerate().try_for_each(|(index, launch)| {
+            parts(instead, index, launch).iter().try_for_each(|part| {
+                let started = match part {
+                    // SAFETY: the addresses come from a plan that has passed the checker, in memory of its size.
+                    Launch::Kernel(kernel) => unsafe { self.start(kernel) },
+                    // SAFETY: as above.
+                    Launch::Product(product) => unsafe { self.products.start(product, self.stream) },
+                };
+                started.map_err(|error| error.during(&describe(index)))
+            })
+        })
+    }
+
+    /// Starts a kernel on the stream.
+    ///
+    /// # Safety
+    /// The addresses in its arguments are those of memory that is as large as the kernel takes it to be.
+    unsafe fn start(&self, kernel: &Kernel) -> Result<(), DeviceError> {
+        let &Kernel { grid: [x, y, z], block, shared_bytes, .. } = kernel;
+        // Tensors of nothing.
+        if x == 0 || y == 0 || z == 0 {
+            return Ok(());
+        }
+        let call =
+            || format!("launching {} as {x} × {y} × {z} blocks of {block}, {shared_bytes} bytes shared", kernel.name);
+        let function = self.functions[&kernel.name].handle();
+        let mut arguments = [kernel.arguments.as_ref().address().cast_mut()];
+        let (grid, block) = ((x, y, z), (block, 1, 1));
+        // SAFETY: the kernel takes one struct, which the driver copies before it returns; the rest is this function's contract.
+        unsafe { result::launch_kernel(function, grid, block, shared_bytes, self.stream, &mut arguments) }
+            .named(&self.name, &call())
+    }
+}
+
+/// A graph that was captured.
+struct Captured(sys::CUgraph);
+
+impl Drop for Captured {
+    fn drop(&mut self) {
+        // SAFETY: nobody else has it.
+        let _ = unsafe { sys::cuGraphDestroy(self.0) };
+    }
+}
+
+/// Products of forms that there were none of, by the index of the launch that they are for.
+type Tried = Vec<(usize, Product)>;
+
+/// What is launched instead of products for whose epilogues there is no algorithm, by index.
+type Instead = HashMap<usize, Vec<Launch>>;
+
+/// A launch, or what is launched instead.
+fn parts<'a>(instead: &'a Instead, index: usize, launch: &'a Launch) -> &'a [Launch] {
+    instead.get(&index).map_or(std::slice::from_ref(launch), Vec::as_slice)
+}
+
+impl Device for Nvidia {
+    fn name(&self) -> String {
+        self.name.clone()
+    }
+
+    fn reserve(&mut self, bytes: u64) -> Result<u64, DeviceError> {
+        self.enter()?;
+        if self.memory.is_some() {
+            let (device, what) = (self.name.clone(), "there is memory already".into());
+            return Err(DeviceError::Driver { device, call: "reserving memory".into(), what });
+        }
+        let mapped = Mapped::new(&self.name, self.context.device, bytes)?;
+        let address = mapped.address();
+        self.memory = Some(mapped);
+        Ok(address)
+    }
+
+    fn write(&mut self, address: u64, bytes: &[u8]) -> Result<(), DeviceError> {
+        self.enter()?;
+        self.expect_inside(address, bytes.len(), "cuMemcpyHtoDAsync")?;
+        // A copy that is not on the stream may return before its last bytes have arrived ("API synchronization behavior"), and the
+        // stream would not wait for it.
+        // SAFETY: the range lies in memory that is mapped; the bytes are there until the copy was waited for.
+        let started = unsafe { result::memcpy_htod_async(address, bytes, self.stream) };
+        let waited = self.wait();
+        started.named(&self.name, "cuMemcpyHtoDAsync").and(waited)
+    }
+
+    fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), DeviceError> {
+        self.enter()?;
+        self.expect_inside(address, bytes.len(), "cuMemcpyDtoH")?;
+        self.wait()?;
+        // SAFETY: as above.
+        unsafe { result::memcpy_dtoh_sync(bytes, address) }.named(&self.name, "cuMemcpyDtoH")
+    }
+
+    fn record(&mut self, launches: Vec<Launch>, describe: Describe<'_>) -> Result<Recording, DeviceError> {
+        self.enter()?;
+        let before = used(&self.name)?.in_use;
+        // Nothing may be loaded, compiled or chosen while a graph is captured.
+        let (instead, chosen) = self.prepare(&launches, describe)?;
+        // A library may load its kernels when they are first started. What these products write, the step writes again.
+        for (index, product) in &chosen {
+            // SAFETY: the addresses come from a plan that has passed the checker, in memory of its size.
+            let started = unsafe { self.products.start(product, self.stream) };
+            started.map_err(|error| error.during(&describe(*index)))?;
+        }
+        self.wait()?;
+        let prepared = used(&self.name)?.in_use;
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: the stream is this device's own, and captures nothing yet.
+        unsafe { result::stream::begin_capture(self.stream, mode) }.named(&self.name, "cuStreamBeginCapture")?;
+        let started = self.start_all(&launches, &instead, describe);
+        // Ended in any case: a stream that goes on capturing could do nothing else.
+        // SAFETY: the capture was begun above.
+        let captured = unsafe { result::stream::end_capture(self.stream) }.map(Captured);
+        // What was wrong with a launch says more than that the capture came to nothing.
+        started?;
+        let captured = captured.named(&self.name, "cuStreamEndCapture")?;
+        // SAFETY: the graph has ended; what is made of it does not need it any more.
+        let ready = unsafe { result::graph::instantiate(captured.0, sys::CUgraphInstantiate_flags(0)) };
+        self.graphs.push(ready.named(&self.name, "cuGraphInstantiate")?);
+        drop(captured);
+        let after = used(&self.name)?.in_use;
+        for (what, bytes) in [("kernels", prepared.saturating_sub(before)), ("graphs", after.saturating_sub(prepared))]
+        {
+            match self.beside.iter_mut().find(|(known, _)| *known == what) {
+                Some((_, sum)) => *sum += bytes,
+                None => self.beside.push((what, bytes)),
+            }
+        }
+        Ok(Recording(self.graphs.len() - 1))
+    }
+
+    fn run(&mut self, launches: &[Launch], describe: Describe<'_>) -> Result<(), DeviceError> {
+        self.enter()?;
+        let (instead, _) = self.prepare(launches, describe)?;
+        self.start_all(launches, &instead, describe)?;
+        self.wait().map_err(|error| error.during(&describe(0)))
+    }
+
+    /// By events on the stream, all of which are there before the first is waited for: so that the device need not wait for the next
+    /// launch, where kernels take longer than to launch them.
+    fn time(&mut self, groups: &[Vec<Launch>], describe: Describe<'_>) -> Result<Vec<Duration>, DeviceError> {
+        if self.driver < event::FIRST_VERSION {
+            return time_from_here(self, groups, describe);
+        }
+        self.enter()?;
+        let prepared = groups.iter().enumerate().map(|(group, launches)| self.prepare(launches, &|_| describe(group)));
+        let instead = prepared.map(|prepared| prepared.map(|(instead, _)| instead)).collect::<Result<Vec<_>, _>>()?;
+        let mark = || -> Result<Event, DeviceError> {
+            let event = Event::new(&self.name)?;
+            event.record(&self.name, self.stream)?;
+            Ok(event)
+        };
+        let mut events = vec![mark()?];
+        for (group, (launches, instead)) in groups.iter().zip(&instead).enumerate() {
+            self.start_all(launches, instead, &|_| describe(group))?;
+            events.push(mark()?);
+        }
+        let of_all = || format!("from {} on", describe(0));
+        self.wait().map_err(|error| error.during(&of_all()))?;
+        events.windows(2).map(|pair| pair[1].since(&pair[0], &self.name)).collect()
+    }
+
+    fn replay(&mut self, recording: Recording) -> Result<(), DeviceError> {
+        self.enter()?;
+        // SAFETY: the graph's memory is mapped as long as this is there, and one run ends before the next begins.
+        unsafe { result::graph::launch(self.graphs[recording.0], self.stream) }.named(&self.name, "cuGraphLaunch")?;
+        self.wait()
+    }
+
+    fn memory(&self) -> Result<DeviceMemory, DeviceError> {
+        self.enter()?;
+        let arena = self.memory.as_ref().map_or(0, Mapped::bytes);
+        Ok(DeviceMemory { arena, beside: self.beside.clone(), ..used(&self.name)? })
+    }
+}
+
+impl Drop for Nvidia {
+    fn drop(&mut self) {
+        // What fails here leaves memory to the end of the process.
+        let _ = self.enter().and_then(|()| self.wait());
+        // SAFETY: nothing is under way, and nobody else has these handles.
+        unsafe {
+            for graph in self.graphs.drain(..) {
+                let _ = sys::cuGraphExecDestroy(graph);
+            }
+            for (_, module) in self.modules.drain() {
+                let _ = sys::cuModuleUnload(module);
+            }
+            let _ = result::stream::destroy(self.stream);
+        }
+    }
+}
+
+/// The device has no say in how a kernel is compiled.
+impl From<KernelError> for DeviceError {
+    fn from(error: KernelError) -> Self {
+        Self::Kernel(Box::new(error))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Here, or on a machine with a GPU, one of the two has something to judge.
+    #[test]
+    fn a_machine_has_a_gpu_or_the_error_says_what_is_missing() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut device = match Nvidia::new(0, Cache::new(folder.path())) {
+            Ok(device) => device,
+            Err(error) => {
+                println!("not judged: {error}");
+                let text = error.to_string();
+                assert!(error.is_absence() || matches!(error, DeviceError::Driver { .. }), "{text}");
+                return;
+            }
+        };
+        let address = device.reserve(1000).unwrap();
+        let bytes: Vec<u8> = (0..1000).map(|i| i as u8).collect();
+        device.write(address, &bytes).unwrap();
+        let mut back = vec![0; 1000];
+        device.read(address, &mut back).unwrap();
+        assert_eq!(bytes, back);
+        assert!(device.read(address + (1 << 40), &mut back).is_err());
+    }
+}

@@ -1,0 +1,60 @@
+//! What can go wrong while programs run.
+
+use candle_core::DType;
+
+/// `Result` with this crate's [`enum@Error`].
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Every error of making ready and running a program.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name the fields")]
+pub enum Error {
+    #[error(transparent)]
+    Compile(#[from] gapless_compile::Error),
+    #[error("{name:?} is {dtype:?}; only f32 tensors are read and written this way")]
+    NotF32 { name: String, dtype: DType },
+    #[error(
+        "the CPU computes in f32, not {dtype:?}; run such a step on a GPU, plan it with Trainer::plan, or run it in f32"
+    )]
+    NoKernels { dtype: DType },
+    #[cfg(feature = "cuda")]
+    #[error(
+        "{instruction} cannot run on a GPU yet, with inputs of {dtypes:?} and the scratch that was planned; lower for Target::Cuda; \
+         docs/gpu.md says what can"
+    )]
+    NoDeviceKernels { instruction: String, dtypes: Vec<DType> },
+    #[cfg(feature = "cuda")]
+    #[error(transparent)]
+    Device(#[from] crate::cuda::DeviceError),
+    #[error("{name:?} holds {expected} elements, not {given}")]
+    ElementCount { name: String, expected: usize, given: usize },
+    #[error(
+        "the arena needs {needed} bytes, but {available} bytes of memory are available\nlargest at the peak:\n{largest}\nwhat helps: more micro-batches, a shorter sequence, a smaller batch, a smaller model"
+    )]
+    DoesNotFit { needed: u64, available: u64, largest: String },
+    #[error("non-finite loss {loss} at step {step}; the first non-finite value came out of {culprit}")]
+    NonFinite { step: u64, loss: f32, culprit: String },
+    #[error(transparent)]
+    Candle(#[from] candle_core::Error),
+    #[error("{instruction}: {source}")]
+    Communicator { instruction: String, source: gapless_communicator::CommunicatorError },
+    #[error("{instruction}: {source}")]
+    Routing { instruction: String, source: Box<gapless_alloc::arena::Overflow> },
+    #[error(
+        "{instruction}: the arena cannot grow: with what it lacks it is {needed} bytes, more than there may be: {source}"
+    )]
+    Growth { instruction: String, needed: u64, source: Box<gapless_alloc::arena::Overflow> },
+    #[error("internal error: {what}")]
+    BadRun { what: String },
+    #[error("{what}: {source}; choose another folder to offload to, or offload less")]
+    Offload { what: String, source: std::io::Error },
+    #[error("cannot start worker threads: {0}")]
+    Workers(#[from] rayon::ThreadPoolBuildError),
+}
+
+impl From<gapless_alloc::Error> for Error {
+    fn from(error: gapless_alloc::Error) -> Self {
+        Self::Compile(error.into())
+    }
+}

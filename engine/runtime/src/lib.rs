@@ -1,0 +1,24 @@
+//! Runs planned programs: on a CPU out of an arena that candle sees, on a GPU as recorded launches.
+//!
+//! In: an [`Executable`](gapless_compile::Executable). Out: its results, tensors of candle's over the arena's own bytes, and
+//! messages to other ranks. Never: an address that was not planned, or an allocation while a program runs.
+//!
+//! ```text
+//! Executable ─▶ Machine ─┬─▶ cpu::Executor ──▶ kernels on all threads
+//!                        └─▶ cuda::Executor ─▶ Device: record once, replay
+//!                    Links: messages and collectives, each lent memory from its start to its wait
+//! ```
+#![warn(missing_docs)]
+
+pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
+mod error;
+mod links;
+mod machine;
+pub mod process_memory;
+
+pub use cpu::{PersistentBytes, RunOptions};
+pub use error::{Error, Result};
+pub use links::Communicators;
+pub use machine::Machine;

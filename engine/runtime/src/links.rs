@@ -1,0 +1,263 @@
+//! What goes to and from other ranks while a program runs: messages of a pipeline, and collectives.
+//!
+//! In: instructions, and where the arena is. Out: requests to the communicators, each until the instruction that waits for it.
+//! Never: a heap allocation while a program runs.
+
+use gapless_communicator::{self as communicator, Communicator, CommunicatorError, Request};
+use gapless_compile::internal::Instruction;
+use gapless_compile::{Executable, Message, Work};
+use gapless_graph::ops::{Collective, Group};
+use gapless_kernels::cpu::args::{Address, Places};
+
+use crate::cpu::run::{Base, range};
+
+/// The ways to the other ranks.
+#[derive(Debug, Default)]
+pub struct Communicators {
+    /// To the other ranks of the pipeline.
+    pub pipeline: Option<Box<dyn Communicator>>,
+    /// To all with the same stages and another share of the batch.
+    pub batch: Option<Box<dyn Communicator>>,
+    /// To those of them that share this copy's experts.
+    pub experts: Option<Box<dyn Communicator>>,
+    /// To those of them that have the same experts.
+    pub replicas: Option<Box<dyn Communicator>>,
+}
+
+impl Communicators {
+    fn of(&mut self, group: Group) -> communicator::Result<&mut Box<dyn Communicator>> {
+        let group = match group {
+            Group::Batch => &mut self.batch,
+            Group::Experts => &mut self.experts,
+            Group::Replicas => &mut self.replicas,
+        };
+        group.as_mut().ok_or(NO_COMMUNICATOR)
+    }
+}
+
+const OTHER_RANKS: CommunicatorError = CommunicatorError::Unsupported {
+    what: "a collective of another number of ranks than the mesh has",
+    remedy: "ask VarBuilder::expert_ranks for their number",
+};
+
+const OTHER_ROWS: CommunicatorError = CommunicatorError::Unsupported {
+    what: "an exchange of more rows than its tensors have",
+    remedy: "give it the starts of the rows that it is given",
+};
+
+const NO_COMMUNICATOR: CommunicatorError = CommunicatorError::Unsupported {
+    what: "a program for several ranks without a communicator, or after one of them has failed",
+    remedy: "make the trainer anew, with the communicator of all its ranks",
+};
+
+/// The ways to the other ranks, and what is under way to and from them.
+#[derive(Debug, Default)]
+pub(crate) struct Links {
+    communicators: Communicators,
+    requests: Vec<Option<Under>>,
+    /// Sizes of what goes to and comes from each expert rank, by request.
+    lens: Vec<[Vec<usize>; 2]>,
+}
+
+impl Links {
+    /// For the programs of an executable.
+    pub fn new(communicators: Communicators, executable: &Executable) -> Self {
+        let requests = executable.requests();
+        let experts = communicators.experts.as_ref().map_or(0, |experts| experts.size());
+        let lens = (0..requests).map(|_| [vec![0; experts], vec![0; experts]]).collect();
+        Self { communicators, requests: (0..requests).map(|_| None).collect(), lens }
+    }
+
+    /// For a run.
+    pub fn lend(&mut self) -> Lent<'_> {
+        Lent { links: self, is_over: false }
+    }
+}
+
+/// What is under way.
+#[derive(Debug)]
+enum Under {
+    Message(Request),
+    Collective(Request, Group),
+}
+
+/// The links of a run. One that fails or panics gives them up, and has back what messages under way hold of its memory before it
+/// lets go of that.
+pub(crate) struct Lent<'l> {
+    pub links: &'l mut Links,
+    is_over: bool,
+}
+
+impl Lent<'_> {
+    /// The run is over, well or not.
+    pub fn end(mut self, is_well: bool) {
+        self.is_over = is_well;
+    }
+}
+
+impl Drop for Lent<'_> {
+    fn drop(&mut self) {
+        if !self.is_over {
+            *self.links = Links::default();
+        }
+    }
+}
+
+/// A first byte, and how many there are.
+pub(crate) type Bytes = (*mut u8, usize);
+
+/// What a collective reads and writes.
+pub(crate) struct Operands<'a> {
+    pub inputs: [Option<Bytes>; 2],
+    pub output: Bytes,
+    /// Of an [`AllToAllRows`](Collective::AllToAllRows): starts of what is sent, and of what comes.
+    pub starts: [&'a [u32]; 2],
+    /// And the bytes of a row.
+    pub row_bytes: usize,
+}
+
+impl Links {
+    /// Starts or ends a message, which is in these bytes.
+    ///
+    /// # Safety
+    /// Nobody touches the bytes from the message's start to its wait.
+    pub unsafe fn transfer(
+        &mut self,
+        work: &Work,
+        message: Message,
+        bytes: impl FnOnce() -> Bytes,
+    ) -> communicator::Result<()> {
+        let Message { peer, tag, request } = message;
+        let pipeline = self.communicators.pipeline.as_mut().ok_or(NO_COMMUNICATOR)?;
+        let started = match work {
+            Work::Send(_) => {
+                let (from, len) = bytes();
+                // SAFETY: by this function's contract.
+                unsafe { pipeline.isend(from.cast_const(), len, peer, tag) }?
+            }
+            Work::Receive(_) => {
+                let (to, len) = bytes();
+                // SAFETY: by this function's contract.
+                unsafe { pipeline.irecv(to, len, peer, tag) }?
+            }
+            _ => {
+                let Some(Under::Message(under_way)) = self.requests[request].take() else {
+                    unreachable!("lowering starts every message that it waits for")
+                };
+                return pipeline.wait(under_way);
+            }
+        };
+        self.requests[request] = Some(Under::Message(started));
+        Ok(())
+    }
+
+    /// Starts a collective.
+    ///
+    /// # Safety
+    /// The operands are valid, apart or one as the collective's are, and nobody else touches them until it is finished.
+    pub unsafe fn begin(
+        &mut self,
+        collective: Collective,
+        request: usize,
+        operands: &Operands<'_>,
+    ) -> communicator::Result<()> {
+        let &Operands { inputs, output, starts, row_bytes } = operands;
+        let group = collective.group();
+        let communicator = self.communicators.of(group)?;
+        if collective.ranks().is_some_and(|ranks| ranks != communicator.size()) {
+            return Err(OTHER_RANKS);
+        }
+        // Links that have failed have none.
+        let lens = self.lens.get_mut(request).ok_or(NO_COMMUNICATOR)?;
+        match collective {
+            Collective::AllToAll { ranks } => lens.iter_mut().for_each(|lens| lens.fill(output.1 / ranks)),
+            Collective::AllToAllRows { ranks, .. } => {
+                for (lens, starts) in lens.iter_mut().zip(starts) {
+                    let runs = (starts.len() - 1) / ranks;
+                    for (rank, len) in lens.iter_mut().enumerate() {
+                        *len = (starts[(rank + 1) * runs] - starts[rank * runs]) as usize * row_bytes;
+                    }
+                }
+                let [sent, received] = lens.each_ref().map(|lens| lens.iter().sum::<usize>());
+                if received > output.1 || inputs[0].is_none_or(|input| sent > input.1) {
+                    return Err(OTHER_ROWS);
+                }
+                // SAFETY: what comes ends within the output, and behind it nobody writes.
+                unsafe { std::slice::from_raw_parts_mut(output.0.add(received), output.1 - received) }.fill(0);
+            }
+            _ => {}
+        }
+        let request_of = collective.request(inputs, output, [&lens[0], &lens[1]]);
+        // SAFETY: by this function's contract. The sizes stay as they are until this request is finished.
+        let started = unsafe { communicator.start(request_of) }?;
+        self.requests[request] = Some(Under::Collective(started, group));
+        Ok(())
+    }
+
+    /// Tells the other ranks why there is no going on, and gives the ways to them up: what is lent comes back.
+    #[cfg(feature = "cuda")]
+    pub fn give_up(&mut self, reason: &str) {
+        let Communicators { pipeline, batch, experts, replicas } = &mut self.communicators;
+        [pipeline, batch, experts, replicas].into_iter().flatten().for_each(|way| way.abort(reason));
+        *self = Self::default();
+    }
+
+    /// Ends a collective.
+    pub fn finish(&mut self, request: usize) -> communicator::Result<()> {
+        let Some(Under::Collective(under_way, group)) = self.requests[request].take() else {
+            unreachable!("lowering starts every collective that it finishes")
+        };
+        self.communicators.of(group)?.wait(under_way)
+    }
+}
+
+/// Starts or ends an instruction's message.
+///
+/// # Safety
+/// The operand lies in the arena at `base`, and nobody touches it until the message's wait.
+pub(super) unsafe fn transfer(
+    instruction: &Instruction,
+    message: Message,
+    base: Base,
+    links: &mut Links,
+) -> communicator::Result<()> {
+    let operand = match &instruction.work {
+        Work::Receive(_) => &instruction.outputs[0],
+        _ => &instruction.inputs[0],
+    };
+    // SAFETY: by this function's contract.
+    unsafe { links.transfer(&instruction.work, message, || range(base, operand, Places::NONE)) }
+}
+
+/// Starts an instruction's collective.
+///
+/// # Safety
+/// The operands lie in the arena at `base`, and nobody else touches them until it is finished.
+pub(super) unsafe fn begin(
+    collective: Collective,
+    request: usize,
+    instruction: &Instruction,
+    (base, places): (Base, Places<'_>),
+    links: &mut Links,
+) -> communicator::Result<()> {
+    let Instruction { inputs, outputs, .. } = instruction;
+    // SAFETY: by this function's contract.
+    let range = |address: &Address| unsafe { range(base, address, places) };
+    let (mut starts, mut row_bytes) = ([&[][..]; 2], 0);
+    if let Collective::AllToAllRows { rows, .. } = collective {
+        row_bytes = outputs[0].span / rows * size_of::<f32>();
+        for (starts, address) in starts.iter_mut().zip(&inputs[1..]) {
+            let start = base.0.wrapping_add(address.offset as usize).cast::<u32>().cast_const();
+            // SAFETY: by this function's contract; starts are u32 without gaps, and nobody writes them now.
+            *starts = unsafe { std::slice::from_raw_parts(start, address.span) };
+        }
+    }
+    let operands = Operands {
+        inputs: [inputs.first().map(range), inputs.get(1).map(range)],
+        output: outputs.first().map(range).expect("a collective has an output"),
+        starts,
+        row_bytes,
+    };
+    // SAFETY: by this function's contract; the plan keeps inputs and outputs apart, or makes them one.
+    unsafe { links.begin(collective, request, &operands) }
+}

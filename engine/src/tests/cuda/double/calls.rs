@@ -1,0 +1,315 @@
+//! What the driver is asked for, where all is well and where something is not.
+
+use candle_core::DType;
+
+use super::judge;
+use crate::cuda::launch::{Batch, Epilogue, Matrix, scratch_in};
+use crate::cuda::{Cache, Device, DeviceError, Kernel, Launch, Nvidia, Product};
+use crate::tests::cuda::products::gelu;
+
+/// Bytes of a context, of a module and of a first product, as the double has them.
+const CONTEXT: u64 = 420 << 20;
+const MODULE: u64 = 256 << 10;
+const PRODUCTS: u64 = 32 << 20;
+
+/// What a page of the double's memory is.
+const PAGE: u64 = 2 << 20;
+
+fn open() -> Result<Nvidia, DeviceError> {
+    Nvidia::new(0, Cache::of_user())
+}
+
+/// Rows, inner extent and columns of a product: no two alike, and columns as an epilogue wants them.
+const M: u64 = 3;
+const K: u64 = 5;
+const N: u64 = 8;
+
+/// Memory of several matrices, of workspace, and of nothing.
+const BYTES: u64 = 1 << 14;
+
+/// Where matrices lie from an address on, in bytes. There are no numbers in the last two yet.
+#[derive(Clone, Copy)]
+struct Places {
+    x: u64,
+    weight: u64,
+    bias: u64,
+    sum: u64,
+    hidden: u64,
+    kept: u64,
+}
+
+const PLACES: Places = Places { x: 0, weight: 512, bias: 1024, sum: 1536, hidden: 2048, kept: 2560 };
+
+/// hidden = GELU(x·weightᵀ + bias), sum += hidden·weight.
+fn products(base: u64, places: Places) -> Vec<Launch> {
+    let workspace = scratch_in(base + 4096, 8192);
+    let matrix = |place: u64, columns| Matrix::dense(base + place, DType::F32, columns);
+    let (x, weight, hidden) = (matrix(places.x, K), matrix(places.weight, K), matrix(places.hidden, N));
+    let epilogue = Epilogue::Gelu { kept: Some(base + places.kept) };
+    let bias = Some(base + places.bias);
+    let gelu = Product { bias, epilogue, ..Product::new((M, N, K), x, weight.t(), hidden, workspace) };
+    // Row by row: as many products as there are rows.
+    let batch = Batch { count: M, distances: [N, 0, K] };
+    let sum = Product::new((1, K, N), hidden, weight, matrix(places.sum, K), workspace);
+    [gelu, Product { accumulate: true, batch, ..sum }].map(Launch::Product).into()
+}
+
+/// What is written at first, by its place.
+fn number(place: u64) -> f32 {
+    (place / 4 % 7) as f32 - 3.0
+}
+
+fn fill(device: &mut Nvidia, base: u64) -> Result<(), DeviceError> {
+    device.write(base, &(0..512).flat_map(|i| number(4 * i).to_ne_bytes()).collect::<Vec<u8>>())
+}
+
+/// The sum is what it should be.
+fn expect_sum(device: &Nvidia, base: u64, places: Places) -> Result<(), DeviceError> {
+    let mut bytes = vec![0; 4 * (M * K) as usize];
+    device.read(base + places.sum, &mut bytes)?;
+    let at = |place: u64, index: u64| f64::from(number(place + 4 * index));
+    for (index, got) in (0..).zip(bytes.chunks_exact(4)) {
+        let (row, column) = (index / K, index % K);
+        let hidden = |n: u64| {
+            let of_k = |k| at(places.x, row * K + k) * at(places.weight, n * K + k);
+            gelu((0..K).map(of_k).sum::<f64>() + at(places.bias, n)).0
+        };
+        let expected =
+            at(places.sum, index) + (0..N).map(|n| hidden(n) * at(places.weight, n * K + column)).sum::<f64>();
+        let got = f64::from(f32::from_ne_bytes(got.try_into().expect("four bytes")));
+        // Sums of some numbers below a hundred, in f32.
+        assert!((got - expected).abs() <= 1e-4, "{got}, not {expected}");
+    }
+    Ok(())
+}
+
+/// The same with GELU in a kernel of its own, which is given more shared memory than one has that does not ask.
+fn apart(base: u64) -> Vec<Launch> {
+    let part = |launch| match launch {
+        Launch::Product(product) => product.apart(),
+        launch => vec![launch],
+    };
+    let with_more = |launch| match launch {
+        Launch::Kernel(kernel) => Launch::Kernel(Kernel { shared_bytes: 99 << 10, ..kernel }),
+        launch => launch,
+    };
+    products(base, PLACES).into_iter().flat_map(part).map(with_more).collect()
+}
+
+/// Everything that a device is asked for: launches recorded, replayed and run.
+fn work(device: &mut Nvidia, launches: impl Fn(u64) -> Vec<Launch>) -> Result<(), DeviceError> {
+    let base = device.reserve(BYTES)?;
+    let describe = |index: usize| format!("launch {index}");
+    let recording = device.record(launches(base), &describe)?;
+    fill(device, base)?;
+    device.replay(recording)?;
+    expect_sum(device, base, PLACES)?;
+    fill(device, base)?;
+    device.run(&launches(base), &describe)?;
+    expect_sum(device, base, PLACES)?;
+    fill(device, base)?;
+    let groups: Vec<Vec<Launch>> = launches(base).into_iter().map(|launch| vec![launch]).collect();
+    let times = device.time(&groups, &describe)?;
+    assert_eq!(times.len(), groups.len());
+    expect_sum(device, base, PLACES)
+}
+
+/// Memory is made, written, read and given back; again and again, and several devices of one process live beside each other.
+#[test]
+fn memory_comes_and_goes() {
+    judge(module_path!(), "memory_comes_and_goes", |double| {
+        for _ in 0..2 {
+            let (mut device, mut other) = (open().unwrap(), open().unwrap());
+            let address = device.reserve(1000).unwrap();
+            let elsewhere = other.reserve(PAGE + 1).unwrap();
+            let bytes: Vec<u8> = (0..1000).map(|i| i as u8).collect();
+            device.write(address, &bytes).unwrap();
+            other.write(elsewhere, &[1; 1000]).unwrap();
+            let mut back = vec![0; 1000];
+            device.read(address, &mut back).unwrap();
+            assert_eq!(bytes, back);
+            assert!(device.read(elsewhere, &mut back).is_err(), "the memory of another");
+            drop(other);
+            let memory = device.memory().unwrap();
+            assert_eq!((memory.arena, memory.unexplained()), (PAGE, 0), "{memory}");
+            drop(device);
+            assert_eq!(double.left(), "");
+        }
+    });
+}
+
+/// What a recording takes is named; and the epilogues that a library lacks are kernels of their own.
+#[test]
+fn products_with_and_without_epilogues() {
+    judge(module_path!(), "products_with_and_without_epilogues", |double| {
+        for has_none in [0, 1] {
+            double.set("HAS_NO_EPILOGUES", has_none);
+            let mut device = open().unwrap();
+            work(&mut device, |base| products(base, PLACES)).unwrap();
+            let memory = device.memory().unwrap();
+            assert_eq!(memory.unexplained(), 0, "{memory}");
+            assert!(memory.in_use >= CONTEXT + PRODUCTS + PAGE, "{memory}");
+        }
+    });
+}
+
+/// Where the driver is too old to say what time is between two events, the host's clock does.
+#[test]
+fn drivers_without_times_of_events() {
+    judge(module_path!(), "drivers_without_times_of_events", |double| {
+        for (version, has_events) in [(12_040, false), (12_080, true)] {
+            double.set("VERSION", version);
+            work(&mut open().unwrap(), apart).unwrap();
+            assert_eq!(double.calls().iter().any(|(name, _)| name.contains("Event")), has_events, "{version}");
+        }
+    });
+}
+
+/// Whichever thread has a device may use it, and others may use others meanwhile.
+#[test]
+fn devices_go_from_thread_to_thread() {
+    judge(module_path!(), "devices_go_from_thread_to_thread", |_| {
+        let one = || {
+            // Often enough that each is captured while the other does what a capture of its own would not allow.
+            for launches in [apart, |base| products(base, PLACES)].repeat(25) {
+                let mut device = open().unwrap();
+                let device = std::thread::spawn(move || {
+                    work(&mut device, launches).unwrap();
+                    device
+                });
+                let device = device.join().unwrap();
+                std::thread::spawn(|| drop(device)).join().unwrap();
+            }
+        };
+        std::thread::scope(|scope| {
+            scope.spawn(one);
+            scope.spawn(one);
+        });
+    });
+}
+
+/// cuBLASLt is told how matrices are aligned, and takes it from the addresses of a bias and of what is kept.
+#[test]
+fn an_algorithm_is_for_how_its_operands_are_aligned() {
+    judge(module_path!(), "an_algorithm_is_for_how_its_operands_are_aligned", |_| {
+        let mut device = open().unwrap();
+        let base = device.reserve(BYTES).unwrap();
+        for shift in [0, 64, 4] {
+            for places in [
+                Places { x: PLACES.x + shift, ..PLACES },
+                Places { weight: PLACES.weight + shift, ..PLACES },
+                Places { bias: PLACES.bias + shift, ..PLACES },
+                Places { sum: PLACES.sum + shift, ..PLACES },
+                Places { hidden: PLACES.hidden + shift, ..PLACES },
+                Places { kept: PLACES.kept + shift, ..PLACES },
+            ] {
+                fill(&mut device, base).unwrap();
+                device.run(&products(base, places), &|index| format!("launch {index}")).unwrap();
+                expect_sum(&device, base, places).unwrap();
+            }
+        }
+    });
+}
+
+/// Where memory ends, the error says so, and what was taken is given back.
+#[test]
+fn memory_may_not_be_enough() {
+    judge(module_path!(), "memory_may_not_be_enough", |double| {
+        for (bytes, expected) in [
+            (
+                CONTEXT - 1,
+                "GPU 0 (Double of sm_90, 00000000:1B:00.0) has no memory left, says cuDevicePrimaryCtxRetain",
+            ),
+            (CONTEXT + PAGE - 1, "has 2097151 of its 442499071 bytes free, and 2097152 are needed"),
+            (CONTEXT + PAGE, "has no memory left, says loading elementwise.cu"),
+            (CONTEXT + PAGE + MODULE, "has no memory left, says starting Product"),
+            (CONTEXT + PAGE + MODULE + PRODUCTS, "has no memory left, says cuGraphInstantiate"),
+        ] {
+            double.set("MEMORY", bytes);
+            let error = open().and_then(|mut device| work(&mut device, apart)).unwrap_err().to_string();
+            assert!(error.contains(expected), "{error}");
+            assert_eq!(double.left(), "");
+        }
+    });
+}
+
+/// Whatever fails at whatever time is an error, and nothing that was made before stays behind.
+#[test]
+fn every_call_may_fail() {
+    judge(module_path!(), "every_call_may_fail", |double| {
+        let folder = tempfile::tempdir().unwrap();
+        let all = |name: &str| {
+            let mut device = Nvidia::new(0, Cache::new(folder.path().join(name)))?;
+            work(&mut device, apart)?;
+            device.memory().map(drop)
+        };
+        all("").unwrap();
+        let calls = double.calls();
+        // What gives something back may fail too, and then it is not given back.
+        let gives_back =
+            |name: &str| ["Destroy", "Release", "Free", "Unmap", "Unload"].iter().any(|word| name.contains(word));
+        // Asked for once in a process.
+        let elsewhere = ["nvrtcVersion", "nvrtcGetNumSupportedArchs", "nvrtcGetSupportedArchs"];
+        let calls: Vec<_> =
+            calls.into_iter().filter(|(name, _)| !gives_back(name) && !elsewhere.contains(&name.as_str())).collect();
+        assert!(calls.len() > 35, "{calls:?}");
+        for (name, count) in calls {
+            // The first, and one in between: the last may be one of those that give everything back.
+            for number in std::collections::BTreeSet::from([1, (count / 2).max(1)]) {
+                let is_compiler = name.starts_with("nvrtc");
+                double.fail(&name, number, if is_compiler { 1 } else { 999 });
+                let failed = all(if is_compiler { &name } else { "" });
+                let error = failed.expect_err(&format!("call {number} of {name} fails"));
+                let text = error.to_string();
+                // The call by its name or by what it is for, and what it returned.
+                let said = match name.as_str() {
+                    name if is_compiler => format!("{name} failed: NVRTC_ERROR_OUT_OF_MEMORY"),
+                    "cuModuleLoadData" => "loading elementwise.cu failed".into(),
+                    "cuModuleGetFunction" => "finding unary_gelu_f32 failed".into(),
+                    "cuFuncSetAttribute" => "allowing unary_gelu_f32 101376 bytes of shared memory failed".into(),
+                    "cuLaunchKernel" => "launching unary_gelu_f32 as 1 × 1 × 1 blocks".into(),
+                    "cuInit" | "cuDeviceGet" => "GPU 0 cannot be used here".into(),
+                    "cublasLtMatmul" => "starting Product".into(),
+                    "cublasLtCreate" => "has no memory left, says cublasLtCreate".into(),
+                    name if name.starts_with("cublasLt") => "has no memory left".into(),
+                    name => format!("{name} failed on GPU 0"),
+                };
+                assert!(text.contains(&said), "call {number} of {name}: {text}");
+                assert_eq!(double.left(), "", "after call {number} of {name}: {text}");
+            }
+        }
+    });
+}
+
+/// Code is for the device at hand; and if the compiler is older than that, the error says so.
+#[test]
+fn devices_of_other_architectures() {
+    judge(module_path!(), "devices_of_other_architectures", |double| {
+        for architecture in [80, 120] {
+            double.set("ARCHITECTURE", architecture);
+            work(&mut open().unwrap(), apart).unwrap();
+        }
+        double.set("ARCHITECTURE", 75);
+        let error = open().unwrap_err();
+        assert!(
+            error.is_absence() && error.to_string().contains("it is sm_75, and kernels need sm_80 or later"),
+            "{error}"
+        );
+        double.set("ARCHITECTURE", 130);
+        let error = work(&mut open().unwrap(), apart).unwrap_err();
+        assert!(error.is_absence() && error.to_string().contains("cannot compile for sm_130"), "{error}");
+    });
+}
+
+/// A device that is not there.
+#[test]
+fn a_device_that_is_not_there() {
+    judge(module_path!(), "a_device_that_is_not_there", |double| {
+        for devices in [0, 1] {
+            double.set("DEVICES", devices);
+            assert_eq!(Nvidia::count(), devices as usize);
+            let error = Nvidia::new(devices as usize, Cache::of_user()).unwrap_err();
+            assert!(error.is_absence() && error.to_string().contains("cannot be used here"), "{error}");
+        }
+    });
+}

@@ -1,0 +1,404 @@
+//! Operations that share a kernel, beside the same ones by themselves.
+
+use std::collections::{BTreeSet, HashMap};
+use std::sync::{Arc, Mutex};
+
+use candle_core::DType;
+use gapless_alloc::lower_bound;
+use gapless_graph::Stream;
+use gapless_parallel::{Action, Kind};
+use proptest::prelude::*;
+
+use super::processor::{Processor, device};
+use super::small::{BATCH, SEQUENCE, Small, Style};
+use super::step::executable;
+use super::{gpu, host};
+use crate::autodiff::differentiate;
+use crate::compile::{CompileOptions, Executable, Lowering, Output, Target, compile, lower};
+use crate::cuda::{Describe, Device, DeviceError, DeviceMemory, Executor, Family, Launch, Recording};
+use crate::graph::{Graph, lock};
+use crate::nn::{Init, VarBuilder};
+use crate::recompute::Recomputation;
+use crate::reference::{Array, evaluate};
+use crate::runtime::RunOptions;
+use crate::runtime::cpu;
+use crate::runtime::cpu::Workers;
+use crate::{Result, Tensor, TrainOptions};
+
+/// Extents whose product is no multiple of a pack, so that nothing is aligned for long.
+const SHAPE: [usize; 3] = [3, 5, 7];
+
+const NORMAL: Init = Init::Randn { mean: 0.0, stdev: 1.0 };
+
+/// A function of parameters, its gradient, and what of both is looked at.
+struct Function {
+    graph: Arc<Mutex<Graph>>,
+    outputs: Vec<Output>,
+}
+
+impl Function {
+    fn new(dtype: DType, f: impl Fn(&dyn Fn(&str, &[usize]) -> Tensor) -> Result<Tensor>) -> Result<Self> {
+        let Self { graph, mut outputs } = Self::forward(dtype, f)?;
+        let y = Tensor::new(&graph, outputs[0].value);
+        let weights = VarBuilder::new(&graph, dtype).get_with_hints(y.dims().to_vec(), "weights", NORMAL)?;
+        let gradients = differentiate(&graph, &y.mul(&weights)?.sum_all()?, 1.0)?;
+        for (index, id) in gradients.iter().flat_map(|gradient| &gradient.summands).enumerate() {
+            let summand = Tensor::new(&graph, *id).contiguous()?;
+            outputs.push(Output::local(format!("gradient {index}"), summand.id()));
+        }
+        Ok(Self { graph, outputs })
+    }
+
+    /// Without a gradient.
+    fn forward(dtype: DType, f: impl Fn(&dyn Fn(&str, &[usize]) -> Tensor) -> Result<Tensor>) -> Result<Self> {
+        let graph = Arc::new(Mutex::new(Graph::default()));
+        let vb = VarBuilder::new(&graph, dtype);
+        let parameter = |name: &str, dims: &[usize]| vb.get_with_hints(dims.to_vec(), name, NORMAL).unwrap();
+        let y = f(&parameter)?.contiguous()?;
+        Ok(Self { outputs: vec![Output::local("y", y.id())], graph })
+    }
+
+    fn executable(&self, target: Target) -> Executable {
+        let program = lower(&Lowering {
+            lets_go: false,
+            name: "function",
+            graph: &lock(&self.graph),
+            table: &[vec![Action::new(Kind::Forward, 0, 0), Action::new(Kind::Backward, 0, 0)]],
+            rank: 0,
+            outputs: &self.outputs,
+            roles: &HashMap::new(),
+            recomputation: &Recomputation::default(),
+            target,
+        });
+        compile(&[program.unwrap()], &CompileOptions::default()).unwrap()
+    }
+
+    fn on_device(&self, target: Target, device: Box<dyn Device>) -> Executor {
+        let mut executor = Executor::new(self.executable(target), device, 3, (0, 1)).unwrap();
+        let program = executor.executable().program("function").unwrap();
+        executor.run(program, RunOptions { seed: 3, ..RunOptions::default() }).unwrap();
+        executor
+    }
+
+    /// All outputs of an executor that has run.
+    fn results(&self, executor: &mut Executor) -> Vec<Vec<f64>> {
+        let program = executor.executable().program("function").unwrap();
+        self.outputs.iter().map(|output| numbers(&executor.output(program, &output.name).unwrap())).collect()
+    }
+
+    /// All outputs in f64, of the parameters that an executor has.
+    fn exact(&self, executor: &mut Executor) -> Vec<Vec<f64>> {
+        let names: Vec<String> = executor.executable().persistent.iter().map(|p| p.label.tensor.clone()).collect();
+        let mut given: HashMap<String, Array> = HashMap::new();
+        let graph = lock(&self.graph);
+        for (id, name) in graph.persistent() {
+            let dims = graph.value(id).spec.dims().to_vec();
+            // Of parameters that nobody reads there are none.
+            let data = match names.iter().any(|known| known == name) {
+                true => numbers(&executor.tensor(name).unwrap()),
+                false => vec![0.0; dims.iter().product()],
+            };
+            given.insert(name.to_owned(), Array::new(&dims, data));
+        }
+        let exact = evaluate(&graph, &given, Stream::new(3, 0, 0));
+        self.outputs.iter().map(|output| exact[output.value.index()].data.clone()).collect()
+    }
+}
+
+fn numbers(tensor: &candle_core::Tensor) -> Vec<f64> {
+    tensor.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
+
+fn distance(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| (a - b) * (a - b)).sum::<f64>().sqrt()
+}
+
+/// What a step of a random function does, and to which of the tensors that there are.
+type Chosen = (u8, usize, usize);
+
+/// Tensors of all kinds of strides, then each step's result; what no step has read is summed.
+fn random_function(chosen: &[Chosen], parameter: &dyn Fn(&str, &[usize]) -> Tensor) -> Result<Tensor> {
+    let [a, b, c] = SHAPE;
+    let mut there = vec![
+        parameter("dense", &SHAPE),
+        parameter("column", &[c]).broadcast_as(SHAPE.to_vec())?,
+        parameter("row", &[b, 1]).broadcast_as(SHAPE.to_vec())?,
+        parameter("number", &[1]).broadcast_as(SHAPE.to_vec())?,
+        parameter("transposed", &[a, c, b]).transpose(1, 2)?,
+        // Dense, but at an address that is no multiple of a pack.
+        parameter("part", &[a + 1, b, c]).narrow(0, 1, a)?,
+    ];
+    let mut is_read = vec![true; there.len()];
+    for &(kind, x, y) in chosen {
+        let pick = |index: usize, recent: bool| match recent {
+            true => there.len() - 1 - index % there.len().min(4),
+            false => index % there.len(),
+        };
+        let (first, second) = (pick(x, true), pick(y, y % 2 == 0));
+        let (x, y) = (there[first].clone(), there[second].clone());
+        let reads_second = matches!(kind, 0..=3);
+        let made = match kind {
+            0 => x.add(&y)?,
+            1 => x.sub(&y)?,
+            2 => x.mul(&y)?,
+            3 => x.contiguous()?.swiglu(&y.contiguous()?)?,
+            4 => x.gelu()?,
+            5 => x.tanh()?,
+            6 => x.sigmoid()?,
+            7 => x.affine(0.5, 0.25)?,
+            8 => x.dropout(0.25)?,
+            9 => x.contiguous()?.reshape((a * b, c))?.silu()?.reshape(SHAPE.to_vec())?,
+            10 => x.to_dtype(DType::F32)?.sigmoid()?.to_dtype(x.dtype())?,
+            11 => x.contiguous()?.rms_norm(&parameter("scale", &[c]), 1e-5)?,
+            _ => x.contiguous()?.layer_norm(&parameter("scale", &[c]), &parameter("shift", &[c]), 1e-5)?,
+        };
+        is_read[first] = true;
+        is_read[second] |= reads_second;
+        is_read.push(false);
+        there.push(made);
+    }
+    let ends = there.into_iter().zip(is_read).filter(|(_, is_read)| !is_read).map(|(end, _)| Ok(end));
+    ends.reduce(|sum, end| sum?.add(&end?)).expect("the last one is not read")
+}
+
+proptest! {
+    // Every case has kernels of its own, which a compiler takes a second for.
+    #![proptest_config(ProptestConfig::with_cases(6))]
+
+    /// Fused, a random function and its gradient have the same bits in f32, for on the stand-in a sum of a product is rounded
+    /// twice. In bf16 they are as near to the truth, for numbers in registers are not rounded. And no more is alive.
+    #[test]
+    fn fused_operations_do_what_they_did(
+        chosen in prop::collection::vec((0..13u8, 0..64usize, 0..64usize), 2..16),
+        dtype in prop_oneof![Just(DType::F32), Just(DType::BF16)],
+    ) {
+        if !host::is_there() {
+            return Ok(());
+        }
+        let function = Function::new(dtype, |parameter| random_function(&chosen, parameter)).unwrap();
+        let [mut fused, mut apart] = [Target::Cuda, Target::CudaUnfused].map(|target| function.on_device(target, device()));
+        let [most, most_apart] = [&fused, &apart].map(|executor| lower_bound(&executor.executable().problem));
+        prop_assert!(most <= most_apart, "{most} bytes are alive, and {most_apart} unfused");
+        let exact = function.exact(&mut apart);
+        let (results, results_apart) = (function.results(&mut fused), function.results(&mut apart));
+        for (index, (result, apart)) in results.iter().zip(&results_apart).enumerate() {
+            let name = &function.outputs[index].name;
+            // A GPU may round a product and a sum that follows once.
+            if dtype == DType::F32 && !gpu::is_asked_for() {
+                let is_same = |(a, b): (&f64, &f64)| a == b || a.is_nan() && b.is_nan();
+                prop_assert!(result.iter().zip(apart).all(is_same), "{name}: {result:?}, unfused {apart:?}");
+                continue;
+            }
+            let (error, error_apart) = (distance(result, &exact[index]), distance(apart, &exact[index]));
+            let norm = distance(&exact[index], &vec![0.0; exact[index].len()]);
+            // What is rounded less is not always nearer, and powers of powers are near to nothing.
+            // Where what is added up cancels, neither has any of its digits.
+            let is_lost = !error_apart.is_finite() || norm < 8.0 * error_apart;
+            let is_near = is_lost || error <= 4.0 * error_apart + 2e-2 * norm;
+            prop_assert!(is_near, "{name}: {error}, unfused {error_apart}, of {norm}");
+        }
+    }
+}
+
+/// The GPU that is asked for, or stand-ins that have epilogues and have none.
+fn devices() -> Vec<Box<dyn Device>> {
+    match gpu::another() {
+        Some(gpu) => vec![gpu],
+        None => vec![Box::<Processor>::default(), Box::new(Processor::without_epilogues())],
+    }
+}
+
+/// GELU behind a product, and the gradient of it in front of the next: with a library that does both at once, and with one that
+/// does not. A product whose columns are no whole packs keeps its own.
+#[test]
+fn products_with_epilogues_do_what_both_did() {
+    if !host::is_there() {
+        return;
+    }
+    for (dtype, inner, has_bias, merged) in
+        [(DType::F32, 16, true, 2), (DType::BF16, 24, true, 2), (DType::F32, 8, false, 2), (DType::F32, 12, true, 0)]
+    {
+        let function = Function::new(dtype, |parameter| {
+            let bias = has_bias.then(|| parameter("bias", &[inner]));
+            let up = parameter("x", &SHAPE).linear(&parameter("up", &[inner, SHAPE[2]]), bias.as_ref())?;
+            up.gelu()?.linear(&parameter("down", &[SHAPE[2], inner]), None)
+        });
+        let function = function.unwrap();
+        let count = |target| Listing::of(function.executable(target)).len();
+        assert_eq!(count(Target::CudaUnfused) - count(Target::Cuda), merged);
+        let mut apart = function.on_device(Target::CudaUnfused, device());
+        let results_apart = function.results(&mut apart);
+        for device in devices() {
+            let results = function.results(&mut function.on_device(Target::Cuda, device));
+            for ((result, apart), output) in results.iter().zip(&results_apart).zip(&function.outputs) {
+                let norm = distance(apart, &vec![0.0; apart.len()]);
+                // A library's GELU is of sums that are not rounded yet.
+                let allowed = if dtype == DType::F32 { 1e-6 } else { 1e-2 };
+                assert!(distance(result, apart) <= allowed * norm, "{}", output.name);
+            }
+        }
+    }
+}
+
+/// On the processor's own executor fused operations are done by their reference.
+#[test]
+fn the_reference_of_fused_operations_is_that_of_each() {
+    let function = every_kind(DType::F32);
+    let launched = Listing::of(function.executable(Target::Cuda));
+    let texts: Vec<&str> = launched.iter().filter_map(|(family, _)| family.map(Family::source)).collect();
+    for part in ["// swiglu, affine, rms_norm.", "norm_grad_input, ", " dropout, "] {
+        assert!(texts.iter().any(|text| text.contains(part)), "{part:?} is in none");
+    }
+    let run = |target| {
+        let executable = function.executable(target);
+        let workers = Workers::new(1).unwrap();
+        let mut executor = cpu::Executor::new(executable, workers, 3).unwrap();
+        let program = executor.executable().program("function").unwrap();
+        executor.run(program, RunOptions { seed: 3, part_stride: 1, ..RunOptions::default() }).unwrap();
+        let output = |output: &Output| numbers(&executor.output(program, &output.name).unwrap());
+        function.outputs.iter().map(output).collect::<Vec<_>>()
+    };
+    let (fused, apart) = (run(Target::Cuda), run(Target::CudaUnfused));
+    for ((fused, apart), output) in fused.iter().zip(&apart).zip(&function.outputs) {
+        let norm = distance(apart, &vec![0.0; apart.len()]);
+        // The CPU's kernels are in f32, references in f64.
+        assert!(distance(fused, apart) <= 1e-5 * norm, "{}", output.name);
+    }
+}
+
+/// The family of a launched kernel, and its name.
+type Launched = (Option<Family>, String);
+
+/// Counts what it is asked to launch, and does none of it.
+#[derive(Debug, Default, Clone)]
+pub(super) struct Listing {
+    launched: Arc<Mutex<Vec<Launched>>>,
+}
+
+impl Listing {
+    /// What a step of an executable launches.
+    pub fn of(executable: Executable) -> Vec<Launched> {
+        let listing = Self::default();
+        Executor::new(executable, Box::new(listing.clone()), 0, (0, 1)).unwrap();
+        listing.launched.lock().unwrap().clone()
+    }
+}
+
+impl Device for Listing {
+    fn name(&self) -> String {
+        "a list".into()
+    }
+
+    fn reserve(&mut self, _: u64) -> Result<u64, DeviceError> {
+        Ok(256)
+    }
+
+    fn write(&mut self, _: u64, _: &[u8]) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    fn read(&self, _: u64, _: &mut [u8]) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    fn record(&mut self, launches: Vec<Launch>, _: Describe<'_>) -> Result<Recording, DeviceError> {
+        let name = |launch: Launch| match launch {
+            Launch::Kernel(kernel) => (Some(kernel.family), kernel.name),
+            Launch::Product(_) => (None, "product".to_owned()),
+        };
+        self.launched.lock().unwrap().extend(launches.into_iter().map(name));
+        Ok(Recording(0))
+    }
+
+    fn run(&mut self, _: &[Launch], _: Describe<'_>) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    fn replay(&mut self, _: Recording) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    fn memory(&self) -> Result<DeviceMemory, DeviceError> {
+        Ok(DeviceMemory { total: 0, in_use: 0, arena: 0, beside: Vec::new() })
+    }
+}
+
+/// Sources that are generated for the steps of small models, and for a function of every kind of operand in both types.
+pub(super) fn generated() -> BTreeSet<Family> {
+    let options = TrainOptions { batch: BATCH, sequence: SEQUENCE, ..TrainOptions::default() };
+    let steps = [Style::Gpt, Style::Llama].map(|style| executable(&options, Target::Cuda, |vb| Small::new(style, vb)));
+    let functions = [DType::F32, DType::BF16].map(|dtype| every_kind(dtype).executable(Target::Cuda));
+    let launched = steps.into_iter().chain(functions).flat_map(Listing::of);
+    launched.filter_map(|(family, _)| family.filter(|family| matches!(family, Family::Generated(_)))).collect()
+}
+
+/// A function with a step of every kind.
+fn every_kind(dtype: DType) -> Function {
+    let chosen: Vec<Chosen> = (0..13).map(|kind| (kind, kind as usize, 3 * kind as usize)).collect();
+    Function::new(dtype, |parameter| random_function(&chosen, parameter)).unwrap()
+}
+
+/// Steps launch less, and read and write less. Their operations write over what they read already, so no fewer bytes are alive.
+#[test]
+fn steps_launch_less_and_move_less() {
+    for (style, launches) in [(Style::Gpt, [83, 68]), (Style::Llama, [76, 69])] {
+        let options = TrainOptions { batch: BATCH, sequence: SEQUENCE, ..TrainOptions::default() };
+        let [apart, fused] =
+            [Target::CudaUnfused, Target::Cuda].map(|target| executable(&options, target, |vb| Small::new(style, vb)));
+        let [most_apart, most] = [&apart, &fused].map(|executable| lower_bound(&executable.problem));
+        let [moved_apart, moved] = [&apart, &fused].map(moved);
+        let [of_apart, of_fused] = [apart, fused].map(Listing::of);
+        println!("{style:?}: {} launches, fused {}", of_apart.len(), of_fused.len());
+        println!("  {moved_apart} bytes moved, fused {moved}; {most_apart} alive, fused {most}");
+        let is_generated = |family: &Option<Family>| matches!(family, Some(Family::Generated(_)));
+        of_fused.iter().filter(|(family, _)| is_generated(family)).for_each(|(_, name)| println!("  {name}"));
+        assert_eq!([of_apart.len(), of_fused.len()], launches, "{style:?}");
+        assert!(moved < moved_apart && most <= most_apart, "{style:?}");
+    }
+}
+
+/// Bytes that the operations of a step read and write, each operand once.
+fn moved(executable: &Executable) -> usize {
+    let instructions = executable.programs.iter().flat_map(|program| &program.instructions);
+    let operands = instructions.flat_map(|instruction| instruction.inputs.iter().chain(&*instruction.outputs));
+    operands.map(|operand| operand.span * operand.dtype.size_in_bytes()).sum()
+}
+
+/// What stays in registers is not planned: of three functions of a parameter, put together, one buffer is left of three.
+#[test]
+fn what_stays_in_registers_has_no_buffer() {
+    let function = Function::forward(DType::F32, |parameter| {
+        let x = parameter("x", &SHAPE);
+        x.tanh()?.mul(&x.sigmoid()?)?.add(&x.gelu()?)
+    });
+    let function = function.unwrap();
+    let bytes = |target| lower_bound(&function.executable(target).problem);
+    let tensor = 448; // 105 numbers in whole cache lines.
+    assert_eq!([bytes(Target::CudaUnfused), bytes(Target::Cuda)], [3 * tensor, 2 * tensor]);
+}
+
+/// Equal layers have one kernel, whatever their constants and addresses; its name says what it does.
+#[test]
+fn equal_layers_share_a_kernel() {
+    let function = Function::new(DType::BF16, |parameter| {
+        let mut x = parameter("x", &SHAPE);
+        for layer in 0..3 {
+            let more = x.add(&parameter("bias", &[SHAPE[2]]).broadcast_as(SHAPE.to_vec())?)?.tanh()?;
+            x = more.affine(0.5 + f64::from(layer), 0.0)?.dropout(0.1)?.contiguous()?.reshape(SHAPE.to_vec())?;
+            // Matrices in between, so that layers are not one.
+            x = x.matmul(&parameter(&format!("matrix {layer}"), &[SHAPE[0], SHAPE[2], SHAPE[2]]))?;
+        }
+        Ok(x)
+    })
+    .unwrap();
+    let names = |target| -> Vec<String> {
+        let listed = Listing::of(function.executable(target)).into_iter();
+        listed.map(|(_, name)| name).filter(|name| name.starts_with("fused_add_")).collect()
+    };
+    let fused = names(Target::Cuda);
+    assert_eq!(fused.len(), 3, "{fused:?}");
+    assert!(fused.iter().all(|name| *name == fused[0]), "{fused:?}");
+    assert!(fused[0].starts_with("fused_add_tanh_affine_dropout_bf16_"), "{fused:?}");
+    assert_eq!(fused, names(Target::Cuda));
+    assert!(names(Target::CudaUnfused).is_empty());
+}

@@ -1,0 +1,116 @@
+//! Kernels compiled for this machine's processor, and run on a stand-in for a device.
+
+use std::collections::BTreeMap;
+use std::ffi::{CStr, OsStr, c_char, c_void};
+use std::path::Path;
+use std::process::Command;
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+use super::{gpu, products};
+use crate::cuda::{Family, Kernel, Launch};
+
+/// What device.hpp is asked for.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct Run {
+    grid: [u32; 3],
+    block: u32,
+    shared_bytes: u32,
+    is_reversed: u32,
+}
+
+/// C++ compilers that will do.
+const COMPILERS: [&str; 3] = ["g++", "clang++", "c++"];
+
+/// The first C++ compiler that there is.
+pub fn compiler() -> Option<&'static str> {
+    static FOUND: OnceLock<Option<&'static str>> = OnceLock::new();
+    let runs = |name: &str| Command::new(name).arg("--version").output().is_ok_and(|output| output.status.success());
+    *FOUND.get_or_init(|| COMPILERS.into_iter().find(|name| runs(name)))
+}
+
+/// Whether there is a GPU or a C++ compiler. A machine without one judges nothing here.
+pub fn is_there() -> bool {
+    let is_there = gpu::is_asked_for() || compiler().is_some();
+    if !is_there {
+        println!("not judged: none of {COMPILERS:?} is installed");
+    }
+    is_there
+}
+
+/// A family, once it is compiled. It is locked while a kernel of it runs: it is one device.
+type Device = &'static Mutex<Option<libloading::Library>>;
+
+/// The family's device, whether it is compiled or not.
+fn device_of(family: Family) -> Device {
+    static DEVICES: Mutex<BTreeMap<Family, Device>> = Mutex::new(BTreeMap::new());
+    let mut devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    devices.entry(family).or_insert_with(|| Box::leak(Box::new(Mutex::new(None))))
+}
+
+/// Runs a launch, from the first block and thread to the last or the other way round; or on a GPU, in whatever order it has.
+///
+/// # Safety
+/// The addresses in its arguments are those of memory that is as large as the kernel takes it to be.
+pub unsafe fn run(launch: &Launch, is_reversed: bool) -> Result<(), String> {
+    if let Some(ran) = gpu::run(launch) {
+        return ran;
+    }
+    match launch {
+        // SAFETY: by this function's contract.
+        Launch::Kernel(kernel) => unsafe { start(kernel, is_reversed) },
+        Launch::Product(product) => {
+            // SAFETY: as above.
+            unsafe { products::compute(product) };
+            Ok(())
+        }
+    }
+}
+
+/// # Safety
+/// As [`run`].
+unsafe fn start(kernel: &Kernel, is_reversed: bool) -> Result<(), String> {
+    let mut device = device_of(kernel.family).lock().map_err(|_| "another kernel of the family has failed")?;
+    let library = device.get_or_insert_with(|| compile(kernel.family));
+    let symbol = |suffix: &str| format!("{}{suffix}", kernel.name);
+    // SAFETY: by device.hpp every kernel has these two functions.
+    let (bytes, entry) = unsafe {
+        let bytes = library.get::<unsafe extern "C" fn() -> u64>(symbol("_bytes")).map_err(|e| e.to_string())?;
+        type Entry = unsafe extern "C" fn(*const Run, *const c_void) -> *const c_char;
+        (bytes, library.get::<Entry>(symbol("")).map_err(|e| e.to_string())?)
+    };
+    // SAFETY: it has no arguments.
+    let (theirs, ours) = (unsafe { bytes() }, kernel.arguments.as_ref().bytes());
+    if theirs != ours as u64 {
+        return Err(format!("the arguments of {} are {theirs} bytes, not {ours}", kernel.name));
+    }
+    let Kernel { grid, block, shared_bytes, .. } = *kernel;
+    let run = Run { grid, block, shared_bytes, is_reversed: u32::from(is_reversed) };
+    // SAFETY: the struct is the kernel's, as far as its size tells; the memory is the caller's promise.
+    let error = unsafe { entry(&run, kernel.arguments.as_ref().address()) };
+    match error.is_null() {
+        true => Ok(()),
+        // SAFETY: the text is the library's, which is not unloaded.
+        false => Err(unsafe { CStr::from_ptr(error) }.to_string_lossy().into_owned()),
+    }
+}
+
+/// Compiles a family for this processor, and loads it.
+fn compile(family: Family) -> libloading::Library {
+    let engine = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let (text, library) = (folder.path().join(family.file()), folder.path().join("device.so"));
+    std::fs::write(&text, family.source()).expect("room for a source");
+    let output = Command::new(compiler().expect("asked before"))
+        .args(["-std=c++17", "-O1", "-fPIC", "-shared", "-Wall", "-Werror", "-Wno-unused-function"])
+        // Jumps from fiber to fiber go to frames that a fortified longjmp does not know.
+        .args(["-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE", "-x", "c++"])
+        .args([OsStr::new("-include"), engine.join("src/tests/cuda/on_host/device.hpp").as_os_str()])
+        .args([OsStr::new("-I"), engine.join("kernels/src/cuda/kernels").as_os_str(), text.as_os_str()])
+        .args([OsStr::new("-o"), library.as_os_str()])
+        .output()
+        .expect("the compiler runs");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    // SAFETY: it has just been made, and runs nothing by itself.
+    unsafe { libloading::Library::new(&library) }.expect("a shared library")
+}

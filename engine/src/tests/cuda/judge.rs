@@ -1,0 +1,268 @@
+//! Judges the kernels of all operations of a function and of its gradient: each by the operation's own f64 reference.
+//!
+//! Operands lie as the graph has them, strides included, in f32 and in bf16, between guards. Each operation runs beside its
+//! inputs and over those that it may overwrite, setting and adding; and each of these twice, with blocks and threads in the
+//! opposite order, for the same bits.
+
+use std::collections::{BTreeSet, HashMap};
+
+use candle_core::{DType, Layout};
+use gapless_graph::Stream;
+use gapless_graph::launches;
+
+use super::host;
+use super::memory::Region;
+use crate::autodiff::differentiate;
+use crate::cuda::{Operand, Operands, Random};
+use crate::gradient_check::{Recorded, random_array};
+use crate::graph::{Graph, Node, Source, Spec, Tensor, ValueId, lock};
+use crate::reference::{Array, Reference, evaluate};
+use crate::{Op, Result};
+
+/// Sums of some thousand products in f32 are good to some multiples of 2⁻²⁴ = 6e-8; results that are rounded to bf16, to
+/// 2⁻⁸ = 4e-3 each.
+fn tolerance(dtype: DType) -> f64 {
+    match dtype {
+        DType::BF16 => 1e-2,
+        DType::F32 => 1e-5,
+        // Sums of f32 that are added in f64.
+        DType::F64 => 1e-6,
+        _ => 0.0,
+    }
+}
+
+/// Judges a function of tensors and its gradient in both types: `parameters` are filled with standard normal numbers, `ids`
+/// with the numbers given. The kernels of the `expected` operations are there, by name.
+pub fn check(
+    named: &[&str],
+    parameters: &[&[usize]],
+    ids: &[(&[usize], &[u32])],
+    f: impl Fn(&[Tensor], &[Tensor]) -> Result<Tensor>,
+) {
+    if !host::is_there() {
+        return;
+    }
+    for dtype in [DType::F32, DType::BF16] {
+        let judged = judge_function(dtype, parameters, ids, &f).unwrap();
+        for name in named {
+            assert!(judged.with_kernels.contains(name), "{name} is not among {judged:?}");
+        }
+    }
+}
+
+/// Judges a function as [`check`] does, and its gradient. Returns the names of the operations without kernels.
+pub fn without_kernels(
+    dtype: DType,
+    parameters: &[&[usize]],
+    ids: &[(&[usize], &[u32])],
+    f: impl Fn(&[Tensor], &[Tensor]) -> Result<Tensor>,
+) -> BTreeSet<&'static str> {
+    judge_function(dtype, parameters, ids, f).unwrap().without
+}
+
+/// Names of operations.
+#[derive(Debug, Default)]
+pub struct Judged {
+    pub with_kernels: BTreeSet<&'static str>,
+    pub without: BTreeSet<&'static str>,
+}
+
+fn judge_function(
+    dtype: DType,
+    parameters: &[&[usize]],
+    ids: &[(&[usize], &[u32])],
+    f: impl Fn(&[Tensor], &[Tensor]) -> Result<Tensor>,
+) -> Result<Judged> {
+    let Recorded { graph, given, loss, .. } = Recorded::new(dtype, parameters, ids, f)?;
+    differentiate(&graph, &loss, 1.0)?;
+    Ok(judge_graph(&lock(&graph), &given))
+}
+
+/// Judges all operations of a graph on given parameters and inputs.
+pub fn judge_graph(graph: &Graph, given: &HashMap<String, Array>) -> Judged {
+    let stream = Stream::new(1, 1, 3);
+    let exact = evaluate(graph, given, stream);
+    let mut judged = Judged::default();
+    for node in graph.nodes().iter().filter(|node| !graph.is_view(node.outputs[0])) {
+        let has_kernels = judge_node(graph, node, &exact, stream);
+        let names = if has_kernels { &mut judged.with_kernels } else { &mut judged.without };
+        names.insert(node.op.name());
+    }
+    judged
+}
+
+/// Judges an operation of a graph on the values that it has there; false if it has no kernels.
+fn judge_node(graph: &Graph, node: &Node, exact: &[Array], stream: Stream) -> bool {
+    let stored = |id: ValueId| {
+        let value = graph.value(id);
+        let root = graph.value(value.root);
+        let data = match root.source {
+            Source::Constant(number) => vec![number],
+            _ => exact[value.root.index()].data.clone(),
+        };
+        Stored { data, layout: value.layout.clone(), dtype: value.spec.dtype }
+    };
+    let inputs: Vec<Stored> = node.inputs.iter().map(|&id| stored(id).rounded()).collect();
+    let (specs, outputs) = (graph.specs(&node.inputs), graph.specs(&node.outputs));
+    for index in (0..outputs.len()).filter(|&index| outputs[index].dtype == DType::BF16) {
+        let Some(op) = node.op.with_output_in(index, DType::F32) else { continue };
+        assert!(judge(&*op, &inputs, &specs, &op.infer(&specs).unwrap(), stream), "{op:?} has no kernels");
+    }
+    judge(&*node.op, &inputs, &specs, &outputs, stream)
+}
+
+/// A tensor in its storage.
+#[derive(Debug, Clone)]
+pub struct Stored {
+    pub data: Vec<f64>,
+    pub layout: Layout,
+    pub dtype: DType,
+}
+
+impl Stored {
+    /// With the numbers that its type has.
+    pub fn rounded(self) -> Self {
+        Self { data: Region::of(&self.data, self.dtype).numbers(), ..self }
+    }
+
+    fn seen(&self) -> Array {
+        Array { dims: vec![self.data.len()], data: self.data.clone() }.view(&self.layout)
+    }
+}
+
+/// How an operation is run.
+#[derive(Debug, Clone, Copy)]
+struct Way {
+    /// (input, output) with the same bytes.
+    over: Option<(usize, usize)>,
+    accumulate: u64,
+}
+
+/// Judges an operation on inputs in every way that it can be run; false if it has no kernels.
+pub fn judge(op: &dyn Op, inputs: &[Stored], specs: &[Spec], outputs: &[Spec], stream: Stream) -> bool {
+    let seen: Vec<Array> = inputs.iter().map(Stored::seen).collect();
+    let exact = op.reference(&Reference { inputs: seen.iter().collect(), stream });
+    // Its logits are stored as x is, so that losses in f32 are of rounded ones.
+    let stores = op.name().starts_with("linear_cross_entropy");
+    let plain = Way { over: None, accumulate: 0 };
+    let over = op.may_overwrite().iter().filter(|&&(input, output)| {
+        inputs[input].layout.is_contiguous() && specs[input] == outputs[output] && op.must_overwrite().is_empty()
+    });
+    let adding = (0..outputs.len()).filter(|&output| op.accumulates(output));
+    let ways = [plain].into_iter().chain(over.map(|&pair| Way { over: Some(pair), ..plain }));
+    for way in ways.chain(adding.map(|output| Way { accumulate: 1 << output, ..plain })) {
+        let mut bits: Option<Vec<Vec<u8>>> = None;
+        for is_reversed in [false, true] {
+            let Some(mut regions) = run(op, inputs, outputs, stream, way, is_reversed) else { return false };
+            let got: Vec<Vec<u8>> = regions.iter().map(|region| region.bytes().to_vec()).collect();
+            match &bits {
+                None => bits = Some(got),
+                Some(bits) => assert!(*bits == got, "{op:?}, {way:?}: the order of threads shows; is there a barrier?"),
+            }
+            for (index, (region, exact)) in regions.iter_mut().zip(&exact).enumerate() {
+                let before = before(outputs, index, way);
+                let exact: Vec<f64> = exact.data.iter().zip(before.numbers()).map(|(x, b)| x + b).collect();
+                let stored = outputs.get(index).into_iter().chain(stores.then_some(&specs[0])).map(|spec| spec.dtype);
+                let allowed = stored.map(tolerance).fold(0.0, f64::max);
+                // What is added to may all but cancel what is added.
+                let norm = |x: &[f64]| x.iter().map(|x| x * x).sum::<f64>().sqrt();
+                let of_before = norm(&before.numbers());
+                let cancelled = if of_before > 0.0 { (norm(&exact) / of_before).min(1.0) } else { 1.0 };
+                let error = distance(&region.numbers(), &exact) * cancelled;
+                assert!(
+                    error <= allowed,
+                    "output {index} of {op:?} on {specs:?}, {way:?}: {error:e}, allowed {allowed}"
+                );
+            }
+        }
+    }
+    true
+}
+
+/// What an operation's kernels make of inputs.
+pub fn outputs(op: &dyn Op, inputs: &[Stored], outputs: &[Spec], stream: Stream) -> Vec<Vec<f64>> {
+    let plain = Way { over: None, accumulate: 0 };
+    let regions = run(op, inputs, outputs, stream, plain, false).expect("it has kernels");
+    regions.iter().map(Region::numbers).collect()
+}
+
+/// What an output holds before it is added to; zeros if it is not.
+fn before(outputs: &[Spec], index: usize, way: Way) -> Region {
+    let zeros = vec![0.0; outputs[index].elements()];
+    match way.accumulate >> index & 1 {
+        1 => Region::of(&random_array(outputs[index].dims(), 77).data, outputs[index].dtype),
+        _ => Region::of(&zeros, outputs[index].dtype),
+    }
+}
+
+/// The outputs of one run; none without kernels.
+fn run(
+    op: &dyn Op,
+    inputs: &[Stored],
+    outputs: &[Spec],
+    stream: Stream,
+    way: Way,
+    is_reversed: bool,
+) -> Option<Vec<Region>> {
+    let of_input: Vec<Region> = inputs.iter().map(|input| Region::of(&input.data, input.dtype)).collect();
+    let mut of_output: Vec<Region> = (0..outputs.len())
+        .map(|index| match way.accumulate >> index & 1 {
+            1 => before(outputs, index, way),
+            _ => Region::poisoned(outputs[index].elements(), outputs[index].dtype),
+        })
+        .collect();
+    let pairs: Vec<(usize, usize)> = op.must_overwrite().iter().copied().chain(way.over).collect();
+    for &(input, output) in &pairs {
+        of_output[output] = Region::of(&inputs[input].data, inputs[input].dtype);
+    }
+    let bytes = launches::workspace(op, inputs.iter().map(|input| (&input.layout, input.dtype)), outputs);
+    let pieces: Vec<Region> = bytes.iter().map(|&bytes| Region::poisoned(bytes as usize, DType::U8)).collect();
+    let key = Region::from_bytes(stream.key().to_ne_bytes().to_vec(), DType::I64);
+    let at = |index: usize, input: &Stored| {
+        let region = match pairs.iter().find(|pair| pair.0 == index) {
+            Some(&(_, output)) => &of_output[output],
+            None => &of_input[index],
+        };
+        let start = input.layout.start_offset() * input.dtype.size_in_bytes();
+        let layout = Layout::new(input.layout.shape().clone(), input.layout.stride().to_vec(), 0);
+        Operand { address: region.address() + start as u64, layout, dtype: input.dtype }
+    };
+    let operands = Operands {
+        inputs: &inputs.iter().enumerate().map(|(index, input)| at(index, input)).collect::<Vec<_>>(),
+        outputs: &outputs
+            .iter()
+            .zip(&of_output)
+            .map(|(spec, region)| Operand {
+                address: region.address(),
+                layout: Layout::contiguous(spec.shape.clone()),
+                dtype: spec.dtype,
+            })
+            .collect::<Vec<_>>(),
+        workspace: &pieces.iter().map(Region::address).collect::<Vec<_>>(),
+        accumulate: way.accumulate,
+        random: Random { key: key.address(), micro_batch: stream.micro_batch },
+    };
+    for launch in launches::launches(op, &operands)? {
+        // SAFETY: the regions are as large as the operands' layouts and the workspace say, and nobody else touches them.
+        unsafe { host::run(&launch, is_reversed) }.unwrap_or_else(|why| panic!("{launch:?} of {op:?}: {why}"));
+    }
+    for (index, (region, input)) in of_input.iter().zip(inputs).enumerate() {
+        assert!(region.is_intact(), "{op:?} writes beside input {index}");
+        let same = Region::of(&input.data, input.dtype);
+        assert!(region.bytes() == same.bytes(), "{op:?} writes to input {index}");
+    }
+    for (index, region) in of_output.iter().enumerate() {
+        assert!(region.is_intact(), "{op:?} writes beside output {index}");
+    }
+    assert!(pieces.iter().all(Region::is_intact), "{op:?} writes beside its workspace");
+    Some(of_output)
+}
+
+/// ‖a − b‖ / ‖b‖; the plain distance where b vanishes. Not a number unless all of a are.
+fn distance(a: &[f64], b: &[f64]) -> f64 {
+    assert_eq!(a.len(), b.len(), "elements");
+    let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();
+    let difference = norm(&mut a.iter().zip(b).map(|(a, b)| if a == b { 0.0 } else { a - b }));
+    let scale = norm(&mut b.iter().copied().filter(|x| x.is_finite()));
+    if difference == 0.0 || scale < 1e-12 { difference } else { difference / scale }
+}

@@ -1,0 +1,80 @@
+//! Memory that shows who writes beside it.
+
+use candle_core::DType;
+
+use super::gpu::Bytes;
+pub(super) use crate::cuda::to_bf16;
+
+/// Bytes of a guard, and what regions are aligned to.
+const LINE: usize = 64;
+
+/// What fills memory that nobody has written: NaN in every type of float.
+const POISON: u8 = 0xff;
+
+/// Elements of one type between two guards, aligned as the arena's.
+#[derive(Debug)]
+pub struct Region {
+    /// Guards included, with room for the alignment.
+    all: Bytes,
+    /// Where the elements begin.
+    start: usize,
+    bytes: usize,
+    dtype: DType,
+}
+
+impl Region {
+    pub fn from_bytes(bytes: Vec<u8>, dtype: DType) -> Self {
+        let mut all = Bytes::filled(bytes.len() + 3 * LINE, POISON);
+        let start = LINE + all.as_ptr().align_offset(LINE);
+        all[start..start + bytes.len()].copy_from_slice(&bytes);
+        Self { all, start, bytes: bytes.len(), dtype }
+    }
+
+    /// Nothing but NaN.
+    pub fn poisoned(elements: usize, dtype: DType) -> Self {
+        Self::from_bytes(vec![POISON; elements * dtype.size_in_bytes()], dtype)
+    }
+
+    /// Numbers, rounded to the type.
+    pub fn of(numbers: &[f64], dtype: DType) -> Self {
+        let bytes = match dtype {
+            DType::F32 => numbers.iter().flat_map(|&x| (x as f32).to_ne_bytes()).collect(),
+            DType::BF16 => numbers.iter().flat_map(|&x| to_bf16(x as f32).to_ne_bytes()).collect(),
+            DType::U32 => numbers.iter().flat_map(|&x| (x as u32).to_ne_bytes()).collect(),
+            DType::F64 => numbers.iter().flat_map(|&x| x.to_ne_bytes()).collect(),
+            dtype => panic!("no kernel takes {dtype:?}"),
+        };
+        Self::from_bytes(bytes, dtype)
+    }
+
+    pub fn address(&self) -> u64 {
+        self.all[self.start..].as_ptr().expose_provenance() as u64
+    }
+
+    pub fn bytes(&self) -> &[u8] {
+        &self.all[self.start..self.start + self.bytes]
+    }
+
+    /// The elements as numbers.
+    pub fn numbers(&self) -> Vec<f64> {
+        fn each<const N: usize>(bytes: &[u8], f: impl Fn([u8; N]) -> f64) -> Vec<f64> {
+            bytes.chunks_exact(N).map(|chunk| f(chunk.try_into().expect("whole chunks"))).collect()
+        }
+        match self.dtype {
+            DType::F32 => each(self.bytes(), |b| f64::from(f32::from_ne_bytes(b))),
+            DType::BF16 => each(self.bytes(), |b| f64::from(from_bf16(u16::from_ne_bytes(b)))),
+            DType::U32 => each(self.bytes(), |b| f64::from(u32::from_ne_bytes(b))),
+            DType::F64 => each(self.bytes(), f64::from_ne_bytes),
+            dtype => panic!("no kernel gives {dtype:?}"),
+        }
+    }
+
+    /// Whether the guards are as they were.
+    pub fn is_intact(&self) -> bool {
+        self.all[..self.start].iter().chain(&self.all[self.start + self.bytes..]).all(|&byte| byte == POISON)
+    }
+}
+
+pub fn from_bf16(bits: u16) -> f32 {
+    f32::from_bits(u32::from(bits) << 16)
+}

@@ -1,0 +1,187 @@
+//! adamw.cu.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+
+use candle_core::{DType, Layout};
+use gapless_graph::{Numbers, Stream};
+
+use super::host;
+use super::judge::{Stored, judge, judge_graph};
+use super::memory::Region;
+use crate::cuda::launch::{AdamWRule, adamw, together};
+use crate::cuda::{Operand, Operands, Random};
+use crate::gradient_check::random_array;
+use crate::graph::{Graph, Spec, lock};
+use crate::nn::Init;
+use crate::optim::{AdamW, GlobalNorm, LoadBias, Optimizer, ParameterUpdate, SCALARS, SquaredNorms, Updated};
+use crate::reference::Array;
+use crate::{Op, Tensor};
+
+fn stored(count: usize, seed: u64, dtype: DType) -> Stored {
+    let numbers = Numbers::from_seed(seed);
+    let data = (0..count).map(|i| numbers.normal(i)).collect();
+    Stored { data, layout: Layout::contiguous(count), dtype }.rounded()
+}
+
+fn judge_alone(op: &dyn Op, inputs: &[Stored]) {
+    let specs: Vec<Spec> =
+        inputs.iter().map(|input| Spec { shape: input.layout.shape().clone(), dtype: input.dtype }).collect();
+    let outputs = op.infer(&specs).unwrap();
+    assert!(judge(op, inputs, &specs, &outputs, Stream::new(1, 1, 0)), "{op:?} has kernels");
+}
+
+#[test]
+fn norms_of_many_tensors() {
+    if !host::is_there() {
+        return;
+    }
+    // More tensors than one launch takes; one of several blocks.
+    for dtype in [DType::F32, DType::BF16] {
+        let inputs: Vec<Stored> =
+            (0..35).map(|i| stored(if i == 33 { 33_000 } else { 1 + 7 * i as usize }, i, dtype)).collect();
+        judge_alone(&SquaredNorms, &inputs);
+    }
+    let squares = |count, seed| {
+        let of = stored(count, seed, DType::F64);
+        Stored { data: of.data.iter().map(|x| x * x).collect(), ..of }
+    };
+    judge_alone(&GlobalNorm, &[squares(300, 1), squares(1, 2), squares(17, 3)]);
+    let many: Vec<Stored> = (0..75).map(|i| squares(1 + i as usize % 3, i)).collect();
+    judge_alone(&GlobalNorm, &many);
+    // What is not finite is not lost.
+    let broken = Stored { data: vec![1.0, f64::NAN, 3.0, 2.0], ..squares(4, 1) };
+    let scalar = [Spec::f32(())];
+    let got = super::judge::outputs(&GlobalNorm, &[broken], &scalar, Stream::new(1, 1, 0));
+    assert!(got[0][0].is_nan());
+}
+
+/// Many parameters at once, in f32 and in bf16 with f32 masters, against f64; and nothing at all when the norm is broken.
+#[test]
+fn updates_of_many_parameters() {
+    if !host::is_there() {
+        return;
+    }
+    let rule = AdamWRule { max_norm: 1.0, beta1: 0.9, beta2: 0.95, eps: 1e-8 };
+    let scalars = Region::of(&[1e-2, 0.19, 0.0975], DType::F32);
+    let (f32, bf16) = (DType::F32, DType::BF16);
+    let ways = [(f32, f32, 2.5), (bf16, bf16, 0.5), (bf16, f32, 2.5), (f32, f32, f64::NAN), (f32, f32, f64::INFINITY)];
+    for (dtype, sums, norm) in ways {
+        let norm_at = Region::of(&[norm], DType::F32);
+        let counts: Vec<usize> = (0..34).map(|i| if i == 2 { 5000 } else { 1 + 13 * i }).collect();
+        let make = |seed: u64, dtype| -> Vec<Region> {
+            counts.iter().zip(0..).map(|(&n, i)| Region::of(&stored(n, seed + i, dtype).data, dtype)).collect()
+        };
+        let (parameters, gradients) = (make(0, dtype), make(100, sums));
+        let (masters, m) = (make(0, DType::F32), make(200, DType::F32));
+        let v: Vec<Region> =
+            make(300, DType::F32).iter().map(|v| Region::of(&squares(&v.numbers()), DType::F32)).collect();
+        let before: Vec<[Vec<f64>; 4]> = (0..counts.len())
+            .map(|i| {
+                let parameter = if dtype == DType::BF16 { &masters[i] } else { &parameters[i] };
+                [parameter.numbers(), gradients[i].numbers(), m[i].numbers(), v[i].numbers()]
+            })
+            .collect();
+        let decay = |i: usize| if i.is_multiple_of(2) { 0.1 } else { 0.0 };
+        let one_by_one = (0..counts.len()).flat_map(|i| {
+            let operand = |region: &Region, dtype| Operand {
+                address: region.address(),
+                layout: Layout::contiguous(counts[i]),
+                dtype,
+            };
+            let mut inputs = vec![operand(&parameters[i], dtype), operand(&gradients[i], sums)];
+            inputs.extend([&m[i], &v[i], &norm_at, &scalars].map(|region| operand(region, DType::F32)));
+            inputs.extend((dtype == DType::BF16).then(|| operand(&masters[i], DType::F32)));
+            let random = Random { key: 0, micro_batch: 0 };
+            let operands = Operands { inputs: &inputs, outputs: &[], workspace: &[], accumulate: 0, random };
+            adamw(rule, decay(i), &operands).unwrap()
+        });
+        let launches = together(one_by_one.enumerate().collect());
+        assert_eq!(launches.len(), 2, "34 tensors, 32 at a time");
+        for (_, launch) in launches {
+            // SAFETY: every region has as many elements as its tensor.
+            unsafe { host::run(&launch, false) }.unwrap();
+        }
+        assert!([&parameters, &masters, &m, &v].into_iter().flatten().all(Region::is_intact));
+        for (i, [p, g, m_before, v_before]) in before.iter().enumerate() {
+            for j in 0..counts[i] {
+                let [p, g, m0, v0] = [p[j], g[j], m_before[j], v_before[j]];
+                let g = g * (1.0 / (norm + 1e-6)).min(1.0);
+                let (mut m1, mut v1) = (0.9 * m0 + 0.1 * g, 0.95 * v0 + 0.05 * g * g);
+                let mut p1 = p * (1.0 - 1e-2 * decay(i)) - 1e-2 / 0.19 * m1 / ((v1 / 0.0975).sqrt() + 1e-8);
+                if !norm.is_finite() {
+                    (m1, v1, p1) = (m0, v0, p);
+                }
+                // A few roundings of f32 each; the stored form of bf16 parameters has 2⁻⁸ more.
+                let close = |got: f64, exact: f64, error: f64| {
+                    assert!((got - exact).abs() <= error * (1.0 + exact.abs()), "{got} is not {exact}");
+                };
+                close(m[i].numbers()[j], m1, 1e-6);
+                close(v[i].numbers()[j], v1, 1e-6);
+                close(parameters[i].numbers()[j], p1, if dtype == DType::BF16 { 4e-3 } else { 1e-6 });
+                if dtype == DType::BF16 {
+                    close(masters[i].numbers()[j], p1, 1e-6);
+                }
+            }
+        }
+    }
+}
+
+/// The operation that a compiled step has, one parameter at a time.
+#[test]
+fn the_update_of_one_parameter() {
+    if !host::is_there() {
+        return;
+    }
+    let dims = [3, 700];
+    let of = |seed| random_array(&dims, seed);
+    judge_update(&AdamW::default(), "adamw", [of(1), of(2)], 2.5, &[of(3), of(4).map(|x| x * x)]);
+}
+
+/// More experts than a block has threads, of which some have the mean load, and a few; and nothing when the norm is broken.
+#[test]
+fn the_update_of_a_routers_bias() {
+    if !host::is_there() {
+        return;
+    }
+    for (experts, norm) in [(5, 2.5), (3000, 2.5), (5, f64::NAN), (5, f64::INFINITY)] {
+        let load = Array::new(&[experts], (0..experts).map(|expert| (expert % 5) as f64).collect());
+        judge_update(&LoadBias { rate: 0.25 }, "load_bias", [random_array(&[experts], 1), load], norm, &[]);
+    }
+}
+
+/// Judges a rule's update from (parameter, gradient), the norm of all gradients, and its states.
+fn judge_update(rule: &dyn Optimizer, name: &str, of: [Array; 2], norm: f64, states: &[Array]) {
+    let graph = Arc::new(Mutex::new(Graph::default()));
+    let dims = of[0].dims.clone();
+    let mut given = HashMap::new();
+    let mut add = |name: &str, array: &Array, is_persistent: bool| {
+        given.insert(name.to_owned(), array.clone());
+        let spec = Spec::f32(array.dims.clone());
+        let id = match is_persistent {
+            true => lock(&graph).add_persistent(name, spec, Init::Const(0.0)),
+            false => lock(&graph).add_input(name, spec),
+        };
+        Tensor::new(&graph, id.unwrap())
+    };
+    let [parameter, gradient] = of;
+    let (parameter, gradient) = (add("parameter", &parameter, true), add("gradient", &gradient, true));
+    let states: Vec<Tensor> =
+        states.iter().enumerate().map(|(i, state)| add(&format!("state {i}"), state, true)).collect();
+    let scalars = Array::new(&[SCALARS], rule.scalars(3, 1e-2).map(f64::from).to_vec());
+    let (norm, scalars) = (add("norm", &Array::new(&[], vec![norm]), false), add("scalars", &scalars, false));
+    rule.update(ParameterUpdate {
+        parameter: &parameter,
+        of: Updated { name: "parameter", dims: &dims, dtype: DType::F32, looked_up: false },
+        gradient: &gradient,
+        states: &states,
+        norm: &norm,
+        scalars: &scalars,
+    })
+    .unwrap();
+    assert!(judge_graph(&lock(&graph), &given).with_kernels.contains(name));
+}
+
+fn squares(x: &[f64]) -> Vec<f64> {
+    x.iter().map(|x| x * x).collect()
+}

@@ -1,0 +1,197 @@
+//! Products of matrices: which matrices cuBLASLt is given, and what is summed onto what. The products themselves are computed by
+//! the plainest of loops.
+
+use std::collections::HashMap;
+
+use candle_core::{DType, Layout};
+use gapless_graph::{Numbers, Stream};
+
+use super::host;
+use super::judge::{Stored, check, judge, without_kernels};
+use super::memory::{from_bf16, to_bf16};
+use crate::cuda::Product;
+use crate::cuda::launch::{Epilogue, Matrix, is_matrix};
+use crate::graph::Spec;
+use crate::ops::{Linear, LinearCrossEntropy, MatMul};
+use crate::{Op, Tensor};
+
+/// Computes products where they lie.
+///
+/// # Safety
+/// The addresses are those of memory that is as large as the product says, and nobody else touches it.
+pub unsafe fn compute(product: &Product) {
+    let &Product { m, n, k, a, b, c, bias, epilogue, accumulate, batch, .. } = product;
+    for index in 0..batch.count {
+        let [a, b, c] = [(a, 0), (b, 1), (c, 2)].map(|(matrix, i)| (matrix, index * batch.distances[i]));
+        // All of it first, as nobody says in which order a library writes.
+        let mut sums = HashMap::new();
+        for (row, column) in (0..m).flat_map(|row| (0..n).map(move |column| (row, column))) {
+            // SAFETY: by this function's contract.
+            let products = (0..k).map(|i| unsafe { read(at(a, row, i)) * read(at(b, i, column)) });
+            let sum: f64 = products.sum();
+            let bias = bias.map_or(0.0, |bias| {
+                let address = bias + column * c.0.dtype.size_in_bytes() as u64;
+                // SAFETY: as above.
+                unsafe { read((address, c.0.dtype)) }
+            });
+            // SAFETY: as above.
+            let before = if accumulate { unsafe { read(at(c, row, column)) } } else { 0.0 };
+            sums.insert((row, column), sum + bias + before);
+        }
+        for ((row, column), sum) in sums {
+            let beside = |address| at((Matrix::dense(address, c.0.dtype, n), 0), row, column);
+            let made = match epilogue {
+                Epilogue::None => sum,
+                Epilogue::Gelu { kept } => {
+                    // SAFETY: as above.
+                    kept.into_iter().for_each(|kept| unsafe { write(beside(kept), sum) });
+                    gelu(sum).0
+                }
+                // SAFETY: as above.
+                Epilogue::GeluGrad { of } => sum * gelu(unsafe { read(beside(of)) }).1,
+            };
+            // SAFETY: as above.
+            unsafe { write(at(c, row, column), made) };
+        }
+    }
+}
+
+/// GELU in its tanh form, and its derivative (Hendrycks and Gimpel, arXiv 1606.08415, section 2).
+pub fn gelu(x: f64) -> (f64, f64) {
+    let scale = (2.0 / std::f64::consts::PI).sqrt();
+    let t = (scale * (x + 0.044715 * x.powi(3))).tanh();
+    let slope = scale * (1.0 + 3.0 * 0.044715 * x * x);
+    (0.5 * x * (1.0 + t), 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * slope)
+}
+
+/// Address and type of an element.
+fn at((matrix, skip): (Matrix, u64), row: u64, column: u64) -> (u64, DType) {
+    let (outer, inner) = if matrix.is_transposed { (column, row) } else { (row, column) };
+    assert!(inner < matrix.pitch, "rows that reach into each other");
+    let element = skip + outer * matrix.pitch + inner;
+    (matrix.address + element * matrix.dtype.size_in_bytes() as u64, matrix.dtype)
+}
+
+/// # Safety
+/// There is such an element.
+unsafe fn read((address, dtype): (u64, DType)) -> f64 {
+    let pointer = std::ptr::with_exposed_provenance::<u8>(address as usize);
+    // SAFETY: by this function's contract.
+    unsafe {
+        match dtype {
+            DType::F32 => f64::from(pointer.cast::<f32>().read()),
+            DType::BF16 => f64::from(from_bf16(pointer.cast::<u16>().read())),
+            dtype => panic!("no product takes {dtype:?}"),
+        }
+    }
+}
+
+/// # Safety
+/// There is such an element, and nobody else touches it.
+unsafe fn write((address, dtype): (u64, DType), number: f64) {
+    let pointer = std::ptr::with_exposed_provenance_mut::<u8>(address as usize);
+    // SAFETY: by this function's contract.
+    unsafe {
+        match dtype {
+            DType::F32 => pointer.cast::<f32>().write(number as f32),
+            DType::BF16 => pointer.cast::<u16>().write(to_bf16(number as f32)),
+            dtype => panic!("no product gives {dtype:?}"),
+        }
+    }
+}
+
+#[test]
+fn linear_layers() {
+    let names = ["linear", "linear_grad_weight", "linear_grad_input"];
+    for x in [&[2, 3, 5][..], &[4, 96], &[7], &[2, 70, 3]] {
+        let width = *x.last().unwrap();
+        check(&names, &[x, &[6, width], &[6]], &[], |x, _| {
+            Tensor::apply_op::<1>(Linear { has_bias: true }, &[&x[0], &x[1], &x[2]]).map(|[y]| y)
+        });
+        check(&names, &[x, &[6, width]], &[], |x, _| {
+            Tensor::apply_op::<1>(Linear { has_bias: false }, &[&x[0], &x[1]]).map(|[y]| y)
+        });
+    }
+}
+
+/// As they are, transposed, with leading dimensions in another order than in memory, and a single row or column.
+#[test]
+fn matrix_products() {
+    let product = |a: &Tensor, b: &Tensor| Tensor::apply_op::<1>(MatMul, &[a, b]).map(|[c]| c);
+    for (a, b) in [
+        (&[3, 5][..], &[5, 4][..]),
+        (&[2, 3, 5], &[2, 5, 4]),
+        (&[2, 3, 1, 5], &[2, 3, 5, 4]),
+        (&[2, 3, 4, 1], &[2, 3, 1, 4]),
+    ] {
+        check(&["matmul"], &[a, b], &[], |x, _| product(&x[0], &x[1]));
+    }
+    check(&["matmul"], &[&[4, 5], &[4, 3]], &[], |x, _| product(&x[0].t()?, &x[1]));
+    // [batch, tokens, heads, size] as [batch, heads, tokens, size]: two leading dimensions that don't merge.
+    check(&["matmul"], &[&[2, 4, 3, 5], &[2, 6, 3, 5]], &[], |x, _| {
+        product(&x[0].transpose(1, 2)?, &x[1].transpose(1, 2)?.t()?)
+    });
+}
+
+/// A number that stands for many, a row that does, and steps between elements: none of them a matrix that cuBLASLt can read.
+#[test]
+fn factors_that_are_no_matrices() {
+    let is_matrix = |dims: &[usize], strides: &[usize]| is_matrix(&Layout::new(dims.into(), strides.to_vec(), 0));
+    for strides in [[5, 1], [9, 1], [1, 4], [1, 7]] {
+        assert!(is_matrix(&[4, 5], &strides), "{strides:?}");
+    }
+    assert!(is_matrix(&[1, 5], &[0, 1]) && is_matrix(&[4, 1], &[3, 1]) && is_matrix(&[4, 1], &[1, 7]));
+    assert!(!is_matrix(&[4, 1], &[0, 0]) && !is_matrix(&[1, 5], &[0, 0]));
+    if !host::is_there() {
+        return;
+    }
+    let numbers = Numbers::from_seed(5);
+    for (dtype, strides) in
+        [[0, 1], [1, 0], [0, 0], [5, 2]].into_iter().flat_map(|s| [(DType::F32, s), (DType::BF16, s)])
+    {
+        assert!(!is_matrix(&[4, 5], &strides), "{strides:?}");
+        let stored = |dims: [usize; 3], strides: [usize; 3]| {
+            let layout = Layout::new(dims.to_vec().into(), strides.to_vec(), 0);
+            let span: usize = 1 + dims.iter().zip(strides).map(|(dim, stride)| (dim - 1) * stride).sum::<usize>();
+            Stored { data: (0..span).map(|i| numbers.normal(i)).collect(), layout, dtype }.rounded()
+        };
+        // The left factor, the right one, and both.
+        let [row, column] = strides;
+        let (odd, dense) = (stored([2, 4, 5], [0, row, column]), stored([2, 4, 5], [20, 5, 1]));
+        let turn = |x: &Stored| Stored { layout: x.layout.transpose(1, 2).unwrap(), ..x.clone() };
+        for inputs in [[odd.clone(), turn(&dense)], [dense, turn(&odd)], [odd.clone(), turn(&odd)]] {
+            let specs = inputs.each_ref().map(|x| Spec { shape: x.layout.shape().clone(), dtype });
+            let outputs = MatMul.infer(&specs).unwrap();
+            assert!(judge(&MatMul, &inputs, &specs, &outputs, Stream::new(1, 1, 0)));
+        }
+    }
+    // The gradient of a sum.
+    for dtype in [DType::F32, DType::BF16] {
+        let without = without_kernels(dtype, &[&[2, 4, 5], &[2, 5, 3]], &[], |x, _| {
+            Tensor::apply_op::<1>(MatMul, &[&x[0], &x[1]]).and_then(|[c]| c.sum_all())
+        });
+        assert!(without.is_empty(), "{without:?} have no kernels for {dtype:?}");
+    }
+}
+
+/// One chunk, and several: whole sequences together, and pieces of one. With the gradient made in the forward, and after it.
+#[test]
+fn heads_with_their_loss() {
+    for (x, vocabulary) in [([2, 3, 5], 7), ([3, 200, 4], 9), ([1, 600, 4], 9)] {
+        let rows: usize = x[..2].iter().product();
+        let targets: Vec<u32> = (0..rows).map(|row| (row * 5 % vocabulary) as u32).collect();
+        for gradient in [None, Some(0.25)] {
+            let given = [&x[..], &[vocabulary, x[2]]];
+            let ids = [(&x[..2], &targets[..])];
+            check(&["linear_cross_entropy"], &given, &ids, |x, ids| {
+                let head = LinearCrossEntropy::new(gradient);
+                let inputs = [&x[0], &x[1], &ids[0]];
+                let losses = match gradient {
+                    None => Tensor::apply_op::<1>(head, &inputs)?[0].clone(),
+                    Some(_) => Tensor::apply_op::<3>(head, &inputs)?[0].clone(),
+                };
+                losses.to_dtype(x[0].dtype())
+            });
+        }
+    }
+}

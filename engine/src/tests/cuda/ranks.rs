@@ -1,0 +1,347 @@
+//! Several ranks, each a trainer on a stand-in for a device.
+
+use candle_core::DType;
+use gapless_parallel::{Mesh, by_name};
+
+use super::host;
+use super::mixture::Mixture;
+use super::processor::device;
+use super::small::{SEQUENCE, Small, Style};
+use super::trainer::{batch, expect_near, numbers, options, step};
+use crate::checkpoint::Checkpoint;
+use crate::communicator::{CommunicatorError, on_threads};
+use crate::cuda::{Describe, Device, DeviceError, DeviceMemory, Launch, Recording};
+use crate::nn::{RouterConfig, VarBuilder};
+use crate::runtime::Error as RuntimeError;
+use crate::{DeviceChoice, Model, Pipeline, Result, SampleOptions, TrainError, TrainOptions, Trainer};
+
+const STEPS: usize = 3;
+
+/// Options whose plans need not be the best.
+fn quick() -> TrainOptions {
+    TrainOptions { planning: 1 << 20, ..options() }
+}
+
+fn mesh(data: usize, pipeline: usize, expert: usize) -> Mesh {
+    Mesh { data, pipeline, expert }
+}
+
+/// Losses and norms of some steps, a validation, what is sampled, and the parameters that a rank has.
+struct Trained {
+    steps: Vec<[f32; 2]>,
+    validation: f32,
+    text: Vec<u32>,
+    parameters: Vec<(String, Vec<f64>)>,
+}
+
+fn train(trainer: &mut Trainer) -> Result<Trained, TrainError> {
+    let steps = (0..STEPS).map(|_| step(trainer)).collect::<Result<_, TrainError>>()?;
+    let [tokens, targets] = batch(9);
+    let part = trainer.options().evaluation_batch() * SEQUENCE;
+    let validation = trainer.evaluate(&tokens[..part], &targets[..part])?;
+    let text =
+        trainer.sample(&tokens[..3], &SampleOptions { tokens: 5, temperature: 0.0, ..SampleOptions::default() })?;
+    let names: Vec<String> = trainer.parameter_names().map(String::from).collect();
+    let parameters = names.into_iter().map(|name| Ok((name.clone(), numbers(&trainer.tensor(&name)?))));
+    Ok(Trained { steps, validation, text, parameters: parameters.collect::<Result<_, TrainError>>()? })
+}
+
+fn on_cpus<M: Model>(options: &TrainOptions, model: impl Fn(VarBuilder) -> Result<M> + Sync) -> Vec<Trained> {
+    let ranks = options.mesh.ranks().unwrap();
+    on_threads(ranks, |world| train(&mut Trainer::on(world, &model, options.clone())?)).unwrap()
+}
+
+fn on_devices<M: Model>(options: &TrainOptions, model: impl Fn(VarBuilder) -> Result<M> + Sync) -> Vec<Trained> {
+    let ranks = options.mesh.ranks().unwrap();
+    on_threads(ranks, |world| train(&mut Trainer::rank_on_device(world, device(), &model, options.clone())?)).unwrap()
+}
+
+/// Every rank has on its device what it has on the CPU, but for the order of sums.
+fn compare<M: Model>(what: &str, options: &TrainOptions, model: impl Fn(VarBuilder) -> Result<M> + Sync) {
+    let (cpu, gpu) = (on_cpus(options, &model), on_devices(options, &model));
+    for (rank, (cpu, gpu)) in cpu.iter().zip(&gpu).enumerate() {
+        let what = format!("{what}, rank {rank}");
+        for (cpu, gpu) in cpu.steps.as_flattened().iter().zip(gpu.steps.as_flattened()) {
+            expect_near(&what, *gpu, *cpu, 2e-5);
+        }
+        expect_near(&what, gpu.validation, cpu.validation, 2e-5);
+        assert_eq!(gpu.text, cpu.text, "{what}");
+        assert_eq!(gpu.parameters.len(), cpu.parameters.len(), "{what}");
+        for ((name, gpu), (_, cpu)) in gpu.parameters.iter().zip(&cpu.parameters) {
+            let norm = cpu.iter().map(|x| x * x).sum::<f64>().sqrt();
+            let error = gpu.iter().zip(cpu).map(|(a, b)| (a - b).powi(2)).sum::<f64>().sqrt();
+            // The gradient of a key's bias is nothing but rounding.
+            assert!(error <= 1e-3 * norm + 5e-5, "{what}: {name} is {error} from {norm}");
+        }
+    }
+    assert!(gpu.windows(2).all(|pair| pair[0].steps == pair[1].steps), "{what}: ranks say different losses");
+}
+
+/// Data ranks share the optimizer's states; stages send what others read; both together.
+#[test]
+fn ranks_train_as_on_the_cpu() {
+    if !host::is_there() {
+        return;
+    }
+    for (style, mesh, micro_batches, pipeline) in [
+        (Style::Gpt, mesh(2, 1, 1), 2, Pipeline::default()),
+        (Style::Gpt, mesh(1, 2, 1), 4, Pipeline::default()),
+        (Style::Llama, mesh(2, 2, 1), 2, Pipeline::default()),
+        (
+            Style::Llama,
+            mesh(1, 2, 1),
+            4,
+            Pipeline { schedule: by_name("interleaved").unwrap().into(), chunks: 2, ..Pipeline::default() },
+        ),
+    ] {
+        let options = TrainOptions { mesh, micro_batches, pipeline, ..quick() };
+        compare(&format!("{style:?} on {mesh:?}"), &options, |vb| Small::new(style, vb));
+    }
+}
+
+/// What each rank times of a step, between what it sends and receives, is all of its program's arithmetic.
+#[test]
+fn a_profile_of_a_rank_is_its_step() {
+    if !host::is_there() {
+        return;
+    }
+    let options = TrainOptions { mesh: mesh(2, 2, 1), micro_batches: 2, ..quick() };
+    let model = |vb| Small::new(Style::Llama, vb);
+    let [tokens, targets] = batch(0);
+    let profiles = on_threads(4, |world| {
+        let mut trainer = Trainer::rank_on_device(world, device(), model, options.clone())?;
+        trainer.profile(&tokens, &targets)
+    });
+    for (rank, profile) in profiles.unwrap().iter().enumerate() {
+        let plan = Trainer::plan_rank(model, &TrainOptions { device: DeviceChoice::Cuda(0), ..options.clone() }, rank)
+            .unwrap();
+        assert_eq!(profile.iter().map(|timed| timed.flops).sum::<u64>(), plan.flops[0], "rank {rank}");
+    }
+}
+
+/// Rows of experts go to the rank that has them and come back, alone and beside data ranks and stages.
+#[test]
+fn experts_have_ranks() {
+    if !host::is_there() {
+        return;
+    }
+    let config = RouterConfig { experts: 4, balance_loss: 0.1, z_loss: 0.01, ..RouterConfig::default() };
+    let model = |vb| Mixture::new(&config, false, vb);
+    for mesh in [mesh(1, 1, 2), mesh(2, 1, 2), mesh(1, 2, 2)] {
+        compare(&format!("experts on {mesh:?}"), &TrainOptions { mesh, ..quick() }, model);
+    }
+    // In bf16 a token may go to other experts.
+    let in_f32 = TrainOptions { mesh: mesh(1, 1, 2), ..quick() };
+    let exact = on_cpus(&in_f32, model);
+    let rounded = on_devices(&TrainOptions { dtype: DType::BF16, ..in_f32 }, model);
+    for (exact, got) in exact[0].steps.iter().zip(&rounded[0].steps) {
+        expect_near("loss in bf16", got[0], exact[0], 2e-2);
+    }
+}
+
+/// In bf16 two data ranks, and two stages, come near to one; sums of ranks are rounded once.
+#[test]
+fn ranks_train_in_bf16() {
+    if !host::is_there() {
+        return;
+    }
+    for (mesh, micro_batches) in [(mesh(2, 1, 1), 1), (mesh(1, 2, 1), 2)] {
+        let in_f32 = TrainOptions { micro_batches: 2, ..quick() };
+        let in_bf16 = TrainOptions { mesh, micro_batches, dtype: DType::BF16, ..quick() };
+        let model = |vb| Small::new(Style::Llama, vb);
+        let (exact, ranks) = (on_cpus(&in_f32, model), on_devices(&in_bf16, model));
+        for rank in &ranks {
+            for (exact, got) in exact[0].steps.iter().zip(&rank.steps) {
+                expect_near("loss", got[0], exact[0], 1e-2);
+                expect_near("norm", got[1], exact[1], 5e-2);
+            }
+        }
+    }
+}
+
+/// What two stages on devices save goes on to the same bits on two others, and within rounding on one CPU.
+#[test]
+fn ranks_save_and_resume() {
+    if !host::is_there() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let options = TrainOptions { mesh: mesh(1, 2, 1), micro_batches: 2, ..quick() };
+    let model = |vb| Small::new(Style::Gpt, vb);
+    let expected = on_threads(2, |world| {
+        let mut trainer = Trainer::rank_on_device(world, device(), model, options.clone())?;
+        step(&mut trainer)?;
+        trainer.save(folder.path(), serde_json::json!({}))?;
+        step(&mut trainer)
+    })
+    .unwrap();
+    let saved = Checkpoint::latest(folder.path()).unwrap().unwrap();
+    let resumed = on_threads(2, |world| {
+        let mut trainer = Trainer::rank_on_device(world, device(), model, options.clone())?;
+        trainer.resume(&saved)?;
+        step(&mut trainer)
+    })
+    .unwrap();
+    assert_eq!(resumed, expected);
+    let mut alone = Trainer::new(model, TrainOptions { mesh: mesh(1, 1, 1), ..options }).unwrap();
+    alone.resume(&saved).unwrap();
+    let alone = step(&mut alone).unwrap();
+    alone.iter().zip(expected[0]).for_each(|(alone, ranks)| expect_near("loss or norm", *alone, ranks, 2e-5));
+}
+
+/// A rank that leaves is an error of the others that names what waited for it, and they are not used again.
+#[test]
+fn a_rank_that_leaves_is_named() {
+    if !host::is_there() {
+        return;
+    }
+    let options = TrainOptions { mesh: mesh(1, 2, 1), micro_batches: 2, ..quick() };
+    let errors = on_threads(2, |world| {
+        let rank = world.rank();
+        let mut trainer = Trainer::rank_on_device(world, device(), |vb| Small::new(Style::Gpt, vb), options.clone())?;
+        if rank == 1 {
+            return Ok(Vec::new());
+        }
+        Ok(vec![step(&mut trainer).unwrap_err(), step(&mut trainer).unwrap_err()])
+    })
+    .unwrap();
+    let gone = |error: &TrainError| {
+        matches!(
+            error,
+            TrainError::Runtime(RuntimeError::Communicator { source: CommunicatorError::PeerGone { .. }, .. })
+        )
+    };
+    assert!(gone(&errors[0][0]), "{}", errors[0][0]);
+    assert!(errors[0][1].to_string().contains("after one of them has failed"), "{}", errors[0][1]);
+}
+
+/// What breaks on one rank's device is its error; the others learn of it.
+#[test]
+fn a_device_that_fails_is_told_to_the_others() {
+    if !host::is_there() {
+        return;
+    }
+    let options = TrainOptions { mesh: mesh(2, 1, 1), ..quick() };
+    let errors = on_threads(2, |world| {
+        let failing: Box<dyn Device> = match world.rank() {
+            // After the recordings of all programs: in the midst of a step.
+            1 => Box::new(Failing { device: device(), replays: 1 }),
+            _ => device(),
+        };
+        let mut trainer = Trainer::rank_on_device(world, failing, |vb| Small::new(Style::Gpt, vb), options.clone())?;
+        Ok([step(&mut trainer).unwrap_err().to_string(), step(&mut trainer).unwrap_err().to_string()])
+    })
+    .unwrap();
+    assert!(errors[1][0].contains("it has had enough"), "{}", errors[1][0]);
+    assert!(errors[0][0].contains("rank 1") && errors[0][0].contains("it has had enough"), "{}", errors[0][0]);
+    assert!(errors[0][1].contains("after one of them has failed"), "{}", errors[0][1]);
+}
+
+/// A device that replays so often, and then no more.
+#[derive(Debug)]
+struct Failing {
+    device: Box<dyn Device>,
+    replays: usize,
+}
+
+impl Device for Failing {
+    fn name(&self) -> String {
+        self.device.name()
+    }
+
+    fn reserve(&mut self, bytes: u64) -> Result<u64, DeviceError> {
+        self.device.reserve(bytes)
+    }
+
+    fn write(&mut self, address: u64, bytes: &[u8]) -> Result<(), DeviceError> {
+        self.device.write(address, bytes)
+    }
+
+    fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), DeviceError> {
+        self.device.read(address, bytes)
+    }
+
+    fn record(&mut self, launches: Vec<Launch>, describe: Describe<'_>) -> Result<Recording, DeviceError> {
+        self.device.record(launches, describe)
+    }
+
+    fn run(&mut self, launches: &[Launch], describe: Describe<'_>) -> Result<(), DeviceError> {
+        self.device.run(launches, describe)
+    }
+
+    fn replay(&mut self, recording: Recording) -> Result<(), DeviceError> {
+        let what = || "it has had enough".to_owned();
+        let (device, call) = (self.name(), "cuGraphLaunch".to_owned());
+        self.replays = self.replays.checked_sub(1).ok_or_else(|| DeviceError::Driver { device, call, what: what() })?;
+        self.device.replay(recording)
+    }
+
+    fn memory(&self) -> Result<DeviceMemory, DeviceError> {
+        self.device.memory()
+    }
+}
+
+/// A step that is not finite is none on any rank; and ranks on devices and ranks on CPUs do not go together.
+#[test]
+fn ranks_break_together_and_are_of_one_kind() {
+    if !host::is_there() {
+        return;
+    }
+    let options = TrainOptions { mesh: mesh(2, 1, 1), ..quick() };
+    let model = |vb| Small::new(Style::Llama, vb);
+    on_threads(2, |world| {
+        let mut trainer = Trainer::rank_on_device(world, device(), model, options.clone())?;
+        let before = trainer.tensor("up.weight")?;
+        let infinite = (trainer.tensor("out.weight")?.ones_like()? * f64::INFINITY)?;
+        trainer.set_tensor("out.weight", &infinite)?;
+        let error = step(&mut trainer).unwrap_err();
+        assert!(
+            matches!(&error, TrainError::NonFinite { culprit, .. } if culprit.starts_with("linear in out")),
+            "{error}"
+        );
+        assert_eq!(numbers(&before), numbers(&trainer.tensor("up.weight")?));
+        Ok(())
+    })
+    .unwrap();
+    let mixed = on_threads(2, |world| match world.rank() {
+        0 => Trainer::rank_on_device(world, device(), model, options.clone()),
+        _ => Trainer::on(world, model, options.clone()),
+    });
+    assert!(mixed.unwrap_err().to_string().contains("would drift apart"));
+}
+
+/// A parameter that is written stays written, whoever has parts of its master.
+#[test]
+fn parameters_of_ranks_are_written() {
+    if !host::is_there() {
+        return;
+    }
+    let model = |vb| Small::new(Style::Gpt, vb);
+    for (mesh, micro_batches) in [(mesh(2, 1, 1), 2), (mesh(1, 2, 1), 2)] {
+        let options = TrainOptions { mesh, micro_batches, dtype: DType::BF16, ..quick() };
+        on_threads(2, |world| {
+            let mut trainer = Trainer::rank_on_device(world, device(), model, options.clone())?;
+            let names: Vec<String> = trainer.parameter_names().map(String::from).collect();
+            for name in &names {
+                let fours = (trainer.tensor(name)?.zeros_like()? + 4.0)?;
+                trainer.set_tensor(name, &fours)?;
+            }
+            step(&mut trainer)?;
+            for name in &names {
+                // A step moves a parameter by the learning rate, and decay by a thousandth.
+                let written = numbers(&trainer.tensor(name)?);
+                assert!(written.iter().all(|x| (x - 4.0).abs() < 0.1), "{name} on {mesh:?}: {written:?}");
+            }
+            Ok(())
+        })
+        .unwrap();
+    }
+}
+
+/// A mesh of several ranks is none for a trainer of one.
+#[test]
+fn one_device_is_one_rank() {
+    let options = TrainOptions { mesh: mesh(2, 1, 1), ..quick() };
+    let error = Trainer::on_device(device(), |vb| Small::new(Style::Gpt, vb), options).unwrap_err();
+    assert!(error.to_string().contains("Trainer::on"), "{error}");
+}

@@ -1,0 +1,156 @@
+//! softmax.cu, rope.cu, embedding.cu, copy.cu and dropout.cu.
+
+use candle_core::{DType, Layout};
+use gapless_graph::{Numbers, Stream};
+
+use super::host;
+use super::judge::{Stored, check, judge};
+use super::memory::Region;
+use crate::Tensor;
+use crate::cuda::Operand;
+use crate::cuda::launch::{Upstream, head};
+use crate::graph::Spec;
+use crate::ops::{Cast, CrossEntropy, Dropout, Embedding, Jitter, LogSumExp, Rope, Softmax};
+
+/// Rows of fewer elements than a warp has lanes, and of more than a block has threads.
+const SHAPES: [&[usize]; 3] = [&[2, 3, 5], &[4, 96], &[2, 2500]];
+
+#[test]
+fn softmax_and_its_normaliser() {
+    for shape in SHAPES {
+        check(&["softmax_last_dim", "softmax_grad"], &[shape], &[], |x, _| {
+            Tensor::apply_op::<1>(Softmax, &[&x[0]]).map(|[y]| y)
+        });
+        check(&["log_sum_exp"], &[shape], &[], |x, _| Tensor::apply_op::<1>(LogSumExp, &[&x[0]]).map(|[y]| y));
+    }
+}
+
+#[test]
+fn losses() {
+    for (shape, targets) in [(&[2usize, 3, 5][..], &[0u32, 4, 1, 2, 2, 3][..]), (&[2, 1, 2500], &[2499, 17])] {
+        check(&["cross_entropy", "cross_entropy_grad"], &[shape], &[(&shape[..2], targets)], |x, ids| {
+            let [losses, _] = Tensor::apply_op(CrossEntropy, &[&x[0], &ids[0]])?;
+            losses.to_dtype(x[0].dtype())
+        });
+    }
+}
+
+#[test]
+fn chunks_of_a_head_become_their_gradient() {
+    if !host::is_there() {
+        return;
+    }
+    for (rows, width, dtype) in
+        [(3usize, 5usize, DType::F32), (2, 1500, DType::F32), (3, 5, DType::BF16), (2, 1500, DType::BF16)]
+    {
+        let numbers = Numbers::from_seed(3);
+        let logits: Vec<f64> = (0..rows * width).map(|i| numbers.normal(i)).collect();
+        let logits = Region::of(&logits, dtype).numbers();
+        let targets: Vec<f64> = (0..rows).map(|row| (row * 7 % width) as f64).collect();
+        // Each of five rows, of which these are the last, and every second number.
+        let d_losses = Region::of(&[9.0, 8.0, 0.5, 8.0, -1.5, 8.0, 2.0, 8.0, 1.0, 8.0], DType::F32);
+        let first = 5 - rows as u64;
+        let strided =
+            Operand { address: d_losses.address(), layout: Layout::new(5.into(), vec![2], 0), dtype: DType::F32 };
+        let each = |row: usize| d_losses.numbers()[2 * (first as usize + row)];
+        let upstreams: [(Upstream<'_>, &dyn Fn(usize) -> f64); 3] = [
+            (Upstream::None, &|_| 0.0),
+            (Upstream::Everywhere(0.5), &|_| 0.5),
+            (Upstream::Each(&strided, first), &each),
+        ];
+        for (upstream, d_loss, is_reversed) in upstreams.into_iter().flat_map(|(u, d)| [(u, d, false), (u, d, true)]) {
+            let (region, ids) = (Region::of(&logits, dtype), Region::of(&targets, DType::U32));
+            let losses = Region::poisoned(rows, DType::F32);
+            let operand = Operand { address: region.address(), layout: Layout::contiguous((rows, width)), dtype };
+            for launch in head(&operand, ids.address(), losses.address(), upstream).unwrap() {
+                // SAFETY: the regions are of these extents.
+                unsafe { host::run(&launch, is_reversed) }.unwrap();
+            }
+            assert!(region.is_intact() && losses.is_intact());
+            let (got, losses) = (region.numbers(), losses.numbers());
+            for (row, x) in logits.chunks_exact(width).enumerate() {
+                let sum: f64 = x.iter().map(|x| x.exp()).sum();
+                let loss = sum.ln() - x[targets[row] as usize];
+                assert!((losses[row] - loss).abs() <= 1e-5 * loss, "{} is not {loss}", losses[row]);
+                for (i, (got, x)) in got[row * width..].iter().zip(x).enumerate() {
+                    let hot = f64::from(u8::from(i == targets[row] as usize));
+                    let exact =
+                        if matches!(upstream, Upstream::None) { *x } else { (x.exp() / sum - hot) * d_loss(row) };
+                    let relative = if dtype == DType::BF16 { 4e-3 } else { 1e-5 };
+                    assert!((got - exact).abs() <= relative * exact.abs() + 1e-7, "{got} is not {exact}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn rotations_forth_and_back() {
+    for shape in [[2, 3, 2, 6], [1, 40, 3, 16]] {
+        for inverse in [false, true] {
+            check(&["rope"], &[&shape], &[], |x, _| {
+                Tensor::apply_op::<1>(Rope { theta: 10_000.0, inverse }, &[&x[0]]).map(|[y]| y)
+            });
+        }
+        // Heads in front of tokens, in memory.
+        let [batch, tokens, heads, size] = shape;
+        check(&["rope"], &[&[batch, heads, tokens, size]], &[], |x, _| {
+            Tensor::apply_op::<1>(Rope { theta: 100.0, inverse: false }, &[&x[0].transpose(1, 2)?]).map(|[y]| y)
+        });
+    }
+}
+
+#[test]
+fn rows_of_a_table_and_their_gradient() {
+    // Ids that come once, several times, in different blocks' reach, and never; widths below and above a block's columns.
+    let many: Vec<u32> = (0..700).map(|i| i * i % 11).collect();
+    for (ids, dims, width) in
+        [(&[3u32, 0, 3, 7, 3, 9][..], &[2usize, 3][..], 5), (&many, &[7, 100], 3), (&[1, 2, 1], &[3], 2100)]
+    {
+        check(&["embedding", "embedding_grad"], &[&[12, width]], &[(dims, ids)], |x, ids| {
+            Tensor::apply_op::<1>(Embedding, &[&x[0], &ids[0]]).map(|[y]| y)
+        });
+    }
+}
+
+#[test]
+fn copies_between_strides_and_types() {
+    check(&["contiguous", "widen"], &[&[4, 5, 6]], &[], |x, _| x[0].transpose(0, 2)?.narrow(1, 1, 3)?.contiguous());
+    check(&["cat"], &[&[2, 3, 4], &[2, 5, 4]], &[], |x, _| Tensor::cat(&[&x[0], &x[1]], 1));
+    check(&["cat"], &[&[2, 3, 4], &[4, 3, 4]], &[], |x, _| {
+        Tensor::cat(&[&x[0].transpose(1, 2)?, &x[1].transpose(1, 2)?], 0)
+    });
+    for dtype in [DType::F32, DType::BF16] {
+        check(&["to_dtype"], &[&[3, 70]], &[], |x, _| Tensor::apply_op::<1>(Cast { dtype }, &[&x[0]]).map(|[y]| y));
+    }
+}
+
+/// Judged within a tolerance by the reference, and for which elements are zeros, by the CPU's own generator.
+#[test]
+fn noise_is_the_cpus_bit_by_bit() {
+    for shape in SHAPES {
+        for p in [0.0, 0.1, 0.9] {
+            check(&["dropout"], &[shape], &[], |x, _| {
+                Tensor::apply_op::<1>(Dropout { p, key: 5 }, &[&x[0]]).map(|[y]| y)
+            });
+        }
+        check(&["jitter"], &[shape], &[], |x, _| {
+            Tensor::apply_op::<1>(Jitter { amount: 0.1, key: 9 }, &[&x[0]]).map(|[y]| y)
+        });
+    }
+    if !host::is_there() {
+        return;
+    }
+    // Powers of two stay exact through the kernel, so that every bit of the mask and of the noise shows.
+    let count = 4099;
+    let ones = Stored { data: vec![1.0; count], layout: Layout::contiguous(count), dtype: DType::F32 };
+    let spec = [Spec::f32(count)];
+    let stream = Stream::new(77, 123_456, 5);
+    let numbers = stream.place(42, count);
+    let dropout = Dropout { p: 0.5, key: 42 };
+    assert!(judge(&dropout, std::slice::from_ref(&ones), &spec, &spec, stream));
+    let got = super::judge::outputs(&dropout, &[ones], &spec, stream).remove(0);
+    for (i, got) in got.into_iter().enumerate() {
+        assert_eq!(got, if numbers.bits(i) >> 63 == 1 { 2.0 } else { 0.0 }, "element {i}");
+    }
+}

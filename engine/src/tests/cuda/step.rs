@@ -1,0 +1,133 @@
+//! Whole training steps on a stand-in for a device, beside the CPU's.
+
+use candle_core::DType;
+
+use super::host;
+use super::processor::{Processor, device};
+use super::small::{BATCH, SEQUENCE, Small, Style, VOCABULARY};
+use crate::compile::{CompileOptions, Executable, Target, compile};
+use crate::cuda::Executor;
+use crate::nn::VarBuilder;
+use crate::recompute::Recompute;
+use crate::runtime::RunOptions;
+use crate::runtime::cpu;
+use crate::runtime::cpu::Workers;
+use crate::{Model, Result, Tensor, TrainOptions, Trainer};
+
+/// A step's program for a target, planned.
+pub fn executable<M: Model>(
+    options: &TrainOptions,
+    target: Target,
+    model: impl Fn(VarBuilder) -> Result<M>,
+) -> Executable {
+    let program = Trainer::program_for(model, options, 0, target).unwrap();
+    compile(&[program], &CompileOptions::default()).unwrap()
+}
+
+/// A loss of which a part is the mean of a product: its gradient is a number that stands for many.
+struct Similar(Small);
+
+impl Model for Similar {
+    fn forward(&self, tokens: &Tensor, train: bool) -> Result<Tensor> {
+        self.0.forward(tokens, train)
+    }
+
+    fn loss(&self, tokens: &Tensor, targets: &Tensor, train: bool) -> Result<Tensor> {
+        let x = self.0.hidden(tokens, train)?;
+        self.0.loss(tokens, targets, train)?.add(&x.matmul(&x.t()?)?.mean_all()?)
+    }
+}
+
+#[test]
+fn steps_with_a_number_that_stands_for_many() {
+    if host::is_there() {
+        compare_steps("similar", |vb| Small::new(Style::Llama, vb).map(Similar));
+    }
+}
+
+#[test]
+fn steps_are_those_of_the_cpu() {
+    if !host::is_there() {
+        return;
+    }
+    for style in [Style::Gpt, Style::Llama] {
+        compare_steps(&format!("{style:?}"), |vb| Small::new(style, vb));
+    }
+}
+
+/// Three steps from the same parameters with the same noise: losses, norms and parameters of the CPU's executor and of the
+/// device's, in one micro-batch and in two, keeping everything and computing things again.
+pub fn compare_steps<M: Model>(what: &str, model: impl Fn(VarBuilder) -> Result<M>) {
+    for (micro_batches, recompute) in [(1, Recompute::None), (2, Recompute::Ops(vec!["linear".into()]))] {
+        let options = TrainOptions {
+            batch: BATCH,
+            micro_batches,
+            sequence: SEQUENCE,
+            threads: 1,
+            recompute,
+            ..TrainOptions::default()
+        };
+        let workers = Workers::new(1).unwrap();
+        let planned = executable(&options, Target::Cpu { threads: 1 }, &model);
+        let mut on_cpu = cpu::Executor::new(planned, workers, 3).unwrap();
+        let planned = executable(&options, Target::Cuda, &model);
+        let mut on_device = Executor::new(planned, device(), 3, (0, 1)).unwrap();
+        let (of_cpu, of_device) =
+            (on_cpu.executable().program("train").unwrap(), on_device.executable().program("train").unwrap());
+        for step in 0..3 {
+            let ids = |shift: usize, i: usize| ((i * 7 + shift + step as usize * 3) % VOCABULARY) as u32;
+            let count = BATCH / micro_batches * SEQUENCE;
+            for micro_batch in 0..micro_batches {
+                for (name, shift) in [("tokens", 0), ("targets", 5)] {
+                    let data: Vec<u32> = (0..count).map(|i| ids(shift, micro_batch * count + i)).collect();
+                    on_cpu.write_input(of_cpu, name, micro_batch as u32, &data).unwrap();
+                    on_device.write_input(of_device, name, micro_batch as u32, &data).unwrap();
+                }
+            }
+            let scalars = options.optimizer.scalars(step, 1e-2);
+            on_cpu.write_input(of_cpu, "step.scalars", 0, &scalars).unwrap();
+            on_device.write_input(of_device, "step.scalars", 0, &scalars).unwrap();
+            let run = RunOptions { seed: 3, step, part_stride: 1, ..RunOptions::default() };
+            on_cpu.run(of_cpu, run).unwrap();
+            on_device.run(of_device, run).unwrap();
+            for name in ["loss", "gradient_norm"] {
+                let (cpu, device) = (on_cpu.scalar(of_cpu, name).unwrap(), on_device.output(of_device, name).unwrap());
+                let device: f32 = device.to_scalar().unwrap();
+                // Sums in f32 in another order, through a step or two of training.
+                assert!((cpu - device).abs() <= 2e-5 * cpu.abs(), "{what}, step {step}: {name} {device}, not {cpu}");
+            }
+        }
+        let persistent = &on_device.executable().persistent;
+        let floats = persistent.iter().filter(|tensor| tensor.spec.dtype == DType::F32);
+        let names: Vec<String> = floats.map(|tensor| tensor.label.tensor.clone()).collect();
+        for name in &names {
+            let numbers = |tensor: candle_core::Tensor| tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            let (cpu, device) = (numbers(on_cpu.tensor(name).unwrap()), numbers(on_device.tensor(name).unwrap()));
+            let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt();
+            let off = norm(&mut cpu.iter().zip(&device).map(|(a, b)| a - b));
+            // The gradient of a bias of keys is 0 but for rounding, which AdamW divides by its own root.
+            let allowed = 1e-3 * norm(&mut cpu.iter().copied()) + 1e-4;
+            assert!(off <= allowed, "{what}: {name} is off by {off}");
+        }
+    }
+}
+
+/// Kernels of a GPU would write beyond the CPU's scratch.
+#[test]
+fn a_program_for_the_cpu_is_refused() {
+    let options = TrainOptions { batch: BATCH, sequence: SEQUENCE, threads: 1, ..TrainOptions::default() };
+    let planned = executable(&options, Target::Cpu { threads: 1 }, |vb| Small::new(Style::Gpt, vb));
+    let error = Executor::new(planned, Box::<Processor>::default(), 0, (0, 1)).unwrap_err().to_string();
+    assert!(error.contains("lower for Target::Cuda"), "{error}");
+}
+
+/// What has no kernels is refused by name, before anything runs.
+#[test]
+fn what_only_the_cpu_can_do_is_said() {
+    let options =
+        TrainOptions { batch: BATCH, sequence: SEQUENCE, compress: vec!["linear".into()], ..TrainOptions::default() };
+    let planned = executable(&options, Target::Cuda, |vb| Small::new(Style::Gpt, vb));
+    let error = Executor::new(planned, Box::<Processor>::default(), 0, (0, 1)).unwrap_err().to_string();
+    assert!(error.starts_with("compress in "), "{error}");
+    assert!(error.contains("cannot run on a GPU yet"), "{error}");
+}

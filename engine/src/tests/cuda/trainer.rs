@@ -1,0 +1,257 @@
+//! A trainer on a stand-in for a device, as a user has it.
+
+use candle_core::{DType, Device as CandleDevice};
+
+use super::host;
+use super::processor::{Processor, device};
+use super::small::{BATCH, SEQUENCE, Small, Style, VOCABULARY, WIDTH};
+use crate::checkpoint::Checkpoint;
+use crate::learning_rate::{LearningRate, Shape};
+use crate::optim::AdamW;
+use crate::recompute::Recompute;
+use crate::{DeviceChoice, Role, SampleOptions, TrainError, TrainOptions, Trainer};
+
+pub fn options() -> TrainOptions {
+    let learning_rate = LearningRate { peak: 1e-2, floor: 1e-2, warmup_steps: 0, steps: 0, shape: Shape::Constant };
+    let device = DeviceChoice::Cpu;
+    TrainOptions {
+        batch: BATCH,
+        sequence: SEQUENCE,
+        threads: 1,
+        seed: 3,
+        learning_rate,
+        device,
+        ..TrainOptions::default()
+    }
+}
+
+fn on_cpu(style: Style, options: &TrainOptions) -> Trainer {
+    Trainer::new(|vb| Small::new(style, vb), options.clone()).unwrap()
+}
+
+fn on_device(style: Style, options: &TrainOptions) -> Trainer {
+    Trainer::on_device(device(), |vb| Small::new(style, vb), options.clone()).unwrap()
+}
+
+/// Tokens and targets of a step.
+pub fn batch(step: u64) -> [Vec<u32>; 2] {
+    [0, 5]
+        .map(|shift| (0..BATCH * SEQUENCE).map(|i| ((i * 7 + shift + step as usize * 3) % VOCABULARY) as u32).collect())
+}
+
+pub fn step(trainer: &mut Trainer) -> Result<[f32; 2], TrainError> {
+    let [tokens, targets] = batch(trainer.steps());
+    trainer.step(&tokens, &targets).map(|report| [report.loss, report.gradient_norm])
+}
+
+pub fn numbers(tensor: &candle_core::Tensor) -> Vec<f64> {
+    tensor.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
+
+fn distance(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| (a - b).powi(2)).sum::<f64>().sqrt()
+}
+
+pub fn expect_near(what: &str, got: f32, expected: f32, part: f32) {
+    assert!((got - expected).abs() <= part * expected.abs(), "{what}: {got}, not {expected}");
+}
+
+/// Steps, evaluation, logits, sampled text and gradients are the CPU's, but for the order of sums.
+#[test]
+fn trains_as_on_the_cpu() {
+    if !host::is_there() {
+        return;
+    }
+    for style in [Style::Gpt, Style::Llama] {
+        let options = TrainOptions { keep_gradients: true, micro_batches: 2, ..options() };
+        let (mut cpu, mut gpu) = (on_cpu(style, &options), on_device(style, &options));
+        assert_eq!(cpu.report().parameters, gpu.report().parameters);
+        assert!(gpu.device().is_gpu && !cpu.device().is_gpu);
+        assert!(gpu.device_memory().unwrap().unwrap().arena >= gpu.report().arena_bytes);
+        for _ in 0..3 {
+            let (on_cpu, on_gpu) = (step(&mut cpu).unwrap(), step(&mut gpu).unwrap());
+            on_cpu.iter().zip(on_gpu).for_each(|(&cpu, gpu)| expect_near("loss or norm", gpu, cpu, 2e-5));
+        }
+        for name in cpu.parameter_names() {
+            let [on_cpu, on_gpu] = [&cpu, &gpu].map(|trainer| numbers(&trainer.gradient(name).unwrap()));
+            let norm = distance(&on_cpu, &vec![0.0; on_cpu.len()]);
+            assert!(distance(&on_cpu, &on_gpu) <= 1e-3 * norm + 1e-5, "gradient of {name}");
+        }
+        let [tokens, targets] = batch(9);
+        let part = options.evaluation_batch() * SEQUENCE;
+        let mut losses =
+            [&mut cpu, &mut gpu].map(|trainer| trainer.evaluate(&tokens[..part], &targets[..part]).unwrap());
+        expect_near("validation", losses[1], losses[0], 2e-5);
+        losses.reverse();
+        let text = SampleOptions { tokens: 5, temperature: 0.0, ..SampleOptions::default() };
+        let texts = [&mut cpu, &mut gpu].map(|trainer| trainer.sample(&tokens[..3], &text).unwrap());
+        assert_eq!(texts[0], texts[1]);
+    }
+}
+
+/// In bf16 the losses follow those of f32 within its precision, in one micro-batch and in several; the parameters are what their
+/// masters say, and masters begin as the parameters that f32 has.
+#[test]
+fn bf16_follows_f32() {
+    if !host::is_there() {
+        return;
+    }
+    for (style, micro_batches) in [(Style::Gpt, 1), (Style::Gpt, 2), (Style::Llama, 1), (Style::Llama, 4)] {
+        let in_f32 = TrainOptions { micro_batches, recompute: Recompute::Ops(vec!["linear".into()]), ..options() };
+        let in_bf16 = TrainOptions { dtype: DType::BF16, ..in_f32.clone() };
+        let (mut cpu, mut gpu) = (on_cpu(style, &in_f32), on_device(style, &in_bf16));
+        for name in cpu.parameter_names() {
+            assert_eq!(numbers(&cpu.tensor(name).unwrap()), numbers(&gpu.tensor(&format!("master/{name}")).unwrap()));
+        }
+        let mut last = f32::INFINITY;
+        for _ in 0..12 {
+            let (on_cpu, on_gpu) = (step(&mut cpu).unwrap(), step(&mut gpu).unwrap());
+            expect_near("loss", on_gpu[0], on_cpu[0], 1e-2);
+            expect_near("norm", on_gpu[1], on_cpu[1], 5e-2);
+            last = on_gpu[0];
+        }
+        assert!(last < 2.9, "it learns: ln 19 is 2.94, and the loss {last}");
+        for name in gpu.parameter_names() {
+            let parameter = gpu.tensor(name).unwrap();
+            let master = gpu.tensor(&format!("master/{name}")).unwrap();
+            assert_eq!((parameter.dtype(), master.dtype()), (DType::BF16, DType::F32), "{name}");
+            assert_eq!(numbers(&parameter), numbers(&master.to_dtype(DType::BF16).unwrap()), "{name}");
+        }
+    }
+}
+
+/// Gradients of several micro-batches are summed up in f32, in which a thousandth of a sum is not lost.
+#[test]
+fn sums_over_micro_batches_are_f32() {
+    for (micro_batches, masters, expected) in [(2, true, 4), (1, true, 2), (2, false, 2)] {
+        let optimizer = AdamW { masters, ..AdamW::default() }.into();
+        let options = TrainOptions { micro_batches, dtype: DType::BF16, optimizer, ..options() };
+        let plan = Trainer::plan(|vb| Small::new(Style::Gpt, vb), &options).unwrap();
+        let elements = |role| -> u64 {
+            let specs =
+                plan.specs(role).filter(|(name, _)| !name.starts_with("master/") && !name.contains("exp_avg_sq"));
+            specs.map(|(_, spec)| spec.elements() as u64).sum()
+        };
+        let gradients =
+            plan.labels.iter().zip(plan.problem.buffers()).filter(|(label, _)| label.role == Role::Gradient);
+        let largest = gradients.map(|(_, buffer)| buffer.bytes).max().unwrap();
+        // The embedding of GPT, its largest gradient: one sum for its lookups, one for the head.
+        let expected = (expected * (VOCABULARY * 8) as u64).next_multiple_of(64);
+        assert_eq!(largest, expected, "{micro_batches} micro-batches, masters {masters}");
+        assert!(elements(Role::OptimizerState) >= elements(Role::Parameter));
+    }
+}
+
+/// What can write or add to a sum in f32 does so; the only gradient that is made in bf16 first is that of the positions, which
+/// are broadcast.
+#[test]
+fn sums_are_not_rounded_first() {
+    for style in [Style::Gpt, Style::Llama] {
+        let options = TrainOptions { micro_batches: 2, dtype: DType::BF16, ..options() };
+        let plan = Trainer::plan(|vb| Small::new(style, vb), &options).unwrap();
+        let casts = plan.programs[0].instructions.iter().filter(|instruction| instruction.work.name() == "to_dtype");
+        let of = casts.map(|cast| (cast.inputs[0].dtype, cast.inputs[0].span)).collect::<Vec<_>>();
+        assert_eq!(of, [(DType::BF16, SEQUENCE * WIDTH); 2], "{style:?}");
+    }
+}
+
+/// A step that is timed is a step: every instruction of the program once, and the same bits.
+#[test]
+fn a_profile_is_a_step() {
+    if !host::is_there() {
+        return;
+    }
+    let (mut stepped, mut timed) = (on_device(Style::Gpt, &options()), on_device(Style::Gpt, &options()));
+    step(&mut stepped).unwrap();
+    let [tokens, targets] = batch(0);
+    let times = timed.profile(&tokens, &targets).unwrap();
+    assert!(times.iter().any(|t| t.operation == "linear" && t.layer == "q" && t.flops > 0 && t.bytes > 0));
+    // Updates that are launched together are one, with the arithmetic of all.
+    let on_gpu = TrainOptions { device: DeviceChoice::Cuda(0), ..options() };
+    let plan = Trainer::plan(|vb| Small::new(Style::Gpt, vb), &on_gpu).unwrap();
+    let updates = plan.programs[0].instructions.iter().filter(|instruction| instruction.work.name() == "adamw").count();
+    assert!(times.iter().filter(|t| t.operation == "adamw").count() < updates);
+    assert_eq!(times.iter().map(|t| t.flops).sum::<u64>(), plan.flops[0]);
+    assert_eq!(step(&mut stepped).unwrap(), step(&mut timed).unwrap());
+    let error = on_cpu(Style::Gpt, &options()).profile(&tokens, &targets).unwrap_err();
+    assert!(error.to_string().starts_with("profile: "), "{error}");
+}
+
+/// Saved on a device and resumed on another; a parameter that is written stays written.
+#[test]
+fn a_trainer_is_saved_resumed_and_written_to() {
+    if !host::is_there() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let options = TrainOptions { dtype: DType::BF16, ..options() };
+    let mut first = on_device(Style::Llama, &options);
+    step(&mut first).unwrap();
+    let saved = first.save(folder.path(), serde_json::json!({})).unwrap();
+    let expected = step(&mut first).unwrap();
+    let mut second = on_device(Style::Llama, &TrainOptions { seed: 77, ..options });
+    second.resume(&Checkpoint::open(&saved).unwrap()).unwrap();
+    assert_eq!(step(&mut second).unwrap(), expected);
+
+    let zeros = second.tensor("q.weight").unwrap().zeros_like().unwrap();
+    let ones = (zeros + 1.0).unwrap().to_device(&CandleDevice::Cpu).unwrap();
+    second.set_tensor("q.weight", &ones).unwrap();
+    step(&mut second).unwrap();
+    // A step moves a parameter by the learning rate, not back to where it was.
+    assert!(numbers(&second.tensor("q.weight").unwrap()).iter().all(|x| (x - 1.0).abs() < 0.1));
+}
+
+/// A step that breaks names the operation that it broke in, and leaves the model as it was.
+#[test]
+fn a_broken_step_is_named() {
+    if !host::is_there() {
+        return;
+    }
+    let mut trainer = on_device(Style::Llama, &options());
+    let before = trainer.tensor("up.weight").unwrap();
+    let infinite = (trainer.tensor("out.weight").unwrap().ones_like().unwrap() * f64::INFINITY).unwrap();
+    trainer.set_tensor("out.weight", &infinite).unwrap();
+    let error = step(&mut trainer).unwrap_err();
+    assert!(matches!(&error, TrainError::NonFinite { culprit, .. } if culprit.starts_with("linear in out")), "{error}");
+    assert_eq!(numbers(&before), numbers(&trainer.tensor("up.weight").unwrap()));
+}
+
+/// Where there is no GPU, one that was asked for is an error with a remedy, and one that was only hoped for a word.
+#[test]
+fn without_a_gpu_the_cpu_says_why() {
+    // SAFETY: the driver's library is one that may be loaded at any time.
+    if unsafe { cudarc::driver::sys::is_culib_present() } {
+        println!("not judged: this machine has a driver");
+        return;
+    }
+    let build = |vb| Small::new(Style::Gpt, vb);
+    let trainer = Trainer::new(build, TrainOptions { device: DeviceChoice::Auto, ..options() }).unwrap();
+    let said = trainer.device().to_string();
+    assert!(said.starts_with("runs on the CPU, 1 thread (") && said.contains("NVIDIA driver"), "{said}");
+    let error = Trainer::new(build, TrainOptions { device: DeviceChoice::Cuda(0), ..options() }).unwrap_err();
+    assert!(error.to_string().contains("NVIDIA driver: install it"), "{error}");
+    // The CPU is no way out of bf16, and the reason is not lost.
+    let options = TrainOptions { device: DeviceChoice::Auto, dtype: DType::BF16, ..options() };
+    let error = Trainer::new(build, options).unwrap_err().to_string();
+    assert!(error.contains("NVIDIA driver") && error.contains("in f32 alone"), "{error}");
+}
+
+/// What a GPU cannot do is said before one is looked for.
+#[test]
+fn options_for_the_cpu_alone_are_refused() {
+    let poisoned = TrainOptions { poison: true, ..options() };
+    let error = Trainer::on_device(Box::<Processor>::default(), |vb| Small::new(Style::Gpt, vb), poisoned).unwrap_err();
+    assert!(error.to_string().starts_with("device: "), "{error}");
+}
+
+#[test]
+fn devices_have_names() {
+    for (text, device) in [("auto", DeviceChoice::Auto), ("cpu", DeviceChoice::Cpu), ("cuda:3", DeviceChoice::Cuda(3))]
+    {
+        assert_eq!(text.parse(), Ok(device));
+        assert_eq!(device.to_string(), text);
+    }
+    assert_eq!("cuda".parse(), Ok(DeviceChoice::Cuda(0)));
+    assert!("cuda:x".parse::<DeviceChoice>().unwrap_err().contains("cuda:0"));
+    assert!("tpu".parse::<DeviceChoice>().unwrap_err().contains("auto"));
+}
