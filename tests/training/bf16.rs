@@ -3,11 +3,11 @@
 use std::collections::BTreeMap;
 
 use gapless::TrainError;
+use gapless::engine::Role;
 use gapless::engine::compile::{CompileOptions, Executable, Program, compile};
-use gapless::engine::runtime::cpu::{Executor, Workers};
 use gapless::engine::optim::AdamW;
 use gapless::engine::runtime::Error as RuntimeError;
-use gapless::engine::Role;
+use gapless::engine::runtime::cpu::{Executor, Workers};
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig};
 use gapless::nn::{Embedding, Module, VarBuilder, embedding};
 use gapless::{DType, Mesh, Model, Result, Tensor, TrainOptions, Trainer};

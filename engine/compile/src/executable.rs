@@ -14,12 +14,12 @@ use gapless_graph::nn::Fill;
 use gapless_kernels::cpu::args::{Address, Element};
 use gapless_kernels::cpu::scratch::Piece;
 
-use super::host::{HostPlan, plan_host};
 use super::lifetimes::{Lifetimes, lifetimes, tick_of};
-use super::planning::{lowest_within, planned};
-use super::program::{BufferId, Held, Operand, Part, Program, Work};
-use super::requests::Requests;
+use crate::dynamic_alloc::Requests;
 use crate::error::{Error, Result};
+use crate::offload_plan::{HostPlan, plan_host};
+use crate::plan::{lowest_within, planned};
+use crate::program::{BufferId, Held, Operand, Part, Program, Work};
 
 /// How to compile.
 #[derive(Debug, Clone)]
@@ -283,7 +283,7 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
             bytes: program.buffers[buffer.index()].bytes,
         };
         let deaths = deaths(&problem, indices, span);
-        let named = |instances: &[super::program::Instance]| -> Vec<Named> {
+        let named = |instances: &[crate::program::Instance]| -> Vec<Named> {
             instances
                 .iter()
                 .map(|i| Named {

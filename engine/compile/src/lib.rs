@@ -8,42 +8,38 @@
 //! ```
 #![warn(missing_docs)]
 
-#[doc(hidden)]
-pub mod calls;
-mod cells;
-mod cut;
+mod cross_rank;
+mod dynamic_alloc;
 mod error;
 mod executable;
-mod fuse;
-mod hoist;
-mod host;
-#[cfg(test)]
-mod judging;
 mod lifetimes;
 mod lower;
-mod messages;
-mod order;
-mod planning;
+mod offload_plan;
+mod partition;
+mod passes;
+mod plan;
 mod program;
 pub mod recompute;
 pub mod report;
-mod requests;
 pub mod step;
+#[cfg(test)]
+mod test_support;
+mod text;
 
-pub use cut::Cut;
 pub use error::{Error, Result};
 pub use executable::{CompileOptions, Executable, ProgramId, compile};
-pub use host::HostPlan;
 pub use lower::{Lowering, Output, Target, lower};
+pub use offload_plan::HostPlan;
+pub use partition::Cut;
 pub use program::{
-    Buffer, BufferId, Counted, Held, HostBuffer, HostId, Instance, Message, Operand, Part, Program, Step, Work,
+    Buffer, BufferId, Counted, Held, HostBuffer, HostId, Instance, Message, Operand, Origin, Part, Program, Step, Work,
 };
 
-/// What the runtime and the trainer need of it, and nobody else.
+/// What the runtime needs of it, and nobody else.
 #[doc(hidden)]
 pub mod internal {
-    pub use crate::executable::{Asked, CompiledProgram, Instruction, Persistent, Released, When, height};
+    pub use crate::executable::{Asked, CompiledProgram, Instruction, Persistent, Released, When};
     pub use crate::lifetimes::ALIGNMENT;
-    pub use crate::lower::{PER_STEP, alive_nodes};
-    pub use crate::planning::planned;
+    pub use crate::lower::PER_STEP;
+    pub use crate::plan::planned;
 }

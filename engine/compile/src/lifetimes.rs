@@ -10,8 +10,8 @@ use std::ops::Range;
 
 use gapless_alloc::{Buffer, Label, Problem};
 
-use super::program::{Held, Program};
 use crate::error::{Error, Result};
+use crate::program::{Held, Program};
 
 /// All arena addresses are multiples of this: a cache line, and an AVX-512 vector.
 pub const ALIGNMENT: u64 = 64;

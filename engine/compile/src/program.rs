@@ -8,7 +8,7 @@ use gapless_communicator::Tag;
 use gapless_graph::Op;
 use gapless_graph::nn::Fill;
 use gapless_graph::ops::Collective;
-use gapless_graph::{Spec, Value};
+use gapless_graph::{NodeId, Spec, Value, ValueId};
 use gapless_parallel::{Action, Rates};
 
 /// Index of a buffer in its program.
@@ -51,6 +51,31 @@ pub struct Buffer {
     pub held: Held,
     /// If its rows are counted while the step runs: `bytes` is then the most that they may take.
     pub counted: Option<Counted>,
+    /// The value of the graph that it holds, if it holds one.
+    pub origin: Option<Origin>,
+}
+
+/// One making of a value: of a micro-batch, or once per step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Origin {
+    /// The value: the root of all that show it.
+    pub root: ValueId,
+    /// The micro-batch; 0 for what exists once per step.
+    pub micro_batch: u32,
+    /// Whether it is the sum over micro-batches.
+    pub is_sum: bool,
+}
+
+impl Origin {
+    /// A value of a micro-batch.
+    pub fn of(root: ValueId, micro_batch: u32) -> Self {
+        Self { root, micro_batch, is_sum: false }
+    }
+
+    /// The sum over the micro-batches.
+    pub fn sum(root: ValueId) -> Self {
+        Self { root, micro_batch: 0, is_sum: true }
+    }
 }
 
 /// How large a buffer is whose rows are counted.
@@ -185,6 +210,8 @@ pub struct Step {
     pub counts: Option<u32>,
     /// If it is left out unless the rows of this count were let go.
     pub only_if: Option<u32>,
+    /// The node of the graph that it was laid down for.
+    pub node: Option<NodeId>,
 }
 
 /// A tensor that the host writes or reads by name.
@@ -238,8 +265,8 @@ pub struct Part {
 impl Step {
     /// A step without scratch that sets its outputs, for the first time.
     pub fn plain(work: Work, inputs: Vec<Operand>, outputs: Vec<Operand>, micro_batch: u32, layer: Arc<str>) -> Self {
-        let (workspace, accumulate, again, counts, only_if) = (Vec::new(), 0, false, None, None);
-        Self { work, inputs, outputs, workspace, accumulate, micro_batch, layer, again, counts, only_if }
+        let (workspace, accumulate, again, counts, only_if, node) = (Vec::new(), 0, false, None, None, None);
+        Self { work, inputs, outputs, workspace, accumulate, micro_batch, layer, again, counts, only_if, node }
     }
 
     fn specs(operands: &[Operand]) -> Vec<Spec> {
@@ -302,13 +329,13 @@ impl Program {
         flops
     }
 
-    pub(super) fn flops_of(&self, steps: std::ops::Range<usize>) -> u64 {
+    pub(crate) fn flops_of(&self, steps: std::ops::Range<usize>) -> u64 {
         self.steps[steps].iter().map(Step::flops).sum()
     }
 
     /// Puts the steps in another order. What has moved is still of the part that it was of, and cuts in two the part that it has
     /// moved into.
-    pub(super) fn rearrange(&mut self, order: &[usize]) {
+    pub(crate) fn rearrange(&mut self, order: &[usize]) {
         let old = std::mem::take(&mut self.parts);
         let mut part_of = vec![usize::MAX; order.len()];
         for (index, part) in old.iter().enumerate() {
@@ -326,7 +353,7 @@ impl Program {
     }
 
     /// Takes out the steps that are not kept, and buffers that nobody uses any more.
-    pub(super) fn keep(&mut self, is_kept: &[bool]) {
+    pub(crate) fn keep(&mut self, is_kept: &[bool]) {
         // Kept steps in front of each.
         let mut before = vec![0; is_kept.len() + 1];
         for (at, &is_kept) in is_kept.iter().enumerate() {
@@ -349,7 +376,8 @@ impl Program {
         self.buffers.retain(|_| *used.next().expect("one for each buffer"));
         self.each_use(|buffer| *buffer = ids[buffer.index()]);
     }
-    fn each_use(&mut self, mut f: impl FnMut(&mut BufferId)) {
+    /// Calls `f` with every use of a buffer, in order: an instruction's inputs, outputs and scratch.
+    pub(crate) fn each_use(&mut self, mut f: impl FnMut(&mut BufferId)) {
         for step in &mut self.steps {
             step.inputs.iter_mut().chain(&mut step.outputs).for_each(|operand| f(&mut operand.buffer));
             step.workspace.iter_mut().for_each(&mut f);
@@ -357,9 +385,15 @@ impl Program {
         self.inputs.iter_mut().chain(&mut self.outputs).for_each(|instance| f(&mut instance.operand.buffer));
     }
 
+    /// The number of a message or collective.
+    pub(crate) fn add_request(&mut self) -> usize {
+        self.requests += 1;
+        self.requests - 1
+    }
+
     pub fn add(&mut self, bytes: u64, label: Label, held: Held) -> BufferId {
         let id = BufferId(u32::try_from(self.buffers.len()).expect("fewer than 2^32 buffers"));
-        self.buffers.push(Buffer { bytes, label, held, counted: None });
+        self.buffers.push(Buffer { bytes, label, held, counted: None, origin: None });
         id
     }
 }

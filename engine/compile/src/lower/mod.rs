@@ -1,45 +1,35 @@
 //! One list of instructions per rank: walks the rank's actions and lays down the nodes of each part.
 //!
-//! In: a graph whose nodes are marked F, I, W or update, and the actions of a schedule. Out: a [`Program`]. In-place
-//! decisions are made here, so that the planner sees merged buffers. Never: an address.
+//! In: a graph whose nodes are marked F, I, W or update, and the actions of a schedule. Out: a [`Program`] in which every making
+//! of a value has a buffer of its own, and values of other ranks are read as if they were there; the passes send and receive
+//! them, let outputs take over inputs, and more ([`passes`](crate::passes)). Never: an address.
 //!
 //! Values of the forward and backward parts exist once per micro-batch. What the update reads of them is their *sum* over
 //! the micro-batches: operations that can add to their output do so in place, others get an addition behind them.
-//!
-//! What is read on another rank than where it is made is sent as soon as it is there, and received in front of its first
-//! reader. The wait for a send stands where the order of the step says that the message was taken, so it never blocks
-//! between actions; until then the bytes stay as they are.
 
-mod again;
-mod counted;
-mod early;
-mod let_go;
-mod stash;
-mod transfer;
+mod dynamic_rows;
+mod evict_rows;
+mod overlap_reduce;
+mod rematerialize;
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use candle_core::DType;
 use gapless_alloc::{Label, Role};
-use gapless_graph::Op;
 use gapless_graph::nn::{Fill, Init};
-use gapless_graph::ops::{Binary, BinaryKind, Contiguous};
-use gapless_graph::{Graph, Node, NodeId, Phase, Place, Source, Value, ValueId};
+use gapless_graph::ops::{Binary, BinaryKind, Collective, Contiguous};
+use gapless_graph::{Graph, Node, NodeId, Op, Phase, Place, Source, Value, ValueId};
 use gapless_parallel::Action;
 
-use self::again::{Life, Reads};
-use self::counted::Counts;
-use self::early::{Early, collective_of};
-use self::let_go::LetGo;
-use self::stash::PutAway;
-use self::transfer::{Collecting, Sending};
-use super::fuse::fuse;
-use super::hoist::{UPDATE, hoist};
-use super::messages::{Crossings, phases};
-use super::order::order;
-use super::program::{BufferId, Held, Instance, Operand, Part, Program, Step, Work, role_of_node};
+use self::dynamic_rows::Counts;
+use self::evict_rows::LetGo;
+use self::overlap_reduce::Early;
+use self::rematerialize::Life;
+use crate::cross_rank::{Crossings, phases};
 use crate::error::Result;
+use crate::passes::{self, Context, FINISH, UPDATE};
+use crate::program::{BufferId, Held, Instance, Operand, Origin, Part, Program, Step, Work, role_of_node};
 use crate::recompute::Recomputation;
 
 /// What to lower, and how.
@@ -76,13 +66,13 @@ pub enum Target {
     },
     /// A GPU's.
     Cuda,
-    /// A GPU's, each operation with kernels of its own: what those that do several operations are judged by.
+    /// A GPU's, each operation with kernels of its own: the reference of those that do several operations.
     CudaUnfused,
 }
 
 impl Target {
-    /// Whether what is counted while a program runs can have its place there and then.
-    pub(super) fn counts(self) -> bool {
+    /// Whether what is counted while a program runs can be placed while it runs.
+    pub(crate) fn counts(self) -> bool {
         matches!(self, Self::Cpu { .. })
     }
 }
@@ -110,57 +100,44 @@ impl Output {
     }
 }
 
-/// Lowers a graph along a schedule, for one rank.
+/// Lowers a graph along a schedule, for one rank, and runs all passes over the program.
 ///
 /// # Errors
 /// When the actions wait for each other in a circle, or for what is never made.
 pub fn lower(lowering: &Lowering<'_>) -> Result<Program> {
-    let mut lowerer = Lowerer::new(lowering)?;
-    for (index, action) in lowering.table[lowering.rank].iter().enumerate() {
-        lowerer.action(index, action);
-    }
-    lowerer.update();
-    lowerer.finish();
-    let mut program = lowerer.program;
-    hoist(&mut program);
-    order(&mut program);
-    if lowering.target == Target::Cuda {
-        fuse(&mut program);
-    }
+    let alive = alive_nodes(lowering.graph, lowering.outputs);
+    let crossings = Crossings::new(lowering.graph, &alive, lowering.table, lowering.outputs);
+    let context = Context { lowering, alive: &alive, crossings: &crossings };
+    let mut program = instructions(&context);
+    passes::run(&mut program, &context)?;
     Ok(program)
 }
 
-/// Stands for the sum over micro-batches where a key names a micro-batch.
-const SUM: u32 = u32::MAX;
-
-/// Where an instance of a root lies, and how often it will still be read.
-#[derive(Debug, Clone, Copy)]
-struct Placed {
-    buffer: BufferId,
-    reads_left: usize,
+/// The instructions of a rank, before any pass.
+fn instructions(context: &Context<'_>) -> Program {
+    let mut lowerer = Lowerer::new(context);
+    for (index, action) in context.lowering.table[context.lowering.rank].iter().enumerate() {
+        lowerer.action(index, action);
+    }
+    lowerer.update();
+    lowerer.outputs();
+    lowerer.program
 }
 
 struct Lowerer<'a> {
     of: &'a Lowering<'a>,
+    crossings: &'a Crossings,
     program: Program,
+    /// Nodes that are still to run.
     alive: Vec<bool>,
-    /// How often each root is read.
-    reads: Reads<'a>,
     /// Roots made per micro-batch that the update reads summed.
     accumulated: Vec<bool>,
-    /// Instances by (root, micro-batch); what exists once stands at micro-batch 0, sums at [`SUM`].
-    placed: HashMap<(ValueId, u32), Placed>,
-    /// Instances that wait for the backward otherwise than as they are, by (root, micro-batch).
-    away: HashMap<(ValueId, u32), PutAway>,
-    crossings: Crossings,
+    /// Roots that are read, or handed to another rank, within their micro-batch.
+    read_within: Vec<bool>,
+    /// The buffer of each making of a value that is there.
+    placed: HashMap<Origin, BufferId>,
     /// The nodes to run of each place and phase, in the order of the graph.
     nodes: HashMap<(Place, Phase), Vec<NodeId>>,
-    /// The action before which a message has been taken, by (root, micro-batch, receiver).
-    taken: HashMap<(ValueId, u32, usize), usize>,
-    /// Sends that nobody has waited for yet.
-    sending: Vec<Sending>,
-    /// Collectives that nobody has waited for yet.
-    collecting: Vec<Collecting>,
     /// Nodes of the update that can run before the last action is over: what sums gradients over the data ranks.
     early: Vec<Early>,
     /// Values whose rows are counted.
@@ -170,82 +147,53 @@ struct Lowerer<'a> {
 }
 
 impl<'a> Lowerer<'a> {
-    fn new(of: &'a Lowering<'a>) -> Result<Self> {
+    fn new(context: &Context<'a>) -> Self {
+        let Context { lowering: of, alive, crossings } = *context;
         let graph = of.graph;
-        let alive = alive_nodes(graph, of.outputs);
-        let crossings = Crossings::new(graph, &alive, of.table, of.outputs);
-        let taken = crossings.taken(graph, of.table, of.rank)?;
-        let mut accumulated = vec![false; graph.values().len()];
-        for node in graph.node_ids().filter(|n| alive[n.index()]).map(|n| graph.node(n)) {
-            for root in node.inputs.iter().map(|&i| graph.value(i).root) {
-                let per_micro_batch = graph.producer(root).is_some_and(|p| p.phase != Phase::Update);
-                accumulated[root.index()] |= node.phase == Phase::Update && per_micro_batch;
-            }
-        }
-        let counts = Counts::new(of, &alive, &crossings);
-        let let_go = LetGo::new(of, &alive, &counts);
-        let reads = Reads::new(of, &alive, &crossings, &let_go);
+        let values = graph.values().len();
+        let (mut accumulated, mut read_within) = (vec![false; values], vec![false; values]);
         let mut nodes: HashMap<(Place, Phase), Vec<NodeId>> = HashMap::new();
         for id in graph.node_ids().filter(|id| alive[id.index()]) {
-            nodes.entry((graph.node(id).place, graph.node(id).phase)).or_default().push(id);
+            let node = graph.node(id);
+            let is_here = crossings.ranks_of(node.place).contains(&of.rank);
+            for root in node.inputs.iter().map(|&input| graph.value(input).root) {
+                let per_micro_batch = graph.producer(root).is_some_and(|p| p.phase != Phase::Update);
+                accumulated[root.index()] |= node.phase == Phase::Update && per_micro_batch;
+                read_within[root.index()] |= node.phase != Phase::Update && is_here;
+            }
+            for &output in &node.outputs {
+                read_within[output.index()] |= crossings.per_micro_batch(output).next().is_some();
+            }
+            nodes.entry((node.place, node.phase)).or_default().push(id);
         }
+        let counts = Counts::new(of, alive, crossings);
+        let let_go = LetGo::new(of, alive, &counts);
         let program = Program { name: of.name.into(), ..Program::default() };
-        let (placed, away) = (HashMap::new(), HashMap::new());
-        let (sending, collecting, early) = (Vec::new(), Vec::new(), Vec::new());
-        let mut lowerer = Self {
-            of,
-            program,
-            alive,
-            reads,
-            accumulated,
-            placed,
-            away,
-            crossings,
-            nodes,
-            taken,
-            sending,
-            collecting,
-            early,
-            counts,
-            let_go,
-        };
-        lowerer.early = lowerer.early_nodes();
-        Ok(lowerer)
+        let (placed, alive, early) = (HashMap::new(), alive.to_vec(), Vec::new());
+        let lowerer =
+            Self { of, crossings, program, alive, accumulated, read_within, placed, nodes, early, counts, let_go };
+        Self { early: lowerer.early_nodes(), ..lowerer }
     }
 
     /// F, B, I or W of one stage and micro-batch.
     fn action(&mut self, index: usize, action: &Action) {
         let graph = self.of.graph;
         let (first, micro_batch) = (self.program.steps.len(), action.micro_batch.0);
-        let needs: Vec<ValueId> = self.crossings.needs(action).collect();
-        for root in needs {
-            if !self.placed.contains_key(&(root, micro_batch)) {
-                self.receive((root, micro_batch), Some(micro_batch));
-            }
-        }
-        self.wait_for_sends(|sending| sending.taken.is_some_and(|taken| taken <= index));
         let place = Place::Stage(action.stage);
         let of_phase = |&phase: &Phase| self.nodes.get(&(place, phase)).into_iter().flatten().copied();
         let mut nodes: Vec<NodeId> = phases(action.kind).iter().flat_map(of_phase).collect();
         nodes.sort_unstable();
-        let mut made = Vec::new();
         let last = self.last_phases(index, action);
-        for node in nodes.into_iter().map(|id| graph.node(id)) {
+        for id in nodes {
+            let node = graph.node(id);
             self.restore(node, micro_batch);
-            self.node(node, micro_batch);
-            self.put_away(node, micro_batch);
-            made.extend(&node.outputs);
+            self.node(id, micro_batch);
             if last.contains(&node.phase) {
                 self.complete(&node.outputs);
             }
         }
-        for root in made {
-            let to: Vec<usize> = self.crossings.per_micro_batch(root).collect();
-            to.into_iter().for_each(|to| self.send((root, micro_batch), to, Some(micro_batch)));
-        }
         if phases(action.kind).contains(&Phase::Forward) {
-            self.put_away_rest(action.stage, micro_batch);
-            self.drop_reborn(action.stage, micro_batch);
+            self.drop_rematerialized(action.stage, micro_batch);
         }
         self.end_part(first, action.to_string(), Some(*action));
     }
@@ -254,273 +202,206 @@ impl<'a> Lowerer<'a> {
     fn update(&mut self) {
         let graph = self.of.graph;
         let first = self.program.steps.len();
-        self.wait_for_sends(|_| true);
-        let per_step: Vec<ValueId> = self.crossings.all_per_step().collect();
-        for root in per_step {
-            let maker = graph.producer(root).expect("what crosses is made by a node");
-            if maker.phase != Phase::Update && self.is_here(maker.place) {
-                self.send_per_step(root);
-            }
-        }
         for id in graph.node_ids() {
             let node = graph.node(id);
-            if node.phase != Phase::Update || !self.alive[id.index()] {
-                continue;
-            }
-            let here = self.is_here(node.place);
-            if here {
-                for root in node.inputs.iter().map(|&input| graph.value(input).root) {
-                    self.receive_per_step(root);
-                }
-                self.node(node, 0);
-                node.outputs.iter().for_each(|&output| self.send_per_step(output));
-            }
-            for &(input, _) in node.op.must_overwrite() {
-                self.refresh(graph.value(node.inputs[input]).root, node.place, here);
+            if node.phase == Phase::Update && self.alive[id.index()] && self.is_here(node.place) {
+                self.node(id, 0);
             }
         }
         self.end_part(first, UPDATE.into(), None);
     }
 
     fn end_part(&mut self, first: usize, name: String, action: Option<Action>) {
-        let last = self.program.steps.len();
-        if last > first {
-            self.program.parts.push(Part { steps: first..last, name, action });
-        }
+        self.program.parts.push(Part { steps: first..self.program.steps.len(), name, action });
     }
 
     fn is_here(&self, place: Place) -> bool {
         self.crossings.ranks_of(place).contains(&self.of.rank)
     }
 
-    fn node(&mut self, node: &Node, micro_batch: u32) {
-        self.instruct(node, micro_batch, Life::First);
-        self.settle(node, micro_batch);
+    fn node(&mut self, id: NodeId, micro_batch: u32) {
+        self.instruct(id, micro_batch, Life::First);
+        self.settle(self.of.graph.node(id), micro_batch);
     }
 
     /// Lays down a node, with what belongs behind it.
-    fn instruct(&mut self, node: &Node, micro_batch: u32, life: Life) {
+    fn instruct(&mut self, id: NodeId, micro_batch: u32, life: Life) {
         let graph = self.of.graph;
-        let roots: Vec<ValueId> = node.inputs.iter().map(|&input| graph.value(input).root).collect();
-        let keys: Vec<_> = roots.iter().map(|&root| self.key(root, node.phase, micro_batch)).collect();
-        keys.iter().for_each(|key| self.finish_with(*key));
+        let node = graph.node(id);
         let mut inputs: Vec<Operand> = Vec::with_capacity(node.inputs.len());
         for &id in &node.inputs {
             let value = graph.value(id);
             let buffer = self.instance(value.root, node.phase, micro_batch);
             inputs.push(Operand::new(buffer, value));
         }
-        let collective = collective_of(node);
-        if collective.is_none() {
-            keys.iter().for_each(|key| self.read(*key));
-        }
-        let mut outputs = Vec::with_capacity(node.outputs.len());
+        let mut behind = Vec::new();
         let mut accumulate = 0;
-        let (mut add_behind, mut copy_behind) = (Vec::new(), Vec::new());
-        for (index, &id) in node.outputs.iter().enumerate() {
-            let value = graph.value(id);
-            if let Some(buffer) = life.only_if().and_then(|_| self.still_placed(id, micro_batch)) {
-                outputs.push(Operand::new(buffer, value));
-                continue;
-            }
-            let (per_micro_batch, per_step) =
-                (self.reads.per_micro_batch(id, micro_batch, life), self.reads.per_step(id));
-            let sum = self.placed.get(&(id, SUM)).map(|sum| sum.buffer);
-            let buffer = match sum {
-                Some(sum) if per_micro_batch == 0 && node.op.accumulates(index) => {
-                    accumulate |= 1 << index;
-                    sum
-                }
-                _ => {
-                    let taken_over = self.overwritten(node, index, micro_batch, &mut inputs);
-                    let buffer = taken_over.unwrap_or_else(|| self.fresh(node, id, index, micro_batch));
-                    let reads_left = match (self.accumulated[id.index()], sum) {
-                        (false, _) => per_micro_batch + per_step,
-                        (true, Some(sum)) => {
-                            add_behind.push((sum, buffer, value));
-                            per_micro_batch
-                        }
-                        // The first micro-batch to come begins the sum: with its own bytes, unless they are still read.
-                        (true, None) if per_micro_batch == 0 => {
-                            self.placed.insert((id, SUM), Placed { buffer, reads_left: per_step });
-                            usize::MAX
-                        }
-                        (true, None) => {
-                            let sum = self.fresh(node, id, index, micro_batch);
-                            self.placed.insert((id, SUM), Placed { buffer: sum, reads_left: per_step });
-                            copy_behind.push((sum, buffer, value));
-                            per_micro_batch
-                        }
-                    };
-                    // What is still there from its first life stays where it is. What is made beside rows that come back, and
-                    // not for them, is nobody's: whoever wants it has it made in any case.
-                    let key = self.key(id, node.phase, micro_batch);
-                    let is_wanted = life.only_if().is_none() || self.is_between(id, micro_batch);
-                    if is_wanted && (life == Life::First || !self.placed.contains_key(&key)) {
-                        self.placed.insert(key, Placed { buffer, reads_left });
-                    }
-                    buffer
-                }
-            };
-            outputs.push(Operand::new(buffer, value));
+        let mut outputs = Vec::with_capacity(node.outputs.len());
+        for index in 0..node.outputs.len() {
+            let (buffer, adds) = self.output(node, index, micro_batch, life, &mut inputs, &mut behind);
+            accumulate |= u64::from(adds) << index;
+            outputs.push(Operand::new(buffer, graph.value(node.outputs[index])));
         }
         let workspace = self.workspace(node, micro_batch);
-        let work = match collective {
-            Some(collective) => {
-                let request = self.program.requests;
-                self.program.requests += 1;
-                let operands = inputs.iter().chain(&outputs).map(|o| Operand { overwritten_by: None, ..o.clone() });
-                let (operands, makes) = (operands.collect(), node.outputs[0]);
-                self.collecting.push(Collecting { request, operands, reads: keys, makes, only_if: life.only_if() });
-                Work::Collective(collective, request)
-            }
+        let counts = node.outputs.first().and_then(|&output| self.count_made(output, micro_batch));
+        let work = match collective_of(node) {
+            Some(collective) => Work::Collective(collective, self.program.add_request()),
             None => Work::Compute(node.op.clone()),
         };
-        let layer = node.layer.clone();
-        let again = life == Life::Second;
-        let counts = node.outputs.first().and_then(|&output| self.count_made(output, micro_batch));
-        self.program.steps.push(Step {
-            work,
-            inputs,
-            outputs,
-            workspace,
-            accumulate,
-            micro_batch,
-            layer,
-            again,
-            counts,
-            only_if: life.only_if(),
-        });
-        for (sum, part, value) in copy_behind {
-            let input = [(part, None)];
-            self.behind(Arc::new(Contiguous), &input, sum, value, node, micro_batch);
-        }
-        for (sum, part, value) in add_behind {
-            let inputs = [(sum, Some(0)), (part, None)];
-            self.behind(Arc::new(Binary { kind: BinaryKind::Add }), &inputs, sum, value, node, micro_batch);
+        let step = Step::plain(work, inputs, outputs, micro_batch, node.layer.clone());
+        let (again, only_if) = (life == Life::Second, life.only_if());
+        self.program.steps.push(Step { workspace, accumulate, again, counts, only_if, node: Some(id), ..step });
+        for Behind { op, inputs, output, value } in behind {
+            let input = |(buffer, overwritten_by)| Operand { overwritten_by, ..Operand::new(buffer, value) };
+            let (inputs, outputs) = (inputs.into_iter().map(input).collect(), vec![Operand::new(output, value)]);
+            let step = Step::plain(Work::Compute(op), inputs, outputs, micro_batch, node.layer.clone());
+            self.program.steps.push(Step { node: Some(id), ..step });
         }
     }
 
-    /// A step behind a node's own, on instances of one of its outputs.
-    fn behind(
+    /// The buffer of an output, and whether the operation adds to what is there. An output that the update reads is summed over the
+    /// micro-batches: in the operation, or by a step behind it.
+    fn output(
         &mut self,
-        op: Arc<dyn Op>,
-        inputs: &[(BufferId, Option<usize>)],
-        output: BufferId,
-        value: &Value,
         node: &Node,
+        index: usize,
         micro_batch: u32,
-    ) {
-        let input = |&(buffer, overwritten_by)| Operand { overwritten_by, ..Operand::new(buffer, value) };
-        let (inputs, outputs) = (inputs.iter().map(input).collect(), vec![Operand::new(output, value)]);
-        let layer = node.layer.clone();
-        self.program.steps.push(Step::plain(Work::Compute(op), inputs, outputs, micro_batch, layer));
+        life: Life,
+        inputs: &mut [Operand],
+        behind: &mut Vec<Behind<'a>>,
+    ) -> (BufferId, bool) {
+        let id = node.outputs[index];
+        let value = self.of.graph.value(id);
+        if let Some(buffer) = life.only_if().and_then(|_| self.still_placed(id, micro_batch)) {
+            return (buffer, false);
+        }
+        let (is_read, sum) = (self.read_within[id.index()], self.placed.get(&Origin::sum(id)).copied());
+        if let Some(sum) = sum
+            && !is_read
+            && node.op.accumulates(index)
+        {
+            return (sum, true);
+        }
+        let mutated = node.op.must_overwrite().iter().find(|pair| pair.1 == index);
+        let buffer = match mutated {
+            Some(&(input, _)) => {
+                inputs[input].overwritten_by = Some(index);
+                inputs[input].buffer
+            }
+            None => self.fresh(node, id, index, micro_batch),
+        };
+        match (self.accumulated[id.index()], sum) {
+            (false, _) => {}
+            (true, Some(sum)) => {
+                let op = Arc::new(Binary { kind: BinaryKind::Add });
+                behind.push(Behind { op, inputs: vec![(sum, Some(0)), (buffer, None)], output: sum, value });
+            }
+            // The first micro-batch to come begins the sum: with its own bytes, unless they are still read.
+            (true, None) if !is_read => {
+                self.placed.insert(Origin::sum(id), buffer);
+                self.program.buffers[buffer.index()].origin = Some(Origin::sum(id));
+            }
+            (true, None) => {
+                let sum = self.fresh(node, id, index, micro_batch);
+                self.placed.insert(Origin::sum(id), sum);
+                self.program.buffers[sum.index()].origin = Some(Origin::sum(id));
+                behind.push(Behind { op: Arc::new(Contiguous), inputs: vec![(buffer, None)], output: sum, value });
+            }
+        }
+        // What is still there from its first life stays where it is. What is made beside rows that come back, and not for them,
+        // is nobody's: whoever wants it has it made as well.
+        let key = self.key(id, node.phase, micro_batch);
+        let is_wanted = life.only_if().is_none() || self.is_between(id, micro_batch);
+        if is_wanted && (life == Life::First || !self.placed.contains_key(&key)) {
+            self.placed.insert(key, buffer);
+        }
+        (buffer, false)
     }
 
-    /// The key of the instance of `root` that a node of `phase` sees.
-    fn key(&self, root: ValueId, phase: Phase, micro_batch: u32) -> (ValueId, u32) {
+    /// The making of `root` that a node of `phase` sees.
+    fn key(&self, root: ValueId, phase: Phase, micro_batch: u32) -> Origin {
         let once = match &self.of.graph.value(root).source {
             Source::Node { node, .. } => self.of.graph.node(*node).phase == Phase::Update,
             Source::Persistent { .. } | Source::Constant(_) => true,
             Source::Input { name } => name.starts_with(PER_STEP),
         };
         match phase {
-            _ if once => (root, 0),
-            Phase::Update if self.accumulated[root.index()] => (root, SUM),
-            _ => (root, micro_batch),
+            _ if once => Origin::of(root, 0),
+            Phase::Update if self.accumulated[root.index()] => Origin::sum(root),
+            _ => Origin::of(root, micro_batch),
         }
     }
 
-    /// The buffer of an instance that is read, declared on first sight if it comes from outside.
+    /// The buffer of a value that is read, declared on first sight if it comes from outside or from another rank.
     fn instance(&mut self, root: ValueId, phase: Phase, micro_batch: u32) -> BufferId {
         let key = self.key(root, phase, micro_batch);
-        if let Some(placed) = self.placed.get(&key) {
-            return placed.buffer;
+        if let Some(&buffer) = self.placed.get(&key) {
+            return buffer;
         }
         let value = self.of.graph.value(root);
-        let (tensor, role, held) = match &value.source {
+        let buffer = match &value.source {
             Source::Persistent { name, fill } => {
                 let role = self.of.roles.get(&root).copied().unwrap_or(Role::Parameter);
-                (name.clone(), role, Held::Always { fill: fill.clone(), spec: value.spec.clone() })
+                let layer = name.rsplit_once('.').map_or("", |(layer, _)| layer).to_owned();
+                let label = Label { tensor: name.clone(), op: String::new(), layer, role };
+                let held = Held::Always { fill: fill.clone(), spec: value.spec.clone() };
+                self.program.add(value.spec.bytes(), label, held)
             }
-            Source::Constant(number) => {
-                // Programs share by name, and one number of two types is two tensors.
-                let name = match value.spec.dtype {
-                    DType::F32 => format!("constant {number}"),
-                    other => format!("constant {number} ({})", other.as_str()),
-                };
-                let fill = Fill { init: Init::Const(*number), name: name.clone(), first: 0 };
-                (name, Role::Input, Held::Always { fill, spec: value.spec.clone() })
-            }
-            Source::Input { name } => (name.clone(), Role::Input, Held::FromStart),
-            Source::Node { .. } => unreachable!("inputs are made, or received, before they are read"),
+            Source::Constant(number) => self.constant(*number, value),
+            Source::Input { name } => self.input(name, key, value),
+            Source::Node { .. } => self.from_elsewhere(root, key),
         };
-        let op = if matches!(held, Held::FromStart) { "input" } else { "" };
-        let layer = match &value.source {
-            Source::Persistent { .. } => tensor.rsplit_once('.').map_or("", |(layer, _)| layer).to_owned(),
-            _ => String::new(),
-        };
-        let label = Label { tensor: tensor.clone(), op: op.into(), layer, role };
-        let from_host = matches!(held, Held::FromStart);
-        let buffer = self.program.add(value.spec.bytes(), label, held);
-        // Persistent tensors are read by whoever comes next, so nothing may take their bytes.
-        let (per_micro_batch, per_step) =
-            (self.reads.per_micro_batch(root, micro_batch, Life::First), self.reads.per_step(root));
-        let reads_left = if from_host { per_micro_batch + per_step } else { usize::MAX };
-        self.placed.insert(key, Placed { buffer, reads_left });
-        if from_host {
-            let operand = Operand::new(buffer, value);
-            let spec = value.spec.clone();
-            self.program.inputs.push(Instance { name: tensor, micro_batch: key.1, operand, spec });
-        }
+        self.program.buffers[buffer.index()].origin = Some(key);
+        self.placed.insert(key, buffer);
         buffer
     }
 
-    /// The bytes of an input that this output takes over, if any.
-    fn overwritten(
-        &mut self,
-        node: &Node,
-        output: usize,
-        micro_batch: u32,
-        inputs: &mut [Operand],
-    ) -> Option<BufferId> {
-        let out = &self.of.graph.value(node.outputs[output]).spec;
-        if let Some(&(input, _)) = node.op.must_overwrite().iter().find(|pair| pair.1 == output) {
-            inputs[input].overwritten_by = Some(output);
-            return Some(inputs[input].buffer);
-        }
-        for &(input, _) in node.op.may_overwrite().iter().filter(|pair| pair.1 == output) {
-            let root = self.of.graph.value(node.inputs[input]).root;
-            let placed = self.placed[&self.key(root, node.phase, micro_batch)];
-            let counted = self.counted(node.outputs[output], micro_batch);
-            let operand = &inputs[input];
-            let whole = operand.layout.is_contiguous()
-                && operand.layout.start_offset() == 0
-                && self.program.buffers[operand.buffer.index()].bytes == out.bytes()
-                && self.program.buffers[operand.buffer.index()].counted == counted;
-            let alone = inputs.iter().filter(|other| other.buffer == operand.buffer).count() == 1;
-            let made_here = matches!(self.program.buffers[operand.buffer.index()].held, Held::No);
-            if placed.reads_left == 0 && whole && alone && made_here && operand.overwritten_by.is_none() {
-                let buffer = operand.buffer;
-                inputs[input].overwritten_by = Some(output);
-                return Some(buffer);
-            }
-        }
-        None
+    fn constant(&mut self, number: f64, value: &Value) -> BufferId {
+        // Programs share by name, and one number of two types is two tensors.
+        let name = match value.spec.dtype {
+            DType::F32 => format!("constant {number}"),
+            other => format!("constant {number} ({})", other.as_str()),
+        };
+        let fill = Fill { init: Init::Const(number), name: name.clone(), first: 0 };
+        let label = Label { tensor: name, op: String::new(), layer: String::new(), role: Role::Input };
+        self.program.add(value.spec.bytes(), label, Held::Always { fill, spec: value.spec.clone() })
+    }
+
+    fn input(&mut self, name: &str, key: Origin, value: &Value) -> BufferId {
+        let label = Label { tensor: name.to_owned(), op: "input".into(), layer: String::new(), role: Role::Input };
+        let buffer = self.program.add(value.spec.bytes(), label, Held::FromStart);
+        let (operand, spec) = (Operand::new(buffer, value), value.spec.clone());
+        self.program.inputs.push(Instance { name: name.to_owned(), micro_batch: key.micro_batch, operand, spec });
+        buffer
+    }
+
+    /// A value that another rank makes.
+    fn from_elsewhere(&mut self, root: ValueId, key: Origin) -> BufferId {
+        let maker = self.of.graph.producer(root).expect("it is made by a node");
+        debug_assert!(!self.is_here(maker.place), "inputs are made before they are read");
+        let output = maker.outputs.iter().position(|&output| output == root).unwrap_or(0);
+        let buffer = self.fresh(maker, root, output, key.micro_batch);
+        self.program.buffers[buffer.index()].label.role = Role::Communication;
+        buffer
     }
 
     fn fresh(&mut self, node: &Node, id: ValueId, output: usize, micro_batch: u32) -> BufferId {
         let of = node.op.name();
-        let tensor = match (node.phase, self.accumulated[id.index()]) {
+        let is_summed = self.accumulated[id.index()];
+        let tensor = match (node.phase, is_summed) {
             (Phase::Update, _) | (_, true) => format!("{}/{of}.{output}", node.layer),
             _ => format!("{}/{of}.{output} of micro-batch {micro_batch}", node.layer),
         };
-        let role = if self.accumulated[id.index()] { Role::Gradient } else { role_of_node(node.phase) };
-        let label = Label { tensor, op: of.into(), layer: node.layer.to_string(), role };
         let counted = self.counted(id, micro_batch);
-        let role = if counted.is_some() { Role::Routing } else { role };
-        let buffer = self.program.add(self.of.graph.value(id).spec.bytes(), Label { role, ..label }, Held::No);
-        self.program.buffers[buffer.index()].counted = counted;
+        let role = match counted {
+            Some(_) => Role::Routing,
+            None if is_summed => Role::Gradient,
+            None => role_of_node(node.phase),
+        };
+        let label = Label { tensor, op: of.into(), layer: node.layer.to_string(), role };
+        let buffer = self.program.add(self.of.graph.value(id).spec.bytes(), label, Held::No);
+        let of = &mut self.program.buffers[buffer.index()];
+        (of.counted, of.origin) = (counted, Some(Origin::of(id, micro_batch)));
         buffer
     }
 
@@ -544,14 +425,11 @@ impl<'a> Lowerer<'a> {
     }
 
     /// Names what the host reads, and holds it until the end.
-    fn finish(&mut self) {
+    fn outputs(&mut self) {
         let graph = self.of.graph;
-        let first = self.program.steps.len();
         for output in self.of.outputs {
             let value = graph.value(output.value);
-            if output.everywhere {
-                self.receive_per_step(value.root);
-            } else if graph.place_of(value.root).is_some_and(|place| !self.is_here(place)) {
+            if !output.everywhere && graph.place_of(value.root).is_some_and(|place| !self.is_here(place)) {
                 continue;
             }
             let buffer = self.instance(value.root, Phase::Update, 0);
@@ -559,14 +437,26 @@ impl<'a> Lowerer<'a> {
             if matches!(held, Held::No) {
                 *held = Held::ToEnd;
             }
-            let operand = Operand::new(buffer, value);
-            let spec = value.spec.clone();
+            let (operand, spec) = (Operand::new(buffer, value), value.spec.clone());
             self.program.outputs.push(Instance { name: output.name.clone(), micro_batch: 0, operand, spec });
         }
-        self.finish_collectives(|_| true);
-        self.wait_for_sends(|_| true);
-        self.end_part(first, "finish".into(), None);
+        self.end_part(self.program.steps.len(), FINISH.into(), None);
     }
+}
+
+/// A step behind a node's own, on buffers of one of its outputs.
+struct Behind<'a> {
+    op: Arc<dyn Op>,
+    /// Each with the output that overwrites it.
+    inputs: Vec<(BufferId, Option<usize>)>,
+    output: BufferId,
+    value: &'a Value,
+}
+
+/// The collective that a node is, if it is one.
+pub(crate) fn collective_of(node: &Node) -> Option<Collective> {
+    let op: &dyn std::any::Any = &*node.op;
+    op.downcast_ref().copied()
 }
 
 /// Inputs whose name begins so are written once per step instead of once per micro-batch.

@@ -8,7 +8,7 @@
 //! [`CANDIDATES`] is looked at in runs of so many.
 
 #[cfg(test)]
-mod judge;
+mod reference;
 
 use std::collections::HashMap;
 use std::rc::Rc;

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use gapless_graph::{Graph, Node, Phase};
 
-use super::policy::block_of;
+use crate::recompute::policy::block_of;
 
 /// Layers of a graph, by the names of its nodes.
 #[derive(Debug)]

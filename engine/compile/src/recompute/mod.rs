@@ -15,14 +15,13 @@ mod budget;
 mod groups;
 mod layer;
 mod min_cut;
-mod policy;
-mod report;
+pub(crate) mod policy;
 mod saved;
 mod stash;
 
+pub use crate::report::{LayerAgain, layers_again, micro_batches_again};
 pub(crate) use policy::Resolving;
 pub use policy::{Layers, Recompute};
-pub use report::{LayerAgain, layers_again, micro_batches_again};
 pub(crate) use saved::Saved;
 pub use stash::Offload;
 pub(crate) use stash::{Stash, Stashing};
@@ -45,9 +44,8 @@ pub struct Recomputation {
 /// What one micro-batch drops, and what brings it back.
 #[derive(Debug, Clone, Default)]
 pub struct Variant {
-    /// Roots that have a second life, by index of the value: those dropped, what leads to them, and what waits otherwise than as
-    /// it is.
-    reborn: Vec<bool>,
+    /// Roots that have a second life, by index of the value: those dropped, and what leads to them.
+    rematerialized: Vec<bool>,
     /// Nodes that run a second time, in order.
     again: Vec<NodeId>,
     /// Roots that wait for the backward otherwise than as they are.
@@ -55,16 +53,15 @@ pub struct Variant {
 }
 
 impl Variant {
-    /// Whether a root of the forward ends with it, and comes back in the backward.
-    pub fn is_reborn(&self, root: ValueId) -> bool {
-        self.reborn.get(root.index()).copied().unwrap_or(false)
+    /// Whether a root of the forward ends with it, and is computed again in the backward.
+    pub fn is_rematerialized(&self, root: ValueId) -> bool {
+        self.rematerialized.get(root.index()).copied().unwrap_or(false)
     }
 
-    /// The roots that come back.
-    pub fn reborn<'g>(&'g self, graph: &'g Graph) -> impl Iterator<Item = ValueId> + 'g {
+    /// The roots that are computed again.
+    pub fn rematerialized<'g>(&'g self, graph: &'g Graph) -> impl Iterator<Item = ValueId> + 'g {
         let outputs = self.again.iter().flat_map(|&node| &graph.node(node).outputs);
-        let made_again = outputs.copied().filter(|&root| self.is_reborn(root));
-        made_again.filter(|root| !self.stash.contains_key(root)).chain(self.stash.keys().copied())
+        outputs.copied().filter(|&root| self.is_rematerialized(root))
     }
 
     /// How a root waits for the backward, if not as it is.
@@ -72,14 +69,9 @@ impl Variant {
         self.stash.get(&root).copied()
     }
 
-    /// The roots that do not wait as they are.
-    pub fn stashed(&self) -> impl Iterator<Item = ValueId> + '_ {
-        self.stash.keys().copied()
-    }
-
-    /// The nodes that run a second time, in order.
-    pub fn again(&self) -> &[NodeId] {
-        &self.again
+    /// The roots that do not wait as they are, and how they do.
+    pub fn stashed(&self) -> impl Iterator<Item = (ValueId, Stash)> + '_ {
+        self.stash.iter().map(|(&root, &stash)| (root, stash))
     }
 }
 

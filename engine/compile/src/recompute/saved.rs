@@ -107,9 +107,9 @@ impl<'g> Saved<'g> {
     /// does not read, and can be made again, is not kept for that, unless a layer hands it on: so no way leads through
     /// more layers than those of what is dropped.
     pub fn dropping(&self, dropped: impl IntoIterator<Item = ValueId>) -> Variant {
-        let mut reborn = vec![false; self.graph.values().len()];
+        let mut rematerialized = vec![false; self.graph.values().len()];
         let mut missing: Vec<ValueId> = dropped.into_iter().collect();
-        missing.iter().for_each(|root| reborn[root.index()] = true);
+        missing.iter().for_each(|root| rematerialized[root.index()] = true);
         let mut again: BTreeSet<NodeId> = BTreeSet::new();
         while let Some(root) = missing.pop() {
             let Source::Node { node, .. } = self.graph.value(root).source else { continue };
@@ -118,17 +118,16 @@ impl<'g> Saved<'g> {
             }
             for input in self.graph.node(node).inputs.iter().map(|&input| self.graph.value(input).root) {
                 let index = input.index();
-                let is_kept = !reborn[index] && (self.is_read[index] || self.leaves_layer[index]);
+                let is_kept = !rematerialized[index] && (self.is_read[index] || self.leaves_layer[index]);
                 if self.repeatable[index] && !is_kept {
-                    reborn[index] = true;
+                    rematerialized[index] = true;
                     missing.push(input);
                 }
             }
         }
-        let kept = self.stash.iter().filter(|(root, _)| !reborn[root.index()]);
+        let kept = self.stash.iter().filter(|(root, _)| !rematerialized[root.index()]);
         let stash: BTreeMap<ValueId, Stash> = kept.map(|(&root, &stash)| (root, stash)).collect();
-        stash.keys().for_each(|root| reborn[root.index()] = true);
-        Variant { reborn, again: again.into_iter().collect(), stash }
+        Variant { rematerialized, again: again.into_iter().collect(), stash }
     }
 }
 

@@ -8,7 +8,7 @@ use gapless_alloc::Role;
 use gapless_parallel::StageId;
 
 #[cfg(test)]
-mod budget_judge;
+mod budget_reference;
 mod options;
 mod overflow;
 mod ranks;
@@ -25,10 +25,10 @@ use gapless_graph::optim::Updated;
 use gapless_graph::{Graph, Model, Phase, Place, Spec, Tensor, ValueId, lock};
 
 use self::update::{Parameter, Recorded, Update};
-use crate::cut::{ParameterStages, cut, cut_like, parameter_stages};
 use crate::error::{Error, Result};
 use crate::executable::{compile, height};
 use crate::lower::alive_nodes;
+use crate::partition::{ParameterStages, cut, cut_like, parameter_stages};
 use crate::recompute::{Recomputation, Resolving};
 use crate::{Executable, Held, Lowering, Output, Program, Target, lower};
 

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use gapless_parallel::{Action, Coordinate, Kind, Mesh, OneForwardOneBackward, Schedule, Shape, StageId};
 
 use super::StepOptions;
-use crate::cut::Cut;
 use crate::error::{Error, Result};
+use crate::partition::Cut;
 
 /// The order of work in a pipeline, and how the model is cut for it.
 #[derive(Clone)]

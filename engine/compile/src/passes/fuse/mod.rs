@@ -9,9 +9,9 @@
 //! so that reports know one from the other.
 
 mod fused;
-#[cfg(test)]
-mod judge;
 mod product;
+#[cfg(test)]
+mod reference;
 mod source;
 
 use std::collections::BTreeSet;
@@ -25,7 +25,9 @@ use gapless_kernels::cuda::launch::can_walk;
 
 use self::fused::{Fused, Member, Source};
 use self::product::Follows;
-use crate::order::Profile;
+use super::Context;
+use crate::error::Result;
+use crate::passes::reorder::Profile;
 use crate::program::{BufferId, Held, Operand, Program, Step, Work};
 
 /// How far in front of the last of them the first may stand.
@@ -38,8 +40,13 @@ const MOST_OPERANDS: usize = 16;
 /// Inputs, and constants, that expressions have a digit for.
 const MOST_NAMED: usize = 10;
 
+pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
+    fuse(program);
+    Ok(())
+}
+
 /// Merges what can be merged.
-pub(super) fn fuse(program: &mut Program) {
+fn fuse(program: &mut Program) {
     let mut fusion = Fusion::new(program);
     let mut merged: Vec<(usize, Step)> = Vec::new();
     for last in (0..program.steps.len()).rev() {

@@ -8,9 +8,9 @@ use std::ops::Range;
 use gapless_alloc::{Buffer, Options, Problem, Solution};
 
 use super::lifetimes::tick_of;
-use super::planning::planned;
-use super::program::{Program, Work};
 use crate::error::Result;
+use crate::plan::planned;
+use crate::program::{Program, Work};
 
 /// All offsets are multiples of this: a page.
 const PAGE: u64 = 4096;

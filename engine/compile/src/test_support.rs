@@ -4,7 +4,7 @@ use gapless_alloc::lower_bound;
 use gapless_parallel::{Action, Kind};
 
 use super::lifetimes::lifetimes;
-use super::program::{Part, Program};
+use crate::program::{Part, Program};
 
 /// The most live bytes, by the planner's own bound.
 pub fn most(program: &Program) -> u64 {

@@ -10,18 +10,25 @@
 mod window;
 
 #[cfg(test)]
-mod judge;
+mod reference;
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
 use std::ops::Range;
 
 use self::window::{WINDOW, Window};
-use super::lifetimes::ALIGNMENT;
-use super::program::{Held, Program, Step, Work};
+use super::Context;
+use crate::error::Result;
+use crate::lifetimes::ALIGNMENT;
+use crate::program::{Held, Program, Step, Work};
+
+pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
+    order(program);
+    Ok(())
+}
 
 /// Lowers the most live bytes of a program.
-pub fn order(program: &mut Program) {
+fn order(program: &mut Program) {
     let mut profile = Profile::new(program);
     // Windows that are alike have the same best order: those of layers, and of micro-batches.
     let mut known: HashMap<Window, Option<Vec<usize>>> = HashMap::new();
@@ -53,7 +60,7 @@ struct Touch {
 }
 
 /// The bytes that are alive at every place of an order, and what decides about them.
-pub(super) struct Profile {
+pub(crate) struct Profile {
     /// The instruction at each place.
     order: Vec<usize>,
     /// By instruction.

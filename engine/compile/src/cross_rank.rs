@@ -10,8 +10,8 @@ use gapless_communicator::{Direction, Tag};
 use gapless_graph::{Graph, Node, Phase, Place, Source, ValueId};
 use gapless_parallel::{Action, Kind, StageId};
 
-use super::lower::Output;
 use crate::error::{Error, Result};
+use crate::lower::Output;
 
 /// The phases that an action runs.
 pub fn phases(kind: Kind) -> &'static [Phase] {

@@ -1,14 +1,13 @@
 //! What of the update need not wait for the last action: gradients are summed over the data ranks as soon as this rank has
 //! completed them, while its backward goes on.
 
-use std::any::Any;
 use std::collections::HashSet;
 
-use gapless_graph::ops::Collective;
-use gapless_graph::{Node, NodeId, Phase, Place, ValueId};
+use gapless_graph::{NodeId, Phase, Place, ValueId};
 use gapless_parallel::Action;
 
-use super::{Lowerer, phases};
+use super::{Lowerer, collective_of};
+use crate::cross_rank::phases;
 
 /// A node of the update that waits for the last of its inputs.
 #[derive(Debug)]
@@ -67,10 +66,9 @@ impl Lowerer<'_> {
             early.waits_for.retain(|root| !complete.contains(root));
             let runs = early.waits_for.is_empty();
             if runs {
-                let node = graph.node(early.node);
-                self.node(node, 0);
+                self.node(early.node, 0);
                 self.alive[early.node.index()] = false;
-                complete.extend(&node.outputs);
+                complete.extend(&graph.node(early.node).outputs);
             }
             !runs
         });
@@ -88,10 +86,4 @@ impl Lowerer<'_> {
         };
         phases(action.kind).iter().copied().filter(|phase| !again(phase)).collect()
     }
-}
-
-/// The collective that a node is, if it is one.
-pub(super) fn collective_of(node: &Node) -> Option<Collective> {
-    let op: &dyn Any = &*node.op;
-    op.downcast_ref().copied()
 }

@@ -13,14 +13,13 @@ use gapless_alloc::{Label, Role};
 use gapless_graph::ops::{Collective, Group};
 use gapless_graph::{Graph, Node, NodeId, Phase, ValueId};
 
-use super::again::Life;
-use super::counted::Counts;
-use super::early::collective_of;
-use super::{Lowerer, Lowering};
-use crate::program::{Held, Operand, Step, Work};
+use super::dynamic_rows::Counts;
+use super::rematerialize::Life;
+use super::{BufferId, Lowerer, Lowering, collective_of};
+use crate::program::{Held, Operand, Origin, Step, Work};
 use crate::recompute::{Saved, Variant};
 
-/// What may be let go, by what counts it; per way of recomputing, as [`Reads`](super::again::Reads) has them.
+/// What may be let go, by what counts it; per way of recomputing, as [`Recomputation`](crate::recompute::Recomputation) counts them.
 #[derive(Debug, Default)]
 pub(super) struct LetGo {
     of: Vec<BTreeMap<ValueId, Rows>>,
@@ -64,7 +63,7 @@ impl LetGo {
         let rows = |variant: &Variant| {
             let mut by_count: BTreeMap<ValueId, Rows> = BTreeMap::new();
             for (&root, &starts) in &read {
-                if !variant.is_reborn(root) && is_repeatable(graph, &saved, root) {
+                if !variant.is_rematerialized(root) && is_repeatable(graph, &saved, root) {
                     by_count.entry(starts).or_default().roots.insert(root);
                 }
             }
@@ -72,16 +71,6 @@ impl LetGo {
             by_count
         };
         Self { of: variants.map(rows).collect(), read, back: HashSet::new() }
-    }
-
-    /// How often the nodes that make rows again read what; `table` is that of the way of recomputing.
-    pub(super) fn reads(&self, table: usize, graph: &Graph, mut read: impl FnMut(ValueId, bool)) {
-        for rows in self.of.get(table).into_iter().flat_map(BTreeMap::values) {
-            for node in rows.again.iter().map(|&id| graph.node(id)) {
-                let roots = node.inputs.iter().map(|&input| graph.value(input).root);
-                roots.for_each(|root| read(root, rows.between.contains(&root)));
-            }
-        }
     }
 }
 
@@ -95,7 +84,7 @@ impl Rows {
                 continue;
             }
             for input in graph.node(maker).inputs.iter().map(|&input| graph.value(input).root) {
-                let is_there = self.roots.contains(&input) || variant.is_reborn(input) || saved.is_read(input);
+                let is_there = self.roots.contains(&input) || variant.is_rematerialized(input) || saved.is_read(input);
                 if !is_there && !saved.leaves_layer(input) && saved.is_repeatable(input) && self.between.insert(input) {
                     missing.push(input);
                 }
@@ -131,8 +120,7 @@ impl Lowerer<'_> {
         let label = Label { tensor, op: "offer".into(), layer: node.layer.to_string(), role: Role::Communication };
         let buffer = self.program.add(size_of::<f32>() as u64, label, Held::No);
         let flag = Operand::scalar(buffer);
-        let request = self.program.requests;
-        self.program.requests += 1;
+        let request = self.program.add_request();
         let sum = Work::Collective(Collective::AllReduce { group: Group::Experts }, request);
         let summed = Operand { overwritten_by: Some(0), ..flag.clone() };
         for (work, inputs, outputs) in [
@@ -155,13 +143,12 @@ impl Lowerer<'_> {
             if !self.let_go.back.insert((starts, micro_batch)) {
                 continue;
             }
-            let Some(Rows { roots, again, between }) = self.rows_of(starts, micro_batch).cloned() else { continue };
-            roots.iter().chain(&between).for_each(|&root| self.finish_with((root, micro_batch)));
-            between.iter().for_each(|&root| _ = self.placed.remove(&(root, micro_batch)));
+            let Some(Rows { again, between, .. }) = self.rows_of(starts, micro_batch).cloned() else { continue };
+            between.iter().for_each(|&root| _ = self.placed.remove(&Origin::of(root, micro_batch)));
             let count = self.number(starts, micro_batch);
-            for node in again.into_iter().map(|id| graph.node(id)) {
-                self.restore_inputs(node, micro_batch);
-                self.instruct(node, micro_batch, Life::IfLetGo(count));
+            for id in again {
+                self.restore_inputs(graph.node(id), micro_batch);
+                self.instruct(id, micro_batch, Life::IfLetGo(count));
             }
         }
     }
@@ -172,9 +159,9 @@ impl Lowerer<'_> {
     }
 
     /// The buffer of a root that was or was not let go.
-    pub(super) fn still_placed(&self, root: ValueId, micro_batch: u32) -> Option<super::BufferId> {
+    pub(super) fn still_placed(&self, root: ValueId, micro_batch: u32) -> Option<BufferId> {
         let starts = self.let_go.read.get(&root)?;
         let waits = self.rows_of(*starts, micro_batch)?.roots.contains(&root);
-        self.placed.get(&(root, micro_batch)).filter(|_| waits).map(|placed| placed.buffer)
+        self.placed.get(&Origin::of(root, micro_batch)).copied().filter(|_| waits)
     }
 }

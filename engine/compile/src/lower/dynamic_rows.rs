@@ -11,7 +11,7 @@ use gapless_graph::Rows;
 use gapless_graph::{Graph, Phase, Place, RowCount, Value, ValueId};
 
 use super::{Lowerer, Lowering};
-use crate::messages::Crossings;
+use crate::cross_rank::Crossings;
 use crate::program::Counted;
 use crate::recompute::Variant;
 
@@ -64,7 +64,7 @@ impl Counts {
             refused.extend(counts.into_iter().filter(|starts| !counts_first(starts)));
         }
         // Putting away knows of shapes alone.
-        for root in of.recomputation.variants().iter().flat_map(Variant::stashed) {
+        for (root, _) in of.recomputation.variants().iter().flat_map(Variant::stashed) {
             refused.extend(counted(root).map(|rows| rows.starts));
         }
         for output in of.outputs {

@@ -8,7 +8,7 @@ use gapless_alloc::Role;
 use gapless_communicator::{Direction, Tag};
 use gapless_parallel::{Cell, Communication, CommunicationKind, Kept, MicroBatch, StageId};
 
-use super::program::{Held, Program, Work};
+use crate::program::{Held, Program, Work};
 
 impl Program {
     /// The row of a table that this program runs: its actions, and the messages between them.

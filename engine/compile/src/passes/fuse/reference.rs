@@ -13,9 +13,9 @@ use gapless_graph::ops::{Binary, BinaryKind, LayerNorm, Softmax, Unary, UnaryKin
 use proptest::prelude::*;
 
 use super::fuse;
-use crate::fuse::{Fused, Source};
-use crate::judging::{in_parts, most};
+use super::fused::{Fused, Source};
 use crate::program::{BufferId, Held, Operand, Program, Step, Work};
+use crate::test_support::{in_parts, most};
 
 /// Elements of a tensor.
 const WIDTH: usize = 4;

@@ -12,8 +12,8 @@ use gapless_kernels::cpu::args::CountedAddress;
 
 use super::executable::{Asked, Executable, Released, When};
 use super::lifetimes::{ALIGNMENT, tick_of};
-use super::program::{BufferId, Counted, Operand, Program, Step, Work};
 use crate::error::Result;
+use crate::program::{BufferId, Counted, Operand, Program, Step, Work};
 
 impl Executable {
     /// The arena of counted buffers with another reserve; none if nothing is counted.

@@ -6,7 +6,9 @@
 //! al., arXiv 2306.09782). Every instruction keeps its place among those that touch the same bytes, so no result changes.
 //! Never: a message or a collective, whose order ranks rely on.
 
-use super::program::{Held, Program, Step, Work};
+use super::{Context, UPDATE};
+use crate::error::Result;
+use crate::program::{Held, Program, Step, Work};
 
 /// Bytes that may be held longer without a thought: scalars.
 const SMALL: u64 = 4096;
@@ -18,11 +20,10 @@ struct Touched {
     touched: Option<usize>,
 }
 
-/// Moves what can be moved.
-pub fn hoist(program: &mut Program) {
+pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
     let Some(update) = program.parts.iter().rev().find(|part| part.name == UPDATE).map(|part| part.steps.clone())
     else {
-        return;
+        return Ok(());
     };
     let mut last_use = vec![0; program.buffers.len()];
     let mut first_use = vec![usize::MAX; program.buffers.len()];
@@ -70,10 +71,8 @@ pub fn hoist(program: &mut Program) {
     let mut order: Vec<usize> = (0..anchors.len()).collect();
     order.sort_by_key(|&index| (anchors[index], index));
     program.rearrange(&order);
+    Ok(())
 }
-
-/// The name of the part that is once per step.
-pub const UPDATE: &str = "update";
 
 fn inputs(step: &Step) -> impl Iterator<Item = usize> + '_ {
     step.inputs.iter().map(|operand| operand.buffer.index())

@@ -7,8 +7,8 @@ use gapless_graph::ops::Contiguous;
 use proptest::prelude::*;
 
 use super::order;
-use crate::judging::{in_parts, most};
 use crate::program::{BufferId, Held, Operand, Program, Step, Work};
+use crate::test_support::{in_parts, most};
 
 /// Programs of as many steps, each of which reads some buffers of those before and makes one, or writes one of them anew; in
 /// parts of so many steps.

@@ -2,7 +2,7 @@
 
 use gapless_communicator::launch_order::{Call, Start};
 
-use super::program::{Operand, Program, Work};
+use crate::program::{Operand, Program, Work};
 
 impl Program {
     /// Starts and waits of messages, and the arithmetic between them, in order: what

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use super::policy::block_of;
+use crate::recompute::policy::block_of;
 use crate::{Program, Work};
 
 /// What is computed again in a layer.

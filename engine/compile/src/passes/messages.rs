@@ -1,0 +1,264 @@
+//! Brings values from rank to rank, and waits for what is under way.
+//!
+//! In: a program that reads values of other ranks as if they were there. Out: the same program with messages. What is made here
+//! and read on another rank is sent behind the action that makes it, and received in front of the first action that reads it; in
+//! the update both stand right behind and right in front of the node. The wait for a send stands where the order of the step says
+//! that the message was taken, so it never blocks between actions; until then the bytes stay as they are. A collective is waited
+//! for in front of whoever touches one of its operands next. Never: a buffer.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::sync::Arc;
+
+use gapless_graph::{NodeId, Phase, Place, Source, ValueId};
+
+use super::{Context, UPDATE};
+use crate::error::Result;
+use crate::program::{BufferId, Message, Operand, Origin, Part, Program, Step, Work};
+
+pub(super) fn run(program: &mut Program, context: &Context<'_>) -> Result<()> {
+    let graph = context.lowering.graph;
+    let taken = context.crossings.taken(graph, context.lowering.table, context.lowering.rank)?;
+    let steps = std::mem::take(&mut program.steps).into();
+    let parts = std::mem::take(&mut program.parts);
+    let mut buffers = HashMap::new();
+    for (id, buffer) in program.buffers.iter().enumerate() {
+        // The first making of a value: what is computed again stays on its rank.
+        buffer.origin.into_iter().for_each(|origin| _ = buffers.entry(origin).or_insert(BufferId(id as u32)));
+    }
+    let (sending, collecting, received) = (Vec::new(), Vec::new(), HashSet::new());
+    let mut messages = Messages { context: *context, program, steps, buffers, taken, sending, collecting, received };
+    let mut actions = 0;
+    for part in parts {
+        let (first, count) = (messages.program.steps.len(), part.steps.len());
+        match part.action {
+            Some(_) => {
+                messages.action(actions, &part, count);
+                actions += 1;
+            }
+            None if part.name == UPDATE => messages.update(count),
+            None => messages.finish(),
+        }
+        let last = messages.program.steps.len();
+        if last > first {
+            messages.program.parts.push(Part { steps: first..last, ..part });
+        }
+    }
+    Ok(())
+}
+
+struct Messages<'a> {
+    context: Context<'a>,
+    program: &'a mut Program,
+    /// What is still to be laid down.
+    steps: VecDeque<Step>,
+    /// The buffer of each making of a value.
+    buffers: HashMap<Origin, BufferId>,
+    /// The action before which a message has been taken, by root, micro-batch and receiver.
+    taken: HashMap<(ValueId, u32, usize), usize>,
+    /// Sends that nobody has waited for yet.
+    sending: Vec<Sending>,
+    /// Collectives that nobody has waited for yet.
+    collecting: Vec<Collecting>,
+    /// What has come from other ranks.
+    received: HashSet<Origin>,
+}
+
+/// A send under way.
+#[derive(Debug, Clone, Copy)]
+struct Sending {
+    of: Origin,
+    message: Message,
+    /// The action before which it has been taken; none for all that is certain only in the end.
+    taken: Option<usize>,
+}
+
+/// A collective under way: its number, all that it reads and writes, and where it stands.
+#[derive(Debug)]
+struct Collecting {
+    request: usize,
+    operands: Vec<Operand>,
+    layer: Arc<str>,
+    only_if: Option<u32>,
+}
+
+impl Messages<'_> {
+    /// F, B, I or W of a stage and micro-batch.
+    fn action(&mut self, index: usize, part: &Part, count: usize) {
+        let graph = self.context.lowering.graph;
+        let action = part.action.expect("the part of an action");
+        let micro_batch = action.micro_batch.0;
+        for root in self.context.crossings.needs(&action).collect::<Vec<_>>() {
+            self.receive(Origin::of(root, micro_batch), Some(micro_batch));
+        }
+        self.wait_for_sends(|sending| sending.taken.is_some_and(|taken| taken <= index));
+        // What is computed again stays on its rank.
+        let mut made: Vec<NodeId> = Vec::new();
+        for _ in 0..count {
+            let step = self.steps.pop_front().expect("as many as the part has");
+            let node = step.node.filter(|node| !step.again && step.only_if.is_none() && made.last() != Some(node));
+            made.extend(node);
+            self.lay(step);
+        }
+        for root in made.into_iter().flat_map(|node| graph.node(node).outputs.iter().copied()) {
+            for to in self.context.crossings.per_micro_batch(root).collect::<Vec<_>>() {
+                self.send(Origin::of(root, micro_batch), to, Some(micro_batch));
+            }
+        }
+    }
+
+    /// What happens once per step, after the last action.
+    fn update(&mut self, count: usize) {
+        let Context { lowering, alive, crossings } = self.context;
+        let graph = lowering.graph;
+        self.wait_for_sends(|_| true);
+        for root in crossings.all_per_step() {
+            let maker = graph.producer(root).expect("what crosses is made by a node");
+            if maker.phase != Phase::Update && self.is_here(maker.place) {
+                self.send_per_step(root);
+            }
+        }
+        let early: HashSet<NodeId> = self.program.steps.iter().filter_map(|step| step.node).collect();
+        let last = self.steps.len() - count;
+        for id in graph.node_ids().filter(|id| alive[id.index()] && !early.contains(id)) {
+            let node = graph.node(id);
+            if node.phase != Phase::Update {
+                continue;
+            }
+            let is_here = self.is_here(node.place);
+            if is_here {
+                node.inputs.iter().for_each(|&input| self.receive_per_step(graph.value(input).root));
+                while self.steps.len() > last && self.steps.front().is_some_and(|step| step.node == Some(id)) {
+                    let step = self.steps.pop_front().expect("there is a front");
+                    self.lay(step);
+                }
+                node.outputs.iter().for_each(|&output| self.send_per_step(output));
+            }
+            for &(input, _) in node.op.must_overwrite() {
+                self.refresh(graph.value(node.inputs[input]).root, node.place, is_here);
+            }
+        }
+    }
+
+    /// What the host reads everywhere; then everything is waited for.
+    fn finish(&mut self) {
+        for output in self.context.lowering.outputs.iter().filter(|output| output.everywhere) {
+            self.receive_per_step(self.context.lowering.graph.value(output.value).root);
+        }
+        self.finish_collectives(|_| true);
+        self.wait_for_sends(|_| true);
+    }
+
+    /// Lays down a step, behind the waits for what it touches.
+    fn lay(&mut self, step: Step) {
+        match &step.work {
+            Work::Finish(request) => self.collecting.retain(|collecting| collecting.request != *request),
+            _ => {
+                for operand in step.inputs.iter().chain(&step.outputs) {
+                    self.finish_collectives(|collecting| {
+                        collecting.operands.iter().any(|other| other.buffer == operand.buffer)
+                    });
+                }
+            }
+        }
+        if let Work::Collective(_, request) = step.work {
+            let operands = step.inputs.iter().chain(&step.outputs);
+            let operands = operands.map(|operand| Operand { overwritten_by: None, ..operand.clone() }).collect();
+            let (layer, only_if) = (step.layer.clone(), step.only_if);
+            self.collecting.push(Collecting { request, operands, layer, only_if });
+        }
+        self.program.steps.push(step);
+    }
+
+    fn is_here(&self, place: Place) -> bool {
+        self.context.crossings.ranks_of(place).contains(&self.context.lowering.rank)
+    }
+
+    /// What the update and the host see of a root.
+    fn per_step(&self, root: ValueId) -> Origin {
+        let is_summed = self.buffers.contains_key(&Origin::sum(root));
+        if is_summed { Origin::sum(root) } else { Origin::of(root, 0) }
+    }
+
+    /// Sends what was just made for the update, or for the host, to everyone else who reads it.
+    fn send_per_step(&mut self, root: ValueId) {
+        for to in self.context.crossings.per_step(root).collect::<Vec<_>>() {
+            self.send(self.per_step(root), to, None);
+        }
+    }
+
+    /// Receives what the update, or the host, reads, if it is made elsewhere and not here yet.
+    fn receive_per_step(&mut self, root: ValueId) {
+        let is_elsewhere = self.context.lowering.graph.place_of(root).is_some_and(|place| !self.is_here(place));
+        if is_elsewhere {
+            self.receive(self.per_step(root), None);
+        }
+    }
+
+    /// Brings a persistent tensor that changed on one rank to the others that read it.
+    fn refresh(&mut self, root: ValueId, place: Place, is_here: bool) {
+        let Context { lowering, crossings, .. } = self.context;
+        let replicas: Vec<usize> = crossings.replicas(root).collect();
+        if is_here {
+            replicas.into_iter().for_each(|to| self.send(Origin::of(root, 0), to, None));
+        } else if replicas.contains(&lowering.rank) {
+            self.receive_from(Origin::of(root, 0), crossings.ranks_of(place).start, None);
+        }
+    }
+
+    /// Receives a making of a value once, where this rank reads it.
+    fn receive(&mut self, of: Origin, micro_batch: Option<u32>) {
+        let Context { lowering, crossings, .. } = self.context;
+        let Source::Node { node, .. } = lowering.graph.value(of.root).source else { return };
+        if self.buffers.contains_key(&of) && self.received.insert(of) {
+            self.receive_from(of, crossings.ranks_of(lowering.graph.node(node).place).start, micro_batch);
+        }
+    }
+
+    fn receive_from(&mut self, of: Origin, from: usize, micro_batch: Option<u32>) {
+        let message = self.message(of.root, from, micro_batch);
+        let operand = self.operand(of);
+        self.transfer(Work::Receive(message), of, Vec::new(), vec![operand.clone()]);
+        self.transfer(Work::Wait(message), of, vec![operand], Vec::new());
+    }
+
+    fn send(&mut self, of: Origin, to: usize, micro_batch: Option<u32>) {
+        let message = self.message(of.root, to, micro_batch);
+        let operand = self.operand(of);
+        self.transfer(Work::Send(message), of, vec![operand], Vec::new());
+        let taken = micro_batch.and_then(|micro_batch| self.taken.get(&(of.root, micro_batch, to)).copied());
+        self.sending.push(Sending { of, message, taken });
+    }
+
+    fn wait_for_sends(&mut self, which: impl Fn(&Sending) -> bool) {
+        let (over, left): (Vec<Sending>, Vec<Sending>) = self.sending.iter().partition(|&sending| which(sending));
+        self.sending = left;
+        for Sending { of, message, .. } in over {
+            let operand = self.operand(of);
+            self.transfer(Work::Wait(message), of, vec![operand], Vec::new());
+        }
+    }
+
+    fn finish_collectives(&mut self, which: impl Fn(&Collecting) -> bool) {
+        let (over, left): (Vec<_>, Vec<_>) = std::mem::take(&mut self.collecting).into_iter().partition(which);
+        self.collecting = left;
+        for Collecting { request, operands, layer, only_if } in over {
+            let step = Step::plain(Work::Finish(request), operands, Vec::new(), 0, layer);
+            self.program.steps.push(Step { only_if, ..step });
+        }
+    }
+
+    fn message(&mut self, root: ValueId, peer: usize, micro_batch: Option<u32>) -> Message {
+        let request = self.program.add_request();
+        Message { peer, tag: self.context.crossings.tag(root, micro_batch), request }
+    }
+
+    fn operand(&self, of: Origin) -> Operand {
+        Operand::new(self.buffers[&of], self.context.lowering.graph.value(of.root))
+    }
+
+    fn transfer(&mut self, work: Work, of: Origin, inputs: Vec<Operand>, outputs: Vec<Operand>) {
+        let maker = self.context.lowering.graph.producer(of.root);
+        let layer = maker.map_or_else(|| Arc::from(""), |maker| maker.layer.clone());
+        self.lay(Step::plain(work, inputs, outputs, of.micro_batch, layer));
+    }
+}

@@ -1,0 +1,78 @@
+//! What is done to a rank's program between lowering and planning, in order.
+//!
+//! Each pass is one file with one function of one signature. `GAPLESS_DUMP=lower,messages,fuse` (or `all`) prints a program
+//! behind the stages that it names, as text, to the standard error.
+
+mod fuse;
+mod hoist_update;
+mod in_place;
+mod messages;
+mod offload;
+mod renumber;
+mod reorder;
+
+use crate::cross_rank::Crossings;
+use crate::error::Result;
+use crate::lower::{Lowering, Target};
+use crate::program::Program;
+
+/// The name of the part that is once per step.
+pub(crate) const UPDATE: &str = "update";
+
+/// The name of the part behind it, in which the host's outputs come together.
+pub(crate) const FINISH: &str = "finish";
+
+/// What a pass may look at besides the program.
+#[derive(Clone, Copy)]
+pub(crate) struct Context<'a> {
+    /// What was lowered.
+    pub lowering: &'a Lowering<'a>,
+    /// Nodes of its graph that run on some rank.
+    pub alive: &'a [bool],
+    /// Values that are read on other ranks than where they are made.
+    pub crossings: &'a Crossings,
+}
+
+/// One pass.
+struct Pass {
+    name: &'static str,
+    run: fn(&mut Program, &Context<'_>) -> Result<()>,
+}
+
+/// All passes, in order.
+const PASSES: [Pass; 7] = [
+    // Activations that wait for their backward in eight bits or in a file.
+    Pass { name: "offload", run: offload::run },
+    // What other ranks make is received, what they read is sent; whatever is under way is waited for.
+    Pass { name: "messages", run: messages::run },
+    // Outputs that take over the bytes of an input that nobody reads any more.
+    Pass { name: "in_place", run: in_place::run },
+    Pass { name: "renumber", run: renumber::run },
+    // Sums and updates that let go of memory, as soon as all they need is there.
+    Pass { name: "hoist_update", run: hoist_update::run },
+    // Neighbours in the order in which fewest bytes are alive.
+    Pass { name: "reorder", run: reorder::run },
+    // Operations of elements that hand each other registers.
+    Pass { name: "fuse", run: fuse::run },
+];
+
+/// Runs all passes.
+pub(crate) fn run(program: &mut Program, context: &Context<'_>) -> Result<()> {
+    dump("lower", program);
+    for pass in &PASSES {
+        if pass.name == "fuse" && context.lowering.target != Target::Cuda {
+            continue;
+        }
+        (pass.run)(program, context)?;
+        dump(pass.name, program);
+    }
+    Ok(())
+}
+
+/// Prints a stage that the environment asks for.
+pub(crate) fn dump(stage: &str, text: &dyn std::fmt::Display) {
+    let Ok(wanted) = std::env::var("GAPLESS_DUMP") else { return };
+    if wanted.split(',').any(|name| name == stage || name == "all") {
+        eprintln!("== {stage}\n{text}");
+    }
+}

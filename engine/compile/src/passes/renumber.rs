@@ -1,0 +1,24 @@
+//! Numbers the buffers in the order in which they are first used, and leaves out those that nobody uses.
+
+use super::Context;
+use crate::error::Result;
+use crate::program::{BufferId, Program};
+
+pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
+    // The order of first use.
+    let mut order: Vec<BufferId> = Vec::with_capacity(program.buffers.len());
+    let mut is_known = vec![false; program.buffers.len()];
+    program.each_use(|buffer| {
+        if !std::mem::replace(&mut is_known[buffer.index()], true) {
+            order.push(*buffer);
+        }
+    });
+    // The new number of each.
+    let mut number = vec![BufferId(u32::MAX); program.buffers.len()];
+    for (new, old) in order.iter().enumerate() {
+        number[old.index()] = BufferId(new as u32);
+    }
+    program.each_use(|buffer| *buffer = number[buffer.index()]);
+    program.buffers = order.into_iter().map(|old| program.buffers[old.index()].clone()).collect();
+    Ok(())
+}

@@ -1,0 +1,9 @@
+//! What a program or a plan says of itself: bytes by role, recomputed layers, messages, its actions as a schedule's table.
+
+mod memory;
+mod message_order;
+mod recomputed;
+mod schedule_view;
+
+pub use memory::{Report, largest_at_peak, memory_map};
+pub use recomputed::{LayerAgain, layers_again, micro_batches_again};
