@@ -10,9 +10,10 @@ use gapless_alloc::arena::{ArenaOptions, ArenaPlan, Need, Request, RequestId, Re
 use gapless_alloc::{Problem, Solution};
 use gapless_kernels::cpu::args::CountedAddress;
 
-use super::executable::{Asked, Executable, Released, When};
-use super::lifetimes::{ALIGNMENT, tick_of};
 use crate::error::Result;
+use crate::executable::Executable;
+use crate::instruction::{Asked, Released, When};
+use crate::lifetimes::{ALIGNMENT, tick_of};
 use crate::program::{BufferId, Counted, Operand, Program, Step, Work};
 
 impl Executable {

@@ -12,7 +12,9 @@ mod cross_rank;
 mod dynamic_alloc;
 mod error;
 mod executable;
+mod instruction;
 mod lifetimes;
+mod link;
 mod lower;
 mod offload_plan;
 mod partition;
@@ -27,7 +29,8 @@ mod test_support;
 mod text;
 
 pub use error::{Error, Result};
-pub use executable::{CompileOptions, Executable, ProgramId, compile};
+pub use executable::{CompileOptions, Executable, ProgramId};
+pub use link::compile;
 pub use lower::{Lowering, Output, Target, lower};
 pub use offload_plan::HostPlan;
 pub use partition::Cut;
@@ -38,7 +41,7 @@ pub use program::{
 /// What the runtime needs of it, and nobody else.
 #[doc(hidden)]
 pub mod internal {
-    pub use crate::executable::{Asked, CompiledProgram, Instruction, Persistent, Released, When};
+    pub use crate::instruction::{Asked, CompiledProgram, Instruction, Persistent, Released, When};
     pub use crate::lifetimes::ALIGNMENT;
     pub use crate::lower::PER_STEP;
     pub use crate::plan::planned;

@@ -51,8 +51,6 @@ pub struct Buffer {
     pub held: Held,
     /// If its rows are counted while the step runs: `bytes` is then the most that they may take.
     pub counted: Option<Counted>,
-    /// The value of the graph that it holds, if it holds one.
-    pub origin: Option<Origin>,
 }
 
 /// One making of a value: of a micro-batch, or once per step.
@@ -393,7 +391,7 @@ impl Program {
 
     pub fn add(&mut self, bytes: u64, label: Label, held: Held) -> BufferId {
         let id = BufferId(u32::try_from(self.buffers.len()).expect("fewer than 2^32 buffers"));
-        self.buffers.push(Buffer { bytes, label, held, counted: None, origin: None });
+        self.buffers.push(Buffer { bytes, label, held, counted: None });
         id
     }
 }

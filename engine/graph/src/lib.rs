@@ -37,6 +37,7 @@ pub mod ops;
 pub mod optim;
 pub mod reference;
 mod tensor;
+mod text;
 
 pub use candle_core::DType;
 pub use error::{Error, Result};

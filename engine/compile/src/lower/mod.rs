@@ -107,21 +107,15 @@ impl Output {
 pub fn lower(lowering: &Lowering<'_>) -> Result<Program> {
     let alive = alive_nodes(lowering.graph, lowering.outputs);
     let crossings = Crossings::new(lowering.graph, &alive, lowering.table, lowering.outputs);
-    let context = Context { lowering, alive: &alive, crossings: &crossings };
-    let mut program = instructions(&context);
-    passes::run(&mut program, &context)?;
-    Ok(program)
-}
-
-/// The instructions of a rank, before any pass.
-fn instructions(context: &Context<'_>) -> Program {
-    let mut lowerer = Lowerer::new(context);
-    for (index, action) in context.lowering.table[context.lowering.rank].iter().enumerate() {
+    let mut lowerer = Lowerer::new(lowering, &alive, &crossings);
+    for (index, action) in lowering.table[lowering.rank].iter().enumerate() {
         lowerer.action(index, action);
     }
     lowerer.update();
     lowerer.outputs();
-    lowerer.program
+    let Lowerer { mut program, made, .. } = lowerer;
+    passes::run(&mut program, &Context { lowering, alive: &alive, crossings: &crossings, made: &made })?;
+    Ok(program)
 }
 
 struct Lowerer<'a> {
@@ -136,6 +130,8 @@ struct Lowerer<'a> {
     read_within: Vec<bool>,
     /// The buffer of each making of a value that is there.
     placed: HashMap<Origin, BufferId>,
+    /// The buffer of the first making of each.
+    made: HashMap<Origin, BufferId>,
     /// The nodes to run of each place and phase, in the order of the graph.
     nodes: HashMap<(Place, Phase), Vec<NodeId>>,
     /// Nodes of the update that can run before the last action is over: what sums gradients over the data ranks.
@@ -147,8 +143,7 @@ struct Lowerer<'a> {
 }
 
 impl<'a> Lowerer<'a> {
-    fn new(context: &Context<'a>) -> Self {
-        let Context { lowering: of, alive, crossings } = *context;
+    fn new(of: &'a Lowering<'a>, alive: &[bool], crossings: &'a Crossings) -> Self {
         let graph = of.graph;
         let values = graph.values().len();
         let (mut accumulated, mut read_within) = (vec![false; values], vec![false; values]);
@@ -169,9 +164,21 @@ impl<'a> Lowerer<'a> {
         let counts = Counts::new(of, alive, crossings);
         let let_go = LetGo::new(of, alive, &counts);
         let program = Program { name: of.name.into(), ..Program::default() };
-        let (placed, alive, early) = (HashMap::new(), alive.to_vec(), Vec::new());
-        let lowerer =
-            Self { of, crossings, program, alive, accumulated, read_within, placed, nodes, early, counts, let_go };
+        let (placed, made, alive, early) = (HashMap::new(), HashMap::new(), alive.to_vec(), Vec::new());
+        let lowerer = Self {
+            of,
+            crossings,
+            program,
+            alive,
+            accumulated,
+            read_within,
+            placed,
+            made,
+            nodes,
+            early,
+            counts,
+            let_go,
+        };
         Self { early: lowerer.early_nodes(), ..lowerer }
     }
 
@@ -298,13 +305,11 @@ impl<'a> Lowerer<'a> {
             }
             // The first micro-batch to come begins the sum: with its own bytes, unless they are still read.
             (true, None) if !is_read => {
-                self.placed.insert(Origin::sum(id), buffer);
-                self.program.buffers[buffer.index()].origin = Some(Origin::sum(id));
+                self.place(Origin::sum(id), buffer);
             }
             (true, None) => {
                 let sum = self.fresh(node, id, index, micro_batch);
-                self.placed.insert(Origin::sum(id), sum);
-                self.program.buffers[sum.index()].origin = Some(Origin::sum(id));
+                self.place(Origin::sum(id), sum);
                 behind.push(Behind { op: Arc::new(Contiguous), inputs: vec![(buffer, None)], output: sum, value });
             }
         }
@@ -313,7 +318,7 @@ impl<'a> Lowerer<'a> {
         let key = self.key(id, node.phase, micro_batch);
         let is_wanted = life.only_if().is_none() || self.is_between(id, micro_batch);
         if is_wanted && (life == Life::First || !self.placed.contains_key(&key)) {
-            self.placed.insert(key, buffer);
+            self.place(key, buffer);
         }
         (buffer, false)
     }
@@ -351,9 +356,13 @@ impl<'a> Lowerer<'a> {
             Source::Input { name } => self.input(name, key, value),
             Source::Node { .. } => self.from_elsewhere(root, key),
         };
-        self.program.buffers[buffer.index()].origin = Some(key);
-        self.placed.insert(key, buffer);
+        self.place(key, buffer);
         buffer
+    }
+
+    fn place(&mut self, key: Origin, buffer: BufferId) {
+        self.placed.insert(key, buffer);
+        self.made.entry(key).or_insert(buffer);
     }
 
     fn constant(&mut self, number: f64, value: &Value) -> BufferId {
@@ -400,8 +409,7 @@ impl<'a> Lowerer<'a> {
         };
         let label = Label { tensor, op: of.into(), layer: node.layer.to_string(), role };
         let buffer = self.program.add(self.of.graph.value(id).spec.bytes(), label, Held::No);
-        let of = &mut self.program.buffers[buffer.index()];
-        (of.counted, of.origin) = (counted, Some(Origin::of(id, micro_batch)));
+        self.program.buffers[buffer.index()].counted = counted;
         buffer
     }
 

@@ -31,8 +31,7 @@ pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
                 step.outputs[output].buffer = bytes;
                 taken_over[made.index()] = bytes;
                 last_use[bytes.index()] = last_use[made.index()];
-                let (held, origin) = (program.buffers[made.index()].held.clone(), program.buffers[made.index()].origin);
-                (program.buffers[bytes.index()].held, program.buffers[bytes.index()].origin) = (held, origin);
+                program.buffers[bytes.index()].held = program.buffers[made.index()].held.clone();
             }
         }
     }

@@ -13,20 +13,15 @@ use gapless_graph::{NodeId, Phase, Place, Source, ValueId};
 
 use super::{Context, UPDATE};
 use crate::error::Result;
-use crate::program::{BufferId, Message, Operand, Origin, Part, Program, Step, Work};
+use crate::program::{Message, Operand, Origin, Part, Program, Step, Work};
 
 pub(super) fn run(program: &mut Program, context: &Context<'_>) -> Result<()> {
     let graph = context.lowering.graph;
     let taken = context.crossings.taken(graph, context.lowering.table, context.lowering.rank)?;
     let steps = std::mem::take(&mut program.steps).into();
     let parts = std::mem::take(&mut program.parts);
-    let mut buffers = HashMap::new();
-    for (id, buffer) in program.buffers.iter().enumerate() {
-        // The first making of a value: what is computed again stays on its rank.
-        buffer.origin.into_iter().for_each(|origin| _ = buffers.entry(origin).or_insert(BufferId(id as u32)));
-    }
     let (sending, collecting, received) = (Vec::new(), Vec::new(), HashSet::new());
-    let mut messages = Messages { context: *context, program, steps, buffers, taken, sending, collecting, received };
+    let mut messages = Messages { context: *context, program, steps, taken, sending, collecting, received };
     let mut actions = 0;
     for part in parts {
         let (first, count) = (messages.program.steps.len(), part.steps.len());
@@ -51,8 +46,6 @@ struct Messages<'a> {
     program: &'a mut Program,
     /// What is still to be laid down.
     steps: VecDeque<Step>,
-    /// The buffer of each making of a value.
-    buffers: HashMap<Origin, BufferId>,
     /// The action before which a message has been taken, by root, micro-batch and receiver.
     taken: HashMap<(ValueId, u32, usize), usize>,
     /// Sends that nobody has waited for yet.
@@ -108,7 +101,7 @@ impl Messages<'_> {
 
     /// What happens once per step, after the last action.
     fn update(&mut self, count: usize) {
-        let Context { lowering, alive, crossings } = self.context;
+        let Context { lowering, alive, crossings, .. } = self.context;
         let graph = lowering.graph;
         self.wait_for_sends(|_| true);
         for root in crossings.all_per_step() {
@@ -175,7 +168,7 @@ impl Messages<'_> {
 
     /// What the update and the host see of a root.
     fn per_step(&self, root: ValueId) -> Origin {
-        let is_summed = self.buffers.contains_key(&Origin::sum(root));
+        let is_summed = self.context.made.contains_key(&Origin::sum(root));
         if is_summed { Origin::sum(root) } else { Origin::of(root, 0) }
     }
 
@@ -209,7 +202,7 @@ impl Messages<'_> {
     fn receive(&mut self, of: Origin, micro_batch: Option<u32>) {
         let Context { lowering, crossings, .. } = self.context;
         let Source::Node { node, .. } = lowering.graph.value(of.root).source else { return };
-        if self.buffers.contains_key(&of) && self.received.insert(of) {
+        if self.context.made.contains_key(&of) && self.received.insert(of) {
             self.receive_from(of, crossings.ranks_of(lowering.graph.node(node).place).start, micro_batch);
         }
     }
@@ -253,7 +246,7 @@ impl Messages<'_> {
     }
 
     fn operand(&self, of: Origin) -> Operand {
-        Operand::new(self.buffers[&of], self.context.lowering.graph.value(of.root))
+        Operand::new(self.context.made[&of], self.context.lowering.graph.value(of.root))
     }
 
     fn transfer(&mut self, work: Work, of: Origin, inputs: Vec<Operand>, outputs: Vec<Operand>) {

@@ -11,10 +11,12 @@ mod offload;
 mod renumber;
 mod reorder;
 
+use std::collections::HashMap;
+
 use crate::cross_rank::Crossings;
 use crate::error::Result;
 use crate::lower::{Lowering, Target};
-use crate::program::Program;
+use crate::program::{BufferId, Origin, Program};
 
 /// The name of the part that is once per step.
 pub(crate) const UPDATE: &str = "update";
@@ -31,6 +33,8 @@ pub(crate) struct Context<'a> {
     pub alive: &'a [bool],
     /// Values that are read on other ranks than where they are made.
     pub crossings: &'a Crossings,
+    /// The buffer of the first making of each value, as lowering has laid it down.
+    pub made: &'a HashMap<Origin, BufferId>,
 }
 
 /// One pass.

@@ -4,7 +4,7 @@
 //! [`recompute`](crate::recompute) names wait in eight bits, or in a file. What is brought back has a buffer of its own. Never:
 //! which values these are.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use candle_core::Layout;
@@ -20,7 +20,7 @@ use crate::recompute::Stash;
 
 pub(super) fn run(program: &mut Program, context: &Context<'_>) -> Result<()> {
     let mut pass = Offload { context: *context, behind: BTreeMap::new(), before: BTreeMap::new() };
-    for (buffer, origin, stash) in pass.stashed(program) {
+    for (buffer, origin, stash) in pass.stashed() {
         pass.put_away(program, buffer, origin, stash);
     }
     if !pass.behind.is_empty() {
@@ -38,17 +38,15 @@ struct Offload<'a> {
 
 impl Offload<'_> {
     /// The buffers of the forward that wait otherwise than as they are.
-    fn stashed(&self, program: &Program) -> Vec<(BufferId, Origin, Stash)> {
+    fn stashed(&self) -> Vec<(BufferId, Origin, Stash)> {
         let recomputation = self.context.lowering.recomputation;
-        let mut seen = HashSet::new();
-        let mut stashed = Vec::new();
-        for (id, buffer) in program.buffers.iter().enumerate() {
-            let Some(origin) = buffer.origin.filter(|origin| !origin.is_sum) else { continue };
-            let Some(variant) = recomputation.of(origin.micro_batch) else { continue };
-            let stash = recomputation.variants()[variant].stash(origin.root);
-            // The first buffer is the forward's.
-            stashed.extend(stash.filter(|_| seen.insert(origin)).map(|stash| (BufferId(id as u32), origin, stash)));
-        }
+        let of = |(&origin, &buffer): (&Origin, &BufferId)| {
+            let variant = recomputation.of(origin.micro_batch).filter(|_| !origin.is_sum)?;
+            let stash = recomputation.variants()[variant].stash(origin.root)?;
+            Some((buffer, origin, stash))
+        };
+        let mut stashed: Vec<_> = self.context.made.iter().filter_map(of).collect();
+        stashed.sort_unstable_by_key(|&(buffer, origin, _)| (buffer, origin));
         stashed
     }
 

@@ -5,11 +5,12 @@ use gapless_graph::nn::{Embedding, Linear, Module, RmsNorm, VarBuilder, embeddin
 use gapless_graph::{Model, Tensor, ValueId};
 use gapless_parallel::Rates;
 
-use super::{RankPlan, StepOptions, TrainStep, of_any};
+use super::record::TrainStep;
+use super::{RankPlan, StepOptions, of_any, recompute, record};
 use crate::error::Error;
-use crate::executable::height;
+use crate::link::height;
 use crate::lower::alive_nodes;
-use crate::recompute::{Recompute, Saved};
+use crate::recompute::{Recomputation, Recompute, Saved};
 use crate::{CompileOptions, Program, Target};
 use gapless_graph::Result;
 
@@ -43,6 +44,16 @@ impl Model for Chain {
     }
 }
 
+const TARGET: Target = Target::Cpu { threads: 1 };
+
+/// The program whose first micro-batch drops some values, and the others others.
+fn dropping(step: &TrainStep, plan: &RankPlan, first: Vec<ValueId>, rest: Vec<ValueId>) -> Program {
+    let graph = step.graph();
+    let saved = Saved::new(&graph, &alive_nodes(&graph, step.outputs()));
+    let recomputation = Recomputation::uniform(saved.dropping(rest)).but_for(0, saved.dropping(first));
+    step.lower_graph(&graph, plan, TARGET, &recomputation).unwrap()
+}
+
 /// What may be dropped. Norms make their statistics with their results: they go together.
 fn candidates(step: &TrainStep) -> Vec<Vec<ValueId>> {
     let graph = step.graph();
@@ -67,7 +78,7 @@ fn all_ways(step: &TrainStep, plan: &RankPlan, rates: &Rates, first_is_other: bo
         chosen.flat_map(|(_, group)| group.iter().copied()).collect()
     };
     let way = |(first, rest): (usize, usize)| {
-        let program: Program = step.dropping(plan, Target::Cpu { threads: 1 }, of(first), of(rest)).unwrap();
+        let program = dropping(step, plan, of(first), of(rest));
         let [_, again] = program.nanoseconds(rates);
         // The bound: no plan is lower.
         (
@@ -103,14 +114,14 @@ fn no_way_of_its_own_for_the_first_micro_batch_is_cheaper() {
 fn judge(hidden: &[usize], micro_batches: usize) {
     let options = StepOptions { batch: 4 * micro_batches, micro_batches, sequence: 16, ..<_>::default() };
     let plan = RankPlan::new(options.mesh, 0, &options.pipeline, options.micro_batches).unwrap();
-    let step = TrainStep::record(&of_any(|vb| Chain::new(hidden, vb)), &options, &plan).unwrap();
+    let step = record(&of_any(|vb| Chain::new(hidden, vb)), &options, &plan).unwrap();
     let rates = Rates { flops: 1e9, bytes: 1e9 };
     let same = all_ways(&step, &plan, &rates, false);
     let (mut least, most) = (same.iter().map(|way| way.0).min().unwrap(), same[0].0);
     let ways = if micro_batches > 1 { all_ways(&step, &plan, &rates, true) } else { same };
     assert!(least < most);
     let below = StepOptions { recompute: Recompute::Budget { bytes: least - 1, rates }, ..options.clone() };
-    match step.program(&below, &plan, Target::Cpu { threads: 1 }, &[]) {
+    match recompute(&step, &below, &plan, TARGET, &[]) {
         Err(Error::OverBudget { smallest, .. }) => {
             // The search knows a layer's peak in the graph's order of operations alone, and with several micro-batches not that what
             // is beside the layers counts for a little more: it may take the second least for the least.
@@ -118,14 +129,14 @@ fn judge(hidden: &[usize], micro_batches: usize) {
             assert!((least..=least + allowed).contains(&smallest), "{smallest}, not {least}");
             least = smallest;
         }
-        other => panic!("nothing fits below the least: {:?}", other.map(|program| program.steps.len())),
+        other => panic!("nothing fits below the least: {other:?}"),
     }
     let (mut found, mut at_best) = (0, 0);
     for part in 1..=16 {
         let bytes = least + (most - least) * part / 16;
         let best = ways.iter().filter(|way| way.0 <= bytes).map(|way| way.1).min().unwrap();
         let options = StepOptions { recompute: Recompute::Budget { bytes, rates }, ..options.clone() };
-        let program = step.program(&options, &plan, Target::Cpu { threads: 1 }, &[]).unwrap();
+        let program = step.lower(&plan, TARGET, &recompute(&step, &options, &plan, TARGET, &[]).unwrap()).unwrap();
         let arena = height(&[&program], options.planning_within(Some(bytes))).unwrap();
         let [all, again] = program.nanoseconds(&rates);
         println!("{hidden:?}: {bytes} bytes, {arena} planned, {again} ns again, {best} at best, of {}", all - again);

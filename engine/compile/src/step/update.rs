@@ -17,7 +17,8 @@ use gapless_graph::{Error, Result};
 use gapless_graph::{Place, Spec, Tensor, ValueId};
 use gapless_parallel::StageId;
 
-use super::{RankPlan, SCALARS_INPUT, Trace};
+use super::record::Trace;
+use super::{RankPlan, SCALARS_INPUT};
 
 /// A parameter with the gradient that this rank has of it.
 pub(super) struct Parameter {

@@ -1,0 +1,240 @@
+//! Programs to an executable: lifetimes, plan, check, resolve.
+//!
+//! In: programs in their last form. Out: the same with addresses in one arena, whose plan has passed the checker. Never: another
+//! order of instructions.
+
+use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
+use std::time::Instant;
+
+use candle_core::Layout;
+use gapless_alloc::arena::ArenaPlan;
+use gapless_alloc::draw::Mark;
+use gapless_alloc::{Problem, Solution, lower_bound, plan_hash};
+use gapless_kernels::cpu::args::Address;
+use gapless_kernels::cpu::scratch::Piece;
+
+use crate::dynamic_alloc::Requests;
+use crate::error::{Error, Result};
+use crate::executable::{CompileOptions, Executable};
+use crate::instruction::{CompiledProgram, Instruction, Named, Persistent};
+use crate::lifetimes::{Lifetimes, lifetimes, tick_of};
+use crate::offload_plan::plan_host;
+use crate::plan::{lowest_within, planned};
+use crate::program::{BufferId, Held, Instance, Operand, Part, Program, Work};
+
+/// Plans all `programs` into one arena and resolves their addresses.
+///
+/// # Errors
+/// When the live bytes exceed `u64`; [`Error::OverBudget`] when no plan was found within the planner's capacity;
+/// [`Error::BadPlan`] if the planner is broken.
+pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executable> {
+    programs.iter().try_for_each(check_operands)?;
+    // Lifetimes, and the plan of what is known beforehand.
+    let Lifetimes { problem, labels, of, spans } = lifetimes(&programs.iter().collect::<Vec<_>>())?;
+    let started = Instant::now();
+    let solution = {
+        let _span = tracing::info_span!("plan", buffers = problem.len()).entered();
+        lowest_within(&problem, &options.planner)?
+    };
+    // Room for what is counted while a program runs, and the file that activations wait in.
+    let requests = Requests::of(programs, &of, &spans, &problem);
+    let routing = requests.plan(&problem, &solution, options.reserve)?;
+    let height = routing.as_ref().map_or(solution.height, ArenaPlan::height);
+    if let Some(budget) = options.planner.capacity.filter(|&capacity| height > capacity) {
+        return Err(Error::OverBudget { budget, smallest: height });
+    }
+    let mut host = plan_host(programs, &spans, &options.planner)?;
+    let plan_ms = started.elapsed().as_secs_f64() * 1e3;
+    // Addresses.
+    let mut compiled = Vec::new();
+    let mut parts = Vec::new();
+    for (number, program) in programs.iter().enumerate() {
+        let (indices, span) = (&of[number], &spans[number]);
+        let linker =
+            Linker { number, program, indices, span, problem: &problem, solution: &solution, requests: &requests };
+        compiled.push(linker.program(std::mem::take(&mut host.offsets[number])));
+        parts.extend(linker.marks());
+    }
+    let persistent = persistent(programs, &of, &solution);
+    let plan_hash = plan_hash(&problem, &solution.offsets);
+    let flops = programs.iter().map(Program::flops).collect();
+    let programs = compiled;
+    Ok(Executable { programs, persistent, problem, solution, routing, labels, parts, plan_hash, plan_ms, host, flops })
+}
+
+/// The size of the arena of all `programs`; above the capacity, only that it is at least so much.
+pub fn height(programs: &[&Program], CompileOptions { planner, reserve }: CompileOptions) -> Result<u64> {
+    let Lifetimes { problem, of, spans, .. } = lifetimes(programs)?;
+    let bound = lower_bound(&problem);
+    if planner.capacity.is_some_and(|capacity| bound > capacity) {
+        return Ok(bound);
+    }
+    let requests = Requests::of(programs, &of, &spans, &problem);
+    // What is counted stands above the plan that `compile` makes, and between its buffers.
+    let solution = match requests.is_empty() {
+        true => planned(&problem, &planner),
+        false => lowest_within(&problem, &planner),
+    }?;
+    let routing = requests.plan(&problem, &solution, reserve)?;
+    Ok(routing.as_ref().map_or(solution.height, ArenaPlan::height))
+}
+
+/// Gives one program its addresses.
+struct Linker<'a> {
+    number: usize,
+    program: &'a Program,
+    /// The problem's index of each of its buffers.
+    indices: &'a [usize],
+    /// Its ticks.
+    span: &'a Range<u64>,
+    problem: &'a Problem,
+    solution: &'a Solution,
+    requests: &'a Requests,
+}
+
+impl Linker<'_> {
+    fn program(&self, host: Vec<u64>) -> CompiledProgram {
+        let Self { program, .. } = *self;
+        let deaths = self.deaths();
+        let mut dynamic = self.requests.by_step(self.number, program).into_iter();
+        let instructions = program.steps.iter().enumerate().map(|(index, step)| {
+            let dead = deaths.get(&tick_of(self.span.start, index)).map_or(&[][..], Vec::as_slice);
+            let (requests, releases) = dynamic.next().expect("one for each step");
+            Instruction {
+                work: step.work.clone(),
+                inputs: step.inputs.iter().map(|operand| self.address(operand)).collect(),
+                outputs: step.outputs.iter().map(|operand| self.address(operand)).collect(),
+                workspace: step.workspace.iter().map(|&buffer| self.piece(buffer)).collect(),
+                accumulate: step.accumulate,
+                micro_batch: step.micro_batch,
+                layer: step.layer.clone(),
+                dead_after: dead.iter().map(|&index| self.range(index)).collect(),
+                counts: step.counts,
+                only_if: step.only_if,
+                requests: requests.into(),
+                releases: releases.into(),
+            }
+        });
+        CompiledProgram {
+            name: program.name.clone(),
+            instructions: instructions.collect(),
+            inputs: program.inputs.iter().map(|input| self.named(input)).collect(),
+            outputs: program.outputs.iter().map(|output| self.named(output)).collect(),
+            requests: program.requests,
+            host,
+            counts: program.counts,
+        }
+    }
+
+    fn offset(&self, buffer: BufferId) -> u64 {
+        self.solution.offsets[self.indices[buffer.index()]]
+    }
+
+    fn address(&self, operand: &Operand) -> Address {
+        let (size, layout) = (operand.dtype.size_in_bytes(), &operand.layout);
+        Address {
+            offset: self.offset(operand.buffer) + (layout.start_offset() * size) as u64,
+            layout: Layout::new(layout.shape().clone(), layout.stride().to_vec(), 0),
+            dtype: operand.dtype,
+            span: span(layout),
+            overwritten_by: operand.overwritten_by,
+            counted: self.requests.address(self.number, self.program, operand),
+        }
+    }
+
+    fn piece(&self, buffer: BufferId) -> Piece {
+        Piece { offset: self.offset(buffer), bytes: self.program.buffers[buffer.index()].bytes }
+    }
+
+    fn named(&self, instance: &Instance) -> Named {
+        let Instance { name, micro_batch, operand, spec } = instance;
+        Named { name: name.clone(), micro_batch: *micro_batch, spec: spec.clone(), address: self.address(operand) }
+    }
+
+    /// The bytes of a buffer of the problem.
+    fn range(&self, index: usize) -> Range<u64> {
+        let offset = self.solution.offsets[index];
+        offset..offset + self.problem.buffers()[index].bytes
+    }
+
+    /// The buffers that die with the step that reads at a tick, by that tick.
+    fn deaths(&self) -> HashMap<u64, Vec<usize>> {
+        let mut deaths: HashMap<u64, Vec<usize>> = HashMap::new();
+        for &index in self.indices {
+            let end = self.problem.buffers()[index].lifetime.end;
+            // The end is one past the second tick of the last step that uses the buffer.
+            if let Some(tick) = end.checked_sub(2).filter(|&tick| tick >= self.span.start && end < self.span.end) {
+                deaths.entry(tick).or_default().push(index);
+            }
+        }
+        deaths
+    }
+
+    /// Its parts, for pictures.
+    fn marks(&self) -> impl Iterator<Item = Mark> {
+        self.program.parts.iter().map(|Part { steps, name, .. }| {
+            let ticks = tick_of(self.span.start, steps.start)..tick_of(self.span.start, steps.end);
+            Mark::new(ticks, format!("{} {name}", self.program.name))
+        })
+    }
+}
+
+/// The tensors that outlive a step, in the order of their declaration, which is that of the problem.
+fn persistent(programs: &[Program], of: &[Vec<usize>], solution: &Solution) -> Vec<Persistent> {
+    let mut persistent: BTreeMap<usize, Persistent> = BTreeMap::new();
+    for (program, indices) in programs.iter().zip(of) {
+        let mut changes = vec![false; program.buffers.len()];
+        for step in program.steps.iter().filter(|step| matches!(step.work, Work::Compute(_) | Work::Collective(..))) {
+            step.outputs.iter().for_each(|output| changes[output.buffer.index()] = true);
+        }
+        for ((buffer, &index), changes_here) in program.buffers.iter().zip(indices).zip(changes) {
+            let Held::Always { fill, spec } = &buffer.held else { continue };
+            let persistent = persistent.entry(index).or_insert_with(|| {
+                let (layout, span) = (Layout::contiguous(spec.shape.clone()), spec.elements());
+                let (offset, dtype) = (solution.offsets[index], spec.dtype);
+                let address = Address { offset, layout, dtype, span, overwritten_by: None, counted: None };
+                let (label, spec, fill) = (buffer.label.clone(), spec.clone(), fill.clone());
+                Persistent { label, address, spec, fill, changes_here: false }
+            });
+            persistent.changes_here |= changes_here;
+        }
+    }
+    persistent.into_values().collect()
+}
+
+/// Everything that kernels rely on and the planner knows nothing of: operands lie in their buffers, an overwritten input is
+/// all of its buffer and no other operand's, what the host reads has no gaps.
+fn check_operands(program: &Program) -> Result<()> {
+    let fail = |what: String| Err(Error::BadPlan { what });
+    let bytes = |operand: &Operand| program.buffers[operand.buffer.index()].bytes;
+    let inside = |operand: &Operand| {
+        let elements = (operand.layout.start_offset() + span(&operand.layout)) as u64;
+        elements * operand.dtype.size_in_bytes() as u64 <= bytes(operand)
+    };
+    for step in &program.steps {
+        let name = step.work.name();
+        if !step.inputs.iter().chain(&step.outputs).all(inside) {
+            return fail(format!("an operand of {name} in {:?} reaches beyond its buffer", &*step.layer));
+        }
+        for input in &step.inputs {
+            let Some(output) = input.overwritten_by.and_then(|output| step.outputs.get(output)) else { continue };
+            let whole = |o: &Operand| o.layout.is_contiguous() && o.layout.start_offset() == 0;
+            let same = input.buffer == output.buffer && whole(input) && whole(output) && input.dtype == output.dtype;
+            let alone = step.inputs.iter().filter(|other| other.buffer == input.buffer).count() == 1;
+            if !same || !alone || span(&input.layout) != span(&output.layout) {
+                return fail(format!("{name} in {:?} overwrites an input of another shape or use", &*step.layer));
+            }
+        }
+    }
+    match program.inputs.iter().chain(&program.outputs).find(|i| !i.operand.layout.is_contiguous()) {
+        Some(instance) => fail(format!("{:?} has gaps, so the host cannot read or write it", instance.name)),
+        None => Ok(()),
+    }
+}
+
+/// Elements from the first that a layout shows to the last.
+fn span(layout: &Layout) -> usize {
+    let reach = layout.dims().iter().zip(layout.stride()).map(|(&dim, &stride)| dim.saturating_sub(1) * stride);
+    if layout.dims().contains(&0) { 0 } else { 1 + reach.sum::<usize>() }
+}

@@ -1,0 +1,236 @@
+//! The graph of a training step, stage by stage: forward, partition, autodiff, update.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use candle_core::DType;
+use gapless_alloc::Role;
+use gapless_graph::autodiff::differentiate_in;
+use gapless_graph::nn::VarBuilder;
+use gapless_graph::optim::Updated;
+use gapless_graph::{Graph, Model, Phase, Place, Spec, Tensor, ValueId, lock};
+use gapless_parallel::StageId;
+
+use super::update::{Kept, Parameter, Recorded, Update};
+use super::{Build, Overflow, RankPlan, StepOptions, gradient_output, watched_output};
+use crate::error::Result;
+use crate::lower::{Lowering, Output, Target, lower};
+use crate::partition::{ParameterStages, cut, parameter_stages};
+use crate::program::Program;
+use crate::recompute::Recomputation;
+
+/// The graph of a training step. Each of its stages builds on those before.
+pub(super) struct TrainStep {
+    trace: Trace,
+    /// The loss of a micro-batch.
+    loss: Tensor,
+    /// What a micro-batch's loss counts of the batch's.
+    share: f64,
+    gradients: Vec<Parameter>,
+    outputs: Vec<Output>,
+    roles: HashMap<ValueId, Role>,
+    /// Trained numbers, of all ranks together.
+    pub parameters: u64,
+    /// Which stages read each parameter.
+    pub stages: ParameterStages,
+    /// What the ranks keep between steps.
+    pub kept: Kept,
+    /// Names of what it shows beside the loss.
+    pub watched: Vec<String>,
+    /// Whether rows that are received need not wait for their backward.
+    lets_go: bool,
+}
+
+impl TrainStep {
+    /// The forward of a micro-batch.
+    pub fn forward(build: &Build<'_>, options: &StepOptions, ranks: &RankPlan) -> Result<Self> {
+        let _span = tracing::info_span!("forward").entered();
+        let parts = options.micro_batches * ranks.batch_ranks();
+        let (trace, model) = Trace::new(build, options, ranks, options.batch / parts)?;
+        let loss = model.loss(&trace.tokens, &trace.targets()?, true)?;
+        Ok(Self {
+            trace,
+            loss,
+            share: 1.0 / parts as f64,
+            gradients: Vec::new(),
+            outputs: Vec::new(),
+            roles: HashMap::new(),
+            parameters: 0,
+            stages: ParameterStages::new(),
+            kept: Kept::default(),
+            watched: Vec::new(),
+            lets_go: options.overflow == Overflow::Recompute,
+        })
+    }
+
+    /// Which stage runs which node.
+    pub fn partition(&mut self, options: &StepOptions, ranks: &RankPlan) -> Result<()> {
+        cut(&mut self.trace.lock(), ranks.stages, &options.pipeline.cut)?;
+        self.stages = parameter_stages(&self.trace.lock());
+        Ok(())
+    }
+
+    /// The gradient of every parameter, on the rank that updates it.
+    pub fn differentiate(&mut self, options: &StepOptions) -> Result<()> {
+        let _span = tracing::info_span!("autodiff").entered();
+        let Self { trace, stages, .. } = self;
+        // What is summed up over micro-batches loses more than what isn't.
+        let several = options.micro_batches > 1;
+        let looked_up = trace.looked_up();
+        let gradients = differentiate_in(&trace.graph, &self.loss, self.share, &|parameter| {
+            let (name, dims, dtype) = (&trace.name(parameter.id()), parameter.dims(), parameter.dtype());
+            let of = Updated { name, dims, dtype, looked_up: looked_up.contains(&parameter.id()) };
+            let rule = trace.lock().rule(parameter.id()).cloned();
+            if several { rule.as_deref().unwrap_or(&*options.optimizer).sum_dtype(&of) } else { dtype }
+        })?;
+        self.loss.set_phase(Phase::Update);
+        for gradient in gradients {
+            let parameter = trace.tensor(gradient.parameter);
+            let name = trace.name(gradient.parameter);
+            // The first stage that reads a parameter owns it; others are brought its new value.
+            let owner = stages.get(&name).and_then(|stages| stages.first()).copied().unwrap_or(StageId(0));
+            trace.lock().set_place(Place::Stage(owner));
+            let summands = gradient.summands.iter().map(|&id| trace.tensor(id));
+            let total = summands.map(Ok).reduce(|a, b| a?.add(&b?)).expect("a gradient has a summand")?;
+            let gradient = total.reshape(parameter.dims().to_vec())?;
+            let shared = trace.lock().shared(parameter.id()).cloned();
+            let dims = shared.as_ref().unwrap_or(parameter.shape()).dims().to_vec();
+            let shared = shared.is_some();
+            self.gradients.push(Parameter { name, tensor: parameter, dims, shared, gradient, owner });
+        }
+        Ok(())
+    }
+
+    /// Loss, norm and every parameter's update; and what the host reads.
+    pub fn update(&mut self, options: &StepOptions, ranks: &RankPlan) -> Result<()> {
+        let Self { trace, gradients, .. } = &*self;
+        let trained = |p: &&Parameter| trace.lock().rule(p.tensor.id()).is_none();
+        let count = gradients.iter().filter(trained).map(|p| p.dims.iter().product::<usize>() as u64).sum();
+        let update = Update { trace, plan: ranks, release: options.release_gradients };
+        let mean_loss = update.mean_loss(&self.loss, self.share)?;
+        let mut outputs = vec![Output::everywhere("loss", mean_loss.id())];
+        let watched = trace.lock().watched().to_vec();
+        for (name, id) in &watched {
+            outputs.push(Output::everywhere(watched_output(name), update.total(&trace.tensor(*id))?.id()));
+        }
+        if options.keep_gradients {
+            outputs.extend(gradients.iter().map(|p| Output::local(gradient_output(&p.name), p.gradient.id())));
+        }
+        let Recorded { norm, roles, mut kept } = update.record(gradients, &mean_loss, &*options.optimizer)?;
+        outputs.push(Output::everywhere("gradient_norm", norm.id()));
+        self.keep_frozen(&update, &mut kept);
+        self.watched = watched.into_iter().map(|(name, _)| name).collect();
+        (self.parameters, self.outputs, self.roles, self.kept) = (count, outputs, roles, kept);
+        Ok(())
+    }
+
+    /// Persistent tensors that the forward reads and no update changes.
+    fn keep_frozen(&self, update: &Update<'_>, kept: &mut Kept) {
+        let graph = self.trace.lock();
+        for (id, name) in graph.persistent().filter(|(_, name)| self.stages.contains_key(*name)) {
+            if !kept.shapes.contains_key(name) {
+                let here = &graph.value(id).spec;
+                let whole = graph.shared(id).unwrap_or(&here.shape);
+                kept.shapes.insert(name.to_owned(), whole.dims().to_vec());
+                kept.frozen.insert(name.to_owned());
+                if graph.shared(id).is_some() {
+                    kept.parts.insert(name.to_owned(), update.share(here.elements()));
+                }
+            }
+        }
+    }
+
+    /// The program of one rank.
+    pub fn lower(&self, ranks: &RankPlan, target: Target, recomputation: &Recomputation) -> Result<Program> {
+        self.lower_graph(&self.graph(), ranks, target, recomputation)
+    }
+
+    /// The same, of a graph that the caller has locked.
+    pub fn lower_graph(
+        &self,
+        graph: &Graph,
+        ranks: &RankPlan,
+        target: Target,
+        recomputation: &Recomputation,
+    ) -> Result<Program> {
+        lower(&Lowering {
+            name: "train",
+            graph,
+            table: &ranks.table,
+            rank: ranks.at.pipeline,
+            outputs: &self.outputs,
+            roles: &self.roles,
+            recomputation,
+            lets_go: self.lets_go,
+            target,
+        })
+    }
+
+    pub fn graph(&self) -> MutexGuard<'_, Graph> {
+        self.trace.lock()
+    }
+
+    pub fn outputs(&self) -> &[Output] {
+        &self.outputs
+    }
+}
+
+/// A graph over tokens.
+pub(super) struct Trace {
+    graph: Arc<Mutex<Graph>>,
+    pub tokens: Tensor,
+}
+
+impl Trace {
+    /// A graph with the model that is to be applied to its tokens.
+    pub fn new<'a>(
+        build: &Build<'a>,
+        options: &StepOptions,
+        plan: &RankPlan,
+        batch: usize,
+    ) -> Result<(Self, Box<dyn Model + 'a>)> {
+        let graph = Arc::new(Mutex::new(Graph::default()));
+        let vb = VarBuilder::new(&graph, options.dtype).with_expert_ranks(plan.mesh.expert, plan.at.expert);
+        let model = build(vb)?;
+        let spec = Spec { shape: (batch, options.sequence).into(), dtype: DType::U32 };
+        let id = lock(&graph).add_input("tokens", spec)?;
+        let tokens = Tensor::new(&graph, id);
+        Ok((Self { graph, tokens }, model))
+    }
+
+    /// The tables whose rows are looked up, by tokens or anything else.
+    pub fn looked_up(&self) -> HashSet<ValueId> {
+        let graph = self.lock();
+        let lookups = graph.nodes().iter().filter(|node| node.op.name() == "embedding");
+        lookups.map(|node| graph.value(node.inputs[0]).root).collect()
+    }
+
+    /// Rows of the smallest table that tokens are looked up in.
+    pub fn smallest_table(&self) -> usize {
+        let graph = self.lock();
+        let lookups = graph.nodes().iter().filter(|n| n.op.name() == "embedding" && n.inputs[1] == self.tokens.id());
+        lookups.map(|n| graph.value(n.inputs[0]).spec.dims()[0]).min().unwrap_or(usize::MAX)
+    }
+
+    pub fn targets(&self) -> gapless_graph::Result<Tensor> {
+        self.input("targets", Spec { shape: self.tokens.shape().clone(), dtype: DType::U32 })
+    }
+
+    pub fn input(&self, name: &str, spec: Spec) -> gapless_graph::Result<Tensor> {
+        let id = self.lock().add_input(name, spec)?;
+        Ok(Tensor::new(&self.graph, id))
+    }
+
+    pub fn tensor(&self, id: ValueId) -> Tensor {
+        Tensor::new(&self.graph, id)
+    }
+
+    pub fn lock(&self) -> MutexGuard<'_, Graph> {
+        lock(&self.graph)
+    }
+
+    fn name(&self, id: ValueId) -> String {
+        let graph = self.lock();
+        graph.persistent().find(|p| p.0 == id).map(|p| p.1.to_owned()).expect("parameters have names")
+    }
+}
