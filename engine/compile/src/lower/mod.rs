@@ -28,7 +28,7 @@ use self::overlap_reduce::Early;
 use self::rematerialize::Life;
 use crate::cross_rank::{Crossings, phases};
 use crate::error::Result;
-use crate::passes::{self, Context, FINISH, UPDATE};
+use crate::passes::{self, Context, FINISH, UPDATE, dump};
 use crate::program::{BufferId, Held, Instance, Operand, Origin, Part, Program, Step, Work, role_of_node};
 use crate::recompute::Recomputation;
 
@@ -105,6 +105,14 @@ impl Output {
 /// # Errors
 /// When the actions wait for each other in a circle, or for what is never made.
 pub fn lower(lowering: &Lowering<'_>) -> Result<Program> {
+    lower_observed(lowering, &mut |stage, program| dump(stage, program))
+}
+
+/// As [`lower`], with a look at the program behind every stage.
+pub(crate) fn lower_observed(
+    lowering: &Lowering<'_>,
+    observe: &mut dyn FnMut(&'static str, &Program),
+) -> Result<Program> {
     let alive = alive_nodes(lowering.graph, lowering.outputs);
     let crossings = Crossings::new(lowering.graph, &alive, lowering.table, lowering.outputs);
     let mut lowerer = Lowerer::new(lowering, &alive, &crossings);
@@ -114,7 +122,8 @@ pub fn lower(lowering: &Lowering<'_>) -> Result<Program> {
     lowerer.update();
     lowerer.outputs();
     let Lowerer { mut program, made, .. } = lowerer;
-    passes::run(&mut program, &Context { lowering, alive: &alive, crossings: &crossings, made: &made })?;
+    observe("lower", &program);
+    passes::run(&mut program, &Context { lowering, alive: &alive, crossings: &crossings, made: &made }, observe)?;
     Ok(program)
 }
 

@@ -10,6 +10,8 @@ mod messages;
 mod offload;
 mod renumber;
 mod reorder;
+#[cfg(test)]
+mod tests;
 
 use std::collections::HashMap;
 
@@ -61,14 +63,17 @@ const PASSES: [Pass; 7] = [
 ];
 
 /// Runs all passes.
-pub(crate) fn run(program: &mut Program, context: &Context<'_>) -> Result<()> {
-    dump("lower", program);
+pub(crate) fn run(
+    program: &mut Program,
+    context: &Context<'_>,
+    observe: &mut dyn FnMut(&'static str, &Program),
+) -> Result<()> {
     for pass in &PASSES {
         if pass.name == "fuse" && context.lowering.target != Target::Cuda {
             continue;
         }
         (pass.run)(program, context)?;
-        dump(pass.name, program);
+        observe(pass.name, program);
     }
     Ok(())
 }

@@ -1,0 +1,216 @@
+//! Passes on small programs, as text.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Mutex};
+
+use candle_core::DType;
+use gapless_graph::autodiff::differentiate;
+use gapless_graph::nn::VarBuilder;
+use gapless_graph::{Graph, Result, Spec, Tensor, lock};
+use gapless_parallel::{Action, Kind};
+use insta::assert_snapshot;
+
+use crate::lower::{Lowering, Output, Target, lower_observed};
+use crate::partition::{Cut, cut};
+use crate::recompute::{Recompute, Resolving, Stashing};
+
+/// What a case adds to a loss of `x` [2, 4] and its gradients.
+#[derive(Default)]
+struct Case {
+    stages: usize,
+    rank: usize,
+    recompute: Recompute,
+    compress: Vec<String>,
+    target: Option<Target>,
+}
+
+/// The program behind every stage: instructions alone.
+fn stages(case: &Case, f: impl Fn(&Tensor, &VarBuilder) -> Result<Tensor>) -> BTreeMap<&'static str, String> {
+    let graph = Arc::new(Mutex::new(Graph::default()));
+    let x = lock(&graph).add_input("x", Spec::f32((2, 4))).unwrap();
+    let loss = f(&Tensor::new(&graph, x), &VarBuilder::new(&graph, DType::F32)).unwrap();
+    let ranks = case.stages.max(1);
+    cut(&mut lock(&graph), ranks, &Cut::Balanced).unwrap();
+    let mut outputs = vec![Output::local("loss", loss.id())];
+    for gradient in differentiate(&graph, &loss, 1.0).unwrap() {
+        let name = format!("gradient {}", gradient.parameter.index());
+        outputs.extend(gradient.summands.iter().map(|&id| Output::local(name.clone(), id)));
+    }
+    let graph = lock(&graph);
+    let row = |stage: u32| vec![Action::new(Kind::Forward, stage, 0), Action::new(Kind::Backward, stage, 0)];
+    let table: Vec<Vec<Action>> = (0..ranks as u32).map(row).collect();
+    let alive = crate::lower::alive_nodes(&graph, &outputs);
+    let stashing = Stashing { compress: &case.compress, offload: &[] };
+    let resolving = Resolving { graph: &graph, alive: &alive, row: &table[case.rank], stashing };
+    let recomputation = resolving.resolve(&case.recompute, |_, _| Ok(0)).unwrap();
+    let lowering = Lowering {
+        name: "case",
+        graph: &graph,
+        table: &table,
+        rank: case.rank,
+        outputs: &outputs,
+        roles: &HashMap::new(),
+        recomputation: &recomputation,
+        lets_go: false,
+        target: case.target.unwrap_or(Target::Cpu { threads: 1 }),
+    };
+    let mut texts = BTreeMap::new();
+    let mut observe = |stage, program: &crate::Program| {
+        let text = program.to_string();
+        let instructions =
+            text.lines().filter(|line| !line.starts_with("  %") || line.contains(" = ") || line.contains(" += "));
+        texts.insert(stage, instructions.skip(1).collect::<Vec<_>>().join("\n"));
+    };
+    lower_observed(&lowering, &mut observe).unwrap();
+    texts
+}
+
+fn two_layers(x: &Tensor, vb: &VarBuilder) -> Result<Tensor> {
+    let up = vb.get((4, 4), "up")?;
+    let down = vb.get((4, 4), "down")?;
+    x.linear(&up, None)?.gelu()?.linear(&down, None)?.tanh()?.sum_all()
+}
+
+#[test]
+fn outputs_take_over_what_nobody_reads_any_more() {
+    let stages = stages(&Case::default(), two_layers);
+    assert_snapshot!(stages["messages"], @r"
+    0F0:
+      %2 f32[2,4] = linear %0 f32[2,4], %1 f32[4,4] scratch %3, %4 @ the model, micro-batch 0
+      %5 f32[2,4] = gelu %2 f32[2,4] @ the model, micro-batch 0
+      %7 f32[2,4] = linear %5 f32[2,4], %6 f32[4,4] scratch %8, %9 @ the model, micro-batch 0
+      %10 f32[2,4] = tanh %7 f32[2,4] @ the model, micro-batch 0
+      %11 f32[] = scaled_sum %10 f32[2,4] scratch %12 @ the model, micro-batch 0
+    0B0:
+      %14 f32[2,4] = contiguous %13 f32[2,4]/0,0 @ the model, micro-batch 0
+      %15 f32[2,4] = tanh_grad %7 f32[2,4], %14 f32[2,4] @ the model, micro-batch 0
+      %16 f32[4,4] = linear_grad_weight %5 f32[2,4], %15 f32[2,4] scratch %17, %18 @ the model, micro-batch 0
+      %19 f32[2,4] = linear_grad_input %15 f32[2,4], %6 f32[4,4] scratch %20, %21 @ the model, micro-batch 0
+      %22 f32[2,4] = gelu_grad %2 f32[2,4], %19 f32[2,4] @ the model, micro-batch 0
+      %23 f32[4,4] = linear_grad_weight %0 f32[2,4], %22 f32[2,4] scratch %24, %25 @ the model, micro-batch 0
+    loss = %11 f32[]
+    gradient 1 = %23 f32[4,4]
+    gradient 2 = %16 f32[4,4]
+    ");
+    assert_snapshot!(stages["in_place"], @r"
+    0F0:
+      %2 f32[2,4] = linear %0 f32[2,4], %1 f32[4,4] scratch %3, %4 @ the model, micro-batch 0
+      %5 f32[2,4] = gelu %2 f32[2,4] @ the model, micro-batch 0
+      %7 f32[2,4] = linear %5 f32[2,4], %6 f32[4,4] scratch %8, %9 @ the model, micro-batch 0
+      %10 f32[2,4] = tanh %7 f32[2,4] @ the model, micro-batch 0
+      %11 f32[] = scaled_sum %10 f32[2,4] scratch %12 @ the model, micro-batch 0
+    0B0:
+      %14 f32[2,4] = contiguous %13 f32[2,4]/0,0 @ the model, micro-batch 0
+      %14 f32[2,4] = tanh_grad %7 f32[2,4], %14 f32[2,4]! @ the model, micro-batch 0
+      %16 f32[4,4] = linear_grad_weight %5 f32[2,4], %14 f32[2,4] scratch %17, %18 @ the model, micro-batch 0
+      %19 f32[2,4] = linear_grad_input %14 f32[2,4], %6 f32[4,4] scratch %20, %21 @ the model, micro-batch 0
+      %19 f32[2,4] = gelu_grad %2 f32[2,4], %19 f32[2,4]! @ the model, micro-batch 0
+      %23 f32[4,4] = linear_grad_weight %0 f32[2,4], %19 f32[2,4] scratch %24, %25 @ the model, micro-batch 0
+    loss = %11 f32[]
+    gradient 1 = %23 f32[4,4]
+    gradient 2 = %16 f32[4,4]
+    ");
+}
+
+#[test]
+fn ranks_exchange_what_they_read_of_each_other() {
+    let of = |rank| stages(&Case { stages: 2, rank, ..Case::default() }, two_layers);
+    assert_snapshot!(of(0)["messages"], @r"
+    0F0:
+      %2 f32[2,4] = linear %0 f32[2,4], %1 f32[4,4] scratch %3, %4 @ the model, micro-batch 0
+      %5 f32[2,4] = gelu %2 f32[2,4] @ the model, micro-batch 0
+      send to rank 1 %5 f32[2,4] @ the model, micro-batch 0
+    0B0:
+      %6 f32[2,4] = receive from rank 1 @ the model, micro-batch 0
+      wait #1 %6 f32[2,4] @ the model, micro-batch 0
+      wait #0 %5 f32[2,4] @ the model, micro-batch 0
+      %7 f32[2,4] = gelu_grad %2 f32[2,4], %6 f32[2,4] @ the model, micro-batch 0
+      %8 f32[4,4] = linear_grad_weight %0 f32[2,4], %7 f32[2,4] scratch %9, %10 @ the model, micro-batch 0
+    gradient 1 = %8 f32[4,4]
+    ");
+    assert_snapshot!(of(1)["messages"], @r"
+    1F0:
+      %0 f32[2,4] = receive from rank 0 @ the model, micro-batch 0
+      wait #0 %0 f32[2,4] @ the model, micro-batch 0
+      %2 f32[2,4] = linear %0 f32[2,4], %1 f32[4,4] scratch %3, %4 @ the model, micro-batch 0
+      %5 f32[2,4] = tanh %2 f32[2,4] @ the model, micro-batch 0
+      %6 f32[] = scaled_sum %5 f32[2,4] scratch %7 @ the model, micro-batch 0
+    1B0:
+      %9 f32[2,4] = contiguous %8 f32[2,4]/0,0 @ the model, micro-batch 0
+      %10 f32[2,4] = tanh_grad %2 f32[2,4], %9 f32[2,4] @ the model, micro-batch 0
+      %11 f32[4,4] = linear_grad_weight %0 f32[2,4], %10 f32[2,4] scratch %12, %13 @ the model, micro-batch 0
+      %14 f32[2,4] = linear_grad_input %10 f32[2,4], %1 f32[4,4] scratch %15, %16 @ the model, micro-batch 0
+      send to rank 0 %14 f32[2,4] @ the model, micro-batch 0
+    update:
+      wait #1 %14 f32[2,4] @ the model, micro-batch 0
+    loss = %6 f32[]
+    gradient 2 = %11 f32[4,4]
+    ");
+}
+
+#[test]
+fn activations_wait_in_eight_bits() {
+    let case = Case { compress: vec!["gelu".into()], ..Case::default() };
+    assert_snapshot!(stages(&case, two_layers)["offload"], @r"
+    0F0:
+      %2 f32[2,4] = linear %0 f32[2,4], %1 f32[4,4] scratch %3, %4 @ the model, micro-batch 0
+      %5 f32[2,4] = gelu %2 f32[2,4] @ the model, micro-batch 0
+      %7 f32[2,4] = linear %5 f32[2,4], %6 f32[4,4] scratch %8, %9 @ the model, micro-batch 0
+      %27 u8[2,4], %28 f32[2,2] = compress %5 f32[2,4] @ the model, micro-batch 0
+      %10 f32[2,4] = tanh %7 f32[2,4] @ the model, micro-batch 0
+      %11 f32[] = scaled_sum %10 f32[2,4] scratch %12 @ the model, micro-batch 0
+    0B0:
+      %14 f32[2,4] = contiguous %13 f32[2,4]/0,0 @ the model, micro-batch 0
+      %15 f32[2,4] = tanh_grad %7 f32[2,4], %14 f32[2,4] @ the model, micro-batch 0
+      %26 f32[2,4] = expand %27 u8[2,4], %28 f32[2,2] @ the model, micro-batch 0
+      %16 f32[4,4] = linear_grad_weight %26 f32[2,4], %15 f32[2,4] scratch %17, %18 @ the model, micro-batch 0
+      %19 f32[2,4] = linear_grad_input %15 f32[2,4], %6 f32[4,4] scratch %20, %21 @ the model, micro-batch 0
+      %22 f32[2,4] = gelu_grad %2 f32[2,4], %19 f32[2,4] @ the model, micro-batch 0
+      %23 f32[4,4] = linear_grad_weight %0 f32[2,4], %22 f32[2,4] scratch %24, %25 @ the model, micro-batch 0
+    update:
+    finish:
+    loss = %11 f32[]
+    gradient 1 = %23 f32[4,4]
+    gradient 2 = %16 f32[4,4]
+    ");
+}
+
+#[test]
+fn what_is_dropped_runs_again_in_front_of_its_reader() {
+    let case = Case { recompute: Recompute::Ops(vec!["gelu".into()]), ..Case::default() };
+    assert_snapshot!(stages(&case, two_layers)["lower"], @r"
+    0F0:
+      %2 f32[2,4] = linear %0 f32[2,4], %1 f32[4,4] scratch %3, %4 @ the model, micro-batch 0
+      %5 f32[2,4] = gelu %2 f32[2,4] @ the model, micro-batch 0
+      %7 f32[2,4] = linear %5 f32[2,4], %6 f32[4,4] scratch %8, %9 @ the model, micro-batch 0
+      %10 f32[2,4] = tanh %7 f32[2,4] @ the model, micro-batch 0
+      %11 f32[] = scaled_sum %10 f32[2,4] scratch %12 @ the model, micro-batch 0
+    0B0:
+      %14 f32[2,4] = contiguous %13 f32[2,4]/0,0 @ the model, micro-batch 0
+      %15 f32[2,4] = tanh_grad %7 f32[2,4], %14 f32[2,4] @ the model, micro-batch 0
+      %16 f32[2,4] = gelu %2 f32[2,4] @ the model, micro-batch 0, recomputed
+      %17 f32[4,4] = linear_grad_weight %16 f32[2,4], %15 f32[2,4] scratch %18, %19 @ the model, micro-batch 0
+      %20 f32[2,4] = linear_grad_input %15 f32[2,4], %6 f32[4,4] scratch %21, %22 @ the model, micro-batch 0
+      %23 f32[2,4] = gelu_grad %2 f32[2,4], %20 f32[2,4] @ the model, micro-batch 0
+      %24 f32[4,4] = linear_grad_weight %0 f32[2,4], %23 f32[2,4] scratch %25, %26 @ the model, micro-batch 0
+    update:
+    finish:
+    loss = %11 f32[]
+    gradient 1 = %24 f32[4,4]
+    gradient 2 = %17 f32[4,4]
+    ");
+}
+
+#[test]
+fn operations_of_elements_share_a_kernel_on_a_gpu() {
+    let case = Case { target: Some(Target::Cuda), ..Case::default() };
+    assert_snapshot!(stages(&case, |x, vb| x.mul(&vb.get((2, 4), "w")?)?.gelu()?.sum_all())["fuse"], @r"
+    0F0:
+      %2 f32[2,4], %3 f32[2,4] = fused %0 f32[2,4], %1 f32[2,4] @ the model, micro-batch 0
+      %4 f32[] = scaled_sum %3 f32[2,4] scratch %5 @ the model, micro-batch 0
+    0B0:
+      %7 f32[2,4] = fused %6 f32[2,4]/0,0, %2 f32[2,4], %0 f32[2,4] @ the model, micro-batch 0
+    loss = %4 f32[]
+    gradient 1 = %7 f32[2,4]
+    ");
+}
