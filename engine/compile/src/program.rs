@@ -389,7 +389,8 @@ impl Program {
         self.requests - 1
     }
 
-    pub fn add(&mut self, bytes: u64, label: Label, held: Held) -> BufferId {
+    /// A new buffer.
+    pub(crate) fn add(&mut self, bytes: u64, label: Label, held: Held) -> BufferId {
         let id = BufferId(u32::try_from(self.buffers.len()).expect("fewer than 2^32 buffers"));
         self.buffers.push(Buffer { bytes, label, held, counted: None });
         id

@@ -447,10 +447,12 @@ impl Graph {
         self.layers.last().cloned().unwrap_or_else(|| Arc::from(""))
     }
 
+    /// Begins a layer: nodes are of it until [`Self::leave_layer`].
     pub fn enter_layer(&mut self, name: Arc<str>) {
         self.layers.push(name);
     }
 
+    /// Ends the innermost layer.
     pub fn leave_layer(&mut self) {
         self.layers.pop();
     }

@@ -73,7 +73,9 @@ pub fn layout_indices(layout: &Layout) -> impl Iterator<Item = usize> + '_ {
 /// What a reference implementation is given.
 #[derive(Debug)]
 pub struct Reference<'a> {
+    /// The inputs.
     pub inputs: Vec<&'a Array>,
+    /// Random numbers of the step and micro-batch.
     pub stream: Stream,
 }
 

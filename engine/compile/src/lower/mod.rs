@@ -363,7 +363,7 @@ impl<'a> Lowerer<'a> {
             }
             Source::Constant(number) => self.constant(*number, value),
             Source::Input { name } => self.input(name, key, value),
-            Source::Node { .. } => self.from_elsewhere(root, key),
+            Source::Node { .. } => self.of_another_rank(root, key),
         };
         self.place(key, buffer);
         buffer
@@ -394,7 +394,7 @@ impl<'a> Lowerer<'a> {
     }
 
     /// A value that another rank makes.
-    fn from_elsewhere(&mut self, root: ValueId, key: Origin) -> BufferId {
+    fn of_another_rank(&mut self, root: ValueId, key: Origin) -> BufferId {
         let maker = self.of.graph.producer(root).expect("it is made by a node");
         debug_assert!(!self.is_here(maker.place), "inputs are made before they are read");
         let output = maker.outputs.iter().position(|&output| output == root).unwrap_or(0);

@@ -58,7 +58,7 @@ impl Offload<'_> {
             let parts = program.parts.iter().filter(move |part| is_forward(part) == wanted);
             parts.flat_map(|part| part.steps.clone()).filter(|&step| touches(&program.steps[step]))
         };
-        let (Some(last), Some(first)) = (uses(true).last(), uses(false).next()) else { return };
+        let (Some(last), Some(first)) = (uses(true).max(), uses(false).min()) else { return };
         let graph = self.context.lowering.graph;
         let (value, micro_batch) = (graph.value(origin.root), origin.micro_batch);
         let maker = graph.producer(origin.root).expect("what is put away is made by a node");

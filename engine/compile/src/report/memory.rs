@@ -37,6 +37,7 @@ pub struct Report {
 }
 
 impl Report {
+    /// The figures of a plan.
     pub fn of(executable: &Executable, parameters: u64) -> Self {
         let solution = &executable.solution;
         Self {

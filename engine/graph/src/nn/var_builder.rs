@@ -21,6 +21,7 @@ pub struct VarBuilder {
 }
 
 impl VarBuilder {
+    /// Declares parameters of a type in a graph.
     pub fn new(graph: &Arc<Mutex<Graph>>, dtype: DType) -> Self {
         Self { graph: graph.clone(), path: String::new(), dtype, expert_ranks: (1, 0) }
     }
