@@ -10,6 +10,7 @@ use std::process::{Command, Stdio};
 
 use common::Run;
 use gapless::engine::checkpoint::Checkpoint;
+use gapless_testing::only_test;
 
 const STEPS: u64 = 12;
 
@@ -20,14 +21,9 @@ fn main() {
     {
         return victim(Path::new(dir));
     }
-    if arguments.iter().any(|a| a == "--list") {
-        println!("a_killed_run_goes_on_with_the_same_bits: test");
-        return;
-    }
-    for kill_after in [1, 4, 7] {
-        a_killed_run_goes_on_with_the_same_bits(kill_after);
-    }
-    println!("test a_killed_run_goes_on_with_the_same_bits ... ok");
+    only_test("a_killed_run_goes_on_with_the_same_bits", || {
+        [1, 4, 7].into_iter().for_each(a_killed_run_goes_on_with_the_same_bits);
+    });
 }
 
 /// Saves after every step and says so, until it is killed.

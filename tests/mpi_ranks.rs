@@ -8,12 +8,8 @@
 mod common;
 
 fn main() {
-    if std::env::args().any(|argument| argument == "--list") {
-        println!("mpi_ranks: test");
-        return;
-    }
     #[cfg(not(feature = "mpi"))]
-    println!("test mpi_ranks ... skipped: built without the feature `mpi`");
+    gapless_testing::only_test("mpi_ranks", || gapless_testing::not_checked("built without the feature `mpi`"));
     #[cfg(feature = "mpi")]
     jobs::main();
 }
@@ -27,6 +23,7 @@ mod jobs {
     use gapless::engine::checkpoint::Checkpoint;
     use gapless::models::MoeStyle;
     use gapless::{Mesh, Overflow, Pipeline, Reserve};
+    use gapless_testing::{not_checked, only_test};
 
     use crate::common::{Kind, Outcome, Run};
 
@@ -37,14 +34,14 @@ mod jobs {
     pub fn main() {
         let arguments: Vec<String> = std::env::args().collect();
         match &arguments[..] {
-            [_, job, schedule, dir] => rank(job, schedule, Path::new(dir)),
-            _ => match Command::new("mpirun").arg("--version").output() {
-                Err(error) => println!("test mpi_ranks ... skipped: mpirun cannot be run: {error}"),
+            [_, flag, job, schedule, dir] if flag == "--job" => rank(job, schedule, Path::new(dir)),
+            _ => only_test("mpi_ranks", || match Command::new("mpirun").arg("--version").output() {
+                Err(error) => not_checked(format_args!("mpirun cannot be run: {error}")),
                 Ok(_) => [2, 4].into_iter().for_each(|ranks| {
                     judge(ranks);
                     judge_experts(ranks);
                 }),
-            },
+            }),
         }
     }
 
@@ -200,7 +197,7 @@ mod jobs {
             .envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"), ("RUST_BACKTRACE", "0")])
             .args(["--oversubscribe", "--mca", "btl_tcp_if_include", "lo", "-n", &ranks.to_string()])
             .arg(std::env::current_exe().unwrap())
-            .args([job, schedule])
+            .args(["--job", job, schedule])
             .arg(dir)
             .output()
             .unwrap()

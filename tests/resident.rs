@@ -8,6 +8,7 @@ use gapless::TrainError;
 use gapless::engine::compile::Error as CompileError;
 use gapless::models::{Gpt, GptConfig};
 use gapless::{DeviceChoice, Offload, Recompute, TrainOptions, Trainer};
+use gapless_testing::{not_checked, only_test};
 
 fn main() {
     let arguments: Vec<String> = std::env::args().collect();
@@ -16,18 +17,13 @@ fn main() {
     {
         return train(bytes.parse().ok(), ops);
     }
-    let name = "measured_memory_is_what_was_planned";
-    if arguments.iter().any(|a| a == "--list") {
-        println!("{name}: test");
-        return;
-    }
-    if resident_peak().is_none() {
-        println!("test {name} ... skipped: no /proc/self/status here");
-        return;
-    }
-    measured_memory_falls_with_the_budget();
-    measured_memory_falls_with_what_is_offloaded();
-    println!("test {name} ... ok");
+    only_test("measured_memory_is_what_was_planned", || {
+        if resident_peak().is_none() {
+            return not_checked("there is no /proc/self/status");
+        }
+        measured_memory_falls_with_the_budget();
+        measured_memory_falls_with_what_is_offloaded();
+    });
 }
 
 /// Bytes that this process held at most.

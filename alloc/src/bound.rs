@@ -66,14 +66,16 @@ pub(crate) fn sweep(problem: &Problem, mut visit: impl FnMut(u64, u128)) {
 
 #[cfg(test)]
 mod tests {
+    use gapless_testing::prelude::*;
+
     use super::*;
     use crate::Buffer;
 
-    proptest::proptest! {
+    generated! {
         /// Ticks far apart and ticks close together take different ways to the same bound.
         #[test]
         fn stretched_time_changes_nothing(
-            rows in proptest::collection::vec((0..30u64, 1..30u64, 0..99u64), 0..40),
+            rows in prop::collection::vec((0..30u64, 1..30u64, 0..99u64), 0..40),
         ) {
             let stretched = |by: u64| {
                 let buffers = rows.iter().map(|&(start, length, bytes)| {
@@ -82,11 +84,11 @@ mod tests {
                 Problem::new(buffers.collect()).unwrap()
             };
             let (near, far) = (stretched(1), stretched(1_000_003));
-            proptest::prop_assert_eq!(lower_bound(&near), lower_bound(&far));
+            prop_assert_eq!(lower_bound(&near), lower_bound(&far));
             let most = (0..60).map(|t| live_at(&near, t).map(|id| near.buffer(id).bytes).sum::<u64>()).max().unwrap_or(0);
-            proptest::prop_assert_eq!(lower_bound(&near), most);
+            prop_assert_eq!(lower_bound(&near), most);
             if !rows.is_empty() {
-                proptest::prop_assert_eq!(peak_tick(&near).map(|t| t * 1_000_003), peak_tick(&far));
+                prop_assert_eq!(peak_tick(&near).map(|t| t * 1_000_003), peak_tick(&far));
             }
         }
     }

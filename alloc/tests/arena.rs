@@ -6,7 +6,7 @@ use gapless_alloc::arena::{
     Arena, ArenaOptions, ArenaPlan, Need, Overflow, Rehearsal, Request, RequestId, Reserve, Served, check_run, rehearse,
 };
 use gapless_alloc::{Buffer, Error, Label, Options, Problem, Role, check, plan};
-use proptest::prelude::*;
+use gapless_testing::prelude::*;
 
 const TICKS: u64 = 24;
 
@@ -100,8 +100,8 @@ impl Step {
     }
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig::with_cases(128))]
+generated! {
+    #![cases(128)]
 
     #[test]
     fn nothing_overlaps_and_the_report_adds_up(

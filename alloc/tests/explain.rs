@@ -7,7 +7,7 @@ use std::time::Duration;
 use exhaustion::{exhausted, fits};
 use gapless_alloc::synthetic::{Order, Step};
 use gapless_alloc::{Buffer, BufferId, Change, Explanation, Options, Problem, Remedy, check, explain, plan};
-use proptest::prelude::*;
+use gapless_testing::prelude::*;
 
 fn within(capacity: u64) -> Options {
     Options { capacity: Some(capacity), ..Options::default() }
@@ -32,8 +32,8 @@ fn least(problem: &Problem, capacity: u64, offers: impl Fn(BufferId) -> Vec<(u64
     sets.iter().find(|(_, changes)| suffices(changes)).map(|(size, _)| *size)
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig { cases: 128, failure_persistence: None, ..ProptestConfig::default() })]
+generated! {
+    #![cases(128)]
 
     #[test]
     fn remedies_suffice_and_bounds_hold(

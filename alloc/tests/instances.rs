@@ -7,14 +7,11 @@ use std::path::Path;
 use flate2::read::GzDecoder;
 use gapless_alloc::{Fit, Options, Proof, check, csv, plan};
 
-/// Calls `judge` with the name and table of every plain CSV file of a family; says so when there is none.
+/// Calls `judge` with the name and table of every plain CSV file of a family; says so where there is none.
+#[track_caller]
 fn each(family: &str, mut judge: impl FnMut(&str, csv::Table)) {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/instances").join(family);
-    let Ok(entries) = std::fs::read_dir(&folder) else {
-        println!("no instances in {}", folder.display());
-        return;
-    };
-    for path in entries.filter_map(|entry| Some(entry.ok()?.path())) {
+    let Some(folder) = gapless_testing::shared(&format!("instances/{family}")) else { return };
+    for path in std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()) {
         let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
         // Beside the tables lie figures of another planner.
         if name.ends_with(".csv") && name != "authors_planner.csv" {

@@ -10,7 +10,7 @@ use exhaustion::exhausted;
 use families::{adversarial, buffers, lifetimes, near_powers, nested, often_none, several_stacks, step};
 use gapless_alloc::synthetic::{Order, Step};
 use gapless_alloc::{Buffer, BufferId, Error, Fit, Options, Problem, Proof, Solution, StopReason, check, plan};
-use proptest::prelude::*;
+use gapless_testing::prelude::*;
 
 /// Little enough that hundreds of problems pass in seconds.
 fn options() -> Options {
@@ -38,8 +38,8 @@ fn planned(problem: &Problem, options: &Options) -> Solution {
     solution
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
+generated! {
+    #![cases(64)]
 
     #[test]
     fn random_problems_pass_the_checker(list in buffers(80, 40, often_none(0..500u64))) {

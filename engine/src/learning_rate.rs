@@ -155,7 +155,7 @@ impl Schedule {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use proptest::prelude::*;
+    use gapless_testing::prelude::*;
 
     const COSINE: LearningRate =
         LearningRate { peak: 1.0, floor: 0.125, warmup_steps: 4, steps: 20, shape: Shape::Cosine };
@@ -200,7 +200,7 @@ mod tests {
         refused(LearningRate { warmup_steps: u64::MAX, ..WSD }, "don't fit");
     }
 
-    proptest! {
+    generated! {
         /// Up to the peak, never up again, and always within the bounds.
         #[test]
         fn rises_once_and_falls_once(warmup_steps in 0u64..20, decay_steps in 0u64..20, rest in 0u64..20, cosine: bool) {

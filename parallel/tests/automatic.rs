@@ -1,11 +1,9 @@
 //! Orders made for given costs, against the checker, the rules, and the tables that the zero-bubble authors' search made.
 
-use std::path::Path;
-
 use gapless_parallel::{
     Automatic, Cell, Costs, Error, Placement, Schedule, Sends, Shape, Timeline, by_name, check, read_table, simulate,
 };
-use proptest::prelude::*;
+use gapless_testing::prelude::*;
 
 fn largest_peak(timeline: &Timeline) -> u32 {
     (0..timeline.ranks.len()).map(|rank| timeline.peak(rank)).max().unwrap().try_into().unwrap()
@@ -16,8 +14,8 @@ fn costs(forward: u64, backward_input: u64, backward_weight: u64, transfer: u64)
     Costs { forward, backward_input, backward_weight, overlapped, transfer }
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig::with_cases(24))]
+generated! {
+    #![cases(24)]
 
     #[test]
     fn any_order_trains_within_its_limit(
@@ -80,11 +78,7 @@ fn no_rule_is_faster_with_its_own_memory() {
 /// Each table of the search, with the costs of its name and its own peak as the limit.
 #[test]
 fn as_fast_as_the_searched_tables() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/vectors/generated_zerobubble");
-    if !folder.is_dir() {
-        println!("skipped: no reference tables at {}", folder.display());
-        return;
-    }
+    let Some(folder) = gapless_testing::shared("vectors/generated_zerobubble") else { return };
     let (mut equal, mut shorter) = (0, 0);
     for path in std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path()) {
         let name = path.file_stem().unwrap().to_string_lossy().into_owned();

@@ -6,7 +6,7 @@ use gapless_parallel::{
     Action, Cell, Costs, Kind, Sends, Waits, check, communicate, read_table, reduce_gradients, simulate,
     update_weights, write_table,
 };
-use proptest::prelude::*;
+use gapless_testing::prelude::*;
 
 /// A pipeline with its stages dealt to ranks at random, and choices that say which of the actions that can run is next.
 #[derive(Debug, Clone)]
@@ -55,7 +55,7 @@ fn table(plan: &Plan) -> Vec<Vec<Cell>> {
     rows
 }
 
-proptest! {
+generated! {
     /// Whatever order can run at all can be lowered, and then runs even if sends block.
     #[test]
     fn any_order_that_runs_can_be_lowered(plan in plans(), early in any::<bool>()) {

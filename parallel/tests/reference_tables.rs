@@ -108,11 +108,7 @@ fn costs(name: &str) -> Costs {
 
 #[test]
 fn reference_tables() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/vectors");
-    if !folder.is_dir() {
-        println!("skipped: no reference tables at {}", folder.display());
-        return;
-    }
+    let Some(folder) = gapless_testing::shared("vectors") else { return };
     let mut matched: BTreeMap<(&str, bool), u32> = BTreeMap::new();
     let mut wrong = Vec::new();
     for path in tables(&folder) {

@@ -3,7 +3,7 @@
 use gapless_parallel::{
     Action, Costs, Error, Kind, Saved, Schedule, SearchedZb, SearchedZbv, Sends, Shape, Timeline, check, simulate,
 };
-use proptest::prelude::*;
+use gapless_testing::prelude::*;
 
 /// The slow way: what every action leaves or gives back, one after the other; the most that is there at once.
 fn peak(row: &[Action], saved: Saved) -> u64 {
@@ -37,8 +37,8 @@ fn saved() -> impl Strategy<Value = Saved> {
     prop_oneof![Just(Saved::default()), Just(Saved::WEIGHT), parts]
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig::with_cases(400))]
+generated! {
+    #![cases(400)]
 
     /// One forward is enough room for one chunk per rank.
     #[test]

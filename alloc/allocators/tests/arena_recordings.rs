@@ -20,10 +20,7 @@ fn planned(fixed: &Problem) -> Vec<u64> {
 
 #[test]
 fn reserves_at_most_what_the_best_of_the_others_does() {
-    let Some(folder) = recorded_moe::folder() else {
-        println!("skipped: no recordings");
-        return;
-    };
+    let Some(folder) = gapless_testing::shared("pytorch") else { return };
     Row::print_header();
     recorded_moe::each(&folder, |recorded| {
         let Recorded { name, whole, dynamic, fixed, requests } = &recorded;
@@ -74,10 +71,7 @@ fn promises(recorded: &Recorded, offsets: &[u64], bytes: &[u64]) {
 /// rows, so that a count is not exactly sixteen times that of one step.)
 #[test]
 fn what_is_called_static_comes_in_every_step() {
-    let Some(folder) = recorded_moe::folder() else {
-        println!("skipped: no recordings");
-        return;
-    };
+    let Some(folder) = gapless_testing::shared("pytorch") else { return };
     let mut tables: BTreeMap<String, Recorded> = BTreeMap::new();
     recorded_moe::each(&folder, |recorded| _ = tables.insert(recorded.name.clone(), recorded));
     let sizes = |problem: &Problem| {

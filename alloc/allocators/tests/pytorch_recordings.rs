@@ -2,7 +2,6 @@
 
 use std::fs::File;
 use std::io::BufReader;
-use std::path::{Path, PathBuf};
 
 use flate2::read::GzDecoder;
 use gapless_alloc::{csv, lower_bound};
@@ -10,18 +9,9 @@ use gapless_allocators::{Device, PyTorch, PyTorchOptions};
 use gapless_allocators::{Requests, replay, smallest_capacity};
 use serde_json::Value;
 
-/// The recordings, if they are at hand.
-fn recordings() -> Option<PathBuf> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared/pytorch");
-    folder.join("manifest.json").exists().then_some(folder)
-}
-
 #[test]
 fn every_recording_is_met_to_the_byte() {
-    let Some(folder) = recordings() else {
-        println!("skipped: no recordings");
-        return;
-    };
+    let Some(folder) = gapless_testing::shared("pytorch") else { return };
     let manifest: Value = serde_json::from_reader(File::open(folder.join("manifest.json")).unwrap()).unwrap();
     let mut wrong = Vec::new();
     let mut compared = 0;

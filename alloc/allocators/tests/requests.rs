@@ -7,7 +7,7 @@ use gapless_allocators::{
     Allocator, Bfc, Block, Device, GmLake, GmLakeOptions, Kind, Malloc, PyTorch, PyTorchOptions, StAlloc, Stream,
 };
 use gapless_allocators::{Requests, replay_observed, smallest_capacity};
-use proptest::prelude::*;
+use gapless_testing::prelude::*;
 
 const MIB: u64 = 1 << 20;
 const CAPACITY: u64 = 256 * MIB;
@@ -69,8 +69,8 @@ fn check(mut allocator: impl Allocator, steps: &[Step]) -> Result<(), TestCaseEr
     check_layout(&allocator)
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig::with_cases(64))]
+generated! {
+    #![cases(64)]
 
     #[test]
     fn every_allocator_keeps_its_blocks_apart(steps in steps()) {
@@ -147,6 +147,27 @@ proptest! {
             prop_assert_eq!((allocator.reserved(), allocator.segments()), (twin.reserved(), twin.segments.len() as u64));
             prop_assert_eq!((statistics.device_allocations, statistics.retries), (twin.allocations, twin.retries));
         }
+    }
+
+    /// Whatever the phases, STAlloc's plan holds: no block overlaps another and nothing falls back.
+    #[test]
+    fn stalloc_plans_hold_with_phases(
+        rows in prop::collection::vec((0..30u64, 1..30u64, 1..9000u64), 1..40),
+        mut phases in prop::collection::vec(0..60u64, 0..6),
+    ) {
+        phases.sort_unstable();
+        let buffers = rows.into_iter().map(|(start, length, bytes)| Buffer::new(start..start + length, bytes));
+        let problem = Problem::new(buffers.collect()).unwrap();
+        let requests = Requests::new(&problem);
+        let mut allocator = StAlloc::with(Device::new(CAPACITY), &problem, &requests, &phases, |_| false);
+        let mut layout = Ok(());
+        let report = replay_observed(&requests, &mut allocator, 2, |_, allocator| {
+            if layout.is_ok() {
+                layout = check_layout(allocator);
+            }
+        });
+        layout?;
+        prop_assert_eq!(report.unwrap().statistics.device_allocations, 1);
     }
 }
 
@@ -252,29 +273,4 @@ fn absurd_tables_end_in_an_answer() {
     check(&[(0, 1, HUGE), (1, 2, HUGE - 1), (1, 2, HUGE - 2), (0, 3, HUGE)]);
     check(&[(0, 2, HUGE), (0, 1, HUGE), (1, 2, HUGE - 600), (0, 3, HUGE), (2, 3, HUGE - 600), (2, 3, HUGE)]);
     check(&[(0, 1, 1 << 47), (1, 2, 1 << 46), (2, 3, 1 << 47)]);
-}
-
-proptest! {
-    #![proptest_config(ProptestConfig::with_cases(128))]
-
-    /// Whatever the phases, STAlloc's plan holds: no block overlaps another and nothing falls back.
-    #[test]
-    fn stalloc_plans_hold_with_phases(
-        rows in prop::collection::vec((0..30u64, 1..30u64, 1..9000u64), 1..40),
-        mut phases in prop::collection::vec(0..60u64, 0..6),
-    ) {
-        phases.sort_unstable();
-        let buffers = rows.into_iter().map(|(start, length, bytes)| Buffer::new(start..start + length, bytes));
-        let problem = Problem::new(buffers.collect()).unwrap();
-        let requests = Requests::new(&problem);
-        let mut allocator = StAlloc::with(Device::new(CAPACITY), &problem, &requests, &phases, |_| false);
-        let mut layout = Ok(());
-        let report = replay_observed(&requests, &mut allocator, 2, |_, allocator| {
-            if layout.is_ok() {
-                layout = check_layout(allocator);
-            }
-        });
-        layout?;
-        prop_assert_eq!(report.unwrap().statistics.device_allocations, 1);
-    }
 }

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use gapless_allocators::Stream;
 use gapless_allocators::{Snapshot, SnapshotError, read_snapshot};
-use proptest::prelude::*;
+use gapless_testing::prelude::*;
 
 fn file(name: &str) -> Vec<u8> {
     std::fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/snapshots").join(name)).unwrap()
@@ -66,7 +66,7 @@ fn a_file_cut_anywhere_is_an_error() {
     }
 }
 
-proptest! {
+generated! {
     /// Whatever the bytes, reading ends in a snapshot or an error.
     #[test]
     fn no_bytes_break_the_reader(changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..8)) {

@@ -203,7 +203,7 @@ fn fits(start: u64, end: u64, bytes: u64) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use proptest::prelude::*;
+    use gapless_testing::prelude::*;
 
     /// The lowest gap, every byte looked at.
     fn twin(used: &[Option<Range<u64>>], within: &Range<u64>, bytes: u64) -> Option<Range<u64>> {
@@ -227,7 +227,7 @@ mod tests {
         }
     }
 
-    proptest! {
+    generated! {
         #[test]
         fn finds_what_looking_at_every_byte_finds(
             steps in prop::collection::vec((0..40usize, 1..9u64, any::<bool>(), 0..150u64, 0..60u64), 1..120),

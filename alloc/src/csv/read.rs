@@ -174,6 +174,8 @@ impl<R: BufRead> Lines<R> {
 
 #[cfg(test)]
 mod tests {
+    use gapless_testing::prelude::*;
+
     use super::*;
 
     #[test]
@@ -234,10 +236,10 @@ mod tests {
         }
     }
 
-    proptest::proptest! {
+    generated! {
         /// Whatever the bytes are, reading ends with a table or an error.
         #[test]
-        fn reads_anything(bytes in proptest::collection::vec(proptest::prelude::any::<u8>(), 0..400), header: bool) {
+        fn reads_anything(bytes in prop::collection::vec(any::<u8>(), 0..400), header: bool) {
             let mut text = if header { b"id,start,end,size,gaps,hint,offset\n".to_vec() } else { Vec::new() };
             text.extend(&bytes);
             let _ = read(&text[..]);
@@ -258,8 +260,8 @@ mod tests {
             let mut text = Vec::new();
             table.write(&mut text, table.plan().as_deref()).unwrap();
             let again = read(&text[..]).unwrap();
-            proptest::prop_assert_eq!(table.problem.buffers(), again.problem.buffers());
-            proptest::prop_assert_eq!((table.gaps, table.hints), (again.gaps, again.hints));
+            prop_assert_eq!(table.problem.buffers(), again.problem.buffers());
+            prop_assert_eq!((table.gaps, table.hints), (again.gaps, again.hints));
         }
     }
 }

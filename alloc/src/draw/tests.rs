@@ -1,7 +1,7 @@
-//! One small training step drawn in every form, then whatever proptest thinks of.
+//! One small training step drawn in every form, then generated ones.
 
+use gapless_testing::prelude::*;
 use insta::assert_snapshot;
-use proptest::prelude::*;
 
 use super::*;
 use crate::{Buffer, Role};
@@ -313,7 +313,7 @@ fn name() -> impl Strategy<Value = String> {
         "a&b\"'<c>",
         "\0\r\n\u{ffff}",
     ];
-    prop_oneof![any::<String>(), proptest::sample::select(hostile.to_vec()).prop_map(str::to_owned), "[a-z.0-9]{0,12}"]
+    prop_oneof![any::<String>(), prop::sample::select(hostile.to_vec()).prop_map(str::to_owned), "[a-z.0-9]{0,12}"]
 }
 
 /// A lifetime, a size and an offset: small ones, and some near the end of `u64`.
@@ -329,8 +329,8 @@ fn placed() -> impl Strategy<Value = (Range<u64>, u64, u64)> {
     )
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig::with_cases(128))]
+generated! {
+    #![cases(128)]
 
     #[test]
     fn any_placed_problem_has_sound_pictures(

@@ -307,7 +307,7 @@ impl Search<'_> {
 mod tests {
     use std::time::Duration;
 
-    use proptest::prelude::*;
+    use gapless_testing::prelude::*;
 
     use super::*;
 
@@ -318,8 +318,8 @@ mod tests {
         })
     }
 
-    proptest! {
-        #![proptest_config(ProptestConfig { cases: 512, failure_persistence: None, ..ProptestConfig::default() })]
+    generated! {
+        #![cases(512)]
 
         /// Against all subsets.
         #[test]

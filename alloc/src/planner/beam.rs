@@ -384,7 +384,7 @@ fn copied(layouts: &[Layout]) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::*;
+    use gapless_testing::prelude::*;
 
     use super::*;
     use crate::planner::judging::{judge_attempt, part, peaks};
@@ -392,9 +392,7 @@ mod tests {
     use crate::planner::portfolio::Portfolio;
     use crate::synthetic::{Order, Step};
 
-    proptest! {
-        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
-
+    generated! {
         #[test]
         fn what_is_found_is_a_plan_below_the_ceiling(
             rows in prop::collection::vec((0..30u32, 1..=12u32, 1..20u64), 1..60),

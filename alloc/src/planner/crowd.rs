@@ -132,13 +132,11 @@ const MOVED_AT_ONCE: u64 = 16;
 
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::*;
+    use gapless_testing::prelude::*;
 
     use super::*;
 
-    proptest! {
-        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
-
+    generated! {
         /// Against a list of everything that was placed and not taken away.
         #[test]
         fn those_beside_an_item_share_its_cliques(

@@ -423,7 +423,7 @@ fn lowest_gap(taken: &[(u64, u64)], item: Item) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::*;
+    use gapless_testing::prelude::*;
 
     use super::*;
 
@@ -464,9 +464,7 @@ mod tests {
             && placed.height == (0..items.len()).map(|i| at[i] + items[i].bytes).max().unwrap_or(0)
     }
 
-    proptest! {
-        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
-
+    generated! {
         /// Against every place below the ceiling.
         #[test]
         fn the_cheapest_place_is_found(

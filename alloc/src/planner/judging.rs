@@ -2,8 +2,7 @@
 
 use std::cmp::Reverse;
 
-use proptest::prelude::*;
-use proptest::test_runner::TestCaseError;
+use gapless_testing::prelude::*;
 
 use super::meter::Meter;
 use super::part::{Item, Part};

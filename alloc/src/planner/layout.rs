@@ -189,7 +189,7 @@ pub(super) fn sixteenths_of_doublings(n: u32) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::*;
+    use gapless_testing::prelude::*;
 
     use super::*;
 
@@ -213,9 +213,7 @@ mod tests {
         layout
     }
 
-    proptest! {
-        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
-
+    generated! {
         /// Changed step by step, or seen for the first time.
         #[test]
         fn what_is_known_of_a_layout_is_so(

@@ -25,13 +25,11 @@ pub(super) fn milestones(peak: u32, cliques: u32, slack: impl Fn(u32) -> u64) ->
 
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::*;
+    use gapless_testing::prelude::*;
 
     use super::*;
 
-    proptest! {
-        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
-
+    generated! {
         /// The last clique is always one.
         #[test]
         fn milestones_are_never_far_apart(

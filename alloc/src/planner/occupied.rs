@@ -117,13 +117,11 @@ impl Union {
 
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::*;
+    use gapless_testing::prelude::*;
 
     use super::*;
 
-    proptest! {
-        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
-
+    generated! {
         /// Against a list of everything that was placed.
         #[test]
         fn holes_are_what_nobody_took(

@@ -82,14 +82,12 @@ impl Standing {
 
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::*;
+    use gapless_testing::prelude::*;
 
     use super::*;
     use crate::{Buffer, Problem};
 
-    proptest! {
-        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
-
+    generated! {
         /// Against pouring byte by byte, tick by tick.
         #[test]
         fn as_if_poured_byte_by_byte(

@@ -166,13 +166,11 @@ fn join(ranges: &mut Vec<(u64, u64)>) {
 
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::*;
+    use gapless_testing::prelude::*;
 
     use super::*;
 
-    proptest! {
-        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
-
+    generated! {
         /// Few entries or many: what a stretch of cliques holds is what its entries hold.
         #[test]
         fn unions_hold_what_their_entries_hold(

@@ -383,7 +383,7 @@ impl Chance {
 
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::*;
+    use gapless_testing::prelude::*;
 
     use super::*;
     use crate::planner::judging::{judge_attempt, part, peaks};
@@ -391,9 +391,7 @@ mod tests {
     use crate::planner::portfolio::Portfolio;
     use crate::synthetic::{self, Step as TrainingStep};
 
-    proptest! {
-        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
-
+    generated! {
         #[test]
         fn what_is_found_is_a_plan_below_the_ceiling(
             rows in prop::collection::vec((0..12u32, 1..=12u32, 1..20u64), 1..40),

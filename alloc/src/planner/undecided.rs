@@ -154,7 +154,7 @@ impl Lots {
 
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::*;
+    use gapless_testing::prelude::*;
 
     use super::*;
 
@@ -165,9 +165,7 @@ mod tests {
         (lots, vec![Slab { from: 10, to, leaves: UNDECIDED }])
     }
 
-    proptest! {
-        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
-
+    generated! {
         /// What is free below the stretch and above it grows by whole lots of the dead, each once, and is large enough
         /// then; the stretch has room for the others.
         #[test]

@@ -2,7 +2,7 @@
 
 use gapless_alloc::Buffer;
 use gapless_alloc::synthetic::{Order, Step};
-use proptest::prelude::*;
+use gapless_testing::prelude::*;
 
 pub fn lifetimes(ticks: u64) -> impl Strategy<Value = (u64, u64)> {
     (0..ticks, 1..=ticks).prop_map(move |(start, length)| (start, start.saturating_add(length).min(ticks)))

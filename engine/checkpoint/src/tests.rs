@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use candle_core::DType;
-use proptest::prelude::*;
+use gapless_testing::prelude::*;
 use serde_json::json;
 
 use super::*;
@@ -272,7 +272,7 @@ fn reading_checks_names_and_sizes() {
 
 const DTYPES: [DType; 6] = [DType::U8, DType::U32, DType::F16, DType::BF16, DType::F32, DType::F64];
 
-proptest! {
+generated! {
     /// The file is, byte for byte, what the safetensors library would have written, and reads back.
     #[test]
     fn files_are_those_of_safetensors(

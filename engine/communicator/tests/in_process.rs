@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use communicator_cases::CASES;
 use gapless_communicator::{Awaited, Collective, Communicator, CommunicatorError, InProcess, Request, Result, Tag};
-use proptest::prelude::*;
+use gapless_testing::prelude::*;
 
 /// Runs every rank of a world on a thread of its own; what each of them returned, or that it panicked.
 fn ranks<T: Send>(size: usize, run: impl Fn(InProcess) -> T + Sync) -> Vec<thread::Result<T>> {
@@ -135,8 +135,8 @@ fn weather(rank: &mut InProcess, events: &[Event], seed: u64) -> Result<()> {
     Ok(())
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig { cases: 96, failure_persistence: None, ..ProptestConfig::default() })]
+generated! {
+    #![cases(96)]
 
     #[test]
     fn storms_of_messages_and_sums((size, events, seed) in storm()) {

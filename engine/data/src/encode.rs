@@ -99,7 +99,7 @@ mod tests {
     use super::*;
     use crate::Corpus;
     use crate::tokens::{Scan, Tokens};
-    use proptest::prelude::*;
+    use gapless_testing::prelude::*;
 
     fn encode(texts: &[&str], vocabulary: &Vocabulary) -> Vec<u32> {
         let corpus = Corpus::from_texts(texts.iter().copied());
@@ -132,7 +132,7 @@ mod tests {
         assert_eq!(encode(&[&text], &vocabulary), whole);
     }
 
-    proptest! {
+    generated! {
         #[test]
         fn every_border_is_a_border_of_the_whole(text in "[a' \n\r\t1é\u{a0}.]{0,60}", least in 0usize..40) {
             let vocabulary = Vocabulary::train([text.as_str(), "a' 1é. a\n\n"].into_iter(), 300).unwrap();

@@ -68,9 +68,9 @@ pub(super) fn mix(value: u64) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use proptest::prelude::*;
+    use gapless_testing::prelude::*;
 
-    proptest! {
+    generated! {
         /// The slow twin is the definition: every value comes exactly once.
         #[test]
         fn every_value_once(len in 1u64..3000, key: u64) {

@@ -186,9 +186,9 @@ fn read_exact_at(file: &File, mut bytes: &mut [u8], mut position: u64) -> io::Re
 #[cfg(test)]
 mod tests {
     use super::*;
-    use proptest::prelude::*;
+    use gapless_testing::prelude::*;
 
-    proptest! {
+    generated! {
         /// A file read in pieces gives what the ids in memory give.
         #[test]
         fn file_and_memory_agree(

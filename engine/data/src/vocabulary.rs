@@ -207,7 +207,7 @@ fn tokenizer_error(path: &Path, error: tokenizers::Error) -> DataError {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use proptest::prelude::*;
+    use gapless_testing::prelude::*;
     use std::sync::LazyLock;
 
     const OWN: &str = include_str!("vocabulary.rs");
@@ -233,7 +233,7 @@ mod tests {
         assert_eq!(TRAINED.decode(&ids).unwrap(), "a <|endoftext|> b");
     }
 
-    proptest! {
+    generated! {
         #[test]
         fn decoding_undoes_encoding(text: String) {
             prop_assert_eq!(TRAINED.decode(&TRAINED.encode(&text).unwrap()).unwrap(), text.as_str());

@@ -200,7 +200,7 @@ impl Cut {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use proptest::prelude::*;
+    use gapless_testing::prelude::*;
     use std::collections::HashSet;
 
     /// Tokens that tell their own position.
@@ -208,7 +208,7 @@ mod tests {
         Arc::new(Tokens::from_ids((0..count).collect()))
     }
 
-    proptest! {
+    generated! {
         #[test]
         fn an_epoch_visits_disjoint_windows_once(
             before in 0u64..5, length in 2u64..600, sequence in 1usize..40, batch in 1usize..9, seed: u64, epoch in 0u64..4,

@@ -101,6 +101,17 @@ impl<'a> Reference<'a> {
 /// # Panics
 /// When a persistent tensor or an input is not given, or has the wrong number of elements.
 pub fn evaluate(graph: &Graph, given: &HashMap<String, Array>, stream: Stream) -> Vec<Array> {
+    evaluate_as_read(graph, given, stream, |_, _, x| x)
+}
+
+/// As [`evaluate`], where whoever reads a value sees of each number what `read` makes of it: a node, by its index, or in the
+/// end the caller.
+pub fn evaluate_as_read(
+    graph: &Graph,
+    given: &HashMap<String, Array>,
+    stream: Stream,
+    mut read: impl FnMut(Option<usize>, ValueId, f64) -> f64,
+) -> Vec<Array> {
     let mut values: Vec<Option<Array>> = vec![None; graph.values().len()];
     for id in graph.value_ids().filter(|&id| !graph.is_view(id)) {
         let value = graph.value(id);
@@ -115,12 +126,14 @@ pub fn evaluate(graph: &Graph, given: &HashMap<String, Array>, stream: Stream) -
         };
         values[id.index()] = Some(filled);
     }
-    let read = |values: &[Option<Array>], id: ValueId| {
+    let mut read = |values: &[Option<Array>], reader: Option<usize>, id: ValueId| {
         let value = graph.value(id);
-        values[value.root.index()].as_ref().expect("made before it is used").view(&value.layout)
+        let mut seen = values[value.root.index()].as_ref().expect("made before it is used").view(&value.layout);
+        seen.data.iter_mut().for_each(|x| *x = read(reader, id, *x));
+        seen
     };
-    for node in graph.nodes().iter().filter(|n| !graph.is_view(n.outputs[0])) {
-        let inputs: Vec<Array> = node.inputs.iter().map(|&id| read(&values, id)).collect();
+    for (index, node) in graph.nodes().iter().enumerate().filter(|(_, node)| !graph.is_view(node.outputs[0])) {
+        let inputs: Vec<Array> = node.inputs.iter().map(|&id| read(&values, Some(index), id)).collect();
         let outputs = node.op.reference(&Reference { inputs: inputs.iter().collect(), stream });
         for (&id, output) in node.outputs.iter().zip(outputs) {
             assert_eq!(
@@ -132,5 +145,5 @@ pub fn evaluate(graph: &Graph, given: &HashMap<String, Array>, stream: Stream) -
             values[id.index()] = Some(output);
         }
     }
-    graph.value_ids().map(|id| read(&values, id)).collect()
+    graph.value_ids().map(|id| read(&values, None, id)).collect()
 }

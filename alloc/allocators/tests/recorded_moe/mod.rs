@@ -9,18 +9,12 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::BufReader;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use flate2::read::GzDecoder;
 use gapless_alloc::arena::Request;
 use gapless_alloc::{Buffer, BufferId, Label, Problem, Role, csv};
 use serde_json::Value;
-
-/// The recordings, if they are at hand.
-pub fn folder() -> Option<PathBuf> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared/pytorch");
-    folder.join("manifest.json").exists().then_some(folder)
-}
 
 /// One table, taken apart.
 pub struct Recorded {

@@ -1,7 +1,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use proptest::prelude::*;
+use gapless_testing::prelude::*;
 
 use super::judge::run;
 use super::*;
@@ -225,8 +225,8 @@ fn programs(ranks: usize, messages: &[Message], barriers: &[Vec<u32>]) -> Vec<Ve
     events.into_iter().map(program).collect()
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig::with_cases(300))]
+generated! {
+    #![cases(300)]
 
     #[test]
     fn any_programs_run_to_their_end_on_a_device_without_tags(

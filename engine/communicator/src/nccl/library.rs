@@ -201,8 +201,7 @@ mod tests {
     #[test]
     fn the_named_file_is_taken() {
         let Some(variable) = std::env::var_os(LIBRARY_VARIABLE) else {
-            println!("{LIBRARY_VARIABLE} is not set");
-            return;
+            return gapless_testing::not_checked(format_args!("{LIBRARY_VARIABLE} names no library"));
         };
         let library = find(Some(variable)).map_err(|missing| missing.to_string()).unwrap();
         assert!(!library.functions.text(1, std::ptr::null_mut()).is_empty());

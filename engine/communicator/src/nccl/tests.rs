@@ -20,7 +20,7 @@ fn a_machine_has_a_gpu_or_the_error_says_what_is_missing_and_what_to_do() {
         Ok(rank) => one_rank(rank),
         Err(CommunicatorError::Missing { libraries }) => {
             let text = CommunicatorError::Missing { libraries: libraries.clone() }.to_string();
-            println!("{text}");
+            gapless_testing::not_checked(&text);
             assert!(text.starts_with("ranks that are GPUs cannot run here; there is no "), "{text}");
             for library in libraries {
                 assert!(!library.tried.is_empty() && !library.remedy.is_empty(), "{text}");

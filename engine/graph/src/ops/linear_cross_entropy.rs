@@ -494,7 +494,7 @@ fn reference_gradients(x: &Array, weight: &Array, targets: &Array, d_losses: &Ar
 
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::*;
+    use gapless_testing::prelude::*;
 
     use super::*;
     use gapless_kernels::cpu::ScratchMemory;
@@ -589,8 +589,8 @@ mod tests {
         }
     }
 
-    proptest! {
-        #![proptest_config(ProptestConfig::with_cases(24))]
+    generated! {
+        #![cases(24)]
         #[test]
         fn losses_and_gradients_are_those_of_the_reference_however_the_batch_is_cut(
             (batch, sequence, width, vocabulary) in (1..4usize, 1..700usize, 1..9usize, 1..40usize)

@@ -184,7 +184,7 @@ pub(super) mod exact {
 
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::*;
+    use gapless_testing::prelude::*;
 
     use super::*;
     use gapless_kernels::Numbers;
@@ -220,7 +220,7 @@ mod tests {
         prop::collection::vec(number, 1..3 * BLOCK)
     }
 
-    proptest! {
+    generated! {
         #[test]
         fn errors_stay_within_their_bounds_and_codes_are_those_of_the_judge(x in numbers()) {
             for block in x.chunks(BLOCK) {

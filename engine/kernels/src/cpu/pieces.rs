@@ -149,11 +149,11 @@ impl<A: Pieces> Pieces for Enumerate<A> {
 
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::*;
+    use gapless_testing::prelude::*;
 
     use super::*;
 
-    proptest! {
+    generated! {
         /// As the standard library's chunks, on one thread and on three.
         #[test]
         fn pieces_are_chunks(len in 0..200_usize, shorter in 0..200_usize, size in 1..40_usize, least in 1..9_usize) {

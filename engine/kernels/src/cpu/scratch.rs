@@ -178,11 +178,11 @@ impl Parts {
 
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::*;
+    use gapless_testing::prelude::*;
 
     use super::*;
 
-    proptest! {
+    generated! {
         #[test]
         fn parts_lie_apart_and_within_their_pieces(count in 0..200usize, lengths in [0..40_000usize, 0..300, 1..9]) {
             let kinds = Parts::of_kinds(count, lengths);

@@ -13,8 +13,7 @@ fn every_kernel_compiles_for_every_architecture() {
         Err(error) => {
             // Whoever names a library has one.
             assert!(std::env::var_os("GAPLESS_NVRTC_LIBRARY").is_none(), "{error}");
-            println!("not judged: {error}");
-            return;
+            return gapless_testing::not_checked(error);
         }
     };
     let folder = tempfile::tempdir().unwrap();

@@ -140,13 +140,11 @@ fn run(folder: &Path, tests: &[&str]) -> Output {
 }
 
 /// Where the double's libraries are, once they are compiled; none where there is no compiler, or a GPU to be used instead.
+#[track_caller]
 pub fn folder() -> Option<&'static Path> {
-    static FOLDER: OnceLock<Option<PathBuf>> = OnceLock::new();
-    let folder = FOLDER.get_or_init(|| {
-        let is_needed = std::env::var_os(VARIABLE).is_none() && !gpu::is_asked_for() && host::is_there();
-        is_needed.then(made)
-    });
-    folder.as_deref()
+    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
+    let is_needed = std::env::var_os(VARIABLE).is_none() && !gpu::is_asked_for() && host::is_there();
+    is_needed.then(|| FOLDER.get_or_init(made).as_path())
 }
 
 fn sources() -> PathBuf {

@@ -29,11 +29,12 @@ pub fn compiler() -> Option<&'static str> {
     *FOUND.get_or_init(|| COMPILERS.into_iter().find(|name| runs(name)))
 }
 
-/// Whether there is a GPU or a C++ compiler. A machine without one judges nothing here.
+/// Whether there is a GPU or a C++ compiler. A machine without one judges nothing here, and says so.
+#[track_caller]
 pub fn is_there() -> bool {
     let is_there = gpu::is_asked_for() || compiler().is_some();
     if !is_there {
-        println!("not judged: none of {COMPILERS:?} is installed");
+        gapless_testing::not_checked(format_args!("there is no C++ compiler, none of {}", COMPILERS.join(", ")));
     }
     is_there
 }

@@ -19,6 +19,7 @@ mod optim;
 mod processor;
 mod products;
 mod ranks;
+mod rounding;
 mod rows;
 mod small;
 mod step;

@@ -10,7 +10,7 @@ use candle_core::{DType, Layout};
 use gapless_alloc::{Label, Role};
 use gapless_graph::Op;
 use gapless_graph::ops::{Binary, BinaryKind, LayerNorm, Softmax, Unary, UnaryKind};
-use proptest::prelude::*;
+use gapless_testing::prelude::*;
 
 use super::fuse;
 use super::fused::{Fused, Source};
@@ -118,8 +118,8 @@ fn shown(program: &Program) -> (Vec<(String, u64)>, Vec<Vec<u64>>) {
     (read.collect(), seen)
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig::with_cases(512))]
+generated! {
+    #![cases(512)]
 
     #[test]
     fn nobody_sees_another_number_and_no_more_is_alive(program in any_program(1..60, 25)) {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use gapless_alloc::{Label, Role};
 use gapless_graph::ops::Contiguous;
-use proptest::prelude::*;
+use gapless_testing::prelude::*;
 
 use super::order;
 use crate::program::{BufferId, Held, Operand, Program, Step, Work};
@@ -85,8 +85,8 @@ fn least(program: &Program, order: &mut Vec<usize>) -> u64 {
     best
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig::with_cases(96))]
+generated! {
+    #![cases(96)]
 
     #[test]
     fn no_order_has_less_alive(program in any_program(1..8, 8)) {

@@ -7,7 +7,7 @@ use gapless_graph::autodiff::differentiate;
 use gapless_graph::nn::{Experts, Linear, Module, Router, RouterConfig, VarBuilder, linear_no_bias, rms_norm};
 use gapless_graph::{Graph, Node, Spec, Tensor, lock};
 use gapless_parallel::Rates;
-use proptest::prelude::*;
+use gapless_testing::prelude::*;
 
 use super::parts;
 use crate::Output;
@@ -74,8 +74,8 @@ fn lower_hull(choices: &[Choice]) -> Vec<(i128, i128)> {
     hull
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig::with_cases(48))]
+generated! {
+    #![cases(48)]
 
     /// Every corner of what all subsets cost is a minimal cut, and there are no others.
     #[test]
@@ -95,7 +95,7 @@ proptest! {
         prop_assume!(layer.candidates.len() == 17);
         let choices = layer.choices();
         let widest = choices.iter().map(|choice| choice.peak).max().unwrap();
-        // What 128 choices may differ by.
+        // What 256 choices may differ by: of ten thousand layers, the worst needs a quarter of it.
         let beaten = |run: &Choice| choices.iter().any(|choice| is_as_good(choice, run, widest / 32));
         prop_assert!(of_runs(&layer).iter().all(beaten));
         prop_assert_eq!(choices[0].dropped, 0);
@@ -137,12 +137,16 @@ fn is_as_good(one: &Choice, other: &Choice, within: u64) -> bool {
     kept && one.peak <= other.peak + within && one.nanoseconds <= other.nanoseconds
 }
 
-/// All pairs of the best choices of two runs of candidates, each found where the other run is kept.
+/// All pairs of the best choices of two runs of candidates, each found where the other run is kept. Of those that cost the same,
+/// the one with the lowest number: what they cost together with another run's need not be the same.
 fn of_runs(layer: &Layer) -> Vec<Choice> {
     let mut costs = Costs::new(layer);
     let mut best = |subsets: Vec<u64>| -> Vec<Choice> {
         let all: Vec<Choice> = subsets.into_iter().map(|dropped| costs.of(dropped)).collect();
-        let is_best = |one: &&Choice| !all.iter().any(|other| is_as_good(other, one, 0) && !is_as_good(one, other, 0));
+        let beats = |other: &Choice, one: &Choice| {
+            is_as_good(other, one, 0) && (!is_as_good(one, other, 0) || other.dropped < one.dropped)
+        };
+        let is_best = |one: &&Choice| !all.iter().any(|other| beats(other, one));
         all.iter().filter(is_best).copied().collect()
     };
     let first = best((0..1 << RUN).collect());

@@ -1,6 +1,6 @@
 //! Attention against a naive one in `f64`, whose gradient is itself judged by finite differences.
 
-use proptest::prelude::*;
+use gapless_testing::prelude::*;
 
 use super::*;
 use crate::cpu::ScratchMemory;
@@ -242,8 +242,8 @@ fn job(
     }
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig::with_cases(64))]
+generated! {
+    #![cases(64)]
 
     #[test]
     fn any_shape_agrees_with_the_reference(

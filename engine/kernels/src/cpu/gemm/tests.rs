@@ -1,6 +1,6 @@
 //! The products against a naive one in `f64`, and their bits against each other.
 
-use proptest::prelude::*;
+use gapless_testing::prelude::*;
 
 use super::*;
 use crate::cpu::ScratchMemory;
@@ -156,8 +156,8 @@ fn extras() -> impl Strategy<Value = Extras> {
     })
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig::with_cases(128))]
+generated! {
+    #![cases(64)]
 
     #[test]
     fn any_shape_agrees_with_the_reference(
@@ -187,6 +187,34 @@ proptest! {
         let batch = Batch { count, a: m * k + 1, b: batch_b, c: if beside { n } else { m * n + 2 } };
         let job = Gemm { c_row: if beside { n * count } else { n }, ..job.with_batch(batch) };
         check(&job, threads, extras);
+    }
+
+    /// The product of some of the rows and of some of k, in scratch that was made for all, has its own bits.
+    #[test]
+    fn smaller_products_run_in_the_scratch_of_larger_ones(
+        (most_m, m) in (1..300usize).prop_flat_map(|most| (Just(most), 0..=most)),
+        (most_k, k) in (1..900usize).prop_flat_map(|most| (Just(most), 0..=most)),
+        n in 1..90usize,
+        a_transposed: bool,
+        b_transposed: bool,
+        threads in 1..4usize,
+    ) {
+        let strides = |transposed, rows, columns| {
+            if transposed { Strides::transposed(rows) } else { Strides::row_major(columns) }
+        };
+        let most = Gemm::new(most_m, n, most_k, strides(a_transposed, most_m, most_k), strides(b_transposed, most_k, n));
+        let job = Gemm { m, k, ..most };
+        let operands = Operands::of(&most);
+        let expected = operands.run(&job, Level::best(), threads, PLAIN);
+        let mut c = operands.c.clone();
+        let mut memory = ScratchMemory::new(&most.scratch_within(threads));
+        let run = || {
+            let (a, b) = (&operands.a, &operands.b);
+            job.run_within(&most, a, b, &mut c, Mode::Overwrite, Epilogue::default(), &mut memory.lend())
+        };
+        pool(threads).install(run).expect("it is within");
+        prop_assert!(memory.is_intact());
+        prop_assert_eq!(bits(&c), bits(&expected));
     }
 }
 
@@ -292,36 +320,4 @@ fn unsound_operands_are_refused() {
     assert_eq!(run(good.with_batch(Batch { c: 23, ..pair }), 40, 60, 48, enough), overlap(6, 2, 23));
     let huge = Gemm { a: Strides { row: usize::MAX, column: 1 }, ..good };
     assert_eq!(run(huge, 20, 30, 24, enough), Err(GemmError::TooLarge { operand: "A" }));
-}
-
-proptest! {
-    #![proptest_config(ProptestConfig::with_cases(64))]
-
-    /// The product of some of the rows and of some of k, in scratch that was made for all, has its own bits.
-    #[test]
-    fn smaller_products_run_in_the_scratch_of_larger_ones(
-        (most_m, m) in (1..300usize).prop_flat_map(|most| (Just(most), 0..=most)),
-        (most_k, k) in (1..900usize).prop_flat_map(|most| (Just(most), 0..=most)),
-        n in 1..90usize,
-        a_transposed: bool,
-        b_transposed: bool,
-        threads in 1..4usize,
-    ) {
-        let strides = |transposed, rows, columns| {
-            if transposed { Strides::transposed(rows) } else { Strides::row_major(columns) }
-        };
-        let most = Gemm::new(most_m, n, most_k, strides(a_transposed, most_m, most_k), strides(b_transposed, most_k, n));
-        let job = Gemm { m, k, ..most };
-        let operands = Operands::of(&most);
-        let expected = operands.run(&job, Level::best(), threads, PLAIN);
-        let mut c = operands.c.clone();
-        let mut memory = ScratchMemory::new(&most.scratch_within(threads));
-        let run = || {
-            let (a, b) = (&operands.a, &operands.b);
-            job.run_within(&most, a, b, &mut c, Mode::Overwrite, Epilogue::default(), &mut memory.lend())
-        };
-        pool(threads).install(run).expect("it is within");
-        prop_assert!(memory.is_intact());
-        prop_assert_eq!(bits(&c), bits(&expected));
-    }
 }

@@ -1,0 +1,153 @@
+//! Generated tests: the same cases on every machine, or as many new ones as there is time for.
+
+use std::any::Any;
+use std::hash::{BuildHasher, RandomState};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+use proptest::test_runner::{Config, FailurePersistence, FileFailurePersistence, PersistedSeed, RngSeed};
+
+/// The seed of all generated cases, unless another one is asked for.
+pub const SEED: u64 = 20_250_716;
+
+/// Seconds for which each generated test draws new cases.
+const EXPLORE_VARIABLE: &str = "GAPLESS_EXPLORE";
+
+/// Another seed than [`SEED`], or than the one drawn for exploring.
+const SEED_VARIABLE: &str = "GAPLESS_SEED";
+
+/// Declares tests of generated cases, in a module `generated`, so that `cargo test generated::` runs them alone. Parameters are
+/// proptest's: `x in strategy` or `x: type`. A module has one such block; `#![cases(n)]` at its top says how many cases each
+/// of its tests draws by default, 256 without it.
+#[macro_export]
+macro_rules! generated {
+    (#![cases($cases:expr)] $($(#[$meta:meta])* fn $name:ident($($parameters:tt)+) $body:block)+) => {
+        mod generated {
+            #[allow(unused_imports, reason = "a test may need nothing of its file")]
+            use super::*;
+
+            $(
+                $(#[$meta])*
+                fn $name() {
+                    let test = $crate::Generated { name: concat!(module_path!(), "::", stringify!($name)), cases: $cases };
+                    test.run(|config| $crate::proptest::proptest!(config, |($($parameters)+)| $body));
+                }
+            )+
+        }
+    };
+    ($(#[$meta:meta])+ fn $($tests:tt)+) => {
+        $crate::generated! { #![cases(256)] $(#[$meta])+ fn $($tests)+ }
+    };
+}
+
+/// A generated test, as [`generated!`](crate::generated!) declares it.
+#[derive(Debug)]
+pub struct Generated {
+    /// Its path.
+    pub name: &'static str,
+    /// How many cases it draws by default.
+    pub cases: u32,
+}
+
+impl Generated {
+    /// Has `draw` draw cases by one configuration after another.
+    ///
+    /// # Panics
+    /// When a case fails, and when a variable of the environment is no number.
+    pub fn run(&self, draw: impl Fn(Config)) {
+        let asked = variable::<u64>(SEED_VARIABLE);
+        let Some(seconds) = variable::<f64>(EXPLORE_VARIABLE) else {
+            return draw(Config { cases: self.cases, ..config(asked.unwrap_or(SEED), Regressions::Replayed) });
+        };
+        let begun = Instant::now();
+        let first = asked.unwrap_or_else(drawn_seed);
+        // Cases that were found before come first; then each case has a seed of its own, by which it can be drawn again.
+        draw(Config { cases: 0, ..config(first, Regressions::Replayed) });
+        let mut seed = first;
+        let limit = Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX);
+        while seed == first || begun.elapsed() < limit {
+            let _named = Named(seed);
+            draw(Config { cases: 1, ..config(seed, Regressions::Added) });
+            seed = seed.wrapping_add(1);
+        }
+        let cases = seed.wrapping_sub(first);
+        crate::skipped::say(format_args!("explored: {}: {cases} cases, {SEED_VARIABLE}={first}", self.name));
+    }
+}
+
+/// Says how a case is drawn again when it fails.
+struct Named(u64);
+
+impl Drop for Named {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("{EXPLORE_VARIABLE}=0 {SEED_VARIABLE}={} draws this case again", self.0);
+        }
+    }
+}
+
+fn config(seed: u64, regressions: Regressions) -> Config {
+    Config {
+        rng_seed: RngSeed::Fixed(seed),
+        failure_persistence: Some(Box::new(regressions)),
+        // Per failure, not per case, which proptest's default would be.
+        max_shrink_iters: 1024,
+        max_shrink_time: 60_000,
+        ..Config::default()
+    }
+}
+
+/// A number from the environment.
+fn variable<T: std::str::FromStr>(name: &str) -> Option<T> {
+    let text = std::env::var(name).ok()?;
+    Some(text.parse().unwrap_or_else(|_| panic!("{name} is {text:?}, which is no number of its kind")))
+}
+
+/// A new seed for this process, the same for all of its tests.
+fn drawn_seed() -> u64 {
+    static DRAWN: OnceLock<u64> = OnceLock::new();
+    // Half of the range, so that nobody has to think about what comes after the last one.
+    *DRAWN.get_or_init(|| RandomState::new().hash_one(Instant::now()) >> 1)
+}
+
+/// The seeds of cases that exploring has found, in a file beside the test's source.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Regressions {
+    Replayed,
+    Added,
+}
+
+const FILE: FileFailurePersistence = FileFailurePersistence::WithSource("regressions");
+
+impl FailurePersistence for Regressions {
+    fn load_persisted_failures2(&self, source_file: Option<&'static str>) -> Vec<PersistedSeed> {
+        match self {
+            Self::Replayed => FILE.load_persisted_failures2(source_file),
+            // Replayed once, before.
+            Self::Added => Vec::new(),
+        }
+    }
+
+    fn save_persisted_failure2(
+        &mut self,
+        source_file: Option<&'static str>,
+        seed: PersistedSeed,
+        shrunken_value: &dyn std::fmt::Debug,
+    ) {
+        if *self == Self::Added {
+            FILE.clone().save_persisted_failure2(source_file, seed, shrunken_value);
+        }
+    }
+
+    fn box_clone(&self) -> Box<dyn FailurePersistence> {
+        Box::new(*self)
+    }
+
+    fn eq(&self, other: &dyn FailurePersistence) -> bool {
+        other.as_any().downcast_ref() == Some(self)
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}

@@ -1,0 +1,45 @@
+//! What the tests of all crates share: generated cases that are the same everywhere, one line for each test that checked
+//! nothing, and the way to files beside the project.
+//!
+//! In: cases as proptest's strategies describe them. Out: tests whose verdict does not depend on the machine or the day, and on
+//! request (`GAPLESS_EXPLORE`) tests that look for new cases. Never: an assertion about gapless.
+//!
+//! ```
+//! use gapless_testing::prelude::*;
+//!
+//! generated! {
+//!     #![cases(64)]
+//!
+//!     #[test]
+//!     fn sums_do_not_depend_on_the_order(a: u32, b in 0..10u32) {
+//!         prop_assert_eq!(u64::from(a) + u64::from(b), u64::from(b) + u64::from(a));
+//!     }
+//! }
+//! ```
+//!
+//! ```text
+//!                        cases         seed            regression cases
+//! cargo test             as declared   SEED            replayed
+//! GAPLESS_SEED=N         as declared   N               replayed
+//! GAPLESS_EXPLORE=60     for 60 s      new, printed    replayed, and added
+//! ```
+
+#![warn(missing_docs)]
+
+mod generated;
+mod only;
+mod skipped;
+
+pub use generated::{Generated, SEED};
+pub use only::only_test;
+pub use proptest;
+pub use skipped::{not_checked, shared};
+
+/// What a file with generated tests imports. Proptest's own `proptest!` is left out: it draws other cases on every run.
+pub mod prelude {
+    pub use proptest::prelude::{
+        Just, Strategy, TestCaseError, any, prop, prop_assert, prop_assert_eq, prop_assert_ne, prop_assume, prop_oneof,
+    };
+
+    pub use crate::generated;
+}
