@@ -12,7 +12,8 @@ use gapless_graph::reference::{Array, evaluate};
 use gapless_graph::{Graph, Spec, Tensor, ValueId, lock};
 use gapless_kernels::{Numbers, Stream};
 use gapless_parallel::{Action, Kind};
-use gapless_runtime::cpu::{Executor, RunOptions, Workers};
+use gapless_runtime::cpu::{CpuBackend, Workers};
+use gapless_runtime::{RunOptions, Session};
 
 use crate::error::Result;
 
@@ -63,23 +64,23 @@ pub fn gradient_check(
     for gradient in &gradients {
         outputs.extend(gradient.summands.iter().map(|&id| Output::local(format!("gradient {}", id.index()), id)));
     }
-    let mut executor = executor(&graph, &outputs)?;
-    let program = executor.executable().program("check").expect("it was compiled");
+    let mut session = session(&graph, &outputs)?;
+    let program = session.executable().program("check").expect("it was compiled");
     for (name, array) in &given {
         let data: Vec<f32> = array.data.iter().map(|&x| x as f32).collect();
         if name.starts_with('x') {
             // A function need not use all of its parameters.
-            let _ = executor.write_tensor(name, &data);
+            let _ = session.write_tensor(name, &data);
         } else if name.starts_with("ids") {
             let data: Vec<u32> = array.data.iter().map(|&x| x as u32).collect();
-            executor.write_input(program, name, 0, &data)?;
+            session.write_input(program, name, 0, &data)?;
         } else {
-            executor.write_input(program, name, 0, &data)?;
+            session.write_input(program, name, 0, &data)?;
         }
     }
-    executor.run(program, RunOptions { seed: 1, step: 1, poison: true, ..RunOptions::default() })?;
+    session.run(program, RunOptions { seed: 1, step: 1, poison: true, ..RunOptions::default() })?;
     for Output { name, value: id, .. } in &outputs {
-        let data: Vec<f32> = executor.output(program, name)?.flatten_all()?.to_vec1()?;
+        let data: Vec<f32> = session.output(program, name)?.flatten_all()?.to_vec1()?;
         let data: Vec<f64> = data.into_iter().map(f64::from).collect();
         error.kernel = worse(error.kernel, distance(&data, &exact[id.index()].data));
     }
@@ -87,7 +88,7 @@ pub fn gradient_check(
 }
 
 /// A graph's forward and backward, once.
-pub(crate) fn executor(graph: &Graph, outputs: &[Output]) -> Result<Executor> {
+pub(crate) fn session(graph: &Graph, outputs: &[Output]) -> Result<Session<CpuBackend>> {
     let workers = Workers::new(2)?;
     let program = lower(&Lowering {
         lets_go: false,
@@ -100,7 +101,7 @@ pub(crate) fn executor(graph: &Graph, outputs: &[Output]) -> Result<Executor> {
         recomputation: &Recomputation::default(),
         target: Target::Cpu { threads: workers.threads() },
     })?;
-    Ok(Executor::new(compile(&[program], &CompileOptions::default())?, workers, 0)?)
+    Ok(Session::on_cpu(compile(&[program], &CompileOptions::default())?, workers, 0)?)
 }
 
 /// Central differences of the loss with respect to every element of a parameter.

@@ -34,7 +34,7 @@
 //! ```text
 //! Model::forward ─▶ Graph ─▶ autodiff ─▶ recompute ─▶ lower(schedule) ─▶ Program ─▶ lifetimes ─▶ plan ─▶ check
 //!                                                                                                         │
-//!     loss, norm ◀── Executor ◀── Executable{instructions, addresses} ◀───────────────────────────────────┘
+//!     loss, norm ◀── Session ◀─── Executable{instructions, addresses} ◀───────────────────────────────────┘
 //! ```
 #![warn(missing_docs)]
 

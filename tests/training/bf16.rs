@@ -7,7 +7,8 @@ use gapless::engine::Role;
 use gapless::engine::compile::{CompileOptions, Executable, Program, compile};
 use gapless::engine::optim::AdamW;
 use gapless::engine::runtime::Error as RuntimeError;
-use gapless::engine::runtime::cpu::{Executor, Workers};
+use gapless::engine::runtime::Session;
+use gapless::engine::runtime::cpu::Workers;
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig};
 use gapless::nn::{Embedding, Module, VarBuilder, embedding};
 use gapless::{DType, Mesh, Model, Result, Tensor, TrainOptions, Trainer};
@@ -112,10 +113,10 @@ fn what_the_cpu_cannot_run_is_refused_before_anything_is_reserved() {
     refused(Trainer::new(gpt, options.clone()).unwrap_err());
     let plan = Trainer::plan(gpt, &options).unwrap();
     assert_eq!(plan.solution.height, plan.solution.lower_bound);
-    refused(Executor::new(plan, Workers::new(1).unwrap(), 0).unwrap_err().into());
+    refused(Session::on_cpu(plan, Workers::new(1).unwrap(), 0).unwrap_err().into());
     let f32 = Trainer::program(gpt, &TrainOptions { dtype: DType::F32, ..options }, 0).unwrap();
     let f32 = compile(&[f32], &CompileOptions::default()).unwrap();
-    Executor::new(f32, Workers::new(1).unwrap(), 0).unwrap();
+    Session::on_cpu(f32, Workers::new(1).unwrap(), 0).unwrap();
 }
 
 #[test]

@@ -12,8 +12,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 pub enum Error {
     #[error(transparent)]
     Compile(#[from] gapless_compile::Error),
-    #[error("{name:?} is {dtype:?}; only f32 tensors are read and written this way")]
-    NotF32 { name: String, dtype: DType },
+    #[error("{name:?} is {dtype:?}; only tensors of floats are read and written this way")]
+    NotFloat { name: String, dtype: DType },
     #[error(
         "the CPU computes in f32, not {dtype:?}; run such a step on a GPU, plan it with Trainer::plan, or run it in f32"
     )]

@@ -4,9 +4,9 @@
 //! messages to other ranks. Never: an address that was not planned, or an allocation while a program runs.
 //!
 //! ```text
-//! Executable ─▶ Machine ─┬─▶ cpu::Executor ──▶ kernels on all threads
-//!                        └─▶ cuda::Executor ─▶ Device: record once, replay
-//!                    Links: messages and collectives, each lent memory from its start to its wait
+//! Executable ─▶ Session ─┬─▶ CpuBackend ──▶ kernels on all threads
+//!                        └─▶ CudaBackend ─▶ Device: record once, replay
+//!                    Transfers: messages and collectives, each lent memory from its start to its wait
 //! ```
 #![warn(missing_docs)]
 
@@ -14,11 +14,11 @@ pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 mod error;
-mod links;
-mod machine;
-pub mod process_memory;
+mod transfers;
 
-pub use cpu::{PersistentBytes, RunOptions};
+pub mod process_memory;
+mod session;
+
 pub use error::{Error, Result};
-pub use links::Communicators;
-pub use machine::Machine;
+pub use session::{Backend, PersistentBytes, RunOptions, Session};
+pub use transfers::Communicators;

@@ -9,7 +9,7 @@ use gapless_graph::reference::evaluate;
 use gapless_graph::{Array, Graph, Numbers, Spec, Stream, Tensor, lock};
 use gapless_runtime::RunOptions;
 
-use crate::gradient_check::executor;
+use crate::gradient_check::session;
 
 /// A number that lies half way between two codes may go either way; rounding itself is ten times what is allowed.
 #[test]
@@ -26,11 +26,11 @@ fn kernels_are_their_references() {
         let graph = lock(&graph);
         let given = HashMap::from([("x".to_owned(), exact)]);
         let expected = &evaluate(&graph, &given, Stream::new(0, 0, 0))[y.id().index()].data;
-        let mut executor = executor(&graph, &[Output::local("y", y.id())]).unwrap();
-        let program = executor.executable().program("check").unwrap();
-        executor.write_input(program, "x", 0, &data).unwrap();
-        executor.run(program, RunOptions { poison: true, ..RunOptions::default() }).unwrap();
-        let got: Vec<f32> = executor.output(program, "y").unwrap().flatten_all().unwrap().to_vec1().unwrap();
+        let mut session = session(&graph, &[Output::local("y", y.id())]).unwrap();
+        let program = session.executable().program("check").unwrap();
+        session.write_input(program, "x", 0, &data).unwrap();
+        session.run(program, RunOptions { poison: true, ..RunOptions::default() }).unwrap();
+        let got: Vec<f32> = session.output(program, "y").unwrap().flatten_all().unwrap().to_vec1().unwrap();
         let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();
         let size = norm(&mut expected.iter().copied());
         let apart = norm(&mut got.iter().zip(expected).map(|(&a, b)| f64::from(a) - b)) / size;

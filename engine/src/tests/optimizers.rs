@@ -13,15 +13,15 @@ use gapless_graph::reference::{Array, evaluate};
 use gapless_graph::{Graph, Phase, Source, Spec, Tensor, lock};
 use gapless_graph::{Numbers, Stream};
 use gapless_parallel::{Action, Kind};
-use gapless_runtime::RunOptions;
-use gapless_runtime::cpu::{Executor, Workers};
+use gapless_runtime::cpu::{CpuBackend, Workers};
+use gapless_runtime::{RunOptions, Session};
 
 const LR: f64 = 1e-2;
 
 /// The update of one parameter, compiled.
 struct Update {
     graph: Arc<Mutex<Graph>>,
-    executor: Executor,
+    session: Session<CpuBackend>,
     program: ProgramId,
     rule: Arc<dyn Optimizer>,
     /// Of the parameter and its states.
@@ -82,13 +82,13 @@ impl Update {
         })
         .unwrap();
         let executable = compile(&[program], &CompileOptions::default()).unwrap();
-        let executor = Executor::new(executable, workers, 5).unwrap();
-        let program = executor.executable().program("update").unwrap();
-        Self { graph, executor, program, rule, names, dims: dims.to_vec(), step: 0 }
+        let session = Session::on_cpu(executable, workers, 5).unwrap();
+        let program = session.executable().program("update").unwrap();
+        Self { graph, session, program, rule, names, dims: dims.to_vec(), step: 0 }
     }
 
     fn read(&self, name: &str) -> Array {
-        let tensor = self.executor.tensor(name).unwrap();
+        let tensor = self.session.tensor(name).unwrap();
         let data = tensor.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1().unwrap();
         Array::new(tensor.dims(), data)
     }
@@ -132,9 +132,9 @@ impl Update {
 
     fn run(&mut self, gradient: &[f32], norm: f32, scalars: &[f32]) {
         for (name, data) in [("gradient", gradient), ("norm", &[norm]), ("scalars", scalars)] {
-            self.executor.write_input(self.program, name, 0, data).unwrap();
+            self.session.write_input(self.program, name, 0, data).unwrap();
         }
-        self.executor.run(self.program, RunOptions { poison: true, ..RunOptions::default() }).unwrap();
+        self.session.run(self.program, RunOptions { poison: true, ..RunOptions::default() }).unwrap();
         self.step += 1;
     }
 }

@@ -10,10 +10,10 @@ use gapless_compile::step::Share;
 use gapless_compile::step::{Build, CompiledStep, Overflow, RankPlan, compile_step, of_any};
 use gapless_graph::Model;
 use gapless_graph::nn::VarBuilder;
-use gapless_runtime::cpu::{self, Workers, resolve_threads};
+use gapless_runtime::cpu::{Workers, resolve_threads};
 #[cfg(feature = "cuda")]
 use gapless_runtime::cuda;
-use gapless_runtime::{Error as RuntimeError, Machine};
+use gapless_runtime::{Error as RuntimeError, Session};
 
 #[cfg(not(feature = "cuda"))]
 use super::device;
@@ -59,7 +59,7 @@ impl Trainer {
             trainer = Self { options, ..Self::with(&build, on_cpu, rank)? };
             trainer.device.because = Some("another rank has found no GPU".into());
         }
-        trainer.machine.connect(communicators);
+        trainer.session.connect(communicators);
         trainer.world = Some(world);
         Ok(trainer)
     }
@@ -92,7 +92,7 @@ impl Trainer {
         let communicators = communicators(&mut *world, options.mesh)?;
         let mut trainer = Self::with_device(device, &of_any(build), options, world.rank())?;
         agree(&mut *world, true, DeviceChoice::Cuda(0))?;
-        trainer.machine.connect(communicators);
+        trainer.session.connect(communicators);
         trainer.world = Some(world);
         Ok(trainer)
     }
@@ -109,9 +109,9 @@ impl Trainer {
         let plan = RankPlan::new(options.mesh, rank, &options.pipeline, options.micro_batches)?;
         let (executable, compiled) = compile_step(build, &options.step(), &plan, Target::Cuda)?;
         let Share { first, stride, .. } = Share::of(&options.step(), plan.at);
-        let executor = cuda::Executor::new(executable, device, options.seed, (first as u64, stride as u64))?;
-        let device = RunsOn { name: executor.device(), is_gpu: true, because: None };
-        Self::of(Machine::Cuda(Box::new(executor)), device, compiled, &plan, options)
+        let session = Session::on_cuda(executable, device, options.seed, (first as u64, stride as u64))?;
+        let device = RunsOn { name: session.device(), is_gpu: true, because: None };
+        Self::of(Box::new(session), device, compiled, &plan, options)
     }
 
     /// A rank that is not connected to others yet.
@@ -133,31 +133,31 @@ impl Trainer {
         let threads = resolve_threads(options.threads);
         let plan = RankPlan::new(options.mesh, rank, &options.pipeline, options.micro_batches)?;
         let (executable, compiled) = compile_step(build, &options.step(), &plan, Target::Cpu { threads })?;
-        let mut executor = cpu::Executor::new(executable, Workers::new(threads)?, options.seed)?;
+        let mut session = Session::on_cpu(executable, Workers::new(threads)?, options.seed)?;
         if let Some(offload) = &options.offload {
-            executor.offload_to(&offload.folder)?;
+            session.offload_to(&offload.folder)?;
         }
         if options.overflow == Overflow::Grow {
-            executor.serve_outside(options.most_bytes());
+            session.serve_outside(options.most_bytes());
         }
-        Self::of(Machine::Cpu(Box::new(executor)), RunsOn::cpu(threads, because), compiled, &plan, options)
+        Self::of(Box::new(session), RunsOn::cpu(threads, because), compiled, &plan, options)
     }
 
     fn of(
-        machine: Machine,
+        session: Box<Session>,
         device: RunsOn,
         compiled: CompiledStep,
         plan: &RankPlan,
         options: TrainOptions,
     ) -> Result<Self> {
-        let find = |name| machine.executable().program(name).expect("compiled above");
+        let find = |name| session.executable().program(name).expect("compiled above");
         let programs = Programs { train: find("train"), evaluate: find("evaluate"), logits: find("logits") };
         let schedule = options.learning_rate.check()?;
         tracing::info!("{device}");
         let CompiledStep { parameters, vocabulary, kept, watched } = compiled;
         let (at, step, world) = (plan.at, 0, None);
         Ok(Self {
-            machine,
+            session,
             device,
             options,
             schedule,

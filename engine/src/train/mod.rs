@@ -13,7 +13,7 @@ use gapless_alloc::draw::MemoryMap;
 use gapless_compile::step::{self, Kept, SCALARS_INPUT, Share, of_any};
 use gapless_graph::Model;
 use gapless_parallel::Coordinate;
-use gapless_runtime::Machine;
+use gapless_runtime::Session;
 
 pub use device::{DeviceChoice, RunsOn};
 pub use options::TrainOptions;
@@ -46,7 +46,7 @@ pub struct StepReport {
 /// A model, its optimizer and all their memory.
 #[derive(Debug)]
 pub struct Trainer {
-    machine: Machine,
+    session: Box<Session>,
     device: RunsOn,
     options: TrainOptions,
     schedule: Schedule,
@@ -145,25 +145,23 @@ impl Trainer {
     /// `TrainError::Device`.
     #[cfg(feature = "cuda")]
     pub fn device_memory(&self) -> Result<Option<cuda::DeviceMemory>> {
-        match &self.machine {
-            Machine::Cpu(_) => Ok(None),
-            Machine::Cuda(executor) => Ok(Some(executor.memory()?)),
-        }
+        let backend = self.session.backend::<cuda::CudaBackend>();
+        backend.map(|backend| Ok(backend.memory()?)).transpose()
     }
 
     /// Number of worker threads.
     pub fn threads(&self) -> usize {
-        self.machine.threads()
+        self.session.threads()
     }
 
     /// The plan in figures.
     pub fn report(&self) -> Report {
-        Report::of(self.machine.executable(), self.parameters)
+        Report::of(self.session.executable(), self.parameters)
     }
 
     /// The plan as a picture.
     pub fn memory_map(&self) -> MemoryMap<'_> {
-        report::memory_map(self.machine.executable())
+        report::memory_map(self.session.executable())
     }
 
     /// One step on a batch of ids and their targets, [batch × sequence] each. Allocates nothing.
@@ -177,8 +175,8 @@ impl Trainer {
         let program = self.programs.train;
         self.write_step(tokens, targets, lr)?;
         self.run(program, false)?;
-        let loss = self.machine.scalar(program, "loss")?;
-        let gradient_norm = self.machine.scalar(program, "gradient_norm")?;
+        let loss = self.session.scalar(program, "loss")?;
+        let gradient_norm = self.session.scalar(program, "gradient_norm")?;
         if !loss.is_finite() || !gradient_norm.is_finite() {
             if self.options.release_gradients {
                 let culprit =
@@ -196,7 +194,7 @@ impl Trainer {
         }
         let report = StepReport { step: self.step, loss, gradient_norm, lr };
         self.step += 1;
-        self.machine.grow(self.options.most_bytes())?;
+        self.session.grow(self.options.most_bytes())?;
         Ok(report)
     }
 
@@ -208,11 +206,11 @@ impl Trainer {
     pub fn profile(&mut self, tokens: &[u32], targets: &[u32]) -> Result<Vec<cuda::Timed>> {
         self.write_step(tokens, targets, self.schedule.at(self.step))?;
         let (program, options) = (self.programs.train, self.run_options());
-        let Machine::Cuda(executor) = &mut self.machine else {
+        let Some((executable, backend)) = self.session.on::<cuda::CudaBackend>() else {
             let why = "the CPU's steps are not timed so".to_owned();
             return Err(TrainError::Config { what: "profile", why, remedy: "subscribe to the engine's tracing spans" });
         };
-        let timed = executor.profile(program, options)?;
+        let timed = backend.profile(executable, program, options)?;
         self.step += 1;
         Ok(timed)
     }
@@ -235,8 +233,8 @@ impl Trainer {
         let whole = Share { parts: 1, first: 0, stride: 1, count: 1 };
         self.write_batch(program, whole, self.options.evaluation_batch(), tokens, targets)?;
         self.run(program, false)?;
-        self.machine.grow(self.options.most_bytes())?;
-        Ok(self.machine.scalar(program, "loss")?)
+        self.session.grow(self.options.most_bytes())?;
+        Ok(self.session.scalar(program, "loss")?)
     }
 
     /// Logits [1, sequence, vocabulary] of one sequence, in f32. On the CPU, a candle tensor over the arena's own bytes, valid until the next
@@ -251,12 +249,12 @@ impl Trainer {
             return Err(TrainError::ElementCount { name: "tokens".into(), expected, given: tokens.len() });
         }
         self.check_ids(tokens)?;
-        if self.machine.has_input(program, "tokens") {
-            self.machine.write_input(program, "tokens", 0, tokens)?;
+        if self.session.has_input(program, "tokens") {
+            self.session.write_input(program, "tokens", 0, tokens)?;
         }
         self.run(program, false)?;
-        self.machine.grow(self.options.most_bytes())?;
-        Ok(self.machine.output(program, "logits")?.to_dtype(DType::F32)?)
+        self.session.grow(self.options.most_bytes())?;
+        Ok(self.session.output(program, "logits")?.to_dtype(DType::F32)?)
     }
 
     /// A parameter or an optimizer state (`exp_avg/…`, `exp_avg_sq/…`) by name: a candle tensor over the arena's own
@@ -265,7 +263,7 @@ impl Trainer {
     /// # Errors
     /// When there is none of that name.
     pub fn tensor(&self, name: &str) -> Result<candle_core::Tensor> {
-        Ok(self.machine.tensor(name)?)
+        Ok(self.session.tensor(name)?)
     }
 
     /// The gradient of a parameter after a step, before clipping: a candle tensor over the arena's own bytes, valid until
@@ -274,13 +272,13 @@ impl Trainer {
     /// # Errors
     /// When gradients are not kept or there is no such parameter.
     pub fn gradient(&self, name: &str) -> Result<candle_core::Tensor> {
-        Ok(self.machine.output(self.programs.train, &step::gradient_output(name))?)
+        Ok(self.session.output(self.programs.train, &step::gradient_output(name))?)
     }
 
     /// What the arena of expert ranks' rows has done so far ([`TrainOptions::routing`]); nothing where every size is known
     /// beforehand.
     pub fn routing(&self) -> Option<ArenaReport> {
-        self.machine.routing()
+        self.session.routing()
     }
 
     /// Judges the addresses of the last run, planned ones and those that were found while it ran: no two that lived at the same
@@ -289,7 +287,7 @@ impl Trainer {
     /// # Errors
     /// [`TrainError::BadRun`] with all that do.
     pub fn check_run(&self) -> Result<usize> {
-        Ok(self.machine.check_run()?)
+        Ok(self.session.check_run()?)
     }
 
     /// What the model shows of the last step under this name ([`Tensor::watch`]): a candle tensor over the arena's own bytes, valid
@@ -298,7 +296,7 @@ impl Trainer {
     /// # Errors
     /// When nothing is watched under that name.
     pub fn watched(&self, name: &str) -> Result<candle_core::Tensor> {
-        Ok(self.machine.output(self.programs.train, &step::watched_output(name))?)
+        Ok(self.session.output(self.programs.train, &step::watched_output(name))?)
     }
 
     /// What the model shows of each step, in the order in which it was built.
@@ -308,7 +306,7 @@ impl Trainer {
 
     /// Names of the parameters, in the order in which the model declared them.
     pub fn parameter_names(&self) -> impl Iterator<Item = &str> {
-        self.machine.executable().specs(gapless_alloc::Role::Parameter).map(|(name, _)| name)
+        self.session.executable().specs(gapless_alloc::Role::Parameter).map(|(name, _)| name)
     }
 
     /// Overwrites a parameter, and the master that it is updated in if it has one, or an optimizer state.
@@ -321,17 +319,17 @@ impl Trainer {
             // A stage that only reads the parameter has no master of it; of several ranks each has a part of it.
             let first = |name: &str| self.kept.parts.get(name).map_or(0, |part| part.first);
             let own = first(copy) - first(name);
-            if let Ok(found) = self.machine.executable().find_persistent(copy) {
+            if let Ok(found) = self.session.executable().find_persistent(copy) {
                 let part = data.get(own..own + found.address.span).unwrap_or(&data);
-                self.machine.write_tensor(copy, part)?;
+                self.session.write_tensor(copy, part)?;
             }
         }
-        Ok(self.machine.write_tensor(name, &data)?)
+        Ok(self.session.write_tensor(name, &data)?)
     }
 
     fn run(&mut self, program: ProgramId, watch: bool) -> Result<Option<String>> {
         let options = RunOptions { watch, ..self.run_options() };
-        Ok(self.machine.run(program, options)?)
+        Ok(self.session.run(program, options)?)
     }
 
     fn run_options(&self) -> RunOptions {
@@ -350,8 +348,8 @@ impl Trainer {
         let program = self.programs.train;
         self.write_batch(program, self.share(), self.options.batch, tokens, targets)?;
         let scalars: [f32; SCALARS] = self.options.optimizer.scalars(self.step, lr);
-        if self.machine.has_input(program, SCALARS_INPUT) {
-            self.machine.write_input(program, SCALARS_INPUT, 0, &scalars)?;
+        if self.session.has_input(program, SCALARS_INPUT) {
+            self.session.write_input(program, SCALARS_INPUT, 0, &scalars)?;
         }
         Ok(())
     }
@@ -371,12 +369,12 @@ impl Trainer {
             }
             self.check_ids(ids)?;
             // Only the ranks that read it have it.
-            if !self.machine.has_input(program, name) {
+            if !self.session.has_input(program, name) {
                 continue;
             }
             let parts = ids.chunks_exact(expected / share.parts).skip(share.first).step_by(share.stride);
             for (micro_batch, part) in parts.take(share.count).enumerate() {
-                self.machine.write_input(program, name, micro_batch as u32, part)?;
+                self.session.write_input(program, name, micro_batch as u32, part)?;
             }
         }
         Ok(())

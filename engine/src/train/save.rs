@@ -69,10 +69,10 @@ impl Trainer {
             let sections: Vec<&SavedSection> =
                 checkpoint.sections().iter().filter(|section| section.file().starts_with(kind)).collect();
             let own: Vec<(String, DType)> =
-                self.machine.executable().specs(role).map(|(name, spec)| (name.to_owned(), spec.dtype)).collect();
+                self.session.executable().specs(role).map(|(name, spec)| (name.to_owned(), spec.dtype)).collect();
             for (name, dtype) in own {
                 let start = self.kept.parts.get(&name).map_or(0, |part| part.first) * dtype.size_in_bytes();
-                self.machine.fill_tensor(&name, |bytes| fill(&sections, metadata, (&name, dtype), start, bytes))??;
+                self.session.fill_tensor(&name, |bytes| fill(&sections, metadata, (&name, dtype), start, bytes))??;
             }
         }
         self.step = checkpoint.step();
@@ -89,13 +89,13 @@ impl Trainer {
         };
         let files = ROLES.map(|(kind, _)| format!("{kind}{suffix}.safetensors"));
         let mut parts = Map::new();
-        let written = self.machine.with_persistent(|tensors| {
+        let written = self.session.with_persistent(|tensors| {
             let mut sections = Vec::new();
             for (file, (_, role)) in files.iter().zip(ROLES) {
                 let part_of = |name: &str| self.kept.parts.get(name).copied();
                 // Copies are equal: of what several ranks have, the first writes; frozen parameters, whoever has them.
                 let frozen = |name: &str| self.kept.frozen.contains(name) || !self.kept.shapes.contains_key(name);
-                let mine = |t: &&gapless_runtime::cpu::PersistentBytes<'_>| {
+                let mine = |t: &&gapless_runtime::PersistentBytes<'_>| {
                     let name = &t.label.tensor;
                     let first = part_of(name).map_or(self.at.data == 0 && self.at.expert == 0, |part| part.alone);
                     t.label.role == role && first && (t.changes_here || frozen(name))
@@ -159,7 +159,7 @@ impl Trainer {
             self.kept.shapes.iter().map(|(name, shape)| (name.clone(), json!(shape))).collect();
         for (_, role) in ROLES {
             for (name, spec) in
-                self.machine.executable().specs(role).filter(|(name, _)| !self.kept.parts.contains_key(*name))
+                self.session.executable().specs(role).filter(|(name, _)| !self.kept.parts.contains_key(*name))
             {
                 shapes.insert(name.to_owned(), json!(spec.dims()));
             }

@@ -25,6 +25,7 @@
 //! ```
 
 #![warn(missing_docs)]
+#![allow(clippy::test_attr_in_doctest, reason = "the example shows how a test is declared")]
 
 mod generated;
 mod only;

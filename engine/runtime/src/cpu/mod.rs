@@ -1,11 +1,11 @@
-//! The CPU: arena, threads, executor.
+//! The CPU: arena, threads, runs of programs.
 
 mod arena;
-mod executor;
+mod backend;
 mod offload;
 mod routed;
 pub(crate) mod run;
 mod workers;
 
-pub use executor::{Executor, PersistentBytes, RunOptions};
+pub use backend::CpuBackend;
 pub use workers::{Workers, resolve_threads};

@@ -12,14 +12,14 @@ use gapless_compile::internal::{CompiledProgram, Instruction};
 use gapless_kernels::Stream;
 use gapless_kernels::cpu::args::{Address, Args, Element, Places};
 
-use super::executor::RunOptions;
 use super::offload::HostFile;
 use super::routed::{Refusal, Routed};
-use crate::links::{Links, begin, transfer};
+use crate::session::RunOptions;
+use crate::transfers::{Transfers, begin, transfer};
 
 /// What a run reaches beside the planned arena.
 pub(super) struct RunContext<'o> {
-    pub links: &'o mut Links,
+    pub transfers: &'o mut Transfers,
     pub routed: &'o mut Routed,
     pub file: &'o mut Option<HostFile>,
 }
@@ -43,7 +43,7 @@ pub(super) fn run_all(
     options: RunOptions,
     context: RunContext<'_>,
 ) -> Result<Option<usize>, (usize, Failure)> {
-    let RunContext { links, routed, file } = context;
+    let RunContext { transfers, routed, file } = context;
     let (mut culprit, mut had_room) = (None, true);
     for (index, instruction) in program.instructions.iter().enumerate() {
         let span = tracing::trace_span!("op", name = instruction.work.name(), layer = &*instruction.layer);
@@ -82,13 +82,13 @@ pub(super) fn run_all(
             }
             Work::Send(message) | Work::Receive(message) | Work::Wait(message) => {
                 // SAFETY: as above; a program's last instructions wait for all that is under way.
-                unsafe { transfer(instruction, *message, base, links) }.map_err(failed)?;
+                unsafe { transfer(instruction, *message, base, transfers) }.map_err(failed)?;
             }
             Work::Collective(collective, request) => {
                 // SAFETY: as above.
-                unsafe { begin(*collective, *request, instruction, (base, places), links) }.map_err(failed)?;
+                unsafe { begin(*collective, *request, instruction, (base, places), transfers) }.map_err(failed)?;
             }
-            Work::Finish(request) => links.finish(*request).map_err(failed)?,
+            Work::Finish(request) => transfers.finish(*request).map_err(failed)?,
             Work::Offer(_) | Work::Settle(_) => {}
             Work::Offload(id) | Work::Fetch(id) => {
                 // SAFETY: as above.

@@ -1,6 +1,6 @@
 //! CUDA without a toolkit: kernels as text, compiled when they are first needed, and what is launched for an operation.
 //!
-//! In: a planned program. Out: its launches in order ([`Executor`]), for a [`Device`] that records and replays them, and the machine
+//! In: a planned program. Out: its launches in order ([`CudaBackend`]), for a [`Device`] that records and replays them, and the machine
 //! code of their kernels for an architecture, by NVRTC, from a cache on disk where it has been made before. Never: a
 //! figure from a device; nothing here has run on one (docs/gpu.md).
 //!
@@ -10,12 +10,12 @@
 //!                               └─▶ Family::source, a file or generated ──▶ Nvrtc ──▶ Cache ──▶ CUBIN
 //! ```
 
+mod backend;
 mod cache;
 mod cublaslt;
 mod device;
 mod error;
 mod event;
-mod executor;
 mod function;
 mod mapped;
 mod nvidia;
@@ -23,12 +23,10 @@ mod nvrtc;
 mod profile;
 mod staging;
 
+pub use backend::CudaBackend;
 pub use cache::Cache;
 pub use device::{Describe, Device, DeviceError, DeviceMemory, Recording};
 pub use error::KernelError;
-pub use executor::Executor;
-#[doc(hidden)]
-pub use executor::to_bf16;
 pub use gapless_kernels::cuda::{
     Constant, Family, Fusible, Generated, Kernel, Launch, Operand, Operands, Product, Random, launch,
 };

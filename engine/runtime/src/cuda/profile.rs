@@ -3,12 +3,12 @@
 use std::time::Duration;
 
 use gapless_compile::internal::Instruction;
-use gapless_compile::{ProgramId, Work};
+use gapless_compile::{Executable, ProgramId, Work};
 use gapless_kernels::cuda::Launch;
 
-use super::executor::{Executor, Part, specs};
-use crate::cpu::RunOptions;
+use super::backend::{CudaBackend, Part, specs};
 use crate::error::Result;
+use crate::session::RunOptions;
 
 /// How long an instruction took, or several that are launched together, beside what it has to do.
 #[derive(Debug, Clone, serde::Serialize)]
@@ -44,15 +44,15 @@ impl Timed {
     }
 }
 
-impl Executor {
-    /// Runs a program as [`Self::run`] does, and says how long each instruction took: on a stream instead of as a graph. Updates that
+impl CudaBackend {
+    /// Runs a program as [`Session::run`](crate::Session::run) does, and says how long each instruction took: on a stream instead of as a graph. Updates that
     /// are launched together are one.
     ///
     /// # Errors
     /// [`Error::Device`](crate::Error::Device); [`Error::Communicator`](crate::Error::Communicator) when another rank fails.
-    pub fn profile(&mut self, id: ProgramId, options: RunOptions) -> Result<Vec<Timed>> {
+    pub fn profile(&mut self, executable: &Executable, id: ProgramId, options: RunOptions) -> Result<Vec<Timed>> {
         self.write_key(options)?;
-        let Self { executable, device, place, staging, .. } = self;
+        let Self { device, place, staging, .. } = self;
         let program = &executable.programs[id.0];
         let mut exchanging = staging.run();
         let mut profile = || {

@@ -16,7 +16,7 @@ use gapless_kernels::cpu::args::Address;
 
 use super::device::{Device, DeviceError};
 use crate::error::{Error, Result};
-use crate::links::{Bytes, Lent, Links, Operands};
+use crate::transfers::{Bytes, Operands, RunGuard, Transfers};
 
 /// Alignment of all that is staged.
 const ALIGNMENT: u64 = 64;
@@ -28,7 +28,7 @@ const PLANNING: u64 = 1 << 20;
 #[derive(Debug)]
 pub(super) struct Staging {
     /// First to be dropped: what is under way reads and writes the memory.
-    links: Links,
+    transfers: Transfers,
     memory: Vec<u64>,
     /// By program and request.
     staged: Vec<Vec<Staged>>,
@@ -36,7 +36,7 @@ pub(super) struct Staging {
 
 /// What a run exchanges.
 pub(super) struct Exchanging<'s> {
-    lent: Lent<'s>,
+    guard: RunGuard<'s>,
     memory: &'s mut [u64],
     staged: &'s [Vec<Staged>],
 }
@@ -189,18 +189,18 @@ impl Staging {
             tracing::info!(bytes = needed, "host memory for what goes between ranks");
         }
         let memory = vec![0; needed.div_ceil(8) as usize];
-        Ok(Self { links: Links::default(), memory, staged: all })
+        Ok(Self { transfers: Transfers::default(), memory, staged: all })
     }
 
     /// Gives it the ways to the other ranks.
-    pub fn connect(&mut self, links: Links) {
-        self.links = links;
+    pub fn connect(&mut self, transfers: Transfers) {
+        self.transfers = transfers;
     }
 
     /// For a run.
     pub fn run(&mut self) -> Exchanging<'_> {
-        let Self { links, memory, staged } = self;
-        Exchanging { lent: links.lend(), memory, staged }
+        let Self { transfers, memory, staged } = self;
+        Exchanging { guard: transfers.guard(), memory, staged }
     }
 }
 
@@ -210,9 +210,9 @@ impl Exchanging<'_> {
         match &ended {
             // The communicator has told the others.
             Ok(_) | Err(Error::Communicator { .. }) => {}
-            Err(error) => self.lent.links.give_up(&error.to_string()),
+            Err(error) => self.guard.transfers.give_up(&error.to_string()),
         }
-        self.lent.end(ended.is_ok());
+        self.guard.end(ended.is_ok());
         ended
     }
 
@@ -254,9 +254,9 @@ impl Exchanging<'_> {
                 let inputs = staged.inputs.each_ref().map(|input| input.as_ref().map(bytes));
                 let operands = Operands { inputs, output, starts, row_bytes: staged.row_bytes };
                 // SAFETY: as above; what is lent is left alone until the request is finished.
-                unsafe { self.lent.links.begin(*collective, request, &operands) }.map_err(failed)?;
+                unsafe { self.guard.transfers.begin(*collective, request, &operands) }.map_err(failed)?;
             }
-            Work::Finish(_) => self.lent.links.finish(request).map_err(failed)?,
+            Work::Finish(_) => self.guard.transfers.finish(request).map_err(failed)?,
             work => {
                 let (Work::Send(message) | Work::Receive(message) | Work::Wait(message)) = *work else {
                     unreachable!("all else is a collective")
@@ -264,7 +264,7 @@ impl Exchanging<'_> {
                 let operand = staged.inputs[0].as_ref().or(staged.output.as_ref());
                 let operand = || bytes(operand.expect("a message has an operand"));
                 // SAFETY: as above; what is lent is left alone until the message's wait.
-                unsafe { self.lent.links.transfer(work, message, operand) }.map_err(failed)?;
+                unsafe { self.guard.transfers.transfer(work, message, operand) }.map_err(failed)?;
             }
         }
         if let (Some(_), Some(copied)) = (ends, &staged.output) {
@@ -312,7 +312,7 @@ fn bring(device: &mut dyn Device, base: u64, copied: &Copied, host: &mut [u8]) -
     }
     for i in 0..copied.address.span {
         let wide = f32::from_ne_bytes(host[4 * i..4 * i + 4].try_into().expect("four bytes"));
-        host[2 * i..2 * i + 2].copy_from_slice(&super::executor::to_bf16(wide).to_ne_bytes());
+        host[2 * i..2 * i + 2].copy_from_slice(&half::bf16::from_f32(wide).to_ne_bytes());
     }
     device.write(address, &host[..copied.stored()])
 }

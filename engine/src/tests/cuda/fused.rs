@@ -16,14 +16,13 @@ use super::step::executable;
 use super::{gpu, host};
 use crate::autodiff::differentiate;
 use crate::compile::{CompileOptions, Executable, Lowering, Output, Target, compile, lower};
-use crate::cuda::{Describe, Device, DeviceError, DeviceMemory, Executor, Family, Launch, Recording};
+use crate::cuda::{CudaBackend, Describe, Device, DeviceError, DeviceMemory, Family, Launch, Recording};
 use crate::graph::{Graph, ValueId, lock};
 use crate::nn::{Init, VarBuilder};
 use crate::recompute::Recomputation;
 use crate::reference::Array;
-use crate::runtime::RunOptions;
-use crate::runtime::cpu;
 use crate::runtime::cpu::Workers;
+use crate::runtime::{RunOptions, Session};
 use crate::{Result, Tensor, TrainOptions};
 
 /// Extents whose product is no multiple of a pack, so that nothing is aligned for long.
@@ -74,28 +73,28 @@ impl Function {
         compile(&[program.unwrap()], &CompileOptions::default()).unwrap()
     }
 
-    fn on_device(&self, target: Target, device: Box<dyn Device>) -> Executor {
-        let mut executor = Executor::new(self.executable(target), device, 3, (0, 1)).unwrap();
-        let program = executor.executable().program("function").unwrap();
-        executor.run(program, RunOptions { seed: 3, ..RunOptions::default() }).unwrap();
-        executor
+    fn on_device(&self, target: Target, device: Box<dyn Device>) -> Session<CudaBackend> {
+        let mut session = Session::on_cuda(self.executable(target), device, 3, (0, 1)).unwrap();
+        let program = session.executable().program("function").unwrap();
+        session.run(program, RunOptions { seed: 3, ..RunOptions::default() }).unwrap();
+        session
     }
 
-    /// All outputs of an executor that has run.
-    fn results(&self, executor: &mut Executor) -> Vec<Vec<f64>> {
-        let program = executor.executable().program("function").unwrap();
-        self.outputs.iter().map(|output| numbers(&executor.output(program, &output.name).unwrap())).collect()
+    /// All outputs of a session that has run.
+    fn results(&self, session: &mut Session<CudaBackend>) -> Vec<Vec<f64>> {
+        let program = session.executable().program("function").unwrap();
+        self.outputs.iter().map(|output| numbers(&session.output(program, &output.name).unwrap())).collect()
     }
 
-    /// The parameters that an executor has.
-    fn parameters(&self, executor: &Executor) -> HashMap<String, Array> {
-        let is_there = |name: &str| executor.executable().persistent.iter().any(|p| p.label.tensor == name);
+    /// The parameters that a session has.
+    fn parameters(&self, session: &Session<CudaBackend>) -> HashMap<String, Array> {
+        let is_there = |name: &str| session.executable().persistent.iter().any(|p| p.label.tensor == name);
         let graph = lock(&self.graph);
         let parameter = |(id, name): (ValueId, &str)| {
             let dims = graph.value(id).spec.dims();
             // Of parameters that nobody reads there are none.
             let data = match is_there(name) {
-                true => numbers(&executor.tensor(name).unwrap()),
+                true => numbers(&session.tensor(name).unwrap()),
                 false => vec![0.0; dims.iter().product()],
             };
             (name.to_owned(), Array::new(dims, data))
@@ -167,10 +166,10 @@ pub(super) fn random_function(chosen: &[Chosen], parameter: &dyn Fn(&str, &[usiz
 fn check(chosen: &[Chosen], dtype: DType) {
     let function = Function::new(dtype, |parameter| random_function(chosen, parameter)).unwrap();
     let [mut fused, mut apart] = [Target::Cuda, Target::CudaUnfused].map(|target| function.on_device(target, device()));
-    let [most, most_apart] = [&fused, &apart].map(|executor| lower_bound(&executor.executable().problem));
+    let [most, most_apart] = [&fused, &apart].map(|session| lower_bound(&session.executable().problem));
     assert!(most <= most_apart, "{most} bytes are alive, and {most_apart} unfused");
     let judged = function.judged(&function.parameters(&apart));
-    let [of_fused, of_apart] = [&mut fused, &mut apart].map(|executor| function.results(executor));
+    let [of_fused, of_apart] = [&mut fused, &mut apart].map(|session| function.results(session));
     for (index, Output { name, value, .. }) in function.outputs.iter().enumerate() {
         let (result, apart) = (&of_fused[index], &of_apart[index]);
         // A GPU may round a product and a sum that follows once.
@@ -305,7 +304,7 @@ fn products_with_epilogues_do_what_both_did() {
     }
 }
 
-/// On the processor's own executor fused operations are done by their reference.
+/// On the processor itself fused operations are done by their reference.
 #[test]
 fn the_reference_of_fused_operations_is_that_of_each() {
     let function = every_kind(DType::F32);
@@ -317,10 +316,10 @@ fn the_reference_of_fused_operations_is_that_of_each() {
     let run = |target| {
         let executable = function.executable(target);
         let workers = Workers::new(1).unwrap();
-        let mut executor = cpu::Executor::new(executable, workers, 3).unwrap();
-        let program = executor.executable().program("function").unwrap();
-        executor.run(program, RunOptions { seed: 3, part_stride: 1, ..RunOptions::default() }).unwrap();
-        let output = |output: &Output| numbers(&executor.output(program, &output.name).unwrap());
+        let mut session = Session::on_cpu(executable, workers, 3).unwrap();
+        let program = session.executable().program("function").unwrap();
+        session.run(program, RunOptions { seed: 3, part_stride: 1, ..RunOptions::default() }).unwrap();
+        let output = |output: &Output| numbers(&session.output(program, &output.name).unwrap());
         function.outputs.iter().map(output).collect::<Vec<_>>()
     };
     let (fused, apart) = (run(Target::Cuda), run(Target::CudaUnfused));
@@ -344,7 +343,7 @@ impl Listing {
     /// What a step of an executable launches.
     pub fn of(executable: Executable) -> Vec<Launched> {
         let listing = Self::default();
-        Executor::new(executable, Box::new(listing.clone()), 0, (0, 1)).unwrap();
+        Session::on_cuda(executable, Box::new(listing.clone()), 0, (0, 1)).unwrap();
         listing.launched.lock().unwrap().clone()
     }
 }

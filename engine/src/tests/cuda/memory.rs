@@ -3,7 +3,11 @@
 use candle_core::DType;
 
 use super::gpu::Bytes;
-pub(super) use crate::cuda::to_bf16;
+
+/// The nearest bf16, as its bits.
+pub(super) fn to_bf16(x: f32) -> u16 {
+    half::bf16::from_f32(x).to_bits()
+}
 
 /// Bytes of a guard, and what regions are aligned to.
 const LINE: usize = 64;

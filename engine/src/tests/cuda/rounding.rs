@@ -13,7 +13,7 @@ use gapless_graph::{Numbers, Stream};
 use gapless_testing::prelude::*;
 
 use super::fused::{Function, any_function, random_function};
-use crate::cuda::to_bf16;
+use super::memory::to_bf16;
 use crate::graph::{Graph, Source, ValueId, lock};
 
 use crate::reference::{Array, evaluate, evaluate_as_read};

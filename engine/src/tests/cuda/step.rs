@@ -6,12 +6,10 @@ use super::host;
 use super::processor::{Processor, device};
 use super::small::{BATCH, SEQUENCE, Small, Style, VOCABULARY};
 use crate::compile::{CompileOptions, Executable, Target, compile};
-use crate::cuda::Executor;
 use crate::nn::VarBuilder;
 use crate::recompute::Recompute;
-use crate::runtime::RunOptions;
-use crate::runtime::cpu;
 use crate::runtime::cpu::Workers;
+use crate::runtime::{RunOptions, Session};
 use crate::{Model, Result, Tensor, TrainOptions, Trainer};
 
 /// A step's program for a target, planned.
@@ -55,7 +53,7 @@ fn steps_are_those_of_the_cpu() {
     }
 }
 
-/// Three steps from the same parameters with the same noise: losses, norms and parameters of the CPU's executor and of the
+/// Three steps from the same parameters with the same noise: losses, norms and parameters of the CPU and of the
 /// device's, in one micro-batch and in two, keeping everything and computing things again.
 pub fn compare_steps<M: Model>(what: &str, model: impl Fn(VarBuilder) -> Result<M>) {
     for (micro_batches, recompute) in [(1, Recompute::None), (2, Recompute::Ops(vec!["linear".into()]))] {
@@ -69,9 +67,9 @@ pub fn compare_steps<M: Model>(what: &str, model: impl Fn(VarBuilder) -> Result<
         };
         let workers = Workers::new(1).unwrap();
         let planned = executable(&options, Target::Cpu { threads: 1 }, &model);
-        let mut on_cpu = cpu::Executor::new(planned, workers, 3).unwrap();
+        let mut on_cpu = Session::on_cpu(planned, workers, 3).unwrap();
         let planned = executable(&options, Target::Cuda, &model);
-        let mut on_device = Executor::new(planned, device(), 3, (0, 1)).unwrap();
+        let mut on_device = Session::on_cuda(planned, device(), 3, (0, 1)).unwrap();
         let (of_cpu, of_device) =
             (on_cpu.executable().program("train").unwrap(), on_device.executable().program("train").unwrap());
         for step in 0..3 {
@@ -117,7 +115,7 @@ pub fn compare_steps<M: Model>(what: &str, model: impl Fn(VarBuilder) -> Result<
 fn a_program_for_the_cpu_is_refused() {
     let options = TrainOptions { batch: BATCH, sequence: SEQUENCE, threads: 1, ..TrainOptions::default() };
     let planned = executable(&options, Target::Cpu { threads: 1 }, |vb| Small::new(Style::Gpt, vb));
-    let error = Executor::new(planned, Box::<Processor>::default(), 0, (0, 1)).unwrap_err().to_string();
+    let error = Session::on_cuda(planned, Box::<Processor>::default(), 0, (0, 1)).unwrap_err().to_string();
     assert!(error.contains("lower for Target::Cuda"), "{error}");
 }
 
@@ -127,7 +125,7 @@ fn what_only_the_cpu_can_do_is_said() {
     let options =
         TrainOptions { batch: BATCH, sequence: SEQUENCE, compress: vec!["linear".into()], ..TrainOptions::default() };
     let planned = executable(&options, Target::Cuda, |vb| Small::new(Style::Gpt, vb));
-    let error = Executor::new(planned, Box::<Processor>::default(), 0, (0, 1)).unwrap_err().to_string();
+    let error = Session::on_cuda(planned, Box::<Processor>::default(), 0, (0, 1)).unwrap_err().to_string();
     assert!(error.starts_with("compress in "), "{error}");
     assert!(error.contains("cannot run on a GPU yet"), "{error}");
 }

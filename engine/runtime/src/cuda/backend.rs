@@ -5,25 +5,23 @@
 //! replayed, numbers read. Never: device memory beside the arena and the step's key, or a launch that was not recorded.
 
 use candle_core::{DType, Device as CandleDevice, Tensor};
-use gapless_compile::internal::{CompiledProgram, Instruction, Persistent};
+use gapless_compile::internal::{CompiledProgram, Instruction};
 use gapless_compile::{Executable, ProgramId, Work};
 use gapless_graph::launches;
 use gapless_kernels::Spec;
 use gapless_kernels::Stream;
-use gapless_kernels::cpu::args::{Address, Element};
+use gapless_kernels::cpu::args::Address;
 use gapless_kernels::cuda::{Launch, Operand, Operands, Random};
 
 use super::device::{Device, DeviceMemory, Recording};
 use super::staging::{Staging, is_exchange};
-use crate::cpu::{PersistentBytes, RunOptions};
 use crate::error::{Error, Result};
-use crate::links::Communicators;
-use crate::links::Links;
+use crate::session::{Backend, RunOptions, Session};
+use crate::transfers::Transfers;
 
-/// An executable on a device.
+/// An arena on a device, and what was recorded to run in it.
 #[derive(Debug)]
-pub struct Executor {
-    pub(super) executable: Executable,
+pub struct CudaBackend {
     pub(super) device: Box<dyn Device>,
     pub(super) place: Place,
     /// By program.
@@ -46,15 +44,15 @@ pub(super) enum Part<L> {
 /// Bytes behind the arena that hold the key of a step's random numbers: it changes from step to step, a recording doesn't.
 const KEY_BYTES: u64 = 256;
 
-impl Executor {
-    /// Reserves the arena, fills the persistent tensors and records every program. Micro-batch 0 is part `first_part` of the whole
+impl Session<CudaBackend> {
+    /// Reserves the arena, records every program and fills the persistent tensors. Micro-batch 0 is part `first_part` of the whole
     /// batch, and the next one is `part_stride` parts on. Programs that were lowered for several ranks run once they are
     /// [connected](Self::connect).
     ///
     /// # Errors
     /// Before anything is reserved, [`Error::NoDeviceKernels`] for what only the CPU can do so far, and for programs that were
     /// lowered for it; [`Error::Device`].
-    pub fn new(
+    pub fn on_cuda(
         executable: Executable,
         mut device: Box<dyn Device>,
         seed: u64,
@@ -66,9 +64,6 @@ impl Executor {
         let bytes = executable.arena_bytes().next_multiple_of(KEY_BYTES);
         let base = device.reserve(bytes + KEY_BYTES)?;
         let place = Place { base, key: base + bytes, ..nowhere };
-        for persistent in &executable.persistent {
-            device.write(base + persistent.address.offset, &filled(persistent, seed)?)?;
-        }
         let mut recordings = Vec::new();
         for program in &executable.programs {
             let mut parts = Vec::new();
@@ -84,24 +79,31 @@ impl Executor {
             }
             recordings.push(parts);
         }
-        Ok(Self { executable, device, place, recordings, staging })
+        // After the recordings, which may write anywhere.
+        Self::with_initial_values(executable, CudaBackend { device, place, recordings, staging }, seed)
     }
 
-    /// Gives it the ways to the other ranks, whose addresses are the host's.
-    pub fn connect(&mut self, communicators: Communicators) {
-        self.staging.connect(Links::new(communicators, &self.executable));
-    }
-
-    /// What it runs.
-    pub fn executable(&self) -> &Executable {
-        &self.executable
-    }
-
-    /// The device, in words.
+    /// The device's name.
     pub fn device(&self) -> String {
-        self.device.name()
+        self.backend.device.name()
     }
 
+    /// All that the programs of an executable launch, as if its arena began at address 0: what has to be compiled for it.
+    ///
+    /// # Errors
+    /// [`Error::NoDeviceKernels`], as [`Self::on_cuda`].
+    pub fn launches(executable: &Executable) -> Result<Vec<Launch>> {
+        let nowhere = Place { base: 0, key: 0, first_part: 0, part_stride: 1 };
+        let parts = executable.programs.iter().map(|program| nowhere.parts(program)).collect::<Result<Vec<_>>>()?;
+        let launches = parts.into_iter().flatten().filter_map(|part| match part {
+            Part::Launches(launches) => Some(launches),
+            Part::Exchange(_) => None,
+        });
+        Ok(launches.flatten().map(|(_, launch)| launch).collect())
+    }
+}
+
+impl CudaBackend {
     /// What of the device's memory is in use, and for what.
     ///
     /// # Errors
@@ -110,36 +112,9 @@ impl Executor {
         Ok(self.device.memory()?)
     }
 
-    /// Runs a program. If asked to watch it, instruction by instruction, and returns the first with a non-finite output. Where
-    /// micro-batches lie in the batch was said when it was recorded.
-    ///
-    /// # Errors
-    /// [`Error::Device`]; [`Error::Communicator`] when another rank fails.
-    pub fn run(&mut self, id: ProgramId, options: RunOptions) -> Result<Option<String>> {
-        self.write_key(options)?;
-        if !options.watch {
-            return self.replay(id).map(|()| None);
-        }
-        let mut culprit = None;
-        self.run_one_by_one(id, |device, place, instruction| {
-            // What is being received is not to be looked at before the wait for it.
-            let watched = match instruction.work {
-                Work::Compute(_) => &instruction.outputs,
-                Work::Wait(_) | Work::Finish(_) => &instruction.inputs,
-                _ => return Ok(()),
-            };
-            for address in watched.iter().filter(|address| address.dtype.is_float()) {
-                if culprit.is_none() && !all_finite(&read(device, place, address)?)? {
-                    culprit = Some(instruction.describe());
-                }
-            }
-            Ok(())
-        })?;
-        Ok(culprit)
-    }
-
-    fn replay(&mut self, id: ProgramId) -> Result<()> {
-        let Self { executable, device, place, recordings, staging } = self;
+    /// Replays what was recorded of a program.
+    fn replay(&mut self, executable: &Executable, id: ProgramId) -> Result<()> {
+        let Self { device, place, recordings, staging } = self;
         let mut exchanging = staging.run();
         let mut replay = || {
             for part in &recordings[id.0] {
@@ -169,10 +144,11 @@ impl Executor {
     /// Runs a program's instructions and shows each when it has run.
     fn run_one_by_one(
         &mut self,
+        executable: &Executable,
         id: ProgramId,
         mut show: impl FnMut(&dyn Device, Place, &Instruction) -> Result<()>,
     ) -> Result<()> {
-        let Self { executable, device, place, staging, .. } = self;
+        let Self { device, place, staging, .. } = self;
         let mut exchanging = staging.run();
         let mut run = |instruction: &Instruction| {
             if is_exchange(instruction) {
@@ -186,88 +162,56 @@ impl Executor {
         let ran = executable.programs[id.0].instructions.iter().try_for_each(&mut run);
         exchanging.end(ran)
     }
+}
 
-    /// Writes an input of a program.
-    ///
-    /// # Errors
-    /// When there is no such input, or it holds another number of elements or another type; [`Error::Device`].
-    pub fn write_input<T: Element>(&mut self, id: ProgramId, name: &str, micro_batch: u32, data: &[T]) -> Result<()> {
-        let address = self.executable.programs[id.0].input_for(name, micro_batch, data)?;
-        Ok(self.device.write(self.place.base + address.offset, T::bytes(data))?)
-    }
-
-    /// A copy of an output of a program that has run.
-    ///
-    /// # Errors
-    /// When there is no such output; [`Error::Device`].
-    pub fn output(&self, id: ProgramId, name: &str) -> Result<Tensor> {
-        self.read(&self.executable.programs[id.0].output(name)?.address)
-    }
-
-    /// A scalar output of a program that has run.
-    ///
-    /// # Errors
-    /// As [`Self::output`].
-    pub fn scalar(&self, id: ProgramId, name: &str) -> Result<f32> {
-        Ok(self.output(id, name)?.to_dtype(DType::F32)?.to_scalar()?)
-    }
-
-    /// A copy of a parameter or an optimizer state, by its full name.
-    ///
-    /// # Errors
-    /// When there is none of that name; [`Error::Device`].
-    pub fn tensor(&self, name: &str) -> Result<Tensor> {
-        self.read(&self.executable.find_persistent(name)?.address)
-    }
-
-    /// Shows copies of all tensors that outlive the step as bytes.
-    ///
-    /// # Errors
-    /// [`Error::Device`].
-    pub fn with_persistent<R>(&self, f: impl FnOnce(&[PersistentBytes<'_>]) -> R) -> Result<R> {
-        let all = &self.executable.persistent;
-        let bytes = all.iter().map(|p| self.bytes(&p.address)).collect::<Result<Vec<_>>>()?;
-        let shown: Vec<PersistentBytes<'_>> = all
-            .iter()
-            .zip(&bytes)
-            .map(|(p, bytes)| PersistentBytes { label: &p.label, spec: &p.spec, changes_here: p.changes_here, bytes })
-            .collect();
-        Ok(f(&shown))
-    }
-
-    /// Lets `fill` write the bytes of a tensor that outlives the step.
-    ///
-    /// # Errors
-    /// When there is none of that name; [`Error::Device`].
-    pub fn fill_tensor<R>(&mut self, name: &str, fill: impl FnOnce(&mut [u8]) -> R) -> Result<R> {
-        let address = &self.executable.find_persistent(name)?.address;
-        let mut bytes = self.bytes(address)?;
-        let result = fill(&mut bytes);
-        self.device.write(self.place.base + address.offset, &bytes)?;
-        Ok(result)
-    }
-
-    /// Overwrites a tensor of floats that outlives the step, rounded to its type.
-    ///
-    /// # Errors
-    /// When there is none of that name, size or type; [`Error::Device`].
-    pub fn write_tensor(&mut self, name: &str, data: &[f32]) -> Result<()> {
-        let found = self.executable.find_persistent(name)?;
-        let address = &found.address;
-        if address.span != data.len() {
-            return Err(Error::ElementCount { name: name.into(), expected: address.span, given: data.len() });
+impl Backend for CudaBackend {
+    // Where micro-batches lie in the batch was said when it was recorded.
+    fn run(&mut self, executable: &Executable, id: ProgramId, options: RunOptions) -> Result<Option<String>> {
+        self.write_key(options)?;
+        if !options.watch {
+            return self.replay(executable, id).map(|()| None);
         }
-        let bytes = stored(data.iter().copied(), address.dtype)
-            .ok_or_else(|| Error::NotF32 { name: name.into(), dtype: address.dtype })?;
-        Ok(self.device.write(self.place.base + address.offset, &bytes)?)
+        let mut culprit = None;
+        self.run_one_by_one(executable, id, |device, place, instruction| {
+            // What is being received is not to be looked at before the wait for it.
+            let watched = match instruction.work {
+                Work::Compute(_) => &instruction.outputs,
+                Work::Wait(_) | Work::Finish(_) => &instruction.inputs,
+                _ => return Ok(()),
+            };
+            for address in watched.iter().filter(|address| address.dtype.is_float()) {
+                if culprit.is_none() && !all_finite(&read(device, place, address)?)? {
+                    culprit = Some(instruction.describe());
+                }
+            }
+            Ok(())
+        })?;
+        Ok(culprit)
     }
 
-    fn read(&self, address: &Address) -> Result<Tensor> {
+    fn connect(&mut self, transfers: Transfers) {
+        self.staging.connect(transfers);
+    }
+
+    fn read(&self, addresses: &[&Address], show: &mut dyn FnMut(&[&[u8]])) -> Result<()> {
+        let copies = addresses.iter().map(|address| bytes(&*self.device, self.place, address));
+        let copies = copies.collect::<Result<Vec<_>>>()?;
+        show(&copies.iter().map(Vec::as_slice).collect::<Vec<_>>());
+        Ok(())
+    }
+
+    fn modify(&mut self, address: &Address, change: &mut dyn FnMut(&mut [u8])) -> Result<()> {
+        let mut copy = bytes(&*self.device, self.place, address)?;
+        change(&mut copy);
+        self.write(address, &copy)
+    }
+
+    fn write(&mut self, address: &Address, bytes: &[u8]) -> Result<()> {
+        Ok(self.device.write(self.place.base + address.offset, bytes)?)
+    }
+
+    fn tensor(&self, address: &Address) -> Result<Tensor> {
         read(&*self.device, self.place, address)
-    }
-
-    fn bytes(&self, address: &Address) -> Result<Vec<u8>> {
-        bytes(&*self.device, self.place, address)
     }
 }
 
@@ -359,35 +303,4 @@ impl Place {
 fn part(launches: &mut Launches) -> Option<Part<Launches>> {
     let launches = std::mem::take(launches);
     (!launches.is_empty()).then(|| Part::Launches(gapless_kernels::cuda::launch::together(launches)))
-}
-
-/// A tensor's bytes before the first step.
-fn filled(Persistent { fill, address, label, .. }: &Persistent, seed: u64) -> Result<Vec<u8>> {
-    let mut numbers = vec![0.0; address.span];
-    fill.fill(seed, &mut numbers, |x| x);
-    if address.dtype == DType::U8 {
-        return Ok(numbers.into_iter().map(|x| x as u8).collect());
-    }
-    stored(numbers.into_iter().map(|x| x as f32), address.dtype).ok_or_else(|| Error::NoDeviceKernels {
-        instruction: format!("filling {:?}", label.tensor),
-        dtypes: vec![address.dtype],
-    })
-}
-
-/// Numbers as bytes of a type; none of types without kernels.
-fn stored(numbers: impl Iterator<Item = f32>, dtype: DType) -> Option<Vec<u8>> {
-    match dtype {
-        DType::F32 => Some(numbers.flat_map(f32::to_ne_bytes).collect()),
-        DType::BF16 => Some(numbers.flat_map(|x| to_bf16(x).to_ne_bytes()).collect()),
-        _ => None,
-    }
-}
-
-/// The nearest bf16, of two equally near ones the even one; numbers alone.
-pub fn to_bf16(x: f32) -> u16 {
-    let bits = x.to_bits();
-    if x.is_nan() {
-        return (bits >> 16) as u16 | 0x40;
-    }
-    ((bits + 0x7fff + (bits >> 16 & 1)) >> 16) as u16
 }

@@ -50,18 +50,19 @@ const NO_COMMUNICATOR: CommunicatorError = CommunicatorError::Unsupported {
     remedy: "make the trainer anew, with the communicator of all its ranks",
 };
 
-/// The ways to the other ranks, and what is under way to and from them.
+/// The communicators of a rank, and the transfers that are in progress.
+#[doc(hidden)]
 #[derive(Debug, Default)]
-pub(crate) struct Links {
+pub struct Transfers {
     communicators: Communicators,
     requests: Vec<Option<Under>>,
     /// Sizes of what goes to and comes from each expert rank, by request.
     lens: Vec<[Vec<usize>; 2]>,
 }
 
-impl Links {
+impl Transfers {
     /// For the programs of an executable.
-    pub fn new(communicators: Communicators, executable: &Executable) -> Self {
+    pub(crate) fn new(communicators: Communicators, executable: &Executable) -> Self {
         let requests = executable.requests();
         let experts = communicators.experts.as_ref().map_or(0, |experts| experts.size());
         let lens = (0..requests).map(|_| [vec![0; experts], vec![0; experts]]).collect();
@@ -69,8 +70,8 @@ impl Links {
     }
 
     /// For a run.
-    pub fn lend(&mut self) -> Lent<'_> {
-        Lent { links: self, is_over: false }
+    pub(crate) fn guard(&mut self) -> RunGuard<'_> {
+        RunGuard { transfers: self, is_over: false }
     }
 }
 
@@ -81,24 +82,24 @@ enum Under {
     Collective(Request, Group),
 }
 
-/// The links of a run. One that fails or panics gives them up, and has back what messages under way hold of its memory before it
-/// lets go of that.
-pub(crate) struct Lent<'l> {
-    pub links: &'l mut Links,
+/// The transfers of one run. If the run fails or panics, all transfers in progress are ended before the memory that they read
+/// and write is freed.
+pub(crate) struct RunGuard<'l> {
+    pub transfers: &'l mut Transfers,
     is_over: bool,
 }
 
-impl Lent<'_> {
+impl RunGuard<'_> {
     /// The run is over, well or not.
     pub fn end(mut self, is_well: bool) {
         self.is_over = is_well;
     }
 }
 
-impl Drop for Lent<'_> {
+impl Drop for RunGuard<'_> {
     fn drop(&mut self) {
         if !self.is_over {
-            *self.links = Links::default();
+            *self.transfers = Transfers::default();
         }
     }
 }
@@ -116,12 +117,12 @@ pub(crate) struct Operands<'a> {
     pub row_bytes: usize,
 }
 
-impl Links {
+impl Transfers {
     /// Starts or ends a message, which is in these bytes.
     ///
     /// # Safety
     /// Nobody touches the bytes from the message's start to its wait.
-    pub unsafe fn transfer(
+    pub(crate) unsafe fn transfer(
         &mut self,
         work: &Work,
         message: Message,
@@ -155,7 +156,7 @@ impl Links {
     ///
     /// # Safety
     /// The operands are valid, apart or one as the collective's are, and nobody else touches them until it is finished.
-    pub unsafe fn begin(
+    pub(crate) unsafe fn begin(
         &mut self,
         collective: Collective,
         request: usize,
@@ -167,7 +168,7 @@ impl Links {
         if collective.ranks().is_some_and(|ranks| ranks != communicator.size()) {
             return Err(OTHER_RANKS);
         }
-        // Links that have failed have none.
+        // Transfers that have failed have none.
         let lens = self.lens.get_mut(request).ok_or(NO_COMMUNICATOR)?;
         match collective {
             Collective::AllToAll { ranks } => lens.iter_mut().for_each(|lens| lens.fill(output.1 / ranks)),
@@ -196,14 +197,14 @@ impl Links {
 
     /// Tells the other ranks why there is no going on, and gives the ways to them up: what is lent comes back.
     #[cfg(feature = "cuda")]
-    pub fn give_up(&mut self, reason: &str) {
+    pub(crate) fn give_up(&mut self, reason: &str) {
         let Communicators { pipeline, batch, experts, replicas } = &mut self.communicators;
         [pipeline, batch, experts, replicas].into_iter().flatten().for_each(|way| way.abort(reason));
         *self = Self::default();
     }
 
     /// Ends a collective.
-    pub fn finish(&mut self, request: usize) -> communicator::Result<()> {
+    pub(crate) fn finish(&mut self, request: usize) -> communicator::Result<()> {
         let Some(Under::Collective(under_way, group)) = self.requests[request].take() else {
             unreachable!("lowering starts every collective that it finishes")
         };
@@ -219,14 +220,14 @@ pub(super) unsafe fn transfer(
     instruction: &Instruction,
     message: Message,
     base: Base,
-    links: &mut Links,
+    transfers: &mut Transfers,
 ) -> communicator::Result<()> {
     let operand = match &instruction.work {
         Work::Receive(_) => &instruction.outputs[0],
         _ => &instruction.inputs[0],
     };
     // SAFETY: by this function's contract.
-    unsafe { links.transfer(&instruction.work, message, || range(base, operand, Places::NONE)) }
+    unsafe { transfers.transfer(&instruction.work, message, || range(base, operand, Places::NONE)) }
 }
 
 /// Starts an instruction's collective.
@@ -238,7 +239,7 @@ pub(super) unsafe fn begin(
     request: usize,
     instruction: &Instruction,
     (base, places): (Base, Places<'_>),
-    links: &mut Links,
+    transfers: &mut Transfers,
 ) -> communicator::Result<()> {
     let Instruction { inputs, outputs, .. } = instruction;
     // SAFETY: by this function's contract.
@@ -259,5 +260,5 @@ pub(super) unsafe fn begin(
         row_bytes,
     };
     // SAFETY: by this function's contract; the plan keeps inputs and outputs apart, or makes them one.
-    unsafe { links.begin(collective, request, &operands) }
+    unsafe { transfers.begin(collective, request, &operands) }
 }

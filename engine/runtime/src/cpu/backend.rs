@@ -1,0 +1,201 @@
+//! Runs programs: instruction after instruction at planned addresses. No allocation, no name, no free.
+
+use std::path::Path;
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+use candle_core::{DType, Device, Tensor};
+use gapless_alloc::arena::{ArenaReport, Reserve};
+use gapless_compile::{Executable, ProgramId};
+use gapless_kernels::Element;
+use gapless_kernels::cpu::args::Address;
+
+use super::arena::Arena;
+use super::offload::HostFile;
+use super::routed::{Refusal, Routed};
+use super::run::{Base, Failure, RunContext, run_all};
+use super::workers::Workers;
+use crate::error::{Error, Result};
+use crate::session::{Backend, RunOptions, Session};
+use crate::transfers::Transfers;
+
+/// An arena on the CPU, and the threads that compute in it.
+#[derive(Debug)]
+pub struct CpuBackend {
+    /// Only ever locked by the one run under way. First to be dropped: what is under way reads and writes the arena.
+    transfers: Mutex<Transfers>,
+    arena: Arena,
+    /// What is placed while a program runs. Only ever locked by the one run under way.
+    routed: Mutex<Routed>,
+    workers: Workers,
+    /// Where activations wait that are offloaded. Only ever locked by the one run under way.
+    file: Mutex<Option<HostFile>>,
+}
+
+impl Session<CpuBackend> {
+    /// Reserves the arena and fills the persistent tensors. Programs that were lowered for several ranks run once they are
+    /// [connected](Self::connect).
+    ///
+    /// # Errors
+    /// [`Error::NoKernels`] for an executable that computes in another type than f32. [`Error::DoesNotFit`], before any byte
+    /// is touched, when the machine has less memory available.
+    pub fn on_cpu(executable: Executable, workers: Workers, seed: u64) -> Result<Self> {
+        if let Some(dtype) =
+            executable.dtypes().find(|dtype| ![f32::DTYPE, f64::DTYPE, u32::DTYPE, u8::DTYPE].contains(dtype))
+        {
+            return Err(Error::NoKernels { dtype });
+        }
+        let needed = executable.arena_bytes();
+        if let Some(available) = crate::process_memory::available_memory_bytes().filter(|&available| available < needed)
+        {
+            let largest = gapless_compile::report::largest_at_peak(&executable, 8);
+            return Err(Error::DoesNotFit { needed, available, largest });
+        }
+        let transfers = Mutex::new(Transfers::default());
+        let counts = executable.programs.iter().map(|program| program.counts).max().unwrap_or(0);
+        let routed = Mutex::new(Routed::new(executable.routing.as_ref(), counts));
+        let (arena, file) = (Arena::new(needed)?, Mutex::new(None));
+        Self::with_initial_values(executable, CpuBackend { transfers, arena, routed, workers, file }, seed)
+    }
+
+    /// Makes the file that offloaded activations wait in. An executable that has such cannot run without.
+    ///
+    /// # Errors
+    /// [`Error::Offload`] when it cannot be made in this folder.
+    pub fn offload_to(&mut self, folder: &Path) -> Result<()> {
+        let file = HostFile::new(folder, self.executable.host_bytes())?;
+        self.backend.file = Mutex::new(Some(file));
+        Ok(())
+    }
+
+    /// Lets counted buffers that find no room in the arena have room outside of it, as long as both take no more than `limit`
+    /// bytes: what [`grow`](Self::grow) then ends.
+    pub fn serve_outside(&mut self, limit: u64) {
+        self.backend.routed.get_mut().unwrap_or_else(PoisonError::into_inner).serve_outside(limit);
+    }
+}
+
+impl Backend for CpuBackend {
+    fn run(&mut self, executable: &Executable, id: ProgramId, options: RunOptions) -> Result<Option<String>> {
+        let program = &executable.programs[id.0];
+        let span = tracing::info_span!("run", program = program.name, step = options.step);
+        let _entered = span.enter();
+        let bytes = self.arena.bytes();
+        let outcome = self.arena.exclusive(|base| {
+            let base = Base(base);
+            let outcome = OnceLock::new();
+            self.workers.run(&|| {
+                let mut transfers = self.transfers.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut routed = self.routed.lock().unwrap_or_else(PoisonError::into_inner);
+                routed.begin(bytes);
+                let guard = transfers.guard();
+                let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
+                let context = RunContext { transfers: &mut *guard.transfers, routed: &mut routed, file: &mut file };
+                let result = run_all(program, base, bytes, options, context);
+                guard.end(result.is_ok());
+                let _ = outcome.set(result);
+            });
+            outcome.into_inner()
+        })?;
+        match outcome {
+            Some(Ok(culprit)) => Ok(culprit.map(|index| program.instructions[index].describe())),
+            Some(Err((index, failure))) => {
+                let instruction = program.instructions[index].describe();
+                Err(match failure {
+                    Failure::Communicator(source) => Error::Communicator { instruction, source },
+                    Failure::Overflow(Refusal { overflow, needed: None }) => {
+                        Error::Routing { instruction, source: overflow }
+                    }
+                    Failure::Overflow(Refusal { overflow, needed: Some(needed) }) => {
+                        Error::Growth { instruction, needed, source: overflow }
+                    }
+                    Failure::NonFinite => Error::NonFinite { step: options.step, loss: f32::NAN, culprit: instruction },
+                    Failure::File(source) => Error::Offload { what: instruction, source },
+                })
+            }
+            None => Ok(None),
+        }
+    }
+
+    fn connect(&mut self, transfers: Transfers) {
+        self.transfers = Mutex::new(transfers);
+    }
+
+    fn read(&self, addresses: &[&Address], show: &mut dyn FnMut(&[&[u8]])) -> Result<()> {
+        self.arena.exclusive(|base| {
+            let bytes = |address: &&Address| {
+                // SAFETY: a checked plan puts every address inside the arena; `exclusive` keeps everyone else out, and `show`
+                // cannot keep what it is shown.
+                unsafe { std::slice::from_raw_parts(base.add(address.offset as usize).cast_const(), len(address)) }
+            };
+            match addresses {
+                // Without an allocation.
+                &[one] => show(&[bytes(&one)]),
+                all => show(&all.iter().map(bytes).collect::<Vec<_>>()),
+            }
+        })
+    }
+
+    fn modify(&mut self, address: &Address, change: &mut dyn FnMut(&mut [u8])) -> Result<()> {
+        debug_assert!(address.layout.is_contiguous());
+        self.arena.exclusive(|base| {
+            // SAFETY: a checked plan puts every address inside the arena; `exclusive` keeps everyone else out; every pattern of
+            // bits is an element.
+            change(unsafe { std::slice::from_raw_parts_mut(base.add(address.offset as usize), len(address)) })
+        })
+    }
+
+    fn tensor(&self, address: &Address) -> Result<Tensor> {
+        if address.dtype == DType::F32 {
+            return self.arena.view(address.offset, address.layout.shape());
+        }
+        let mut tensor = None;
+        let dims = address.layout.dims();
+        self.read(&[address], &mut |bytes| {
+            tensor = Some(Tensor::from_raw_buffer(bytes[0], address.dtype, dims, &Device::Cpu));
+        })?;
+        Ok(tensor.expect("it was shown")?)
+    }
+
+    fn threads(&self) -> usize {
+        self.workers.threads()
+    }
+
+    fn routing(&self) -> Option<ArenaReport> {
+        self.routed.lock().unwrap_or_else(PoisonError::into_inner).report()
+    }
+
+    fn check_run(&self, executable: &Executable) -> Result<usize> {
+        let routed = self.routed.lock().unwrap_or_else(PoisonError::into_inner);
+        routed.check(executable).map_err(|violations| Error::BadRun {
+            what: violations.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "),
+        })
+    }
+
+    fn grow(&mut self, executable: &mut Executable, limit: u64) -> Result<()> {
+        let routed = self.routed.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let Some(factor) = routed.factor_needed() else { return Ok(()) };
+        let limit = limit.min(crate::process_memory::available_memory_bytes().unwrap_or(u64::MAX));
+        for factor in [1.25 * factor, factor] {
+            let Some(plan) = executable.routing_with(Reserve::Balanced { factor })? else { continue };
+            if plan.height() > limit || plan.height() <= executable.arena_bytes() {
+                continue;
+            }
+            let (arena, bytes) = (Arena::new(plan.height())?, executable.solution.height as usize);
+            self.arena.exclusive(|from| {
+                // SAFETY: both arenas begin with the static plan, and are held exclusively; they are two allocations.
+                arena.exclusive(|to| unsafe { std::ptr::copy_nonoverlapping(from.cast_const(), to, bytes) })
+            })??;
+            tracing::info!(factor, bytes = plan.height(), "the arena has grown");
+            routed.grow(plan.clone());
+            self.arena = arena;
+            executable.routing = Some(plan);
+            break;
+        }
+        Ok(())
+    }
+}
+
+/// Bytes at an address.
+fn len(address: &Address) -> usize {
+    address.span * address.dtype.size_in_bytes()
+}
