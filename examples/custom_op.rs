@@ -28,7 +28,7 @@ impl Op for SquaredRelu {
     }
 
     /// The planner may give the output the bytes of the input, where nobody needs the input any more.
-    fn may_overwrite(&self) -> &[(usize, usize)] {
+    fn inplace(&self) -> &[(usize, usize)] {
         &[(0, 0)]
     }
 

@@ -59,7 +59,7 @@ fn rows_without_room() {
         let (counts, reports) = allocations_on_ranks(&run);
         assert_eq!(counts, vec![0; 2], "{overflow:?}: heap allocations in 100 steps");
         let had_to = |report: &ArenaReport| match overflow {
-            Overflow::Recompute => report.let_go > 0 && report.overflows == 0,
+            Overflow::Recompute => report.evicted > 0 && report.overflows == 0,
             _ => report.growths > 0,
         };
         assert!(reports.iter().all(|report| report.as_ref().is_some_and(had_to)), "{overflow:?}: {reports:?}");

@@ -100,7 +100,7 @@ mod jobs {
         }
         let outcome = run.go_on(&mut trainer, STEPS);
         trainer.check_run().expect("nothing that lived at the same time shares bytes");
-        let has_room = trainer.routing().is_none_or(|report| report.let_go + report.growths == 0);
+        let has_room = trainer.routing().is_none_or(|report| report.evicted + report.growths == 0);
         assert_eq!(has_room, run.options.overflow == Overflow::Error, "{:?}", trainer.routing());
         if job == "kill" {
             trainer.save(dir, serde_json::Value::Null).unwrap();

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use clap::ValueEnum;
-use gapless::engine::compile::{CompileOptions, Program, Target, Work, compile};
+use gapless::engine::compile::{CompileOptions, InstrKind, Program, Target, compile};
 use gapless::models::{Gpt, GptConfig};
 use gapless::{DType, DeviceChoice, TrainOptions, Trainer};
 use serde::Serialize;
@@ -106,8 +106,8 @@ impl Step {
 }
 
 fn attention_flops(program: &Program) -> u64 {
-    let is_attention = |work: &Work| matches!(work, Work::Compute(op) if op.name() == "attention");
-    program.steps.iter().filter(|step| is_attention(&step.work)).map(|step| step.flops()).sum()
+    let is_attention = |work: &InstrKind| matches!(work, InstrKind::Compute(op) if op.name() == "attention");
+    program.instrs.iter().filter(|step| is_attention(&step.kind)).map(|step| step.flops()).sum()
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
 use candle_core::DType;
-use gapless_compile::recompute::Recomputation;
+use gapless_compile::recompute::RematPlan;
 use gapless_compile::{CompileOptions, Lowering, Output, Target, compile, lower};
 use gapless_graph::autodiff::differentiate;
 use gapless_graph::nn::{Init, VarBuilder};
@@ -91,14 +91,14 @@ pub fn gradient_check(
 pub(crate) fn session(graph: &Graph, outputs: &[Output]) -> Result<Session<CpuBackend>> {
     let workers = Workers::new(2)?;
     let program = lower(&Lowering {
-        lets_go: false,
+        evicts: false,
         name: "check",
         graph,
         table: &[vec![Action::new(Kind::Forward, 0, 0), Action::new(Kind::Backward, 0, 0)]],
         rank: 0,
         outputs,
         roles: &HashMap::new(),
-        recomputation: &Recomputation::default(),
+        recomputation: &RematPlan::default(),
         target: Target::Cpu { threads: workers.threads() },
     })?;
     Ok(Session::on_cpu(compile(&[program], &CompileOptions::default())?, workers, 0)?)

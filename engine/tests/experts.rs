@@ -2,7 +2,7 @@
 
 use gapless_engine::nn::{Capacity, Choice, RouterConfig, Score};
 use gapless_engine::ops::{
-    Chooses, Combine, Dispatch, Drop, ExpertGroups, ExpertLoad, GroupedLinear, Jitter, Route, RoutedSwiGlu,
+    Chooses, Combine, Dispatch, DropPolicy, ExpertGroups, ExpertLoad, GroupedLinear, Jitter, Route, RoutedSwiGlu,
     SlotWeights, TopK, Unplaced,
 };
 use gapless_engine::{Result, Tensor, gradient_check};
@@ -24,14 +24,14 @@ const EXPERTS: usize = 4;
 const IDS: [u32; 28] = [0, 1, 3, 0, 1, 3, 1, 0, 0, 3, 3, 1, 1, 0, 3, 1, 3, 0, 0, 1, 1, 3, 3, 0, 1, 0, 0, 3];
 const IDS_DIMS: &[usize] = &[2, TOKENS, 2];
 
-fn route(ids: &Tensor, capacity: Option<(usize, Drop)>, weights: Option<&Tensor>) -> Result<[Tensor; 3]> {
+fn route(ids: &Tensor, capacity: Option<(usize, DropPolicy)>, weights: Option<&Tensor>) -> Result<[Tensor; 3]> {
     let inputs: Vec<&Tensor> = [ids].into_iter().chain(weights).collect();
     Tensor::apply_op(Route { experts: EXPERTS, chooses: Chooses::Tokens, capacity }, &inputs)
 }
 
 #[test]
 fn rows_to_experts_and_back() {
-    for capacity in [None, Some((2, Drop::Last)), Some((100, Drop::Last)), Some((1, Drop::Last))] {
+    for capacity in [None, Some((2, DropPolicy::Last)), Some((100, DropPolicy::Last)), Some((1, DropPolicy::Last))] {
         check(&[&[2, TOKENS, 5]], &[(IDS_DIMS, &IDS)], |x, ids| {
             let [places, slots, _] = route(&ids[0], capacity, None)?;
             let [rows] = Tensor::apply_op(Dispatch, &[&x[0], &places, &slots])?;
@@ -45,7 +45,7 @@ fn rows_to_experts_and_back() {
 fn products_by_expert() {
     // Widths below, at and above those of the kernels' tiles; rows of few and of many.
     for (width, out) in [(5, 3), (33, 17)] {
-        for capacity in [None, Some((3, Drop::Last))] {
+        for capacity in [None, Some((3, DropPolicy::Last))] {
             check(&[&[2, TOKENS, width], &[EXPERTS, out, width]], &[(IDS_DIMS, &IDS)], |x, ids| {
                 let [places, slots, starts] = route(&ids[0], capacity, None)?;
                 let [rows] = Tensor::apply_op(Dispatch, &[&x[0], &places, &slots])?;
@@ -71,9 +71,9 @@ fn all_rows_to_one_expert() {
 
 #[test]
 fn the_weighted_unit() {
-    for capacity in [None, Some((2, Drop::Last)), Some((2, Drop::Lightest))] {
+    for capacity in [None, Some((2, DropPolicy::Last)), Some((2, DropPolicy::Lightest))] {
         check(&[&[2, TOKENS, 5], &[2, TOKENS, 5], &[2, TOKENS, 2]], &[(IDS_DIMS, &IDS)], |x, ids| {
-            let lightest = matches!(capacity, Some((_, Drop::Lightest)));
+            let lightest = matches!(capacity, Some((_, DropPolicy::Lightest)));
             let [places, slots, starts] = route(&ids[0], capacity, lightest.then_some(&x[2]))?;
             let [gate] = Tensor::apply_op(Dispatch, &[&x[0], &places, &slots])?;
             let [up] = Tensor::apply_op(Dispatch, &[&x[1], &places, &slots])?;
@@ -100,7 +100,8 @@ fn the_best_experts() {
 fn experts_that_choose() {
     for most in [1, 3, TOKENS] {
         check(&[&[2, TOKENS, EXPERTS], &[2, TOKENS, 5], &[EXPERTS, 6, 5]], &[], |x, _| {
-            let route = Route { experts: EXPERTS, chooses: Chooses::Experts, capacity: Some((most, Drop::Lightest)) };
+            let route =
+                Route { experts: EXPERTS, chooses: Chooses::Experts, capacity: Some((most, DropPolicy::Lightest)) };
             let [places, slots, starts] = Tensor::apply_op(route, &[&x[0]])?;
             let [rows] = Tensor::apply_op(Dispatch, &[&x[1], &places, &slots])?;
             let [rows] = Tensor::apply_op(GroupedLinear { sources: 1, balanced: None }, &[&rows, &x[2], &starts])?;
@@ -122,7 +123,7 @@ fn losses_and_noise() {
     });
     for whole_tokens in [false, true] {
         check(&[&[2, TOKENS, 2]], &[(IDS_DIMS, &IDS)], |x, ids| {
-            let [places, ..] = route(&ids[0], Some((1, Drop::Last)), None)?;
+            let [places, ..] = route(&ids[0], Some((1, DropPolicy::Last)), None)?;
             let [count] = Tensor::apply_op(Unplaced { whole_tokens }, &[&places])?;
             x[0].sum_all()?.mul(&count)
         });
@@ -137,8 +138,14 @@ fn routers() {
     let configs = [
         base.clone(),
         RouterConfig { renormalise: false, balance_loss: 0.5, z_loss: 0.1, ..base.clone() },
-        RouterConfig { top_k: 1, renormalise: false, jitter: 0.2, capacity: capacity(1.0, Drop::Last), ..base.clone() },
-        RouterConfig { capacity: capacity(0.75, Drop::Lightest), ..base.clone() },
+        RouterConfig {
+            top_k: 1,
+            renormalise: false,
+            jitter: 0.2,
+            capacity: capacity(1.0, DropPolicy::Last),
+            ..base.clone()
+        },
+        RouterConfig { capacity: capacity(0.75, DropPolicy::Lightest), ..base.clone() },
         RouterConfig {
             score: Score::Sigmoid,
             scale: 2.5,
@@ -146,7 +153,12 @@ fn routers() {
             balance_loss: 0.5,
             ..base.clone()
         },
-        RouterConfig { choice: Choice::Experts, capacity: capacity(1.0, Drop::Lightest), balance_loss: 0.0, ..base },
+        RouterConfig {
+            choice: Choice::Experts,
+            capacity: capacity(1.0, DropPolicy::Lightest),
+            balance_loss: 0.0,
+            ..base
+        },
     ];
     for config in configs {
         let shapes: [&[usize]; 5] = [&[2, 6, 5], &[8, 5], &[8, 4, 5], &[8, 4, 5], &[8, 5, 4]];

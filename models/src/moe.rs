@@ -5,7 +5,7 @@ use gapless_engine::nn::{
     Capacity, Choice, Embedding, Experts, Linear, Module, RmsNorm, Router, RouterConfig, Score, VarBuilder, embedding,
     linear_no_bias, rms_norm,
 };
-use gapless_engine::ops::{Drop, ExpertGroups};
+use gapless_engine::ops::{DropPolicy, ExpertGroups};
 use gapless_engine::{Error, Model, Result, Tensor};
 use serde::{Deserialize, Serialize};
 
@@ -96,7 +96,7 @@ impl MoeConfig {
         match style {
             MoeStyle::Mixtral => mixtral,
             MoeStyle::Switch => {
-                let capacity = Some(Capacity { factor: 1.25, drop: Drop::Last });
+                let capacity = Some(Capacity { factor: 1.25, drop: DropPolicy::Last });
                 let router = RouterConfig {
                     top_k: 1,
                     renormalise: false,
@@ -109,7 +109,7 @@ impl MoeConfig {
                 Self { router, ..mixtral }
             }
             MoeStyle::ExpertChoice => {
-                let capacity = Some(Capacity { factor: 1.0, drop: Drop::Lightest });
+                let capacity = Some(Capacity { factor: 1.0, drop: DropPolicy::Lightest });
                 let router = RouterConfig { choice: Choice::Experts, capacity, balance_loss: 0.0, ..router };
                 Self { router, ..mixtral }
             }

@@ -6,7 +6,7 @@
 use candle_core::{D, Module, Result, Tensor};
 use candle_nn::{Linear, RmsNorm, VarBuilder};
 use gapless::engine::nn;
-use gapless::engine::ops::{Drop, ExpertGroups};
+use gapless::engine::ops::{DropPolicy, ExpertGroups};
 use gapless::models::MoeConfig;
 
 use super::llama::{Attention, Mlp, rms_norm};
@@ -239,8 +239,8 @@ impl Sparse {
                 for expert in 0..experts {
                     let wanting: Vec<usize> = (0..tokens).filter(|t| wanted[t * experts + expert]).collect();
                     let worth = |&token: &usize| match capacity.drop {
-                        Drop::Last => 0.0,
-                        Drop::Lightest => sequence[token][expert],
+                        DropPolicy::Last => 0.0,
+                        DropPolicy::Lightest => sequence[token][expert],
                     };
                     for token in choice.best(wanting, worth, most).1 {
                         kept[token * experts + expert] = false;

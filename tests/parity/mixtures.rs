@@ -3,7 +3,7 @@
 use candle_core::{Device, Tensor};
 use gapless::Trainer;
 use gapless::engine::nn::{Capacity, Choice as Chooser, RouterConfig};
-use gapless::engine::ops::{Drop, ExpertGroups};
+use gapless::engine::ops::{DropPolicy, ExpertGroups};
 use gapless::models::{LlamaConfig, MoeConfig, MoeStyle};
 
 use crate::candle::{Choice, Twin, ids};
@@ -36,11 +36,11 @@ pub fn all() -> Vec<MoeConfig> {
         },
         small(MoeStyle::ExpertChoice),
         with(MoeStyle::ExpertChoice, &|router| {
-            router.capacity = Some(Capacity { factor: 0.6, drop: Drop::Lightest });
+            router.capacity = Some(Capacity { factor: 0.6, drop: DropPolicy::Lightest });
             router.z_loss = 0.1;
         }),
         with(MoeStyle::Mixtral, &|router| {
-            router.capacity = Some(Capacity { factor: 0.9, drop: Drop::Lightest });
+            router.capacity = Some(Capacity { factor: 0.9, drop: DropPolicy::Lightest });
             router.scale = 1.5;
         }),
     ]

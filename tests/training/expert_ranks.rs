@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use gapless::communicator;
 use gapless::engine::checkpoint::Checkpoint;
 use gapless::engine::compile::Error as CompileError;
-use gapless::engine::ops::{Drop, ExpertGroups};
+use gapless::engine::ops::{DropPolicy, ExpertGroups};
 use gapless::models::{LlamaConfig, Moe, MoeConfig};
 use gapless::nn::{Capacity, Choice, Embedding, Experts, Module, Router, RouterConfig, Score, VarBuilder, embedding};
 use gapless::parallel;
@@ -45,13 +45,13 @@ fn styles() -> [(&'static str, MoeConfig); 4] {
     };
     [
         ("dropless", with(router.clone())),
-        ("capacity", with(RouterConfig { capacity: capacity(0.75, Drop::Lightest), ..router.clone() })),
+        ("capacity", with(RouterConfig { capacity: capacity(0.75, DropPolicy::Lightest), ..router.clone() })),
         ("sigmoid", MoeConfig { shared_hidden: 24, shared_gate: true, dense_layers: 1, ..with(sigmoid) }),
         (
             "experts choose",
             with(RouterConfig {
                 choice: Choice::Experts,
-                capacity: capacity(1.0, Drop::Lightest),
+                capacity: capacity(1.0, DropPolicy::Lightest),
                 balance_loss: 0.0,
                 ..router
             }),

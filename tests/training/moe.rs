@@ -3,7 +3,7 @@
 use gapless::engine::checkpoint::Checkpoint;
 use gapless::engine::compile::Error as CompileError;
 use gapless::engine::nn::{Capacity, Choice, RouterConfig};
-use gapless::engine::ops::{Drop, ExpertGroups};
+use gapless::engine::ops::{DropPolicy, ExpertGroups};
 use gapless::engine::optim::AdamW;
 use gapless::models::{LlamaConfig, Moe, MoeConfig, MoeStyle};
 use gapless::{Mesh, TrainError, Trainer};
@@ -219,7 +219,7 @@ fn a_router_that_makes_no_sense_is_refused() {
     refused(router(&|router| router.jitter = 1.0), &["jitter"]);
     refused(router(&|router| router.balance_loss = f64::NAN), &["router", "finite"]);
     refused(router(&|router| router.bias_rate = -1.0), &["router"]);
-    refused(router(&|router| router.capacity = Some(Capacity { factor: 0.0, drop: Drop::Last })), &["capacity"]);
+    refused(router(&|router| router.capacity = Some(Capacity { factor: 0.0, drop: DropPolicy::Last })), &["capacity"]);
     refused(router(&|router| router.choice = Choice::Experts), &["capacity"]);
     for (count, limit) in [(3, 1), (4, 0), (4, 5), (0, 0)] {
         refused(router(&|router| router.groups = Some(ExpertGroups { count, limit })), &["of 8"]);

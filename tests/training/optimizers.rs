@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use gapless::engine::checkpoint::Checkpoint;
-use gapless::engine::optim::{AdamW, AdamW8bit, GaLore, Optimizer, ParameterUpdate, SCALARS, State, Updated};
+use gapless::engine::optim::{AdamW, AdamW8bit, GaLore, Optimizer, ParameterInfo, ParameterUpdate, SCALARS, State};
 use gapless::engine::{Args, Array, Op, Reference, Role, Spec};
 use gapless::models::MoeStyle;
 use gapless::nn::Init;
@@ -204,7 +204,7 @@ struct Momentum {
 }
 
 impl Optimizer for Momentum {
-    fn states(&self, of: &Updated<'_>) -> Vec<State> {
+    fn states(&self, of: &ParameterInfo<'_>) -> Vec<State> {
         let state = |name, spec| State { name, spec, init: Init::Const(0.0).into() };
         let mut states = vec![state("velocity", Spec::f32(of.dims))];
         if self.spare > 0 {
@@ -236,7 +236,7 @@ impl Op for MomentumUpdate {
         Ok(vec![inputs[0].clone(), inputs[2].clone()])
     }
 
-    fn must_overwrite(&self) -> &[(usize, usize)] {
+    fn mutates(&self) -> &[(usize, usize)] {
         &[(0, 0), (2, 1)]
     }
 

@@ -159,10 +159,10 @@ fn what_is_let_go_comes_back_with_the_same_bits() {
                 assert_eq!(seen.arena_bytes[0], seen.arena_bytes[1], "{what}");
                 // Who shares experts lets go of the same.
                 let first = mesh.rank(Coordinate { expert: 0, ..mesh.coordinate(rank) });
-                assert_eq!(report.let_go, last(&again[first]).let_go, "{what}");
-                assert!(report.let_go <= all, "{what}");
+                assert_eq!(report.evicted, last(&again[first]).evicted, "{what}");
+                assert!(report.evicted <= all, "{what}");
             }
-            assert!(again.iter().any(|seen| last(seen).let_go > 0), "{what}: all was kept");
+            assert!(again.iter().any(|seen| last(seen).evicted > 0), "{what}: all was kept");
         }
     }
 }
@@ -177,7 +177,7 @@ fn letting_go_goes_with_all_that_moves_the_backward() {
         let worst = run(&case, &with(Reserve::Worst, Overflow::Error));
         let again = run(&case, &with(Reserve::Balanced { factor: 0.5 }, Overflow::Recompute));
         same_bits(&again, &worst, what);
-        assert!(again.iter().any(|seen| seen.reports.last().unwrap().let_go > 0), "{what}: all was kept");
+        assert!(again.iter().any(|seen| seen.reports.last().unwrap().evicted > 0), "{what}: all was kept");
         again
     };
     for (name, chunks) in [("interleaved", 2), ("zb-h1", 1), ("zbv", 2)] {
@@ -210,7 +210,7 @@ fn letting_go_goes_with_all_that_moves_the_backward() {
     let worst = run(&case, &plain);
     let again = run(&case, &options);
     same_bits(&again, &worst, "a budget");
-    assert!(again.iter().all(|seen| seen.arena_bytes[1] <= budget && seen.reports.last().unwrap().let_go > 0));
+    assert!(again.iter().all(|seen| seen.arena_bytes[1] <= budget && seen.reports.last().unwrap().evicted > 0));
 }
 
 /// With room for all that a step asks for, nothing is let go; and there always is room for even routing.
@@ -221,7 +221,7 @@ fn what_there_is_room_for_is_kept() {
         [(Reserve::Worst, true), (Reserve::Balanced { factor: 4.0 }, true), (Reserve::Balanced { factor: 1.0 }, false)]
     {
         for (rank, seen) in run(&case, &on(experts(4), routing, Overflow::Recompute)).iter().enumerate() {
-            assert_eq!(seen.reports.last().unwrap().let_go == 0, keeps, "{routing:?}, rank {rank}: {seen:?}");
+            assert_eq!(seen.reports.last().unwrap().evicted == 0, keeps, "{routing:?}, rank {rank}: {seen:?}");
         }
     }
 }

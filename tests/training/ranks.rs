@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use gapless::engine::compile::{Cut, Work};
+use gapless::engine::compile::{InstrKind, StagePartition};
 use gapless::models::MoeStyle;
 use gapless::nn::{Embedding, Init, Linear, Module, VarBuilder, embedding, linear};
 use gapless::parallel::{self, Schedule};
@@ -252,8 +252,8 @@ fn what_does_not_fit_together_is_said_by_every_rank() {
         (Mesh::pipeline(2), |run| run.options.micro_batches = 3, "8 sequences"),
         (Mesh::pipeline(2), |run| run.options.pipeline.chunks = 0, "chunks"),
         (Mesh::pipeline(2), |run| run.options.pipeline.chunks = 3, "1f1b runs 1 chunk"),
-        (Mesh::pipeline(2), |run| run.options.pipeline.cut = Cut::Before(vec!["nowhere".into()]), "nowhere"),
-        (Mesh::pipeline(2), |run| run.options.pipeline.cut = Cut::Before(Vec::new()), "1 stages, not 2"),
+        (Mesh::pipeline(2), |run| run.options.pipeline.cut = StagePartition::Before(vec!["nowhere".into()]), "nowhere"),
+        (Mesh::pipeline(2), |run| run.options.pipeline.cut = StagePartition::Before(Vec::new()), "1 stages, not 2"),
         (Mesh { data: 2, ..Mesh::default() }, |run| run.options.keep_gradients = true, "keep_gradients"),
     ] {
         let error = error(mesh, change);
@@ -267,13 +267,13 @@ fn gradients_are_summed_while_the_backward_goes_on() {
     let mesh = Mesh { data: 2, ..Mesh::default() };
     let program = Trainer::program(Odd::new, &run(Kind::Gpt, mesh, 1, "1f1b").options, 0).unwrap();
     let backward = program.parts.iter().rfind(|part| part.action.is_some()).expect("there are actions");
-    let positions = |which: fn(&Work) -> bool| -> Vec<usize> {
-        (0..program.steps.len()).filter(|&index| which(&program.steps[index].work)).collect()
+    let positions = |which: fn(&InstrKind) -> bool| -> Vec<usize> {
+        (0..program.instrs.len()).filter(|&index| which(&program.instrs[index].kind)).collect()
     };
-    let begun = positions(|work| matches!(work, Work::Collective(..)));
-    let finished = positions(|work| matches!(work, Work::Finish(_)))[0];
-    let inside = begun.iter().find(|begun| backward.steps.contains(begun)).expect("a sum begins in the backward");
-    assert!(inside + 10 < backward.steps.end, "{inside} in {:?}", backward.steps);
-    assert!(begun[0] < backward.steps.start, "the losses are known before it");
-    assert!(finished >= backward.steps.end, "{finished} after {:?}", backward.steps);
+    let begun = positions(|work| matches!(work, InstrKind::Collective(..)));
+    let finished = positions(|work| matches!(work, InstrKind::Finish(_)))[0];
+    let inside = begun.iter().find(|begun| backward.instrs.contains(begun)).expect("a sum begins in the backward");
+    assert!(inside + 10 < backward.instrs.end, "{inside} in {:?}", backward.instrs);
+    assert!(begun[0] < backward.instrs.start, "the losses are known before it");
+    assert!(finished >= backward.instrs.end, "{finished} after {:?}", backward.instrs);
 }

@@ -42,7 +42,7 @@ fn plan(options: &TrainOptions, model: &Model) -> Step {
     };
     let program = program.unwrap();
     let [all, again] = program.nanoseconds(&H100);
-    let (flops, flops_again) = (program.flops(), program.flops_again());
+    let (flops, rematerialized_flops) = (program.flops(), program.rematerialized_flops());
     let executable =
         compile(&[program], &CompileOptions::within(options.recompute.capacity(), options.planning, options.routing))
             .unwrap();
@@ -55,7 +55,7 @@ fn plan(options: &TrainOptions, model: &Model) -> Step {
     Step {
         arena: executable.solution.height,
         roles: Role::ALL.into_iter().map(of).collect(),
-        extra_flops: flops_again as f64 / (flops - flops_again) as f64,
+        extra_flops: rematerialized_flops as f64 / (flops - rematerialized_flops) as f64,
         overhead: again as f64 / (all - again) as f64,
     }
 }

@@ -146,8 +146,8 @@ impl Arena {
     }
 
     /// Notes that the caller does without what it has offered room to.
-    pub fn note_let_go(&mut self) {
-        self.report.let_go += 1;
+    pub fn note_evicted(&mut self) {
+        self.report.evicted += 1;
     }
 
     fn take(&mut self, id: RequestId, offset: u64, bytes: u64) {

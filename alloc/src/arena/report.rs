@@ -28,7 +28,7 @@ pub struct ArenaReport {
     /// The most bytes in use in the reserve at once.
     pub most_live_bytes: u64,
     /// How often a caller could do without what was optional, and had to.
-    pub let_go: u64,
+    pub evicted: u64,
     /// How often the arena went on with a larger reserve.
     pub growths: u64,
     /// Size of the reserve that it was built with.
@@ -63,8 +63,8 @@ impl fmt::Display for ArenaReport {
             let (outside, most) = (Bytes(self.outside_bytes), Bytes(self.most_outside_bytes));
             writeln!(f, "  outside       {outside}, at most {most} at once")?;
         }
-        if self.let_go > 0 {
-            writeln!(f, "  let go        {} times, to be computed again", self.let_go)?;
+        if self.evicted > 0 {
+            writeln!(f, "  evicted       {} times, and recomputed", self.evicted)?;
         }
         if self.growths > 0 {
             writeln!(

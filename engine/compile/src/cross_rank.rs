@@ -25,7 +25,7 @@ pub fn phases(kind: Kind) -> &'static [Phase] {
 
 /// What is read on other ranks than where it is made.
 #[derive(Debug, Default)]
-pub struct Crossings {
+pub struct CrossRankValues {
     ranks: usize,
     rank_of: HashMap<StageId, usize>,
     /// Roots made by F, I or W: the ranks that read them in F, I or W, once per micro-batch.
@@ -40,7 +40,7 @@ pub struct Crossings {
     tags: [HashMap<ValueId, Tag>; 2],
 }
 
-impl Crossings {
+impl CrossRankValues {
     pub fn new(graph: &Graph, alive: &[bool], table: &[Vec<Action>], outputs: &[Output]) -> Self {
         let mut rank_of = HashMap::new();
         for (rank, row) in table.iter().enumerate() {
@@ -58,7 +58,7 @@ impl Crossings {
                     None => readers.entry(root).or_default().extend(ranks),
                 }
             }
-            for &(input, _) in node.op.must_overwrite() {
+            for &(input, _) in node.op.mutates() {
                 let root = graph.value(node.inputs[input]).root;
                 let persistent = matches!(graph.value(root).source, Source::Persistent { .. });
                 if let (true, Place::Stage(stage)) = (persistent, node.place) {

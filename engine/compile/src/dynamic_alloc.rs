@@ -12,9 +12,9 @@ use gapless_kernels::cpu::args::CountedAddress;
 
 use crate::error::Result;
 use crate::executable::Executable;
-use crate::instruction::{Asked, Released, When};
+use crate::instruction::{DynamicAlloc, DynamicFree, When};
 use crate::lifetimes::{ALIGNMENT, tick_of};
-use crate::program::{BufferId, Counted, Operand, Program, Step, Work};
+use crate::program::{BufferId, DynamicRows, Instr, InstrKind, Operand, Program};
 
 impl Executable {
     /// The arena of counted buffers with another reserve; none if nothing is counted.
@@ -66,7 +66,7 @@ impl Requests {
         let mut counted = Vec::new();
         for (number, (program, indices)) in programs.iter().zip(of).enumerate() {
             for (id, (buffer, &index)) in program.borrow().buffers.iter().zip(indices).enumerate() {
-                let Some(Counted { row_bytes, balanced, .. }) = buffer.counted else { continue };
+                let Some(DynamicRows { row_bytes, balanced, .. }) = buffer.counted else { continue };
                 let request = |ticks, need| {
                     Request::new(ticks, balanced.min(buffer.bytes), buffer.bytes)
                         .aligned(ALIGNMENT)
@@ -79,7 +79,7 @@ impl Requests {
                     counted.push((request(ticks, need), (key, None)));
                     continue;
                 };
-                let written = |step: usize| tick_of(spans[number].start, step) + 1;
+                let written = |instr: usize| tick_of(spans[number].start, instr) + 1;
                 counted.push((request(written(*offer)..ticks.end, Need::Optional), (key, None)));
                 for (part, [first, last]) in [*forward, *backward].into_iter().enumerate() {
                     counted.push((request(written(first)..written(last) + 1, Need::Certain), (key, Some(part))));
@@ -120,21 +120,22 @@ impl Requests {
     }
 
     /// What every step of a program is the first to write, and what the last to use.
-    pub fn by_step(&self, number: usize, program: &Program) -> Vec<(Vec<Asked>, Vec<Released>)> {
-        let mut by_step = vec![(Vec::new(), Vec::new()); program.steps.len()];
+    pub fn by_step(&self, number: usize, program: &Program) -> Vec<(Vec<DynamicAlloc>, Vec<DynamicFree>)> {
+        let mut by_step = vec![(Vec::new(), Vec::new()); program.instrs.len()];
         if self.is_empty() {
             return by_step;
         }
         let counted = |buffer: BufferId| program.buffers[buffer.index()].counted;
         let mut add = |buffer: BufferId, request: RequestId, [first, last]: [usize; 2], when| {
-            let Some(Counted { count, row_bytes, .. }) = counted(buffer) else { return };
+            let Some(DynamicRows { count, row_bytes, .. }) = counted(buffer) else { return };
             let place = self.of[&(number, buffer)];
-            by_step[first].0.push(Asked { request, place, count, row_bytes, when });
-            by_step[last].1.push(Released { request, count, when });
+            by_step[first].0.push(DynamicAlloc { request, place, count, row_bytes, when });
+            by_step[last].1.push(DynamicFree { request, count, when });
         };
         let mut uses: BTreeMap<BufferId, [usize; 2]> = BTreeMap::new();
-        for (index, step) in program.steps.iter().enumerate() {
-            for operand in step.inputs.iter().chain(&step.outputs).filter(|operand| counted(operand.buffer).is_some()) {
+        for (index, instr) in program.instrs.iter().enumerate() {
+            for operand in instr.inputs.iter().chain(&instr.outputs).filter(|operand| counted(operand.buffer).is_some())
+            {
                 uses.entry(operand.buffer).or_insert([index; 2])[1] = index;
             }
         }
@@ -146,13 +147,13 @@ impl Requests {
             };
             add(buffer, self.of[&key], [*offer, used[1]], When::Kept);
             for (part, used) in [*forward, *backward].into_iter().enumerate() {
-                add(buffer, self.parts[&key][part], used, When::LetGo);
+                add(buffer, self.parts[&key][part], used, When::Evicted);
             }
         }
         // What is settled is what was offered.
         let offers: HashMap<u32, usize> = offers(program);
-        for (index, step) in program.steps.iter().enumerate() {
-            if let Work::Settle(count) = step.work {
+        for (index, instr) in program.instrs.iter().enumerate() {
+            if let InstrKind::ApplyVote(count) = instr.kind {
                 by_step[index].0 = by_step[offers[&count]].0.clone();
             }
         }
@@ -165,11 +166,11 @@ impl Requests {
 
 /// The steps that look for room for rows, by their count.
 fn offers(program: &Program) -> HashMap<u32, usize> {
-    let offer = |(index, step): (usize, &Step)| match step.work {
-        Work::Offer(count) => Some((count, index)),
+    let offer = |(index, instr): (usize, &Instr)| match instr.kind {
+        InstrKind::Vote(count) => Some((count, index)),
         _ => None,
     };
-    program.steps.iter().enumerate().filter_map(offer).collect()
+    program.instrs.iter().enumerate().filter_map(offer).collect()
 }
 
 /// The buffers that need not wait for the backward: those that are written a second time, if at all.
@@ -180,9 +181,9 @@ fn waits(program: &Program) -> HashMap<BufferId, Waits> {
         return waits;
     }
     let mut uses: HashMap<BufferId, [usize; 2]> = HashMap::new();
-    for (index, step) in program.steps.iter().enumerate() {
-        let outputs = step.outputs.iter().map(|operand| (operand.buffer, true));
-        for (buffer, is_written) in step.inputs.iter().map(|operand| (operand.buffer, false)).chain(outputs) {
+    for (index, instr) in program.instrs.iter().enumerate() {
+        let outputs = instr.outputs.iter().map(|operand| (operand.buffer, true));
+        for (buffer, is_written) in instr.inputs.iter().map(|operand| (operand.buffer, false)).chain(outputs) {
             let Some(offer) = program.buffers[buffer.index()].counted.and_then(|c| offers.get(&c.count)) else {
                 continue;
             };
@@ -190,7 +191,7 @@ fn waits(program: &Program) -> HashMap<BufferId, Waits> {
                 (Some(waits), _) => waits.backward[1] = index,
                 // Between, there is nothing to be made again.
                 (None, Some(&forward))
-                    if is_written && step.only_if.is_some() && program.steps[forward[0]].only_if.is_none() =>
+                    if is_written && instr.predicate.is_some() && program.instrs[forward[0]].predicate.is_none() =>
                 {
                     waits.insert(buffer, Waits { offer: *offer, forward, backward: [index; 2] });
                 }

@@ -15,7 +15,7 @@ pub enum Error {
     #[error("{name:?} holds {expected} elements, not {given}")]
     ElementCount { name: String, expected: usize, given: usize },
     #[error(
-        "no recomputation fits {budget} bytes; the smallest step found takes {smallest}\nwhat helps: more micro-batches, a shorter sequence, a smaller batch, more ranks"
+        "no recomputation fits {budget} bytes; the smallest instr found takes {smallest}\nwhat helps: more micro-batches, a shorter sequence, a smaller batch, more ranks"
     )]
     OverBudget { budget: u64, smallest: u64 },
     #[error("internal error: the plan violates its own constraints: {what}")]

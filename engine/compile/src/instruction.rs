@@ -7,19 +7,19 @@ use candle_core::DType;
 use gapless_alloc::Label;
 use gapless_alloc::arena::RequestId;
 use gapless_graph::Spec;
-use gapless_graph::nn::Fill;
+use gapless_graph::nn::Initializer;
 use gapless_kernels::Element;
 use gapless_kernels::cpu::args::Address;
 use gapless_kernels::cpu::scratch::Piece;
 
 use crate::error::{Error, Result};
-use crate::program::Work;
+use crate::program::InstrKind;
 
 /// One operation at its addresses.
 #[derive(Debug)]
 pub struct Instruction {
     /// What is done.
-    pub work: Work,
+    pub kind: InstrKind,
     /// From what.
     pub inputs: Box<[Address]>,
     /// Into what.
@@ -37,24 +37,24 @@ pub struct Instruction {
     /// The count that the last element of output 0 is.
     pub counts: Option<u32>,
     /// If it is left out unless the rows of this count were let go.
-    pub only_if: Option<u32>,
+    pub predicate: Option<u32>,
     /// What it is the first to write, of what is placed while the program runs.
-    pub requests: Box<[Asked]>,
+    pub requests: Box<[DynamicAlloc]>,
     /// What nobody reads after it.
-    pub releases: Box<[Released]>,
+    pub releases: Box<[DynamicFree]>,
 }
 
 impl Instruction {
     /// Its operation, layer and micro-batch, for errors.
     pub fn describe(&self) -> String {
         let layer = if self.layer.is_empty() { "the model" } else { &self.layer };
-        format!("{} in {layer}, micro-batch {}", self.work.name(), self.micro_batch)
+        format!("{} in {layer}, micro-batch {}", self.kind.name(), self.micro_batch)
     }
 }
 
 /// A request for as many bytes as a count says.
 #[derive(Debug, Clone, Copy)]
-pub struct Asked {
+pub struct DynamicAlloc {
     /// The request.
     pub request: RequestId,
     /// The request whose place instructions look at.
@@ -69,7 +69,7 @@ pub struct Asked {
 
 /// A request that ends.
 #[derive(Debug, Clone, Copy)]
-pub struct Released {
+pub struct DynamicFree {
     /// The request.
     pub request: RequestId,
     /// The count of its rows.
@@ -86,7 +86,7 @@ pub enum When {
     /// In those in which the rows wait for their backward.
     Kept,
     /// In those in which they were let go.
-    LetGo,
+    Evicted,
 }
 
 /// A tensor at its address, with the name that the host knows it by.
@@ -151,7 +151,7 @@ pub struct Persistent {
     /// Shape and type.
     pub spec: Spec,
     /// What it holds before the first step.
-    pub fill: Fill,
+    pub fill: Initializer,
     /// Whether an instruction of this rank changes it, rather than a message from the rank that does.
     pub changes_here: bool,
 }

@@ -33,15 +33,16 @@ pub use executable::{CompileOptions, Executable, ProgramId};
 pub use link::compile;
 pub use lower::{Lowering, Output, Target, lower};
 pub use offload_plan::HostPlan;
-pub use partition::Cut;
+pub use partition::StagePartition;
 pub use program::{
-    Buffer, BufferId, Counted, Held, HostBuffer, HostId, Instance, Message, Operand, Origin, Part, Program, Step, Work,
+    Buffer, BufferId, BufferKind, DynamicRows, HostBuffer, HostId, Instr, InstrKind, IoTensor, Message, Operand,
+    Origin, Part, Program,
 };
 
 /// What the runtime needs of it, and nobody else.
 #[doc(hidden)]
 pub mod internal {
-    pub use crate::instruction::{Asked, CompiledProgram, Instruction, Persistent, Released, When};
+    pub use crate::instruction::{CompiledProgram, DynamicAlloc, DynamicFree, Instruction, Persistent, When};
     pub use crate::lifetimes::ALIGNMENT;
     pub use crate::lower::PER_STEP;
     pub use crate::plan::planned;

@@ -11,7 +11,7 @@ use std::ops::Range;
 use gapless_alloc::{Buffer, Label, Problem};
 
 use crate::error::{Error, Result};
-use crate::program::{Held, Program};
+use crate::program::{BufferKind, Program};
 
 /// All arena addresses are multiples of this: a cache line, and an AVX-512 vector.
 pub const ALIGNMENT: u64 = 64;
@@ -36,7 +36,7 @@ pub fn lifetimes(programs: &[&Program]) -> Result<Lifetimes> {
     let mut spans = Vec::new();
     let mut start = 0;
     for program in programs {
-        let end = start + 2 * program.steps.len() as u64 + 4;
+        let end = start + 2 * program.instrs.len() as u64 + 4;
         spans.push(start..end);
         start = end;
     }
@@ -48,13 +48,13 @@ pub fn lifetimes(programs: &[&Program]) -> Result<Lifetimes> {
         let uses = uses(program, span);
         let mut indices = Vec::with_capacity(program.buffers.len());
         for (buffer, used) in program.buffers.iter().zip(uses) {
-            let lifetime = match &buffer.held {
-                Held::Always { .. } => whole.clone(),
-                Held::FromStart => span.start..used.end.max(span.start + 1),
-                Held::ToEnd => used.start.min(span.end - 1)..span.end,
-                Held::No => used,
+            let lifetime = match &buffer.kind {
+                BufferKind::Always { .. } => whole.clone(),
+                BufferKind::FromStart => span.start..used.end.max(span.start + 1),
+                BufferKind::ToEnd => used.start.min(span.end - 1)..span.end,
+                BufferKind::No => used,
             };
-            if matches!(buffer.held, Held::Always { .. })
+            if matches!(buffer.kind, BufferKind::Always { .. })
                 && let Some(&index) = shared.get(buffer.label.tensor.as_str())
             {
                 let known: &Buffer = &buffers[index];
@@ -66,7 +66,7 @@ pub fn lifetimes(programs: &[&Program]) -> Result<Lifetimes> {
                 continue;
             }
             let index = buffers.len();
-            if matches!(buffer.held, Held::Always { .. }) {
+            if matches!(buffer.kind, BufferKind::Always { .. }) {
                 shared.insert(&buffer.label.tensor, index);
             }
             // Whole cache lines, so that neighbours never share one between threads.
@@ -84,12 +84,12 @@ pub fn lifetimes(programs: &[&Program]) -> Result<Lifetimes> {
 /// First to last use of every buffer by the steps of a program; backwards where there is none.
 fn uses(program: &Program, span: &Range<u64>) -> Vec<Range<u64>> {
     let mut uses = vec![span.end..span.start; program.buffers.len()];
-    for (index, step) in program.steps.iter().enumerate() {
+    for (index, instr) in program.instrs.iter().enumerate() {
         let read = tick_of(span.start, index);
         let written = read + 1;
-        let inputs = step.inputs.iter().map(|o| (o.buffer, read));
-        let outputs = step.outputs.iter().map(|o| (o.buffer, written));
-        for (buffer, from) in inputs.chain(outputs).chain(step.workspace.iter().map(|&piece| (piece, read))) {
+        let inputs = instr.inputs.iter().map(|o| (o.buffer, read));
+        let outputs = instr.outputs.iter().map(|o| (o.buffer, written));
+        for (buffer, from) in inputs.chain(outputs).chain(instr.workspace.iter().map(|&piece| (piece, read))) {
             let range = &mut uses[buffer.index()];
             *range = range.start.min(from)..range.end.max(written + 1);
         }

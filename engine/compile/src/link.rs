@@ -21,7 +21,7 @@ use crate::instruction::{CompiledProgram, Instruction, Named, Persistent};
 use crate::lifetimes::{Lifetimes, lifetimes, tick_of};
 use crate::offload_plan::plan_host;
 use crate::plan::{lowest_within, planned};
-use crate::program::{BufferId, Held, Instance, Operand, Part, Program, Work};
+use crate::program::{BufferId, BufferKind, InstrKind, IoTensor, Operand, Part, Program};
 
 /// Plans all `programs` into one arena and resolves their addresses.
 ///
@@ -98,20 +98,20 @@ impl Linker<'_> {
         let Self { program, .. } = *self;
         let deaths = self.deaths();
         let mut dynamic = self.requests.by_step(self.number, program).into_iter();
-        let instructions = program.steps.iter().enumerate().map(|(index, step)| {
+        let instructions = program.instrs.iter().enumerate().map(|(index, instr)| {
             let dead = deaths.get(&tick_of(self.span.start, index)).map_or(&[][..], Vec::as_slice);
             let (requests, releases) = dynamic.next().expect("one for each step");
             Instruction {
-                work: step.work.clone(),
-                inputs: step.inputs.iter().map(|operand| self.address(operand)).collect(),
-                outputs: step.outputs.iter().map(|operand| self.address(operand)).collect(),
-                workspace: step.workspace.iter().map(|&buffer| self.piece(buffer)).collect(),
-                accumulate: step.accumulate,
-                micro_batch: step.micro_batch,
-                layer: step.layer.clone(),
+                kind: instr.kind.clone(),
+                inputs: instr.inputs.iter().map(|operand| self.address(operand)).collect(),
+                outputs: instr.outputs.iter().map(|operand| self.address(operand)).collect(),
+                workspace: instr.workspace.iter().map(|&buffer| self.piece(buffer)).collect(),
+                accumulate: instr.accumulate,
+                micro_batch: instr.micro_batch,
+                layer: instr.layer.clone(),
                 dead_after: dead.iter().map(|&index| self.range(index)).collect(),
-                counts: step.counts,
-                only_if: step.only_if,
+                counts: instr.counts,
+                predicate: instr.predicate,
                 requests: requests.into(),
                 releases: releases.into(),
             }
@@ -147,8 +147,8 @@ impl Linker<'_> {
         Piece { offset: self.offset(buffer), bytes: self.program.buffers[buffer.index()].bytes }
     }
 
-    fn named(&self, instance: &Instance) -> Named {
-        let Instance { name, micro_batch, operand, spec } = instance;
+    fn named(&self, instance: &IoTensor) -> Named {
+        let IoTensor { name, micro_batch, operand, spec } = instance;
         Named { name: name.clone(), micro_batch: *micro_batch, spec: spec.clone(), address: self.address(operand) }
     }
 
@@ -173,8 +173,8 @@ impl Linker<'_> {
 
     /// Its parts, for pictures.
     fn marks(&self) -> impl Iterator<Item = Mark> {
-        self.program.parts.iter().map(|Part { steps, name, .. }| {
-            let ticks = tick_of(self.span.start, steps.start)..tick_of(self.span.start, steps.end);
+        self.program.parts.iter().map(|Part { instrs, name, .. }| {
+            let ticks = tick_of(self.span.start, instrs.start)..tick_of(self.span.start, instrs.end);
             Mark::new(ticks, format!("{} {name}", self.program.name))
         })
     }
@@ -185,11 +185,15 @@ fn persistent(programs: &[Program], of: &[Vec<usize>], solution: &Solution) -> V
     let mut persistent: BTreeMap<usize, Persistent> = BTreeMap::new();
     for (program, indices) in programs.iter().zip(of) {
         let mut changes = vec![false; program.buffers.len()];
-        for step in program.steps.iter().filter(|step| matches!(step.work, Work::Compute(_) | Work::Collective(..))) {
-            step.outputs.iter().for_each(|output| changes[output.buffer.index()] = true);
+        for instr in program
+            .instrs
+            .iter()
+            .filter(|instr| matches!(instr.kind, InstrKind::Compute(_) | InstrKind::Collective(..)))
+        {
+            instr.outputs.iter().for_each(|output| changes[output.buffer.index()] = true);
         }
         for ((buffer, &index), changes_here) in program.buffers.iter().zip(indices).zip(changes) {
-            let Held::Always { fill, spec } = &buffer.held else { continue };
+            let BufferKind::Always { fill, spec } = &buffer.kind else { continue };
             let persistent = persistent.entry(index).or_insert_with(|| {
                 let (layout, span) = (Layout::contiguous(spec.shape.clone()), spec.elements());
                 let (offset, dtype) = (solution.offsets[index], spec.dtype);
@@ -212,18 +216,18 @@ fn check_operands(program: &Program) -> Result<()> {
         let elements = (operand.layout.start_offset() + span(&operand.layout)) as u64;
         elements * operand.dtype.size_in_bytes() as u64 <= bytes(operand)
     };
-    for step in &program.steps {
-        let name = step.work.name();
-        if !step.inputs.iter().chain(&step.outputs).all(inside) {
-            return fail(format!("an operand of {name} in {:?} reaches beyond its buffer", &*step.layer));
+    for instr in &program.instrs {
+        let name = instr.kind.name();
+        if !instr.inputs.iter().chain(&instr.outputs).all(inside) {
+            return fail(format!("an operand of {name} in {:?} reaches beyond its buffer", &*instr.layer));
         }
-        for input in &step.inputs {
-            let Some(output) = input.overwritten_by.and_then(|output| step.outputs.get(output)) else { continue };
+        for input in &instr.inputs {
+            let Some(output) = input.overwritten_by.and_then(|output| instr.outputs.get(output)) else { continue };
             let whole = |o: &Operand| o.layout.is_contiguous() && o.layout.start_offset() == 0;
             let same = input.buffer == output.buffer && whole(input) && whole(output) && input.dtype == output.dtype;
-            let alone = step.inputs.iter().filter(|other| other.buffer == input.buffer).count() == 1;
+            let alone = instr.inputs.iter().filter(|other| other.buffer == input.buffer).count() == 1;
             if !same || !alone || span(&input.layout) != span(&output.layout) {
-                return fail(format!("{name} in {:?} overwrites an input of another shape or use", &*step.layer));
+                return fail(format!("{name} in {:?} overwrites an input of another shape or use", &*instr.layer));
             }
         }
     }

@@ -10,7 +10,7 @@ use gapless_alloc::{Buffer, Options, Problem, Solution};
 use super::lifetimes::tick_of;
 use crate::error::Result;
 use crate::plan::planned;
-use crate::program::{Program, Work};
+use crate::program::{InstrKind, Program};
 
 /// All offsets are multiples of this: a page.
 const PAGE: u64 = 4096;
@@ -34,8 +34,8 @@ pub(super) fn plan_host(programs: &[Program], spans: &[Range<u64>], options: &Op
     let mut buffers: Vec<Buffer> = Vec::new();
     for (program, span) in programs.iter().zip(spans) {
         let mut lifetimes = vec![span.end..span.start; program.host.len()];
-        for (index, step) in program.steps.iter().enumerate() {
-            if let Work::Offload(id) | Work::Fetch(id) = step.work {
+        for (index, instr) in program.instrs.iter().enumerate() {
+            if let InstrKind::Offload(id) | InstrKind::Fetch(id) = instr.kind {
                 let (tick, lifetime) = (tick_of(span.start, index), &mut lifetimes[id.index()]);
                 *lifetime = lifetime.start.min(tick)..lifetime.end.max(tick + 2);
             }

@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 
 /// Where a model is cut into stages.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub enum Cut {
+pub enum StagePartition {
     /// So that the slowest stage is as fast as can be, counting the arithmetic of each stage and the bytes that it hands
     /// over.
     #[default]
@@ -29,11 +29,11 @@ const FLOPS_PER_BYTE: u64 = 64;
 ///
 /// # Errors
 /// When there are fewer nodes than stages, or a layer to cut in front of doesn't exist or comes too early.
-pub fn cut(graph: &mut Graph, stages: usize, cut: &Cut) -> Result<()> {
+pub fn cut(graph: &mut Graph, stages: usize, cut: &StagePartition) -> Result<()> {
     let nodes: Vec<NodeId> = graph.node_ids().collect();
     let starts = match cut {
-        Cut::Balanced => balanced(graph, stages)?,
-        Cut::Before(layers) => before(graph, stages, layers)?,
+        StagePartition::Balanced => balanced(graph, stages)?,
+        StagePartition::Before(layers) => before(graph, stages, layers)?,
     };
     for (index, node) in nodes.into_iter().enumerate() {
         let stage = starts.partition_point(|&start| start <= index);

@@ -6,7 +6,7 @@ use candle_core::{DType, Layout};
 use gapless_alloc::{Label, Role};
 use gapless_communicator::Tag;
 use gapless_graph::Op;
-use gapless_graph::nn::Fill;
+use gapless_graph::nn::Initializer;
 use gapless_graph::ops::Collective;
 use gapless_graph::{NodeId, Spec, Value, ValueId};
 use gapless_parallel::{Action, Rates};
@@ -48,9 +48,9 @@ pub struct Buffer {
     /// Names and role.
     pub label: Label,
     /// Who holds it beyond its uses.
-    pub held: Held,
+    pub kind: BufferKind,
     /// If its rows are counted while the step runs: `bytes` is then the most that they may take.
-    pub counted: Option<Counted>,
+    pub counted: Option<DynamicRows>,
 }
 
 /// One making of a value: of a micro-batch, or once per step.
@@ -78,7 +78,7 @@ impl Origin {
 
 /// How large a buffer is whose rows are counted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Counted {
+pub struct DynamicRows {
     /// Which of the program's counts it goes by.
     pub count: u32,
     /// Bytes of a row.
@@ -89,13 +89,13 @@ pub struct Counted {
 
 /// Who holds a buffer beyond its uses by instructions.
 #[derive(Debug, Clone)]
-pub enum Held {
+pub enum BufferKind {
     /// Nobody.
     No,
     /// The run: parameters, optimizer states, constants. Shared between programs by name.
     Always {
         /// What it holds before the first step.
-        fill: Fill,
+        fill: Initializer,
         /// What it was declared as; instructions may read it through views of other shapes.
         spec: Spec,
     },
@@ -143,7 +143,7 @@ pub struct Message {
 
 /// What a step does.
 #[derive(Debug, Clone)]
-pub enum Work {
+pub enum InstrKind {
     /// An operation of the graph.
     Compute(Arc<dyn Op>),
     /// Begins to send input 0, which stays as it is until the wait.
@@ -162,12 +162,12 @@ pub enum Work {
     /// Copies output 0 into the arena.
     Fetch(HostId),
     /// Looks for room for all rows of a count that are to wait for the backward. Output 0: a number, 1 if there is none.
-    Offer(u32),
+    Vote(u32),
     /// Lets the rows of a count go if input 0, a number, is not 0.
-    Settle(u32),
+    ApplyVote(u32),
 }
 
-impl Work {
+impl InstrKind {
     /// The name that reports and errors use.
     pub fn name(&self) -> &'static str {
         match self {
@@ -179,17 +179,17 @@ impl Work {
             Self::Finish(_) => "finish",
             Self::Offload(_) => "offload",
             Self::Fetch(_) => "fetch",
-            Self::Offer(_) => "offer",
-            Self::Settle(_) => "settle",
+            Self::Vote(_) => "offer",
+            Self::ApplyVote(_) => "settle",
         }
     }
 }
 
 /// One instruction on buffers.
 #[derive(Debug, Clone)]
-pub struct Step {
+pub struct Instr {
     /// What is done.
-    pub work: Work,
+    pub kind: InstrKind,
     /// From what.
     pub inputs: Vec<Operand>,
     /// Into what.
@@ -203,18 +203,18 @@ pub struct Step {
     /// The layer it belongs to.
     pub layer: Arc<str>,
     /// Whether the forward has done this before.
-    pub again: bool,
+    pub rematerialized: bool,
     /// The count that the last element of output 0 is.
     pub counts: Option<u32>,
     /// If it is left out unless the rows of this count were let go.
-    pub only_if: Option<u32>,
+    pub predicate: Option<u32>,
     /// The node of the graph that it was laid down for.
     pub node: Option<NodeId>,
 }
 
 /// A tensor that the host writes or reads by name.
 #[derive(Debug, Clone)]
-pub struct Instance {
+pub struct IoTensor {
     /// The name it was declared with.
     pub name: String,
     /// The micro-batch, for what exists once per micro-batch.
@@ -233,11 +233,11 @@ pub struct Program {
     /// Buffers, indexed by [`BufferId`].
     pub buffers: Vec<Buffer>,
     /// Operations in order.
-    pub steps: Vec<Step>,
+    pub instrs: Vec<Instr>,
     /// What the host writes before it starts.
-    pub inputs: Vec<Instance>,
+    pub inputs: Vec<IoTensor>,
     /// What the host reads after it ends.
-    pub outputs: Vec<Instance>,
+    pub outputs: Vec<IoTensor>,
     /// Messages that it sends or receives.
     pub requests: usize,
     /// Numbers of rows that are counted while it runs.
@@ -253,18 +253,36 @@ pub struct Program {
 #[derive(Debug, Clone)]
 pub struct Part {
     /// Which steps.
-    pub steps: std::ops::Range<usize>,
+    pub instrs: std::ops::Range<usize>,
     /// What pictures and traces call it.
     pub name: String,
     /// The action, if it is one.
     pub action: Option<Action>,
 }
 
-impl Step {
+impl Instr {
     /// A step without scratch that sets its outputs, for the first time.
-    pub fn plain(work: Work, inputs: Vec<Operand>, outputs: Vec<Operand>, micro_batch: u32, layer: Arc<str>) -> Self {
-        let (workspace, accumulate, again, counts, only_if, node) = (Vec::new(), 0, false, None, None, None);
-        Self { work, inputs, outputs, workspace, accumulate, micro_batch, layer, again, counts, only_if, node }
+    pub fn plain(
+        kind: InstrKind,
+        inputs: Vec<Operand>,
+        outputs: Vec<Operand>,
+        micro_batch: u32,
+        layer: Arc<str>,
+    ) -> Self {
+        let (workspace, accumulate, rematerialized, counts, predicate, node) = (Vec::new(), 0, false, None, None, None);
+        Self {
+            kind,
+            inputs,
+            outputs,
+            workspace,
+            accumulate,
+            micro_batch,
+            layer,
+            rematerialized,
+            counts,
+            predicate,
+            node,
+        }
     }
 
     fn specs(operands: &[Operand]) -> Vec<Spec> {
@@ -273,8 +291,8 @@ impl Step {
 
     /// Arithmetic; none of what is only done if rows were let go.
     pub fn flops(&self) -> u64 {
-        match &self.work {
-            Work::Compute(op) if self.only_if.is_none() => {
+        match &self.kind {
+            InstrKind::Compute(op) if self.predicate.is_none() => {
                 op.flops(&Self::specs(&self.inputs), &Self::specs(&self.outputs))
             }
             _ => 0,
@@ -283,8 +301,8 @@ impl Step {
 
     /// Modelled time on a device; none for messages, copies out of the arena and back, and what is only done if rows were let go.
     pub fn nanoseconds(&self, rates: &Rates) -> u64 {
-        match &self.work {
-            Work::Compute(op) if self.only_if.is_none() => {
+        match &self.kind {
+            InstrKind::Compute(op) if self.predicate.is_none() => {
                 let (inputs, outputs) = (Self::specs(&self.inputs), Self::specs(&self.outputs));
                 rates.nanoseconds(op.flops(&inputs, &outputs), op.bytes_moved(&inputs, &outputs))
             }
@@ -296,20 +314,20 @@ impl Step {
 impl Program {
     /// Arithmetic of one run.
     pub fn flops(&self) -> u64 {
-        self.flops_of(0..self.steps.len())
+        self.flops_of(0..self.instrs.len())
     }
 
     /// Arithmetic of what a run computes again.
-    pub fn flops_again(&self) -> u64 {
-        self.steps.iter().filter(|step| step.again).map(Step::flops).sum()
+    pub fn rematerialized_flops(&self) -> u64 {
+        self.instrs.iter().filter(|instr| instr.rematerialized).map(Instr::flops).sum()
     }
 
     /// Modelled time of one run on a device, and how much of it goes into what is computed again.
     pub fn nanoseconds(&self, rates: &Rates) -> [u64; 2] {
-        let time = |steps: &mut dyn Iterator<Item = &Step>| {
-            steps.map(|step| step.nanoseconds(rates)).fold(0, u64::saturating_add)
+        let time = |instrs: &mut dyn Iterator<Item = &Instr>| {
+            instrs.map(|instr| instr.nanoseconds(rates)).fold(0, u64::saturating_add)
         };
-        [time(&mut self.steps.iter()), time(&mut self.steps.iter().filter(|step| step.again))]
+        [time(&mut self.instrs.iter()), time(&mut self.instrs.iter().filter(|instr| instr.rematerialized))]
     }
 
     /// Arithmetic of every action, in the order in which they begin: what a simulator makes durations of.
@@ -317,7 +335,7 @@ impl Program {
         let mut flops: Vec<(Action, u64)> = Vec::new();
         for part in &self.parts {
             let Some(action) = part.action else { continue };
-            let more = self.flops_of(part.steps.clone());
+            let more = self.flops_of(part.instrs.clone());
             // What moved into an action has cut it in two.
             match flops.iter_mut().rev().find(|(known, _)| *known == action) {
                 Some((_, flops)) => *flops += more,
@@ -327,8 +345,8 @@ impl Program {
         flops
     }
 
-    pub(crate) fn flops_of(&self, steps: std::ops::Range<usize>) -> u64 {
-        self.steps[steps].iter().map(Step::flops).sum()
+    pub(crate) fn flops_of(&self, instrs: std::ops::Range<usize>) -> u64 {
+        self.instrs[instrs].iter().map(Instr::flops).sum()
     }
 
     /// Puts the steps in another order. What has moved is still of the part that it was of, and cuts in two the part that it has
@@ -338,16 +356,16 @@ impl Program {
         let mut part_of = vec![usize::MAX; order.len()];
         for (index, part) in old.iter().enumerate() {
             let whole = old[..index].iter().position(|other| (other.action, &other.name) == (part.action, &part.name));
-            part_of[part.steps.clone()].fill(whole.unwrap_or(index));
+            part_of[part.instrs.clone()].fill(whole.unwrap_or(index));
         }
         let mut start = 0;
         for run in order.chunk_by(|&a, &b| part_of[a] == part_of[b]) {
-            let steps = start..start + run.len();
-            start = steps.end;
-            self.parts.extend(old.get(part_of[run[0]]).map(|part| Part { steps, ..part.clone() }));
+            let instrs = start..start + run.len();
+            start = instrs.end;
+            self.parts.extend(old.get(part_of[run[0]]).map(|part| Part { instrs, ..part.clone() }));
         }
-        let mut steps: Vec<Option<Step>> = std::mem::take(&mut self.steps).into_iter().map(Some).collect();
-        self.steps = order.iter().filter_map(|&index| steps[index].take()).collect();
+        let mut instrs: Vec<Option<Instr>> = std::mem::take(&mut self.instrs).into_iter().map(Some).collect();
+        self.instrs = order.iter().filter_map(|&index| instrs[index].take()).collect();
     }
 
     /// Takes out the steps that are not kept, and buffers that nobody uses any more.
@@ -358,10 +376,10 @@ impl Program {
             before[at + 1] = before[at] + usize::from(is_kept);
         }
         for part in &mut self.parts {
-            part.steps = before[part.steps.start]..before[part.steps.end];
+            part.instrs = before[part.instrs.start]..before[part.instrs.end];
         }
         let mut kept = is_kept.iter();
-        self.steps.retain(|_| *kept.next().expect("one for each step"));
+        self.instrs.retain(|_| *kept.next().expect("one for each step"));
         let mut is_used = vec![false; self.buffers.len()];
         self.each_use(|buffer| is_used[buffer.index()] = true);
         let mut ids = Vec::with_capacity(is_used.len());
@@ -376,9 +394,9 @@ impl Program {
     }
     /// Calls `f` with every use of a buffer, in order: an instruction's inputs, outputs and scratch.
     pub(crate) fn each_use(&mut self, mut f: impl FnMut(&mut BufferId)) {
-        for step in &mut self.steps {
-            step.inputs.iter_mut().chain(&mut step.outputs).for_each(|operand| f(&mut operand.buffer));
-            step.workspace.iter_mut().for_each(&mut f);
+        for instr in &mut self.instrs {
+            instr.inputs.iter_mut().chain(&mut instr.outputs).for_each(|operand| f(&mut operand.buffer));
+            instr.workspace.iter_mut().for_each(&mut f);
         }
         self.inputs.iter_mut().chain(&mut self.outputs).for_each(|instance| f(&mut instance.operand.buffer));
     }
@@ -390,9 +408,9 @@ impl Program {
     }
 
     /// A new buffer.
-    pub(crate) fn add(&mut self, bytes: u64, label: Label, held: Held) -> BufferId {
+    pub(crate) fn add(&mut self, bytes: u64, label: Label, kind: BufferKind) -> BufferId {
         let id = BufferId(u32::try_from(self.buffers.len()).expect("fewer than 2^32 buffers"));
-        self.buffers.push(Buffer { bytes, label, held, counted: None });
+        self.buffers.push(Buffer { bytes, label, kind, counted: None });
         id
     }
 }

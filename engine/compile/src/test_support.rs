@@ -11,13 +11,13 @@ pub fn most(program: &Program) -> u64 {
     lower_bound(&lifetimes(&[program]).unwrap().problem)
 }
 
-/// The same program in parts of so many steps.
+/// The same program in parts of so many instrs.
 pub fn in_parts(mut program: Program, length: usize) -> Program {
-    let count = program.steps.len();
+    let count = program.instrs.len();
     for (number, start) in (0..count).step_by(length).enumerate() {
         let action = Action::new(Kind::Forward, 0, number as u32);
-        let steps = start..count.min(start + length);
-        program.parts.push(Part { steps, name: action.to_string(), action: Some(action) });
+        let instrs = start..count.min(start + length);
+        program.parts.push(Part { instrs, name: action.to_string(), action: Some(action) });
     }
     program
 }

@@ -13,11 +13,11 @@
 
 use std::fmt::{self, Display, Formatter};
 
-use crate::program::{Buffer, Held, Operand, Program, Step, Work};
+use crate::program::{Buffer, BufferKind, Instr, InstrKind, Operand, Program};
 
 impl Display for Program {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let (buffers, steps) = (self.buffers.len(), self.steps.len());
+        let (buffers, steps) = (self.buffers.len(), self.instrs.len());
         writeln!(f, "program {}: {buffers} buffers, {steps} instructions", self.name)?;
         for (id, buffer) in self.buffers.iter().enumerate() {
             writeln!(f, "  %{id} {buffer}")?;
@@ -25,12 +25,12 @@ impl Display for Program {
         let mut next = 0;
         for part in &self.parts {
             // What no part has stands by itself.
-            self.steps[next..part.steps.start].iter().try_for_each(|step| writeln!(f, "  {step}"))?;
+            self.instrs[next..part.instrs.start].iter().try_for_each(|instr| writeln!(f, "  {instr}"))?;
             writeln!(f, "{}:", part.name)?;
-            self.steps[part.steps.clone()].iter().try_for_each(|step| writeln!(f, "  {step}"))?;
-            next = part.steps.end;
+            self.instrs[part.instrs.clone()].iter().try_for_each(|instr| writeln!(f, "  {instr}"))?;
+            next = part.instrs.end;
         }
-        self.steps[next..].iter().try_for_each(|step| writeln!(f, "  {step}"))?;
+        self.instrs[next..].iter().try_for_each(|instr| writeln!(f, "  {instr}"))?;
         for output in &self.outputs {
             writeln!(f, "{} = {}", output.name, output.operand)?;
         }
@@ -40,32 +40,32 @@ impl Display for Program {
 
 impl Display for Buffer {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let held = match self.held {
-            Held::No => "",
-            Held::Always { .. } => ", kept between steps",
-            Held::FromStart => ", from the host",
-            Held::ToEnd => ", for the host",
+        let held = match self.kind {
+            BufferKind::No => "",
+            BufferKind::Always { .. } => ", kept between steps",
+            BufferKind::FromStart => ", from the host",
+            BufferKind::ToEnd => ", for the host",
         };
         let rows = if self.counted.is_some() { ", dynamic rows" } else { "" };
         write!(f, "{}: {} bytes, {}{held}{rows}", self.label.tensor, self.bytes, self.label.role.name())
     }
 }
 
-impl Display for Step {
+impl Display for Instr {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         for (index, output) in self.outputs.iter().enumerate() {
             write!(f, "{}{output}", if index > 0 { ", " } else { "" })?;
         }
         let sign = if self.accumulate != 0 { " += " } else { " = " };
-        write!(f, "{}{}", if self.outputs.is_empty() { "" } else { sign }, self.work.name())?;
-        match &self.work {
-            Work::Send(message) => write!(f, " to rank {}", message.peer)?,
-            Work::Receive(message) => write!(f, " from rank {}", message.peer)?,
-            Work::Collective(_, request) | Work::Finish(request) => write!(f, " #{request}")?,
-            Work::Wait(message) => write!(f, " #{}", message.request)?,
-            Work::Offload(id) | Work::Fetch(id) => write!(f, " @{}", id.index())?,
-            Work::Offer(count) | Work::Settle(count) => write!(f, " rows {count}")?,
-            Work::Compute(_) => {}
+        write!(f, "{}{}", if self.outputs.is_empty() { "" } else { sign }, self.kind.name())?;
+        match &self.kind {
+            InstrKind::Send(message) => write!(f, " to rank {}", message.peer)?,
+            InstrKind::Receive(message) => write!(f, " from rank {}", message.peer)?,
+            InstrKind::Collective(_, request) | InstrKind::Finish(request) => write!(f, " #{request}")?,
+            InstrKind::Wait(message) => write!(f, " #{}", message.request)?,
+            InstrKind::Offload(id) | InstrKind::Fetch(id) => write!(f, " @{}", id.index())?,
+            InstrKind::Vote(count) | InstrKind::ApplyVote(count) => write!(f, " rows {count}")?,
+            InstrKind::Compute(_) => {}
         }
         for (index, input) in self.inputs.iter().enumerate() {
             write!(f, "{}{input}", if index > 0 { ", " } else { " " })?;
@@ -75,9 +75,9 @@ impl Display for Step {
         }
         let layer = if self.layer.is_empty() { "the model" } else { &self.layer };
         write!(f, " @ {layer}, micro-batch {}", self.micro_batch)?;
-        f.write_str(if self.again { ", recomputed" } else { "" })?;
+        f.write_str(if self.rematerialized { ", recomputed" } else { "" })?;
         self.counts.map_or(Ok(()), |count| write!(f, ", makes rows {count}"))?;
-        self.only_if.map_or(Ok(()), |count| write!(f, ", if rows {count} were evicted"))
+        self.predicate.map_or(Ok(()), |count| write!(f, ", if rows {count} were evicted"))
     }
 }
 

@@ -15,7 +15,7 @@ use gapless_kernels::Spec;
 use gapless_parallel::StageId;
 
 use crate::error::{Error, Result};
-use crate::nn::{Fill, Init};
+use crate::nn::{Init, Initializer};
 use crate::op::{Op, Rows};
 use crate::ops::Contiguous;
 use crate::optim::Optimizer;
@@ -61,7 +61,7 @@ pub enum Source {
         /// Full name.
         name: String,
         /// What it holds before the first step.
-        fill: Fill,
+        fill: Initializer,
     },
     /// Written by the host before each micro-batch.
     Input {
@@ -229,7 +229,7 @@ impl Graph {
             }
             return if made.dtype == spec.dtype { Ok(id) } else { Err(Error::TypeClash { name: name.into() }) };
         }
-        let fill = Fill { init, name: name.into(), first: 0 };
+        let fill = Initializer { init, name: name.into(), first: 0 };
         let id = self.push_value(spec, Source::Persistent { name: name.into(), fill });
         self.names.insert(name.into(), id);
         Ok(id)
@@ -254,7 +254,7 @@ impl Graph {
     /// Lets a persistent tensor begin as the elements of a parameter from its `skip`th on, which may be of another type.
     pub fn fill_as(&mut self, id: ValueId, parameter: ValueId, skip: usize) {
         let Source::Persistent { fill, .. } = &self.value(parameter).source else { return };
-        let like = Fill { first: fill.first + skip, ..fill.clone() };
+        let like = Initializer { first: fill.first + skip, ..fill.clone() };
         if let Source::Persistent { fill, .. } = &mut self.values[id.index()].source {
             *fill = like;
         }
@@ -394,7 +394,7 @@ impl Graph {
     pub fn make_in(&mut self, id: ValueId, dtype: DType) -> Result<bool> {
         let Source::Node { node, output } = self.value(id).source else { return Ok(false) };
         let Node { op, inputs, outputs, .. } = self.node(node);
-        let Some(op) = op.with_output_in(output, dtype).filter(|_| outputs[output] == id) else { return Ok(false) };
+        let Some(op) = op.with_output_dtype(output, dtype).filter(|_| outputs[output] == id) else { return Ok(false) };
         let mut expected = self.specs(outputs);
         expected[output].dtype = dtype;
         if self.infer(&*op, inputs)? != expected {

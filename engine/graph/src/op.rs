@@ -83,12 +83,12 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
     }
 
     /// Pairs (input, output): the kernel may be given the same bytes for both.
-    fn may_overwrite(&self) -> &[(usize, usize)] {
+    fn inplace(&self) -> &[(usize, usize)] {
         &[]
     }
 
     /// Pairs (input, output): the output *is* the input, changed (optimizer states).
-    fn must_overwrite(&self) -> &[(usize, usize)] {
+    fn mutates(&self) -> &[(usize, usize)] {
         &[]
     }
 
@@ -100,7 +100,7 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
 
     /// The same with output `index`, of which this is the only change, in another type of float: so that a sum over
     /// micro-batches has it as it was before it was rounded. None if it is always rounded.
-    fn with_output_in(&self, _index: usize, _dtype: DType) -> Option<Arc<dyn Op>> {
+    fn with_output_dtype(&self, _index: usize, _dtype: DType) -> Option<Arc<dyn Op>> {
         None
     }
 

@@ -5,7 +5,7 @@
 
 use gapless_communicator::{self as communicator, Communicator, CommunicatorError, Request};
 use gapless_compile::internal::Instruction;
-use gapless_compile::{Executable, Message, Work};
+use gapless_compile::{Executable, InstrKind, Message};
 use gapless_graph::ops::{Collective, Group};
 use gapless_kernels::cpu::args::{Address, Places};
 
@@ -124,19 +124,19 @@ impl Transfers {
     /// Nobody touches the bytes from the message's start to its wait.
     pub(crate) unsafe fn transfer(
         &mut self,
-        work: &Work,
+        work: &InstrKind,
         message: Message,
         bytes: impl FnOnce() -> Bytes,
     ) -> communicator::Result<()> {
         let Message { peer, tag, request } = message;
         let pipeline = self.communicators.pipeline.as_mut().ok_or(NO_COMMUNICATOR)?;
         let started = match work {
-            Work::Send(_) => {
+            InstrKind::Send(_) => {
                 let (from, len) = bytes();
                 // SAFETY: by this function's contract.
                 unsafe { pipeline.isend(from.cast_const(), len, peer, tag) }?
             }
-            Work::Receive(_) => {
+            InstrKind::Receive(_) => {
                 let (to, len) = bytes();
                 // SAFETY: by this function's contract.
                 unsafe { pipeline.irecv(to, len, peer, tag) }?
@@ -222,12 +222,12 @@ pub(super) unsafe fn transfer(
     base: Base,
     transfers: &mut Transfers,
 ) -> communicator::Result<()> {
-    let operand = match &instruction.work {
-        Work::Receive(_) => &instruction.outputs[0],
+    let operand = match &instruction.kind {
+        InstrKind::Receive(_) => &instruction.outputs[0],
         _ => &instruction.inputs[0],
     };
     // SAFETY: by this function's contract.
-    unsafe { transfers.transfer(&instruction.work, message, || range(base, operand, Places::NONE)) }
+    unsafe { transfers.transfer(&instruction.kind, message, || range(base, operand, Places::NONE)) }
 }
 
 /// Starts an instruction's collective.

@@ -5,10 +5,12 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::DType;
 use gapless_alloc::Role;
-use gapless_compile::recompute::Recomputation;
+use gapless_compile::recompute::RematPlan;
 use gapless_compile::{CompileOptions, Lowering, ProgramId, Target, compile, lower};
 use gapless_graph::nn::Init;
-use gapless_graph::optim::{AdamW, AdamW8bit, GaLore, Optimizer, ParameterUpdate, SCALARS, State, StateInit, Updated};
+use gapless_graph::optim::{
+    AdamW, AdamW8bit, GaLore, Optimizer, ParameterInfo, ParameterUpdate, SCALARS, State, StateInit,
+};
 use gapless_graph::reference::{Array, evaluate};
 use gapless_graph::{Graph, Phase, Source, Spec, Tensor, lock};
 use gapless_graph::{Numbers, Stream};
@@ -46,7 +48,7 @@ impl Update {
         };
         lock(&graph).set_phase(Phase::Update);
         let weight = persistent("weight", Spec::f32(dims), Init::Randn { mean: 0.0, stdev: 1.0 });
-        let of = Updated { name: "weight", dims, dtype: DType::F32, looked_up: false };
+        let of = ParameterInfo { name: "weight", dims, dtype: DType::F32, looked_up: false };
         let states: Vec<Tensor> = rule
             .states(&of)
             .into_iter()
@@ -70,14 +72,14 @@ impl Update {
         let workers = Workers::new(threads).unwrap();
         let roles: HashMap<_, _> = states.iter().map(|state| (state.id(), Role::OptimizerState)).collect();
         let program = lower(&Lowering {
-            lets_go: false,
+            evicts: false,
             name: "update",
             graph: &lock(&graph),
             table: &[vec![Action::new(Kind::Forward, 0, 0), Action::new(Kind::Backward, 0, 0)]],
             rank: 0,
             outputs: &[],
             roles: &roles,
-            recomputation: &Recomputation::default(),
+            recomputation: &RematPlan::default(),
             target: Target::Cpu { threads },
         })
         .unwrap();
@@ -121,7 +123,7 @@ impl Update {
         let values = evaluate(&graph, &given, Stream::new(0, 0, 0));
         let mut expected = HashMap::new();
         for node in graph.nodes() {
-            for &(input, output) in node.op.must_overwrite() {
+            for &(input, output) in node.op.mutates() {
                 if let Source::Persistent { name, .. } = &graph.value(node.inputs[input]).source {
                     expected.insert(name.as_str(), values[node.outputs[output].index()].clone());
                 }

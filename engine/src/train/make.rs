@@ -154,7 +154,7 @@ impl Trainer {
         let programs = Programs { train: find("train"), evaluate: find("evaluate"), logits: find("logits") };
         let schedule = options.learning_rate.check()?;
         tracing::info!("{device}");
-        let CompiledStep { parameters, vocabulary, kept, watched } = compiled;
+        let CompiledStep { parameters, vocabulary, layout, watched } = compiled;
         let (at, step, world) = (plan.at, 0, None);
         Ok(Self {
             session,
@@ -164,7 +164,7 @@ impl Trainer {
             programs,
             parameters,
             vocabulary,
-            kept,
+            layout,
             watched,
             at,
             step,

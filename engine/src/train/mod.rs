@@ -10,7 +10,7 @@ mod save;
 use candle_core::DType;
 use gapless_alloc::arena::ArenaReport;
 use gapless_alloc::draw::MemoryMap;
-use gapless_compile::step::{self, Kept, SCALARS_INPUT, Share, of_any};
+use gapless_compile::step::{self, CheckpointLayout, SCALARS_INPUT, Share, of_any};
 use gapless_graph::Model;
 use gapless_parallel::Coordinate;
 use gapless_runtime::Session;
@@ -54,7 +54,7 @@ pub struct Trainer {
     parameters: u64,
     vocabulary: usize,
     /// What the ranks keep between steps.
-    kept: Kept,
+    layout: CheckpointLayout,
     /// Names of what a step shows beside the loss.
     watched: Vec<String>,
     /// Which of the ranks this is.
@@ -315,9 +315,9 @@ impl Trainer {
     /// When there is none of that name or size.
     pub fn set_tensor(&mut self, name: &str, value: &candle_core::Tensor) -> Result<()> {
         let data: Vec<f32> = value.flatten_all()?.to_dtype(DType::F32)?.to_vec1()?;
-        if let Some(copy) = self.kept.copies.get(name) {
+        if let Some(copy) = self.layout.copies.get(name) {
             // A stage that only reads the parameter has no master of it; of several ranks each has a part of it.
-            let first = |name: &str| self.kept.parts.get(name).map_or(0, |part| part.first);
+            let first = |name: &str| self.layout.parts.get(name).map_or(0, |part| part.first);
             let own = first(copy) - first(name);
             if let Ok(found) = self.session.executable().find_persistent(copy) {
                 let part = data.get(own..own + found.address.span).unwrap_or(&data);

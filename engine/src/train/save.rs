@@ -71,7 +71,7 @@ impl Trainer {
             let own: Vec<(String, DType)> =
                 self.session.executable().specs(role).map(|(name, spec)| (name.to_owned(), spec.dtype)).collect();
             for (name, dtype) in own {
-                let start = self.kept.parts.get(&name).map_or(0, |part| part.first) * dtype.size_in_bytes();
+                let start = self.layout.parts.get(&name).map_or(0, |part| part.first) * dtype.size_in_bytes();
                 self.session.fill_tensor(&name, |bytes| fill(&sections, metadata, (&name, dtype), start, bytes))??;
             }
         }
@@ -92,9 +92,9 @@ impl Trainer {
         let written = self.session.with_persistent(|tensors| {
             let mut sections = Vec::new();
             for (file, (_, role)) in files.iter().zip(ROLES) {
-                let part_of = |name: &str| self.kept.parts.get(name).copied();
+                let part_of = |name: &str| self.layout.parts.get(name).copied();
                 // Copies are equal: of what several ranks have, the first writes; frozen parameters, whoever has them.
-                let frozen = |name: &str| self.kept.frozen.contains(name) || !self.kept.shapes.contains_key(name);
+                let frozen = |name: &str| self.layout.frozen.contains(name) || !self.layout.shapes.contains_key(name);
                 let mine = |t: &&gapless_runtime::PersistentBytes<'_>| {
                     let name = &t.label.tensor;
                     let first = part_of(name).map_or(self.at.data == 0 && self.at.expert == 0, |part| part.alone);
@@ -156,10 +156,10 @@ impl Trainer {
     /// Name and shape of every tensor that a checkpoint holds: what makes a model this model.
     fn saved_shapes(&self) -> Value {
         let mut shapes: Map<String, Value> =
-            self.kept.shapes.iter().map(|(name, shape)| (name.clone(), json!(shape))).collect();
+            self.layout.shapes.iter().map(|(name, shape)| (name.clone(), json!(shape))).collect();
         for (_, role) in ROLES {
             for (name, spec) in
-                self.session.executable().specs(role).filter(|(name, _)| !self.kept.parts.contains_key(*name))
+                self.session.executable().specs(role).filter(|(name, _)| !self.layout.parts.contains_key(*name))
             {
                 shapes.insert(name.to_owned(), json!(spec.dims()));
             }

@@ -2,7 +2,7 @@
 #![allow(dead_code, reason = "not every test uses all of it")]
 
 use candle_core::{Device, Tensor};
-use gapless::engine::ops::Drop;
+use gapless::engine::ops::DropPolicy;
 use gapless::models::{LlamaConfig, MoeConfig};
 use gapless::nn::{Capacity, RouterConfig, Score};
 use gapless::{Mesh, Reserve, TrainOptions, Trainer};
@@ -112,7 +112,8 @@ pub fn cases() -> [Case; 6] {
         config
     };
     let alike = |router: &mut RouterConfig| (router.score, router.bias_rate) = (Score::Softmax, 0.0);
-    let tight = |router: &mut RouterConfig| router.capacity = Some(Capacity { factor: 1.5, drop: Drop::Lightest });
+    let tight =
+        |router: &mut RouterConfig| router.capacity = Some(Capacity { factor: 1.5, drop: DropPolicy::Lightest });
     [
         Case { name: "all to the last expert", config: config(1), pattern: |_| Pattern::One(EXPERTS - 1) },
         Case { name: "all scores alike", config: with(1, alike), pattern: |_| Pattern::Alike },

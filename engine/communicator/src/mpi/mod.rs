@@ -9,10 +9,10 @@
 //! with operations under way, and leaving in order while another rank waits for this one. So waits return no error but
 //! that of an unknown request. A rank that is killed is noticed by `mpirun`.
 
-mod farewell;
 mod link;
 mod operation;
 mod raw;
+mod shutdown_notice;
 mod thread;
 
 use std::sync::{Arc, Mutex, PoisonError, mpsc};

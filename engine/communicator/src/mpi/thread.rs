@@ -7,10 +7,10 @@ use std::time::Duration;
 use mpi::Threading;
 use mpi::environment::Universe;
 
-use super::farewell::Farewells;
 use super::link::Link;
 use super::operation::{Group, Operation};
 use super::raw;
+use super::shutdown_notice::Farewells;
 use crate::{Awaited, Collective, CommunicatorError, Result};
 
 /// What the thread is asked to do.

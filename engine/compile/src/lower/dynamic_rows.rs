@@ -11,8 +11,8 @@ use gapless_graph::Rows;
 use gapless_graph::{Graph, Phase, Place, RowCount, Value, ValueId};
 
 use super::{Lowerer, Lowering};
-use crate::cross_rank::Crossings;
-use crate::program::Counted;
+use crate::cross_rank::CrossRankValues;
+use crate::program::DynamicRows;
 use crate::recompute::Variant;
 
 /// The counts of a program.
@@ -27,7 +27,7 @@ pub(super) struct Counts {
 }
 
 impl Counts {
-    pub(super) fn new(of: &Lowering<'_>, alive: &[bool], crossings: &Crossings) -> Self {
+    pub(super) fn new(of: &Lowering<'_>, alive: &[bool], crossings: &CrossRankValues) -> Self {
         if !of.target.counts() {
             return Self::default();
         }
@@ -92,12 +92,12 @@ fn is_whole(graph: &Graph, id: ValueId) -> bool {
 
 impl Lowerer<'_> {
     /// What is counted of a value's rows, if they are.
-    pub(super) fn counted(&mut self, id: ValueId, micro_batch: u32) -> Option<Counted> {
+    pub(super) fn counted(&mut self, id: ValueId, micro_batch: u32) -> Option<DynamicRows> {
         let rows = *self.counts.roots.get(&id)?;
         let spec = &self.of.graph.value(id).spec;
         let row_bytes = spec.bytes() / spec.dims()[0] as u64;
         let count = self.number(self.of.graph.value(rows.starts).root, micro_batch);
-        Some(Counted { count, row_bytes, balanced: rows.balanced as u64 * row_bytes })
+        Some(DynamicRows { count, row_bytes, balanced: rows.balanced as u64 * row_bytes })
     }
 
     /// The count that a value makes, if any is made of it.

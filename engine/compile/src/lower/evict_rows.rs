@@ -1,4 +1,4 @@
-//! Counted rows that wait for their backward if there is room for them, and are exchanged and computed again if not. Which of
+//! DynamicRows rows that wait for their backward if there is room for them, and are exchanged and computed again if not. Which of
 //! the two, the ranks that exchange them decide together while the step runs, as soon as the rows of a layer and micro-batch
 //! are counted: *offer*, a sum over the ranks of those that have no room, *settle*.
 //!
@@ -14,16 +14,16 @@ use gapless_graph::ops::{Collective, Group};
 use gapless_graph::{Graph, Node, NodeId, Phase, ValueId};
 
 use super::dynamic_rows::Counts;
-use super::rematerialize::Life;
+use super::rematerialize::Occurrence;
 use super::{BufferId, Lowerer, Lowering, collective_of};
-use crate::program::{Held, Operand, Origin, Step, Work};
-use crate::recompute::{Saved, Variant};
+use crate::program::{BufferKind, Instr, InstrKind, Operand, Origin};
+use crate::recompute::{SavedActivations, Variant};
 
-/// What may be let go, by what counts it; per way of recomputing, as [`Recomputation`](crate::recompute::Recomputation) counts them.
+/// What may be let go, by what counts it; per way of recomputing, as [`RematPlan`](crate::recompute::RematPlan) counts them.
 #[derive(Debug, Default)]
-pub(super) struct LetGo {
+pub(super) struct Evicted {
     of: Vec<BTreeMap<ValueId, Rows>>,
-    /// Counted roots of the forward that the backward reads, by what counts them.
+    /// DynamicRows roots of the forward that the backward reads, by what counts them.
     read: HashMap<ValueId, ValueId>,
     /// Counts and micro-batches whose rows are there again.
     back: HashSet<(ValueId, u32)>,
@@ -35,18 +35,18 @@ pub(super) struct Rows {
     /// Roots that wait for the backward, or are made again.
     roots: BTreeSet<ValueId>,
     /// The nodes that make them again, in order.
-    again: BTreeSet<NodeId>,
+    rematerialized: BTreeSet<NodeId>,
     /// Other roots that these make and read, for the time being.
     between: BTreeSet<ValueId>,
 }
 
-impl LetGo {
+impl Evicted {
     pub(super) fn new(of: &Lowering<'_>, alive: &[bool], counts: &Counts) -> Self {
-        if !of.lets_go {
+        if !of.evicts {
             return Self::default();
         }
         let graph = of.graph;
-        let saved = Saved::new(graph, alive);
+        let saved = SavedActivations::new(graph, alive);
         let mut read = HashMap::new();
         for node in graph.node_ids().filter(|id| alive[id.index()]).map(|id| graph.node(id)) {
             if matches!(node.phase, Phase::BackwardInput | Phase::BackwardWeight) {
@@ -76,11 +76,11 @@ impl LetGo {
 
 impl Rows {
     /// The nodes on the way to the roots from what is there anyway.
-    fn find_way(&mut self, graph: &Graph, saved: &Saved<'_>, variant: &Variant) {
+    fn find_way(&mut self, graph: &Graph, saved: &SavedActivations<'_>, variant: &Variant) {
         let mut missing: Vec<ValueId> = self.roots.iter().copied().collect();
         while let Some(root) = missing.pop() {
             let Some(maker) = graph.maker(root) else { continue };
-            if !self.again.insert(maker) {
+            if !self.rematerialized.insert(maker) {
                 continue;
             }
             for input in graph.node(maker).inputs.iter().map(|&input| graph.value(input).root) {
@@ -93,43 +93,43 @@ impl Rows {
     }
 }
 
-/// Whether a root can be made again: as any other, or by an exchange.
-fn is_repeatable(graph: &Graph, saved: &Saved<'_>, root: ValueId) -> bool {
+/// Whether a root can be made rematerialized: as any other, or by an exchange.
+fn is_repeatable(graph: &Graph, saved: &SavedActivations<'_>, root: ValueId) -> bool {
     let is_exchange = |node: &Node| matches!(collective_of(node), Some(Collective::AllToAllRows { .. }));
     saved.is_repeatable(root) || graph.producer(root).is_some_and(is_exchange)
 }
 
 impl Lowerer<'_> {
     /// What a micro-batch may let go, by what counts it.
-    fn let_go(&self, micro_batch: u32) -> Option<&BTreeMap<ValueId, Rows>> {
-        self.let_go.of.get(self.of.recomputation.table(micro_batch))
+    fn evicted(&self, micro_batch: u32) -> Option<&BTreeMap<ValueId, Rows>> {
+        self.evicted.of.get(self.of.recomputation.table(micro_batch))
     }
 
     fn rows_of(&self, starts: ValueId, micro_batch: u32) -> Option<&Rows> {
-        self.let_go(micro_batch)?.get(&starts)
+        self.evicted(micro_batch)?.get(&starts)
     }
 
     /// Lets the ranks that exchange rows decide whether those of a count can wait, now that they are counted.
     pub(super) fn settle(&mut self, node: &Node, micro_batch: u32) {
-        let Some(count) = self.program.steps.last().and_then(|step| step.counts) else { return };
+        let Some(count) = self.program.instrs.last().and_then(|instr| instr.counts) else { return };
         let starts = node.outputs[0];
         if self.rows_of(starts, micro_batch).is_none() {
             return;
         }
         let tensor = format!("{}/no room for rows of micro-batch {micro_batch}", node.layer);
         let label = Label { tensor, op: "offer".into(), layer: node.layer.to_string(), role: Role::Communication };
-        let buffer = self.program.add(size_of::<f32>() as u64, label, Held::No);
+        let buffer = self.program.add(size_of::<f32>() as u64, label, BufferKind::No);
         let flag = Operand::scalar(buffer);
         let request = self.program.add_request();
-        let sum = Work::Collective(Collective::AllReduce { group: Group::Experts }, request);
+        let sum = InstrKind::Collective(Collective::AllReduce { group: Group::Experts }, request);
         let summed = Operand { overwritten_by: Some(0), ..flag.clone() };
         for (work, inputs, outputs) in [
-            (Work::Offer(count), vec![], vec![flag.clone()]),
+            (InstrKind::Vote(count), vec![], vec![flag.clone()]),
             (sum, vec![summed], vec![flag.clone()]),
-            (Work::Finish(request), vec![flag.clone()], vec![]),
-            (Work::Settle(count), vec![flag], vec![]),
+            (InstrKind::Finish(request), vec![flag.clone()], vec![]),
+            (InstrKind::ApplyVote(count), vec![flag], vec![]),
         ] {
-            self.program.steps.push(Step::plain(work, inputs, outputs, micro_batch, node.layer.clone()));
+            self.program.instrs.push(Instr::plain(work, inputs, outputs, micro_batch, node.layer.clone()));
         }
     }
 
@@ -138,29 +138,31 @@ impl Lowerer<'_> {
         let graph = self.of.graph;
         let inputs = readers.iter().flat_map(|node| &node.inputs);
         let read: BTreeSet<ValueId> =
-            inputs.filter_map(|&input| self.let_go.read.get(&graph.value(input).root).copied()).collect();
+            inputs.filter_map(|&input| self.evicted.read.get(&graph.value(input).root).copied()).collect();
         for starts in read {
-            if !self.let_go.back.insert((starts, micro_batch)) {
+            if !self.evicted.back.insert((starts, micro_batch)) {
                 continue;
             }
-            let Some(Rows { again, between, .. }) = self.rows_of(starts, micro_batch).cloned() else { continue };
+            let Some(Rows { rematerialized, between, .. }) = self.rows_of(starts, micro_batch).cloned() else {
+                continue;
+            };
             between.iter().for_each(|&root| _ = self.placed.remove(&Origin::of(root, micro_batch)));
             let count = self.number(starts, micro_batch);
-            for id in again {
+            for id in rematerialized {
                 self.restore_inputs(graph.node(id), micro_batch);
-                self.instruct(id, micro_batch, Life::IfLetGo(count));
+                self.instruct(id, micro_batch, Occurrence::IfEvicted(count));
             }
         }
     }
 
     /// Whether a root is made for the time being, for rows that come back.
     pub(super) fn is_between(&self, root: ValueId, micro_batch: u32) -> bool {
-        self.let_go(micro_batch).is_some_and(|all| all.values().any(|rows| rows.between.contains(&root)))
+        self.evicted(micro_batch).is_some_and(|all| all.values().any(|rows| rows.between.contains(&root)))
     }
 
     /// The buffer of a root that was or was not let go.
     pub(super) fn still_placed(&self, root: ValueId, micro_batch: u32) -> Option<BufferId> {
-        let starts = self.let_go.read.get(&root)?;
+        let starts = self.evicted.read.get(&root)?;
         let waits = self.rows_of(*starts, micro_batch)?.roots.contains(&root);
         self.placed.get(&Origin::of(root, micro_batch)).copied().filter(|_| waits)
     }

@@ -17,20 +17,20 @@ use std::sync::Arc;
 
 use candle_core::DType;
 use gapless_alloc::{Label, Role};
-use gapless_graph::nn::{Fill, Init};
+use gapless_graph::nn::{Init, Initializer};
 use gapless_graph::ops::{Binary, BinaryKind, Collective, Contiguous};
 use gapless_graph::{Graph, Node, NodeId, Op, Phase, Place, Source, Value, ValueId};
 use gapless_parallel::Action;
 
 use self::dynamic_rows::Counts;
-use self::evict_rows::LetGo;
+use self::evict_rows::Evicted;
 use self::overlap_reduce::Early;
-use self::rematerialize::Life;
-use crate::cross_rank::{Crossings, phases};
+use self::rematerialize::Occurrence;
+use crate::cross_rank::{CrossRankValues, phases};
 use crate::error::Result;
 use crate::passes::{self, Context, FINISH, UPDATE, dump};
-use crate::program::{BufferId, Held, Instance, Operand, Origin, Part, Program, Step, Work, role_of_node};
-use crate::recompute::Recomputation;
+use crate::program::{BufferId, BufferKind, Instr, InstrKind, IoTensor, Operand, Origin, Part, Program, role_of_node};
+use crate::recompute::RematPlan;
 
 /// What to lower, and how.
 #[derive(Debug)]
@@ -48,10 +48,10 @@ pub struct Lowering<'a> {
     /// Roles of persistent values that are not parameters.
     pub roles: &'a HashMap<ValueId, Role>,
     /// What is computed again in the backward.
-    pub recomputation: &'a Recomputation,
+    pub recomputation: &'a RematPlan,
     /// Whether rows that are received need not wait for their backward: if there is no room for them while the program runs,
     /// they are exchanged again.
-    pub lets_go: bool,
+    pub evicts: bool,
     /// What it is for.
     pub target: Target,
 }
@@ -114,7 +114,7 @@ pub(crate) fn lower_observed(
     observe: &mut dyn FnMut(&'static str, &Program),
 ) -> Result<Program> {
     let alive = alive_nodes(lowering.graph, lowering.outputs);
-    let crossings = Crossings::new(lowering.graph, &alive, lowering.table, lowering.outputs);
+    let crossings = CrossRankValues::new(lowering.graph, &alive, lowering.table, lowering.outputs);
     let mut lowerer = Lowerer::new(lowering, &alive, &crossings);
     for (index, action) in lowering.table[lowering.rank].iter().enumerate() {
         lowerer.action(index, action);
@@ -129,7 +129,7 @@ pub(crate) fn lower_observed(
 
 struct Lowerer<'a> {
     of: &'a Lowering<'a>,
-    crossings: &'a Crossings,
+    crossings: &'a CrossRankValues,
     program: Program,
     /// Nodes that are still to run.
     alive: Vec<bool>,
@@ -148,11 +148,11 @@ struct Lowerer<'a> {
     /// Values whose rows are counted.
     counts: Counts,
     /// Those that need not wait for the backward.
-    let_go: LetGo,
+    evicted: Evicted,
 }
 
 impl<'a> Lowerer<'a> {
-    fn new(of: &'a Lowering<'a>, alive: &[bool], crossings: &'a Crossings) -> Self {
+    fn new(of: &'a Lowering<'a>, alive: &[bool], crossings: &'a CrossRankValues) -> Self {
         let graph = of.graph;
         let values = graph.values().len();
         let (mut accumulated, mut read_within) = (vec![false; values], vec![false; values]);
@@ -171,7 +171,7 @@ impl<'a> Lowerer<'a> {
             nodes.entry((node.place, node.phase)).or_default().push(id);
         }
         let counts = Counts::new(of, alive, crossings);
-        let let_go = LetGo::new(of, alive, &counts);
+        let evicted = Evicted::new(of, alive, &counts);
         let program = Program { name: of.name.into(), ..Program::default() };
         let (placed, made, alive, early) = (HashMap::new(), HashMap::new(), alive.to_vec(), Vec::new());
         let lowerer = Self {
@@ -186,7 +186,7 @@ impl<'a> Lowerer<'a> {
             nodes,
             early,
             counts,
-            let_go,
+            evicted,
         };
         Self { early: lowerer.early_nodes(), ..lowerer }
     }
@@ -194,7 +194,7 @@ impl<'a> Lowerer<'a> {
     /// F, B, I or W of one stage and micro-batch.
     fn action(&mut self, index: usize, action: &Action) {
         let graph = self.of.graph;
-        let (first, micro_batch) = (self.program.steps.len(), action.micro_batch.0);
+        let (first, micro_batch) = (self.program.instrs.len(), action.micro_batch.0);
         let place = Place::Stage(action.stage);
         let of_phase = |&phase: &Phase| self.nodes.get(&(place, phase)).into_iter().flatten().copied();
         let mut nodes: Vec<NodeId> = phases(action.kind).iter().flat_map(of_phase).collect();
@@ -217,7 +217,7 @@ impl<'a> Lowerer<'a> {
     /// What happens once per step, after the last action.
     fn update(&mut self) {
         let graph = self.of.graph;
-        let first = self.program.steps.len();
+        let first = self.program.instrs.len();
         for id in graph.node_ids() {
             let node = graph.node(id);
             if node.phase == Phase::Update && self.alive[id.index()] && self.is_here(node.place) {
@@ -228,7 +228,7 @@ impl<'a> Lowerer<'a> {
     }
 
     fn end_part(&mut self, first: usize, name: String, action: Option<Action>) {
-        self.program.parts.push(Part { steps: first..self.program.steps.len(), name, action });
+        self.program.parts.push(Part { instrs: first..self.program.instrs.len(), name, action });
     }
 
     fn is_here(&self, place: Place) -> bool {
@@ -236,12 +236,12 @@ impl<'a> Lowerer<'a> {
     }
 
     fn node(&mut self, id: NodeId, micro_batch: u32) {
-        self.instruct(id, micro_batch, Life::First);
+        self.instruct(id, micro_batch, Occurrence::First);
         self.settle(self.of.graph.node(id), micro_batch);
     }
 
     /// Lays down a node, with what belongs behind it.
-    fn instruct(&mut self, id: NodeId, micro_batch: u32, life: Life) {
+    fn instruct(&mut self, id: NodeId, micro_batch: u32, occurrence: Occurrence) {
         let graph = self.of.graph;
         let node = graph.node(id);
         let mut inputs: Vec<Operand> = Vec::with_capacity(node.inputs.len());
@@ -254,24 +254,32 @@ impl<'a> Lowerer<'a> {
         let mut accumulate = 0;
         let mut outputs = Vec::with_capacity(node.outputs.len());
         for index in 0..node.outputs.len() {
-            let (buffer, adds) = self.output(node, index, micro_batch, life, &mut inputs, &mut behind);
+            let (buffer, adds) = self.output(node, index, micro_batch, occurrence, &mut inputs, &mut behind);
             accumulate |= u64::from(adds) << index;
             outputs.push(Operand::new(buffer, graph.value(node.outputs[index])));
         }
         let workspace = self.workspace(node, micro_batch);
         let counts = node.outputs.first().and_then(|&output| self.count_made(output, micro_batch));
         let work = match collective_of(node) {
-            Some(collective) => Work::Collective(collective, self.program.add_request()),
-            None => Work::Compute(node.op.clone()),
+            Some(collective) => InstrKind::Collective(collective, self.program.add_request()),
+            None => InstrKind::Compute(node.op.clone()),
         };
-        let step = Step::plain(work, inputs, outputs, micro_batch, node.layer.clone());
-        let (again, only_if) = (life == Life::Second, life.only_if());
-        self.program.steps.push(Step { workspace, accumulate, again, counts, only_if, node: Some(id), ..step });
+        let instr = Instr::plain(work, inputs, outputs, micro_batch, node.layer.clone());
+        let (rematerialized, predicate) = (occurrence == Occurrence::Second, occurrence.predicate());
+        self.program.instrs.push(Instr {
+            workspace,
+            accumulate,
+            rematerialized,
+            counts,
+            predicate,
+            node: Some(id),
+            ..instr
+        });
         for Behind { op, inputs, output, value } in behind {
             let input = |(buffer, overwritten_by)| Operand { overwritten_by, ..Operand::new(buffer, value) };
             let (inputs, outputs) = (inputs.into_iter().map(input).collect(), vec![Operand::new(output, value)]);
-            let step = Step::plain(Work::Compute(op), inputs, outputs, micro_batch, node.layer.clone());
-            self.program.steps.push(Step { node: Some(id), ..step });
+            let instr = Instr::plain(InstrKind::Compute(op), inputs, outputs, micro_batch, node.layer.clone());
+            self.program.instrs.push(Instr { node: Some(id), ..instr });
         }
     }
 
@@ -282,13 +290,13 @@ impl<'a> Lowerer<'a> {
         node: &Node,
         index: usize,
         micro_batch: u32,
-        life: Life,
+        occurrence: Occurrence,
         inputs: &mut [Operand],
         behind: &mut Vec<Behind<'a>>,
     ) -> (BufferId, bool) {
         let id = node.outputs[index];
         let value = self.of.graph.value(id);
-        if let Some(buffer) = life.only_if().and_then(|_| self.still_placed(id, micro_batch)) {
+        if let Some(buffer) = occurrence.predicate().and_then(|_| self.still_placed(id, micro_batch)) {
             return (buffer, false);
         }
         let (is_read, sum) = (self.read_within[id.index()], self.placed.get(&Origin::sum(id)).copied());
@@ -298,7 +306,7 @@ impl<'a> Lowerer<'a> {
         {
             return (sum, true);
         }
-        let mutated = node.op.must_overwrite().iter().find(|pair| pair.1 == index);
+        let mutated = node.op.mutates().iter().find(|pair| pair.1 == index);
         let buffer = match mutated {
             Some(&(input, _)) => {
                 inputs[input].overwritten_by = Some(index);
@@ -322,11 +330,11 @@ impl<'a> Lowerer<'a> {
                 behind.push(Behind { op: Arc::new(Contiguous), inputs: vec![(buffer, None)], output: sum, value });
             }
         }
-        // What is still there from its first life stays where it is. What is made beside rows that come back, and not for them,
+        // What is still there from its first occurrence stays where it is. What is made beside rows that come back, and not for them,
         // is nobody's: whoever wants it has it made as well.
         let key = self.key(id, node.phase, micro_batch);
-        let is_wanted = life.only_if().is_none() || self.is_between(id, micro_batch);
-        if is_wanted && (life == Life::First || !self.placed.contains_key(&key)) {
+        let is_wanted = occurrence.predicate().is_none() || self.is_between(id, micro_batch);
+        if is_wanted && (occurrence == Occurrence::First || !self.placed.contains_key(&key)) {
             self.place(key, buffer);
         }
         (buffer, false)
@@ -358,8 +366,8 @@ impl<'a> Lowerer<'a> {
                 let role = self.of.roles.get(&root).copied().unwrap_or(Role::Parameter);
                 let layer = name.rsplit_once('.').map_or("", |(layer, _)| layer).to_owned();
                 let label = Label { tensor: name.clone(), op: String::new(), layer, role };
-                let held = Held::Always { fill: fill.clone(), spec: value.spec.clone() };
-                self.program.add(value.spec.bytes(), label, held)
+                let kind = BufferKind::Always { fill: fill.clone(), spec: value.spec.clone() };
+                self.program.add(value.spec.bytes(), label, kind)
             }
             Source::Constant(number) => self.constant(*number, value),
             Source::Input { name } => self.input(name, key, value),
@@ -380,16 +388,16 @@ impl<'a> Lowerer<'a> {
             DType::F32 => format!("constant {number}"),
             other => format!("constant {number} ({})", other.as_str()),
         };
-        let fill = Fill { init: Init::Const(number), name: name.clone(), first: 0 };
+        let fill = Initializer { init: Init::Const(number), name: name.clone(), first: 0 };
         let label = Label { tensor: name, op: String::new(), layer: String::new(), role: Role::Input };
-        self.program.add(value.spec.bytes(), label, Held::Always { fill, spec: value.spec.clone() })
+        self.program.add(value.spec.bytes(), label, BufferKind::Always { fill, spec: value.spec.clone() })
     }
 
     fn input(&mut self, name: &str, key: Origin, value: &Value) -> BufferId {
         let label = Label { tensor: name.to_owned(), op: "input".into(), layer: String::new(), role: Role::Input };
-        let buffer = self.program.add(value.spec.bytes(), label, Held::FromStart);
+        let buffer = self.program.add(value.spec.bytes(), label, BufferKind::FromStart);
         let (operand, spec) = (Operand::new(buffer, value), value.spec.clone());
-        self.program.inputs.push(Instance { name: name.to_owned(), micro_batch: key.micro_batch, operand, spec });
+        self.program.inputs.push(IoTensor { name: name.to_owned(), micro_batch: key.micro_batch, operand, spec });
         buffer
     }
 
@@ -417,7 +425,7 @@ impl<'a> Lowerer<'a> {
             None => role_of_node(node.phase),
         };
         let label = Label { tensor, op: of.into(), layer: node.layer.to_string(), role };
-        let buffer = self.program.add(self.of.graph.value(id).spec.bytes(), label, Held::No);
+        let buffer = self.program.add(self.of.graph.value(id).spec.bytes(), label, BufferKind::No);
         self.program.buffers[buffer.index()].counted = counted;
         buffer
     }
@@ -436,7 +444,7 @@ impl<'a> Lowerer<'a> {
         let add = |(piece, bytes): (usize, u64)| {
             let tensor = format!("{}/{} workspace.{piece} of micro-batch {micro_batch}", node.layer, node.op.name());
             let (op, layer) = (node.op.name().into(), node.layer.to_string());
-            self.program.add(bytes, Label { tensor, op, layer, role: Role::Workspace }, Held::No)
+            self.program.add(bytes, Label { tensor, op, layer, role: Role::Workspace }, BufferKind::No)
         };
         pieces.into_iter().enumerate().map(add).collect()
     }
@@ -450,14 +458,14 @@ impl<'a> Lowerer<'a> {
                 continue;
             }
             let buffer = self.instance(value.root, Phase::Update, 0);
-            let held = &mut self.program.buffers[buffer.index()].held;
-            if matches!(held, Held::No) {
-                *held = Held::ToEnd;
+            let kind = &mut self.program.buffers[buffer.index()].kind;
+            if matches!(kind, BufferKind::No) {
+                *kind = BufferKind::ToEnd;
             }
             let (operand, spec) = (Operand::new(buffer, value), value.spec.clone());
-            self.program.outputs.push(Instance { name: output.name.clone(), micro_batch: 0, operand, spec });
+            self.program.outputs.push(IoTensor { name: output.name.clone(), micro_batch: 0, operand, spec });
         }
-        self.end_part(self.program.steps.len(), FINISH.into(), None);
+        self.end_part(self.program.instrs.len(), FINISH.into(), None);
     }
 }
 
@@ -489,7 +497,7 @@ pub fn alive_nodes(graph: &Graph, outputs: &[Output]) -> Vec<bool> {
     let mut alive = vec![false; graph.nodes().len()];
     for id in graph.node_ids().rev() {
         let node = graph.node(id);
-        let changes_state = node.phase == Phase::Update && !node.op.must_overwrite().is_empty();
+        let changes_state = node.phase == Phase::Update && !node.op.mutates().is_empty();
         if changes_state || node.outputs.iter().any(|o| wanted[o.index()]) {
             alive[id.index()] = !graph.is_view(node.outputs[0]);
             for &input in &node.inputs {

@@ -1,4 +1,4 @@
-//! A value's second life: computed again in front of its first reader in the backward.
+//! A value's second occurrence: computed again in front of its first reader in the backward.
 
 use std::collections::BTreeSet;
 
@@ -10,21 +10,21 @@ use crate::program::Origin;
 
 /// Which making of a value is meant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Life {
+pub(super) enum Occurrence {
     /// The forward's, or the only one.
     First,
     /// The one in front of its first reader in the backward.
     Second,
     /// That too, but only if the rows of this count were let go.
-    IfLetGo(u32),
+    IfEvicted(u32),
 }
 
-impl Life {
+impl Occurrence {
     /// The count that it depends on.
-    pub(super) fn only_if(self) -> Option<u32> {
+    pub(super) fn predicate(self) -> Option<u32> {
         match self {
             Self::First | Self::Second => None,
-            Self::IfLetGo(count) => Some(count),
+            Self::IfEvicted(count) => Some(count),
         }
     }
 }
@@ -56,7 +56,7 @@ impl Lowerer<'_> {
     /// The same, but for rows that may have been let go.
     pub(super) fn restore_inputs(&mut self, node: &Node, micro_batch: u32) {
         for maker in self.missing(node, micro_batch) {
-            self.instruct(maker, micro_batch, Life::Second);
+            self.instruct(maker, micro_batch, Occurrence::Second);
         }
     }
 

@@ -8,7 +8,7 @@
 
 use super::{Context, UPDATE};
 use crate::error::Result;
-use crate::program::{Held, Program, Step, Work};
+use crate::program::{BufferKind, Instr, InstrKind, Program};
 
 /// Bytes that may be held longer without a thought: scalars.
 const SMALL: u64 = 4096;
@@ -21,48 +21,48 @@ struct Touched {
 }
 
 pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
-    let Some(update) = program.parts.iter().rev().find(|part| part.name == UPDATE).map(|part| part.steps.clone())
+    let Some(update) = program.parts.iter().rev().find(|part| part.name == UPDATE).map(|part| part.instrs.clone())
     else {
         return Ok(());
     };
     let mut last_use = vec![0; program.buffers.len()];
     let mut first_use = vec![usize::MAX; program.buffers.len()];
-    for (index, step) in program.steps.iter().enumerate() {
-        for buffer in buffers(step) {
+    for (index, instr) in program.instrs.iter().enumerate() {
+        for buffer in buffers(instr) {
             last_use[buffer] = index;
             first_use[buffer] = first_use[buffer].min(index);
         }
     }
     let mut touched = vec![Touched::default(); program.buffers.len()];
     // Behind which instruction each one stands: itself, if it stays.
-    let mut anchors: Vec<usize> = (0..program.steps.len()).collect();
-    for (index, step) in program.steps.iter().enumerate() {
-        if update.contains(&index) && matches!(step.work, Work::Compute(_)) {
+    let mut anchors: Vec<usize> = (0..program.instrs.len()).collect();
+    for (index, instr) in program.instrs.iter().enumerate() {
+        if update.contains(&index) && matches!(instr.kind, InstrKind::Compute(_)) {
             let size = |&buffer: &usize| program.buffers[buffer].bytes;
-            let is_free = |&buffer: &usize| matches!(program.buffers[buffer].held, Held::No);
-            let is_always = |&buffer: &usize| matches!(program.buffers[buffer].held, Held::Always { .. });
-            let made = outputs(step).filter(|&buffer| first_use[buffer] == index && !is_always(&buffer));
+            let is_free = |&buffer: &usize| matches!(program.buffers[buffer].kind, BufferKind::No);
+            let is_always = |&buffer: &usize| matches!(program.buffers[buffer].kind, BufferKind::Always { .. });
+            let made = outputs(instr).filter(|&buffer| first_use[buffer] == index && !is_always(&buffer));
             // Scratch counts, for it moves to where more may be alive.
-            let scratch: u64 = step.workspace.iter().map(|buffer| size(&buffer.index())).sum();
+            let scratch: u64 = instr.workspace.iter().map(|buffer| size(&buffer.index())).sum();
             let made: u64 = scratch + made.map(|buffer| size(&buffer)).sum::<u64>();
-            let mut freed: Vec<usize> = inputs(step).filter(|&b| last_use[b] == index).filter(is_free).collect();
+            let mut freed: Vec<usize> = inputs(instr).filter(|&b| last_use[b] == index).filter(is_free).collect();
             freed.sort_unstable();
             freed.dedup();
             if made <= SMALL || made <= freed.iter().map(size).sum() {
-                let read = inputs(step).filter_map(|buffer| touched[buffer].written);
-                let written = outputs(step).filter_map(|buffer| touched[buffer].touched);
+                let read = inputs(instr).filter_map(|buffer| touched[buffer].written);
+                let written = outputs(instr).filter_map(|buffer| touched[buffer].touched);
                 anchors[index] = read.chain(written).max().unwrap_or(index);
             }
         }
         let anchor = anchors[index];
-        for buffer in inputs(step) {
+        for buffer in inputs(instr) {
             touched[buffer].touched = touched[buffer].touched.max(Some(anchor));
             // What a message or a collective was given is its own until somebody has waited for it.
-            if !matches!(step.work, Work::Compute(_)) {
+            if !matches!(instr.kind, InstrKind::Compute(_)) {
                 touched[buffer].written = touched[buffer].written.max(Some(anchor));
             }
         }
-        for buffer in outputs(step) {
+        for buffer in outputs(instr) {
             touched[buffer].touched = touched[buffer].touched.max(Some(anchor));
             touched[buffer].written = touched[buffer].written.max(Some(anchor));
         }
@@ -74,14 +74,14 @@ pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
     Ok(())
 }
 
-fn inputs(step: &Step) -> impl Iterator<Item = usize> + '_ {
-    step.inputs.iter().map(|operand| operand.buffer.index())
+fn inputs(instr: &Instr) -> impl Iterator<Item = usize> + '_ {
+    instr.inputs.iter().map(|operand| operand.buffer.index())
 }
 
-fn outputs(step: &Step) -> impl Iterator<Item = usize> + '_ {
-    step.outputs.iter().map(|operand| operand.buffer.index())
+fn outputs(instr: &Instr) -> impl Iterator<Item = usize> + '_ {
+    instr.outputs.iter().map(|operand| operand.buffer.index())
 }
 
-fn buffers(step: &Step) -> impl Iterator<Item = usize> + '_ {
-    inputs(step).chain(outputs(step))
+fn buffers(instr: &Instr) -> impl Iterator<Item = usize> + '_ {
+    inputs(instr).chain(outputs(instr))
 }

@@ -6,36 +6,36 @@
 
 use super::Context;
 use crate::error::Result;
-use crate::program::{BufferId, Held, Operand, Program, Step, Work};
+use crate::program::{BufferId, BufferKind, Instr, InstrKind, Operand, Program};
 
 pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
     let mut last_use = last_uses(program);
     // The buffer that stands for each, once its bytes are another's.
     let mut taken_over: Vec<BufferId> = (0..program.buffers.len() as u32).map(BufferId).collect();
-    let mut steps = std::mem::take(&mut program.steps);
-    for (index, step) in steps.iter_mut().enumerate() {
-        each_operand(step, |operand| operand.buffer = taken_over[operand.buffer.index()]);
-        let Work::Compute(op) = step.work.clone() else { continue };
-        for output in 0..step.outputs.len() {
-            let made = step.outputs[output].buffer;
-            if step.accumulate >> output & 1 == 1 || step.inputs.iter().any(|i| i.overwritten_by == Some(output)) {
+    let mut steps = std::mem::take(&mut program.instrs);
+    for (index, instr) in steps.iter_mut().enumerate() {
+        each_operand(instr, |operand| operand.buffer = taken_over[operand.buffer.index()]);
+        let InstrKind::Compute(op) = instr.kind.clone() else { continue };
+        for output in 0..instr.outputs.len() {
+            let made = instr.outputs[output].buffer;
+            if instr.accumulate >> output & 1 == 1 || instr.inputs.iter().any(|i| i.overwritten_by == Some(output)) {
                 continue;
             }
-            let mut candidates = op.may_overwrite().iter().filter(|pair| pair.1 == output).map(|pair| pair.0);
+            let mut candidates = op.inplace().iter().filter(|pair| pair.1 == output).map(|pair| pair.0);
             let is_free = |&input: &usize| {
-                last_use[step.inputs[input].buffer.index()] == index && can_take(program, step, input, made)
+                last_use[instr.inputs[input].buffer.index()] == index && can_take(program, instr, input, made)
             };
             if let Some(input) = candidates.find(is_free) {
-                let bytes = step.inputs[input].buffer;
-                step.inputs[input].overwritten_by = Some(output);
-                step.outputs[output].buffer = bytes;
+                let bytes = instr.inputs[input].buffer;
+                instr.inputs[input].overwritten_by = Some(output);
+                instr.outputs[output].buffer = bytes;
                 taken_over[made.index()] = bytes;
                 last_use[bytes.index()] = last_use[made.index()];
-                program.buffers[bytes.index()].held = program.buffers[made.index()].held.clone();
+                program.buffers[bytes.index()].kind = program.buffers[made.index()].kind.clone();
             }
         }
     }
-    program.steps = steps;
+    program.instrs = steps;
     for output in &mut program.outputs {
         output.operand.buffer = taken_over[output.operand.buffer.index()];
     }
@@ -43,25 +43,25 @@ pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
 }
 
 /// Whether an output's buffer may be the whole of an input's.
-fn can_take(program: &Program, step: &Step, input: usize, made: BufferId) -> bool {
-    let operand = &step.inputs[input];
+fn can_take(program: &Program, instr: &Instr, input: usize, made: BufferId) -> bool {
+    let operand = &instr.inputs[input];
     let (from, to) = (&program.buffers[operand.buffer.index()], &program.buffers[made.index()]);
     let is_whole = operand.layout.is_contiguous() && operand.layout.start_offset() == 0;
-    let is_alone = step.inputs.iter().filter(|other| other.buffer == operand.buffer).count() == 1;
+    let is_alone = instr.inputs.iter().filter(|other| other.buffer == operand.buffer).count() == 1;
     let is_equal = from.bytes == to.bytes && from.counted == to.counted;
-    is_whole && is_alone && is_equal && matches!(from.held, Held::No) && operand.overwritten_by.is_none()
+    is_whole && is_alone && is_equal && matches!(from.kind, BufferKind::No) && operand.overwritten_by.is_none()
 }
 
 /// The last instruction that touches each buffer; what the host reads is never given up.
 fn last_uses(program: &Program) -> Vec<usize> {
     let mut last = vec![0; program.buffers.len()];
-    for (index, step) in program.steps.iter().enumerate() {
-        step.inputs.iter().chain(&step.outputs).for_each(|operand| last[operand.buffer.index()] = index);
+    for (index, instr) in program.instrs.iter().enumerate() {
+        instr.inputs.iter().chain(&instr.outputs).for_each(|operand| last[operand.buffer.index()] = index);
     }
     program.outputs.iter().for_each(|output| last[output.operand.buffer.index()] = usize::MAX);
     last
 }
 
-fn each_operand(step: &mut Step, f: impl FnMut(&mut Operand)) {
-    step.inputs.iter_mut().chain(&mut step.outputs).for_each(f);
+fn each_operand(instr: &mut Instr, f: impl FnMut(&mut Operand)) {
+    instr.inputs.iter_mut().chain(&mut instr.outputs).for_each(f);
 }

@@ -13,18 +13,18 @@ use gapless_graph::{NodeId, Phase, Place, Source, ValueId};
 
 use super::{Context, UPDATE};
 use crate::error::Result;
-use crate::program::{Message, Operand, Origin, Part, Program, Step, Work};
+use crate::program::{Instr, InstrKind, Message, Operand, Origin, Part, Program};
 
 pub(super) fn run(program: &mut Program, context: &Context<'_>) -> Result<()> {
     let graph = context.lowering.graph;
     let taken = context.crossings.taken(graph, context.lowering.table, context.lowering.rank)?;
-    let steps = std::mem::take(&mut program.steps).into();
+    let instrs = std::mem::take(&mut program.instrs).into();
     let parts = std::mem::take(&mut program.parts);
     let (sending, collecting, received) = (Vec::new(), Vec::new(), HashSet::new());
-    let mut messages = Messages { context: *context, program, steps, taken, sending, collecting, received };
+    let mut messages = Messages { context: *context, program, instrs, taken, sending, collecting, received };
     let mut actions = 0;
     for part in parts {
-        let (first, count) = (messages.program.steps.len(), part.steps.len());
+        let (first, count) = (messages.program.instrs.len(), part.instrs.len());
         match part.action {
             Some(_) => {
                 messages.action(actions, &part, count);
@@ -33,9 +33,9 @@ pub(super) fn run(program: &mut Program, context: &Context<'_>) -> Result<()> {
             None if part.name == UPDATE => messages.update(count),
             None => messages.finish(),
         }
-        let last = messages.program.steps.len();
+        let last = messages.program.instrs.len();
         if last > first {
-            messages.program.parts.push(Part { steps: first..last, ..part });
+            messages.program.parts.push(Part { instrs: first..last, ..part });
         }
     }
     Ok(())
@@ -45,7 +45,7 @@ struct Messages<'a> {
     context: Context<'a>,
     program: &'a mut Program,
     /// What is still to be laid down.
-    steps: VecDeque<Step>,
+    instrs: VecDeque<Instr>,
     /// The action before which a message has been taken, by root, micro-batch and receiver.
     taken: HashMap<(ValueId, u32, usize), usize>,
     /// Sends that nobody has waited for yet.
@@ -71,7 +71,7 @@ struct Collecting {
     request: usize,
     operands: Vec<Operand>,
     layer: Arc<str>,
-    only_if: Option<u32>,
+    predicate: Option<u32>,
 }
 
 impl Messages<'_> {
@@ -87,10 +87,12 @@ impl Messages<'_> {
         // What is computed again stays on its rank.
         let mut made: Vec<NodeId> = Vec::new();
         for _ in 0..count {
-            let step = self.steps.pop_front().expect("as many as the part has");
-            let node = step.node.filter(|node| !step.again && step.only_if.is_none() && made.last() != Some(node));
+            let instr = self.instrs.pop_front().expect("as many as the part has");
+            let node = instr
+                .node
+                .filter(|node| !instr.rematerialized && instr.predicate.is_none() && made.last() != Some(node));
             made.extend(node);
-            self.lay(step);
+            self.lay(instr);
         }
         for root in made.into_iter().flat_map(|node| graph.node(node).outputs.iter().copied()) {
             for to in self.context.crossings.per_micro_batch(root).collect::<Vec<_>>() {
@@ -110,8 +112,8 @@ impl Messages<'_> {
                 self.send_per_step(root);
             }
         }
-        let early: HashSet<NodeId> = self.program.steps.iter().filter_map(|step| step.node).collect();
-        let last = self.steps.len() - count;
+        let early: HashSet<NodeId> = self.program.instrs.iter().filter_map(|instr| instr.node).collect();
+        let last = self.instrs.len() - count;
         for id in graph.node_ids().filter(|id| alive[id.index()] && !early.contains(id)) {
             let node = graph.node(id);
             if node.phase != Phase::Update {
@@ -120,13 +122,13 @@ impl Messages<'_> {
             let is_here = self.is_here(node.place);
             if is_here {
                 node.inputs.iter().for_each(|&input| self.receive_per_step(graph.value(input).root));
-                while self.steps.len() > last && self.steps.front().is_some_and(|step| step.node == Some(id)) {
-                    let step = self.steps.pop_front().expect("there is a front");
-                    self.lay(step);
+                while self.instrs.len() > last && self.instrs.front().is_some_and(|instr| instr.node == Some(id)) {
+                    let instr = self.instrs.pop_front().expect("there is a front");
+                    self.lay(instr);
                 }
                 node.outputs.iter().for_each(|&output| self.send_per_step(output));
             }
-            for &(input, _) in node.op.must_overwrite() {
+            for &(input, _) in node.op.mutates() {
                 self.refresh(graph.value(node.inputs[input]).root, node.place, is_here);
             }
         }
@@ -142,24 +144,24 @@ impl Messages<'_> {
     }
 
     /// Lays down a step, behind the waits for what it touches.
-    fn lay(&mut self, step: Step) {
-        match &step.work {
-            Work::Finish(request) => self.collecting.retain(|collecting| collecting.request != *request),
+    fn lay(&mut self, instr: Instr) {
+        match &instr.kind {
+            InstrKind::Finish(request) => self.collecting.retain(|collecting| collecting.request != *request),
             _ => {
-                for operand in step.inputs.iter().chain(&step.outputs) {
+                for operand in instr.inputs.iter().chain(&instr.outputs) {
                     self.finish_collectives(|collecting| {
                         collecting.operands.iter().any(|other| other.buffer == operand.buffer)
                     });
                 }
             }
         }
-        if let Work::Collective(_, request) = step.work {
-            let operands = step.inputs.iter().chain(&step.outputs);
+        if let InstrKind::Collective(_, request) = instr.kind {
+            let operands = instr.inputs.iter().chain(&instr.outputs);
             let operands = operands.map(|operand| Operand { overwritten_by: None, ..operand.clone() }).collect();
-            let (layer, only_if) = (step.layer.clone(), step.only_if);
-            self.collecting.push(Collecting { request, operands, layer, only_if });
+            let (layer, predicate) = (instr.layer.clone(), instr.predicate);
+            self.collecting.push(Collecting { request, operands, layer, predicate });
         }
-        self.program.steps.push(step);
+        self.program.instrs.push(instr);
     }
 
     fn is_here(&self, place: Place) -> bool {
@@ -210,14 +212,14 @@ impl Messages<'_> {
     fn receive_from(&mut self, of: Origin, from: usize, micro_batch: Option<u32>) {
         let message = self.message(of.root, from, micro_batch);
         let operand = self.operand(of);
-        self.transfer(Work::Receive(message), of, Vec::new(), vec![operand.clone()]);
-        self.transfer(Work::Wait(message), of, vec![operand], Vec::new());
+        self.transfer(InstrKind::Receive(message), of, Vec::new(), vec![operand.clone()]);
+        self.transfer(InstrKind::Wait(message), of, vec![operand], Vec::new());
     }
 
     fn send(&mut self, of: Origin, to: usize, micro_batch: Option<u32>) {
         let message = self.message(of.root, to, micro_batch);
         let operand = self.operand(of);
-        self.transfer(Work::Send(message), of, vec![operand], Vec::new());
+        self.transfer(InstrKind::Send(message), of, vec![operand], Vec::new());
         let taken = micro_batch.and_then(|micro_batch| self.taken.get(&(of.root, micro_batch, to)).copied());
         self.sending.push(Sending { of, message, taken });
     }
@@ -227,16 +229,16 @@ impl Messages<'_> {
         self.sending = left;
         for Sending { of, message, .. } in over {
             let operand = self.operand(of);
-            self.transfer(Work::Wait(message), of, vec![operand], Vec::new());
+            self.transfer(InstrKind::Wait(message), of, vec![operand], Vec::new());
         }
     }
 
     fn finish_collectives(&mut self, which: impl Fn(&Collecting) -> bool) {
         let (over, left): (Vec<_>, Vec<_>) = std::mem::take(&mut self.collecting).into_iter().partition(which);
         self.collecting = left;
-        for Collecting { request, operands, layer, only_if } in over {
-            let step = Step::plain(Work::Finish(request), operands, Vec::new(), 0, layer);
-            self.program.steps.push(Step { only_if, ..step });
+        for Collecting { request, operands, layer, predicate } in over {
+            let instr = Instr::plain(InstrKind::Finish(request), operands, Vec::new(), 0, layer);
+            self.program.instrs.push(Instr { predicate, ..instr });
         }
     }
 
@@ -249,9 +251,9 @@ impl Messages<'_> {
         Operand::new(self.context.made[&of], self.context.lowering.graph.value(of.root))
     }
 
-    fn transfer(&mut self, work: Work, of: Origin, inputs: Vec<Operand>, outputs: Vec<Operand>) {
+    fn transfer(&mut self, kind: InstrKind, of: Origin, inputs: Vec<Operand>, outputs: Vec<Operand>) {
         let maker = self.context.lowering.graph.producer(of.root);
         let layer = maker.map_or_else(|| Arc::from(""), |maker| maker.layer.clone());
-        self.lay(Step::plain(work, inputs, outputs, of.micro_batch, layer));
+        self.lay(Instr::plain(kind, inputs, outputs, of.micro_batch, layer));
     }
 }

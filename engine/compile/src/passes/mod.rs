@@ -15,7 +15,7 @@ mod tests;
 
 use std::collections::HashMap;
 
-use crate::cross_rank::Crossings;
+use crate::cross_rank::CrossRankValues;
 use crate::error::Result;
 use crate::lower::{Lowering, Target};
 use crate::program::{BufferId, Origin, Program};
@@ -34,7 +34,7 @@ pub(crate) struct Context<'a> {
     /// Nodes of its graph that run on some rank.
     pub alive: &'a [bool],
     /// Values that are read on other ranks than where they are made.
-    pub crossings: &'a Crossings,
+    pub crossings: &'a CrossRankValues,
     /// The buffer of the first making of each value, as lowering has laid it down.
     pub made: &'a HashMap<Origin, BufferId>,
 }

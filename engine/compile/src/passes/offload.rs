@@ -15,7 +15,9 @@ use gapless_parallel::Kind;
 
 use super::Context;
 use crate::error::Result;
-use crate::program::{BufferId, Held, HostBuffer, HostId, Operand, Origin, Part, Program, Step, Work, role_of_node};
+use crate::program::{
+    BufferId, BufferKind, HostBuffer, HostId, Instr, InstrKind, Operand, Origin, Part, Program, role_of_node,
+};
 use crate::recompute::Stash;
 
 pub(super) fn run(program: &mut Program, context: &Context<'_>) -> Result<()> {
@@ -32,8 +34,8 @@ pub(super) fn run(program: &mut Program, context: &Context<'_>) -> Result<()> {
 struct Offload<'a> {
     context: Context<'a>,
     /// What is laid down behind a step, and in front of one.
-    behind: BTreeMap<usize, Vec<Step>>,
-    before: BTreeMap<usize, Vec<Step>>,
+    behind: BTreeMap<usize, Vec<Instr>>,
+    before: BTreeMap<usize, Vec<Instr>>,
 }
 
 impl Offload<'_> {
@@ -53,10 +55,10 @@ impl Offload<'_> {
     /// Puts one buffer away, if the backward reads it.
     fn put_away(&mut self, program: &mut Program, buffer: BufferId, origin: Origin, stash: Stash) {
         let is_forward = |part: &Part| part.action.is_some_and(|action| action.kind == Kind::Forward);
-        let touches = |step: &Step| step.inputs.iter().chain(&step.outputs).any(|operand| operand.buffer == buffer);
+        let touches = |instr: &Instr| instr.inputs.iter().chain(&instr.outputs).any(|operand| operand.buffer == buffer);
         let uses = |wanted: bool| {
             let parts = program.parts.iter().filter(move |part| is_forward(part) == wanted);
-            parts.flat_map(|part| part.steps.clone()).filter(|&step| touches(&program.steps[step]))
+            parts.flat_map(|part| part.instrs.clone()).filter(|&instr| touches(&program.instrs[instr]))
         };
         let (Some(last), Some(first)) = (uses(true).max(), uses(false).min()) else { return };
         let graph = self.context.lowering.graph;
@@ -65,7 +67,7 @@ impl Offload<'_> {
         let from = Operand::new(buffer, value);
         // What comes back.
         let label = program.buffers[buffer.index()].label.clone();
-        let back = program.add(value.spec.bytes(), label, Held::No);
+        let back = program.add(value.spec.bytes(), label, BufferKind::No);
         let to = Operand::new(back, value);
         let (away, fetch) = match stash {
             Stash::Compressed => {
@@ -73,26 +75,29 @@ impl Offload<'_> {
                     let tensor = format!("{}/{} in 8 bits of micro-batch {micro_batch}", maker.layer, maker.op.name());
                     let (op, layer) = ("compress".into(), maker.layer.to_string());
                     let label = Label { tensor, op, layer, role: role_of_node(Phase::Forward) };
-                    program.add(spec.bytes(), label, Held::No)
+                    program.add(spec.bytes(), label, BufferKind::No)
                 });
                 let (compress, expand): (Arc<dyn Op>, Arc<dyn Op>) =
                     (Arc::new(Compress), Arc::new(Expand(value.spec.clone())));
                 let codes = packed_operands(buffers, &value.spec);
-                ((Work::Compute(compress), vec![from], codes.clone()), (Work::Compute(expand), codes, vec![to]))
+                (
+                    (InstrKind::Compute(compress), vec![from], codes.clone()),
+                    (InstrKind::Compute(expand), codes, vec![to]),
+                )
             }
             Stash::Offloaded => {
                 let id = HostId(u32::try_from(program.host.len()).expect("fewer than 2^32 buffers"));
                 program.host.push(HostBuffer { bytes: value.spec.bytes() });
-                ((Work::Offload(id), vec![from], vec![]), (Work::Fetch(id), vec![], vec![to]))
+                ((InstrKind::Offload(id), vec![from], vec![]), (InstrKind::Fetch(id), vec![], vec![to]))
             }
         };
-        let step = |(work, inputs, outputs)| Step::plain(work, inputs, outputs, micro_batch, maker.layer.clone());
-        self.behind.entry(last).or_default().push(step(away));
-        self.before.entry(first).or_default().push(step(fetch));
+        let instr = |(work, inputs, outputs)| Instr::plain(work, inputs, outputs, micro_batch, maker.layer.clone());
+        self.behind.entry(last).or_default().push(instr(away));
+        self.before.entry(first).or_default().push(instr(fetch));
         // The backward reads what came back.
         for part in program.parts.iter().filter(|part| !is_forward(part)) {
-            for step in &mut program.steps[part.steps.clone()] {
-                let operands = step.inputs.iter_mut().chain(&mut step.outputs);
+            for instr in &mut program.instrs[part.instrs.clone()] {
+                let operands = instr.inputs.iter_mut().chain(&mut instr.outputs);
                 operands.filter(|operand| operand.buffer == buffer).for_each(|operand| operand.buffer = back);
             }
         }
@@ -100,15 +105,15 @@ impl Offload<'_> {
 
     /// Lays all of it down.
     fn insert(mut self, program: &mut Program) {
-        let mut steps = std::mem::take(&mut program.steps).into_iter().enumerate();
+        let mut steps = std::mem::take(&mut program.instrs).into_iter().enumerate();
         for part in &mut program.parts {
-            let first = program.steps.len();
-            for (index, step) in steps.by_ref().take(part.steps.len()) {
-                program.steps.extend(self.before.remove(&index).into_iter().flatten());
-                program.steps.push(step);
-                program.steps.extend(self.behind.remove(&index).into_iter().flatten());
+            let first = program.instrs.len();
+            for (index, instr) in steps.by_ref().take(part.instrs.len()) {
+                program.instrs.extend(self.before.remove(&index).into_iter().flatten());
+                program.instrs.push(instr);
+                program.instrs.extend(self.behind.remove(&index).into_iter().flatten());
             }
-            part.steps = first..program.steps.len();
+            part.instrs = first..program.instrs.len();
         }
     }
 }

@@ -11,7 +11,7 @@ use gapless_parallel::{Action, Kind};
 use insta::assert_snapshot;
 
 use crate::lower::{Lowering, Output, Target, lower_observed};
-use crate::partition::{Cut, cut};
+use crate::partition::{StagePartition, cut};
 use crate::recompute::{Recompute, Resolving, Stashing};
 
 /// What a case adds to a loss of `x` [2, 4] and its gradients.
@@ -30,7 +30,7 @@ fn stages(case: &Case, f: impl Fn(&Tensor, &VarBuilder) -> Result<Tensor>) -> BT
     let x = lock(&graph).add_input("x", Spec::f32((2, 4))).unwrap();
     let loss = f(&Tensor::new(&graph, x), &VarBuilder::new(&graph, DType::F32)).unwrap();
     let ranks = case.stages.max(1);
-    cut(&mut lock(&graph), ranks, &Cut::Balanced).unwrap();
+    cut(&mut lock(&graph), ranks, &StagePartition::Balanced).unwrap();
     let mut outputs = vec![Output::local("loss", loss.id())];
     for gradient in differentiate(&graph, &loss, 1.0).unwrap() {
         let name = format!("gradient {}", gradient.parameter.index());
@@ -51,7 +51,7 @@ fn stages(case: &Case, f: impl Fn(&Tensor, &VarBuilder) -> Result<Tensor>) -> BT
         outputs: &outputs,
         roles: &HashMap::new(),
         recomputation: &recomputation,
-        lets_go: false,
+        evicts: false,
         target: case.target.unwrap_or(Target::Cpu { threads: 1 }),
     };
     let mut texts = BTreeMap::new();

@@ -15,7 +15,7 @@ use std::rc::Rc;
 
 use gapless_graph::{Graph, Node, NodeId, Phase, Place, ValueId};
 
-use super::Saved;
+use super::SavedActivations;
 use super::groups::{Group, Groups};
 use super::layer::{CANDIDATES, Choice, Layer, Local};
 
@@ -40,7 +40,7 @@ impl Block {
 }
 
 /// The layers of the nodes that are `alive`, in the order of the graph.
-pub fn blocks(graph: &Graph, alive: &[bool], saved: &Saved<'_>, time: impl Fn(&Node) -> u64) -> Vec<Block> {
+pub fn blocks(graph: &Graph, alive: &[bool], saved: &SavedActivations<'_>, time: impl Fn(&Node) -> u64) -> Vec<Block> {
     let mut fronts: HashMap<Layer, Rc<[Choice]>> = HashMap::new();
     let mut blocks = Vec::new();
     for part in parts(graph, alive, saved) {
@@ -60,7 +60,7 @@ struct PartOfGraph {
     backward: Vec<NodeId>,
 }
 
-fn parts(graph: &Graph, alive: &[bool], saved: &Saved<'_>) -> Vec<PartOfGraph> {
+fn parts(graph: &Graph, alive: &[bool], saved: &SavedActivations<'_>) -> Vec<PartOfGraph> {
     let mut parts: Vec<PartOfGraph> = Vec::new();
     let groups = Groups::of(graph);
     let mut last: HashMap<(Place, Group), usize> = HashMap::new();
@@ -106,13 +106,18 @@ fn parts(graph: &Graph, alive: &[bool], saved: &Saved<'_>) -> Vec<PartOfGraph> {
 }
 
 /// The outputs of a forward node that may be dropped.
-fn candidates_of<'a>(node: &'a Node, saved: &'a Saved<'_>) -> impl Iterator<Item = ValueId> + 'a {
+fn candidates_of<'a>(node: &'a Node, saved: &'a SavedActivations<'_>) -> impl Iterator<Item = ValueId> + 'a {
     node.outputs.iter().copied().filter(|&root| saved.is_candidate(root))
 }
 
 impl PartOfGraph {
     /// The part by itself, and the values that its candidates save.
-    fn layer(&self, graph: &Graph, saved: &Saved<'_>, time: &impl Fn(&Node) -> u64) -> (Layer, Vec<Vec<ValueId>>) {
+    fn layer(
+        &self,
+        graph: &Graph,
+        saved: &SavedActivations<'_>,
+        time: &impl Fn(&Node) -> u64,
+    ) -> (Layer, Vec<Vec<ValueId>>) {
         let (mut locals, mut layer, mut candidates) = (Locals::default(), Layer::default(), Vec::new());
         let root = |value: ValueId| graph.value(value).root;
         for node in self.forward.iter().map(|&id| graph.node(id)) {

@@ -1,7 +1,7 @@
 //! The cheapest step that fits into a number of bytes.
 //!
 //! In: the layers of a rank with their [`Choice`]s, how many micro-batches of each are under way at once, and a judge that
-//! compiles and plans a [`Recomputation`] for real. Out: the one that costs least time of those that fit. Never: bytes
+//! compiles and plans a [`RematPlan`] for real. Out: the one that costs least time of those that fit. Never: bytes
 //! that were not planned.
 //!
 //! The layers together: while layer l runs backward, the layers before it hold what they keep, and every other
@@ -24,7 +24,7 @@ use gapless_parallel::{Action, Kind};
 
 use super::block::Block;
 use super::layer::Choice;
-use super::{Recomputation, Saved, Variant};
+use super::{RematPlan, SavedActivations, Variant};
 use crate::error::{Error, Result};
 
 /// States that the dynamic programming keeps per layer, about, where it would look at more than [`MANY`].
@@ -46,7 +46,7 @@ const PLANS_OF_FIRST: usize = 8;
 pub struct Budget<'a> {
     /// Bytes of the arena.
     pub bytes: u64,
-    pub saved: &'a Saved<'a>,
+    pub saved: &'a SavedActivations<'a>,
     /// Of this rank, in the order of the graph.
     pub blocks: &'a [Block],
     /// Micro-batches under way at once, by place.
@@ -61,7 +61,7 @@ impl Budget<'_> {
     ///
     /// # Errors
     /// [`Error::OverBudget`] with the smallest arena found, when none fits; what `place` returns.
-    pub fn fit(&self, mut place: impl FnMut(&Recomputation, Option<u64>) -> Result<u64>) -> Result<Recomputation> {
+    pub fn fit(&self, mut place: impl FnMut(&RematPlan, Option<u64>) -> Result<u64>) -> Result<RematPlan> {
         let plain: Vec<usize> = vec![0; self.blocks.len()];
         let height = place(&self.recomputation(&plain), Some(self.bytes))?;
         if height <= self.bytes {
@@ -84,7 +84,7 @@ impl Budget<'_> {
         &self,
         plain: &[usize],
         height: u64,
-        mut place: impl FnMut(&Recomputation, Option<u64>) -> Result<u64>,
+        mut place: impl FnMut(&RematPlan, Option<u64>) -> Result<u64>,
     ) -> Result<Option<(Vec<usize>, u64)>> {
         // What the model does not see: parameters, workspaces, what the update holds.
         let unseen = i128::from(height) - i128::from(self.peak(plain));
@@ -132,8 +132,8 @@ impl Budget<'_> {
         &self,
         rest: Vec<usize>,
         limit: u64,
-        mut place: impl FnMut(&Recomputation, Option<u64>) -> Result<u64>,
-    ) -> Result<Recomputation> {
+        mut place: impl FnMut(&RematPlan, Option<u64>) -> Result<u64>,
+    ) -> Result<RematPlan> {
         let (mut best, all) = (self.recomputation(&rest), self.peak(&vec![0; self.blocks.len()]));
         let (Some(first), mut low, mut high) = (self.first, limit, all) else { return Ok(best) };
         let mut taken = rest.clone();
@@ -246,8 +246,8 @@ impl Budget<'_> {
         self.saved.dropping(chosen.flat_map(|(&choice, block)| block.dropped(&block.choices[choice])))
     }
 
-    fn recomputation(&self, choices: &[usize]) -> Recomputation {
-        Recomputation::uniform(self.variant(choices))
+    fn recomputation(&self, choices: &[usize]) -> RematPlan {
+        RematPlan::uniform(self.variant(choices))
     }
 }
 
@@ -278,7 +278,7 @@ struct States {
     fastest: Vec<Option<State>>,
     smallest: Option<State>,
     least: u64,
-    step: u64,
+    instr: u64,
 }
 
 impl States {
@@ -290,14 +290,14 @@ impl States {
         let most = of_states().max().unwrap_or(0) + of_choices().max().unwrap_or(0);
         let many = before.len() * block.choices.len() > MANY;
         let fastest = vec![None; if many { STATES } else { 0 }];
-        Self { all: Vec::new(), fastest, smallest: None, least, step: (most - least) / STATES as u64 + 1 }
+        Self { all: Vec::new(), fastest, smallest: None, least, instr: (most - least) / STATES as u64 + 1 }
     }
 
     fn push(&mut self, state: State) {
         if self.fastest.is_empty() {
             return self.all.push(state);
         }
-        let fastest = &mut self.fastest[((state.bytes() - self.least) / self.step) as usize];
+        let fastest = &mut self.fastest[((state.bytes() - self.least) / self.instr) as usize];
         let order = |state: &State| (state.nanoseconds, state.bytes());
         if fastest.is_none_or(|known| order(&state) < order(&known)) {
             *fastest = Some(state);

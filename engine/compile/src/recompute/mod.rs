@@ -1,6 +1,6 @@
 //! What of a forward pass is kept until its backward, and what is computed a second time.
 //!
-//! In: a graph with its gradients, and a [`Recompute`] policy. Out: a [`Recomputation`]: per micro-batch, the values that
+//! In: a graph with its gradients, and a [`Recompute`] policy. Out: a [`RematPlan`]: per micro-batch, the values that
 //! die with the forward although the backward reads them, and the nodes that bring them back. The compiler runs those
 //! nodes again right in front of the first reader of what they make, and only those that lead to something read (Chen et
 //! al., arXiv 1604.06174; selective: Korthikanti et al., arXiv 2205.05198). Dropout draws the same numbers again, and
@@ -22,7 +22,7 @@ mod stash;
 pub use crate::report::{LayerAgain, layers_again, micro_batches_again};
 pub(crate) use policy::Resolving;
 pub use policy::{Layers, Recompute};
-pub(crate) use saved::Saved;
+pub(crate) use saved::SavedActivations;
 pub use stash::Offload;
 pub(crate) use stash::{Stash, Stashing};
 
@@ -32,7 +32,7 @@ use gapless_graph::{Graph, NodeId, ValueId};
 
 /// What each micro-batch of a step drops and computes again.
 #[derive(Debug, Clone, Default)]
-pub struct Recomputation {
+pub struct RematPlan {
     /// The different ways; never empty once resolved.
     variants: Vec<Variant>,
     /// Micro-batch m goes the way `cycle[m mod n]`,
@@ -44,10 +44,10 @@ pub struct Recomputation {
 /// What one micro-batch drops, and what brings it back.
 #[derive(Debug, Clone, Default)]
 pub struct Variant {
-    /// Roots that have a second life, by index of the value: those dropped, and what leads to them.
+    /// Roots that have a second occurrence, by index of the value: those dropped, and what leads to them.
     rematerialized: Vec<bool>,
     /// Nodes that run a second time, in order.
-    again: Vec<NodeId>,
+    nodes: Vec<NodeId>,
     /// Roots that wait for the backward otherwise than as they are.
     stash: BTreeMap<ValueId, Stash>,
 }
@@ -60,7 +60,7 @@ impl Variant {
 
     /// The roots that are computed again.
     pub fn rematerialized<'g>(&'g self, graph: &'g Graph) -> impl Iterator<Item = ValueId> + 'g {
-        let outputs = self.again.iter().flat_map(|&node| &graph.node(node).outputs);
+        let outputs = self.nodes.iter().flat_map(|&node| &graph.node(node).outputs);
         outputs.copied().filter(|&root| self.is_rematerialized(root))
     }
 
@@ -75,7 +75,7 @@ impl Variant {
     }
 }
 
-impl Recomputation {
+impl RematPlan {
     /// One way for all micro-batches.
     pub fn uniform(variant: Variant) -> Self {
         Self { variants: vec![variant], cycle: vec![0], exception: None }

@@ -8,7 +8,7 @@ use gapless_parallel::{Action, Rates};
 
 use super::block::blocks;
 use super::budget::{Budget, first_backward, in_flight};
-use super::{Recomputation, Saved, Stashing, Variant};
+use super::{RematPlan, SavedActivations, Stashing, Variant};
 use crate::error::{Error, Result};
 
 /// What the forward of a micro-batch does not keep for its backward.
@@ -104,26 +104,26 @@ impl Resolving<'_> {
     pub fn resolve(
         &self,
         policy: &Recompute,
-        place: impl FnMut(&Recomputation, Option<u64>) -> Result<u64>,
-    ) -> Result<Recomputation> {
-        let saved = Saved::new(self.graph, self.alive);
+        place: impl FnMut(&RematPlan, Option<u64>) -> Result<u64>,
+    ) -> Result<RematPlan> {
+        let saved = SavedActivations::new(self.graph, self.alive);
         let stash = self.stashing.resolve(&saved)?;
         let saved = saved.stashing(stash);
         match policy {
             Recompute::Budget { bytes, rates } => self.fit(&saved, *bytes, rates, place),
             Recompute::Cycle(policies) if policies.is_empty() => Err(config("no policy to take turns".into())),
             Recompute::Cycle(policies) => self.cycle(&saved, policies),
-            one => Ok(Recomputation::uniform(self.variant(&saved, one)?)),
+            one => Ok(RematPlan::uniform(self.variant(&saved, one)?)),
         }
     }
 
     fn fit(
         &self,
-        saved: &Saved<'_>,
+        saved: &SavedActivations<'_>,
         bytes: u64,
         rates: &Rates,
-        place: impl FnMut(&Recomputation, Option<u64>) -> Result<u64>,
-    ) -> Result<Recomputation> {
+        place: impl FnMut(&RematPlan, Option<u64>) -> Result<u64>,
+    ) -> Result<RematPlan> {
         if !rates.are_sound() {
             return Err(config(format!("{} FLOP/s and {} bytes/s are no device", rates.flops, rates.bytes)));
         }
@@ -138,8 +138,8 @@ impl Resolving<'_> {
         rates.nanoseconds(node.op.flops(&inputs, &outputs), node.op.bytes_moved(&inputs, &outputs))
     }
 
-    fn cycle(&self, saved: &Saved<'_>, policies: &[Recompute]) -> Result<Recomputation> {
-        let mut recomputation = Recomputation::default();
+    fn cycle(&self, saved: &SavedActivations<'_>, policies: &[Recompute]) -> Result<RematPlan> {
+        let mut recomputation = RematPlan::default();
         let mut known: Vec<&Recompute> = Vec::new();
         for policy in policies {
             let variant = known.iter().position(|other| *other == policy);
@@ -152,7 +152,7 @@ impl Resolving<'_> {
         Ok(recomputation)
     }
 
-    fn variant(&self, saved: &Saved<'_>, policy: &Recompute) -> Result<Variant> {
+    fn variant(&self, saved: &SavedActivations<'_>, policy: &Recompute) -> Result<Variant> {
         match policy {
             Recompute::None => Ok(saved.dropping([])),
             Recompute::Layers(layers) => {

@@ -10,7 +10,7 @@ use super::{Stash, Variant};
 
 /// The values that a forward pass hands to its own backward.
 #[derive(Debug)]
-pub struct Saved<'g> {
+pub struct SavedActivations<'g> {
     graph: &'g Graph,
     /// What may be dropped, in the order in which it is made.
     roots: Vec<ValueId>,
@@ -24,7 +24,7 @@ pub struct Saved<'g> {
     stash: BTreeMap<ValueId, Stash>,
 }
 
-impl<'g> Saved<'g> {
+impl<'g> SavedActivations<'g> {
     /// Looks at the nodes that are `alive`.
     pub fn new(graph: &'g Graph, alive: &[bool]) -> Self {
         let (values, groups) = (graph.values().len(), Groups::of(graph));
@@ -43,7 +43,7 @@ impl<'g> Saved<'g> {
         let (mut roots, mut repeatable) = (Vec::new(), vec![false; values]);
         for node in graph.node_ids().filter(|id| alive[id.index()]).map(|id| graph.node(id)) {
             let stays = node.outputs.iter().all(|o| !leaves_stage[o.index()] && !is_summed[o.index()]);
-            let pure = node.op.must_overwrite().is_empty() && !is_collective(node);
+            let pure = node.op.mutates().is_empty() && !is_collective(node);
             if node.phase == Phase::Forward && stays && pure && node.place != Place::Everywhere {
                 node.outputs.iter().for_each(|output| repeatable[output.index()] = true);
                 roots.extend(node.outputs.iter().copied().filter(|output| is_read[output.index()]));
@@ -110,10 +110,10 @@ impl<'g> Saved<'g> {
         let mut rematerialized = vec![false; self.graph.values().len()];
         let mut missing: Vec<ValueId> = dropped.into_iter().collect();
         missing.iter().for_each(|root| rematerialized[root.index()] = true);
-        let mut again: BTreeSet<NodeId> = BTreeSet::new();
+        let mut nodes: BTreeSet<NodeId> = BTreeSet::new();
         while let Some(root) = missing.pop() {
             let Source::Node { node, .. } = self.graph.value(root).source else { continue };
-            if !again.insert(node) {
+            if !nodes.insert(node) {
                 continue;
             }
             for input in self.graph.node(node).inputs.iter().map(|&input| self.graph.value(input).root) {
@@ -127,7 +127,7 @@ impl<'g> Saved<'g> {
         }
         let kept = self.stash.iter().filter(|(root, _)| !rematerialized[root.index()]);
         let stash: BTreeMap<ValueId, Stash> = kept.map(|(&root, &stash)| (root, stash)).collect();
-        Variant { rematerialized, again: again.into_iter().collect(), stash }
+        Variant { rematerialized, nodes: nodes.into_iter().collect(), stash }
     }
 }
 

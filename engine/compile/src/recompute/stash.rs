@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 use gapless_graph::{FLOATS, ValueId};
 
-use super::Saved;
+use super::SavedActivations;
 use super::policy::config;
 use crate::error::Result;
 
@@ -43,7 +43,7 @@ impl Stashing<'_> {
     ///
     /// # Errors
     /// When the backward reads no result of an operation of a name, or one is asked to wait in two ways.
-    pub(super) fn resolve(&self, saved: &Saved<'_>) -> Result<Vec<(ValueId, Stash)>> {
+    pub(super) fn resolve(&self, saved: &SavedActivations<'_>) -> Result<Vec<(ValueId, Stash)>> {
         if let Some(name) = self.compress.iter().find(|name| self.offload.contains(name)) {
             return Err(config(format!("{name:?} is to be both compressed and offloaded; choose one of the two")));
         }

@@ -2,7 +2,7 @@
 
 use gapless_communicator::launch_order::{Call, Start};
 
-use crate::program::{Operand, Program, Work};
+use crate::program::{InstrKind, Operand, Program};
 
 impl Program {
     /// Starts and waits of messages, and the arithmetic between them, in order: what
@@ -13,15 +13,17 @@ impl Program {
         // By request: its number among the starts.
         let mut numbers = vec![0; self.requests];
         let mut starts = 0;
-        for (index, step) in self.steps.iter().enumerate() {
-            let (message, start) = match &step.work {
-                Work::Send(m) => (m, Start::Send { to: m.peer, tag: m.tag, len: bytes(&step.inputs[0]) }),
-                Work::Receive(m) => (m, Start::Receive { from: m.peer, tag: m.tag, len: bytes(&step.outputs[0]) }),
-                Work::Wait(message) => {
+        for (index, instr) in self.instrs.iter().enumerate() {
+            let (message, start) = match &instr.kind {
+                InstrKind::Send(m) => (m, Start::Send { to: m.peer, tag: m.tag, len: bytes(&instr.inputs[0]) }),
+                InstrKind::Receive(m) => {
+                    (m, Start::Receive { from: m.peer, tag: m.tag, len: bytes(&instr.outputs[0]) })
+                }
+                InstrKind::Wait(message) => {
                     calls.push(Call::Wait(numbers[message.request]));
                     continue;
                 }
-                Work::Compute(_) => {
+                InstrKind::Compute(_) => {
                     let flops = self.flops_of(index..index + 1);
                     if let Some(Call::Compute(before)) = calls.last_mut() {
                         *before += flops;
@@ -30,12 +32,12 @@ impl Program {
                     }
                     continue;
                 }
-                Work::Collective(..)
-                | Work::Finish(_)
-                | Work::Offload(_)
-                | Work::Fetch(_)
-                | Work::Offer(_)
-                | Work::Settle(_) => {
+                InstrKind::Collective(..)
+                | InstrKind::Finish(_)
+                | InstrKind::Offload(_)
+                | InstrKind::Fetch(_)
+                | InstrKind::Vote(_)
+                | InstrKind::ApplyVote(_) => {
                     continue;
                 }
             };

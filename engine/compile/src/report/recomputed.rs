@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use crate::recompute::policy::block_of;
-use crate::{Program, Work};
+use crate::{InstrKind, Program};
 
 /// What is computed again in a layer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -17,29 +17,29 @@ pub struct LayerAgain {
 /// How many operations each micro-batch runs a second time.
 pub fn micro_batches_again(program: &Program) -> Vec<usize> {
     let mut counts = Vec::new();
-    for step in &program.steps {
-        let micro_batch = step.micro_batch as usize;
+    for instr in &program.instrs {
+        let micro_batch = instr.micro_batch as usize;
         counts.resize(counts.len().max(micro_batch + 1), 0);
-        counts[micro_batch] += usize::from(step.again);
+        counts[micro_batch] += usize::from(instr.rematerialized);
     }
     counts
 }
 
-/// The layers of a program in the order in which they run, with what a micro-batch computes again: the one that does most.
+/// The layers of a program in the order in which they run, with what a micro-batch computes rematerialized: the one that does most.
 pub fn layers_again(program: &Program) -> Vec<LayerAgain> {
     let counts = micro_batches_again(program);
     let most = counts.iter().max().copied().unwrap_or(0);
     let micro_batch = counts.iter().position(|&count| count == most).unwrap_or(0);
     let mut layers: Vec<LayerAgain> = Vec::new();
-    for step in &program.steps {
-        let Work::Compute(op) = &step.work else { continue };
-        let numbered = block_of(&step.layer);
-        let layer = numbered.unwrap_or(&step.layer);
+    for instr in &program.instrs {
+        let InstrKind::Compute(op) = &instr.kind else { continue };
+        let numbered = block_of(&instr.layer);
+        let layer = numbered.unwrap_or(&instr.layer);
         let known = layers.iter().position(|known| known.layer == layer);
-        if known.is_none() && (numbered.is_some() || step.again) {
+        if known.is_none() && (numbered.is_some() || instr.rematerialized) {
             layers.push(LayerAgain { layer: layer.to_owned(), ops: Vec::new() });
         }
-        if step.again && step.micro_batch as usize == micro_batch {
+        if instr.rematerialized && instr.micro_batch as usize == micro_batch {
             let index = known.unwrap_or(layers.len() - 1);
             layers[index].ops.push(op.name());
         }

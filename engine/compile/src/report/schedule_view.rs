@@ -8,7 +8,7 @@ use gapless_alloc::Role;
 use gapless_communicator::{Direction, Tag};
 use gapless_parallel::{Cell, Communication, CommunicationKind, Kept, MicroBatch, StageId};
 
-use crate::program::{Held, Program, Work};
+use crate::program::{BufferKind, InstrKind, Program};
 
 impl Program {
     /// The row of a table that this program runs: its actions, and the messages between them.
@@ -42,9 +42,9 @@ impl Program {
     /// Bytes, and the cells of the first and last use, of activations and messages that are used in several cells.
     fn outliving(&self, cell_of: &[Option<usize>]) -> impl Iterator<Item = (u64, usize, usize)> {
         let mut used: Vec<Option<(usize, usize)>> = vec![None; self.buffers.len()];
-        for (step, cell) in self.steps.iter().zip(cell_of) {
+        for (instr, cell) in self.instrs.iter().zip(cell_of) {
             let &Some(cell) = cell else { continue };
-            for operand in step.inputs.iter().chain(&step.outputs) {
+            for operand in instr.inputs.iter().chain(&instr.outputs) {
                 let (first, last) = used[operand.buffer.index()].unwrap_or((cell, cell));
                 used[operand.buffer.index()] = Some((first.min(cell), last.max(cell)));
             }
@@ -52,28 +52,28 @@ impl Program {
         self.buffers.iter().zip(used).filter_map(|(buffer, used)| {
             let (born, dead) = used?;
             let counted = matches!(buffer.label.role, Role::Activation | Role::Communication);
-            (counted && matches!(buffer.held, Held::No) && born < dead).then_some((buffer.bytes, born, dead))
+            (counted && matches!(buffer.kind, BufferKind::No) && born < dead).then_some((buffer.bytes, born, dead))
         })
     }
 
     /// The cells, and the cell of each step; none for what happens once per step.
     fn steps_by_cell(&self) -> (Vec<Cell>, Vec<Option<usize>>) {
         let mut cells: Vec<Cell> = Vec::new();
-        let mut cell_of = vec![None; self.steps.len()];
+        let mut cell_of = vec![None; self.instrs.len()];
         let mut receiving = vec![false; self.requests];
         for part in &self.parts {
-            for index in part.steps.clone() {
-                let cell = match (&self.steps[index].work, part.action) {
-                    (Work::Receive(message), Some(action)) => {
+            for index in part.instrs.clone() {
+                let cell = match (&self.instrs[index].kind, part.action) {
+                    (InstrKind::Receive(message), Some(action)) => {
                         receiving[message.request] = true;
                         communication(message.tag, Act::Receive, Some(action.stage))
                     }
-                    (Work::Wait(message), Some(action)) if receiving[message.request] => {
+                    (InstrKind::Wait(message), Some(action)) if receiving[message.request] => {
                         communication(message.tag, Act::Receive, Some(action.stage))
                     }
-                    (Work::Wait(message), _) => communication(message.tag, Act::Wait, None),
-                    (Work::Send(message), _) => communication(message.tag, Act::Send, None),
-                    (Work::Collective(..) | Work::Finish(_), _) => None,
+                    (InstrKind::Wait(message), _) => communication(message.tag, Act::Wait, None),
+                    (InstrKind::Send(message), _) => communication(message.tag, Act::Send, None),
+                    (InstrKind::Collective(..) | InstrKind::Finish(_), _) => None,
                     (_, Some(action)) => Some(Cell::One(action)),
                     (_, None) => None,
                 };

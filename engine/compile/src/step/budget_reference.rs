@@ -10,7 +10,7 @@ use super::{RankPlan, StepOptions, of_any, recompute, record};
 use crate::error::Error;
 use crate::link::height;
 use crate::lower::alive_nodes;
-use crate::recompute::{Recomputation, Recompute, Saved};
+use crate::recompute::{Recompute, RematPlan, SavedActivations};
 use crate::{CompileOptions, Program, Target};
 use gapless_graph::Result;
 
@@ -49,8 +49,8 @@ const TARGET: Target = Target::Cpu { threads: 1 };
 /// The program whose first micro-batch drops some values, and the others others.
 fn dropping(step: &TrainStep, plan: &RankPlan, first: Vec<ValueId>, rest: Vec<ValueId>) -> Program {
     let graph = step.graph();
-    let saved = Saved::new(&graph, &alive_nodes(&graph, step.outputs()));
-    let recomputation = Recomputation::uniform(saved.dropping(rest)).but_for(0, saved.dropping(first));
+    let saved = SavedActivations::new(&graph, &alive_nodes(&graph, step.outputs()));
+    let recomputation = RematPlan::uniform(saved.dropping(rest)).but_for(0, saved.dropping(first));
     step.lower_graph(&graph, plan, TARGET, &recomputation).unwrap()
 }
 
@@ -58,7 +58,7 @@ fn dropping(step: &TrainStep, plan: &RankPlan, first: Vec<ValueId>, rest: Vec<Va
 fn candidates(step: &TrainStep) -> Vec<Vec<ValueId>> {
     let graph = step.graph();
     let alive = alive_nodes(&graph, step.outputs());
-    let saved = Saved::new(&graph, &alive);
+    let saved = SavedActivations::new(&graph, &alive);
     let mut groups: Vec<Vec<_>> = Vec::new();
     for &root in saved.roots().iter().filter(|&&root| !saved.leaves_layer(root)) {
         match groups.last_mut() {

@@ -23,15 +23,15 @@ pub use self::options::StepOptions;
 pub use self::overflow::Overflow;
 pub use self::ranks::{Pipeline, RankPlan, Share};
 use self::record::{Trace, TrainStep};
-pub use self::update::{Kept, KeptPart};
+pub use self::update::{CheckpointLayout, KeptPart};
 use crate::Executable;
 use crate::error::{Error, Result};
 use crate::link::{compile, height};
 use crate::lower::{Lowering, Output, Target, alive_nodes, lower};
 use crate::partition::{ParameterStages, cut_like};
 use crate::passes::dump;
-use crate::program::{Held, Program};
-use crate::recompute::{Recomputation, Resolving};
+use crate::program::{BufferKind, Program};
+use crate::recompute::{RematPlan, Resolving};
 
 /// What makes a model, whichever it is: so what records and compiles steps is compiled once, and not for every model anew.
 pub type Build<'a> = dyn Fn(VarBuilder) -> gapless_graph::Result<Box<dyn Model + 'a>> + 'a;
@@ -54,7 +54,7 @@ pub struct CompiledStep {
     /// Ids that tokens may have.
     pub vocabulary: usize,
     /// What the ranks keep between steps.
-    pub kept: Kept,
+    pub layout: CheckpointLayout,
     /// Names of what the step shows beside the loss.
     pub watched: Vec<String>,
 }
@@ -94,8 +94,8 @@ pub fn compile_step(
     }
     // Lifetimes, the plan, its check, and addresses.
     let executable = compile(&programs, &options.planning_within(options.recompute.capacity()))?;
-    let TrainStep { parameters, kept, watched, .. } = step;
-    Ok((executable, CompiledStep { parameters, vocabulary, kept, watched }))
+    let TrainStep { parameters, layout, watched, .. } = step;
+    Ok((executable, CompiledStep { parameters, vocabulary, layout, watched }))
 }
 
 /// The program of a rank's training step, before anything has an address.
@@ -126,7 +126,7 @@ fn recompute(
     ranks: &RankPlan,
     target: Target,
     others: &[&Program],
-) -> Result<Recomputation> {
+) -> Result<RematPlan> {
     let _span = tracing::info_span!("recompute").entered();
     let alive = alive_nodes(&step.graph(), step.outputs());
     let graph = step.graph();
@@ -185,8 +185,8 @@ fn forward(
         rank: ranks.at.pipeline,
         outputs: &[output],
         roles: &HashMap::new(),
-        recomputation: &Recomputation::default(),
-        lets_go: false,
+        recomputation: &RematPlan::default(),
+        evicts: false,
         target,
     })
 }
@@ -194,7 +194,7 @@ fn forward(
 /// What only a later program reads would not follow the training.
 fn expect_same_parameters(programs: &[Program]) -> Result<()> {
     let held = |program: &Program| -> BTreeSet<String> {
-        let always = program.buffers.iter().filter(|b| matches!(b.held, Held::Always { .. }));
+        let always = program.buffers.iter().filter(|b| matches!(b.kind, BufferKind::Always { .. }));
         always.filter(|b| b.label.role == Role::Parameter).map(|b| b.label.tensor.clone()).collect()
     };
     let trained = held(&programs[0]);

@@ -7,7 +7,7 @@ use gapless_parallel::{Action, Coordinate, Kind, Mesh, OneForwardOneBackward, Sc
 
 use super::StepOptions;
 use crate::error::{Error, Result};
-use crate::partition::Cut;
+use crate::partition::StagePartition;
 
 /// The order of work in a pipeline, and how the model is cut for it.
 #[derive(Clone)]
@@ -17,13 +17,13 @@ pub struct Pipeline {
     /// Stages per rank.
     pub chunks: usize,
     /// Where stages begin.
-    pub cut: Cut,
+    pub cut: StagePartition,
 }
 
 impl Default for Pipeline {
     /// 1F1B, one stage per rank, balanced.
     fn default() -> Self {
-        Self { schedule: Arc::new(OneForwardOneBackward), chunks: 1, cut: Cut::Balanced }
+        Self { schedule: Arc::new(OneForwardOneBackward), chunks: 1, cut: StagePartition::Balanced }
     }
 }
 

@@ -7,17 +7,17 @@ use candle_core::DType;
 use gapless_alloc::Role;
 use gapless_graph::autodiff::differentiate_in;
 use gapless_graph::nn::VarBuilder;
-use gapless_graph::optim::Updated;
+use gapless_graph::optim::ParameterInfo;
 use gapless_graph::{Graph, Model, Phase, Place, Spec, Tensor, ValueId, lock};
 use gapless_parallel::StageId;
 
-use super::update::{Kept, Parameter, Recorded, Update};
+use super::update::{CheckpointLayout, Parameter, Recorded, Update};
 use super::{Build, Overflow, RankPlan, StepOptions, gradient_output, watched_output};
 use crate::error::Result;
 use crate::lower::{Lowering, Output, Target, lower};
 use crate::partition::{ParameterStages, cut, parameter_stages};
 use crate::program::Program;
-use crate::recompute::Recomputation;
+use crate::recompute::RematPlan;
 
 /// The graph of a training step. Each of its stages builds on those before.
 pub(super) struct TrainStep {
@@ -34,11 +34,11 @@ pub(super) struct TrainStep {
     /// Which stages read each parameter.
     pub stages: ParameterStages,
     /// What the ranks keep between steps.
-    pub kept: Kept,
+    pub layout: CheckpointLayout,
     /// Names of what it shows beside the loss.
     pub watched: Vec<String>,
     /// Whether rows that are received need not wait for their backward.
-    lets_go: bool,
+    evicts: bool,
 }
 
 impl TrainStep {
@@ -57,9 +57,9 @@ impl TrainStep {
             roles: HashMap::new(),
             parameters: 0,
             stages: ParameterStages::new(),
-            kept: Kept::default(),
+            layout: CheckpointLayout::default(),
             watched: Vec::new(),
-            lets_go: options.overflow == Overflow::Recompute,
+            evicts: options.overflow == Overflow::Recompute,
         })
     }
 
@@ -79,7 +79,7 @@ impl TrainStep {
         let looked_up = trace.looked_up();
         let gradients = differentiate_in(&trace.graph, &self.loss, self.share, &|parameter| {
             let (name, dims, dtype) = (&trace.name(parameter.id()), parameter.dims(), parameter.dtype());
-            let of = Updated { name, dims, dtype, looked_up: looked_up.contains(&parameter.id()) };
+            let of = ParameterInfo { name, dims, dtype, looked_up: looked_up.contains(&parameter.id()) };
             let rule = trace.lock().rule(parameter.id()).cloned();
             if several { rule.as_deref().unwrap_or(&*options.optimizer).sum_dtype(&of) } else { dtype }
         })?;
@@ -116,32 +116,32 @@ impl TrainStep {
         if options.keep_gradients {
             outputs.extend(gradients.iter().map(|p| Output::local(gradient_output(&p.name), p.gradient.id())));
         }
-        let Recorded { norm, roles, mut kept } = update.record(gradients, &mean_loss, &*options.optimizer)?;
+        let Recorded { norm, roles, mut layout } = update.record(gradients, &mean_loss, &*options.optimizer)?;
         outputs.push(Output::everywhere("gradient_norm", norm.id()));
-        self.keep_frozen(&update, &mut kept);
+        self.keep_frozen(&update, &mut layout);
         self.watched = watched.into_iter().map(|(name, _)| name).collect();
-        (self.parameters, self.outputs, self.roles, self.kept) = (count, outputs, roles, kept);
+        (self.parameters, self.outputs, self.roles, self.layout) = (count, outputs, roles, layout);
         Ok(())
     }
 
     /// Persistent tensors that the forward reads and no update changes.
-    fn keep_frozen(&self, update: &Update<'_>, kept: &mut Kept) {
+    fn keep_frozen(&self, update: &Update<'_>, layout: &mut CheckpointLayout) {
         let graph = self.trace.lock();
         for (id, name) in graph.persistent().filter(|(_, name)| self.stages.contains_key(*name)) {
-            if !kept.shapes.contains_key(name) {
+            if !layout.shapes.contains_key(name) {
                 let here = &graph.value(id).spec;
                 let whole = graph.shared(id).unwrap_or(&here.shape);
-                kept.shapes.insert(name.to_owned(), whole.dims().to_vec());
-                kept.frozen.insert(name.to_owned());
+                layout.shapes.insert(name.to_owned(), whole.dims().to_vec());
+                layout.frozen.insert(name.to_owned());
                 if graph.shared(id).is_some() {
-                    kept.parts.insert(name.to_owned(), update.share(here.elements()));
+                    layout.parts.insert(name.to_owned(), update.share(here.elements()));
                 }
             }
         }
     }
 
     /// The program of one rank.
-    pub fn lower(&self, ranks: &RankPlan, target: Target, recomputation: &Recomputation) -> Result<Program> {
+    pub fn lower(&self, ranks: &RankPlan, target: Target, recomputation: &RematPlan) -> Result<Program> {
         self.lower_graph(&self.graph(), ranks, target, recomputation)
     }
 
@@ -151,7 +151,7 @@ impl TrainStep {
         graph: &Graph,
         ranks: &RankPlan,
         target: Target,
-        recomputation: &Recomputation,
+        recomputation: &RematPlan,
     ) -> Result<Program> {
         lower(&Lowering {
             name: "train",
@@ -161,7 +161,7 @@ impl TrainStep {
             outputs: &self.outputs,
             roles: &self.roles,
             recomputation,
-            lets_go: self.lets_go,
+            evicts: self.evicts,
             target,
         })
     }

@@ -12,7 +12,9 @@ use candle_core::DType;
 use gapless_alloc::Role;
 use gapless_graph::nn::Init;
 use gapless_graph::ops::{Collective, Contiguous, Group};
-use gapless_graph::optim::{GlobalNorm, Optimizer, ParameterUpdate, SCALARS, SquaredNorms, State, StateInit, Updated};
+use gapless_graph::optim::{
+    GlobalNorm, Optimizer, ParameterInfo, ParameterUpdate, SCALARS, SquaredNorms, State, StateInit,
+};
 use gapless_graph::{Error, Result};
 use gapless_graph::{Place, Spec, Tensor, ValueId};
 use gapless_parallel::StageId;
@@ -47,7 +49,7 @@ pub(super) struct Update<'a> {
 /// What there is to update on this rank: a parameter, or its part of it.
 struct Target<'a> {
     parameter: &'a Parameter,
-    of: Updated<'a>,
+    of: ParameterInfo<'a>,
     gradient: Tensor,
     part: Part,
     /// Its own rule, in the optimizer's place.
@@ -70,7 +72,7 @@ type Roles = HashMap<ValueId, Role>;
 
 /// What the whole mesh keeps between steps.
 #[derive(Debug, Default)]
-pub struct Kept {
+pub struct CheckpointLayout {
     /// Extents of every parameter and state, by name.
     pub shapes: BTreeMap<String, Vec<usize>>,
     /// Those that no update changes.
@@ -95,7 +97,7 @@ pub(super) struct Recorded {
     /// The norm of all gradients.
     pub norm: Tensor,
     pub roles: Roles,
-    pub kept: Kept,
+    pub layout: CheckpointLayout,
 }
 
 impl Update<'_> {
@@ -124,13 +126,13 @@ impl Update<'_> {
         // Nothing to wait for: neither clipped nor left out.
         let clip = if self.release { loss.constant(0.0, ()) } else { norm.clone() };
         let scalars = self.trace.input(SCALARS_INPUT, Spec::f32(SCALARS))?;
-        let (mut roles, mut kept) = (Roles::new(), Kept::default());
+        let (mut roles, mut layout) = (Roles::new(), CheckpointLayout::default());
         for target in &targets {
             self.place(Place::Stage(target.parameter.owner));
             let Parameter { name, tensor: here, .. } = target.parameter;
-            kept.shapes.insert(name.clone(), target.of.dims.to_vec());
+            layout.shapes.insert(name.clone(), target.of.dims.to_vec());
             if target.part == Part::OfExperts {
-                kept.parts.insert(name.clone(), self.kept_part(target.part, here.elem_count()));
+                layout.parts.insert(name.clone(), self.kept_part(target.part, here.elem_count()));
             }
             let mut states = Vec::new();
             let optimizer = target.rule.as_deref().unwrap_or(optimizer);
@@ -140,19 +142,19 @@ impl Update<'_> {
                     let (why, remedy) = (format!("{state} is {:?}", spec.dtype), "keep states in f32 or u8");
                     return Err(Error::Config { what: "optimizer", why, remedy });
                 }
-                kept.shapes.insert(state.clone(), spec.dims().to_vec());
+                layout.shapes.insert(state.clone(), spec.dims().to_vec());
                 let own = self.part_of_state(&state, spec, target.part)?;
                 if target.part != Part::Whole {
-                    kept.parts.insert(state.clone(), self.kept_part(target.part, own.elements()));
+                    layout.parts.insert(state.clone(), self.kept_part(target.part, own.elements()));
                 }
                 let id = match init {
                     StateInit::Filled(init) => self.trace.lock().add_persistent(&state, own, init)?,
                     StateInit::Parameter => {
-                        let skip = if target.part == Part::OfBatch { kept.parts[&state].first } else { 0 };
+                        let skip = if target.part == Part::OfBatch { layout.parts[&state].first } else { 0 };
                         let mut graph = self.trace.lock();
                         let id = graph.add_persistent(&state, own, Init::Const(0.0))?;
                         graph.fill_as(id, here.id(), skip);
-                        kept.copies.insert(name.clone(), state.clone());
+                        layout.copies.insert(name.clone(), state.clone());
                         id
                     }
                 };
@@ -176,7 +178,7 @@ impl Update<'_> {
                 Tensor::apply_op::<1>(Collective::Refill { ranks: self.ranks(target.part) }, &[here, &updated])?;
             }
         }
-        Ok(Recorded { norm, roles, kept })
+        Ok(Recorded { norm, roles, layout })
     }
 
     fn target<'p>(
@@ -187,11 +189,13 @@ impl Update<'_> {
     ) -> Result<Target<'p>> {
         self.place(Place::Stage(parameter.owner));
         let Parameter { name, tensor, gradient, dims, shared, .. } = parameter;
-        let of = Updated { name, dims, dtype: tensor.dtype(), looked_up: looked_up.contains(&tensor.id()) };
+        let of = ParameterInfo { name, dims, dtype: tensor.dtype(), looked_up: looked_up.contains(&tensor.id()) };
         let rule = self.trace.lock().rule(tensor.id()).cloned();
         let optimizer = rule.as_deref().unwrap_or(optimizer);
         let divides = |ranks: usize| {
-            optimizer.grain(&of).is_some_and(|grain| of.elements().is_multiple_of(ranks.saturating_mul(grain)))
+            optimizer
+                .shard_granularity(&of)
+                .is_some_and(|grain| of.elements().is_multiple_of(ranks.saturating_mul(grain)))
         };
         let ranks = self.ranks(Part::OfBatch);
         if *shared {

@@ -25,7 +25,7 @@ pub enum Init {
 
 /// What a persistent tensor holds before the first step: elements of a tensor that may be another, or larger.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Fill {
+pub struct Initializer {
     /// How that tensor is filled.
     pub init: Init,
     /// Its name, which decides its random numbers.
@@ -34,7 +34,7 @@ pub struct Fill {
     pub first: usize,
 }
 
-impl Fill {
+impl Initializer {
     /// Fills what is here: a pure function of the run's seed and of these, cast to its type.
     pub fn fill<T: Copy>(&self, seed: u64, out: &mut [T], cast: impl Fn(f64) -> T) {
         let hash = blake3::hash(self.name.as_bytes());

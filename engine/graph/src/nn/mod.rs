@@ -6,7 +6,7 @@ mod model;
 mod moe;
 mod var_builder;
 
-pub use init::{Fill, Init};
+pub use init::{Init, Initializer};
 pub use layers::{Embedding, LayerNorm, Linear, RmsNorm, embedding, layer_norm, linear, linear_no_bias, rms_norm};
 pub use model::Model;
 pub use moe::{Capacity, Choice, Exchange, Experts, Router, RouterConfig, Routing, Score};

@@ -32,7 +32,7 @@ impl Op for Affine {
         Ok(())
     }
 
-    fn may_overwrite(&self) -> &[(usize, usize)] {
+    fn inplace(&self) -> &[(usize, usize)] {
         &[(0, 0)]
     }
 

@@ -76,7 +76,7 @@ impl Op for Binary {
         Ok(())
     }
 
-    fn may_overwrite(&self) -> &[(usize, usize)] {
+    fn inplace(&self) -> &[(usize, usize)] {
         &[(0, 0), (1, 0)]
     }
 

@@ -182,7 +182,7 @@ impl Op for Collective {
         }
     }
 
-    fn must_overwrite(&self) -> &[(usize, usize)] {
+    fn mutates(&self) -> &[(usize, usize)] {
         match self {
             Self::AllReduce { .. } | Self::Refill { .. } => &[(0, 0)],
             _ => &[],

@@ -98,7 +98,7 @@ impl Op for CrossEntropyGrad {
         index == 3
     }
 
-    fn may_overwrite(&self) -> &[(usize, usize)] {
+    fn inplace(&self) -> &[(usize, usize)] {
         &[(0, 0)]
     }
 

@@ -54,7 +54,7 @@ impl Op for Dropout {
         Ok(())
     }
 
-    fn may_overwrite(&self) -> &[(usize, usize)] {
+    fn inplace(&self) -> &[(usize, usize)] {
         &[(0, 0)]
     }
 

@@ -102,7 +102,7 @@ impl Op for EmbeddingGrad {
         true
     }
 
-    fn with_output_in(&self, index: usize, dtype: DType) -> Option<Arc<dyn Op>> {
+    fn with_output_dtype(&self, index: usize, dtype: DType) -> Option<Arc<dyn Op>> {
         Some(Arc::new(Self { types: self.types.with(index, dtype), ..*self }))
     }
 

@@ -83,7 +83,7 @@ impl Op for LinearCrossEntropy {
         Chunks::of(inputs).flops(if self.gradient.is_some() { 3 } else { 1 })
     }
 
-    fn may_overwrite(&self) -> &[(usize, usize)] {
+    fn inplace(&self) -> &[(usize, usize)] {
         if self.gradient.is_some() { &[(0, 1)] } else { &[] }
     }
 
@@ -91,7 +91,7 @@ impl Op for LinearCrossEntropy {
         index == 2
     }
 
-    fn with_output_in(&self, index: usize, dtype: DType) -> Option<Arc<dyn Op>> {
+    fn with_output_dtype(&self, index: usize, dtype: DType) -> Option<Arc<dyn Op>> {
         (index == 2).then(|| Arc::new(Self { types: self.types.with(index, dtype), ..*self }) as Arc<dyn Op>)
     }
 
@@ -156,7 +156,7 @@ impl Op for LinearCrossEntropyGrad {
         Chunks::of(inputs).flops(3)
     }
 
-    fn may_overwrite(&self) -> &[(usize, usize)] {
+    fn inplace(&self) -> &[(usize, usize)] {
         &[(0, 0)]
     }
 
@@ -164,7 +164,7 @@ impl Op for LinearCrossEntropyGrad {
         index == 1
     }
 
-    fn with_output_in(&self, index: usize, dtype: DType) -> Option<Arc<dyn Op>> {
+    fn with_output_dtype(&self, index: usize, dtype: DType) -> Option<Arc<dyn Op>> {
         (index == 1).then(|| Arc::new(Self { types: self.types.with(index, dtype) }) as Arc<dyn Op>)
     }
 

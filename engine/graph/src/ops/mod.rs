@@ -45,7 +45,7 @@ pub use cross_entropy::CrossEntropy;
 pub use dropout::Dropout;
 pub use embedding::Embedding;
 pub use experts::{
-    Chooses, Combine, Dispatch, Drop, ExpertGroups, ExpertLoad, GroupedLinear, Jitter, LogSumExp, NONE, Route,
+    Chooses, Combine, Dispatch, DropPolicy, ExpertGroups, ExpertLoad, GroupedLinear, Jitter, LogSumExp, NONE, Route,
     RoutedSwiGlu, RunLengths, RunStarts, SlotWeights, TopK, Unplaced,
 };
 pub use layer_norm::LayerNorm;

@@ -65,7 +65,7 @@ impl Op for NormGradInput {
         9 * inputs[0].elements() as u64
     }
 
-    fn may_overwrite(&self) -> &[(usize, usize)] {
+    fn inplace(&self) -> &[(usize, usize)] {
         &[(3, 0)]
     }
 
@@ -142,7 +142,7 @@ impl Op for NormGradWeight {
         true
     }
 
-    fn with_output_in(&self, index: usize, dtype: DType) -> Option<Arc<dyn Op>> {
+    fn with_output_dtype(&self, index: usize, dtype: DType) -> Option<Arc<dyn Op>> {
         Some(Arc::new(Self { types: self.types.with(index, dtype) }))
     }
 

@@ -3,7 +3,7 @@
 use candle_core::DType;
 use gapless_kernels::Spec;
 
-/// By output the type that was asked for by [`Op::with_output_in`](crate::Op::with_output_in).
+/// By output the type that was asked for by [`Op::with_output_dtype`](crate::Op::with_output_dtype).
 #[derive(Debug, Clone, Copy)]
 pub(super) struct OutputTypes<const N: usize>([Option<DType>; N]);
 

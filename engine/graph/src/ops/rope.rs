@@ -55,7 +55,7 @@ impl Op for Rope {
         true
     }
 
-    fn may_overwrite(&self) -> &[(usize, usize)] {
+    fn inplace(&self) -> &[(usize, usize)] {
         &[(0, 0)]
     }
 

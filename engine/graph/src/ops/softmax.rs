@@ -33,7 +33,7 @@ impl Op for Softmax {
         5 * inputs[0].elements() as u64
     }
 
-    fn may_overwrite(&self) -> &[(usize, usize)] {
+    fn inplace(&self) -> &[(usize, usize)] {
         &[(0, 0)]
     }
 
@@ -83,7 +83,7 @@ impl Op for SoftmaxGrad {
         Ok(vec![inputs[0].clone()])
     }
 
-    fn may_overwrite(&self) -> &[(usize, usize)] {
+    fn inplace(&self) -> &[(usize, usize)] {
         &[(1, 0)]
     }
 

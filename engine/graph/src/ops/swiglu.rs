@@ -30,7 +30,7 @@ impl Op for SwiGlu {
         Ok(())
     }
 
-    fn may_overwrite(&self) -> &[(usize, usize)] {
+    fn inplace(&self) -> &[(usize, usize)] {
         &[(0, 0), (1, 0)]
     }
 
@@ -63,7 +63,7 @@ impl Op for SwiGluGrad {
         Ok(vec![inputs[0].clone(), inputs[0].clone()])
     }
 
-    fn may_overwrite(&self) -> &[(usize, usize)] {
+    fn inplace(&self) -> &[(usize, usize)] {
         &[(0, 0), (1, 1)]
     }
 

@@ -86,7 +86,7 @@ impl Op for Unary {
         Ok(())
     }
 
-    fn may_overwrite(&self) -> &[(usize, usize)] {
+    fn inplace(&self) -> &[(usize, usize)] {
         &[(0, 0)]
     }
 
@@ -137,7 +137,7 @@ impl Op for UnaryGrad {
         Ok(vec![inputs[0].clone()])
     }
 
-    fn may_overwrite(&self) -> &[(usize, usize)] {
+    fn inplace(&self) -> &[(usize, usize)] {
         &[(1, 0), (0, 0)]
     }
 

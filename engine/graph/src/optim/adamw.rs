@@ -4,7 +4,7 @@ use candle_core::DType;
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::{Args, BLOCK, InPieces, Pieces, vectorize};
 
-use super::{Optimizer, ParameterUpdate, SCALARS, State, StateInit, Updated};
+use super::{Optimizer, ParameterInfo, ParameterUpdate, SCALARS, State, StateInit};
 use crate::error::{Error, Result};
 use crate::nn::Init;
 use crate::op::Op;
@@ -55,7 +55,7 @@ impl Optimizer for AdamW {
         self.max_norm.is_finite()
     }
 
-    fn states(&self, of: &Updated<'_>) -> Vec<State> {
+    fn states(&self, of: &ParameterInfo<'_>) -> Vec<State> {
         let spec = || Spec { shape: of.dims.into(), dtype: self.sum_dtype(of) };
         let moment = |name| State { name, spec: spec(), init: Init::Const(0.0).into() };
         let mut states = vec![moment("exp_avg"), moment("exp_avg_sq")];
@@ -65,7 +65,7 @@ impl Optimizer for AdamW {
         states
     }
 
-    fn sum_dtype(&self, of: &Updated<'_>) -> DType {
+    fn sum_dtype(&self, of: &ParameterInfo<'_>) -> DType {
         if self.masters { DType::F32 } else { of.dtype }
     }
 
@@ -99,12 +99,12 @@ impl Optimizer for AdamW {
 
 impl AdamW {
     /// The weight decay of a parameter.
-    pub(super) fn decay(&self, of: &Updated<'_>) -> f64 {
+    pub(super) fn decay(&self, of: &ParameterInfo<'_>) -> f64 {
         if of.dims.len() >= 2 { self.weight_decay } else { 0.0 }
     }
 
     /// Whether a parameter is updated in a copy of more precision.
-    fn has_master(&self, of: &Updated<'_>) -> bool {
+    fn has_master(&self, of: &ParameterInfo<'_>) -> bool {
         self.sum_dtype(of) != of.dtype
     }
 
@@ -204,7 +204,7 @@ impl Op for AdamWUpdate {
         15 * inputs[0].elements() as u64
     }
 
-    fn must_overwrite(&self) -> &[(usize, usize)] {
+    fn mutates(&self) -> &[(usize, usize)] {
         if self.has_master { &[(0, 0), (2, 1), (3, 2), (6, 3)] } else { &[(0, 0), (2, 1), (3, 2)] }
     }
 

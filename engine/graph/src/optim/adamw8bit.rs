@@ -6,7 +6,7 @@ use gapless_kernels::cpu::{self, Args, InPieces, Pieces, vectorize};
 
 use super::adamw::AdamWStep;
 use super::eight_bit::{BLOCK, Signed, Unsigned, dequantise, exact, quantise};
-use super::{AdamW, Optimizer, ParameterUpdate, SCALARS, State, Updated};
+use super::{AdamW, Optimizer, ParameterInfo, ParameterUpdate, SCALARS, State};
 use crate::error::Result;
 use crate::nn::Init;
 use crate::op::Op;
@@ -40,7 +40,7 @@ impl AdamW8bit {
     /// Neighbouring numbers that share a scale.
     pub const BLOCK: usize = BLOCK;
 
-    fn applies(&self, of: &Updated<'_>) -> bool {
+    fn applies(&self, of: &ParameterInfo<'_>) -> bool {
         of.elements() >= self.smallest && (self.embeddings || !of.looked_up)
     }
 }
@@ -54,7 +54,7 @@ impl Optimizer for AdamW8bit {
         self.rule.needs_norm()
     }
 
-    fn states(&self, of: &Updated<'_>) -> Vec<State> {
+    fn states(&self, of: &ParameterInfo<'_>) -> Vec<State> {
         if !self.applies(of) {
             return self.rule.states(of);
         }
@@ -65,8 +65,8 @@ impl Optimizer for AdamW8bit {
     }
 
     /// Whole blocks, so that the parts' states are those of the whole.
-    fn grain(&self, of: &Updated<'_>) -> Option<usize> {
-        if self.applies(of) { Some(BLOCK) } else { self.rule.grain(of) }
+    fn shard_granularity(&self, of: &ParameterInfo<'_>) -> Option<usize> {
+        if self.applies(of) { Some(BLOCK) } else { self.rule.shard_granularity(of) }
     }
 
     fn scalars(&self, step: u64, lr: f64) -> [f32; SCALARS] {
@@ -144,7 +144,7 @@ impl Op for AdamW8bitUpdate {
         30 * inputs[0].elements() as u64
     }
 
-    fn must_overwrite(&self) -> &[(usize, usize)] {
+    fn mutates(&self) -> &[(usize, usize)] {
         &[(0, 0), (2, 1), (3, 2), (4, 3), (5, 4)]
     }
 

@@ -4,7 +4,7 @@ use gapless_kernels::Spec;
 use gapless_kernels::cpu::{Args, BLOCK, InPieces, Pieces, vectorize};
 
 use super::subspace::{Projection, exact};
-use super::{AdamW, Optimizer, ParameterUpdate, SCALARS, State, Updated};
+use super::{AdamW, Optimizer, ParameterInfo, ParameterUpdate, SCALARS, State};
 use crate::error::{Error, Result};
 use crate::nn::Init;
 use crate::op::Op;
@@ -42,7 +42,7 @@ impl Default for GaLore {
 const REFRESH: usize = 3;
 
 impl GaLore {
-    fn projection(&self, of: &Updated<'_>) -> Option<Projection> {
+    fn projection(&self, of: &ParameterInfo<'_>) -> Option<Projection> {
         let &[rows, columns] = of.dims else { return None };
         let applies = !of.looked_up && rows.min(columns) > self.rank;
         applies.then_some(Projection { rows, columns, rank: self.rank })
@@ -65,7 +65,7 @@ impl Optimizer for GaLore {
         self.rule.needs_norm()
     }
 
-    fn states(&self, of: &Updated<'_>) -> Vec<State> {
+    fn states(&self, of: &ParameterInfo<'_>) -> Vec<State> {
         let Some(projection) = self.projection(of) else { return self.rule.states(of) };
         let state =
             |name, columns| State { name, spec: Spec::f32((self.rank, columns)), init: Init::Const(0.0).into() };
@@ -74,8 +74,8 @@ impl Optimizer for GaLore {
     }
 
     /// A projection is of the whole gradient, so every data rank makes it.
-    fn grain(&self, of: &Updated<'_>) -> Option<usize> {
-        if self.projection(of).is_some() { None } else { self.rule.grain(of) }
+    fn shard_granularity(&self, of: &ParameterInfo<'_>) -> Option<usize> {
+        if self.projection(of).is_some() { None } else { self.rule.shard_granularity(of) }
     }
 
     fn scalars(&self, step: u64, lr: f64) -> [f32; SCALARS] {
@@ -132,7 +132,7 @@ impl Op for GaLoreUpdate {
         4 * (inputs[0].elements() * self.projection.rank) as u64 + 15 * self.projected_len() as u64
     }
 
-    fn must_overwrite(&self) -> &[(usize, usize)] {
+    fn mutates(&self) -> &[(usize, usize)] {
         &[(0, 0), (2, 1), (3, 2), (4, 3)]
     }
 

@@ -3,7 +3,7 @@
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::Args;
 
-use super::{Optimizer, ParameterUpdate, SCALARS, State, Updated};
+use super::{Optimizer, ParameterInfo, ParameterUpdate, SCALARS, State};
 use crate::error::Result;
 use crate::op::Op;
 use crate::reference::{Array, Reference};
@@ -22,12 +22,12 @@ impl Optimizer for LoadBias {
         false
     }
 
-    fn states(&self, _: &Updated<'_>) -> Vec<State> {
+    fn states(&self, _: &ParameterInfo<'_>) -> Vec<State> {
         Vec::new()
     }
 
     /// The mean is that of all experts.
-    fn grain(&self, _: &Updated<'_>) -> Option<usize> {
+    fn shard_granularity(&self, _: &ParameterInfo<'_>) -> Option<usize> {
         None
     }
 
@@ -57,7 +57,7 @@ impl Op for LoadBiasUpdate {
         Ok(vec![inputs[0].clone()])
     }
 
-    fn must_overwrite(&self) -> &[(usize, usize)] {
+    fn mutates(&self) -> &[(usize, usize)] {
         &[(0, 0)]
     }
 

@@ -28,7 +28,7 @@ pub const SCALARS: usize = 8;
 
 /// What there is to know of a parameter before its update is recorded.
 #[derive(Debug, Clone, Copy)]
-pub struct Updated<'a> {
+pub struct ParameterInfo<'a> {
     /// Its full name.
     pub name: &'a str,
     /// Extents of the whole parameter: matrices usually decay, vectors do not.
@@ -39,7 +39,7 @@ pub struct Updated<'a> {
     pub looked_up: bool,
 }
 
-impl Updated<'_> {
+impl ParameterInfo<'_> {
     /// Elements of the whole parameter.
     pub fn elements(&self) -> usize {
         self.dims.iter().product()
@@ -79,7 +79,7 @@ pub struct ParameterUpdate<'a> {
     /// The parameter, which the update overwrites.
     pub parameter: &'a Tensor,
     /// What the whole parameter is.
-    pub of: Updated<'a>,
+    pub of: ParameterInfo<'a>,
     /// Its gradient, summed over the step.
     pub gradient: &'a Tensor,
     /// Its states, in the order of [`Optimizer::states`]; of a flat part, flat parts.
@@ -107,17 +107,17 @@ pub trait Optimizer: std::fmt::Debug + Send + Sync {
     }
 
     /// The tensors that it keeps for a parameter.
-    fn states(&self, of: &Updated<'_>) -> Vec<State>;
+    fn states(&self, of: &ParameterInfo<'_>) -> Vec<State>;
 
     /// The type in which a parameter's gradient is summed up over micro-batches; by default its own.
-    fn sum_dtype(&self, of: &Updated<'_>) -> DType {
+    fn sum_dtype(&self, of: &ParameterInfo<'_>) -> DType {
         of.dtype
     }
 
     /// Data ranks may each update a flat part of a parameter, with the same part of its gradient and of all its states
     /// ([`crate::Trainer::on`]): parts of any multiple of this many elements, or none at all. Every state has to
     /// divide into as many parts as the parameter does.
-    fn grain(&self, _of: &Updated<'_>) -> Option<usize> {
+    fn shard_granularity(&self, _of: &ParameterInfo<'_>) -> Option<usize> {
         Some(1)
     }
 

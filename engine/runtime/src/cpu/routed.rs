@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use gapless_alloc::arena::{Arena, ArenaPlan, ArenaReport, Overflow, RequestId, RunViolation, Served, check_run};
 use gapless_compile::Executable;
-use gapless_compile::internal::{Asked, Instruction, Released, When};
+use gapless_compile::internal::{DynamicAlloc, DynamicFree, Instruction, When};
 use gapless_kernels::cpu::args::Places;
 use gapless_kernels::cpu::overflow_heap::OverflowHeap;
 
@@ -21,7 +21,7 @@ pub(crate) struct Routed {
     served: Vec<Served>,
     outside: OverflowHeap,
     /// By count: whether its rows were let go.
-    let_go: Vec<bool>,
+    evicted: Vec<bool>,
     /// If what the arena refuses is served outside: up to how many bytes, of both.
     limit: Option<u64>,
 }
@@ -42,7 +42,7 @@ impl Routed {
             arena: plan.cloned().map(Arena::new),
             offsets: vec![0; requests],
             rows: vec![0; counts],
-            let_go: vec![false; counts],
+            evicted: vec![false; counts],
             served: Vec::with_capacity(requests),
             ..Self::default()
         }
@@ -57,7 +57,7 @@ impl Routed {
     pub fn begin(&mut self, arena_bytes: u64) {
         self.arena.iter_mut().for_each(Arena::reset);
         self.served.clear();
-        self.let_go.fill(false);
+        self.evicted.fill(false);
         self.outside.begin(arena_bytes);
     }
 
@@ -68,7 +68,7 @@ impl Routed {
 
     /// Whether an instruction is left out.
     pub fn is_left_out(&self, instruction: &Instruction) -> bool {
-        instruction.only_if.is_some_and(|count| !self.let_go[count as usize])
+        instruction.predicate.is_some_and(|count| !self.evicted[count as usize])
     }
 
     /// Looks for room for all rows that an instruction offers to keep. Whether there is.
@@ -86,11 +86,11 @@ impl Routed {
     }
 
     /// Keeps the rows that were offered room, or lets them go: then `had_room` says whether there was any.
-    pub fn settle(&mut self, instruction: &Instruction, lets_go: bool, had_room: bool) {
+    pub fn settle(&mut self, instruction: &Instruction, evicts: bool, had_room: bool) {
         let arena = self.arena.as_mut().expect("an executable with requests has an arena");
-        for &Asked { request, place, count, row_bytes, .. } in &*instruction.requests {
-            self.let_go[count as usize] = lets_go;
-            match lets_go {
+        for &DynamicAlloc { request, place, count, row_bytes, .. } in &*instruction.requests {
+            self.evicted[count as usize] = evicts;
+            match evicts {
                 true if had_room => arena.release(request),
                 true => {}
                 false => {
@@ -99,22 +99,22 @@ impl Routed {
                 }
             }
         }
-        if lets_go {
-            arena.note_let_go();
+        if evicts {
+            arena.note_evicted();
         }
     }
 
     fn is_made(&self, when: When, count: u32) -> bool {
         match when {
             When::Always => true,
-            When::Kept => !self.let_go[count as usize],
-            When::LetGo => self.let_go[count as usize],
+            When::Kept => !self.evicted[count as usize],
+            When::Evicted => self.evicted[count as usize],
         }
     }
 
     /// Finds room for what an instruction is the first to write.
     pub fn place(&mut self, instruction: &Instruction) -> Result<(), Refusal> {
-        for &Asked { request, place, count, row_bytes, when } in &*instruction.requests {
+        for &DynamicAlloc { request, place, count, row_bytes, when } in &*instruction.requests {
             // What is kept was placed when it was offered.
             if when == When::Kept || !self.is_made(when, count) {
                 continue;
@@ -161,7 +161,8 @@ impl Routed {
     /// Where in the arena that was.
     pub fn released(&self, instruction: &Instruction) -> impl Iterator<Item = Range<u64>> {
         let made = instruction.releases.iter().filter(|released| self.is_made(released.when, released.count));
-        let served = |released: &Released| self.served.iter().rev().find(|served| served.request == released.request);
+        let served =
+            |released: &DynamicFree| self.served.iter().rev().find(|served| served.request == released.request);
         let ranges = made.filter_map(served).map(|served| served.offset..served.offset + served.bytes);
         ranges.filter(|range| range.end <= self.outside.range().start)
     }

@@ -7,7 +7,7 @@ use std::io;
 use std::ops::Range;
 
 use gapless_communicator::CommunicatorError;
-use gapless_compile::Work;
+use gapless_compile::InstrKind;
 use gapless_compile::internal::{CompiledProgram, Instruction};
 use gapless_kernels::Stream;
 use gapless_kernels::cpu::args::{Address, Args, Element, Places};
@@ -46,7 +46,7 @@ pub(super) fn run_all(
     let RunContext { transfers, routed, file } = context;
     let (mut culprit, mut had_room) = (None, true);
     for (index, instruction) in program.instructions.iter().enumerate() {
-        let span = tracing::trace_span!("op", name = instruction.work.name(), layer = &*instruction.layer);
+        let span = tracing::trace_span!("op", name = instruction.kind.name(), layer = &*instruction.layer);
         let _entered = span.enter();
         if routed.is_left_out(instruction) {
             if options.poison {
@@ -62,8 +62,8 @@ pub(super) fn run_all(
         let places = routed.places();
         let failed = |source| (index, Failure::Communicator(source));
         let part = options.first_part + options.part_stride * u64::from(instruction.micro_batch);
-        match &instruction.work {
-            Work::Compute(op) => {
+        match &instruction.kind {
+            InstrKind::Compute(op) => {
                 let stream = Stream::new(options.seed, options.step, part);
                 // SAFETY: the addresses come from a plan that has passed the checker; the arena is held exclusively, and
                 // what messages under way read or write is alive until their wait.
@@ -80,38 +80,38 @@ pub(super) fn run_all(
                 };
                 op.run(&mut args);
             }
-            Work::Send(message) | Work::Receive(message) | Work::Wait(message) => {
+            InstrKind::Send(message) | InstrKind::Receive(message) | InstrKind::Wait(message) => {
                 // SAFETY: as above; a program's last instructions wait for all that is under way.
                 unsafe { transfer(instruction, *message, base, transfers) }.map_err(failed)?;
             }
-            Work::Collective(collective, request) => {
+            InstrKind::Collective(collective, request) => {
                 // SAFETY: as above.
                 unsafe { begin(*collective, *request, instruction, (base, places), transfers) }.map_err(failed)?;
             }
-            Work::Finish(request) => transfers.finish(*request).map_err(failed)?,
-            Work::Offer(_) | Work::Settle(_) => {}
-            Work::Offload(id) | Work::Fetch(id) => {
+            InstrKind::Finish(request) => transfers.finish(*request).map_err(failed)?,
+            InstrKind::Vote(_) | InstrKind::ApplyVote(_) => {}
+            InstrKind::Offload(id) | InstrKind::Fetch(id) => {
                 // SAFETY: as above.
                 unsafe { copy(instruction, program.host[id.index()], base, file) }
                     .map_err(|source| (index, Failure::File(source)))?;
             }
         }
         // What is being received is not to be looked at before the wait for it.
-        let watched = match &instruction.work {
-            Work::Compute(_) | Work::Fetch(_) => &instruction.outputs,
-            Work::Wait(_) | Work::Finish(_) => &instruction.inputs,
+        let watched = match &instruction.kind {
+            InstrKind::Compute(_) | InstrKind::Fetch(_) => &instruction.outputs,
+            InstrKind::Wait(_) | InstrKind::Finish(_) => &instruction.inputs,
             _ => &Box::default(),
         };
         if options.watch && culprit.is_none() && !are_finite(watched, base, places) {
             culprit = Some(index);
         }
-        match instruction.work {
-            Work::Offer(_) => {
+        match instruction.kind {
+            InstrKind::Vote(_) => {
                 had_room = routed.offer(instruction);
                 // SAFETY: as above.
                 unsafe { scalar(base, &instruction.outputs[0]).write(if had_room { 0.0 } else { 1.0 }) };
             }
-            Work::Settle(_) => {
+            InstrKind::ApplyVote(_) => {
                 // SAFETY: as above.
                 let without = unsafe { scalar(base, &instruction.inputs[0]).read() };
                 routed.settle(instruction, without != 0.0, had_room);
@@ -213,7 +213,7 @@ fn not_finite_before(program: &CompiledProgram, index: usize, base: Base) -> Opt
             gone.iter().all(|gone| gone.end <= range.start || range.end <= gone.start)
         };
         // What is only done if rows were let go may have been left out.
-        let is_compute = matches!(instruction.work, Work::Compute(_)) && instruction.only_if.is_none();
+        let is_compute = matches!(instruction.kind, InstrKind::Compute(_)) && instruction.predicate.is_none();
         let there: Vec<Address> = planned().filter(is_there).filter(|_| is_compute).cloned().collect();
         if !are_finite(&there, base, Places::NONE) {
             culprit = Some(index);

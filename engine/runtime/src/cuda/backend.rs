@@ -6,7 +6,7 @@
 
 use candle_core::{DType, Device as CandleDevice, Tensor};
 use gapless_compile::internal::{CompiledProgram, Instruction};
-use gapless_compile::{Executable, ProgramId, Work};
+use gapless_compile::{Executable, InstrKind, ProgramId};
 use gapless_graph::launches;
 use gapless_kernels::Spec;
 use gapless_kernels::Stream;
@@ -174,9 +174,9 @@ impl Backend for CudaBackend {
         let mut culprit = None;
         self.run_one_by_one(executable, id, |device, place, instruction| {
             // What is being received is not to be looked at before the wait for it.
-            let watched = match instruction.work {
-                Work::Compute(_) => &instruction.outputs,
-                Work::Wait(_) | Work::Finish(_) => &instruction.inputs,
+            let watched = match instruction.kind {
+                InstrKind::Compute(_) => &instruction.outputs,
+                InstrKind::Wait(_) | InstrKind::Finish(_) => &instruction.inputs,
                 _ => return Ok(()),
             };
             for address in watched.iter().filter(|address| address.dtype.is_float()) {
@@ -271,7 +271,7 @@ impl Place {
 
     /// What an instruction launches; none if there are no kernels for it, or its scratch is not theirs.
     fn of(&self, instruction: &Instruction) -> Option<Vec<Launch>> {
-        let (Work::Compute(op), None) = (&instruction.work, instruction.only_if) else { return None };
+        let (InstrKind::Compute(op), None) = (&instruction.kind, instruction.predicate) else { return None };
         let operand = |address: &Address| {
             let Address { offset, ref layout, dtype, .. } = *address;
             address.counted.is_none().then(|| Operand { address: self.base + offset, layout: layout.clone(), dtype })

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use gapless_compile::internal::Instruction;
-use gapless_compile::{Executable, ProgramId, Work};
+use gapless_compile::{Executable, InstrKind, ProgramId};
 use gapless_kernels::cuda::Launch;
 
 use super::backend::{CudaBackend, Part, specs};
@@ -30,8 +30,8 @@ pub struct Timed {
 impl Timed {
     /// Of instructions that were launched as the first of them; none if that computes nothing.
     fn of(instructions: &[Instruction], time: Duration) -> Option<Self> {
-        let operations = instructions.iter().filter_map(|instruction| match &instruction.work {
-            Work::Compute(op) => Some((op, instruction)),
+        let operations = instructions.iter().filter_map(|instruction| match &instruction.kind {
+            InstrKind::Compute(op) => Some((op, instruction)),
             _ => None,
         });
         let (first, Instruction { layer, micro_batch, .. }) = operations.clone().next()?;

@@ -10,7 +10,7 @@
 use candle_core::DType;
 use gapless_alloc::{Buffer, Options, Problem};
 use gapless_compile::internal::{CompiledProgram, Instruction, planned};
-use gapless_compile::{Executable, Work};
+use gapless_compile::{Executable, InstrKind};
 use gapless_graph::ops::Collective;
 use gapless_kernels::cpu::args::Address;
 
@@ -88,12 +88,12 @@ impl Copied {
 impl Staged {
     /// What an instruction that starts something needs; none if it can't be had.
     fn of(instruction: &Instruction) -> Option<Self> {
-        let Instruction { inputs, outputs, only_if: None, .. } = instruction else { return None };
+        let Instruction { inputs, outputs, predicate: None, .. } = instruction else { return None };
         let plain = |address: &Address| Copied::new(address, false);
-        Some(match instruction.work {
-            Work::Send(_) => Self { inputs: [Some(plain(&inputs[0])?), None], ..Self::default() },
-            Work::Receive(_) => Self { output: Some(plain(&outputs[0])?), ..Self::default() },
-            Work::Collective(collective, _) => match collective {
+        Some(match instruction.kind {
+            InstrKind::Send(_) => Self { inputs: [Some(plain(&inputs[0])?), None], ..Self::default() },
+            InstrKind::Receive(_) => Self { output: Some(plain(&outputs[0])?), ..Self::default() },
+            InstrKind::Collective(collective, _) => match collective {
                 Collective::AllReduce { .. } => {
                     Self { output: Some(Copied::new(&outputs[0], true)?), reads_output: true, ..Self::default() }
                 }
@@ -133,19 +133,19 @@ impl Staged {
 }
 
 /// The request that an instruction starts, and the one that it ends.
-fn requests(work: &Work) -> [Option<usize>; 2] {
+fn requests(work: &InstrKind) -> [Option<usize>; 2] {
     match *work {
-        Work::Send(message) | Work::Receive(message) => [Some(message.request), None],
-        Work::Collective(_, request) => [Some(request), None],
-        Work::Wait(message) => [None, Some(message.request)],
-        Work::Finish(request) => [None, Some(request)],
+        InstrKind::Send(message) | InstrKind::Receive(message) => [Some(message.request), None],
+        InstrKind::Collective(_, request) => [Some(request), None],
+        InstrKind::Wait(message) => [None, Some(message.request)],
+        InstrKind::Finish(request) => [None, Some(request)],
         _ => [None, None],
     }
 }
 
 /// Whether an instruction has to do with other ranks.
 pub(super) fn is_exchange(instruction: &Instruction) -> bool {
-    requests(&instruction.work) != [None, None]
+    requests(&instruction.kind) != [None, None]
 }
 
 impl Staging {
@@ -161,7 +161,7 @@ impl Staging {
             let mut staged: Vec<Staged> = (0..program.requests).map(|_| Staged::default()).collect();
             let ends = ends(program);
             for (index, instruction) in program.instructions.iter().enumerate() {
-                let [Some(request), _] = requests(&instruction.work) else { continue };
+                let [Some(request), _] = requests(&instruction.kind) else { continue };
                 let mut of = Staged::of(instruction).ok_or_else(|| refused(instruction))?;
                 for copied in of.all() {
                     // For now the number of its buffer.
@@ -228,7 +228,7 @@ impl Exchanging<'_> {
         base: u64,
     ) -> Result<()> {
         let memory = self.memory.as_mut_ptr().cast::<u8>();
-        let [starts, ends] = requests(&instruction.work);
+        let [starts, ends] = requests(&instruction.kind);
         let Some(request) = starts.or(ends) else { unreachable!("asked for what has to do with other ranks alone") };
         let staged = &self.staged[program][request];
         // SAFETY: the plan has room for it there, and gives the room to nobody else until the request has ended.
@@ -243,8 +243,8 @@ impl Exchanging<'_> {
             }
         }
         let failed = |source| Error::Communicator { instruction: instruction.describe(), source };
-        match &instruction.work {
-            Work::Collective(collective, _) => {
+        match &instruction.kind {
+            InstrKind::Collective(collective, _) => {
                 let starts = staged.starts.each_ref().map(|starts| match starts {
                     // SAFETY: as above; numbers of rows are u32, and aligned.
                     Some(copied) => unsafe { std::slice::from_raw_parts(place(copied).cast(), copied.address.span) },
@@ -256,9 +256,9 @@ impl Exchanging<'_> {
                 // SAFETY: as above; what is lent is left alone until the request is finished.
                 unsafe { self.guard.transfers.begin(*collective, request, &operands) }.map_err(failed)?;
             }
-            Work::Finish(_) => self.guard.transfers.finish(request).map_err(failed)?,
+            InstrKind::Finish(_) => self.guard.transfers.finish(request).map_err(failed)?,
             work => {
-                let (Work::Send(message) | Work::Receive(message) | Work::Wait(message)) = *work else {
+                let (InstrKind::Send(message) | InstrKind::Receive(message) | InstrKind::Wait(message)) = *work else {
                     unreachable!("all else is a collective")
                 };
                 let operand = staged.inputs[0].as_ref().or(staged.output.as_ref());
@@ -280,7 +280,7 @@ impl Exchanging<'_> {
 fn ends(program: &CompiledProgram) -> Vec<usize> {
     let mut ends = vec![program.instructions.len(); program.requests];
     for (index, instruction) in program.instructions.iter().enumerate() {
-        if let [_, Some(request)] = requests(&instruction.work) {
+        if let [_, Some(request)] = requests(&instruction.kind) {
             ends[request] = index;
         }
     }

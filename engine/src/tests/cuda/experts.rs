@@ -2,7 +2,7 @@
 
 use super::judge::check;
 use crate::ops::{
-    Chooses, Combine, Dispatch, Drop, ExpertGroups, ExpertLoad, Route, RoutedSwiGlu, RunLengths, RunStarts,
+    Chooses, Combine, Dispatch, DropPolicy, ExpertGroups, ExpertLoad, Route, RoutedSwiGlu, RunLengths, RunStarts,
     SlotWeights, TopK, Unplaced,
 };
 use crate::{Result, Tensor};
@@ -17,7 +17,7 @@ fn ids() -> Vec<u32> {
 
 const IDS_DIMS: &[usize] = &[2, TOKENS, 2];
 
-fn route(ids: &Tensor, capacity: Option<(usize, Drop)>, weights: Option<&Tensor>) -> Result<[Tensor; 3]> {
+fn route(ids: &Tensor, capacity: Option<(usize, DropPolicy)>, weights: Option<&Tensor>) -> Result<[Tensor; 3]> {
     let inputs: Vec<&Tensor> = [ids].into_iter().chain(weights).collect();
     Tensor::apply_op(Route { experts: EXPERTS, chooses: Chooses::Tokens, capacity }, &inputs)
 }
@@ -46,7 +46,7 @@ fn the_best_experts() {
 
 #[test]
 fn rows_to_experts_and_back() {
-    for capacity in [None, Some((9, Drop::Last)), Some((1, Drop::Last)), Some((9, Drop::Lightest))] {
+    for capacity in [None, Some((9, DropPolicy::Last)), Some((1, DropPolicy::Last)), Some((9, DropPolicy::Lightest))] {
         check(
             &["route", "dispatch", "combine", "slot_weights", "slot_weights_grad"],
             &[&[2, TOKENS, 37], IDS_DIMS],
@@ -65,7 +65,7 @@ fn rows_to_experts_and_back() {
 #[test]
 fn experts_choose() {
     check(&["route", "dispatch"], &[&[2, TOKENS, 5], &[2, TOKENS, EXPERTS]], &[], |x, _| {
-        let op = Route { experts: EXPERTS, chooses: Chooses::Experts, capacity: Some((7, Drop::Lightest)) };
+        let op = Route { experts: EXPERTS, chooses: Chooses::Experts, capacity: Some((7, DropPolicy::Lightest)) };
         let [places, slots, _] = Tensor::apply_op(op, &[&x[1]])?;
         let [rows] = Tensor::apply_op(Dispatch, &[&x[0], &places, &slots])?;
         Ok(rows)
@@ -74,7 +74,7 @@ fn experts_choose() {
 
 #[test]
 fn gated_units_of_used_rows() {
-    for capacity in [None, Some((5, Drop::Last))] {
+    for capacity in [None, Some((5, DropPolicy::Last))] {
         for width in [3, 170] {
             let rows = 2 * TOKENS * 2;
             let rows = capacity.map_or(rows, |(most, _)| rows.min(2 * EXPERTS * most));
@@ -103,7 +103,7 @@ fn counts() {
                 &[&[EXPERTS]],
                 &[(IDS_DIMS, &ids())],
                 |x, ids| {
-                    let [places, _, starts] = route(&ids[0], Some((3, Drop::Last)), None)?;
+                    let [places, _, starts] = route(&ids[0], Some((3, DropPolicy::Last)), None)?;
                     let [_] = Tensor::apply_op(Unplaced { whole_tokens }, &[&places])?;
                     let [_] = Tensor::apply_op(ExpertLoad { experts: EXPERTS, by_sequence }, &[&ids[0]])?;
                     let [lengths] = Tensor::apply_op(RunLengths, &[&starts])?;

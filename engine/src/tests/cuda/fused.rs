@@ -19,7 +19,7 @@ use crate::compile::{CompileOptions, Executable, Lowering, Output, Target, compi
 use crate::cuda::{CudaBackend, Describe, Device, DeviceError, DeviceMemory, Family, Launch, Recording};
 use crate::graph::{Graph, ValueId, lock};
 use crate::nn::{Init, VarBuilder};
-use crate::recompute::Recomputation;
+use crate::recompute::RematPlan;
 use crate::reference::Array;
 use crate::runtime::cpu::Workers;
 use crate::runtime::{RunOptions, Session};
@@ -60,14 +60,14 @@ impl Function {
 
     fn executable(&self, target: Target) -> Executable {
         let program = lower(&Lowering {
-            lets_go: false,
+            evicts: false,
             name: "function",
             graph: &lock(&self.graph),
             table: &[vec![Action::new(Kind::Forward, 0, 0), Action::new(Kind::Backward, 0, 0)]],
             rank: 0,
             outputs: &self.outputs,
             roles: &HashMap::new(),
-            recomputation: &Recomputation::default(),
+            recomputation: &RematPlan::default(),
             target,
         });
         compile(&[program.unwrap()], &CompileOptions::default()).unwrap()

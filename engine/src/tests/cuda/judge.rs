@@ -105,7 +105,7 @@ fn judge_node(graph: &Graph, node: &Node, exact: &[Array], stream: Stream) -> bo
     let inputs: Vec<Stored> = node.inputs.iter().map(|&id| stored(id).rounded()).collect();
     let (specs, outputs) = (graph.specs(&node.inputs), graph.specs(&node.outputs));
     for index in (0..outputs.len()).filter(|&index| outputs[index].dtype == DType::BF16) {
-        let Some(op) = node.op.with_output_in(index, DType::F32) else { continue };
+        let Some(op) = node.op.with_output_dtype(index, DType::F32) else { continue };
         assert!(judge(&*op, &inputs, &specs, &op.infer(&specs).unwrap(), stream), "{op:?} has no kernels");
     }
     judge(&*node.op, &inputs, &specs, &outputs, stream)
@@ -145,8 +145,8 @@ pub fn judge(op: &dyn Op, inputs: &[Stored], specs: &[Spec], outputs: &[Spec], s
     // Its logits are stored as x is, so that losses in f32 are of rounded ones.
     let stores = op.name().starts_with("linear_cross_entropy");
     let plain = Way { over: None, accumulate: 0 };
-    let over = op.may_overwrite().iter().filter(|&&(input, output)| {
-        inputs[input].layout.is_contiguous() && specs[input] == outputs[output] && op.must_overwrite().is_empty()
+    let over = op.inplace().iter().filter(|&&(input, output)| {
+        inputs[input].layout.is_contiguous() && specs[input] == outputs[output] && op.mutates().is_empty()
     });
     let adding = (0..outputs.len()).filter(|&output| op.accumulates(output));
     let ways = [plain].into_iter().chain(over.map(|&pair| Way { over: Some(pair), ..plain }));
@@ -211,7 +211,7 @@ fn run(
             _ => Region::poisoned(outputs[index].elements(), outputs[index].dtype),
         })
         .collect();
-    let pairs: Vec<(usize, usize)> = op.must_overwrite().iter().copied().chain(way.over).collect();
+    let pairs: Vec<(usize, usize)> = op.mutates().iter().copied().chain(way.over).collect();
     for &(input, output) in &pairs {
         of_output[output] = Region::of(&inputs[input].data, inputs[input].dtype);
     }

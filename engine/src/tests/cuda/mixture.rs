@@ -6,7 +6,7 @@ use super::step::compare_steps;
 use crate::nn::{
     Capacity, Choice, Experts, Linear, Module, Router, RouterConfig, Score, VarBuilder, linear_no_bias, rms_norm,
 };
-use crate::ops::{Drop, ExpertGroups};
+use crate::ops::{DropPolicy, ExpertGroups};
 use crate::{Model, Result, Tensor};
 
 /// A small Llama with a layer of experts behind it, and perhaps one that all tokens pass through.
@@ -97,7 +97,7 @@ fn steps_of_a_switch() {
         experts: 4,
         top_k: 1,
         renormalise: false,
-        capacity: Some(Capacity { factor: 1.0, drop: Drop::Last }),
+        capacity: Some(Capacity { factor: 1.0, drop: DropPolicy::Last }),
         jitter: 0.1,
         z_loss: 0.01,
         ..RouterConfig::default()
@@ -123,7 +123,7 @@ fn steps_of_a_deepseek() {
 /// Room that the heaviest have, whether tokens or experts choose.
 #[test]
 fn steps_with_room_for_the_heaviest() {
-    let capacity = Some(Capacity { factor: 1.0, drop: Drop::Lightest });
+    let capacity = Some(Capacity { factor: 1.0, drop: DropPolicy::Lightest });
     for choice in [Choice::Tokens, Choice::Experts] {
         let config = RouterConfig { experts: 4, choice, capacity, balance_loss: 0.0, ..RouterConfig::default() };
         compare(&format!("{choice:?} that choose"), false, config);

@@ -14,7 +14,7 @@ use crate::cuda::{Operand, Operands, Random};
 use crate::gradient_check::random_array;
 use crate::graph::{Graph, Spec, lock};
 use crate::nn::Init;
-use crate::optim::{AdamW, GlobalNorm, LoadBias, Optimizer, ParameterUpdate, SCALARS, SquaredNorms, Updated};
+use crate::optim::{AdamW, GlobalNorm, LoadBias, Optimizer, ParameterInfo, ParameterUpdate, SCALARS, SquaredNorms};
 use crate::reference::Array;
 use crate::{Op, Tensor};
 
@@ -172,7 +172,7 @@ fn judge_update(rule: &dyn Optimizer, name: &str, of: [Array; 2], norm: f64, sta
     let (norm, scalars) = (add("norm", &Array::new(&[], vec![norm]), false), add("scalars", &scalars, false));
     rule.update(ParameterUpdate {
         parameter: &parameter,
-        of: Updated { name: "parameter", dims: &dims, dtype: DType::F32, looked_up: false },
+        of: ParameterInfo { name: "parameter", dims: &dims, dtype: DType::F32, looked_up: false },
         gradient: &gradient,
         states: &states,
         norm: &norm,

@@ -149,7 +149,7 @@ fn sums_are_not_rounded_first() {
     for style in [Style::Gpt, Style::Llama] {
         let options = TrainOptions { micro_batches: 2, dtype: DType::BF16, ..options() };
         let plan = Trainer::plan(|vb| Small::new(style, vb), &options).unwrap();
-        let casts = plan.programs[0].instructions.iter().filter(|instruction| instruction.work.name() == "to_dtype");
+        let casts = plan.programs[0].instructions.iter().filter(|instruction| instruction.kind.name() == "to_dtype");
         let of = casts.map(|cast| (cast.inputs[0].dtype, cast.inputs[0].span)).collect::<Vec<_>>();
         assert_eq!(of, [(DType::BF16, SEQUENCE * WIDTH); 2], "{style:?}");
     }
@@ -169,7 +169,7 @@ fn a_profile_is_a_step() {
     // Updates that are launched together are one, with the arithmetic of all.
     let on_gpu = TrainOptions { device: DeviceChoice::Cuda(0), ..options() };
     let plan = Trainer::plan(|vb| Small::new(Style::Gpt, vb), &on_gpu).unwrap();
-    let updates = plan.programs[0].instructions.iter().filter(|instruction| instruction.work.name() == "adamw").count();
+    let updates = plan.programs[0].instructions.iter().filter(|instruction| instruction.kind.name() == "adamw").count();
     assert!(times.iter().filter(|t| t.operation == "adamw").count() < updates);
     assert_eq!(times.iter().map(|t| t.flops).sum::<u64>(), plan.flops[0]);
     assert_eq!(step(&mut stepped).unwrap(), step(&mut timed).unwrap());

@@ -109,7 +109,7 @@ pub fn plan_step(arguments: &Arguments, recompute: Recompute) -> Result<(Step, E
     let [all, again] = program.nanoseconds(&arguments.rates());
     let (layers, again_by_micro_batch) = (layers_again(&program), micro_batches_again(&program));
     let flops = program.flops();
-    let flops_again = program.flops_again();
+    let rematerialized_flops = program.rematerialized_flops();
     let executable = compile(&[program], &within)?;
     let model = format!("{:?}", arguments.model.expect("required where there is no table"));
     let step = Step {
@@ -121,7 +121,7 @@ pub fn plan_step(arguments: &Arguments, recompute: Recompute) -> Result<(Step, E
         plan_ms: start.elapsed().as_secs_f64() * 1e3,
         step_ms: all as f64 / 1e6,
         overhead: again as f64 / (all - again).max(1) as f64,
-        extra_flops: flops_again as f64 / (flops - flops_again).max(1) as f64,
+        extra_flops: rematerialized_flops as f64 / (flops - rematerialized_flops).max(1) as f64,
         layers,
         again: again_by_micro_batch,
         host_bytes: executable.host_bytes(),

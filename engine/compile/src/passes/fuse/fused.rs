@@ -61,7 +61,7 @@ impl Op for Fused {
         self.flops
     }
 
-    fn may_overwrite(&self) -> &[(usize, usize)] {
+    fn inplace(&self) -> &[(usize, usize)] {
         &self.overwrites
     }
 

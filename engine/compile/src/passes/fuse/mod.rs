@@ -28,7 +28,7 @@ use self::product::Follows;
 use super::Context;
 use crate::error::Result;
 use crate::passes::reorder::Profile;
-use crate::program::{BufferId, Held, Operand, Program, Step, Work};
+use crate::program::{BufferId, BufferKind, Instr, InstrKind, Operand, Program};
 
 /// How far in front of the last of them the first may stand.
 const REACH: usize = 64;
@@ -48,8 +48,8 @@ pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
 /// Merges what can be merged.
 fn fuse(program: &mut Program) {
     let mut fusion = Fusion::new(program);
-    let mut merged: Vec<(usize, Step)> = Vec::new();
-    for last in (0..program.steps.len()).rev() {
+    let mut merged: Vec<(usize, Instr)> = Vec::new();
+    for last in (0..program.instrs.len()).rev() {
         let group = fusion.grow(last);
         if group.len() > 1 {
             let together = fusion.merge(&group).expect("it could be merged when it grew");
@@ -57,8 +57,8 @@ fn fuse(program: &mut Program) {
         }
     }
     let is_kept: Vec<bool> = fusion.is_taken.iter().map(|is_taken| !is_taken).collect();
-    for (at, step) in merged {
-        program.steps[at] = step;
+    for (at, instr) in merged {
+        program.instrs[at] = instr;
     }
     program.keep(&is_kept);
 }
@@ -98,29 +98,29 @@ impl<'a> Fusion<'a> {
     fn new(program: &'a Program) -> Self {
         let profile = Profile::new(program);
         let most = profile.live.iter().copied().max().unwrap_or(0);
-        let mut within = vec![0..0; program.steps.len()];
+        let mut within = vec![0..0; program.instrs.len()];
         for segment in &profile.segments {
             for at in segment.clone() {
                 within[at] = segment.clone();
             }
         }
         for part in &program.parts {
-            for at in part.steps.clone() {
-                within[at] = within[at].start.max(part.steps.start)..within[at].end.min(part.steps.end);
+            for at in part.instrs.clone() {
+                within[at] = within[at].start.max(part.instrs.start)..within[at].end.min(part.instrs.end);
             }
         }
-        let fusible = program.steps.iter().map(|step| fusible(program, step)).collect();
+        let fusible = program.instrs.iter().map(|instr| fusible(program, instr)).collect();
         let (mut versions, mut read, mut made) = (Vec::new(), Vec::new(), Vec::new());
         let mut now: Vec<usize> = (0..program.buffers.len()).collect();
         versions.resize_with(program.buffers.len(), Version::default);
-        for (at, step) in program.steps.iter().enumerate() {
-            let of_inputs: Vec<usize> = step.inputs.iter().map(|input| now[input.buffer.index()]).collect();
+        for (at, instr) in program.instrs.iter().enumerate() {
+            let of_inputs: Vec<usize> = instr.inputs.iter().map(|input| now[input.buffer.index()]).collect();
             of_inputs.iter().for_each(|&version| versions[version].readers.push(at));
             read.push(of_inputs);
             let mut of_outputs = Vec::new();
-            for (index, output) in step.outputs.iter().enumerate() {
+            for (index, output) in instr.outputs.iter().enumerate() {
                 let buffer = output.buffer.index();
-                if !is_whole(program, output) || step.accumulate >> index & 1 == 1 {
+                if !is_whole(program, output) || instr.accumulate >> index & 1 == 1 {
                     versions[now[buffer]].readers.push(at);
                 }
                 now[buffer] = versions.len();
@@ -130,14 +130,14 @@ impl<'a> Fusion<'a> {
             made.push(of_outputs);
         }
         for (buffer, &version) in program.buffers.iter().zip(&now) {
-            versions[version].is_left = !matches!(buffer.held, Held::No);
+            versions[version].is_left = !matches!(buffer.kind, BufferKind::No);
         }
         let mut users = vec![Vec::new(); program.buffers.len()];
-        for (at, step) in program.steps.iter().enumerate() {
-            let operands = step.inputs.iter().chain(&step.outputs).map(|operand| operand.buffer);
-            operands.chain(step.workspace.iter().copied()).for_each(|buffer| users[buffer.index()].push(at));
+        for (at, instr) in program.instrs.iter().enumerate() {
+            let operands = instr.inputs.iter().chain(&instr.outputs).map(|operand| operand.buffer);
+            operands.chain(instr.workspace.iter().copied()).for_each(|buffer| users[buffer.index()].push(at));
         }
-        let is_taken = vec![false; program.steps.len()];
+        let is_taken = vec![false; program.instrs.len()];
         Self { program, profile, most, versions, read, made, users, fusible, within, is_taken }
     }
 
@@ -161,10 +161,10 @@ impl<'a> Fusion<'a> {
     /// Whether a step can be merged with a group of later ones.
     fn joins(&self, group: &BTreeSet<usize>, maker: usize) -> bool {
         let last = *group.last().expect("a group has members");
-        let (of_maker, of_last) = (&self.program.steps[maker], &self.program.steps[last]);
+        let (of_maker, of_last) = (&self.program.instrs[maker], &self.program.instrs[last]);
         let Some(fusible) = &self.fusible[maker] else { return false };
         let is_near = self.within[last].contains(&maker) && last - maker <= REACH;
-        let is_alike = of_maker.micro_batch == of_last.micro_batch && of_maker.again == of_last.again;
+        let is_alike = of_maker.micro_batch == of_last.micro_batch && of_maker.rematerialized == of_last.rematerialized;
         let has_head =
             || group.iter().any(|&member| matches!(self.fusible[member], Some(Fusible::NormGradInput { .. })));
         let is_norm = matches!(self.fusible[last], Some(Fusible::Norm { .. }));
@@ -196,7 +196,7 @@ impl<'a> Fusion<'a> {
     fn follows(&self, product: usize, last: usize) -> bool {
         const PACK: usize = 8;
         let Some(follows) = self.fusible[last].as_ref().and_then(Follows::of) else { return false };
-        let (from, to) = (&self.program.steps[product].outputs[0], &self.program.steps[last].outputs[0]);
+        let (from, to) = (&self.program.instrs[product].outputs[0], &self.program.instrs[last].outputs[0]);
         let version = self.made[product][0];
         let is_only = self.read[last].iter().enumerate().all(|(i, read)| (*read == version) == (i == follows.input()));
         let is_kept = !self.is_private(&BTreeSet::from([product, last]), version);
@@ -208,7 +208,7 @@ impl<'a> Fusion<'a> {
 
     /// Whether what a reader gets from a maker is the element at the same place.
     fn reads_in_place(&self, maker: usize, reader: usize) -> bool {
-        let steps = &self.program.steps;
+        let steps = &self.program.instrs;
         self.read[reader].iter().enumerate().all(|(index, version)| {
             let Some(output) = self.made[maker].iter().position(|made| made == version) else { return true };
             let (to, from) = (&steps[reader].inputs[index], &steps[maker].outputs[output]);
@@ -230,14 +230,14 @@ impl<'a> Fusion<'a> {
     /// Whether a step may happen where the last of a group does: whoever stands in between, and has not joined, neither writes
     /// what it reads nor touches what it writes.
     fn may_move(&self, group: &BTreeSet<usize>, maker: usize, last: usize) -> bool {
-        let step = &self.program.steps[maker];
+        let instr = &self.program.instrs[maker];
         let others = (maker + 1..last).filter(|at| !group.contains(at) && !self.is_taken[*at]);
-        others.map(|at| &self.program.steps[at]).all(|other| {
+        others.map(|at| &self.program.instrs[at]).all(|other| {
             let writes = |buffer: BufferId| {
                 other.outputs.iter().any(|o| o.buffer == buffer) || other.workspace.contains(&buffer)
             };
             let touches = |buffer: BufferId| writes(buffer) || other.inputs.iter().any(|i| i.buffer == buffer);
-            !step.inputs.iter().any(|i| writes(i.buffer)) && !step.outputs.iter().any(|o| touches(o.buffer))
+            !instr.inputs.iter().any(|i| writes(i.buffer)) && !instr.outputs.iter().any(|o| touches(o.buffer))
         })
     }
 
@@ -247,15 +247,16 @@ impl<'a> Fusion<'a> {
             let buffer = buffer.index();
             (self.profile.bytes[buffer], self.profile.born[buffer], self.profile.dies[buffer])
         };
-        let step = &self.program.steps[maker];
-        let longer: BTreeSet<BufferId> = step.inputs.iter().map(|input| input.buffer).collect();
+        let instr = &self.program.instrs[maker];
+        let longer: BTreeSet<BufferId> = instr.inputs.iter().map(|input| input.buffer).collect();
         let longer = longer.iter().filter_map(|buffer| match held(buffer) {
             (bytes, _, Some(dies)) if dies < last => Some((bytes, dies + 1..last + 1)),
             _ => None,
         });
-        let scratch: u64 = step.workspace.iter().map(|piece| self.profile.bytes[piece.index()]).sum();
+        let scratch: u64 = instr.workspace.iter().map(|piece| self.profile.bytes[piece.index()]).sum();
         let longer: Vec<(u64, Range<usize>)> = longer.chain([(scratch, last..last + 1)]).collect();
-        let gone = step.outputs.iter().filter(|output| self.vanishes(with, output.buffer)).map(|output| &output.buffer);
+        let gone =
+            instr.outputs.iter().filter(|output| self.vanishes(with, output.buffer)).map(|output| &output.buffer);
         let gone: Vec<(u64, Range<usize>)> = gone
             .filter_map(|buffer| match held(buffer) {
                 (bytes, Some(born), Some(dies)) => Some((bytes, born..dies + 1)),
@@ -268,10 +269,10 @@ impl<'a> Fusion<'a> {
     /// Whether a group keeps all that a buffer ever holds in registers.
     fn vanishes(&self, group: &BTreeSet<usize>, buffer: BufferId) -> bool {
         self.users[buffer.index()].iter().all(|user| {
-            let step = &self.program.steps[*user];
+            let instr = &self.program.instrs[*user];
             let is_inner = |version: &usize| self.versions[*version].made.is_some() && self.is_private(group, *version);
-            let inputs = step.inputs.iter().zip(&self.read[*user]);
-            let mut touches = inputs.chain(step.outputs.iter().zip(&self.made[*user]));
+            let inputs = instr.inputs.iter().zip(&self.read[*user]);
+            let mut touches = inputs.chain(instr.outputs.iter().zip(&self.made[*user]));
             let is_normalised = matches!(self.fusible[*user], Some(Fusible::Norm { .. }));
             group.contains(user)
                 && touches.all(|(operand, version)| operand.buffer != buffer || is_inner(version) && !is_normalised)
@@ -289,7 +290,7 @@ impl<'a> Fusion<'a> {
         for (at, [more, less]) in changes {
             self.profile.live[at] = (self.profile.live[at] + more).saturating_sub(less);
         }
-        for input in &self.program.steps[maker].inputs {
+        for input in &self.program.instrs[maker].inputs {
             let dies = &mut self.profile.dies[input.buffer.index()];
             *dies = dies.map(|dies| dies.max(last));
         }
@@ -297,7 +298,7 @@ impl<'a> Fusion<'a> {
     }
 
     /// One step for all of a group; none if they do not fit one kernel.
-    fn merge(&self, group: &BTreeSet<usize>) -> Option<Step> {
+    fn merge(&self, group: &BTreeSet<usize>) -> Option<Instr> {
         let order: Vec<usize> = group.iter().copied().collect();
         let member_of = |version: usize| {
             let (maker, output) = self.versions[version].made?;
@@ -306,9 +307,9 @@ impl<'a> Fusion<'a> {
         let mut inputs: Vec<Operand> = Vec::new();
         let mut members = Vec::new();
         for &at in &order {
-            let step = &self.program.steps[at];
-            let Work::Compute(op) = &step.work else { return None };
-            let sources = step.inputs.iter().zip(&self.read[at]).map(|(input, &version)| {
+            let instr = &self.program.instrs[at];
+            let InstrKind::Compute(op) = &instr.kind else { return None };
+            let sources = instr.inputs.iter().zip(&self.read[at]).map(|(input, &version)| {
                 let source = match member_of(version) {
                     Some((member, output)) => Source::Member(member, output),
                     None => {
@@ -324,12 +325,12 @@ impl<'a> Fusion<'a> {
             let inputs = sources.collect();
             members.push(Member { op: op.clone(), inputs });
         }
-        let last = &self.program.steps[*order.last()?];
+        let last = &self.program.instrs[*order.last()?];
         let is_norm = matches!(self.fusible[*order.last()?], Some(Fusible::Norm { .. }));
         let normalised = is_norm.then(|| self.read[order[order.len() - 1]][0]);
         let (mut outputs, mut made) = (Vec::new(), Vec::new());
         for (member, &at) in order.iter().enumerate() {
-            for (index, (output, &version)) in self.program.steps[at].outputs.iter().zip(&self.made[at]).enumerate() {
+            for (index, (output, &version)) in self.program.instrs[at].outputs.iter().zip(&self.made[at]).enumerate() {
                 if normalised == Some(version) || !self.is_private(group, version) {
                     outputs.push(output.clone());
                     made.push((member, index));
@@ -359,43 +360,44 @@ impl<'a> Fusion<'a> {
         }
         let spec = |operand: &Operand| Spec { shape: operand.layout.shape().clone(), dtype: operand.dtype };
         let specs = outputs.iter().map(spec).collect();
-        let flops = order.iter().map(|&at| self.program.steps[at].flops()).sum();
-        let pieces: Vec<BufferId> = order.iter().flat_map(|&at| &self.program.steps[at].workspace).copied().collect();
+        let flops = order.iter().map(|&at| self.program.instrs[at].flops()).sum();
+        let pieces: Vec<BufferId> = order.iter().flat_map(|&at| &self.program.instrs[at].workspace).copied().collect();
         if !pieces.is_empty() && !overwrites.is_empty() {
             return None; // A library writes in an order of its own.
         }
         let workspace = pieces.iter().map(|piece| self.program.buffers[piece.index()].bytes).collect();
-        let work = Work::Compute(Arc::new(Fused { members, outputs: made, specs, overwrites, workspace, flops }));
-        let step = Step::plain(work, inputs, outputs, last.micro_batch, last.layer.clone());
-        Some(Step { workspace: pieces, again: last.again, ..step })
+        let work = InstrKind::Compute(Arc::new(Fused { members, outputs: made, specs, overwrites, workspace, flops }));
+        let instr = Instr::plain(work, inputs, outputs, last.micro_batch, last.layer.clone());
+        Some(Instr { workspace: pieces, rematerialized: last.rematerialized, ..instr })
     }
 }
 
 /// What a step brings, if it can share a kernel at all.
-fn fusible(program: &Program, step: &Step) -> Option<Fusible> {
-    let Work::Compute(op) = &step.work else { return None };
+fn fusible(program: &Program, instr: &Instr) -> Option<Fusible> {
+    let InstrKind::Compute(op) = &instr.kind else { return None };
     let fusible = op.cuda_fusible()?;
-    let mut operands = step.inputs.iter().chain(&step.outputs);
-    let is_plain = step.accumulate == 0
-        && (step.workspace.is_empty() || fusible == Fusible::Product)
-        && step.counts.is_none()
-        && step.only_if.is_none()
+    let mut operands = instr.inputs.iter().chain(&instr.outputs);
+    let is_plain = instr.accumulate == 0
+        && (instr.workspace.is_empty() || fusible == Fusible::Product)
+        && instr.counts.is_none()
+        && instr.predicate.is_none()
         && operands.all(|operand| {
             let is_counted = program.buffers[operand.buffer.index()].counted.is_some();
             !is_counted && matches!(operand.dtype, DType::F32 | DType::BF16)
         });
-    let elements = count(step.outputs.first()?);
+    let elements = count(instr.outputs.first()?);
     let fits = match &fusible {
         Fusible::Each { constants, .. } => {
-            step.inputs.len().max(constants.len()) <= MOST_NAMED
-                && step.inputs.iter().all(|input| count(input) == elements && can_walk(&input.layout))
-                && step.outputs.iter().all(|output| count(output) == elements)
-                && fusible.is_well_formed(step.inputs.len())
+            instr.inputs.len().max(constants.len()) <= MOST_NAMED
+                && instr.inputs.iter().all(|input| count(input) == elements && can_walk(&input.layout))
+                && instr.outputs.iter().all(|output| count(output) == elements)
+                && fusible.is_well_formed(instr.inputs.len())
         }
-        Fusible::Norm { .. } => step.inputs.iter().all(|input| input.overwritten_by.is_none()),
+        Fusible::Norm { .. } => instr.inputs.iter().all(|input| input.overwritten_by.is_none()),
         Fusible::NormGradInput { .. } | Fusible::Product => true,
     };
-    (is_plain && fits && elements > 0 && step.outputs.iter().all(|output| is_whole(program, output))).then_some(fusible)
+    (is_plain && fits && elements > 0 && instr.outputs.iter().all(|output| is_whole(program, output)))
+        .then_some(fusible)
 }
 
 /// Whether it is all of its buffer, in order.

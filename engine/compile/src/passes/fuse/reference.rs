@@ -14,16 +14,16 @@ use gapless_testing::prelude::*;
 
 use super::fuse;
 use super::fused::{Fused, Source};
-use crate::program::{BufferId, Held, Operand, Program, Step, Work};
+use crate::program::{BufferId, BufferKind, Instr, InstrKind, Operand, Program};
 use crate::test_support::{in_parts, most};
 
 /// Elements of a tensor.
 const WIDTH: usize = 4;
 
-fn buffer(program: &mut Program, elements: usize, held: Held) -> BufferId {
+fn buffer(program: &mut Program, elements: usize, kind: BufferKind) -> BufferId {
     let tensor = format!("buffer {}", program.buffers.len());
     let label = Label { tensor, op: String::new(), layer: String::new(), role: Role::Activation };
-    program.add(4 * elements as u64, label, held)
+    program.add(4 * elements as u64, label, kind)
 }
 
 fn operand(buffer: BufferId, dims: &[usize]) -> Operand {
@@ -32,12 +32,14 @@ fn operand(buffer: BufferId, dims: &[usize]) -> Operand {
 
 /// Programs of functions of elements, normalisations, and a function that merges with nothing; each step reads some of the
 /// last buffers and makes one, writes over one that it reads, or writes one anew. In parts of so many steps.
-fn any_program(steps: std::ops::Range<usize>, part: usize) -> impl Strategy<Value = Program> {
-    let step = (0..9u8, 0..8u8, any::<[u8; 4]>());
-    prop::collection::vec(step, steps).prop_map(move |described| {
+fn any_program(instrs: std::ops::Range<usize>, part: usize) -> impl Strategy<Value = Program> {
+    let instr = (0..9u8, 0..8u8, any::<[u8; 4]>());
+    prop::collection::vec(instr, instrs).prop_map(move |described| {
         let mut program = Program::default();
-        let mut there =
-            vec![buffer(&mut program, WIDTH, Held::FromStart), buffer(&mut program, WIDTH, Held::FromStart)];
+        let mut there = vec![
+            buffer(&mut program, WIDTH, BufferKind::FromStart),
+            buffer(&mut program, WIDTH, BufferKind::FromStart),
+        ];
         for (kind, to, picks) in described {
             let pick = |i: usize| there[there.len() - 1 - picks[i] as usize % there.len().min(5)];
             let (op, reads): (Arc<dyn Op>, usize) = match kind {
@@ -55,18 +57,18 @@ fn any_program(steps: std::ops::Range<usize>, part: usize) -> impl Strategy<Valu
                     inputs[0].buffer
                 }
                 (3, Some(other)) if kind != 6 => other,
-                (4, _) => buffer(&mut program, WIDTH, Held::ToEnd),
-                _ => buffer(&mut program, WIDTH, Held::No),
+                (4, _) => buffer(&mut program, WIDTH, BufferKind::ToEnd),
+                _ => buffer(&mut program, WIDTH, BufferKind::No),
             };
             there.push(output);
             let mut outputs = vec![operand(output, &[WIDTH])];
             if kind == 6 {
-                outputs.push(operand(buffer(&mut program, 2, Held::No), &[1, 2]));
+                outputs.push(operand(buffer(&mut program, 2, BufferKind::No), &[1, 2]));
             }
             // What is computed again merges with its kind alone.
-            let mut step = Step::plain(Work::Compute(op), inputs, outputs, 0, "".into());
-            step.again = picks[3] < 16;
-            program.steps.push(step);
+            let mut instr = Instr::plain(InstrKind::Compute(op), inputs, outputs, 0, "".into());
+            instr.rematerialized = picks[3] < 16;
+            program.instrs.push(instr);
         }
         in_parts(program, part)
     })
@@ -100,19 +102,19 @@ fn shown(program: &Program) -> (Vec<(String, u64)>, Vec<Vec<u64>>) {
     let name = |buffer: BufferId| program.buffers[buffer.index()].label.tensor.clone();
     let mut there: HashMap<String, u64> = HashMap::new();
     let mut seen = Vec::new();
-    for step in &program.steps {
-        let Work::Compute(op) = &step.work else { continue };
+    for instr in &program.instrs {
+        let InstrKind::Compute(op) = &instr.kind else { continue };
         let read =
             |operand: &Operand| there.get(&name(operand.buffer)).copied().unwrap_or_else(|| hash(name(operand.buffer)));
-        let inputs: Vec<u64> = step.inputs.iter().map(read).collect();
+        let inputs: Vec<u64> = instr.inputs.iter().map(read).collect();
         if op.name() == "softmax_last_dim" {
             seen.push(inputs.clone());
         }
-        for (output, value) in step.outputs.iter().zip(made(&**op, &inputs, step.outputs.len())) {
+        for (output, value) in instr.outputs.iter().zip(made(&**op, &inputs, instr.outputs.len())) {
             there.insert(name(output.buffer), value);
         }
     }
-    let read = program.buffers.iter().filter(|buffer| matches!(buffer.held, Held::ToEnd));
+    let read = program.buffers.iter().filter(|buffer| matches!(buffer.kind, BufferKind::ToEnd));
     let read =
         read.map(|buffer| buffer.label.tensor.clone()).filter_map(|name| Some((name.clone(), *there.get(&name)?)));
     (read.collect(), seen)
@@ -130,22 +132,22 @@ generated! {
         // Parts go on where the one before ends, and nothing is computed twice or left out.
         let mut end = 0;
         for part in &merged.parts {
-            prop_assert_eq!(part.steps.start, end);
-            end = part.steps.end;
+            prop_assert_eq!(part.instrs.start, end);
+            end = part.instrs.end;
         }
-        prop_assert_eq!(end, merged.steps.len());
+        prop_assert_eq!(end, merged.instrs.len());
         let members = |program: &Program| -> usize {
-            let count = |step: &Step| match &step.work {
-                Work::Compute(op) => (&**op as &dyn Any).downcast_ref::<Fused>().map_or(1, |fused| fused.members.len()),
+            let count = |instr: &Instr| match &instr.kind {
+                InstrKind::Compute(op) => (&**op as &dyn Any).downcast_ref::<Fused>().map_or(1, |fused| fused.members.len()),
                 _ => 1,
             };
-            program.steps.iter().map(count).sum()
+            program.instrs.iter().map(count).sum()
         };
-        prop_assert_eq!(members(&merged), program.steps.len());
+        prop_assert_eq!(members(&merged), program.instrs.len());
         // Operands that lie over each other are told apart from others.
-        for step in &merged.steps {
-            for output in &step.outputs {
-                let same = step.inputs.iter().filter(|input| input.buffer == output.buffer);
+        for instr in &merged.instrs {
+            for output in &instr.outputs {
+                let same = instr.inputs.iter().filter(|input| input.buffer == output.buffer);
                 prop_assert!(same.clone().count() <= 1 && same.clone().all(|input| input.overwritten_by.is_some()));
             }
         }
@@ -155,19 +157,19 @@ generated! {
 /// A chain, a diamond, and what stands between them and must not see it.
 #[test]
 fn what_is_merged() {
-    let check = |steps: &[(&str, &[usize], usize)], expected: usize| {
+    let check = |instrs: &[(&str, &[usize], usize)], expected: usize| {
         let mut program = Program::default();
         let all: Vec<BufferId> = (0..8)
             .map(|index| {
-                let held = match index {
-                    0 => Held::FromStart,
-                    7 => Held::ToEnd,
-                    _ => Held::No,
+                let kind = match index {
+                    0 => BufferKind::FromStart,
+                    7 => BufferKind::ToEnd,
+                    _ => BufferKind::No,
                 };
-                buffer(&mut program, WIDTH, held)
+                buffer(&mut program, WIDTH, kind)
             })
             .collect();
-        for &(name, inputs, output) in steps {
+        for &(name, inputs, output) in instrs {
             let op: Arc<dyn Op> = match name {
                 "tanh" => Arc::new(Unary { kind: UnaryKind::Tanh }),
                 "sub" => Arc::new(Binary { kind: BinaryKind::Sub }),
@@ -181,11 +183,11 @@ fn what_is_merged() {
                 })
                 .collect();
             let outputs = vec![operand(all[output], &[WIDTH])];
-            program.steps.push(Step::plain(Work::Compute(op), inputs, outputs, 0, "".into()));
+            program.instrs.push(Instr::plain(InstrKind::Compute(op), inputs, outputs, 0, "".into()));
         }
-        let mut program = in_parts(program, steps.len());
+        let mut program = in_parts(program, instrs.len());
         fuse(&mut program);
-        assert_eq!(program.steps.len(), expected, "{steps:?}");
+        assert_eq!(program.instrs.len(), expected, "{instrs:?}");
     };
     check(&[("tanh", &[0], 1), ("tanh", &[1], 7)], 1);
     check(&[("tanh", &[0], 1), ("tanh", &[1], 1), ("sub", &[0, 1], 7)], 1);

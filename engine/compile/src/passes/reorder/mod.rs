@@ -20,7 +20,7 @@ use self::window::{WINDOW, Window};
 use super::Context;
 use crate::error::Result;
 use crate::lifetimes::ALIGNMENT;
-use crate::program::{Held, Program, Step, Work};
+use crate::program::{BufferKind, Instr, InstrKind, Program};
 
 pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
     order(program);
@@ -36,7 +36,7 @@ fn order(program: &mut Program) {
     let places = profile.live.iter().enumerate().map(|(at, &live)| (live, Reverse(at)));
     let mut highest: BinaryHeap<(u64, Reverse<usize>)> = places.collect();
     // At most as many windows as there are instructions.
-    for _ in 0..program.steps.len() {
+    for _ in 0..program.instrs.len() {
         let is_true = |&(live, Reverse(at)): &(u64, Reverse<usize>)| profile.live[at] == live;
         let Some((_, Reverse(at))) = std::iter::from_fn(|| highest.pop()).find(is_true) else { break };
         let improved = profile.windows(at).into_iter().find_map(|places| {
@@ -79,38 +79,38 @@ pub(crate) struct Profile {
 
 impl Profile {
     pub fn new(program: &Program) -> Self {
-        let steps = program.steps.len();
+        let instrs = program.instrs.len();
         let aligned = |bytes: u64| bytes.next_multiple_of(ALIGNMENT);
         let buffers = program.buffers.iter();
         let mut bytes: Vec<u64> = buffers.map(|b| if b.counted.is_some() { 0 } else { aligned(b.bytes) }).collect();
         bytes.resize(bytes.len() + program.counts, 0);
-        let touches: Vec<Vec<Touch>> = program.steps.iter().map(|step| touches(program, step)).collect();
+        let touches: Vec<Vec<Touch>> = program.instrs.iter().map(|instr| touches(program, instr)).collect();
         let (mut born, mut dies) = (vec![None; bytes.len()], vec![None; bytes.len()]);
         for (at, touch) in touches.iter().enumerate().flat_map(|(at, of)| of.iter().map(move |touch| (at, touch))) {
             born[touch.resource] = born[touch.resource].or(Some(at));
             dies[touch.resource] = Some(at);
         }
-        let mut change = vec![0i128; steps + 1];
+        let mut change = vec![0i128; instrs + 1];
         for (resource, buffer) in program.buffers.iter().enumerate() {
             // What nothing touches but the host is there in any order.
             let (Some(first), Some(last)) = (born[resource], dies[resource]) else { continue };
-            let before = matches!(buffer.held, Held::FromStart | Held::Always { .. });
-            let after = matches!(buffer.held, Held::ToEnd | Held::Always { .. });
+            let before = matches!(buffer.kind, BufferKind::FromStart | BufferKind::Always { .. });
+            let after = matches!(buffer.kind, BufferKind::ToEnd | BufferKind::Always { .. });
             let first = if before { 0 } else { first };
             change[first] += i128::from(bytes[resource]);
-            change[if after { steps } else { last + 1 }] -= i128::from(bytes[resource]);
+            change[if after { instrs } else { last + 1 }] -= i128::from(bytes[resource]);
             born[resource] = born[resource].filter(|_| !before);
             dies[resource] = dies[resource].filter(|_| !after);
         }
-        let scratch = |step: &Step| step.workspace.iter().map(|piece| bytes[piece.index()]).sum();
-        let workspace: Vec<u64> = program.steps.iter().map(scratch).collect();
+        let scratch = |instr: &Instr| instr.workspace.iter().map(|piece| bytes[piece.index()]).sum();
+        let workspace: Vec<u64> = program.instrs.iter().map(scratch).collect();
         let mut now = 0;
         let live = change.iter().zip(&workspace).map(|(change, workspace)| {
             now += change;
             now as u64 + workspace
         });
         let live = live.collect();
-        Self { order: (0..steps).collect(), touches, workspace, bytes, born, dies, live, segments: segments(program) }
+        Self { order: (0..instrs).collect(), touches, workspace, bytes, born, dies, live, segments: segments(program) }
     }
 
     /// Where to look for an order around a place: on both sides of it alike, most of it behind, and most of it in front.
@@ -135,8 +135,8 @@ impl Profile {
         let mut window = Window::default();
         let mut local: HashMap<usize, usize> = HashMap::new();
         let is_here = |at: Option<usize>| at.is_some_and(|at| places.contains(&at));
-        for &step in &self.order[places.clone()] {
-            let touches = self.touches[step].iter().map(|touch| {
+        for &instr in &self.order[places.clone()] {
+            let touches = self.touches[instr].iter().map(|touch| {
                 let index = *local.entry(touch.resource).or_insert_with(|| {
                     let (born, dies) = (is_here(self.born[touch.resource]), is_here(self.dies[touch.resource]));
                     window.add(self.bytes[touch.resource], born, dies)
@@ -144,7 +144,7 @@ impl Profile {
                 (index, touch.writes)
             });
             let touches = touches.collect();
-            window.push(touches, self.workspace[step]);
+            window.push(touches, self.workspace[instr]);
         }
         (window.clone(), self.live[places.start] - window.live(&[0])[0])
     }
@@ -173,20 +173,20 @@ impl Profile {
 }
 
 /// Who made a count, and what goes by it, keep their order too.
-fn touches(program: &Program, step: &Step) -> Vec<Touch> {
+fn touches(program: &Program, instr: &Instr) -> Vec<Touch> {
     let mut touches: Vec<Touch> = Vec::new();
     let mut touch = |resource: usize, writes: bool| match touches.iter_mut().find(|known| known.resource == resource) {
         Some(known) => known.writes |= writes,
         None => touches.push(Touch { resource, writes }),
     };
-    let operands = step.inputs.iter().map(|operand| (operand, false));
-    for (operand, writes) in operands.chain(step.outputs.iter().map(|operand| (operand, true))) {
+    let operands = instr.inputs.iter().map(|operand| (operand, false));
+    for (operand, writes) in operands.chain(instr.outputs.iter().map(|operand| (operand, true))) {
         touch(operand.buffer.index(), writes);
         if let Some(counted) = program.buffers[operand.buffer.index()].counted {
             touch(program.buffers.len() + counted.count as usize, false);
         }
     }
-    if let Some(count) = step.counts {
+    if let Some(count) = instr.counts {
         touch(program.buffers.len() + count as usize, true);
     }
     touches
@@ -202,11 +202,11 @@ fn segments(program: &Program) -> Vec<Range<usize>> {
         let moved_in = part.action.is_none() && last_action.is_some_and(|last| index < last);
         continues &= moved_in || part.action == action;
         action = if moved_in { action } else { part.action };
-        for at in part.steps.clone() {
+        for at in part.instrs.clone() {
             // What makes rows again that were let go stays in front of whoever reads them first: their places are given back
             // behind that reader, and what is left out gives nothing back.
-            let step = &program.steps[at];
-            let moves = matches!(step.work, Work::Compute(_)) && step.only_if.is_none();
+            let instr = &program.instrs[at];
+            let moves = matches!(instr.kind, InstrKind::Compute(_)) && instr.predicate.is_none();
             match segments.last_mut().filter(|_| continues && moves) {
                 Some(segment) => segment.end = at + 1,
                 None => segments.extend(moves.then_some(at..at + 1)),

@@ -7,29 +7,29 @@ use gapless_graph::ops::Contiguous;
 use gapless_testing::prelude::*;
 
 use super::order;
-use crate::program::{BufferId, Held, Operand, Program, Step, Work};
+use crate::program::{BufferId, BufferKind, Instr, InstrKind, Operand, Program};
 use crate::test_support::{in_parts, most};
 
 /// Programs of as many steps, each of which reads some buffers of those before and makes one, or writes one of them anew; in
 /// parts of so many steps.
-fn any_program(steps: std::ops::Range<usize>, part: usize) -> impl Strategy<Value = Program> {
-    let step = (1..20u64, any::<u64>(), 0..8u8, prop_oneof![4 => Just(0u64), 1 => 1..20u64]);
-    prop::collection::vec(step, steps).prop_map(move |described| {
+fn any_program(instrs: std::ops::Range<usize>, part: usize) -> impl Strategy<Value = Program> {
+    let instr = (1..20u64, any::<u64>(), 0..8u8, prop_oneof![4 => Just(0u64), 1 => 1..20u64]);
+    prop::collection::vec(instr, instrs).prop_map(move |described| {
         let mut program = Program::default();
-        let buffer = |program: &mut Program, bytes: u64, held: Held| {
+        let buffer = |program: &mut Program, bytes: u64, kind: BufferKind| {
             let label =
                 Label { tensor: String::new(), op: String::new(), layer: String::new(), role: Role::Activation };
-            program.add(bytes * 64, label, held)
+            program.add(bytes * 64, label, kind)
         };
-        let mut there = vec![buffer(&mut program, 3, Held::FromStart)];
+        let mut there = vec![buffer(&mut program, 3, BufferKind::FromStart)];
         for (index, (bytes, random, kind, scratch)) in described.into_iter().enumerate() {
             let pick = |shift: u64| there[(random >> shift) as usize % there.len()];
             let inputs: Vec<BufferId> = (0..random as usize % 3).map(|i| pick(8 + 16 * i as u64)).collect();
             let output = match kind {
                 0 => pick(4),
                 // What the host reads.
-                1 => buffer(&mut program, bytes, Held::ToEnd),
-                _ => buffer(&mut program, bytes, Held::No),
+                1 => buffer(&mut program, bytes, BufferKind::ToEnd),
+                _ => buffer(&mut program, bytes, BufferKind::No),
             };
             there.push(output);
             let operand = |buffer: BufferId| Operand {
@@ -39,20 +39,20 @@ fn any_program(steps: std::ops::Range<usize>, part: usize) -> impl Strategy<Valu
                 overwritten_by: None,
             };
             let inputs = inputs.into_iter().map(operand).collect();
-            let work = Work::Compute(Arc::new(Contiguous));
-            let mut step = Step::plain(work, inputs, vec![operand(output)], index as u32, "".into());
+            let work = InstrKind::Compute(Arc::new(Contiguous));
+            let mut instr = Instr::plain(work, inputs, vec![operand(output)], index as u32, "".into());
             if scratch > 0 {
-                step.workspace = vec![buffer(&mut program, scratch, Held::No)];
+                instr.workspace = vec![buffer(&mut program, scratch, BufferKind::No)];
             }
-            program.steps.push(step);
+            program.instrs.push(instr);
         }
         in_parts(program, part)
     })
 }
 
 /// Whether two steps have to keep their order: they use one buffer, and one of them writes it.
-fn in_conflict(a: &Step, b: &Step) -> bool {
-    let writes = |a: &Step, b: &Step| {
+fn in_conflict(a: &Instr, b: &Instr) -> bool {
+    let writes = |a: &Instr, b: &Instr| {
         let uses = || b.inputs.iter().chain(&b.outputs);
         a.outputs.iter().any(|output| uses().any(|operand| operand.buffer == output.buffer))
     };
@@ -61,12 +61,12 @@ fn in_conflict(a: &Step, b: &Step) -> bool {
 
 /// The numbers that steps were given in the beginning.
 fn numbers(program: &Program) -> Vec<usize> {
-    program.steps.iter().map(|step| step.micro_batch as usize).collect()
+    program.instrs.iter().map(|instr| instr.micro_batch as usize).collect()
 }
 
 /// The least of all orders that begin so.
 fn least(program: &Program, order: &mut Vec<usize>) -> u64 {
-    let count = program.steps.len();
+    let count = program.instrs.len();
     if order.len() == count {
         let mut ordered = program.clone();
         ordered.rearrange(order);
@@ -75,7 +75,7 @@ fn least(program: &Program, order: &mut Vec<usize>) -> u64 {
     let mut best = u64::MAX;
     for next in (0..count).filter(|next| !order.contains(next)).collect::<Vec<_>>() {
         let waits =
-            |before: usize| !order.contains(&before) && in_conflict(&program.steps[before], &program.steps[next]);
+            |before: usize| !order.contains(&before) && in_conflict(&program.instrs[before], &program.instrs[next]);
         if !(0..next).any(waits) {
             order.push(next);
             best = best.min(least(program, order));
@@ -107,7 +107,7 @@ generated! {
         let mut at = vec![usize::MAX; place.len()];
         place.iter().enumerate().for_each(|(place, &number)| at[number] = place);
         for (a, b) in (0..place.len()).flat_map(|b| (0..b).map(move |a| (a, b))) {
-            prop_assert!(at[a] < at[b] || !in_conflict(&program.steps[a], &program.steps[b]), "{a} and {b}");
+            prop_assert!(at[a] < at[b] || !in_conflict(&program.instrs[a], &program.instrs[b]), "{a} and {b}");
         }
         // Once more changes nothing, and the first time was no chance.
         let mut again = program.clone();

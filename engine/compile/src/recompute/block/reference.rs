@@ -12,7 +12,7 @@ use gapless_testing::prelude::*;
 use super::parts;
 use crate::Output;
 use crate::lower::alive_nodes;
-use crate::recompute::Saved;
+use crate::recompute::SavedActivations;
 use crate::recompute::layer::{Choice, Costs, Layer, Local, RUN};
 use crate::recompute::min_cut::hull;
 use gapless_graph::Result;
@@ -195,7 +195,7 @@ fn a_layer_of_experts_has_choices_no_worse_than_those_of_its_runs() {
     let summands = gradients.iter().flat_map(|gradient| &gradient.summands);
     let outputs: Vec<Output> = summands.map(|&id| Output::local("gradient", id)).collect();
     let alive = alive_nodes(&graph, &outputs);
-    let saved = Saved::new(&graph, &alive);
+    let saved = SavedActivations::new(&graph, &alive);
     let rates = Rates { flops: 770e12, bytes: 3e12 };
     let time = |node: &Node| {
         let (inputs, outputs) = (graph.specs(&node.inputs), graph.specs(&node.outputs));

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 use crate::nn::{Init, VarBuilder};
 use crate::ops::{
-    Chooses, Combine, Dispatch, Drop, ExpertGroups, ExpertLoad, Jitter, Route, SlotWeights, TopK, Unplaced,
+    Chooses, Combine, Dispatch, DropPolicy, ExpertGroups, ExpertLoad, Jitter, Route, SlotWeights, TopK, Unplaced,
 };
 use crate::optim::LoadBias;
 use crate::tensor::Tensor;
@@ -41,7 +41,7 @@ pub struct Capacity {
     /// Rows per expert and sequence, as a multiple of what each would have if all had the same number.
     pub factor: f64,
     /// What is left out beyond.
-    pub drop: Drop,
+    pub drop: DropPolicy,
 }
 
 /// How tokens find experts.
@@ -121,7 +121,7 @@ impl RouterConfig {
             return fail("the capacity factor is not above 0", "1.25 is usual");
         }
         if self.choice == Choice::Experts {
-            if self.capacity.is_none_or(|capacity| capacity.drop != Drop::Lightest) {
+            if self.capacity.is_none_or(|capacity| capacity.drop != DropPolicy::Lightest) {
                 return fail("experts that choose need a capacity", "set one that drops the lightest");
             }
             if self.groups.is_some() || *bias_rate > 0.0 || *balance_loss > 0.0 {
@@ -132,7 +132,7 @@ impl RouterConfig {
     }
 
     /// Most rows of a sequence that an expert takes.
-    fn capacity(&self, tokens: usize) -> Option<(usize, Drop)> {
+    fn capacity(&self, tokens: usize) -> Option<(usize, DropPolicy)> {
         let Capacity { factor, drop } = self.capacity?;
         let even = (tokens * self.top_k) as f64 / self.experts as f64;
         // A product that is whole but for its rounding is whole.
@@ -224,7 +224,7 @@ impl RouterConfig {
                 let inputs: Vec<&Tensor> = [&scores].into_iter().chain(&bias).collect();
                 let [weights, ids] = Tensor::apply_op(op, &inputs)?;
                 let routed = match self.capacity {
-                    Some(Capacity { drop: Drop::Lightest, .. }) => route(Chooses::Tokens, &[&ids, &weights])?,
+                    Some(Capacity { drop: DropPolicy::Lightest, .. }) => route(Chooses::Tokens, &[&ids, &weights])?,
                     _ => route(Chooses::Tokens, &[&ids])?,
                 };
                 (weights, Some(ids), routed)

@@ -30,7 +30,7 @@ pub use grouped_linear::GroupedLinear;
 pub use jitter::Jitter;
 pub use load::{ExpertLoad, Unplaced};
 pub use log_sum_exp::LogSumExp;
-pub use route::{Chooses, Drop, Route};
+pub use route::{Chooses, DropPolicy, Route};
 pub use routed_swiglu::RoutedSwiGlu;
 pub use slot_weights::SlotWeights;
 pub use starts::{RunLengths, RunStarts};

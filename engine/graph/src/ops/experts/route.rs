@@ -21,7 +21,7 @@ pub enum Chooses {
 /// Which of too many slots of an expert are left out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Drop {
+pub enum DropPolicy {
     /// Those of the last tokens (Switch, arXiv 2101.03961).
     Last,
     /// Those of the least weight; of equal ones, the last. Weights are one input more. In a causal model that tells a token
@@ -41,7 +41,7 @@ pub struct Route {
     /// Who chooses.
     pub chooses: Chooses,
     /// Most rows that an expert takes of a sequence, and what is left out beyond.
-    pub capacity: Option<(usize, Drop)>,
+    pub capacity: Option<(usize, DropPolicy)>,
 }
 
 impl Route {
@@ -70,7 +70,7 @@ impl Route {
     }
 
     fn weighs(&self) -> bool {
-        matches!(self.capacity, Some((_, Drop::Lightest)))
+        matches!(self.capacity, Some((_, DropPolicy::Lightest)))
     }
 }
 
@@ -195,7 +195,7 @@ impl Op for Route {
                 };
                 let mut run: Vec<usize> = (sequence * length..(sequence + 1) * length).filter(|&s| chosen(s)).collect();
                 if let Some((most, drop)) = self.capacity {
-                    if drop == Drop::Lightest {
+                    if drop == DropPolicy::Lightest {
                         let weights = &args.input(args.inputs() - 1).data;
                         run.sort_by(|&a, &b| weights[b].total_cmp(&weights[a]));
                     }

@@ -55,7 +55,7 @@ impl Op for RoutedSwiGlu {
         6 * elements(&inputs[0], self.balanced)
     }
 
-    fn may_overwrite(&self) -> &[(usize, usize)] {
+    fn inplace(&self) -> &[(usize, usize)] {
         &[(1, 0)]
     }
 
@@ -116,7 +116,7 @@ impl Op for RoutedSwiGluGrad {
         Ok(inputs[..3].to_vec())
     }
 
-    fn may_overwrite(&self) -> &[(usize, usize)] {
+    fn inplace(&self) -> &[(usize, usize)] {
         &[(0, 0), (1, 1)]
     }
 

@@ -248,7 +248,7 @@ fn every_call_may_fail() {
         // What gives something back may fail too, and then it is not given back.
         let gives_back =
             |name: &str| ["Destroy", "Release", "Free", "Unmap", "Unload"].iter().any(|word| name.contains(word));
-        // Asked for once in a process.
+        // DynamicAlloc for once in a process.
         let elsewhere = ["nvrtcVersion", "nvrtcGetNumSupportedArchs", "nvrtcGetSupportedArchs"];
         let calls: Vec<_> =
             calls.into_iter().filter(|(name, _)| !gives_back(name) && !elsewhere.contains(&name.as_str())).collect();

@@ -10,11 +10,11 @@ pub(super) struct Farewells {
     comm: raw::Comm,
     rank: usize,
     /// By rank; this one's own is never waited for.
-    others: Vec<Farewell>,
+    others: Vec<ShutdownNotice>,
     said: Vec<raw::Request>,
 }
 
-enum Farewell {
+enum ShutdownNotice {
     Awaited(raw::Request),
     Heard(Instant),
     Own,
@@ -24,9 +24,9 @@ impl Farewells {
     /// Listens to all ranks of a communicator that carries nothing else.
     pub(super) fn new(comm: raw::Comm, rank: usize, size: usize) -> Result<Self> {
         let others = (0..size).map(|other| match other == rank {
-            true => Ok(Farewell::Own),
+            true => Ok(ShutdownNotice::Own),
             // SAFETY: the message is empty.
-            false => unsafe { raw::irecv(comm, nothing(), 0, other, 0) }.map(Farewell::Awaited),
+            false => unsafe { raw::irecv(comm, nothing(), 0, other, 0) }.map(ShutdownNotice::Awaited),
         });
         Ok(Self { comm, rank, others: others.collect::<Result<_>>()?, said: Vec::new() })
     }
@@ -34,10 +34,10 @@ impl Farewells {
     /// Hears what has come.
     pub(super) fn listen(&mut self) -> Result<()> {
         for other in &mut self.others {
-            if let Farewell::Awaited(request) = other
+            if let ShutdownNotice::Awaited(request) = other
                 && matches!(raw::test(request)?, Outcome::Ended(_))
             {
-                *other = Farewell::Heard(Instant::now());
+                *other = ShutdownNotice::Heard(Instant::now());
             }
         }
         Ok(())
@@ -45,7 +45,7 @@ impl Farewells {
 
     /// The ranks of the world that said it longer ago.
     pub(super) fn longer_ago_than(&self, time: Duration) -> impl Iterator<Item = usize> {
-        let heard = move |other: &Farewell| matches!(other, Farewell::Heard(at) if at.elapsed() > time);
+        let heard = move |other: &ShutdownNotice| matches!(other, ShutdownNotice::Heard(at) if at.elapsed() > time);
         self.others.iter().enumerate().filter(move |(_, other)| heard(other)).map(|(rank, _)| rank)
     }
 
@@ -67,7 +67,7 @@ impl Farewells {
                 _ => self.said.pop(),
             };
         }
-        Ok(!self.others.iter().any(|other| matches!(other, Farewell::Awaited(_))))
+        Ok(!self.others.iter().any(|other| matches!(other, ShutdownNotice::Awaited(_))))
     }
 }
 
