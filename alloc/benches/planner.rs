@@ -7,8 +7,6 @@
 //! names another folder of them. Greedy by size is quadratic: where it would run for minutes, a dash stands for it, as
 //! for both where buffers are pinned, which they know nothing of.
 
-use std::fs::File;
-use std::io::{BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -25,29 +23,24 @@ struct Instance {
 
 fn instances() -> Vec<Instance> {
     let named = std::env::var_os("GAPLESS_INSTANCES").map(PathBuf::from);
-    let root = named.or_else(|| gapless_testing::shared("instances"));
+    let root = named.unwrap_or_else(|| gapless_testing::evidence("instances"));
     let entries = |folder: &Path| -> Vec<PathBuf> {
         let entries = std::fs::read_dir(folder).into_iter().flatten();
         entries.filter_map(|entry| Some(entry.ok()?.path())).collect()
     };
-    let is_table = |path: &PathBuf| [".csv", ".csv.gz"].iter().any(|end| path.to_string_lossy().ends_with(end));
-    let families = root.iter().flat_map(|root| entries(root));
+    let families = entries(&root).into_iter();
+    let is_table = |path: &PathBuf| gapless_testing::table_name(path).is_some();
     let mut paths: Vec<PathBuf> = families.flat_map(|family| entries(&family)).filter(is_table).collect();
     paths.sort();
-    if paths.is_empty() {
-        println!("no instances: generated steps only");
-    }
     let mut instances: Vec<Instance> = paths.iter().map(|path| read(path)).collect();
     instances.extend(generated());
     instances
 }
 
 fn read(path: &Path) -> Instance {
-    let file = BufReader::new(File::open(path).expect("listed just now"));
+    let file = gapless_testing::open(path).expect("listed just now");
     let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
-    let input: Box<dyn Read> =
-        if name.ends_with(".gz") { Box::new(flate2::read::GzDecoder::new(file)) } else { Box::new(file) };
-    let table = csv::read(BufReader::new(input)).expect("a sound table");
+    let table = csv::read(file).expect("a sound table");
     let capacity = name.split('.').rev().nth(1).and_then(|part| part.parse().ok());
     Instance { name, problem: table.problem, capacity }
 }

@@ -78,10 +78,10 @@ fn no_rule_is_faster_with_its_own_memory() {
 /// Each table of the search, with the costs of its name and its own peak as the limit.
 #[test]
 fn as_fast_as_the_searched_tables() {
-    let Some(folder) = gapless_testing::shared("vectors/generated_zerobubble") else { return };
+    let folder = gapless_testing::evidence("vectors/generated_zerobubble");
     let (mut equal, mut shorter) = (0, 0);
     for path in std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path()) {
-        let name = path.file_stem().unwrap().to_string_lossy().into_owned();
+        let Some(name) = gapless_testing::table_name(&path) else { continue };
         let (family, ticks) = (name.split('_').next().unwrap(), name.rsplit('_').next().unwrap());
         let placement = match family {
             "zb1p" | "zb2p" => Placement::Loop,
@@ -91,7 +91,7 @@ fn as_fast_as_the_searched_tables() {
         let ticks = ticks.split(|c: char| c.is_alphabetic()).filter(|number| !number.is_empty());
         let ticks: Vec<u64> = ticks.map(|number| number.parse().unwrap()).collect();
         let costs = costs(ticks[0], ticks[1], ticks[2], ticks[3]);
-        let table = read_table(&std::fs::read_to_string(&path).unwrap()).unwrap();
+        let table = read_table(&std::io::read_to_string(gapless_testing::open(&path).unwrap()).unwrap()).unwrap();
         let theirs = simulate(&table, &costs).unwrap();
         let actions = || table.iter().flatten().flat_map(Cell::actions);
         let ranks = table.len() as u32;

@@ -9,6 +9,7 @@ use gapless_parallel::{
     Cell, CommunicationKind, Costs, Schedule, SearchedZb, SearchedZbv, Sends, Shape, Waits, by_name, check,
     communicate, fetch_weights, merge_backwards, read_table, reduce_gradients, write_table,
 };
+use gapless_testing::{open, table_name};
 
 fn table(schedule: &dyn Schedule, shape: &Shape) -> String {
     write_table(&schedule.table(shape).expect("the shape is a legal one"))
@@ -108,16 +109,17 @@ fn costs(name: &str) -> Costs {
 
 #[test]
 fn reference_tables() {
-    let Some(folder) = gapless_testing::shared("vectors") else { return };
+    let folder = gapless_testing::evidence("vectors");
     let mut matched: BTreeMap<(&str, bool), u32> = BTreeMap::new();
     let mut wrong = Vec::new();
     for path in tables(&folder) {
-        let name = path.strip_prefix(&folder).unwrap().with_extension("").display().to_string();
+        let family = path.parent().and_then(|parent| parent.file_name()).unwrap().display();
+        let name = format!("{family}/{}", table_name(&path).unwrap());
         let Some((family, schedule)) = FAMILIES.iter().find(|(family, _)| is_of(&name, family)) else {
             wrong.push(format!("{name}: of no family that is known"));
             continue;
         };
-        let text = std::fs::read_to_string(&path).unwrap();
+        let text = std::io::read_to_string(open(&path).unwrap()).unwrap();
         let reference = read_table(&text).unwrap();
         let computes: Vec<Vec<Cell>> = reference.iter().map(|row| only(row, is_computed)).collect();
         let shape = shape_of(&computes);
@@ -153,7 +155,7 @@ fn tables(folder: &Path) -> Vec<PathBuf> {
     };
     let folders = entries(folder).into_iter().filter(|path| path.is_dir());
     let files = folders.flat_map(|folder| entries(&folder));
-    files.filter(|path| path.extension().is_some_and(|extension| extension == "csv")).collect()
+    files.filter(|path| table_name(path).is_some()).collect()
 }
 
 fn is_of(name: &str, family: &str) -> bool {

@@ -20,7 +20,7 @@ fn planned(fixed: &Problem) -> Vec<u64> {
 
 #[test]
 fn reserves_at_most_what_the_best_of_the_others_does() {
-    let Some(folder) = gapless_testing::shared("pytorch") else { return };
+    let folder = gapless_testing::evidence("pytorch");
     Row::print_header();
     recorded_moe::each(&folder, |recorded| {
         let Recorded { name, whole, dynamic, fixed, requests } = &recorded;
@@ -71,7 +71,7 @@ fn promises(recorded: &Recorded, offsets: &[u64], bytes: &[u64]) {
 /// rows, so that a count is not exactly sixteen times that of one step.)
 #[test]
 fn what_is_called_static_comes_in_every_step() {
-    let Some(folder) = gapless_testing::shared("pytorch") else { return };
+    let folder = gapless_testing::evidence("pytorch");
     let mut tables: BTreeMap<String, Recorded> = BTreeMap::new();
     recorded_moe::each(&folder, |recorded| _ = tables.insert(recorded.name.clone(), recorded));
     let sizes = |problem: &Problem| {

@@ -1,9 +1,7 @@
 //! The models of PyTorch's allocator against what the real one answered on recorded training steps, byte for byte.
 
 use std::fs::File;
-use std::io::BufReader;
 
-use flate2::read::GzDecoder;
 use gapless_alloc::{csv, lower_bound};
 use gapless_allocators::{Device, PyTorch, PyTorchOptions};
 use gapless_allocators::{Requests, replay, smallest_capacity};
@@ -11,7 +9,7 @@ use serde_json::Value;
 
 #[test]
 fn every_recording_is_met_to_the_byte() {
-    let Some(folder) = gapless_testing::shared("pytorch") else { return };
+    let folder = gapless_testing::evidence("pytorch");
     let manifest: Value = serde_json::from_reader(File::open(folder.join("manifest.json")).unwrap()).unwrap();
     let mut wrong = Vec::new();
     let mut compared = 0;
@@ -20,7 +18,7 @@ fn every_recording_is_met_to_the_byte() {
         {
             let Some(part) = trace.get(part) else { continue };
             let file = part["file"].as_str().unwrap();
-            let table = csv::read(BufReader::new(GzDecoder::new(File::open(folder.join(file)).unwrap()))).unwrap();
+            let table = csv::read(gapless_testing::open(&folder.join(file)).unwrap()).unwrap();
             let requests = Requests::new(&table.problem);
             for (mode, expected) in part[replays].as_object().unwrap() {
                 let options = match mode.as_str() {

@@ -11,7 +11,7 @@ use gapless_graph::{Graph, Node, Phase, Place, Source, ValueId};
 use gapless_parallel::{Action, Kind, StageId};
 
 use crate::error::{Error, Result};
-use crate::lower::Output;
+use crate::lowering::Output;
 
 /// The phases that an action runs.
 pub fn phases(kind: Kind) -> &'static [Phase] {

@@ -16,6 +16,7 @@ mod instruction;
 mod lifetimes;
 mod link;
 mod lower;
+mod lowering;
 mod offload_plan;
 mod partition;
 mod passes;
@@ -31,7 +32,8 @@ mod text;
 pub use error::{Error, Result};
 pub use executable::{CompileOptions, Executable, ProgramId};
 pub use link::compile;
-pub use lower::{Lowering, Output, Target, lower};
+pub use lower::lower;
+pub use lowering::{Lowering, Output, Target};
 pub use offload_plan::HostPlan;
 pub use partition::StagePartition;
 pub use program::{

@@ -9,8 +9,6 @@ use gapless_compile::{Executable, InstrKind, Message};
 use gapless_graph::ops::{Collective, Group};
 use gapless_kernels::cpu::args::{Address, Places};
 
-use crate::cpu::run::{Base, range};
-
 /// The ways to the other ranks.
 #[derive(Debug, Default)]
 pub struct Communicators {
@@ -103,6 +101,16 @@ impl Drop for RunGuard<'_> {
         }
     }
 }
+
+/// The arena's first byte, on its way to the threads of the pool.
+#[derive(Clone, Copy)]
+pub(crate) struct Base(pub *mut u8);
+
+// SAFETY: the arena is held exclusively while a program runs, and instructions give their threads disjoint parts.
+unsafe impl Send for Base {}
+
+// SAFETY: as above.
+unsafe impl Sync for Base {}
 
 /// A first byte, and how many there are.
 pub(crate) type Bytes = (*mut u8, usize);
@@ -261,4 +269,14 @@ pub(super) unsafe fn begin(
     };
     // SAFETY: by this function's contract; the plan keeps inputs and outputs apart, or makes them one.
     unsafe { transfers.begin(collective, request, &operands) }
+}
+
+/// An operand's first byte, and its number of bytes.
+///
+/// # Safety
+/// It lies in the arena at `base`, or outside of it where `places` has it.
+pub(crate) unsafe fn range(base: Base, address: &Address, places: Places<'_>) -> (*mut u8, usize) {
+    // SAFETY: by this function's contract.
+    let (start, span) = unsafe { places.locate(base.0, address) };
+    (start, span * address.dtype.size_in_bytes())
 }

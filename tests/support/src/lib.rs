@@ -27,10 +27,12 @@
 #![warn(missing_docs)]
 #![allow(clippy::test_attr_in_doctest, reason = "the example shows how a test is declared")]
 
+mod evidence;
 mod generated;
 mod only;
 mod skipped;
 
+pub use evidence::{evidence, open, table_name};
 pub use generated::{Generated, SEED};
 pub use only::only_test;
 pub use proptest;

@@ -8,10 +8,8 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::BufReader;
 use std::path::Path;
 
-use flate2::read::GzDecoder;
 use gapless_alloc::arena::Request;
 use gapless_alloc::{Buffer, BufferId, Label, Problem, Role, csv};
 use serde_json::Value;
@@ -46,7 +44,7 @@ pub fn each(folder: &Path, mut visit: impl FnMut(Recorded)) {
         for part in ["iteration", "full"] {
             if let Some(part) = trace.get(part) {
                 let file = part["file"].as_str().unwrap();
-                let table = csv::read(BufReader::new(GzDecoder::new(File::open(folder.join(file)).unwrap()))).unwrap();
+                let table = csv::read(gapless_testing::open(&folder.join(file)).unwrap()).unwrap();
                 visit(taken_apart(file.trim_end_matches(".csv.gz"), &trace["config"], table.problem));
             }
         }

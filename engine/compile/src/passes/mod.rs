@@ -17,7 +17,7 @@ use std::collections::HashMap;
 
 use crate::cross_rank::CrossRankValues;
 use crate::error::Result;
-use crate::lower::{Lowering, Target};
+use crate::lowering::{Lowering, Target};
 use crate::program::{BufferId, Origin, Program};
 
 /// The name of the part that is once per step.

@@ -10,7 +10,8 @@ use gapless_graph::{Graph, Result, Spec, Tensor, lock};
 use gapless_parallel::{Action, Kind};
 use insta::assert_snapshot;
 
-use crate::lower::{Lowering, Output, Target, lower_observed};
+use crate::lower::lower_observed;
+use crate::lowering::{Lowering, Output, Target};
 use crate::partition::{StagePartition, cut};
 use crate::recompute::{Recompute, Resolving, Stashing};
 

@@ -19,7 +19,6 @@ pub(crate) mod policy;
 mod saved;
 mod stash;
 
-pub use crate::report::{LayerAgain, layers_again, micro_batches_again};
 pub(crate) use policy::Resolving;
 pub use policy::{Layers, Recompute};
 pub(crate) use saved::SavedActivations;

@@ -6,4 +6,4 @@ mod recomputed;
 mod schedule_view;
 
 pub use memory::{Report, largest_at_peak, memory_map};
-pub use recomputed::{LayerAgain, layers_again, micro_batches_again};
+pub use recomputed::{RecomputedLayer, recomputed_layers, recomputed_per_micro_batch};

@@ -7,7 +7,7 @@ use crate::{InstrKind, Program};
 
 /// What is computed again in a layer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct LayerAgain {
+pub struct RecomputedLayer {
     /// Name of the layer, e.g. `h.3`; or of what stands outside of layers.
     pub layer: String,
     /// Operations that run a second time in a micro-batch, in order.
@@ -15,7 +15,7 @@ pub struct LayerAgain {
 }
 
 /// How many operations each micro-batch runs a second time.
-pub fn micro_batches_again(program: &Program) -> Vec<usize> {
+pub fn recomputed_per_micro_batch(program: &Program) -> Vec<usize> {
     let mut counts = Vec::new();
     for instr in &program.instrs {
         let micro_batch = instr.micro_batch as usize;
@@ -26,18 +26,18 @@ pub fn micro_batches_again(program: &Program) -> Vec<usize> {
 }
 
 /// The layers of a program in the order in which they run, with what a micro-batch computes rematerialized: the one that does most.
-pub fn layers_again(program: &Program) -> Vec<LayerAgain> {
-    let counts = micro_batches_again(program);
+pub fn recomputed_layers(program: &Program) -> Vec<RecomputedLayer> {
+    let counts = recomputed_per_micro_batch(program);
     let most = counts.iter().max().copied().unwrap_or(0);
     let micro_batch = counts.iter().position(|&count| count == most).unwrap_or(0);
-    let mut layers: Vec<LayerAgain> = Vec::new();
+    let mut layers: Vec<RecomputedLayer> = Vec::new();
     for instr in &program.instrs {
         let InstrKind::Compute(op) = &instr.kind else { continue };
         let numbered = block_of(&instr.layer);
         let layer = numbered.unwrap_or(&instr.layer);
         let known = layers.iter().position(|known| known.layer == layer);
         if known.is_none() && (numbered.is_some() || instr.rematerialized) {
-            layers.push(LayerAgain { layer: layer.to_owned(), ops: Vec::new() });
+            layers.push(RecomputedLayer { layer: layer.to_owned(), ops: Vec::new() });
         }
         if instr.rematerialized && instr.micro_batch as usize == micro_batch {
             let index = known.unwrap_or(layers.len() - 1);

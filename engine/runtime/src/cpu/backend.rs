@@ -12,11 +12,11 @@ use gapless_kernels::cpu::args::Address;
 use super::arena::Arena;
 use super::offload::HostFile;
 use super::routed::{Refusal, Routed};
-use super::run::{Base, Failure, RunContext, run_all};
+use super::run::{Failure, RunContext, run_all};
 use super::workers::Workers;
 use crate::error::{Error, Result};
 use crate::session::{Backend, RunOptions, Session};
-use crate::transfers::Transfers;
+use crate::transfers::{Base, Transfers};
 
 /// An arena on the CPU, and the threads that compute in it.
 #[derive(Debug)]

@@ -15,7 +15,7 @@ use gapless_kernels::cpu::args::{Address, Args, Element, Places};
 use super::offload::HostFile;
 use super::routed::{Refusal, Routed};
 use crate::session::RunOptions;
-use crate::transfers::{Transfers, begin, transfer};
+use crate::transfers::{Base, Transfers, begin, range, transfer};
 
 /// What a run reaches beside the planned arena.
 pub(super) struct RunContext<'o> {
@@ -23,16 +23,6 @@ pub(super) struct RunContext<'o> {
     pub routed: &'o mut Routed,
     pub file: &'o mut Option<HostFile>,
 }
-
-/// The arena's first byte, on its way to the threads of the pool.
-#[derive(Clone, Copy)]
-pub(crate) struct Base(pub *mut u8);
-
-// SAFETY: the arena is held exclusively while a program runs, and instructions give their threads disjoint parts.
-unsafe impl Send for Base {}
-
-// SAFETY: as above.
-unsafe impl Sync for Base {}
 
 /// Runs every instruction; returns the index of the first with a non-finite output when watching, or of the one that
 /// failed. Ranks that watch go on to the end: others wait for what they send.
@@ -166,16 +156,6 @@ unsafe fn copy(instruction: &Instruction, offset: u64, base: Base, file: &mut Op
             file.write(offset, bytes)
         }
     }
-}
-
-/// An operand's first byte, and its number of bytes.
-///
-/// # Safety
-/// It lies in the arena at `base`, or outside of it where `places` has it.
-pub(crate) unsafe fn range(base: Base, address: &Address, places: Places<'_>) -> (*mut u8, usize) {
-    // SAFETY: by this function's contract.
-    let (start, span) = unsafe { places.locate(base.0, address) };
-    (start, span * address.dtype.size_in_bytes())
 }
 
 /// The place of a planned tensor of one f32.

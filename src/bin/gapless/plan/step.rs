@@ -6,8 +6,8 @@ use std::time::Instant;
 
 use anyhow::{Context, anyhow, bail};
 use gapless::engine::compile::Error as CompileError;
+use gapless::engine::compile::report::{RecomputedLayer, recomputed_layers, recomputed_per_micro_batch};
 use gapless::engine::compile::{CompileOptions, Executable, Program, compile};
-use gapless::engine::recompute::{LayerAgain, layers_again, micro_batches_again};
 use gapless::{Recompute, TrainError};
 use gapless_alloc::draw::{Bytes, MemoryMap, Summary};
 use gapless_alloc::{Fit, Options, explain};
@@ -90,7 +90,7 @@ pub struct Step {
     pub overhead: f64,
     /// Arithmetic of what is computed again, as a part of that of the rest.
     pub extra_flops: f64,
-    layers: Vec<LayerAgain>,
+    layers: Vec<RecomputedLayer>,
     /// Operations that each micro-batch runs again.
     again: Vec<usize>,
     /// Size of the file that offloaded activations wait in.
@@ -107,7 +107,7 @@ pub fn plan_step(arguments: &Arguments, recompute: Recompute) -> Result<(Step, E
     let within = CompileOptions::within(recompute.capacity(), options.planning, options.routing);
     let program = arguments.program(recompute)?;
     let [all, again] = program.nanoseconds(&arguments.rates());
-    let (layers, again_by_micro_batch) = (layers_again(&program), micro_batches_again(&program));
+    let (layers, again_by_micro_batch) = (recomputed_layers(&program), recomputed_per_micro_batch(&program));
     let flops = program.flops();
     let rematerialized_flops = program.rematerialized_flops();
     let executable = compile(&[program], &within)?;
