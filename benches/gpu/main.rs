@@ -2,7 +2,7 @@
 //! is and where the time goes.
 //!
 //! `cargo bench -p gapless --bench gpu -- parity`, `memory`, `speed`, `kernels`, `plan` or `device`; `-- help` says more. The built
-//! program also works by itself on a machine without Rust. `bench/gpu/run` calls all of it beside PyTorch (docs/gpu.md).
+//! program also works by itself on a machine without Rust. `benches/gpu/run` calls all of it beside PyTorch (docs/gpu.md).
 //!
 //! Where there is no GPU, a command that needs one prints `skipped:` and the engine's reason. That is no failure, unless one
 //! was required.

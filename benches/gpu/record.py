@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What bench/gpu/run has found, as one table and one JSON: `record.py FOUND OUT`.
+"""What benches/gpu/run has found, as one table and one JSON: `record.py FOUND OUT`.
 
 FOUND has a line per part in `parts` (name, state, seconds, why, between tabs), and a JSON file of each that wrote one. Without a
 GPU no file is written to OUT: there would be nothing in it.
