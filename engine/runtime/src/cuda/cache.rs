@@ -11,7 +11,8 @@ use std::path::{Path, PathBuf};
 use gapless_kernels::cuda::{Family, HEADERS};
 
 use super::error::KernelError;
-use super::nvrtc::{Architecture, Nvrtc};
+use super::nvrtc::{Architecture, Compiled, Nvrtc};
+use super::resources::Resources;
 
 /// A folder of compiled kernels.
 #[derive(Debug, Clone)]
@@ -44,19 +45,44 @@ impl Cache {
     /// What [`Nvrtc::compile`] returns. Where the folder cannot be written to, a warning says so, and the next process compiles
     /// it again.
     pub fn load(&self, nvrtc: &Nvrtc, family: Family, architecture: Architecture) -> Result<Vec<u8>, KernelError> {
-        self.entry(&key(family, architecture, &nvrtc.version()), || nvrtc.compile(family, architecture))
+        let compile = || nvrtc.compile(family, architecture).map(|compiled| compiled.code);
+        self.entry(&key(family, architecture, &nvrtc.version()), compile)
+    }
+
+    /// Compiles a family, whether that was done before or not, keeps the code, and returns what its kernels take.
+    ///
+    /// # Errors
+    /// As [`Self::load`].
+    pub fn fill(
+        &self,
+        nvrtc: &Nvrtc,
+        family: Family,
+        architecture: Architecture,
+    ) -> Result<Vec<Resources>, KernelError> {
+        let Compiled { code, kernels } = nvrtc.compile(family, architecture)?;
+        self.keep(&self.path(&key(family, architecture, &nvrtc.version())), &code);
+        Ok(kernels)
+    }
+
+    fn path(&self, key: &str) -> PathBuf {
+        self.folder.join(format!("{key}.cubin"))
     }
 
     fn entry(&self, key: &str, make: impl FnOnce() -> Result<Vec<u8>, KernelError>) -> Result<Vec<u8>, KernelError> {
-        let path = self.folder.join(format!("{key}.cubin"));
+        let path = self.path(key);
         if let Some(code) = read(&path) {
             return Ok(code);
         }
         let code = make()?;
-        if let Err(error) = self.write(&path, &code) {
+        self.keep(&path, &code);
+        Ok(code)
+    }
+
+    /// Code that cannot be kept is compiled again by the next process.
+    fn keep(&self, path: &Path, code: &[u8]) {
+        if let Err(error) = self.write(path, code) {
             tracing::warn!(path = %path.display(), %error, "a compiled kernel cannot be kept; GAPLESS_CACHE names another folder");
         }
-        Ok(code)
     }
 
     /// By a file of its own that then takes the name.
@@ -133,7 +159,7 @@ mod tests {
 
     #[test]
     fn whatever_decides_the_code_decides_the_key() {
-        let (old, new) = (Architecture { major: 8, minor: 0 }, Architecture { major: 9, minor: 0 });
+        let (old, new) = (Architecture::new(8, 0), Architecture::new(9, 0));
         let base = key(Family::Norm, old, "13.0");
         assert_eq!(base, key(Family::Norm, old, "13.0"));
         for other in [key(Family::Norm, new, "13.0"), key(Family::Norm, old, "13.1"), key(Family::Reduce, old, "13.0")]

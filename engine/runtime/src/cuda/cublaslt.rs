@@ -12,6 +12,7 @@ use cudarc::cublaslt::{result, sys};
 use gapless_kernels::cuda::launch::{ALIGNMENT, Epilogue, Matrix, Product};
 
 use super::device::DeviceError;
+use super::libraries::keep_from_packages;
 use super::mapped::holders;
 
 /// A handle of the library, and the algorithms that it chose.
@@ -101,15 +102,21 @@ impl Drop for Described {
 }
 
 impl CublasLt {
-    /// The library, where it is installed.
+    /// The library, where it is installed or a package of Python's brought it, for a driver of this major version of CUDA.
     ///
     /// # Errors
     /// [`DeviceError::Missing`], or what it says itself.
-    pub(super) fn new(device: &str) -> Result<Self, DeviceError> {
+    pub(super) fn new(device: &str, driver_major: i32) -> Result<Self, DeviceError> {
         // SAFETY: the library is one that may be loaded at any time.
-        if !unsafe { sys::is_culib_present() } {
-            let remedy = "install it (Debian and Ubuntu: libcublas of the driver's CUDA version; Python: nvidia-cublas) and put \
-                          its folder on LD_LIBRARY_PATH";
+        let is_there = || unsafe { sys::is_culib_present() };
+        let mut names = ["libcublasLt.so.13", "libcublasLt.so.12"];
+        if driver_major < 13 {
+            // A library of a newer CUDA may refuse the driver.
+            names.reverse();
+        }
+        if !(is_there() || keep_from_packages(&names) && is_there()) {
+            let remedy = "install it (Debian and Ubuntu: libcublas of the driver's CUDA version; Python: nvidia-cublas, which is \
+                          found if that python3 is on PATH)";
             return Err(DeviceError::Missing { what: "cuBLASLt", remedy });
         }
         let handle = result::create_handle().map_err(|error| failed(device, "cublasLtCreate", &error))?;

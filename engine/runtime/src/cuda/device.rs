@@ -31,7 +31,8 @@ pub trait Device: Debug + Send {
     /// What the driver says.
     fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), DeviceError>;
 
-    /// Gets launches ready to be run in this order: kernels compiled, algorithms chosen, all of it captured as one graph.
+    /// Gets launches ready to be run in this order: kernels compiled, algorithms chosen, all of it captured as one graph. What the
+    /// launches read and write may hold anything afterwards: it is to be written behind the last recording.
     ///
     /// # Errors
     /// When a kernel cannot be compiled or loaded, or what the driver says of a launch, which `describe` names.
@@ -95,8 +96,21 @@ pub struct DeviceMemory {
 }
 
 impl DeviceMemory {
-    /// What is in use and was not seen to come; below 0 if others have given memory back.
+    /// What drivers take memory by. A page that was begun for one use is filled by the next, and may come with either.
+    pub const PAGE: u64 = 2 << 20;
+
+    /// What is in use and was not seen to come, as far as it may be pages that two uses share: at most one for each.
+    pub fn rounding(&self) -> i64 {
+        let most = (self.beside.len() as u64 * Self::PAGE) as i64;
+        self.difference().clamp(-most, most)
+    }
+
+    /// What is in use beyond that; below 0 if others have given memory back.
     pub fn unexplained(&self) -> i64 {
+        self.difference() - self.rounding()
+    }
+
+    fn difference(&self) -> i64 {
         let known = self.arena + self.beside.iter().map(|&(_, bytes)| bytes).sum::<u64>();
         self.in_use as i64 - known as i64
     }
@@ -109,6 +123,7 @@ impl fmt::Display for DeviceMemory {
         for (what, bytes) in &self.beside {
             writeln!(f, "{bytes:>16} {what}")?;
         }
+        writeln!(f, "{:>16} rounding: pages of {} bytes", self.rounding(), Self::PAGE)?;
         write!(f, "{:>16} others, since", self.unexplained())
     }
 }
@@ -161,5 +176,26 @@ impl DeviceError {
     /// The same, of a launch that is for this.
     pub(super) fn during(self, what_for: &str) -> Self {
         Self::During { what_for: what_for.into(), source: Box::new(self) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_for_each_use_is_rounding_and_more_is_not_explained() {
+        let page = DeviceMemory::PAGE as i64;
+        for (more, rounding, unexplained) in [
+            (0, 0, 0),
+            (page, page, 0),
+            (2 * page + 1, 2 * page, 1),
+            (-page / 2, -page / 2, 0),
+            (-5 * page, -2 * page, -3 * page),
+        ] {
+            let beside = vec![("context", 10 << 20), ("kernels", 20 << 20)];
+            let memory = DeviceMemory { total: 1 << 40, in_use: ((70 << 20) + more) as u64, arena: 40 << 20, beside };
+            assert_eq!((memory.rounding(), memory.unexplained()), (rounding, unexplained), "{more}");
+        }
     }
 }

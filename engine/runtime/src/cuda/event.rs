@@ -5,7 +5,7 @@ use std::time::Duration;
 use cudarc::driver::{result, sys};
 
 use super::device::DeviceError;
-use super::nvidia::Named;
+use super::named::Named;
 
 /// The first version of the driver that can say what time is between two: cudarc asks for a symbol that older ones lack, and panics
 /// without.

@@ -4,7 +4,10 @@ use cudarc::driver::sys;
 use gapless_kernels::cuda::launch::Kernel;
 
 use super::device::DeviceError;
-use super::nvidia::Named;
+use super::named::Named;
+
+/// The first version of the driver with `cuFuncLoad`.
+const FIRST_WITH_LOAD: i32 = 12_040;
 
 /// A loaded kernel.
 #[derive(Debug)]
@@ -18,12 +21,26 @@ pub(super) struct Function {
 const USUAL_SHARED_BYTES: u32 = 48 << 10;
 
 impl Function {
-    /// As the driver has it.
-    pub fn new(handle: sys::CUfunction) -> Self {
-        Self { handle, shared_bytes: USUAL_SHARED_BYTES }
+    /// A function of a module, once its code is on the device: the driver's own default is to wait for the first launch
+    /// (`CUDA_MODULE_LOADING=LAZY`), which may be one that is captured.
+    ///
+    /// # Errors
+    /// What the driver says, of this version.
+    pub fn loaded(handle: sys::CUfunction, name: &str, device: &str, driver: i32) -> Result<Self, DeviceError> {
+        let loaded = if driver >= FIRST_WITH_LOAD {
+            // SAFETY: the function is its module's, which is there.
+            unsafe { sys::cuFuncLoad(handle).result() }
+        } else {
+            let (mut registers, attribute) = (0, sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_NUM_REGS);
+            // Only of code that is there can this be said.
+            // SAFETY: as above; the result outlives the call.
+            unsafe { sys::cuFuncGetAttribute(&mut registers, attribute, handle).result() }
+        };
+        loaded.named(device, &format!("loading {name}"))?;
+        Ok(Self { handle, shared_bytes: USUAL_SHARED_BYTES })
     }
 
-    /// What the driver launches, as long as its module is loaded.
+    /// As the driver has it.
     pub fn handle(&self) -> sys::CUfunction {
         self.handle
     }

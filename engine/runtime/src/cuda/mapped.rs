@@ -7,7 +7,7 @@ use std::process::Command;
 use cudarc::driver::{result, sys};
 
 use super::device::{DeviceError, DeviceMemory};
-use super::nvidia::Named;
+use super::named::Named;
 
 /// Device memory at a range of addresses.
 #[derive(Debug)]

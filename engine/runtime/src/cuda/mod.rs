@@ -12,15 +12,19 @@
 
 mod backend;
 mod cache;
+mod context;
 mod cublaslt;
 mod device;
 mod error;
 mod event;
 mod function;
+mod libraries;
 mod mapped;
+mod named;
 mod nvidia;
 mod nvrtc;
 mod profile;
+mod resources;
 mod staging;
 
 pub use backend::CudaBackend;
@@ -31,5 +35,6 @@ pub use gapless_kernels::cuda::{
     Constant, Family, Fusible, Generated, Kernel, Launch, Operand, Operands, Product, Random, launch,
 };
 pub use nvidia::Nvidia;
-pub use nvrtc::{Architecture, Nvrtc};
+pub use nvrtc::{Architecture, Compiled, Nvrtc};
 pub use profile::Timed;
+pub use resources::Resources;

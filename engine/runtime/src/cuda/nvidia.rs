@@ -11,16 +11,22 @@ use cudarc::driver::{result, sys};
 use gapless_kernels::cuda::Family;
 use gapless_kernels::cuda::launch::{Epilogue, Kernel, Launch, Product};
 
+use super::context::Context;
 use super::cublaslt::{Algorithm, CublasLt};
 use super::device::{Describe, Device, DeviceError, DeviceMemory, Recording, time_from_here};
 use super::event::{self, Event};
 use super::function::Function;
-use super::mapped::{Mapped, holders, used};
+use super::libraries::taken;
+use super::mapped::{Mapped, used};
+use super::named::Named;
 use super::{Architecture, Cache, KernelError, Nvrtc};
 
 /// A GPU, with a range of its memory and what was recorded there.
 #[derive(Debug)]
 pub struct Nvidia {
+    /// As the driver names it.
+    card: String,
+    /// With its number here, and its place on the bus.
     name: String,
     /// The newest CUDA that it knows, as 13000 is 13.0.
     driver: i32,
@@ -35,26 +41,12 @@ pub struct Nvidia {
     graphs: Vec<sys::CUgraphExec>,
     /// What came into use beside the arena, in order.
     beside: Vec<(&'static str, u64)>,
-    /// Last to be dropped: all the others live in it.
+    device: sys::CUdevice,
     context: Context,
 }
 
 // SAFETY: the driver's handles belong to the process, and every method makes the context the thread's own before it uses them.
 unsafe impl Send for Nvidia {}
-
-/// The primary context of a device, which is shared with whoever else uses the device in this process.
-#[derive(Debug)]
-struct Context {
-    device: sys::CUdevice,
-    context: sys::CUcontext,
-}
-
-impl Drop for Context {
-    fn drop(&mut self) {
-        // SAFETY: it was retained when this was made.
-        let _ = unsafe { result::primary_ctx::release(self.device) };
-    }
-}
 
 /// The newest CUDA that the driver knows, as 13000 is 13.0.
 fn driver_version(device: &str) -> Result<i32, DeviceError> {
@@ -62,23 +54,6 @@ fn driver_version(device: &str) -> Result<i32, DeviceError> {
     // SAFETY: the result outlives the call.
     unsafe { sys::cuDriverGetVersion(&mut version).result() }.named(device, "cuDriverGetVersion")?;
     Ok(version)
-}
-
-/// Names a call, and the device that failed at it.
-pub(super) trait Named<T> {
-    fn named(self, device: &str, call: &str) -> Result<T, DeviceError>;
-}
-
-impl<T> Named<T> for Result<T, result::DriverError> {
-    fn named(self, device: &str, call: &str) -> Result<T, DeviceError> {
-        let what = |error: result::DriverError| error.to_string();
-        self.map_err(|error| match error.0 {
-            sys::cudaError_enum::CUDA_ERROR_OUT_OF_MEMORY => {
-                DeviceError::Full { device: device.into(), call: call.into(), holders: holders() }
-            }
-            _ => DeviceError::Driver { device: device.into(), call: call.into(), what: what(error) },
-        })
-    }
 }
 
 impl Nvidia {
@@ -105,7 +80,7 @@ impl Nvidia {
             |error: result::DriverError| DeviceError::Unusable { device: number.clone(), what: error.to_string() };
         result::init().map_err(unusable)?;
         let device = result::device::get(i32::try_from(ordinal).unwrap_or(i32::MAX)).map_err(unusable)?;
-        let name = result::device::get_name(device).named(&number, "cuDeviceGetName")?;
+        let card = result::device::get_name(device).named(&number, "cuDeviceGetName")?;
         let attribute = |attribute| {
             // SAFETY: the device was found by the driver.
             unsafe { result::device::get_attribute(device, attribute) }.named(&number, "cuDeviceGetAttribute")
@@ -118,30 +93,29 @@ impl Nvidia {
             [CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID, CU_DEVICE_ATTRIBUTE_PCI_BUS_ID, CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID];
         let [domain, bus, slot] = bus.map(attribute);
         // Its number is that of this process, while nvidia-smi, and who reads the list of whose memory it is, goes by this.
-        let name = format!("{number} ({name}, {:08X}:{:02X}:{:02X}.0)", domain?, bus?, slot?);
-        let architecture = Architecture {
-            major: attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? as u32,
-            minor: attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)? as u32,
-        };
+        let name = format!("{number} ({card}, {:08X}:{:02X}:{:02X}.0)", domain?, bus?, slot?);
+        let architecture = Architecture::new(
+            attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? as u32,
+            attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)? as u32,
+        );
         if architecture < Architecture::OLDEST {
             let what = format!("it is {architecture}, and kernels need {} or later", Architecture::OLDEST);
             return Err(DeviceError::Unusable { device: name, what });
         }
-        // SAFETY: as above; the context is released when this is dropped.
-        let context = unsafe { result::primary_ctx::retain(device) }.named(&name, "cuDevicePrimaryCtxRetain")?;
-        let context = Context { device, context };
-        // SAFETY: the context has just been retained.
-        unsafe { result::ctx::set_current(context.context) }.named(&name, "cuCtxSetCurrent")?;
+        let context = Context::of(device, &name)?;
+        context.enter(&name)?;
         let before = used(&name)?.in_use;
         let driver = driver_version(&name)?;
         let nvrtc = Nvrtc::load(Some(driver / 1000))?;
-        let products = CublasLt::new(&name)?;
+        let products = CublasLt::new(&name, driver / 1000)?;
         let stream = result::stream::create(result::stream::StreamKind::NonBlocking).named(&name, "cuStreamCreate")?;
         let libraries = used(&name)?.in_use.saturating_sub(before);
         let beside = vec![("driver's context, and other processes", before), ("cuBLASLt", libraries)];
         let (modules, functions) = (HashMap::new(), HashMap::new());
         let (memory, graphs) = (None, Vec::new());
+        tracing::info!(device = name, libraries = ?taken(&LIBRARIES), "a GPU");
         Ok(Self {
+            card,
             name,
             driver,
             stream,
@@ -154,32 +128,60 @@ impl Nvidia {
             memory,
             graphs,
             beside,
+            device,
             context,
         })
     }
 
-    /// Memory that the processor reaches too, which moves to whoever uses it.
-    #[cfg(feature = "testing")]
-    #[doc(hidden)]
-    pub fn managed(&self, bytes: usize) -> Result<u64, DeviceError> {
-        self.enter()?;
-        let flags = sys::CUmemAttach_flags::CU_MEM_ATTACH_GLOBAL;
-        // SAFETY: the context is the thread's own.
-        unsafe { result::malloc_managed(bytes.max(1), flags) }.named(&self.name, "cuMemAllocManaged")
+    /// What the driver calls it: equal ones have the same name.
+    pub fn card(&self) -> &str {
+        &self.card
     }
 
-    /// Gives back what [`Self::managed`] returned.
+    /// What its code is compiled for.
+    pub fn architecture(&self) -> Architecture {
+        self.architecture
+    }
+
+    /// The newest CUDA that its driver knows, as people write it.
+    pub fn driver(&self) -> String {
+        format!("{}.{}", self.driver / 1000, self.driver % 1000 / 10)
+    }
+
+    /// The files that driver, cuBLASLt and NVRTC were loaded from.
+    pub fn libraries(&self) -> Vec<String> {
+        taken(&LIBRARIES)
+    }
+
+    /// Memory of the host that the device reaches at the same address.
     #[cfg(feature = "testing")]
     #[doc(hidden)]
-    pub fn free_managed(&self, address: u64) {
+    pub fn mapped_host_memory(&self, bytes: usize) -> Result<u64, DeviceError> {
+        self.enter()?;
+        let (mut address, flags) = (0, sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP);
+        // SAFETY: the context is the thread's own; the result outlives the call.
+        let found = unsafe {
+            let memory = result::malloc_host(bytes.max(1), flags).named(&self.name, "cuMemHostAlloc")?;
+            sys::cuMemHostGetDevicePointer_v2(&mut address, memory, 0).result().map(|()| memory)
+        };
+        let memory = found.named(&self.name, "cuMemHostGetDevicePointer")?;
+        // So it is wherever addresses are unified: on every 64-bit Linux.
+        assert_eq!(address, memory.expose_provenance() as u64, "the device has it at another address");
+        Ok(address)
+    }
+
+    /// Gives back what [`Self::mapped_host_memory`] returned.
+    #[cfg(feature = "testing")]
+    #[doc(hidden)]
+    pub fn free_host_memory(&self, address: u64) {
+        let memory = std::ptr::with_exposed_provenance_mut(address as usize);
         // SAFETY: whoever had it uses it no more.
-        let _ = self.enter().map(|()| unsafe { result::free_sync(address) });
+        let _ = self.enter().map(|()| unsafe { result::free_host(memory) });
     }
 
     /// Makes the context the thread's own.
     fn enter(&self) -> Result<(), DeviceError> {
-        // SAFETY: it is retained as long as this is there.
-        unsafe { result::ctx::set_current(self.context.context) }.named(&self.name, "cuCtxSetCurrent")
+        self.context.enter(&self.name)
     }
 
     fn wait(&self) -> Result<(), DeviceError> {
@@ -215,7 +217,7 @@ impl Nvidia {
         // SAFETY: the module is never unloaded before this is dropped.
         let function = unsafe { result::module::get_function(module, symbol) };
         let function = function.named(&self.name, &format!("finding {}", kernel.name))?;
-        let mut function = Function::new(function);
+        let mut function = Function::loaded(function, &kernel.name, &self.name, self.driver)?;
         function.allow(kernel, &self.name)?;
         self.functions.insert(kernel.name.clone(), function);
         Ok(())
@@ -250,6 +252,29 @@ impl Nvidia {
             }
         }
         Ok((instead, chosen))
+    }
+
+    /// Starts products once, on zeros: a library may load its kernels when they are first started, which no capture allows. What they
+    /// write, a step writes again.
+    fn try_out(&self, chosen: &Tried, describe: Describe<'_>) -> Result<(), DeviceError> {
+        for (index, product) in chosen {
+            let what_for = |error: DeviceError| error.during(&describe(*index));
+            for (address, bytes) in product.reads() {
+                // Nobody has written to it yet.
+                // SAFETY: the addresses come from a plan that has passed the checker, in memory of its size.
+                let zeroed = unsafe { result::memset_d8_async(address, 0, bytes, self.stream) };
+                zeroed.named(&self.name, "cuMemsetD8Async").map_err(what_for)?;
+            }
+            // SAFETY: as above.
+            unsafe { self.products.start(product, self.stream) }.map_err(what_for)?;
+        }
+        Ok(())
+    }
+
+    /// What is in use, when all that was started is done.
+    fn in_use(&self) -> Result<u64, DeviceError> {
+        self.wait()?;
+        Ok(used(&self.name)?.in_use)
     }
 
     /// Starts launches on the stream, one after another.
@@ -298,6 +323,9 @@ impl Drop for Captured {
     }
 }
 
+/// What the names of the files of driver, cuBLASLt and NVRTC begin with.
+const LIBRARIES: [&str; 3] = ["libcuda.so", "libcublasLt.so", "libnvrtc.so"];
+
 /// Products of forms that there were none of, by the index of the launch that they are for.
 type Tried = Vec<(usize, Product)>;
 
@@ -320,7 +348,7 @@ impl Device for Nvidia {
             let (device, what) = (self.name.clone(), "there is memory already".into());
             return Err(DeviceError::Driver { device, call: "reserving memory".into(), what });
         }
-        let mapped = Mapped::new(&self.name, self.context.device, bytes)?;
+        let mapped = Mapped::new(&self.name, self.device, bytes)?;
         let address = mapped.address();
         self.memory = Some(mapped);
         Ok(address)
@@ -347,17 +375,11 @@ impl Device for Nvidia {
 
     fn record(&mut self, launches: Vec<Launch>, describe: Describe<'_>) -> Result<Recording, DeviceError> {
         self.enter()?;
-        let before = used(&self.name)?.in_use;
+        let before = self.in_use()?;
         // Nothing may be loaded, compiled or chosen while a graph is captured.
         let (instead, chosen) = self.prepare(&launches, describe)?;
-        // A library may load its kernels when they are first started. What these products write, the step writes again.
-        for (index, product) in &chosen {
-            // SAFETY: the addresses come from a plan that has passed the checker, in memory of its size.
-            let started = unsafe { self.products.start(product, self.stream) };
-            started.map_err(|error| error.during(&describe(*index)))?;
-        }
-        self.wait()?;
-        let prepared = used(&self.name)?.in_use;
+        self.try_out(&chosen, describe)?;
+        let prepared = self.in_use()?;
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream is this device's own, and captures nothing yet.
         unsafe { result::stream::begin_capture(self.stream, mode) }.named(&self.name, "cuStreamBeginCapture")?;
@@ -370,9 +392,13 @@ impl Device for Nvidia {
         let captured = captured.named(&self.name, "cuStreamEndCapture")?;
         // SAFETY: the graph has ended; what is made of it does not need it any more.
         let ready = unsafe { result::graph::instantiate(captured.0, sys::CUgraphInstantiate_flags(0)) };
-        self.graphs.push(ready.named(&self.name, "cuGraphInstantiate")?);
+        let ready = ready.named(&self.name, "cuGraphInstantiate")?;
+        self.graphs.push(ready);
         drop(captured);
-        let after = used(&self.name)?.in_use;
+        // Otherwise the first replay would take what the graph needs of the device.
+        // SAFETY: the graph and the stream are there.
+        unsafe { result::graph::upload(ready, self.stream) }.named(&self.name, "cuGraphUpload")?;
+        let after = self.in_use()?;
         for (what, bytes) in [("kernels", prepared.saturating_sub(before)), ("graphs", after.saturating_sub(prepared))]
         {
             match self.beside.iter_mut().find(|(known, _)| *known == what) {

@@ -6,12 +6,16 @@
 
 use std::ffi::{CStr, CString, OsString, c_char, c_int, c_void};
 use std::fmt;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
 use std::sync::OnceLock;
 
 use gapless_communicator::MissingLibrary;
 use gapless_kernels::cuda::{Family, HEADERS};
 
 use super::error::KernelError;
+use super::libraries::{in_packages, keep_siblings, taken};
+use super::resources::Resources;
 
 /// Names a file that is loaded instead of whatever is installed.
 const LIBRARY_VARIABLE: &str = "GAPLESS_NVRTC_LIBRARY";
@@ -21,6 +25,9 @@ const VERSIONS: [c_int; 2] = [13, 12];
 
 /// The name under which NVRTC is installed, perhaps with its major version behind it.
 const NAME: &str = "libnvrtc.so";
+
+/// What it loads itself, by this name and its version.
+const BUILTINS: &str = "libnvrtc-builtins.so";
 
 /// `NVRTC_ERROR_COMPILATION`: it is the source that is wrong. Anything else is wrong with NVRTC, as parts of it that are missing.
 const NOT_COMPILED: c_int = 6;
@@ -32,17 +39,45 @@ pub struct Architecture {
     pub major: u32,
     /// Behind it.
     pub minor: u32,
+    /// Whether code may use what only GPUs of exactly this capability have, and runs on no other (`sm_90a`).
+    pub is_specific: bool,
 }
 
 impl Architecture {
     /// The first with `cp.async` and with tensor cores for bf16.
-    pub const OLDEST: Self = Self { major: 8, minor: 0 };
+    pub const OLDEST: Self = Self::new(8, 0);
+
+    /// By the numbers before and behind the dot.
+    pub const fn new(major: u32, minor: u32) -> Self {
+        Self { major, minor, is_specific: false }
+    }
 }
 
 impl fmt::Display for Architecture {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "sm_{}{}", self.major, self.minor)
+        write!(f, "sm_{}{}{}", self.major, self.minor, if self.is_specific { "a" } else { "" })
     }
+}
+
+impl FromStr for Architecture {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let unknown = || format!("{text:?} is no architecture; sm_90 and sm_90a would be");
+        let digits = text.strip_prefix("sm_").ok_or_else(unknown)?;
+        let (digits, is_specific) = digits.strip_suffix('a').map_or((digits, false), |digits| (digits, true));
+        let number: u32 = digits.parse().map_err(|_| unknown())?;
+        Ok(Self { major: number / 10, minor: number % 10, is_specific })
+    }
+}
+
+/// Machine code of one source.
+#[derive(Debug, Clone)]
+pub struct Compiled {
+    /// A CUBIN.
+    pub code: Vec<u8>,
+    /// What each of its kernels takes.
+    pub kernels: Vec<Resources>,
 }
 
 /// A program of NVRTC.
@@ -116,11 +151,20 @@ impl Nvrtc {
 
     fn find(variable: Option<OsString>, driver: Option<i32>) -> Result<Self, MissingLibrary> {
         let mut tried = Vec::new();
-        let names = match variable.filter(|name| !name.is_empty()) {
+        let names: Vec<OsString> = match variable.filter(|name| !name.is_empty()) {
             Some(name) => vec![name],
-            None => names(driver).into_iter().map(OsString::from).collect(),
+            // What the loader finds of a version, and what Python's packages have of it.
+            None => names(driver)
+                .into_iter()
+                .flat_map(|name| {
+                    let packaged = in_packages(&name).into_iter().map(PathBuf::into_os_string);
+                    [OsString::from(name)].into_iter().chain(packaged)
+                })
+                .collect(),
         };
         for name in names {
+            // NVRTC loads its builtins by name when it compiles, and most versions do not look beside themselves.
+            keep_siblings(Path::new(&name), BUILTINS);
             match Self::open(&name) {
                 Ok(library) => return Ok(library),
                 Err(why) => tried.push((name.to_string_lossy().into_owned(), why)),
@@ -130,7 +174,8 @@ impl Nvrtc {
             what: "NVRTC, CUDA's run-time compiler",
             tried,
             remedy: "install it (Debian and Ubuntu: the package cuda-nvrtc of the driver's CUDA version; Python: \
-                     nvidia-cuda-nvrtc) and put its folder on LD_LIBRARY_PATH, or its file's path into GAPLESS_NVRTC_LIBRARY",
+                     nvidia-cuda-nvrtc, which is found if that python3 is on PATH), or put its file's path into \
+                     GAPLESS_NVRTC_LIBRARY",
         })
     }
 
@@ -163,18 +208,31 @@ impl Nvrtc {
         format!("{}.{}", self.version.0, self.version.1)
     }
 
-    /// What kernels are compiled with. A part of the cache's key.
-    pub(super) fn options(architecture: Architecture) -> [String; 3] {
-        // Products and sums are fused where that is closer to the truth; nothing else is traded for speed.
-        [format!("--gpu-architecture={architecture}"), "--std=c++17".into(), "--fmad=true".into()]
+    /// The file that it was loaded from, where this can be known.
+    pub fn library(&self) -> String {
+        taken(&[NAME]).pop().unwrap_or_else(|| "unknown".into())
     }
 
-    /// The machine code of a family for an architecture.
+    /// What kernels are compiled with. A part of the cache's key.
+    pub(super) fn options(architecture: Architecture) -> [String; 5] {
+        [
+            format!("--gpu-architecture={architecture}"),
+            "--std=c++17".into(),
+            // Products and sums are fused where that is closer to the truth; nothing else is traded for speed.
+            "--fmad=true".into(),
+            // Before 13.2, NVRTC takes the body of a generic lambda for a host's function, and refuses it.
+            "--device-as-default-execution-space".into(),
+            // Figures of each kernel in the log; the code is the same.
+            "--ptxas-options=-v".into(),
+        ]
+    }
+
+    /// The machine code of a family for an architecture, and what its kernels take.
     ///
     /// # Errors
     /// [`KernelError::UnknownArchitecture`] when this version has never heard of it, [`KernelError::DoesNotCompile`] with the
     /// compiler's words.
-    pub fn compile(&self, family: Family, architecture: Architecture) -> Result<Vec<u8>, KernelError> {
+    pub fn compile(&self, family: Family, architecture: Architecture) -> Result<Compiled, KernelError> {
         self.compile_source(family.file(), family.source(), architecture)
     }
 
@@ -183,7 +241,7 @@ impl Nvrtc {
         file: &'static str,
         source: &str,
         architecture: Architecture,
-    ) -> Result<Vec<u8>, KernelError> {
+    ) -> Result<Compiled, KernelError> {
         let number = architecture.major * 10 + architecture.minor;
         if !self.architectures.iter().any(|&known| u32::try_from(known) == Ok(number)) {
             let known: Vec<String> = self.architectures.iter().map(|known| format!("sm_{known}")).collect();
@@ -207,8 +265,9 @@ impl Nvrtc {
         self.expect("nvrtcCreateProgram", created)?;
         // SAFETY: the program was created, and there are as many options.
         let compiled = unsafe { (self.functions.compile)(program.program, options.len() as c_int, options.as_ptr()) };
+        let log = program.text();
         if compiled != 0 {
-            let log = program.text().filter(|log| !log.is_empty());
+            let log = log.filter(|log| !log.is_empty());
             let what = [Some(self.functions.text(compiled)), log].into_iter().flatten().collect::<Vec<_>>().join(": ");
             if compiled != NOT_COMPILED {
                 return Err(KernelError::Nvrtc { call: "nvrtcCompileProgram", what });
@@ -219,10 +278,10 @@ impl Nvrtc {
         let mut bytes = 0;
         // SAFETY: the program was compiled, and the result outlives the call.
         self.expect("nvrtcGetCUBINSize", unsafe { (self.functions.cubin_size)(program.program, &mut bytes) })?;
-        let mut cubin = vec![0u8; bytes];
+        let mut code = vec![0u8; bytes];
         // SAFETY: there is room for as many bytes as it said.
-        self.expect("nvrtcGetCUBIN", unsafe { (self.functions.cubin)(program.program, cubin.as_mut_ptr().cast()) })?;
-        Ok(cubin)
+        self.expect("nvrtcGetCUBIN", unsafe { (self.functions.cubin)(program.program, code.as_mut_ptr().cast()) })?;
+        Ok(Compiled { code, kernels: Resources::of_log(&log.unwrap_or_default()) })
     }
 
     fn expect(&self, call: &'static str, code: c_int) -> Result<(), KernelError> {
@@ -306,16 +365,28 @@ mod tests {
     }
 
     #[test]
+    fn architectures_have_names() {
+        for (name, architecture) in [
+            ("sm_80", Architecture::OLDEST),
+            ("sm_90a", Architecture { is_specific: true, ..Architecture::new(9, 0) }),
+            ("sm_100", Architecture::new(10, 0)),
+        ] {
+            assert_eq!(name.parse(), Ok(architecture));
+            assert_eq!(architecture.to_string(), name);
+        }
+        assert!(["sm_", "90", "sm_a", "compute_90"].iter().all(|name| name.parse::<Architecture>().is_err()));
+    }
+
+    #[test]
     fn errors_carry_the_compilers_words() {
         let nvrtc = match Nvrtc::load(None) {
             Ok(nvrtc) => nvrtc,
             Err(error) => return gapless_testing::not_checked(error),
         };
-        let wrong =
-            nvrtc.compile_source("wrong.cu", "#include \"base.cuh\"\nu32 x = y;", Architecture { major: 9, minor: 0 });
+        let wrong = nvrtc.compile_source("wrong.cu", "#include \"base.cuh\"\nu32 x = y;", Architecture::new(9, 0));
         let text = wrong.unwrap_err().to_string();
         assert!(text.contains("wrong.cu(2)") && text.contains("identifier \"y\" is undefined"), "{text}");
-        let text = nvrtc.compile(Family::Norm, Architecture { major: 1, minor: 0 }).unwrap_err().to_string();
+        let text = nvrtc.compile(Family::Norm, Architecture::new(1, 0)).unwrap_err().to_string();
         assert!(text.contains("cannot compile for sm_10; it knows sm_"), "{text}");
     }
 }

@@ -86,7 +86,7 @@ pub fn judge(module: &str, name: &str, judge: impl FnOnce(&Double)) {
         judge(&double);
         assert_eq!(double.left(), "", "was not given back");
     } else if let Some(folder) = folder() {
-        expect_well(folder, &["--exact", &path(module, name)], true);
+        expect_well(folder, &["--exact", &path(module, name)], &[], true);
     }
 }
 
@@ -97,7 +97,7 @@ pub fn told(module: &str, name: &str, break_rules: impl FnOnce()) -> Option<Vec<
         return None;
     }
     let path = path(module, name);
-    let output = run(folder()?, &["--exact", &path]);
+    let output = run(folder()?, &["--exact", &path], &[]);
     let [said, told] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
     assert!(output.status.success(), "{path}: {}\n{said}\n{told}", output.status);
     Some(told.lines().filter_map(|line| line.strip_prefix(BROKEN)).map(|line| line.trim().to_owned()).collect())
@@ -117,9 +117,10 @@ fn path(module: &str, name: &str) -> String {
 }
 
 /// Has judges run on the double that ask [`gpu`] for a device; and expects that they hold and break no rule, and that they give
-/// everything back: judges of single kernels share a device that nobody does. Returns what the judges print.
-pub fn expect_well(folder: &Path, judges: &[&str], gives_back: bool) -> String {
-    let output = run(folder, judges);
+/// everything back: judges of single kernels share a device that nobody does. Returns what the judges print. `settings` of double.hpp
+/// are 1.
+pub fn expect_well(folder: &Path, judges: &[&str], settings: &[&str], gives_back: bool) -> String {
+    let output = run(folder, judges, settings);
     let [said, told] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
     assert!(output.status.success() && !told.contains(BROKEN), "{judges:?}: {}\n{said}\n{told}", output.status);
     assert!(!gives_back || !told.contains(LEFT), "{judges:?}: {told}");
@@ -128,15 +129,20 @@ pub fn expect_well(folder: &Path, judges: &[&str], gives_back: bool) -> String {
 }
 
 /// Runs tests of this program on the double.
-fn run(folder: &Path, tests: &[&str]) -> Output {
-    Command::new(std::env::current_exe().expect("this program"))
+fn run(folder: &Path, tests: &[&str], settings: &[&str]) -> Output {
+    let settings = settings.iter().map(|name| (format!("GAPLESS_DOUBLE_{name}"), "1"));
+    command(folder, tests).envs(settings).output().expect("this program runs")
+}
+
+fn command(folder: &Path, tests: &[&str]) -> Command {
+    let mut command = Command::new(std::env::current_exe().expect("this program"));
+    command
         .args(tests)
         .envs([("LD_LIBRARY_PATH", folder), ("GAPLESS_CACHE", &folder.join("cache"))])
         .envs([(VARIABLE, OsStr::new("1")), ("GAPLESS_TEST_DEVICE", OsStr::new("cuda"))])
         .env("GAPLESS_DOUBLE_COMPILER", compiler_of_kernels(folder))
-        .env_remove("GAPLESS_NVRTC_LIBRARY")
-        .output()
-        .expect("this program runs")
+        .env_remove("GAPLESS_NVRTC_LIBRARY");
+    command
 }
 
 /// Where the double's libraries are, once they are compiled; none where there is no compiler, or a GPU to be used instead.

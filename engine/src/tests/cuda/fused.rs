@@ -16,7 +16,7 @@ use super::step::executable;
 use super::{gpu, host};
 use crate::autodiff::differentiate;
 use crate::compile::{CompileOptions, Executable, Lowering, Output, Target, compile, lower};
-use crate::cuda::{CudaBackend, Describe, Device, DeviceError, DeviceMemory, Family, Launch, Recording};
+use crate::cuda::{CudaBackend, Device, Family, Launch};
 use crate::graph::{Graph, ValueId, lock};
 use crate::nn::{Init, VarBuilder};
 use crate::recompute::RematPlan;
@@ -255,7 +255,7 @@ fn what_is_stored_is_rounded_once() {
         x.tanh()?.mul(&x.affine(3.0, 0.1)?)?.gelu()?.dropout(0.25)
     });
     let function = function.unwrap();
-    assert_eq!(Listing::of(function.executable(Target::Cuda)).len(), 1);
+    assert_eq!(launched(&function.executable(Target::Cuda)).len(), 1);
     let mut fused = function.on_device(Target::Cuda, device());
     let exact = &function.judged(&function.parameters(&fused)).exact[function.outputs[0].value.index()];
     for (stored, exact) in function.results(&mut fused)[0].iter().zip(&exact.data) {
@@ -288,7 +288,7 @@ fn products_with_epilogues_do_what_both_did() {
             up.gelu()?.linear(&parameter("down", &[SHAPE[2], inner]), None)
         });
         let function = function.unwrap();
-        let count = |target| Listing::of(function.executable(target)).len();
+        let count = |target| launched(&function.executable(target)).len();
         assert_eq!(count(Target::CudaUnfused) - count(Target::Cuda), merged);
         let mut apart = function.on_device(Target::CudaUnfused, device());
         let results_apart = function.results(&mut apart);
@@ -297,7 +297,7 @@ fn products_with_epilogues_do_what_both_did() {
             for ((result, apart), output) in results.iter().zip(&results_apart).zip(&function.outputs) {
                 let norm = distance(apart, &vec![0.0; apart.len()]);
                 // A library's GELU is of sums that are not rounded yet.
-                let allowed = if dtype == DType::F32 { 1e-6 } else { 1e-2 };
+                let allowed = if dtype == DType::F32 { gpu::allowed(1e-6, 2e-3) } else { 1e-2 };
                 assert!(distance(result, apart) <= allowed * norm, "{}", output.name);
             }
         }
@@ -308,8 +308,8 @@ fn products_with_epilogues_do_what_both_did() {
 #[test]
 fn the_reference_of_fused_operations_is_that_of_each() {
     let function = every_kind(DType::F32);
-    let launched = Listing::of(function.executable(Target::Cuda));
-    let texts: Vec<&str> = launched.iter().filter_map(|(family, _)| family.map(Family::source)).collect();
+    let all = launched(&function.executable(Target::Cuda));
+    let texts: Vec<&str> = all.iter().filter_map(|(family, _)| family.map(Family::source)).collect();
     for part in ["// swiglu, affine, rms_norm.", "norm_grad_input, ", " dropout, "] {
         assert!(texts.iter().any(|text| text.contains(part)), "{part:?} is in none");
     }
@@ -333,58 +333,13 @@ fn the_reference_of_fused_operations_is_that_of_each() {
 /// The family of a launched kernel, and its name.
 type Launched = (Option<Family>, String);
 
-/// Counts what it is asked to launch, and does none of it.
-#[derive(Debug, Default, Clone)]
-pub(super) struct Listing {
-    launched: Arc<Mutex<Vec<Launched>>>,
-}
-
-impl Listing {
-    /// What a step of an executable launches.
-    pub fn of(executable: Executable) -> Vec<Launched> {
-        let listing = Self::default();
-        Session::on_cuda(executable, Box::new(listing.clone()), 0, (0, 1)).unwrap();
-        listing.launched.lock().unwrap().clone()
-    }
-}
-
-impl Device for Listing {
-    fn name(&self) -> String {
-        "a list".into()
-    }
-
-    fn reserve(&mut self, _: u64) -> Result<u64, DeviceError> {
-        Ok(256)
-    }
-
-    fn write(&mut self, _: u64, _: &[u8]) -> Result<(), DeviceError> {
-        Ok(())
-    }
-
-    fn read(&self, _: u64, _: &mut [u8]) -> Result<(), DeviceError> {
-        Ok(())
-    }
-
-    fn record(&mut self, launches: Vec<Launch>, _: Describe<'_>) -> Result<Recording, DeviceError> {
-        let name = |launch: Launch| match launch {
-            Launch::Kernel(kernel) => (Some(kernel.family), kernel.name),
-            Launch::Product(_) => (None, "product".to_owned()),
-        };
-        self.launched.lock().unwrap().extend(launches.into_iter().map(name));
-        Ok(Recording(0))
-    }
-
-    fn run(&mut self, _: &[Launch], _: Describe<'_>) -> Result<(), DeviceError> {
-        Ok(())
-    }
-
-    fn replay(&mut self, _: Recording) -> Result<(), DeviceError> {
-        Ok(())
-    }
-
-    fn memory(&self) -> Result<DeviceMemory, DeviceError> {
-        Ok(DeviceMemory { total: 0, in_use: 0, arena: 0, beside: Vec::new() })
-    }
+/// What a step of an executable launches.
+fn launched(executable: &Executable) -> Vec<Launched> {
+    let name = |launch: Launch| match launch {
+        Launch::Kernel(kernel) => (Some(kernel.family), kernel.name),
+        Launch::Product(_) => (None, "product".to_owned()),
+    };
+    Session::<CudaBackend>::launches(executable).unwrap().into_iter().map(name).collect()
 }
 
 /// Sources that are generated for the steps of small models, and for a function of every kind of operand in both types.
@@ -392,8 +347,8 @@ pub(super) fn generated() -> BTreeSet<Family> {
     let options = TrainOptions { batch: BATCH, sequence: SEQUENCE, ..TrainOptions::default() };
     let steps = [Style::Gpt, Style::Llama].map(|style| executable(&options, Target::Cuda, |vb| Small::new(style, vb)));
     let functions = [DType::F32, DType::BF16].map(|dtype| every_kind(dtype).executable(Target::Cuda));
-    let launched = steps.into_iter().chain(functions).flat_map(Listing::of);
-    launched.filter_map(|(family, _)| family.filter(|family| matches!(family, Family::Generated(_)))).collect()
+    let all = steps.into_iter().chain(functions).flat_map(|executable| launched(&executable));
+    all.filter_map(|(family, _)| family.filter(|family| matches!(family, Family::Generated(_)))).collect()
 }
 
 /// A function with a step of every kind.
@@ -411,7 +366,7 @@ fn steps_launch_less_and_move_less() {
             [Target::CudaUnfused, Target::Cuda].map(|target| executable(&options, target, |vb| Small::new(style, vb)));
         let [most_apart, most] = [&apart, &fused].map(|executable| lower_bound(&executable.problem));
         let [moved_apart, moved] = [&apart, &fused].map(moved);
-        let [of_apart, of_fused] = [apart, fused].map(Listing::of);
+        let [of_apart, of_fused] = [&apart, &fused].map(launched);
         println!("{style:?}: {} launches, fused {}", of_apart.len(), of_fused.len());
         println!("  {moved_apart} bytes moved, fused {moved}; {most_apart} alive, fused {most}");
         let is_generated = |family: &Option<Family>| matches!(family, Some(Family::Generated(_)));
@@ -456,7 +411,7 @@ fn equal_layers_share_a_kernel() {
     })
     .unwrap();
     let names = |target| -> Vec<String> {
-        let listed = Listing::of(function.executable(target)).into_iter();
+        let listed = launched(&function.executable(target)).into_iter();
         listed.map(|(_, name)| name).filter(|name| name.starts_with("fused_add_")).collect()
     };
     let fused = names(Target::Cuda);

@@ -3,11 +3,11 @@
 use candle_core::DType;
 use gapless_parallel::{Mesh, by_name};
 
-use super::host;
 use super::mixture::Mixture;
 use super::processor::device;
 use super::small::{SEQUENCE, Small, Style};
 use super::trainer::{batch, expect_near, numbers, options, step};
+use super::{gpu, host};
 use crate::checkpoint::Checkpoint;
 use crate::communicator::{CommunicatorError, on_threads};
 use crate::cuda::{Describe, Device, DeviceError, DeviceMemory, Launch, Recording};
@@ -59,19 +59,21 @@ fn on_devices<M: Model>(options: &TrainOptions, model: impl Fn(VarBuilder) -> Re
 /// Every rank has on its device what it has on the CPU, but for the order of sums.
 fn compare<M: Model>(what: &str, options: &TrainOptions, model: impl Fn(VarBuilder) -> Result<M> + Sync) {
     let (cpu, gpu) = (on_cpus(options, &model), on_devices(options, &model));
+    let allowed = gpu::allowed(2e-5, 2e-4) as f32;
     for (rank, (cpu, gpu)) in cpu.iter().zip(&gpu).enumerate() {
         let what = format!("{what}, rank {rank}");
         for (cpu, gpu) in cpu.steps.as_flattened().iter().zip(gpu.steps.as_flattened()) {
-            expect_near(&what, *gpu, *cpu, 2e-5);
+            expect_near(&what, *gpu, *cpu, allowed);
         }
-        expect_near(&what, gpu.validation, cpu.validation, 2e-5);
+        expect_near(&what, gpu.validation, cpu.validation, allowed);
         assert_eq!(gpu.text, cpu.text, "{what}");
         assert_eq!(gpu.parameters.len(), cpu.parameters.len(), "{what}");
         for ((name, gpu), (_, cpu)) in gpu.parameters.iter().zip(&cpu.parameters) {
             let norm = cpu.iter().map(|x| x * x).sum::<f64>().sqrt();
             let error = gpu.iter().zip(cpu).map(|(a, b)| (a - b).powi(2)).sum::<f64>().sqrt();
-            // The gradient of a key's bias is nothing but rounding.
-            assert!(error <= 1e-3 * norm + 5e-5, "{what}: {name} is {error} from {norm}");
+            // The gradient of a key's bias is nothing but rounding: a GPU's is another.
+            let is_noise = gpu::is_asked_for() && name == "k.bias";
+            assert!(is_noise || error <= 1e-3 * norm + 5e-5, "{what}: {name} is {error} from {norm}");
         }
     }
     assert!(gpu.windows(2).all(|pair| pair[0].steps == pair[1].steps), "{what}: ranks say different losses");
@@ -186,7 +188,8 @@ fn ranks_save_and_resume() {
     let mut alone = Trainer::new(model, TrainOptions { mesh: mesh(1, 1, 1), ..options }).unwrap();
     alone.resume(&saved).unwrap();
     let alone = step(&mut alone).unwrap();
-    alone.iter().zip(expected[0]).for_each(|(alone, ranks)| expect_near("loss or norm", *alone, ranks, 2e-5));
+    let part = gpu::allowed(2e-5, 2e-4) as f32;
+    alone.iter().zip(expected[0]).for_each(|(alone, ranks)| expect_near("loss or norm", *alone, ranks, part));
 }
 
 /// A rank that leaves is an error of the others that names what waited for it, and they are not used again.

@@ -2,9 +2,9 @@
 
 use candle_core::DType;
 
-use super::host;
 use super::processor::{Processor, device};
 use super::small::{BATCH, SEQUENCE, Small, Style, VOCABULARY};
+use super::{gpu, host};
 use crate::compile::{CompileOptions, Executable, Target, compile};
 use crate::nn::VarBuilder;
 use crate::recompute::Recompute;
@@ -92,7 +92,8 @@ pub fn compare_steps<M: Model>(what: &str, model: impl Fn(VarBuilder) -> Result<
                 let (cpu, device) = (on_cpu.scalar(of_cpu, name).unwrap(), on_device.output(of_device, name).unwrap());
                 let device: f32 = device.to_scalar().unwrap();
                 // Sums in f32 in another order, through a step or two of training.
-                assert!((cpu - device).abs() <= 2e-5 * cpu.abs(), "{what}, step {step}: {name} {device}, not {cpu}");
+                let part = gpu::allowed(2e-5, 2e-4) as f32;
+                assert!((cpu - device).abs() <= part * cpu.abs(), "{what}, step {step}: {name} {device}, not {cpu}");
             }
         }
         let persistent = &on_device.executable().persistent;
@@ -103,9 +104,10 @@ pub fn compare_steps<M: Model>(what: &str, model: impl Fn(VarBuilder) -> Result<
             let (cpu, device) = (numbers(on_cpu.tensor(name).unwrap()), numbers(on_device.tensor(name).unwrap()));
             let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt();
             let off = norm(&mut cpu.iter().zip(&device).map(|(a, b)| a - b));
-            // The gradient of a bias of keys is 0 but for rounding, which AdamW divides by its own root.
+            // The gradient of a bias of keys is 0 but for rounding, which AdamW divides by its own root: a GPU's is another.
+            let is_noise = gpu::is_asked_for() && name == "k.bias";
             let allowed = 1e-3 * norm(&mut cpu.iter().copied()) + 1e-4;
-            assert!(off <= allowed, "{what}: {name} is off by {off}");
+            assert!(is_noise || off <= allowed, "{what}: {name} is off by {off}");
         }
     }
 }

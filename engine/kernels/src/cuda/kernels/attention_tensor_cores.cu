@@ -80,6 +80,12 @@ struct Bands {
     template <u32 SIZE>
     __device__ __forceinline__ void set_to_products(HalfTile<SIZE> a, u32 first, HalfTile<SIZE> b) {
         visit([](f32& sum, u32, u32) { sum = 0.0f; });
+        add_products(a, first, b);
+    }
+
+    // The same, onto what is there.
+    template <u32 SIZE>
+    __device__ __forceinline__ void add_products(HalfTile<SIZE> a, u32 first, HalfTile<SIZE> b) {
 #pragma unroll
         for (u32 k = 0; k < SIZE; k += 16) {
             u32 of_a[BANDS][4];
@@ -181,6 +187,12 @@ __device__ __forceinline__ u32 seen_from(const AttentionArguments& to, u64 query
     return seen > start ? u32(smaller(seen - start, 0xffff)) : 0;
 }
 
+// The same from the first key on, for fewer registers: a sequence has fewer than 2^32 tokens.
+__device__ __forceinline__ u32 seen_by(const AttentionArguments& to, u32 query) {
+    const u32 keys = u32(to.keys), seen = query + (keys - u32(to.queries)) + 1;
+    return to.is_causal && seen < keys ? seen : keys;
+}
+
 template <u32 SIZE, u32 BANDS, u32 TILE>
 __device__ void attention_tc(const AttentionArguments& to) {
     constexpr u32 WARP_ROWS = BANDS * BAND, BLOCK_ROWS = WARPS * WARP_ROWS, HALVES = BANDS * 2;
@@ -213,8 +225,10 @@ __device__ void attention_tc(const AttentionArguments& to) {
             scores.set_to_products(q, warp_row, passing.first(turn));
             if (start + TILE > to.visible(own)) {
                 u32 seen[HALVES];
-                for (u32 half = 0; half < HALVES; ++half) seen[half] = seen_from(to, own + scores.row_of(half), start);
-                scores.visit([&](f32& score, u32 half, u32 column) { score = column < seen[half] ? score : minus_infinity(); });
+                for (u32 half = 0; half < HALVES; ++half) seen[half] = seen_by(to, u32(own) + scores.row_of(half));
+                scores.visit([&](f32& score, u32 half, u32 column) {
+                    score = u32(start) + column < seen[half] ? score : minus_infinity();
+                });
             }
             f32 greatest[HALVES], kept[HALVES], base[HALVES];
             for (u32 half = 0; half < HALVES; ++half) greatest[half] = max[half];
@@ -321,8 +335,8 @@ __device__ void attention_tc_grad_of(const AttentionArguments& to) {
     const HalfTile<SIZE> k{(bf16*)shared_memory}, v{k[BLOCK_ROWS]};
     const Passing<SIZE, TILE> passing{{v[BLOCK_ROWS]}};
     const u64 kv_head = blockIdx.y, batch = blockIdx.z;
-    const u32 group = u32(to.heads / to.kv_heads);
-    const u64 first = u64(blockIdx.x) * BLOCK_ROWS, own = first + warp_row;
+    const u32 group = u32(to.heads) / u32(to.kv_heads);
+    const u32 first = blockIdx.x * BLOCK_ROWS, own = first + warp_row;
     // Every head's queries from the first on that sees a key of this block.
     const u32 skipped = u32(to.first_query(first) / TILE), turns = u32((to.queries + TILE - 1) / TILE) - skipped;
     const f32 scale = to.scale * LOG2_E;
@@ -333,34 +347,36 @@ __device__ void attention_tc_grad_of(const AttentionArguments& to) {
     passing.go_by(
         group * turns,
         [&](u32 turn) {
-            const u64 head = kv_head * group + turn / turns, start = u64(skipped + turn % turns) * TILE;
+            const u64 head = kv_head * group + turn / turns;
+            const u32 start = (skipped + turn % turns) * TILE;
             queries_of(to, batch, head).start<TILE>(passing.first(turn), start);
             gradients_of(to, batch, head).start<TILE>(passing.second(turn), start);
         },
         [&](u32 turn) {
-            const u64 head = kv_head * group + turn / turns, start = u64(skipped + turn % turns) * TILE;
-            const u64 last = smaller(start + TILE, to.queries) - 1;
-            if (to.visible(last) <= own) return;
+            const u64 head = kv_head * group + turn / turns;
+            const u32 start = (skipped + turn % turns) * TILE;
+            const u32 queries = u32(to.queries), last = (start + TILE < queries ? start + TILE : queries) - 1;
+            if (seen_by(to, last) <= own) return;
             const u64 statistics = (batch * to.heads + head) * to.queries + start;
-            const u32 there = u32(last - start + 1);
-            Bands<BANDS, TILE> p;
-            p.set_to_products(k, warp_row, passing.first(turn));
+            const u32 there = last - start + 1;
             f32 lse[TILE / 4];
             load_numbers(lse, to.lse + statistics, there);
+            Bands<BANDS, TILE> p;
+            p.set_to_products(k, warp_row, passing.first(turn));
             p.visit([&](f32& p, u32, u32 query) { p = exp2_of(p * scale - LOG2_E * lse[query / 8 * 2 + query % 2]); });
-            if (to.visible(start) < own + WARP_ROWS) {
+            if (seen_by(to, start) < own + WARP_ROWS) {
                 // Keys from the tile's first query on.
-                u64 hidden[HALVES];
-                for (u32 half = 0; half < HALVES; ++half) hidden[half] = to.first_query(own + p.row_of(half));
+                u32 hidden[HALVES];
+                for (u32 half = 0; half < HALVES; ++half) hidden[half] = u32(to.first_query(own + p.row_of(half)));
                 p.visit([&](f32& p, u32 half, u32 query) { p = start + query >= hidden[half] ? p : 0.0f; });
             }
             if constexpr (OF_V) dv.add(p, passing.second(turn));
             if constexpr (OF_K) {
-                Bands<BANDS, TILE> d_scores;
-                d_scores.set_to_products(v, warp_row, passing.second(turn));
                 f32 delta[TILE / 4];
                 load_numbers(delta, to.delta + statistics, there);
-                d_scores.visit([&](f32& d_score, u32, u32 query) { d_score -= delta[query / 8 * 2 + query % 2]; });
+                Bands<BANDS, TILE> d_scores;
+                d_scores.visit([&](f32& d_score, u32, u32 query) { d_score = -delta[query / 8 * 2 + query % 2]; });
+                d_scores.add_products(v, warp_row, passing.second(turn));
                 d_scores.multiply_by(p);
                 dk.add(d_scores, passing.first(turn));
             }

@@ -137,6 +137,27 @@ impl Product {
         Self { m, n, k, a, b, c, bias: None, epilogue: Epilogue::None, accumulate: false, batch, workspace }
     }
 
+    /// What it reads: addresses and bytes, from the first element of each operand to the last.
+    pub fn reads(&self) -> Vec<(u64, usize)> {
+        let &Self { m, n, k, a, b, c, batch, .. } = self;
+        let matrix = |matrix: Matrix, (rows, columns), distance| {
+            let (outer, inner) = if matrix.is_transposed { (columns, rows) } else { (rows, columns) };
+            let steps = |count: u64, by: u64| count.saturating_sub(1) * by;
+            let elements = steps(batch.count, distance) + steps(outer, matrix.pitch) + inner;
+            (matrix.address, elements as usize * matrix.dtype.size_in_bytes())
+        };
+        let [of_a, of_b, of_c] = batch.distances;
+        let like_c = |address| matrix(Matrix { address, ..c }, (m, n), of_c);
+        let read_by_epilogue = match self.epilogue {
+            Epilogue::GeluGrad { of } => Some(like_c(of)),
+            Epilogue::None | Epilogue::Gelu { .. } => None,
+        };
+        let added_to = self.accumulate.then(|| like_c(c.address));
+        let bias = self.bias.map(|address| (address, n as usize * c.dtype.size_in_bytes()));
+        let factors = [matrix(a, (m, k), of_a), matrix(b, (k, n), of_b)];
+        factors.into_iter().chain(added_to).chain(bias).chain(read_by_epilogue).collect()
+    }
+
     /// The same in two launches: for a library that has no algorithm for both at once.
     pub fn apart(self) -> Vec<Launch> {
         let (count, dtype) = (self.m * self.n, self.c.dtype);

@@ -1,14 +1,18 @@
 //! That the double refuses what the documentation does.
 
+use std::ffi::{c_char, c_int, c_void};
 use std::ptr::{null, null_mut};
 
+use candle_core::DType;
 use cudarc::cublaslt::{result, sys as lt};
 use cudarc::driver::sys::{self, CUresult, CUresult::*};
 
 use super::told;
+use crate::cuda::launch::Matrix;
+use crate::cuda::{Architecture, Cache, Device, Family, Launch, Nvidia, Nvrtc, Product};
 
 /// A call's name and a part of what the double says, in the order of [`break_rules`].
-const TOLD: [&str; 21] = [
+const TOLD: [&str; 23] = [
     "cuDevicePrimaryCtxRetain: before cuInit",
     "cuMemGetInfo: no context is current to the thread",
     "cuCtxSetCurrent: 0x10 is no context",
@@ -24,12 +28,14 @@ const TOLD: [&str; 21] = [
     "cuStreamSynchronize: the stream captures",
     "cuStreamEndCapture: it does not capture",
     "cuGraphLaunch: 0x20 is no executable graph",
+    "cuMemHostGetDevicePointer: ",
     "cublasLtMatmulDescSetAttribute: attribute 7 has 4 bytes, not 8",
     "cublasLtMatmulDescDestroy: ",
     "cuMemRelease: ",
     "cuStreamDestroy: ",
-    "cuMemFree: 0x30 was not allocated",
+    "cuMemFreeHost: 0x30 was not allocated",
     "cuDevicePrimaryCtxRelease: it is not retained",
+    "cuBLASLt: what it keeps for the process was in a context that is over",
 ];
 
 #[test]
@@ -45,7 +51,7 @@ fn break_rules() {
     let expect = |got: CUresult, expected: CUresult| assert_eq!(got, expected);
     let well = |got| expect(got, CUDA_SUCCESS);
     let (mut context, mut stream, mut graph) = (null_mut(), null_mut(), null_mut());
-    let (mut handle, mut address, mut free, mut total) = (0, 0, 0, 0);
+    let (mut handle, mut address, mut mapped, mut free, mut total) = (0, 0, 0, 0, 0);
     let page = 2 << 20;
     let bytes = [0u8; 16];
     let location = sys::CUmemLocation { type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: 0 };
@@ -91,6 +97,13 @@ fn break_rules() {
         expect(sys::cuStreamEndCapture(stream, &mut graph), CUDA_ERROR_INVALID_VALUE);
         expect(sys::cuGraphLaunch(0x20 as _, stream), CUDA_ERROR_INVALID_VALUE);
 
+        let mut memory = null_mut();
+        well(sys::cuMemHostAlloc(&mut memory, 16, sys::CU_MEMHOSTALLOC_PORTABLE));
+        expect(sys::cuMemHostGetDevicePointer_v2(&mut mapped, memory, 0), CUDA_ERROR_INVALID_VALUE);
+        well(sys::cuMemFreeHost(memory));
+
+        let blas = result::create_handle().unwrap();
+        result::destroy_handle(blas).unwrap();
         let (compute, scale) = (lt::cublasComputeType_t::CUBLAS_COMPUTE_32F, lt::cudaDataType_t::CUDA_R_32F);
         let operation = result::create_matmul_desc(compute, scale).unwrap();
         let attribute = lt::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_EPILOGUE;
@@ -105,8 +118,95 @@ fn break_rules() {
         well(sys::cuMemAddressFree(address, page));
         well(sys::cuStreamDestroy_v2(stream));
         expect(sys::cuStreamDestroy_v2(stream), CUDA_ERROR_INVALID_HANDLE);
-        expect(sys::cuMemFree_v2(0x30), CUDA_ERROR_INVALID_VALUE);
+        expect(sys::cuMemFreeHost(0x30 as _), CUDA_ERROR_INVALID_VALUE);
         well(sys::cuDevicePrimaryCtxRelease_v2(0));
         expect(sys::cuDevicePrimaryCtxRelease_v2(0), CUDA_ERROR_INVALID_CONTEXT);
+
+        // Another context after the first is over.
+        well(sys::cuDevicePrimaryCtxRetain(&mut context, 0));
+        well(sys::cuCtxSetCurrent(context));
+        let blas = result::create_handle().unwrap();
+        result::destroy_handle(blas).unwrap();
+        well(sys::cuDevicePrimaryCtxRelease_v2(0));
+    }
+}
+
+/// A function that its first launch would load while a stream captures.
+#[test]
+fn late_loads_are_told() {
+    let Some(told) = told(module_path!(), "late_loads_are_told", load_late) else { return };
+    assert_eq!(told.len(), 1, "{told:#?}");
+    assert!(
+        told[0].starts_with("cuLaunchKernel: unary_gelu_f32: would be loaded while the stream captures"),
+        "{told:?}"
+    );
+}
+
+fn load_late() {
+    let (mut context, mut stream, mut graph) = (null_mut(), null_mut(), null_mut());
+    let (mut module, mut function) = (null_mut(), null_mut());
+    let code = Nvrtc::load(None).unwrap().compile(Family::Elementwise, Architecture::new(9, 0)).unwrap().code;
+    let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+    // Larger than what any kernel of the family takes.
+    let mut arguments = [0u64; 64];
+    let mut parameters = [arguments.as_mut_ptr().cast()];
+    let well = |got| assert_eq!(got, CUDA_SUCCESS);
+    // SAFETY: nothing runs: the launch is refused.
+    unsafe {
+        well(sys::cuInit(0));
+        well(sys::cuDevicePrimaryCtxRetain(&mut context, 0));
+        well(sys::cuCtxSetCurrent(context));
+        well(sys::cuStreamCreate(&mut stream, 1));
+        well(sys::cuModuleLoadData(&mut module, code.as_ptr().cast()));
+        well(sys::cuModuleGetFunction(&mut function, module, c"unary_gelu_f32".as_ptr()));
+        well(sys::cuStreamBeginCapture_v2(stream, mode));
+        let launched = sys::cuLaunchKernel(function, 1, 1, 1, 32, 1, 1, 0, stream, parameters.as_mut_ptr(), null_mut());
+        assert_eq!(launched, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+        sys::cuStreamEndCapture(stream, &mut graph).result().unwrap_err();
+        well(sys::cuModuleUnload(module));
+        well(sys::cuStreamDestroy_v2(stream));
+    }
+}
+
+/// A product of what nobody has written.
+#[test]
+fn early_reads_are_told() {
+    let read_early = || {
+        let mut device = Nvidia::new(0, Cache::of_user()).unwrap();
+        let base = device.reserve(4096).unwrap();
+        let matrix = |place| Matrix::dense(base + place, DType::F32, 8);
+        let product = Product::new((8, 8, 8), matrix(0), matrix(512), matrix(1024), (base + 2048, 256));
+        device.write(base, &[0; 256]).unwrap();
+        device.run(&[Launch::Product(product)], &|_| "a product".into()).unwrap_err();
+    };
+    let Some(told) = told(module_path!(), "early_reads_are_told", read_early) else { return };
+    assert_eq!(told, ["cublasLtMatmul: reads A, to which nobody has written"], "by columns, A is the right factor");
+}
+
+/// A generic lambda, where functions are not a device's by default.
+#[test]
+fn generic_lambdas_are_told() {
+    let Some(told) = told(module_path!(), "generic_lambdas_are_told", || assert_eq!(compile_lambda(), 6)) else {
+        return;
+    };
+    assert_eq!(told, ["nvrtcCompileProgram: lambda.cu has a generic lambda, which is a host's by default"]);
+}
+
+/// NVRTC's result, without our options.
+fn compile_lambda() -> c_int {
+    let mut program: *mut c_void = null_mut();
+    let source = c"__global__ void f(int* x) { [&](auto i) { x[i] = i; }(0); }";
+    // SAFETY: the types are those of NVRTC's header; the texts outlive the program.
+    unsafe {
+        let nvrtc = libloading::Library::new("libnvrtc.so.13").unwrap();
+        type Texts = *const *const c_char;
+        type Create =
+            unsafe extern "C" fn(*mut *mut c_void, *const c_char, *const c_char, c_int, Texts, Texts) -> c_int;
+        let create = nvrtc.get::<Create>("nvrtcCreateProgram").unwrap();
+        let compile =
+            nvrtc.get::<unsafe extern "C" fn(*mut c_void, c_int, Texts) -> c_int>("nvrtcCompileProgram").unwrap();
+        assert_eq!(create(&mut program, source.as_ptr(), c"lambda.cu".as_ptr(), 0, null(), null()), 0);
+        let options = [c"--gpu-architecture=sm_90".as_ptr()];
+        compile(program, 1, options.as_ptr())
     }
 }

@@ -18,7 +18,9 @@ State& state() {
 EXPORTED uint64_t double_setting(const char* name, uint64_t otherwise) {
     std::unique_lock<std::recursive_mutex> lock(state().lock);
     const auto found = state().settings.find(name);
-    return found == state().settings.end() ? otherwise : found->second;
+    if (found != state().settings.end()) return found->second;
+    const char* const of_process = getenv((std::string("GAPLESS_DOUBLE_") + name).c_str());
+    return of_process == nullptr ? otherwise : strtoull(of_process, nullptr, 10);
 }
 
 EXPORTED void double_set(const char* name, uint64_t value) {
@@ -218,8 +220,6 @@ EXPORTED int cuDeviceGetAttribute(int* value, int attribute, int device) {
         {50, 0},        // PCI_DOMAIN_ID
         {75, architecture() / 10},
         {76, architecture() % 10},  // COMPUTE_CAPABILITY_MAJOR, _MINOR
-        {83, 1},
-        {89, 1},                    // MANAGED_MEMORY, CONCURRENT_MANAGED_ACCESS
         {97, most_shared_bytes()},  // MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
         {102, 1},                   // VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
     };
@@ -272,9 +272,10 @@ EXPORTED int cuDevicePrimaryCtxRelease_v2(int device) {
     for (const auto& [what, count] : context->others) {
         if (count != 0) call.breaks(0, "the context is over, and %d × %s was not destroyed", count, what.c_str());
     }
+    state().is_library_lost |= !context->others.empty();
+    give(CONTEXT_BYTES + context->local_bytes);
     state().contexts.remove(call, state().primary);
     state().primary = nullptr;
-    give(CONTEXT_BYTES);
     return SUCCESS;
 }
 
@@ -284,6 +285,8 @@ EXPORTED void double_exists(const char* what, int difference, int is_in_context)
     if (!is_in_context) {
         state().others[what] += difference;
     } else if (Context* const context = state().contexts.find(call, current)) {
+        if (difference > 0 && state().is_library_lost)
+            call.breaks(0, "what it keeps for the process was in a context that is over");
         context->others[what] += difference;
     }
 }
@@ -318,7 +321,13 @@ EXPORTED const char* double_left() {
         if (count != 0) text += std::to_string(count) + " × " + what + "\n";
     };
     const auto tell_of = [&](const auto& table) { tell(table.all.size(), table.what); };
-    tell_of(state().contexts), tell_of(state().streams), tell_of(state().modules), tell_of(state().graphs),
+    // A primary context that was retained once is there until the process ends.
+    uint64_t kept = 0;
+    for (const auto& [handle, context] : state().contexts.all) {
+        kept += CONTEXT_BYTES + context->local_bytes;
+        if (context->retained > 1) tell(uint64_t(context->retained), "time that the primary context was retained");
+    }
+    tell_of(state().streams), tell_of(state().modules), tell_of(state().graphs),
         tell_of(state().executables);
         tell_of(state().events);
     for (const auto& [handle, context] : state().contexts.all) {
@@ -326,7 +335,7 @@ EXPORTED const char* double_left() {
     }
     for (const auto& [what, count] : state().others) tell(uint64_t(count), what);
     tell_of_memory(tell);
-    tell(state().used, "byte of the device's memory");
+    tell(state().used - kept, "byte of the device's memory");
     return text.c_str();
 }
 

@@ -288,9 +288,6 @@ EXPORTED int cublasLtMatmul(void* handle, void* operation, const float* alpha, c
         if (!is_in_place && operand.name[0] != 'D' && overlap(operand.address, operand.bytes, product.at_d, product.d.bytes()))
             return call.breaks(BLAS_INVALID_VALUE, "%s lies over D", operand.name);
     }
-    const Work work = {"cublasLtMatmul", [product]() -> std::string {
-                           compute(product);
-                           return "";
-                       }};
+    const Work work = {"cublasLtMatmul", [product] { return compute(product); }};
     return double_enqueue(call.name, stream, &work) == 0 ? OK : BLAS_EXECUTION_FAILED;
 }

@@ -81,7 +81,8 @@ EXPORTED uint64_t double_setting(const char* name, uint64_t otherwise);
 
 // What a judge asks of the double.
 
-// ARCHITECTURE, MEMORY, DEVICES, VERSION, HAS_NO_EPILOGUES.
+// ARCHITECTURE, MEMORY, DEVICES, VERSION, HAS_NO_EPILOGUES; LOCAL_MEMORY, which the first launch of a graph takes; and
+// APPROXIMATE_TANH, of epilogues. An environment variable GAPLESS_DOUBLE_NAME sets NAME for a whole process.
 EXPORTED void double_set(const char* name, uint64_t value);
 // From now on, has this call of this name (1 is the next) return this code: of all libraries a failure of memory or the like.
 EXPORTED void double_fail(const char* call, uint64_t number, int code);

@@ -23,6 +23,8 @@ struct Access {
 static_assert(sizeof(Properties) == 32 && sizeof(Access) == 12, "as in cuda.h");
 
 enum : int { PINNED = 1, ON_DEVICE = 1, READ_AND_WRITE = 3 };
+// Of cuMemHostAlloc.
+enum : unsigned { PORTABLE = 1, DEVICEMAP = 2 };
 
 static constexpr uint64_t GRANULARITY = 2 << 20;
 static constexpr uint64_t PAGE = 4096;
@@ -57,9 +59,13 @@ static std::map<uint64_t, Physical>& physicals() {
     return *all;
 }
 
-// Bytes by address.
-static std::map<uint64_t, uint64_t>& managed() {
-    static auto* const all = new std::map<uint64_t, uint64_t>;
+struct OfHost {
+    uint64_t bytes;
+    bool is_mapped;
+};
+
+static std::map<uint64_t, OfHost>& of_host() {
+    static auto* const all = new std::map<uint64_t, OfHost>;
     return *all;
 }
 
@@ -250,36 +256,46 @@ EXPORTED int cuMemSetAccess(uint64_t address, uint64_t bytes, const Access* acce
     return SUCCESS;
 }
 
-EXPORTED int cuMemAllocManaged(uint64_t* address, uint64_t bytes, unsigned flags) {
-    const Call call("cuMemAllocManaged", CONTEXT | SAFE);
+// Memory of the host that the driver locks. Addresses are unified: a device to which it is mapped has it at the same one.
+EXPORTED int cuMemHostAlloc(void** memory, uint64_t bytes, unsigned flags) {
+    const Call call("cuMemHostAlloc", CONTEXT | SAFE);
     if (call.refused) return call.refused;
-    if (address == nullptr || bytes == 0) return call.breaks(INVALID_VALUE, "0 bytes");
-    if (flags != 1 && flags != 2) return call.breaks(INVALID_VALUE, "flags %u", flags);
+    if (memory == nullptr || bytes == 0) return call.breaks(INVALID_VALUE, "0 bytes");
+    if ((flags & ~(PORTABLE | DEVICEMAP)) != 0) return call.breaks(INVALID_VALUE, "flags %u", flags);
     void* const all = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (all == MAP_FAILED) return OUT_OF_MEMORY;
     memset(all, POISON, bytes);
-    *address = (uint64_t)all;
-    managed()[*address] = bytes;
+    *memory = all;
+    of_host()[(uint64_t)all] = {bytes, (flags & DEVICEMAP) != 0};
     return SUCCESS;
 }
 
-EXPORTED int cuMemFree_v2(uint64_t address) {
-    const Call call("cuMemFree", CONTEXT | SAFE);
+EXPORTED int cuMemHostGetDevicePointer_v2(uint64_t* address, void* memory, unsigned flags) {
+    const Call call("cuMemHostGetDevicePointer", CONTEXT);
     if (call.refused) return call.refused;
-    const auto found = managed().find(address);
-    if (found == managed().end())
-        return call.breaks(INVALID_VALUE, "%#llx was not allocated, or is free", (unsigned long long)address);
-    munmap((void*)address, found->second);
-    managed().erase(found);
+    const auto found = of_host().find((uint64_t)memory);
+    if (address == nullptr || flags != 0 || found == of_host().end() || !found->second.is_mapped)
+        return call.breaks(INVALID_VALUE, "%p is not mapped to the device", memory);
+    *address = (uint64_t)memory;
+    return SUCCESS;
+}
+
+EXPORTED int cuMemFreeHost(void* memory) {
+    const Call call("cuMemFreeHost", CONTEXT | SAFE);
+    if (call.refused) return call.refused;
+    const auto found = of_host().find((uint64_t)memory);
+    if (found == of_host().end()) return call.breaks(INVALID_VALUE, "%p was not allocated, or is free", memory);
+    munmap(memory, found->second.bytes);
+    of_host().erase(found);
     return SUCCESS;
 }
 
 EXPORTED int double_is_accessible(uint64_t address, uint64_t bytes) {
     std::unique_lock<std::recursive_mutex> lock(state().lock);
-    auto of_managed = managed().upper_bound(address);
-    if (of_managed != managed().begin()) {
-        --of_managed;
-        if (address + bytes <= of_managed->first + of_managed->second) return 1;
+    auto found = of_host().upper_bound(address);
+    if (found != of_host().begin()) {
+        --found;
+        if (address + bytes <= found->first + found->second.bytes) return found->second.is_mapped;
     }
     Reservation* const reservation = reservation_of(address, bytes);
     if (reservation == nullptr) return 0;
@@ -335,6 +351,20 @@ EXPORTED int cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, uint64_t bytes,
     return double_enqueue(call.name, stream, &work);
 }
 
+EXPORTED int cuMemsetD8Async(uint64_t to, unsigned char byte, uint64_t bytes, void* stream) {
+    const Call call("cuMemsetD8Async", CONTEXT);
+    if (call.refused) return call.refused;
+    if (bytes == 0) return SUCCESS;
+    if (!double_is_accessible(to, bytes))
+        return call.breaks(INVALID_VALUE, "%#llx, %llu bytes: not all mapped and accessible", (unsigned long long)to,
+                           (unsigned long long)bytes);
+    const Work work = {call.name, [to, byte, bytes]() -> std::string {
+                           memset((void*)to, byte, bytes);
+                           return "";
+                       }};
+    return double_enqueue(call.name, stream, &work);
+}
+
 EXPORTED int cuMemcpyDtoH_v2(void* to, uint64_t from, uint64_t bytes) {
     const Call call("cuMemcpyDtoH", CONTEXT | SAFE | LEGACY);
     if (call.refused) return call.refused;
@@ -351,5 +381,5 @@ EXPORTED int cuMemcpyDtoH_v2(void* to, uint64_t from, uint64_t bytes) {
 void tell_of_memory(const std::function<void(uint64_t, const std::string&)>& tell) {
     tell(physicals().size(), "memory");
     tell(reservations().size(), "range of addresses");
-    tell(managed().size(), "managed memory");
+    tell(of_host().size(), "memory of the host");
 }

@@ -12,14 +12,16 @@ struct Run {
     unsigned is_reversed;
 };
 
-// CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
-static constexpr int MAX_DYNAMIC_SHARED_SIZE_BYTES = 8;
+// CU_FUNC_ATTRIBUTE_NUM_REGS, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
+static constexpr int NUM_REGS = 4, MAX_DYNAMIC_SHARED_SIZE_BYTES = 8;
+// The first version with cuFuncLoad.
+static constexpr uint64_t FIRST_WITH_LOAD = 12040;
 // What a block may have without asking.
 static constexpr int SHARED_BYTES = 48 << 10;
 // The programming guide's limit on a kernel's parameters before CUDA 12.1.
 static constexpr uint64_t PARAMETER_BYTES = 4096;
-// What code takes of the device.
-static constexpr uint64_t MODULE_BYTES = 256 << 10;
+// What code takes of the device: a module, and each of its functions once that is loaded (CUDA_MODULE_LOADING is LAZY).
+static constexpr uint64_t MODULE_BYTES = 256 << 10, FUNCTION_BYTES = 64 << 10;
 
 EXPORTED int cuModuleLoadData(void** module, const void* image) {
     const Call call("cuModuleLoadData", CONTEXT | SAFE);
@@ -58,8 +60,11 @@ EXPORTED int cuModuleUnload(void* handle) {
     const Module* const module = state().modules.find(call, handle);
     if (module == nullptr) return INVALID_VALUE;
     auto& functions = state().functions.all;
-    for (auto at = functions.begin(); at != functions.end();)
-        at = at->second->module == handle ? functions.erase(at) : std::next(at);
+    for (auto at = functions.begin(); at != functions.end();) {
+        const bool is_of_it = at->second->module == handle;
+        if (is_of_it && at->second->is_loaded) give(FUNCTION_BYTES);
+        at = is_of_it ? functions.erase(at) : std::next(at);
+    }
     dlclose(module->library);
     state().modules.remove(call, handle);
     give(MODULE_BYTES);
@@ -78,6 +83,31 @@ EXPORTED int cuModuleGetFunction(void** function, void* handle, const char* name
     made.bytes = bytes();
     *function = state().functions.add(std::move(made));
     return SUCCESS;
+}
+
+static int load(Function& function) {
+    if (!function.is_loaded && !take(FUNCTION_BYTES)) return OUT_OF_MEMORY;
+    function.is_loaded = true;
+    return SUCCESS;
+}
+
+EXPORTED int cuFuncLoad(void* handle) {
+    const Call call("cuFuncLoad", CONTEXT | SAFE);
+    if (call.refused) return call.refused;
+    if (double_setting("VERSION", 13000) < FIRST_WITH_LOAD) return call.breaks(NOT_FOUND, "not in this version of the driver");
+    Function* const function = state().functions.find(call, handle);
+    return function == nullptr ? INVALID_HANDLE : load(*function);
+}
+
+// What can be said of a function can be said once it is loaded.
+EXPORTED int cuFuncGetAttribute(int* value, int attribute, void* handle) {
+    const Call call("cuFuncGetAttribute", CONTEXT | SAFE);
+    if (call.refused) return call.refused;
+    Function* const function = state().functions.find(call, handle);
+    if (function == nullptr) return INVALID_HANDLE;
+    if (value == nullptr || attribute != NUM_REGS) return call.breaks(INVALID_VALUE, "attribute %d", attribute);
+    *value = 32;
+    return load(*function);
 }
 
 EXPORTED int cuFuncSetAttribute(void* handle, int attribute, int value) {
@@ -99,9 +129,14 @@ EXPORTED int cuLaunchKernel(void* handle, unsigned grid_x, unsigned grid_y, unsi
         invalidate(stream);
         return call.refused;
     }
-    const Function* const function = state().functions.find(call, handle);
+    Function* const function = state().functions.find(call, handle);
     if (function == nullptr) return INVALID_HANDLE;
     const char* const name = function->name.c_str();
+    if (!function->is_loaded && is_capturing(stream)) {
+        invalidate(stream);
+        return call.breaks(CAPTURE_UNSUPPORTED, "%s: would be loaded while the stream captures", name);
+    }
+    if (const int code = load(*function)) return code;
     if (state().modules.find(call, function->module)->context != call.context)
         return call.breaks(INVALID_CONTEXT, "%s: of another context", name);
     if (grid_x == 0 || grid_y == 0 || grid_z == 0 || grid_x > 0x7fffffff || grid_y > 65535 || grid_z > 65535)

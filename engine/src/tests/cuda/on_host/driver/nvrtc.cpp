@@ -203,6 +203,16 @@ static std::string read_file(const std::string& path) {
     return text.str();
 }
 
+// Versions before 13.2 take what a generic lambda calls for a function of the host.
+static bool has_generic_lambda(const Program& program) {
+    const auto has_one = [](const std::string& text) { return text.find("](auto") != std::string::npos; };
+    if (has_one(program.source)) return true;
+    for (const auto& [name, text] : program.headers) {
+        if (has_one(text) && program.source.find("\"" + name + "\"") != std::string::npos) return true;
+    }
+    return false;
+}
+
 static int compile(const Judged& call, Program& program, const Target& target) {
     // The compiler with its options, device.hpp among them.
     const char* const compiler = getenv("GAPLESS_DOUBLE_COMPILER");
@@ -243,14 +253,20 @@ EXPORTED int nvrtcCompileProgram(void* handle, int count, const char* const* opt
     // Programs are compiled side by side.
     locked.unlock();
     Target target;
+    bool is_device_default = false;
     for (int i = 0; i < count; ++i) {
         const std::string option = options[i];
+        is_device_default |= option == "--device-as-default-execution-space" || option == "-default-device";
         const size_t equal = option.find('=');
         const std::string name = option.substr(0, equal), value = equal == std::string::npos ? "" : option.substr(equal + 1);
         const bool is_architecture = name == "--gpu-architecture" || name == "-arch";
         if (is_architecture ? parse(value, target) : is_known(name, equal == std::string::npos ? nullptr : &value)) continue;
         program->log = "nvrtc: error: invalid value or option: " + option + "\n";
         return call.breaks(NVRTC_INVALID_OPTION, "%s", option.c_str());
+    }
+    if (!is_device_default && has_generic_lambda(*program)) {
+        program->log = "error: host functions are not allowed in JIT mode. Consider using -default-device flag\n";
+        return call.breaks(NVRTC_COMPILATION, "%s has a generic lambda, which is a host's by default", program->name.c_str());
     }
     const int status = compile(call, *program, target);
     if (target.is_virtual) program->binary.clear();

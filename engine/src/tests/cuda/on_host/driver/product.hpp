@@ -46,5 +46,5 @@ struct Product {
     uint64_t workspace, workspace_bytes;
 };
 
-// D = epilogue(alpha · op(A) · op(B) + beta · C + bias), summed in f32.
-void compute(const Product& product);
+// D = epilogue(alpha · op(A) · op(B) + beta · C + bias), summed in f32. Returns what was wrong, or nothing.
+std::string compute(const Product& product);

@@ -33,6 +33,8 @@ struct Context {
     std::deque<Work> landing;
     // Objects of libraries.
     std::map<std::string, int> others;
+    // What the local memory of kernels takes of the device, from the first launch of a graph on.
+    uint64_t local_bytes = 0;
 };
 
 enum class Mode { GLOBAL = 0, THREAD_LOCAL = 1, RELAXED = 2 };
@@ -65,11 +67,14 @@ struct Function {
     const char* (*entry)(const void* run, const void* arguments);
     uint64_t bytes;
     int most_dynamic;
+    bool is_loaded = false;
 };
 
 struct Graph {
     std::vector<Work> nodes;
+    // What it takes of the device, once it is there.
     uint64_t bytes = 0;
+    bool is_there = false;
 };
 
 // Objects by their handles. None is given twice, so that one that was destroyed is known as such.
@@ -110,6 +115,8 @@ struct State {
     Table<Graph> executables{"executable graph", {}};
     // The primary context's handle while it is retained.
     void* primary = nullptr;
+    // Whether a primary context is over in which a library was: what that keeps for the process is lost.
+    bool is_library_lost = false;
     // What runs now.
     std::string running;
 };
@@ -142,7 +149,8 @@ int most_shared_bytes();
 bool take(uint64_t bytes);
 void give(uint64_t bytes);
 
-// Has nothing come of what a stream captures.
+// Whether a stream captures; and has nothing come of what it does.
+bool is_capturing(const void* stream);
 void invalidate(void* stream);
 
 // Has everything in a stream run; and copies to the device arrive, as far as the stream waits for them.

@@ -89,6 +89,11 @@ static int open_stream(const Judged& call, void* handle, Stream*& stream) {
     return SUCCESS;
 }
 
+bool is_capturing(const void* handle) {
+    const auto found = state().streams.all.find((uint64_t)handle);
+    return found != state().streams.all.end() && found->second->is_capturing;
+}
+
 void invalidate(void* handle) {
     const auto found = state().streams.all.find((uint64_t)handle);
     if (found != state().streams.all.end()) found->second->is_invalidated = true;
@@ -155,9 +160,31 @@ EXPORTED int cuGraphInstantiateWithFlags(void** executable, void* handle, unsign
     Graph made;
     made.nodes = graph->nodes;
     made.bytes = (made.nodes.size() * NODE_BYTES + GRAPH_PAGE - 1) / GRAPH_PAGE * GRAPH_PAGE;
-    if (!take(made.bytes)) return OUT_OF_MEMORY;
     *executable = state().executables.add(std::move(made));
     return SUCCESS;
+}
+
+// Has a stream bring a graph to the device, which takes memory when it comes to that.
+static int upload(Stream& stream, void* handle, const Graph& graph) {
+    if (graph.is_there) return SUCCESS;
+    if (graph.bytes > total_bytes() - state().used) return OUT_OF_MEMORY;
+    stream.queue.push_back({"a graph's upload", [handle]() -> std::string {
+                                const auto found = state().executables.all.find((uint64_t)handle);
+                                if (found == state().executables.all.end() || found->second->is_there) return "";
+                                found->second->is_there = take(found->second->bytes);
+                                return found->second->is_there ? "" : "there is no memory left for a graph";
+                            }});
+    return SUCCESS;
+}
+
+EXPORTED int cuGraphUpload(void* handle, void* stream_handle) {
+    const Call call("cuGraphUpload", INITIALIZED | SAFE);
+    if (call.refused) return call.refused;
+    const Graph* const graph = state().executables.find(call, handle);
+    if (graph == nullptr) return INVALID_VALUE;
+    Stream* stream = nullptr;
+    if (const int code = open_stream(call, stream_handle, stream)) return code;
+    return upload(*stream, handle, *graph);
 }
 
 EXPORTED int cuGraphLaunch(void* handle, void* stream_handle) {
@@ -167,6 +194,13 @@ EXPORTED int cuGraphLaunch(void* handle, void* stream_handle) {
     if (graph == nullptr) return INVALID_VALUE;
     Stream* stream = nullptr;
     if (const int code = open_stream(call, stream_handle, stream)) return code;
+    if (const int code = stream->is_capturing ? SUCCESS : upload(*stream, handle, *graph)) return code;
+    // Kernels' local memory comes with the first launch that needs it, and stays.
+    const uint64_t local_bytes = double_setting("LOCAL_MEMORY", 0);
+    if (stream->context->local_bytes < local_bytes) {
+        if (!take(local_bytes - stream->context->local_bytes)) return OUT_OF_MEMORY;
+        stream->context->local_bytes = local_bytes;
+    }
     for (const Work& work : graph->nodes) {
         if (stream->is_capturing) {
             stream->captured.push_back(work);
@@ -188,7 +222,7 @@ EXPORTED int cuGraphExecDestroy(void* handle) {
     if (call.refused) return call.refused;
     const Graph* const graph = state().executables.find(call, handle);
     if (graph == nullptr) return INVALID_VALUE;
-    give(graph->bytes);
+    if (graph->is_there) give(graph->bytes);
     state().executables.remove(call, handle);
     return SUCCESS;
 }

@@ -1,0 +1,23 @@
+//! What the driver returns, by the call that returned it.
+
+use cudarc::driver::{result, sys};
+
+use super::device::DeviceError;
+use super::mapped::holders;
+
+/// Names a call, and the device that failed at it.
+pub(super) trait Named<T> {
+    fn named(self, device: &str, call: &str) -> Result<T, DeviceError>;
+}
+
+impl<T> Named<T> for Result<T, result::DriverError> {
+    fn named(self, device: &str, call: &str) -> Result<T, DeviceError> {
+        let what = |error: result::DriverError| error.to_string();
+        self.map_err(|error| match error.0 {
+            sys::cudaError_enum::CUDA_ERROR_OUT_OF_MEMORY => {
+                DeviceError::Full { device: device.into(), call: call.into(), holders: holders() }
+            }
+            _ => DeviceError::Driver { device: device.into(), call: call.into(), what: what(error) },
+        })
+    }
+}

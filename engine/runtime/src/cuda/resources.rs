@@ -1,0 +1,92 @@
+//! What a kernel takes of a multiprocessor: registers, stack, spills, shared memory.
+//!
+//! In: NVRTC's log, into which its assembler writes with `--ptxas-options=-v`. Out: a line of figures for each kernel. Never: a
+//! guess, where the assembler says nothing of a kernel.
+
+use serde::Serialize;
+
+/// What the assembler reserved for one kernel.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Resources {
+    /// The kernel's name.
+    pub kernel: String,
+    /// Registers of a thread.
+    pub registers: u32,
+    /// Local memory of a thread: arrays that are indexed, and what was spilled.
+    pub stack_bytes: u32,
+    /// Bytes that a thread writes to local memory for want of registers, in its functions together.
+    pub spill_store_bytes: u32,
+    /// Bytes that it reads back.
+    pub spill_load_bytes: u32,
+    /// Shared memory of a block that the source declares. What a launch asks for comes on top.
+    pub shared_bytes: u32,
+}
+
+impl Resources {
+    /// The kernels that a log tells of, in its order.
+    pub(super) fn of_log(log: &str) -> Vec<Self> {
+        let mut kernels: Vec<Self> = Vec::new();
+        for line in log.lines() {
+            if let Some((_, rest)) = line.split_once("Compiling entry function '") {
+                let kernel = rest.split('\'').next().unwrap_or_default().to_owned();
+                kernels.push(Self {
+                    kernel,
+                    registers: 0,
+                    stack_bytes: 0,
+                    spill_store_bytes: 0,
+                    spill_load_bytes: 0,
+                    shared_bytes: 0,
+                });
+            }
+            let Some(last) = kernels.last_mut() else { continue };
+            // Of the kernel, and of functions of it that were not inlined.
+            if line.contains("bytes stack frame") {
+                last.stack_bytes = last.stack_bytes.max(before(line, " bytes stack frame"));
+                last.spill_store_bytes += before(line, " bytes spill stores");
+                last.spill_load_bytes += before(line, " bytes spill loads");
+            }
+            if line.contains(" registers") {
+                last.registers = before(line, " registers");
+                last.shared_bytes = before(line, " bytes smem");
+            }
+        }
+        kernels
+    }
+}
+
+/// The number in front of some words; 0 where they are not.
+fn before(line: &str, words: &str) -> u32 {
+    let number = line.split_once(words).and_then(|(front, _)| front.rsplit(' ').next());
+    number.and_then(|number| number.parse().ok()).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_log_tells_of_every_kernel() {
+        let log = "\
+ptxas info    : 36 bytes gmem, 72 bytes cmem[4]
+ptxas info    : Compiling entry function 'plain_f32' for 'sm_90'
+ptxas info    : Function properties for plain_f32
+ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 40 registers, used 0 barriers
+ptxas info    : Compile time = 136.845 ms
+ptxas info    : Compiling entry function 'full_bf16' for 'sm_90'
+ptxas info    : Function properties for full_bf16
+ptxas         .     24 bytes stack frame, 4 bytes spill stores, 8 bytes spill loads
+ptxas info    : Function properties for called
+ptxas         .     16 bytes stack frame, 2 bytes spill stores, 1 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers, 24 bytes cumulative stack size, 512 bytes smem, 400 bytes cmem[0]
+";
+        let resources = |kernel: &str, figures: [u32; 5]| {
+            let [registers, stack_bytes, spill_store_bytes, spill_load_bytes, shared_bytes] = figures;
+            let kernel = kernel.to_owned();
+            Resources { kernel, registers, stack_bytes, spill_store_bytes, spill_load_bytes, shared_bytes }
+        };
+        let expected = [resources("plain_f32", [40, 0, 0, 0, 0]), resources("full_bf16", [255, 24, 6, 9, 512])];
+        assert_eq!(Resources::of_log(log), expected);
+        assert_eq!(Resources::of_log("a warning\n"), []);
+    }
+}
