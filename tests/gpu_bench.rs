@@ -3,6 +3,9 @@
 #[path = "../benches/gpu/main.rs"]
 mod bench;
 
+use std::io::Write;
+use std::sync::{Arc, Mutex};
+
 use bench::{Options, Outcome, run};
 use clap::Parser;
 
@@ -34,6 +37,7 @@ fn what_needs_a_gpu_is_skipped_with_the_reason_and_fails_where_one_is_required()
         &["parity", "--model", "small"],
         &["memory", "--model", "small"],
         &["speed", "--model", "small", "--budget", "100000000"],
+        &["speed", "--model", "small", "--micro-batch", "2"],
         &["kernels", "--model", "small"],
     ] {
         let line = [command, &["--device", "cuda:1000"]].concat();
@@ -46,9 +50,68 @@ fn what_needs_a_gpu_is_skipped_with_the_reason_and_fails_where_one_is_required()
 }
 
 #[test]
-fn devices_that_are_no_gpus_are_refused() {
-    for (device, words) in [("cpu", "is no GPU"), ("auto", "is no GPU"), ("cuda:x", "no number of a GPU")] {
-        let refused = Options::try_parse_from(["gpu", "device", "--device", device]).unwrap_err().to_string();
+fn lines_that_mean_nothing_are_refused() {
+    for (line, words) in [
+        (&["device", "--device", "cpu"][..], "is no GPU"),
+        (&["device", "--device", "auto"], "is no GPU"),
+        (&["device", "--device", "cuda:x"], "no number of a GPU"),
+        (&["speed"], "--budget"),
+        (&["speed", "--budget", "1", "--micro-batch", "1"], "cannot be used with"),
+        (&["compile", "--architectures", "sm_90,compute_90"], "is no architecture"),
+    ] {
+        let refused = Options::try_parse_from([&["gpu"], line].concat()).unwrap_err().to_string();
         assert!(refused.contains(words), "{refused}");
     }
+}
+
+/// The engine's warnings are among what the program shows, and nothing less.
+#[test]
+fn warnings_are_shown() {
+    struct Lines(Arc<Mutex<Vec<u8>>>);
+    impl Write for Lines {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            self.0.lock().unwrap().extend_from_slice(bytes);
+            Ok(bytes.len())
+        }
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+    let shown = Arc::new(Mutex::new(Vec::new()));
+    let lines = shown.clone();
+    tracing::subscriber::with_default(bench::warnings(move || Lines(lines.clone())), || {
+        tracing::info!("a GPU");
+        tracing::warn!(product = "linear in h.0.mlp", "no algorithm with an epilogue; two launches");
+    });
+    let shown = String::from_utf8(shown.lock().unwrap().clone()).unwrap();
+    assert_eq!(shown.lines().count(), 1, "{shown}");
+    assert!(
+        shown.contains("WARN") && shown.contains("no algorithm with an epilogue; two launches product="),
+        "{shown}"
+    );
+}
+
+/// By the NVRTC that there is, for the architectures that GAPLESS_TEST_ARCHITECTURES names; .ci/kernels brings three versions.
+#[test]
+fn every_kernel_compiles_and_none_spills() {
+    let architectures = std::env::var("GAPLESS_TEST_ARCHITECTURES").unwrap_or_else(|_| "sm_90".into());
+    let (outcome, json) = ran(&["compile", "--architectures", &architectures]);
+    if let Some(why) = json["skipped"].as_str() {
+        // Whoever names a library, or architectures, has one.
+        for variable in ["GAPLESS_NVRTC_LIBRARY", "GAPLESS_TEST_ARCHITECTURES"] {
+            assert!(std::env::var_os(variable).is_none(), "{why}");
+        }
+        return gapless_testing::not_checked(why);
+    }
+    assert_eq!(outcome.unwrap(), Outcome::Done);
+    let kernels = json["kernels"].as_array().unwrap();
+    for architecture in architectures.split(',') {
+        let of_it = kernels.iter().filter(|row| row["architecture"] == architecture);
+        let names: Vec<&str> = of_it.map(|row| row["kernel"].as_str().unwrap()).collect();
+        for name in ["attention_tc_grad_kv_64", "rope_table", "adamw_bf16", "grouped_linear_bf16"] {
+            assert!(names.contains(&name), "{name} for {architecture}: {names:?}");
+        }
+        assert!(names.iter().filter(|name| name.starts_with("fused_")).count() > 10, "{names:?}");
+    }
+    assert!(kernels.iter().all(|row| row["registers"].as_u64().unwrap() > 0), "{json}");
 }

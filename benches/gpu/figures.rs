@@ -23,13 +23,13 @@ pub struct Peak {
 }
 
 /// Names as the driver gives them, bf16 and f32 TFLOP/s (of dense matrices on tensor cores; of f32 beside them) and GB/s, as
-/// NVIDIA's data sheets of A100, H100 and H200 have them. A device's name ends in one of these: variants of them have other rates.
-const DEVICES: [(&str, f64, f64, f64); 6] = [
-    ("A100-SXM4-80GB", 312.0, 19.5, 2039.0),
-    ("A100 80GB PCIe", 312.0, 19.5, 1935.0),
-    ("A100-SXM4-40GB", 312.0, 19.5, 1555.0),
-    ("H100 PCIe", 756.0, 51.0, 2000.0),
-    ("H100 80GB HBM3", 989.0, 67.0, 3350.0),
+/// NVIDIA's data sheets of A100, H100 and H200 have them. A card's name is one of these: variants of them have other rates.
+const CARDS: [(&str, f64, f64, f64); 6] = [
+    ("NVIDIA A100-SXM4-80GB", 312.0, 19.5, 2039.0),
+    ("NVIDIA A100 80GB PCIe", 312.0, 19.5, 1935.0),
+    ("NVIDIA A100-SXM4-40GB", 312.0, 19.5, 1555.0),
+    ("NVIDIA H100 PCIe", 756.0, 51.0, 2000.0),
+    ("NVIDIA H100 80GB HBM3", 989.0, 67.0, 3350.0),
     ("NVIDIA H200", 989.0, 67.0, 4800.0),
 ];
 
@@ -45,21 +45,21 @@ pub struct PeakArguments {
 }
 
 impl PeakArguments {
-    /// The device's arithmetic, if it is known.
-    pub fn flops(&self, device: &str, dtype: Float) -> Option<f64> {
+    /// A card's arithmetic, if it is known.
+    pub fn flops(&self, card: &str, dtype: Float) -> Option<f64> {
         let stated = |&(_, bf16, f32, _): &(&str, f64, f64, f64)| if dtype == Float::Bf16 { bf16 } else { f32 };
-        self.peak_tflops.or_else(|| known(device).map(stated)).map(|tflops| tflops * 1e12)
+        self.peak_tflops.or_else(|| known(card).map(stated)).map(|tflops| tflops * 1e12)
     }
 
     /// Both rates, if they are known.
-    pub fn peak(&self, device: &str, dtype: Float) -> Option<Peak> {
-        let gbs = self.peak_gbs.or_else(|| known(device).map(|&(.., gbs)| gbs))?;
-        Some(Peak { flops: self.flops(device, dtype)?, bytes: gbs * 1e9 })
+    pub fn peak(&self, card: &str, dtype: Float) -> Option<Peak> {
+        let gbs = self.peak_gbs.or_else(|| known(card).map(|&(.., gbs)| gbs))?;
+        Some(Peak { flops: self.flops(card, dtype)?, bytes: gbs * 1e9 })
     }
 }
 
-fn known(device: &str) -> Option<&'static (&'static str, f64, f64, f64)> {
-    DEVICES.iter().find(|(name, ..)| device.trim_end_matches(')').ends_with(name))
+fn known(card: &str) -> Option<&'static (&'static str, f64, f64, f64)> {
+    CARDS.iter().find(|(name, ..)| card == *name)
 }
 
 fn above_zero(text: &str) -> Result<f64, String> {
@@ -92,20 +92,16 @@ mod tests {
     fn rates_are_those_that_are_given_else_those_of_the_device() {
         let none = PeakArguments::default();
         let given = PeakArguments { peak_tflops: Some(700.0), peak_gbs: Some(3000.0) };
-        for (arguments, device, dtype, expected) in [
-            (none, "GPU 0 (NVIDIA H100 PCIe)", Float::Bf16, Some((756e12, 2000e9))),
-            (none, "GPU 0 (NVIDIA H100 80GB HBM3)", Float::F32, Some((67e12, 3350e9))),
-            (none, "GPU 0 (NVIDIA of another kind)", Float::Bf16, None),
-            (given, "GPU 0 (NVIDIA of another kind)", Float::Bf16, Some((700e12, 3000e9))),
-            (
-                PeakArguments { peak_gbs: None, ..given },
-                "GPU 1 (NVIDIA A100-SXM4-80GB)",
-                Float::F32,
-                Some((700e12, 2039e9)),
-            ),
+        for (arguments, card, dtype, expected) in [
+            (none, "NVIDIA H100 PCIe", Float::Bf16, Some((756e12, 2000e9))),
+            (none, "NVIDIA H100 80GB HBM3", Float::F32, Some((67e12, 3350e9))),
+            (none, "NVIDIA H200", Float::Bf16, Some((989e12, 4800e9))),
+            (none, "NVIDIA H200 NVL", Float::Bf16, None),
+            (given, "NVIDIA H200 NVL", Float::Bf16, Some((700e12, 3000e9))),
+            (PeakArguments { peak_gbs: None, ..given }, "NVIDIA A100-SXM4-80GB", Float::F32, Some((700e12, 2039e9))),
         ] {
             let expected = expected.map(|(flops, bytes)| Peak { flops, bytes });
-            assert_eq!(arguments.peak(device, dtype), expected, "{device}");
+            assert_eq!(arguments.peak(card, dtype), expected, "{card}");
         }
         assert!(above_zero("0").is_err() && above_zero("inf").is_err() && above_zero("x").is_err());
     }

@@ -7,7 +7,7 @@ use gapless::engine::cuda::Timed;
 use serde::Serialize;
 
 use super::figures::{Peak, PeakArguments, median};
-use super::probe::Gpu;
+use super::probe::{Card, Gpu};
 use super::record::Found;
 use super::step::{Float, Model, Step};
 use super::tokens::Tokens;
@@ -47,7 +47,8 @@ struct Row {
 
 #[derive(Debug, Serialize)]
 struct Figures {
-    device: String,
+    #[serde(flatten)]
+    card: Card,
     #[serde(flatten)]
     step: Step,
     peak: Option<Peak>,
@@ -57,17 +58,17 @@ struct Figures {
 }
 
 pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
-    let device = match arguments.device.name() {
-        Ok(device) => device,
+    let card = match arguments.device.found() {
+        Ok(card) => card,
         Err(why) => return Ok(Found::skipped(&why)),
     };
     let &Arguments { model, dtype, micro_batch, sequence, .. } = arguments;
     let step = Step { model, dtype, micro_batch, sequence, seed: 0 };
     let mut trainer = step.trainer(arguments.device.choice())?;
-    let (tokens, targets) = Tokens::new(step.config().vocabulary, step.seed).batch(micro_batch, sequence);
+    let (tokens, targets) = Tokens::uniform(step.config().vocabulary, step.seed).batch(micro_batch, sequence);
     trainer.profile(&tokens, &targets)?; // it is the first to touch memory
     let steps = (0..arguments.steps).map(|_| trainer.profile(&tokens, &targets)).collect::<Result<Vec<_>, _>>()?;
-    let peak = arguments.peak.peak(&device, dtype);
+    let peak = arguments.peak.peak(&card.card, dtype);
     let by_operation = rows(&steps, peak, |timed| timed.operation.to_owned());
     let by_layer = rows(&steps, peak, |timed| format!("{} {}", timed.operation, any_block(&timed.layer)));
     let whole_ms = by_operation.iter().map(|row| row.ms).sum();
@@ -76,12 +77,12 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
         None => "no roofline: the device's rates are unknown; give --peak-tflops and --peak-gbs".into(),
     };
     let text = format!(
-        "{device}: instructions one by one, {whole_ms:.2} ms per step of {micro_batch} × {sequence} in {dtype}, median of {}; {rates}\n{}\n{}",
+        "{card}: instructions one by one, {whole_ms:.2} ms per step of {micro_batch} × {sequence} in {dtype}, median of {}; {rates}\n{}\n{}",
         steps.len(),
         table("operation", &by_operation, whole_ms),
         table("operation and layer", &by_layer, whole_ms),
     );
-    Found::new(true, text, &Figures { device, step, peak, whole_ms, by_operation, by_layer })
+    Found::new(true, text, &Figures { card, step, peak, whole_ms, by_operation, by_layer })
 }
 
 /// One layer stands for all of its kind: h.3.mlp becomes h.*.mlp.

@@ -16,6 +16,7 @@
 )]
 
 mod batch;
+mod compile;
 mod figures;
 mod kernels;
 mod memory;
@@ -54,6 +55,8 @@ pub struct Options {
 enum Command {
     /// Which GPU there is.
     Device(probe::Arguments),
+    /// Every kernel, compiled: registers, spills and shared memory, and machine code for the cache; needs no GPU.
+    Compile(compile::Arguments),
     /// The largest micro-batch whose arena fits a budget; needs no GPU.
     Plan(plan::Arguments),
     /// The same training on the CPU in f32, and on the GPU in f32 and bf16.
@@ -68,6 +71,7 @@ enum Command {
 
 fn main() -> ExitCode {
     let options = Options::parse();
+    tracing::subscriber::set_global_default(warnings(std::io::stderr)).expect("nothing was set before");
     match run(&options) {
         Ok(Outcome::Done | Outcome::Skipped) => ExitCode::SUCCESS,
         Ok(Outcome::Failed) => ExitCode::FAILURE,
@@ -78,6 +82,15 @@ fn main() -> ExitCode {
     }
 }
 
+/// What the engine warns of, as of a product without an algorithm for its epilogue, is part of what is shown.
+pub fn warnings<W>(writer: W) -> impl tracing::Subscriber + Send + Sync
+where
+    W: for<'a> tracing_subscriber::fmt::MakeWriter<'a> + Send + Sync + 'static,
+{
+    let lines = tracing_subscriber::fmt().with_max_level(tracing::Level::WARN).with_ansi(false).without_time();
+    lines.with_writer(writer).finish()
+}
+
 /// Runs a command, prints its table and writes its record.
 ///
 /// # Errors
@@ -85,6 +98,7 @@ fn main() -> ExitCode {
 pub fn run(options: &Options) -> anyhow::Result<Outcome> {
     let found = match &options.command {
         Command::Device(arguments) => probe::run(arguments)?,
+        Command::Compile(arguments) => compile::run(arguments)?,
         Command::Plan(arguments) => plan::run(arguments)?,
         Command::Parity(arguments) => parity::run(arguments)?,
         Command::Memory(arguments) => memory::run(arguments)?,

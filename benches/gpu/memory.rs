@@ -1,9 +1,9 @@
-//! What a step takes of a device's memory as the driver reports it: the arena, and what is listed beside it, to the byte.
+//! What a step takes of a device's memory as the driver reports it: the arena, and what is listed beside it, to the page.
 
 use gapless::engine::cuda::DeviceMemory;
 use serde::Serialize;
 
-use super::probe::Gpu;
+use super::probe::{Card, Gpu};
 use super::record::Found;
 use super::step::{Float, Model, Step};
 use super::tokens::Tokens;
@@ -28,32 +28,35 @@ pub struct Arguments {
 
 #[derive(Debug, Serialize)]
 struct Figures {
-    device: String,
+    #[serde(flatten)]
+    card: Card,
     #[serde(flatten)]
     step: Step,
     planned_bytes: u64,
     losses: Vec<f32>,
     #[serde(flatten)]
     memory: DeviceMemory,
+    rounding: i64,
     unexplained: i64,
 }
 
 pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
-    let device = match arguments.device.name() {
-        Ok(device) => device,
+    let card = match arguments.device.found() {
+        Ok(card) => card,
         Err(why) => return Ok(Found::skipped(&why)),
     };
     let &Arguments { model, dtype, micro_batch, sequence, .. } = arguments;
     let step = Step { model, dtype, micro_batch, sequence, seed: 0 };
     let mut trainer = step.trainer(arguments.device.choice())?;
-    let mut text = Tokens::new(step.config().vocabulary, step.seed);
+    let mut text = Tokens::uniform(step.config().vocabulary, step.seed);
     let mut losses = Vec::new();
     for _ in 0..arguments.steps {
         let (tokens, targets) = text.batch(micro_batch, sequence);
         losses.push(trainer.step(&tokens, &targets)?.loss);
     }
     let memory = trainer.device_memory()?.ok_or_else(|| anyhow::anyhow!("{}", trainer.device()))?;
-    let (planned_bytes, unexplained) = (trainer.report().arena_bytes, memory.unexplained());
-    let text = format!("{device}, after {} steps; {planned_bytes} bytes were planned\n{memory}", arguments.steps);
-    Found::new(unexplained == 0, text, &Figures { device, step, planned_bytes, losses, memory, unexplained })
+    let planned_bytes = trainer.report().arena_bytes;
+    let (rounding, unexplained) = (memory.rounding(), memory.unexplained());
+    let text = format!("{card}, after {} steps; {planned_bytes} bytes were planned\n{memory}", arguments.steps);
+    Found::new(unexplained == 0, text, &Figures { card, step, planned_bytes, losses, memory, rounding, unexplained })
 }

@@ -3,7 +3,7 @@
 use gapless::DeviceChoice;
 use serde::Serialize;
 
-use super::probe::Gpu;
+use super::probe::{Card, Gpu};
 use super::record::Found;
 use super::step::{Float, Model, Step};
 use super::tokens::Tokens;
@@ -45,7 +45,8 @@ struct Side {
 
 #[derive(Debug, Serialize)]
 struct Figures {
-    device: String,
+    #[serde(flatten)]
+    card: Card,
     #[serde(flatten)]
     step: Step,
     cpu_losses: Vec<f32>,
@@ -53,8 +54,8 @@ struct Figures {
 }
 
 pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
-    let device = match arguments.device.name() {
-        Ok(device) => device,
+    let card = match arguments.device.found() {
+        Ok(card) => card,
         Err(why) => return Ok(Found::skipped(&why)),
     };
     let step = arguments.step(Float::F32);
@@ -66,7 +67,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
         sides.push(Side { dtype, losses, difference, at_step, tolerance });
     }
     let mut text = format!(
-        "{} steps of {} × {} made-up ids on {device}, beside the CPU in f32, whose loss goes from {:.4} to {:.4}\n\
+        "{} steps of {} × {} made-up ids on {card}, beside the CPU in f32, whose loss goes from {:.4} to {:.4}\n\
          type   last loss   largest relative difference   at step   tolerance",
         arguments.steps,
         step.micro_batch,
@@ -79,7 +80,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
         text += &format!("\n{dtype:4} {last:11.4} {difference:29.2e} {at_step:9} {tolerance:11.0e}{verdict}");
     }
     let is_right = sides.iter().all(|side| side.difference <= side.tolerance);
-    Found::new(is_right, text, &Figures { device, step, cpu_losses, sides })
+    Found::new(is_right, text, &Figures { card, step, cpu_losses, sides })
 }
 
 impl Arguments {
@@ -90,7 +91,7 @@ impl Arguments {
 
     fn losses(&self, step: Step, device: DeviceChoice) -> anyhow::Result<Vec<f32>> {
         let mut trainer = step.trainer(device)?;
-        let mut text = Tokens::new(step.config().vocabulary, step.seed);
+        let mut text = Tokens::chain(step.config().vocabulary, step.seed);
         let mut losses = Vec::new();
         for _ in 0..self.steps {
             let (tokens, targets) = text.batch(step.micro_batch, step.sequence);

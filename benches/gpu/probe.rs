@@ -18,12 +18,36 @@ impl Gpu {
         DeviceChoice::Cuda(self.0)
     }
 
-    /// Its name, or why it cannot be used.
-    pub fn name(self) -> Result<String, String> {
-        match Nvidia::new(self.0, Cache::of_user()) {
-            Ok(device) => Ok(device.name()),
-            Err(error) => Err(error.to_string()),
-        }
+    /// What it is, or why it cannot be used.
+    pub fn found(self) -> Result<Card, String> {
+        let device = Nvidia::new(self.0, Cache::of_user()).map_err(|error| error.to_string())?;
+        Ok(Card {
+            device: device.name(),
+            card: device.card().to_owned(),
+            architecture: device.architecture().to_string(),
+            cuda: device.driver(),
+            libraries: device.libraries(),
+        })
+    }
+}
+
+/// A GPU, and what it is used by.
+#[derive(Debug, Clone, Serialize)]
+pub struct Card {
+    /// In words, with its number and its place on the bus.
+    pub device: String,
+    /// As its driver names it, and all that are like it.
+    pub card: String,
+    architecture: String,
+    /// The newest that the driver knows.
+    cuda: String,
+    /// The files of driver, cuBLASLt and NVRTC.
+    libraries: Vec<String>,
+}
+
+impl fmt::Display for Card {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.device)
     }
 }
 
@@ -51,14 +75,13 @@ pub struct Arguments {
     device: Gpu,
 }
 
-#[derive(Debug, Serialize)]
-struct Figures {
-    device: String,
-}
-
 pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
-    match arguments.device.name() {
-        Ok(device) => Found::new(true, device.clone(), &Figures { device }),
+    match arguments.device.found() {
+        Ok(card) => {
+            let Card { device, architecture, cuda, libraries, .. } = &card;
+            let text = format!("{device}, {architecture}, driver of CUDA {cuda}, with\n{}", libraries.join("\n"));
+            Found::new(true, text, &card)
+        }
         Err(why) => Ok(Found::skipped(&why)),
     }
 }

@@ -3,15 +3,18 @@
 
 The model is that of models/src/gpt.rs: learned positions, layer norm before each part, GELU in its tanh form, a head tied to the
 embedding, no dropout. Attention is scaled_dot_product_attention; AdamW is fused, decays matrices alone, and gradients are clipped by
-their global norm, as in gapless. The text is as arbitrary to both: speed does not depend on it.
+their global norm, as in gapless. On both sides ids are uniform over the vocabulary: speed depends on how many different ones there
+are.
 
     pytorch.py train --model gpt2 --budget 20000000000 --mode compiled --precision autocast
+    pytorch.py train --model gpt2 --micro-batch 16 --mode compiled --vocabulary 50304 --attention cudnn
     pytorch.py rates
 
 Every micro-batch that is tried is a process of its own, so that one that ran out of memory leaves nothing behind.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -26,6 +29,8 @@ SIZES = {
     "gpt2": (50257, 12, 12, 768),
     "gpt2-medium": (50257, 24, 16, 1024),
 }
+# Names of SDPBackend.
+ATTENTIONS = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION"}
 # What a process that ran out of memory ends with.
 OUT_OF_MEMORY = 17
 
@@ -64,7 +69,14 @@ def parse():
     train.add_argument("--micro-batch", type=positive, metavar="SEQUENCES", help="measure this one; nothing is searched")
     train.add_argument("--start", type=positive, default=1, help="the micro-batch that is tried first")
     train.add_argument("--fineness", type=positive, default=16, help="search no further once it is less than 1/this too small")
+    train.add_argument("--limit", type=positive, metavar="SECONDS", help="try no other micro-batch that may end later than this")
     train.add_argument("--sequence", type=positive, default=1024)
+    train.add_argument(
+        "--attention",
+        choices=["default", *ATTENTIONS],
+        default="default",
+        help="what scaled_dot_product_attention uses: as PyTorch chooses, or this alone",
+    )
     train.add_argument("--vocabulary", type=positive, help="other than the model's, e.g. 50304")
     train.add_argument("--steps", type=positive, default=20)
     train.add_argument("--warmup", type=positive, default=5, help="steps before those that are measured")
@@ -115,37 +127,75 @@ def without_device(device):
 
 
 def largest(options):
-    """The largest micro-batch that does not run out of memory, or almost: doubled until one does, then halved in between."""
+    """The largest micro-batch that does not run out of memory, or almost; of those that there was time for."""
     why = without_device(options.device)
     if why:
         return {"skipped": why}
-    best, fitting, too_large = None, 0, options.start
-    while True:
-        found = measure_apart(options, too_large)
-        if found is None:
+    search = Search(options.start, options.budget, options.fineness)
+    begin, longest = time.monotonic(), 0.0
+    while not search.is_over():
+        left = None if options.limit is None else options.limit - (time.monotonic() - begin)
+        # Another one takes about as long as those before.
+        if left is not None and left < longest * 1.1:
             break
-        best, fitting, too_large = found, too_large, too_large * 2
-    while too_large - fitting > max(1, fitting // options.fineness):
-        middle = (fitting + too_large) // 2
-        found = measure_apart(options, middle)
+        tried = time.monotonic()
+        try:
+            search.tried(search.next(), measure_apart(options, search.next(), left))
+        except subprocess.TimeoutExpired:
+            break
+        longest = max(longest, time.monotonic() - tried)
+    if search.best is None:
+        raise SystemExit(f"nothing that fits {options.budget} bytes was found")
+    # The smallest that is known not to fit, if one is.
+    return search.best | {"does_not_fit": search.too_large, "is_largest": search.is_over()}
+
+
+class Search:
+    """Which micro-batch to try next: what a fitting one has reserved tells how many more there is room for."""
+
+    def __init__(self, start, budget, fineness):
+        self.start, self.budget, self.fineness = start, budget, fineness
+        self.best, self.fitting, self.too_large = None, 0, None
+        # (micro-batch, bytes) of the one that fitted before.
+        self.before = (0, 0)
+
+    def is_over(self):
+        if self.too_large is None:
+            return False
+        return self.too_large - self.fitting <= max(1, self.fitting // self.fineness) or self.too_large == 1
+
+    def next(self):
+        if self.best is None:
+            return self.start if self.too_large is None else max(1, self.too_large // 2)
+        taken = self.best.get("reserved_bytes")
+        guess = self.fitting * 2
+        if taken and taken > self.before[1]:
+            each = (taken - self.before[1]) / (self.fitting - self.before[0])
+            guess = self.fitting + int((self.budget - taken) / each)
+        above = self.fitting * (1 + 1 / self.fineness)
+        if self.too_large is None:
+            return max(int(above), guess, self.fitting + 1)
+        # Where the guess is known to be wrong, halfway.
+        is_between = self.fitting < guess < self.too_large
+        return guess if is_between else (self.fitting + self.too_large) // 2
+
+    def tried(self, micro_batch, found):
         if found is None:
-            too_large = middle
-        else:
-            best, fitting = found, middle
-    if best is None:
-        raise SystemExit(f"one sequence does not fit {options.budget} bytes")
-    # The smallest that is known not to fit.
-    return best | {"does_not_fit": too_large}
+            self.too_large = micro_batch
+            return
+        if self.best is not None:
+            self.before = (self.fitting, self.best.get("reserved_bytes", 0))
+        self.best, self.fitting = found, micro_batch
 
 
-def measure_apart(options, micro_batch):
+def measure_apart(options, micro_batch, seconds):
     """A measurement in a process of its own; none if it ran out of memory."""
     command = [sys.executable, os.path.abspath(__file__), "train", "--micro-batch", str(micro_batch)]
-    for name in ["model", "mode", "precision", "budget", "sequence", "vocabulary", "steps", "warmup", "device"]:
+    for name in ["model", "mode", "precision", "attention", "budget", "sequence", "vocabulary", "steps", "warmup", "device"]:
         value = getattr(options, name)
         if value is not None:
             command += [f"--{name}", str(value)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, timeout=seconds)
     if done.returncode == OUT_OF_MEMORY:
         return None
     if done.returncode != 0:
@@ -199,12 +249,13 @@ def train(options, micro_batch):
         fused=is_gpu,
     )
     step_model = torch.compile(model) if options.mode == "compiled" else model
+    attention = attention_of(options.attention)
     ids = torch.randint(vocabulary, (micro_batch, sequence + 1), device=device)
     tokens, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=options.precision == "autocast")
 
     def step():
-        with autocast:
+        with autocast, attention():
             loss = step_model(tokens, targets)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -232,6 +283,7 @@ def train(options, micro_batch):
         "model": options.model,
         "mode": options.mode,
         "precision": options.precision,
+        "attention": options.attention,
         "budget_bytes": options.budget,
         "micro_batch": micro_batch,
         "sequence": sequence,
@@ -250,6 +302,15 @@ def train(options, micro_batch):
             "in_use_bytes": total - free,
         }
     return found
+
+
+def attention_of(name):
+    """A context in which scaled_dot_product_attention uses this."""
+    if name == "default":
+        return contextlib.nullcontext
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return lambda: sdpa_kernel(getattr(SDPBackend, ATTENTIONS[name]))
 
 
 def rates(options):

@@ -1,4 +1,4 @@
-//! Tokens per second of the largest micro-batch that fits a budget.
+//! Tokens per second of a micro-batch: one that is given, or the largest that fits a budget.
 
 use std::time::Instant;
 
@@ -8,15 +8,21 @@ use gapless::engine::cuda::DeviceMemory;
 use serde::Serialize;
 
 use super::figures::{PeakArguments, median};
-use super::plan::{self, Largest};
-use super::probe::Gpu;
+use super::plan::{Shape, Sized};
+use super::probe::{Card, Gpu};
 use super::record::Found;
 use super::tokens::Tokens;
 
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
     #[command(flatten)]
-    plan: plan::Arguments,
+    shape: Shape,
+    /// Bytes that the arena may take: the largest micro-batch within them is measured.
+    #[arg(long, value_name = "BYTES", required_unless_present = "micro_batch")]
+    budget: Option<u64>,
+    /// Sequences of a micro-batch; nothing is searched then.
+    #[arg(long, conflicts_with = "budget")]
+    micro_batch: Option<usize>,
     /// Which GPU.
     #[arg(long, default_value_t = Gpu(0))]
     device: Gpu,
@@ -32,9 +38,10 @@ pub struct Arguments {
 
 #[derive(Debug, Serialize)]
 struct Figures {
-    device: String,
     #[serde(flatten)]
-    largest: Largest,
+    card: Card,
+    #[serde(flatten)]
+    sized: Sized,
     tokens_per_second: f64,
     step_ms: Vec<f64>,
     losses: Vec<f32>,
@@ -47,13 +54,13 @@ struct Figures {
 }
 
 pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
-    let device = match arguments.device.name() {
-        Ok(device) => device,
+    let card = match arguments.device.found() {
+        Ok(card) => card,
         Err(why) => return Ok(Found::skipped(&why)),
     };
-    let (largest, mut trainer) = within_budget(arguments)?;
-    let step = largest.step;
-    let mut text = Tokens::new(step.config().vocabulary, step.seed);
+    let (sized, mut trainer) = arguments.trainer()?;
+    let step = sized.step;
+    let mut text = Tokens::uniform(step.config().vocabulary, step.seed);
     let (mut step_ms, mut losses) = (Vec::new(), Vec::new());
     for index in 0..arguments.warmup + arguments.steps {
         let (tokens, targets) = text.batch(step.micro_batch, step.sequence);
@@ -67,14 +74,14 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
     let ms = median(step_ms.clone()).context("--steps is at least 1")?;
     let memory = trainer.device_memory()?.context("it was to run on a GPU")?;
     let tokens_per_second = step.tokens() as f64 / ms * 1e3;
-    let flops_per_token = step.model_flops(&largest.planned) / step.tokens() as f64;
-    let peak_flops = arguments.peak.flops(&device, step.dtype);
+    let flops_per_token = step.model_flops(&sized.planned) / step.tokens() as f64;
+    let peak_flops = arguments.peak.flops(&card.card, step.dtype);
     let mfu = peak_flops.map(|peak| tokens_per_second * flops_per_token / peak);
     let trainer_bytes = trainer.report().arena_bytes;
     let text = format!(
-        "{device}: micro-batch {} × {} in {}, {ms:.2} ms per step (median of {})\n\
+        "{card}: micro-batch {} × {} in {}, {ms:.2} ms per step (median of {})\n\
          {tokens_per_second:.0} tokens/s, MFU {}\n\
-         {trainer_bytes} bytes of arena within {}; {} bytes in use on the device, by anybody",
+         {trainer_bytes} bytes of arena{}; {} bytes in use on the device, by anybody",
         step.micro_batch,
         step.sequence,
         step.dtype,
@@ -83,12 +90,12 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
             || "unknown: this device's peak is not; give it with --peak-tflops".into(),
             |mfu| format!("{:.1}%", mfu * 100.0)
         ),
-        largest.budget_bytes,
+        sized.budget_bytes.map_or_else(String::new, |budget| format!(" within {budget}")),
         memory.in_use,
     );
     let figures = Figures {
-        device,
-        largest,
+        card,
+        sized,
         tokens_per_second,
         step_ms,
         losses,
@@ -101,15 +108,23 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
     Found::new(true, text, &figures)
 }
 
-/// The trainer of the largest micro-batch. A trainer evaluates and samples in the same arena; where these take more than its step, as
-/// the logits of a short batch do, the micro-batch is still the step's.
-fn within_budget(arguments: &Arguments) -> anyhow::Result<(Largest, Trainer)> {
-    let largest = arguments.plan.largest()?;
-    let trainer = largest.step.trainer(arguments.device.choice())?;
-    let (bytes, budget) = (trainer.report().arena_bytes, largest.budget_bytes);
-    anyhow::ensure!(
-        bytes <= budget,
-        "the trainer's evaluation and sampling take {bytes} bytes, and the budget is {budget}"
-    );
-    Ok((largest, trainer))
+impl Arguments {
+    /// The trainer that is measured. It evaluates and samples in the same arena; where these take more than its step, as the logits of
+    /// a short batch do, the micro-batch that a budget finds is still the step's.
+    fn trainer(&self) -> anyhow::Result<(Sized, Trainer)> {
+        let sized = match (self.micro_batch, self.budget) {
+            (Some(micro_batch), _) => self.shape.sized(micro_batch)?,
+            (None, Some(budget)) => self.shape.largest(budget)?,
+            (None, None) => anyhow::bail!("--budget or --micro-batch is needed"),
+        };
+        let trainer = sized.step.trainer(self.device.choice())?;
+        let bytes = trainer.report().arena_bytes;
+        if let Some(budget) = sized.budget_bytes {
+            anyhow::ensure!(
+                bytes <= budget,
+                "the trainer's evaluation and sampling take {bytes} bytes, and the budget is {budget}"
+            );
+        }
+        Ok((sized, trainer))
+    }
 }

@@ -1,6 +1,7 @@
-//! Text that is made up: ids of a Markov chain, so that there is something to learn and nothing to download.
+//! Text that is made up, so that there is nothing to download: ids of a Markov chain, where there is to be something to learn; and
+//! uniform ones, as pytorch.py has, where speed is measured, which depends on how many different ones there are.
 //!
-//! After each of 64 states, one of four comes next, with probabilities 5/8, 1/8, 1/8 and 1/8; ids are spread over the vocabulary. A
+//! Of the chain: after each of 64 states, one of four comes next, with probabilities 5/8, 1/8, 1/8 and 1/8; ids are spread over the vocabulary. A
 //! model that has learned nothing has a loss of the logarithm of the vocabulary; one that has learned it all, of 5/8·ln(8/5) +
 //! 3/8·ln 8 = 1.07 nats at most.
 
@@ -11,13 +12,20 @@ const STATES: u64 = 64;
 #[derive(Debug)]
 pub struct Tokens {
     random: u64,
-    state: u64,
+    /// Of the chain; none where ids are uniform.
+    state: Option<u64>,
     vocabulary: u64,
 }
 
 impl Tokens {
-    pub fn new(vocabulary: usize, seed: u64) -> Self {
-        Self { random: seed, state: 0, vocabulary: vocabulary as u64 }
+    /// Ids that can be learned.
+    pub fn chain(vocabulary: usize, seed: u64) -> Self {
+        Self { random: seed, state: Some(0), vocabulary: vocabulary as u64 }
+    }
+
+    /// Any id, as likely as any other.
+    pub fn uniform(vocabulary: usize, seed: u64) -> Self {
+        Self { random: seed, state: None, vocabulary: vocabulary as u64 }
     }
 
     /// Ids and what follows each.
@@ -32,15 +40,21 @@ impl Tokens {
     }
 
     fn next(&mut self) -> u32 {
-        let choice = match self.draw() % 8 {
+        let drawn = self.draw();
+        let Some(state) = self.state else {
+            // The high half is a fraction of 2^32.
+            return (((drawn >> 32) * self.vocabulary) >> 32) as u32;
+        };
+        let choice = match drawn % 8 {
             0 => 1,
             1 => 2,
             2 => 3,
             _ => 0,
         };
         // Any fixed table will do; this one is of a mixed number, so that no follower is another's neighbour.
-        self.state = mixed(self.state * 4 + choice) % STATES;
-        (self.state * (self.vocabulary / STATES).max(1) % self.vocabulary) as u32
+        let state = mixed(state * 4 + choice) % STATES;
+        self.state = Some(state);
+        (state * (self.vocabulary / STATES).max(1) % self.vocabulary) as u32
     }
 
     /// SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
@@ -64,18 +78,33 @@ mod tests {
 
     #[test]
     fn a_seed_makes_one_text_of_which_targets_are_the_next_ids() {
-        let (tokens, targets) = Tokens::new(50_257, 1).batch(3, 32);
-        assert_eq!((&tokens, &targets), (&Tokens::new(50_257, 1).batch(3, 32).0, &targets));
-        assert_ne!(tokens, Tokens::new(50_257, 2).batch(3, 32).0);
-        for (tokens, targets) in tokens.chunks(32).zip(targets.chunks(32)) {
-            assert_eq!(tokens[1..], targets[..31]);
+        for text in [Tokens::chain, Tokens::uniform] {
+            let (tokens, targets) = text(50_257, 1).batch(3, 32);
+            assert_eq!((&tokens, &targets), (&text(50_257, 1).batch(3, 32).0, &targets));
+            assert_ne!(tokens, text(50_257, 2).batch(3, 32).0);
+            for (tokens, targets) in tokens.chunks(32).zip(targets.chunks(32)) {
+                assert_eq!(tokens[1..], targets[..31]);
+            }
+        }
+    }
+
+    /// As many as `torch.randint` draws: of V ids in n draws V·(1 − (1 − 1/V)ⁿ) are expected, give or take their root.
+    #[test]
+    fn uniform_ids_are_as_many_as_pytorchs() {
+        for vocabulary in [5, 512, 50_257] {
+            let tokens = Tokens::uniform(vocabulary, 0).batch(16, 1024).0;
+            let distinct = tokens.iter().collect::<BTreeSet<_>>().len() as f64;
+            let v = vocabulary as f64;
+            let expected = v * (1.0 - (1.0 - 1.0 / v).powi(tokens.len() as i32));
+            assert!((distinct - expected).abs() <= 3.0 * expected.sqrt(), "{distinct} of {vocabulary}, not {expected}");
+            assert!(tokens.iter().all(|&id| (id as usize) < vocabulary));
         }
     }
 
     #[test]
     fn few_ids_follow_an_id_and_many_there_are() {
         for vocabulary in [5, 256, 50_257] {
-            let (tokens, targets) = Tokens::new(vocabulary, 0).batch(1, 20_000);
+            let (tokens, targets) = Tokens::chain(vocabulary, 0).batch(1, 20_000);
             let mut followers: BTreeMap<u32, BTreeSet<u32>> = BTreeMap::new();
             for (token, target) in tokens.into_iter().zip(targets) {
                 assert!((token as usize) < vocabulary);

@@ -1,0 +1,169 @@
+//! Every kernel compiled by the NVRTC that is installed: what each takes of a multiprocessor, and machine code for the cache, so
+//! that the first run on a GPU has nothing to compile. Needs no GPU.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Mutex;
+
+use gapless::engine::Model;
+use gapless::engine::compile::{CompileOptions, Target, compile};
+use gapless::engine::cuda::{Architecture, Cache, CudaBackend, Family, Launch, Nvrtc, Resources};
+use gapless::engine::runtime::Session;
+use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig, MoeStyle};
+use gapless::{DType, TrainError, TrainOptions, Trainer};
+use rayon::prelude::*;
+use serde::Serialize;
+
+use super::record::Found;
+
+#[derive(Debug, clap::Args)]
+pub struct Arguments {
+    /// What machine code is made for.
+    #[arg(long, value_delimiter = ',', default_value = "sm_80,sm_90,sm_90a,sm_100")]
+    architectures: Vec<Architecture>,
+    /// Bytes that a kernel's thread may write to local memory, or read back, for want of registers.
+    #[arg(long, default_value_t = 8)]
+    most_spilled: u32,
+}
+
+/// A kernel of one source, on one architecture.
+#[derive(Debug, Serialize)]
+struct Row {
+    architecture: String,
+    file: &'static str,
+    #[serde(flatten)]
+    resources: Resources,
+    /// What the models' launches of it ask for, at most; 0 for those that no model here launches.
+    launched_shared_bytes: u32,
+}
+
+#[derive(Debug, Serialize)]
+struct Figures {
+    nvrtc: String,
+    most_spilled: u32,
+    kernels: Vec<Row>,
+}
+
+pub fn run(arguments: &Arguments) -> anyhow::Result<Found> {
+    let nvrtc = match Nvrtc::load(None) {
+        Ok(nvrtc) => nvrtc,
+        Err(error) => return Ok(Found::skipped(&error.to_string())),
+    };
+    let launched = launched()?;
+    let families: BTreeSet<Family> = Family::ALL.iter().copied().chain(launched.families).collect();
+    // The longest first, so that none of them is left over when the others are done.
+    let mut families: Vec<Family> = families.into_iter().collect();
+    families.sort_by_key(|family| std::cmp::Reverse(family.source().len()));
+    let jobs = families.iter().flat_map(|&family| arguments.architectures.iter().map(move |&a| (family, a)));
+    let jobs: Vec<(Family, Architecture)> = jobs.collect();
+    let (cache, rows) = (Cache::of_user(), Mutex::new(Vec::new()));
+    jobs.into_par_iter().try_for_each(|(family, architecture)| -> anyhow::Result<()> {
+        let kernels = cache.fill(nvrtc, family, architecture)?;
+        anyhow::ensure!(!kernels.is_empty(), "NVRTC's log tells of no kernel in {}", family.file());
+        let row = |resources: Resources| {
+            let launched_shared_bytes = launched.shared_bytes.get(&resources.kernel).copied().unwrap_or(0);
+            Row { architecture: architecture.to_string(), file: family.file(), resources, launched_shared_bytes }
+        };
+        rows.lock().expect("no thread panics with it").extend(kernels.into_iter().map(row));
+        Ok(())
+    })?;
+    let mut kernels = rows.into_inner().expect("no thread panics with it");
+    kernels.sort_by(|a, b| (&a.resources.kernel, &a.architecture).cmp(&(&b.resources.kernel, &b.architecture)));
+    let spills = |row: &&Row| row.resources.spill_store_bytes.max(row.resources.spill_load_bytes);
+    let too_many = kernels.iter().filter(|row| spills(row) > arguments.most_spilled).count();
+    let text = format!(
+        "{} kernels of {} sources by NVRTC {}; {too_many} spill more than {} bytes\n{}",
+        kernels.len(),
+        families.len(),
+        nvrtc.version(),
+        arguments.most_spilled,
+        table(&kernels),
+    );
+    let (version, most_spilled) = (nvrtc.version(), arguments.most_spilled);
+    Found::new(too_many == 0, text, &Figures { nvrtc: version, most_spilled, kernels })
+}
+
+fn table(kernels: &[Row]) -> String {
+    let mut text = format!(
+        "{:60} {:7} {:>9} {:>6} {:>13} {:>7} {:>9}",
+        "kernel", "", "registers", "stack", "spills", "shared", "launched"
+    );
+    for Row { architecture, resources, launched_shared_bytes, .. } in kernels {
+        let Resources { kernel, registers, stack_bytes, spill_store_bytes, spill_load_bytes, shared_bytes } = resources;
+        let spills = format!("{spill_store_bytes} / {spill_load_bytes}");
+        text += &format!(
+            "\n{kernel:60} {architecture:7} {registers:9} {stack_bytes:6} {spills:>13} {shared_bytes:7} {launched_shared_bytes:9}"
+        );
+    }
+    text
+}
+
+/// What training steps launch.
+#[derive(Debug, Default)]
+struct Launched {
+    families: BTreeSet<Family>,
+    /// Of a block, by the kernel's name.
+    shared_bytes: BTreeMap<String, u32>,
+}
+
+/// The steps of GPT-2, Llama and mixtures of every kind: two blocks of each, as more are equal, in both types, with one
+/// micro-batch and with two, whose gradients are added up.
+fn launched() -> Result<Launched, TrainError> {
+    let mut launched = Launched::default();
+    for dtype in [DType::F32, DType::BF16] {
+        for dropout in [0.0, 0.1] {
+            let config = GptConfig { layers: 2, dropout, ..GptConfig::default() };
+            launched.add(dtype, &|vb| Gpt::new(&config, vb))?;
+        }
+        let config = LlamaConfig { layers: 2, ..LlamaConfig::default() };
+        launched.add(dtype, &|vb| Llama::new(&config, vb))?;
+        for style in [MoeStyle::Switch, MoeStyle::Mixtral, MoeStyle::Qwen, MoeStyle::DeepSeek, MoeStyle::ExpertChoice] {
+            // Its router's bias has kernels in f32 alone (docs/gpu.md).
+            if style != MoeStyle::DeepSeek || dtype == DType::F32 {
+                launched.add(dtype, &|vb| Moe::new(&MoeConfig::small(style, 512), vb))?;
+            }
+        }
+    }
+    Ok(launched)
+}
+
+impl Launched {
+    fn add<M: Model>(
+        &mut self,
+        dtype: DType,
+        build: &dyn Fn(gapless::engine::nn::VarBuilder) -> gapless::Result<M>,
+    ) -> Result<(), TrainError> {
+        for micro_batches in [1, 2] {
+            let options = TrainOptions { batch: 2, micro_batches, sequence: 64, dtype, ..TrainOptions::default() };
+            let program = Trainer::program_for(build, &options, 0, Target::Cuda)?;
+            let within = CompileOptions::within(None, options.planning, options.routing);
+            for launch in Session::<CudaBackend>::launches(&compile(&[program], &within)?)? {
+                let Launch::Kernel(kernel) = launch else { continue };
+                self.families.insert(kernel.family);
+                let shared = self.shared_bytes.entry(kernel.name).or_default();
+                *shared = kernel.shared_bytes.max(*shared);
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Sanitizers are told to look at these kernels alone, by what their names begin with.
+    #[test]
+    fn sanitizers_know_the_names_of_all_kernels() {
+        let (_, names) = include_str!("parts.py").split_once("OURS = \"").unwrap();
+        let beginnings: Vec<&str> = names.split('"').next().unwrap().split('|').collect();
+        let launched = launched().unwrap();
+        assert!(launched.shared_bytes.len() > 50, "{:?}", launched.shared_bytes);
+        let is_known = |name: &str| beginnings.iter().any(|beginning| name.starts_with(beginning));
+        let unknown: Vec<&String> = launched.shared_bytes.keys().filter(|name| !is_known(name)).collect();
+        assert!(unknown.is_empty(), "{unknown:?} begin with none of OURS in parts.py");
+        // Every one of these is needed, but for kernels that no model here launches.
+        for name in ["nvjet_tst_128x64", "cutlass_80_tensorop_bf16", "splitKreduce_kernel", "gemv2T_kernel_val"] {
+            assert!(!is_known(name), "{name} is cuBLAS's");
+        }
+    }
+}

@@ -1,0 +1,122 @@
+"""The parts of benches/gpu/run, in their order: what each calls, for how long at most, and what it needs.
+
+A part's command is a program (`gpu` and `engine-tests` of the binaries, `pytorch` for pytorch.py, `sanitizer` for compute-sanitizer over
+one of these) and its arguments. Arguments that come from what an earlier part found are functions of the record.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+# What the names of this project's kernels begin with. No kernel of cuBLAS's does.
+OURS = "adamw|add|affine|attention|column_sums|combine|copy|cross_entropy|dispatch|div|dropout|embedding|expert_load|fill|fold_pieces|fused|gather|global_norm|grouped_linear|head|jitter|layer_norm|load_bias|log_sum_exp|mul|norm_grad|rms_norm|rope|route|run_lengths|run_starts|scaled_sum|side_by_side|softmax|squared_norm|sub|sum|swiglu|to_bf16|to_f32|top_k|unary|unplaced"  # noqa: E501
+
+# Modules of the judge of kernels, in engine/src/tests/cuda: those of the kernels that every model has first.
+JUDGES = ["norm", "rows", "optim", "elementwise", "products", "attention", "fused"]
+MORE_JUDGES = ["experts", "grouped", "model", "step", "mixture", "trainer", "ranks"]
+# Of these a sanitizer sees what a small GPT does not launch.
+SANITIZED_JUDGES = ["attention", "elementwise", "experts", "grouped", "norm", "optim", "rows"]
+
+# A micro-batch of GPT-2 that any card has room for.
+MICRO_BATCH = 16
+
+
+@dataclasses.dataclass
+class Part:
+    """`group` is what --parts chooses by; `needs` are names of parts that must have ended well."""
+
+    name: str
+    group: str
+    limit: int
+    command: list[str] | Callable[[object], list[str]]
+    needs: tuple[str, ...] = ("GPU",)
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+def parts(options):
+    """All of them, the most telling first."""
+    steps = ["--steps", str(options.steps)]
+    fixed = ["--micro-batch", str(MICRO_BATCH)]
+    yield Part("GPU", "device", 90, ["gpu", "device"], needs=())
+    yield Part(
+        "compile", "device", 180, lambda found: ["gpu", "compile", "--architectures", found.figure("GPU", "architecture")]
+    )
+    small = ["--model", "small", "--micro-batch", "2", "--sequence", "64"]
+    yield Part("parity, small", "parity", 90, ["gpu", "parity", *small, "--steps", "5"])
+    yield Part("speed", "speed", 90, ["gpu", "speed", *fixed, *steps])
+    yield Part("rates", "pytorch", 60, ["pytorch", "rates"])
+    yield Part("kernels", "speed", 90, lambda found: ["gpu", "kernels", *fixed, *peak(found)])
+    yield from map(judge, JUDGES)
+    yield from (pytorch(mode, variant, [*fixed, *steps]) for mode in ["compiled", "eager"] for variant in VARIANTS)
+    yield Part("memory", "memory", 60, ["gpu", "memory"])
+    yield Part("parity", "parity", 420, ["gpu", "parity", "--steps", str(options.parity_steps)])
+    yield from map(judge, MORE_JUDGES)
+    for model in options.models:
+        yield from within_budget(model, options.budget, steps)
+    yield from sanitizers(small)
+
+
+def judge(module):
+    command = ["engine-tests", "--test-threads", "1", f"tests::cuda::{module}::"]
+    # Every random function has kernels of its own to compile.
+    limit = 150 if module == "fused" else 75
+    return Part(f"judge: {module}", "judges", limit, command, environment={"GAPLESS_TEST_DEVICE": "cuda"})
+
+
+def peak(found):
+    """The copy's rate that was measured, if it was."""
+    gbs = found.figure("rates", "copy_gbs")
+    return [] if gbs is None else ["--peak-gbs", str(gbs)]
+
+
+# PyTorch as it is; with a vocabulary whose products are aligned; and with the attention that is fastest on Hopper.
+VARIANTS = {
+    "": [],
+    ", 50304 ids": ["--vocabulary", "50304"],
+    ", 50304 ids, cuDNN attention": ["--vocabulary", "50304", "--attention", "cudnn"],
+}
+
+
+def pytorch(mode, variant, arguments):
+    command = ["pytorch", "train", "--mode", mode, *VARIANTS[variant], *arguments]
+    return Part(f"PyTorch {mode}{variant}", "pytorch", 150 if mode == "compiled" else 75, command)
+
+
+def within_budget(model, budget, steps):
+    """The largest micro-batches in the same bytes, and gapless' in 0.7 of those that compiled PyTorch has taken: the goal."""
+    eager, compiled = f"{model}: PyTorch eager", f"{model}: PyTorch compiled"
+    search = ["pytorch", "train", "--model", model, "--budget", str(budget), *steps]
+    yield Part(eager, "budget", 330, [*search, "--mode", "eager", "--start", "16", "--limit", "300"])
+    # It takes its time for every micro-batch that it tries: it begins where eager has ended.
+    start = lambda found: str(found.figure(eager, "micro_batch") or 16)  # noqa: E731
+    yield Part(
+        compiled,
+        "budget",
+        520,
+        lambda found: [*search, "--mode", "compiled", "--start", start(found), "--limit", "490"],
+        needs=("GPU", eager),
+    )
+    speed = ["gpu", "speed", "--model", model, *steps, "--budget"]
+    yield Part(f"{model}: gapless", "budget", 180, [*speed, str(budget)])
+    yield Part(
+        f"{model}: gapless in 0.7",
+        "budget",
+        180,
+        lambda found: [*speed, str(int(found.figure(compiled, "reserved_bytes")) * 7 // 10)],
+        needs=("GPU", compiled),
+    )
+
+
+def sanitizers(small):
+    """A small training under each tool; and the judge of kernels, whose operands the host writes, which initcheck does not see."""
+    judges = ["engine-tests", "--test-threads", "1", *(f"tests::cuda::{module}::" for module in SANITIZED_JUDGES)]
+    for tool in ["memcheck", "racecheck", "initcheck", "synccheck"]:
+        training = ["sanitizer", tool, "gpu", "parity", *small, "--steps", "2"]
+        yield Part(f"sanitizer: {tool}", "sanitizer", 300, training)
+        if tool in ["memcheck", "racecheck"]:
+            yield Part(
+                f"sanitizer: {tool}, judges",
+                "sanitizer",
+                500,
+                ["sanitizer", tool, *judges],
+                environment={"GAPLESS_TEST_DEVICE": "cuda"},
+            )
