@@ -95,7 +95,8 @@ fn modules(source: &Path) -> BTreeMap<String, BTreeSet<String>> {
     for path in sources(source) {
         let inside = path.strip_prefix(source).unwrap();
         let module = inside.iter().next().unwrap().to_str().unwrap().trim_end_matches(".rs").to_owned();
-        if !["lib", "main", "bin"].contains(&module.as_str()) {
+        // A crate's error type wraps those of its modules.
+        if !["lib", "main", "bin", "error"].contains(&module.as_str()) {
             uses.entry(module).or_default().extend(used_modules(&std::fs::read_to_string(&path).unwrap()));
         }
     }

@@ -5,7 +5,6 @@
 
 use candle_core::DType;
 use gapless_compile::Target;
-#[cfg(feature = "cuda")]
 use gapless_compile::step::Share;
 use gapless_compile::step::{Build, CompiledStep, Overflow, RankPlan, compile_step, of_any};
 use gapless_graph::Model;
@@ -156,6 +155,7 @@ impl Trainer {
         tracing::info!("{device}");
         let CompiledStep { parameters, vocabulary, layout, watched } = compiled;
         let (at, step, world) = (plan.at, 0, None);
+        let share = Share::of(&options.step(), at);
         Ok(Self {
             session,
             device,
@@ -167,6 +167,7 @@ impl Trainer {
             layout,
             watched,
             at,
+            share,
             step,
             world,
         })

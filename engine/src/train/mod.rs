@@ -59,6 +59,8 @@ pub struct Trainer {
     watched: Vec<String>,
     /// Which of the ranks this is.
     at: Coordinate,
+    /// This rank's share of a training batch.
+    share: Share,
     step: u64,
     /// The way to all ranks, if there are others.
     world: Option<Box<dyn Communicator>>,
@@ -333,20 +335,15 @@ impl Trainer {
     }
 
     fn run_options(&self) -> RunOptions {
-        let Share { first, stride, .. } = self.share();
+        let Share { first, stride, .. } = self.share;
         let (first_part, part_stride) = (first as u64, stride as u64);
         let TrainOptions { seed, poison, .. } = self.options;
         RunOptions { seed, step: self.step, poison, watch: false, first_part, part_stride }
     }
 
-    /// This rank's share of a training batch.
-    fn share(&self) -> Share {
-        Share::of(&self.options.step(), self.at)
-    }
-
     fn write_step(&mut self, tokens: &[u32], targets: &[u32], lr: f64) -> Result<()> {
         let program = self.programs.train;
-        self.write_batch(program, self.share(), self.options.batch, tokens, targets)?;
+        self.write_batch(program, self.share, self.options.batch, tokens, targets)?;
         let scalars: [f32; SCALARS] = self.options.optimizer.scalars(self.step, lr);
         if self.session.has_input(program, SCALARS_INPUT) {
             self.session.write_input(program, SCALARS_INPUT, 0, &scalars)?;
