@@ -9,6 +9,10 @@ pub enum Error {
     EmptyLifetime { buffer: usize, start: u64, end: u64 },
     #[error("buffer {buffer}: alignment 0; the smallest alignment is 1")]
     ZeroAlignment { buffer: usize },
+    #[error(
+        "buffer {buffer}: alignment {alignment}; with the gaps that all alignments may ask for, addresses would exceed 2^64"
+    )]
+    AlignmentsTooLarge { buffer: usize, alignment: u64 },
     #[error("buffer {buffer}: pinned at offset {offset}, which is not a multiple of its alignment {alignment}")]
     Misaligned { buffer: usize, offset: u64, alignment: u64 },
     #[error("{bytes} bytes are alive at tick {tick}, more than an address space has (2^64 - 1 bytes)")]

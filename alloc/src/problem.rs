@@ -84,7 +84,7 @@ impl Problem {
     /// # Errors
     /// The first buffer that has an empty lifetime, a zero alignment or a misaligned or overflowing pinned offset;
     /// [`Error::PinsOverlap`] when two are pinned onto each other; [`Error::TooLarge`] with the tick at which the live bytes
-    /// exceed `u64`.
+    /// exceed `u64`; [`Error::AlignmentsTooLarge`] when they do with the gaps that alignments may ask for.
     pub fn new(buffers: Vec<Buffer>) -> Result<Self, Error> {
         if u32::try_from(buffers.len()).is_err() {
             return Err(Error::TooManyBuffers { buffers: buffers.len() });
@@ -109,6 +109,14 @@ impl Problem {
         let most = crate::bound::most_live(&problem);
         if let Some((tick, bytes)) = most.filter(|&(_, bytes)| bytes > u128::from(u64::MAX)) {
             return Err(Error::TooLarge { bytes, tick });
+        }
+        // With all gaps that alignments may ask for, what is live still has addresses: no sum of the planner overflows.
+        let gaps =
+            problem.buffers.iter().filter(|b| b.offset.is_none()).map(|b| u128::from(b.alignment - 1)).sum::<u128>();
+        if most.map_or(0, |(_, bytes)| bytes) + gaps > u128::from(u64::MAX) {
+            let coarsest = (0..problem.len()).max_by_key(|&index| problem.buffers[index].alignment).unwrap_or(0);
+            let alignment = problem.buffers[coarsest].alignment;
+            return Err(Error::AlignmentsTooLarge { buffer: coarsest, alignment });
         }
         if let Some((first, second)) = overlapping_pins(&problem) {
             return Err(Error::PinsOverlap { first: first.index(), second: second.index() });

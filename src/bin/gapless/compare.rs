@@ -4,15 +4,17 @@ use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::Duration;
 
 use anyhow::{Context, bail};
 use flate2::bufread::MultiGzDecoder;
 use gapless::engine::compile::{CompileOptions, compile};
-use gapless_alloc::{Problem, csv};
+use gapless_alloc::{Options, Problem, csv};
 use gapless_allocators::{Comparison, Kind, PyTorchOptions, Requests, page, read_snapshot};
 
 use crate::model::{Model, StepArguments};
 use crate::output::{print, tell};
+use crate::plan::seconds;
 
 /// Replay a table of lifetimes through every allocator and compare what they reserve.
 #[derive(Debug, clap::Args)]
@@ -47,6 +49,9 @@ pub struct Arguments {
     /// Also find the smallest device on which each allocator completes.
     #[arg(long)]
     smallest_device: bool,
+    /// Seconds after which gapless takes the best plan so far.
+    #[arg(long, value_name = "S", value_parser = seconds, allow_negative_numbers = true)]
+    deadline: Option<Duration>,
     /// Print one JSON object instead of the table.
     #[arg(long)]
     json: bool,
@@ -82,6 +87,7 @@ fn compare_all(arguments: &Arguments) -> anyhow::Result<()> {
             pytorch: arguments.pytorch_options.clone(),
             smallest_device: arguments.smallest_device,
             pictures: arguments.html.is_some(),
+            planner: Options { deadline: arguments.deadline, ..Options::default() },
         },
     );
     if let Some(report) = &arguments.html {

@@ -8,11 +8,11 @@ mod timeline;
 
 use std::fmt;
 
-use gapless_alloc::Problem;
+use gapless_alloc::{Options, Problem, plan};
 use serde::Serialize;
 use serde::ser::{SerializeStruct, Serializer};
 
-use crate::{Device, Kind, OutOfMemory, PyTorchOptions};
+use crate::{Allocator, Device, Kind, OutOfMemory, Planned, PyTorchOptions};
 use crate::{Report, Requests, replay, replay_observed, smallest_capacity};
 pub use page::page;
 pub use timeline::Timeline;
@@ -32,6 +32,8 @@ pub struct Comparison {
     pub smallest_device: bool,
     /// Whether timelines are kept for pictures, which takes longer.
     pub pictures: bool,
+    /// What the planner of [`Kind::Gapless`] may cost.
+    pub planner: Options,
 }
 
 impl Default for Comparison {
@@ -43,6 +45,7 @@ impl Default for Comparison {
             pytorch: PyTorchOptions::default(),
             smallest_device: false,
             pictures: false,
+            planner: Options::default(),
         }
     }
 }
@@ -79,7 +82,13 @@ pub fn compare(problem: &Problem, requests: &Requests, comparison: &Comparison) 
         live if live <= Device::DEFAULT_CAPACITY / 4 * 3 => Device::DEFAULT_CAPACITY,
         live => live.saturating_mul(4),
     });
-    let build = |kind: Kind, capacity| kind.build_with(capacity, problem, requests, &comparison.pytorch);
+    let build = |kind: Kind, capacity| -> Box<dyn Allocator> {
+        if kind == Kind::Gapless {
+            let plan = plan(problem, &comparison.planner);
+            return Box::new(Planned::with_plan(Device::new(capacity), problem, requests, &plan));
+        }
+        kind.build_with(capacity, problem, requests, &comparison.pytorch)
+    };
     let served = requests.persistent().len() as u64 + requests.step().len() as u64 * comparison.iterations;
     let entry = |&kind: &Kind| {
         let mut allocator = build(kind, capacity);

@@ -72,7 +72,8 @@ fn draw(path: &Path, map: &MemoryMap<'_>) -> anyhow::Result<()> {
     std::fs::write(path, drawn).with_context(|| format!("cannot draw {}", path.display()))
 }
 
-fn seconds(text: &str) -> anyhow::Result<Duration> {
+/// A number of seconds.
+pub(crate) fn seconds(text: &str) -> anyhow::Result<Duration> {
     let seconds: f64 = text.parse().map_err(|_| anyhow!("not a number of seconds"))?;
     if seconds < 0.0 {
         bail!("not a time to wait: it is negative; 0 takes the first plan there is");
