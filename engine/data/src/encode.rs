@@ -86,6 +86,43 @@ fn pieces(mut text: &str) -> impl Iterator<Item = &str> {
     })
 }
 
+/// Bytes of the longest run without white space that a tokenizer is trained on as one word: training takes time by the square
+/// of a word's length.
+const LONGEST_WORD: usize = 1024;
+
+/// Cuts a text for training a tokenizer: into the words that the whole text has, but for runs without white space, which are cut
+/// at [`LONGEST_WORD`]. A piece is about [`PIECE_BYTES`] at most, so that training takes memory by the piece, not by the file.
+pub(super) fn pieces_for_training(text: &str) -> impl Iterator<Item = &str> {
+    pieces(text).flat_map(|mut piece| {
+        std::iter::from_fn(move || {
+            if piece.is_empty() {
+                return None;
+            }
+            let (first, rest) = piece.split_at(cut_for_training(piece));
+            piece = rest;
+            Some(first)
+        })
+    })
+}
+
+fn cut_for_training(text: &str) -> usize {
+    let bytes = text.as_bytes();
+    let mut word = 0;
+    for end in 1..bytes.len() {
+        // A word begins with the space in front of it.
+        let is_border = bytes[end] == b' ' && bytes[end - 1].is_ascii_graphic();
+        if is_border && end >= PIECE_BYTES {
+            return end;
+        }
+        if bytes[end].is_ascii_whitespace() {
+            word = end;
+        } else if end - word >= LONGEST_WORD && text.is_char_boundary(end) {
+            return end;
+        }
+    }
+    bytes.len()
+}
+
 fn cut(text: &[u8], least: usize) -> usize {
     // Bytes from 128 on may belong to white space beyond ASCII: only printable ASCII counts as a border.
     let solid = |byte: u8| byte.is_ascii_graphic();
@@ -113,6 +150,23 @@ mod tests {
         let mut ids = vec![0; count as usize];
         tokens.read(0, &mut ids).unwrap();
         ids
+    }
+
+    #[test]
+    fn training_does_not_depend_on_the_length_of_runs_or_lines() {
+        let lines = "fn one(two: &three) -> four {}\n".repeat(3000);
+        let pieces: Vec<&str> = pieces_for_training(&lines).collect();
+        assert!(pieces.len() > 1 && pieces.concat() == lines);
+        let spaces = lines.replace('\n', " ");
+        let pieces: Vec<&str> = pieces_for_training(&spaces).collect();
+        assert!(
+            pieces.len() > 1 && pieces.iter().all(|piece| piece.len() < 2 * PIECE_BYTES) && pieces.concat() == spaces
+        );
+        let run = "é".repeat(400_000);
+        let pieces: Vec<&str> = pieces_for_training(&run).collect();
+        assert!(pieces.iter().all(|piece| piece.len() <= LONGEST_WORD + 1) && pieces.concat() == run);
+        // Takes a moment, not minutes.
+        assert!(Vocabulary::train([run.as_str()].into_iter(), 300).unwrap().size() > 257);
     }
 
     #[test]

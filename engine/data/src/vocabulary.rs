@@ -9,6 +9,7 @@ use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::{AddedToken, Tokenizer};
 
 use crate::DataError;
+use crate::encode::pieces_for_training;
 
 /// Stands between documents, and ends what is sampled.
 const END_OF_TEXT: &str = "<|endoftext|>";
@@ -91,7 +92,8 @@ impl Vocabulary {
                 .special_tokens(vec![AddedToken::from(END_OF_TEXT, true)])
                 .build(),
         );
-        tokenizer.train(&mut trainer, texts).map_err(|error| tokenizer_error(path, error))?;
+        let pieces = texts.flat_map(pieces_for_training);
+        tokenizer.train(&mut trainer, pieces).map_err(|error| tokenizer_error(path, error))?;
         Self::new(tokenizer, path)
     }
 
