@@ -30,9 +30,14 @@ pub enum Error {
     #[error("{name:?} holds {expected} elements, not {given}")]
     ElementCount { name: String, expected: usize, given: usize },
     #[error(
-        "the arena needs {needed} bytes, but {available} bytes of memory are available\nlargest at the peak:\n{largest}\nwhat helps: more micro-batches, a shorter sequence, a smaller batch, a smaller model"
+        "the arena needs {needed} bytes, but {available} are available by {limit}\nlargest at the peak:\n{largest}\nwhat helps: \
+         recomputation within a budget (Recompute::budget), more micro-batches, a shorter sequence, a smaller batch, a smaller model"
     )]
-    DoesNotFit { needed: u64, available: u64, largest: String },
+    DoesNotFit { needed: u64, available: u64, limit: crate::process_memory::MemoryLimit, largest: String },
+    #[error(
+        "the system refuses to reserve {bytes} bytes for the arena; a limit of the process or container is below it"
+    )]
+    Reserve { bytes: u64 },
     #[error("non-finite loss {loss} at step {step}; the first non-finite value came out of {culprit}")]
     NonFinite { step: u64, loss: f32, culprit: String },
     #[error(transparent)]

@@ -25,6 +25,10 @@ impl Arena {
     /// Reserves `bytes`. The system gives the pages as they are touched.
     pub(crate) fn new(bytes: u64) -> Result<Self> {
         let elements = bytes.div_ceil(4) as usize + ALIGNMENT as usize / 4;
+        // Where the allocator would abort the process, a trial is refused.
+        let mut trial: Vec<f32> = Vec::new();
+        trial.try_reserve_exact(elements).map_err(|_| Error::Reserve { bytes })?;
+        drop(trial);
         let storage = Tensor::zeros(elements, DType::F32, &Device::Cpu)?;
         let handle = storage.narrow(0, 0, 1)?;
         let arena = Self { storage, handle, pad: 0, elements, bytes };

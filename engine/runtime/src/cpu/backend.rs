@@ -45,10 +45,10 @@ impl Session<CpuBackend> {
             return Err(Error::NoKernels { dtype });
         }
         let needed = executable.arena_bytes();
-        if let Some(available) = crate::process_memory::available_memory_bytes().filter(|&available| available < needed)
+        if let Some((available, limit)) = crate::process_memory::available_memory().filter(|(bytes, _)| *bytes < needed)
         {
             let largest = gapless_compile::report::largest_at_peak(&executable, 8);
-            return Err(Error::DoesNotFit { needed, available, largest });
+            return Err(Error::DoesNotFit { needed, available, limit, largest });
         }
         let transfers = Mutex::new(Transfers::default());
         let counts = executable.programs.iter().map(|program| program.counts).max().unwrap_or(0);

@@ -180,10 +180,10 @@ impl Staging {
             copied.at = solution.offsets[copied.at as usize];
         }
         let needed = solution.height;
-        if let Some(available) = crate::process_memory::available_memory_bytes().filter(|&available| available < needed)
+        if let Some((available, limit)) = crate::process_memory::available_memory().filter(|(bytes, _)| *bytes < needed)
         {
             let largest = "tensors on their way to other ranks, by way of the host".into();
-            return Err(Error::DoesNotFit { needed, available, largest });
+            return Err(Error::DoesNotFit { needed, available, limit, largest });
         }
         if needed > 0 {
             tracing::info!(bytes = needed, "host memory for what goes between ranks");
