@@ -24,6 +24,8 @@ pub enum TrainError {
     Runtime(gapless_runtime::Error),
     #[error("{name:?} holds {expected} elements, not {given}")]
     ElementCount { name: String, expected: usize, given: usize },
+    #[error("{name:?} has the shape {expected:?}, not {given:?}")]
+    Shape { name: String, expected: Vec<usize>, given: Vec<usize> },
     #[error("non-finite loss {loss} at step {step}; the first non-finite value came out of {culprit}")]
     NonFinite { step: u64, loss: f32, culprit: String },
     #[error("token {id} is outside the model's vocabulary of {vocabulary}; the data was made with another tokenizer")]
@@ -36,6 +38,10 @@ pub enum TrainError {
     Checkpoint(#[from] CheckpointError),
     #[error(transparent)]
     Ranks(#[from] CommunicatorError),
+    #[error(
+        "rank {rank} has another {what} than rank 0 (on this rank: {here}); start all ranks with the same program, options and data"
+    )]
+    RanksDiffer { rank: usize, what: &'static str, here: String },
     #[error("rank {rank} could not save: {why}")]
     NotSaved { rank: usize, why: String },
 }

@@ -16,6 +16,7 @@ mod optimizers;
 mod overflow;
 mod programs;
 mod ranks;
+mod ranks_differ;
 mod recompute;
 mod resume;
 mod routing;

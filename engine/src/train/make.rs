@@ -12,11 +12,11 @@ use gapless_graph::nn::VarBuilder;
 use gapless_runtime::cpu::{Workers, resolve_threads};
 #[cfg(feature = "cuda")]
 use gapless_runtime::cuda;
-use gapless_runtime::{Error as RuntimeError, Session};
+use gapless_runtime::{Communicators, Error as RuntimeError, Session};
 
 #[cfg(not(feature = "cuda"))]
 use super::device;
-use super::ranks::{communicators, expect_one_rank};
+use super::ranks::{BatchCheck, communicators, expect_equal, expect_one_rank};
 use super::{DeviceChoice, Programs, RunsOn, TrainOptions, Trainer};
 use crate::communicator::Communicator;
 use crate::error::{Result, TrainError};
@@ -51,6 +51,7 @@ impl Trainer {
         options: TrainOptions,
     ) -> Result<Self> {
         let (rank, build) = (world.rank(), of_any(build));
+        expect_equal(&mut *world, &options.shared_by_ranks())?;
         let communicators = communicators(&mut *world, options.mesh)?;
         let mut trainer = Self::with(&build, options.clone(), rank)?;
         if !agree(&mut *world, trainer.device.is_gpu, options.device)? && trainer.device.is_gpu {
@@ -58,9 +59,16 @@ impl Trainer {
             trainer = Self { options, ..Self::with(&build, on_cpu, rank)? };
             trainer.device.because = Some("another rank has found no GPU".into());
         }
-        trainer.session.connect(communicators);
-        trainer.world = Some(world);
-        Ok(trainer)
+        trainer.join(world, communicators)
+    }
+
+    /// Connects a rank to the others, which have the same model.
+    fn join(mut self, mut world: Box<dyn Communicator>, communicators: Communicators) -> Result<Self> {
+        expect_equal(&mut *world, &[("model", self.model.clone())])?;
+        self.session.connect(communicators);
+        self.batch_check = Some(BatchCheck::new(world.size()));
+        self.world = Some(world);
+        Ok(self)
     }
 
     /// A trainer on a device of one's own, which is used by nobody else.
@@ -88,12 +96,11 @@ impl Trainer {
         build: impl Fn(VarBuilder) -> gapless_graph::Result<M>,
         options: TrainOptions,
     ) -> Result<Self> {
+        expect_equal(&mut *world, &options.shared_by_ranks())?;
         let communicators = communicators(&mut *world, options.mesh)?;
-        let mut trainer = Self::with_device(device, &of_any(build), options, world.rank())?;
+        let trainer = Self::with_device(device, &of_any(build), options, world.rank())?;
         agree(&mut *world, true, DeviceChoice::Cuda(0))?;
-        trainer.session.connect(communicators);
-        trainer.world = Some(world);
-        Ok(trainer)
+        trainer.join(world, communicators)
     }
 
     #[cfg(feature = "cuda")]
@@ -153,7 +160,7 @@ impl Trainer {
         let programs = Programs { train: find("train"), evaluate: find("evaluate"), logits: find("logits") };
         let schedule = options.learning_rate.check()?;
         tracing::info!("{device}");
-        let CompiledStep { parameters, vocabulary, layout, watched } = compiled;
+        let CompiledStep { parameters, vocabulary, layout, watched, model } = compiled;
         let (at, step, world) = (plan.at, 0, None);
         let share = Share::of(&options.step(), at);
         Ok(Self {
@@ -166,10 +173,12 @@ impl Trainer {
             vocabulary,
             layout,
             watched,
+            model,
             at,
             share,
             step,
             world,
+            batch_check: None,
         })
     }
 

@@ -19,6 +19,7 @@ pub use device::{DeviceChoice, RunsOn};
 pub use options::TrainOptions;
 pub use sample::SampleOptions;
 
+use self::ranks::BatchCheck;
 use crate::communicator::Communicator;
 use crate::error::{Result, TrainError};
 use crate::learning_rate::Schedule;
@@ -62,8 +63,11 @@ pub struct Trainer {
     /// This rank's share of a training batch.
     share: Share,
     step: u64,
+    /// A digest of the model's graph.
+    model: String,
     /// The way to all ranks, if there are others.
     world: Option<Box<dyn Communicator>>,
+    batch_check: Option<BatchCheck>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -175,6 +179,9 @@ impl Trainer {
     pub fn step(&mut self, tokens: &[u32], targets: &[u32]) -> Result<StepReport> {
         let lr = self.schedule.at(self.step);
         let program = self.programs.train;
+        if let (Some(world), Some(check)) = (&mut self.world, &mut self.batch_check) {
+            check.run(&mut **world, self.step, tokens, targets)?;
+        }
         self.write_step(tokens, targets, lr)?;
         self.run(program, false)?;
         let loss = self.session.scalar(program, "loss")?;
@@ -314,8 +321,14 @@ impl Trainer {
     /// Overwrites a parameter, and the master that it is updated in if it has one, or an optimizer state.
     ///
     /// # Errors
-    /// When there is none of that name or size.
+    /// When there is none of that name or shape. Of a tensor that is divided over ranks, `value` is this rank's part, flat.
     pub fn set_tensor(&mut self, name: &str, value: &candle_core::Tensor) -> Result<()> {
+        let expected =
+            self.session.executable().find_persistent(name).map_err(gapless_runtime::Error::from)?.spec.dims();
+        if value.dims() != expected && !self.layout.parts.contains_key(name) {
+            let (expected, given) = (expected.to_vec(), value.dims().to_vec());
+            return Err(TrainError::Shape { name: name.into(), expected, given });
+        }
         let data: Vec<f32> = value.flatten_all()?.to_dtype(DType::F32)?.to_vec1()?;
         if let Some(copy) = self.layout.copies.get(name) {
             // A stage that only reads the parameter has no master of it; of several ranks each has a part of it.

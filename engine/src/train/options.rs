@@ -131,6 +131,32 @@ impl TrainOptions {
         }
     }
 
+    /// What must be the same on all ranks of a mesh, by name, in words.
+    pub(super) fn shared_by_ranks(&self) -> Vec<(&'static str, String)> {
+        // What each rank may choose for itself: the machine, the plan, and aids for finding mistakes.
+        let Self { device: _, threads: _, planning: _, poison: _, .. } = self;
+        let Self { batch, micro_batches, sequence, dtype, optimizer, learning_rate, seed, mesh, pipeline, .. } = self;
+        let Self { recompute, compress, offload, routing, overflow, release_gradients, keep_gradients, .. } = self;
+        vec![
+            ("mesh", format!("{mesh:?}")),
+            ("pipeline schedule", format!("{pipeline:?}")),
+            ("batch size", batch.to_string()),
+            ("number of micro-batches", micro_batches.to_string()),
+            ("sequence length", sequence.to_string()),
+            ("dtype", format!("{dtype:?}")),
+            ("optimizer", format!("{optimizer:?}")),
+            ("learning rate", format!("{learning_rate:?}")),
+            ("seed", seed.to_string()),
+            ("recompute policy", format!("{recompute:?}")),
+            ("set of compressed operations", format!("{compress:?}")),
+            ("set of offloaded operations", format!("{:?}", offload.as_ref().map(|offload| &offload.ops))),
+            ("reserve for routed rows", format!("{routing:?}")),
+            ("overflow policy", format!("{overflow:?}")),
+            ("release_gradients", release_gradients.to_string()),
+            ("keep_gradients", keep_gradients.to_string()),
+        ]
+    }
+
     /// What the arena may take at most.
     pub(super) fn most_bytes(&self) -> u64 {
         self.recompute.capacity().unwrap_or(u64::MAX)

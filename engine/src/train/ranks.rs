@@ -1,5 +1,6 @@
-//! Ways to the other ranks of a mesh.
+//! Ways to the other ranks of a mesh, and what must be the same on all of them.
 
+use gapless_kernels::Element;
 use gapless_parallel::Mesh;
 use gapless_runtime::Communicators;
 
@@ -38,4 +39,84 @@ pub(super) fn communicators(world: &mut dyn Communicator, mesh: Mesh) -> Result<
         communicators.replicas = Some(world.split(at.pipeline * expert + at.expert, at.data)?);
     }
     Ok(communicators)
+}
+
+/// Bytes of a value's digest.
+const DIGEST: usize = 8;
+
+/// Expects the same values on all ranks: each with its name. All ranks come to the same verdict.
+///
+/// # Errors
+/// [`TrainError::RanksDiffer`] with the first rank that differs from rank 0, and in what.
+pub(super) fn expect_equal(world: &mut dyn Communicator, values: &[(&'static str, String)]) -> Result<()> {
+    // Of the names first: another build may have others, and so another number of them.
+    let names: String = values.iter().map(|(name, _)| format!("{name} ")).collect();
+    let build = [("program version", format!("{} {names}", env!("CARGO_PKG_VERSION")))];
+    compare_digests(world, &build)?;
+    compare_digests(world, values)
+}
+
+fn compare_digests(world: &mut dyn Communicator, values: &[(&'static str, String)]) -> Result<()> {
+    let mine: Vec<u8> = values.iter().flat_map(|(_, value)| digest(value.as_bytes())).collect();
+    let mut all = vec![0; mine.len() * world.size()];
+    world.all_gather(&mine, &mut all)?;
+    let differs = |digests: &[u8]| {
+        digests.chunks_exact(DIGEST).zip(all.chunks_exact(DIGEST)).position(|(theirs, of_first)| theirs != of_first)
+    };
+    for (rank, digests) in all.chunks_exact(mine.len()).enumerate() {
+        if let Some(index) = differs(digests) {
+            let (what, here) = (values[index].0, values[index].1.clone());
+            return Err(TrainError::RanksDiffer { rank, what, here });
+        }
+    }
+    Ok(())
+}
+
+fn digest(bytes: &[u8]) -> [u8; DIGEST] {
+    *blake3::hash(bytes).as_bytes().first_chunk().expect("a hash has 32 bytes")
+}
+
+/// How often ranks compare what they are given: at the first step, and every so many after it.
+const COMPARED_EVERY: u64 = 100;
+
+/// Compares the batches that ranks are given, at some steps, without an allocation.
+#[derive(Debug)]
+pub(super) struct BatchCheck {
+    all: Vec<u8>,
+}
+
+impl BatchCheck {
+    pub fn new(ranks: usize) -> Self {
+        Self { all: vec![0; ranks * 2 * DIGEST] }
+    }
+
+    /// Expects the same step and batch on all ranks.
+    ///
+    /// # Errors
+    /// [`TrainError::RanksDiffer`], on all ranks.
+    pub fn run(&mut self, world: &mut dyn Communicator, step: u64, tokens: &[u32], targets: &[u32]) -> Result<()> {
+        if !step.is_multiple_of(COMPARED_EVERY) {
+            return Ok(());
+        }
+        let mut hasher = blake3::Hasher::new();
+        for ids in [tokens, targets] {
+            hasher.update(u32::bytes(ids));
+        }
+        let batch = *hasher.finalize().as_bytes().first_chunk::<DIGEST>().expect("a hash has 32 bytes");
+        let mut mine = [0; 2 * DIGEST];
+        mine[..DIGEST].copy_from_slice(&step.to_le_bytes());
+        mine[DIGEST..].copy_from_slice(&batch);
+        world.all_gather(&mine, &mut self.all)?;
+        let of_first = &self.all[..2 * DIGEST];
+        for (rank, theirs) in self.all.chunks_exact(2 * DIGEST).enumerate() {
+            if theirs[..DIGEST] != of_first[..DIGEST] {
+                return Err(TrainError::RanksDiffer { rank, what: "step", here: step.to_string() });
+            }
+            if theirs != of_first {
+                let here = format!("that of step {step} begins with {:?}", &tokens[..tokens.len().min(4)]);
+                return Err(TrainError::RanksDiffer { rank, what: "batch", here });
+            }
+        }
+        Ok(())
+    }
 }

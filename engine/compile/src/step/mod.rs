@@ -58,6 +58,8 @@ pub struct CompiledStep {
     pub layout: CheckpointLayout,
     /// Names of what the step shows beside the loss.
     pub watched: Vec<String>,
+    /// A digest of the model's graph and its gradients, the same on all ranks of a mesh.
+    pub model: String,
 }
 
 /// The name under which a gradient can be read.
@@ -95,8 +97,8 @@ pub fn compile_step(
     }
     // Lifetimes, the plan, its check, and addresses.
     let executable = compile(&programs, &options.planning_within(options.recompute.capacity()))?;
-    let TrainStep { parameters, layout, watched, .. } = step;
-    Ok((executable, CompiledStep { parameters, vocabulary, layout, watched }))
+    let TrainStep { parameters, layout, watched, model, .. } = step;
+    Ok((executable, CompiledStep { parameters, vocabulary, layout, watched, model }))
 }
 
 /// The program of a rank's training step, before anything has an address.
@@ -114,6 +116,8 @@ pub fn program(build: &Build<'_>, options: &StepOptions, rank: usize, target: Ta
 fn record(build: &Build<'_>, options: &StepOptions, ranks: &RankPlan) -> Result<TrainStep> {
     let mut step = TrainStep::forward(build, options, ranks)?;
     step.partition(options, ranks)?;
+    let text = step.graph().to_string();
+    step.model = blake3::hash(text.as_bytes()).to_hex()[..16].to_owned();
     step.differentiate(options)?;
     step.update(options, ranks)?;
     dump("graph", &*step.graph());

@@ -38,6 +38,8 @@ pub(super) struct TrainStep {
     pub layout: CheckpointLayout,
     /// Names of what it shows beside the loss.
     pub watched: Vec<String>,
+    /// A digest of the graph before its gradients.
+    pub model: String,
     /// Whether rows that are received need not wait for their backward.
     evicts: bool,
 }
@@ -60,6 +62,7 @@ impl TrainStep {
             stages: ParameterStages::new(),
             layout: CheckpointLayout::default(),
             watched: Vec::new(),
+            model: String::new(),
             evicts: options.overflow == Overflow::Recompute,
         })
     }

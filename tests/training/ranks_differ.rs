@@ -1,0 +1,48 @@
+//! Ranks that were started differently, or are given other data, stop at once and say which and why.
+
+use gapless::communicator;
+use gapless::engine::learning_rate::LearningRate;
+use gapless::engine::optim::AdamW;
+use gapless::{Mesh, Recompute, Trainer};
+
+use crate::common::{Kind, Run};
+
+/// What the two ranks of a run answer, of which the second is changed, and trains on the batch of another step.
+fn answers(change: &(dyn Fn(&mut Run) + Sync), batch_of: u64) -> Vec<String> {
+    let answer = |rank: usize, world| {
+        let mut run = Run::default();
+        (run.options.threads, run.options.mesh) = (1, Mesh { data: 2, ..Mesh::default() });
+        if rank == 1 {
+            change(&mut run);
+        }
+        let step = |mut trainer: Trainer| {
+            let (tokens, targets) = run.batch(if rank == 1 { batch_of } else { 0 });
+            trainer.step(&tokens, &targets)
+        };
+        run.try_rank(Some(world)).and_then(step).map_or_else(|error| error.to_string(), |_| "trained".into())
+    };
+    communicator::on_threads(2, |world| Ok(answer(world.rank(), world))).expect("no rank fails otherwise")
+}
+
+#[test]
+fn ranks_that_differ_are_stopped_by_name() {
+    let changes: [(&str, &(dyn Fn(&mut Run) + Sync)); 8] = [
+        ("seed", &|run| run.options.seed += 1),
+        ("batch size", &|run| run.options.batch *= 2),
+        ("number of micro-batches", &|run| run.options.micro_batches = 2),
+        ("mesh", &|run| run.options.mesh = Mesh { pipeline: 2, ..Mesh::default() }),
+        ("optimizer", &|run| run.options.optimizer = AdamW { beta2: 0.9, ..AdamW::default() }.into()),
+        ("learning rate", &|run| run.options.learning_rate = LearningRate { peak: 1.0, ..run.options.learning_rate }),
+        ("recompute policy", &|run| run.options.recompute = Recompute::Ops(vec!["gelu".into()])),
+        ("model", &|run| run.kind = Kind::Llama),
+    ];
+    for (what, change) in changes {
+        for answer in answers(change, 0) {
+            assert!(answer.contains(&format!("rank 1 has another {what} than rank 0")), "{what}: {answer}");
+        }
+    }
+    for answer in answers(&|_| {}, 1) {
+        assert!(answer.contains("rank 1 has another batch"), "{answer}");
+    }
+    assert_eq!(answers(&|_| {}, 0), ["trained", "trained"]);
+}
