@@ -401,6 +401,8 @@ fn start_tracing(path: Option<&Path>) -> Result<Option<tracing_chrome::FlushGuar
     };
     let file = std::fs::File::create(path).with_context(|| format!("cannot create {}", path.display()))?;
     let (spans, guard) = tracing_chrome::ChromeLayerBuilder::new().writer(file).include_args(true).build();
-    registry.with(spans).init();
+    // A tokenizer's training has spans in its inner loops.
+    let own = tracing_subscriber::filter::filter_fn(|metadata| metadata.target().starts_with("gapless"));
+    registry.with(spans.with_filter(own)).init();
     Ok(Some(guard))
 }

@@ -15,9 +15,13 @@ pub enum Error {
     #[error("{name:?} holds {expected} elements, not {given}")]
     ElementCount { name: String, expected: usize, given: usize },
     #[error(
-        "no recomputation fits {budget} bytes; the smallest instr found takes {smallest}\nwhat helps: more micro-batches, a shorter sequence, a smaller batch, more ranks"
+        "no recomputation fits {budget} bytes; the smallest step found takes {smallest}\nwhat helps: more micro-batches, a shorter sequence, a smaller batch, more ranks"
     )]
     OverBudget { budget: u64, smallest: u64 },
+    #[error(
+        "{program:?} would have {instructions} instructions, more than the {most} that are planned; fewer micro-batches, or more pipeline ranks"
+    )]
+    TooManyInstructions { program: String, instructions: usize, most: usize },
     #[error("internal error: the plan violates its own constraints: {what}")]
     BadPlan { what: String },
     #[error("{what}: {why}; {remedy}")]

@@ -1,5 +1,6 @@
 //! `gapless schedule`: who does what when, checked, simulated and drawn.
 
+use std::io::Read;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -228,7 +229,12 @@ fn saved(text: &str) -> anyhow::Result<Saved> {
 }
 
 fn read_file(path: &Path) -> anyhow::Result<(String, Vec<Vec<Cell>>)> {
-    let text = std::fs::read_to_string(path)?;
+    const MOST_BYTES: u64 = 64 << 20;
+    let mut text = String::new();
+    std::fs::File::open(path)?.take(MOST_BYTES + 1).read_to_string(&mut text)?;
+    if text.len() as u64 > MOST_BYTES {
+        bail!("{} is longer than {MOST_BYTES} bytes", path.display());
+    }
     // An empty row is a rank with nothing to do, but at the end it is an editor's.
     let table = read_table(text.trim_end())?;
     Ok((path.file_name().unwrap_or_default().to_string_lossy().into_owned(), table))

@@ -93,7 +93,7 @@ impl Rows {
     }
 }
 
-/// Whether a root can be made rematerialized: as any other, or by an exchange.
+/// Whether a root can be made again: as any other, or by an exchange.
 fn is_repeatable(graph: &Graph, saved: &SavedActivations<'_>, root: ValueId) -> bool {
     let is_exchange = |node: &Node| matches!(collective_of(node), Some(Collective::AllToAllRows { .. }));
     saved.is_repeatable(root) || graph.producer(root).is_some_and(is_exchange)

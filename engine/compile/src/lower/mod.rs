@@ -27,10 +27,13 @@ use self::evict_rows::Evicted;
 use self::overlap_reduce::Early;
 use self::rematerialize::Occurrence;
 use crate::cross_rank::{CrossRankValues, phases};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::lowering::{Lowering, Output, Target};
 use crate::passes::{self, Context, FINISH, UPDATE, dump};
 use crate::program::{BufferId, BufferKind, Instr, InstrKind, IoTensor, Operand, Origin, Part, Program, role_of_node};
+
+/// Instructions of a program at most: each takes some 5 KB until it has an address.
+const MOST_INSTRUCTIONS: usize = 1 << 20;
 
 /// Lowers a graph along a schedule, for one rank, and runs all passes over the program.
 ///
@@ -48,7 +51,13 @@ pub(crate) fn lower_observed(
     let alive = alive_nodes(lowering.graph, lowering.outputs);
     let crossings = CrossRankValues::new(lowering.graph, &alive, lowering.table, lowering.outputs);
     let mut lowerer = Lowerer::new(lowering, &alive, &crossings);
-    for (index, action) in lowering.table[lowering.rank].iter().enumerate() {
+    let actions = &lowering.table[lowering.rank];
+    let instructions = actions.iter().map(|action| lowerer.nodes_of(action).count()).sum();
+    if instructions > MOST_INSTRUCTIONS {
+        let program = lowering.name.to_owned();
+        return Err(Error::TooManyInstructions { program, instructions, most: MOST_INSTRUCTIONS });
+    }
+    for (index, action) in actions.iter().enumerate() {
         lowerer.action(index, action);
     }
     lowerer.update();
@@ -124,12 +133,17 @@ impl<'a> Lowerer<'a> {
     }
 
     /// F, B, I or W of one stage and micro-batch.
+    /// The nodes that an action runs, phase by phase.
+    fn nodes_of(&self, action: &Action) -> impl Iterator<Item = NodeId> {
+        let place = Place::Stage(action.stage);
+        let of_phase = move |&phase: &Phase| self.nodes.get(&(place, phase)).into_iter().flatten().copied();
+        phases(action.kind).iter().flat_map(of_phase)
+    }
+
     fn action(&mut self, index: usize, action: &Action) {
         let graph = self.of.graph;
         let (first, micro_batch) = (self.program.instrs.len(), action.micro_batch.0);
-        let place = Place::Stage(action.stage);
-        let of_phase = |&phase: &Phase| self.nodes.get(&(place, phase)).into_iter().flatten().copied();
-        let mut nodes: Vec<NodeId> = phases(action.kind).iter().flat_map(of_phase).collect();
+        let mut nodes: Vec<NodeId> = self.nodes_of(action).collect();
         nodes.sort_unstable();
         let last = self.last_phases(index, action);
         for id in nodes {

@@ -61,7 +61,7 @@ impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
-            "{} parameters, {} instructions and {:.1} GFLOP per instr, {} buffers planned in {:.1} ms (plan {})",
+            "{} parameters, {} instructions and {:.1} GFLOP per step, {} buffers planned in {:.1} ms (plan {})",
             self.parameters,
             self.instructions,
             self.flops_per_step as f64 / 1e9,

@@ -25,7 +25,7 @@ pub fn recomputed_per_micro_batch(program: &Program) -> Vec<usize> {
     counts
 }
 
-/// The layers of a program in the order in which they run, with what a micro-batch computes rematerialized: the one that does most.
+/// The layers of a program in the order in which they run, with what a micro-batch computes again: the one that does most.
 pub fn recomputed_layers(program: &Program) -> Vec<RecomputedLayer> {
     let counts = recomputed_per_micro_batch(program);
     let most = counts.iter().max().copied().unwrap_or(0);
