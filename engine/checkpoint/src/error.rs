@@ -77,6 +77,14 @@ pub enum CheckpointError {
         /// Every key that differs.
         differences: Vec<Difference>,
     },
+    /// Another process works in the folder.
+    #[error("{path} is in use by {owner}; wait for its end, stop it, or choose another folder")]
+    Locked {
+        /// The folder.
+        path: PathBuf,
+        /// Who has locked it.
+        owner: String,
+    },
     /// A section that the checkpoint doesn't have.
     #[error("{path} has no section {file}; it has {}", present.join(", "))]
     NoSection {

@@ -3,7 +3,8 @@
 //! A checkpoint is a folder of safetensors files and a manifest with every file's size and blake3 hash. It is written
 //! under another name, flushed to the disk, and renamed as its last act, so that a full disk, a crash or a kill at any
 //! moment leaves the one before it as it was. Opening one reads every byte once and compares the hashes; its tensors are
-//! then read one by one into memory that the caller has already.
+//! then read one by one into memory that the caller has already, and compared with what was verified: a file that changes in
+//! between is an error. A step is what a manifest says, not what a folder is called.
 //!
 //! ```text
 //! runs/gpt/
@@ -40,12 +41,14 @@ mod difference;
 mod disk;
 mod error;
 mod folder;
+mod lock;
 mod manifest;
 mod open;
 mod save;
 
 pub use difference::{Difference, differences};
 pub use error::CheckpointError;
+pub use lock::FolderLock;
 pub use open::{Checkpoint, SavedSection, SavedTensor};
 pub use save::{Draft, Section, TensorBytes, WrittenFiles};
 

@@ -33,8 +33,12 @@ pub(crate) struct FileEntry {
 impl Manifest {
     /// Reads the manifest of a checkpoint's folder and compares it with its hash.
     pub fn read(folder: &Path) -> Result<Self, CheckpointError> {
-        if !folder.exists() {
-            return Err(CheckpointError::Missing { path: folder.to_owned() });
+        if let Err(source) = fs::metadata(folder) {
+            let path = folder.to_owned();
+            return Err(match source.kind() {
+                io::ErrorKind::NotFound => CheckpointError::Missing { path },
+                _ => CheckpointError::Read { path, source },
+            });
         }
         let path = folder.join(MANIFEST);
         let hash_path = folder.join(MANIFEST_HASH);

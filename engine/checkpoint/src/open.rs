@@ -1,4 +1,4 @@
-//! Opening a checkpoint: every byte is verified, none is kept.
+//! Opening a checkpoint: every byte is verified, none is kept, and what is read later is compared with what was verified.
 
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
@@ -11,6 +11,11 @@ use serde_json::Value;
 use crate::manifest::{FileEntry, Manifest};
 use crate::save::bytes_of;
 use crate::{CheckpointError, differences};
+
+/// Bytes that are read and hashed together, so that a part of a tensor is verified without reading all of its file.
+const CHUNK_BYTES: usize = 1 << 20;
+/// The longest header that the safetensors library reads.
+const MOST_HEADER_BYTES: u64 = 100_000_000;
 
 /// A sound checkpoint: all its files have the sizes and hashes that they were written with.
 #[derive(Debug)]
@@ -29,6 +34,10 @@ pub struct SavedSection {
     header: Metadata,
     /// Where the data begins in the file.
     data_start: u64,
+    /// The file's size.
+    bytes: u64,
+    /// Hashes of its chunks, made while the file's own was.
+    chunks: Vec<blake3::Hash>,
 }
 
 /// What a section's header says of a tensor.
@@ -126,10 +135,11 @@ impl SavedSection {
         self.header.offset_keys().into_iter().map(|name| self.info(&name).map(|(tensor, _)| tensor)).collect()
     }
 
-    /// Reads a tensor's little-endian elements.
+    /// Reads a tensor's little-endian elements. They are those that were verified when the checkpoint was opened.
     ///
     /// # Errors
-    /// A tensor that is not there, a slice of another size, or a read that fails.
+    /// A tensor that is not there, a slice of another size, a read that fails; [`CheckpointError::Damaged`] when the file has
+    /// changed since, and then the slice is not to be used.
     pub fn read_into(&self, name: &str, bytes: &mut [u8]) -> Result<(), CheckpointError> {
         let (SavedTensor { name, dtype, shape }, _) = self.info(name)?;
         let expected = self.bytes(&name);
@@ -142,7 +152,7 @@ impl SavedSection {
     /// Reads a range of a tensor's little-endian bytes, from byte `start` on.
     ///
     /// # Errors
-    /// A tensor that is not there, a range that reaches beyond its end, or a read that fails.
+    /// As [`Self::read_into`], or a range that reaches beyond the tensor's end.
     pub fn read_part_into(&self, name: &str, start: usize, bytes: &mut [u8]) -> Result<(), CheckpointError> {
         let (SavedTensor { name, dtype, shape }, offset) = self.info(name)?;
         let expected = self.bytes(&name);
@@ -150,12 +160,43 @@ impl SavedSection {
         if end > expected {
             return Err(CheckpointError::TensorSize { name, dtype, shape, expected, found: end });
         }
-        let mut read = || {
-            let mut file = File::open(&self.path)?;
-            file.seek(SeekFrom::Start(self.data_start + offset + start as u64))?;
-            file.read_exact(bytes)
-        };
-        read().map_err(|error| read_error(&self.path, error))
+        self.read_verified(self.data_start + offset + start as u64, bytes)
+    }
+
+    /// Fills `bytes` from position `start` of the file on. Each chunk is hashed where it was read to, and nothing of it is read
+    /// again: what is compared is what the caller gets.
+    fn read_verified(&self, start: u64, bytes: &mut [u8]) -> Result<(), CheckpointError> {
+        let error = |error| read_error(&self.path, error);
+        let mut file = File::open(&self.path).map_err(error)?;
+        let (mut at, mut rest, mut edge) = (start, bytes, Vec::new());
+        while !rest.is_empty() {
+            // The part of a chunk that is wanted next.
+            let index = at / CHUNK_BYTES as u64;
+            let chunk_start = index * CHUNK_BYTES as u64;
+            let chunk_bytes = (self.bytes - chunk_start).min(CHUNK_BYTES as u64) as usize;
+            let skipped = (at - chunk_start) as usize;
+            let wanted = rest.len().min(chunk_bytes - skipped);
+            let (part, behind) = std::mem::take(&mut rest).split_at_mut(wanted);
+            let is_whole = part.len() == chunk_bytes;
+            // All of the chunk, in place if it is wanted whole.
+            let chunk = if is_whole {
+                &mut *part
+            } else {
+                edge.resize(chunk_bytes, 0);
+                &mut edge[..]
+            };
+            file.seek(SeekFrom::Start(chunk_start)).and_then(|_| file.read_exact(chunk)).map_err(error)?;
+            if blake3::hash(chunk) != self.chunks[index as usize] {
+                let reason = "it has changed since it was opened".into();
+                return Err(CheckpointError::Damaged { path: self.path.clone(), reason });
+            }
+            if !is_whole {
+                part.copy_from_slice(&edge[skipped..skipped + part.len()]);
+            }
+            at += part.len() as u64;
+            rest = behind;
+        }
+        Ok(())
     }
 
     /// Size of a tensor; 0 where there is none.
@@ -197,33 +238,44 @@ impl SavedSection {
         if found != entry.bytes {
             return Err(CheckpointError::Truncated { path, expected: entry.bytes, found });
         }
-        let mut hasher = blake3::Hasher::new();
-        hasher.update_reader(&mut reader).map_err(read)?;
+        // Chunk by chunk: the file's hash, those of the chunks, and the header.
+        let (mut hasher, mut chunks) = (blake3::Hasher::new(), Vec::new());
+        let (mut buffer, mut head, mut head_bytes) = (vec![0; CHUNK_BYTES], Vec::new(), 0);
+        let mut at = 0;
+        while at < found {
+            let chunk = &mut buffer[..(found - at).min(CHUNK_BYTES as u64) as usize];
+            reader.read_exact(chunk).map_err(read)?;
+            hasher.update(chunk);
+            chunks.push(blake3::hash(chunk));
+            if let (0, Some(length)) = (at, chunk.first_chunk()) {
+                head_bytes = u64::from_le_bytes(*length).saturating_add(8);
+            }
+            if head_bytes <= MOST_HEADER_BYTES {
+                head.extend_from_slice(&chunk[..head_bytes.saturating_sub(at).min(chunk.len() as u64) as usize]);
+            }
+            at += chunk.len() as u64;
+        }
         if hasher.finalize().to_hex().as_str() != entry.blake3 {
             return Err(damaged("its hash is not the one it was written with".into()));
         }
-
-        reader.seek(SeekFrom::Start(0)).map_err(read)?;
-        let mut length = [0; 8];
-        reader.read_exact(&mut length).map_err(read)?;
-        let length = u64::from_le_bytes(length);
-        if length > found.saturating_sub(8) {
-            return Err(damaged("its header is longer than the file".into()));
+        if head.len() < 8 || (head.len() as u64) < head_bytes {
+            return Err(damaged("its header is longer than the file, or than any".into()));
         }
-        let mut json = vec![0; length as usize];
-        reader.read_exact(&mut json).map_err(read)?;
-        let header: Metadata = serde_json::from_slice(&json).map_err(|error| damaged(error.to_string()))?;
-        let data_start = 8 + length;
+        let header: Metadata = serde_json::from_slice(&head[8..]).map_err(|error| damaged(error.to_string()))?;
+        let data_start = head_bytes;
         if data_start + header.data_len() as u64 != found {
             return Err(damaged("its header does not describe all of it".into()));
         }
-        Ok(Self { file: file.to_owned(), path, header, data_start })
+        Ok(Self { file: file.to_owned(), path, header, data_start, bytes: found, chunks })
     }
 }
 
 fn read_error(path: &Path, source: io::Error) -> CheckpointError {
     match source.kind() {
         io::ErrorKind::NotFound => CheckpointError::MissingFile { path: path.to_owned() },
+        io::ErrorKind::UnexpectedEof => {
+            CheckpointError::Damaged { path: path.to_owned(), reason: "it was cut off while it was read".into() }
+        }
         _ => CheckpointError::Read { path: path.to_owned(), source },
     }
 }

@@ -9,7 +9,7 @@ use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use serde_json::Value;
 
 use crate::disk::{Disk, RealDisk};
-use crate::folder::{partial_path, replaced_path, step_path};
+use crate::folder::{State, path_for};
 use crate::manifest::{FORMAT, FileEntry, MANIFEST, MANIFEST_HASH, Manifest, hash_line};
 use crate::{Checkpoint, CheckpointError};
 
@@ -77,7 +77,7 @@ impl Draft {
     /// # Errors
     /// When it cannot be made.
     pub fn begin(dir: &Path, step: u64) -> Result<Self, CheckpointError> {
-        create_partial(&mut RealDisk, dir, &partial_path(dir, step))?;
+        create_partial(&mut RealDisk, dir, &path_for(dir, step, State::Partial))?;
         Ok(Self::join(dir, step))
     }
 
@@ -92,7 +92,7 @@ impl Draft {
     /// As [`Checkpoint::save`].
     pub fn write(&self, sections: &[Section<'_>]) -> Result<WrittenFiles, CheckpointError> {
         let headers = headers(sections)?;
-        write_on(&mut RealDisk, &partial_path(&self.dir, self.step), sections, &headers)
+        write_on(&mut RealDisk, &path_for(&self.dir, self.step, State::Partial), sections, &headers)
     }
 
     /// Makes it a checkpoint, once all have written.
@@ -106,7 +106,7 @@ impl Draft {
     /// Removes it.
     pub fn discard(&self) {
         // What cannot be removed is passed over by `latest`.
-        let _ = RealDisk.remove_folder(&partial_path(&self.dir, self.step));
+        let _ = RealDisk.remove_folder(&path_for(&self.dir, self.step, State::Partial));
     }
 }
 
@@ -118,7 +118,7 @@ pub(super) fn save_on(
     metadata: Value,
 ) -> Result<PathBuf, CheckpointError> {
     let headers = headers(sections)?; // before anything is written
-    let partial = partial_path(dir, step);
+    let partial = path_for(dir, step, State::Partial);
     let save = || {
         create_partial(disk, dir, &partial)?;
         let files = write_on(disk, &partial, sections, &headers)?;
@@ -153,16 +153,20 @@ fn commit_on(
     files: WrittenFiles,
     metadata: Value,
 ) -> Result<PathBuf, CheckpointError> {
-    write_manifest(disk, &partial_path(dir, step), &Manifest { format: FORMAT, step, files: files.0, metadata })?;
+    write_manifest(
+        disk,
+        &path_for(dir, step, State::Partial),
+        &Manifest { format: FORMAT, step, files: files.0, metadata },
+    )?;
     rename_into_place(disk, dir, step)
 }
 
 /// An empty folder whose name says that it doesn't count yet.
 fn create_partial(disk: &mut impl Disk, dir: &Path, partial: &Path) -> Result<(), CheckpointError> {
-    if partial.exists() {
+    if is_there(partial) {
         disk.remove_folder(partial).map_err(write_error(partial))?;
     }
-    let is_new = !dir.exists();
+    let is_new = !is_there(dir);
     disk.create_folder(partial).map_err(write_error(partial))?;
     match dir.parent() {
         Some(parent) if is_new => {
@@ -183,12 +187,18 @@ fn write_manifest(disk: &mut impl Disk, partial: &Path, manifest: &Manifest) -> 
     disk.sync_folder(partial).map_err(write_error(partial))
 }
 
-/// Gives the folder its name. One of the same step steps aside first, under a name that `latest` still knows.
+/// Gives the folder its name. One of the same step steps aside first, under a name that `latest` still knows. What only has the
+/// name, a file or a checkpoint of another step, stays, and the folder gets the next name.
 fn rename_into_place(disk: &mut impl Disk, dir: &Path, step: u64) -> Result<PathBuf, CheckpointError> {
-    let (partial, path, replaced) = (partial_path(dir, step), step_path(dir, step), replaced_path(dir, step));
-    let replacing = path.exists();
+    let [partial, path, replaced] =
+        [State::Partial, State::Committed, State::Replaced].map(|state| path_for(dir, step, state));
+    if !path.ends_with(format!("step-{step:08}")) {
+        let path = path.display();
+        tracing::warn!(%path, "a checkpoint gets another name: what has its own is no checkpoint of this step");
+    }
+    let replacing = is_there(&path);
     if replacing {
-        if replaced.exists() {
+        if is_there(&replaced) {
             disk.remove_folder(&replaced).map_err(write_error(&replaced))?;
         }
         disk.rename(&path, &replaced).map_err(write_error(&replaced))?;
@@ -205,6 +215,11 @@ fn rename_into_place(disk: &mut impl Disk, dir: &Path, step: u64) -> Result<Path
         let _ = disk.remove_folder(&replaced);
     }
     Ok(path)
+}
+
+/// Whether something has the path; what cannot be looked at is treated as if there were, so that the error is told.
+fn is_there(path: &Path) -> bool {
+    path.try_exists().unwrap_or(true)
 }
 
 /// A file's head and its tensors in the file's order.

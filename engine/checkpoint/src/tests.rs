@@ -213,6 +213,117 @@ fn latest_passes_over_what_is_not_sound() {
 }
 
 #[test]
+fn what_is_loaded_is_what_was_verified() {
+    // Larger than a chunk, so that parts begin and end within chunks.
+    let weight: Vec<u8> = (0..2_500_000u32).map(|index| (index % 251) as u8).collect();
+    let folder = tempfile::tempdir().unwrap();
+    let tensor = TensorBytes { name: "w", dtype: DType::U8, shape: &[2_500_000], bytes: &weight };
+    let section = Section { file: "model.safetensors", tensors: vec![tensor] };
+    let path = Checkpoint::save(folder.path(), 1, &[section], json!({})).unwrap();
+    let checkpoint = Checkpoint::open(&path).unwrap();
+    let section = checkpoint.section("model.safetensors").unwrap();
+    for (start, length) in [(0, 2_500_000), (0, 1), (1_048_000, 1000), (7, 2_400_000), (2_499_999, 1), (5, 0)] {
+        let mut part = vec![0; length];
+        section.read_part_into("w", start, &mut part).unwrap();
+        assert!(part == weight[start..start + length], "{length} bytes from {start} on");
+    }
+    let check = |change: &dyn Fn(&mut Vec<u8>), part: std::ops::Range<usize>, words: Option<&str>| {
+        let file = path.join("model.safetensors");
+        let whole = fs::read(&file).unwrap();
+        let mut changed = whole.clone();
+        change(&mut changed);
+        fs::write(&file, changed).unwrap();
+        let read = section.read_part_into("w", part.start, &mut vec![0; part.len()]);
+        fs::write(&file, whole).unwrap();
+        let error = read.err().map(|error| error.to_string());
+        match (&error, words) {
+            (Some(error), Some(words)) => {
+                assert!(error.contains(words) && error.contains("model.safetensors"), "{error}")
+            }
+            (error, words) => assert_eq!((error, words), (&None, None)),
+        }
+    };
+    check(&|bytes| bytes[2_000_000] ^= 1, 0..2_500_000, Some("it has changed since it was opened"));
+    check(&|bytes| bytes[2_000_000] ^= 1, 1_999_000..1_999_001, Some("it has changed since it was opened"));
+    check(&|bytes| bytes[2_000_000] ^= 1, 0..1000, None);
+    check(&|bytes| bytes.truncate(1_500_000), 0..2_500_000, Some("it was cut off while it was read"));
+    check(&|bytes| bytes.push(0), 0..2_500_000, None);
+}
+
+#[test]
+fn the_step_is_the_manifests() {
+    let folder = tempfile::tempdir().unwrap();
+    let (dir, other) = (folder.path(), tempfile::tempdir().unwrap());
+    save(&mut RealDisk, other.path(), 20, 2).unwrap();
+    fs::rename(other.path().join("step-00000020"), dir.join("step-00000999")).unwrap();
+    assert_eq!(latest(dir), Some((20, 2)));
+    save(&mut RealDisk, dir, 40, 4).unwrap();
+    assert_eq!(latest(dir), Some((40, 4)), "progress is not hidden by a name");
+
+    // A renamed folder is neither removed nor replaced, and what is saved in its stead is found.
+    assert_eq!(Checkpoint::prune(dir, 1).unwrap(), [PathBuf::new(); 0]);
+    let path = save(&mut RealDisk, dir, 999, 9).unwrap();
+    assert_eq!(path, dir.join("step-00000999-2"));
+    assert_eq!(latest(dir), Some((999, 9)));
+    assert_eq!(save(&mut RealDisk, dir, 999, 10).unwrap(), path, "the same step replaces its own");
+    assert_eq!(latest(dir), Some((999, 10)));
+    assert_eq!(Checkpoint::prune(dir, 1).unwrap(), [dir.join("step-00000040")]);
+    assert_eq!(names(dir), ["step-00000999", "step-00000999-2"]);
+
+    // Folders that were swapped.
+    let swapped = tempfile::tempdir().unwrap();
+    let dir = swapped.path();
+    let [one, two, aside] = ["step-00000001", "step-00000002", "aside"].map(|name| dir.join(name));
+    save(&mut RealDisk, dir, 1, 1).unwrap();
+    save(&mut RealDisk, dir, 2, 2).unwrap();
+    fs::rename(&one, &aside).and_then(|()| fs::rename(&two, &one)).and_then(|()| fs::rename(&aside, &two)).unwrap();
+    assert_eq!(latest(dir), Some((2, 2)));
+}
+
+#[test]
+fn the_newest_sound_one_is_never_pruned() {
+    let folder = tempfile::tempdir().unwrap();
+    let dir = folder.path();
+    let flip = |step: u64| {
+        let file = dir.join(format!("step-{step:08}/model.safetensors"));
+        let mut bytes = fs::read(&file).unwrap();
+        *bytes.last_mut().unwrap() ^= 1;
+        fs::write(&file, bytes).unwrap();
+    };
+    for step in [10, 20, 30] {
+        save(&mut RealDisk, dir, step, step as u8).unwrap();
+    }
+    // The sizes of the two newest are right, their hashes are not.
+    flip(20);
+    flip(30);
+    Checkpoint::prune(dir, 2).unwrap();
+    assert_eq!(latest(dir), Some((10, 10)));
+    save(&mut RealDisk, dir, 15, 15).unwrap();
+    Checkpoint::prune(dir, 2).unwrap();
+    assert_eq!(names(dir), ["step-00000010", "step-00000015", "step-00000020", "step-00000030"]);
+    // Later ones supersede them.
+    save(&mut RealDisk, dir, 40, 40).unwrap();
+    save(&mut RealDisk, dir, 50, 50).unwrap();
+    Checkpoint::prune(dir, 2).unwrap();
+    assert_eq!(names(dir), ["step-00000040", "step-00000050"]);
+}
+
+#[test]
+fn a_save_steps_around_files_with_names_of_checkpoints() {
+    let folder = tempfile::tempdir().unwrap();
+    let dir = folder.path();
+    let strays = ["step-00000100", "step-00000100-2.partial", "step-00000100.partial", "step-00000100.replaced"];
+    strays.iter().for_each(|name| fs::write(dir.join(name), "mine").unwrap());
+    for salt in 1..4 {
+        let path = save(&mut RealDisk, dir, 100, salt).unwrap();
+        Checkpoint::prune(dir, 1).unwrap();
+        assert_eq!((path, latest(dir)), (dir.join("step-00000100-2"), Some((100, salt))));
+    }
+    assert!(strays.iter().all(|name| fs::read(dir.join(name)).unwrap() == b"mine"));
+    assert_eq!(names(dir).len(), strays.len() + 1);
+}
+
+#[test]
 fn a_newer_format_says_so() {
     let folder = tempfile::tempdir().unwrap();
     let path = save(&mut RealDisk, folder.path(), 1, 1).unwrap();

@@ -53,15 +53,19 @@ impl Trainer {
         if path.is_err() {
             draft.discard();
         }
-        agree(self.all(path.as_ref().err().cloned())?)?;
-        Ok(path.ok().flatten().unwrap_or_else(|| Checkpoint::path_of(dir, self.step)))
+        // The first rank's path, or its error; the folder may have another path for others.
+        let name = path.as_ref().ok().and_then(|path| Some(path.as_ref()?.file_name()?.to_string_lossy().into_owned()));
+        let (names, errors): (Vec<Option<String>>, _) = self.all((name, path.err()))?.into_iter().unzip();
+        agree(errors)?;
+        Ok(dir.join(names.into_iter().flatten().next().expect("the first rank has committed it")))
     }
 
     /// Goes on from a checkpoint: parameters, optimizer states, step and seed become those that were saved, by whatever
     /// mesh of ranks. Returns the `run` part of what was given to [`Self::save`].
     ///
     /// # Errors
-    /// A checkpoint of another model; it is left untouched, and so is the trainer.
+    /// A checkpoint of another model; it is left untouched, and so is the trainer. A file that cannot be read, or has changed since
+    /// the checkpoint was opened: then the trainer holds tensors of both, and is to be made anew.
     pub fn resume(&mut self, checkpoint: &Checkpoint) -> Result<Value> {
         checkpoint.expect("tensors", &self.saved_shapes())?;
         let metadata = checkpoint.metadata();
