@@ -1,14 +1,14 @@
 //! Trains a small GPT on real text: the binary to copy.
 //!
 //! Without flags it learns from the Rust sources of this workspace and of its unpacked dependencies. `--help` lists the
-//! rest; `--resume` goes on where the last run of the same `--out` stopped, to the same bits.
+//! rest; `--resume` goes on where the last run of the same `--out` stopped, to the same bits. Ctrl-C, SIGTERM and SIGHUP save first;
+//! the exit code is then 128 + the signal.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use clap::{Parser, ValueEnum};
 use gapless::engine::checkpoint::Checkpoint;
 use gapless::engine::data::{
@@ -18,6 +18,7 @@ use gapless::engine::learning_rate::{LearningRate, Shape};
 use gapless::engine::metrics::{JsonLines, peak_rss_bytes};
 use gapless::engine::optim::{AdamW, AdamW8bit, GaLore};
 use gapless::models::{Gpt, GptConfig};
+use gapless::run::{Console, ErrorOutput, RunFolder, Stop};
 use gapless::{DType, DeviceChoice, Offload, Recompute, SampleOptions, TrainOptions, Trainer};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
@@ -145,12 +146,14 @@ enum Rule {
     Galore,
 }
 
-fn main() -> Result<()> {
+fn main() -> Result<ExitCode> {
     let args = Args::parse();
-    let _trace = start_tracing(args.trace.as_deref())?;
-    let checkpoints = args.out.join("checkpoints");
-    let checkpoint = open_checkpoint(&args, &checkpoints)?;
-    let dataset = open_data(&args, checkpoint.as_ref())?;
+    let mut console = Console::default();
+    let _trace = start_tracing(args.trace.as_deref(), console.errors())?;
+    // All that may be refused comes before the folder is changed.
+    let mut folder = RunFolder::open(&args.out)?;
+    let checkpoint = if args.resume { Some(newest(&folder)?) } else { None };
+    let dataset = open_data(&args, checkpoint.as_ref(), &console)?;
     let config = GptConfig {
         vocabulary: dataset.vocabulary().size(),
         sequence: args.sequence,
@@ -163,12 +166,12 @@ fn main() -> Result<()> {
     let validation = match dataset.validation(args.sequence, 32.max(args.batch)) {
         // Too little of it is no reason not to train.
         Err(error @ DataError::TooShort { .. }) => {
-            println!("no validation: {error}");
+            console.say(format_args!("no validation: {error}"));
             None
         }
         validation => validation?,
     };
-    let prompt = if args.sample > 0 { prompt(&dataset, &args)? } else { None };
+    let prompt = if args.sample > 0 { prompt(&dataset, &args, &console)? } else { None };
     let run = json!({
         "data": dataset.folder(), "data_hash": dataset.hash(), "config": config, "seed": args.seed, "batch": args.batch,
         "micro_batches": args.micro_batches, "lr": args.lr, "schedule": format!("{:?}", args.schedule),
@@ -178,22 +181,26 @@ fn main() -> Result<()> {
         checkpoint.expect("run", &run).context("resume with the flags of the run that was saved")?;
     }
     let mut trainer = Trainer::new(|vb| Gpt::new(&config, vb), options(&args))?;
-    println!("{}", trainer.device());
-    let report = trainer.report();
-    println!("{report}");
-    std::fs::create_dir_all(&args.out).with_context(|| format!("cannot create {}", args.out.display()))?;
-    let map = args.out.join("memory.html");
-    std::fs::write(&map, trainer.memory_map().html())?;
-    println!("memory map: {}", map.display());
     if let Some(checkpoint) = &checkpoint {
         trainer.resume(checkpoint)?;
-        println!("resumed after {} steps from {}", checkpoint.step(), checkpoint.path().display());
     }
+    console.say(trainer.device());
+    let report = trainer.report();
+    console.say(&report);
 
-    let stop = stop_on_ctrl_c()?;
-    let resuming = checkpoint.is_some();
-    let mut json =
-        args.json.as_deref().map(if resuming { JsonLines::append } else { JsonLines::create }).transpose()?;
+    folder.claim()?;
+    let map = args.out.join("memory.html");
+    std::fs::write(&map, trainer.memory_map().html()).with_context(|| format!("cannot write {}", map.display()))?;
+    console.say(format_args!("memory map: {}", map.display()));
+    if let Some(path) = &args.json {
+        console = console.with_rows(if args.resume { JsonLines::append(path) } else { JsonLines::create(path) }?);
+    }
+    if let Some(checkpoint) = checkpoint {
+        console.say(format_args!("resumed after {} steps from {}", checkpoint.step(), checkpoint.path().display()));
+    } else if let Some(earlier) = folder.set_aside()? {
+        console.say(format_args!("checkpoints of an earlier run are now in {}", earlier.display()));
+    }
+    let stop = Stop::on_signals()?;
     let (mut tokens, mut targets) = (vec![0; args.batch * args.sequence], vec![0; args.batch * args.sequence]);
     let first_step = trainer.steps();
     let progress = progress_bar(args.steps, first_step);
@@ -201,11 +208,11 @@ fn main() -> Result<()> {
     let tokens_per_second = |steps: u64, busy: Duration| {
         (steps * (args.batch * args.sequence) as u64) as f64 / busy.as_secs_f64().max(1e-9)
     };
-    while trainer.steps() < args.steps && !stop.load(Ordering::Relaxed) {
+    while trainer.steps() < args.steps && stop.signal().is_none() {
         let begun = Instant::now();
         training.fill(trainer.steps(), 0, &mut tokens, &mut targets)?;
         let step = trainer.step(&tokens, &targets).with_context(|| {
-            format!("the last good checkpoint, if any, is in {}; a lower --lr may help", checkpoints.display())
+            format!("the last good checkpoint, if any, is in {}; a lower --lr may help", folder.checkpoints().display())
         })?;
         busy += begun.elapsed();
         final_loss = Some(step.loss);
@@ -220,27 +227,23 @@ fn main() -> Result<()> {
             report.gap
         ));
         if progress.is_hidden() && (step.step % 10 == 0 || trainer.steps() == args.steps) {
-            println!("step {:>5} {}", step.step, progress.message());
+            console.say(format_args!("step {:>5} {}", step.step, progress.message()));
         }
-        if let Some(json) = &mut json {
-            json.write(&json!({
-                "step": step.step, "loss": step.loss, "gradient_norm": step.gradient_norm, "lr": step.lr,
-                "tokens_per_second": rate,
-            }))?;
-        }
+        console.row(&json!({
+            "step": step.step, "loss": step.loss, "gradient_norm": step.gradient_norm, "lr": step.lr,
+            "tokens_per_second": rate,
+        }));
         if trainer.steps() % args.eval_every.max(1) == 0 || trainer.steps() == args.steps {
             val_loss = validate(&mut trainer, validation.as_ref())?;
             let shown = val_loss.map_or("not measured: no validation data".into(), |loss| format!("{loss:.4}"));
-            progress.suspend(|| println!("step {:>5} validation loss {shown}", step.step));
+            progress.suspend(|| console.say(format_args!("step {:>5} validation loss {shown}", step.step)));
         }
         if trainer.steps() % args.save_every.max(1) == 0 && trainer.steps() < args.steps {
-            trainer.save(&checkpoints, run.clone())?;
-            Checkpoint::prune(&checkpoints, 2)?;
+            folder.save(&mut trainer, run.clone())?;
         }
     }
     progress.finish_and_clear();
-    println!("saved {}", trainer.save(&checkpoints, run)?.display());
-    Checkpoint::prune(&checkpoints, 2)?;
+    console.say(format_args!("saved {}", folder.save(&mut trainer, run)?.display()));
     let summary = json!({
         "final_loss": final_loss,
         "val_loss": val_loss,
@@ -254,16 +257,17 @@ fn main() -> Result<()> {
         "plan_ms": report.plan_ms,
         "plan_hash": report.plan_hash,
     });
-    println!("{summary:#}");
-    if let Some(json) = &mut json {
-        json.write(&summary)?;
-    }
-    if stop.load(Ordering::Relaxed) {
-        println!("stopped; --resume goes on from here");
+    console.say(format_args!("{summary:#}"));
+    console.row(&summary);
+    if let Some(signal) = stop.signal() {
+        console.say(format_args!("stopped by signal {signal}; --resume goes on from here"));
     } else if let Some(prompt) = prompt {
-        sample(&mut trainer, &dataset, &args, &prompt)?;
+        sample(&mut trainer, &dataset, &args, &prompt, &console)?;
     }
-    Ok(())
+    match stop.exit_code() {
+        Some(code) => Ok(code),
+        None => Ok(console.finish().map(|()| ExitCode::SUCCESS)?),
+    }
 }
 
 fn options(args: &Args) -> TrainOptions {
@@ -300,24 +304,14 @@ fn options(args: &Args) -> TrainOptions {
     }
 }
 
-/// The newest checkpoint when resuming. A run that starts anew must not mix its checkpoints with another's.
-fn open_checkpoint(args: &Args, checkpoints: &Path) -> Result<Option<Checkpoint>> {
-    if args.resume {
-        let latest = Checkpoint::latest(checkpoints)?;
-        ensure!(latest.is_some(), "nothing to resume in {}; run without --resume first", checkpoints.display());
-        return Ok(latest);
-    }
-    if checkpoints.exists() {
-        let earlier = (1..u32::MAX).map(|n| args.out.join(format!("checkpoints.{n}"))).find(|p| !p.exists());
-        let Some(earlier) = earlier else { bail!("no free name for the checkpoints of an earlier run") };
-        std::fs::rename(checkpoints, &earlier)?;
-        println!("checkpoints of an earlier run are now in {}", earlier.display());
-    }
-    Ok(None)
+/// The checkpoint to go on from.
+fn newest(folder: &RunFolder) -> Result<Checkpoint> {
+    let nothing = || format!("nothing to resume in {}; run without --resume first", folder.checkpoints().display());
+    Checkpoint::latest(folder.checkpoints())?.with_context(nothing)
 }
 
 /// The data of the run that is resumed, or that of the flags.
-fn open_data(args: &Args, checkpoint: Option<&Checkpoint>) -> Result<Dataset> {
+fn open_data(args: &Args, checkpoint: Option<&Checkpoint>, console: &Console) -> Result<Dataset> {
     if let Some(folder) = checkpoint.and_then(|c| c.metadata()["run"]["data"].as_str()) {
         return Ok(Dataset::open_prepared(Path::new(folder))?);
     }
@@ -329,12 +323,13 @@ fn open_data(args: &Args, checkpoint: Option<&Checkpoint>) -> Result<Dataset> {
         None if args.vocabulary == 256 => VocabularyChoice::Bytes,
         None => VocabularyChoice::Bpe { size: args.vocabulary },
     };
-    println!("preparing the data…");
+    console.say("preparing the data…");
     let dataset = Dataset::prepare(&source, &DataOptions { vocabulary, ..DataOptions::default() })?;
     if let Some(corpus) = dataset.corpus() {
-        println!("{corpus}");
+        console.say(corpus);
     }
-    println!("{} training tokens, {} validation tokens", dataset.training_tokens(), dataset.validation_tokens());
+    let (training, validation) = (dataset.training_tokens(), dataset.validation_tokens());
+    console.say(format_args!("{training} training tokens, {validation} validation tokens"));
     Ok(dataset)
 }
 
@@ -354,34 +349,22 @@ fn validate(trainer: &mut Trainer, windows: Option<&ValidationWindows>) -> Resul
 }
 
 /// The prompt as ids; nothing where there is no tokenizer, as with bare ids.
-fn prompt(dataset: &Dataset, args: &Args) -> Result<Option<Vec<u32>>> {
+fn prompt(dataset: &Dataset, args: &Args, console: &Console) -> Result<Option<Vec<u32>>> {
     ensure!(!args.prompt.is_empty(), "--prompt is empty; begin with at least one character, or use --sample 0");
     match dataset.vocabulary().encode(&args.prompt) {
         Ok(ids) => Ok(Some(ids)),
         Err(error) => {
-            println!("no sample at the end: {error}");
+            console.say(format_args!("no sample at the end: {error}"));
             Ok(None)
         }
     }
 }
 
-fn sample(trainer: &mut Trainer, dataset: &Dataset, args: &Args, prompt: &[u32]) -> Result<()> {
+fn sample(trainer: &mut Trainer, dataset: &Dataset, args: &Args, prompt: &[u32], console: &Console) -> Result<()> {
     let options = SampleOptions { tokens: args.sample, seed: args.seed, ..SampleOptions::default() };
     let continuation = trainer.sample(prompt, &options)?;
-    println!("---\n{}{}\n---", args.prompt, dataset.vocabulary().decode(&continuation)?);
+    console.say(format_args!("---\n{}{}\n---", args.prompt, dataset.vocabulary().decode(&continuation)?));
     Ok(())
-}
-
-/// Set by the first Ctrl-C; the second ends the process at once.
-fn stop_on_ctrl_c() -> Result<Arc<AtomicBool>> {
-    let stop = Arc::new(AtomicBool::new(false));
-    let asked = stop.clone();
-    ctrlc::set_handler(move || {
-        if asked.swap(true, Ordering::Relaxed) {
-            std::process::exit(130);
-        }
-    })?;
-    Ok(stop)
 }
 
 fn progress_bar(steps: u64, done: u64) -> ProgressBar {
@@ -390,10 +373,10 @@ fn progress_bar(steps: u64, done: u64) -> ProgressBar {
 }
 
 /// Warnings go to standard error; with a path, spans go there until the guard is dropped.
-fn start_tracing(path: Option<&Path>) -> Result<Option<tracing_chrome::FlushGuard>> {
+fn start_tracing(path: Option<&Path>, errors: ErrorOutput) -> Result<Option<tracing_chrome::FlushGuard>> {
     use tracing_subscriber::filter::LevelFilter;
     use tracing_subscriber::{Layer, layer::SubscriberExt, util::SubscriberInitExt};
-    let warnings = tracing_subscriber::fmt::layer().without_time().with_writer(std::io::stderr);
+    let warnings = tracing_subscriber::fmt::layer().without_time().with_writer(move || errors.clone());
     let registry = tracing_subscriber::registry().with(warnings.with_filter(LevelFilter::WARN));
     let Some(path) = path else {
         registry.init();

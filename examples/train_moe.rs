@@ -11,6 +11,7 @@ use clap::{Parser, ValueEnum};
 use gapless::engine::data::{DataOptions, Dataset, RustSources, Source, VocabularyChoice};
 use gapless::engine::learning_rate::{LearningRate, Shape};
 use gapless::models::{Moe, MoeConfig, MoeStyle};
+use gapless::run::Console;
 use gapless::{DeviceChoice, Mesh, Overflow, Reserve, TrainOptions, Trainer, communicator};
 
 #[derive(Parser)]
@@ -88,18 +89,21 @@ fn main() -> Result<()> {
         256 => VocabularyChoice::Bytes,
         size => VocabularyChoice::Bpe { size },
     };
-    println!("preparing the data…");
+    let console = Console::default();
+    console.say("preparing the data…");
     let dataset = Dataset::prepare(&source, &DataOptions { vocabulary, ..DataOptions::default() })?;
     let config = args.style.config(dataset.vocabulary().size());
-    println!("{} parameters, {} of them work on a token", config.parameters(), config.active_parameters());
+    let (parameters, active) = (config.parameters(), config.active_parameters());
+    console.say(format_args!("{parameters} parameters, {active} of them work on a token"));
 
     let options = options(&args);
     let trained = communicator::on_threads(args.expert_ranks, |world| {
-        let first = world.rank() == 0;
+        let tells = (world.rank() == 0).then_some(&console);
         let trainer = Trainer::on(world, |vb| Moe::new(&config, vb), options.clone())?;
-        Ok(train(trainer, &dataset, &args, first))
+        Ok(train(trainer, &dataset, &args, tells))
     });
-    trained?.into_iter().collect()
+    trained?.into_iter().collect::<Result<()>>()?;
+    Ok(console.finish()?)
 }
 
 fn options(args: &Args) -> TrainOptions {
@@ -126,11 +130,11 @@ fn options(args: &Args) -> TrainOptions {
     }
 }
 
-/// What one rank does; the first also tells.
-fn train(mut trainer: Trainer, dataset: &Dataset, args: &Args, tells: bool) -> Result<()> {
-    if tells {
-        println!("{}", trainer.device());
-        println!("{}", trainer.report());
+/// What one rank does; the first has a console.
+fn train(mut trainer: Trainer, dataset: &Dataset, args: &Args, console: Option<&Console>) -> Result<()> {
+    if let Some(console) = console {
+        console.say(trainer.device());
+        console.say(trainer.report());
     }
     let training = dataset.training(args.sequence, args.batch, args.seed)?;
     let (mut tokens, mut targets) = (vec![0; args.batch * args.sequence], vec![0; args.batch * args.sequence]);
@@ -138,19 +142,19 @@ fn train(mut trainer: Trainer, dataset: &Dataset, args: &Args, tells: bool) -> R
     while trainer.steps() < args.steps {
         training.fill(trainer.steps(), 0, &mut tokens, &mut targets)?;
         let step = trainer.step(&tokens, &targets)?;
-        if tells && (step.step % 10 == 0 || trainer.steps() == args.steps) {
+        if let Some(console) = console.filter(|_| step.step % 10 == 0 || trainer.steps() == args.steps) {
             let rate = (trainer.steps() * tokens.len() as u64) as f64 / begun.elapsed().as_secs_f64();
             let Balance { bars, most, dropped } = balance(&trainer)?;
-            println!(
+            console.say(format_args!(
                 "step {:>5} loss {:.3} norm {:.2} {rate:.0} tokens/s load {bars} most {most:.2} × the mean, {dropped} dropped",
                 step.step, step.loss, step.gradient_norm
-            );
+            ));
         }
     }
-    if tells {
+    if let Some(console) = console {
         match trainer.routing() {
-            Some(report) => print!("{report}"),
-            None => println!("one rank has all experts: every size was planned"),
+            Some(report) => console.say(report.to_string().trim_end()),
+            None => console.say("one rank has all experts: every size was planned"),
         }
     }
     Ok(())

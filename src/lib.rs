@@ -35,8 +35,11 @@
 //! - [`alloc`]: planning of bytes × time, on its own.
 //! - [`allocators`]: models of the allocators that people use today, to compare with.
 //! - [`parallel`]: schedules of pipeline stages.
+//! - [`run`]: what a training program needs around its trainer.
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
+
+pub mod run;
 
 pub use gapless_alloc as alloc;
 pub use gapless_allocators as allocators;

@@ -1,0 +1,148 @@
+//! What a run says. That nobody hears it (a closed pipe, a full disk) does not end the run, but its exit code tells.
+
+use std::fmt::{self, Display};
+use std::io::{self, Write};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use gapless_engine::metrics::{JsonLines, MetricsError};
+use serde::Serialize;
+
+/// Lines for the standard output, rows for a file, warnings for the standard error. What cannot be written is counted, said once
+/// on the standard error, and an error at the end.
+#[derive(Debug, Default)]
+pub struct Console {
+    rows: Option<JsonLines>,
+    errors: ErrorOutput,
+}
+
+impl Console {
+    /// Also writes rows, as JSON, one per line.
+    pub fn with_rows(mut self, rows: JsonLines) -> Self {
+        self.rows = Some(rows);
+        self
+    }
+
+    /// Writes a line to the standard output.
+    pub fn say(&self, line: impl Display) {
+        self.errors.note("the standard output", say_to(&mut io::stdout().lock(), line));
+    }
+
+    /// Writes a row, if rows are written.
+    pub fn row(&mut self, row: &impl Serialize) {
+        if let Some(Err(MetricsError { path, source })) = self.rows.as_mut().map(|rows| rows.write(row)) {
+            self.errors.note(&path.display().to_string(), Err(source));
+        }
+    }
+
+    /// The standard error, for warnings: writing to it never fails.
+    pub fn errors(&self) -> ErrorOutput {
+        self.errors.clone()
+    }
+
+    /// The end of the run.
+    ///
+    /// # Errors
+    /// When something could not be written.
+    pub fn finish(self) -> Result<(), OutputLost> {
+        let lost = std::mem::take(&mut *self.errors.lost.lock().unwrap_or_else(PoisonError::into_inner));
+        if lost.is_empty() { Ok(()) } else { Err(OutputLost { lost }) }
+    }
+}
+
+fn say_to(out: &mut impl Write, line: impl Display) -> io::Result<()> {
+    writeln!(out, "{line}")?;
+    out.flush()
+}
+
+/// The standard error, and what could not be written to any output.
+#[derive(Debug, Clone, Default)]
+pub struct ErrorOutput {
+    lost: Arc<Mutex<Vec<Lost>>>,
+}
+
+#[derive(Debug)]
+struct Lost {
+    output: String,
+    error: io::Error,
+    count: u64,
+}
+
+impl ErrorOutput {
+    /// Counts a failure; the first of an output is said.
+    fn note(&self, output: &str, result: io::Result<()>) {
+        let Err(error) = result else { return };
+        let line = format!("cannot write to {output}: {error}; training goes on without it\n");
+        if self.is_first(output, error) {
+            self.write_line(line.as_bytes());
+        }
+    }
+
+    fn is_first(&self, output: &str, error: io::Error) -> bool {
+        let mut all = self.lost.lock().unwrap_or_else(PoisonError::into_inner);
+        match all.iter_mut().find(|lost| lost.output == output) {
+            Some(lost) => {
+                lost.count += 1;
+                false
+            }
+            None => {
+                all.push(Lost { output: output.to_owned(), error, count: 1 });
+                true
+            }
+        }
+    }
+
+    fn write_line(&self, line: &[u8]) {
+        if let Err(error) = io::stderr().write_all(line) {
+            self.is_first("the standard error", error);
+        }
+    }
+}
+
+impl Write for ErrorOutput {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.write_line(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// What a run could not write.
+#[derive(Debug)]
+pub struct OutputLost {
+    lost: Vec<Lost>,
+}
+
+impl Display for OutputLost {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let lost = self.lost.iter().map(|Lost { output, error, count }| format!("{count} to {output} ({error})"));
+        write!(f, "the run is complete, but these writes failed: {}", lost.collect::<Vec<_>>().join(", "))
+    }
+}
+
+impl std::error::Error for OutputLost {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The device to which nothing can be written is there on Linux alone.
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn rows_that_cannot_be_written_are_told_at_the_end() {
+        let rows = JsonLines::append("/dev/full".as_ref()).unwrap();
+        let mut console = Console::default().with_rows(rows);
+        (0..3).for_each(|step| console.row(&step));
+        let error = console.finish().unwrap_err().to_string();
+        assert!(error.contains("3 to /dev/full (No space left"), "{error}");
+    }
+
+    #[test]
+    fn a_run_that_is_heard_ends_without_an_error() {
+        let console = Console::default();
+        writeln!(console.errors()).unwrap();
+        console.finish().unwrap();
+    }
+}

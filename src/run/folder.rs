@@ -1,0 +1,117 @@
+//! The folder of a run: one run at a time, and its checkpoints.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use gapless_engine::checkpoint::{Checkpoint, CheckpointError, FolderLock};
+use gapless_engine::{TrainError, Trainer};
+
+/// Checkpoints that are kept.
+const KEPT: usize = 2;
+
+/// A folder that one run at a time writes into. Its checkpoints are in `checkpoints`.
+///
+/// [`Self::open`] is for the start of a program: it refuses a folder that is in use, and changes nothing. [`Self::claim`] is for
+/// when there is a trainer, and nothing else can be refused.
+#[derive(Debug)]
+pub struct RunFolder {
+    path: PathBuf,
+    checkpoints: PathBuf,
+    lock: Option<FolderLock>,
+}
+
+impl RunFolder {
+    /// Locks the folder if it is there.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Locked`], which names the process that has it; a folder that cannot be written into.
+    pub fn open(path: &Path) -> Result<Self, CheckpointError> {
+        let lock = match fs::metadata(path) {
+            Ok(_) => Some(FolderLock::acquire(path)?),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+            Err(source) => return Err(CheckpointError::Read { path: path.to_owned(), source }),
+        };
+        Ok(Self { path: path.to_owned(), checkpoints: path.join("checkpoints"), lock })
+    }
+
+    /// Makes the folder and locks it, unless it was there.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub fn claim(&mut self) -> Result<(), CheckpointError> {
+        if self.lock.is_none() {
+            let path = self.path.clone();
+            fs::create_dir_all(&path).map_err(|source| CheckpointError::Write { path, source })?;
+            self.lock = Some(FolderLock::acquire(&self.path)?);
+        }
+        Ok(())
+    }
+
+    /// Where it lies.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Where its checkpoints are.
+    pub fn checkpoints(&self) -> &Path {
+        &self.checkpoints
+    }
+
+    /// Renames the checkpoints of an earlier run, for one that starts anew, and answers where they are now. To be called when
+    /// nothing can refuse the new run any more.
+    ///
+    /// # Errors
+    /// A rename that fails.
+    pub fn set_aside(&self) -> Result<Option<PathBuf>, CheckpointError> {
+        match fs::symlink_metadata(&self.checkpoints) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(source) => return Err(CheckpointError::Read { path: self.checkpoints.clone(), source }),
+            Ok(_) => {}
+        }
+        let names = (1u64..).map(|number| self.path.join(format!("checkpoints.{number}")));
+        let mut free = names.filter(|path| fs::symlink_metadata(path).is_err());
+        let earlier = free.next().expect("numbers do not end");
+        match fs::rename(&self.checkpoints, &earlier) {
+            Ok(()) => Ok(Some(earlier)),
+            Err(source) => Err(CheckpointError::Write { path: self.checkpoints.clone(), source }),
+        }
+    }
+
+    /// Saves a checkpoint, and removes old ones but for the newest two that are sound. That one cannot be removed is a warning.
+    ///
+    /// # Errors
+    /// As [`Trainer::save`].
+    pub fn save(&self, trainer: &mut Trainer, run: serde_json::Value) -> Result<PathBuf, TrainError> {
+        let path = trainer.save(&self.checkpoints, run)?;
+        if let Err(error) = Checkpoint::prune(&self.checkpoints, KEPT) {
+            tracing::warn!(%error, "an old checkpoint stays");
+        }
+        Ok(path)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_run_at_a_time_and_nothing_is_touched_before_it_is_claimed() {
+        let folder = tempfile::tempdir().unwrap();
+        let out = folder.path().join("run");
+        let mut first = RunFolder::open(&out).unwrap();
+        assert!(!out.exists());
+        first.claim().unwrap();
+        let error = RunFolder::open(&out).unwrap_err().to_string();
+        assert!(error.contains(&format!("in use by process {}", std::process::id())), "{error}");
+
+        assert_eq!(first.set_aside().unwrap(), None);
+        fs::create_dir(first.checkpoints()).unwrap();
+        drop(first);
+        let second = RunFolder::open(&out).unwrap();
+        assert!(second.checkpoints().exists());
+        assert_eq!(second.set_aside().unwrap(), Some(out.join("checkpoints.1")));
+        fs::create_dir(second.checkpoints()).unwrap();
+        assert_eq!(second.set_aside().unwrap(), Some(out.join("checkpoints.2")));
+    }
+}

@@ -1,0 +1,33 @@
+//! What a training program needs around its [`Trainer`](crate::Trainer): a folder that is its own, words that may be lost, an
+//! end by a signal.
+//!
+//! In: a folder, lines and rows, signals. Out: checkpoints of one run at a time, and an exit code that tells what was lost. Never:
+//! an end of the training because nobody listens.
+//!
+//! ```
+//! use gapless::run::{Console, RunFolder, Stop};
+//!
+//! # let out = tempfile::tempdir()?;
+//! let mut console = Console::default();
+//! let mut folder = RunFolder::open(out.path())?; // refused while another run has it; nothing is changed yet
+//! // … options, data, and a trainer: all that may be refused …
+//! folder.claim()?;
+//! if let Some(earlier) = folder.set_aside()? {
+//!     console.say(format_args!("checkpoints of an earlier run are now in {}", earlier.display()));
+//! }
+//! let stop = Stop::on_signals()?;
+//! while stop.signal().is_none() {
+//!     // … trainer.step(…), folder.save(&mut trainer, …) …
+//!     # break;
+//! }
+//! console.finish()?; // an error when something could not be written
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod console;
+mod folder;
+mod stop;
+
+pub use console::{Console, ErrorOutput, OutputLost};
+pub use folder::RunFolder;
+pub use stop::Stop;

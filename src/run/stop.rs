@@ -1,0 +1,57 @@
+//! Signals that ask a run to end: it saves, and exits by the convention of 128 + signal, so that who sent it sees that the run is
+//! not complete.
+
+use std::io;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+#[cfg(unix)]
+use signal_hook::consts::SIGHUP;
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::flag;
+
+#[cfg(unix)]
+const SIGNALS: [i32; 3] = [SIGINT, SIGTERM, SIGHUP];
+#[cfg(not(unix))]
+const SIGNALS: [i32; 2] = [SIGINT, SIGTERM];
+
+/// Whether a signal has asked the process to end. The first is noted; the second ends the process.
+#[derive(Debug, Clone)]
+pub struct Stop {
+    signal: Arc<AtomicUsize>,
+}
+
+impl Stop {
+    /// Listens for Ctrl-C, SIGTERM and SIGHUP. A signal that whoever started the process told it to ignore (`nohup`) stays ignored.
+    ///
+    /// # Errors
+    /// When the operating system refuses a handler.
+    pub fn on_signals() -> io::Result<Self> {
+        let (signal, asked) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
+        for number in SIGNALS.into_iter().filter(|&number| !is_ignored(number)) {
+            // In this order: the second signal finds the flag that the first has set.
+            flag::register_conditional_shutdown(number, 128 + number, asked.clone())?;
+            flag::register(number, asked.clone())?;
+            flag::register_usize(number, signal.clone(), number as usize)?;
+        }
+        Ok(Self { signal })
+    }
+
+    /// The signal that has come.
+    pub fn signal(&self) -> Option<u8> {
+        u8::try_from(self.signal.load(Ordering::Relaxed)).ok().filter(|&signal| signal > 0)
+    }
+
+    /// How a process ends that a signal has stopped.
+    pub fn exit_code(&self) -> Option<ExitCode> {
+        self.signal().map(|signal| ExitCode::from(128 + signal))
+    }
+}
+
+/// Whether the process was started to ignore the signal; false where the operating system does not say.
+fn is_ignored(signal: i32) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| u64::from_str_radix(line.strip_prefix("SigIgn:")?.trim(), 16).ok());
+    mask.unwrap_or(0) >> (signal - 1) & 1 == 1
+}
