@@ -1,7 +1,9 @@
 //! What the program says: to whoever reads it, and in silence where nobody does any more (`gapless … | head`).
 
 use std::fmt::Display;
+use std::fs::{self, File};
 use std::io::{self, BufWriter, ErrorKind, Write};
+use std::path::Path;
 
 use anyhow::Context;
 
@@ -18,4 +20,60 @@ pub fn print(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> anyhow::Re
 pub fn tell(what: impl Display) {
     // Nobody is left to be told of an error here.
     let _ = writeln!(io::stderr(), "{what}");
+}
+
+/// Writes a file beside the one that has its name, and renames it: a reader sees the old one or the new one, whole, and so does the
+/// next run of a command that was killed. What is no file, like a pipe, is written to.
+pub fn replace(path: &Path, write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
+    let write_to = |file: File| {
+        let mut out = BufWriter::new(file);
+        write(&mut out)?;
+        out.into_inner().map_err(io::IntoInnerError::into_error)
+    };
+    // The file that a link names, not the link.
+    let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    let metadata = fs::metadata(&path).ok();
+    if metadata.as_ref().is_some_and(|metadata| !metadata.is_file()) {
+        return write_to(File::options().write(true).open(&path)?).map(drop);
+    }
+    let name = path.file_name().ok_or(ErrorKind::InvalidFilename)?.to_string_lossy();
+    let beside = path.with_file_name(format!(".{name}.{}.tmp", std::process::id()));
+    let written = (|| {
+        let file = write_to(File::create_new(&beside)?)?;
+        if let Some(metadata) = metadata {
+            file.set_permissions(metadata.permissions())?;
+        }
+        file.sync_all()?;
+        fs::rename(&beside, &path)
+    })();
+    if written.is_err() {
+        // The first error is told.
+        let _ = fs::remove_file(&beside);
+    }
+    written
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_that_cannot_be_written_whole_stays_as_it_was() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("table.csv");
+        fs::write(&path, "old").unwrap();
+        let failed = replace(&path, |out| {
+            out.write_all(&[b'x'; 100_000])?;
+            Err(ErrorKind::StorageFull.into())
+        });
+        assert_eq!((failed.unwrap_err().kind(), fs::read(&path).unwrap()), (ErrorKind::StorageFull, b"old".to_vec()));
+        let looked_at = replace(&path, |out| {
+            out.write_all(&[b'x'; 100_000])?;
+            assert_eq!(fs::read(&path)?, b"old");
+            Ok(())
+        });
+        looked_at.unwrap();
+        assert_eq!(fs::read(&path).unwrap(), [b'x'; 100_000]);
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "nothing is left beside it");
+    }
 }

@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 use std::fs::File;
-use std::io::{BufReader, BufWriter, Write};
+use std::io::{self, BufReader};
 use std::path::Path;
 use std::time::Instant;
 
@@ -15,7 +15,7 @@ use gapless_alloc::{
 };
 
 use super::{Arguments, draw};
-use crate::output::{print, tell};
+use crate::output::{print, replace, tell};
 
 /// What a table's offset column is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -51,7 +51,8 @@ pub fn place(arguments: &Arguments, file: &Path) -> anyhow::Result<Fit> {
         panic!("the planner made a plan that the checker rejects: {violations:?}");
     }
     if let Some(out) = &arguments.out {
-        write(out, &table, &solution).with_context(|| format!("cannot write {}", out.display()))?;
+        replace(out, |out| table.write(out, Some(&solution.offsets)).map_err(io::Error::other))
+            .with_context(|| format!("cannot write {}", out.display()))?;
     }
     if let Some(path) = &arguments.draw {
         let labels: Vec<Label> = table.ids.iter().map(|id| label(id)).collect();
@@ -185,10 +186,4 @@ fn tell_why(verdict: &Verdict, why: Option<Explanation>) {
     if let Some(why) = why {
         tell(why.to_string().trim_end());
     }
-}
-
-fn write(path: &Path, table: &Table, solution: &Solution) -> anyhow::Result<()> {
-    let mut out = BufWriter::new(File::create(path)?);
-    table.write(&mut out, Some(&solution.offsets))?;
-    Ok(out.flush()?)
 }
