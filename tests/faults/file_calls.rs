@@ -1,0 +1,106 @@
+//! A kill, or an error, at each file call of a resume, a save and the removal of old checkpoints, by `strace`.
+
+use std::collections::BTreeMap;
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::{Command, Output};
+
+use gapless_testing::not_checked;
+
+use crate::{Budget, Draw, Judge, copy, two_steps, victim_command};
+
+const ERRORS: [&str; 6] = ["EIO", "ENOSPC", "EACCES", "EMFILE", "EINTR", "EROFS"];
+
+/// The nth call of a name.
+type Call = (String, usize);
+
+pub fn a_kill_loses_nothing() {
+    at_calls(Budget::new(25, 20), |_, (name, nth), _| {
+        let inject = format!("inject={name}:signal=KILL:when={nth}");
+        (inject, Box::new(|output: &Output| output.status.signal() == Some(9)))
+    });
+}
+
+pub fn an_error_loses_nothing() {
+    at_calls(Budget::new(25, 20), |draw, (name, nth), dir| {
+        let error = ERRORS[draw.below(ERRORS.len())];
+        let dir = dir.display().to_string();
+        let is_told = move |output: &Output| match output.status.code() {
+            Some(0) => true,
+            Some(1) => String::from_utf8_lossy(&output.stderr).contains(&dir),
+            _ => false,
+        };
+        (format!("inject={name}:error={error}:when={nth}"), Box::new(is_told))
+    });
+}
+
+/// What is injected, and how the victim may end.
+type Fault = (String, Box<dyn Fn(&Output) -> bool>);
+
+/// Injects faults at calls until the budget is spent, first of each name, then in a random order.
+fn at_calls(budget: Budget, fault: impl Fn(&mut Draw, &Call, &Path) -> Fault) {
+    let (template, mut judge, mut draw) = (two_steps(), Judge::new(), Draw::new());
+    let Some(mut calls) = calls(template.path()) else { return };
+    let all = calls.len();
+    let mut done = 0;
+    while budget.allows(done) {
+        let case = calls.swap_remove(draw.below(calls.len()));
+        let work = tempfile::tempdir().unwrap();
+        let dir = work.path().join("run");
+        copy(template.path(), &dir);
+        let (inject, is_allowed) = fault(&mut draw, &case, &dir);
+        let output = strace(&["-o", "/dev/null", "-e", &format!("trace={}", case.0), "-e", &inject], &dir);
+        let said = String::from_utf8_lossy(&output.stdout).lines().filter_map(|line| line.parse().ok()).max();
+        let resumed = judge.resumes(&dir);
+        assert!(is_allowed(&output), "{inject}: {output:?}");
+        assert!(resumed >= said.unwrap_or(2), "{inject}: {said:?} was saved, but {resumed} is left");
+        // The next run cleans up.
+        let next = victim_command(&dir, 4).output().unwrap();
+        assert!(next.status.success() && judge.resumes(&dir) == 4, "{inject}, then {next:?}");
+        done += 1;
+        if calls.is_empty() {
+            break;
+        }
+    }
+    println!("faults at {done} of {all} file calls");
+}
+
+/// The victim's calls that are about the run's folder. Nothing where they cannot be had.
+fn calls(template: &Path) -> Option<Vec<Call>> {
+    let work = tempfile::tempdir().unwrap();
+    let (dir, log) = (work.path().join("run"), work.path().join("log"));
+    copy(template, &dir);
+    if let Err(error) = Command::new("strace").arg("--version").output() {
+        not_checked(format_args!("strace cannot be run: {error}"));
+        return None;
+    }
+    let output = strace(&["-y", "-o", log.to_str().unwrap(), "-e", "trace=%file,%desc"], &dir);
+    if !output.status.success() {
+        not_checked(format_args!("strace may not trace: {}", String::from_utf8_lossy(&output.stderr)));
+        return None;
+    }
+    let (mut counts, mut calls) = (BTreeMap::new(), Vec::new());
+    let log = std::fs::read_to_string(log).unwrap();
+    let main = log.split_whitespace().next().expect("a first call").to_owned();
+    for line in log.lines() {
+        let Some((name, rest)) = line.strip_prefix(&main).and_then(|line| line.trim_start().split_once('(')) else {
+            continue;
+        };
+        let count = counts.entry(name.to_owned()).or_insert(0);
+        *count += 1;
+        // The standard library asserts that a folder's descriptor can be closed.
+        if rest.contains(dir.to_str().unwrap()) && name != "close" && name != "execve" {
+            calls.push((name.to_owned(), *count));
+        }
+    }
+    assert!(calls.len() > 50, "a resume and a save have more calls than {}", calls.len());
+    Some(calls)
+}
+
+/// The victim, a step on from the template.
+fn strace(arguments: &[&str], dir: &Path) -> Output {
+    let victim = victim_command(dir, 3);
+    let mut command = Command::new("strace");
+    command.args(["-f", "-qq"]).args(arguments).arg(victim.get_program()).args(victim.get_args());
+    command.output().unwrap()
+}

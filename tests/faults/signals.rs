@@ -1,0 +1,64 @@
+//! Signals at random moments, and two runs in one folder.
+
+use std::io::{BufRead, BufReader};
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
+
+use crate::{Budget, Draw, Judge, victim_command};
+
+const SIGNALS: [(&str, i32); 4] = [("INT", 2), ("TERM", 15), ("HUP", 1), ("KILL", 9)];
+
+/// A victim that does not end by itself, and the steps that it says it has saved.
+fn endless(dir: &Path) -> (Child, Receiver<u64>) {
+    let mut child = victim_command(dir, u64::MAX).stdout(Stdio::piped()).spawn().unwrap();
+    let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let (sender, steps) = channel();
+    std::thread::spawn(move || lines.map_while(Result::ok).try_for_each(|line| sender.send(line.parse().unwrap())));
+    (child, steps)
+}
+
+fn send(signal: &str, child: &Child) {
+    let status = Command::new("sh").args(["-c", &format!("kill -s {signal} {}", child.id())]).status().unwrap();
+    assert!(status.success());
+}
+
+pub fn save_and_are_told() {
+    let (budget, mut draw, mut judge) = (Budget::new(12, 10), Draw::new(), Judge::new());
+    let mut case = 0;
+    while budget.allows(case) {
+        let dir = tempfile::tempdir().unwrap();
+        let (name, number) = SIGNALS[case % SIGNALS.len()];
+        let (mut child, steps) = endless(dir.path());
+        // Some steps, and a part of one; a part of the start where there are none.
+        let mut said = (0..draw.below(4)).filter_map(|_| steps.recv().ok()).last().unwrap_or(0);
+        said = steps.recv_timeout(Duration::from_micros(draw.below(30_000) as u64)).unwrap_or(said);
+        send(name, &child);
+        let status = child.wait().unwrap();
+        said = steps.iter().last().unwrap_or(said);
+        let is_killed = status.signal() == Some(number) && (number == 9 || said == 0);
+        assert!(is_killed || status.code() == Some(128 + number), "SIG{name} after step {said}: {status}");
+        let resumed = judge.resumes(dir.path());
+        assert!(resumed >= said, "SIG{name}: {said} was saved, but {resumed} is left");
+        case += 1;
+    }
+    println!("{case} signals");
+}
+
+pub fn a_second_run_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let (mut first, steps) = endless(dir.path());
+    steps.recv().unwrap();
+    let second = victim_command(dir.path(), 3).output().unwrap();
+    let error = String::from_utf8_lossy(&second.stderr);
+    assert_eq!(second.status.code(), Some(1), "{error}");
+    assert!(error.contains(&format!("is in use by process {}", first.id())), "{error}");
+    // The lock dies with its owner.
+    first.kill().unwrap();
+    first.wait().unwrap();
+    let saved = Judge::new().resumes(dir.path());
+    let third = victim_command(dir.path(), saved + 1).output().unwrap();
+    assert!(third.status.success(), "{third:?}");
+}
