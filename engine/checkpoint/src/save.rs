@@ -166,6 +166,7 @@ fn create_partial(disk: &mut impl Disk, dir: &Path, partial: &Path) -> Result<()
     if is_there(partial) {
         disk.remove_folder(partial).map_err(write_error(partial))?;
     }
+    tell_of_other_name(partial);
     let is_new = !is_there(dir);
     disk.create_folder(partial).map_err(write_error(partial))?;
     match dir.parent() {
@@ -192,10 +193,7 @@ fn write_manifest(disk: &mut impl Disk, partial: &Path, manifest: &Manifest) -> 
 fn rename_into_place(disk: &mut impl Disk, dir: &Path, step: u64) -> Result<PathBuf, CheckpointError> {
     let [partial, path, replaced] =
         [State::Partial, State::Committed, State::Replaced].map(|state| path_for(dir, step, state));
-    if !path.ends_with(format!("step-{step:08}")) {
-        let path = path.display();
-        tracing::warn!(%path, "a checkpoint gets another name: what has its own is no checkpoint of this step");
-    }
+    tell_of_other_name(&path);
     let replacing = is_there(&path);
     if replacing {
         if is_there(&replaced) {
@@ -215,6 +213,15 @@ fn rename_into_place(disk: &mut impl Disk, dir: &Path, step: u64) -> Result<Path
         let _ = disk.remove_folder(&replaced);
     }
     Ok(path)
+}
+
+/// Says that a folder of checkpoints has something in it that is none, or one that was renamed.
+fn tell_of_other_name(path: &Path) {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    if name.matches('-').count() > 1 {
+        let path = path.display();
+        tracing::warn!(%path, "a checkpoint gets another name: what has its own is no checkpoint of this step");
+    }
 }
 
 /// Whether something has the path; what cannot be looked at is treated as if there were, so that the error is told.
