@@ -261,7 +261,7 @@ fn the_step_is_the_manifests() {
     assert_eq!(latest(dir), Some((40, 4)), "progress is not hidden by a name");
 
     // A renamed folder is neither removed nor replaced, and what is saved in its stead is found.
-    assert_eq!(Checkpoint::prune(dir, 1).unwrap(), [PathBuf::new(); 0]);
+    assert!(Checkpoint::prune(dir, 1).unwrap().is_empty());
     let path = save(&mut RealDisk, dir, 999, 9).unwrap();
     assert_eq!(path, dir.join("step-00000999-2"));
     assert_eq!(latest(dir), Some((999, 9)));
