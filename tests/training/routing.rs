@@ -172,7 +172,7 @@ fn an_overflow_ends_the_step_on_all_ranks() {
             assert!(unchanged, "{what}: the model has changed");
             checked.unwrap_or_else(|error| panic!("{what}: what was served before: {error}"));
             assert!(
-                matches!(again, Err(TrainError::Runtime(RuntimeError::Communicator { .. }))),
+                matches!(again, Err(TrainError::Ranks(_) | TrainError::Runtime(RuntimeError::Communicator { .. }))),
                 "{what}, once more: {again:?}"
             );
             let overflows = match outcome.expect_err(&what) {
