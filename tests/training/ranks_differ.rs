@@ -7,8 +7,10 @@ use gapless::{Mesh, Recompute, Trainer};
 
 use crate::common::{Kind, Run};
 
+type Change = dyn Fn(&mut Run) + Sync;
+
 /// What the two ranks of a run answer, of which the second is changed, and trains on the batch of another step.
-fn answers(change: &(dyn Fn(&mut Run) + Sync), batch_of: u64) -> Vec<String> {
+fn answers(change: &Change, batch_of: u64) -> Vec<String> {
     let answer = |rank: usize, world| {
         let mut run = Run::default();
         (run.options.threads, run.options.mesh) = (1, Mesh { data: 2, ..Mesh::default() });
@@ -26,7 +28,7 @@ fn answers(change: &(dyn Fn(&mut Run) + Sync), batch_of: u64) -> Vec<String> {
 
 #[test]
 fn ranks_that_differ_are_stopped_by_name() {
-    let changes: [(&str, &(dyn Fn(&mut Run) + Sync)); 8] = [
+    let changes: [(&str, &Change); 8] = [
         ("seed", &|run| run.options.seed += 1),
         ("batch size", &|run| run.options.batch *= 2),
         ("number of micro-batches", &|run| run.options.micro_batches = 2),
