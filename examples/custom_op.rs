@@ -3,6 +3,7 @@
 //! An operation says its shape rule, its gradient as more graph, its CPU kernel, and the same once more in f64 as simply as
 //! possible. `gradient_check` then judges the gradient by finite differences and the kernel by the f64 form.
 
+use gapless::engine::kernels::cuda::Fusible;
 use gapless::engine::{Args, Array, Gradient, Op, Reference, Spec, gradient_check};
 use gapless::nn::{Embedding, Linear, Module, VarBuilder, embedding, linear};
 use gapless::{Model, Result, Tensor, TrainOptions, Trainer};
@@ -38,6 +39,11 @@ impl Op for SquaredRelu {
             y.copy_from_slice(args.input(0));
         }
         y.iter_mut().for_each(|y| *y = y.max(0.0) * y.max(0.0));
+    }
+
+    /// The same in C, for a GPU, where it is fused with its neighbours.
+    fn cuda_fusible(&self) -> Option<Fusible> {
+        Some(Fusible::each("fmaxf($0, 0.0f) * fmaxf($0, 0.0f)"))
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {

@@ -29,7 +29,7 @@ impl Default for CompileOptions {
 }
 
 impl CompileOptions {
-    /// An arena that must fit so many bytes, if any, planned with so much work; [`compile`] refuses what doesn't.
+    /// An arena that must fit so many bytes, if any, planned with so much work; [`compile`](crate::compile) refuses what doesn't.
     pub fn within(capacity: Option<u64>, work: u64, reserve: Reserve) -> Self {
         let Self { planner, .. } = Self::default();
         Self { planner: Options { capacity, work, ..planner }, reserve }

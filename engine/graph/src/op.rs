@@ -129,9 +129,10 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
         None
     }
 
-    /// What is launched on a GPU, in order; none where there are no kernels for it. Not called for views.
-    fn cuda(&self, _operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
-        None
+    /// What is launched on a GPU, in order; none where there are no kernels for it. An operation of elements
+    /// ([`Fusible::Each`](gapless_kernels::cuda::Fusible::Each)) has a generated kernel. Not called for views.
+    fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
+        gapless_kernels::cuda::generate::each(self.name(), self.cuda_fusible()?, operands)
     }
 
     /// The same in f64, as simply as it can be said: one array per output.

@@ -142,7 +142,7 @@ impl Tensor {
         Self::new(&self.graph, id)
     }
 
-    /// Shows the value to whoever trains, as a figure of each step ([`Trainer::watched`](crate::Trainer::watched)): summed over
+    /// Shows the value to whoever trains, as a figure of each step (`Trainer::watched`): summed over
     /// the micro-batches and data ranks. Costs its bytes until the next step. Of several of one name, the later ones have a number
     /// behind it: `name.2`.
     pub fn watch(&self, name: &str) {

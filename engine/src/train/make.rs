@@ -26,8 +26,8 @@ impl Trainer {
     ///
     /// # Errors
     /// When the options or the model's shapes do not fit together, or the arena does not fit the device's memory;
-    /// [`TrainError::NoKernels`] for another type than f32 on the CPU; [`TrainError::OverBudget`]; [`TrainError::Offload`] when its file cannot be
-    /// made; `TrainError::Device` and `TrainError::NoDeviceKernels` when there is no GPU that was asked for, or it has no kernels for a step.
+    /// [`RuntimeError::NoKernels`](gapless_runtime::Error::NoKernels) for another type than f32 on the CPU; [`OverBudget`](gapless_compile::Error::OverBudget); [`RuntimeError::Offload`](gapless_runtime::Error::Offload) when its file cannot be
+    /// made; `RuntimeError::Device` and `RuntimeError::NoDeviceKernels` when there is no GPU that was asked for, or it has no kernels for a step.
     pub fn new<M: Model>(
         build: impl Fn(VarBuilder) -> gapless_graph::Result<M>,
         options: TrainOptions,

@@ -148,7 +148,7 @@ impl Trainer {
     /// What of a GPU's memory is in use, and for what; nothing on the CPU.
     ///
     /// # Errors
-    /// `TrainError::Device`.
+    /// `RuntimeError::Device`.
     #[cfg(feature = "cuda")]
     pub fn device_memory(&self) -> Result<Option<cuda::DeviceMemory>> {
         let backend = self.session.backend::<cuda::CudaBackend>();
@@ -174,8 +174,8 @@ impl Trainer {
     ///
     /// # Errors
     /// [`TrainError::NonFinite`] when the loss or a gradient is not finite: the model is left as it was before the step, unless
-    /// [`TrainOptions::release_gradients`]. Ids outside the vocabulary, and batches of the wrong size. [`TrainError::Communicator`] when
-    /// another rank fails, [`TrainError::Routing`] and [`TrainError::Growth`] when rows find no room, [`TrainError::Offload`] when a file cannot be written or read.
+    /// [`TrainOptions::release_gradients`]. Ids outside the vocabulary, and batches of the wrong size. [`RuntimeError::Communicator`](gapless_runtime::Error::Communicator) when
+    /// another rank fails, [`RuntimeError::Routing`](gapless_runtime::Error::Routing) and [`RuntimeError::Growth`](gapless_runtime::Error::Growth) when rows find no room, [`RuntimeError::Offload`](gapless_runtime::Error::Offload) when a file cannot be written or read.
     pub fn step(&mut self, tokens: &[u32], targets: &[u32]) -> Result<StepReport> {
         let lr = self.schedule.at(self.step);
         let program = self.programs.train;
@@ -294,12 +294,12 @@ impl Trainer {
     /// time have a byte in common. Returns how many of the latter there were.
     ///
     /// # Errors
-    /// [`TrainError::BadRun`] with all that do.
+    /// [`RuntimeError::BadRun`](gapless_runtime::Error::BadRun) with all that do.
     pub fn check_run(&self) -> Result<usize> {
         Ok(self.session.check_run()?)
     }
 
-    /// What the model shows of the last step under this name ([`Tensor::watch`]): a candle tensor over the arena's own bytes, valid
+    /// What the model shows of the last step under this name ([`Tensor::watch`](gapless_graph::Tensor::watch)): a candle tensor over the arena's own bytes, valid
     /// until the next run.
     ///
     /// # Errors

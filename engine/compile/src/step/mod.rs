@@ -1,7 +1,7 @@
 //! From a model's source to the executable of everything that a trainer runs.
 //!
 //! [`compile_step`] is the table of contents of this crate. What it calls stands in a file of its own each: recording
-//! ([`record`](self::record)), the update (`update`), recomputation ([`recompute`](crate::recompute)), lowering and the passes
+//! (`record`), the update (`update`), recomputation ([`recompute`](crate::recompute)), lowering and the passes
 //! (`lower`, `passes`), and addresses (`link`).
 
 #[cfg(test)]

@@ -67,7 +67,7 @@ impl VarBuilder {
         &self.path
     }
 
-    /// The type of the parameters: [`TrainOptions::dtype`](crate::TrainOptions::dtype).
+    /// The type of the parameters: `TrainOptions::dtype`.
     pub fn dtype(&self) -> DType {
         self.dtype
     }

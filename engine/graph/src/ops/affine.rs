@@ -45,9 +45,6 @@ impl Op for Affine {
         let constants = vec![Number(self.scale as f32), Number(self.shift as f32)];
         Some(Fusible::Each { outputs: vec!["$0 * %0 + %1".into()], constants })
     }
-    fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
-        gapless_kernels::cuda::launch::affine(self.scale, self.shift, operands)
-    }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         vec![args.input(0).map(|x| x * self.scale + self.shift)]

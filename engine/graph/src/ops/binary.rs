@@ -96,9 +96,6 @@ impl Op for Binary {
             BinaryKind::Div => "$0 / $1",
         }))
     }
-    fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
-        gapless_kernels::cuda::launch::binary(self.kind.name(), operands)
-    }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         vec![args.input(0).zip(args.input(1), |a, b| match self.kind {

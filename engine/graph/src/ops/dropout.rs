@@ -81,9 +81,6 @@ impl Op for Dropout {
         let constants = vec![Constant::Place(self.key), threshold, scale];
         Some(Fusible::Each { outputs: vec!["dropped(%0, i, $0, %1, %2)".into()], constants })
     }
-    fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
-        gapless_kernels::cuda::launch::dropout(self.key, threshold(self.p), self.scale() as f32, operands)
-    }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let x = args.input(0);

@@ -40,9 +40,6 @@ impl Op for SwiGlu {
     fn cuda_fusible(&self) -> Option<gapless_kernels::cuda::Fusible> {
         Some(gapless_kernels::cuda::Fusible::each("silu($0) * $1"))
     }
-    fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
-        gapless_kernels::cuda::launch::gated(operands)
-    }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         vec![args.input(0).zip(args.input(1), |gate, up| gate / (1.0 + (-gate).exp()) * up)]
@@ -89,9 +86,6 @@ impl Op for SwiGluGrad {
     fn cuda_fusible(&self) -> Option<gapless_kernels::cuda::Fusible> {
         let outputs = vec!["$2 * $1 * silu_derivative($0)".into(), "$2 * silu($0)".into()];
         Some(gapless_kernels::cuda::Fusible::Each { outputs, constants: Vec::new() })
-    }
-    fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
-        gapless_kernels::cuda::launch::gated_grad(operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {

@@ -108,9 +108,6 @@ impl Op for Unary {
     fn cuda_fusible(&self) -> Option<gapless_kernels::cuda::Fusible> {
         Some(gapless_kernels::cuda::Fusible::each(format!("of_{}($0)", self.kind.name())))
     }
-    fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
-        gapless_kernels::cuda::launch::unary(self.kind.name(), operands)
-    }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         vec![args.input(0).map(|x| value(self.kind, x))]
@@ -164,9 +161,6 @@ impl Op for UnaryGrad {
     }
     fn cuda_fusible(&self) -> Option<gapless_kernels::cuda::Fusible> {
         Some(gapless_kernels::cuda::Fusible::each(format!("of_{}($0, $1)", self.kind.gradient_name())))
-    }
-    fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
-        gapless_kernels::cuda::launch::unary_grad(self.kind.gradient_name(), operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {

@@ -63,7 +63,7 @@ pub enum StateInit {
     /// Numbers of its own.
     Filled(Init),
     /// What the parameter holds, as its own type has it. It has as many elements, and is written with the parameter
-    /// ([`Trainer::set_tensor`](crate::Trainer::set_tensor)).
+    /// (`Trainer::set_tensor`).
     Parameter,
 }
 
@@ -115,7 +115,7 @@ pub trait Optimizer: std::fmt::Debug + Send + Sync {
     }
 
     /// Data ranks may each update a flat part of a parameter, with the same part of its gradient and of all its states
-    /// ([`crate::Trainer::on`]): parts of any multiple of this many elements, or none at all. Every state has to
+    /// (`Trainer::on`): parts of any multiple of this many elements, or none at all. Every state has to
     /// divide into as many parts as the parameter does.
     fn shard_granularity(&self, _of: &ParameterInfo<'_>) -> Option<usize> {
         Some(1)

@@ -45,10 +45,6 @@ families! {
     AttentionTensorCores = "attention_tensor_cores.cu",
     /// Copies between strides and types.
     Copy = "copy.cu",
-    /// Noise.
-    Dropout = "dropout.cu",
-    /// Functions of each element.
-    Elementwise = "elementwise.cu",
     /// Rows of a table by ids.
     Embedding = "embedding.cu",
     /// Rows to experts and back, and the experts' gated unit.
@@ -91,7 +87,6 @@ pub const HEADERS: &[(&str, &str)] = &[
     ("attention.cuh", include_str!("kernels/attention.cuh")),
     ("base.cuh", include_str!("kernels/base.cuh")),
     ("copy_async.cuh", include_str!("kernels/copy_async.cuh")),
-    ("elements.cuh", include_str!("kernels/elements.cuh")),
     ("fused.cuh", include_str!("kernels/fused.cuh")),
     ("grouped.cuh", include_str!("kernels/grouped.cuh")),
     ("math.cuh", include_str!("kernels/math.cuh")),

@@ -7,6 +7,7 @@
 
 mod family;
 mod fusible;
+pub mod generate;
 pub mod launch;
 
 #[doc(hidden)]

@@ -21,9 +21,9 @@ pub struct Timed {
     pub micro_batch: u32,
     /// From the end of what came before it to the end of its last kernel.
     pub time: Duration,
-    /// Arithmetic ([`Op::flops`](crate::Op::flops)).
+    /// Arithmetic (`Op::flops`).
     pub flops: u64,
-    /// Bytes that it reads and writes ([`Op::bytes_moved`](crate::Op::bytes_moved)).
+    /// Bytes that it reads and writes (`Op::bytes_moved`).
     pub bytes: u64,
 }
 

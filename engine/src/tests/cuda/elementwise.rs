@@ -1,17 +1,20 @@
-//! elementwise.cu and reduce.cu.
+//! Generated kernels of one operation, and reduce.cu.
 
-use super::judge::check;
+use candle_core::DType;
+
+use super::judge::{check, check_in};
 use crate::Tensor;
 use crate::ops::{Affine, Binary, BinaryKind, ScaledSum, Sum, SwiGlu, Unary, UnaryKind};
 
 /// Lengths around those of packs and blocks.
 const SHAPES: [&[usize]; 4] = [&[1], &[7], &[3, 5, 17], &[2, 1033]];
 
+/// Each in one of the types: kernels are generated alike for both, and a compiler takes a second for each.
 #[test]
 fn functions_of_one_element() {
     use UnaryKind::{Exp, Gelu, GeluErf, Log, Recip, Relu, Sigmoid, Silu, Sqr, Sqrt, Tanh};
     for shape in SHAPES {
-        for (kind, name, gradient) in [
+        for (index, (kind, name, gradient)) in [
             (Exp, "exp", "exp_grad"),
             (Sqr, "sqr", "sqr_grad"),
             (Recip, "recip", "recip_grad"),
@@ -21,8 +24,12 @@ fn functions_of_one_element() {
             (Silu, "silu", "silu_grad"),
             (Gelu, "gelu", "gelu_grad"),
             (GeluErf, "gelu_erf", "gelu_erf_grad"),
-        ] {
-            check(&[name, gradient], &[shape], &[], |x, _| {
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            let dtype = [DType::F32, DType::BF16][index % 2];
+            check_in(dtype, &[name, gradient], &[shape], &[], |x, _| {
                 Tensor::apply_op::<1>(Unary { kind }, &[&x[0]]).map(|[y]| y)
             });
         }

@@ -16,6 +16,7 @@ mod mixture;
 mod model;
 mod norm;
 mod optim;
+mod own_operation;
 mod processor;
 mod products;
 mod ranks;

@@ -1,4 +1,4 @@
-//! softmax.cu, rope.cu, embedding.cu, copy.cu and dropout.cu.
+//! softmax.cu, rope.cu, embedding.cu, copy.cu, and noise.
 
 use candle_core::{DType, Layout};
 use gapless_graph::{Numbers, Stream};

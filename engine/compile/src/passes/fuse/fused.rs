@@ -1,7 +1,7 @@
 //! Operations that one kernel does together, so that what they hand each other stays in registers.
 //!
 //! In: operations in order, each with where its inputs come from: memory, or an operation before it. Out: one operation, with
-//! one launch: of a kernel that is written for it (`source`), or of a product with an epilogue (`product`). Between them
+//! one launch: of a kernel that is generated for it ([`generate`]), or of a product with an epilogue (`product`). Between them
 //! numbers are f32, whatever the unfused operations would have stored. Never: a choice of what belongs together; that is `fuse/mod.rs`.
 
 use std::sync::Arc;
@@ -10,9 +10,10 @@ use gapless_graph::Op;
 use gapless_graph::Spec;
 use gapless_graph::reference::{Array, Reference};
 use gapless_kernels::cpu::Args;
+use gapless_kernels::cuda::generate::{self, Source};
 use gapless_kernels::cuda::{Fusible, Launch, Operands};
 
-use super::{product, source};
+use super::product;
 
 /// One of the operations.
 #[derive(Debug, Clone)]
@@ -20,15 +21,6 @@ pub struct Member {
     pub op: Arc<dyn Op>,
     /// Where each input comes from, and its extents.
     pub inputs: Vec<(Source, Vec<usize>)>,
-}
-
-/// Where a member's input comes from.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Source {
-    /// An input of the whole.
-    Memory(usize),
-    /// An output of a member before it.
-    Member(usize, usize),
 }
 
 /// Several operations as one.
@@ -91,7 +83,13 @@ impl Op for Fused {
     fn cuda(&self, operands: &Operands<'_>) -> Option<Vec<Launch>> {
         let launch = match self.members[0].op.cuda_fusible()? {
             Fusible::Product => Launch::Product(product::product(self, operands)?),
-            _ => Launch::Kernel(source::kernel(self, operands)?),
+            _ => {
+                let members = self.members.iter().map(|Member { op, inputs }| {
+                    let inputs = inputs.iter().map(|(source, _)| *source).collect();
+                    Some(generate::Member { name: op.name(), fusible: op.cuda_fusible()?, inputs })
+                });
+                Launch::Kernel(generate::kernel(&members.collect::<Option<Vec<_>>>()?, &self.outputs, operands)?)
+            }
         };
         Some(vec![launch])
     }

@@ -12,7 +12,6 @@ mod fused;
 mod product;
 #[cfg(test)]
 mod reference;
-mod source;
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -21,9 +20,10 @@ use std::sync::Arc;
 use candle_core::DType;
 use gapless_graph::Spec;
 use gapless_kernels::cuda::Fusible;
+use gapless_kernels::cuda::generate::Source;
 use gapless_kernels::cuda::launch::can_walk;
 
-use self::fused::{Fused, Member, Source};
+use self::fused::{Fused, Member};
 use self::product::Follows;
 use super::Context;
 use crate::error::Result;

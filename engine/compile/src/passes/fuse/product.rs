@@ -3,7 +3,8 @@
 use gapless_kernels::cuda::launch::Epilogue;
 use gapless_kernels::cuda::{Launch, Operand, Operands, Product};
 
-use super::{Fused, Fusible, Source};
+use super::{Fused, Fusible};
+use gapless_kernels::cuda::generate::Source;
 
 /// What may follow a product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -13,9 +13,10 @@ use gapless_graph::ops::{Binary, BinaryKind, LayerNorm, Softmax, Unary, UnaryKin
 use gapless_testing::prelude::*;
 
 use super::fuse;
-use super::fused::{Fused, Source};
+use super::fused::Fused;
 use crate::program::{BufferId, BufferKind, Instr, InstrKind, Operand, Program};
 use crate::test_support::{in_parts, most};
+use gapless_kernels::cuda::generate::Source;
 
 /// Elements of a tensor.
 const WIDTH: usize = 4;

@@ -66,9 +66,6 @@ impl Op for Jitter {
         let constants = vec![Constant::Place(self.key), Constant::Number(self.amount as f32)];
         Some(Fusible::Each { outputs: vec!["jittered(%0, i, $0, %1)".into()], constants })
     }
-    fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
-        gapless_kernels::cuda::launch::jitter(self.key, self.amount as f32, operands)
-    }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let x = args.input(0);

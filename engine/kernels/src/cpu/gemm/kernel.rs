@@ -62,7 +62,7 @@ pub struct Kernels {
     pub columns: usize,
     /// Micro-kernels by layout of A and by number of rows − 1.
     micro: [&'static [Micro]; 3],
-    /// See [`pack::panel`].
+    /// Packs a panel of one of the factors.
     pub pack_panel: unsafe fn(&pack::Source, usize, usize, *mut f32),
     /// One row by a panel of B as it lies in memory: k are neighbours, the second argument is the distance of columns.
     pub row: unsafe fn(&Tile, usize),

@@ -6,11 +6,9 @@
 mod adamw;
 mod attention;
 mod copy;
-mod elementwise;
 mod embedding;
 mod experts;
 mod grouped;
-mod noise;
 mod norm;
 mod product;
 mod reduce;
@@ -23,14 +21,12 @@ pub use adamw::{
 };
 pub use attention::{attention, attention_grad, attention_grad_workspace};
 pub use copy::{cat, copy, copy_to, widen};
-pub use elementwise::{affine, binary, gated, gated_grad, unary, unary_grad};
 pub use embedding::{embedding, embedding_grad};
 pub use experts::{
     Routing, combine, dispatch, expert_load, gather, load_bias, route, routed_gated, routed_gated_grad, run_lengths,
     run_starts, top_k, top_k_grad, unplaced,
 };
 pub use grouped::{grouped_linear, grouped_linear_grad_input, grouped_linear_grad_weight};
-pub use noise::{dropout, jitter};
 pub use norm::{norm, norm_grad_input, norm_grad_weight, norm_grad_weight_workspace};
 pub use product::ALIGNMENT;
 pub use product::{

@@ -2,9 +2,9 @@
 
 use candle_core::{DType, Layout};
 
-use super::elementwise::{gelu, gelu_grad};
 use super::{Launch, Operand, Operands, Strides};
 use crate::Spec;
+use crate::cuda::generate::dense;
 
 /// Rows and columns in memory, neighbours along one of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -166,11 +166,14 @@ impl Product {
             Epilogue::None => (product, None),
             Epilogue::Gelu { kept } => {
                 let c = Matrix { address: kept.unwrap_or(self.c.address), ..self.c };
-                (Self { c, ..product }, gelu(c.address, self.c.address, count, dtype))
+                (Self { c, ..product }, dense("gelu", "of_gelu($0)", &[c.address], self.c.address, (count, dtype)))
             }
-            Epilogue::GeluGrad { of } => (product, gelu_grad(of, self.c.address, count, dtype)),
+            Epilogue::GeluGrad { of } => {
+                let (expression, dy) = ("of_gelu_grad($0, $1)", self.c.address);
+                (product, dense("gelu_grad", expression, &[of, dy], dy, (count, dtype)))
+            }
         };
-        [Launch::Product(product)].into_iter().chain(behind.map(Launch::Kernel)).collect()
+        [Launch::Product(product)].into_iter().chain(behind).collect()
     }
 }
 

@@ -137,7 +137,7 @@ fn late_loads_are_told() {
     let Some(told) = told(module_path!(), "late_loads_are_told", load_late) else { return };
     assert_eq!(told.len(), 1, "{told:#?}");
     assert!(
-        told[0].starts_with("cuLaunchKernel: unary_gelu_f32: would be loaded while the stream captures"),
+        told[0].starts_with("cuLaunchKernel: scaled_sum_f32: would be loaded while the stream captures"),
         "{told:?}"
     );
 }
@@ -145,7 +145,7 @@ fn late_loads_are_told() {
 fn load_late() {
     let (mut context, mut stream, mut graph) = (null_mut(), null_mut(), null_mut());
     let (mut module, mut function) = (null_mut(), null_mut());
-    let code = Nvrtc::load(None).unwrap().compile(Family::Elementwise, Architecture::new(9, 0)).unwrap().code;
+    let code = Nvrtc::load(None).unwrap().compile(Family::Reduce, Architecture::new(9, 0)).unwrap().code;
     let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
     // Larger than what any kernel of the family takes.
     let mut arguments = [0u64; 64];
@@ -158,7 +158,7 @@ fn load_late() {
         well(sys::cuCtxSetCurrent(context));
         well(sys::cuStreamCreate(&mut stream, 1));
         well(sys::cuModuleLoadData(&mut module, code.as_ptr().cast()));
-        well(sys::cuModuleGetFunction(&mut function, module, c"unary_gelu_f32".as_ptr()));
+        well(sys::cuModuleGetFunction(&mut function, module, c"scaled_sum_f32".as_ptr()));
         well(sys::cuStreamBeginCapture_v2(stream, mode));
         let launched = sys::cuLaunchKernel(function, 1, 1, 1, 32, 1, 1, 0, stream, parameters.as_mut_ptr(), null_mut());
         assert_eq!(launched, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);

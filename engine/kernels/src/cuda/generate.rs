@@ -1,4 +1,7 @@
-//! The text of a kernel for several operations, and its launch.
+//! The text of a kernel for one operation of elements or several operations together, and its launch.
+//!
+//! In: operations that say what they do as a [`Fusible`], and where their operands lie. Out: a kernel. Never: a choice of what
+//! belongs together.
 //!
 //! The text says what is done: expressions, types, and how each operand lies. Addresses, extents and constants are arguments, so
 //! equal layers have equal texts, and one kernel. Elements are moved 16 bytes at a time where they lie side by side, at
@@ -7,12 +10,57 @@
 use std::ffi::c_void;
 use std::fmt::Write;
 
-use candle_core::DType;
-use gapless_kernels::cuda::launch::{Arguments, Strides};
-use gapless_kernels::cuda::{Constant, Fusible, Generated};
-use gapless_kernels::cuda::{Family, Kernel, Operand, Operands};
+use candle_core::{DType, Layout};
 
-use super::fused::{Fused, Source};
+use super::launch::{Arguments, Strides};
+use super::{Constant, Family, Fusible, Generated, Kernel, Launch, Operand, Operands, Random};
+
+/// One of the operations of a kernel.
+#[derive(Debug, Clone)]
+pub struct Member<'a> {
+    /// Its name.
+    pub name: &'a str,
+    /// What it does.
+    pub fusible: Fusible,
+    /// Where each input comes from.
+    pub inputs: Vec<Source>,
+}
+
+/// Where a member's input comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Source {
+    /// An input of the whole.
+    Memory(usize),
+    /// An output of a member before it.
+    Member(usize, usize),
+}
+
+/// What is launched for an operation of elements by itself; none for other operations, and for types without kernels.
+pub fn each(name: &str, fusible: Fusible, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let Fusible::Each { outputs, .. } = &fusible else { return None };
+    let inputs = operands.inputs.len();
+    if !fusible.is_well_formed(inputs) {
+        return None;
+    }
+    let outputs: Vec<(usize, usize)> = (0..outputs.len()).map(|output| (0, output)).collect();
+    let member = Member { name, fusible, inputs: (0..inputs).map(Source::Memory).collect() };
+    Some(vec![Launch::Kernel(kernel(&[member], &outputs, operands)?)])
+}
+
+/// One function of dense elements at these addresses, some of which may be the same.
+pub(super) fn dense(
+    name: &str,
+    expression: &str,
+    inputs: &[u64],
+    output: u64,
+    (count, dtype): (u64, DType),
+) -> Option<Launch> {
+    let operand = |&address: &u64| Operand { address, layout: Layout::contiguous(count as usize), dtype };
+    let (inputs, outputs): (Vec<Operand>, _) = (inputs.iter().map(operand).collect(), [operand(&output)]);
+    let random = Random { key: 0, micro_batch: 0 };
+    let operands = Operands { inputs: &inputs, outputs: &outputs, workspace: &[], accumulate: 0, random };
+    each(name, Fusible::each(expression), &operands)?.pop()
+}
 
 /// The arguments of a generated kernel: fields of 8 bytes each.
 #[derive(Debug)]
@@ -82,11 +130,11 @@ fn type_of(dtype: DType) -> Option<&'static str> {
 /// Stands for the kernel's name until its text is known.
 const UNNAMED: &str = "UNNAMED";
 
-/// What is launched for several operations; none where their operands have other types than those of the kernels.
-pub(super) fn kernel(fused: &Fused, operands: &Operands<'_>) -> Option<Kernel> {
-    let fusible: Vec<Fusible> = fused.members.iter().map(|member| member.op.cuda_fusible()).collect::<Option<_>>()?;
-    let writer = Writer { fused, fusible: &fusible, operands };
-    let first = fused.outputs.iter().position(|&(member, _)| !matches!(fusible[member], Fusible::Norm { .. }))?;
+/// The kernel of operations together, in order, of which `outputs` are stored: member and output. None where their operands have
+/// other types than those of the kernels.
+pub fn kernel(members: &[Member<'_>], outputs: &[(usize, usize)], operands: &Operands<'_>) -> Option<Kernel> {
+    let writer = Writer { members, outputs, operands };
+    let first = outputs.iter().position(|&(member, _)| !matches!(members[member].fusible, Fusible::Norm { .. }))?;
     let count = operands.outputs[first].count();
     let mut fields = Fields::default();
     fields.push("u64 count", [count]);
@@ -102,7 +150,7 @@ pub(super) fn kernel(fused: &Fused, operands: &Operands<'_>) -> Option<Kernel> {
 
     // An operation of somebody else's may have a name that is no word in C.
     let word = |name: &str| name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).collect();
-    let names: Vec<String> = fused.members.iter().map(|member| word(member.op.name())).collect();
+    let names: Vec<String> = members.iter().map(|member| word(member.name)).collect();
     let mut text = String::from("#include \"fused.cuh\"\n\n");
     line(&mut text, 0, format_args!("// {}.", names.join(", ")));
     line(&mut text, 0, format_args!("struct Operands {{\n{}}};\n", fields.text));
@@ -124,12 +172,13 @@ fn named(names: &[String], dtype: &str, text: &str) -> String {
         write!(all, "_and_{}_more", names.len() - MOST).expect("strings take all that is written");
     }
     let hash = blake3::hash(text.as_bytes()).to_hex();
-    format!("fused_{all}_{dtype}_{}", &hash[..8])
+    let kind = if names.len() > 1 { "fused_" } else { "" };
+    format!("{kind}{all}_{dtype}_{}", &hash[..8])
 }
 
 struct Writer<'a> {
-    fused: &'a Fused,
-    fusible: &'a [Fusible],
+    members: &'a [Member<'a>],
+    outputs: &'a [(usize, usize)],
     operands: &'a Operands<'a>,
 }
 
@@ -155,15 +204,8 @@ impl Element {
 }
 
 impl Writer<'_> {
-    fn member(&self, index: usize) -> (&[(Source, Vec<usize>)], &Fusible) {
-        (&self.fused.members[index].inputs, &self.fusible[index])
-    }
-
-    fn members(&self) -> impl Iterator<Item = (usize, &[(Source, Vec<usize>)], &Fusible)> {
-        (0..self.fusible.len()).map(|index| {
-            let (inputs, fusible) = self.member(index);
-            (index, inputs, fusible)
-        })
+    fn members(&self) -> impl Iterator<Item = (usize, &[Source], &Fusible)> {
+        self.members.iter().enumerate().map(|(index, member)| (index, &*member.inputs, &member.fusible))
     }
 
     /// Declares what is loaded element by element.
@@ -171,7 +213,7 @@ impl Writer<'_> {
         let mut all = Vec::new();
         for (index, operand) in self.operands.inputs.iter().enumerate() {
             let each = self.members().filter(|(.., fusible)| matches!(fusible, Fusible::Each { .. }));
-            let read = each.flat_map(|(_, inputs, _)| inputs).any(|(source, _)| *source == Source::Memory(index));
+            let read = each.flat_map(|(_, inputs, _)| inputs).any(|source| *source == Source::Memory(index));
             if !read {
                 continue;
             }
@@ -188,8 +230,8 @@ impl Writer<'_> {
     /// Declares what is stored element by element.
     fn stores(&self, fields: &mut Fields) -> Option<Vec<Element>> {
         let mut all = Vec::new();
-        for (index, (operand, &(member, _))) in self.operands.outputs.iter().zip(&self.fused.outputs).enumerate() {
-            if !matches!(self.fusible[member], Fusible::Norm { .. }) {
+        for (index, (operand, &(member, _))) in self.operands.outputs.iter().zip(self.outputs).enumerate() {
+            if !matches!(self.members[member].fusible, Fusible::Norm { .. }) {
                 let type_name = type_of(operand.dtype)?;
                 fields.push(&format!("{type_name}* y{index}"), [operand.address]);
                 all.push(Element { index, lies: Lies::Dense, dtype: operand.dtype, type_name });
@@ -232,7 +274,7 @@ impl Writer<'_> {
         for (member, inputs, fusible) in self.members() {
             let Fusible::Each { outputs, constants } = fusible else { continue };
             for (output, expression) in outputs.iter().enumerate() {
-                let is_stored = self.fused.outputs.contains(&(member, output));
+                let is_stored = self.outputs.contains(&(member, output));
                 if is_stored || self.is_read(Source::Member(member, output)) {
                     let value = self.value(expression, member, inputs, constants);
                     line(body, 2, format_args!("const f32 v{member}_{output} = {value};"));
@@ -240,7 +282,7 @@ impl Writer<'_> {
             }
         }
         for y in stored {
-            let (member, output) = self.fused.outputs[y.index];
+            let (member, output) = self.outputs[y.index];
             line(body, 2, format_args!("y{} = {};", y.index, self.register(Source::Member(member, output))));
         }
         line(body, 1, format_args!("}};"));
@@ -249,24 +291,18 @@ impl Writer<'_> {
     /// Whether a member goes on with it in registers.
     fn is_read(&self, source: Source) -> bool {
         let each = self.members().filter(|(.., fusible)| matches!(fusible, Fusible::Each { .. }));
-        each.flat_map(|(_, inputs, _)| inputs).any(|(of_input, _)| *of_input == source)
+        each.flat_map(|(_, inputs, _)| inputs).any(|of_input| *of_input == source)
     }
 
     /// An expression with the names of what it is about.
-    fn value(
-        &self,
-        expression: &str,
-        member: usize,
-        inputs: &[(Source, Vec<usize>)],
-        constants: &[Constant],
-    ) -> String {
+    fn value(&self, expression: &str, member: usize, inputs: &[Source], constants: &[Constant]) -> String {
         let mut value = String::new();
         let mut rest = expression.chars();
         while let Some(letter) = rest.next() {
             let mut index =
                 || rest.next().and_then(|digit| digit.to_digit(10)).expect("a digit behind $ and %") as usize;
             match letter {
-                '$' => value += &self.register(inputs[index()].0),
+                '$' => value += &self.register(inputs[index()]),
                 '%' => {
                     let index = index();
                     value += &match constants[index] {
@@ -291,7 +327,7 @@ impl Writer<'_> {
 
     /// The gradient of rows that elements begin with.
     fn head(&self) -> Option<usize> {
-        self.fusible.iter().position(|fusible| matches!(fusible, Fusible::NormGradInput { .. }))
+        self.members.iter().position(|member| matches!(member.fusible, Fusible::NormGradInput { .. }))
     }
 
     /// The function that loads, makes and stores several neighbours, as many as there are of `count`, from place `i` on; and
@@ -334,7 +370,7 @@ impl Writer<'_> {
         let Some((member, inputs, fusible)) = self.members().find(|(.., f)| !matches!(f, Fusible::Each { .. })) else {
             return Some(None);
         };
-        let input = |index: usize| match inputs[index].0 {
+        let input = |index: usize| match inputs[index] {
             Source::Memory(input) => Some(self.operands.inputs[input].clone()),
             // What is made here lies in memory too.
             Source::Member(member, output) => self.output(member, output),
@@ -369,7 +405,7 @@ impl Writer<'_> {
 
     /// Where a member's output is stored.
     fn output(&self, member: usize, output: usize) -> Option<Operand> {
-        let index = self.fused.outputs.iter().position(|&made| made == (member, output))?;
+        let index = self.outputs.iter().position(|&made| made == (member, output))?;
         Some(self.operands.outputs[index].clone())
     }
 
