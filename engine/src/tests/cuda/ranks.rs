@@ -12,7 +12,6 @@ use crate::checkpoint::Checkpoint;
 use crate::communicator::{CommunicatorError, on_threads};
 use crate::cuda::{Describe, Device, DeviceError, DeviceMemory, Launch, Recording};
 use crate::nn::{RouterConfig, VarBuilder};
-use crate::runtime::Error as RuntimeError;
 use crate::{DeviceChoice, Model, Pipeline, Result, SampleOptions, TrainError, TrainOptions, Trainer};
 
 const STEPS: usize = 3;
