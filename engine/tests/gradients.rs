@@ -1,5 +1,6 @@
 //! Every operation against its judges: gradients by finite differences in f64, kernels by the f64 reference.
 
+use gapless_engine::ops::RopeScaling;
 use gapless_engine::{Result, Tensor, gradient_check};
 
 /// Central differences in f64 are good to about 1e-9; f32 kernels to some multiples of 2⁻²⁴ = 6e-8.
@@ -97,6 +98,10 @@ fn products() {
 fn rotation() {
     check(&[&[2, 2, 3, 8]], |x| x[0].rope(100.0));
     check(&[&[2, 3, 2, 8]], |x| x[0].transpose(1, 2)?.rope(100.0)?.sqr());
+    let yarn = RopeScaling::yarn(4.0, (32.0, 1.0), 16.0, 100.0, 8, true);
+    for scaling in [RopeScaling::Linear { factor: 3.0 }, yarn] {
+        check(&[&[2, 2, 5, 8]], |x| x[0].rope_scaled(100.0, scaling));
+    }
 }
 
 #[test]

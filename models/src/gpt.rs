@@ -1,6 +1,8 @@
 //! GPT-2 (Radford et al., 2019): learned positions, layer norm before each part, GELU, head tied to the embedding.
 
-use gapless_engine::nn::{Embedding, Init, LayerNorm, Linear, Module, VarBuilder, embedding, layer_norm, linear};
+use gapless_engine::nn::{
+    Embedding, Init, LayerNorm, Linear, Module, VarBuilder, embedding, layer_norm, linear, linear_no_bias,
+};
 use gapless_engine::{Error, Model, Result, Tensor};
 use serde::{Deserialize, Serialize};
 
@@ -18,25 +20,60 @@ pub struct GptConfig {
     pub layers: usize,
     /// Attention heads per block.
     pub heads: usize,
-    /// Width of the residual stream; the feed-forward part is four times as wide.
+    /// Width of the residual stream.
     pub width: usize,
+    /// Width of the feed-forward part; by default four times the other.
+    pub hidden: Option<usize>,
+    /// Added to the variance in the norms.
+    pub layer_norm_eps: f64,
+    /// The feed-forward part's function.
+    pub activation: Activation,
+    /// Whether the head's weight is the embedding.
+    pub tied: bool,
     /// Probability of dropout after the embedding and after each part of a block.
     pub dropout: f64,
+}
+
+/// GELU, exactly or nearly.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Activation {
+    /// With a hyperbolic tangent for the error function: GPT-2's.
+    #[default]
+    GeluTanh,
+    /// With the error function.
+    GeluErf,
 }
 
 impl Default for GptConfig {
     /// GPT-2 124M.
     fn default() -> Self {
-        Self { vocabulary: 50_257, sequence: 1024, layers: 12, heads: 12, width: 768, dropout: 0.0 }
+        Self {
+            vocabulary: 50_257,
+            sequence: 1024,
+            layers: 12,
+            heads: 12,
+            width: 768,
+            hidden: None,
+            layer_norm_eps: 1e-5,
+            activation: Activation::GeluTanh,
+            tied: true,
+            dropout: 0.0,
+        }
     }
 }
 
 impl GptConfig {
     /// Number of trained numbers.
     pub fn parameters(&self) -> u64 {
-        let width = self.width;
-        let block = 12 * width * width + 13 * width;
-        ((self.vocabulary + self.sequence) * width + self.layers * block + 2 * width) as u64
+        let (width, hidden) = (self.width, self.hidden());
+        let block = 4 * width * width + 2 * width * hidden + 9 * width + hidden;
+        let tables = if self.tied { 1 } else { 2 };
+        ((tables * self.vocabulary + self.sequence) * width + self.layers * block + 2 * width) as u64
+    }
+
+    fn hidden(&self) -> usize {
+        self.hidden.unwrap_or(4 * self.width)
     }
 }
 
@@ -47,7 +84,6 @@ pub struct Gpt {
     wpe: Tensor,
     blocks: Vec<Block>,
     ln_f: LayerNorm,
-    /// Its weight is the embedding.
     head: Linear,
     config: GptConfig,
 }
@@ -65,8 +101,11 @@ impl Gpt {
         let wte = embedding(config.vocabulary, config.width, vb.pp("wte"))?;
         let wpe = vb.pp("wpe").get((config.sequence, config.width), "weight")?;
         let blocks = (0..config.layers).map(|i| Block::new(config, vb.pp("h").pp(i))).collect::<Result<_>>()?;
-        let ln_f = layer_norm(config.width, 1e-5, vb.pp("ln_f"))?;
-        let head = Linear::new(wte.embeddings().clone(), None, "head");
+        let ln_f = layer_norm(config.width, config.layer_norm_eps, vb.pp("ln_f"))?;
+        let head = match config.tied {
+            true => Linear::new(wte.embeddings().clone(), None, "head"),
+            false => linear_no_bias(config.width, config.vocabulary, vb.pp("lm_head"))?,
+        };
         Ok(Self { wte, wpe, blocks, ln_f, head, config: config.clone() })
     }
 
@@ -105,9 +144,9 @@ struct Block {
 impl Block {
     fn new(config: &GptConfig, vb: VarBuilder) -> Result<Self> {
         Ok(Self {
-            ln_1: layer_norm(config.width, 1e-5, vb.pp("ln_1"))?,
+            ln_1: layer_norm(config.width, config.layer_norm_eps, vb.pp("ln_1"))?,
             attn: Attention::new(config, vb.pp("attn"))?,
-            ln_2: layer_norm(config.width, 1e-5, vb.pp("ln_2"))?,
+            ln_2: layer_norm(config.width, config.layer_norm_eps, vb.pp("ln_2"))?,
             mlp: Mlp::new(config, vb.pp("mlp"))?,
             layer: vb.prefix().to_owned(),
         })
@@ -154,19 +193,25 @@ impl Attention {
 struct Mlp {
     c_fc: Linear,
     c_proj: Linear,
+    activation: Activation,
     layer: String,
 }
 
 impl Mlp {
     fn new(config: &GptConfig, vb: VarBuilder) -> Result<Self> {
-        let c_fc = linear(config.width, 4 * config.width, vb.pp("c_fc"))?;
-        let c_proj = residual_linear(4 * config.width, config.width, config, vb.pp("c_proj"))?;
-        Ok(Self { c_fc, c_proj, layer: vb.prefix().to_owned() })
+        let c_fc = linear(config.width, config.hidden(), vb.pp("c_fc"))?;
+        let c_proj = residual_linear(config.hidden(), config.width, config, vb.pp("c_proj"))?;
+        Ok(Self { c_fc, c_proj, activation: config.activation, layer: vb.prefix().to_owned() })
     }
 
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let _layer = x.enter(&self.layer);
-        self.c_proj.forward(&self.c_fc.forward(x)?.gelu()?)
+        let x = self.c_fc.forward(x)?;
+        let x = match self.activation {
+            Activation::GeluTanh => x.gelu()?,
+            Activation::GeluErf => x.gelu_erf()?,
+        };
+        self.c_proj.forward(&x)
     }
 }
 

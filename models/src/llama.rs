@@ -1,7 +1,8 @@
 //! Llama (Touvron et al., arXiv 2302.13971): RMS norm, rotary positions, SwiGLU, grouped-query attention
 //! (Ainslie et al., arXiv 2305.13245).
 
-use gapless_engine::nn::{Embedding, Linear, Module, RmsNorm, VarBuilder, embedding, linear_no_bias, rms_norm};
+use gapless_engine::nn::{Embedding, Linear, Module, RmsNorm, VarBuilder, embedding, linear, linear_no_bias, rms_norm};
+use gapless_engine::ops::RopeScaling;
 use gapless_engine::{Error, Model, Result, Tensor};
 use serde::{Deserialize, Serialize};
 
@@ -25,8 +26,50 @@ pub struct LlamaConfig {
     pub hidden: usize,
     /// Base of the rotary frequencies.
     pub rope_theta: f64,
+    /// How the frequencies are stretched for longer sequences.
+    pub rope_scaling: RopeScaling,
     /// Added to the mean square in the norms.
     pub rms_norm_eps: f64,
+    /// Width of a head; by default the width divided by the heads.
+    pub head_size: Option<usize>,
+    /// Whether queries, keys and values have biases (Qwen2).
+    pub qkv_bias: bool,
+    /// Whether the attention's output has a bias.
+    pub output_bias: bool,
+    /// Whether the feed-forward part has biases.
+    pub mlp_bias: bool,
+    /// What is normalised of queries and keys before they are rotated.
+    pub qk_norm: QkNorm,
+    /// Where a block's norms stand.
+    pub norms: Norms,
+    /// Whether the head's weight is the embedding.
+    pub tied: bool,
+    /// Tokens that a token attends to at most, itself included. There is no windowed attention yet: longer sequences are refused.
+    pub sliding_window: Option<usize>,
+}
+
+/// What is normalised of queries and keys.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum QkNorm {
+    /// Nothing.
+    #[default]
+    None,
+    /// Each head (Qwen3).
+    Head,
+    /// All heads together (OLMo 2).
+    Width,
+}
+
+/// Where the norms of a block stand.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Norms {
+    /// x + part(norm(x)).
+    #[default]
+    Before,
+    /// x + norm(part(x)) (OLMo 2, arXiv 2501.00656).
+    After,
 }
 
 impl Default for LlamaConfig {
@@ -40,7 +83,16 @@ impl Default for LlamaConfig {
             width: 4096,
             hidden: 14_336,
             rope_theta: 500_000.0,
+            rope_scaling: RopeScaling::None,
             rms_norm_eps: 1e-5,
+            head_size: None,
+            qkv_bias: false,
+            output_bias: false,
+            mlp_bias: false,
+            qk_norm: QkNorm::None,
+            norms: Norms::Before,
+            tied: false,
+            sliding_window: None,
         }
     }
 }
@@ -48,10 +100,31 @@ impl Default for LlamaConfig {
 impl LlamaConfig {
     /// Number of trained numbers.
     pub fn parameters(&self) -> u64 {
-        let width = self.width;
-        let kv = width / self.heads.max(1) * self.kv_heads;
-        let block = 2 * width * width + 2 * width * kv + 3 * width * self.hidden + 2 * width;
-        (2 * self.vocabulary * width + self.layers * block + width) as u64
+        let (width, head_size) = (self.width, self.head_size.unwrap_or(self.width / self.heads.max(1)));
+        let (q, kv) = (self.heads * head_size, self.kv_heads * head_size);
+        let attention = 2 * width * q + 2 * width * kv;
+        let qk_norms = match self.qk_norm {
+            QkNorm::None => 0,
+            QkNorm::Head => 2 * head_size,
+            QkNorm::Width => q + kv,
+        };
+        let biases = usize::from(self.qkv_bias) * (q + 2 * kv) + usize::from(self.output_bias) * width;
+        let block = attention + qk_norms + biases + self.mlp_parameters() + 2 * width;
+        let tables = if self.tied { 1 } else { 2 };
+        (tables * self.vocabulary * width + self.layers * block + width) as u64
+    }
+
+    /// Those of a feed-forward part.
+    pub(crate) fn mlp_parameters(&self) -> usize {
+        3 * self.width * self.hidden + usize::from(self.mlp_bias) * (2 * self.hidden + self.width)
+    }
+
+    /// The head: the embedding's table, or a layer of its own.
+    pub(crate) fn head(&self, embedding: &Embedding, vb: VarBuilder) -> Result<Linear> {
+        match self.tied {
+            true => Ok(Linear::new(embedding.embeddings().clone(), None, vb.prefix())),
+            false => linear_no_bias(self.width, self.vocabulary, vb),
+        }
     }
 }
 
@@ -74,7 +147,7 @@ impl Llama {
         let embed_tokens = embedding(config.vocabulary, config.width, model.pp("embed_tokens"))?;
         let blocks = (0..config.layers).map(|i| Block::new(config, model.pp("layers").pp(i))).collect::<Result<_>>()?;
         let norm = rms_norm(config.width, config.rms_norm_eps, model.pp("norm"))?;
-        let lm_head = linear_no_bias(config.width, config.vocabulary, vb.pp("lm_head"))?;
+        let lm_head = config.head(&embed_tokens, vb.pp("lm_head"))?;
         Ok(Self { embed_tokens, blocks, norm, lm_head })
     }
 
@@ -100,29 +173,61 @@ impl Model for Llama {
 
 #[derive(Debug, Clone)]
 struct Block {
-    input_layernorm: RmsNorm,
+    residual: Residual,
     self_attn: Attention,
-    post_attention_layernorm: RmsNorm,
     mlp: Mlp,
     layer: String,
 }
 
 impl Block {
     fn new(config: &LlamaConfig, vb: VarBuilder) -> Result<Self> {
-        let eps = config.rms_norm_eps;
         Ok(Self {
-            input_layernorm: rms_norm(config.width, eps, vb.pp("input_layernorm"))?,
+            residual: Residual::new(config, &vb)?,
             self_attn: Attention::new(config, vb.pp("self_attn"))?,
-            post_attention_layernorm: rms_norm(config.width, eps, vb.pp("post_attention_layernorm"))?,
-            mlp: Mlp::new(config.width, config.hidden, vb.pp("mlp"))?,
+            mlp: Mlp::new(config, vb.pp("mlp"))?,
             layer: vb.prefix().to_owned(),
         })
     }
 
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let _layer = x.enter(&self.layer);
-        let x = (x + self.self_attn.forward(&self.input_layernorm.forward(x)?)?)?;
-        &x + self.mlp.forward(&self.post_attention_layernorm.forward(&x)?)?
+        let x = self.residual.attention(x, |x| self.self_attn.forward(x))?;
+        self.residual.feed_forward(&x, |x| self.mlp.forward(x))
+    }
+}
+
+/// The two sums of a block, with their norms.
+#[derive(Debug, Clone)]
+pub(crate) struct Residual {
+    attention: RmsNorm,
+    feed_forward: RmsNorm,
+    norms: Norms,
+}
+
+impl Residual {
+    /// Declares the norms, under the block's path.
+    pub(crate) fn new(config: &LlamaConfig, vb: &VarBuilder) -> Result<Self> {
+        let (attention, feed_forward) = match config.norms {
+            Norms::Before => ("input_layernorm", "post_attention_layernorm"),
+            Norms::After => ("post_attention_layernorm", "post_feedforward_layernorm"),
+        };
+        let norm = |name| rms_norm(config.width, config.rms_norm_eps, vb.pp(name));
+        Ok(Self { attention: norm(attention)?, feed_forward: norm(feed_forward)?, norms: config.norms })
+    }
+
+    pub(crate) fn attention(&self, x: &Tensor, part: impl FnOnce(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
+        self.add(x, &self.attention, part)
+    }
+
+    pub(crate) fn feed_forward(&self, x: &Tensor, part: impl FnOnce(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
+        self.add(x, &self.feed_forward, part)
+    }
+
+    fn add(&self, x: &Tensor, norm: &RmsNorm, part: impl FnOnce(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
+        match self.norms {
+            Norms::Before => x + part(&norm.forward(x)?)?,
+            Norms::After => x + norm.forward(&part(x)?)?,
+        }
     }
 }
 
@@ -133,44 +238,74 @@ pub(crate) struct Attention {
     k_proj: Linear,
     v_proj: Linear,
     o_proj: Linear,
-    heads: usize,
-    kv_heads: usize,
+    /// Of queries and keys.
+    norms: Option<(RmsNorm, RmsNorm)>,
+    config: LlamaConfig,
     head_size: usize,
-    rope_theta: f64,
     layer: String,
 }
 
 impl Attention {
     pub(crate) fn new(config: &LlamaConfig, vb: VarBuilder) -> Result<Self> {
-        let &LlamaConfig { width, heads, kv_heads, rope_theta, .. } = config;
-        let head_size = head_size(width, heads)?;
+        let &LlamaConfig { width, heads, kv_heads, rms_norm_eps, qkv_bias, output_bias, .. } = config;
+        let head_size = config.head_size.map_or_else(|| head_size(width, heads), Ok)?;
         if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
             let why = format!("{kv_heads} key-value heads do not divide {heads} heads");
             return Err(Error::Config { what: "model", why, remedy: "choose a divisor of the heads" });
         }
+        let (q, kv) = (heads * head_size, kv_heads * head_size);
+        let (q_norm, k_norm) = match config.qk_norm {
+            QkNorm::None => (None, None),
+            QkNorm::Head => (Some(head_size), Some(head_size)),
+            QkNorm::Width => (Some(q), Some(kv)),
+        };
+        let norm = |width, name| rms_norm(width, rms_norm_eps, vb.pp(name));
         Ok(Self {
-            q_proj: linear_no_bias(width, heads * head_size, vb.pp("q_proj"))?,
-            k_proj: linear_no_bias(width, kv_heads * head_size, vb.pp("k_proj"))?,
-            v_proj: linear_no_bias(width, kv_heads * head_size, vb.pp("v_proj"))?,
-            o_proj: linear_no_bias(heads * head_size, width, vb.pp("o_proj"))?,
-            heads,
-            kv_heads,
+            q_proj: layer(qkv_bias, width, q, vb.pp("q_proj"))?,
+            k_proj: layer(qkv_bias, width, kv, vb.pp("k_proj"))?,
+            v_proj: layer(qkv_bias, width, kv, vb.pp("v_proj"))?,
+            o_proj: layer(output_bias, q, width, vb.pp("o_proj"))?,
+            norms: q_norm
+                .zip(k_norm)
+                .map(|(q, k)| Ok::<_, Error>((norm(q, "q_norm")?, norm(k, "k_norm")?)))
+                .transpose()?,
+            config: config.clone(),
             head_size,
-            rope_theta,
             layer: vb.prefix().to_owned(),
         })
     }
 
     pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let _layer = x.enter(&self.layer);
+        let LlamaConfig { heads, kv_heads, rope_theta, rope_scaling, qk_norm, sliding_window, .. } = self.config;
         let (b, t, _) = x.dims3()?;
-        let heads = |x: Tensor, heads: usize| x.reshape((b, t, heads, self.head_size))?.transpose(1, 2);
-        let q_bhtd = heads(self.q_proj.forward(x)?, self.heads)?.rope(self.rope_theta)?;
-        let k_bhtd = heads(self.k_proj.forward(x)?, self.kv_heads)?.rope(self.rope_theta)?;
-        let v_bhtd = heads(self.v_proj.forward(x)?, self.kv_heads)?;
+        if let Some(window) = sliding_window.filter(|&window| window < t) {
+            let why = format!(
+                "sequences of {t} tokens, but a sliding_window of {window}: windowed attention is not supported"
+            );
+            return Err(Error::Config {
+                what: "model",
+                why,
+                remedy: "train on sequences that are no longer than the window",
+            });
+        }
+        let split = |x: Tensor, heads: usize| x.reshape((b, t, heads, self.head_size));
+        // Queries or keys: normalised before or after they are cut into heads, and rotated.
+        let rotated = |x: Tensor, heads: usize, norm: Option<&RmsNorm>| {
+            let x_bthd = match (norm, qk_norm) {
+                (Some(norm), QkNorm::Head) => norm.forward(&split(x, heads)?)?,
+                (Some(norm), _) => split(norm.forward(&x)?, heads)?,
+                (None, _) => split(x, heads)?,
+            };
+            x_bthd.transpose(1, 2)?.rope_scaled(rope_theta, rope_scaling)
+        };
+        let (q_norm, k_norm) = self.norms.as_ref().map(|(q, k)| (q, k)).unzip();
+        let q_bhtd = rotated(self.q_proj.forward(x)?, heads, q_norm)?;
+        let k_bhtd = rotated(self.k_proj.forward(x)?, kv_heads, k_norm)?;
+        let v_bhtd = split(self.v_proj.forward(x)?, kv_heads)?.transpose(1, 2)?;
         let scale = 1.0 / (self.head_size as f64).sqrt();
         let y_bhtd = q_bhtd.causal_attention(&k_bhtd, &v_bhtd, scale)?;
-        self.o_proj.forward(&y_bhtd.transpose(1, 2)?.reshape((b, t, self.heads * self.head_size))?)
+        self.o_proj.forward(&y_bhtd.transpose(1, 2)?.reshape((b, t, heads * self.head_size))?)
     }
 }
 
@@ -184,11 +319,12 @@ pub(crate) struct Mlp {
 }
 
 impl Mlp {
-    pub(crate) fn new(width: usize, hidden: usize, vb: VarBuilder) -> Result<Self> {
+    pub(crate) fn new(config: &LlamaConfig, vb: VarBuilder) -> Result<Self> {
+        let &LlamaConfig { width, hidden, mlp_bias, .. } = config;
         Ok(Self {
-            gate_proj: linear_no_bias(width, hidden, vb.pp("gate_proj"))?,
-            up_proj: linear_no_bias(width, hidden, vb.pp("up_proj"))?,
-            down_proj: linear_no_bias(hidden, width, vb.pp("down_proj"))?,
+            gate_proj: layer(mlp_bias, width, hidden, vb.pp("gate_proj"))?,
+            up_proj: layer(mlp_bias, width, hidden, vb.pp("up_proj"))?,
+            down_proj: layer(mlp_bias, hidden, width, vb.pp("down_proj"))?,
             layer: vb.prefix().to_owned(),
         })
     }
@@ -197,4 +333,8 @@ impl Mlp {
         let _layer = x.enter(&self.layer);
         self.down_proj.forward(&self.gate_proj.forward(x)?.swiglu(&self.up_proj.forward(x)?)?)
     }
+}
+
+fn layer(bias: bool, in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linear> {
+    if bias { linear(in_dim, out_dim, vb) } else { linear_no_bias(in_dim, out_dim, vb) }
 }

@@ -9,7 +9,7 @@ use gapless_engine::ops::{DropPolicy, ExpertGroups};
 use gapless_engine::{Error, Model, Result, Tensor};
 use serde::{Deserialize, Serialize};
 
-use crate::llama::{Attention, LlamaConfig, Mlp};
+use crate::llama::{Attention, LlamaConfig, Mlp, Residual};
 
 /// Extents of a [`Moe`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -25,8 +25,8 @@ pub struct MoeConfig {
     pub shared_hidden: usize,
     /// Whether the shared expert's output is weighted by a sigmoid of its own (Qwen2-MoE).
     pub shared_gate: bool,
-    /// The first layers, which have no experts.
-    pub dense_layers: usize,
+    /// The layers that have no experts.
+    pub dense_layers: Vec<usize>,
 }
 
 impl Default for MoeConfig {
@@ -39,7 +39,7 @@ impl Default for MoeConfig {
             expert_hidden: 14_336,
             shared_hidden: 0,
             shared_gate: false,
-            dense_layers: 0,
+            dense_layers: Vec::new(),
         }
     }
 }
@@ -72,10 +72,11 @@ impl MoeConfig {
             hidden: 5632,
             rope_theta: 1e6,
             rms_norm_eps: 1e-6,
+            ..LlamaConfig::default()
         };
         let router =
             RouterConfig { experts: 60, top_k: 4, renormalise: false, balance_loss: 0.001, ..Default::default() };
-        Self { llama, router, expert_hidden: 1408, shared_hidden: 5632, shared_gate: true, dense_layers: 0 }
+        Self { llama, router, expert_hidden: 1408, shared_hidden: 5632, shared_gate: true, dense_layers: Vec::new() }
     }
 
     /// A model of 4 layers and about 10 million parameters, of which a token uses a third: learns text on a CPU in minutes.
@@ -89,6 +90,7 @@ impl MoeConfig {
             hidden: 512,
             rope_theta: 10_000.0,
             rms_norm_eps: 1e-5,
+            ..LlamaConfig::default()
         };
         let mixtral = Self { llama, expert_hidden: 384, ..Self::default() };
         let router = mixtral.router.clone();
@@ -128,7 +130,7 @@ impl MoeConfig {
                     balance_loss: 0.0001,
                     ..router
                 };
-                Self { dense_layers: 1, ..fine(router) }
+                Self { dense_layers: vec![0], ..fine(router) }
             }
         }
     }
@@ -144,8 +146,9 @@ impl MoeConfig {
     }
 
     fn count(&self, experts: usize) -> u64 {
-        let (width, layers) = (self.llama.width as u64, self.llama.layers.saturating_sub(self.dense_layers) as u64);
-        let dense = 3 * width * self.llama.hidden as u64;
+        let sparse = (0..self.llama.layers).filter(|layer| !self.dense_layers.contains(layer));
+        let (width, layers) = (self.llama.width as u64, sparse.count() as u64);
+        let dense = self.llama.mlp_parameters() as u64;
         let shared = 3 * width * self.shared_hidden as u64 + if self.has_shared_gate() { width } else { 0 };
         let router = width * self.router.experts as u64;
         let experts = 3 * width * (experts * self.expert_hidden) as u64;
@@ -173,16 +176,16 @@ impl Moe {
     /// When the heads do not divide the width, the key-value heads the heads, or the router's settings make no sense.
     pub fn new(config: &MoeConfig, vb: VarBuilder) -> Result<Self> {
         let LlamaConfig { vocabulary, width, layers, rms_norm_eps, .. } = config.llama;
-        if config.dense_layers > layers {
-            let why = format!("{} dense layers of {layers}", config.dense_layers);
-            return Err(Error::Config { what: "model", why, remedy: "choose at most all" });
+        if let Some(layer) = config.dense_layers.iter().find(|&&layer| layer >= layers) {
+            let why = format!("layer {layer} is to be dense, of {layers} layers");
+            return Err(Error::Config { what: "model", why, remedy: "layers are numbered from 0" });
         }
         let model = vb.pp("model");
         let embed_tokens = embedding(vocabulary, width, model.pp("embed_tokens"))?;
-        let block = |i| Block::new(config, i < config.dense_layers, model.pp("layers").pp(i));
+        let block = |i| Block::new(config, config.dense_layers.contains(&i), model.pp("layers").pp(i));
         let blocks = (0..layers).map(block).collect::<Result<_>>()?;
         let norm = rms_norm(width, rms_norm_eps, model.pp("norm"))?;
-        let lm_head = linear_no_bias(width, vocabulary, vb.pp("lm_head"))?;
+        let lm_head = config.llama.head(&embed_tokens, vb.pp("lm_head"))?;
         Ok(Self { embed_tokens, blocks, norm, lm_head })
     }
 
@@ -217,9 +220,8 @@ impl Model for Moe {
 
 #[derive(Debug, Clone)]
 struct Block {
-    input_layernorm: RmsNorm,
+    residual: Residual,
     self_attn: Attention,
-    post_attention_layernorm: RmsNorm,
     feed_forward: FeedForward,
     layer: String,
 }
@@ -232,15 +234,13 @@ enum FeedForward {
 
 impl Block {
     fn new(config: &MoeConfig, dense: bool, vb: VarBuilder) -> Result<Self> {
-        let LlamaConfig { width, hidden, rms_norm_eps: eps, .. } = config.llama;
         let feed_forward = match dense {
-            true => FeedForward::Dense(Box::new(Mlp::new(width, hidden, vb.pp("mlp"))?)),
+            true => FeedForward::Dense(Box::new(Mlp::new(&config.llama, vb.pp("mlp"))?)),
             false => FeedForward::Sparse(Box::new(Sparse::new(config, vb.pp("mlp"))?)),
         };
         Ok(Self {
-            input_layernorm: rms_norm(width, eps, vb.pp("input_layernorm"))?,
+            residual: Residual::new(&config.llama, &vb)?,
             self_attn: Attention::new(&config.llama, vb.pp("self_attn"))?,
-            post_attention_layernorm: rms_norm(width, eps, vb.pp("post_attention_layernorm"))?,
             feed_forward,
             layer: vb.prefix().to_owned(),
         })
@@ -248,13 +248,17 @@ impl Block {
 
     fn forward(&self, x: &Tensor, train: bool) -> Result<(Tensor, Option<Tensor>)> {
         let _layer = x.enter(&self.layer);
-        let x = (x + self.self_attn.forward(&self.input_layernorm.forward(x)?)?)?;
-        let normed = self.post_attention_layernorm.forward(&x)?;
-        let (y, loss) = match &self.feed_forward {
-            FeedForward::Dense(mlp) => (mlp.forward(&normed)?, None),
-            FeedForward::Sparse(sparse) => sparse.forward(&normed, train)?,
-        };
-        Ok(((&x + y)?, loss))
+        let x = self.residual.attention(x, |x| self.self_attn.forward(x))?;
+        let mut loss = None;
+        let x = self.residual.feed_forward(&x, |x| match &self.feed_forward {
+            FeedForward::Dense(mlp) => mlp.forward(x),
+            FeedForward::Sparse(sparse) => {
+                let (y, of_router) = sparse.forward(x, train)?;
+                loss = of_router;
+                Ok(y)
+            }
+        })?;
+        Ok((x, loss))
     }
 }
 
@@ -273,7 +277,10 @@ impl Sparse {
         let width = config.llama.width;
         let shared = match config.shared_hidden {
             0 => None,
-            hidden => Some(Mlp::new(width, hidden, vb.pp("shared_expert"))?),
+            hidden => {
+                let of_shared = LlamaConfig { hidden, ..config.llama.clone() };
+                Some(Mlp::new(&of_shared, vb.pp("shared_expert"))?)
+            }
         };
         let shared_gate =
             config.has_shared_gate().then(|| linear_no_bias(width, 1, vb.pp("shared_expert_gate"))).transpose()?;

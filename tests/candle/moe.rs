@@ -95,7 +95,7 @@ enum FeedForward {
 impl Block {
     fn new(config: &MoeConfig, index: usize, vb: VarBuilder) -> Result<Self> {
         let (width, eps) = (config.llama.width, config.llama.rms_norm_eps);
-        let feed_forward = match index < config.dense_layers {
+        let feed_forward = match config.dense_layers.contains(&index) {
             true => FeedForward::Dense(Box::new(Mlp::new(width, config.llama.hidden, vb.pp("mlp"))?)),
             false => FeedForward::Sparse(Box::new(Sparse::new(config, vb.pp("mlp"))?)),
         };

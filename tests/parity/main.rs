@@ -37,7 +37,17 @@ fn models() -> Vec<(Config, usize)> {
     };
     let llama = |vocabulary, layers, heads, kv_heads, width, hidden| {
         let (rope_theta, rms_norm_eps) = (10_000.0, 1e-5);
-        Config::Llama(LlamaConfig { vocabulary, layers, heads, kv_heads, width, hidden, rope_theta, rms_norm_eps })
+        Config::Llama(LlamaConfig {
+            vocabulary,
+            layers,
+            heads,
+            kv_heads,
+            width,
+            hidden,
+            rope_theta,
+            rms_norm_eps,
+            ..Default::default()
+        })
     };
     let mut models = vec![
         (gpt(256, 33, 3, 4, 64), 33),

@@ -46,7 +46,7 @@ fn styles() -> [(&'static str, MoeConfig); 4] {
     [
         ("dropless", with(router.clone())),
         ("capacity", with(RouterConfig { capacity: capacity(0.75, DropPolicy::Lightest), ..router.clone() })),
-        ("sigmoid", MoeConfig { shared_hidden: 24, shared_gate: true, dense_layers: 1, ..with(sigmoid) }),
+        ("sigmoid", MoeConfig { shared_hidden: 24, shared_gate: true, dense_layers: vec![0], ..with(sigmoid) }),
         (
             "experts choose",
             with(RouterConfig {

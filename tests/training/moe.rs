@@ -161,7 +161,7 @@ fn loads_and_drops_are_those_of_the_whole_batch_on_any_ranks_and_micro_batches()
         };
         let whole = seen(&run).remove(0);
         let slots = run.options.batch * run.options.sequence * config.top_k;
-        let layers = 2 - moe(style).dense_layers;
+        let layers = 2 - moe(style).dense_layers.len();
         let of = |what: &str| whole.iter().filter(|(name, _)| name.ends_with(what)).collect::<Vec<_>>();
         let loads = of(".load");
         assert_eq!(loads.len(), if config.choice == Choice::Tokens { layers } else { 0 }, "{kind:?}");
@@ -225,7 +225,7 @@ fn a_router_that_makes_no_sense_is_refused() {
         refused(router(&|router| router.groups = Some(ExpertGroups { count, limit })), &["of 8"]);
     }
     refused(router(&|router| router.groups = Some(ExpertGroups { count: 8, limit: 1 })), &["2 of 1 experts"]);
-    refused(MoeConfig { dense_layers: 3, ..base.clone() }, &["3 dense layers"]);
+    refused(MoeConfig { dense_layers: vec![2], ..base.clone() }, &["layer 2 is to be dense"]);
     refused(MoeConfig { expert_hidden: 0, ..base.clone() }, &["gate_proj"]);
     refused(MoeConfig { llama: LlamaConfig { heads: 5, ..base.llama.clone() }, ..base }, &["5 heads"]);
 }

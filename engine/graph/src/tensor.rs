@@ -523,10 +523,19 @@ impl Tensor {
     /// # Errors
     /// When the rank is not 4 or the head size is odd.
     pub fn rope(&self, theta: f64) -> Result<Self> {
+        self.rope_scaled(theta, ops::RopeScaling::None)
+    }
+
+    /// [`Self::rope`] with stretched frequencies.
+    ///
+    /// # Errors
+    /// As [`Self::rope`].
+    pub fn rope_scaled(&self, theta: f64, scaling: ops::RopeScaling) -> Result<Self> {
         if self.rank() != 4 {
             return Err(self.shape_error("rope", "[batch, heads, tokens, head size] is needed".into()));
         }
-        self.transpose(1, 2)?.apply1(ops::Rope { theta, inverse: false })?.transpose(1, 2)
+        let frequencies = scaling.frequencies(theta);
+        self.transpose(1, 2)?.apply1(ops::Rope { frequencies, inverse: false })?.transpose(1, 2)
     }
 
     /// Fused causal attention of `self` (the queries): [batch, heads, tokens, head size], with keys and values of

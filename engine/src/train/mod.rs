@@ -329,17 +329,24 @@ impl Trainer {
             let (expected, given) = (expected.to_vec(), value.dims().to_vec());
             return Err(TrainError::Shape { name: name.into(), expected, given });
         }
-        let data: Vec<f32> = value.flatten_all()?.to_dtype(DType::F32)?.to_vec1()?;
+        self.set_elements(name, &value.flatten_all()?.to_dtype(DType::F32)?.to_vec1::<f32>()?)
+    }
+
+    /// [`Self::set_tensor`] from row-major elements.
+    ///
+    /// # Errors
+    /// When there is none of that name or size.
+    pub fn set_elements(&mut self, name: &str, data: &[f32]) -> Result<()> {
         if let Some(copy) = self.layout.copies.get(name) {
             // A stage that only reads the parameter has no master of it; of several ranks each has a part of it.
             let first = |name: &str| self.layout.parts.get(name).map_or(0, |part| part.first);
             let own = first(copy) - first(name);
             if let Ok(found) = self.session.executable().find_persistent(copy) {
-                let part = data.get(own..own + found.address.span).unwrap_or(&data);
+                let part = data.get(own..own + found.address.span).unwrap_or(data);
                 self.session.write_tensor(copy, part)?;
             }
         }
-        Ok(self.session.write_tensor(name, &data)?)
+        Ok(self.session.write_tensor(name, data)?)
     }
 
     fn run(&mut self, program: ProgramId, watch: bool) -> Result<Option<String>> {

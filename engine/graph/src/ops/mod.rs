@@ -56,7 +56,7 @@ pub use narrow::{Narrow, Widen};
 pub use reshape::Reshape;
 pub(crate) use reshape::reshaped;
 pub use rms_norm::RmsNorm;
-pub use rope::Rope;
+pub use rope::{Rope, RopeFrequencies, RopeScaling};
 pub use scaled_sum::ScaledSum;
 pub use softmax::Softmax;
 pub use sum::Sum;

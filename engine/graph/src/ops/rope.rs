@@ -1,29 +1,109 @@
 //! Rotary position embedding (Su et al., arXiv 2104.09864).
 
+use std::f64::consts::TAU;
+
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::{Args, InPieces, Pieces, vectorize};
+pub use gapless_kernels::cuda::launch::RopeFrequencies;
+use serde::{Deserialize, Serialize};
 
 use crate::error::Result;
 use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
-/// Rotates the halves of each head against each other: for frequency i of token t, the pair (x_i, x_{i+d/2}) turns by
-/// t·theta^(−2i/d). Input and output are [batch, tokens, heads, head size].
+/// How the frequencies of a model that was trained on shorter sequences are stretched.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub enum RopeScaling {
+    /// As they are.
+    #[default]
+    None,
+    /// All divided by one factor (Chen et al., arXiv 2306.15595).
+    Linear {
+        /// What they are divided by.
+        factor: f64,
+    },
+    /// Those that turn less than `low` times within the original length are divided, those that turn more than `high` times are
+    /// kept, and between them are those between (Llama 3.1).
+    Llama3 {
+        /// What the slow ones are divided by.
+        factor: f64,
+        /// Turns below which a frequency is divided.
+        low: f64,
+        /// Turns above which a frequency is kept.
+        high: f64,
+        /// The original length in tokens.
+        original: f64,
+    },
+    /// As `Llama3`, but linear in the number of the frequency, and with longer queries and keys (YaRN, Peng et al., arXiv
+    /// 2309.00071).
+    Yarn {
+        /// What the slow ones are divided by.
+        factor: f64,
+        /// The number of the last frequency that is kept.
+        first: f64,
+        /// The number of the first frequency that is divided by all of `factor`.
+        last: f64,
+        /// What cosines and sines are multiplied by.
+        amplitude: f64,
+    },
+}
+
+impl RopeScaling {
+    /// [`RopeScaling::Yarn`] as it is configured: frequencies that turn more than `fast` times within `original` tokens are kept,
+    /// those that turn less than `slow` times are divided (section 3.2); `whole` rounds their numbers outwards.
+    pub fn yarn(
+        factor: f64,
+        (fast, slow): (f64, f64),
+        original: f64,
+        theta: f64,
+        head_size: usize,
+        whole: bool,
+    ) -> Self {
+        let size = head_size as f64;
+        let number = |turns: f64| size * (original / (turns * TAU)).ln() / (2.0 * theta.ln());
+        let (first, last) = (number(fast), number(slow));
+        let (first, last) = if whole { (first.floor(), last.ceil()) } else { (first, last) };
+        let amplitude = if factor > 1.0 { 0.1 * factor.ln() + 1.0 } else { 1.0 };
+        Self::Yarn { factor, first: first.max(0.0), last: last.min(size - 1.0), amplitude }
+    }
+
+    /// The frequencies as one formula, which the kernels evaluate.
+    pub fn frequencies(self, theta: f64) -> RopeFrequencies {
+        let kept = RopeFrequencies { theta, factor: 1.0, per_turn: 0.0, per_number: 0.0, offset: 1.0, amplitude: 1.0 };
+        match self {
+            Self::None => kept,
+            Self::Linear { factor } => RopeFrequencies { factor, offset: 0.0, ..kept },
+            Self::Llama3 { factor, low, high, original } => {
+                let per_turn = original / TAU / (high - low);
+                RopeFrequencies { factor, per_turn, offset: -low / (high - low), ..kept }
+            }
+            Self::Yarn { factor, first, last, amplitude } => {
+                // Two that are equal are a step.
+                let width = if first == last { 0.001 } else { last - first };
+                RopeFrequencies { factor, per_number: -1.0 / width, offset: 1.0 + first / width, amplitude, ..kept }
+            }
+        }
+    }
+}
+
+/// Rotates the halves of each head against each other: for frequency i of token t, the pair (x_i, x_{i+d/2}) turns by t times
+/// frequency i, theta^(−2i/d) where nothing is scaled. Input and output are [batch, tokens, heads, head size].
 #[derive(Debug, Clone, Copy)]
 pub struct Rope {
-    /// The base of the frequencies.
-    pub theta: f64,
+    /// What each pair turns by per token.
+    pub frequencies: RopeFrequencies,
     /// Rotate back: the gradient.
     pub inverse: bool,
 }
 
 impl Rope {
     /// Cosine and sine for one token and frequency, in f64: positions may be large.
-    fn rotation(&self, token: usize, frequency: usize, head_size: usize) -> (f64, f64) {
-        let angle = token as f64 * self.theta.powf(-2.0 * frequency as f64 / head_size as f64);
-        let (sin, cos) = angle.sin_cos();
-        (cos, if self.inverse { -sin } else { sin })
+    fn rotation(&self, token: usize, number: usize, head_size: usize) -> (f64, f64) {
+        let amplitude = self.frequencies.amplitude;
+        let (sin, cos) = (token as f64 * self.frequencies.at(number, head_size)).sin_cos();
+        (amplitude * cos, if self.inverse { -amplitude * sin } else { amplitude * sin })
     }
 }
 
@@ -100,7 +180,7 @@ impl Op for Rope {
         self.workspace(inputs, outputs, 1)
     }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
-        gapless_kernels::cuda::launch::rope(self.theta, self.inverse, operands)
+        gapless_kernels::cuda::launch::rope(self.frequencies, self.inverse, operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {

@@ -10,7 +10,7 @@ use crate::Tensor;
 use crate::cuda::Operand;
 use crate::cuda::launch::{Upstream, head};
 use crate::graph::Spec;
-use crate::ops::{Cast, CrossEntropy, Dropout, Embedding, Jitter, LogSumExp, Rope, Softmax};
+use crate::ops::{Cast, CrossEntropy, Dropout, Embedding, Jitter, LogSumExp, Rope, RopeScaling, Softmax};
 
 /// Rows of fewer elements than a warp has lanes, and of more than a block has threads.
 const SHAPES: [&[usize]; 3] = [&[2, 3, 5], &[4, 96], &[2, 2500]];
@@ -86,16 +86,19 @@ fn chunks_of_a_head_become_their_gradient() {
 
 #[test]
 fn rotations_forth_and_back() {
+    let llama3 = RopeScaling::Llama3 { factor: 8.0, low: 1.0, high: 4.0, original: 16.0 };
     for shape in [[2, 3, 2, 6], [1, 40, 3, 16]] {
         for inverse in [false, true] {
             check(&["rope"], &[&shape], &[], |x, _| {
-                Tensor::apply_op::<1>(Rope { theta: 10_000.0, inverse }, &[&x[0]]).map(|[y]| y)
+                Tensor::apply_op::<1>(Rope { frequencies: llama3.frequencies(10_000.0), inverse }, &[&x[0]])
+                    .map(|[y]| y)
             });
         }
         // Heads in front of tokens, in memory.
         let [batch, tokens, heads, size] = shape;
         check(&["rope"], &[&[batch, heads, tokens, size]], &[], |x, _| {
-            Tensor::apply_op::<1>(Rope { theta: 100.0, inverse: false }, &[&x[0].transpose(1, 2)?]).map(|[y]| y)
+            let rope = Rope { frequencies: RopeScaling::None.frequencies(100.0), inverse: false };
+            Tensor::apply_op::<1>(rope, &[&x[0].transpose(1, 2)?]).map(|[y]| y)
         });
     }
 }

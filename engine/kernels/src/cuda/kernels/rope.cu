@@ -2,6 +2,22 @@
 // every pair of elements turns by its entry.
 #include "strides.cuh"
 
+// Twin: RopeFrequencies of launch/rope.rs, which has the formula.
+struct RopeFrequencies {
+    f64 theta;
+    f64 factor;
+    f64 per_turn;
+    f64 per_number;
+    f64 offset;
+    f64 amplitude;
+
+    __device__ f64 at(u64 number, u64 head_size) const {
+        const f64 frequency = pow(theta, -2.0 * f64(number) / f64(head_size));
+        const f64 kept = fmin(fmax(per_turn * frequency + per_number * f64(number) + offset, 0.0), 1.0);
+        return frequency * (kept + (1.0 - kept) / factor);
+    }
+};
+
 struct RopeArguments {
     const void* x;
     void* y;
@@ -13,7 +29,7 @@ struct RopeArguments {
     // Pairs in all.
     u64 pairs;
     Strides at_x;
-    f64 theta;
+    RopeFrequencies frequencies;
     u32 is_inverse;
 };
 
@@ -21,10 +37,11 @@ KERNEL(rope_table, RopeArguments) {
     const u64 half = arguments.head_size / 2, index = global_thread();
     if (index >= arguments.tokens * half) return;
     const u64 token = index / half, frequency = index % half;
-    const f64 angle = f64(token) * pow(arguments.theta, -2.0 * f64(frequency) / f64(arguments.head_size));
+    const f64 angle = f64(token) * arguments.frequencies.at(frequency, arguments.head_size);
+    const f64 amplitude = arguments.frequencies.amplitude;
     f32* row = arguments.table + token * arguments.head_size;
-    row[frequency] = f32(cos(angle));
-    row[half + frequency] = f32(arguments.is_inverse ? -sin(angle) : sin(angle));
+    row[frequency] = f32(amplitude * cos(angle));
+    row[half + frequency] = f32(arguments.is_inverse ? -amplitude * sin(angle) : amplitude * sin(angle));
 }
 
 // A thread turns one pair, so that y may lie over x.

@@ -34,7 +34,7 @@ pub use product::{
     matmul, product_workspace, scratch_in,
 };
 pub use reduce::{column_sums_workspace, scaled_sum, sum};
-pub use rope::rope;
+pub use rope::{RopeFrequencies, rope};
 pub use softmax::{Upstream, cross_entropy, cross_entropy_grad, head, log_sum_exp, softmax, softmax_grad};
 
 use std::any::Any;

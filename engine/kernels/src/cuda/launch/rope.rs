@@ -3,6 +3,30 @@
 use super::{Kernel, Launch, Operands, Strides, launches, typed};
 use crate::cuda::Family::Rope;
 
+/// What the pairs of a head turn by per token: frequency i is f·(kept + (1 − kept)/factor) with f = theta^(−2i/head size) and kept
+/// = per_turn·f + per_number·i + offset, not below 0 nor above 1.
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[repr(C)]
+#[allow(missing_docs, reason = "the formula says what they are")]
+pub struct RopeFrequencies {
+    pub theta: f64,
+    pub factor: f64,
+    pub per_turn: f64,
+    pub per_number: f64,
+    pub offset: f64,
+    /// What cosines and sines are multiplied by.
+    pub amplitude: f64,
+}
+
+impl RopeFrequencies {
+    /// One of them.
+    pub fn at(&self, number: usize, head_size: usize) -> f64 {
+        let frequency = self.theta.powf(-2.0 * number as f64 / head_size as f64);
+        let kept = (self.per_turn * frequency + self.per_number * number as f64 + self.offset).clamp(0.0, 1.0);
+        frequency * (kept + (1.0 - kept) / self.factor)
+    }
+}
+
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 struct RopeArguments {
@@ -14,12 +38,12 @@ struct RopeArguments {
     head_size: u64,
     pairs: u64,
     at_x: Strides,
-    theta: f64,
+    frequencies: RopeFrequencies,
     is_inverse: u32,
 }
 
 /// Rotates x [batch, tokens, heads, head size], with a table [tokens, head size] of f32 as workspace.
-pub fn rope(theta: f64, is_inverse: bool, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+pub fn rope(frequencies: RopeFrequencies, is_inverse: bool, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([x], [y], &[table]) = (operands.inputs, operands.outputs, operands.workspace) else { return None };
     let &[_, tokens, heads, head_size] = x.dims() else { return None };
     let (tokens, heads, head_size, pairs) = (tokens as u64, heads as u64, head_size as u64, x.count() / 2);
@@ -32,7 +56,7 @@ pub fn rope(theta: f64, is_inverse: bool, operands: &Operands<'_>) -> Option<Vec
         head_size,
         pairs,
         at_x: Strides::of(x)?,
-        theta,
+        frequencies,
         is_inverse: u32::from(is_inverse),
     };
     launches([
