@@ -1,7 +1,7 @@
 //! Language models as a text-book writes them, over the gapless engine.
 //!
 //! Each is one file: a configuration, the parameters, and the forward pass in candle's vocabulary. Names of parameters
-//! are those of the Hugging Face checkpoints of the same architecture.
+//! are those of the Hugging Face checkpoints of the same architecture, which [`hf`] reads and writes.
 //!
 //! ```
 //! use gapless_engine::{TrainOptions, Trainer};
@@ -21,11 +21,12 @@
 #![warn(missing_docs)]
 
 mod gpt;
+pub mod hf;
 mod llama;
 mod moe;
 
-pub use gpt::{Gpt, GptConfig};
-pub use llama::{Llama, LlamaConfig};
+pub use gpt::{Activation, Gpt, GptConfig};
+pub use llama::{Llama, LlamaConfig, Norms, QkNorm};
 pub use moe::{Moe, MoeConfig, MoeStyle};
 
 use gapless_engine::{Error, Result};

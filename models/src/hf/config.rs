@@ -1,0 +1,205 @@
+//! A config.json, checked.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use gapless_engine::graph::Graph;
+use gapless_engine::nn::VarBuilder;
+use gapless_engine::{DType, Model, Tensor};
+
+use super::error::{ConfigProblem, HfError, Result};
+use super::fields::{Fields, read_object};
+use super::llama::Family;
+use super::{gpt2, llama, moe};
+use crate::{Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig};
+
+/// Elements of all parameters, at most: 2⁴⁸ take a petabyte.
+const MOST_ELEMENTS: u128 = 1 << 48;
+
+/// Options that change no number that is computed: names, types on disk, what generation does, initial values.
+const PASSED_OVER: [&str; 23] = [
+    "_name_or_path",
+    "architectures",
+    "auto_map",
+    "bos_token_id",
+    "decoder_start_token_id",
+    "dtype",
+    "eos_token_id",
+    "id2label",
+    "initializer_range",
+    "label2id",
+    "model_type",
+    "pad_token_id",
+    "problem_type",
+    "return_dict",
+    "sep_token_id",
+    "tokenizer_class",
+    "torch_dtype",
+    "transformers_version",
+    "unk_token_id",
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+    "_attn_implementation",
+];
+
+const FAMILIES: [&str; 9] =
+    ["gpt2", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"];
+
+/// What a config.json describes.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Config {
+    path: PathBuf,
+    architecture: Architecture,
+    parameters: Vec<(String, Vec<usize>)>,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+enum Architecture {
+    Gpt(GptConfig),
+    Llama(LlamaConfig),
+    Moe(MoeConfig),
+}
+
+impl Config {
+    /// Reads a config.json, or that of a folder.
+    ///
+    /// # Errors
+    /// [`HfError::Config`] with every option that is wrong, not supported or not known; a file that is no JSON.
+    pub fn read(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        let path = if path.is_dir() { path.join("config.json") } else { path.to_owned() };
+        let mut fields = Fields::new(read_object(&path)?, "");
+        let refused = |problems| HfError::Config { path: path.clone(), problems };
+        let family = fields.text("model_type");
+        let Some(architecture) = family.as_deref().and_then(|family| architecture(family, &mut fields)) else {
+            let field = "model_type".to_owned();
+            return Err(refused(vec![match family {
+                None => ConfigProblem::Missing { field },
+                Some(found) => ConfigProblem::Unsupported { field, found, supported: FAMILIES.join(", ") },
+            }]));
+        };
+        for field in ["is_encoder_decoder", "is_decoder", "tie_encoder_decoder"] {
+            fields.only(field, false);
+        }
+        if let Some(quantised) = fields.take("quantization_config") {
+            fields.unsupported("quantization_config", &quantised, "weights that are not quantised");
+        }
+        fields.pass_over(&PASSED_OVER);
+        let problems = fields.finish();
+        if !problems.is_empty() {
+            return Err(refused(problems));
+        }
+        let parameters = parameters(&architecture)?;
+        let elements = |shape: &[usize]| shape.iter().map(|&extent| extent as u128).product::<u128>();
+        let all: u128 = parameters.iter().map(|(_, shape)| elements(shape)).sum();
+        if all > MOST_ELEMENTS {
+            let (field, found) = ("the number of parameters".to_owned(), all.to_string());
+            return Err(refused(vec![ConfigProblem::Value {
+                field,
+                found,
+                expected: format!("below {MOST_ELEMENTS}"),
+            }]));
+        }
+        Ok(Self { path, architecture, parameters })
+    }
+
+    /// Declares the model: what a [`Trainer`](gapless_engine::Trainer) is made with.
+    ///
+    /// # Errors
+    /// As [`Llama::new`] and its like.
+    pub fn model(&self, vb: VarBuilder) -> gapless_engine::Result<Pretrained> {
+        Pretrained::new(&self.architecture, vb)
+    }
+
+    /// Name and shape of every parameter.
+    pub fn parameters(&self) -> impl Iterator<Item = (&str, &[usize])> {
+        self.parameters.iter().map(|(name, shape)| (name.as_str(), shape.as_slice()))
+    }
+
+    /// Longest sequence, if there is a limit to it: position embeddings, or a window.
+    pub fn longest_sequence(&self) -> Option<usize> {
+        match &self.architecture {
+            Architecture::Gpt(config) => Some(config.sequence),
+            Architecture::Llama(llama) | Architecture::Moe(MoeConfig { llama, .. }) => llama.sliding_window,
+        }
+    }
+
+    /// Whether linear layers are stored as GPT-2 does.
+    pub(super) fn is_gpt2(&self) -> bool {
+        matches!(self.architecture, Architecture::Gpt(_))
+    }
+
+    /// The parameter that the head is tied to.
+    pub(super) fn tied_to(&self) -> Option<&'static str> {
+        match &self.architecture {
+            Architecture::Gpt(config) => config.tied.then_some("wte.weight"),
+            Architecture::Llama(llama) | Architecture::Moe(MoeConfig { llama, .. }) => {
+                llama.tied.then_some("model.embed_tokens.weight")
+            }
+        }
+    }
+}
+
+fn architecture(family: &str, fields: &mut Fields) -> Option<Architecture> {
+    Some(match family {
+        "gpt2" => Architecture::Gpt(gpt2::take(fields)),
+        "llama" => Architecture::Llama(llama::take(fields, &Family::LLAMA)),
+        "mistral" => Architecture::Llama(llama::take(fields, &Family::MISTRAL)),
+        "olmo2" => Architecture::Llama(llama::take(fields, &Family::OLMO2)),
+        "qwen2" => Architecture::Llama(llama::take(fields, &Family::QWEN2)),
+        "qwen3" => Architecture::Llama(llama::take(fields, &Family::QWEN3)),
+        "mixtral" => Architecture::Moe(moe::mixtral(fields)),
+        "qwen2_moe" => Architecture::Moe(moe::qwen2(fields)),
+        "qwen3_moe" => Architecture::Moe(moe::qwen3(fields)),
+        _ => return None,
+    })
+}
+
+/// What the model declares, in a graph that is thrown away.
+fn parameters(architecture: &Architecture) -> Result<Vec<(String, Vec<usize>)>> {
+    let graph = Arc::new(Mutex::new(Graph::default()));
+    Pretrained::new(architecture, VarBuilder::new(&graph, DType::F32))?;
+    let graph = graph.lock().unwrap_or_else(PoisonError::into_inner);
+    let shape = |id| graph.value(id).spec.dims().to_vec();
+    Ok(graph.persistent().map(|(id, name)| (name.to_owned(), shape(id))).collect())
+}
+
+/// A model of one of the families.
+#[derive(Debug, Clone)]
+pub enum Pretrained {
+    /// GPT-2.
+    Gpt(Gpt),
+    /// Llama and its like.
+    Llama(Llama),
+    /// Those with experts.
+    Moe(Moe),
+}
+
+impl Pretrained {
+    fn new(architecture: &Architecture, vb: VarBuilder) -> gapless_engine::Result<Self> {
+        Ok(match architecture {
+            Architecture::Gpt(config) => Self::Gpt(Gpt::new(config, vb)?),
+            Architecture::Llama(config) => Self::Llama(Llama::new(config, vb)?),
+            Architecture::Moe(config) => Self::Moe(Moe::new(config, vb)?),
+        })
+    }
+
+    fn model(&self) -> &dyn Model {
+        match self {
+            Self::Gpt(model) => model,
+            Self::Llama(model) => model,
+            Self::Moe(model) => model,
+        }
+    }
+}
+
+impl Model for Pretrained {
+    fn forward(&self, tokens: &Tensor, train: bool) -> gapless_engine::Result<Tensor> {
+        self.model().forward(tokens, train)
+    }
+
+    fn loss(&self, tokens: &Tensor, targets: &Tensor, train: bool) -> gapless_engine::Result<Tensor> {
+        self.model().loss(tokens, targets, train)
+    }
+}

@@ -1,0 +1,100 @@
+//! What can be wrong with a folder of somebody's weights.
+
+use std::fmt::Display;
+use std::io;
+use std::path::PathBuf;
+
+use gapless_engine::TrainError;
+
+/// `Result` with [`HfError`].
+pub type Result<T, E = HfError> = std::result::Result<T, E>;
+
+/// Why a folder could not be opened, loaded or saved.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name the fields")]
+pub enum HfError {
+    #[error("cannot read {path}: {source}")]
+    Read { path: PathBuf, source: io::Error },
+    #[error("cannot write {path}: {source}")]
+    Write { path: PathBuf, source: io::Error },
+    #[error("{path} is no valid JSON: {why}; near: {line}")]
+    Json { path: PathBuf, why: String, line: String },
+    #[error("{path} is not what it should be: {why}")]
+    Malformed { path: PathBuf, why: String },
+    /// Every option that is wrong or not supported.
+    #[error("{path} is refused: {}", listed(problems))]
+    Config { path: PathBuf, problems: Vec<ConfigProblem> },
+    #[error(
+        "{path} has no weights: neither model.safetensors nor model.safetensors.index.json; other formats are not read"
+    )]
+    NoWeights { path: PathBuf },
+    #[error("{index} names the file {file:?}, which is not one beside it")]
+    ShardPath { index: PathBuf, file: String },
+    #[error("{path} is no safetensors file: {why}")]
+    Header { path: PathBuf, why: String },
+    /// Every tensor that is missing, one too many, or not as the configuration says.
+    #[error("the weights in {path} are not those of config.json: {}", listed(problems))]
+    Weights { path: PathBuf, problems: Vec<WeightProblem> },
+    #[error("{path} is there already, and not empty; save to a new folder")]
+    Exists { path: PathBuf },
+    #[error(transparent)]
+    Train(#[from] TrainError),
+}
+
+impl From<gapless_engine::Error> for HfError {
+    fn from(error: gapless_engine::Error) -> Self {
+        Self::Train(error.into())
+    }
+}
+
+impl From<candle_core::Error> for HfError {
+    fn from(error: candle_core::Error) -> Self {
+        Self::Train(error.into())
+    }
+}
+
+/// What is wrong with one option of a config.json.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages name the fields")]
+pub enum ConfigProblem {
+    #[error("{field} is missing")]
+    Missing { field: String },
+    #[error("{field} is {found}, which is not {expected}")]
+    Value { field: String, found: String, expected: String },
+    #[error("{field} is {found}; supported: {supported}")]
+    Unsupported { field: String, found: String, supported: String },
+    #[error("{field} ({found}) is no option that is known for this model")]
+    Unknown { field: String, found: String },
+}
+
+/// What is wrong with one tensor.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages name the fields")]
+pub enum WeightProblem {
+    #[error("{name} {shape:?} is missing")]
+    Missing { name: String, shape: Vec<usize> },
+    #[error("{name} {shape:?} is one that the model does not have")]
+    Extra { name: String, shape: Vec<usize> },
+    #[error("{name} is {found:?}, and should be {expected:?}")]
+    Shape { name: String, expected: Vec<usize>, found: Vec<usize> },
+    #[error("{name} is of type {found}; F32, F16 and BF16 are supported")]
+    Type { name: String, found: String },
+    #[error("{name} is not in {file}, where the index has it")]
+    NotInShard { name: String, file: String },
+    #[error("{name} is in {file}, but not in the index")]
+    NotInIndex { name: String, file: String },
+    #[error("{name} differs from {other}, to which tie_word_embeddings ties it")]
+    Untied { name: String, other: String },
+}
+
+/// Problems that a message shows; the error has all.
+const SHOWN: usize = 40;
+
+fn listed<T: Display>(problems: &[T]) -> String {
+    let mut text: Vec<String> = problems.iter().take(SHOWN).map(T::to_string).collect();
+    if problems.len() > SHOWN {
+        text.push(format!("and {} more", problems.len() - SHOWN));
+    }
+    text.join("; ")
+}

@@ -1,0 +1,179 @@
+//! The options of a config.json, taken one by one.
+//!
+//! In: a JSON object. Out: checked values, and every problem at the end. Never: an option that nobody asked for and that is passed
+//! over in silence.
+
+use std::fs::File;
+use std::io::Read;
+use std::ops::RangeInclusive;
+use std::path::Path;
+
+use serde_json::{Map, Value};
+
+use super::error::{ConfigProblem, HfError, Result};
+
+/// Bytes of a JSON file, at most: indices of models with a million tensors are smaller.
+const MOST_BYTES: u64 = 256 << 20;
+
+/// Options that are left to take, and what was wrong with those that were taken.
+#[derive(Debug)]
+pub(super) struct Fields {
+    left: Map<String, Value>,
+    /// What stands in front of an option's name in messages.
+    path: String,
+    pub problems: Vec<ConfigProblem>,
+}
+
+impl Fields {
+    pub fn new(options: Map<String, Value>, path: &str) -> Self {
+        Self { left: options, path: path.to_owned(), problems: Vec::new() }
+    }
+
+    /// Whether there is something, be it null.
+    pub fn has(&self, field: &str) -> bool {
+        self.left.contains_key(field)
+    }
+
+    /// What there is and is not null.
+    pub fn take(&mut self, field: &str) -> Option<Value> {
+        self.left.remove(field).filter(|value| !value.is_null())
+    }
+
+    /// The options of an object.
+    pub fn object(&mut self, field: &str) -> Option<Self> {
+        match self.take(field)? {
+            Value::Object(options) => Some(Self::new(options, &format!("{}{field}.", self.path))),
+            other => {
+                self.wrong(field, &other, "an object");
+                None
+            }
+        }
+    }
+
+    /// A whole number within bounds.
+    pub fn count(&mut self, field: &str, default: Option<usize>, within: RangeInclusive<usize>) -> usize {
+        let Some(value) = self.take(field) else {
+            if default.is_none() {
+                self.problems.push(ConfigProblem::Missing { field: self.full(field) });
+            }
+            return default.unwrap_or(*within.start());
+        };
+        let found = value.as_u64().and_then(|found| usize::try_from(found).ok()).filter(|found| within.contains(found));
+        found.unwrap_or_else(|| {
+            self.wrong(field, &value, &format!("a whole number from {} to {}", within.start(), within.end()));
+            *within.start()
+        })
+    }
+
+    /// A number above 0.
+    pub fn positive(&mut self, field: &str, default: Option<f64>) -> f64 {
+        let Some(value) = self.take(field) else {
+            if default.is_none() {
+                self.problems.push(ConfigProblem::Missing { field: self.full(field) });
+            }
+            return default.unwrap_or(1.0);
+        };
+        value.as_f64().filter(|found| *found > 0.0 && found.is_finite()).unwrap_or_else(|| {
+            self.wrong(field, &value, "a number above 0");
+            1.0
+        })
+    }
+
+    pub fn flag(&mut self, field: &str, default: bool) -> bool {
+        let Some(value) = self.take(field) else { return default };
+        value.as_bool().unwrap_or_else(|| {
+            self.wrong(field, &value, "true or false");
+            default
+        })
+    }
+
+    pub fn text(&mut self, field: &str) -> Option<String> {
+        match self.take(field)? {
+            Value::String(text) => Some(text),
+            other => {
+                self.wrong(field, &other, "a text");
+                None
+            }
+        }
+    }
+
+    /// One of the texts that are supported; the first where there is none.
+    pub fn one_of<'a>(&mut self, field: &str, supported: &[&'a str]) -> &'a str {
+        let Some(found) = self.text(field) else { return supported[0] };
+        supported.iter().copied().find(|known| *known == found).unwrap_or_else(|| {
+            self.unsupported(field, &Value::String(found), &supported.join(", "));
+            supported[0]
+        })
+    }
+
+    /// An option of which one value is supported.
+    pub fn only(&mut self, field: &str, supported: impl Into<Value>) {
+        let supported = supported.into();
+        if let Some(found) = self.take(field)
+            && found != supported
+            && (found.as_f64().is_none() || found.as_f64() != supported.as_f64())
+        {
+            self.unsupported(field, &found, &supported.to_string());
+        }
+    }
+
+    /// Takes options whatever they are: they change no number.
+    pub fn pass_over(&mut self, fields: &[&str]) {
+        fields.iter().for_each(|field| drop(self.left.remove(*field)));
+    }
+
+    pub fn wrong(&mut self, field: &str, found: &Value, expected: &str) {
+        let (field, found, expected) = (self.full(field), short(found), expected.to_owned());
+        self.problems.push(ConfigProblem::Value { field, found, expected });
+    }
+
+    pub fn unsupported(&mut self, field: &str, found: &Value, supported: &str) {
+        let (field, found, supported) = (self.full(field), short(found), supported.to_owned());
+        self.problems.push(ConfigProblem::Unsupported { field, found, supported });
+    }
+
+    /// What was wrong; whatever nobody took is, too.
+    pub fn finish(mut self) -> Vec<ConfigProblem> {
+        for (field, value) in std::mem::take(&mut self.left) {
+            if !value.is_null() {
+                self.problems.push(ConfigProblem::Unknown { field: self.full(&field), found: short(&value) });
+            }
+        }
+        self.problems
+    }
+
+    fn full(&self, field: &str) -> String {
+        format!("{}{field}", self.path)
+    }
+}
+
+/// A value as a message shows it.
+fn short(value: &Value) -> String {
+    shortened(&value.to_string())
+}
+
+fn shortened(text: &str) -> String {
+    const MOST: usize = 80;
+    match text.char_indices().nth(MOST) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text.to_owned(),
+    }
+}
+
+/// Reads a file that holds a JSON object.
+pub(super) fn read_object(path: &Path) -> Result<Map<String, Value>> {
+    let read_error = |source| HfError::Read { path: path.to_owned(), source };
+    let file = File::open(path).map_err(read_error)?;
+    let mut bytes = Vec::new();
+    file.take(MOST_BYTES + 1).read_to_end(&mut bytes).map_err(read_error)?;
+    if bytes.len() as u64 > MOST_BYTES {
+        return Err(HfError::Malformed { path: path.to_owned(), why: format!("it has more than {MOST_BYTES} bytes") });
+    }
+    serde_json::from_slice(&bytes).map_err(|error| {
+        let mut lines = bytes.split(|&byte| byte == b'\n');
+        let line = lines.nth(error.line().saturating_sub(1)).unwrap_or_default();
+        let begin = error.column().min(line.len()).saturating_sub(60);
+        let line = shortened(String::from_utf8_lossy(&line[begin..]).trim());
+        HfError::Json { path: path.to_owned(), why: error.to_string(), line }
+    })
+}

@@ -1,0 +1,234 @@
+//! A folder whose config.json and weights fit together.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+use gapless_engine::Trainer;
+use gapless_engine::nn::VarBuilder;
+use safetensors::tensor::TensorInfo;
+use serde_json::{Map, Value};
+
+use super::HEAD;
+use super::config::{Config, Pretrained};
+use super::error::{HfError, Result, WeightProblem};
+use super::fields::read_object;
+use super::layout::{Piece, Placed, is_known_buffer, layout};
+use super::tensors::{TensorFile, is_supported};
+
+/// The one file of a small model.
+pub(super) const SINGLE: &str = "model.safetensors";
+/// Which tensor is in which file of a large one.
+pub(super) const INDEX: &str = "model.safetensors.index.json";
+
+/// Elements of two tensors that are compared at once.
+const COMPARED: usize = 1 << 16;
+
+/// Somebody's weights: config.json and safetensors files that have all tensors that it asks for, and no others.
+#[derive(Debug)]
+pub struct Folder {
+    pub(super) path: PathBuf,
+    pub(super) config: Config,
+    pub(super) files: Vec<TensorFile>,
+    /// Of the index, if there is one: what it says beside the places.
+    pub(super) metadata: Option<Map<String, Value>>,
+    /// Which file each tensor is in.
+    pub(super) places: BTreeMap<String, usize>,
+    pub(super) layout: Vec<Placed>,
+}
+
+impl Folder {
+    /// Opens a folder and checks all of it: every option, every header, every tensor's name, type and shape. Reads no weights.
+    ///
+    /// # Errors
+    /// As [`Config::read`] and [`TensorFile::open`]; [`HfError::Weights`] with every tensor that is missing, one too many or
+    /// not as it should be; an index that names files which are not there, or not in this folder.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref().to_owned();
+        let config = Config::read(path.join("config.json"))?;
+        let mut problems = Vec::new();
+        let (files, metadata, places) = open_files(&path, &mut problems)?;
+        let stored: BTreeSet<&str> = places.keys().map(String::as_str).collect();
+        let layout = layout(&config, &stored);
+        let folder = Self { path, files, metadata, layout, config, places };
+        folder.compare(&mut problems);
+        match problems.is_empty() {
+            true => Ok(folder),
+            false => Err(HfError::Weights { path: folder.path, problems }),
+        }
+    }
+
+    /// What its config.json says.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// Declares the model: what a [`Trainer`] is made with.
+    ///
+    /// # Errors
+    /// As [`Config::model`].
+    pub fn model(&self, vb: VarBuilder) -> gapless_engine::Result<Pretrained> {
+        self.config.model(vb)
+    }
+
+    /// Fills the parameters of a trainer of [`Self::model`], one after another: beside the arena, there is at most one of them in
+    /// memory. A rank of a pipeline reads those of its stages.
+    ///
+    /// # Errors
+    /// When a file cannot be read, the trainer is of another model, or a head that is stored differs from the embedding that it is
+    /// tied to. The trainer's parameters are then partly filled.
+    pub fn load(&self, trainer: &mut Trainer) -> Result<()> {
+        self.check_tied()?;
+        let wanted: Vec<String> = trainer.parameter_names().map(str::to_owned).collect();
+        let placed: BTreeMap<&str, &Placed> = self.layout.iter().map(|one| (one.parameter.as_str(), one)).collect();
+        let mut elements = Vec::new();
+        for name in wanted {
+            let Some(placed) = placed.get(name.as_str()) else {
+                let shape = trainer.tensor(&name)?.dims().to_vec();
+                return Err(self.wrong(WeightProblem::Missing { name, shape }));
+            };
+            elements.clear();
+            elements.reserve_exact(placed.pieces.iter().map(|piece| piece.elements.len()).sum());
+            for piece in &placed.pieces {
+                self.read(piece, &mut elements)?;
+            }
+            trainer.set_elements(&name, &elements)?;
+        }
+        Ok(())
+    }
+
+    /// The file of a stored tensor, and what its header says of it.
+    pub(super) fn find(&self, stored: &str) -> Option<(&TensorFile, &TensorInfo)> {
+        let file = &self.files[*self.places.get(stored)?];
+        Some((file, file.info(stored)?))
+    }
+
+    /// Appends what a piece has.
+    fn read(&self, piece: &Piece, elements: &mut Vec<f32>) -> Result<()> {
+        let (file, info) = self.find(&piece.stored).expect("every piece was found when the folder was opened");
+        let (first, count) = (piece.elements.start, piece.elements.len());
+        if !piece.transposed {
+            return file.read_elements(info, first, count, |x| elements.push(x));
+        }
+        let (rows, columns) = (piece.shape[0], piece.shape[1]);
+        let (begin, mut at) = (elements.len(), 0);
+        elements.resize(begin + count, 0.0);
+        file.read_elements(info, first, count, |x| {
+            elements[begin + at % columns * rows + at / columns] = x;
+            at += 1;
+        })
+    }
+
+    /// Names, shapes and types against the configuration.
+    fn compare(&self, problems: &mut Vec<WeightProblem>) {
+        let mut used = BTreeSet::new();
+        for piece in self.layout.iter().flat_map(|placed| &placed.pieces) {
+            if !used.insert(piece.stored.as_str()) {
+                continue;
+            }
+            let (name, expected) = (piece.stored.clone(), piece.shape.clone());
+            let Some((_, info)) = self.find(&name) else {
+                // One that the index has, but not its file, was told already.
+                if !self.places.contains_key(&name) {
+                    problems.push(WeightProblem::Missing { name, shape: expected });
+                }
+                continue;
+            };
+            if info.shape != expected {
+                problems.push(WeightProblem::Shape { name, expected, found: info.shape.clone() });
+            } else if !is_supported(info.dtype) {
+                problems.push(WeightProblem::Type { name, found: info.dtype.to_string() });
+            }
+        }
+        for name in self.places.keys().filter(|name| !used.contains(name.as_str())) {
+            if let Some((_, info)) = self.find(name)
+                && !is_known_buffer(&self.config, name, &info.shape)
+            {
+                problems.push(WeightProblem::Extra { name: name.clone(), shape: info.shape.clone() });
+            }
+        }
+    }
+
+    /// A head that is stored although it is tied has the bits of what it is tied to.
+    fn check_tied(&self) -> Result<()> {
+        let Some((parameter, (file, head))) = self.config.tied_to().zip(self.find(HEAD)) else { return Ok(()) };
+        let (other, embedding_file, embedding) = self.tied(parameter);
+        let untied = || self.wrong(WeightProblem::Untied { name: HEAD.into(), other: other.into() });
+        if head.shape != embedding.shape || head.dtype != embedding.dtype {
+            return Err(untied());
+        }
+        let count: usize = head.shape.iter().product();
+        for first in (0..count).step_by(COMPARED) {
+            let (mut one, mut two) = (Vec::new(), Vec::new());
+            let compared = COMPARED.min(count - first);
+            file.read(head, first, compared, &mut |bytes| one.extend_from_slice(bytes))?;
+            embedding_file.read(embedding, first, compared, &mut |bytes| two.extend_from_slice(bytes))?;
+            if one != two {
+                return Err(untied());
+            }
+        }
+        Ok(())
+    }
+
+    /// The stored tensor of the parameter that the head is tied to.
+    fn tied(&self, parameter: &str) -> (&str, &TensorFile, &TensorInfo) {
+        let placed = self.layout.iter().find(|placed| placed.parameter == parameter).expect("an embedding");
+        let stored = &placed.pieces[0].stored;
+        let (file, info) = self.find(stored).expect("every piece was found when the folder was opened");
+        (stored, file, info)
+    }
+
+    fn wrong(&self, problem: WeightProblem) -> HfError {
+        HfError::Weights { path: self.path.clone(), problems: vec![problem] }
+    }
+}
+
+type Opened = (Vec<TensorFile>, Option<Map<String, Value>>, BTreeMap<String, usize>);
+
+/// Opens the one file, or all that the index names; what index and files disagree on goes to `problems`.
+fn open_files(folder: &Path, problems: &mut Vec<WeightProblem>) -> Result<Opened> {
+    let (single, index) = (folder.join(SINGLE), folder.join(INDEX));
+    if single.exists() {
+        let file = TensorFile::open(single)?;
+        let places = file.tensors().map(|(name, ..)| (name, 0)).collect();
+        return Ok((vec![file], None, places));
+    }
+    if !index.exists() {
+        return Err(HfError::NoWeights { path: folder.to_owned() });
+    }
+    let (map, metadata) = read_index(&index)?;
+    let names: BTreeSet<&str> = map.values().map(String::as_str).collect();
+    let names: Vec<&str> = names.into_iter().collect();
+    for file in &names {
+        let is_plain = Path::new(file).file_name() == Some(file.as_ref()) && !file.contains(['/', '\\']);
+        if !is_plain {
+            return Err(HfError::ShardPath { index, file: (*file).to_owned() });
+        }
+    }
+    let files: Vec<TensorFile> = names.iter().map(|file| TensorFile::open(folder.join(file))).collect::<Result<_>>()?;
+    let number = |file: &str| names.binary_search(&file).expect("one of those that the index names");
+    let places: BTreeMap<String, usize> = map.iter().map(|(name, file)| (name.clone(), number(file))).collect();
+    for (name, &at) in &places {
+        if files[at].info(name).is_none() {
+            problems.push(WeightProblem::NotInShard { name: name.clone(), file: names[at].to_owned() });
+        }
+    }
+    for (at, file) in files.iter().enumerate() {
+        for (name, ..) in file.tensors().filter(|(name, ..)| places.get(name) != Some(&at)) {
+            problems.push(WeightProblem::NotInIndex { name, file: names[at].to_owned() });
+        }
+    }
+    Ok((files, Some(metadata), places))
+}
+
+fn read_index(path: &Path) -> Result<(BTreeMap<String, String>, Map<String, Value>)> {
+    let mut index = read_object(path)?;
+    let malformed = |why: &str| HfError::Malformed { path: path.to_owned(), why: why.to_owned() };
+    let Some(Value::Object(map)) = index.remove("weight_map") else {
+        return Err(malformed("it has no weight_map"));
+    };
+    let text = |(name, file): (String, Value)| Some((name, file.as_str()?.to_owned()));
+    let map: Option<BTreeMap<String, String>> = map.into_iter().map(text).collect();
+    let map = map.ok_or_else(|| malformed("its weight_map has something else than names of files"))?;
+    let metadata = index.remove("metadata").and_then(|metadata| metadata.as_object().cloned());
+    Ok((map, metadata.unwrap_or_default()))
+}

@@ -1,0 +1,49 @@
+//! GPT-2: weights of its linear layers are stored transposed, and its published files lack the prefix `transformer.`.
+
+use super::fields::Fields;
+use crate::{Activation, GptConfig};
+
+pub(super) fn take(fields: &mut Fields) -> GptConfig {
+    let size = 1..=1 << 20;
+    let width = fields.count("n_embd", None, size.clone());
+    let heads = fields.count("n_head", None, size.clone());
+    if !width.is_multiple_of(heads) {
+        fields.wrong("n_head", &heads.into(), &format!("a divisor of n_embd, {width}"));
+    }
+    let hidden = fields.has("n_inner").then(|| fields.count("n_inner", Some(4 * width), 1..=1 << 22));
+    let config = GptConfig {
+        vocabulary: fields.count("vocab_size", None, 1..=1 << 28),
+        sequence: fields.count("n_positions", None, 1..=1 << 28),
+        layers: fields.count("n_layer", None, 1..=4096),
+        heads,
+        width,
+        hidden,
+        layer_norm_eps: fields.positive("layer_norm_epsilon", Some(1e-5)),
+        activation: match fields.one_of("activation_function", &["gelu_new", "gelu_pytorch_tanh", "gelu"]) {
+            "gelu" => Activation::GeluErf,
+            _ => Activation::GeluTanh,
+        },
+        tied: fields.flag("tie_word_embeddings", true),
+        dropout: 0.0,
+    };
+    for (field, supported) in [
+        ("scale_attn_weights", true),
+        ("scale_attn_by_inverse_layer_idx", false),
+        ("reorder_and_upcast_attn", false),
+        ("add_cross_attention", false),
+    ] {
+        fields.only(field, supported);
+    }
+    // Dropout is off; the summary is of models that classify; n_ctx is what n_positions was called.
+    fields.pass_over(&["attn_pdrop", "embd_pdrop", "resid_pdrop", "n_ctx", "task_specific_params"]);
+    fields.pass_over(&["summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type"]);
+    fields.pass_over(&["summary_use_proj"]);
+    config
+}
+
+/// The stored name of a parameter, and whether it is stored transposed.
+pub(super) fn stored(parameter: &str, prefix: &str) -> (String, bool) {
+    let is_transposed = ["c_attn.weight", "c_proj.weight", "c_fc.weight"].iter().any(|end| parameter.ends_with(end));
+    let prefix = if parameter == super::HEAD { "" } else { prefix };
+    (format!("{prefix}{parameter}"), is_transposed)
+}

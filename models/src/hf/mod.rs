@@ -1,0 +1,44 @@
+//! Folders of somebody's weights, as Hugging Face's `save_pretrained` writes them: in, and out again.
+//!
+//! In: a folder with config.json and safetensors files. Out: a model, its weights in a trainer's arena, and after training a folder
+//! with the same names, types and files. Never: an option that is ignored, a tensor that is left out in silence, or more than one
+//! converted tensor in memory beside the arena.
+//!
+//! ```no_run
+//! use gapless_engine::{TrainOptions, Trainer};
+//! use gapless_models::hf::Folder;
+//!
+//! let folder = Folder::open("SmolLM-135M")?;
+//! let options = TrainOptions { batch: 4, sequence: 512, ..TrainOptions::default() };
+//! let mut trainer = Trainer::new(|vb| folder.model(vb), options)?;
+//! folder.load(&mut trainer)?;
+//! # let (tokens, targets) = (Vec::new(), Vec::new());
+//! trainer.step(&tokens, &targets)?;
+//! folder.save(&trainer, "SmolLM-135M-mine", None)?;
+//! # Ok::<(), gapless_models::hf::HfError>(())
+//! ```
+//!
+//! ```text
+//! config.json ─▶ fields, checked ─▶ Config ─▶ model ─▶ Trainer ◀── load ── layout ◀── names in *.safetensors
+//!                                                        └────── save ───▶ folder, beside and renamed
+//! ```
+
+mod config;
+mod error;
+mod fields;
+mod folder;
+mod gpt2;
+mod layout;
+mod llama;
+mod moe;
+mod rope;
+mod save;
+mod tensors;
+
+pub use config::{Config, Pretrained};
+pub use error::{ConfigProblem, HfError, Result, WeightProblem};
+pub use folder::Folder;
+pub use tensors::{Dtype, TensorFile};
+
+/// The head's stored name, where it has weights of its own.
+const HEAD: &str = "lm_head.weight";

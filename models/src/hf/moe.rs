@@ -1,0 +1,88 @@
+//! Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE. Their experts are stored one by one, or all of a layer fused.
+
+use gapless_engine::nn::RouterConfig;
+use serde_json::Value;
+
+use super::fields::Fields;
+use super::llama::{self, Biases, Family, SIZE, Window};
+use crate::MoeConfig;
+
+/// Most experts of a layer.
+const EXPERTS: usize = 1 << 16;
+
+pub(super) fn mixtral(fields: &mut Fields) -> MoeConfig {
+    let window = Window::Always(None);
+    let family = Family {
+        rope_theta: 1e6,
+        rms_norm_eps: 1e-5,
+        kv_heads: Some(8),
+        biases: Biases::Never,
+        window,
+        ..Family::LLAMA
+    };
+    let llama = llama::take(fields, &family);
+    fields.only("router_jitter_noise", 0.0);
+    let experts = fields.count("num_local_experts", Some(8), 1..=EXPERTS);
+    let router = router(fields, experts, 2, true);
+    MoeConfig { expert_hidden: llama.hidden, llama, router, ..MoeConfig::default() }
+}
+
+pub(super) fn qwen2(fields: &mut Fields) -> MoeConfig {
+    let biases = Biases::Qkv { option: Some("qkv_bias") };
+    let llama = llama::take(fields, &Family { kv_heads: Some(16), biases, ..Family::QWEN2 });
+    let renormalise = fields.flag("norm_topk_prob", false);
+    let experts = fields.count("num_experts", Some(60), 1..=EXPERTS);
+    MoeConfig {
+        expert_hidden: fields.count("moe_intermediate_size", Some(1408), SIZE),
+        shared_hidden: fields.count("shared_expert_intermediate_size", Some(5632), SIZE),
+        shared_gate: true,
+        dense_layers: dense_layers(fields, llama.layers),
+        router: router(fields, experts, 4, renormalise),
+        llama,
+    }
+}
+
+pub(super) fn qwen3(fields: &mut Fields) -> MoeConfig {
+    // A window is for all layers, whatever `max_window_layers` says.
+    fields.pass_over(&["max_window_layers"]);
+    let mut family = Family { kv_heads: Some(4), head_size: None, ..Family::QWEN3 };
+    if !fields.flag("use_sliding_window", false) {
+        fields.pass_over(&["sliding_window"]);
+        family.window = Window::Never;
+    } else {
+        family.window = Window::Always(Some(4096));
+    }
+    let llama = llama::take(fields, &family);
+    let renormalise = fields.flag("norm_topk_prob", false);
+    // Two names of one option.
+    let experts = if fields.has("num_experts") { "num_experts" } else { "num_local_experts" };
+    let experts = fields.count(experts, Some(128), 1..=EXPERTS);
+    fields.only("num_local_experts", experts);
+    MoeConfig {
+        expert_hidden: fields.count("moe_intermediate_size", Some(768), SIZE),
+        dense_layers: dense_layers(fields, llama.layers),
+        router: router(fields, experts, 8, renormalise),
+        llama,
+        ..MoeConfig::default()
+    }
+}
+
+fn router(fields: &mut Fields, experts: usize, top_k: usize, renormalise: bool) -> RouterConfig {
+    let top_k = fields.count("num_experts_per_tok", Some(top_k.min(experts)), 1..=experts);
+    // The balance loss is added where the logits of routers are put out; it is another one than ours.
+    fields.only("output_router_logits", false);
+    fields.pass_over(&["router_aux_loss_coef"]);
+    RouterConfig { experts, top_k, renormalise, balance_loss: 0.0, ..RouterConfig::default() }
+}
+
+/// Layers without experts: those that are listed, and those between every `decoder_sparse_step`.
+fn dense_layers(fields: &mut Fields, layers: usize) -> Vec<usize> {
+    let step = fields.count("decoder_sparse_step", Some(1), 1..=1 << 20);
+    let listed = fields.take("mlp_only_layers").unwrap_or(Value::Array(Vec::new()));
+    let numbers: Option<Vec<u64>> = listed.as_array().and_then(|all| all.iter().map(Value::as_u64).collect());
+    if numbers.is_none() {
+        fields.wrong("mlp_only_layers", &listed, "a list of layers");
+    }
+    let numbers = numbers.unwrap_or_default();
+    (0..layers).filter(|&layer| !(layer + 1).is_multiple_of(step) || numbers.contains(&(layer as u64))).collect()
+}

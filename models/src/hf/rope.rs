@@ -1,0 +1,66 @@
+//! Rotary positions, in both styles: `rope_parameters`, or `rope_theta` and `rope_scaling`.
+
+use gapless_engine::ops::RopeScaling;
+
+use super::fields::Fields;
+use crate::LlamaConfig;
+
+/// Takes the base and the scaling. Needs the heads' width.
+pub(super) fn take(fields: &mut Fields, config: &mut LlamaConfig, head_size: usize) {
+    // `partial_rotary_factor` stands in either place.
+    fields.only("partial_rotary_factor", 1.0);
+    let positions = fields.count("max_position_embeddings", Some(2048), 1..=1 << 40) as f64;
+    config.rope_theta = fields.positive("rope_theta", Some(config.rope_theta));
+    let (old, new) = (fields.object("rope_scaling"), fields.object("rope_parameters"));
+    if let (Some(_), Some(_)) = (&old, &new) {
+        fields.unsupported("rope_scaling", &"beside rope_parameters".into(), "one of the two");
+    }
+    if let Some(mut scaling) = new.or(old) {
+        config.rope_theta = scaling.positive("rope_theta", Some(config.rope_theta));
+        scaling.only("partial_rotary_factor", 1.0);
+        config.rope_scaling = self::scaling(&mut scaling, config.rope_theta, head_size, positions);
+        fields.problems.extend(scaling.finish());
+    }
+}
+
+fn scaling(fields: &mut Fields, theta: f64, head_size: usize, positions: f64) -> RopeScaling {
+    // The older name says the same where both are there.
+    let older = fields.has("rope_type").then(|| fields.take("type")).is_none();
+    let kind = fields.one_of(if older { "type" } else { "rope_type" }, &["default", "linear", "llama3", "yarn"]);
+    match kind {
+        "linear" => RopeScaling::Linear { factor: fields.positive("factor", None) },
+        "llama3" => {
+            let factor = fields.positive("factor", None);
+            let (low, high) = (fields.positive("low_freq_factor", None), fields.positive("high_freq_factor", None));
+            if high <= low {
+                fields.wrong("high_freq_factor", &high.into(), "above low_freq_factor");
+            }
+            let original = fields.positive("original_max_position_embeddings", None);
+            RopeScaling::Llama3 { factor, low, high, original }
+        }
+        "yarn" => yarn(fields, theta, head_size, positions),
+        _ => RopeScaling::None,
+    }
+}
+
+fn yarn(fields: &mut Fields, theta: f64, head_size: usize, positions: f64) -> RopeScaling {
+    let factor = fields.positive("factor", None);
+    let original = fields.positive("original_max_position_embeddings", Some(positions));
+    let turns = (fields.positive("beta_fast", Some(32.0)), fields.positive("beta_slow", Some(1.0)));
+    let whole = fields.flag("truncate", true);
+    let mut scaling = RopeScaling::yarn(factor, turns, original, theta, head_size, whole);
+    let given = fields.has("attention_factor").then(|| fields.positive("attention_factor", Some(0.0)));
+    // DeepSeek's way to say it: a factor for all, divided by one for all dimensions.
+    let parts = fields.take("mscale").zip(fields.take("mscale_all_dim"));
+    let parts =
+        parts.and_then(|(one, all)| Some((one.as_f64()?, all.as_f64()?))).filter(|(a, b)| *a != 0.0 && *b != 0.0);
+    let of = |scale: f64| if factor > 1.0 { 0.1 * scale * factor.ln() + 1.0 } else { 1.0 };
+    if let RopeScaling::Yarn { amplitude, .. } = &mut scaling {
+        match (given.filter(|given| *given > 0.0), parts) {
+            (Some(given), _) => *amplitude = given,
+            (None, Some((one, all))) => *amplitude = of(one) / of(all),
+            (None, None) => {}
+        }
+    }
+    scaling
+}

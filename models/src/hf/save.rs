@@ -1,0 +1,253 @@
+//! Writing a folder: the tensors that were read, from a trainer's parameters, and the files beside them as they were.
+//!
+//! In: an open folder and a trainer of its model. Out: a new folder, written beside its place and renamed. Never: a folder that is
+//! partly there under its name, or one that replaces another.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::{self, BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+use candle_core::DType;
+use gapless_engine::Trainer;
+use safetensors::tensor::{Metadata, TensorInfo};
+use serde_json::{Map, Value, json};
+
+use super::HEAD;
+use super::error::{HfError, Result};
+use super::folder::{Folder, INDEX, SINGLE};
+use super::layout::Piece;
+use super::tensors::narrow;
+
+/// Elements that are converted at once.
+const CONVERTED: usize = 1 << 18;
+
+/// What is copied as it is, where it is there.
+const COPIED: [&str; 11] = [
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "config.json",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+];
+
+/// A part of a stored tensor: the parameter that it comes from, and where that part begins in it.
+type Origin<'a> = (&'a str, usize, &'a Piece);
+
+impl Folder {
+    /// Saves a trainer's parameters as a folder at `out`, which must not be there or be empty: the same names, types and files,
+    /// or as many files as take at most `max_shard_size` bytes of tensors each (one larger tensor has one for itself).
+    ///
+    /// # Errors
+    /// [`HfError::Exists`]; when something cannot be read or written, and then nothing is at `out`.
+    pub fn save(&self, trainer: &Trainer, out: impl AsRef<Path>, max_shard_size: Option<u64>) -> Result<()> {
+        let out = out.as_ref();
+        if out.exists() && fs::read_dir(out).is_ok_and(|mut entries| entries.next().is_some()) || out.is_file() {
+            return Err(HfError::Exists { path: out.to_owned() });
+        }
+        let mut partial = out.as_os_str().to_owned();
+        partial.push(".partial");
+        let partial = PathBuf::from(partial);
+        let saved = self.write_into(trainer, &partial, max_shard_size).and_then(|()| {
+            fs::rename(&partial, out).map_err(write_error(out))?;
+            let parent = out.parent().filter(|parent| *parent != Path::new("")).unwrap_or(Path::new("."));
+            sync_folder(parent).map_err(write_error(parent))
+        });
+        if saved.is_err() {
+            // The error that is told is the first one.
+            let _ = fs::remove_dir_all(&partial);
+        }
+        saved
+    }
+
+    fn write_into(&self, trainer: &Trainer, to: &Path, max_shard_size: Option<u64>) -> Result<()> {
+        if to.exists() {
+            fs::remove_dir_all(to).map_err(write_error(to))?;
+        }
+        fs::create_dir_all(to).map_err(write_error(to))?;
+        for name in COPIED {
+            let from = self.path.join(name);
+            if from.is_file() {
+                fs::copy(&from, to.join(name)).map_err(write_error(&to.join(name)))?;
+            }
+        }
+        let origins = self.origins();
+        let shards = self.shards(max_shard_size);
+        for (file, names) in &shards {
+            let path = to.join(file);
+            self.write_shard(trainer, &origins, names, &path)?;
+        }
+        if self.metadata.is_some() && max_shard_size.is_none() || shards.len() > 1 {
+            let path = to.join(INDEX);
+            let text = serde_json::to_vec_pretty(&self.index(&shards)).expect("names and numbers make valid JSON");
+            fs::write(&path, text).map_err(write_error(&path))?;
+        }
+        sync_folder(to).map_err(write_error(to))
+    }
+
+    /// Where each stored tensor comes from, in the order of its elements.
+    fn origins(&self) -> BTreeMap<&str, Vec<Origin<'_>>> {
+        let mut origins: BTreeMap<&str, Vec<Origin<'_>>> = BTreeMap::new();
+        for placed in &self.layout {
+            let mut first = 0;
+            for piece in &placed.pieces {
+                origins.entry(&piece.stored).or_default().push((&placed.parameter, first, piece));
+                first += piece.elements.len();
+            }
+        }
+        // A tied head is the embedding once more.
+        let tied = self.layout.iter().find(|placed| Some(placed.parameter.as_str()) == self.config.tied_to());
+        if let Some(placed) = tied {
+            origins.insert(HEAD, vec![(&placed.parameter, 0, &placed.pieces[0])]);
+        }
+        origins.values_mut().for_each(|parts| parts.sort_by_key(|(.., piece)| piece.elements.start));
+        origins
+    }
+
+    /// Files and the names in each, in the order in which they were read.
+    fn shards(&self, max_shard_size: Option<u64>) -> Vec<(String, Vec<&str>)> {
+        let files = self.files.iter().map(|file| {
+            let name = file.path().file_name().unwrap_or_default().to_string_lossy().into_owned();
+            let mut tensors: Vec<(&str, usize)> =
+                self.places.keys().filter_map(|name| Some((name.as_str(), file.info(name)?.data_offsets.0))).collect();
+            tensors.sort_by_key(|(_, first)| *first);
+            (name, tensors.into_iter().map(|(name, _)| name).collect::<Vec<_>>())
+        });
+        let Some(most) = max_shard_size else { return files.collect() };
+        let (mut shards, mut bytes): (Vec<Vec<&str>>, u64) = (Vec::new(), 0);
+        for name in files.flat_map(|(_, names)| names) {
+            let size = self.info(name).data_offsets;
+            let size = (size.1 - size.0) as u64;
+            match shards.last_mut().filter(|_| bytes + size <= most) {
+                Some(shard) => shard.push(name),
+                None => {
+                    shards.push(vec![name]);
+                    bytes = 0;
+                }
+            }
+            bytes += size;
+        }
+        let count = shards.len();
+        let file = |at: usize| match count {
+            1 => SINGLE.to_owned(),
+            _ => format!("model-{:05}-of-{count:05}.safetensors", at + 1),
+        };
+        shards.into_iter().enumerate().map(|(at, names)| (file(at), names)).collect()
+    }
+
+    fn index(&self, shards: &[(String, Vec<&str>)]) -> Value {
+        let infos = || self.places.keys().map(|name| self.info(name));
+        let bytes: usize = infos().map(|info| info.data_offsets.1 - info.data_offsets.0).sum();
+        let mut metadata = self.metadata.clone().unwrap_or_else(|| {
+            let elements: usize = infos().map(|info| info.shape.iter().product::<usize>()).sum();
+            Map::from_iter([("total_parameters".to_owned(), json!(elements))])
+        });
+        metadata.insert("total_size".into(), json!(bytes));
+        let places = shards.iter().flat_map(|(file, names)| names.iter().map(move |name| (*name, file.as_str())));
+        json!({ "metadata": metadata, "weight_map": places.collect::<BTreeMap<&str, &str>>() })
+    }
+
+    fn info(&self, stored: &str) -> &TensorInfo {
+        self.find(stored).expect("one of the folder's tensors").1
+    }
+
+    fn write_shard(
+        &self,
+        trainer: &Trainer,
+        origins: &BTreeMap<&str, Vec<Origin<'_>>>,
+        names: &[&str],
+        path: &Path,
+    ) -> Result<()> {
+        let failed = write_error(path);
+        // The widest type first, so that all stay aligned; otherwise as they were.
+        let mut names = names.to_vec();
+        names.sort_by_key(|name| std::cmp::Reverse(self.info(name).dtype.bitsize()));
+        let mut end = 0;
+        let infos = names.iter().map(|name| {
+            let TensorInfo { dtype, ref shape, data_offsets } = *self.info(name);
+            let first = end;
+            end += data_offsets.1 - data_offsets.0;
+            ((*name).to_owned(), TensorInfo { dtype, shape: shape.clone(), data_offsets: (first, end) })
+        });
+        let malformed = |why: String| HfError::Malformed { path: path.to_owned(), why };
+        // Older readers demand the format.
+        let beside = self.files[0].metadata().unwrap_or_else(|| [("format".to_owned(), "pt".to_owned())].into());
+        let header = Metadata::new(Some(beside), infos.collect()).map_err(|e| malformed(e.to_string()))?;
+        let mut header = serde_json::to_vec(&header).expect("names and numbers make valid JSON");
+        header.resize(header.len().next_multiple_of(8), b' ');
+
+        let mut file = BufWriter::new(File::create(path).map_err(&failed)?);
+        file.write_all(&(header.len() as u64).to_le_bytes()).map_err(&failed)?;
+        file.write_all(&header).map_err(&failed)?;
+        for name in names {
+            match origins.get(name) {
+                Some(parts) => self.write_parts(trainer, name, parts, &mut |bytes| file.write_all(bytes), path)?,
+                None => self.copy(name, &mut |bytes| file.write_all(bytes), path)?,
+            }
+        }
+        let file = file.into_inner().map_err(|error| failed(error.into_error()))?;
+        file.sync_all().map_err(failed)
+    }
+
+    /// A tensor that no parameter is: as it was read.
+    fn copy(&self, name: &str, write: &mut dyn FnMut(&[u8]) -> io::Result<()>, path: &Path) -> Result<()> {
+        let (file, info) = self.find(name).expect("one of the folder's tensors");
+        let mut written = Ok(());
+        file.read(info, 0, info.shape.iter().product(), &mut |bytes| {
+            if written.is_ok() {
+                written = write(bytes);
+            }
+        })?;
+        written.map_err(write_error(path))
+    }
+
+    fn write_parts(
+        &self,
+        trainer: &Trainer,
+        name: &str,
+        parts: &[Origin<'_>],
+        write: &mut dyn FnMut(&[u8]) -> io::Result<()>,
+        path: &Path,
+    ) -> Result<()> {
+        let dtype = self.info(name).dtype;
+        let mut bytes = Vec::new();
+        for &(parameter, first, piece) in parts {
+            let values = trainer.tensor(parameter)?.flatten_all()?;
+            let part = |first, count| values.narrow(0, first, count)?.to_dtype(DType::F32)?.to_vec1::<f32>();
+            // What is transposed needs all of it; anything else goes in order.
+            let turned =
+                if piece.transposed { Some(transposed(&part(0, piece.elements.len())?, &piece.shape)) } else { None };
+            for begin in (0..piece.elements.len()).step_by(CONVERTED) {
+                let count = CONVERTED.min(piece.elements.len() - begin);
+                bytes.clear();
+                match &turned {
+                    Some(turned) => narrow(&turned[begin..begin + count], dtype, &mut bytes),
+                    None => narrow(&part(first + begin, count)?, dtype, &mut bytes),
+                }
+                write(&bytes).map_err(write_error(path))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A parameter [out, in] as it is stored: `shape` is [in, out].
+fn transposed(values: &[f32], shape: &[usize]) -> Vec<f32> {
+    let (rows, columns) = (shape[0], shape[1]);
+    (0..values.len()).map(|at| values[at % columns * rows + at / columns]).collect()
+}
+
+fn write_error(path: &Path) -> impl Fn(io::Error) -> HfError {
+    move |source| HfError::Write { path: path.to_owned(), source }
+}
+
+/// Makes the names in a folder durable. Windows has no such act, and does not need it.
+fn sync_folder(path: &Path) -> io::Result<()> {
+    if cfg!(unix) { File::open(path)?.sync_all() } else { Ok(()) }
+}

@@ -1,0 +1,142 @@
+//! Tensors in safetensors files, read piece by piece.
+//!
+//! In: a file. Out: names, types and shapes, and elements as f32 on request. Never: more of a file in memory than its header and one
+//! piece of a tensor. Files are read and not mapped: mapped pages would count as resident memory, and a file that is cut off while
+//! it is read would end the process.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{self, Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+
+use half::{bf16, f16};
+use safetensors::tensor::{Metadata, TensorInfo};
+
+pub use safetensors::tensor::Dtype;
+
+use super::error::{HfError, Result};
+
+/// Bytes of a header, at most: what the safetensors library allows.
+const MOST_HEADER_BYTES: u64 = 100_000_000;
+
+/// Bytes that are read at once: a multiple of every type's size.
+const PIECE_BYTES: usize = 1 << 20;
+
+/// A safetensors file, of which the header has been read and checked.
+#[derive(Debug)]
+pub struct TensorFile {
+    path: PathBuf,
+    file: File,
+    header: Metadata,
+    data_start: u64,
+}
+
+impl TensorFile {
+    /// Opens a file and checks its header: that its tensors are of known types, have the bytes of their shapes, and cover the
+    /// file without overlap.
+    ///
+    /// # Errors
+    /// [`HfError::Header`] with what is wrong, [`HfError::Read`].
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref().to_owned();
+        let read = |source| HfError::Read { path: path.clone(), source };
+        let bad = |why: String| HfError::Header { path: path.clone(), why };
+        let mut file = File::open(&path).map_err(read)?;
+        let bytes = file.metadata().map_err(read)?.len();
+        if bytes < 8 {
+            return Err(bad(format!("it has {bytes} bytes, less than the length of a header takes")));
+        }
+        let mut length = [0; 8];
+        file.read_exact(&mut length).map_err(read)?;
+        let length = u64::from_le_bytes(length);
+        if length > bytes - 8 || length > MOST_HEADER_BYTES {
+            return Err(bad(format!("its header is to have {length} bytes, of a file of {bytes}")));
+        }
+        let mut json = vec![0; length as usize];
+        file.read_exact(&mut json).map_err(read)?;
+        let header: Metadata = serde_json::from_slice(&json).map_err(|error| bad(error.to_string()))?;
+        let data_start = 8 + length;
+        let described = header.data_len() as u64;
+        if described != bytes - data_start {
+            let found = bytes - data_start;
+            return Err(bad(format!("its header describes {described} bytes, but {found} are there")));
+        }
+        Ok(Self { path, file, header, data_start })
+    }
+
+    /// Where it lies.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Name, type and shape of its tensors.
+    pub fn tensors(&self) -> impl Iterator<Item = (String, Dtype, Vec<usize>)> {
+        self.header.tensors().into_iter().map(|(name, info)| (name, info.dtype, info.shape.clone()))
+    }
+
+    /// What the header says beside its tensors.
+    pub(super) fn metadata(&self) -> Option<HashMap<String, String>> {
+        self.header.metadata().clone()
+    }
+
+    pub(super) fn info(&self, name: &str) -> Option<&TensorInfo> {
+        self.header.info(name)
+    }
+
+    /// Calls `with` on the bytes of a tensor's elements `first..first + count`, piece by piece.
+    pub(super) fn read(
+        &self,
+        info: &TensorInfo,
+        first: usize,
+        count: usize,
+        with: &mut dyn FnMut(&[u8]),
+    ) -> Result<()> {
+        let size = info.dtype.bitsize() / 8;
+        self.read_bytes(info.data_offsets.0 + first * size, count * size, with)
+            .map_err(|source| HfError::Read { path: self.path.clone(), source })
+    }
+
+    fn read_bytes(&self, first: usize, mut left: usize, with: &mut dyn FnMut(&[u8])) -> io::Result<()> {
+        let mut file = &self.file;
+        file.seek(SeekFrom::Start(self.data_start + first as u64))?;
+        let mut piece = vec![0; left.min(PIECE_BYTES)];
+        while left > 0 {
+            let bytes = &mut piece[..left.min(PIECE_BYTES)];
+            file.read_exact(bytes)?;
+            with(bytes);
+            left -= bytes.len();
+        }
+        Ok(())
+    }
+
+    /// Calls `with` on elements as f32, in order.
+    pub(super) fn read_elements(
+        &self,
+        info: &TensorInfo,
+        first: usize,
+        count: usize,
+        mut with: impl FnMut(f32),
+    ) -> Result<()> {
+        self.read(info, first, count, &mut |bytes| match info.dtype {
+            Dtype::BF16 => bytes.as_chunks().0.iter().for_each(|&one| with(bf16::from_le_bytes(one).to_f32())),
+            Dtype::F16 => bytes.as_chunks().0.iter().for_each(|&one| with(f16::from_le_bytes(one).to_f32())),
+            Dtype::F32 => bytes.as_chunks().0.iter().for_each(|&one| with(f32::from_le_bytes(one))),
+            other => unreachable!("{other:?} was refused when the folder was opened"),
+        })
+    }
+}
+
+/// Elements in a stored type.
+pub(super) fn narrow(elements: &[f32], dtype: Dtype, bytes: &mut Vec<u8>) {
+    match dtype {
+        Dtype::BF16 => bytes.extend(elements.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes())),
+        Dtype::F16 => bytes.extend(elements.iter().flat_map(|&x| f16::from_f32(x).to_le_bytes())),
+        Dtype::F32 => bytes.extend(elements.iter().flat_map(|&x| x.to_le_bytes())),
+        other => unreachable!("{other:?} was refused when the folder was opened"),
+    }
+}
+
+/// Types that parameters are read from.
+pub(super) fn is_supported(dtype: Dtype) -> bool {
+    matches!(dtype, Dtype::BF16 | Dtype::F16 | Dtype::F32)
+}

@@ -1,0 +1,185 @@
+//! Logits, losses, gradients, parameters after three steps and a greedy continuation, against transformers' in f32.
+//!
+//! Tolerances are those of the cases' README: five to ten times what f32 itself is off in the worst case, and a tenth or less of
+//! what the smallest wrong option moves. A case whose own noise is larger has five times that.
+
+use candle_core::{DType, Tensor};
+use gapless::Trainer;
+
+use crate::case::{Case, on_disk, unsupported};
+
+const LOGITS: f64 = 1e-5;
+const LOSS: f64 = 2e-5;
+const GRADIENT: f64 = 1e-4;
+/// Root mean square: one element with a gradient near zero may step either way in Adam.
+const PARAMETERS: f64 = 5e-5;
+/// Tokens of the greedy continuation and its prompt.
+const GENERATED: usize = 21;
+
+fn values(tensor: &Tensor) -> Vec<f64> {
+    tensor.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1().unwrap()
+}
+
+/// The largest difference, relative to the largest element.
+fn relative(found: &[f64], expected: &[f64]) -> f64 {
+    assert_eq!(found.len(), expected.len());
+    assert!(found.iter().all(|x| x.is_finite()));
+    let most = expected.iter().fold(0.0, |most: f64, x| most.max(x.abs()));
+    let difference = found.iter().zip(expected).fold(0.0, |most: f64, (a, b)| most.max((a - b).abs()));
+    difference / most.max(1e-30)
+}
+
+fn root_mean_square(found: &[f64], expected: &[f64]) -> f64 {
+    assert_eq!(found.len(), expected.len());
+    let squares: f64 = found.iter().zip(expected).map(|(a, b)| (a - b).powi(2)).sum();
+    (squares / found.len() as f64).sqrt()
+}
+
+/// Each row against (j + 1)/width.
+fn row_dots(tensor: &Tensor) -> Vec<f64> {
+    let width = tensor.dims()[1];
+    let dot = |row: &[f64]| row.iter().enumerate().map(|(j, x)| x * (j + 1) as f64 / width as f64).sum();
+    values(tensor).chunks_exact(width).map(dot).collect()
+}
+
+fn norm(tensor: &Tensor) -> f64 {
+    values(tensor).iter().map(|x| x * x).sum::<f64>().sqrt()
+}
+
+/// What a case was off by, at most.
+#[derive(Default)]
+struct Worst {
+    logits: f64,
+    losses: f64,
+    gradients: f64,
+    parameters: f64,
+}
+
+#[test]
+fn what_transformers_computes() {
+    let mut checked = Vec::new();
+    for case in Case::all() {
+        match case.trainer(case.ids()[0].len() - 1) {
+            Ok((_, trainer)) => {
+                let mut worst = Worst { logits: logits(&case), ..Worst::default() };
+                train(&case, trainer, &mut worst);
+                let Worst { logits, losses, gradients, parameters } = worst;
+                println!(
+                    "{:<24} logits {logits:.1e} losses {losses:.1e} gradients {gradients:.1e} parameters {parameters:.1e}",
+                    case.name
+                );
+                checked.push(case.name);
+            }
+            Err(error) => {
+                let why = unsupported(&error).unwrap_or_else(|| panic!("{}: {error}", case.name));
+                println!("{:<24} refused: {why}", case.name);
+            }
+        }
+    }
+    assert!(checked.iter().any(|name| name == "mixtral_bf16"), "{checked:?}");
+}
+
+/// Of a longer window, whose end no earlier position sees; then the greedy continuation.
+fn logits(case: &Case) -> f64 {
+    let length = case.ids()[0].len();
+    let window = length.max(GENERATED);
+    let (_, mut trainer) = case.trainer(window).unwrap();
+    let mut rows = |ids: &[u32]| {
+        let mut padded = ids.to_vec();
+        padded.resize(window, 0);
+        trainer.logits(&padded).unwrap().squeeze(0).unwrap().copy().unwrap()
+    };
+    let mut found = Vec::new();
+    for ids in case.ids() {
+        found.extend(values(&rows(&ids).narrow(0, 0, length).unwrap()));
+    }
+    let worst = relative(&found, &values(&case.expected["logits"]));
+    assert!(worst <= LOGITS.max(5.0 * case.noise("logits")), "{}: logits differ by {worst:e}", case.name);
+
+    let u32s = |name: &str| -> Vec<u32> { values(&case.expected[name]).iter().map(|&id| id as u32).collect() };
+    let (mut ids, expected) = (u32s("generate.prompt"), u32s("generate.tokens"));
+    for _ in 0..expected.len() {
+        let last = values(&rows(&ids).get(ids.len() - 1).unwrap());
+        let best = last.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).unwrap().0;
+        ids.push(best as u32);
+    }
+    assert_eq!(ids[ids.len() - expected.len()..], expected, "{}: the greedy continuation", case.name);
+    worst
+}
+
+fn train(case: &Case, mut trainer: Trainer, worst: &mut Worst) {
+    let ids = case.ids();
+    let tokens: Vec<u32> = ids.iter().flat_map(|ids| &ids[..ids.len() - 1]).copied().collect();
+    let targets: Vec<u32> = ids.iter().flat_map(|ids| &ids[1..]).copied().collect();
+    let mut losses = Vec::new();
+    for step in 0..3 {
+        losses.push(f64::from(trainer.step(&tokens, &targets).unwrap().loss));
+        if step == 0 {
+            let limit = GRADIENT.max(5.0 * case.noise("grad"));
+            worst.gradients = judge(case, ["grad.", "grad_row_dot.", "grad_norm"], limit, relative, |name| {
+                on_disk(name, |parameter| trainer.gradient(parameter))
+            });
+        }
+    }
+    worst.parameters = judge(
+        case,
+        ["param_after.", "param_row_dot_after.", "param_norm_after"],
+        PARAMETERS,
+        root_mean_square,
+        |name| on_disk(name, |parameter| trainer.tensor(parameter)),
+    );
+    losses.push(f64::from(trainer.evaluate(&tokens, &targets).unwrap()));
+    for (found, expected) in losses.iter().zip(values(&case.expected["losses"])) {
+        worst.losses = worst.losses.max((found - expected).abs());
+    }
+    assert!(worst.losses <= LOSS, "{}: losses {losses:?}", case.name);
+}
+
+/// Whole tensors, rows of large ones, and the norms of all.
+fn judge(
+    case: &Case,
+    [whole, rows, norms]: [&str; 3],
+    limit: f64,
+    measure: fn(&[f64], &[f64]) -> f64,
+    found: impl Fn(&str) -> Tensor,
+) -> f64 {
+    let mut worst: f64 = 0.0;
+    let mut judged = 0;
+    for (key, expected) in &case.expected {
+        // A sum over a row may be off by more than its elements are.
+        let (off, limit) = if let Some(name) = key.strip_prefix(whole) {
+            let found = found(name);
+            assert_eq!(found.dims(), expected.dims(), "{}: {name}", case.name);
+            match name.ends_with("c_attn.bias") {
+                // The middle third, the keys', has a gradient of zero but for noise.
+                true => (without_keys(&found, expected, measure), limit),
+                false => (measure(&values(&found), &values(expected)), limit),
+            }
+        } else if let Some(name) = key.strip_prefix(rows) {
+            (measure(&row_dots(&found(name)), &values(expected)), 4.0 * limit)
+        } else {
+            continue;
+        };
+        assert!(off <= limit, "{}: {key} differs by {off:e}", case.name);
+        (worst, judged) = (worst.max(off), judged + 1);
+    }
+    assert!(judged > 0, "{}: nothing of {whole}", case.name);
+    let names = case.about["norm_names"].as_array().unwrap();
+    for (name, expected) in names.iter().zip(values(&case.expected[norms])) {
+        let name = name.as_str().unwrap();
+        if !name.ends_with("c_attn.bias") {
+            let off = (norm(&found(name)) - expected).abs() / (expected.abs() + 1e-12);
+            assert!(off <= GRADIENT, "{}: the norm of {name} differs by {off:e}", case.name);
+        }
+    }
+    worst
+}
+
+fn without_keys(found: &Tensor, expected: &Tensor, measure: fn(&[f64], &[f64]) -> f64) -> f64 {
+    let part = |tensor: &Tensor| {
+        let all = values(tensor);
+        let third = all.len() / 3;
+        [&all[..third], &all[2 * third..]].concat()
+    };
+    measure(&part(found), &part(expected))
+}

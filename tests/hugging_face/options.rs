@@ -1,0 +1,74 @@
+//! Options of config.json: both styles mean the same, and what is not supported is refused by its name.
+
+use gapless::models::hf::Config;
+use serde_json::{Value, json};
+
+fn read(config: &Value) -> Result<Config, String> {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
+    Config::read(folder.path()).map_err(|error| error.to_string())
+}
+
+/// A small model with some options changed.
+fn with(model_type: &str, changes: &Value) -> Value {
+    let mut config = json!({
+        "model_type": model_type, "vocab_size": 10, "hidden_size": 8, "intermediate_size": 10, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_act": "silu", "max_position_embeddings": 32,
+    });
+    if model_type == "gpt2" {
+        config = json!({ "model_type": "gpt2", "vocab_size": 10, "n_embd": 8, "n_head": 2, "n_layer": 2, "n_positions": 16 });
+    }
+    config.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+    config
+}
+
+#[test]
+fn what_is_not_supported_is_named() {
+    let check = |model_type: &str, changes: Value, words: &[&str]| {
+        let error = read(&with(model_type, &changes)).expect_err(&changes.to_string());
+        for word in words {
+            assert!(error.contains(word), "{word} in {error}");
+        }
+    };
+    check("gemma2", json!({}), &["model_type", "gemma2", "qwen3_moe"]);
+    check("llama", json!({ "hidden_act": "gelu" }), &["hidden_act", "gelu", "silu"]);
+    check("llama", json!({ "attention_multiplier": 0.5 }), &["attention_multiplier", "0.5"]);
+    check("llama", json!({ "partial_rotary_factor": 0.5 }), &["partial_rotary_factor"]);
+    check("llama", json!({ "rope_scaling": { "type": "dynamic", "factor": 2.0 } }), &["rope_scaling.type", "dynamic"]);
+    check(
+        "llama",
+        json!({ "rope_parameters": { "rope_type": "longrope" } }),
+        &["rope_parameters.rope_type", "longrope"],
+    );
+    check("llama", json!({ "rope_scaling": { "type": "linear" } }), &["rope_scaling.factor is missing"]);
+    check("llama", json!({ "rope_scaling": { "type": "linear", "factor": 2.0, "x": 1 } }), &["rope_scaling.x"]);
+    check("llama", json!({ "quantization_config": { "bits": 4 } }), &["quantization_config"]);
+    check("llama", json!({ "layer_types": ["full_attention", "sliding_attention"] }), &["layer_types"]);
+    check("qwen3", json!({ "layer_types": ["linear_attention"] }), &["layer_types", "linear_attention"]);
+    check("qwen2", json!({ "attention_bias": true }), &["attention_bias"]);
+    check("mixtral", json!({ "router_jitter_noise": 0.1 }), &["router_jitter_noise"]);
+    check("mixtral", json!({ "output_router_logits": true }), &["output_router_logits"]);
+    check("qwen3_moe", json!({ "num_experts": 8, "num_local_experts": 4 }), &["num_local_experts"]);
+    check("gpt2", json!({ "scale_attn_by_inverse_layer_idx": true }), &["scale_attn_by_inverse_layer_idx"]);
+    check("gpt2", json!({ "activation_function": "relu" }), &["activation_function", "relu"]);
+    // All that is wrong, together.
+    check("llama", json!({ "vocab_size": 0, "rms_norm_eps": -1, "foo": 1 }), &["vocab_size", "rms_norm_eps", "foo"]);
+}
+
+#[test]
+fn both_styles_of_rope_mean_the_same() {
+    let llama3 = |kind: &str| {
+        json!({ kind: "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16 })
+    };
+    let old = json!({ "rope_theta": 500.0, "rope_scaling": llama3("rope_type") });
+    let oldest = json!({ "rope_theta": 500.0, "rope_scaling": llama3("type") });
+    let mut new = llama3("rope_type");
+    new["rope_theta"] = json!(500.0);
+    let new = json!({ "rope_parameters": new });
+    let model = |changes| {
+        format!("{:?}", read(&with("llama", &changes)).unwrap()).split_once("architecture").unwrap().1.to_owned()
+    };
+    let (old, oldest, new) = (model(old), model(oldest), model(new));
+    assert!(old == oldest && old == new && old.contains("Llama3 { factor: 8.0, low: 1.0, high: 4.0, original: 16.0 }"));
+}
