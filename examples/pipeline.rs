@@ -34,14 +34,16 @@ struct RankReport {
     gap: f64,
 }
 
-const MODEL: GptConfig = GptConfig { vocabulary: 256, sequence: 128, layers: 8, heads: 4, width: 128, dropout: 0.1 };
+fn model() -> GptConfig {
+    GptConfig { vocabulary: 256, sequence: 128, layers: 8, heads: 4, width: 128, dropout: 0.1, ..GptConfig::default() }
+}
 
 fn main() -> Result<()> {
     let args = Args::parse();
     let plain = TrainOptions {
         batch: args.micro_batches,
         micro_batches: args.micro_batches,
-        sequence: MODEL.sequence,
+        sequence: model().sequence,
         threads: 1,
         device: DeviceChoice::Cpu,
         ..TrainOptions::default()
@@ -94,7 +96,7 @@ fn train(options: &TrainOptions, steps: usize) -> Result<Vec<RankReport>> {
     let tokens: Vec<u32> = text.iter().map(|&byte| byte.into()).collect();
     let count = options.batch * options.sequence;
     ensure!(tokens.len() > count + steps, "this file is too short for {count} tokens");
-    let build = |vb| Gpt::new(&MODEL, vb);
+    let build = |vb| Gpt::new(&model(), vb);
     let run = |mut trainer: Trainer| {
         let step = |i| trainer.step(&tokens[i..i + count], &tokens[i + 1..=i + count]).map(|report| report.loss);
         let losses = (0..steps).map(step).collect::<Result<_, gapless::TrainError>>()?;

@@ -161,6 +161,7 @@ fn main() -> Result<ExitCode> {
         heads: args.heads,
         width: args.width,
         dropout: args.dropout,
+        ..GptConfig::default()
     };
     let training = dataset.training(args.sequence, args.batch, args.seed)?;
     let validation = match dataset.validation(args.sequence, 32.max(args.batch)) {

@@ -30,7 +30,7 @@
 //!                     parallel: schedule ──┘
 //! ```
 //!
-//! - [`models`]: GPT and Llama, written with candle's vocabulary.
+//! - [`models`]: GPT and Llama, written with candle's vocabulary; [`models::hf`] reads and writes pretrained weights.
 //! - [`engine`]: what compiles and runs them; [`Trainer`] is the way in.
 //! - [`alloc`]: planning of bytes × time, on its own.
 //! - [`allocators`]: models of the allocators that people use today, to compare with.

@@ -36,7 +36,15 @@ fn resident_peak() -> Option<u64> {
 /// Two steps under a budget, or without, with the results of some operations in a file; prints the arena, the file, and what
 /// was held.
 fn train(budget: Option<u64>, offload: &str) {
-    let config = GptConfig { vocabulary: 512, sequence: 256, layers: 6, heads: 4, width: 256, dropout: 0.0 };
+    let config = GptConfig {
+        vocabulary: 512,
+        sequence: 256,
+        layers: 6,
+        heads: 4,
+        width: 256,
+        dropout: 0.0,
+        ..GptConfig::default()
+    };
     let options = TrainOptions {
         batch: 8,
         sequence: 256,

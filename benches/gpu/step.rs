@@ -67,7 +67,7 @@ impl Step {
         };
         // GPT-2's positions, of which a shorter sequence uses the first.
         let positions = if self.model == Model::Small { self.sequence } else { self.sequence.max(1024) };
-        GptConfig { vocabulary, layers, heads, width, sequence: positions, dropout: 0.0 }
+        GptConfig { vocabulary, layers, heads, width, sequence: positions, dropout: 0.0, ..GptConfig::default() }
     }
 
     pub fn tokens(&self) -> usize {

@@ -61,6 +61,7 @@ impl Options {
             heads: self.heads.unwrap_or(heads),
             sequence: self.sequence.unwrap_or(sequence),
             dropout: 0.0,
+            ..GptConfig::default()
         }
     }
 

@@ -251,3 +251,32 @@ fn an_expert_rank_is_planned_with_its_reserve() {
     // Half of the experts' weights, not all.
     assert!(number(&worst, "arena_bytes") < 240 << 30, "{worst}");
 }
+
+#[test]
+fn a_folder_of_weights_plans_as_a_trainer_of_it_does() {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/evidence/hf/models/mixtral_bf16/checkpoint");
+    let step = ["--batch", "2", "--sequence", "16", "--json"];
+    let plan = |model: &str| {
+        Command::new(env!("CARGO_BIN_EXE_gapless")).args(["plan", "--model", model]).args(step).output().unwrap()
+    };
+    let config = gapless::models::hf::Config::read(folder).unwrap();
+    let options =
+        gapless::TrainOptions { batch: 2, sequence: 16, device: gapless::DeviceChoice::Cpu, ..Default::default() };
+    let expected = gapless::Trainer::plan(|vb| config.model(vb), &options).unwrap().arena_bytes();
+    // The weights are not needed.
+    let alone = tempfile::tempdir().unwrap();
+    let alone = alone.path().join("mine.json");
+    fs::copy(format!("{folder}/config.json"), &alone).unwrap();
+    for model in [folder, alone.to_str().unwrap()] {
+        let output = plan(model);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(json["arena_bytes"], expected);
+    }
+    fs::write(&alone, r#"{"model_type": "gemma2"}"#).unwrap();
+    for (model, words) in [(alone.to_str().unwrap(), "gemma2"), ("nothing", "mixtral8x7b")] {
+        let output = plan(model);
+        assert_eq!(output.status.code(), Some(2));
+        assert!(String::from_utf8_lossy(&output.stderr).contains(words));
+    }
+}

@@ -97,7 +97,15 @@ impl Run {
         let vocabulary = VOCABULARY as usize;
         match self.kind {
             Kind::Gpt => {
-                let config = GptConfig { vocabulary, sequence: 32, layers: 2, heads: 3, width: 48, dropout: 0.1 };
+                let config = GptConfig {
+                    vocabulary,
+                    sequence: 32,
+                    layers: 2,
+                    heads: 3,
+                    width: 48,
+                    dropout: 0.1,
+                    ..GptConfig::default()
+                };
                 self.with(world, |vb| Gpt::new(&config, vb))
             }
             Kind::Llama => {

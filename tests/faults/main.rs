@@ -87,8 +87,15 @@ fn victim_command(dir: &Path, steps: u64) -> Command {
 fn tiny() -> (Run, Trainer) {
     let options = TrainOptions { batch: 2, sequence: 8, threads: 1, seed: 7, planning: common::PLANNING, ..on_cpu() };
     let run = Run { options: options.clone(), ..Run::default() };
-    let config =
-        GptConfig { vocabulary: VOCABULARY as usize, sequence: 8, layers: 1, heads: 1, width: 8, dropout: 0.1 };
+    let config = GptConfig {
+        vocabulary: VOCABULARY as usize,
+        sequence: 8,
+        layers: 1,
+        heads: 1,
+        width: 8,
+        dropout: 0.1,
+        ..GptConfig::default()
+    };
     let trainer = Trainer::new(|vb| Gpt::new(&config, vb), options).expect("the model is sound");
     (run, trainer)
 }

@@ -33,7 +33,7 @@ enum Config {
 /// A model, and the tokens per sequence to train it on.
 fn models() -> Vec<(Config, usize)> {
     let gpt = |vocabulary, sequence, layers, heads, width| {
-        Config::Gpt(GptConfig { vocabulary, sequence, layers, heads, width, dropout: 0.0 })
+        Config::Gpt(GptConfig { vocabulary, sequence, layers, heads, width, dropout: 0.0, ..GptConfig::default() })
     };
     let llama = |vocabulary, layers, heads, kv_heads, width, hidden| {
         let (rope_theta, rms_norm_eps) = (10_000.0, 1e-5);

@@ -7,7 +7,7 @@ use gapless::{TrainError, TrainOptions, Trainer};
 use crate::common::{Run, on_cpu, parameters};
 
 fn small() -> GptConfig {
-    GptConfig { vocabulary: 50, sequence: 16, layers: 1, heads: 2, width: 16, dropout: 0.0 }
+    GptConfig { vocabulary: 50, sequence: 16, layers: 1, heads: 2, width: 16, dropout: 0.0, ..GptConfig::default() }
 }
 
 fn options() -> TrainOptions {
@@ -37,7 +37,15 @@ fn extents_that_do_not_fit_together() {
 
 #[test]
 fn an_arena_larger_than_the_machine_is_refused_before_it_is_touched() {
-    let config = GptConfig { vocabulary: 50_000, sequence: 2048, layers: 96, heads: 96, width: 12_288, dropout: 0.0 };
+    let config = GptConfig {
+        vocabulary: 50_000,
+        sequence: 2048,
+        layers: 96,
+        heads: 96,
+        width: 12_288,
+        dropout: 0.0,
+        ..GptConfig::default()
+    };
     let options = TrainOptions { batch: 64, sequence: 2048, ..on_cpu() };
     if gapless::engine::metrics::available_memory_bytes().is_none() {
         return gapless_testing::not_checked("available memory is not known on this system");

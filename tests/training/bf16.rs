@@ -22,7 +22,10 @@ fn options(dtype: DType, mesh: Mesh) -> TrainOptions {
 
 fn gpt(vb: VarBuilder) -> Result<Gpt> {
     let vocabulary = VOCABULARY as usize;
-    Gpt::new(&GptConfig { vocabulary, sequence: 16, layers: 4, heads: 2, width: 32, dropout: 0.1 }, vb)
+    Gpt::new(
+        &GptConfig { vocabulary, sequence: 16, layers: 4, heads: 2, width: 32, dropout: 0.1, ..GptConfig::default() },
+        vb,
+    )
 }
 
 fn llama(vb: VarBuilder) -> Result<Llama> {

@@ -53,7 +53,8 @@ fn program(schedule: Arc<dyn Schedule + Send + Sync>, shape: &Shape, rank: usize
         ..on_cpu()
     };
     let vocabulary = VOCABULARY as usize;
-    let config = GptConfig { vocabulary, sequence: 16, layers: 4, heads: 2, width: 32, dropout: 0.1 };
+    let config =
+        GptConfig { vocabulary, sequence: 16, layers: 4, heads: 2, width: 32, dropout: 0.1, ..GptConfig::default() };
     Trainer::program(|vb| Gpt::new(&config, vb), &options, rank).unwrap()
 }
 

@@ -13,7 +13,15 @@ fn programs() -> Vec<(String, Executable)> {
         for keep_gradients in [false, true] {
             let options = TrainOptions { batch: 8, sequence: 128, micro_batches, keep_gradients, ..on_cpu() };
             for dropout in [0.0, 0.1] {
-                let gpt = GptConfig { vocabulary: 5000, sequence: 128, layers: 4, heads: 4, width: 256, dropout };
+                let gpt = GptConfig {
+                    vocabulary: 5000,
+                    sequence: 128,
+                    layers: 4,
+                    heads: 4,
+                    width: 256,
+                    dropout,
+                    ..GptConfig::default()
+                };
                 let name = format!("gpt, {micro_batches} micro-batches, dropout {dropout}, keep {keep_gradients}");
                 programs.push((name, Trainer::plan(|vb| Gpt::new(&gpt, vb), &options).unwrap()));
             }

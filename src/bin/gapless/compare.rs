@@ -123,7 +123,7 @@ fn read(arguments: &Arguments) -> anyhow::Result<(String, Problem, Requests)> {
             let program = model.program(&arguments.step.options())?;
             let problem = compile(&[program], &CompileOptions::default())?.problem;
             let requests = Requests::new(&problem);
-            Ok((format!("{model:?}"), problem, requests))
+            Ok((model.to_string(), problem, requests))
         }
         (None, None, None) => bail!("nothing to compare; give --trace, --snapshot or --model"),
     }

@@ -1,14 +1,63 @@
-//! A model by name, and the training step of it that is meant.
+//! A model by name or folder, and the training step of it that is meant.
 
+use std::fmt::{self, Display, Formatter};
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use anyhow::bail;
 use clap::ValueEnum;
 use gapless::engine::compile::Program;
 use gapless::engine::optim::AdamW;
+use gapless::models::hf::Config;
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig};
 use gapless::{DType, DeviceChoice, Mesh, Offload, Reserve, TrainError, TrainOptions, Trainer};
 
+/// What --model can be: a name, or a folder or config.json of Hugging Face's, whose weights are not read.
+#[derive(Debug, Clone)]
+pub enum Model {
+    Known(Known),
+    Config(PathBuf, Box<Config>),
+}
+
+impl FromStr for Model {
+    type Err = anyhow::Error;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        if let Ok(known) = Known::from_str(text, true) {
+            return Ok(Self::Known(known));
+        }
+        let path = Path::new(text);
+        if !path.exists() {
+            let names = Known::value_variants().iter().filter_map(ValueEnum::to_possible_value);
+            let names: Vec<String> = names.map(|value| value.get_name().to_owned()).collect();
+            bail!("there is no such folder or config.json, and no model of that name; names are {}", names.join(", "));
+        }
+        Ok(Self::Config(path.to_owned(), Box::new(Config::read(path)?)))
+    }
+}
+
+impl Display for Model {
+    fn fmt(&self, to: &mut Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Known(known) => write!(to, "{known:?}"),
+            Self::Config(path, _) => write!(to, "{}", path.display()),
+        }
+    }
+}
+
+impl Model {
+    /// Compiles the training step of rank 0; reserves nothing.
+    pub fn program(&self, options: &TrainOptions) -> Result<Program, TrainError> {
+        match self {
+            Self::Known(known) => known.program(options),
+            Self::Config(_, config) => Trainer::program(|vb| config.model(vb), options, 0),
+        }
+    }
+}
+
 /// Models that are known by name.
 #[derive(Debug, Clone, Copy, ValueEnum)]
-pub enum Model {
+pub enum Known {
     /// 6 layers, width 384: that of the train_gpt example.
     Small,
     /// GPT-2 124M.
@@ -102,9 +151,8 @@ impl StepArguments {
     }
 }
 
-impl Model {
-    /// Compiles the training step of rank 0; reserves nothing.
-    pub fn program(self, options: &TrainOptions) -> Result<Program, TrainError> {
+impl Known {
+    fn program(self, options: &TrainOptions) -> Result<Program, TrainError> {
         let sequence = options.sequence;
         let gpt = |layers, heads, width| {
             let config = GptConfig { layers, heads, width, sequence: sequence.max(1024), ..GptConfig::default() };

@@ -197,3 +197,60 @@ impl Op for Rope {
         vec![out]
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The scalings case by case, as their authors write them.
+    fn written_out(scaling: RopeScaling, theta: f64, number: usize, size: usize) -> f64 {
+        let plain = 1.0 / theta.powf(2.0 * number as f64 / size as f64);
+        match scaling {
+            RopeScaling::None => plain,
+            RopeScaling::Linear { factor } => plain / factor,
+            RopeScaling::Llama3 { factor, low, high, original } => {
+                let wavelength = TAU / plain;
+                if wavelength < original / high {
+                    plain
+                } else if wavelength > original / low {
+                    plain / factor
+                } else {
+                    let smooth = (original / wavelength - low) / (high - low);
+                    (1.0 - smooth) * plain / factor + smooth * plain
+                }
+            }
+            RopeScaling::Yarn { factor, first, last, .. } => {
+                let divided = if (number as f64) < first {
+                    0.0
+                } else if number as f64 > last {
+                    1.0
+                } else {
+                    (number as f64 - first) / (last - first)
+                };
+                plain / factor * divided + plain * (1.0 - divided)
+            }
+        }
+    }
+
+    #[test]
+    fn one_formula_has_all_scalings() {
+        let (theta, size) = (10_000.0, 64);
+        let yarn = RopeScaling::yarn(4.0, (32.0, 1.0), 4096.0, theta, size, true);
+        // 64·ln(4096/(32·2π))/(2·ln 10⁴) = 10.47…, and with one turn 22.51….
+        let RopeScaling::Yarn { first, last, amplitude, .. } = yarn else { panic!("{yarn:?}") };
+        assert_eq!((first, last), (10.0, 23.0));
+        assert!((amplitude - 1.138_629_436).abs() < 1e-9);
+        let llama3 = RopeScaling::Llama3 { factor: 8.0, low: 1.0, high: 4.0, original: 512.0 };
+        for scaling in [RopeScaling::None, RopeScaling::Linear { factor: 3.0 }, llama3, yarn] {
+            for number in 0..size / 2 {
+                let found = scaling.frequencies(theta).at(number, size);
+                let expected = written_out(scaling, theta, number, size);
+                // A few roundings of f64.
+                assert!(
+                    (found - expected).abs() <= 1e-14 * expected,
+                    "{scaling:?} {number}: {found} is not {expected}"
+                );
+            }
+        }
+    }
+}

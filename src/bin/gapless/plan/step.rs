@@ -24,7 +24,8 @@ use crate::output::{print, tell};
 #[command(next_help_heading = "Training step")]
 #[group(id = "training_step")]
 pub struct Arguments {
-    /// Plan the training step of this model instead of a table.
+    /// Plan the training step of this model instead of a table: small, gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama2-7b, llama3-8b,
+    /// mixtral8x7b, qwen-moe, or a folder or config.json of Hugging Face's, whose weights are not read.
     #[arg(long)]
     pub model: Option<Model>,
     #[command(flatten)]
@@ -65,7 +66,7 @@ impl Arguments {
     /// The program under a policy.
     pub fn program(&self, recompute: Recompute) -> Result<Program, TrainError> {
         let options = gapless::TrainOptions { recompute, ..self.step.options() };
-        self.model.expect("required where there is no table").program(&options)
+        self.model.as_ref().expect("required where there is no table").program(&options)
     }
 }
 
@@ -111,7 +112,7 @@ pub fn plan_step(arguments: &Arguments, recompute: Recompute) -> Result<(Step, E
     let flops = program.flops();
     let rematerialized_flops = program.rematerialized_flops();
     let executable = compile(&[program], &within)?;
-    let model = format!("{:?}", arguments.model.expect("required where there is no table"));
+    let model = arguments.model.as_ref().expect("required where there is no table").to_string();
     let step = Step {
         buffers: executable.problem.len(),
         arena_bytes: executable.arena_bytes(),
