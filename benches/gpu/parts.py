@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable
 
 # What the names of this project's kernels begin with. No kernel of cuBLAS's does.
-OURS = "adamw|add|affine|attention|column_sums|combine|copy|cross_entropy|dispatch|div|dropout|embedding|expert_load|fill|fold_pieces|fused|gather|global_norm|grouped_linear|head|jitter|layer_norm|load_bias|log_sum_exp|mul|norm_grad|rms_norm|rope|route|run_lengths|run_starts|scaled_sum|side_by_side|softmax|squared_norm|sub|sum|swiglu|to_bf16|to_f32|top_k|unary|unplaced"  # noqa: E501
+OURS = "adamw|attention|column_sums|combine|copy|cross_entropy|dispatch|elementwise|embedding|expert_load|fill|fold_pieces|fused|gather|global_norm|grouped_linear|head|layer_norm|load_bias|log_sum_exp|norm_grad|rms_norm|rope|route|run_lengths|run_starts|scaled_sum|side_by_side|softmax|squared_norm|sum|to_bf16|to_f32|top_k|unplaced"  # noqa: E501
 
 # Modules of the judge of kernels, in engine/src/tests/cuda: those of the kernels that every model has first.
 JUDGES = ["norm", "rows", "optim", "elementwise", "products", "attention", "fused"]

@@ -172,8 +172,8 @@ fn named(names: &[String], dtype: &str, text: &str) -> String {
         write!(all, "_and_{}_more", names.len() - MOST).expect("strings take all that is written");
     }
     let hash = blake3::hash(text.as_bytes()).to_hex();
-    let kind = if names.len() > 1 { "fused_" } else { "" };
-    format!("{kind}{all}_{dtype}_{}", &hash[..8])
+    let kind = if names.len() > 1 { "fused" } else { "elementwise" };
+    format!("{kind}_{all}_{dtype}_{}", &hash[..8])
 }
 
 struct Writer<'a> {

@@ -338,8 +338,8 @@ fn memory_may_not_be_enough() {
                 "GPU 0 (Double of sm_90, 00000000:1B:00.0) has no memory left, says cuDevicePrimaryCtxRetain",
             ),
             (CONTEXT + PAGE - 1, "has 2097151 of its 442499071 bytes free, and 2097152 are needed"),
-            (CONTEXT + PAGE, "has no memory left, says loading gelu_f32_"),
-            (CONTEXT + PAGE + MODULE, "has no memory left, says loading gelu_f32_"),
+            (CONTEXT + PAGE, "has no memory left, says loading elementwise_gelu_f32_"),
+            (CONTEXT + PAGE + MODULE, "has no memory left, says loading elementwise_gelu_f32_"),
             (CONTEXT + PAGE + MODULE + FUNCTION, "has no memory left, says starting Product"),
             (CONTEXT + PAGE + MODULE + FUNCTION + PRODUCTS, "has no memory left, says cuGraphUpload"),
         ] {
@@ -384,11 +384,11 @@ fn every_call_may_fail() {
                 // The call by its name or by what it is for, and what it returned.
                 let said = match name.as_str() {
                     name if is_compiler => format!("{name} failed: NVRTC_ERROR_OUT_OF_MEMORY"),
-                    "cuModuleLoadData" => "loading gelu_f32_".into(),
-                    "cuModuleGetFunction" => "finding gelu_f32_".into(),
-                    "cuFuncLoad" => "loading gelu_f32_".into(),
-                    "cuFuncSetAttribute" => "allowing gelu_f32_".into(),
-                    "cuLaunchKernel" => "launching gelu_f32_".into(),
+                    "cuModuleLoadData" => "loading elementwise_gelu_f32_".into(),
+                    "cuModuleGetFunction" => "finding elementwise_gelu_f32_".into(),
+                    "cuFuncLoad" => "loading elementwise_gelu_f32_".into(),
+                    "cuFuncSetAttribute" => "allowing elementwise_gelu_f32_".into(),
+                    "cuLaunchKernel" => "launching elementwise_gelu_f32_".into(),
                     "cuInit" | "cuDeviceGet" => "GPU 0 cannot be used here".into(),
                     "cublasLtMatmul" => "starting Product".into(),
                     "cublasLtCreate" => "has no memory left, says cublasLtCreate".into(),
