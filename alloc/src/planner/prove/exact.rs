@@ -1,9 +1,9 @@
-//! Exhaustive search for a plan of one part below a capacity.
+//! Branch and bound for a plan of one part below a capacity.
 //!
 //! Any plan can be pushed down until every item rests on the floor or on another item. The search builds such plans
 //! from below. Its state is one *floor* per clique: what is under it is settled, and the bytes still to come must fit
 //! between it and the capacity; what is left over is the clique's *slack*. One step looks at one *valley* (neighbouring
-//! cliques of equal floor between higher ones) and one clique of it, and asks what comes next right there: one of the
+//! cliques of equal floor between higher ones) and one clique of it, and branches on what comes next right there: one of the
 //! items that fit the valley, at the floor; or nothing, which raises the clique's floor to the next height at which an
 //! item could come to rest, and costs slack. These cases exclude each other and leave none out.
 //!
@@ -11,14 +11,15 @@
 //! - a floor rises at once to the lowest place that any item still to come could have there;
 //! - the next step is taken where the fewest cases are open, and where searches failed before;
 //! - where no item still to come crosses between two cliques, both sides are searched apart;
-//! - equal items are tried once, and states that failed before are not entered again.
+//! - of equal items one is tried, and states that failed before (no-goods) are not entered again.
 
 use std::cmp::Reverse;
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use super::meter::Meter;
-use super::part::{Item, Part, offsets_of};
+use crate::planner::budget::Budget;
+use crate::planner::decompose::parts::{Item, Part};
+use crate::planner::decompose::timeline::Buckets;
 
 /// What a search found out.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -31,50 +32,47 @@ pub(crate) enum Verdict {
     Unknown,
 }
 
-/// Searches for a plan of `part` within `capacity`, spending at most `work`.
+/// Searches for a plan of `part` within `capacity` until the budget is spent.
 ///
-/// Three lanes with different tastes restart with growing limits and changing orders; each remembers what failed. The
-/// verdict is that of the first lane, by number, that has one in the earliest round: the same on every machine.
-pub(crate) fn search(part: &Part, capacity: u64, work: u64, meter: &mut Meter) -> Verdict {
+/// Three workers with different orders of candidates restart with growing limits; each remembers what failed. The verdict is that of the
+/// first worker, by number, that has one in the earliest round: the same on every machine.
+pub(crate) fn search(part: &Part, capacity: u64, budget: &mut Budget) -> Verdict {
     let below;
-    let part = if part.ghosts.is_empty() {
+    let part = if part.forbidden.is_empty() {
         part
     } else {
         below = part.below(capacity);
         // What is alive need not fit beside the forbidden ranges, nor their sum within 2^64.
-        let forbidden: u64 = part.ghosts.iter().map(|&i| below.items[i as usize].bytes).sum();
+        let forbidden: u64 = part.forbidden.iter().map(|&i| below.items[i as usize].bytes).sum();
         if part.live().iter().any(|&bytes| bytes > capacity.saturating_sub(forbidden)) {
             return Verdict::Impossible;
         }
         &below
     };
-    let Some(first) = Search::new(part, capacity) else { return Verdict::Impossible };
-    let mut lanes: Vec<Search> =
-        Rank::ALL.iter().map(|&rank| Search { rank, deadline: *meter, ..first.clone() }).collect();
-    let end = meter.spent.saturating_add(work).min(meter.work);
-    let left = |meter: &Meter| end.saturating_sub(meter.spent).saturating_mul(VISITS_PER_WORK);
+    let Some(first) = Search::new(part, capacity, *budget) else { return Verdict::Impossible };
+    let mut workers = Rank::ALL.map(|rank| Search { rank, ..first.clone() });
     let mut limit = FIRST_LIMIT.max(part.items.len() as u64 * 50);
     for round in 0.. {
-        let limit_here = limit.min(left(meter) / lanes.len() as u64);
-        if limit_here < part.items.len() as u64 || meter.late() {
+        let limit_here = limit.min(budget.left().saturating_mul(VISITS_PER_WORK) / workers.len() as u64);
+        if limit_here < part.items.len() as u64 || budget.is_late() {
             break;
         }
-        // Lanes above this one may stop: their verdict would not be used.
+        // Workers above this one may stop: their verdict would not be used.
         let decided = AtomicUsize::new(usize::MAX);
-        let outcomes = in_threads(&mut lanes, |number, lane| {
-            (lane.seed, lane.left, lane.depth) = (round, limit_here, 0);
-            let outcome = lane.solve(0, part.cliques, &|| decided.load(Ordering::Relaxed) < number);
+        let outcomes = in_threads(&mut workers, |number, worker| {
+            (worker.seed, worker.left, worker.depth) = (round, limit_here, 0);
+            let outcome = worker.solve(0, part.cliques, &|| decided.load(Ordering::Relaxed) < number);
             if outcome != Outcome::Spent {
                 decided.fetch_min(number, Ordering::Relaxed);
             }
             outcome
         });
-        meter.spend(limit_here * lanes.len() as u64 / VISITS_PER_WORK);
-        for (lane, outcome) in lanes.iter_mut().zip(outcomes) {
+        budget.spend(limit_here * workers.len() as u64 / VISITS_PER_WORK);
+        for (worker, outcome) in workers.iter_mut().zip(outcomes) {
             match outcome {
-                Outcome::Solved => return Verdict::Found(std::mem::take(&mut lane.offsets)),
+                Outcome::Solved => return Verdict::Found(std::mem::take(&mut worker.offsets)),
                 Outcome::Failed => return Verdict::Impossible,
-                Outcome::Spent => lane.restart(),
+                Outcome::Spent => worker.restart(),
             }
         }
         limit += limit / 5;
@@ -82,33 +80,37 @@ pub(crate) fn search(part: &Part, capacity: u64, work: u64, meter: &mut Meter) -
     Verdict::Unknown
 }
 
-/// A visit of the search is that much cheaper than one of a sweep.
+/// Visits of an item in a clique for the price of a rectangle in a sweep.
 const VISITS_PER_WORK: u64 = 24;
 
-/// Visits in the first round of a lane.
+/// Visits in the first round of a worker.
 const FIRST_LIMIT: u64 = 1_000_000;
 
-/// States that a lane remembers before it forgets them all.
+/// Visits that a branch costs beside those it counts, and for each item or clique of its state.
+const VISITS_PER_BRANCH: u64 = 200;
+const VISITS_PER_STATE: u64 = 6;
+
+/// States that a worker remembers before it forgets them all.
 const MEMORY: usize = 1_000_000;
 
 /// Steps from the root after which a branch is given up, so that the stack suffices.
 const DEPTH: u32 = 20_000;
 
-/// Stack of a lane: [`DEPTH`] steps take less.
+/// Stack of a worker: [`DEPTH`] steps take less.
 const STACK_BYTES: usize = 64 << 20;
 
-/// Runs the lanes side by side where the pool has more than one thread.
-fn in_threads<'p>(lanes: &mut [Search<'p>], run: impl Fn(usize, &mut Search<'p>) -> Outcome + Sync) -> Vec<Outcome> {
+/// Runs the workers side by side where the pool has more than one thread.
+fn in_threads<'p>(workers: &mut [Search<'p>], run: impl Fn(usize, &mut Search<'p>) -> Outcome + Sync) -> Vec<Outcome> {
     let run = &run;
-    let together = if rayon::current_num_threads() > 1 { lanes.len() } else { 1 };
+    let together = if rayon::current_num_threads() > 1 { workers.len() } else { 1 };
     let mut outcomes = Vec::new();
-    for (wave, lanes) in lanes.chunks_mut(together).enumerate() {
+    for (wave, workers) in workers.chunks_mut(together).enumerate() {
         std::thread::scope(|scope| {
-            let started: Vec<_> = lanes
+            let started: Vec<_> = workers
                 .iter_mut()
                 .enumerate()
-                .map(|(k, lane)| {
-                    let body = move || run(wave * together + k, lane);
+                .map(|(k, worker)| {
+                    let body = move || run(wave * together + k, worker);
                     std::thread::Builder::new().stack_size(STACK_BYTES).spawn_scoped(scope, body)
                 })
                 .collect();
@@ -159,8 +161,8 @@ struct Search<'p> {
     seed: u64,
     /// Where each clique's births begin among the items.
     starts: Vec<u32>,
-    /// Items by clique.
-    covering: Vec<Vec<u32>>,
+    /// Items by clique that they are alive in.
+    alive: Vec<Vec<u32>>,
     floor: Vec<u64>,
     /// Bytes still to come, by clique.
     rest: Vec<u64>,
@@ -176,20 +178,20 @@ struct Search<'p> {
     failed: HashSet<u128>,
     left: u64,
     depth: u32,
-    deadline: Meter,
+    deadline: Budget,
     scratch: Vec<u64>,
 }
 
 impl<'p> Search<'p> {
     /// `None` when some clique holds more than the capacity.
-    fn new(part: &'p Part, capacity: u64) -> Option<Self> {
+    fn new(part: &'p Part, capacity: u64, deadline: Budget) -> Option<Self> {
         let rest = part.live();
         if rest.iter().any(|&bytes| bytes > capacity) {
             return None;
         }
-        let mut covering = vec![Vec::new(); part.cliques as usize];
+        let mut alive = vec![Vec::new(); part.cliques as usize];
         for (i, item) in part.items.iter().enumerate() {
-            covering[item.start as usize..item.end as usize].iter_mut().for_each(|list| list.push(i as u32));
+            alive[item.start as usize..item.end as usize].iter_mut().for_each(|list| list.push(i as u32));
         }
         let mut pins = vec![None; if part.pins.is_empty() { 0 } else { part.items.len() }];
         part.pins.iter().for_each(|&(i, at)| pins[i as usize] = Some(at));
@@ -199,8 +201,8 @@ impl<'p> Search<'p> {
             capacity,
             rank: Rank::Longest,
             seed: 0,
-            starts: offsets_of(part.cliques, part.items.iter().map(|item| item.start)),
-            covering,
+            starts: Buckets::new(part.cliques + 1, part.items.iter().map(|item| item.start)).starts,
+            alive,
             floor: vec![0; part.cliques as usize],
             rest,
             offsets: vec![0; part.items.len()],
@@ -212,7 +214,7 @@ impl<'p> Search<'p> {
             failed: HashSet::new(),
             left: 0,
             depth: 0,
-            deadline: Meter::default(),
+            deadline,
             scratch: Vec::new(),
         })
     }
@@ -242,9 +244,11 @@ impl<'p> Search<'p> {
     }
 
     fn branch(&mut self, from: u32, to: u32, cancelled: &dyn Fn() -> bool) -> Outcome {
-        if cancelled() || (self.trail.len().is_multiple_of(64) && self.deadline.late()) {
+        if cancelled() || (self.trail.len().is_multiple_of(64) && self.deadline.is_late()) {
             return Outcome::Spent;
         }
+        let size = u64::from(to - from) + u64::from(self.starts[to as usize] - self.starts[from as usize]);
+        self.left = self.left.saturating_sub(VISITS_PER_BRANCH + VISITS_PER_STATE * size);
         let state = self.state(from, to);
         if self.failed.contains(&state) {
             return Outcome::Failed;
@@ -408,15 +412,15 @@ impl<'p> Search<'p> {
         // Whatever comes to rest above the floor inside the valley rests on something that is still to come.
         let mut least_top = u64::MAX;
         for k in a..b {
-            for &i in &self.covering[k as usize] {
+            for &i in &self.alive[k as usize] {
                 if !self.placed[i as usize] {
                     least_top = least_top.min(self.lowest[i as usize] + self.items[i as usize].bytes);
                 }
             }
         }
         for k in a..b {
-            let list = &self.covering[k as usize];
-            self.left = self.left.saturating_sub(2 * list.len() as u64);
+            let list = &self.alive[k as usize];
+            self.left = self.left.saturating_sub(VISITS_PER_STATE * list.len() as u64);
             if self.rest[k as usize] == 0 {
                 continue;
             }

@@ -1,10 +1,10 @@
-//! How high a clique's bytes reach when they are poured between its pins: a bound that knows where the pins are.
+//! A lower bound that knows where the pins are.
 
-use super::part::Part;
+use super::decompose::parts::Part;
 
 /// The least height at which the space between the pins of a clique suffices for what else is alive there, the most of
-/// all cliques. Items may be cut for it, so that no plan is lower. One pass over time: O((pins + cliques) log pins).
-pub(crate) fn poured(part: &Part, live: &[u64]) -> u64 {
+/// all cliques. Items may be cut for it (water filling), so that no plan is lower. One pass over time: O((pins + cliques) log pins).
+pub(crate) fn fractional_bound(part: &Part, live: &[u64]) -> u64 {
     let mut pins: Vec<(u64, u32)> = part.pins.iter().map(|&(i, at)| (at, i)).collect();
     pins.sort_unstable();
     let item = |rank: u32| part.items[pins[rank as usize].1 as usize];
@@ -20,11 +20,11 @@ pub(crate) fn poured(part: &Part, live: &[u64]) -> u64 {
     for (clique, &live) in (0..).zip(live) {
         while let Some(rank) = deaths.next_if(|&rank| item(rank).end <= clique) {
             standing.set(rank as usize, 0);
-            counted -= if part.is_ghost(pins[rank as usize].1) { 0 } else { item(rank).bytes };
+            counted -= if part.is_forbidden(pins[rank as usize].1) { 0 } else { item(rank).bytes };
         }
         while let Some(rank) = births.next_if(|&rank| item(rank).start <= clique) {
             standing.set(rank as usize, item(rank).bytes);
-            counted += if part.is_ghost(pins[rank as usize].1) { 0 } else { item(rank).bytes };
+            counted += if part.is_forbidden(pins[rank as usize].1) { 0 } else { item(rank).bytes };
         }
         if live > counted {
             most = most.max(standing.level(live - counted));
@@ -88,9 +88,9 @@ mod tests {
     use crate::{Buffer, Problem};
 
     generated! {
-        /// Against pouring byte by byte, tick by tick.
+        /// Against filling byte by byte, tick by tick.
         #[test]
-        fn as_if_poured_byte_by_byte(
+        fn as_if_filled_byte_by_byte(
             rows in prop::collection::vec((0..8u64, 1..6u64, 1..9u64, prop::option::of(0..40u64)), 1..14),
             fence in prop::option::of((0..30u64, 1..9u64)),
         ) {
@@ -115,11 +115,11 @@ mod tests {
                 };
                 (0..).filter(|&byte| !taken(byte)).take(loose as usize).last().map_or(0, |byte| byte + 1)
             });
-            let whole = crate::planner::part::Whole::new(&problem, false);
-            let fast = whole.parts.iter().map(|part| poured(part, &part.live()) + part.base).max().unwrap_or(0);
+            let whole = crate::planner::decompose::parts::Whole::new(&problem, false);
+            let fast = whole.parts.iter().map(|part| fractional_bound(part, &part.live()) + part.base).max().unwrap_or(0);
             // Without pins a part may lose what lives throughout to its bottom.
-            let settled = whole.settled.len();
-            prop_assert!(settled > 0 || fast == slow.max().unwrap_or(0), "{:?} {} {:?}", problem, fast, whole.parts);
+            let stripped = whole.bottom.len();
+            prop_assert!(stripped > 0 || fast == slow.max().unwrap_or(0), "{:?} {} {:?}", problem, fast, whole.parts);
         }
     }
 }

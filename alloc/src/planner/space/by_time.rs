@@ -1,15 +1,15 @@
-//! Placed rectangles by time: who shares a clique with an item, and which addresses they take.
+//! An interval index of placed rectangles: who shares a clique with an item, and which addresses they take.
 //!
-//! Time is cut into stretches of equal length. Each lists who is born in it. Who lives on into later stretches is listed
-//! at the few nodes of a binary tree over the stretches that make these up: who is alive when a stretch begins stands on
-//! the way from its leaf to the root, once. So a short life meets only those of its time, and a long one is listed in a
-//! few places.
+//! Time is cut into slices of equal length. Each lists the items born in it. An item that lives on into later slices is listed
+//! at the few nodes of a segment tree over the slices that make these up, so that the items alive when a slice begins are on
+//! the way from its leaf to the root, each once. A short item looks only at those of its time, and a long one is listed in few
+//! places.
 
-use super::part::{Item, Part};
+use crate::planner::decompose::parts::{Item, Part};
 
 /// A rectangle in its place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Placed {
+pub(crate) struct Rectangle {
     /// First byte.
     pub from: u64,
     /// One past the last byte.
@@ -22,56 +22,57 @@ pub(crate) struct Placed {
     pub item: u32,
 }
 
-/// Who is where. All lists ascend by address.
+/// The index. All lists ascend by address.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Crowd {
-    /// Cliques of a stretch.
-    stretch: u32,
-    born: Vec<Vec<Placed>>,
+pub(crate) struct ByTime {
+    /// Cliques of a slice.
+    slice: u32,
+    born: Vec<Vec<Rectangle>>,
     /// Node `k` has the children `2k` and `2k + 1`; the second half are the leaves.
-    crossing: Vec<Vec<Placed>>,
+    crossing: Vec<Vec<Rectangle>>,
 }
 
-/// Enough stretches that a transient meets few strangers.
-const STRETCHES: u32 = 256;
+/// Enough slices that a short item looks at few others.
+const SLICES: u32 = 256;
 
-/// Items per stretch above which there are more of them.
+/// Items per slice above which there are more slices.
 const BIRTHS: u32 = 16;
 
-impl Crowd {
-    pub fn new(part: &Part) -> Self {
-        let wanted = STRETCHES.max(part.items.len() as u32 / BIRTHS);
-        let stretch = part.cliques.div_ceil(wanted).max(1);
-        let count = part.cliques.div_ceil(stretch) as usize;
+impl ByTime {
+    fn new(part: &Part) -> Self {
+        let wanted = SLICES.max(part.items.len() as u32 / BIRTHS);
+        let slice = part.cliques.div_ceil(wanted).max(1);
+        let count = part.cliques.div_ceil(slice) as usize;
         let nodes = 2 * count.next_power_of_two();
-        Self { stretch, born: vec![Vec::new(); count], crossing: vec![Vec::new(); nodes] }
+        Self { slice, born: vec![Vec::new(); count], crossing: vec![Vec::new(); nodes] }
     }
 
-    /// All items of a part in their places, and what that cost.
-    pub fn of(part: &Part, offsets: &[u64]) -> (Self, u64) {
-        let mut crowd = Self::new(part);
+    /// The items of a part that have a place, and what that cost.
+    pub fn of(part: &Part, places: &[Option<u64>]) -> (Self, u64) {
+        let mut index = Self::new(part);
         let mut cost = 0;
-        for ((i, &item), &at) in (0..).zip(&part.items).zip(offsets) {
-            let placed = Placed { from: at, to: at + item.bytes, start: item.start, end: item.end, item: i };
-            crowd.in_lists(item, |list| {
-                list.push(placed);
+        for ((i, &item), place) in (0..).zip(&part.items).zip(places) {
+            let Some(at) = *place else { continue };
+            let rectangle = Rectangle { from: at, to: at + item.bytes, start: item.start, end: item.end, item: i };
+            index.in_lists(item, |list| {
+                list.push(rectangle);
                 cost += 1;
             });
         }
-        for list in crowd.born.iter_mut().chain(&mut crowd.crossing) {
+        for list in index.born.iter_mut().chain(&mut index.crossing) {
             list.sort_unstable_by_key(|other| (other.from, other.item));
         }
-        (crowd, cost)
+        (index, cost)
     }
 
     /// Puts item number `i` to the offset `at`; returns what that cost.
     pub fn insert(&mut self, i: u32, item: Item, at: u64) -> u64 {
-        let placed = Placed { from: at, to: at + item.bytes, start: item.start, end: item.end, item: i };
+        let rectangle = Rectangle { from: at, to: at + item.bytes, start: item.start, end: item.end, item: i };
         let mut cost = 0;
         self.in_lists(item, |list| {
             cost += 1 + list.len() as u64 / MOVED_AT_ONCE;
-            let index = list.partition_point(|other| (other.from, other.item) < (at, i));
-            list.insert(index, placed);
+            let position = list.partition_point(|other| (other.from, other.item) < (at, i));
+            list.insert(position, rectangle);
         });
         cost
     }
@@ -81,35 +82,44 @@ impl Crowd {
         let mut cost = 0;
         self.in_lists(item, |list| {
             cost += 1 + list.len() as u64 / MOVED_AT_ONCE;
-            let index = list.partition_point(|other| (other.from, other.item) < (at, i));
-            debug_assert_eq!(list[index].item, i);
-            list.remove(index);
+            let position = list.partition_point(|other| (other.from, other.item) < (at, i));
+            debug_assert_eq!(list[position].item, i);
+            list.remove(position);
         });
         cost
     }
 
     /// Fills `met` with those that share a clique with `item`, in runs that ascend by address; returns how many were
     /// looked at.
-    pub fn beside(&self, item: Item, met: &mut Vec<Placed>) -> u64 {
+    pub fn beside(&self, item: Item, met: &mut Vec<Rectangle>) -> u64 {
         met.clear();
-        let (first, last) = self.stretches(item);
+        let (first, last) = self.slices(item);
         let leaf = self.crossing.len() / 2 + first;
         let way_up = std::iter::successors(Some(leaf), |&node| (node > 1).then_some(node / 2));
         let mut looked = 0;
-        for list in way_up.map(|node| &self.crossing[node]).chain(&self.born[first..=last]) {
+        for list in way_up.map(|node| &self.crossing[node]).chain([&self.born[first]]) {
             looked += 1 + list.len() as u64;
             met.extend(list.iter().filter(|other| item.meets(other.start..other.end)));
+        }
+        for slice in first + 1..=last {
+            let list = &self.born[slice];
+            looked += 1 + list.len() as u64;
+            if slice < last {
+                met.extend_from_slice(list);
+            } else {
+                met.extend(list.iter().filter(|other| other.start < item.end));
+            }
         }
         looked
     }
 
-    fn stretches(&self, item: Item) -> (usize, usize) {
-        ((item.start / self.stretch) as usize, ((item.end - 1) / self.stretch) as usize)
+    fn slices(&self, item: Item) -> (usize, usize) {
+        ((item.start / self.slice) as usize, ((item.end - 1) / self.slice) as usize)
     }
 
     /// Changes the lists that name an item.
-    fn in_lists(&mut self, item: Item, mut change: impl FnMut(&mut Vec<Placed>)) {
-        let (first, last) = self.stretches(item);
+    fn in_lists(&mut self, item: Item, mut change: impl FnMut(&mut Vec<Rectangle>)) {
+        let (first, last) = self.slices(item);
         change(&mut self.born[first]);
         let leaves = self.crossing.len() / 2;
         let (mut from, mut to) = (leaves + first + 1, leaves + last + 1);
@@ -145,19 +155,19 @@ mod tests {
         ) {
             let item = |start: u32, cliques: u32| Item { start, end: (start + cliques).min(900), bytes: 3, alignment: 1 };
             let items: Vec<Item> = placed.iter().map(|&(start, cliques, ..)| item(start, cliques)).collect();
-            let part = Part { items: items.clone(), cliques: 900, ..Part::default() };
-            let mut crowd = Crowd::new(&part);
+            let part = Part::of_items(items.clone(), 900);
+            let mut index = ByTime::new(&part);
             for (i, &(_, _, at, _)) in placed.iter().enumerate() {
-                crowd.insert(i as u32, items[i], at);
+                index.insert(i as u32, items[i], at);
             }
-            let offsets: Vec<u64> = placed.iter().map(|p| p.2).collect();
-            prop_assert_eq!(&Crowd::of(&part, &offsets).0, &crowd);
+            let places: Vec<Option<u64>> = placed.iter().map(|p| Some(p.2)).collect();
+            prop_assert_eq!(&ByTime::of(&part, &places).0, &index);
             for (i, &(_, _, at, _)) in placed.iter().enumerate().filter(|(_, p)| p.3) {
-                crowd.remove(i as u32, items[i], at);
+                index.remove(i as u32, items[i], at);
             }
             let asked = item(asked.0, asked.1);
             let mut met = Vec::new();
-            crowd.beside(asked, &mut met);
+            index.beside(asked, &mut met);
             let mut found: Vec<u32> = met.iter().map(|other| other.item).collect();
             found.sort_unstable();
             let stays = |&i: &u32| !placed[i as usize].3 && items[i as usize].meets(asked.start..asked.end);

@@ -1,11 +1,12 @@
-//! Which addresses are taken during a stretch of cliques, by rectangles placed in any order.
+//! Which addresses are taken during a range of cliques, by rectangles placed in any order.
 //!
-//! A binary tree over the cliques. Each node knows two sets of addresses: those of the rectangles that cover all of its
-//! cliques, and those of all that it or a node below it stores. A rectangle is stored at the few nodes that make up its
-//! cliques; who asks for a stretch reads the second set of the nodes that make it up, and the first set of those above.
+//! A segment tree over the cliques. Each node has two sets of addresses: those of the rectangles that cover all of its cliques,
+//! and those of all rectangles stored at it or below it. A rectangle is stored at the few nodes that make up its cliques; a query
+//! reads the second set of the nodes that make up its range, and the first set of those above.
 
-use super::holes::Holes;
-use super::part::Item;
+use super::lowest_gap;
+use crate::planner::budget::Budget;
+use crate::planner::decompose::parts::Item;
 
 /// Addresses by clique.
 pub(crate) struct Occupied {
@@ -13,7 +14,7 @@ pub(crate) struct Occupied {
     leaves: usize,
     covering: Vec<Union>,
     within: Vec<Union>,
-    /// Ranges of the last question.
+    /// Ranges of the last query.
     met: Vec<(u64, u64)>,
 }
 
@@ -36,32 +37,27 @@ impl Occupied {
         }
     }
 
-    /// Fills `holes` with what is free during all of the item's cliques; returns the ranges and nodes looked at.
-    pub fn holes(&mut self, item: Item, holes: &mut Holes) -> u64 {
-        let work = self.ask(item);
-        holes.refill(&self.met);
-        work
+    /// The lowest offset that is free during all of the item's cliques; `budget` pays for the ranges and nodes looked at. `None`
+    /// when the address space ends.
+    pub fn lowest(&mut self, item: Item, budget: &mut Budget) -> Option<u64> {
+        let taken = self.taken(item, budget);
+        lowest_gap(taken, item.bytes, item.alignment)
     }
 
     /// The ranges that are taken in some of the item's cliques, ascending by their first byte; they may overlap.
-    pub fn taken(&mut self, item: Item) -> &[(u64, u64)] {
-        self.ask(item);
-        &self.met
-    }
-
-    fn ask(&mut self, item: Item) -> u64 {
+    pub fn taken(&mut self, item: Item, budget: &mut Budget) -> &[(u64, u64)] {
         self.met.clear();
-        let mut nodes = 0;
         for node in self.making_up(item) {
             self.met.extend(&self.within[node].0);
-            nodes += 1;
+            budget.spend(1);
         }
         for node in self.above(item) {
             self.met.extend(&self.covering[node].0);
-            nodes += 1;
+            budget.spend(1);
         }
         self.met.sort_unstable();
-        nodes + self.met.len() as u64
+        budget.spend(self.met.len() as u64);
+        &self.met
     }
 
     /// The fewest nodes whose leaves are the item's cliques.
@@ -124,7 +120,7 @@ mod tests {
     generated! {
         /// Against a list of everything that was placed.
         #[test]
-        fn holes_are_what_nobody_took(
+        fn taken_is_what_somebody_took(
             placed in prop::collection::vec((0..21u32, 1..=21u32, 1..9u64, 0..40u64), 0..40),
             asked in (0..21u32, 1..=21u32),
         ) {
@@ -136,10 +132,10 @@ mod tests {
             placed.iter().for_each(|&(item, at)| occupied.insert(item, at));
             let asked = item(asked.0, asked.1, 1);
             let met = |byte: u64| placed.iter().any(|&(p, at)| p.meets(asked.start..asked.end) && at <= byte && byte < at + p.bytes);
-            let mut holes = Holes::new(u64::MAX);
-            occupied.holes(asked, &mut holes);
+            let taken = occupied.taken(asked, &mut Budget::default());
+            prop_assert!(taken.is_sorted());
             for byte in 0..60 {
-                prop_assert_eq!(holes.claim(byte, byte + 1), !met(byte), "byte {}", byte);
+                prop_assert_eq!(taken.iter().any(|&(from, to)| from <= byte && byte < to), met(byte), "byte {}", byte);
             }
         }
     }

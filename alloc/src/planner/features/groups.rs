@@ -1,38 +1,40 @@
 //! Groups whose members live differently.
 //!
-//! Seen from its members, such a group is a staircase: rectangles at fixed distances. The other passes know rectangles
+//! Seen from its members, such a group is a staircase: rectangles at fixed distances. The other searches know rectangles
 //! only. So three problems are planned instead of one:
 //!
 //! 1. without the groups, their members apart: what is proven of it holds for the problem too;
 //! 2. with each group as one rectangle, as if all members lived as long as the longest: its plans are plans of the problem,
 //!    that waste what the shorter-lived leave;
 //! 3. where that is above what is proven: with the groups' members pinned somewhere, so that the rest may flow around
-//!    each of them. Where, is what the earlier plan and the one of 2 say, and placements of staircases one by one; in the
-//!    end everywhere, if those are few places.
+//!    each of them. They are pinned where the earlier plan and the one of 2 have them, where placements of staircases one by
+//!    one put them, and in the end everywhere, if those are few places.
 
 use std::cmp::Reverse;
 
-use super::meter::Meter;
-use super::occupied::Occupied;
-use super::part::{Item, gcd, in_cliques};
-use super::{Known, Options, Plan, Planner, Solution, without_bytes};
+use crate::planner::budget::Budget;
+use crate::planner::decompose::parts::{Item, gcd, in_cliques};
+use crate::planner::improve::squeaky_wheel::squeaky_wheel;
+use crate::planner::run::{Known, Plan, Run, without_bytes};
+use crate::planner::space::by_clique::Occupied;
+use crate::planner::{Options, Solution};
 use crate::{Buffer, BufferId, Group, Problem};
 
 /// Whether some group's members are not all alive together.
-pub(super) fn has_ragged_groups(problem: &Problem) -> bool {
+pub(in crate::planner) fn has_ragged_groups(problem: &Problem) -> bool {
     problem.groups().iter().any(|group| group.is_ragged(problem.buffers()))
 }
 
 /// Plans a problem that has ragged groups.
-pub(super) fn plan(planner: Planner) -> Solution {
-    let mut grouped = Grouped { planner, best: None };
+pub(in crate::planner) fn plan(run: Run) -> Solution {
+    let mut grouped = Grouped { run, best: None };
     let known = grouped.solve();
-    let Grouped { planner, best } = grouped;
-    planner.conclude(known, best)
+    let Grouped { run, best } = grouped;
+    run.conclude(known, best)
 }
 
 struct Grouped<'p> {
-    planner: Planner<'p>,
+    run: Run<'p>,
     best: Option<Plan>,
 }
 
@@ -43,20 +45,20 @@ const MOST_IN_ORDER: usize = 50_000;
 const MOST_PLACES: u64 = 1_000;
 
 /// How often an order is repeated with what ended too high in front.
-const ROUNDS: usize = 6;
+const ROUNDS: u32 = 6;
 
 impl Grouped<'_> {
     fn solve(&mut self) -> Known {
-        let problem = self.planner.problem;
+        let problem = self.run.problem;
         let is_ragged = |group: &Group| group.is_ragged(problem.buffers());
         let apart = problem.with_groups(|group| !is_ragged(group));
-        let (mut known, _) = self.run(&apart, 4, &Options { warm_start: None, ..self.planner.options.clone() });
-        let aim = known.searched.max(self.planner.options.capacity.unwrap_or(0));
-        if let Some(earlier) = self.planner.options.warm_start.clone() {
+        let (mut known, _) = self.solve_one(&apart, 4, &Options { warm_start: None, ..self.run.options.clone() });
+        let aim = known.searched.max(self.run.options.capacity.unwrap_or(0));
+        if let Some(earlier) = self.run.options.warm_start.clone() {
             self.flow_around(&|id| earlier.get(id.index()).copied().flatten(), 8);
         }
         if self.is_open(aim) {
-            let (_, whole) = self.run(problem, 4, &self.planner.options.clone());
+            let (_, whole) = self.solve_one(problem, 4, &self.run.options.clone());
             self.offer(whole.clone());
             if let Some((_, offsets)) = whole.filter(|_| self.is_open(aim)) {
                 self.flow_around(&|id| offsets.get(id.index()).copied(), 8);
@@ -72,7 +74,7 @@ impl Grouped<'_> {
             }
             for units in lists {
                 if self.is_open(aim) {
-                    self.in_order(&stairs, key, units, aim);
+                    self.in_order(&stairs, key, &units, aim);
                 }
             }
         }
@@ -82,7 +84,7 @@ impl Grouped<'_> {
         known
     }
 
-    /// Tries all places of all ragged groups below the best height, if those are few, and learns what that rules out.
+    /// Tries all places of all ragged groups below the best height, if those are few, and takes over what that rules out.
     fn everywhere(&mut self, stairs: &Stairs, known: &mut Known) {
         let Some((height, mut offsets)) = self.best.clone() else { return };
         let grain = stairs.grain();
@@ -115,7 +117,7 @@ impl Grouped<'_> {
                 let mut next = at;
                 for id in &unit.orders[order].members {
                     offsets[id.index()] = next;
-                    next += self.planner.problem.buffer(*id).bytes;
+                    next += self.run.problem.buffer(*id).bytes;
                 }
             }
             let bound = self.flow_around(&|id| offsets.get(id.index()).copied(), count - number);
@@ -124,31 +126,32 @@ impl Grouped<'_> {
         known.searched = known.searched.max(proven.min(self.best.as_ref().map_or(height, |best| best.0)));
     }
 
-    /// Places `units` by `key`, then lets the rest flow around the groups where they came to lie.
-    fn in_order(&mut self, stairs: &Stairs, key: Key, mut units: Vec<u32>, aim: u64) {
-        let everything = units.len() == stairs.units.len();
-        let mut comes_first = vec![false; stairs.units.len()];
-        for _ in 0..ROUNDS {
-            units.sort_by_key(|&u| (!comes_first[u as usize], key(stairs.units[u as usize].whole), u));
-            let Some(placed) = stairs.place(&units, aim, &mut self.planner.meter) else { return };
-            self.planner.stats.placements += 1;
-            if everything {
+    /// Places `units` by `key`, then lets the rest flow around the groups where they came to lie; what ended too high is placed
+    /// first in the next round.
+    fn in_order(&mut self, stairs: &Stairs, key: Key, units: &[u32], aim: u64) {
+        let is_everything = units.len() == stairs.units.len();
+        let mut rank: Vec<(bool, u32)> = units.iter().map(|&u| (true, u)).collect();
+        squeaky_wheel(ROUNDS, Vec::new(), |first| {
+            rank.iter_mut().for_each(|unit| unit.0 = !first.contains(&unit.1));
+            rank.sort_by_key(|&(is_late, u)| (is_late, key(stairs.units[u as usize].whole), u));
+            let order: Vec<u32> = rank.iter().map(|unit| unit.1).collect();
+            let placed = stairs.place(&order, aim, &mut self.run.budget)?;
+            self.run.stats.placements += 1;
+            if is_everything {
                 self.offer(Some((placed.height, placed.offsets.clone())));
             }
             if self.is_open(aim) {
                 self.flow_around(&|id| placed.offsets.get(id.index()).copied(), 8);
             }
-            let news = placed.over.iter().filter(|&&u| !std::mem::replace(&mut comes_first[u as usize], true)).count();
-            if news == 0 || !self.is_open(aim) {
-                return;
-            }
-        }
+            let joining = placed.over.into_iter().filter(|u| !first.contains(u) && self.is_open(aim));
+            Some((placed.height, joining.collect()))
+        });
     }
 
     /// Plans the problem with the members of ragged groups where `place` has them, spending one of `shares`. Returns what
     /// no such plan is lower than: the end of the address space where they can't be.
     fn flow_around(&mut self, place: &dyn Fn(BufferId) -> Option<u64>, shares: u64) -> u64 {
-        let problem = self.planner.problem;
+        let problem = self.run.problem;
         let mut buffers = problem.buffers().to_vec();
         for group in problem.groups().iter().filter(|group| group.is_ragged(problem.buffers())) {
             let mut members = group.members.clone();
@@ -168,19 +171,18 @@ impl Grouped<'_> {
         }
         let others = problem.with_groups(|group| !group.is_ragged(problem.buffers()));
         let Some(pinned) = others.with_buffers(buffers) else { return u64::MAX };
-        let (known, plan) = self.run(&pinned, shares, &self.planner.options.clone());
+        let (known, plan) = self.solve_one(&pinned, shares, &self.run.options.clone());
         self.offer(plan);
         known.searched
     }
 
     /// Solves a problem related to this one with one of `shares` of what may still be spent.
-    fn run(&mut self, problem: &Problem, shares: u64, options: &Options) -> (Known, Option<Plan>) {
-        let meter = Meter { work: self.planner.meter.left() / shares, spent: 0, ..self.planner.meter };
-        let mut planner = Planner::within(problem, options, meter);
-        let result = planner.solve();
-        self.planner.meter.spend(planner.meter.spent);
-        self.planner.stats.placements += planner.stats.placements;
-        self.planner.stats.parts = self.planner.stats.parts.max(planner.stats.parts);
+    fn solve_one(&mut self, problem: &Problem, shares: u64, options: &Options) -> (Known, Option<Plan>) {
+        let mut run = Run::within(problem, options, self.run.budget.share(self.run.budget.left() / shares));
+        let result = run.solve();
+        self.run.budget.spend(run.budget.spent);
+        self.run.stats.placements += run.stats.placements;
+        self.run.stats.parts = self.run.stats.parts.max(run.stats.parts);
         result
     }
 
@@ -191,7 +193,7 @@ impl Grouped<'_> {
     /// Whether something lower is wanted and may be looked for; some plan there must be.
     fn is_open(&self, aim: u64) -> bool {
         let found = self.best.as_ref();
-        found.is_none_or(|best| best.0 > aim) && (found.is_none() || self.planner.meter.stopped().is_none())
+        found.is_none_or(|best| best.0 > aim) && (found.is_none() || self.run.budget.stopped().is_none())
     }
 }
 
@@ -265,7 +267,7 @@ impl<'p> Stairs<'p> {
 
     /// Gives each of `units` the lowest place that the pins and those before it leave. `None` when the address space ends,
     /// or when a pinned unit finds its place taken.
-    fn place(&self, units: &[u32], aim: u64, meter: &mut Meter) -> Option<Placed> {
+    fn place(&self, units: &[u32], aim: u64, budget: &mut Budget) -> Option<Placed> {
         let mut occupied = Occupied::new(self.cliques);
         let always = Item { start: 0, end: self.cliques, bytes: 0, alignment: 1 };
         for range in self.problem.forbidden() {
@@ -277,7 +279,7 @@ impl<'p> Stairs<'p> {
             let unit = &self.units[u as usize];
             let mut best: Option<(u64, &Group)> = None;
             for order in &unit.orders {
-                let at = self.lowest(order, &mut occupied, meter);
+                let at = self.lowest(order, &mut occupied, budget);
                 if let Some(at) = at.filter(|&at| best.is_none_or(|(lowest, _)| at < lowest)) {
                     best = Some((at, order));
                 }
@@ -301,13 +303,13 @@ impl<'p> Stairs<'p> {
     }
 
     /// The lowest place for a stack of members, each of which must be free for its own life only.
-    fn lowest(&self, stack: &Group, occupied: &mut Occupied, meter: &mut Meter) -> Option<u64> {
+    fn lowest(&self, stack: &Group, occupied: &mut Occupied, budget: &mut Budget) -> Option<u64> {
         // Places of the stack at which a member would meet something.
         let mut blocked: Vec<(u64, u64)> = Vec::new();
         let mut below = 0;
         for id in &stack.members {
             let item = self.items[id.index()];
-            for &(from, to) in if item.bytes > 0 { occupied.taken(item) } else { &[] } {
+            for &(from, to) in if item.bytes > 0 { occupied.taken(item, budget) } else { &[] } {
                 let meets = ((from + 1).saturating_sub(below + item.bytes), to.saturating_sub(below));
                 if meets.0 < meets.1 {
                     blocked.push(meets);
@@ -315,7 +317,7 @@ impl<'p> Stairs<'p> {
             }
             below += item.bytes;
         }
-        meter.spend(blocked.len() as u64 + stack.members.len() as u64);
+        budget.spend(blocked.len() as u64 + stack.members.len() as u64);
         blocked.sort_unstable();
         if let Some(pin) = stack.offset {
             return (!blocked.iter().any(|&(from, to)| from <= pin && pin < to)).then_some(pin);

@@ -1,12 +1,10 @@
-//! Items with a place of their own, placed one by one before a sweep flows around them.
+//! Pre-placed items, which a sweep flows around.
 
 use std::ops::Range;
 
-use super::holes::{Fit, Holes};
-use super::meter::Meter;
-use super::occupied::Occupied;
-use super::part::Part;
-use super::sweep::Start;
+use super::by_clique::Occupied;
+use crate::planner::budget::Budget;
+use crate::planner::decompose::timeline::Timeline;
 
 /// Places given ahead of a sweep.
 #[derive(Debug, Clone, Default)]
@@ -14,57 +12,37 @@ pub(crate) struct Reserved {
     /// By item; empty when nothing is reserved.
     places: Vec<Option<u64>>,
     by_start: ByClique,
-    by_end: ByClique,
 }
 
 impl Reserved {
-    /// Keeps the part's pins and the stack that the sweep starts from, then gives each of `members` the lowest place
-    /// left by those before it. `None` when the address space or the work that may be spent ends.
-    pub fn place(part: &Part, start: Start, members: &[u32], purse: &mut Meter) -> Option<Self> {
-        if part.pins.is_empty() && members.is_empty() {
+    /// Keeps the `fixed` items where they are, then gives each of `members` the lowest place left by those before it. `None` when
+    /// the address space or the budget ends.
+    pub fn place(timeline: &Timeline, fixed: &[(u32, u64)], members: &[u32], budget: &mut Budget) -> Option<Self> {
+        if fixed.is_empty() && members.is_empty() {
             return Some(Self::default());
         }
-        let mut reserved = Self { places: vec![None; part.items.len()], ..Self::default() };
-        let mut occupied = Occupied::new(part.cliques);
-        let mut put = |i: u32, at: u64, occupied: &mut Occupied| {
-            let item = part.items[i as usize];
+        let mut reserved = Self { places: vec![None; timeline.items.len()], ..Self::default() };
+        let mut occupied = Occupied::new(timeline.cliques);
+        for (i, at) in fixed.iter().map(|&(i, at)| (i, Some(at))).chain(members.iter().map(|&i| (i, None))) {
+            if reserved.places[i as usize].is_some() {
+                continue;
+            }
+            let item = timeline.item(i);
+            let at = match at {
+                Some(at) => at,
+                None if budget.left() == 0 => return None,
+                None => occupied.lowest(item, budget)?,
+            };
+            occupied.insert(item, at);
             reserved.places[i as usize] = Some(at);
             reserved.by_start.entries.push((item.start, at, at + item.bytes));
-            reserved.by_end.entries.push((item.end, at, at + item.bytes));
-            occupied.insert(item, at);
-        };
-        let mut has_place = vec![false; part.items.len()];
-        let mut settled = part.pins.clone();
-        if let Start::Stack(_, stack) = start {
-            let mut at = 0;
-            for &i in stack {
-                settled.push((i, at));
-                at += part.items[i as usize].bytes;
-            }
-        }
-        for (i, at) in settled {
-            has_place[i as usize] = true;
-            put(i, at, &mut occupied);
-        }
-        let mut holes = Holes::new(u64::MAX);
-        for &i in members {
-            if purse.left() == 0 {
-                return None;
-            }
-            if !std::mem::replace(&mut has_place[i as usize], true) {
-                let item = part.items[i as usize];
-                purse.spend(occupied.holes(item, &mut holes));
-                let at = holes.take(item.bytes, item.alignment, Fit::Lowest)?;
-                put(i, at, &mut occupied);
-            }
         }
         reserved.by_start.build();
-        reserved.by_end.build();
         Some(reserved)
     }
 
     pub fn is_empty(&self) -> bool {
-        self.by_start.entries.is_empty()
+        self.places.is_empty()
     }
 
     /// An item's place.
@@ -76,14 +54,9 @@ impl Reserved {
     pub fn starting(&self, cliques: Range<u32>, ranges: &mut Vec<(u64, u64)>) -> u64 {
         self.by_start.between(cliques, ranges)
     }
-
-    /// Ranges of the items that end within `cliques`: ascending, disjoint. Returns how many ranges were looked at.
-    pub fn ending(&self, cliques: Range<u32>, ranges: &mut Vec<(u64, u64)>) -> u64 {
-        self.by_end.between(cliques, ranges)
-    }
 }
 
-/// Ranges by clique: those of a stretch of cliques are read as a few unions, however many they are.
+/// Ranges by clique: those of many cliques are read as a few unions.
 #[derive(Debug, Clone, Default)]
 struct ByClique {
     /// `(clique, from, to)`: ascending.
@@ -171,7 +144,7 @@ mod tests {
     use super::*;
 
     generated! {
-        /// Few entries or many: what a stretch of cliques holds is what its entries hold.
+        /// Few entries or many, against the entries themselves.
         #[test]
         fn unions_hold_what_their_entries_hold(
             entries in prop::collection::vec((0..40u32, 0..50u64, 1..9u64), 0..400),

@@ -1,15 +1,15 @@
-//! The problem as the passes see it.
+//! The problem as the searches see it.
 //!
 //! In: a checked [`Problem`]. Out: [`Part`]s that can be planned apart, whose plans add up to a plan of the whole.
-//! Never: a decision that could cost height. Four things happen, all of them exact:
+//! Never: a decision that could cost height. Four steps, all of them exact:
 //!
 //! 1. Sizes are rounded up to the greatest common divisor of the alignments, since nothing can start in between (unless
-//!    a forbidden range does). An alignment that divides all sizes and pins is then met by every stack of buffers, and is forgotten.
-//! 2. Groups become one item each, as if all members lived as long as the longest (`grouped.rs` sees to those that don't).
+//!    a forbidden range does). An alignment that divides all sizes and pins is then met by every stack of buffers, and is dropped.
+//! 2. Groups become one item each, as if all members lived as long as the longest (`features/groups.rs` plans those that do not).
 //! 3. Ticks become *cliques*: the maximal sets of buffers alive together, numbered in time. Two buffers overlap in time
 //!    exactly when they share a clique, and between two cliques births and deaths may come in any order.
-//! 4. Where nothing is alive across a clique boundary the problem falls apart; what is alive over a whole part goes to
-//!    its bottom, and the rest may fall apart again.
+//! 4. Where nothing is alive across a clique boundary the problem is split; what is alive over a whole part goes to its
+//!    bottom, and the rest may be split again.
 
 use std::cmp::Reverse;
 use std::collections::HashSet;
@@ -17,7 +17,8 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::poured::poured;
+use super::timeline::Buckets;
+use crate::planner::lower_bound::fractional_bound;
 use crate::{BufferId, Lifetime, Problem};
 
 /// One rectangle to place, in a part's own cliques `[start, end)`.
@@ -50,14 +51,22 @@ pub(crate) struct Part {
     pub sources: Vec<u32>,
     /// Items that must stay where they are: `(item, offset)`, offsets counted from the part's base.
     pub pins: Vec<(u32, u64)>,
-    /// Pinned items that only keep others out, ascending: they count towards no height.
-    pub ghosts: Vec<u32>,
+    /// Pinned items that stand for forbidden ranges, ascending: they count towards no height.
+    pub forbidden: Vec<u32>,
     /// Number of cliques.
     pub cliques: u32,
     /// Bytes below the part, taken by what is alive all through it.
     pub base: u64,
     /// Nothing lower exists, see [`Part::fullest`].
     pub bound: u64,
+}
+
+/// A plan of a part.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Placement {
+    pub height: u64,
+    /// By item.
+    pub offsets: Vec<u64>,
 }
 
 /// What an item stands for.
@@ -77,19 +86,19 @@ pub(crate) struct Whole {
     pub parts: Vec<Part>,
     pub sources: Vec<Source>,
     /// `(source, offset)` of what went to the bottom of its part.
-    pub settled: Vec<(u32, u64)>,
+    pub bottom: Vec<(u32, u64)>,
     /// The most bytes that rounding added to one item: a bound for the rounded items is too high by at most this.
     pub padding: u64,
 }
 
-/// How often a part is stripped and split again; deeper nests are left to the passes.
+/// How often a part is stripped and split again; deeper nests are left to the searches.
 const DEPTH: u32 = 8;
 
 impl Whole {
     /// Splits a problem. Rounded sizes make simple items, but hide which item would end lowest at the top.
     pub fn new(problem: &Problem, rounded: bool) -> Self {
         let Table { lifetimes, mut items, sources, pins, padding } = table(problem, rounded);
-        let mut whole = Self { parts: Vec::new(), sources, settled: Vec::new(), padding };
+        let mut whole = Self { parts: Vec::new(), sources, bottom: Vec::new(), padding };
         let cliques = in_cliques(&lifetimes, &mut items);
         let mut pin_of = vec![None; if pins.is_empty() { 0 } else { items.len() }];
         for (item, offset) in pins {
@@ -106,18 +115,13 @@ impl Whole {
                 let loose = |i: u32| items[i as usize].alignment == 1 && pin(i).is_none();
                 // The longest of the first come first, so that this asks for any that spans the part.
                 if depth == DEPTH || !spans(first) || !members.iter().all(|&i| loose(i)) {
-                    let mut part = Part::new(&items, members, pin, from..to, base);
-                    let is_ghost =
-                        |&(i, _): &(u32, u64)| whole.sources[part.sources[i as usize] as usize] == Source::Forbidden;
-                    part.ghosts = part.pins.iter().filter(|pin| is_ghost(pin)).map(|pin| pin.0).collect();
-                    part.bound = part.fullest();
-                    whole.parts.push(part);
+                    whole.parts.push(Part::new(&items, &whole.sources, members, pin, from..to, base));
                     continue;
                 }
                 let mut above = base;
                 members.retain(|&i| {
                     if spans(i) {
-                        whole.settled.push((i, above));
+                        whole.bottom.push((i, above));
                         above += items[i as usize].bytes;
                     }
                     !spans(i)
@@ -130,17 +134,34 @@ impl Whole {
 }
 
 impl Part {
-    fn new(all: &[Item], sources: Vec<u32>, pin: impl Fn(u32) -> Option<u64>, cliques: Range<u32>, base: u64) -> Self {
-        let items: Vec<Item> = sources
-            .iter()
-            .map(|&i| {
-                let item = all[i as usize];
-                Item { start: item.start - cliques.start, end: item.end - cliques.start, ..item }
-            })
-            .collect();
+    fn new(
+        all: &[Item],
+        kinds: &[Source],
+        sources: Vec<u32>,
+        pin: impl Fn(u32) -> Option<u64>,
+        cliques: Range<u32>,
+        base: u64,
+    ) -> Self {
+        let shifted = |&i: &u32| {
+            let item = all[i as usize];
+            Item { start: item.start - cliques.start, end: item.end - cliques.start, ..item }
+        };
+        let items = sources.iter().map(shifted).collect();
         // Only parts that were never stripped hold pins, so that their base is 0.
-        let pins = sources.iter().enumerate().filter_map(|(k, &i)| Some((k as u32, pin(i)?))).collect();
-        Self { items, sources, pins, ghosts: Vec::new(), cliques: cliques.end - cliques.start, base, bound: 0 }
+        let pins: Vec<(u32, u64)> = (0..).zip(&sources).filter_map(|(k, &i)| Some((k, pin(i)?))).collect();
+        let is_forbidden = |k: &u32| kinds[sources[*k as usize] as usize] == Source::Forbidden;
+        let forbidden = pins.iter().map(|pin| pin.0).filter(is_forbidden).collect();
+        let cliques = cliques.end - cliques.start;
+        let mut part = Self { items, sources, pins, forbidden, cliques, base, bound: 0 };
+        part.bound = part.fullest();
+        part
+    }
+
+    /// Some items of another part, which have no pins.
+    pub fn of_items(items: Vec<Item>, cliques: u32) -> Self {
+        let mut part = Self { items, cliques, ..Self::default() };
+        part.bound = part.fullest();
+        part
     }
 
     /// Bytes alive in each clique.
@@ -152,7 +173,7 @@ impl Part {
             live[item.end as usize] = live[item.end as usize].wrapping_sub(bytes);
         };
         self.items.iter().for_each(|&item| add(item, item.bytes));
-        for &i in &self.ghosts {
+        for &i in &self.forbidden {
             let item = self.items[i as usize];
             add(item, item.bytes.wrapping_neg());
         }
@@ -171,20 +192,33 @@ impl Part {
         if self.pins.is_empty() {
             return bound;
         }
-        let end = |&(i, at): &(u32, u64)| if self.is_ghost(i) { 0 } else { at + self.items[i as usize].bytes };
-        self.pins.iter().map(end).fold(bound.max(poured(self, &live)), u64::max)
+        let end = |&(i, at): &(u32, u64)| if self.is_forbidden(i) { 0 } else { at + self.items[i as usize].bytes };
+        self.pins.iter().map(end).fold(bound.max(fractional_bound(self, &live)), u64::max)
     }
 
     /// Whether an item is a forbidden range.
-    pub fn is_ghost(&self, item: u32) -> bool {
+    pub fn is_forbidden(&self, item: u32) -> bool {
         // They stand in the order of the items.
-        !self.ghosts.is_empty() && self.ghosts.binary_search(&item).is_ok()
+        !self.forbidden.is_empty() && self.forbidden.binary_search(&item).is_ok()
     }
 
-    /// One past the highest byte of a plan; what only keeps others out does not count.
-    pub fn height(&self, offsets: &[u64]) -> u64 {
-        let ends = self.items.iter().zip(offsets).enumerate().filter(|(i, _)| !self.is_ghost(*i as u32));
-        ends.map(|(_, (item, at))| at + item.bytes).max().unwrap_or(0)
+    /// The plan that these offsets make: its height is one past the highest byte, forbidden ranges aside.
+    pub fn placement(&self, offsets: Vec<u64>) -> Placement {
+        let ends = (0..).zip(self.items.iter().zip(&offsets)).filter(|(i, _)| !self.is_forbidden(*i));
+        let height = ends.map(|(_, (item, at))| at + item.bytes).max().unwrap_or(0);
+        Placement { height, offsets }
+    }
+
+    /// Whether any stack of items is a plan of a clique: nothing is pinned, and no alignment leaves gaps.
+    pub fn is_free(&self) -> bool {
+        self.pins.is_empty() && self.items.iter().all(|item| item.alignment == 1)
+    }
+
+    /// The cliques with the most bytes alive, ascending.
+    pub fn fullest_cliques(&self) -> Vec<u32> {
+        let live = self.live();
+        let most = live.iter().copied().max();
+        (0..self.cliques).filter(|&k| Some(live[k as usize]) == most).collect()
     }
 
     /// Every height is a multiple of this.
@@ -196,12 +230,12 @@ impl Part {
     /// The part as seen from below `capacity`: forbidden ranges end there.
     pub fn below(&self, capacity: u64) -> Self {
         let mut part = self.clone();
-        for &(i, at) in self.pins.iter().filter(|pin| self.is_ghost(pin.0)) {
+        for &(i, at) in self.pins.iter().filter(|pin| self.is_forbidden(pin.0)) {
             let item = &mut part.items[i as usize];
             item.bytes = item.bytes.min(capacity.saturating_sub(at));
         }
         part.pins.retain(|&(i, _)| part.items[i as usize].bytes > 0);
-        part.ghosts.clear();
+        part.forbidden.clear();
         part
     }
 }
@@ -322,30 +356,11 @@ pub(crate) fn in_cliques(lifetimes: &[(u64, u64)], items: &mut [Item]) -> u32 {
 
 /// Item indices by start, longest first.
 fn by_start(items: &[Item], cliques: u32) -> Vec<u32> {
-    let starts = offsets_of(cliques, items.iter().map(|item| item.start));
-    let mut next = starts.clone();
-    let mut order = vec![0; items.len()];
-    for (index, item) in items.iter().enumerate() {
-        let slot = &mut next[item.start as usize];
-        order[*slot as usize] = index as u32;
-        *slot += 1;
+    let mut order = Buckets::new(cliques + 1, items.iter().map(|item| item.start));
+    for range in order.starts.windows(2) {
+        order.entries[range[0] as usize..range[1] as usize].sort_by_key(|&i| (Reverse(items[i as usize].end), i));
     }
-    for bounds in starts.windows(2) {
-        order[bounds[0] as usize..bounds[1] as usize].sort_by_key(|&i| (Reverse(items[i as usize].end), i));
-    }
-    order
-}
-
-/// Where each clique's entries begin when entries are grouped by clique; one more than there are cliques.
-pub(crate) fn offsets_of(cliques: u32, entries: impl Iterator<Item = u32>) -> Vec<u32> {
-    let mut offsets = vec![0; cliques as usize + 2];
-    for clique in entries {
-        offsets[clique as usize + 1] += 1;
-    }
-    for k in 1..offsets.len() {
-        offsets[k] += offsets[k - 1];
-    }
-    offsets
+    order.entries
 }
 
 /// Cuts `members` (sorted by start), alive within cliques `[first, last)`, wherever nothing is alive across.

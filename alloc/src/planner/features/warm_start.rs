@@ -5,20 +5,21 @@
 
 use std::collections::BTreeMap;
 
-use super::meter::Meter;
-use super::{Options, Planner};
+use crate::planner::Options;
+use crate::planner::budget::Budget;
+use crate::planner::run::Run;
 use crate::{Buffer, BufferId, Problem};
 
 /// How often pins are released before the earlier plan is given up.
 const ROUNDS: u32 = 6;
 
 /// A plan of at most `target` bytes with the addresses of `earlier`, and the work it cost; `None` when releasing pins did
-/// not lead to one before the `meter`'s deadline.
-pub(super) fn keep(
+/// not lead to one before the deadline of the `budget`.
+pub(in crate::planner) fn keep(
     problem: &Problem,
     earlier: &[Option<u64>],
     target: u64,
-    meter: Meter,
+    budget: Budget,
 ) -> (Option<(u64, Vec<u64>)>, u64) {
     let mut kept = consistent(problem, earlier, target);
     let mut spent = 0;
@@ -28,12 +29,12 @@ pub(super) fn keep(
             None => problem.buffer(id).clone(),
         };
         let Some(with_pins) = problem.with_buffers(problem.ids().map(pinned).collect()) else { break };
-        if meter.late() {
+        if budget.is_late() {
             break;
         }
         let work = 50 * problem.len() as u64 + 100_000;
         let options = Options { capacity: Some(target), ..Options::default() };
-        let solution = Planner::within(&with_pins, &options, Meter { work, spent: 0, ..meter }).run();
+        let solution = Run::within(&with_pins, &options, Budget { work, spent: 0, ..budget }).plan();
         spent += solution.stats.work;
         if solution.offsets.len() == problem.len() && solution.height <= target {
             return (Some((solution.height, solution.offsets)), spent);
@@ -43,7 +44,7 @@ pub(super) fn keep(
     (None, spent)
 }
 
-/// The earlier offsets that this problem allows and that don't contradict each other: of two that do, the larger stays.
+/// The earlier offsets that this problem allows and that do not contradict each other: of two that do, the larger stays.
 fn consistent(problem: &Problem, earlier: &[Option<u64>], target: u64) -> Vec<Option<u64>> {
     let grouped: Vec<BufferId> = problem.groups().iter().flat_map(|g| g.members.iter().copied()).collect();
     let allowed = |id: BufferId| {

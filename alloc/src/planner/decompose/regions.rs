@@ -1,0 +1,247 @@
+//! One region of the arena per size.
+//!
+//! At a fullest clique any order of its items leaves no gap, so each size may have a region of as many bytes as it has there. Items
+//! of one size take turns in the slots of their region, whoever comes and goes, and a region is planned alone. What is left out:
+//! sizes that no fullest clique has, and the shortest-lived of a size wherever more of it are alive than its region holds. These go
+//! to what the regions leave idle at other times.
+//!
+//! Where there are several fullest cliques, a size may have more bytes at one of them than at another. Then it shares its region with
+//! sizes that have less there.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::parts::{Item, Part, gcd};
+use crate::planner::budget::Budget;
+
+/// Items that are planned alone, one region above the other.
+#[derive(Debug)]
+pub(crate) struct Region {
+    /// Its bound is the bytes of the region.
+    pub part: Part,
+    /// What each item is in the whole part.
+    pub members: Vec<u32>,
+}
+
+/// The regions of a part, those that are full for longest first. With `whole`, sizes also share a region where that leaves nothing
+/// out, as far as they can. None where pins or alignments are in the way, or the budget is spent.
+pub(crate) fn regions(part: &Part, whole: bool, budget: &mut Budget) -> Vec<Region> {
+    if !part.is_free() {
+        return Vec::new();
+    }
+    let full = part.fullest_cliques();
+    let mut of_size: BTreeMap<u64, Vec<u32>> = BTreeMap::new();
+    let is_at_full =
+        |item: &Item| full[full.partition_point(|&k| k < item.start)..].first().is_some_and(|&k| k < item.end);
+    for (i, item) in (0..).zip(&part.items).filter(|(_, item)| !whole || is_at_full(item)) {
+        of_size.entry(item.bytes).or_default().push(i);
+    }
+    let mut sizes: Vec<Class> = of_size.into_values().map(|members| Class::new(part, &full, members)).collect();
+    sizes.retain(|class| class.at_full.iter().any(|&bytes| bytes > 0));
+    let mut classes: Vec<Class> = Vec::new();
+    while let Some(mut class) = sizes.pop() {
+        while !class.is_level() || (whole && class.most(part) > class.at_full[0]) {
+            budget.spend((class.members.len() + full.len() * (sizes.len() + classes.len())) as u64);
+            if budget.stopped().is_some() {
+                return Vec::new();
+            }
+            match class.partner(part, whole, &sizes, &classes) {
+                Some(Partner::Size(index)) => class.join(sizes.remove(index)),
+                Some(Partner::Class(index)) => class.join(classes.remove(index)),
+                None if class.is_level() => break,
+                None => return Vec::new(),
+            }
+        }
+        classes.push(class);
+    }
+    budget.spend(classes.iter().map(|class| class.members.len() as u64 + u64::from(part.cliques) / 8).sum());
+    let mut regions: Vec<Region> = classes.into_iter().map(|class| class.trimmed(part, &full)).collect();
+    regions.sort_by_key(|region| Reverse(region.fullness()));
+    regions
+}
+
+/// Items of a few sizes.
+#[derive(Debug)]
+struct Class {
+    members: Vec<u32>,
+    /// The greatest common divisor of the sizes.
+    grid: u64,
+    /// Bytes alive at each of the fullest cliques.
+    at_full: Vec<u64>,
+}
+
+/// With which class one may share its region: a size that has none yet, or a class that has one.
+#[derive(Debug, Clone, Copy)]
+enum Partner {
+    Size(usize),
+    Class(usize),
+}
+
+impl Class {
+    fn new(part: &Part, full: &[u32], members: Vec<u32>) -> Self {
+        let mut at_full = vec![0u64; full.len() + 1];
+        for &i in &members {
+            let item = part.items[i as usize];
+            let [from, to] = [item.start, item.end].map(|clique| full.partition_point(|&k| k < clique));
+            at_full[from] = at_full[from].wrapping_add(item.bytes);
+            at_full[to] = at_full[to].wrapping_sub(item.bytes);
+        }
+        for k in 1..at_full.len() {
+            at_full[k] = at_full[k].wrapping_add(at_full[k - 1]);
+        }
+        at_full.pop();
+        Self { grid: members.iter().map(|&i| part.items[i as usize].bytes).fold(0, gcd), members, at_full }
+    }
+
+    /// Whether it has as many bytes at each of the fullest cliques.
+    fn is_level(&self) -> bool {
+        self.at_full.windows(2).all(|pair| pair[0] == pair[1])
+    }
+
+    /// Most bytes alive at once.
+    fn most(&self, part: &Part) -> u64 {
+        self.part(part).bound
+    }
+
+    fn part(&self, part: &Part) -> Part {
+        Part::of_items(self.members.iter().map(|&i| part.items[i as usize]).collect(), part.cliques)
+    }
+
+    fn join(&mut self, other: Self) {
+        self.members.extend(other.members);
+        self.members.sort_unstable();
+        self.grid = gcd(self.grid, other.grid);
+        self.at_full.iter_mut().zip(other.at_full).for_each(|(bytes, more)| *bytes += more);
+    }
+
+    /// Who shares the region. It should be a class with whom this one is level, and does not need more in between if nothing may be left
+    /// out; else, where this one is not level, any. Among those comes the size of the coarsest common grid, then the class of the
+    /// smallest items.
+    fn partner(&self, part: &Part, whole: bool, sizes: &[Self], classes: &[Self]) -> Option<Partner> {
+        let mut by_grid: Vec<usize> = (0..sizes.len()).collect();
+        by_grid.sort_by_key(|&index| Reverse((gcd(self.grid, sizes[index].grid), sizes[index].grid)));
+        let sizes = by_grid.into_iter().map(|index| (Partner::Size(index), &sizes[index]));
+        let classes = classes.iter().enumerate().rev().map(|(index, class)| (Partner::Class(index), class));
+        let mut first = None;
+        for (partner, other) in sizes.chain(classes) {
+            first.get_or_insert(partner);
+            let level = self.at_full[0] + other.at_full[0];
+            if self.at_full.iter().zip(&other.at_full).any(|(a, b)| a + b != level) {
+                continue;
+            }
+            let members = || [&self.members[..], &other.members].concat();
+            if !whole || (Self { members: members(), grid: 0, at_full: Vec::new() }).most(part) == level {
+                return Some(partner);
+            }
+        }
+        first.filter(|_| !self.is_level())
+    }
+
+    /// The region, without the shortest-lived of those alive where the class has more bytes than at the fullest cliques.
+    fn trimmed(self, whole: &Part, full: &[u32]) -> Region {
+        let items: Vec<Item> = self.members.iter().map(|&i| whole.items[i as usize]).collect();
+        let room = self.at_full[0];
+        // Those alive: by length, and by end.
+        let mut by_length: BTreeSet<(u32, usize)> = BTreeSet::new();
+        let mut by_end: BTreeSet<(u32, u32, usize)> = BTreeSet::new();
+        let mut is_kept = vec![true; items.len()];
+        let mut bytes = 0;
+        for (k, item) in items.iter().enumerate() {
+            while let Some(&(_, length, gone)) = by_end.first().filter(|&&(end, ..)| end <= item.start) {
+                by_end.pop_first();
+                by_length.remove(&(length, gone));
+                bytes -= items[gone].bytes;
+            }
+            // An item of a fullest clique stays.
+            let next = full.partition_point(|&clique| clique < item.start);
+            let length = full.get(next).filter(|&&clique| clique < item.end).map_or(item.cliques(), |_| u32::MAX);
+            by_length.insert((length, k));
+            by_end.insert((item.end, length, k));
+            bytes += item.bytes;
+            while bytes > room
+                && let Some((length, left_out)) = by_length.pop_first()
+            {
+                by_end.remove(&(items[left_out].end, length, left_out));
+                bytes -= items[left_out].bytes;
+                is_kept[left_out] = false;
+            }
+        }
+        let mut kept = is_kept.iter();
+        let members: Vec<u32> = self.members.into_iter().filter(|_| kept.next() == Some(&true)).collect();
+        let items = members.iter().map(|&i| whole.items[i as usize]).collect();
+        Region { part: Part::of_items(items, whole.cliques), members }
+    }
+}
+
+impl Region {
+    /// Cliques for which the region is full, on average over its bytes.
+    fn fullness(&self) -> u64 {
+        let area: u128 = self.part.items.iter().map(|item| u128::from(item.bytes) * u128::from(item.cliques())).sum();
+        (area / u128::from(self.part.bound.max(1))) as u64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Of `(start, end, bytes)`.
+    fn part(rows: &[(u32, u32, u64)]) -> Part {
+        let items: Vec<Item> =
+            rows.iter().map(|&(start, end, bytes)| Item { start, end, bytes, alignment: 1 }).collect();
+        let cliques = items.iter().map(|item| item.end).max().unwrap_or(0);
+        Part::of_items(items, cliques)
+    }
+
+    /// Bytes and members of each region.
+    fn of(rows: &[(u32, u32, u64)], whole: bool) -> Vec<(u64, Vec<u32>)> {
+        let regions = regions(&part(rows), whole, &mut Budget { work: 1_000, ..Budget::default() });
+        regions.into_iter().map(|region| (region.part.bound, region.members)).collect()
+    }
+
+    /// The fours take turns. The second two is born before the first died: one of both is left out, or they need what ones leave.
+    #[test]
+    fn sizes_that_need_more_in_between_are_cut_or_share_a_region() {
+        let rows = [(0, 1, 4), (0, 2, 2), (0, 1, 1), (0, 1, 1), (1, 3, 2), (2, 3, 4), (2, 3, 1), (2, 3, 1)];
+        assert_eq!(of(&rows, true), [(4, vec![1, 2, 3, 4, 6, 7]), (4, vec![0, 5])]);
+        assert_eq!(of(&rows, false), [(4, vec![0, 5]), (2, vec![4]), (2, vec![2, 3, 6, 7])]);
+    }
+
+    /// The threes stay, so that the second two needs what the seven leaves, and no other size shares their region.
+    #[test]
+    fn one_that_leaves_enough_is_enough() {
+        let rows = [(0, 1, 7), (0, 3, 3), (0, 3, 1), (0, 2, 2), (1, 3, 2), (2, 3, 7)];
+        assert_eq!(of(&rows, true), [(3, vec![1]), (1, vec![2]), (9, vec![0, 3, 4, 5])]);
+    }
+
+    /// Where no smaller size is left, the class before it takes the smallest in.
+    #[test]
+    fn the_smallest_may_join_a_larger_size() {
+        assert_eq!(of(&[(0, 1, 2), (0, 2, 1), (1, 3, 1), (2, 3, 2)], true), [(3, vec![0, 1, 2, 3])]);
+    }
+
+    /// One two gives way to a four, wherever the other is.
+    #[test]
+    fn sizes_are_level_at_all_fullest_cliques() {
+        let rows = [(0, 1, 4), (0, 3, 2), (2, 3, 2), (2, 3, 2)];
+        assert_eq!(of(&rows, false), [(6, vec![0, 1, 2, 3])]);
+    }
+
+    /// A size that no fullest clique has gets no region.
+    #[test]
+    fn only_the_fullest_cliques_count() {
+        assert_eq!(of(&[(0, 1, 3), (1, 2, 2), (2, 3, 3)], false), [(3, vec![0, 2])]);
+        let mut pinned = part(&[(0, 1, 3), (2, 3, 3)]);
+        let found = |part: &Part, work: u64| regions(part, true, &mut Budget { work, ..Budget::default() }).len();
+        assert_eq!(found(&pinned, 1_000), 1);
+        pinned.pins = vec![(0, 0)];
+        assert_eq!(found(&pinned, 1_000), 0);
+    }
+
+    /// Of three that overlap in two slots the shortest is left out, not one that a fullest clique has.
+    #[test]
+    fn the_shortest_lived_are_left_out() {
+        let rows = [(0, 3, 1), (0, 5, 1), (0, 1, 9), (1, 2, 1), (3, 4, 1), (4, 9, 1), (5, 8, 1), (6, 9, 1)];
+        assert_eq!(of(&rows, false)[0], (2, vec![0, 1, 4, 5, 7]));
+    }
+}

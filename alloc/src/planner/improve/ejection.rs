@@ -1,0 +1,534 @@
+//! Guided ejection search (Nagata and Bräysy, 2009, for vehicle routing): repairs a plan that ends above a ceiling.
+//!
+//! What ends above the ceiling leaves the plan and waits in a pool. Each step takes one item out of the pool and puts it where
+//! that costs least below the ceiling: into a free place if there is one, else onto the items that are cheapest to do without,
+//! which go to the pool in turn and are placed next. An item's price is its weight (larger and longer-lived ones are harder to
+//! place again) times how often it had to force its way in, so that no two items eject each other for ever. After many steps
+//! without a lighter pool, the search goes back to the lightest one, with the prices learnt.
+
+use std::cmp::Reverse;
+
+use super::descent::{Descent, Reached};
+use crate::planner::budget::Budget;
+use crate::planner::decompose::parts::{Item, Part, Placement};
+use crate::planner::space::by_time::{ByTime, Rectangle};
+use crate::planner::space::lowest_gap;
+
+/// Steps without a lighter pool after which the search goes back to the lightest.
+const PATIENCE: u32 = 300;
+
+/// Price of what cannot be moved: more than all others together.
+const FIXED: u64 = 1 << 60;
+
+/// The heaviest weight. Times its failures times the items beside it, it stays below [`FIXED`].
+const HEAVIEST: f64 = 1_000_000.0;
+
+/// Failures that are counted.
+const MOST_FAILURES: u64 = 1 << 16;
+
+/// Steps between two looks at the clock.
+const STEPS_PER_LOOK: u64 = 256;
+
+/// A plan that is lowered step by step.
+pub(crate) struct Ejection<'p> {
+    part: &'p Part,
+    /// The lowest plan so far.
+    pub plan: Placement,
+    descent: Descent,
+    ceiling: u64,
+    places: Vec<Option<u64>>,
+    index: ByTime,
+    /// Items without a place, and their weight.
+    pool: Vec<u32>,
+    mass: u64,
+    weight: Vec<u64>,
+    /// Weight × failures; [`FIXED`] for pins.
+    price: Vec<u64>,
+    lightest: Lightest,
+    /// Items that may lie elsewhere than in the lightest state.
+    moved: Vec<u32>,
+    steps: u64,
+    since_lightest: u32,
+    met: Vec<Rectangle>,
+    obstacles: Obstacles,
+}
+
+/// The pool so far that weighed least, with the places of the others.
+#[derive(Debug)]
+struct Lightest {
+    mass: u64,
+    pool: Vec<u32>,
+    places: Vec<Option<u64>>,
+}
+
+impl<'p> Ejection<'p> {
+    /// Starts from places by item; an item without one goes to the lowest that is left, the longest-lived first. `None` when the
+    /// address space ends.
+    pub fn new(part: &'p Part, places: &[Option<u64>], goal: u64, budget: &mut Budget) -> Option<Self> {
+        let items = &part.items;
+        let area = |item: &Item| item.bytes as f64 * f64::from(item.cliques());
+        let most = items.iter().map(area).fold(1.0, f64::max);
+        // The root lets a large item give way to a few small ones.
+        let weigh = |item: &Item| 1 + (HEAVIEST * (area(item) / most).sqrt()) as u64;
+        let weight: Vec<u64> = items.iter().map(weigh).collect();
+        let mut price = weight.clone();
+        part.pins.iter().for_each(|pin| price[pin.0 as usize] = FIXED);
+        let (index, work) = ByTime::of(part, places);
+        budget.spend(work);
+        let missing = (0..items.len() as u32).filter(|&i| places[i as usize].is_none()).collect();
+        let mut ejection = Self {
+            part,
+            plan: Placement { height: u64::MAX, offsets: Vec::new() },
+            descent: Descent::new(goal, part.grain(), items.len()),
+            ceiling: u64::MAX,
+            places: places.to_vec(),
+            index,
+            pool: missing,
+            mass: 0,
+            weight,
+            price,
+            lightest: Lightest { mass: 0, pool: Vec::new(), places: Vec::new() },
+            moved: Vec::new(),
+            steps: 0,
+            since_lightest: 0,
+            met: Vec::new(),
+            obstacles: Obstacles::default(),
+        };
+        ejection.fill_up(budget);
+        let offsets: Option<Vec<u64>> = ejection.places.iter().copied().collect();
+        ejection.plan = part.placement(offsets?);
+        ejection.lightest.places.clone_from(&ejection.places);
+        ejection.moved.clear();
+        Some(ejection)
+    }
+
+    /// Lowers the plan towards the goal until the budget is spent; another call goes on from there.
+    pub fn descend(&mut self, budget: &mut Budget) {
+        let mut descent = self.descent;
+        descent.run(self.plan.height, budget, |ceiling, budget| {
+            self.lower(ceiling, budget);
+            Reached { height: self.plan.height, proven: 0 }
+        });
+        self.descent = descent;
+    }
+
+    /// Looks for a plan of at most `ceiling` bytes until the budget is spent; whether it was found. What found no place below the
+    /// ceiling goes above the others, and that may still be a lower plan than before.
+    pub fn lower(&mut self, ceiling: u64, budget: &mut Budget) -> bool {
+        let is_too_large = |(price, item): (&u64, &Item)| item.bytes > ceiling && *price < FIXED;
+        if self.price.iter().zip(&self.part.items).any(is_too_large) {
+            budget.spend(1);
+            return false;
+        }
+        self.aim(ceiling, budget);
+        while !self.pool.is_empty() && budget.left() > 0 {
+            if !self.step(budget) || (self.steps.is_multiple_of(STEPS_PER_LOOK) && budget.is_late()) {
+                break;
+            }
+            if self.mass < self.lightest.mass {
+                self.note();
+            } else if self.since_lightest > PATIENCE {
+                self.take_up(budget);
+            }
+        }
+        self.finish(budget);
+        self.plan.height <= ceiling
+    }
+
+    /// Sends what ends above a ceiling to the pool.
+    fn aim(&mut self, ceiling: u64, budget: &mut Budget) {
+        self.ceiling = ceiling;
+        for (i, item) in (0..).zip(&self.part.items) {
+            let ends_above = self.places[i as usize].is_some_and(|at| at + item.bytes > ceiling);
+            if ends_above && self.price[i as usize] < FIXED {
+                self.take_away(i, budget);
+            }
+        }
+        self.lightest.mass = u64::MAX;
+        self.note();
+    }
+
+    /// Finds a place for one of the pool: an item that was ejected last, and any after a lighter pool. False where pins leave it none.
+    fn step(&mut self, budget: &mut Budget) -> bool {
+        self.steps += 1;
+        let last = self.pool.len() - 1;
+        let chosen = if self.since_lightest == 0 { mix(self.steps, 0) as usize % self.pool.len() } else { last };
+        self.since_lightest += 1;
+        let i = self.pool[chosen];
+        let item = self.part.items[i as usize];
+        let looked = self.index.beside(item, &mut self.met);
+        self.obstacles.fill(&self.met, &self.price);
+        budget.spend(WORK_PER_STEP + (looked + 2 * self.met.len() as u64) / 8 + 2 * self.obstacles.lower.len() as u64);
+        let random = mix(self.steps, u64::MAX);
+        let Some(choice) = self.obstacles.cheapest(item.bytes, item.alignment, self.ceiling, random) else {
+            return false;
+        };
+        self.pool.swap_remove(chosen);
+        self.mass -= self.weight[i as usize];
+        if choice.price > 0 {
+            let (price, weight) = (&mut self.price[i as usize], self.weight[i as usize]);
+            *price = (*price + weight).min(weight * MOST_FAILURES);
+            let (from, to) = (choice.at, choice.at + item.bytes);
+            let met = std::mem::take(&mut self.met);
+            for other in met.iter().filter(|other| other.from < to && from < other.to) {
+                self.take_away(other.item, budget);
+            }
+            self.met = met;
+        }
+        self.put(i, choice.at, budget);
+        true
+    }
+
+    fn put(&mut self, i: u32, at: u64, budget: &mut Budget) {
+        self.places[i as usize] = Some(at);
+        budget.spend(self.index.insert(i, self.part.items[i as usize], at));
+        self.moved.push(i);
+    }
+
+    /// Sends an item to the pool.
+    fn take_away(&mut self, i: u32, budget: &mut Budget) {
+        if let Some(at) = self.places[i as usize].take() {
+            budget.spend(self.index.remove(i, self.part.items[i as usize], at));
+            self.moved.push(i);
+            self.pool.push(i);
+            self.mass += self.weight[i as usize];
+        }
+    }
+
+    /// The pool is lighter than ever.
+    fn note(&mut self) {
+        self.since_lightest = 0;
+        self.lightest.mass = self.mass;
+        self.lightest.pool.clone_from(&self.pool);
+        for i in self.moved.drain(..) {
+            self.lightest.places[i as usize] = self.places[i as usize];
+        }
+    }
+
+    /// Back to the lightest pool; the prices stay.
+    fn take_up(&mut self, budget: &mut Budget) {
+        self.since_lightest = 0;
+        for i in std::mem::take(&mut self.moved) {
+            self.change(i, self.lightest.places[i as usize], budget);
+        }
+        self.mass = self.lightest.mass;
+        self.pool.clone_from(&self.lightest.pool);
+    }
+
+    /// Moves an item past the pool.
+    fn change(&mut self, i: u32, place: Option<u64>, budget: &mut Budget) {
+        if self.places[i as usize] == place {
+            return;
+        }
+        let item = self.part.items[i as usize];
+        if let Some(at) = self.places[i as usize] {
+            budget.spend(self.index.remove(i, item, at));
+        }
+        if let Some(at) = place {
+            budget.spend(self.index.insert(i, item, at));
+        }
+        self.places[i as usize] = place;
+    }
+
+    /// Makes a plan of the lightest state, and goes on from the lower one of this plan and the one before.
+    fn finish(&mut self, budget: &mut Budget) {
+        if !self.pool.is_empty() {
+            self.take_up(budget);
+            self.fill_up(budget);
+        }
+        if let Some(offsets) = self.places.iter().copied().collect::<Option<Vec<u64>>>() {
+            let plan = self.part.placement(offsets);
+            if plan.height < self.plan.height {
+                self.plan = plan;
+            }
+        }
+        for i in 0..self.part.items.len() {
+            self.change(i as u32, Some(self.plan.offsets[i]), budget);
+            self.lightest.places[i] = Some(self.plan.offsets[i]);
+        }
+        self.pool.clear();
+        self.moved.clear();
+        self.mass = 0;
+    }
+
+    /// Gives the pool the lowest places that are left, the longest-lived first.
+    fn fill_up(&mut self, budget: &mut Budget) {
+        let mut missing = std::mem::take(&mut self.pool);
+        let items = &self.part.items;
+        missing.sort_by_key(|&i| (Reverse((items[i as usize].cliques(), items[i as usize].bytes)), i));
+        let mut taken = Vec::new();
+        for i in missing {
+            let item = items[i as usize];
+            budget.spend(self.index.beside(item, &mut self.met) / 4);
+            taken.clear();
+            taken.extend(self.met.iter().map(|other| (other.from, other.to)));
+            taken.sort_unstable();
+            // Only the end of the address space leaves an item without a place.
+            if let Some(at) = lowest_gap(&taken, item.bytes, item.alignment) {
+                self.put(i, at, budget);
+            }
+        }
+    }
+}
+
+/// What a step costs beside the rectangles that it looks at.
+const WORK_PER_STEP: u64 = 8;
+
+/// Address ranges taken beside an item, with their prices. Most of a long item's neighbours take turns in few ranges.
+#[derive(Debug, Default)]
+struct Obstacles {
+    /// `(from, price)`, ascending.
+    lower: Vec<(u64, u64)>,
+    /// `(to, price)`, ascending.
+    upper: Vec<(u64, u64)>,
+    /// `(from, to, price)`, each range once.
+    ranges: Vec<(u64, u64, u64)>,
+    /// Hash table of the ranges: in which filling an entry was made, and the index of its range.
+    table: Vec<(u32, u32)>,
+    filling: u32,
+}
+
+/// A place for an item.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Choice {
+    at: u64,
+    /// Of those that lie there.
+    price: u64,
+}
+
+impl Obstacles {
+    fn fill(&mut self, met: &[Rectangle], price: &[u64]) {
+        let size = (2 * met.len()).next_power_of_two();
+        if self.table.len() < size || self.filling == u32::MAX {
+            self.table = vec![(0, 0); size];
+            self.filling = 0;
+        }
+        self.filling += 1;
+        self.ranges.clear();
+        for other in met {
+            let mut slot = (other.from ^ other.to.rotate_left(32)).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 20;
+            loop {
+                let entry = &mut self.table[slot as usize & (size - 1)];
+                if entry.0 != self.filling {
+                    *entry = (self.filling, self.ranges.len() as u32);
+                    self.ranges.push((other.from, other.to, price[other.item as usize]));
+                    break;
+                }
+                let range = &mut self.ranges[entry.1 as usize];
+                if (range.0, range.1) == (other.from, other.to) {
+                    range.2 = range.2.saturating_add(price[other.item as usize]);
+                    break;
+                }
+                slot += 1;
+            }
+        }
+        self.lower.clear();
+        self.upper.clear();
+        self.lower.extend(self.ranges.iter().map(|range| (range.0, range.2)));
+        self.upper.extend(self.ranges.iter().map(|range| (range.1, range.2)));
+        self.lower.sort_unstable();
+        self.upper.sort_unstable();
+    }
+
+    /// The cheapest place below the ceiling: of free ones, in the tightest hole; of others, any. `None` when pins leave
+    /// none.
+    ///
+    /// The price changes only where an edge of the item meets an edge of a neighbour, so that the places on top of
+    /// something and right under something are all that need be asked.
+    fn cheapest(&self, bytes: u64, alignment: u64, ceiling: u64, random: u64) -> Option<Choice> {
+        let last = ceiling.checked_sub(bytes)?;
+        let last = last - last % alignment;
+        let on_top = std::iter::once(0).chain(self.upper.iter().map(|edge| edge.0));
+        let mut on_top = on_top.filter_map(|to| to.checked_next_multiple_of(alignment)).peekable();
+        let under = self.lower.iter().filter_map(|edge| edge.0.checked_sub(bytes)).map(|at| at - at % alignment);
+        let mut under = under.chain(std::iter::once(last)).peekable();
+        let (mut below, mut above) = (0, 0);
+        // Prices of all that begin below the item's top, and of all that end at or below its bottom.
+        let (mut begun, mut ended) = (0u128, 0u128);
+        let mut best: Option<((u64, u64), Choice)> = None;
+        let mut asked = 0u64;
+        loop {
+            let at = match (on_top.peek(), under.peek()) {
+                (Some(a), Some(b)) if a <= b => on_top.next(),
+                (_, Some(_)) => under.next(),
+                (_, None) => None,
+            };
+            let Some(at) = at else { break };
+            // Both lists ascend, so that the last place of the second one ends the search.
+            if at > last {
+                continue;
+            }
+            while let Some(edge) = self.lower.get(below).filter(|edge| edge.0 < at + bytes) {
+                begun += u128::from(edge.1);
+                below += 1;
+            }
+            while let Some(edge) = self.upper.get(above).filter(|edge| edge.0 <= at) {
+                ended += u128::from(edge.1);
+                above += 1;
+            }
+            let price = u64::try_from(begun - ended).unwrap_or(FIXED).min(FIXED);
+            asked += 1;
+            let tie = if price == 0 {
+                let floor = above.checked_sub(1).map_or(0, |k| self.upper[k].0);
+                self.lower.get(below).map_or(ceiling, |edge| edge.0.min(ceiling)) - floor
+            } else {
+                mix(asked, random)
+            };
+            if price < FIXED && best.is_none_or(|(least, _)| (price, tie) < least) {
+                best = Some(((price, tie), Choice { at, price }));
+            }
+        }
+        best.map(|(_, choice)| choice)
+    }
+}
+
+/// 64 well-mixed bits of two words.
+pub(crate) fn mix(a: u64, b: u64) -> u64 {
+    let mut x = a.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ b.wrapping_mul(0xC2B2_AE3D_27D4_EB4F);
+    x = (x ^ (x >> 32)).wrapping_mul(0xD6E8_FEB8_6659_FD93);
+    x = (x ^ (x >> 32)).wrapping_mul(0xD6E8_FEB8_6659_FD93);
+    x ^ (x >> 32)
+}
+
+#[cfg(test)]
+mod tests {
+    use gapless_testing::prelude::*;
+
+    use super::*;
+    use crate::check;
+    use crate::planner::decompose::parts::Whole;
+    use crate::planner::tests::is_plan;
+    use crate::synthetic::{Order, Step};
+
+    /// Places of the others, whose prices are their sizes plus one.
+    fn neighbours(rows: &[(u64, u64)]) -> (Vec<Rectangle>, Vec<u64>) {
+        let placed = |(i, &(from, bytes)): (usize, &(u64, u64))| Rectangle {
+            from,
+            to: from + bytes,
+            start: 0,
+            end: 1,
+            item: i as u32,
+        };
+        (rows.iter().enumerate().map(placed).collect(), rows.iter().map(|row| row.1 + 1).collect())
+    }
+
+    fn items(rows: &[(u32, u32, u64, bool)]) -> Part {
+        let item = |&(start, cliques, bytes, even): &(u32, u32, u64, bool)| Item {
+            start,
+            end: (start + cliques).min(12),
+            bytes,
+            alignment: if even { 2 } else { 1 },
+        };
+        let mut items: Vec<Item> = rows.iter().map(item).collect();
+        items.sort_by_key(|item| (item.start, Reverse(item.end)));
+        Part::of_items(items, 12)
+    }
+
+    generated! {
+        /// Against every place below the ceiling.
+        #[test]
+        fn the_cheapest_place_is_found(
+            rows in prop::collection::vec((0..40u64, 1..9u64), 0..12),
+            bytes in 1..12u64,
+            ceiling in 8..50u64,
+            random in any::<u64>(),
+        ) {
+            let (met, prices) = neighbours(&rows);
+            let mut obstacles = Obstacles::default();
+            obstacles.fill(&met, &prices);
+            let price = |at: u64| -> u64 {
+                rows.iter().zip(&prices).filter(|(row, _)| row.0 < at + bytes && at < row.0 + row.1).map(|p| p.1).sum()
+            };
+            let least = (0..=ceiling.saturating_sub(bytes)).filter(|at| at + bytes <= ceiling).map(price).min();
+            let choice = obstacles.cheapest(bytes, 1, ceiling, random);
+            prop_assert_eq!(choice.map(|choice| choice.price), least);
+            if let Some(choice) = choice {
+                prop_assert!(choice.at + bytes <= ceiling);
+                prop_assert_eq!(price(choice.at), choice.price);
+            }
+            // Alignment may cost, but is kept, and the price named is the one paid.
+            if let Some(choice) = obstacles.cheapest(bytes, 4, ceiling, random) {
+                prop_assert!(choice.at % 4 == 0 && choice.at + bytes <= ceiling);
+                prop_assert_eq!(price(choice.at), choice.price);
+            }
+        }
+
+        /// From nothing, down to some ceilings: always a plan, never a higher one.
+        #[test]
+        fn plans_remain_plans(
+            rows in prop::collection::vec((0..12u32, 1..12u32, 1..9u64, any::<bool>()), 1..30),
+            ceilings in prop::collection::vec(0..40u64, 1..6),
+        ) {
+            let part = items(&rows);
+            let mut ejection = start(&part, &vec![None; part.items.len()]);
+            prop_assert!(is_plan(&part, &ejection.plan), "{:?} {:?}", part.items, ejection.plan);
+            for above in ceilings {
+                let (ceiling, before) = (part.bound + above, ejection.plan.height);
+                let reached = ejection.lower(ceiling, &mut Budget { work: 20_000, ..Budget::default() });
+                prop_assert_eq!(reached, ejection.plan.height <= ceiling);
+                prop_assert!(ejection.plan.height <= before);
+                prop_assert!(is_plan(&part, &ejection.plan), "{:?} {:?}", part.items, ejection.plan);
+            }
+        }
+    }
+
+    fn start<'p>(part: &'p Part, places: &[Option<u64>]) -> Ejection<'p> {
+        Ejection::new(part, places, part.bound, &mut Budget::default()).unwrap()
+    }
+
+    /// Two long items that a greedy sweep put apart, so that a third one ends above the bound.
+    #[test]
+    fn what_stands_in_the_way_moves() {
+        let part = items(&[(0, 6, 4, false), (2, 4, 4, false), (4, 8, 8, false)]);
+        let places = [Some(0), Some(8), Some(12)];
+        let mut ejection = start(&part, &places);
+        assert_eq!((ejection.plan.height, part.bound), (20, 16));
+        assert!(ejection.lower(part.bound, &mut Budget { work: 50_000, ..Budget::default() }));
+        assert!(is_plan(&part, &ejection.plan));
+    }
+
+    #[test]
+    fn pins_stay() {
+        let mut part = items(&[(0, 6, 4, false), (0, 6, 4, false), (0, 6, 4, false)]);
+        part.pins = vec![(1, 4)];
+        let mut ejection = start(&part, &[Some(8), Some(4), Some(12)]);
+        let budget = Budget { work: 50_000, ..Budget::default() };
+        assert!(ejection.lower(12, &mut budget.clone()));
+        assert_eq!((ejection.plan.offsets[1], ejection.plan.height), (4, 12));
+        // Nothing fits below the pin and above it.
+        assert!(!ejection.lower(11, &mut budget.clone()));
+        assert_eq!(ejection.plan.height, 12);
+    }
+
+    /// From a tower of everything: always a plan, a lower one for more work, and no more work than allowed but for one step.
+    #[test]
+    fn a_tower_comes_down() {
+        let step =
+            Step { order: Order::Interleaved, layers: 2, micro_batches: 5, tokens: &[512, 768], ..Step::default() };
+        let problem = step.problem().unwrap();
+        let whole = Whole::new(&problem, true);
+        let [part] = whole.parts.as_slice() else { panic!("one part") };
+        let mut top = 0;
+        let tower: Vec<Option<u64>> = part
+            .items
+            .iter()
+            .map(|item| {
+                top += item.bytes;
+                Some(top - item.bytes)
+            })
+            .collect();
+        let heights = [0, 500_000, 20_000_000].map(|work| {
+            let mut budget = Budget { work, ..Budget::default() };
+            let mut ejection = start(part, &tower);
+            ejection.descend(&mut budget);
+            let mut offsets = vec![0; problem.len()];
+            part.sources.iter().zip(&ejection.plan.offsets).for_each(|(&i, &at)| offsets[i as usize] = at);
+            check(&problem, &offsets, Some(ejection.plan.height)).unwrap();
+            assert!(budget.spent <= work + 200_000, "{} spent of {work}", budget.spent);
+            ejection.plan.height
+        });
+        assert_eq!(heights[0], top);
+        assert!(heights[2] <= heights[1] && heights[1] < top, "{heights:?}");
+        assert!(heights[2] < part.bound + part.bound / 10, "{heights:?}, bound {}", part.bound);
+    }
+}

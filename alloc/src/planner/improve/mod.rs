@@ -1,0 +1,5 @@
+//! Ways to lower a plan.
+
+pub(crate) mod descent;
+pub(crate) mod ejection;
+pub(crate) mod squeaky_wheel;

@@ -1,0 +1,47 @@
+//! Squeaky-wheel optimisation (Joslin and Clements, 1999): what came out badly is served first the next time.
+
+/// Rounds without a lower plan after which there are no more.
+const PATIENCE: u32 = 5;
+
+/// Runs `attempt` for at most so many rounds; returns how many were made. It gets those served first, and returns the height that it
+/// reached with those that should join them, or `None` to stop. Rounds end where nobody joins, or none gets lower for long.
+pub(crate) fn squeaky_wheel(
+    rounds: u32,
+    mut first: Vec<u32>,
+    mut attempt: impl FnMut(&mut [u32]) -> Option<(u64, Vec<u32>)>,
+) -> u32 {
+    let (mut lowest, mut lowest_in) = (u64::MAX, 0);
+    for round in 1..=rounds {
+        let Some((height, joining)) = attempt(&mut first) else { return round };
+        if height < lowest {
+            (lowest, lowest_in) = (height, round);
+        }
+        if joining.is_empty() || round > lowest_in + PATIENCE {
+            return round;
+        }
+        first.extend(joining);
+    }
+    rounds
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Heights of the rounds, of which each promotes one; the calls that are made.
+    fn rounds(heights: &[u64]) -> Vec<usize> {
+        let mut calls = Vec::new();
+        squeaky_wheel(20, vec![7], |first| {
+            calls.push(first.len());
+            heights.get(calls.len() - 1).map(|&height| (height, vec![0]))
+        });
+        calls
+    }
+
+    #[test]
+    fn rounds_end_where_none_gets_lower() {
+        assert_eq!(rounds(&[5, 4, 4, 4, 4, 4, 4, 3]), [1, 2, 3, 4, 5, 6, 7, 8, 9]);
+        assert_eq!(rounds(&[5, 5, 5, 5, 5, 5, 5, 3]), [1, 2, 3, 4, 5, 6, 7]);
+        assert_eq!(squeaky_wheel(20, vec![], |_| Some((5, vec![]))), 1);
+    }
+}

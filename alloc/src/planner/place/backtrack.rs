@@ -1,0 +1,397 @@
+//! Sweeps that take back their last steps where an item finds no place below a ceiling.
+//!
+//! Near the bound, thousands of cliques may be all but full: one birth in the wrong range leaves another one too small, and a
+//! sweep without memory ends above the ceiling a little later. Here it goes back a few cliques and tries again with random
+//! noise on its scores, the further back the longer it has got nowhere. After many retreats the attempt ends, and another one
+//! starts with other weights.
+//!
+//! Free ranges stay whole where neighbours die together, for together they leave one large range. So a place costs by the
+//! difference in time between the item's end and its neighbour's, and by what it leaves of its range.
+
+use std::cmp::Reverse;
+
+use rayon::prelude::*;
+
+use super::sweep::{Rule, Start, Sweep};
+use crate::planner::budget::Budget;
+use crate::planner::decompose::parts::Item;
+use crate::planner::decompose::timeline::Timeline;
+use crate::planner::improve::ejection::mix;
+use crate::planner::solve::Solver;
+use crate::planner::space::free_list::{FreeList, Hole, Place};
+
+/// What an attempt should be able to spend for each item.
+const WORK_PER_ITEM: u64 = 100;
+
+/// Attempts side by side: at first, for where they help, the first often does; and at most.
+const WAVES: (u64, u64) = (2, 8);
+
+/// Ways through the second half that are tried once the first is done.
+const SECOND_TRIES: u64 = 64;
+
+/// Retreats without getting further after which an attempt ends.
+const PATIENCE: u32 = 300;
+
+/// Retreats after which the next ones may lead one clique further back.
+const SHORT_WAYS: u32 = 8;
+
+/// Cliques that any retreat may lead back.
+const NEAR: u64 = 3;
+
+/// Small items, which attempts may keep apart, take at most one in so many bytes of the fullest clique.
+const SMALL_SHARE: u64 = 64;
+
+/// What a place costs.
+#[derive(Debug, Clone, Copy)]
+struct Weights {
+    /// Per sixteenth of a doubling of the time between an item's end and its neighbour's.
+    lifetime_mismatch: u64,
+    /// For a place that does not fill its range.
+    remainder: u64,
+    /// For each time that the item would fit into what is left of the range, up to four.
+    room: u64,
+    /// What chance may add after a retreat, and to how many of a hundred places.
+    noise: u64,
+    noisy_places: u64,
+}
+
+/// Each is the best somewhere.
+const WEIGHTS: [Weights; 5] = [
+    Weights { lifetime_mismatch: 13, remainder: 1000, room: 300, noise: 12_000, noisy_places: 100 },
+    Weights { lifetime_mismatch: 13, remainder: 1000, room: 300, noise: 12_000, noisy_places: 40 },
+    Weights { lifetime_mismatch: 26, remainder: 500, room: 150, noise: 24_000, noisy_places: 40 },
+    Weights { lifetime_mismatch: 13, remainder: 250, room: 75, noise: 48_000, noisy_places: 40 },
+    Weights { lifetime_mismatch: 9, remainder: 1000, room: 0, noise: 12_000, noisy_places: 20 },
+];
+
+/// Price of a small item's place beside a large one, and the other way round.
+const UNLIKE: u64 = 4_000;
+
+/// What a birth costs beside the ranges that it looks at.
+const WORK_PER_BIRTH: u64 = 4;
+
+impl Solver<'_> {
+    /// Sweeps that go back, until one ends at `ceiling` or below or the budget is spent; whether one did. Of attempts side by side
+    /// the first by number has the word: the same on every machine.
+    pub fn backtrack(&mut self, ceiling: u64, budget: &mut Budget) -> bool {
+        let part = self.part;
+        let peaks = part.fullest_cliques();
+        if peaks.is_empty() || !part.is_free() || part.bound > ceiling {
+            return false;
+        }
+        let small_below = self.small_below(peaks[0]);
+        let whole_way = part.items.len() as u64 * WORK_PER_ITEM;
+        let (mut number, mut wave) = (0, WAVES.0);
+        loop {
+            // Of attempts that cannot go all the way, fewer are better.
+            let here = wave.min(budget.left() / whole_way.max(1));
+            if here == 0 || budget.stopped().is_some() {
+                return false;
+            }
+            let share = budget.share(budget.left() / here);
+            let solver: &Self = self;
+            let results: Vec<_> = (number..number + here)
+                .into_par_iter()
+                .map(|number| {
+                    let mut share = share;
+                    let attempt = Attempt::new(solver, ceiling, &peaks, small_below, number);
+                    (attempt.run(&mut share), share.spent)
+                })
+                .collect();
+            budget.spend(results.iter().map(|(_, spent)| spent).sum());
+            self.placements += here;
+            if let Some(offsets) = results.into_iter().find_map(|(offsets, _)| offsets) {
+                self.offer(Some(part.placement(offsets)));
+                return true;
+            }
+            (number, wave) = (number + here, (2 * wave).min(WAVES.1));
+        }
+    }
+
+    /// The size below which items count as small: together they have a small share of a clique.
+    fn small_below(&self, clique: u32) -> u64 {
+        let alive = self.forward.alive(clique);
+        let mut sizes: Vec<u64> = alive.iter().map(|&i| self.part.items[i as usize].bytes).collect();
+        sizes.sort_unstable();
+        let mut sum = 0;
+        let first = sizes.iter().find(|&&bytes| {
+            sum += bytes;
+            sum > self.part.bound / SMALL_SHARE
+        });
+        first.copied().unwrap_or(0)
+    }
+}
+
+/// One attempt at a plan.
+struct Attempt<'s> {
+    solver: &'s Solver<'s>,
+    /// No item may end above this.
+    ceiling: u64,
+    /// The clique whose items are stacked first.
+    peak: u32,
+    /// Whether the time before it is planned first. The stack is in the order in which its items die on that way.
+    is_backward: bool,
+    /// Items of fewer bytes lie among their like.
+    small_below: u64,
+    /// Attempts of one number are the same on every machine.
+    number: u64,
+}
+
+impl<'s> Attempt<'s> {
+    /// Starts from one of the fullest cliques, `peaks`: with all the others on the side that is planned first, or as many on both
+    /// sides. Every other four attempts keep small items apart.
+    fn new(solver: &'s Solver<'s>, ceiling: u64, peaks: &[u32], small_below: u64, number: u64) -> Self {
+        let (which, is_backward) = match number % 4 {
+            0 => (peaks.len() - 1, true),
+            1 => (peaks.len() / 2, true),
+            2 => (0, false),
+            _ => (peaks.len() / 2, false),
+        };
+        let small_below = if number / 4 % 2 == 1 { small_below } else { 0 };
+        Self { solver, ceiling, peak: peaks[which], is_backward, small_below, number }
+    }
+
+    /// Offsets that end below the ceiling, if there is a way to them; the budget pays for the items and ranges looked at.
+    fn run(&self, budget: &mut Budget) -> Option<Vec<u64>> {
+        let Solver { part, forward, backward, .. } = self.solver;
+        let sides = [(forward, self.peak), (backward, part.cliques - 1 - self.peak)];
+        let [first, second] = if self.is_backward { [sides[1], sides[0]] } else { sides };
+        let mut stack = forward.alive(self.peak);
+        stack.sort_by_key(|&i| {
+            let item = first.0.item(i);
+            (item.bytes >= self.small_below, item.end, item.bytes, i)
+        });
+        let mut offsets = self.walk(first, self.number, &stack, budget)?;
+        let numbers = (0..SECOND_TRIES).map(|k| self.number + k);
+        let others = numbers.filter_map(|number| self.walk(second, number, &stack, budget)).next()?;
+        for (i, _) in second.0.items.iter().enumerate().filter(|(_, item)| item.start > second.1) {
+            offsets[i] = others[i];
+        }
+        Some(offsets)
+    }
+
+    /// The way from the stack, which lies in this clique, to one end of time.
+    fn walk(
+        &self,
+        (timeline, clique): (&Timeline, u32),
+        number: u64,
+        stack: &[u32],
+        budget: &mut Budget,
+    ) -> Option<Vec<u64>> {
+        let mut sweep = Sweep::new(timeline, Start::Stack(clique, stack), self.ceiling, true);
+        let weights = WEIGHTS[(number % WEIGHTS.len() as u64) as usize];
+        let small_below = self.small_below;
+        let mut rule = Scored { timeline, small_below, weights, chance: Chance { seed: number, drawn: 0 }, noise: 0 };
+        let (first, end) = (sweep.cliques.start, sweep.cliques.end);
+        // How many steps were made before each clique of the way.
+        let mut marks = vec![0; sweep.cliques.len()];
+        let (mut at, mut furthest, mut stuck) = (first, first, 0);
+        let mut turns = 0u64;
+        while at < end {
+            turns += 1;
+            if budget.left() == 0 || stuck > PATIENCE || (turns.is_multiple_of(256) && budget.is_late()) {
+                return None;
+            }
+            marks[(at - first) as usize] = sweep.steps();
+            if sweep.pass(at, &mut rule, budget) {
+                at += 1;
+                if at > furthest {
+                    (furthest, stuck, rule.noise) = (at, 0, 0);
+                }
+                continue;
+            }
+            stuck += 1;
+            let back = rule.chance.below(NEAR + u64::from(stuck / SHORT_WAYS)) as u32 + 1;
+            at = at.saturating_sub(back).max(first);
+            let mark = marks[(at - first) as usize];
+            budget.spend((sweep.steps() - mark) as u64);
+            sweep.take_back(mark);
+            rule.noise = rule.chance.below(weights.noise);
+            rule.noise = rule.chance.below(rule.noise + 1);
+        }
+        Some(sweep.space.offsets)
+    }
+}
+
+/// Places by score.
+struct Scored<'s> {
+    timeline: &'s Timeline<'s>,
+    small_below: u64,
+    weights: Weights,
+    chance: Chance,
+    /// What chance may add to prices now.
+    noise: u64,
+}
+
+impl Rule for Scored<'_> {
+    /// The longest-lived first, and after a retreat sometimes the largest, or in any order.
+    fn order(&mut self, born: &mut [u32]) {
+        match if self.noise > 0 { self.chance.below(3) } else { 0 } {
+            0 => {}
+            1 => born.sort_by_key(|&i| Reverse(self.timeline.item(i).bytes)),
+            _ => (1..born.len()).for_each(|k| born.swap(k, self.chance.below(k as u64 + 1) as usize)),
+        }
+    }
+
+    /// The range and the offset that cost least.
+    fn choose(&mut self, i: u32, space: &FreeList, budget: &mut Budget) -> Option<Place> {
+        budget.spend(WORK_PER_BIRTH + space.holes.len() as u64);
+        let item = self.timeline.item(i);
+        let mut best: Option<(u64, Place)> = None;
+        for (index, &Hole { from, to, below, above }) in space.holes.iter().enumerate() {
+            let Some(left) = (to - from).checked_sub(item.bytes) else { continue };
+            let [below, above] =
+                [below, above].map(|other| self.mismatch(item, self.timeline.items.get(other as usize)));
+            let mut ask = |price: u64, at: u64| {
+                let price = price + self.chance.noise(self.noise, self.weights.noisy_places);
+                if best.is_none_or(|(least, _)| price < least) {
+                    best = Some((price, (index, at)));
+                }
+            };
+            if left == 0 {
+                ask(below.min(above), from);
+            } else {
+                let quarters = (left / (item.bytes / 4).max(1)).min(16);
+                let remainder = self.weights.remainder + self.weights.room * quarters / 4;
+                ask(below + remainder, from);
+                ask(above + remainder, to - item.bytes);
+            }
+        }
+        best.map(|(_, place)| place)
+    }
+}
+
+impl Scored<'_> {
+    /// Price of lying beside `other`, or at an edge of the arena, which never leaves. Small items begin at the bottom.
+    fn mismatch(&self, item: Item, other: Option<&Item>) -> u64 {
+        let is_small = |item: Item| item.bytes < self.small_below;
+        let other_is_small = other.map_or(self.small_below > 0, |&other| is_small(other));
+        let apart = other.map_or(self.timeline.cliques, |other| other.end.abs_diff(item.end));
+        let unlike = if is_small(item) == other_is_small { 0 } else { UNLIKE };
+        unlike + self.weights.lifetime_mismatch * sixteenths_of_doublings(apart)
+    }
+}
+
+/// The logarithm of `n + 1` to base 2 in sixteenths, linear between powers of two: without a rounding that differs between
+/// machines.
+fn sixteenths_of_doublings(n: u32) -> u64 {
+    let n = u64::from(n) + 1;
+    let power = n.ilog2();
+    u64::from(16 * power) + (((n << 4) >> power) - 16)
+}
+
+/// Pseudo-random numbers.
+struct Chance {
+    seed: u64,
+    drawn: u64,
+}
+
+impl Chance {
+    /// Below `n`; 0 for `n` = 0.
+    fn below(&mut self, n: u64) -> u64 {
+        self.drawn += 1;
+        // The upper half of the product of a 64-bit fraction.
+        ((u128::from(mix(self.drawn, self.seed)) * u128::from(n)) >> 64) as u64
+    }
+
+    /// Less than `most`, in so many of a hundred cases; else 0.
+    fn noise(&mut self, most: u64, percent: u64) -> u64 {
+        if most > 0 && (percent == 100 || self.below(100) < percent) { self.below(most) } else { 0 }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use gapless_testing::prelude::*;
+
+    use super::*;
+    use crate::planner::decompose::parts::Whole;
+    use crate::planner::solve::Goal;
+    use crate::planner::tests::{is_plan, part};
+    use crate::synthetic::{Order, Step};
+
+    generated! {
+        /// Against every pair of items; and the second run is the first.
+        #[test]
+        fn what_is_found_is_a_plan_below_the_ceiling(
+            rows in prop::collection::vec((0..12u32, 1..=12u32, 1..20u64), 1..40),
+            room in 0..20u64,
+            small_below in 0..10u64,
+            number in 0..40u64,
+        ) {
+            let part = part(&rows, 12);
+            let solver = Solver::new(&part, Goal::of(part.bound));
+            let ceiling = part.bound + room;
+            let attempt = Attempt::new(&solver, ceiling, &part.fullest_cliques(), small_below, number);
+            let run = || attempt.run(&mut Budget { work: 50_000, ..Budget::default() });
+            let found = run();
+            prop_assert_eq!(&found, &run());
+            if let Some(offsets) = found {
+                let placement = part.placement(offsets);
+                prop_assert!(placement.height <= ceiling && is_plan(&part, &placement));
+            }
+        }
+
+        /// Forwards and backwards again, the free ranges are what they were: all that nobody takes, and nothing else.
+        #[test]
+        fn steps_taken_back_leave_no_trace(
+            rows in prop::collection::vec((0..12u32, 1..=12u32, 1..20u64), 1..40),
+            number in 0..40u64,
+            ways in prop::collection::vec(0..12u32, 1..6),
+        ) {
+            let part = part(&rows, 12);
+            let timeline = Timeline::forward(&part);
+            let (peak, top) = (part.fullest_cliques()[0], part.bound + 7);
+            let stack = timeline.alive(peak);
+            let mut sweep = Sweep::new(&timeline, Start::Stack(peak, &stack), top, true);
+            let weights = WEIGHTS[number as usize % WEIGHTS.len()];
+            let chance = Chance { seed: number, drawn: 0 };
+            let mut rule = Scored { timeline: &timeline, small_below: 0, weights, chance, noise: 0 };
+            let at_first = sweep.space.holes.clone();
+            let mut budget = Budget { work: 1_000_000, ..Budget::default() };
+            for way in ways {
+                for clique in (peak + 1..12).take(way as usize) {
+                    if !sweep.pass(clique, &mut rule, &mut budget) {
+                        break;
+                    }
+                    let range = |&i: &u32| {
+                        let at = sweep.space.offsets[i as usize];
+                        (at, at + timeline.item(i).bytes)
+                    };
+                    let mut taken: Vec<(u64, u64)> = timeline.alive(clique).iter().map(range).collect();
+                    taken.sort_unstable();
+                    let ends = std::iter::once(0).chain(taken.iter().map(|range| range.1));
+                    let starts = taken.iter().map(|range| range.0).chain([top]);
+                    let free: Vec<(u64, u64)> = ends.zip(starts).filter(|(from, to)| from < to).collect();
+                    let holes: Vec<(u64, u64)> = sweep.space.holes.iter().map(|hole| (hole.from, hole.to)).collect();
+                    prop_assert_eq!(free, holes);
+                }
+                sweep.take_back(0);
+                prop_assert_eq!(&sweep.space.holes, &at_first);
+            }
+        }
+    }
+
+    /// Steps that are nearly full from the first backward to the last.
+    #[test]
+    fn a_way_is_found_where_every_sweep_fails() {
+        for (layers, stages, micro_batches) in [(1, 2, 6), (2, 1, 5), (4, 1, 8), (12, 1, 8)] {
+            let step = Step { order: Order::Overlapped, layers, stages, micro_batches, ..Step::default() };
+            let whole = Whole::new(&step.problem().unwrap(), true);
+            let [part] = whole.parts.as_slice() else { panic!("one part") };
+            let mut solver = Solver::new(part, Goal::of(part.bound));
+            solver.sweep_once(&mut Budget { work: u64::MAX, ..Budget::default() });
+            assert!(!solver.is_met(), "{step:?} is too easy");
+            assert!(solver.backtrack(part.bound, &mut Budget { work: 5_000_000, ..Budget::default() }), "{step:?}");
+            assert!(solver.is_met());
+        }
+    }
+
+    #[test]
+    fn doublings_are_counted_in_sixteenths() {
+        let expected = [(0, 0), (1, 16), (2, 24), (3, 32), (7, 48), (11, 56), (u32::MAX, 512)];
+        for (n, sixteenths) in expected {
+            assert_eq!(sixteenths_of_doublings(n), sixteenths, "{n}");
+        }
+    }
+}

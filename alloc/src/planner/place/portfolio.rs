@@ -1,0 +1,367 @@
+//! Sweeps of many policies, from cheap and likely to dear.
+//!
+//! 1. Outwards from the fullest clique: its items fill the arena without a gap whatever their order, and the two halves of time
+//!    do not see each other, so that the best sweep of each half makes the plan.
+//! 2. From the edges of time, forward and backward.
+//! 3. The long-lived first, largest first; then the others around them.
+//! 4. [Squeaky wheel](squeaky_wheel): what ends above the ceiling gets a place of its own before the next sweep.
+
+use std::cmp::Reverse;
+
+use rayon::prelude::*;
+
+use super::sweep::{Rule, Start, Sweep};
+use crate::planner::budget::Budget;
+use crate::planner::decompose::parts::{Item, Placement};
+use crate::planner::decompose::timeline::Timeline;
+use crate::planner::improve::squeaky_wheel::squeaky_wheel;
+use crate::planner::solve::Solver;
+use crate::planner::space::free_list::{Fit, FreeList, Place};
+use crate::planner::space::reserved::Reserved;
+
+/// Work for each item that plain sweeps may spend in any case: a few sweeps. It is more than their share of the default from a
+/// million items on, and what comes after them is not made for so many.
+const WORK_PER_ITEM: u64 = 40;
+
+/// Chains that run side by side; a fixed number, so that the result does not depend on the machine.
+const WAVE: usize = 8;
+
+/// Chains of the first wave that learns: where that helps, the first often does.
+const FIRST_WAVE: usize = 2;
+
+/// Sweeps of a chain that learns.
+const ROUNDS: u32 = 12;
+
+/// Which free range a sweep takes, and who is served first.
+#[derive(Debug, Clone, Copy)]
+struct Policy {
+    /// An item alive in at least this many cliques is long.
+    long_from: u32,
+    long: Fit,
+    short: Fit,
+    /// Whether the largest of those born together come first, not the longest-lived.
+    is_largest_first: bool,
+}
+
+/// Sweeps of one policy that learn from one another.
+#[derive(Debug, Clone, Copy)]
+struct Chain<'s> {
+    is_backward: bool,
+    start: Start<'s>,
+    policy: Policy,
+    /// Index into [`RANKS`]: who of the pre-placed items comes first.
+    rank: usize,
+    /// From how many cliques on an item is pre-placed.
+    placed_from: u32,
+    rounds: u32,
+}
+
+/// Work and sweeps.
+type Spent = (u64, u64);
+
+/// The least comes first.
+type Key = fn(Item) -> (u128, u32);
+
+/// By size, length and area.
+const RANKS: [Key; 3] = [
+    |item| (u128::MAX - u128::from(item.bytes), item.start),
+    |item| (u128::MAX - u128::from(item.cliques()), item.start),
+    |item| (u128::MAX - u128::from(item.bytes) * u128::from(item.cliques()), item.start),
+];
+
+impl Solver<'_> {
+    /// Stages 1 and 2, one sweep each. They leave most of the work to what comes after them, unless there are so many items that little
+    /// would come of it.
+    pub fn sweep_once(&mut self, budget: &mut Budget) {
+        let share = (budget.left() / 4).max(WORK_PER_ITEM * self.part.items.len() as u64);
+        budget.within(share, |budget| {
+            self.sweep_outwards(1, budget);
+            self.follow_all(&self.from_edges(1), budget);
+        });
+        if self.best.is_none() {
+            self.settle(budget);
+        }
+    }
+
+    /// Stage 3, one sweep each.
+    pub fn sweep_long_first(&mut self, budget: &mut Budget) {
+        self.follow_all(&self.long_first(1), budget);
+    }
+
+    /// Stage 4, those from the edges and the long-lived first by turns.
+    pub fn sweep_and_learn(&mut self, budget: &mut Budget) {
+        let (edges, long) = (self.from_edges(ROUNDS), self.long_first(ROUNDS));
+        let waves = edges.len().div_ceil(WAVE).max(long.len().div_ceil(WAVE));
+        let turn = |wave: usize| [&edges, &long].map(|list| list.iter().skip(wave * WAVE).take(WAVE).copied());
+        let turns: Vec<Chain> = (0..waves).flat_map(turn).flatten().collect();
+        self.follow_all(&turns, budget);
+        self.sweep_outwards(ROUNDS, budget);
+    }
+
+    /// A part that comes after the work is spent still gets a plan: the lowest place for each birth. Only the end of the address
+    /// space, or pins on each other, leave it without.
+    fn settle(&mut self, budget: &mut Budget) {
+        for is_backward in [false, true] {
+            let chain = Chain { is_backward, ..Chain::PLAIN };
+            let enough = Budget { work: u64::MAX, spent: 0, ..*budget };
+            let (placement, spent) = self.follow(&chain, u64::MAX, enough);
+            self.count(spent, budget);
+            if placement.is_some() {
+                return self.offer(placement);
+            }
+        }
+    }
+
+    fn sweep_outwards(&mut self, rounds: u32, budget: &mut Budget) {
+        let part = self.part;
+        let Some(&peak) = part.fullest_cliques().first().filter(|_| part.is_free()) else { return };
+        let alive = self.forward.alive(peak);
+        let policies = policies(part.cliques);
+        for key in stack_orders(peak) {
+            if self.is_done(budget) {
+                return;
+            }
+            let mut stack = alive.clone();
+            stack.sort_by_key(|&i| (key(part.items[i as usize]), i));
+            // The halves do not know of each other.
+            let share = budget.share(budget.left() / 2);
+            let halves: Vec<_> = [(false, peak), (true, part.cliques - 1 - peak)]
+                .into_par_iter()
+                .map(|(is_backward, clique)| {
+                    let start = Start::Stack(clique, &stack);
+                    let chain = |&policy| Chain { is_backward, start, policy, rank: 1, rounds, ..Chain::PLAIN };
+                    self.best_of(policies.iter().map(chain), share)
+                })
+                .collect();
+            halves.iter().for_each(|half| self.count(half.1, budget));
+            let [(Some(after), _), (Some(before), _)] = halves.as_slice() else { continue };
+            let mut both = after.clone();
+            both.height = after.height.max(before.height);
+            for (i, _) in part.items.iter().enumerate().filter(|(_, item)| item.end <= peak) {
+                both.offsets[i] = before.offsets[i];
+            }
+            self.offer(Some(both));
+        }
+    }
+
+    /// The lowest plan of some chains, one after another, until one meets the ceiling or the share is spent.
+    fn best_of<'s>(&self, chains: impl Iterator<Item = Chain<'s>>, share: Budget) -> (Option<Placement>, Spent) {
+        let (mut best, mut spent) = (None::<Placement>, (0, 0));
+        for chain in chains {
+            let limit = best.as_ref().map_or(u64::MAX, |best| best.height - 1);
+            let (placement, more) = self.follow(&chain, limit, share.share(share.work.saturating_sub(spent.0)));
+            spent = (spent.0 + more.0, spent.1 + more.1);
+            best = placement.or(best);
+            if best.as_ref().is_some_and(|best| best.height <= self.goal.ceiling) || spent.0 >= share.work {
+                break;
+            }
+        }
+        (best, spent)
+    }
+
+    /// Chains over everything at once, in either direction.
+    fn from_edges(&self, rounds: u32) -> Vec<Chain<'static>> {
+        let mut chains = Vec::new();
+        for policy in policies(self.part.cliques) {
+            for is_backward in [false, true] {
+                for rank in if rounds > 1 { 0..RANKS.len() } else { 0..1 } {
+                    chains.push(Chain { is_backward, policy, rank, rounds, ..Chain::PLAIN });
+                }
+            }
+        }
+        chains
+    }
+
+    /// Chains that begin with the long-lived items in their places.
+    fn long_first(&self, rounds: u32) -> Vec<Chain<'static>> {
+        let mut chains = Vec::new();
+        for placed_from in long_lengths(self.part.cliques) {
+            for rank in 0..RANKS.len() {
+                for (is_backward, short) in [(false, Fit::Highest), (true, Fit::Lowest), (false, Fit::Tightest)] {
+                    let policy = Policy { long_from: placed_from, short, ..Policy::PLAIN };
+                    chains.push(Chain { is_backward, policy, rank, placed_from, rounds, ..Chain::PLAIN });
+                }
+            }
+        }
+        chains
+    }
+
+    fn follow_all(&mut self, chains: &[Chain], budget: &mut Budget) {
+        let first = match chains.first() {
+            Some(chain) if chain.rounds > 1 => chains.len().min(FIRST_WAVE),
+            _ => 0,
+        };
+        let (first, others) = chains.split_at(first);
+        for wave in std::iter::once(first).chain(others.chunks(WAVE)) {
+            if self.is_done(budget) {
+                return;
+            }
+            let limit = self.best.as_ref().map_or(u64::MAX, |best| best.height - 1);
+            // The chains of a wave do not know of each other.
+            let share = budget.share(budget.left() / WAVE as u64);
+            let results: Vec<_> = wave.par_iter().map(|chain| self.follow(chain, limit, share)).collect();
+            for (placement, spent) in results {
+                self.count(spent, budget);
+                self.offer(placement);
+            }
+        }
+    }
+
+    /// The best plan of a chain within the limit that the budget pays for, if any.
+    fn follow(&self, chain: &Chain, limit: u64, mut budget: Budget) -> (Option<Placement>, Spent) {
+        let items = &self.part.items;
+        let timeline = self.timeline(chain.is_backward);
+        let mut best = None::<Placement>;
+        let first = (0..items.len() as u32).filter(|&i| items[i as usize].cliques() >= chain.placed_from).collect();
+        let sweeps = squeaky_wheel(chain.rounds, first, |first| {
+            first.sort_by_key(|&i| (RANKS[chain.rank](items[i as usize]), i));
+            let mut fixed = self.part.pins.clone();
+            let mut height = 0;
+            if let Start::Stack(_, stack) = chain.start {
+                for &i in stack {
+                    if !first.is_empty() {
+                        fixed.push((i, height));
+                    }
+                    height += items[i as usize].bytes;
+                }
+            }
+            let reserved = Reserved::place(timeline, &fixed, first, &mut budget)?;
+            let limit = if chain.rounds == 1 { limit } else { u64::MAX };
+            let mut rule = Fitted {
+                solver: self,
+                chain,
+                reserved: &reserved,
+                limit,
+                height,
+                over: Vec::new(),
+                blocked: Vec::new(),
+            };
+            let mut sweep = Sweep::new(timeline, chain.start, u64::MAX, false);
+            if !sweep.run(&mut rule, &mut budget) {
+                return None;
+            }
+            let (height, over) = (rule.height, rule.over);
+            if best.as_ref().is_none_or(|best| height < best.height) {
+                best = Some(Placement { height, offsets: sweep.space.offsets });
+            }
+            Some((height, if budget.left() == 0 { Vec::new() } else { over }))
+        });
+        (best.filter(|best| best.height <= limit), (budget.spent, sweeps.into()))
+    }
+
+    fn timeline(&self, is_backward: bool) -> &Timeline<'_> {
+        if is_backward { &self.backward } else { &self.forward }
+    }
+
+    fn count(&mut self, (work, sweeps): Spent, budget: &mut Budget) {
+        budget.spend(work);
+        self.placements += sweeps;
+    }
+
+    fn is_done(&self, budget: &Budget) -> bool {
+        budget.stopped().is_some() || self.best.as_ref().is_some_and(|best| best.height <= self.goal.ceiling)
+    }
+}
+
+impl Policy {
+    const PLAIN: Self = Self { long_from: 0, long: Fit::Lowest, short: Fit::Lowest, is_largest_first: false };
+}
+
+impl Chain<'_> {
+    /// One sweep over everything.
+    const PLAIN: Self = Self {
+        is_backward: false,
+        start: Start::Edge,
+        policy: Policy::PLAIN,
+        rank: 0,
+        placed_from: u32::MAX,
+        rounds: 1,
+    };
+}
+
+/// Places by policy, around pre-placed items.
+struct Fitted<'s> {
+    solver: &'s Solver<'s>,
+    chain: &'s Chain<'s>,
+    reserved: &'s Reserved,
+    /// The sweep ends once it gets above this.
+    limit: u64,
+    height: u64,
+    /// Who ended above the ceiling, and was not pre-placed.
+    over: Vec<u32>,
+    blocked: Vec<(u64, u64)>,
+}
+
+impl Rule for Fitted<'_> {
+    fn order(&mut self, born: &mut [u32]) {
+        if self.chain.policy.is_largest_first {
+            born.sort_by_key(|&i| Reverse(self.solver.part.items[i as usize].bytes));
+        }
+        if !self.reserved.is_empty() {
+            born.sort_by_key(|&i| self.reserved.of(i).is_none());
+        }
+    }
+
+    fn choose(&mut self, i: u32, space: &FreeList, budget: &mut Budget) -> Option<Place> {
+        let (policy, part) = (self.chain.policy, self.solver.part);
+        let item = self.solver.timeline(self.chain.is_backward).item(i);
+        let end = |at: u64| at + item.bytes;
+        if let Some(at) = self.reserved.of(i) {
+            let place = space.at(at, item.bytes)?;
+            self.height = if part.is_forbidden(i) { self.height } else { self.height.max(end(at)) };
+            return (self.height <= self.limit).then_some(place);
+        }
+        let fit = if item.cliques() >= policy.long_from { policy.long } else { policy.short };
+        let looked = self.reserved.starting(item.start + 1..item.end, &mut self.blocked);
+        budget.spend(1 + looked + space.holes.len() as u64 / 4);
+        let ceiling = self.solver.goal.ceiling;
+        let place = space.find(item.bytes, item.alignment, fit, ceiling, &self.blocked)?;
+        self.height = self.height.max(end(place.1));
+        if end(place.1) > ceiling {
+            self.over.push(i);
+        }
+        (self.height <= self.limit).then_some(place)
+    }
+}
+
+/// From how many cliques on an item counts as long.
+fn long_lengths(cliques: u32) -> Vec<u32> {
+    let mut lengths = Vec::new();
+    for share in [0.01, 0.003, 0.03, 0.001, 0.1] {
+        let length = (share * f64::from(cliques)) as u32 + 1;
+        if !lengths.contains(&length) {
+            lengths.push(length);
+        }
+    }
+    lengths
+}
+
+/// The policies, most often successful first.
+fn policies(cliques: u32) -> Vec<Policy> {
+    let mut policies = Vec::new();
+    for is_largest_first in [false, true] {
+        for fit in [Fit::Lowest, Fit::Tightest] {
+            policies.push(Policy { long_from: 0, long: fit, short: fit, is_largest_first });
+        }
+        for long_from in long_lengths(cliques) {
+            for (long, short) in
+                [(Fit::Lowest, Fit::Highest), (Fit::Lowest, Fit::TightestHigh), (Fit::Tightest, Fit::TightestHigh)]
+            {
+                policies.push(Policy { long_from, long, short, is_largest_first });
+            }
+        }
+    }
+    policies
+}
+
+/// Orders for the stack at the peak, bottom first.
+fn stack_orders(peak: u32) -> [Box<dyn Fn(Item) -> u64>; 6] {
+    [
+        Box::new(|item| u64::from(item.start)),
+        Box::new(|item| u64::MAX - u64::from(item.start)),
+        Box::new(|item| u64::MAX - item.bytes),
+        Box::new(|item| u64::from(item.end)),
+        Box::new(|item| u64::MAX - u64::from(item.cliques())),
+        Box::new(move |item| u64::from((item.end - peak).max(peak + 1 - item.start))),
+    ]
+}

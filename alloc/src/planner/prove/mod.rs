@@ -1,0 +1,3 @@
+//! Proofs that no plan is lower.
+
+pub(crate) mod exact;

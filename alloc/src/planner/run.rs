@@ -1,0 +1,169 @@
+//! One run of the planner: decompose, solve the parts, put their plans together, conclude what is proven.
+
+use super::budget::Budget;
+use super::decompose::parts::{Source, Whole};
+use super::features::warm_start::keep;
+use super::solve::solve_parts;
+use super::{Fit, Options, Proof, Solution, Stats, StopReason};
+use crate::deadline::Deadline;
+use crate::{Buffer, Problem, lower_bound};
+
+/// Height and offsets.
+pub(super) type Plan = (u64, Vec<u64>);
+
+pub(super) struct Run<'p> {
+    pub problem: &'p Problem,
+    pub options: &'p Options,
+    pub budget: Budget,
+    pub stats: Stats,
+}
+
+impl<'p> Run<'p> {
+    pub fn new(problem: &'p Problem, options: &'p Options) -> Self {
+        let budget = Budget { work: options.work, deadline: Deadline::after(options.deadline), spent: 0 };
+        Self::within(problem, options, budget)
+    }
+
+    /// One that spends another's budget, rather than what its options say.
+    pub fn within(problem: &'p Problem, options: &'p Options, budget: Budget) -> Self {
+        Self { problem, options, budget, stats: Stats::default() }
+    }
+
+    pub fn plan(mut self) -> Solution {
+        let (known, plan) = self.solve();
+        self.conclude(known, plan)
+    }
+
+    /// The best plan that was found, as height and offsets, and what is proven.
+    pub fn solve(&mut self) -> (Known, Option<Plan>) {
+        let lower_bound = lower_bound(self.problem);
+        let mut known = Known { lower_bound, constraints: lower_bound, searched: lower_bound };
+        let whole = Whole::new(self.problem, true);
+        let bounds = whole.parts.iter().map(|part| part.base.saturating_add(part.bound));
+        let bound = bounds.fold(lower_bound, u64::max);
+        let aim = bound.max(self.options.capacity.unwrap_or(0));
+        if let Some(plan) = self.keep(aim) {
+            known.constraints = known.constraints.max(bound.saturating_sub(whole.padding));
+            known.searched = known.constraints;
+            return (known, Some(plan));
+        }
+        let mut best = self.attempt(&whole, &mut known);
+        let open = |best: &Option<Plan>, known: &Known| best.as_ref().is_none_or(|b| b.0 > known.searched);
+        if whole.padding > 0 && open(&best, &known) {
+            let raw = self.attempt(&Whole::new(self.problem, false), &mut known);
+            best = [best, raw].into_iter().flatten().min_by_key(|plan| plan.0);
+        }
+        // What the bound didn't allow to keep may fit below the height that was reached.
+        let kept = best.as_ref().filter(|b| b.0 > aim).and_then(|b| self.keep(b.0));
+        (known, kept.or(best))
+    }
+
+    /// A plan of at most `target` bytes that keeps earlier addresses, if that was asked for.
+    fn keep(&mut self, target: u64) -> Option<Plan> {
+        let earlier = self.options.warm_start.as_ref()?;
+        let (plan, work) = keep(self.problem, earlier, target, self.budget);
+        self.budget.spend(work);
+        plan
+    }
+
+    /// Plans the parts one by one and puts them together; learns what is proven on the way.
+    fn attempt(&mut self, whole: &Whole, known: &mut Known) -> Option<Plan> {
+        let bounds = whole.parts.iter().map(|part| part.base.saturating_add(part.bound));
+        // In rounded bytes, so that it may exceed what can be proven of the problem as given.
+        let aim = bounds.fold(known.lower_bound, u64::max);
+        let enough = self.options.capacity.unwrap_or(0).max(aim);
+        self.stats.parts = self.stats.parts.max(whole.parts.len());
+        let mut offsets = without_bytes(self.problem);
+        for &(source, at) in &whole.bottom {
+            self.put(whole.sources[source as usize], at, &mut offsets);
+        }
+        let (mut complete, mut proven) = (true, aim);
+        let outcomes = solve_parts(&whole.parts, aim, enough, &mut self.budget);
+        for (part, outcome) in whole.parts.iter().zip(outcomes) {
+            self.stats.placements += outcome.placements;
+            proven = proven.max(part.base.saturating_add(outcome.proven));
+            let Some(best) = outcome.best else {
+                complete = false;
+                continue;
+            };
+            for (&source, at) in part.sources.iter().zip(best.offsets) {
+                self.put(whole.sources[source as usize], part.base + at, &mut offsets);
+            }
+        }
+        known.constraints = known.constraints.max(aim.saturating_sub(whole.padding));
+        known.searched = known.searched.max(proven.saturating_sub(whole.padding)).max(known.constraints);
+        let end = |(b, at): (&Buffer, &u64)| if b.bytes == 0 { 0 } else { at + b.bytes };
+        let height = self.problem.buffers().iter().zip(&offsets).map(end).max().unwrap_or(0);
+        complete.then_some((height, offsets))
+    }
+
+    /// Writes an item's offset to the buffers it stands for.
+    fn put(&self, source: Source, at: u64, offsets: &mut [u64]) {
+        match source {
+            Source::Buffer(index) => offsets[index as usize] = at,
+            Source::Group(index) => {
+                let mut next = at;
+                for &id in &self.problem.groups()[index as usize].members {
+                    offsets[id.index()] = next;
+                    next += self.problem.buffer(id).bytes;
+                }
+            }
+            Source::Forbidden => {}
+        }
+    }
+
+    pub fn conclude(mut self, known: Known, plan: Option<Plan>) -> Solution {
+        let (height, offsets) = plan.unzip();
+        let proof = match height {
+            Some(height) if height <= known.lower_bound => Proof::MaxLive,
+            Some(height) if height <= known.constraints => Proof::Constraints { bound: height },
+            Some(height) if height <= known.searched => Proof::Exhausted,
+            _ => Proof::None { bound: known.searched },
+        };
+        let fit = match self.options.capacity {
+            Some(capacity) if known.searched > capacity => Fit::Impossible,
+            Some(capacity) if height.is_none_or(|h| h > capacity) => Fit::Unknown,
+            _ if height.is_none() => Fit::Unknown,
+            _ => Fit::Fits,
+        };
+        let stop_reason = match (proof, fit) {
+            (Proof::None { .. }, Fit::Impossible) => self.budget.stopped().unwrap_or(StopReason::Impossible),
+            (Proof::None { .. }, Fit::Fits) if self.options.capacity.is_some() => StopReason::Fits,
+            (Proof::None { .. }, _) => self.budget.stopped().unwrap_or(StopReason::Exhausted),
+            _ => StopReason::Proven,
+        };
+        self.stats.work = self.budget.spent;
+        if let (Some(earlier), Some(offsets)) = (&self.options.warm_start, &offsets) {
+            self.stats.kept = offsets.iter().zip(earlier).filter(|&(at, before)| Some(*at) == *before).count();
+        }
+        Solution {
+            offsets: offsets.unwrap_or_default(),
+            height: height.unwrap_or(u64::MAX),
+            lower_bound: known.lower_bound,
+            proof,
+            fit,
+            stop_reason,
+            stats: self.stats,
+        }
+    }
+}
+
+/// Offsets for what takes no space, which no search places: where it is pinned, or 0.
+pub(super) fn without_bytes(problem: &Problem) -> Vec<u64> {
+    let pinned = |b: &Buffer| if b.bytes == 0 { b.offset.unwrap_or(0) } else { 0 };
+    let mut offsets: Vec<u64> = problem.buffers().iter().map(pinned).collect();
+    for group in problem.groups().iter().filter(|group| group.bytes == 0) {
+        group.members.iter().for_each(|id| offsets[id.index()] = group.offset.unwrap_or(0));
+    }
+    offsets
+}
+
+/// Heights that no plan is below, each at least the one before.
+pub(super) struct Known {
+    /// Max-live.
+    lower_bound: u64,
+    /// With alignments, pins, forbidden ranges.
+    constraints: u64,
+    /// With what searches ruled out.
+    pub searched: u64,
+}

@@ -1,0 +1,347 @@
+//! What is tried on a part, in which order and with which share of the work.
+
+use super::budget::Budget;
+use super::decompose::parts::{Part, Placement};
+use super::decompose::regions::regions;
+use super::decompose::timeline::Timeline;
+use super::improve::ejection::Ejection;
+use super::place::strips::strips;
+use super::prove::exact::{Verdict, search};
+
+/// What a part should reach.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Goal {
+    /// Nothing lower helps: the bound of the whole problem.
+    pub ceiling: u64,
+    /// Nothing lower is asked for.
+    pub enough: u64,
+}
+
+impl Goal {
+    /// This height.
+    pub fn of(height: u64) -> Self {
+        Self { ceiling: height, enough: height }
+    }
+}
+
+/// A part, and what is known of it.
+pub(crate) struct Solver<'p> {
+    pub part: &'p Part,
+    pub goal: Goal,
+    pub forward: Timeline<'p>,
+    pub backward: Timeline<'p>,
+    pub best: Option<Placement>,
+    /// No plan is lower than this.
+    pub proven: u64,
+    /// Placements and halves of them that were tried.
+    pub placements: u64,
+    /// Plans that are being repaired, lowest first.
+    repairs: Vec<Ejection<'p>>,
+}
+
+/// Something to try.
+#[derive(Debug, Clone, Copy)]
+enum Step {
+    /// Plain sweeps.
+    Sweeps,
+    /// Sweeps with the long-lived items first.
+    LongFirst,
+    /// Sweeps that learn from one another.
+    Learning,
+    /// Sweeps with backtracking.
+    Backtracking,
+    /// Guided ejection.
+    Repair,
+    /// One region of the arena per size, and repairs.
+    Regions,
+    /// Strips, for repairs to start from.
+    Strips,
+    /// The exact search.
+    Search,
+}
+
+/// What settles most of what sweeps leave, then the same with more work; and which share of the work left each step may spend: one
+/// in so many.
+const STEPS: [(u64, Step); 12] = [
+    (64, Step::Repair),
+    (32, Step::Backtracking),
+    (32, Step::Learning),
+    (8, Step::Regions),
+    (16, Step::LongFirst),
+    (8, Step::Strips),
+    (8, Step::Repair),
+    (8, Step::Backtracking),
+    (8, Step::Learning),
+    (4, Step::Repair),
+    (4, Step::Backtracking),
+    (1, Step::Repair),
+];
+
+/// What comes first for a small part.
+const SMALL_STEPS: [(u64, Step); 2] = [(16, Step::LongFirst), (8, Step::Search)];
+
+/// What is tried on a region alone.
+const REGION_STEPS: [(u64, Step); 5] =
+    [(1, Step::Sweeps), (2, Step::Search), (2, Step::Backtracking), (3, Step::LongFirst), (1, Step::Repair)];
+
+/// Plans that are repaired side by side.
+const REPAIRS: usize = 3;
+
+/// Heights between the goal and the best plan that sweeps with backtracking aim at.
+const HEIGHTS: u32 = 6;
+
+/// Items and cells (items by clique) up to which a search, which visits every item at every step, is cheap.
+const SMALL: (usize, u64) = (3_000, 500_000);
+
+/// Of the work of a small part, what comes after its first search gets one in so many: the rest is for more searches.
+const SMALL_SHARE: u64 = 8;
+
+/// Work for each item that searches and repairs spend on a height at first, and how much of it the search gets.
+const WORK_PER_HEIGHT: u64 = 120_000;
+const SEARCH_PERCENT: u64 = 70;
+
+/// What is left of a range is little below one in so many.
+const LITTLE_LEFT: u64 = 4;
+
+/// A part's plan.
+#[derive(Debug)]
+pub(crate) struct Outcome {
+    /// `None` when no plan within the address space was found.
+    pub best: Option<Placement>,
+    /// No plan is lower than this.
+    pub proven: u64,
+    pub placements: u64,
+}
+
+/// Plans every part: each has a plan before the work goes to those that miss their goals, in equal shares. What one
+/// part proves needs no other to be lower. Returns the outcomes in the order of the parts.
+///
+/// `aim` and `enough` are heights of the whole: nothing below the first helps, nothing below the second is asked for.
+pub(crate) fn solve_parts(parts: &[Part], aim: u64, mut enough: u64, budget: &mut Budget) -> Vec<Outcome> {
+    let goal = |part: &Part, enough: u64| Goal {
+        ceiling: aim.saturating_sub(part.base),
+        enough: enough.saturating_sub(part.base),
+    };
+    let mut solvers: Vec<Solver> = parts.iter().map(|part| Solver::new(part, goal(part, enough))).collect();
+    solvers.iter_mut().for_each(|solver| solver.sweep_once(budget));
+    let mut open = solvers.iter().filter(|solver| !solver.is_met()).count() as u64;
+    let mut outcomes = Vec::with_capacity(parts.len());
+    for mut solver in solvers {
+        solver.goal = goal(solver.part, enough);
+        if !solver.is_met() {
+            budget.within(budget.left() / open.max(1), |budget| solver.improve(budget));
+            open = open.saturating_sub(1);
+        }
+        enough = enough.max(solver.part.base.saturating_add(solver.proven));
+        outcomes.push(Outcome { best: solver.best, proven: solver.proven, placements: solver.placements });
+    }
+    outcomes
+}
+
+impl<'p> Solver<'p> {
+    pub fn new(part: &'p Part, goal: Goal) -> Self {
+        let (forward, backward) = (Timeline::forward(part), Timeline::backward(part));
+        Self { part, goal, forward, backward, best: None, proven: part.bound, placements: 0, repairs: Vec::new() }
+    }
+
+    /// Takes over a plan if it is the lowest.
+    pub fn offer(&mut self, plan: Option<Placement>) {
+        if let Some(plan) = plan.filter(|plan| plan.height < self.height()) {
+            self.best = Some(plan);
+        }
+    }
+
+    /// Of the lowest plan.
+    fn height(&self) -> u64 {
+        self.best.as_ref().map_or(u64::MAX, |best| best.height)
+    }
+
+    /// Whether nothing lower is asked for, or possible.
+    pub fn is_met(&self) -> bool {
+        self.best.as_ref().is_some_and(|best| best.height <= self.goal.enough.max(self.proven))
+    }
+
+    /// Makes steps until the goal is met or the budget spent.
+    fn run(&mut self, steps: &[(u64, Step)], budget: &mut Budget) {
+        for &(share, step) in steps {
+            if self.is_met() || budget.stopped().is_some() {
+                return;
+            }
+            budget.within(budget.left() / share, |budget| self.make(step, budget));
+        }
+    }
+
+    fn make(&mut self, step: Step, budget: &mut Budget) {
+        match step {
+            Step::Sweeps => self.sweep_once(budget),
+            Step::LongFirst => self.sweep_long_first(budget),
+            Step::Learning => self.sweep_and_learn(budget),
+            Step::Backtracking => self.backtrack_down(budget),
+            Step::Repair => self.repair(budget),
+            Step::Regions => self.plan_regions(budget),
+            Step::Strips => self.plan_strips(budget),
+            Step::Search => self.search_goal(budget),
+        }
+    }
+
+    /// What is tried after plain sweeps, cheapest first, until the goal is met or the budget spent.
+    fn improve(&mut self, budget: &mut Budget) {
+        if !self.is_small() {
+            return self.run(&STEPS, budget);
+        }
+        self.run(&SMALL_STEPS, budget);
+        // A small part keeps most of its work for searches.
+        if self.proven <= self.goal.ceiling {
+            budget.within(budget.left() / SMALL_SHARE, |budget| self.run(&STEPS, budget));
+        }
+        self.close_in(budget);
+    }
+
+    fn is_small(&self) -> bool {
+        let items = &self.part.items;
+        items.len() <= SMALL.0 && items.iter().map(|item| u64::from(item.cliques())).sum::<u64>() <= SMALL.1
+    }
+
+    /// Searches for a plan of the goal's height, or a proof that there is none.
+    fn search_goal(&mut self, budget: &mut Budget) {
+        if self.is_small() && !self.is_met() {
+            self.search(self.goal.enough.max(self.proven), budget);
+        }
+    }
+
+    /// Searches for a plan of at most `capacity` bytes.
+    fn search(&mut self, capacity: u64, budget: &mut Budget) {
+        match search(self.part, capacity, budget) {
+            Verdict::Found(offsets) => self.offer(Some(self.part.placement(offsets))),
+            Verdict::Impossible => {
+                let next = capacity.saturating_add(1).checked_next_multiple_of(self.part.grain());
+                self.proven = self.proven.max(next.unwrap_or(u64::MAX));
+            }
+            Verdict::Unknown => {}
+        }
+    }
+
+    /// Halves the range between what is proven and what is found, by a search and a repair at each height. Where both fail, the range
+    /// above comes next; once little is left there, the whole range again, with twice the work for each height.
+    fn close_in(&mut self, budget: &mut Budget) {
+        let Some(best) = &self.best else { return };
+        let mut repair = self.repairs.pop().or_else(|| self.start_repair(&best.offsets, budget));
+        let grain = self.part.grain();
+        let (mut missed, mut work) = (0, WORK_PER_HEIGHT * self.part.items.len() as u64);
+        while !self.is_met() && budget.stopped().is_none() {
+            let goal = self.goal.enough.max(self.proven);
+            let lowest = goal.max(missed);
+            let range = self.height().saturating_sub(lowest);
+            if range == 0 || range < (self.height() - goal) / LITTLE_LEFT {
+                (missed, work) = (0, work.saturating_mul(2));
+                continue;
+            }
+            let ceiling = (lowest + range / 2) / grain * grain;
+            let ceiling = ceiling.max(goal);
+            budget.within(work / 100 * SEARCH_PERCENT, |budget| self.search(ceiling, budget));
+            if let Some(repair) = repair.as_mut().filter(|_| self.height() > ceiling && self.proven <= ceiling) {
+                let share = work / 100 * (100 - SEARCH_PERCENT);
+                budget.within(share, |budget| repair.lower(ceiling, budget));
+                self.offer(Some(repair.plan.clone()));
+            }
+            if self.height() > ceiling {
+                missed = ceiling.saturating_add(grain);
+            }
+        }
+    }
+
+    /// Sweeps with backtracking: first to the goal itself, then halfway between the lowest height that was missed and the best
+    /// plan. Where such a height was met, what is left is spent on the goal; where the first two were missed, other steps may do
+    /// better with it.
+    fn backtrack_down(&mut self, budget: &mut Budget) {
+        let grain = self.part.grain();
+        let (mut lowest, mut is_any_met) = (self.goal.enough, false);
+        if budget.within(budget.left() / 3, |budget| self.backtrack(lowest, budget)) {
+            return;
+        }
+        for tried in 1..=HEIGHTS {
+            let step = self.height().saturating_sub(lowest) / 2;
+            if step < grain || budget.stopped().is_some() {
+                break;
+            }
+            let ceiling = lowest + step - step % grain;
+            if budget.within(budget.left() / 8, |budget| self.backtrack(ceiling, budget)) {
+                is_any_met = true;
+            } else {
+                lowest = ceiling;
+            }
+            if tried == 2 && !is_any_met {
+                return;
+            }
+        }
+        self.backtrack(self.goal.enough, budget);
+    }
+
+    fn start_repair(&self, offsets: &[u64], budget: &mut Budget) -> Option<Ejection<'p>> {
+        let places: Vec<Option<u64>> = offsets.iter().copied().map(Some).collect();
+        Ejection::new(self.part, &places, self.goal.enough, budget)
+    }
+
+    /// Repairs the lowest plans; half of the budget is for the lowest, half of the rest for the next.
+    fn repair(&mut self, budget: &mut Budget) {
+        if self.repairs.iter().all(|repair| repair.plan.height > self.height()) {
+            let best = self.best.as_ref().and_then(|best| self.start_repair(&best.offsets, budget));
+            self.repairs.extend(best);
+        }
+        self.repairs.sort_by_key(|repair| repair.plan.height);
+        self.repairs.truncate(REPAIRS);
+        let mut repairs = std::mem::take(&mut self.repairs);
+        let count = repairs.len();
+        for (done, repair) in repairs.iter_mut().enumerate() {
+            let share = if done + 1 == count { budget.left() } else { budget.left() / 2 };
+            budget.within(share, |budget| repair.descend(budget));
+            self.offer(Some(repair.plan.clone()));
+            if self.is_met() {
+                break;
+            }
+        }
+        self.repairs = repairs;
+    }
+
+    /// Plans sizes apart, one region above the other, and then everything else around them.
+    fn plan_regions(&mut self, budget: &mut Budget) {
+        let variants = if self.part.fullest_cliques().len() > 1 { &[true, false][..] } else { &[false] };
+        for &whole in variants {
+            let regions = regions(self.part, whole, budget);
+            if regions.len() < 2 {
+                continue;
+            }
+            let mut places = vec![None; self.part.items.len()];
+            let mut base = 0;
+            for region in &regions {
+                let height = region.part.bound;
+                let mut alone = Solver::new(&region.part, Goal::of(height));
+                budget.within(budget.left() / 4, |budget| alone.run(&REGION_STEPS, budget));
+                self.placements += alone.placements;
+                let offsets = alone.best.map_or(Vec::new(), |best| best.offsets);
+                for ((&i, item), at) in region.members.iter().zip(&region.part.items).zip(offsets) {
+                    // What does not fit the region is left out.
+                    places[i as usize] = (at + item.bytes <= height).then_some(base + at);
+                }
+                base += height;
+            }
+            if let Some(mut repair) = Ejection::new(self.part, &places, self.goal.enough, budget) {
+                budget.within(budget.left() / 2, |budget| repair.descend(budget));
+                self.offer(Some(repair.plan.clone()));
+                self.repairs.push(repair);
+            }
+            if self.is_met() {
+                return;
+            }
+        }
+    }
+
+    /// Plans sizes in strips.
+    fn plan_strips(&mut self, budget: &mut Budget) {
+        if let Some(offsets) = strips(self.part, budget) {
+            let repair = self.start_repair(&offsets, budget);
+            self.offer(repair.as_ref().map(|repair| repair.plan.clone()));
+            self.repairs.extend(repair);
+        }
+    }
+}

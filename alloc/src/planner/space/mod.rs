@@ -1,0 +1,44 @@
+//! What the searches know of addresses: which are free, and who lies where.
+
+pub(crate) mod by_clique;
+pub(crate) mod by_time;
+pub(crate) mod free_list;
+pub(crate) mod reserved;
+
+/// The lowest aligned offset for `bytes` between `taken` ranges, which ascend by their first byte and may overlap. `None` when the
+/// address space ends.
+pub(crate) fn lowest_gap(taken: &[(u64, u64)], bytes: u64, alignment: u64) -> Option<u64> {
+    let mut floor = 0u64;
+    for &(from, to) in taken {
+        let at = floor.checked_next_multiple_of(alignment)?;
+        if from >= at && from - at >= bytes {
+            return Some(at);
+        }
+        floor = floor.max(to);
+    }
+    let at = floor.checked_next_multiple_of(alignment)?;
+    at.checked_add(bytes).map(|_| at)
+}
+
+#[cfg(test)]
+mod tests {
+    use gapless_testing::prelude::*;
+
+    use super::*;
+
+    generated! {
+        /// Against trying one offset after another.
+        #[test]
+        fn the_lowest_gap_is_found(
+            mut taken in prop::collection::vec((0..60u64, 1..9u64), 0..12),
+            bytes in 1..9u64,
+            alignment in 1..5u64,
+        ) {
+            taken.iter_mut().for_each(|range| range.1 += range.0);
+            taken.sort_unstable();
+            let is_free = |at: &u64| taken.iter().all(|&(from, to)| to <= *at || at + bytes <= from);
+            let slow = (0..).step_by(alignment as usize).find(is_free);
+            prop_assert_eq!(lowest_gap(&taken, bytes, alignment), slow);
+        }
+    }
+}
