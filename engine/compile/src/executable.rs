@@ -13,8 +13,8 @@ use crate::offload_plan::HostPlan;
 /// How to compile.
 #[derive(Debug, Clone)]
 pub struct CompileOptions {
-    /// What the planner may spend. By default a quarter of what it spends on its own: about a second, where the bound is
-    /// not met before.
+    /// What the planner may spend. By default three quarters of what it spends on its own: a few seconds at most, where the
+    /// bound is not met before.
     pub planner: Options,
     /// Room for what is counted while a program runs.
     pub reserve: Reserve,
@@ -24,7 +24,7 @@ impl Default for CompileOptions {
     fn default() -> Self {
         let planner = Options::default();
         let ArenaOptions { reserve, .. } = ArenaOptions::default();
-        Self { planner: Options { work: planner.work / 4, ..planner }, reserve }
+        Self { planner: Options { work: planner.work / 4 * 3, ..planner }, reserve }
     }
 }
 
