@@ -50,6 +50,8 @@ enum Step {
     Learning,
     /// Sweeps with backtracking.
     Backtracking,
+    /// Sweeps from open stacks.
+    OpenStacks,
     /// Guided ejection.
     Repair,
     /// One region of the arena per size, and repairs.
@@ -78,7 +80,7 @@ const STEPS: [(u64, Step); 12] = [
 ];
 
 /// What comes first for a small part.
-const SMALL_STEPS: [(u64, Step); 2] = [(16, Step::LongFirst), (8, Step::Search)];
+const SMALL_STEPS: [(u64, Step); 3] = [(16, Step::LongFirst), (2, Step::OpenStacks), (8, Step::Search)];
 
 /// What is tried on a region alone.
 const REGION_STEPS: [(u64, Step); 5] =
@@ -177,6 +179,7 @@ impl<'p> Solver<'p> {
             Step::LongFirst => self.sweep_long_first(budget),
             Step::Learning => self.sweep_and_learn(budget),
             Step::Backtracking => self.backtrack_down(budget),
+            Step::OpenStacks => self.open_stacks(budget),
             Step::Repair => self.repair(budget),
             Step::Regions => self.plan_regions(budget),
             Step::Strips => self.plan_strips(budget),

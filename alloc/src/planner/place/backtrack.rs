@@ -9,6 +9,7 @@
 //! difference in time between the item's end and its neighbour's, and by what it leaves of its range.
 
 use std::cmp::Reverse;
+use std::ops::Range;
 
 use rayon::prelude::*;
 
@@ -71,8 +72,7 @@ const UNLIKE: u64 = 4_000;
 const WORK_PER_BIRTH: u64 = 4;
 
 impl Solver<'_> {
-    /// Sweeps that go back, until one ends at `ceiling` or below or the budget is spent; whether one did. Of attempts side by side
-    /// the first by number has the word: the same on every machine.
+    /// Sweeps that go back, until one ends at `ceiling` or below or the budget is spent; whether one did.
     pub fn backtrack(&mut self, ceiling: u64, budget: &mut Budget) -> bool {
         let part = self.part;
         let peaks = part.fullest_cliques();
@@ -80,11 +80,26 @@ impl Solver<'_> {
             return false;
         }
         let small_below = self.small_below(peaks[0]);
-        let whole_way = part.items.len() as u64 * WORK_PER_ITEM;
-        let (mut number, mut wave) = (0, WAVES.0);
-        loop {
+        self.attempt(0..u64::MAX, WAVES, WORK_PER_ITEM, budget, |solver, number, budget| {
+            Attempt::new(solver, ceiling, &peaks, small_below, number).run(budget)
+        })
+    }
+
+    /// Attempts by number, in waves of so many at first and at most that run side by side, until one ends with offsets or the budget
+    /// has less than what each item of one more takes; whether one did. The first by number has the word: the same on every machine.
+    pub(super) fn attempt(
+        &mut self,
+        numbers: Range<u64>,
+        (mut wave, most): (u64, u64),
+        work_per_item: u64,
+        budget: &mut Budget,
+        run: impl Fn(&Self, u64, &mut Budget) -> Option<Vec<u64>> + Sync,
+    ) -> bool {
+        let whole_way = self.part.items.len() as u64 * work_per_item;
+        let mut number = numbers.start;
+        while number < numbers.end {
             // Of attempts that cannot go all the way, fewer are better.
-            let here = wave.min(budget.left() / whole_way.max(1));
+            let here = wave.min(budget.left() / whole_way.max(1)).min(numbers.end - number);
             if here == 0 || budget.stopped().is_some() {
                 return false;
             }
@@ -94,18 +109,18 @@ impl Solver<'_> {
                 .into_par_iter()
                 .map(|number| {
                     let mut share = share;
-                    let attempt = Attempt::new(solver, ceiling, &peaks, small_below, number);
-                    (attempt.run(&mut share), share.spent)
+                    (run(solver, number, &mut share), share.spent)
                 })
                 .collect();
             budget.spend(results.iter().map(|(_, spent)| spent).sum());
             self.placements += here;
             if let Some(offsets) = results.into_iter().find_map(|(offsets, _)| offsets) {
-                self.offer(Some(part.placement(offsets)));
+                self.offer(Some(self.part.placement(offsets)));
                 return true;
             }
-            (number, wave) = (number + here, (2 * wave).min(WAVES.1));
+            (number, wave) = (number + here, (2 * wave).min(most));
         }
+        false
     }
 
     /// The size below which items count as small: together they have a small share of a clique.
@@ -274,7 +289,7 @@ impl Scored<'_> {
 
 /// The logarithm of `n + 1` to base 2 in sixteenths, linear between powers of two: without a rounding that differs between
 /// machines.
-fn sixteenths_of_doublings(n: u32) -> u64 {
+pub(super) fn sixteenths_of_doublings(n: u32) -> u64 {
     let n = u64::from(n) + 1;
     let power = n.ilog2();
     u64::from(16 * power) + (((n << 4) >> power) - 16)

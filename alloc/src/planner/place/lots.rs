@@ -1,0 +1,217 @@
+//! A stack whose order is found out on the way.
+//!
+//! Any order will do for the items of the first clique, and the right one is found by chance alone. So nobody decides it:
+//! the stack is one stretch, and who lies where in it is said only when it matters. Who dies there leaves a *lot*. One of
+//! as many bytes takes it over, wherever it may be. For another it is moved to an end of the stretch, where it makes a
+//! range larger.
+
+use std::cmp::Reverse;
+
+use super::leap::Slab;
+use crate::planner::improve::ejection::mix;
+
+/// When the stretch leaves that stands for what is not decided.
+pub(super) const UNDECIDED: u32 = u32::MAX;
+
+/// Where an item was put: there, or where that item of the stack will have been.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum At {
+    Offset(u64),
+    Of(u32),
+}
+
+/// Bytes somewhere in the stretch: an item of the stack, and those that took it over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Lot {
+    /// The item of the stack.
+    root: u32,
+    bytes: u64,
+    /// The clique before which the last of them dies.
+    leaves: u32,
+}
+
+/// What is not decided.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct Lots(Vec<Lot>);
+
+/// Where a birth goes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Place {
+    pub rank: u64,
+    pub from: u64,
+    /// The lot that it takes over, if any.
+    pub heir: Option<usize>,
+    /// Lots whose place is decided for it, and where each is, from the end of the stretch inwards.
+    pub opened: [Option<(usize, u64)>; 2],
+}
+
+impl Lots {
+    /// Of `(item, bytes, leaves)`.
+    pub fn new(stack: impl Iterator<Item = (u32, u64, u32)>) -> Self {
+        Self(stack.map(|(root, bytes, leaves)| Lot { root, bytes, leaves }).collect())
+    }
+
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    pub fn root(&self, lot: usize) -> u32 {
+        self.0[lot].root
+    }
+
+    /// The items of the stack whose lots are left, with their bytes.
+    pub fn rest(&self) -> impl Iterator<Item = (u32, u64)> + '_ {
+        self.0.iter().map(|lot| (lot.root, lot.bytes))
+    }
+
+    /// The same for lots that are alike, of which the dead are all alike.
+    pub fn key(&self, clique: u32, seen: impl Fn(u32) -> u32) -> u64 {
+        self.0.iter().fold(0, |key: u64, lot| {
+            let leaves = if lot.leaves <= clique { 0 } else { 1 + u64::from(seen(lot.leaves)) };
+            key.wrapping_add(mix(lot.bytes, leaves))
+        })
+    }
+
+    /// Bytes that are free at a clique.
+    pub fn freed(&self, clique: u32) -> u64 {
+        self.0.iter().filter(|lot| lot.leaves <= clique).map(|lot| lot.bytes).sum()
+    }
+
+    /// Lots that are free at a clique, up to two of each size, and their bytes; the largest first.
+    pub fn dead(&self, clique: u32) -> Vec<(usize, u64)> {
+        let mut dead: Vec<(usize, u64)> = Vec::new();
+        for (index, lot) in self.0.iter().enumerate().filter(|(_, lot)| lot.leaves <= clique) {
+            if dead.iter().filter(|other| other.1 == lot.bytes).count() < 2 {
+                dead.push((index, lot.bytes));
+            }
+        }
+        dead.sort_unstable_by_key(|&(index, bytes)| (Reverse(bytes), index));
+        dead
+    }
+
+    /// Every way to make a range that is too small as large as `bytes` by one or two of the dead at one of its ends, where
+    /// `open` says whether the stretch begins there.
+    pub fn openings(
+        dead: &[(usize, u64)],
+        (from, to): (u64, u64),
+        open: [bool; 2],
+        bytes: u64,
+        mut visit: impl FnMut(u64, u64, [Option<(usize, u64)>; 2]),
+    ) {
+        let lacks = bytes - (to - from);
+        for (k, &(one, first)) in dead.iter().enumerate().filter(|&(k, lot)| k == 0 || dead[k - 1].1 != lot.1) {
+            if first >= lacks {
+                if open[0] {
+                    visit(from - first, to, [Some((one, from - first)), None]);
+                }
+                if open[1] {
+                    visit(from, to + first, [Some((one, to)), None]);
+                }
+                continue;
+            }
+            let mut last = 0;
+            for &(other, second) in &dead[k + 1..] {
+                if second == last || second >= lacks || first + second < lacks {
+                    continue;
+                }
+                last = second;
+                if open[0] {
+                    let low = from - first - second;
+                    visit(low, to, [Some((one, from - first)), Some((other, low))]);
+                }
+                if open[1] {
+                    visit(from, to + first + second, [Some((one, to)), Some((other, to + first))]);
+                }
+            }
+        }
+    }
+
+    /// Takes out what a place takes: the stretch of `live` shrinks by it, and `path` says where it was.
+    pub fn take(&mut self, place: &Place, leaves: u32, live: &mut Vec<Slab>, path: &mut Vec<(u32, At)>) {
+        if let Some(lot) = place.heir {
+            self.0[lot].leaves = leaves;
+        }
+        let mut opened: Vec<(usize, u64)> = place.opened.into_iter().flatten().collect();
+        for &(index, at) in &opened {
+            let lot = self.0[index];
+            path.push((lot.root, At::Offset(at)));
+            let end = at + lot.bytes;
+            for slab in live.iter_mut().filter(|slab| slab.leaves == UNDECIDED) {
+                if slab.from == at {
+                    slab.from = end;
+                } else if slab.to == end {
+                    slab.to = at;
+                }
+            }
+            live.retain(|slab| slab.from < slab.to);
+        }
+        opened.sort_unstable();
+        while let Some((index, _)) = opened.pop() {
+            self.0.remove(index);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use gapless_testing::prelude::*;
+
+    use super::*;
+
+    /// Of `(bytes, leaves)`, with the stretch that they are in from 10 on.
+    fn stretch(rows: &[(u64, u32)]) -> (Lots, Vec<Slab>) {
+        let lots = Lots::new((0..).zip(rows).map(|(root, &(bytes, leaves))| (root, bytes, leaves)));
+        let to = 10 + rows.iter().map(|row| row.0).sum::<u64>();
+        (lots, vec![Slab { from: 10, to, leaves: UNDECIDED }])
+    }
+
+    generated! {
+        /// What is free below the stretch and above it grows by whole lots of the dead, each once, and is large enough
+        /// then; the stretch has room for the others.
+        #[test]
+        fn a_range_grows_by_lots_that_are_free(
+            rows in prop::collection::vec((1..9u64, 0..9u32), 1..9),
+            (clique, free, more) in (0..9u32, 0..6u64, 1..9u64),
+        ) {
+            let (lots, live) = stretch(&rows);
+            let dead = lots.dead(clique);
+            let end = live[0].to;
+            for (from, to, open) in [(10 - free, 10, [false, true]), (end, end + free, [true, false])] {
+                let mut ways = Vec::new();
+                Lots::openings(&dead, (from, to), open, free + more, |from, to, opened| ways.push((from, to, opened)));
+                for (low, high, opened) in ways {
+                    let (mut left, mut live, mut path) = (lots.clone(), live.clone(), Vec::new());
+                    left.take(&Place { opened, ..Place::default() }, 0, &mut live, &mut path);
+                    let grown: u64 = path.iter().map(|&(root, _)| rows[root as usize].0).sum();
+                    prop_assert!(path.iter().all(|&(root, _)| rows[root as usize].1 <= clique));
+                    prop_assert_eq!(high - low, free + grown);
+                    prop_assert!(grown >= more);
+                    prop_assert_eq!(left.len() + path.len(), lots.len());
+                    let room: u64 = live.iter().map(|slab| slab.to - slab.from).sum();
+                    prop_assert_eq!(room, left.rest().map(|(_, bytes)| bytes).sum::<u64>());
+                    prop_assert!(live.iter().all(|slab| slab.to <= low || high <= slab.from));
+                }
+            }
+        }
+    }
+
+    /// Of two lots of four bytes, the one that is free gets a new owner, and is free again when that one leaves.
+    #[test]
+    fn a_lot_is_taken_over_by_one_of_its_size() {
+        let (mut lots, mut live) = stretch(&[(4, 9), (4, 1), (2, 1)]);
+        let before = live.clone();
+        assert_eq!(lots.dead(2), [(1, 4), (2, 2)]);
+        lots.take(&Place { heir: Some(1), ..Place::default() }, 5, &mut live, &mut Vec::new());
+        assert_eq!((lots.dead(2), lots.dead(5)), (vec![(2, 2)], vec![(1, 4), (2, 2)]));
+        assert_eq!((live, lots.root(1), lots.freed(5)), (before, 1, 6));
+    }
+
+    /// Neither which of them is which nor for how long the dead are dead.
+    #[test]
+    fn lots_that_are_alike_have_one_key() {
+        let key = |rows: &[(u64, u32)]| stretch(rows).0.key(3, |leaves| leaves / 2);
+        assert_eq!(key(&[(4, 1), (4, 9), (2, 2)]), key(&[(2, 3), (4, 8), (4, 2)]));
+        assert_ne!(key(&[(4, 1), (4, 9)]), key(&[(4, 1), (4, 6)]));
+        assert_ne!(key(&[(4, 1), (4, 1)]), key(&[(2, 1), (2, 1)]));
+    }
+}

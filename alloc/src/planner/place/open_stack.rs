@@ -1,0 +1,363 @@
+//! Sweeps from a stack whose order is found out on the way.
+//!
+//! Where full cliques follow one another, who is born between two of them must fill exactly what died, and a layout in between
+//! says little of whether it will. So this sweep goes outwards from a fullest clique from *milestone* to milestone, cliques with
+//! fewer bytes to spare than any near them, and compares layouts there alone: by how many milestones apart neighbours die, for
+//! who dies between the same two, as one range, makes room for who comes together. From each layout that is kept, a
+//! [`Leap`] tries many ways to the next. Where no layout arrives, the sweep goes two milestones back and keeps twice
+//! as many; then twice as far and twice as many, until it gives up.
+//!
+//! Any order will do for the items of the first clique, and which one decides more than any patience. So nobody decides it: the
+//! stack is one stretch, of which [`Lots`] are given away as they become free.
+
+use std::cmp::Reverse;
+use std::collections::HashSet;
+
+use super::leap::{Arrival, BIRTHS, Leap, Slab};
+use super::lots::{At, Lots, UNDECIDED};
+use crate::planner::budget::Budget;
+use crate::planner::decompose::timeline::Timeline;
+use crate::planner::improve::ejection::mix;
+use crate::planner::solve::Solver;
+
+/// Attempts of one kind: they differ in how many places a leap may try, and in whether a large item may part what is free.
+const KIND: u64 = 6;
+
+/// Attempts: one kind from the first of the fullest cliques, one from the last, and both again with twice as many layouts and places.
+const ATTEMPTS: u64 = 4 * KIND;
+
+/// Attempts side by side, and what each should be able to spend for each item.
+const WAVES: (u64, u64) = (2, 2);
+const WORK_PER_ITEM: u64 = 300;
+
+/// Cliques that are full to the goal from which on a stack is left open.
+const OFTEN_FULL: usize = 8;
+
+/// No clique so near to a milestone is fuller, and none so much nearer as full.
+const NEAR: (u32, u32) = (12, 4);
+
+/// Cliques between two milestones, at most.
+const FAR: u32 = 40;
+
+/// Layouts that go on where all goes well.
+const WIDTH: usize = 2;
+
+/// Layouts that are kept at one milestone, for each that goes on and at most; and their slabs, at most.
+const KEPT: (usize, usize) = (4, 256);
+const SLABS: usize = 65_536;
+
+/// Failures at one place after which a sweep ends.
+const FAILURES: u32 = 2;
+
+/// Milestones past the place of a failure after which it is forgotten.
+const FORGOTTEN: usize = 2;
+
+/// Ways through the second half that are tried once the first is done.
+const SECOND_TRIES: u64 = 4;
+
+impl Solver<'_> {
+    /// Sweeps from an open stack, until one ends at the goal or the budget is spent. For parts that are full again and again:
+    /// there a search mostly spends its share in vain.
+    pub fn open_stacks(&mut self, budget: &mut Budget) {
+        let (part, ceiling) = (self.part, self.goal.enough);
+        let peaks = part.fullest_cliques();
+        if peaks.len() < OFTEN_FULL || !part.is_free() || part.bound != ceiling {
+            return;
+        }
+        let live = part.live();
+        self.attempt(0..ATTEMPTS, WAVES, WORK_PER_ITEM, budget, |solver, number, budget| {
+            attempt(solver, &live, ceiling, &peaks, number, budget)
+        });
+    }
+}
+
+/// Offsets that end below the ceiling, if there is a way to them from the items of one of the fullest
+/// cliques, `peaks`; of `live` bytes in each clique.
+/// Nothing is spent where too many are born between two milestones for any attempt.
+fn attempt(
+    solver: &Solver,
+    live: &[u64],
+    ceiling: u64,
+    peaks: &[u32],
+    number: u64,
+    budget: &mut Budget,
+) -> Option<Vec<u64>> {
+    let is_backward = number / KIND % 2 == 1;
+    let peak = if is_backward { peaks[peaks.len() - 1] } else { peaks[0] };
+    let last = solver.part.cliques - 1;
+    let forward = Course::new(&solver.forward, ceiling, peak, number, |k| live[k as usize]);
+    let backward = Course::new(&solver.backward, ceiling, last - peak, number, |k| live[(last - k) as usize]);
+    let (first, mut second) = if is_backward { (backward, forward) } else { (forward, backward) };
+    if !first.is_passable() || !second.is_passable() {
+        return None;
+    }
+    budget.spend(2 * solver.part.items.len() as u64);
+    let mut stack = solver.forward.alive(peak);
+    stack.sort_by_key(|&i| (first.timeline.item(i).end, first.timeline.item(i).bytes, i));
+    let mut offsets = vec![0; solver.part.items.len()];
+    first.run(first.open(&stack), &mut offsets, budget).then_some(())?;
+    stack.sort_by_key(|&i| offsets[i as usize]);
+    let is_found = (0..SECOND_TRIES).any(|k| {
+        second.number = number + k;
+        second.run(second.stacked(&stack, &offsets), &mut offsets, budget)
+    });
+    is_found.then_some(offsets)
+}
+
+/// From the peak to the last clique.
+pub(super) struct Course<'s> {
+    pub timeline: &'s Timeline<'s>,
+    pub number: u64,
+    pub ceiling: u64,
+    /// Bytes of the largest item.
+    pub largest: u64,
+    peak: u32,
+    /// Ascending; the last clique is one.
+    milestones: Vec<u32>,
+    /// How many milestones those see who die before a clique.
+    seen: Vec<u32>,
+}
+
+/// Layouts at a milestone.
+struct Station {
+    /// Milestones passed.
+    passed: usize,
+    layouts: Vec<Layout>,
+    /// Length of the history.
+    entries: usize,
+}
+
+/// Who is where at a milestone, ascending, and which entry of the history led there.
+struct Layout {
+    live: Vec<Slab>,
+    lots: Lots,
+    node: u32,
+}
+
+/// Which entry came before, and which item was put where.
+type Entry = (u32, u32, At);
+
+/// Before any entry of the history.
+const ROOT: u32 = u32::MAX;
+
+impl<'s> Course<'s> {
+    fn new(timeline: &'s Timeline<'s>, ceiling: u64, peak: u32, number: u64, live: impl Fn(u32) -> u64) -> Self {
+        let milestones = milestones(peak, timeline.cliques, |clique| ceiling - live(clique));
+        let seen = (0..=timeline.cliques).map(|death| milestones.partition_point(|&k| k < death) as u32).collect();
+        let largest = timeline.items.iter().map(|item| item.bytes).max().unwrap_or(1);
+        Self { timeline, number, ceiling, largest, peak, milestones, seen }
+    }
+
+    /// Whether no leap has more births than one may have.
+    fn is_passable(&self) -> bool {
+        let mut births = vec![0; self.milestones.len()];
+        for item in self.timeline.items.iter().filter(|item| item.start > self.peak) {
+            births[self.milestones.partition_point(|&k| k < item.start)] += 1;
+        }
+        births.into_iter().all(|births| births <= BIRTHS)
+    }
+
+    /// How many milestones someone sees who dies before a clique; what is not decided sees no end.
+    pub fn seen_by(&self, death: u32) -> u32 {
+        self.seen.get(death as usize).copied().unwrap_or(UNDECIDED)
+    }
+
+    /// Whether an item is at least half as large as the largest.
+    pub fn is_largest(&self, bytes: u64) -> bool {
+        bytes >= self.largest.div_ceil(2)
+    }
+
+    /// How often layouts and places are doubled.
+    pub fn effort(&self) -> u32 {
+        (self.number / (2 * KIND)) as u32
+    }
+
+    /// Who is born in a clique, the largest first.
+    pub fn born(&self, clique: u32) -> Vec<u32> {
+        let mut born = self.timeline.born(clique).to_vec();
+        born.sort_by_key(|&i| (Reverse(self.timeline.item(i).bytes), self.timeline.item(i).end, i));
+        born
+    }
+
+    /// A stack whose order is open.
+    fn open(&self, stack: &[u32]) -> Layout {
+        let lot = |&i: &u32| (i, self.timeline.item(i).bytes, self.timeline.item(i).end);
+        let to = stack.iter().map(|&i| self.timeline.item(i).bytes).sum();
+        Layout {
+            live: vec![Slab { from: 0, to, leaves: UNDECIDED }],
+            lots: Lots::new(stack.iter().map(lot)),
+            node: ROOT,
+        }
+    }
+
+    /// Items where they are, ascending.
+    fn stacked(&self, stack: &[u32], offsets: &[u64]) -> Layout {
+        let slab = |&i: &u32| {
+            let (item, from) = (self.timeline.item(i), offsets[i as usize]);
+            Slab { from, to: from + item.bytes, leaves: item.end }
+        };
+        Layout { live: stack.iter().map(slab).collect(), lots: Lots::default(), node: ROOT }
+    }
+
+    /// Writes the offsets of what comes after a layout, and of what it leaves open; false where there is no way, or the budget is
+    /// spent.
+    fn run(&self, start: Layout, offsets: &mut [u64], budget: &mut Budget) -> bool {
+        let mut history: Vec<Entry> = Vec::new();
+        let mut stations = vec![Station { passed: 0, layouts: vec![start], entries: 0 }];
+        let (mut failed, mut failed_at) = (0, 0);
+        while let Some(here) = stations.last()
+            && here.passed < self.milestones.len()
+        {
+            if budget.stopped().is_some() {
+                return false;
+            }
+            let passed = here.passed;
+            if passed > failed_at + FORGOTTEN {
+                failed = 0;
+            }
+            let layouts = self.pass(here, failed, &mut history, budget);
+            if !layouts.is_empty() {
+                stations.push(Station { passed: passed + 1, layouts, entries: history.len() });
+                continue;
+            }
+            failed += 1;
+            failed_at = failed_at.max(passed);
+            if failed > FAILURES + self.effort() {
+                return false;
+            }
+            let back = 2 << (failed - 1);
+            while stations.len() > 1 && stations.last().is_some_and(|station| station.passed + back > passed) {
+                stations.pop();
+            }
+            history.truncate(stations.last().map_or(0, |station| station.entries));
+        }
+        let Some(layout) = stations.last().and_then(|station| station.layouts.first()) else { return false };
+        write(layout, &history, offsets);
+        true
+    }
+
+    /// From a milestone to the next: the layouts that are kept there, those that go on first. Layouts that differ in small items
+    /// alone fail for the same reason; so of those in which the large ones lie in the same order the best comes first, and the
+    /// others only where there is room for them.
+    fn pass(&self, here: &Station, failed: u32, history: &mut Vec<Entry>, budget: &mut Budget) -> Vec<Layout> {
+        let from = here.passed.checked_sub(1).map_or(self.peak, |k| self.milestones[k]);
+        let width = WIDTH << (failed + self.effort());
+        let mut leap = Leap::new(self, from..self.milestones[here.passed], failed / 2);
+        let mut arrivals: Vec<(usize, Arrival)> = Vec::new();
+        for (parent, layout) in here.layouts.iter().take(width).enumerate() {
+            arrivals.extend(leap.from(&layout.live, &layout.lots, budget).into_iter().map(|arrival| (parent, arrival)));
+        }
+        arrivals.sort_by_key(|(_, arrival)| (arrival.disorder, mix(arrival.hash, self.number)));
+        let (mut hashes, mut outlines) = (HashSet::new(), HashSet::new());
+        arrivals.retain(|(_, arrival)| hashes.insert(arrival.hash));
+        let (mut kept, others): (Vec<_>, Vec<_>) =
+            arrivals.into_iter().partition(|(_, arrival)| outlines.insert(arrival.outline));
+        kept.extend(others);
+        let most = SLABS / kept.first().map_or(1, |(_, arrival)| arrival.live.len().max(1));
+        kept.truncate((KEPT.0 * width).min(KEPT.1).min(most).max(1));
+        let layouts = kept.into_iter().map(|(parent, arrival)| {
+            let mut node = here.layouts[parent].node;
+            for (i, at) in arrival.places {
+                history.push((node, i, at));
+                node = history.len() as u32 - 1;
+            }
+            Layout { live: arrival.live, lots: arrival.lots, node }
+        });
+        layouts.collect()
+    }
+}
+
+/// Writes where a layout and what led to it put items. What nobody has asked for lies in any order.
+fn write(layout: &Layout, history: &[Entry], offsets: &mut [u64]) {
+    let mut floor = layout.live.iter().find(|slab| slab.leaves == UNDECIDED).map_or(0, |slab| slab.from);
+    for (i, bytes) in layout.lots.rest() {
+        offsets[i as usize] = floor;
+        floor += bytes;
+    }
+    let mut heirs: Vec<(u32, u32)> = Vec::new();
+    let mut node = layout.node;
+    while let Some(&(parent, i, at)) = history.get(node as usize) {
+        match at {
+            At::Offset(at) => offsets[i as usize] = at,
+            At::Of(root) => heirs.push((i, root)),
+        }
+        node = parent;
+    }
+    heirs.into_iter().for_each(|(i, root)| offsets[i as usize] = offsets[root as usize]);
+}
+
+/// The cliques after `peak` with least to spare among those near them, and others in between where those are far apart.
+fn milestones(peak: u32, cliques: u32, slack: impl Fn(u32) -> u64) -> Vec<u32> {
+    let is_narrow = |&k: &u32| {
+        let mut near = k.saturating_sub(NEAR.0).max(peak + 1)..=(k + NEAR.0).min(cliques - 1);
+        let is_first = |other: u32| k <= other || k - other > NEAR.1;
+        k + 1 == cliques || near.all(|other| slack(k) < slack(other) || slack(k) == slack(other) && is_first(other))
+    };
+    let mut milestones = Vec::new();
+    let mut last = peak;
+    for k in (peak + 1..cliques).filter(is_narrow) {
+        let strides = (k - last).div_ceil(FAR);
+        milestones.extend((1..=strides).map(|stride| last + (k - last) * stride / strides));
+        last = k;
+    }
+    milestones
+}
+
+#[cfg(test)]
+mod tests {
+    use gapless_testing::prelude::*;
+
+    use super::*;
+    use crate::planner::solve::Goal;
+    use crate::planner::tests::{is_plan, part};
+
+    generated! {
+        /// Against every pair of items; and the second run is the first.
+        #[test]
+        fn what_is_found_is_a_plan_below_the_ceiling(
+            rows in prop::collection::vec((0..99u32, 1..=40u32, 1..20u64), 1..60),
+            room in 0..9u64,
+            number in 0..ATTEMPTS,
+        ) {
+            let part = part(&rows, 99);
+            let solver = Solver::new(&part, Goal::of(part.bound));
+            let (live, ceiling, peaks) = (part.live(), part.bound + room, part.fullest_cliques());
+            let run = |work| attempt(&solver, &live, ceiling, &peaks, number, &mut Budget { work, ..Budget::default() });
+            let found = run(200_000);
+            prop_assert_eq!(&found, &run(200_000));
+            prop_assert_eq!(run(0), None);
+            if let Some(offsets) = found {
+                let placement = part.placement(offsets);
+                prop_assert!(placement.height <= ceiling && is_plan(&part, &placement));
+            }
+        }
+
+        /// The last clique is always one.
+        #[test]
+        fn milestones_are_never_far_apart(
+            slack in prop::collection::vec(0..9u64, 2..200),
+            peak in any::<prop::sample::Index>(),
+        ) {
+            let (cliques, peak) = (slack.len() as u32, peak.index(slack.len()) as u32);
+            let found = milestones(peak, cliques, |k| slack[k as usize]);
+            let all: Vec<u32> = std::iter::once(peak).chain(found).collect();
+            prop_assert!(all.windows(2).all(|pair| pair[0] < pair[1] && pair[1] - pair[0] <= FAR));
+            prop_assert_eq!(all.last(), Some(&(cliques - 1)));
+        }
+    }
+
+    /// Nothing is spent.
+    #[test]
+    fn too_many_births_between_two_milestones_are_left_alone() {
+        let bound = BIRTHS as u64 + 2;
+        for (births, is_passable) in [(BIRTHS / 2, true), (BIRTHS + 1, false)] {
+            let mut rows = vec![(0, 1, bound)];
+            rows.resize(births + 1, (1, 1, 1));
+            let part = part(&rows, 2);
+            let solver = Solver::new(&part, Goal::of(bound));
+            let mut budget = Budget { work: 1_000_000, ..Budget::default() };
+            let found = attempt(&solver, &part.live(), bound, &[0], 0, &mut budget);
+            assert_eq!((found.is_some(), budget.spent > 0), (is_passable, is_passable), "{births}");
+        }
+    }
+}
