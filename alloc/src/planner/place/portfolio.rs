@@ -76,7 +76,7 @@ impl Solver<'_> {
         let share = (budget.left() / 4).max(WORK_PER_ITEM * self.part.items.len() as u64);
         budget.within(share, |budget| {
             self.sweep_outwards(1, budget);
-            self.follow_all(&self.from_edges(1), budget);
+            self.follow_all(&self.edge_chains(1), budget);
         });
         if self.best.is_none() {
             self.settle(budget);
@@ -90,7 +90,7 @@ impl Solver<'_> {
 
     /// Stage 4, those from the edges and the long-lived first by turns.
     pub fn sweep_and_learn(&mut self, budget: &mut Budget) {
-        let (edges, long) = (self.from_edges(ROUNDS), self.long_first(ROUNDS));
+        let (edges, long) = (self.edge_chains(ROUNDS), self.long_first(ROUNDS));
         let waves = edges.len().div_ceil(WAVE).max(long.len().div_ceil(WAVE));
         let turn = |wave: usize| [&edges, &long].map(|list| list.iter().skip(wave * WAVE).take(WAVE).copied());
         let turns: Vec<Chain> = (0..waves).flat_map(turn).flatten().collect();
@@ -160,7 +160,7 @@ impl Solver<'_> {
     }
 
     /// Chains over everything at once, in either direction.
-    fn from_edges(&self, rounds: u32) -> Vec<Chain<'static>> {
+    fn edge_chains(&self, rounds: u32) -> Vec<Chain<'static>> {
         let mut chains = Vec::new();
         for policy in policies(self.part.cliques) {
             for is_backward in [false, true] {

@@ -253,9 +253,9 @@ mod tests {
                 let mut tight = below().filter(|(_, room)| Some(*room) == least).map(|(at, _)| at);
                 let found = match FITS[fit] {
                     Fit::Lowest => all().next().map(|(at, _)| at),
-                    Fit::Highest => below().map(|(at, _)| at).last(),
+                    Fit::Highest => below().map(|(at, _)| at).next_back(),
                     Fit::Tightest => tight.next(),
-                    Fit::TightestHigh => tight.last(),
+                    Fit::TightestHigh => tight.next_back(),
                 };
                 let expected = found.or_else(|| all().next().map(|(at, _)| at));
                 let blocked = if more > 0 { &blocked[..] } else { &[] };
