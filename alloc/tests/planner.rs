@@ -144,7 +144,6 @@ generated! {
                 prop_assert!(bytes > u128::from(u64::MAX));
                 prop_assert_eq!((bytes, alive(tick)), (most, most));
             }
-            Err(Error::AlignmentsTooLarge { alignment, .. }) => prop_assert!(alignment > 1),
             Err(error) => prop_assert!(false, "{}", error),
         }
     }
