@@ -120,9 +120,10 @@ pub(crate) struct Outcome {
 ///
 /// `aim` and `enough` are heights of the whole: nothing below the first helps, nothing below the second is asked for.
 pub(crate) fn solve_parts(parts: &[Part], aim: u64, mut enough: u64, budget: &mut Budget) -> Vec<Outcome> {
-    let goal = |part: &Part, enough: u64| Goal {
-        ceiling: aim.saturating_sub(part.base),
-        enough: enough.saturating_sub(part.base),
+    // Heights are multiples of the grain; what is placed below a ceiling between two would not be aligned.
+    let goal = |part: &Part, enough: u64| {
+        let down = |height: u64| height.saturating_sub(part.base) / part.grain() * part.grain();
+        Goal { ceiling: down(aim), enough: down(enough) }
     };
     let mut solvers: Vec<Solver> = parts.iter().map(|part| Solver::new(part, goal(part, enough))).collect();
     solvers.iter_mut().for_each(|solver| solver.sweep_once(budget));
