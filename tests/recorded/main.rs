@@ -16,6 +16,15 @@ use gapless::nn::VarBuilder;
 use gapless::parallel::{self, Shape};
 use gapless::{DType, DeviceChoice, Mesh, Model, Pipeline, Recompute, Report, TrainOptions, Trainer};
 
+/// As the other tests' run, with enough work for the planner that heights say how good it is.
+fn run() -> Run {
+    Run { kind: Kind::Gpt, options: TrainOptions { planning: 1 << 23, ..Run::default().options } }
+}
+
+fn options() -> TrainOptions {
+    run().options
+}
+
 /// Rows of one kind: their name, then the arena's bytes, the hash of its plan, and bits of losses and norms.
 fn expect(kind: &str, rows: &str) {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/recorded/steps.txt");
@@ -109,7 +118,7 @@ fn schedules() {
             continue;
         };
         let pipeline = Pipeline { schedule: schedule.into(), chunks: chunks as usize, ..Pipeline::default() };
-        let options = Run::default().options;
+        let options = options();
         let options = TrainOptions { micro_batches: 8, threads: 1, mesh: Mesh::pipeline(4), pipeline, ..options };
         on_ranks(&mut rows, &format!("schedule {name}"), &Run { kind: Kind::Gpt, options });
     }
@@ -120,17 +129,17 @@ fn schedules() {
 fn mixtures() {
     let mut rows = String::new();
     for kind in Kind::MOE.into_iter().chain([Kind::Llama]) {
-        let run = Run { kind, ..Run::default() };
+        let run = Run { kind, ..run() };
         let mut trainer = run.trainer();
         let outcome = run.go_on(&mut trainer, 2);
         stepped(&mut rows, &format!("mixture {kind:?}"), &trainer.report(), &outcome);
     }
     for style in [MoeStyle::Mixtral, MoeStyle::DeepSeek] {
         let mesh = Mesh { expert: 2, ..Mesh::default() };
-        let options = TrainOptions { threads: 1, mesh, ..Run::default().options };
+        let options = TrainOptions { threads: 1, mesh, ..options() };
         on_ranks(&mut rows, &format!("mixture expert-ranks {style:?}"), &Run { kind: Kind::Moe(style), options });
     }
-    let options = TrainOptions { threads: 1, mesh: Mesh { data: 2, ..Mesh::default() }, ..Run::default().options };
+    let options = TrainOptions { threads: 1, mesh: Mesh { data: 2, ..Mesh::default() }, ..options() };
     on_ranks(&mut rows, "mixture data-ranks Gpt", &Run { kind: Kind::Gpt, options });
     expect("mixture", &rows);
 }
@@ -138,7 +147,7 @@ fn mixtures() {
 #[test]
 fn budgets() {
     let mut rows = String::new();
-    let whole = Run { options: TrainOptions { micro_batches: 2, ..Run::default().options }, ..Run::default() };
+    let whole = Run { options: TrainOptions { micro_batches: 2, ..options() }, ..run() };
     let all = whole.trainer().report().arena_bytes;
     for percent in [95, 90, 85] {
         let recompute = Recompute::budget(all * percent / 100);
