@@ -189,7 +189,7 @@ pub(crate) fn random_array(dims: &[usize], seed: u64) -> Array {
 
 fn input(graph: &Arc<Mutex<Graph>>, name: &str, spec: Spec) -> Result<Tensor> {
     let id = lock(graph).add_input(name, spec)?;
-    Ok(Tensor::new(graph, id))
+    Ok(Tensor::of(graph, id))
 }
 
 #[cfg(test)]

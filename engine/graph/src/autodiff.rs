@@ -135,7 +135,7 @@ impl Pass {
         pending: &mut HashMap<ValueId, Vec<Tensor>>,
     ) -> Result<()> {
         let node = lock(&self.graph).node(id).clone();
-        let tensors = |ids: &[ValueId]| ids.iter().map(|&id| Tensor::new(&self.graph, id)).collect();
+        let tensors = |ids: &[ValueId]| ids.iter().map(|&id| Tensor::of(&self.graph, id)).collect();
         let (inputs, outputs) = (tensors(&node.inputs), tensors(&node.outputs));
         let needs = node.inputs.iter().map(|i| self.depends[i.index()]).collect();
         let graph = self.graph.clone();
@@ -161,7 +161,7 @@ impl Pass {
             if !matches!(lock(&self.graph).value(parameter).source, Source::Persistent { .. }) {
                 continue;
             }
-            let dtype = dtype_of(&Tensor::new(&self.graph, parameter));
+            let dtype = dtype_of(&Tensor::of(&self.graph, parameter));
             let mut summands = Vec::new();
             for part in parts {
                 part.set_phase(Phase::BackwardWeight);
@@ -201,12 +201,12 @@ impl Pass {
                 value = source;
             }
         }
-        let cast = Tensor::new(&self.graph, value).to_dtype(dtype)?;
+        let cast = Tensor::of(&self.graph, value).to_dtype(dtype)?;
         let moved = moves
             .into_iter()
             .rev()
             .try_fold(cast.id(), |value, op| lock(&self.graph).apply(op, &[value]).map(|outputs| outputs[0]))?;
-        Ok(Tensor::new(&self.graph, moved))
+        Ok(Tensor::of(&self.graph, moved))
     }
 
     /// Moves what only rearranges a weight's gradient (the rest of an embedding around the rows that were used) behind
@@ -271,7 +271,7 @@ impl Pass {
             let op: &dyn Any = &*node.op;
             let Some(widen) = op.downcast_ref::<Widen>() else { return Ok(None) };
             extent = widen.extent;
-            ranges.push((widen.start, Tensor::new(&self.graph, node.inputs[0]), widen.dim));
+            ranges.push((widen.start, Tensor::of(&self.graph, node.inputs[0]), widen.dim));
         }
         ranges.sort_by_key(|r| r.0);
         let dim = ranges[0].2;

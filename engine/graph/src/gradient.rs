@@ -61,7 +61,7 @@ impl Gradient {
     /// as it lies.
     pub fn in_forward<const NEW: usize>(&mut self, op: impl Op) -> Result<[Tensor; NEW]> {
         let new = lock(&self.graph).extend_node(self.node, Arc::new(op), NEW)?;
-        let new: Vec<Tensor> = new.into_iter().map(|id| Tensor::new(&self.graph, id)).collect();
+        let new: Vec<Tensor> = new.into_iter().map(|id| Tensor::of(&self.graph, id)).collect();
         Ok(new.try_into().expect("as many as were asked for"))
     }
 

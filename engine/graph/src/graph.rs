@@ -19,6 +19,7 @@ use crate::nn::{Init, Initializer};
 use crate::op::{Op, Rows};
 use crate::ops::Contiguous;
 use crate::optim::Optimizer;
+use crate::reference::layout_indices;
 
 /// The types that operations compute in, each in one of them throughout: sums and statistics that need it are f32 in any
 /// case. The CPU has kernels for f32; a step in bf16 can be planned.
@@ -70,6 +71,13 @@ pub enum Source {
     },
     /// The same number everywhere.
     Constant(f64),
+    /// Numbers that the model's source gives, in row-major order.
+    Data {
+        /// A name that says which numbers these are.
+        name: String,
+        /// The numbers.
+        elements: Arc<[f64]>,
+    },
 }
 
 /// A tensor that does not exist yet.
@@ -229,7 +237,7 @@ impl Graph {
             }
             return if made.dtype == spec.dtype { Ok(id) } else { Err(Error::TypeClash { name: name.into() }) };
         }
-        let fill = Initializer { init, name: name.into(), first: 0 };
+        let fill = Initializer { init, name: name.into(), first: 0, given: None };
         let id = self.push_value(spec, Source::Persistent { name: name.into(), fill });
         self.names.insert(name.into(), id);
         Ok(id)
@@ -293,6 +301,22 @@ impl Graph {
         }
         let layout = Layout::new(spec.shape.clone(), vec![0; spec.shape.rank()], 0);
         self.push_view(stored, spec, layout)
+    }
+
+    /// A tensor of numbers that the model's source gives; equal ones are stored once.
+    pub fn add_data(&mut self, elements: Vec<f64>, spec: Spec) -> ValueId {
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(format!("{:?}", (spec.dtype, spec.dims())).as_bytes());
+        for x in &elements {
+            hasher.update(&x.to_le_bytes());
+        }
+        let name = format!("data {}", &hasher.finalize().to_hex()[..16]);
+        if let Some(&id) = self.names.get(&name) {
+            return id;
+        }
+        let id = self.push_value(spec, Source::Data { name: name.clone(), elements: elements.into() });
+        self.names.insert(name, id);
+        id
     }
 
     /// Applies `op`, with a copy in front of inputs whose strides it cannot read. Returns one value per output.
@@ -413,6 +437,16 @@ impl Graph {
         }
     }
 
+    /// The elements of a value that the model's source gives, in row-major order, if it is one.
+    pub fn data(&self, id: ValueId) -> Option<Vec<f64>> {
+        let value = self.value(id);
+        match &self.value(value.root).source {
+            Source::Constant(number) => Some(vec![*number; value.spec.elements()]),
+            Source::Data { elements, .. } => Some(layout_indices(&value.layout).map(|i| elements[i]).collect()),
+            _ => None,
+        }
+    }
+
     /// A key for the next operation that draws random numbers: their order in the model, which no shape changes.
     pub fn next_random(&mut self) -> u64 {
         self.random_places += 1;
@@ -449,6 +483,8 @@ impl Graph {
 
     /// Begins a layer: nodes are of it until [`Self::leave_layer`].
     pub fn enter_layer(&mut self, name: Arc<str>) {
+        // Layers that were made without a name stand in the one around them.
+        let name = if name.is_empty() { self.layer().into() } else { name };
         self.layers.push(name);
     }
 

@@ -49,4 +49,4 @@ pub use graph::{FLOATS, Graph, Node, NodeId, Phase, Place, RowCount, Source, Val
 pub use nn::Model;
 pub use op::{Op, Rows};
 pub use reference::{Array, Reference};
-pub use tensor::Tensor;
+pub use tensor::{Device, IndexOp, Tensor, TensorIndexer, TensorOrScalar};

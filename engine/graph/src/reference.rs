@@ -123,6 +123,7 @@ pub fn evaluate_as_read(
                 array
             }
             Source::Constant(number) => Array::new(&[], vec![*number]),
+            Source::Data { elements, .. } => Array::new(value.spec.dims(), elements.to_vec()),
         };
         values[id.index()] = Some(filled);
     }

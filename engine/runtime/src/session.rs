@@ -278,6 +278,7 @@ fn write_initial_value(Persistent { fill, address, label, .. }: &Persistent, see
     match address.dtype {
         DType::F32 => fill.fill(seed, out.as_chunks_mut::<4>().0, |x| (x as f32).to_ne_bytes()),
         DType::BF16 => fill.fill(seed, out.as_chunks_mut::<2>().0, |x| bf16::from_f32(x as f32).to_ne_bytes()),
+        DType::U32 => fill.fill(seed, out.as_chunks_mut::<4>().0, |x| (x as u32).to_ne_bytes()),
         DType::U8 => fill.fill(seed, out, |x| x as u8),
         dtype => return Err(Error::NotFloat { name: label.tensor.clone(), dtype }),
     }

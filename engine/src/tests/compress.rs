@@ -18,7 +18,7 @@ fn kernels_are_their_references() {
         let graph = Arc::new(Mutex::new(Graph::default()));
         let spec = Spec::f32(dims.clone());
         let x = lock(&graph).add_input("x", spec.clone()).unwrap();
-        let packed = Tensor::apply_op::<2>(Compress, &[&Tensor::new(&graph, x)]).unwrap();
+        let packed = Tensor::apply_op::<2>(Compress, &[&Tensor::of(&graph, x)]).unwrap();
         let [y] = Tensor::apply_op(Expand(spec.clone()), &[&packed[0], &packed[1]]).unwrap();
         let numbers = Numbers::from_seed(3);
         let data: Vec<f32> = (0..spec.elements()).map(|i| numbers.normal(i) as f32).collect();

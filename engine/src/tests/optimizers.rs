@@ -40,11 +40,11 @@ impl Update {
         let mut names = vec!["weight".to_owned()];
         let persistent = |name: &str, spec, init| {
             let id = lock(&graph).add_persistent(name, spec, init).unwrap();
-            Tensor::new(&graph, id)
+            Tensor::of(&graph, id)
         };
         let input = |name, spec| {
             let id = lock(&graph).add_input(name, spec).unwrap();
-            Tensor::new(&graph, id)
+            Tensor::of(&graph, id)
         };
         lock(&graph).set_phase(Phase::Update);
         let weight = persistent("weight", Spec::f32(dims), Init::Randn { mean: 0.0, stdev: 1.0 });

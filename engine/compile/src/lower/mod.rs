@@ -290,7 +290,7 @@ impl<'a> Lowerer<'a> {
     fn key(&self, root: ValueId, phase: Phase, micro_batch: u32) -> Origin {
         let once = match &self.of.graph.value(root).source {
             Source::Node { node, .. } => self.of.graph.node(*node).phase == Phase::Update,
-            Source::Persistent { .. } | Source::Constant(_) => true,
+            Source::Persistent { .. } | Source::Constant(_) | Source::Data { .. } => true,
             Source::Input { name } => name.starts_with(PER_STEP),
         };
         match phase {
@@ -315,7 +315,17 @@ impl<'a> Lowerer<'a> {
                 let kind = BufferKind::Always { fill: fill.clone(), spec: value.spec.clone() };
                 self.program.add(value.spec.bytes(), label, kind)
             }
-            Source::Constant(number) => self.constant(*number, value),
+            Source::Constant(number) => {
+                // Programs share by name, and one number of two types is two tensors.
+                let name = match value.spec.dtype {
+                    DType::F32 => format!("constant {number}"),
+                    other => format!("constant {number} ({})", other.as_str()),
+                };
+                self.constant(Init::Const(*number), name, None, value)
+            }
+            Source::Data { name, elements } => {
+                self.constant(Init::Const(0.0), name.clone(), Some(elements.clone()), value)
+            }
             Source::Input { name } => self.input(name, key, value),
             Source::Node { .. } => self.of_another_rank(root, key),
         };
@@ -328,13 +338,8 @@ impl<'a> Lowerer<'a> {
         self.made.entry(key).or_insert(buffer);
     }
 
-    fn constant(&mut self, number: f64, value: &Value) -> BufferId {
-        // Programs share by name, and one number of two types is two tensors.
-        let name = match value.spec.dtype {
-            DType::F32 => format!("constant {number}"),
-            other => format!("constant {number} ({})", other.as_str()),
-        };
-        let fill = Initializer { init: Init::Const(number), name: name.clone(), first: 0 };
+    fn constant(&mut self, init: Init, name: String, given: Option<Arc<[f64]>>, value: &Value) -> BufferId {
+        let fill = Initializer { init, name: name.clone(), first: 0, given };
         let label = Label { tensor: name, op: String::new(), layer: String::new(), role: Role::Input };
         self.program.add(value.spec.bytes(), label, BufferKind::Always { fill, spec: value.spec.clone() })
     }

@@ -29,7 +29,7 @@ struct Case {
 fn stages(case: &Case, f: impl Fn(&Tensor, &VarBuilder) -> Result<Tensor>) -> BTreeMap<&'static str, String> {
     let graph = Arc::new(Mutex::new(Graph::default()));
     let x = lock(&graph).add_input("x", Spec::f32((2, 4))).unwrap();
-    let loss = f(&Tensor::new(&graph, x), &VarBuilder::new(&graph, DType::F32)).unwrap();
+    let loss = f(&Tensor::of(&graph, x), &VarBuilder::new(&graph, DType::F32)).unwrap();
     let ranks = case.stages.max(1);
     cut(&mut lock(&graph), ranks, &StagePartition::Balanced).unwrap();
     let mut outputs = vec![Output::local("loss", loss.id())];

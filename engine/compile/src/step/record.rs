@@ -198,7 +198,7 @@ impl Trace {
         let model = build(vb)?;
         let spec = Spec { shape: (batch, options.sequence).into(), dtype: DType::U32 };
         let id = lock(&graph).add_input("tokens", spec)?;
-        let tokens = Tensor::new(&graph, id);
+        let tokens = Tensor::of(&graph, id);
         Ok((Self { graph, tokens }, model))
     }
 
@@ -222,11 +222,11 @@ impl Trace {
 
     pub fn input(&self, name: &str, spec: Spec) -> gapless_graph::Result<Tensor> {
         let id = self.lock().add_input(name, spec)?;
-        Ok(Tensor::new(&self.graph, id))
+        Ok(Tensor::of(&self.graph, id))
     }
 
     pub fn tensor(&self, id: ValueId) -> Tensor {
-        Tensor::new(&self.graph, id)
+        Tensor::of(&self.graph, id)
     }
 
     pub fn lock(&self) -> MutexGuard<'_, Graph> {

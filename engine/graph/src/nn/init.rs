@@ -1,5 +1,7 @@
 //! What parameters hold before the first step.
 
+use std::sync::Arc;
+
 use gapless_kernels::Numbers;
 
 /// How a persistent tensor is filled.
@@ -32,11 +34,17 @@ pub struct Initializer {
     pub name: String,
     /// Which of its elements is the first here.
     pub first: usize,
+    /// The tensor's elements, where they are given instead.
+    pub given: Option<Arc<[f64]>>,
 }
 
 impl Initializer {
     /// Fills what is here: a pure function of the run's seed and of these, cast to its type.
     pub fn fill<T: Copy>(&self, seed: u64, out: &mut [T], cast: impl Fn(f64) -> T) {
+        if let Some(given) = &self.given {
+            out.iter_mut().zip(&given[self.first..]).for_each(|(x, &given)| *x = cast(given));
+            return;
+        }
         let hash = blake3::hash(self.name.as_bytes());
         let key = u64::from_le_bytes(hash.as_bytes()[..8].try_into().expect("8 of 32 bytes"));
         let (numbers, first) = (Numbers::from_seed(seed ^ key), self.first);

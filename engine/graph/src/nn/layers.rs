@@ -57,6 +57,14 @@ pub fn linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<L
     Ok(Linear::new(vb.get((out_dim, in_dim), "weight")?, None, vb.prefix()))
 }
 
+/// [`linear`] or [`linear_no_bias`].
+///
+/// # Errors
+/// When the names were used with other shapes.
+pub fn linear_b(in_dim: usize, out_dim: usize, bias: bool, vb: VarBuilder) -> Result<Linear> {
+    if bias { linear(in_dim, out_dim, vb) } else { linear_no_bias(in_dim, out_dim, vb) }
+}
+
 /// Rows of a table by id.
 #[derive(Debug, Clone)]
 pub struct Embedding {
@@ -65,6 +73,11 @@ pub struct Embedding {
 }
 
 impl Embedding {
+    /// A layer from its table [vocabulary, width].
+    pub fn new(embeddings: Tensor, _width: usize) -> Self {
+        Self { embeddings, layer: String::new() }
+    }
+
     /// The table, [vocabulary, width]: for a head that is tied to it.
     pub fn embeddings(&self) -> &Tensor {
         &self.embeddings
@@ -95,6 +108,13 @@ pub struct LayerNorm {
     layer: String,
 }
 
+impl LayerNorm {
+    /// A layer from its parameters, `[width]` each.
+    pub fn new(weight: Tensor, bias: Tensor, eps: f64) -> Self {
+        Self { weight, bias, eps, layer: String::new() }
+    }
+}
+
 impl Module for LayerNorm {
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         let _layer = xs.enter(&self.layer);
@@ -118,6 +138,13 @@ pub struct RmsNorm {
     weight: Tensor,
     eps: f64,
     layer: String,
+}
+
+impl RmsNorm {
+    /// A layer from its parameter `[width]`.
+    pub fn new(weight: Tensor, eps: f64) -> Self {
+        Self { weight, eps, layer: String::new() }
+    }
 }
 
 impl Module for RmsNorm {

@@ -1,19 +1,62 @@
 //! Layers and the names of their parameters, as in `candle_nn`.
 
+mod activation;
+mod conv;
+mod group_norm;
 mod init;
 mod layers;
+pub mod loss;
 mod model;
 mod moe;
+pub mod ops;
+pub mod rotary_emb;
+mod sequential;
 mod var_builder;
 
+pub use activation::Activation;
+pub use conv::{
+    Conv, Conv1d, Conv1dConfig, Conv2d, Conv2dConfig, ConvConfig, conv1d, conv1d_no_bias, conv2d, conv2d_no_bias,
+};
+pub use group_norm::{GroupNorm, group_norm};
 pub use init::{Init, Initializer};
-pub use layers::{Embedding, LayerNorm, Linear, RmsNorm, embedding, layer_norm, linear, linear_no_bias, rms_norm};
+pub use layers::{
+    Embedding, LayerNorm, Linear, RmsNorm, embedding, layer_norm, linear, linear_b, linear_no_bias, rms_norm,
+};
 pub use model::Model;
 pub use moe::{Capacity, Choice, Exchange, Experts, Router, RouterConfig, Routing, Score};
+pub use ops::Dropout;
+pub use sequential::{Sequential, seq};
 pub use var_builder::VarBuilder;
 
 use crate::error::Result;
 use crate::tensor::Tensor;
+
+/// A layer that may do something else while training.
+pub trait ModuleT {
+    /// Records the layer.
+    ///
+    /// # Errors
+    /// When the shapes do not fit.
+    fn forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor>;
+}
+
+impl<M: Module> ModuleT for M {
+    fn forward_t(&self, xs: &Tensor, _: bool) -> Result<Tensor> {
+        self.forward(xs)
+    }
+}
+
+impl<F: Fn(&Tensor) -> Result<Tensor>> Module for F {
+    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        self(xs)
+    }
+}
+
+impl<M: Module> Module for Option<&M> {
+    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        self.map_or_else(|| Ok(xs.clone()), |layer| layer.forward(xs))
+    }
+}
 
 /// A layer with one input and one output.
 pub trait Module {

@@ -9,12 +9,12 @@ use super::Init;
 use crate::error::{Error, Result};
 use crate::graph::{Graph, lock};
 use crate::optim::Optimizer;
-use crate::tensor::Tensor;
+use crate::tensor::{Device, Tensor};
 
 /// Declares parameters under a path, as candle's does: `vb.pp("h").pp(3).get((4, 4), "weight")` is `h.3.weight`.
 #[derive(Debug, Clone)]
 pub struct VarBuilder {
-    graph: Arc<Mutex<Graph>>,
+    graph: Device,
     path: String,
     dtype: DType,
     expert_ranks: (usize, usize),
@@ -23,7 +23,7 @@ pub struct VarBuilder {
 impl VarBuilder {
     /// Declares parameters of a type in a graph.
     pub fn new(graph: &Arc<Mutex<Graph>>, dtype: DType) -> Self {
-        Self { graph: graph.clone(), path: String::new(), dtype, expert_ranks: (1, 0) }
+        Self { graph: Device::of(graph), path: String::new(), dtype, expert_ranks: (1, 0) }
     }
 
     /// For rank `rank` of `ranks` that share the experts.
@@ -53,7 +53,7 @@ impl VarBuilder {
         }
         let init = Init::Randn { mean: 0.0, stdev: 0.02 };
         let id = lock(&self.graph).add_share(&self.full(name), whole, init, self.expert_ranks)?;
-        Ok(Tensor::new(&self.graph, id))
+        Ok(Tensor::of(&self.graph, id))
     }
 
     /// The builder one level down.
@@ -65,6 +65,11 @@ impl VarBuilder {
     /// The path so far, e.g. `h.3`: what [`Tensor::enter`] takes.
     pub fn prefix(&self) -> &str {
         &self.path
+    }
+
+    /// Where tensors beside the parameters are made.
+    pub fn device(&self) -> &Device {
+        &self.graph
     }
 
     /// The type of the parameters: `TrainOptions::dtype`.
@@ -87,7 +92,7 @@ impl VarBuilder {
     pub fn get_with_hints(&self, shape: impl Into<Shape>, name: &str, init: Init) -> Result<Tensor> {
         let spec = Spec { shape: shape.into(), dtype: self.dtype };
         let id = lock(&self.graph).add_persistent(&self.full(name), spec, init)?;
-        Ok(Tensor::new(&self.graph, id))
+        Ok(Tensor::of(&self.graph, id))
     }
 
     /// A parameter that changes by a rule of its own, whatever the optimizer is: what its operation sends as a gradient need

@@ -1,4 +1,4 @@
-//! Sum, difference, product and quotient of equal shapes; broadcast operands come as views with stride 0.
+//! Sum, difference, product, quotient, maximum and minimum of equal shapes; broadcast operands come as views with stride 0.
 
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::{Args, zip};
@@ -15,6 +15,8 @@ pub enum BinaryKind {
     Sub,
     Mul,
     Div,
+    Maximum,
+    Minimum,
 }
 
 impl BinaryKind {
@@ -24,6 +26,8 @@ impl BinaryKind {
             Self::Sub => "sub",
             Self::Mul => "mul",
             Self::Div => "div",
+            Self::Maximum => "maximum",
+            Self::Minimum => "minimum",
         }
     }
 }
@@ -55,11 +59,18 @@ impl Op for Binary {
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         let (a, b, dy) = (g.input(0), g.input(1), g.grad(0));
+        // Where the first is it; of equal ones, it is.
+        let first = match self.kind {
+            BinaryKind::Maximum => a.ge(&b)?,
+            BinaryKind::Minimum => a.le(&b)?,
+            _ => a.clone(),
+        };
         if g.needs(0) {
             let da = match self.kind {
                 BinaryKind::Add | BinaryKind::Sub => dy.clone(),
                 BinaryKind::Mul => dy.mul(&b)?,
                 BinaryKind::Div => dy.div(&b)?,
+                BinaryKind::Maximum | BinaryKind::Minimum => first.where_cond(&dy, &dy.zeros_like()?)?,
             };
             g.send(0, da);
         }
@@ -70,6 +81,7 @@ impl Op for Binary {
                 BinaryKind::Mul => dy.mul(&a)?,
                 // d(a/b)/db = −(a/b)/b.
                 BinaryKind::Div => dy.mul(&g.output(0))?.div(&b)?.neg()?,
+                BinaryKind::Maximum | BinaryKind::Minimum => first.where_cond(&dy.zeros_like()?, &dy)?,
             };
             g.send(1, db);
         }
@@ -86,6 +98,8 @@ impl Op for Binary {
             BinaryKind::Sub => zip(args, |a, b| a - b),
             BinaryKind::Mul => zip(args, |a, b| a * b),
             BinaryKind::Div => zip(args, |a, b| a / b),
+            BinaryKind::Maximum => zip(args, f32::max),
+            BinaryKind::Minimum => zip(args, f32::min),
         }
     }
     fn cuda_fusible(&self) -> Option<gapless_kernels::cuda::Fusible> {
@@ -94,6 +108,8 @@ impl Op for Binary {
             BinaryKind::Sub => "$0 - $1",
             BinaryKind::Mul => "$0 * $1",
             BinaryKind::Div => "$0 / $1",
+            BinaryKind::Maximum => "fmaxf($0, $1)",
+            BinaryKind::Minimum => "fminf($0, $1)",
         }))
     }
 
@@ -103,6 +119,8 @@ impl Op for Binary {
             BinaryKind::Sub => a - b,
             BinaryKind::Mul => a * b,
             BinaryKind::Div => a / b,
+            BinaryKind::Maximum => a.max(b),
+            BinaryKind::Minimum => a.min(b),
         })]
     }
 }

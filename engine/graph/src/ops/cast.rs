@@ -1,4 +1,4 @@
-//! Another type of float.
+//! Numbers as floats of another type.
 
 use candle_core::DType;
 use gapless_kernels::Spec;
@@ -10,7 +10,7 @@ use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
-/// The same numbers in another of the [`FLOATS`], rounded to it.
+/// The same numbers, of floats, masks or ids, in another of the [`FLOATS`], rounded to it.
 #[derive(Debug, Clone, Copy)]
 pub struct Cast {
     /// The type.
@@ -23,7 +23,7 @@ impl Op for Cast {
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
-        super::expect_float(inputs)?;
+        super::expect_stored(&inputs[0])?;
         if !FLOATS.contains(&self.dtype) {
             return Err(format!("{:?} is not one of {FLOATS:?}", self.dtype));
         }
@@ -32,6 +32,9 @@ impl Op for Cast {
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         let dtype = g.input(0).dtype();
+        if !dtype.is_float() {
+            return Ok(()); // Masks and ids are constants to what is made of them.
+        }
         let [dx] = Tensor::apply_op(Self { dtype }, &[&g.grad(0)])?;
         g.send(0, dx);
         Ok(())
@@ -41,28 +44,43 @@ impl Op for Cast {
         0
     }
 
+    /// Sums are of gradients: floats.
     fn accumulates(&self, _: usize) -> bool {
         true
     }
 
-    /// From f32 to f32, the only type that the CPU computes in.
+    /// To f32, the only type that the CPU computes in.
     fn run(&self, args: &mut Args<'_>) {
         let accumulate = args.accumulate(0);
-        let out = args.output::<f32>(0).pieces_mut(BLOCK);
-        out.zip(args.input::<f32>(0).pieces(BLOCK)).for_each(|(out, x)| match accumulate {
-            true => out.iter_mut().zip(x).for_each(|(out, x)| *out += x),
-            false => out.copy_from_slice(x),
-        });
+        let out = args.output::<f32>(0);
+        match args.input_dtype(0) {
+            DType::U8 => convert(out, args.input::<u8>(0), |x| f32::from(x)),
+            DType::U32 => convert(out, args.input::<u32>(0), |x| x as f32),
+            _ => out.pieces_mut(BLOCK).zip(args.input::<f32>(0).pieces(BLOCK)).for_each(|(out, x)| match accumulate {
+                true => out.iter_mut().zip(x).for_each(|(out, x)| *out += x),
+                false => out.copy_from_slice(x),
+            }),
+        }
     }
     fn cuda_fusible(&self) -> Option<gapless_kernels::cuda::Fusible> {
         Some(gapless_kernels::cuda::Fusible::each("$0"))
     }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
-        gapless_kernels::cuda::launch::copy(operands)
+        match operands.inputs[0].dtype {
+            DType::U8 | DType::U32 => {
+                gapless_kernels::cuda::generate::each(self.name(), self.cuda_fusible()?, operands)
+            }
+            _ => gapless_kernels::cuda::launch::copy(operands),
+        }
     }
 
     /// Unrounded.
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         vec![args.input(0).clone()]
     }
+}
+
+/// Each element as a float.
+fn convert<T: Copy + Sync>(out: &mut [f32], x: &[T], f: impl Fn(T) -> f32 + Sync) {
+    out.pieces_mut(BLOCK).zip(x.pieces(BLOCK)).for_each(|(out, x)| out.iter_mut().zip(x).for_each(|(o, &x)| *o = f(x)));
 }

@@ -1,7 +1,8 @@
 //! A copy without gaps.
 
+use candle_core::DType;
 use gapless_kernels::Spec;
-use gapless_kernels::cpu::{Args, InPieces, Pieces, last_extent, row_of, rows_per_task};
+use gapless_kernels::cpu::{Args, Element, each_row, row_of};
 
 use crate::error::Result;
 use crate::reference::{Array, Reference};
@@ -17,7 +18,7 @@ impl Op for Contiguous {
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
-        super::expect_float(inputs)?;
+        super::expect_stored(&inputs[0])?;
         Ok(vec![inputs[0].clone()])
     }
 
@@ -36,18 +37,11 @@ impl Op for Contiguous {
     }
 
     fn run(&self, args: &mut Args<'_>) {
-        let out = args.output::<f32>(0);
-        let (x, layout) = args.strided::<f32>(0);
-        let width = last_extent(layout);
-        let rows = rows_per_task(width);
-        out.pieces_mut(rows * width).enumerate().for_each(|(task, out)| {
-            for (row, out) in out.chunks_mut(width).enumerate() {
-                match row_of(x, layout, task * rows + row) {
-                    (x, 1) => out.copy_from_slice(&x[..width]),
-                    (x, step) => out.iter_mut().enumerate().for_each(|(i, o)| *o = x[i * step]),
-                }
-            }
-        });
+        match args.input_dtype(0) {
+            DType::U8 => copy::<u8>(args),
+            DType::U32 => copy::<u32>(args),
+            _ => copy::<f32>(args),
+        }
     }
     fn cuda_fusible(&self) -> Option<gapless_kernels::cuda::Fusible> {
         Some(gapless_kernels::cuda::Fusible::each("$0"))
@@ -59,4 +53,12 @@ impl Op for Contiguous {
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         vec![args.input(0).clone()]
     }
+}
+
+fn copy<T: Element + 'static>(args: &mut Args<'_>) {
+    let (out, (x, layout)) = (args.output::<T>(0), args.strided::<T>(0));
+    each_row(out, layout, |row, out| match row_of(x, layout, row) {
+        (x, 1) => out.copy_from_slice(&x[..out.len()]),
+        (x, step) => out.iter_mut().enumerate().for_each(|(i, o)| *o = x[i * step]),
+    });
 }

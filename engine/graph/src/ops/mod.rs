@@ -7,19 +7,23 @@ mod broadcast;
 mod cast;
 mod cat;
 mod collective;
+mod compare;
 mod compress;
 mod contiguous;
 mod cross_entropy;
 mod dropout;
 mod embedding;
 mod experts;
+mod gather;
 mod layer_norm;
 mod linear;
 mod linear_cross_entropy;
 mod matmul;
+mod max;
 mod narrow;
 mod norm_grad;
 mod output_types;
+mod powf;
 mod reshape;
 mod rms_norm;
 mod rope;
@@ -29,6 +33,7 @@ mod sum;
 mod swiglu;
 mod transpose;
 mod unary;
+mod where_cond;
 
 pub(crate) use gapless_kernels::width;
 
@@ -39,20 +44,25 @@ pub use broadcast::BroadcastAs;
 pub use cast::Cast;
 pub use cat::Cat;
 pub use collective::{Collective, Group};
+pub use compare::{Compare, Comparison};
 pub use compress::{Compress, Expand, packed};
 pub use contiguous::Contiguous;
 pub use cross_entropy::CrossEntropy;
 pub use dropout::Dropout;
 pub use embedding::Embedding;
+pub(crate) use experts::TopKGrad;
 pub use experts::{
     Chooses, Combine, Dispatch, DropPolicy, ExpertGroups, ExpertLoad, GroupedLinear, Jitter, LogSumExp, NONE, Route,
     RoutedSwiGlu, RunLengths, RunStarts, SlotWeights, TopK, Unplaced,
 };
+pub use gather::{Gather, ScatterAdd};
 pub use layer_norm::LayerNorm;
 pub use linear::Linear;
 pub use linear_cross_entropy::LinearCrossEntropy;
 pub use matmul::MatMul;
+pub use max::Max;
 pub use narrow::{Narrow, Widen};
+pub use powf::Powf;
 pub use reshape::Reshape;
 pub(crate) use reshape::reshaped;
 pub use rms_norm::RmsNorm;
@@ -63,6 +73,7 @@ pub use sum::Sum;
 pub use swiglu::SwiGlu;
 pub use transpose::Transpose;
 pub use unary::{Unary, UnaryKind};
+pub use where_cond::Where;
 
 use candle_core::{DType, Layout};
 use gapless_kernels::Spec;
@@ -81,6 +92,23 @@ pub(crate) fn expect_float(inputs: &[Spec]) -> Result<(), String> {
             Err(format!("input {index} is {:?}, input 0 {first:?}; all must be of one type", inputs[index].dtype))
         }
         None => Ok(()),
+    }
+}
+
+/// Refuses anything but a mask: zeros and others, of u8 or u32.
+pub(crate) fn expect_mask(input: &Spec) -> Result<(), String> {
+    match input.dtype {
+        DType::U8 | DType::U32 => Ok(()),
+        other => Err(format!("a mask must be u8 or u32, not {other:?}")),
+    }
+}
+
+/// The types that are copied and compared: the [`FLOATS`], masks and ids.
+pub(crate) fn expect_stored(input: &Spec) -> Result<(), String> {
+    if FLOATS.contains(&input.dtype) {
+        Ok(())
+    } else {
+        expect_mask(input).map_err(|_| format!("{:?} has no kernels", input.dtype))
     }
 }
 

@@ -181,6 +181,11 @@ impl<'a> Args<'a> {
         self.inputs[index].layout.dims()
     }
 
+    /// Type of an input's elements.
+    pub fn input_dtype(&self, index: usize) -> DType {
+        self.inputs[index].dtype
+    }
+
     /// Extents of an output.
     pub fn output_dims(&self, index: usize) -> &'a [usize] {
         self.outputs[index].layout.dims()

@@ -36,6 +36,15 @@ pub fn rows_per_task(width: usize) -> usize {
     (BLOCK / width.max(1)).max(1)
 }
 
+/// Calls f with the index of each row of the last dimension of `layout`, and its elements of a dense output.
+pub fn each_row<T: Send>(out: &mut [T], layout: &Layout, f: impl Fn(usize, &mut [T]) + Sync) {
+    let width = last_extent(layout);
+    let rows = rows_per_task(width);
+    out.pieces_mut(rows * width).enumerate().for_each(|(task, out)| {
+        out.chunks_mut(width).enumerate().for_each(|(row, out)| f(task * rows + row, out));
+    });
+}
+
 /// out = f(x), where the output may overwrite the input.
 pub fn map(args: &mut Args<'_>, f: impl Fn(f32) -> f32 + Sync) {
     let out = args.output::<f32>(0);

@@ -13,6 +13,6 @@ pub mod simd;
 mod tasks;
 
 pub use args::{Args, Element};
-pub use elementwise::{BLOCK, arch, last_extent, map, row_of, rows_per_task, vectorize, zip};
+pub use elementwise::{BLOCK, arch, each_row, last_extent, map, row_of, rows_per_task, vectorize, zip};
 pub use pieces::{InPieces, Pieces};
 pub use scratch::{Scratch, ScratchMemory};

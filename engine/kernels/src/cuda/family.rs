@@ -49,6 +49,8 @@ families! {
     Embedding = "embedding.cu",
     /// Rows to experts and back, and the experts' gated unit.
     Experts = "experts.cu",
+    /// Elements that ids name, and the greatest of rows.
+    Gather = "gather.cu",
     /// The experts' products.
     Grouped = "grouped.cu",
     /// The experts' products on tensor cores.

@@ -118,11 +118,13 @@ impl Lies {
     }
 }
 
-/// A type's name in the kernels.
+/// A type's name in the kernels that read it.
 fn type_of(dtype: DType) -> Option<&'static str> {
     match dtype {
         DType::F32 => Some("f32"),
         DType::BF16 => Some("bf16"),
+        DType::U8 => Some("u8"),
+        DType::U32 => Some("u32"),
         _ => None,
     }
 }
@@ -232,7 +234,8 @@ impl Writer<'_> {
         let mut all = Vec::new();
         for (index, (operand, &(member, _))) in self.operands.outputs.iter().zip(self.outputs).enumerate() {
             if !matches!(self.members[member].fusible, Fusible::Norm { .. }) {
-                let type_name = type_of(operand.dtype)?;
+                // Ids are not stored: they would be rounded.
+                let type_name = type_of(operand.dtype).filter(|_| operand.dtype != DType::U32)?;
                 fields.push(&format!("{type_name}* y{index}"), [operand.address]);
                 all.push(Element { index, lies: Lies::Dense, dtype: operand.dtype, type_name });
             }

@@ -12,12 +12,16 @@ const SHAPES: [&[usize]; 4] = [&[1], &[7], &[3, 5, 17], &[2, 1033]];
 /// Each in one of the types: kernels are generated alike for both, and a compiler takes a second for each.
 #[test]
 fn functions_of_one_element() {
-    use UnaryKind::{Exp, Gelu, GeluErf, Log, Recip, Relu, Sigmoid, Silu, Sqr, Sqrt, Tanh};
+    use UnaryKind::{Abs, Cos, Erf, Exp, Gelu, GeluErf, Log, Recip, Relu, Sigmoid, Silu, Sin, Sqr, Sqrt, Tanh};
     for shape in SHAPES {
         for (index, (kind, name, gradient)) in [
             (Exp, "exp", "exp_grad"),
             (Sqr, "sqr", "sqr_grad"),
             (Recip, "recip", "recip_grad"),
+            (Abs, "abs", "abs_grad"),
+            (Sin, "sin", "sin_grad"),
+            (Cos, "cos", "cos_grad"),
+            (Erf, "erf", "erf_grad"),
             (Tanh, "tanh", "tanh_grad"),
             (Sigmoid, "sigmoid", "sigmoid_grad"),
             (Relu, "relu", "relu_grad"),
@@ -45,9 +49,10 @@ fn functions_of_one_element() {
 
 #[test]
 fn functions_of_two_elements_with_every_kind_of_strides() {
-    use BinaryKind::{Add, Div, Mul, Sub};
+    use BinaryKind::{Add, Div, Maximum, Minimum, Mul, Sub};
     let apply = |kind, a: &Tensor, b: &Tensor| Tensor::apply_op::<1>(Binary { kind }, &[a, b]).map(|[y]| y);
-    for (kind, name) in [(Add, "add"), (Sub, "sub"), (Mul, "mul"), (Div, "div")] {
+    let kinds = [(Add, "add"), (Sub, "sub"), (Mul, "mul"), (Div, "div"), (Maximum, "maximum"), (Minimum, "minimum")];
+    for (kind, name) in kinds {
         for shape in SHAPES {
             check(&[name], &[shape, shape], &[], |x, _| apply(kind, &x[0], &x[1].sqr()?.affine(1.0, 1.0)?));
         }

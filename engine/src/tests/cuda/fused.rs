@@ -39,11 +39,11 @@ pub(super) struct Function {
 impl Function {
     pub fn new(dtype: DType, f: impl Fn(&dyn Fn(&str, &[usize]) -> Tensor) -> Result<Tensor>) -> Result<Self> {
         let Self { graph, mut outputs } = Self::forward(dtype, f)?;
-        let y = Tensor::new(&graph, outputs[0].value);
+        let y = Tensor::of(&graph, outputs[0].value);
         let weights = VarBuilder::new(&graph, dtype).get_with_hints(y.dims().to_vec(), "weights", NORMAL)?;
         let gradients = differentiate(&graph, &y.mul(&weights)?.sum_all()?, 1.0)?;
         for (index, id) in gradients.iter().flat_map(|gradient| &gradient.summands).enumerate() {
-            let summand = Tensor::new(&graph, *id).contiguous()?;
+            let summand = Tensor::of(&graph, *id).contiguous()?;
             outputs.push(Output::local(format!("gradient {index}"), summand.id()));
         }
         Ok(Self { graph, outputs })

@@ -45,6 +45,7 @@ impl Region {
             DType::F32 => numbers.iter().flat_map(|&x| (x as f32).to_ne_bytes()).collect(),
             DType::BF16 => numbers.iter().flat_map(|&x| to_bf16(x as f32).to_ne_bytes()).collect(),
             DType::U32 => numbers.iter().flat_map(|&x| (x as u32).to_ne_bytes()).collect(),
+            DType::U8 => numbers.iter().map(|&x| x as u8).collect(),
             DType::F64 => numbers.iter().flat_map(|&x| x.to_ne_bytes()).collect(),
             dtype => panic!("no kernel takes {dtype:?}"),
         };
@@ -68,6 +69,7 @@ impl Region {
             DType::F32 => each(self.bytes(), |b| f64::from(f32::from_ne_bytes(b))),
             DType::BF16 => each(self.bytes(), |b| f64::from(from_bf16(u16::from_ne_bytes(b)))),
             DType::U32 => each(self.bytes(), |b| f64::from(u32::from_ne_bytes(b))),
+            DType::U8 => self.bytes().iter().map(|&byte| f64::from(byte)).collect(),
             DType::F64 => each(self.bytes(), f64::from_ne_bytes),
             dtype => panic!("no kernel gives {dtype:?}"),
         }

@@ -25,3 +25,4 @@ mod rows;
 mod small;
 mod step;
 mod trainer;
+mod vocabulary;

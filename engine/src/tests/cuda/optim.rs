@@ -162,7 +162,7 @@ fn judge_update(rule: &dyn Optimizer, name: &str, of: [Array; 2], norm: f64, sta
             true => lock(&graph).add_persistent(name, spec, Init::Const(0.0)),
             false => lock(&graph).add_input(name, spec),
         };
-        Tensor::new(&graph, id.unwrap())
+        Tensor::of(&graph, id.unwrap())
     };
     let [parameter, gradient] = of;
     let (parameter, gradient) = (add("parameter", &parameter, true), add("gradient", &gradient, true));

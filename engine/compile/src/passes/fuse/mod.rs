@@ -383,7 +383,7 @@ fn fusible(program: &Program, instr: &Instr) -> Option<Fusible> {
         && instr.predicate.is_none()
         && operands.all(|operand| {
             let is_counted = program.buffers[operand.buffer.index()].counted.is_some();
-            !is_counted && matches!(operand.dtype, DType::F32 | DType::BF16)
+            !is_counted && matches!(operand.dtype, DType::F32 | DType::BF16 | DType::U8)
         });
     let elements = count(instr.outputs.first()?);
     let fits = match &fusible {

@@ -185,7 +185,7 @@ fn a_layer_of_experts_has_choices_no_worse_than_those_of_its_runs() {
     let vb = VarBuilder::new(&graph, DType::BF16);
     let table = gapless_graph::nn::embedding(1000, 2048, vb.pp("table")).unwrap();
     let tokens = lock(&graph).add_input("tokens", Spec { shape: (1, 4096).into(), dtype: DType::U32 }).unwrap();
-    let x = table.forward(&Tensor::new(&graph, tokens)).unwrap();
+    let x = table.forward(&Tensor::of(&graph, tokens)).unwrap();
     let y = layer_of_experts(&x, &vb).unwrap();
     // What reads the layer's result in the backward.
     let loss = rms_norm(2048, 1e-6, vb.pp("norm")).unwrap().forward(&y).unwrap();

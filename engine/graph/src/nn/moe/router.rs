@@ -1,6 +1,6 @@
 //! Which experts a token goes to, and with what weight.
 
-use candle_core::DType;
+use candle_core::{D, DType};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
@@ -264,7 +264,7 @@ impl RouterConfig {
             losses.push(shares.broadcast_mul(&load.unsqueeze(1)?)?.sum(2)?.affine(scale, 0.0)?);
         }
         if z_loss > 0.0 {
-            losses.push(logits.log_sum_exp()?.sqr()?.affine(z_loss, 0.0)?);
+            losses.push(logits.log_sum_exp(D::Minus1)?.sqr()?.affine(z_loss, 0.0)?);
         }
         losses.into_iter().map(Ok).reduce(|a, b| a?.add(&b?)).transpose()
     }

@@ -34,6 +34,7 @@ pub use route::{Chooses, DropPolicy, Route};
 pub use routed_swiglu::RoutedSwiGlu;
 pub use slot_weights::SlotWeights;
 pub use starts::{RunLengths, RunStarts};
+pub(crate) use top_k::TopKGrad;
 pub use top_k::{ExpertGroups, TopK};
 
 use std::ops::Range;

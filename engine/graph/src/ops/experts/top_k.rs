@@ -190,8 +190,9 @@ impl Op for TopK {
 
 /// The gradients of all scores, zero for experts that were not chosen, from (ids, gradients of those that were).
 #[derive(Debug, Clone, Copy)]
-struct TopKGrad {
-    experts: usize,
+pub(crate) struct TopKGrad {
+    /// Number of scores.
+    pub experts: usize,
 }
 
 impl Op for TopKGrad {

@@ -4,6 +4,7 @@
 // an ordinary C++ compiler, in front of which a stand-in for the device defines what CUDA defines (cuda/tests/on_host).
 #pragma once
 
+typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -36,6 +37,10 @@ __device__ __forceinline__ u32 bits_of(f32 x) { return __float_as_uint(x); }
 __device__ __forceinline__ f32 load(const f32* from) { return *from; }
 __device__ __forceinline__ f32 load(const bf16* from) { return __uint_as_float(u32(from->bits) << 16); }
 
+// Masks and ids, as numbers: exact below 2^24.
+__device__ __forceinline__ f32 load(const u8* from) { return f32(*from); }
+__device__ __forceinline__ f32 load(const u32* from) { return f32(*from); }
+
 // The nearest bf16; of two equally near ones the even one.
 __device__ __forceinline__ bf16 round_to_bf16(f32 x) {
     const u32 bits = bits_of(x);
@@ -44,6 +49,7 @@ __device__ __forceinline__ bf16 round_to_bf16(f32 x) {
 }
 
 __device__ __forceinline__ void store(f32* to, f32 x) { *to = x; }
+__device__ __forceinline__ void store(u8* to, f32 x) { *to = u8(x); }
 __device__ __forceinline__ void store(bf16* to, f32 x) { *to = round_to_bf16(x); }
 
 // Adds to what is there, or overwrites it.

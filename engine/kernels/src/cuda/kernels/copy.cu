@@ -29,6 +29,8 @@ __device__ void copy(const CopyArguments& to) {
     ((T*)to.y)[to.at_y.at(i)] = ((const T*)to.x)[to.at_x.at(i)];
 }
 KERNELS(copy, CopyArguments)
+KERNEL(copy_u8, CopyArguments) { copy<u8>(arguments); }
+KERNEL(copy_u32, CopyArguments) { copy<u32>(arguments); }
 
 // From one type to another, or added to what is there.
 KERNEL(to_f32_f32, CopyArguments) { convert<f32, f32>(arguments); }

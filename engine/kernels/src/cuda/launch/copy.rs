@@ -30,6 +30,8 @@ pub fn copy_to(x: &Operand, y: &Operand, part: &Layout, accumulate: u32) -> Opti
     let name = match (x.dtype, y.dtype) {
         (DType::BF16, DType::F32) => "to_f32_bf16".into(),
         (DType::F32, DType::BF16) => "to_bf16_f32".into(),
+        (DType::U8, DType::U8) => "copy_u8".into(),
+        (DType::U32, DType::U32) => "copy_u32".into(),
         (from, to) if from == to && accumulate == 0 => typed("copy", from)?,
         (DType::F32, DType::F32) => "to_f32_f32".into(),
         (DType::BF16, DType::BF16) => "to_bf16_bf16".into(),

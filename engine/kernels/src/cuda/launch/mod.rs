@@ -8,6 +8,7 @@ mod attention;
 mod copy;
 mod embedding;
 mod experts;
+mod gather;
 mod grouped;
 mod norm;
 mod product;
@@ -26,6 +27,7 @@ pub use experts::{
     Routing, combine, dispatch, expert_load, gather, load_bias, route, routed_gated, routed_gated_grad, run_lengths,
     run_starts, top_k, top_k_grad, unplaced,
 };
+pub use gather::{gather_along, row_max, scatter_add};
 pub use grouped::{grouped_linear, grouped_linear_grad_input, grouped_linear_grad_weight};
 pub use norm::{norm, norm_grad_input, norm_grad_weight, norm_grad_weight_workspace};
 pub use product::ALIGNMENT;

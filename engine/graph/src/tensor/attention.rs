@@ -1,0 +1,80 @@
+//! Attention: fused where every query sees all keys or those before it, composed where a mask says which.
+
+use candle_core::D;
+
+use super::Tensor;
+use crate::error::Result;
+use crate::ops;
+
+/// Attention of `self`, the queries.
+impl Tensor {
+    /// Fused causal attention of `self` (the queries): [batch, heads, tokens, head size], with keys and values of
+    /// [batch, key-value heads, tokens, head size]. Never makes the tokens × tokens scores
+    /// (FlashAttention, arXiv 2205.14135).
+    ///
+    /// # Errors
+    /// When the shapes do not fit or the heads are not a multiple of the key-value heads.
+    pub fn causal_attention(&self, k: &Self, v: &Self, scale: f64) -> Result<Self> {
+        self.fused_attention(k, v, scale, true)
+    }
+
+    /// As [`Self::causal_attention`], but every query sees every key.
+    ///
+    /// # Errors
+    /// As [`Self::causal_attention`].
+    pub fn attention(&self, k: &Self, v: &Self, scale: f64) -> Result<Self> {
+        self.fused_attention(k, v, scale, false)
+    }
+
+    /// Attention under a mask that broadcasts to [batch, heads, queries, keys]: of u8 or u32, 0 for the keys that a query does not
+    /// see; of floats, what is added to the scores. A query that sees nothing gives NaN. The scores exist whole.
+    ///
+    /// # Errors
+    /// When the shapes do not fit or the heads are not a multiple of the key-value heads.
+    pub fn masked_attention(&self, k: &Self, v: &Self, mask: &Self, scale: f64) -> Result<Self> {
+        let (batch, heads, queries, size) = self.dims4()?;
+        let (_, kv_heads, keys, _) = k.dims4()?;
+        if kv_heads == 0 || heads % kv_heads != 0 {
+            let what = format!("{heads} heads are not a multiple of {kv_heads} key-value heads");
+            return Err(self.shape_error("masked_attention", what));
+        }
+        // Key-value heads once for each head that reads them.
+        let shared = |x: &Self| {
+            let repeated = x.unsqueeze(2)?.broadcast_as((batch, kv_heads, heads / kv_heads, keys, size))?;
+            repeated.reshape((batch, heads, keys, size))
+        };
+        let scores = (self.matmul(&shared(k)?.t()?)? * scale)?;
+        let mask = mask.broadcast_as((batch, heads, queries, keys))?;
+        let scores = match mask.dtype().is_float() {
+            true => scores.add(&mask)?,
+            false => scores.masked_fill(&mask.eq(0u8)?, f32::NEG_INFINITY)?,
+        };
+        scores.softmax_last_dim()?.matmul(&shared(v)?)
+    }
+
+    /// Attention in which every query sees the last `window` keys up to its own (Beltagy et al., arXiv 2004.05150): fused if that
+    /// is all of them, else by [`Self::masked_attention`].
+    ///
+    /// # Errors
+    /// As [`Self::causal_attention`].
+    pub fn sliding_attention(&self, k: &Self, v: &Self, window: usize, scale: f64) -> Result<Self> {
+        let (queries, keys) = (self.dim(D::Minus2)?, k.dim(D::Minus2)?);
+        if window >= keys {
+            return self.causal_attention(k, v, scale);
+        }
+        if keys < queries || window == 0 {
+            return Err(self.shape_error("sliding_attention", "a key for every query, and a window, is needed".into()));
+        }
+        let sees = |i: usize| {
+            let (own, key) = (i / keys + keys - queries, i % keys);
+            u8::from(key <= own && own - key < window)
+        };
+        let mask: Vec<u8> = (0..queries * keys).map(sees).collect();
+        self.masked_attention(k, v, &Self::from_vec(mask, (queries, keys), self.device())?, scale)
+    }
+
+    fn fused_attention(&self, k: &Self, v: &Self, scale: f64, causal: bool) -> Result<Self> {
+        let [out, _] = Self::apply_op::<2>(ops::Attention { scale, causal }, &[self, k, v])?;
+        out.transpose(1, 2)
+    }
+}

@@ -1,0 +1,207 @@
+//! Functions of elements.
+
+use candle_core::DType;
+
+use super::Tensor;
+use crate::error::Result;
+use crate::graph::lock;
+use crate::ops;
+
+/// Element by element.
+impl Tensor {
+    pub(super) fn binary(&self, rhs: &Self, kind: ops::BinaryKind) -> Result<Self> {
+        Self::apply_op::<1>(ops::Binary { kind }, &[self, rhs]).map(|[out]| out)
+    }
+
+    pub(super) fn broadcast_binary(&self, rhs: &Self, kind: ops::BinaryKind) -> Result<Self> {
+        let shape = self.shape().broadcast_shape_binary_op(rhs.shape(), kind.name())?;
+        self.broadcast_as(shape.clone())?.binary(&rhs.broadcast_as(shape)?, kind)
+    }
+
+    fn unary(&self, kind: ops::UnaryKind) -> Result<Self> {
+        self.apply1(ops::Unary { kind })
+    }
+
+    /// x·scale + shift. Of a constant it is another constant, so that [`Gradient::constant`](crate::Gradient::constant)
+    /// sees through means.
+    ///
+    /// # Errors
+    /// When the type is not one of [`FLOATS`](crate::graph::FLOATS).
+    pub fn affine(&self, scale: f64, shift: f64) -> Result<Self> {
+        let number = lock(&self.graph).number(self.id);
+        if let Some(number) = number {
+            return Ok(self.constant(number * scale + shift, self.shape().clone()));
+        }
+        self.apply1(ops::Affine { scale, shift })
+    }
+
+    /// The same numbers in another type; the tensor itself if it has that.
+    ///
+    /// # Errors
+    /// When the new type is not one of [`FLOATS`](crate::graph::FLOATS), and the numbers are not constant.
+    pub fn to_dtype(&self, dtype: DType) -> Result<Self> {
+        if self.dtype() == dtype {
+            return Ok(self.clone());
+        }
+        match self.data_in(dtype) {
+            Some(constant) => Ok(constant),
+            None => self.apply1(ops::Cast { dtype }),
+        }
+    }
+
+    /// −x.
+    ///
+    /// # Errors
+    /// When the type is not one of [`FLOATS`](crate::graph::FLOATS).
+    pub fn neg(&self) -> Result<Self> {
+        self.affine(-1.0, 0.0)
+    }
+
+    /// xᵉ.
+    ///
+    /// # Errors
+    /// When the type is not one of [`FLOATS`](crate::graph::FLOATS).
+    pub fn powf(&self, exponent: f64) -> Result<Self> {
+        match exponent {
+            0.0 => self.ones_like(),
+            1.0 => Ok(self.clone()),
+            2.0 => self.sqr(),
+            _ => self.apply1(ops::Powf { exponent }),
+        }
+    }
+
+    /// selfʳʰˢ of positive numbers, as e^(rhs·ln self).
+    ///
+    /// # Errors
+    /// When the shapes differ.
+    pub fn pow(&self, rhs: &Self) -> Result<Self> {
+        rhs.mul(&self.log()?)?.exp()
+    }
+
+    /// [`Self::pow`] of shapes that broadcast.
+    ///
+    /// # Errors
+    /// When the shapes do not broadcast.
+    pub fn broadcast_pow(&self, rhs: &Self) -> Result<Self> {
+        rhs.broadcast_mul(&self.log()?)?.exp()
+    }
+
+    /// x of positive numbers, α(eˣ − 1) of others (Clevert et al., arXiv 1511.07289).
+    ///
+    /// # Errors
+    /// When the type is not one of [`FLOATS`](crate::graph::FLOATS).
+    pub fn elu(&self, alpha: f64) -> Result<Self> {
+        let below = (self.minimum(0.0)?.exp()? - 1.0)? * alpha;
+        self.relu()? + below
+    }
+
+    /// A copy without gaps; the tensor itself if it has none.
+    ///
+    /// # Errors
+    /// When the type has no kernels: f64, for one.
+    pub fn contiguous(&self) -> Result<Self> {
+        if lock(&self.graph).value(self.id).layout.is_contiguous() {
+            return Ok(self.clone());
+        }
+        self.apply1(ops::Contiguous)
+    }
+
+    /// Zeroes elements with the given probability and scales the others by 1/(1−p) (Srivastava et al., 2014). The mask
+    /// is a pure function of seed, step, micro-batch and this place in the model: it is never stored.
+    ///
+    /// # Errors
+    /// When p is outside [0, 1).
+    pub fn dropout(&self, p: f64) -> Result<Self> {
+        if p == 0.0 {
+            return Ok(self.clone());
+        }
+        let key = self.next_random();
+        self.apply1(ops::Dropout { p, key })
+    }
+
+    /// silu(self)·up (Shazeer, arXiv 2002.05202).
+    ///
+    /// # Errors
+    /// When the shapes differ.
+    pub fn swiglu(&self, up: &Self) -> Result<Self> {
+        Self::apply_op::<1>(ops::SwiGlu, &[self, up]).map(|[out]| out)
+    }
+}
+
+macro_rules! unary_methods {
+    ($($(#[$doc:meta])* $name:ident => $kind:ident;)*) => {
+        /// Functions of one element.
+        impl Tensor {
+            $($(#[$doc])*
+            ///
+            /// # Errors
+            /// When the type is not one of [`FLOATS`](crate::graph::FLOATS).
+            pub fn $name(&self) -> Result<Self> {
+                self.unary(ops::UnaryKind::$kind)
+            })*
+        }
+    };
+}
+
+unary_methods! {
+    /// eˣ.
+    exp => Exp;
+    /// ln x.
+    log => Log;
+    /// x².
+    sqr => Sqr;
+    /// |x|; the gradient is zero at 0.
+    abs => Abs;
+    /// sin x.
+    sin => Sin;
+    /// cos x.
+    cos => Cos;
+    /// The error function.
+    erf => Erf;
+    /// √x.
+    sqrt => Sqrt;
+    /// 1/x.
+    recip => Recip;
+    /// tanh x.
+    tanh => Tanh;
+    /// 1/(1+e⁻ˣ).
+    sigmoid => Sigmoid;
+    /// max(x, 0).
+    relu => Relu;
+    /// x·sigmoid(x).
+    silu => Silu;
+    /// GELU in its tanh form (Hendrycks & Gimpel, arXiv 1606.08415), as candle's `gelu`.
+    gelu => Gelu;
+    /// GELU with the exact error function, as candle's `gelu_erf`.
+    gelu_erf => GeluErf;
+}
+
+macro_rules! binary_methods {
+    ($($name:ident, $broadcast:ident => $kind:ident, $sign:literal;)*) => {
+        /// Functions of two elements, of equal or of broadcast shapes.
+        impl Tensor {
+            $(#[doc = concat!("self ", $sign, " rhs, for equal shapes.")]
+            ///
+            /// # Errors
+            /// When the shapes differ.
+            pub fn $name(&self, rhs: &Self) -> Result<Self> {
+                self.binary(rhs, ops::BinaryKind::$kind)
+            }
+
+            #[doc = concat!("self ", $sign, " rhs, for shapes that broadcast.")]
+            ///
+            /// # Errors
+            /// When the shapes do not broadcast.
+            pub fn $broadcast(&self, rhs: &Self) -> Result<Self> {
+                self.broadcast_binary(rhs, ops::BinaryKind::$kind)
+            })*
+        }
+    };
+}
+
+binary_methods! {
+    add, broadcast_add => Add, "+";
+    sub, broadcast_sub => Sub, "−";
+    mul, broadcast_mul => Mul, "×";
+    div, broadcast_div => Div, "÷";
+}

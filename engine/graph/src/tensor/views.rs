@@ -1,0 +1,274 @@
+//! Views, and what is made of them.
+
+use candle_core::shape::{Dim, Dims, ShapeWithOneHole};
+use candle_core::{D as Last, Shape};
+
+use super::Tensor;
+use crate::error::{Error, Result};
+use crate::graph::lock;
+use crate::ops;
+
+/// Views: no data moves.
+impl Tensor {
+    /// The same elements in another shape; one dimension may be `()`. Copies if the strides leave no other way.
+    ///
+    /// # Errors
+    /// When the numbers of elements differ.
+    pub fn reshape(&self, shape: impl ShapeWithOneHole) -> Result<Self> {
+        let shape = shape.into_shape(self.elem_count())?;
+        let layout = lock(&self.graph).value(self.id).layout.clone();
+        let source =
+            if ops::reshaped(&layout, &shape).is_some() { self.clone() } else { self.apply1(ops::Contiguous)? };
+        source.apply1(ops::Reshape { shape })
+    }
+
+    /// Swaps two dimensions.
+    ///
+    /// # Errors
+    /// When there is no such dimension.
+    pub fn transpose<D1: Dim, D2: Dim>(&self, dim1: D1, dim2: D2) -> Result<Self> {
+        let dim1 = dim1.to_index(self.shape(), "transpose")?;
+        let dim2 = dim2.to_index(self.shape(), "transpose")?;
+        self.apply1(ops::Transpose { dim1, dim2 })
+    }
+
+    /// Swaps the last two dimensions.
+    ///
+    /// # Errors
+    /// When the rank is below 2.
+    pub fn t(&self) -> Result<Self> {
+        self.transpose(Last::Minus2, Last::Minus1)
+    }
+
+    /// `len` indices of one dimension, from `start`.
+    ///
+    /// # Errors
+    /// When the range leaves the dimension.
+    pub fn narrow<D: Dim>(&self, dim: D, start: usize, len: usize) -> Result<Self> {
+        let dim = dim.to_index(self.shape(), "narrow")?;
+        if start == 0 && len == self.dims()[dim] {
+            return Ok(self.clone());
+        }
+        self.apply1(ops::Narrow { dim, start, len })
+    }
+
+    /// Cuts one dimension into parts that are equal but for one index: the first ones are longer. Fewer if there are fewer indices.
+    ///
+    /// # Errors
+    /// When there is no such dimension, or no part is asked for.
+    pub fn chunk<D: Dim>(&self, chunks: usize, dim: D) -> Result<Vec<Self>> {
+        let dim = dim.to_index(self.shape(), "chunk")?;
+        let extent = self.dims()[dim];
+        if chunks == 0 {
+            return Err(self.shape_error("chunk", "at least one part is needed".into()));
+        }
+        let chunks = chunks.min(extent);
+        let sizes: Vec<usize> = (0..chunks).map(|i| extent / chunks + usize::from(i < extent % chunks)).collect();
+        self.split(&sizes, dim)
+    }
+
+    /// Cuts one dimension into parts of these sizes.
+    ///
+    /// # Errors
+    /// When they do not add up to the dimension.
+    pub fn split<D: Dim>(&self, sizes: &[usize], dim: D) -> Result<Vec<Self>> {
+        let dim = dim.to_index(self.shape(), "split")?;
+        if sizes.iter().sum::<usize>() != self.dims()[dim] {
+            return Err(self.shape_error("split", format!("parts of {sizes:?} do not add up to dimension {dim}")));
+        }
+        let starts = sizes.iter().scan(0, |end, size| Some(std::mem::replace(end, *end + size)));
+        starts.zip(sizes).map(|(start, &size)| self.narrow(dim, start, size)).collect()
+    }
+
+    /// The dimensions in another order: dimension `dims[i]` becomes dimension i.
+    ///
+    /// # Errors
+    /// When not every dimension is named once.
+    pub fn permute<D: Dims>(&self, dims: D) -> Result<Self> {
+        let dims = dims.to_indexes(self.shape(), "permute")?;
+        if dims.len() != self.rank() || (0..dims.len()).any(|dim| !dims.contains(&dim)) {
+            return Err(self.shape_error("permute", format!("{dims:?} does not name every dimension once")));
+        }
+        // Dimension by dimension to its place; `at[i]` is the dimension that stands at i by now.
+        let mut at: Vec<usize> = (0..dims.len()).collect();
+        let mut permuted = self.clone();
+        for (to, dim) in dims.into_iter().enumerate() {
+            let from = at.iter().position(|&d| d == dim).expect("every dimension stands somewhere");
+            if from != to {
+                permuted = permuted.transpose(from, to)?;
+                at.swap(from, to);
+            }
+        }
+        Ok(permuted)
+    }
+
+    /// Dimensions `start` to `end`, both included, as one.
+    ///
+    /// # Errors
+    /// When there is no such dimension.
+    pub fn flatten<D1: Dim, D2: Dim>(&self, start: D1, end: D2) -> Result<Self> {
+        let (start, end) = (start.to_index(self.shape(), "flatten")?, end.to_index(self.shape(), "flatten")?);
+        if start >= end {
+            return Ok(self.clone());
+        }
+        let (dims, merged) = (self.dims(), self.dims()[start..=end].iter().product());
+        self.reshape([&dims[..start], &[merged], &dims[end + 1..]].concat())
+    }
+
+    /// Dimensions 0 to `end`, included, as one.
+    ///
+    /// # Errors
+    /// When there is no such dimension.
+    pub fn flatten_to<D: Dim>(&self, end: D) -> Result<Self> {
+        self.flatten(0, end)
+    }
+
+    /// Dimension `start` and those behind it as one.
+    ///
+    /// # Errors
+    /// When there is no such dimension.
+    pub fn flatten_from<D: Dim>(&self, start: D) -> Result<Self> {
+        self.flatten(start, Last::Minus1)
+    }
+
+    /// All dimensions as one.
+    ///
+    /// # Errors
+    /// None today; candle's has them.
+    pub fn flatten_all(&self) -> Result<Self> {
+        self.reshape(self.elem_count())
+    }
+
+    /// [`Self::broadcast_as`], under its other name.
+    ///
+    /// # Errors
+    /// When the shapes do not broadcast.
+    pub fn expand(&self, shape: impl Into<Shape>) -> Result<Self> {
+        self.broadcast_as(shape)
+    }
+
+    /// Repeats it along new leading dimensions, without copying.
+    ///
+    /// # Errors
+    /// When the new shape is too large.
+    pub fn broadcast_left(&self, left: impl Into<Shape>) -> Result<Self> {
+        self.broadcast_as([left.into().dims(), self.dims()].concat())
+    }
+
+    /// Copies one after another along each dimension, as many as `shape` says; with more numbers than dimensions, leading ones are
+    /// added.
+    ///
+    /// # Errors
+    /// When the new shape is too large.
+    pub fn repeat(&self, shape: impl Into<Shape>) -> Result<Self> {
+        let shape = shape.into();
+        let added = shape.rank().saturating_sub(self.rank());
+        let mut repeated = self.reshape([&vec![1; added], self.dims()].concat())?;
+        for (dim, &times) in shape.dims().iter().enumerate().filter(|&(_, &times)| times != 1) {
+            let mut dims = repeated.dims().to_vec();
+            dims.insert(dim, times);
+            repeated = repeated.unsqueeze(dim)?.broadcast_as(dims)?.flatten(dim, dim + 1)?;
+        }
+        Ok(repeated)
+    }
+
+    /// Joins tensors along one dimension.
+    ///
+    /// # Errors
+    /// When they differ in another dimension.
+    pub fn cat<A: AsRef<Self>, D: Dim>(tensors: &[A], dim: D) -> Result<Self> {
+        let tensors: Vec<&Self> = tensors.iter().map(AsRef::as_ref).collect();
+        let first = tensors.first().ok_or_else(|| Error::Shape {
+            op: "cat".into(),
+            layer: String::new(),
+            what: "nothing to join".into(),
+            shapes: vec![],
+        })?;
+        let dim = dim.to_index(first.shape(), "cat")?;
+        if tensors.len() == 1 {
+            return Ok((*first).clone());
+        }
+        Self::apply_op::<1>(ops::Cat { dim }, &tensors).map(|[out]| out)
+    }
+
+    /// Joins tensors of one shape along a new dimension.
+    ///
+    /// # Errors
+    /// When their shapes differ.
+    pub fn stack<A: AsRef<Self>, D: Dim + Copy>(tensors: &[A], dim: D) -> Result<Self> {
+        let slices = tensors.iter().map(|tensor| tensor.as_ref().unsqueeze(dim)).collect::<Result<Vec<_>>>()?;
+        let Some(first) = slices.first() else { return Self::cat(&slices, 0) };
+        let dim = dim.to_index_plus_one(tensors[0].as_ref().shape(), "stack")?;
+        debug_assert!(dim < first.rank(), "the new dimension is there");
+        Self::cat(&slices, dim)
+    }
+
+    /// The tensor among so many zeros in front of and behind a dimension.
+    ///
+    /// # Errors
+    /// When there is no such dimension.
+    pub fn pad_with_zeros<D: Dim>(&self, dim: D, left: usize, right: usize) -> Result<Self> {
+        let dim = dim.to_index(self.shape(), "pad_with_zeros")?;
+        if left + right == 0 {
+            return Ok(self.clone());
+        }
+        self.apply1(ops::Widen { dim, start: left, extent: left + self.dims()[dim] + right })
+    }
+
+    /// Moves the indices of one dimension on by `shift`; those that leave it at one end come back at the other.
+    ///
+    /// # Errors
+    /// When there is no such dimension.
+    pub fn roll<D: Dim>(&self, shift: i32, dim: D) -> Result<Self> {
+        let dim = dim.to_index(self.shape(), "roll")?;
+        let extent = self.dims()[dim];
+        let shift = (i64::from(shift)).rem_euclid(extent.max(1) as i64) as usize;
+        if shift == 0 {
+            return Ok(self.clone());
+        }
+        let [front, back] = [self.narrow(dim, 0, extent - shift)?, self.narrow(dim, extent - shift, shift)?];
+        Self::cat(&[back, front], dim)
+    }
+
+    /// Repeats dimensions of extent 1, and adds leading ones, without copying.
+    ///
+    /// # Errors
+    /// When the shapes do not broadcast.
+    pub fn broadcast_as(&self, shape: impl Into<Shape>) -> Result<Self> {
+        let shape = shape.into();
+        if &shape == self.shape() {
+            return Ok(self.clone());
+        }
+        self.apply1(ops::BroadcastAs { shape })
+    }
+
+    /// Inserts a dimension of extent 1.
+    ///
+    /// # Errors
+    /// When there is no such place.
+    pub fn unsqueeze<D: Dim>(&self, dim: D) -> Result<Self> {
+        let dim = dim.to_index_plus_one(self.shape(), "unsqueeze")?;
+        let mut dims = self.dims().to_vec();
+        dims.insert(dim, 1);
+        self.reshape(dims)
+    }
+
+    /// Removes a dimension of extent 1; the tensor itself if it has another extent.
+    ///
+    /// # Errors
+    /// When there is no such dimension.
+    pub fn squeeze<D: Dim>(&self, dim: D) -> Result<Self> {
+        let dim = dim.to_index(self.shape(), "squeeze")?;
+        let mut dims = self.dims().to_vec();
+        if dims[dim] != 1 {
+            return Ok(self.clone());
+        }
+        dims.remove(dim);
+        self.reshape(dims)
+    }
+
+    pub(super) fn shape_error(&self, op: &str, what: String) -> Error {
+        let layer = lock(&self.graph).layer().to_string();
+        Error::Shape { op: op.into(), layer, what, shapes: vec![self.shape().clone()] }
+    }
+}

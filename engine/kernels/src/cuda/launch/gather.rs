@@ -1,0 +1,61 @@
+//! Launches of gather.cu.
+
+use super::{Kernel, Launch, Operand, Operands, launches, typed};
+use crate::cuda::Family::Gather;
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct GatherArguments {
+    x: u64,
+    ids: u64,
+    y: u64,
+    elements: u64,
+    extent: u64,
+    count: u64,
+    inner: u64,
+}
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct RowMaxArguments {
+    x: u64,
+    values: u64,
+    ids: u64,
+    width: u64,
+}
+
+/// Along a dimension the elements that ids name, from (x, ids).
+pub fn gather_along(dim: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([x, ids], [y]) = (operands.inputs, operands.outputs) else { return None };
+    along("gather_along", (x, ids, y), x.dims()[dim], dim)
+}
+
+/// Along a dimension the sums of what goes to the same place, from (ids, source).
+pub fn scatter_add(dim: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([ids, source], [y]) = (operands.inputs, operands.outputs) else { return None };
+    along("scatter_add", (source, ids, y), y.dims()[dim], dim)
+}
+
+fn along(name: &str, (x, ids, y): (&Operand, &Operand, &Operand), extent: usize, dim: usize) -> Option<Vec<Launch>> {
+    let arguments = GatherArguments {
+        x: x.address,
+        ids: ids.address,
+        y: y.address,
+        elements: y.count(),
+        extent: extent as u64,
+        count: ids.dims()[dim] as u64,
+        inner: ids.dims()[dim + 1..].iter().product::<usize>() as u64,
+    };
+    launches([Kernel::flat(Gather, typed(name, y.dtype)?, y.count(), arguments)])
+}
+
+/// The greatest of each row, and its index. Rows are so short that an f32 holds every index.
+pub fn row_max(operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([x], [values, ids]) = (operands.inputs, operands.outputs) else { return None };
+    let width = x.width();
+    if width > 1 << 24 {
+        return None;
+    }
+    let arguments = RowMaxArguments { x: x.address, values: values.address, ids: ids.address, width };
+    launches([Kernel::rows(Gather, typed("row_max", x.dtype)?, values.count(), x.packs(), arguments)])
+}
