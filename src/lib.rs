@@ -47,8 +47,10 @@ pub use gapless_engine as engine;
 pub use gapless_models as models;
 pub use gapless_parallel as parallel;
 
+pub use candle_core::D;
 pub use gapless_alloc::arena::Reserve;
 pub use gapless_engine::communicator;
+pub use gapless_engine::graph::{Device, IndexOp};
 pub use gapless_engine::recompute::{Layers, Offload, Recompute};
 pub use gapless_engine::{
     DType, DeviceChoice, Error, Model, Overflow, Pipeline, Report, Result, RunsOn, SampleOptions, StepReport, Tensor,

@@ -44,7 +44,6 @@ impl Op for Cast {
         0
     }
 
-    /// Sums are of gradients: floats.
     fn accumulates(&self, _: usize) -> bool {
         true
     }
@@ -54,24 +53,16 @@ impl Op for Cast {
         let accumulate = args.accumulate(0);
         let out = args.output::<f32>(0);
         match args.input_dtype(0) {
-            DType::U8 => convert(out, args.input::<u8>(0), |x| f32::from(x)),
-            DType::U32 => convert(out, args.input::<u32>(0), |x| x as f32),
-            _ => out.pieces_mut(BLOCK).zip(args.input::<f32>(0).pieces(BLOCK)).for_each(|(out, x)| match accumulate {
-                true => out.iter_mut().zip(x).for_each(|(out, x)| *out += x),
-                false => out.copy_from_slice(x),
-            }),
+            DType::U8 => convert(out, args.input::<u8>(0), accumulate, |x| f32::from(x)),
+            DType::U32 => convert(out, args.input::<u32>(0), accumulate, |x| x as f32),
+            _ => convert(out, args.input::<f32>(0), accumulate, |x| x),
         }
     }
     fn cuda_fusible(&self) -> Option<gapless_kernels::cuda::Fusible> {
         Some(gapless_kernels::cuda::Fusible::each("$0"))
     }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
-        match operands.inputs[0].dtype {
-            DType::U8 | DType::U32 => {
-                gapless_kernels::cuda::generate::each(self.name(), self.cuda_fusible()?, operands)
-            }
-            _ => gapless_kernels::cuda::launch::copy(operands),
-        }
+        gapless_kernels::cuda::launch::copy(operands)
     }
 
     /// Unrounded.
@@ -80,7 +71,10 @@ impl Op for Cast {
     }
 }
 
-/// Each element as a float.
-fn convert<T: Copy + Sync>(out: &mut [f32], x: &[T], f: impl Fn(T) -> f32 + Sync) {
-    out.pieces_mut(BLOCK).zip(x.pieces(BLOCK)).for_each(|(out, x)| out.iter_mut().zip(x).for_each(|(o, &x)| *o = f(x)));
+/// Each element as a float, set or added.
+fn convert<T: Copy + Sync>(out: &mut [f32], x: &[T], accumulate: bool, f: impl Fn(T) -> f32 + Sync) {
+    out.pieces_mut(BLOCK).zip(x.pieces(BLOCK)).for_each(|(out, x)| match accumulate {
+        true => out.iter_mut().zip(x).for_each(|(o, &x)| *o += f(x)),
+        false => out.iter_mut().zip(x).for_each(|(o, &x)| *o = f(x)),
+    });
 }

@@ -37,6 +37,10 @@ KERNEL(to_f32_f32, CopyArguments) { convert<f32, f32>(arguments); }
 KERNEL(to_bf16_bf16, CopyArguments) { convert<bf16, bf16>(arguments); }
 KERNEL(to_f32_bf16, CopyArguments) { convert<bf16, f32>(arguments); }
 KERNEL(to_bf16_f32, CopyArguments) { convert<f32, bf16>(arguments); }
+KERNEL(to_f32_u8, CopyArguments) { convert<u8, f32>(arguments); }
+KERNEL(to_f32_u32, CopyArguments) { convert<u32, f32>(arguments); }
+KERNEL(to_bf16_u8, CopyArguments) { convert<u8, bf16>(arguments); }
+KERNEL(to_bf16_u32, CopyArguments) { convert<u32, bf16>(arguments); }
 
 struct FillArguments {
     void* y;

@@ -35,6 +35,7 @@ pub fn copy_to(x: &Operand, y: &Operand, part: &Layout, accumulate: u32) -> Opti
         (from, to) if from == to && accumulate == 0 => typed("copy", from)?,
         (DType::F32, DType::F32) => "to_f32_f32".into(),
         (DType::BF16, DType::BF16) => "to_bf16_bf16".into(),
+        (DType::U8 | DType::U32, DType::F32 | DType::BF16) => format!("to_{}_{}", y.dtype.as_str(), x.dtype.as_str()),
         _ => return None,
     };
     let start = (part.start_offset() * y.dtype.size_in_bytes()) as u64;
