@@ -36,9 +36,11 @@
 //! - [`allocators`]: models of the allocators that people use today, to compare with.
 //! - [`parallel`]: schedules of pipeline stages.
 //! - [`run`]: what a training program needs around its trainer.
+//! - [`prelude`]: the names that most programs use.
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
 
+pub mod prelude;
 pub mod run;
 
 pub use gapless_alloc as alloc;
@@ -47,13 +49,18 @@ pub use gapless_engine as engine;
 pub use gapless_models as models;
 pub use gapless_parallel as parallel;
 
-pub use candle_core::D;
+pub use candle_core::{self, D};
 pub use gapless_alloc::arena::Reserve;
+pub use gapless_engine::checkpoint::Checkpoint;
 pub use gapless_engine::communicator;
+pub use gapless_engine::data::{DataOptions, Dataset, Source, VocabularyChoice};
 pub use gapless_engine::graph::{Device, IndexOp};
+pub use gapless_engine::learning_rate::LearningRate;
+pub use gapless_engine::metrics::JsonLines;
+pub use gapless_engine::optim::{AdamW, AdamW8bit, GaLore};
 pub use gapless_engine::recompute::{Layers, Offload, Recompute};
 pub use gapless_engine::{
-    DType, DeviceChoice, Error, Model, Overflow, Pipeline, Report, Result, RunsOn, SampleOptions, StepReport, Tensor,
-    TrainError, TrainOptions, Trainer, nn,
+    DType, DeviceChoice, Error, Model, Op, Overflow, Pipeline, Report, Result, RunsOn, SampleOptions, StepReport,
+    Tensor, TrainError, TrainOptions, Trainer, nn,
 };
 pub use gapless_parallel::Mesh;
