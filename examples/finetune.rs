@@ -6,6 +6,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use clap::Parser;
+use gapless::alloc::draw::Bytes;
 use gapless::engine::data::{DataOptions, Dataset, Source, VocabularyChoice};
 use gapless::engine::learning_rate::{LearningRate, Shape};
 use gapless::models::hf::Folder;
@@ -31,13 +32,13 @@ struct Args {
     #[arg(long, default_value_t = 1e-4)]
     lr: f64,
     /// Bytes that the step must fit into, at the price of computing some of it again
-    #[arg(long)]
+    #[arg(long, value_name = "SIZE", value_parser = Bytes::read)]
     budget: Option<u64>,
     /// What runs it: auto, cpu, cuda or cuda:1
     #[arg(long, default_value = "auto")]
     device: DeviceChoice,
     /// Bytes of tensors per saved file at most; without it, files are as they were
-    #[arg(long)]
+    #[arg(long, value_name = "SIZE", value_parser = Bytes::read)]
     max_shard_size: Option<u64>,
 }
 

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use clap::{Parser, ValueEnum};
+use gapless::alloc::draw::Bytes;
 use gapless::engine::checkpoint::Checkpoint;
 use gapless::engine::data::{
     DataError, DataOptions, Dataset, RustSources, Source, ValidationWindows, VocabularyChoice,
@@ -102,8 +103,8 @@ struct Args {
     /// What is computed again in the backward: none, layers, first:3, layers:h.0,h.2 or ops:layer_norm,gelu
     #[arg(long, default_value = "none")]
     recompute: Recompute,
-    /// Bytes of the arena, at most: what is computed again is then chosen so that it costs least time
-    #[arg(long, value_name = "BYTES", conflicts_with = "recompute")]
+    /// Bytes of the arena, at most, e.g. 600MiB: what is computed again is then chosen so that it costs least time
+    #[arg(long, value_name = "SIZE", value_parser = Bytes::read, conflicts_with = "recompute")]
     budget: Option<u64>,
     /// Operations whose results wait for the backward in 8 bits, e.g. gelu,linear
     #[arg(long, value_name = "OPS", value_delimiter = ',')]

@@ -30,6 +30,8 @@ pub enum TrainError {
     NonFinite { step: u64, loss: f32, culprit: String },
     #[error("token {id} is outside the model's vocabulary of {vocabulary}; the data was made with another tokenizer")]
     TokenOutOfRange { id: u32, vocabulary: usize },
+    #[error("{name:?} is on rank {rank} of the mesh; ask that one for it")]
+    OnAnotherRank { name: String, rank: usize },
     #[error("{what}: {why}; {remedy}")]
     Config { what: &'static str, why: String, remedy: &'static str },
     #[error(transparent)]

@@ -113,6 +113,13 @@ impl Gpt {
     fn hidden(&self, tokens: &Tensor, train: bool) -> Result<Tensor> {
         let (_, t) = tokens.dims2()?;
         let dropout = if train { self.config.dropout } else { 0.0 };
+        if t > self.config.sequence {
+            return Err(Error::Config {
+                what: "sequence",
+                why: format!("{t} tokens, but the model has positions for {}", self.config.sequence),
+                remedy: "take shorter sequences, or a model with a longer one (GptConfig::sequence)",
+            });
+        }
         let positions = self.wpe.narrow(0, 0, t)?;
         let mut x = self.wte.forward(tokens)?.broadcast_add(&positions)?.dropout(dropout)?;
         for block in &self.blocks {

@@ -2,7 +2,7 @@
 
 use gapless::engine::compile::Error as CompileError;
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig};
-use gapless::{TrainError, TrainOptions, Trainer};
+use gapless::{Mesh, TrainError, TrainOptions, Trainer, communicator};
 
 use crate::common::{Run, on_cpu, parameters};
 
@@ -27,12 +27,44 @@ fn extents_that_do_not_fit_together() {
     refused(gpt(GptConfig { heads: 3, ..small() }, options()), &["3 heads", "width of 16"]);
     refused(gpt(GptConfig { vocabulary: 0, ..small() }, options()), &["vocabulary"]);
     refused(gpt(GptConfig { dropout: 1.5, ..small() }, options()), &["dropout", "1.5"]);
-    refused(gpt(small(), TrainOptions { sequence: 17, ..options() }), &["narrow", "0..17", "16"]);
+    refused(
+        gpt(small(), TrainOptions { sequence: 17, ..options() }),
+        &["17 tokens", "positions for 16", "GptConfig::sequence"],
+    );
     refused(gpt(small(), TrainOptions { micro_batches: 3, ..options() }), &["micro_batches", "divisor"]);
     refused(gpt(small(), TrainOptions { batch: 0, ..options() }), &["at least 1"]);
     let llama =
         LlamaConfig { vocabulary: 50, layers: 1, heads: 4, kv_heads: 3, width: 16, hidden: 8, ..Default::default() };
     refused(Trainer::new(|vb| Llama::new(&llama, vb), options()), &["3 key-value heads", "4 heads"]);
+}
+
+#[test]
+fn a_gradient_that_is_not_kept_names_what_keeps_it() {
+    let trainer = Trainer::new(|vb| Gpt::new(&small(), vb), options()).unwrap();
+    let message = trainer.gradient("wte.weight").unwrap_err().to_string();
+    assert!(message.contains("TrainOptions::keep_gradients"), "{message}");
+}
+
+#[test]
+fn a_tensor_of_another_rank_says_which_has_it() {
+    let mesh = Mesh { pipeline: 2, ..Mesh::default() };
+    let options = TrainOptions { mesh, micro_batches: 2, ..options() };
+    let config = GptConfig { layers: 2, ..small() };
+    let messages = communicator::on_threads(2, |world| {
+        let trainer = Trainer::on(world, |vb| Gpt::new(&config, vb), options.clone())?;
+        let told = ["h.0.ln_1.weight", "ln_f.weight", "none"]
+            .map(|name| trainer.tensor(name).err().map(|error| error.to_string()));
+        Ok(told)
+    });
+    let messages = messages.unwrap();
+    let says = |rank: usize, tensor: usize, words: &str| {
+        let message: &Option<String> = &messages[rank][tensor];
+        assert!(message.as_deref().unwrap_or_default().contains(words), "{message:?}");
+    };
+    says(0, 1, "\"ln_f.weight\" is on rank 1");
+    says(1, 0, "\"h.0.ln_1.weight\" is on rank 0");
+    says(0, 2, "no tensor named \"none\"");
+    assert!(messages[0][0].is_none() && messages[1][1].is_none(), "{messages:?}");
 }
 
 #[test]

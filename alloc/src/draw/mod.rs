@@ -22,7 +22,7 @@ use std::ops::Range;
 use crate::{BufferId, Error, Label, Lifetime, Problem, lower_bound, peak_tick};
 
 use curve::Curve;
-pub use quantity::Bytes;
+pub use quantity::{Bytes, NotBytes};
 pub use summary::{RoleBytes, Span, Summary, TensorAtPeak, Unused};
 pub use svg::SvgOptions;
 pub use text::TextOptions;

@@ -1,10 +1,72 @@
-//! Bytes for people: binary units, two decimals unless the figure is whole.
+//! Bytes for people: binary units, two decimals unless the figure is whole; and numbers of bytes as people write them.
 
 use std::fmt;
+use std::str::FromStr;
 
 /// Prints a number of bytes as `96 B`, `1.50 GiB` or `64 MiB`. Honours width and alignment of the format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Bytes(pub u64);
+
+impl Bytes {
+    /// The number of bytes that a text means: `4096`, `600MiB`, `40M`, `1.5 GB`. KiB, MiB, … and K, M, … are powers of 1024; KB,
+    /// MB, … powers of 1000.
+    ///
+    /// # Errors
+    /// [`NotBytes`], which says why it is none.
+    pub fn read(text: &str) -> Result<u64, NotBytes> {
+        let text = text.trim();
+        if text.starts_with('-') {
+            return Err(NotBytes::Negative);
+        }
+        let split = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+        let (number, unit) = text.split_at(split);
+        if number.is_empty() {
+            return Err(NotBytes::Number { text: text.into() });
+        }
+        let scale: u64 = match unit.trim().to_ascii_lowercase().as_str() {
+            "" | "b" => 1,
+            "kib" | "k" => 1 << 10,
+            "mib" | "m" => 1 << 20,
+            "gib" | "g" => 1 << 30,
+            "tib" | "t" => 1 << 40,
+            "kb" => 1_000,
+            "mb" => 1_000_000,
+            "gb" => 1_000_000_000,
+            "tb" => 1_000_000_000_000,
+            _ => return Err(NotBytes::Unit { unit: unit.trim().into() }),
+        };
+        let too_many = || NotBytes::TooMany { text: text.into() };
+        // Whole numbers exactly, however large.
+        if let Ok(number) = number.parse::<u64>() {
+            return number.checked_mul(scale).filter(|&bytes| bytes < 1 << 63).ok_or_else(too_many);
+        }
+        let number: f64 = number.parse().map_err(|_| NotBytes::Number { text: text.into() })?;
+        let bytes = number * scale as f64;
+        if bytes < 2f64.powi(63) { Ok(bytes as u64) } else { Err(too_many()) }
+    }
+}
+
+impl FromStr for Bytes {
+    type Err = NotBytes;
+
+    fn from_str(text: &str) -> Result<Self, NotBytes> {
+        Self::read(text).map(Self)
+    }
+}
+
+/// Why a text is no number of bytes.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages name the fields")]
+pub enum NotBytes {
+    #[error("not a number of bytes: it is negative")]
+    Negative,
+    #[error("{text:?} is not a number of bytes; write 4096, 600MiB, 40M or 1.5GB")]
+    Number { text: String },
+    #[error("{unit:?} is no unit of bytes; use KiB, MiB, GiB, TiB, or KB, MB, GB, TB")]
+    Unit { unit: String },
+    #[error("{text} is more bytes than there can be")]
+    TooMany { text: String },
+}
 
 impl fmt::Display for Bytes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -33,5 +95,20 @@ mod tests {
         check(64 << 20, "64 MiB");
         check(u64::MAX, "16.00 EiB");
         assert_eq!(format!("{:>8}", Bytes(7)), "     7 B");
+    }
+
+    #[test]
+    fn reads_what_people_write() {
+        let check = |text: &str, bytes: u64| assert_eq!(Bytes::read(text), Ok(bytes), "{text}");
+        check("4096", 4096);
+        check("600MiB", 600 << 20);
+        check("40M", 40 << 20);
+        check(" 1.5GB ", 1_500_000_000);
+        check("1.5 GiB", 3 << 29);
+        check("9007199254740993", 9_007_199_254_740_993); // which no f64 is
+        assert_eq!(Bytes(1536).to_string().parse(), Ok(Bytes(1536)));
+        for text in ["-1", "", "MiB", "4 parsecs", "1.2.3", "99999999999G", "18446744073709551615"] {
+            assert!(Bytes::read(text).is_err(), "{text}");
+        }
     }
 }

@@ -68,7 +68,11 @@ pub enum CheckpointError {
         newest: Box<CheckpointError>,
     },
     /// The checkpoint is of another model, or of other data.
-    #[error("{path} was made with another {key}: {}; build what it was made with, or start anew", listed(differences))]
+    #[error(
+        "{path} was made with another {key}: {}{}; build what it was made with, or start anew",
+        listed(differences),
+        made_with(config)
+    )]
     Other {
         /// The checkpoint.
         path: PathBuf,
@@ -76,6 +80,16 @@ pub enum CheckpointError {
         key: String,
         /// Every key that differs.
         differences: Vec<Difference>,
+        /// The configuration of the model that it was made with, where the run saved it.
+        config: Option<serde_json::Value>,
+    },
+    /// A folder that nothing can be written into.
+    #[error("the folder {path} cannot be written into: {source}; choose another, or have it made yours")]
+    Unwritable {
+        /// The folder.
+        path: PathBuf,
+        /// What the operating system said.
+        source: io::Error,
     },
     /// Another process works in the folder.
     #[error("{path} is in use by {owner}; wait for its end, stop it, or choose another folder")]
@@ -152,5 +166,12 @@ pub enum CheckpointError {
 }
 
 fn listed(differences: &[Difference]) -> String {
-    differences.iter().map(Difference::to_string).collect::<Vec<_>>().join(", ")
+    const MOST: usize = 3;
+    let listed: Vec<String> = differences.iter().take(MOST).map(Difference::to_string).collect();
+    let more = differences.len().saturating_sub(MOST);
+    if more == 0 { listed.join(", ") } else { format!("{}, and {more} more", listed.join(", ")) }
+}
+
+fn made_with(config: &Option<serde_json::Value>) -> String {
+    config.as_ref().map_or_else(String::new, |config| format!("; its model is {config}"))
 }

@@ -38,7 +38,12 @@ impl FolderLock {
         let path = dir.join(LOCK);
         let write_error = |source| CheckpointError::Write { path: path.clone(), source };
         let options = File::options().read(true).write(true).create(true).truncate(false).clone();
-        let mut file = options.open(&path).map_err(write_error)?;
+        let mut file = options.open(&path).map_err(|source| match source.kind() {
+            io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
+                CheckpointError::Unwritable { path: dir.to_owned(), source }
+            }
+            _ => write_error(source),
+        })?;
         match file.try_lock() {
             Ok(()) => {
                 // Only a message would lack the owner.

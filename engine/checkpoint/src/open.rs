@@ -107,7 +107,9 @@ impl Checkpoint {
         if differences.is_empty() {
             return Ok(());
         }
-        Err(CheckpointError::Other { path: self.path.clone(), key: key.to_owned(), differences })
+        // The run's own differences name what of the configuration differs.
+        let config = self.metadata["run"].get("config").filter(|_| key != "run").cloned();
+        Err(CheckpointError::Other { path: self.path.clone(), key: key.to_owned(), differences, config })
     }
 }
 

@@ -347,6 +347,18 @@ fn another_model_is_told_by_its_keys() {
 }
 
 #[test]
+fn of_many_differences_some_are_listed_and_the_configuration_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let tensors = |width: usize| (0..9).map(|i| (format!("h.{i}"), json!([width]))).collect::<serde_json::Map<_, _>>();
+    let metadata = json!({ "tensors": tensors(384), "run": { "config": { "width": 384 } } });
+    Checkpoint::save(folder.path(), 1, &[], metadata).unwrap();
+    let checkpoint = Checkpoint::latest(folder.path()).unwrap().unwrap();
+    let error = checkpoint.expect("tensors", &serde_json::Value::Object(tensors(512))).unwrap_err().to_string();
+    assert!(error.contains("h.2 is [384], expected [512], and 6 more; its model is {\"width\":384};"), "{error}");
+    assert!(!error.contains("h.3"), "{error}");
+}
+
+#[test]
 fn sections_that_cannot_be_are_refused_before_anything_is_written() {
     let folder = tempfile::tempdir().unwrap();
     let dir = folder.path().join("runs");

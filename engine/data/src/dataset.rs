@@ -222,7 +222,7 @@ impl Dataset {
 
     fn from_stream(tokens: Tokens, vocabulary: Vocabulary, every: usize, path: &Path) -> Result<Self, DataError> {
         if tokens.count() == 0 {
-            return Err(DataError::Empty { path: path.to_owned(), skipped: 0 });
+            return Err(DataError::Empty { path: path.to_owned(), skipped: 0, others: Vec::new() });
         }
         let scan = tokens.scan(vocabulary.size())?;
         if let Some((position, token)) = scan.outside {

@@ -50,12 +50,14 @@ pub enum DataError {
         reason: String,
     },
     /// There is no text (or no token) at all.
-    #[error("no text in {path} ({skipped} files skipped); .txt, .rs, .md and .jsonl files are read")]
+    #[error("no text in {path} ({skipped} files skipped{}); .txt, .rs, .md and .jsonl files are read", named(others))]
     Empty {
         /// The file or folder.
         path: PathBuf,
         /// Files that were there, but were binary or not UTF-8.
         skipped: usize,
+        /// Some files that were there, but of types that are not read.
+        others: Vec<PathBuf>,
     },
     /// The lock file is not one.
     #[error("cannot read the packages of {path}: {reason}; give the Cargo.lock of a workspace that was built here")]
@@ -175,6 +177,11 @@ pub enum DataError {
         /// Which one.
         what: &'static str,
     },
+}
+
+fn named(others: &[PathBuf]) -> String {
+    let names: Vec<String> = others.iter().map(|path| path.display().to_string()).collect();
+    if names.is_empty() { String::new() } else { format!(", and others such as {}", names.join(", ")) }
 }
 
 impl DataError {

@@ -10,6 +10,9 @@ use crate::{Corpus, DataError};
 /// What a folder is searched for.
 const TEXT_EXTENSIONS: [&str; 4] = ["txt", "rs", "md", "jsonl"];
 
+/// Files of other types that are named where there is no text.
+const MOST_NAMED: usize = 3;
+
 impl Corpus {
     /// Reads one file, whatever its extension, or every .txt, .rs, .md and .jsonl file below a folder, in sorted order.
     ///
@@ -30,7 +33,10 @@ impl Corpus {
             corpus.add_file(path)?;
         }
         if corpus.documents().is_empty() {
-            return Err(DataError::Empty { path: path.to_owned(), skipped: corpus.skipped() });
+            let others = if kind.is_dir() { files_below(path, |_| true)? } else { Vec::new() };
+            let is_read = |file: &PathBuf| TEXT_EXTENSIONS.iter().any(|&e| file.extension().is_some_and(|of| of == e));
+            let others = others.into_iter().filter(|file| !is_read(file)).take(MOST_NAMED).collect();
+            return Err(DataError::Empty { path: path.to_owned(), skipped: corpus.skipped(), others });
         }
         Ok(corpus)
     }
@@ -51,6 +57,8 @@ impl Corpus {
         let text = read_text(path)?;
         let name = path.display().to_string();
         if path.extension().is_some_and(|extension| extension == "jsonl") {
+            // Some editors begin a file with a byte-order mark.
+            let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
             for (index, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
                 let text = text_of_line(line).map_err(|reason| DataError::Json {
                     path: path.to_owned(),
@@ -69,6 +77,11 @@ impl Corpus {
 
 /// The files below `folder` with one of the extensions, sorted component by component.
 pub(super) fn text_files(folder: &Path, extensions: &[&str]) -> Result<Vec<PathBuf>, DataError> {
+    files_below(folder, |extension| extension.is_some_and(|extension| extensions.contains(&extension)))
+}
+
+/// The files below `folder` whose extensions count, sorted component by component.
+fn files_below(folder: &Path, counts: impl Fn(Option<&str>) -> bool) -> Result<Vec<PathBuf>, DataError> {
     let walk = WalkDir::new(folder).sort_by_file_name().into_iter().filter_entry(|entry| {
         let hidden = entry.depth() > 0 && entry.file_name().to_string_lossy().starts_with('.');
         let cache = entry.depth() > 0 && entry.file_type().is_dir() && entry.path().join("CACHEDIR.TAG").exists();
@@ -81,7 +94,7 @@ pub(super) fn text_files(folder: &Path, extensions: &[&str]) -> Result<Vec<PathB
             DataError::read(&path, error.into())
         })?;
         let extension = entry.path().extension().and_then(|extension| extension.to_str());
-        if entry.file_type().is_file() && extension.is_some_and(|extension| extensions.contains(&extension)) {
+        if entry.file_type().is_file() && counts(extension) {
             files.push(entry.into_path());
         }
     }
@@ -145,8 +158,11 @@ mod tests {
         check(&[("a.txt", b"")], "a.txt", Err("no text in"));
         check(&[("a.txt", b"ab\0c")], "a.txt", Err("byte 2 is NUL"));
         check(&[("a.txt", b"abc\xff")], "a.txt", Err("byte 3 is not valid UTF-8"));
-        check(&[("a.txt", b"\xff"), ("b.csv", b"x")], "", Err("(1 files skipped)"));
+        check(&[("a.txt", b"\xff")], "", Err("(1 files skipped)"));
+        check(&[("a.txt", b"\xff"), ("b.csv", b"x")], "", Err("(1 files skipped, and others such as "));
+        check(&[("b.csv", b"x")], "", Err("b.csv); .txt, .rs"));
         check(&[("a.jsonl", b"{\"text\":\"x\"}\n{\"body\":\"y\"}")], "a.jsonl", Err("line 2: missing field `text`"));
+        check(&[("a.jsonl", b"\xef\xbb\xbf{\"text\":\"x\"}\n")], "a.jsonl", Ok(&["x"]));
         check(&[("a.jsonl", b"{\"text\":3}")], "a.jsonl", Err("line 1"));
     }
 

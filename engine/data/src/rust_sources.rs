@@ -67,7 +67,7 @@ impl Corpus {
             }
         }
         if corpus.documents().is_empty() {
-            return Err(DataError::Empty { path: workspace.to_owned(), skipped: corpus.skipped() });
+            return Err(DataError::Empty { path: workspace.to_owned(), skipped: corpus.skipped(), others: Vec::new() });
         }
         Ok(corpus)
     }

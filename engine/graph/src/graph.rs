@@ -484,7 +484,7 @@ impl Graph {
     /// Begins a layer: nodes are of it until [`Self::leave_layer`].
     pub fn enter_layer(&mut self, name: Arc<str>) {
         // Layers that were made without a name stand in the one around them.
-        let name = if name.is_empty() { self.layer().into() } else { name };
+        let name = if name.is_empty() { self.layer() } else { name };
         self.layers.push(name);
     }
 

@@ -35,7 +35,8 @@ pub enum Error {
     )]
     DoesNotFit { needed: u64, available: u64, limit: crate::process_memory::MemoryLimit, largest: String },
     #[error(
-        "the system refuses to reserve {bytes} bytes for the arena; a limit of the process or container is below it"
+        "the system refuses to reserve {bytes} bytes for the arena; a limit of the process or container is below it; raise that, or have the arena smaller: recomputation within a \
+         budget (Recompute::budget), more micro-batches, a smaller batch"
     )]
     Reserve { bytes: u64 },
     #[error("non-finite loss {loss} at step {step}; the first non-finite value came out of {culprit}")]

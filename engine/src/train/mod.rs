@@ -10,7 +10,7 @@ mod save;
 use candle_core::DType;
 use gapless_alloc::arena::ArenaReport;
 use gapless_alloc::draw::MemoryMap;
-use gapless_compile::step::{self, CheckpointLayout, SCALARS_INPUT, Share, of_any};
+use gapless_compile::step::{self, CheckpointLayout, RankPlan, SCALARS_INPUT, Share, of_any};
 use gapless_graph::Model;
 use gapless_parallel::Coordinate;
 use gapless_runtime::Session;
@@ -272,7 +272,17 @@ impl Trainer {
     /// # Errors
     /// When there is none of that name.
     pub fn tensor(&self, name: &str) -> Result<candle_core::Tensor> {
-        Ok(self.session.tensor(name)?)
+        self.session.tensor(name).map_err(|error| self.elsewhere(name).unwrap_or_else(|| error.into()))
+    }
+
+    /// The error for a tensor that another rank of the pipeline has.
+    fn elsewhere(&self, name: &str) -> Option<TrainError> {
+        let stage = *self.layout.stages.get(name)?;
+        let TrainOptions { mesh, pipeline, micro_batches, .. } = &self.options;
+        let table = RankPlan::new(*mesh, 0, pipeline, *micro_batches).ok()?.table;
+        let rank = table.iter().position(|row| row.iter().any(|action| action.stage == stage))?;
+        let rank = mesh.rank(Coordinate { pipeline: rank, ..self.at });
+        (rank != mesh.rank(self.at)).then(|| TrainError::OnAnotherRank { name: name.into(), rank })
     }
 
     /// The gradient of a parameter after a step, before clipping: a candle tensor over the arena's own bytes, valid until
@@ -281,6 +291,10 @@ impl Trainer {
     /// # Errors
     /// When gradients are not kept or there is no such parameter.
     pub fn gradient(&self, name: &str) -> Result<candle_core::Tensor> {
+        if !self.options.keep_gradients {
+            let (why, remedy) = (format!("the gradient of {name:?} is not kept"), "set TrainOptions::keep_gradients");
+            return Err(TrainError::Config { what: "keep_gradients", why, remedy });
+        }
         Ok(self.session.output(self.programs.train, &step::gradient_output(name))?)
     }
 

@@ -9,11 +9,12 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use flate2::bufread::MultiGzDecoder;
 use gapless::engine::compile::{CompileOptions, compile};
+use gapless_alloc::draw::Bytes;
 use gapless_alloc::{Options, Problem, csv};
 use gapless_allocators::{Comparison, Kind, PyTorchOptions, Requests, page, read_snapshot};
 
 use crate::model::{Model, StepArguments};
-use crate::output::{print, tell};
+use crate::output::{picture, print, tell};
 use crate::plan::seconds;
 
 /// Replay a table of lifetimes through every allocator and compare what they reserve.
@@ -40,8 +41,8 @@ pub struct Arguments {
     /// Allocators to compare, with commas between them; all if not given.
     #[arg(long, value_delimiter = ',', value_name = "NAMES")]
     allocators: Vec<Kind>,
-    /// Bytes of the modelled device; 80 GiB if not given, or four times the live bytes where those are more than 60 GiB.
-    #[arg(long, value_name = "BYTES")]
+    /// Bytes of the modelled device, e.g. 40GiB; 80 GiB if not given, or four times the live bytes where those are more than 60 GiB.
+    #[arg(long, value_name = "SIZE", value_parser = Bytes::read, allow_hyphen_values = true)]
     capacity: Option<u64>,
     /// Options of PyTorch's allocator, as in PYTORCH_ALLOC_CONF.
     #[arg(long, default_value = "", value_name = "OPTION:VALUE,…")]
@@ -56,7 +57,7 @@ pub struct Arguments {
     #[arg(long)]
     json: bool,
     /// Also write a page with a picture per allocator over time.
-    #[arg(long, value_name = "REPORT.html")]
+    #[arg(long, value_name = "REPORT.html", value_parser = |path: &str| picture(path, &["html"]))]
     html: Option<PathBuf>,
 }
 

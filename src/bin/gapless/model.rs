@@ -39,7 +39,7 @@ impl FromStr for Model {
 impl Display for Model {
     fn fmt(&self, to: &mut Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Known(known) => write!(to, "{known:?}"),
+            Self::Known(known) => to.write_str(known.title()),
             Self::Config(path, _) => write!(to, "{}", path.display()),
         }
     }
@@ -152,6 +152,21 @@ impl StepArguments {
 }
 
 impl Known {
+    /// The name that people use.
+    fn title(self) -> &'static str {
+        match self {
+            Self::Small => "small GPT, 6 layers of width 384",
+            Self::Gpt2 => "GPT-2 124M",
+            Self::Gpt2Medium => "GPT-2 355M",
+            Self::Gpt2Large => "GPT-2 774M",
+            Self::Gpt2Xl => "GPT-2 1.5B",
+            Self::Llama2_7b => "Llama 2 7B",
+            Self::Llama3_8b => "Llama 3 8B",
+            Self::Mixtral8x7b => "Mixtral 8x7B",
+            Self::QwenMoe => "Qwen1.5-MoE-A2.7B",
+        }
+    }
+
     fn program(self, options: &TrainOptions) -> Result<Program, TrainError> {
         let sequence = options.sequence;
         let gpt = |layers, heads, width| {

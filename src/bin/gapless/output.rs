@@ -3,9 +3,9 @@
 use std::fmt::Display;
 use std::fs::{self, File};
 use std::io::{self, BufWriter, ErrorKind, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 
 /// Writes a result to the standard output. That its reader has left is no error: the exit code says what it would have.
 pub fn print(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> anyhow::Result<()> {
@@ -20,6 +20,17 @@ pub fn print(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> anyhow::Re
 pub fn tell(what: impl Display) {
     // Nobody is left to be told of an error here.
     let _ = writeln!(io::stderr(), "{what}");
+}
+
+/// A file that a picture is written to: its extension names the format, one of those.
+pub fn picture(path: &str, formats: &[&str]) -> anyhow::Result<PathBuf> {
+    let path = PathBuf::from(path);
+    let extension = path.extension().and_then(|extension| extension.to_str()).unwrap_or_default();
+    if !formats.contains(&extension) {
+        let formats: Vec<String> = formats.iter().map(|format| format!(".{format}")).collect();
+        bail!("its extension names the format of a picture: {}", formats.join(", "));
+    }
+    Ok(path)
 }
 
 /// Writes a file beside the one that has its name, and renames it: a reader sees the old one or the new one, whole, and so does the

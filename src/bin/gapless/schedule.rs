@@ -12,7 +12,7 @@ use gapless_parallel::{
     simulate, update_weights, write_table,
 };
 
-use crate::output::{print, tell};
+use crate::output::{picture, print, tell};
 
 /// Actions, but for a small factor, that are still made and drawn: within seconds.
 const MOST_ACTIONS: u128 = 1 << 21;
@@ -64,7 +64,7 @@ pub struct Arguments {
     #[arg(long)]
     json: bool,
     /// Where to draw the timeline.
-    #[arg(long, value_name = "FILE.svg")]
+    #[arg(long, value_name = "FILE.svg", value_parser = |path: &str| picture(path, &["svg"]))]
     svg: Option<PathBuf>,
     /// Where to write the timeline for Chrome's viewer or Perfetto.
     #[arg(long, value_name = "FILE.json")]

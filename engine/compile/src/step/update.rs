@@ -75,6 +75,8 @@ type Roles = HashMap<ValueId, Role>;
 pub struct CheckpointLayout {
     /// Extents of every parameter and state, by name.
     pub shapes: BTreeMap<String, Vec<usize>>,
+    /// The stage of those that an update changes.
+    pub stages: BTreeMap<String, StageId>,
     /// Those that no update changes.
     pub frozen: BTreeSet<String>,
     /// Those of which this rank has only a part.
@@ -131,6 +133,7 @@ impl Update<'_> {
             self.place(Place::Stage(target.parameter.owner));
             let Parameter { name, tensor: here, .. } = target.parameter;
             layout.shapes.insert(name.clone(), target.of.dims.to_vec());
+            layout.stages.insert(name.clone(), target.parameter.owner);
             if target.part == Part::OfExperts {
                 layout.parts.insert(name.clone(), self.kept_part(target.part, here.elem_count()));
             }
@@ -143,6 +146,7 @@ impl Update<'_> {
                     return Err(Error::Config { what: "optimizer", why, remedy });
                 }
                 layout.shapes.insert(state.clone(), spec.dims().to_vec());
+                layout.stages.insert(state.clone(), target.parameter.owner);
                 let own = self.part_of_state(&state, spec, target.part)?;
                 if target.part != Part::Whole {
                     layout.parts.insert(state.clone(), self.kept_part(target.part, own.elements()));

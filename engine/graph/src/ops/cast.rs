@@ -53,7 +53,7 @@ impl Op for Cast {
         let accumulate = args.accumulate(0);
         let out = args.output::<f32>(0);
         match args.input_dtype(0) {
-            DType::U8 => convert(out, args.input::<u8>(0), accumulate, |x| f32::from(x)),
+            DType::U8 => convert(out, args.input::<u8>(0), accumulate, f32::from),
             DType::U32 => convert(out, args.input::<u32>(0), accumulate, |x| x as f32),
             _ => convert(out, args.input::<f32>(0), accumulate, |x| x),
         }

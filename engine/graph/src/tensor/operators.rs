@@ -47,4 +47,4 @@ operators! {
 operator! { Add, add; f64, Tensor: |number, x| &x + number; f64, &Tensor: |number, x| x + number; }
 operator! { Mul, mul; f64, Tensor: |number, x| &x * number; f64, &Tensor: |number, x| x * number; }
 operator! { Sub, sub; f64, Tensor: |number, x| number - &x; f64, &Tensor: |number, x| x.affine(-1.0, number); }
-operator! { Div, div; f64, Tensor: |number, x| number / &x; f64, &Tensor: |number, x| x.recip()? * number; }
+operator! { Div, div; f64, Tensor: |number, x| number / &x; f64, &Tensor: |number, x| x.recip()?.affine(number, 0.0); }

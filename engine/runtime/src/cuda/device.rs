@@ -140,8 +140,8 @@ pub enum DeviceError {
     #[error("no GPU can be used here; there is no {what}: {remedy}")]
     Missing { what: &'static str, remedy: &'static str },
     #[error(
-        "{device} has {free} of its {total} bytes free, and {needed} are needed; free some, choose another, or train on the CPU \
-         (DeviceChoice::Cpu); what holds its memory:\n{holders}"
+        "{device} has {free} of its {total} bytes free, and {needed} are needed; have the arena smaller (Recompute::budget, more \
+         micro-batches), free some, choose another, or train on the CPU (DeviceChoice::Cpu); what holds its memory:\n{holders}"
     )]
     OutOfMemory { device: String, needed: u64, free: u64, total: u64, holders: String },
     #[error(

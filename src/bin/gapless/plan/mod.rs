@@ -10,9 +10,9 @@ use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail};
 use gapless_alloc::Fit;
-use gapless_alloc::draw::{MemoryMap, SvgOptions, TextOptions};
+use gapless_alloc::draw::{Bytes, MemoryMap, SvgOptions, TextOptions};
 
-use crate::output::tell;
+use crate::output::{picture, tell};
 
 /// Place a table of buffers as low as can be, or plan a model's training step without a device.
 ///
@@ -24,8 +24,8 @@ pub struct Arguments {
     /// Table of buffers.
     #[arg(required_unless_present = "model", conflicts_with = "model")]
     file: Option<PathBuf>,
-    /// Bytes that the table's plan must fit into; without it the plan is made as low as possible.
-    #[arg(long, value_name = "BYTES", value_parser = bytes, allow_negative_numbers = true, conflicts_with = "model")]
+    /// Bytes that the table's plan must fit into, e.g. 600MiB; without it the plan is made as low as possible.
+    #[arg(long, value_name = "SIZE", value_parser = Bytes::read, allow_negative_numbers = true, conflicts_with = "model")]
     capacity: Option<u64>,
     /// Seconds after which the best plan of the table so far is taken, and no better way to make it fit is sought.
     #[arg(long, value_name = "S", value_parser = seconds, allow_negative_numbers = true, conflicts_with = "model")]
@@ -37,7 +37,7 @@ pub struct Arguments {
     #[arg(long, value_name = "OUT.csv", conflicts_with = "model")]
     out: Option<PathBuf>,
     /// Where to draw the plan: a page (.html), or .svg or .txt.
-    #[arg(long, value_name = "MAP.html")]
+    #[arg(long, value_name = "MAP.html", value_parser = |path: &str| picture(path, &["html", "svg", "txt"]))]
     draw: Option<PathBuf>,
     /// Print the result as JSON.
     #[arg(long)]
@@ -62,7 +62,7 @@ pub fn run(arguments: &Arguments) -> ExitCode {
     }
 }
 
-/// As a page, or by the file's name as SVG or text.
+/// As a page, as SVG or as text: by the file's name, which was checked.
 fn draw(path: &Path, map: &MemoryMap<'_>) -> anyhow::Result<()> {
     let drawn = match path.extension().and_then(|extension| extension.to_str()) {
         Some("svg") => map.svg(&SvgOptions::default()),
@@ -82,11 +82,4 @@ pub(crate) fn seconds(text: &str) -> anyhow::Result<Duration> {
         bail!("not a time to wait: it is no number");
     }
     Ok(Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX))
-}
-
-fn bytes(text: &str) -> anyhow::Result<u64> {
-    if text.starts_with('-') {
-        bail!("not a number of bytes: it is negative");
-    }
-    text.parse().map_err(|e| anyhow!("not a number of bytes: {e}"))
 }

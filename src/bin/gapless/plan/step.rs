@@ -4,7 +4,7 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::time::Instant;
 
-use anyhow::{Context, anyhow, bail};
+use anyhow::{Context, bail};
 use gapless::engine::compile::Error as CompileError;
 use gapless::engine::compile::report::{RecomputedLayer, recomputed_layers, recomputed_per_micro_batch};
 use gapless::engine::compile::{CompileOptions, Executable, Program, compile};
@@ -17,7 +17,7 @@ use serde::Serialize;
 use super::curve::{Curve, curve};
 use super::draw;
 use crate::model::{Model, StepArguments};
-use crate::output::{print, tell};
+use crate::output::{picture, print, tell};
 
 /// What is asked about a training step.
 #[derive(Debug, clap::Args)]
@@ -34,7 +34,7 @@ pub struct Arguments {
     #[arg(
         long,
         value_name = "SIZE",
-        value_parser = size,
+        value_parser = Bytes::read,
         allow_hyphen_values = true,
         conflicts_with = "recompute",
         requires = "model"
@@ -54,7 +54,7 @@ pub struct Arguments {
     #[arg(value_parser = clap::value_parser!(u16).range(2..=100))]
     curve: Option<u16>,
     /// Where to draw them.
-    #[arg(long, value_name = "FILE.svg", requires = "curve")]
+    #[arg(long, value_name = "FILE.svg", requires = "curve", value_parser = |path: &str| picture(path, &["svg"]))]
     curve_svg: Option<PathBuf>,
 }
 
@@ -222,34 +222,5 @@ fn report(out: &mut dyn Write, arguments: &Arguments, step: &Step) -> std::io::R
     match &step.curve {
         Some(curve) => write!(out, "\n{curve}"),
         None => Ok(()),
-    }
-}
-
-/// `4096`, `20GiB`, `80GB`, `1.5 GiB`.
-fn size(text: &str) -> anyhow::Result<u64> {
-    let text = text.trim();
-    if text.starts_with('-') {
-        bail!("not a number of bytes: it is negative");
-    }
-    let split = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
-    let (number, unit) = text.split_at(split);
-    let scale: u64 = match unit.trim().to_ascii_lowercase().as_str() {
-        "" | "b" => 1,
-        "kib" | "k" => 1 << 10,
-        "mib" | "m" => 1 << 20,
-        "gib" | "g" => 1 << 30,
-        "tib" | "t" => 1 << 40,
-        "kb" => 1_000,
-        "mb" => 1_000_000,
-        "gb" => 1_000_000_000,
-        "tb" => 1_000_000_000_000,
-        _ => return Err(anyhow!("{unit:?} is no unit of bytes; use KiB, MiB, GiB, TiB, or KB, MB, GB, TB")),
-    };
-    let number: f64 = number.parse().map_err(|_| anyhow!("{text:?} is not a number of bytes"))?;
-    let bytes = number * scale as f64;
-    if bytes < 2f64.powi(63) {
-        Ok(bytes as u64)
-    } else {
-        Err(anyhow!("{text} is more than there can be: {}", Bytes(u64::MAX)))
     }
 }
