@@ -37,7 +37,10 @@ fn exit_codes_tell_what_happened() {
     check(TABLE, &["--deadline", "soon"], 2, "not a number of seconds");
     check(TABLE, &["--deadline", "1e19"], 0, "proof: max-live");
     check(TABLE, &["--capacity", "-3"], 2, "not a number of bytes: it is negative");
-    check(TABLE, &["--capacity", "much"], 2, "invalid digit");
+    check(TABLE, &["--capacity", "1.5KB"], 3, "no plan can");
+    check(TABLE, &["--capacity", "1.5KiB"], 0, "proof: max-live");
+    check(TABLE, &["--capacity", "much"], 2, "not a number of bytes");
+    check(TABLE, &["--draw", "map.png"], 2, ".html, .svg, .txt");
 }
 
 /// Too many for a first plan to be a proven one.
