@@ -22,11 +22,13 @@ pub enum Role {
     Communication,
     /// Expert buffers whose size the data decides.
     Routing,
+    /// Keys and values of past tokens.
+    Cache,
 }
 
 impl Role {
     /// All roles, in the order of reports.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Parameter,
         Self::Gradient,
         Self::OptimizerState,
@@ -35,6 +37,7 @@ impl Role {
         Self::Workspace,
         Self::Communication,
         Self::Routing,
+        Self::Cache,
     ];
 
     /// The role in words.
@@ -48,6 +51,7 @@ impl Role {
             Self::Workspace => "workspace",
             Self::Communication => "communication",
             Self::Routing => "routing",
+            Self::Cache => "cache",
         }
     }
 }

@@ -23,6 +23,7 @@ pub(super) fn look(role: Role) -> Look {
         Role::Workspace => ('w', 0x8b929c, 0x7d8590),
         Role::Communication => ('c', 0x6fbce8, 0x86cdf2),
         Role::Routing => ('r', 0xe0a02e, 0xecb04a),
+        Role::Cache => ('k', 0xb5536b, 0xcd6a82),
     };
     Look { letter, light, dark }
 }

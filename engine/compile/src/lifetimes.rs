@@ -43,6 +43,7 @@ pub fn lifetimes(programs: &[&Program]) -> Result<Lifetimes> {
     let whole = 0..start;
     let (mut buffers, mut labels): (Vec<Buffer>, Vec<Label>) = (Vec::new(), Vec::new());
     let mut shared: HashMap<&str, usize> = HashMap::new();
+    let caches = cache_lifetimes(programs, &spans);
     let mut of = Vec::new();
     for (program, span) in programs.iter().zip(&spans) {
         let uses = uses(program, span);
@@ -50,13 +51,13 @@ pub fn lifetimes(programs: &[&Program]) -> Result<Lifetimes> {
         for (buffer, used) in program.buffers.iter().zip(uses) {
             let lifetime = match &buffer.kind {
                 BufferKind::Always { .. } => whole.clone(),
+                BufferKind::Cache => caches[buffer.label.tensor.as_str()].clone(),
                 BufferKind::FromStart => span.start..used.end.max(span.start + 1),
                 BufferKind::ToEnd => used.start.min(span.end - 1)..span.end,
                 BufferKind::No => used,
             };
-            if matches!(buffer.kind, BufferKind::Always { .. })
-                && let Some(&index) = shared.get(buffer.label.tensor.as_str())
-            {
+            let is_shared = matches!(buffer.kind, BufferKind::Always { .. } | BufferKind::Cache);
+            if is_shared && let Some(&index) = shared.get(buffer.label.tensor.as_str()) {
                 let known: &Buffer = &buffers[index];
                 if known.bytes != buffer.bytes.next_multiple_of(ALIGNMENT) {
                     let what = format!("{:?} has another size in {:?}", buffer.label.tensor, program.name);
@@ -66,7 +67,7 @@ pub fn lifetimes(programs: &[&Program]) -> Result<Lifetimes> {
                 continue;
             }
             let index = buffers.len();
-            if matches!(buffer.kind, BufferKind::Always { .. }) {
+            if is_shared {
                 shared.insert(&buffer.label.tensor, index);
             }
             // Whole cache lines, so that neighbours never share one between threads.
@@ -79,6 +80,18 @@ pub fn lifetimes(programs: &[&Program]) -> Result<Lifetimes> {
         of.push(indices);
     }
     Ok(Lifetimes { problem: Problem::new(buffers)?, labels, of, spans })
+}
+
+/// From the start of the first program that names each cache to the end of the last: the programs run in any order between, and any
+/// number of times.
+fn cache_lifetimes<'p>(programs: &[&'p Program], spans: &[Range<u64>]) -> HashMap<&'p str, Range<u64>> {
+    let mut lifetimes: HashMap<&str, Range<u64>> = HashMap::new();
+    for (program, span) in programs.iter().zip(spans) {
+        for buffer in program.buffers.iter().filter(|buffer| matches!(buffer.kind, BufferKind::Cache)) {
+            lifetimes.entry(&buffer.label.tensor).or_insert(span.clone()).end = span.end;
+        }
+    }
+    lifetimes
 }
 
 /// First to last use of every buffer by the steps of a program; backwards where there is none.

@@ -99,6 +99,9 @@ pub enum BufferKind {
         /// What it was declared as; instructions may read it through views of other shapes.
         spec: Spec,
     },
+    /// The runs of the programs that name it, which hand it on to each other. Shared between them by name; other programs may use
+    /// its bytes.
+    Cache,
     /// The host writes it before the program starts.
     FromStart,
     /// The host reads it after the program ends.

@@ -43,6 +43,7 @@ impl Display for Buffer {
         let held = match self.kind {
             BufferKind::No => "",
             BufferKind::Always { .. } => ", kept between steps",
+            BufferKind::Cache => ", kept between runs",
             BufferKind::FromStart => ", from the host",
             BufferKind::ToEnd => ", for the host",
         };

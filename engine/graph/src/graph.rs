@@ -69,6 +69,11 @@ pub enum Source {
         /// Name by which the host writes it.
         name: String,
     },
+    /// What the runs of some programs hand on to each other: keys or values of past tokens. Holds anything before the first.
+    Cache {
+        /// Name by which programs share it.
+        name: String,
+    },
     /// The same number everywhere.
     Constant(f64),
     /// Numbers that the model's source gives, in row-major order.
@@ -93,6 +98,16 @@ pub struct Value {
     pub layout: Layout,
     /// Of a root whose rows are counted while the step runs: by what.
     pub rows: Option<RowCount>,
+}
+
+/// That a graph continues sequences: attention writes the keys and values of its tokens behind those of the tokens before, which
+/// earlier runs have left in tensors of [`Source::Cache`], and reads both.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TokenCache {
+    /// The place of each token in its sequence: u32 [batch, tokens]. Those of a sequence are consecutive.
+    pub positions: ValueId,
+    /// Tokens of a sequence at most.
+    pub window: usize,
 }
 
 /// Rows that are counted while the step runs.
@@ -167,6 +182,7 @@ pub struct Graph {
     rules: HashMap<ValueId, Arc<dyn Optimizer>>,
     /// What a training step shows of itself, beside the loss.
     watched: Vec<(String, ValueId)>,
+    token_cache: Option<TokenCache>,
 }
 
 /// The graph behind its handles. A panic elsewhere leaves a graph that is short of nodes, not a broken one.
@@ -285,6 +301,28 @@ impl Graph {
         }
         let id = self.push_value(spec, Source::Input { name: name.into() });
         self.names.insert(name.into(), id);
+        Ok(id)
+    }
+
+    /// Lets what is recorded from now on continue sequences.
+    pub fn continue_sequences(&mut self, cache: TokenCache) {
+        self.token_cache = Some(cache);
+    }
+
+    /// Whether sequences are continued, and where.
+    pub fn token_cache(&self) -> Option<TokenCache> {
+        self.token_cache
+    }
+
+    /// Declares a tensor of past tokens, named after the layer that nodes are put in.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] when an extent is 0, or it has more bytes than there can be.
+    pub fn add_cache(&mut self, what: &str, spec: Spec) -> Result<ValueId> {
+        self.check_sizes(what, std::slice::from_ref(&spec))?;
+        let name = self.free_name(&format!("{}/{what}", self.layer()), |graph, name| graph.names.contains_key(name));
+        let id = self.push_value(spec, Source::Cache { name: name.clone() });
+        self.names.insert(name, id);
         Ok(id)
     }
 
@@ -465,10 +503,15 @@ impl Graph {
 
     /// Shows a value under a name; where that is taken, with a number behind it.
     pub fn watch(&mut self, name: &str, id: ValueId) {
-        let names = |wanted: &str| self.watched.iter().any(|(taken, _)| taken == wanted);
+        let free = self.free_name(name, |graph, wanted| graph.watched.iter().any(|(taken, _)| taken == wanted));
+        self.watched.push((free, id));
+    }
+
+    /// The name; where that is taken, with a number behind it.
+    fn free_name(&self, name: &str, is_taken: impl Fn(&Self, &str) -> bool) -> String {
         let numbered = (2..).map(|number| format!("{name}.{number}"));
-        let free = std::iter::once(name.to_owned()).chain(numbered).find(|wanted| !names(wanted));
-        self.watched.push((free.expect("there are more numbers than names"), id));
+        let free = std::iter::once(name.to_owned()).chain(numbered).find(|wanted| !is_taken(self, wanted));
+        free.expect("there are more numbers than names")
     }
 
     /// The values that are shown, with their names, in the order in which they were recorded.

@@ -117,7 +117,7 @@ pub fn evaluate_as_read(
         let value = graph.value(id);
         let filled = match &value.source {
             Source::Node { .. } => continue,
-            Source::Persistent { name, .. } | Source::Input { name } => {
+            Source::Persistent { name, .. } | Source::Input { name } | Source::Cache { name } => {
                 let array = given.get(name).unwrap_or_else(|| panic!("{name} is not given")).clone();
                 assert_eq!(array.data.len(), value.spec.elements(), "elements of {name}");
                 array

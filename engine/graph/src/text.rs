@@ -17,6 +17,7 @@ impl Display for Graph {
             match &value.source {
                 Source::Persistent { name, .. } => writeln!(f, "v{number} {name}: {}, persistent", Typed(self, id))?,
                 Source::Input { name } => writeln!(f, "v{number} {name}: {}, input", Typed(self, id))?,
+                Source::Cache { name } => writeln!(f, "v{number} {name}: {}, cache", Typed(self, id))?,
                 Source::Constant(constant) => writeln!(f, "v{number} {constant}: {}, constant", Typed(self, id))?,
                 Source::Data { name, .. } => writeln!(f, "v{number} {name}: {}, constant", Typed(self, id))?,
                 Source::Node { .. } => {}

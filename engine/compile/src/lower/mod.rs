@@ -290,7 +290,7 @@ impl<'a> Lowerer<'a> {
     fn key(&self, root: ValueId, phase: Phase, micro_batch: u32) -> Origin {
         let once = match &self.of.graph.value(root).source {
             Source::Node { node, .. } => self.of.graph.node(*node).phase == Phase::Update,
-            Source::Persistent { .. } | Source::Constant(_) | Source::Data { .. } => true,
+            Source::Persistent { .. } | Source::Constant(_) | Source::Data { .. } | Source::Cache { .. } => true,
             Source::Input { name } => name.starts_with(PER_STEP),
         };
         match phase {
@@ -327,6 +327,11 @@ impl<'a> Lowerer<'a> {
                 self.constant(Init::Const(0.0), name.clone(), Some(elements.clone()), value)
             }
             Source::Input { name } => self.input(name, key, value),
+            Source::Cache { name } => {
+                let layer = name.rsplit_once('/').map_or("", |(layer, _)| layer).to_owned();
+                let label = Label { tensor: name.clone(), op: "cache".into(), layer, role: Role::Cache };
+                self.program.add(value.spec.bytes(), label, BufferKind::Cache)
+            }
             Source::Node { .. } => self.of_another_rank(root, key),
         };
         self.place(key, buffer);

@@ -176,7 +176,7 @@ impl Attention {
 }
 
 /// Whether the elements of a head lie side by side, as the kernels need it.
-fn head_is_dense(layout: &Layout) -> bool {
+pub(super) fn head_is_dense(layout: &Layout) -> bool {
     layout.stride().last() == Some(&1)
 }
 

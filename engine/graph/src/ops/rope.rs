@@ -7,7 +7,7 @@ use gapless_kernels::cpu::{Args, InPieces, Pieces, vectorize};
 pub use gapless_kernels::cuda::launch::RopeFrequencies;
 use serde::{Deserialize, Serialize};
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
@@ -89,7 +89,8 @@ impl RopeScaling {
 }
 
 /// Rotates the halves of each head against each other: for frequency i of token t, the pair (x_i, x_{i+d/2}) turns by t times
-/// frequency i, theta^(−2i/d) where nothing is scaled. Input and output are [batch, tokens, heads, head size].
+/// frequency i, theta^(−2i/d) where nothing is scaled. Input and output are [batch, tokens, heads, head size]. A second input
+/// says where the tokens are, u32 [batch, tokens]; without it, they are the first of each sequence.
 #[derive(Debug, Clone, Copy)]
 pub struct Rope {
     /// What each pair turns by per token.
@@ -113,15 +114,26 @@ impl Op for Rope {
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
-        super::expect_float(inputs)?;
+        super::expect_float(&inputs[..1])?;
         match inputs[0].dims() {
-            [_, _, _, d] if d % 2 == 0 => Ok(vec![inputs[0].clone()]),
+            [batch, tokens, _, d] if d % 2 == 0 => {
+                if let Some(positions) = inputs.get(1) {
+                    super::expect_ids("positions", positions)?;
+                    if positions.dims() != [*batch, *tokens] {
+                        return Err("the positions must be [batch, tokens]".into());
+                    }
+                }
+                Ok(vec![inputs[0].clone()])
+            }
             [_, _, _, d] => Err(format!("the head size {d} is odd; its halves rotate against each other")),
             _ => Err("[batch, tokens, heads, head size] is needed".into()),
         }
     }
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
+        if g.inputs() > 1 {
+            return Err(Error::NoGradient { op: "rope at positions".into(), input: 0 });
+        }
         let [dx] = Tensor::apply_op(Self { inverse: !self.inverse, ..*self }, &[&g.grad(0)])?;
         g.send(0, dx);
         Ok(())
@@ -140,17 +152,21 @@ impl Op for Rope {
     }
 
     fn workspace(&self, inputs: &[Spec], _: &[Spec], _: usize) -> Vec<u64> {
-        // One (cos, sin) per token and frequency.
-        let [_, tokens, _, d] = inputs[0].dims() else { return Vec::new() };
-        vec![4 * (tokens * d) as u64]
+        // One (cos, sin) per token and frequency; where sequences stand at different places, of each sequence.
+        let [batch, tokens, _, d] = inputs[0].dims() else { return Vec::new() };
+        let rows = if inputs.len() > 1 { batch * tokens } else { *tokens };
+        vec![4 * (rows * d) as u64]
     }
 
     fn run(&self, args: &mut Args<'_>) {
         let (out, table) = (args.output::<f32>(0), args.workspace().take::<f32>());
-        let &[_, tokens, heads, d] = args.output_dims(0) else { unreachable!("rank 4 by the shape rule") };
+        let &[batch, tokens, heads, d] = args.output_dims(0) else { unreachable!("rank 4 by the shape rule") };
         let half = d / 2;
-        let table = &mut table[..tokens * d];
-        table.pieces_mut(d).enumerate().for_each(|(token, row)| {
+        let positions = (args.inputs() > 1).then(|| args.input::<u32>(1));
+        let rows = if positions.is_some() { batch * tokens } else { tokens };
+        let table = &mut table[..rows * d];
+        table.pieces_mut(d).enumerate().for_each(|(index, row)| {
+            let token = positions.map_or(index, |positions| positions[index] as usize);
             // Cosines first, then sines, so that the rotation below reads both in order.
             let (cos, sin) = row.split_at_mut(half);
             for (i, (cos, sin)) in cos.iter_mut().zip(sin).enumerate() {
@@ -161,7 +177,7 @@ impl Op for Rope {
         let source = (!args.is_overwritten(0)).then(|| args.strided::<f32>(0));
         let table = &*table;
         out.pieces_mut(heads * d).enumerate().for_each(|(row, out)| {
-            let (cos, sin) = table[row % tokens * d..][..d].split_at(half);
+            let (cos, sin) = table[row % rows * d..][..d].split_at(half);
             for (head, out) in out.chunks_exact_mut(d).enumerate() {
                 if let Some((x, layout)) = source {
                     let (x, step) = gapless_kernels::cpu::row_of(x, layout, row * heads + head);
@@ -180,16 +196,23 @@ impl Op for Rope {
         self.workspace(inputs, outputs, 1)
     }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
+        if operands.inputs.len() > 1 {
+            return None;
+        }
         gapless_kernels::cuda::launch::rope(self.frequencies, self.inverse, operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let x = args.input(0);
         let &[_, tokens, heads, d] = &x.dims[..] else { unreachable!("rank 4 by the shape rule") };
+        let position = |row: usize| match args.inputs() {
+            1 => row / heads % tokens,
+            _ => args.input(1).data[row / heads] as usize,
+        };
         let mut out = x.clone();
         for (row, out) in out.data.chunks_exact_mut(d).enumerate() {
             for i in 0..d / 2 {
-                let (cos, sin) = self.rotation(row / heads % tokens, i, d);
+                let (cos, sin) = self.rotation(position(row), i, d);
                 let (a, b) = (out[i], out[i + d / 2]);
                 (out[i], out[i + d / 2]) = (a * cos - b * sin, b * cos + a * sin);
             }

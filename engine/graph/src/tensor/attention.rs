@@ -10,19 +10,24 @@ use crate::ops;
 impl Tensor {
     /// Fused causal attention of `self` (the queries): [batch, heads, tokens, head size], with keys and values of
     /// [batch, key-value heads, tokens, head size]. Never makes the tokens × tokens scores
-    /// (FlashAttention, arXiv 2205.14135).
+    /// (FlashAttention, arXiv 2205.14135). Where sequences are continued ([`TokenCache`](crate::TokenCache)), the tokens before
+    /// are seen too, out of a cache that the new keys and values are written to.
     ///
     /// # Errors
     /// When the shapes do not fit or the heads are not a multiple of the key-value heads.
     pub fn causal_attention(&self, k: &Self, v: &Self, scale: f64) -> Result<Self> {
-        self.fused_attention(k, v, scale, true)
+        let Some(positions) = self.positions() else { return self.fused_attention(k, v, scale, true) };
+        let (keys, values) = (k.cached("keys", &positions)?, v.cached("values", &positions)?);
+        let op = ops::CachedAttention { scale };
+        Self::apply_op::<1>(op, &[self, &keys, &values, &positions])?[0].transpose(1, 2)
     }
 
     /// As [`Self::causal_attention`], but every query sees every key.
     ///
     /// # Errors
-    /// As [`Self::causal_attention`].
+    /// As [`Self::causal_attention`]; where sequences are continued, for the keys to come are not known.
     pub fn attention(&self, k: &Self, v: &Self, scale: f64) -> Result<Self> {
+        self.expect_whole_sequences()?;
         self.fused_attention(k, v, scale, false)
     }
 
@@ -30,8 +35,10 @@ impl Tensor {
     /// see; of floats, what is added to the scores. A query that sees nothing gives NaN. The scores exist whole.
     ///
     /// # Errors
-    /// When the shapes do not fit or the heads are not a multiple of the key-value heads.
+    /// When the shapes do not fit or the heads are not a multiple of the key-value heads; where sequences are continued, for there is
+    /// no cache that a mask is laid over.
     pub fn masked_attention(&self, k: &Self, v: &Self, mask: &Self, scale: f64) -> Result<Self> {
+        self.expect_whole_sequences()?;
         let (batch, heads, queries, size) = self.dims4()?;
         let (_, kv_heads, keys, _) = k.dims4()?;
         if kv_heads == 0 || heads % kv_heads != 0 {
@@ -71,6 +78,13 @@ impl Tensor {
         };
         let mask: Vec<u8> = (0..queries * keys).map(sees).collect();
         self.masked_attention(k, v, &Self::from_vec(mask, (queries, keys), self.device())?, scale)
+    }
+
+    fn expect_whole_sequences(&self) -> Result<()> {
+        match self.positions() {
+            None => Ok(()),
+            Some(_) => Err(self.shape_error("attention", "only causal attention continues sequences out of a cache".into())),
+        }
     }
 
     fn fused_attention(&self, k: &Self, v: &Self, scale: f64, causal: bool) -> Result<Self> {

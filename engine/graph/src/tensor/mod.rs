@@ -4,6 +4,7 @@
 //! here, and everything is computed later by the compiled program.
 
 mod attention;
+mod cached;
 mod choose;
 mod convolution;
 mod create;
@@ -51,6 +52,11 @@ impl Tensor {
     pub fn of(graph: &Arc<Mutex<Graph>>, id: ValueId) -> Self {
         let spec = lock(graph).value(id).spec.clone();
         Self { graph: Device::of(graph), id, spec }
+    }
+
+    #[doc(hidden)]
+    pub fn graph(&self) -> &Arc<Mutex<Graph>> {
+        &self.graph
     }
 
     /// The value that this handle stands for.
@@ -307,8 +313,12 @@ impl Tensor {
         if self.rank() != 4 {
             return Err(self.shape_error("rope", "[batch, heads, tokens, head size] is needed".into()));
         }
-        let frequencies = scaling.frequencies(theta);
-        self.transpose(1, 2)?.apply1(ops::Rope { frequencies, inverse: false })?.transpose(1, 2)
+        let (x, op) = (self.transpose(1, 2)?, ops::Rope { frequencies: scaling.frequencies(theta), inverse: false });
+        let [rotated] = match self.positions() {
+            Some(positions) => Self::apply_op(op, &[&x, &positions]),
+            None => Self::apply_op(op, &[&x]),
+        }?;
+        rotated.transpose(1, 2)
     }
 
     /// Negative log-likelihood of `targets` (u32, [..]) under `self` as logits [.., vocabulary]: one number per target.

@@ -96,6 +96,13 @@ pub trait Element: Copy + Send + Sync + private::Sealed {
         // SAFETY: the types are numbers without padding, and every byte of one is a byte.
         unsafe { std::slice::from_raw_parts(data.as_ptr().cast(), size_of_val(data)) }
     }
+
+    /// The elements that some bytes are, if they are aligned and whole.
+    fn elements(bytes: &[u8]) -> Option<&[Self]> {
+        // SAFETY: the types are numbers of which every pattern of bits is one.
+        let (before, elements, behind) = unsafe { bytes.align_to() };
+        (before.is_empty() && behind.is_empty()).then_some(elements)
+    }
 }
 
 mod private {

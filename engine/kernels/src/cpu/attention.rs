@@ -141,8 +141,10 @@ pub struct Forward {
     pub v: *const f32,
     /// Outputs, written.
     pub out: *mut f32,
-    /// Log-sum-exp of the scores, \[batch, heads, queries\], written.
+    /// Log-sum-exp of the scores, \[batch, heads, queries\], written; null if it is not wanted.
     pub lse: *mut f32,
+    /// Positions of the queries among the keys, \[batch, queries\], consecutive in each sequence; null if the mask says them.
+    pub positions: *const u32,
 }
 
 /// What [`Attention::backward_raw`] reads and writes.
@@ -205,19 +207,67 @@ impl Attention {
         lse: &mut [f32],
         scratch: &mut Scratch<'_>,
     ) -> Result<(), AttentionError> {
+        self.check_forward(q, k, v, out, scratch)?;
+        at_least("lse", self.batch * self.heads * self.queries, lse.len())?;
+        let lse = lse.as_mut_ptr();
+        self.forward_checked(q, k, v, out, lse, std::ptr::null(), scratch);
+        Ok(())
+    }
+
+    /// As [`Attention::forward`], without the log-sum-exp, for queries at `positions` \[batch, queries\] among the keys of a
+    /// cache, consecutive in each sequence: each sees the keys up to its own. The mask is not looked at.
+    ///
+    /// # Errors
+    /// As [`Attention::forward`]; when a position is not among the keys.
+    pub fn forward_at(
+        &self,
+        q: &[f32],
+        k: &[f32],
+        v: &[f32],
+        positions: &[u32],
+        out: &mut [f32],
+        scratch: &mut Scratch<'_>,
+    ) -> Result<(), AttentionError> {
+        self.check_forward(q, k, v, out, scratch)?;
+        at_least("positions", self.batch * self.queries, positions.len())?;
+        let ends = positions.chunks_exact(self.queries.max(1)).take(self.batch).map(|of| of[0] as usize + self.queries);
+        at_least("cache", ends.max().unwrap_or(0), self.keys)?;
+        self.forward_checked(q, k, v, out, std::ptr::null_mut(), positions.as_ptr(), scratch);
+        Ok(())
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the operands of an attention")]
+    fn forward_checked(
+        &self,
+        q: &[f32],
+        k: &[f32],
+        v: &[f32],
+        out: &mut [f32],
+        lse: *mut f32,
+        positions: *const u32,
+        scratch: &mut Scratch<'_>,
+    ) {
+        let operands = Forward { q: q.as_ptr(), k: k.as_ptr(), v: v.as_ptr(), out: out.as_mut_ptr(), lse, positions };
+        // SAFETY: the callers have compared every extent with its slice; what is written is borrowed exclusively.
+        unsafe { self.forward_raw(operands, scratch) };
+    }
+
+    /// Whether shape, operands and scratch of a forward fit together.
+    fn check_forward(
+        &self,
+        q: &[f32],
+        k: &[f32],
+        v: &[f32],
+        out: &[f32],
+        scratch: &Scratch<'_>,
+    ) -> Result<(), AttentionError> {
         self.check_shape()?;
         self.check("q", q.len(), self.q, self.heads, self.queries)?;
         self.check("k", k.len(), self.k, self.kv_heads, self.keys)?;
         self.check("v", v.len(), self.v, self.kv_heads, self.keys)?;
         self.check("out", out.len(), self.out, self.heads, self.queries)?;
         self.check_apart("out", self.out, self.heads, self.queries)?;
-        at_least("lse", self.batch * self.heads * self.queries, lse.len())?;
-        check_scratch(scratch, &forward::parts(self, rayon::current_num_threads()))?;
-        let operands =
-            Forward { q: q.as_ptr(), k: k.as_ptr(), v: v.as_ptr(), out: out.as_mut_ptr(), lse: lse.as_mut_ptr() };
-        // SAFETY: every extent was compared with its slice above; what is written is borrowed exclusively.
-        unsafe { self.forward_raw(operands, scratch) };
-        Ok(())
+        check_scratch(scratch, &forward::parts(self, rayon::current_num_threads()))
     }
 
     /// [`Attention::forward`] on addresses, for operands that lie in one arena.

@@ -94,8 +94,8 @@ impl Profile {
         for (resource, buffer) in program.buffers.iter().enumerate() {
             // What nothing touches but the host is there in any order.
             let (Some(first), Some(last)) = (born[resource], dies[resource]) else { continue };
-            let before = matches!(buffer.kind, BufferKind::FromStart | BufferKind::Always { .. });
-            let after = matches!(buffer.kind, BufferKind::ToEnd | BufferKind::Always { .. });
+            let before = matches!(buffer.kind, BufferKind::FromStart | BufferKind::Always { .. } | BufferKind::Cache);
+            let after = matches!(buffer.kind, BufferKind::ToEnd | BufferKind::Always { .. } | BufferKind::Cache);
             let first = if before { 0 } else { first };
             change[first] += i128::from(bytes[resource]);
             change[if after { instrs } else { last + 1 }] -= i128::from(bytes[resource]);

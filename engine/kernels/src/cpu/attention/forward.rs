@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::slice::{from_raw_parts, from_raw_parts_mut};
 
 use super::rows::{Running, padded};
-use super::{Attention, Forward, Head, Instructions, PANEL_ROWS, packed_keys_len};
+use super::{Attention, Forward, Head, Instructions, Mask, PANEL_ROWS, packed_keys_len};
 use crate::cpu::gemm::Strides;
 use crate::cpu::gemm::kernel::{Layout, Product, ROW_STRIDE};
 use crate::cpu::gemm::pack::Source;
@@ -48,10 +48,27 @@ pub(super) unsafe fn run(job: &Attention, instructions: &Instructions, operands:
         let operands = &operands;
         // SAFETY: the rows of these heads and queries are this task's alone, and so are its thread's parts.
         unsafe {
-            let task = Task { job, instructions, operands, batch: pair / job.kv_heads, kv_head: pair % job.kv_heads };
+            let (batch, kv_head) = (pair / job.kv_heads, pair % job.kv_heads);
+            let job = &operands.placed(job, batch);
+            let task = Task { job, instructions, operands, batch, kv_head };
             task.run(queries, parts.map(|part| part.start(scratch, slot())));
         }
     });
+}
+
+impl Forward {
+    /// The shape as a sequence sees it: from its own position on, if it has one.
+    ///
+    /// # Safety
+    /// The sequence exists.
+    unsafe fn placed(&self, job: &Attention, batch: usize) -> Attention {
+        if self.positions.is_null() {
+            return *job;
+        }
+        // SAFETY: the caller's promise.
+        let offset = unsafe { *self.positions.add(batch * job.queries) } as usize;
+        Attention { mask: Mask::Causal { offset }, ..*job }
+    }
 }
 
 /// Some queries of all heads that share a key head.
@@ -179,11 +196,13 @@ impl Task<'_> {
             products.block(Layout::Rows, rows.len(), &product);
 
             if job.visible(rows.end - 1) <= block.keys.end {
-                let lse = operands.lse.add((batch * job.heads + head) * job.queries);
                 for (query, running) in rows.zip(running) {
                     let out = from_raw_parts_mut(out.at(query), job.head_size);
                     (row_kernels.scale)(out, 1.0 / running.sum);
-                    *lse.add(query) = running.max + running.sum.ln();
+                    if !operands.lse.is_null() {
+                        let row = (batch * job.heads + head) * job.queries + query;
+                        *operands.lse.add(row) = running.max + running.sum.ln();
+                    }
                 }
             }
         }
@@ -198,7 +217,9 @@ impl Task<'_> {
                 let out = Head::new(operands.out, job.out, batch, head);
                 for query in queries.clone() {
                     from_raw_parts_mut(out.at(query), job.head_size).fill(0.0);
-                    *operands.lse.add((batch * job.heads + head) * job.queries + query) = f32::NEG_INFINITY;
+                    if !operands.lse.is_null() {
+                        *operands.lse.add((batch * job.heads + head) * job.queries + query) = f32::NEG_INFINITY;
+                    }
                 }
             }
         }

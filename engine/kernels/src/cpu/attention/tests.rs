@@ -156,7 +156,8 @@ impl Case {
         pool(threads).install(|| {
             let (q, k, v) = (q.as_ptr(), k.as_ptr(), v.as_ptr());
             let mut memory = ScratchMemory::new(&job.forward_scratch(threads));
-            let operands = Forward { q, k, v, out: got.out.as_mut_ptr(), lse: got.lse.as_mut_ptr() };
+            let operands =
+                Forward { q, k, v, out: got.out.as_mut_ptr(), lse: got.lse.as_mut_ptr(), positions: std::ptr::null() };
             // SAFETY: `Case::of` makes slices that reach beyond the strides.
             unsafe { forward::run(job, &instructions, operands, &memory.lend()) };
             assert!(memory.is_intact(), "the forward of {job:?} writes beyond its scratch");

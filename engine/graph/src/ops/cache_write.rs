@@ -1,0 +1,77 @@
+//! The keys or values of new tokens, written behind those of the tokens before.
+
+use gapless_kernels::Spec;
+use gapless_kernels::cpu::{Args, InPieces, Pieces, row_of};
+
+use crate::Op;
+use crate::reference::{Array, Reference};
+
+/// Writes x [batch, heads, tokens, head size] into the rows `positions` (u32 [batch, tokens]) of a cache
+/// [batch, heads, window, head size], which is the output. There is no gradient: what earlier runs have left has none.
+#[derive(Debug, Clone, Copy)]
+pub struct CacheWrite;
+
+impl Op for CacheWrite {
+    fn name(&self) -> &'static str {
+        "cache_write"
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        super::expect_float(&inputs[..2])?;
+        super::expect_ids("positions", &inputs[2])?;
+        let (&[batch, heads, window, size], &[b, h, tokens, d]) = (inputs[0].dims(), inputs[1].dims()) else {
+            return Err("[batch, heads, tokens, head size] is needed for the cache and what is written".into());
+        };
+        if (b, h, d) != (batch, heads, size) || inputs[2].dims() != [batch, tokens] {
+            return Err("batch, heads and head size must be the cache's, and the positions [batch, tokens]".into());
+        }
+        if tokens > window {
+            return Err(format!("{tokens} tokens do not fit a window of {window}"));
+        }
+        Ok(vec![inputs[0].clone()])
+    }
+
+    fn reads_strides(&self, index: usize, _: &candle_core::Layout) -> bool {
+        index == 1
+    }
+
+    fn mutates(&self) -> &[(usize, usize)] {
+        &[(0, 0)]
+    }
+
+    fn flops(&self, _: &[Spec], _: &[Spec]) -> u64 {
+        0
+    }
+
+    /// The rows that are written, not the cache.
+    fn bytes_moved(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
+        2 * inputs[1].bytes()
+    }
+
+    fn run(&self, args: &mut Args<'_>) {
+        let cache = args.output::<f32>(0);
+        let ((x, layout), positions) = (args.strided::<f32>(1), args.input::<u32>(2));
+        let &[_, heads, tokens, size] = args.input_dims(1) else { unreachable!("rank 4 by the shape rule") };
+        let window = args.output_dims(0)[2];
+        cache.pieces_mut(window * size).enumerate().for_each(|(head, cache)| {
+            for token in 0..tokens {
+                let position = positions[head / heads * tokens + token] as usize;
+                let (row, step) = row_of(x, layout, head * tokens + token);
+                let to = &mut cache[position * size..][..size];
+                to.iter_mut().enumerate().for_each(|(i, to)| *to = row[i * step]);
+            }
+        });
+    }
+
+    fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
+        let (x, positions) = (args.input(1), args.input(2));
+        let mut cache = args.input(0).clone();
+        let (heads, tokens, window) = (x.dims[1], x.dims[2], cache.dims[2]);
+        for (row, x) in x.rows().enumerate() {
+            let (head, token) = (row / tokens, row % tokens);
+            let position = positions.data[head / heads * tokens + token] as usize;
+            cache.data[(head * window + position) * x.len()..][..x.len()].copy_from_slice(x);
+        }
+        vec![cache]
+    }
+}
