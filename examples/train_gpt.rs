@@ -4,6 +4,7 @@
 //! rest; `--resume` goes on where the last run of the same `--out` stopped, to the same bits. Ctrl-C, SIGTERM and SIGHUP save first;
 //! the exit code is then 128 + the signal.
 
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -20,7 +21,7 @@ use gapless::engine::metrics::{JsonLines, peak_rss_bytes};
 use gapless::engine::optim::{AdamW, AdamW8bit, GaLore};
 use gapless::models::{Gpt, GptConfig};
 use gapless::run::{Console, ErrorOutput, RunFolder, Stop};
-use gapless::{DType, DeviceChoice, Offload, Recompute, SampleOptions, TrainOptions, Trainer};
+use gapless::{DType, DeviceChoice, GenerateOptions, Generation, Offload, Recompute, Sampling, TrainOptions, Trainer};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
 
@@ -301,6 +302,7 @@ fn options(args: &Args) -> TrainOptions {
         compress: args.compress.clone(),
         offload: (!args.offload.is_empty())
             .then(|| Offload { ops: args.offload.clone(), folder: args.offload_to.clone() }),
+        generation: (args.sample > 0).then(Generation::default),
         poison: args.poison,
         ..TrainOptions::default()
     }
@@ -363,8 +365,9 @@ fn prompt(dataset: &Dataset, args: &Args, console: &Console) -> Result<Option<Ve
 }
 
 fn sample(trainer: &mut Trainer, dataset: &Dataset, args: &Args, prompt: &[u32], console: &Console) -> Result<()> {
-    let options = SampleOptions { tokens: args.sample, seed: args.seed, ..SampleOptions::default() };
-    let continuation = trainer.sample(prompt, &options)?;
+    let sampling = Sampling { seed: args.seed, ..Sampling::default() };
+    let options = GenerateOptions { tokens: args.sample, sampling, stop: Vec::new() };
+    let continuation = trainer.generate(&[prompt], &options, |_| ControlFlow::Continue(()))?.remove(0);
     console.say(format_args!("---\n{}{}\n---", args.prompt, dataset.vocabulary().decode(&continuation)?));
     Ok(())
 }

@@ -60,7 +60,7 @@ pub use gapless_engine::metrics::JsonLines;
 pub use gapless_engine::optim::{AdamW, AdamW8bit, GaLore};
 pub use gapless_engine::recompute::{Layers, Offload, Recompute};
 pub use gapless_engine::{
-    DType, DeviceChoice, Error, Model, Op, Overflow, Pipeline, Report, Result, RunsOn, SampleOptions, StepReport,
-    Tensor, TrainError, TrainOptions, Trainer, nn,
+    DType, DeviceChoice, Error, GenerateOptions, Generation, Model, NextToken, Op, Overflow, Pipeline, Report, Result,
+    RunsOn, Sampling, StepReport, Tensor, TrainError, TrainOptions, Trainer, nn,
 };
 pub use gapless_parallel::Mesh;

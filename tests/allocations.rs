@@ -3,6 +3,7 @@
 mod common;
 
 use std::alloc::{GlobalAlloc, Layout, System};
+use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Barrier};
 
@@ -10,7 +11,7 @@ use common::{Kind, Run};
 use gapless::alloc::arena::ArenaReport;
 use gapless::engine::optim::{AdamW8bit, GaLore, Optimizer};
 use gapless::models::MoeStyle;
-use gapless::{Mesh, Offload, Overflow, Reserve};
+use gapless::{GenerateOptions, Generation, Mesh, NextToken, Offload, Overflow, Reserve, Sampling};
 use gapless_testing::{not_checked, only_test};
 
 struct Counting;
@@ -39,11 +40,32 @@ static COUNTING: Counting = Counting;
 fn main() {
     only_test("steady_state_steps_allocate_nothing", || {
         one_rank_and_memory_stays_flat();
+        tokens();
         optimizers_of_fewer_bytes();
         what_waits_otherwise_than_as_it_is();
         several_ranks();
         rows_without_room();
     });
+}
+
+/// Tokens of several sequences, drawn by all rules, with caches.
+fn tokens() {
+    for kind in [Kind::Gpt, Kind::Llama, Kind::Moe(MoeStyle::Mixtral)] {
+        let mut run = Run { kind, ..Run::default() };
+        run.options.generation = Some(Generation { batch: 3, window: Some(16), chunk: 4 });
+        let mut trainer = run.trainer();
+        let sampling = Sampling { top_p: 0.9, min_p: 0.01, repetition_penalty: 1.1, ..Sampling::default() };
+        let options = GenerateOptions { tokens: 100, sampling, ..GenerateOptions::default() };
+        let mut counts = Vec::with_capacity(300);
+        let count = |_: &NextToken<'_>| {
+            counts.push(ALLOCATIONS.load(Ordering::Relaxed));
+            ControlFlow::Continue(())
+        };
+        trainer.generate(&[&[1, 2, 3], &[4], &[5; 20]], &options, count).unwrap();
+        assert_eq!(counts.len(), 300);
+        // The window is filled, and read again, many times over.
+        assert_eq!(counts[299] - counts[30], 0, "{kind:?}: heap allocations in 90 tokens of three sequences");
+    }
 }
 
 /// Rows that are let go and come back, and an arena that has grown.

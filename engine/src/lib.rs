@@ -66,4 +66,6 @@ pub use gapless_graph::{
     Args, Array, DType, Error, Gradient, Model, Numbers, Op, Reference, Result, Rows, Spec, Stream, Tensor,
 };
 pub use gradient_check::{GradientError, gradient_check};
-pub use train::{DeviceChoice, RunsOn, SampleOptions, StepReport, TrainOptions, Trainer};
+pub use train::{
+    DeviceChoice, GenerateOptions, Generation, NextToken, RunsOn, Sampling, StepReport, TrainOptions, Trainer,
+};

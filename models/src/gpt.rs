@@ -120,7 +120,7 @@ impl Gpt {
                 remedy: "take shorter sequences, or a model with a longer one (GptConfig::sequence)",
             });
         }
-        let positions = self.wpe.narrow(0, 0, t)?;
+        let positions = self.wpe.rows_of_positions(t)?;
         let mut x = self.wte.forward(tokens)?.broadcast_add(&positions)?.dropout(dropout)?;
         for block in &self.blocks {
             x = block.forward(&x, dropout)?;

@@ -279,9 +279,10 @@ impl Attention {
         let _layer = x.enter(&self.layer);
         let LlamaConfig { heads, kv_heads, rope_theta, rope_scaling, qk_norm, sliding_window, .. } = self.config;
         let (b, t, _) = x.dims3()?;
-        if let Some(window) = sliding_window.filter(|&window| window < t) {
+        let longest = x.cache_window().unwrap_or(t);
+        if let Some(window) = sliding_window.filter(|&window| window < longest) {
             let why = format!(
-                "sequences of {t} tokens, but a sliding_window of {window}: windowed attention is not supported"
+                "sequences of {longest} tokens, but a sliding_window of {window}: windowed attention is not supported"
             );
             return Err(Error::Config {
                 what: "model",

@@ -9,6 +9,7 @@ mod bf16;
 mod common;
 mod determinism;
 mod expert_ranks;
+mod generate;
 mod learning;
 mod live_bytes;
 mod moe;

@@ -161,6 +161,21 @@ impl<B: Backend + ?Sized> Session<B> {
         self.backend.tensor(&self.executable.programs[id.0].output(name)?.address)
     }
 
+    /// Shows an output of a program that has run, as [`Element`]s of its type without gaps. On the CPU, this neither copies nor
+    /// allocates.
+    ///
+    /// # Errors
+    /// When there is no such output, or it is of another type; `Error::Device`.
+    pub fn with_output<T: Element, R>(&self, id: ProgramId, name: &str, f: impl FnOnce(&[T]) -> R) -> Result<R> {
+        let address = &self.executable.programs[id.0].output(name)?.address;
+        let (mut f, mut result) = (Some(f), None);
+        self.backend.read(&[address], &mut |bytes| {
+            let elements = (address.dtype == T::DTYPE).then(|| T::elements(bytes[0])).flatten();
+            result = elements.and_then(|elements| f.take().map(|f| f(elements)));
+        })?;
+        result.ok_or_else(|| Error::NotFloat { name: name.into(), dtype: address.dtype })
+    }
+
     /// A scalar output of a program that has run. On the CPU, this allocates nothing.
     ///
     /// # Errors

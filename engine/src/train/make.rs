@@ -4,9 +4,11 @@
 //! ranks of one mesh on CPUs and on GPUs, whose copies of a parameter would drift apart.
 
 use candle_core::DType;
+use gapless_compile::Executable;
 use gapless_compile::Target;
-use gapless_compile::step::Share;
-use gapless_compile::step::{Build, CompiledStep, Overflow, RankPlan, compile_step, of_any};
+use gapless_compile::step::{
+    Build, CompiledStep, Overflow, RankPlan, Share, StepOptions, compile_inference, compile_step, of_any,
+};
 use gapless_graph::Model;
 use gapless_graph::nn::VarBuilder;
 use gapless_runtime::cpu::{Workers, resolve_threads};
@@ -17,12 +19,34 @@ use gapless_runtime::{Communicators, Error as RuntimeError, Session};
 #[cfg(not(feature = "cuda"))]
 use super::device;
 use super::ranks::{BatchCheck, communicators, expect_equal, expect_one_rank};
-use super::{DeviceChoice, Programs, RunsOn, TrainOptions, Trainer};
+use super::{DeviceChoice, Generation, Programs, RunsOn, TrainOptions, Trainer};
 use crate::communicator::Communicator;
 use crate::error::{Result, TrainError};
 
+/// What a trainer is made for.
+#[derive(Debug, Clone, Copy)]
+enum Purpose {
+    Training,
+    Inference,
+}
+
+impl Purpose {
+    fn compile(
+        self,
+        build: &Build<'_>,
+        options: &StepOptions,
+        plan: &RankPlan,
+        target: Target,
+    ) -> Result<(Executable, CompiledStep)> {
+        Ok(match self {
+            Self::Training => compile_step(build, options, plan, target)?,
+            Self::Inference => compile_inference(build, options, plan, target)?,
+        })
+    }
+}
+
 impl Trainer {
-    /// Compiles the training step, the evaluation and the sampling of a model into one arena, and fills its parameters.
+    /// Compiles the training step, the evaluation and the generation of a model into one arena, and fills its parameters.
     ///
     /// # Errors
     /// When the options or the model's shapes do not fit together, or the arena does not fit the device's memory;
@@ -33,7 +57,21 @@ impl Trainer {
         options: TrainOptions,
     ) -> Result<Self> {
         expect_one_rank(options.mesh)?;
-        Self::with(&of_any(build), options, 0)
+        Self::with(&of_any(build), options, 0, Purpose::Training)
+    }
+
+    /// A model that is not trained: it evaluates and generates, and there are neither gradients nor optimizer states. Without
+    /// [`TrainOptions::generation`], it has a cache for one sequence.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn for_inference<M: Model>(
+        build: impl Fn(VarBuilder) -> gapless_graph::Result<M>,
+        options: TrainOptions,
+    ) -> Result<Self> {
+        expect_one_rank(options.mesh)?;
+        let generation = options.generation.or_else(|| Some(Generation::default()));
+        Self::with(&of_any(build), TrainOptions { generation, ..options }, 0, Purpose::Inference)
     }
 
     /// One rank's share of a trainer. All ranks of `world`, which are as many as the mesh has, make theirs with the same
@@ -53,10 +91,10 @@ impl Trainer {
         let (rank, build) = (world.rank(), of_any(build));
         expect_equal(&mut *world, &options.shared_by_ranks())?;
         let communicators = communicators(&mut *world, options.mesh)?;
-        let mut trainer = Self::with(&build, options.clone(), rank)?;
+        let mut trainer = Self::with(&build, options.clone(), rank, Purpose::Training)?;
         if !agree(&mut *world, trainer.device.is_gpu, options.device)? && trainer.device.is_gpu {
             let on_cpu = TrainOptions { device: DeviceChoice::Cpu, ..options.clone() };
-            trainer = Self { options, ..Self::with(&build, on_cpu, rank)? };
+            trainer = Self { options, ..Self::with(&build, on_cpu, rank, Purpose::Training)? };
             trainer.device.because = Some("another rank has found no GPU".into());
         }
         trainer.join(world, communicators)
@@ -82,7 +120,7 @@ impl Trainer {
         options: TrainOptions,
     ) -> Result<Self> {
         expect_one_rank(options.mesh)?;
-        Self::with_device(device, &of_any(build), options, 0)
+        Self::with_device(device, &of_any(build), options, 0, Purpose::Training)
     }
 
     /// One rank's share of a trainer, as [`Self::on`] makes it, on a device of one's own. The other ranks have theirs.
@@ -98,7 +136,7 @@ impl Trainer {
     ) -> Result<Self> {
         expect_equal(&mut *world, &options.shared_by_ranks())?;
         let communicators = communicators(&mut *world, options.mesh)?;
-        let trainer = Self::with_device(device, &of_any(build), options, world.rank())?;
+        let trainer = Self::with_device(device, &of_any(build), options, world.rank(), Purpose::Training)?;
         agree(&mut *world, true, DeviceChoice::Cuda(0))?;
         trainer.join(world, communicators)
     }
@@ -109,11 +147,14 @@ impl Trainer {
         build: &Build<'_>,
         options: TrainOptions,
         rank: usize,
+        purpose: Purpose,
     ) -> Result<Self> {
         options.check()?;
         options.check_for_gpu()?;
         let plan = RankPlan::new(options.mesh, rank, &options.pipeline, options.micro_batches)?;
-        let (executable, compiled) = compile_step(build, &options.step(), &plan, Target::Cuda)?;
+        // There are no kernels for caches.
+        let step = StepOptions { generation: None, ..options.step() };
+        let (executable, compiled) = purpose.compile(build, &step, &plan, Target::Cuda)?;
         let Share { first, stride, .. } = Share::of(&options.step(), plan.at);
         let session = Session::on_cuda(executable, device, options.seed, (first as u64, stride as u64))?;
         let device = RunsOn { name: session.device(), is_gpu: true, because: None };
@@ -121,10 +162,10 @@ impl Trainer {
     }
 
     /// A rank that is not connected to others yet.
-    fn with(build: &Build<'_>, options: TrainOptions, rank: usize) -> Result<Self> {
+    fn with(build: &Build<'_>, options: TrainOptions, rank: usize, purpose: Purpose) -> Result<Self> {
         let _span = tracing::info_span!("compile", rank).entered();
         options.check()?;
-        let because = match Self::on_gpu(build, &options, rank)? {
+        let because = match Self::on_gpu(build, &options, rank, purpose)? {
             Ok(trainer) => return Ok(trainer),
             Err(because) => because,
         };
@@ -138,7 +179,7 @@ impl Trainer {
         }
         let threads = resolve_threads(options.threads);
         let plan = RankPlan::new(options.mesh, rank, &options.pipeline, options.micro_batches)?;
-        let (executable, compiled) = compile_step(build, &options.step(), &plan, Target::Cpu { threads })?;
+        let (executable, compiled) = purpose.compile(build, &options.step(), &plan, Target::Cpu { threads })?;
         let mut session = Session::on_cpu(executable, Workers::new(threads)?, options.seed)?;
         if let Some(offload) = &options.offload {
             session.offload_to(&offload.folder)?;
@@ -156,8 +197,13 @@ impl Trainer {
         plan: &RankPlan,
         options: TrainOptions,
     ) -> Result<Self> {
-        let find = |name| session.executable().program(name).expect("compiled above");
-        let programs = Programs { train: find("train"), evaluate: find("evaluate"), logits: find("logits") };
+        let find = |name| session.executable().program(name);
+        let programs = Programs {
+            train: find("train"),
+            evaluate: find("evaluate").expect("it is always compiled"),
+            logits: find("logits"),
+            generation: find("prefill").zip(find("decode")),
+        };
         let schedule = options.learning_rate.check()?;
         tracing::info!("{device}");
         let CompiledStep { parameters, vocabulary, layout, watched, model } = compiled;
@@ -184,11 +230,16 @@ impl Trainer {
 
     /// A trainer on a GPU, or why there is none although one might have been used.
     #[cfg(feature = "cuda")]
-    fn on_gpu(build: &Build<'_>, options: &TrainOptions, rank: usize) -> Result<Result<Self, Option<String>>> {
+    fn on_gpu(
+        build: &Build<'_>,
+        options: &TrainOptions,
+        rank: usize,
+        purpose: Purpose,
+    ) -> Result<Result<Self, Option<String>>> {
         let on = |ordinal| {
             options.check_for_gpu()?;
             let gpu = cuda::Nvidia::new(ordinal, cuda::Cache::of_user())?;
-            Self::with_device(Box::new(gpu), build, options.clone(), rank)
+            Self::with_device(Box::new(gpu), build, options.clone(), rank, purpose)
         };
         match options.device {
             DeviceChoice::Cpu => Ok(Err(None)),
@@ -207,7 +258,7 @@ impl Trainer {
 
     /// That there is none.
     #[cfg(not(feature = "cuda"))]
-    fn on_gpu(_: &Build<'_>, options: &TrainOptions, _: usize) -> Result<Result<Self, Option<String>>> {
+    fn on_gpu(_: &Build<'_>, options: &TrainOptions, _: usize, _: Purpose) -> Result<Result<Self, Option<String>>> {
         match options.device {
             DeviceChoice::Cpu => Ok(Err(None)),
             DeviceChoice::Auto => Ok(Err(Some(device::without_cuda().to_string()))),

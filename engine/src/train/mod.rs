@@ -1,10 +1,11 @@
-//! Training as a user's own binary calls it: build, report, step, evaluate, sample.
+//! Training as a user's own binary calls it: build, report, step, evaluate, generate.
 
 mod device;
+mod generate;
 mod make;
 mod options;
 mod ranks;
-mod sample;
+mod sampling;
 mod save;
 
 use candle_core::DType;
@@ -16,8 +17,10 @@ use gapless_parallel::Coordinate;
 use gapless_runtime::Session;
 
 pub use device::{DeviceChoice, RunsOn};
+pub use gapless_compile::step::Generation;
+pub use generate::{GenerateOptions, NextToken};
 pub use options::TrainOptions;
-pub use sample::SampleOptions;
+pub use sampling::Sampling;
 
 use self::ranks::BatchCheck;
 use crate::communicator::Communicator;
@@ -72,9 +75,13 @@ pub struct Trainer {
 
 #[derive(Debug, Clone, Copy)]
 struct Programs {
-    train: ProgramId,
+    /// None of a model that is not trained.
+    train: Option<ProgramId>,
     evaluate: ProgramId,
-    logits: ProgramId,
+    /// None of a model that is not trained, if it has caches.
+    logits: Option<ProgramId>,
+    /// Prefill and decode, if there are caches.
+    generation: Option<(ProgramId, ProgramId)>,
 }
 
 impl Trainer {
@@ -178,7 +185,7 @@ impl Trainer {
     /// another rank fails, [`RuntimeError::Routing`](gapless_runtime::Error::Routing) and [`RuntimeError::Growth`](gapless_runtime::Error::Growth) when rows find no room, [`RuntimeError::Offload`](gapless_runtime::Error::Offload) when a file cannot be written or read.
     pub fn step(&mut self, tokens: &[u32], targets: &[u32]) -> Result<StepReport> {
         let lr = self.schedule.at(self.step);
-        let program = self.programs.train;
+        let program = self.training()?;
         if let (Some(world), Some(check)) = (&mut self.world, &mut self.batch_check) {
             check.run(&mut **world, self.step, tokens, targets)?;
         }
@@ -214,7 +221,7 @@ impl Trainer {
     #[cfg(feature = "cuda")]
     pub fn profile(&mut self, tokens: &[u32], targets: &[u32]) -> Result<Vec<cuda::Timed>> {
         self.write_step(tokens, targets, self.schedule.at(self.step))?;
-        let (program, options) = (self.programs.train, self.run_options());
+        let (program, options) = (self.training()?, self.run_options());
         let Some((executable, backend)) = self.session.on::<cuda::CudaBackend>() else {
             let why = "the CPU's steps are not timed so".to_owned();
             return Err(TrainError::Config { what: "profile", why, remedy: "subscribe to the engine's tracing spans" });
@@ -250,9 +257,12 @@ impl Trainer {
     /// call that runs something.
     ///
     /// # Errors
-    /// As [`Self::evaluate`].
+    /// As [`Self::evaluate`]; of a model that was made for inference with caches.
     pub fn logits(&mut self, tokens: &[u32]) -> Result<candle_core::Tensor> {
-        let program = self.programs.logits;
+        let Some(program) = self.programs.logits else {
+            let why = "a model that was made for inference has those of the next token alone".to_owned();
+            return Err(TrainError::Config { what: "logits", why, remedy: "make a trainer of it" });
+        };
         let expected = self.options.sequence;
         if tokens.len() != expected {
             return Err(TrainError::ElementCount { name: "tokens".into(), expected, given: tokens.len() });
@@ -295,7 +305,7 @@ impl Trainer {
             let (why, remedy) = (format!("the gradient of {name:?} is not kept"), "set TrainOptions::keep_gradients");
             return Err(TrainError::Config { what: "keep_gradients", why, remedy });
         }
-        Ok(self.session.output(self.programs.train, &step::gradient_output(name))?)
+        Ok(self.session.output(self.training()?, &step::gradient_output(name))?)
     }
 
     /// What the arena of expert ranks' rows has done so far ([`TrainOptions::routing`]); nothing where every size is known
@@ -319,7 +329,7 @@ impl Trainer {
     /// # Errors
     /// When nothing is watched under that name.
     pub fn watched(&self, name: &str) -> Result<candle_core::Tensor> {
-        Ok(self.session.output(self.programs.train, &step::watched_output(name))?)
+        Ok(self.session.output(self.training()?, &step::watched_output(name))?)
     }
 
     /// What the model shows of each step, in the order in which it was built.
@@ -363,6 +373,14 @@ impl Trainer {
         Ok(self.session.write_tensor(name, data)?)
     }
 
+    /// The training step.
+    fn training(&self) -> Result<ProgramId> {
+        self.programs.train.ok_or_else(|| {
+            let why = "the model was made for inference".to_owned();
+            TrainError::Config { what: "training", why, remedy: "make it with Trainer::new" }
+        })
+    }
+
     fn run(&mut self, program: ProgramId, watch: bool) -> Result<Option<String>> {
         let options = RunOptions { watch, ..self.run_options() };
         Ok(self.session.run(program, options)?)
@@ -376,7 +394,7 @@ impl Trainer {
     }
 
     fn write_step(&mut self, tokens: &[u32], targets: &[u32], lr: f64) -> Result<()> {
-        let program = self.programs.train;
+        let program = self.training()?;
         self.write_batch(program, self.share, self.options.batch, tokens, targets)?;
         let scalars: [f32; SCALARS] = self.options.optimizer.scalars(self.step, lr);
         if self.session.has_input(program, SCALARS_INPUT) {

@@ -11,7 +11,7 @@ use gapless_graph::FLOATS;
 use gapless_graph::optim::{AdamW, Optimizer};
 use gapless_parallel::Mesh;
 
-use super::DeviceChoice;
+use super::{DeviceChoice, Generation};
 use crate::error::{Result, TrainError};
 use crate::learning_rate::{LearningRate, Shape};
 
@@ -66,6 +66,9 @@ pub struct TrainOptions {
     pub release_gradients: bool,
     /// Hold every gradient until the next step, so that it can be read; costs their bytes.
     pub keep_gradients: bool,
+    /// Caches for [`Trainer::generate`](super::Trainer::generate), whose bytes the training step uses too. Without them, and
+    /// on GPUs and over several ranks, each token takes a forward pass over its whole window.
+    pub generation: Option<Generation>,
     /// Fill every dead range of the arena with NaN between instructions (for tests; results must not change).
     pub poison: bool,
 }
@@ -92,6 +95,7 @@ impl Default for TrainOptions {
             overflow: Overflow::Error,
             release_gradients: false,
             keep_gradients: false,
+            generation: None,
             poison: false,
         }
     }
@@ -128,6 +132,7 @@ impl TrainOptions {
             overflow,
             release_gradients,
             keep_gradients,
+            generation: self.generation.filter(|_| mesh.pipeline == 1 && mesh.expert == 1),
         }
     }
 
@@ -137,6 +142,7 @@ impl TrainOptions {
         let Self { device: _, threads: _, planning: _, poison: _, .. } = self;
         let Self { batch, micro_batches, sequence, dtype, optimizer, learning_rate, seed, mesh, pipeline, .. } = self;
         let Self { recompute, compress, offload, routing, overflow, release_gradients, keep_gradients, .. } = self;
+        let Self { generation, .. } = self;
         vec![
             ("mesh", format!("{mesh:?}")),
             ("pipeline schedule", format!("{pipeline:?}")),
@@ -154,6 +160,7 @@ impl TrainOptions {
             ("overflow policy", format!("{overflow:?}")),
             ("release_gradients", release_gradients.to_string()),
             ("keep_gradients", keep_gradients.to_string()),
+            ("generation", format!("{generation:?}")),
         ]
     }
 

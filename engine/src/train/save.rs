@@ -36,6 +36,7 @@ impl Trainer {
     /// # Errors
     /// A full disk, or any other failure to write, on any rank; what was there before stays.
     pub fn save(&mut self, dir: &Path, run: Value) -> Result<PathBuf> {
+        self.training()?;
         let _span = tracing::info_span!("save", step = self.step).entered();
         let first = self.world.as_ref().is_none_or(|world| world.rank() == 0);
         let draft = Draft::join(dir, self.step);
@@ -67,6 +68,7 @@ impl Trainer {
     /// A checkpoint of another model; it is left untouched, and so is the trainer. A file that cannot be read, or has changed since
     /// the checkpoint was opened: then the trainer holds tensors of both, and is to be made anew.
     pub fn resume(&mut self, checkpoint: &Checkpoint) -> Result<Value> {
+        self.training()?;
         checkpoint.expect("tensors", &self.saved_shapes())?;
         let metadata = checkpoint.metadata();
         for (kind, role) in ROLES {

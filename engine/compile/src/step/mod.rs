@@ -6,6 +6,7 @@
 
 #[cfg(test)]
 mod budget_reference;
+mod generation;
 mod options;
 mod overflow;
 mod ranks;
@@ -19,6 +20,7 @@ use gapless_alloc::Role;
 use gapless_graph::Model;
 use gapless_graph::nn::VarBuilder;
 
+pub use self::generation::{Generation, compile_inference};
 pub use self::options::StepOptions;
 pub use self::overflow::Overflow;
 pub use self::ranks::{Pipeline, RankPlan, Share};
@@ -87,10 +89,18 @@ pub fn compile_step(
     // The forward alone, twice, with its parameters where the training step has them.
     let evaluate = evaluation(build, options, ranks, &step.stages, target)?;
     let (logits, vocabulary) = logits(build, options, ranks, &step.stages, target)?;
-    // What of it is computed again, so that all three fit; instructions, and the passes over them.
-    let recomputation = recompute(&step, options, ranks, target, &[&evaluate, &logits])?;
+    // What continues sequences, whose caches lie where the training step has its activations.
+    let generation = match &options.generation {
+        Some(generation) => generation.programs(build, options, ranks, target)?,
+        None => Vec::new(),
+    };
+    // What of it is computed again, so that all fit; instructions, and the passes over them.
+    let recomputation = {
+        let others: Vec<&Program> = [&evaluate, &logits].into_iter().chain(&generation).collect();
+        recompute(&step, options, ranks, target, &others)?
+    };
     let train = step.lower(ranks, target, &recomputation)?;
-    let programs = [train, evaluate, logits];
+    let programs: Vec<Program> = [train, evaluate, logits].into_iter().chain(generation).collect();
     programs.iter().for_each(|program| dump("compile", program));
     if ranks.mesh.pipeline > 1 || ranks.mesh.expert > 1 {
         expect_same_parameters(&programs)?;
@@ -152,7 +162,7 @@ fn evaluation(
     stages: &ParameterStages,
     target: Target,
 ) -> Result<Program> {
-    let (trace, model) = Trace::new(build, options, ranks, options.evaluation_batch())?;
+    let (trace, model) = Trace::new(build, options, ranks, (options.evaluation_batch(), options.sequence))?;
     let loss = model.loss(&trace.tokens, &trace.targets()?, false)?;
     forward(&trace, "evaluate", Output::everywhere("loss", loss.id()), ranks, stages, target)
 }
@@ -165,7 +175,7 @@ fn logits(
     stages: &ParameterStages,
     target: Target,
 ) -> Result<(Program, usize)> {
-    let (trace, model) = Trace::new(build, options, ranks, 1)?;
+    let (trace, model) = Trace::new(build, options, ranks, (1, options.sequence))?;
     let logits = model.forward(&trace.tokens, false)?;
     let vocabulary = logits.dim(D::Minus1)?.min(trace.smallest_table());
     let logits = logits.contiguous()?;

@@ -7,7 +7,7 @@ use gapless_alloc::arena::Reserve;
 use gapless_graph::optim::{AdamW, Optimizer};
 use gapless_parallel::Mesh;
 
-use super::{Overflow, Pipeline};
+use super::{Generation, Overflow, Pipeline};
 use crate::executable::CompileOptions;
 use crate::recompute::{Recompute, Stashing};
 
@@ -44,6 +44,8 @@ pub struct StepOptions {
     pub release_gradients: bool,
     /// Hold every gradient until the next step.
     pub keep_gradients: bool,
+    /// The programs that continue sequences, if there are to be any.
+    pub generation: Option<Generation>,
 }
 
 impl Default for StepOptions {
@@ -64,6 +66,7 @@ impl Default for StepOptions {
             overflow: Overflow::Error,
             release_gradients: false,
             keep_gradients: false,
+            generation: None,
         }
     }
 }

@@ -1,5 +1,7 @@
 //! Several ranks, each a trainer on a stand-in for a device.
 
+use std::ops::ControlFlow;
+
 use candle_core::DType;
 use gapless_parallel::{Mesh, by_name};
 
@@ -12,7 +14,7 @@ use crate::checkpoint::Checkpoint;
 use crate::communicator::{CommunicatorError, on_threads};
 use crate::cuda::{Describe, Device, DeviceError, DeviceMemory, Launch, Recording};
 use crate::nn::{RouterConfig, VarBuilder};
-use crate::{DeviceChoice, Model, Pipeline, Result, SampleOptions, TrainError, TrainOptions, Trainer};
+use crate::{DeviceChoice, GenerateOptions, Model, Pipeline, Result, TrainError, TrainOptions, Trainer};
 
 const STEPS: usize = 3;
 
@@ -38,8 +40,7 @@ fn train(trainer: &mut Trainer) -> Result<Trained, TrainError> {
     let [tokens, targets] = batch(9);
     let part = trainer.options().evaluation_batch() * SEQUENCE;
     let validation = trainer.evaluate(&tokens[..part], &targets[..part])?;
-    let text =
-        trainer.sample(&tokens[..3], &SampleOptions { tokens: 5, temperature: 0.0, ..SampleOptions::default() })?;
+    let text = trainer.generate(&[&tokens[..3]], &GenerateOptions::greedy(5), |_| ControlFlow::Continue(()))?.remove(0);
     let names: Vec<String> = trainer.parameter_names().map(String::from).collect();
     let parameters = names.into_iter().map(|name| Ok((name.clone(), numbers(&trainer.tensor(&name)?))));
     Ok(Trained { steps, validation, text, parameters: parameters.collect::<Result<_, TrainError>>()? })

@@ -1,5 +1,7 @@
 //! A trainer on a stand-in for a device, as a user has it.
 
+use std::ops::ControlFlow;
+
 use candle_core::{DType, Device as CandleDevice};
 
 use super::processor::{Processor, device};
@@ -9,7 +11,7 @@ use crate::checkpoint::Checkpoint;
 use crate::learning_rate::{LearningRate, Shape};
 use crate::optim::AdamW;
 use crate::recompute::Recompute;
-use crate::{DeviceChoice, Role, SampleOptions, TrainError, TrainOptions, Trainer};
+use crate::{DeviceChoice, GenerateOptions, Role, TrainError, TrainOptions, Trainer};
 
 pub fn options() -> TrainOptions {
     let learning_rate = LearningRate { peak: 1e-2, floor: 1e-2, warmup_steps: 0, steps: 0, shape: Shape::Constant };
@@ -84,8 +86,10 @@ fn trains_as_on_the_cpu() {
             [&mut cpu, &mut gpu].map(|trainer| trainer.evaluate(&tokens[..part], &targets[..part]).unwrap());
         expect_near("validation", losses[1], losses[0], allowed);
         losses.reverse();
-        let text = SampleOptions { tokens: 5, temperature: 0.0, ..SampleOptions::default() };
-        let texts = [&mut cpu, &mut gpu].map(|trainer| trainer.sample(&tokens[..3], &text).unwrap());
+        let generate = |trainer: &mut Trainer| {
+            trainer.generate(&[&tokens[..3]], &GenerateOptions::greedy(5), |_| ControlFlow::Continue(())).unwrap()
+        };
+        let texts = [&mut cpu, &mut gpu].map(generate);
         assert_eq!(texts[0], texts[1]);
     }
 }

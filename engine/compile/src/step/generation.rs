@@ -1,0 +1,138 @@
+//! The programs that continue sequences: of a prompt a chunk at a time, then one token at a time.
+//!
+//! Both are the model's forward over tokens whose places in their sequences are an input, and which see the keys and values of those
+//! before in a cache ([`TokenCache`]). They differ in the number of tokens alone, and no operation's order of summation depends on
+//! it, so the logits have the bits of the forward over whole sequences.
+
+use std::collections::HashMap;
+
+use candle_core::DType;
+use gapless_alloc::Role;
+use gapless_graph::{Spec, Tensor, TokenCache};
+
+use super::record::Trace;
+use super::{Build, CheckpointLayout, CompiledStep, RankPlan, StepOptions, evaluation, forward, logits};
+use crate::Executable;
+use crate::error::{Error, Result};
+use crate::link::compile;
+use crate::lowering::{Output, Target};
+use crate::partition::ParameterStages;
+use crate::passes::dump;
+use crate::program::{BufferKind, Program};
+
+/// How sequences are continued.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Generation {
+    /// Sequences side by side.
+    pub batch: usize,
+    /// Tokens that are seen at most, the newest included; by default as many as a training sequence has.
+    pub window: Option<usize>,
+    /// Tokens of a prompt that are read at a time.
+    pub chunk: usize,
+}
+
+impl Default for Generation {
+    fn default() -> Self {
+        Self { batch: 1, window: None, chunk: 128 }
+    }
+}
+
+impl Generation {
+    /// Tokens of a sequence that there is room for, and those that are read at a time.
+    pub fn window(&self, options: &StepOptions) -> (usize, usize) {
+        let window = self.window.unwrap_or(options.sequence);
+        (window, self.chunk.min(window))
+    }
+
+    /// `prefill` and `decode`.
+    pub(super) fn programs(
+        &self,
+        build: &Build<'_>,
+        options: &StepOptions,
+        ranks: &RankPlan,
+        target: Target,
+    ) -> Result<Vec<Program>> {
+        let (window, chunk) = self.window(options);
+        if self.batch == 0 || chunk == 0 {
+            let why = "batch, window or chunk is 0".to_owned();
+            return Err(Error::Config { what: "generation", why, remedy: "each is at least 1" });
+        }
+        if ranks.mesh.pipeline > 1 || ranks.mesh.expert > 1 {
+            let why = "ranks of a pipeline and expert ranks have no caches".to_owned();
+            return Err(Error::Config { what: "generation", why, remedy: "generate on one rank, or without it" });
+        }
+        let program = |name, tokens| self.program(build, options, ranks, target, (name, tokens, window));
+        Ok(vec![program("prefill", chunk)?, program("decode", 1)?])
+    }
+
+    /// The logits of one token of each sequence, [batch, 1, vocabulary].
+    fn program(
+        &self,
+        build: &Build<'_>,
+        options: &StepOptions,
+        ranks: &RankPlan,
+        target: Target,
+        (name, tokens, window): (&str, usize, usize),
+    ) -> Result<Program> {
+        let (trace, model) = Trace::new(build, options, ranks, (self.batch, tokens))?;
+        let positions = trace.input("positions", trace.tokens.spec().clone())?.id();
+        trace.lock().continue_sequences(TokenCache { positions, window });
+        let logits = model.forward(&trace.tokens, false)?;
+        let logits = if tokens == 1 { logits } else { one_of_each(&trace, &logits)? }.contiguous()?;
+        forward(&trace, name, Output::everywhere("logits", logits.id()), ranks, &ParameterStages::new(), target)
+    }
+}
+
+/// The logits of the tokens that the input `rows` names, one of each sequence, as u32 [batch, 1] over all tokens in order. Where a
+/// model ends in a linear layer, the layer computes no others.
+fn one_of_each(trace: &Trace, logits: &Tensor) -> Result<Tensor> {
+    let (batch, ..) = logits.dims3()?;
+    let rows = trace.input("rows", Spec { shape: (batch, 1).into(), dtype: DType::U32 })?;
+    let pick = |x: &Tensor| {
+        let (batch, tokens, width) = x.dims3()?;
+        x.reshape((batch * tokens, width))?.embedding(&rows)
+    };
+    let head = {
+        let graph = trace.lock();
+        let made = graph.producer(logits.id()).filter(|node| node.outputs[0] == logits.id());
+        made.filter(|node| node.op.name() == "linear").cloned()
+    };
+    let Some(head) = head else { return Ok(pick(logits)?) };
+    let inputs: Vec<Tensor> = head.inputs.iter().map(|&id| trace.tensor(id)).collect();
+    let _layer = logits.enter(&head.layer);
+    Ok(pick(&inputs[0])?.linear(&inputs[1], inputs.get(2))?)
+}
+
+/// Compiles what needs no training into one arena: the evaluation, and what continues sequences or, without caches, the logits of
+/// one sequence.
+///
+/// # Errors
+/// As [`compile_step`](super::compile_step).
+pub fn compile_inference(
+    build: &Build<'_>,
+    options: &StepOptions,
+    ranks: &RankPlan,
+    target: Target,
+) -> Result<(Executable, CompiledStep)> {
+    let stages = ParameterStages::new();
+    let (logits, vocabulary) = logits(build, options, ranks, &stages, target)?;
+    let mut programs = vec![evaluation(build, options, ranks, &stages, target)?];
+    match &options.generation {
+        Some(generation) => programs.extend(generation.programs(build, options, ranks, target)?),
+        None => programs.push(logits),
+    }
+    programs.iter().for_each(|program| dump("compile", program));
+    let executable = compile(&programs, &options.planning_within(options.recompute.capacity()))?;
+    // Every parameter once, whichever program reads it.
+    let mut parameters: HashMap<&str, u64> = HashMap::new();
+    for buffer in programs.iter().flat_map(|program| &program.buffers) {
+        if let BufferKind::Always { spec, .. } = &buffer.kind
+            && buffer.label.role == Role::Parameter
+        {
+            parameters.insert(&buffer.label.tensor, spec.elements() as u64);
+        }
+    }
+    let parameters = parameters.values().sum();
+    let (layout, watched, model) = (CheckpointLayout::default(), Vec::new(), String::new());
+    Ok((executable, CompiledStep { parameters, vocabulary, layout, watched, model }))
+}

@@ -1,0 +1,309 @@
+//! Text out of a model, token by token.
+//!
+//! With caches ([`TrainOptions::generation`](super::TrainOptions::generation)) a prompt is read in chunks and every further token costs
+//! one token's arithmetic; without, a forward pass over the whole window. Both see the same tokens, and choose alike.
+
+use std::ops::ControlFlow;
+
+use gapless_compile::ProgramId;
+use gapless_kernels::Numbers;
+
+use super::sampling::Sampler;
+use super::{Sampling, Trainer};
+use crate::error::{Result, TrainError};
+
+/// What to generate.
+#[derive(Debug, Clone, PartialEq)]
+pub struct GenerateOptions {
+    /// Tokens to add at most.
+    pub tokens: usize,
+    /// How they are drawn.
+    pub sampling: Sampling,
+    /// Tokens that end a sequence; they are part of it.
+    pub stop: Vec<u32>,
+}
+
+impl Default for GenerateOptions {
+    fn default() -> Self {
+        Self { tokens: 200, sampling: Sampling::default(), stop: Vec::new() }
+    }
+}
+
+impl GenerateOptions {
+    /// So many tokens, always the likeliest.
+    pub fn greedy(tokens: usize) -> Self {
+        Self { tokens, sampling: Sampling::greedy(), stop: Vec::new() }
+    }
+}
+
+/// A token that was drawn.
+#[derive(Debug, Clone, Copy)]
+pub struct NextToken<'a> {
+    /// The number of the prompt that it continues.
+    pub sequence: usize,
+    /// The token.
+    pub token: u32,
+    /// What it was drawn from: a number for each id.
+    pub logits: &'a [f32],
+}
+
+impl Trainer {
+    /// Continues prompts, as many side by side as there are caches for. Returns the tokens that were added to each. `each` is called
+    /// with every token as soon as it is drawn, and may end its sequence. Once the prompts are read, nothing is allocated for a token
+    /// where there are caches, but by `each`.
+    ///
+    /// When a sequence has filled the window, the newer half of it is read again, and goes on as a sequence of its own; of a longer
+    /// prompt, the window's last tokens are read. The text of a prompt does not depend on those beside it, unless experts choose
+    /// tokens or drop them.
+    ///
+    /// # Errors
+    /// An empty prompt, ids outside the vocabulary, unsound sampling, logits that are not finite; else as [`Self::evaluate`].
+    pub fn generate(
+        &mut self,
+        prompts: &[&[u32]],
+        options: &GenerateOptions,
+        mut each: impl FnMut(&NextToken<'_>) -> ControlFlow<()>,
+    ) -> Result<Vec<Vec<u32>>> {
+        options.sampling.check()?;
+        for prompt in prompts {
+            if prompt.is_empty() {
+                let why = "it is empty".to_owned();
+                return Err(TrainError::Config { what: "prompt", why, remedy: "begin with at least one token" });
+            }
+            self.check_ids(prompt)?;
+        }
+        let mut way = Way::of(self);
+        let mut sampler = Sampler::new(options.sampling, self.vocabulary);
+        let mut added = Vec::with_capacity(prompts.len());
+        for (group, prompts) in prompts.chunks(way.batch()).enumerate() {
+            let first = group * way.batch();
+            let sequence = |(slot, prompt): (usize, &&[u32])| {
+                Sequence::new(first + slot, prompt, options, way.window(), self.vocabulary)
+            };
+            let mut sequences: Vec<Sequence> = prompts.iter().enumerate().map(sequence).collect();
+            self.continue_all(&mut way, &mut sequences, options, &mut sampler, &mut each)?;
+            added.extend(sequences.into_iter().map(|mut sequence| sequence.tokens.split_off(sequence.prompt)));
+        }
+        Ok(added)
+    }
+
+    /// Continues sequences side by side until all of them have ended.
+    fn continue_all(
+        &mut self,
+        way: &mut Way,
+        sequences: &mut [Sequence],
+        options: &GenerateOptions,
+        sampler: &mut Sampler,
+        each: &mut dyn FnMut(&NextToken<'_>) -> ControlFlow<()>,
+    ) -> Result<()> {
+        let mut must_prefill = true;
+        for index in 0..options.tokens {
+            // The logits of the next tokens.
+            let program = match way {
+                Way::Cached(cached) if must_prefill => self.prefill(cached, sequences)?,
+                Way::Cached(cached) => self.decode(cached, sequences)?,
+                Way::Whole(whole) => {
+                    self.whole_windows(whole, sequences)?;
+                    None
+                }
+            };
+            // The tokens.
+            let vocabulary = self.vocabulary;
+            let mut choose = |logits: &[f32]| {
+                let width = logits.len() / way.batch();
+                let mut rows = logits.chunks_exact(width).zip(&mut *sequences).filter(|(_, one)| !one.has_ended);
+                rows.try_for_each(|(logits, sequence)| {
+                    let logits = &logits[..vocabulary];
+                    let token = sequence.choose(logits, sampler, index)?;
+                    let ends = each(&NextToken { sequence: sequence.number, token, logits }).is_break();
+                    sequence.has_ended = ends || options.stop.contains(&token);
+                    Some(())
+                })
+            };
+            let chosen = match (program, &*way) {
+                (Some(program), _) => self.session.with_output(program, "logits", choose)?,
+                (None, Way::Whole(whole)) => choose(&whole.logits),
+                (None, Way::Cached(_)) => None,
+            };
+            if chosen.is_none() {
+                let why = "logits that are not finite".to_owned();
+                return Err(TrainError::Config { what: "generation", why, remedy: "go back to a sound checkpoint" });
+            }
+            if sequences.iter().all(|sequence| sequence.has_ended) {
+                break;
+            }
+            // Sequences that have filled the window.
+            let slides = sequences.iter_mut().map(|sequence| sequence.slide(way.window()));
+            must_prefill = slides.fold(false, |any, slid| any | slid);
+        }
+        Ok(())
+    }
+
+    /// Reads the windows of all sequences, a chunk at a time. One of several chunks ends with a whole one, which may take in tokens of
+    /// the chunk before: what was written for them is written again.
+    fn prefill(&mut self, cached: &mut Cached, sequences: &[Sequence]) -> Result<Option<ProgramId>> {
+        let Cached { prefill, chunk, batch, window, .. } = *cached;
+        let context = |slot: usize| sequences.get(slot).map_or(&[][..], |sequence| sequence.context(window));
+        let runs = (0..batch).map(|slot| context(slot).len().div_ceil(chunk)).max().unwrap_or(0);
+        for run in 0..runs {
+            for slot in 0..batch {
+                let context = context(slot);
+                let first = (run * chunk).min(context.len().saturating_sub(chunk));
+                for i in 0..chunk {
+                    // What stands behind a prompt is overwritten before it is seen.
+                    cached.ids[slot * chunk + i] = context.get(first + i).copied().unwrap_or(0);
+                    cached.positions[slot * chunk + i] = (first + i) as u32;
+                }
+                let last = context.len().saturating_sub(first + 1).min(chunk - 1);
+                cached.rows[slot] = (slot * chunk + last) as u32;
+            }
+            self.session.write_input(prefill, "tokens", 0, &cached.ids)?;
+            if self.session.has_input(prefill, "positions") {
+                self.session.write_input(prefill, "positions", 0, &cached.positions)?;
+            }
+            if self.session.has_input(prefill, "rows") {
+                self.session.write_input(prefill, "rows", 0, &cached.rows)?;
+            }
+            self.run(prefill, false)?;
+        }
+        Ok(Some(prefill))
+    }
+
+    /// Reads the last token of each sequence.
+    fn decode(&mut self, cached: &mut Cached, sequences: &[Sequence]) -> Result<Option<ProgramId>> {
+        let Cached { decode, batch, window, .. } = *cached;
+        for slot in 0..batch {
+            let context = sequences.get(slot).map_or(&[][..], |sequence| sequence.context(window));
+            cached.ids[slot] = context.last().copied().unwrap_or(0);
+            cached.positions[slot] = context.len().saturating_sub(1) as u32;
+        }
+        self.session.write_input(decode, "tokens", 0, &cached.ids[..batch])?;
+        if self.session.has_input(decode, "positions") {
+            self.session.write_input(decode, "positions", 0, &cached.positions[..batch])?;
+        }
+        self.run(decode, false)?;
+        Ok(Some(decode))
+    }
+
+    /// A forward pass over the window of the one sequence.
+    fn whole_windows(&mut self, whole: &mut Whole, sequences: &[Sequence]) -> Result<()> {
+        let context = sequences[0].context(whole.ids.len());
+        // Causal attention: what stands behind the context does not reach its last token; but where experts choose, or drop the
+        // lightest, it competes with it.
+        whole.ids[..context.len()].copy_from_slice(context);
+        whole.ids[context.len()..].fill(0);
+        let logits = self.logits(&whole.ids)?.get(0)?.get(context.len() - 1)?;
+        whole.logits = logits.to_vec1()?;
+        Ok(())
+    }
+}
+
+/// How the logits of the next token are found.
+#[derive(Debug)]
+enum Way {
+    Cached(Cached),
+    Whole(Whole),
+}
+
+/// What the programs with caches are given.
+#[derive(Debug)]
+struct Cached {
+    prefill: ProgramId,
+    decode: ProgramId,
+    batch: usize,
+    window: usize,
+    chunk: usize,
+    ids: Vec<u32>,
+    positions: Vec<u32>,
+    rows: Vec<u32>,
+}
+
+/// What a forward pass is given, and its logits of one token.
+#[derive(Debug)]
+struct Whole {
+    ids: Vec<u32>,
+    logits: Vec<f32>,
+}
+
+impl Way {
+    fn of(trainer: &Trainer) -> Self {
+        let (Some((prefill, decode)), Some(generation)) = (trainer.programs.generation, trainer.options.generation)
+        else {
+            return Self::Whole(Whole { ids: vec![0; trainer.options.sequence], logits: Vec::new() });
+        };
+        let (window, chunk) = generation.window(&trainer.options.step());
+        let batch = generation.batch;
+        let (ids, positions) = (vec![0; batch * chunk], vec![0; batch * chunk]);
+        Self::Cached(Cached { prefill, decode, batch, window, chunk, ids, positions, rows: vec![0; batch] })
+    }
+
+    fn batch(&self) -> usize {
+        match self {
+            Self::Cached(cached) => cached.batch,
+            Self::Whole(_) => 1,
+        }
+    }
+
+    fn window(&self) -> usize {
+        match self {
+            Self::Cached(cached) => cached.window,
+            Self::Whole(whole) => whole.ids.len(),
+        }
+    }
+}
+
+/// A prompt and what was added to it.
+#[derive(Debug)]
+struct Sequence {
+    number: usize,
+    tokens: Vec<u32>,
+    /// Tokens of the prompt.
+    prompt: usize,
+    /// The first token that is still seen.
+    first: usize,
+    has_ended: bool,
+    /// Of every id, whether it is there; empty if nobody asks.
+    seen: Vec<bool>,
+    numbers: Numbers,
+}
+
+impl Sequence {
+    fn new(number: usize, prompt: &[u32], options: &GenerateOptions, window: usize, vocabulary: usize) -> Self {
+        // No more than a generous text is reserved for one that only a stop token ends.
+        let mut tokens = Vec::with_capacity(prompt.len() + options.tokens.min(1 << 16));
+        tokens.extend_from_slice(prompt);
+        let mut seen = Vec::new();
+        if options.sampling.repetition_penalty != 1.0 {
+            seen.resize(vocabulary, false);
+            prompt.iter().for_each(|&id| seen[id as usize] = true);
+        }
+        let first = prompt.len().saturating_sub(window);
+        let numbers = Numbers::from_seed(options.sampling.seed.wrapping_add(number as u64));
+        Self { number, tokens, prompt: prompt.len(), first, has_ended: false, seen, numbers }
+    }
+
+    /// The tokens that the next one is drawn from; of a sequence that has ended, as many as fit.
+    fn context(&self, window: usize) -> &[u32] {
+        let seen = &self.tokens[self.first..];
+        &seen[..seen.len().min(window)]
+    }
+
+    /// Adds the next token; nothing if the logits are not finite.
+    fn choose(&mut self, logits: &[f32], sampler: &mut Sampler, index: usize) -> Option<u32> {
+        let token = sampler.choose(logits, &self.seen, self.numbers.uniform(index))?;
+        self.tokens.push(token);
+        if let Some(seen) = self.seen.get_mut(token as usize) {
+            *seen = true;
+        }
+        Some(token)
+    }
+
+    /// Lets go of the older half if the window cannot hold all; whether it did.
+    fn slide(&mut self, window: usize) -> bool {
+        let is_full = !self.has_ended && self.tokens.len() - self.first > window;
+        if is_full {
+            self.first = self.tokens.len() - (window / 2).max(1);
+        }
+        is_full
+    }
+}

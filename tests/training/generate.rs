@@ -1,0 +1,174 @@
+//! Sequences that are continued with caches: the bits of whole windows, and the same text.
+
+use std::ops::ControlFlow;
+
+use gapless::models::MoeStyle;
+use gapless::{GenerateOptions, Generation, NextToken, Sampling, TrainError, Trainer};
+
+use crate::common::{Kind, Run};
+
+/// Models of which a token's expert does not depend on other tokens.
+const KINDS: [Kind; 5] =
+    [Kind::Gpt, Kind::Llama, Kind::Moe(MoeStyle::Mixtral), Kind::Moe(MoeStyle::Qwen), Kind::Moe(MoeStyle::DeepSeek)];
+
+fn run(kind: Kind, generation: Option<Generation>) -> Run {
+    let mut run = Run { kind, ..Run::default() };
+    run.options.generation = generation;
+    run
+}
+
+fn go_on(_: &NextToken<'_>) -> ControlFlow<()> {
+    ControlFlow::Continue(())
+}
+
+/// Prompts of one token, of less than a chunk, of several, and of more than the window.
+fn prompts() -> [Vec<u32>; 4] {
+    [1, 3, 13, 30].map(|length| (0..length).map(|i| (i * i * 7 + length) % crate::common::VOCABULARY).collect())
+}
+
+fn texts(trainer: &mut Trainer, options: &GenerateOptions) -> Vec<Vec<u32>> {
+    let prompts = prompts();
+    trainer.generate(&prompts.each_ref().map(Vec::as_slice), options, go_on).unwrap()
+}
+
+/// The logits of every token, of prompts side by side, are those of a forward pass over its whole window, bit for bit.
+#[test]
+fn logits_have_the_bits_of_the_whole_window() {
+    for (kind, threads, chunk) in KINDS.into_iter().flat_map(|kind| [(kind, 1, 5), (kind, 2, 8)]) {
+        let mut run = run(kind, Some(Generation { batch: 3, window: None, chunk }));
+        run.options.threads = threads;
+        run.options.poison = true;
+        let mut trainer = run.trainer();
+        // Away from the initial values, among which are zeros.
+        run.step(&mut trainer);
+        let prompts: Vec<Vec<u32>> = prompts().into_iter().take(3).collect();
+        let mut sequences = prompts.clone();
+        let mut found: Vec<(Vec<u32>, Vec<u32>)> = Vec::new();
+        let record = |next: &NextToken<'_>| {
+            let bits = next.logits.iter().map(|x| x.to_bits()).collect();
+            found.push((sequences[next.sequence].clone(), bits));
+            sequences[next.sequence].push(next.token);
+            ControlFlow::Continue(())
+        };
+        let views: Vec<&[u32]> = prompts.iter().map(Vec::as_slice).collect();
+        trainer.generate(&views, &GenerateOptions::greedy(11), record).unwrap();
+        assert_eq!(found.len(), 33);
+        for (context, bits) in found {
+            let mut window = context.clone();
+            window.resize(run.options.sequence, 0);
+            let logits = trainer.logits(&window).unwrap().get(0).unwrap().get(context.len() - 1).unwrap();
+            let expected: Vec<u32> = logits.to_vec1::<f32>().unwrap().iter().map(|x| x.to_bits()).collect();
+            assert_eq!(bits, expected, "{kind:?}, {threads} threads, after {} tokens", context.len());
+        }
+    }
+}
+
+/// With caches or without, alone or beside others, with a training step around it or not: one seed, one text. The window is filled
+/// several times.
+#[test]
+fn one_seed_is_one_text() {
+    let sampling = Sampling { temperature: 1.5, top_k: 0, top_p: 0.95, repetition_penalty: 1.2, ..Sampling::default() };
+    let options = GenerateOptions { tokens: 70, sampling, stop: Vec::new() };
+    for kind in KINDS {
+        let whole = texts(&mut run(kind, None).trainer(), &options);
+        for generation in [
+            Generation::default(),
+            Generation { batch: 4, window: None, chunk: 7 },
+            Generation { batch: 3, window: Some(24), chunk: 1 },
+        ] {
+            assert_eq!(texts(&mut run(kind, Some(generation)).trainer(), &options), whole, "{kind:?}, {generation:?}");
+        }
+        assert!(whole.iter().all(|text| text.len() == 70));
+    }
+    let other = GenerateOptions { sampling: Sampling { seed: 1, ..sampling }, ..options.clone() };
+    let mut trainer = run(Kind::Gpt, Some(Generation::default())).trainer();
+    assert_ne!(texts(&mut trainer, &other), texts(&mut trainer, &options));
+}
+
+/// Generating between steps, in bytes that the steps use, changes nothing of them; and what was learned is what generates.
+#[test]
+fn training_goes_on_as_if_nothing_was_generated() {
+    for kind in [Kind::Gpt, Kind::Moe(MoeStyle::Mixtral)] {
+        let plain = run(kind, None);
+        let expected = plain.steps(4);
+        let with = run(kind, Some(Generation { batch: 2, window: Some(16), chunk: 4 }));
+        let mut trainer = with.trainer();
+        let before = texts(&mut trainer, &GenerateOptions::greedy(20));
+        let mut losses = Vec::new();
+        for _ in 0..4 {
+            losses.push(with.step(&mut trainer).loss.to_bits());
+            texts(&mut trainer, &GenerateOptions::greedy(20));
+        }
+        assert_eq!(losses, expected.losses, "{kind:?}");
+        assert_eq!(crate::common::parameters(&trainer), expected.parameters, "{kind:?}");
+        assert_ne!(texts(&mut trainer, &GenerateOptions::greedy(20)), before, "{kind:?} has learned nothing");
+    }
+}
+
+/// A model that is not trained has no gradients and no states, and writes the same text.
+#[test]
+fn inference_needs_no_training() {
+    use gapless::models::{Llama, LlamaConfig};
+
+    let config =
+        LlamaConfig { vocabulary: 50, layers: 2, heads: 4, kv_heads: 2, width: 48, hidden: 80, ..Default::default() };
+    let options = run(Kind::Llama, Some(Generation { batch: 2, window: None, chunk: 8 })).options;
+    let mut trained = Trainer::new(|vb| Llama::new(&config, vb), options.clone()).unwrap();
+    let mut inference = Trainer::for_inference(|vb| Llama::new(&config, vb), options.clone()).unwrap();
+    assert_eq!(texts(&mut inference, &GenerateOptions::greedy(30)), texts(&mut trained, &GenerateOptions::greedy(30)));
+    assert_eq!(inference.report().parameters, config.parameters());
+    assert!(inference.tensor("exp_avg/lm_head.weight").is_err() && trained.tensor("exp_avg/lm_head.weight").is_ok());
+    assert!(inference.report().arena_bytes < trained.report().arena_bytes);
+    let (tokens, targets) = run(Kind::Llama, None).batch(0);
+    let part = options.evaluation_batch() * options.sequence;
+    assert_eq!(
+        inference.evaluate(&tokens[..part], &targets[..part]).unwrap(),
+        trained.evaluate(&tokens[..part], &targets[..part]).unwrap()
+    );
+    for error in [
+        inference.step(&tokens, &targets).map(|_| ()).unwrap_err(),
+        inference.logits(&tokens[..24]).map(|_| ()).unwrap_err(),
+        inference.save(&std::env::temp_dir(), serde_json::Value::Null).map(|_| ()).unwrap_err(),
+    ] {
+        assert!(error.to_string().contains("inference"), "{error}");
+    }
+}
+
+/// A sequence ends with a stop token, which is part of it, or when the caller says so; others go on.
+#[test]
+fn sequences_end_one_by_one() {
+    let mut trainer = run(Kind::Gpt, Some(Generation { batch: 3, window: None, chunk: 4 })).trainer();
+    let options = GenerateOptions { tokens: 12, ..GenerateOptions::default() };
+    let all = texts(&mut trainer, &options);
+    let stop = all[2][5];
+    let stopped = texts(&mut trainer, &GenerateOptions { stop: vec![stop], ..options.clone() });
+    for (all, stopped) in all.iter().zip(&stopped) {
+        let end = all.iter().position(|&id| id == stop).map_or(12, |at| at + 1);
+        assert_eq!(*stopped, all[..end]);
+    }
+    let prompts = prompts();
+    let prompts = prompts.each_ref().map(Vec::as_slice);
+    let third =
+        |next: &NextToken<'_>| if next.sequence == 1 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) };
+    let ended = trainer.generate(&prompts, &options, third).unwrap();
+    assert_eq!(ended[1], all[1][..1]);
+    assert_eq!([&ended[0], &ended[2], &ended[3]], [&all[0], &all[2], &all[3]]);
+    assert!(trainer.generate(&[], &options, go_on).unwrap().is_empty());
+    assert_eq!(texts(&mut trainer, &GenerateOptions { tokens: 0, ..options }), vec![vec![0; 0]; 4]);
+}
+
+#[test]
+fn mistakes_are_refused() {
+    let mut trainer = run(Kind::Gpt, Some(Generation::default())).trainer();
+    let mut refused = |prompt: &[u32], sampling| {
+        let options = GenerateOptions { sampling, ..GenerateOptions::default() };
+        trainer.generate(&[prompt], &options, go_on).unwrap_err().to_string()
+    };
+    assert!(refused(&[], Sampling::default()).contains("prompt"));
+    assert!(refused(&[50], Sampling::default()).contains("token 50"));
+    assert!(refused(&[1], Sampling { top_p: 0.0, ..Sampling::default() }).contains("top_p"));
+    // Positions that the table does not have, and extents of nothing.
+    let fails = |generation| run(Kind::Gpt, Some(generation)).try_trainer().unwrap_err();
+    assert!(fails(Generation { window: Some(33), ..Generation::default() }).to_string().contains("32 positions"));
+    assert!(matches!(fails(Generation { chunk: 0, ..Generation::default() }), TrainError::Compile(_)));
+}
