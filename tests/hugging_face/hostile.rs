@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use gapless::engine::data::{ChatTemplate, DataError, Message, Tokenizer};
 use gapless::models::hf::{Folder, HfError, TensorFile};
 use gapless::{DeviceChoice, TrainOptions, Trainer};
 use serde_json::Value;
@@ -11,6 +12,12 @@ fn load(folder: &Path) -> Result<(), HfError> {
     let folder = Folder::open(folder)?;
     let options = TrainOptions { batch: 1, sequence: 4, device: DeviceChoice::Cpu, threads: 1, ..Default::default() };
     folder.load(&mut Trainer::new(|vb| folder.model(vb), options)?)
+}
+
+/// A template with one message.
+fn render(folder: &Path) -> Result<(), DataError> {
+    let template = ChatTemplate::open(folder)?.expect("it is there");
+    template.render(&[Message::new("user", "Hello")], true).map(drop)
 }
 
 #[test]
@@ -27,8 +34,13 @@ fn spoiled_folders_are_refused() {
             let text = |key: &str| case[key].as_str().unwrap_or_default();
             let folder = root.join("hostile").join(text("name")).join(text("path"));
             let result = match text("load") {
-                "file" => TensorFile::open(folder.join("model.safetensors")).map(drop),
-                "checkpoint" => load(&folder),
+                "file" => {
+                    let opened = TensorFile::open(folder.join("model.safetensors"));
+                    opened.map(drop).map_err(|error| error.to_string())
+                }
+                "checkpoint" => load(&folder).map_err(|error| error.to_string()),
+                "tokenizer" => Tokenizer::open(&folder).map(drop).map_err(|error| error.to_string()),
+                "template" => render(&folder).map_err(|error| error.to_string()),
                 _ => continue,
             };
             checked += 1;
@@ -36,8 +48,7 @@ fn spoiled_folders_are_refused() {
                 ("ok", result) => result.unwrap_or_else(|error| panic!("{}: {error}", text("name"))),
                 ("error" | "error-or-warning", Ok(())) => panic!("{} was loaded", text("name")),
                 (_, Ok(())) => {}
-                (_, Err(error)) => {
-                    let message = error.to_string();
+                (_, Err(message)) => {
                     println!("{:<32} {message}", text("name"));
                     for word in case["must_mention"].as_array().into_iter().flatten() {
                         assert!(message.contains(word.as_str().unwrap()), "{}: {word} in {message}", text("name"));

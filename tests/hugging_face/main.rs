@@ -3,10 +3,12 @@
 //! The cases are folders: those of `tests/evidence/hf`, and those of `$GAPLESS_HF` or else `../shared/hf`, where there are some.
 
 mod case;
+mod generation;
 mod hostile;
 mod numbers;
 mod options;
 mod saving;
+mod tokenizers;
 
 use std::path::{Path, PathBuf};
 

@@ -1,4 +1,4 @@
-//! Logits, losses, gradients, parameters after three steps and a greedy continuation, against transformers' in f32.
+//! Logits, losses, gradients and parameters after three steps, against transformers' in f32.
 //!
 //! Tolerances are those of the cases' README: five to ten times what f32 itself is off in the worst case, and a tenth or less of
 //! what the smallest wrong option moves. A case whose own noise is larger has five times that.
@@ -13,8 +13,6 @@ const LOSS: f64 = 2e-5;
 const GRADIENT: f64 = 1e-4;
 /// Root mean square: one element with a gradient near zero may step either way in Adam.
 const PARAMETERS: f64 = 5e-5;
-/// Tokens of the greedy continuation and its prompt.
-const GENERATED: usize = 21;
 
 fn values(tensor: &Tensor) -> Vec<f64> {
     tensor.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1().unwrap()
@@ -79,10 +77,10 @@ fn what_transformers_computes() {
     assert!(checked.iter().any(|name| name == "mixtral_bf16"), "{checked:?}");
 }
 
-/// Of a longer window, whose end no earlier position sees; then the greedy continuation.
+/// Of a longer window, whose end no earlier position sees.
 fn logits(case: &Case) -> f64 {
     let length = case.ids()[0].len();
-    let window = length.max(GENERATED);
+    let window = length + 3;
     let (_, mut trainer) = case.trainer(window).unwrap();
     let mut rows = |ids: &[u32]| {
         let mut padded = ids.to_vec();
@@ -95,15 +93,6 @@ fn logits(case: &Case) -> f64 {
     }
     let worst = relative(&found, &values(&case.expected["logits"]));
     assert!(worst <= LOGITS.max(5.0 * case.noise("logits")), "{}: logits differ by {worst:e}", case.name);
-
-    let u32s = |name: &str| -> Vec<u32> { values(&case.expected[name]).iter().map(|&id| id as u32).collect() };
-    let (mut ids, expected) = (u32s("generate.prompt"), u32s("generate.tokens"));
-    for _ in 0..expected.len() {
-        let last = values(&rows(&ids).get(ids.len() - 1).unwrap());
-        let best = last.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).unwrap().0;
-        ids.push(best as u32);
-    }
-    assert_eq!(ids[ids.len() - expected.len()..], expected, "{}: the greedy continuation", case.name);
     worst
 }
 

@@ -31,6 +31,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod chat;
 mod corpus;
 mod dataset;
 mod encode;
@@ -38,15 +39,18 @@ mod error;
 mod files;
 mod permutation;
 mod rust_sources;
+mod tokenizer;
 mod tokens;
 mod vocabulary;
 mod windows;
 
+pub use chat::{ChatTemplate, Message};
 pub use corpus::{Corpus, CorpusReport, Document};
 pub use dataset::{DataOptions, Dataset, Source};
 pub use error::DataError;
 pub use permutation::Permutation;
 pub use rust_sources::RustSources;
+pub use tokenizer::Tokenizer;
 pub use tokens::{TokenWidth, Tokens};
 pub use vocabulary::{Vocabulary, VocabularyChoice};
 pub use windows::{TrainingWindows, ValidationWindows};

@@ -27,6 +27,7 @@ mod config;
 mod error;
 mod fields;
 mod folder;
+mod generation;
 mod gpt2;
 mod layout;
 mod llama;
@@ -38,6 +39,7 @@ mod tensors;
 pub use config::{Config, Pretrained};
 pub use error::{ConfigProblem, HfError, Result, WeightProblem};
 pub use folder::Folder;
+pub use generation::GenerationConfig;
 pub use tensors::{Dtype, TensorFile};
 
 /// The head's stored name, where it has weights of its own.

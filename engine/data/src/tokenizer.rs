@@ -1,0 +1,84 @@
+//! A tokenizer as a Hugging Face folder has it.
+//!
+//! In: a folder with tokenizer.json and, as a rule, tokenizer_config.json and a chat template. Out: ids with the special tokens that the
+//! model was trained with, text as its tokens come, conversations as text. Never: a special token that is taken for plain text.
+
+use std::fmt;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::chat::{read_config, special_token};
+use crate::{ChatTemplate, DataError};
+
+/// A tokenizer, its special tokens, and its chat template.
+pub struct Tokenizer {
+    path: PathBuf,
+    tokenizer: Box<tokenizers::Tokenizer>,
+    eos: Option<u32>,
+    template: Option<ChatTemplate>,
+}
+
+impl fmt::Debug for Tokenizer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Tokenizer").field("path", &self.path).field("eos", &self.eos).finish_non_exhaustive()
+    }
+}
+
+impl Tokenizer {
+    /// Opens a folder.
+    ///
+    /// # Errors
+    /// A tokenizer.json that is missing or no tokenizer; a tokenizer_config.json that is no JSON; a template with a mistake.
+    pub fn open(folder: &Path) -> Result<Self, DataError> {
+        let path = folder.join("tokenizer.json");
+        let json = fs::read_to_string(&path).map_err(|error| DataError::read(&path, error))?;
+        let tokenizer: tokenizers::Tokenizer = json.parse().map_err(|error| wrong(&path, error))?;
+        let eos = special_token(&read_config(folder)?, "eos_token").and_then(|token| tokenizer.token_to_id(&token));
+        let template = ChatTemplate::open(folder)?;
+        Ok(Self { path, tokenizer: Box::new(tokenizer), eos, template })
+    }
+
+    /// The end-of-text token of tokenizer_config.json.
+    pub fn eos(&self) -> Option<u32> {
+        self.eos
+    }
+
+    /// Rows that an embedding of its ids needs.
+    pub fn size(&self) -> usize {
+        // Ids may have holes, so that counting tokens would not do.
+        self.tokenizer.get_vocab(true).values().max().map_or(0, |&id| id as usize + 1)
+    }
+
+    /// The ids of a text, in which special tokens may be spelled out; with those that belong around it, or without, as for what
+    /// [`ChatTemplate::render`] makes.
+    ///
+    /// # Errors
+    /// When the tokenizer refuses.
+    pub fn encode(&self, text: &str, with_special: bool) -> Result<Vec<u32>, DataError> {
+        let encoding = self.tokenizer.encode_fast(text, with_special);
+        Ok(encoding.map_err(|error| wrong(&self.path, error))?.get_ids().to_vec())
+    }
+
+    /// The text of ids, special tokens spelled out or left out.
+    ///
+    /// # Errors
+    /// When the tokenizer refuses.
+    pub fn decode(&self, ids: &[u32], with_special: bool) -> Result<String, DataError> {
+        self.tokenizer.decode(ids, !with_special).map_err(|error| wrong(&self.path, error))
+    }
+
+    /// Text as its tokens come: of each, what it completes, if anything. Special tokens are left out.
+    pub fn stream(&self) -> impl FnMut(u32) -> Result<Option<String>, DataError> {
+        let mut stream = self.tokenizer.decode_stream(true);
+        move |id| stream.step(id).map_err(|error| wrong(&self.path, error))
+    }
+
+    /// How conversations are written, if the folder says so.
+    pub fn chat_template(&self) -> Option<&ChatTemplate> {
+        self.template.as_ref()
+    }
+}
+
+fn wrong(path: &Path, error: impl fmt::Display) -> DataError {
+    DataError::Tokenizer { path: path.to_owned(), reason: error.to_string() }
+}

@@ -1,0 +1,62 @@
+//! Greedy continuations with caches, against transformers'.
+
+use candle_core::DType;
+use gapless::models::hf::{Folder, GenerationConfig};
+use gapless::{DeviceChoice, GenerateOptions, Generation, Sampling, TrainOptions, Trainer};
+
+use crate::case::{Case, unsupported};
+
+/// Prompt and continuation together.
+const WINDOW: usize = 21;
+
+#[test]
+fn greedy_continuations_are_those_of_transformers() {
+    let mut checked = 0;
+    for case in Case::all() {
+        let folder = match Folder::open(&case.checkpoint) {
+            Ok(folder) => folder,
+            Err(error) => {
+                println!("{:<24} refused: {}", case.name, unsupported(&error).expect("that is all there is to it"));
+                continue;
+            }
+        };
+        let u32s = |name: &str| -> Vec<u32> {
+            case.expected[name].flatten_all().unwrap().to_dtype(DType::U32).unwrap().to_vec1().unwrap()
+        };
+        let (prompt, expected) = (u32s("generate.prompt"), u32s("generate.tokens"));
+        let config = GenerationConfig::read(&case.checkpoint).unwrap();
+        assert!(!config.do_sample && config.not_followed.is_empty(), "{}: {config:?}", case.name);
+        assert_eq!(config.default_sampling(), Sampling::greedy());
+        let end = case.about["generate"]["stops_after"].as_u64().map_or(expected.len(), |after| after as usize);
+        // In a chunk, and in several; alone, and beside another.
+        for (batch, chunk) in [(1, 128), (2, 2)] {
+            let generation = Some(Generation { batch, window: Some(WINDOW), chunk });
+            let options = TrainOptions {
+                batch: 1,
+                sequence: WINDOW,
+                device: DeviceChoice::Cpu,
+                threads: 2,
+                generation,
+                ..TrainOptions::default()
+            };
+            let mut model = match Trainer::for_inference(|vb| folder.model(vb), options) {
+                Ok(model) => model,
+                Err(error) if error.to_string().contains("sliding_window") => {
+                    println!("{:<24} refused: {error}", case.name);
+                    break;
+                }
+                Err(error) => panic!("{}: {error}", case.name),
+            };
+            folder.load(&mut model).unwrap();
+            let mut generate = |stop: &[u32]| {
+                let options = GenerateOptions { stop: stop.to_vec(), ..GenerateOptions::greedy(expected.len()) };
+                let prompts = [&prompt[..], &prompt[..2]];
+                model.generate(&prompts[..batch], &options, |_| std::ops::ControlFlow::Continue(())).unwrap().remove(0)
+            };
+            assert_eq!(generate(&[]), expected, "{}, {batch} × {chunk}", case.name);
+            assert_eq!(generate(&config.stop), expected[..end], "{}, which stops", case.name);
+            checked += 1;
+        }
+    }
+    assert!(checked > 0);
+}
