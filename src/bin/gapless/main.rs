@@ -1,9 +1,11 @@
 //! The `gapless` program: one subcommand, one module.
 
 mod compare;
+mod eval;
 mod model;
 mod output;
 mod plan;
+mod sample;
 mod schedule;
 
 use std::process::ExitCode;
@@ -21,14 +23,18 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     Compare(Box<compare::Arguments>),
+    Eval(Box<eval::Arguments>),
     Plan(Box<plan::Arguments>),
+    Sample(Box<sample::Arguments>),
     Schedule(Box<schedule::Arguments>),
 }
 
 fn main() -> ExitCode {
     match Cli::parse().command {
         Command::Compare(arguments) => compare::run(&arguments),
+        Command::Eval(arguments) => eval::run(&arguments),
         Command::Plan(arguments) => plan::run(&arguments),
+        Command::Sample(arguments) => sample::run(&arguments),
         Command::Schedule(arguments) => schedule::run(&arguments),
     }
 }

@@ -1,0 +1,168 @@
+//! `gapless eval`: the perplexity of a Hugging Face folder's model over a text.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::{Context, ensure};
+use gapless::engine::data::{Dataset, TokenWidth, Tokenizer, Tokens, ValidationWindows};
+use gapless::models::hf::Folder;
+use gapless::{DeviceChoice, TrainOptions, Trainer};
+use indicatif::{ProgressBar, ProgressStyle};
+
+use crate::output::{print, tell};
+
+/// Measure the perplexity of a Hugging Face folder's model over a text: e to the mean loss of a token.
+///
+/// The text is cut into windows side by side, of which each begins anew.
+#[derive(Debug, clap::Args)]
+pub struct Arguments {
+    /// A folder with config.json, safetensors files and tokenizer.json.
+    folder: PathBuf,
+    /// A text; token ids (u16, little-endian) as .bin; or a prepared dataset's folder, of which the validation part is taken.
+    data: PathBuf,
+    /// Tokens per window.
+    #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
+    sequence: u32,
+    /// Windows side by side.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    batch: u32,
+    /// Windows to take at most.
+    #[arg(long)]
+    windows: Option<usize>,
+    /// What runs it: auto, cpu, cuda or cuda:1.
+    #[arg(long, default_value = "auto")]
+    device: DeviceChoice,
+    /// Worker threads; 0 for all cores.
+    #[arg(long, default_value_t = 0)]
+    threads: usize,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Does what the arguments ask and says how it went.
+pub fn run(arguments: &Arguments) -> ExitCode {
+    match evaluate(arguments) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            tell(format_args!("gapless eval: {error:#}"));
+            ExitCode::from(2)
+        }
+    }
+}
+
+fn evaluate(arguments: &Arguments) -> anyhow::Result<()> {
+    // Windows of the data, and a model for as many at a time.
+    let folder = Folder::open(&arguments.folder)?;
+    let mut sequence = arguments.sequence as usize;
+    if let Some(longest) = folder.config().longest_sequence().filter(|&longest| longest < sequence) {
+        tell(format_args!("windows of {longest} tokens, which is as far as the model goes"));
+        sequence = longest;
+    }
+    let windows = Windows::open(arguments, &mut sequence)?;
+    let count = windows.count(sequence).min(arguments.windows.unwrap_or(usize::MAX));
+    ensure!(count > 0, "{} has no window of {sequence} tokens", arguments.data.display());
+    let batch = (arguments.batch as usize).min(count);
+    let mut model = trainer(arguments, &folder, batch, sequence)?;
+
+    // The loss of all of them. What does not fill a batch is measured one by one.
+    let mut single = if count.is_multiple_of(batch) { None } else { Some(trainer(arguments, &folder, 1, sequence)?) };
+    let style = ProgressStyle::with_template("{pos}/{len} windows {wide_bar} perplexity {msg} ETA {eta}");
+    let progress = ProgressBar::new(count as u64).with_style(style.context("the bar's template")?);
+    let (mut tokens, mut targets) = (vec![0; batch * sequence], vec![0; batch * sequence]);
+    let (mut done, mut sum) = (0, 0.0);
+    while done < count {
+        let (model, taken) = match &mut single {
+            Some(single) if count - done < batch => (single, 1),
+            _ => (&mut model, batch),
+        };
+        let (tokens, targets) = (&mut tokens[..taken * sequence], &mut targets[..taken * sequence]);
+        windows.fill(done, sequence, tokens, targets)?;
+        sum += taken as f64 * f64::from(model.evaluate(tokens, targets)?);
+        done += taken;
+        progress.set_position(done as u64);
+        progress.set_message(format!("{:.3}", (sum / done as f64).exp()));
+    }
+    progress.finish_and_clear();
+
+    // What came out.
+    let (loss, measured) = (sum / count as f64, count * sequence);
+    let perplexity = loss.exp();
+    print(|out| match arguments.json {
+        true => {
+            let object = serde_json::json!({
+                "perplexity": perplexity, "loss": loss, "tokens": measured, "windows": count, "sequence": sequence,
+            });
+            writeln!(out, "{object}")
+        }
+        false => writeln!(
+            out,
+            "perplexity {perplexity:.4} (loss {loss:.5}) over {measured} tokens in {count} windows of {sequence}"
+        ),
+    })
+}
+
+fn trainer(arguments: &Arguments, folder: &Folder, batch: usize, sequence: usize) -> anyhow::Result<Trainer> {
+    let (device, threads) = (arguments.device, arguments.threads);
+    let options = TrainOptions { batch, sequence, device, threads, ..TrainOptions::default() };
+    let mut trainer = Trainer::for_inference(|vb| folder.model(vb), options)?;
+    folder.load(&mut trainer)?;
+    Ok(trainer)
+}
+
+/// Token ids, and how they are cut.
+enum Windows {
+    /// Side by side from the first token on: each with the token behind it as its last target.
+    Tokens(Tokens),
+    /// As the dataset cuts them.
+    Dataset(ValidationWindows),
+}
+
+impl Windows {
+    /// Opens what the arguments name. A text that is shorter than a window makes the window shorter.
+    fn open(arguments: &Arguments, sequence: &mut usize) -> anyhow::Result<Self> {
+        let path = &arguments.data;
+        if path.is_dir() {
+            let dataset = Dataset::open_prepared(path)?;
+            let windows = dataset.validation(*sequence, usize::MAX)?;
+            return Ok(Self::Dataset(windows.with_context(|| format!("{} has no validation part", path.display()))?));
+        }
+        let tokens = match path.extension().is_some_and(|extension| extension == "bin") {
+            true => Tokens::open(path, TokenWidth::U16)?,
+            false => Tokens::from_ids(encode(&arguments.folder, path)?),
+        };
+        ensure!(tokens.count() > 1, "{} has {} tokens, and a loss takes two", path.display(), tokens.count());
+        *sequence = (*sequence).min(usize::try_from(tokens.count() - 1).unwrap_or(usize::MAX));
+        let left = (tokens.count() - 1) % *sequence as u64;
+        if left > 0 {
+            tell(format_args!("the last {left} tokens do not fill a window, and are left out"));
+        }
+        Ok(Self::Tokens(tokens))
+    }
+
+    fn count(&self, sequence: usize) -> usize {
+        match self {
+            Self::Tokens(tokens) => ((tokens.count() - 1) / sequence as u64) as usize,
+            Self::Dataset(windows) => windows.count(),
+        }
+    }
+
+    /// Writes windows from the `first`th on.
+    fn fill(&self, first: usize, sequence: usize, tokens: &mut [u32], targets: &mut [u32]) -> anyhow::Result<()> {
+        match self {
+            Self::Tokens(ids) => {
+                let start = (first * sequence) as u64;
+                ids.read(start, tokens)?;
+                ids.read(start + 1, targets)?;
+            }
+            Self::Dataset(windows) => windows.fill(first, tokens, targets)?,
+        }
+        Ok(())
+    }
+}
+
+/// All of a text as one, with the special tokens that belong around it.
+fn encode(folder: &Path, path: &Path) -> anyhow::Result<Vec<u32>> {
+    let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+    Ok(Tokenizer::open(folder)?.encode(&text, true)?)
+}

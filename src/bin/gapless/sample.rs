@@ -1,0 +1,212 @@
+//! `gapless sample`: text out of a Hugging Face folder, as it comes.
+
+use std::io::{self, ErrorKind, Read, Write};
+use std::ops::ControlFlow;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail, ensure};
+use gapless::engine::data::{Message, Tokenizer};
+use gapless::models::hf::{Folder, GenerationConfig};
+use gapless::{DeviceChoice, GenerateOptions, Generation, NextToken, Sampling, TrainOptions, Trainer};
+
+use crate::output::tell;
+
+/// Tokens of a prompt that are read at a time.
+const CHUNK: usize = 128;
+
+/// Continue a text, or answer a question, with the weights of a Hugging Face folder.
+///
+/// What is not asked for here is as generation_config.json says, and else as in transformers: without do_sample the likeliest token
+/// is taken; any of --temperature, --top-k, --top-p and --min-p draws by chance.
+#[derive(Debug, clap::Args)]
+pub struct Arguments {
+    /// A folder with config.json, safetensors files and tokenizer.json.
+    folder: PathBuf,
+    /// How the text begins, or what the user says; else the standard input.
+    #[arg(long)]
+    prompt: Option<String>,
+    /// Answer the prompt by the chat template.
+    #[arg(long)]
+    chat: bool,
+    /// What the system says before the user.
+    #[arg(long, requires = "chat")]
+    system: Option<String>,
+    /// Tokens to add at most.
+    #[arg(long, default_value_t = 256)]
+    tokens: usize,
+    /// Tokens that are seen at most; without it, the prompt's and those to add, as far as the model goes.
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    window: Option<u32>,
+    /// Divides the logits; 0 takes the likeliest token.
+    #[arg(long, allow_negative_numbers = true)]
+    temperature: Option<f32>,
+    /// Only the so many likeliest tokens; 0 for all.
+    #[arg(long)]
+    top_k: Option<usize>,
+    /// Only the fewest likeliest tokens that have this much of the probability.
+    #[arg(long, allow_negative_numbers = true)]
+    top_p: Option<f32>,
+    /// Only tokens that are at least so likely as this part of the likeliest.
+    #[arg(long, allow_negative_numbers = true)]
+    min_p: Option<f32>,
+    /// Makes tokens that are there already less likely, if it is above 1.
+    #[arg(long, allow_negative_numbers = true)]
+    repetition_penalty: Option<f32>,
+    /// Same seed, same text.
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// Do not end at the model's end token.
+    #[arg(long)]
+    ignore_eos: bool,
+    /// Worker threads; 0 for all cores.
+    #[arg(long, default_value_t = 0)]
+    threads: usize,
+}
+
+/// Does what the arguments ask and says how it went.
+pub fn run(arguments: &Arguments) -> ExitCode {
+    match sample(arguments) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            tell(format_args!("gapless sample: {error:#}"));
+            ExitCode::from(2)
+        }
+    }
+}
+
+fn sample(arguments: &Arguments) -> anyhow::Result<()> {
+    // What is asked for.
+    let tokenizer = Tokenizer::open(&arguments.folder)?;
+    let config = GenerationConfig::read(&arguments.folder)?;
+    for (option, value) in &config.not_followed {
+        tell(format_args!("generation_config.json: {option} is {value}, which is not followed"));
+    }
+    let (prompt, ids) = prompt(arguments, &tokenizer)?;
+    let stop = if arguments.ignore_eos { Vec::new() } else { config.stop.clone() };
+    let options = GenerateOptions { tokens: arguments.tokens, sampling: sampling(arguments, &config), stop };
+
+    // The model.
+    let folder = Folder::open(&arguments.folder)?;
+    let wanted = ids.len().saturating_add(arguments.tokens);
+    let limit = folder.config().longest_sequence();
+    let window = arguments.window.map_or_else(|| wanted.min(limit.unwrap_or(wanted)), |window| window as usize);
+    let mut trainer =
+        inference(&folder, Generation { batch: 1, window: Some(window), chunk: CHUNK }, arguments.threads)?;
+    if wanted > window {
+        tell(format_args!("a window of {window} tokens: when it is full, its newer half is read again"));
+    }
+
+    // The text, as it comes.
+    let mut out = Stream::default();
+    out.write(&prompt);
+    let mut text = tokenizer.stream();
+    let (begun, mut first, mut failed) = (Instant::now(), None, None);
+    let each = |next: &NextToken<'_>| {
+        first.get_or_insert_with(Instant::now);
+        match text(next.token) {
+            Ok(piece) => out.write(piece.as_deref().unwrap_or_default()),
+            Err(error) => failed = Some(error),
+        }
+        if failed.is_some() || out.is_over() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    };
+    let added = trainer.generate(&[&ids], &options, each)?.remove(0);
+    if let Some(error) = failed {
+        return Err(error.into());
+    }
+    out.write("\n");
+    out.end()?;
+    if let Some(first) = first {
+        report(ids.len(), first - begun, added.len(), first.elapsed());
+    }
+    Ok(())
+}
+
+/// A model of a folder, with its weights, that is not trained.
+pub fn inference(folder: &Folder, generation: Generation, threads: usize) -> anyhow::Result<Trainer> {
+    let sequence = generation.window.unwrap_or(CHUNK).min(CHUNK);
+    let options = TrainOptions {
+        batch: 1,
+        sequence,
+        device: DeviceChoice::Cpu,
+        threads,
+        generation: Some(generation),
+        ..TrainOptions::default()
+    };
+    let mut trainer = Trainer::for_inference(|vb| folder.model(vb), options)?;
+    folder.load(&mut trainer)?;
+    Ok(trainer)
+}
+
+/// What is shown in front of the continuation, and the ids of the prompt.
+fn prompt(arguments: &Arguments, tokenizer: &Tokenizer) -> anyhow::Result<(String, Vec<u32>)> {
+    let mut text = arguments.prompt.clone().unwrap_or_default();
+    if arguments.prompt.is_none() {
+        io::stdin().read_to_string(&mut text).context("cannot read the prompt from the standard input")?;
+    }
+    if !arguments.chat {
+        let ids = tokenizer.encode(&text, true)?;
+        ensure!(!ids.is_empty(), "the prompt is empty; give at least one character");
+        return Ok((text, ids));
+    }
+    let system = arguments.system.iter().map(|system| Message::new("system", system));
+    let messages: Vec<Message> = system.chain([Message::new("user", text)]).collect();
+    let Some(template) = tokenizer.chat_template() else {
+        bail!("{} has no chat template; leave --chat out", arguments.folder.display());
+    };
+    Ok((String::new(), tokenizer.encode(&template.render(&messages, true)?, false)?))
+}
+
+/// The folder's rule, with what is asked for instead.
+fn sampling(arguments: &Arguments, config: &GenerationConfig) -> Sampling {
+    let &Arguments { temperature, top_k, top_p, min_p, repetition_penalty, seed, .. } = arguments;
+    let is_drawn = temperature.is_some() || top_k.is_some() || top_p.is_some() || min_p.is_some();
+    let base = if is_drawn { config.sampling } else { config.default_sampling() };
+    Sampling {
+        temperature: temperature.unwrap_or(base.temperature),
+        top_k: top_k.unwrap_or(base.top_k),
+        top_p: top_p.unwrap_or(base.top_p),
+        min_p: min_p.unwrap_or(base.min_p),
+        repetition_penalty: repetition_penalty.unwrap_or(base.repetition_penalty),
+        seed,
+    }
+}
+
+fn report(read: usize, reading: Duration, added: usize, adding: Duration) {
+    let rate = |tokens: usize, time: Duration| tokens as f64 / time.as_secs_f64().max(1e-9);
+    // The first token comes of the prompt.
+    tell(format_args!(
+        "{read} tokens read ({:.1}/s), {added} added ({:.1}/s)",
+        rate(read, reading),
+        rate(added.saturating_sub(1), adding)
+    ));
+}
+
+/// The standard output, piece by piece; silence once nobody reads it any more.
+#[derive(Default)]
+struct Stream {
+    failed: Option<io::Error>,
+}
+
+impl Stream {
+    fn write(&mut self, text: &str) {
+        if self.failed.is_none() {
+            let mut out = io::stdout().lock();
+            self.failed = out.write_all(text.as_bytes()).and_then(|()| out.flush()).err();
+        }
+    }
+
+    fn is_over(&self) -> bool {
+        self.failed.is_some()
+    }
+
+    fn end(self) -> anyhow::Result<()> {
+        match self.failed {
+            Some(error) if error.kind() != ErrorKind::BrokenPipe => {
+                Err(error).context("cannot write to the standard output")
+            }
+            _ => Ok(()),
+        }
+    }
+}
