@@ -23,5 +23,5 @@ pub use crate::nn::{
 };
 pub use crate::{
     AdamW, Checkpoint, D, DType, DataOptions, Dataset, Device, DeviceChoice, IndexOp, LearningRate, Model, Recompute,
-    SampleOptions, Source, StepReport, Tensor, TrainError, TrainOptions, Trainer,
+    Sampling, Source, StepReport, Tensor, TrainError, TrainOptions, Trainer,
 };
