@@ -2,6 +2,7 @@
 
 use gapless_engine::nn::{
     Embedding, Init, LayerNorm, Linear, Module, VarBuilder, embedding, layer_norm, linear, linear_no_bias,
+    linear_with_hints,
 };
 use gapless_engine::{Error, Model, Result, Tensor};
 use serde::{Deserialize, Serialize};
@@ -225,7 +226,5 @@ impl Mlp {
 /// A layer that writes to the residual stream: its initial weights are scaled by 1/√(2·layers) (GPT-2, section 2.3).
 fn residual_linear(in_dim: usize, out_dim: usize, config: &GptConfig, vb: VarBuilder) -> Result<Linear> {
     let stdev = 0.02 / (2.0 * config.layers.max(1) as f64).sqrt();
-    let weight = vb.get_with_hints((out_dim, in_dim), "weight", Init::Randn { mean: 0.0, stdev })?;
-    let bias = vb.get_with_hints(out_dim, "bias", Init::Const(0.0))?;
-    Ok(Linear::new(weight, Some(bias), vb.prefix()))
+    linear_with_hints(in_dim, out_dim, Init::Randn { mean: 0.0, stdev }, vb)
 }

@@ -23,5 +23,6 @@ mod resume;
 mod routing;
 mod stash;
 mod step_memory;
+mod trainable;
 mod uneven;
 mod watch;

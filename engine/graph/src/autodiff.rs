@@ -1,7 +1,7 @@
 //! Gradients as more graph.
 //!
 //! In: a graph and its loss. Out: the same graph, followed by nodes that compute the gradient of every parameter that the
-//! loss depends on. Each node is marked as part of the input-gradients (I), which earlier layers wait for, or of the
+//! loss depends on and that is not frozen; what leads to frozen ones alone has no gradient. Each node is marked as part of the input-gradients (I), which earlier layers wait for, or of the
 //! weight-gradients (W), which nobody waits for before the update: so zero-bubble schedules exist
 //! (Qi et al., arXiv 2401.10241). Never: an order of execution across micro-batches, or memory.
 
@@ -60,9 +60,9 @@ pub fn differentiate_in(
 
 struct Pass {
     graph: Arc<Mutex<Graph>>,
-    /// Forward values that depend on a parameter.
+    /// Forward values that depend on a parameter that is trained.
     depends: Vec<bool>,
-    /// Forward values that depend on a parameter through views alone: their gradient is nobody's input.
+    /// Forward values that depend on such a parameter through views alone: their gradient is nobody's input.
     is_weight: Vec<bool>,
     forward_nodes: Vec<NodeId>,
 }
@@ -72,7 +72,7 @@ impl Pass {
         let g = lock(graph);
         let mut depends = vec![false; g.values().len()];
         let mut is_weight = vec![false; g.values().len()];
-        for (id, _) in g.persistent() {
+        for (id, _) in g.persistent().filter(|(id, _)| !g.is_frozen(*id)) {
             (depends[id.index()], is_weight[id.index()]) = (true, true);
         }
         for node in g.nodes() {
@@ -141,7 +141,8 @@ impl Pass {
         let graph = self.graph.clone();
         let mut gradient = Gradient { graph, node: id, inputs, outputs, grads, needs, sent: Vec::new() };
         node.op.gradient(&mut gradient)?;
-        for (input, grad) in gradient.sent {
+        // Operations that make all their gradients together may send what nobody needs.
+        for (input, grad) in gradient.sent.into_iter().filter(|(input, _)| gradient.needs[*input]) {
             pending.entry(node.inputs[input]).or_default().push(grad);
         }
         Ok(())

@@ -7,7 +7,7 @@
 //! another one, its *root*, under a layout. A node whose operation cannot read strides gets a `contiguous` copy put in
 //! front of it, so that everything after the graph can rely on what an operation declared.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::{DType, Layout, Shape};
@@ -180,6 +180,8 @@ pub struct Graph {
     shares: HashMap<ValueId, Shape>,
     /// How parameters change that the optimizer has no say in.
     rules: HashMap<ValueId, Arc<dyn Optimizer>>,
+    /// Parameters that are not trained.
+    frozen: HashSet<ValueId>,
     /// What a training step shows of itself, beside the loss.
     watched: Vec<(String, ValueId)>,
     token_cache: Option<TokenCache>,
@@ -499,6 +501,16 @@ impl Graph {
     /// A parameter's own rule, if it has one.
     pub fn rule(&self, parameter: ValueId) -> Option<&Arc<dyn Optimizer>> {
         self.rules.get(&parameter)
+    }
+
+    /// Leaves a parameter as it is: it has no gradient.
+    pub fn freeze(&mut self, parameter: ValueId) {
+        self.frozen.insert(parameter);
+    }
+
+    /// Whether a parameter is not trained.
+    pub fn is_frozen(&self, parameter: ValueId) -> bool {
+        self.frozen.contains(&parameter)
     }
 
     /// Shows a value under a name; where that is taken, with a number behind it.

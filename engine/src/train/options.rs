@@ -8,6 +8,7 @@ use gapless_compile::CompileOptions;
 use gapless_compile::recompute::{Offload, Recompute};
 use gapless_compile::step::{Overflow, Pipeline, StepOptions};
 use gapless_graph::FLOATS;
+use gapless_graph::nn::Trainable;
 use gapless_graph::optim::{AdamW, Optimizer};
 use gapless_parallel::Mesh;
 
@@ -31,6 +32,9 @@ pub struct TrainOptions {
     /// gradients' norm are f32 in any case, and scratch is sized for kernels that compute in f32. The CPU has no other kernels:
     /// it can plan a step in bf16 ([`Trainer::plan`](super::Trainer::plan)), not run it.
     pub dtype: DType,
+    /// Which part of the model is trained. Frozen parameters are there in [`Self::dtype`] alone, without gradients, states or
+    /// masters, and the forward keeps what the trained part needs.
+    pub trainable: Trainable,
     /// The update rule: `AdamW { .. }.into()`, another one of [`optim`](crate::optim), or one of your own.
     pub optimizer: Arc<dyn Optimizer>,
     /// Step → learning rate.
@@ -81,6 +85,7 @@ impl Default for TrainOptions {
             sequence: 256,
             device: DeviceChoice::default(),
             dtype: DType::F32,
+            trainable: Trainable::All,
             optimizer: AdamW::default().into(),
             learning_rate: LearningRate { peak: 3e-4, floor: 3e-4, warmup_steps: 0, steps: 0, shape: Shape::Constant },
             seed: 0,
@@ -121,6 +126,7 @@ impl TrainOptions {
             micro_batches,
             sequence,
             dtype,
+            trainable: self.trainable.clone(),
             optimizer: self.optimizer.clone(),
             planning,
             mesh,
@@ -141,8 +147,18 @@ impl TrainOptions {
         // What each rank may choose for itself: the machine, the plan, and aids for finding mistakes.
         let Self { device: _, threads: _, planning: _, poison: _, .. } = self;
         let Self { batch, micro_batches, sequence, dtype, optimizer, learning_rate, seed, mesh, pipeline, .. } = self;
-        let Self { recompute, compress, offload, routing, overflow, release_gradients, keep_gradients, .. } = self;
-        let Self { generation, .. } = self;
+        let Self {
+            trainable,
+            generation,
+            recompute,
+            compress,
+            offload,
+            routing,
+            overflow,
+            release_gradients,
+            keep_gradients,
+            ..
+        } = self;
         vec![
             ("mesh", format!("{mesh:?}")),
             ("pipeline schedule", format!("{pipeline:?}")),
@@ -150,6 +166,7 @@ impl TrainOptions {
             ("number of micro-batches", micro_batches.to_string()),
             ("sequence length", sequence.to_string()),
             ("dtype", format!("{dtype:?}")),
+            ("trainable part", format!("{trainable:?}")),
             ("optimizer", format!("{optimizer:?}")),
             ("learning rate", format!("{learning_rate:?}")),
             ("seed", seed.to_string()),
@@ -217,6 +234,7 @@ impl TrainOptions {
             return fail("overflow", why, "compress nothing, or choose another policy");
         }
         self.learning_rate.check()?;
+        self.trainable.check()?;
         Ok(self.optimizer.check()?)
     }
 

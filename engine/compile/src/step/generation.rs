@@ -74,7 +74,7 @@ impl Generation {
         target: Target,
         (name, tokens, window): (&str, usize, usize),
     ) -> Result<Program> {
-        let (trace, model) = Trace::new(build, options, ranks, (self.batch, tokens))?;
+        let (trace, model) = Trace::new(build, options, ranks, (self.batch, tokens), false)?;
         let positions = trace.input("positions", trace.tokens.spec().clone())?.id();
         trace.lock().continue_sequences(TokenCache { positions, window });
         let logits = model.forward(&trace.tokens, false)?;

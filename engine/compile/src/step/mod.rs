@@ -162,7 +162,7 @@ fn evaluation(
     stages: &ParameterStages,
     target: Target,
 ) -> Result<Program> {
-    let (trace, model) = Trace::new(build, options, ranks, (options.evaluation_batch(), options.sequence))?;
+    let (trace, model) = Trace::new(build, options, ranks, (options.evaluation_batch(), options.sequence), false)?;
     let loss = model.loss(&trace.tokens, &trace.targets()?, false)?;
     forward(&trace, "evaluate", Output::everywhere("loss", loss.id()), ranks, stages, target)
 }
@@ -175,7 +175,7 @@ fn logits(
     stages: &ParameterStages,
     target: Target,
 ) -> Result<(Program, usize)> {
-    let (trace, model) = Trace::new(build, options, ranks, (1, options.sequence))?;
+    let (trace, model) = Trace::new(build, options, ranks, (1, options.sequence), false)?;
     let logits = model.forward(&trace.tokens, false)?;
     let vocabulary = logits.dim(D::Minus1)?.min(trace.smallest_table());
     let logits = logits.contiguous()?;

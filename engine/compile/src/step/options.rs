@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use candle_core::DType;
 use gapless_alloc::arena::Reserve;
+use gapless_graph::nn::Trainable;
 use gapless_graph::optim::{AdamW, Optimizer};
 use gapless_parallel::Mesh;
 
@@ -22,6 +23,8 @@ pub struct StepOptions {
     pub sequence: usize,
     /// Type of parameters, activations and gradients.
     pub dtype: DType,
+    /// Which part of the model is trained.
+    pub trainable: Trainable,
     /// The update rule.
     pub optimizer: Arc<dyn Optimizer>,
     /// The most work that planning the arena may be.
@@ -55,6 +58,7 @@ impl Default for StepOptions {
             micro_batches: 1,
             sequence: 256,
             dtype: DType::F32,
+            trainable: Trainable::All,
             optimizer: AdamW::default().into(),
             planning: CompileOptions::default().planner.work,
             mesh: Mesh::default(),

@@ -49,7 +49,7 @@ impl TrainStep {
     pub fn forward(build: &Build<'_>, options: &StepOptions, ranks: &RankPlan) -> Result<Self> {
         let _span = tracing::info_span!("forward").entered();
         let parts = options.micro_batches * ranks.batch_ranks();
-        let (trace, model) = Trace::new(build, options, ranks, (options.batch / parts, options.sequence))?;
+        let (trace, model) = Trace::new(build, options, ranks, (options.batch / parts, options.sequence), true)?;
         let loss = model.loss(&trace.tokens, &trace.targets()?, true)?;
         Ok(Self {
             trace,
@@ -186,16 +186,19 @@ pub(super) struct Trace {
 }
 
 impl Trace {
-    /// A graph with the model that is to be applied to its tokens, so many sequences of so many.
+    /// A graph with the model that is to be applied to its tokens, so many sequences of so many, and
+    /// whether it is then trained.
     pub fn new<'a>(
         build: &Build<'a>,
         options: &StepOptions,
         plan: &RankPlan,
         extents: (usize, usize),
+        is_training: bool,
     ) -> Result<(Self, Box<dyn Model + 'a>)> {
         let graph = Arc::new(Mutex::new(Graph::default()));
         let vb = VarBuilder::new(&graph, options.dtype).with_expert_ranks(plan.mesh.expert, plan.at.expert);
-        let model = build(vb)?;
+        let model = build(vb.with_trainable(&options.trainable).with_training(is_training))?;
+        options.trainable.check_model(&lock(&graph))?;
         let spec = Spec { shape: extents.into(), dtype: DType::U32 };
         let id = lock(&graph).add_input("tokens", spec)?;
         let tokens = Tensor::of(&graph, id);

@@ -1,30 +1,39 @@
 //! The layers that most models are made of.
 
+use super::adapter::Adapter;
 use super::{Init, Module, VarBuilder};
 use crate::error::Result;
 use crate::tensor::Tensor;
 
-/// x·Wᵀ + b.
+/// x·Wᵀ + b, and what an adapter adds.
 #[derive(Debug, Clone)]
 pub struct Linear {
     weight: Tensor,
     bias: Option<Tensor>,
+    adapter: Option<Adapter>,
     layer: String,
 }
 
 impl Linear {
-    /// A layer from its parameters: weight [out, in] and, if there is one, bias `[out]`.
+    /// A layer from its parameters: weight [out, in] and, if there is one, bias `[out]`. It never has an adapter.
     pub fn new(weight: Tensor, bias: Option<Tensor>, layer: &str) -> Self {
-        Self { weight, bias, layer: layer.into() }
+        Self { weight, bias, adapter: None, layer: layer.into() }
+    }
+
+    /// Declares the parameters under the builder's path, those of an adapter too if the layer is to have one.
+    fn declare((in_dim, out_dim): (usize, usize), bias: bool, init: Init, vb: &VarBuilder) -> Result<Self> {
+        let weight = vb.get_with_hints((out_dim, in_dim), "weight", init)?;
+        let bias = bias.then(|| vb.get_with_hints(out_dim, "bias", Init::Const(0.0))).transpose()?;
+        Ok(Self { adapter: Adapter::of(in_dim, out_dim, vb)?, ..Self::new(weight, bias, vb.prefix()) })
     }
 
     /// For a layer that is the head of a language model: the loss of each of `targets` (u32, [..]) under the logits that it
-    /// makes of `xs` [.., in]. Without a bias, no logits are ever held (see [`Tensor::linear_cross_entropy`]).
+    /// makes of `xs` [.., in]. Without a bias or an adapter, no logits are ever held (see [`Tensor::linear_cross_entropy`]).
     ///
     /// # Errors
     /// When the shapes do not fit.
     pub fn cross_entropy(&self, xs: &Tensor, targets: &Tensor) -> Result<Tensor> {
-        if self.bias.is_some() {
+        if self.bias.is_some() || self.adapter.is_some() {
             return self.forward(xs)?.cross_entropy(targets);
         }
         let _layer = xs.enter(&self.layer);
@@ -35,18 +44,31 @@ impl Linear {
 impl Module for Linear {
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         let _layer = xs.enter(&self.layer);
-        xs.linear(&self.weight, self.bias.as_ref())
+        let ys = xs.linear(&self.weight, self.bias.as_ref())?;
+        match &self.adapter {
+            Some(adapter) => ys.add(&adapter.forward(xs)?),
+            None => Ok(ys),
+        }
     }
 }
+
+/// The initial values of weights for which nothing else is asked.
+const WEIGHTS: Init = Init::Randn { mean: 0.0, stdev: 0.02 };
 
 /// A layer `weight` [out, in] and `bias` `[out]` under the builder's path.
 ///
 /// # Errors
 /// When the names were used with other shapes.
 pub fn linear(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linear> {
-    let weight = vb.get((out_dim, in_dim), "weight")?;
-    let bias = vb.get_with_hints(out_dim, "bias", Init::Const(0.0))?;
-    Ok(Linear::new(weight, Some(bias), vb.prefix()))
+    linear_with_hints(in_dim, out_dim, WEIGHTS, vb)
+}
+
+/// [`linear`], with the weight's own initial values.
+///
+/// # Errors
+/// When the names were used with other shapes.
+pub fn linear_with_hints(in_dim: usize, out_dim: usize, weight: Init, vb: VarBuilder) -> Result<Linear> {
+    Linear::declare((in_dim, out_dim), true, weight, &vb)
 }
 
 /// A layer `weight` [out, in] under the builder's path.
@@ -54,7 +76,7 @@ pub fn linear(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linear> {
 /// # Errors
 /// When the name was used with another shape.
 pub fn linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linear> {
-    Ok(Linear::new(vb.get((out_dim, in_dim), "weight")?, None, vb.prefix()))
+    Linear::declare((in_dim, out_dim), false, WEIGHTS, &vb)
 }
 
 /// [`linear`] or [`linear_no_bias`].

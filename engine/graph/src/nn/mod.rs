@@ -1,6 +1,7 @@
 //! Layers and the names of their parameters, as in `candle_nn`.
 
 mod activation;
+mod adapter;
 mod conv;
 mod group_norm;
 mod init;
@@ -11,6 +12,7 @@ mod moe;
 pub mod ops;
 pub mod rotary_emb;
 mod sequential;
+mod trainable;
 mod var_builder;
 
 pub use activation::Activation;
@@ -20,12 +22,14 @@ pub use conv::{
 pub use group_norm::{GroupNorm, group_norm};
 pub use init::{Init, Initializer};
 pub use layers::{
-    Embedding, LayerNorm, Linear, RmsNorm, embedding, layer_norm, linear, linear_b, linear_no_bias, rms_norm,
+    Embedding, LayerNorm, Linear, RmsNorm, embedding, layer_norm, linear, linear_b, linear_no_bias, linear_with_hints,
+    rms_norm,
 };
 pub use model::Model;
 pub use moe::{Capacity, Choice, Exchange, Experts, Router, RouterConfig, Routing, Score};
 pub use ops::Dropout;
 pub use sequential::{Sequential, seq};
+pub use trainable::{Lora, Trainable};
 pub use var_builder::VarBuilder;
 
 use crate::error::Result;

@@ -5,9 +5,9 @@ use std::sync::{Arc, Mutex};
 use candle_core::{DType, Shape};
 use gapless_kernels::Spec;
 
-use super::Init;
+use super::{Init, Lora, Trainable};
 use crate::error::{Error, Result};
-use crate::graph::{Graph, lock};
+use crate::graph::{Graph, ValueId, lock};
 use crate::optim::Optimizer;
 use crate::tensor::{Device, Tensor};
 
@@ -18,12 +18,46 @@ pub struct VarBuilder {
     path: String,
     dtype: DType,
     expert_ranks: (usize, usize),
+    trainable: Arc<Trainable>,
+    is_training: bool,
 }
 
 impl VarBuilder {
     /// Declares parameters of a type in a graph.
     pub fn new(graph: &Arc<Mutex<Graph>>, dtype: DType) -> Self {
-        Self { graph: Device::of(graph), path: String::new(), dtype, expert_ranks: (1, 0) }
+        let trainable = Arc::new(Trainable::All);
+        Self {
+            graph: Device::of(graph),
+            path: String::new(),
+            dtype,
+            expert_ranks: (1, 0),
+            trainable,
+            is_training: true,
+        }
+    }
+
+    /// For a model of which a part is trained.
+    #[must_use]
+    pub fn with_trainable(self, trainable: &Trainable) -> Self {
+        Self { trainable: Arc::new(trainable.clone()), ..self }
+    }
+
+    /// For a forward that is trained, or only evaluated: adapters have dropout in the former.
+    #[must_use]
+    pub fn with_training(self, is_training: bool) -> Self {
+        Self { is_training, ..self }
+    }
+
+    /// What adapters are to be like, if there are any.
+    pub(super) fn lora(&self) -> Option<&Lora> {
+        match &*self.trainable {
+            Trainable::Lora(lora) => Some(lora),
+            _ => None,
+        }
+    }
+
+    pub(super) fn is_training(&self) -> bool {
+        self.is_training
     }
 
     /// For rank `rank` of `ranks` that share the experts.
@@ -52,7 +86,11 @@ impl VarBuilder {
             return self.get(whole.shape, name);
         }
         let init = Init::Randn { mean: 0.0, stdev: 0.02 };
-        let id = lock(&self.graph).add_share(&self.full(name), whole, init, self.expert_ranks)?;
+        let name = self.full(name);
+        let mut graph = lock(&self.graph);
+        let id = graph.add_share(&name, whole, init, self.expert_ranks)?;
+        self.freeze(&mut graph, &name, id);
+        drop(graph);
         Ok(Tensor::of(&self.graph, id))
     }
 
@@ -91,8 +129,18 @@ impl VarBuilder {
     /// When the name was used with another shape.
     pub fn get_with_hints(&self, shape: impl Into<Shape>, name: &str, init: Init) -> Result<Tensor> {
         let spec = Spec { shape: shape.into(), dtype: self.dtype };
-        let id = lock(&self.graph).add_persistent(&self.full(name), spec, init)?;
+        let name = self.full(name);
+        let mut graph = lock(&self.graph);
+        let id = graph.add_persistent(&name, spec, init)?;
+        self.freeze(&mut graph, &name, id);
+        drop(graph);
         Ok(Tensor::of(&self.graph, id))
+    }
+
+    fn freeze(&self, graph: &mut Graph, name: &str, id: ValueId) {
+        if !self.trainable.trains(name) {
+            graph.freeze(id);
+        }
     }
 
     /// A parameter that changes by a rule of its own, whatever the optimizer is: what its operation sends as a gradient need

@@ -28,13 +28,44 @@ use crate::{Gradient, Op};
 #[derive(Debug, Clone, Copy)]
 pub struct LinearCrossEntropy {
     gradient: Option<f64>,
+    /// Whether d_weight is among the outputs.
+    has_d_weight: bool,
     types: OutputTypes<3>,
 }
 
 impl LinearCrossEntropy {
     /// With the gradient of every loss, where that is known beforehand. Then dx and d_weight are two more outputs.
     pub fn new(gradient: Option<f64>) -> Self {
-        Self { gradient, types: OutputTypes::default() }
+        Self { gradient, has_d_weight: true, types: OutputTypes::default() }
+    }
+
+    /// Without d_weight: for a weight that is frozen.
+    #[must_use]
+    pub fn without_d_weight(self) -> Self {
+        Self { has_d_weight: false, ..self }
+    }
+
+    fn products(&self) -> Products {
+        match (self.gradient, self.has_d_weight) {
+            (None, _) => Products::Logits,
+            (Some(_), false) => Products::Dx,
+            (Some(_), true) => Products::Both,
+        }
+    }
+}
+
+/// Which products a pass takes of every chunk: that of its logits, and those of the gradients that are made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Products {
+    Logits,
+    Dx,
+    Both,
+}
+
+impl Products {
+    /// Those of a backward.
+    fn of_backward(has_d_weight: bool) -> Self {
+        if has_d_weight { Self::Both } else { Self::Dx }
     }
 }
 
@@ -58,29 +89,35 @@ impl Op for LinearCrossEntropy {
         let losses = Spec::f32(rows.to_vec());
         Ok(match self.gradient {
             None => vec![losses],
-            Some(_) => self.types.of([losses, inputs[0].clone(), inputs[1].clone()]),
+            Some(_) => {
+                let d_weight = self.has_d_weight.then(|| inputs[1].clone());
+                self.types.of([losses, inputs[0].clone()].into_iter().chain(d_weight))
+            }
         })
     }
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
-        // Whatever makes x or the weight has parameters of its own, so both gradients are wanted.
+        if !g.needs(1) {
+            let [dx] = match g.constant(0) {
+                Some(number) => g.in_forward(Self::new(Some(number)).without_d_weight())?,
+                None => gradient_in_backward(g, false)?,
+            };
+            g.send(0, dx);
+            return Ok(());
+        }
         let [dx, d_weight] = match g.constant(0) {
             Some(number) => g.in_forward(Self::new(Some(number)))?,
-            None => {
-                let inputs = [&g.input(0), &g.input(1), &g.input(2), &g.grad(0)];
-                Tensor::apply_op(LinearCrossEntropyGrad::default(), &inputs)?
-            }
+            None => gradient_in_backward(g, true)?,
         };
-        for (input, gradient) in [dx, d_weight].into_iter().enumerate() {
-            if g.needs(input) {
-                g.send(input, gradient);
-            }
+        if g.needs(0) {
+            g.send(0, dx);
         }
+        g.send(1, d_weight);
         Ok(())
     }
 
     fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
-        Chunks::of(inputs).flops(if self.gradient.is_some() { 3 } else { 1 })
+        Chunks::of(inputs).flops(self.products())
     }
 
     fn inplace(&self) -> &[(usize, usize)] {
@@ -96,7 +133,7 @@ impl Op for LinearCrossEntropy {
     }
 
     fn workspace(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> Vec<u64> {
-        Chunks::of(inputs).scratch(self.gradient.is_some(), threads)
+        Chunks::of(inputs).scratch(self.products(), threads)
     }
 
     fn run(&self, args: &mut Args<'_>) {
@@ -105,13 +142,13 @@ impl Op for LinearCrossEntropy {
         let backward = self.gradient.map(|number| Backward {
             d_losses: Upstream::Everywhere(number as f32),
             dx: args.output(1),
-            d_weight: args.output(2),
-            accumulate: args.accumulate(2),
+            d_weight: self.has_d_weight.then(|| args.output(2)),
+            accumulate: self.has_d_weight && args.accumulate(2),
         });
         chunks.pass(&Inputs::of(args), losses, backward, scratch);
     }
     fn cuda_workspace(&self, inputs: &[Spec], _: &[Spec]) -> Vec<u64> {
-        Chunks::of(inputs).cuda_workspace(inputs[0].dtype, self.gradient.is_some())
+        Chunks::of(inputs).cuda_workspace(inputs[0].dtype, self.products())
     }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
         let chunks = Chunks::new(operands.inputs[0].layout.dims(), operands.inputs[1].layout.dims());
@@ -126,7 +163,8 @@ impl Op for LinearCrossEntropy {
             Some(number) => {
                 let d_losses = targets.map(|_| number);
                 let [dx, d_weight] = reference_gradients(x, weight, targets, &d_losses);
-                vec![reference_losses(x, weight, targets), dx, d_weight]
+                let d_weight = self.has_d_weight.then_some(d_weight);
+                [reference_losses(x, weight, targets), dx].into_iter().chain(d_weight).collect()
             }
         }
     }
@@ -134,9 +172,16 @@ impl Op for LinearCrossEntropy {
 
 /// (dx, d_weight) from (x, weight, targets, d_losses): computes the logits once more, for losses whose gradient is known only
 /// in the backward.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy)]
 struct LinearCrossEntropyGrad {
+    /// Whether d_weight is among the outputs.
+    has_d_weight: bool,
     types: OutputTypes<2>,
+}
+
+fn gradient_in_backward<const MADE: usize>(g: &Gradient, has_d_weight: bool) -> Result<[Tensor; MADE]> {
+    let inputs = [&g.input(0), &g.input(1), &g.input(2), &g.grad(0)];
+    Tensor::apply_op(LinearCrossEntropyGrad { has_d_weight, types: OutputTypes::default() }, &inputs)
 }
 
 impl Op for LinearCrossEntropyGrad {
@@ -145,7 +190,8 @@ impl Op for LinearCrossEntropyGrad {
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
-        Ok(self.types.of([inputs[0].clone(), inputs[1].clone()]))
+        let d_weight = self.has_d_weight.then(|| inputs[1].clone());
+        Ok(self.types.of([inputs[0].clone()].into_iter().chain(d_weight)))
     }
 
     fn reads_strides(&self, index: usize, _: &Layout) -> bool {
@@ -153,7 +199,7 @@ impl Op for LinearCrossEntropyGrad {
     }
 
     fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
-        Chunks::of(inputs).flops(3)
+        Chunks::of(inputs).flops(Products::of_backward(self.has_d_weight))
     }
 
     fn inplace(&self) -> &[(usize, usize)] {
@@ -165,12 +211,13 @@ impl Op for LinearCrossEntropyGrad {
     }
 
     fn with_output_dtype(&self, index: usize, dtype: DType) -> Option<Arc<dyn Op>> {
-        (index == 1).then(|| Arc::new(Self { types: self.types.with(index, dtype) }) as Arc<dyn Op>)
+        (index == 1).then(|| Arc::new(Self { types: self.types.with(index, dtype), ..*self }) as Arc<dyn Op>)
     }
 
     fn workspace(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> Vec<u64> {
         let chunks = Chunks::of(inputs);
-        [vec![4 * chunks.rows as u64], chunks.scratch(true, threads)].concat()
+        let products = Products::of_backward(self.has_d_weight);
+        [vec![4 * chunks.rows as u64], chunks.scratch(products, threads)].concat()
     }
 
     fn run(&self, args: &mut Args<'_>) {
@@ -182,14 +229,15 @@ impl Op for LinearCrossEntropyGrad {
         let backward = Backward {
             d_losses: Upstream::Each(d_losses, layout),
             dx: args.output(0),
-            d_weight: args.output(1),
-            accumulate: args.accumulate(1),
+            d_weight: self.has_d_weight.then(|| args.output(1)),
+            accumulate: self.has_d_weight && args.accumulate(1),
         };
         chunks.pass(&Inputs::of(args), losses, Some(backward), scratch);
     }
     fn cuda_workspace(&self, inputs: &[Spec], _: &[Spec]) -> Vec<u64> {
         let chunks = Chunks::of(inputs);
-        [chunks.cuda_workspace(inputs[0].dtype, true), vec![4 * chunks.rows as u64]].concat()
+        let products = Products::of_backward(self.has_d_weight);
+        [chunks.cuda_workspace(inputs[0].dtype, products), vec![4 * chunks.rows as u64]].concat()
     }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
         let chunks = Chunks::new(operands.inputs[0].layout.dims(), operands.inputs[1].layout.dims());
@@ -200,7 +248,8 @@ impl Op for LinearCrossEntropyGrad {
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
-        reference_gradients(args.input(0), args.input(1), args.input(2), args.input(3)).into()
+        let [dx, d_weight] = reference_gradients(args.input(0), args.input(1), args.input(2), args.input(3));
+        [dx].into_iter().chain(self.has_d_weight.then_some(d_weight)).collect()
     }
 }
 
@@ -269,10 +318,11 @@ impl Chunks {
     }
 
     /// Bytes of each piece of scratch: a chunk's logits, then what is the largest that a product needs.
-    fn scratch(&self, backward: bool, threads: usize) -> Vec<u64> {
+    fn scratch(&self, products: Products, threads: usize) -> Vec<u64> {
         let products = |rows: usize| {
-            let backward = backward.then(|| [self.d_weight(rows), self.dx(rows)]);
-            std::iter::once(self.logits(rows)).chain(backward.into_iter().flatten())
+            let d_weight = (products == Products::Both).then(|| self.d_weight(rows));
+            let dx = (products != Products::Logits).then(|| self.dx(rows));
+            std::iter::once(self.logits(rows)).chain(d_weight).chain(dx)
         };
         // Few ranges differ in length, and only that counts.
         let lengths: BTreeSet<usize> = self.ranges().map(|range| range.len()).collect();
@@ -299,16 +349,18 @@ impl Chunks {
     }
 
     /// Bytes of each piece of scratch on a GPU: a chunk's logits, then what is the largest that a product is given.
-    fn cuda_workspace(&self, dtype: DType, backward: bool) -> Vec<u64> {
+    fn cuda_workspace(&self, dtype: DType, products: Products) -> Vec<u64> {
         let &Self { width, vocabulary, .. } = self;
         let rows = self.cuda_chunk();
-        let backward = [(vocabulary, width), (rows, width)].into_iter().filter(|_| backward);
-        let products = backward.chain([(rows, vocabulary)]).map(|(m, n)| launch::product_workspace(m, n));
+        let d_weight = (products == Products::Both).then_some((vocabulary, width));
+        let dx = (products != Products::Logits).then_some((rows, width));
+        let products =
+            d_weight.into_iter().chain(dx).chain([(rows, vocabulary)]).map(|(m, n)| launch::product_workspace(m, n));
         vec![(rows * self.cuda_pitch() * dtype.size_in_bytes()) as u64, products.max().unwrap_or(0)]
     }
 
-    /// The pass on a GPU: for each chunk its logits, what becomes of them, and its share of the gradients, `[dx, d_weight]`, of
-    /// which the latter is output `weight` of the operation.
+    /// The pass on a GPU: for each chunk its logits, what becomes of them, and its share of the gradients, `[dx]` or
+    /// `[dx, d_weight]`, of which the latter is output `weight` of the operation.
     fn launches(
         &self,
         operands: &gapless_kernels::cuda::Operands<'_>,
@@ -318,7 +370,8 @@ impl Chunks {
     ) -> Option<Vec<gapless_kernels::cuda::Launch>> {
         let [x, of_weight, targets, ..] = operands.inputs else { return None };
         let (&[logits, scratch, ..], dtype) = (operands.workspace, x.dtype) else { return None };
-        let scratch = launch::scratch_in(scratch, self.cuda_workspace(dtype, backward.is_some())[1]);
+        let products = backward.map_or(Products::Logits, |(_, made)| Products::of_backward(made.len() > 1));
+        let scratch = launch::scratch_in(scratch, self.cuda_workspace(dtype, products)[1]);
         let (width, vocabulary, pitch) = (self.width as u64, self.vocabulary as u64, self.cuda_pitch());
         let at = |address: u64, elements: usize| address + (elements * dtype.size_in_bytes()) as u64;
         let weights = Matrix::dense(of_weight.address, dtype, width);
@@ -337,11 +390,13 @@ impl Chunks {
             let chunk = gapless_kernels::cuda::Operand { address: logits, layout, dtype };
             let of_rows = |address: u64| address + 4 * range.start as u64;
             launches.extend(launch::head(&chunk, of_rows(targets.address), of_rows(losses), upstream)?);
-            let Some((_, [dx, d_weight])) = backward else { continue };
-            let to = Matrix::dense(d_weight.address, d_weight.dtype, width);
-            let product = Product::new((vocabulary, width, rows), of_logits.t(), x, to, scratch);
-            let accumulate = index > 0 || operands.accumulates(weight);
-            launches.push(Launch::Product(Product { accumulate, ..product }));
+            let Some((_, [dx, rest @ ..])) = backward else { continue };
+            if let [d_weight] = rest {
+                let to = Matrix::dense(d_weight.address, d_weight.dtype, width);
+                let product = Product::new((vocabulary, width, rows), of_logits.t(), x, to, scratch);
+                let accumulate = index > 0 || operands.accumulates(weight);
+                launches.push(Launch::Product(Product { accumulate, ..product }));
+            }
             // Last, as it may overwrite x.
             let to = Matrix::dense(at(dx.address, range.start * self.width), dtype, width);
             launches.push(Launch::Product(Product::new((rows, width, vocabulary), of_logits, weights, to, scratch)));
@@ -349,8 +404,13 @@ impl Chunks {
         Some(launches)
     }
 
-    /// Arithmetic with so many products.
-    fn flops(&self, products: u64) -> u64 {
+    /// Arithmetic of the pass.
+    fn flops(&self, products: Products) -> u64 {
+        let products = match products {
+            Products::Logits => 1,
+            Products::Dx => 2,
+            Products::Both => 3,
+        };
         let logits = self.rows as u64 * self.vocabulary as u64;
         logits * (2 * products * self.width as u64 + 4)
     }
@@ -384,7 +444,9 @@ impl Chunks {
             let Some(Backward { dx, d_weight, accumulate, .. }) = &mut backward else { continue };
             let mode = if *accumulate || index > 0 { Mode::Accumulate } else { Mode::Overwrite };
             let x = inputs.x.map_or(&dx[elements.clone()], |x| &x[elements.clone()]);
-            self.d_weight(rows).run(logits, x, d_weight, mode, none, scratch).expect(FITS);
+            if let Some(d_weight) = d_weight {
+                self.d_weight(rows).run(logits, x, d_weight, mode, none, scratch).expect(FITS);
+            }
             // Last, as it may overwrite x.
             self.dx(rows).run(logits, weight, &mut dx[elements], Mode::Overwrite, none, scratch).expect(FITS);
         }
@@ -408,7 +470,8 @@ impl<'a> Inputs<'a> {
 struct Backward<'a> {
     d_losses: Upstream<'a>,
     dx: &'a mut [f32],
-    d_weight: &'a mut [f32],
+    /// None where the weight is frozen.
+    d_weight: Option<&'a mut [f32]>,
     accumulate: bool,
 }
 
@@ -545,7 +608,7 @@ mod tests {
                 run.dx.copy_from_slice(&run.x);
             }
             let chunks = Chunks::new(&[batch / calls, sequence, width], &[vocabulary, width]);
-            let mut memory = ScratchMemory::new(&chunks.scratch(true, threads));
+            let mut memory = ScratchMemory::new(&chunks.scratch(Products::Both, threads));
             for call in 0..calls {
                 let rows = call * rows / calls..(call + 1) * rows / calls;
                 let elements = rows.start * width..rows.end * width;
@@ -557,7 +620,7 @@ mod tests {
                 let backward = Backward {
                     d_losses: Upstream::Everywhere(0.5),
                     dx: &mut run.dx[elements],
-                    d_weight: &mut run.d_weight,
+                    d_weight: Some(&mut run.d_weight),
                     accumulate: call > 0,
                 };
                 let losses = &mut run.losses[rows];

@@ -83,7 +83,9 @@ impl Tensor {
     fn expect_whole_sequences(&self) -> Result<()> {
         match self.positions() {
             None => Ok(()),
-            Some(_) => Err(self.shape_error("attention", "only causal attention continues sequences out of a cache".into())),
+            Some(_) => {
+                Err(self.shape_error("attention", "only causal attention continues sequences out of a cache".into()))
+            }
         }
     }
 

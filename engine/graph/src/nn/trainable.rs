@@ -1,0 +1,202 @@
+//! Which part of a model is trained.
+//!
+//! In: the names of parameters and layers. Out: which parameters are frozen, and which linear layers have an adapter. Never: values.
+
+use super::adapter::{LORA_A, LORA_B};
+use crate::error::{Error, Result};
+use crate::graph::Graph;
+
+/// Which part of a model is trained. What is not has no gradient and no optimizer state, and the forward keeps for the backward only
+/// what the trained part needs.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub enum Trainable {
+    /// Every parameter.
+    #[default]
+    All,
+    /// Adapters beside some linear layers, which are added to the model; everything else is frozen.
+    Lora(Lora),
+    /// The parameters that one of these patterns names; everything else is frozen. A pattern is a parameter's name or the path of
+    /// a module, of which it means all parameters; `*` stands for any text.
+    Only(Vec<String>),
+}
+
+/// Adapters of low rank (Hu et al., arXiv 2106.09685): y = x·Wᵀ + scale · (x·Aᵀ)·Bᵀ with A [rank, in] and B [out, rank], as PEFT
+/// defines them.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Lora {
+    /// The inner extent.
+    pub rank: usize,
+    /// The adapter's scale is alpha ÷ rank.
+    pub alpha: f64,
+    /// Probability of dropout on the adapter's input.
+    pub dropout: f64,
+    /// Layers that get one: the last parts of their paths, e.g. `q_proj` or `mlp.c_proj`.
+    pub targets: Vec<String>,
+    /// Whether the scale is alpha ÷ √rank instead (rsLoRA, arXiv 2312.03732).
+    pub rank_stabilised: bool,
+}
+
+impl Default for Lora {
+    /// PEFT's rank and alpha, on queries and values as in the paper.
+    fn default() -> Self {
+        let targets = vec!["q_proj".to_owned(), "v_proj".to_owned()];
+        Self { rank: 8, alpha: 8.0, dropout: 0.0, targets, rank_stabilised: false }
+    }
+}
+
+impl Lora {
+    /// The adapter's factor.
+    pub fn scale(&self) -> f64 {
+        let rank = self.rank as f64;
+        self.alpha / if self.rank_stabilised { rank.sqrt() } else { rank }
+    }
+
+    /// Names of A and B beside the layer of this path.
+    pub fn parameters(layer: &str) -> [String; 2] {
+        [LORA_A, LORA_B].map(|name| format!("{layer}.{name}"))
+    }
+
+    /// Whether a layer, by its path, is one of the targets.
+    pub fn is_target(&self, layer: &str) -> bool {
+        self.targets.iter().any(|target| is_last_of(target, layer))
+    }
+}
+
+/// Whether `target` is the whole path or its last parts.
+fn is_last_of(target: &str, layer: &str) -> bool {
+    layer.strip_suffix(target).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
+}
+
+impl Trainable {
+    /// Whether a parameter is trained.
+    pub fn trains(&self, parameter: &str) -> bool {
+        match self {
+            Self::All => true,
+            Self::Lora(_) => self.is_adapter(parameter),
+            Self::Only(patterns) => patterns.iter().any(|pattern| names(pattern, parameter)),
+        }
+    }
+
+    /// Whether a parameter is one that an adapter adds to the model.
+    pub fn is_adapter(&self, parameter: &str) -> bool {
+        matches!(self, Self::Lora(_)) && adapted(parameter).is_some()
+    }
+
+    /// Whether the numbers make sense.
+    ///
+    /// # Errors
+    /// [`Error::Config`] when they don't.
+    pub fn check(&self) -> Result<()> {
+        let fail = |why: String, remedy| Err(Error::Config { what: "trainable", why, remedy });
+        match self {
+            Self::Lora(Lora { rank: 0, .. }) => fail("adapters of rank 0".into(), "a rank is at least 1"),
+            Self::Lora(lora) if !lora.alpha.is_finite() => {
+                fail(format!("alpha is {}", lora.alpha), "alpha is a number")
+            }
+            Self::Lora(lora) if !(0.0..1.0).contains(&lora.dropout) => {
+                fail(format!("dropout is {}", lora.dropout), "it is in [0, 1)")
+            }
+            Self::Lora(lora) if lora.targets.is_empty() => fail("no targets".into(), "name layers, e.g. q_proj"),
+            Self::Only(patterns) if patterns.is_empty() => fail("no patterns".into(), "name parameters or modules"),
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether a model has what is named: every pattern a parameter, every target a linear layer.
+    ///
+    /// # Errors
+    /// [`Error::Config`] with the pattern or target that means nothing, or the parameter that an adapter cannot stand beside.
+    pub fn check_model(&self, graph: &Graph) -> Result<()> {
+        let parameters = || graph.persistent().map(|(_, name)| name);
+        let fail = |why: String, remedy| Err(Error::Config { what: "trainable", why, remedy });
+        match self {
+            Self::All => Ok(()),
+            Self::Only(patterns) => {
+                match patterns.iter().find(|pattern| !parameters().any(|name| names(pattern, name))) {
+                    Some(pattern) => {
+                        fail(format!("{pattern:?} names no parameter of this model"), "see Trainer::parameter_names")
+                    }
+                    None => Ok(()),
+                }
+            }
+            Self::Lora(lora) => {
+                let layers: Vec<&str> = parameters().filter_map(adapted).collect();
+                let is_raw = |layer: &&str| lora.is_target(layer) && !layers.contains(layer);
+                if let Some(raw) = parameters().map(|name| name.strip_suffix(".weight").unwrap_or(name)).find(is_raw) {
+                    let why = format!("{raw} is a target, but no linear layer of its own");
+                    return fail(why, "adapters stand beside linear layers; name the targets by more of their paths");
+                }
+                match lora.targets.iter().find(|target| !layers.iter().any(|layer| is_last_of(target, layer))) {
+                    Some(target) => fail(
+                        format!("the target {target:?} is no linear layer of this model"),
+                        "name the last parts of layers' paths; a tied head has no layer",
+                    ),
+                    None => Ok(()),
+                }
+            }
+        }
+    }
+}
+
+/// The layer whose adapter a parameter belongs to.
+fn adapted(parameter: &str) -> Option<&str> {
+    let layer = [LORA_A, LORA_B].iter().find_map(|name| parameter.strip_suffix(name))?;
+    layer.strip_suffix('.')
+}
+
+/// Whether a pattern names a parameter, or a module that it is in.
+fn names(pattern: &str, parameter: &str) -> bool {
+    let ends = parameter.match_indices('.').map(|(at, _)| at).chain([parameter.len()]);
+    ends.into_iter().any(|end| matches(pattern, &parameter[..end]))
+}
+
+/// Whether a text is a pattern's, in which `*` stands for any text.
+fn matches(pattern: &str, text: &str) -> bool {
+    let Some((first, rest)) = pattern.split_once('*') else { return pattern == text };
+    let Some(mut left) = text.strip_prefix(first) else { return false };
+    let (middle, last) = rest.rsplit_once('*').unwrap_or(("", rest));
+    // What stands between two stars is looked for as early as can be.
+    for part in middle.split('*').filter(|part| !part.is_empty()) {
+        let Some(at) = left.find(part) else { return false };
+        left = &left[at + part.len()..];
+    }
+    left.ends_with(last)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn patterns_name_parameters_and_modules() {
+        let check = |pattern: &str, parameter: &str, expected: bool| {
+            assert_eq!(names(pattern, parameter), expected, "{pattern} {parameter}");
+        };
+        check("lm_head", "lm_head.weight", true);
+        check("lm_head.weight", "lm_head.weight", true);
+        check("head", "lm_head.weight", false);
+        check("model.layers.1", "model.layers.1.mlp.up_proj.weight", true);
+        check("model.layers.1", "model.layers.11.mlp.up_proj.weight", false);
+        check("*", "wte.weight", true);
+        check("*.bias", "h.0.ln_1.bias", true);
+        check("*.bias", "h.0.ln_1.weight", false);
+        check("h.*.ln_*.weight", "h.3.ln_1.weight", true);
+        check("h.*.ln_*.weight", "h.3.attn.weight", false);
+        check("*norm*", "model.norm.weight", true);
+        check("a*a", "a", false);
+    }
+
+    #[test]
+    fn targets_are_the_last_parts_of_paths() {
+        let lora = |target: &str| Lora { targets: vec![target.into()], ..Lora::default() };
+        for (target, layer, expected) in [
+            ("q_proj", "model.layers.0.self_attn.q_proj", true),
+            ("self_attn.q_proj", "model.layers.0.self_attn.q_proj", true),
+            ("proj", "model.layers.0.self_attn.q_proj", false),
+            ("lm_head", "lm_head", true),
+        ] {
+            assert_eq!(lora(target).is_target(layer), expected, "{target} {layer}");
+        }
+        assert_eq!(Lora { rank: 4, alpha: 8.0, rank_stabilised: true, ..Lora::default() }.scale(), 4.0);
+    }
+}

@@ -1,0 +1,323 @@
+//! Training a part of a model: the gradients of the trained part, the bits of the rest, and what is kept for it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex};
+
+use candle_core::{Device, Tensor as Data};
+use gapless::alloc::Role;
+use gapless::engine::checkpoint::Checkpoint;
+use gapless::engine::graph::{Graph, Spec, ValueId, lock};
+use gapless::models::{Llama, LlamaConfig, MoeStyle};
+use gapless::nn::VarBuilder;
+use gapless::{DType, Layers, Lora, Mesh, Model, Recompute, Tensor, TrainOptions, Trainable, Trainer};
+use serde_json::Value;
+
+use crate::common::{Kind, Run, on_cpu, parameters};
+
+fn lora(targets: &[&str]) -> Trainable {
+    let targets = targets.iter().map(|&target| target.to_owned()).collect();
+    Trainable::Lora(Lora { rank: 3, alpha: 6.0, targets, ..Lora::default() })
+}
+
+fn only(patterns: &[&str]) -> Trainable {
+    Trainable::Only(patterns.iter().map(|&pattern| pattern.to_owned()).collect())
+}
+
+fn run(kind: Kind, trainable: Trainable) -> Run {
+    let mut run = Run { kind, ..Run::default() };
+    run.options.trainable = trainable;
+    run
+}
+
+/// Parts of models of every kind.
+fn parts() -> Vec<Run> {
+    vec![
+        run(Kind::Gpt, only(&["h.1", "ln_f.bias"])),
+        run(Kind::Gpt, only(&["wte"])),
+        run(Kind::Gpt, lora(&["c_attn", "mlp.c_proj"])),
+        run(Kind::Llama, only(&["lm_head"])),
+        run(Kind::Llama, only(&["*norm*", "model.layers.0.mlp.up_proj"])),
+        run(Kind::Llama, lora(&["q_proj", "v_proj", "down_proj"])),
+        run(Kind::Llama, lora(&["lm_head"])),
+        run(Kind::Moe(MoeStyle::Mixtral), lora(&["q_proj", "o_proj"])),
+        run(Kind::Moe(MoeStyle::Qwen), lora(&["shared_expert.up_proj"])),
+        run(Kind::Moe(MoeStyle::DeepSeek), only(&["model.layers.1.mlp.experts.down_proj", "*.gate.weight"])),
+        run(Kind::Moe(MoeStyle::ExpertChoice), only(&["model.layers.0"])),
+    ]
+}
+
+fn bits(tensor: &Data) -> Vec<u32> {
+    tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect()
+}
+
+/// Gradients by name, after one step.
+fn gradients(run: &Run) -> BTreeMap<String, Vec<u32>> {
+    let mut run = run.clone();
+    run.options.keep_gradients = true;
+    let mut trainer = run.trainer();
+    run.step(&mut trainer);
+    let names: Vec<String> = trainer.parameter_names().map(str::to_owned).collect();
+    names.into_iter().filter_map(|name| Some((name.clone(), bits(&trainer.gradient(&name).ok()?)))).collect()
+}
+
+#[test]
+fn the_trained_part_has_the_gradients_of_the_whole() {
+    for run in parts().into_iter().filter(|run| matches!(run.options.trainable, Trainable::Only(_))) {
+        let whole =
+            gradients(&Run { options: TrainOptions { trainable: Trainable::All, ..run.options.clone() }, ..run });
+        let part = gradients(&run);
+        let trained = |name: &&String| run.options.trainable.trains(name);
+        assert!(part.keys().eq(whole.keys().filter(trained)), "{:?}: {:?}", run.options.trainable, part.keys());
+        assert!(!part.is_empty());
+        for (name, gradient) in &part {
+            assert!(*gradient == whole[name], "{:?}: {name}", run.options.trainable);
+        }
+    }
+}
+
+/// With W' = W + s·B·A in the whole model: dA = s·Bᵀ·dW', dB = s·dW'·Aᵀ.
+#[test]
+fn an_adapter_has_the_gradients_that_follow_from_the_merged_weight() {
+    for (kind, targets) in [
+        (Kind::Llama, ["q_proj", "down_proj", "lm_head"].as_slice()),
+        (Kind::Moe(MoeStyle::Qwen), &["k_proj", "shared_expert.gate_proj"]),
+    ] {
+        let mut run = run(kind, lora(targets));
+        run.options.keep_gradients = true;
+        let mut adapted = run.trainer();
+        let mut whole =
+            Run { options: TrainOptions { trainable: Trainable::All, ..run.options.clone() }, ..run }.trainer();
+        let names: Vec<String> = adapted.parameter_names().map(str::to_owned).collect();
+        let layers: Vec<&str> = names.iter().filter_map(|name| name.strip_suffix(".lora_A.weight")).collect();
+        assert!(layers.len() > targets.len());
+        for layer in &layers {
+            let [a, b] = Lora::parameters(layer);
+            let (of_a, of_b) =
+                (adapted.tensor(&a).unwrap().copy().unwrap(), adapted.tensor(&b).unwrap().copy().unwrap());
+            let random = |i: usize| ((i * 7919 % 1009) as f32 / 1009.0 - 0.5) * 0.2;
+            let of_b =
+                Data::from_vec((0..of_b.elem_count()).map(random).collect(), of_b.shape(), &Device::Cpu).unwrap();
+            adapted.set_tensor(&b, &of_b).unwrap();
+            let weight = format!("{layer}.weight");
+            let merged = (whole.tensor(&weight).unwrap().copy().unwrap()
+                + (of_b.matmul(&of_a).unwrap() * 2.0).unwrap())
+            .unwrap();
+            whole.set_tensor(&weight, &merged).unwrap();
+        }
+        let before: BTreeMap<String, Data> =
+            names.iter().map(|n| (n.clone(), adapted.tensor(n).unwrap().copy().unwrap())).collect();
+        let losses = [run.step(&mut adapted).loss, run.step(&mut whole).loss];
+        // Rounding of f32 in another order of the same sums.
+        assert!((losses[0] - losses[1]).abs() <= 1e-5, "{losses:?}");
+        for layer in &layers {
+            let [a, b] = Lora::parameters(layer);
+            let d_weight = whole.gradient(&format!("{layer}.weight")).unwrap().copy().unwrap();
+            let d_a = (before[&b].t().unwrap().matmul(&d_weight).unwrap() * 2.0).unwrap();
+            let d_b = (d_weight.matmul(&before[&a].t().unwrap()).unwrap() * 2.0).unwrap();
+            for (name, expected) in [(&a, d_a), (&b, d_b)] {
+                let found = adapted.gradient(name).unwrap().copy().unwrap();
+                let most = |t: &Data| t.abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
+                let off = most(&(&found - &expected).unwrap()) / most(&expected);
+                assert!(off <= 1e-4, "{name}: {off}");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_is_frozen_keeps_its_bits_and_has_no_state() {
+    for run in parts() {
+        let trainable = &run.options.trainable;
+        let mut trainer = run.trainer();
+        let before = parameters(&trainer);
+        run.go_on(&mut trainer, 2);
+        for ((name, before), (_, after)) in before.iter().zip(parameters(&trainer)) {
+            // B is zero at first, so A has a gradient of zero; but it decays.
+            assert_eq!(*before != after, trainable.trains(name), "{trainable:?}: {name}");
+            assert_eq!(trainer.tensor(&format!("exp_avg/{name}")).is_ok(), trainable.trains(name), "{name}");
+        }
+        let elements = |name: &str| trainer.tensor(name).unwrap().elem_count() as u64;
+        let trained = || trainer.parameter_names().filter(|name| trainable.trains(name)).map(elements);
+        assert_eq!(trainer.report().parameters, trained().sum::<u64>(), "{trainable:?}");
+        let (roles, own) = (trainer.report().summary.roles, trained().sum::<u64>() * 8);
+        let states = roles.iter().find(|of| of.role == Role::OptimizerState).map_or(0, |of| of.bytes);
+        // Two moments, each padded to the alignment of a buffer.
+        let padding = 2 * 64 * trained().count() as u64;
+        assert!((own..=own + padding).contains(&states), "{trainable:?}: {states} bytes of states for {own}");
+    }
+}
+
+#[test]
+fn micro_batches_recomputation_and_pipelines_change_no_bit() {
+    for plain in parts() {
+        let expected = plain.steps(2);
+        let what = format!("{:?} {:?}", plain.kind, plain.options.trainable);
+        let mut other = plain.clone();
+        (other.options.micro_batches, other.options.poison) = (4, true);
+        // Statistics of routers are those of a micro-batch.
+        if !matches!(plain.kind, Kind::Moe(_)) {
+            assert_eq!(other.steps(2), expected, "{what} in micro-batches");
+        }
+        let mut other = plain.clone();
+        (other.options.recompute, other.options.poison) = (Recompute::Layers(Layers::All), true);
+        assert_eq!(other.steps(2), expected, "{what}, recomputed");
+        let mut other = plain.clone();
+        other.options.mesh = Mesh::pipeline(2);
+        other.options.threads = 1;
+        assert_eq!(other.steps_on_ranks(2), expected, "{what} on two stages");
+    }
+}
+
+#[test]
+fn data_ranks_agree_with_one() {
+    // What routers count is of a rank's own micro-batch.
+    for plain in parts().into_iter().filter(|run| !matches!(run.kind, Kind::Moe(_))) {
+        let expected = plain.steps(2);
+        let mut other = plain.clone();
+        other.options.mesh = Mesh { data: 2, ..Mesh::default() };
+        other.options.threads = 1;
+        let outcome = other.steps_on_ranks(2);
+        for (a, b) in outcome.losses.iter().zip(&expected.losses) {
+            let (a, b) = (f32::from_bits(*a), f32::from_bits(*b));
+            // What docs/architecture.md calls rounding.
+            assert!((a - b).abs() <= 1e-5 * b, "{:?}: {a} {b}", plain.options.trainable);
+        }
+    }
+}
+
+#[test]
+fn a_resumed_run_goes_on_with_the_same_bits() {
+    let mut runs = parts();
+    if let Trainable::Lora(lora) = &mut runs[2].options.trainable {
+        lora.dropout = 0.25;
+    }
+    for run in runs {
+        let dir = tempfile::tempdir().unwrap();
+        let mut straight = run.trainer();
+        run.go_on(&mut straight, 2);
+        straight.save(dir.path(), Value::Null).unwrap();
+        let expected = run.go_on(&mut straight, 2);
+        let mut other = run.clone();
+        other.options.seed = 99; // frozen weights are the checkpoint's, too
+        let mut resumed = other.trainer();
+        resumed.resume(&Checkpoint::latest(dir.path()).unwrap().unwrap()).unwrap();
+        assert_eq!(run.go_on(&mut resumed, 2), expected, "{:?}", run.options.trainable);
+    }
+}
+
+#[test]
+fn an_adapter_drops_its_input_while_it_is_trained_only() {
+    let mut plain = run(Kind::Llama, lora(&["q_proj", "v_proj"]));
+    let with = |dropout: f64, run: &mut Run| {
+        if let Trainable::Lora(lora) = &mut run.options.trainable {
+            lora.dropout = dropout;
+        }
+        let mut trainer = run.trainer();
+        run.go_on(&mut trainer, 2);
+        trainer
+    };
+    let (mut without, mut dropped) = (with(0.0, &mut plain), with(0.5, &mut plain));
+    assert_ne!(parameters(&without), parameters(&dropped));
+    for name in without.parameter_names().map(str::to_owned).collect::<Vec<_>>() {
+        let value = without.tensor(&name).unwrap().copy().unwrap();
+        dropped.set_tensor(&name, &value).unwrap();
+    }
+    let (tokens, targets) = plain.batch(9);
+    assert_eq!(without.evaluate(&tokens, &targets).unwrap(), dropped.evaluate(&tokens, &targets).unwrap());
+}
+
+#[test]
+fn what_names_nothing_is_refused_by_its_name() {
+    for (kind, trainable, expected) in [
+        (Kind::Gpt, only(&["h.0", "h.7"]), "h.7"),
+        (Kind::Gpt, lora(&["lm_head"]), "lm_head"),
+        (Kind::Gpt, lora(&["wte"]), "wte"),
+        (Kind::Llama, lora(&["q_proj", "qq_proj"]), "qq_proj"),
+        (Kind::Llama, lora(&["embed_tokens"]), "embed_tokens"),
+        (Kind::Moe(MoeStyle::Mixtral), lora(&["down_proj"]), "mlp.experts.down_proj"),
+        (Kind::Moe(MoeStyle::Mixtral), lora(&["gate"]), "mlp.gate"),
+        (Kind::Llama, Trainable::Lora(Lora { rank: 0, ..Lora::default() }), "rank 0"),
+        (Kind::Llama, Trainable::Lora(Lora { dropout: 1.0, ..Lora::default() }), "dropout"),
+        (Kind::Llama, lora(&[]), "no targets"),
+    ] {
+        let error = run(kind, trainable.clone()).try_trainer().unwrap_err().to_string();
+        assert!(error.contains(expected), "{trainable:?}: {error}");
+    }
+}
+
+const SMALL: usize = 64;
+
+fn small() -> LlamaConfig {
+    let base =
+        LlamaConfig { vocabulary: 128, layers: 3, heads: 4, kv_heads: 2, width: SMALL, ..LlamaConfig::default() };
+    LlamaConfig { hidden: 128, ..base }
+}
+
+/// The slow reference of what a backward needs of a forward: from the operations alone, by what each one's gradient is made of.
+fn needed(trainable: &Trainable, options: &TrainOptions) -> u64 {
+    let graph = Arc::new(Mutex::new(Graph::default()));
+    let model = Llama::new(&small(), VarBuilder::new(&graph, DType::F32).with_trainable(trainable)).unwrap();
+    let ids = |name: &str| {
+        let spec = Spec { shape: (options.batch, options.sequence).into(), dtype: DType::U32 };
+        let id = lock(&graph).add_input(name, spec).unwrap();
+        Tensor::new(&graph, id)
+    };
+    model.loss(&ids("tokens"), &ids("targets"), true).unwrap();
+    let graph = lock(&graph);
+    let names: BTreeMap<ValueId, &str> = graph.persistent().collect();
+    // Whether anything trained is above a value, looked up from the value each time.
+    let mut makers = BTreeMap::new();
+    for node in graph.nodes() {
+        node.outputs.iter().for_each(|&output| drop(makers.insert(output, node)));
+    }
+    let trains = |value: ValueId| {
+        let (mut open, mut seen) = (vec![value], BTreeSet::new());
+        while let Some(value) = open.pop() {
+            seen.insert(value);
+            if names.get(&value).is_some_and(|name| trainable.trains(name)) {
+                return true;
+            }
+            open.extend(
+                makers.get(&value).into_iter().flat_map(|node| &node.inputs).filter(|input| !seen.contains(input)),
+            );
+        }
+        false
+    };
+    let mut kept = BTreeSet::new();
+    let mut bytes = 0;
+    for node in graph.nodes() {
+        let (of, makes) = (|index: usize| node.inputs[index], &node.outputs);
+        let any = node.inputs.iter().any(|&input| trains(input));
+        match node.op.name() {
+            "linear" if trains(of(1)) => kept.extend([of(0)]),
+            "rms_norm" if any => kept.extend([of(0), makes[1]]),
+            "attention" if any => kept.extend(node.inputs.iter().chain(makes)),
+            "swiglu" if any => kept.extend(&node.inputs),
+            // Its gradients are made in the forward: that of x waits.
+            "linear_cross_entropy" if any => bytes += graph.value(of(0)).spec.bytes(),
+            "linear" | "rms_norm" | "attention" | "swiglu" | "linear_cross_entropy" => {}
+            // Their gradients need nothing but the output's.
+            "embedding" | "rope" | "add" | "affine" | "reshape" | "transpose" | "scaled_sum" | "contiguous" => {}
+            other => panic!("what does the gradient of {other} need?"),
+        }
+    }
+    let roots: BTreeSet<ValueId> = kept.into_iter().map(|value| graph.value(value).root).collect();
+    let made = roots.iter().filter(|&&root| makers.contains_key(&root));
+    bytes + made.map(|&root| graph.value(root).spec.bytes()).sum::<u64>()
+}
+
+#[test]
+fn the_forward_keeps_what_the_trained_part_needs() {
+    let of = |trainable: &Trainable| {
+        let options = TrainOptions { batch: 2, sequence: 32, trainable: trainable.clone(), ..on_cpu() };
+        let program = Trainer::program(|vb| Llama::new(&small(), vb), &options, 0).unwrap();
+        let kept: u64 = program.kept().iter().map(|kept| kept.bytes).sum();
+        assert_eq!(kept, needed(trainable, &options), "{trainable:?}");
+        kept
+    };
+    let all = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
+    let [few, many] = [of(&lora(&["q_proj", "v_proj"])), of(&lora(&all))];
+    assert!(few < many);
+    assert!(of(&only(&["model.layers.2.mlp.down_proj"])) < few);
+    assert!(of(&only(&["model.norm"])) < of(&only(&["model.layers.2.mlp.down_proj"])));
+}
