@@ -25,8 +25,7 @@ impl Case {
     }
 
     fn read(folder: &Path) -> Self {
-        let expected = candle_core::safetensors::load(folder.join("expected.safetensors"), &Device::Cpu).unwrap();
-        let about = serde_json::from_slice(&std::fs::read(folder.join("expected.json")).unwrap()).unwrap();
+        let (expected, about) = read(folder);
         let name = folder.file_name().unwrap().to_string_lossy().into_owned();
         Self { name, checkpoint: folder.join("checkpoint"), expected, about }
     }
@@ -50,8 +49,14 @@ impl Case {
     }
 }
 
+/// What is expected of a case.
+pub fn read(folder: &Path) -> (HashMap<String, Tensor>, Value) {
+    let expected = candle_core::safetensors::load(folder.join("expected.safetensors"), &Device::Cpu).unwrap();
+    (expected, serde_json::from_slice(&std::fs::read(folder.join("expected.json")).unwrap()).unwrap())
+}
+
 /// Training as the cases' README describes it: no clipping, no schedule.
-fn options(sequence: usize) -> TrainOptions {
+pub fn options(sequence: usize) -> TrainOptions {
     let optimizer = AdamW { max_norm: f64::INFINITY, ..AdamW::default() };
     let learning_rate = LearningRate { peak: 1e-3, floor: 1e-3, warmup_steps: 0, steps: 0, shape: Shape::Constant };
     TrainOptions {

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use gapless::engine::data::{ChatTemplate, DataError, Message, Tokenizer};
-use gapless::models::hf::{Folder, HfError, TensorFile};
+use gapless::models::hf::{Adapter, Folder, HfError, TensorFile};
 use gapless::{DeviceChoice, TrainOptions, Trainer};
 use serde_json::Value;
 
@@ -18,6 +18,17 @@ fn load(folder: &Path) -> Result<(), HfError> {
 fn render(folder: &Path) -> Result<(), DataError> {
     let template = ChatTemplate::open(folder)?.expect("it is there");
     template.render(&[Message::new("user", "Hello")], true).map(drop)
+}
+
+/// An adapter and the base that it names.
+fn load_adapter(folder: &Path) -> Result<(), HfError> {
+    let adapter = Adapter::open(folder)?;
+    let base = Folder::open(adapter.base()?)?;
+    let options = TrainOptions { batch: 1, sequence: 4, device: DeviceChoice::Cpu, threads: 1, ..Default::default() };
+    let options = TrainOptions { trainable: adapter.trainable(), ..options };
+    let mut trainer = Trainer::new(|vb| base.model(vb), options)?;
+    base.load(&mut trainer)?;
+    adapter.load(&base, &mut trainer)
 }
 
 #[test]
@@ -39,6 +50,7 @@ fn spoiled_folders_are_refused() {
                     opened.map(drop).map_err(|error| error.to_string())
                 }
                 "checkpoint" => load(&folder).map_err(|error| error.to_string()),
+                "adapter" => load_adapter(&folder).map_err(|error| error.to_string()),
                 "tokenizer" => Tokenizer::open(&folder).map(drop).map_err(|error| error.to_string()),
                 "template" => render(&folder).map_err(|error| error.to_string()),
                 _ => continue,

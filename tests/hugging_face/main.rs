@@ -5,6 +5,7 @@
 mod case;
 mod generation;
 mod hostile;
+mod lora;
 mod numbers;
 mod options;
 mod saving;

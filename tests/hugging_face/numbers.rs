@@ -8,18 +8,18 @@ use gapless::Trainer;
 
 use crate::case::{Case, on_disk, unsupported};
 
-const LOGITS: f64 = 1e-5;
-const LOSS: f64 = 2e-5;
-const GRADIENT: f64 = 1e-4;
+pub const LOGITS: f64 = 1e-5;
+pub const LOSS: f64 = 2e-5;
+pub const GRADIENT: f64 = 1e-4;
 /// Root mean square: one element with a gradient near zero may step either way in Adam.
-const PARAMETERS: f64 = 5e-5;
+pub const PARAMETERS: f64 = 5e-5;
 
-fn values(tensor: &Tensor) -> Vec<f64> {
+pub fn values(tensor: &Tensor) -> Vec<f64> {
     tensor.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1().unwrap()
 }
 
 /// The largest difference, relative to the largest element.
-fn relative(found: &[f64], expected: &[f64]) -> f64 {
+pub fn relative(found: &[f64], expected: &[f64]) -> f64 {
     assert_eq!(found.len(), expected.len());
     assert!(found.iter().all(|x| x.is_finite()));
     let most = expected.iter().fold(0.0, |most: f64, x| most.max(x.abs()));
@@ -27,7 +27,7 @@ fn relative(found: &[f64], expected: &[f64]) -> f64 {
     difference / most.max(1e-30)
 }
 
-fn root_mean_square(found: &[f64], expected: &[f64]) -> f64 {
+pub fn root_mean_square(found: &[f64], expected: &[f64]) -> f64 {
     assert_eq!(found.len(), expected.len());
     let squares: f64 = found.iter().zip(expected).map(|(a, b)| (a - b).powi(2)).sum();
     (squares / found.len() as f64).sqrt()

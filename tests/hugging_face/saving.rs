@@ -23,7 +23,7 @@ fn tensors(folder: &Path) -> BTreeMap<String, (String, Tensor)> {
     all
 }
 
-fn bits(tensor: &Tensor) -> (candle_core::DType, Vec<usize>, Vec<u64>) {
+pub fn bits(tensor: &Tensor) -> (candle_core::DType, Vec<usize>, Vec<u64>) {
     let wide = tensor.flatten_all().unwrap().to_dtype(candle_core::DType::F64).unwrap();
     let bits = wide.to_vec1::<f64>().unwrap().iter().map(|x| x.to_bits()).collect();
     (tensor.dtype(), tensor.dims().to_vec(), bits)

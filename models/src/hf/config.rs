@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use gapless_engine::graph::Graph;
-use gapless_engine::nn::VarBuilder;
+use gapless_engine::nn::{Trainable, VarBuilder};
 use gapless_engine::{DType, Model, Tensor};
 
 use super::error::{ConfigProblem, HfError, Result};
@@ -90,7 +90,7 @@ impl Config {
         if !problems.is_empty() {
             return Err(refused(problems));
         }
-        let parameters = parameters(&architecture)?;
+        let parameters = parameters(&architecture, &Trainable::All)?;
         let elements = |shape: &[usize]| shape.iter().map(|&extent| extent as u128).product::<u128>();
         let all: u128 = parameters.iter().map(|(_, shape)| elements(shape)).sum();
         if all > MOST_ELEMENTS {
@@ -115,6 +115,11 @@ impl Config {
     /// Name and shape of every parameter.
     pub fn parameters(&self) -> impl Iterator<Item = (&str, &[usize])> {
         self.parameters.iter().map(|(name, shape)| (name.as_str(), shape.as_slice()))
+    }
+
+    /// The same of a model of which a part is trained, with the adapters that it then has.
+    pub(super) fn declared(&self, trainable: &Trainable) -> Result<Vec<(String, Vec<usize>)>> {
+        parameters(&self.architecture, trainable)
     }
 
     /// Longest sequence, if there is a limit to it: position embeddings, or a window.
@@ -157,10 +162,11 @@ fn architecture(family: &str, fields: &mut Fields) -> Option<Architecture> {
 }
 
 /// What the model declares, in a graph that is thrown away.
-fn parameters(architecture: &Architecture) -> Result<Vec<(String, Vec<usize>)>> {
+fn parameters(architecture: &Architecture, trainable: &Trainable) -> Result<Vec<(String, Vec<usize>)>> {
     let graph = Arc::new(Mutex::new(Graph::default()));
-    Pretrained::new(architecture, VarBuilder::new(&graph, DType::F32))?;
+    Pretrained::new(architecture, VarBuilder::new(&graph, DType::F32).with_trainable(trainable))?;
     let graph = graph.lock().unwrap_or_else(PoisonError::into_inner);
+    trainable.check_model(&graph)?;
     let shape = |id| graph.value(id).spec.dims().to_vec();
     Ok(graph.persistent().map(|(id, name)| (name.to_owned(), shape(id))).collect())
 }

@@ -29,6 +29,8 @@ pub enum HfError {
         "{path} has no weights: neither model.safetensors nor model.safetensors.index.json; other formats are not read"
     )]
     NoWeights { path: PathBuf },
+    #[error("{path} has no adapter_model.safetensors; other formats are not read")]
+    NoAdapter { path: PathBuf },
     #[error("{index} names the file {file:?}, which is not one beside it")]
     ShardPath { index: PathBuf, file: String },
     #[error("{path} is no safetensors file: {why}")]

@@ -71,14 +71,16 @@ impl Folder {
     }
 
     /// Fills the parameters of a trainer of [`Self::model`], one after another: beside the arena, there is at most one of them in
-    /// memory. A rank of a pipeline reads those of its stages.
+    /// memory. A rank of a pipeline reads those of its stages. Adapters stay as they are ([`Adapter::load`](super::Adapter::load)).
     ///
     /// # Errors
     /// When a file cannot be read, the trainer is of another model, or a head that is stored differs from the embedding that it is
     /// tied to. The trainer's parameters are then partly filled.
     pub fn load(&self, trainer: &mut Trainer) -> Result<()> {
         self.check_tied()?;
-        let wanted: Vec<String> = trainer.parameter_names().map(str::to_owned).collect();
+        let trainable = &trainer.options().trainable;
+        let wanted = trainer.parameter_names().filter(|name| !trainable.is_adapter(name));
+        let wanted: Vec<String> = wanted.map(str::to_owned).collect();
         let placed: BTreeMap<&str, &Placed> = self.layout.iter().map(|one| (one.parameter.as_str(), one)).collect();
         let mut elements = Vec::new();
         for name in wanted {

@@ -1,4 +1,4 @@
-//! Folders of somebody's weights, as Hugging Face's `save_pretrained` writes them: in, and out again.
+//! Folders of somebody's weights, as Hugging Face's `save_pretrained` writes them: in, and out again; and adapters in PEFT's format.
 //!
 //! In: a folder with config.json and safetensors files. Out: a model, its weights in a trainer's arena, and after training a folder
 //! with the same names, types and files. Never: an option that is ignored, a tensor that is left out in silence, or more than one
@@ -23,6 +23,7 @@
 //!                                                        └────── save ───▶ folder, beside and renamed
 //! ```
 
+mod adapter;
 mod config;
 mod error;
 mod fields;
@@ -36,6 +37,7 @@ mod rope;
 mod save;
 mod tensors;
 
+pub use adapter::Adapter;
 pub use config::{Config, Pretrained};
 pub use error::{ConfigProblem, HfError, Result, WeightProblem};
 pub use folder::Folder;

@@ -8,8 +8,9 @@ use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-use candle_core::DType;
+use candle_core::{DType, Tensor};
 use gapless_engine::Trainer;
+use gapless_engine::nn::{Lora, Trainable};
 use safetensors::tensor::{Metadata, TensorInfo};
 use serde_json::{Map, Value, json};
 
@@ -42,35 +43,16 @@ type Origin<'a> = (&'a str, usize, &'a Piece);
 
 impl Folder {
     /// Saves a trainer's parameters as a folder at `out`, which must not be there or be empty: the same names, types and files,
-    /// or as many files as take at most `max_shard_size` bytes of tensors each (one larger tensor has one for itself).
+    /// or as many files as take at most `max_shard_size` bytes of tensors each (one larger tensor has one for itself). Adapters are
+    /// merged into the weights of their layers; [`Self::save_adapter`] saves them by themselves.
     ///
     /// # Errors
     /// [`HfError::Exists`]; when something cannot be read or written, and then nothing is at `out`.
     pub fn save(&self, trainer: &Trainer, out: impl AsRef<Path>, max_shard_size: Option<u64>) -> Result<()> {
-        let out = out.as_ref();
-        if out.exists() && fs::read_dir(out).is_ok_and(|mut entries| entries.next().is_some()) || out.is_file() {
-            return Err(HfError::Exists { path: out.to_owned() });
-        }
-        let mut partial = out.as_os_str().to_owned();
-        partial.push(".partial");
-        let partial = PathBuf::from(partial);
-        let saved = self.write_into(trainer, &partial, max_shard_size).and_then(|()| {
-            fs::rename(&partial, out).map_err(write_error(out))?;
-            let parent = out.parent().filter(|parent| *parent != Path::new("")).unwrap_or(Path::new("."));
-            sync_folder(parent).map_err(write_error(parent))
-        });
-        if saved.is_err() {
-            // The error that is told is the first one.
-            let _ = fs::remove_dir_all(&partial);
-        }
-        saved
+        put_in_place(out.as_ref(), |partial| self.write_into(trainer, partial, max_shard_size))
     }
 
     fn write_into(&self, trainer: &Trainer, to: &Path, max_shard_size: Option<u64>) -> Result<()> {
-        if to.exists() {
-            fs::remove_dir_all(to).map_err(write_error(to))?;
-        }
-        fs::create_dir_all(to).map_err(write_error(to))?;
         for name in COPIED {
             let from = self.path.join(name);
             if from.is_file() {
@@ -88,7 +70,7 @@ impl Folder {
             let text = serde_json::to_vec_pretty(&self.index(&shards)).expect("names and numbers make valid JSON");
             fs::write(&path, text).map_err(write_error(&path))?;
         }
-        sync_folder(to).map_err(write_error(to))
+        Ok(())
     }
 
     /// Where each stored tensor comes from, in the order of its elements.
@@ -218,7 +200,7 @@ impl Folder {
         let dtype = self.info(name).dtype;
         let mut bytes = Vec::new();
         for &(parameter, first, piece) in parts {
-            let values = trainer.tensor(parameter)?.flatten_all()?;
+            let values = merged(trainer, parameter)?.flatten_all()?;
             let part = |first, count| values.narrow(0, first, count)?.to_dtype(DType::F32)?.to_vec1::<f32>();
             // What is transposed needs all of it; anything else goes in order.
             let turned =
@@ -237,13 +219,51 @@ impl Folder {
     }
 }
 
+/// Writes a folder beside its place, and renames it.
+pub(super) fn put_in_place(out: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+    if out.exists() && fs::read_dir(out).is_ok_and(|mut entries| entries.next().is_some()) || out.is_file() {
+        return Err(HfError::Exists { path: out.to_owned() });
+    }
+    let mut partial = out.as_os_str().to_owned();
+    partial.push(".partial");
+    let partial = PathBuf::from(partial);
+    let put = || {
+        if partial.exists() {
+            fs::remove_dir_all(&partial).map_err(write_error(&partial))?;
+        }
+        fs::create_dir_all(&partial).map_err(write_error(&partial))?;
+        write(&partial)?;
+        sync_folder(&partial).map_err(write_error(&partial))?;
+        fs::rename(&partial, out).map_err(write_error(out))?;
+        let parent = out.parent().filter(|parent| *parent != Path::new("")).unwrap_or(Path::new("."));
+        sync_folder(parent).map_err(write_error(parent))
+    };
+    let saved = put();
+    if saved.is_err() {
+        // The error that is told is the first one.
+        let _ = fs::remove_dir_all(&partial);
+    }
+    saved
+}
+
+/// A parameter with what its layer's adapter adds: W + scale · B·A.
+fn merged(trainer: &Trainer, parameter: &str) -> Result<Tensor> {
+    let value = trainer.tensor(parameter)?;
+    let Trainable::Lora(lora) = &trainer.options().trainable else { return Ok(value) };
+    let Some(layer) = parameter.strip_suffix(".weight").filter(|layer| lora.is_target(layer)) else { return Ok(value) };
+    let factor = |name: &str| Ok::<_, HfError>(trainer.tensor(name)?.to_dtype(DType::F32)?.copy()?);
+    let [a, b] = Lora::parameters(layer);
+    let added = (factor(&b)?.matmul(&factor(&a)?)? * lora.scale())?;
+    Ok((value.to_dtype(DType::F32)? + added)?)
+}
+
 /// A parameter [out, in] as it is stored: `shape` is [in, out].
 fn transposed(values: &[f32], shape: &[usize]) -> Vec<f32> {
     let (rows, columns) = (shape[0], shape[1]);
     (0..values.len()).map(|at| values[at % columns * rows + at / columns]).collect()
 }
 
-fn write_error(path: &Path) -> impl Fn(io::Error) -> HfError {
+pub(super) fn write_error(path: &Path) -> impl Fn(io::Error) -> HfError {
     move |source| HfError::Write { path: path.to_owned(), source }
 }
 

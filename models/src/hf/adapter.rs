@@ -1,0 +1,336 @@
+//! Adapters as PEFT saves them: a folder with adapter_config.json and adapter_model.safetensors, in and out again.
+//!
+//! In: a folder, or a trainer that has adapters. Out: which part of a model is trained, the adapters' values in an arena; and a folder
+//! that PEFT reads. Never: an option that is ignored, or the base model's weights.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use candle_core::DType;
+use gapless_engine::nn::{Lora, Trainable};
+use gapless_engine::{TrainError, Trainer};
+use safetensors::tensor::TensorView;
+use serde_json::{Map, Value, json};
+
+use super::error::{ConfigProblem, HfError, Result, WeightProblem};
+use super::fields::{Fields, read_object};
+use super::folder::Folder;
+use super::save::{put_in_place, write_error};
+use super::tensors::{Dtype, TensorFile, is_supported, narrow};
+
+const CONFIG: &str = "adapter_config.json";
+const WEIGHTS: &str = "adapter_model.safetensors";
+const BASE: &str = "base_model_name_or_path";
+
+/// What PEFT puts in front of every name.
+const PREFIX: &str = "base_model.model.";
+
+/// Options that change no number here: what PEFT does with its own objects, and how base weights are stored.
+const PASSED_OVER: [&str; 7] = [
+    "auto_mapping",
+    "fan_in_fan_out",
+    "inference_mode",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+];
+
+/// Options that are supported where they are off: null, false or empty.
+const OFF: [&str; 24] = [
+    "alora_invocation_tokens",
+    "alpha_pattern",
+    "arrow_config",
+    "corda_config",
+    "ensure_weight_tying",
+    "eva_config",
+    "exclude_modules",
+    "kasa_config",
+    "layer_replication",
+    "layers_pattern",
+    "layers_to_transform",
+    "loftq_config",
+    "lora_bias",
+    "lora_ga_config",
+    "megatron_config",
+    "modules_to_save",
+    "monteclora_config",
+    "rank_pattern",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_dora",
+    "use_qalora",
+    "velora_config",
+];
+
+/// Somebody's adapters, of which the options and the header have been read and checked.
+#[derive(Debug)]
+pub struct Adapter {
+    path: PathBuf,
+    config: Map<String, Value>,
+    lora: Lora,
+    base: Option<String>,
+    file: TensorFile,
+}
+
+impl Adapter {
+    /// Opens a folder and checks its options. Reads no weights.
+    ///
+    /// # Errors
+    /// [`HfError::Config`] with every option that is wrong, not supported or not known; as [`TensorFile::open`];
+    /// [`HfError::NoWeights`].
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref().to_owned();
+        let config = read_object(&path.join(CONFIG))?;
+        let mut fields = Fields::new(config.clone(), "");
+        let lora = take(&mut fields);
+        let base = fields.text(BASE);
+        let problems = fields.finish();
+        if !problems.is_empty() {
+            return Err(HfError::Config { path: path.join(CONFIG), problems });
+        }
+        let weights = path.join(WEIGHTS);
+        if !weights.exists() {
+            return Err(HfError::NoAdapter { path });
+        }
+        let file = TensorFile::open(weights)?;
+        Ok(Self { path, config, lora, base, file })
+    }
+
+    /// The folder of the model that it was trained for: beside the adapter's folder or, failing that, from where the program runs.
+    ///
+    /// # Errors
+    /// When no such folder is named or there; when it is the adapter's own.
+    pub fn base(&self) -> Result<PathBuf> {
+        let malformed = |why: String| HfError::Malformed { path: self.path.join(CONFIG), why };
+        let Some(base) = &self.base else { return Err(malformed(format!("{BASE} is missing"))) };
+        let candidates = [self.path.join(base), PathBuf::from(base)];
+        let Some(found) = candidates.into_iter().find(|folder| folder.is_dir()) else {
+            return Err(malformed(format!("{BASE} is {base:?}, and there is no such folder")));
+        };
+        let read = |path: &Path| path.canonicalize().map_err(|source| HfError::Read { path: path.to_owned(), source });
+        if read(&found)? == read(&self.path)? {
+            return Err(malformed(format!("{BASE} is {base:?}, which leads back to the adapter itself")));
+        }
+        Ok(found)
+    }
+
+    /// What a trainer that is to have these adapters is made with.
+    pub fn trainable(&self) -> Trainable {
+        Trainable::Lora(self.lora.clone())
+    }
+
+    /// Fills the adapters of a trainer of `base`, made with [`Self::trainable`]. A rank of a pipeline reads those of its stages.
+    ///
+    /// # Errors
+    /// [`HfError::Weights`] with every tensor that is missing, one too many, misshaped or of another type; a trainer whose adapters
+    /// have another scale.
+    pub fn load(&self, base: &Folder, trainer: &mut Trainer) -> Result<()> {
+        let lora = of_trainer(trainer)?;
+        if lora.scale() != self.lora.scale() {
+            let why = format!("the trainer's adapters have the scale {}, not {}", lora.scale(), self.lora.scale());
+            return Err(config_error(why, "make it with Adapter::trainable"));
+        }
+        let expected = adapters(base, &trainer.options().trainable)?;
+        self.compare(&expected)?;
+        let here: BTreeSet<String> = trainer.parameter_names().map(str::to_owned).collect();
+        for (stored, (parameter, shape)) in expected.iter().filter(|(_, (parameter, _))| here.contains(parameter)) {
+            let info = self.file.info(stored).expect("compared above");
+            let mut elements = Vec::new();
+            self.file.read_elements(info, 0, shape.iter().product(), |x| elements.push(x))?;
+            trainer.set_elements(parameter, &elements)?;
+        }
+        Ok(())
+    }
+
+    /// Saves a trainer's adapters as they were opened: with the same options, names and types.
+    ///
+    /// # Errors
+    /// As [`Folder::save_adapter`].
+    pub fn save(&self, base: &Folder, trainer: &Trainer, out: impl AsRef<Path>) -> Result<()> {
+        let dtype = |stored: &str| self.file.info(stored).map_or(Dtype::F32, |info| info.dtype);
+        write(base, trainer, out.as_ref(), self.config.clone(), &dtype)
+    }
+
+    fn compare(&self, expected: &Adapters) -> Result<()> {
+        let mut problems = Vec::new();
+        for (name, (_, shape)) in expected {
+            let (name, expected) = (name.clone(), shape.clone());
+            match self.file.info(&name) {
+                None => problems.push(WeightProblem::Missing { name, shape: expected }),
+                Some(info) if info.shape != expected => {
+                    problems.push(WeightProblem::Shape { name, expected, found: info.shape.clone() });
+                }
+                Some(info) if !is_supported(info.dtype) => {
+                    problems.push(WeightProblem::Type { name, found: info.dtype.to_string() });
+                }
+                Some(_) => {}
+            }
+        }
+        for (name, _, shape) in self.file.tensors().filter(|(name, ..)| !expected.contains_key(name)) {
+            problems.push(WeightProblem::Extra { name, shape });
+        }
+        match problems.is_empty() {
+            true => Ok(()),
+            false => Err(HfError::Weights { path: self.path.clone(), problems }),
+        }
+    }
+}
+
+impl Folder {
+    /// Saves the adapters of a trainer of this model in PEFT's format, as a folder at `out`, which must not be there or be empty.
+    /// ([`Self::save`] saves the model with the adapters merged into its weights.)
+    ///
+    /// # Errors
+    /// [`HfError::Exists`]; a trainer without adapters; when something cannot be written, and then nothing is at `out`.
+    pub fn save_adapter(&self, trainer: &Trainer, out: impl AsRef<Path>) -> Result<()> {
+        let lora = of_trainer(trainer)?;
+        let config = json!({
+            "alpha_pattern": {},
+            "bias": "none",
+            // As PEFT says of GPT-2's layers, whose weights are stored transposed.
+            "fan_in_fan_out": self.config.is_gpt2(),
+            "inference_mode": true,
+            "init_lora_weights": true,
+            "lora_alpha": whole(lora.alpha),
+            "lora_bias": false,
+            "lora_dropout": lora.dropout,
+            "modules_to_save": null,
+            "peft_type": "LORA",
+            "r": lora.rank,
+            "rank_pattern": {},
+            "target_modules": lora.targets,
+            "task_type": "CAUSAL_LM",
+            "use_dora": false,
+            "use_rslora": lora.rank_stabilised,
+        });
+        let Value::Object(config) = config else { unreachable!("it is written as an object") };
+        write(self, trainer, out.as_ref(), config, &|_| Dtype::F32)
+    }
+}
+
+/// The stored names of adapters, with the parameter and its shape of each.
+type Adapters = BTreeMap<String, (String, Vec<usize>)>;
+
+fn adapters(base: &Folder, trainable: &Trainable) -> Result<Adapters> {
+    // PEFT names the modules of the whole model, whatever the prefix in the base's files.
+    let prefix = |name: &str| if base.config.is_gpt2() && !name.starts_with("lm_head.") { "transformer." } else { "" };
+    let declared = base.config.declared(trainable)?;
+    let adapters = declared.into_iter().filter(|(name, _)| trainable.is_adapter(name));
+    Ok(adapters.map(|(name, shape)| (format!("{PREFIX}{}{name}", prefix(&name)), (name, shape))).collect())
+}
+
+fn of_trainer(trainer: &Trainer) -> Result<&Lora> {
+    match &trainer.options().trainable {
+        Trainable::Lora(lora) => Ok(lora),
+        other => Err(config_error(format!("{other:?} has no adapters"), "make the trainer with Trainable::Lora")),
+    }
+}
+
+fn config_error(why: String, remedy: &'static str) -> HfError {
+    TrainError::Config { what: "adapter", why, remedy }.into()
+}
+
+fn write(
+    base: &Folder,
+    trainer: &Trainer,
+    out: &Path,
+    mut config: Map<String, Value>,
+    dtype_of: &dyn Fn(&str) -> Dtype,
+) -> Result<()> {
+    let adapters = adapters(base, &trainer.options().trainable)?;
+    let folder = base.path.canonicalize().map_err(|source| HfError::Read { path: base.path.clone(), source })?;
+    config.insert(BASE.into(), json!(folder.to_string_lossy()));
+    let mut tensors = Vec::new();
+    for (stored, (parameter, shape)) in adapters {
+        let elements = trainer.tensor(&parameter)?.flatten_all()?.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+        let (dtype, mut bytes) = (dtype_of(&stored), Vec::new());
+        narrow(&elements, dtype, &mut bytes);
+        tensors.push((stored, dtype, shape, bytes));
+    }
+    put_in_place(out, |partial| {
+        let weights = partial.join(WEIGHTS);
+        let malformed =
+            |error: safetensors::SafeTensorError| HfError::Malformed { path: weights.clone(), why: error.to_string() };
+        let views = tensors
+            .iter()
+            .map(|(name, dtype, shape, bytes)| Ok((name, TensorView::new(*dtype, shape.clone(), bytes)?)))
+            .collect::<Result<Vec<_>, _>>()
+            .map_err(malformed)?;
+        let metadata = [("format".to_owned(), "pt".to_owned())].into();
+        let bytes = safetensors::serialize(views, Some(metadata)).map_err(malformed)?;
+        fs::write(&weights, bytes).map_err(write_error(&weights))?;
+        let path = partial.join(CONFIG);
+        let text = serde_json::to_vec_pretty(&config).expect("names and numbers make valid JSON");
+        fs::write(&path, text).map_err(write_error(&path))
+    })
+}
+
+/// A number as PEFT writes it: without a fraction where there is none.
+fn whole(number: f64) -> Value {
+    if number.fract() == 0.0 && number.abs() < 1e15 { json!(number as i64) } else { json!(number) }
+}
+
+fn take(fields: &mut Fields) -> Lora {
+    if fields.has("peft_type") {
+        fields.one_of("peft_type", &["LORA"]);
+    } else {
+        fields.problems.push(ConfigProblem::Missing { field: "peft_type".into() });
+    }
+    let lora = Lora {
+        rank: fields.count("r", None, 1..=1 << 20),
+        alpha: fields.positive("lora_alpha", None),
+        dropout: dropout(fields),
+        targets: targets(fields),
+        rank_stabilised: fields.flag("use_rslora", false),
+    };
+    fields.one_of("bias", &["none"]);
+    fields.one_of("task_type", &["CAUSAL_LM"]);
+    initial_values(fields);
+    for field in OFF {
+        let is_off = |value: &Value| match value {
+            Value::Bool(is_on) => !is_on,
+            Value::Array(values) => values.is_empty(),
+            Value::Object(options) => options.is_empty(),
+            _ => false,
+        };
+        if let Some(found) = fields.take(field).filter(|value| !is_off(value)) {
+            fields.unsupported(field, &found, "null, false or nothing");
+        }
+    }
+    fields.pass_over(&PASSED_OVER);
+    lora
+}
+
+fn dropout(fields: &mut Fields) -> f64 {
+    let Some(value) = fields.take("lora_dropout") else { return 0.0 };
+    value.as_f64().filter(|dropout| (0.0..1.0).contains(dropout)).unwrap_or_else(|| {
+        fields.wrong("lora_dropout", &value, "a number from 0 to below 1");
+        0.0
+    })
+}
+
+fn targets(fields: &mut Fields) -> Vec<String> {
+    let Some(value) = fields.take("target_modules") else {
+        fields.problems.push(ConfigProblem::Missing { field: "target_modules".into() });
+        return Vec::new();
+    };
+    let names: Option<Vec<String>> =
+        value.as_array().and_then(|names| names.iter().map(|name| Some(name.as_str()?.to_owned())).collect());
+    names.filter(|names| !names.is_empty()).unwrap_or_else(|| {
+        fields.unsupported("target_modules", &value, "a list of names of modules");
+        Vec::new()
+    })
+}
+
+/// How the adapters were filled does not count any more, unless the base's weights were changed with them.
+fn initial_values(fields: &mut Fields) {
+    if let Some(found) = fields.take("init_lora_weights")
+        && !found.is_boolean()
+        && !["gaussian", "eva", "orthogonal"].iter().any(|name| found == *name)
+    {
+        fields.unsupported("init_lora_weights", &found, "true, false, gaussian, eva, orthogonal");
+    }
+}

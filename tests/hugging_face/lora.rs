@@ -1,0 +1,244 @@
+//! Adapters in PEFT's format: what PEFT computes with them, and what is read and written.
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::{Path, PathBuf};
+
+use candle_core::{Device, Tensor};
+use gapless::models::hf::{Adapter, Folder, HfError};
+use gapless::{Lora, TrainOptions, Trainable, Trainer};
+use serde_json::Value;
+
+use crate::case::{options, read, unsupported};
+use crate::numbers::{GRADIENT, LOGITS, LOSS, PARAMETERS, relative, root_mean_square, values};
+use crate::saving::bits;
+
+struct Case {
+    name: String,
+    folder: PathBuf,
+    expected: HashMap<String, Tensor>,
+    about: Value,
+}
+
+impl Case {
+    fn all() -> Vec<Self> {
+        let folders = crate::roots().into_iter().flat_map(|root| crate::folders(&root.join("lora")));
+        let case = |folder: PathBuf| {
+            let (expected, about) = read(&folder);
+            let name = folder.file_name().unwrap().to_string_lossy().into_owned();
+            Self { name, folder, expected, about }
+        };
+        folders.map(case).collect()
+    }
+
+    /// The base, the adapter, and a trainer that has both.
+    fn trainer(&self) -> Result<(Folder, Adapter, Trainer), HfError> {
+        let adapter = Adapter::open(self.folder.join("adapter"))?;
+        let base = Folder::open(adapter.base()?)?;
+        let sequence = self.ids()[0].len() - 1;
+        let options = TrainOptions { trainable: adapter.trainable(), ..options(sequence) };
+        let mut trainer = Trainer::new(|vb| base.model(vb), options)?;
+        base.load(&mut trainer)?;
+        adapter.load(&base, &mut trainer)?;
+        Ok((base, adapter, trainer))
+    }
+
+    fn ids(&self) -> Vec<Vec<u32>> {
+        let ids = values(&self.expected["input_ids"]).into_iter().map(|id| id as u32).collect::<Vec<_>>();
+        ids.chunks_exact(self.expected["input_ids"].dims()[1]).map(<[u32]>::to_vec).collect()
+    }
+
+    /// Expected tensors whose keys have this prefix, by the rest of them.
+    fn of<'a>(&'a self, prefix: &'a str) -> impl Iterator<Item = (&'a str, &'a Tensor)> {
+        self.expected.iter().filter_map(move |(key, tensor)| Some((key.strip_prefix(prefix)?, tensor)))
+    }
+
+    fn noise(&self, of: &str) -> f64 {
+        self.about["noise_f32_against_f64"][of].as_f64().unwrap_or(0.0)
+    }
+}
+
+/// A parameter by PEFT's name of it.
+fn parameter(stored: &str) -> &str {
+    let module = stored.strip_prefix("base_model.model.").unwrap();
+    module.strip_prefix("transformer.").unwrap_or(module)
+}
+
+#[test]
+fn what_peft_computes() {
+    let mut checked = 0;
+    for case in Case::all() {
+        let (_, _, mut trainer) = match case.trainer() {
+            Ok(made) => made,
+            Err(error) => {
+                let why = unsupported(&error).unwrap_or_else(|| panic!("{}: {error}", case.name));
+                println!("{:<24} refused: {why}", case.name);
+                continue;
+            }
+        };
+        checked += 1;
+        let (ids, length) = (case.ids(), case.ids()[0].len());
+        let logits = logits(&mut trainer, &ids, &case.expected["logits"]);
+        assert!(logits <= LOGITS.max(5.0 * case.noise("logits")), "{}: logits differ by {logits:e}", case.name);
+
+        let flat =
+            |first: usize| ids.iter().flat_map(|ids| &ids[first..first + length - 1]).copied().collect::<Vec<_>>();
+        let (tokens, targets) = (flat(0), flat(1));
+        let (mut losses, mut gradients) = (Vec::new(), 0.0f64);
+        for step in 0..3 {
+            losses.push(f64::from(trainer.step(&tokens, &targets).unwrap().loss));
+            for (stored, expected) in case.of("grad.").filter(|_| step == 0) {
+                let found = trainer.gradient(parameter(stored)).unwrap();
+                gradients = gradients.max(relative(&values(&found), &values(expected)));
+            }
+        }
+        losses.push(f64::from(trainer.evaluate(&tokens, &targets).unwrap()));
+        assert!(gradients <= GRADIENT.max(5.0 * case.noise("grad")), "{}: gradients {gradients:e}", case.name);
+        let off = losses.iter().zip(values(&case.expected["losses"])).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+        assert!(off <= LOSS, "{}: losses {losses:?}", case.name);
+        let mut parameters = 0.0f64;
+        for (stored, expected) in case.of("param_after.") {
+            let found = trainer.tensor(parameter(stored)).unwrap();
+            parameters = parameters.max(root_mean_square(&values(&found), &values(expected)));
+        }
+        assert!(parameters <= PARAMETERS, "{}: parameters {parameters:e}", case.name);
+        println!(
+            "{:<24} logits {logits:.1e} losses {off:.1e} gradients {gradients:.1e} parameters {parameters:.1e}",
+            case.name
+        );
+    }
+    if checked == 0 {
+        gapless_testing::not_checked(format_args!("no adapters to compare with PEFT's"));
+    }
+}
+
+/// By how much logits differ. A trainer's window is one token shorter than the ids: the last of theirs is not compared.
+fn logits(trainer: &mut Trainer, ids: &[Vec<u32>], expected: &Tensor) -> f64 {
+    let mut worst = 0.0f64;
+    for (row, ids) in ids.iter().enumerate() {
+        let found = values(&trainer.logits(&ids[..ids.len() - 1]).unwrap());
+        let expected = expected.get(row).unwrap().narrow(0, 0, ids.len() - 1).unwrap();
+        worst = worst.max(relative(&found, &values(&expected)));
+    }
+    worst
+}
+
+/// Tensors of a file, by name.
+fn tensors(file: &Path) -> BTreeMap<String, Tensor> {
+    candle_core::safetensors::load(file, &Device::Cpu).unwrap().into_iter().collect()
+}
+
+fn config(folder: &Path) -> serde_json::Map<String, Value> {
+    serde_json::from_slice(&std::fs::read(folder.join("adapter_config.json")).unwrap()).unwrap()
+}
+
+#[test]
+fn an_adapter_that_is_saved_is_the_one_that_was_opened() {
+    for case in Case::all() {
+        let Ok((base, adapter, trainer)) = case.trainer() else { continue };
+        let out = tempfile::tempdir().unwrap();
+        let (again, new) = (out.path().join("again"), out.path().join("new"));
+        adapter.save(&base, &trainer, &again).unwrap();
+        base.save_adapter(&trainer, &new).unwrap();
+        let before = tensors(&case.folder.join("adapter/adapter_model.safetensors"));
+        let theirs = config(&case.folder.join("adapter"));
+        for saved in [&again, &new] {
+            let after = tensors(&saved.join("adapter_model.safetensors"));
+            assert!(before.keys().eq(after.keys()), "{}: {:?}", case.name, after.keys());
+            for (name, tensor) in &before {
+                assert!(*saved == new || bits(tensor) == bits(&after[name]), "{}: {name} has changed", case.name);
+                assert_eq!(tensor.dims(), after[name].dims(), "{}: {name}", case.name);
+            }
+            // Every option that PEFT reads means the same.
+            let ours = config(saved);
+            for (option, value) in &ours {
+                let same = theirs.get(option) == Some(value) || option == "base_model_name_or_path";
+                assert!(same, "{}: {option} is {value}, was {:?}", case.name, theirs.get(option));
+            }
+            let opened = Adapter::open(saved).unwrap();
+            assert_eq!(opened.trainable(), adapter.trainable(), "{}", case.name);
+            assert_eq!(opened.base().unwrap(), case.folder.join("base").canonicalize().unwrap());
+        }
+        assert!(matches!(base.save_adapter(&trainer, &new), Err(HfError::Exists { .. })));
+    }
+}
+
+#[test]
+fn a_merged_folder_is_the_base_with_the_adapter_added() {
+    for case in Case::all() {
+        let Ok((base, _, mut trainer)) = case.trainer() else { continue };
+        let out = tempfile::tempdir().unwrap();
+        let out = out.path().join("merged");
+        base.save(&trainer, &out, None).unwrap();
+        let read = |folder: &Path| {
+            let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+            let files = files.filter(|path| path.extension().is_some_and(|end| end == "safetensors"));
+            files.flat_map(|path| tensors(&path)).collect::<BTreeMap<String, Tensor>>()
+        };
+        let (before, after) = (read(&case.folder.join("base")), read(&out));
+        assert!(before.keys().eq(after.keys()));
+        let expected: HashMap<&str, &Tensor> = case.of("merged.").collect();
+        assert!(!expected.is_empty());
+        for (name, tensor) in &before {
+            match expected.get(name.as_str()) {
+                None => assert!(bits(tensor) == bits(&after[name]), "{}: {name} has changed", case.name),
+                Some(expected) => {
+                    let off = relative(&values(&after[name]), &values(expected));
+                    assert!(off <= 1e-6, "{}: {name} differs by {off:e}", case.name);
+                }
+            }
+        }
+        // The same model, without adapters.
+        let folder = Folder::open(&out).unwrap();
+        let options = TrainOptions { trainable: Trainable::All, ..trainer.options().clone() };
+        let mut merged = Trainer::new(|vb| folder.model(vb), options).unwrap();
+        folder.load(&mut merged).unwrap();
+        let ids = case.ids();
+        for trainer in [&mut trainer, &mut merged] {
+            assert!(logits(trainer, &ids, &case.expected["logits"]) <= LOGITS, "{}", case.name);
+        }
+    }
+}
+
+/// Every family with adapters beside all its linear layers: what is saved is what is read, and merged it is the same model.
+#[test]
+fn adapters_of_every_family_are_saved_read_and_merged() {
+    for case in crate::case::Case::all() {
+        let Ok(folder) = Folder::open(&case.checkpoint) else { continue };
+        let all = ["q_proj", "v_proj", "o_proj", "c_attn", "mlp.c_proj", "shared_expert.up_proj"];
+        let has =
+            |target: &&&str| folder.config().parameters().any(|(name, _)| name.contains(&format!("{target}.weight")));
+        let targets: Vec<String> = all.iter().filter(has).map(|&target| target.to_owned()).collect();
+        let lora = Lora { rank: 4, alpha: 6.0, targets, rank_stabilised: true, ..Lora::default() };
+        let sequence = folder.config().longest_sequence().map_or(8, |longest| longest.min(8));
+        let options = TrainOptions { trainable: Trainable::Lora(lora), ..options(sequence) };
+        let new = || {
+            let mut trainer = Trainer::new(|vb| folder.model(vb), options.clone())?;
+            folder.load(&mut trainer)?;
+            Ok::<_, HfError>(trainer)
+        };
+        let mut trainer = new().unwrap();
+        let ids: Vec<u32> = (0..2 * sequence as u32).collect();
+        (0..2).for_each(|_| drop(trainer.step(&ids, &ids).unwrap()));
+
+        let out = tempfile::tempdir().unwrap();
+        let (adapter, merged) = (out.path().join("adapter"), out.path().join("merged"));
+        folder.save_adapter(&trainer, &adapter).unwrap();
+        folder.save(&trainer, &merged, None).unwrap();
+        let mut read = new().unwrap();
+        Adapter::open(&adapter).unwrap().load(&folder, &mut read).unwrap();
+        for name in trainer.parameter_names() {
+            assert!(bits(&trainer.tensor(name).unwrap()) == bits(&read.tensor(name).unwrap()), "{}: {name}", case.name);
+        }
+        let of_merged = Folder::open(&merged).unwrap();
+        let whole = TrainOptions { trainable: Trainable::All, ..options.clone() };
+        let mut whole = Trainer::new(|vb| of_merged.model(vb), whole).unwrap();
+        of_merged.load(&mut whole).unwrap();
+        let [expected, found] =
+            [&mut trainer, &mut whole].map(|trainer| values(&trainer.logits(&ids[..sequence]).unwrap()));
+        // A merged weight is rounded to the type on disk.
+        let is_bf16 = case.name.contains("bf16");
+        let (off, limit) = (relative(&found, &expected), if is_bf16 { 5e-2 } else { LOGITS });
+        println!("{:<24} merged, logits differ by {off:.1e}", case.name);
+        assert!(off <= limit, "{}: {off:e}", case.name);
+    }
+}
