@@ -1,6 +1,8 @@
-//! Trains somebody's weights on a text: a Hugging Face folder in, a folder of the same form out.
+//! Trains somebody's weights on a text: a Hugging Face folder in, a folder of the same form out; or, with `--lora`, an adapter in
+//! PEFT's format, and with `--merge` the model with the adapter merged.
 //!
 //! `cargo run --release --example finetune -- SmolLM-135M my.txt SmolLM-135M-mine`
+//! `cargo run --release --example finetune -- SmolLM-135M my.txt my-adapter --lora 16 --merge SmolLM-135M-merged`
 
 use std::path::PathBuf;
 
@@ -10,7 +12,7 @@ use gapless::alloc::draw::Bytes;
 use gapless::engine::data::{DataOptions, Dataset, Source, VocabularyChoice};
 use gapless::engine::learning_rate::{LearningRate, Shape};
 use gapless::models::hf::Folder;
-use gapless::{DeviceChoice, Recompute, TrainOptions, Trainer};
+use gapless::{DeviceChoice, Lora, Recompute, TrainOptions, Trainable, Trainer};
 
 #[derive(Parser)]
 #[command(about = "Trains somebody's weights on a text: a Hugging Face folder in, a folder out")]
@@ -31,6 +33,21 @@ struct Args {
     sequence: usize,
     #[arg(long, default_value_t = 1e-4)]
     lr: f64,
+    /// Train adapters of this rank alone
+    #[arg(long, value_name = "RANK")]
+    lora: Option<usize>,
+    /// The adapters' scale is alpha ÷ rank; by default twice the rank
+    #[arg(long, requires = "lora")]
+    alpha: Option<f64>,
+    /// Probability of dropout on the adapters' inputs
+    #[arg(long, requires = "lora", default_value_t = 0.0)]
+    dropout: f64,
+    /// Layers that have adapters, e.g. q_proj,o_proj; by default queries and values
+    #[arg(long, requires = "lora", value_delimiter = ',')]
+    targets: Vec<String>,
+    /// Where to save the model with the adapters merged, too
+    #[arg(long, requires = "lora")]
+    merge: Option<PathBuf>,
     /// Bytes that the step must fit into, at the price of computing some of it again
     #[arg(long, value_name = "SIZE", value_parser = Bytes::read)]
     budget: Option<u64>,
@@ -49,6 +66,7 @@ fn main() -> Result<()> {
         batch: args.batch,
         sequence: args.sequence,
         device: args.device,
+        trainable: trainable(&args, &folder),
         recompute: args.budget.map_or(Recompute::None, Recompute::budget),
         learning_rate: LearningRate {
             peak: args.lr,
@@ -74,7 +92,20 @@ fn main() -> Result<()> {
         let step = trainer.step(&tokens, &targets)?;
         println!("step {:>4} loss {:.4} norm {:.2}", step.step, step.loss, step.gradient_norm);
     }
-    folder.save(&trainer, &args.out, args.max_shard_size)?;
+    match args.lora {
+        Some(_) => folder.save_adapter(&trainer, &args.out)?,
+        None => folder.save(&trainer, &args.out, args.max_shard_size)?,
+    }
+    if let Some(merged) = &args.merge {
+        folder.save(&trainer, merged, args.max_shard_size)?;
+    }
     println!("saved to {}", args.out.display());
     Ok(())
+}
+
+fn trainable(args: &Args, folder: &Folder) -> Trainable {
+    let Some(rank) = args.lora else { return Trainable::All };
+    let targets = if args.targets.is_empty() { folder.config().lora_targets() } else { args.targets.clone() };
+    let alpha = args.alpha.unwrap_or(2.0 * rank as f64);
+    Trainable::Lora(Lora { rank, alpha, dropout: args.dropout, targets, ..Lora::default() })
 }

@@ -35,11 +35,13 @@
 //! - [`alloc`]: planning of bytes × time, on its own.
 //! - [`allocators`]: models of the allocators that people use today, to compare with.
 //! - [`parallel`]: schedules of pipeline stages.
+//! - [`plan`]: what a run takes, before there is one.
 //! - [`run`]: what a training program needs around its trainer.
 //! - [`prelude`]: the names that most programs use.
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
 
+pub mod plan;
 pub mod prelude;
 pub mod run;
 

@@ -283,3 +283,53 @@ fn a_folder_of_weights_plans_as_a_trainer_of_it_does() {
         assert!(String::from_utf8_lossy(&output.stderr).contains(words));
     }
 }
+
+/// What a run takes on every rank, evaluation and sampling included, is what trainers then reserve.
+#[test]
+fn what_is_planned_of_a_folder_is_what_a_run_takes() {
+    use std::panic;
+
+    use gapless::{DeviceChoice, Lora, Mesh, TrainOptions, Trainable, Trainer, communicator};
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/evidence/hf/models/mixtral_bf16/checkpoint");
+    let config = gapless::models::hf::Config::read(folder).unwrap();
+    let plain = TrainOptions { batch: 4, sequence: 16, device: DeviceChoice::Cpu, ..Default::default() };
+    let lora = Trainable::Lora(Lora {
+        rank: 4,
+        alpha: 8.0,
+        targets: vec!["q_proj".into(), "o_proj".into()],
+        ..Lora::default()
+    });
+    let adapted = TrainOptions { trainable: lora, ..plain.clone() };
+    let stages = TrainOptions { mesh: Mesh::pipeline(2), micro_batches: 2, ..adapted.clone() };
+    let only = TrainOptions { trainable: Trainable::Only(vec!["lm_head".into(), "*norm*".into()]), ..plain.clone() };
+    let targets = ["--lora", "4:8", "--lora-targets", "q_proj,o_proj"];
+    let mut arenas = Vec::new();
+    for (options, arguments) in [
+        (plain, vec![]),
+        (adapted, targets.to_vec()),
+        (stages, [&targets[..], &["--pipeline-ranks", "2", "--micro-batches", "2"]].concat()),
+        (only, vec!["--train", "lm_head,*norm*"]),
+    ] {
+        let taken = match options.mesh.ranks().unwrap() {
+            1 => vec![Trainer::new(|vb| config.model(vb), options.clone()).unwrap().report().arena_bytes],
+            ranks => communicator::on_threads(ranks, |world| {
+                Ok(Trainer::on(world, |vb| config.model(vb), options.clone()).unwrap().report().arena_bytes)
+            })
+            .unwrap(),
+        };
+        let step = ["plan", "--model", folder, "--batch", "4", "--sequence", "16", "--json"];
+        let output = Command::new(env!("CARGO_BIN_EXE_gapless")).args(step).args(&arguments).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        let planned = json["ranks"].as_array().unwrap().iter().map(|rank| rank["arena_bytes"].as_u64().unwrap());
+        assert_eq!(planned.collect::<Vec<_>>(), taken, "{arguments:?}");
+        let most = *taken.iter().max().unwrap();
+        gapless::plan::assert_fits(&config, &options, most);
+        let too_small = panic::catch_unwind(panic::AssertUnwindSafe(|| {
+            gapless::plan::assert_fits(&config, &options, most - 1);
+        }));
+        assert!(too_small.unwrap_err().downcast_ref::<String>().unwrap().contains("optimizer state"));
+        arenas.push(most);
+    }
+    assert!(arenas[1] < arenas[0], "{arenas:?}");
+}

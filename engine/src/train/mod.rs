@@ -110,6 +110,22 @@ impl Trainer {
         Ok(compile(&[Self::program(build, options, rank)?], &within)?)
     }
 
+    /// What a rank's trainer takes in all, without reserving a byte: the training step, the evaluation and the sampling in one arena,
+    /// as [`Self::report`] then says it.
+    ///
+    /// # Errors
+    /// As [`Self::plan_rank`]; [`OverBudget`](gapless_compile::Error::OverBudget).
+    pub fn plan_run<M: Model>(
+        build: impl Fn(VarBuilder) -> gapless_graph::Result<M>,
+        options: &TrainOptions,
+        rank: usize,
+    ) -> Result<Report> {
+        options.check()?;
+        let ranks = RankPlan::new(options.mesh, rank, &options.pipeline, options.micro_batches)?;
+        let (executable, compiled) = step::compile_step(&of_any(build), &options.step(), &ranks, options.target())?;
+        Ok(Report::of(&executable, compiled.parameters))
+    }
+
     /// The program of a rank's training step, before anything has an address: what the checker and the simulator of
     /// `parallel` can be asked about.
     ///

@@ -122,6 +122,12 @@ impl Config {
         parameters(&self.architecture, trainable)
     }
 
+    /// Layers that have adapters where nothing else is asked for, as in PEFT: queries and values.
+    pub fn lora_targets(&self) -> Vec<String> {
+        let targets: &[&str] = if self.is_gpt2() { &["c_attn"] } else { &["q_proj", "v_proj"] };
+        targets.iter().map(|&target| target.to_owned()).collect()
+    }
+
     /// Longest sequence, if there is a limit to it: position embeddings, or a window.
     pub fn longest_sequence(&self) -> Option<usize> {
         match &self.architecture {

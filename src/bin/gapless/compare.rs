@@ -121,7 +121,7 @@ fn read(arguments: &Arguments) -> anyhow::Result<(String, Problem, Requests)> {
             Ok((title(path), snapshot.problem, requests))
         }
         (None, None, Some(model)) => {
-            let program = model.program(&arguments.step.options())?;
+            let program = model.program(&arguments.step.options(model))?;
             let problem = compile(&[program], &CompileOptions::default())?.problem;
             let requests = Requests::new(&problem);
             Ok((model.to_string(), problem, requests))

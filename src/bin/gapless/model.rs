@@ -10,7 +10,9 @@ use gapless::engine::compile::Program;
 use gapless::engine::optim::AdamW;
 use gapless::models::hf::Config;
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig};
-use gapless::{DType, DeviceChoice, Mesh, Offload, Reserve, TrainError, TrainOptions, Trainer};
+use gapless::{
+    DType, DeviceChoice, Lora, Mesh, Offload, Report, Reserve, TrainError, TrainOptions, Trainable, Trainer,
+};
 
 /// What --model can be: a name, or a folder or config.json of Hugging Face's, whose weights are not read.
 #[derive(Debug, Clone)]
@@ -46,6 +48,24 @@ impl Display for Model {
 }
 
 impl Model {
+    /// Layers that have adapters where nothing else is asked for.
+    fn lora_targets(&self) -> Vec<String> {
+        use Known::{Gpt2, Gpt2Large, Gpt2Medium, Gpt2Xl, Small};
+        match self {
+            Self::Known(Small | Gpt2 | Gpt2Medium | Gpt2Large | Gpt2Xl) => vec!["c_attn".into()],
+            Self::Known(_) => Lora::default().targets,
+            Self::Config(_, config) => config.lora_targets(),
+        }
+    }
+
+    /// Plans of whole runs, by rank: of models of Hugging Face's.
+    pub fn ranks(&self, options: &TrainOptions) -> Result<Vec<Report>, TrainError> {
+        match self {
+            Self::Known(_) => Ok(Vec::new()),
+            Self::Config(_, config) => gapless::plan::ranks(config, options),
+        }
+    }
+
     /// Compiles the training step of rank 0; reserves nothing.
     pub fn program(&self, options: &TrainOptions) -> Result<Program, TrainError> {
         match self {
@@ -99,6 +119,21 @@ pub struct StepArguments {
     /// Operations of --model whose results wait for the backward in a file.
     #[arg(long, value_name = "OPS", value_delimiter = ',')]
     offload: Vec<String>,
+    /// Train adapters of this rank beside some layers of --model, and nothing else; with alpha (by default the rank) behind it, e.g. 16:32.
+    #[arg(long, value_name = "RANK[:ALPHA]", value_parser = lora, conflicts_with = "train")]
+    lora: Option<(usize, f64)>,
+    /// The layers that have adapters, e.g. q_proj,o_proj; by default queries and values.
+    #[arg(long, value_name = "LAYERS", value_delimiter = ',', requires = "lora")]
+    lora_targets: Vec<String>,
+    /// Train these parameters or modules of --model alone, e.g. lm_head,*norm*.
+    #[arg(long, value_name = "PATTERNS", value_delimiter = ',')]
+    train: Vec<String>,
+    /// Ranks that share the batch of --model; the step planned is that of the first.
+    #[arg(long, default_value_t = 1, allow_negative_numbers = true)]
+    data_ranks: usize,
+    /// Ranks of a pipeline, of one stage each.
+    #[arg(long, default_value_t = 1, allow_negative_numbers = true)]
+    pipeline_ranks: usize,
     /// Ranks that share the experts of --model; the step planned is that of the first.
     #[arg(long, default_value_t = 1, allow_negative_numbers = true)]
     expert_ranks: usize,
@@ -121,10 +156,9 @@ pub enum Float {
 }
 
 impl StepArguments {
-    /// The options that they mean.
-    pub fn options(&self) -> TrainOptions {
-        let &Self { batch, micro_batches, sequence, dtype, expert_ranks, routing, ref compress, ref offload, kernels } =
-            self;
+    /// The options that they mean for a model.
+    pub fn options(&self, model: &Model) -> TrainOptions {
+        let &Self { batch, micro_batches, sequence, dtype, routing, ref compress, ref offload, kernels, .. } = self;
         let dtype = match dtype {
             Float::F32 => DType::F32,
             Float::Bf16 | Float::Mixed => DType::BF16,
@@ -133,7 +167,7 @@ impl StepArguments {
         let (compress, ops) = (compress.clone(), offload.clone());
         // Nothing is written to it.
         let offload = (!ops.is_empty()).then(|| Offload { ops, folder: ".".into() });
-        let mesh = Mesh { expert: expert_ranks, ..Mesh::default() };
+        let mesh = Mesh { data: self.data_ranks, pipeline: self.pipeline_ranks, expert: self.expert_ranks };
         let routing = routing.map_or(Reserve::Worst, |factor| Reserve::Balanced { factor });
         TrainOptions {
             batch,
@@ -141,6 +175,7 @@ impl StepArguments {
             sequence,
             device: kernels,
             dtype,
+            trainable: self.trainable(model),
             optimizer,
             mesh,
             routing,
@@ -148,6 +183,31 @@ impl StepArguments {
             offload,
             ..TrainOptions::default()
         }
+    }
+}
+
+impl StepArguments {
+    fn trainable(&self, model: &Model) -> Trainable {
+        match self.lora {
+            Some((rank, alpha)) => {
+                let targets = match self.lora_targets.is_empty() {
+                    true => model.lora_targets(),
+                    false => self.lora_targets.clone(),
+                };
+                Trainable::Lora(Lora { rank, alpha, targets, ..Lora::default() })
+            }
+            None if self.train.is_empty() => Trainable::All,
+            None => Trainable::Only(self.train.clone()),
+        }
+    }
+}
+
+/// `16` or `16:32`.
+fn lora(text: &str) -> anyhow::Result<(usize, f64)> {
+    let (rank, alpha) = text.split_once(':').unwrap_or((text, text));
+    match (rank.parse(), alpha.parse()) {
+        (Ok(rank), Ok(alpha)) => Ok((rank, alpha)),
+        _ => bail!("{text:?} is no rank, or rank:alpha, e.g. 16:32"),
     }
 }
 

@@ -8,8 +8,8 @@ use anyhow::{Context, bail};
 use gapless::engine::compile::Error as CompileError;
 use gapless::engine::compile::report::{RecomputedLayer, recomputed_layers, recomputed_per_micro_batch};
 use gapless::engine::compile::{CompileOptions, Executable, Program, compile};
-use gapless::{Recompute, TrainError};
-use gapless_alloc::draw::{Bytes, MemoryMap, Summary};
+use gapless::{Recompute, Report, TrainError, TrainOptions};
+use gapless_alloc::draw::{Bytes, MemoryMap, RoleBytes, Summary};
 use gapless_alloc::{Fit, Options, explain};
 use gapless_parallel::Rates;
 use serde::Serialize;
@@ -63,10 +63,18 @@ impl Arguments {
         Rates { flops: self.tflops * 1e12, bytes: self.terabytes * 1e12 }
     }
 
+    fn model(&self) -> &Model {
+        self.model.as_ref().expect("required where there is no table")
+    }
+
+    /// The options under a policy.
+    fn options(&self, recompute: Recompute) -> TrainOptions {
+        TrainOptions { recompute, ..self.step.options(self.model()) }
+    }
+
     /// The program under a policy.
     pub fn program(&self, recompute: Recompute) -> Result<Program, TrainError> {
-        let options = gapless::TrainOptions { recompute, ..self.step.options() };
-        self.model.as_ref().expect("required where there is no table").program(&options)
+        self.model().program(&self.options(recompute))
     }
 }
 
@@ -97,14 +105,24 @@ pub struct Step {
     /// Size of the file that offloaded activations wait in.
     host_bytes: u64,
     summary: Summary,
+    /// Arenas of whole runs, by rank.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    ranks: Vec<Run>,
     #[serde(skip_serializing_if = "Option::is_none")]
     curve: Option<Curve>,
+}
+
+/// What a rank of a run takes: its training step, evaluation and sampling in one arena.
+#[derive(Debug, Serialize)]
+struct Run {
+    arena_bytes: u64,
+    roles: Vec<RoleBytes>,
 }
 
 /// Plans a step under a policy.
 pub fn plan_step(arguments: &Arguments, recompute: Recompute) -> Result<(Step, Executable), TrainError> {
     let start = Instant::now();
-    let options = arguments.step.options();
+    let options = arguments.options(recompute.clone());
     let within = CompileOptions::within(recompute.capacity(), options.planning, options.routing);
     let program = arguments.program(recompute)?;
     let [all, again] = program.nanoseconds(&arguments.rates());
@@ -112,7 +130,7 @@ pub fn plan_step(arguments: &Arguments, recompute: Recompute) -> Result<(Step, E
     let flops = program.flops();
     let rematerialized_flops = program.rematerialized_flops();
     let executable = compile(&[program], &within)?;
-    let model = arguments.model.as_ref().expect("required where there is no table").to_string();
+    let model = arguments.model().to_string();
     let step = Step {
         buffers: executable.problem.len(),
         arena_bytes: executable.arena_bytes(),
@@ -128,6 +146,7 @@ pub fn plan_step(arguments: &Arguments, recompute: Recompute) -> Result<(Step, E
         host_bytes: executable.host_bytes(),
         summary: map(&model, &executable)?.summary(8),
         model,
+        ranks: Vec::new(),
         curve: None,
     };
     Ok((step, executable))
@@ -148,7 +167,12 @@ pub fn plan(arguments: &super::Arguments) -> anyhow::Result<Fit> {
         Some(bytes) => Recompute::Budget { bytes, rates: of.rates() },
         None => of.recompute.clone(),
     };
-    let (mut step, executable) = match plan_step(of, recompute) {
+    let planned = plan_step(of, recompute.clone()).and_then(|(step, executable)| {
+        let runs = of.model().ranks(&of.options(recompute))?;
+        let run = |Report { arena_bytes, summary, .. }| Run { arena_bytes, roles: summary.roles };
+        Ok((Step { ranks: runs.into_iter().map(run).collect(), ..step }, executable))
+    });
+    let (mut step, executable) = match planned {
         Err(error @ TrainError::Compile(CompileError::OverBudget { budget, smallest })) => {
             tell(format_args!("gapless plan: {error}"));
             return tell_why(of, budget, smallest);
@@ -190,6 +214,15 @@ fn tell_why(arguments: &Arguments, budget: u64, smallest: u64) -> anyhow::Result
 
 fn report(out: &mut dyn Write, arguments: &Arguments, step: &Step) -> std::io::Result<()> {
     writeln!(out, "{}", step.summary)?;
+    for (rank, run) in step.ranks.iter().enumerate() {
+        let roles = run.roles.iter().map(|of| format!("{} {}", of.role.name(), Bytes(of.bytes))).collect::<Vec<_>>();
+        let (rank, arena) = (format!("rank {rank}"), run.arena_bytes);
+        writeln!(
+            out,
+            "{rank}: a run takes {arena} bytes, evaluation and sampling included; at the peak {}",
+            roles.join(", ")
+        )?;
+    }
     let [flops, bytes] = [arguments.tflops, arguments.terabytes];
     writeln!(
         out,
