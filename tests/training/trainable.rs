@@ -5,8 +5,9 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::{Device, Tensor as Data};
 use gapless::alloc::Role;
+use gapless::alloc::draw::Bytes;
 use gapless::engine::checkpoint::Checkpoint;
-use gapless::engine::graph::{Graph, Spec, ValueId, lock};
+use gapless::engine::graph::{Graph, Node, Spec, ValueId, lock};
 use gapless::models::{Llama, LlamaConfig, MoeStyle};
 use gapless::nn::VarBuilder;
 use gapless::{DType, Layers, Lora, Mesh, Model, Recompute, Tensor, TrainOptions, Trainable, Trainer};
@@ -254,22 +255,21 @@ fn small() -> LlamaConfig {
 }
 
 /// The slow reference of what a backward needs of a forward: from the operations alone, by what each one's gradient is made of.
-fn needed(trainable: &Trainable, options: &TrainOptions) -> u64 {
+fn needed(config: &LlamaConfig, options: &TrainOptions) -> u64 {
+    let trainable = &options.trainable;
     let graph = Arc::new(Mutex::new(Graph::default()));
-    let model = Llama::new(&small(), VarBuilder::new(&graph, DType::F32).with_trainable(trainable)).unwrap();
+    let model = Llama::new(config, VarBuilder::new(&graph, options.dtype).with_trainable(trainable)).unwrap();
     let ids = |name: &str| {
         let spec = Spec { shape: (options.batch, options.sequence).into(), dtype: DType::U32 };
         let id = lock(&graph).add_input(name, spec).unwrap();
-        Tensor::new(&graph, id)
+        Tensor::of(&graph, id)
     };
     model.loss(&ids("tokens"), &ids("targets"), true).unwrap();
     let graph = lock(&graph);
     let names: BTreeMap<ValueId, &str> = graph.persistent().collect();
     // Whether anything trained is above a value, looked up from the value each time.
-    let mut makers = BTreeMap::new();
-    for node in graph.nodes() {
-        node.outputs.iter().for_each(|&output| drop(makers.insert(output, node)));
-    }
+    let made = graph.nodes().iter().flat_map(|node| node.outputs.iter().map(move |&output| (output, node)));
+    let makers: BTreeMap<ValueId, &Node> = made.collect();
     let trains = |value: ValueId| {
         let (mut open, mut seen) = (vec![value], BTreeSet::new());
         while let Some(value) = open.pop() {
@@ -306,18 +306,52 @@ fn needed(trainable: &Trainable, options: &TrainOptions) -> u64 {
     bytes + made.map(|&root| graph.value(root).spec.bytes()).sum::<u64>()
 }
 
+/// What a step keeps between forward and backward, which the slow reference judges.
+fn kept(config: &LlamaConfig, options: &TrainOptions) -> u64 {
+    let program = Trainer::program(|vb| Llama::new(config, vb), options, 0).unwrap();
+    let kept = program.kept().iter().map(|kept| kept.bytes).sum();
+    assert_eq!(kept, needed(config, options), "{:?}", options.trainable);
+    kept
+}
+
+/// All linear layers of a block.
+const LINEAR: [&str; 7] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
+
 #[test]
 fn the_forward_keeps_what_the_trained_part_needs() {
-    let of = |trainable: &Trainable| {
-        let options = TrainOptions { batch: 2, sequence: 32, trainable: trainable.clone(), ..on_cpu() };
-        let program = Trainer::program(|vb| Llama::new(&small(), vb), &options, 0).unwrap();
-        let kept: u64 = program.kept().iter().map(|kept| kept.bytes).sum();
-        assert_eq!(kept, needed(trainable, &options), "{trainable:?}");
-        kept
-    };
-    let all = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
-    let [few, many] = [of(&lora(&["q_proj", "v_proj"])), of(&lora(&all))];
+    let of = |trainable: Trainable| kept(&small(), &TrainOptions { batch: 2, sequence: 32, trainable, ..on_cpu() });
+    let [few, many] = [of(lora(&["q_proj", "v_proj"])), of(lora(&LINEAR))];
     assert!(few < many);
-    assert!(of(&only(&["model.layers.2.mlp.down_proj"])) < few);
-    assert!(of(&only(&["model.norm"])) < of(&only(&["model.layers.2.mlp.down_proj"])));
+    assert!(of(only(&["model.layers.2.mlp.down_proj"])) < few);
+    assert!(of(only(&["model.norm"])) < of(only(&["model.layers.2.mlp.down_proj"])));
+}
+
+/// The table of docs/hugging_face.md: `cargo test --test training llama_of_1b -- --nocapture`.
+#[test]
+fn a_llama_of_1b_is_planned_in_part() {
+    let extents =
+        LlamaConfig { layers: 16, heads: 32, kv_heads: 8, width: 2048, hidden: 8192, ..LlamaConfig::default() };
+    let config = LlamaConfig { head_size: Some(64), tied: true, ..extents };
+    let part = |targets: &[&str]| match lora(targets) {
+        Trainable::Lora(lora) => Trainable::Lora(Lora { rank: 16, alpha: 32.0, ..lora }),
+        other => other,
+    };
+    let mut arenas = Vec::new();
+    for (name, trainable) in [
+        ("everything", Trainable::All),
+        ("LoRA on q, v", part(&["q_proj", "v_proj"])),
+        ("LoRA on all linear layers", part(&LINEAR)),
+        ("the last block", only(&["model.layers.15", "model.norm"])),
+    ] {
+        let options = TrainOptions { batch: 4, sequence: 1024, threads: 16, dtype: DType::BF16, trainable, ..on_cpu() };
+        let plan = Trainer::plan_run(|vb| Llama::new(&config, vb), &options, 0).unwrap();
+        let kept = if options.trainable == Trainable::All { 0 } else { kept(&config, &options) };
+        let roles: Vec<String> =
+            plan.summary.roles.iter().map(|of| format!("{} {}", of.role.name(), Bytes(of.bytes))).collect();
+        println!("{name:<26} {} kept {} at the peak {}", Bytes(plan.arena_bytes), Bytes(kept), roles.join(", "));
+        assert!(plan.gap < 1.001);
+        arenas.push(plan.arena_bytes);
+    }
+    let [everything, few, many, last] = arenas[..] else { unreachable!("four plans") };
+    assert!(last < few && few < many && 2 * many < everything);
 }
