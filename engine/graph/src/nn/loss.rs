@@ -3,7 +3,7 @@
 use crate::error::Result;
 use crate::tensor::Tensor;
 
-/// Mean of −input[i, target[i]]: `inp` [n, classes] holds log-probabilities, `target` \[n\] classes (u32).
+/// Mean of minus the log-probability of each target: `inp` [n, classes] holds them, `target` \[n\] classes (u32).
 ///
 /// # Errors
 /// When the shapes do not fit.
