@@ -591,8 +591,8 @@ mod tests {
     }
 
     impl Case {
-        /// In so many calls of equally many sequences, each adding to d_weight, dx over x or beside it.
-        fn run(self, calls: usize, threads: usize, over_x: bool) -> Run {
+        /// In so many calls of equally many sequences, each adding to d_weight if that is made, dx over x or beside it.
+        fn run(self, calls: usize, threads: usize, over_x: bool, products: Products) -> Run {
             let Self { batch, sequence, width, vocabulary } = self;
             let rows = batch * sequence;
             let targets = random(rows, 3).iter().map(|x| ((x + 1.0) * 0.5 * vocabulary as f32) as u32).collect();
@@ -608,7 +608,7 @@ mod tests {
                 run.dx.copy_from_slice(&run.x);
             }
             let chunks = Chunks::new(&[batch / calls, sequence, width], &[vocabulary, width]);
-            let mut memory = ScratchMemory::new(&chunks.scratch(Products::Both, threads));
+            let mut memory = ScratchMemory::new(&chunks.scratch(products, threads));
             for call in 0..calls {
                 let rows = call * rows / calls..(call + 1) * rows / calls;
                 let elements = rows.start * width..rows.end * width;
@@ -620,7 +620,7 @@ mod tests {
                 let backward = Backward {
                     d_losses: Upstream::Everywhere(0.5),
                     dx: &mut run.dx[elements],
-                    d_weight: Some(&mut run.d_weight),
+                    d_weight: (products == Products::Both).then_some(&mut run.d_weight),
                     accumulate: call > 0,
                 };
                 let losses = &mut run.losses[rows];
@@ -631,8 +631,10 @@ mod tests {
 
         fn check(self) {
             let Self { batch, sequence, width, vocabulary } = self;
-            let run = self.run(1, 2, false);
-            for other in [self.run(1, 3, true), self.run(batch, 1, false)] {
+            let run = self.run(1, 2, false, Products::Both);
+            let frozen = self.run(1, 2, true, Products::Dx);
+            assert!(run.losses == frozen.losses && run.dx == frozen.dx, "{self:?} of a frozen weight");
+            for other in [self.run(1, 3, true, Products::Both), self.run(batch, 1, false, Products::Both)] {
                 assert!(run.losses == other.losses && run.dx == other.dx && run.d_weight == other.d_weight, "{self:?}");
             }
             let array = |dims: &[usize], data: &[f32]| Array::new(dims, data.iter().map(|&x| f64::from(x)).collect());
