@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use gapless_engine::checkpoint::{Checkpoint, CheckpointError, FolderLock};
 use gapless_engine::{TrainError, Trainer};
 
-/// Checkpoints that are kept.
+/// Checkpoints that are kept, unless it is said otherwise.
 const KEPT: usize = 2;
 
 /// A folder that one run at a time writes into. Its checkpoints are in `checkpoints`.
@@ -18,6 +18,7 @@ const KEPT: usize = 2;
 pub struct RunFolder {
     path: PathBuf,
     checkpoints: PathBuf,
+    keep_last: usize,
     lock: Option<FolderLock>,
 }
 
@@ -32,7 +33,12 @@ impl RunFolder {
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,
             Err(source) => return Err(CheckpointError::Read { path: path.to_owned(), source }),
         };
-        Ok(Self { path: path.to_owned(), checkpoints: path.join("checkpoints"), lock })
+        Ok(Self { path: path.to_owned(), checkpoints: path.join("checkpoints"), keep_last: KEPT, lock })
+    }
+
+    /// Keeps as many of the newest checkpoints; two by default.
+    pub fn keep_last(self, keep_last: usize) -> Self {
+        Self { keep_last, ..self }
     }
 
     /// Makes the folder and locks it, unless it was there.
@@ -78,13 +84,13 @@ impl RunFolder {
         }
     }
 
-    /// Saves a checkpoint, and removes old ones but for the newest two that are sound. That one cannot be removed is a warning.
+    /// Saves a checkpoint, and removes old ones but for the newest that are sound. That one cannot be removed is a warning.
     ///
     /// # Errors
     /// As [`Trainer::save`].
     pub fn save(&self, trainer: &mut Trainer, run: serde_json::Value) -> Result<PathBuf, TrainError> {
         let path = trainer.save(&self.checkpoints, run)?;
-        if let Err(error) = Checkpoint::prune(&self.checkpoints, KEPT) {
+        if let Err(error) = Checkpoint::prune(&self.checkpoints, self.keep_last) {
             tracing::warn!(%error, "an old checkpoint stays");
         }
         Ok(path)

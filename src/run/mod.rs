@@ -4,6 +4,8 @@
 //! In: a folder, lines and rows, signals. Out: checkpoints of one run at a time, and an exit code that tells what was lost. Never:
 //! an end of the training because nobody listens.
 //!
+//! [`train`] does a whole run as a file says it ([`RunConfig`]); its parts serve a program of one's own:
+//!
 //! ```
 //! use gapless::run::{Console, RunFolder, Stop};
 //!
@@ -24,10 +26,17 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod config;
 mod console;
 mod folder;
 mod stop;
+mod train;
 
+pub use config::{
+    CheckpointConfig, ConfigError, DataConfig, EvaluationConfig, Float, MemoryConfig, ModelConfig, OptimizerConfig,
+    RateConfig, RateShape, Rule, RunConfig, SampleConfig, StepConfig,
+};
 pub use console::{Console, ErrorOutput, OutputLost};
 pub use folder::RunFolder;
 pub use stop::Stop;
+pub use train::{Progress, RunError, Summary, train};

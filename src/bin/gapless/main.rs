@@ -2,11 +2,13 @@
 
 mod compare;
 mod eval;
+mod init;
 mod model;
 mod output;
 mod plan;
 mod sample;
 mod schedule;
+mod train;
 
 use std::process::ExitCode;
 
@@ -24,17 +26,21 @@ struct Cli {
 enum Command {
     Compare(Box<compare::Arguments>),
     Eval(Box<eval::Arguments>),
+    Init(init::Arguments),
     Plan(Box<plan::Arguments>),
     Sample(Box<sample::Arguments>),
     Schedule(Box<schedule::Arguments>),
+    Train(train::Arguments),
 }
 
 fn main() -> ExitCode {
     match Cli::parse().command {
         Command::Compare(arguments) => compare::run(&arguments),
         Command::Eval(arguments) => eval::run(&arguments),
+        Command::Init(arguments) => init::run(&arguments),
         Command::Plan(arguments) => plan::run(&arguments),
         Command::Sample(arguments) => sample::run(&arguments),
         Command::Schedule(arguments) => schedule::run(&arguments),
+        Command::Train(arguments) => train::run(&arguments),
     }
 }

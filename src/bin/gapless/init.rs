@@ -1,0 +1,45 @@
+//! `gapless init NAME`: a commented run to begin with.
+
+use std::process::ExitCode;
+
+use clap::ValueEnum;
+
+use crate::output::{print, tell};
+
+/// Prints a run's file to begin with: gapless init small-gpt > run.toml
+#[derive(clap::Args)]
+pub struct Arguments {
+    /// Which
+    name: Name,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum Name {
+    /// A GPT of 10 million parameters, from scratch, on a CPU in minutes
+    SmallGpt,
+    /// A small Llama, from scratch
+    Llama,
+    /// A small mixture of experts, from scratch
+    Moe,
+    /// The small GPT in three quarters of its memory
+    Budget,
+    /// Somebody's weights, on a text of yours
+    Finetune,
+}
+
+pub fn run(arguments: &Arguments) -> ExitCode {
+    let text = match arguments.name {
+        Name::SmallGpt => include_str!("presets/small-gpt.toml"),
+        Name::Llama => include_str!("presets/llama.toml"),
+        Name::Moe => include_str!("presets/moe.toml"),
+        Name::Budget => include_str!("presets/budget.toml"),
+        Name::Finetune => include_str!("presets/finetune.toml"),
+    };
+    match print(|out| out.write_all(text.as_bytes())) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            tell(format_args!("error: {error:#}"));
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,84 @@
+//! `gapless train RUN.toml`: a whole run, as a file says it.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use gapless::run::{Console, Progress, RunConfig, RunError, train};
+use indicatif::{ProgressBar, ProgressStyle};
+use tracing_subscriber::filter::LevelFilter;
+
+use crate::output::tell;
+
+/// Trains as a file says (`gapless init` prints one to begin with).
+#[derive(clap::Args)]
+pub struct Arguments {
+    /// The run
+    config: PathBuf,
+    /// Another value for a key of the file, e.g. step.batch=16
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    assignments: Vec<String>,
+    /// The folder of the run; by default runs/ and the name of the file
+    #[arg(long)]
+    out: Option<PathBuf>,
+    /// Goes on from the newest checkpoint in the folder
+    #[arg(long)]
+    resume: bool,
+}
+
+/// Exit code 0: done; 1: ended by an error; 2: refused before anything was written; 128 + n: ended by signal n, after a checkpoint.
+pub fn run(arguments: &Arguments) -> ExitCode {
+    let mut console = Console::default();
+    let errors = console.errors();
+    tracing_subscriber::fmt()
+        .without_time()
+        .with_max_level(LevelFilter::WARN)
+        .with_writer(move || errors.clone())
+        .init();
+    let config = match RunConfig::read(&arguments.config, &arguments.assignments) {
+        Ok(config) => config,
+        Err(error) => {
+            tell(format_args!("error: {error}"));
+            return ExitCode::from(2);
+        }
+    };
+    let name = arguments.config.file_stem().unwrap_or_default();
+    let out = arguments.out.clone().unwrap_or_else(|| PathBuf::from("runs").join(name));
+    let bar = progress_bar(config.steps);
+    let show = |progress: Progress| {
+        let Progress { done, steps, loss, learning_rate, tokens_per_second } = progress;
+        let line = format!("loss {loss:.4} lr {learning_rate:.1e} {tokens_per_second:.0} tokens/s");
+        if bar.is_hidden() && (done % 10 == 0 || done == steps) {
+            tell(format_args!("step {done:>5} {line}"));
+        }
+        bar.set_position(done);
+        bar.set_message(line);
+    };
+    let summary = match train(&config, &out, arguments.resume, &mut console, show) {
+        Ok(summary) => summary,
+        Err(error) => {
+            bar.finish_and_clear();
+            tell(format_args!("error: {error}"));
+            let is_refused =
+                matches!(error, RunError::Config(_) | RunError::NothingToResume { .. } | RunError::Changed { .. });
+            return ExitCode::from(if is_refused { 2 } else { 1 });
+        }
+    };
+    bar.finish_and_clear();
+    console.say(format_args!("{summary}\nall of it is in {}", out.display()));
+    match (summary.signal, console.finish()) {
+        (Some(signal), _) => {
+            tell(format_args!("stopped by signal {signal}; --resume goes on from here"));
+            ExitCode::from(128 + signal)
+        }
+        (None, Ok(())) => ExitCode::SUCCESS,
+        (None, Err(lost)) => {
+            tell(lost);
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn progress_bar(steps: u64) -> ProgressBar {
+    let style = ProgressStyle::with_template("{pos}/{len} {wide_msg} ETA {eta}").expect("the template is sound");
+    ProgressBar::new(steps).with_style(style)
+}

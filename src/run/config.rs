@@ -1,0 +1,589 @@
+//! A run as a file says it: TOML → [`RunConfig`] → what a [`Trainer`](crate::Trainer) and a [`Dataset`] are made of.
+//!
+//! Two stages. Reading refuses keys that do not exist and values of the wrong type, with their line. [`RunConfig::options`] and
+//! [`RunConfig::check`] refuse what cannot be together, with the keys' names.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use gapless_alloc::draw::Bytes;
+use gapless_engine::data::{DataOptions, Dataset, Source, VocabularyChoice};
+use gapless_engine::learning_rate::{LearningRate, Shape};
+use gapless_engine::nn::Trainable;
+use gapless_engine::optim::{AdamW, AdamW8bit, GaLore};
+use gapless_engine::{DType, DeviceChoice, Generation, Sampling, TrainOptions};
+use gapless_models::{GptConfig, LlamaConfig, MoeConfig};
+use serde::de::Visitor;
+use serde::{Deserialize, Deserializer, Serialize};
+use toml::Value;
+
+use crate::{Offload, Recompute};
+
+/// All that decides a run. Every key has a default but `model` and `data.path`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RunConfig {
+    /// Steps in all.
+    #[serde(default = "default_steps")]
+    pub steps: u64,
+    /// Of the initial parameters, of dropout and of the order of the data.
+    #[serde(default)]
+    pub seed: u64,
+    /// What is trained.
+    pub model: ModelConfig,
+    /// The part of it that is trained: `"all"`, `[trainable.lora]` with `rank`, `alpha`, `dropout`, `targets` and
+    /// `rank_stabilised`, or `trainable.only` with patterns of names.
+    #[serde(default)]
+    pub trainable: Trainable,
+    /// What it learns from.
+    pub data: DataConfig,
+    /// A step's extents, and where it runs.
+    #[serde(default)]
+    pub step: StepConfig,
+    /// The update rule.
+    #[serde(default)]
+    pub optimizer: OptimizerConfig,
+    /// Step → learning rate.
+    #[serde(default)]
+    pub learning_rate: RateConfig,
+    /// What of a step's memory is saved, and how.
+    #[serde(default)]
+    pub memory: MemoryConfig,
+    /// When the validation loss is measured.
+    #[serde(default)]
+    pub evaluation: EvaluationConfig,
+    /// When the run is saved.
+    #[serde(default)]
+    pub checkpoints: CheckpointConfig,
+    /// What is generated at each evaluation.
+    #[serde(default)]
+    pub sample: SampleConfig,
+}
+
+/// `[model.gpt]`, `[model.llama]`, `[model.moe]` with the extents of one that starts from random numbers, or `model.folder`. The
+/// vocabulary is the data's, and a GPT's positions are as many as a sequence has tokens.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ModelConfig {
+    /// GPT-2 and its like.
+    Gpt(GptConfig),
+    /// Llama and its like.
+    Llama(LlamaConfig),
+    /// Mixtures of experts.
+    Moe(MoeConfig),
+    /// A Hugging Face folder: its weights, and its tokenizer unless `data` names another.
+    Folder(PathBuf),
+}
+
+/// `[data]`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DataConfig {
+    /// A file or folder of .txt, .rs, .md or .jsonl, or a .bin of u16 token ids.
+    pub path: PathBuf,
+    /// Tokens of the byte-pair encoding that is trained on it; 256 for plain bytes. Not beside `tokenizer`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vocabulary: Option<usize>,
+    /// A tokenizer.json that is there already.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tokenizer: Option<PathBuf>,
+    /// Every n-th document is for validation; 0 for none.
+    #[serde(default = "default_validation")]
+    pub validation_every: usize,
+    /// Where tokens are kept.
+    #[serde(default = "default_cache")]
+    pub cache: PathBuf,
+}
+
+/// `[step]`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct StepConfig {
+    /// Sequences.
+    pub batch: usize,
+    /// Parts into which the batch is cut: more of them need less memory.
+    pub micro_batches: usize,
+    /// Tokens per sequence.
+    pub sequence: usize,
+    /// `f32` or, on a GPU, `bf16`.
+    pub dtype: Float,
+    /// `auto`, `cpu`, `cuda` or `cuda:1`.
+    #[serde(deserialize_with = "parses_as::<DeviceChoice, _>")]
+    pub device: String,
+    /// Worker threads; 0 for all cores.
+    pub threads: usize,
+}
+
+/// Types that a model can be trained in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Float {
+    /// 32 bits.
+    F32,
+    /// 16 bits, with 32-bit masters.
+    Bf16,
+}
+
+/// `[optimizer]`: `name`, and the keys of that rule.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct OptimizerConfig {
+    /// The rule.
+    pub name: Rule,
+    /// Decay of the first moment.
+    pub beta1: f64,
+    /// Decay of the second moment.
+    pub beta2: f64,
+    /// Decoupled weight decay of matrices.
+    pub weight_decay: f64,
+    /// The global norm to which larger gradients are scaled.
+    pub max_norm: f64,
+    /// Directions that GaLore keeps of each weight.
+    pub rank: usize,
+    /// What GaLore scales its steps by.
+    pub alpha: f64,
+}
+
+/// Update rules; docs/optimizers.md compares them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Rule {
+    /// AdamW.
+    AdamW,
+    /// AdamW with moments in eight bits.
+    AdamW8bit,
+    /// AdamW in a subspace.
+    GaLore,
+}
+
+/// `[learning_rate]`.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct RateConfig {
+    /// The highest.
+    pub peak: f64,
+    /// The last; a tenth of the highest where it is absent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub floor: Option<f64>,
+    /// Steps on which it rises.
+    pub warmup_steps: u64,
+    /// What comes then.
+    pub shape: RateShape,
+    /// Steps of the decay of `wsd`; a fifth of all where it is absent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub decay_steps: Option<u64>,
+}
+
+/// What a learning rate does after the warm-up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum RateShape {
+    /// It stays.
+    Constant,
+    /// Half a cosine.
+    Cosine,
+    /// Warm-up, stable, decay.
+    Wsd,
+}
+
+/// `[memory]`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct MemoryConfig {
+    /// What is computed again in the backward: `none`, `layers`, `first:3`, `layers:h.0,h.2` or `ops:layer_norm,gelu`.
+    #[serde(deserialize_with = "parses_as::<Recompute, _>")]
+    pub recompute: String,
+    /// Bytes of the arena, at most, as a number or a text (`"600MiB"`): what is computed again is then chosen so that it costs least time.
+    #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "size")]
+    pub budget: Option<u64>,
+    /// Operations whose results wait for the backward in eight bits.
+    pub compress: Vec<String>,
+    /// Operations whose results wait for the backward in a file.
+    pub offload: Vec<String>,
+    /// Where that file is.
+    pub offload_to: PathBuf,
+}
+
+/// `[evaluation]`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct EvaluationConfig {
+    /// Steps from one to the next; 0 for the end alone.
+    pub every: u64,
+}
+
+/// `[checkpoints]`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct CheckpointConfig {
+    /// Steps from one to the next; 0 for the end alone.
+    pub every: u64,
+    /// How many of the newest are kept.
+    pub keep_last: usize,
+}
+
+/// `[sample]`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct SampleConfig {
+    /// How it begins; nothing is sampled without.
+    pub prompt: String,
+    /// Tokens to add.
+    pub tokens: usize,
+    /// Divides the logits; 0 takes the likeliest token.
+    pub temperature: f32,
+    /// Only the so many likeliest tokens; 0 for all.
+    pub top_k: usize,
+    /// Only the likeliest tokens that have this much probability together; 1 for all.
+    pub top_p: f32,
+}
+
+fn default_steps() -> u64 {
+    300
+}
+
+fn default_validation() -> usize {
+    DataOptions::default().validation_every
+}
+
+fn default_cache() -> PathBuf {
+    DataOptions::default().cache
+}
+
+impl Default for StepConfig {
+    fn default() -> Self {
+        let (dtype, device) = (Float::F32, "auto".to_owned());
+        Self { batch: 8, micro_batches: 1, sequence: 256, dtype, device, threads: 0 }
+    }
+}
+
+impl Default for OptimizerConfig {
+    fn default() -> Self {
+        let (AdamW { beta1, beta2, weight_decay, max_norm, .. }, galore) = (AdamW::default(), GaLore::default());
+        let (name, rank, alpha) = (Rule::AdamW, galore.rank, galore.alpha);
+        Self { name, beta1, beta2, weight_decay, max_norm, rank, alpha }
+    }
+}
+
+impl Default for RateConfig {
+    fn default() -> Self {
+        Self { peak: 1e-3, floor: None, warmup_steps: 20, shape: RateShape::Cosine, decay_steps: None }
+    }
+}
+
+impl Default for MemoryConfig {
+    fn default() -> Self {
+        let (compress, offload) = (Vec::new(), Vec::new());
+        Self { recompute: "none".into(), budget: None, compress, offload, offload_to: ".".into() }
+    }
+}
+
+impl Default for EvaluationConfig {
+    fn default() -> Self {
+        Self { every: 100 }
+    }
+}
+
+impl Default for CheckpointConfig {
+    fn default() -> Self {
+        Self { every: 100, keep_last: 2 }
+    }
+}
+
+impl Default for SampleConfig {
+    fn default() -> Self {
+        let Sampling { temperature, top_k, top_p, .. } = Sampling::default();
+        Self { prompt: String::new(), tokens: 120, temperature, top_k, top_p }
+    }
+}
+
+/// A text that means a `T`, kept as it is written.
+fn parses_as<'de, T: FromStr<Err: fmt::Display>, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
+    let text = String::deserialize(from)?;
+    T::from_str(&text).map(|_| text).map_err(serde::de::Error::custom)
+}
+
+/// A number of bytes, or a text that means one.
+fn size<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
+    struct Size;
+    impl Visitor<'_> for Size {
+        type Value = Option<u64>;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("a number of bytes, like 4096 or \"600MiB\"")
+        }
+
+        fn visit_i64<E: serde::de::Error>(self, bytes: i64) -> Result<Self::Value, E> {
+            u64::try_from(bytes).map(Some).map_err(|_| E::invalid_value(serde::de::Unexpected::Signed(bytes), &self))
+        }
+
+        fn visit_u64<E: serde::de::Error>(self, bytes: u64) -> Result<Self::Value, E> {
+            Ok(Some(bytes))
+        }
+
+        fn visit_str<E: serde::de::Error>(self, text: &str) -> Result<Self::Value, E> {
+            Bytes::read(text).map(Some).map_err(E::custom)
+        }
+    }
+    from.deserialize_any(Size)
+}
+
+/// Why a file is no run.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ConfigError {
+    /// It cannot be read.
+    #[error("cannot read {}: {source}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        source: std::io::Error,
+    },
+    /// No TOML, a key that does not exist, or a value of another type; says where.
+    #[error("{}: {message}", path.display())]
+    Syntax {
+        /// The file.
+        path: PathBuf,
+        /// What and where.
+        message: String,
+    },
+    /// An assignment of the command line that is none.
+    #[error("{assignment:?} is no assignment: {why}; write, for example, step.batch=16")]
+    Assignment {
+        /// As given.
+        assignment: String,
+        /// What is wrong.
+        why: String,
+    },
+    /// Values that cannot be, or not together.
+    #[error("{key}{}: {why}; {remedy}", line.map_or(String::new(), |line| format!(" (line {line})")))]
+    Value {
+        /// The key.
+        key: String,
+        /// Where it stands, unless it is a default or of the command line.
+        line: Option<usize>,
+        /// What is wrong.
+        why: String,
+        /// What would do.
+        remedy: &'static str,
+    },
+}
+
+impl RunConfig {
+    /// Reads a file, with assignments (`step.batch=16`) that go before what it says, and checks all that can be checked without
+    /// data and without a device. Paths in it are relative to where the process runs.
+    ///
+    /// # Errors
+    /// [`ConfigError`], with line, key and remedy.
+    pub fn read(path: &Path, assignments: &[String]) -> Result<Self, ConfigError> {
+        let text =
+            std::fs::read_to_string(path).map_err(|source| ConfigError::Read { path: path.to_owned(), source })?;
+        let syntax = |message| ConfigError::Syntax { path: path.to_owned(), message };
+        // The file by itself first, for the lines of its mistakes; then with what the command line says.
+        let config: Self = toml::from_str(&text).map_err(|error| syntax(with_nearest(error.to_string())))?;
+        let config = if assignments.is_empty() { config } else { assigned(&text, assignments)? };
+        config.check().map_err(|error| at_line(error, &text, assignments))?;
+        Ok(config)
+    }
+
+    /// As TOML, with all defaults, and with what the data say of the model.
+    pub fn resolved(&self, vocabulary: usize) -> String {
+        let resolved = Self { model: self.model(vocabulary), ..self.clone() };
+        toml::to_string(&resolved).expect("tables of numbers and texts are TOML")
+    }
+
+    /// The model for data of a vocabulary.
+    pub fn model(&self, vocabulary: usize) -> ModelConfig {
+        let llama = |llama: &LlamaConfig| LlamaConfig { vocabulary, ..llama.clone() };
+        match &self.model {
+            ModelConfig::Gpt(gpt) => {
+                ModelConfig::Gpt(GptConfig { vocabulary, sequence: self.step.sequence, ..gpt.clone() })
+            }
+            ModelConfig::Llama(config) => ModelConfig::Llama(llama(config)),
+            ModelConfig::Moe(moe) => ModelConfig::Moe(MoeConfig { llama: llama(&moe.llama), ..moe.clone() }),
+            ModelConfig::Folder(path) => ModelConfig::Folder(path.clone()),
+        }
+    }
+
+    /// Refuses what can be refused before data are read.
+    ///
+    /// # Errors
+    /// [`ConfigError::Value`].
+    pub fn check(&self) -> Result<(), ConfigError> {
+        let fail =
+            |key: &str, why: String, remedy| Err(ConfigError::Value { key: key.to_owned(), line: None, why, remedy });
+        let StepConfig { batch, micro_batches, sequence, .. } = self.step;
+        for (key, value) in [("step.batch", batch), ("step.micro_batches", micro_batches), ("step.sequence", sequence)]
+        {
+            if value == 0 {
+                return fail(key, "is 0".into(), "it is at least 1");
+            }
+        }
+        if self.steps == 0 {
+            return fail("steps", "is 0".into(), "train at least one step");
+        }
+        if !batch.is_multiple_of(micro_batches) {
+            let why = format!("{batch} sequences do not divide into {micro_batches}");
+            return fail("step.micro_batches", why, "choose a divisor of step.batch");
+        }
+        if !self.data.path.exists() {
+            let why = format!("there is no {}", self.data.path.display());
+            return fail("data.path", why, "name a file or folder that is there");
+        }
+        if let Some(file) = self.data.tokenizer.as_ref().filter(|file| !file.is_file()) {
+            return fail("data.tokenizer", format!("there is no {}", file.display()), "name a tokenizer.json");
+        }
+        if self.data.tokenizer.is_some() && self.data.vocabulary.is_some() {
+            return fail(
+                "data.vocabulary",
+                "stands beside data.tokenizer, which has one".into(),
+                "leave one of them out",
+            );
+        }
+        if let (ModelConfig::Folder(_), Some(_)) = (&self.model, self.data.vocabulary) {
+            let why = "a tokenizer of its own has other ids than the model of model.folder knows".to_owned();
+            return fail("data.vocabulary", why, "leave it out: the folder's tokenizer.json is used");
+        }
+        if let Some(size) = self.data.vocabulary.filter(|&size| size < 256) {
+            return fail("data.vocabulary", format!("{size} tokens do not even hold the bytes"), "it is at least 256");
+        }
+        if self.memory.budget.is_some() && self.memory.recompute != "none" {
+            let why = "a budget chooses itself what is computed again".to_owned();
+            return fail("memory.budget", why, "leave memory.recompute or memory.budget out");
+        }
+        if self.checkpoints.keep_last == 0 {
+            return fail("checkpoints.keep_last", "is 0".into(), "keep at least one, to resume from");
+        }
+        self.learning_rate().check().map(drop).or_else(|error| fail("learning_rate", error.to_string(), "see its keys"))
+    }
+
+    /// What a [`Trainer`](crate::Trainer) is made with.
+    ///
+    /// # Errors
+    /// Texts that mean nothing, where the configuration was not read from a file.
+    pub fn options(&self) -> Result<TrainOptions, ConfigError> {
+        let wrong =
+            |key: &str, why: String| ConfigError::Value { key: key.to_owned(), line: None, why, remedy: "correct it" };
+        let memory = &self.memory;
+        let offload = (!memory.offload.is_empty())
+            .then(|| Offload { ops: memory.offload.clone(), folder: memory.offload_to.clone() });
+        let recompute = match memory.budget {
+            Some(bytes) => Recompute::budget(bytes),
+            None => memory.recompute.parse().map_err(|e| wrong("memory.recompute", format!("{e}")))?,
+        };
+        let OptimizerConfig { name, beta1, beta2, weight_decay, max_norm, rank, alpha } = self.optimizer;
+        let adamw = AdamW { beta1, beta2, weight_decay, max_norm, ..AdamW::default() };
+        Ok(TrainOptions {
+            batch: self.step.batch,
+            micro_batches: self.step.micro_batches,
+            sequence: self.step.sequence,
+            device: self.step.device.parse().map_err(|why| wrong("step.device", why))?,
+            dtype: match self.step.dtype {
+                Float::F32 => DType::F32,
+                Float::Bf16 => DType::BF16,
+            },
+            optimizer: match name {
+                Rule::AdamW => adamw.into(),
+                Rule::AdamW8bit => AdamW8bit { rule: adamw, ..AdamW8bit::default() }.into(),
+                Rule::GaLore => GaLore { rule: adamw, rank, alpha, ..GaLore::default() }.into(),
+            },
+            learning_rate: self.learning_rate(),
+            seed: self.seed,
+            threads: self.step.threads,
+            recompute,
+            compress: memory.compress.clone(),
+            offload,
+            trainable: self.trainable.clone(),
+            generation: (!self.sample.prompt.is_empty()).then(Generation::default),
+            ..TrainOptions::default()
+        })
+    }
+
+    fn learning_rate(&self) -> LearningRate {
+        let RateConfig { peak, floor, warmup_steps, shape, decay_steps } = self.learning_rate;
+        let shape = match shape {
+            RateShape::Constant => Shape::Constant,
+            RateShape::Cosine => Shape::Cosine,
+            RateShape::Wsd => Shape::Wsd { decay_steps: decay_steps.unwrap_or(self.steps / 5) },
+        };
+        // A short run is no reason to shorten the warm-up by hand.
+        let warmup_steps = warmup_steps.min(self.steps / 4);
+        LearningRate { peak, floor: floor.unwrap_or(peak / 10.0), warmup_steps, steps: self.steps, shape }
+    }
+
+    /// The data, tokenized: read anew, or as an earlier run left them.
+    ///
+    /// # Errors
+    /// As [`Dataset::prepare`].
+    pub fn dataset(&self) -> Result<Dataset, gapless_engine::data::DataError> {
+        let DataConfig { path, vocabulary, tokenizer, validation_every, cache } = self.data.clone();
+        let tokenizer = tokenizer.or_else(|| match &self.model {
+            ModelConfig::Folder(folder) => Some(folder.join("tokenizer.json")),
+            _ => None,
+        });
+        let vocabulary = match (tokenizer, vocabulary) {
+            (Some(file), _) => VocabularyChoice::File(file),
+            (None, Some(256)) => VocabularyChoice::Bytes,
+            (None, size) => VocabularyChoice::Bpe { size: size.unwrap_or(4096) },
+        };
+        Dataset::prepare(&Source::Path(path), &DataOptions { vocabulary, validation_every, cache })
+    }
+}
+
+/// The file's configuration with other values.
+fn assigned(text: &str, assignments: &[String]) -> Result<RunConfig, ConfigError> {
+    let mut root: toml::Table = toml::from_str(text).expect("it was read just now");
+    for assignment in assignments {
+        let wrong = |why: &str| ConfigError::Assignment { assignment: assignment.clone(), why: why.to_owned() };
+        let (key, value) = assignment.split_once('=').ok_or_else(|| wrong("it has no ="))?;
+        // As TOML, or else as a text without its quotes.
+        let value = value.trim();
+        let parsed =
+            toml::from_str::<toml::Table>(&format!("x = {value}")).ok().and_then(|mut table| table.remove("x"));
+        let value = parsed.unwrap_or_else(|| Value::String(value.to_owned()));
+        let mut path: Vec<&str> = key.trim().split('.').collect();
+        let last = path.pop().filter(|last| !last.is_empty()).ok_or_else(|| wrong("it names no key"))?;
+        let mut table = &mut root;
+        for part in path {
+            let below = table.entry(part).or_insert_with(|| Value::Table(toml::Table::new()));
+            table = below.as_table_mut().ok_or_else(|| wrong(&format!("{part} is no table")))?;
+        }
+        table.insert(last.to_owned(), value);
+    }
+    let text = assignments.join(" ");
+    RunConfig::deserialize(root)
+        .map_err(|error| ConfigError::Assignment { assignment: text, why: with_nearest(error.to_string()) })
+}
+
+/// A message about a key that does not exist, with the nearest that does.
+fn with_nearest(message: String) -> String {
+    let quoted: Vec<&str> = message.split('`').skip(1).step_by(2).collect();
+    let Some((wrong, known)) = quoted.split_first().filter(|_| message.contains("unknown")) else { return message };
+    let nearest = known.iter().min_by_key(|name| strsim::damerau_levenshtein(wrong, name));
+    match nearest {
+        Some(name) => format!("{}\ndid you mean `{name}`?", message.trim_end()),
+        None => message,
+    }
+}
+
+/// Where the key of an error stands.
+fn at_line(error: ConfigError, text: &str, assignments: &[String]) -> ConfigError {
+    let ConfigError::Value { key, line: None, why, remedy } = error else { return error };
+    let is_assigned =
+        assignments.iter().any(|assignment| assignment.split('=').next().is_some_and(|k| k.trim() == key));
+    let line = if is_assigned { None } else { line_of(text, &key) };
+    ConfigError::Value { key, line, why, remedy }
+}
+
+/// The line on which a key stands, from 1 on.
+fn line_of(text: &str, key: &str) -> Option<usize> {
+    let root = toml::de::DeTable::parse(text).ok()?;
+    let mut parts = key.split('.');
+    let mut found = root.get_ref().get_key_value(parts.next()?)?;
+    for part in parts {
+        found = found.1.get_ref().as_table()?.get_key_value(part)?;
+    }
+    Some(text[..found.0.span().start].matches('\n').count() + 1)
+}

@@ -1,0 +1,317 @@
+//! Runs that are files: what is refused, what a run's folder holds, and that a file's run is the library's.
+
+use std::path::Path;
+use std::process::{Command, Output};
+
+use gapless::models::{Gpt, GptConfig};
+use gapless::run::{Console, ModelConfig, RunConfig, RunError, train};
+use gapless::{Recompute, Trainer};
+
+/// A tiny run on bytes; the folder is where its text is.
+const TINY: &str = r#"
+steps = 4
+seed = 3
+
+[model.gpt]
+layers = 1
+heads = 2
+width = 16
+
+[data]
+path = "DIR/text.txt"
+vocabulary = 256
+validation_every = 8
+cache = "DIR/cache"
+
+[step]
+batch = 4
+micro_batches = 2
+sequence = 16
+device = "cpu"
+threads = 1
+
+[evaluation]
+every = 2
+
+[checkpoints]
+every = 2
+
+[sample]
+prompt = "to be"
+tokens = 4
+"#;
+
+struct Place {
+    folder: tempfile::TempDir,
+}
+
+impl Place {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("text.txt"), "to be or not to be, that is the question\n".repeat(200))
+            .unwrap();
+        Self { folder }
+    }
+
+    fn path(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// A file of a run, by its text.
+    fn file(&self, text: &str) -> std::path::PathBuf {
+        let path = self.path().join("run.toml");
+        std::fs::write(&path, text.replace("DIR", &self.path().display().to_string())).unwrap();
+        path
+    }
+
+    fn gapless(&self, arguments: &[&str]) -> Output {
+        Command::new(env!("CARGO_BIN_EXE_gapless")).current_dir(self.path()).args(arguments).output().unwrap()
+    }
+}
+
+fn losses(metrics: &Path) -> Vec<(u64, u32)> {
+    let text = std::fs::read_to_string(metrics).unwrap();
+    let rows = text.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+    let loss = |row: serde_json::Value| Some((row["step"].as_u64()?, (row.get("loss")?.as_f64()? as f32).to_bits()));
+    rows.filter_map(loss).collect()
+}
+
+/// By file, broken off and resumed, and by the library alone: the same bits.
+#[test]
+fn a_file_is_a_run_of_the_library() {
+    let place = Place::new();
+    let file = place.file(TINY);
+    let config = RunConfig::read(&file, &[]).unwrap();
+    let whole = train(&config, &place.path().join("whole"), false, &mut Console::default(), |_| {}).unwrap();
+    assert_eq!((whole.steps, whole.signal), (4, None));
+    let expected = losses(&place.path().join("whole/metrics.jsonl"));
+    assert_eq!(expected.len(), 4);
+
+    // The same, with what the library has.
+    let dataset = config.dataset().unwrap();
+    let ModelConfig::Gpt(gpt) = config.model(dataset.vocabulary().size()) else { panic!("{config:?}") };
+    assert_eq!(
+        gpt,
+        GptConfig { vocabulary: 256, sequence: 16, layers: 1, heads: 2, width: 16, ..GptConfig::default() }
+    );
+    let mut trainer = Trainer::new(|vb| Gpt::new(&gpt, vb), config.options().unwrap()).unwrap();
+    let training = dataset.training(16, 4, 3).unwrap();
+    let (mut tokens, mut targets) = (vec![0; 64], vec![0; 64]);
+    for &(step, bits) in &expected {
+        training.fill(step, 0, &mut tokens, &mut targets).unwrap();
+        assert_eq!(trainer.step(&tokens, &targets).unwrap().loss.to_bits(), bits, "step {step}");
+    }
+
+    // Two steps, and two more. The learning rate is that of four steps all along.
+    let file = file.display().to_string();
+    let name = |name: &str| place.path().join(name).display().to_string();
+    let half = place.gapless(&["train", &file, "--out", &name("half"), "--set", "learning_rate.shape=constant"]);
+    assert!(half.status.success(), "{half:?}");
+    let short = [
+        "train",
+        &file,
+        "--out",
+        &name("cut"),
+        "--set",
+        "learning_rate.shape=constant",
+        "--set",
+        "learning_rate.warmup_steps=0",
+    ];
+    let whole = [
+        "train",
+        &file,
+        "--out",
+        &name("uncut"),
+        "--set",
+        "learning_rate.shape=constant",
+        "--set",
+        "learning_rate.warmup_steps=0",
+    ];
+    assert!(place.gapless(&[&short[..], &["--set", "steps=2"]].concat()).status.success());
+    let resumed = place.gapless(&[&short[..], &["--resume"]].concat());
+    let said = String::from_utf8_lossy(&resumed.stdout).into_owned();
+    assert!(
+        resumed.status.success() && said.contains("steps was 2 and is 4") && said.contains("resumed after 2 steps"),
+        "{resumed:?}"
+    );
+    assert!(place.gapless(&whole).status.success());
+    assert_eq!(losses(&place.path().join("cut/metrics.jsonl")), losses(&place.path().join("uncut/metrics.jsonl")));
+}
+
+/// What a run's folder holds, and that its own file is a run again.
+#[test]
+fn a_folder_holds_all_of_a_run() {
+    let place = Place::new();
+    let config = RunConfig::read(&place.file(TINY), &["checkpoints.keep_last=1".to_owned()]).unwrap();
+    let out = place.path().join("run");
+    train(&config, &out, false, &mut Console::default(), |_| {}).unwrap();
+    let again = RunConfig::read(&out.join("run.toml"), &[]).unwrap();
+    assert_eq!(again.model(256), config.model(256));
+    assert_eq!(RunConfig { model: config.model.clone(), ..again }, config);
+    let samples = std::fs::read_to_string(out.join("samples.txt")).unwrap();
+    assert!(samples.starts_with("=== step 2\nto be") && samples.contains("=== step 4\nto be"), "{samples}");
+    let summary: serde_json::Value = serde_json::from_slice(&std::fs::read(out.join("summary.json")).unwrap()).unwrap();
+    assert_eq!(summary["steps"], 4);
+    assert!(summary["val_loss"].is_f64());
+    assert!(std::fs::read_to_string(out.join("memory.html")).unwrap().contains("<html"));
+    let names: Vec<_> =
+        std::fs::read_dir(out.join("checkpoints")).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(names, ["step-00000004"]);
+}
+
+/// A run that is gone on with differently: some keys may change, others not, and then nothing is touched.
+#[test]
+fn what_has_been_done_cannot_change() {
+    let place = Place::new();
+    let file = place.file(TINY);
+    let out = place.path().join("run");
+    let read = |assignment: &str| RunConfig::read(&file, &[assignment.to_owned()]).unwrap();
+    let go = |config: &RunConfig| train(config, &out, true, &mut Console::default(), |_| {});
+    assert!(matches!(go(&read("steps=2")), Err(RunError::NothingToResume { .. })));
+    assert!(!out.exists());
+    train(&read("steps=2"), &out, false, &mut Console::default(), |_| {}).unwrap();
+    for (assignment, said) in [
+        ("model.gpt.layers=2", "model.gpt.layers was 1 and is 2"),
+        ("step.batch=8", "step.batch was 4 and is 8"),
+        ("seed=4", "seed was 3 and is 4"),
+        ("data.validation_every=4", "data.validation_every was 8 and is 4"),
+        ("optimizer.beta1=0.8", "optimizer.beta1 was 0.9 and is 0.8"),
+    ] {
+        let error = go(&read(assignment)).unwrap_err().to_string();
+        assert!(error.contains(said), "{assignment}: {error}");
+    }
+    let text = place.path().join("text.txt");
+    std::fs::write(&text, "another text, which has other tokens\n".repeat(200)).unwrap();
+    let error = go(&read("steps=3")).unwrap_err().to_string();
+    assert!(error.contains("the data's hash was"), "{error}");
+}
+
+/// The printed files are runs, but for their paths; and the page names every key that they may have.
+#[test]
+fn printed_files_are_runs() {
+    let place = Place::new();
+    let page = include_str!("../docs/runs.md");
+    for name in ["small-gpt", "llama", "moe", "budget", "finetune"] {
+        let text = String::from_utf8(place.gapless(&["init", name]).stdout).unwrap();
+        let config =
+            RunConfig::read(&place.file(&text.replace("path = \"text\"", "path = \"DIR/text.txt\"")), &[]).unwrap();
+        config.options().unwrap();
+        let table: toml::Table = toml::from_str(&config.resolved(256)).unwrap();
+        for (name, value) in &table {
+            let keys: Vec<&String> = value.as_table().into_iter().flat_map(|table| table.keys()).collect();
+            for key in keys.into_iter().filter(|_| name != "model").chain([name]) {
+                assert!(page.contains(&format!("`{key}`")), "docs/runs.md does not name {key} of {name}");
+            }
+        }
+    }
+    let budget = RunConfig::read(&place.file(TINY), &["memory.budget=1000000".to_owned()]).unwrap().options().unwrap();
+    assert_eq!(budget.recompute.capacity(), Recompute::budget(1_000_000).capacity());
+}
+
+/// Wrong files: what is to be changed in the tiny one, and what the error names. Exit code 2, and nothing is written.
+#[test]
+fn wrong_files_are_refused_by_key_line_and_remedy() {
+    let wrong: &[(&str, &str, &[&str])] = &[
+        ("steps = 4", "steps = 0", &["steps (line 2)", "at least one"]),
+        ("steps = 4", "steps = -1", &["line 2", "steps", "invalid value"]),
+        ("steps = 4", "steps = \"4\"", &["line 2", "invalid type: string"]),
+        ("steps = 4", "step = 4", &["line", "duplicate key"]),
+        ("steps = 4", "stepz = 4", &["line 2", "unknown field `stepz`", "did you mean `steps`"]),
+        ("seed = 3", "seed = 3.5", &["line 3", "invalid type: floating point"]),
+        ("seed = 3", "seed = 3\nseed = 4", &["line 4", "duplicate key"]),
+        ("seed = 3", "seed =", &["line 3"]),
+        ("[model.gpt]", "[model.gtp]", &["line 5", "unknown variant `gtp`", "did you mean `gpt`"]),
+        ("[model.gpt]\nlayers = 1\nheads = 2\nwidth = 16", "", &["missing field `model`"]),
+        ("layers = 1", "layrs = 1", &["line 6", "did you mean `layers`"]),
+        ("layers = 1", "layers = true", &["line 6", "invalid type: boolean"]),
+        ("[data]\npath = \"DIR/text.txt\"", "[data]", &["missing field `path`"]),
+        ("text.txt", "nowhere.txt", &["data.path (line 11)", "nowhere.txt", "file or folder that is there"]),
+        ("vocabulary = 256", "vocabulary = 100", &["data.vocabulary (line 12)", "at least 256"]),
+        ("vocabulary = 256", "tokenizer = \"DIR/none.json\"", &["data.tokenizer (line 12)", "tokenizer.json"]),
+        (
+            "vocabulary = 256",
+            "vocabulary = 256\ntokenizer = \"DIR/text.txt\"",
+            &["data.vocabulary (line 12)", "leave one of them out"],
+        ),
+        ("vocabulary = 256", "vocab = 256", &["line 12", "did you mean `vocabulary`"]),
+        ("batch = 4", "batch = 0", &["step.batch (line 17)", "at least 1"]),
+        ("batch = 4", "batch = 3", &["step.micro_batches (line 18)", "3 sequences do not divide into 2", "divisor"]),
+        ("micro_batches = 2", "micro_batches = 0", &["step.micro_batches (line 18)", "at least 1"]),
+        ("micro_batches = 2", "microbatches = 2", &["line 18", "did you mean `micro_batches`"]),
+        ("sequence = 16", "sequence = 0", &["step.sequence (line 19)"]),
+        ("sequence = 16", "sequence = [16]", &["line 19", "invalid type: sequence"]),
+        ("device = \"cpu\"", "device = \"gpu\"", &["line 20", "no device", "cuda:0"]),
+        ("device = \"cpu\"", "device = \"cuda:x\"", &["line 20", "no number of a GPU"]),
+        ("threads = 1", "threads = 1\ndtype = \"f16\"", &["line 22", "unknown variant `f16`", "`bf16`"]),
+        ("threads = 1", "thread = 1", &["line 21", "did you mean `threads`"]),
+        ("[evaluation]", "[evalution]", &["line 23", "did you mean `evaluation`"]),
+        (
+            "[checkpoints]\nevery = 2",
+            "[checkpoints]\nkeep_last = 0",
+            &["checkpoints.keep_last (line 27)", "at least one"],
+        ),
+        ("[checkpoints]\nevery = 2", "[checkpoints]\nkeep = 2", &["line 27", "did you mean `keep_last`"]),
+        (
+            "[sample]",
+            "[memory]\nbudget = 1000\nrecompute = \"layers\"\n[sample]",
+            &["memory.budget (line 30)", "leave"],
+        ),
+        ("[sample]", "[memory]\nrecompute = \"some\"\n[sample]", &["line 30", "no policy", "first:8"]),
+        ("[sample]", "[memory]\nbudget = \"much\"\n[sample]", &["line 30", "not a number of bytes", "600MiB"]),
+        (
+            "[sample]",
+            "[optimizer]\nname = \"adam\"\n[sample]",
+            &["line 30", "unknown variant `adam`", "did you mean `adamw`"],
+        ),
+        ("[sample]", "[optimizer]\nlr = 0.1\n[sample]", &["line 30", "unknown field `lr`"]),
+        ("[sample]", "[learning_rate]\npeak = -1.0\n[sample]", &["learning_rate (line 29)", "at least 0"]),
+        (
+            "[sample]",
+            "[learning_rate]\npeak = 1e-4\nfloor = 1e-3\n[sample]",
+            &["learning_rate (line 29)", "lower the floor"],
+        ),
+        ("[sample]", "[learning_rate]\nshape = \"cosin\"\n[sample]", &["line 30", "did you mean `cosine`"]),
+        (
+            "[sample]",
+            "[learning_rate]\nshape = \"wsd\"\ndecay_steps = 9\n[sample]",
+            &["learning_rate (line 29)", "shorten"],
+        ),
+        ("prompt = \"to be\"", "prompt = 5", &["line 30", "invalid type: integer"]),
+        ("[sample]", "[trainable.lora]\nrang = 4\n[sample]", &["line 30", "did you mean `rank`"]),
+        ("[sample]", "[memory]\nbudget = -5\n[sample]", &["line 30", "invalid value"]),
+        ("tokens = 4", "tokens = -4", &["line 31", "invalid value"]),
+        ("tokens = 4", "token = 4", &["line 31", "did you mean `tokens`"]),
+    ];
+    let place = Place::new();
+    for (from, to, expected) in wrong {
+        assert!(TINY.contains(from), "{from}");
+        let file = place.file(&TINY.replacen(from, to, 1)).display().to_string();
+        let output = place.gapless(&["train", &file, "--out", "out"]);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(2), "{to}: {said}");
+        for part in *expected {
+            assert!(said.contains(part), "{to}: {part:?} is not in {said}");
+        }
+        assert!(
+            !place.path().join("out").exists() && !place.path().join("cache").exists(),
+            "{to}: something was written"
+        );
+    }
+    let file = place.file(TINY).display().to_string();
+    for (assignment, part) in [
+        ("steps", "it has no ="),
+        ("=4", "names no key"),
+        ("step.batch=x", "invalid type: string"),
+        ("step.bach=4", "did you mean `batch`"),
+        ("steps.more=4", "steps is no table"),
+        ("step.batch=3", "step.micro_batches"),
+    ] {
+        let output = place.gapless(&["train", &file, "--set", assignment]);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.code() == Some(2) && said.contains(part), "{assignment}: {said}");
+    }
+    let output = place.gapless(&["train", "nowhere.toml"]);
+    assert!(
+        output.status.code() == Some(2) && String::from_utf8_lossy(&output.stderr).contains("cannot read nowhere.toml")
+    );
+}
