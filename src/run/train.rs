@@ -44,10 +44,10 @@ pub enum RunError {
     Data(#[from] DataError),
     /// A Hugging Face folder.
     #[error(transparent)]
-    Pretrained(#[from] HfError),
+    Pretrained(Box<HfError>),
     /// The trainer.
     #[error(transparent)]
-    Train(#[from] TrainError),
+    Train(Box<TrainError>),
     /// The folder or its checkpoints.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
@@ -76,6 +76,18 @@ pub enum RunError {
         /// Why it cannot be done.
         source: std::io::Error,
     },
+}
+
+impl From<HfError> for RunError {
+    fn from(error: HfError) -> Self {
+        Self::Pretrained(Box::new(error))
+    }
+}
+
+impl From<TrainError> for RunError {
+    fn from(error: TrainError) -> Self {
+        Self::Train(Box::new(error))
+    }
 }
 
 /// Where a run is, for whoever shows it.
