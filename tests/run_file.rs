@@ -3,9 +3,10 @@
 use std::path::Path;
 use std::process::{Command, Output};
 
+use gapless::models::hf::{Adapter, Folder};
 use gapless::models::{Gpt, GptConfig};
 use gapless::run::{Console, ModelConfig, RunConfig, RunError, train};
-use gapless::{Recompute, Trainer};
+use gapless::{DataOptions, Dataset, Recompute, Source, Trainer, VocabularyChoice};
 
 /// A tiny run on bytes; the folder is where its text is.
 const TINY: &str = r#"
@@ -159,6 +160,42 @@ fn a_folder_holds_all_of_a_run() {
     assert_eq!(names, ["step-00000004"]);
 }
 
+/// A folder in; the same folder with other weights out, or an adapter.
+#[test]
+fn trained_weights_leave_in_the_form_that_they_came_in() {
+    let place = Place::new();
+    let base = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/evidence/hf/models/mixtral_bf16/checkpoint");
+    // A tokenizer of as many tokens as the model knows.
+    let choice = VocabularyChoice::Bpe { size: 300 };
+    let options = DataOptions { vocabulary: choice, cache: place.path().join("bpe"), ..DataOptions::default() };
+    let prepared = Dataset::prepare(&Source::Path(place.path().join("text.txt")), &options).unwrap();
+    let tokenizer = prepared.folder().unwrap().join("tokenizer.json").display().to_string();
+    let model = format!("[model]\nfolder = {base:?}");
+    let text = TINY.replace("[model.gpt]\nlayers = 1\nheads = 2\nwidth = 16", &model);
+    let text = text.replace("vocabulary = 256", &format!("tokenizer = {tokenizer:?}"));
+    let go = |text: &str, out: &str| {
+        let out = place.path().join(out);
+        let config = RunConfig::read(&place.file(text), &[]).unwrap();
+        train(&config, &out, false, &mut Console::default(), |_| {}).unwrap();
+        (Trainer::new(|vb| Folder::open(&base).unwrap().model(vb), config.options().unwrap()).unwrap(), out)
+    };
+    let (mut trainer, out) = go(&text, "whole");
+    let name = trainer.parameter_names().find(|name| name.contains("q_proj")).unwrap().to_owned();
+    let mut weights = |folder: &Path| {
+        Folder::open(folder).unwrap().load(&mut trainer).unwrap();
+        trainer.tensor(&name).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap()
+    };
+    let before = weights(&base);
+    assert_ne!(weights(&out.join("model")), before);
+
+    let lora = "[trainable.lora]\nrank = 2\ntargets = [\"q_proj\"]\n[data]";
+    let (mut trainer, out) = go(&text.replace("[data]", lora), "adapter");
+    let (folder, adapter) = (Folder::open(&base).unwrap(), Adapter::open(out.join("adapter")).unwrap());
+    folder.load(&mut trainer).unwrap();
+    adapter.load(&folder, &mut trainer).unwrap();
+    assert!(!out.join("model").exists());
+}
+
 /// A run that is gone on with differently: some keys may change, others not, and then nothing is touched.
 #[test]
 fn what_has_been_done_cannot_change() {
@@ -199,7 +236,7 @@ fn printed_files_are_runs() {
         let table: toml::Table = toml::from_str(&config.resolved(256)).unwrap();
         for (name, value) in &table {
             let keys: Vec<&String> = value.as_table().into_iter().flat_map(|table| table.keys()).collect();
-            for key in keys.into_iter().filter(|_| name != "model").chain([name]) {
+            for key in keys.into_iter().filter(|_| name != "model" && name != "trainable").chain([name]) {
                 assert!(page.contains(&format!("`{key}`")), "docs/runs.md does not name {key} of {name}");
             }
         }

@@ -561,7 +561,10 @@ fn assigned(text: &str, assignments: &[String]) -> Result<RunConfig, ConfigError
 fn with_nearest(message: String) -> String {
     let quoted: Vec<&str> = message.split('`').skip(1).step_by(2).collect();
     let Some((wrong, known)) = quoted.split_first().filter(|_| message.contains("unknown")) else { return message };
-    let nearest = known.iter().min_by_key(|name| strsim::damerau_levenshtein(wrong, name));
+    // What begins alike is nearer than what is as long.
+    let alike = |name: &str| wrong.bytes().zip(name.bytes()).take_while(|(a, b)| a == b).count();
+    let distance = |name: &str| strsim::damerau_levenshtein(wrong, name) as isize - alike(name) as isize;
+    let nearest = known.iter().min_by_key(|name| distance(name));
     match nearest {
         Some(name) => format!("{}\ndid you mean `{name}`?", message.trim_end()),
         None => message,

@@ -169,6 +169,8 @@ fn mistakes_are_refused() {
     assert!(refused(&[1], Sampling { top_p: 0.0, ..Sampling::default() }).contains("top_p"));
     // Positions that the table does not have, and extents of nothing.
     let fails = |generation| run(Kind::Gpt, Some(generation)).try_trainer().unwrap_err();
-    assert!(fails(Generation { window: Some(33), ..Generation::default() }).to_string().contains("32 positions"));
+    assert!(fails(Generation { window: Some(33), ..Generation::default() }).to_string().contains("positions for 32"));
+    let small = Generation { window: Some(33), chunk: 8, ..Generation::default() };
+    assert!(fails(small).to_string().contains("32 positions"));
     assert!(matches!(fails(Generation { chunk: 0, ..Generation::default() }), TrainError::Compile(_)));
 }

@@ -167,7 +167,11 @@ pub enum CheckpointError {
 
 fn listed(differences: &[Difference]) -> String {
     const MOST: usize = 3;
-    let listed: Vec<String> = differences.iter().take(MOST).map(Difference::to_string).collect();
+    // A parameter says more than the states of its optimizer, which have a path before their names.
+    let (states, parameters): (Vec<_>, Vec<_>) =
+        differences.iter().partition(|difference| difference.key.contains('/'));
+    let all = parameters.into_iter().chain(states);
+    let listed: Vec<String> = all.take(MOST).map(Difference::to_string).collect();
     let more = differences.len().saturating_sub(MOST);
     if more == 0 { listed.join(", ") } else { format!("{}, and {more} more", listed.join(", ")) }
 }
