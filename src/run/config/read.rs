@@ -1,0 +1,127 @@
+//! Reading: TOML and assignments → [`RunConfig`], and where mistakes are.
+
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+use toml::Value;
+
+use super::RunConfig;
+
+/// Why a file is no run.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ConfigError {
+    /// It cannot be read.
+    #[error("cannot read {}: {source}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        source: std::io::Error,
+    },
+    /// No TOML, a key that does not exist, or a value of another type; says where.
+    #[error("{}: {message}", path.display())]
+    Syntax {
+        /// The file.
+        path: PathBuf,
+        /// What and where.
+        message: String,
+    },
+    /// An assignment of the command line that is none.
+    #[error("{assignment:?} is no assignment: {why}; write, for example, step.batch=16")]
+    Assignment {
+        /// As given.
+        assignment: String,
+        /// What is wrong.
+        why: String,
+    },
+    /// Values that cannot be, or not together.
+    #[error("{key}{}: {why}; {remedy}", line.map_or(String::new(), |line| format!(" (line {line})")))]
+    Value {
+        /// The key.
+        key: String,
+        /// Where it stands, unless it is a default or of the command line.
+        line: Option<usize>,
+        /// What is wrong.
+        why: String,
+        /// What would do.
+        remedy: &'static str,
+    },
+}
+
+impl RunConfig {
+    /// Reads a file, with assignments (`step.batch=16`) that go before what it says, and checks all that can be checked without
+    /// data and without a device. Paths in it are relative to where the process runs.
+    ///
+    /// # Errors
+    /// [`ConfigError`], with line, key and remedy.
+    pub fn read(path: &Path, assignments: &[String]) -> Result<Self, ConfigError> {
+        let text =
+            std::fs::read_to_string(path).map_err(|source| ConfigError::Read { path: path.to_owned(), source })?;
+        let syntax = |message| ConfigError::Syntax { path: path.to_owned(), message };
+        // The file by itself first, for the lines of its mistakes; then with what the command line says.
+        let config: Self = toml::from_str(&text).map_err(|error| syntax(with_nearest(error.to_string())))?;
+        let config = if assignments.is_empty() { config } else { assigned(&text, assignments)? };
+        config.check().map_err(|error| at_line(error, &text, assignments))?;
+        Ok(config)
+    }
+}
+
+/// The file's configuration with other values.
+fn assigned(text: &str, assignments: &[String]) -> Result<RunConfig, ConfigError> {
+    let mut root: toml::Table = toml::from_str(text).expect("it was read just now");
+    for assignment in assignments {
+        let wrong = |why: &str| ConfigError::Assignment { assignment: assignment.clone(), why: why.to_owned() };
+        let (key, value) = assignment.split_once('=').ok_or_else(|| wrong("it has no ="))?;
+        // As TOML, or else as a text without its quotes.
+        let value = value.trim();
+        let parsed =
+            toml::from_str::<toml::Table>(&format!("x = {value}")).ok().and_then(|mut table| table.remove("x"));
+        let value = parsed.unwrap_or_else(|| Value::String(value.to_owned()));
+        let mut path: Vec<&str> = key.trim().split('.').collect();
+        let last = path.pop().filter(|last| !last.is_empty()).ok_or_else(|| wrong("it names no key"))?;
+        let mut table = &mut root;
+        for part in path {
+            let below = table.entry(part).or_insert_with(|| Value::Table(toml::Table::new()));
+            table = below.as_table_mut().ok_or_else(|| wrong(&format!("{part} is no table")))?;
+        }
+        table.insert(last.to_owned(), value);
+    }
+    let text = assignments.join(" ");
+    RunConfig::deserialize(root)
+        .map_err(|error| ConfigError::Assignment { assignment: text, why: with_nearest(error.to_string()) })
+}
+
+/// A message about a key that does not exist, with the nearest that does.
+fn with_nearest(message: String) -> String {
+    let quoted: Vec<&str> = message.split('`').skip(1).step_by(2).collect();
+    let Some((wrong, known)) = quoted.split_first().filter(|_| message.contains("unknown")) else { return message };
+    // What begins alike is nearer than what is as long.
+    let alike = |name: &str| wrong.bytes().zip(name.bytes()).take_while(|(a, b)| a == b).count();
+    let distance = |name: &str| strsim::damerau_levenshtein(wrong, name) as isize - alike(name) as isize;
+    let nearest = known.iter().min_by_key(|name| distance(name));
+    match nearest {
+        Some(name) => format!("{}\ndid you mean `{name}`?", message.trim_end()),
+        None => message,
+    }
+}
+
+/// Where the key of an error stands.
+fn at_line(error: ConfigError, text: &str, assignments: &[String]) -> ConfigError {
+    let ConfigError::Value { key, line: None, why, remedy } = error else { return error };
+    let is_assigned =
+        assignments.iter().any(|assignment| assignment.split('=').next().is_some_and(|k| k.trim() == key));
+    let line = if is_assigned { None } else { line_of(text, &key) };
+    ConfigError::Value { key, line, why, remedy }
+}
+
+/// The line on which a key stands, from 1 on.
+fn line_of(text: &str, key: &str) -> Option<usize> {
+    let root = toml::de::DeTable::parse(text).ok()?;
+    let mut parts = key.split('.');
+    let mut found = root.get_ref().get_key_value(parts.next()?)?;
+    for part in parts {
+        found = found.1.get_ref().as_table()?.get_key_value(part)?;
+    }
+    Some(text[..found.0.span().start].matches('\n').count() + 1)
+}
