@@ -4,15 +4,16 @@
 //! `cargo run --release --example finetune -- SmolLM-135M my.txt SmolLM-135M-mine`
 //! `cargo run --release --example finetune -- SmolLM-135M my.txt my-adapter --lora 16 --merge SmolLM-135M-merged`
 
+use std::ops::ControlFlow::Continue;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use clap::Parser;
 use gapless::alloc::draw::Bytes;
 use gapless::engine::data::{DataOptions, Dataset, Source, VocabularyChoice};
-use gapless::engine::learning_rate::{LearningRate, Shape};
 use gapless::models::hf::Folder;
-use gapless::{DeviceChoice, Lora, Recompute, TrainOptions, Trainable, Trainer};
+use gapless::run::Fit;
+use gapless::{DeviceChoice, LearningRate, Lora, Recompute, TrainOptions, Trainable, Trainer};
 
 #[derive(Parser)]
 #[command(about = "Trains somebody's weights on a text: a Hugging Face folder in, a folder out")]
@@ -68,13 +69,7 @@ fn main() -> Result<()> {
         device: args.device,
         trainable: trainable(&args, &folder),
         recompute: args.budget.map_or(Recompute::None, Recompute::budget),
-        learning_rate: LearningRate {
-            peak: args.lr,
-            floor: args.lr,
-            warmup_steps: 0,
-            steps: 0,
-            shape: Shape::Constant,
-        },
+        learning_rate: LearningRate::constant(args.lr),
         ..TrainOptions::default()
     };
     let mut trainer = Trainer::new(|vb| folder.model(vb), options)?;
@@ -85,13 +80,10 @@ fn main() -> Result<()> {
     let data = DataOptions { vocabulary, ..DataOptions::default() };
     let dataset = Dataset::prepare(&Source::Path(args.data), &data).context("the text cannot be read")?;
     let training = dataset.training(args.sequence, args.batch, 0)?;
-    let mut tokens = vec![0; args.batch * args.sequence];
-    let mut targets = tokens.clone();
-    while trainer.steps() < args.steps {
-        training.fill(trainer.steps(), 0, &mut tokens, &mut targets)?;
-        let step = trainer.step(&tokens, &targets)?;
-        println!("step {:>4} loss {:.4} norm {:.2}", step.step, step.loss, step.gradient_norm);
-    }
+    Fit::new(&training, args.steps).run(&mut trainer, |event, _| {
+        println!("{event}");
+        Ok(Continue(()))
+    })?;
     match args.lora {
         Some(_) => folder.save_adapter(&trainer, &args.out)?,
         None => folder.save(&trainer, &args.out, args.max_shard_size)?,

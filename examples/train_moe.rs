@@ -3,27 +3,39 @@
 //! `--style` picks a way of routing; `--expert-ranks 2` shares the experts over threads that exchange rows, as GPUs would. The
 //! line of each step shows how even the load of all layers together is, one bar per expert.
 
-use std::path::{Path, PathBuf};
-use std::time::Instant;
+use std::ops::ControlFlow::Continue;
+use std::path::PathBuf;
+use std::process::ExitCode;
 
-use anyhow::{Result, ensure};
-use clap::{Parser, ValueEnum};
-use gapless::engine::data::{DataOptions, Dataset, RustSources, Source, VocabularyChoice};
-use gapless::engine::learning_rate::{LearningRate, Shape};
+use anyhow::{Error, Result, ensure};
+use clap::{CommandFactory, FromArgMatches, Parser, ValueEnum, parser::ValueSource};
 use gapless::models::{Moe, MoeConfig, MoeStyle};
-use gapless::run::Console;
-use gapless::{DeviceChoice, Mesh, Overflow, Reserve, TrainOptions, Trainer, communicator};
+use gapless::prelude::*;
+use gapless::run::{Console, Event, Fit, RunError, RunFolder, Stop, dataset, with_saved};
+use gapless::{Mesh, Reserve, VocabularyChoice, communicator};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
 
-#[derive(Parser)]
-#[command(about = "Trains a small mixture of experts on real text, and shows where its tokens go")]
+/// Trains a small mixture of experts on real text, and shows where its tokens go
+#[derive(Parser, Serialize, Deserialize)]
 struct Args {
     #[arg(long, value_enum, default_value = "mixtral")]
     style: Style,
     /// A file or folder of .txt, .rs, .md or .jsonl; by default this workspace's Rust sources and those of its dependencies
     #[arg(long)]
     data: Option<PathBuf>,
+    /// Where checkpoints and the memory map go
+    #[arg(long, default_value = "runs/train_moe")]
+    out: PathBuf,
+    /// Goes on from the newest checkpoint in --out, with its flags
+    #[arg(long)]
+    #[serde(skip)]
+    resume: bool,
     #[arg(long, default_value_t = 200)]
     steps: u64,
+    /// Steps between checkpoints
+    #[arg(long, default_value_t = 100)]
+    save_every: u64,
     /// Sequences per step, of all ranks together
     #[arg(long, default_value_t = 8)]
     batch: usize,
@@ -41,13 +53,13 @@ struct Args {
     expert_ranks: usize,
     /// What runs it: auto, cpu, cuda or cuda:1; with auto, expert ranks take GPUs in turn
     #[arg(long, default_value = "auto")]
-    device: DeviceChoice,
+    device: String,
     /// Room for received rows as a multiple of what even routing needs; without it, for the worst case
     #[arg(long)]
     reserve: Option<f64>,
     /// What to do when that does not do: error, grow or recompute
     #[arg(long, default_value = "error")]
-    overflow: Overflow,
+    overflow: String,
     #[arg(long, default_value_t = 2e-3)]
     lr: f64,
     #[arg(long, default_value_t = 0)]
@@ -57,8 +69,12 @@ struct Args {
     threads: usize,
 }
 
+/// Flags that may differ when a run goes on: none of them changes what the steps so far have done.
+const MAY_CHANGE: &[&str] =
+    &["out", "steps", "save_every", "expert_ranks", "device", "reserve", "overflow", "lr", "threads"];
+
 /// What docs/moe.md describes.
-#[derive(Debug, Clone, Copy, ValueEnum)]
+#[derive(Debug, Clone, Copy, ValueEnum, Serialize, Deserialize)]
 enum Style {
     Switch,
     Mixtral,
@@ -80,78 +96,74 @@ impl Style {
     }
 }
 
-fn main() -> Result<()> {
-    let args = Args::parse();
+fn main() -> Result<ExitCode> {
+    let flags = Args::command().get_matches();
+    let (mut args, console) = (Args::from_arg_matches(&flags)?, Console::default());
     ensure!(args.expert_ranks > 0, "--expert-ranks is at least 1");
-    let lock = Path::new(env!("CARGO_MANIFEST_DIR")).join("Cargo.lock");
-    let source = args.data.clone().map_or_else(|| Source::RustSources(RustSources::of_lock(lock)), Source::Path);
-    let vocabulary = match args.vocabulary {
-        256 => VocabularyChoice::Bytes,
-        size => VocabularyChoice::Bpe { size },
-    };
-    let console = Console::default();
-    console.say("preparing the data…");
-    let dataset = Dataset::prepare(&source, &DataOptions { vocabulary, ..DataOptions::default() })?;
+    let folder = RunFolder::open(&args.out)?;
+    let checkpoint = if args.resume { Some(folder.newest()?) } else { None };
+    if let Some(checkpoint) = &checkpoint {
+        let is_given = |flag: &str| flags.value_source(flag) == Some(ValueSource::CommandLine);
+        args = with_saved(&args, is_given, checkpoint, "flags", MAY_CHANGE, &console)?;
+    }
+    let source = Source::path_or_rust_sources(args.data.clone(), concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.lock"));
+    let vocabulary = VocabularyChoice::of_size(args.vocabulary);
+    let dataset = dataset(&source, &DataOptions { vocabulary, ..DataOptions::default() }, checkpoint.as_ref())?;
+    let training = dataset.training(args.sequence, args.batch, args.seed)?;
     let config = args.style.config(dataset.vocabulary().size());
     let (parameters, active) = (config.parameters(), config.active_parameters());
     console.say(format_args!("{parameters} parameters, {active} of them work on a token"));
 
-    let options = options(&args);
+    let (options, stop) = (options(&args)?, Stop::on_signals()?);
+    let run = json!({ "flags": args, "config": config, "data": dataset.folder(), "data_hash": dataset.hash() });
+    let fit = Fit::new(&training, args.steps).save(&folder, args.save_every, run).stop(&stop);
     let trained = communicator::on_threads(args.expert_ranks, |world| {
-        let tells = (world.rank() == 0).then_some(&console);
-        let trainer = Trainer::on(world, |vb| Moe::new(&config, vb), options.clone())?;
-        Ok(train(trainer, &dataset, &args, tells))
+        let mut trainer = Trainer::on(world, |vb| Moe::new(&config, vb), options.clone())?;
+        Ok(train(&mut trainer, &fit, &folder, checkpoint.as_ref(), &console))
     });
-    trained?.into_iter().collect::<Result<()>>()?;
-    Ok(console.finish()?)
+    trained?.into_iter().collect::<Result<(), _>>()?;
+    Ok(console.exit_code(&stop)?)
 }
 
-fn options(args: &Args) -> TrainOptions {
-    let warmup_steps = 20.min(args.steps / 4);
+fn options(args: &Args) -> Result<TrainOptions> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    TrainOptions {
+    Ok(TrainOptions {
         batch: args.batch,
         micro_batches: args.micro_batches,
         sequence: args.sequence,
-        learning_rate: LearningRate {
-            peak: args.lr,
-            floor: args.lr / 10.0,
-            warmup_steps,
-            steps: args.steps,
-            shape: Shape::Cosine,
-        },
+        learning_rate: LearningRate::cosine(args.lr, args.steps),
         seed: args.seed,
         threads: if args.threads == 0 { (cores / args.expert_ranks).max(1) } else { args.threads },
-        device: args.device,
+        device: args.device.parse().map_err(Error::msg)?,
         mesh: Mesh { expert: args.expert_ranks, ..Mesh::default() },
         routing: args.reserve.map_or(Reserve::Worst, |factor| Reserve::Balanced { factor }),
-        overflow: args.overflow,
+        overflow: args.overflow.parse().map_err(Error::msg)?,
         ..TrainOptions::default()
-    }
+    })
 }
 
-/// What one rank does; the first has a console.
-fn train(mut trainer: Trainer, dataset: &Dataset, args: &Args, console: Option<&Console>) -> Result<()> {
-    if let Some(console) = console {
-        console.say(trainer.device());
-        console.say(trainer.report());
-    }
-    let training = dataset.training(args.sequence, args.batch, args.seed)?;
-    let (mut tokens, mut targets) = (vec![0; args.batch * args.sequence], vec![0; args.batch * args.sequence]);
-    let begun = Instant::now();
-    while trainer.steps() < args.steps {
-        training.fill(trainer.steps(), 0, &mut tokens, &mut targets)?;
-        let step = trainer.step(&tokens, &targets)?;
-        if let Some(console) = console.filter(|_| step.step % 10 == 0 || trainer.steps() == args.steps) {
-            let rate = (trainer.steps() * tokens.len() as u64) as f64 / begun.elapsed().as_secs_f64();
-            let Balance { bars, most, dropped } = balance(&trainer)?;
-            console.say(format_args!(
-                "step {:>5} loss {:.3} norm {:.2} {rate:.0} tokens/s load {bars} most {most:.2} × the mean, {dropped} dropped",
-                step.step, step.loss, step.gradient_norm
-            ));
+/// What one rank does; the first says it.
+fn train(
+    trainer: &mut Trainer,
+    fit: &Fit,
+    folder: &RunFolder,
+    checkpoint: Option<&Checkpoint>,
+    console: &Console,
+) -> Result<(), RunError> {
+    folder.begin(trainer, checkpoint, console)?;
+    fit.run(trainer, |event, trainer| {
+        let is_told = trainer.rank() == 0;
+        match &event {
+            Event::Step { .. } if is_told && trainer.steps() % 10 == 0 => {
+                let Balance { bars, most, dropped } = balance(trainer)?;
+                console.say(format_args!("{event} load {bars} most {most:.2} × the mean, {dropped} dropped"));
+            }
+            Event::Saved { .. } if is_told => console.say(&event),
+            _ => {}
         }
-    }
-    if let Some(console) = console {
+        Ok(Continue(()))
+    })?;
+    if trainer.rank() == 0 {
         match trainer.routing() {
             Some(report) => console.say(report.to_string().trim_end()),
             None => console.say("one rank has all experts: every size was planned"),

@@ -23,7 +23,9 @@ struct Instance {
 
 fn instances() -> Vec<Instance> {
     let named = std::env::var_os("GAPLESS_INSTANCES").map(PathBuf::from);
-    let root = named.unwrap_or_else(|| gapless_testing::evidence("instances"));
+    let root = named
+        .or_else(|| gapless_testing::shared("instances"))
+        .unwrap_or_else(|| gapless_testing::evidence("instances"));
     let entries = |folder: &Path| -> Vec<PathBuf> {
         let entries = std::fs::read_dir(folder).into_iter().flatten();
         entries.filter_map(|entry| Some(entry.ok()?.path())).collect()

@@ -95,6 +95,16 @@ pub struct Schedule {
 }
 
 impl LearningRate {
+    /// A warm-up of twenty steps, or a quarter of all if that is fewer, then half a cosine down to a tenth.
+    pub fn cosine(peak: f64, steps: u64) -> Self {
+        Self { peak, floor: peak / 10.0, warmup_steps: 20.min(steps / 4), steps, shape: Shape::Cosine }
+    }
+
+    /// The same at every step.
+    pub fn constant(rate: f64) -> Self {
+        Self { peak: rate, floor: rate, warmup_steps: 0, steps: 0, shape: Shape::Constant }
+    }
+
     /// Checks the configuration.
     ///
     /// # Errors

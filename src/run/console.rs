@@ -2,10 +2,15 @@
 
 use std::fmt::{self, Display};
 use std::io::{self, Write};
+use std::ops::ControlFlow;
+use std::path::Path;
+use std::process::ExitCode;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use gapless_engine::metrics::{JsonLines, MetricsError};
 use serde::Serialize;
+
+use super::{Answer, Event, Stop};
 
 /// Lines for the standard output, rows for a file, warnings for the standard error. What cannot be written is counted, said once
 /// on the standard error, and an error at the end.
@@ -16,10 +21,13 @@ pub struct Console {
 }
 
 impl Console {
-    /// Also writes rows, as JSON, one per line.
-    pub fn with_rows(mut self, rows: JsonLines) -> Self {
-        self.rows = Some(rows);
-        self
+    /// Also writes rows, as JSON, one per line: to a file that is made anew, or behind what is in it.
+    ///
+    /// # Errors
+    /// A file that cannot be opened.
+    pub fn write_rows(&mut self, path: &Path, is_appended: bool) -> Result<(), MetricsError> {
+        self.rows = Some(if is_appended { JsonLines::append(path) } else { JsonLines::create(path) }?);
+        Ok(())
     }
 
     /// Writes a line to the standard output.
@@ -34,9 +42,32 @@ impl Console {
         }
     }
 
+    /// A callback of [`Fit::run`](super::Fit::run): says every tenth step, every evaluation and every checkpoint, and writes a row
+    /// for each step and evaluation.
+    ///
+    /// # Errors
+    /// None: training goes on when nobody listens.
+    pub fn event(&mut self, event: &Event) -> Answer {
+        if !matches!(event, Event::Step { report, .. } if !(report.step + 1).is_multiple_of(10)) {
+            self.say(event);
+        }
+        if !matches!(event, Event::Saved { .. }) {
+            self.row(event);
+        }
+        Ok(ControlFlow::Continue(()))
+    }
+
     /// The standard error, for warnings: writing to it never fails.
     pub fn errors(&self) -> ErrorOutput {
         self.errors.clone()
+    }
+
+    /// The end of a program: 128 + the signal that has stopped it, or success.
+    ///
+    /// # Errors
+    /// When something could not be written, and no signal has come.
+    pub fn exit_code(self, stop: &Stop) -> Result<ExitCode, OutputLost> {
+        stop.exit_code().map_or_else(|| self.finish().map(|()| ExitCode::SUCCESS), Ok)
     }
 
     /// The end of the run.
@@ -132,8 +163,8 @@ mod tests {
     #[cfg(target_os = "linux")]
     #[test]
     fn rows_that_cannot_be_written_are_told_at_the_end() {
-        let rows = JsonLines::append("/dev/full".as_ref()).unwrap();
-        let mut console = Console::default().with_rows(rows);
+        let mut console = Console::default();
+        console.write_rows("/dev/full".as_ref(), true).unwrap();
         (0..3).for_each(|step| console.row(&step));
         let error = console.finish().unwrap_err().to_string();
         assert!(error.contains("3 to /dev/full (No space left"), "{error}");

@@ -3,9 +3,12 @@
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use gapless_engine::checkpoint::{Checkpoint, CheckpointError, FolderLock};
 use gapless_engine::{TrainError, Trainer};
+
+use super::{Console, RunError};
 
 /// Checkpoints that are kept, unless it is said otherwise.
 const KEPT: usize = 2;
@@ -19,7 +22,7 @@ pub struct RunFolder {
     path: PathBuf,
     checkpoints: PathBuf,
     keep_last: usize,
-    lock: Option<FolderLock>,
+    lock: OnceLock<FolderLock>,
 }
 
 impl RunFolder {
@@ -29,8 +32,8 @@ impl RunFolder {
     /// [`CheckpointError::Locked`], which names the process that has it; a folder that cannot be written into.
     pub fn open(path: &Path) -> Result<Self, CheckpointError> {
         let lock = match fs::metadata(path) {
-            Ok(_) => Some(FolderLock::acquire(path)?),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+            Ok(_) => FolderLock::acquire(path)?.into(),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => OnceLock::new(),
             Err(source) => return Err(CheckpointError::Read { path: path.to_owned(), source }),
         };
         Ok(Self { path: path.to_owned(), checkpoints: path.join("checkpoints"), keep_last: KEPT, lock })
@@ -45,11 +48,11 @@ impl RunFolder {
     ///
     /// # Errors
     /// As [`Self::open`].
-    pub fn claim(&mut self) -> Result<(), CheckpointError> {
-        if self.lock.is_none() {
+    pub fn claim(&self) -> Result<(), CheckpointError> {
+        if self.lock.get().is_none() {
             let path = self.path.clone();
             fs::create_dir_all(&path).map_err(|source| CheckpointError::Write { path, source })?;
-            self.lock = Some(FolderLock::acquire(&self.path)?);
+            let _first = self.lock.set(FolderLock::acquire(&self.path)?);
         }
         Ok(())
     }
@@ -62,6 +65,48 @@ impl RunFolder {
     /// Where its checkpoints are.
     pub fn checkpoints(&self) -> &Path {
         &self.checkpoints
+    }
+
+    /// The newest sound checkpoint, to go on from.
+    ///
+    /// # Errors
+    /// [`RunError::NothingToResume`]; a folder that cannot be read.
+    pub fn newest(&self) -> Result<Checkpoint, RunError> {
+        let path = &self.checkpoints;
+        Checkpoint::latest(path)?.ok_or_else(|| RunError::NothingToResume { path: path.clone() })
+    }
+
+    /// The start of a run: the trainer takes the checkpoint's place, if it goes on from one. Then nothing can refuse it any more: the
+    /// folder is this run's, an earlier one's checkpoints are set aside, the memory map is written, and all of it is said. With
+    /// several ranks all call it, and the first does it.
+    ///
+    /// # Errors
+    /// As [`Trainer::resume`], [`Self::claim`] and [`Self::set_aside`]; a memory map that cannot be written.
+    pub fn begin(
+        &self,
+        trainer: &mut Trainer,
+        resumed: Option<&Checkpoint>,
+        console: &Console,
+    ) -> Result<(), RunError> {
+        if let Some(checkpoint) = resumed {
+            trainer.resume(checkpoint)?;
+        }
+        if trainer.rank() > 0 {
+            return Ok(());
+        }
+        console.say(trainer.device());
+        console.say(trainer.report());
+        self.claim()?;
+        if let Some(checkpoint) = resumed {
+            let path = checkpoint.path().display();
+            console.say(format_args!("resumed after {} steps from {path}", checkpoint.step()));
+        } else if let Some(earlier) = self.set_aside()? {
+            console.say(format_args!("checkpoints of an earlier run are now in {}", earlier.display()));
+        }
+        let map = self.path.join("memory.html");
+        write(&map, &trainer.memory_map().html())?;
+        console.say(format_args!("memory map: {}", map.display()));
+        Ok(())
     }
 
     /// Renames the checkpoints of an earlier run, for one that starts anew, and answers where they are now. To be called when
@@ -90,11 +135,18 @@ impl RunFolder {
     /// As [`Trainer::save`].
     pub fn save(&self, trainer: &mut Trainer, run: serde_json::Value) -> Result<PathBuf, TrainError> {
         let path = trainer.save(&self.checkpoints, run)?;
-        if let Err(error) = Checkpoint::prune(&self.checkpoints, self.keep_last) {
+        if trainer.rank() == 0
+            && let Err(error) = Checkpoint::prune(&self.checkpoints, self.keep_last)
+        {
             tracing::warn!(%error, "an old checkpoint stays");
         }
         Ok(path)
     }
+}
+
+/// Writes a file whole.
+pub(super) fn write(path: &Path, text: &str) -> Result<(), RunError> {
+    fs::write(path, text).map_err(|source| RunError::Io { what: format!("cannot write {}", path.display()), source })
 }
 
 #[cfg(test)]
@@ -105,7 +157,7 @@ mod tests {
     fn one_run_at_a_time_and_nothing_is_touched_before_it_is_claimed() {
         let folder = tempfile::tempdir().unwrap();
         let out = folder.path().join("run");
-        let mut first = RunFolder::open(&out).unwrap();
+        let first = RunFolder::open(&out).unwrap();
         assert!(!out.exists());
         first.claim().unwrap();
         let error = RunFolder::open(&out).unwrap_err().to_string();

@@ -11,7 +11,7 @@
 //!
 //! # let out = tempfile::tempdir()?;
 //! let mut console = Console::default();
-//! let mut folder = RunFolder::open(out.path())?; // refused while another run has it; nothing is changed yet
+//! let folder = RunFolder::open(out.path())?; // refused while another run has it; nothing is changed yet
 //! // … options, data, and a trainer: all that may be refused …
 //! folder.claim()?;
 //! if let Some(earlier) = folder.set_aside()? {
@@ -28,7 +28,9 @@
 
 mod config;
 mod console;
+mod fit;
 mod folder;
+mod saved;
 mod stop;
 mod train;
 
@@ -37,6 +39,8 @@ pub use config::{
     RateConfig, RateShape, Rule, RunConfig, SampleConfig, StepConfig,
 };
 pub use console::{Console, ErrorOutput, OutputLost};
+pub use fit::{Answer, Event, Fit, Fitted, sample, validation_loss, validation_windows};
 pub use folder::RunFolder;
+pub use saved::{dataset, expect_same, with_saved};
 pub use stop::Stop;
 pub use train::{Progress, RunError, Summary, train};

@@ -5,22 +5,25 @@ use std::fs;
 use std::io::Write;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
 
-use gapless_engine::checkpoint::{Checkpoint, CheckpointError, Difference, differences};
-use gapless_engine::data::{DataError, Dataset, TrainingWindows, ValidationWindows};
-use gapless_engine::metrics::{JsonLines, MetricsError, peak_rss_bytes};
+use gapless_engine::checkpoint::CheckpointError;
+use gapless_engine::data::{DataError, Dataset, TrainingWindows, ValidationWindows, Vocabulary};
+use gapless_engine::metrics::{MetricsError, peak_rss_bytes};
 use gapless_engine::nn::Trainable;
-use gapless_engine::{GenerateOptions, Sampling, TrainError, Trainer};
+use gapless_engine::{GenerateOptions, Sampling, StepReport, TrainError, Trainer};
 use gapless_models::hf::{Folder, HfError};
 use gapless_models::{Gpt, Llama, Moe};
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use super::{ConfigError, Console, ModelConfig, RunConfig, RunFolder, SampleConfig, Stop};
+use super::folder::write;
+use super::{
+    ConfigError, Console, Event, Fit, Fitted, ModelConfig, RunConfig, RunFolder, SampleConfig, Stop, expect_same,
+    sample, validation_windows,
+};
 
 /// Keys that a run may go on with other values of: none of them changes what the steps so far have done.
-const MAY_CHANGE: [&str; 9] = [
+const MAY_CHANGE: &[&str] = &[
     "steps",
     "learning_rate",
     "step.device",
@@ -68,6 +71,9 @@ pub enum RunError {
         /// Each key with its values.
         differences: Vec<String>,
     },
+    /// What a callback of [`Fit::run`] answered.
+    #[error(transparent)]
+    Callback(#[from] Box<dyn std::error::Error + Send + Sync>),
     /// A file of the run's folder that cannot be written, or signals that cannot be listened to.
     #[error("{what}: {source}")]
     Io {
@@ -160,15 +166,15 @@ pub fn train(
 ) -> Result<Summary, RunError> {
     // All that may be refused comes before the folder is changed.
     config.check()?;
-    let mut folder = RunFolder::open(out)?.keep_last(config.checkpoints.keep_last);
-    let checkpoint = if resume { Some(newest(&folder)?) } else { None };
+    let folder = RunFolder::open(out)?.keep_last(config.checkpoints.keep_last);
+    let checkpoint = if resume { Some(folder.newest()?) } else { None };
     if let Some(checkpoint) = &checkpoint {
-        compare(checkpoint, "config", &json!(config), console)?;
+        expect_same(checkpoint, "config", &json!(config), MAY_CHANGE, console)?;
     }
     let dataset = config.dataset()?;
     let saved = json!({ "config": config, "data_hash": dataset.hash() });
     if let Some(checkpoint) = &checkpoint {
-        compare(checkpoint, "data_hash", &json!(dataset.hash()), console)?;
+        expect_same(checkpoint, "data_hash", &json!(dataset.hash()), &[], console)?;
     }
     console.say(format_args!(
         "{} training tokens, {} validation tokens, a vocabulary of {}",
@@ -177,45 +183,13 @@ pub fn train(
         dataset.vocabulary().size()
     ));
     let mut run = Run::new(config, out, dataset, checkpoint.is_none(), console)?;
-    if let Some(checkpoint) = &checkpoint {
-        run.trainer.resume(checkpoint)?;
-    }
-    let report = run.trainer.report();
-    run.console.say(run.trainer.device());
-    run.console.say(&report);
-
     // From here on the folder is this run's.
-    folder.claim()?;
-    match checkpoint {
-        Some(checkpoint) => run.console.say(format_args!("resumed after {} steps", checkpoint.step())),
-        None => {
-            if let Some(earlier) = folder.set_aside()? {
-                run.console.say(format_args!("checkpoints of an earlier run are now in {}", earlier.display()));
-            }
-        }
-    }
+    folder.begin(&mut run.trainer, checkpoint.as_ref(), run.console)?;
     write(&out.join("run.toml"), &config.resolved(run.dataset.vocabulary().size()))?;
-    write(&out.join("memory.html"), &run.trainer.memory_map().html())?;
-    let metrics = out.join("metrics.jsonl");
-    let rows = if resume { JsonLines::append(&metrics) } else { JsonLines::create(&metrics) }?;
-    *run.console = std::mem::take(run.console).with_rows(rows);
+    run.console.write_rows(&out.join("metrics.jsonl"), resume)?;
     let stop = Stop::on_signals().map_err(|source| RunError::Io { what: "cannot listen to signals".into(), source })?;
-    let done = run.steps(&folder, &saved, &stop, show)?;
-    run.console.say(format_args!("saved {}", folder.save(&mut run.trainer, saved)?.display()));
-    let summary = Summary {
-        final_loss: done.loss,
-        val_loss: done.val_loss,
-        tokens_per_second: done.tokens_per_second,
-        steps: run.trainer.steps(),
-        parameters: report.parameters,
-        arena_bytes: report.arena_bytes,
-        lower_bound_bytes: report.lower_bound_bytes,
-        gap: report.gap,
-        peak_rss_bytes: peak_rss_bytes(),
-        plan_ms: report.plan_ms,
-        plan_hash: report.plan_hash.to_string(),
-        signal: stop.signal(),
-    };
+    let fitted = run.fit(&folder, saved, &stop, show)?;
+    let summary = Summary::new(&run.trainer, &fitted, stop.signal());
     run.export()?;
     write(&out.join("summary.json"), &format!("{:#}\n", json!(summary)))?;
     Ok(summary)
@@ -230,16 +204,6 @@ struct Run<'a> {
     training: TrainingWindows,
     validation: Option<ValidationWindows>,
     trainer: Trainer,
-    /// Of the prompt; none where nothing is sampled.
-    prompt: Option<Vec<u32>>,
-}
-
-/// Figures of the steps that were done.
-#[derive(Default)]
-struct Done {
-    loss: Option<f32>,
-    val_loss: Option<f32>,
-    tokens_per_second: f64,
 }
 
 impl<'a> Run<'a> {
@@ -252,82 +216,45 @@ impl<'a> Run<'a> {
     ) -> Result<Self, RunError> {
         let (sequence, batch) = (config.step.sequence, config.step.batch);
         let training = dataset.training(sequence, batch, config.seed)?;
-        let validation = match dataset.validation(sequence, batch.max(32)) {
-            // Too little of it is no reason not to train.
-            Err(error @ DataError::TooShort { .. }) => {
-                console.say(format_args!("no validation: {error}"));
-                None
-            }
-            validation => validation?,
-        };
-        let prompt = match (config.sample.prompt.as_str(), dataset.vocabulary()) {
-            ("", _) => None,
-            (prompt, vocabulary) => Some(vocabulary.encode(prompt)?),
-        };
+        let validation = validation_windows(&dataset, sequence, batch.max(32))?;
+        if !config.sample.prompt.is_empty() {
+            dataset.vocabulary().encode(&config.sample.prompt)?;
+        }
         let trainer = trainer(config, dataset.vocabulary().size(), is_new)?;
-        Ok(Self { config, out, console, dataset, training, validation, trainer, prompt })
+        Ok(Self { config, out, console, dataset, training, validation, trainer })
     }
 
-    /// Until the last one, or a signal.
-    fn steps(
+    /// Until the last step, or a signal.
+    fn fit(
         &mut self,
         folder: &RunFolder,
-        saved: &Value,
+        saved: Value,
         stop: &Stop,
         mut show: impl FnMut(Progress),
-    ) -> Result<Done, RunError> {
-        let RunConfig { steps, step: extents, evaluation, checkpoints, .. } = self.config;
-        let size = extents.batch * extents.sequence;
-        let (mut tokens, mut targets) = (vec![0; size], vec![0; size]);
-        let (first, mut busy, mut done) = (self.trainer.steps(), Duration::ZERO, Done::default());
-        while self.trainer.steps() < *steps && stop.signal().is_none() {
-            let begun = Instant::now();
-            self.training.fill(self.trainer.steps(), 0, &mut tokens, &mut targets)?;
-            let step = self.trainer.step(&tokens, &targets)?;
-            busy += begun.elapsed();
-            let count = self.trainer.steps();
-            let rate = ((count - first) * size as u64) as f64 / busy.as_secs_f64().max(1e-9);
-            (done.loss, done.tokens_per_second) = (Some(step.loss), rate);
-            self.console.row(&json!({
-                "step": step.step, "loss": step.loss, "gradient_norm": step.gradient_norm, "lr": step.lr,
-                "tokens_per_second": rate,
-            }));
-            show(Progress {
-                done: count,
-                steps: *steps,
-                loss: step.loss,
-                learning_rate: step.lr,
-                tokens_per_second: rate,
-            });
-            let is_due = |every: u64| every > 0 && count.is_multiple_of(every);
-            if is_due(evaluation.every) || count == *steps {
-                done.val_loss = self.evaluate()?;
-                self.console.row(&json!({ "step": step.step, "val_loss": done.val_loss }));
-                self.sample()?;
+    ) -> Result<Fitted, RunError> {
+        let Self { config, out, console, dataset, training, validation, trainer } = self;
+        let steps = config.steps;
+        let fit = Fit::new(training, steps)
+            .evaluate(validation.as_ref(), config.evaluation.every)
+            .save(folder, config.checkpoints.every, saved)
+            .stop(stop);
+        fit.run(trainer, |event, trainer| {
+            match &event {
+                Event::Step { report: StepReport { loss, lr, .. }, tokens_per_second } => {
+                    let (loss, learning_rate, tokens_per_second) = (*loss, *lr, *tokens_per_second);
+                    console.row(&event);
+                    show(Progress { done: trainer.steps(), steps, loss, learning_rate, tokens_per_second });
+                }
+                Event::Evaluation { .. } => {
+                    console.row(&event);
+                    console.say(&event);
+                    sampled(config, dataset.vocabulary(), trainer, out, console)?;
+                }
+                Event::Saved { .. } if trainer.steps() == steps => console.say(&event),
+                Event::Saved { .. } => {}
             }
-            if is_due(checkpoints.every) && count < *steps {
-                folder.save(&mut self.trainer, saved.clone())?;
-            }
-        }
-        Ok(done)
-    }
-
-    /// Mean loss over all validation windows; none if there are fewer than a batch of them.
-    fn evaluate(&mut self) -> Result<Option<f32>, RunError> {
-        let batch = self.trainer.options().evaluation_batch();
-        let Some(windows) = self.validation.as_ref().filter(|windows| windows.count() >= batch) else {
-            return Ok(None);
-        };
-        let (batches, size) = (windows.count() / batch, batch * self.config.step.sequence);
-        let (mut tokens, mut targets) = (vec![0; size], vec![0; size]);
-        let mut sum = 0.0;
-        for i in 0..batches {
-            windows.fill(i * batch, &mut tokens, &mut targets)?;
-            sum += self.trainer.evaluate(&tokens, &targets)?;
-        }
-        let loss = sum / batches as f32;
-        self.console.say(format_args!("step {:>5} validation loss {loss:.4}", self.trainer.steps()));
-        Ok(Some(loss))
+            Ok(ControlFlow::Continue(()))
+        })
     }
 
     /// Saves a finished run of somebody's weights in the form that they came in.
@@ -348,24 +275,31 @@ impl<'a> Run<'a> {
         self.console.say(format_args!("the trained weights are in {}", to.display()));
         Ok(())
     }
+}
 
-    /// Says how the prompt goes on, and keeps it.
-    fn sample(&mut self) -> Result<(), RunError> {
-        let (sample, Some(prompt)) = (&self.config.sample, &self.prompt) else { return Ok(()) };
-        let SampleConfig { tokens, temperature, top_k, top_p, .. } = *sample;
-        let sampling = Sampling { temperature, top_k, top_p, seed: self.config.seed, ..Sampling::default() };
-        let options = GenerateOptions { tokens, sampling, stop: Vec::new() };
-        let continuation = self.trainer.generate(&[prompt], &options, |_| ControlFlow::Continue(()))?.remove(0);
-        let text = format!("{}{}", sample.prompt, self.dataset.vocabulary().decode(&continuation)?);
-        self.console.say(format_args!("---\n{text}\n---"));
-        let path = self.out.join("samples.txt");
-        let line = format!("=== step {}\n{text}\n", self.trainer.steps());
-        let file = fs::OpenOptions::new().create(true).append(true).open(&path);
-        if let Err(error) = file.and_then(|mut file| file.write_all(line.as_bytes())) {
-            tracing::warn!(path = %path.display(), %error, "a sample is not kept");
-        }
-        Ok(())
+/// Says how the prompt goes on, if there is one, and keeps it.
+fn sampled(
+    config: &RunConfig,
+    vocabulary: &Vocabulary,
+    trainer: &mut Trainer,
+    out: &Path,
+    console: &Console,
+) -> Result<(), RunError> {
+    let SampleConfig { prompt, tokens, temperature, top_k, top_p } = &config.sample;
+    if prompt.is_empty() {
+        return Ok(());
     }
+    let sampling =
+        Sampling { temperature: *temperature, top_k: *top_k, top_p: *top_p, seed: config.seed, ..Sampling::default() };
+    let text = sample(trainer, vocabulary, prompt, &GenerateOptions { tokens: *tokens, sampling, stop: Vec::new() })?;
+    console.say(format_args!("---\n{text}\n---"));
+    let path = out.join("samples.txt");
+    let line = format!("=== step {}\n{text}\n", trainer.steps());
+    let file = fs::OpenOptions::new().create(true).append(true).open(&path);
+    if let Err(error) = file.and_then(|mut file| file.write_all(line.as_bytes())) {
+        tracing::warn!(path = %path.display(), %error, "a sample is not kept");
+    }
+    Ok(())
 }
 
 /// The model, planned; with its weights, where a run begins from somebody's.
@@ -386,40 +320,25 @@ fn trainer(config: &RunConfig, vocabulary: usize, is_new: bool) -> Result<Traine
     })
 }
 
-/// The checkpoint to go on from.
-fn newest(folder: &RunFolder) -> Result<Checkpoint, RunError> {
-    let path = folder.checkpoints().to_owned();
-    Checkpoint::latest(&path)?.ok_or(RunError::NothingToResume { path })
-}
-
-/// Says what has changed since a checkpoint, and refuses what cannot.
-fn compare(checkpoint: &Checkpoint, part: &str, now: &Value, console: &Console) -> Result<(), RunError> {
-    let saved = checkpoint.metadata().get("run").and_then(|run| run.get(part)).unwrap_or(&Value::Null);
-    let may_change = |key: &str| {
-        MAY_CHANGE
-            .iter()
-            .any(|name| key.strip_prefix(name).is_some_and(|rest| rest.is_empty() || rest.starts_with('.')))
-    };
-    let all = differences(saved, now);
-    let (allowed, refused): (Vec<_>, Vec<_>) = all.iter().partition(|difference| may_change(&difference.key));
-    for difference in allowed {
-        console.say(format_args!("changed since the checkpoint: {}", in_words(difference)));
+impl Summary {
+    /// Of a run that has ended, by a signal or not.
+    pub fn new(trainer: &Trainer, fitted: &Fitted, signal: Option<u8>) -> Self {
+        let report = trainer.report();
+        Self {
+            final_loss: fitted.loss,
+            val_loss: fitted.val_loss,
+            tokens_per_second: fitted.tokens_per_second,
+            steps: trainer.steps(),
+            parameters: report.parameters,
+            arena_bytes: report.arena_bytes,
+            lower_bound_bytes: report.lower_bound_bytes,
+            gap: report.gap,
+            peak_rss_bytes: peak_rss_bytes(),
+            plan_ms: report.plan_ms,
+            plan_hash: report.plan_hash.to_string(),
+            signal,
+        }
     }
-    if refused.is_empty() {
-        return Ok(());
-    }
-    let differences = refused.into_iter().map(in_words).collect();
-    Err(RunError::Changed { path: checkpoint.path().to_owned(), differences })
-}
-
-fn in_words(difference: &Difference) -> String {
-    let shown = |value: &Option<Value>| value.as_ref().map_or("absent".to_owned(), Value::to_string);
-    let key = if difference.key.is_empty() { "the data's hash" } else { &difference.key };
-    format!("{key} was {} and is {}", shown(&difference.saved), shown(&difference.expected))
-}
-
-fn write(path: &Path, text: &str) -> Result<(), RunError> {
-    fs::write(path, text).map_err(|source| RunError::Io { what: format!("cannot write {}", path.display()), source })
 }
 
 impl fmt::Display for Summary {

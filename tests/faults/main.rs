@@ -21,7 +21,6 @@ use std::time::{Duration, Instant};
 
 use common::{Run, VOCABULARY, on_cpu, parameters};
 use gapless::engine::checkpoint::Checkpoint;
-use gapless::engine::metrics::JsonLines;
 use gapless::models::{Gpt, GptConfig};
 use gapless::run::{Console, RunFolder, Stop};
 use gapless::{TrainOptions, Trainer};
@@ -55,14 +54,15 @@ fn main() -> ExitCode {
 
 /// A run as `train_gpt` is one: goes on from the newest checkpoint in a folder, saves after every step, and says so.
 fn victim(dir: &Path, steps: u64) -> anyhow::Result<ExitCode> {
-    let mut folder = RunFolder::open(dir)?;
+    let folder = RunFolder::open(dir)?;
     let checkpoint = Checkpoint::latest(folder.checkpoints())?;
     let (run, mut trainer) = tiny();
     if let Some(checkpoint) = &checkpoint {
         trainer.resume(checkpoint)?;
     }
     folder.claim()?;
-    let mut console = Console::default().with_rows(JsonLines::append(&dir.join("rows.jsonl"))?);
+    let mut console = Console::default();
+    console.write_rows(&dir.join("rows.jsonl"), true)?;
     let stop = Stop::on_signals()?;
     while trainer.steps() < steps && stop.signal().is_none() {
         run.step(&mut trainer);

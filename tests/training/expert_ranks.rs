@@ -11,6 +11,8 @@ use gapless::nn::{Capacity, Choice, Embedding, Experts, Module, Router, RouterCo
 use gapless::parallel;
 use gapless::{Mesh, Model, Offload, Pipeline, Recompute, Tensor, TrainError, TrainOptions, Trainer};
 
+use gapless_testing::in_turn;
+
 use crate::common::{PLANNING, on_cpu};
 
 const VOCABULARY: usize = 50;
@@ -168,10 +170,10 @@ fn close(outcome: &Outcome, expected: &Outcome, what: &str) {
 
 #[test]
 fn expert_ranks_train_as_one_rank_does() {
-    for (style, config) in styles() {
+    for (turn, (style, config)) in styles().into_iter().enumerate() {
         let alone = run(&config, options(Mesh::default()), 3);
-        for mesh in [mesh(1, 1, 2), mesh(1, 1, 4), mesh(2, 1, 2), mesh(1, 2, 2)] {
-            for poison in [false, true] {
+        for &mesh in in_turn(&[mesh(1, 1, 2), mesh(1, 1, 4), mesh(2, 1, 2), mesh(1, 2, 2)], turn) {
+            for &poison in in_turn(&[true, false], turn) {
                 let ranks = run(&config, TrainOptions { poison, ..options(mesh) }, 3);
                 close(&ranks, &alone, &format!("{style} on {mesh:?}, poisoned: {poison}"));
             }
@@ -211,10 +213,10 @@ fn pipelines_and_recomputation_change_no_bit() {
 fn experts_read_what_waited_in_a_file_or_in_eight_bits() {
     let names = |names: &[&str]| -> Vec<String> { names.iter().map(|&name| name.to_owned()).collect() };
     let floats = names(&["linear", "rms_norm", "attention", "add", "grouped_linear", "routed_swiglu"]);
-    for (style, config) in styles() {
+    for (turn, (style, config)) in styles().into_iter().enumerate() {
         let offload = Offload { ops: [&floats[..], &names(&["route"])].concat(), folder: std::env::temp_dir() };
-        for mesh in [mesh(1, 1, 1), mesh(1, 1, 2), mesh(1, 2, 2)] {
-            for policy in ["none", "layers", "ops:rms_norm"] {
+        for &mesh in in_turn(&[mesh(1, 1, 1), mesh(1, 1, 2), mesh(1, 2, 2)], turn) {
+            for policy in in_turn(&["none", "layers", "ops:rms_norm"], turn / 2) {
                 let options = TrainOptions { recompute: policy.parse().unwrap(), poison: true, ..options(mesh) };
                 let what = format!("{style} on {mesh:?}, {policy}");
                 let plain = run(&config, options.clone(), 2);

@@ -8,6 +8,8 @@ use gapless::models::Moe;
 use gapless::parallel::Coordinate;
 use gapless::{Mesh, Offload, Overflow, Pipeline, Recompute, Reserve, TrainError, TrainOptions, Trainer, parallel};
 
+use gapless_testing::in_turn;
+
 use crate::uneven::{Case, LAYERS, Pattern, SEQUENCE, STEPS, batch, cases, config, experts, options};
 
 /// What a rank sees of a run.
@@ -87,14 +89,15 @@ fn uneven_cases() -> impl Iterator<Item = Case> {
 fn growing_changes_no_bit_and_lasts() {
     let balanced = |factor| Reserve::Balanced { factor };
     let [two, four, pipeline, copies] = meshes();
-    for case in uneven_cases() {
-        for (mesh, routing) in [
-            (two, balanced(0.7)),
-            (two, Reserve::Bytes(0)),
-            (four, balanced(1.0)),
-            (pipeline, balanced(0.7)),
-            (copies, balanced(0.7)),
-        ] {
+    let all = [
+        (two, Reserve::Bytes(0)),
+        (pipeline, balanced(0.7)),
+        (four, balanced(1.0)),
+        (copies, balanced(0.7)),
+        (two, balanced(0.7)),
+    ];
+    for (turn, case) in uneven_cases().enumerate() {
+        for &(mesh, routing) in in_turn(&all, turn) {
             let what = format!("{} on {mesh:?}, {routing:?}", case.name);
             let worst = run(&case, &on(mesh, Reserve::Worst, Overflow::Error));
             let grown = run(&case, &on(mesh, routing, Overflow::Grow));
@@ -134,15 +137,16 @@ fn grows_as_it_must(case: &Case, seen: &Seen, what: &str) {
 #[test]
 fn what_is_let_go_comes_back_with_the_same_bits() {
     let [two, four, pipeline, copies] = meshes();
-    for case in uneven_cases() {
-        for (mesh, factor, recompute) in [
-            (two, 0.5, "none"),
-            (two, 1.0, "layers"),
-            (four, 1.0, "none"),
-            (four, 0.0, "ops:routed_swiglu"),
-            (pipeline, 0.5, "none"),
-            (copies, 1.0, "ops:grouped_linear"),
-        ] {
+    let all = [
+        (two, 1.0, "layers"),
+        (pipeline, 0.5, "none"),
+        (copies, 1.0, "ops:grouped_linear"),
+        (four, 0.0, "ops:routed_swiglu"),
+        (four, 1.0, "none"),
+        (two, 0.5, "none"),
+    ];
+    for (turn, case) in uneven_cases().enumerate() {
+        for &(mesh, factor, recompute) in in_turn(&all, turn) {
             let what = format!("{} on {mesh:?}, {factor}, {recompute}", case.name);
             let recompute: Recompute = recompute.parse().unwrap();
             let with = |routing, overflow| TrainOptions { recompute: recompute.clone(), ..on(mesh, routing, overflow) };
@@ -180,10 +184,10 @@ fn letting_go_goes_with_all_that_moves_the_backward() {
         assert!(again.iter().any(|seen| seen.reports.last().unwrap().evicted > 0), "{what}: all was kept");
         again
     };
-    for (name, chunks) in [("interleaved", 2), ("zb-h1", 1), ("zbv", 2)] {
+    for (turn, (name, chunks)) in [("interleaved", 2), ("zb-h1", 1), ("zbv", 2)].into_iter().enumerate() {
         let mesh = Mesh { pipeline: 2, ..experts(2) };
         let pipeline = Pipeline { schedule: parallel::by_name(name).unwrap().into(), chunks, ..Pipeline::default() };
-        for policy in ["none", "layers"] {
+        for policy in in_turn(&["none", "layers"], turn) {
             let recompute = policy.parse().unwrap();
             let options = on(mesh, Reserve::Worst, Overflow::Error);
             judge(TrainOptions { pipeline: pipeline.clone(), recompute, ..options }, &format!("{name}, {policy}"));

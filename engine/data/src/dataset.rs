@@ -26,6 +26,13 @@ pub enum Source {
     Path(PathBuf),
 }
 
+impl Source {
+    /// A path, or the Rust sources that a lock file names: text that is there wherever Rust is.
+    pub fn path_or_rust_sources(path: Option<PathBuf>, lock: impl Into<PathBuf>) -> Self {
+        path.map_or_else(|| Self::RustSources(RustSources::of_lock(lock)), Self::Path)
+    }
+}
+
 /// How data is tokenized and split.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DataOptions {

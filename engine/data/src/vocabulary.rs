@@ -34,6 +34,13 @@ pub enum VocabularyChoice {
     File(PathBuf),
 }
 
+impl VocabularyChoice {
+    /// Byte-level BPE of this size, trained on the corpus; 256 for plain bytes.
+    pub fn of_size(size: usize) -> Self {
+        if size == 256 { Self::Bytes } else { Self::Bpe { size } }
+    }
+}
+
 /// Text to token ids and back.
 ///
 /// ```

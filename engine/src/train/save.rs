@@ -38,7 +38,7 @@ impl Trainer {
     pub fn save(&mut self, dir: &Path, run: Value) -> Result<PathBuf> {
         self.training()?;
         let _span = tracing::info_span!("save", step = self.step).entered();
-        let first = self.world.as_ref().is_none_or(|world| world.rank() == 0);
+        let first = self.rank() == 0;
         let draft = Draft::join(dir, self.step);
         let begun = if first { Draft::begin(dir, self.step).err() } else { None };
         agree(self.all(begun.map(|error| error.to_string()))?)?;
@@ -149,6 +149,19 @@ impl Trainer {
             "run": run,
         });
         draft.commit(files, metadata)
+    }
+
+    /// The rank in the world; 0 without one.
+    pub fn rank(&self) -> usize {
+        self.world.as_ref().map_or(0, |world| world.rank())
+    }
+
+    /// Whether it is so on any rank: with several, all call it.
+    ///
+    /// # Errors
+    /// Another rank that fails.
+    pub fn any(&mut self, mine: bool) -> Result<bool> {
+        Ok(self.all(mine)?.contains(&true))
     }
 
     /// What every rank has to say, in the order of ranks.

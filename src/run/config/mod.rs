@@ -470,8 +470,7 @@ impl RunConfig {
         });
         let vocabulary = match (tokenizer, vocabulary) {
             (Some(file), _) => VocabularyChoice::File(file),
-            (None, Some(256)) => VocabularyChoice::Bytes,
-            (None, size) => VocabularyChoice::Bpe { size: size.unwrap_or(4096) },
+            (None, size) => VocabularyChoice::of_size(size.unwrap_or(4096)),
         };
         Dataset::prepare(&Source::Path(path), &DataOptions { vocabulary, validation_every, cache })
     }

@@ -6,14 +6,19 @@ use std::path::{Path, PathBuf};
 
 use flate2::read::GzDecoder;
 
-/// A folder of `tests/evidence`, or the same folder of the larger collection beside the project, where there is one.
+use crate::skipped::is_slow_asked;
+
+/// A folder of `tests/evidence`; with `GAPLESS_SLOW_TESTS`, the same folder of the larger collection beside the project, where
+/// there is one.
 ///
 /// # Panics
 /// When the repository lacks it.
 pub fn evidence(name: &str) -> PathBuf {
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let folders = [here.join("../../../shared"), here.join("../evidence")].map(|folder| folder.join(name));
-    folders.into_iter().find(|folder| folder.exists()).unwrap_or_else(|| panic!("there is no tests/evidence/{name}"))
+    let larger = Some(here.join("../../../shared").join(name)).filter(|folder| is_slow_asked() && folder.exists());
+    let found = larger.unwrap_or_else(|| here.join("../evidence").join(name));
+    assert!(found.exists(), "there is no tests/evidence/{name}");
+    found
 }
 
 /// Opens a file of it, and decompresses it if its name ends in `.gz`.

@@ -18,6 +18,22 @@ pub fn not_checked(why: impl Display) {
     }
 }
 
+/// Whether `GAPLESS_SLOW_TESTS` is set.
+pub(crate) fn is_slow_asked() -> bool {
+    std::env::var_os("GAPLESS_SLOW_TESTS").is_some_and(|value| value != "0")
+}
+
+/// All of them where `GAPLESS_SLOW_TESTS` is set; otherwise one, the `turn`-th, round and round: a loop over something else that
+/// counts its turns meets each of them, but not every combination. Says so.
+#[track_caller]
+pub fn in_turn<T>(all: &[T], turn: usize) -> &[T] {
+    if is_slow_asked() || all.len() < 2 {
+        return all;
+    }
+    not_checked("every combination; GAPLESS_SLOW_TESTS=1 does");
+    std::slice::from_ref(&all[turn % all.len()])
+}
+
 /// A file or folder of those that lie beside the project, which are not part of it; if it is not there, says so.
 #[track_caller]
 pub fn shared(path: &str) -> Option<PathBuf> {

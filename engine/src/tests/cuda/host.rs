@@ -2,7 +2,8 @@
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, OsStr, c_char, c_void};
-use std::path::Path;
+use std::io::Write;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Mutex, OnceLock, PoisonError};
 
@@ -96,22 +97,75 @@ unsafe fn start(kernel: &Kernel, is_reversed: bool) -> Result<(), String> {
     }
 }
 
-/// Compiles a family for this processor, and loads it.
+/// Compiles a family for this processor, and loads it; or takes what an earlier run of the tests has compiled of the same text.
 fn compile(family: Family) -> libloading::Library {
-    let engine = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let folder = tempfile::tempdir().expect("a temporary folder");
-    let (text, library) = (folder.path().join(family.file()), folder.path().join("device.so"));
-    std::fs::write(&text, family.source()).expect("room for a source");
-    let output = Command::new(compiler().expect("asked before"))
-        .args(["-std=c++17", "-O1", "-fPIC", "-shared", "-Wall", "-Werror", "-Wno-unused-function"])
-        // Jumps from fiber to fiber go to frames that a fortified longjmp does not know.
-        .args(["-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE", "-x", "c++"])
-        .args([OsStr::new("-include"), engine.join("src/tests/cuda/on_host/device.hpp").as_os_str()])
-        .args([OsStr::new("-I"), engine.join("kernels/src/cuda/kernels").as_os_str(), text.as_os_str()])
-        .args([OsStr::new("-o"), library.as_os_str()])
+    let folder = compiled();
+    let library = folder.join(format!("{}.so", blake3::hash(family.source().as_bytes()).to_hex()));
+    if !library.exists() {
+        let mut text = tempfile::NamedTempFile::new_in(folder).expect("room for a source");
+        text.write_all(family.source().as_bytes()).expect("room for a source");
+        build(&["-shared", "-x", "c++", "-include"], &[&folder.join(HEADER), text.path()], &library);
+    }
+    // SAFETY: it has been made so, and runs nothing by itself.
+    unsafe { libloading::Library::new(&library) }.expect("a shared library")
+}
+
+const HEADER: &str = "device.hpp";
+const KERNELS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/kernels/src/cuda/kernels");
+const ON_HOST: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/src/tests/cuda/on_host");
+
+/// A folder for what this compiler makes of the headers as they are now, with device.hpp, compiled, in it. Where `cargo clean` finds it.
+fn compiled() -> &'static Path {
+    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
+    FOLDER.get_or_init(|| {
+        let mut key = blake3::Hasher::new();
+        let version = Command::new(compiler().expect("asked before")).arg("--version").output().expect("it has run");
+        key.update(&version.stdout).update(FLAGS.join(" ").as_bytes());
+        let header = Path::new(ON_HOST).join(HEADER);
+        let mut files: Vec<PathBuf> =
+            std::fs::read_dir(KERNELS).expect("kernels").map(|file| file.unwrap().path()).collect();
+        files.push(header.clone());
+        files.sort();
+        for file in &files {
+            key.update(&std::fs::read(file).expect("a source"));
+        }
+        let program = std::env::current_exe().expect("the tests' own path");
+        let target = program.ancestors().nth(3).expect("target/debug/deps/PROGRAM");
+        let folder = target.join("tmp/on_host").join(&key.finalize().to_hex()[..16]);
+        std::fs::create_dir_all(&folder).expect("room for a folder");
+        let copy = folder.join(HEADER);
+        std::fs::copy(&header, &copy).expect("room for a header");
+        let precompiled = folder.join(format!("{HEADER}.gch"));
+        if !precompiled.exists() {
+            build(&["-x", "c++-header"], &[&copy], &precompiled);
+        }
+        folder
+    })
+}
+
+const FLAGS: [&str; 8] = [
+    "-std=c++17",
+    "-O1",
+    "-fPIC",
+    "-Wall",
+    "-Werror",
+    "-Wno-unused-function",
+    "-Wno-unknown-pragmas",
+    // Jumps from fiber to fiber go to frames that a fortified longjmp does not know.
+    "-U_FORTIFY_SOURCE",
+];
+
+/// Compiles, under another name until it is whole.
+fn build(flags: &[&str], inputs: &[&Path], output: &Path) {
+    let draft = output.with_extension(format!("{}.draft", std::process::id()));
+    let made = Command::new(compiler().expect("asked before"))
+        .args(FLAGS)
+        .args(["-I", KERNELS])
+        .args(flags)
+        .args(inputs)
+        .args([OsStr::new("-o"), draft.as_os_str()])
         .output()
         .expect("the compiler runs");
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    // SAFETY: it has just been made, and runs nothing by itself.
-    unsafe { libloading::Library::new(&library) }.expect("a shared library")
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    std::fs::rename(&draft, output).expect("the folder is ours");
 }

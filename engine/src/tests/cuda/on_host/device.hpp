@@ -5,7 +5,8 @@
 // can be turned round. A kernel whose results are wrong, or change with it, lacks a barrier. What it checks beside: every thread of a block (or a warp) comes to the same barrier,
 // no lane leaves while others exchange numbers with it, and nothing is written behind the shared memory that was asked for.
 // What it cannot show: how fast anything is, what a compiler for the device makes of it, and races within a warp.
-#pragma once
+#ifndef GAPLESS_ON_HOST_DEVICE
+#define GAPLESS_ON_HOST_DEVICE
 #define ON_HOST
 
 #include <math.h>
@@ -335,3 +336,5 @@ static void wait_for_copies() {
         return device.error.empty() ? nullptr : device.error.c_str();                                 \
     }                                                                                                 \
     static void name##_thread(const Arguments& arguments)
+
+#endif

@@ -1,0 +1,221 @@
+//! The loop of a training program: data and a trainer → steps, evaluations and checkpoints, each told to a callback.
+
+use std::error::Error;
+use std::fmt;
+use std::ops::ControlFlow;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use gapless_engine::data::{DataError, Dataset, TrainingWindows, ValidationWindows, Vocabulary};
+use gapless_engine::{GenerateOptions, StepReport, Trainer};
+use serde::Serialize;
+use serde_json::Value;
+
+use super::{RunError, RunFolder, Stop};
+
+/// What a callback of [`Fit::run`] answers: whether to go on, or why it cannot.
+pub type Answer = Result<ControlFlow<()>, Box<dyn Error + Send + Sync>>;
+
+/// The loop of a training program. It begins where its trainer stands, so that it goes on after [`Trainer::resume`].
+///
+/// ```no_run
+/// # use gapless::{Dataset, Trainer};
+/// # fn program(dataset: &Dataset, trainer: &mut Trainer) -> Result<(), Box<dyn std::error::Error>> {
+/// use gapless::run::Fit;
+/// use std::ops::ControlFlow::Continue;
+///
+/// let training = dataset.training(256, 8, 0)?;
+/// let validation = dataset.validation(256, 32)?;
+/// let fitted = Fit::new(&training, 300).evaluate(validation.as_ref(), 100).run(trainer, |event, trainer| {
+///     println!("{event}"); // "step 12 loss 3.141 norm 0.59 lr 1.0e-3 2653 tokens/s", or of an evaluation, of a checkpoint
+///     Ok(Continue(())) // or Break(()), to end
+/// })?;
+/// println!("loss {:?}", fitted.loss);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug, Clone)]
+pub struct Fit<'a> {
+    training: &'a TrainingWindows,
+    steps: u64,
+    evaluation: Option<(&'a ValidationWindows, u64)>,
+    checkpoints: Option<(&'a RunFolder, u64, Value)>,
+    stop: Option<&'a Stop>,
+}
+
+/// What has happened in a [`Fit`]: a line to read, or a row for a file ([`Console::row`](super::Console::row)).
+#[derive(Debug, Clone, Serialize)]
+#[serde(untagged)]
+pub enum Event {
+    /// A step.
+    Step {
+        /// What it says.
+        #[serde(flatten)]
+        report: StepReport,
+        /// Mean since the loop began, of steps alone.
+        tokens_per_second: f64,
+    },
+    /// An evaluation.
+    Evaluation {
+        /// The last step before it, counted from 0.
+        step: u64,
+        /// Mean loss over the validation windows; none where there are fewer than a batch of them.
+        val_loss: Option<f32>,
+    },
+    /// A checkpoint.
+    Saved {
+        /// Its folder.
+        saved: PathBuf,
+    },
+}
+
+impl fmt::Display for Event {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Step { report: StepReport { step, loss, gradient_norm, lr }, tokens_per_second } => {
+                write!(
+                    f,
+                    "step {step:>5} loss {loss:.3} norm {gradient_norm:.2} lr {lr:.1e} {tokens_per_second:.0} tokens/s"
+                )
+            }
+            Self::Evaluation { step, val_loss: Some(loss) } => write!(f, "step {step:>5} validation loss {loss:.4}"),
+            Self::Evaluation { step, val_loss: None } => {
+                write!(f, "step {step:>5} validation loss not measured: too little data")
+            }
+            Self::Saved { saved } => write!(f, "saved {}", saved.display()),
+        }
+    }
+}
+
+/// How a [`Fit`] ended.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Fitted {
+    /// Loss of the last step; none where no step was left to do.
+    pub loss: Option<f32>,
+    /// Of the last evaluation.
+    pub val_loss: Option<f32>,
+    /// Mean since the loop began, of steps alone.
+    pub tokens_per_second: f64,
+}
+
+impl<'a> Fit<'a> {
+    /// Trains until there have been so many steps, those before a resume among them.
+    pub fn new(training: &'a TrainingWindows, steps: u64) -> Self {
+        Self { training, steps, evaluation: None, checkpoints: None, stop: None }
+    }
+
+    /// Measures the loss on these windows every so many steps, and at the end; 0 for the end alone.
+    pub fn evaluate(self, windows: Option<&'a ValidationWindows>, every: u64) -> Self {
+        Self { evaluation: windows.map(|windows| (windows, every)), ..self }
+    }
+
+    /// Saves a checkpoint every so many steps, and at the end; 0 for the end alone. `run` is what it says besides: what the program
+    /// needs to build the same trainer again.
+    pub fn save(self, folder: &'a RunFolder, every: u64, run: Value) -> Self {
+        Self { checkpoints: Some((folder, every, run)), ..self }
+    }
+
+    /// Ends at a signal, with a checkpoint.
+    pub fn stop(self, stop: &'a Stop) -> Self {
+        Self { stop: Some(stop), ..self }
+    }
+
+    /// Trains until the last step, a signal, or a callback that breaks; then saves. The callback gets the trainer too, to sample
+    /// or to look at it. With several ranks all call it; what ends one ends all, behind the same step.
+    ///
+    /// # Errors
+    /// [`RunError`]: of the data, the trainer, a checkpoint, or the callback's own ([`RunError::Callback`]).
+    pub fn run(
+        &self,
+        trainer: &mut Trainer,
+        mut on: impl FnMut(Event, &mut Trainer) -> Answer,
+    ) -> Result<Fitted, RunError> {
+        let size = self.training.batch() * self.training.sequence();
+        let (mut tokens, mut targets) = (vec![0; size], vec![0; size]);
+        let (first, mut busy, mut fitted) = (trainer.steps(), Duration::ZERO, Fitted::default());
+        let (mut breaks, mut saved) = (false, None);
+        while trainer.steps() < self.steps && !trainer.any(breaks || self.is_stopped())? {
+            let begun = Instant::now();
+            self.training.fill(trainer.steps(), 0, &mut tokens, &mut targets)?;
+            let report = trainer.step(&tokens, &targets)?;
+            busy += begun.elapsed();
+            let count = trainer.steps();
+            let tokens_per_second = ((count - first) * size as u64) as f64 / busy.as_secs_f64().max(1e-9);
+            (fitted.loss, fitted.tokens_per_second) = (Some(report.loss), tokens_per_second);
+            breaks |= on(Event::Step { report, tokens_per_second }, trainer)?.is_break();
+
+            let is_due = |every: u64| every > 0 && count.is_multiple_of(every);
+            if let Some((windows, _)) = self.evaluation.filter(|(_, every)| is_due(*every) || count == self.steps) {
+                fitted.val_loss = validation_loss(trainer, windows)?;
+                let event = Event::Evaluation { step: report.step, val_loss: fitted.val_loss };
+                breaks |= on(event, trainer)?.is_break();
+            }
+            if let Some((folder, every, run)) = &self.checkpoints
+                && is_due(*every)
+            {
+                saved = Some(count);
+                breaks |= on(Event::Saved { saved: folder.save(trainer, run.clone())? }, trainer)?.is_break();
+            }
+        }
+        if let Some((folder, _, run)) = self.checkpoints.as_ref().filter(|_| saved != Some(trainer.steps())) {
+            let _ends = on(Event::Saved { saved: folder.save(trainer, run.clone())? }, trainer)?;
+        }
+        Ok(fitted)
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.stop.is_some_and(|stop| stop.signal().is_some())
+    }
+}
+
+/// Mean loss over all validation windows; none if there are fewer than a batch of them.
+///
+/// # Errors
+/// A read that fails; those of [`Trainer::evaluate`].
+pub fn validation_loss(trainer: &mut Trainer, windows: &ValidationWindows) -> Result<Option<f32>, RunError> {
+    let batch = trainer.options().evaluation_batch();
+    let (batches, size) = (windows.count() / batch, batch * windows.sequence());
+    if batches == 0 {
+        return Ok(None);
+    }
+    let (mut tokens, mut targets) = (vec![0; size], vec![0; size]);
+    let mut sum = 0.0;
+    for i in 0..batches {
+        windows.fill(i * batch, &mut tokens, &mut targets)?;
+        sum += trainer.evaluate(&tokens, &targets)?;
+    }
+    Ok(Some(sum / batches as f32))
+}
+
+/// How a prompt goes on: its text with what the model adds, drawn as the options say.
+///
+/// # Errors
+/// Those of [`Vocabulary::encode`], [`Trainer::generate`] and [`Vocabulary::decode`].
+pub fn sample(
+    trainer: &mut Trainer,
+    vocabulary: &Vocabulary,
+    prompt: &str,
+    options: &GenerateOptions,
+) -> Result<String, RunError> {
+    let ids = vocabulary.encode(prompt)?;
+    let added = trainer.generate(&[&ids], options, |_| ControlFlow::Continue(()))?.remove(0);
+    Ok(format!("{prompt}{}", vocabulary.decode(&added)?))
+}
+
+/// At most `count` windows to measure the loss on; none, and a warning, where the data is too short for one.
+///
+/// # Errors
+/// A read that fails; a size of zero.
+pub fn validation_windows(
+    dataset: &Dataset,
+    sequence: usize,
+    count: usize,
+) -> Result<Option<ValidationWindows>, DataError> {
+    match dataset.validation(sequence, count) {
+        Err(error @ DataError::TooShort { .. }) => {
+            tracing::warn!(%error, "no validation");
+            Ok(None)
+        }
+        windows => windows,
+    }
+}

@@ -1,0 +1,85 @@
+//! What a checkpoint says of its run, beside what the program says that goes on with it: settings that were not given come from
+//! the checkpoint, and what differs is said or refused.
+
+use std::path::Path;
+
+use gapless_engine::checkpoint::{Checkpoint, Difference, differences};
+use gapless_engine::data::{DataOptions, Dataset, Source};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+
+use super::{Console, RunError};
+
+/// The settings of a run that goes on: those that are given now, and the checkpoint's for the rest; `part` is where the run's
+/// saved value ([`Fit::saved`](super::Fit::saved)) has them. Then as [`expect_same`].
+///
+/// # Errors
+/// As [`expect_same`]; saved settings that are none of this program.
+pub fn with_saved<T: Serialize + DeserializeOwned>(
+    now: &T,
+    is_given: impl Fn(&str) -> bool,
+    checkpoint: &Checkpoint,
+    part: &str,
+    may_change: &[&str],
+    console: &Console,
+) -> Result<T, RunError> {
+    let mut all = json!(now);
+    let saved = checkpoint.metadata().get("run").and_then(|run| run.get(part)).and_then(Value::as_object);
+    for (key, value) in all.as_object_mut().into_iter().flatten() {
+        if let Some(saved) = saved.and_then(|saved| saved.get(key)).filter(|_| !is_given(key)) {
+            *value = saved.clone();
+        }
+    }
+    expect_same(checkpoint, part, &all, may_change, console)?;
+    serde_json::from_value(all)
+        .map_err(|error| RunError::Changed { path: checkpoint.path().to_owned(), differences: vec![error.to_string()] })
+}
+
+/// Says what has changed since a checkpoint, and refuses what cannot: of `may_change`, each name stands for a key and all below.
+///
+/// # Errors
+/// [`RunError::Changed`], with each key that is not among `may_change` and its two values.
+pub fn expect_same(
+    checkpoint: &Checkpoint,
+    part: &str,
+    now: &Value,
+    may_change: &[&str],
+    console: &Console,
+) -> Result<(), RunError> {
+    let saved = checkpoint.metadata().get("run").and_then(|run| run.get(part)).unwrap_or(&Value::Null);
+    let is_below =
+        |key: &str, name: &str| key.strip_prefix(name).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'));
+    let all = differences(saved, now);
+    let (allowed, refused): (Vec<_>, Vec<_>) =
+        all.iter().partition(|difference| may_change.iter().any(|name| is_below(&difference.key, name)));
+    for difference in allowed {
+        console.say(format_args!("changed since the checkpoint: {}", in_words(difference, part)));
+    }
+    if refused.is_empty() {
+        return Ok(());
+    }
+    let differences = refused.into_iter().map(|difference| in_words(difference, part)).collect();
+    Err(RunError::Changed { path: checkpoint.path().to_owned(), differences })
+}
+
+/// The data of a run: prepared anew, or, for one that goes on, what the checkpoint's run had prepared (`"data"` of the saved value).
+/// Its hash has to be the checkpoint's (`"data_hash"`).
+///
+/// # Errors
+/// As [`Dataset::prepare`] and [`Dataset::open_prepared`]; [`RunError::Changed`].
+pub fn dataset(source: &Source, options: &DataOptions, resumed: Option<&Checkpoint>) -> Result<Dataset, RunError> {
+    let Some(checkpoint) = resumed else { return Ok(Dataset::prepare(source, options)?) };
+    let dataset = match checkpoint.metadata()["run"]["data"].as_str() {
+        Some(folder) => Dataset::open_prepared(Path::new(folder))?,
+        None => Dataset::prepare(source, options)?,
+    };
+    expect_same(checkpoint, "data_hash", &json!(dataset.hash()), &[], &Console::default())?;
+    Ok(dataset)
+}
+
+fn in_words(difference: &Difference, part: &str) -> String {
+    let shown = |value: &Option<Value>| value.as_ref().map_or("absent".to_owned(), Value::to_string);
+    let key = if difference.key.is_empty() { part } else { &difference.key };
+    format!("{key} was {} and is {}", shown(&difference.saved), shown(&difference.expected))
+}
