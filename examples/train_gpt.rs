@@ -14,8 +14,9 @@ use serde_json::json;
 /// Trains a small GPT on real text, out of one planned arena
 #[derive(Parser, Serialize, Deserialize)]
 struct Args {
-    #[arg(long, help = "File or folder of .txt, .rs, .md or .jsonl, or a .bin of u16 ids [default: Rust sources]")]
-    data: Option<PathBuf>,
+    /// A file or folder of .txt, .rs, .md or .jsonl, a .bin of u16 ids, or a Cargo.lock for the Rust sources that it names
+    #[arg(long, default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.lock"))]
+    data: PathBuf,
     #[arg(long, default_value = "runs/train_gpt", help = "Where checkpoints and the memory map go")]
     out: PathBuf,
     #[arg(long, help = "Goes on from the newest checkpoint in --out, with its flags")]
@@ -76,9 +77,8 @@ fn main() -> Result<ExitCode> {
         args = with_saved(&args, is_given, checkpoint, "flags", MAY_CHANGE, &console)?;
     }
     let Args { steps, batch, micro_batches, sequence, layers, heads, width, seed, sample, .. } = args;
-    let source = Source::path_or_rust_sources(args.data.clone(), concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.lock"));
-    let vocabulary = VocabularyChoice::of_size(args.vocabulary);
-    let dataset = dataset(&source, &DataOptions { vocabulary, ..DataOptions::default() }, checkpoint.as_ref())?;
+    let data = DataOptions { vocabulary: VocabularyChoice::of_size(args.vocabulary), ..DataOptions::default() };
+    let dataset = dataset(&Source::from(args.data.clone()), &data, checkpoint.as_ref())?;
     let training = dataset.training(sequence, batch, seed)?;
     let vocabulary = dataset.vocabulary();
     let _ = (sample > 0).then(|| vocabulary.encode(&args.prompt)).transpose()?;

@@ -21,9 +21,9 @@ use serde_json::json;
 struct Args {
     #[arg(long, value_enum, default_value = "mixtral")]
     style: Style,
-    /// A file or folder of .txt, .rs, .md or .jsonl; by default this workspace's Rust sources and those of its dependencies
-    #[arg(long)]
-    data: Option<PathBuf>,
+    /// A file or folder of .txt, .rs, .md or .jsonl, or a Cargo.lock for the Rust sources that it names
+    #[arg(long, default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.lock"))]
+    data: PathBuf,
     /// Where checkpoints and the memory map go
     #[arg(long, default_value = "runs/train_moe")]
     out: PathBuf,
@@ -106,7 +106,7 @@ fn main() -> Result<ExitCode> {
         let is_given = |flag: &str| flags.value_source(flag) == Some(ValueSource::CommandLine);
         args = with_saved(&args, is_given, checkpoint, "flags", MAY_CHANGE, &console)?;
     }
-    let source = Source::path_or_rust_sources(args.data.clone(), concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.lock"));
+    let source = Source::from(args.data.clone());
     let vocabulary = VocabularyChoice::of_size(args.vocabulary);
     let dataset = dataset(&source, &DataOptions { vocabulary, ..DataOptions::default() }, checkpoint.as_ref())?;
     let training = dataset.training(args.sequence, args.batch, args.seed)?;

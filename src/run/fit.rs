@@ -219,3 +219,80 @@ pub fn validation_windows(
         windows => windows,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use gapless_engine::data::VocabularyChoice;
+    use gapless_engine::{TrainOptions, communicator};
+    use gapless_models::{Gpt, GptConfig};
+    use gapless_parallel::Mesh;
+    use serde::Deserialize;
+    use serde_json::json;
+
+    use super::super::{Console, with_saved};
+    use super::*;
+    use crate::Checkpoint;
+    use crate::{DataOptions, Source};
+
+    #[derive(Debug, PartialEq, Serialize, Deserialize)]
+    struct Flags {
+        width: usize,
+        lr: f64,
+    }
+
+    /// One rank of two has enough behind the third step: both save it, once, and a run that goes on ends where it is to. What it does
+    /// not say anew is what the checkpoint says.
+    #[test]
+    fn what_ends_one_rank_ends_all_and_another_run_goes_on() {
+        let place = tempfile::tempdir().unwrap();
+        let text = place.path().join("text.txt");
+        std::fs::write(&text, "to be or not to be, that is the question\n".repeat(50)).unwrap();
+        let (vocabulary, cache) = (VocabularyChoice::Bytes, place.path().join("cache"));
+        let dataset =
+            Dataset::prepare(&Source::from(text), &DataOptions { vocabulary, cache, ..DataOptions::default() })
+                .unwrap();
+        let training = dataset.training(8, 4, 0).unwrap();
+        let folder = RunFolder::open(&place.path().join("run")).unwrap();
+        folder.claim().unwrap();
+        let config = GptConfig { vocabulary: 256, sequence: 8, layers: 1, heads: 2, width: 16, ..GptConfig::default() };
+        let options = TrainOptions {
+            batch: 4,
+            sequence: 8,
+            threads: 1,
+            mesh: Mesh { data: 2, ..Mesh::default() },
+            ..TrainOptions::default()
+        };
+
+        let run = |breaks_behind: u64, resumed: Option<&Checkpoint>| {
+            let ranks = communicator::on_threads(2, |world| {
+                let mut trainer = Trainer::on(world, |vb| Gpt::new(&config, vb), options.clone())?;
+                resumed.map(|checkpoint| trainer.resume(checkpoint)).transpose()?;
+                let mut saved = Vec::new();
+                let fit = Fit::new(&training, 5).save(&folder, 3, json!({ "flags": Flags { width: 16, lr: 0.1 } }));
+                let fitted = fit.run(&mut trainer, |event, trainer| {
+                    if let Event::Saved { .. } = event {
+                        saved.push(trainer.steps());
+                    }
+                    let breaks = trainer.rank() == 1 && trainer.steps() == breaks_behind;
+                    Ok(if breaks { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
+                });
+                Ok((fitted.unwrap().loss, saved))
+            });
+            ranks.unwrap()
+        };
+        let [first, second]: [_; 2] = run(3, None).try_into().unwrap();
+        assert_eq!((&first.1, &first), (&vec![3], &second));
+        let checkpoint = folder.newest().unwrap();
+        assert_eq!(checkpoint.step(), 3);
+        let said = |given: &'static str| {
+            let now = Flags { width: 32, lr: 0.2 };
+            with_saved(&now, |flag| flag == given, &checkpoint, "flags", &["lr"], &Console::default())
+        };
+        assert_eq!(said("lr").unwrap(), Flags { width: 16, lr: 0.2 });
+        assert_eq!(said("nothing").unwrap(), Flags { width: 16, lr: 0.1 });
+        let error = said("width").unwrap_err().to_string();
+        assert!(error.contains("width was 16 and is 32"), "{error}");
+        let [first, second]: [_; 2] = run(0, Some(&checkpoint)).try_into().unwrap();
+        assert_eq!((&first.1, &first), (&vec![5], &second));
+    }
+}

@@ -26,10 +26,11 @@ pub enum Source {
     Path(PathBuf),
 }
 
-impl Source {
-    /// A path, or the Rust sources that a lock file names: text that is there wherever Rust is.
-    pub fn path_or_rust_sources(path: Option<PathBuf>, lock: impl Into<PathBuf>) -> Self {
-        path.map_or_else(|| Self::RustSources(RustSources::of_lock(lock)), Self::Path)
+/// A `Cargo.lock` stands for the Rust sources that it names: text that is there wherever Rust is.
+impl From<PathBuf> for Source {
+    fn from(path: PathBuf) -> Self {
+        let is_lock = path.file_name().is_some_and(|name| name == "Cargo.lock");
+        if is_lock { Self::RustSources(RustSources::of_lock(path)) } else { Self::Path(path) }
     }
 }
 

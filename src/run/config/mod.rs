@@ -83,7 +83,7 @@ pub enum ModelConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DataConfig {
-    /// A file or folder of .txt, .rs, .md or .jsonl, or a .bin of u16 token ids.
+    /// A file or folder of .txt, .rs, .md or .jsonl, a .bin of u16 token ids, or a `Cargo.lock` for the Rust sources that it names.
     pub path: PathBuf,
     /// Tokens of the byte-pair encoding that is trained on it; 256 for plain bytes. Not beside `tokenizer`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -472,6 +472,6 @@ impl RunConfig {
             (Some(file), _) => VocabularyChoice::File(file),
             (None, size) => VocabularyChoice::of_size(size.unwrap_or(4096)),
         };
-        Dataset::prepare(&Source::Path(path), &DataOptions { vocabulary, validation_every, cache })
+        Dataset::prepare(&Source::from(path), &DataOptions { vocabulary, validation_every, cache })
     }
 }
