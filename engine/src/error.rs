@@ -44,6 +44,10 @@ pub enum TrainError {
         "rank {rank} has another {what} than rank 0 (on this rank: {here}); start all ranks with the same program, options and data"
     )]
     RanksDiffer { rank: usize, what: &'static str, here: String },
+    #[error(
+        "the parameter {name} is not the same on ranks {first} and {rank}, which train copies of it: nothing was saved; go on from the last checkpoint"
+    )]
+    CopiesDiffer { name: String, first: usize, rank: usize },
     #[error("rank {rank} could not save: {why}")]
     NotSaved { rank: usize, why: String },
 }

@@ -48,3 +48,29 @@ fn ranks_that_differ_are_stopped_by_name() {
     }
     assert_eq!(answers(&|_| {}, 0), ["trained", "trained"]);
 }
+
+/// A bit that is lost on one of two data ranks is found when they save.
+#[test]
+fn copies_of_a_parameter_are_compared_when_they_are_saved() {
+    let place = tempfile::tempdir().unwrap();
+    let mut run = Run::default();
+    (run.options.threads, run.options.mesh) = (1, Mesh { data: 2, ..Mesh::default() });
+    let answers = communicator::on_threads(2, |world| {
+        let rank = world.rank();
+        let mut trainer = run.try_rank(Some(world))?;
+        let (tokens, targets) = run.batch(0);
+        trainer.step(&tokens, &targets)?;
+        let sound = trainer.save(place.path(), serde_json::Value::Null).map(drop);
+        let name = trainer.parameter_names().nth(3).unwrap().to_owned();
+        if rank == 1 {
+            let values = trainer.tensor(&name)?;
+            trainer.set_tensor(&name, &values.affine(1.0, 1e-6)?)?;
+        }
+        let answer = trainer.save(place.path(), serde_json::Value::Null).unwrap_err().to_string();
+        Ok((sound, name, answer))
+    });
+    for (sound, name, answer) in answers.unwrap() {
+        sound.unwrap();
+        assert!(answer.contains(&format!("{name} is not the same on ranks 0 and 1")), "{answer}");
+    }
+}

@@ -4,6 +4,7 @@
 //! share, each saves its part, a flat range of the elements. Which rank has what is settled anew on resuming: each reads
 //! the ranges that it needs out of whatever files have them.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -28,16 +29,22 @@ struct Written {
     error: Option<String>,
 }
 
+/// Hashes of parameters by name.
+type Copies = BTreeMap<String, String>;
+
 impl Trainer {
     /// Saves parameters, optimizer states, step and seed as `dir/step-…`, with `run` (what the caller needs to go on: its
     /// data, its model's configuration) in the manifest. Returns the checkpoint's folder. With several ranks, all call
     /// it, and `dir` is the same folder for all; it counts once all have written.
     ///
     /// # Errors
-    /// A full disk, or any other failure to write, on any rank; what was there before stays.
+    /// A full disk, or any other failure to write, on any rank; what was there before stays. [`TrainError::CopiesDiffer`] where a
+    /// parameter that several ranks have is not the same on all of them.
     pub fn save(&mut self, dir: &Path, run: Value) -> Result<PathBuf> {
         self.training()?;
         let _span = tracing::info_span!("save", step = self.step).entered();
+        let copies = self.copies()?;
+        expect_equal_copies(&self.all(copies)?)?;
         let first = self.rank() == 0;
         let draft = Draft::join(dir, self.step);
         let begun = if first { Draft::begin(dir, self.step).err() } else { None };
@@ -84,6 +91,21 @@ impl Trainer {
         self.step = checkpoint.step();
         self.options.seed = metadata["seed"].as_u64().unwrap_or(self.options.seed);
         Ok(metadata["run"].clone())
+    }
+
+    /// Hashes of the parameters that other ranks may have, too, by name and first element.
+    fn copies(&self) -> Result<Copies> {
+        if self.world.is_none() {
+            return Ok(Copies::new());
+        }
+        Ok(self.session.with_persistent(|tensors| {
+            let parameters = tensors.iter().filter(|t| t.label.role == Role::Parameter && t.changes_here);
+            let key = |name: &str| match self.layout.parts.get(name) {
+                Some(part) => format!("{name} from element {}", part.first),
+                None => name.to_owned(),
+            };
+            parameters.map(|t| (key(&t.label.tensor), blake3::hash(t.bytes).to_hex().to_string())).collect()
+        })?)
     }
 
     /// Writes the tensors that this rank answers for.
@@ -185,6 +207,20 @@ impl Trainer {
         }
         Value::Object(shapes)
     }
+}
+
+/// Expects the same hash on all ranks that have a parameter. All come to the same verdict.
+fn expect_equal_copies(all: &[Copies]) -> Result<()> {
+    let mut firsts: BTreeMap<&str, (usize, &str)> = BTreeMap::new();
+    for (rank, copies) in all.iter().enumerate() {
+        for (name, hash) in copies {
+            let &mut (first, expected) = firsts.entry(name).or_insert((rank, hash));
+            if expected != hash {
+                return Err(TrainError::CopiesDiffer { name: name.clone(), first, rank });
+            }
+        }
+    }
+    Ok(())
 }
 
 /// The first error that any rank had.
