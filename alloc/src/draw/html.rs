@@ -43,7 +43,7 @@ struct PageRole {
 
 pub(super) fn render(map: &MemoryMap<'_>) -> String {
     let title = escape(map.title);
-    let style = include_str!("assets/page.css");
+    let style = concat!(include_str!("assets/theme.css"), include_str!("assets/page.css"));
     let script =
         concat!(include_str!("assets/data.js"), include_str!("assets/paint.js"), include_str!("assets/explore.js"));
     let data = serde_json::to_string(&page(map)).expect("strings and numbers are always JSON");

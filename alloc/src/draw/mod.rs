@@ -22,6 +22,10 @@ use std::ops::Range;
 use crate::{BufferId, Error, Label, Lifetime, Problem, lower_bound, peak_tick};
 
 use curve::Curve;
+/// The colours of all pages as CSS variables, for light and dark: `--ground`, `--panel`, `--free`, `--line`, `--text`, `--quiet`,
+/// `--accent`, `--bound`.
+pub const THEME: &str = include_str!("assets/theme.css");
+
 pub use quantity::{Bytes, NotBytes};
 pub use summary::{RoleBytes, Span, Summary, TensorAtPeak, Unused};
 pub use svg::SvgOptions;
