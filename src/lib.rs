@@ -37,6 +37,7 @@
 //! - [`parallel`]: schedules of pipeline stages.
 //! - [`plan`]: what a run takes, before there is one.
 //! - [`run`]: what a training program needs around its trainer.
+//! - [`step`]: one training step by name: its programs, plans and time.
 //! - [`prelude`]: the names that most programs use.
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
@@ -44,6 +45,7 @@
 pub mod plan;
 pub mod prelude;
 pub mod run;
+pub mod step;
 
 pub use gapless_alloc as alloc;
 pub use gapless_allocators as allocators;

@@ -36,6 +36,7 @@ pub use config::{
     CheckpointConfig, ConfigError, DataConfig, EvaluationConfig, Float, MemoryConfig, ModelConfig, OptimizerConfig,
     RateConfig, RateShape, Rule, RunConfig, SampleConfig, StepConfig,
 };
+pub(crate) use config::{line_of, size, with_nearest};
 pub use console::{Console, ErrorOutput, OutputLost};
 pub use folder::RunFolder;
 pub use stop::Stop;

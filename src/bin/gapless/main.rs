@@ -3,11 +3,11 @@
 mod compare;
 mod eval;
 mod init;
-mod model;
 mod output;
 mod plan;
 mod sample;
 mod schedule;
+mod step;
 mod train;
 
 use std::process::ExitCode;
