@@ -304,6 +304,11 @@ impl Step {
         Trainer::record(build, &self.options)
     }
 
+    /// What decides that graph: steps with equal texts share it.
+    pub fn graph_key(&self) -> String {
+        format!("{:?} {}", self.model.architecture, Trainer::graph_key(&self.options))
+    }
+
     /// The program of a rank of the pipeline.
     ///
     /// # Errors

@@ -63,6 +63,14 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
     Ok(Executable { programs, persistent, problem, solution, routing, labels, parts, plan_hash, plan_ms, host, flops })
 }
 
+/// The most bytes alive at once in a program: no arena is smaller.
+///
+/// # Errors
+/// When they exceed `u64`.
+pub fn live_bytes(program: &Program) -> Result<u64> {
+    Ok(lower_bound(&lifetimes(&[program])?.problem))
+}
+
 /// The size of the arena of all `programs`; above the capacity, only that it is at least so much.
 pub fn height(programs: &[&Program], CompileOptions { planner, reserve }: CompileOptions) -> Result<u64> {
     let Lifetimes { problem, of, spans, .. } = lifetimes(programs)?;

@@ -163,6 +163,11 @@ impl Trainer {
         Ok(StepGraph::record(build, &options.step())?)
     }
 
+    /// What of the options decides that graph: with equal texts, [`Self::record`] makes equal graphs of one model.
+    pub fn graph_key(options: &TrainOptions) -> String {
+        StepGraph::key(&options.step())
+    }
+
     /// The program of a rank of the pipeline, from a graph that was recorded with such options.
     ///
     /// # Errors

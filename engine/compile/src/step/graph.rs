@@ -35,7 +35,10 @@ impl StepGraph {
     /// # Errors
     /// When the options or the model's shapes do not fit together.
     pub fn record(build: &Build<'_>, options: &StepOptions) -> Result<Self> {
-        let ranks = RankPlan::new(options.mesh, 0, &options.pipeline, options.micro_batches)?;
+        options.mesh.ranks()?;
+        // Which rank does what when is asked about when it is lowered.
+        let (mesh, stages) = (options.mesh, options.mesh.pipeline * options.pipeline.chunks);
+        let ranks = RankPlan { mesh, at: mesh.coordinate(0), stages, table: Vec::new() };
         Ok(Self { step: record(build, options, &ranks)?, key: Self::key(options) })
     }
 
