@@ -6,7 +6,7 @@ use serde::Deserialize;
 use toml::{Table, Value};
 
 use super::StepSpec;
-use crate::run::{ConfigError, line_of, with_nearest};
+use crate::run::{ConfigError, with_nearest};
 
 impl StepSpec {
     /// The `[step]` of a file, if there is one, under the keys of `over`.
@@ -53,17 +53,5 @@ impl StepSpec {
             let why = with_nearest(error.message().to_owned());
             ConfigError::Value { key, line: None, why, remedy: "docs/sweep.md lists the keys of a step" }
         })
-    }
-}
-
-/// An error of [`StepSpec::check`] with the line of its key in a file's table.
-pub(crate) fn in_table(error: ConfigError, text: &str, table: &str) -> ConfigError {
-    match error {
-        ConfigError::Value { key, line: None, why, remedy } => {
-            let key = format!("{table}.{key}");
-            let line = line_of(text, &key);
-            ConfigError::Value { key, line, why, remedy }
-        }
-        other => other,
     }
 }

@@ -29,11 +29,12 @@
 //! ```
 
 mod evaluate;
-mod gantt;
 mod report;
 mod row;
 mod spec;
 mod store;
+#[cfg(test)]
+mod tests;
 
 use std::collections::HashMap;
 use std::ops::ControlFlow;
