@@ -44,9 +44,10 @@ use std::sync::mpsc;
 
 use self::evaluate::Evaluator;
 pub use self::row::{Row, Status};
-pub use self::spec::{Configuration, Sweep, SweepOptions};
+pub use self::spec::{Configuration, Planned, Sweep, SweepOptions};
 use self::store::Store;
 pub use self::store::StoreError;
+use crate::step::Step;
 
 /// How far a sweep is.
 #[derive(Debug, Clone, Copy)]
@@ -80,10 +81,16 @@ pub fn run(
     let (mut store, mut known) = Store::open(folder)?;
     let all = sweep.configurations.len();
     let reused = sweep.configurations.iter().filter(|of| known.contains_key(&of.key)).count();
-    // What is missing, by graph: each is recorded once, by whoever takes it.
-    let missing: Vec<&Configuration> = sweep.configurations.iter().filter(|of| !known.contains_key(&of.key)).collect();
-    let graph = |of: &Configuration| of.step.as_ref().ok().map(|step| step.graph_key());
-    let groups: Vec<&[&Configuration]> = missing.chunk_by(|a, b| graph(a) == graph(b)).collect();
+    // By graph: each is recorded once, by whoever takes it. What is known of a group decides with it what else is planned.
+    let graph = |of: &Configuration| of.step.as_ref().ok().map(Step::graph_key);
+    let mut groups: Vec<Vec<(&Configuration, Option<Row>)>> = Vec::new();
+    for group in sweep.configurations.chunk_by(|a, b| graph(a) == graph(b)) {
+        let row = |of: &Configuration| known.get(&of.key).map(|line| store.parse(line)).transpose();
+        let group = group.iter().map(|of| Ok((of, row(of)?))).collect::<Result<Vec<_>, StoreError>>()?;
+        if group.iter().any(|(_, row)| row.is_none()) {
+            groups.push(group);
+        }
+    }
     let (next, stopped) = (AtomicUsize::new(0), AtomicBool::new(false));
     let evaluator = Evaluator::new(sweep);
     let mut done = reused;

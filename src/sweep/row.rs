@@ -13,6 +13,8 @@ use super::Sweep;
 pub enum Status {
     /// Its plan fits.
     Fits,
+    /// It was not planned, for something that is as fast takes no more bytes than it has alive.
+    Dominated,
     /// It fits nowhere: more bytes are alive at once than the device has, or its plan is larger.
     TooLarge,
     /// No recomputation makes it fit its budget.
@@ -47,13 +49,13 @@ pub struct Figures {
     pub micro_batch: usize,
     /// Each rank's most bytes alive at once: no allocator needs less.
     pub live_bytes: Vec<u64>,
-    /// Each rank's arena; none where it was not planned, for more is alive than the device has.
+    /// Each rank's arena; none where it was not planned.
     pub arena_bytes: Vec<u64>,
     /// Each rank's plan.
     pub plans: Vec<String>,
     /// Bytes at the fullest rank's peak, by role.
     pub roles: BTreeMap<String, u64>,
-    /// What each allocator reserves, on a device without end.
+    /// What each allocator reserves, on a device without end; of those that it was replayed through.
     pub reserved: BTreeMap<String, u64>,
     /// Time of the step.
     pub nanoseconds: u64,

@@ -38,6 +38,8 @@ pub struct SweepOptions {
     /// Bytes of each rank's device; the profile's where it is absent. What has more bytes alive is neither planned nor replayed.
     #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "size")]
     pub capacity: Option<u64>,
+    /// Which configurations are planned and replayed, of those that can fit.
+    pub plan: Planned,
     /// Ranks are replayed that have at least this part of the live bytes of the fullest.
     pub fullest: f64,
 }
@@ -45,8 +47,19 @@ pub struct SweepOptions {
 impl Default for SweepOptions {
     fn default() -> Self {
         let allocators = ["pytorch", "pytorch-expandable", "gmlake", "bfc", "stalloc"];
-        Self { allocators: allocators.map(str::to_owned).to_vec(), capacity: None, fullest: 0.9 }
+        Self { allocators: allocators.map(str::to_owned).to_vec(), capacity: None, plan: Planned::Front, fullest: 0.9 }
     }
+}
+
+/// Which configurations are planned and replayed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Planned {
+    /// Those that can be on a Pareto front of bytes and time, among the configurations that share a graph.
+    #[default]
+    Front,
+    /// All that can fit.
+    All,
 }
 
 /// A checked sweep.

@@ -6,6 +6,7 @@ use gapless_engine::Trainer;
 use gapless_engine::compile::Executable;
 use gapless_models::{Gpt, GptConfig};
 
+use super::row::Figures;
 use super::{Status, Sweep, run};
 
 const TINY: &str = r#"
@@ -20,13 +21,15 @@ micro_batches = [1, 2, 3, 4]
 recompute = ["none", "layers"]
 "#;
 
+const RECOMPUTE: &str = r#"["none", "layers", "first:1", "first:2", "ops:gelu", "ops:layer_norm"]"#;
+
 fn all(sweep: &Sweep, folder: &Path, threads: usize) -> super::Results {
     run(sweep, folder, threads, |_| ControlFlow::Continue(())).unwrap().expect("nobody stopped it")
 }
 
 #[test]
 fn rows_are_what_planning_one_by_one_says() {
-    let sweep = Sweep::parse(TINY).unwrap();
+    let sweep = Sweep::parse(&(TINY.to_owned() + "[sweep]\nplan = \"all\"")).unwrap();
     let folder = tempfile::tempdir().unwrap();
     let results = all(&sweep, folder.path(), 2);
     assert_eq!(results.rows.len(), 24);
@@ -53,6 +56,37 @@ fn rows_are_what_planning_one_by_one_says() {
         assert!(figures.reserved.values().all(|&bytes| bytes >= figures.live()));
     }
     assert!(results.rows.iter().filter(|row| row.status == Status::Fits).count() >= 16);
+}
+
+/// What is left out is on no front: neither of the plan nor of an allocator.
+#[test]
+fn fronts_are_those_of_all_plans() {
+    let wide = TINY.replace("[1, 2, 3, 4]", "[4]").replace("[\"none\", \"layers\"]", RECOMPUTE);
+    let fronts = |options: &str| {
+        let sweep = Sweep::parse(&(wide.clone() + options)).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let rows = all(&sweep, folder.path(), 1).rows;
+        let planned = rows.iter().filter(|row| row.figures.as_ref().is_some_and(|of| !of.plans.is_empty())).count();
+        let names = ["gapless", "pytorch", "pytorch-expandable", "gmlake", "bfc", "stalloc"];
+        let front = |name: &str| {
+            let bytes = |of: &Figures| if name == "gapless" { of.arena() } else { of.reserved.get(name).copied() };
+            let points = rows.iter().filter_map(|row| row.figures.as_ref());
+            let mut points: Vec<(u64, u64)> = points.filter_map(|of| Some((of.nanoseconds, bytes(of)?))).collect();
+            points.sort_unstable();
+            let mut least = u64::MAX;
+            points.retain(|&(_, bytes)| {
+                let is_least = bytes < least;
+                least = least.min(bytes);
+                is_least
+            });
+            points
+        };
+        (planned, names.map(front))
+    };
+    let (few, some) = fronts("");
+    let (all, every) = fronts("[sweep]\nplan = \"all\"");
+    assert_eq!(some, every);
+    assert!(few < all, "{few} of {all}");
 }
 
 #[test]
@@ -83,7 +117,7 @@ fn what_was_stopped_goes_on_to_the_same_files() {
     assert_eq!((results.rows.len(), results.reused), (12, 6));
     assert_eq!(all(&sweep, whole.path(), 1).reused, 24);
     let lines = fs::read_to_string(whole.path().join("results.jsonl")).unwrap();
-    fs::write(whole.path().join("results.jsonl"), format!("{}nothing\n{lines}", "")).unwrap();
+    fs::write(whole.path().join("results.jsonl"), format!("nothing\n{lines}")).unwrap();
     let error = run(&sweep, whole.path(), 1, |_| ControlFlow::Continue(())).unwrap_err().to_string();
     assert!(error.contains("results.jsonl, line 1"), "{error}");
 }

@@ -31,7 +31,8 @@ mod text;
 
 pub use error::{Error, Result};
 pub use executable::{CompileOptions, Executable, ProgramId};
-pub use link::{compile, live_bytes};
+pub use lifetimes::table;
+pub use link::compile;
 pub use lower::lower;
 pub use lowering::{Lowering, Output, Target};
 pub use offload_plan::HostPlan;

@@ -59,16 +59,9 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
     let persistent = persistent(programs, &of, &solution);
     let plan_hash = plan_hash(&problem, &solution.offsets);
     let flops = programs.iter().map(Program::flops).collect();
+    let labels = labels.into_iter().cloned().collect();
     let programs = compiled;
     Ok(Executable { programs, persistent, problem, solution, routing, labels, parts, plan_hash, plan_ms, host, flops })
-}
-
-/// The most bytes alive at once in a program: no arena is smaller.
-///
-/// # Errors
-/// When they exceed `u64`.
-pub fn live_bytes(program: &Program) -> Result<u64> {
-    Ok(lower_bound(&lifetimes(&[program])?.problem))
 }
 
 /// The size of the arena of all `programs`; above the capacity, only that it is at least so much.

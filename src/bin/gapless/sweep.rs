@@ -81,9 +81,10 @@ fn summary(results: &Results, arguments: &Arguments) -> anyhow::Result<()> {
     print(|out| {
         writeln!(
             out,
-            "{} configurations ({reused} from an earlier run): {} fit, {} are too large, {} over their budget, {} do not exist",
+            "{} configurations ({reused} from an earlier run): {} fit, {} are dominated, {} are too large, {} over their budget, {} do not exist",
             rows.len(),
             count(Status::Fits),
+            count(Status::Dominated),
             count(Status::TooLarge),
             count(Status::OverBudget),
             count(Status::Invalid)
