@@ -27,12 +27,14 @@ mod device;
 mod estimate;
 mod model;
 mod read;
+mod sketch;
 mod spec;
 mod timing;
 
 pub use device::{DeviceProfile, UnknownDevice};
 pub use estimate::{Estimate, estimate};
 pub use model::{ModelSpec, PRESETS};
+pub use sketch::{Sketch, SketchKey};
 pub use spec::{Precision, Step, StepSpec};
 pub use timing::{Timing, TimingError};
 

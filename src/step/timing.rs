@@ -8,7 +8,9 @@ use std::collections::HashMap;
 
 use gapless_engine::compile::{Instr, InstrKind, Operand, Program};
 use gapless_engine::ops::{Collective, Group};
-use gapless_parallel::{Action, Cell, Costs, Durations, Error, Kind, Mesh, Shape, StageId, Stuck, Timeline, simulate};
+use gapless_parallel::{
+    Action, Cell, Costs, Durations, Error, Kind, Mesh, MicroBatch, Shape, StageId, Stuck, Timeline, simulate,
+};
 
 use super::{DeviceProfile, Precision, Step};
 
@@ -56,40 +58,54 @@ impl Step {
     /// # Errors
     /// When the schedule does not exist for the step's shape.
     pub fn timing(&self, programs: &[Program]) -> Result<Timing, TimingError> {
-        let measured = Measured::of(programs, &self.device, self.precision, self.options.mesh);
-        let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
-        let pipeline = &self.options.pipeline;
-        let shape = Shape {
-            ranks: number(self.options.mesh.pipeline),
-            chunks: number(pipeline.chunks),
-            micro_batches: number(self.options.micro_batches),
-        };
-        let mut table = pipeline.schedule.table(&shape)?;
+        self.simulated(self.measured(programs))
+    }
+
+    pub(super) fn measured(&self, programs: &[Program]) -> Measured {
+        Measured::of(programs, &self.device, self.precision, self.options.mesh)
+    }
+
+    /// When everything happens, by known durations.
+    pub(super) fn simulated(&self, measured: Measured) -> Result<Timing, TimingError> {
+        let shape = self.shape();
+        let mut table = self.options.pipeline.schedule.table(&shape)?;
         for (rank, row) in table.iter_mut().enumerate() {
-            row.push(Cell::Update(StageId(number(rank))));
+            row.push(Cell::Update(StageId(rank as u32)));
         }
         let timeline = simulate(&table, &measured)?;
         let stages = (0..shape.ranks * shape.chunks).map(|stage| measured.mean(StageId(stage))).collect();
         Ok(Timing { timeline, stages, updates: measured.updates, recomputed: measured.recomputed })
     }
+
+    /// The extents of its pipeline.
+    pub fn shape(&self) -> Shape {
+        let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+        Shape {
+            ranks: number(self.options.mesh.pipeline),
+            chunks: number(self.options.pipeline.chunks),
+            micro_batches: number(self.options.micro_batches),
+        }
+    }
 }
 
 /// Durations out of programs.
-#[derive(Debug, Default)]
-struct Measured {
-    actions: HashMap<Action, u64>,
-    transfers: HashMap<Action, u64>,
-    updates: Vec<u64>,
-    recomputed: Vec<u64>,
+#[derive(Debug, Default, Clone)]
+pub(super) struct Measured {
+    pub actions: HashMap<Action, u64>,
+    pub transfers: HashMap<Action, u64>,
+    pub updates: Vec<u64>,
+    pub recomputed: Vec<u64>,
+    /// The micro-batch that stands for all, if it is one.
+    pub all_as: Option<MicroBatch>,
 }
 
 impl Durations for Measured {
     fn action(&self, action: Action) -> u64 {
-        self.actions.get(&action).copied().unwrap_or(0)
+        self.actions.get(&self.known(action)).copied().unwrap_or(0)
     }
 
     fn transfer(&self, from: Action) -> u64 {
-        self.transfers.get(&from).copied().unwrap_or(0)
+        self.transfers.get(&self.known(from)).copied().unwrap_or(0)
     }
 
     /// The update of the rank with this number.
@@ -99,6 +115,10 @@ impl Durations for Measured {
 }
 
 impl Measured {
+    fn known(&self, action: Action) -> Action {
+        Action { micro_batch: self.all_as.unwrap_or(action.micro_batch), ..action }
+    }
+
     fn of(programs: &[Program], device: &DeviceProfile, precision: Precision, mesh: Mesh) -> Self {
         let mut measured = Self::default();
         let mut known = Known::default();
@@ -141,7 +161,9 @@ impl Measured {
     /// The means of a stage's actions.
     fn mean(&self, stage: StageId) -> Costs {
         let of = |kind, map: &HashMap<Action, u64>| {
-            let of_kind = map.iter().filter(|(action, _)| action.stage == stage && action.kind == kind);
+            let is_it =
+                |action: &Action| (action.stage, action.kind) == (stage, kind) && self.known(*action) == *action;
+            let of_kind = map.iter().filter(|(action, _)| is_it(action));
             let (sum, count) = of_kind.fold((0, 0), |(sum, count), (_, time)| (sum + time, count + 1));
             if count == 0 { 0 } else { sum / count }
         };

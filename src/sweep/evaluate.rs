@@ -1,9 +1,10 @@
-//! Configurations to rows: time and live bytes of all, plans and allocators only of what can fit and where the order of the results
+//! Configurations to rows: time and sure bytes of all, plans and allocators only of what can fit and where the order of the results
 //! could depend on it.
 //!
-//! What is alive at once bounds every allocator from below. So a configuration needs no more of an allocator's bytes than that, where one
+//! What is surely alive at once bounds every allocator from below. So a configuration needs no more of an allocator's bytes than that, where one
 //! that is as fast has been found to reserve no more than that already: it is on no Pareto front of that allocator.
 
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Mutex, PoisonError};
 
@@ -15,7 +16,7 @@ use gapless_engine::compile::{Error as CompileError, Executable, Program, table}
 
 use super::row::Figures;
 use super::{Configuration, Planned, Row, Status, Sweep};
-use crate::step::{Step, TimingError, estimate};
+use crate::step::{Sketch, SketchKey, Step, TimingError, estimate};
 
 /// What rows are made with.
 pub(super) struct Evaluator<'a> {
@@ -49,7 +50,7 @@ impl From<TimingError> for Refused {
 }
 
 /// The least that is reserved by what is as fast: of the plan, and of each allocator.
-struct Least {
+pub(super) struct Least {
     plan: u64,
     of: BTreeMap<Kind, u64>,
 }
@@ -59,126 +60,90 @@ impl<'a> Evaluator<'a> {
         Self { sweep, reserved: Mutex::default() }
     }
 
-    /// The rows of configurations that share a graph but for those that are known, the fastest first, until `give` wants no more.
-    pub fn group(&self, group: &[(&Configuration, Option<Row>)], give: &mut dyn FnMut(Row) -> bool) {
-        let first = group.iter().find_map(|(of, _)| of.step.as_ref().ok());
+    /// Time and sure bytes of configurations that share a graph, until `give` wants no more.
+    pub fn sketch(&self, group: &[&Configuration], give: &mut dyn FnMut(Row) -> bool) {
+        let first = group.iter().find_map(|of| of.step.as_ref().ok());
         let graph = first.map(|step| step.record().map_err(|error| error.to_string()));
-        let mut timed: Vec<(&Configuration, Row, bool)> = Vec::new();
-        for (of, known) in group {
-            let row = match (known, &of.step, &graph) {
-                (Some(known), ..) => known.clone(),
-                (None, Ok(step), Some(Ok(graph))) => self.timed(of, step, graph),
-                (None, Err(why), _) | (None, _, Some(Err(why))) => row(of, Status::Invalid, Some(why.clone()), None),
-                (None, Ok(_), None) => unreachable!("a step is in its own group"),
+        let mut known = HashMap::new();
+        for of in group {
+            let row = match (&of.step, &graph) {
+                (Ok(step), Some(Ok(graph))) => match sketch(of, step, graph, &mut known) {
+                    Ok(figures) => row(of, Status::Sketched, None, Some(figures)),
+                    Err(refused) => refused.row(of),
+                },
+                (Err(why), _) | (_, Some(Err(why))) => row(of, Status::Invalid, Some(why.clone()), None),
+                (Ok(_), None) => unreachable!("a step is in its own group"),
             };
-            match row.figures {
-                Some(_) => timed.push((of, row, known.is_some())),
-                None if known.is_some() => {}
-                None if !give(row) => return,
-                None => {}
-            }
-        }
-        timed.sort_by_key(|(_, row, _)| row.figures.as_ref().map(|of| (of.nanoseconds, of.live())));
-        let mut least =
-            Least { plan: u64::MAX, of: self.sweep.allocators.iter().map(|&kind| (kind, u64::MAX)).collect() };
-        for (of, mut row, is_known) in timed {
-            if let (false, Ok(step), Some(Ok(graph))) = (is_known, &of.step, &graph)
-                && let Err(refused) = self.place(step, graph, &least, &mut row)
-            {
-                (row.status, row.why, row.figures) = refused.into();
-            }
-            least.see(row.figures.as_ref());
-            if !is_known && !give(row) {
+            if !give(row) {
                 return;
             }
         }
     }
 
-    /// A row of time and live bytes.
-    fn timed(&self, of: &Configuration, step: &Step, graph: &StepGraph) -> Row {
-        match self.figures(step, graph) {
-            Ok(figures) => row(of, Status::Dominated, None, Some(figures)),
-            Err(refused) => {
-                let (status, why, _) = refused.into();
-                row(of, status, why, None)
-            }
+    /// The row of a configuration that need not be planned: it cannot fit, or is on no front.
+    pub fn left_out(&self, of: &Configuration, sketched: &Row, least: &Least) -> Option<Row> {
+        let figures = sketched.figures.as_ref()?;
+        let sure = figures.at_least.iter().copied().max().unwrap_or(0);
+        let status = match sure > self.capacity(of) {
+            true => Status::TooLarge,
+            false if self.sweep.options.plan == Planned::Front && least.is_no_front(sure) => Status::Dominated,
+            false => return None,
+        };
+        Some(Row { status, ..sketched.clone() })
+    }
+
+    /// Bytes of each rank's device.
+    fn capacity(&self, of: &Configuration) -> u64 {
+        let device = of.step.as_ref().map_or(u64::MAX, |step| step.device.memory);
+        self.sweep.options.capacity.unwrap_or(device)
+    }
+
+    /// Plans and replays a configuration as far as nothing that is as fast is known to take less.
+    pub fn place(&self, of: &Configuration, mut row: Row, least: &Least) -> Row {
+        let placed = match (&of.step, &mut row.figures) {
+            (Ok(step), Some(figures)) => self.figures(step, self.capacity(of), least, figures),
+            _ => return row,
+        };
+        match placed {
+            Ok(status) => Row { status, ..row },
+            Err(refused) => refused.row(of),
         }
     }
 
-    fn figures(&self, step: &Step, graph: &StepGraph) -> Result<Figures, Refused> {
-        // Of every rank, for they wait for each other.
-        let programs = step.programs(graph)?;
-        let timing = step.timing(&programs)?;
-        let live = |program: &Program| Ok(lower_bound(&table(program)?));
-        let live = programs.iter().map(live).collect::<Result<Vec<u64>, CompileError>>().map_err(TrainError::from)?;
-        let formulas = estimate(step, graph.parameters());
-        let options = &step.options;
-        let seconds = timing.nanoseconds() as f64 / 1e9;
-        let costs = timing.stages.iter();
-        Ok(Figures {
-            parameters: graph.parameters(),
-            micro_batch: options.evaluation_batch(),
-            live_bytes: live,
-            arena_bytes: Vec::new(),
-            plans: Vec::new(),
-            roles: BTreeMap::new(),
-            reserved: BTreeMap::new(),
-            nanoseconds: timing.nanoseconds(),
-            bubble: timing.timeline.bubble_share(),
-            overhead: timing.overhead(),
-            tokens_per_second: (options.batch * options.sequence) as f64 / seconds.max(1e-9),
-            formula_bytes: formulas.bytes_per_parameter as u64,
-            megatron_bytes: formulas.megatron as u64,
-            stages: costs.map(|of| [of.forward, of.backward_input, of.backward_weight, of.transfer]).collect(),
-            updates: timing.updates,
-        })
-    }
-
-    /// Plans and replays what can fit, where nothing that is as fast is known to take less.
-    fn place(&self, step: &Step, graph: &StepGraph, least: &Least, row: &mut Row) -> Result<(), Refused> {
-        let Some(figures) = &mut row.figures else { return Ok(()) };
+    fn figures(&self, step: &Step, capacity: u64, least: &Least, figures: &mut Figures) -> Result<Status, Refused> {
+        let programs = step.programs(&step.record()?)?;
+        let tables =
+            programs.iter().map(table).collect::<Result<Vec<Problem>, CompileError>>().map_err(TrainError::from)?;
+        figures.live_bytes = tables.iter().map(lower_bound).collect();
         let most = figures.live();
-        let capacity = self.sweep.options.capacity.unwrap_or(step.device.memory);
         if most > capacity {
-            row.status = Status::TooLarge;
-            return Ok(());
+            return Ok(Status::TooLarge);
         }
         let all = self.sweep.options.plan == Planned::All;
         let is_planned = all || most < least.plan;
         let kinds: Vec<Kind> =
             least.of.iter().filter(|(_, bytes)| all || most < **bytes).map(|(kind, _)| *kind).collect();
-        if !is_planned && kinds.is_empty() {
-            return Ok(());
-        }
-        for (rank, live) in figures.live_bytes.clone().into_iter().enumerate() {
-            let is_full = live as f64 >= self.sweep.options.fullest * most as f64;
-            let replayed = if is_full { &kinds[..] } else { &[] };
-            if !is_planned && replayed.is_empty() {
-                continue;
-            }
-            let program = step.program(graph, rank)?;
-            let problem = if is_planned {
+        for ((program, problem), live) in programs.into_iter().zip(tables).zip(figures.live_bytes.clone()) {
+            if is_planned {
                 let executable = step.plan(program)?;
                 figures.arena_bytes.push(executable.arena_bytes());
                 figures.plans.push(executable.plan_hash.to_string());
                 if live == most {
                     figures.roles = roles_at_peak(&executable);
                 }
-                executable.problem
-            } else {
-                table(&program).map_err(TrainError::from)?
-            };
+            }
+            let is_full = live as f64 >= self.sweep.options.fullest * most as f64;
+            let replayed = if is_full { &kinds[..] } else { &[] };
             for (kind, bytes) in self.reserved(&problem, replayed) {
                 let most: &mut u64 = figures.reserved.entry(kind.name().to_owned()).or_default();
                 *most = bytes.max(*most);
             }
         }
-        row.status = match figures.arena() {
+        Ok(match figures.arena() {
             Some(arena) if arena <= capacity => Status::Fits,
             Some(_) => Status::TooLarge,
             None => Status::Dominated,
-        };
-        Ok(())
+        })
     }
 
     /// What allocators reserve for a table.
@@ -203,23 +168,81 @@ impl<'a> Evaluator<'a> {
 }
 
 impl Least {
+    pub fn new(sweep: &Sweep) -> Self {
+        Self { plan: u64::MAX, of: sweep.allocators.iter().map(|&kind| (kind, u64::MAX)).collect() }
+    }
+
     /// Learns of a row that is no slower than those to come.
-    fn see(&mut self, figures: Option<&Figures>) {
-        let Some(figures) = figures else { return };
+    pub fn see(&mut self, row: &Row) {
+        let Some(figures) = &row.figures else { return };
         self.plan = self.plan.min(figures.arena().unwrap_or(u64::MAX));
         for (kind, least) in &mut self.of {
             *least = (*least).min(figures.reserved.get(kind.name()).copied().unwrap_or(u64::MAX));
         }
     }
+
+    /// Whether something that is as fast takes no more than so many bytes, of whatever allocator.
+    fn is_no_front(&self, bytes: u64) -> bool {
+        self.plan <= bytes && self.of.values().all(|&least| least <= bytes)
+    }
 }
 
-impl From<Refused> for (Status, Option<String>, Option<Figures>) {
-    fn from(refused: Refused) -> Self {
-        match refused {
-            Refused::OverBudget(why) => (Status::OverBudget, Some(why), None),
-            Refused::Invalid(why) => (Status::Invalid, Some(why), None),
-        }
+impl Refused {
+    fn row(self, of: &Configuration) -> Row {
+        let (status, why) = match self {
+            Self::OverBudget(why) => (Status::OverBudget, why),
+            Self::Invalid(why) => (Status::Invalid, why),
+        };
+        row(of, status, Some(why), None)
     }
+}
+
+/// What is known of a step without its plan. Configurations that differ in their schedule alone may share a sketch.
+fn sketch(
+    of: &Configuration,
+    step: &Step,
+    graph: &StepGraph,
+    known: &mut HashMap<(String, SketchKey), Sketch>,
+) -> Result<Figures, Refused> {
+    let (timing, at_least) = match step.sketch_key()? {
+        Some(key) => {
+            let mut others = toml::Table::try_from(&of.spec).expect("keys and plain values are TOML");
+            others.remove("schedule");
+            let sketch = match known.entry((others.to_string(), key.clone())) {
+                Entry::Occupied(known) => known.into_mut(),
+                Entry::Vacant(new) => new.insert(step.sketch(graph, &key)?),
+            };
+            (step.timing_by(sketch)?, step.surely_alive(sketch)?)
+        }
+        None => {
+            let programs = step.programs(graph)?;
+            let live = |program: &Program| Ok(lower_bound(&table(program)?));
+            let live = programs.iter().map(live).collect::<Result<_, CompileError>>().map_err(TrainError::from)?;
+            (step.timing(&programs)?, live)
+        }
+    };
+    let formulas = estimate(step, graph.parameters());
+    let options = &step.options;
+    let seconds = timing.nanoseconds() as f64 / 1e9;
+    let costs = timing.stages.iter();
+    Ok(Figures {
+        parameters: graph.parameters(),
+        micro_batch: options.evaluation_batch(),
+        at_least,
+        live_bytes: Vec::new(),
+        arena_bytes: Vec::new(),
+        plans: Vec::new(),
+        roles: BTreeMap::new(),
+        reserved: BTreeMap::new(),
+        nanoseconds: timing.nanoseconds(),
+        bubble: timing.timeline.bubble_share(),
+        overhead: timing.overhead(),
+        tokens_per_second: (options.batch * options.sequence) as f64 / seconds.max(1e-9),
+        formula_bytes: formulas.bytes_per_parameter as u64,
+        megatron_bytes: formulas.megatron as u64,
+        stages: costs.map(|of| [of.forward, of.backward_input, of.backward_weight, of.transfer]).collect(),
+        updates: timing.updates,
+    })
 }
 
 fn row(of: &Configuration, status: Status, why: Option<String>, figures: Option<Figures>) -> Row {

@@ -42,19 +42,22 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc;
 
-use self::evaluate::Evaluator;
+use self::evaluate::{Evaluator, Least};
 pub use self::row::{Row, Status};
 pub use self::spec::{Configuration, Planned, Sweep, SweepOptions};
 use self::store::Store;
 pub use self::store::StoreError;
 use crate::step::Step;
 
-/// How far a sweep is.
+/// Configurations that are planned at a time.
+const ROUND: usize = 16;
+
+/// How far a sweep is. Each configuration counts twice: its time and sure bytes, and what comes of them.
 #[derive(Debug, Clone, Copy)]
 pub struct Progress {
-    /// Rows that are there.
+    /// So much is there.
     pub done: usize,
-    /// Of so many.
+    /// Of so much.
     pub all: usize,
 }
 
@@ -68,7 +71,7 @@ pub struct Results {
 }
 
 /// Makes the rows that are not in the folder yet, each written as soon as it is there, and then the table and the page. `show` is called
-/// after each row and may stop the sweep; the same call goes on then: `None`.
+/// after each and may stop the sweep; the same call goes on then: `None`.
 ///
 /// # Errors
 /// When the folder cannot be written, is used by another process, or has other results.
@@ -76,68 +79,157 @@ pub fn run(
     sweep: &Sweep,
     folder: &Path,
     threads: usize,
-    mut show: impl FnMut(Progress) -> ControlFlow<()>,
+    show: impl FnMut(Progress) -> ControlFlow<()>,
 ) -> Result<Option<Results>, StoreError> {
-    let (mut store, mut known) = Store::open(folder)?;
-    let all = sweep.configurations.len();
-    let reused = sweep.configurations.iter().filter(|of| known.contains_key(&of.key)).count();
-    // By graph: each is recorded once, by whoever takes it. What is known of a group decides with it what else is planned.
-    let graph = |of: &Configuration| of.step.as_ref().ok().map(Step::graph_key);
-    let mut groups: Vec<Vec<(&Configuration, Option<Row>)>> = Vec::new();
-    for group in sweep.configurations.chunk_by(|a, b| graph(a) == graph(b)) {
-        let row = |of: &Configuration| known.get(&of.key).map(|line| store.parse(line)).transpose();
-        let group = group.iter().map(|of| Ok((of, row(of)?))).collect::<Result<Vec<_>, StoreError>>()?;
-        if group.iter().any(|(_, row)| row.is_none()) {
-            groups.push(group);
+    let (store, lines) = Store::open(folder)?;
+    let mut rows = HashMap::new();
+    for of in &sweep.configurations {
+        if let Some(line) = lines.get(&of.key) {
+            rows.insert(of.key.clone(), store.parse(line)?);
         }
     }
-    let (next, stopped) = (AtomicUsize::new(0), AtomicBool::new(false));
+    let reused = rows.values().filter(|row| row.is_final()).count();
     let evaluator = Evaluator::new(sweep);
-    let mut done = reused;
-    let written = std::thread::scope(|scope| {
-        let (send, receive) = mpsc::channel::<Row>();
-        for _ in 0..threads.max(1) {
-            let (send, groups, next, stopped, evaluator) = (send.clone(), &groups, &next, &stopped, &evaluator);
-            scope.spawn(move || {
-                while let Some(group) = groups.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    let is_stopped = || stopped.load(Ordering::Relaxed);
-                    evaluator.group(group, &mut |row| !is_stopped() && send.send(row).is_ok() && !is_stopped());
-                }
-            });
-        }
-        drop(send);
-        let written = receive.into_iter().try_for_each(|row| {
-            known.insert(row.key.clone(), store.append(&row)?);
-            done += 1;
-            match show(Progress { done, all }) {
-                ControlFlow::Continue(()) => Ok(()),
-                ControlFlow::Break(()) => Err(None),
-            }
-        });
-        stopped.store(true, Ordering::Relaxed);
-        written
-    });
-    match written {
-        Err(Some(error)) => return Err(error),
-        Err(None) => return Ok(None),
-        Ok(()) => {}
+    let done = rows.values().map(weight).sum();
+    let mut run = Run { sweep, evaluator, threads: threads.max(1), store, lines, rows, done, show };
+    match run.sketch().and_then(|()| run.place()) {
+        Ok(()) => run.finish(folder, reused).map(Some),
+        Err(End::Stopped) => Ok(None),
+        Err(End::Failed(error)) => Err(error),
     }
-    finish(sweep, folder, store, known, reused).map(Some)
 }
 
-/// Puts the rows in order, and writes the table and the page.
-fn finish(
-    sweep: &Sweep,
-    folder: &Path,
+/// A sweep under way.
+struct Run<'a, F> {
+    sweep: &'a Sweep,
+    evaluator: Evaluator<'a>,
+    threads: usize,
     store: Store,
-    mut known: HashMap<String, String>,
-    reused: usize,
-) -> Result<Results, StoreError> {
-    let lines: Vec<String> =
-        sweep.configurations.iter().map(|of| known.remove(&of.key).expect("there is a row for each")).collect();
-    let rows = lines.iter().map(|line| store.parse(line)).collect::<Result<Vec<Row>, _>>()?;
-    store.finish(&lines, known)?;
-    store::replace(&folder.join("results.csv"), row::csv(sweep, &rows).as_bytes())?;
-    store::replace(&folder.join("report.html"), report::page(sweep, &rows).as_bytes())?;
-    Ok(Results { rows, reused })
+    /// What is written, by key: the last line of each.
+    lines: HashMap<String, String>,
+    /// The same as rows, of this sweep.
+    rows: HashMap<String, Row>,
+    /// Of [`Progress`].
+    done: usize,
+    show: F,
+}
+
+/// What a row counts in [`Progress`].
+fn weight(row: &Row) -> usize {
+    1 + usize::from(row.is_final())
+}
+
+/// Why a sweep ends before it is done.
+enum End {
+    Stopped,
+    Failed(StoreError),
+}
+
+impl From<StoreError> for End {
+    fn from(error: StoreError) -> Self {
+        Self::Failed(error)
+    }
+}
+
+impl<F: FnMut(Progress) -> ControlFlow<()>> Run<'_, F> {
+    /// Time and sure bytes of all configurations, those that share a graph together.
+    fn sketch(&mut self) -> Result<(), End> {
+        let graph = |of: &Configuration| of.step.as_ref().ok().map(Step::graph_key);
+        let missing: Vec<&Configuration> =
+            self.sweep.configurations.iter().filter(|of| !self.rows.contains_key(&of.key)).collect();
+        let groups: Vec<&[&Configuration]> = missing.chunk_by(|a, b| graph(a) == graph(b)).collect();
+        self.each(&groups, |evaluator, group, give| evaluator.sketch(group, give))
+    }
+
+    /// Plans and allocators of what can be on a front, the fastest first, in rounds: what a round leaves out is decided by the rounds before
+    /// it, so that it depends neither on threads nor on where an earlier run was stopped.
+    fn place(&mut self) -> Result<(), End> {
+        let mut order: Vec<&Configuration> =
+            self.sweep.configurations.iter().filter(|of| self.rows[&of.key].figures.is_some()).collect();
+        order.sort_by_key(|of| {
+            self.rows[&of.key].figures.as_ref().map(|of| (of.nanoseconds, of.at_least.iter().max().copied()))
+        });
+        let mut order = order.into_iter().peekable();
+        let mut least = Least::new(self.sweep);
+        while order.peek().is_some() {
+            let (mut round, mut left_out) = (Vec::new(), Vec::new());
+            while let Some(of) = order.next_if(|_| round.len() < ROUND) {
+                match self.evaluator.left_out(of, &self.rows[&of.key], &least) {
+                    Some(row) => left_out.push(row),
+                    None => round.push(of),
+                }
+            }
+            for row in left_out {
+                if !self.rows[&row.key].is_final() {
+                    self.write(row)?;
+                }
+            }
+            let missing: Vec<(&Configuration, Row)> =
+                round.iter().map(|of| (*of, self.rows[&of.key].clone())).filter(|(_, row)| !row.is_final()).collect();
+            self.each(&missing, |evaluator, (of, row), give| {
+                give(evaluator.place(of, row.clone(), &least));
+            })?;
+            round.iter().for_each(|of| least.see(&self.rows[&of.key]));
+        }
+        Ok(())
+    }
+
+    /// Does work on all threads, and writes the rows that it gives until it is told that no more are wanted.
+    fn each<T: Sync>(
+        &mut self,
+        work: &[T],
+        job: impl Fn(&Evaluator<'_>, &T, &mut dyn FnMut(Row) -> bool) + Sync,
+    ) -> Result<(), End> {
+        let (next, stopped, evaluator) = (AtomicUsize::new(0), AtomicBool::new(false), Evaluator::new(self.sweep));
+        let evaluator = std::mem::replace(&mut self.evaluator, evaluator);
+        let written = std::thread::scope(|scope| {
+            let (send, receive) = mpsc::channel::<Row>();
+            for _ in 0..self.threads.min(work.len()) {
+                let (send, next, stopped, job, evaluator) = (send.clone(), &next, &stopped, &job, &evaluator);
+                scope.spawn(move || {
+                    while let Some(item) = work.get(next.fetch_add(1, Ordering::Relaxed)) {
+                        let is_stopped = || stopped.load(Ordering::Relaxed);
+                        job(evaluator, item, &mut |row| !is_stopped() && send.send(row).is_ok() && !is_stopped());
+                        if is_stopped() {
+                            return;
+                        }
+                    }
+                });
+            }
+            drop(send);
+            let written = receive.into_iter().try_for_each(|row| self.write(row));
+            stopped.store(true, Ordering::Relaxed);
+            written
+        });
+        self.evaluator = evaluator;
+        written
+    }
+
+    /// Writes a row, and says so.
+    fn write(&mut self, row: Row) -> Result<(), End> {
+        let line = self.store.append(&row)?;
+        // As whoever reads the file finds it.
+        let row = self.store.parse(&line)?;
+        self.lines.insert(row.key.clone(), line);
+        self.done += weight(&row);
+        self.done -= self.rows.insert(row.key.clone(), row).as_ref().map_or(0, weight);
+        match (self.show)(Progress { done: self.done, all: 2 * self.sweep.configurations.len() }) {
+            ControlFlow::Continue(()) => Ok(()),
+            ControlFlow::Break(()) => Err(End::Stopped),
+        }
+    }
+
+    /// Puts the rows in order, and writes the table and the page.
+    fn finish(mut self, folder: &Path, reused: usize) -> Result<Results, StoreError> {
+        let keys = || self.sweep.configurations.iter().map(|of| &of.key);
+        let lines: Vec<String> = keys().filter_map(|key| self.lines.get(key).cloned()).collect();
+        let rows: Vec<Row> = keys().filter_map(|key| self.rows.get(key).cloned()).collect();
+        for of in &self.sweep.configurations {
+            self.lines.remove(&of.key);
+        }
+        self.store.finish(&lines, self.lines)?;
+        store::replace(&folder.join("results.csv"), row::csv(self.sweep, &rows).as_bytes())?;
+        store::replace(&folder.join("report.html"), report::page(self.sweep, &rows).as_bytes())?;
+        Ok(Results { rows, reused })
+    }
 }

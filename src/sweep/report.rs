@@ -38,6 +38,8 @@ struct PageRow<'a> {
     micro_batch: usize,
     fits: bool,
     live: u64,
+    /// Whether that is exact, rather than a bound.
+    exact: bool,
     /// By allocator, in their order; null where nothing was replayed.
     reserved: Vec<Option<u64>>,
     formula: u64,
@@ -104,6 +106,7 @@ fn page_row<'a>(
         micro_batch: figures.micro_batch,
         fits: row.status == super::Status::Fits,
         live: figures.live(),
+        exact: !figures.live_bytes.is_empty(),
         reserved: [figures.arena()].into_iter().chain(reserved).collect(),
         formula: figures.formula_bytes,
         megatron: figures.megatron_bytes,

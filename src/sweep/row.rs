@@ -11,6 +11,8 @@ use super::Sweep;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Status {
+    /// Its time and sure bytes are known, and nothing else yet.
+    Sketched,
     /// Its plan fits.
     Fits,
     /// It was not planned, for something that is as fast takes no more bytes than it has alive.
@@ -47,7 +49,9 @@ pub struct Figures {
     pub parameters: u64,
     /// Sequences of a micro-batch.
     pub micro_batch: usize,
-    /// Each rank's most bytes alive at once: no allocator needs less.
+    /// Bytes that are surely alive at once on each rank, from two of its micro-batches.
+    pub at_least: Vec<u64>,
+    /// Each rank's most bytes alive at once: no allocator needs less. None where the step was not compiled.
     pub live_bytes: Vec<u64>,
     /// Each rank's arena; none where it was not planned.
     pub arena_bytes: Vec<u64>,
@@ -75,10 +79,17 @@ pub struct Figures {
     pub updates: Vec<u64>,
 }
 
+impl Row {
+    /// Whether no more will be known of it.
+    pub fn is_final(&self) -> bool {
+        self.status != Status::Sketched
+    }
+}
+
 impl Figures {
-    /// The most bytes alive at once on a rank.
+    /// The most bytes alive at once on a rank, or as many as are sure.
     pub fn live(&self) -> u64 {
-        self.live_bytes.iter().copied().max().unwrap_or(0)
+        self.live_bytes.iter().chain(&self.at_least).copied().max().unwrap_or(0)
     }
 
     /// The largest arena, if there are plans.
@@ -90,7 +101,7 @@ impl Figures {
 /// The rows as a table.
 pub(super) fn csv(sweep: &Sweep, rows: &[Row]) -> String {
     let mut head: Vec<String> = sweep.varied.clone();
-    head.extend(["status", "micro_batch", "live_bytes", "arena_bytes"].map(str::to_owned));
+    head.extend(["status", "micro_batch", "sure_bytes", "live_bytes", "arena_bytes"].map(str::to_owned));
     head.extend(sweep.allocators.iter().map(|kind| format!("{kind}_bytes")));
     let last = ["formula_bytes", "megatron_bytes", "step_ms", "bubble", "overhead", "tokens_per_second", "key", "why"];
     head.extend(last.map(str::to_owned));
@@ -104,7 +115,8 @@ pub(super) fn csv(sweep: &Sweep, rows: &[Row]) -> String {
         let figures = row.figures.as_ref();
         let number = |of: Option<u64>| of.map_or_else(String::new, |n| n.to_string());
         fields.push(number(figures.map(|of| of.micro_batch as u64)));
-        fields.push(number(figures.map(Figures::live)));
+        fields.push(number(figures.and_then(|of| of.at_least.iter().max().copied())));
+        fields.push(number(figures.and_then(|of| of.live_bytes.iter().max().copied())));
         fields.push(number(figures.and_then(Figures::arena)));
         fields.extend(
             sweep.allocators.iter().map(|kind| number(figures.and_then(|of| of.reserved.get(kind.name()).copied()))),

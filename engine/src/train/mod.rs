@@ -13,7 +13,7 @@ use gapless_alloc::arena::ArenaReport;
 use gapless_alloc::draw::MemoryMap;
 use gapless_compile::step::{self, Build, CheckpointLayout, RankPlan, SCALARS_INPUT, Share, StepGraph, of_any};
 use gapless_graph::Model;
-use gapless_parallel::Coordinate;
+use gapless_parallel::{Action, Coordinate};
 use gapless_runtime::Session;
 
 pub use device::{DeviceChoice, RunsOn};
@@ -175,6 +175,15 @@ impl Trainer {
     pub fn lower(graph: &StepGraph, options: &TrainOptions, rank: usize) -> Result<Program> {
         options.check()?;
         Ok(graph.program(&options.step(), rank, options.target())?)
+    }
+
+    /// The program of a rank for a table of fewer micro-batches ([`StepGraph::sketch`]).
+    ///
+    /// # Errors
+    /// As [`Self::lower`].
+    pub fn sketch(graph: &StepGraph, options: &TrainOptions, rank: usize, table: Vec<Vec<Action>>) -> Result<Program> {
+        options.check()?;
+        Ok(graph.sketch(&options.step(), rank, table, options.target())?)
     }
 
     /// The options it was made with.

@@ -6,6 +6,7 @@ const color = (index) => `var(--c${index % 8})`;
 const shown = new Set(data.allocators.keys());
 const rows = data.rows;
 const planned = rows.filter((row) => row.reserved[0] !== null);
+const exact = rows.filter((row) => row.exact);
 let chosen = null;
 
 const extent = (numbers, part = 0.04) => {
@@ -29,7 +30,7 @@ function figures() {
   const fastest = fits.reduce((best, row) => (!best || row.ms < best.ms ? row : best), null);
   const gap = Math.max(...planned.map((row) => row.reserved[0] / row.live), 1);
   const all = [
-    ["device", data.device], ["memory", gib(data.capacity)], ["configurations", rows.length], ["fit", fits.length],
+    ["device", data.device], ["memory", gib(data.capacity)], ["configurations", rows.length], ["fit", fits.length], ["planned", planned.length],
     ["fastest", fastest ? ms(fastest.ms) : "–"], ["largest gap of a plan", ((gap - 1) * 100).toFixed(3) + " %"],
   ];
   const list = document.getElementById("figures");
@@ -112,7 +113,7 @@ function bubble() {
 
 function estimate() {
   const box = document.querySelector("#estimate .plot");
-  const all = rows.flatMap((row) => [row.live, row.formula, row.megatron]).map((n) => n / GIB);
+  const all = exact.flatMap((row) => [row.live, row.formula, row.megatron]).map((n) => n / GIB);
   const [low, high] = [Math.min(...all) * 0.9, Math.max(...all) * 1.1];
   const axis = (name) => ({ from: low, to: high, log: true, name });
   const at = plot(box, { x: axis("alive at once, GiB"), y: axis("formula, GiB") });
@@ -120,8 +121,8 @@ function estimate() {
   const series = [["bytes per parameter", "formula", 0], ["Megatron's estimator", "megatron", 1]];
   const legend = element(box, "p", { style: "display:flex;flex-wrap:wrap;gap:2px 14px;margin-top:6px" });
   for (const [name, key, index] of series) {
-    dots(at, rows.map((row) => [row.live / GIB, row[key] / GIB]), color(index), 3.5, 0.6);
-    const ratios = rows.map((row) => row[key] / row.live).sort((a, b) => a - b);
+    dots(at, exact.map((row) => [row.live / GIB, row[key] / GIB]), color(index), 3.5, 0.6);
+    const ratios = exact.map((row) => row[key] / row.live).sort((a, b) => a - b);
     const entry = element(legend, "span", { style: "display:flex;align-items:center;gap:6px" });
     element(entry, "i", { style: `background:${color(index)}` });
     const [least, median, most] = [0, 0.5, 1].map((part) => ratios[Math.round((ratios.length - 1) * part)] ?? 0);
@@ -205,7 +206,7 @@ function choose(row) {
   const facts = element(box, "dl", { class: "facts" });
   const all = [
     ["step", ms(row.ms)], ["tokens per second", Math.round(row.tokens).toLocaleString("en")], ["bubble", (row.bubble * 100).toFixed(1) + " %"],
-    ["recomputed", (row.overhead * 100).toFixed(1) + " %"], ["micro-batch", row.micro_batch], ["alive at once", gib(row.live)],
+    ["recomputed", (row.overhead * 100).toFixed(1) + " %"], ["micro-batch", row.micro_batch], [row.exact ? "alive at once" : "alive at once, at least", gib(row.live)],
   ];
   for (const [name, value] of all) {
     const pair = element(facts, "div");

@@ -3,6 +3,8 @@
 //! In: a model's source and the options of a step. Out: the programs of any rank of its pipeline, under any schedule of as many stages
 //! and any recompute policy. Never: a graph that the options were not recorded with.
 
+use gapless_parallel::Action;
+
 use super::record::TrainStep;
 use super::{Build, RankPlan, StepOptions, recompute, record};
 use crate::error::{Error, Result};
@@ -47,23 +49,47 @@ impl StepGraph {
         self.step.parameters
     }
 
-    /// The program of the first rank of a stage: `rank` counts ranks of the pipeline.
+    /// The program of a rank of the pipeline: of the first with its stages.
     ///
     /// # Errors
     /// As [`program`](super::program), and when the graph was recorded with other options.
     pub fn program(&self, options: &StepOptions, rank: usize, target: Target) -> Result<Program> {
+        let first = self.first_of(options, rank)?;
+        let ranks = RankPlan::new(options.mesh, first, &options.pipeline, options.micro_batches)?;
+        self.lower(options, &ranks, target)
+    }
+
+    /// The program of the same rank for a table of fewer micro-batches: what each of them costs and keeps, it does in the whole step.
+    ///
+    /// # Errors
+    /// As [`Self::program`].
+    pub fn sketch(
+        &self,
+        options: &StepOptions,
+        rank: usize,
+        table: Vec<Vec<Action>>,
+        target: Target,
+    ) -> Result<Program> {
+        let (mesh, stages) = (options.mesh, options.mesh.pipeline * options.pipeline.chunks);
+        let at = mesh.coordinate(self.first_of(options, rank)?);
+        self.lower(options, &RankPlan { mesh, at, stages, table }, target)
+    }
+
+    /// The first rank with the stages of a rank of the pipeline, if the graph is that of such a step.
+    fn first_of(&self, options: &StepOptions, rank: usize) -> Result<usize> {
         if Self::key(options) != self.key {
             let why = "the step's graph was recorded with others".to_owned();
             return Err(Error::Config { what: "options", why, remedy: "record it with these" });
         }
-        let (rank, ranks) = (rank * options.mesh.expert, options.mesh.pipeline);
-        let ranks_of_copy = ranks * options.mesh.expert;
-        if rank >= ranks_of_copy {
-            let why = format!("rank {rank} of a pipeline of {ranks}");
+        if rank >= options.mesh.pipeline {
+            let why = format!("rank {rank} of a pipeline of {}", options.mesh.pipeline);
             return Err(Error::Config { what: "rank", why, remedy: "count the pipeline's ranks from 0" });
         }
-        let ranks = RankPlan::new(options.mesh, rank, &options.pipeline, options.micro_batches)?;
-        let recomputation = recompute(&self.step, options, &ranks, target, &[])?;
-        self.step.lower(&ranks, target, &recomputation)
+        Ok(rank * options.mesh.expert)
+    }
+
+    fn lower(&self, options: &StepOptions, ranks: &RankPlan, target: Target) -> Result<Program> {
+        let recomputation = recompute(&self.step, options, ranks, target, &[])?;
+        self.step.lower(ranks, target, &recomputation)
     }
 }
