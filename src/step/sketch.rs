@@ -8,7 +8,7 @@ use std::collections::HashMap;
 
 use gapless_alloc::Role;
 use gapless_engine::compile::step::StepGraph;
-use gapless_engine::compile::{BufferKind, Program};
+use gapless_engine::compile::{BufferKind, Instr, InstrKind, Program};
 use gapless_engine::recompute::Recompute;
 use gapless_engine::{TrainError, Trainer};
 use gapless_parallel::{Action, Kind, MicroBatch, StageId};
@@ -142,7 +142,9 @@ impl Kept {
         let mut used: Vec<Option<(Action, Action)>> = vec![None; program.buffers.len()];
         for part in &program.parts {
             let Some(action) = part.action else { continue };
-            for instr in &program.instrs[part.instrs.clone()] {
+            // When a message is waited for depends on the schedule.
+            let computes = |instr: &&Instr| matches!(instr.kind, InstrKind::Compute(_));
+            for instr in program.instrs[part.instrs.clone()].iter().filter(computes) {
                 for operand in instr.inputs.iter().chain(&instr.outputs) {
                     used[operand.buffer.index()].get_or_insert((action, action)).1 = action;
                 }
@@ -172,10 +174,10 @@ impl Kept {
         kept
     }
 
-    /// The most bytes that are alive in an action of a row.
+    /// The most bytes that are alive between two actions of a row.
     fn most(&self, row: &[Action]) -> u64 {
         let at: HashMap<Action, usize> = row.iter().enumerate().map(|(index, &action)| (action, index)).collect();
-        // By action: bytes born at its start, and dead at its end.
+        // By action: bytes born in it, and dead in it.
         let mut changes = vec![(0u64, 0u64); row.len()];
         let mut ends: HashMap<Place, (usize, usize)> = HashMap::new();
         for (index, action) in row.iter().enumerate() {
@@ -198,11 +200,10 @@ impl Kept {
                 changes[last].1 += bytes;
             }
         }
-        let mut live = 0;
-        let most = changes.into_iter().map(|(born, dead)| {
-            let now = live + born;
-            live = now - dead;
-            now
+        // Between two actions: within one, what it makes and what it is the last to read need not meet.
+        let most = changes.into_iter().scan(0, |live, (born, dead)| {
+            *live = *live + born - dead;
+            Some(*live)
         });
         self.always + most.max().unwrap_or(0)
     }
