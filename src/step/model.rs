@@ -33,7 +33,7 @@ pub enum ModelSpec {
     /// As a text.
     Named(String),
     /// As a run's table.
-    Table(ModelConfig),
+    Table(Box<ModelConfig>),
 }
 
 impl Serialize for ModelSpec {
@@ -60,7 +60,8 @@ impl<'de> Deserialize<'de> for ModelSpec {
             }
 
             fn visit_map<A: MapAccess<'de>>(self, table: A) -> Result<ModelSpec, A::Error> {
-                ModelConfig::deserialize(MapAccessDeserializer::new(table)).map(ModelSpec::Table)
+                let config = ModelConfig::deserialize(MapAccessDeserializer::new(table))?;
+                Ok(ModelSpec::Table(Box::new(config)))
             }
         }
         from.deserialize_any(TextOrTable)
@@ -94,16 +95,14 @@ impl Resolved {
         };
         let text = match spec {
             ModelSpec::Named(text) => text,
-            ModelSpec::Table(ModelConfig::Gpt(gpt)) => {
-                return Ok(alone("GPT".into(), Architecture::Gpt(gpt.clone())));
+            ModelSpec::Table(table) => {
+                return match &**table {
+                    ModelConfig::Gpt(gpt) => Ok(alone("GPT".into(), Architecture::Gpt(gpt.clone()))),
+                    ModelConfig::Llama(llama) => Ok(alone("Llama".into(), Architecture::Llama(llama.clone()))),
+                    ModelConfig::Moe(moe) => Ok(alone("mixture".into(), Architecture::Moe(moe.clone()))),
+                    ModelConfig::Folder(path) => read(path),
+                };
             }
-            ModelSpec::Table(ModelConfig::Llama(llama)) => {
-                return Ok(alone("Llama".into(), Architecture::Llama(llama.clone())));
-            }
-            ModelSpec::Table(ModelConfig::Moe(moe)) => {
-                return Ok(alone("mixture".into(), Architecture::Moe(moe.clone())));
-            }
-            ModelSpec::Table(ModelConfig::Folder(path)) => return read(path),
         };
         if let Some((_, title)) = PRESETS.iter().find(|(name, _)| name == text) {
             return Ok(alone((*title).to_owned(), preset(text)));

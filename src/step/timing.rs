@@ -164,8 +164,8 @@ impl Measured {
             let is_it =
                 |action: &Action| (action.stage, action.kind) == (stage, kind) && self.known(*action) == *action;
             let of_kind = map.iter().filter(|(action, _)| is_it(action));
-            let (sum, count) = of_kind.fold((0, 0), |(sum, count), (_, time)| (sum + time, count + 1));
-            if count == 0 { 0 } else { sum / count }
+            let (sum, count): (u64, u64) = of_kind.fold((0, 0), |(sum, count), (_, time)| (sum + time, count + 1));
+            sum.checked_div(count).unwrap_or(0)
         };
         let forward = of(Kind::Forward, &self.actions);
         let backward_input = of(Kind::BackwardInput, &self.actions) + of(Kind::Backward, &self.actions);

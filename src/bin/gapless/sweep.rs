@@ -58,7 +58,7 @@ pub fn run(arguments: &Arguments) -> ExitCode {
         (Err(error), _) => fail(&error, 1),
         (Ok(None), signal) => {
             tell("gapless sweep: stopped; the same command goes on from here");
-            ExitCode::from(128 + signal.unwrap_or(0) as u8)
+            ExitCode::from(128 + signal.unwrap_or(0))
         }
         (Ok(Some(results)), _) => match summary(&results, arguments) {
             Ok(()) => ExitCode::SUCCESS,

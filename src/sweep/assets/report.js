@@ -7,6 +7,7 @@ const shown = new Set(data.allocators.keys());
 const rows = data.rows;
 const planned = rows.filter((row) => row.reserved[0] !== null);
 const exact = rows.filter((row) => row.exact);
+const replayed = exact.filter((row) => row.reserved.some((bytes) => bytes !== null));
 let chosen = null;
 
 const extent = (numbers, part = 0.04) => {
@@ -19,7 +20,7 @@ const group = (list, by) => list.reduce((map, item) => map.set(by(item), [...(ma
 
 // What nothing is both smaller and faster than.
 function front(allocator) {
-  const points = planned.filter((row) => row.reserved[allocator] !== null);
+  const points = rows.filter((row) => row.reserved[allocator] !== null);
   points.sort((a, b) => a.reserved[allocator] - b.reserved[allocator] || a.ms - b.ms);
   let best = Infinity;
   return points.filter((row) => row.ms < best && ((best = row.ms), true));
@@ -57,12 +58,12 @@ function toggles() {
 
 function memoryTime() {
   const box = document.querySelector("#memory-time .plot");
-  const bytes = planned.flatMap((row) => row.reserved.filter((n, index) => n !== null && (shown.has(index) || !index)));
+  const bytes = replayed.flatMap((row) => row.reserved.filter((n, index) => n !== null && (shown.has(index) || !index)));
   // What is far beyond the device is cut off.
   const most = Math.max(data.capacity * 1.05, ...planned.map((row) => row.reserved[0]));
   const at = plot(box, {
     x: { ...extent(bytes.map((n) => Math.min(n, most) / GIB)), name: "GiB of the fullest rank" },
-    y: { ...extent(planned.map((row) => row.ms)), name: "step, ms" },
+    y: { ...extent(replayed.map((row) => row.ms)), name: "step, ms" },
     height: 460,
   });
   dots(at, planned.map((row) => [row.reserved[0] / GIB, row.ms]), "var(--quiet)", 3, 0.4);
@@ -88,19 +89,20 @@ function memoryTime() {
 }
 
 function bubble() {
-  const schedules = [...group(planned, (row) => row.schedule)];
+  const most = (data.capacity / GIB) * 1.05;
+  const schedules = [...group(rows, (row) => row.schedule)];
   const at = plot(document.querySelector("#bubble .plot"), {
-    x: { ...extent(planned.map((row) => row.reserved[0] / GIB)), name: "limit, GiB" },
-    y: { from: 0, to: Math.max(...planned.map((row) => row.bubble * 100), 1) * 1.04, name: "bubble, %" },
+    x: { ...extent(rows.map((row) => row.live / GIB).filter((n) => n <= most)), name: "limit, GiB" },
+    y: { from: 0, to: Math.max(...rows.map((row) => row.bubble * 100), 1) * 1.04, name: "bubble, %" },
   });
   const legend = [];
   schedules.forEach(([name, list], index) => {
     let best = Infinity;
-    const sorted = [...list].sort((a, b) => a.reserved[0] - b.reserved[0] || a.bubble - b.bubble);
-    const points = sorted.filter((row) => row.bubble < best && ((best = row.bubble), true));
+    const sorted = [...list].sort((a, b) => a.live - b.live || a.bubble - b.bubble);
+    const points = sorted.filter((row) => row.live / GIB <= most && row.bubble < best && ((best = row.bubble), true));
     const dash = ["", "6 3", "2 3"][Math.floor(index / 8) % 3];
-    steps(at, points.map((row) => [row.reserved[0] / GIB, row.bubble * 100]), color(index), dash);
-    legend.push([name, index, best]);
+    steps(at, points.map((row) => [row.live / GIB, row.bubble * 100]), color(index), dash);
+    if (points.length) legend.push([name, index, best]);
   });
   const box = element(document.querySelector("#bubble .plot"), "p", { style: "display:flex;flex-wrap:wrap;gap:2px 14px;margin-top:6px" });
   for (const [name, index, best] of legend.sort((a, b) => a[2] - b[2])) {
@@ -132,10 +134,10 @@ function estimate() {
 
 // Means and ranges of live ÷ reserved, by a property.
 function efficiency(id, name, by, order) {
-  const groups = [...group(planned, by)].sort(order);
+  const groups = [...group(replayed, by)].sort(order);
   const part = (row, index) => (100 * row.live) / row.reserved[index];
   const here = [...shown].sort((a, b) => a - b);
-  const all = planned.flatMap((row) => here.filter((index) => row.reserved[index] !== null).map((index) => part(row, index)));
+  const all = replayed.flatMap((row) => here.filter((index) => row.reserved[index] !== null).map((index) => part(row, index)));
   const low = Math.floor(Math.min(...all, 99) / 5) * 5;
   const at = plot(document.querySelector(`#${id} .plot`), {
     x: { from: 0, to: groups.length || 1, name },
@@ -174,7 +176,7 @@ function fits() {
     element(line, "td", {}, gib(budget));
     const ours = planned.filter((row) => row.reserved[0] <= budget);
     for (const index of here) {
-      const inside = planned.filter((row) => row.reserved[index] !== null && row.reserved[index] <= budget);
+      const inside = rows.filter((row) => row.reserved[index] !== null && row.reserved[index] <= budget);
       const cell = element(line, "td", inside.length ? {} : { class: "none" });
       if (!inside.length) {
         cell.textContent = "nothing fits";
@@ -187,7 +189,7 @@ function fits() {
       const largest = Math.max(...inside.map((row) => row.micro_batch));
       element(cell, "small", {}, `${inside.length} fit, micro-batch ${largest}`);
       if (index) {
-        const only = ours.filter((row) => row.reserved[index] === null || row.reserved[index] > budget).length;
+        const only = ours.filter((row) => row.reserved[index] > budget).length;
         const fastest = ours.reduce((best, row) => (row.ms < best.ms ? row : best), best);
         const slower = (best.ms / fastest.ms - 1) * 100;
         element(cell, "small", {}, `${only} only planned` + (slower >= 0.05 ? `, ${slower.toFixed(1)} % slower` : ""));
