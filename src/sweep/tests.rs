@@ -69,7 +69,7 @@ fn fronts_are_those_of_all_plans() {
         let folder = tempfile::tempdir().unwrap();
         let rows = all(&sweep, folder.path(), 1).rows;
         let planned = rows.iter().filter(|row| row.figures.as_ref().is_some_and(|of| !of.plans.is_empty())).count();
-        let names = ["gapless", "pytorch", "pytorch-expandable", "gmlake", "bfc", "stalloc"];
+        let names = ["gapless", "pytorch", "pytorch-expandable", "gmlake", "stalloc"];
         let front = |name: &str| {
             let bytes = |of: &Figures| if name == "gapless" { of.arena() } else { of.reserved.get(name).copied() };
             let points = rows.iter().filter_map(|row| row.figures.as_ref());
