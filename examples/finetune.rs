@@ -97,7 +97,8 @@ fn main() -> Result<()> {
 
 fn trainable(args: &Args, folder: &Folder) -> Trainable {
     let Some(rank) = args.lora else { return Trainable::All };
-    let targets = if args.targets.is_empty() { folder.config().lora_targets() } else { args.targets.clone() };
+    let targets =
+        if args.targets.is_empty() { folder.config().architecture().lora_targets() } else { args.targets.clone() };
     let alpha = args.alpha.unwrap_or(2.0 * rank as f64);
     Trainable::Lora(Lora { rank, alpha, dropout: args.dropout, targets, ..Lora::default() })
 }

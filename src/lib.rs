@@ -37,6 +37,8 @@
 //! - [`parallel`]: schedules of pipeline stages.
 //! - [`plan`]: what a run takes, before there is one.
 //! - [`run`]: what a training program needs around its trainer.
+//! - [`step`]: one training step by name: its programs, plans and time.
+//! - [`sweep`]: many steps, and which of them fit under which allocator.
 //! - [`prelude`]: the names that most programs use.
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
@@ -48,6 +50,8 @@ struct Readme;
 pub mod plan;
 pub mod prelude;
 pub mod run;
+pub mod step;
+pub mod sweep;
 
 pub use gapless_alloc as alloc;
 pub use gapless_allocators as allocators;

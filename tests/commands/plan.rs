@@ -234,6 +234,55 @@ fn a_step_is_planned_within_its_budget_or_refused() {
     }
 }
 
+/// What is written of every rank is a table that the other commands read, and the plan that they have.
+#[test]
+fn every_rank_of_a_step_writes_its_plan() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(
+        folder.path().join("step.toml"),
+        "[step]\nmodel = \"small\"\nbatch = 4\npipeline_ranks = 2\nschedule = \"zbv\"\n",
+    )
+    .unwrap();
+    let run = |command: &str| {
+        let mut program = Command::new(env!("CARGO_BIN_EXE_gapless"));
+        let output = program.args(command.split(' ')).current_dir(folder.path()).output().unwrap();
+        (
+            output.status.code(),
+            String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr),
+        )
+    };
+    // The file's batch, under the flags' extents.
+    let step = "--step step.toml --micro-batches 2 --sequence 64 --rank all --json";
+    let (code, text) = run(&format!("plan {step} --out plan.csv"));
+    assert_eq!(code, Some(0), "{text}");
+    let planned: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let (_, compared) = run(&format!("compare {step} --allocators gapless"));
+    let compared: serde_json::Value = serde_json::from_str(&compared).unwrap();
+    for rank in 0..2 {
+        let table = csv::read(&fs::read(folder.path().join(format!("plan.{rank}.csv"))).unwrap()[..]).unwrap();
+        let arena = planned[rank]["arena_bytes"].as_u64().unwrap();
+        check(&table.problem, &table.plan().unwrap(), Some(arena)).unwrap();
+        assert_eq!(compared[rank]["allocators"][0]["peak_reserved"], arena);
+        let (code, text) = run(&format!("plan plan.{rank}.csv"));
+        assert!(code == Some(0) && text.contains(&format!("in {arena} bytes")), "{text}");
+    }
+    fs::write(folder.path().join("sweep.toml"), "[vary]\nmodel = [\"small\"]\nschedule = [\"2f2b\"]\n").unwrap();
+    for (command, words) in [
+        ("plan --step none.toml", "cannot read none.toml"),
+        ("plan --model small --rank 1", "rank: \"1\" is no rank of a pipeline of 1; use numbers"),
+        ("plan --model small --dtype f16", "dtype: unknown variant `f16`"),
+        ("plan --model small --lora-targets q_proj", "lora_targets: stand without lora"),
+        ("plan", "give a table, or --model"),
+        ("plan plan.0.csv --model small", "cannot be used with"),
+        ("compare --trace plan.0.csv --model small", "cannot be used with"),
+        ("schedule zbv --model small --ranks 2 --forward 2", "cannot be used with"),
+        ("sweep sweep.toml --out results", "vary.schedule (line 3): no schedule is called \"2f2b\""),
+    ] {
+        let (code, text) = run(command);
+        assert!(code == Some(2) && text.contains(words), "{command}: {code:?} {text}");
+    }
+}
+
 /// Mixtral on two expert ranks: the rows that come are beside the plan, as many as even routing has or as there can be.
 #[test]
 fn an_expert_rank_is_planned_with_its_reserve() {

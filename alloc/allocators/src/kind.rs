@@ -9,7 +9,7 @@ use crate::Requests;
 use crate::{Allocator, Bfc, Device, GmLake, GmLakeOptions, Ideal, Malloc, Planned, PyTorch, PyTorchOptions, StAlloc};
 
 /// One allocator of the ring.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[allow(missing_docs, reason = "named as what they stand for")]
 pub enum Kind {
     Ideal,

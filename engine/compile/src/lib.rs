@@ -31,6 +31,7 @@ mod text;
 
 pub use error::{Error, Result};
 pub use executable::{CompileOptions, Executable, ProgramId};
+pub use lifetimes::table;
 pub use link::compile;
 pub use lower::lower;
 pub use lowering::{Lowering, Output, Target};

@@ -18,9 +18,9 @@ pub const ALIGNMENT: u64 = 64;
 
 /// The problem of several programs, and which of its buffers each program's buffers are.
 #[derive(Debug)]
-pub struct Lifetimes {
+pub struct Lifetimes<'p> {
     pub problem: Problem,
-    pub labels: Vec<Label>,
+    pub labels: Vec<&'p Label>,
     /// `of[program][buffer]` is an index into the problem.
     pub of: Vec<Vec<usize>>,
     /// Ticks of every program.
@@ -32,7 +32,15 @@ pub fn tick_of(start: u64, index: usize) -> u64 {
     start + 2 + 2 * index as u64
 }
 
-pub fn lifetimes(programs: &[&Program]) -> Result<Lifetimes> {
+/// The table that a program's plan is made for, without names.
+///
+/// # Errors
+/// When the live bytes exceed `u64`.
+pub fn table(program: &Program) -> Result<Problem> {
+    Ok(lifetimes(&[program])?.problem)
+}
+
+pub fn lifetimes<'p>(programs: &[&'p Program]) -> Result<Lifetimes<'p>> {
     let mut spans = Vec::new();
     let mut start = 0;
     for program in programs {
@@ -41,7 +49,7 @@ pub fn lifetimes(programs: &[&Program]) -> Result<Lifetimes> {
         start = end;
     }
     let whole = 0..start;
-    let (mut buffers, mut labels): (Vec<Buffer>, Vec<Label>) = (Vec::new(), Vec::new());
+    let (mut buffers, mut labels): (Vec<Buffer>, Vec<&Label>) = (Vec::new(), Vec::new());
     let mut shared: HashMap<&str, usize> = HashMap::new();
     let caches = cache_lifetimes(programs, &spans);
     let mut of = Vec::new();
@@ -74,7 +82,7 @@ pub fn lifetimes(programs: &[&Program]) -> Result<Lifetimes> {
             // What is counted while the step runs takes nothing of the plan; its lifetime is known all the same.
             let bytes = if buffer.counted.is_some() { 0 } else { buffer.bytes.next_multiple_of(ALIGNMENT) };
             buffers.push(Buffer::new(lifetime, bytes).aligned(ALIGNMENT));
-            labels.push(buffer.label.clone());
+            labels.push(&buffer.label);
             indices.push(index);
         }
         of.push(indices);

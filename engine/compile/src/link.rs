@@ -59,6 +59,7 @@ pub fn compile(programs: &[Program], options: &CompileOptions) -> Result<Executa
     let persistent = persistent(programs, &of, &solution);
     let plan_hash = plan_hash(&problem, &solution.offsets);
     let flops = programs.iter().map(Program::flops).collect();
+    let labels = labels.into_iter().cloned().collect();
     let programs = compiled;
     Ok(Executable { programs, persistent, problem, solution, routing, labels, parts, plan_hash, plan_ms, host, flops })
 }

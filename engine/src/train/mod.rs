@@ -11,9 +11,9 @@ mod save;
 use candle_core::DType;
 use gapless_alloc::arena::ArenaReport;
 use gapless_alloc::draw::MemoryMap;
-use gapless_compile::step::{self, CheckpointLayout, RankPlan, SCALARS_INPUT, Share, of_any};
+use gapless_compile::step::{self, Build, CheckpointLayout, RankPlan, SCALARS_INPUT, Share, StepGraph, of_any};
 use gapless_graph::Model;
-use gapless_parallel::Coordinate;
+use gapless_parallel::{Action, Coordinate};
 use gapless_runtime::Session;
 
 pub use device::{DeviceChoice, RunsOn};
@@ -151,6 +151,39 @@ impl Trainer {
     ) -> Result<Program> {
         options.check()?;
         Ok(step::program(&of_any(build), &options.step(), rank, target)?)
+    }
+
+    /// The graph of a training step, from which [`Self::lower`] makes the programs of ranks, schedules and recompute policies without
+    /// recording it anew.
+    ///
+    /// # Errors
+    /// As [`Self::plan`].
+    pub fn record(build: &Build<'_>, options: &TrainOptions) -> Result<StepGraph> {
+        options.check()?;
+        Ok(StepGraph::record(build, &options.step())?)
+    }
+
+    /// What of the options decides that graph: with equal texts, [`Self::record`] makes equal graphs of one model.
+    pub fn graph_key(options: &TrainOptions) -> String {
+        StepGraph::key(&options.step())
+    }
+
+    /// The program of a rank of the pipeline, from a graph that was recorded with such options.
+    ///
+    /// # Errors
+    /// As [`Self::program`], and when the graph was recorded with options that make another.
+    pub fn lower(graph: &StepGraph, options: &TrainOptions, rank: usize) -> Result<Program> {
+        options.check()?;
+        Ok(graph.program(&options.step(), rank, options.target())?)
+    }
+
+    /// The program of a rank for a table of fewer micro-batches ([`StepGraph::sketch`]).
+    ///
+    /// # Errors
+    /// As [`Self::lower`].
+    pub fn sketch(graph: &StepGraph, options: &TrainOptions, rank: usize, table: Vec<Vec<Action>>) -> Result<Program> {
+        options.check()?;
+        Ok(graph.sketch(&options.step(), rank, table, options.target())?)
     }
 
     /// The options it was made with.

@@ -54,11 +54,31 @@ pub struct Config {
     parameters: Vec<(String, Vec<usize>)>,
 }
 
+/// A family of models, with extents.
 #[derive(Debug, Clone, PartialEq)]
-enum Architecture {
+pub enum Architecture {
+    /// GPT-2.
     Gpt(GptConfig),
+    /// Llama and its like.
     Llama(LlamaConfig),
+    /// Those with experts.
     Moe(MoeConfig),
+}
+
+impl Architecture {
+    /// Declares the model.
+    ///
+    /// # Errors
+    /// As [`Llama::new`] and its like.
+    pub fn model(&self, vb: VarBuilder) -> gapless_engine::Result<Pretrained> {
+        Pretrained::new(self, vb)
+    }
+
+    /// Layers that have adapters where nothing else is asked for, as in PEFT: queries and values.
+    pub fn lora_targets(&self) -> Vec<String> {
+        let targets: &[&str] = if matches!(self, Self::Gpt(_)) { &["c_attn"] } else { &["q_proj", "v_proj"] };
+        targets.iter().map(|&target| target.to_owned()).collect()
+    }
 }
 
 impl Config {
@@ -109,7 +129,7 @@ impl Config {
     /// # Errors
     /// As [`Llama::new`] and its like.
     pub fn model(&self, vb: VarBuilder) -> gapless_engine::Result<Pretrained> {
-        Pretrained::new(&self.architecture, vb)
+        self.architecture.model(vb)
     }
 
     /// Name and shape of every parameter.
@@ -122,10 +142,9 @@ impl Config {
         parameters(&self.architecture, trainable)
     }
 
-    /// Layers that have adapters where nothing else is asked for, as in PEFT: queries and values.
-    pub fn lora_targets(&self) -> Vec<String> {
-        let targets: &[&str] = if self.is_gpt2() { &["c_attn"] } else { &["q_proj", "v_proj"] };
-        targets.iter().map(|&target| target.to_owned()).collect()
+    /// Its family and extents.
+    pub fn architecture(&self) -> &Architecture {
+        &self.architecture
     }
 
     /// Longest sequence, if there is a limit to it: position embeddings, or a window.

@@ -38,7 +38,7 @@ mod save;
 mod tensors;
 
 pub use adapter::Adapter;
-pub use config::{Config, Pretrained};
+pub use config::{Architecture, Config, Pretrained};
 pub use error::{ConfigProblem, HfError, Result, WeightProblem};
 pub use folder::Folder;
 pub use generation::GenerationConfig;

@@ -8,18 +8,18 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use flate2::bufread::MultiGzDecoder;
-use gapless::engine::compile::{CompileOptions, compile};
+use gapless::engine::compile::Executable;
 use gapless_alloc::draw::Bytes;
-use gapless_alloc::{Options, Problem, csv};
-use gapless_allocators::{Comparison, Kind, PyTorchOptions, Requests, page, read_snapshot};
+use gapless_alloc::{Options, Problem, Solution, csv};
+use gapless_allocators::{Compared, Comparison, Kind, PyTorchOptions, Requests, page, read_snapshot};
 
-use crate::model::{Model, StepArguments};
 use crate::output::{picture, print, tell};
 use crate::plan::seconds;
+use crate::step::StepArguments;
 
-/// Replay a table of lifetimes through every allocator and compare what they reserve.
+/// Replay a table of lifetimes, a snapshot or a training step (--model) through every allocator and compare what they reserve.
 #[derive(Debug, clap::Args)]
-#[command(group = clap::ArgGroup::new("input").required(true))]
+#[command(group = clap::ArgGroup::new("input"))]
 pub struct Arguments {
     /// Lifetimes as CSV (columns id,lower,upper,size; gzipped or not).
     #[arg(long, value_name = "FILE.csv[.gz]", group = "input")]
@@ -27,11 +27,6 @@ pub struct Arguments {
     /// A PyTorch memory snapshot, as torch.cuda.memory._dump_snapshot writes it.
     #[arg(long, value_name = "FILE.pickle", group = "input")]
     snapshot: Option<PathBuf>,
-    /// A training step that this engine runs.
-    #[arg(long, group = "input")]
-    model: Option<Model>,
-    #[command(flatten)]
-    step: StepArguments,
     /// The device of the snapshot, where it has traces of several.
     #[arg(long, value_name = "NUMBER", requires = "snapshot")]
     device: Option<usize>,
@@ -59,6 +54,8 @@ pub struct Arguments {
     /// Also write a page with a picture per allocator over time.
     #[arg(long, value_name = "REPORT.html", value_parser = |path: &str| picture(path, &["html"]))]
     html: Option<PathBuf>,
+    #[command(flatten)]
+    step: StepArguments,
 }
 
 /// Does what the arguments ask and says how it went.
@@ -73,7 +70,34 @@ pub fn run(arguments: &Arguments) -> ExitCode {
 }
 
 fn compare_all(arguments: &Arguments) -> anyhow::Result<()> {
-    let (title, problem, requests) = read(arguments)?;
+    let programs = read(arguments)?;
+    if let ([_, _, ..], Some(report)) = (&programs[..], &arguments.html) {
+        bail!("{} would be written once for each rank; ask for one of them with --rank", report.display());
+    }
+    let compared: Vec<(String, Compared)> = programs
+        .into_iter()
+        .map(|program| Ok((program.title.clone(), compare_one(arguments, program)?)))
+        .collect::<anyhow::Result<_>>()?;
+    let text = match (arguments.json, &compared[..]) {
+        (true, [(_, one)]) => serde_json::to_string_pretty(one)? + "\n",
+        (true, all) => serde_json::to_string_pretty(&all.iter().map(|(_, one)| one).collect::<Vec<_>>())? + "\n",
+        (false, [(_, one)]) => one.to_string(),
+        (false, all) => all.iter().map(|(title, one)| format!("{title}\n{one}\n")).collect(),
+    };
+    print(|out| out.write_all(text.as_bytes()))
+}
+
+/// What is replayed.
+struct Program {
+    title: String,
+    problem: Problem,
+    requests: Requests,
+    /// The plan of it, if there is one already.
+    plan: Option<Solution>,
+}
+
+fn compare_one(arguments: &Arguments, program: Program) -> anyhow::Result<Compared> {
+    let Program { title, problem, requests, plan } = program;
     if problem.is_empty() {
         bail!("{title}: no buffers, nothing to compare");
     }
@@ -89,45 +113,56 @@ fn compare_all(arguments: &Arguments) -> anyhow::Result<()> {
             smallest_device: arguments.smallest_device,
             pictures: arguments.html.is_some(),
             planner: Options { deadline: arguments.deadline, ..Options::default() },
+            plan,
         },
     );
     if let Some(report) = &arguments.html {
         let cannot = || format!("cannot write {}", report.display());
         std::fs::write(report, page(&compared, &title)).with_context(cannot)?;
     }
-    let text = match arguments.json {
-        true => serde_json::to_string_pretty(&compared)? + "\n",
-        false => compared.to_string(),
-    };
-    print(|out| out.write_all(text.as_bytes()))
+    Ok(compared)
 }
 
-/// The program to replay, and what to call it.
-fn read(arguments: &Arguments) -> anyhow::Result<(String, Problem, Requests)> {
+/// What to replay, and what to call it: a table, a snapshot, or the ranks of a step.
+fn read(arguments: &Arguments) -> anyhow::Result<Vec<Program>> {
     let title = |path: &Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let cannot = |path: &Path| format!("cannot read {}", path.display());
-    match (&arguments.trace, &arguments.snapshot, &arguments.model) {
-        (Some(path), ..) => {
+    match (&arguments.trace, &arguments.snapshot) {
+        (Some(_), _) | (_, Some(_)) if arguments.step.names_a_model()? => {
+            bail!("a table or snapshot cannot be used with a model; give one of --trace, --snapshot and --model")
+        }
+        (Some(path), _) => {
             let table = csv::read(open(path)?).with_context(|| cannot(path))?;
             if !table.gaps.is_empty() {
                 tell("gapless compare: gaps are left out: every buffer keeps its bytes all its life");
             }
             let requests = Requests::new(&table.problem);
-            Ok((title(path), table.problem, requests))
+            Ok(vec![Program { title: title(path), problem: table.problem, requests, plan: None }])
         }
-        (None, Some(path), _) => {
+        (None, Some(path)) => {
             let snapshot = read_snapshot(open(path)?, arguments.device).with_context(|| cannot(path))?;
             let requests = Requests::new(&snapshot.problem).on_streams(snapshot.streams);
-            Ok((title(path), snapshot.problem, requests))
+            Ok(vec![Program { title: title(path), problem: snapshot.problem, requests, plan: None }])
         }
-        (None, None, Some(model)) => {
-            let program = model.program(&arguments.step.options(model))?;
-            let problem = compile(&[program], &CompileOptions::default())?.problem;
-            let requests = Requests::new(&problem);
-            Ok((model.to_string(), problem, requests))
-        }
-        (None, None, None) => bail!("nothing to compare; give --trace, --snapshot or --model"),
+        (None, None) if arguments.step.names_a_model()? => of_ranks(&arguments.step),
+        (None, None) => bail!("nothing to compare; give --trace, --snapshot or --model"),
     }
+}
+
+/// The plans of a step's ranks.
+fn of_ranks(step: &StepArguments) -> anyhow::Result<Vec<Program>> {
+    let step = step.step()?;
+    let graph = step.record()?;
+    let planned = |&rank: &usize| {
+        let Executable { problem, solution, .. } = step.plan(step.program(&graph, rank)?)?;
+        let title = match step.ranks.len() {
+            1 => step.title().to_owned(),
+            _ => format!("{}, rank {rank}", step.title()),
+        };
+        let requests = Requests::new(&problem);
+        Ok(Program { title, problem, requests, plan: Some(solution) })
+    };
+    step.ranks.iter().map(planned).collect()
 }
 
 /// A file, unpacked if it is gzipped.

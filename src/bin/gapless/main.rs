@@ -3,11 +3,12 @@
 mod compare;
 mod eval;
 mod init;
-mod model;
 mod output;
 mod plan;
 mod sample;
 mod schedule;
+mod step;
+mod sweep;
 mod train;
 
 use std::process::ExitCode;
@@ -30,6 +31,7 @@ enum Command {
     Plan(Box<plan::Arguments>),
     Sample(Box<sample::Arguments>),
     Schedule(Box<schedule::Arguments>),
+    Sweep(sweep::Arguments),
     Train(train::Arguments),
 }
 
@@ -41,6 +43,7 @@ fn main() -> ExitCode {
         Command::Plan(arguments) => plan::run(&arguments),
         Command::Sample(arguments) => sample::run(&arguments),
         Command::Schedule(arguments) => schedule::run(&arguments),
+        Command::Sweep(arguments) => sweep::run(&arguments),
         Command::Train(arguments) => train::run(&arguments),
     }
 }

@@ -13,46 +13,40 @@ use gapless_parallel::{
 };
 
 use crate::output::{picture, print, tell};
+use crate::step::StepArguments;
 
 /// Actions, but for a small factor, that are still made and drawn: within seconds.
 const MOST_ACTIONS: u128 = 1 << 21;
 
-/// Print a pipeline schedule, or check and draw a table of your own.
+/// Print a pipeline schedule, in ticks or with the times of a model's step (--model), or check and draw a table of your own.
 ///
 /// A cell is a stage, what is done and a micro-batch: F forward, B whole backward, I input gradient, W weight gradient.
 /// Exit code: 0 when the table trains, 2 for bad input, 3 when the checker refuses it.
 #[derive(Debug, clap::Args)]
-#[command(group = clap::ArgGroup::new("input").required(true))]
+#[command(group = clap::ArgGroup::new("input"))]
 pub struct Arguments {
     /// gpipe, 1f1b, interleaved, looped-bfs, zb-h1, interleaved-zb, zb-h2, zbv, v-half, v-min, v-1f1b, dualpipev,
     /// layered-accumulation, modular-pipeline; or an order made for the ticks given below: automatic, the shortest that is
     /// found, zb-searched and zbv-searched, those of the zero-bubble authors' search.
-    #[arg(group = "input", requires = "ranks", requires = "micro_batches")]
+    #[arg(group = "input", conflicts_with = "schedule")]
     name: Option<String>,
     /// A table of your own instead: PyTorch's CSV, one row per rank.
-    #[arg(long, value_name = "FILE.csv", group = "input", conflicts_with_all = ["ranks", "chunks", "micro_batches"])]
+    #[arg(long, value_name = "FILE.csv", group = "input", conflicts_with = "training_step")]
     table: Option<PathBuf>,
-    /// Pipeline ranks.
-    #[arg(long, value_name = "P")]
-    ranks: Option<u32>,
-    /// Stages per rank; one if not given, two for schedules in the shape of a V.
-    #[arg(long, value_name = "V")]
-    chunks: Option<u32>,
-    /// Micro-batches per step.
-    #[arg(long, value_name = "M")]
-    micro_batches: Option<u32>,
     /// Of interleaved: how many micro-batches pass one chunk before the next has its turn (Megatron's micro-batch group
     /// size per virtual stage); without it, micro-batches are dealt into as many equal rounds as keep all ranks busy.
-    #[arg(long, value_name = "N", conflicts_with = "table")]
+    #[arg(long, value_name = "N", conflicts_with_all = ["table", "model"])]
     micro_batch_group: Option<u32>,
     /// Of automatic, zb-searched and zbv-searched: most activations alive on a rank, each of one stage and one
     /// micro-batch; what 1F1B keeps if not given.
-    #[arg(long, value_name = "ACTIVATIONS", conflicts_with = "table")]
+    #[arg(long, value_name = "ACTIVATIONS", conflicts_with_all = ["table", "model"])]
     peak: Option<u32>,
     /// Of zb-searched and zbv-searched: which parts of an activation the input gradient and the weight gradient give back;
     /// 82,32, a transformer layer's, if not given. With 0,1 --peak holds until the weight gradient.
-    #[arg(long, value_name = "INPUT,WEIGHT", conflicts_with = "table", value_parser = saved)]
+    #[arg(long, value_name = "INPUT,WEIGHT", conflicts_with_all = ["table", "model"], value_parser = saved)]
     saved: Option<Saved>,
+    #[command(flatten)]
+    step: StepArguments,
     #[command(flatten)]
     lowering: Lowering,
     #[command(flatten)]
@@ -78,22 +72,22 @@ pub struct Arguments {
 #[derive(Debug, clap::Args)]
 struct Lowering {
     /// Put sends, receives and waits into the table, as PyTorch's runtime does.
-    #[arg(long, visible_alias = "comm")]
+    #[arg(long, visible_alias = "comm", conflicts_with = "model")]
     communicate: bool,
     /// With --communicate: wait for a send before the stage's next one, not after the micro-batch's backward.
     #[arg(long, requires = "communicate")]
     wait_early: bool,
     /// Make one whole backward of an input gradient and the weight gradient right after it.
-    #[arg(long)]
+    #[arg(long, conflicts_with = "model")]
     merge_backwards: bool,
     /// Put the reduction of each stage's gradients after the last of them.
-    #[arg(long)]
+    #[arg(long, conflicts_with = "model")]
     reduce_gradients: bool,
     /// Put the update of every stage's weights at the end.
-    #[arg(long)]
+    #[arg(long, conflicts_with = "model")]
     update_weights: bool,
     /// Fetch the weights of so many stages at a time, and release them in between.
-    #[arg(long, value_name = "STAGES")]
+    #[arg(long, value_name = "STAGES", conflicts_with = "model")]
     fetch_weights: Option<NonZeroUsize>,
 }
 
@@ -102,19 +96,19 @@ struct Lowering {
 #[command(next_help_heading = "Ticks, one number or one per stage with commas between them")]
 struct Durations {
     /// Of a forward.
-    #[arg(long, value_name = "TICKS", value_delimiter = ',', default_value = "1")]
+    #[arg(long, value_name = "TICKS", value_delimiter = ',', conflicts_with = "model", default_value = "1")]
     forward: Vec<u32>,
     /// Of an input gradient.
-    #[arg(long, value_name = "TICKS", value_delimiter = ',', default_value = "1")]
+    #[arg(long, value_name = "TICKS", value_delimiter = ',', conflicts_with = "model", default_value = "1")]
     backward_input: Vec<u32>,
     /// Of a weight gradient.
-    #[arg(long, value_name = "TICKS", value_delimiter = ',', default_value = "1")]
+    #[arg(long, value_name = "TICKS", value_delimiter = ',', conflicts_with = "model", default_value = "1")]
     backward_weight: Vec<u32>,
     /// Of a forward and a whole backward side by side; as one after the other, if not given.
-    #[arg(long, value_name = "TICKS", value_delimiter = ',')]
+    #[arg(long, value_name = "TICKS", value_delimiter = ',', conflicts_with = "model")]
     overlapped: Vec<u32>,
     /// Of a message from one rank to another.
-    #[arg(long, value_name = "TICKS", value_delimiter = ',', default_value = "0")]
+    #[arg(long, value_name = "TICKS", value_delimiter = ',', conflicts_with = "model", default_value = "0")]
     transfer: Vec<u32>,
 }
 
@@ -136,6 +130,9 @@ pub fn run(arguments: &Arguments) -> ExitCode {
 
 /// Shows nothing of a table that the checker refuses.
 fn show(arguments: &Arguments) -> anyhow::Result<Vec<Violation>> {
+    if arguments.table.is_none() && arguments.step.names_a_model()? {
+        return of_model(arguments);
+    }
     let (title, actions) = read(arguments)?;
     let extent = Extent::of(&actions)?;
     let violations = check(&actions, extent.stages, extent.micro_batches, Sends::Buffered);
@@ -152,6 +149,35 @@ fn show(arguments: &Arguments) -> anyhow::Result<Vec<Violation>> {
         tell("gapless schedule: this table needs buffered sends; --communicate puts its messages anew without");
     }
     let timeline = simulate(&table, &costs[..])?;
+    give(arguments, &title, &extent, &table, &timeline, "ticks")?;
+    Ok(violations)
+}
+
+/// The step of a model, in nanoseconds of a device.
+fn of_model(arguments: &Arguments) -> anyhow::Result<Vec<Violation>> {
+    let step = arguments.step.spec_with(arguments.name.as_deref())?.check()?;
+    expect_few(&Shape {
+        ranks: u32::try_from(step.options.mesh.pipeline)?,
+        chunks: u32::try_from(step.options.pipeline.chunks)?,
+        micro_batches: u32::try_from(step.options.micro_batches)?,
+    })?;
+    let timing = step.timing(&step.programs(&step.record()?)?)?;
+    let table: Vec<Vec<Cell>> =
+        timing.timeline.ranks.iter().map(|spans| spans.iter().map(|span| span.cell).collect()).collect();
+    let title = format!("{} under {} on {}", step.title(), step.options.pipeline.schedule.name(), step.device.name);
+    give(arguments, &title, &Extent::of(&table)?, &table, &timing.timeline, "ns")?;
+    Ok(Vec::new())
+}
+
+/// Writes and prints what is asked for.
+fn give(
+    arguments: &Arguments,
+    title: &str,
+    extent: &Extent,
+    table: &[Vec<Cell>],
+    timeline: &Timeline,
+    unit: &str,
+) -> anyhow::Result<()> {
     let write = |path: &Option<PathBuf>, picture: &dyn Fn() -> String| match path {
         Some(path) => std::fs::write(path, picture()).with_context(|| format!("cannot write {}", path.display())),
         None => Ok(()),
@@ -159,35 +185,41 @@ fn show(arguments: &Arguments) -> anyhow::Result<Vec<Violation>> {
     write(&arguments.svg, &|| timeline.svg())?;
     write(&arguments.trace, &|| timeline.trace())?;
     let text = match arguments {
-        Arguments { csv: true, .. } => write_table(&table),
-        Arguments { json: true, .. } => json(&title, &extent, &table, &timeline) + "\n",
-        _ => text(&title, &extent, &timeline, arguments.width),
+        Arguments { csv: true, .. } => write_table(table),
+        Arguments { json: true, .. } => json(title, extent, table, timeline) + "\n",
+        _ => text(title, extent, timeline, arguments.width, unit),
     };
-    print(|out| out.write_all(text.as_bytes()))?;
-    Ok(violations)
+    print(|out| out.write_all(text.as_bytes()))
 }
 
 /// The table that is meant, and what to call it.
 fn read(arguments: &Arguments) -> anyhow::Result<(String, Vec<Vec<Cell>>)> {
-    let Some(name) = &arguments.name else {
-        let path = arguments.table.as_deref().context("nothing to show; give a name, or --table")?;
+    if let Some(path) = &arguments.table {
         return read_file(path).with_context(|| format!("cannot read {}", path.display()));
-    };
-    let ranks = arguments.ranks.context("how many --ranks?")?;
-    let micro_batches = arguments.micro_batches.context("how many --micro-batches?")?;
+    }
+    let spec = arguments.step.spec_with(arguments.name.as_deref())?;
+    if arguments.name.is_none() && !arguments.step.has_pipeline() {
+        bail!("nothing to show; give a name, --model, or --table");
+    }
+    if !arguments.step.has_pipeline() {
+        bail!("how many ranks? give --pipeline-ranks");
+    }
+    if !arguments.step.has_micro_batches() {
+        bail!("how many micro-batches? give --micro-batches");
+    }
+    let name = &spec.schedule;
     let mut schedule: Box<dyn Schedule + Send + Sync> = by_name(name)?;
     let default_chunks = match schedule.placement() {
         Placement::Loop => 1,
         Placement::V => 2,
     };
-    let shape = Shape { ranks, chunks: arguments.chunks.unwrap_or(default_chunks), micro_batches };
-    // Some rules fill and drain the pipeline with as many micro-batches again as there are ranks.
-    let actions = [shape.ranks, shape.chunks].map(u128::from).iter().product::<u128>()
-        * (u128::from(shape.micro_batches) + u128::from(shape.ranks));
-    if actions > MOST_ACTIONS {
-        let Shape { ranks, chunks, micro_batches } = shape;
-        bail!("{ranks} ranks × {chunks} chunks × {micro_batches} micro-batches are too many to show; ask for fewer");
-    }
+    let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+    let shape = Shape {
+        ranks: number(spec.pipeline_ranks),
+        chunks: spec.chunks.map_or(default_chunks, number),
+        micro_batches: number(spec.micro_batches),
+    };
+    expect_few(&shape)?;
     if let Some(measured) = made_to_measure(arguments, name, &shape)? {
         schedule = measured;
     } else if arguments.peak.is_some() {
@@ -203,6 +235,18 @@ fn read(arguments: &Arguments) -> anyhow::Result<(String, Vec<Vec<Cell>>)> {
         schedule = Box::new(Interleaved { micro_batch_group: Some(group) });
     }
     Ok((name.clone(), schedule.table(&shape)?))
+}
+
+/// Refuses what nobody could look at.
+fn expect_few(shape: &Shape) -> anyhow::Result<()> {
+    let &Shape { ranks, chunks, micro_batches } = shape;
+    // Some rules fill and drain the pipeline with as many micro-batches again as there are ranks.
+    let actions =
+        [ranks, chunks].map(u128::from).iter().product::<u128>() * (u128::from(micro_batches) + u128::from(ranks));
+    if actions > MOST_ACTIONS {
+        bail!("{ranks} ranks × {chunks} chunks × {micro_batches} micro-batches are too many to show; ask for fewer");
+    }
+    Ok(())
 }
 
 /// The order for the ticks that are given, if that is what this name stands for.
@@ -339,13 +383,14 @@ fn json(title: &str, extent: &Extent, table: &[Vec<Cell>], timeline: &Timeline) 
     .to_string()
 }
 
-fn text(title: &str, extent: &Extent, timeline: &Timeline, width: usize) -> String {
+fn text(title: &str, extent: &Extent, timeline: &Timeline, width: usize, unit: &str) -> String {
     let &Extent { ranks, stages, micro_batches } = extent;
     let gantt = timeline.gantt_folded(if width == 0 { usize::MAX } else { width });
     let (makespan, share) = (timeline.makespan(), 100.0 * timeline.bubble_share());
+    let [busy, idle] = ["busy", "idle"].map(|of| format!("{of} {unit}"));
     let mut text = format!(
         "{title}: {ranks} rank(s), {stages} stage(s), {micro_batches} micro-batch(es)\n\n{gantt}\n\
-         makespan {makespan} ticks, bubble {share:.1} %\n\n rank  busy ticks  idle ticks  peak activations\n"
+         makespan {makespan} {unit}, bubble {share:.1} %\n\n rank  {busy:>10}  {idle:>10}  peak activations\n"
     );
     for rank in 0..ranks {
         let (idle, peak) = (timeline.bubble(rank), timeline.peak(rank));

@@ -8,18 +8,20 @@ mod read;
 use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
+use std::sync::Arc;
 
 use gapless_alloc::draw::Bytes;
 use gapless_engine::data::{DataOptions, Dataset, Source, VocabularyChoice};
 use gapless_engine::learning_rate::{LearningRate, Shape};
 use gapless_engine::nn::Trainable;
-use gapless_engine::optim::{AdamW, AdamW8bit, GaLore};
+use gapless_engine::optim::{AdamW, AdamW8bit, GaLore, Optimizer};
 use gapless_engine::{DType, DeviceChoice, Generation, Sampling, TrainOptions};
 use gapless_models::{GptConfig, LlamaConfig, MoeConfig};
 use serde::de::Visitor;
 use serde::{Deserialize, Deserializer, Serialize};
 
 pub use read::ConfigError;
+pub(crate) use read::{line_of, with_nearest};
 
 use crate::{Offload, Recompute};
 
@@ -308,7 +310,7 @@ fn parses_as<'de, T: FromStr<Err: fmt::Display>, D: Deserializer<'de>>(from: D) 
 }
 
 /// A number of bytes, or a text that means one.
-fn size<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
+pub(crate) fn size<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
     struct Size;
     impl Visitor<'_> for Size {
         type Value = Option<u64>;
@@ -330,6 +332,19 @@ fn size<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
         }
     }
     from.deserialize_any(Size)
+}
+
+impl OptimizerConfig {
+    /// The rule, with or without masters of parameters that are stored in less than f32.
+    pub fn optimizer(&self, masters: bool) -> Arc<dyn Optimizer> {
+        let &Self { name, beta1, beta2, weight_decay, max_norm, rank, alpha } = self;
+        let adamw = AdamW { beta1, beta2, weight_decay, max_norm, masters, ..AdamW::default() };
+        match name {
+            Rule::AdamW => adamw.into(),
+            Rule::AdamW8bit => AdamW8bit { rule: adamw, ..AdamW8bit::default() }.into(),
+            Rule::GaLore => GaLore { rule: adamw, rank, alpha, ..GaLore::default() }.into(),
+        }
+    }
 }
 
 impl RunConfig {
@@ -418,8 +433,6 @@ impl RunConfig {
             Some(bytes) => Recompute::budget(bytes),
             None => memory.recompute.parse().map_err(|e| wrong("memory.recompute", format!("{e}")))?,
         };
-        let OptimizerConfig { name, beta1, beta2, weight_decay, max_norm, rank, alpha } = self.optimizer;
-        let adamw = AdamW { beta1, beta2, weight_decay, max_norm, ..AdamW::default() };
         Ok(TrainOptions {
             batch: self.step.batch,
             micro_batches: self.step.micro_batches,
@@ -429,11 +442,7 @@ impl RunConfig {
                 Float::F32 => DType::F32,
                 Float::Bf16 => DType::BF16,
             },
-            optimizer: match name {
-                Rule::AdamW => adamw.into(),
-                Rule::AdamW8bit => AdamW8bit { rule: adamw, ..AdamW8bit::default() }.into(),
-                Rule::GaLore => GaLore { rule: adamw, rank, alpha, ..GaLore::default() }.into(),
-            },
+            optimizer: self.optimizer.optimizer(AdamW::default().masters),
             learning_rate: self.learning_rate(),
             seed: self.seed,
             threads: self.step.threads,

@@ -93,7 +93,7 @@ fn assigned(text: &str, assignments: &[String]) -> Result<RunConfig, ConfigError
 }
 
 /// A message about a key that does not exist, with the nearest that does.
-fn with_nearest(message: String) -> String {
+pub(crate) fn with_nearest(message: String) -> String {
     let quoted: Vec<&str> = message.split('`').skip(1).step_by(2).collect();
     let Some((wrong, known)) = quoted.split_first().filter(|_| message.contains("unknown")) else { return message };
     // What begins alike is nearer than what is as long.
@@ -116,7 +116,7 @@ fn at_line(error: ConfigError, text: &str, assignments: &[String]) -> ConfigErro
 }
 
 /// The line on which a key stands, from 1 on.
-fn line_of(text: &str, key: &str) -> Option<usize> {
+pub(crate) fn line_of(text: &str, key: &str) -> Option<usize> {
     let root = toml::de::DeTable::parse(text).ok()?;
     let mut parts = key.split('.');
     let mut found = root.get_ref().get_key_value(parts.next()?)?;

@@ -8,7 +8,7 @@ mod timeline;
 
 use std::fmt;
 
-use gapless_alloc::{Options, Problem, plan};
+use gapless_alloc::{Options, Problem, Solution, plan};
 use serde::Serialize;
 use serde::ser::{SerializeStruct, Serializer};
 
@@ -34,6 +34,8 @@ pub struct Comparison {
     pub pictures: bool,
     /// What the planner of [`Kind::Gapless`] may cost.
     pub planner: Options,
+    /// The plan of [`Kind::Gapless`], if there is one already.
+    pub plan: Option<Solution>,
 }
 
 impl Default for Comparison {
@@ -46,6 +48,7 @@ impl Default for Comparison {
             smallest_device: false,
             pictures: false,
             planner: Options::default(),
+            plan: None,
         }
     }
 }
@@ -84,7 +87,7 @@ pub fn compare(problem: &Problem, requests: &Requests, comparison: &Comparison) 
     });
     let build = |kind: Kind, capacity| -> Box<dyn Allocator> {
         if kind == Kind::Gapless {
-            let plan = plan(problem, &comparison.planner);
+            let plan = comparison.plan.clone().unwrap_or_else(|| plan(problem, &comparison.planner));
             return Box::new(Planned::with_plan(Device::new(capacity), problem, requests, &plan));
         }
         kind.build_with(capacity, problem, requests, &comparison.pytorch)

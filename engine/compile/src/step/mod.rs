@@ -7,6 +7,7 @@
 #[cfg(test)]
 mod budget_reference;
 mod generation;
+mod graph;
 mod options;
 mod overflow;
 mod ranks;
@@ -21,6 +22,7 @@ use gapless_graph::Model;
 use gapless_graph::nn::VarBuilder;
 
 pub use self::generation::{Generation, compile_inference};
+pub use self::graph::StepGraph;
 pub use self::options::StepOptions;
 pub use self::overflow::Overflow;
 pub use self::ranks::{Pipeline, RankPlan, Share};

@@ -21,6 +21,7 @@ use crate::program::Program;
 use crate::recompute::RematPlan;
 
 /// The graph of a training step. Each of its stages builds on those before.
+#[derive(Debug)]
 pub(super) struct TrainStep {
     trace: Trace,
     /// The loss of a micro-batch.
@@ -180,6 +181,7 @@ impl TrainStep {
 }
 
 /// A graph over tokens.
+#[derive(Debug)]
 pub(super) struct Trace {
     graph: Arc<Mutex<Graph>>,
     pub tokens: Tensor,

@@ -23,6 +23,7 @@ use super::record::Trace;
 use super::{RankPlan, SCALARS_INPUT};
 
 /// A parameter with the gradient that this rank has of it.
+#[derive(Debug)]
 pub(super) struct Parameter {
     pub name: String,
     pub tensor: Tensor,

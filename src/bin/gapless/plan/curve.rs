@@ -3,11 +3,12 @@
 use std::fmt;
 
 use gapless::engine::compile::Error as CompileError;
+use gapless::step::Step;
 use gapless::{Recompute, TrainError};
 use gapless_alloc::draw::Bytes;
 use serde::Serialize;
 
-use super::step::{Arguments, Step, plan_step};
+use super::step::{Planned, plan_rank};
 
 /// Steps of one model under budgets, from the smallest to everything kept.
 #[derive(Debug, Serialize)]
@@ -23,10 +24,12 @@ struct Point {
     overhead: f64,
 }
 
-/// Plans `count` budgets, evenly spaced from the smallest that works to what takes no recomputation.
-pub fn curve(arguments: &Arguments, count: usize) -> Result<Curve, TrainError> {
-    let all = plan_step(arguments, Recompute::None)?.0.arena_bytes;
-    let under = |bytes| plan_step(arguments, Recompute::Budget { bytes, rates: arguments.rates() });
+/// Plans `count` budgets of a rank, evenly spaced from the smallest that works to what takes no recomputation.
+pub fn curve(step: &Step, rank: usize, count: usize) -> Result<Curve, TrainError> {
+    let graph = step.record()?;
+    let all = plan_rank(&step.recomputing(Recompute::None), &graph, rank)?.0.arena_bytes;
+    let rates = step.device.rates(step.precision);
+    let under = |bytes| plan_rank(&step.recomputing(Recompute::Budget { bytes, rates }), &graph, rank);
     let smallest = match under(1) {
         Err(TrainError::Compile(CompileError::OverBudget { smallest, .. })) => smallest.min(all),
         planned => planned?.0.arena_bytes,
@@ -36,8 +39,8 @@ pub fn curve(arguments: &Arguments, count: usize) -> Result<Curve, TrainError> {
     let mut points = Vec::new();
     for budget in budgets {
         match under(budget) {
-            Ok((step, _)) => {
-                let Step { arena_bytes, step_ms, overhead, .. } = step;
+            Ok((planned, _)) => {
+                let Planned { arena_bytes, step_ms, overhead, .. } = planned;
                 points.push(Point { budget, arena_bytes, step_ms, overhead });
             }
             // So close to the smallest that the search does not meet it again.

@@ -13,6 +13,7 @@ use gapless_alloc::Fit;
 use gapless_alloc::draw::{Bytes, MemoryMap, SvgOptions, TextOptions};
 
 use crate::output::{picture, tell};
+use crate::step::StepArguments;
 
 /// Place a table of buffers as low as can be, or plan a model's training step without a device.
 ///
@@ -22,35 +23,37 @@ use crate::output::{picture, tell};
 #[derive(clap::Args)]
 pub struct Arguments {
     /// Table of buffers.
-    #[arg(required_unless_present = "model", conflicts_with = "model")]
+    #[arg(conflicts_with = "training_step")]
     file: Option<PathBuf>,
     /// Bytes that the table's plan must fit into, e.g. 600MiB; without it the plan is made as low as possible.
-    #[arg(long, value_name = "SIZE", value_parser = Bytes::read, allow_negative_numbers = true, conflicts_with = "model")]
+    #[arg(long, value_name = "SIZE", value_parser = Bytes::read, allow_negative_numbers = true, conflicts_with = "training_step")]
     capacity: Option<u64>,
     /// Seconds after which the best plan of the table so far is taken, and no better way to make it fit is sought.
-    #[arg(long, value_name = "S", value_parser = seconds, allow_negative_numbers = true, conflicts_with = "model")]
+    #[arg(long, value_name = "S", value_parser = seconds, allow_negative_numbers = true, conflicts_with = "training_step")]
     deadline: Option<Duration>,
     /// What the table's offset column is for, e.g. that of a table that --out wrote.
-    #[arg(long, value_enum, default_value = "pin", conflicts_with = "model")]
+    #[arg(long, value_enum, default_value = "pin", conflicts_with = "training_step")]
     offsets: table::Offsets,
-    /// Where to write the table with an offset column.
-    #[arg(long, value_name = "OUT.csv", conflicts_with = "model")]
+    /// Where to write the table with an offset column; of several ranks, each beside it, as OUT.0.csv.
+    #[arg(long, value_name = "OUT.csv")]
     out: Option<PathBuf>,
-    /// Where to draw the plan: a page (.html), or .svg or .txt.
+    /// Where to draw the plan: a page (.html), or .svg or .txt; of several ranks, each beside it, as MAP.0.html.
     #[arg(long, value_name = "MAP.html", value_parser = |path: &str| picture(path, &["html", "svg", "txt"]))]
     draw: Option<PathBuf>,
     /// Print the result as JSON.
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    step: step::Arguments,
+    step: StepArguments,
+    #[command(flatten)]
+    curve: step::CurveArguments,
 }
 
 /// Does what the arguments ask and says how it went.
 pub fn run(arguments: &Arguments) -> ExitCode {
     let fit = match &arguments.file {
         Some(file) => table::place(arguments, file),
-        None => step::plan(arguments),
+        None => step(arguments),
     };
     match fit {
         Ok(Fit::Fits) => ExitCode::SUCCESS,
@@ -62,6 +65,13 @@ pub fn run(arguments: &Arguments) -> ExitCode {
     }
 }
 
+fn step(arguments: &Arguments) -> anyhow::Result<Fit> {
+    if !arguments.step.names_a_model()? {
+        bail!("nothing to plan; give a table, or --model");
+    }
+    step::plan(arguments, &arguments.step.step()?)
+}
+
 /// As a page, as SVG or as text: by the file's name, which was checked.
 fn draw(path: &Path, map: &MemoryMap<'_>) -> anyhow::Result<()> {
     let drawn = match path.extension().and_then(|extension| extension.to_str()) {
@@ -70,6 +80,12 @@ fn draw(path: &Path, map: &MemoryMap<'_>) -> anyhow::Result<()> {
         _ => map.html(),
     };
     std::fs::write(path, drawn).with_context(|| format!("cannot draw {}", path.display()))
+}
+
+/// The file of one of several ranks: with its number in front of the extension.
+fn of_rank(path: &Path, rank: usize, ranks: usize) -> PathBuf {
+    let extension = path.extension().unwrap_or_default().to_string_lossy();
+    if ranks == 1 { path.to_owned() } else { path.with_extension(format!("{rank}.{extension}")) }
 }
 
 /// A number of seconds.

@@ -1,56 +1,29 @@
 //! `gapless plan --model`: what a training step takes, layer by layer and role by role, and what fewer bytes would cost.
 
-use std::io::Write;
+use std::io::{self, Write};
 use std::path::PathBuf;
 use std::time::Instant;
 
 use anyhow::{Context, bail};
-use gapless::engine::compile::Error as CompileError;
 use gapless::engine::compile::report::{RecomputedLayer, recomputed_layers, recomputed_per_micro_batch};
-use gapless::engine::compile::{CompileOptions, Executable, Program, compile};
-use gapless::{Recompute, Report, TrainError, TrainOptions};
+use gapless::engine::compile::step::StepGraph;
+use gapless::engine::compile::{Error as CompileError, Executable};
+use gapless::step::Step;
+use gapless::{Recompute, Report, TrainError};
+use gapless_alloc::csv::Table;
 use gapless_alloc::draw::{Bytes, MemoryMap, RoleBytes, Summary};
 use gapless_alloc::{Fit, Options, explain};
-use gapless_parallel::Rates;
 use serde::Serialize;
 
 use super::curve::{Curve, curve};
-use super::draw;
-use crate::model::{Model, StepArguments};
-use crate::output::{picture, print, tell};
+use super::{draw, of_rank};
+use crate::output::{picture, print, replace, tell};
 
-/// What is asked about a training step.
+/// What fewer bytes would cost.
 #[derive(Debug, clap::Args)]
-#[command(next_help_heading = "Training step")]
-#[group(id = "training_step")]
-pub struct Arguments {
-    /// Plan the training step of this model instead of a table: small, gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama2-7b, llama3-8b,
-    /// mixtral8x7b, qwen-moe, or a folder or config.json of Hugging Face's, whose weights are not read.
-    #[arg(long)]
-    pub model: Option<Model>,
-    #[command(flatten)]
-    pub step: StepArguments,
-    /// Bytes that the step must fit into, e.g. 20GiB: the cheapest recomputation that does is sought.
-    #[arg(
-        long,
-        value_name = "SIZE",
-        value_parser = Bytes::read,
-        allow_hyphen_values = true,
-        conflicts_with = "recompute",
-        requires = "model"
-    )]
-    budget: Option<u64>,
-    /// What is computed again: none, layers, first:8, layers:h.3,h.7 or ops:layer_norm,gelu.
-    #[arg(long, value_name = "POLICY", default_value = "none", requires = "model")]
-    recompute: Recompute,
-    /// TFLOP/s of the device that time is estimated for; as a matrix product reaches on an H100 in bf16.
-    #[arg(long, value_name = "NUMBER", default_value_t = 770.0, allow_negative_numbers = true)]
-    tflops: f64,
-    /// TB/s of its memory; as a copy reaches on an H100.
-    #[arg(long, value_name = "NUMBER", default_value_t = 3.0, allow_negative_numbers = true)]
-    terabytes: f64,
-    /// Also plan so many budgets, from the smallest that works to everything kept.
-    #[arg(long, value_name = "POINTS", requires = "model", allow_negative_numbers = true)]
+pub struct CurveArguments {
+    /// Also plan so many budgets of a model's step, from the smallest that works to everything kept.
+    #[arg(long, value_name = "POINTS", conflicts_with = "file", allow_negative_numbers = true)]
     #[arg(value_parser = clap::value_parser!(u16).range(2..=100))]
     curve: Option<u16>,
     /// Where to draw them.
@@ -58,42 +31,25 @@ pub struct Arguments {
     curve_svg: Option<PathBuf>,
 }
 
-impl Arguments {
-    pub fn rates(&self) -> Rates {
-        Rates { flops: self.tflops * 1e12, bytes: self.terabytes * 1e12 }
-    }
-
-    fn model(&self) -> &Model {
-        self.model.as_ref().expect("required where there is no table")
-    }
-
-    /// The options under a policy.
-    fn options(&self, recompute: Recompute) -> TrainOptions {
-        TrainOptions { recompute, ..self.step.options(self.model()) }
-    }
-
-    /// The program under a policy.
-    pub fn program(&self, recompute: Recompute) -> Result<Program, TrainError> {
-        self.model().program(&self.options(recompute))
-    }
-}
-
-/// A planned step in figures.
+/// A rank's planned step in figures.
 #[derive(Debug, Serialize)]
-pub struct Step {
+pub struct Planned {
     /// Name of the model.
     model: String,
+    /// Of the pipeline.
+    rank: usize,
     buffers: usize,
     /// Plan and reserve.
     pub arena_bytes: u64,
     lower_bound_bytes: u64,
     /// Of the plan.
     gap: f64,
+    plan_hash: String,
     /// What the arena has above the plan, for the rows that an expert rank receives.
     reserve_bytes: u64,
     /// Time of compiling and planning, the search for a budget's recomputation included.
     plan_ms: f64,
-    /// Modelled time of the step.
+    /// Modelled time of the rank's operations.
     pub step_ms: f64,
     /// Time of what is computed again, as a part of the time of the rest.
     pub overhead: f64,
@@ -119,23 +75,23 @@ struct Run {
     roles: Vec<RoleBytes>,
 }
 
-/// Plans a step under a policy.
-pub fn plan_step(arguments: &Arguments, recompute: Recompute) -> Result<(Step, Executable), TrainError> {
+/// Plans a rank of a step.
+pub fn plan_rank(step: &Step, graph: &StepGraph, rank: usize) -> Result<(Planned, Executable), TrainError> {
     let start = Instant::now();
-    let options = arguments.options(recompute.clone());
-    let within = CompileOptions::within(recompute.capacity(), options.planning, options.routing);
-    let program = arguments.program(recompute)?;
-    let [all, again] = program.nanoseconds(&arguments.rates());
+    let program = step.program(graph, rank)?;
+    let [all, again] = program.nanoseconds(&step.device.rates(step.precision));
     let (layers, again_by_micro_batch) = (recomputed_layers(&program), recomputed_per_micro_batch(&program));
     let flops = program.flops();
     let rematerialized_flops = program.rematerialized_flops();
-    let executable = compile(&[program], &within)?;
-    let model = arguments.model().to_string();
-    let step = Step {
+    let executable = step.plan(program)?;
+    let model = step.title().to_owned();
+    let planned = Planned {
+        rank,
         buffers: executable.problem.len(),
         arena_bytes: executable.arena_bytes(),
         lower_bound_bytes: executable.solution.lower_bound,
         gap: executable.solution.gap(),
+        plan_hash: executable.plan_hash.to_string(),
         reserve_bytes: executable.arena_bytes() - executable.solution.height,
         plan_ms: start.elapsed().as_secs_f64() * 1e3,
         step_ms: all as f64 / 1e6,
@@ -149,7 +105,7 @@ pub fn plan_step(arguments: &Arguments, recompute: Recompute) -> Result<(Step, E
         ranks: Vec::new(),
         curve: None,
     };
-    Ok((step, executable))
+    Ok((planned, executable))
 }
 
 fn map<'a>(title: &'a str, executable: &'a Executable) -> Result<MemoryMap<'a>, TrainError> {
@@ -158,61 +114,91 @@ fn map<'a>(title: &'a str, executable: &'a Executable) -> Result<MemoryMap<'a>, 
 }
 
 /// Does what the arguments ask.
-pub fn plan(arguments: &super::Arguments) -> anyhow::Result<Fit> {
-    let of = &arguments.step;
-    if !of.rates().are_sound() {
-        bail!("{} TFLOP/s and {} TB/s are no device; both are above 0", of.tflops, of.terabytes);
-    }
-    let recompute = match of.budget {
-        Some(bytes) => Recompute::Budget { bytes, rates: of.rates() },
-        None => of.recompute.clone(),
-    };
-    let planned = plan_step(of, recompute.clone()).and_then(|(step, executable)| {
-        let runs = of.model().ranks(&of.options(recompute))?;
-        let run = |Report { arena_bytes, summary, .. }| Run { arena_bytes, roles: summary.roles };
-        Ok((Step { ranks: runs.into_iter().map(run).collect(), ..step }, executable))
-    });
-    let (mut step, executable) = match planned {
-        Err(error @ TrainError::Compile(CompileError::OverBudget { budget, smallest })) => {
-            tell(format_args!("gapless plan: {error}"));
-            return tell_why(of, budget, smallest);
+pub fn plan(arguments: &super::Arguments, step: &Step) -> anyhow::Result<Fit> {
+    let of = &arguments.curve;
+    let graph = step.record()?;
+    let mut planned = Vec::new();
+    for &rank in &step.ranks {
+        match plan_rank(step, &graph, rank) {
+            Err(error @ TrainError::Compile(CompileError::OverBudget { budget, smallest })) => {
+                tell(format_args!("gapless plan: {error}"));
+                return tell_why(step, &graph, rank, budget, smallest);
+            }
+            Err(error) => return Err(error.into()),
+            Ok((figures, executable)) => {
+                write(arguments, step, rank, &executable)?;
+                planned.push(figures);
+            }
         }
-        planned => planned?,
-    };
-    if let Some(points) = of.curve {
-        step.curve = Some(curve(of, points.into())?);
     }
-    if let (Some(path), Some(curve)) = (&of.curve_svg, &step.curve) {
+    let [first, ..] = &mut planned[..] else { bail!("no rank is asked about") };
+    if let Some(config) = step.config() {
+        let runs = gapless::plan::ranks(config, &step.options)?;
+        let run = |Report { arena_bytes, summary, .. }| Run { arena_bytes, roles: summary.roles };
+        first.ranks = runs.into_iter().map(run).collect();
+    }
+    if let Some(points) = of.curve {
+        first.curve = Some(curve(step, first.rank, points.into())?);
+    }
+    if let (Some(path), Some(curve)) = (&of.curve_svg, &first.curve) {
         std::fs::write(path, curve.svg()).with_context(|| format!("cannot draw {}", path.display()))?;
     }
-    if let Some(path) = &arguments.draw {
-        draw(path, &map(&step.model, &executable)?)?;
-    }
-    match arguments.json {
-        true => {
-            let json = serde_json::to_string_pretty(&step)?;
+    match (arguments.json, &planned[..]) {
+        (true, [one]) => {
+            let json = serde_json::to_string_pretty(one)?;
             print(|out| writeln!(out, "{json}"))?;
         }
-        false => print(|out| report(out, of, &step))?,
+        (true, all) => {
+            let json = serde_json::to_string_pretty(all)?;
+            print(|out| writeln!(out, "{json}"))?;
+        }
+        (false, all) => print(|out| all.iter().try_for_each(|planned| report(out, step, planned)))?,
     }
     Ok(Fit::Fits)
 }
 
-/// Explains why not even the smallest step that was found fits.
-fn tell_why(arguments: &Arguments, budget: u64, smallest: u64) -> anyhow::Result<Fit> {
-    let (step, executable) = plan_step(arguments, Recompute::Budget { bytes: smallest, rates: arguments.rates() })?;
-    let Executable { problem, solution, labels, parts, .. } = &executable;
-    if step.reserve_bytes > 0 {
-        tell(format_args!("{} of it are for rows that this rank receives, above the plan", Bytes(step.reserve_bytes)));
+/// The rank's table and picture, where they are asked for.
+fn write(arguments: &super::Arguments, step: &Step, rank: usize, executable: &Executable) -> anyhow::Result<()> {
+    let ranks = step.ranks.len();
+    if let Some(path) = &arguments.out {
+        let path = of_rank(path, rank, ranks);
+        // Names may stand twice, and have commas.
+        let name =
+            |(index, label): (usize, &gapless_alloc::Label)| format!("{index} {}", label.tensor.replace(',', ";"));
+        let ids = executable.labels.iter().enumerate().map(name).collect();
+        let table = Table::new(ids, executable.problem.clone());
+        replace(&path, |out| table.write(out, Some(&executable.solution.offsets)).map_err(io::Error::other))
+            .with_context(|| format!("cannot write {}", path.display()))?;
     }
-    let capacity = Some(budget.saturating_sub(step.reserve_bytes));
+    match &arguments.draw {
+        Some(path) => draw(&of_rank(path, rank, ranks), &map(step.title(), executable)?),
+        None => Ok(()),
+    }
+}
+
+/// Explains why not even the smallest step that was found fits.
+fn tell_why(step: &Step, graph: &StepGraph, rank: usize, budget: u64, smallest: u64) -> anyhow::Result<Fit> {
+    let rates = step.device.rates(step.precision);
+    let step = step.recomputing(Recompute::Budget { bytes: smallest, rates });
+    let (planned, executable) = plan_rank(&step, graph, rank)?;
+    let Executable { problem, solution, labels, parts, .. } = &executable;
+    if planned.reserve_bytes > 0 {
+        tell(format_args!(
+            "{} of it are for rows that this rank receives, above the plan",
+            Bytes(planned.reserve_bytes)
+        ));
+    }
+    let capacity = Some(budget.saturating_sub(planned.reserve_bytes));
     if let Some(why) = explain(problem, labels, solution, &Options { capacity, ..Options::default() }) {
         tell(why.during(parts).to_string().trim_end());
     }
     Ok(Fit::Unknown)
 }
 
-fn report(out: &mut dyn Write, arguments: &Arguments, step: &Step) -> std::io::Result<()> {
+fn report(out: &mut dyn Write, of: &Step, step: &Planned) -> io::Result<()> {
+    if of.ranks.len() > 1 {
+        writeln!(out, "rank {} of the pipeline\n", step.rank)?;
+    }
     writeln!(out, "{}", step.summary)?;
     for (rank, run) in step.ranks.iter().enumerate() {
         let roles = run.roles.iter().map(|of| format!("{} {}", of.role.name(), Bytes(of.bytes))).collect::<Vec<_>>();
@@ -223,7 +209,8 @@ fn report(out: &mut dyn Write, arguments: &Arguments, step: &Step) -> std::io::R
             roles.join(", ")
         )?;
     }
-    let [flops, bytes] = [arguments.tflops, arguments.terabytes];
+    let rates = of.device.rates(of.precision);
+    let [flops, bytes] = [rates.flops, rates.bytes].map(|rate| (rate / 1e10).round() / 100.0);
     writeln!(
         out,
         "\nplanned in {:.0} ms; a step of {:.2} ms at {flops} TFLOP/s and {bytes} TB/s",

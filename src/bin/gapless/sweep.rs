@@ -1,0 +1,99 @@
+//! `gapless sweep SPEC.toml`: many training steps, and which of them fit.
+
+use std::ops::ControlFlow;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::thread::available_parallelism;
+
+use gapless::run::Stop;
+use gapless::sweep::{Progress, Results, Status, Sweep, run as sweep};
+use gapless_alloc::draw::Bytes;
+use indicatif::{ProgressBar, ProgressStyle};
+
+use crate::output::{print, tell};
+
+/// Plan the product of lists of a training step's keys: bytes, under the plan and under other allocators, and time.
+///
+/// The file has [step], [vary] and [sweep] (docs/sweep.md); the folder gets results.jsonl, results.csv and report.html. Killed, the same
+/// command goes on. Exit code: 0 when all is done, 1 when the folder cannot be used, 2 for a file that is no sweep, 128 + n after
+/// signal n.
+#[derive(Debug, clap::Args)]
+pub struct Arguments {
+    /// The sweep.
+    spec: PathBuf,
+    /// The folder of its results.
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+    /// Threads; as many as there are cores if not given.
+    #[arg(long, value_name = "N")]
+    threads: Option<usize>,
+}
+
+/// Does what the arguments ask and says how it went.
+pub fn run(arguments: &Arguments) -> ExitCode {
+    let fail = |error: &dyn std::fmt::Display, code| {
+        tell(format_args!("gapless sweep: {error}"));
+        ExitCode::from(code)
+    };
+    let spec = match Sweep::read(&arguments.spec) {
+        Ok(spec) => spec,
+        Err(error) => return fail(&error, 2),
+    };
+    let stop = match Stop::on_signals() {
+        Ok(stop) => stop,
+        Err(error) => return fail(&error, 1),
+    };
+    let bar = progress_bar(spec.configurations.len() as u64);
+    let threads = arguments.threads.or_else(|| available_parallelism().ok().map(usize::from)).unwrap_or(1);
+    let show = |Progress { done, all }: Progress| {
+        bar.set_position(done as u64);
+        if bar.is_hidden() && (done % 1000 == 0 || done == all) {
+            tell(format_args!("{done} of {all}"));
+        }
+        if stop.signal().is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    };
+    let results = sweep(&spec, &arguments.out, threads, show);
+    bar.finish_and_clear();
+    match (results, stop.signal()) {
+        (Err(error), _) => fail(&error, 1),
+        (Ok(None), signal) => {
+            tell("gapless sweep: stopped; the same command goes on from here");
+            ExitCode::from(128 + signal.unwrap_or(0))
+        }
+        (Ok(Some(results)), _) => match summary(&results, arguments) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => fail(&format_args!("{error:#}"), 1),
+        },
+    }
+}
+
+fn progress_bar(rows: u64) -> ProgressBar {
+    let style = ProgressStyle::with_template("{pos}/{len} {wide_bar} ETA {eta}").expect("the template is sound");
+    ProgressBar::new(rows).with_style(style)
+}
+
+fn summary(results: &Results, arguments: &Arguments) -> anyhow::Result<()> {
+    let Results { rows, reused } = results;
+    let count = |status| rows.iter().filter(|row| row.status == status).count();
+    let best =
+        rows.iter().filter(|row| row.status == Status::Fits).filter_map(|row| Some((row, row.figures.as_ref()?)));
+    let best = best.min_by_key(|(_, figures)| figures.nanoseconds);
+    print(|out| {
+        writeln!(
+            out,
+            "{} configurations ({reused} from an earlier run): {} fit, {} are dominated, {} are too large, {} over their budget, {} do not exist",
+            rows.len(),
+            count(Status::Fits),
+            count(Status::Dominated),
+            count(Status::TooLarge),
+            count(Status::OverBudget),
+            count(Status::Invalid)
+        )?;
+        if let Some((row, figures)) = best {
+            let values: Vec<String> = row.configuration.iter().map(|(key, value)| format!("{key} = {value}")).collect();
+            let (ms, arena) = (figures.nanoseconds as f64 / 1e6, Bytes(figures.arena().unwrap_or(0)));
+            writeln!(out, "fastest that fits: {ms:.1} ms in {arena}: {}", values.join(", "))?;
+        }
+        writeln!(out, "{}", arguments.out.join("report.html").display())
+    })
+}

@@ -1,0 +1,133 @@
+//! What people compute by hand before they train: the formulas that a plan is compared with.
+
+use gapless_models::hf::Architecture;
+
+use super::{Precision, Step};
+
+/// Bytes of the fullest rank, by formula.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Estimate {
+    /// 18 bytes per parameter of an equal share of the model, and nothing else: bf16 parameters, f32 gradients, masters and two moments
+    /// (16 of ZeRO's, arXiv 1910.02054, section 3.1, and 2 more for gradients in f32).
+    pub bytes_per_parameter: f64,
+    /// Megatron-LM's `theoretical_memory_usage.py`: those bytes for the first stage with its embedding, and activations after
+    /// arXiv 2205.05198, table 2, with selective recomputation.
+    pub megatron: f64,
+}
+
+/// The extents that Megatron's formulas know.
+struct Extents {
+    layers: f64,
+    width: f64,
+    heads: f64,
+    kv_heads: f64,
+    head_size: f64,
+    hidden: f64,
+    vocabulary: f64,
+    experts: f64,
+    is_gated: bool,
+    is_tied: bool,
+}
+
+impl Extents {
+    fn of(architecture: &Architecture) -> Self {
+        let number = |n: usize| n as f64;
+        match architecture {
+            Architecture::Gpt(gpt) => Self {
+                layers: number(gpt.layers),
+                width: number(gpt.width),
+                heads: number(gpt.heads),
+                kv_heads: number(gpt.heads),
+                head_size: number(gpt.width) / number(gpt.heads.max(1)),
+                hidden: number(gpt.hidden.unwrap_or(4 * gpt.width)),
+                vocabulary: number(gpt.vocabulary),
+                experts: 1.0,
+                is_gated: false,
+                is_tied: gpt.tied,
+            },
+            Architecture::Llama(llama) => Self {
+                layers: number(llama.layers),
+                width: number(llama.width),
+                heads: number(llama.heads),
+                kv_heads: number(llama.kv_heads),
+                head_size: number(llama.head_size.unwrap_or(llama.width / llama.heads.max(1))),
+                hidden: number(llama.hidden),
+                vocabulary: number(llama.vocabulary),
+                experts: 1.0,
+                is_gated: true,
+                is_tied: llama.tied,
+            },
+            Architecture::Moe(moe) => Self {
+                hidden: number(moe.expert_hidden),
+                experts: number(moe.router.experts),
+                ..Self::of(&Architecture::Llama(moe.llama.clone()))
+            },
+        }
+    }
+
+    /// Of the layers and their norms.
+    fn parameters_in_layers(&self) -> f64 {
+        let gate = if self.is_gated { 1.5 } else { 1.0 };
+        let attention = (1.0 + self.kv_heads / self.heads) * (self.head_size * self.heads / self.width);
+        let feed_forward = self.hidden / self.width * self.experts * gate;
+        let norms = 2.0 / self.width + 1.0 / (self.layers * self.width);
+        2.0 * self.layers * self.width * self.width * (attention + feed_forward + norms)
+    }
+}
+
+/// The usual formulas for a step of a model with so many parameters.
+pub fn estimate(step: &Step, parameters: u64) -> Estimate {
+    let extents = Extents::of(step.architecture());
+    let options = &step.options;
+    let [stages, data, micro_batches, chunks] =
+        [options.mesh.pipeline, options.mesh.data, options.micro_batches, options.pipeline.chunks].map(|n| n as f64);
+    let per_parameter = match step.precision {
+        // Everything in one type: parameter, gradient, two moments.
+        Precision::F32 => 16.0,
+        Precision::Bf16 => 8.0,
+        Precision::Mixed if data > 1.0 => 6.0 + 12.0 / data,
+        Precision::Mixed => 18.0,
+    };
+    // The most loaded rank has an equal share of the layers, and an embedding.
+    let table = extents.width * extents.vocabulary;
+    let head = if stages == 1.0 && !extents.is_tied { table } else { 0.0 };
+    let first = extents.parameters_in_layers() / stages + table + head;
+    let sequences = options.evaluation_batch() as f64;
+    let tokens = options.sequence as f64 * sequences;
+    let mut activations = tokens * extents.width * (18.0 + 4.0 * extents.hidden / extents.width) * extents.layers;
+    activations += (8.0 + extents.width) * tokens * stages;
+    if chunks > 1.0 {
+        activations *= 1.0 + (stages - 1.0) / (stages * chunks);
+    } else if stages > 1.0 {
+        activations *= (micro_batches / stages).min(1.0);
+    } else {
+        activations += tokens * extents.width * 4.0 * (1.0 + extents.vocabulary / extents.width);
+    }
+    Estimate {
+        bytes_per_parameter: per_parameter * parameters as f64 / stages,
+        megatron: per_parameter * first + activations,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::step::StepSpec;
+
+    use super::*;
+
+    /// By hand, from the formulas.
+    #[test]
+    fn what_the_formulas_say_of_a_7b_model() {
+        let spec: StepSpec = toml::from_str(
+            "model = 'llama2-7b'\ndtype = 'mixed'\nbatch = 4\nmicro_batches = 4\nsequence = 4096\npipeline_ranks = 4",
+        )
+        .unwrap();
+        let found = estimate(&spec.check().unwrap(), 6_738_415_616);
+        assert_eq!(found.bytes_per_parameter, 18.0 * 6_738_415_616.0 / 4.0);
+        // Layers: 2 · 32 · 4096² · (2 + 1.5 · 11008/4096) and 65 norms.
+        let layers = 64.0 * 4096f64.powi(2) * (2.0 + 1.5 * 11008.0 / 4096.0) + 65.0 * 8192.0;
+        let first = layers / 4.0 + 32_000.0 * 4096.0;
+        let activations = 4096.0 * (4096.0 * 18.0 + 4.0 * 11008.0) * 32.0 + (8.0 + 4096.0) * 4096.0 * 4.0;
+        assert!((found.megatron / (18.0 * first + activations) - 1.0).abs() < 1e-4, "{found:?}");
+    }
+}

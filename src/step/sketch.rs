@@ -1,0 +1,210 @@
+//! What two micro-batches tell of a whole step: its time, and bytes that are surely alive.
+//!
+//! In: the graph of a step. Out: what each action of each stage takes and keeps, from programs of two micro-batches one after the
+//! other; the same for every schedule that gives stages to the same ranks and splits the backward alike. Never: a search, so steps
+//! under a budget have no sketch.
+
+use std::collections::HashMap;
+
+use gapless_alloc::Role;
+use gapless_engine::compile::step::StepGraph;
+use gapless_engine::compile::{BufferKind, Instr, InstrKind, Program};
+use gapless_engine::recompute::Recompute;
+use gapless_engine::{TrainError, Trainer};
+use gapless_parallel::{Action, Kind, MicroBatch, StageId};
+
+use super::timing::Measured;
+use super::{Step, Timing, TimingError};
+
+/// What decides a sketch, beside all that is not the schedule.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct SketchKey {
+    /// The stages of each rank, from the first on.
+    stages: Vec<Vec<u32>>,
+    /// Whether there are input gradients apart from weight gradients, and whole backwards.
+    kinds: [bool; 2],
+}
+
+/// An action of any micro-batch.
+type Place = (Kind, StageId);
+
+/// Costs and bytes by action.
+#[derive(Debug, Clone)]
+pub struct Sketch {
+    measured: Measured,
+    ranks: Vec<Kept>,
+}
+
+/// What a rank keeps.
+#[derive(Debug, Clone, Default)]
+struct Kept {
+    /// Bytes that live through the step.
+    always: u64,
+    /// Of each micro-batch: bytes from one action to another.
+    each: HashMap<(Place, Place), u64>,
+    /// Sums over micro-batches: bytes from the first action of a kind to the last.
+    sums: HashMap<Place, u64>,
+}
+
+impl Step {
+    /// The key of its sketch, and its table; none if it has no sketch.
+    ///
+    /// # Errors
+    /// When the schedule does not exist for the step's shape.
+    pub fn sketch_key(&self) -> Result<Option<SketchKey>, TimingError> {
+        if matches!(self.options.recompute, Recompute::Budget { .. }) {
+            return Ok(None);
+        }
+        let table = self.options.pipeline.schedule.actions(&self.shape())?;
+        let of_row = |row: &Vec<Action>| {
+            let mut stages: Vec<u32> = row.iter().map(|action| action.stage.0).collect();
+            stages.sort_unstable();
+            stages.dedup();
+            stages
+        };
+        let has = |kind| table.iter().flatten().any(|action| action.kind == kind);
+        let kinds = [has(Kind::BackwardInput), has(Kind::Backward)];
+        Ok(Some(SketchKey { stages: table.iter().map(of_row).collect(), kinds }))
+    }
+
+    /// What two of its micro-batches take and keep.
+    ///
+    /// # Errors
+    /// As [`Self::program`].
+    pub fn sketch(&self, graph: &StepGraph, key: &SketchKey) -> Result<Sketch, TrainError> {
+        let last = self.options.micro_batches.clamp(1, 2) as u32 - 1;
+        let mut sketch: Option<Sketch> = None;
+        for (split, _) in [true, false].into_iter().zip(key.kinds).filter(|(_, is_there)| *is_there) {
+            let table: Vec<Vec<Action>> =
+                key.stages.iter().map(|stages| one_after_another(stages, last, split)).collect();
+            let program = |rank| Trainer::sketch(graph, &self.options, rank, table.clone());
+            let programs = (0..key.stages.len()).map(program).collect::<Result<Vec<Program>, TrainError>>()?;
+            let measured = Measured { all_as: Some(MicroBatch(last)), ..self.measured(&programs) };
+            let ranks = programs.iter().map(|program| Kept::of(program, last)).collect();
+            match &mut sketch {
+                None => sketch = Some(Sketch { measured, ranks }),
+                Some(both) => both.join(Sketch { measured, ranks }),
+            }
+        }
+        Ok(sketch.expect("a table has backwards of one kind or the other"))
+    }
+
+    /// When everything happens, by a sketch of the step.
+    ///
+    /// # Errors
+    /// As [`Self::timing`].
+    pub fn timing_by(&self, sketch: &Sketch) -> Result<Timing, TimingError> {
+        let mut measured = sketch.measured.clone();
+        // As often as there are micro-batches, rather than the two of the sketch.
+        let [here, there] = [self.options.micro_batches, self.options.micro_batches.min(2)].map(|n| n as u64);
+        measured.recomputed.iter_mut().for_each(|again| *again = *again * here / there);
+        self.simulated(measured)
+    }
+
+    /// Bytes that are surely alive at once on each rank: parameters and states, what micro-batches keep from one action to another, and
+    /// sums of gradients, but nothing that lives and dies within an action.
+    ///
+    /// # Errors
+    /// When the schedule does not exist for the step's shape.
+    pub fn surely_alive(&self, sketch: &Sketch) -> Result<Vec<u64>, TimingError> {
+        let table = self.options.pipeline.schedule.actions(&self.shape())?;
+        Ok(table.iter().zip(&sketch.ranks).map(|(row, kept)| kept.most(row)).collect())
+    }
+}
+
+/// Each micro-batch down the stages and up again, before the next.
+fn one_after_another(stages: &[u32], last: u32, split: bool) -> Vec<Action> {
+    let kinds: &[Kind] = if split { &[Kind::BackwardInput, Kind::BackwardWeight] } else { &[Kind::Backward] };
+    let of = |micro_batch: u32| {
+        let down = stages.iter().map(move |&stage| Action::new(Kind::Forward, stage, micro_batch));
+        let up = stages.iter().rev();
+        down.chain(up.flat_map(move |&stage| kinds.iter().map(move |&kind| Action::new(kind, stage, micro_batch))))
+    };
+    (0..=last).flat_map(of).collect()
+}
+
+impl Sketch {
+    /// Takes the actions that another one knows beside its own.
+    fn join(&mut self, other: Self) {
+        self.measured.actions.extend(other.measured.actions);
+        self.measured.transfers.extend(other.measured.transfers);
+        for (mine, theirs) in self.ranks.iter_mut().zip(other.ranks) {
+            mine.always = mine.always.min(theirs.always);
+            mine.each.extend(theirs.each);
+            // Of sums that both kinds of backward add to, no more is known than that one of them does.
+            mine.sums.clear();
+        }
+    }
+}
+
+impl Kept {
+    fn of(program: &Program, last: u32) -> Self {
+        let mut used: Vec<Option<(Action, Action)>> = vec![None; program.buffers.len()];
+        for part in &program.parts {
+            let Some(action) = part.action else { continue };
+            // When a message is waited for depends on the schedule.
+            let computes = |instr: &&Instr| matches!(instr.kind, InstrKind::Compute(_));
+            for instr in program.instrs[part.instrs.clone()].iter().filter(computes) {
+                for operand in instr.inputs.iter().chain(&instr.outputs) {
+                    used[operand.buffer.index()].get_or_insert((action, action)).1 = action;
+                }
+            }
+        }
+        let mut kept = Self::default();
+        for (buffer, used) in program.buffers.iter().zip(used) {
+            if matches!(buffer.kind, BufferKind::Always { .. }) {
+                kept.always += buffer.bytes;
+            }
+            let (true, None, Some((from, until))) = (matches!(buffer.kind, BufferKind::No), buffer.counted, used)
+            else {
+                continue;
+            };
+            let place = |action: Action| (action.kind, action.stage);
+            let whose = [from, until].map(|action| action.micro_batch.0);
+            if whose == [last, last] && from != until {
+                *kept.each.entry((place(from), place(until))).or_default() += buffer.bytes;
+            } else if buffer.label.role == Role::Gradient
+                && last > 0
+                && whose == [0, last]
+                && place(from) == place(until)
+            {
+                *kept.sums.entry(place(from)).or_default() += buffer.bytes;
+            }
+        }
+        kept
+    }
+
+    /// The most bytes that are alive between two actions of a row.
+    fn most(&self, row: &[Action]) -> u64 {
+        let at: HashMap<Action, usize> = row.iter().enumerate().map(|(index, &action)| (action, index)).collect();
+        // By action: bytes born in it, and dead in it.
+        let mut changes = vec![(0u64, 0u64); row.len()];
+        let mut ends: HashMap<Place, (usize, usize)> = HashMap::new();
+        for (index, action) in row.iter().enumerate() {
+            ends.entry((action.kind, action.stage)).or_insert((index, index)).1 = index;
+        }
+        for (&((kind, stage), (until, last)), &bytes) in &self.each {
+            for action in row.iter().filter(|action| (action.kind, action.stage) == (kind, stage)) {
+                let dead = Action { kind: until, stage: last, ..*action };
+                if let (Some(&born), Some(&dead)) = (at.get(action), at.get(&dead))
+                    && born <= dead
+                {
+                    changes[born].0 += bytes;
+                    changes[dead].1 += bytes;
+                }
+            }
+        }
+        for (place, &bytes) in &self.sums {
+            if let Some(&(first, last)) = ends.get(place) {
+                changes[first].0 += bytes;
+                changes[last].1 += bytes;
+            }
+        }
+        // Between two actions: within one, what it makes and what it is the last to read need not meet.
+        let most = changes.into_iter().scan(0, |live, (born, dead)| {
+            *live = *live + born - dead;
+            Some(*live)
+        });
+        self.always + most.max().unwrap_or(0)
+    }
+}

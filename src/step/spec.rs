@@ -1,0 +1,341 @@
+//! The keys of a step, and the step that they mean.
+
+use std::sync::Arc;
+
+use gapless_alloc::arena::Reserve;
+use gapless_engine::compile::step::{Build, StepGraph};
+use gapless_engine::compile::{CompileOptions, Error as CompileError, Executable, Program, compile};
+use gapless_engine::nn::{Lora, Trainable};
+use gapless_engine::recompute::{Offload, Recompute};
+use gapless_engine::{DType, DeviceChoice, Pipeline, TrainError, TrainOptions, Trainer};
+use gapless_models::hf::{Architecture, Config};
+use gapless_parallel::{Mesh, Placement, Schedule, by_name};
+use serde::{Deserialize, Serialize};
+
+use super::device::DeviceProfile;
+use super::model::{ModelSpec, Resolved};
+use crate::run::{ConfigError, OptimizerConfig, Rule, size};
+
+/// A training step as flags and files say it: `pipeline_ranks = 4` in a file is `--pipeline-ranks 4`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct StepSpec {
+    /// What is trained: [`ModelSpec`].
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub model: Option<ModelSpec>,
+    /// Sequences per step, of all ranks together.
+    pub batch: usize,
+    /// Parts into which a data rank's share of the batch is cut.
+    pub micro_batches: usize,
+    /// Tokens per sequence.
+    pub sequence: usize,
+    /// Element type.
+    pub dtype: Precision,
+    /// The update rule.
+    pub optimizer: Rule,
+    /// Ranks that share the batch, and the optimizer's states (ZeRO stage 1).
+    pub data_ranks: usize,
+    /// Ranks of a pipeline.
+    pub pipeline_ranks: usize,
+    /// Ranks that share the experts.
+    pub expert_ranks: usize,
+    /// The order of work in the pipeline, by the name that `gapless schedule` lists.
+    pub schedule: String,
+    /// Stages per rank; one where it is absent, two for schedules in the shape of a V.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub chunks: Option<usize>,
+    /// What is computed again: `none`, `layers`, `first:8`, `layers:h.3,h.7` or `ops:layer_norm,gelu`.
+    pub recompute: String,
+    /// Bytes that a rank's step must fit into: the cheapest recomputation that does is sought.
+    #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "size")]
+    pub budget: Option<u64>,
+    /// Operations whose results wait for the backward in 8 bits.
+    pub compress: Vec<String>,
+    /// Operations whose results wait for the backward in a file.
+    pub offload: Vec<String>,
+    /// Adapters of this rank are trained, and nothing else; with alpha behind it, `16:32`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub lora: Option<String>,
+    /// The layers that have adapters.
+    pub lora_targets: Vec<String>,
+    /// Parameters or modules that alone are trained.
+    pub train: Vec<String>,
+    /// Whose kernels it is planned for, `cpu` or `cuda`.
+    pub kernels: String,
+    /// Room for the rows that an expert rank receives, as a multiple of what even routing needs; the worst case where it is absent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub routing: Option<f64>,
+    /// The device that time is estimated for: a name of [`DeviceProfile::known`], or a file of one.
+    pub profile: String,
+    /// TFLOP/s of matrix products, where they are not the profile's.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tflops: Option<f64>,
+    /// TB/s of memory, where they are not the profile's.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub terabytes: Option<f64>,
+    /// The most work of the planner; its default where it is absent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub planning: Option<u64>,
+    /// The ranks of the pipeline that are asked about: numbers with commas between them, or `all`. Ranks that share the batch or the
+    /// experts with them have the same plans.
+    pub rank: String,
+}
+
+impl Default for StepSpec {
+    fn default() -> Self {
+        Self {
+            model: None,
+            batch: 8,
+            micro_batches: 1,
+            sequence: 1024,
+            dtype: Precision::F32,
+            optimizer: Rule::AdamW,
+            data_ranks: 1,
+            pipeline_ranks: 1,
+            expert_ranks: 1,
+            schedule: "1f1b".into(),
+            chunks: None,
+            recompute: "none".into(),
+            budget: None,
+            compress: Vec::new(),
+            offload: Vec::new(),
+            lora: None,
+            lora_targets: Vec::new(),
+            train: Vec::new(),
+            kernels: "cpu".into(),
+            routing: None,
+            profile: "h100".into(),
+            tflops: None,
+            terabytes: None,
+            planning: None,
+            rank: "0".into(),
+        }
+    }
+}
+
+/// Types of floating-point numbers that a step can be planned in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Precision {
+    /// 32 bits.
+    F32,
+    /// 16 bits, the optimizer's states too.
+    Bf16,
+    /// 16 bits, but for the optimizer's masters and moments and gradients of several micro-batches.
+    Mixed,
+}
+
+/// A step that can be compiled, if its extents fit together, which recording it tells.
+#[derive(Debug, Clone)]
+pub struct Step {
+    /// What a trainer of it would be made with.
+    pub options: TrainOptions,
+    /// The device that time is estimated for.
+    pub device: DeviceProfile,
+    /// The type of its numbers.
+    pub precision: Precision,
+    /// Ranks of the pipeline that are asked about.
+    pub ranks: Vec<usize>,
+    model: Resolved,
+}
+
+fn wrong(key: &str, why: impl ToString, remedy: &'static str) -> ConfigError {
+    ConfigError::Value { key: key.to_owned(), line: None, why: why.to_string(), remedy }
+}
+
+impl StepSpec {
+    /// The step that the keys mean.
+    ///
+    /// # Errors
+    /// [`ConfigError::Value`] with the key of a value that means nothing.
+    pub fn check(&self) -> Result<Step, ConfigError> {
+        let model = self.model.as_ref().ok_or_else(|| wrong("model", "is missing", "name one, e.g. gpt2"))?;
+        let model = Resolved::new(model, self.sequence)
+            .map_err(|why| wrong("model", why, "name a model, its extents, or its config.json"))?;
+        self.check_extents()?;
+        let device = self.profile()?;
+        let (schedule, chunks) = self.schedule()?;
+        Ok(Step {
+            options: TrainOptions {
+                batch: self.batch,
+                micro_batches: self.micro_batches,
+                sequence: self.sequence,
+                device: self.kernels.parse::<DeviceChoice>().map_err(|why| wrong("kernels", why, "use cpu or cuda"))?,
+                dtype: if self.dtype == Precision::F32 { DType::F32 } else { DType::BF16 },
+                trainable: self.trainable(&model.architecture)?,
+                optimizer: OptimizerConfig { name: self.optimizer, ..OptimizerConfig::default() }
+                    .optimizer(self.dtype == Precision::Mixed),
+                planning: self.planning.unwrap_or(CompileOptions::default().planner.work),
+                mesh: Mesh { data: self.data_ranks, pipeline: self.pipeline_ranks, expert: self.expert_ranks },
+                pipeline: Pipeline { schedule, chunks, ..Pipeline::default() },
+                recompute: self.recompute(&device)?,
+                compress: self.compress.clone(),
+                // Nothing is written to it.
+                offload: (!self.offload.is_empty()).then(|| Offload { ops: self.offload.clone(), folder: ".".into() }),
+                routing: self.routing.map_or(Reserve::Worst, |factor| Reserve::Balanced { factor }),
+                ..TrainOptions::default()
+            },
+            ranks: self.ranks()?,
+            precision: self.dtype,
+            device,
+            model,
+        })
+    }
+
+    fn check_extents(&self) -> Result<(), ConfigError> {
+        let Self { batch, micro_batches, sequence, data_ranks, pipeline_ranks, expert_ranks, .. } = *self;
+        let extents = [
+            ("batch", batch),
+            ("micro_batches", micro_batches),
+            ("sequence", sequence),
+            ("data_ranks", data_ranks),
+            ("pipeline_ranks", pipeline_ranks),
+            ("expert_ranks", expert_ranks),
+            ("chunks", self.chunks.unwrap_or(1)),
+        ];
+        match extents.into_iter().find(|(_, extent)| *extent == 0) {
+            Some((key, _)) => Err(wrong(key, "is 0", "it is at least 1")),
+            None => Ok(()),
+        }
+    }
+
+    /// The device, with what the keys say of it.
+    fn profile(&self) -> Result<DeviceProfile, ConfigError> {
+        let mut device = DeviceProfile::find(&self.profile)
+            .map_err(|why| wrong("profile", why, "name a profile, or a TOML file of one"))?;
+        if let Some(tflops) = self.tflops {
+            device.set_flops(tflops * 1e12);
+        }
+        if let Some(terabytes) = self.terabytes {
+            device.bytes = terabytes * 1e12;
+        }
+        if !device.rates(self.dtype).are_sound() {
+            let rates = device.rates(self.dtype);
+            let why = format!("{} TFLOP/s and {} TB/s are no device", rates.flops / 1e12, rates.bytes / 1e12);
+            return Err(wrong("tflops, terabytes", why, "both are above 0"));
+        }
+        Ok(device)
+    }
+
+    /// The order of work, and stages per rank.
+    fn schedule(&self) -> Result<(Arc<dyn Schedule + Send + Sync>, usize), ConfigError> {
+        let schedule = by_name(&self.schedule)
+            .map_err(|why| wrong("schedule", why, "`gapless schedule --help` says what each is"))?;
+        let default_chunks = match schedule.placement() {
+            Placement::Loop => 1,
+            Placement::V => 2,
+        };
+        Ok((Arc::from(schedule), self.chunks.unwrap_or(default_chunks)))
+    }
+
+    fn recompute(&self, device: &DeviceProfile) -> Result<Recompute, ConfigError> {
+        let policy: Recompute = self.recompute.parse().map_err(|error| match error {
+            CompileError::Config { why, remedy, .. } => wrong("recompute", why, remedy),
+            other => wrong("recompute", other, "use none or layers"),
+        })?;
+        match self.budget {
+            Some(_) if policy != Recompute::None => {
+                let why = "a budget chooses itself what is computed again";
+                Err(wrong("budget", why, "leave recompute or budget out"))
+            }
+            Some(bytes) => Ok(Recompute::Budget { bytes, rates: device.rates(self.dtype) }),
+            None => Ok(policy),
+        }
+    }
+
+    fn trainable(&self, architecture: &Architecture) -> Result<Trainable, ConfigError> {
+        let Some(text) = &self.lora else {
+            if !self.lora_targets.is_empty() {
+                return Err(wrong("lora_targets", "stand without lora", "give lora the rank of the adapters, e.g. 16"));
+            }
+            return Ok(if self.train.is_empty() { Trainable::All } else { Trainable::Only(self.train.clone()) });
+        };
+        if !self.train.is_empty() {
+            return Err(wrong("train", "stands beside lora", "leave one of them out"));
+        }
+        let (rank, alpha) = text.split_once(':').unwrap_or((text, text));
+        let (Ok(rank), Ok(alpha)) = (rank.parse(), alpha.parse()) else {
+            return Err(wrong("lora", format!("{text:?} is no rank, or rank:alpha"), "write, for example, 16:32"));
+        };
+        let targets = match self.lora_targets.is_empty() {
+            true => architecture.lora_targets(),
+            false => self.lora_targets.clone(),
+        };
+        Ok(Trainable::Lora(Lora { rank, alpha, targets, ..Lora::default() }))
+    }
+
+    fn ranks(&self) -> Result<Vec<usize>, ConfigError> {
+        let all = self.pipeline_ranks;
+        if self.rank == "all" {
+            return Ok((0..all).collect());
+        }
+        let number = |text: &str| {
+            text.trim().parse::<usize>().ok().filter(|&rank| rank < all).ok_or_else(|| {
+                let why = format!("{text:?} is no rank of a pipeline of {all}");
+                wrong("rank", why, "use numbers from 0 with commas between them, or all")
+            })
+        };
+        self.rank.split(',').map(number).collect()
+    }
+}
+
+impl Step {
+    /// What people call the model.
+    pub fn title(&self) -> &str {
+        &self.model.title
+    }
+
+    /// Its family and extents.
+    pub fn architecture(&self) -> &Architecture {
+        &self.model.architecture
+    }
+
+    /// The config.json, if it was one.
+    pub fn config(&self) -> Option<&Config> {
+        self.model.config.as_ref()
+    }
+
+    /// The graph of all ranks.
+    ///
+    /// # Errors
+    /// When the extents do not fit together.
+    pub fn record(&self) -> Result<StepGraph, TrainError> {
+        let build: &Build<'_> = &|vb| self.model.build(vb);
+        Trainer::record(build, &self.options)
+    }
+
+    /// What decides that graph: steps with equal texts share it.
+    pub fn graph_key(&self) -> String {
+        format!("{:?} {}", self.model.architecture, Trainer::graph_key(&self.options))
+    }
+
+    /// The program of a rank of the pipeline.
+    ///
+    /// # Errors
+    /// When it was not recorded with such options; [`OverBudget`](gapless_engine::compile::Error::OverBudget).
+    pub fn program(&self, graph: &StepGraph, rank: usize) -> Result<Program, TrainError> {
+        Trainer::lower(graph, &self.options, rank)
+    }
+
+    /// Those of all ranks.
+    ///
+    /// # Errors
+    /// As [`Self::program`].
+    pub fn programs(&self, graph: &StepGraph) -> Result<Vec<Program>, TrainError> {
+        (0..self.options.mesh.pipeline).map(|rank| self.program(graph, rank)).collect()
+    }
+
+    /// The plan of a program.
+    ///
+    /// # Errors
+    /// As [`compile`].
+    pub fn plan(&self, program: Program) -> Result<Executable, TrainError> {
+        let TrainOptions { recompute, planning, routing, .. } = &self.options;
+        Ok(compile(&[program], &CompileOptions::within(recompute.capacity(), *planning, *routing))?)
+    }
+
+    /// The same step under another recompute policy.
+    pub fn recomputing(&self, recompute: Recompute) -> Self {
+        Self { options: TrainOptions { recompute, ..self.options.clone() }, ..self.clone() }
+    }
+}

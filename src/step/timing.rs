@@ -1,0 +1,228 @@
+//! When everything of a step happens on a device.
+//!
+//! In: the programs of all ranks of a pipeline, and a device. Out: the timeline of `parallel`'s simulator in nanoseconds. Messages
+//! between stages take the link, not the ranks; what is summed or gathered over data ranks is partly hidden; experts' rows are waited
+//! for.
+
+use std::collections::HashMap;
+
+use gapless_engine::compile::{Instr, InstrKind, Operand, Program};
+use gapless_engine::ops::{Collective, Group};
+use gapless_parallel::{
+    Action, Cell, Costs, Durations, Error, Kind, Mesh, MicroBatch, Shape, StageId, Stuck, Timeline, simulate,
+};
+
+use super::{DeviceProfile, Precision, Step};
+
+/// A step in time.
+#[derive(Debug, Clone)]
+pub struct Timing {
+    /// Spans in nanoseconds, of one copy of the model; each rank's update is at its end.
+    pub timeline: Timeline,
+    /// Costs of each stage in nanoseconds, as the mean of its actions; a split backward's halves, or a whole one as its first.
+    pub stages: Vec<Costs>,
+    /// What each rank does once per step.
+    pub updates: Vec<u64>,
+    /// Of each rank, what goes into what is computed again.
+    pub recomputed: Vec<u64>,
+}
+
+/// There is no timeline.
+#[derive(Debug, thiserror::Error)]
+pub enum TimingError {
+    /// The schedule does not exist for the shape.
+    #[error(transparent)]
+    Schedule(#[from] Error),
+    /// It waits for ever.
+    #[error(transparent)]
+    Stuck(#[from] Stuck),
+}
+
+impl Timing {
+    /// From the first start to the last end.
+    pub fn nanoseconds(&self) -> u64 {
+        self.timeline.makespan()
+    }
+
+    /// Time of what is computed again, as a part of the time of the rest, on the ranks together.
+    pub fn overhead(&self) -> f64 {
+        let busy: u64 = self.timeline.ranks.iter().flatten().map(|span| span.end - span.start).sum();
+        let again: u64 = self.recomputed.iter().sum();
+        again as f64 / busy.saturating_sub(again).max(1) as f64
+    }
+}
+
+impl Step {
+    /// When everything happens; the programs are those of all ranks of the pipeline.
+    ///
+    /// # Errors
+    /// When the schedule does not exist for the step's shape.
+    pub fn timing(&self, programs: &[Program]) -> Result<Timing, TimingError> {
+        self.simulated(self.measured(programs))
+    }
+
+    pub(super) fn measured(&self, programs: &[Program]) -> Measured {
+        Measured::of(programs, &self.device, self.precision, self.options.mesh)
+    }
+
+    /// When everything happens, by known durations.
+    pub(super) fn simulated(&self, measured: Measured) -> Result<Timing, TimingError> {
+        let shape = self.shape();
+        let mut table = self.options.pipeline.schedule.table(&shape)?;
+        for (rank, row) in table.iter_mut().enumerate() {
+            row.push(Cell::Update(StageId(rank as u32)));
+        }
+        let timeline = simulate(&table, &measured)?;
+        let stages = (0..shape.ranks * shape.chunks).map(|stage| measured.mean(StageId(stage))).collect();
+        Ok(Timing { timeline, stages, updates: measured.updates, recomputed: measured.recomputed })
+    }
+
+    /// The extents of its pipeline.
+    pub fn shape(&self) -> Shape {
+        let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+        Shape {
+            ranks: number(self.options.mesh.pipeline),
+            chunks: number(self.options.pipeline.chunks),
+            micro_batches: number(self.options.micro_batches),
+        }
+    }
+}
+
+/// Durations out of programs.
+#[derive(Debug, Default, Clone)]
+pub(super) struct Measured {
+    pub actions: HashMap<Action, u64>,
+    pub transfers: HashMap<Action, u64>,
+    pub updates: Vec<u64>,
+    pub recomputed: Vec<u64>,
+    /// The micro-batch that stands for all, if it is one.
+    pub all_as: Option<MicroBatch>,
+}
+
+impl Durations for Measured {
+    fn action(&self, action: Action) -> u64 {
+        self.actions.get(&self.known(action)).copied().unwrap_or(0)
+    }
+
+    fn transfer(&self, from: Action) -> u64 {
+        self.transfers.get(&self.known(from)).copied().unwrap_or(0)
+    }
+
+    /// The update of the rank with this number.
+    fn update(&self, rank: StageId) -> u64 {
+        self.updates.get(rank.0 as usize).copied().unwrap_or(0)
+    }
+}
+
+impl Measured {
+    fn known(&self, action: Action) -> Action {
+        Action { micro_batch: self.all_as.unwrap_or(action.micro_batch), ..action }
+    }
+
+    fn of(programs: &[Program], device: &DeviceProfile, precision: Precision, mesh: Mesh) -> Self {
+        let mut measured = Self::default();
+        let mut known = Known::default();
+        for program in programs {
+            let (mut update, mut again) = (0, 0);
+            for part in &program.parts {
+                let mut sent = 0;
+                let mut time = 0;
+                for instr in &program.instrs[part.instrs.clone()] {
+                    let here = match &instr.kind {
+                        InstrKind::Compute(_) => known.nanoseconds(instr, device, precision),
+                        InstrKind::Collective(collective, _) => exposed(program, instr, *collective, device, mesh),
+                        InstrKind::Send(_) => {
+                            sent += bytes(program, &instr.inputs);
+                            0
+                        }
+                        _ => 0,
+                    };
+                    time += here;
+                    again += if instr.rematerialized { here } else { 0 };
+                }
+                match part.action {
+                    // What moved into an action has cut it in two.
+                    Some(action) => {
+                        *measured.actions.entry(action).or_default() += time;
+                        if sent > 0 {
+                            let transfer = device.transfer(sent);
+                            measured.transfers.entry(action).and_modify(|all| *all += transfer).or_insert(transfer);
+                        }
+                    }
+                    None => update += time,
+                }
+            }
+            measured.updates.push(update);
+            measured.recomputed.push(again);
+        }
+        measured
+    }
+
+    /// The means of a stage's actions.
+    fn mean(&self, stage: StageId) -> Costs {
+        let of = |kind, map: &HashMap<Action, u64>| {
+            let is_it =
+                |action: &Action| (action.stage, action.kind) == (stage, kind) && self.known(*action) == *action;
+            let of_kind = map.iter().filter(|(action, _)| is_it(action));
+            let (sum, count): (u64, u64) = of_kind.fold((0, 0), |(sum, count), (_, time)| (sum + time, count + 1));
+            sum.checked_div(count).unwrap_or(0)
+        };
+        let forward = of(Kind::Forward, &self.actions);
+        let backward_input = of(Kind::BackwardInput, &self.actions) + of(Kind::Backward, &self.actions);
+        let backward_weight = of(Kind::BackwardWeight, &self.actions);
+        let transfer = of(Kind::Forward, &self.transfers);
+        Costs {
+            forward,
+            backward_input,
+            backward_weight,
+            overlapped: forward + backward_input + backward_weight,
+            transfer,
+        }
+    }
+}
+
+/// Times of instructions by what they are: each node runs once per micro-batch, on the same shapes.
+#[derive(Debug, Default)]
+struct Known(HashMap<(usize, u64, bool), u64>);
+
+impl Known {
+    fn nanoseconds(&mut self, instr: &Instr, device: &DeviceProfile, precision: Precision) -> u64 {
+        let InstrKind::Compute(op) = &instr.kind else { return 0 };
+        // An operation that a node shares is one allocation; what lowering adds behind a node has one of its own.
+        let Some(node) = instr.node else { return device.nanoseconds(instr, precision) };
+        let address = std::sync::Arc::as_ptr(op).cast::<()>() as usize;
+        let key = (address, node.index() as u64, instr.predicate.is_some());
+        *self.0.entry(key).or_insert_with(|| device.nanoseconds(instr, precision))
+    }
+}
+
+/// Bytes of tensors; of rows that are counted while the step runs, those of even routing.
+fn bytes(program: &Program, operands: &[Operand]) -> u64 {
+    let of = |operand: &Operand| {
+        let buffer = &program.buffers[operand.buffer.index()];
+        let tensor = (operand.layout.shape().elem_count() * operand.dtype.size_in_bytes()) as u64;
+        buffer.counted.map_or(tensor, |counted| counted.balanced.min(tensor))
+    };
+    operands.iter().map(of).sum()
+}
+
+/// The time of a collective that nothing hides: by rings, as NCCL's documentation counts them.
+fn exposed(program: &Program, instr: &Instr, collective: Collective, device: &DeviceProfile, mesh: Mesh) -> u64 {
+    let ranks = match collective.group() {
+        Group::Batch => mesh.data * mesh.expert,
+        Group::Experts => mesh.expert,
+        Group::Replicas => mesh.data,
+    };
+    let (input, output) = (instr.inputs.get(..1).unwrap_or_default(), instr.outputs.get(..1).unwrap_or_default());
+    let (whole, ways, hidden) = match collective {
+        Collective::AllReduce { .. } => (bytes(program, input), 2.0, device.overlap),
+        Collective::ReduceScatter { .. } => (bytes(program, input), 1.0, device.overlap),
+        Collective::AllGather { .. } | Collective::Refill { .. } => (bytes(program, output), 1.0, device.overlap),
+        Collective::AllToAll { .. } | Collective::AllToAllRows { .. } => (bytes(program, output), 1.0, 0.0),
+    };
+    if ranks < 2 {
+        return 0;
+    }
+    let sent = ways * whole as f64 * (ranks - 1) as f64 / ranks as f64;
+    ((device.latency + sent / device.link) * (1.0 - hidden) * 1e9) as u64
+}

@@ -1,0 +1,74 @@
+// Axes and marks: what all plots share.
+const SVG = "http://www.w3.org/2000/svg";
+
+function element(parent, name, attributes = {}, text) {
+  const made = document.createElementNS(parent instanceof SVGElement || name === "svg" ? SVG : "http://www.w3.org/1999/xhtml", name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  if (text !== undefined) made.textContent = text;
+  return parent.appendChild(made);
+}
+
+// Round numbers between two, about so many.
+function ticks(from, to, count) {
+  const rough = (to - from) / Math.max(1, count) || 1;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough);
+  const all = [];
+  for (let at = Math.ceil(from / step) * step; at <= to * (1 + 1e-9); at += step) all.push(at);
+  return all;
+}
+
+function powers(from, to) {
+  const all = [];
+  for (let power = Math.floor(Math.log10(from)); power <= Math.log10(to); power++) {
+    for (const n of to / from > 20 ? [1, 2, 5] : [1, 1.5, 2, 3, 5, 7]) if (n * 10 ** power >= from && n * 10 ** power <= to) all.push(n * 10 ** power);
+  }
+  return all;
+}
+
+const short = (n) => (n >= 1e4 ? (n / 1e3).toLocaleString("en") + "k" : +n.toPrecision(4) + "");
+
+// A plot in a box: {x, y} map values to pixels. x and y are {from, to, log, name, format}; names replaces x's ticks by words.
+function plot(box, { x, y, height = 320, names }) {
+  box.replaceChildren();
+  const width = Math.max(320, box.clientWidth);
+  const svg = element(box, "svg", { viewBox: `0 0 ${width} ${height}`, role: "img" });
+  const [left, right, top, bottom] = [58, 14, 10, 38];
+  const scale = (axis, low, high) => {
+    const map = axis.log ? Math.log : (n) => n;
+    const [from, to] = [map(axis.from), map(axis.to)];
+    return (n) => low + ((map(n) - from) / (to - from || 1)) * (high - low);
+  };
+  const at = { svg, width, height, left, right: width - right, top, bottom: height - bottom };
+  at.x = scale(x, left, at.right);
+  at.y = scale(y, at.bottom, top);
+  const marks = (axis, count) => (axis.log ? powers(axis.from, axis.to) : ticks(axis.from, axis.to, count));
+  for (const n of marks(y, height / 50)) {
+    element(svg, "path", { class: "grid", d: `M${left} ${at.y(n)}H${at.right}` });
+    element(svg, "text", { x: left - 6, y: at.y(n) + 4, "text-anchor": "end" }, (y.format || short)(n));
+  }
+  const across = names ? names.map((_, index) => index + 0.5) : marks(x, width / 90);
+  for (const n of across) {
+    if (!names) element(svg, "path", { class: "grid", d: `M${at.x(n)} ${top}V${at.bottom}` });
+    const text = names ? names[Math.floor(n)] : (x.format || short)(n);
+    element(svg, "text", { x: at.x(n), y: at.bottom + 15, "text-anchor": "middle" }, text);
+  }
+  element(svg, "text", { x: at.right, y: height - 6, "text-anchor": "end", class: "label" }, x.name);
+  const name = element(svg, "text", { x: 12, y: top, "text-anchor": "end", class: "label" }, y.name);
+  name.setAttribute("transform", `rotate(-90 12 ${top})`);
+  return at;
+}
+
+// Small squares as one path: ten thousand of them are one element.
+function dots(at, points, color, size = 3, opacity = 0.55) {
+  const square = ([x, y]) => `M${(at.x(x) - size / 2).toFixed(1)} ${(at.y(y) - size / 2).toFixed(1)}h${size}v${size}h-${size}z`;
+  return element(at.svg, "path", { d: points.map(square).join(""), fill: color, "fill-opacity": opacity });
+}
+
+// From point to point in steps: across, then down.
+function steps(at, points, color, dash = "") {
+  if (!points.length) return;
+  const [first, ...rest] = points.map(([x, y]) => [at.x(x).toFixed(1), at.y(y).toFixed(1)]);
+  const d = `M${first.join(" ")}` + rest.map(([x, y]) => `H${x}V${y}`).join("") + `H${at.right}`;
+  return element(at.svg, "path", { class: "front", d, stroke: color, "stroke-dasharray": dash });
+}

@@ -1,0 +1,296 @@
+const data = JSON.parse(document.getElementById("data").textContent);
+const GIB = 2 ** 30;
+const gib = (bytes) => (bytes / GIB < 1 ? (bytes / 2 ** 20).toFixed(1) + " MiB" : (bytes / GIB).toFixed(2) + " GiB");
+const ms = (n) => (n >= 1000 ? (n / 1000).toFixed(2) + " s" : n.toFixed(n < 10 ? 2 : 1) + " ms");
+const color = (index) => `var(--c${index % 8})`;
+const shown = new Set(data.allocators.keys());
+const rows = data.rows;
+const planned = rows.filter((row) => row.reserved[0] !== null);
+const exact = rows.filter((row) => row.exact);
+const replayed = exact.filter((row) => row.reserved.some((bytes) => bytes !== null));
+let chosen = null;
+
+const extent = (numbers, part = 0.04) => {
+  const [low, high] = numbers.length ? [Math.min(...numbers), Math.max(...numbers)] : [0, 1];
+  const room = (high - low || high || 1) * part;
+  return { from: Math.max(0, low - room), to: high + room };
+};
+const values = (row) => data.varied.map((key, index) => `${key} ${row.values[index] || "none"}`).join(", ");
+const group = (list, by) => list.reduce((map, item) => map.set(by(item), [...(map.get(by(item)) || []), item]), new Map());
+
+// What nothing is both smaller and faster than.
+function front(allocator) {
+  const points = rows.filter((row) => row.reserved[allocator] !== null);
+  points.sort((a, b) => a.reserved[allocator] - b.reserved[allocator] || a.ms - b.ms);
+  let best = Infinity;
+  return points.filter((row) => row.ms < best && ((best = row.ms), true));
+}
+
+function figures() {
+  const fits = rows.filter((row) => row.fits);
+  const fastest = fits.reduce((best, row) => (!best || row.ms < best.ms ? row : best), null);
+  const gap = Math.max(...planned.map((row) => row.reserved[0] / row.live), 1);
+  const all = [
+    ["device", data.device], ["memory", gib(data.capacity)], ["configurations", rows.length], ["fit", fits.length], ["planned", planned.length],
+    ["fastest", fastest ? ms(fastest.ms) : "–"], ["largest gap of a plan", ((gap - 1) * 100).toFixed(3) + " %"],
+  ];
+  const list = document.getElementById("figures");
+  for (const [name, value] of all) {
+    const pair = element(list, "div");
+    element(pair, "dt", {}, name);
+    element(pair, "dd", {}, value);
+  }
+}
+
+function toggles() {
+  const nav = document.getElementById("allocators");
+  data.allocators.forEach((name, index) => {
+    const button = element(nav, "button", { "aria-pressed": "true" });
+    element(button, "i", { style: `background:${color(index)}` });
+    button.append(name);
+    button.onclick = () => {
+      if (!shown.delete(index)) shown.add(index);
+      button.setAttribute("aria-pressed", shown.has(index));
+      draw();
+    };
+  });
+}
+
+function memoryTime() {
+  const box = document.querySelector("#memory-time .plot");
+  const bytes = replayed.flatMap((row) => row.reserved.filter((n, index) => n !== null && (shown.has(index) || !index)));
+  // What is far beyond the device is cut off.
+  const most = Math.max(data.capacity * 1.05, ...planned.map((row) => row.reserved[0]));
+  const at = plot(box, {
+    x: { ...extent(bytes.map((n) => Math.min(n, most) / GIB)), name: "GiB of the fullest rank" },
+    y: { ...extent(replayed.map((row) => row.ms)), name: "step, ms" },
+    height: 460,
+  });
+  dots(at, planned.map((row) => [row.reserved[0] / GIB, row.ms]), "var(--quiet)", 3, 0.4);
+  [...shown].sort((a, b) => b - a).forEach((index) => {
+    const points = front(index).filter((row) => row.reserved[index] <= most).map((row) => [row.reserved[index] / GIB, row.ms]);
+    steps(at, points, color(index));
+    dots(at, points, color(index), 5, 1);
+  });
+  const limit = data.capacity / GIB;
+  if (at.x(limit) < at.right && at.x(limit) > at.left) {
+    element(at.svg, "path", { class: "limit", d: `M${at.x(limit)} ${at.top}V${at.bottom}` });
+  }
+  if (chosen && chosen.reserved[0] !== null) {
+    element(at.svg, "circle", { class: "chosen", cx: at.x(chosen.reserved[0] / GIB), cy: at.y(chosen.ms), r: 7 });
+  }
+  at.svg.onclick = (event) => {
+    const frame = at.svg.getBoundingClientRect();
+    const [x, y] = [((event.clientX - frame.left) / frame.width) * at.width, ((event.clientY - frame.top) / frame.height) * at.height];
+    const away = (row) => Math.hypot(at.x(row.reserved[0] / GIB) - x, at.y(row.ms) - y);
+    const nearest = planned.reduce((best, row) => (!best || away(row) < away(best) ? row : best), null);
+    if (nearest && away(nearest) < 30) choose(nearest);
+  };
+}
+
+function bubble() {
+  const most = (data.capacity / GIB) * 1.05;
+  const schedules = [...group(rows, (row) => row.schedule)];
+  const at = plot(document.querySelector("#bubble .plot"), {
+    x: { ...extent(rows.map((row) => row.live / GIB).filter((n) => n <= most)), name: "limit, GiB" },
+    y: { from: 0, to: Math.max(...rows.map((row) => row.bubble * 100), 1) * 1.04, name: "bubble, %" },
+  });
+  const legend = [];
+  schedules.forEach(([name, list], index) => {
+    let best = Infinity;
+    const sorted = [...list].sort((a, b) => a.live - b.live || a.bubble - b.bubble);
+    const points = sorted.filter((row) => row.live / GIB <= most && row.bubble < best && ((best = row.bubble), true));
+    const dash = ["", "6 3", "2 3"][Math.floor(index / 8) % 3];
+    steps(at, points.map((row) => [row.live / GIB, row.bubble * 100]), color(index), dash);
+    if (points.length) legend.push([name, index, best]);
+  });
+  const box = element(document.querySelector("#bubble .plot"), "p", { style: "display:flex;flex-wrap:wrap;gap:2px 14px;margin-top:6px" });
+  for (const [name, index, best] of legend.sort((a, b) => a[2] - b[2])) {
+    const entry = element(box, "span", { style: "display:flex;align-items:center;gap:6px" });
+    const style = ["solid", "dashed", "dotted"][Math.floor(index / 8) % 3];
+    element(entry, "i", { style: `height:0;width:18px;border-radius:0;border-top:2px ${style} ${color(index)}` });
+    entry.append(`${name} ${(best * 100).toFixed(1)} %`);
+  }
+}
+
+function estimate() {
+  const box = document.querySelector("#estimate .plot");
+  const all = exact.flatMap((row) => [row.live, row.formula, row.megatron]).map((n) => n / GIB);
+  const [low, high] = [Math.min(...all) * 0.9, Math.max(...all) * 1.1];
+  const axis = (name) => ({ from: low, to: high, log: true, name });
+  const at = plot(box, { x: axis("alive at once, GiB"), y: axis("formula, GiB") });
+  element(at.svg, "path", { class: "limit", d: `M${at.x(low)} ${at.y(low)}L${at.x(high)} ${at.y(high)}` });
+  const series = [["bytes per parameter", "formula", 0], ["Megatron's estimator", "megatron", 1]];
+  const legend = element(box, "p", { style: "display:flex;flex-wrap:wrap;gap:2px 14px;margin-top:6px" });
+  for (const [name, key, index] of series) {
+    dots(at, exact.map((row) => [row.live / GIB, row[key] / GIB]), color(index), 3.5, 0.6);
+    const ratios = exact.map((row) => row[key] / row.live).sort((a, b) => a - b);
+    const entry = element(legend, "span", { style: "display:flex;align-items:center;gap:6px" });
+    element(entry, "i", { style: `background:${color(index)}` });
+    const [least, median, most] = [0, 0.5, 1].map((part) => ratios[Math.round((ratios.length - 1) * part)] ?? 0);
+    entry.append(`${name}: median ${median.toFixed(2)} × (${least.toFixed(2)} to ${most.toFixed(2)})`);
+  }
+}
+
+// Means and ranges of live ÷ reserved, by a property.
+function efficiency(id, name, by, order) {
+  const groups = [...group(replayed, by)].sort(order);
+  const part = (row, index) => (100 * row.live) / row.reserved[index];
+  const here = [...shown].sort((a, b) => a - b);
+  const all = replayed.flatMap((row) => here.filter((index) => row.reserved[index] !== null).map((index) => part(row, index)));
+  const low = Math.floor(Math.min(...all, 99) / 5) * 5;
+  const at = plot(document.querySelector(`#${id} .plot`), {
+    x: { from: 0, to: groups.length || 1, name },
+    y: { from: low, to: 100 + (100 - low) * 0.03, name: "live ÷ reserved, %" },
+    names: groups.map(([key]) => `${key}`),
+  });
+  groups.forEach(([, list], slot) => {
+    here.forEach((index, place) => {
+      const found = list.filter((row) => row.reserved[index] !== null).map((row) => part(row, index));
+      if (!found.length) return;
+      const x = at.x(slot + 0.15 + (0.7 * (place + 0.5)) / here.length);
+      const [least, most, mean] = [Math.min(...found), Math.max(...found), found.reduce((a, b) => a + b) / found.length];
+      element(at.svg, "path", { d: `M${x} ${at.y(least)}V${at.y(most)}`, stroke: color(index), "stroke-width": 2, "stroke-opacity": 0.5 });
+      const dot = element(at.svg, "circle", { cx: x, cy: at.y(mean), r: 4, fill: color(index) });
+      element(dot, "title", {}, `${data.allocators[index]}: ${mean.toFixed(2)} % (${least.toFixed(2)} to ${most.toFixed(2)}), ${found.length} configurations`);
+    });
+  });
+}
+
+function fits() {
+  const box = document.querySelector("#fits .table");
+  box.replaceChildren();
+  const sizes = planned.map((row) => row.reserved[0]).sort((a, b) => a - b);
+  const wanted = [8, 16, 24, 32, 40, 48, 64, 80, 96, 141, 180].map((n) => n * GIB).concat(data.capacity);
+  let budgets = [...new Set(wanted)].filter((n) => n >= sizes[0] && n <= Math.max(data.capacity, sizes.at(-1) ?? 0)).sort((a, b) => a - b);
+  // Small models: some of their own sizes.
+  if (budgets.length < 3) budgets = [0.1, 0.25, 0.5, 0.75, 1].map((part) => sizes[Math.floor((sizes.length - 1) * part)]).filter((n) => n);
+  const here = [...shown].sort((a, b) => a - b);
+  const table = element(box, "table");
+  const head = element(element(table, "thead"), "tr");
+  element(head, "th", {}, "budget");
+  here.forEach((index) => element(head, "th", {}, data.allocators[index]));
+  const body = element(table, "tbody");
+  for (const budget of budgets) {
+    const line = element(body, "tr");
+    element(line, "td", {}, gib(budget));
+    const ours = planned.filter((row) => row.reserved[0] <= budget);
+    for (const index of here) {
+      const inside = rows.filter((row) => row.reserved[index] !== null && row.reserved[index] <= budget);
+      const cell = element(line, "td", inside.length ? {} : { class: "none" });
+      if (!inside.length) {
+        cell.textContent = "nothing fits";
+        continue;
+      }
+      const best = inside.reduce((best, row) => (row.ms < best.ms ? row : best));
+      const link = element(cell, "a", { tabindex: 0, role: "button", title: values(best) }, ms(best.ms));
+      link.onclick = () => choose(best);
+      link.onkeydown = (event) => event.key === "Enter" && choose(best);
+      const largest = Math.max(...inside.map((row) => row.micro_batch));
+      element(cell, "small", {}, `${inside.length} fit, micro-batch ${largest}`);
+      if (index) {
+        const only = ours.filter((row) => row.reserved[index] > budget).length;
+        const fastest = ours.reduce((best, row) => (row.ms < best.ms ? row : best), best);
+        const slower = (best.ms / fastest.ms - 1) * 100;
+        element(cell, "small", {}, `${only} only planned` + (slower >= 0.05 ? `, ${slower.toFixed(1)} % slower` : ""));
+      }
+    }
+  }
+}
+
+function choose(row) {
+  chosen = row;
+  const box = document.getElementById("detail");
+  box.hidden = false;
+  box.replaceChildren();
+  element(box, "h2", {}, values(row));
+  location.hash = row.key;
+  const facts = element(box, "dl", { class: "facts" });
+  const all = [
+    ["step", ms(row.ms)], ["tokens per second", Math.round(row.tokens).toLocaleString("en")], ["bubble", (row.bubble * 100).toFixed(1) + " %"],
+    ["recomputed", (row.overhead * 100).toFixed(1) + " %"], ["micro-batch", row.micro_batch], [row.exact ? "alive at once" : "alive at once, at least", gib(row.live)],
+  ];
+  for (const [name, value] of all) {
+    const pair = element(facts, "div");
+    element(pair, "dt", {}, name);
+    element(pair, "dd", {}, value);
+  }
+  gantt(element(box, "div", { class: "timeline" }), row);
+  const columns = element(box, "div", { class: "columns" });
+  bars(element(columns, "table"), "reserved", data.allocators.map((name, index) => [name, row.reserved[index], color(index)]));
+  bars(element(columns, "table"), "at the fullest rank's peak", Object.entries(row.roles).map(([name, bytes]) => [name, bytes, "var(--accent)"]));
+  element(box, "p", { style: "margin-top:10px" }, "Its memory maps, and other formats of the same:");
+  element(box, "code", {}, row.command);
+  memoryTime();
+  box.scrollIntoView({ block: "nearest" });
+}
+
+function bars(table, title, entries) {
+  const known = entries.filter(([, bytes]) => bytes !== null);
+  const most = Math.max(...known.map(([, bytes]) => bytes));
+  element(element(element(table, "thead"), "tr"), "th", { colspan: 3 }, title);
+  const body = element(table, "tbody");
+  for (const [name, bytes, fill] of known.sort((a, b) => b[1] - a[1])) {
+    const line = element(body, "tr");
+    element(line, "td", {}, name);
+    element(line, "td", { style: "text-align:right;white-space:nowrap" }, gib(bytes));
+    const bar = element(element(line, "td", { style: "width:60%" }), "div", { class: "bar" });
+    element(bar, "b", { style: `width:${(100 * bytes) / most}%;background:${fill}` });
+  }
+}
+
+// Forward, input gradient or whole backward, weight gradient, update.
+const CELLS = { F: "var(--c0)", B: "var(--c1)", I: "var(--c1)", W: "var(--c5)" };
+
+function gantt(box, row) {
+  const spans = simulate(data.tables[row.table], row.stages, row.updates);
+  const end = Math.max(...spans.flat().map((span) => span.end));
+  const [width, line] = [Math.max(700, box.clientWidth), 26];
+  const svg = element(box, "svg", { viewBox: `0 0 ${width} ${spans.length * line + 20}`, role: "img", "aria-label": "timeline" });
+  const x = (time) => 54 + (time / end) * (width - 60);
+  spans.forEach((list, rank) => {
+    element(svg, "text", { x: 0, y: rank * line + 17 }, `rank ${rank}`);
+    for (const span of list) {
+      const name = span.cell ? span.cell.map(({ stage, kind, batch }) => `${stage}${kind}${batch}`).join("+") : "update";
+      const fill = span.cell ? CELLS[span.cell.at(-1).kind] : "var(--c3)";
+      const wide = Math.max(0.5, x(span.end) - x(span.start) - 0.6);
+      const box = element(svg, "rect", { x: x(span.start), y: rank * line + 3, width: wide, height: line - 6, rx: 2, fill });
+      element(box, "title", {}, `${name}: ${ms(span.start / 1e6)} to ${ms(span.end / 1e6)}`);
+      if (wide > name.length * 7) {
+        const style = "fill:var(--ground);pointer-events:none";
+        element(svg, "text", { x: x(span.start) + wide / 2, y: rank * line + 17, "text-anchor": "middle", style }, name);
+      }
+    }
+  });
+  for (const time of ticks(0, end / 1e6, width / 120)) {
+    element(svg, "text", { x: x(time * 1e6), y: spans.length * line + 15, "text-anchor": "middle" }, ms(time));
+  }
+}
+
+function draw() {
+  if (!planned.length) {
+    document.querySelector("main").textContent = "No configuration fits: there is nothing to draw. results.csv says why.";
+    return;
+  }
+  memoryTime();
+  bubble();
+  estimate();
+  const classes = (a, b) => (b[0] === "plain") - (a[0] === "plain") || a[0].length - b[0].length || (a[0] < b[0] ? -1 : 1);
+  efficiency("classes", "", (row) => row.class, classes);
+  efficiency("sizes", "sequences per micro-batch", (row) => row.micro_batch, (a, b) => a[0] - b[0]);
+  fits();
+}
+
+figures();
+toggles();
+draw();
+const linked = rows.find((row) => "#" + row.key === location.hash);
+if (linked) choose(linked);
+let waiting = 0;
+addEventListener("resize", () => {
+  cancelAnimationFrame(waiting);
+  waiting = requestAnimationFrame(() => {
+    draw();
+    if (chosen) choose(chosen);
+  });
+});

@@ -1,0 +1,263 @@
+//! Configurations to rows: time and sure bytes of all, plans and allocators only of what can fit and where the order of the results
+//! could depend on it.
+//!
+//! What is surely alive at once bounds every allocator from below. So a configuration needs no more of an allocator's bytes than that, where one
+//! that is as fast has been found to reserve no more than that already: it is on no Pareto front of that allocator.
+
+use std::collections::hash_map::Entry;
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Mutex, PoisonError};
+
+use gapless_alloc::{PlanHash, Problem, live_at, lower_bound, peak_tick, plan_hash};
+use gapless_allocators::{Comparison, Kind, Report, Requests, compare};
+use gapless_engine::TrainError;
+use gapless_engine::compile::step::StepGraph;
+use gapless_engine::compile::{Error as CompileError, Executable, Program, table};
+
+use super::row::Figures;
+use super::{Configuration, Planned, Row, Status, Sweep};
+use crate::step::{Sketch, SketchKey, Step, TimingError, estimate};
+
+/// What rows are made with.
+pub(super) struct Evaluator<'a> {
+    sweep: &'a Sweep,
+    /// What allocators reserve for a table, by its digest: ranks and configurations that differ in less have the same.
+    reserved: Mutex<HashMap<PlanHash, Reserved>>,
+}
+
+/// Bytes by allocator.
+type Reserved = BTreeMap<Kind, u64>;
+
+/// Why a configuration has no figures.
+enum Refused {
+    OverBudget(String),
+    Invalid(String),
+}
+
+impl From<TrainError> for Refused {
+    fn from(error: TrainError) -> Self {
+        match error {
+            TrainError::Compile(error @ CompileError::OverBudget { .. }) => Self::OverBudget(error.to_string()),
+            other => Self::Invalid(other.to_string()),
+        }
+    }
+}
+
+impl From<TimingError> for Refused {
+    fn from(error: TimingError) -> Self {
+        Self::Invalid(error.to_string())
+    }
+}
+
+/// The least that is reserved by what is as fast: of the plan, and of each allocator.
+pub(super) struct Least {
+    plan: u64,
+    of: BTreeMap<Kind, u64>,
+}
+
+impl<'a> Evaluator<'a> {
+    pub fn new(sweep: &'a Sweep) -> Self {
+        Self { sweep, reserved: Mutex::default() }
+    }
+
+    /// Time and sure bytes of configurations that share a graph, until `give` wants no more.
+    pub fn sketch(&self, group: &[&Configuration], give: &mut dyn FnMut(Row) -> bool) {
+        let first = group.iter().find_map(|of| of.step.as_ref().ok());
+        let graph = first.map(|step| step.record().map_err(|error| error.to_string()));
+        let mut known = HashMap::new();
+        for of in group {
+            let row = match (&of.step, &graph) {
+                (Ok(step), Some(Ok(graph))) => match sketch(of, step, graph, &mut known) {
+                    Ok(figures) => row(of, Status::Sketched, None, Some(figures)),
+                    Err(refused) => refused.row(of),
+                },
+                (Err(why), _) | (_, Some(Err(why))) => row(of, Status::Invalid, Some(why.clone()), None),
+                (Ok(_), None) => unreachable!("a step is in its own group"),
+            };
+            if !give(row) {
+                return;
+            }
+        }
+    }
+
+    /// The row of a configuration that need not be planned: it cannot fit, or is on no front.
+    pub fn left_out(&self, of: &Configuration, sketched: &Row, least: &Least) -> Option<Row> {
+        let figures = sketched.figures.as_ref()?;
+        let sure = figures.at_least.iter().copied().max().unwrap_or(0);
+        let status = match sure > self.capacity(of) {
+            true => Status::TooLarge,
+            false if self.sweep.options.plan == Planned::Front && least.is_no_front(sure) => Status::Dominated,
+            false => return None,
+        };
+        Some(Row { status, ..sketched.clone() })
+    }
+
+    /// Bytes of each rank's device.
+    fn capacity(&self, of: &Configuration) -> u64 {
+        let device = of.step.as_ref().map_or(u64::MAX, |step| step.device.memory);
+        self.sweep.options.capacity.unwrap_or(device)
+    }
+
+    /// Plans and replays a configuration as far as nothing that is as fast is known to take less.
+    pub fn place(&self, of: &Configuration, mut row: Row, least: &Least) -> Row {
+        let placed = match (&of.step, &mut row.figures) {
+            (Ok(step), Some(figures)) => self.figures(step, self.capacity(of), least, figures),
+            _ => return row,
+        };
+        match placed {
+            Ok(status) => Row { status, ..row },
+            Err(refused) => refused.row(of),
+        }
+    }
+
+    fn figures(&self, step: &Step, capacity: u64, least: &Least, figures: &mut Figures) -> Result<Status, Refused> {
+        let programs = step.programs(&step.record()?)?;
+        let tables =
+            programs.iter().map(table).collect::<Result<Vec<Problem>, CompileError>>().map_err(TrainError::from)?;
+        figures.live_bytes = tables.iter().map(lower_bound).collect();
+        let most = figures.live();
+        if most > capacity {
+            return Ok(Status::TooLarge);
+        }
+        let all = self.sweep.options.plan == Planned::All;
+        let is_planned = all || most < least.plan;
+        let kinds: Vec<Kind> =
+            least.of.iter().filter(|(_, bytes)| all || most < **bytes).map(|(kind, _)| *kind).collect();
+        for ((program, problem), live) in programs.into_iter().zip(tables).zip(figures.live_bytes.clone()) {
+            if is_planned {
+                let executable = step.plan(program)?;
+                figures.arena_bytes.push(executable.arena_bytes());
+                figures.plans.push(executable.plan_hash.to_string());
+                if live == most {
+                    figures.roles = roles_at_peak(&executable);
+                }
+            }
+            let is_full = live as f64 >= self.sweep.options.fullest * most as f64;
+            let replayed = if is_full { &kinds[..] } else { &[] };
+            for (kind, bytes) in self.reserved(&problem, replayed) {
+                let most: &mut u64 = figures.reserved.entry(kind.name().to_owned()).or_default();
+                *most = bytes.max(*most);
+            }
+        }
+        Ok(match figures.arena() {
+            Some(arena) if arena <= capacity => Status::Fits,
+            Some(_) => Status::TooLarge,
+            None => Status::Dominated,
+        })
+    }
+
+    /// What allocators reserve for a table.
+    fn reserved(&self, problem: &Problem, kinds: &[Kind]) -> Reserved {
+        if kinds.is_empty() {
+            return Reserved::new();
+        }
+        let digest = plan_hash(problem, &vec![0; problem.len()]);
+        let lock = || self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut reserved = lock().get(&digest).cloned().unwrap_or_default();
+        let missing: Vec<Kind> = kinds.iter().copied().filter(|kind| !reserved.contains_key(kind)).collect();
+        if !missing.is_empty() {
+            let comparison = Comparison { kinds: missing, capacity: Some(u64::MAX), ..Comparison::default() };
+            let compared = compare(problem, &Requests::new(problem), &comparison);
+            let bytes = |entry: &gapless_allocators::Entry| entry.outcome.as_ref().ok().map(Report::peak_reserved);
+            reserved.extend(compared.allocators.iter().filter_map(|entry| Some((entry.kind, bytes(entry)?))));
+            lock().insert(digest, reserved.clone());
+        }
+        reserved.retain(|kind, _| kinds.contains(kind));
+        reserved
+    }
+}
+
+impl Least {
+    pub fn new(sweep: &Sweep) -> Self {
+        Self { plan: u64::MAX, of: sweep.allocators.iter().map(|&kind| (kind, u64::MAX)).collect() }
+    }
+
+    /// Learns of a row that is no slower than those to come.
+    pub fn see(&mut self, row: &Row) {
+        let Some(figures) = &row.figures else { return };
+        self.plan = self.plan.min(figures.arena().unwrap_or(u64::MAX));
+        for (kind, least) in &mut self.of {
+            *least = (*least).min(figures.reserved.get(kind.name()).copied().unwrap_or(u64::MAX));
+        }
+    }
+
+    /// Whether something that is as fast takes no more than so many bytes, of whatever allocator.
+    fn is_no_front(&self, bytes: u64) -> bool {
+        self.plan <= bytes && self.of.values().all(|&least| least <= bytes)
+    }
+}
+
+impl Refused {
+    fn row(self, of: &Configuration) -> Row {
+        let (status, why) = match self {
+            Self::OverBudget(why) => (Status::OverBudget, why),
+            Self::Invalid(why) => (Status::Invalid, why),
+        };
+        row(of, status, Some(why), None)
+    }
+}
+
+/// What is known of a step without its plan. Configurations that differ in their schedule alone may share a sketch.
+fn sketch(
+    of: &Configuration,
+    step: &Step,
+    graph: &StepGraph,
+    known: &mut HashMap<(String, SketchKey), Sketch>,
+) -> Result<Figures, Refused> {
+    let (timing, at_least) = match step.sketch_key()? {
+        Some(key) => {
+            let mut others = toml::Table::try_from(&of.spec).expect("keys and plain values are TOML");
+            others.remove("schedule");
+            let sketch = match known.entry((others.to_string(), key.clone())) {
+                Entry::Occupied(known) => known.into_mut(),
+                Entry::Vacant(new) => new.insert(step.sketch(graph, &key)?),
+            };
+            (step.timing_by(sketch)?, step.surely_alive(sketch)?)
+        }
+        None => {
+            let programs = step.programs(graph)?;
+            let live = |program: &Program| Ok(lower_bound(&table(program)?));
+            let live = programs.iter().map(live).collect::<Result<_, CompileError>>().map_err(TrainError::from)?;
+            (step.timing(&programs)?, live)
+        }
+    };
+    let formulas = estimate(step, graph.parameters());
+    let options = &step.options;
+    let seconds = timing.nanoseconds() as f64 / 1e9;
+    let costs = timing.stages.iter();
+    Ok(Figures {
+        parameters: graph.parameters(),
+        micro_batch: options.evaluation_batch(),
+        at_least,
+        live_bytes: Vec::new(),
+        arena_bytes: Vec::new(),
+        plans: Vec::new(),
+        roles: BTreeMap::new(),
+        reserved: BTreeMap::new(),
+        nanoseconds: timing.nanoseconds(),
+        bubble: timing.timeline.bubble_share(),
+        overhead: timing.overhead(),
+        tokens_per_second: (options.batch * options.sequence) as f64 / seconds.max(1e-9),
+        formula_bytes: formulas.bytes_per_parameter as u64,
+        megatron_bytes: formulas.megatron as u64,
+        stages: costs.map(|of| [of.forward, of.backward_input, of.backward_weight, of.transfer]).collect(),
+        updates: timing.updates,
+    })
+}
+
+fn row(of: &Configuration, status: Status, why: Option<String>, figures: Option<Figures>) -> Row {
+    let configuration = of.values.iter().map(|(key, value)| (key.clone(), value.clone())).collect();
+    Row { key: of.key.clone(), configuration, status, why, figures }
+}
+
+/// What is alive at the peak, by role.
+fn roles_at_peak(executable: &Executable) -> BTreeMap<String, u64> {
+    let mut roles = BTreeMap::new();
+    if let Some(tick) = peak_tick(&executable.problem) {
+        for id in live_at(&executable.problem, tick) {
+            let role = executable.labels[id.index()].role.name().to_owned();
+            *roles.entry(role).or_default() += executable.problem.buffer(id).bytes;
+        }
+    }
+    roles
+}

@@ -1,0 +1,173 @@
+//! The rows as one HTML page: style, script and data inside, nothing fetched, drawn as SVG by the page's own script.
+//!
+//! Gantts are not in the data: the tables of the schedules are, each once, and each row's times of its stages; the page does what
+//! `parallel`'s simulator does.
+
+use std::collections::BTreeMap;
+
+use gapless_allocators::Kind;
+use gapless_parallel::{Cell, Shape};
+use serde::Serialize;
+
+use super::row::{Figures, plain};
+use super::{Configuration, Row, Sweep};
+use crate::step::{Step, StepSpec};
+
+/// What the page reads from its data element.
+#[derive(Serialize)]
+struct Page<'a> {
+    title: &'a str,
+    device: &'a str,
+    capacity: u64,
+    varied: &'a [String],
+    allocators: Vec<&'static str>,
+    rows: Vec<PageRow<'a>>,
+    /// Rows of cells of the schedules, by `schedule ranks chunks micro-batches`.
+    tables: BTreeMap<String, Vec<String>>,
+}
+
+/// A row that has figures.
+#[derive(Serialize)]
+struct PageRow<'a> {
+    key: &'a str,
+    values: Vec<String>,
+    /// `plain`, or letters: R recomputed, V several chunks per rank, Z data ranks, O offloaded, C compressed.
+    class: String,
+    schedule: &'a str,
+    table: String,
+    micro_batch: usize,
+    fits: bool,
+    live: u64,
+    /// Whether that is exact, rather than a bound.
+    exact: bool,
+    /// By allocator, in their order; null where nothing was replayed.
+    reserved: Vec<Option<u64>>,
+    formula: u64,
+    megatron: u64,
+    ms: f64,
+    bubble: f64,
+    overhead: f64,
+    tokens: f64,
+    roles: &'a BTreeMap<String, u64>,
+    ranks: &'a [u64],
+    stages: &'a [[u64; 4]],
+    updates: &'a [u64],
+    command: String,
+}
+
+pub(super) fn page(sweep: &Sweep, rows: &[Row]) -> String {
+    let allocators: Vec<&'static str> =
+        [Kind::Gapless].iter().chain(&sweep.allocators).map(|kind| kind.name()).collect();
+    let mut tables = BTreeMap::new();
+    let mut shown = Vec::new();
+    for (of, row) in sweep.configurations.iter().zip(rows) {
+        let (Ok(step), Some(figures)) = (&of.step, &row.figures) else { continue };
+        let table = table_key(step);
+        tables.entry(table.clone()).or_insert_with(|| cells(step));
+        shown.push(page_row(sweep, of, row, figures, table));
+    }
+    let first = sweep.configurations.iter().find_map(|of| of.step.as_ref().ok());
+    let page = Page {
+        title: &sweep.title,
+        device: first.map_or("", |step| &step.device.name),
+        capacity: sweep.options.capacity.or(first.map(|step| step.device.memory)).unwrap_or(0),
+        varied: &sweep.varied,
+        allocators,
+        rows: shown,
+        tables,
+    };
+    let data = serde_json::to_string(&page).expect("strings and numbers are always JSON");
+    // Within a script element only `<` can end the data; as an escape it is the same JSON.
+    let data = data.replace('<', "\\u003c");
+    let script =
+        concat!(include_str!("assets/plot.js"), include_str!("assets/simulate.js"), include_str!("assets/report.js"));
+    let title = sweep.title.replace('&', "&amp;").replace('<', "&lt;");
+    include_str!("assets/report.html")
+        .replace("{title}", &title)
+        .replace("{style}", include_str!("assets/report.css"))
+        .replace("{script}", script)
+        .replace("{data}", &data)
+}
+
+fn page_row<'a>(
+    sweep: &Sweep,
+    of: &'a Configuration,
+    row: &'a Row,
+    figures: &'a Figures,
+    table: String,
+) -> PageRow<'a> {
+    let reserved = sweep.allocators.iter().map(|kind| figures.reserved.get(kind.name()).copied());
+    PageRow {
+        key: &row.key,
+        values: sweep.varied.iter().map(|key| row.configuration.get(key).map_or_else(String::new, plain)).collect(),
+        class: class(&of.spec),
+        schedule: &of.spec.schedule,
+        table,
+        micro_batch: figures.micro_batch,
+        fits: row.status == super::Status::Fits,
+        live: figures.live(),
+        exact: !figures.live_bytes.is_empty(),
+        reserved: [figures.arena()].into_iter().chain(reserved).collect(),
+        formula: figures.formula_bytes,
+        megatron: figures.megatron_bytes,
+        ms: figures.nanoseconds as f64 / 1e6,
+        bubble: figures.bubble,
+        overhead: figures.overhead,
+        tokens: figures.tokens_per_second,
+        roles: &figures.roles,
+        ranks: &figures.live_bytes,
+        stages: &figures.stages,
+        updates: &figures.updates,
+        command: command(&of.spec),
+    }
+}
+
+/// What is done to save bytes, in letters.
+fn class(spec: &StepSpec) -> String {
+    let letters = [
+        ("R", spec.recompute != "none" || spec.budget.is_some()),
+        ("V", spec.chunks.is_some_and(|chunks| chunks > 1)),
+        ("Z", spec.data_ranks > 1),
+        ("O", !spec.offload.is_empty()),
+        ("C", !spec.compress.is_empty()),
+    ];
+    let class: String = letters.into_iter().filter(|(_, is_so)| *is_so).map(|(letter, _)| letter).collect();
+    if class.is_empty() { "plain".into() } else { class }
+}
+
+fn table_key(step: &Step) -> String {
+    let options = &step.options;
+    let (name, mesh) = (options.pipeline.schedule.name(), options.mesh);
+    format!("{name} {} {} {}", mesh.pipeline, options.pipeline.chunks, options.micro_batches)
+}
+
+/// Each rank's cells, with blanks between them.
+fn cells(step: &Step) -> Vec<String> {
+    let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+    let options = &step.options;
+    let shape = Shape {
+        ranks: number(options.mesh.pipeline),
+        chunks: number(options.pipeline.chunks),
+        micro_batches: number(options.micro_batches),
+    };
+    // What has figures has a table.
+    let table = options.pipeline.schedule.table(&shape).unwrap_or_default();
+    let text = |cell: &Cell| match cell {
+        Cell::Overlap(first, second) => format!("{first}+{second}"),
+        other => other.to_string(),
+    };
+    table.iter().map(|row| row.iter().map(text).collect::<Vec<_>>().join(" ")).collect()
+}
+
+/// The command that draws its memory map.
+fn command(spec: &StepSpec) -> String {
+    let keys = toml::Table::try_from(spec).expect("keys and plain values are TOML");
+    let defaults = toml::Table::try_from(StepSpec::default()).expect("keys and plain values are TOML");
+    let mut command = "gapless plan".to_owned();
+    for (key, value) in keys.iter().filter(|(key, value)| defaults.get(*key) != Some(value)) {
+        let (flag, value) = (key.replace('_', "-"), plain(value));
+        let quote = if value.contains([' ', '*', '{', ';']) { "'" } else { "" };
+        command += &format!(" --{flag} {quote}{value}{quote}");
+    }
+    command + " --rank all --draw map.html"
+}

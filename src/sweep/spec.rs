@@ -1,0 +1,270 @@
+//! What is swept: a file's steps, as the product of lists.
+
+use std::path::Path;
+
+use gapless_alloc::Options;
+use gapless_allocators::Kind;
+use serde::{Deserialize, Serialize};
+use toml::{Table, Value};
+
+use crate::run::{ConfigError, line_of, size, with_nearest};
+use crate::step::{Step, StepSpec};
+
+/// Configurations of one sweep, at most.
+const MOST: usize = 1_000_000;
+
+/// A sweep as a file says it.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    /// What all of them have, by the keys of [`StepSpec`].
+    #[serde(default)]
+    step: Table,
+    /// Lists of values of such keys: each configuration has one of each.
+    vary: Table,
+    /// Combinations that are left out: every key has that value, or one of those.
+    #[serde(default)]
+    skip: Vec<Table>,
+    #[serde(default)]
+    sweep: SweepOptions,
+}
+
+/// How a sweep is done: its `[sweep]`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct SweepOptions {
+    /// The allocators that tables are replayed through, beside the plan. One that wastes much keeps much on its front: with `bfc`, whose
+    /// regions double, most of what fits has to be replayed.
+    pub allocators: Vec<String>,
+    /// Bytes of each rank's device; the profile's where it is absent. What has more bytes alive is neither planned nor replayed.
+    #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "size")]
+    pub capacity: Option<u64>,
+    /// Which configurations are planned and replayed, of those that can fit.
+    pub plan: Planned,
+    /// Ranks are replayed that have at least this part of the live bytes of the fullest.
+    pub fullest: f64,
+}
+
+impl Default for SweepOptions {
+    fn default() -> Self {
+        let allocators = ["pytorch", "pytorch-expandable", "gmlake", "stalloc"];
+        Self { allocators: allocators.map(str::to_owned).to_vec(), capacity: None, plan: Planned::Front, fullest: 0.9 }
+    }
+}
+
+/// Which configurations are planned and replayed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Planned {
+    /// Those that can be on a Pareto front of bytes and time, among the configurations that share a graph.
+    #[default]
+    Front,
+    /// All that can fit.
+    All,
+}
+
+/// A checked sweep.
+#[derive(Debug, Clone)]
+pub struct Sweep {
+    /// Its configurations, in order: those that share a graph stand together.
+    pub configurations: Vec<Configuration>,
+    /// The keys that vary, in order.
+    pub varied: Vec<String>,
+    /// The allocators beside the plan.
+    pub allocators: Vec<Kind>,
+    /// How it is done.
+    pub options: SweepOptions,
+    /// The name of the model, if all have the same.
+    pub title: String,
+}
+
+/// One step of a sweep.
+#[derive(Debug, Clone)]
+pub struct Configuration {
+    /// A digest of all that decides its row.
+    pub key: String,
+    /// Its values of what varies.
+    pub values: Table,
+    /// All of it.
+    pub spec: StepSpec,
+    /// The step, or why there is none.
+    pub step: Result<Step, String>,
+}
+
+impl Sweep {
+    /// Reads a file.
+    ///
+    /// # Errors
+    /// [`ConfigError`], with line, key and remedy.
+    pub fn read(path: &Path) -> Result<Self, ConfigError> {
+        let text =
+            std::fs::read_to_string(path).map_err(|source| ConfigError::Read { path: path.to_owned(), source })?;
+        Self::parse(&text).map_err(|error| match error {
+            ConfigError::Syntax { message, .. } => ConfigError::Syntax { path: path.to_owned(), message },
+            other => other,
+        })
+    }
+
+    /// The same of a text.
+    ///
+    /// # Errors
+    /// As [`Self::read`].
+    pub fn parse(text: &str) -> Result<Self, ConfigError> {
+        let syntax = |message| ConfigError::Syntax { path: "sweep".into(), message };
+        let file: File = toml::from_str(text).map_err(|error| syntax(with_nearest(error.to_string())))?;
+        let here = |error: ConfigError, table: &str| in_table(error, text, table);
+        // Every value by itself, beside the first of each other list.
+        let lists = lists(&file.vary).map_err(|error| here(error, "vary"))?;
+        let mut base = file.step.clone();
+        StepSpec::over(&Table::new(), &base).map_err(|error| here(error, "step"))?;
+        base.extend(lists.iter().map(|(key, values)| (key.clone(), values[0].clone())));
+        for (key, values) in &lists {
+            for value in values {
+                let one = Table::from_iter([(key.clone(), value.clone())]);
+                let checked = StepSpec::over(&base, &one).and_then(|spec| spec.check());
+                checked.map_err(|error| {
+                    let table = if names(&error, key) { "vary" } else { "step" };
+                    here(error, table)
+                })?;
+            }
+        }
+        for skip in &file.skip {
+            check_condition(skip).map_err(|error| here(error, "skip"))?;
+        }
+        let allocators = allocators(&file.sweep).map_err(|error| here(error, "sweep"))?;
+        let configurations = configurations(&file, &lists).map_err(|error| here(error, "vary"))?;
+        if configurations.is_empty() {
+            return Err(wrong("skip", "leaves no configuration", "skip less, or vary more"));
+        }
+        let varied = lists.into_iter().map(|(key, _)| key).collect();
+        let title = title(&configurations);
+        Ok(Self { configurations, varied, allocators, options: file.sweep, title })
+    }
+}
+
+fn wrong(key: &str, why: impl ToString, remedy: &'static str) -> ConfigError {
+    ConfigError::Value { key: key.to_owned(), line: None, why: why.to_string(), remedy }
+}
+
+/// An error with the table of its key, and the line of that.
+fn in_table(error: ConfigError, text: &str, table: &str) -> ConfigError {
+    let ConfigError::Value { key, line: None, why, remedy } = error else { return error };
+    let key = if key == table { key } else { format!("{table}.{key}") };
+    ConfigError::Value { line: line_of(text, &key), key, why, remedy }
+}
+
+fn names(error: &ConfigError, key: &str) -> bool {
+    matches!(error, ConfigError::Value { key: of, .. } if of == key)
+}
+
+/// The lists of what varies.
+fn lists(vary: &Table) -> Result<Vec<(String, Vec<Value>)>, ConfigError> {
+    let list = |(key, value): (&String, &Value)| {
+        let Value::Array(values) = value else {
+            return Err(wrong(key, "is no list", "write, for example, [1, 2, 4]"));
+        };
+        if values.is_empty() {
+            return Err(wrong(key, "is an empty list", "name a value, or leave the key out"));
+        }
+        if let Some(twice) = (1..values.len()).find(|&at| values[..at].contains(&values[at])) {
+            return Err(wrong(key, format!("{} stands twice", values[twice]), "name each value once"));
+        }
+        Ok((key.clone(), values.clone()))
+    };
+    let lists = vary.iter().map(list).collect::<Result<Vec<_>, _>>()?;
+    let count = lists.iter().try_fold(1usize, |count, (_, values)| count.checked_mul(values.len()));
+    match count {
+        Some(count) if count <= MOST => Ok(lists),
+        _ => Err(wrong("vary", format!("makes more than {MOST} configurations"), "vary less at a time")),
+    }
+}
+
+/// That a condition has keys of steps, with values of their types.
+fn check_condition(skip: &Table) -> Result<(), ConfigError> {
+    for (key, value) in skip {
+        let one = |value: &Value| StepSpec::over(&Table::new(), &Table::from_iter([(key.clone(), value.clone())]));
+        match value {
+            // A list of a key that is one by itself, or of values.
+            Value::Array(values) if one(value).is_err() => values.iter().try_for_each(|value| one(value).map(drop)),
+            value => one(value).map(drop),
+        }?;
+    }
+    match skip.is_empty() {
+        true => Err(wrong("skip", "has no key", "name what is left out, e.g. schedule = \"gpipe\"")),
+        false => Ok(()),
+    }
+}
+
+fn allocators(options: &SweepOptions) -> Result<Vec<Kind>, ConfigError> {
+    if !(0.0..=1.0).contains(&options.fullest) {
+        return Err(wrong("fullest", format!("{} is no part", options.fullest), "it is between 0 and 1"));
+    }
+    let kind = |name: &String| -> Result<Kind, ConfigError> {
+        let kind: Kind = name.parse().map_err(|why| wrong("allocators", why, "name some of them"))?;
+        match kind {
+            Kind::Gapless | Kind::Ideal => {
+                Err(wrong("allocators", format!("{name} is in every row"), "leave it out: live_bytes and arena_bytes"))
+            }
+            other => Ok(other),
+        }
+    };
+    options.allocators.iter().map(kind).collect()
+}
+
+/// The product of the lists over what all have, without what is skipped; those of one graph one after another.
+fn configurations(file: &File, lists: &[(String, Vec<Value>)]) -> Result<Vec<Configuration>, ConfigError> {
+    let count: usize = lists.iter().map(|(_, values)| values.len()).product();
+    let mut all = Vec::with_capacity(count);
+    for number in 0..count {
+        let mut values = Table::new();
+        let mut rest = number;
+        for (key, list) in lists.iter().rev() {
+            values.insert(key.clone(), list[rest % list.len()].clone());
+            rest /= list.len();
+        }
+        let mut spec = StepSpec::over(&file.step, &values)?;
+        spec.planning = spec.planning.or(Some(Options::QUICK_WORK));
+        let table = Table::try_from(&spec).expect("keys and plain values are TOML");
+        let skipped = file.skip.iter().any(|skip| skip.iter().all(|(key, value)| has(&table, key, value)));
+        if !skipped {
+            let key = digest(&table, &file.sweep);
+            all.push(Configuration { key, values, step: spec.check().map_err(|error| error.to_string()), spec });
+        }
+    }
+    // Stable: what shares a graph keeps its order, and stands where the first of it does.
+    let mut first = std::collections::HashMap::new();
+    let graph = |of: &Configuration| of.step.as_ref().map_or_else(Clone::clone, Step::graph_key);
+    let order: Vec<usize> = all
+        .iter()
+        .enumerate()
+        .map(|(index, configuration)| *first.entry(graph(configuration)).or_insert(index))
+        .collect();
+    let mut ordered: Vec<(usize, Configuration)> = order.into_iter().zip(all).collect();
+    ordered.sort_by_key(|(order, _)| *order);
+    Ok(ordered.into_iter().map(|(_, configuration)| configuration).collect())
+}
+
+/// Whether a step has this value of a key, or one of these.
+fn has(table: &Table, key: &str, value: &Value) -> bool {
+    let here = table.get(key);
+    match value {
+        Value::Array(values) => here == Some(value) || here.is_some_and(|here| values.contains(here)),
+        value => here == Some(value),
+    }
+}
+
+/// Of all that decides a row.
+fn digest(step: &Table, options: &SweepOptions) -> String {
+    let options = Table::try_from(options).expect("keys and plain values are TOML");
+    let text = format!("{}\n{step}\n{options}", env!("CARGO_PKG_VERSION"));
+    blake3::hash(text.as_bytes()).to_hex()[..16].to_owned()
+}
+
+fn title(configurations: &[Configuration]) -> String {
+    let mut titles: Vec<&str> = configurations.iter().filter_map(|of| of.step.as_ref().ok()).map(Step::title).collect();
+    titles.dedup();
+    match titles[..] {
+        [one] => one.to_owned(),
+        _ => "several models".to_owned(),
+    }
+}

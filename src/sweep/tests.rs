@@ -1,0 +1,218 @@
+use std::fs;
+use std::ops::ControlFlow;
+use std::path::Path;
+
+use gapless_alloc::lower_bound;
+use gapless_engine::Trainer;
+use gapless_engine::compile::{Executable, table};
+use gapless_models::{Gpt, GptConfig};
+
+use super::row::Figures;
+use super::{Status, Sweep, run};
+
+const TINY: &str = r#"
+[step]
+model = "gpt:vocabulary=64,layers=4,heads=2,width=32"
+batch = 8
+sequence = 16
+pipeline_ranks = 2
+[vary]
+schedule = ["1f1b", "gpipe", "zbv"]
+micro_batches = [1, 2, 3, 4]
+recompute = ["none", "layers"]
+"#;
+
+const RECOMPUTE: &str = r#"["none", "layers", "first:1", "first:2", "ops:gelu", "ops:layer_norm"]"#;
+
+fn all(sweep: &Sweep, folder: &Path, threads: usize) -> super::Results {
+    run(sweep, folder, threads, |_| ControlFlow::Continue(())).unwrap().expect("nobody stopped it")
+}
+
+#[test]
+fn rows_are_what_planning_one_by_one_says() {
+    let sweep = Sweep::parse(&(TINY.to_owned() + "[sweep]\nplan = \"all\"")).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let results = all(&sweep, folder.path(), 2);
+    assert_eq!(results.rows.len(), 24);
+    let gpt = GptConfig { vocabulary: 64, layers: 4, heads: 2, width: 32, ..GptConfig::default() };
+    for (of, row) in sweep.configurations.iter().zip(&results.rows) {
+        let options = &of.step.as_ref().unwrap().options;
+        let plan = |rank| Trainer::plan_rank(|vb| Gpt::new(&gpt, vb), options, rank);
+        let Some(figures) = &row.figures else {
+            // Eight sequences are not three micro-batches, and a V wants as many as it has ranks.
+            assert_eq!(row.status, Status::Invalid);
+            assert_eq!(row.why.as_deref(), Some(&*plan(0).unwrap_err().to_string()), "{:?}", of.values);
+            continue;
+        };
+        let plans: Vec<Executable> = (0..2).map(|rank| plan(rank).unwrap()).collect();
+        let live: Vec<u64> = plans.iter().map(|plan| plan.solution.lower_bound).collect();
+        let arenas: Vec<u64> = plans.iter().map(Executable::arena_bytes).collect();
+        let hashes: Vec<String> = plans.iter().map(|plan| plan.plan_hash.to_string()).collect();
+        assert_eq!(
+            (&figures.live_bytes, &figures.arena_bytes, &figures.plans),
+            (&live, &arenas, &hashes),
+            "{:?}",
+            of.values
+        );
+        assert!(figures.at_least.iter().zip(&live).all(|(sure, live)| sure <= live), "{figures:?}");
+        assert!(figures.reserved.values().all(|&bytes| bytes >= figures.live()));
+    }
+    assert!(results.rows.iter().filter(|row| row.status == Status::Fits).count() >= 16);
+}
+
+/// What is left out is on no front: neither of the plan nor of an allocator.
+#[test]
+fn fronts_are_those_of_all_plans() {
+    let wide = TINY.replace("[1, 2, 3, 4]", "[4]").replace("[\"none\", \"layers\"]", RECOMPUTE);
+    let fronts = |options: &str| {
+        let sweep = Sweep::parse(&(wide.clone() + options)).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let rows = all(&sweep, folder.path(), 1).rows;
+        let planned = rows.iter().filter(|row| row.figures.as_ref().is_some_and(|of| !of.plans.is_empty())).count();
+        let names = ["gapless", "pytorch", "pytorch-expandable", "gmlake", "stalloc"];
+        let front = |name: &str| {
+            let bytes = |of: &Figures| if name == "gapless" { of.arena() } else { of.reserved.get(name).copied() };
+            let points = rows.iter().filter_map(|row| row.figures.as_ref());
+            let mut points: Vec<(u64, u64)> = points.filter_map(|of| Some((of.nanoseconds, bytes(of)?))).collect();
+            points.sort_unstable();
+            let mut least = u64::MAX;
+            points.retain(|&(_, bytes)| {
+                let is_least = bytes < least;
+                least = least.min(bytes);
+                is_least
+            });
+            points
+        };
+        (planned, names.map(front))
+    };
+    let (few, some) = fronts("");
+    let (all, every) = fronts("[sweep]\nplan = \"all\"");
+    assert_eq!(some, every);
+    assert!(few < all, "{few} of {all}");
+}
+
+#[test]
+fn what_was_stopped_goes_on_to_the_same_files() {
+    let sweep = Sweep::parse(TINY).unwrap();
+    let [whole, stopped] = [(); 2].map(|()| tempfile::tempdir().unwrap());
+    all(&sweep, whole.path(), 1);
+    for (rows, lines_then) in [(3, 3), (30, 33)] {
+        let mut left = rows;
+        let stop = |_| {
+            left -= 1;
+            if left == 0 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        };
+        assert!(run(&sweep, stopped.path(), 2, stop).unwrap().is_none());
+        // A process that was killed while it wrote.
+        let path = stopped.path().join("results.jsonl");
+        let lines = fs::read_to_string(&path).unwrap();
+        assert_eq!(lines.lines().count(), lines_then);
+        fs::write(&path, lines + "{\"key\":\"12").unwrap();
+    }
+    let reused = all(&sweep, stopped.path(), 2).reused;
+    assert!((1..24).contains(&reused), "{reused}");
+    for name in ["results.jsonl", "results.csv", "report.html"] {
+        let [a, b] = [&whole, &stopped].map(|folder| fs::read(folder.path().join(name)).unwrap());
+        assert!(a == b, "{name}");
+    }
+    // Another sweep in the same folder loses nothing, and makes nothing twice.
+    let wider = Sweep::parse(&TINY.replace("[1, 2, 3, 4]", "[2, 8]")).unwrap();
+    let results = all(&wider, whole.path(), 2);
+    assert_eq!((results.rows.len(), results.reused), (12, 6));
+    assert_eq!(all(&sweep, whole.path(), 1).reused, 24);
+    let lines = fs::read_to_string(whole.path().join("results.jsonl")).unwrap();
+    fs::write(whole.path().join("results.jsonl"), format!("nothing\n{lines}")).unwrap();
+    let error = run(&sweep, whole.path(), 1, |_| ControlFlow::Continue(())).unwrap_err().to_string();
+    assert!(error.contains("results.jsonl, line 1"), "{error}");
+}
+
+#[test]
+fn what_has_more_alive_than_the_device_is_not_planned() {
+    let sweep = Sweep::parse(&(TINY.to_owned() + "[sweep]\ncapacity = \"100KiB\"")).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    for row in all(&sweep, folder.path(), 2).rows {
+        let Some(figures) = row.figures else { continue };
+        assert_eq!(row.status, Status::TooLarge);
+        assert!(figures.live() > 100 << 10 && figures.arena_bytes.is_empty() && figures.reserved.is_empty());
+        assert!(figures.nanoseconds > 0);
+    }
+}
+
+#[test]
+fn a_wrong_sweep_is_refused_with_its_key_and_a_remedy() {
+    let check = |text: &str, words: &[&str]| {
+        let error = Sweep::parse(text).unwrap_err().to_string();
+        assert!(words.iter().all(|word| error.contains(word)), "{text}\n{error}");
+    };
+    let step = |rest: &str| format!("[step]\nmodel = \"small\"\n{rest}");
+    check("", &["missing field `vary`"]);
+    check("[vary]\nmodel = [\"smal\"]", &["vary.model (line 2)", "names are small, gpt2", "name a model"]);
+    check(&step("[vary]\nschedul = [\"gpipe\"]"), &["vary.schedul (line 4)", "did you mean `schedule`?"]);
+    check(
+        &step("[vary]\nschedule = [\"1f1b\", \"2f2b\"]"),
+        &["vary.schedule (line 4)", "2f2b", "gapless schedule --help"],
+    );
+    check(&step("[vary]\nschedule = \"1f1b\""), &["vary.schedule (line 4): is no list", "write, for example, ["]);
+    check(&step("[vary]\nbatch = []"), &["vary.batch (line 4)", "empty", "leave the key out"]);
+    check(&step("[vary]\nbatch = [1, 2, 1]"), &["vary.batch (line 4): 1 stands twice", "once"]);
+    check(&step("[vary]\nbatch = [1, \"two\"]"), &["vary.batch (line 4)", "string \"two\"", "docs/sweep.md"]);
+    check(&step("[vary]\nbatch = [0]"), &["vary.batch (line 4): is 0", "at least 1"]);
+    check(
+        &step("[vary]\nrecompute = [\"none\", \"some\"]"),
+        &["vary.recompute (line 4)", "no policy", "use none, layers"],
+    );
+    check(&step("[vary]\nbudget = [\"1 parsec\"]"), &["vary.budget (line 4)", "is no unit of bytes"]);
+    check(&step("dtype = \"f16\"\n[vary]\nbatch = [1]"), &["step.dtype (line 3)", "unknown variant `f16`"]);
+    check(&step("kernels = \"tpu\"\n[vary]\nbatch = [1]"), &["step.kernels (line 3)", "there are auto, cpu, cuda"]);
+    check(&step("profile = \"mi300\"\n[vary]\nbatch = [1]"), &["step.profile (line 3)", "a100-80, h100, h200, b200"]);
+    check(&step("[vary]\nbatch = [1]\n[[skip]]\nbach = 1"), &["skip.bach", "did you mean `batch`?"]);
+    check(&step("[vary]\nbatch = [1]\n[[skip]]\nbatch = 1"), &["skip: leaves no configuration", "skip less"]);
+    check(&step("[vary]\nbatch = [1]\n[sweep]\nallocators = [\"jemalloc\"]"), &["sweep.allocators", "there are ideal"]);
+    check(&step("[vary]\nbatch = [1]\n[sweep]\nallocators = [\"gapless\"]"), &["sweep.allocators", "in every row"]);
+    check(&step("[vary]\nbatch = [1]\n[sweep]\nfullest = 2.0"), &["sweep.fullest", "between 0 and 1"]);
+    check(&step("[vary]\nbatch = [1]\n[swep]"), &["unknown field `swep`", "did you mean `sweep`?"]);
+    let many: Vec<String> = (1..1100).map(|n| n.to_string()).collect();
+    let many = format!("batch = [{0}]\nsequence = [{0}]", many.join(","));
+    check(&step(&format!("[vary]\n{many}")), &["vary", "more than 1000000", "vary less"]);
+}
+
+/// Under every schedule, what two micro-batches tell is no more than what is alive, and the time within a hundredth.
+#[test]
+fn a_sketch_bounds_the_step() {
+    let mut checked = 0;
+    for schedule in gapless_parallel::all() {
+        for (chunks, recompute) in [(1, "none"), (2, "none"), (2, "layers")] {
+            let text = format!(
+                "model = 'gpt:vocabulary=64,layers=4,heads=2,width=32'\nsequence = 16\nbatch = 16\nmicro_batches = 8\n\
+                 dtype = 'mixed'\npipeline_ranks = 2\nschedule = '{}'\nchunks = {chunks}\nrecompute = '{recompute}'",
+                schedule.name()
+            );
+            let step = toml::from_str::<crate::step::StepSpec>(&text).unwrap().check().unwrap();
+            let Ok(Some(key)) = step.sketch_key() else { continue };
+            let graph = step.record().unwrap();
+            let (sketch, programs) = (step.sketch(&graph, &key).unwrap(), step.programs(&graph).unwrap());
+            let live = programs.iter().map(|program| lower_bound(&table(program).unwrap()));
+            for (sure, live) in step.surely_alive(&sketch).unwrap().into_iter().zip(live) {
+                assert!(sure <= live && sure * 2 > live, "{text}: {sure} of {live}");
+                checked += 1;
+            }
+            let [sketched, whole] =
+                [step.timing_by(&sketch), step.timing(&programs)].map(|of| of.unwrap().nanoseconds());
+            assert!(sketched.abs_diff(whole) * 100 <= whole, "{text}: {sketched} ns, {whole}");
+        }
+    }
+    assert!(checked > 40, "{checked}");
+}
+
+/// The time of one rank is that of its operations, one after another.
+#[test]
+fn one_rank_takes_what_its_operations_take() {
+    let spec: crate::step::StepSpec =
+        toml::from_str("model = 'gpt:vocabulary=64,layers=2,heads=2,width=32'\nsequence = 16").unwrap();
+    let step = spec.check().unwrap();
+    let program = step.program(&step.record().unwrap(), 0).unwrap();
+    let each = program.instrs.iter().map(|instr| step.device.nanoseconds(instr, step.precision));
+    let timing = step.timing(std::slice::from_ref(&program)).unwrap();
+    assert_eq!((timing.nanoseconds(), timing.timeline.bubble_share()), (each.sum(), 0.0));
+    assert!(program.instrs.len() as u64 * 2_000 <= timing.nanoseconds());
+}
