@@ -110,6 +110,12 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
         Vec::new()
     }
 
+    /// Whether [`Op::run`] takes what is stored in bf16 as it is. If not, it is given a copy in f32 of each such input, and what it
+    /// writes is rounded behind it: a kernel for f32 is one for bf16 too, for some scratch.
+    fn runs_in_bf16(&self) -> bool {
+        false
+    }
+
     /// The CPU kernel. Not called for views.
     fn run(&self, args: &mut Args<'_>);
 

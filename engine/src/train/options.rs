@@ -197,7 +197,7 @@ impl TrainOptions {
             return fail("batch, sequence and micro_batches", "one of them is 0".into(), "each is at least 1");
         }
         if !FLOATS.contains(&self.dtype) {
-            return fail("dtype", format!("{:?}", self.dtype), "train in f32 or, on a GPU, bf16");
+            return fail("dtype", format!("{:?}", self.dtype), "train in f32 or bf16: gradients leave the range of f16 without a scaled loss, and no kernel computes in f64; a Hugging Face folder in f16 is read all the same");
         }
         self.mesh.ranks()?;
         let parts = self.parts();
