@@ -119,7 +119,7 @@ struct Args {
     /// What runs it: auto, cpu, cuda or cuda:1
     #[arg(long, default_value = "auto")]
     device: DeviceChoice,
-    /// Stores parameters and activations in f32 or, on a GPU, in bf16 with masters in f32
+    /// Stores parameters and activations in f32, or in bf16 with masters in f32
     #[arg(long, default_value = "f32")]
     dtype: Float,
     /// Fills every dead range of the arena with NaN between instructions

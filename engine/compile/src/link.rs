@@ -140,9 +140,9 @@ impl Linker<'_> {
             dtype: operand.dtype,
             span: span(layout),
             overwritten_by: operand.overwritten_by,
-            widened: operand.widened.map(|buffer| {
-                Box::new(Widened { offset: self.offset(buffer), layout: widened_layout(layout) })
-            }),
+            widened: operand
+                .widened
+                .map(|buffer| Box::new(Widened { offset: self.offset(buffer), layout: widened_layout(layout) })),
             counted: self.requests.address(self.number, self.program, operand),
         }
     }
@@ -201,7 +201,8 @@ fn persistent(programs: &[Program], of: &[Vec<usize>], solution: &Solution) -> V
             let persistent = persistent.entry(index).or_insert_with(|| {
                 let (layout, span) = (Layout::contiguous(spec.shape.clone()), spec.elements());
                 let (offset, dtype) = (solution.offsets[index], spec.dtype);
-                let address = Address { offset, layout, dtype, span, overwritten_by: None, counted: None, widened: None };
+                let address =
+                    Address { offset, layout, dtype, span, overwritten_by: None, counted: None, widened: None };
                 let (label, spec, fill) = (buffer.label.clone(), spec.clone(), fill.clone());
                 Persistent { label, address, spec, fill, changes_here: false }
             });

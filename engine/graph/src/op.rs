@@ -116,6 +116,11 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
         false
     }
 
+    /// Whether it takes input `index` as it is, which no output overwrites; what it writes may be rounded behind it all the same.
+    fn reads_bf16(&self, _index: usize) -> bool {
+        self.runs_in_bf16()
+    }
+
     /// The CPU kernel. Not called for views.
     fn run(&self, args: &mut Args<'_>);
 

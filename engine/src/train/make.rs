@@ -3,7 +3,6 @@
 //! In: a model, options, and perhaps the way to other ranks or a device. Out: a trainer whose arena is reserved and filled. Never:
 //! ranks of one mesh on CPUs and on GPUs, whose copies of a parameter would drift apart.
 
-use candle_core::DType;
 use gapless_compile::Executable;
 use gapless_compile::Target;
 use gapless_compile::step::{
@@ -169,14 +168,6 @@ impl Trainer {
             Ok(trainer) => return Ok(trainer),
             Err(because) => because,
         };
-        if options.dtype != DType::F32 {
-            return Err(match because {
-                Some(why) => {
-                    TrainError::Config { what: "device", why, remedy: "the CPU, which is left, computes in f32 alone" }
-                }
-                None => RuntimeError::NoKernels { dtype: options.dtype }.into(),
-            });
-        }
         let threads = resolve_threads(options.threads);
         let plan = RankPlan::new(options.mesh, rank, &options.pipeline, options.micro_batches)?;
         let (executable, compiled) = purpose.compile(build, &options.step(), &plan, Target::Cpu { threads })?;

@@ -10,9 +10,9 @@ mod messages;
 mod offload;
 mod renumber;
 mod reorder;
-mod widen;
 #[cfg(test)]
 mod tests;
+mod widen;
 
 use std::collections::HashMap;
 

@@ -22,10 +22,9 @@ pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
     for instr in &mut instrs {
         let InstrKind::Compute(op) = &instr.kind else { continue };
         let (op, what) = (op.clone(), instr.clone());
-        if op.runs_in_bf16() {
-            continue;
-        }
-        for operand in instr.inputs.iter_mut().chain(&mut instr.outputs) {
+        let inputs = instr.inputs.iter_mut().enumerate().filter(|(index, _)| !op.reads_bf16(*index));
+        let outputs = instr.outputs.iter_mut().filter(|_| !op.runs_in_bf16());
+        for operand in inputs.map(|(_, input)| input).chain(outputs) {
             if operand.dtype == DType::BF16 && operand.overwritten_by.is_none() {
                 let piece = room(program, &what, &operand.layout, Role::Workspace);
                 operand.widened = Some(piece);

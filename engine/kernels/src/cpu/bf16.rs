@@ -30,6 +30,18 @@ pub trait Float: super::Element {
 
     /// From f32, rounded if need be.
     fn store(x: f32) -> Self;
+
+    /// Loads `len` neighbours.
+    ///
+    /// # Safety
+    /// There are as many to read and to write, apart.
+    #[inline(always)]
+    unsafe fn load_all(from: *const Self, to: *mut f32, len: usize) {
+        for i in 0..len {
+            // SAFETY: by this function's contract.
+            unsafe { *to.add(i) = (*from.add(i)).load() };
+        }
+    }
 }
 
 impl Float for f32 {
@@ -41,6 +53,12 @@ impl Float for f32 {
     #[inline(always)]
     fn store(x: f32) -> Self {
         x
+    }
+
+    #[inline(always)]
+    unsafe fn load_all(from: *const Self, to: *mut f32, len: usize) {
+        // SAFETY: by this function's contract.
+        unsafe { std::ptr::copy_nonoverlapping(from, to, len) };
     }
 }
 
@@ -127,7 +145,8 @@ pub fn widened_layout(layout: &Layout) -> Layout {
 
 /// A layout with what is broadcast only once.
 pub(super) fn distinct(layout: &Layout) -> Layout {
-    let dims = layout.dims().iter().zip(layout.stride()).map(|(&dim, &stride)| if stride == 0 { dim.min(1) } else { dim });
+    let dims =
+        layout.dims().iter().zip(layout.stride()).map(|(&dim, &stride)| if stride == 0 { dim.min(1) } else { dim });
     Layout::new(dims.collect::<Vec<_>>().into(), layout.stride().to_vec(), 0)
 }
 

@@ -41,14 +41,14 @@ impl Session<CpuBackend> {
     /// [`Error::NoKernels`] for an executable that has tensors of another type than f32 and bf16, or f16. [`Error::DoesNotFit`], before any byte
     /// is touched, when the machine has less memory available.
     pub fn on_cpu(executable: Executable, workers: Workers, seed: u64) -> Result<Self> {
-        if let Some(dtype) =
-            executable.dtypes().find(|dtype| !KERNELS.contains(dtype))
-        {
+        if let Some(dtype) = executable.dtypes().find(|dtype| !KERNELS.contains(dtype)) {
             return Err(Error::NoKernels { dtype });
         }
         if executable.dtypes().any(|dtype| dtype == DType::BF16) {
             static ONCE: Once = Once::new();
-            ONCE.call_once(|| tracing::warn!("this CPU computes bf16 in f32, slower than f32 by itself, in less memory"));
+            ONCE.call_once(|| {
+                tracing::warn!("this CPU computes bf16 in f32, slower than f32 by itself, in less memory")
+            });
         }
         let needed = executable.arena_bytes();
         if let Some((available, limit)) = crate::process_memory::available_memory().filter(|(bytes, _)| *bytes < needed)

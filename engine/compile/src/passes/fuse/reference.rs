@@ -28,7 +28,13 @@ fn buffer(program: &mut Program, elements: usize, kind: BufferKind) -> BufferId 
 }
 
 fn operand(buffer: BufferId, dims: &[usize]) -> Operand {
-    Operand { buffer, layout: Layout::contiguous(dims.to_vec()), dtype: DType::F32, overwritten_by: None, widened: None }
+    Operand {
+        buffer,
+        layout: Layout::contiguous(dims.to_vec()),
+        dtype: DType::F32,
+        overwritten_by: None,
+        widened: None,
+    }
 }
 
 /// Programs of functions of elements, normalisations, and a function that merges with nothing; each step reads some of the
