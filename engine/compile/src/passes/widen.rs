@@ -61,8 +61,8 @@ fn widen_sums(program: &mut Program) {
     let mut instrs = Vec::new();
     for mut instr in std::mem::take(&mut program.instrs) {
         starts.push(instrs.len());
-        match &instr.kind {
-            &InstrKind::Collective(collective, request) if is_sum(&instr) => {
+        match instr.kind {
+            InstrKind::Collective(collective, request) if is_sum(&instr) => {
                 let wide = |program: &mut Program, operand: &Operand| {
                     let buffer = room(program, &instr, &operand.layout, Role::Communication);
                     let layout = Layout::contiguous(operand.layout.shape().clone());
@@ -84,7 +84,7 @@ fn widen_sums(program: &mut Program) {
                 instr.outputs[0] = output;
                 instrs.push(instr);
             }
-            &InstrKind::Finish(request) => match under_way[request].take() {
+            InstrKind::Finish(request) => match under_way[request].take() {
                 Some((operands, back)) => {
                     instr.inputs = operands;
                     instrs.extend([instr, back]);

@@ -71,7 +71,7 @@ fn zip_in<T: Float>(args: &mut Args<'_>, f: impl Fn(f32, f32) -> f32 + Sync) {
     let f = |a: T, b: T| T::store(f(a.load(), b.load()));
     let out = args.output::<T>(0);
     match (args.is_overwritten(0), args.is_overwritten(1)) {
-        (true, _) => zip_onto(out, args.strided(1), &f),
+        (true, _) => zip_onto(out, args.strided(1), f),
         (_, true) => zip_onto(out, args.strided(0), |o, a| f(a, o)),
         _ => {
             let ((a, a_layout), (b, b_layout)) = (args.strided::<T>(0), args.strided::<T>(1));
