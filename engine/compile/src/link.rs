@@ -12,7 +12,7 @@ use gapless_alloc::arena::ArenaPlan;
 use gapless_alloc::draw::Mark;
 use gapless_alloc::{Problem, Solution, lower_bound, plan_hash};
 use gapless_kernels::cpu::args::{Address, Widened, span};
-use gapless_kernels::cpu::bf16::widened_layout;
+use gapless_kernels::cpu::bf16::{distinct, widened_layout};
 use gapless_kernels::cpu::scratch::Piece;
 
 use crate::dynamic_alloc::Requests;
@@ -140,9 +140,13 @@ impl Linker<'_> {
             dtype: operand.dtype,
             span: span(layout),
             overwritten_by: operand.overwritten_by,
-            widened: operand
-                .widened
-                .map(|buffer| Box::new(Widened { offset: self.offset(buffer), layout: widened_layout(layout) })),
+            widened: operand.widened.map(|buffer| {
+                Box::new(Widened {
+                    offset: self.offset(buffer),
+                    layout: widened_layout(layout),
+                    distinct: distinct(layout),
+                })
+            }),
             counted: self.requests.address(self.number, self.program, operand),
         }
     }

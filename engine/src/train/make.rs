@@ -10,10 +10,12 @@ use gapless_compile::step::{
 };
 use gapless_graph::Model;
 use gapless_graph::nn::VarBuilder;
+#[cfg(feature = "cuda")]
+use gapless_runtime::Error as RuntimeError;
 use gapless_runtime::cpu::{Workers, resolve_threads};
 #[cfg(feature = "cuda")]
 use gapless_runtime::cuda;
-use gapless_runtime::{Communicators, Error as RuntimeError, Session};
+use gapless_runtime::{Communicators, Session};
 
 #[cfg(not(feature = "cuda"))]
 use super::device;
@@ -49,7 +51,7 @@ impl Trainer {
     ///
     /// # Errors
     /// When the options or the model's shapes do not fit together, or the arena does not fit the device's memory;
-    /// [`RuntimeError::NoKernels`](gapless_runtime::Error::NoKernels) for another type than f32 on the CPU; [`OverBudget`](gapless_compile::Error::OverBudget); [`RuntimeError::Offload`](gapless_runtime::Error::Offload) when its file cannot be
+    /// [`OverBudget`](gapless_compile::Error::OverBudget); [`RuntimeError::Offload`](gapless_runtime::Error::Offload) when its file cannot be
     /// made; `RuntimeError::Device` and `RuntimeError::NoDeviceKernels` when there is no GPU that was asked for, or it has no kernels for a step.
     pub fn new<M: Model>(
         build: impl Fn(VarBuilder) -> gapless_graph::Result<M>,

@@ -20,8 +20,11 @@ pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
     widen_sums(program);
     let mut instrs = std::mem::take(&mut program.instrs);
     for instr in &mut instrs {
-        let InstrKind::Compute(op) = &instr.kind else { continue };
-        let (op, what) = (op.clone(), instr.clone());
+        let InstrKind::Compute(op) = instr.kind.clone() else { continue };
+        if instr.inputs.iter().chain(&instr.outputs).all(|operand| operand.dtype != DType::BF16) {
+            continue;
+        }
+        let what = instr.clone();
         let inputs = instr.inputs.iter_mut().enumerate().filter(|(index, _)| !op.reads_bf16(*index));
         let outputs = instr.outputs.iter_mut().filter(|_| !op.runs_in_bf16());
         for operand in inputs.map(|(_, input)| input).chain(outputs) {

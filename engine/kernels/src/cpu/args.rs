@@ -6,7 +6,7 @@ use std::marker::PhantomData;
 use candle_core::{DType, Layout};
 use half::bf16;
 
-use super::bf16::{distinct, round, widen, widen_strided};
+use super::bf16::{round, widen, widen_strided};
 use super::overflow_heap::OverflowHeap;
 use super::scratch::{Piece, Scratch};
 use crate::random::Stream;
@@ -37,6 +37,8 @@ pub struct Widened {
     pub offset: u64,
     /// How it lies there: see [`widened_layout`](super::bf16::widened_layout).
     pub layout: Layout,
+    /// What is copied: see [`distinct`](super::bf16::distinct).
+    pub distinct: Layout,
 }
 
 /// Elements from the first that a layout shows to the last.
@@ -230,9 +232,9 @@ impl<'a> Args<'a> {
                 let x = std::slice::from_raw_parts(from.cast_const().cast::<bf16>(), len);
                 (x, std::slice::from_raw_parts_mut(to.cast::<f32>(), wide))
             };
-            match x.len() == out.len() {
-                true => widen(x, out),
-                false => widen_strided(x, &distinct(&operand.layout), out),
+            match &operand.widened {
+                Some(widened) if x.len() != out.len() => widen_strided(x, &widened.distinct, out),
+                _ => widen(x, out),
             }
         }
     }

@@ -125,7 +125,7 @@ pub(super) fn round(x: &[f32], out: &mut [bf16]) {
     });
 }
 
-/// Where [`widen_strided`] leaves its gaps out: the layout of a copy in f32 of what a layout shows. What is broadcast is copied
+/// The layout of a copy in f32 of what a layout shows, its gaps left out. What is broadcast is copied
 /// once, and what only changes the order of dimensions stays as it is.
 pub fn widened_layout(layout: &Layout) -> Layout {
     let stored: usize = distinct(layout).dims().iter().product();
@@ -144,7 +144,7 @@ pub fn widened_layout(layout: &Layout) -> Layout {
 }
 
 /// A layout with what is broadcast only once.
-pub(super) fn distinct(layout: &Layout) -> Layout {
+pub fn distinct(layout: &Layout) -> Layout {
     let dims =
         layout.dims().iter().zip(layout.stride()).map(|(&dim, &stride)| if stride == 0 { dim.min(1) } else { dim });
     Layout::new(dims.collect::<Vec<_>>().into(), layout.stride().to_vec(), 0)
