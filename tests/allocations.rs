@@ -11,7 +11,7 @@ use common::{Kind, Run};
 use gapless::alloc::arena::ArenaReport;
 use gapless::engine::optim::{AdamW8bit, GaLore, Optimizer};
 use gapless::models::MoeStyle;
-use gapless::{GenerateOptions, Generation, Mesh, NextToken, Offload, Overflow, Reserve, Sampling};
+use gapless::{DType, GenerateOptions, Generation, Mesh, NextToken, Offload, Overflow, Reserve, Sampling};
 use gapless_testing::{not_checked, only_test};
 
 struct Counting;
@@ -158,18 +158,21 @@ fn optimizers_of_fewer_bytes() {
 
 /// Activations that are packed, and that are copied to a file and back.
 fn what_waits_otherwise_than_as_it_is() {
-    let mut run = Run::default();
-    run.options.micro_batches = 2;
-    run.options.compress = vec!["gelu".into(), "layer_norm".into()];
-    run.options.offload = Some(Offload { ops: vec!["linear".into(), "add".into()], folder: std::env::temp_dir() });
-    let mut trainer = run.trainer();
-    let (tokens, targets) = run.batch(0);
-    let mut steps = |count: usize| (0..count).for_each(|_| _ = trainer.step(&tokens, &targets).unwrap());
-    steps(20);
-    let before = ALLOCATIONS.load(Ordering::Relaxed);
-    steps(100);
-    let allocations = ALLOCATIONS.load(Ordering::Relaxed) - before;
-    assert_eq!(allocations, 0, "heap allocations in 100 steps");
+    for dtype in [DType::F32, DType::BF16] {
+        let mut run = Run::default();
+        run.options.dtype = dtype;
+        run.options.micro_batches = 2;
+        run.options.compress = vec!["gelu".into(), "layer_norm".into()];
+        run.options.offload = Some(Offload { ops: vec!["linear".into(), "add".into()], folder: std::env::temp_dir() });
+        let mut trainer = run.trainer();
+        let (tokens, targets) = run.batch(0);
+        let mut steps = |count: usize| (0..count).for_each(|_| _ = trainer.step(&tokens, &targets).unwrap());
+        steps(20);
+        let before = ALLOCATIONS.load(Ordering::Relaxed);
+        steps(100);
+        let allocations = ALLOCATIONS.load(Ordering::Relaxed) - before;
+        assert_eq!(allocations, 0, "{dtype:?}: heap allocations in 100 steps");
+    }
 }
 
 fn one_rank_and_memory_stays_flat() {

@@ -8,12 +8,13 @@ use gapless_compile::recompute::RematPlan;
 use gapless_compile::{CompileOptions, Lowering, Output, Target, compile, lower};
 use gapless_graph::autodiff::differentiate;
 use gapless_graph::nn::{Init, VarBuilder};
-use gapless_graph::reference::{Array, evaluate};
-use gapless_graph::{Graph, Spec, Tensor, ValueId, lock};
+use gapless_graph::reference::{Array, Reference, evaluate};
+use gapless_graph::{Graph, Source, Spec, Tensor, ValueId, lock};
 use gapless_kernels::{Numbers, Stream};
 use gapless_parallel::{Action, Kind};
 use gapless_runtime::cpu::{CpuBackend, Workers};
 use gapless_runtime::{RunOptions, Session};
+use half::bf16;
 
 use crate::error::Result;
 
@@ -24,6 +25,10 @@ pub struct GradientError {
     pub finite_difference: f64,
     /// The compiled f32 program's output and gradients against the f64 reference's.
     pub kernel: f64,
+    /// The compiled bf16 program, operation by operation: its results against the f64 reference's of the same bf16 inputs, as a
+    /// part of what one rounding of each number, by 2⁻⁸ of it at most, and sums in f32, to 1e-5 of the whole, allow. None if
+    /// the function is one of f32 alone.
+    pub bf16: Option<f64>,
 }
 
 /// Checks a function of tensors: `parameters` are filled with standard normal numbers, `ids` with the numbers given.
@@ -33,7 +38,7 @@ pub struct GradientError {
 /// use gapless_engine::gradient_check;
 ///
 /// let error = gradient_check(&[&[2, 3], &[2, 3]], &[], |x, _| x[0].mul(&x[1]))?;
-/// assert!(error.finite_difference < 1e-6 && error.kernel < 1e-5, "{error:?}");
+/// assert!(error.finite_difference < 1e-6 && error.kernel < 1e-5 && error.bf16 < Some(1.0), "{error:?}");
 /// # Ok::<(), gapless_engine::Error>(())
 /// ```
 ///
@@ -44,7 +49,7 @@ pub fn gradient_check(
     ids: &[(&[usize], &[u32])],
     f: impl Fn(&[Tensor], &[Tensor]) -> gapless_graph::Result<Tensor>,
 ) -> Result<GradientError> {
-    let Recorded { graph, given, y, loss } = Recorded::new(DType::F32, parameters, ids, f)?;
+    let Recorded { graph, given, y, loss } = Recorded::new(DType::F32, parameters, ids, &f)?;
     let gradients = differentiate(&graph, &loss, 1.0)?;
     let graph = lock(&graph);
 
@@ -55,7 +60,7 @@ pub fn gradient_check(
         let arrays = summands.iter().map(|id| &exact[id.index()]);
         arrays.cloned().reduce(|a, b| a.zip(&b, |a, b| a + b)).expect("at least one summand")
     };
-    let mut error = GradientError { finite_difference: 0.0, kernel: 0.0 };
+    let mut error = GradientError { finite_difference: 0.0, kernel: 0.0, bf16: None };
     for gradient in &gradients {
         let numeric = differences(&graph, &given, &name_of(gradient.parameter), loss.id(), stream);
         error.finite_difference = worse(error.finite_difference, distance(&total(&gradient.summands).data, &numeric));
@@ -64,9 +69,22 @@ pub fn gradient_check(
     for gradient in &gradients {
         outputs.extend(gradient.summands.iter().map(|&id| Output::local(format!("gradient {}", id.index()), id)));
     }
-    let mut session = session(&graph, &outputs)?;
+    let found = run(&graph, &given, &outputs)?;
+    for (data, Output { value: id, .. }) in found.iter().zip(&outputs) {
+        error.kernel = worse(error.kernel, distance(data, &exact[id.index()].data));
+    }
+    drop(graph);
+    if let Ok(recorded) = Recorded::new(DType::BF16, parameters, ids, &f) {
+        error.bf16 = Some(judge_bf16(recorded, stream)?);
+    }
+    Ok(error)
+}
+
+/// What the compiled program makes of what is given.
+fn run(graph: &Graph, given: &HashMap<String, Array>, outputs: &[Output]) -> Result<Vec<Vec<f64>>> {
+    let mut session = session(graph, outputs)?;
     let program = session.executable().program("check").expect("it was compiled");
-    for (name, array) in &given {
+    for (name, array) in given {
         let data: Vec<f32> = array.data.iter().map(|&x| x as f32).collect();
         if name.starts_with('x') {
             // A function need not use all of its parameters.
@@ -74,17 +92,66 @@ pub fn gradient_check(
         } else if name.starts_with("ids") {
             let data: Vec<u32> = array.data.iter().map(|&x| x as u32).collect();
             session.write_input(program, name, 0, &data)?;
-        } else {
+        } else if session.write_input(program, name, 0, &data).is_err() {
+            let data: Vec<bf16> = data.into_iter().map(bf16::from_f32).collect();
             session.write_input(program, name, 0, &data)?;
         }
     }
     session.run(program, RunOptions { seed: 1, step: 1, poison: true, ..RunOptions::default() })?;
-    for Output { name, value: id, .. } in &outputs {
-        let data: Vec<f32> = session.output(program, name)?.flatten_all()?.to_vec1()?;
-        let data: Vec<f64> = data.into_iter().map(f64::from).collect();
-        error.kernel = worse(error.kernel, distance(&data, &exact[id.index()].data));
+    let read = |output: &Output| -> Result<Vec<f64>> {
+        Ok(session.output(program, &output.name)?.flatten_all()?.to_dtype(DType::F64)?.to_vec1()?)
+    };
+    outputs.iter().map(read).collect()
+}
+
+/// Judges each operation of a function and its gradients in bf16 on the numbers that it had; see [`GradientError::bf16`].
+fn judge_bf16(Recorded { graph, mut given, y, loss }: Recorded, stream: Stream) -> Result<f64> {
+    let gradients = differentiate(&graph, &loss, 1.0)?;
+    let graph = lock(&graph);
+    let rounded = |x: &f64| f64::from(bf16::from_f64(*x));
+    for (_, array) in given.iter_mut().filter(|(name, _)| !name.starts_with("ids")) {
+        array.data = array.data.iter().map(rounded).collect();
     }
-    Ok(error)
+    // All results, and those alone that are asked for, where others are overwritten.
+    let made = graph.nodes().iter().flat_map(|node| &node.outputs).filter(|&&id| !graph.is_view(id));
+    let all: Vec<Output> = made.map(|&id| Output::local(format!("made {}", id.index()), id)).collect();
+    let asked = [y.id()].into_iter().chain(gradients.iter().flat_map(|gradient| gradient.summands.iter().copied()));
+    let asked: Vec<Output> = asked.map(|id| Output::local(format!("asked {}", id.index()), id)).collect();
+    let found = run(&graph, &given, &all)?;
+    let stored = |id: ValueId, x: &f64| if graph.value(id).spec.dtype == DType::BF16 { rounded(x) } else { *x };
+    let value_of = |id: ValueId| {
+        let root = graph.value(id).root;
+        let data = match &graph.value(root).source {
+            Source::Node { .. } => {
+                let index = all.iter().position(|output| output.value == root).expect("every result is an output");
+                found[index].clone()
+            }
+            Source::Persistent { name, .. } | Source::Input { name } | Source::Cache { name } => {
+                given[name].data.clone()
+            }
+            Source::Constant(number) => vec![stored(root, number)],
+            Source::Data { elements, .. } => elements.iter().map(|x| stored(root, x)).collect(),
+        };
+        Array { dims: vec![data.len()], data }.view(&graph.value(id).layout)
+    };
+    for (output, data) in asked.iter().zip(run(&graph, &given, &asked)?) {
+        assert_eq!(data, value_of(output.value).data, "what is overwritten changes no bit");
+    }
+    let mut worst = 0.0;
+    for node in graph.nodes().iter().filter(|node| !graph.is_view(node.outputs[0])) {
+        let inputs: Vec<Array> = node.inputs.iter().map(|&id| value_of(id)).collect();
+        let exact = node.op.reference(&Reference { inputs: inputs.iter().collect(), stream });
+        for (&id, exact) in node.outputs.iter().zip(exact) {
+            let unit = if graph.value(id).spec.dtype == DType::BF16 { 1.0 / 256.0 } else { 0.0 };
+            let whole = exact.data.iter().map(|x| x * x).sum::<f64>().sqrt();
+            for (&found, &exact) in value_of(id).data.iter().zip(&exact.data) {
+                let error =
+                    if found == exact { 0.0 } else { (found - exact).abs() / (unit * exact.abs() + 1e-5 * whole) };
+                worst = worse(worst, error);
+            }
+        }
+    }
+    Ok(worst)
 }
 
 /// A graph's forward and backward, once.

@@ -15,6 +15,7 @@ fn check(shapes: &[&[usize]], ids: &[(&[usize], &[u32])], f: impl Fn(&[Tensor], 
     let error = gradient_check(shapes, ids, f).unwrap();
     assert!(error.finite_difference <= FINITE_DIFFERENCE, "{error:?}");
     assert!(error.kernel <= KERNEL, "{error:?}");
+    assert!(error.bf16.is_none_or(|error| error <= 1.0), "{error:?}");
 }
 
 const TOKENS: usize = 7;

@@ -14,6 +14,7 @@ fn check(shapes: &[&[usize]], f: impl Fn(&[Tensor]) -> Result<Tensor>) {
     let error = gradient_check(shapes, &[], |x, _| f(x)).unwrap();
     assert!(error.finite_difference <= FINITE_DIFFERENCE, "{error:?}");
     assert!(error.kernel <= KERNEL, "{error:?}");
+    assert!(error.bf16.is_none_or(|error| error <= 1.0), "{error:?}");
 }
 
 /// What the function refuses to record.

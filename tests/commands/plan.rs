@@ -217,7 +217,7 @@ fn a_step_is_planned_within_its_budget_or_refused() {
         (&["--budget", "1MiB"][..], 3, "the smallest step found"),
         // Where the peak is and what is alive there, by role; what would have to change, by name.
         (&["--budget", "1MiB"], 3, "buffers alive at tick "),
-        (&["--budget", "1MiB"], 3, ", in train 0F0"),
+        (&["--budget", "1MiB"], 3, ", in train 0B0"),
         (&["--budget", "1MiB"], 3, " × optimizer state"),
         (&["--budget", "1MiB"], 3, "wte.weight (parameter)"),
         (&["--budget", "1MiB"], 3, "it would fit without "),

@@ -10,7 +10,7 @@ use gapless::engine::checkpoint::Checkpoint;
 use gapless::engine::nn::RouterConfig;
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig, MoeStyle};
 use gapless::nn::VarBuilder;
-use gapless::{DeviceChoice, Model, StepReport, TrainOptions, Trainer};
+use gapless::{DType, DeviceChoice, Model, StepReport, TrainOptions, Trainer};
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Kind {
@@ -206,7 +206,8 @@ fn merge(outcomes: Vec<Outcome>) -> Outcome {
 
 pub fn parameters(trainer: &Trainer) -> Vec<(String, u64)> {
     let hash = |name: &str| {
-        let values: Vec<f32> = trainer.tensor(name).unwrap().flatten_all().unwrap().to_vec1().unwrap();
+        let values = trainer.tensor(name).unwrap().flatten_all().unwrap().to_dtype(DType::F32).unwrap();
+        let values: Vec<f32> = values.to_vec1().unwrap();
         let mut hasher = DefaultHasher::new();
         values.iter().for_each(|value| value.to_bits().hash(&mut hasher));
         (name.to_owned(), hasher.finish())

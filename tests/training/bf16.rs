@@ -1,19 +1,16 @@
-//! A step in bf16: planned in half the bytes, and not run where there are no kernels for it.
+//! A step in bf16: planned in half the bytes but for scratch, and run as in f32 but for roundings.
 
 use std::collections::BTreeMap;
 
-use gapless::TrainError;
 use gapless::engine::Role;
-use gapless::engine::compile::{CompileOptions, Executable, Program, compile};
+use gapless::engine::checkpoint::Checkpoint;
+use gapless::engine::compile::{Executable, Program};
 use gapless::engine::optim::AdamW;
-use gapless::engine::runtime::Error as RuntimeError;
-use gapless::engine::runtime::Session;
-use gapless::engine::runtime::cpu::Workers;
-use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig};
+use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, MoeStyle};
 use gapless::nn::{Embedding, Module, VarBuilder, embedding};
-use gapless::{DType, Mesh, Model, Result, Tensor, TrainOptions, Trainer};
+use gapless::{DType, Layers, Mesh, Model, Recompute, Result, Tensor, TrainOptions, Trainer};
 
-use crate::common::{VOCABULARY, on_cpu};
+use crate::common::{Kind, Run, VOCABULARY, on_cpu};
 
 fn options(dtype: DType, mesh: Mesh) -> TrainOptions {
     let optimizer = AdamW { masters: false, ..AdamW::default() }.into();
@@ -46,9 +43,15 @@ fn is_wide(tensor: &str, bytes: u64) -> bool {
 }
 
 fn check(name: &str, [f32, bf16]: [Program; 2]) {
-    assert_eq!(f32.buffers.len(), bf16.buffers.len(), "{name}");
+    // Copies in f32 are scratch of their own, and between ranks.
+    let stored = |program: &Program| {
+        let buffers = program.buffers.iter().filter(|buffer| !buffer.label.tensor.contains(" in f32 of micro-batch "));
+        buffers.cloned().collect::<Vec<_>>()
+    };
+    let [f32, bf16] = [f32, bf16].map(|program| stored(&program));
+    assert_eq!(f32.len(), bf16.len(), "{name}");
     let mut halved: BTreeMap<Role, u64> = BTreeMap::new();
-    for (f32, bf16) in f32.buffers.iter().zip(&bf16.buffers) {
+    for (f32, bf16) in f32.iter().zip(&bf16) {
         let label = &f32.label;
         assert_eq!(label.tensor, bf16.label.tensor, "{name}");
         let same = match label.role {
@@ -107,19 +110,111 @@ fn masters_take_what_they_are_said_to() {
     }
 }
 
+/// A small run of a model in bf16.
+fn run(kind: Kind) -> Run {
+    let mut run = Run { kind, ..Run::default() };
+    run.options.dtype = DType::BF16;
+    run
+}
+
+/// Models that have all operations of the others.
+const KINDS: [Kind; 3] = [Kind::Gpt, Kind::Llama, Kind::Moe(MoeStyle::Mixtral)];
+
+/// Neither threads, nor what dead memory holds, nor what is computed again.
 #[test]
-fn what_the_cpu_cannot_run_is_refused_before_anything_is_reserved() {
-    let options = options(DType::BF16, Mesh::default());
-    let refused = |error: TrainError| {
-        assert!(matches!(error, TrainError::Runtime(RuntimeError::NoKernels { dtype: DType::BF16 })), "{error}")
-    };
-    refused(Trainer::new(gpt, options.clone()).unwrap_err());
-    let plan = Trainer::plan(gpt, &options).unwrap();
-    assert_eq!(plan.solution.height, plan.solution.lower_bound);
-    refused(Session::on_cpu(plan, Workers::new(1).unwrap(), 0).unwrap_err().into());
-    let f32 = Trainer::program(gpt, &TrainOptions { dtype: DType::F32, ..options }, 0).unwrap();
-    let f32 = compile(&[f32], &CompileOptions::default()).unwrap();
-    Session::on_cpu(f32, Workers::new(1).unwrap(), 0).unwrap();
+fn what_changes_no_bit_in_f32_changes_none_in_bf16() {
+    for kind in KINDS {
+        let plain = run(kind).steps(3);
+        let mut other = run(kind);
+        other.options.threads = 3;
+        assert_eq!(plain, other.steps(3), "threads, {kind:?}");
+        other.options.poison = true;
+        other.options.recompute = Recompute::Layers(Layers::All);
+        assert_eq!(plain, other.steps(3), "poison and everything computed again, {kind:?}");
+    }
+}
+
+/// On the stages of a pipeline; sums over data ranks are rounded to bf16 once.
+#[test]
+fn ranks_train_in_bf16() {
+    for kind in KINDS {
+        let mut one = run(kind);
+        (one.options.micro_batches, one.options.threads) = (4, 1);
+        let plain = one.steps(2);
+        let mut ranks = one.clone();
+        ranks.options.poison = true;
+        ranks.options.mesh = Mesh::pipeline(2);
+        assert_eq!(plain, ranks.steps_on_ranks(2), "two stages, {kind:?}");
+        let mut meshes = vec![(Mesh { data: 2, ..Mesh::default() }, 4), (Mesh { data: 2, ..Mesh::default() }, 1)];
+        if KINDS[2] == kind {
+            meshes.push((Mesh { expert: 2, ..Mesh::default() }, 2));
+        }
+        for (mesh, micro_batches) in meshes {
+            ranks.options.mesh = mesh;
+            ranks.options.micro_batches = micro_batches;
+            // Expert ranks have parameters of their own, and the same losses.
+            let outcome = &ranks.on_ranks(|mut trainer| ranks.go_on(&mut trainer, 2))[0];
+            let pairs = outcome.losses.iter().zip(&plain.losses);
+            for (&found, &expected) in pairs.chain(outcome.gradient_norms.iter().zip(&plain.gradient_norms)) {
+                let (found, expected) = (f32::from_bits(found), f32::from_bits(expected));
+                // A gradient is rounded by 2⁻⁸ of it at most, and a step moves a loss by less.
+                assert!((found - expected).abs() <= 1e-2 * expected, "{kind:?}: {found} instead of {expected}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_resumed_run_in_bf16_goes_on_with_the_same_bits() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = run(Kind::Gpt);
+    let mut straight = run.trainer();
+    run.go_on(&mut straight, 2);
+    straight.save(dir.path(), serde_json::Value::Null).unwrap();
+    let expected = run.go_on(&mut straight, 2);
+    let mut resumed = run.trainer();
+    resumed.resume(&Checkpoint::latest(dir.path()).unwrap().unwrap()).unwrap();
+    assert_eq!(run.go_on(&mut resumed, 2), expected);
+}
+
+/// Losses follow those of f32, with masters and without, and parameters are what their masters say.
+#[test]
+fn bf16_follows_f32() {
+    for (kind, micro_batches, masters) in
+        KINDS.into_iter().flat_map(|kind| [(kind, 1, true), (kind, 4, true), (kind, 1, false)])
+    {
+        let mut in_bf16 = run(kind);
+        in_bf16.options.micro_batches = micro_batches;
+        in_bf16.options.optimizer = AdamW { masters, ..AdamW::default() }.into();
+        let mut in_f32 = in_bf16.clone();
+        in_f32.options.dtype = DType::F32;
+        let (mut narrow, mut wide) = (in_bf16.trainer(), in_f32.trainer());
+        for _ in 0..6 {
+            let (found, expected) = (in_bf16.step(&mut narrow), in_f32.step(&mut wide));
+            // Some roundings of 2⁻⁸ each, of signs as they come.
+            let near = |found: f32, expected: f32, part: f32| (found - expected).abs() <= part * expected;
+            assert!(near(found.loss, expected.loss, 1e-2), "{kind:?}: {} instead of {}", found.loss, expected.loss);
+            let (found, expected) = (found.gradient_norm, expected.gradient_norm);
+            assert!(near(found, expected, 5e-2), "{kind:?}: norm {found} instead of {expected}");
+        }
+        for name in narrow.parameter_names().filter(|_| masters) {
+            let (parameter, Ok(master)) = (narrow.tensor(name).unwrap(), narrow.tensor(&format!("master/{name}")))
+            else {
+                continue;
+            };
+            let rounded = master.to_dtype(DType::BF16).unwrap();
+            let numbers = |x: &candle_core::Tensor| {
+                x.flatten_all().unwrap().to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap()
+            };
+            assert_eq!(numbers(&parameter), numbers(&rounded), "{name}");
+        }
+    }
+}
+
+#[test]
+fn training_in_f16_is_refused_with_the_reason() {
+    let error = Trainer::new(gpt, options(DType::F16, Mesh::default())).unwrap_err().to_string();
+    assert!(error.contains("F16") && error.contains("leave the range of f16"), "{error}");
 }
 
 #[test]

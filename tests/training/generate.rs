@@ -3,7 +3,7 @@
 use std::ops::ControlFlow;
 
 use gapless::models::MoeStyle;
-use gapless::{GenerateOptions, Generation, NextToken, Sampling, TrainError, Trainer};
+use gapless::{DType, GenerateOptions, Generation, NextToken, Sampling, TrainError, Trainer};
 
 use crate::common::{Kind, Run};
 
@@ -34,9 +34,11 @@ fn texts(trainer: &mut Trainer, options: &GenerateOptions) -> Vec<Vec<u32>> {
 /// The logits of every token, of prompts side by side, are those of a forward pass over its whole window, bit for bit.
 #[test]
 fn logits_have_the_bits_of_the_whole_window() {
-    for (kind, threads, chunk) in KINDS.into_iter().flat_map(|kind| [(kind, 1, 5), (kind, 2, 8)]) {
+    let in_f32 = KINDS.into_iter().flat_map(|kind| [(kind, 1, 5, DType::F32), (kind, 2, 8, DType::F32)]);
+    let in_bf16 = [Kind::Gpt, Kind::Llama].map(|kind| (kind, 2, 5, DType::BF16));
+    for (kind, threads, chunk, dtype) in in_f32.chain(in_bf16) {
         let mut run = run(kind, Some(Generation { batch: 3, window: None, chunk }));
-        run.options.threads = threads;
+        (run.options.threads, run.options.dtype) = (threads, dtype);
         run.options.poison = true;
         let mut trainer = run.trainer();
         // Away from the initial values, among which are zeros.

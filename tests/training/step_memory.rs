@@ -8,7 +8,7 @@ use gapless::engine::compile::{CompileOptions, compile};
 use gapless::engine::optim::AdamW;
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig};
 use gapless::parallel::Rates;
-use gapless::{DType, Recompute, TrainOptions, Trainer};
+use gapless::{DType, DeviceChoice, Recompute, TrainOptions, Trainer};
 
 use crate::common::on_cpu;
 
@@ -149,6 +149,7 @@ fn activations_take_less_than_those_of_recorded_pytorch_runs() {
                 micro_batches: 4,
                 sequence: 1024,
                 dtype: DType::BF16,
+                device: DeviceChoice::Cuda(0),
                 optimizer: AdamW { masters: false, ..AdamW::default() }.into(),
                 recompute,
                 ..on_cpu()
@@ -181,8 +182,15 @@ fn llama_2_7b_under_budgets() {
         LlamaConfig { vocabulary: 32_000, kv_heads: 32, hidden: 11_008, rope_theta: 1e4, ..LlamaConfig::default() };
     let model = Model::Llama(llama);
     let optimizer = AdamW { masters: false, ..AdamW::default() }.into();
-    let mut options =
-        TrainOptions { batch: 2, micro_batches: 2, sequence: 4096, dtype: DType::BF16, optimizer, ..on_cpu() };
+    let mut options = TrainOptions {
+        batch: 2,
+        micro_batches: 2,
+        sequence: 4096,
+        dtype: DType::BF16,
+        optimizer,
+        device: DeviceChoice::Cuda(0),
+        ..on_cpu()
+    };
     let all = plan(&options, &model);
     let activations = all.arena - all.persistent();
     println!("everything kept: {}, of which activations {}", Bytes(all.arena), Bytes(activations));

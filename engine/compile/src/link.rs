@@ -11,7 +11,8 @@ use candle_core::Layout;
 use gapless_alloc::arena::ArenaPlan;
 use gapless_alloc::draw::Mark;
 use gapless_alloc::{Problem, Solution, lower_bound, plan_hash};
-use gapless_kernels::cpu::args::Address;
+use gapless_kernels::cpu::args::{Address, Widened, span};
+use gapless_kernels::cpu::bf16::{distinct, widened_layout};
 use gapless_kernels::cpu::scratch::Piece;
 
 use crate::dynamic_alloc::Requests;
@@ -140,6 +141,13 @@ impl Linker<'_> {
             dtype: operand.dtype,
             span: span(layout),
             overwritten_by: operand.overwritten_by,
+            widened: operand.widened.map(|buffer| {
+                Box::new(Widened {
+                    offset: self.offset(buffer),
+                    layout: widened_layout(layout),
+                    distinct: distinct(layout),
+                })
+            }),
             counted: self.requests.address(self.number, self.program, operand),
         }
     }
@@ -198,7 +206,8 @@ fn persistent(programs: &[Program], of: &[Vec<usize>], solution: &Solution) -> V
             let persistent = persistent.entry(index).or_insert_with(|| {
                 let (layout, span) = (Layout::contiguous(spec.shape.clone()), spec.elements());
                 let (offset, dtype) = (solution.offsets[index], spec.dtype);
-                let address = Address { offset, layout, dtype, span, overwritten_by: None, counted: None };
+                let address =
+                    Address { offset, layout, dtype, span, overwritten_by: None, counted: None, widened: None };
                 let (label, spec, fill) = (buffer.label.clone(), spec.clone(), fill.clone());
                 Persistent { label, address, spec, fill, changes_here: false }
             });
@@ -236,10 +245,4 @@ fn check_operands(program: &Program) -> Result<()> {
         Some(instance) => fail(format!("{:?} has gaps, so the host cannot read or write it", instance.name)),
         None => Ok(()),
     }
-}
-
-/// Elements from the first that a layout shows to the last.
-fn span(layout: &Layout) -> usize {
-    let reach = layout.dims().iter().zip(layout.stride()).map(|(&dim, &stride)| dim.saturating_sub(1) * stride);
-    if layout.dims().contains(&0) { 0 } else { 1 + reach.sum::<usize>() }
 }

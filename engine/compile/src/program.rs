@@ -119,17 +119,19 @@ pub struct Operand {
     pub dtype: DType,
     /// For inputs: the output that has the same bytes.
     pub overwritten_by: Option<usize>,
+    /// The piece of the instruction's scratch that has it in f32.
+    pub widened: Option<BufferId>,
 }
 
 impl Operand {
     /// A value as it lies in its root's buffer.
     pub fn new(buffer: BufferId, value: &Value) -> Self {
-        Self { buffer, layout: value.layout.clone(), dtype: value.spec.dtype, overwritten_by: None }
+        Self { buffer, layout: value.layout.clone(), dtype: value.spec.dtype, overwritten_by: None, widened: None }
     }
 
     /// One f32.
     pub fn scalar(buffer: BufferId) -> Self {
-        Self { buffer, layout: Layout::contiguous(()), dtype: DType::F32, overwritten_by: None }
+        Self { buffer, layout: Layout::contiguous(()), dtype: DType::F32, overwritten_by: None, widened: None }
     }
 }
 
@@ -400,6 +402,7 @@ impl Program {
         for instr in &mut self.instrs {
             instr.inputs.iter_mut().chain(&mut instr.outputs).for_each(|operand| f(&mut operand.buffer));
             instr.workspace.iter_mut().for_each(&mut f);
+            instr.inputs.iter_mut().chain(&mut instr.outputs).filter_map(|o| o.widened.as_mut()).for_each(&mut f);
         }
         self.inputs.iter_mut().chain(&mut self.outputs).for_each(|instance| f(&mut instance.operand.buffer));
     }

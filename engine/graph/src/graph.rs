@@ -22,7 +22,7 @@ use crate::optim::Optimizer;
 use crate::reference::layout_indices;
 
 /// The types that operations compute in, each in one of them throughout: sums and statistics that need it are f32 in any
-/// case. The CPU has kernels for f32; a step in bf16 can be planned.
+/// case.
 pub const FLOATS: [DType; 2] = [DType::F32, DType::BF16];
 
 /// Index of a value in its graph.

@@ -110,6 +110,17 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
         Vec::new()
     }
 
+    /// Whether [`Op::run`] takes what is stored in bf16 as it is. If not, it is given a copy in f32 of each such input, and what it
+    /// writes is rounded behind it: a kernel for f32 is one for bf16 too, for some scratch.
+    fn runs_in_bf16(&self) -> bool {
+        false
+    }
+
+    /// Whether it takes input `index` as it is, which no output overwrites; what it writes may be rounded behind it all the same.
+    fn reads_bf16(&self, _index: usize) -> bool {
+        self.runs_in_bf16()
+    }
+
     /// The CPU kernel. Not called for views.
     fn run(&self, args: &mut Args<'_>);
 

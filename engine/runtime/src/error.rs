@@ -14,9 +14,7 @@ pub enum Error {
     Compile(#[from] gapless_compile::Error),
     #[error("{name:?} is {dtype:?}; only tensors of floats are read and written this way")]
     NotFloat { name: String, dtype: DType },
-    #[error(
-        "the CPU computes in f32, not {dtype:?}; run such a step on a GPU, plan it with Trainer::plan, or run it in f32"
-    )]
+    #[error("the CPU has no kernels for {dtype:?}; run the step in f32 or bf16")]
     NoKernels { dtype: DType },
     #[cfg(feature = "cuda")]
     #[error(

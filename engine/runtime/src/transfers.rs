@@ -254,7 +254,7 @@ pub(super) unsafe fn begin(
     let range = |address: &Address| unsafe { range(base, address, places) };
     let (mut starts, mut row_bytes) = ([&[][..]; 2], 0);
     if let Collective::AllToAllRows { rows, .. } = collective {
-        row_bytes = outputs[0].span / rows * size_of::<f32>();
+        row_bytes = outputs[0].span / rows * outputs[0].dtype.size_in_bytes();
         for (starts, address) in starts.iter_mut().zip(&inputs[1..]) {
             let start = base.0.wrapping_add(address.offset as usize).cast::<u32>().cast_const();
             // SAFETY: by this function's contract; starts are u32 without gaps, and nobody writes them now.

@@ -3,7 +3,6 @@
 //! In: a model, options, and perhaps the way to other ranks or a device. Out: a trainer whose arena is reserved and filled. Never:
 //! ranks of one mesh on CPUs and on GPUs, whose copies of a parameter would drift apart.
 
-use candle_core::DType;
 use gapless_compile::Executable;
 use gapless_compile::Target;
 use gapless_compile::step::{
@@ -11,10 +10,12 @@ use gapless_compile::step::{
 };
 use gapless_graph::Model;
 use gapless_graph::nn::VarBuilder;
+#[cfg(feature = "cuda")]
+use gapless_runtime::Error as RuntimeError;
 use gapless_runtime::cpu::{Workers, resolve_threads};
 #[cfg(feature = "cuda")]
 use gapless_runtime::cuda;
-use gapless_runtime::{Communicators, Error as RuntimeError, Session};
+use gapless_runtime::{Communicators, Session};
 
 #[cfg(not(feature = "cuda"))]
 use super::device;
@@ -50,7 +51,7 @@ impl Trainer {
     ///
     /// # Errors
     /// When the options or the model's shapes do not fit together, or the arena does not fit the device's memory;
-    /// [`RuntimeError::NoKernels`](gapless_runtime::Error::NoKernels) for another type than f32 on the CPU; [`OverBudget`](gapless_compile::Error::OverBudget); [`RuntimeError::Offload`](gapless_runtime::Error::Offload) when its file cannot be
+    /// [`OverBudget`](gapless_compile::Error::OverBudget); [`RuntimeError::Offload`](gapless_runtime::Error::Offload) when its file cannot be
     /// made; `RuntimeError::Device` and `RuntimeError::NoDeviceKernels` when there is no GPU that was asked for, or it has no kernels for a step.
     pub fn new<M: Model>(
         build: impl Fn(VarBuilder) -> gapless_graph::Result<M>,
@@ -169,14 +170,6 @@ impl Trainer {
             Ok(trainer) => return Ok(trainer),
             Err(because) => because,
         };
-        if options.dtype != DType::F32 {
-            return Err(match because {
-                Some(why) => {
-                    TrainError::Config { what: "device", why, remedy: "the CPU, which is left, computes in f32 alone" }
-                }
-                None => RuntimeError::NoKernels { dtype: options.dtype }.into(),
-            });
-        }
         let threads = resolve_threads(options.threads);
         let plan = RankPlan::new(options.mesh, rank, &options.pipeline, options.micro_batches)?;
         let (executable, compiled) = purpose.compile(build, &options.step(), &plan, Target::Cpu { threads })?;

@@ -29,8 +29,8 @@ pub struct TrainOptions {
     pub device: DeviceChoice,
     /// The type of parameters, activations and gradients. In [`DType::BF16`] [`AdamW`] keeps masters and moments in f32, and sums
     /// gradients of several micro-batches in f32 ([`AdamW::masters`]). The statistics of norms, log-sum-exps, losses and the
-    /// gradients' norm are f32 in any case, and scratch is sized for kernels that compute in f32. The CPU has no other kernels:
-    /// it can plan a step in bf16 ([`Trainer::plan`](super::Trainer::plan)), not run it.
+    /// gradients' norm are f32 in any case. All arithmetic is in f32: on the CPU, what a kernel does not widen as it loads it has a
+    /// copy in f32 in scratch while the kernel runs. f16 is refused: without a scaled loss, gradients leave its range.
     pub dtype: DType,
     /// Which part of the model is trained. Frozen parameters are there in [`Self::dtype`] alone, without gradients, states or
     /// masters, and the forward keeps what the trained part needs.
@@ -197,7 +197,11 @@ impl TrainOptions {
             return fail("batch, sequence and micro_batches", "one of them is 0".into(), "each is at least 1");
         }
         if !FLOATS.contains(&self.dtype) {
-            return fail("dtype", format!("{:?}", self.dtype), "train in f32 or, on a GPU, bf16");
+            return fail(
+                "dtype",
+                format!("{:?}", self.dtype),
+                "train in f32 or bf16: gradients leave the range of f16 without a scaled loss, and no kernel computes in f64; a Hugging Face folder in f16 is read all the same",
+            );
         }
         self.mesh.ranks()?;
         let parts = self.parts();

@@ -111,7 +111,7 @@ pub struct StepConfig {
     pub micro_batches: usize,
     /// Tokens per sequence.
     pub sequence: usize,
-    /// `f32` or, on a GPU, `bf16`.
+    /// `f32` or `bf16`.
     pub dtype: Float,
     /// `auto`, `cpu`, `cuda` or `cuda:1`.
     #[serde(deserialize_with = "parses_as::<DeviceChoice, _>")]

@@ -12,6 +12,7 @@ mod renumber;
 mod reorder;
 #[cfg(test)]
 mod tests;
+mod widen;
 
 use std::collections::HashMap;
 
@@ -46,7 +47,7 @@ struct Pass {
 }
 
 /// All passes, in order.
-const PASSES: [Pass; 7] = [
+const PASSES: [Pass; 8] = [
     // Activations that wait for their backward in eight bits or in a file.
     Pass { name: "offload", run: offload::run },
     // What other ranks make is received, what they read is sent; whatever is under way is waited for.
@@ -54,6 +55,8 @@ const PASSES: [Pass; 7] = [
     // Outputs that take over the bytes of an input that nobody reads any more.
     Pass { name: "in_place", run: in_place::run },
     Pass { name: "renumber", run: renumber::run },
+    // Room for copies in f32 of what is stored in bf16, for kernels that know f32 alone.
+    Pass { name: "widen", run: widen::run },
     // Sums and updates that let go of memory, as soon as all they need is there.
     Pass { name: "hoist_update", run: hoist_update::run },
     // Neighbours in the order in which fewest bytes are alive.
@@ -69,7 +72,12 @@ pub(crate) fn run(
     observe: &mut dyn FnMut(&'static str, &Program),
 ) -> Result<()> {
     for pass in &PASSES {
-        if pass.name == "fuse" && context.lowering.target != Target::Cuda {
+        let is_for = match (pass.name, context.lowering.target) {
+            ("widen", target) => matches!(target, Target::Cpu { .. }),
+            ("fuse", target) => target == Target::Cuda,
+            _ => true,
+        };
+        if !is_for {
             continue;
         }
         (pass.run)(program, context)?;

@@ -121,7 +121,7 @@ impl Offload<'_> {
 fn packed_operands(buffers: [BufferId; 2], spec: &Spec) -> Vec<Operand> {
     let operand = |(buffer, spec): (BufferId, Spec)| {
         let (layout, dtype) = (Layout::contiguous(spec.shape.clone()), spec.dtype);
-        Operand { buffer, layout, dtype, overwritten_by: None }
+        Operand { buffer, layout, dtype, overwritten_by: None, widened: None }
     };
     buffers.into_iter().zip(packed(spec)).map(operand).collect()
 }

@@ -65,7 +65,7 @@ impl Generation {
         Ok(vec![program("prefill", chunk)?, program("decode", 1)?])
     }
 
-    /// The logits of one token of each sequence, [batch, 1, vocabulary].
+    /// The logits of one token of each sequence, f32 [batch, 1, vocabulary].
     fn program(
         &self,
         build: &Build<'_>,
@@ -78,7 +78,8 @@ impl Generation {
         let positions = trace.input("positions", trace.tokens.spec().clone())?.id();
         trace.lock().continue_sequences(TokenCache { positions, window });
         let logits = model.forward(&trace.tokens, false)?;
-        let logits = if tokens == 1 { logits } else { one_of_each(&trace, &logits)? }.contiguous()?;
+        let logits = if tokens == 1 { logits } else { one_of_each(&trace, &logits)? };
+        let logits = logits.contiguous()?.to_dtype(DType::F32)?;
         forward(&trace, name, Output::everywhere("logits", logits.id()), ranks, &ParameterStages::new(), target)
     }
 }

@@ -16,7 +16,7 @@ mod update;
 
 use std::collections::{BTreeSet, HashMap};
 
-use candle_core::D;
+use candle_core::{D, DType};
 use gapless_alloc::Role;
 use gapless_graph::Model;
 use gapless_graph::nn::VarBuilder;
@@ -169,7 +169,7 @@ fn evaluation(
     forward(&trace, "evaluate", Output::everywhere("loss", loss.id()), ranks, stages, target)
 }
 
-/// The logits of one sequence, and how many ids tokens may have.
+/// The logits of one sequence in f32, and how many ids tokens may have.
 fn logits(
     build: &Build<'_>,
     options: &StepOptions,
@@ -180,7 +180,7 @@ fn logits(
     let (trace, model) = Trace::new(build, options, ranks, (1, options.sequence), false)?;
     let logits = model.forward(&trace.tokens, false)?;
     let vocabulary = logits.dim(D::Minus1)?.min(trace.smallest_table());
-    let logits = logits.contiguous()?;
+    let logits = logits.contiguous()?.to_dtype(DType::F32)?;
     let program = forward(&trace, "logits", Output::everywhere("logits", logits.id()), ranks, stages, target)?;
     Ok((program, vocabulary))
 }

@@ -36,6 +36,10 @@ impl Op for Affine {
         &[(0, 0)]
     }
 
+    fn runs_in_bf16(&self) -> bool {
+        true
+    }
+
     fn run(&self, args: &mut Args<'_>) {
         let (scale, shift) = (self.scale as f32, self.shift as f32);
         map(args, |x| x * scale + shift);

@@ -92,6 +92,10 @@ impl Op for Binary {
         &[(0, 0), (1, 0)]
     }
 
+    fn runs_in_bf16(&self) -> bool {
+        true
+    }
+
     fn run(&self, args: &mut Args<'_>) {
         match self.kind {
             BinaryKind::Add => zip(args, |a, b| a + b),

@@ -2,7 +2,7 @@
 
 use candle_core::DType;
 use gapless_kernels::Spec;
-use gapless_kernels::cpu::{Args, BLOCK, InPieces, Pieces};
+use gapless_kernels::cpu::{Args, BLOCK, Float, InPieces, Pieces, vectorize, with_float};
 
 use crate::error::Result;
 use crate::graph::FLOATS;
@@ -48,15 +48,12 @@ impl Op for Cast {
         true
     }
 
-    /// To f32, the only type that the CPU computes in.
+    fn runs_in_bf16(&self) -> bool {
+        true
+    }
+
     fn run(&self, args: &mut Args<'_>) {
-        let accumulate = args.accumulate(0);
-        let out = args.output::<f32>(0);
-        match args.input_dtype(0) {
-            DType::U8 => convert(out, args.input::<u8>(0), accumulate, f32::from),
-            DType::U32 => convert(out, args.input::<u32>(0), accumulate, |x| x as f32),
-            _ => convert(out, args.input::<f32>(0), accumulate, |x| x),
-        }
+        with_float!(args.output_dtype(0), To => run_to::<To>(args));
     }
     fn cuda_fusible(&self) -> Option<gapless_kernels::cuda::Fusible> {
         Some(gapless_kernels::cuda::Fusible::each("$0"))
@@ -71,10 +68,22 @@ impl Op for Cast {
     }
 }
 
+fn run_to<To: Float>(args: &mut Args<'_>) {
+    let accumulate = args.accumulate(0);
+    let out = args.output::<To>(0);
+    match args.input_dtype(0) {
+        DType::U8 => convert(out, args.input::<u8>(0), accumulate, f32::from),
+        DType::U32 => convert(out, args.input::<u32>(0), accumulate, |x| x as f32),
+        dtype => with_float!(dtype, From => convert(out, args.input::<From>(0), accumulate, From::load)),
+    }
+}
+
 /// Each element as a float, set or added.
-fn convert<T: Copy + Sync>(out: &mut [f32], x: &[T], accumulate: bool, f: impl Fn(T) -> f32 + Sync) {
-    out.pieces_mut(BLOCK).zip(x.pieces(BLOCK)).for_each(|(out, x)| match accumulate {
-        true => out.iter_mut().zip(x).for_each(|(o, &x)| *o += f(x)),
-        false => out.iter_mut().zip(x).for_each(|(o, &x)| *o = f(x)),
+fn convert<T: Copy + Sync, To: Float>(out: &mut [To], x: &[T], accumulate: bool, f: impl Fn(T) -> f32 + Sync) {
+    out.pieces_mut(BLOCK).zip(x.pieces(BLOCK)).for_each(|(out, x)| {
+        vectorize!(match accumulate {
+            true => out.iter_mut().zip(x).for_each(|(o, &x)| *o = To::store(o.load() + f(x))),
+            false => out.iter_mut().zip(x).for_each(|(o, &x)| *o = To::store(f(x))),
+        });
     });
 }

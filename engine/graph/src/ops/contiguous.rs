@@ -2,7 +2,7 @@
 
 use candle_core::DType;
 use gapless_kernels::Spec;
-use gapless_kernels::cpu::{Args, Element, each_row, row_of};
+use gapless_kernels::cpu::{Args, Element, each_row, row_of, with_float};
 
 use crate::error::Result;
 use crate::reference::{Array, Reference};
@@ -36,11 +36,15 @@ impl Op for Contiguous {
         0
     }
 
+    fn runs_in_bf16(&self) -> bool {
+        true
+    }
+
     fn run(&self, args: &mut Args<'_>) {
         match args.input_dtype(0) {
             DType::U8 => copy::<u8>(args),
             DType::U32 => copy::<u32>(args),
-            _ => copy::<f32>(args),
+            dtype => with_float!(dtype, Stored => copy::<Stored>(args)),
         }
     }
     fn cuda_fusible(&self) -> Option<gapless_kernels::cuda::Fusible> {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::DType;
 use gapless_kernels::Spec;
-use gapless_kernels::cpu::{Args, InPieces, Pieces, rows_per_task, vectorize};
+use gapless_kernels::cpu::{Args, Float, InPieces, Pieces, rows_per_task, vectorize, with_float};
 
 use super::OutputTypes;
 use crate::error::Result;
@@ -46,16 +46,12 @@ impl Op for Embedding {
         0
     }
 
+    fn runs_in_bf16(&self) -> bool {
+        true
+    }
+
     fn run(&self, args: &mut Args<'_>) {
-        let out = args.output::<f32>(0);
-        let (table, ids) = (args.input::<f32>(0), args.input::<u32>(1));
-        let width = super::width(args.output_dims(0));
-        let rows = rows_per_task(width);
-        out.pieces_mut(rows * width).zip(ids.pieces(rows)).for_each(|(out, ids)| {
-            for (out, &id) in out.chunks_exact_mut(width).zip(ids) {
-                out.copy_from_slice(&table[id as usize * width..][..width]);
-            }
-        });
+        with_float!(args.output_dtype(0), Stored => look_up::<Stored>(args));
     }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
         gapless_kernels::cuda::launch::embedding(operands)
@@ -68,6 +64,18 @@ impl Op for Embedding {
         let rows = ids.data.iter().flat_map(|&id| table.data[id as usize * width..][..width].iter().copied());
         vec![Array::new(&dims, rows.collect())]
     }
+}
+
+fn look_up<T: Float>(args: &mut Args<'_>) {
+    let out = args.output::<T>(0);
+    let (table, ids) = (args.input::<T>(0), args.input::<u32>(1));
+    let width = super::width(args.output_dims(0));
+    let rows = rows_per_task(width);
+    out.pieces_mut(rows * width).zip(ids.pieces(rows)).for_each(|(out, ids)| {
+        for (out, &id) in out.chunks_exact_mut(width).zip(ids) {
+            out.copy_from_slice(&table[id as usize * width..][..width]);
+        }
+    });
 }
 
 /// The rows of dy added into the rows of a table that ids name: rows of the table in parallel, those of dy in order.

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use candle_core::DType;
 use gapless_kernels::Spec;
-use gapless_kernels::cpu::gemm::{Epilogue, Gemm, Mode, Strides};
-use gapless_kernels::cpu::{Args, InPieces, Pieces, vectorize};
+use gapless_kernels::cpu::gemm::{Epilogue, Factor, Gemm, Mode, Strides};
+use gapless_kernels::cpu::{Args, InPieces, Pieces, vectorize, with_float};
 
 use super::OutputTypes;
 use crate::error::Result;
@@ -69,12 +69,19 @@ impl Op for Linear {
         forward(inputs[0].dims(), inputs[1].dims()).scratch(threads)
     }
 
+    /// As factors are packed.
+    fn reads_bf16(&self, index: usize) -> bool {
+        index < 2
+    }
+
     fn run(&self, args: &mut Args<'_>) {
         let (out, scratch) = (args.output::<f32>(0), &mut args.workspace());
         let gemm = forward(args.input_dims(0), args.input_dims(1));
         let epilogue = Epilogue { bias: self.has_bias.then(|| args.input(2)), residual: None };
-        gemm.run(args.input(0), args.input(1), out, Mode::Overwrite, epilogue, scratch)
-            .expect("extents by the shape rule");
+        with_float!(args.input_dtype(0), T => {
+            gemm.run(args.input::<T>(0), args.input::<T>(1), out, Mode::Overwrite, epilogue, scratch)
+        })
+        .expect("extents by the shape rule");
     }
     fn cuda_fusible(&self) -> Option<gapless_kernels::cuda::Fusible> {
         Some(gapless_kernels::cuda::Fusible::Product)
@@ -143,11 +150,19 @@ impl Op for LinearGradInput {
         Self::gemm(inputs[0].dims(), inputs[1].dims()).scratch(threads)
     }
 
+    /// As factors are packed.
+    fn reads_bf16(&self, index: usize) -> bool {
+        index < 2
+    }
+
     fn run(&self, args: &mut Args<'_>) {
         let (out, scratch) = (args.output::<f32>(0), &mut args.workspace());
         let gemm = Self::gemm(args.input_dims(0), args.input_dims(1));
-        let (dy, weight) = (args.input(0), args.input(1));
-        gemm.run(dy, weight, out, Mode::Overwrite, Epilogue::default(), scratch).expect("extents by the shape rule");
+        with_float!(args.input_dtype(0), T => {
+            let (dy, weight) = (args.input::<T>(0), args.input::<T>(1));
+            gemm.run(dy, weight, out, Mode::Overwrite, Epilogue::default(), scratch)
+        })
+        .expect("extents by the shape rule");
     }
     fn cuda_fusible(&self) -> Option<gapless_kernels::cuda::Fusible> {
         Some(gapless_kernels::cuda::Fusible::Product)
@@ -192,6 +207,31 @@ impl LinearGradWeight {
         let sequence = if x.len() > 2 { x[x.len() - 2] } else { rows };
         Gemm::new(out, width, rows, Strides::transposed(out), Strides::row_major(width)).with_segment(sequence.max(1))
     }
+
+    /// On factors that are stored in this type.
+    fn run_on<T: Factor>(&self, args: &mut Args<'_>) {
+        let (d_weight, scratch) = (args.output::<f32>(0), &mut args.workspace());
+        let (x, dy) = (args.input::<T>(0), args.input::<T>(1));
+        let gemm = Self::gemm(args.input_dims(0), args.input_dims(1));
+        let mode = if args.accumulate(0) { Mode::Accumulate } else { Mode::Overwrite };
+        gemm.run(dy, x, d_weight, mode, Epilogue::default(), scratch).expect("extents by the shape rule");
+        if !self.has_bias {
+            return;
+        }
+        let d_bias = args.output::<f32>(1);
+        if !args.accumulate(1) {
+            d_bias.fill(0.0);
+        }
+        let width = d_bias.len();
+        d_bias.pieces_mut(COLUMNS).enumerate().for_each(|(task, d_bias)| {
+            let columns = task * COLUMNS..task * COLUMNS + d_bias.len();
+            vectorize!({
+                for row in dy.chunks_exact(width) {
+                    d_bias.iter_mut().zip(&row[columns.clone()]).for_each(|(sum, dy)| *sum += dy.load());
+                }
+            });
+        });
+    }
 }
 
 /// Columns of the bias per task: four cache lines of each row.
@@ -225,28 +265,13 @@ impl Op for LinearGradWeight {
         Self::gemm(inputs[0].dims(), inputs[1].dims()).scratch(threads)
     }
 
+    /// As factors are packed.
+    fn reads_bf16(&self, index: usize) -> bool {
+        index < 2
+    }
+
     fn run(&self, args: &mut Args<'_>) {
-        let (d_weight, scratch) = (args.output::<f32>(0), &mut args.workspace());
-        let (x, dy) = (args.input::<f32>(0), args.input::<f32>(1));
-        let gemm = Self::gemm(args.input_dims(0), args.input_dims(1));
-        let mode = if args.accumulate(0) { Mode::Accumulate } else { Mode::Overwrite };
-        gemm.run(dy, x, d_weight, mode, Epilogue::default(), scratch).expect("extents by the shape rule");
-        if !self.has_bias {
-            return;
-        }
-        let d_bias = args.output::<f32>(1);
-        if !args.accumulate(1) {
-            d_bias.fill(0.0);
-        }
-        let width = d_bias.len();
-        d_bias.pieces_mut(COLUMNS).enumerate().for_each(|(task, d_bias)| {
-            let columns = task * COLUMNS..task * COLUMNS + d_bias.len();
-            vectorize!({
-                for row in dy.chunks_exact(width) {
-                    d_bias.iter_mut().zip(&row[columns.clone()]).for_each(|(sum, &dy)| *sum += dy);
-                }
-            });
-        });
+        with_float!(args.input_dtype(0), T => self.run_on::<T>(args));
     }
     fn cuda_workspace(&self, inputs: &[Spec], _: &[Spec]) -> Vec<u64> {
         let (width, out) = (super::width(inputs[0].dims()), super::width(inputs[1].dims()));

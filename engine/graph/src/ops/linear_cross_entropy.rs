@@ -10,9 +10,9 @@ use std::sync::Arc;
 
 use candle_core::{DType, Layout};
 use gapless_kernels::Spec;
-use gapless_kernels::cpu::gemm::{Epilogue, Gemm, Mode, Strides};
+use gapless_kernels::cpu::gemm::{Epilogue, Factor, Gemm, Mode, Strides};
 use gapless_kernels::cpu::scratch::for_each_of;
-use gapless_kernels::cpu::{Args, InPieces, Pieces, Scratch, math, reduce, rows_per_task, vectorize};
+use gapless_kernels::cpu::{Args, InPieces, Pieces, Scratch, math, reduce, rows_per_task, vectorize, with_float};
 use gapless_kernels::cuda::{
     Launch, Product,
     launch::{self, Matrix},
@@ -136,6 +136,11 @@ impl Op for LinearCrossEntropy {
         Chunks::of(inputs).scratch(self.products(), threads)
     }
 
+    /// As factors are packed.
+    fn reads_bf16(&self, index: usize) -> bool {
+        index < 2
+    }
+
     fn run(&self, args: &mut Args<'_>) {
         let chunks = Chunks::new(args.input_dims(0), args.input_dims(1));
         let (losses, scratch) = (args.output(0), args.workspace());
@@ -145,7 +150,7 @@ impl Op for LinearCrossEntropy {
             d_weight: self.has_d_weight.then(|| args.output(2)),
             accumulate: self.has_d_weight && args.accumulate(2),
         });
-        chunks.pass(&Inputs::of(args), losses, backward, scratch);
+        with_float!(args.input_dtype(1), T => chunks.pass(&Inputs::<T>::of(args), losses, backward, scratch));
     }
     fn cuda_workspace(&self, inputs: &[Spec], _: &[Spec]) -> Vec<u64> {
         Chunks::of(inputs).cuda_workspace(inputs[0].dtype, self.products())
@@ -220,6 +225,11 @@ impl Op for LinearCrossEntropyGrad {
         [vec![4 * chunks.rows as u64], chunks.scratch(products, threads)].concat()
     }
 
+    /// As factors are packed.
+    fn reads_bf16(&self, index: usize) -> bool {
+        index < 2
+    }
+
     fn run(&self, args: &mut Args<'_>) {
         let chunks = Chunks::new(args.input_dims(0), args.input_dims(1));
         // The losses are known already; here they are a by-product.
@@ -232,7 +242,7 @@ impl Op for LinearCrossEntropyGrad {
             d_weight: self.has_d_weight.then(|| args.output(1)),
             accumulate: self.has_d_weight && args.accumulate(1),
         };
-        chunks.pass(&Inputs::of(args), losses, Some(backward), scratch);
+        with_float!(args.input_dtype(1), T => chunks.pass(&Inputs::<T>::of(args), losses, Some(backward), scratch));
     }
     fn cuda_workspace(&self, inputs: &[Spec], _: &[Spec]) -> Vec<u64> {
         let chunks = Chunks::of(inputs);
@@ -416,9 +426,9 @@ impl Chunks {
     }
 
     /// The losses of all rows, and their gradients if asked for.
-    fn pass(
+    fn pass<T: Factor>(
         &self,
-        inputs: &Inputs<'_>,
+        inputs: &Inputs<'_, T>,
         losses: &mut [f32],
         mut backward: Option<Backward<'_>>,
         mut scratch: Scratch<'_>,
@@ -431,21 +441,30 @@ impl Chunks {
         for (index, range) in self.ranges().enumerate() {
             let (rows, elements) = (range.len(), range.start * width..range.end * width);
             let logits = &mut logits[..rows * vocabulary];
-            let x = match (inputs.x, &backward) {
-                (Some(x), _) => &x[elements.clone()],
-                (None, Some(backward)) => &backward.dx[elements.clone()],
+            match (inputs.x, &backward) {
+                (Some(x), _) => {
+                    self.logits(rows).run(&x[elements.clone()], weight, logits, Mode::Overwrite, none, scratch)
+                }
+                (None, Some(backward)) => {
+                    let x = &backward.dx[elements.clone()];
+                    self.logits(rows).run(x, weight, logits, Mode::Overwrite, none, scratch)
+                }
                 (None, None) => unreachable!("only dx overwrites x"),
-            };
-            self.logits(rows).run(x, weight, logits, Mode::Overwrite, none, scratch).expect(FITS);
+            }
+            .expect(FITS);
             let d_losses = backward.as_ref().map(|backward| backward.d_losses);
             cross_entropy(logits, &inputs.targets[range.clone()], &mut losses[range.clone()], |row| {
                 d_losses.map(|d_losses| d_losses.at(range.start + row))
             });
             let Some(Backward { dx, d_weight, accumulate, .. }) = &mut backward else { continue };
             let mode = if *accumulate || index > 0 { Mode::Accumulate } else { Mode::Overwrite };
-            let x = inputs.x.map_or(&dx[elements.clone()], |x| &x[elements.clone()]);
             if let Some(d_weight) = d_weight {
-                self.d_weight(rows).run(logits, x, d_weight, mode, none, scratch).expect(FITS);
+                let product = self.d_weight(rows);
+                match inputs.x {
+                    Some(x) => product.run(logits, &x[elements.clone()], d_weight, mode, none, scratch),
+                    None => product.run(logits, &dx[elements.clone()], d_weight, mode, none, scratch),
+                }
+                .expect(FITS);
             }
             // Last, as it may overwrite x.
             self.dx(rows).run(logits, weight, &mut dx[elements], Mode::Overwrite, none, scratch).expect(FITS);
@@ -453,14 +472,14 @@ impl Chunks {
     }
 }
 
-struct Inputs<'a> {
+struct Inputs<'a, T> {
     /// None if dx has its bytes.
-    x: Option<&'a [f32]>,
-    weight: &'a [f32],
+    x: Option<&'a [T]>,
+    weight: &'a [T],
     targets: &'a [u32],
 }
 
-impl<'a> Inputs<'a> {
+impl<'a, T: Factor> Inputs<'a, T> {
     fn of(args: &Args<'a>) -> Self {
         let x = (!args.is_overwritten(0)).then(|| args.input(0));
         Self { x, weight: args.input(1), targets: args.input(2) }

@@ -2,8 +2,8 @@
 
 use candle_core::Layout;
 use gapless_kernels::Spec;
-use gapless_kernels::cpu::Args;
-use gapless_kernels::cpu::gemm::{Batch, Epilogue, Gemm, Mode, Strides};
+use gapless_kernels::cpu::gemm::{Batch, Epilogue, Factor, Gemm, Mode, Strides};
+use gapless_kernels::cpu::{Args, with_float};
 
 use crate::error::Result;
 use crate::reference::{Array, Reference};
@@ -57,17 +57,13 @@ impl Op for MatMul {
         product(&dense(&inputs[0]), &dense(&inputs[1])).scratch(threads)
     }
 
+    /// As factors are packed.
+    fn reads_bf16(&self, _: usize) -> bool {
+        true
+    }
+
     fn run(&self, args: &mut Args<'_>) {
-        let (out, scratch) = (args.output::<f32>(0), &mut args.workspace());
-        let ((a, a_layout), (b, b_layout)) = (args.strided::<f32>(0), args.strided::<f32>(1));
-        let gemm = product(a_layout, b_layout);
-        let rank = a_layout.dims().len();
-        let outer: usize = a_layout.dims()[..rank.saturating_sub(3)].iter().product();
-        let share = out.len() / outer.max(1);
-        for (i, out) in out.chunks_exact_mut(share.max(1)).enumerate() {
-            let (a, b) = (&a[outer_offset(a_layout, i)..], &b[outer_offset(b_layout, i)..]);
-            gemm.run(a, b, out, Mode::Overwrite, Epilogue::default(), scratch).expect("extents by the shape rule");
-        }
+        with_float!(args.input_dtype(0), T => run_on::<T>(args));
     }
     fn cuda_reads_strides(&self, _: usize, layout: &Layout) -> bool {
         gapless_kernels::cuda::launch::is_matrix(layout)
@@ -95,6 +91,20 @@ impl Op for MatMul {
             }
         }
         vec![out]
+    }
+}
+
+/// On factors that are stored in this type.
+fn run_on<T: Factor>(args: &mut Args<'_>) {
+    let (out, scratch) = (args.output::<f32>(0), &mut args.workspace());
+    let ((a, a_layout), (b, b_layout)) = (args.strided::<T>(0), args.strided::<T>(1));
+    let gemm = product(a_layout, b_layout);
+    let rank = a_layout.dims().len();
+    let outer: usize = a_layout.dims()[..rank.saturating_sub(3)].iter().product();
+    let share = out.len() / outer.max(1);
+    for (i, out) in out.chunks_exact_mut(share.max(1)).enumerate() {
+        let (a, b) = (&a[outer_offset(a_layout, i)..], &b[outer_offset(b_layout, i)..]);
+        gemm.run(a, b, out, Mode::Overwrite, Epilogue::default(), scratch).expect("extents by the shape rule");
     }
 }
 

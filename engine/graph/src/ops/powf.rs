@@ -38,6 +38,10 @@ impl Op for Powf {
         &[(0, 0)]
     }
 
+    fn runs_in_bf16(&self) -> bool {
+        true
+    }
+
     fn run(&self, args: &mut Args<'_>) {
         let exponent = self.exponent as f32;
         map(args, |x| x.powf(exponent));

@@ -34,6 +34,10 @@ impl Op for SwiGlu {
         &[(0, 0), (1, 0)]
     }
 
+    fn runs_in_bf16(&self) -> bool {
+        true
+    }
+
     fn run(&self, args: &mut Args<'_>) {
         zip(args, |gate, up| gate * math::sigmoid(gate) * up);
     }

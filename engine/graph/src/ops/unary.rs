@@ -102,6 +102,10 @@ impl Op for Unary {
         &[(0, 0)]
     }
 
+    fn runs_in_bf16(&self) -> bool {
+        true
+    }
+
     fn run(&self, args: &mut Args<'_>) {
         match self.kind {
             UnaryKind::Exp => map(args, math::exp),
@@ -152,6 +156,10 @@ impl Op for UnaryGrad {
 
     fn inplace(&self) -> &[(usize, usize)] {
         &[(1, 0), (0, 0)]
+    }
+
+    fn runs_in_bf16(&self) -> bool {
+        true
     }
 
     fn run(&self, args: &mut Args<'_>) {

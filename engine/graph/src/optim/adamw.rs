@@ -2,7 +2,7 @@
 
 use candle_core::DType;
 use gapless_kernels::Spec;
-use gapless_kernels::cpu::{Args, BLOCK, InPieces, Pieces, vectorize};
+use gapless_kernels::cpu::{Args, BLOCK, Float, InPieces, Pieces, vectorize, with_float};
 
 use super::{Optimizer, ParameterInfo, ParameterUpdate, SCALARS, State, StateInit};
 use crate::error::{Error, Result};
@@ -183,6 +183,40 @@ struct AdamWUpdate {
     has_master: bool,
 }
 
+impl AdamWUpdate {
+    /// On parameters, moments and gradients that are stored in these types.
+    fn run_on<P: Float, M: Float, G: Float>(&self, args: &mut Args<'_>) {
+        let (p, m, v) = (args.output::<P>(0), args.output::<M>(1), args.output::<M>(2));
+        let (gradient, norm, scalars) = (args.input::<G>(1), args.input::<f32>(4)[0], args.input::<f32>(5));
+        let Some(step) = self.rule.at(self.decay, norm, scalars) else { return };
+        let moments = m.pieces_mut(BLOCK).zip(v.pieces_mut(BLOCK));
+        let changed = |p: f32, m: f32, v: f32| p * step.keep - step.change(m, v);
+        if self.has_master {
+            let masters = args.output::<M>(3).pieces_mut(BLOCK).zip(p.pieces_mut(BLOCK));
+            masters.zip(gradient.pieces(BLOCK)).zip(moments).for_each(|(((master, p), g), (m, v))| {
+                vectorize!({
+                    for (((master, p), g), (m, v)) in master.iter_mut().zip(p).zip(g).zip(m.iter_mut().zip(v)) {
+                        let (next_m, next_v) = step.moments(g.load(), m.load(), v.load());
+                        (*m, *v) = (M::store(next_m), M::store(next_v));
+                        *master = M::store(changed(master.load(), next_m, next_v));
+                        *p = P::store(master.load());
+                    }
+                });
+            });
+            return;
+        }
+        p.pieces_mut(BLOCK).zip(gradient.pieces(BLOCK)).zip(moments).for_each(|((p, g), (m, v))| {
+            vectorize!({
+                for ((p, &g), (m, v)) in p.iter_mut().zip(g).zip(m.iter_mut().zip(v)) {
+                    let (next_m, next_v) = step.moments(g.load(), m.load(), v.load());
+                    (*m, *v) = (M::store(next_m), M::store(next_v));
+                    *p = P::store(changed(p.load(), next_m, next_v));
+                }
+            });
+        });
+    }
+}
+
 impl Op for AdamWUpdate {
     fn name(&self) -> &'static str {
         "adamw"
@@ -208,20 +242,14 @@ impl Op for AdamWUpdate {
         if self.has_master { &[(0, 0), (2, 1), (3, 2), (6, 3)] } else { &[(0, 0), (2, 1), (3, 2)] }
     }
 
-    /// In f32, which has no masters.
+    fn runs_in_bf16(&self) -> bool {
+        true
+    }
+
     fn run(&self, args: &mut Args<'_>) {
-        let (p, m, v) = (args.output::<f32>(0), args.output::<f32>(1), args.output::<f32>(2));
-        let (gradient, norm, scalars) = (args.input::<f32>(1), args.input::<f32>(4)[0], args.input::<f32>(5));
-        let Some(step) = self.rule.at(self.decay, norm, scalars) else { return };
-        let moments = m.pieces_mut(BLOCK).zip(v.pieces_mut(BLOCK));
-        p.pieces_mut(BLOCK).zip(gradient.pieces(BLOCK)).zip(moments).for_each(|((p, g), (m, v))| {
-            vectorize!({
-                for ((p, &g), (m, v)) in p.iter_mut().zip(g).zip(m.iter_mut().zip(v)) {
-                    (*m, *v) = step.moments(g, *m, *v);
-                    *p = *p * step.keep - step.change(*m, *v);
-                }
-            });
-        });
+        with_float!(args.output_dtype(0), P => with_float!(args.output_dtype(1), M => {
+            with_float!(args.input_dtype(1), G => self.run_on::<P, M, G>(args))
+        }));
     }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
         gapless_kernels::cuda::launch::adamw(self.rule.on_device(), self.decay, operands)

@@ -5,7 +5,7 @@
 
 use candle_core::DType;
 use gapless_kernels::Spec;
-use gapless_kernels::cpu::{Args, BLOCK, InPieces, Pieces, reduce, vectorize};
+use gapless_kernels::cpu::{Args, BLOCK, InPieces, Pieces, reduce, vectorize, with_float};
 
 use crate::op::Op;
 use crate::reference::{Array, Reference};
@@ -37,15 +37,21 @@ impl Op for SquaredNorms {
         vec![4 * inputs.iter().map(|s| blocks(s.elements())).max().unwrap_or(0) as u64]
     }
 
+    fn runs_in_bf16(&self) -> bool {
+        true
+    }
+
     fn run(&self, args: &mut Args<'_>) {
         let (out, workspace) = (args.output::<f64>(0), args.workspace().take::<f32>());
         for (input, out) in out.iter_mut().enumerate() {
-            let x = args.input::<f32>(input);
-            let partial = &mut workspace[..blocks(x.len())];
-            partial.pieces_mut(1).zip(x.pieces(BLOCK)).for_each(|(sum, x)| {
-                sum[0] = vectorize!(reduce::sum(x, |x| x * x));
+            with_float!(args.input_dtype(input), Stored => {
+                let x = args.input::<Stored>(input);
+                let partial = &mut workspace[..blocks(x.len())];
+                partial.pieces_mut(1).zip(x.pieces(BLOCK)).for_each(|(sum, x)| {
+                    sum[0] = vectorize!(reduce::sum(x, |x| x * x));
+                });
+                *out = partial.iter().map(|&x| f64::from(x)).sum();
             });
-            *out = partial.iter().map(|&x| f64::from(x)).sum();
         }
     }
     fn cuda_workspace(&self, inputs: &[Spec], _: &[Spec]) -> Vec<u64> {

@@ -4,7 +4,9 @@ use std::cell::Cell;
 use std::marker::PhantomData;
 
 use candle_core::{DType, Layout};
+use half::bf16;
 
+use super::bf16::{round, widen, widen_strided};
 use super::overflow_heap::OverflowHeap;
 use super::scratch::{Piece, Scratch};
 use crate::random::Stream;
@@ -24,6 +26,25 @@ pub struct Address {
     pub overwritten_by: Option<usize>,
     /// If its place and its rows are known only while the program runs.
     pub counted: Option<CountedAddress>,
+    /// For a bf16 of a kernel that knows f32 alone: where it is f32 while the kernel runs.
+    pub widened: Option<Box<Widened>>,
+}
+
+/// A copy in f32 of a tensor of bf16.
+#[derive(Debug, Clone)]
+pub struct Widened {
+    /// Byte offset of its first element.
+    pub offset: u64,
+    /// How it lies there: see [`widened_layout`](super::bf16::widened_layout).
+    pub layout: Layout,
+    /// What is copied: see [`distinct`](super::bf16::distinct).
+    pub distinct: Layout,
+}
+
+/// Elements from the first that a layout shows to the last.
+pub fn span(layout: &Layout) -> usize {
+    let reach = layout.dims().iter().zip(layout.stride()).map(|(&dim, &stride)| dim.saturating_sub(1) * stride);
+    if layout.dims().contains(&0) { 0 } else { 1 + reach.sum::<usize>() }
 }
 
 /// A tensor whose rows are counted, and whose place is asked for, while the program runs.
@@ -87,7 +108,7 @@ pub struct Args<'a> {
 const WORKSPACE: usize = 63;
 
 /// Types that lie in an arena as they are.
-pub trait Element: Copy + Send + Sync + private::Sealed {
+pub trait Element: Copy + Send + Sync + private::Sealed + 'static {
     /// candle's name of the type.
     const DTYPE: DType;
 
@@ -111,10 +132,15 @@ mod private {
     impl Sealed for u32 {}
     impl Sealed for f64 {}
     impl Sealed for u8 {}
+    impl Sealed for half::bf16 {}
 }
 
 impl Element for f32 {
     const DTYPE: DType = DType::F32;
+}
+
+impl Element for bf16 {
+    const DTYPE: DType = DType::BF16;
 }
 
 impl Element for f64 {
@@ -152,8 +178,9 @@ impl<'a> Args<'a> {
     /// On a kernel's own bug: the wrong type, an input with gaps (see `Op::reads_strides`),
     /// or one that an output overwrites (see [`Self::is_overwritten`]).
     pub fn input<T: Element>(&self, index: usize) -> &'a [T] {
-        assert!(self.inputs[index].layout.is_contiguous(), "input {index} has gaps: read it with `strided`");
-        self.strided(index).0
+        let (data, layout) = self.strided(index);
+        assert!(layout.is_contiguous(), "input {index} has gaps: read it with `strided`");
+        data
     }
 
     /// The storage from an input's first element to its last, and the strides to read it with.
@@ -162,15 +189,67 @@ impl<'a> Args<'a> {
     /// As [`Self::input`], gaps aside.
     pub fn strided<T: Element>(&self, index: usize) -> (&'a [T], &'a Layout) {
         let operand = &self.inputs[index];
-        assert_eq!(operand.dtype, T::DTYPE, "type of input {index}");
+        let (dtype, layout) = seen(operand);
+        assert_eq!(dtype, T::DTYPE, "type of input {index}");
         assert!(operand.overwritten_by.is_none(), "input {index} is overwritten: read it from the output");
         // SAFETY: by `new`'s contract the span lies in the arena, is aligned for its type, and is disjoint from every
         // output but one that overwrites it, which was excluded above; T is plain data.
         let slice = unsafe {
-            let (start, span) = self.places.locate(self.base, operand);
+            let (start, span) = self.locate(operand);
             std::slice::from_raw_parts(start.cast_const().cast(), span)
         };
-        (slice, &operand.layout)
+        (slice, layout)
+    }
+
+    /// The first byte and the number of elements of a tensor as the kernel sees it.
+    ///
+    /// # Safety
+    /// It is one of this instruction's.
+    unsafe fn locate(&self, operand: &Address) -> (*mut u8, usize) {
+        // SAFETY: by `new`'s contract.
+        let (start, elements) = unsafe { self.places.locate(self.base, operand) };
+        match &operand.widened {
+            None => (start, elements),
+            Some(widened) => {
+                let elements = if operand.counted.is_some() { elements } else { span(&widened.layout) };
+                // In bounds of the arena by `new`'s contract.
+                (self.base.wrapping_add(widened.offset as usize), elements)
+            }
+        }
+    }
+
+    /// Makes the copies in f32 of what the kernel shall read, or add to. Before it runs, and once.
+    pub fn widen(&mut self) {
+        let read = self.inputs.iter().filter(|input| input.overwritten_by.is_none());
+        let changed = self.outputs.iter().enumerate().filter(|&(index, _)| {
+            self.accumulate(index) || self.inputs.iter().any(|input| input.overwritten_by == Some(index))
+        });
+        for operand in read.chain(changed.map(|(_, output)| output)).filter(|operand| operand.widened.is_some()) {
+            // SAFETY: by `new`'s contract both lie in the arena, apart; nothing has been handed out yet.
+            let (x, out) = unsafe {
+                let (from, len) = self.places.locate(self.base, operand);
+                let (to, wide) = self.locate(operand);
+                let x = std::slice::from_raw_parts(from.cast_const().cast::<bf16>(), len);
+                (x, std::slice::from_raw_parts_mut(to.cast::<f32>(), wide))
+            };
+            match &operand.widened {
+                Some(widened) if x.len() != out.len() => widen_strided(x, &widened.distinct, out),
+                _ => widen(x, out),
+            }
+        }
+    }
+
+    /// Rounds the results that the kernel has made in f32. After it has run.
+    pub fn round(self) {
+        for operand in self.outputs.iter().filter(|operand| operand.widened.is_some()) {
+            // SAFETY: by `new`'s contract both lie in the arena, apart; the kernel is over, and with it what it was handed.
+            unsafe {
+                let (to, len) = self.places.locate(self.base, operand);
+                let (from, wide) = self.locate(operand);
+                let x = std::slice::from_raw_parts(from.cast_const().cast::<f32>(), wide);
+                round(x, std::slice::from_raw_parts_mut(to.cast::<bf16>(), len));
+            }
+        }
     }
 
     /// Whether an output has this input's bytes, so that its values are to be read from there.
@@ -188,9 +267,14 @@ impl<'a> Args<'a> {
         self.inputs[index].layout.dims()
     }
 
-    /// Type of an input's elements.
+    /// Type of an input's elements, as the kernel is given them.
     pub fn input_dtype(&self, index: usize) -> DType {
-        self.inputs[index].dtype
+        seen(&self.inputs[index]).0
+    }
+
+    /// Type of an output's elements, as the kernel is given them.
+    pub fn output_dtype(&self, index: usize) -> DType {
+        seen(&self.outputs[index]).0
     }
 
     /// Extents of an output.
@@ -204,12 +288,12 @@ impl<'a> Args<'a> {
     /// On a kernel's own bug: the wrong type, or asked for twice.
     pub fn output<T: Element>(&mut self, index: usize) -> &'a mut [T] {
         let operand = &self.outputs[index];
-        assert_eq!(operand.dtype, T::DTYPE, "type of output {index}");
+        assert_eq!(seen(operand).0, T::DTYPE, "type of output {index}");
         self.take(index);
         // SAFETY: by `new`'s contract outputs lie in the arena, aligned, disjoint from each other and from what inputs
         // show; `take` hands each out once.
         unsafe {
-            let (start, span) = self.places.locate(self.base, operand);
+            let (start, span) = self.locate(operand);
             std::slice::from_raw_parts_mut(start.cast(), span)
         }
     }
@@ -238,5 +322,13 @@ impl<'a> Args<'a> {
     fn take(&self, bit: usize) {
         assert!(bit <= WORKSPACE && self.taken.get() >> bit & 1 == 0, "output {bit} is taken twice");
         self.taken.set(self.taken.get() | 1 << bit);
+    }
+}
+
+/// Type and layout of a tensor as a kernel sees it.
+fn seen(operand: &Address) -> (DType, &Layout) {
+    match &operand.widened {
+        Some(widened) => (DType::F32, &widened.layout),
+        None => (operand.dtype, &operand.layout),
     }
 }

@@ -4,7 +4,7 @@ use std::sync::LazyLock;
 
 use candle_core::Layout;
 
-use super::{Args, InPieces, Pieces};
+use super::{Args, Float, InPieces, Pieces, with_float};
 
 /// Elements per task: big enough to outweigh the hand-over, small enough to stay in a core's cache.
 pub const BLOCK: usize = 16 * 1024;
@@ -45,27 +45,36 @@ pub fn each_row<T: Send>(out: &mut [T], layout: &Layout, f: impl Fn(usize, &mut 
     });
 }
 
-/// out = f(x), where the output may overwrite the input.
+/// out = f(x), where the output may overwrite the input. In either type of float.
 pub fn map(args: &mut Args<'_>, f: impl Fn(f32) -> f32 + Sync) {
-    let out = args.output::<f32>(0);
+    with_float!(args.output_dtype(0), T => map_in::<T>(args, f));
+}
+
+fn map_in<T: Float>(args: &mut Args<'_>, f: impl Fn(f32) -> f32 + Sync) {
+    let out = args.output::<T>(0);
     if args.is_overwritten(0) {
-        out.pieces_mut(BLOCK).for_each(|out| vectorize!(out.iter_mut().for_each(|o| *o = f(*o))));
+        out.pieces_mut(BLOCK).for_each(|out| vectorize!(out.iter_mut().for_each(|o| *o = T::store(f(o.load())))));
         return;
     }
-    let x = args.input::<f32>(0);
+    let x = args.input::<T>(0);
     out.pieces_mut(BLOCK).zip(x.pieces(BLOCK)).for_each(|(out, x)| {
-        vectorize!(out.iter_mut().zip(x).for_each(|(o, &x)| *o = f(x)));
+        vectorize!(out.iter_mut().zip(x).for_each(|(o, &x)| *o = T::store(f(x.load()))));
     });
 }
 
-/// out = f(a, b) for equal shapes or broadcast strides, where the output may overwrite one of them.
+/// out = f(a, b) for equal shapes or broadcast strides, where the output may overwrite one of them. In either type of float.
 pub fn zip(args: &mut Args<'_>, f: impl Fn(f32, f32) -> f32 + Sync) {
-    let out = args.output::<f32>(0);
+    with_float!(args.output_dtype(0), T => zip_in::<T>(args, f));
+}
+
+fn zip_in<T: Float>(args: &mut Args<'_>, f: impl Fn(f32, f32) -> f32 + Sync) {
+    let f = |a: T, b: T| T::store(f(a.load(), b.load()));
+    let out = args.output::<T>(0);
     match (args.is_overwritten(0), args.is_overwritten(1)) {
-        (true, _) => zip_onto(out, args.strided(1), &f),
+        (true, _) => zip_onto(out, args.strided(1), f),
         (_, true) => zip_onto(out, args.strided(0), |o, a| f(a, o)),
         _ => {
-            let ((a, a_layout), (b, b_layout)) = (args.strided::<f32>(0), args.strided::<f32>(1));
+            let ((a, a_layout), (b, b_layout)) = (args.strided::<T>(0), args.strided::<T>(1));
             if a_layout.is_contiguous() && b_layout.is_contiguous() {
                 let blocks = a.pieces(BLOCK).zip(b.pieces(BLOCK));
                 out.pieces_mut(BLOCK).zip(blocks).for_each(|(out, (a, b))| {
@@ -87,7 +96,7 @@ pub fn zip(args: &mut Args<'_>, f: impl Fn(f32, f32) -> f32 + Sync) {
 }
 
 /// out = f(out, b).
-fn zip_onto(out: &mut [f32], (b, layout): (&[f32], &Layout), f: impl Fn(f32, f32) -> f32 + Sync) {
+fn zip_onto<T: Float>(out: &mut [T], (b, layout): (&[T], &Layout), f: impl Fn(T, T) -> T + Sync) {
     if layout.is_contiguous() {
         out.pieces_mut(BLOCK).zip(b.pieces(BLOCK)).for_each(|(out, b)| {
             vectorize!(out.iter_mut().zip(b).for_each(|(o, &b)| *o = f(*o, b)));
@@ -108,7 +117,7 @@ fn zip_onto(out: &mut [f32], (b, layout): (&[f32], &Layout), f: impl Fn(f32, f32
 }
 
 #[inline(always)]
-fn with_steps(out: &mut [f32], a: &[f32], a_step: usize, b: &[f32], b_step: usize, f: &impl Fn(f32, f32) -> f32) {
+fn with_steps<T: Float>(out: &mut [T], a: &[T], a_step: usize, b: &[T], b_step: usize, f: &impl Fn(T, T) -> T) {
     match (a_step, b_step) {
         (1, 1) => out.iter_mut().zip(a.iter().zip(b)).for_each(|(o, (&a, &b))| *o = f(a, b)),
         (1, 0) => out.iter_mut().zip(a).for_each(|(o, &a)| *o = f(a, b[0])),

@@ -2,6 +2,7 @@
 
 pub mod args;
 pub mod attention;
+pub mod bf16;
 mod elementwise;
 pub mod gemm;
 pub mod math;
@@ -13,6 +14,7 @@ pub mod simd;
 mod tasks;
 
 pub use args::{Args, Element};
+pub use bf16::{Float, with_float};
 pub use elementwise::{BLOCK, arch, each_row, last_extent, map, row_of, rows_per_task, vectorize, zip};
 pub use pieces::{InPieces, Pieces};
 pub use scratch::{Scratch, ScratchMemory};

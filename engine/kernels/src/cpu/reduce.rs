@@ -1,16 +1,18 @@
 //! Sums and maxima of slices in sixteen lanes: vectorisable, and the same bits on every machine.
 
+use super::Float;
+
 const LANES: usize = 16;
 
 /// Σ f(x).
 #[inline(always)]
-pub fn sum(x: &[f32], f: impl Fn(f32) -> f32) -> f32 {
+pub fn sum<T: Float>(x: &[T], f: impl Fn(f32) -> f32) -> f32 {
     let mut lanes = [0.0; LANES];
     let chunks = x.chunks_exact(LANES);
-    let tail: f32 = chunks.remainder().iter().map(|&x| f(x)).sum();
+    let tail: f32 = chunks.remainder().iter().map(|&x| f(x.load())).sum();
     for chunk in chunks {
         for (lane, &x) in lanes.iter_mut().zip(chunk) {
-            *lane += f(x);
+            *lane += f(x.load());
         }
     }
     fold(lanes, |a, b| a + b) + tail

@@ -1,12 +1,11 @@
 //! Runs programs: instruction after instruction at planned addresses. No allocation, no name, no free.
 
 use std::path::Path;
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, Once, OnceLock, PoisonError};
 
 use candle_core::{DType, Device, Tensor};
 use gapless_alloc::arena::{ArenaReport, Reserve};
 use gapless_compile::{Executable, ProgramId};
-use gapless_kernels::Element;
 use gapless_kernels::cpu::args::Address;
 
 use super::arena::Arena;
@@ -17,6 +16,9 @@ use super::workers::Workers;
 use crate::error::{Error, Result};
 use crate::session::{Backend, RunOptions, Session};
 use crate::transfers::{Base, Transfers};
+
+/// What its kernels read and write.
+const KERNELS: [DType; 5] = [DType::F32, DType::BF16, DType::F64, DType::U32, DType::U8];
 
 /// An arena on the CPU, and the threads that compute in it.
 #[derive(Debug)]
@@ -36,13 +38,17 @@ impl Session<CpuBackend> {
     /// [connected](Self::connect).
     ///
     /// # Errors
-    /// [`Error::NoKernels`] for an executable that computes in another type than f32. [`Error::DoesNotFit`], before any byte
+    /// [`Error::NoKernels`] for an executable that has tensors of another type than f32 and bf16, or f16. [`Error::DoesNotFit`], before any byte
     /// is touched, when the machine has less memory available.
     pub fn on_cpu(executable: Executable, workers: Workers, seed: u64) -> Result<Self> {
-        if let Some(dtype) =
-            executable.dtypes().find(|dtype| ![f32::DTYPE, f64::DTYPE, u32::DTYPE, u8::DTYPE].contains(dtype))
-        {
+        if let Some(dtype) = executable.dtypes().find(|dtype| !KERNELS.contains(dtype)) {
             return Err(Error::NoKernels { dtype });
+        }
+        if executable.dtypes().any(|dtype| dtype == DType::BF16) {
+            static ONCE: Once = Once::new();
+            ONCE.call_once(|| {
+                tracing::warn!("this CPU computes bf16 in f32, slower than f32 by itself, in less memory")
+            });
         }
         let needed = executable.arena_bytes();
         if let Some((available, limit)) = crate::process_memory::available_memory().filter(|(bytes, _)| *bytes < needed)

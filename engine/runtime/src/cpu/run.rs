@@ -11,6 +11,7 @@ use gapless_compile::InstrKind;
 use gapless_compile::internal::{CompiledProgram, Instruction};
 use gapless_kernels::Stream;
 use gapless_kernels::cpu::args::{Address, Args, Element, Places};
+use half::bf16;
 
 use super::offload::HostFile;
 use super::routed::{Refusal, Routed};
@@ -68,7 +69,9 @@ pub(super) fn run_all(
                         stream,
                     )
                 };
+                args.widen();
                 op.run(&mut args);
+                args.round();
             }
             InstrKind::Send(message) | InstrKind::Receive(message) | InstrKind::Wait(message) => {
                 // SAFETY: as above; a program's last instructions wait for all that is under way.
@@ -205,14 +208,24 @@ fn not_finite_before(program: &CompiledProgram, index: usize, base: Base) -> Opt
 }
 
 fn are_finite(operands: &[Address], base: Base, places: Places<'_>) -> bool {
-    operands.iter().filter(|operand| operand.dtype == f32::DTYPE).all(|operand| {
-        // SAFETY: as for the instruction itself, which is over.
-        let data = unsafe {
-            let (start, span) = places.locate(base.0, operand);
-            std::slice::from_raw_parts(start.cast::<f32>().cast_const(), span)
-        };
-        data.iter().all(|x| x.is_finite())
+    // SAFETY: as for the instruction itself, which is over.
+    operands.iter().all(|operand| match operand.dtype {
+        f32::DTYPE => unsafe { elements::<f32>(operand, base, places) }.iter().all(|x| x.is_finite()),
+        bf16::DTYPE => unsafe { elements::<bf16>(operand, base, places) }.iter().all(|x| x.is_finite()),
+        _ => true,
     })
+}
+
+/// What lies at an address.
+///
+/// # Safety
+/// It is of this type, and nobody writes it meanwhile.
+unsafe fn elements<'a, T: Element>(operand: &Address, base: Base, places: Places<'_>) -> &'a [T] {
+    // SAFETY: by this function's contract.
+    unsafe {
+        let (start, span) = places.locate(base.0, operand);
+        std::slice::from_raw_parts(start.cast::<T>().cast_const(), span)
+    }
 }
 
 /// Poisons bytes that nobody holds, by the checked plan or because the arena has them back.

@@ -125,6 +125,32 @@ fn bf16_follows_f32() {
     }
 }
 
+/// The CPU and the GPU judge each other in bf16: the same graph, stored alike, but that a GPU rounds fewer numbers between
+/// operations of elements that it does together, and others in attention and the head.
+#[test]
+fn in_bf16_trains_as_on_the_cpu() {
+    if !host::is_there() {
+        return;
+    }
+    for (style, micro_batches) in [(Style::Gpt, 1), (Style::Llama, 2)] {
+        let options = TrainOptions { keep_gradients: true, dtype: DType::BF16, micro_batches, ..options() };
+        let (mut cpu, mut gpu) = (on_cpu(style, &options), on_device(style, &options));
+        for name in cpu.parameter_names() {
+            assert_eq!(numbers(&cpu.tensor(name).unwrap()), numbers(&gpu.tensor(name).unwrap()), "{name} at first");
+        }
+        let (on_cpu, on_gpu) = (step(&mut cpu).unwrap(), step(&mut gpu).unwrap());
+        expect_near("loss", on_gpu[0], on_cpu[0], 4e-3);
+        expect_near("norm", on_gpu[1], on_cpu[1], 1e-2);
+        for name in cpu.parameter_names() {
+            let [on_cpu, on_gpu] = [&cpu, &gpu].map(|trainer| numbers(&trainer.gradient(name).unwrap()));
+            let norm = distance(&on_cpu, &vec![0.0; on_cpu.len()]);
+            // Either is the result of some ten roundings in a row, each of 2⁻⁸ = 4e-3 at most, of signs as they come.
+            let off = distance(&on_cpu, &on_gpu);
+            assert!(off <= 2e-2 * norm + 1e-5, "gradient of {name}: {off} of {norm}, {style:?}");
+        }
+    }
+}
+
 /// Gradients of several micro-batches are summed up in f32, in which a thousandth of a sum is not lost.
 #[test]
 fn sums_over_micro_batches_are_f32() {
@@ -234,10 +260,9 @@ fn without_a_gpu_the_cpu_says_why() {
     assert!(said.starts_with("runs on the CPU, 1 thread (") && said.contains("NVIDIA driver"), "{said}");
     let error = Trainer::new(build, TrainOptions { device: DeviceChoice::Cuda(0), ..options() }).unwrap_err();
     assert!(error.to_string().contains("NVIDIA driver: install it"), "{error}");
-    // The CPU is no way out of bf16, and the reason is not lost.
+    // In bf16 too.
     let options = TrainOptions { device: DeviceChoice::Auto, dtype: DType::BF16, ..options() };
-    let error = Trainer::new(build, options).unwrap_err().to_string();
-    assert!(error.contains("NVIDIA driver") && error.contains("in f32 alone"), "{error}");
+    assert!(Trainer::new(build, options).unwrap().device().to_string().contains("NVIDIA driver"));
 }
 
 /// What a GPU cannot do is said before one is looked for.

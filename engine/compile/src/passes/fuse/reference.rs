@@ -28,7 +28,13 @@ fn buffer(program: &mut Program, elements: usize, kind: BufferKind) -> BufferId 
 }
 
 fn operand(buffer: BufferId, dims: &[usize]) -> Operand {
-    Operand { buffer, layout: Layout::contiguous(dims.to_vec()), dtype: DType::F32, overwritten_by: None }
+    Operand {
+        buffer,
+        layout: Layout::contiguous(dims.to_vec()),
+        dtype: DType::F32,
+        overwritten_by: None,
+        widened: None,
+    }
 }
 
 /// Programs of functions of elements, normalisations, and a function that merges with nothing; each step reads some of the
@@ -180,6 +186,7 @@ fn what_is_merged() {
                 .iter()
                 .map(|&input| Operand {
                     overwritten_by: (input == output).then_some(0),
+                    widened: None,
                     ..operand(all[input], &[WIDTH])
                 })
                 .collect();

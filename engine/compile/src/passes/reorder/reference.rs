@@ -37,6 +37,7 @@ fn any_program(instrs: std::ops::Range<usize>, part: usize) -> impl Strategy<Val
                 layout: candle_core::Layout::contiguous(1),
                 dtype: candle_core::DType::F32,
                 overwritten_by: None,
+                widened: None,
             };
             let inputs = inputs.into_iter().map(operand).collect();
             let work = InstrKind::Compute(Arc::new(Contiguous));

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use candle_core::DType;
 use gapless_kernels::Spec;
-use gapless_kernels::cpu::Args;
-use gapless_kernels::cpu::gemm::{Epilogue, Gemm, Mode, Strides};
+use gapless_kernels::cpu::gemm::{Epilogue, Factor, Gemm, Mode, Strides};
+use gapless_kernels::cpu::{Args, with_float};
 
 use super::{Runs, exact_starts, used_rows};
 use crate::error::Result;
@@ -41,8 +41,12 @@ fn backward(rows: usize, out: usize, width: usize) -> Gemm {
 
 /// Runs a product for the rows of each expert, and clears the rows behind.
 fn run(args: &mut Args<'_>, sources: usize, most: &Gemm) {
+    with_float!(args.input_dtype(0), T => run_on::<T>(args, sources, most));
+}
+
+fn run_on<T: Factor>(args: &mut Args<'_>, sources: usize, most: &Gemm) {
     let (out, mut scratch) = (args.output::<f32>(0), args.workspace());
-    let (x, weight, starts) = (args.input::<f32>(0), args.input::<f32>(1), args.input::<u32>(2));
+    let (x, weight, starts) = (args.input::<T>(0), args.input::<T>(1), args.input::<u32>(2));
     let size = most.n * most.k;
     let experts = weight.len() / size;
     let runs = Runs { starts, sources, experts };
@@ -121,6 +125,11 @@ impl Op for GroupedLinear {
         forward(inputs[0].dims()[0], out, width).scratch_within(threads)
     }
 
+    /// As factors are packed.
+    fn reads_bf16(&self, index: usize) -> bool {
+        index < 2
+    }
+
     fn run(&self, args: &mut Args<'_>) {
         let (_, out, width) = weight_dims(args.input_dims(1));
         run(args, self.sources, &forward(args.input_dims(0)[0], out, width));
@@ -177,6 +186,11 @@ impl Op for GroupedLinearGradInput {
         backward(inputs[0].dims()[0], out, width).scratch_within(threads)
     }
 
+    /// As factors are packed.
+    fn reads_bf16(&self, index: usize) -> bool {
+        index < 2
+    }
+
     fn run(&self, args: &mut Args<'_>) {
         let (_, out, width) = weight_dims(args.input_dims(1));
         run(args, self.sources, &backward(args.input_dims(0)[0], out, width));
@@ -219,6 +233,28 @@ impl GroupedLinearGradWeight {
         let (width, out) = (gapless_kernels::width(x), gapless_kernels::width(dy));
         Gemm::new(out, width, x[0], Strides::transposed(out), Strides::row_major(width))
     }
+
+    /// On factors that are stored in this type.
+    fn run_on<T: Factor>(&self, args: &mut Args<'_>) {
+        let accumulate = args.accumulate(0);
+        let (d_weight, mut scratch) = (args.output::<f32>(0), args.workspace());
+        let (x, dy, starts) = (args.input::<T>(0), args.input::<T>(1), args.input::<u32>(2));
+        let most = Self::most(args.input_dims(0), args.input_dims(1));
+        let size = most.m * most.n;
+        let runs = Runs { starts, sources: self.sources, experts: self.experts };
+        for (expert, d_weight) in d_weight.chunks_exact_mut(size).enumerate() {
+            if !accumulate {
+                d_weight.fill(0.0);
+            }
+            for rows in runs.by_sequence(expert) {
+                let job = Gemm { k: rows.len(), ..most };
+                let (x, dy) = (&x[rows.start * most.n..rows.end * most.n], &dy[rows.start * most.m..rows.end * most.m]);
+                let epilogue = Epilogue::default();
+                job.run_within(&most, dy, x, d_weight, Mode::Accumulate, epilogue, &mut scratch)
+                    .expect("extents by the shape rule");
+            }
+        }
+    }
 }
 
 impl Op for GroupedLinearGradWeight {
@@ -252,25 +288,13 @@ impl Op for GroupedLinearGradWeight {
         Self::most(inputs[0].dims(), inputs[1].dims()).scratch_within(threads)
     }
 
+    /// As factors are packed.
+    fn reads_bf16(&self, index: usize) -> bool {
+        index < 2
+    }
+
     fn run(&self, args: &mut Args<'_>) {
-        let accumulate = args.accumulate(0);
-        let (d_weight, mut scratch) = (args.output::<f32>(0), args.workspace());
-        let (x, dy, starts) = (args.input::<f32>(0), args.input::<f32>(1), args.input::<u32>(2));
-        let most = Self::most(args.input_dims(0), args.input_dims(1));
-        let size = most.m * most.n;
-        let runs = Runs { starts, sources: self.sources, experts: self.experts };
-        for (expert, d_weight) in d_weight.chunks_exact_mut(size).enumerate() {
-            if !accumulate {
-                d_weight.fill(0.0);
-            }
-            for rows in runs.by_sequence(expert) {
-                let job = Gemm { k: rows.len(), ..most };
-                let (x, dy) = (&x[rows.start * most.n..rows.end * most.n], &dy[rows.start * most.m..rows.end * most.m]);
-                let epilogue = Epilogue::default();
-                job.run_within(&most, dy, x, d_weight, Mode::Accumulate, epilogue, &mut scratch)
-                    .expect("extents by the shape rule");
-            }
-        }
+        with_float!(args.input_dtype(0), T => self.run_on::<T>(args));
     }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
         gapless_kernels::cuda::launch::grouped_linear_grad_weight(self.sources, operands)

@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use super::kernel::{Kernels, Layout, Tile};
+use super::kernel::{Factor, Kernels, Layout, Tile};
 use super::pack::{self, Source};
 use super::place::{BLOCK_COLUMNS, BLOCK_K, BLOCK_ROWS, CHUNK_COLUMNS, PackedA, PackedB, Packing, layout_of};
 use super::{Gemm, Mode, RawEpilogue};
@@ -16,10 +16,9 @@ use crate::cpu::tasks::{for_each, slot};
 const PRIVATE_ROWS: usize = 384;
 
 /// The operands' addresses, shared by the tasks of one call.
-#[derive(Clone, Copy)]
-struct Operands<'s> {
-    a: *const f32,
-    b: *const f32,
+struct Operands<'s, A, B> {
+    a: *const A,
+    b: *const B,
     c: *mut f32,
     accumulate: bool,
     epilogue: RawEpilogue,
@@ -27,13 +26,21 @@ struct Operands<'s> {
     packing: Packing,
 }
 
+impl<A, B> Clone for Operands<'_, A, B> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<A, B> Copy for Operands<'_, A, B> {}
+
 // SAFETY: tasks read A and B, write disjoint tiles of C, and write scratch only in their own thread's slot, or, for
 // panels of B, one task per panel, before a barrier after which they're read.
-unsafe impl Send for Operands<'_> {}
+unsafe impl<A, B> Send for Operands<'_, A, B> {}
 // SAFETY: as above.
-unsafe impl Sync for Operands<'_> {}
+unsafe impl<A, B> Sync for Operands<'_, A, B> {}
 
-impl Operands<'_> {
+impl<A, B> Operands<'_, A, B> {
     /// What a k block does to C from an element on; A, B and the columns are still to be named.
     ///
     /// # Safety
@@ -67,12 +74,12 @@ impl Operands<'_> {
 /// # Safety
 /// As [`Gemm::run_raw`]; the scratch has the pieces of `packing`, which is for this product or a larger one.
 #[expect(clippy::too_many_arguments, reason = "the operands of a product")]
-pub(super) unsafe fn run(
+pub(super) unsafe fn run<A: Factor, B: Factor>(
     job: &Gemm,
     packing: Packing,
     kernels: &Kernels,
-    a: *const f32,
-    b: *const f32,
+    a: *const A,
+    b: *const B,
     c: *mut f32,
     mode: Mode,
     epilogue: RawEpilogue,
@@ -108,7 +115,7 @@ fn blocks(job: &Gemm, range: Range<usize>) -> impl Iterator<Item = Range<usize>>
 }
 
 /// Alternates between packing a chunk of B on all threads and multiplying by it on all threads.
-unsafe fn run_together(job: &Gemm, kernels: &Kernels, operands: Operands<'_>) {
+unsafe fn run_together<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, operands: Operands<'_, A, B>) {
     let threads = rayon::current_num_threads();
     let Packing { depth, .. } = operands.packing;
     let width = kernels.columns;
@@ -140,7 +147,7 @@ unsafe fn run_together(job: &Gemm, kernels: &Kernels, operands: Operands<'_>) {
                     unsafe {
                         let from = offset(operands.b, block.start, start, job.b.row, job.b.column);
                         let source = Source { start: from, strides: job.b };
-                        (kernels.pack_panel)(&source, block.len(), width_here, to);
+                        B::pack_panel(kernels, &source, block.len(), width_here, to);
                     }
                 }
             });
@@ -164,7 +171,7 @@ unsafe fn run_together(job: &Gemm, kernels: &Kernels, operands: Operands<'_>) {
 }
 
 /// Each task computes a tile of one of the batch's matrices, packing all it needs by itself.
-unsafe fn run_privately(job: &Gemm, kernels: &Kernels, operands: Operands<'_>) {
+unsafe fn run_privately<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, operands: Operands<'_, A, B>) {
     let threads = rayon::current_num_threads();
     let width = kernels.columns;
     let row_tiles = job.m.div_ceil(PRIVATE_ROWS);
@@ -190,8 +197,8 @@ unsafe fn run_privately(job: &Gemm, kernels: &Kernels, operands: Operands<'_>) {
             }
             let packed_a = operands.packing.a(operands.scratch, slot);
             for block in blocks(job, 0..job.k) {
-                if job.m == 1 && job.b.row == 1 {
-                    multiply_row(job, kernels, operands, columns.clone(), block, &packed_a);
+                if let Some(b) = B::as_f32(operands.b).filter(|_| job.m == 1 && job.b.row == 1) {
+                    multiply_row(job, kernels, operands, b, columns.clone(), block, &packed_a);
                     continue;
                 }
                 let packed_b = operands.packing.b(operands.scratch, slot, block.start, &block);
@@ -199,7 +206,7 @@ unsafe fn run_privately(job: &Gemm, kernels: &Kernels, operands: Operands<'_>) {
                     let from = offset(operands.b, block.start, start, job.b.row, job.b.column);
                     let to = packed_b.panel(start - columns.start);
                     let source = Source { start: from, strides: job.b };
-                    (kernels.pack_panel)(&source, block.len(), width.min(columns.end - start), to);
+                    B::pack_panel(kernels, &source, block.len(), width.min(columns.end - start), to);
                 }
                 let part = Part { rows: rows.clone(), columns: columns.clone(), block };
                 multiply(job, kernels, operands, part, &packed_a, packed_b);
@@ -219,10 +226,10 @@ struct Part {
 ///
 /// # Safety
 /// The tile is the caller's alone, and so is `packed_a`; `packed_b` holds the part's panels of B.
-unsafe fn multiply(
+unsafe fn multiply<A: Factor, B: Factor>(
     job: &Gemm,
     kernels: &Kernels,
-    operands: Operands<'_>,
+    operands: Operands<'_, A, B>,
     part: Part,
     packed_a: &PackedA,
     packed_b: PackedB<'_>,
@@ -261,10 +268,11 @@ unsafe fn multiply(
 ///
 /// # Safety
 /// The columns are the caller's alone, and so is `packed_a`.
-unsafe fn multiply_row(
+unsafe fn multiply_row<A: Factor, B: Factor>(
     job: &Gemm,
     kernels: &Kernels,
-    operands: Operands<'_>,
+    operands: Operands<'_, A, B>,
+    b: *const f32,
     columns: Range<usize>,
     block: Range<usize>,
     packed_a: &PackedA,
@@ -276,7 +284,7 @@ unsafe fn multiply_row(
         for column in columns.clone().step_by(kernels.columns) {
             let tile = Tile {
                 a: packed_a.row(0, Layout::Rows),
-                b: offset(operands.b, block.start, column, job.b.row, job.b.column),
+                b: offset(b, block.start, column, job.b.row, job.b.column),
                 columns: kernels.columns.min(columns.end - column),
                 ..operands.tile(job, 0, column, &block)
             };
@@ -289,7 +297,7 @@ unsafe fn multiply_row(
 ///
 /// # Safety
 /// The element exists.
-unsafe fn offset(start: *const f32, row: usize, column: usize, row_stride: usize, column_stride: usize) -> *const f32 {
+unsafe fn offset<T>(start: *const T, row: usize, column: usize, row_stride: usize, column_stride: usize) -> *const T {
     // SAFETY: the caller's promise.
     unsafe { start.add(row * row_stride + column * column_stride) }
 }

@@ -6,7 +6,10 @@
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::{__m256, __m512};
 
+use half::bf16;
+
 use super::pack;
+use crate::cpu::Float;
 use crate::cpu::simd::{Lanes, Level, Vector};
 
 /// Distance between rows of A in [`Layout::Rows`]. Not a multiple of 1024, or the rows would share cache sets.
@@ -54,6 +57,44 @@ pub struct Tile {
     pub residual: *const f32,
 }
 
+/// What products have factors of.
+pub trait Factor: Float {
+    /// Packs a panel of B.
+    ///
+    /// # Safety
+    /// As of [`Kernels::pack_panel`].
+    unsafe fn pack_panel(kernels: &Kernels, source: &pack::Source<Self>, k: usize, columns: usize, to: *mut f32);
+
+    /// B as the f32 that it is, if it is.
+    fn as_f32(b: *const Self) -> Option<*const f32>;
+}
+
+impl Factor for f32 {
+    #[inline]
+    unsafe fn pack_panel(kernels: &Kernels, source: &pack::Source<Self>, k: usize, columns: usize, to: *mut f32) {
+        // SAFETY: the caller's promise.
+        unsafe { (kernels.pack_panel)(source, k, columns, to) }
+    }
+
+    #[inline]
+    fn as_f32(b: *const Self) -> Option<*const f32> {
+        Some(b)
+    }
+}
+
+impl Factor for bf16 {
+    #[inline]
+    unsafe fn pack_panel(kernels: &Kernels, source: &pack::Source<Self>, k: usize, columns: usize, to: *mut f32) {
+        // SAFETY: the caller's promise.
+        unsafe { (kernels.pack_panel_bf16)(source, k, columns, to) }
+    }
+
+    #[inline]
+    fn as_f32(_: *const Self) -> Option<*const f32> {
+        None
+    }
+}
+
 type Micro = unsafe fn(&Tile);
 
 /// The kernels of one [`Level`].
@@ -64,6 +105,8 @@ pub struct Kernels {
     micro: [&'static [Micro]; 3],
     /// Packs a panel of one of the factors.
     pub pack_panel: unsafe fn(&pack::Source, usize, usize, *mut f32),
+    /// The same of bf16.
+    pub pack_panel_bf16: unsafe fn(&pack::Source<bf16>, usize, usize, *mut f32),
     /// One row by a panel of B as it lies in memory: k are neighbours, the second argument is the distance of columns.
     pub row: unsafe fn(&Tile, usize),
 }
@@ -284,6 +327,12 @@ macro_rules! level {
             }
 
             $(#[target_feature(enable = $feature)])?
+            unsafe fn pack_panel_bf16(source: &pack::Source<bf16>, k: usize, columns: usize, to: *mut f32) {
+                // SAFETY: the caller's promise.
+                unsafe { pack::panel_bf16::<$vector>(source, k, columns, to) }
+            }
+
+            $(#[target_feature(enable = $feature)])?
             unsafe fn row(tile: &Tile, b_column: usize) {
                 // SAFETY: the caller's promise.
                 unsafe { super::row::<$vector>(tile, b_column) }
@@ -297,6 +346,7 @@ macro_rules! level {
                     &[$(micro::<$rows, 1, ROW_STRIDE>),*],
                 ],
                 pack_panel,
+                pack_panel_bf16,
                 row,
             };
         }

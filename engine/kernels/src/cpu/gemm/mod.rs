@@ -1,8 +1,8 @@
 //! C = A·B in `f32`, out of the caller's scratch, with a fixed order of summation.
 //!
 //! In: two matrices with any strides, so that all four combinations of transposes are one code. Out: row-major C, with
-//! an optional bias and residual added while a tile is hot. Never: a heap allocation, or a result that depends on the
-//! number of threads.
+//! an optional bias and residual added while a tile is hot. Factors may be bf16, which are packed as the f32 that they are:
+//! the bits are those of the product of these. Never: a heap allocation, or a result that depends on the number of threads.
 //!
 //! # Order of summation
 //! k is cut into segments of [`Gemm::k_segment`], and each segment into blocks of at most [`BLOCK_K`]. Within a block,
@@ -28,6 +28,7 @@ use self::place::Packing;
 use crate::cpu::scratch::{Scratch, for_each_of};
 use crate::cpu::simd::Level;
 
+pub use self::kernel::Factor;
 pub use self::place::BLOCK_K;
 
 /// Distances, in elements, from an element to the next one down and to the next one to the right.
@@ -213,10 +214,10 @@ impl Gemm {
     /// # Errors
     /// A slice too short for its strides or for [`Gemm::scratch`] of the current pool, overlapping rows or matrices
     /// of C, or an empty segment. Nothing is written then.
-    pub fn run(
+    pub fn run<A: Factor, B: Factor>(
         &self,
-        a: &[f32],
-        b: &[f32],
+        a: &[A],
+        b: &[B],
         c: &mut [f32],
         mode: Mode,
         epilogue: Epilogue,
@@ -230,11 +231,11 @@ impl Gemm {
     /// # Errors
     /// As [`Gemm::run`].
     #[expect(clippy::too_many_arguments, reason = "the operands of a product")]
-    pub fn run_at(
+    pub fn run_at<A: Factor, B: Factor>(
         &self,
         level: Level,
-        a: &[f32],
-        b: &[f32],
+        a: &[A],
+        b: &[B],
         c: &mut [f32],
         mode: Mode,
         epilogue: Epilogue,
@@ -250,11 +251,11 @@ impl Gemm {
     /// # Errors
     /// As [`Gemm::run`], for [`Gemm::scratch_within`] of `most`; when this is larger than `most`.
     #[expect(clippy::too_many_arguments, reason = "the operands of a product")]
-    pub fn run_within(
+    pub fn run_within<A: Factor, B: Factor>(
         &self,
         most: &Self,
-        a: &[f32],
-        b: &[f32],
+        a: &[A],
+        b: &[B],
         c: &mut [f32],
         mode: Mode,
         epilogue: Epilogue,
@@ -269,12 +270,12 @@ impl Gemm {
     }
 
     #[expect(clippy::too_many_arguments, reason = "the operands of a product")]
-    fn run_packed(
+    fn run_packed<A: Factor, B: Factor>(
         &self,
         packing: Packing,
         level: Level,
-        a: &[f32],
-        b: &[f32],
+        a: &[A],
+        b: &[B],
         c: &mut [f32],
         mode: Mode,
         epilogue: Epilogue,
@@ -315,11 +316,11 @@ impl Gemm {
         }
     }
 
-    fn check(
+    fn check<A, B>(
         &self,
         packing: Packing,
-        a: &[f32],
-        b: &[f32],
+        a: &[A],
+        b: &[B],
         c: &[f32],
         epilogue: Epilogue,
         scratch: &Scratch,

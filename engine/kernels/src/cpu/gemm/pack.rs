@@ -3,13 +3,16 @@
 use super::Strides;
 use super::kernel::{COLUMN_STRIDE, Layout};
 use super::place::{PART_ROWS, PackedA};
+use crate::cpu::Float;
 use crate::cpu::simd::{Vector, prefetch};
+
+use half::bf16;
 
 /// A block of a matrix: where it begins and how to walk it.
 #[derive(Clone, Copy)]
-pub struct Source {
+pub struct Source<T = f32> {
     /// The first element.
-    pub start: *const f32,
+    pub start: *const T,
     /// Steps between rows and between columns.
     pub strides: Strides,
 }
@@ -67,26 +70,72 @@ pub(super) unsafe fn panel<V: Vector>(source: &Source, k: usize, columns: usize,
     }
 }
 
+/// [`panel`] of bf16, as the f32 that they are.
+///
+/// # Safety
+/// As of [`panel`].
+#[inline(always)]
+pub(super) unsafe fn panel_bf16<V: Vector>(source: &Source<bf16>, k: usize, columns: usize, to: *mut f32) {
+    let Strides { row, column } = source.strides;
+    let width = 2 * V::LANES;
+    // SAFETY: rows below `k`, columns below `columns`, lines of `width` floats: all within the caller's promise.
+    unsafe {
+        if columns == width && column == 1 {
+            for i in 0..k {
+                bf16::load_all(source.start.add(i * row), to.add(i * width), width);
+            }
+            return;
+        }
+        if columns < width {
+            for i in 0..k {
+                for j in columns..width {
+                    *to.add(i * width + j) = 0.0;
+                }
+            }
+        }
+        // Square blocks are widened beside, and transposed in registers; whatever is left at the edges goes float by float.
+        let whole = |length: usize| if row == 1 { length - length % V::LANES } else { 0 };
+        let (whole_k, whole_columns) = (whole(k), whole(columns));
+        let mut block = [[0.0f32; 16]; 16];
+        for j in (0..whole_columns).step_by(V::LANES) {
+            for i in (0..whole_k).step_by(V::LANES) {
+                for (line, block) in block.iter_mut().enumerate().take(V::LANES) {
+                    bf16::load_all(source.start.add(i + (j + line) * column), block.as_mut_ptr(), V::LANES);
+                }
+                V::transpose(block.as_ptr().cast(), 16, |line, register| {
+                    register.store(to.add((i + line) * width + j));
+                });
+            }
+        }
+        for j in 0..columns {
+            let done = if j < whole_columns { whole_k } else { 0 };
+            for i in done..k {
+                *to.add(i * width + j) = (*source.start.add(i * row + j * column)).load();
+            }
+        }
+    }
+}
+
 /// Packs `rows` × `k` of A in `layout`, which is [`Layout::Rows`] or [`Layout::Columns`], [`PART_ROWS`] rows to a part.
 ///
 /// # Safety
 /// `source` has that many rows and columns; `to` has a part for all rows, with room for them; `k` and `rows` fit the strides
 /// of the layout.
-pub(super) unsafe fn rows(source: &Source, rows: usize, k: usize, layout: Layout, to: &PackedA) {
+pub(super) unsafe fn rows<T: Float>(source: &Source<T>, rows: usize, k: usize, layout: Layout, to: &PackedA) {
     let Strides { row, column } = source.strides;
     // SAFETY: rows below `rows` and columns below `k` of both sides.
     unsafe {
         match layout {
             Layout::Rows if column == 1 => {
                 for i in 0..rows {
-                    std::ptr::copy_nonoverlapping(source.start.add(i * row), to.row(i, layout), k);
+                    T::load_all(source.start.add(i * row), to.row(i, layout), k);
                 }
             }
             Layout::Rows | Layout::WideColumns => {
                 for i in 0..rows {
                     let line = to.row(i, Layout::Rows);
                     for p in 0..k {
-                        *line.add(p) = *source.start.add(i * row + p * column);
+                        *line.add(p) = (*source.start.add(i * row + p * column)).load();
                     }
                 }
             }
@@ -97,11 +146,11 @@ pub(super) unsafe fn rows(source: &Source, rows: usize, k: usize, layout: Layout
                     let from = source.start.add(p * column);
                     for (i, part) in to.parts()[..whole].iter().enumerate() {
                         let from = from.add(i * PART_ROWS);
-                        std::ptr::copy_nonoverlapping(from, part.add(p * COLUMN_STRIDE), PART_ROWS);
+                        T::load_all(from, part.add(p * COLUMN_STRIDE), PART_ROWS);
                     }
                     if rest > 0 {
                         let from = from.add(whole * PART_ROWS);
-                        std::ptr::copy_nonoverlapping(from, to.parts()[whole].add(p * COLUMN_STRIDE), rest);
+                        T::load_all(from, to.parts()[whole].add(p * COLUMN_STRIDE), rest);
                     }
                 }
             }

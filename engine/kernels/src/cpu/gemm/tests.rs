@@ -4,6 +4,8 @@ use gapless_testing::prelude::*;
 
 use super::*;
 use crate::cpu::ScratchMemory;
+use crate::cpu::bf16::{rounded, widened};
+use half::bf16;
 
 /// A tiny generator, so that a failing case is its seed.
 pub fn random(len: usize, seed: u64) -> Vec<f32> {
@@ -101,6 +103,7 @@ impl Operands {
 
 /// All available levels agree with the reference, and with each other bit by bit.
 fn check(job: &Gemm, threads: usize, extras: Extras) {
+    check_bf16(job, threads, extras);
     let operands = Operands::of(job);
     let reference = operands.reference(job, extras);
     let mut first: Option<Vec<f32>> = None;
@@ -116,6 +119,30 @@ fn check(job: &Gemm, threads: usize, extras: Extras) {
             None => first = Some(got),
             Some(first) => assert_eq!(bits(first), bits(&got), "{level:?} has other bits, {job:?} {extras:?}"),
         }
+    }
+}
+
+/// Factors of bf16 have the bits of the f32 that they are.
+fn check_bf16(job: &Gemm, threads: usize, extras: Extras) {
+    let mut operands = Operands::of(job);
+    let [a, b] = [&operands.a, &operands.b].map(|x| x.iter().map(|&x| rounded(x)).collect::<Vec<bf16>>());
+    operands.a = a.iter().map(|&x| widened(x)).collect();
+    operands.b = b.iter().map(|&x| widened(x)).collect();
+    let expected = operands.run(job, Level::best(), threads, extras);
+    for level in Level::ALL.into_iter().filter(|level| level.is_available()) {
+        let (bias, residual) = (&operands.bias[..], &operands.residual[..]);
+        let epilogue = Epilogue { bias: extras.bias.then_some(bias), residual: extras.residual.then_some(residual) };
+        let mut memory = ScratchMemory::new(&job.scratch(threads));
+        let (mut c, mut mixed) = (operands.c.clone(), operands.c.clone());
+        pool(threads)
+            .install(|| {
+                job.run_at(level, &a, &b, &mut c, extras.mode, epilogue, &mut memory.lend())?;
+                job.run_at(level, &operands.a, &b, &mut mixed, extras.mode, epilogue, &mut memory.lend())
+            })
+            .expect("the operands fit");
+        assert!(memory.is_intact(), "{job:?} writes beyond its scratch");
+        assert_eq!(bits(&c), bits(&expected), "{level:?}, {job:?} {extras:?}");
+        assert_eq!(bits(&mixed), bits(&expected), "{level:?}, A of f32, {job:?} {extras:?}");
     }
 }
 

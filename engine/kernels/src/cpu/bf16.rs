@@ -1,0 +1,196 @@
+//! Between bf16 as it is stored and f32 as it is computed in.
+//!
+//! Every bf16 is an f32, so that widening is exact. Rounding is to the nearest, of two as near to the even one, subnormals and
+//! infinities included: what GPUs and `vcvtneps2bf16` do, but that the latter takes subnormals for zeros.
+
+use candle_core::Layout;
+use half::bf16;
+
+use super::{BLOCK, InPieces, Pieces, each_row, row_of, vectorize};
+
+/// The same number.
+#[inline(always)]
+pub fn widened(x: bf16) -> f32 {
+    f32::from_bits(u32::from(x.to_bits()) << 16)
+}
+
+/// The nearest bf16. A NaN stays one.
+#[inline(always)]
+pub fn rounded(x: f32) -> bf16 {
+    let bits = x.to_bits();
+    let nearest = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
+    let quiet = bits >> 16 | 0x40;
+    bf16::from_bits(if x.is_nan() { quiet } else { nearest } as u16)
+}
+
+/// A type that kernels load from and store to while they compute in f32.
+pub trait Float: super::Element {
+    /// As f32.
+    fn load(self) -> f32;
+
+    /// From f32, rounded if need be.
+    fn store(x: f32) -> Self;
+
+    /// Loads `len` neighbours.
+    ///
+    /// # Safety
+    /// There are as many to read and to write, apart.
+    #[inline(always)]
+    unsafe fn load_all(from: *const Self, to: *mut f32, len: usize) {
+        for i in 0..len {
+            // SAFETY: by this function's contract.
+            unsafe { *to.add(i) = (*from.add(i)).load() };
+        }
+    }
+}
+
+impl Float for f32 {
+    #[inline(always)]
+    fn load(self) -> f32 {
+        self
+    }
+
+    #[inline(always)]
+    fn store(x: f32) -> Self {
+        x
+    }
+
+    #[inline(always)]
+    unsafe fn load_all(from: *const Self, to: *mut f32, len: usize) {
+        // SAFETY: by this function's contract.
+        unsafe { std::ptr::copy_nonoverlapping(from, to, len) };
+    }
+}
+
+impl Float for bf16 {
+    #[inline(always)]
+    fn load(self) -> f32 {
+        widened(self)
+    }
+
+    #[inline(always)]
+    fn store(x: f32) -> Self {
+        rounded(x)
+    }
+}
+
+/// Evaluates an expression with the type of floats that a tensor is stored in.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! with_float {
+    ($dtype:expr, $float:ident => $body:expr) => {
+        match $dtype == $crate::cpu::bf16::DTYPE {
+            true => {
+                type $float = $crate::cpu::bf16::Stored;
+                $body
+            }
+            false => {
+                type $float = f32;
+                $body
+            }
+        }
+    };
+}
+#[doc(inline)]
+pub use with_float;
+
+/// The type, as it is stored.
+pub use half::bf16 as Stored;
+
+/// candle's name of it.
+pub const DTYPE: candle_core::DType = candle_core::DType::BF16;
+
+/// Widens what lies side by side.
+pub(super) fn widen(x: &[bf16], out: &mut [f32]) {
+    out.pieces_mut(BLOCK).zip(x.pieces(BLOCK)).for_each(|(out, x)| {
+        vectorize!(out.iter_mut().zip(x).for_each(|(o, &x)| *o = widened(x)));
+    });
+}
+
+/// Widens what a layout shows, without gaps.
+pub(super) fn widen_strided(x: &[bf16], layout: &Layout, out: &mut [f32]) {
+    each_row(out, layout, |row, out| {
+        let (x, step) = row_of(x, layout, row);
+        vectorize!(match step {
+            1 => out.iter_mut().zip(x).for_each(|(o, &x)| *o = widened(x)),
+            _ => out.iter_mut().enumerate().for_each(|(i, o)| *o = widened(x[i * step])),
+        });
+    });
+}
+
+/// Rounds what lies side by side.
+pub(super) fn round(x: &[f32], out: &mut [bf16]) {
+    out.pieces_mut(BLOCK).zip(x.pieces(BLOCK)).for_each(|(out, x)| {
+        vectorize!(out.iter_mut().zip(x).for_each(|(o, &x)| *o = rounded(x)));
+    });
+}
+
+/// The layout of a copy in f32 of what a layout shows, its gaps left out. What is broadcast is copied
+/// once, and what only changes the order of dimensions stays as it is.
+pub fn widened_layout(layout: &Layout) -> Layout {
+    let stored: usize = distinct(layout).dims().iter().product();
+    if stored == super::args::span(layout) {
+        return Layout::new(layout.shape().clone(), layout.stride().to_vec(), 0);
+    }
+    let mut step = 1;
+    let mut strides = vec![0; layout.dims().len()];
+    for ((stride, &dim), &old) in strides.iter_mut().zip(layout.dims()).zip(layout.stride()).rev() {
+        if old > 0 {
+            *stride = step;
+            step *= dim;
+        }
+    }
+    Layout::new(layout.shape().clone(), strides, 0)
+}
+
+/// A layout with what is broadcast only once.
+pub fn distinct(layout: &Layout) -> Layout {
+    let dims =
+        layout.dims().iter().zip(layout.stride()).map(|(&dim, &stride)| if stride == 0 { dim.min(1) } else { dim });
+    Layout::new(dims.collect::<Vec<_>>().into(), layout.stride().to_vec(), 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Against the `half` crate, for numbers between all neighbours, and halfway between them.
+    #[test]
+    fn rounding_is_to_the_nearest() {
+        for high in 0..=u16::MAX {
+            for low in [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff] {
+                let x = f32::from_bits(u32::from(high) << 16 | low);
+                let expected = bf16::from_f32(x);
+                assert!(rounded(x) == expected || (x.is_nan() && rounded(x).is_nan()), "{x:e}");
+                assert!(widened(expected).to_bits() == expected.to_f32().to_bits() || expected.is_nan());
+            }
+        }
+    }
+
+    #[test]
+    fn copies_have_no_gaps() {
+        let layout = |dims: &[usize], strides: &[usize]| Layout::new(dims.into(), strides.to_vec(), 0);
+        for (dims, strides, expected) in [
+            (&[2, 3, 4][..], &[12, 4, 1][..], &[12, 4, 1][..]),
+            (&[2, 3, 4], &[1, 2, 6], &[1, 2, 6]),
+            (&[2, 3, 4], &[30, 10, 1], &[12, 4, 1]),
+            (&[2, 3, 4], &[0, 10, 1], &[0, 4, 1]),
+            (&[2, 3], &[0, 0], &[0, 0]),
+        ] {
+            let wide = widened_layout(&layout(dims, strides));
+            assert_eq!(wide.stride(), expected, "{strides:?}");
+            let x: Vec<bf16> = (0..100).map(|i| rounded(i as f32)).collect();
+            let once = distinct(&layout(dims, strides));
+            let mut out = vec![0.0; once.dims().iter().product()];
+            widen_strided(&x, &once, &mut out);
+            if strides != expected {
+                let mut all = vec![0.0; dims.iter().product()];
+                widen_strided(&x, &layout(dims, strides), &mut all);
+                for (index, expected) in all.iter().enumerate() {
+                    let (row, step) = row_of(&out, &wide, index / dims[dims.len() - 1]);
+                    assert_eq!(row[index % dims[dims.len() - 1] * step], *expected);
+                }
+            }
+        }
+    }
+}
