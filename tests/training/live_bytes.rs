@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+use gapless::engine::compile::Program;
 use gapless::models::{Gpt, GptConfig};
 use gapless::parallel::{self, Action, Cell, Kind, Schedule, Sends, Shape, peak_bytes};
 use gapless::{Mesh, Pipeline, TrainOptions, Trainer};
@@ -41,7 +42,14 @@ impl Schedule for Once {
     }
 }
 
-fn program(schedule: Arc<dyn Schedule + Send + Sync>, shape: &Shape, rank: usize) -> gapless::engine::compile::Program {
+fn program(schedule: Arc<dyn Schedule + Send + Sync>, shape: &Shape, rank: usize) -> Program {
+    let vocabulary = VOCABULARY as usize;
+    let config =
+        GptConfig { vocabulary, sequence: 16, layers: 4, heads: 2, width: 32, dropout: 0.1, ..GptConfig::default() };
+    program_of(&config, schedule, shape, rank)
+}
+
+fn program_of(config: &GptConfig, schedule: Arc<dyn Schedule + Send + Sync>, shape: &Shape, rank: usize) -> Program {
     let micro_batches = shape.micro_batches as usize;
     let options = TrainOptions {
         batch: 2 * micro_batches,
@@ -52,10 +60,7 @@ fn program(schedule: Arc<dyn Schedule + Send + Sync>, shape: &Shape, rank: usize
         pipeline: Pipeline { schedule, chunks: shape.chunks as usize, ..Pipeline::default() },
         ..on_cpu()
     };
-    let vocabulary = VOCABULARY as usize;
-    let config =
-        GptConfig { vocabulary, sequence: 16, layers: 4, heads: 2, width: 32, dropout: 0.1, ..GptConfig::default() };
-    Trainer::program(|vb| Gpt::new(&config, vb), &options, rank).unwrap()
+    Trainer::program(|vb| Gpt::new(config, vb), &options, rank).unwrap()
 }
 
 /// By micro-batch, the stages whose backward a row does in two cells.
@@ -99,4 +104,20 @@ fn every_schedule_keeps_what_the_simulator_says_to_the_byte() {
         }
     }
     assert!(of_two_ways > 0, "DualPipeV splits the backward of some micro-batches only");
+}
+
+/// With a large vocabulary the last stage is the head alone, whose gradients its forward has made: nothing is left to its backward.
+#[test]
+fn a_head_that_is_a_stage_of_its_own_has_a_backward() {
+    let config = GptConfig { vocabulary: 50_257, sequence: 16, layers: 4, heads: 2, width: 64, ..GptConfig::default() };
+    for name in ["gpipe", "1f1b", "zb-h1"] {
+        let shape = Shape { ranks: 2, chunks: 1, micro_batches: 4 };
+        let schedule: Arc<dyn Schedule + Send + Sync> = parallel::by_name(name).unwrap().into();
+        let programs = [0, 1].map(|rank| program_of(&config, schedule.clone(), &shape, rank));
+        let table: Vec<Vec<Cell>> = programs.iter().map(|program| program.cells()).collect();
+        let violations = parallel::check(&table, 2, 4, Sends::Buffered);
+        assert!(violations.is_empty(), "{name}: {violations:?}");
+        let of_the_head = table[1].iter().flat_map(|cell| cell.actions());
+        assert_eq!(of_the_head.filter(|action| action.kind != Kind::Forward).count(), 4, "{name}: {:?}", table[1]);
+    }
 }

@@ -86,20 +86,25 @@ impl CrossRankValues {
 
     /// Numbers the tensors that cross, the same way on every rank.
     fn number(&mut self, graph: &Graph) {
+        // What goes to an earlier stage is a gradient, even one that a head has made in its forward.
+        let goes_back = |root: ValueId, maker: StageId| {
+            let mut readers = self.needs.iter().filter(|(_, roots)| roots.contains(&root));
+            readers.all(|(&(reader, phase), _)| phase != Phase::Forward && reader < maker)
+        };
         let mut numbers: HashMap<(Direction, u32), u32> = HashMap::new();
         let mut tag = |direction: Option<Direction>, root: ValueId| {
             let maker = graph.producer(root);
-            let stage = maker.map_or(0, |maker| match maker.place {
-                Place::Stage(stage) => stage.0,
-                Place::Everywhere => 0,
+            let stage = maker.map_or(StageId(0), |maker| match maker.place {
+                Place::Stage(stage) => stage,
+                Place::Everywhere => StageId(0),
             });
             let direction = direction.unwrap_or(match maker.map(|maker| maker.phase) {
-                Some(Phase::Forward) => Direction::Forward,
+                Some(Phase::Forward) if !goes_back(root, stage) => Direction::Forward,
                 _ => Direction::Backward,
             });
-            let tensor = numbers.entry((direction, stage)).or_default();
+            let tensor = numbers.entry((direction, stage.0)).or_default();
             *tensor += 1;
-            Tag { direction, stage, micro_batch: 0, tensor: *tensor - 1 }
+            Tag { direction, stage: stage.0, micro_batch: 0, tensor: *tensor - 1 }
         };
         let per_micro_batch = self.per_micro_batch.keys().map(|&root| (root, tag(None, root))).collect();
         let per_step = self.per_step.keys().chain(self.replicas.keys());

@@ -4,14 +4,17 @@
 //! `parallel`; and the activations and messages that outlive the cell they are born in. What lives and dies within a cell
 //! is that cell's own affair. Never: an address.
 
+use std::collections::{HashMap, HashSet};
+
 use gapless_alloc::Role;
 use gapless_communicator::{Direction, Tag};
-use gapless_parallel::{Cell, Communication, CommunicationKind, Kept, MicroBatch, StageId};
+use gapless_parallel::{Action, Cell, Communication, CommunicationKind, Kept, Kind, MicroBatch, StageId};
 
-use crate::program::{BufferKind, InstrKind, Program};
+use crate::program::{BufferKind, InstrKind, Message, Program};
 
 impl Program {
-    /// The row of a table that this program runs: its actions, and the messages between them.
+    /// The row of a table that this program runs: its actions, and the messages between them. A last stage that holds nothing but a
+    /// head that makes its gradients in the forward has its backward there, too.
     pub fn cells(&self) -> Vec<Cell> {
         self.steps_by_cell().0
     }
@@ -61,8 +64,15 @@ impl Program {
         let mut cells: Vec<Cell> = Vec::new();
         let mut cell_of = vec![None; self.instrs.len()];
         let mut receiving = vec![false; self.requests];
+        let mut within_forward = self.backwards_within_forwards();
         for part in &self.parts {
             for index in part.instrs.clone() {
+                if let InstrKind::Send(Message { tag, .. }) = &self.instrs[index].kind
+                    && tag.direction == Direction::Backward
+                {
+                    let of = (StageId(tag.stage), MicroBatch(tag.micro_batch));
+                    cells.extend(within_forward.remove(&of).map(Cell::One));
+                }
                 let cell = match (&self.instrs[index].kind, part.action) {
                     (InstrKind::Receive(message), Some(action)) => {
                         receiving[message.request] = true;
@@ -85,6 +95,24 @@ impl Program {
             }
         }
         (cells, cell_of)
+    }
+
+    /// By stage and micro-batch, backwards of which there are no instructions of their own, though a gradient is sent.
+    fn backwards_within_forwards(&self) -> HashMap<(StageId, MicroBatch), Action> {
+        let of = |action: &Action| (action.stage, action.micro_batch);
+        let actions = || self.parts.iter().filter(|part| !part.instrs.is_empty()).filter_map(|part| part.action);
+        let with = |kinds: &'static [Kind]| -> HashSet<_> {
+            actions().filter(|action| kinds.contains(&action.kind)).map(|action| of(&action)).collect()
+        };
+        let (inputs, weights) = (with(&[Kind::Backward, Kind::BackwardInput]), with(&[Kind::BackwardWeight]));
+        let lacking = actions().filter(|action| action.kind == Kind::Forward && !inputs.contains(&of(action)));
+        lacking
+            .map(|forward| {
+                let is_split = weights.contains(&of(&forward));
+                let kind = if is_split { Kind::BackwardInput } else { Kind::Backward };
+                (of(&forward), Action { kind, ..forward })
+            })
+            .collect()
     }
 }
 
