@@ -313,12 +313,9 @@ fn starts_of(lengths: &[usize]) -> Vec<u32> {
 /// Documents from one token to several blocks of keys, two sequences of them, of which one is a single document.
 #[test]
 fn packed_documents_agree_with_the_reference() {
-    for (lengths, heads, head_size, threads) in [
-        (&[1, 2, 13, 4][..], (4, 2), 5, 1),
-        (&[100, 7, 300, 93], (2, 1), 64, 3),
-        (&[30, 1, 89], (2, 2), 256, 2),
-        (&[500], (1, 1), 64, 2),
-    ] {
+    for (lengths, heads, head_size, threads) in
+        [(&[1, 2, 13, 4][..], (4, 2), 5, 1), (&[100, 7, 250, 93], (1, 1), 16, 3), (&[30, 1, 89], (1, 1), 256, 2)]
+    {
         let tokens = lengths.iter().sum();
         let starts = [starts_of(lengths), vec![0; tokens]].concat();
         check_case(&Case { starts, ..Case::of(job(2, heads, (tokens, tokens), head_size)) }, threads);
