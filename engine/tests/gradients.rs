@@ -110,6 +110,10 @@ fn attention() {
     // Equal heads, grouped heads, and a packed qkv read through strides.
     check(&[&[2, 2, 5, 8], &[2, 2, 5, 8], &[2, 2, 5, 8]], |x| x[0].causal_attention(&x[1], &x[2], 0.3));
     check(&[&[1, 4, 3, 8], &[1, 2, 3, 8], &[1, 2, 3, 8]], |x| x[0].causal_attention(&x[1], &x[2], 0.3));
+    // Documents that are packed into a sequence; a start behind a token's own place is its own place.
+    let shapes: &[&[usize]] = &[&[2, 4, 5, 8], &[2, 2, 5, 8], &[2, 2, 5, 8]];
+    let starts: (&[usize], &[u32]) = (&[2, 5], &[0, 0, 2, 2, 4, 0, 1, 1, 1, 9]);
+    check_ids(shapes, &[starts], |x, ids| x[0].document_attention(&x[1], &x[2], &ids[0], 0.3));
     // Heads whose elements do not lie side by side are copied first.
     check(&[&[1, 2, 8, 5], &[1, 2, 5, 8]], |x| x[0].transpose(2, 3)?.causal_attention(&x[1], &x[1], 0.3));
     check(&[&[2, 5, 48]], |x| {

@@ -84,9 +84,10 @@ fn kernels_do_not_allocate() {
             let mut forward = ScratchMemory::new(&job.forward_scratch(THREADS));
             let mut backward = ScratchMemory::new(&job.backward_scratch(THREADS));
             let counted = allocations(|| {
-                job.forward(&x, &x, &x, &mut out, &mut lse, &mut forward.lend()).expect("the operands fit");
+                job.forward(&x, &x, &x, None, &mut out, &mut lse, &mut forward.lend()).expect("the operands fit");
                 let gradients = (&mut dq[..], &mut dk[..], &mut dv[..]);
-                job.backward(&x, &x, &x, &out, &lse, &x, gradients, &mut backward.lend()).expect("the operands fit");
+                job.backward(&x, &x, &x, &out, &lse, &x, None, gradients, &mut backward.lend())
+                    .expect("the operands fit");
             });
             assert_eq!(counted, 0, "{job:?}");
         }

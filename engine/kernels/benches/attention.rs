@@ -63,11 +63,11 @@ fn measure(job: &Attention, threads: usize) {
     let mut rounds = vec![];
     for _ in 0..=ROUNDS {
         let forward = gflops(job.forward_flops(), || {
-            job.forward(q, k, v, &mut out, &mut lse, &mut forward_scratch.lend()).expect("the operands fit");
+            job.forward(q, k, v, None, &mut out, &mut lse, &mut forward_scratch.lend()).expect("the operands fit");
         });
         let backward = gflops(job.backward_flops(), || {
             let gradients = (&mut dq[..], &mut dk[..], &mut dv[..]);
-            job.backward(q, k, v, &out, &lse, &dout, gradients, &mut backward_scratch.lend())
+            job.backward(q, k, v, &out, &lse, &dout, None, gradients, &mut backward_scratch.lend())
                 .expect("the operands fit");
         });
         let gemm = gflops(product.flops(), || {

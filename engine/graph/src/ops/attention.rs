@@ -12,7 +12,8 @@ use crate::{Gradient, Op};
 
 /// softmax(scale·q·kᵀ)·v for q [batch, heads, tokens, head size] and k, v [batch, key-value heads, tokens, head size].
 /// Outputs: the result as [batch, tokens, heads, head size], and the log-sum-exp of the scores
-/// [batch, heads, tokens] for the gradient.
+/// [batch, heads, tokens] for the gradient. A fourth input, u32 [batch, tokens], says the first key that each query sees, for
+/// sequences of several documents; one behind all that the query sees is taken as the last of these.
 #[derive(Debug, Clone, Copy)]
 pub struct Attention {
     /// Factor of the scores, 1/√(head size) as a rule.
@@ -45,7 +46,7 @@ impl Op for Attention {
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
-        super::expect_float(inputs)?;
+        super::expect_float(&inputs[..3])?;
         let Some(e) = Extents::of(inputs[0].dims(), inputs[1].dims()) else {
             return Err("[batch, heads, tokens, head size] is needed for q, k and v".into());
         };
@@ -64,13 +65,21 @@ impl Op for Attention {
         if self.causal && e.keys < e.queries {
             return Err("causal attention needs a key for every query".into());
         }
+        if let Some(starts) = inputs.get(3) {
+            super::expect_ids("first keys", starts)?;
+            if starts.dims() != [e.batch, e.queries] {
+                return Err("the first keys must be [batch, tokens]".into());
+            }
+        }
         let out = inputs[0].in_shape((e.batch, e.queries, e.heads, e.head_size));
         Ok(vec![out, Spec::f32((e.batch, e.heads, e.queries))])
     }
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         g.refuse(self, 1)?;
-        let inputs = [&g.input(0), &g.input(1), &g.input(2), &g.output(0), &g.output(1), &g.grad(0)];
+        let starts = (g.inputs() > 3).then(|| g.input(3));
+        let inputs = [g.input(0), g.input(1), g.input(2), g.output(0), g.output(1), g.grad(0)];
+        let inputs: Vec<&Tensor> = inputs.iter().chain(&starts).collect();
         let grads = Tensor::apply_op::<3>(AttentionGrad { of: *self }, &inputs)?;
         for (input, grad) in grads.into_iter().enumerate().filter(|&(input, _)| g.needs(input)).collect::<Vec<_>>() {
             g.send(input, grad.transpose(1, 2)?);
@@ -82,8 +91,8 @@ impl Op for Attention {
         2 * self.product_flops(inputs)
     }
 
-    fn reads_strides(&self, _: usize, layout: &Layout) -> bool {
-        head_is_dense(layout)
+    fn reads_strides(&self, index: usize, layout: &Layout) -> bool {
+        index < 3 && head_is_dense(layout)
     }
 
     fn workspace(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> Vec<u64> {
@@ -94,7 +103,8 @@ impl Op for Attention {
         let (out, lse, scratch) = (args.output::<f32>(0), args.output::<f32>(1), &mut args.workspace());
         let ((q, q_layout), (k, k_layout), (v, v_layout)) = (args.strided(0), args.strided(1), args.strided(2));
         let kernel = self.kernel(q_layout, k_layout, v_layout);
-        kernel.forward(q, k, v, out, lse, scratch).expect("extents by the shape rule");
+        let starts = (args.inputs() > 3).then(|| args.input(3));
+        kernel.forward(q, k, v, starts, out, lse, scratch).expect("extents by the shape rule");
     }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
         gapless_kernels::cuda::launch::attention(self.scale, self.causal, operands)
@@ -105,10 +115,11 @@ impl Op for Attention {
         let e = Extents::of(&q.dims, &k.dims).expect("rank 4 by the shape rule");
         let mut out = Array::zeros(&[e.batch, e.queries, e.heads, e.head_size]);
         let mut lse = Array::zeros(&[e.batch, e.heads, e.queries]);
-        self.for_each_score(e, q, k, |b, h, t, scores| {
+        let starts = (args.inputs() > 3).then(|| args.input(3));
+        self.for_each_score(e, q, k, starts, |b, h, t, first, scores| {
             let sum = log_sum_exp(scores);
             lse.data[(b * e.heads + h) * e.queries + t] = sum;
-            for (s, score) in scores.iter().enumerate() {
+            for (s, score) in (first..).zip(scores) {
                 for i in 0..e.head_size {
                     out.data[((b * e.queries + t) * e.heads + h) * e.head_size + i] +=
                         (score - sum).exp() * v.data[kv_index(e, b, h, s, i)];
@@ -159,8 +170,15 @@ impl Attention {
         2 * (e.batch * e.heads * e.head_size * scores) as u64
     }
 
-    /// The scores of each query over the keys that it sees.
-    fn for_each_score(&self, e: Extents, q: &Array, k: &Array, mut f: impl FnMut(usize, usize, usize, &[f64])) {
+    /// The first key that each query sees, and the scores over it and those behind it that it sees.
+    fn for_each_score(
+        &self,
+        e: Extents,
+        q: &Array,
+        k: &Array,
+        starts: Option<&Array>,
+        mut f: impl FnMut(usize, usize, usize, usize, &[f64]),
+    ) {
         for (b, h, t) in (0..e.batch * e.heads * e.queries)
             .map(|i| (i / e.queries / e.heads, i / e.queries % e.heads, i % e.queries))
         {
@@ -170,7 +188,9 @@ impl Attention {
                 let dot: f64 = q.iter().enumerate().map(|(i, q)| q * k.data[kv_index(e, b, h, s, i)]).sum();
                 dot * self.scale
             };
-            f(b, h, t, &(0..visible).map(score).collect::<Vec<f64>>());
+            let first =
+                starts.map_or(0, |starts| starts.data[b * e.queries + t] as usize).min(visible.saturating_sub(1));
+            f(b, h, t, first, &(first..visible).map(score).collect::<Vec<f64>>());
         }
     }
 }
@@ -231,7 +251,8 @@ impl Op for AttentionGrad {
         let ((q, q_layout), (k, k_layout), (v, v_layout)) = (args.strided(0), args.strided(1), args.strided(2));
         let (out, lse, d_out) = (args.input(3), args.input(4), args.input(5));
         let kernel = self.of.kernel(q_layout, k_layout, v_layout);
-        kernel.backward(q, k, v, out, lse, d_out, grads, scratch).expect("extents by the shape rule");
+        let starts = (args.inputs() > 6).then(|| args.input(6));
+        kernel.backward(q, k, v, out, lse, d_out, starts, grads, scratch).expect("extents by the shape rule");
     }
     fn cuda_workspace(&self, inputs: &[Spec], _: &[Spec]) -> Vec<u64> {
         gapless_kernels::cuda::launch::attention_grad_workspace(&inputs[4])
@@ -248,11 +269,12 @@ impl Op for AttentionGrad {
         let mut dk = Array::zeros(&[e.batch, e.keys, e.kv_heads, e.head_size]);
         let mut dv = dk.clone();
         let group = e.heads / e.kv_heads;
-        self.of.for_each_score(e, q, k, |b, h, t, scores| {
+        let starts = (args.inputs() > 6).then(|| args.input(6));
+        self.of.for_each_score(e, q, k, starts, |b, h, t, first, scores| {
             let row = ((b * e.queries + t) * e.heads + h) * e.head_size;
             let (out, d_out) = (&out.data[row..][..e.head_size], &d_out.data[row..][..e.head_size]);
             let delta: f64 = out.iter().zip(d_out).map(|(o, d)| o * d).sum();
-            for (s, score) in scores.iter().enumerate() {
+            for (s, score) in (first..).zip(scores) {
                 let p = (score - lse.data[(b * e.heads + h) * e.queries + t]).exp();
                 let dp: f64 = d_out.iter().enumerate().map(|(i, d)| d * v.data[kv_index(e, b, h, s, i)]).sum();
                 let d_score = p * (dp - delta) * self.of.scale;

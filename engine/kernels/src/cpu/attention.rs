@@ -14,6 +14,8 @@ mod rows;
 #[cfg(test)]
 mod tests;
 
+use std::ops::Range;
+
 use self::rows::Rows;
 use crate::cpu::gemm::BLOCK_K;
 use crate::cpu::gemm::kernel::{Kernels, ROW_STRIDE};
@@ -145,6 +147,8 @@ pub struct Forward {
     pub lse: *mut f32,
     /// Positions of the queries among the keys, \[batch, queries\], consecutive in each sequence; null if the mask says them.
     pub positions: *const u32,
+    /// As [`Backward::starts`].
+    pub starts: *const u32,
 }
 
 /// What [`Attention::backward_raw`] reads and writes.
@@ -162,6 +166,8 @@ pub struct Backward {
     pub lse: *const f32,
     /// Gradient of the outputs.
     pub dout: *const f32,
+    /// The first key that each query sees, \[batch, queries\]; null if that is the first of all.
+    pub starts: *const u32,
     /// Gradient of the queries, overwritten.
     pub dq: *mut f32,
     /// Gradient of the keys, overwritten.
@@ -193,24 +199,37 @@ impl Attention {
     }
 
     /// Computes the outputs and the log-sum-exp \[batch, heads, queries\] on all threads of the current rayon pool.
-    /// Without keys they are 0 and −∞.
+    /// Without keys they are 0 and −∞. With `starts` \[batch, queries\] a query sees no key before its own start; a start behind
+    /// all that the mask shows is taken as the last of these.
     ///
     /// # Errors
     /// An unsound shape, a slice too short for its strides or for [`Attention::forward_scratch`] of the current
     /// pool, or outputs that overlap. Nothing is written then.
+    #[expect(clippy::too_many_arguments, reason = "the operands of an attention")]
     pub fn forward(
         &self,
         q: &[f32],
         k: &[f32],
         v: &[f32],
+        starts: Option<&[u32]>,
         out: &mut [f32],
         lse: &mut [f32],
         scratch: &mut Scratch<'_>,
     ) -> Result<(), AttentionError> {
         self.check_forward(q, k, v, out, scratch)?;
         at_least("lse", self.batch * self.heads * self.queries, lse.len())?;
-        let lse = lse.as_mut_ptr();
-        self.forward_checked(q, k, v, out, lse, std::ptr::null(), scratch);
+        let starts = self.check_starts(starts)?;
+        let operands = Forward {
+            q: q.as_ptr(),
+            k: k.as_ptr(),
+            v: v.as_ptr(),
+            out: out.as_mut_ptr(),
+            lse: lse.as_mut_ptr(),
+            positions: std::ptr::null(),
+            starts,
+        };
+        // SAFETY: every extent was compared with its slice above; what is written is borrowed exclusively.
+        unsafe { self.forward_raw(operands, scratch) };
         Ok(())
     }
 
@@ -232,24 +251,25 @@ impl Attention {
         at_least("positions", self.batch * self.queries, positions.len())?;
         let ends = positions.chunks_exact(self.queries.max(1)).take(self.batch).map(|of| of[0] as usize + self.queries);
         at_least("cache", ends.max().unwrap_or(0), self.keys)?;
-        self.forward_checked(q, k, v, out, std::ptr::null_mut(), positions.as_ptr(), scratch);
+        let operands = Forward {
+            q: q.as_ptr(),
+            k: k.as_ptr(),
+            v: v.as_ptr(),
+            out: out.as_mut_ptr(),
+            lse: std::ptr::null_mut(),
+            positions: positions.as_ptr(),
+            starts: std::ptr::null(),
+        };
+        // SAFETY: as in `forward`.
+        unsafe { self.forward_raw(operands, scratch) };
         Ok(())
     }
 
-    #[expect(clippy::too_many_arguments, reason = "the operands of an attention")]
-    fn forward_checked(
-        &self,
-        q: &[f32],
-        k: &[f32],
-        v: &[f32],
-        out: &mut [f32],
-        lse: *mut f32,
-        positions: *const u32,
-        scratch: &mut Scratch<'_>,
-    ) {
-        let operands = Forward { q: q.as_ptr(), k: k.as_ptr(), v: v.as_ptr(), out: out.as_mut_ptr(), lse, positions };
-        // SAFETY: the callers have compared every extent with its slice; what is written is borrowed exclusively.
-        unsafe { self.forward_raw(operands, scratch) };
+    /// The address of the queries' first keys, if there are enough of them.
+    fn check_starts(&self, starts: Option<&[u32]>) -> Result<*const u32, AttentionError> {
+        let Some(starts) = starts else { return Ok(std::ptr::null()) };
+        at_least("starts", self.batch * self.queries, starts.len())?;
+        Ok(starts.as_ptr())
     }
 
     /// Whether shape, operands and scratch of a forward fit together.
@@ -297,6 +317,7 @@ impl Attention {
         out: &[f32],
         lse: &[f32],
         dout: &[f32],
+        starts: Option<&[u32]>,
         (dq, dk, dv): (&mut [f32], &mut [f32], &mut [f32]),
         scratch: &mut Scratch<'_>,
     ) -> Result<(), AttentionError> {
@@ -317,6 +338,7 @@ impl Attention {
         self.check_apart("dv", self.d_v, self.kv_heads, self.keys)?;
         at_least("lse", self.batch * self.heads * self.queries, lse.len())?;
         check_scratch(scratch, &backward::parts(self, rayon::current_num_threads()))?;
+        let starts = self.check_starts(starts)?;
         let operands = Backward {
             q: q.as_ptr(),
             k: k.as_ptr(),
@@ -324,6 +346,7 @@ impl Attention {
             out: out.as_ptr(),
             lse: lse.as_ptr(),
             dout: dout.as_ptr(),
+            starts,
             dq: dq.as_mut_ptr(),
             dk: dk.as_mut_ptr(),
             dv: dv.as_mut_ptr(),
@@ -348,6 +371,31 @@ impl Attention {
             Mask::Full => self.keys,
             Mask::Causal { offset } => self.keys.min(query.saturating_add(offset).saturating_add(1)),
         }
+    }
+
+    /// The first key that a query sees.
+    ///
+    /// # Safety
+    /// `starts` is null or has a number for each query of each sequence.
+    unsafe fn first_key(&self, starts: *const u32, batch: usize, query: usize) -> usize {
+        if starts.is_null() {
+            return 0;
+        }
+        // SAFETY: the caller's promise.
+        let start = unsafe { *starts.add(batch * self.queries + query) } as usize;
+        start.min(self.visible(query).saturating_sub(1))
+    }
+
+    /// The first key that one of some queries sees.
+    ///
+    /// # Safety
+    /// As [`Self::first_key`].
+    unsafe fn first_key_of(&self, starts: *const u32, batch: usize, queries: Range<usize>) -> usize {
+        if starts.is_null() {
+            return 0;
+        }
+        // SAFETY: the caller's promise.
+        queries.map(|query| unsafe { self.first_key(starts, batch, query) }).min().unwrap_or(0)
     }
 
     /// Query heads per key head.

@@ -152,7 +152,8 @@ impl Task<'_> {
                 for head in heads.clone() {
                     for first in part.queries.clone().step_by(TILE_QUERIES) {
                         let queries = first..part.queries.end.min(first + TILE_QUERIES);
-                        if job.visible(queries.end - 1) > first_key {
+                        let begin = job.first_key_of(operands.starts, batch, queries.clone());
+                        if job.visible(queries.end - 1) > first_key && begin < keys.end {
                             self.tile(head, queries, keys.clone(), &part);
                         }
                     }
@@ -223,13 +224,17 @@ impl Task<'_> {
             let probability_gradient = product(arrays.dout_panel, arrays.v_transposed, gradients);
             products.block(Layout::Rows, rows.len(), &probability_gradient);
 
+            let begin = job.first_key_of(operands.starts, batch, rows.clone());
             for (i, query) in rows.clone().enumerate() {
                 let visible = seen(query);
                 let probabilities = from_raw_parts_mut(probabilities.add(i * ROW_STRIDE), padded(visible));
                 let gradients = from_raw_parts_mut(gradients.add(i * ROW_STRIDE), padded(visible));
                 let delta = (row_kernels.dot)(from_raw_parts(out.at(query), d), from_raw_parts(dout.at(query), d));
                 (row_kernels.probabilities)(probabilities, visible, job.scale, *lse.add(query));
+                let hidden = job.first_key(operands.starts, batch, query).saturating_sub(keys.start).min(visible);
+                probabilities[..hidden].fill(0.0);
                 (row_kernels.score_gradients)(gradients, visible, probabilities, delta, job.scale);
+                gradients[..hidden].fill(0.0);
             }
             if dq {
                 let dq = Head::new(operands.dq, job.d_q, batch, head);
@@ -241,7 +246,7 @@ impl Task<'_> {
                     c: dq.at(rows.start),
                     c_row: job.d_q.token,
                     columns: d,
-                    accumulate: keys.start > 0,
+                    accumulate: keys.start > begin,
                 };
                 products.block(Layout::Rows, rows.len(), &product);
             }

@@ -103,7 +103,10 @@ impl Task<'_> {
                 self.write_empty(queries);
                 return;
             }
-            for first_key in (0..keys).step_by(job.key_block()) {
+            // Blocks that no query of the task sees are passed over.
+            let first_block =
+                job.first_key_of(operands.starts, batch, queries.clone()) / job.key_block() * job.key_block();
+            for first_key in (first_block..keys).step_by(job.key_block()) {
                 let block = Block { keys: first_key..keys.min(first_key + job.key_block()), k, v };
                 let len = block.keys.len();
                 let source = Head::new(operands.k.cast_mut(), job.k, batch, kv_head);
@@ -117,22 +120,27 @@ impl Task<'_> {
                         let rows = first..queries.end.min(first + self.instructions.products.rows());
                         let running = running.add(member * queries.len() + first - queries.start);
                         let running = from_raw_parts_mut(running, rows.len());
-                        if first_key == 0 {
+                        let begin = job.first_key_of(operands.starts, batch, rows.clone());
+                        if block.keys.end <= begin {
+                            continue;
+                        }
+                        let is_first = first_key <= begin;
+                        if is_first {
                             running.fill(Running::EMPTY);
                         }
-                        self.panel(head, rows, &block, running, query_panel, scores);
+                        self.panel(head, rows, (&block, is_first), running, query_panel, scores);
                     }
                 }
             }
         }
     }
 
-    /// Takes a block of keys into the outputs of one panel of queries, and finishes them with their last visible block.
+    /// Takes a block of keys, the first that the panel sees or a later one, into the outputs of one panel of queries, and finishes them with their last visible block.
     unsafe fn panel(
         &self,
         head: usize,
         rows: Range<usize>,
-        block: &Block,
+        (block, is_first): (&Block, bool),
         running: &mut [Running],
         query_panel: *mut f32,
         scores: *mut f32,
@@ -174,12 +182,14 @@ impl Task<'_> {
             for (i, query) in rows.clone().enumerate() {
                 let visible = seen(query);
                 let row = from_raw_parts_mut(scores.add(i * ROW_STRIDE), padded(visible));
-                if visible == 0 {
+                let hidden = job.first_key(operands.starts, batch, query).saturating_sub(first_key);
+                if hidden >= visible {
                     row.fill(0.0);
                     continue;
                 }
+                row[..hidden].fill(f32::NEG_INFINITY);
                 let factor = (row_kernels.softmax)(row, visible, &mut running[i]);
-                if first_key > 0 && factor != 1.0 {
+                if !is_first && factor != 1.0 {
                     (row_kernels.scale)(from_raw_parts_mut(out.at(query), job.head_size), factor);
                 }
             }
@@ -191,7 +201,7 @@ impl Task<'_> {
                 c: out.at(rows.start),
                 c_row: job.out.token,
                 columns: job.head_size,
-                accumulate: first_key > 0,
+                accumulate: !is_first,
             };
             products.block(Layout::Rows, rows.len(), &product);
 

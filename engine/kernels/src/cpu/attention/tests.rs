@@ -42,6 +42,7 @@ struct Reference {
 /// Calls back for each query head and query with its number among all rows, its scores' softmax, and their log-sum-exp.
 fn for_each_row(
     job: &Attention,
+    starts: &[u32],
     q: &Tensor,
     k: &Tensor,
     mut row: impl FnMut((usize, usize, usize), usize, Vec<f64>, f64),
@@ -54,7 +55,8 @@ fn for_each_row(
                         .map(|d| q.elements[q.at(b, h, i, d)] * k.elements[k.at(b, h / job.group(), j, d)])
                         .sum()
                 };
-                let hidden = |j: usize| matches!(job.mask, Mask::Causal { offset } if j > i + offset);
+                let start = starts.get(b * job.queries + i).map_or(0, |&start| start as usize);
+                let hidden = |j: usize| j < start || matches!(job.mask, Mask::Causal { offset } if j > i + offset);
                 let scores: Vec<f64> = (0..job.keys)
                     .map(|j| if hidden(j) { f64::NEG_INFINITY } else { f64::from(job.scale) * dot(j) })
                     .collect();
@@ -68,7 +70,7 @@ fn for_each_row(
     }
 }
 
-fn reference(job: &Attention, q: &Tensor, k: &Tensor, v: &Tensor, dout: &Tensor) -> Reference {
+fn reference(job: &Attention, starts: &[u32], q: &Tensor, k: &Tensor, v: &Tensor, dout: &Tensor) -> Reference {
     let mut result = Reference {
         out: dout.zeros_like(),
         lse: vec![0.0; job.batch * job.heads * job.queries],
@@ -78,7 +80,7 @@ fn reference(job: &Attention, q: &Tensor, k: &Tensor, v: &Tensor, dout: &Tensor)
         dq_size: q.zeros_like(),
         dk_size: k.zeros_like(),
     };
-    for_each_row(job, q, k, |(b, h, i), row, probabilities, lse| {
+    for_each_row(job, starts, q, k, |(b, h, i), row, probabilities, lse| {
         result.lse[row] = lse;
         let kv = h / job.group();
         let products =
@@ -121,6 +123,8 @@ struct Case {
     k: Vec<f32>,
     v: Vec<f32>,
     dout: Vec<f32>,
+    /// First keys of the queries; none if all see the first.
+    starts: Vec<u32>,
 }
 
 impl Case {
@@ -132,18 +136,19 @@ impl Case {
             k: spread(len(job.k, job.keys), 2),
             v: random(len(job.v, job.keys), 3),
             dout: random(len(job.out, job.queries), 4),
+            starts: Vec::new(),
             job,
         }
     }
 
     fn reference(&self) -> Reference {
-        let Self { job, q, k, v, dout } = self;
+        let Self { job, q, k, v, dout, starts } = self;
         let [q, k, v, dout] = [(job.q, q), (job.k, k), (job.v, v), (job.out, dout)].map(|(s, x)| Tensor::of(s, x));
-        reference(job, &q, &k, &v, &dout)
+        reference(job, starts, &q, &k, &v, &dout)
     }
 
     fn compute(&self, level: Level, threads: usize) -> Computed {
-        let Self { job, q, k, v, dout } = self;
+        let Self { job, q, k, v, dout, starts } = self;
         // Zeros where strides leave gaps; scratch is full of NaN, so that a float that is read before it is written shows.
         let mut got = Computed {
             out: vec![0.0; dout.len()],
@@ -155,9 +160,17 @@ impl Case {
         let instructions = Instructions::from(level);
         pool(threads).install(|| {
             let (q, k, v) = (q.as_ptr(), k.as_ptr(), v.as_ptr());
+            let starts = if starts.is_empty() { std::ptr::null() } else { starts.as_ptr() };
             let mut memory = ScratchMemory::new(&job.forward_scratch(threads));
-            let operands =
-                Forward { q, k, v, out: got.out.as_mut_ptr(), lse: got.lse.as_mut_ptr(), positions: std::ptr::null() };
+            let operands = Forward {
+                q,
+                k,
+                v,
+                out: got.out.as_mut_ptr(),
+                lse: got.lse.as_mut_ptr(),
+                positions: std::ptr::null(),
+                starts,
+            };
             // SAFETY: `Case::of` makes slices that reach beyond the strides.
             unsafe { forward::run(job, &instructions, operands, &memory.lend()) };
             assert!(memory.is_intact(), "the forward of {job:?} writes beyond its scratch");
@@ -170,6 +183,7 @@ impl Case {
                 out: got.out.as_ptr(),
                 lse: got.lse.as_ptr(),
                 dout: dout.as_ptr(),
+                starts,
                 dq: got.dq.as_mut_ptr(),
                 dk: got.dk.as_mut_ptr(),
                 dv: got.dv.as_mut_ptr(),
@@ -184,7 +198,11 @@ impl Case {
 
 /// All available levels agree with the reference.
 fn check(job: Attention, threads: usize) {
-    let case = Case::of(job);
+    check_case(&Case::of(job), threads);
+}
+
+fn check_case(case: &Case, threads: usize) {
+    let job = case.job;
     let expected = case.reference();
     for level in Level::ALL.into_iter().filter(|level| level.is_available()) {
         let got = case.compute(level, threads);
@@ -286,6 +304,50 @@ fn long_sequences_agree_with_the_reference() {
     }
 }
 
+/// For each token of documents of these lengths, one behind the other: where its document begins.
+fn starts_of(lengths: &[usize]) -> Vec<u32> {
+    let begins = lengths.iter().scan(0, |end, &length| Some(std::mem::replace(end, *end + length)));
+    begins.zip(lengths).flat_map(|(begin, &length)| vec![begin as u32; length]).collect()
+}
+
+/// Documents from one token to several blocks of keys, two sequences of them, of which one is a single document.
+#[test]
+fn packed_documents_agree_with_the_reference() {
+    for (lengths, heads, head_size, threads) in
+        [(&[1, 2, 13, 4][..], (4, 2), 5, 1), (&[100, 7, 250, 93], (1, 1), 16, 3), (&[30, 1, 89], (1, 1), 256, 2)]
+    {
+        let tokens = lengths.iter().sum();
+        let starts = [starts_of(lengths), vec![0; tokens]].concat();
+        check_case(&Case { starts, ..Case::of(job(2, heads, (tokens, tokens), head_size)) }, threads);
+    }
+}
+
+/// What is in one document has no bit of what comes out of the others, nor of their gradients.
+#[test]
+fn a_changed_document_changes_no_other() {
+    let (lengths, changed) = ([70, 250, 33, 147], 70..320);
+    let case = Case { starts: starts_of(&lengths), ..Case::of(job(1, (2, 1), (500, 500), 16)) };
+    let other = {
+        let Case { job, mut q, mut k, mut v, mut dout, starts } =
+            Case { starts: case.starts.clone(), ..Case::of(case.job) };
+        for (x, strides) in [(&mut q, job.q), (&mut k, job.k), (&mut v, job.v), (&mut dout, job.out)] {
+            x[changed.start * strides.token..changed.end * strides.token].iter_mut().for_each(|x| *x = 3.0 - *x);
+        }
+        Case { job, q, k, v, dout, starts }
+    };
+    let [one, other] = [case, other].map(|case| case.compute(Level::best(), 2));
+    for (name, width, one, other) in [
+        ("out", 32, &one.out, &other.out),
+        ("dq", 32, &one.dq, &other.dq),
+        ("dk", 16, &one.dk, &other.dk),
+        ("dv", 16, &one.dv, &other.dv),
+    ] {
+        for (token, (one, other)) in one.chunks(width).zip(other.chunks(width)).enumerate().take(500) {
+            assert_eq!(one == other, !changed.contains(&token), "{name} of token {token}");
+        }
+    }
+}
+
 #[test]
 fn bits_do_not_depend_on_the_number_of_threads() {
     for job in [job(1, (1, 1), (500, 500), 64), job(2, (6, 3), (120, 400), 32), job(4, (6, 6), (100, 100), 64)] {
@@ -322,13 +384,13 @@ fn a_packed_qkv_is_read_and_written_in_place() {
         x.chunks(3 * width).flat_map(|token| token[part * width..][..width].to_vec()).collect()
     };
     let [q, k, v] = [0, 1, 2].map(|part| unpack(&qkv, part));
-    let expected = Case { job: separate, q, k, v, dout: dout.clone() }.compute(Level::best(), 1);
+    let expected = Case { job: separate, q, k, v, dout: dout.clone(), starts: Vec::new() }.compute(Level::best(), 1);
 
     let (mut out, mut lse) = (vec![0.0; dout.len()], vec![0.0; 2 * 3 * 50]);
     let mut dqkv = vec![f32::NAN; qkv.len()];
     pool(1).install(|| {
         let mut memory = ScratchMemory::new(&job.forward_scratch(1));
-        job.forward(&qkv, &qkv[width..], &qkv[2 * width..], &mut out, &mut lse, &mut memory.lend())
+        job.forward(&qkv, &qkv[width..], &qkv[2 * width..], None, &mut out, &mut lse, &mut memory.lend())
             .expect("the operands fit");
         let mut memory = ScratchMemory::new(&job.backward_scratch(1));
         let (from, to) = (qkv.as_ptr(), dqkv.as_mut_ptr());
@@ -341,6 +403,7 @@ fn a_packed_qkv_is_read_and_written_in_place() {
                 out: out.as_ptr(),
                 lse: lse.as_ptr(),
                 dout: dout.as_ptr(),
+                starts: std::ptr::null(),
                 dq: to,
                 dk: to.add(width),
                 dv: to.add(2 * width),
@@ -363,9 +426,9 @@ fn the_reference_gradients_are_finite_differences() {
         let case = Case::of(job);
         let [q, k, v] = [(job.q, &case.q), (job.k, &case.k), (job.v, &case.v)].map(|(s, x)| Tensor::of(s, x));
         let dout = Tensor::of(job.out, &case.dout);
-        let expected = reference(&job, &q, &k, &v, &dout);
+        let expected = reference(&job, &[], &q, &k, &v, &dout);
         let loss = |inputs: &[Tensor; 3]| -> f64 {
-            let out = reference(&job, &inputs[0], &inputs[1], &inputs[2], &dout).out;
+            let out = reference(&job, &[], &inputs[0], &inputs[1], &inputs[2], &dout).out;
             out.elements.iter().zip(&dout.elements).map(|(out, dout)| out * dout).sum()
         };
         let inputs = [q, k, v];
@@ -392,7 +455,7 @@ fn unsound_operands_are_refused() {
     let run = |job: Attention, q: usize, scratch: &[u64]| {
         let (q, k, v) = (vec![0.0; q], vec![0.0; 20], vec![0.0; 20]);
         let (mut out, mut lse, mut memory) = (vec![0.0; 30], vec![0.0; 6], ScratchMemory::new(scratch));
-        pool(1).install(|| job.forward(&q, &k, &v, &mut out, &mut lse, &mut memory.lend()))
+        pool(1).install(|| job.forward(&q, &k, &v, None, &mut out, &mut lse, &mut memory.lend()))
     };
     let enough = &good.forward_scratch(1)[..];
     let (&last, others) = enough.split_last().expect("it needs scratch");
