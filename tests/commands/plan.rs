@@ -276,7 +276,7 @@ fn every_rank_of_a_step_writes_its_plan() {
         ("plan plan.0.csv --model small", "cannot be used with"),
         ("compare --trace plan.0.csv --model small", "cannot be used with"),
         ("schedule zbv --model small --ranks 2 --forward 2", "cannot be used with"),
-        ("sweep sweep.toml --out results", "vary.schedule (line 3): no schedule is called \"2f2b\""),
+        ("sweep sweep.toml --out results", "schedule: no schedule is called \"2f2b\""),
     ] {
         let (code, text) = run(command);
         assert!(code == Some(2) && text.contains(words), "{command}: {code:?} {text}");
