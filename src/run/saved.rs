@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use super::{Console, RunError};
 
 /// The settings of a run that goes on: those that are given now, and the checkpoint's for the rest; `part` is where the run's
-/// saved value ([`Fit::saved`](super::Fit::saved)) has them. Then as [`expect_same`].
+/// saved value ([`Fit::save`](super::Fit::save)) has them. Then as [`expect_same`].
 ///
 /// # Errors
 /// As [`expect_same`]; saved settings that are none of this program.
