@@ -1,11 +1,14 @@
 //! `gapless train RUN.toml`: a whole run, as a file says it.
 
-use std::path::PathBuf;
+use std::fs::File;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use gapless::run::{Console, Progress, RunConfig, RunError, train};
 use indicatif::{ProgressBar, ProgressStyle};
-use tracing_subscriber::filter::LevelFilter;
+use tracing_chrome::FlushGuard;
+use tracing_subscriber::filter::{LevelFilter, filter_fn};
+use tracing_subscriber::{Layer, layer::SubscriberExt, util::SubscriberInitExt};
 
 use crate::output::tell;
 
@@ -23,19 +26,23 @@ pub struct Arguments {
     /// Goes on from the newest checkpoint in the folder
     #[arg(long)]
     resume: bool,
+    /// Writes what the time goes into here, for chrome://tracing or Perfetto
+    #[arg(long, value_name = "FILE.json")]
+    trace: Option<PathBuf>,
 }
 
 /// Exit code 0: done; 1: ended by an error; 2: refused before anything was written; 128 + n: ended by signal n, after a checkpoint.
 pub fn run(arguments: &Arguments) -> ExitCode {
     let mut console = Console::default();
-    let errors = console.errors();
-    tracing_subscriber::fmt()
-        .without_time()
-        .with_max_level(LevelFilter::WARN)
-        .with_writer(move || errors.clone())
-        .init();
     let config = match RunConfig::read(&arguments.config, &arguments.assignments) {
         Ok(config) => config,
+        Err(error) => {
+            tell(format_args!("error: {error}"));
+            return ExitCode::from(2);
+        }
+    };
+    let _trace = match start_tracing(&console, arguments.trace.as_deref()) {
+        Ok(guard) => guard,
         Err(error) => {
             tell(format_args!("error: {error}"));
             return ExitCode::from(2);
@@ -76,6 +83,22 @@ pub fn run(arguments: &Arguments) -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// Warnings go to the standard error; spans to a file, if one is named, until the guard is dropped.
+fn start_tracing(console: &Console, path: Option<&Path>) -> Result<Option<FlushGuard>, String> {
+    let errors = console.errors();
+    let warnings = tracing_subscriber::fmt::layer().without_time().with_writer(move || errors.clone());
+    let registry = tracing_subscriber::registry().with(warnings.with_filter(LevelFilter::WARN));
+    let Some(path) = path else {
+        registry.init();
+        return Ok(None);
+    };
+    let file = File::create(path).map_err(|error| format!("cannot create {}: {error}", path.display()))?;
+    let (spans, guard) = tracing_chrome::ChromeLayerBuilder::new().writer(file).include_args(true).build();
+    // A tokenizer's training has spans in its inner loops.
+    registry.with(spans.with_filter(filter_fn(|metadata| metadata.target().starts_with("gapless")))).init();
+    Ok(Some(guard))
 }
 
 fn progress_bar(steps: u64) -> ProgressBar {
