@@ -98,7 +98,7 @@ fn main() -> Result<ExitCode> {
     let mut trainer = Trainer::new(|vb| Gpt::new(&config, vb), options)?;
     folder.begin(&mut trainer, checkpoint.as_ref(), &console)?;
     if let Some(path) = &args.json {
-        console.write_rows(path, args.resume)?;
+        console.write_rows(path, checkpoint.is_some())?;
     }
     let stop = Stop::on_signals()?;
     let saved = json!({ "flags": args, "config": config, "data": dataset.folder(), "data_hash": dataset.hash() });
