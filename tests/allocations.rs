@@ -138,6 +138,17 @@ fn several_ranks() {
     }
 }
 
+/// Of 100 steps, behind 20.
+fn allocations_of_steps(run: &Run) -> u64 {
+    let mut trainer = run.trainer();
+    let (tokens, targets) = run.batch(0);
+    let mut steps = |count: usize| (0..count).for_each(|_| _ = trainer.step(&tokens, &targets).unwrap());
+    steps(20);
+    let before = ALLOCATIONS.load(Ordering::Relaxed);
+    steps(100);
+    ALLOCATIONS.load(Ordering::Relaxed) - before
+}
+
 /// GaLore finds its projections many times over.
 fn optimizers_of_fewer_bytes() {
     let galore = GaLore { rank: 12, refresh_steps: 3, ..GaLore::default() };
@@ -145,14 +156,7 @@ fn optimizers_of_fewer_bytes() {
     for optimizer in rules {
         let mut run = Run::default();
         run.options.optimizer = optimizer;
-        let mut trainer = run.trainer();
-        let (tokens, targets) = run.batch(0);
-        let mut steps = |count: usize| (0..count).for_each(|_| _ = trainer.step(&tokens, &targets).unwrap());
-        steps(20);
-        let before = ALLOCATIONS.load(Ordering::Relaxed);
-        steps(100);
-        let allocations = ALLOCATIONS.load(Ordering::Relaxed) - before;
-        assert_eq!(allocations, 0, "{:?}: heap allocations in 100 steps", run.options.optimizer);
+        assert_eq!(allocations_of_steps(&run), 0, "{:?}: heap allocations in 100 steps", run.options.optimizer);
     }
 }
 
@@ -164,14 +168,7 @@ fn what_waits_otherwise_than_as_it_is() {
         run.options.micro_batches = 2;
         run.options.compress = vec!["gelu".into(), "layer_norm".into()];
         run.options.offload = Some(Offload { ops: vec!["linear".into(), "add".into()], folder: std::env::temp_dir() });
-        let mut trainer = run.trainer();
-        let (tokens, targets) = run.batch(0);
-        let mut steps = |count: usize| (0..count).for_each(|_| _ = trainer.step(&tokens, &targets).unwrap());
-        steps(20);
-        let before = ALLOCATIONS.load(Ordering::Relaxed);
-        steps(100);
-        let allocations = ALLOCATIONS.load(Ordering::Relaxed) - before;
-        assert_eq!(allocations, 0, "{dtype:?}: heap allocations in 100 steps");
+        assert_eq!(allocations_of_steps(&run), 0, "{dtype:?}: heap allocations in 100 steps");
     }
 }
 

@@ -6,7 +6,7 @@ use serde::Deserialize;
 use toml::{Table, Value};
 
 use super::StepSpec;
-use crate::run::{ConfigError, with_nearest};
+use crate::run::{ConfigError, text_of, with_nearest};
 
 impl StepSpec {
     /// The `[step]` of a file, if there is one, under the keys of `over`.
@@ -15,8 +15,7 @@ impl StepSpec {
     /// [`ConfigError`]: a file that cannot be read, keys that do not exist, values of another type.
     pub fn read(file: Option<&Path>, over: &Table) -> Result<Self, ConfigError> {
         let Some(path) = file else { return Self::over(&Table::new(), over) };
-        let text =
-            std::fs::read_to_string(path).map_err(|source| ConfigError::Read { path: path.to_owned(), source })?;
+        let text = text_of(path)?;
         let syntax = |message| ConfigError::Syntax { path: path.to_owned(), message };
         #[derive(Deserialize)]
         struct File {

@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 
+use gapless_alloc::draw::{THEME, escape};
 use gapless_allocators::Kind;
 use gapless_parallel::{Cell, Shape};
 use serde::Serialize;
@@ -81,10 +82,9 @@ pub(super) fn page(sweep: &Sweep, rows: &[Row]) -> String {
     let data = data.replace('<', "\\u003c");
     let script =
         concat!(include_str!("assets/plot.js"), include_str!("assets/simulate.js"), include_str!("assets/report.js"));
-    let title = sweep.title.replace('&', "&amp;").replace('<', "&lt;");
     include_str!("assets/report.html")
-        .replace("{title}", &title)
-        .replace("{style}", include_str!("assets/report.css"))
+        .replace("{title}", &escape(&sweep.title))
+        .replace("{style}", &[THEME, include_str!("assets/report.css")].concat())
         .replace("{script}", script)
         .replace("{data}", &data)
 }

@@ -7,7 +7,7 @@ use gapless_allocators::Kind;
 use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
-use crate::run::{ConfigError, line_of, size, with_nearest};
+use crate::run::{ConfigError, line_of, size, text_of, with_nearest};
 use crate::step::{Step, StepSpec};
 
 /// Configurations of one sweep, at most.
@@ -97,8 +97,7 @@ impl Sweep {
     /// # Errors
     /// [`ConfigError`], with line, key and remedy.
     pub fn read(path: &Path) -> Result<Self, ConfigError> {
-        let text =
-            std::fs::read_to_string(path).map_err(|source| ConfigError::Read { path: path.to_owned(), source })?;
+        let text = text_of(path)?;
         Self::parse(&text).map_err(|error| match error {
             ConfigError::Syntax { message, .. } => ConfigError::Syntax { path: path.to_owned(), message },
             other => other,

@@ -70,11 +70,7 @@ fn victim(dir: &Path, steps: u64) -> anyhow::Result<ExitCode> {
         console.row(&trainer.steps());
         console.say(trainer.steps());
     }
-    let saved = console.finish();
-    match stop.exit_code() {
-        Some(code) => Ok(code),
-        None => Ok(saved.map(|()| ExitCode::SUCCESS)?),
-    }
+    Ok(console.exit_code(&stop)?)
 }
 
 fn victim_command(dir: &Path, steps: u64) -> Command {

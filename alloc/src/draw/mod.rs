@@ -28,7 +28,7 @@ pub const THEME: &str = include_str!("assets/theme.css");
 
 pub use quantity::{Bytes, NotBytes};
 pub use summary::{RoleBytes, Span, Summary, TensorAtPeak, Unused};
-pub use svg::SvgOptions;
+pub use svg::{SvgOptions, escape};
 pub use text::TextOptions;
 
 /// A named phase of the step, such as `forward 0` or `update`. Phases may overlap or leave ticks unnamed.

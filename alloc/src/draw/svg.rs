@@ -221,7 +221,7 @@ fn legend(out: &mut String, map: &MemoryMap<'_>, y: f64) -> std::fmt::Result {
 }
 
 /// User text for XML: markup escaped, characters that XML forbids replaced.
-pub(super) fn escape(text: &str) -> String {
+pub fn escape(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {
         match c {

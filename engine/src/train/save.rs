@@ -183,7 +183,10 @@ impl Trainer {
     /// # Errors
     /// Another rank that fails.
     pub fn any(&mut self, mine: bool) -> Result<bool> {
-        Ok(self.all(mine)?.contains(&true))
+        let Some(world) = &mut self.world else { return Ok(mine) };
+        let mut all = vec![0; world.size()];
+        world.all_gather(&[u8::from(mine)], &mut all)?;
+        Ok(all.contains(&1))
     }
 
     /// What every rank has to say, in the order of ranks.

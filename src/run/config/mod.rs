@@ -21,7 +21,7 @@ use serde::de::Visitor;
 use serde::{Deserialize, Deserializer, Serialize};
 
 pub use read::ConfigError;
-pub(crate) use read::{line_of, with_nearest};
+pub(crate) use read::{line_of, text_of, with_nearest};
 
 use crate::{Offload, Recompute};
 

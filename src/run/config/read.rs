@@ -56,8 +56,7 @@ impl RunConfig {
     /// # Errors
     /// [`ConfigError`], with line, key and remedy.
     pub fn read(path: &Path, assignments: &[String]) -> Result<Self, ConfigError> {
-        let text =
-            std::fs::read_to_string(path).map_err(|source| ConfigError::Read { path: path.to_owned(), source })?;
+        let text = text_of(path)?;
         let syntax = |message| ConfigError::Syntax { path: path.to_owned(), message };
         // The file by itself first, for the lines of its mistakes; then with what the command line says.
         let config: Self = toml::from_str(&text).map_err(|error| syntax(with_nearest(error.to_string())))?;
@@ -65,6 +64,10 @@ impl RunConfig {
         config.check().map_err(|error| at_line(error, &text, assignments))?;
         Ok(config)
     }
+}
+
+pub(crate) fn text_of(path: &Path) -> Result<String, ConfigError> {
+    std::fs::read_to_string(path).map_err(|source| ConfigError::Read { path: path.to_owned(), source })
 }
 
 /// The file's configuration with other values.

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use gapless_alloc::draw::{Bytes, THEME};
+use gapless_alloc::draw::{Bytes, THEME, escape};
 use serde_json::json;
 
 use super::{Compared, Entry, timeline::Column};
@@ -101,10 +101,6 @@ fn in_rows(layout: &[u64], top: u64) -> Vec<u64> {
         drawn = end;
     }
     rows
-}
-
-fn escape(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
 }
 
 const STYLE: &str = include_str!("assets/page.css");

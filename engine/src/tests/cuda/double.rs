@@ -28,8 +28,7 @@ const LIBRARIES: [(&str, &[&str]); 3] = [
 const OPTIONS: [&str; 6] = ["-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-Wall", "-Werror"];
 
 /// What the double of NVRTC tells a compiler. As `host`, but nothing is made faster: that would take longer than it saves.
-const KERNEL_OPTIONS: [&str; 6] =
-    ["-std=c++17", "-O0", "-fPIC", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE", "-Wno-pragma-once-outside-header"];
+const KERNEL_OPTIONS: [&str; 5] = ["-std=c++17", "-O0", "-fPIC", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE"];
 
 /// The double, in a process that it judges.
 pub struct Double(libloading::Library);
@@ -157,31 +156,10 @@ fn sources() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("src/tests/cuda/on_host")
 }
 
-/// The folder beside this program whose name ends in a hash of the sources. It is made once.
 fn made() -> PathBuf {
     let texts = std::fs::read_dir(sources().join("driver")).expect("the double's sources");
-    let mut texts: Vec<PathBuf> = texts.map(|text| text.expect("a file").path()).collect();
-    texts.push(sources().join("device.hpp"));
-    texts.sort();
-    let mut hash = blake3::Hasher::new();
-    for text in &texts {
-        hash.update(&std::fs::read(text).expect("a source"));
-    }
-    let program = std::env::current_exe().expect("this program");
-    let beside = program.parent().expect("a folder");
-    let folder = beside.join(format!("double-{}", &hash.finalize().to_hex()[..16]));
-    if !folder.exists() {
-        let old = std::fs::read_dir(beside).expect("a folder").map(|entry| entry.expect("an entry"));
-        for old in old.filter(|entry| entry.file_name().to_string_lossy().starts_with("double-")) {
-            std::fs::remove_dir_all(old.path()).expect("what is of no use any more");
-        }
-        let making = tempfile::tempdir_in(beside).expect("a folder beside this program");
-        compile(making.path());
-        // Another process may have been faster.
-        let is_there = std::fs::rename(making.keep(), &folder).is_ok() || folder.exists();
-        assert!(is_there, "no folder {}", folder.display());
-    }
-    folder
+    let texts = texts.map(|text| text.expect("a file").path()).chain([sources().join("device.hpp")]);
+    host::kept("double", texts.collect(), b"", compile)
 }
 
 /// How the double of NVRTC compiles a kernel.

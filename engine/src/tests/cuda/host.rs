@@ -114,33 +114,48 @@ const HEADER: &str = "device.hpp";
 const KERNELS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/kernels/src/cuda/kernels");
 const ON_HOST: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/src/tests/cuda/on_host");
 
-/// A folder for what this compiler makes of the headers as they are now, with device.hpp, compiled, in it. Where `cargo clean` finds it.
+/// A folder for what this compiler makes of kernels, with device.hpp, compiled, in it.
 fn compiled() -> &'static Path {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
     FOLDER.get_or_init(|| {
-        let mut key = blake3::Hasher::new();
         let version = Command::new(compiler().expect("asked before")).arg("--version").output().expect("it has run");
-        key.update(&version.stdout).update(FLAGS.join(" ").as_bytes());
         let header = Path::new(ON_HOST).join(HEADER);
-        let mut files: Vec<PathBuf> =
-            std::fs::read_dir(KERNELS).expect("kernels").map(|file| file.unwrap().path()).collect();
-        files.push(header.clone());
-        files.sort();
-        for file in &files {
-            key.update(&std::fs::read(file).expect("a source"));
-        }
-        let program = std::env::current_exe().expect("the tests' own path");
-        let target = program.ancestors().nth(3).expect("target/debug/deps/PROGRAM");
-        let folder = target.join("tmp/on_host").join(&key.finalize().to_hex()[..16]);
-        std::fs::create_dir_all(&folder).expect("room for a folder");
-        let copy = folder.join(HEADER);
-        std::fs::copy(&header, &copy).expect("room for a header");
-        let precompiled = folder.join(format!("{HEADER}.gch"));
-        if !precompiled.exists() {
-            build(&["-x", "c++-header"], &[&copy], &precompiled);
-        }
-        folder
+        let texts = std::fs::read_dir(KERNELS).expect("kernels").map(|text| text.expect("a file").path());
+        let tools = [&version.stdout[..], FLAGS.join(" ").as_bytes()].concat();
+        kept("on-host", texts.chain([header.clone()]).collect(), &tools, |folder| {
+            let copy = folder.join(HEADER);
+            std::fs::copy(&header, &copy).expect("a copy");
+            build(&["-x", "c++-header"], &[&copy], &folder.join(format!("{HEADER}.gch")));
+        })
     })
+}
+
+/// The folder beside this program whose name ends in a hash of what it is made of: of texts, and of tools. It is made once, and those
+/// of other texts are removed then.
+pub fn kept(name: &str, mut texts: Vec<PathBuf>, tools: &[u8], make: impl FnOnce(&Path)) -> PathBuf {
+    texts.sort();
+    let mut hash = blake3::Hasher::new();
+    hash.update(tools);
+    for text in &texts {
+        hash.update(&std::fs::read(text).expect("a source"));
+    }
+    let program = std::env::current_exe().expect("this program");
+    let beside = program.parent().expect("a folder");
+    let prefix = format!("{name}-");
+    let folder = beside.join(format!("{prefix}{}", &hash.finalize().to_hex()[..16]));
+    if !folder.exists() {
+        let old = std::fs::read_dir(beside).expect("a folder").map(|entry| entry.expect("an entry"));
+        let is_old = |file: &std::ffi::OsStr| file.to_string_lossy().starts_with(&prefix);
+        for old in old.filter(|entry| is_old(&entry.file_name()) && entry.path().is_dir()) {
+            std::fs::remove_dir_all(old.path()).expect("what is of no use any more");
+        }
+        let making = tempfile::tempdir_in(beside).expect("a folder beside this program");
+        make(making.path());
+        // Another process may have been faster.
+        let is_there = std::fs::rename(making.keep(), &folder).is_ok() || folder.exists();
+        assert!(is_there, "no folder {}", folder.display());
+    }
+    folder
 }
 
 const FLAGS: [&str; 8] = [

@@ -1,8 +1,7 @@
 const data = JSON.parse(document.getElementById('data').textContent);
-const colour = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 // One picture: columns of [reserved, allocated, runs of rows in use and idle in turn], in rows of data.rows.
-function draw(canvas, columns) {
+function draw(canvas, columns, colour) {
   const ratio = devicePixelRatio || 1, width = canvas.clientWidth, height = canvas.clientHeight;
   canvas.width = width * ratio; canvas.height = height * ratio;
   const pen = canvas.getContext('2d');
@@ -29,7 +28,12 @@ function draw(canvas, columns) {
   line('--quiet', [6, 4], () => data.live);
 }
 
-const all = () => document.querySelectorAll('canvas').forEach((canvas, index) => draw(canvas, data.pictures[index]));
+function all() {
+  const style = getComputedStyle(document.documentElement);
+  const names = ['--held', '--idle', '--lost', '--bound', '--text', '--quiet'];
+  const colours = Object.fromEntries(names.map(name => [name, style.getPropertyValue(name).trim()]));
+  document.querySelectorAll('canvas').forEach((canvas, index) => draw(canvas, data.pictures[index], name => colours[name]));
+}
 matchMedia('(prefers-color-scheme: dark)').addEventListener('change', all);
 addEventListener('resize', all);
 all();

@@ -41,13 +41,7 @@ pub(super) unsafe fn panel<V: Vector>(source: &Source, k: usize, columns: usize,
             }
             return;
         }
-        if columns < width {
-            for i in 0..k {
-                for j in columns..width {
-                    *to.add(i * width + j) = 0.0;
-                }
-            }
-        }
+        clear_behind(to, k, columns, width);
         // Square blocks are transposed in registers; whatever is left at the edges goes float by float.
         let whole = |length: usize| if row == 1 { length - length % V::LANES } else { 0 };
         let (whole_k, whole_columns) = (whole(k), whole(columns));
@@ -70,6 +64,20 @@ pub(super) unsafe fn panel<V: Vector>(source: &Source, k: usize, columns: usize,
     }
 }
 
+/// Zeros the columns that do not exist.
+///
+/// # Safety
+/// `to` has `k` lines of `width` floats.
+#[inline(always)]
+unsafe fn clear_behind(to: *mut f32, k: usize, columns: usize, width: usize) {
+    for i in 0..k {
+        for j in columns..width {
+            // SAFETY: by the caller's promise.
+            unsafe { *to.add(i * width + j) = 0.0 };
+        }
+    }
+}
+
 /// [`panel`] of bf16, as the f32 that they are.
 ///
 /// # Safety
@@ -86,13 +94,7 @@ pub(super) unsafe fn panel_bf16<V: Vector>(source: &Source<bf16>, k: usize, colu
             }
             return;
         }
-        if columns < width {
-            for i in 0..k {
-                for j in columns..width {
-                    *to.add(i * width + j) = 0.0;
-                }
-            }
-        }
+        clear_behind(to, k, columns, width);
         // Square blocks are widened beside, and transposed in registers; whatever is left at the edges goes float by float.
         let whole = |length: usize| if row == 1 { length - length % V::LANES } else { 0 };
         let (whole_k, whole_columns) = (whole(k), whole(columns));
