@@ -63,7 +63,7 @@ pub use candle_core::{self, D};
 pub use gapless_alloc::arena::Reserve;
 pub use gapless_engine::checkpoint::Checkpoint;
 pub use gapless_engine::communicator;
-pub use gapless_engine::data::{DataOptions, Dataset, Source, VocabularyChoice};
+pub use gapless_engine::data::{DataOptions, Dataset, IGNORED, Source, VocabularyChoice};
 pub use gapless_engine::graph::{Device, IndexOp};
 pub use gapless_engine::learning_rate::LearningRate;
 pub use gapless_engine::metrics::JsonLines;
@@ -71,7 +71,7 @@ pub use gapless_engine::nn::{Lora, Trainable};
 pub use gapless_engine::optim::{AdamW, AdamW8bit, GaLore};
 pub use gapless_engine::recompute::{Layers, Offload, Recompute};
 pub use gapless_engine::{
-    DType, DeviceChoice, Error, GenerateOptions, Generation, Model, NextToken, Op, Overflow, Pipeline, Report, Result,
-    RunsOn, Sampling, StepReport, Tensor, TrainError, TrainOptions, Trainer, nn,
+    Batch, DType, DeviceChoice, Error, GenerateOptions, Generation, Model, NextToken, Op, Overflow, Pipeline, Report,
+    Result, RunsOn, Sampling, StepReport, Tensor, TrainError, TrainOptions, Trainer, nn,
 };
 pub use gapless_parallel::Mesh;

@@ -67,5 +67,5 @@ pub use gapless_graph::{
 };
 pub use gradient_check::{GradientError, gradient_check};
 pub use train::{
-    DeviceChoice, GenerateOptions, Generation, NextToken, RunsOn, Sampling, StepReport, TrainOptions, Trainer,
+    Batch, DeviceChoice, GenerateOptions, Generation, NextToken, RunsOn, Sampling, StepReport, TrainOptions, Trainer,
 };

@@ -1,7 +1,7 @@
 //! Every operation against its judges: gradients by finite differences in f64, kernels by the f64 reference.
 
-use gapless_engine::ops::RopeScaling;
-use gapless_engine::{Result, Tensor, gradient_check};
+use gapless_engine::ops::{LinearCrossEntropy, Rope, RopeScaling};
+use gapless_engine::{DType, Result, Tensor, gradient_check};
 
 /// Central differences in f64 are good to about 1e-9; f32 kernels to some multiples of 2⁻²⁴ = 6e-8.
 const FINITE_DIFFERENCE: f64 = 1e-6;
@@ -103,6 +103,11 @@ fn rotation() {
     for scaling in [RopeScaling::Linear { factor: 3.0 }, yarn] {
         check(&[&[2, 2, 5, 8]], |x| x[0].rope_scaled(100.0, scaling));
     }
+    // At places that are given.
+    let op = Rope { frequencies: RopeScaling::None.frequencies(100.0), inverse: false };
+    check_ids(&[&[2, 3, 2, 8]], &[(&[2, 3], &[0, 1, 0, 7, 8, 0])], |x, ids| {
+        Tensor::apply_op(op, &[&x[0], &ids[0]]).map(|[rotated]| rotated)
+    });
 }
 
 #[test]
@@ -144,6 +149,14 @@ fn a_head_fused_with_its_loss() {
     });
     check_ids(&[&[2, 3, 5], &[5, 7]], ids, |x, ids| x[0].sqr()?.linear_cross_entropy(&x[1].t()?, &ids[0])?.mean_all());
     check_ids(&[&[5], &[7, 5]], &[(&[], &[2])], |x, ids| x[0].linear_cross_entropy(&x[1], &ids[0]));
+    // Losses that count by weights, one of them nothing; the same under a mean.
+    let weighed: &[(&[usize], &[u32])] = &[ids[0], (&[2, 3], &[1, 0, 2, 1, 3, 1])];
+    let weighted = |x: &[Tensor], ids: &[Tensor]| {
+        let weights = ids[1].to_dtype(DType::F32)?;
+        Tensor::apply_op(LinearCrossEntropy::new(None), &[&x[0], &x[1], &ids[0], &weights]).map(|[losses]| losses)
+    };
+    check_ids(&[&[2, 3, 5], &[7, 5]], weighed, weighted);
+    check_ids(&[&[2, 3, 5], &[7, 5]], weighed, |x, ids| weighted(x, ids)?.mean_all());
 }
 
 #[test]

@@ -10,7 +10,7 @@ use gapless::engine::checkpoint::Checkpoint;
 use gapless::engine::nn::RouterConfig;
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig, MoeStyle};
 use gapless::nn::VarBuilder;
-use gapless::{DType, DeviceChoice, Model, StepReport, TrainOptions, Trainer};
+use gapless::{Batch, DType, DeviceChoice, IGNORED, Model, StepReport, TrainOptions, Trainer};
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Kind {
@@ -170,9 +170,24 @@ impl Run {
         ((0..count).map(id).collect(), (1..=count).map(id).collect())
     }
 
+    /// Where the document of each token begins, with [`TrainOptions::documents`]: some of 1 to 9 tokens, others in every sequence.
+    fn starts(&self) -> Vec<u32> {
+        let mut starts = Vec::new();
+        for index in 0..if self.options.documents { self.options.batch * self.options.sequence } else { 0 } {
+            let at = (index % self.options.sequence) as u32;
+            let begins = at == 0 || at - starts[index - 1] > (index * index % 11 % 9) as u32;
+            starts.push(if begins { at } else { starts[index - 1] });
+        }
+        starts
+    }
+
     pub fn step(&self, trainer: &mut Trainer) -> StepReport {
-        let (tokens, targets) = self.batch(trainer.steps());
-        trainer.step(&tokens, &targets).expect("the step is sound")
+        let ((tokens, mut targets), starts) = (self.batch(trainer.steps()), self.starts());
+        // What follows the last token of a document is another.
+        for (target, next) in targets.iter_mut().zip(starts.iter().skip(1).zip(&starts)) {
+            *target = if next.0 == next.1 { *target } else { IGNORED };
+        }
+        trainer.step_batch(&Batch { tokens: &tokens, targets: &targets, starts: &starts }).expect("the step is sound")
     }
 
     pub fn steps(&self, count: u64) -> Outcome {

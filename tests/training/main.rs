@@ -8,6 +8,7 @@ mod bf16;
 #[path = "../common/mod.rs"]
 mod common;
 mod determinism;
+mod documents;
 mod expert_ranks;
 mod generate;
 mod learning;

@@ -31,6 +31,9 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+/// The target of a token whose loss does not count.
+pub const IGNORED: u32 = u32::MAX;
+
 mod chat;
 mod corpus;
 mod dataset;

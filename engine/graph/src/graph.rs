@@ -100,14 +100,29 @@ pub struct Value {
     pub rows: Option<RowCount>,
 }
 
-/// That a graph continues sequences: attention writes the keys and values of its tokens behind those of the tokens before, which
-/// earlier runs have left in tensors of [`Source::Cache`], and reads both.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct TokenCache {
-    /// The place of each token in its sequence: u32 [batch, tokens]. Those of a sequence are consecutive.
-    pub positions: ValueId,
-    /// Tokens of a sequence at most.
-    pub window: usize,
+/// What the tokens of a graph's sequences are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Sequences {
+    /// Each the first tokens of a text.
+    #[default]
+    Whole,
+    /// Those behind others, whose keys and values earlier runs have left in tensors of [`Source::Cache`]: attention writes its own
+    /// behind them, and reads both.
+    Continued {
+        /// The place of each token in its sequence: u32 [batch, tokens]. Those of a sequence are consecutive.
+        positions: ValueId,
+        /// Tokens of a sequence at most.
+        window: usize,
+    },
+    /// Those of several documents side by side, which do not see each other. The loss of each token counts by its weight.
+    Packed {
+        /// The first token of each token's document: u32 [batch, tokens].
+        starts: ValueId,
+        /// The place of each token in its document: u32 [batch, tokens].
+        positions: ValueId,
+        /// What each token's loss is multiplied by: f32 [batch, tokens].
+        weights: ValueId,
+    },
 }
 
 /// Rows that are counted while the step runs.
@@ -184,7 +199,7 @@ pub struct Graph {
     frozen: HashSet<ValueId>,
     /// What a training step shows of itself, beside the loss.
     watched: Vec<(String, ValueId)>,
-    token_cache: Option<TokenCache>,
+    sequences: Sequences,
 }
 
 /// The graph behind its handles. A panic elsewhere leaves a graph that is short of nodes, not a broken one.
@@ -306,14 +321,14 @@ impl Graph {
         Ok(id)
     }
 
-    /// Lets what is recorded from now on continue sequences.
-    pub fn continue_sequences(&mut self, cache: TokenCache) {
-        self.token_cache = Some(cache);
+    /// Says what the tokens are of what is recorded from now on.
+    pub fn set_sequences(&mut self, sequences: Sequences) {
+        self.sequences = sequences;
     }
 
-    /// Whether sequences are continued, and where.
-    pub fn token_cache(&self) -> Option<TokenCache> {
-        self.token_cache
+    /// What the tokens are.
+    pub fn sequences(&self) -> Sequences {
+        self.sequences
     }
 
     /// Declares a tensor of past tokens, named after the layer that nodes are put in.

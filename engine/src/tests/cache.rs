@@ -3,7 +3,7 @@
 use gapless_compile::Output;
 use gapless_graph::ops::{CacheWrite, CachedAttention};
 use gapless_graph::reference::evaluate;
-use gapless_graph::{Result, Stream, Tensor, TokenCache, lock};
+use gapless_graph::{Result, Sequences, Stream, Tensor, lock};
 use gapless_runtime::RunOptions;
 
 use crate::DType;
@@ -71,7 +71,7 @@ fn shapes_that_do_not_fit_are_refused() {
     let refused = |window: usize, heads: usize| {
         Recorded::new(DType::F32, &[&[1, heads, 3, 8], &[1, 2, 3, 8]], &[(&[1, 3], &[0, 1, 2])], |x, ids| {
             let graph = x[0].graph();
-            lock(graph).continue_sequences(TokenCache { positions: ids[0].id(), window });
+            lock(graph).set_sequences(Sequences::Continued { positions: ids[0].id(), window });
             x[0].causal_attention(&x[1], &x[1], 0.3)
         })
         .map(|_| ())

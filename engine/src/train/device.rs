@@ -99,6 +99,9 @@ impl TrainOptions {
         if self.poison {
             return fail("dead ranges are filled with NaN on the CPU alone", "leave poison out, or use the CPU");
         }
+        if self.documents {
+            return fail("packed documents have no GPU kernels", "use the CPU");
+        }
         Ok(())
     }
 }

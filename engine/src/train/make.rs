@@ -19,6 +19,7 @@ use gapless_runtime::{Communicators, Session};
 
 #[cfg(not(feature = "cuda"))]
 use super::device;
+use super::documents::DocumentInputs;
 use super::ranks::{BatchCheck, communicators, expect_equal, expect_one_rank};
 use super::{DeviceChoice, Generation, Programs, RunsOn, TrainOptions, Trainer};
 use crate::communicator::Communicator;
@@ -202,6 +203,7 @@ impl Trainer {
         let CompiledStep { parameters, vocabulary, layout, watched, model } = compiled;
         let (at, step, world) = (plan.at, 0, None);
         let share = Share::of(&options.step(), at);
+        let documents = DocumentInputs::new(if options.documents { options.batch * options.sequence } else { 0 });
         Ok(Self {
             session,
             device,
@@ -218,6 +220,7 @@ impl Trainer {
             step,
             world,
             batch_check: None,
+            documents,
         })
     }
 

@@ -1,6 +1,7 @@
 //! Training as a user's own binary calls it: build, report, step, evaluate, generate.
 
 mod device;
+mod documents;
 mod generate;
 mod make;
 mod options;
@@ -11,17 +12,22 @@ mod save;
 use candle_core::DType;
 use gapless_alloc::arena::ArenaReport;
 use gapless_alloc::draw::MemoryMap;
-use gapless_compile::step::{self, Build, CheckpointLayout, RankPlan, SCALARS_INPUT, Share, StepGraph, of_any};
+use gapless_compile::step::{
+    self, Build, CheckpointLayout, DOCUMENT_INPUTS, RankPlan, SCALARS_INPUT, Share, StepGraph, of_any,
+};
 use gapless_graph::Model;
+use gapless_kernels::Element;
 use gapless_parallel::{Action, Coordinate};
 use gapless_runtime::Session;
 
 pub use device::{DeviceChoice, RunsOn};
+pub use documents::Batch;
 pub use gapless_compile::step::Generation;
 pub use generate::{GenerateOptions, NextToken};
 pub use options::TrainOptions;
 pub use sampling::Sampling;
 
+use self::documents::DocumentInputs;
 use self::ranks::BatchCheck;
 use crate::communicator::Communicator;
 use crate::error::{Result, TrainError};
@@ -71,6 +77,7 @@ pub struct Trainer {
     /// The way to all ranks, if there are others.
     world: Option<Box<dyn Communicator>>,
     batch_check: Option<BatchCheck>,
+    documents: DocumentInputs,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -233,12 +240,21 @@ impl Trainer {
     /// [`TrainOptions::release_gradients`]. Ids outside the vocabulary, and batches of the wrong size. [`RuntimeError::Communicator`](gapless_runtime::Error::Communicator) when
     /// another rank fails, [`RuntimeError::Routing`](gapless_runtime::Error::Routing) and [`RuntimeError::Growth`](gapless_runtime::Error::Growth) when rows find no room, [`RuntimeError::Offload`](gapless_runtime::Error::Offload) when a file cannot be written or read.
     pub fn step(&mut self, tokens: &[u32], targets: &[u32]) -> Result<StepReport> {
+        self.step_batch(&Batch { tokens, targets, starts: &[] })
+    }
+
+    /// [`Self::step`] on sequences that hold several documents each, or have targets that don't count, for which
+    /// [`TrainOptions::documents`] are needed. The loss is the mean over the targets that count.
+    ///
+    /// # Errors
+    /// As [`Self::step`]; documents that are not contiguous; no target that counts.
+    pub fn step_batch(&mut self, batch: &Batch<'_>) -> Result<StepReport> {
         let lr = self.schedule.at(self.step);
         let program = self.training()?;
         if let (Some(world), Some(check)) = (&mut self.world, &mut self.batch_check) {
-            check.run(&mut **world, self.step, tokens, targets)?;
+            check.run(&mut **world, self.step, batch)?;
         }
-        self.write_step(tokens, targets, lr)?;
+        self.write_step(batch, lr)?;
         self.run(program, false)?;
         let loss = self.session.scalar(program, "loss")?;
         let gradient_norm = self.session.scalar(program, "gradient_norm")?;
@@ -249,7 +265,7 @@ impl Trainer {
                 return Err(TrainError::NonFinite { step: self.step, loss, culprit });
             }
             // The step has reused the bytes of its inputs.
-            self.write_step(tokens, targets, lr)?;
+            self.write_step(batch, lr)?;
             let culprit = self.run(program, true)?;
             let culprit = culprit.unwrap_or_else(|| match self.world {
                 Some(_) => "another rank".into(),
@@ -269,7 +285,7 @@ impl Trainer {
     /// As [`Self::step`], but for [`TrainError::NonFinite`]; on the CPU, whose steps are timed by their `tracing` spans.
     #[cfg(feature = "cuda")]
     pub fn profile(&mut self, tokens: &[u32], targets: &[u32]) -> Result<Vec<cuda::Timed>> {
-        self.write_step(tokens, targets, self.schedule.at(self.step))?;
+        self.write_step(&Batch { tokens, targets, starts: &[] }, self.schedule.at(self.step))?;
         let (program, options) = (self.training()?, self.run_options());
         let Some((executable, backend)) = self.session.on::<cuda::CudaBackend>() else {
             let why = "the CPU's steps are not timed so".to_owned();
@@ -294,9 +310,17 @@ impl Trainer {
     /// # Errors
     /// As [`Self::step`], but for [`TrainError::NonFinite`].
     pub fn evaluate(&mut self, tokens: &[u32], targets: &[u32]) -> Result<f32> {
+        self.evaluate_batch(&Batch { tokens, targets, starts: &[] })
+    }
+
+    /// [`Self::evaluate`] on sequences that hold several documents each, or have targets that don't count.
+    ///
+    /// # Errors
+    /// As [`Self::step_batch`], but for [`TrainError::NonFinite`].
+    pub fn evaluate_batch(&mut self, batch: &Batch<'_>) -> Result<f32> {
         let program = self.programs.evaluate;
         let whole = Share { parts: 1, first: 0, stride: 1, count: 1 };
-        self.write_batch(program, whole, self.options.evaluation_batch(), tokens, targets)?;
+        self.write_batch(program, whole, self.options.evaluation_batch(), batch)?;
         self.run(program, false)?;
         self.session.grow(self.options.most_bytes())?;
         Ok(self.session.scalar(program, "loss")?)
@@ -442,9 +466,9 @@ impl Trainer {
         RunOptions { seed, step: self.step, poison, watch: false, first_part, part_stride }
     }
 
-    fn write_step(&mut self, tokens: &[u32], targets: &[u32], lr: f64) -> Result<()> {
+    fn write_step(&mut self, batch: &Batch<'_>, lr: f64) -> Result<()> {
         let program = self.training()?;
-        self.write_batch(program, self.share, self.options.batch, tokens, targets)?;
+        self.write_batch(program, self.share, self.options.batch, batch)?;
         let scalars: [f32; SCALARS] = self.options.optimizer.scalars(self.step, lr);
         if self.session.has_input(program, SCALARS_INPUT) {
             self.session.write_input(program, SCALARS_INPUT, 0, &scalars)?;
@@ -452,25 +476,42 @@ impl Trainer {
         Ok(())
     }
 
-    fn write_batch(
-        &mut self,
-        program: ProgramId,
-        share: Share,
-        batch: usize,
-        tokens: &[u32],
-        targets: &[u32],
-    ) -> Result<()> {
-        let expected = batch * self.options.sequence;
-        for (name, ids) in [("tokens", tokens), ("targets", targets)] {
-            if ids.len() != expected {
-                return Err(TrainError::ElementCount { name: name.into(), expected, given: ids.len() });
-            }
-            self.check_ids(ids)?;
-            // Only the ranks that read it have it.
+    /// Writes a rank's share of a batch of so many sequences.
+    fn write_batch(&mut self, program: ProgramId, share: Share, sequences: usize, batch: &Batch<'_>) -> Result<()> {
+        let expected = sequences * self.options.sequence;
+        let given = [("tokens", batch.tokens), ("targets", batch.targets), ("starts", batch.starts)];
+        let is_whole = |name: &str, ids: &[u32]| ids.len() == expected || name == "starts" && ids.is_empty();
+        if let Some((name, ids)) = given.into_iter().find(|(name, ids)| !is_whole(name, ids)) {
+            return Err(TrainError::ElementCount { name: name.into(), expected, given: ids.len() });
+        }
+        self.check_ids(batch.tokens)?;
+        if !self.options.documents {
+            batch.expect_none()?;
+            self.check_ids(batch.targets)?;
+            return self.write_inputs(program, share, &[("tokens", batch.tokens), ("targets", batch.targets)]);
+        }
+        let mut documents = std::mem::take(&mut self.documents);
+        let written = documents.fill(batch, self.options.sequence).and_then(|()| {
+            let DocumentInputs { starts, positions, targets, weights } = &documents;
+            self.check_ids(targets)?;
+            let [of_starts, of_positions, of_weights] = DOCUMENT_INPUTS;
+            let ids =
+                [("tokens", batch.tokens), ("targets", &**targets), (of_starts, starts), (of_positions, positions)];
+            self.write_inputs(program, share, &ids)?;
+            self.write_inputs(program, share, &[(of_weights, &**weights)])
+        });
+        self.documents = documents;
+        written
+    }
+
+    /// Writes a rank's share of inputs that have a number for each token of the batch.
+    fn write_inputs<T: Element>(&mut self, program: ProgramId, share: Share, inputs: &[(&str, &[T])]) -> Result<()> {
+        // Only the ranks that read one have it.
+        for (name, data) in inputs {
             if !self.session.has_input(program, name) {
                 continue;
             }
-            let parts = ids.chunks_exact(expected / share.parts).skip(share.first).step_by(share.stride);
+            let parts = data.chunks_exact(data.len() / share.parts).skip(share.first).step_by(share.stride);
             for (micro_batch, part) in parts.take(share.count).enumerate() {
                 self.session.write_input(program, name, micro_batch as u32, part)?;
             }

@@ -25,6 +25,10 @@ pub struct TrainOptions {
     pub micro_batches: usize,
     /// Tokens per sequence.
     pub sequence: usize,
+    /// Whether a sequence may hold several documents, which then neither see each other nor share their places, and targets that
+    /// don't count ([`Trainer::step_batch`](super::Trainer::step_batch)). The loss is the mean over those that count; what a model adds
+    /// to it, as routers do, is of all tokens. For models of causal attention, on the CPU.
+    pub documents: bool,
     /// What runs it. A plan that is made before there is a device is the CPU's, unless a GPU is named.
     pub device: DeviceChoice,
     /// The type of parameters, activations and gradients. In [`DType::BF16`] [`AdamW`] keeps masters and moments in f32, and sums
@@ -83,6 +87,7 @@ impl Default for TrainOptions {
             batch: 8,
             micro_batches: 1,
             sequence: 256,
+            documents: false,
             device: DeviceChoice::default(),
             dtype: DType::F32,
             trainable: Trainable::All,
@@ -119,12 +124,13 @@ impl TrainOptions {
 
     /// What of them decides the step's programs and their memory.
     pub(super) fn step(&self) -> StepOptions {
-        let Self { batch, micro_batches, sequence, dtype, planning, mesh, routing, overflow, .. } = *self;
+        let Self { batch, micro_batches, sequence, documents, dtype, planning, mesh, routing, overflow, .. } = *self;
         let Self { release_gradients, keep_gradients, .. } = *self;
         StepOptions {
             batch,
             micro_batches,
             sequence,
+            documents,
             dtype,
             trainable: self.trainable.clone(),
             optimizer: self.optimizer.clone(),
@@ -146,8 +152,10 @@ impl TrainOptions {
     pub(super) fn shared_by_ranks(&self) -> Vec<(&'static str, String)> {
         // What each rank may choose for itself: the machine, the plan, and aids for finding mistakes.
         let Self { device: _, threads: _, planning: _, poison: _, .. } = self;
-        let Self { batch, micro_batches, sequence, dtype, optimizer, learning_rate, seed, mesh, pipeline, .. } = self;
+        let Self { batch, micro_batches, sequence, documents, dtype, optimizer, learning_rate, seed, .. } = self;
         let Self {
+            mesh,
+            pipeline,
             trainable,
             generation,
             recompute,
@@ -165,6 +173,7 @@ impl TrainOptions {
             ("batch size", batch.to_string()),
             ("number of micro-batches", micro_batches.to_string()),
             ("sequence length", sequence.to_string()),
+            ("packing of documents", documents.to_string()),
             ("dtype", format!("{dtype:?}")),
             ("trainable part", format!("{trainable:?}")),
             ("optimizer", format!("{optimizer:?}")),

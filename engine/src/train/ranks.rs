@@ -4,6 +4,7 @@ use gapless_kernels::Element;
 use gapless_parallel::Mesh;
 use gapless_runtime::Communicators;
 
+use super::Batch;
 use crate::communicator::Communicator;
 use crate::error::{Result, TrainError};
 
@@ -94,18 +95,18 @@ impl BatchCheck {
     ///
     /// # Errors
     /// [`TrainError::RanksDiffer`], on all ranks.
-    pub fn run(&mut self, world: &mut dyn Communicator, step: u64, tokens: &[u32], targets: &[u32]) -> Result<()> {
+    pub fn run(&mut self, world: &mut dyn Communicator, step: u64, batch: &Batch<'_>) -> Result<()> {
         if !step.is_multiple_of(COMPARED_EVERY) {
             return Ok(());
         }
         let mut hasher = blake3::Hasher::new();
-        for ids in [tokens, targets] {
+        for ids in [batch.tokens, batch.targets, batch.starts] {
             hasher.update(u32::bytes(ids));
         }
-        let batch = *hasher.finalize().as_bytes().first_chunk::<DIGEST>().expect("a hash has 32 bytes");
+        let digest = *hasher.finalize().as_bytes().first_chunk::<DIGEST>().expect("a hash has 32 bytes");
         let mut mine = [0; 2 * DIGEST];
         mine[..DIGEST].copy_from_slice(&step.to_le_bytes());
-        mine[DIGEST..].copy_from_slice(&batch);
+        mine[DIGEST..].copy_from_slice(&digest);
         world.all_gather(&mine, &mut self.all)?;
         let of_first = &self.all[..2 * DIGEST];
         for (rank, theirs) in self.all.chunks_exact(2 * DIGEST).enumerate() {
@@ -113,7 +114,7 @@ impl BatchCheck {
                 return Err(TrainError::RanksDiffer { rank, what: "step", here: step.to_string() });
             }
             if theirs != of_first {
-                let here = format!("that of step {step} begins with {:?}", &tokens[..tokens.len().min(4)]);
+                let here = format!("that of step {step} begins with {:?}", &batch.tokens[..batch.tokens.len().min(4)]);
                 return Err(TrainError::RanksDiffer { rank, what: "batch", here });
             }
         }

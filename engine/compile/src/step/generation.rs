@@ -1,14 +1,14 @@
 //! The programs that continue sequences: of a prompt a chunk at a time, then one token at a time.
 //!
 //! Both are the model's forward over tokens whose places in their sequences are an input, and which see the keys and values of those
-//! before in a cache ([`TokenCache`]). They differ in the number of tokens alone, and no operation's order of summation depends on
+//! before in a cache ([`Sequences::Continued`]). They differ in the number of tokens alone, and no operation's order of summation depends on
 //! it, so the logits have the bits of the forward over whole sequences.
 
 use std::collections::HashMap;
 
 use candle_core::DType;
 use gapless_alloc::Role;
-use gapless_graph::{Spec, Tensor, TokenCache};
+use gapless_graph::{Sequences, Spec, Tensor};
 
 use super::record::Trace;
 use super::{Build, CheckpointLayout, CompiledStep, RankPlan, StepOptions, evaluation, forward, logits};
@@ -76,7 +76,7 @@ impl Generation {
     ) -> Result<Program> {
         let (trace, model) = Trace::new(build, options, ranks, (self.batch, tokens), false)?;
         let positions = trace.input("positions", trace.tokens.spec().clone())?.id();
-        trace.lock().continue_sequences(TokenCache { positions, window });
+        trace.lock().set_sequences(Sequences::Continued { positions, window });
         let logits = model.forward(&trace.tokens, false)?;
         let logits = if tokens == 1 { logits } else { one_of_each(&trace, &logits)? };
         let logits = logits.contiguous()?.to_dtype(DType::F32)?;

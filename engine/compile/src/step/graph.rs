@@ -22,11 +22,11 @@ impl StepGraph {
     /// What of the options decides the graph, as text: equal texts, equal graphs of one model. Neither the order of a schedule nor what
     /// is recomputed, compressed or offloaded is in it.
     pub fn key(options: &StepOptions) -> String {
-        let StepOptions { batch, micro_batches, sequence, dtype, mesh, overflow, .. } = options;
+        let StepOptions { batch, micro_batches, sequence, documents, dtype, mesh, overflow, .. } = options;
         let StepOptions { trainable, optimizer, pipeline, release_gradients, keep_gradients, .. } = options;
         let (stages, cut) = (mesh.pipeline * pipeline.chunks, &pipeline.cut);
         format!(
-            "{batch} {micro_batches} {sequence} {dtype:?} {stages} {cut:?} {} {} {trainable:?} {optimizer:?} {overflow:?} \
+            "{batch} {micro_batches} {sequence} {documents} {dtype:?} {stages} {cut:?} {} {} {trainable:?} {optimizer:?} {overflow:?} \
              {release_gradients} {keep_gradients}",
             mesh.data, mesh.expert
         )

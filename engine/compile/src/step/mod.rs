@@ -51,6 +51,10 @@ pub fn of_any<'a, M: Model + 'a>(
 /// The input that carries the optimizer's numbers of a step.
 pub const SCALARS_INPUT: &str = "step.scalars";
 
+/// The inputs of a step over packed documents, beside `tokens` and `targets`, all [batch, sequence]: the first token of each token's
+/// document and its place therein (u32), and what its loss is multiplied by (f32).
+pub const DOCUMENT_INPUTS: [&str; 3] = ["starts", "positions", "weights"];
+
 /// What there is to know of a trainer's programs beside the executable.
 #[derive(Debug)]
 pub struct CompiledStep {
@@ -165,7 +169,7 @@ fn evaluation(
     target: Target,
 ) -> Result<Program> {
     let (trace, model) = Trace::new(build, options, ranks, (options.evaluation_batch(), options.sequence), false)?;
-    let loss = model.loss(&trace.tokens, &trace.targets()?, false)?;
+    let loss = trace.loss(&*model, options.documents, false)?;
     forward(&trace, "evaluate", Output::everywhere("loss", loss.id()), ranks, stages, target)
 }
 

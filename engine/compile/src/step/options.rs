@@ -21,6 +21,8 @@ pub struct StepOptions {
     pub micro_batches: usize,
     /// Tokens per sequence.
     pub sequence: usize,
+    /// Whether sequences hold several documents, which do not see each other ([`DOCUMENT_INPUTS`](super::DOCUMENT_INPUTS)).
+    pub documents: bool,
     /// Type of parameters, activations and gradients.
     pub dtype: DType,
     /// Which part of the model is trained.
@@ -57,6 +59,7 @@ impl Default for StepOptions {
             batch: 8,
             micro_batches: 1,
             sequence: 256,
+            documents: false,
             dtype: DType::F32,
             trainable: Trainable::All,
             optimizer: AdamW::default().into(),

@@ -8,12 +8,12 @@ use gapless_alloc::Role;
 use gapless_graph::autodiff::differentiate_in;
 use gapless_graph::nn::VarBuilder;
 use gapless_graph::optim::ParameterInfo;
-use gapless_graph::{Graph, Model, Phase, Place, Spec, Tensor, ValueId, lock};
+use gapless_graph::{Graph, Model, Phase, Place, Sequences, Spec, Tensor, ValueId, lock};
 use gapless_parallel::StageId;
 
 use super::update::{CheckpointLayout, Parameter, Recorded, Update};
-use super::{Build, Overflow, RankPlan, StepOptions, gradient_output, watched_output};
-use crate::error::Result;
+use super::{Build, DOCUMENT_INPUTS, Overflow, RankPlan, StepOptions, gradient_output, watched_output};
+use crate::error::{Error, Result};
 use crate::lower::lower;
 use crate::lowering::{Lowering, Output, Target};
 use crate::partition::{ParameterStages, cut, parameter_stages};
@@ -51,7 +51,7 @@ impl TrainStep {
         let _span = tracing::info_span!("forward").entered();
         let parts = options.micro_batches * ranks.batch_ranks();
         let (trace, model) = Trace::new(build, options, ranks, (options.batch / parts, options.sequence), true)?;
-        let loss = model.loss(&trace.tokens, &trace.targets()?, true)?;
+        let loss = trace.loss(&*model, options.documents, true)?;
         Ok(Self {
             trace,
             loss,
@@ -221,8 +221,28 @@ impl Trace {
         lookups.map(|n| graph.value(n.inputs[0]).spec.dims()[0]).min().unwrap_or(usize::MAX)
     }
 
-    pub fn targets(&self) -> gapless_graph::Result<Tensor> {
-        self.input("targets", Spec { shape: self.tokens.shape().clone(), dtype: DType::U32 })
+    /// The model's loss of the tokens, whose sequences may hold several documents.
+    ///
+    /// # Errors
+    /// The model's own; when tokens that are to count by their weights all count the same.
+    pub fn loss(&self, model: &dyn Model, documents: bool, train: bool) -> Result<Tensor> {
+        let input = |name, dtype| self.input(name, Spec { shape: self.tokens.shape().clone(), dtype });
+        let targets = input("targets", DType::U32)?;
+        if !documents {
+            return Ok(model.loss(&self.tokens, &targets, train)?);
+        }
+        let [starts, positions, weights] = DOCUMENT_INPUTS;
+        let (starts, positions) = (input(starts, DType::U32)?.id(), input(positions, DType::U32)?.id());
+        let weights = input(weights, DType::F32)?.id();
+        self.lock().set_sequences(Sequences::Packed { starts, positions, weights });
+        let loss = model.loss(&self.tokens, &targets, train)?;
+        let is_weighted = self.lock().nodes().iter().any(|node| node.inputs.contains(&weights));
+        if !is_weighted {
+            let why = "the model's loss takes no notice of the tokens' weights".to_owned();
+            let remedy = "make it of Tensor::cross_entropy or Tensor::linear_cross_entropy";
+            return Err(Error::Config { what: "documents", why, remedy });
+        }
+        Ok(loss)
     }
 
     pub fn input(&self, name: &str, spec: Spec) -> gapless_graph::Result<Tensor> {

@@ -7,7 +7,7 @@ use gapless_kernels::cpu::{Args, InPieces, Pieces, vectorize};
 pub use gapless_kernels::cuda::launch::RopeFrequencies;
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
@@ -131,10 +131,10 @@ impl Op for Rope {
     }
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
-        if g.inputs() > 1 {
-            return Err(Error::NoGradient { op: "rope at positions".into(), input: 0 });
-        }
-        let [dx] = Tensor::apply_op(Self { inverse: !self.inverse, ..*self }, &[&g.grad(0)])?;
+        let positions = (g.inputs() > 1).then(|| g.input(1));
+        let d_out = g.grad(0);
+        let inputs: Vec<&Tensor> = [&d_out].into_iter().chain(&positions).collect();
+        let [dx] = Tensor::apply_op(Self { inverse: !self.inverse, ..*self }, &inputs)?;
         g.send(0, dx);
         Ok(())
     }

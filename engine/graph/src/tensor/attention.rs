@@ -4,19 +4,26 @@ use candle_core::D;
 
 use super::Tensor;
 use crate::error::Result;
+use crate::graph::Sequences;
 use crate::ops;
 
 /// Attention of `self`, the queries.
 impl Tensor {
     /// Fused causal attention of `self` (the queries): [batch, heads, tokens, head size], with keys and values of
     /// [batch, key-value heads, tokens, head size]. Never makes the tokens × tokens scores
-    /// (FlashAttention, arXiv 2205.14135). Where sequences are continued ([`TokenCache`](crate::TokenCache)), the tokens before
-    /// are seen too, out of a cache that the new keys and values are written to.
+    /// (FlashAttention, arXiv 2205.14135). Where sequences are continued ([`Sequences`]), the tokens before are seen too, out of a
+    /// cache that the new keys and values are written to; where documents are packed, it is [`Self::document_attention`].
     ///
     /// # Errors
     /// When the shapes do not fit or the heads are not a multiple of the key-value heads.
     pub fn causal_attention(&self, k: &Self, v: &Self, scale: f64) -> Result<Self> {
-        let Some(positions) = self.positions() else { return self.fused_attention(k, v, scale, true) };
+        let positions = match self.sequences() {
+            Sequences::Whole => return self.fused_attention(k, v, scale, true),
+            Sequences::Packed { starts, .. } => {
+                return self.document_attention(k, v, &Self::of(&self.graph, starts), scale);
+            }
+            Sequences::Continued { positions, .. } => Self::of(&self.graph, positions),
+        };
         let (keys, values) = (k.cached("keys", &positions)?, v.cached("values", &positions)?);
         let op = ops::CachedAttention { scale };
         Self::apply_op::<1>(op, &[self, &keys, &values, &positions])?[0].transpose(1, 2)
@@ -25,7 +32,7 @@ impl Tensor {
     /// As [`Self::causal_attention`], but every query sees every key.
     ///
     /// # Errors
-    /// As [`Self::causal_attention`]; where sequences are continued, for the keys to come are not known.
+    /// As [`Self::causal_attention`]; where sequences are continued, for the keys to come are not known, or documents packed.
     pub fn attention(&self, k: &Self, v: &Self, scale: f64) -> Result<Self> {
         self.expect_whole_sequences()?;
         self.fused_attention(k, v, scale, false)
@@ -38,7 +45,9 @@ impl Tensor {
     /// # Errors
     /// As [`Self::causal_attention`]; where sequences are continued.
     pub fn document_attention(&self, k: &Self, v: &Self, starts: &Self, scale: f64) -> Result<Self> {
-        self.expect_whole_sequences()?;
+        if let Sequences::Continued { .. } = self.sequences() {
+            self.expect_whole_sequences()?;
+        }
         let [out, _] = Self::apply_op::<2>(ops::Attention { scale, causal: true }, &[self, k, v, starts])?;
         out.transpose(1, 2)
     }
@@ -48,7 +57,7 @@ impl Tensor {
     ///
     /// # Errors
     /// When the shapes do not fit or the heads are not a multiple of the key-value heads; where sequences are continued, for there is
-    /// no cache that a mask is laid over.
+    /// no cache that a mask is laid over, or documents packed.
     pub fn masked_attention(&self, k: &Self, v: &Self, mask: &Self, scale: f64) -> Result<Self> {
         self.expect_whole_sequences()?;
         let (batch, heads, queries, size) = self.dims4()?;
@@ -93,12 +102,12 @@ impl Tensor {
     }
 
     fn expect_whole_sequences(&self) -> Result<()> {
-        match self.positions() {
-            None => Ok(()),
-            Some(_) => {
-                Err(self.shape_error("attention", "only causal attention continues sequences out of a cache".into()))
-            }
-        }
+        let why = match self.sequences() {
+            Sequences::Whole => return Ok(()),
+            Sequences::Continued { .. } => "only causal attention continues sequences out of a cache",
+            Sequences::Packed { .. } => "only causal attention tells packed documents apart",
+        };
+        Err(self.shape_error("attention", why.into()))
     }
 
     fn fused_attention(&self, k: &Self, v: &Self, scale: f64, causal: bool) -> Result<Self> {

@@ -1,20 +1,19 @@
-//! Sequences that are continued: the tokens' places, and caches of what came before.
+//! Where tokens stand in their texts, and caches of what came before.
 
 use super::Tensor;
 use crate::error::Result;
+use crate::graph::Sequences;
 use crate::{lock, ops};
 
 impl Tensor {
     /// The rows of `self`, a table [positions, width], of as many tokens: the first ones [tokens, width]; where sequences are
-    /// continued, those of the tokens' places [batch, tokens, width].
+    /// continued or documents packed, those of the tokens' places [batch, tokens, width].
     ///
     /// # Errors
     /// When the table has fewer rows.
     pub fn rows_of_positions(&self, tokens: usize) -> Result<Self> {
-        let (Some(positions), Some(window)) = (self.positions(), self.cache_window()) else {
-            return self.narrow(0, 0, tokens);
-        };
-        let rows = self.dim(0)?;
+        let Some(positions) = self.positions() else { return self.narrow(0, 0, tokens) };
+        let (rows, window) = (self.dim(0)?, self.cache_window().unwrap_or(tokens));
         if window > rows {
             return Err(self.shape_error("embedding", format!("there are {rows} positions for a window of {window}")));
         }
@@ -23,13 +22,38 @@ impl Tensor {
 
     /// Where sequences are continued: how many tokens one has at most.
     pub fn cache_window(&self) -> Option<usize> {
-        lock(&self.graph).token_cache().map(|cache| cache.window)
+        match self.sequences() {
+            Sequences::Continued { window, .. } => Some(window),
+            Sequences::Whole | Sequences::Packed { .. } => None,
+        }
     }
 
-    /// Where sequences are continued: the places of the tokens.
+    /// What the tokens of this graph's sequences are.
+    pub(super) fn sequences(&self) -> Sequences {
+        lock(&self.graph).sequences()
+    }
+
+    /// Where sequences are continued or documents packed: the places of the tokens.
     pub(super) fn positions(&self) -> Option<Self> {
-        let cache = lock(&self.graph).token_cache();
-        cache.map(|cache| Self::of(&self.graph, cache.positions))
+        match self.sequences() {
+            Sequences::Whole => None,
+            Sequences::Continued { positions, .. } | Sequences::Packed { positions, .. } => {
+                Some(Self::of(&self.graph, positions))
+            }
+        }
+    }
+
+    /// Where documents are packed: what the loss of each target counts.
+    ///
+    /// # Errors
+    /// When there is not one target for each token.
+    pub(super) fn weights_of(&self, targets: &Self) -> Result<Option<Self>> {
+        match self.sequences() {
+            Sequences::Packed { weights, .. } => {
+                Self::of(&self.graph, weights).reshape(targets.shape().clone()).map(Some)
+            }
+            Sequences::Whole | Sequences::Continued { .. } => Ok(None),
+        }
     }
 
     /// `self` [batch, heads, tokens, head size] behind what a cache has of the tokens before: [batch, heads, window, head size].

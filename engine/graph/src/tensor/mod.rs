@@ -322,12 +322,17 @@ impl Tensor {
     }
 
     /// Negative log-likelihood of `targets` (u32, [..]) under `self` as logits [.., vocabulary]: one number per target.
-    /// The gradient overwrites the logits; neither a softmax nor a second copy of the logits is ever stored.
+    /// The gradient overwrites the logits; neither a softmax nor a second copy of the logits is ever stored. Where documents are
+    /// packed ([`Sequences`](crate::Sequences)), each loss is multiplied by its token's weight.
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// When the shapes do not fit; where documents are packed, when there is not one target for each token.
     pub fn cross_entropy(&self, targets: &Self) -> Result<Self> {
-        Self::apply_op::<2>(ops::CrossEntropy, &[self, targets]).map(|[loss, _]| loss)
+        let [losses, _] = Self::apply_op(ops::CrossEntropy, &[self, targets])?;
+        match self.weights_of(targets)? {
+            Some(weights) => losses.mul(&weights),
+            None => Ok(losses),
+        }
     }
 
     /// Negative log-likelihood of `targets` (u32, [..]) under the logits `self`·`weight`ᵀ, for `self` [.., width] and `weight`
@@ -336,9 +341,10 @@ impl Tensor {
     /// both gradients are made on the way (Liger Kernel, arXiv 2410.10989, section 3.2).
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// As [`Self::cross_entropy`].
     pub fn linear_cross_entropy(&self, weight: &Self, targets: &Self) -> Result<Self> {
-        let op = ops::LinearCrossEntropy::new(None);
-        Self::apply_op::<1>(op, &[self, weight, targets]).map(|[losses]| losses)
+        let weights = self.weights_of(targets)?;
+        let inputs: Vec<&Self> = [self, weight, targets].into_iter().chain(&weights).collect();
+        Self::apply_op::<1>(ops::LinearCrossEntropy::new(None), &inputs).map(|[losses]| losses)
     }
 }

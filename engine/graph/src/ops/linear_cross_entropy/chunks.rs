@@ -1,0 +1,191 @@
+//! How the rows of a head are cut into chunks, and what a pass over them takes.
+
+use std::collections::BTreeSet;
+use std::ops::Range;
+
+use candle_core::{DType, Layout};
+use gapless_kernels::Spec;
+use gapless_kernels::cpu::gemm::{Gemm, Strides};
+use gapless_kernels::cpu::scratch::for_each_of;
+use gapless_kernels::cuda::{
+    self, Launch, Product,
+    launch::{self, Matrix},
+};
+
+/// Which products a pass takes of every chunk: that of its logits, and those of the gradients that are made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Products {
+    Logits,
+    Dx,
+    Both,
+}
+
+impl Products {
+    /// Those of a backward.
+    pub fn of_backward(has_d_weight: bool) -> Self {
+        if has_d_weight { Self::Both } else { Self::Dx }
+    }
+}
+
+/// Rows of a chunk that are enough for its products to be as fast as those of all rows, and no more of a shorter sequence
+/// than fill it up.
+const ENOUGH_ROWS: usize = 256;
+
+/// The same on a GPU: what fills it, and adds seldom enough to the weight's gradient that it is the products that take the time.
+const ENOUGH_ROWS_ON_GPU: usize = 2048;
+
+/// How rows are cut. A chunk is several whole sequences, or a piece of one that only the lengths of the sequence, the width
+/// and the vocabulary decide: so the order of summation does not depend on how the batch is cut into micro-batches.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Chunks {
+    pub rows: usize,
+    pub width: usize,
+    pub vocabulary: usize,
+    /// Rows of a sequence: the order of summation restarts with each.
+    sequence: usize,
+    /// Rows of the whole sequences that are cut together.
+    block: usize,
+    /// Rows of a chunk, but for the last of a block.
+    chunk: usize,
+}
+
+impl Chunks {
+    pub fn new(x: &[usize], weight: &[usize]) -> Self {
+        let &[vocabulary, width] = weight else { unreachable!("rank 2 by the shape rule") };
+        let rows = x.iter().product::<usize>() / width;
+        let sequence = if x.len() > 2 { x[x.len() - 2] } else { rows };
+        // So many that the logits of a piece are no larger than the sequence's x.
+        let pieces = vocabulary.div_ceil(width).min(sequence / ENOUGH_ROWS).max(1);
+        let block = if pieces > 1 { sequence } else { sequence * (ENOUGH_ROWS / sequence).max(1) };
+        Self { rows, width, vocabulary, sequence, block, chunk: block.div_ceil(pieces) }
+    }
+
+    pub fn of(inputs: &[Spec]) -> Self {
+        Self::new(inputs[0].dims(), inputs[1].dims())
+    }
+
+    pub fn ranges(self) -> impl Iterator<Item = Range<usize>> {
+        let Self { rows, block, chunk, .. } = self;
+        (0..rows).step_by(block).flat_map(move |start| {
+            let end = (start + block).min(rows);
+            (start..end).step_by(chunk).map(move |start| start..(start + chunk).min(end))
+        })
+    }
+
+    /// rows × width · (vocabulary × width)ᵀ.
+    pub fn logits(&self, rows: usize) -> Gemm {
+        let &Self { width, vocabulary, .. } = self;
+        Gemm::new(rows, vocabulary, width, Strides::row_major(width), Strides::transposed(width))
+    }
+
+    /// (rows × vocabulary)ᵀ · rows × width.
+    pub fn d_weight(&self, rows: usize) -> Gemm {
+        let &Self { width, vocabulary, sequence, .. } = self;
+        let product = Gemm::new(vocabulary, width, rows, Strides::transposed(vocabulary), Strides::row_major(width));
+        product.with_segment(sequence)
+    }
+
+    /// rows × vocabulary · vocabulary × width.
+    pub fn dx(&self, rows: usize) -> Gemm {
+        let &Self { width, vocabulary, .. } = self;
+        Gemm::new(rows, width, vocabulary, Strides::row_major(vocabulary), Strides::row_major(width))
+    }
+
+    /// Bytes of each piece of scratch: a chunk's logits, then what is the largest that a product needs.
+    pub fn scratch(&self, products: Products, threads: usize) -> Vec<u64> {
+        let products = |rows: usize| {
+            let d_weight = (products == Products::Both).then(|| self.d_weight(rows));
+            let dx = (products != Products::Logits).then(|| self.dx(rows));
+            std::iter::once(self.logits(rows)).chain(d_weight).chain(dx)
+        };
+        // Few ranges differ in length, and only that counts.
+        let lengths: BTreeSet<usize> = self.ranges().map(|range| range.len()).collect();
+        let pieces = for_each_of(lengths.into_iter().flat_map(products).map(|product| product.scratch(threads)));
+        let logits = 4 * self.chunk.min(self.rows) * self.vocabulary;
+        [vec![logits as u64], pieces].concat()
+    }
+
+    /// The chunks' ranges on a GPU, where the order of summation is the library's, but always the same for as many rows.
+    fn cuda_ranges(self) -> impl Iterator<Item = Range<usize>> {
+        let chunk = self.cuda_chunk();
+        (0..self.rows).step_by(chunk.max(1)).map(move |start| start..(start + chunk).min(self.rows))
+    }
+
+    /// Rows of a chunk on a GPU, but for the last.
+    fn cuda_chunk(&self) -> usize {
+        self.rows.div_ceil(self.rows.div_ceil(ENOUGH_ROWS_ON_GPU).max(1))
+    }
+
+    /// Elements from a row of logits to the next on a GPU: so many that all rows are aligned, which products of a vocabulary of
+    /// an odd size would be the slower for.
+    fn cuda_pitch(&self) -> usize {
+        self.vocabulary.next_multiple_of(64)
+    }
+
+    /// Bytes of each piece of scratch on a GPU: a chunk's logits, then what is the largest that a product is given.
+    pub fn cuda_workspace(&self, dtype: DType, products: Products) -> Vec<u64> {
+        let &Self { width, vocabulary, .. } = self;
+        let rows = self.cuda_chunk();
+        let d_weight = (products == Products::Both).then_some((vocabulary, width));
+        let dx = (products != Products::Logits).then_some((rows, width));
+        let products =
+            d_weight.into_iter().chain(dx).chain([(rows, vocabulary)]).map(|(m, n)| launch::product_workspace(m, n));
+        vec![(rows * self.cuda_pitch() * dtype.size_in_bytes()) as u64, products.max().unwrap_or(0)]
+    }
+
+    /// The pass on a GPU: for each chunk its logits, what becomes of them, and its share of the gradients, `[dx]` or
+    /// `[dx, d_weight]`, of which the latter is output `weight` of the operation.
+    pub fn launches(
+        &self,
+        operands: &cuda::Operands<'_>,
+        losses: u64,
+        backward: Option<(launch::Upstream<'_>, &[cuda::Operand])>,
+        weight: usize,
+    ) -> Option<Vec<Launch>> {
+        let [x, of_weight, targets, ..] = operands.inputs else { return None };
+        let (&[logits, scratch, ..], dtype) = (operands.workspace, x.dtype) else { return None };
+        let products = backward.map_or(Products::Logits, |(_, made)| Products::of_backward(made.len() > 1));
+        let scratch = launch::scratch_in(scratch, self.cuda_workspace(dtype, products)[1]);
+        let (width, vocabulary, pitch) = (self.width as u64, self.vocabulary as u64, self.cuda_pitch());
+        let at = |address: u64, elements: usize| address + (elements * dtype.size_in_bytes()) as u64;
+        let weights = Matrix::dense(of_weight.address, dtype, width);
+        let mut launches = Vec::new();
+        for (index, range) in self.cuda_ranges().enumerate() {
+            let rows = range.len() as u64;
+            let x = Matrix::dense(at(x.address, range.start * self.width), dtype, width);
+            let of_logits = Matrix::dense(logits, dtype, pitch as u64);
+            launches.push(Launch::Product(Product::new((rows, vocabulary, width), x, weights.t(), of_logits, scratch)));
+            let layout = Layout::new((range.len(), self.vocabulary).into(), vec![pitch, 1], 0);
+            let upstream = match backward {
+                Some((launch::Upstream::Each(d_losses, _), _)) => launch::Upstream::Each(d_losses, range.start as u64),
+                Some((everywhere, _)) => everywhere,
+                None => launch::Upstream::None,
+            };
+            let chunk = cuda::Operand { address: logits, layout, dtype };
+            let of_rows = |address: u64| address + 4 * range.start as u64;
+            launches.extend(launch::head(&chunk, of_rows(targets.address), of_rows(losses), upstream)?);
+            let Some((_, [dx, rest @ ..])) = backward else { continue };
+            if let [d_weight] = rest {
+                let to = Matrix::dense(d_weight.address, d_weight.dtype, width);
+                let product = Product::new((vocabulary, width, rows), of_logits.t(), x, to, scratch);
+                let accumulate = index > 0 || operands.accumulates(weight);
+                launches.push(Launch::Product(Product { accumulate, ..product }));
+            }
+            // Last, as it may overwrite x.
+            let to = Matrix::dense(at(dx.address, range.start * self.width), dtype, width);
+            launches.push(Launch::Product(Product::new((rows, width, vocabulary), of_logits, weights, to, scratch)));
+        }
+        Some(launches)
+    }
+
+    /// Arithmetic of the pass.
+    pub fn flops(&self, products: Products) -> u64 {
+        let products = match products {
+            Products::Logits => 1,
+            Products::Dx => 2,
+            Products::Both => 3,
+        };
+        let logits = self.rows as u64 * self.vocabulary as u64;
+        logits * (2 * products * self.width as u64 + 4)
+    }
+}

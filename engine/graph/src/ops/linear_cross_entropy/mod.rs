@@ -1,0 +1,290 @@
+//! The head of a language model and its loss in one operation, so that its logits never exist whole.
+//!
+//! Rows are taken in chunks. The logits of a chunk lie in scratch, are turned into losses, and are overwritten by their own
+//! gradient, of which the chunk's dx and its share of d_weight are made at once: in training, forward and backward are one
+//! pass and no logit is computed twice (Hsu et al., "Liger Kernel", arXiv 2410.10989, section 3.2).
+
+mod chunks;
+mod pass;
+
+use std::sync::Arc;
+
+use candle_core::{DType, Layout};
+use gapless_kernels::Spec;
+use gapless_kernels::cpu::{Args, with_float};
+use gapless_kernels::cuda::{Launch, Operands, launch};
+
+use self::chunks::{Chunks, Products};
+use self::pass::{Backward, Inputs, Upstream};
+use super::OutputTypes;
+use crate::error::Result;
+use crate::reference::{Array, Reference};
+use crate::tensor::Tensor;
+use crate::{Gradient, Op};
+
+/// −log softmax(x·Wᵀ)`[target]` for x [.., width], weight [vocabulary, width] and targets [..]: the losses [..]. A fourth input,
+/// f32 [..], is what each loss is multiplied by.
+#[derive(Debug, Clone, Copy)]
+pub struct LinearCrossEntropy {
+    gradient: Option<f64>,
+    /// Whether d_weight is among the outputs.
+    has_d_weight: bool,
+    types: OutputTypes<3>,
+}
+
+impl LinearCrossEntropy {
+    /// With the gradient of every loss, where that is known beforehand. Then dx and d_weight are two more outputs.
+    pub fn new(gradient: Option<f64>) -> Self {
+        Self { gradient, has_d_weight: true, types: OutputTypes::default() }
+    }
+
+    /// Without d_weight: for a weight that is frozen.
+    #[must_use]
+    pub fn without_d_weight(self) -> Self {
+        Self { has_d_weight: false, ..self }
+    }
+
+    fn products(&self) -> Products {
+        match (self.gradient, self.has_d_weight) {
+            (None, _) => Products::Logits,
+            (Some(_), false) => Products::Dx,
+            (Some(_), true) => Products::Both,
+        }
+    }
+}
+
+impl Op for LinearCrossEntropy {
+    fn name(&self) -> &'static str {
+        "linear_cross_entropy"
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        super::expect_float(&inputs[..2])?;
+        super::expect_rank(&inputs[0], 1)?;
+        super::expect_ids("targets", &inputs[2])?;
+        let (&last, rows) = inputs[0].dims().split_last().expect("rank was checked");
+        let &[_, width] = inputs[1].dims() else { return Err("the weight must be [vocabulary, width]".into()) };
+        if last != width {
+            return Err(format!("the input's last dimension is {last}, the weight takes {width}"));
+        }
+        if inputs[2].dims() != rows {
+            return Err("targets must have the shape of the input without its width".into());
+        }
+        if inputs.get(3).is_some_and(|weights| *weights != Spec::f32(rows.to_vec())) {
+            return Err("weights must be f32 in the shape of the targets".into());
+        }
+        let losses = Spec::f32(rows.to_vec());
+        Ok(match self.gradient {
+            None => vec![losses],
+            Some(_) => {
+                let d_weight = self.has_d_weight.then(|| inputs[1].clone());
+                self.types.of([losses, inputs[0].clone()].into_iter().chain(d_weight))
+            }
+        })
+    }
+
+    fn gradient(&self, g: &mut Gradient) -> Result<()> {
+        if !g.needs(1) {
+            let [dx] = match g.constant(0) {
+                Some(number) => g.in_forward(Self::new(Some(number)).without_d_weight())?,
+                None => gradient_in_backward(g, false)?,
+            };
+            g.send(0, dx);
+            return Ok(());
+        }
+        let [dx, d_weight] = match g.constant(0) {
+            Some(number) => g.in_forward(Self::new(Some(number)))?,
+            None => gradient_in_backward(g, true)?,
+        };
+        if g.needs(0) {
+            g.send(0, dx);
+        }
+        g.send(1, d_weight);
+        Ok(())
+    }
+
+    fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
+        Chunks::of(inputs).flops(self.products())
+    }
+
+    fn inplace(&self) -> &[(usize, usize)] {
+        if self.gradient.is_some() { &[(0, 1)] } else { &[] }
+    }
+
+    fn accumulates(&self, index: usize) -> bool {
+        index == 2
+    }
+
+    fn with_output_dtype(&self, index: usize, dtype: DType) -> Option<Arc<dyn Op>> {
+        (index == 2).then(|| Arc::new(Self { types: self.types.with(index, dtype), ..*self }) as Arc<dyn Op>)
+    }
+
+    fn workspace(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> Vec<u64> {
+        Chunks::of(inputs).scratch(self.products(), threads)
+    }
+
+    /// As factors are packed.
+    fn reads_bf16(&self, index: usize) -> bool {
+        index < 2
+    }
+
+    fn run(&self, args: &mut Args<'_>) {
+        let chunks = Chunks::new(args.input_dims(0), args.input_dims(1));
+        let (losses, scratch) = (args.output(0), args.workspace());
+        let weights = (args.inputs() > 3).then(|| args.input::<f32>(3));
+        let upstream = |number: f32| weights.map_or(Upstream::Everywhere(number), |w| Upstream::Weighted(number, w));
+        let backward = self.gradient.map(|number| Backward {
+            d_losses: upstream(number as f32),
+            dx: args.output(1),
+            d_weight: self.has_d_weight.then(|| args.output(2)),
+            accumulate: self.has_d_weight && args.accumulate(2),
+        });
+        with_float!(args.input_dtype(1), T => chunks.pass(&Inputs::<T>::of(args), losses, backward, scratch));
+        if let Some(weights) = weights {
+            losses.iter_mut().zip(weights).for_each(|(loss, weight)| *loss *= weight);
+        }
+    }
+    fn cuda_workspace(&self, inputs: &[Spec], _: &[Spec]) -> Vec<u64> {
+        Chunks::of(inputs).cuda_workspace(inputs[0].dtype, self.products())
+    }
+    fn cuda(&self, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+        let chunks = Chunks::new(operands.inputs[0].layout.dims(), operands.inputs[1].layout.dims());
+        if operands.inputs.len() > 3 {
+            return None;
+        }
+        let upstream = self.gradient.map(|number| launch::Upstream::Everywhere(number as f32));
+        chunks.launches(operands, operands.outputs[0].address, upstream.zip(operands.outputs.get(1..)), 2)
+    }
+
+    fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
+        let (x, weight, targets) = (args.input(0), args.input(1), args.input(2));
+        let weights = if args.inputs() > 3 { args.input(3).clone() } else { targets.map(|_| 1.0) };
+        let times = |losses: Array| {
+            let data = losses.data.iter().zip(&weights.data).map(|(loss, weight)| loss * weight).collect();
+            Array::new(&losses.dims, data)
+        };
+        let losses = times(reference_losses(x, weight, targets));
+        let Some(number) = self.gradient else { return vec![losses] };
+        let [dx, d_weight] = reference_gradients(x, weight, targets, &weights.map(|weight| number * weight));
+        [losses, dx].into_iter().chain(self.has_d_weight.then_some(d_weight)).collect()
+    }
+}
+
+/// (dx, d_weight) from (x, weight, targets, d_losses): computes the logits once more, for losses whose gradient is known only
+/// in the backward.
+#[derive(Debug, Clone, Copy)]
+struct LinearCrossEntropyGrad {
+    /// Whether d_weight is among the outputs.
+    has_d_weight: bool,
+    types: OutputTypes<2>,
+}
+
+fn gradient_in_backward<const MADE: usize>(g: &Gradient, has_d_weight: bool) -> Result<[Tensor; MADE]> {
+    let d_losses = if g.inputs() > 3 { g.grad(0).mul(&g.input(3))? } else { g.grad(0) };
+    let inputs = [&g.input(0), &g.input(1), &g.input(2), &d_losses];
+    Tensor::apply_op(LinearCrossEntropyGrad { has_d_weight, types: OutputTypes::default() }, &inputs)
+}
+
+impl Op for LinearCrossEntropyGrad {
+    fn name(&self) -> &'static str {
+        "linear_cross_entropy_grad"
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        let d_weight = self.has_d_weight.then(|| inputs[1].clone());
+        Ok(self.types.of([inputs[0].clone()].into_iter().chain(d_weight)))
+    }
+
+    fn reads_strides(&self, index: usize, _: &Layout) -> bool {
+        index == 3
+    }
+
+    fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
+        Chunks::of(inputs).flops(Products::of_backward(self.has_d_weight))
+    }
+
+    fn inplace(&self) -> &[(usize, usize)] {
+        &[(0, 0)]
+    }
+
+    fn accumulates(&self, index: usize) -> bool {
+        index == 1
+    }
+
+    fn with_output_dtype(&self, index: usize, dtype: DType) -> Option<Arc<dyn Op>> {
+        (index == 1).then(|| Arc::new(Self { types: self.types.with(index, dtype), ..*self }) as Arc<dyn Op>)
+    }
+
+    fn workspace(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> Vec<u64> {
+        let chunks = Chunks::of(inputs);
+        let products = Products::of_backward(self.has_d_weight);
+        [vec![4 * chunks.rows as u64], chunks.scratch(products, threads)].concat()
+    }
+
+    /// As factors are packed.
+    fn reads_bf16(&self, index: usize) -> bool {
+        index < 2
+    }
+
+    fn run(&self, args: &mut Args<'_>) {
+        let chunks = Chunks::new(args.input_dims(0), args.input_dims(1));
+        // The losses are known already; here they are a by-product.
+        let mut scratch = args.workspace();
+        let losses = scratch.take();
+        let (d_losses, layout) = args.strided(3);
+        let backward = Backward {
+            d_losses: Upstream::Each(d_losses, layout),
+            dx: args.output(0),
+            d_weight: self.has_d_weight.then(|| args.output(1)),
+            accumulate: self.has_d_weight && args.accumulate(1),
+        };
+        with_float!(args.input_dtype(1), T => chunks.pass(&Inputs::<T>::of(args), losses, Some(backward), scratch));
+    }
+    fn cuda_workspace(&self, inputs: &[Spec], _: &[Spec]) -> Vec<u64> {
+        let chunks = Chunks::of(inputs);
+        let products = Products::of_backward(self.has_d_weight);
+        [chunks.cuda_workspace(inputs[0].dtype, products), vec![4 * chunks.rows as u64]].concat()
+    }
+    fn cuda(&self, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+        let chunks = Chunks::new(operands.inputs[0].layout.dims(), operands.inputs[1].layout.dims());
+        // The losses are known already; here they are a by-product.
+        let &[.., losses] = operands.workspace else { return None };
+        let upstream = launch::Upstream::Each(&operands.inputs[3], 0);
+        chunks.launches(operands, losses, Some((upstream, operands.outputs)), 1)
+    }
+
+    fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
+        let [dx, d_weight] = reference_gradients(args.input(0), args.input(1), args.input(2), args.input(3));
+        [dx].into_iter().chain(self.has_d_weight.then_some(d_weight)).collect()
+    }
+}
+
+fn reference_logits<'a>(x: &'a Array, weight: &'a Array) -> impl Iterator<Item = Vec<f64>> + 'a {
+    x.rows().map(|x| weight.rows().map(|w| x.iter().zip(w).map(|(x, w)| x * w).sum()).collect())
+}
+
+fn reference_losses(x: &Array, weight: &Array, targets: &Array) -> Array {
+    let loss = |(logits, &target): (Vec<f64>, &f64)| {
+        let max = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        max + logits.iter().map(|logit| (logit - max).exp()).sum::<f64>().ln() - logits[target as usize]
+    };
+    Array::new(&targets.dims, reference_logits(x, weight).zip(&targets.data).map(loss).collect())
+}
+
+fn reference_gradients(x: &Array, weight: &Array, targets: &Array, d_losses: &Array) -> [Array; 2] {
+    let width = weight.dims[1];
+    let (mut dx, mut d_weight) = (Array::zeros(&x.dims), Array::zeros(&weight.dims));
+    for (row, logits) in reference_logits(x, weight).enumerate() {
+        let max = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let sum: f64 = logits.iter().map(|logit| (logit - max).exp()).sum();
+        for (token, logit) in logits.iter().enumerate() {
+            let hot = f64::from(u8::from(token == targets.data[row] as usize));
+            let d_logit = ((logit - max).exp() / sum - hot) * d_losses.data[row];
+            for i in 0..width {
+                dx.data[row * width + i] += d_logit * weight.data[token * width + i];
+                d_weight.data[token * width + i] += d_logit * x.data[row * width + i];
+            }
+        }
+    }
+    [dx, d_weight]
+}

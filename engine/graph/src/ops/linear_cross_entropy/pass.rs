@@ -1,0 +1,270 @@
+//! The pass over the chunks of a head on the CPU.
+
+use candle_core::Layout;
+use gapless_kernels::cpu::gemm::{Epilogue, Factor, Mode};
+use gapless_kernels::cpu::{Args, InPieces, Pieces, Scratch, math, reduce, rows_per_task, vectorize};
+
+use super::chunks::Chunks;
+use crate::ops::element;
+
+impl Chunks {
+    /// The losses of all rows, and their gradients if asked for.
+    pub fn pass<T: Factor>(
+        &self,
+        inputs: &Inputs<'_, T>,
+        losses: &mut [f32],
+        mut backward: Option<Backward<'_>>,
+        mut scratch: Scratch<'_>,
+    ) {
+        const FITS: &str = "extents by the shape rule";
+        let &Self { width, vocabulary, .. } = self;
+        let logits = scratch.take::<f32>();
+        let scratch = &mut scratch;
+        let (weight, none) = (inputs.weight, Epilogue::default());
+        for (index, range) in self.ranges().enumerate() {
+            let (rows, elements) = (range.len(), range.start * width..range.end * width);
+            let logits = &mut logits[..rows * vocabulary];
+            match (inputs.x, &backward) {
+                (Some(x), _) => {
+                    self.logits(rows).run(&x[elements.clone()], weight, logits, Mode::Overwrite, none, scratch)
+                }
+                (None, Some(backward)) => {
+                    let x = &backward.dx[elements.clone()];
+                    self.logits(rows).run(x, weight, logits, Mode::Overwrite, none, scratch)
+                }
+                (None, None) => unreachable!("only dx overwrites x"),
+            }
+            .expect(FITS);
+            let d_losses = backward.as_ref().map(|backward| backward.d_losses);
+            cross_entropy(logits, &inputs.targets[range.clone()], &mut losses[range.clone()], |row| {
+                d_losses.map(|d_losses| d_losses.at(range.start + row))
+            });
+            let Some(Backward { dx, d_weight, accumulate, .. }) = &mut backward else { continue };
+            let mode = if *accumulate || index > 0 { Mode::Accumulate } else { Mode::Overwrite };
+            if let Some(d_weight) = d_weight {
+                let product = self.d_weight(rows);
+                match inputs.x {
+                    Some(x) => product.run(logits, &x[elements.clone()], d_weight, mode, none, scratch),
+                    None => product.run(logits, &dx[elements.clone()], d_weight, mode, none, scratch),
+                }
+                .expect(FITS);
+            }
+            // Last, as it may overwrite x.
+            self.dx(rows).run(logits, weight, &mut dx[elements], Mode::Overwrite, none, scratch).expect(FITS);
+        }
+    }
+}
+
+pub(super) struct Inputs<'a, T> {
+    /// None if dx has its bytes.
+    pub x: Option<&'a [T]>,
+    pub weight: &'a [T],
+    pub targets: &'a [u32],
+}
+
+impl<'a, T: Factor> Inputs<'a, T> {
+    pub fn of(args: &Args<'a>) -> Self {
+        let x = (!args.is_overwritten(0)).then(|| args.input(0));
+        Self { x, weight: args.input(1), targets: args.input(2) }
+    }
+}
+
+pub(super) struct Backward<'a> {
+    pub d_losses: Upstream<'a>,
+    pub dx: &'a mut [f32],
+    /// None where the weight is frozen.
+    pub d_weight: Option<&'a mut [f32]>,
+    pub accumulate: bool,
+}
+
+/// The gradients of the losses.
+#[derive(Clone, Copy)]
+pub(super) enum Upstream<'a> {
+    Everywhere(f32),
+    /// One number times the weight of each.
+    Weighted(f32, &'a [f32]),
+    Each(&'a [f32], &'a Layout),
+}
+
+impl Upstream<'_> {
+    fn at(self, row: usize) -> f32 {
+        match self {
+            Self::Everywhere(number) => number,
+            Self::Weighted(number, weights) => number * weights[row],
+            Self::Each(data, layout) => element(data, layout, row),
+        }
+    }
+}
+
+/// The loss of each row of logits. Where a row's loss has a gradient, the logits become theirs: (softmax − one-hot)·d_loss.
+fn cross_entropy(
+    logits: &mut [f32],
+    targets: &[u32],
+    losses: &mut [f32],
+    d_loss: impl Fn(usize) -> Option<f32> + Sync,
+) {
+    let vocabulary = logits.len() / targets.len();
+    let rows = rows_per_task(vocabulary);
+    let tasks = losses.pieces_mut(rows).zip(targets.pieces(rows));
+    tasks.zip(logits.pieces_mut(rows * vocabulary)).enumerate().for_each(|(task, ((losses, targets), logits))| {
+        let of_task = losses.iter_mut().zip(targets).zip(logits.chunks_exact_mut(vocabulary));
+        vectorize!({
+            // Loops instead of closures, which might not be inlined, and would not be vectorised then.
+            for (row, ((loss, &target), logits)) in of_task.enumerate() {
+                let (target, max) = (target as usize, reduce::max(logits));
+                let logit = logits[target];
+                for x in logits.iter_mut() {
+                    *x = math::exp(*x - max);
+                }
+                let sum = reduce::sum(logits, |x| x);
+                *loss = max + sum.ln() - logit;
+                if let Some(d_loss) = d_loss(task * rows + row) {
+                    let scale = d_loss / sum;
+                    for x in logits.iter_mut() {
+                        *x *= scale;
+                    }
+                    logits[target] -= d_loss;
+                }
+            }
+        });
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use gapless_testing::prelude::*;
+
+    use super::super::chunks::Products;
+    use super::super::{reference_gradients, reference_losses};
+    use super::*;
+    use crate::reference::Array;
+    use gapless_kernels::cpu::ScratchMemory;
+
+    fn pool(threads: usize) -> rayon::ThreadPool {
+        rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a thread pool starts")
+    }
+
+    fn random(len: usize, seed: u64) -> Vec<f32> {
+        let numbers = gapless_kernels::Numbers::from_seed(seed);
+        (0..len).map(|index| 2.0 * numbers.uniform(index) - 1.0).collect()
+    }
+
+    /// A head on a batch of sequences.
+    #[derive(Debug, Clone, Copy)]
+    struct Case {
+        batch: usize,
+        sequence: usize,
+        width: usize,
+        vocabulary: usize,
+    }
+
+    /// Operands of a case, and what they make.
+    struct Run {
+        x: Vec<f32>,
+        weight: Vec<f32>,
+        targets: Vec<u32>,
+        losses: Vec<f32>,
+        dx: Vec<f32>,
+        d_weight: Vec<f32>,
+    }
+
+    impl Case {
+        /// In so many calls of equally many sequences, each adding to d_weight if that is made, dx over x or beside it.
+        fn run(self, calls: usize, threads: usize, over_x: bool, products: Products) -> Run {
+            let Self { batch, sequence, width, vocabulary } = self;
+            let rows = batch * sequence;
+            let targets = random(rows, 3).iter().map(|x| ((x + 1.0) * 0.5 * vocabulary as f32) as u32).collect();
+            let mut run = Run {
+                x: random(rows * width, 1),
+                weight: random(vocabulary * width, 2),
+                targets,
+                losses: vec![f32::NAN; rows],
+                dx: vec![f32::NAN; rows * width],
+                d_weight: vec![f32::NAN; vocabulary * width],
+            };
+            if over_x {
+                run.dx.copy_from_slice(&run.x);
+            }
+            let chunks = Chunks::new(&[batch / calls, sequence, width], &[vocabulary, width]);
+            let mut memory = ScratchMemory::new(&chunks.scratch(products, threads));
+            for call in 0..calls {
+                let rows = call * rows / calls..(call + 1) * rows / calls;
+                let elements = rows.start * width..rows.end * width;
+                let inputs = Inputs {
+                    x: (!over_x).then_some(&run.x[elements.clone()]),
+                    weight: &run.weight,
+                    targets: &run.targets[rows.clone()],
+                };
+                let backward = Backward {
+                    d_losses: Upstream::Everywhere(0.5),
+                    dx: &mut run.dx[elements],
+                    d_weight: (products == Products::Both).then_some(&mut run.d_weight),
+                    accumulate: call > 0,
+                };
+                let losses = &mut run.losses[rows];
+                pool(threads).install(|| chunks.pass(&inputs, losses, Some(backward), memory.lend()));
+            }
+            run
+        }
+
+        fn check(self) {
+            let Self { batch, sequence, width, vocabulary } = self;
+            let run = self.run(1, 2, false, Products::Both);
+            let frozen = self.run(1, 2, true, Products::Dx);
+            assert!(run.losses == frozen.losses && run.dx == frozen.dx, "{self:?} of a frozen weight");
+            for other in [self.run(1, 3, true, Products::Both), self.run(batch, 1, false, Products::Both)] {
+                assert!(run.losses == other.losses && run.dx == other.dx && run.d_weight == other.d_weight, "{self:?}");
+            }
+            let array = |dims: &[usize], data: &[f32]| Array::new(dims, data.iter().map(|&x| f64::from(x)).collect());
+            let (x, weight) = (array(&[batch, sequence, width], &run.x), array(&[vocabulary, width], &run.weight));
+            let targets = Array::new(&[batch, sequence], run.targets.iter().map(|&x| f64::from(x)).collect());
+            let losses = reference_losses(&x, &weight, &targets);
+            let [dx, d_weight] = reference_gradients(&x, &weight, &targets, &targets.map(|_| 0.5));
+            for (name, data, exact) in
+                [("losses", run.losses, losses), ("dx", run.dx, dx), ("d_weight", run.d_weight, d_weight)]
+            {
+                let square = |x: f64| x * x;
+                let error: f64 = data.iter().zip(&exact.data).map(|(&a, &b)| square(f64::from(a) - b)).sum();
+                let scale: f64 = exact.data.iter().map(|&x| square(x)).sum();
+                // Sums of up to 700 numbers in f32: some multiples of 2⁻²⁴. With one token, all gradients are 0.
+                assert!(error.sqrt() <= 1e-5 * scale.sqrt() + 1e-9, "{name} of {self:?}: {error} of {scale}");
+            }
+        }
+    }
+
+    generated! {
+        #![cases(24)]
+        #[test]
+        fn losses_and_gradients_are_those_of_the_reference_however_the_batch_is_cut(
+            (batch, sequence, width, vocabulary) in (1..4usize, 1..700usize, 1..9usize, 1..40usize)
+        ) {
+            Case { batch, sequence, width, vocabulary }.check();
+        }
+    }
+
+    #[test]
+    fn a_piece_may_leave_a_rest() {
+        Case { batch: 2, sequence: 513, width: 5, vocabulary: 30 }.check();
+        Case { batch: 3, sequence: 100, width: 5, vocabulary: 30 }.check();
+    }
+
+    /// Lengths of the chunks.
+    fn chunks(x: &[usize], vocabulary: usize) -> Vec<usize> {
+        Chunks::new(x, &[vocabulary, x[x.len() - 1]]).ranges().map(|range| range.len()).collect()
+    }
+
+    #[test]
+    fn chunks_are_whole_sequences_or_pieces_of_one() {
+        // A vocabulary no larger than the width needs no pieces, short sequences are taken together.
+        assert_eq!(chunks(&[2, 1024, 256], 256), [1024, 1024]);
+        assert_eq!(chunks(&[5, 100, 32], 50_000), [200, 200, 100]);
+        // Pieces of at least 256 rows, the same in every sequence.
+        assert_eq!(chunks(&[2, 1024, 768], 50_257), [256; 8]);
+        assert_eq!(chunks(&[1, 4096, 4096], 32_000), [512; 8]);
+        assert_eq!(chunks(&[2, 700, 64], 5_000), [350; 4]);
+        assert_eq!(chunks(&[2, 513, 64], 5_000), [257, 256, 257, 256]);
+        // One row; rows that say nothing of sequences.
+        assert_eq!(chunks(&[8], 100), [1]);
+        assert_eq!(chunks(&[300, 8], 100), [300]);
+    }
+}

@@ -1,0 +1,87 @@
+//! Packed documents: what a step is told of them beside its tokens and targets.
+
+use gapless_data::IGNORED;
+
+use crate::error::{Result, TrainError};
+
+/// What a step, or an evaluation, is given: as many sequences as the batch has, one after another.
+#[derive(Debug, Clone, Copy)]
+pub struct Batch<'a> {
+    /// Ids [batch × sequence].
+    pub tokens: &'a [u32],
+    /// The id that follows each of them; [`IGNORED`] where the loss does not count it, which needs
+    /// [`TrainOptions::documents`](super::TrainOptions::documents).
+    pub targets: &'a [u32],
+    /// Where in its sequence the document of each token begins; empty where each sequence is one document.
+    pub starts: &'a [u32],
+}
+
+impl Batch<'_> {
+    /// That nothing of it needs documents.
+    pub(super) fn expect_none(&self) -> Result<()> {
+        let fail = |why: &str| {
+            Err(TrainError::Config { what: "documents", why: why.into(), remedy: "set TrainOptions::documents" })
+        };
+        if !self.starts.is_empty() {
+            return fail("a batch says where documents begin");
+        }
+        if self.targets.contains(&IGNORED) {
+            return fail("a batch has targets that do not count");
+        }
+        Ok(())
+    }
+}
+
+/// The inputs of a step over documents, whose bytes are there from the first step on.
+#[derive(Debug, Default)]
+pub(super) struct DocumentInputs {
+    pub starts: Vec<u32>,
+    pub positions: Vec<u32>,
+    pub targets: Vec<u32>,
+    pub weights: Vec<f32>,
+}
+
+impl DocumentInputs {
+    /// For batches of at most so many tokens.
+    pub fn new(tokens: usize) -> Self {
+        let ids = || Vec::with_capacity(tokens);
+        Self { starts: ids(), positions: ids(), targets: ids(), weights: Vec::with_capacity(tokens) }
+    }
+
+    /// Takes a batch of sequences of so many tokens. A loss that counts is weighted so that the mean over all tokens of the batch,
+    /// wherever they are computed, is the mean over those that count.
+    ///
+    /// # Errors
+    /// Documents that begin behind their tokens, or are not contiguous; a batch in which no target counts.
+    pub fn fill(&mut self, batch: &Batch<'_>, sequence: usize) -> Result<()> {
+        let fail = |why, remedy| Err(TrainError::Config { what: "documents", why, remedy });
+        let tokens = batch.tokens.len();
+        let Self { starts, positions, targets, weights } = self;
+        // The first token of each document, and the place of each token in its own.
+        starts.clear();
+        starts.extend_from_slice(batch.starts);
+        starts.resize(tokens, 0);
+        positions.clear();
+        for (index, &start) in starts.iter().enumerate() {
+            let at = (index % sequence) as u32;
+            // A document begins with this token, or is that of the token before.
+            if start != at && (at == 0 || starts[index - 1] != start) {
+                let why =
+                    format!("token {at} of sequence {} is said to be of one that begins at {start}", index / sequence);
+                return fail(why, "give each token the place of the first token of its document, in its sequence");
+            }
+            positions.push(at - start);
+        }
+        // What counts.
+        let counted = batch.targets.iter().filter(|&&target| target != IGNORED).count();
+        if counted == 0 {
+            return fail("all targets are ignored".to_owned(), "give batches with a target that counts");
+        }
+        let weight = (tokens as f64 / counted as f64) as f32;
+        targets.clear();
+        targets.extend(batch.targets.iter().map(|&target| if target == IGNORED { 0 } else { target }));
+        weights.clear();
+        weights.extend(batch.targets.iter().map(|&target| if target == IGNORED { 0.0 } else { weight }));
+        Ok(())
+    }
+}
