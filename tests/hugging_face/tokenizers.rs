@@ -57,6 +57,23 @@ fn check_chat(tokenizer: &Tokenizer, case: &Value) {
     assert_eq!(text, case["text"].as_str().unwrap());
     assert_eq!(template.render(messages, true).unwrap(), case["text_with_generation_prompt"].as_str().unwrap());
     assert_eq!(tokenizer.encode(&text, false).unwrap(), ids(&case["ids"]), "{text:?}");
+    check_answers(tokenizer, case, messages, &text);
+}
+
+/// Every token that has to count counts, and none that may not.
+fn check_answers(tokenizer: &Tokenizer, case: &Value, messages: &[Value], text: &str) {
+    let answers = tokenizer.chat_template().unwrap().answers(messages);
+    if case["assistant_spans_chars"].is_null() {
+        assert!(answers.unwrap_err().to_string().contains("{% generation %}"), "{text:?}");
+        return;
+    }
+    let (same, spans) = answers.unwrap();
+    assert_eq!(same, text);
+    let (tokens, counts) = tokenizer.encode_spans(text, &spans).unwrap();
+    assert_eq!(tokens, ids(&case["ids"]), "{text:?}");
+    let (required, allowed) = (ids(&case["mask_required"]), ids(&case["mask_allowed"]));
+    let fits = |index: usize| u32::from(counts[index]) >= required[index] && u32::from(counts[index]) <= allowed[index];
+    assert!(counts.len() == required.len() && (0..counts.len()).all(fits), "{text:?}: {counts:?}");
 }
 
 #[test]

@@ -1,10 +1,11 @@
 //! Conversations to text, by the template of a tokenizer.
 //!
 //! In: a Jinja template as `tokenizer_config.json` or `chat_template.jinja` has it, and messages. Out: the text that a model was trained
-//! on. Rendered as transformers does: with trim_blocks and lstrip_blocks, loop controls, Python's methods of strings and mappings,
+//! on, and where in it answers stand. Rendered as transformers does: with trim_blocks and lstrip_blocks, loop controls, Python's methods of strings and mappings,
 //! `raise_exception`, `strftime_now`, and a `tojson` that escapes nothing. Never: a rendering without end.
 
 use std::fs;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use minijinja::syntax::SyntaxConfig;
@@ -20,6 +21,9 @@ const FUEL: u64 = 20_000_000;
 
 /// The name of the only template.
 const NAME: &str = "chat_template";
+
+/// Stand around what a template marks as an answer, until it is rendered: characters that no text has (Unicode 16, section 23.7).
+const MARKS: [char; 2] = ['\u{fdd0}', '\u{fdd1}'];
 
 /// A turn of a conversation.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -44,6 +48,8 @@ pub struct ChatTemplate {
     environment: Environment<'static>,
     /// Names and texts of the tokenizer's special tokens, as `bos_token`.
     special: Vec<(String, String)>,
+    /// Whether it says itself what answers are.
+    marks_answers: bool,
 }
 
 impl ChatTemplate {
@@ -86,11 +92,13 @@ impl ChatTemplate {
                 .map_err(|error| Error::new(ErrorKind::InvalidOperation, error.to_string()))
         });
         environment.add_filter("tojson", to_json);
+        environment.add_filter(ANSWER, |text: String| format!("{}{text}{}", MARKS[0], MARKS[1]));
         let path = path.to_owned();
+        let (source, marks_answers) = with_answers(source);
         environment
-            .add_template_owned(NAME, without_generation_tags(source))
+            .add_template_owned(NAME, source)
             .map_err(|error| DataError::Tokenizer { path: path.clone(), reason: explain(&error) })?;
-        Ok(Self { path, environment, special })
+        Ok(Self { path, environment, special, marks_answers })
     }
 
     /// A conversation as text; with `add_generation_prompt`, up to where the assistant's next turn begins. Messages are [`Message`]s,
@@ -99,6 +107,55 @@ impl ChatTemplate {
     /// # Errors
     /// What the template raises, as many do for turns that do not alternate; a rendering that takes too long.
     pub fn render<T: Serialize>(&self, messages: &[T], add_generation_prompt: bool) -> Result<String, DataError> {
+        Ok(self.render_marked(messages, add_generation_prompt)?.replace(MARKS, ""))
+    }
+
+    /// A conversation as text, and the bytes of it that the assistant says, with the token that ends its turn: between the template's
+    /// `{% generation %}` tags, or, of a template without them, what follows the generation prompt.
+    ///
+    /// # Errors
+    /// As [`Self::render`]; where a template without tags writes earlier turns otherwise than alone.
+    pub fn answers<T: Serialize>(&self, messages: &[T]) -> Result<(String, Vec<Range<usize>>), DataError> {
+        let marked = self.render_marked(messages, false)?;
+        let mut text = String::with_capacity(marked.len());
+        let mut spans = Vec::new();
+        for piece in marked.split_inclusive(MARKS) {
+            text.push_str(piece.trim_end_matches(MARKS));
+            match (piece.chars().next_back(), spans.last_mut()) {
+                (Some(mark), _) if mark == MARKS[0] => spans.push(text.len()..text.len()),
+                (Some(mark), Some(span)) if mark == MARKS[1] => span.end = text.len(),
+                _ => {}
+            }
+        }
+        if !self.marks_answers {
+            spans = self.behind_prompts(messages, &text)?;
+        }
+        Ok((text, spans))
+    }
+
+    /// What each answer adds to the conversation before it, which ends with the prompt for it.
+    fn behind_prompts<T: Serialize>(&self, messages: &[T], text: &str) -> Result<Vec<Range<usize>>, DataError> {
+        let fail = |reason: &str| DataError::Tokenizer { path: self.path.clone(), reason: reason.into() };
+        let is_answer = |message: &T| {
+            serde_json::to_value(message)
+                .is_ok_and(|message| message.get("role").is_some_and(|role| role == "assistant"))
+        };
+        let mut spans = Vec::new();
+        for (index, _) in messages.iter().enumerate().filter(|(_, message)| is_answer(message)) {
+            let (prompt, upto) = (self.render(&messages[..index], true)?, self.render(&messages[..=index], false)?);
+            if !upto.starts_with(&prompt) || !text.starts_with(&upto) {
+                return Err(fail(
+                    "it writes earlier turns otherwise than alone, so what of the text is an answer is not known; put \
+                     {% generation %} and {% endgeneration %} around the answers",
+                ));
+            }
+            spans.push(prompt.len()..upto.len());
+        }
+        Ok(spans)
+    }
+
+    /// What the template makes, with marks around answers.
+    fn render_marked<T: Serialize>(&self, messages: &[T], add_generation_prompt: bool) -> Result<String, DataError> {
         let fail = |error| DataError::Tokenizer { path: self.path.clone(), reason: explain(&error) };
         let given =
             [("messages", Value::from(Serde(messages))), ("add_generation_prompt", Value::from(add_generation_prompt))];
@@ -146,9 +203,12 @@ fn explain(error: &Error) -> String {
     text
 }
 
-/// The tags around what an assistant says have no effect on the text; but what they take of the white space around them, they take.
-fn without_generation_tags(source: &str) -> String {
-    let mut out = String::with_capacity(source.len());
+/// The filter that what stands between generation tags goes through.
+const ANSWER: &str = "gapless_answer";
+
+/// A template whose generation tags are those of a filter, which take the same white space around them; and whether there are any.
+fn with_answers(source: &str) -> (String, bool) {
+    let (mut out, mut any) = (String::with_capacity(source.len()), false);
     let mut rest = source;
     while let Some((start, end)) =
         rest.find("{%").and_then(|start| Some((start, start + rest[start..].find("%}")? + 2)))
@@ -157,13 +217,14 @@ fn without_generation_tags(source: &str) -> String {
         let name = tag[2..tag.len() - 2].trim_matches(['-', '+', ' ', '\t', '\r', '\n']);
         out.push_str(&rest[..start]);
         match name {
-            "generation" => out.push_str(&tag.replacen(name, "if true", 1)),
-            "endgeneration" => out.push_str(&tag.replacen(name, "endif", 1)),
+            "generation" => out.push_str(&tag.replacen(name, &format!("filter {ANSWER}"), 1)),
+            "endgeneration" => out.push_str(&tag.replacen(name, "endfilter", 1)),
             _ => out.push_str(tag),
         }
+        any |= name == "generation";
         rest = &rest[end..];
     }
-    out + rest
+    (out + rest, any)
 }
 
 /// As Python's `json.dumps(ensure_ascii=False)`: a space behind commas and colons, and with `indent` one member a line.
@@ -229,6 +290,30 @@ mod tests {
         ] {
             assert_eq!(render(template).unwrap(), expected, "{template}");
         }
+    }
+
+    /// The template's text of a conversation, its answers in brackets.
+    fn answers(template: &str) -> Result<String, String> {
+        let messages = [("user", "é"), ("assistant", "b"), ("user", "c"), ("assistant", "d ")];
+        let messages = messages.map(|(role, content)| Message::new(role, content));
+        let template = ChatTemplate::new(template, Vec::new(), Path::new("a test")).unwrap();
+        let (mut text, spans) = template.answers(&messages).map_err(|error| error.to_string())?;
+        for span in spans.into_iter().rev() {
+            text.replace_range(span.clone(), &format!("[{}]", &text[span]));
+        }
+        Ok(text)
+    }
+
+    #[test]
+    fn answers_stand_between_tags_or_behind_prompts() {
+        let tagged = "{% for m in messages %}{{ m.role[0] }}:{% if m.role == 'user' %}{{ m.content }};{% else %}\
+                      {%- generation -%} {{ m.content }}.{% endgeneration %};{% endif %}{% endfor %}";
+        assert_eq!(answers(tagged).unwrap(), "u:é;a:[b.];u:c;a:[d .];");
+        let plain = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}.{% endfor %}\
+                     {% if add_generation_prompt %}a:{% endif %}";
+        assert_eq!(answers(plain).unwrap(), "u:é.a:[b.]u:c.a:[d .]");
+        let last_alone = "{% for m in messages %}{{ m.content if loop.last else '' }}.{% endfor %}";
+        assert!(answers(last_alone).unwrap_err().contains("{% generation %}"));
     }
 
     #[test]

@@ -5,6 +5,7 @@
 
 use std::fmt;
 use std::fs;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use crate::chat::{read_config, special_token};
@@ -59,6 +60,16 @@ impl Tokenizer {
         Ok(encoding.map_err(|error| wrong(&self.path, error))?.get_ids().to_vec())
     }
 
+    /// The ids of a text in which special tokens are spelled out, as of [`ChatTemplate::answers`], and for each whether any of its
+    /// bytes stand in one of the spans.
+    ///
+    /// # Errors
+    /// When the tokenizer refuses.
+    pub fn encode_spans(&self, text: &str, spans: &[Range<usize>]) -> Result<(Vec<u32>, Vec<bool>), DataError> {
+        let encoding = self.tokenizer.encode(text, false).map_err(|error| wrong(&self.path, error))?;
+        Ok((encoding.get_ids().to_vec(), are_inside(encoding.get_offsets(), spans)))
+    }
+
     /// The text of ids, special tokens spelled out or left out.
     ///
     /// # Errors
@@ -77,6 +88,13 @@ impl Tokenizer {
     pub fn chat_template(&self) -> Option<&ChatTemplate> {
         self.template.as_ref()
     }
+}
+
+/// Of each token whether any of its bytes stand in one of the spans. A token of white space may say that it has no bytes.
+pub(super) fn are_inside(offsets: &[(usize, usize)], spans: &[Range<usize>]) -> Vec<bool> {
+    let is_inside =
+        |&(start, end): &(usize, usize)| spans.iter().any(|span| start < span.end && end.max(start + 1) > span.start);
+    offsets.iter().map(is_inside).collect()
 }
 
 fn wrong(path: &Path, error: impl fmt::Display) -> DataError {
