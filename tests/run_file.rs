@@ -5,7 +5,7 @@ use std::process::{Command, Output};
 
 use gapless::models::hf::{Adapter, Folder};
 use gapless::models::{Gpt, GptConfig};
-use gapless::run::{Console, ModelConfig, RunConfig, RunError, train};
+use gapless::run::{Console, ModelConfig, RateConfig, RateShape, RunConfig, RunError, train};
 use gapless::{DataOptions, Dataset, Recompute, Source, Trainer, VocabularyChoice};
 
 /// A tiny run on bytes; the folder is where its text is.
@@ -51,6 +51,8 @@ impl Place {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join("text.txt"), "to be or not to be, that is the question\n".repeat(200))
             .unwrap();
+        let lines = "{\"prompt\": \"to be or not\", \"completion\": \" to be\"}\n{\"prompt\": \"that is\"}\n";
+        std::fs::write(folder.path().join("lines.jsonl"), lines).unwrap();
         Self { folder }
     }
 
@@ -137,6 +139,47 @@ fn a_file_is_a_run_of_the_library() {
     );
     assert!(place.gapless(&whole).status.success());
     assert_eq!(losses(&place.path().join("cut/metrics.jsonl")), losses(&place.path().join("uncut/metrics.jsonl")));
+}
+
+/// Answers to prompts, and documents that do not see each other: they are learned, a file's run is the library's, and it resumes.
+#[test]
+fn answers_and_isolated_documents_are_learned() {
+    let place = Place::new();
+    let questions = ["to be", "or not", "that is", "the"].map(|word| {
+        format!("{{\"prompt\": \"{word}?\", \"completion\": \" {}\"}}\n", word.chars().rev().collect::<String>())
+    });
+    std::fs::write(place.path().join("lines.jsonl"), questions.concat().repeat(8)).unwrap();
+    for (from, to) in [
+        ("text.txt\"", "lines.jsonl\"\nformat = \"prompt\""),
+        ("vocabulary = 256", "vocabulary = 256\nisolate_documents = true"),
+    ] {
+        let file = place.file(&TINY.replacen(from, to, 1));
+        let settings = ["steps=60", "learning_rate.peak=1e-2", "sample.temperature=0.0"].map(str::to_owned);
+        let config = RunConfig::read(&file, &settings).unwrap();
+        let out = place.path().join(if config.data.has_documents() && to.contains("format") {
+            "answers"
+        } else {
+            "isolated"
+        });
+        let whole = train(&config, &out, false, &mut Console::default(), |_| {}).unwrap();
+        let rows = losses(&out.join("metrics.jsonl"));
+        let (first, last) = (f32::from_bits(rows[0].1), whole.final_loss.unwrap());
+        assert!(last < 0.6 * first, "{to}: {first} became {last}");
+        assert!(whole.val_loss.is_some_and(|loss| loss < 0.7 * first), "{to}: {whole:?}");
+        // The same in two halves.
+        let cut = place.path().join("cut");
+        let half = RunConfig { steps: 30, ..config.clone() };
+        let constant = |config: &RunConfig| RunConfig {
+            learning_rate: RateConfig { shape: RateShape::Constant, warmup_steps: 0, ..config.learning_rate },
+            ..config.clone()
+        };
+        train(&constant(&half), &cut, false, &mut Console::default(), |_| {}).unwrap();
+        train(&constant(&config), &cut, true, &mut Console::default(), |_| {}).unwrap();
+        let uncut = place.path().join("uncut");
+        train(&constant(&config), &uncut, false, &mut Console::default(), |_| {}).unwrap();
+        assert_eq!(losses(&cut.join("metrics.jsonl")), losses(&uncut.join("metrics.jsonl")), "{to}");
+        [cut, uncut].iter().for_each(|folder| std::fs::remove_dir_all(folder).unwrap());
+    }
 }
 
 /// What a run's folder holds, and that its own file is a run again.
@@ -228,10 +271,10 @@ fn what_has_been_done_cannot_change() {
 fn printed_files_are_runs() {
     let place = Place::new();
     let page = include_str!("../docs/runs.md");
-    for name in ["small-gpt", "llama", "moe", "budget", "finetune"] {
+    for name in ["small-gpt", "llama", "moe", "budget", "finetune", "sft"] {
         let text = String::from_utf8(place.gapless(&["init", name]).stdout).unwrap();
-        let config =
-            RunConfig::read(&place.file(&text.replace("path = \"text\"", "path = \"DIR/text.txt\"")), &[]).unwrap();
+        let text = text.replace("path = \"text\"", "path = \"DIR/text.txt\"").replace("conversations", "DIR/lines");
+        let config = RunConfig::read(&place.file(&text), &[]).unwrap();
         config.options().unwrap();
         let table: toml::Table = toml::from_str(&config.resolved(256)).unwrap();
         for (name, value) in &table {
@@ -271,6 +314,10 @@ fn wrong_files_are_refused_by_key_line_and_remedy() {
             &["data.vocabulary (line 12)", "leave one of them out"],
         ),
         ("vocabulary = 256", "vocab = 256", &["line 12", "did you mean `vocabulary`"]),
+        ("vocabulary = 256", "format = \"chats\"", &["line 12", "unknown variant `chats`", "did you mean `chat`"]),
+        ("vocabulary = 256", "format = \"prompt\"", &["data.format (line 12)", "text.txt is no .jsonl file"]),
+        ("text.txt\"", "lines.jsonl\"\nformat = \"chat\"", &["data.format (line 12)", "name a data.tokenizer"]),
+        ("vocabulary = 256", "isolate_documents = 1", &["line 12", "invalid type: integer"]),
         ("batch = 4", "batch = 0", &["step.batch (line 17)", "at least 1"]),
         ("batch = 4", "batch = 3", &["step.micro_batches (line 18)", "3 sequences do not divide into 2", "divisor"]),
         ("micro_batches = 2", "micro_batches = 0", &["step.micro_batches (line 18)", "at least 1"]),

@@ -6,8 +6,8 @@ use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use gapless_engine::data::{DataError, Dataset, TrainingWindows, ValidationWindows, Vocabulary};
-use gapless_engine::{GenerateOptions, StepReport, Trainer};
+use gapless_engine::data::{DataError, Dataset, IGNORED, TrainingWindows, ValidationWindows, Vocabulary};
+use gapless_engine::{Batch, GenerateOptions, StepReport, Trainer};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -131,13 +131,13 @@ impl<'a> Fit<'a> {
         mut on: impl FnMut(Event, &mut Trainer) -> Answer,
     ) -> Result<Fitted, RunError> {
         let size = self.training.batch() * self.training.sequence();
-        let (mut tokens, mut targets) = (vec![0; size], vec![0; size]);
+        let (mut tokens, mut targets, mut starts) = buffers(trainer, size);
         let (first, mut busy, mut fitted) = (trainer.steps(), Duration::ZERO, Fitted::default());
         let (mut breaks, mut saved) = (false, None);
         while trainer.steps() < self.steps && !trainer.any(breaks || self.is_stopped())? {
             let begun = Instant::now();
-            self.training.fill(trainer.steps(), 0, &mut tokens, &mut targets)?;
-            let report = trainer.step(&tokens, &targets)?;
+            self.training.fill_documents(trainer.steps(), 0, &mut tokens, &mut targets, &mut starts)?;
+            let report = trainer.step_batch(&Batch { tokens: &tokens, targets: &targets, starts: &starts })?;
             busy += begun.elapsed();
             let count = trainer.steps();
             let tokens_per_second = ((count - first) * size as u64) as f64 / busy.as_secs_f64().max(1e-9);
@@ -168,7 +168,12 @@ impl<'a> Fit<'a> {
     }
 }
 
-/// Mean loss over all validation windows; none if there are fewer than a batch of them.
+/// Room for the tokens and targets of a batch, and for where documents begin if the trainer tells them apart.
+fn buffers(trainer: &Trainer, size: usize) -> (Vec<u32>, Vec<u32>, Vec<u32>) {
+    (vec![0; size], vec![0; size], vec![0; if trainer.options().documents { size } else { 0 }])
+}
+
+/// Mean loss over what counts of all validation windows; none if there are fewer than a batch of them.
 ///
 /// # Errors
 /// A read that fails; those of [`Trainer::evaluate`].
@@ -178,13 +183,15 @@ pub fn validation_loss(trainer: &mut Trainer, windows: &ValidationWindows) -> Re
     if batches == 0 {
         return Ok(None);
     }
-    let (mut tokens, mut targets) = (vec![0; size], vec![0; size]);
-    let mut sum = 0.0;
+    let (mut tokens, mut targets, mut starts) = buffers(trainer, size);
+    let (mut sum, mut counted) = (0.0, 0);
     for i in 0..batches {
-        windows.fill(i * batch, &mut tokens, &mut targets)?;
-        sum += trainer.evaluate(&tokens, &targets)?;
+        windows.fill_documents(i * batch, &mut tokens, &mut targets, &mut starts)?;
+        let loss = trainer.evaluate_batch(&Batch { tokens: &tokens, targets: &targets, starts: &starts })?;
+        let count = targets.iter().filter(|&&target| target != IGNORED).count();
+        (sum, counted) = (sum + f64::from(loss) * count as f64, counted + count);
     }
-    Ok(Some(sum / batches as f32))
+    Ok(Some((sum / counted as f64) as f32))
 }
 
 /// How a prompt goes on: its text with what the model adds, drawn as the options say.

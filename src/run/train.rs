@@ -291,7 +291,9 @@ fn sampled(
     }
     let sampling =
         Sampling { temperature: *temperature, top_k: *top_k, top_p: *top_p, seed: config.seed, ..Sampling::default() };
-    let text = sample(trainer, vocabulary, prompt, &GenerateOptions { tokens: *tokens, sampling, stop: Vec::new() })?;
+    // What has learned answers has learned where they end.
+    let stop = vocabulary.end_of_text().filter(|_| config.data.format.has_answers()).into_iter().collect();
+    let text = sample(trainer, vocabulary, prompt, &GenerateOptions { tokens: *tokens, sampling, stop })?;
     console.say(format_args!("---\n{text}\n---"));
     let path = out.join("samples.txt");
     let line = format!("=== step {}\n{text}\n", trainer.steps());

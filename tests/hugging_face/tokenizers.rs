@@ -69,7 +69,7 @@ fn check_answers(tokenizer: &Tokenizer, case: &Value, messages: &[Value], text: 
     }
     let (same, spans) = answers.unwrap();
     assert_eq!(same, text);
-    let (tokens, counts) = tokenizer.encode_spans(text, &spans).unwrap();
+    let (tokens, counts) = tokenizer.encode_spans(text, &spans, false).unwrap();
     assert_eq!(tokens, ids(&case["ids"]), "{text:?}");
     let (required, allowed) = (ids(&case["mask_required"]), ids(&case["mask_allowed"]));
     let fits = |index: usize| u32::from(counts[index]) >= required[index] && u32::from(counts[index]) <= allowed[index];

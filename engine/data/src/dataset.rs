@@ -8,9 +8,11 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use crate::encode::TokenWriter;
+use crate::examples::{Examples, Line, encode_lines, read_lines};
+use crate::windows::Cut;
 use crate::{
-    Corpus, CorpusReport, DataError, RustSources, TokenWidth, Tokens, TrainingWindows, ValidationWindows, Vocabulary,
-    VocabularyChoice,
+    Corpus, CorpusReport, DataError, Format, RustSources, TokenWidth, Tokenizer, Tokens, TrainingWindows,
+    ValidationWindows, Vocabulary, VocabularyChoice,
 };
 
 const TOKENIZER: &str = "tokenizer.json";
@@ -63,6 +65,8 @@ pub struct Dataset {
     hash: String,
     corpus: Option<CorpusReport>,
     folder: Option<PathBuf>,
+    /// What belongs together and what counts, if that is not all.
+    examples: Option<Arc<Examples>>,
 }
 
 /// `dataset.json`: what the folder holds, written last.
@@ -166,6 +170,39 @@ impl Dataset {
         Self::from_stream(Tokens::from_ids(ids), vocabulary, validation_every, Path::new("tokens in memory"))
     }
 
+    /// Reads examples of answers, every n-th of them for validation, and tokenizes them in memory. Of a tokenizer's file, the folder
+    /// around it says which special tokens there are and how conversations are written.
+    ///
+    /// # Errors
+    /// Lines that are no examples; whatever is wrong with the vocabulary; conversations without a template, or that it refuses.
+    pub fn examples(path: &Path, format: Format, options: &DataOptions) -> Result<Self, DataError> {
+        let lines = read_lines(path, format)?;
+        let vocabulary = match &options.vocabulary {
+            VocabularyChoice::File(file) => Vocabulary::open(file)?,
+            VocabularyChoice::Bytes => Vocabulary::bytes(),
+            VocabularyChoice::Bpe { size } => Vocabulary::train(lines.iter().map(Line::text), *size)?,
+        };
+        let folder = match &options.vocabulary {
+            VocabularyChoice::File(file) => file.parent().map(Tokenizer::open).transpose()?,
+            _ => None,
+        };
+        if format == Format::Chat && folder.as_ref().and_then(Tokenizer::chat_template).is_none() {
+            return Err(DataError::NoTemplate { path: path.to_owned() });
+        }
+        // Those for validation come last.
+        let every = options.validation_every;
+        let is_validation = |index: usize| every > 0 && index % every.max(2) == every.max(2) - 1;
+        let encoded = encode_lines(path, &lines, &vocabulary, folder.as_ref())?.into_iter().enumerate();
+        let (back, mut front): (Vec<_>, Vec<_>) = encoded.partition(|(index, _)| is_validation(*index));
+        let validation = back.iter().map(|(_, (tokens, _))| tokens.len() as u64).sum();
+        front.extend(back);
+        let (tokens, examples) = Examples::new(front.into_iter().map(|(_, example)| example).collect());
+        let tokens = Tokens::from_ids(tokens);
+        let hash = format!("{} {}", tokens.scan(vocabulary.size())?.hash, examples.hash());
+        let dataset = Self::new(vocabulary, tokens, validation, &hash);
+        Ok(Self { examples: Some(Arc::new(examples)), ..dataset })
+    }
+
     /// The vocabulary.
     pub fn vocabulary(&self) -> &Vocabulary {
         &self.vocabulary
@@ -201,7 +238,7 @@ impl Dataset {
     /// # Errors
     /// Data shorter than one window; a size of zero.
     pub fn training(&self, sequence: usize, batch: usize, seed: u64) -> Result<TrainingWindows, DataError> {
-        TrainingWindows::new(self.tokens.clone(), self.training.clone(), sequence, batch, seed)
+        TrainingWindows::of(self.cut(&self.training, sequence, "training")?, batch, seed)
     }
 
     /// At most `count` windows to evaluate on; nothing when there is no validation part.
@@ -212,7 +249,16 @@ impl Dataset {
         if self.validation.is_empty() {
             return Ok(None);
         }
-        ValidationWindows::new(self.tokens.clone(), self.validation.clone(), sequence, count).map(Some)
+        ValidationWindows::of(self.cut(&self.validation, sequence, "validation")?, count).map(Some)
+    }
+
+    /// A part of it in windows: of whole examples, or of a stream.
+    fn cut(&self, range: &Range<u64>, sequence: usize, part: &'static str) -> Result<Cut, DataError> {
+        let (tokens, range) = (self.tokens.clone(), range.clone());
+        match &self.examples {
+            Some(examples) => Cut::of_examples(tokens, range, examples.clone(), sequence, part),
+            None => Cut::new(tokens, range, self.vocabulary.end_of_text(), sequence, part),
+        }
     }
 
     /// A .bin, with the tokenizer beside it, the one that was chosen, or none.
@@ -252,6 +298,7 @@ impl Dataset {
             hash: hash.to_hex().to_string(),
             corpus: None,
             folder: None,
+            examples: None,
         }
     }
 

@@ -49,6 +49,47 @@ pub enum DataError {
         /// What is wrong with it.
         reason: String,
     },
+    /// A line of a .jsonl file is no example of the format.
+    #[error(
+        "{path}, line {line}: {reason}; of the format \"prompt\" a line has the texts \"prompt\" and \"completion\", of \"chat\" \
+         \"messages\", a list of objects with \"role\" and \"content\""
+    )]
+    Example {
+        /// The file.
+        path: PathBuf,
+        /// The line, counted from 1.
+        line: usize,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A file without an example.
+    #[error("{path} has no example; give a .jsonl file with one on each line")]
+    NoExamples {
+        /// The file.
+        path: PathBuf,
+    },
+    /// Examples whose answers all stand behind the end of a sequence, or that have none.
+    #[error("no {part} example has an answer within {sequence} tokens; give longer sequences, or more examples")]
+    NoAnswers {
+        /// `training` or `validation`.
+        part: &'static str,
+        /// Tokens in a window.
+        sequence: usize,
+    },
+    /// Conversations, but nothing that says how they are written.
+    #[error(
+        "nothing says how the conversations of {path} are written; give a tokenizer.json from a folder with a chat_template.jinja, \
+         or with a template in its tokenizer_config.json"
+    )]
+    NoTemplate {
+        /// The file of conversations.
+        path: PathBuf,
+    },
+    /// Windows of documents that nothing tells apart.
+    #[error(
+        "bare token ids have no end of text, so their documents cannot be told apart; put their tokenizer.json beside the .bin"
+    )]
+    NoDocuments,
     /// There is no text (or no token) at all.
     #[error("no text in {path} ({skipped} files skipped{}); .txt, .rs, .md and .jsonl files are read", named(others))]
     Empty {

@@ -60,13 +60,17 @@ impl Tokenizer {
         Ok(encoding.map_err(|error| wrong(&self.path, error))?.get_ids().to_vec())
     }
 
-    /// The ids of a text in which special tokens are spelled out, as of [`ChatTemplate::answers`], and for each whether any of its
-    /// bytes stand in one of the spans.
+    /// [`Self::encode`], and of each id whether any of its bytes stand in one of the spans, as of [`ChatTemplate::answers`].
     ///
     /// # Errors
     /// When the tokenizer refuses.
-    pub fn encode_spans(&self, text: &str, spans: &[Range<usize>]) -> Result<(Vec<u32>, Vec<bool>), DataError> {
-        let encoding = self.tokenizer.encode(text, false).map_err(|error| wrong(&self.path, error))?;
+    pub fn encode_spans(
+        &self,
+        text: &str,
+        spans: &[Range<usize>],
+        with_special: bool,
+    ) -> Result<(Vec<u32>, Vec<bool>), DataError> {
+        let encoding = self.tokenizer.encode(text, with_special).map_err(|error| wrong(&self.path, error))?;
         Ok((encoding.get_ids().to_vec(), are_inside(encoding.get_offsets(), spans)))
     }
 

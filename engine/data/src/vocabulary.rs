@@ -1,6 +1,7 @@
 //! Text to token ids and back.
 
 use std::fs;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use tokenizers::models::TrainerWrapper;
@@ -10,6 +11,7 @@ use tokenizers::{AddedToken, Tokenizer};
 
 use crate::DataError;
 use crate::encode::pieces_for_training;
+use crate::tokenizer::are_inside;
 
 /// Stands between documents, and ends what is sampled.
 const END_OF_TEXT: &str = "<|endoftext|>";
@@ -159,6 +161,24 @@ impl Vocabulary {
                 path: PathBuf::from("of a .bin"),
                 reason: "there is none, so text cannot be encoded; put its tokenizer.json beside the .bin".into(),
             }),
+        }
+    }
+
+    /// [`Self::encode`], and of each token whether any of its bytes stand in one of the spans.
+    ///
+    /// # Errors
+    /// As [`Self::encode`].
+    pub(crate) fn encode_spans(&self, text: &str, spans: &[Range<usize>]) -> Result<(Vec<u32>, Vec<bool>), DataError> {
+        match &self.kind {
+            Kind::Tokenizer { tokenizer, .. } => {
+                let encoding =
+                    tokenizer.encode(text, false).map_err(|error| tokenizer_error(Path::new("encoding"), error))?;
+                Ok((encoding.get_ids().to_vec(), are_inside(encoding.get_offsets(), spans)))
+            }
+            Kind::Bytes | Kind::Ids { .. } => {
+                let offsets: Vec<(usize, usize)> = (0..text.len()).map(|byte| (byte, byte + 1)).collect();
+                Ok((self.encode(text)?, are_inside(&offsets, spans)))
+            }
         }
     }
 

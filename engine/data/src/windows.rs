@@ -3,8 +3,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use crate::examples::Examples;
 use crate::permutation::mix;
-use crate::{DataError, Permutation, Tokens};
+use crate::{DataError, IGNORED, Permutation, Tokens};
 
 /// The batches of a training run: a pure function of seed, step and index.
 ///
@@ -41,10 +42,20 @@ pub struct ValidationWindows {
 
 /// A part of a stream, cut into windows.
 #[derive(Debug, Clone)]
-struct Cut {
+pub(super) struct Cut {
     tokens: Arc<Tokens>,
     range: Range<u64>,
     sequence: usize,
+    kind: Kind,
+}
+
+/// What a window is.
+#[derive(Debug, Clone)]
+enum Kind {
+    /// Any tokens that follow each other. Documents end with this token, if there is one.
+    Stream { end_of_text: Option<u32> },
+    /// Whole examples side by side.
+    Rows { examples: Arc<Examples>, rows: Arc<Vec<Vec<Range<u64>>>> },
 }
 
 impl TrainingWindows {
@@ -59,15 +70,22 @@ impl TrainingWindows {
         batch: usize,
         seed: u64,
     ) -> Result<Self, DataError> {
+        Self::of(Cut::new(tokens, range, None, sequence, "training")?, batch, seed)
+    }
+
+    pub(super) fn of(cut: Cut, batch: usize, seed: u64) -> Result<Self, DataError> {
         if batch == 0 {
             return Err(DataError::Zero { what: "the batch size" });
         }
-        Ok(Self { cut: Cut::new(tokens, range, sequence, "training")?, batch, seed })
+        Ok(Self { cut, batch, seed })
     }
 
-    /// Windows in an epoch. Their borders shift by up to a window, so that the last one is left out (if there are more).
+    /// Windows in an epoch. The borders of a stream's shift by up to a window, so that the last one is left out (if there are more).
     pub fn per_epoch(&self) -> u64 {
-        (self.cut.whole_windows(self.cut.length() + 1 - self.cut.sequence as u64)).max(1)
+        match &self.cut.kind {
+            Kind::Stream { .. } => self.cut.whole_windows(self.cut.length() + 1 - self.cut.sequence as u64).max(1),
+            Kind::Rows { rows, .. } => rows.len() as u64,
+        }
     }
 
     /// Windows in a batch.
@@ -85,13 +103,17 @@ impl TrainingWindows {
         step as f64 * self.batch as f64 / self.per_epoch() as f64
     }
 
-    /// The position, within the stream, of the first token of window `index` of the batch of `step`.
-    pub fn start(&self, step: u64, index: usize) -> u64 {
+    /// Which window is number `index` of the batch of `step`: the position of its first token within the stream; of examples, the
+    /// number of the row.
+    fn start(&self, step: u64, index: usize) -> u64 {
         let visit = u128::from(step) * self.batch as u128 + index as u128;
         let windows = self.per_epoch();
         let (epoch, place) = ((visit / u128::from(windows)) as u64, (visit % u128::from(windows)) as u64);
 
         let key = mix(self.seed ^ mix(epoch));
+        if let Kind::Rows { .. } = self.cut.kind {
+            return Permutation::new(windows, key).at(place);
+        }
         let sequence = self.cut.sequence as u64;
         let spare = self.cut.length() - 1 - windows * sequence;
         let shift = mix(key) % (spare.min(sequence - 1) + 1);
@@ -106,6 +128,23 @@ impl TrainingWindows {
     pub fn fill(&self, step: u64, first: usize, inputs: &mut [u32], targets: &mut [u32]) -> Result<(), DataError> {
         self.cut.fill(self.batch, first, |index| self.start(step, index), inputs, targets)
     }
+
+    /// [`Self::fill`], and the place in its window where the document, or the example, of each token begins. Targets that stand in
+    /// another document, or that the loss does not count, are [`IGNORED`]. Without room for `starts`, it is [`Self::fill`].
+    ///
+    /// # Errors
+    /// As [`Self::fill`]; of bare ids, whose documents are not known.
+    pub fn fill_documents(
+        &self,
+        step: u64,
+        first: usize,
+        inputs: &mut [u32],
+        targets: &mut [u32],
+        starts: &mut [u32],
+    ) -> Result<(), DataError> {
+        self.fill(step, first, inputs, targets)?;
+        self.cut.documents(|index| self.start(step, first + index), inputs, targets, starts)
+    }
 }
 
 impl ValidationWindows {
@@ -114,12 +153,14 @@ impl ValidationWindows {
     /// # Errors
     /// A range shorter than one window and the target of its last token; a size of zero.
     pub fn new(tokens: Arc<Tokens>, range: Range<u64>, sequence: usize, count: usize) -> Result<Self, DataError> {
+        Self::of(Cut::new(tokens, range, None, sequence, "validation")?, count)
+    }
+
+    pub(super) fn of(cut: Cut, count: usize) -> Result<Self, DataError> {
         if count == 0 {
             return Err(DataError::Zero { what: "the number of validation windows" });
         }
-        let cut = Cut::new(tokens, range, sequence, "validation")?;
-        let all = usize::try_from(cut.whole_windows(cut.length())).unwrap_or(usize::MAX);
-        Ok(Self { count: count.min(all), cut })
+        Ok(Self { count: count.min(usize::try_from(cut.all()).unwrap_or(usize::MAX)), cut })
     }
 
     /// How many windows there are.
@@ -132,11 +173,13 @@ impl ValidationWindows {
         self.cut.sequence
     }
 
-    /// The position, within the stream, of the first token of window `index`.
-    pub fn start(&self, index: usize) -> u64 {
-        let all = u128::from(self.cut.whole_windows(self.cut.length()));
-        let window = index as u128 * all / self.count as u128;
-        self.cut.range.start + window as u64 * self.cut.sequence as u64
+    /// Which window is number `index`: the position of its first token within the stream; of examples, the number of the row.
+    fn start(&self, index: usize) -> u64 {
+        let window = (index as u128 * u128::from(self.cut.all()) / self.count as u128) as u64;
+        match self.cut.kind {
+            Kind::Stream { .. } => self.cut.range.start + window * self.cut.sequence as u64,
+            Kind::Rows { .. } => window,
+        }
     }
 
     /// Writes windows `first..`, as many as the slices hold. Allocates nothing.
@@ -146,10 +189,32 @@ impl ValidationWindows {
     pub fn fill(&self, first: usize, inputs: &mut [u32], targets: &mut [u32]) -> Result<(), DataError> {
         self.cut.fill(self.count, first, |index| self.start(index), inputs, targets)
     }
+
+    /// [`Self::fill`], as [`TrainingWindows::fill_documents`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn fill_documents(
+        &self,
+        first: usize,
+        inputs: &mut [u32],
+        targets: &mut [u32],
+        starts: &mut [u32],
+    ) -> Result<(), DataError> {
+        self.fill(first, inputs, targets)?;
+        self.cut.documents(|index| self.start(first + index), inputs, targets, starts)
+    }
 }
 
 impl Cut {
-    fn new(tokens: Arc<Tokens>, range: Range<u64>, sequence: usize, part: &'static str) -> Result<Self, DataError> {
+    /// Windows of a stream whose documents end with a token, if that is known.
+    pub fn new(
+        tokens: Arc<Tokens>,
+        range: Range<u64>,
+        end_of_text: Option<u32>,
+        sequence: usize,
+        part: &'static str,
+    ) -> Result<Self, DataError> {
         if sequence == 0 {
             return Err(DataError::Zero { what: "the sequence length" });
         }
@@ -158,7 +223,33 @@ impl Cut {
         if length < needed {
             return Err(DataError::TooShort { part, tokens: length, sequence, needed });
         }
-        Ok(Self { tokens, range, sequence })
+        Ok(Self { tokens, range, sequence, kind: Kind::Stream { end_of_text } })
+    }
+
+    /// Windows of whole examples.
+    pub fn of_examples(
+        tokens: Arc<Tokens>,
+        range: Range<u64>,
+        examples: Arc<Examples>,
+        sequence: usize,
+        part: &'static str,
+    ) -> Result<Self, DataError> {
+        if sequence == 0 {
+            return Err(DataError::Zero { what: "the sequence length" });
+        }
+        let rows = examples.rows(&range, sequence);
+        if rows.is_empty() {
+            return Err(DataError::NoAnswers { part, sequence });
+        }
+        Ok(Self { tokens, range, sequence, kind: Kind::Rows { examples, rows: rows.into() } })
+    }
+
+    /// How many windows there are side by side.
+    fn all(&self) -> u64 {
+        match &self.kind {
+            Kind::Stream { .. } => self.whole_windows(self.length()),
+            Kind::Rows { rows, .. } => rows.len() as u64,
+        }
     }
 
     fn length(&self) -> u64 {
@@ -189,9 +280,71 @@ impl Cut {
             (first..).zip(inputs.chunks_exact_mut(sequence).zip(targets.chunks_exact_mut(sequence)))
         {
             let start = start(index);
+            if let Kind::Rows { examples, rows } = &self.kind {
+                self.fill_row(examples, &rows[start as usize], inputs, targets)?;
+                continue;
+            }
             self.tokens.read(start, inputs)?;
             targets[..sequence - 1].copy_from_slice(&inputs[1..]);
             self.tokens.read(start + sequence as u64, &mut targets[sequence - 1..])?;
+        }
+        Ok(())
+    }
+
+    /// Examples one after another, and tokens that don't count behind them.
+    fn fill_row(
+        &self,
+        examples: &Examples,
+        row: &[Range<u64>],
+        inputs: &mut [u32],
+        targets: &mut [u32],
+    ) -> Result<(), DataError> {
+        let mut at = 0;
+        for example in row {
+            let length = (example.end - example.start - 1) as usize;
+            let (inputs, targets) = (&mut inputs[at..at + length], &mut targets[at..at + length]);
+            self.tokens.read(example.start, inputs)?;
+            self.tokens.read(example.start + 1, targets)?;
+            for (target, token) in targets.iter_mut().zip(example.start + 1..) {
+                *target = if examples.counts(token) { *target } else { IGNORED };
+            }
+            at += length;
+        }
+        inputs[at..].fill(0);
+        targets[at..].fill(IGNORED);
+        Ok(())
+    }
+
+    /// Where the document of each token begins, in windows that are filled already.
+    fn documents(
+        &self,
+        start: impl Fn(usize) -> u64,
+        inputs: &[u32],
+        targets: &mut [u32],
+        starts: &mut [u32],
+    ) -> Result<(), DataError> {
+        let windows = inputs.chunks_exact(self.sequence).zip(targets.chunks_exact_mut(self.sequence));
+        for (index, ((inputs, targets), starts)) in windows.zip(starts.chunks_exact_mut(self.sequence)).enumerate() {
+            let mut first = 0;
+            match &self.kind {
+                Kind::Stream { end_of_text } => {
+                    let end = end_of_text.ok_or(DataError::NoDocuments)?;
+                    for (at, token) in inputs.iter().enumerate() {
+                        starts[at] = first as u32;
+                        if *token == end {
+                            (first, targets[at]) = (at + 1, IGNORED);
+                        }
+                    }
+                }
+                Kind::Rows { rows, .. } => {
+                    for example in &rows[start(index) as usize] {
+                        let end = first + (example.end - example.start - 1) as usize;
+                        starts[first..end].fill(first as u32);
+                        first = end;
+                    }
+                    starts[first..].fill(first as u32);
+                }
+            }
         }
         Ok(())
     }

@@ -25,6 +25,8 @@ enum Name {
     Budget,
     /// Somebody's weights, on a text of yours
     Finetune,
+    /// Somebody's weights, on prompts and answers of yours
+    Sft,
 }
 
 pub fn run(arguments: &Arguments) -> ExitCode {
@@ -34,6 +36,7 @@ pub fn run(arguments: &Arguments) -> ExitCode {
         Name::Moe => include_str!("presets/moe.toml"),
         Name::Budget => include_str!("presets/budget.toml"),
         Name::Finetune => include_str!("presets/finetune.toml"),
+        Name::Sft => include_str!("presets/sft.toml"),
     };
     match print(|out| out.write_all(text.as_bytes())) {
         Ok(()) => ExitCode::SUCCESS,

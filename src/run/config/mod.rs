@@ -11,7 +11,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use gapless_alloc::draw::Bytes;
-use gapless_engine::data::{DataOptions, Dataset, Source, VocabularyChoice};
+use gapless_engine::data::{DataOptions, Dataset, Format, Source, VocabularyChoice};
 use gapless_engine::learning_rate::{LearningRate, Shape};
 use gapless_engine::nn::Trainable;
 use gapless_engine::optim::{AdamW, AdamW8bit, GaLore, Optimizer};
@@ -93,6 +93,13 @@ pub struct DataConfig {
     /// A tokenizer.json that is there already.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tokenizer: Option<PathBuf>,
+    /// What a line of a .jsonl file holds: `text`; `prompt` and `completion`; or `chat`, a conversation. Of the latter two only
+    /// completions, or what the assistant says, count in the loss, and examples are packed into sequences without seeing each other.
+    #[serde(default)]
+    pub format: Format,
+    /// Whether documents that share a sequence of the format `text` neither see each other nor share their places.
+    #[serde(default)]
+    pub isolate_documents: bool,
     /// Every n-th document is for validation; 0 for none.
     #[serde(default = "default_validation")]
     pub validation_every: usize,
@@ -347,6 +354,13 @@ impl OptimizerConfig {
     }
 }
 
+impl DataConfig {
+    /// Whether several documents, or examples, share a sequence without seeing each other.
+    pub fn has_documents(&self) -> bool {
+        self.isolate_documents || self.format.has_answers()
+    }
+}
+
 impl RunConfig {
     /// As TOML, with all defaults, and with what the data say of the model.
     pub fn resolved(&self, vocabulary: usize) -> String {
@@ -388,6 +402,21 @@ impl RunConfig {
             let why = format!("{batch} sequences do not divide into {micro_batches}");
             return fail("step.micro_batches", why, "choose a divisor of step.batch");
         }
+        self.check_data()?;
+        if self.memory.budget.is_some() && self.memory.recompute != "none" {
+            let why = "a budget chooses itself what is computed again".to_owned();
+            return fail("memory.budget", why, "leave memory.recompute or memory.budget out");
+        }
+        if self.checkpoints.keep_last == 0 {
+            return fail("checkpoints.keep_last", "is 0".into(), "keep at least one, to resume from");
+        }
+        self.learning_rate().check().map(drop).or_else(|error| fail("learning_rate", error.to_string(), "see its keys"))
+    }
+
+    /// Refuses what can be refused of the data before they are read.
+    fn check_data(&self) -> Result<(), ConfigError> {
+        let fail =
+            |key: &str, why: String, remedy| Err(ConfigError::Value { key: key.to_owned(), line: None, why, remedy });
         if !self.data.path.exists() {
             let why = format!("there is no {}", self.data.path.display());
             return fail("data.path", why, "name a file or folder that is there");
@@ -409,14 +438,22 @@ impl RunConfig {
         if let Some(size) = self.data.vocabulary.filter(|&size| size < 256) {
             return fail("data.vocabulary", format!("{size} tokens do not even hold the bytes"), "it is at least 256");
         }
-        if self.memory.budget.is_some() && self.memory.recompute != "none" {
-            let why = "a budget chooses itself what is computed again".to_owned();
-            return fail("memory.budget", why, "leave memory.recompute or memory.budget out");
+        let is_lines =
+            self.data.path.extension().is_some_and(|extension| extension == "jsonl") && self.data.path.is_file();
+        if self.data.format.has_answers() && !is_lines {
+            let why = format!("{} is no .jsonl file, whose lines have answers", self.data.path.display());
+            return fail("data.format", why, "name one in data.path, or leave data.format out");
         }
-        if self.checkpoints.keep_last == 0 {
-            return fail("checkpoints.keep_last", "is 0".into(), "keep at least one, to resume from");
+        let has_tokenizer = self.data.tokenizer.is_some() || matches!(self.model, ModelConfig::Folder(_));
+        if self.data.format == Format::Chat && !has_tokenizer {
+            let why = "a conversation is written by the template of a tokenizer, and there is none".to_owned();
+            return fail("data.format", why, "name a data.tokenizer, or a model.folder");
         }
-        self.learning_rate().check().map(drop).or_else(|error| fail("learning_rate", error.to_string(), "see its keys"))
+        if self.data.has_documents() && self.step.device.starts_with("cuda") {
+            let why = "documents that do not see each other are trained on the CPU alone".to_owned();
+            return fail("step.device", why, "use \"cpu\", or leave data.format and data.isolate_documents out");
+        }
+        Ok(())
     }
 
     /// What a [`Trainer`](crate::Trainer) is made with.
@@ -437,6 +474,7 @@ impl RunConfig {
             batch: self.step.batch,
             micro_batches: self.step.micro_batches,
             sequence: self.step.sequence,
+            documents: self.data.has_documents(),
             device: self.step.device.parse().map_err(|why| wrong("step.device", why))?,
             dtype: match self.step.dtype {
                 Float::F32 => DType::F32,
@@ -472,7 +510,8 @@ impl RunConfig {
     /// # Errors
     /// As [`Dataset::prepare`].
     pub fn dataset(&self) -> Result<Dataset, gapless_engine::data::DataError> {
-        let DataConfig { path, vocabulary, tokenizer, validation_every, cache } = self.data.clone();
+        let DataConfig { path, vocabulary, tokenizer, format, isolate_documents: _, validation_every, cache } =
+            self.data.clone();
         let tokenizer = tokenizer.or_else(|| match &self.model {
             ModelConfig::Folder(folder) => Some(folder.join("tokenizer.json")),
             _ => None,
@@ -481,6 +520,10 @@ impl RunConfig {
             (Some(file), _) => VocabularyChoice::File(file),
             (None, size) => VocabularyChoice::of_size(size.unwrap_or(4096)),
         };
-        Dataset::prepare(&Source::from(path), &DataOptions { vocabulary, validation_every, cache })
+        let options = DataOptions { vocabulary, validation_every, cache };
+        match format.has_answers() {
+            true => Dataset::examples(&path, format, &options),
+            false => Dataset::prepare(&Source::from(path), &options),
+        }
     }
 }

@@ -1,0 +1,336 @@
+//! Examples to learn answers from: prompts with completions, and conversations.
+//!
+//! In: lines of JSON. Out: the tokens of each example, and which of them the loss counts: those of answers, the token that ends one
+//! included. Never: an example without such a token.
+
+use std::cmp::Reverse;
+use std::collections::BTreeSet;
+use std::fs;
+use std::ops::Range;
+use std::path::Path;
+
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
+use serde_json::Value as Json;
+
+use crate::{DataError, Tokenizer, Vocabulary};
+
+/// What a line of a .jsonl file holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Format {
+    /// `text`, all of which counts; as .txt, .md and .rs files do.
+    #[default]
+    Text,
+    /// `prompt`, and `completion` (or `response`), which alone counts.
+    Prompt,
+    /// `messages`, each with `role` and `content`; what the assistant says counts.
+    Chat,
+}
+
+impl Format {
+    /// Whether only a part of each text counts.
+    pub fn has_answers(self) -> bool {
+        self != Self::Text
+    }
+}
+
+/// One example, as a line says it.
+pub(crate) struct Line {
+    number: usize,
+    content: Content,
+}
+
+enum Content {
+    /// A text, and where in it the answer begins.
+    Prompt(String, usize),
+    Chat(Vec<Json>),
+}
+
+/// Reads the lines of a .jsonl file.
+///
+/// # Errors
+/// A file that cannot be read; a line that is something else, by its number; no line at all.
+pub(crate) fn read_lines(path: &Path, format: Format) -> Result<Vec<Line>, DataError> {
+    let text = fs::read_to_string(path).map_err(|error| DataError::read(path, error))?;
+    // Some editors begin a file with a byte-order mark.
+    let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
+    let read = |(index, line): (usize, &str)| match content_of(line, format) {
+        Ok(content) => Ok(Line { number: index + 1, content }),
+        Err(reason) => Err(DataError::Example { path: path.to_owned(), line: index + 1, reason }),
+    };
+    let lines: Vec<Line> =
+        text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()).map(read).collect::<Result<_, _>>()?;
+    if lines.is_empty() {
+        return Err(DataError::NoExamples { path: path.to_owned() });
+    }
+    Ok(lines)
+}
+
+fn content_of(line: &str, format: Format) -> Result<Content, String> {
+    #[derive(Deserialize)]
+    struct Prompt {
+        prompt: String,
+        #[serde(alias = "response")]
+        completion: String,
+    }
+    #[derive(Deserialize)]
+    struct Chat {
+        messages: Vec<Json>,
+    }
+    if format == Format::Chat {
+        let Chat { messages } = serde_json::from_str(line).map_err(|error| error.to_string())?;
+        // What else a template reads of a message is its own affair.
+        if let Some(index) = messages.iter().position(|message| !message["role"].is_string()) {
+            return Err(format!("message {index} has no \"role\""));
+        }
+        return Ok(Content::Chat(messages));
+    }
+    let Prompt { prompt, completion } = serde_json::from_str(line).map_err(|error| error.to_string())?;
+    Ok(Content::Prompt(format!("{prompt}{completion}"), prompt.len()))
+}
+
+impl Line {
+    /// What a vocabulary is trained on.
+    pub fn text(&self) -> &str {
+        match &self.content {
+            Content::Prompt(text, _) => text,
+            Content::Chat(_) => "",
+        }
+    }
+
+    /// Its tokens, and which of them count: by the tokenizer of a Hugging Face folder, with the special tokens that belong around a
+    /// text and those that a conversation's template writes; or by a vocabulary, with the end of text.
+    fn encode(&self, vocabulary: &Vocabulary, folder: Option<&Tokenizer>) -> Result<(Vec<u32>, Vec<bool>), DataError> {
+        match &self.content {
+            Content::Chat(messages) => {
+                let known = folder.and_then(|tokenizer| Some((tokenizer, tokenizer.chat_template()?)));
+                let (tokenizer, template) = known.expect("conversations come with a template");
+                let (text, answers) = template.answers(messages)?;
+                tokenizer.encode_spans(&text, &answers, false)
+            }
+            Content::Prompt(text, prompt) => {
+                let answer = *prompt..text.len();
+                let (mut tokens, mut counts) = match folder {
+                    Some(tokenizer) => tokenizer.encode_spans(text, &[answer], true)?,
+                    None => vocabulary.encode_spans(text, &[answer])?,
+                };
+                // An answer has an end, which is learned too.
+                if let Some(end) = folder.and_then(Tokenizer::eos).or(vocabulary.end_of_text()) {
+                    if tokens.last() == Some(&end) {
+                        (tokens.pop(), counts.pop());
+                    }
+                    tokens.push(end);
+                    counts.push(true);
+                }
+                Ok((tokens, counts))
+            }
+        }
+    }
+}
+
+/// Tokens of all lines, in parallel.
+///
+/// # Errors
+/// Those of the tokenizer; what the template raises, by the line.
+pub(crate) fn encode_lines(
+    path: &Path,
+    lines: &[Line],
+    vocabulary: &Vocabulary,
+    folder: Option<&Tokenizer>,
+) -> Result<Vec<(Vec<u32>, Vec<bool>)>, DataError> {
+    let encode = |line: &Line| {
+        line.encode(vocabulary, folder).map_err(|error| DataError::Example {
+            path: path.to_owned(),
+            line: line.number,
+            reason: error.to_string(),
+        })
+    };
+    lines.par_iter().map(encode).collect()
+}
+
+/// Examples side by side: which tokens of a stream belong together, and which of them count.
+#[derive(Debug)]
+pub(crate) struct Examples {
+    /// The first token of each, and the end.
+    bounds: Vec<u64>,
+    counts: Vec<bool>,
+}
+
+impl Examples {
+    /// The stream, and its examples.
+    pub fn new(encoded: Vec<(Vec<u32>, Vec<bool>)>) -> (Vec<u32>, Self) {
+        let (mut tokens, mut examples) = (Vec::new(), Self { bounds: vec![0], counts: Vec::new() });
+        for (ids, counts) in encoded {
+            tokens.extend(ids);
+            examples.counts.extend(counts);
+            examples.bounds.push(tokens.len() as u64);
+        }
+        (tokens, examples)
+    }
+
+    /// Whether the loss counts a token.
+    pub fn counts(&self, token: u64) -> bool {
+        self.counts[token as usize]
+    }
+
+    /// blake3 of what belongs together and what counts, in hexadecimal.
+    pub fn hash(&self) -> String {
+        let mut hasher = blake3::Hasher::new();
+        self.bounds.iter().for_each(|bound| _ = hasher.update(&bound.to_le_bytes()));
+        self.counts.iter().for_each(|&counts| _ = hasher.update(&[u8::from(counts)]));
+        hasher.finalize().to_hex().to_string()
+    }
+
+    /// The examples within a part of the stream, put together in rows of at most `sequence` tokens that have a target: each example
+    /// into the fullest row that has room, the longest first (Ding et al., arXiv 2404.10830). An example that is longer than a row is
+    /// cut; one without a target that counts is left out.
+    pub fn rows(&self, part: &Range<u64>, sequence: usize) -> Vec<Vec<Range<u64>>> {
+        let mut examples: Vec<Range<u64>> = self.bounds.windows(2).map(|pair| pair[0]..pair[1]).collect();
+        examples.retain(|example| part.start <= example.start && example.end <= part.end);
+        let all = examples.len();
+        let longest = sequence as u64 + 1;
+        let cut = examples.iter().filter(|example| example.end - example.start > longest).count();
+        examples.iter_mut().for_each(|example| example.end = example.end.min(example.start + longest));
+        examples.retain(|example| (example.start + 1..example.end).any(|token| self.counts(token)));
+        let left_out = all - examples.len();
+        if cut + left_out > 0 {
+            tracing::warn!(
+                all,
+                cut,
+                left_out,
+                "examples longer than {sequence} tokens, or without an answer within them"
+            );
+        }
+        // The last token of an example has no target.
+        let length = |example: &Range<u64>| (example.end - example.start - 1) as usize;
+        examples.sort_by_key(|example| (Reverse(length(example)), example.start));
+        let mut rows: Vec<Vec<Range<u64>>> = Vec::new();
+        let mut by_room: BTreeSet<(usize, usize)> = BTreeSet::new();
+        for example in examples {
+            let length = length(&example);
+            let (room, row) = match by_room.range((length, 0)..).next().copied() {
+                Some(fullest) => {
+                    by_room.remove(&fullest);
+                    fullest
+                }
+                None => {
+                    rows.push(Vec::new());
+                    (sequence, rows.len() - 1)
+                }
+            };
+            rows[row].push(example);
+            by_room.insert((room - length, row));
+        }
+        rows
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use gapless_testing::prelude::*;
+
+    use super::*;
+    use crate::{DataOptions, Dataset, IGNORED, VocabularyChoice};
+
+    /// Examples of these lengths; in each, tokens from the middle on count.
+    fn examples(lengths: &[usize]) -> (Vec<u32>, Examples) {
+        let example = |(index, &length): (usize, &usize)| {
+            (
+                (0..length).map(|at| (100 * index + at) as u32).collect(),
+                (0..length).map(|at| at >= length / 2).collect(),
+            )
+        };
+        Examples::new(lengths.iter().enumerate().map(example).collect())
+    }
+
+    generated! {
+        #[test]
+        fn rows_hold_every_example_once_in_as_few_as_a_search_of_all_finds(
+            (lengths, sequence) in (prop::collection::vec(2usize..12, 1..30), 2usize..16)
+        ) {
+            let (tokens, examples) = examples(&lengths);
+            let part = 0..tokens.len() as u64;
+            let rows = examples.rows(&part, sequence);
+            // Each that has an answer within a row, from its first token on.
+            let mut firsts: Vec<u64> = rows.iter().flatten().map(|example| example.start).collect();
+            firsts.sort_unstable();
+            let answered = examples.bounds.windows(2).zip(&lengths).filter(|(_, length)| (*length / 2).max(1) <= sequence);
+            prop_assert_eq!(firsts, answered.clone().map(|(bounds, _)| bounds[0]).collect::<Vec<_>>());
+            // The same greedy choice by looking at every row.
+            let mut simple: Vec<usize> = Vec::new();
+            let mut wanted: Vec<usize> = answered.map(|(_, length)| (length - 1).min(sequence)).collect();
+            wanted.sort_unstable_by(|a, b| b.cmp(a));
+            for length in wanted {
+                match simple.iter_mut().filter(|used| **used + length <= sequence).max() {
+                    Some(fullest) => *fullest += length,
+                    None => simple.push(length),
+                }
+            }
+            let mut used: Vec<usize> =
+                rows.iter().map(|row| row.iter().map(|example| (example.end - example.start - 1) as usize).sum()).collect();
+            simple.sort_unstable();
+            used.sort_unstable();
+            prop_assert_eq!(used, simple);
+        }
+    }
+
+    fn dataset(text: &str, format: Format) -> Result<Dataset, DataError> {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("lines.jsonl");
+        fs::write(&file, text).unwrap();
+        let options =
+            DataOptions { vocabulary: VocabularyChoice::Bytes, validation_every: 0, ..DataOptions::default() };
+        Dataset::examples(&file, format, &options)
+    }
+
+    #[test]
+    fn answers_and_their_ends_alone_are_targets() {
+        let lines = "{\"prompt\": \"ab\", \"completion\": \"cd\"}\n\n{\"prompt\": \"x\", \"response\": \"y\"}\n";
+        let windows = dataset(lines, Format::Prompt).unwrap().training(8, 1, 0).unwrap();
+        let (mut tokens, mut targets, mut starts) = ([0; 8], [0; 8], [9; 8]);
+        windows.fill_documents(5, 0, &mut tokens, &mut targets, &mut starts).unwrap();
+        let none = IGNORED;
+        assert_eq!(tokens, [97, 98, 99, 100, 120, 121, 0, 0]);
+        assert_eq!(targets, [none, 99, 100, 0, 121, 0, none, none]);
+        assert_eq!(starts, [0, 0, 0, 0, 4, 4, 6, 6]);
+    }
+
+    #[test]
+    fn lines_that_are_no_examples_are_refused() {
+        for (lines, format, expected) in [
+            ("", Format::Prompt, "has no example"),
+            ("{\"prompt\": \"a\"}", Format::Prompt, "line 1: missing field `completion`"),
+            ("\n{\"text\": \"a\"}", Format::Prompt, "line 2: missing field `prompt`"),
+            ("[1]", Format::Prompt, "line 1"),
+            ("{\"messages\": 5}", Format::Chat, "line 1"),
+            ("{\"messages\": [{\"content\": \"a\"}]}", Format::Chat, "message 0 has no \"role\""),
+            ("{\"messages\": []}", Format::Chat, "chat_template.jinja"),
+        ] {
+            let error = dataset(lines, format).unwrap_err().to_string();
+            assert!(error.contains(expected), "{lines}: {error}");
+        }
+        let long = dataset("{\"prompt\": \"abcdefgh\", \"completion\": \"i\"}", Format::Prompt).unwrap();
+        assert!(
+            long.training(4, 1, 0)
+                .unwrap_err()
+                .to_string()
+                .contains("no training example has an answer within 4 tokens")
+        );
+    }
+
+    #[test]
+    fn documents_of_a_stream_are_told_apart() {
+        let dataset = Dataset::from_tokens(vec![5, 6, 0, 7, 0, 0, 8, 9, 5], crate::Vocabulary::bytes(), 0).unwrap();
+        let windows = dataset.training(8, 1, 0).unwrap();
+        let (mut tokens, mut targets, mut starts) = ([0; 8], [0; 8], [9; 8]);
+        windows.fill_documents(0, 0, &mut tokens, &mut targets, &mut starts).unwrap();
+        let none = IGNORED;
+        assert_eq!(tokens, [5, 6, 0, 7, 0, 0, 8, 9]);
+        assert_eq!(targets, [6, 0, none, 0, none, none, 9, 5]);
+        assert_eq!(starts, [0, 0, 0, 3, 3, 5, 6, 6]);
+        let bare = Dataset::from_tokens(vec![1; 20], crate::Vocabulary::ids(5), 0).unwrap().training(8, 1, 0).unwrap();
+        let error = bare.fill_documents(0, 0, &mut tokens, &mut targets, &mut starts).unwrap_err();
+        assert!(error.to_string().contains("cannot be told apart"), "{error}");
+    }
+}
