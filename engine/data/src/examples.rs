@@ -35,6 +35,9 @@ impl Format {
     }
 }
 
+/// The tokens of an example, and which of them count.
+type Encoded = (Vec<u32>, Vec<bool>);
+
 /// One example, as a line says it.
 pub(crate) struct Line {
     number: usize,
@@ -101,7 +104,7 @@ impl Line {
 
     /// Its tokens, and which of them count: by the tokenizer of a Hugging Face folder, with the special tokens that belong around a
     /// text and those that a conversation's template writes; or by a vocabulary, with the end of text.
-    fn encode(&self, vocabulary: &Vocabulary, folder: Option<&Tokenizer>) -> Result<(Vec<u32>, Vec<bool>), DataError> {
+    fn encode(&self, vocabulary: &Vocabulary, folder: Option<&Tokenizer>) -> Result<Encoded, DataError> {
         match &self.content {
             Content::Chat(messages) => {
                 let known = folder.and_then(|tokenizer| Some((tokenizer, tokenizer.chat_template()?)));
@@ -117,9 +120,9 @@ impl Line {
                 };
                 // An answer has an end, which is learned too.
                 if let Some(end) = folder.and_then(Tokenizer::eos).or(vocabulary.end_of_text()) {
-                    if tokens.last() == Some(&end) {
-                        (tokens.pop(), counts.pop());
-                    }
+                    let length = tokens.len() - usize::from(tokens.last() == Some(&end));
+                    tokens.truncate(length);
+                    counts.truncate(length);
                     tokens.push(end);
                     counts.push(true);
                 }
@@ -138,7 +141,7 @@ pub(crate) fn encode_lines(
     lines: &[Line],
     vocabulary: &Vocabulary,
     folder: Option<&Tokenizer>,
-) -> Result<Vec<(Vec<u32>, Vec<bool>)>, DataError> {
+) -> Result<Vec<Encoded>, DataError> {
     let encode = |line: &Line| {
         line.encode(vocabulary, folder).map_err(|error| DataError::Example {
             path: path.to_owned(),
@@ -159,7 +162,7 @@ pub(crate) struct Examples {
 
 impl Examples {
     /// The stream, and its examples.
-    pub fn new(encoded: Vec<(Vec<u32>, Vec<bool>)>) -> (Vec<u32>, Self) {
+    pub fn new(encoded: Vec<Encoded>) -> (Vec<u32>, Self) {
         let (mut tokens, mut examples) = (Vec::new(), Self { bounds: vec![0], counts: Vec::new() });
         for (ids, counts) in encoded {
             tokens.extend(ids);
