@@ -177,6 +177,14 @@ fn the_bits_do_not_depend_on_micro_batches_ranks_recomputation_or_idle_bytes() {
     }
 }
 
+/// The weights of tokens are known beforehand, so the head still makes its gradients on the way, and no logits exist whole.
+#[test]
+fn the_head_is_differentiated_in_the_forward() {
+    let config = LlamaConfig { vocabulary: 4096, ..LlamaConfig::default() };
+    let program = Trainer::program(|vb| Llama::new(&config, vb), &options(2, SEQUENCE, true), 0).unwrap().to_string();
+    assert!(program.contains("linear_cross_entropy") && !program.contains("linear_cross_entropy_grad"), "{program}");
+}
+
 #[test]
 fn batches_that_make_no_sense_are_refused() {
     let mut packing = trainer(Kind::Gpt, options(2, SEQUENCE, true));
