@@ -7,6 +7,8 @@ use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
+use gapless_testing::not_checked;
+
 use crate::{Budget, Draw, Judge, victim_command};
 
 const SIGNALS: [(&str, i32); 4] = [("INT", 2), ("TERM", 15), ("HUP", 1), ("KILL", 9)];
@@ -25,12 +27,25 @@ fn send(signal: &str, child: &Child) {
     assert!(status.success());
 }
 
+/// Signals that this process does not ignore: its children would ignore them, too (as under `nohup`).
+fn heard_signals() -> Vec<(&'static str, i32)> {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let ignored = ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
+    let (ignored, heard): (Vec<_>, _) = SIGNALS.into_iter().partition(|&(_, number)| ignored >> (number - 1) & 1 == 1);
+    for (name, _) in ignored {
+        not_checked(format_args!("SIG{name} is ignored here"));
+    }
+    heard
+}
+
 pub fn save_and_are_told() {
     let (budget, mut draw, mut judge) = (Budget::new(12, 10), Draw::new(), Judge::new());
+    let signals = heard_signals();
     let mut case = 0;
     while budget.allows(case) {
         let dir = tempfile::tempdir().unwrap();
-        let (name, number) = SIGNALS[case % SIGNALS.len()];
+        let (name, number) = signals[case % signals.len()];
         let (mut child, steps) = endless(dir.path());
         // Some steps, and a part of one; a part of the start where there are none.
         let mut said = 0;

@@ -18,7 +18,7 @@ const SEED_VARIABLE: &str = "GAPLESS_SEED";
 
 /// Declares tests of generated cases, in a module `generated`, so that `cargo test generated::` runs them alone. Parameters are
 /// proptest's: `x in strategy` or `x: type`. A module has one such block; `#![cases(n)]` at its top says how many cases each
-/// of its tests draws by default, 256 without it.
+/// of its tests draws ([`Generated::cases`]), 256 without it.
 #[macro_export]
 macro_rules! generated {
     (#![cases($cases:expr)] $($(#[$meta:meta])* fn $name:ident($($parameters:tt)+) $body:block)+) => {
@@ -45,7 +45,7 @@ macro_rules! generated {
 pub struct Generated {
     /// Its path.
     pub name: &'static str,
-    /// How many cases it draws by default.
+    /// How many cases it draws where `GAPLESS_SLOW_TESTS` is set; otherwise a quarter of them.
     pub cases: u32,
 }
 
@@ -57,7 +57,8 @@ impl Generated {
     pub fn run(&self, draw: impl Fn(Config)) {
         let asked = variable::<u64>(SEED_VARIABLE);
         let Some(seconds) = variable::<f64>(EXPLORE_VARIABLE) else {
-            return draw(Config { cases: self.cases, ..config(asked.unwrap_or(SEED), Regressions::Replayed) });
+            let cases = if crate::skipped::is_slow_asked() { self.cases } else { self.cases.div_ceil(4) };
+            return draw(Config { cases, ..config(asked.unwrap_or(SEED), Regressions::Replayed) });
         };
         let begun = Instant::now();
         let first = asked.unwrap_or_else(drawn_seed);

@@ -19,13 +19,14 @@
 //!
 //! ```text
 //!                        cases         seed            regression cases
-//! cargo test             as declared   SEED            replayed
-//! GAPLESS_SEED=N         as declared   N               replayed
+//! cargo test             a quarter     SEED            replayed
+//! GAPLESS_SLOW_TESTS=1   as declared   SEED            replayed
+//! GAPLESS_SEED=N         as above      N               replayed
 //! GAPLESS_EXPLORE=60     for 60 s      new, printed    replayed, and added
 //! ```
 //!
-//! Where a test goes through all combinations of something, and each takes seconds, it takes them in turn ([`in_turn`]) unless
-//! `GAPLESS_SLOW_TESTS` is set.
+//! Where a test goes through all combinations of something, and each takes seconds, it takes them in turn ([`in_turn`]) or the
+//! first of them ([`few`]) unless `GAPLESS_SLOW_TESTS` is set.
 
 #![warn(missing_docs)]
 #![allow(clippy::test_attr_in_doctest, reason = "the example shows how a test is declared")]
@@ -39,7 +40,7 @@ pub use evidence::{evidence, open, table_name};
 pub use generated::{Generated, SEED};
 pub use only::only_test;
 pub use proptest;
-pub use skipped::{in_turn, not_checked, shared};
+pub use skipped::{few, in_turn, not_checked, shared};
 
 /// What a file with generated tests imports. Proptest's own `proptest!` is left out: it draws other cases on every run.
 pub mod prelude {

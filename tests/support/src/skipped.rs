@@ -34,6 +34,16 @@ pub fn in_turn<T>(all: &[T], turn: usize) -> &[T] {
     std::slice::from_ref(&all[turn % all.len()])
 }
 
+/// All of them where `GAPLESS_SLOW_TESTS` is set; otherwise the first `count`. Says so.
+#[track_caller]
+pub fn few<T>(all: &[T], count: usize) -> &[T] {
+    if is_slow_asked() || all.len() <= count {
+        return all;
+    }
+    not_checked("every case; GAPLESS_SLOW_TESTS=1 does");
+    &all[..count]
+}
+
 /// A file or folder of those that lie beside the project, which are not part of it; if it is not there, says so.
 #[track_caller]
 pub fn shared(path: &str) -> Option<PathBuf> {

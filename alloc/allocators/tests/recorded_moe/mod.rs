@@ -12,6 +12,7 @@ use std::path::Path;
 
 use gapless_alloc::arena::Request;
 use gapless_alloc::{Buffer, BufferId, Label, Problem, Role, csv};
+use gapless_testing::few;
 use serde_json::Value;
 
 /// One table, taken apart.
@@ -34,20 +35,23 @@ impl Recorded {
     }
 }
 
-/// Every recording of a model with experts: steps, and whole runs where they are kept.
+/// Recordings of models with experts, the smallest first: steps, and whole runs where they are kept.
 pub fn each(folder: &Path, mut visit: impl FnMut(Recorded)) {
     let manifest: Value = serde_json::from_reader(File::open(folder.join("manifest.json")).unwrap()).unwrap();
-    for trace in manifest.as_array().unwrap() {
-        if !trace["config"]["moe"].is_string() {
-            continue;
-        }
-        for part in ["iteration", "full"] {
-            if let Some(part) = trace.get(part) {
-                let file = part["file"].as_str().unwrap();
-                let table = csv::read(gapless_testing::open(&folder.join(file)).unwrap()).unwrap();
-                visit(taken_apart(file.trim_end_matches(".csv.gz"), &trace["config"], table.problem));
-            }
-        }
+    let traces = manifest.as_array().unwrap().iter().filter(|trace| trace["config"]["moe"].is_string());
+    let parts = traces.flat_map(|trace| ["iteration", "full"].map(|part| Some((trace, trace.get(part)?))));
+    let mut parts: Vec<_> = parts
+        .flatten()
+        .map(|(trace, part)| {
+            let file = part["file"].as_str().unwrap();
+            let bytes = std::fs::metadata(folder.join(file)).map_or(0, |metadata| metadata.len());
+            (bytes, file, &trace["config"])
+        })
+        .collect();
+    parts.sort_by_key(|&(bytes, file, _)| (bytes, file));
+    for &(_, file, config) in few(&parts, 2) {
+        let table = csv::read(gapless_testing::open(&folder.join(file)).unwrap()).unwrap();
+        visit(taken_apart(file.trim_end_matches(".csv.gz"), config, table.problem));
     }
 }
 
