@@ -1,6 +1,6 @@
 //! Runs that are files: what is refused, what a run's folder holds, and that a file's run is the library's.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use gapless::models::hf::{Adapter, Folder};
@@ -203,19 +203,22 @@ fn a_folder_holds_all_of_a_run() {
     assert_eq!(names, ["step-00000004"]);
 }
 
+/// A tokenizer of as many tokens as the model in the repository knows.
+fn tokenizer(place: &Place) -> PathBuf {
+    let vocabulary = VocabularyChoice::Bpe { size: 300 };
+    let options = DataOptions { vocabulary, cache: place.path().join("bpe"), ..DataOptions::default() };
+    let prepared = Dataset::prepare(&Source::Path(place.path().join("text.txt")), &options).unwrap();
+    prepared.folder().unwrap().join("tokenizer.json")
+}
+
 /// A folder in; the same folder with other weights out, or an adapter.
 #[test]
 fn trained_weights_leave_in_the_form_that_they_came_in() {
     let place = Place::new();
     let base = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/evidence/hf/models/mixtral_bf16/checkpoint");
-    // A tokenizer of as many tokens as the model knows.
-    let choice = VocabularyChoice::Bpe { size: 300 };
-    let options = DataOptions { vocabulary: choice, cache: place.path().join("bpe"), ..DataOptions::default() };
-    let prepared = Dataset::prepare(&Source::Path(place.path().join("text.txt")), &options).unwrap();
-    let tokenizer = prepared.folder().unwrap().join("tokenizer.json").display().to_string();
     let model = format!("[model]\nfolder = {base:?}");
     let text = TINY.replace("[model.gpt]\nlayers = 1\nheads = 2\nwidth = 16", &model);
-    let text = text.replace("vocabulary = 256", &format!("tokenizer = {tokenizer:?}"));
+    let text = text.replace("vocabulary = 256", &format!("tokenizer = {:?}", tokenizer(&place)));
     let go = |text: &str, out: &str| {
         let out = place.path().join(out);
         let config = RunConfig::read(&place.file(text), &[]).unwrap();
@@ -266,12 +269,56 @@ fn what_has_been_done_cannot_change() {
     assert!(error.contains("data_hash was"), "{error}");
 }
 
+/// Ranks of a file: stages train to the bits of one rank, copies to its rounding, and a run goes on with other ranks. Weights that came
+/// in as a folder leave as one, though no rank has all of them.
+#[test]
+fn ranks_of_a_file_train_as_one() {
+    let place = Place::new();
+    let go = |out: &str, settings: &[&str], resume| {
+        let settings: Vec<String> = settings.iter().map(|&setting| setting.to_owned()).collect();
+        let config = RunConfig::read(&place.file(TINY), &settings).unwrap();
+        let out = place.path().join(out);
+        let (mut shown, mut console) = (Vec::new(), Console::default());
+        let summary = train(&config, &out, resume, &mut console, |progress| shown.push(progress.done)).unwrap();
+        assert_eq!(summary.steps, config.steps);
+        assert_eq!(shown, (config.steps + 1 - shown.len() as u64..=config.steps).collect::<Vec<_>>());
+        losses(&out.join("metrics.jsonl"))
+    };
+    let two_layers = "model.gpt.layers=2";
+    let one = go("one", &[two_layers], false);
+    let stages = [two_layers, "step.pipeline_ranks=2", "step.schedule=zb-h1"];
+    assert_eq!(go("stages", &stages, false), one);
+    let samples = |out: &str| std::fs::read_to_string(place.path().join(out).join("samples.txt")).unwrap();
+    assert_eq!(samples("stages"), samples("one"));
+    let copies = go("copies", &[two_layers, "step.data_ranks=2"], false);
+    for (&(step, copies), &(_, one)) in copies.iter().zip(&one) {
+        let (copies, one) = (f32::from_bits(copies), f32::from_bits(one));
+        assert!((copies - one).abs() < 1e-4 * one, "step {step}: {copies}, not {one}");
+    }
+    // Two steps on one rank, and two on two.
+    let constant = ["learning_rate.shape=constant", "learning_rate.warmup_steps=0"];
+    let whole = go("whole", &[&constant[..], &[two_layers]].concat(), false);
+    go("moved", &[&constant[..], &[two_layers, "steps=2"]].concat(), false);
+    assert_eq!(go("moved", &[&constant[..], &stages].concat(), true), whole);
+
+    let base = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/evidence/hf/models/mixtral_bf16/checkpoint");
+    let text = TINY.replace("[model.gpt]\nlayers = 1\nheads = 2\nwidth = 16", &format!("[model]\nfolder = {base:?}"));
+    let text = text.replace("vocabulary = 256", &format!("tokenizer = {:?}", tokenizer(&place)));
+    for (out, ranks) in [("one folder", "pipeline_ranks = 1"), ("two stages", "pipeline_ranks = 2")] {
+        let text = text.replace("micro_batches = 2", &format!("micro_batches = 2\n{ranks}"));
+        let config = RunConfig::read(&place.file(&text), &[]).unwrap();
+        train(&config, &place.path().join(out), false, &mut Console::default(), |_| {}).unwrap();
+    }
+    let weights = |out: &str| std::fs::read(place.path().join(out).join("model/model.safetensors")).unwrap();
+    assert!(weights("one folder") == weights("two stages"));
+}
+
 /// The printed files are runs, but for their paths; and the page names every key that they may have.
 #[test]
 fn printed_files_are_runs() {
     let place = Place::new();
     let page = include_str!("../docs/runs.md");
-    for name in ["small-gpt", "llama", "moe", "budget", "finetune", "sft"] {
+    for name in ["small-gpt", "llama", "moe", "budget", "pipeline", "lora", "sft"] {
         let text = String::from_utf8(place.gapless(&["init", name]).stdout).unwrap();
         let text = text.replace("path = \"text\"", "path = \"DIR/text.txt\"").replace("conversations", "DIR/lines");
         let config = RunConfig::read(&place.file(&text), &[]).unwrap();
@@ -320,6 +367,17 @@ fn wrong_files_are_refused_by_key_line_and_remedy() {
         ("vocabulary = 256", "isolate_documents = 1", &["line 12", "invalid type: integer"]),
         ("batch = 4", "batch = 0", &["step.batch (line 17)", "at least 1"]),
         ("batch = 4", "batch = 3", &["step.micro_batches (line 18)", "3 sequences do not divide into 2", "divisor"]),
+        ("threads = 1", "data_ranks = 0", &["step.data_ranks (line 21)", "at least 1"]),
+        ("threads = 1", "data_ranks = 4", &["step.micro_batches (line 18)", "4 × 1 ranks", "divisor"]),
+        ("threads = 1", "pipeline_ranks = -2", &["line 21", "invalid value"]),
+        ("threads = 1", "pipeline_rank = 2", &["line 21", "did you mean `pipeline_ranks`"]),
+        ("threads = 1", "expert_ranks = 2", &["step.expert_ranks (line 21)", "0 experts", "a model without"]),
+        ("threads = 1", "schedule = \"1f2b\"", &["step.schedule (line 21)", "gapless schedule --help"]),
+        (
+            "threads = 1",
+            "schedule = \"1f1b\"\nchunks = 2\npipeline_ranks = 2",
+            &["step.schedule (line 21)", "another step.chunks"],
+        ),
         ("micro_batches = 2", "micro_batches = 0", &["step.micro_batches (line 18)", "at least 1"]),
         ("micro_batches = 2", "microbatches = 2", &["line 18", "did you mean `micro_batches`"]),
         ("sequence = 16", "sequence = 0", &["step.sequence (line 19)"]),

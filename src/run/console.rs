@@ -18,9 +18,15 @@ use super::{Answer, Event, Stop};
 pub struct Console {
     rows: Option<JsonLines>,
     errors: ErrorOutput,
+    is_silent: bool,
 }
 
 impl Console {
+    /// One that says nothing to the standard output: what all ranks know, one says.
+    pub fn silent() -> Self {
+        Self { is_silent: true, ..Self::default() }
+    }
+
     /// Also writes rows, as JSON, one per line: to a file that is made anew, or behind what is in it.
     ///
     /// # Errors
@@ -32,6 +38,9 @@ impl Console {
 
     /// Writes a line to the standard output.
     pub fn say(&self, line: impl Display) {
+        if self.is_silent {
+            return;
+        }
         self.errors.note("the standard output", say_to(&mut io::stdout().lock(), line));
     }
 

@@ -36,7 +36,12 @@ impl RunFolder {
             Err(error) if error.kind() == io::ErrorKind::NotFound => OnceLock::new(),
             Err(source) => return Err(CheckpointError::Read { path: path.to_owned(), source }),
         };
-        Ok(Self { path: path.to_owned(), checkpoints: path.join("checkpoints"), keep_last: KEPT, lock })
+        Ok(Self { lock, ..Self::of_another_rank(path) })
+    }
+
+    /// The folder as another rank than the first has it: the first locks it.
+    pub(super) fn of_another_rank(path: &Path) -> Self {
+        Self { path: path.to_owned(), checkpoints: path.join("checkpoints"), keep_last: KEPT, lock: OnceLock::new() }
     }
 
     /// Keeps as many of the newest checkpoints; two by default.

@@ -38,7 +38,7 @@ pub use config::{
     CheckpointConfig, ConfigError, DataConfig, EvaluationConfig, Float, MemoryConfig, ModelConfig, OptimizerConfig,
     RateConfig, RateShape, Rule, RunConfig, SampleConfig, StepConfig,
 };
-pub(crate) use config::{line_of, size, text_of, with_nearest};
+pub(crate) use config::{line_of, pipeline, size, text_of, with_nearest};
 pub use console::{Console, ErrorOutput, OutputLost};
 pub use fit::{Answer, Event, Fit, Fitted, sample, validation_loss, validation_windows};
 pub use folder::RunFolder;

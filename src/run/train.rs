@@ -5,7 +5,9 @@ use std::fs;
 use std::io::Write;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
+use gapless_communicator::{Communicator, CommunicatorError, InProcess, RankError, on_threads};
 use gapless_engine::checkpoint::CheckpointError;
 use gapless_engine::data::{DataError, Dataset, TrainingWindows, ValidationWindows, Vocabulary};
 use gapless_engine::metrics::{MetricsError, peak_rss_bytes};
@@ -13,13 +15,14 @@ use gapless_engine::nn::Trainable;
 use gapless_engine::{GenerateOptions, Sampling, StepReport, TrainError, Trainer};
 use gapless_models::hf::{Folder, HfError};
 use gapless_models::{Gpt, Llama, Moe};
+use gapless_parallel::Mesh;
 use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::folder::write;
 use super::{
-    ConfigError, Console, Event, Fit, Fitted, ModelConfig, RunConfig, RunFolder, SampleConfig, Stop, expect_same,
-    sample, validation_windows,
+    ConfigError, Console, Event, Fit, Fitted, ModelConfig, RunConfig, RunFolder, SampleConfig, StepConfig, Stop,
+    expect_same, sample, validation_windows,
 };
 
 /// Keys that a run may go on with other values of: none of them changes what the steps so far have done.
@@ -28,6 +31,11 @@ const MAY_CHANGE: &[&str] = &[
     "learning_rate",
     "step.device",
     "step.threads",
+    "step.data_ranks",
+    "step.pipeline_ranks",
+    "step.expert_ranks",
+    "step.schedule",
+    "step.chunks",
     "memory",
     "evaluation",
     "checkpoints",
@@ -96,6 +104,21 @@ impl From<TrainError> for RunError {
     }
 }
 
+impl From<CommunicatorError> for RunError {
+    fn from(error: CommunicatorError) -> Self {
+        TrainError::from(error).into()
+    }
+}
+
+impl RankError for RunError {
+    fn communicator(&self) -> Option<&CommunicatorError> {
+        match self {
+            Self::Train(error) => error.communicator(),
+            _ => None,
+        }
+    }
+}
+
 /// Where a run is, for whoever shows it.
 #[derive(Debug, Clone, Copy)]
 pub struct Progress {
@@ -155,6 +178,8 @@ pub struct Summary {
 /// With `resume` it goes on from the newest checkpoint, to the same bits as without the break. `show` is called after each step.
 /// A signal ([`Stop`]) ends it with a checkpoint.
 ///
+/// The ranks of `step` are threads of this process, or, where a launcher has started as many processes (`mpirun`), one process each.
+///
 /// # Errors
 /// [`RunError`]. Until there is a trainer nothing is written.
 pub fn train(
@@ -162,37 +187,83 @@ pub fn train(
     out: &Path,
     resume: bool,
     console: &mut Console,
-    show: impl FnMut(Progress),
+    show: impl FnMut(Progress) + Send,
 ) -> Result<Summary, RunError> {
-    // All that may be refused comes before the folder is changed.
     config.check()?;
-    let folder = RunFolder::open(out)?.keep_last(config.checkpoints.keep_last);
-    let checkpoint = if resume { Some(folder.newest()?) } else { None };
-    if let Some(checkpoint) = &checkpoint {
-        expect_same(checkpoint, "config", &json!(config), MAY_CHANGE, console)?;
+    let ranks = config.step.mesh().ranks().map_err(TrainError::from)?;
+    let world = gapless_communicator::world()?;
+    if world.size() == ranks {
+        let mut others = Console::silent();
+        let console = if world.rank() == 0 { console } else { &mut others };
+        return Rank { config, out, resume, console }.train(world, show);
     }
-    let dataset = config.dataset()?;
-    let saved = json!({ "config": config, "data_hash": dataset.hash() });
-    if let Some(checkpoint) = &checkpoint {
-        expect_same(checkpoint, "data_hash", &json!(dataset.hash()), &[], console)?;
+    if world.size() > 1 {
+        let why = format!("the keys of its ranks make {ranks}, and {} processes were started", world.size());
+        return Err(ConfigError::value("step", why, "start one process, or one for each rank").into());
     }
-    console.say(format_args!(
-        "{} training tokens, {} validation tokens, a vocabulary of {}",
-        dataset.training_tokens(),
-        dataset.validation_tokens(),
-        dataset.vocabulary().size()
-    ));
-    let mut run = Run::new(config, out, dataset, checkpoint.is_none(), console)?;
-    // From here on the folder is this run's.
-    folder.begin(&mut run.trainer, checkpoint.as_ref(), run.console)?;
-    write(&out.join("run.toml"), &config.resolved(run.dataset.vocabulary().size()))?;
-    run.console.write_rows(&out.join("metrics.jsonl"), resume)?;
-    let stop = Stop::on_signals().map_err(|source| RunError::Io { what: "cannot listen to signals".into(), source })?;
-    let fitted = run.fit(&folder, saved, &stop, show)?;
-    let summary = Summary::new(&run.trainer, &fitted, stop.signal());
-    run.export()?;
-    write(&out.join("summary.json"), &format!("{:#}\n", json!(summary)))?;
-    Ok(summary)
+    // The first rank is who shows and says.
+    let first = Mutex::new(Some((console, show)));
+    let summaries = on_threads(ranks, |world| {
+        let first = if world.rank() == 0 { first.lock().unwrap_or_else(PoisonError::into_inner).take() } else { None };
+        match first {
+            Some((console, show)) => Rank { config, out, resume, console }.train(world, show),
+            None => Rank { config, out, resume, console: &mut Console::silent() }.train(world, |_| {}),
+        }
+    })?;
+    Ok(summaries.into_iter().next().expect("there is at least one rank"))
+}
+
+/// A rank of a run, before it has data and a trainer.
+struct Rank<'a> {
+    config: &'a RunConfig,
+    out: &'a Path,
+    resume: bool,
+    console: &'a mut Console,
+}
+
+impl<'a> Rank<'a> {
+    /// All of a run, as one of its ranks does it. The first locks and writes the folder, and reads the data before the others do, which
+    /// then find them read.
+    fn train(self, mut world: Box<dyn Communicator>, show: impl FnMut(Progress)) -> Result<Summary, RunError> {
+        // All that may be refused comes before the folder is changed.
+        let Self { config, out, resume, console } = self;
+        let is_first = world.rank() == 0;
+        let folder = if is_first { RunFolder::open(out)? } else { RunFolder::of_another_rank(out) };
+        let folder = folder.keep_last(config.checkpoints.keep_last);
+        let checkpoint = if resume { Some(folder.newest()?) } else { None };
+        if let Some(checkpoint) = &checkpoint {
+            expect_same(checkpoint, "config", &json!(config), MAY_CHANGE, console)?;
+        }
+        let dataset = if is_first { Some(config.dataset()?) } else { None };
+        world.barrier()?;
+        let dataset = dataset.map_or_else(|| config.dataset(), Ok)?;
+        let saved = json!({ "config": config, "data_hash": dataset.hash() });
+        if let Some(checkpoint) = &checkpoint {
+            expect_same(checkpoint, "data_hash", &json!(dataset.hash()), &[], console)?;
+        }
+        console.say(format_args!(
+            "{} training tokens, {} validation tokens, a vocabulary of {}",
+            dataset.training_tokens(),
+            dataset.validation_tokens(),
+            dataset.vocabulary().size()
+        ));
+        let mut run = Run::new(world, config, out, dataset, checkpoint.is_none(), console)?;
+        // From here on the folder is this run's.
+        folder.begin(&mut run.trainer, checkpoint.as_ref(), run.console)?;
+        if is_first {
+            write(&out.join("run.toml"), &config.resolved(run.dataset.vocabulary().size()))?;
+            run.console.write_rows(&out.join("metrics.jsonl"), resume)?;
+        }
+        let stop =
+            Stop::on_signals().map_err(|source| RunError::Io { what: "cannot listen to signals".into(), source })?;
+        let fitted = run.fit(&folder, saved, &stop, show)?;
+        let summary = Summary::new(&run.trainer, &fitted, stop.signal());
+        if is_first {
+            run.export(&folder)?;
+            write(&out.join("summary.json"), &format!("{:#}\n", json!(summary)))?;
+        }
+        Ok(summary)
+    }
 }
 
 /// What a run has besides its folder.
@@ -208,6 +279,7 @@ struct Run<'a> {
 
 impl<'a> Run<'a> {
     fn new(
+        world: Box<dyn Communicator>,
         config: &'a RunConfig,
         out: &'a Path,
         dataset: Dataset,
@@ -220,7 +292,7 @@ impl<'a> Run<'a> {
         if !config.sample.prompt.is_empty() {
             dataset.vocabulary().encode(&config.sample.prompt)?;
         }
-        let trainer = trainer(config, dataset.vocabulary().size(), is_new)?;
+        let trainer = trainer(world, config, dataset.vocabulary().size(), is_new)?;
         Ok(Self { config, out, console, dataset, training, validation, trainer })
     }
 
@@ -257,22 +329,32 @@ impl<'a> Run<'a> {
         })
     }
 
-    /// Saves a finished run of somebody's weights in the form that they came in.
-    fn export(&self) -> Result<(), RunError> {
-        let (ModelConfig::Folder(path), true) = (&self.config.model, self.trainer.steps() == self.config.steps) else {
+    /// Saves a finished run of somebody's weights in the form that they came in. Where ranks have parts of the model, a trainer that has
+    /// all of it takes them from the checkpoint.
+    fn export(self, saved: &RunFolder) -> Result<(), RunError> {
+        let Self { config, out, console, dataset, mut trainer, .. } = self;
+        let (ModelConfig::Folder(path), true) = (&config.model, trainer.steps() == config.steps) else {
             return Ok(());
         };
-        let (folder, is_lora) = (Folder::open(path)?, matches!(self.config.trainable, Trainable::Lora(_)));
-        let to = self.out.join(if is_lora { "adapter" } else { "model" });
+        let (folder, is_lora) = (Folder::open(path)?, matches!(config.trainable, Trainable::Lora(_)));
+        if config.step.mesh() != (Mesh { data: config.step.data_ranks, ..Mesh::default() }) {
+            drop(trainer);
+            let step = StepConfig { data_ranks: 1, pipeline_ranks: 1, expert_ranks: 1, ..config.step.clone() };
+            let whole = RunConfig { step, ..config.clone() };
+            trainer =
+                self::trainer(Box::new(InProcess::world(1).remove(0)), &whole, dataset.vocabulary().size(), false)?;
+            trainer.resume(&saved.newest()?)?;
+        }
+        let to = out.join(if is_lora { "adapter" } else { "model" });
         if to.exists() {
             fs::remove_dir_all(&to)
                 .map_err(|source| RunError::Io { what: format!("cannot replace {}", to.display()), source })?;
         }
         match is_lora {
-            true => folder.save_adapter(&self.trainer, &to)?,
-            false => folder.save(&self.trainer, &to, None)?,
+            true => folder.save_adapter(&trainer, &to)?,
+            false => folder.save(&trainer, &to, None)?,
         }
-        self.console.say(format_args!("the trained weights are in {}", to.display()));
+        console.say(format_args!("the trained weights are in {}", to.display()));
         Ok(())
     }
 }
@@ -294,6 +376,9 @@ fn sampled(
     // What has learned answers has learned where they end.
     let stop = vocabulary.end_of_text().filter(|_| config.data.format.has_answers()).into_iter().collect();
     let text = sample(trainer, vocabulary, prompt, &GenerateOptions { tokens: *tokens, sampling, stop })?;
+    if trainer.rank() > 0 {
+        return Ok(());
+    }
     console.say(format_args!("---\n{text}\n---"));
     let path = out.join("samples.txt");
     let line = format!("=== step {}\n{text}\n", trainer.steps());
@@ -304,16 +389,21 @@ fn sampled(
     Ok(())
 }
 
-/// The model, planned; with its weights, where a run begins from somebody's.
-fn trainer(config: &RunConfig, vocabulary: usize, is_new: bool) -> Result<Trainer, RunError> {
+/// A rank's trainer, planned; with its weights, where a run begins from somebody's.
+fn trainer(
+    world: Box<dyn Communicator>,
+    config: &RunConfig,
+    vocabulary: usize,
+    is_new: bool,
+) -> Result<Trainer, RunError> {
     let options = config.options()?;
     Ok(match config.model(vocabulary) {
-        ModelConfig::Gpt(gpt) => Trainer::new(|vb| Gpt::new(&gpt, vb), options)?,
-        ModelConfig::Llama(llama) => Trainer::new(|vb| Llama::new(&llama, vb), options)?,
-        ModelConfig::Moe(moe) => Trainer::new(|vb| Moe::new(&moe, vb), options)?,
+        ModelConfig::Gpt(gpt) => Trainer::on(world, |vb| Gpt::new(&gpt, vb), options)?,
+        ModelConfig::Llama(llama) => Trainer::on(world, |vb| Llama::new(&llama, vb), options)?,
+        ModelConfig::Moe(moe) => Trainer::on(world, |vb| Moe::new(&moe, vb), options)?,
         ModelConfig::Folder(path) => {
             let folder = Folder::open(path)?;
-            let mut trainer = Trainer::new(|vb| folder.model(vb), options)?;
+            let mut trainer = Trainer::on(world, |vb| folder.model(vb), options)?;
             if is_new {
                 folder.load(&mut trainer)?;
             }

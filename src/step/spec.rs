@@ -1,20 +1,18 @@
 //! The keys of a step, and the step that they mean.
 
-use std::sync::Arc;
-
 use gapless_alloc::arena::Reserve;
 use gapless_engine::compile::step::{Build, StepGraph};
 use gapless_engine::compile::{CompileOptions, Error as CompileError, Executable, Program, compile};
 use gapless_engine::nn::{Lora, Trainable};
 use gapless_engine::recompute::{Offload, Recompute};
-use gapless_engine::{DType, DeviceChoice, Pipeline, TrainError, TrainOptions, Trainer};
+use gapless_engine::{DType, DeviceChoice, TrainError, TrainOptions, Trainer};
 use gapless_models::hf::{Architecture, Config};
-use gapless_parallel::{Mesh, Placement, Schedule, by_name};
+use gapless_parallel::Mesh;
 use serde::{Deserialize, Serialize};
 
 use super::device::DeviceProfile;
 use super::model::{ModelSpec, Resolved};
-use crate::run::{ConfigError, OptimizerConfig, Rule, size};
+use crate::run::{ConfigError, OptimizerConfig, Rule, pipeline, size};
 
 /// A training step as flags and files say it: `pipeline_ranks = 4` in a file is `--pipeline-ranks 4`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -139,35 +137,34 @@ pub struct Step {
     model: Resolved,
 }
 
-fn wrong(key: &str, why: impl ToString, remedy: &'static str) -> ConfigError {
-    ConfigError::Value { key: key.to_owned(), line: None, why: why.to_string(), remedy }
-}
-
 impl StepSpec {
     /// The step that the keys mean.
     ///
     /// # Errors
     /// [`ConfigError::Value`] with the key of a value that means nothing.
     pub fn check(&self) -> Result<Step, ConfigError> {
-        let model = self.model.as_ref().ok_or_else(|| wrong("model", "is missing", "name one, e.g. gpt2"))?;
+        let model =
+            self.model.as_ref().ok_or_else(|| ConfigError::value("model", "is missing", "name one, e.g. gpt2"))?;
         let model = Resolved::new(model, self.sequence)
-            .map_err(|why| wrong("model", why, "name a model, its extents, or its config.json"))?;
+            .map_err(|why| ConfigError::value("model", why, "name a model, its extents, or its config.json"))?;
         self.check_extents()?;
         let device = self.profile()?;
-        let (schedule, chunks) = self.schedule()?;
         Ok(Step {
             options: TrainOptions {
                 batch: self.batch,
                 micro_batches: self.micro_batches,
                 sequence: self.sequence,
-                device: self.kernels.parse::<DeviceChoice>().map_err(|why| wrong("kernels", why, "use cpu or cuda"))?,
+                device: self
+                    .kernels
+                    .parse::<DeviceChoice>()
+                    .map_err(|why| ConfigError::value("kernels", why, "use cpu or cuda"))?,
                 dtype: if self.dtype == Precision::F32 { DType::F32 } else { DType::BF16 },
                 trainable: self.trainable(&model.architecture)?,
                 optimizer: OptimizerConfig { name: self.optimizer, ..OptimizerConfig::default() }
                     .optimizer(self.dtype == Precision::Mixed),
                 planning: self.planning.unwrap_or(CompileOptions::default().planner.work),
                 mesh: Mesh { data: self.data_ranks, pipeline: self.pipeline_ranks, expert: self.expert_ranks },
-                pipeline: Pipeline { schedule, chunks, ..Pipeline::default() },
+                pipeline: pipeline("schedule", &self.schedule, self.chunks)?,
                 recompute: self.recompute(&device)?,
                 compress: self.compress.clone(),
                 // Nothing is written to it.
@@ -194,7 +191,7 @@ impl StepSpec {
             ("chunks", self.chunks.unwrap_or(1)),
         ];
         match extents.into_iter().find(|(_, extent)| *extent == 0) {
-            Some((key, _)) => Err(wrong(key, "is 0", "it is at least 1")),
+            Some((key, _)) => Err(ConfigError::value(key, "is 0", "it is at least 1")),
             None => Ok(()),
         }
     }
@@ -202,7 +199,7 @@ impl StepSpec {
     /// The device, with what the keys say of it.
     fn profile(&self) -> Result<DeviceProfile, ConfigError> {
         let mut device = DeviceProfile::find(&self.profile)
-            .map_err(|why| wrong("profile", why, "name a profile, or a TOML file of one"))?;
+            .map_err(|why| ConfigError::value("profile", why, "name a profile, or a TOML file of one"))?;
         if let Some(tflops) = self.tflops {
             device.set_flops(tflops * 1e12);
         }
@@ -212,31 +209,20 @@ impl StepSpec {
         if !device.rates(self.dtype).are_sound() {
             let rates = device.rates(self.dtype);
             let why = format!("{} TFLOP/s and {} TB/s are no device", rates.flops / 1e12, rates.bytes / 1e12);
-            return Err(wrong("tflops, terabytes", why, "both are above 0"));
+            return Err(ConfigError::value("tflops, terabytes", why, "both are above 0"));
         }
         Ok(device)
     }
 
-    /// The order of work, and stages per rank.
-    fn schedule(&self) -> Result<(Arc<dyn Schedule + Send + Sync>, usize), ConfigError> {
-        let schedule = by_name(&self.schedule)
-            .map_err(|why| wrong("schedule", why, "`gapless schedule --help` says what each is"))?;
-        let default_chunks = match schedule.placement() {
-            Placement::Loop => 1,
-            Placement::V => 2,
-        };
-        Ok((Arc::from(schedule), self.chunks.unwrap_or(default_chunks)))
-    }
-
     fn recompute(&self, device: &DeviceProfile) -> Result<Recompute, ConfigError> {
         let policy: Recompute = self.recompute.parse().map_err(|error| match error {
-            CompileError::Config { why, remedy, .. } => wrong("recompute", why, remedy),
-            other => wrong("recompute", other, "use none or layers"),
+            CompileError::Config { why, remedy, .. } => ConfigError::value("recompute", why, remedy),
+            other => ConfigError::value("recompute", other, "use none or layers"),
         })?;
         match self.budget {
             Some(_) if policy != Recompute::None => {
                 let why = "a budget chooses itself what is computed again";
-                Err(wrong("budget", why, "leave recompute or budget out"))
+                Err(ConfigError::value("budget", why, "leave recompute or budget out"))
             }
             Some(bytes) => Ok(Recompute::Budget { bytes, rates: device.rates(self.dtype) }),
             None => Ok(policy),
@@ -246,16 +232,24 @@ impl StepSpec {
     fn trainable(&self, architecture: &Architecture) -> Result<Trainable, ConfigError> {
         let Some(text) = &self.lora else {
             if !self.lora_targets.is_empty() {
-                return Err(wrong("lora_targets", "stand without lora", "give lora the rank of the adapters, e.g. 16"));
+                return Err(ConfigError::value(
+                    "lora_targets",
+                    "stand without lora",
+                    "give lora the rank of the adapters, e.g. 16",
+                ));
             }
             return Ok(if self.train.is_empty() { Trainable::All } else { Trainable::Only(self.train.clone()) });
         };
         if !self.train.is_empty() {
-            return Err(wrong("train", "stands beside lora", "leave one of them out"));
+            return Err(ConfigError::value("train", "stands beside lora", "leave one of them out"));
         }
         let (rank, alpha) = text.split_once(':').unwrap_or((text, text));
         let (Ok(rank), Ok(alpha)) = (rank.parse(), alpha.parse()) else {
-            return Err(wrong("lora", format!("{text:?} is no rank, or rank:alpha"), "write, for example, 16:32"));
+            return Err(ConfigError::value(
+                "lora",
+                format!("{text:?} is no rank, or rank:alpha"),
+                "write, for example, 16:32",
+            ));
         };
         let targets = match self.lora_targets.is_empty() {
             true => architecture.lora_targets(),
@@ -272,7 +266,7 @@ impl StepSpec {
         let number = |text: &str| {
             text.trim().parse::<usize>().ok().filter(|&rank| rank < all).ok_or_else(|| {
                 let why = format!("{text:?} is no rank of a pipeline of {all}");
-                wrong("rank", why, "use numbers from 0 with commas between them, or all")
+                ConfigError::value("rank", why, "use numbers from 0 with commas between them, or all")
             })
         };
         self.rank.split(',').map(number).collect()

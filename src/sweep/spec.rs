@@ -133,16 +133,12 @@ impl Sweep {
         let allocators = allocators(&file.sweep).map_err(|error| here(error, "sweep"))?;
         let configurations = configurations(&file, &lists).map_err(|error| here(error, "vary"))?;
         if configurations.is_empty() {
-            return Err(wrong("skip", "leaves no configuration", "skip less, or vary more"));
+            return Err(ConfigError::value("skip", "leaves no configuration", "skip less, or vary more"));
         }
         let varied = lists.into_iter().map(|(key, _)| key).collect();
         let title = title(&configurations);
         Ok(Self { configurations, varied, allocators, options: file.sweep, title })
     }
-}
-
-fn wrong(key: &str, why: impl ToString, remedy: &'static str) -> ConfigError {
-    ConfigError::Value { key: key.to_owned(), line: None, why: why.to_string(), remedy }
 }
 
 /// An error with the table of its key, and the line of that.
@@ -160,13 +156,13 @@ fn names(error: &ConfigError, key: &str) -> bool {
 fn lists(vary: &Table) -> Result<Vec<(String, Vec<Value>)>, ConfigError> {
     let list = |(key, value): (&String, &Value)| {
         let Value::Array(values) = value else {
-            return Err(wrong(key, "is no list", "write, for example, [1, 2, 4]"));
+            return Err(ConfigError::value(key, "is no list", "write, for example, [1, 2, 4]"));
         };
         if values.is_empty() {
-            return Err(wrong(key, "is an empty list", "name a value, or leave the key out"));
+            return Err(ConfigError::value(key, "is an empty list", "name a value, or leave the key out"));
         }
         if let Some(twice) = (1..values.len()).find(|&at| values[..at].contains(&values[at])) {
-            return Err(wrong(key, format!("{} stands twice", values[twice]), "name each value once"));
+            return Err(ConfigError::value(key, format!("{} stands twice", values[twice]), "name each value once"));
         }
         Ok((key.clone(), values.clone()))
     };
@@ -174,7 +170,7 @@ fn lists(vary: &Table) -> Result<Vec<(String, Vec<Value>)>, ConfigError> {
     let count = lists.iter().try_fold(1usize, |count, (_, values)| count.checked_mul(values.len()));
     match count {
         Some(count) if count <= MOST => Ok(lists),
-        _ => Err(wrong("vary", format!("makes more than {MOST} configurations"), "vary less at a time")),
+        _ => Err(ConfigError::value("vary", format!("makes more than {MOST} configurations"), "vary less at a time")),
     }
 }
 
@@ -189,21 +185,23 @@ fn check_condition(skip: &Table) -> Result<(), ConfigError> {
         }?;
     }
     match skip.is_empty() {
-        true => Err(wrong("skip", "has no key", "name what is left out, e.g. schedule = \"gpipe\"")),
+        true => Err(ConfigError::value("skip", "has no key", "name what is left out, e.g. schedule = \"gpipe\"")),
         false => Ok(()),
     }
 }
 
 fn allocators(options: &SweepOptions) -> Result<Vec<Kind>, ConfigError> {
     if !(0.0..=1.0).contains(&options.fullest) {
-        return Err(wrong("fullest", format!("{} is no part", options.fullest), "it is between 0 and 1"));
+        return Err(ConfigError::value("fullest", format!("{} is no part", options.fullest), "it is between 0 and 1"));
     }
     let kind = |name: &String| -> Result<Kind, ConfigError> {
-        let kind: Kind = name.parse().map_err(|why| wrong("allocators", why, "name some of them"))?;
+        let kind: Kind = name.parse().map_err(|why| ConfigError::value("allocators", why, "name some of them"))?;
         match kind {
-            Kind::Gapless | Kind::Ideal => {
-                Err(wrong("allocators", format!("{name} is in every row"), "leave it out: live_bytes and arena_bytes"))
-            }
+            Kind::Gapless | Kind::Ideal => Err(ConfigError::value(
+                "allocators",
+                format!("{name} is in every row"),
+                "leave it out: live_bytes and arena_bytes",
+            )),
             other => Ok(other),
         }
     };

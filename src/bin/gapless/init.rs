@@ -23,8 +23,10 @@ enum Name {
     Moe,
     /// The small GPT in three quarters of its memory
     Budget,
-    /// Somebody's weights, on a text of yours
-    Finetune,
+    /// The layers of a GPT on two ranks
+    Pipeline,
+    /// Adapters of somebody's weights, on a text of yours
+    Lora,
     /// Somebody's weights, on prompts and answers of yours
     Sft,
 }
@@ -35,7 +37,8 @@ pub fn run(arguments: &Arguments) -> ExitCode {
         Name::Llama => include_str!("presets/llama.toml"),
         Name::Moe => include_str!("presets/moe.toml"),
         Name::Budget => include_str!("presets/budget.toml"),
-        Name::Finetune => include_str!("presets/finetune.toml"),
+        Name::Pipeline => include_str!("presets/pipeline.toml"),
+        Name::Lora => include_str!("presets/lora.toml"),
         Name::Sft => include_str!("presets/sft.toml"),
     };
     match print(|out| out.write_all(text.as_bytes())) {

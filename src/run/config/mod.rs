@@ -3,6 +3,7 @@
 //! Two stages. Reading refuses keys that do not exist and values of the wrong type, with their line. [`RunConfig::options`] and
 //! [`RunConfig::check`] refuse what cannot be together, with the keys' names.
 
+mod check;
 mod read;
 
 use std::fmt;
@@ -17,13 +18,14 @@ use gapless_engine::nn::Trainable;
 use gapless_engine::optim::{AdamW, AdamW8bit, GaLore, Optimizer};
 use gapless_engine::{DType, DeviceChoice, Generation, Sampling, TrainOptions};
 use gapless_models::{GptConfig, LlamaConfig, MoeConfig};
+use gapless_parallel::{Mesh, Placement, by_name};
 use serde::de::Visitor;
 use serde::{Deserialize, Deserializer, Serialize};
 
 pub use read::ConfigError;
 pub(crate) use read::{line_of, text_of, with_nearest};
 
-use crate::{Offload, Recompute};
+use crate::{Offload, Pipeline, Recompute};
 
 /// All that decides a run. Every key has a default but `model` and `data.path`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -123,8 +125,19 @@ pub struct StepConfig {
     /// `auto`, `cpu`, `cuda` or `cuda:1`.
     #[serde(deserialize_with = "parses_as::<DeviceChoice, _>")]
     pub device: String,
-    /// Worker threads; 0 for all cores.
+    /// Worker threads of each rank; 0 for all cores.
     pub threads: usize,
+    /// Ranks that share the batch.
+    pub data_ranks: usize,
+    /// Ranks of a pipeline, each with a part of the layers.
+    pub pipeline_ranks: usize,
+    /// Ranks that share the experts.
+    pub expert_ranks: usize,
+    /// The order of work in the pipeline, by the name that `gapless schedule` lists.
+    pub schedule: String,
+    /// Stages per rank of the pipeline; one where it is absent, two for schedules in the shape of a V.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub chunks: Option<usize>,
 }
 
 /// Types that a model can be trained in.
@@ -266,7 +279,21 @@ fn default_cache() -> PathBuf {
 impl Default for StepConfig {
     fn default() -> Self {
         let (dtype, device) = (Float::F32, "auto".to_owned());
-        Self { batch: 8, micro_batches: 1, sequence: 256, dtype, device, threads: 0 }
+        let (data_ranks, pipeline_ranks, expert_ranks, schedule, chunks) = (1, 1, 1, "1f1b".to_owned(), None);
+        let (batch, micro_batches, sequence, threads) = (8, 1, 256, 0);
+        Self {
+            batch,
+            micro_batches,
+            sequence,
+            dtype,
+            device,
+            threads,
+            data_ranks,
+            pipeline_ranks,
+            expert_ranks,
+            schedule,
+            chunks,
+        }
     }
 }
 
@@ -354,6 +381,24 @@ impl OptimizerConfig {
     }
 }
 
+impl StepConfig {
+    /// The ranks that do it together.
+    pub fn mesh(&self) -> Mesh {
+        Mesh { data: self.data_ranks, pipeline: self.pipeline_ranks, expert: self.expert_ranks }
+    }
+}
+
+/// The pipeline of a schedule's name; `key` is what an unknown name is the value of.
+pub(crate) fn pipeline(key: &str, name: &str, chunks: Option<usize>) -> Result<Pipeline, ConfigError> {
+    let schedule = by_name(name)
+        .map_err(|why| ConfigError::value(key, why.to_string(), "`gapless schedule --help` says what each is"))?;
+    let chunks = chunks.unwrap_or(match schedule.placement() {
+        Placement::Loop => 1,
+        Placement::V => 2,
+    });
+    Ok(Pipeline { schedule: schedule.into(), chunks, ..Pipeline::default() })
+}
+
 impl DataConfig {
     /// Whether several documents, or examples, share a sequence without seeing each other.
     pub fn has_documents(&self) -> bool {
@@ -381,88 +426,12 @@ impl RunConfig {
         }
     }
 
-    /// Refuses what can be refused before data are read.
-    ///
-    /// # Errors
-    /// [`ConfigError::Value`].
-    pub fn check(&self) -> Result<(), ConfigError> {
-        let fail =
-            |key: &str, why: String, remedy| Err(ConfigError::Value { key: key.to_owned(), line: None, why, remedy });
-        let StepConfig { batch, micro_batches, sequence, .. } = self.step;
-        for (key, value) in [("step.batch", batch), ("step.micro_batches", micro_batches), ("step.sequence", sequence)]
-        {
-            if value == 0 {
-                return fail(key, "is 0".into(), "it is at least 1");
-            }
-        }
-        if self.steps == 0 {
-            return fail("steps", "is 0".into(), "train at least one step");
-        }
-        if !batch.is_multiple_of(micro_batches) {
-            let why = format!("{batch} sequences do not divide into {micro_batches}");
-            return fail("step.micro_batches", why, "choose a divisor of step.batch");
-        }
-        self.check_data()?;
-        if self.memory.budget.is_some() && self.memory.recompute != "none" {
-            let why = "a budget chooses itself what is computed again".to_owned();
-            return fail("memory.budget", why, "leave memory.recompute or memory.budget out");
-        }
-        if self.checkpoints.keep_last == 0 {
-            return fail("checkpoints.keep_last", "is 0".into(), "keep at least one, to resume from");
-        }
-        self.learning_rate().check().map(drop).or_else(|error| fail("learning_rate", error.to_string(), "see its keys"))
-    }
-
-    /// Refuses what can be refused of the data before they are read.
-    fn check_data(&self) -> Result<(), ConfigError> {
-        let fail =
-            |key: &str, why: String, remedy| Err(ConfigError::Value { key: key.to_owned(), line: None, why, remedy });
-        if !self.data.path.exists() {
-            let why = format!("there is no {}", self.data.path.display());
-            return fail("data.path", why, "name a file or folder that is there");
-        }
-        if let Some(file) = self.data.tokenizer.as_ref().filter(|file| !file.is_file()) {
-            return fail("data.tokenizer", format!("there is no {}", file.display()), "name a tokenizer.json");
-        }
-        if self.data.tokenizer.is_some() && self.data.vocabulary.is_some() {
-            return fail(
-                "data.vocabulary",
-                "stands beside data.tokenizer, which has one".into(),
-                "leave one of them out",
-            );
-        }
-        if let (ModelConfig::Folder(_), Some(_)) = (&self.model, self.data.vocabulary) {
-            let why = "a tokenizer of its own has other ids than the model of model.folder knows".to_owned();
-            return fail("data.vocabulary", why, "leave it out: the folder's tokenizer.json is used");
-        }
-        if let Some(size) = self.data.vocabulary.filter(|&size| size < 256) {
-            return fail("data.vocabulary", format!("{size} tokens do not even hold the bytes"), "it is at least 256");
-        }
-        let is_lines =
-            self.data.path.extension().is_some_and(|extension| extension == "jsonl") && self.data.path.is_file();
-        if self.data.format.has_answers() && !is_lines {
-            let why = format!("{} is no .jsonl file, whose lines have answers", self.data.path.display());
-            return fail("data.format", why, "name one in data.path, or leave data.format out");
-        }
-        let has_tokenizer = self.data.tokenizer.is_some() || matches!(self.model, ModelConfig::Folder(_));
-        if self.data.format == Format::Chat && !has_tokenizer {
-            let why = "a conversation is written by the template of a tokenizer, and there is none".to_owned();
-            return fail("data.format", why, "name a data.tokenizer, or a model.folder");
-        }
-        if self.data.has_documents() && self.step.device.starts_with("cuda") {
-            let why = "documents that do not see each other are trained on the CPU alone".to_owned();
-            return fail("step.device", why, "use \"cpu\", or leave data.format and data.isolate_documents out");
-        }
-        Ok(())
-    }
-
     /// What a [`Trainer`](crate::Trainer) is made with.
     ///
     /// # Errors
     /// Texts that mean nothing, where the configuration was not read from a file.
     pub fn options(&self) -> Result<TrainOptions, ConfigError> {
-        let wrong =
-            |key: &str, why: String| ConfigError::Value { key: key.to_owned(), line: None, why, remedy: "correct it" };
+        let wrong = |key: &str, why: String| ConfigError::value(key, why, "correct it");
         let memory = &self.memory;
         let offload = (!memory.offload.is_empty())
             .then(|| Offload { ops: memory.offload.clone(), folder: memory.offload_to.clone() });
@@ -484,6 +453,8 @@ impl RunConfig {
             learning_rate: self.learning_rate(),
             seed: self.seed,
             threads: self.step.threads,
+            mesh: self.step.mesh(),
+            pipeline: pipeline("step.schedule", &self.step.schedule, self.step.chunks)?,
             recompute,
             compress: memory.compress.clone(),
             offload,

@@ -49,6 +49,13 @@ pub enum ConfigError {
     },
 }
 
+impl ConfigError {
+    /// A wrong value, wherever it stands.
+    pub(crate) fn value(key: &str, why: impl ToString, remedy: &'static str) -> Self {
+        Self::Value { key: key.to_owned(), line: None, why: why.to_string(), remedy }
+    }
+}
+
 impl RunConfig {
     /// Reads a file, with assignments (`step.batch=16`) that go before what it says, and checks all that can be checked without
     /// data and without a device. Paths in it are relative to where the process runs.
