@@ -22,6 +22,7 @@ mod jobs {
     use gapless::communicator::{self, Communicator};
     use gapless::engine::checkpoint::Checkpoint;
     use gapless::models::MoeStyle;
+    use gapless::run::{Console, RunConfig, Start, train};
     use gapless::{Mesh, Overflow, Pipeline, Reserve};
     use gapless_testing::{not_checked, only_test};
 
@@ -40,6 +41,7 @@ mod jobs {
                 Ok(_) => [2, 4].into_iter().for_each(|ranks| {
                     judge(ranks);
                     judge_experts(ranks);
+                    judge_file(ranks);
                 }),
             }),
         }
@@ -192,13 +194,49 @@ mod jobs {
         println!("test mpi_ranks, {ranks} processes: an overflow ends the job and says what helps");
     }
 
+    /// A file's run on its ranks: as processes, one each, to the bit what it is as threads of one process.
+    fn judge_file(ranks: usize) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        std::fs::write(path("text.txt"), "to be or not to be, that is the question\n".repeat(200)).unwrap();
+        let text = format!(
+            "steps = 4\n[model.gpt]\nlayers = 4\nheads = 2\nwidth = 16\n[data]\npath = {:?}\nvocabulary = 256\ncache = {:?}\n\
+             [step]\nbatch = 8\nmicro_batches = 4\nsequence = 16\nthreads = 1\nschedule = \"zb-h1\"\npipeline_ranks = 2\n\
+             data_ranks = {}\n[sample]\nprompt = \"to be\"\ntokens = 4\n",
+            path("text.txt"),
+            path("cache"),
+            ranks / 2
+        );
+        std::fs::write(path("run.toml"), text).unwrap();
+        let config = RunConfig::read(&path("run.toml"), &[]).unwrap();
+        train(&config, &path("threads"), &Start::Anew, &mut Console::silent(), |_| {}).unwrap();
+        let run = ["train", path("run.toml").to_str().unwrap(), "--out", path("processes").to_str().unwrap()]
+            .map(String::from);
+        let start = |ranks| processes(ranks, Path::new(env!("CARGO_BIN_EXE_gapless")), &run);
+        let output = start(ranks);
+        assert!(output.status.success(), "{}", said(&output));
+        let losses = |out: &str| {
+            let rows = std::fs::read_to_string(path(out).join("metrics.jsonl")).unwrap();
+            let rows = rows.lines().map(|row| serde_json::from_str::<serde_json::Value>(row).unwrap());
+            rows.map(|row| [row["loss"].to_string(), row["val_loss"].to_string()]).collect::<Vec<_>>()
+        };
+        assert_eq!(losses("processes"), losses("threads"));
+        let output = start(ranks + 1);
+        assert!(!output.status.success() && said(&output).contains("start one process, or one for each rank"));
+        println!("test mpi_ranks, a file's run on {ranks} processes: the bits of as many threads");
+    }
+
     fn mpirun(ranks: usize, job: &str, schedule: &str, dir: &Path) -> Output {
+        let arguments = ["--job", job, schedule, dir.to_str().unwrap()].map(String::from);
+        processes(ranks, &std::env::current_exe().unwrap(), &arguments)
+    }
+
+    fn processes(ranks: usize, program: &Path, arguments: &[String]) -> Output {
         Command::new("mpirun")
             .envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"), ("RUST_BACKTRACE", "0")])
             .args(["--oversubscribe", "--mca", "btl_tcp_if_include", "lo", "-n", &ranks.to_string()])
-            .arg(std::env::current_exe().unwrap())
-            .args(["--job", job, schedule])
-            .arg(dir)
+            .arg(program)
+            .args(arguments)
             .output()
             .unwrap()
     }

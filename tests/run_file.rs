@@ -5,8 +5,8 @@ use std::process::{Command, Output};
 
 use gapless::models::hf::{Adapter, Folder};
 use gapless::models::{Gpt, GptConfig};
-use gapless::run::{Console, ModelConfig, RateConfig, RateShape, RunConfig, RunError, train};
-use gapless::{DataOptions, Dataset, Recompute, Source, Trainer, VocabularyChoice};
+use gapless::run::{Console, Ended, ModelConfig, RateConfig, RateShape, RunConfig, RunError, Start, train};
+use gapless::{Checkpoint, DataOptions, Dataset, Recompute, Source, Trainer, VocabularyChoice};
 
 /// A tiny run on bytes; the folder is where its text is.
 const TINY: &str = r#"
@@ -85,7 +85,7 @@ fn a_file_is_a_run_of_the_library() {
     let place = Place::new();
     let file = place.file(TINY);
     let config = RunConfig::read(&file, &[]).unwrap();
-    let whole = train(&config, &place.path().join("whole"), false, &mut Console::default(), |_| {}).unwrap();
+    let whole = train(&config, &place.path().join("whole"), &Start::Anew, &mut Console::default(), |_| {}).unwrap();
     assert_eq!((whole.steps, whole.signal), (4, None));
     let expected = losses(&place.path().join("whole/metrics.jsonl"));
     assert_eq!(expected.len(), 4);
@@ -161,7 +161,7 @@ fn answers_and_isolated_documents_are_learned() {
         } else {
             "isolated"
         });
-        let whole = train(&config, &out, false, &mut Console::default(), |_| {}).unwrap();
+        let whole = train(&config, &out, &Start::Anew, &mut Console::default(), |_| {}).unwrap();
         let rows = losses(&out.join("metrics.jsonl"));
         let (first, last) = (f32::from_bits(rows[0].1), whole.final_loss.unwrap());
         assert!(last < 0.6 * first, "{to}: {first} became {last}");
@@ -173,10 +173,10 @@ fn answers_and_isolated_documents_are_learned() {
             learning_rate: RateConfig { shape: RateShape::Constant, warmup_steps: 0, ..config.learning_rate },
             ..config.clone()
         };
-        train(&constant(&half), &cut, false, &mut Console::default(), |_| {}).unwrap();
-        train(&constant(&config), &cut, true, &mut Console::default(), |_| {}).unwrap();
+        train(&constant(&half), &cut, &Start::Anew, &mut Console::default(), |_| {}).unwrap();
+        train(&constant(&config), &cut, &Start::Resume, &mut Console::default(), |_| {}).unwrap();
         let uncut = place.path().join("uncut");
-        train(&constant(&config), &uncut, false, &mut Console::default(), |_| {}).unwrap();
+        train(&constant(&config), &uncut, &Start::Anew, &mut Console::default(), |_| {}).unwrap();
         assert_eq!(losses(&cut.join("metrics.jsonl")), losses(&uncut.join("metrics.jsonl")), "{to}");
         [cut, uncut].iter().for_each(|folder| std::fs::remove_dir_all(folder).unwrap());
     }
@@ -188,7 +188,7 @@ fn a_folder_holds_all_of_a_run() {
     let place = Place::new();
     let config = RunConfig::read(&place.file(TINY), &["checkpoints.keep_last=1".to_owned()]).unwrap();
     let out = place.path().join("run");
-    train(&config, &out, false, &mut Console::default(), |_| {}).unwrap();
+    train(&config, &out, &Start::Anew, &mut Console::default(), |_| {}).unwrap();
     let again = RunConfig::read(&out.join("run.toml"), &[]).unwrap();
     assert_eq!(again.model(256), config.model(256));
     assert_eq!(RunConfig { model: config.model.clone(), ..again }, config);
@@ -222,7 +222,7 @@ fn trained_weights_leave_in_the_form_that_they_came_in() {
     let go = |text: &str, out: &str| {
         let out = place.path().join(out);
         let config = RunConfig::read(&place.file(text), &[]).unwrap();
-        train(&config, &out, false, &mut Console::default(), |_| {}).unwrap();
+        train(&config, &out, &Start::Anew, &mut Console::default(), |_| {}).unwrap();
         (Trainer::new(|vb| Folder::open(&base).unwrap().model(vb), config.options().unwrap()).unwrap(), out)
     };
     let (mut trainer, out) = go(&text, "whole");
@@ -249,10 +249,10 @@ fn what_has_been_done_cannot_change() {
     let file = place.file(TINY);
     let out = place.path().join("run");
     let read = |assignment: &str| RunConfig::read(&file, &[assignment.to_owned()]).unwrap();
-    let go = |config: &RunConfig| train(config, &out, true, &mut Console::default(), |_| {});
+    let go = |config: &RunConfig| train(config, &out, &Start::Resume, &mut Console::default(), |_| {});
     assert!(matches!(go(&read("steps=2")), Err(RunError::NothingToResume { .. })));
     assert!(!out.exists());
-    train(&read("steps=2"), &out, false, &mut Console::default(), |_| {}).unwrap();
+    train(&read("steps=2"), &out, &Start::Anew, &mut Console::default(), |_| {}).unwrap();
     for (assignment, said) in [
         ("model.gpt.layers=2", "model.gpt.layers was 1 and is 2"),
         ("step.batch=8", "step.batch was 4 and is 8"),
@@ -274,32 +274,32 @@ fn what_has_been_done_cannot_change() {
 #[test]
 fn ranks_of_a_file_train_as_one() {
     let place = Place::new();
-    let go = |out: &str, settings: &[&str], resume| {
+    let go = |out: &str, settings: &[&str], start: &Start| {
         let settings: Vec<String> = settings.iter().map(|&setting| setting.to_owned()).collect();
         let config = RunConfig::read(&place.file(TINY), &settings).unwrap();
         let out = place.path().join(out);
         let (mut shown, mut console) = (Vec::new(), Console::default());
-        let summary = train(&config, &out, resume, &mut console, |progress| shown.push(progress.done)).unwrap();
+        let summary = train(&config, &out, start, &mut console, |progress| shown.push(progress.done)).unwrap();
         assert_eq!(summary.steps, config.steps);
         assert_eq!(shown, (config.steps + 1 - shown.len() as u64..=config.steps).collect::<Vec<_>>());
         losses(&out.join("metrics.jsonl"))
     };
     let two_layers = "model.gpt.layers=2";
-    let one = go("one", &[two_layers], false);
+    let one = go("one", &[two_layers], &Start::Anew);
     let stages = [two_layers, "step.pipeline_ranks=2", "step.schedule=zb-h1"];
-    assert_eq!(go("stages", &stages, false), one);
+    assert_eq!(go("stages", &stages, &Start::Anew), one);
     let samples = |out: &str| std::fs::read_to_string(place.path().join(out).join("samples.txt")).unwrap();
     assert_eq!(samples("stages"), samples("one"));
-    let copies = go("copies", &[two_layers, "step.data_ranks=2"], false);
+    let copies = go("copies", &[two_layers, "step.data_ranks=2"], &Start::Anew);
     for (&(step, copies), &(_, one)) in copies.iter().zip(&one) {
         let (copies, one) = (f32::from_bits(copies), f32::from_bits(one));
         assert!((copies - one).abs() < 1e-4 * one, "step {step}: {copies}, not {one}");
     }
     // Two steps on one rank, and two on two.
     let constant = ["learning_rate.shape=constant", "learning_rate.warmup_steps=0"];
-    let whole = go("whole", &[&constant[..], &[two_layers]].concat(), false);
-    go("moved", &[&constant[..], &[two_layers, "steps=2"]].concat(), false);
-    assert_eq!(go("moved", &[&constant[..], &stages].concat(), true), whole);
+    let whole = go("whole", &[&constant[..], &[two_layers]].concat(), &Start::Anew);
+    go("moved", &[&constant[..], &[two_layers, "steps=2"]].concat(), &Start::Anew);
+    assert_eq!(go("moved", &[&constant[..], &stages].concat(), &Start::Resume), whole);
 
     let base = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/evidence/hf/models/mixtral_bf16/checkpoint");
     let text = TINY.replace("[model.gpt]\nlayers = 1\nheads = 2\nwidth = 16", &format!("[model]\nfolder = {base:?}"));
@@ -307,10 +307,76 @@ fn ranks_of_a_file_train_as_one() {
     for (out, ranks) in [("one folder", "pipeline_ranks = 1"), ("two stages", "pipeline_ranks = 2")] {
         let text = text.replace("micro_batches = 2", &format!("micro_batches = 2\n{ranks}"));
         let config = RunConfig::read(&place.file(&text), &[]).unwrap();
-        train(&config, &place.path().join(out), false, &mut Console::default(), |_| {}).unwrap();
+        train(&config, &place.path().join(out), &Start::Anew, &mut Console::default(), |_| {}).unwrap();
     }
     let weights = |out: &str| std::fs::read(place.path().join(out).join("model/model.safetensors")).unwrap();
     assert!(weights("one folder") == weights("two stages"));
+}
+
+/// From a checkpoint of another run, in a folder of its own: as that run went on, or otherwise.
+#[test]
+fn a_fork_goes_on_from_another_run() {
+    let place = Place::new();
+    let out = |name: &str| place.path().join(name);
+    let constant = ["learning_rate.shape=constant", "learning_rate.warmup_steps=0"];
+    let go = |name: &str, settings: &[&str], from: &str| {
+        let settings: Vec<String> = constant.iter().chain(settings).map(|&setting| setting.to_owned()).collect();
+        let config = RunConfig::read(&place.file(TINY), &settings).unwrap();
+        let start = if from.is_empty() { Start::Anew } else { Start::Fork(out(from)) };
+        train(&config, &out(name), &start, &mut Console::default(), |_| {})
+            .map(|_| losses(&out(name).join("metrics.jsonl")))
+    };
+    let first = go("first", &[], "").unwrap();
+    let middle = "first/checkpoints/step-00000002";
+    assert_eq!(go("same", &[], middle).unwrap(), first[2..]);
+    let other = go("other", &["learning_rate.peak=1e-2"], middle).unwrap();
+    assert!(other[0] == first[2] && other[1] != first[3], "{other:?}, {first:?}");
+    assert_eq!(go("longer", &["steps=6"], "first").unwrap().len(), 2);
+    let error = go("none", &[], "first").unwrap_err();
+    assert!(matches!(error, RunError::NothingLeft { done: 4, steps: 4, .. }), "{error}");
+    assert!(!out("none").exists());
+}
+
+/// When a run ends before its last step, and which checkpoints are left, by what the rows say of it.
+#[test]
+fn evaluations_and_time_end_a_run_and_choose_its_checkpoints() {
+    let place = Place::new();
+    let go = |name: &str, settings: &[&str]| {
+        let settings: Vec<String> = settings.iter().map(|&setting| setting.to_owned()).collect();
+        let config = RunConfig::read(&place.file(TINY), &settings).unwrap();
+        let out = place.path().join(name);
+        let start = if out.exists() { Start::Resume } else { Start::Anew };
+        let summary = train(&config, &out, &start, &mut Console::default(), |_| {}).unwrap();
+        let saved = Checkpoint::list(&out.join("checkpoints")).unwrap();
+        (summary, saved.iter().rev().map(|saved| saved.step).collect::<Vec<_>>())
+    };
+    // It learns at first, and then takes steps that are too long.
+    let unstable =
+        ["steps=40", "learning_rate.peak=0.3", "learning_rate.shape=constant", "learning_rate.warmup_steps=10"];
+    let keep = ["checkpoints.keep_last=1", "checkpoints.keep_best=1"];
+    let (summary, saved) = go("best", &[&unstable[..], &keep].concat());
+    assert_eq!((summary.steps, summary.ended), (40, Ended::Complete));
+    let rows = std::fs::read_to_string(place.path().join("best/metrics.jsonl")).unwrap();
+    let rows = rows.lines().map(|row| serde_json::from_str::<serde_json::Value>(row).unwrap());
+    let evaluations = rows.filter_map(|row| Some((row.get("val_loss")?.as_f64()?, row["step"].as_u64()? + 1)));
+    let best = evaluations.min_by(|a, b| a.0.total_cmp(&b.0)).unwrap().1;
+    assert!(best < 40, "the last is the best: the test shows nothing");
+    assert_eq!(saved, [best, 40]);
+
+    // Three evaluations later than the best, and not a step more when it is resumed.
+    let patient = [&unstable[..], &["evaluation.patience=3"]].concat();
+    let (summary, _) = go("patient", &patient);
+    assert_eq!((summary.steps, summary.ended), (best + 3 * 2, Ended::NoImprovement));
+    let (summary, _) = go("patient", &patient);
+    assert_eq!((summary.steps, summary.ended), (best + 3 * 2, Ended::NoImprovement));
+
+    let (_, saved) = go("often", &["checkpoints.every=0", "checkpoints.minutes=1e-9", "checkpoints.keep_last=9"]);
+    assert_eq!(saved, [1, 2, 3, 4]);
+    let file = place.file(TINY).display().to_string();
+    let limited = ["train", &file, "--out", "limited", "--set", "max_minutes=1e-9"];
+    let output = place.gapless(&limited);
+    assert_eq!(output.status.code(), Some(3), "{output:?}");
+    assert_eq!(place.gapless(&["train", &file, "--out", "limited", "--resume"]).status.code(), Some(0));
 }
 
 /// The printed files are runs, but for their paths; and the page names every key that they may have.
@@ -392,6 +458,15 @@ fn wrong_files_are_refused_by_key_line_and_remedy() {
             "[checkpoints]\nkeep_last = 0",
             &["checkpoints.keep_last (line 27)", "at least one"],
         ),
+        ("steps = 4", "max_minutes = 0", &["max_minutes (line 2)", "no time", "above 0"]),
+        ("steps = 4", "max_minutes = \"1h\"", &["line 2", "invalid type: string"]),
+        (
+            "[evaluation]\nevery = 2",
+            "[evaluation]\npatience = 2\nevery = 0",
+            &["evaluation.patience (line 24)", "no evaluations"],
+        ),
+        ("[checkpoints]\nevery = 2", "[checkpoints]\nminutes = -1", &["checkpoints.minutes (line 27)", "above 0"]),
+        ("[checkpoints]\nevery = 2", "[checkpoints]\nkeep_best = -1", &["line 27", "invalid value"]),
         ("[checkpoints]\nevery = 2", "[checkpoints]\nkeep = 2", &["line 27", "did you mean `keep_last`"]),
         (
             "[sample]",

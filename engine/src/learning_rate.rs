@@ -33,7 +33,7 @@ pub struct LearningRate {
     /// Steps of the linear warm-up.
     #[serde(default)]
     pub warmup_steps: u64,
-    /// Steps of the whole run, the warm-up among them. From there on the rate is `floor` (or, if constant, `peak`).
+    /// Steps of the whole run, the warm-up among them. From there on the rate is `floor`, but for shapes that do not depend on the end.
     pub steps: u64,
     /// What comes after the warm-up.
     pub shape: Shape,
@@ -45,6 +45,11 @@ pub struct LearningRate {
 pub enum Shape {
     /// It stays at the peak.
     Constant,
+    /// It falls linearly to the floor.
+    Linear,
+    /// It falls with the inverse root of the step: a step after four times the warm-up has half the peak (Vaswani et al., arXiv
+    /// 1706.03762, section 5.3). It does not fall below the floor, and does not depend on when the run ends.
+    InverseSqrt,
     /// It falls by half a cosine to the floor (Loshchilov and Hutter, 2017, without restarts).
     Cosine,
     /// Warm-up, stable, decay: it stays at the peak, then falls linearly over the last steps (Hu et al., 2024).
@@ -121,7 +126,7 @@ impl LearningRate {
         }
         let decay_steps = match self.shape {
             Shape::Wsd { decay_steps } => decay_steps,
-            Shape::Constant | Shape::Cosine => 0,
+            Shape::Constant | Shape::Linear | Shape::InverseSqrt | Shape::Cosine => 0,
         };
         if warmup_steps.checked_add(decay_steps).is_none_or(|needed| needed > steps) {
             return Err(LearningRateError::TooLong { warmup_steps, decay_steps, steps });
@@ -149,6 +154,11 @@ impl Schedule {
         };
         match shape {
             Shape::Constant => peak,
+            Shape::Linear => falling_from(warmup_steps, |progress| 1.0 - progress),
+            Shape::InverseSqrt => {
+                let warm = warmup_steps.max(1) as f64;
+                (peak * (warm / (step as f64 + 1.0)).sqrt()).max(floor)
+            }
             Shape::Cosine => {
                 falling_from(warmup_steps, |progress| 0.5 * (1.0 + (std::f64::consts::PI * progress).cos()))
             }
@@ -170,6 +180,8 @@ mod tests {
     const COSINE: LearningRate =
         LearningRate { peak: 1.0, floor: 0.125, warmup_steps: 4, steps: 20, shape: Shape::Cosine };
     const WSD: LearningRate = LearningRate { shape: Shape::Wsd { decay_steps: 8 }, ..COSINE };
+    const LINEAR: LearningRate = LearningRate { shape: Shape::Linear, ..COSINE };
+    const INVERSE_SQRT: LearningRate = LearningRate { shape: Shape::InverseSqrt, ..COSINE };
     const CONSTANT: LearningRate = LearningRate { shape: Shape::Constant, ..COSINE };
 
     fn check(config: LearningRate, expected: &[(u64, f64)]) {
@@ -182,9 +194,12 @@ mod tests {
     #[test]
     fn corners() {
         let warmup = [(0, 0.25), (1, 0.5), (2, 0.75), (3, 1.0), (4, 1.0)];
-        for config in [COSINE, WSD, CONSTANT] {
+        for config in [COSINE, WSD, CONSTANT, LINEAR] {
             check(config, &warmup);
         }
+        check(LINEAR, &[(12, 0.5625), (20, 0.125), (u64::MAX, 0.125)]);
+        check(INVERSE_SQRT, &[(1, 0.5), (3, 1.0), (15, 0.5), (63, 0.25), (u64::MAX, 0.125)]);
+        check(LearningRate { warmup_steps: 0, ..INVERSE_SQRT }, &[(0, 1.0), (3, 0.5), (15, 0.25)]);
         check(COSINE, &[(12, 0.5625), (20, 0.125), (u64::MAX, 0.125)]);
         check(WSD, &[(12, 1.0), (13, 0.890625), (16, 0.5625), (19, 0.234375), (20, 0.125), (1 << 60, 0.125)]);
         check(CONSTANT, &[(19, 1.0), (20, 1.0), (u64::MAX, 1.0)]);

@@ -6,10 +6,11 @@ use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use gapless_engine::checkpoint::Checkpoint;
 use gapless_engine::data::{DataError, Dataset, IGNORED, TrainingWindows, ValidationWindows, Vocabulary};
 use gapless_engine::{Batch, GenerateOptions, StepReport, Trainer};
-use serde::Serialize;
-use serde_json::Value;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
 
 use super::{RunError, RunFolder, Stop};
 
@@ -40,7 +41,34 @@ pub struct Fit<'a> {
     steps: u64,
     evaluation: Option<(&'a ValidationWindows, u64)>,
     checkpoints: Option<(&'a RunFolder, u64, Value)>,
+    saves_after: Option<Duration>,
     stop: Option<&'a Stop>,
+    limit: Option<Duration>,
+    patience: Option<u64>,
+    best: Option<Best>,
+}
+
+/// The lowest validation loss so far.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+struct Best {
+    val_loss: f32,
+    /// Evaluations behind it.
+    since: u64,
+}
+
+/// Why a [`Fit`] ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Ended {
+    /// All steps are done.
+    #[default]
+    Complete,
+    /// The validation loss has not fallen for as many evaluations as [`Fit::patience`] says.
+    NoImprovement,
+    /// The time of [`Fit::limit`] is over.
+    TimeLimit,
+    /// A signal has come, or a callback has answered so.
+    Asked,
 }
 
 /// What has happened in a [`Fit`]: a line to read, or a row for a file ([`Console::row`](super::Console::row)).
@@ -96,12 +124,15 @@ pub struct Fitted {
     pub val_loss: Option<f32>,
     /// Mean since the loop began, of steps alone.
     pub tokens_per_second: f64,
+    /// Why it ended.
+    pub ended: Ended,
 }
 
 impl<'a> Fit<'a> {
     /// Trains until there have been so many steps, those before a resume among them.
     pub fn new(training: &'a TrainingWindows, steps: u64) -> Self {
-        Self { training, steps, evaluation: None, checkpoints: None, stop: None }
+        let (evaluation, checkpoints, saves_after, stop) = (None, None, None, None);
+        Self { training, steps, evaluation, checkpoints, saves_after, stop, limit: None, patience: None, best: None }
     }
 
     /// Measures the loss on these windows every so many steps, and at the end; 0 for the end alone.
@@ -113,6 +144,27 @@ impl<'a> Fit<'a> {
     /// needs to build the same trainer again.
     pub fn save(self, folder: &'a RunFolder, every: u64, run: Value) -> Self {
         Self { checkpoints: Some((folder, every, run)), ..self }
+    }
+
+    /// Saves also when so much time has passed since the last checkpoint.
+    pub fn save_after(self, time: Duration) -> Self {
+        Self { saves_after: Some(time), ..self }
+    }
+
+    /// Ends behind the step at which so much time has passed since the loop began, with a checkpoint.
+    pub fn limit(self, time: Duration) -> Self {
+        Self { limit: Some(time), ..self }
+    }
+
+    /// Ends when so many evaluations in a row have not lowered the validation loss (early stopping).
+    pub fn patience(self, evaluations: u64) -> Self {
+        Self { patience: Some(evaluations), ..self }
+    }
+
+    /// Goes on from a checkpoint that a loop like this has saved: what the evaluations before it have found counts.
+    pub fn go_on(self, checkpoint: &Checkpoint) -> Self {
+        let best = checkpoint.metadata().get("run").and_then(|run| run.get("best"));
+        Self { best: best.and_then(|best| Best::deserialize(best).ok()), ..self }
     }
 
     /// Ends at a signal, with a checkpoint.
@@ -132,40 +184,112 @@ impl<'a> Fit<'a> {
     ) -> Result<Fitted, RunError> {
         let size = self.training.batch() * self.training.sequence();
         let (mut tokens, mut targets, mut starts) = buffers(trainer, size);
-        let (first, mut busy, mut fitted) = (trainer.steps(), Duration::ZERO, Fitted::default());
-        let (mut breaks, mut saved) = (false, None);
-        while trainer.steps() < self.steps && !trainer.any(breaks || self.is_stopped())? {
-            let begun = Instant::now();
+        let (first, begun, mut busy) = (trainer.steps(), Instant::now(), Duration::ZERO);
+        let (mut breaks, mut best, mut saved) = (false, self.best, Saved { steps: None, at: begun });
+        let (mut fitted, mut val_loss) = (Fitted::default(), None);
+        fitted.ended = loop {
+            if let Some(ended) = self.end(trainer, breaks, best, begun)? {
+                break ended;
+            }
+            let step_begun = Instant::now();
             self.training.fill_documents(trainer.steps(), 0, &mut tokens, &mut targets, &mut starts)?;
             let report = trainer.step_batch(&Batch { tokens: &tokens, targets: &targets, starts: &starts })?;
-            busy += begun.elapsed();
+            busy += step_begun.elapsed();
             let count = trainer.steps();
             let tokens_per_second = ((count - first) * size as u64) as f64 / busy.as_secs_f64().max(1e-9);
             (fitted.loss, fitted.tokens_per_second) = (Some(report.loss), tokens_per_second);
             breaks |= on(Event::Step { report, tokens_per_second }, trainer)?.is_break();
 
-            let is_due = |every: u64| every > 0 && count.is_multiple_of(every);
-            if let Some((windows, _)) = self.evaluation.filter(|(_, every)| is_due(*every) || count == self.steps) {
-                fitted.val_loss = validation_loss(trainer, windows)?;
-                let event = Event::Evaluation { step: report.step, val_loss: fitted.val_loss };
-                breaks |= on(event, trainer)?.is_break();
+            val_loss = None;
+            if let Some((windows, _)) =
+                self.evaluation.filter(|(_, every)| is_due(count, *every) || count == self.steps)
+            {
+                val_loss = validation_loss(trainer, windows)?;
+                fitted.val_loss = val_loss;
+                best = Best::with(best, val_loss);
+                breaks |= on(Event::Evaluation { step: report.step, val_loss }, trainer)?.is_break();
             }
             if let Some((folder, every, run)) = &self.checkpoints
-                && is_due(*every)
+                && (is_due(count, *every) || self.is_save_due(trainer, saved)?)
             {
-                saved = Some(count);
-                breaks |= on(Event::Saved { saved: folder.save(trainer, run.clone())? }, trainer)?.is_break();
+                let event = Event::Saved { saved: folder.save(trainer, with_evaluations(run, val_loss, best))? };
+                saved = Saved { steps: Some(count), at: Instant::now() };
+                breaks |= on(event, trainer)?.is_break();
             }
-        }
-        if let Some((folder, _, run)) = self.checkpoints.as_ref().filter(|_| saved != Some(trainer.steps())) {
-            let _ends = on(Event::Saved { saved: folder.save(trainer, run.clone())? }, trainer)?;
+        };
+        if let Some((folder, _, run)) = self.checkpoints.as_ref().filter(|_| saved.steps != Some(trainer.steps())) {
+            let event = Event::Saved { saved: folder.save(trainer, with_evaluations(run, val_loss, best))? };
+            let _ends = on(event, trainer)?;
         }
         Ok(fitted)
+    }
+
+    /// Whether there is no further step, and why. With several ranks, what one sees ends all.
+    fn end(
+        &self,
+        trainer: &mut Trainer,
+        breaks: bool,
+        best: Option<Best>,
+        begun: Instant,
+    ) -> Result<Option<Ended>, RunError> {
+        if trainer.steps() >= self.steps {
+            return Ok(Some(Ended::Complete));
+        }
+        if self.patience.zip(best).is_some_and(|(patience, best)| best.since >= patience) {
+            return Ok(Some(Ended::NoImprovement));
+        }
+        if trainer.any(breaks || self.is_stopped())? {
+            return Ok(Some(Ended::Asked));
+        }
+        match self.limit {
+            Some(limit) if trainer.any(begun.elapsed() >= limit)? => Ok(Some(Ended::TimeLimit)),
+            _ => Ok(None),
+        }
+    }
+
+    fn is_save_due(&self, trainer: &mut Trainer, saved: Saved) -> Result<bool, RunError> {
+        match self.saves_after {
+            Some(after) => Ok(trainer.any(saved.at.elapsed() >= after)?),
+            None => Ok(false),
+        }
     }
 
     fn is_stopped(&self) -> bool {
         self.stop.is_some_and(|stop| stop.signal().is_some())
     }
+}
+
+impl Best {
+    /// With one more evaluation.
+    fn with(before: Option<Self>, val_loss: Option<f32>) -> Option<Self> {
+        let Some(val_loss) = val_loss else { return before };
+        let is_lower = before.is_none_or(|best| val_loss < best.val_loss);
+        match before.filter(|_| !is_lower) {
+            Some(best) => Some(Self { since: best.since + 1, ..best }),
+            None => Some(Self { val_loss, since: 0 }),
+        }
+    }
+}
+
+/// The last checkpoint of this loop: how many steps were done, and when it was; before the first, when the loop began.
+#[derive(Clone, Copy)]
+struct Saved {
+    steps: Option<u64>,
+    at: Instant,
+}
+
+fn is_due(count: u64, every: u64) -> bool {
+    every > 0 && count.is_multiple_of(every)
+}
+
+/// What a checkpoint says besides, with the evaluation right before it and the best of all; anything but a table stays as it is.
+fn with_evaluations(run: &Value, val_loss: Option<f32>, best: Option<Best>) -> Value {
+    let mut run = run.clone();
+    if let Value::Object(run) = &mut run {
+        run.extend(val_loss.map(|loss| ("val_loss".to_owned(), json!(loss))));
+        run.extend(best.map(|best| ("best".to_owned(), json!(best))));
+    }
+    run
 }
 
 /// Room for the tokens and targets of a batch, and for where documents begin if the trainer tells them apart.
@@ -233,12 +357,9 @@ mod tests {
     use gapless_engine::{TrainOptions, communicator};
     use gapless_models::{Gpt, GptConfig};
     use gapless_parallel::Mesh;
-    use serde::Deserialize;
-    use serde_json::json;
 
     use super::super::{Console, with_saved};
     use super::*;
-    use crate::Checkpoint;
     use crate::{DataOptions, Source};
 
     #[derive(Debug, PartialEq, Serialize, Deserialize)]

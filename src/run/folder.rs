@@ -5,7 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-use gapless_engine::checkpoint::{Checkpoint, CheckpointError, FolderLock};
+use gapless_engine::checkpoint::{Checkpoint, CheckpointError, FolderLock, Listed};
 use gapless_engine::{TrainError, Trainer};
 
 use super::{Console, RunError};
@@ -22,6 +22,7 @@ pub struct RunFolder {
     path: PathBuf,
     checkpoints: PathBuf,
     keep_last: usize,
+    keep_best: usize,
     lock: OnceLock<FolderLock>,
 }
 
@@ -41,12 +42,19 @@ impl RunFolder {
 
     /// The folder as another rank than the first has it: the first locks it.
     pub(super) fn of_another_rank(path: &Path) -> Self {
-        Self { path: path.to_owned(), checkpoints: path.join("checkpoints"), keep_last: KEPT, lock: OnceLock::new() }
+        let (keep_last, keep_best, lock) = (KEPT, 0, OnceLock::new());
+        Self { path: path.to_owned(), checkpoints: path.join("checkpoints"), keep_last, keep_best, lock }
     }
 
     /// Keeps as many of the newest checkpoints; two by default.
     pub fn keep_last(self, keep_last: usize) -> Self {
         Self { keep_last, ..self }
+    }
+
+    /// Keeps as many of those with the lowest validation loss besides; none by default. Those count that were saved right behind an
+    /// evaluation ([`Fit`](super::Fit)).
+    pub fn keep_best(self, keep_best: usize) -> Self {
+        Self { keep_best, ..self }
     }
 
     /// Makes the folder and locks it, unless it was there.
@@ -81,19 +89,14 @@ impl RunFolder {
         Checkpoint::latest(path)?.ok_or_else(|| RunError::NothingToResume { path: path.clone() })
     }
 
-    /// The start of a run: the trainer takes the checkpoint's place, if it goes on from one. Then nothing can refuse it any more: the
+    /// The start of a run: the trainer takes the checkpoint's place, if it goes on from one, of this folder or of another run. Then nothing can refuse it any more: the
     /// folder is this run's, an earlier one's checkpoints are set aside, the memory map is written, and all of it is said. With
     /// several ranks all call it, and the first does it.
     ///
     /// # Errors
     /// As [`Trainer::resume`], [`Self::claim`] and [`Self::set_aside`]; a memory map that cannot be written.
-    pub fn begin(
-        &self,
-        trainer: &mut Trainer,
-        resumed: Option<&Checkpoint>,
-        console: &Console,
-    ) -> Result<(), RunError> {
-        if let Some(checkpoint) = resumed {
+    pub fn begin(&self, trainer: &mut Trainer, from: Option<&Checkpoint>, console: &Console) -> Result<(), RunError> {
+        if let Some(checkpoint) = from {
             trainer.resume(checkpoint)?;
         }
         if trainer.rank() > 0 {
@@ -102,10 +105,12 @@ impl RunFolder {
         console.say(trainer.device());
         console.say(trainer.report());
         self.claim()?;
-        if let Some(checkpoint) = resumed {
+        if let Some(checkpoint) = from {
             let path = checkpoint.path().display();
             console.say(format_args!("resumed after {} steps from {path}", checkpoint.step()));
-        } else if let Some(earlier) = self.set_aside()? {
+        }
+        let is_own = from.is_some_and(|checkpoint| checkpoint.path().parent() == Some(&self.checkpoints));
+        if !is_own && let Some(earlier) = self.set_aside()? {
             console.say(format_args!("checkpoints of an earlier run are now in {}", earlier.display()));
         }
         let map = self.path.join("memory.html");
@@ -141,11 +146,23 @@ impl RunFolder {
     pub fn save(&self, trainer: &mut Trainer, run: serde_json::Value) -> Result<PathBuf, TrainError> {
         let path = trainer.save(&self.checkpoints, run)?;
         if trainer.rank() == 0
-            && let Err(error) = Checkpoint::prune(&self.checkpoints, self.keep_last)
+            && let Err(error) = self.best().and_then(|best| Checkpoint::prune(&self.checkpoints, self.keep_last, &best))
         {
             tracing::warn!(%error, "an old checkpoint stays");
         }
         Ok(path)
+    }
+
+    /// The steps of the checkpoints that are kept for their validation loss.
+    fn best(&self) -> Result<Vec<u64>, CheckpointError> {
+        if self.keep_best == 0 {
+            return Ok(Vec::new());
+        }
+        let all = Checkpoint::list(&self.checkpoints)?;
+        let loss = |listed: &Listed| Some((listed.metadata["run"]["val_loss"].as_f64()?, listed.step));
+        let mut all: Vec<_> = all.iter().filter_map(loss).collect();
+        all.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
+        Ok(all.into_iter().take(self.keep_best).map(|(_, step)| step).collect())
     }
 }
 

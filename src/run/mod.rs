@@ -40,8 +40,9 @@ pub use config::{
 };
 pub(crate) use config::{line_of, pipeline, size, text_of, with_nearest};
 pub use console::{Console, ErrorOutput, OutputLost};
-pub use fit::{Answer, Event, Fit, Fitted, sample, validation_loss, validation_windows};
+pub use fit::{Answer, Ended, Event, Fit, Fitted, sample, validation_loss, validation_windows};
 pub use folder::RunFolder;
+use saved::say_changes;
 pub use saved::{dataset, expect_same, with_saved};
 pub use stop::Stop;
-pub use train::{Progress, RunError, Summary, train};
+pub use train::{Progress, RunError, Start, Summary, train};

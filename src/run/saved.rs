@@ -63,6 +63,14 @@ pub fn expect_same(
     Err(RunError::Changed { path: checkpoint.path().to_owned(), differences })
 }
 
+/// Says what has changed since a checkpoint.
+pub(super) fn say_changes(checkpoint: &Checkpoint, part: &str, now: &Value, console: &Console) {
+    let saved = checkpoint.metadata().get("run").and_then(|run| run.get(part)).unwrap_or(&Value::Null);
+    for difference in differences(saved, now) {
+        console.say(format_args!("changed since the checkpoint: {}", in_words(&difference, part)));
+    }
+}
+
 /// The data of a run: prepared anew, or, for one that goes on, what the checkpoint's run had prepared (`"data"` of the saved value).
 /// Its hash has to be the checkpoint's (`"data_hash"`).
 ///

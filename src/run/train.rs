@@ -6,9 +6,10 @@ use std::io::Write;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 
 use gapless_communicator::{Communicator, CommunicatorError, InProcess, RankError, on_threads};
-use gapless_engine::checkpoint::CheckpointError;
+use gapless_engine::checkpoint::{Checkpoint, CheckpointError};
 use gapless_engine::data::{DataError, Dataset, TrainingWindows, ValidationWindows, Vocabulary};
 use gapless_engine::metrics::{MetricsError, peak_rss_bytes};
 use gapless_engine::nn::Trainable;
@@ -21,13 +22,26 @@ use serde_json::{Value, json};
 
 use super::folder::write;
 use super::{
-    ConfigError, Console, Event, Fit, Fitted, ModelConfig, RunConfig, RunFolder, SampleConfig, StepConfig, Stop,
-    expect_same, sample, validation_windows,
+    ConfigError, Console, Ended, Event, Fit, Fitted, ModelConfig, RunConfig, RunFolder, SampleConfig, StepConfig, Stop,
+    expect_same, sample, say_changes, validation_windows,
 };
+
+/// How a run begins.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum Start {
+    /// From random numbers, or from the weights of `model.folder`.
+    #[default]
+    Anew,
+    /// From the newest checkpoint in its own folder.
+    Resume,
+    /// From a checkpoint of another run: its folder, whose newest is taken, or the checkpoint itself.
+    Fork(PathBuf),
+}
 
 /// Keys that a run may go on with other values of: none of them changes what the steps so far have done.
 const MAY_CHANGE: &[&str] = &[
     "steps",
+    "max_minutes",
     "learning_rate",
     "step.device",
     "step.threads",
@@ -70,6 +84,16 @@ pub enum RunError {
     NothingToResume {
         /// Where checkpoints would be.
         path: PathBuf,
+    },
+    /// No step is left to do.
+    #[error("{} has done {done} steps, as many as the run is to have, or more; raise steps (it is {steps})", path.display())]
+    NothingLeft {
+        /// The checkpoint.
+        path: PathBuf,
+        /// Its steps.
+        done: u64,
+        /// Steps in all.
+        steps: u64,
     },
     /// The saved run was another one.
     #[error("the run in {} was of another configuration: {}; these keys cannot change, set them back or choose another --out", path.display(), differences.join(", "))]
@@ -159,6 +183,8 @@ pub struct Summary {
     pub plan_ms: f64,
     /// Same hash, same plan.
     pub plan_hash: String,
+    /// Why it ended.
+    pub ended: Ended,
     /// The signal that ended it early.
     pub signal: Option<u8>,
 }
@@ -175,8 +201,8 @@ pub struct Summary {
 /// model/          of a Hugging Face folder: the trained one; with LoRA, adapter/ in PEFT's format
 /// ```
 ///
-/// With `resume` it goes on from the newest checkpoint, to the same bits as without the break. `show` is called after each step.
-/// A signal ([`Stop`]) ends it with a checkpoint.
+/// Resumed, it goes on to the same bits as without the break; a fork goes on under any configuration that has the same parameters.
+/// `show` is called after each step. A signal ([`Stop`]) ends it with a checkpoint.
 ///
 /// The ranks of `step` are threads of this process, or, where a launcher has started as many processes (`mpirun`), one process each.
 ///
@@ -185,7 +211,7 @@ pub struct Summary {
 pub fn train(
     config: &RunConfig,
     out: &Path,
-    resume: bool,
+    start: &Start,
     console: &mut Console,
     show: impl FnMut(Progress) + Send,
 ) -> Result<Summary, RunError> {
@@ -195,7 +221,7 @@ pub fn train(
     if world.size() == ranks {
         let mut others = Console::silent();
         let console = if world.rank() == 0 { console } else { &mut others };
-        return Rank { config, out, resume, console }.train(world, show);
+        return Rank { config, out, start, console }.train(world, show);
     }
     if world.size() > 1 {
         let why = format!("the keys of its ranks make {ranks}, and {} processes were started", world.size());
@@ -206,8 +232,8 @@ pub fn train(
     let summaries = on_threads(ranks, |world| {
         let first = if world.rank() == 0 { first.lock().unwrap_or_else(PoisonError::into_inner).take() } else { None };
         match first {
-            Some((console, show)) => Rank { config, out, resume, console }.train(world, show),
-            None => Rank { config, out, resume, console: &mut Console::silent() }.train(world, |_| {}),
+            Some((console, show)) => Rank { config, out, start, console }.train(world, show),
+            None => Rank { config, out, start, console: &mut Console::silent() }.train(world, |_| {}),
         }
     })?;
     Ok(summaries.into_iter().next().expect("there is at least one rank"))
@@ -217,7 +243,7 @@ pub fn train(
 struct Rank<'a> {
     config: &'a RunConfig,
     out: &'a Path,
-    resume: bool,
+    start: &'a Start,
     console: &'a mut Console,
 }
 
@@ -226,19 +252,26 @@ impl<'a> Rank<'a> {
     /// then find them read.
     fn train(self, mut world: Box<dyn Communicator>, show: impl FnMut(Progress)) -> Result<Summary, RunError> {
         // All that may be refused comes before the folder is changed.
-        let Self { config, out, resume, console } = self;
+        let Self { config, out, start, console } = self;
         let is_first = world.rank() == 0;
         let folder = if is_first { RunFolder::open(out)? } else { RunFolder::of_another_rank(out) };
-        let folder = folder.keep_last(config.checkpoints.keep_last);
-        let checkpoint = if resume { Some(folder.newest()?) } else { None };
-        if let Some(checkpoint) = &checkpoint {
-            expect_same(checkpoint, "config", &json!(config), MAY_CHANGE, console)?;
+        let folder = folder.keep_last(config.checkpoints.keep_last).keep_best(config.checkpoints.keep_best);
+        let checkpoint = match start {
+            Start::Anew => None,
+            Start::Resume => Some(folder.newest()?),
+            Start::Fork(from) => Some(forked(from, config.steps)?),
+        };
+        let resumed = checkpoint.as_ref().filter(|_| *start == Start::Resume);
+        match (resumed, &checkpoint) {
+            (Some(checkpoint), _) => expect_same(checkpoint, "config", &json!(config), MAY_CHANGE, console)?,
+            (None, Some(checkpoint)) => say_changes(checkpoint, "config", &json!(config), console),
+            (None, None) => {}
         }
         let dataset = if is_first { Some(config.dataset()?) } else { None };
         world.barrier()?;
         let dataset = dataset.map_or_else(|| config.dataset(), Ok)?;
         let saved = json!({ "config": config, "data_hash": dataset.hash() });
-        if let Some(checkpoint) = &checkpoint {
+        if let Some(checkpoint) = resumed {
             expect_same(checkpoint, "data_hash", &json!(dataset.hash()), &[], console)?;
         }
         console.say(format_args!(
@@ -252,14 +285,16 @@ impl<'a> Rank<'a> {
         folder.begin(&mut run.trainer, checkpoint.as_ref(), run.console)?;
         if is_first {
             write(&out.join("run.toml"), &config.resolved(run.dataset.vocabulary().size()))?;
-            run.console.write_rows(&out.join("metrics.jsonl"), resume)?;
+            run.console.write_rows(&out.join("metrics.jsonl"), resumed.is_some())?;
         }
         let stop =
             Stop::on_signals().map_err(|source| RunError::Io { what: "cannot listen to signals".into(), source })?;
-        let fitted = run.fit(&folder, saved, &stop, show)?;
+        let fitted = run.fit(&folder, resumed, saved, &stop, show)?;
         let summary = Summary::new(&run.trainer, &fitted, stop.signal());
         if is_first {
-            run.export(&folder)?;
+            if matches!(fitted.ended, Ended::Complete | Ended::NoImprovement) {
+                run.export(&folder)?;
+            }
             write(&out.join("summary.json"), &format!("{:#}\n", json!(summary)))?;
         }
         Ok(summary)
@@ -300,16 +335,24 @@ impl<'a> Run<'a> {
     fn fit(
         &mut self,
         folder: &RunFolder,
+        resumed: Option<&Checkpoint>,
         saved: Value,
         stop: &Stop,
         mut show: impl FnMut(Progress),
     ) -> Result<Fitted, RunError> {
         let Self { config, out, console, dataset, training, validation, trainer } = self;
         let steps = config.steps;
-        let fit = Fit::new(training, steps)
+        let mut fit = Fit::new(training, steps)
             .evaluate(validation.as_ref(), config.evaluation.every)
             .save(folder, config.checkpoints.every, saved)
             .stop(stop);
+        let time = |minutes: f64| Duration::from_secs_f64(60.0 * minutes);
+        fit = config.checkpoints.minutes.into_iter().fold(fit, |fit, minutes| fit.save_after(time(minutes)));
+        fit = config.max_minutes.into_iter().fold(fit, |fit, minutes| fit.limit(time(minutes)));
+        if config.evaluation.patience > 0 {
+            fit = fit.patience(config.evaluation.patience);
+        }
+        fit = resumed.into_iter().fold(fit, Fit::go_on);
         fit.run(trainer, |event, trainer| {
             match &event {
                 Event::Step { report: StepReport { loss, lr, .. }, tokens_per_second } => {
@@ -333,9 +376,7 @@ impl<'a> Run<'a> {
     /// all of it takes them from the checkpoint.
     fn export(self, saved: &RunFolder) -> Result<(), RunError> {
         let Self { config, out, console, dataset, mut trainer, .. } = self;
-        let (ModelConfig::Folder(path), true) = (&config.model, trainer.steps() == config.steps) else {
-            return Ok(());
-        };
+        let ModelConfig::Folder(path) = &config.model else { return Ok(()) };
         let (folder, is_lora) = (Folder::open(path)?, matches!(config.trainable, Trainable::Lora(_)));
         if config.step.mesh() != (Mesh { data: config.step.data_ranks, ..Mesh::default() }) {
             drop(trainer);
@@ -356,6 +397,19 @@ impl<'a> Run<'a> {
         }
         console.say(format_args!("the trained weights are in {}", to.display()));
         Ok(())
+    }
+}
+
+/// The checkpoint at a path, or the newest of the run whose folder it is.
+fn forked(from: &Path, steps: u64) -> Result<Checkpoint, RunError> {
+    let checkpoints = from.join("checkpoints");
+    let checkpoint = match checkpoints.exists() {
+        true => Checkpoint::latest(&checkpoints)?.ok_or(RunError::NothingToResume { path: checkpoints })?,
+        false => Checkpoint::open(from)?,
+    };
+    match checkpoint.step() {
+        done if done >= steps => Err(RunError::NothingLeft { path: checkpoint.path().to_owned(), done, steps }),
+        _ => Ok(checkpoint),
     }
 }
 
@@ -428,6 +482,7 @@ impl Summary {
             peak_rss_bytes: peak_rss_bytes(),
             plan_ms: report.plan_ms,
             plan_hash: report.plan_hash.to_string(),
+            ended: fitted.ended,
             signal,
         }
     }

@@ -6,6 +6,8 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use serde_json::Value;
+
 use crate::manifest::Manifest;
 use crate::{Checkpoint, CheckpointError};
 
@@ -83,7 +85,31 @@ impl Entry {
     }
 }
 
+/// A complete checkpoint of a folder, by its manifest alone: its other files were not read.
+#[derive(Debug, Clone)]
+pub struct Listed {
+    /// Where it is.
+    pub path: PathBuf,
+    /// The step after which it was saved.
+    pub step: u64,
+    /// What the caller of [`Checkpoint::save`] gave.
+    pub metadata: Value,
+}
+
 impl Checkpoint {
+    /// The complete checkpoints of a folder, newest first.
+    ///
+    /// # Errors
+    /// A folder that cannot be read.
+    pub fn list(dir: &Path) -> Result<Vec<Listed>, CheckpointError> {
+        let complete = entries(dir)?.into_iter().filter(|entry| entry.state == State::Committed && entry.is_complete());
+        let listed = |entry: Entry| {
+            let metadata = Manifest::read(&entry.path).ok()?.metadata;
+            Some(Listed { path: entry.path, step: entry.step, metadata })
+        };
+        Ok(complete.filter_map(listed).collect())
+    }
+
     /// Opens the newest sound checkpoint of a folder: that of the highest step by the manifests, whatever the folders' names
     /// are. Interrupted and damaged ones are passed over, each with a warning that says which and why. Nothing if there has
     /// never been one.
@@ -120,7 +146,7 @@ impl Checkpoint {
         }
     }
 
-    /// Removes all but the newest `keep` (at least one) checkpoints, and what interrupted saves left. Answers what was removed.
+    /// Removes all but the newest `keep` (at least one) checkpoints and those of the steps `others`, and what interrupted saves left. Answers what was removed.
     /// Newest is the highest step: a run that starts anew belongs into a folder of its own. To be called when none is being
     /// saved.
     ///
@@ -130,7 +156,7 @@ impl Checkpoint {
     ///
     /// # Errors
     /// A folder that cannot be read, or the first removal that failed, after all others.
-    pub fn prune(dir: &Path, keep: usize) -> Result<Vec<PathBuf>, CheckpointError> {
+    pub fn prune(dir: &Path, keep: usize, others: &[u64]) -> Result<Vec<PathBuf>, CheckpointError> {
         let (mut removed, mut failed) = (Vec::new(), None);
         let (mut kept, mut damage_seen) = (BTreeSet::new(), false);
         for entry in entries(dir)?.into_iter().filter(|entry| entry.is_ours) {
@@ -144,6 +170,9 @@ impl Checkpoint {
                     // Newer than those that are kept, it may be wanted for a rescue.
                     damage_seen = true;
                 }
+                continue;
+            }
+            if entry.state == State::Committed && others.contains(&entry.step) {
                 continue;
             }
             match fs::remove_dir_all(&entry.path) {

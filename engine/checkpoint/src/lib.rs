@@ -27,7 +27,7 @@
 //! let tensors = vec![TensorBytes { name: "wte.weight", dtype: DType::F32, shape: &[2, 2], bytes: &weight }];
 //! let sections = [Section { file: "model.safetensors", tensors }];
 //! Checkpoint::save(&runs, 100, &sections, json!({ "model": { "width": 2 } }))?;
-//! Checkpoint::prune(&runs, 3)?;
+//! Checkpoint::prune(&runs, 3, &[])?;
 //!
 //! let checkpoint = Checkpoint::latest(&runs)?.expect("one was saved");
 //! checkpoint.expect("model", &json!({ "width": 2 }))?;
@@ -48,6 +48,7 @@ mod save;
 
 pub use difference::{Difference, differences};
 pub use error::CheckpointError;
+pub use folder::Listed;
 pub use lock::FolderLock;
 pub use open::{Checkpoint, SavedSection, SavedTensor};
 pub use save::{Draft, Section, TensorBytes, WrittenFiles};

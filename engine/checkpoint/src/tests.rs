@@ -126,7 +126,7 @@ fn a_failure_or_a_crash_at_any_act_leaves_a_sound_checkpoint() {
 
                 // The next run saves over whatever was left, and cleans up.
                 save(&mut RealDisk, &dir, step, 3).unwrap();
-                Checkpoint::prune(&dir, 1).unwrap();
+                Checkpoint::prune(&dir, 1, &[]).unwrap();
                 assert_eq!((latest(&dir), names(&dir)), (Some((step, 3)), vec![format!("step-{step:08}")]));
                 if !disk.failed {
                     break;
@@ -204,7 +204,7 @@ fn latest_passes_over_what_is_not_sound() {
     fs::write(dir.join("step-100000000/model.safetensors"), "").unwrap();
     assert_eq!(latest(dir), Some((10, 10)));
 
-    let removed = Checkpoint::prune(dir, 1).unwrap();
+    let removed = Checkpoint::prune(dir, 1, &[]).unwrap();
     assert_eq!(removed, [dir.join("step-00000009"), dir.join("step-00000900.partial")]);
     fs::remove_file(dir.join("step-00000010").join(MANIFEST)).unwrap();
     let error = Checkpoint::latest(dir).unwrap_err();
@@ -261,13 +261,13 @@ fn the_step_is_the_manifests() {
     assert_eq!(latest(dir), Some((40, 4)), "progress is not hidden by a name");
 
     // A renamed folder is neither removed nor replaced, and what is saved in its stead is found.
-    assert!(Checkpoint::prune(dir, 1).unwrap().is_empty());
+    assert!(Checkpoint::prune(dir, 1, &[]).unwrap().is_empty());
     let path = save(&mut RealDisk, dir, 999, 9).unwrap();
     assert_eq!(path, dir.join("step-00000999-2"));
     assert_eq!(latest(dir), Some((999, 9)));
     assert_eq!(save(&mut RealDisk, dir, 999, 10).unwrap(), path, "the same step replaces its own");
     assert_eq!(latest(dir), Some((999, 10)));
-    assert_eq!(Checkpoint::prune(dir, 1).unwrap(), [dir.join("step-00000040")]);
+    assert_eq!(Checkpoint::prune(dir, 1, &[]).unwrap(), [dir.join("step-00000040")]);
     assert_eq!(names(dir), ["step-00000999", "step-00000999-2"]);
 
     // Folders that were swapped.
@@ -296,15 +296,15 @@ fn the_newest_sound_one_is_never_pruned() {
     // The sizes of the two newest are right, their hashes are not.
     flip(20);
     flip(30);
-    Checkpoint::prune(dir, 2).unwrap();
+    Checkpoint::prune(dir, 2, &[]).unwrap();
     assert_eq!(latest(dir), Some((10, 10)));
     save(&mut RealDisk, dir, 15, 15).unwrap();
-    Checkpoint::prune(dir, 2).unwrap();
+    Checkpoint::prune(dir, 2, &[]).unwrap();
     assert_eq!(names(dir), ["step-00000010", "step-00000015", "step-00000020", "step-00000030"]);
     // Later ones supersede them.
     save(&mut RealDisk, dir, 40, 40).unwrap();
     save(&mut RealDisk, dir, 50, 50).unwrap();
-    Checkpoint::prune(dir, 2).unwrap();
+    Checkpoint::prune(dir, 2, &[]).unwrap();
     assert_eq!(names(dir), ["step-00000040", "step-00000050"]);
 }
 
@@ -316,7 +316,7 @@ fn a_save_steps_around_files_with_names_of_checkpoints() {
     strays.iter().for_each(|name| fs::write(dir.join(name), "mine").unwrap());
     for salt in 1..4 {
         let path = save(&mut RealDisk, dir, 100, salt).unwrap();
-        Checkpoint::prune(dir, 1).unwrap();
+        Checkpoint::prune(dir, 1, &[]).unwrap();
         assert_eq!((path, latest(dir)), (dir.join("step-00000100-2"), Some((100, salt))));
     }
     assert!(strays.iter().all(|name| fs::read(dir.join(name)).unwrap() == b"mine"));

@@ -4,7 +4,7 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use gapless::run::{Console, Progress, RunConfig, RunError, train};
+use gapless::run::{Console, Ended, Progress, RunConfig, RunError, Start, train};
 use indicatif::{ProgressBar, ProgressStyle};
 use tracing_chrome::FlushGuard;
 use tracing_subscriber::filter::{LevelFilter, filter_fn};
@@ -26,12 +26,16 @@ pub struct Arguments {
     /// Goes on from the newest checkpoint in the folder
     #[arg(long)]
     resume: bool,
+    /// Goes on from a checkpoint of another run, or the newest in its folder, in a folder of its own
+    #[arg(long, value_name = "FOLDER", conflicts_with = "resume")]
+    fork: Option<PathBuf>,
     /// Writes what the time goes into here, for chrome://tracing or Perfetto
     #[arg(long, value_name = "FILE.json")]
     trace: Option<PathBuf>,
 }
 
-/// Exit code 0: done; 1: ended by an error; 2: refused before anything was written; 128 + n: ended by signal n, after a checkpoint.
+/// Exit code 0: done; 1: ended by an error; 2: refused before anything was written; 3: ended by its time limit, after a checkpoint; 128 + n:
+/// ended by signal n, after a checkpoint.
 pub fn run(arguments: &Arguments) -> ExitCode {
     let mut console = Console::default();
     let config = match RunConfig::read(&arguments.config, &arguments.assignments) {
@@ -60,14 +64,17 @@ pub fn run(arguments: &Arguments) -> ExitCode {
         bar.set_position(done);
         bar.set_message(line);
     };
-    let summary = match train(&config, &out, arguments.resume, &mut console, show) {
+    let start = match &arguments.fork {
+        Some(from) => Start::Fork(from.clone()),
+        None if arguments.resume => Start::Resume,
+        None => Start::Anew,
+    };
+    let summary = match train(&config, &out, &start, &mut console, show) {
         Ok(summary) => summary,
         Err(error) => {
             bar.finish_and_clear();
             tell(format_args!("error: {error}"));
-            let is_refused =
-                matches!(error, RunError::Config(_) | RunError::NothingToResume { .. } | RunError::Changed { .. });
-            return ExitCode::from(if is_refused { 2 } else { 1 });
+            return ExitCode::from(if is_refused(&error) { 2 } else { 1 });
         }
     };
     bar.finish_and_clear();
@@ -77,12 +84,22 @@ pub fn run(arguments: &Arguments) -> ExitCode {
             tell(format_args!("stopped by signal {signal}; --resume goes on from here"));
             ExitCode::from(128 + signal)
         }
+        (None, Ok(())) if summary.ended == Ended::TimeLimit => {
+            tell("stopped by max_minutes; --resume goes on from here");
+            ExitCode::from(3)
+        }
         (None, Ok(())) => ExitCode::SUCCESS,
         (None, Err(lost)) => {
             tell(lost);
             ExitCode::FAILURE
         }
     }
+}
+
+/// Whether nothing was written.
+fn is_refused(error: &RunError) -> bool {
+    use RunError::{Changed, Config, NothingLeft, NothingToResume};
+    matches!(error, Config(_) | NothingToResume { .. } | NothingLeft { .. } | Changed { .. })
 }
 
 /// Warnings go to the standard error; spans to a file, if one is named, until the guard is dropped.

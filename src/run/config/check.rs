@@ -1,5 +1,7 @@
 //! What can be refused of a run before data, model and device are looked at.
 
+use std::time::Duration;
+
 use gapless_engine::data::Format;
 use gapless_parallel::Shape;
 
@@ -27,6 +29,17 @@ impl RunConfig {
         }
         if self.checkpoints.keep_last == 0 {
             return fail("checkpoints.keep_last", "is 0".into(), "keep at least one, to resume from");
+        }
+        for (key, minutes) in [("max_minutes", self.max_minutes), ("checkpoints.minutes", self.checkpoints.minutes)] {
+            if minutes
+                .is_some_and(|minutes| Duration::try_from_secs_f64(60.0 * minutes).map_or(true, |it| it.is_zero()))
+            {
+                return fail(key, "is no time".into(), "it is a number above 0, or left out");
+            }
+        }
+        if self.evaluation.patience > 0 && (self.evaluation.every == 0 || self.data.validation_every == 0) {
+            let why = "there are no evaluations to wait for".to_owned();
+            return fail("evaluation.patience", why, "set evaluation.every and data.validation_every, or leave it out");
         }
         self.learning_rate().check().map(drop).or_else(|error| fail("learning_rate", error.to_string(), "see its keys"))
     }

@@ -34,6 +34,9 @@ pub struct RunConfig {
     /// Steps in all.
     #[serde(default = "default_steps")]
     pub steps: u64,
+    /// Minutes of training after which it ends with a checkpoint, to be resumed; without, there is no limit.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_minutes: Option<f64>,
     /// Of the initial parameters, of dropout and of the order of the data.
     #[serde(default)]
     pub seed: u64,
@@ -202,12 +205,16 @@ pub struct RateConfig {
 
 /// What a learning rate does after the warm-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[serde(rename_all = "snake_case")]
 pub enum RateShape {
     /// It stays.
     Constant,
+    /// A line.
+    Linear,
     /// Half a cosine.
     Cosine,
+    /// One over the root of the step.
+    InverseSqrt,
     /// Warm-up, stable, decay.
     Wsd,
 }
@@ -236,16 +243,23 @@ pub struct MemoryConfig {
 pub struct EvaluationConfig {
     /// Steps from one to the next; 0 for the end alone.
     pub every: u64,
+    /// The run ends when so many in a row have not lowered the validation loss; 0 for never.
+    pub patience: u64,
 }
 
 /// `[checkpoints]`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct CheckpointConfig {
     /// Steps from one to the next; 0 for the end alone.
     pub every: u64,
+    /// Minutes from one to the next, whatever the steps; without, time does not count.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub minutes: Option<f64>,
     /// How many of the newest are kept.
     pub keep_last: usize,
+    /// How many of those with the lowest validation loss are kept, of those that are saved right behind an evaluation.
+    pub keep_best: usize,
 }
 
 /// `[sample]`.
@@ -320,13 +334,13 @@ impl Default for MemoryConfig {
 
 impl Default for EvaluationConfig {
     fn default() -> Self {
-        Self { every: 100 }
+        Self { every: 100, patience: 0 }
     }
 }
 
 impl Default for CheckpointConfig {
     fn default() -> Self {
-        Self { every: 100, keep_last: 2 }
+        Self { every: 100, minutes: None, keep_last: 2, keep_best: 0 }
     }
 }
 
@@ -468,7 +482,9 @@ impl RunConfig {
         let RateConfig { peak, floor, warmup_steps, shape, decay_steps } = self.learning_rate;
         let shape = match shape {
             RateShape::Constant => Shape::Constant,
+            RateShape::Linear => Shape::Linear,
             RateShape::Cosine => Shape::Cosine,
+            RateShape::InverseSqrt => Shape::InverseSqrt,
             RateShape::Wsd => Shape::Wsd { decay_steps: decay_steps.unwrap_or(self.steps / 5) },
         };
         // A short run is no reason to shorten the warm-up by hand.
