@@ -2,7 +2,8 @@
 //! by an error that names the file; and no checkpoint that it has told of is lost.
 //!
 //! The program runs itself a second time as the run to be hurt, so it has a `main` of its own. By default each test tries a
-//! sample; `GAPLESS_FAULTS=SECONDS` shares that time among them, `GAPLESS_SEED=N` draws another sample.
+//! sample; `GAPLESS_FAULTS=SECONDS` shares that time among them, `GAPLESS_SEED=N` draws another sample, and
+//! `GAPLESS_SOAK=MINUTES` has the run of four ranks go on for so long, with a kill in each.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -13,6 +14,7 @@ mod file_calls;
 mod outputs;
 #[cfg(unix)]
 mod signals;
+mod soak;
 
 use std::fs;
 use std::path::Path;
@@ -49,6 +51,8 @@ fn main() -> ExitCode {
         only_test("training_goes_on_unheard", outputs::training_goes_on_unheard);
         only_test("a_full_disk_loses_nothing", outputs::a_full_disk_loses_nothing);
     }
+    let name = "a_run_that_is_killed_again_and_again_is_the_same_run";
+    only_test(name, soak::a_run_that_is_killed_again_and_again_is_the_same_run);
     ExitCode::SUCCESS
 }
 
