@@ -15,54 +15,45 @@ const ERRORS: [&str; 6] = ["EIO", "ENOSPC", "EACCES", "EMFILE", "EINTR", "EROFS"
 type Call = (String, usize);
 
 pub fn a_kill_loses_nothing() {
-    at_calls(Budget::new(25, 20), |_, (name, nth), _| {
-        let inject = format!("inject={name}:signal=KILL:when={nth}");
-        (inject, Box::new(|output: &Output| output.status.signal() == Some(9)))
-    });
+    let is_told = |output: &Output, _: &str| output.status.signal() == Some(9);
+    at_calls(Budget::new(25, 20), &["signal=KILL".to_owned()], is_told);
 }
 
+/// Each error at each call: it is got over, or told with the folder's name.
 pub fn an_error_loses_nothing() {
-    at_calls(Budget::new(25, 20), |draw, (name, nth), dir| {
-        let error = ERRORS[draw.below(ERRORS.len())];
-        let dir = dir.display().to_string();
-        let is_told = move |output: &Output| match output.status.code() {
-            Some(0) => true,
-            Some(1) => String::from_utf8_lossy(&output.stderr).contains(&dir),
-            _ => false,
-        };
-        (format!("inject={name}:error={error}:when={nth}"), Box::new(is_told))
-    });
+    let is_told = |output: &Output, dir: &str| match output.status.code() {
+        Some(0) => true,
+        Some(1) => String::from_utf8_lossy(&output.stderr).contains(dir),
+        _ => false,
+    };
+    at_calls(Budget::new(25, 20), &ERRORS.map(|error| format!("error={error}")), is_told);
 }
 
-/// What is injected, and how the victim may end.
-type Fault = (String, Box<dyn Fn(&Output) -> bool>);
-
-/// Injects faults at calls until the budget is spent, first of each name, then in a random order.
-fn at_calls(budget: Budget, fault: impl Fn(&mut Draw, &Call, &Path) -> Fault) {
+/// Injects each of the faults at each call, in a random order, until the budget is spent.
+fn at_calls(budget: Budget, faults: &[String], is_allowed: impl Fn(&Output, &str) -> bool) {
     let (template, mut judge, mut draw) = (two_steps(), Judge::new(), Draw::new());
-    let Some(mut calls) = calls(template.path()) else { return };
-    let all = calls.len();
+    let Some(calls) = calls(template.path()) else { return };
+    let with_faults = |call: Call| faults.iter().map(move |fault| (call.clone(), fault));
+    let mut cases: Vec<(Call, &String)> = calls.into_iter().flat_map(with_faults).collect();
+    let all = cases.len();
     let mut done = 0;
-    while budget.allows(done) {
-        let case = calls.swap_remove(draw.below(calls.len()));
+    while budget.allows(done) && !cases.is_empty() {
+        let ((name, nth), fault) = cases.swap_remove(draw.below(cases.len()));
         let work = tempfile::tempdir().unwrap();
         let dir = work.path().join("run");
         copy(template.path(), &dir);
-        let (inject, is_allowed) = fault(&mut draw, &case, &dir);
-        let output = strace(&["-o", "/dev/null", "-e", &format!("trace={}", case.0), "-e", &inject], &dir);
+        let inject = format!("inject={name}:{fault}:when={nth}");
+        let output = strace(&["-o", "/dev/null", "-e", &format!("trace={name}"), "-e", &inject], &dir);
         let said = String::from_utf8_lossy(&output.stdout).lines().filter_map(|line| line.parse().ok()).max();
         let resumed = judge.resumes(&dir);
-        assert!(is_allowed(&output), "{inject}: {output:?}");
+        assert!(is_allowed(&output, &dir.display().to_string()), "{inject}: {output:?}");
         assert!(resumed >= said.unwrap_or(2), "{inject}: {said:?} was saved, but {resumed} is left");
         // The next run cleans up.
         let next = victim_command(&dir, 4).output().unwrap();
         assert!(next.status.success() && judge.resumes(&dir) == 4, "{inject}, then {next:?}");
         done += 1;
-        if calls.is_empty() {
-            break;
-        }
     }
-    println!("faults at {done} of {all} file calls");
+    println!("{done} of {all} faults at file calls");
 }
 
 /// The victim's calls that are about the run's folder. Nothing where they cannot be had.
