@@ -19,10 +19,15 @@ pub fn walk(run: &Run, step: u64) -> (Vec<u32>, Vec<u32>) {
 }
 
 /// Mean loss of the first and of the last ten of 200 steps.
-pub fn learn(mut run: Run) -> [f32; 2] {
+pub fn learn(run: Run) -> [f32; 2] {
+    learn_at(run, 3e-3)
+}
+
+/// [`learn`] at another learning rate.
+pub fn learn_at(mut run: Run, peak: f64) -> [f32; 2] {
     const STEPS: u64 = 200;
     run.options.learning_rate =
-        LearningRate { peak: 3e-3, floor: 3e-4, warmup_steps: 10, steps: STEPS, shape: Shape::Cosine };
+        LearningRate { peak, floor: peak / 10.0, warmup_steps: 10, steps: STEPS, shape: Shape::Cosine };
     let mut trainer = run.trainer();
     let mut losses = Vec::new();
     for step in 0..STEPS {

@@ -3,14 +3,16 @@
 use std::sync::Arc;
 
 use gapless::engine::checkpoint::Checkpoint;
-use gapless::engine::optim::{AdamW, AdamW8bit, GaLore, Optimizer, ParameterInfo, ParameterUpdate, SCALARS, State};
+use gapless::engine::optim::{
+    AdamW, AdamW8bit, GaLore, Lion, Muon, Optimizer, ParameterInfo, ParameterUpdate, SCALARS, State,
+};
 use gapless::engine::{Args, Array, Op, Reference, Role, Spec};
 use gapless::models::MoeStyle;
 use gapless::nn::Init;
 use gapless::{Mesh, Tensor, Trainer, communicator};
 
 use crate::common::{Kind, Outcome, Run};
-use crate::learning::{learn, walk};
+use crate::learning::{learn, learn_at, walk};
 
 type Rule = Arc<dyn Optimizer>;
 
@@ -22,6 +24,11 @@ fn eight_bit() -> Rule {
 /// Finds its projections anew at steps 0, 3 and 6.
 fn galore() -> Rule {
     GaLore { rank: 12, refresh_steps: 3, ..GaLore::default() }.into()
+}
+
+/// Matrices are updated whole by every data rank, the rest in parts.
+fn muon() -> Rule {
+    Muon::default().into()
 }
 
 fn run(kind: Kind, rule: Rule) -> Run {
@@ -39,6 +46,9 @@ fn threads_micro_batches_and_poison_change_no_bit() {
         (Kind::Gpt, galore()),
         (mixture, eight_bit()),
         (mixture, galore()),
+        (Kind::Llama, Lion::default().into()),
+        (Kind::Gpt, muon()),
+        (mixture, muon()),
     ] {
         let plain = run(kind, rule.clone()).steps(4);
         let changes: [fn(&mut Run); 4] = [
@@ -57,7 +67,7 @@ fn threads_micro_batches_and_poison_change_no_bit() {
 
 #[test]
 fn a_resumed_run_goes_on_with_the_same_bits() {
-    for rule in [eight_bit(), galore()] {
+    for rule in [eight_bit(), galore(), muon()] {
         let dir = tempfile::tempdir().unwrap();
         // Galore's projection is two steps old, and is to stay for one more.
         let run = run(Kind::Gpt, rule);
@@ -137,7 +147,7 @@ fn close(outcome: &Outcome, losses: &[u32], what: &str) {
 
 #[test]
 fn data_ranks_share_states_and_their_checkpoints_fit_any_number_of_ranks() {
-    for rule in [eight_bit(), galore()] {
+    for rule in [eight_bit(), galore(), Lion::default().into(), muon()] {
         let alone = run(Kind::Gpt, rule.clone()).steps(5);
         for (from, to) in [(1, 2), (2, 1), (2, 2), (2, 4), (4, 2)] {
             let what = format!("{rule:?} from {from} to {to} ranks");
@@ -156,7 +166,7 @@ fn data_ranks_share_states_and_their_checkpoints_fit_any_number_of_ranks() {
 
 #[test]
 fn stages_of_a_pipeline_change_no_bit() {
-    for rule in [eight_bit(), galore()] {
+    for rule in [eight_bit(), galore(), muon()] {
         let plain = run(Kind::Gpt, rule.clone()).steps(4);
         let mut run = on_data_ranks(rule, 1);
         run.options.mesh = Mesh::pipeline(2);
@@ -187,7 +197,10 @@ fn fewer_bytes_learn_about_as_much() {
         learn(run(Kind::Gpt, AdamW8bit { smallest: 0, embeddings: true, ..AdamW8bit::default() }.into()));
     let [_, galore] =
         learn(run(Kind::Gpt, GaLore { rank: 12, refresh_steps: 20, alpha: 1.0, ..GaLore::default() }.into()));
-    println!("from {start}: AdamW {adam}, 8-bit {all_8bit}, GaLore {galore}");
+    let [_, lion] = learn_at(run(Kind::Gpt, Lion::default().into()), 2e-3);
+    let [_, muon] = learn(run(Kind::Gpt, muon()));
+    println!("from {start}: AdamW {adam}, 8-bit {all_8bit}, GaLore {galore}, Lion {lion}, Muon {muon}");
+    assert!(lion < 1.1 * adam && muon < 1.1 * adam, "Lion {lion}, Muon {muon}, AdamW {adam}");
     assert!(adam < 0.4 * start);
     // 8 bits round a state by 2 % of itself, to either side: less than what one batch differs from the next. A rule that is
     // wrong stays near the start.

@@ -9,7 +9,7 @@ use gapless_compile::recompute::RematPlan;
 use gapless_compile::{CompileOptions, Lowering, ProgramId, Target, compile, lower};
 use gapless_graph::nn::Init;
 use gapless_graph::optim::{
-    AdamW, AdamW8bit, GaLore, Optimizer, ParameterInfo, ParameterUpdate, SCALARS, State, StateInit,
+    AdamW, AdamW8bit, GaLore, Lion, Muon, Optimizer, ParameterInfo, ParameterUpdate, SCALARS, State, StateInit,
 };
 use gapless_graph::reference::{Array, evaluate};
 use gapless_graph::{Graph, Phase, Source, Spec, Tensor, lock};
@@ -184,13 +184,41 @@ fn kernels_are_their_references() {
     for dims in [[40, 100], [100, 40], [64, 64]] {
         check(galore, &dims, 1e-3);
     }
+    check(Lion::default(), &[40, 300], 1e-5);
+    // Iterations multiply what is small in a matrix, and its rounding, by 500. Experts are matrices each.
+    for dims in [&[40, 100][..], &[100, 40], &[64, 64], &[3, 20, 30]] {
+        check(Muon::default(), dims, 1e-4);
+    }
+    check(Muon::default(), &[40], 1e-5);
+}
+
+/// What Newton–Schulz iterations make of a matrix: singular values near 1, and a step of AdamW's usual size.
+#[test]
+fn steps_of_muon_are_nearly_orthogonal() {
+    let mut update =
+        Update::new(Muon { rule: AdamW { weight_decay: 0.0, ..AdamW::default() }, ..Muon::default() }, &[24, 60], 1);
+    let before = update.read("weight");
+    update.step();
+    let step = update.read("weight").zip(&before, |after, before| (before - after) / LR);
+    let mean_square = step.data.iter().map(|x| x * x).sum::<f64>() / step.data.len() as f64;
+    assert!((0.15..0.25).contains(&mean_square.sqrt()), "{}", mean_square.sqrt());
+    // Its rows are nearly orthonormal, but for the scale.
+    let scale = 0.2 * 60f64.sqrt();
+    let row = |i: usize| step.data[i * 60..(i + 1) * 60].iter().map(|x| x / scale);
+    for i in 0..24 {
+        for j in 0..24 {
+            let product: f64 = row(i).zip(row(j)).map(|(a, b)| a * b).sum();
+            let expected = if i == j { 0.5..1.5 } else { -0.3..0.3 };
+            assert!(expected.contains(&product), "rows {i} and {j}: {product}");
+        }
+    }
 }
 
 #[test]
 fn threads_change_no_bit() {
     let eight_bit: Arc<dyn Optimizer> = AdamW8bit::default().into();
     let galore: Arc<dyn Optimizer> = GaLore { rank: 16, refresh_steps: 2, ..GaLore::default() }.into();
-    for rule in [eight_bit, galore] {
+    for rule in [eight_bit, galore, Lion::default().into(), Muon::default().into()] {
         let on = |threads| {
             let mut update = Update::new(rule.clone(), &[300, 200], threads);
             (0..4).for_each(|_| _ = update.step());
@@ -204,7 +232,7 @@ fn threads_change_no_bit() {
 fn a_norm_that_is_not_finite_changes_nothing() {
     let eight_bit: Arc<dyn Optimizer> = AdamW8bit { smallest: 0, ..AdamW8bit::default() }.into();
     let galore: Arc<dyn Optimizer> = GaLore { rank: 4, refresh_steps: 1, ..GaLore::default() }.into();
-    for rule in [eight_bit, galore] {
+    for rule in [eight_bit, galore, Lion::default().into(), Muon::default().into()] {
         let mut update = Update::new(rule, &[20, 30], 2);
         update.step();
         let before = update.all();
@@ -217,7 +245,10 @@ fn a_norm_that_is_not_finite_changes_nothing() {
 #[test]
 fn settings_without_sense_are_refused() {
     let adam = AdamW { beta1: 1.0, ..AdamW::default() };
-    let rules: [(Arc<dyn Optimizer>, &str); 4] = [
+    let rules: [(Arc<dyn Optimizer>, &str); 7] = [
+        (Lion { beta2: 1.0, ..Lion::default() }.into(), "beta"),
+        (Muon { momentum: 1.0, ..Muon::default() }.into(), "momentum"),
+        (Muon { iterations: 0, ..Muon::default() }.into(), "iterations"),
         (adam.into(), "beta"),
         (AdamW8bit { rule: adam, ..AdamW8bit::default() }.into(), "beta"),
         (GaLore { rank: 0, ..GaLore::default() }.into(), "rank 0"),

@@ -15,7 +15,7 @@ use gapless_alloc::draw::Bytes;
 use gapless_engine::data::{DataOptions, Dataset, Format, Source, VocabularyChoice};
 use gapless_engine::learning_rate::{LearningRate, Shape};
 use gapless_engine::nn::Trainable;
-use gapless_engine::optim::{AdamW, AdamW8bit, GaLore, Optimizer};
+use gapless_engine::optim::{AdamW, AdamW8bit, GaLore, Lion, Muon, Optimizer};
 use gapless_engine::{DType, DeviceChoice, Generation, Sampling, TrainOptions};
 use gapless_models::{GptConfig, LlamaConfig, MoeConfig};
 use gapless_parallel::{Mesh, Placement, by_name};
@@ -171,6 +171,8 @@ pub struct OptimizerConfig {
     pub rank: usize,
     /// What GaLore scales its steps by.
     pub alpha: f64,
+    /// Decay of Muon's moment.
+    pub momentum: f64,
 }
 
 /// Update rules; docs/optimizers.md compares them.
@@ -183,6 +185,10 @@ pub enum Rule {
     AdamW8bit,
     /// AdamW in a subspace.
     GaLore,
+    /// The sign of a moment.
+    Lion,
+    /// Orthogonal steps of matrices.
+    Muon,
 }
 
 /// `[learning_rate]`.
@@ -314,8 +320,8 @@ impl Default for StepConfig {
 impl Default for OptimizerConfig {
     fn default() -> Self {
         let (AdamW { beta1, beta2, weight_decay, max_norm, .. }, galore) = (AdamW::default(), GaLore::default());
-        let (name, rank, alpha) = (Rule::AdamW, galore.rank, galore.alpha);
-        Self { name, beta1, beta2, weight_decay, max_norm, rank, alpha }
+        let (name, rank, alpha, momentum) = (Rule::AdamW, galore.rank, galore.alpha, Muon::default().momentum);
+        Self { name, beta1, beta2, weight_decay, max_norm, rank, alpha, momentum }
     }
 }
 
@@ -385,12 +391,14 @@ pub(crate) fn size<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D:
 impl OptimizerConfig {
     /// The rule, with or without masters of parameters that are stored in less than f32.
     pub fn optimizer(&self, masters: bool) -> Arc<dyn Optimizer> {
-        let &Self { name, beta1, beta2, weight_decay, max_norm, rank, alpha } = self;
+        let &Self { name, beta1, beta2, weight_decay, max_norm, rank, alpha, momentum } = self;
         let adamw = AdamW { beta1, beta2, weight_decay, max_norm, masters, ..AdamW::default() };
         match name {
             Rule::AdamW => adamw.into(),
             Rule::AdamW8bit => AdamW8bit { rule: adamw, ..AdamW8bit::default() }.into(),
             Rule::GaLore => GaLore { rule: adamw, rank, alpha, ..GaLore::default() }.into(),
+            Rule::Lion => Lion { beta1, beta2, weight_decay, max_norm, masters }.into(),
+            Rule::Muon => Muon { rule: adamw, momentum, ..Muon::default() }.into(),
         }
     }
 }

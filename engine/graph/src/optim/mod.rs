@@ -5,14 +5,19 @@ mod adamw8bit;
 mod eight_bit;
 mod galore;
 mod global_norm;
+mod lion;
 mod load_bias;
+mod momentum;
+mod muon;
 mod subspace;
 
 pub use adamw::AdamW;
 pub use adamw8bit::AdamW8bit;
 pub use galore::GaLore;
 pub use global_norm::{GlobalNorm, SquaredNorms};
+pub use lion::Lion;
 pub use load_bias::LoadBias;
+pub use muon::Muon;
 
 use std::sync::Arc;
 
@@ -141,4 +146,4 @@ macro_rules! into_shared {
         })+
     };
 }
-into_shared!(AdamW, AdamW8bit, GaLore, LoadBias);
+into_shared!(AdamW, AdamW8bit, GaLore, Lion, LoadBias, Muon);

@@ -1,0 +1,79 @@
+//! Lion (Chen et al., arXiv 2302.06675, algorithm 2).
+
+use candle_core::DType;
+
+use super::momentum::{Direction, MomentumUpdate};
+use super::{AdamW, Optimizer, ParameterInfo, ParameterUpdate, SCALARS, State};
+use crate::error::Result;
+use crate::tensor::Tensor;
+
+/// Lion: against the sign of a mean of moment and gradient, so that every element goes as far as the learning rate says; one moment
+/// instead of AdamW's two. Its learning rate is 3 to 10 times smaller than AdamW's, and the weight decay larger by the same factor
+/// (section 5 of the paper). Matrices decay, vectors do not. Gradients are clipped by their global norm.
+#[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Lion {
+    /// Weight of the moment in the step's direction.
+    pub beta1: f64,
+    /// Decay of the moment.
+    pub beta2: f64,
+    /// Decoupled weight decay of matrices.
+    pub weight_decay: f64,
+    /// The global norm to which larger gradients are scaled; infinite for no clipping.
+    pub max_norm: f64,
+    /// As [`AdamW::masters`].
+    pub masters: bool,
+}
+
+impl Default for Lion {
+    fn default() -> Self {
+        Self { beta1: 0.9, beta2: 0.99, weight_decay: 0.1, max_norm: 1.0, masters: true }
+    }
+}
+
+impl Lion {
+    /// What it has in common with AdamW: bounds, decay, types, masters.
+    fn as_adamw(&self) -> AdamW {
+        let Self { beta1, beta2, weight_decay, max_norm, masters } = *self;
+        AdamW { beta1, beta2, weight_decay, max_norm, masters, ..AdamW::default() }
+    }
+}
+
+impl Optimizer for Lion {
+    fn check(&self) -> Result<()> {
+        self.as_adamw().check()
+    }
+
+    fn needs_norm(&self) -> bool {
+        self.as_adamw().needs_norm()
+    }
+
+    fn states(&self, of: &ParameterInfo<'_>) -> Vec<State> {
+        let mut states = self.as_adamw().states(of);
+        states.retain(|state| state.name != "exp_avg_sq");
+        states
+    }
+
+    fn sum_dtype(&self, of: &ParameterInfo<'_>) -> DType {
+        self.as_adamw().sum_dtype(of)
+    }
+
+    fn scalars(&self, _: u64, lr: f64) -> [f32; SCALARS] {
+        let mut scalars = [0.0; SCALARS];
+        scalars[0] = lr as f32;
+        scalars
+    }
+
+    fn update(&self, update: ParameterUpdate<'_>) -> Result<Tensor> {
+        let op = MomentumUpdate {
+            name: "lion",
+            direction: Direction::Sign { beta: self.beta1 },
+            keep: self.beta2,
+            add: 1.0 - self.beta2,
+            decay: self.as_adamw().decay(&update.of),
+            max_norm: self.max_norm,
+            has_master: update.states.len() > 1,
+        };
+        op.record(&update, None)
+    }
+}

@@ -1,0 +1,133 @@
+//! Muon (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024), with the scale of steps and the weight decay of
+//! Liu et al. (arXiv 2502.16982, sections 2.1 and 2.2).
+
+use candle_core::DType;
+use gapless_kernels::Spec;
+
+use super::momentum::{Direction, MomentumUpdate};
+use super::{AdamW, Optimizer, ParameterInfo, ParameterUpdate, SCALARS, State};
+use crate::error::{Error, Result};
+use crate::nn::Init;
+use crate::tensor::Tensor;
+
+/// Coefficients of X ← aX + (bA + cA²)X with A = XXᵀ (Jordan): steep at 0, so that few iterations do.
+const NEWTON_SCHULZ: (f64, f64, f64) = (3.4445, -4.7750, 2.0315);
+
+/// A matrix's step has the root mean square of 0.2 that AdamW's steps usually have (Liu et al., equation 4), so that learning rate and
+/// decay are those of AdamW.
+const ROOT_MEAN_SQUARE: f64 = 0.2;
+
+/// Muon: the step of a matrix is its moment made nearly orthogonal, by Newton–Schulz iterations whose products are operations of the
+/// graph, planned and run like the model's own. One moment instead of AdamW's two. Experts' weights are matrices each. Vectors,
+/// embeddings and the output head (`lm_head`) are updated by AdamW, with the same learning rate.
+#[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Muon {
+    /// Of everything that is no hidden matrix; its weight decay, clipping and masters hold for all.
+    pub rule: AdamW,
+    /// Decay of the moment; the step looks a gradient ahead (Nesterov).
+    pub momentum: f64,
+    /// Newton–Schulz iterations.
+    pub iterations: usize,
+}
+
+impl Default for Muon {
+    fn default() -> Self {
+        Self { rule: AdamW::default(), momentum: 0.95, iterations: 5 }
+    }
+}
+
+impl Muon {
+    fn is_hidden_matrix(of: &ParameterInfo<'_>) -> bool {
+        let [.., rows, columns] = of.dims else { return false };
+        of.dims.len() <= 3 && !of.looked_up && *rows > 1 && *columns > 1 && !of.name.contains("lm_head")
+    }
+
+    /// The nearest orthogonal matrix, roughly: singular values between 0.7 and 1.2 (Jordan).
+    fn orthogonal(&self, x: &Tensor) -> Result<Tensor> {
+        let rank = x.rank();
+        let (rows, columns) = (x.dim(rank - 2)?, x.dim(rank - 1)?);
+        // The products are of the shorter side.
+        let x = if rows > columns { x.transpose(rank - 2, rank - 1)? } else { x.clone() };
+        let norm = x.sqr()?.sum_keepdim(rank - 1)?.sum_keepdim(rank - 2)?.sqrt()?;
+        let mut x = x.broadcast_div(&(norm + 1e-7)?)?;
+        let (a, b, c) = NEWTON_SCHULZ;
+        for _ in 0..self.iterations {
+            let gram = x.matmul(&x.transpose(rank - 2, rank - 1)?)?;
+            let factor = ((&gram * b)? + (gram.matmul(&gram)? * c)?)?;
+            x = ((&x * a)? + factor.matmul(&x)?)?;
+        }
+        if rows > columns { x.transpose(rank - 2, rank - 1)?.contiguous() } else { Ok(x) }
+    }
+}
+
+impl Optimizer for Muon {
+    fn check(&self) -> Result<()> {
+        self.rule.check()?;
+        let fail = |why: &str, remedy| Err(Error::Config { what: "optimizer", why: why.to_owned(), remedy });
+        if !(0.0..1.0).contains(&self.momentum) {
+            return fail("the momentum is outside [0, 1)", "0.95 is usual");
+        }
+        if self.iterations == 0 {
+            return fail("Muon without iterations makes nothing orthogonal", "5 are usual");
+        }
+        Ok(())
+    }
+
+    fn needs_norm(&self) -> bool {
+        self.rule.needs_norm()
+    }
+
+    fn states(&self, of: &ParameterInfo<'_>) -> Vec<State> {
+        let mut states = self.rule.states(of);
+        if Self::is_hidden_matrix(of) {
+            states.retain(|state| state.name == "master");
+            let spec = Spec { shape: of.dims.into(), dtype: self.sum_dtype(of) };
+            states.insert(0, State { name: "momentum", spec, init: Init::Const(0.0).into() });
+        }
+        states
+    }
+
+    fn sum_dtype(&self, of: &ParameterInfo<'_>) -> DType {
+        self.rule.sum_dtype(of)
+    }
+
+    /// A matrix is made orthogonal as a whole.
+    fn shard_granularity(&self, of: &ParameterInfo<'_>) -> Option<usize> {
+        if Self::is_hidden_matrix(of) { None } else { self.rule.shard_granularity(of) }
+    }
+
+    fn scalars(&self, step: u64, lr: f64) -> [f32; SCALARS] {
+        self.rule.scalars(step, lr)
+    }
+
+    fn update(&self, update: ParameterUpdate<'_>) -> Result<Tensor> {
+        if !Self::is_hidden_matrix(&update.of) {
+            return self.rule.update(update);
+        }
+        let ParameterUpdate { of, gradient, states, norm, .. } = &update;
+        let moment = states[0].to_dtype(gradient.dtype())?;
+        // The moment is that of clipped gradients.
+        let gradient = match self.rule.max_norm.is_finite() {
+            false => (*gradient).clone(),
+            true => {
+                let clip = ((*norm + 1e-6)?.recip()? * self.rule.max_norm)?.minimum(1.0)?;
+                gradient.broadcast_mul(&clip.to_dtype(gradient.dtype())?)?
+            }
+        };
+        // β(βm + g) + g, with the moment that the update stores.
+        let ahead = ((moment * self.momentum.powi(2))? + (gradient * (1.0 + self.momentum))?)?;
+        let direction = self.orthogonal(&ahead)?;
+        let longer = of.dims[of.dims.len() - 2..].iter().copied().max().unwrap_or(1);
+        let op = MomentumUpdate {
+            name: "muon",
+            direction: Direction::Given { scale: ROOT_MEAN_SQUARE * (longer as f64).sqrt() },
+            keep: self.momentum,
+            add: 1.0,
+            decay: self.rule.decay(of),
+            max_norm: self.rule.max_norm,
+            has_master: states.len() > 1,
+        };
+        op.record(&update, Some(&direction))
+    }
+}
