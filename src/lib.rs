@@ -47,6 +47,7 @@
 #[doc = include_str!("../README.md")]
 struct Readme;
 
+mod page;
 pub mod plan;
 pub mod prelude;
 pub mod run;

@@ -5,13 +5,14 @@
 
 use std::collections::BTreeMap;
 
-use gapless_alloc::draw::{THEME, escape};
+use gapless_alloc::draw::escape;
 use gapless_allocators::Kind;
 use gapless_parallel::{Cell, Shape};
 use serde::Serialize;
 
 use super::row::{Figures, plain};
 use super::{Configuration, Row, Sweep};
+use crate::page;
 use crate::step::{Step, StepSpec};
 
 /// What the page reads from its data element.
@@ -77,16 +78,16 @@ pub(super) fn page(sweep: &Sweep, rows: &[Row]) -> String {
         rows: shown,
         tables,
     };
-    let data = serde_json::to_string(&page).expect("strings and numbers are always JSON");
-    // Within a script element only `<` can end the data; as an escape it is the same JSON.
-    let data = data.replace('<', "\\u003c");
-    let script =
-        concat!(include_str!("assets/plot.js"), include_str!("assets/simulate.js"), include_str!("assets/report.js"));
-    include_str!("assets/report.html")
-        .replace("{title}", &escape(&sweep.title))
-        .replace("{style}", &[THEME, include_str!("assets/report.css")].concat())
-        .replace("{script}", script)
-        .replace("{data}", &data)
+    page::Page {
+        title: &sweep.title,
+        kind: "sweep",
+        style: include_str!("assets/report.css"),
+        body: &include_str!("assets/report.html").replace("{title}", &escape(&sweep.title)),
+        script: concat!(include_str!("assets/simulate.js"), include_str!("assets/report.js")),
+        data: &page::json(&page),
+        is_served: false,
+    }
+    .html()
 }
 
 fn page_row<'a>(

@@ -5,6 +5,7 @@ mod eval;
 mod init;
 mod output;
 mod plan;
+mod report;
 mod sample;
 mod schedule;
 mod step;
@@ -29,6 +30,7 @@ enum Command {
     Eval(Box<eval::Arguments>),
     Init(init::Arguments),
     Plan(Box<plan::Arguments>),
+    Report(report::Arguments),
     Sample(Box<sample::Arguments>),
     Schedule(Box<schedule::Arguments>),
     Sweep(sweep::Arguments),
@@ -41,6 +43,7 @@ fn main() -> ExitCode {
         Command::Eval(arguments) => eval::run(&arguments),
         Command::Init(arguments) => init::run(&arguments),
         Command::Plan(arguments) => plan::run(&arguments),
+        Command::Report(arguments) => report::run(&arguments),
         Command::Sample(arguments) => sample::run(&arguments),
         Command::Schedule(arguments) => schedule::run(&arguments),
         Command::Sweep(arguments) => sweep::run(&arguments),

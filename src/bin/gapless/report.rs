@@ -1,0 +1,45 @@
+//! `gapless report RUN …`: the folders of runs as one page.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use gapless::run::Report;
+
+use crate::output::{picture, print, replace, tell};
+
+/// Makes one page of the folders of runs: curves, configurations, samples, memory maps.
+///
+/// Runs that go on are read as far as they are. Exit code 1: the page cannot be written; 2: there is no run.
+#[derive(Debug, clap::Args)]
+pub struct Arguments {
+    /// Folders of runs, as gapless train writes them
+    #[arg(required = true, value_name = "RUN")]
+    runs: Vec<PathBuf>,
+    /// The page
+    #[arg(long, value_name = "FILE.html", default_value = "report.html", value_parser = |path: &str| picture(path, &["html"]))]
+    out: PathBuf,
+}
+
+/// Does what the arguments ask and says how it went.
+pub fn run(arguments: &Arguments) -> ExitCode {
+    let fail = |error: &dyn std::fmt::Display, code| {
+        tell(format_args!("gapless report: {error}"));
+        ExitCode::from(code)
+    };
+    let report = match Report::open(&arguments.runs) {
+        Ok(report) => report,
+        Err(error) => return fail(&error, 2),
+    };
+    report.runs().iter().for_each(tell);
+    let page = match report.html() {
+        Ok(page) => page,
+        Err(error) => return fail(&error, 2),
+    };
+    if let Err(error) = replace(&arguments.out, |out| out.write_all(page.as_bytes())) {
+        return fail(&format_args!("cannot write {}: {error}", arguments.out.display()), 1);
+    }
+    match print(|out| writeln!(out, "{}", arguments.out.display())) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => fail(&format_args!("{error:#}"), 1),
+    }
+}

@@ -1,0 +1,152 @@
+//! `metrics.jsonl` → one curve per number of its rows.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::{self, ErrorKind, Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use serde::Serialize;
+use serde_json::Value;
+
+use super::ReportError;
+
+/// The rows of a file that may still be written: what is behind the last line's end is read again next time.
+#[derive(Debug, Default)]
+pub(super) struct Metrics {
+    path: Option<PathBuf>,
+    /// Bytes of whole lines.
+    read: u64,
+    /// By name, then by step. Of a step that was done again, after a resume, the last row counts.
+    values: BTreeMap<String, BTreeMap<u64, f32>>,
+    /// The last row that has no step.
+    pub summary: Option<Value>,
+    /// Whole lines that are no rows.
+    pub broken: usize,
+}
+
+/// A curve for the page: 100,000 points are half a megabyte.
+#[derive(Debug, Serialize)]
+pub(super) struct Curve {
+    /// Its steps: so many (the third) from the first, at a distance (the second).
+    steps: Vec<(u64, u64, u64)>,
+    /// `f32`, little-endian, in base64; NaN for what JSON cannot say.
+    values: String,
+}
+
+impl Metrics {
+    pub fn is_there(&self) -> bool {
+        self.path.is_some()
+    }
+
+    pub fn last_step(&self) -> Option<u64> {
+        self.values.values().filter_map(|points| points.keys().next_back().copied()).max()
+    }
+
+    pub fn curves(&self) -> BTreeMap<&str, Curve> {
+        self.values.iter().map(|(name, points)| (name.as_str(), Curve::new(points))).collect()
+    }
+
+    /// Reads the rows that are new. A file that is shorter than before is another run's.
+    pub fn refresh(&mut self, folder: &Path) -> Result<(), ReportError> {
+        let Some(path) = find(folder) else {
+            *self = Self::default();
+            return Ok(());
+        };
+        if self.path.as_ref() != Some(&path) {
+            *self = Self { path: Some(path.clone()), ..Self::default() };
+        }
+        let cannot = |source| ReportError::Read { path: path.clone(), source };
+        let text = match read_from(&path, self.read).map_err(cannot)? {
+            Some(text) => text,
+            None => {
+                *self = Self { path: Some(path.clone()), ..Self::default() };
+                read_from(&path, 0).map_err(cannot)?.unwrap_or_default()
+            }
+        };
+        let whole = text.iter().rposition(|&byte| byte == b'\n').map_or(0, |end| end + 1);
+        self.read += whole as u64;
+        for line in text[..whole].split(|&byte| byte == b'\n').filter(|line| !line.trim_ascii().is_empty()) {
+            self.broken += usize::from(!self.add(line));
+        }
+        // The end of a file that somebody has made by hand. What is cut off is no JSON.
+        self.add(&text[whole..]);
+        Ok(())
+    }
+
+    /// Takes a row; false if it is none.
+    fn add(&mut self, line: &[u8]) -> bool {
+        let Ok(Value::Object(row)) = serde_json::from_slice(line) else { return false };
+        let Some(step) = row.get("step").and_then(Value::as_u64) else {
+            self.summary = Some(Value::Object(row));
+            return true;
+        };
+        for (name, value) in row.iter().filter(|(name, _)| *name != "step") {
+            self.put(name, step, value);
+        }
+        true
+    }
+
+    fn put(&mut self, name: &str, step: u64, value: &Value) {
+        let number = match value {
+            Value::Number(number) => number.as_f64().map_or(f32::NAN, |number| number as f32),
+            // What is not finite, or was not measured.
+            Value::Null => f32::NAN,
+            Value::Array(parts) => {
+                parts.iter().enumerate().for_each(|(index, part)| self.put(&format!("{name}.{index}"), step, part));
+                return;
+            }
+            Value::Object(parts) => {
+                parts.iter().for_each(|(key, part)| self.put(&format!("{name}.{key}"), step, part));
+                return;
+            }
+            Value::Bool(_) | Value::String(_) => return,
+        };
+        match self.values.get_mut(name) {
+            Some(points) => drop(points.insert(step, number)),
+            None => drop(self.values.insert(name.to_owned(), BTreeMap::from([(step, number)]))),
+        }
+    }
+}
+
+impl Curve {
+    fn new(points: &BTreeMap<u64, f32>) -> Self {
+        let mut steps: Vec<(u64, u64, u64)> = Vec::new();
+        for &step in points.keys() {
+            match steps.last_mut() {
+                Some((first, distance, count)) if *count == 1 => (*distance, *count) = (step - *first, 2),
+                Some((first, distance, count)) if *first + *distance * *count == step => *count += 1,
+                _ => steps.push((step, 1, 1)),
+            }
+        }
+        let values: Vec<u8> = points.values().flat_map(|value| value.to_le_bytes()).collect();
+        Self { steps, values: STANDARD.encode(values) }
+    }
+}
+
+/// `metrics.jsonl`; where a program has written its rows under another name, the only file of such a kind.
+fn find(folder: &Path) -> Option<PathBuf> {
+    let usual = folder.join("metrics.jsonl");
+    if usual.is_file() {
+        return Some(usual);
+    }
+    let entries = fs::read_dir(folder).ok()?.filter_map(|entry| Some(entry.ok()?.path()));
+    let mut found = entries.filter(|path| path.extension().is_some_and(|extension| extension == "jsonl"));
+    found.next().filter(|_| found.next().is_none())
+}
+
+/// What is behind so many bytes; none of a file that is shorter.
+fn read_from(path: &Path, start: u64) -> io::Result<Option<Vec<u8>>> {
+    let mut file = match File::open(path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        file => file?,
+    };
+    if file.metadata()?.len() < start {
+        return Ok(None);
+    }
+    file.seek(SeekFrom::Start(start))?;
+    let mut bytes = Vec::new();
+    file.read_to_end(&mut bytes)?;
+    Ok(Some(bytes))
+}

@@ -1,0 +1,293 @@
+//! The folders of runs as one HTML page: curves, configurations, samples, memory maps and how they ended.
+//!
+//! In: folders as [`train`](super::train) leaves them, or is writing them. Out: a page that needs nothing but itself, or one that is
+//! served on the loopback address and follows the runs. Never: an error for what a run has not written yet, or only in part.
+
+mod metrics;
+#[cfg(test)]
+mod tests;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use gapless_alloc::draw::escape;
+use serde::Serialize;
+use serde_json::Value;
+
+use self::metrics::{Curve, Metrics};
+use crate::page::{self, Page};
+
+/// Why there is no report.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ReportError {
+    /// A path at which there is nothing of a run.
+    #[error("{} is not the folder of a run: it has none of run.toml, metrics.jsonl and summary.json", path.display())]
+    NoRun {
+        /// As given.
+        path: PathBuf,
+    },
+    /// A file that is there and cannot be read.
+    #[error("cannot read {}: {source}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
+}
+
+/// The folders of runs, as far as they have been read.
+///
+/// ```
+/// use gapless::run::Report;
+///
+/// # let folder = tempfile::tempdir()?;
+/// # let run = folder.path().to_owned();
+/// std::fs::write(run.join("metrics.jsonl"), "{\"step\":0,\"loss\":5.5}\n{\"step\":1,\"loss\":5.25}\n")?;
+/// let report = Report::open(&[run.clone()])?;
+/// assert_eq!(report.runs()[0].steps(), Some(2));
+/// std::fs::write(run.join("report.html"), report.html()?)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct Report {
+    runs: Vec<RunRecord>,
+}
+
+impl Report {
+    /// Reads the folders of runs, those that go on among them.
+    ///
+    /// # Errors
+    /// [`ReportError`]: a path that is no run's folder, a file that cannot be read. A file that is not there is none
+    /// ([`RunRecord::missing`]).
+    pub fn open(folders: &[PathBuf]) -> Result<Self, ReportError> {
+        let mut report = Self { runs: names(folders).into_iter().zip(folders).map(RunRecord::new).collect() };
+        report.refresh()?;
+        match report.runs.iter().find(|run| run.is_empty()) {
+            Some(run) => Err(ReportError::NoRun { path: run.path.clone() }),
+            None => Ok(report),
+        }
+    }
+
+    /// In the order in which they were given.
+    pub fn runs(&self) -> &[RunRecord] {
+        &self.runs
+    }
+
+    /// Reads what the runs have written since.
+    ///
+    /// # Errors
+    /// [`ReportError::Read`].
+    pub fn refresh(&mut self) -> Result<(), ReportError> {
+        self.runs.iter_mut().try_for_each(RunRecord::refresh)
+    }
+
+    /// A page that needs nothing but itself, with the memory maps that are there.
+    ///
+    /// # Errors
+    /// [`ReportError::Read`], of a memory map.
+    pub fn html(&self) -> Result<String, ReportError> {
+        self.page(false)
+    }
+
+    fn page(&self, is_served: bool) -> Result<String, ReportError> {
+        let title = self.title();
+        let mut body = include_str!("assets/report.html").replace("{title}", &escape(&title));
+        for (index, run) in self.runs.iter().enumerate() {
+            if let Some(map) = text_of(&run.path.join("memory.html"))? {
+                let map = page::json(&map);
+                body += &format!("<script type=\"application/json\" id=\"memory-{index}\">{map}</script>\n");
+            }
+        }
+        Ok(Page {
+            title: &title,
+            kind: "runs",
+            style: include_str!("assets/report.css"),
+            body: &body,
+            script: concat!(include_str!("assets/chart.js"), include_str!("assets/report.js")),
+            data: &self.data(is_served),
+            is_served,
+        }
+        .html())
+    }
+
+    /// What the page draws, as JSON.
+    fn data(&self, is_served: bool) -> String {
+        #[derive(Serialize)]
+        struct Data<'a> {
+            is_served: bool,
+            runs: Vec<PageRun<'a>>,
+        }
+        page::json(&Data { is_served, runs: self.runs.iter().map(PageRun::new).collect() })
+    }
+
+    fn title(&self) -> String {
+        match &self.runs[..] {
+            runs @ ([] | [_] | [_, _] | [_, _, _]) => {
+                runs.iter().map(|run| run.name.as_str()).collect::<Vec<_>>().join(", ")
+            }
+            runs => format!("{} runs", runs.len()),
+        }
+    }
+}
+
+/// Last parts of the paths, or the paths where those are not told apart by them.
+fn names(folders: &[PathBuf]) -> Vec<String> {
+    let last = |path: &PathBuf| {
+        let path = fs::canonicalize(path).unwrap_or_else(|_| path.clone());
+        path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned()
+    };
+    let names: Vec<String> = folders.iter().map(last).collect();
+    if names.iter().collect::<BTreeSet<_>>().len() == names.len() {
+        return names;
+    }
+    folders.iter().map(|path| path.display().to_string()).collect()
+}
+
+/// What a run's folder holds.
+#[derive(Debug)]
+pub struct RunRecord {
+    name: String,
+    path: PathBuf,
+    metrics: Metrics,
+    /// `run.toml`.
+    config: Option<String>,
+    summary: Option<Value>,
+    /// By steps done.
+    samples: BTreeMap<u64, String>,
+}
+
+impl RunRecord {
+    fn new((name, path): (String, &PathBuf)) -> Self {
+        let (path, metrics) = (path.clone(), Metrics::default());
+        Self { name, path, metrics, config: None, summary: None, samples: BTreeMap::new() }
+    }
+
+    fn refresh(&mut self) -> Result<(), ReportError> {
+        self.config = text_of(&self.path.join("run.toml"))?;
+        let summary = text_of(&self.path.join("summary.json"))?;
+        self.summary = summary.and_then(|text| serde_json::from_str(&text).ok());
+        self.samples = text_of(&self.path.join("samples.txt"))?.map_or_else(BTreeMap::new, |text| samples(&text));
+        self.metrics.refresh(&self.path)
+    }
+
+    fn is_empty(&self) -> bool {
+        self.config.is_none() && self.summary().is_none() && !self.metrics.is_there()
+    }
+
+    /// What it is called on the page.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Where it lies.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Steps up to the last row; none without rows.
+    pub fn steps(&self) -> Option<u64> {
+        self.metrics.last_step().map(|step| step + 1)
+    }
+
+    /// How it ended: `summary.json`, or the row without a step that `examples/train_gpt.rs` ends with.
+    fn summary(&self) -> Option<&Value> {
+        self.summary.as_ref().or(self.metrics.summary.as_ref())
+    }
+
+    /// What the folder has not, in words; empty where all is there.
+    pub fn missing(&self) -> Vec<String> {
+        let files = [
+            ("run.toml", self.config.is_some()),
+            ("metrics.jsonl", self.metrics.is_there()),
+            ("summary.json", self.summary().is_some()),
+            ("memory.html", self.path.join("memory.html").exists()),
+            ("samples.txt", !self.samples.is_empty()),
+        ];
+        let absent = files.into_iter().filter(|(_, is_there)| !is_there).map(|(name, _)| format!("no {name}"));
+        let broken = match self.metrics.broken {
+            0 => None,
+            1 => Some("1 line of its metrics is no row".to_owned()),
+            lines => Some(format!("{lines} lines of its metrics are no rows")),
+        };
+        absent.chain(broken).collect()
+    }
+}
+
+impl fmt::Display for RunRecord {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {} steps", self.path.display(), self.steps().unwrap_or(0))?;
+        self.missing().iter().try_for_each(|missing| write!(f, ", {missing}"))
+    }
+}
+
+/// A run as the page reads it.
+#[derive(Serialize)]
+struct PageRun<'a> {
+    name: &'a str,
+    missing: Vec<String>,
+    curves: BTreeMap<&'a str, Curve>,
+    /// Values of `run.toml` as text, by their keys with dots between their parts.
+    config: BTreeMap<String, String>,
+    toml: Option<&'a str>,
+    summary: Option<&'a Value>,
+    samples: Vec<(u64, &'a str)>,
+}
+
+impl<'a> PageRun<'a> {
+    fn new(run: &'a RunRecord) -> Self {
+        let toml = run.config.as_deref();
+        let table = toml.and_then(|text| text.parse::<toml::Table>().ok()).unwrap_or_default();
+        let mut config = BTreeMap::new();
+        table.into_iter().for_each(|(key, value)| flatten(key, value, &mut config));
+        Self {
+            name: &run.name,
+            missing: run.missing(),
+            curves: run.metrics.curves(),
+            config,
+            toml,
+            summary: run.summary(),
+            samples: run.samples.iter().map(|(&steps, text)| (steps, text.as_str())).collect(),
+        }
+    }
+}
+
+fn flatten(key: String, value: toml::Value, to: &mut BTreeMap<String, String>) {
+    match value {
+        toml::Value::Table(table) => {
+            table.into_iter().for_each(|(part, value)| flatten(format!("{key}.{part}"), value, to));
+        }
+        toml::Value::String(text) => drop(to.insert(key, text)),
+        other => drop(to.insert(key, other.to_string())),
+    }
+}
+
+/// What [`train`](super::train) has sampled, by steps done. A run that goes on may sample again: the last one counts.
+fn samples(text: &str) -> BTreeMap<u64, String> {
+    let mut samples = BTreeMap::new();
+    let mut last: Option<&mut String> = None;
+    for line in text.lines() {
+        if let Some(steps) = line.strip_prefix("=== step ").and_then(|steps| steps.parse().ok()) {
+            let sample: &mut String = samples.entry(steps).or_default();
+            sample.clear();
+            last = Some(sample);
+        } else if let Some(sample) = &mut last {
+            sample.push_str(line);
+            sample.push('\n');
+        }
+    }
+    samples
+}
+
+/// A file's text; none if it is not there. What is no UTF-8 is replaced: a sample may be cut within a character.
+fn text_of(path: &Path) -> Result<Option<String>, ReportError> {
+    match fs::read(path) {
+        Ok(bytes) => Ok(Some(String::from_utf8_lossy(&bytes).into_owned())),
+        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => Ok(None),
+        Err(source) => Err(ReportError::Read { path: path.to_owned(), source }),
+    }
+}
