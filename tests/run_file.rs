@@ -451,6 +451,7 @@ fn wrong_files_are_refused_by_key_line_and_remedy() {
         ("device = \"cpu\"", "device = \"gpu\"", &["line 20", "no device", "cuda:0"]),
         ("device = \"cpu\"", "device = \"cuda:x\"", &["line 20", "no number of a GPU"]),
         ("threads = 1", "threads = 1\ndtype = \"f16\"", &["line 22", "unknown variant `f16`", "`bf16`"]),
+        ("threads = 1", "threads = 100000", &["step.threads (line 21)", "more than 1024", "0 for all"]),
         ("threads = 1", "thread = 1", &["line 21", "did you mean `threads`"]),
         ("[evaluation]", "[evalution]", &["line 23", "did you mean `evaluation`"]),
         (

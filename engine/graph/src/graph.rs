@@ -21,6 +21,9 @@ use crate::ops::Contiguous;
 use crate::optim::Optimizer;
 use crate::reference::layout_indices;
 
+/// Tensors of a graph at most: a thousand layers have some ten thousands.
+const MOST_VALUES: usize = 1 << 20;
+
 /// The types that operations compute in, each in one of them throughout: sums and statistics that need it are f32 in any
 /// case.
 pub const FLOATS: [DType; 2] = [DType::F32, DType::BF16];
@@ -606,8 +609,12 @@ impl Graph {
         self.nodes[id.index()].phase = phase;
     }
 
-    /// Refuses tensors of nothing, and those of more bytes than there can be.
+    /// Refuses tensors of nothing, those of more bytes than there can be, and more tensors than a model ever has.
     fn check_sizes(&self, op: &str, specs: &[Spec]) -> Result<()> {
+        if self.values.len() > MOST_VALUES {
+            let why = format!("a step of more than {MOST_VALUES} tensors");
+            return Err(Error::Config { what: "model", why, remedy: "fewer layers" });
+        }
         for spec in specs {
             let bytes = spec.dims().iter().try_fold(spec.dtype.size_in_bytes(), |bytes, &dim| bytes.checked_mul(dim));
             let what = match bytes {

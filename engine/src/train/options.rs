@@ -11,6 +11,7 @@ use gapless_graph::FLOATS;
 use gapless_graph::nn::Trainable;
 use gapless_graph::optim::{AdamW, Optimizer};
 use gapless_parallel::Mesh;
+use gapless_runtime::cpu::MOST_THREADS;
 
 use super::{DeviceChoice, Generation};
 use crate::error::{Result, TrainError};
@@ -211,6 +212,10 @@ impl TrainOptions {
                 format!("{:?}", self.dtype),
                 "train in f32 or bf16: gradients leave the range of f16 without a scaled loss, and no kernel computes in f64; a Hugging Face folder in f16 is read all the same",
             );
+        }
+        if self.threads > MOST_THREADS {
+            let why = format!("{} are more than {MOST_THREADS}", self.threads);
+            return fail("threads", why, "use as many as the machine has cores, or 0 for all of them");
         }
         self.mesh.ranks()?;
         let parts = self.parts();

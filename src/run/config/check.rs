@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use gapless_engine::data::Format;
+use gapless_engine::runtime::cpu::MOST_THREADS;
 use gapless_parallel::Shape;
 
 use super::{ConfigError, ModelConfig, RunConfig, StepConfig, pipeline};
@@ -59,6 +60,10 @@ impl RunConfig {
         ];
         if let Some((key, _)) = extents.into_iter().find(|(_, extent)| *extent == 0) {
             return fail(key, "is 0".into(), "it is at least 1");
+        }
+        if self.step.threads > MOST_THREADS {
+            let why = format!("{} are more than {MOST_THREADS}", self.step.threads);
+            return fail("step.threads", why, "use as many as there are cores, or 0 for all of them");
         }
         let Pipeline { schedule, chunks, .. } = pipeline("step.schedule", &self.step.schedule, chunks)?;
         let parts = data_ranks.checked_mul(expert_ranks).and_then(|ranks| ranks.checked_mul(micro_batches));

@@ -8,4 +8,4 @@ pub(crate) mod run;
 mod workers;
 
 pub use backend::CpuBackend;
-pub use workers::{Workers, resolve_threads};
+pub use workers::{MOST_THREADS, Workers, resolve_threads};

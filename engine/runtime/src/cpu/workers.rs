@@ -126,6 +126,9 @@ impl Drop for Workers {
     }
 }
 
+/// Threads that a rank may have at most: more than any machine has cores, and few enough to be started in a moment.
+pub const MOST_THREADS: usize = 1024;
+
 /// The number of threads meant by a setting in which 0 is "all cores".
 pub fn resolve_threads(threads: usize) -> usize {
     if threads > 0 { threads } else { std::thread::available_parallelism().map_or(1, usize::from) }
