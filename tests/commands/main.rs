@@ -2,5 +2,6 @@
 
 mod compare;
 mod generate;
+mod pages;
 mod plan;
 mod schedule;

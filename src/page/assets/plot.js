@@ -19,6 +19,7 @@ function ticks(from, to, count) {
 }
 
 function powers(from, to) {
+  if (to / from < 3) return ticks(from, to, 6);
   const all = [];
   for (let power = Math.floor(Math.log10(from)); power <= Math.log10(to); power++) {
     for (const n of to / from > 20 ? [1, 2, 5] : [1, 1.5, 2, 3, 5, 7]) if (n * 10 ** power >= from && n * 10 ** power <= to) all.push(n * 10 ** power);
