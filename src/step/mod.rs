@@ -24,6 +24,7 @@
 //! ```
 
 mod device;
+mod eager;
 mod estimate;
 mod model;
 mod read;
@@ -32,6 +33,7 @@ mod spec;
 mod timing;
 
 pub use device::{DeviceProfile, UnknownDevice};
+pub use eager::{EagerError, Lowering};
 pub use estimate::{Estimate, estimate};
 pub use model::{ModelSpec, PRESETS};
 pub use sketch::{Sketch, SketchKey};

@@ -11,6 +11,7 @@ use gapless_parallel::Mesh;
 use serde::{Deserialize, Serialize};
 
 use super::device::DeviceProfile;
+use super::eager::Lowering;
 use super::model::{ModelSpec, Resolved};
 use crate::run::{ConfigError, OptimizerConfig, Rule, pipeline, size};
 
@@ -60,6 +61,8 @@ pub struct StepSpec {
     pub train: Vec<String>,
     /// Whose kernels it is planned for, `cpu` or `cuda`.
     pub kernels: String,
+    /// Who turns it into lifetimes.
+    pub lowering: Lowering,
     /// Room for the rows that an expert rank receives, as a multiple of what even routing needs; the worst case where it is absent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub routing: Option<f64>,
@@ -101,6 +104,7 @@ impl Default for StepSpec {
             lora_targets: Vec::new(),
             train: Vec::new(),
             kernels: "cpu".into(),
+            lowering: Lowering::Gapless,
             routing: None,
             profile: "h100".into(),
             tflops: None,
@@ -132,6 +136,8 @@ pub struct Step {
     pub device: DeviceProfile,
     /// The type of its numbers.
     pub precision: Precision,
+    /// Who turns it into lifetimes.
+    pub lowering: Lowering,
     /// Ranks of the pipeline that are asked about.
     pub ranks: Vec<usize>,
     model: Resolved,
@@ -148,6 +154,7 @@ impl StepSpec {
         let model = Resolved::new(model, self.sequence)
             .map_err(|why| ConfigError::value("model", why, "name a model, its extents, or its config.json"))?;
         self.check_extents()?;
+        self.check_lowering()?;
         let device = self.profile()?;
         Ok(Step {
             options: TrainOptions {
@@ -174,6 +181,7 @@ impl StepSpec {
             },
             ranks: self.ranks()?,
             precision: self.dtype,
+            lowering: self.lowering,
             device,
             model,
         })
@@ -193,6 +201,21 @@ impl StepSpec {
         match extents.into_iter().find(|(_, extent)| *extent == 0) {
             Some((key, _)) => Err(ConfigError::value(key, "is 0", "it is at least 1")),
             None => Ok(()),
+        }
+    }
+
+    /// What eager frameworks have no rules for.
+    fn check_lowering(&self) -> Result<(), ConfigError> {
+        let remedy = "leave lowering out, or the other key";
+        let refuse = |key, why| Err(ConfigError::value(key, format!("{why} of an eager framework"), remedy));
+        match self.lowering {
+            Lowering::Gapless => Ok(()),
+            _ if self.optimizer != Rule::AdamW => refuse("optimizer", "nothing but adamw is known"),
+            _ if self.expert_ranks > 1 => refuse("expert_ranks", "nothing is known"),
+            _ if !self.compress.is_empty() => refuse("compress", "nothing is known"),
+            _ if !self.offload.is_empty() => refuse("offload", "nothing is known"),
+            Lowering::EagerAmp if self.dtype != Precision::Mixed => refuse("dtype", "autocast makes it mixed"),
+            _ => Ok(()),
         }
     }
 

@@ -16,7 +16,7 @@ use gapless_engine::compile::{Error as CompileError, Executable, Program, table}
 
 use super::row::Figures;
 use super::{Configuration, Planned, Row, Status, Sweep};
-use crate::step::{Sketch, SketchKey, Step, TimingError, estimate};
+use crate::step::{EagerError, Lowering, Sketch, SketchKey, Step, TimingError, estimate};
 
 /// What rows are made with.
 pub(super) struct Evaluator<'a> {
@@ -40,6 +40,12 @@ impl From<TrainError> for Refused {
             TrainError::Compile(error @ CompileError::OverBudget { .. }) => Self::OverBudget(error.to_string()),
             other => Self::Invalid(other.to_string()),
         }
+    }
+}
+
+impl From<EagerError> for Refused {
+    fn from(error: EagerError) -> Self {
+        Self::Invalid(error.to_string())
     }
 }
 
@@ -111,7 +117,8 @@ impl<'a> Evaluator<'a> {
     }
 
     fn figures(&self, step: &Step, capacity: u64, least: &Least, figures: &mut Figures) -> Result<Status, Refused> {
-        let programs = step.programs(&step.record()?)?;
+        let graph = step.record()?;
+        let programs = step.programs(&graph)?;
         let tables =
             programs.iter().map(table).collect::<Result<Vec<Problem>, CompileError>>().map_err(TrainError::from)?;
         figures.live_bytes = tables.iter().map(lower_bound).collect();
@@ -123,7 +130,8 @@ impl<'a> Evaluator<'a> {
         let is_planned = all || most < least.plan;
         let kinds: Vec<Kind> =
             least.of.iter().filter(|(_, bytes)| all || most < **bytes).map(|(kind, _)| *kind).collect();
-        for ((program, problem), live) in programs.into_iter().zip(tables).zip(figures.live_bytes.clone()) {
+        let ranks = programs.into_iter().zip(tables).zip(figures.live_bytes.clone());
+        for (rank, ((program, problem), live)) in ranks.enumerate() {
             if is_planned {
                 let executable = step.plan(program)?;
                 figures.arena_bytes.push(executable.arena_bytes());
@@ -134,6 +142,10 @@ impl<'a> Evaluator<'a> {
             }
             let is_full = live as f64 >= self.sweep.options.fullest * most as f64;
             let replayed = if is_full { &kinds[..] } else { &[] };
+            let problem = match step.lowering {
+                Lowering::Eager | Lowering::EagerAmp if !replayed.is_empty() => step.eager(&graph, rank)?,
+                _ => problem,
+            };
             for (kind, bytes) in self.reserved(&problem, replayed) {
                 let most: &mut u64 = figures.reserved.entry(kind.name().to_owned()).or_default();
                 *most = bytes.max(*most);

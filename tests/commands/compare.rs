@@ -66,6 +66,19 @@ fn the_page_needs_nothing_but_itself() {
 }
 
 #[test]
+fn steps_of_an_eager_framework_take_more() {
+    let peak = |lowering: &str| {
+        let step = ["--model", "gpt:vocabulary=512,layers=2,heads=2,width=64", "--batch", "4", "--sequence", "128"];
+        let output = compare(&[&step[..], &["--dtype", "mixed", "--json", "--lowering", lowering]].concat());
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        let object: Value = serde_json::from_slice(&output.stdout).unwrap();
+        object["allocators"][0]["peak_reserved"].as_u64().unwrap()
+    };
+    let [ours, eager, autocast] = ["gapless", "eager", "eager-amp"].map(peak);
+    assert!(ours < eager && ours < autocast, "{ours} {eager} {autocast}");
+}
+
+#[test]
 fn snapshots_are_read() {
     let snapshot = Path::new(env!("CARGO_MANIFEST_DIR")).join("alloc/allocators/tests/snapshots/step.pickle");
     let output = compare(&["--snapshot", snapshot.to_str().unwrap(), "--json", "--allocators", "gapless"]);

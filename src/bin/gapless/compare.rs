@@ -9,6 +9,7 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use flate2::bufread::MultiGzDecoder;
 use gapless::engine::compile::Executable;
+use gapless::step::Lowering;
 use gapless_alloc::draw::Bytes;
 use gapless_alloc::{Options, Problem, Solution, csv};
 use gapless_allocators::{Compared, Comparison, Kind, PyTorchOptions, Requests, page, read_snapshot};
@@ -149,18 +150,24 @@ fn read(arguments: &Arguments) -> anyhow::Result<Vec<Program>> {
     }
 }
 
-/// The plans of a step's ranks.
+/// The plans of a step's ranks, or their lifetimes in an eager framework.
 fn of_ranks(step: &StepArguments) -> anyhow::Result<Vec<Program>> {
     let step = step.step()?;
     let graph = step.record()?;
     let planned = |&rank: &usize| {
-        let Executable { problem, solution, .. } = step.plan(step.program(&graph, rank)?)?;
+        let (problem, plan) = match step.lowering {
+            Lowering::Gapless => {
+                let Executable { problem, solution, .. } = step.plan(step.program(&graph, rank)?)?;
+                (problem, Some(solution))
+            }
+            Lowering::Eager | Lowering::EagerAmp => (step.eager(&graph, rank)?, None),
+        };
         let title = match step.ranks.len() {
             1 => step.title().to_owned(),
             _ => format!("{}, rank {rank}", step.title()),
         };
         let requests = Requests::new(&problem);
-        Ok(Program { title, problem, requests, plan: Some(solution) })
+        Ok(Program { title, problem, requests, plan })
     };
     step.ranks.iter().map(planned).collect()
 }

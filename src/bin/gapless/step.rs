@@ -92,6 +92,11 @@ pub struct StepArguments {
     #[arg(long, value_name = "DEVICE")]
     #[serde(skip_serializing_if = "Option::is_none")]
     kernels: Option<String>,
+    /// Whose lifetimes: gapless; eager, an eager framework's (PyTorch 2); or eager-amp, with autocast; gapless if not given. Sweeps
+    /// replay them through other allocators than gapless.
+    #[arg(long, value_name = "NAME")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    lowering: Option<String>,
     /// Room for the rows that an expert rank receives, as a multiple of what even routing needs; without it, for the worst case.
     #[arg(long, value_name = "FACTOR", allow_negative_numbers = true)]
     #[serde(skip_serializing_if = "Option::is_none")]

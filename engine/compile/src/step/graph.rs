@@ -3,6 +3,9 @@
 //! In: a model's source and the options of a step. Out: the programs of any rank of its pipeline, under any schedule of as many stages
 //! and any recompute policy. Never: a graph that the options were not recorded with.
 
+use std::sync::MutexGuard;
+
+use gapless_graph::Graph;
 use gapless_parallel::Action;
 
 use super::record::TrainStep;
@@ -42,6 +45,11 @@ impl StepGraph {
         let (mesh, stages) = (options.mesh, options.mesh.pipeline * options.pipeline.chunks);
         let ranks = RankPlan { mesh, at: mesh.coordinate(0), stages, table: Vec::new() };
         Ok(Self { step: record(build, options, &ranks)?, key: Self::key(options) })
+    }
+
+    /// What is recorded; nothing is lowered while it is held.
+    pub fn graph(&self) -> MutexGuard<'_, Graph> {
+        self.step.graph()
     }
 
     /// Trained numbers, of all ranks together.

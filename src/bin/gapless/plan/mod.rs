@@ -9,7 +9,9 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail};
+use gapless::step::Lowering;
 use gapless_alloc::Fit;
+use gapless_alloc::csv::Table;
 use gapless_alloc::draw::{Bytes, MemoryMap, SvgOptions, TextOptions};
 
 use crate::output::{picture, tell};
@@ -69,7 +71,16 @@ fn step(arguments: &Arguments) -> anyhow::Result<Fit> {
     if !arguments.step.names_a_model()? {
         bail!("nothing to plan; give a table, or --model");
     }
-    step::plan(arguments, &arguments.step.step()?)
+    let step = arguments.step.step()?;
+    match (step.lowering, &step.ranks[..]) {
+        (Lowering::Gapless, _) => step::plan(arguments, &step),
+        (_, &[rank]) => {
+            let problem = step.eager(&step.record()?, rank)?;
+            let ids = (0..problem.len()).map(|index| index.to_string()).collect();
+            table::place_table(arguments, &Table::new(ids, problem), step.title())
+        }
+        _ => bail!("an eager framework's step is placed one rank at a time; name it with --rank"),
+    }
 }
 
 /// As a page, as SVG or as text: by the file's name, which was checked.

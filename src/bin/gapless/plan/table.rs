@@ -30,18 +30,25 @@ pub enum Offsets {
 
 /// Places the table in a file.
 pub fn place(arguments: &Arguments, file: &Path) -> anyhow::Result<Fit> {
-    let deadline = Deadline::after(arguments.deadline);
     let cannot = || format!("cannot read {}", file.display());
     let input = File::open(file).with_context(|| format!("cannot open {}", file.display()))?;
     let table = csv::read(BufReader::new(input)).with_context(cannot)?;
+    place_table(arguments, &table, &file.display().to_string())
+}
+
+/// Places the table of a name.
+pub fn place_table(arguments: &Arguments, table: &Table, name: &str) -> anyhow::Result<Fit> {
+    let deadline = Deadline::after(arguments.deadline);
     let problem = match arguments.offsets {
-        Offsets::Pin if table.offsets.is_some() => Cow::Owned(table.pinned().with_context(cannot)?),
+        Offsets::Pin if table.offsets.is_some() => {
+            Cow::Owned(table.pinned().with_context(|| format!("cannot read {name}"))?)
+        }
         _ => Cow::Borrowed(&table.problem),
     };
-    tell_what_it_means(&table, &problem);
+    tell_what_it_means(table, &problem);
     let options = Options { capacity: arguments.capacity, deadline: deadline.left(), ..Options::default() };
     let start = Instant::now();
-    let warm_start = preferred(&table, arguments.offsets);
+    let warm_start = preferred(table, arguments.offsets);
     let solution = plan(&problem, &Options { warm_start, ..options.clone() });
     let plan_ms = start.elapsed().as_secs_f64() * 1e3;
     if solution.offsets.len() != problem.len() {
@@ -59,7 +66,7 @@ pub fn place(arguments: &Arguments, file: &Path) -> anyhow::Result<Fit> {
         let title = path.file_stem().map_or_else(|| "plan".into(), |stem| stem.to_string_lossy());
         draw(path, &MemoryMap::new(&title, &problem, &solution.offsets, &labels)?)?;
     }
-    let verdict = Verdict::new(&table, &solution, arguments.capacity);
+    let verdict = Verdict::new(table, &solution, arguments.capacity);
     report(arguments, &solution, &verdict, plan_ms)?;
     if verdict.fit != Fit::Fits {
         let why = explain(&problem, &[], &solution, &Options { deadline: deadline.left(), ..options });

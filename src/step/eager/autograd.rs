@@ -1,0 +1,292 @@
+//! PyTorch's autograd as far as memory sees it: nodes that hold what they saved, an engine that runs them by descending number and
+//! adds gradients in place where nobody else refers to them, and checkpoints whose saved tensors come back when the first is read.
+//! After `torch/csrc/autograd/engine.cpp`, `input_buffer.cpp` and, without reentry, `torch/utils/checkpoint.py`.
+
+use std::cell::{Cell, RefCell};
+use std::collections::{BinaryHeap, HashMap};
+use std::fmt;
+use std::ops::Range;
+use std::rc::Rc;
+
+use gapless_engine::graph::ValueId;
+
+use super::tape::{Tape, Tensor};
+
+/// A tensor that knows how it was made.
+#[derive(Debug, Clone)]
+pub struct Var {
+    pub data: Tensor,
+    /// Where its gradient goes; none if it needs none.
+    pub edge: Option<Edge>,
+}
+
+/// An input of a node of the backward.
+pub type Edge = (Rc<Node>, usize);
+
+/// The gradients of a node's inputs, from those of its outputs.
+type Formula = Box<dyn Fn(&Tape, &[Option<Tensor>]) -> Vec<Option<Tensor>>>;
+
+/// A node of the backward.
+pub struct Node {
+    /// Nodes with a higher number run first.
+    order: u64,
+    outputs: usize,
+    next: Vec<Option<Edge>>,
+    saved: RefCell<Vec<Slot>>,
+    /// None of a leaf.
+    formula: Option<Formula>,
+    leaf: Leaf,
+}
+
+/// What becomes of a leaf's gradient.
+#[derive(Debug, Default)]
+pub struct Leaf {
+    /// Whether it is kept until the step ends, rather than added to a sum that was there before.
+    keeps: bool,
+    pub grad: RefCell<Option<Tensor>>,
+}
+
+impl fmt::Debug for Node {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Node").field("order", &self.order).field("next", &self.next.len()).finish_non_exhaustive()
+    }
+}
+
+#[derive(Debug)]
+enum Slot {
+    #[expect(dead_code, reason = "it is held, not read")]
+    Kept(Tensor),
+    /// A checkpoint's tensor of this number.
+    Again(Rc<Frame>, usize),
+}
+
+/// A part of the forward that keeps its inputs alone.
+#[derive(Debug)]
+pub struct Frame {
+    /// Positions of its nodes in the stage.
+    pub nodes: Range<usize>,
+    pub inputs: Vec<(ValueId, Var)>,
+    saves: Cell<usize>,
+    /// What has come back, once it is needed.
+    tensors: RefCell<Vec<Option<Tensor>>>,
+}
+
+impl Frame {
+    pub fn new(nodes: Range<usize>, inputs: Vec<(ValueId, Var)>) -> Rc<Self> {
+        Rc::new(Self { nodes, inputs, saves: Cell::new(0), tensors: RefCell::default() })
+    }
+}
+
+/// How what is saved is kept.
+#[derive(Debug, Clone, Default)]
+pub enum Mode {
+    /// As it is.
+    #[default]
+    Keep,
+    /// Not at all: the frame runs again.
+    Forget(Rc<Frame>),
+    /// The frame runs again, until all is back that was forgotten.
+    Recall(Rc<Frame>),
+}
+
+/// Records nodes and runs them.
+#[derive(Debug, Default)]
+pub struct Autograd {
+    pub tape: Tape,
+    orders: Cell<u64>,
+    mode: RefCell<Mode>,
+}
+
+/// An operation that is being recorded.
+pub struct Recording<'a> {
+    autograd: &'a Autograd,
+    next: Vec<Option<Edge>>,
+    saved: Vec<Slot>,
+}
+
+impl Autograd {
+    pub fn set_mode(&self, mode: Mode) {
+        *self.mode.borrow_mut() = mode;
+    }
+
+    /// A leaf that needs a gradient.
+    pub fn leaf(&self, data: Tensor, keeps: bool) -> Var {
+        let leaf = Leaf { keeps, grad: RefCell::default() };
+        let node = Node { order: u64::MAX, outputs: 1, next: vec![], saved: RefCell::default(), formula: None, leaf };
+        Var { data, edge: Some((Rc::new(node), 0)) }
+    }
+
+    /// Begins an operation on these inputs.
+    pub fn record(&self, inputs: &[&Var]) -> Recording<'_> {
+        Recording { autograd: self, next: inputs.iter().map(|input| input.edge.clone()).collect(), saved: Vec::new() }
+    }
+
+    /// Runs the backward of what the edge leads to. `again` runs the forward of a frame.
+    pub fn backward(&self, root: Edge, gradient: Tensor, again: &dyn Fn(&Frame)) {
+        let mut waiting = dependencies(&root.0);
+        let mut buffers: HashMap<*const Node, Vec<Option<Tensor>>> = HashMap::new();
+        let mut first = vec![None; root.0.outputs];
+        first[root.1] = Some(gradient);
+        buffers.insert(Rc::as_ptr(&root.0), first);
+        // Of equal numbers, the one that is ready first.
+        let (mut ready, mut turn) = (BinaryHeap::from([Ready(root.0.order, u64::MAX, root.0)]), u64::MAX);
+        while let Some(Ready(_, _, node)) = ready.pop() {
+            let gradients = buffers.remove(&Rc::as_ptr(&node)).unwrap_or_default();
+            let outputs = self.run(&node, gradients, again);
+            for (edge, output) in node.next.iter().zip(outputs) {
+                let Some((next, input)) = edge else { continue };
+                let buffer = buffers.entry(Rc::as_ptr(next)).or_insert_with(|| vec![None; next.outputs]);
+                self.accumulate(&mut buffer[*input], output);
+                let waits = waiting.get_mut(&Rc::as_ptr(next)).expect("counted from the same root");
+                *waits -= 1;
+                if *waits == 0 {
+                    turn -= 1;
+                    ready.push(Ready(next.order, turn, next.clone()));
+                }
+            }
+        }
+    }
+
+    /// The gradients of a node's inputs. Those of its outputs go first, then what it saved.
+    fn run(&self, node: &Node, gradients: Vec<Option<Tensor>>, again: &dyn Fn(&Frame)) -> Vec<Option<Tensor>> {
+        let Some(formula) = &node.formula else {
+            let mut kept = node.leaf.grad.borrow_mut();
+            if node.leaf.keeps && kept.is_none() {
+                *kept = gradients.into_iter().next().flatten();
+            }
+            return Vec::new();
+        };
+        for slot in node.saved.borrow().iter() {
+            if let Slot::Again(frame, _) = slot {
+                self.recall(frame, again);
+            }
+        }
+        let outputs = formula(&self.tape, &gradients);
+        drop(gradients);
+        for slot in node.saved.take() {
+            if let Slot::Again(frame, number) = &slot {
+                frame.tensors.borrow_mut()[*number] = None;
+            }
+        }
+        outputs
+    }
+
+    /// Runs a frame's forward, once.
+    fn recall(&self, frame: &Rc<Frame>, again: &dyn Fn(&Frame)) {
+        if frame.tensors.borrow().is_empty() {
+            let before = self.mode.replace(Mode::Recall(frame.clone()));
+            again(frame);
+            self.tape.mute(false);
+            self.set_mode(before);
+        }
+    }
+
+    /// Adds a gradient to what has come of it so far.
+    fn accumulate(&self, sum: &mut Option<Tensor>, new: Option<Tensor>) {
+        match (sum.take(), new) {
+            (Some(old), Some(_)) if old.is_stealable() => *sum = Some(old),
+            (Some(old), Some(_new)) => *sum = Some(self.tape.like(&old)),
+            (old, new) => *sum = old.or(new),
+        }
+    }
+}
+
+impl Recording<'_> {
+    /// Whether the gradient of an input is wanted.
+    pub fn needs(&self, input: usize) -> bool {
+        self.next[input].is_some()
+    }
+
+    /// Keeps a tensor for the backward; an input before the operation's output is allocated.
+    pub fn save(&mut self, tensor: &Tensor) {
+        if self.next.iter().all(Option::is_none) {
+            return;
+        }
+        match &*self.autograd.mode.borrow() {
+            Mode::Keep => self.saved.push(Slot::Kept(tensor.clone())),
+            Mode::Forget(frame) => {
+                self.saved.push(Slot::Again(frame.clone(), frame.saves.get()));
+                frame.saves.set(frame.saves.get() + 1);
+            }
+            Mode::Recall(frame) => {
+                let mut tensors = frame.tensors.borrow_mut();
+                if tensors.len() < frame.saves.get() {
+                    tensors.push(Some(tensor.clone()));
+                }
+                // Nothing more is needed of it (`_StopRecomputationError`).
+                self.autograd.tape.mute(tensors.len() == frame.saves.get());
+            }
+        }
+    }
+
+    /// Ends an operation of several outputs.
+    pub fn outputs(
+        self,
+        outputs: Vec<Tensor>,
+        formula: impl Fn(&Tape, &[Option<Tensor>]) -> Vec<Option<Tensor>> + 'static,
+    ) -> Vec<Var> {
+        let Self { autograd, next, saved } = self;
+        if next.iter().all(Option::is_none) {
+            return outputs.into_iter().map(|data| Var { data, edge: None }).collect();
+        }
+        let order = autograd.orders.replace(autograd.orders.get() + 1);
+        let (count, saved, leaf) = (outputs.len(), RefCell::new(saved), Leaf::default());
+        let node = Rc::new(Node { order, outputs: count, next, saved, formula: Some(Box::new(formula)), leaf });
+        outputs.into_iter().enumerate().map(|(output, data)| Var { data, edge: Some((node.clone(), output)) }).collect()
+    }
+
+    /// Ends an operation of one output.
+    pub fn output(self, output: Tensor, formula: impl Fn(&Tape, &Tensor) -> Vec<Option<Tensor>> + 'static) -> Var {
+        let formula = move |tape: &Tape, gradients: &[Option<Tensor>]| match gradients {
+            [Some(gradient)] => formula(tape, gradient),
+            _ => Vec::new(),
+        };
+        self.outputs(vec![output], formula).pop().expect("one output")
+    }
+}
+
+/// How many gradients come to each node before it can run.
+fn dependencies(root: &Rc<Node>) -> HashMap<*const Node, usize> {
+    let mut counts = HashMap::from([(Rc::as_ptr(root), 0)]);
+    let mut stack = vec![root.clone()];
+    while let Some(node) = stack.pop() {
+        for (next, _) in node.next.iter().flatten() {
+            let count = counts.entry(Rc::as_ptr(next)).or_insert(0);
+            if *count == 0 {
+                stack.push(next.clone());
+            }
+            *count += 1;
+        }
+    }
+    counts
+}
+
+/// A node that can run: its number, its turn among equals.
+struct Ready(u64, u64, Rc<Node>);
+
+impl Ord for Ready {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        (self.0, self.1).cmp(&(other.0, other.1))
+    }
+}
+
+impl PartialOrd for Ready {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl PartialEq for Ready {
+    fn eq(&self, other: &Self) -> bool {
+        self.cmp(other).is_eq()
+    }
+}
+
+impl Eq for Ready {}
+
+impl Var {
+    /// The leaf that it is, if it is one that needs a gradient.
+    pub fn leaf(&self) -> Option<&Leaf> {
+        self.edge.as_ref().filter(|(node, _)| node.formula.is_none()).map(|(node, _)| &node.leaf)
+    }
+}

@@ -1,0 +1,115 @@
+//! A step as an eager framework runs it: what PyTorch 2 would allocate and free, in order.
+//!
+//! In: the forward of a recorded graph. Out: a table of lifetimes, one tick per allocation and per free, as the recordings of the real
+//! library have it: operations one by one, what autograd saves of each, temporaries and workspaces, gradients as they are added, frees
+//! when the last reference goes. Never: a kernel, or a number.
+//!
+//! `rules` says what each operation allocates; `tape` counts references; `autograd` runs backwards; `run` walks the graph.
+
+mod autograd;
+mod rules;
+mod run;
+mod tape;
+
+use gapless_alloc::Problem;
+use gapless_engine::compile::step::StepGraph;
+use gapless_engine::recompute::{Layers, Recompute};
+use gapless_models::hf::Architecture;
+use gapless_parallel::Kind;
+use serde::{Deserialize, Serialize};
+
+use self::run::{Run, Style};
+use self::tape::{BF16, F32};
+use super::{Precision, Step};
+
+/// Who turns a step into a table of lifetimes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Lowering {
+    /// This engine's compiler.
+    #[default]
+    Gapless,
+    /// An eager framework, all numbers in the step's type; if that is mixed, sums of gradients and masters are allocated before the step,
+    /// as Megatron does.
+    Eager,
+    /// An eager framework, parameters in float32, which autocast casts to bfloat16 once per micro-batch.
+    EagerAmp,
+}
+
+/// There is no table of a step as an eager framework runs it.
+#[derive(Debug, thiserror::Error)]
+pub enum EagerError {
+    /// An operation that has no rule.
+    #[error("{layer}: no rule says what {op} allocates in an eager framework; use --lowering gapless")]
+    Op {
+        /// The operation's name.
+        op: String,
+        /// Where it stands.
+        layer: String,
+    },
+    /// A policy or a schedule that eager frameworks do not have.
+    #[error("{0} is not known of eager frameworks; use --lowering gapless")]
+    Unknown(String),
+    /// A schedule that does not exist for the step's shape.
+    #[error(transparent)]
+    Schedule(#[from] gapless_parallel::Error),
+    /// The table is too large.
+    #[error(transparent)]
+    Table(#[from] gapless_alloc::Error),
+}
+
+impl Step {
+    /// The lifetimes of a rank of the pipeline as an eager framework has them, whatever this step's lowering but for autocast.
+    ///
+    /// # Errors
+    /// [`EagerError`].
+    pub fn eager(&self, graph: &StepGraph, rank: usize) -> Result<Problem, EagerError> {
+        let table = self.options.pipeline.schedule.actions(&self.shape())?;
+        let row = table.get(rank).ok_or_else(|| EagerError::Unknown(format!("rank {rank}")))?;
+        if row.iter().any(|action| !matches!(action.kind, Kind::Forward | Kind::Backward)) {
+            return Err(EagerError::Unknown(format!(
+                "{}, which splits backwards,",
+                self.options.pipeline.schedule.name()
+            )));
+        }
+        let graph = graph.graph();
+        let mut run = Run::new(&graph, self.style(), row);
+        run.checkpoint(self.checkpoints(run.blocks())?);
+        row.iter().try_for_each(|&action| run.act(action))?;
+        run.update();
+        Ok(Problem::new(run.into_buffers())?)
+    }
+
+    fn style(&self) -> Style {
+        let is_amp = self.lowering == Lowering::EagerAmp;
+        let (parameter, is_mixed) = match self.precision {
+            Precision::Mixed => (if is_amp { F32 } else { BF16 }, !is_amp),
+            Precision::Bf16 => (BF16, false),
+            Precision::F32 => (F32, false),
+        };
+        Style {
+            parameter,
+            is_amp,
+            is_mixed,
+            // As nanoGPT's and transformers' models do it.
+            upcasts_logits: !matches!(self.architecture(), Architecture::Gpt(_)),
+            micro_batches: self.options.micro_batches,
+            stages: self.options.mesh.pipeline * self.options.pipeline.chunks,
+            data_ranks: self.options.mesh.data as u64,
+        }
+    }
+
+    /// Which of the blocks keep their inputs alone.
+    fn checkpoints(&self, blocks: &[String]) -> Result<Vec<String>, EagerError> {
+        let layers = match &self.options.recompute {
+            Recompute::None => return Ok(Vec::new()),
+            Recompute::Layers(layers) => layers,
+            _ => return Err(EagerError::Unknown("recomputing other than layers".to_owned())),
+        };
+        Ok(match layers {
+            Layers::All => blocks.to_vec(),
+            Layers::First(count) => blocks.iter().take(*count).cloned().collect(),
+            Layers::Named(names) => names.clone(),
+        })
+    }
+}

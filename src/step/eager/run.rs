@@ -1,0 +1,421 @@
+//! Walks the forward of a graph, action by action, and calls what is recorded of it back.
+
+use std::cell::RefCell;
+use std::collections::{HashMap, HashSet};
+use std::ops::Range;
+
+use gapless_alloc::Buffer;
+use gapless_engine::graph::{Graph, NodeId, Phase, Place, Source, ValueId};
+use gapless_parallel::{Action, Kind, StageId};
+
+use super::EagerError;
+use super::autograd::{Autograd, Frame, Mode, Var};
+use super::tape::{BF16, F32, INT64, Tensor};
+
+/// What of a step is a matter of how its program is written.
+#[derive(Debug, Clone, Copy)]
+pub struct Style {
+    /// Bytes of a parameter's element.
+    pub parameter: u64,
+    /// Whether products are cast to bfloat16.
+    pub is_amp: bool,
+    /// Whether sums of gradients and masters are there before the step.
+    pub is_mixed: bool,
+    /// Whether the loss is of logits in float32.
+    pub upcasts_logits: bool,
+    pub micro_batches: usize,
+    pub stages: usize,
+    /// Ranks that share the optimizer's states.
+    pub data_ranks: u64,
+}
+
+type Environment = HashMap<ValueId, Var>;
+
+/// A rank's step under way.
+pub struct Run<'g> {
+    graph: &'g Graph,
+    style: Style,
+    autograd: Autograd,
+    /// The nodes of each stage of this rank.
+    stages: HashMap<StageId, Stage>,
+    parameters: HashMap<ValueId, Var>,
+    /// In the order of the model.
+    trained: Vec<ValueId>,
+    /// What lives through the step beside them.
+    persistent: Vec<Tensor>,
+    /// Autocast's cache.
+    casts: RefCell<Environment>,
+    blocks: Vec<String>,
+    checkpointed: HashSet<String>,
+    in_flight: HashMap<Action, InFlight>,
+    /// What the last backward leaves until the next action has received.
+    left: Vec<Tensor>,
+}
+
+#[derive(Debug, Default)]
+struct Stage {
+    nodes: Vec<NodeId>,
+    /// The last node that reads a value, by position.
+    last: HashMap<ValueId, usize>,
+}
+
+/// A micro-batch between its forward and its backward.
+struct InFlight {
+    input: Option<Var>,
+    output: Var,
+}
+
+/// The part of the model whose name ends in a number: `h.3` of `h.3.attn`.
+fn block_of(layer: &str) -> Option<&str> {
+    let mut end = 0;
+    for part in layer.split('.') {
+        end += part.len();
+        if part.parse::<usize>().is_ok() {
+            return Some(&layer[..end]);
+        }
+        end += 1;
+    }
+    None
+}
+
+impl<'g> Run<'g> {
+    /// Allocates what is there before a step.
+    pub fn new(graph: &'g Graph, style: Style, row: &[Action]) -> Self {
+        let mut stages: HashMap<StageId, Stage> = HashMap::new();
+        let here: HashSet<StageId> = row.iter().map(|action| action.stage).collect();
+        let mut blocks: Vec<String> = Vec::new();
+        for id in graph.node_ids() {
+            let node = graph.node(id);
+            let Place::Stage(place) = node.place else { continue };
+            if node.phase != Phase::Forward {
+                continue;
+            }
+            if let Some(block) = block_of(&node.layer).filter(|block| !blocks.iter().any(|known| known == block)) {
+                blocks.push(block.to_owned());
+            }
+            if here.contains(&place) {
+                let stage = stages.entry(place).or_default();
+                stage.last.extend(node.inputs.iter().map(|&input| (input, stage.nodes.len())));
+                stage.nodes.push(id);
+            }
+        }
+        let mut run = Self {
+            graph,
+            style,
+            autograd: Autograd::default(),
+            stages,
+            parameters: HashMap::new(),
+            trained: Vec::new(),
+            persistent: Vec::new(),
+            casts: RefCell::default(),
+            blocks,
+            checkpointed: HashSet::new(),
+            in_flight: HashMap::new(),
+            left: Vec::new(),
+        };
+        run.allocate_persistent();
+        run
+    }
+
+    /// Blocks of the model, in order.
+    pub fn blocks(&self) -> &[String] {
+        &self.blocks
+    }
+
+    /// Lets blocks keep their inputs alone.
+    pub fn checkpoint(&mut self, blocks: Vec<String>) {
+        self.checkpointed = blocks.into_iter().collect();
+    }
+
+    /// Parameters, tables of rotary positions, and the optimizer's states.
+    fn allocate_persistent(&mut self) {
+        let Self { graph, style, .. } = *self;
+        let read: HashSet<ValueId> = self.stages.values().flat_map(|stage| stage.last.keys().copied()).collect();
+        for (id, _) in graph.persistent().filter(|(id, _)| read.contains(id)) {
+            let spec = &graph.value(id).spec;
+            let (elements, width) = (spec.elements() as u64, spec.dims().last().copied().unwrap_or(1) as u64);
+            let data = self.autograd.tape.new_tensor(elements, width, style.parameter);
+            let var = match graph.is_frozen(id) {
+                true => Var { data, edge: None },
+                false => {
+                    self.trained.push(id);
+                    self.autograd.leaf(data, !style.is_mixed)
+                }
+            };
+            self.parameters.insert(id, var);
+        }
+        let tape = &self.autograd.tape;
+        let node_ids = self.stages.values().flat_map(|stage| &stage.nodes);
+        if let Some(rope) = node_ids.map(|&id| graph.node(id)).find(|node| node.op.name() == "rope") {
+            let dims = graph.value(rope.inputs[0]).spec.dims();
+            let elements = (dims.iter().product::<usize>() / dims[0] / dims[dims.len() - 2]) as u64;
+            let dtype = if style.is_amp { F32 } else { style.parameter };
+            self.persistent.extend([(); 2].map(|()| tape.new_tensor(elements, 1, dtype)));
+        }
+        for id in &self.trained {
+            let elements = graph.value(*id).spec.elements() as u64;
+            let share = elements.div_ceil(style.data_ranks);
+            let state = if style.is_mixed { F32 } else { style.parameter };
+            if style.is_mixed {
+                self.persistent.push(tape.new_tensor(elements, 1, F32));
+                self.persistent.push(tape.new_tensor(share, 1, F32));
+            }
+            self.persistent.extend([share, share, 1].map(|count| tape.new_tensor(count, 1, state)));
+        }
+    }
+
+    /// Does an action of the schedule.
+    pub fn act(&mut self, action: Action) -> Result<(), EagerError> {
+        match action.kind {
+            Kind::Forward => self.forward(action),
+            _ => {
+                self.backward(action);
+                Ok(())
+            }
+        }
+    }
+
+    fn forward(&mut self, action: Action) -> Result<(), EagerError> {
+        let graph = self.graph;
+        let (is_first, is_last) = (action.stage.0 == 0, action.stage.0 as usize + 1 == self.style.stages);
+        let Some(stage) = self.stages.get(&action.stage) else { return Ok(()) };
+        let mut environment = Environment::new();
+        // What comes from the stage before, or of another stage that this one reads.
+        let made: HashSet<ValueId> = stage.nodes.iter().flat_map(|&id| &graph.node(id).outputs).copied().collect();
+        let is_received = |id: &&ValueId| !made.contains(id) && matches!(graph.value(**id).source, Source::Node { .. });
+        let mut received: Vec<ValueId> = stage.last.keys().filter(is_received).copied().collect();
+        received.sort_unstable();
+        let input = match received[..] {
+            [] => None,
+            [id] => {
+                let spec = &graph.value(id).spec;
+                let (elements, width) = (spec.elements() as u64, spec.dims().last().copied().unwrap_or(1) as u64);
+                let data = self.autograd.tape.new_tensor(elements, width, self.style.parameter);
+                let var = self.autograd.leaf(data, true);
+                environment.insert(id, var.clone());
+                Some(var)
+            }
+            _ => return Err(EagerError::Unknown("a stage that reads several tensors of others".to_owned())),
+        };
+        self.left.clear();
+        let mut ids = |is_there: bool, name: &str| {
+            let id = stage
+                .last
+                .keys()
+                .copied()
+                .find(|&id| matches!(&graph.value(id).source, Source::Input { name: found } if found == name));
+            if let Some(id) = id.filter(|_| is_there) {
+                let count = graph.value(id).spec.elements() as u64;
+                let data = self.autograd.tape.new_tensor(count, 1, INT64);
+                environment.insert(id, Var { data, edge: None });
+            }
+        };
+        ids(is_first, "tokens");
+        ids(is_last, "targets");
+        let output = self.run_stage(stage, environment)?;
+        self.casts.take();
+        let output = match is_last && self.style.micro_batches > 1 {
+            true => self.autograd.scale(output),
+            false => output,
+        };
+        self.in_flight.insert(Action { kind: Kind::Backward, ..action }, InFlight { input, output });
+        Ok(())
+    }
+
+    fn backward(&mut self, action: Action) {
+        let Some(InFlight { input, output }) = self.in_flight.remove(&action) else { return };
+        let gradient = self.autograd.tape.like(&output.data);
+        self.left.clear();
+        let stage = &self.stages[&action.stage];
+        if let Some(edge) = output.edge {
+            self.autograd.backward(edge, gradient.clone(), &|frame| self.recall(stage, frame));
+        }
+        self.left.push(gradient);
+        if let Some(input) = input {
+            let of_input = input.leaf().and_then(|leaf| leaf.grad.take());
+            self.left.extend(of_input);
+            self.left.push(input.data);
+        }
+        self.left.push(output.data);
+        if self.style.stages == 1 {
+            self.left.clear();
+        }
+    }
+
+    /// Norms of all gradients, and nothing more: a fused update works in place. Gradients go with the step.
+    pub fn update(&mut self) {
+        self.left.clear();
+        let tape = &self.autograd.tape;
+        let norms: Vec<Tensor> = self.trained.iter().map(|_| tape.bytes(F32)).collect();
+        let _stacked = tape.bytes(F32 * norms.len() as u64);
+        let _norm = tape.bytes(F32);
+        for id in &self.trained {
+            self.parameters[id].leaf().map(|leaf| leaf.grad.take());
+        }
+    }
+
+    /// The table.
+    pub fn into_buffers(self) -> Vec<Buffer> {
+        self.autograd.tape.clone().into_buffers()
+    }
+
+    /// Runs a stage's forward; its last value.
+    fn run_stage(&self, stage: &Stage, mut environment: Environment) -> Result<Var, EagerError> {
+        let block = |position: usize| block_of(&self.graph.node(stage.nodes[position]).layer);
+        let mut start = 0;
+        while start < stage.nodes.len() {
+            let name = block(start);
+            let end = (start + 1..stage.nodes.len()).find(|&at| block(at) != name).unwrap_or(stage.nodes.len());
+            let nodes = start..end;
+            let inputs = self.inputs(stage, nodes.clone(), &environment);
+            let is_checkpointed = name.is_some_and(|name| self.checkpointed.contains(name));
+            let frame = is_checkpointed.then(|| Frame::new(nodes.clone(), inputs.clone()));
+            if let Some(frame) = &frame {
+                self.autograd.set_mode(Mode::Forget(frame.clone()));
+            }
+            // A caller holds what it calls a block with until that returns; between blocks nobody does.
+            let mut inside: Environment = inputs.into_iter().collect();
+            if name.is_none() {
+                environment.retain(|id, _| !inside.contains_key(id) || stage.last[id] >= end);
+            }
+            self.run_nodes(stage, nodes, &mut inside)?;
+            self.autograd.set_mode(Mode::Keep);
+            environment.retain(|id, _| stage.last.get(id).is_some_and(|&last| last >= end));
+            environment.extend(inside);
+            start = end;
+        }
+        let last = self.graph.node(*stage.nodes.last().expect("a stage has nodes")).outputs[0];
+        Ok(environment.remove(&last).expect("the last value of a stage is read by no node of it"))
+    }
+
+    /// What some nodes read of those before.
+    fn inputs(&self, stage: &Stage, nodes: Range<usize>, environment: &Environment) -> Vec<(ValueId, Var)> {
+        let read = stage.nodes[nodes].iter().flat_map(|&id| &self.graph.node(id).inputs);
+        let mut ids: Vec<ValueId> = read.copied().collect();
+        ids.sort_unstable();
+        ids.dedup();
+        ids.into_iter().filter_map(|id| environment.get(&id).map(|var| (id, var.clone()))).collect()
+    }
+
+    /// Runs a checkpoint's forward again.
+    fn recall(&self, stage: &Stage, frame: &Frame) {
+        let mut environment = frame.inputs.iter().cloned().collect();
+        // It has run before.
+        let _ = self.run_nodes(stage, frame.nodes.clone(), &mut environment);
+        self.casts.take();
+    }
+
+    fn run_nodes(&self, stage: &Stage, nodes: Range<usize>, values: &mut Environment) -> Result<(), EagerError> {
+        // Local variables of a function around attention.
+        let mut locals: Vec<Var> = Vec::new();
+        let mut scope = String::new();
+        for position in nodes.clone() {
+            let node = self.graph.node(stage.nodes[position]);
+            if !node.layer.starts_with(&scope) {
+                locals.clear();
+            }
+            self.apply(stage.nodes[position], values)?;
+            if node.op.name() == "attention" {
+                scope = node.layer.to_string();
+                let read = node.inputs.iter().chain(&node.outputs);
+                locals.extend(read.filter_map(|id| values.get(id)).cloned());
+            }
+            values.retain(|id, _| stage.last.get(id).is_none_or(|&last| last > position));
+        }
+        Ok(())
+    }
+
+    /// Calls the rule of a node.
+    fn apply(&self, id: NodeId, values: &mut Environment) -> Result<(), EagerError> {
+        let (node, autograd) = (self.graph.node(id), &self.autograd);
+        let value = |index: usize| {
+            let input = *node.inputs.get(index)?;
+            values.get(&input).or_else(|| self.parameters.get(&input)).cloned()
+        };
+        let unknown = || EagerError::Op { op: node.op.name().to_owned(), layer: node.layer.to_string() };
+        let input = |index: usize| value(index).ok_or_else(unknown);
+        let output = node.outputs[0];
+        let spec = &self.graph.value(output).spec;
+        let width = spec.dims().last().copied().unwrap_or(1) as u64;
+        let made = match node.op.name() {
+            "embedding" => autograd.embedding(&input(0)?, &input(1)?.data),
+            // The rows of a table of positions.
+            "narrow" | "broadcast_as" if self.parameters.contains_key(&node.inputs[0]) => {
+                let rows = self.graph.value(node.inputs[0]).spec.dims()[0].min(spec.elements() / width as usize);
+                let positions = autograd.tape.new_tensor(rows as u64, 1, INT64);
+                autograd.embedding(&input(0)?, &positions)
+            }
+            "narrow" => return self.split(id, &input(0)?, values),
+            "broadcast_as" | "contiguous" | "scaled_sum" => input(0)?,
+            "reshape" => autograd.view(&input(0)?, width),
+            "transpose" => autograd.transpose(&input(0)?),
+            "linear" => {
+                self.linear(node.inputs[1], &input(0)?, &input(1)?, value(2).map(|bias| (node.inputs[2], bias)))
+            }
+            "rope" => autograd.transpose(&autograd.rope(&autograd.transpose(&input(0)?))),
+            "attention" => {
+                let head = self.graph.value(node.inputs[0]).spec.dims().last().copied().unwrap_or(1) as u64;
+                let [q, k, v] = [input(0)?, input(1)?, input(2)?];
+                // Ours is [batch, tokens, heads, size].
+                autograd.transpose(&autograd.attention([&q, &k, &v], q.data.elements / head))
+            }
+            "add" => autograd.add(&input(0)?, &input(1)?),
+            "affine" => autograd.scale(input(0)?),
+            "dropout" => autograd.dropout(&input(0)?),
+            "gelu" | "gelu_erf" | "silu" | "relu" => autograd.activation(&input(0)?),
+            "mul" => autograd.mul(&input(0)?, &input(1)?),
+            "swiglu" => autograd.mul(&autograd.activation(&input(0)?), &input(1)?),
+            "rms_norm" => autograd.rms_norm(&input(0)?, &input(1)?),
+            "layer_norm" => autograd.layer_norm(&input(0)?, &input(1)?, &input(2)?),
+            "linear_cross_entropy" => {
+                let logits = self.linear(node.inputs[1], &input(0)?, &input(1)?, None);
+                let targets = input(2)?.data;
+                values.remove(&node.inputs[2]);
+                let logits = if self.style.upcasts_logits { autograd.cast(&logits, F32) } else { logits };
+                autograd.cross_entropy(&logits, targets, self.style.is_amp)
+            }
+            _ => return Err(unknown()),
+        };
+        values.insert(output, made);
+        Ok(())
+    }
+
+    /// A product; under autocast of casts of what it reads, of which parameters' are kept until the forward's end.
+    fn linear(&self, id: ValueId, x: &Var, weight: &Var, bias: Option<(ValueId, Var)>) -> Var {
+        let Self { autograd, style, .. } = self;
+        if !style.is_amp {
+            return autograd.linear(x, weight, bias.as_ref().map(|(_, bias)| bias));
+        }
+        let kept = |id: ValueId, parameter: &Var| {
+            let known = self.casts.borrow().get(&id).cloned();
+            known.unwrap_or_else(|| {
+                let cast = autograd.cast(parameter, BF16);
+                self.casts.borrow_mut().insert(id, cast.clone());
+                cast
+            })
+        };
+        // C++ casts a call's arguments from the last to the first.
+        let bias = bias.map(|(id, bias)| kept(id, &bias));
+        let weight = kept(id, weight);
+        let x = autograd.cast(x, BF16);
+        autograd.linear(&x, &weight, bias.as_ref())
+    }
+
+    /// All parts of a tensor that is narrowed into parts that lie side by side.
+    fn split(&self, id: NodeId, whole: &Var, values: &mut Environment) -> Result<(), EagerError> {
+        let node = self.graph.node(id);
+        if values.contains_key(&node.outputs[0]) {
+            return Ok(());
+        }
+        let is_part = |other: &&NodeId| {
+            let other = self.graph.node(**other);
+            other.op.name() == "narrow" && other.inputs[0] == node.inputs[0] && other.phase == Phase::Forward
+        };
+        let ids: Vec<NodeId> = self.graph.node_ids().collect();
+        let parts: Vec<NodeId> = ids.iter().filter(is_part).copied().collect();
+        for (part, var) in parts.iter().zip(self.autograd.split(whole, parts.len() as u64)) {
+            values.insert(self.graph.node(*part).outputs[0], var);
+        }
+        Ok(())
+    }
+}

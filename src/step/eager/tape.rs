@@ -1,0 +1,126 @@
+//! Storage that is counted by its references, and the table of when each was allocated and freed.
+
+use std::cell::RefCell;
+use std::ops::Range;
+use std::rc::Rc;
+
+use gapless_alloc::Buffer;
+
+/// Bytes of an element of float32 and bfloat16.
+pub const F32: u64 = 4;
+pub const BF16: u64 = 2;
+/// Of a token's id: PyTorch's int64.
+pub const INT64: u64 = 8;
+
+/// What was allocated so far. Each allocation and each free takes one tick.
+#[derive(Debug, Clone, Default)]
+pub struct Tape(Rc<RefCell<Events>>);
+
+#[derive(Debug, Default)]
+struct Events {
+    now: u64,
+    buffers: Vec<(Range<u64>, u64)>,
+    is_muted: bool,
+}
+
+/// Memory of one allocation, freed when its last reference goes.
+#[derive(Debug)]
+pub struct Storage {
+    tape: Tape,
+    /// None if nothing was allocated.
+    index: Option<usize>,
+}
+
+impl Drop for Storage {
+    fn drop(&mut self) {
+        if let Some(index) = self.index {
+            let mut events = self.tape.0.borrow_mut();
+            events.buffers[index].0.end = events.now;
+            events.now += 1;
+        }
+    }
+}
+
+/// A tensor of eager mode: its extents, and a reference to its memory.
+#[derive(Debug, Clone)]
+pub struct Tensor {
+    pub storage: Rc<Storage>,
+    pub elements: u64,
+    /// Extent of the last dimension.
+    pub width: u64,
+    /// Bytes of an element.
+    pub dtype: u64,
+    /// Whether it is a view: its base keeps a reference of its own.
+    pub is_view: bool,
+    /// Whether the middle dimensions are swapped in memory, so that another shape needs a copy.
+    pub is_transposed: bool,
+}
+
+impl Tensor {
+    /// Number of rows of the last dimension.
+    pub fn rows(&self) -> u64 {
+        self.elements / self.width
+    }
+
+    /// Whether an engine may add to it instead of making a new one: nobody else refers to its memory.
+    /// `can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp.
+    pub fn is_stealable(&self) -> bool {
+        Rc::strong_count(&self.storage) == 1 && !self.is_view
+    }
+
+    /// A view of it.
+    pub fn view(&self) -> Self {
+        Self { is_view: true, ..self.clone() }
+    }
+}
+
+impl Tape {
+    /// Allocates so many elements.
+    pub fn new_tensor(&self, elements: u64, width: u64, dtype: u64) -> Tensor {
+        let index = self.allocate(elements * dtype);
+        let storage = Rc::new(Storage { tape: self.clone(), index });
+        Tensor { storage, elements, width, dtype, is_view: false, is_transposed: false }
+    }
+
+    /// A tensor of the same extents and strides.
+    pub fn like(&self, tensor: &Tensor) -> Tensor {
+        self.cast(tensor, tensor.dtype)
+    }
+
+    /// The same, of another type.
+    pub fn cast(&self, tensor: &Tensor, dtype: u64) -> Tensor {
+        let new = self.new_tensor(tensor.elements, tensor.width, dtype);
+        Tensor { is_transposed: tensor.is_transposed, ..new }
+    }
+
+    /// Allocates bytes and frees them as soon as the result is dropped.
+    pub fn bytes(&self, bytes: u64) -> Tensor {
+        self.new_tensor(bytes, 1, 1)
+    }
+
+    fn allocate(&self, bytes: u64) -> Option<usize> {
+        let mut events = self.0.borrow_mut();
+        if events.is_muted || bytes == 0 {
+            return None;
+        }
+        let now = events.now;
+        events.buffers.push((now..u64::MAX, bytes));
+        events.now += 1;
+        Some(events.buffers.len() - 1)
+    }
+
+    /// From now on nothing is allocated, or it is again.
+    pub fn mute(&self, is_muted: bool) {
+        self.0.borrow_mut().is_muted = is_muted;
+    }
+
+    /// The table; what is not freed lives to its end, and what lives so was there before it began.
+    pub fn into_buffers(self) -> Vec<Buffer> {
+        let events = self.0.borrow();
+        let buffer = |(lifetime, bytes): &(Range<u64>, u64)| match lifetime.end {
+            u64::MAX => Buffer::new(0..events.now, *bytes),
+            _ => Buffer::new(lifetime.clone(), *bytes),
+        };
+        events.buffers.iter().map(buffer).collect()
+    }
+}
