@@ -75,6 +75,24 @@ fn steps_allocate_what_the_library_does() {
 }
 
 #[test]
+fn stages_may_begin_inside_a_layer() {
+    let spec: StepSpec = toml::from_str(
+        "model = 'gpt:vocabulary=64,layers=3,heads=2,width=32'\nbatch = 4\nmicro_batches = 4\nsequence = 16\npipeline_ranks = 2\n\
+         lowering = 'eager'",
+    )
+    .unwrap();
+    let mut step = spec.check().unwrap();
+    step.options.pipeline.cut = StagePartition::Before(vec!["h.1.mlp".to_owned()]);
+    let graph = step.record().unwrap();
+    for rank in 0..2 {
+        let problem = step.eager(&graph, rank).unwrap();
+        let requests = Requests::new(&problem);
+        let lasting: u64 = requests.persistent().iter().map(|&id| requests.bytes(id)).sum();
+        assert!(lasting < requests.peak_live(), "{rank}: {lasting} of {}", requests.peak_live());
+    }
+}
+
+#[test]
 fn what_has_no_rule_is_named() {
     let check = |text: &str, expected: &str| {
         let spec: StepSpec = toml::from_str(&format!("batch = 2\nsequence = 16\nlowering = 'eager'\n{text}")).unwrap();

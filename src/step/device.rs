@@ -170,18 +170,36 @@ impl DeviceProfile {
             Precision::Bf16 | Precision::Mixed => self.bf16_flops,
         }
     }
+}
 
-    /// Time of an operation: held up by arithmetic or by memory, whichever takes longer, and at least by its launch. None of messages
-    /// and collectives.
-    pub fn nanoseconds(&self, instr: &Instr, precision: Precision) -> u64 {
+/// What the parts of a step cost in time.
+pub trait CostModel {
+    /// Nanoseconds of an operation; 0 of what is no operation.
+    fn nanoseconds(&self, instr: &Instr, precision: Precision) -> u64;
+
+    /// Nanoseconds until a message of so many bytes is with a neighbour.
+    fn transfer(&self, bytes: u64) -> u64;
+
+    /// Nanoseconds of a sum or gathering for which a rank sends so many bytes, as far as nothing hides them. `can_hide`: gradients and
+    /// parameters can be computed with meanwhile, experts' rows cannot.
+    fn collective(&self, bytes: f64, can_hide: bool) -> u64;
+}
+
+impl CostModel for DeviceProfile {
+    /// Held up by arithmetic or by memory, whichever takes longer, and at least by its launch.
+    fn nanoseconds(&self, instr: &Instr, precision: Precision) -> u64 {
         let InstrKind::Compute(op) = &instr.kind else { return 0 };
         let reached = if op.name().contains("attention") { self.attention } else { self.products };
         let rates = Rates { flops: reached * self.peak(precision), bytes: self.bytes };
         instr.nanoseconds(&rates).max((self.launch * 1e9) as u64)
     }
 
-    /// Time of a message of so many bytes to a neighbour.
-    pub fn transfer(&self, bytes: u64) -> u64 {
+    fn transfer(&self, bytes: u64) -> u64 {
         ((self.latency + bytes as f64 / self.link) * 1e9) as u64
+    }
+
+    fn collective(&self, bytes: f64, can_hide: bool) -> u64 {
+        let hidden = if can_hide { self.overlap } else { 0.0 };
+        ((self.latency + bytes / self.link) * (1.0 - hidden) * 1e9) as u64
     }
 }

@@ -32,7 +32,7 @@ mod sketch;
 mod spec;
 mod timing;
 
-pub use device::{DeviceProfile, UnknownDevice};
+pub use device::{CostModel, DeviceProfile, UnknownDevice};
 pub use eager::{EagerError, Lowering};
 pub use estimate::{Estimate, estimate};
 pub use model::{ModelSpec, PRESETS};

@@ -12,7 +12,7 @@ use gapless_parallel::{
     Action, Cell, Costs, Durations, Error, Kind, Mesh, MicroBatch, Shape, StageId, Stuck, Timeline, simulate,
 };
 
-use super::{DeviceProfile, Precision, Step};
+use super::{CostModel, Precision, Step};
 
 /// A step in time.
 #[derive(Debug, Clone)]
@@ -58,7 +58,15 @@ impl Step {
     /// # Errors
     /// When the schedule does not exist for the step's shape.
     pub fn timing(&self, programs: &[Program]) -> Result<Timing, TimingError> {
-        self.simulated(self.measured(programs))
+        self.timing_with(programs, &self.device)
+    }
+
+    /// The same, by costs of one's own instead of the step's device.
+    ///
+    /// # Errors
+    /// As [`Self::timing`].
+    pub fn timing_with(&self, programs: &[Program], costs: &dyn CostModel) -> Result<Timing, TimingError> {
+        self.simulated(Measured::of(programs, costs, self.precision, self.options.mesh))
     }
 
     pub(super) fn measured(&self, programs: &[Program]) -> Measured {
@@ -119,7 +127,7 @@ impl Measured {
         Action { micro_batch: self.all_as.unwrap_or(action.micro_batch), ..action }
     }
 
-    fn of(programs: &[Program], device: &DeviceProfile, precision: Precision, mesh: Mesh) -> Self {
+    fn of(programs: &[Program], device: &dyn CostModel, precision: Precision, mesh: Mesh) -> Self {
         let mut measured = Self::default();
         let mut known = Known::default();
         for program in programs {
@@ -186,7 +194,7 @@ impl Measured {
 struct Known(HashMap<(usize, u64, bool), u64>);
 
 impl Known {
-    fn nanoseconds(&mut self, instr: &Instr, device: &DeviceProfile, precision: Precision) -> u64 {
+    fn nanoseconds(&mut self, instr: &Instr, device: &dyn CostModel, precision: Precision) -> u64 {
         let InstrKind::Compute(op) = &instr.kind else { return 0 };
         // An operation that a node shares is one allocation; what lowering adds behind a node has one of its own.
         let Some(node) = instr.node else { return device.nanoseconds(instr, precision) };
@@ -207,22 +215,22 @@ fn bytes(program: &Program, operands: &[Operand]) -> u64 {
 }
 
 /// The time of a collective that nothing hides: by rings, as NCCL's documentation counts them.
-fn exposed(program: &Program, instr: &Instr, collective: Collective, device: &DeviceProfile, mesh: Mesh) -> u64 {
+fn exposed(program: &Program, instr: &Instr, collective: Collective, device: &dyn CostModel, mesh: Mesh) -> u64 {
     let ranks = match collective.group() {
         Group::Batch => mesh.data * mesh.expert,
         Group::Experts => mesh.expert,
         Group::Replicas => mesh.data,
     };
     let (input, output) = (instr.inputs.get(..1).unwrap_or_default(), instr.outputs.get(..1).unwrap_or_default());
-    let (whole, ways, hidden) = match collective {
-        Collective::AllReduce { .. } => (bytes(program, input), 2.0, device.overlap),
-        Collective::ReduceScatter { .. } => (bytes(program, input), 1.0, device.overlap),
-        Collective::AllGather { .. } | Collective::Refill { .. } => (bytes(program, output), 1.0, device.overlap),
-        Collective::AllToAll { .. } | Collective::AllToAllRows { .. } => (bytes(program, output), 1.0, 0.0),
+    let (whole, ways, can_hide) = match collective {
+        Collective::AllReduce { .. } => (bytes(program, input), 2.0, true),
+        Collective::ReduceScatter { .. } => (bytes(program, input), 1.0, true),
+        Collective::AllGather { .. } | Collective::Refill { .. } => (bytes(program, output), 1.0, true),
+        Collective::AllToAll { .. } | Collective::AllToAllRows { .. } => (bytes(program, output), 1.0, false),
     };
     if ranks < 2 {
         return 0;
     }
     let sent = ways * whole as f64 * (ranks - 1) as f64 / ranks as f64;
-    ((device.latency + sent / device.link) * (1.0 - hidden) * 1e9) as u64
+    device.collective(sent, can_hide)
 }

@@ -9,6 +9,7 @@ use gapless_models::{Gpt, GptConfig};
 
 use super::row::Figures;
 use super::{Status, Sweep, run};
+use crate::step::CostModel;
 
 const TINY: &str = r#"
 [step]

@@ -18,6 +18,11 @@ pub struct Block {
 }
 
 impl Block {
+    /// What an allocator of one's own gives for a request: at this address so many bytes.
+    pub fn new(address: u64, bytes: u64) -> Self {
+        Self { address, bytes, slot: 0 }
+    }
+
     /// First byte, in the address space of the allocator's device.
     pub fn address(&self) -> u64 {
         self.address

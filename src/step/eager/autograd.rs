@@ -121,15 +121,22 @@ impl Autograd {
         Recording { autograd: self, next: inputs.iter().map(|input| input.edge.clone()).collect(), saved: Vec::new() }
     }
 
-    /// Runs the backward of what the edge leads to. `again` runs the forward of a frame.
-    pub fn backward(&self, root: Edge, gradient: Tensor, again: &dyn Fn(&Frame)) {
-        let mut waiting = dependencies(&root.0);
+    /// Runs the backward from outputs with their gradients. `again` runs the forward of a frame.
+    pub fn backward(&self, roots: Vec<(Edge, Tensor)>, again: &dyn Fn(&Frame)) {
+        let nodes: Vec<Rc<Node>> = roots.iter().map(|((node, _), _)| node.clone()).collect();
+        let mut waiting = dependencies(&nodes);
         let mut buffers: HashMap<*const Node, Vec<Option<Tensor>>> = HashMap::new();
-        let mut first = vec![None; root.0.outputs];
-        first[root.1] = Some(gradient);
-        buffers.insert(Rc::as_ptr(&root.0), first);
+        for ((node, input), gradient) in roots {
+            buffers.entry(Rc::as_ptr(&node)).or_insert_with(|| vec![None; node.outputs])[input] = Some(gradient);
+        }
         // Of equal numbers, the one that is ready first.
-        let (mut ready, mut turn) = (BinaryHeap::from([Ready(root.0.order, u64::MAX, root.0)]), u64::MAX);
+        let (mut ready, mut turn) = (BinaryHeap::new(), u64::MAX);
+        for node in nodes {
+            if waiting[&Rc::as_ptr(&node)] == 0 && !ready.iter().any(|Ready(_, _, other)| Rc::ptr_eq(other, &node)) {
+                turn -= 1;
+                ready.push(Ready(node.order, turn, node));
+            }
+        }
         while let Some(Ready(_, _, node)) = ready.pop() {
             let gradients = buffers.remove(&Rc::as_ptr(&node)).unwrap_or_default();
             let outputs = self.run(&node, gradients, again);
@@ -246,15 +253,20 @@ impl Recording<'_> {
 }
 
 /// How many gradients come to each node before it can run.
-fn dependencies(root: &Rc<Node>) -> HashMap<*const Node, usize> {
-    let mut counts = HashMap::from([(Rc::as_ptr(root), 0)]);
-    let mut stack = vec![root.clone()];
+fn dependencies(roots: &[Rc<Node>]) -> HashMap<*const Node, usize> {
+    let mut counts = HashMap::new();
+    let mut stack = Vec::new();
+    for root in roots {
+        if counts.insert(Rc::as_ptr(root), 0).is_none() {
+            stack.push(root.clone());
+        }
+    }
     while let Some(node) = stack.pop() {
         for (next, _) in node.next.iter().flatten() {
-            let count = counts.entry(Rc::as_ptr(next)).or_insert(0);
-            if *count == 0 {
+            let count = counts.entry(Rc::as_ptr(next)).or_insert_with(|| {
                 stack.push(next.clone());
-            }
+                0
+            });
             *count += 1;
         }
     }

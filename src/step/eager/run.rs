@@ -6,6 +6,7 @@ use std::ops::Range;
 
 use gapless_alloc::Buffer;
 use gapless_engine::graph::{Graph, NodeId, Phase, Place, Source, ValueId};
+use gapless_engine::recompute::block_of;
 use gapless_parallel::{Action, Kind, StageId};
 
 use super::EagerError;
@@ -57,25 +58,29 @@ struct Stage {
     nodes: Vec<NodeId>,
     /// The last node that reads a value, by position.
     last: HashMap<ValueId, usize>,
+    /// What other stages read of it; the loss of the last one.
+    outputs: Vec<ValueId>,
 }
 
 /// A micro-batch between its forward and its backward.
 struct InFlight {
-    input: Option<Var>,
-    output: Var,
+    inputs: Vec<Var>,
+    outputs: Vec<Var>,
 }
 
-/// The part of the model whose name ends in a number: `h.3` of `h.3.attn`.
-fn block_of(layer: &str) -> Option<&str> {
-    let mut end = 0;
-    for part in layer.split('.') {
-        end += part.len();
-        if part.parse::<usize>().is_ok() {
-            return Some(&layer[..end]);
-        }
-        end += 1;
+/// The values of a stage that others read, in order; its last one if they read none.
+fn outputs(graph: &Graph, place: StageId, stage: &Stage) -> Vec<ValueId> {
+    let made: HashSet<ValueId> = stage.nodes.iter().flat_map(|&id| &graph.node(id).outputs).copied().collect();
+    let elsewhere =
+        graph.nodes().iter().filter(|node| node.phase == Phase::Forward && node.place != Place::Stage(place));
+    let mut read: Vec<ValueId> =
+        elsewhere.flat_map(|node| &node.inputs).filter(|id| made.contains(id)).copied().collect();
+    read.sort_unstable();
+    read.dedup();
+    match stage.nodes.last() {
+        Some(&last) if read.is_empty() => vec![graph.node(last).outputs[0]],
+        _ => read,
     }
-    None
 }
 
 impl<'g> Run<'g> {
@@ -98,6 +103,9 @@ impl<'g> Run<'g> {
                 stage.last.extend(node.inputs.iter().map(|&input| (input, stage.nodes.len())));
                 stage.nodes.push(id);
             }
+        }
+        for (&place, stage) in &mut stages {
+            stage.outputs = outputs(graph, place, stage);
         }
         let mut run = Self {
             graph,
@@ -185,18 +193,14 @@ impl<'g> Run<'g> {
         let is_received = |id: &&ValueId| !made.contains(id) && matches!(graph.value(**id).source, Source::Node { .. });
         let mut received: Vec<ValueId> = stage.last.keys().filter(is_received).copied().collect();
         received.sort_unstable();
-        let input = match received[..] {
-            [] => None,
-            [id] => {
-                let spec = &graph.value(id).spec;
-                let (elements, width) = (spec.elements() as u64, spec.dims().last().copied().unwrap_or(1) as u64);
-                let data = self.autograd.tape.new_tensor(elements, width, self.style.parameter);
-                let var = self.autograd.leaf(data, true);
-                environment.insert(id, var.clone());
-                Some(var)
-            }
-            _ => return Err(EagerError::Unknown("a stage that reads several tensors of others".to_owned())),
-        };
+        let mut inputs = Vec::new();
+        for id in received {
+            let spec = &graph.value(id).spec;
+            let (elements, width) = (spec.elements() as u64, spec.dims().last().copied().unwrap_or(1) as u64);
+            let data = self.autograd.tape.new_tensor(elements, width, self.style.parameter);
+            inputs.push(self.autograd.leaf(data, true));
+            environment.insert(id, inputs[inputs.len() - 1].clone());
+        }
         self.left.clear();
         let mut ids = |is_there: bool, name: &str| {
             let id = stage
@@ -212,31 +216,31 @@ impl<'g> Run<'g> {
         };
         ids(is_first, "tokens");
         ids(is_last, "targets");
-        let output = self.run_stage(stage, environment)?;
+        let mut outputs = self.run_stage(stage, environment)?;
         self.casts.take();
-        let output = match is_last && self.style.micro_batches > 1 {
-            true => self.autograd.scale(output),
-            false => output,
-        };
-        self.in_flight.insert(Action { kind: Kind::Backward, ..action }, InFlight { input, output });
+        if is_last && self.style.micro_batches > 1 {
+            outputs = outputs.into_iter().map(|loss| self.autograd.scale(loss)).collect();
+        }
+        self.in_flight.insert(Action { kind: Kind::Backward, ..action }, InFlight { inputs, outputs });
         Ok(())
     }
 
     fn backward(&mut self, action: Action) {
-        let Some(InFlight { input, output }) = self.in_flight.remove(&action) else { return };
-        let gradient = self.autograd.tape.like(&output.data);
+        let Some(InFlight { inputs, outputs }) = self.in_flight.remove(&action) else { return };
+        let tape = &self.autograd.tape;
+        let gradients: Vec<Tensor> = outputs.iter().map(|output| tape.like(&output.data)).collect();
         self.left.clear();
         let stage = &self.stages[&action.stage];
-        if let Some(edge) = output.edge {
-            self.autograd.backward(edge, gradient.clone(), &|frame| self.recall(stage, frame));
-        }
-        self.left.push(gradient);
-        if let Some(input) = input {
+        let (edges, data): (Vec<_>, Vec<Tensor>) = outputs.into_iter().map(|Var { data, edge }| (edge, data)).unzip();
+        let roots = edges.into_iter().zip(&gradients).filter_map(|(edge, gradient)| Some((edge?, gradient.clone())));
+        self.autograd.backward(roots.collect(), &|frame| self.recall(stage, frame));
+        self.left.extend(gradients);
+        for input in inputs {
             let of_input = input.leaf().and_then(|leaf| leaf.grad.take());
             self.left.extend(of_input);
             self.left.push(input.data);
         }
-        self.left.push(output.data);
+        self.left.extend(data);
         if self.style.stages == 1 {
             self.left.clear();
         }
@@ -259,8 +263,8 @@ impl<'g> Run<'g> {
         self.autograd.tape.clone().into_buffers()
     }
 
-    /// Runs a stage's forward; its last value.
-    fn run_stage(&self, stage: &Stage, mut environment: Environment) -> Result<Var, EagerError> {
+    /// Runs a stage's forward; what other stages read of it, or the loss.
+    fn run_stage(&self, stage: &Stage, mut environment: Environment) -> Result<Vec<Var>, EagerError> {
         let block = |position: usize| block_of(&self.graph.node(stage.nodes[position]).layer);
         let mut start = 0;
         while start < stage.nodes.len() {
@@ -276,16 +280,17 @@ impl<'g> Run<'g> {
             // A caller holds what it calls a block with until that returns; between blocks nobody does.
             let mut inside: Environment = inputs.into_iter().collect();
             if name.is_none() {
-                environment.retain(|id, _| !inside.contains_key(id) || stage.last[id] >= end);
+                environment
+                    .retain(|id, _| !inside.contains_key(id) || stage.last[id] >= end || stage.outputs.contains(id));
             }
             self.run_nodes(stage, nodes, &mut inside)?;
             self.autograd.set_mode(Mode::Keep);
-            environment.retain(|id, _| stage.last.get(id).is_some_and(|&last| last >= end));
+            environment
+                .retain(|id, _| stage.last.get(id).is_some_and(|&last| last >= end) || stage.outputs.contains(id));
             environment.extend(inside);
             start = end;
         }
-        let last = self.graph.node(*stage.nodes.last().expect("a stage has nodes")).outputs[0];
-        Ok(environment.remove(&last).expect("the last value of a stage is read by no node of it"))
+        Ok(stage.outputs.iter().filter_map(|id| environment.remove(id)).collect())
     }
 
     /// What some nodes read of those before.
@@ -320,7 +325,7 @@ impl<'g> Run<'g> {
                 let read = node.inputs.iter().chain(&node.outputs);
                 locals.extend(read.filter_map(|id| values.get(id)).cloned());
             }
-            values.retain(|id, _| stage.last.get(id).is_none_or(|&last| last > position));
+            values.retain(|id, _| stage.last.get(id).is_none_or(|&last| last > position) || stage.outputs.contains(id));
         }
         Ok(())
     }

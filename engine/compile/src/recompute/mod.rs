@@ -20,7 +20,7 @@ mod saved;
 mod stash;
 
 pub(crate) use policy::Resolving;
-pub use policy::{Layers, Recompute};
+pub use policy::{CustomPolicy, Layers, Recompute, RecomputePolicy, block_of};
 pub(crate) use saved::SavedActivations;
 pub use stash::Offload;
 pub(crate) use stash::{Stash, Stashing};

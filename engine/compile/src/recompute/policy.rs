@@ -1,9 +1,11 @@
 //! What users say about recomputation, turned into values of a graph.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::str::FromStr;
+use std::sync::Arc;
 
-use gapless_graph::{Graph, Node, Phase, ValueId};
+use gapless_graph::{Graph, Node, Phase, Spec, ValueId};
 use gapless_parallel::{Action, Rates};
 
 use super::block::blocks;
@@ -34,6 +36,25 @@ pub enum Recompute {
         /// The device that time is estimated for.
         rates: Rates,
     },
+    /// What a policy of one's own drops.
+    Custom(CustomPolicy),
+}
+
+/// Which of the values that a backward reads are dropped and computed again.
+pub trait RecomputePolicy: fmt::Debug + Send + Sync {
+    /// Whether a value is: of this shape and type, made by this node of the forward. Asked of all values that can be computed again, in
+    /// the order in which they are made; it must answer the same each time.
+    fn drops(&self, value: &Spec, maker: &Node) -> bool;
+}
+
+/// A policy of one's own; equal to itself alone.
+#[derive(Debug, Clone)]
+pub struct CustomPolicy(pub Arc<dyn RecomputePolicy>);
+
+impl PartialEq for CustomPolicy {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
 }
 
 impl Recompute {
@@ -171,6 +192,10 @@ impl Resolving<'_> {
                 }
                 let named = |root: &ValueId| names.iter().any(|name| name == saved.maker(*root).op.name());
                 Ok(saved.dropping(saved.roots().iter().copied().filter(named)))
+            }
+            Recompute::Custom(policy) => {
+                let is_dropped = |root: &ValueId| policy.0.drops(saved.spec(*root), saved.maker(*root));
+                Ok(saved.dropping(saved.roots().iter().copied().filter(is_dropped)))
             }
             Recompute::Cycle(_) | Recompute::Budget { .. } => {
                 Err(config("only policies that name what they drop can take turns".into()))
