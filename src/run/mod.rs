@@ -43,7 +43,7 @@ pub(crate) use config::{line_of, pipeline, size, text_of, with_nearest};
 pub use console::{Console, ErrorOutput, OutputLost};
 pub use fit::{Answer, Ended, Event, Fit, Fitted, sample, validation_loss, validation_windows};
 pub use folder::RunFolder;
-pub use report::{Report, ReportError, RunRecord};
+pub use report::{Report, ReportError, ReportServer, RunRecord};
 use saved::say_changes;
 pub use saved::{dataset, expect_same, with_saved};
 pub use stop::Stop;

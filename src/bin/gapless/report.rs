@@ -9,7 +9,7 @@ use crate::output::{picture, print, replace, tell};
 
 /// Makes one page of the folders of runs: curves, configurations, samples, memory maps.
 ///
-/// Runs that go on are read as far as they are. Exit code 1: the page cannot be written; 2: there is no run.
+/// Runs that go on are read as far as they are. Exit code 1: the page cannot be written or served; 2: there is no run.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
     /// Folders of runs, as gapless train writes them
@@ -18,6 +18,12 @@ pub struct Arguments {
     /// The page
     #[arg(long, value_name = "FILE.html", default_value = "report.html", value_parser = |path: &str| picture(path, &["html"]))]
     out: PathBuf,
+    /// Serves the page on 127.0.0.1 instead, where it follows runs that go on, until Ctrl-C
+    #[arg(long, conflicts_with = "out")]
+    watch: bool,
+    /// The port of --watch; any that is free if not given
+    #[arg(long, value_name = "PORT", default_value_t = 0, requires = "watch")]
+    port: u16,
 }
 
 /// Does what the arguments ask and says how it went.
@@ -31,6 +37,12 @@ pub fn run(arguments: &Arguments) -> ExitCode {
         Err(error) => return fail(&error, 2),
     };
     report.runs().iter().for_each(tell);
+    if arguments.watch {
+        return match watch(report, arguments.port) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => fail(&format_args!("cannot serve on port {}: {error}", arguments.port), 1),
+        };
+    }
     let page = match report.html() {
         Ok(page) => page,
         Err(error) => return fail(&error, 2),
@@ -42,4 +54,11 @@ pub fn run(arguments: &Arguments) -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => fail(&format_args!("{error:#}"), 1),
     }
+}
+
+fn watch(report: Report, port: u16) -> std::io::Result<()> {
+    let server = report.listen(port)?;
+    // Its reader may have left; browsers may come all the same.
+    let _ = print(|out| writeln!(out, "{} (Ctrl-C ends it)", server.url()));
+    server.run()
 }

@@ -4,6 +4,7 @@
 //! served on the loopback address and follows the runs. Never: an error for what a run has not written yet, or only in part.
 
 mod metrics;
+mod serve;
 #[cfg(test)]
 mod tests;
 
@@ -18,6 +19,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use self::metrics::{Curve, Metrics};
+pub use self::serve::ReportServer;
 use crate::page::{self, Page};
 
 /// Why there is no report.

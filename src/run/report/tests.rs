@@ -1,5 +1,6 @@
 use std::fs::{self, File};
-use std::io::Write;
+use std::io::{Read, Write};
+use std::net::TcpStream;
 use std::path::Path;
 
 use base64::Engine;
@@ -83,4 +84,38 @@ fn a_folder_has_what_it_has() {
     fs::write(first.join("memory.html"), "<!doctype html></script>").unwrap();
     let html = report.html().unwrap();
     assert_eq!(html.matches("</script>").count(), 3, "of the map, of the data, of the script");
+}
+
+/// Served: the page, rows that have come since, and nothing else to anybody.
+#[test]
+fn a_served_report_follows_its_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let metrics = folder.path().join("metrics.jsonl");
+    append(&metrics, "{\"step\":0,\"loss\":4.0}\n");
+    let server = Report::open(&[folder.path().to_owned()]).unwrap().listen(0).unwrap();
+    let url = server.url();
+    let host = url.strip_prefix("http://").and_then(|rest| rest.strip_suffix('/')).unwrap().to_owned();
+    std::thread::spawn(move || server.run());
+    let ask = |first: &str, named: &str| {
+        let mut stream = TcpStream::connect(&host).unwrap();
+        // In two parts, as a network may.
+        write!(stream, "{first} HTTP/1.1\r\nAccept: */*\r\nHo").unwrap();
+        write!(stream, "st: {named}\r\n\r\n").unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+        assert!(head.contains(&format!("Content-Length: {}\r\n", body.len())), "{head}");
+        (head[9..12].to_owned(), body.to_owned())
+    };
+    let (status, page) = ask("GET /", &host);
+    assert!(status == "200" && page.contains("connect-src 'self'") && page.contains("\"is_served\":true"), "{status}");
+    append(&metrics, "{\"step\":1,\"loss\":3.0}\n");
+    let (status, data) = ask("GET /data.json", &host);
+    let mut data: Value = serde_json::from_str(&data).unwrap();
+    assert_eq!((status.as_str(), points(&data["runs"][0].take(), "loss")), ("200", vec![(0, 4.0), (1, 3.0)]));
+    let refused = ["GET /metrics.jsonl", "GET /../metrics.jsonl", "GET /data.json?x", "POST /", "HEAD /", "GET"];
+    for first in refused {
+        assert_eq!(ask(first, &host).0, "404", "{first}");
+    }
+    assert_eq!(ask("GET /data.json", "rebound.example").0, "404", "another name for this address");
 }
