@@ -21,6 +21,16 @@ pub enum DataError {
         /// What the operating system said.
         source: io::Error,
     },
+    /// A file that is not what it was compressed to.
+    #[error(
+        "cannot decompress {path}: {source}; is it cut off, damaged, or compressed otherwise than its extension says?"
+    )]
+    Compressed {
+        /// The file.
+        path: PathBuf,
+        /// What the decompressor said.
+        source: io::Error,
+    },
     /// The operating system refused a write.
     #[error("cannot write {path}: {source}; is the disk full, or the cache folder not writable?")]
     Write {
@@ -91,7 +101,10 @@ pub enum DataError {
     )]
     NoDocuments,
     /// There is no text (or no token) at all.
-    #[error("no text in {path} ({skipped} files skipped{}); .txt, .rs, .md and .jsonl files are read", named(others))]
+    #[error(
+        "no text in {path} ({skipped} files skipped{}); .txt, .rs, .md and .jsonl files are read, also as .gz or .zst",
+        named(others)
+    )]
     Empty {
         /// The file or folder.
         path: PathBuf,

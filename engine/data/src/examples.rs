@@ -5,7 +5,6 @@
 
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
-use std::fs;
 use std::ops::Range;
 use std::path::Path;
 
@@ -13,6 +12,7 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use serde_json::Value as Json;
 
+use crate::files::read_text;
 use crate::{DataError, Tokenizer, Vocabulary};
 
 /// What a line of a .jsonl file holds.
@@ -55,7 +55,7 @@ enum Content {
 /// # Errors
 /// A file that cannot be read; a line that is something else, by its number; no line at all.
 pub(crate) fn read_lines(path: &Path, format: Format) -> Result<Vec<Line>, DataError> {
-    let text = fs::read_to_string(path).map_err(|error| DataError::read(path, error))?;
+    let text = read_text(path)?;
     // Some editors begin a file with a byte-order mark.
     let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
     let read = |(index, line): (usize, &str)| match content_of(line, format) {
@@ -231,6 +231,8 @@ impl Examples {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use gapless_testing::prelude::*;
 
     use super::*;

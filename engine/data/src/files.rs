@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use walkdir::WalkDir;
 
+use crate::compressed::{inner_extension, open, read_error};
 use crate::{Corpus, DataError};
 
 /// What a folder is searched for.
@@ -14,7 +15,8 @@ const TEXT_EXTENSIONS: [&str; 4] = ["txt", "rs", "md", "jsonl"];
 const MOST_NAMED: usize = 3;
 
 impl Corpus {
-    /// Reads one file, whatever its extension, or every .txt, .rs, .md and .jsonl file below a folder, in sorted order.
+    /// Reads one file, whatever its extension, or every .txt, .rs, .md and .jsonl file below a folder, in sorted order; with .gz or
+    /// .zst behind the extension, what is compressed in it.
     ///
     /// Each line of a .jsonl file is one document. Hidden files, and folders marked as caches by a `CACHEDIR.TAG`
     /// (as cargo marks its `target`), are passed over.
@@ -34,7 +36,7 @@ impl Corpus {
         }
         if corpus.documents().is_empty() {
             let others = if kind.is_dir() { files_below(path, |_| true)? } else { Vec::new() };
-            let is_read = |file: &PathBuf| TEXT_EXTENSIONS.iter().any(|&e| file.extension().is_some_and(|of| of == e));
+            let is_read = |file: &PathBuf| inner_extension(file).is_some_and(|of| TEXT_EXTENSIONS.contains(&of));
             let others = others.into_iter().filter(|file| !is_read(file)).take(MOST_NAMED).collect();
             return Err(DataError::Empty { path: path.to_owned(), skipped: corpus.skipped(), others });
         }
@@ -56,7 +58,7 @@ impl Corpus {
     fn add_file(&mut self, path: &Path) -> Result<(), DataError> {
         let text = read_text(path)?;
         let name = path.display().to_string();
-        if path.extension().is_some_and(|extension| extension == "jsonl") {
+        if inner_extension(path) == Some("jsonl") {
             // Some editors begin a file with a byte-order mark.
             let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
             for (index, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
@@ -93,8 +95,7 @@ fn files_below(folder: &Path, counts: impl Fn(Option<&str>) -> bool) -> Result<V
             let path = error.path().unwrap_or(folder).to_owned();
             DataError::read(&path, error.into())
         })?;
-        let extension = entry.path().extension().and_then(|extension| extension.to_str());
-        if entry.file_type().is_file() && counts(extension) {
+        if entry.file_type().is_file() && counts(inner_extension(entry.path())) {
             files.push(entry.into_path());
         }
     }
@@ -102,8 +103,9 @@ fn files_below(folder: &Path, counts: impl Fn(Option<&str>) -> bool) -> Result<V
 }
 
 /// UTF-8 without NUL bytes. (UTF-16 and many binary formats are valid UTF-8 but for their NULs.)
-fn read_text(path: &Path) -> Result<String, DataError> {
-    let bytes = fs::read(path).map_err(|error| DataError::read(path, error))?;
+pub(super) fn read_text(path: &Path) -> Result<String, DataError> {
+    let mut bytes = Vec::new();
+    open(path)?.read_to_end(&mut bytes).map_err(|error| read_error(path, error))?;
     let binary = |reason| DataError::Binary { path: path.to_owned(), reason };
     if let Some(position) = bytes.iter().position(|&byte| byte == 0) {
         return Err(binary(format!("byte {position} is NUL")));

@@ -1,6 +1,6 @@
 //! Corpora to token batches.
 //!
-//! In comes text (a file, a folder, or the Rust sources of the locked dependencies) or a file of token ids; out come
+//! In comes text (a file, a folder, compressed or not, or the Rust sources of the locked dependencies) or a file of token ids; out come
 //! windows of `sequence` inputs and as many next-token targets, written into the caller's slices. Text is tokenized once
 //! and kept on disk: training reads windows from that file, so that the corpus never has to fit the memory, and a step
 //! allocates nothing.
@@ -35,6 +35,7 @@
 pub const IGNORED: u32 = u32::MAX;
 
 mod chat;
+mod compressed;
 mod corpus;
 mod dataset;
 mod encode;

@@ -1,0 +1,158 @@
+//! Files that may be compressed: what is in them, byte by byte.
+//!
+//! In: a path, whose last extension says how the file is compressed. Out: a reader of the bytes inside. Never: a file in memory as a
+//! whole.
+
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read};
+use std::path::Path;
+
+use flate2::bufread::MultiGzDecoder;
+use ruzstd::decoding::errors::{FrameDecoderError, ReadFrameHeaderError};
+use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
+
+use crate::DataError;
+
+/// Bytes that are read at once.
+const BUFFER_BYTES: usize = 1 << 18;
+
+/// The extension of what is in a file: of `a.jsonl.gz` and `a.jsonl` alike `jsonl`.
+pub(crate) fn inner_extension(path: &Path) -> Option<&str> {
+    let extension = path.extension()?.to_str()?;
+    if matches!(extension, "gz" | "zst") { Path::new(path.file_stem()?).extension()?.to_str() } else { Some(extension) }
+}
+
+/// Opens a file: gzip (RFC 1952) as .gz, Zstandard (RFC 8878) as .zst, of one or several members or frames; others as they are.
+pub(crate) fn open(path: &Path) -> Result<Box<dyn BufRead>, DataError> {
+    let file = File::open(path).map_err(|error| DataError::read(path, error))?;
+    let file = BufReader::with_capacity(BUFFER_BYTES, file);
+    Ok(match path.extension().and_then(|extension| extension.to_str()) {
+        Some("gz") => Box::new(BufReader::with_capacity(BUFFER_BYTES, MultiGzDecoder::new(file))),
+        Some("zst") => Box::new(BufReader::with_capacity(BUFFER_BYTES, Frames::new(file))),
+        _ => Box::new(file),
+    })
+}
+
+/// Wraps an error of a reader of [`open`].
+pub(crate) fn read_error(path: &Path, source: io::Error) -> DataError {
+    match path.extension().and_then(|extension| extension.to_str()) {
+        Some("gz" | "zst") => DataError::Compressed { path: path.to_owned(), source },
+        _ => DataError::read(path, source),
+    }
+}
+
+/// Zstandard frames one after another, with their checksums verified.
+struct Frames<R> {
+    source: R,
+    decoder: FrameDecoder,
+    inside: bool,
+}
+
+impl<R: BufRead> Frames<R> {
+    fn new(source: R) -> Self {
+        Self { source, decoder: FrameDecoder::new(), inside: false }
+    }
+
+    /// Begins the next frame, if there is one. A skippable frame has no data.
+    fn begin(&mut self) -> io::Result<()> {
+        match self.decoder.reset(&mut self.source) {
+            Ok(()) => self.inside = true,
+            Err(FrameDecoderError::ReadFrameHeaderError(ReadFrameHeaderError::SkipFrame { length, .. })) => {
+                let skipped = io::copy(&mut self.source.by_ref().take(length.into()), &mut io::sink())?;
+                if skipped < length.into() {
+                    return Err(io::ErrorKind::UnexpectedEof.into());
+                }
+            }
+            Err(error) => return Err(io::Error::other(error)),
+        }
+        Ok(())
+    }
+
+    fn check_end(&self) -> io::Result<()> {
+        let stored = self.decoder.get_checksum_from_data();
+        if stored.is_some() && stored != self.decoder.get_calculated_checksum() {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "the checksum does not match"));
+        }
+        Ok(())
+    }
+}
+
+impl<R: BufRead> Read for Frames<R> {
+    fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
+        loop {
+            if out.is_empty() || !self.inside && self.source.fill_buf()?.is_empty() {
+                return Ok(0);
+            }
+            if !self.inside {
+                self.begin()?;
+            } else if self.decoder.can_collect() > 0 {
+                return self.decoder.read(out);
+            } else if self.decoder.is_finished() {
+                self.check_end()?;
+                self.inside = false;
+            } else {
+                let one = BlockDecodingStrategy::UptoBlocks(1);
+                self.decoder.decode_blocks(&mut self.source, one).map_err(io::Error::other)?;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::io::Write;
+
+    use ruzstd::encoding::{CompressionLevel, compress_to_vec};
+
+    use crate::Corpus;
+
+    const LINES: &str = "{\"text\": \"one\"}\n{\"text\": \"two\"}\n";
+
+    fn gzip(text: &str) -> Vec<u8> {
+        let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::default());
+        encoder.write_all(text.as_bytes()).unwrap();
+        encoder.finish().unwrap()
+    }
+
+    fn zstd(text: &str) -> Vec<u8> {
+        compress_to_vec(text.as_bytes(), CompressionLevel::Fastest)
+    }
+
+    #[test]
+    fn compressed_files_are_what_is_in_them() {
+        let folder = tempfile::tempdir().unwrap();
+        let hash = |name: &str, bytes: &[u8]| {
+            fs::write(folder.path().join(name), bytes).unwrap();
+            Corpus::read(&folder.path().join(name)).map(|corpus| corpus.report().hash)
+        };
+        let long = "a line of the text, and é\n".repeat(40_000);
+        for (extension, text) in [("jsonl", LINES), ("txt", &long)] {
+            let plain = hash(&format!("a.{extension}"), text.as_bytes()).unwrap();
+            for (compressed, compress) in [("gz", gzip as fn(&str) -> Vec<u8>), ("zst", zstd)] {
+                let name = format!("a.{extension}.{compressed}");
+                let whole = compress(text);
+                assert_eq!(hash(&name, &whole).unwrap(), plain, "{name}");
+                // In two members or frames.
+                let (one, two) = text.split_at(text.len() / 2);
+                let both = [compress(one), compress(two)].concat();
+                assert_eq!(hash(&name, &both).unwrap(), plain, "{name}");
+                let flipped: Vec<u8> =
+                    whole.iter().enumerate().map(|(at, byte)| byte ^ u8::from(at == whole.len() - 3)).collect();
+                for damaged in [&whole[..whole.len() / 2], &whole[..whole.len() - 1], &flipped, b"no such format"] {
+                    let error = hash(&name, damaged).unwrap_err().to_string();
+                    assert!(error.contains(&name) && error.contains("damaged"), "{error}");
+                }
+            }
+        }
+        let skippable = [b"\x52\x2a\x4d\x18\x03\0\0\0abc".as_slice(), &zstd("text")].concat();
+        assert_eq!(hash("b.txt.zst", &skippable).unwrap(), hash("b.txt", b"text").unwrap());
+        // Below a folder they are found by what is in them.
+        fs::write(folder.path().join("c.csv.gz"), gzip("no")).unwrap();
+        fs::remove_file(folder.path().join("a.txt.gz")).unwrap();
+        fs::remove_file(folder.path().join("a.jsonl.gz")).unwrap();
+        fs::remove_file(folder.path().join("a.jsonl.zst")).unwrap();
+        fs::remove_file(folder.path().join("a.txt.zst")).unwrap();
+        assert_eq!(Corpus::read(folder.path()).unwrap().report().files, 4);
+    }
+}
