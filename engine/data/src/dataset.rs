@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::encode::TokenWriter;
 use crate::examples::{Examples, Line, encode_lines, read_lines};
+use crate::files::token_files;
 use crate::windows::Cut;
 use crate::{
     Corpus, CorpusReport, DataError, Format, RustSources, TokenWidth, Tokenizer, Tokens, TrainingWindows,
@@ -24,7 +25,8 @@ const MANIFEST: &str = "dataset.json";
 pub enum Source {
     /// The Rust sources of a workspace and its locked dependencies.
     RustSources(RustSources),
-    /// A file of text, a folder of them, or token ids as .bin (u16, little-endian).
+    /// A file of text, a folder of them, or token ids as .bin, a file or a folder of them: of 16 bits (of 32 bits for vocabularies of
+    /// more than 65,536), little-endian, or as the header of llm.c says.
     Path(PathBuf),
 }
 
@@ -89,10 +91,10 @@ impl Dataset {
     pub fn prepare(source: &Source, options: &DataOptions) -> Result<Self, DataError> {
         let corpus = match source {
             Source::RustSources(sources) => Corpus::rust_sources(sources)?,
-            Source::Path(path) if path.extension().is_some_and(|extension| extension == "bin") && !path.is_dir() => {
-                return Self::from_ids(path, options);
-            }
-            Source::Path(path) => Corpus::read(path)?,
+            Source::Path(path) => match token_files(path)? {
+                Some((files, validation)) => return Self::from_ids(path, &files, validation, options),
+                None => Corpus::read(path)?,
+            },
         };
         Self::from_corpus(&corpus, options)
     }
@@ -152,7 +154,8 @@ impl Dataset {
         if vocabulary.hash() != manifest.vocabulary_hash {
             return Err(damaged(format!("{TOKENIZER} is not the one that made the tokens")));
         }
-        let tokens = Tokens::open(&folder.join(TOKENS), manifest.width).map_err(|error| damaged(error.to_string()))?;
+        let tokens =
+            Tokens::open_bare(&folder.join(TOKENS), manifest.width).map_err(|error| damaged(error.to_string()))?;
         let scan = tokens.scan(vocabulary.size())?;
         let count = manifest.training_tokens.checked_add(manifest.validation_tokens);
         if scan.hash != manifest.tokens_hash || scan.outside.is_some() || count != Some(tokens.count()) {
@@ -167,7 +170,8 @@ impl Dataset {
     /// # Errors
     /// A token outside the vocabulary.
     pub fn from_tokens(ids: Vec<u32>, vocabulary: Vocabulary, validation_every: usize) -> Result<Self, DataError> {
-        Self::from_stream(Tokens::from_ids(ids), vocabulary, validation_every, Path::new("tokens in memory"))
+        let validation = last_part(ids.len() as u64, validation_every);
+        Self::from_stream(Tokens::from_ids(ids), vocabulary, validation, Path::new("tokens in memory"))
     }
 
     /// Reads examples of answers, every n-th of them for validation, and tokenizes them in memory. Of a tokenizer's file, the folder
@@ -261,29 +265,36 @@ impl Dataset {
         }
     }
 
-    /// A .bin, with the tokenizer beside it, the one that was chosen, or none.
-    fn from_ids(path: &Path, options: &DataOptions) -> Result<Self, DataError> {
-        let tokens = Tokens::open(path, TokenWidth::U16)?;
-        let beside = path.with_file_name(TOKENIZER);
+    /// Files of ids, with the tokenizer beside them, the one that was chosen, or none. The last `validation` files are validation;
+    /// if none is, the last n-th of the tokens.
+    fn from_ids(path: &Path, files: &[PathBuf], validation: usize, options: &DataOptions) -> Result<Self, DataError> {
+        let beside = if path.is_dir() { path.join(TOKENIZER) } else { path.with_file_name(TOKENIZER) };
         let vocabulary = match &options.vocabulary {
             VocabularyChoice::File(tokenizer) => Vocabulary::open(tokenizer)?,
             VocabularyChoice::Bytes => Vocabulary::bytes(),
             VocabularyChoice::Bpe { .. } if beside.exists() => Vocabulary::open(&beside)?,
             VocabularyChoice::Bpe { size } => Vocabulary::ids(*size),
         };
-        Self::from_stream(tokens, vocabulary, options.validation_every, path)
+        let width = TokenWidth::of_vocabulary(vocabulary.size());
+        let tokens = Tokens::open_all(files, width)?;
+        let validation = match validation {
+            0 => last_part(tokens.count(), options.validation_every),
+            _ if options.validation_every == 0 => 0,
+            files_of_it => Tokens::open_all(&files[files.len() - files_of_it..], width)?.count(),
+        };
+        Self::from_stream(tokens, vocabulary, validation, path)
     }
 
-    fn from_stream(tokens: Tokens, vocabulary: Vocabulary, every: usize, path: &Path) -> Result<Self, DataError> {
+    fn from_stream(tokens: Tokens, vocabulary: Vocabulary, validation: u64, path: &Path) -> Result<Self, DataError> {
         if tokens.count() == 0 {
             return Err(DataError::Empty { path: path.to_owned(), skipped: 0, others: Vec::new() });
         }
         let scan = tokens.scan(vocabulary.size())?;
         if let Some((position, token)) = scan.outside {
-            let (path, vocabulary) = (path.to_owned(), vocabulary.size());
+            let ((path, position), vocabulary) = (tokens.place(position), vocabulary.size());
+            let path = path.to_owned();
             return Err(DataError::TokenOutside { path, position, token, vocabulary });
         }
-        let validation = last_part(tokens.count(), every);
         Ok(Self::new(vocabulary, tokens, validation, &scan.hash))
     }
 
@@ -453,6 +464,32 @@ mod tests {
         assert!(message(prepare(&ids, VocabularyChoice::Bpe { size: 4096 })).contains("outside the vocabulary"));
         let beside = prepare(&ids[..200], VocabularyChoice::Bpe { size: 4096 }).unwrap();
         assert_eq!(beside.vocabulary().hash(), trained.hash());
+    }
+
+    #[test]
+    fn a_folder_of_token_ids_is_one_stream() {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |name: &str, ids: Range<u16>| {
+            fs::write(folder.path().join(name), ids.flat_map(u16::to_le_bytes).collect::<Vec<_>>()).unwrap();
+        };
+        let prepare = |size| {
+            let options = options(&folder.path().join(".cache"), VocabularyChoice::Bpe { size }, 10);
+            Dataset::prepare(&Source::Path(folder.path().to_owned()), &options)
+        };
+        write("some_train_000002.bin", 100..150);
+        write("some_train_000001.bin", 0..100);
+        let all = prepare(200).unwrap();
+        assert_eq!(
+            (all.training_tokens(), all.validation_tokens(), text_of(&all, &(99..101))),
+            (135, 15, "99 100".into())
+        );
+        write("some_val_000000.bin", 150..180);
+        let split = prepare(200).unwrap();
+        assert_eq!((split.training_tokens(), split.validation_tokens()), (150, 30));
+        let error = prepare(120).unwrap_err().to_string();
+        assert!(error.contains("some_train_000002.bin: token 120 at position 20 is outside"), "{error}");
+        fs::write(folder.path().join("notes.txt"), "text goes first").unwrap();
+        assert!(prepare(300).unwrap().corpus().is_some());
     }
 
     #[test]

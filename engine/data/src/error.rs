@@ -40,9 +40,7 @@ pub enum DataError {
         source: io::Error,
     },
     /// A file given as text is not text.
-    #[error(
-        "{path} is not text: {reason}; give UTF-8 text, .jsonl with a \"text\" field, or token ids (u16, little-endian) as .bin"
-    )]
+    #[error("{path} is not text: {reason}; give UTF-8 text, .jsonl with a \"text\" field, or token ids as .bin")]
     Binary {
         /// The file.
         path: PathBuf,
@@ -147,6 +145,14 @@ pub enum DataError {
         bytes: u64,
         /// Bytes per token.
         width: u64,
+    },
+    /// A .bin file with a header of llm.c that does not fit the file.
+    #[error("{path} is no file of llm.c's tokens: {reason}; is it cut off, or of another program?")]
+    Header {
+        /// The file.
+        path: PathBuf,
+        /// What does not fit.
+        reason: String,
     },
     /// A token that the vocabulary doesn't have.
     #[error(

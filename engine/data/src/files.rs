@@ -77,6 +77,29 @@ impl Corpus {
     }
 }
 
+/// Files of token ids: the one given, or those of a folder without text, by name; and how many of them, the last ones, are named as
+/// validation. Nothing where there is none.
+pub(super) fn token_files(path: &Path) -> Result<Option<(Vec<PathBuf>, usize)>, DataError> {
+    if !path.is_dir() {
+        let is_bin = path.extension().is_some_and(|extension| extension == "bin");
+        return Ok(is_bin.then(|| (vec![path.to_owned()], 0)));
+    }
+    let files = text_files(path, &["bin"])?;
+    if files.is_empty() || !text_files(path, &TEXT_EXTENSIONS)?.is_empty() {
+        return Ok(None);
+    }
+    // nanoGPT writes train.bin and val.bin, llm.c NAME_train_000001.bin and NAME_val_000000.bin.
+    let is_validation = |file: &PathBuf| {
+        let stem = file.file_stem().unwrap_or_default().to_string_lossy();
+        stem.split(|c: char| !c.is_alphanumeric()).any(|word| matches!(word, "val" | "validation"))
+    };
+    let (back, mut front): (Vec<_>, Vec<_>) = files.into_iter().partition(is_validation);
+    // Shards of validation alone are data like any other.
+    let validation = if front.is_empty() { 0 } else { back.len() };
+    front.extend(back);
+    Ok(Some((front, validation)))
+}
+
 /// The files below `folder` with one of the extensions, sorted component by component.
 pub(super) fn text_files(folder: &Path, extensions: &[&str]) -> Result<Vec<PathBuf>, DataError> {
     files_below(folder, |extension| extension.is_some_and(|extension| extensions.contains(&extension)))

@@ -16,9 +16,15 @@ pub enum TokenWidth {
     U32,
 }
 
+/// The 256 numbers of 32 bits in front of the ids in llm.c's files: magic number, version, ids that follow, zeros.
+const HEADER_BYTES: u64 = 1024;
+
+/// Magic number, version and width of llm.c's files, of GPT-2 and of Llama 3 (`HEADERS_INFO` of its dev/data/data_common.py).
+const HEADERS: [(u32, u32, TokenWidth); 2] = [(20_240_520, 1, TokenWidth::U16), (20_240_801, 7, TokenWidth::U32)];
+
 /// Token ids that can be read from any position.
 ///
-/// A file is read where it lies (positioned reads through the page cache), so that its size doesn't matter and nothing
+/// Files are read where they lie (positioned reads through the page cache), so that their sizes don't matter and nothing
 /// is allocated.
 #[derive(Debug)]
 pub struct Tokens {
@@ -29,7 +35,19 @@ pub struct Tokens {
 #[derive(Debug)]
 enum Storage {
     Memory(Vec<u32>),
-    File { file: File, path: PathBuf, width: TokenWidth },
+    Shards(Vec<Shard>),
+}
+
+/// A file of ids.
+#[derive(Debug)]
+struct Shard {
+    file: File,
+    path: PathBuf,
+    width: TokenWidth,
+    /// Bytes in front of the ids.
+    header: u64,
+    /// The position of its first id in the stream.
+    first: u64,
 }
 
 /// What a pass over a whole stream found.
@@ -47,18 +65,40 @@ impl Tokens {
         Self { count: ids.len() as u64, storage: Storage::Memory(ids) }
     }
 
-    /// Opens a file of little-endian ids.
+    /// Opens a file of little-endian ids: with llm.c's header, or without one, as nanoGPT writes them, of the width given.
     ///
     /// # Errors
-    /// A missing or unreadable file; one that doesn't hold a whole number of ids.
+    /// A missing or unreadable file; one that doesn't hold a whole number of ids, or as many as its header says.
     pub fn open(path: &Path, width: TokenWidth) -> Result<Self, DataError> {
-        let read = |error| DataError::read(path, error);
-        let file = File::open(path).map_err(read)?;
-        let bytes = file.metadata().map_err(read)?.len();
-        if bytes % width.bytes() != 0 {
-            return Err(DataError::CutOff { path: path.to_owned(), bytes, width: width.bytes() });
+        Self::open_all(&[path], width)
+    }
+
+    /// [`Self::open`] of several files, one after another.
+    pub(super) fn open_all(paths: &[impl AsRef<Path>], width: TokenWidth) -> Result<Self, DataError> {
+        let (mut shards, mut count) = (Vec::new(), 0);
+        for path in paths {
+            let (shard, ids) = Shard::open(path.as_ref(), width, count, true)?;
+            shards.push(shard);
+            count += ids;
         }
-        Ok(Self { storage: Storage::File { file, path: path.to_owned(), width }, count: bytes / width.bytes() })
+        Ok(Self { storage: Storage::Shards(shards), count })
+    }
+
+    /// Opens a file that has ids alone, whatever they look like.
+    pub(super) fn open_bare(path: &Path, width: TokenWidth) -> Result<Self, DataError> {
+        let (shard, count) = Shard::open(path, width, 0, false)?;
+        Ok(Self { storage: Storage::Shards(vec![shard]), count })
+    }
+
+    /// The file of a position, and the position in it.
+    pub(super) fn place(&self, position: u64) -> (&Path, u64) {
+        match &self.storage {
+            Storage::Memory(_) => (Path::new(MEMORY), position),
+            Storage::Shards(shards) => {
+                let shard = &shards[shard_of(shards, position)];
+                (&shard.path, position - shard.first)
+            }
+        }
     }
 
     /// How many tokens there are.
@@ -75,15 +115,28 @@ impl Tokens {
             Storage::Memory(ids) => {
                 let slice = usize::try_from(start).ok().and_then(|start| ids.get(start..)?.get(..out.len()));
                 out.copy_from_slice(slice.ok_or_else(|| DataError::Read {
-                    path: PathBuf::from("tokens in memory"),
+                    path: PathBuf::from(MEMORY),
                     source: io::ErrorKind::UnexpectedEof.into(),
                 })?);
                 Ok(())
             }
-            Storage::File { file, path, width } => {
-                read_ids(file, *width, start, out).map_err(|error| DataError::read(path, error))
-            }
+            Storage::Shards(shards) => self.read_shards(shards, start, out),
         }
+    }
+
+    fn read_shards(&self, shards: &[Shard], mut start: u64, mut out: &mut [u32]) -> Result<(), DataError> {
+        let mut index = shard_of(shards, start);
+        while !out.is_empty() {
+            let shard = &shards[index];
+            // Past the end, the last shard is what answers.
+            let end = shards.get(index + 1).map_or(u64::MAX, |next| next.first);
+            let here = usize::try_from(end - start).map_or(out.len(), |here| here.min(out.len()));
+            let (ids, rest) = out.split_at_mut(here);
+            let position = shard.header + (start - shard.first) * shard.width.bytes();
+            read_ids(&shard.file, shard.width, position, ids).map_err(|error| DataError::read(&shard.path, error))?;
+            (start, out, index) = (start + here as u64, rest, index + 1);
+        }
+        Ok(())
     }
 
     /// Reads everything once: its hash, and whether each token is below `vocabulary`.
@@ -112,8 +165,48 @@ impl Tokens {
     fn width(&self) -> TokenWidth {
         match self.storage {
             Storage::Memory(_) => TokenWidth::U32,
-            Storage::File { width, .. } => width,
+            Storage::Shards(ref shards) if shards.iter().all(|shard| shard.width == TokenWidth::U16) => TokenWidth::U16,
+            Storage::Shards(_) => TokenWidth::U32,
         }
+    }
+}
+
+/// Names tokens that no file has, for messages.
+const MEMORY: &str = "tokens in memory";
+
+/// The shard that a position is in, or the last.
+fn shard_of(shards: &[Shard], position: u64) -> usize {
+    shards.partition_point(|shard| shard.first <= position) - 1
+}
+
+impl Shard {
+    /// Opens a file whose first id stands at `first`, and answers how many ids it has. A header's width goes before the one given.
+    fn open(path: &Path, width: TokenWidth, first: u64, may_have_header: bool) -> Result<(Self, u64), DataError> {
+        let read = |error| DataError::read(path, error);
+        let file = File::open(path).map_err(read)?;
+        let bytes = file.metadata().map_err(read)?.len();
+        let mut start = [0; 12];
+        if may_have_header && bytes >= HEADER_BYTES {
+            read_exact_at(&file, &mut start, 0).map_err(read)?;
+        }
+        let [magic, version, ids] = [0, 4, 8].map(|at| u32::from_le_bytes([0, 1, 2, 3].map(|byte| start[at + byte])));
+        let Some(&(_, known, of_header)) = HEADERS.iter().find(|known| known.0 == magic) else {
+            if bytes % width.bytes() != 0 {
+                return Err(DataError::CutOff { path: path.to_owned(), bytes, width: width.bytes() });
+            }
+            let path = path.to_owned();
+            return Ok((Self { file, path, width, header: 0, first }, bytes / width.bytes()));
+        };
+        let wanted = HEADER_BYTES + u64::from(ids) * of_header.bytes();
+        if version != known || bytes != wanted {
+            let reason = match version == known {
+                true => format!("its header says {ids} ids, {wanted} bytes in all, but it has {bytes} bytes"),
+                false => format!("its header has version {version}, not {known}"),
+            };
+            return Err(DataError::Header { path: path.to_owned(), reason });
+        }
+        let path = path.to_owned();
+        Ok((Self { file, path, width: of_header, header: HEADER_BYTES, first }, ids.into()))
     }
 }
 
@@ -140,9 +233,9 @@ impl TokenWidth {
     }
 }
 
-fn read_ids(file: &File, width: TokenWidth, start: u64, out: &mut [u32]) -> io::Result<()> {
+/// Reads ids from a position in bytes on.
+fn read_ids(file: &File, width: TokenWidth, mut position: u64, out: &mut [u32]) -> io::Result<()> {
     let mut buffer = [0; 8192];
-    let mut position = start * width.bytes();
     let ids_per_read = buffer.len() / width.bytes() as usize;
     for ids in out.chunks_mut(ids_per_read) {
         let bytes = &mut buffer[..ids.len() * width.bytes() as usize];
@@ -213,6 +306,35 @@ mod tests {
                 prop_assert_eq!(&a, &b);
             }
         }
+
+        /// Shards of any kinds and sizes, empty ones among them, are the stream of their ids.
+        #[test]
+        fn shards_are_one_stream(
+            parts in prop::collection::vec((prop::collection::vec(0u32..1 << 16, 0..40), 0u8..3), 1..6),
+            start in 0usize..100, count in 0usize..100,
+        ) {
+            let folder = tempfile::tempdir().unwrap();
+            let paths: Vec<PathBuf> = (0..parts.len()).map(|part| folder.path().join(part.to_string())).collect();
+            for (path, (ids, kind)) in paths.iter().zip(&parts) {
+                let count = ids.len() as u32;
+                let mut bytes = Vec::new();
+                match kind {
+                    0 => TokenWidth::U16.append(ids, &mut bytes),
+                    1 => bytes = with_header(20_240_520, 1, count, ids, TokenWidth::U16),
+                    _ => bytes = with_header(20_240_801, 7, count, ids, TokenWidth::U32),
+                }
+                std::fs::write(path, bytes).unwrap();
+            }
+            let ids: Vec<u32> = parts.iter().flat_map(|(ids, _)| ids.iter().copied()).collect();
+            let tokens = Tokens::open_all(&paths, TokenWidth::U16).unwrap();
+            prop_assert_eq!(tokens.count(), ids.len() as u64);
+            let mut read = vec![0; count];
+            let inside = start + count <= ids.len();
+            prop_assert_eq!(tokens.read(start as u64, &mut read).is_ok(), inside || count == 0);
+            if inside {
+                prop_assert_eq!(&read, &ids[start..start + count]);
+            }
+        }
     }
 
     #[test]
@@ -220,6 +342,30 @@ mod tests {
         let tokens = Tokens::from_ids([vec![3; 20_000], vec![7, 9]].concat());
         assert_eq!(tokens.scan(10).unwrap().outside, None);
         assert_eq!(tokens.scan(7).unwrap().outside, Some((20_000, 7)));
+    }
+
+    /// A file as llm.c writes it.
+    fn with_header(magic: u32, version: u32, count: u32, ids: &[u32], width: TokenWidth) -> Vec<u8> {
+        let mut bytes: Vec<u8> = [magic, version, count].iter().flat_map(|number| number.to_le_bytes()).collect();
+        bytes.resize(HEADER_BYTES as usize, 0);
+        width.append(ids, &mut bytes);
+        bytes
+    }
+
+    #[test]
+    fn headers_that_do_not_fit_are_refused() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        for (magic, version, count, expected) in [
+            (20_240_520, 2, 3, "has version 2, not 1"),
+            (20_240_801, 1, 3, "has version 1, not 7"),
+            (20_240_520, 1, 4, "says 4 ids, 1032 bytes in all, but it has 1030 bytes"),
+            (20_240_801, 7, 3, "says 3 ids, 1036 bytes in all, but it has 1030 bytes"),
+        ] {
+            std::fs::write(file.path(), with_header(magic, version, count, &[1, 2, 3], TokenWidth::U16)).unwrap();
+            let error = Tokens::open(file.path(), TokenWidth::U16).unwrap_err().to_string();
+            assert!(error.contains(expected) && error.contains(&*file.path().to_string_lossy()), "{error}");
+            assert_eq!(Tokens::open_bare(file.path(), TokenWidth::U16).unwrap().count(), 515);
+        }
     }
 
     #[test]

@@ -90,7 +90,7 @@ pub enum ModelConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DataConfig {
-    /// A file or folder of .txt, .rs, .md or .jsonl, also as .gz or .zst, a .bin of u16 token ids, or a `Cargo.lock` for the Rust
+    /// A file or folder of .txt, .rs, .md or .jsonl, also as .gz or .zst, a .bin of token ids or a folder of them, or a `Cargo.lock` for the Rust
     /// sources that it names.
     pub path: PathBuf,
     /// Tokens of the byte-pair encoding that is trained on it; 256 for plain bytes. Not beside `tokenizer`.
