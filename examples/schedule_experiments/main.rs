@@ -1,0 +1,185 @@
+//! What papers about allocators measured, beside what the same steps take here: each allocator's peer on the lifetimes that an eager
+//! framework has, and gapless on its own.
+//!
+//! `cargo run --release --example schedule_experiments` goes through some rows in a minute, with `--all` through all of them. The papers' figures are
+//! in `papers.csv`, the steps in `rows.toml` beside this file.
+
+use anyhow::{Context, Result};
+use clap::Parser;
+use gapless::allocators::{Comparison, Entry, Kind, Requests, compare};
+use gapless::engine::compile::StagePartition;
+use gapless::models::hf::Architecture;
+use gapless::step::{Step, StepSpec};
+use serde::Deserialize;
+
+#[derive(Parser)]
+#[command(about = "Steps of papers: their figures beside ours")]
+struct Args {
+    /// All rows, rather than some
+    #[arg(long)]
+    all: bool,
+    /// Only rows whose name has this in it
+    #[arg(long, default_value = "")]
+    row: String,
+    /// As tab-separated values
+    #[arg(long)]
+    tsv: bool,
+}
+
+#[derive(Deserialize)]
+struct Rows {
+    row: Vec<Row>,
+}
+
+/// A step of a paper.
+#[derive(Deserialize)]
+struct Row {
+    name: String,
+    /// What of it can be compared, and what not.
+    comparable: String,
+    #[serde(default)]
+    quick: bool,
+    #[serde(default = "yes")]
+    eager: bool,
+    step: StepSpec,
+}
+
+fn yes() -> bool {
+    true
+}
+
+/// A figure of a paper, about an allocator.
+struct Fact {
+    paper: String,
+    allocator: String,
+    text: String,
+}
+
+/// What an allocator comes to on a step.
+struct Outcome {
+    name: &'static str,
+    reserved: Option<u64>,
+    allocated: u64,
+}
+
+const PEERS: [Kind; 5] = [Kind::Gapless, Kind::StAlloc, Kind::PyTorch, Kind::PyTorchExpandable, Kind::GmLake];
+
+fn main() -> Result<()> {
+    let args = Args::parse();
+    let Rows { row: rows } = toml::from_str(include_str!("rows.toml"))?;
+    if args.tsv {
+        println!("row\tallocator\tpaper\tefficiency %\tfragments GB\treserved GB");
+    }
+    for row in rows.iter().filter(|row| (args.all || row.quick || !args.row.is_empty()) && row.name.contains(&args.row))
+    {
+        let outcomes = measure(row).with_context(|| row.name.clone())?;
+        print(&args, row, &facts(&row.name)?, &outcomes);
+    }
+    Ok(())
+}
+
+/// gapless on its own lifetimes first, then all of them on an eager framework's.
+fn measure(row: &Row) -> Result<Vec<Outcome>> {
+    let mut step = row.step.check()?;
+    step.options.pipeline.cut = equal_stages(&step);
+    let graph = step.record()?;
+    let rank = step.ranks[0];
+    let plan = step.plan(step.program(&graph, rank)?)?;
+    let mut outcomes = vec![Outcome {
+        name: "gapless's step",
+        reserved: Some(plan.arena_bytes()),
+        allocated: plan.solution.lower_bound,
+    }];
+    if row.eager {
+        let problem = step.eager(&graph, rank)?;
+        let comparison = Comparison { kinds: PEERS.to_vec(), iterations: 3, ..Comparison::default() };
+        let compared = compare(&problem, &Requests::new(&problem), &comparison);
+        outcomes.extend(compared.allocators.iter().map(outcome));
+    }
+    Ok(outcomes)
+}
+
+/// As many layers in each stage, as Megatron cuts a model.
+fn equal_stages(step: &Step) -> StagePartition {
+    let stages = step.options.mesh.pipeline * step.options.pipeline.chunks;
+    let (prefix, layers) = match step.architecture() {
+        Architecture::Gpt(gpt) => ("h", gpt.layers),
+        Architecture::Llama(llama) => ("model.layers", llama.layers),
+        Architecture::Moe(moe) => ("model.layers", moe.llama.layers),
+    };
+    StagePartition::Before((1..stages).map(|stage| format!("{prefix}.{}", stage * layers / stages)).collect())
+}
+
+fn outcome(entry: &Entry) -> Outcome {
+    let report = entry.outcome.as_ref().ok();
+    Outcome {
+        name: entry.kind.name(),
+        reserved: report.map(gapless::allocators::Report::peak_reserved),
+        allocated: report.map_or(0, gapless::allocators::Report::peak_allocated),
+    }
+}
+
+/// The papers' figures about a row.
+fn facts(row: &str) -> Result<Vec<Fact>> {
+    let mut lines = csv(include_str!("papers.csv"));
+    lines.remove(0);
+    let of_row = lines.into_iter().filter(|fields| fields.get(2).is_some_and(|name| name == row));
+    of_row
+        .map(|fields| {
+            let fields: [String; 9] = fields.try_into().ok().context("papers.csv has lines of nine fields")?;
+            let [paper, place, _, allocator, figure, low, high, unit, note] = fields;
+            let range = if low == high { low } else { format!("{low}–{high}") };
+            Ok(Fact { paper: format!("{paper}, {place}: {note}"), allocator, text: format!("{figure} {range} {unit}") })
+        })
+        .collect()
+}
+
+/// Fields between commas, some in quotation marks.
+fn csv(text: &str) -> Vec<Vec<String>> {
+    let line = |line: &str| {
+        let (mut fields, mut is_quoted) = (vec![String::new()], false);
+        for letter in line.chars() {
+            match letter {
+                '"' => is_quoted = !is_quoted,
+                ',' if !is_quoted => fields.push(String::new()),
+                other => fields.last_mut().expect("there is one").push(other),
+            }
+        }
+        fields
+    };
+    text.lines().map(line).collect()
+}
+
+fn print(args: &Args, row: &Row, facts: &[Fact], outcomes: &[Outcome]) {
+    let gb = |bytes: u64| bytes as f64 / 1e9;
+    let said = |name: &str| {
+        let of: Vec<&str> = facts.iter().filter(|fact| fact.allocator == name).map(|fact| &*fact.text).collect();
+        of.join(", ")
+    };
+    if !args.tsv {
+        println!("{}\n  {}", row.name, row.comparable);
+        let mut papers: Vec<&str> = facts.iter().map(|fact| &*fact.paper).collect();
+        papers.dedup();
+        papers.iter().for_each(|paper| println!("  {paper}"));
+        println!("  {:<20} {:>12} {:>14} {:>12}  paper", "", "efficiency", "fragments", "reserved");
+    }
+    for &Outcome { name, reserved, allocated } in outcomes {
+        let figures = reserved
+            .map(|reserved| [100.0 * allocated as f64 / reserved as f64, gb(reserved - allocated), gb(reserved)]);
+        match (figures, args.tsv) {
+            (Some([efficiency, fragments, reserved]), true) => {
+                println!("{}\t{name}\t{}\t{efficiency:.1}\t{fragments:.3}\t{reserved:.3}", row.name, said(name));
+            }
+            (Some([efficiency, fragments, reserved]), false) => {
+                println!("  {name:<20} {efficiency:>10.1} % {fragments:>11.3} GB {reserved:>9.2} GB  {}", said(name));
+            }
+            (None, true) => println!("{}\t{name}\t{}\tout of memory\t\t", row.name, said(name)),
+            (None, false) => println!("  {name:<20} {:>40}  {}", "out of memory", said(name)),
+        }
+    }
+    if !args.tsv {
+        let rest = facts.iter().filter(|fact| !outcomes.iter().any(|outcome| outcome.name == fact.allocator));
+        rest.for_each(|fact| println!("  {:<20} {:>40}  {}", fact.allocator, "", fact.text));
+        println!();
+    }
+}
