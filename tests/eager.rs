@@ -1,5 +1,5 @@
 //! The eager lowering against recordings of the real library: the most bytes alive, exactly, and what PyTorch's allocator wastes on them
-//! within a point. With `GAPLESS_SLOW_TESTS`, on all recordings beside the project.
+//! within half a point. With `GAPLESS_SLOW_TESTS`, on all recordings beside the project.
 //!
 //! Not judged: sequences of changing lengths, and mixtures of experts, which have no rules yet.
 
@@ -65,7 +65,7 @@ fn steps_allocate_what_the_library_does() {
         let [of, more] = [wasted, wasted - waste].map(|part| 100.0 * part);
         let line = format!("{name}: {} bytes of {live}; waste {of:.2} %, {more:+.2} points", requests.peak_live());
         println!("{line}");
-        if requests.peak_live() != live || more.abs() > 1.0 {
+        if requests.peak_live() != live || more.abs() > 0.5 {
             wrong += &(line + "\n");
         }
         judged += 1;

@@ -1,7 +1,7 @@
 //! What papers about allocators measured, beside what the same steps take here: each allocator's peer on the lifetimes that an eager
 //! framework has, and gapless on its own.
 //!
-//! `cargo run --release --example schedule_experiments` goes through some rows in a minute, with `--all` through all of them. The papers' figures are
+//! `cargo run --release --example schedule_experiments` goes through some rows in half a minute, with `--all` through all of them. The papers' figures are
 //! in `papers.csv`, the steps in `rows.toml` beside this file.
 
 use anyhow::{Context, Result};

@@ -3,11 +3,14 @@
 use std::sync::Arc;
 
 use gapless::TrainError;
+use gapless::engine::Spec;
 use gapless::engine::compile::Error as CompileError;
+use gapless::engine::graph::Node;
 use gapless::engine::optim::AdamW;
+use gapless::engine::recompute::CustomPolicy;
 use gapless::models::MoeStyle;
 use gapless::parallel::{self, Rates, Schedule};
-use gapless::{Layers, Mesh, Pipeline, Recompute};
+use gapless::{Layers, Mesh, Pipeline, Recompute, RecomputePolicy};
 
 use gapless_testing::few;
 
@@ -15,6 +18,16 @@ use crate::common::{Kind, Run};
 
 fn ops(names: &[&str]) -> Recompute {
     Recompute::Ops(names.iter().map(|&name| name.to_owned()).collect())
+}
+
+/// A policy of one's own: what has more bytes than that is dropped.
+#[derive(Debug)]
+struct Larger(u64);
+
+impl RecomputePolicy for Larger {
+    fn drops(&self, value: &Spec, _maker: &Node) -> bool {
+        value.bytes() > self.0
+    }
 }
 
 /// Policies that mean something for a model, those that differ most first.
@@ -27,6 +40,7 @@ fn policies(kind: Kind) -> Vec<Recompute> {
     let mut policies = vec![
         Recompute::Layers(Layers::All),
         Recompute::Cycle(vec![Recompute::None, Recompute::Layers(Layers::All), selective.clone()]),
+        Recompute::Custom(CustomPolicy(Arc::new(Larger(4096)))),
         ops(&["linear", "add"]),
         ops(&["attention"]),
         selective,

@@ -91,8 +91,7 @@ impl Step {
             parameter,
             is_amp,
             is_mixed,
-            // As nanoGPT's and transformers' models do it.
-            upcasts_logits: !matches!(self.architecture(), Architecture::Gpt(_)),
+            is_transformers: !matches!(self.architecture(), Architecture::Gpt(_)),
             micro_batches: self.options.micro_batches,
             stages: self.options.mesh.pipeline * self.options.pipeline.chunks,
             data_ranks: self.options.mesh.data as u64,

@@ -1,7 +1,7 @@
 //! Walks the forward of a graph, action by action, and calls what is recorded of it back.
 
 use std::cell::RefCell;
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
 
 use gapless_alloc::Buffer;
@@ -22,15 +22,17 @@ pub struct Style {
     pub is_amp: bool,
     /// Whether sums of gradients and masters are there before the step.
     pub is_mixed: bool,
-    /// Whether the loss is of logits in float32.
-    pub upcasts_logits: bool,
+    /// Whether it is written as in transformers, rather than as in nanoGPT: the loss is of logits in float32, and attention is a function
+    /// of its own.
+    pub is_transformers: bool,
     pub micro_batches: usize,
     pub stages: usize,
     /// Ranks that share the optimizer's states.
     pub data_ranks: u64,
 }
 
-type Environment = HashMap<ValueId, Var>;
+/// In order, so that what goes together goes in the same order each time.
+type Environment = BTreeMap<ValueId, Var>;
 
 /// A rank's step under way.
 pub struct Run<'g> {
@@ -57,7 +59,7 @@ pub struct Run<'g> {
 struct Stage {
     nodes: Vec<NodeId>,
     /// The last node that reads a value, by position.
-    last: HashMap<ValueId, usize>,
+    last: BTreeMap<ValueId, usize>,
     /// What other stages read of it; the loss of the last one.
     outputs: Vec<ValueId>,
 }
@@ -185,42 +187,32 @@ impl<'g> Run<'g> {
 
     fn forward(&mut self, action: Action) -> Result<(), EagerError> {
         let graph = self.graph;
-        let (is_first, is_last) = (action.stage.0 == 0, action.stage.0 as usize + 1 == self.style.stages);
+        let is_last = action.stage.0 as usize + 1 == self.style.stages;
         let Some(stage) = self.stages.get(&action.stage) else { return Ok(()) };
-        let mut environment = Environment::new();
-        // What comes from the stage before, or of another stage that this one reads.
         let made: HashSet<ValueId> = stage.nodes.iter().flat_map(|&id| &graph.node(id).outputs).copied().collect();
-        let is_received = |id: &&ValueId| !made.contains(id) && matches!(graph.value(**id).source, Source::Node { .. });
-        let mut received: Vec<ValueId> = stage.last.keys().filter(is_received).copied().collect();
-        received.sort_unstable();
-        let mut inputs = Vec::new();
-        for id in received {
-            let spec = &graph.value(id).spec;
-            let (elements, width) = (spec.elements() as u64, spec.dims().last().copied().unwrap_or(1) as u64);
-            let data = self.autograd.tape.new_tensor(elements, width, self.style.parameter);
-            inputs.push(self.autograd.leaf(data, true));
-            environment.insert(id, inputs[inputs.len() - 1].clone());
+        let (mut environment, mut inputs) = (Environment::new(), Vec::new());
+        for &id in stage.last.keys().filter(|id| !made.contains(id)) {
+            let value = graph.value(id);
+            let elements = value.spec.elements() as u64;
+            let var = match value.source {
+                Source::Input { .. } => Var { data: self.autograd.tape.new_tensor(elements, 1, INT64), edge: None },
+                // Received from another stage.
+                Source::Node { .. } => {
+                    let width = value.spec.dims().last().copied().unwrap_or(1) as u64;
+                    let data = self.autograd.tape.new_tensor(elements, width, self.style.parameter);
+                    inputs.push(self.autograd.leaf(data, true));
+                    inputs[inputs.len() - 1].clone()
+                }
+                _ => continue,
+            };
+            environment.insert(id, var);
         }
         self.left.clear();
-        let mut ids = |is_there: bool, name: &str| {
-            let id = stage
-                .last
-                .keys()
-                .copied()
-                .find(|&id| matches!(&graph.value(id).source, Source::Input { name: found } if found == name));
-            if let Some(id) = id.filter(|_| is_there) {
-                let count = graph.value(id).spec.elements() as u64;
-                let data = self.autograd.tape.new_tensor(count, 1, INT64);
-                environment.insert(id, Var { data, edge: None });
-            }
-        };
-        ids(is_first, "tokens");
-        ids(is_last, "targets");
         let mut outputs = self.run_stage(stage, environment)?;
-        self.casts.take();
         if is_last && self.style.micro_batches > 1 {
             outputs = outputs.into_iter().map(|loss| self.autograd.scale(loss)).collect();
         }
+        self.casts.take();
         self.in_flight.insert(Action { kind: Kind::Backward, ..action }, InFlight { inputs, outputs });
         Ok(())
     }
@@ -321,7 +313,8 @@ impl<'g> Run<'g> {
             }
             self.apply(stage.nodes[position], values)?;
             if node.op.name() == "attention" {
-                scope = node.layer.to_string();
+                let block = block_of(&node.layer).filter(|_| !self.style.is_transformers);
+                scope = block.unwrap_or(&node.layer).to_owned();
                 let read = node.inputs.iter().chain(&node.outputs);
                 locals.extend(read.filter_map(|id| values.get(id)).cloned());
             }
@@ -376,7 +369,7 @@ impl<'g> Run<'g> {
                 let logits = self.linear(node.inputs[1], &input(0)?, &input(1)?, None);
                 let targets = input(2)?.data;
                 values.remove(&node.inputs[2]);
-                let logits = if self.style.upcasts_logits { autograd.cast(&logits, F32) } else { logits };
+                let logits = if self.style.is_transformers { autograd.cast(&logits, F32) } else { logits };
                 autograd.cross_entropy(&logits, targets, self.style.is_amp)
             }
             _ => return Err(unknown()),

@@ -1,0 +1,46 @@
+//! A schedule of one's own: 1F1B whose ranks all begin with one forward more.
+
+use std::sync::Arc;
+
+use anyhow::Result;
+use gapless::parallel::{Action, Error, Kind, Schedule, Sends, Shape, check};
+use gapless::step::Step;
+
+struct Eager1F1B;
+
+impl Schedule for Eager1F1B {
+    fn name(&self) -> &'static str {
+        "eager-1f1b"
+    }
+
+    fn actions(&self, shape: &Shape) -> Result<Vec<Vec<Action>>, Error> {
+        let row = |rank: u32| {
+            let ahead = (shape.ranks - rank + 1).min(shape.micro_batches);
+            let forward = |micro_batch| Action::new(Kind::Forward, rank, micro_batch);
+            let mut row: Vec<Action> = (0..ahead).map(forward).collect();
+            for micro_batch in 0..shape.micro_batches {
+                row.push(Action::new(Kind::Backward, rank, micro_batch));
+                row.extend(Some(micro_batch + ahead).filter(|&next| next < shape.micro_batches).map(forward));
+            }
+            row
+        };
+        Ok((0..shape.ranks).map(row).collect())
+    }
+}
+
+/// Its time and exact bytes, beside those of 1F1B.
+pub fn run(mut step: Step) -> Result<()> {
+    let shape = step.shape();
+    let table = Eager1F1B.table(&shape)?;
+    anyhow::ensure!(check(&table, shape.ranks, shape.micro_batches, Sends::Buffered).is_empty(), "it does not train");
+    let mine: Arc<dyn Schedule + Send + Sync> = Arc::new(Eager1F1B);
+    for schedule in [step.options.pipeline.schedule.clone(), mine] {
+        step.options.pipeline.schedule = schedule;
+        let programs = step.programs(&step.record()?)?;
+        let nanoseconds = step.timing(&programs)?.nanoseconds();
+        let arenas: Vec<u64> =
+            programs.into_iter().map(|program| Ok(step.plan(program)?.arena_bytes())).collect::<Result<_>>()?;
+        println!("{}: {nanoseconds} ns, arenas of {arenas:?} bytes", step.options.pipeline.schedule.name());
+    }
+    Ok(())
+}
