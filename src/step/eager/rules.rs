@@ -75,15 +75,14 @@ impl Autograd {
     }
 
     /// An operation of elements whose gradient needs nothing: `neg`, adding or multiplying by a number.
-    pub fn scale(&self, x: Var) -> Var {
-        self.record(&[&x]).output(self.tape.like(&x.data), |t, g| vec![Some(t.like(g))])
+    pub fn scale(&self, x: &Var) -> Var {
+        self.record(&[x]).output(self.tape.like(&x.data), |t, g| vec![Some(t.like(g))])
     }
 
     /// `add`: both get the same gradient, cast or summed to what they are (`validate_outputs`).
     pub fn add(&self, a: &Var, b: &Var) -> Var {
         let dtype = a.data.dtype.max(b.data.dtype);
-        let (long, short) = if a.data.elements >= b.data.elements { (a, b) } else { (b, a) };
-        debug_assert!(long.data.elements >= short.data.elements);
+        let long = if a.data.elements >= b.data.elements { a } else { b };
         let of = [a, b].map(|x| (x.data.elements, x.data.width, x.data.dtype));
         self.record(&[a, b]).output(self.tape.cast(&long.data, dtype), move |t, g| {
             let to = |(elements, width, dtype)| match () {
@@ -93,11 +92,6 @@ impl Autograd {
             };
             of.map(|x| Some(to(x))).to_vec()
         })
-    }
-
-    /// `x * by` of a tensor that needs no gradient.
-    fn scale_by_constant(&self, x: &Var) -> Var {
-        self.record(&[x]).output(self.tape.like(&x.data), |t, g| vec![Some(t.like(g))])
     }
 
     /// `mul`: products of gradients first, of the second factor before the first, and then what sums them to a smaller factor.
@@ -246,12 +240,12 @@ impl Autograd {
 
     /// Rotary positions as `transformers` writes them (`apply_rotary_pos_emb`): x·cos + cat(−x₂, x₁)·sin.
     pub fn rope(&self, x: &Var) -> Var {
-        let a = self.scale_by_constant(x);
+        let a = self.scale(x);
         let rotated = {
             let halves = self.split(x, 2);
-            self.cat(self.scale(halves[1].clone()), &halves[0])
+            self.cat(self.scale(&halves[1]), &halves[0])
         };
-        let b = self.scale_by_constant(&rotated);
+        let b = self.scale(&rotated);
         drop(rotated);
         self.add(&a, &b)
     }

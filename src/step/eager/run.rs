@@ -210,7 +210,7 @@ impl<'g> Run<'g> {
         self.left.clear();
         let mut outputs = self.run_stage(stage, environment)?;
         if is_last && self.style.micro_batches > 1 {
-            outputs = outputs.into_iter().map(|loss| self.autograd.scale(loss)).collect();
+            outputs = outputs.iter().map(|loss| self.autograd.scale(loss)).collect();
         }
         self.casts.take();
         self.in_flight.insert(Action { kind: Kind::Backward, ..action }, InFlight { inputs, outputs });
@@ -358,7 +358,7 @@ impl<'g> Run<'g> {
                 autograd.transpose(&autograd.attention([&q, &k, &v], q.data.elements / head))
             }
             "add" => autograd.add(&input(0)?, &input(1)?),
-            "affine" => autograd.scale(input(0)?),
+            "affine" => autograd.scale(&input(0)?),
             "dropout" => autograd.dropout(&input(0)?),
             "gelu" | "gelu_erf" | "silu" | "relu" => autograd.activation(&input(0)?),
             "mul" => autograd.mul(&input(0)?, &input(1)?),
