@@ -204,8 +204,8 @@ impl Autograd {
     /// `F.linear`: `addmm` with a bias, else `mm`. The weight's gradient comes before the input's in `mm`, behind it in `addmm`.
     pub fn linear(&self, x: &Var, weight: &Var, bias: Option<&Var>) -> Var {
         let (inner, outer) = (x.data.width, weight.data.elements / x.data.width);
-        let flat = self.view(x, inner);
         let turned = self.record(&[weight]).output(weight.data.clone(), |_, g| vec![Some(g.view())]);
+        let flat = self.view(x, inner);
         let mut op = match bias {
             Some(bias) => self.record(&[&flat, &turned, bias]),
             None => self.record(&[&flat, &turned]),

@@ -48,6 +48,8 @@ pub struct Run<'g> {
     persistent: Vec<Tensor>,
     /// Autocast's cache.
     casts: RefCell<Environment>,
+    /// What swiglu takes the silu of, which is done as soon as it is there.
+    gates: HashSet<ValueId>,
     blocks: Vec<String>,
     checkpointed: HashSet<String>,
     in_flight: HashMap<Action, InFlight>,
@@ -68,6 +70,22 @@ struct Stage {
 struct InFlight {
     inputs: Vec<Var>,
     outputs: Vec<Var>,
+}
+
+/// Puts products of the same tensor behind each other, with the views of each: queries, keys and values are made before any of them is
+/// rotated.
+fn put_products_together(graph: &Graph, nodes: &mut [NodeId]) {
+    let read = |id: NodeId| Some(graph.node(id)).filter(|node| node.op.name() == "linear").map(|node| node.inputs[0]);
+    let is_view = |id: &&NodeId| matches!(graph.node(**id).op.name(), "reshape" | "transpose");
+    for position in 0..nodes.len() {
+        let Some(input) = read(nodes[position]) else { continue };
+        let views = |from: usize, nodes: &[NodeId]| from + 1 + nodes[from + 1..].iter().take_while(is_view).count();
+        let end = views(position, nodes);
+        if let Some(next) = (end..nodes.len()).take(32).find(|&next| read(nodes[next]) == Some(input)) {
+            let moved = views(next, nodes);
+            nodes[end..moved].rotate_right(moved - next);
+        }
+    }
 }
 
 /// The values of a stage that others read, in order; its last one if they read none.
@@ -102,11 +120,16 @@ impl<'g> Run<'g> {
             }
             if here.contains(&place) {
                 let stage = stages.entry(place).or_default();
-                stage.last.extend(node.inputs.iter().map(|&input| (input, stage.nodes.len())));
                 stage.nodes.push(id);
             }
         }
         for (&place, stage) in &mut stages {
+            if style.is_transformers {
+                put_products_together(graph, &mut stage.nodes);
+            }
+            let inputs =
+                |(position, &id): (usize, &NodeId)| graph.node(id).inputs.iter().map(move |&id| (id, position));
+            stage.last = stage.nodes.iter().enumerate().flat_map(inputs).collect();
             stage.outputs = outputs(graph, place, stage);
         }
         let mut run = Self {
@@ -118,6 +141,7 @@ impl<'g> Run<'g> {
             trained: Vec::new(),
             persistent: Vec::new(),
             casts: RefCell::default(),
+            gates: graph.nodes().iter().filter(|node| node.op.name() == "swiglu").map(|node| node.inputs[0]).collect(),
             blocks,
             checkpointed: HashSet::new(),
             in_flight: HashMap::new(),
@@ -259,11 +283,14 @@ impl<'g> Run<'g> {
     fn run_stage(&self, stage: &Stage, mut environment: Environment) -> Result<Vec<Var>, EagerError> {
         let block = |position: usize| block_of(&self.graph.node(stage.nodes[position]).layer);
         let mut start = 0;
+        // What the loop over blocks began with is a variable of its own.
+        let mut first: Option<Vec<(ValueId, Var)>> = None;
         while start < stage.nodes.len() {
             let name = block(start);
             let end = (start + 1..stage.nodes.len()).find(|&at| block(at) != name).unwrap_or(stage.nodes.len());
             let nodes = start..end;
             let inputs = self.inputs(stage, nodes.clone(), &environment);
+            first = name.map(|_| first.unwrap_or_else(|| inputs.clone()));
             let is_checkpointed = name.is_some_and(|name| self.checkpointed.contains(name));
             let frame = is_checkpointed.then(|| Frame::new(nodes.clone(), inputs.clone()));
             if let Some(frame) = &frame {
@@ -362,18 +389,21 @@ impl<'g> Run<'g> {
             "dropout" => autograd.dropout(&input(0)?),
             "gelu" | "gelu_erf" | "silu" | "relu" => autograd.activation(&input(0)?),
             "mul" => autograd.mul(&input(0)?, &input(1)?),
-            "swiglu" => autograd.mul(&autograd.activation(&input(0)?), &input(1)?),
+            "swiglu" => autograd.mul(&input(0)?, &input(1)?),
             "rms_norm" => autograd.rms_norm(&input(0)?, &input(1)?),
             "layer_norm" => autograd.layer_norm(&input(0)?, &input(1)?, &input(2)?),
             "linear_cross_entropy" => {
-                let logits = self.linear(node.inputs[1], &input(0)?, &input(1)?, None);
-                let targets = input(2)?.data;
+                let (x, weight, targets) = (input(0)?, input(1)?, input(2)?.data);
                 values.remove(&node.inputs[2]);
-                let logits = if self.style.is_transformers { autograd.cast(&logits, F32) } else { logits };
+                let mut logits = self.linear(node.inputs[1], &x, &weight, None);
+                if self.style.is_transformers {
+                    logits = autograd.cast(&logits, F32);
+                }
                 autograd.cross_entropy(&logits, targets, self.style.is_amp)
             }
             _ => return Err(unknown()),
         };
+        let made = if self.gates.contains(&output) { autograd.activation(&made) } else { made };
         values.insert(output, made);
         Ok(())
     }
