@@ -39,6 +39,7 @@
 //! - [`run`]: what a training program needs around its trainer.
 //! - [`step`]: one training step by name: its programs, plans and time.
 //! - [`sweep`]: many steps, and which of them fit under which allocator.
+//! - [`timeline`]: who does what when, as a page.
 //! - [`prelude`]: the names that most programs use.
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
@@ -53,6 +54,7 @@ pub mod prelude;
 pub mod run;
 pub mod step;
 pub mod sweep;
+pub mod timeline;
 
 pub use gapless_alloc as alloc;
 pub use gapless_allocators as allocators;

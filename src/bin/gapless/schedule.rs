@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context, bail};
+use gapless::timeline;
 use gapless_parallel::{
     Automatic, Cell, Costs, Interleaved, Placement, Saved, Schedule, SearchedZb, SearchedZbv, Sends, Shape, Timeline,
     Violation, Waits, by_name, check, communicate, fetch_weights, merge_backwards, read_table, reduce_gradients,
@@ -57,9 +58,9 @@ pub struct Arguments {
     /// Print the table, when everything runs, makespan, bubbles and peaks as JSON.
     #[arg(long)]
     json: bool,
-    /// Where to draw the timeline.
-    #[arg(long, value_name = "FILE.svg", value_parser = |path: &str| picture(path, &["svg"]))]
-    svg: Option<PathBuf>,
+    /// Where to draw the timeline: a page to zoom into, with what each rank keeps, or a picture.
+    #[arg(long, visible_alias = "svg", value_name = "FILE.html|svg", value_parser = |path: &str| picture(path, &["html", "svg"]))]
+    out: Option<PathBuf>,
     /// Where to write the timeline for Chrome's viewer or Perfetto.
     #[arg(long, value_name = "FILE.json")]
     trace: Option<PathBuf>,
@@ -182,7 +183,8 @@ fn give(
         Some(path) => std::fs::write(path, picture()).with_context(|| format!("cannot write {}", path.display())),
         None => Ok(()),
     };
-    write(&arguments.svg, &|| timeline.svg())?;
+    let is_page = arguments.out.as_ref().is_some_and(|path| path.extension().is_some_and(|name| name == "html"));
+    write(&arguments.out, &|| if is_page { timeline::page(title, timeline, unit) } else { timeline.svg() })?;
     write(&arguments.trace, &|| timeline.trace())?;
     let text = match arguments {
         Arguments { csv: true, .. } => write_table(table),

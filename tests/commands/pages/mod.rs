@@ -129,25 +129,26 @@ fn pages_open_in_a_browser() {
     let Some(chromium) = chromium() else { return };
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name).display().to_string();
-    let [table, spec, map, compared, report] =
-        ["step.csv", "sweep.toml", "map.html", "compared.html", "report.html"].map(path);
+    let [table, spec, map, compared, schedule, report] =
+        ["step.csv", "sweep.toml", "map.html", "compared.html", "schedule.html", "report.html"].map(path);
     fs::write(&table, TABLE).unwrap();
     fs::write(&spec, SWEEP).unwrap();
     gapless(&["plan", &table, "--draw", &map]);
     gapless(&["compare", "--trace", &table, "--html", &compared, "--allocators", "gapless,bfc,pytorch"]);
+    gapless(&["schedule", "zbv", "--ranks", "4", "--micro-batches", "8", "--out", &schedule]);
     gapless(&["sweep", &spec, "--out", &path("sweep"), "--threads", "1"]);
     let runs = [("first", 3.0), ("second", 2.5)].map(|(name, first)| run(folder.path(), name, first, map.as_ref()));
     gapless(&["report", &runs[0], &runs[1], "--out", &report]);
 
     let swept = path("swept.html");
     fs::copy(path("sweep/report.html"), &swept).unwrap();
-    let pages = [&map, &compared, &swept].map(|page| (page.clone(), "const act = () => null;"));
+    let pages = [&map, &compared, &schedule, &swept].map(|page| (page.clone(), "const act = () => null;"));
     let pages = [&pages[..], &[(report.clone(), include_str!("act.js"))]].concat();
-    // Two at a time: a browser takes a second, and most of it of one core.
+    // Some at a time: a browser takes a second, and not all of it of one core.
     for window in few(&WINDOWS, 2) {
-        for two in pages.chunks(2) {
+        for some in pages.chunks(3) {
             std::thread::scope(|scope| {
-                for (page, act) in two {
+                for (page, act) in some {
                     scope.spawn(move || {
                         let told = open(chromium, page.as_ref(), *window, act);
                         if !told.is_null() {

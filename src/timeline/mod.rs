@@ -1,0 +1,66 @@
+//! Who does what when, as one HTML page to zoom into: a row per rank, and the activations that it keeps under it.
+//!
+//! ```
+//! use gapless::parallel::{Costs, Shape, by_name, simulate};
+//!
+//! let table = by_name("zbv")?.table(&Shape { ranks: 4, chunks: 2, micro_batches: 8 })?;
+//! let timeline = simulate(&table, &Costs::default())?;
+//! std::fs::write(std::env::temp_dir().join("zbv.html"), gapless::timeline::page("zbv", &timeline, "ticks")).unwrap();
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+use gapless_alloc::draw::escape;
+use gapless_parallel::{Cell, Timeline};
+use serde::Serialize;
+
+use crate::page::{self, Page};
+
+/// What the page reads from its data element.
+#[derive(Serialize)]
+struct Data<'a> {
+    unit: &'a str,
+    makespan: u64,
+    bubble: f64,
+    ranks: Vec<Rank>,
+}
+
+#[derive(Serialize)]
+struct Rank {
+    /// With blanks between them; of a pair with `+`.
+    cells: String,
+    /// Of each cell its start and its end.
+    times: Vec<(u64, u64)>,
+    /// Activations alive, from a time on.
+    live: Vec<(u64, i64)>,
+    idle: u64,
+}
+
+/// The page; times are in `unit`, of which `ns` are shown as milliseconds.
+pub fn page(title: &str, timeline: &Timeline, unit: &str) -> String {
+    let rank = |rank: usize| {
+        // What takes no time cannot be seen.
+        let spans = timeline.ranks[rank].iter().filter(|span| span.end > span.start);
+        let cell = |cell: &Cell| match cell {
+            Cell::Overlap(first, second) => format!("{first}+{second}"),
+            other => other.to_string(),
+        };
+        Rank {
+            cells: spans.clone().map(|span| cell(&span.cell)).collect::<Vec<_>>().join(" "),
+            times: spans.map(|span| (span.start, span.end)).collect(),
+            live: timeline.live(rank),
+            idle: timeline.bubble(rank),
+        }
+    };
+    let ranks = (0..timeline.ranks.len()).map(rank).collect();
+    let data = Data { unit, makespan: timeline.makespan(), bubble: timeline.bubble_share(), ranks };
+    Page {
+        title,
+        kind: "schedule",
+        style: include_str!("timeline.css"),
+        body: &include_str!("timeline.html").replace("{title}", &escape(title)),
+        script: include_str!("timeline.js"),
+        data: &page::json(&data),
+        is_served: false,
+    }
+    .html()
+}
