@@ -7,9 +7,10 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use crate::encode::TokenWriter;
 use crate::examples::{Examples, Line, encode_lines, read_lines};
 use crate::files::token_files;
+use crate::texts::{TextFiles, Texts};
+use crate::tokenize::{begun_with, sample, tokenize};
 use crate::windows::Cut;
 use crate::{
     Corpus, CorpusReport, DataError, Format, RustSources, TokenWidth, Tokenizer, Tokens, TrainingWindows,
@@ -84,7 +85,8 @@ struct Manifest {
 }
 
 impl Dataset {
-    /// Reads, tokenizes and splits a source, or takes what an earlier call kept.
+    /// Reads, tokenizes and splits a source, or takes what an earlier call kept. Of text files a few pieces are in memory at once; a
+    /// call that was ended, as by a signal, is gone on with.
     ///
     /// # Errors
     /// Whatever is wrong with the source or the vocabulary, or a cache that cannot be written.
@@ -93,7 +95,7 @@ impl Dataset {
             Source::RustSources(sources) => Corpus::rust_sources(sources)?,
             Source::Path(path) => match token_files(path)? {
                 Some((files, validation)) => return Self::from_ids(path, &files, validation, options),
-                None => Corpus::read(path)?,
+                None => return Self::from_texts(&TextFiles::open(path)?, options),
             },
         };
         Self::from_corpus(&corpus, options)
@@ -104,7 +106,11 @@ impl Dataset {
     /// # Errors
     /// Whatever is wrong with the vocabulary, or a cache that cannot be written.
     pub fn from_corpus(corpus: &Corpus, options: &DataOptions) -> Result<Self, DataError> {
-        let report = corpus.report();
+        Self::from_texts(corpus, options)
+    }
+
+    fn from_texts(texts: &dyn Texts, options: &DataOptions) -> Result<Self, DataError> {
+        let report = texts.report();
         let (known, name) = match &options.vocabulary {
             VocabularyChoice::Bytes => (Some(Vocabulary::bytes()), "bytes".to_owned()),
             VocabularyChoice::Bpe { size } => (None, format!("bpe-{size}")),
@@ -125,12 +131,15 @@ impl Dataset {
             _ => tracing::info!(folder = %folder.display(), %report, "preparing the dataset"),
         }
         let vocabulary = match (known, &options.vocabulary) {
-            (None, VocabularyChoice::Bpe { size }) => {
-                Vocabulary::train(corpus.documents().iter().map(|document| document.text.as_str()), *size)?
+            (None, VocabularyChoice::Bpe { size }) => match begun_with(&folder.join(TOKENS), &report.hash) {
+                // That of a preparation that was ended is not trained again.
+                Some(hash) => Vocabulary::open(&folder.join(TOKENIZER)).ok().filter(|kept| kept.hash() == hash),
+                None => None,
             }
+            .map_or_else(|| Vocabulary::train(sample(texts)?.iter().map(String::as_str), *size), Ok)?,
             (known, _) => known.unwrap_or_else(Vocabulary::bytes),
         };
-        Self::build(corpus, &vocabulary, options.validation_every, &folder)
+        Self::build(texts, &vocabulary, options.validation_every, &folder)
     }
 
     /// Opens a folder that [`Dataset::prepare`] made, whatever has become of its source since: a run that resumes opens
@@ -314,34 +323,25 @@ impl Dataset {
     }
 
     /// Writes a dataset's folder, manifest last, and opens it.
-    fn build(corpus: &Corpus, vocabulary: &Vocabulary, every: usize, folder: &Path) -> Result<Self, DataError> {
+    fn build(texts: &dyn Texts, vocabulary: &Vocabulary, every: usize, folder: &Path) -> Result<Self, DataError> {
         fs::create_dir_all(folder).map_err(DataError::write(folder))?;
         let tokenizer = folder.join(TOKENIZER);
         vocabulary.save(&tokenizer.with_extension("json.tmp"))?;
         move_into_place(&tokenizer)?;
 
-        let width = TokenWidth::of_vocabulary(vocabulary.size());
-        let tokens = folder.join(TOKENS);
-        let mut writer = TokenWriter::create(&tokens.with_extension("bin.tmp"), width)?;
-        let by_document = every > 0 && corpus.documents().len() >= every.max(2);
-        let part = |validation: bool| {
-            let documents = corpus.documents().iter().enumerate();
-            let is_validation = move |index: usize| by_document && index % every.max(2) == every.max(2) - 1;
-            documents.filter(move |(index, _)| is_validation(*index) == validation).map(|(_, document)| document)
-        };
-        let front = writer.documents(part(false), vocabulary)?;
-        let back = writer.documents(part(true), vocabulary)?;
-        let validation_tokens = if by_document { back } else { last_part(front, every) };
-        let tokens_hash = writer.finish()?;
-        move_into_place(&tokens)?;
-
+        let corpus = texts.report();
+        let by_document = every > 0 && corpus.documents >= every.max(2);
+        let every_nth = every.max(2) as u64;
+        let is_validation = |document: u64| by_document && document % every_nth == every_nth - 1;
+        let parts = tokenize(texts, vocabulary, &is_validation, &folder.join(TOKENS))?;
+        let validation_tokens = if by_document { parts.validation_tokens } else { last_part(parts.all.tokens, every) };
         let manifest = Manifest {
-            corpus: corpus.report(),
+            corpus,
             vocabulary_hash: vocabulary.hash(),
-            width,
-            training_tokens: front + back - validation_tokens,
+            width: TokenWidth::of_vocabulary(vocabulary.size()),
+            training_tokens: parts.all.tokens - validation_tokens,
             validation_tokens,
-            tokens_hash,
+            tokens_hash: parts.all.hash,
         };
         let path = folder.join(MANIFEST);
         let json = serde_json::to_vec_pretty(&manifest).expect("a manifest of strings and numbers is valid JSON");
@@ -357,7 +357,7 @@ fn last_part(tokens: u64, every: usize) -> u64 {
 }
 
 /// Renames `path` with `.tmp` appended to `path`, if it is there.
-fn move_into_place(path: &Path) -> Result<(), DataError> {
+pub(super) fn move_into_place(path: &Path) -> Result<(), DataError> {
     let mut temporary = path.as_os_str().to_owned();
     temporary.push(".tmp");
     match fs::rename(&temporary, path) {

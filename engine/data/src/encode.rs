@@ -1,18 +1,15 @@
-//! Documents to a file of tokens, on all cores.
+//! Files of tokens that are written, and where texts are cut for it.
 
 use std::fs::File;
-use std::io::{BufWriter, Write};
+use std::io::{BufWriter, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
-use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
 
-use crate::{DataError, Document, TokenWidth, Vocabulary};
+use crate::{DataError, TokenWidth};
 
 /// Bytes of text that one task encodes, about: enough to hide its start, few enough to keep all cores busy.
-const PIECE_BYTES: usize = 64 << 10;
-
-/// Pieces that are in memory as tokens at once.
-const PIECES_AT_ONCE: usize = 256;
+pub(super) const PIECE_BYTES: usize = 64 << 10;
 
 /// Writes a file of tokens and hashes it on the way.
 pub(super) struct TokenWriter {
@@ -20,62 +17,75 @@ pub(super) struct TokenWriter {
     path: PathBuf,
     width: TokenWidth,
     hasher: blake3::Hasher,
+    tokens: u64,
+}
+
+/// What is in a file of tokens, and on the disk for certain.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Written {
+    pub tokens: u64,
+    /// blake3 of the bytes, in hexadecimal.
+    pub hash: String,
 }
 
 impl TokenWriter {
     /// Starts a file, in place of one that may be there.
     pub fn create(path: &Path, width: TokenWidth) -> Result<Self, DataError> {
         let file = BufWriter::new(File::create(path).map_err(DataError::write(path))?);
-        Ok(Self { file, path: path.to_owned(), width, hasher: blake3::Hasher::new() })
+        Ok(Self { file, path: path.to_owned(), width, hasher: blake3::Hasher::new(), tokens: 0 })
     }
 
-    /// Encodes documents in parallel and writes each, followed by the end of text. Answers how many tokens that made.
-    pub fn documents<'a>(
-        &mut self,
-        documents: impl Iterator<Item = &'a Document>,
-        vocabulary: &Vocabulary,
-    ) -> Result<u64, DataError> {
-        let mut pieces = documents.flat_map(|document| {
-            let mut pieces = pieces(&document.text).peekable();
-            std::iter::from_fn(move || pieces.next().map(|piece| (piece, pieces.peek().is_none())))
-        });
-        let mut count = 0;
-        let mut bytes = Vec::new();
+    /// Goes on behind what was written; nothing if that is not there any more.
+    pub fn resume(path: &Path, width: TokenWidth, written: &Written) -> Result<Option<Self>, DataError> {
+        let read = |error| DataError::read(path, error);
+        let Ok(mut file) = File::options().read(true).write(true).open(path) else { return Ok(None) };
+        let bytes = written.tokens * width.bytes();
+        let mut hasher = blake3::Hasher::new();
+        hasher.update_reader((&file).take(bytes)).map_err(read)?;
+        if hasher.count() != bytes || hasher.finalize().to_hex().as_str() != written.hash {
+            return Ok(None);
+        }
+        file.set_len(bytes).and_then(|()| file.seek(SeekFrom::End(0))).map_err(DataError::write(path))?;
+        let (file, path) = (BufWriter::new(file), path.to_owned());
+        Ok(Some(Self { file, path, width, hasher, tokens: written.tokens }))
+    }
+
+    /// Appends tokens.
+    pub fn append(&mut self, ids: &[u32]) -> Result<(), DataError> {
+        let mut bytes = Vec::with_capacity(ids.len() * self.width.bytes() as usize);
+        self.width.append(ids, &mut bytes);
+        self.tokens += ids.len() as u64;
+        self.hasher.update(&bytes);
+        self.file.write_all(&bytes).map_err(DataError::write(&self.path))
+    }
+
+    /// Appends a file of as many tokens of the same width.
+    pub fn append_file(&mut self, path: &Path, tokens: u64) -> Result<(), DataError> {
+        let mut file = File::open(path).map_err(|error| DataError::read(path, error))?;
+        let mut buffer = vec![0; 1 << 20];
         loop {
-            let group: Vec<_> = pieces.by_ref().take(PIECES_AT_ONCE).collect();
-            if group.is_empty() {
-                return Ok(count);
+            let read = file.read(&mut buffer).map_err(|error| DataError::read(path, error))?;
+            if read == 0 {
+                self.tokens += tokens;
+                return Ok(());
             }
-            let encoded: Result<Vec<_>, _> = group
-                .into_par_iter()
-                .map(|(piece, last)| {
-                    let mut ids = vocabulary.encode(piece)?;
-                    ids.extend(vocabulary.end_of_text().filter(|_| last));
-                    Ok(ids)
-                })
-                .collect();
-            for ids in encoded? {
-                count += ids.len() as u64;
-                bytes.clear();
-                self.width.append(&ids, &mut bytes);
-                self.hasher.update(&bytes);
-                self.file.write_all(&bytes).map_err(DataError::write(&self.path))?;
-            }
+            self.hasher.update(&buffer[..read]);
+            self.file.write_all(&buffer[..read]).map_err(DataError::write(&self.path))?;
         }
     }
 
-    /// Ends the file and answers its blake3 in hexadecimal.
-    pub fn finish(self) -> Result<String, DataError> {
-        let file = self.file.into_inner().map_err(|error| DataError::write(&self.path)(error.into_error()))?;
-        file.sync_all().map_err(DataError::write(&self.path))?;
-        Ok(self.hasher.finalize().to_hex().to_string())
+    /// Brings what is written to the disk.
+    pub fn save(&mut self) -> Result<Written, DataError> {
+        self.file.flush().map_err(DataError::write(&self.path))?;
+        self.file.get_ref().sync_all().map_err(DataError::write(&self.path))?;
+        Ok(Written { tokens: self.tokens, hash: self.hasher.finalize().to_hex().to_string() })
     }
 }
 
 /// Cuts a text into pieces of about [`PIECE_BYTES`], each ending with a line whose last character and whose
 /// successor's first are not white space. There the tokenizer's own pattern always cuts (a line break joins white space
 /// only), so that the pieces' tokens are the whole text's tokens.
-fn pieces(mut text: &str) -> impl Iterator<Item = &str> {
+pub(super) fn pieces(mut text: &str) -> impl Iterator<Item = &str> {
     std::iter::from_fn(move || {
         if text.is_empty() {
             return None;
@@ -124,28 +134,32 @@ fn cut_for_training(text: &str) -> usize {
 }
 
 fn cut(text: &[u8], least: usize) -> usize {
+    border(text, least).unwrap_or(text.len())
+}
+
+/// Where a text may be cut, from `least` on.
+pub(super) fn border(text: &[u8], least: usize) -> Option<usize> {
     // Bytes from 128 on may belong to white space beyond ASCII: only printable ASCII counts as a border.
     let solid = |byte: u8| byte.is_ascii_graphic();
-    (least.max(2)..text.len())
-        .find(|&end| text[end - 1] == b'\n' && solid(text[end - 2]) && solid(text[end]))
-        .unwrap_or(text.len())
+    (least.max(2)..text.len()).find(|&end| text[end - 1] == b'\n' && solid(text[end - 2]) && solid(text[end]))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Corpus;
+    use crate::tokenize::tokenize;
     use crate::tokens::{Scan, Tokens};
+    use crate::{Corpus, Vocabulary};
     use gapless_testing::prelude::*;
 
     fn encode(texts: &[&str], vocabulary: &Vocabulary) -> Vec<u32> {
+        let folder = tempfile::tempdir().unwrap();
         let corpus = Corpus::from_texts(texts.iter().copied());
-        let file = tempfile::NamedTempFile::new().unwrap();
-        let mut writer = TokenWriter::create(file.path(), TokenWidth::U32).unwrap();
-        let count = writer.documents(corpus.documents().iter(), vocabulary).unwrap();
-        let hash = writer.finish().unwrap();
+        let path = folder.path().join("tokens.bin");
+        let parts = tokenize(&corpus, vocabulary, &|_| false, &path).unwrap();
 
-        let tokens = Tokens::open(file.path(), TokenWidth::U32).unwrap();
+        let tokens = Tokens::open_bare(&path, TokenWidth::of_vocabulary(vocabulary.size())).unwrap();
+        let Written { tokens: count, hash } = parts.all;
         assert_eq!((tokens.count(), tokens.scan(vocabulary.size()).unwrap()), (count, Scan { hash, outside: None }));
         let mut ids = vec![0; count as usize];
         tokens.read(0, &mut ids).unwrap();

@@ -1,6 +1,7 @@
 //! Text from a file or a folder.
 
 use std::fs;
+use std::io::{BufRead, Read};
 use std::path::{Path, PathBuf};
 
 use walkdir::WalkDir;
@@ -28,17 +29,14 @@ impl Corpus {
         let kind = fs::metadata(path).map_err(|error| DataError::read(path, error))?;
         let mut corpus = Self::default();
         if kind.is_dir() {
-            for file in text_files(path, &TEXT_EXTENSIONS)? {
+            for file in text_below(path)? {
                 corpus.add_or_skip(&file)?;
             }
         } else {
             corpus.add_file(path)?;
         }
         if corpus.documents().is_empty() {
-            let others = if kind.is_dir() { files_below(path, |_| true)? } else { Vec::new() };
-            let is_read = |file: &PathBuf| inner_extension(file).is_some_and(|of| TEXT_EXTENSIONS.contains(&of));
-            let others = others.into_iter().filter(|file| !is_read(file)).take(MOST_NAMED).collect();
-            return Err(DataError::Empty { path: path.to_owned(), skipped: corpus.skipped(), others });
+            return Err(no_text(path, kind.is_dir(), corpus.skipped())?);
         }
         Ok(corpus)
     }
@@ -56,21 +54,15 @@ impl Corpus {
     }
 
     fn add_file(&mut self, path: &Path) -> Result<(), DataError> {
-        let text = read_text(path)?;
         let name = path.display().to_string();
         if inner_extension(path) == Some("jsonl") {
-            // Some editors begin a file with a byte-order mark.
-            let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
-            for (index, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
-                let text = text_of_line(line).map_err(|reason| DataError::Json {
-                    path: path.to_owned(),
-                    line: index + 1,
-                    reason,
-                })?;
-                self.push(format!("{name}:{}", index + 1), text);
-            }
+            check_text(path)?;
+            each_line(path, |number, text| {
+                self.push(format!("{name}:{number}"), text);
+                Ok(())
+            })?;
         } else {
-            self.push(name, text);
+            self.push(name, read_text(path)?);
         }
         self.count_file();
         Ok(())
@@ -125,16 +117,78 @@ fn files_below(folder: &Path, counts: impl Fn(Option<&str>) -> bool) -> Result<V
     Ok(files)
 }
 
-/// UTF-8 without NUL bytes. (UTF-16 and many binary formats are valid UTF-8 but for their NULs.)
+/// The files of text below a folder.
+pub(super) fn text_below(folder: &Path) -> Result<Vec<PathBuf>, DataError> {
+    text_files(folder, &TEXT_EXTENSIONS)
+}
+
+/// That there is no text at a path, and what there is instead.
+pub(super) fn no_text(path: &Path, is_folder: bool, skipped: usize) -> Result<DataError, DataError> {
+    let others = if is_folder { files_below(path, |_| true)? } else { Vec::new() };
+    let is_read = |file: &PathBuf| inner_extension(file).is_some_and(|of| TEXT_EXTENSIONS.contains(&of));
+    let others = others.into_iter().filter(|file| !is_read(file)).take(MOST_NAMED).collect();
+    Ok(DataError::Empty { path: path.to_owned(), skipped, others })
+}
+
 pub(super) fn read_text(path: &Path) -> Result<String, DataError> {
-    let mut bytes = Vec::new();
-    open(path)?.read_to_end(&mut bytes).map_err(|error| read_error(path, error))?;
+    check_text(path)?;
+    let mut text = String::new();
+    open(path)?.read_to_string(&mut text).map_err(|error| read_error(path, error))?;
+    Ok(text)
+}
+
+/// Checks that a file is UTF-8 without NUL bytes (UTF-16 and many binary formats are valid UTF-8 but for their NULs), and answers its
+/// bytes. Most of it is not in memory.
+pub(super) fn check_text(path: &Path) -> Result<u64, DataError> {
     let binary = |reason| DataError::Binary { path: path.to_owned(), reason };
-    if let Some(position) = bytes.iter().position(|&byte| byte == 0) {
-        return Err(binary(format!("byte {position} is NUL")));
+    let mut source = open(path)?;
+    let (mut bytes, mut before) = (Vec::new(), 0);
+    loop {
+        let read = source.by_ref().take(1 << 20).read_to_end(&mut bytes).map_err(|error| read_error(path, error))?;
+        if let Some(position) = bytes.iter().position(|&byte| byte == 0) {
+            return Err(binary(format!("byte {} is NUL", before + position as u64)));
+        }
+        let valid = match str::from_utf8(&bytes) {
+            Ok(_) => bytes.len(),
+            // A character may go on in what is not read yet.
+            Err(error) if error.error_len().is_none() && read > 0 => error.valid_up_to(),
+            Err(error) => {
+                return Err(binary(format!("byte {} is not valid UTF-8", before + error.valid_up_to() as u64)));
+            }
+        };
+        bytes.drain(..valid);
+        before += valid as u64;
+        if read == 0 {
+            return Ok(before);
+        }
     }
-    String::from_utf8(bytes)
-        .map_err(|error| binary(format!("byte {} is not valid UTF-8", error.utf8_error().valid_up_to())))
+}
+
+/// Visits the texts of a .jsonl file that are not empty, with the numbers of their lines, counted from 1.
+pub(super) fn each_line(
+    path: &Path,
+    mut visit: impl FnMut(usize, String) -> Result<(), DataError>,
+) -> Result<(), DataError> {
+    let mut source = open(path)?;
+    let mut line = String::new();
+    for number in 1.. {
+        line.clear();
+        if source.read_line(&mut line).map_err(|error| read_error(path, error))? == 0 {
+            break;
+        }
+        // Some editors begin a file with a byte-order mark.
+        let content =
+            line.strip_prefix('\u{feff}').filter(|_| number == 1).unwrap_or(&line).trim_end_matches(['\r', '\n']);
+        if content.trim().is_empty() {
+            continue;
+        }
+        let text =
+            text_of_line(content).map_err(|reason| DataError::Json { path: path.to_owned(), line: number, reason })?;
+        if !text.is_empty() {
+            visit(number, text)?;
+        }
+    }
+    Ok(())
 }
 
 fn text_of_line(line: &str) -> Result<String, String> {

@@ -44,6 +44,8 @@ mod examples;
 mod files;
 mod permutation;
 mod rust_sources;
+mod texts;
+mod tokenize;
 mod tokenizer;
 mod tokens;
 mod vocabulary;

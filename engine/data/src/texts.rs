@@ -1,0 +1,171 @@
+//! Texts that are read piece by piece, so that a corpus may be larger than the memory.
+
+use std::fs;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use crate::compressed::{inner_extension, open, read_error};
+use crate::encode::{PIECE_BYTES, border, pieces};
+use crate::files::{check_text, each_line, no_text, text_below};
+use crate::{Corpus, CorpusReport, DataError};
+
+/// Takes a piece of a document, and whether the document ends with it.
+pub(super) type Visit<'a> = dyn FnMut(&str, bool) -> Result<(), DataError> + 'a;
+
+/// Documents in a fixed order.
+pub(super) trait Texts {
+    /// What they are.
+    fn report(&self) -> CorpusReport;
+
+    /// Visits their pieces, which end where [`border`] says.
+    fn visit(&self, visit: &mut Visit) -> Result<(), DataError>;
+}
+
+impl Texts for Corpus {
+    fn report(&self) -> CorpusReport {
+        Self::report(self)
+    }
+
+    fn visit(&self, visit: &mut Visit) -> Result<(), DataError> {
+        self.documents().iter().try_for_each(|document| visit_text(&document.text, visit))
+    }
+}
+
+fn visit_text(text: &str, visit: &mut Visit) -> Result<(), DataError> {
+    let mut pieces = pieces(text).peekable();
+    while let Some(piece) = pieces.next() {
+        visit(piece, pieces.peek().is_none())?;
+    }
+    Ok(())
+}
+
+/// Files that stay on the disk: the documents of [`Corpus::read`].
+pub(super) struct TextFiles {
+    files: Vec<PathBuf>,
+    report: CorpusReport,
+}
+
+impl TextFiles {
+    /// Reads everything once, for its report.
+    ///
+    /// # Errors
+    /// As [`Corpus::read`].
+    pub fn open(path: &Path) -> Result<Self, DataError> {
+        let is_folder = fs::metadata(path).map_err(|error| DataError::read(path, error))?.is_dir();
+        let candidates = if is_folder { text_below(path)? } else { vec![path.to_owned()] };
+        let (mut files, mut skipped, mut documents, mut bytes) = (Vec::new(), 0, 0, 0);
+        let mut hasher = blake3::Hasher::new();
+        for file in candidates {
+            let length = match check_text(&file) {
+                Err(DataError::Binary { path, reason }) if is_folder => {
+                    tracing::debug!(path = %path.display(), reason, "skipped");
+                    skipped += 1;
+                    continue;
+                }
+                length => length?,
+            };
+            // As the report of a corpus in memory.
+            let mut add = |length: u64| {
+                (documents, bytes) = (documents + usize::from(length > 0), bytes + length);
+                length.to_le_bytes()
+            };
+            if inner_extension(&file) == Some("jsonl") {
+                each_line(&file, |_, text| {
+                    hasher.update(&add(text.len() as u64)).update(text.as_bytes());
+                    Ok(())
+                })?;
+            } else if length > 0 {
+                hasher.update(&add(length));
+                hasher.update_reader(open(&file)?).map_err(|error| read_error(&file, error))?;
+            }
+            files.push(file);
+        }
+        if documents == 0 {
+            return Err(no_text(path, is_folder, skipped)?);
+        }
+        let hash = hasher.finalize().to_hex().to_string();
+        let report = CorpusReport { packages: 0, files: files.len(), documents, bytes, skipped, hash };
+        Ok(Self { files, report })
+    }
+}
+
+impl Texts for TextFiles {
+    fn report(&self) -> CorpusReport {
+        self.report.clone()
+    }
+
+    fn visit(&self, visit: &mut Visit) -> Result<(), DataError> {
+        for file in &self.files {
+            if inner_extension(file) == Some("jsonl") {
+                each_line(file, |_, text| visit_text(&text, visit))?;
+            } else {
+                visit_file(file, visit)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Visits the pieces of a file that is one document, of which a few are in memory.
+fn visit_file(path: &Path, visit: &mut Visit) -> Result<(), DataError> {
+    let mut source = open(path)?;
+    let (mut bytes, mut searched) = (Vec::new(), 0);
+    loop {
+        let mut start = 0;
+        while let Some(end) = border(&bytes[start..], PIECE_BYTES.max(searched)) {
+            visit(text_of(path, &bytes[start..start + end])?, false)?;
+            (start, searched) = (start + end, 0);
+        }
+        bytes.drain(..start);
+        searched = bytes.len();
+        let read = source.by_ref().take(16 * PIECE_BYTES as u64).read_to_end(&mut bytes);
+        if read.map_err(|error| read_error(path, error))? == 0 {
+            return if bytes.is_empty() { Ok(()) } else { visit(text_of(path, &bytes)?, true) };
+        }
+    }
+}
+
+fn text_of<'a>(path: &Path, bytes: &'a [u8]) -> Result<&'a str, DataError> {
+    str::from_utf8(bytes).map_err(|error| DataError::Binary { path: path.to_owned(), reason: error.to_string() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use gapless_testing::prelude::*;
+
+    /// Texts as pieces, a bar behind each and a full stop behind each document.
+    fn shown(texts: &dyn Texts) -> String {
+        let mut shown = String::new();
+        texts
+            .visit(&mut |piece, last| {
+                shown += piece;
+                shown += if last { "|." } else { "|" };
+                Ok(())
+            })
+            .unwrap();
+        shown
+    }
+
+    generated! {
+        /// Files on the disk are what they are in memory, to the borders of pieces.
+        #[test]
+        fn files_and_memory_agree(
+            words in prop::collection::vec(prop_oneof![Just("fn x() {}\n"), Just("é "), Just("\r\n \n"), Just("word ")], 0..30),
+            (repeats, lines) in (1usize..30_000, prop::collection::vec("[a\n é]{0,9}", 0..4)),
+        ) {
+            let folder = tempfile::tempdir().unwrap();
+            fs::write(folder.path().join("a.txt"), words.concat().repeat(repeats)).unwrap();
+            fs::write(folder.path().join("b.txt"), b"\xff").unwrap();
+            let lines: String = lines.iter().map(|text| format!("{}\r\n\n", serde_json::json!({ "text": text }))).collect();
+            fs::write(folder.path().join("c.jsonl"), format!("\u{feff}{lines}")).unwrap();
+            match (Corpus::read(folder.path()), TextFiles::open(folder.path())) {
+                (Ok(corpus), Ok(files)) => {
+                    prop_assert_eq!(corpus.report(), Texts::report(&files));
+                    prop_assert!(shown(&corpus) == shown(&files));
+                }
+                (one, other) => prop_assert_eq!(one.unwrap_err().to_string(), other.err().unwrap().to_string()),
+            }
+        }
+    }
+}

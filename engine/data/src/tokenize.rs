@@ -1,0 +1,258 @@
+//! Texts to a file of tokens, on all cores, in bounded memory, and from where an earlier process was ended.
+//!
+//! In: texts that are visited in pieces. Out: the tokens of documents for training, then those for validation. Pieces are encoded in
+//! batches, in parallel, and written in their order; how far that is stands in a file beside the tokens. Never: bytes that depend on
+//! threads, or on where a process was ended.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
+
+use crate::dataset::move_into_place;
+use crate::encode::{TokenWriter, Written};
+use crate::permutation::mix;
+use crate::texts::Texts;
+use crate::{DataError, TokenWidth, Vocabulary};
+
+/// Bytes of text that are encoded at once.
+const BATCH_BYTES: usize = if cfg!(test) { 1 << 10 } else { 16 << 20 };
+
+/// Bytes of text that a process that is ended loses, about.
+const SAVE_BYTES: usize = if cfg!(test) { 4 << 10 } else { 64 << 20 };
+
+/// Bytes of text that a vocabulary is trained on, about, of corpora that have more.
+const SAMPLE_BYTES: u64 = 128 << 20;
+
+/// What came out.
+pub(super) struct Parts {
+    pub all: Written,
+    pub validation_tokens: u64,
+}
+
+/// How far the tokens are.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+struct Progress {
+    corpus: String,
+    vocabulary: String,
+    /// Pieces that are done.
+    pieces: u64,
+    training: Written,
+    validation: Written,
+}
+
+/// The hash of the vocabulary that an ended process has begun to tokenize a corpus with.
+pub(super) fn begun_with(tokens: &Path, corpus: &str) -> Option<String> {
+    let progress = Progress::open(&beside(tokens, "progress"))?;
+    (progress.corpus == corpus).then_some(progress.vocabulary)
+}
+
+/// Texts to train a vocabulary on: all pieces, or as many of a large corpus as fit, the same at each call.
+pub(super) fn sample(texts: &dyn Texts) -> Result<Vec<String>, DataError> {
+    let bytes = texts.report().bytes.max(SAMPLE_BYTES);
+    let share = (u128::from(u64::MAX) * u128::from(SAMPLE_BYTES) / u128::from(bytes)) as u64;
+    let (mut sample, mut index) = (Vec::new(), 0);
+    texts.visit(&mut |piece, _| {
+        if mix(index) <= share {
+            sample.push(piece.to_owned());
+        }
+        index += 1;
+        Ok(())
+    })?;
+    Ok(sample)
+}
+
+/// Encodes documents, each followed by the end of text, into a file; goes on where an earlier call was ended.
+pub(super) fn tokenize(
+    texts: &dyn Texts,
+    vocabulary: &Vocabulary,
+    is_validation: &dyn Fn(u64) -> bool,
+    tokens: &Path,
+) -> Result<Parts, DataError> {
+    let report = texts.report();
+    let mut job = Job::open(vocabulary, report.hash, tokens)?;
+    let (done, mut piece, mut document) = (job.progress.pieces, 0, 0);
+    texts.visit(&mut |text, last| {
+        if piece >= done {
+            job.push(text, last, is_validation(document))?;
+        }
+        (piece, document) = (piece + 1, document + u64::from(last));
+        Ok(())
+    })?;
+    job.finish(tokens)
+}
+
+/// A piece that waits to be encoded.
+struct Piece {
+    text: String,
+    ends_document: bool,
+    is_validation: bool,
+}
+
+struct Job<'a> {
+    vocabulary: &'a Vocabulary,
+    progress: Progress,
+    path: PathBuf,
+    training: TokenWriter,
+    validation: TokenWriter,
+    batch: Vec<Piece>,
+    batch_bytes: usize,
+    unsaved_bytes: usize,
+}
+
+impl<'a> Job<'a> {
+    fn open(vocabulary: &'a Vocabulary, corpus: String, tokens: &Path) -> Result<Self, DataError> {
+        let width = TokenWidth::of_vocabulary(vocabulary.size());
+        let [path, front, back] = ["progress", "tmp", "validation"].map(|kind| beside(tokens, kind));
+        let begun = Progress { corpus, vocabulary: vocabulary.hash(), ..Progress::default() };
+        let kept =
+            Progress::open(&path).filter(|kept| (&kept.corpus, &kept.vocabulary) == (&begun.corpus, &begun.vocabulary));
+        let resumed = match kept {
+            Some(kept) => TokenWriter::resume(&front, width, &kept.training)?
+                .zip(TokenWriter::resume(&back, width, &kept.validation)?)
+                .map(|writers| (kept, writers)),
+            None => None,
+        };
+        let (progress, (training, validation)) = match resumed {
+            Some(resumed) => resumed,
+            None => (begun, (TokenWriter::create(&front, width)?, TokenWriter::create(&back, width)?)),
+        };
+        let (batch, batch_bytes, unsaved_bytes) = (Vec::new(), 0, 0);
+        Ok(Self { vocabulary, progress, path, training, validation, batch, batch_bytes, unsaved_bytes })
+    }
+
+    fn push(&mut self, text: &str, ends_document: bool, is_validation: bool) -> Result<(), DataError> {
+        self.batch_bytes += text.len();
+        self.batch.push(Piece { text: text.to_owned(), ends_document, is_validation });
+        if self.batch_bytes >= BATCH_BYTES { self.encode() } else { Ok(()) }
+    }
+
+    /// Encodes and writes the batch.
+    fn encode(&mut self) -> Result<(), DataError> {
+        let vocabulary = self.vocabulary;
+        let encode = |piece: &Piece| {
+            let mut ids = vocabulary.encode(&piece.text)?;
+            ids.extend(vocabulary.end_of_text().filter(|_| piece.ends_document));
+            Ok(ids)
+        };
+        let encoded: Vec<Vec<u32>> = self.batch.par_iter().map(encode).collect::<Result<_, DataError>>()?;
+        for (piece, ids) in self.batch.iter().zip(encoded) {
+            if piece.is_validation { &mut self.validation } else { &mut self.training }.append(&ids)?;
+        }
+        self.progress.pieces += self.batch.len() as u64;
+        self.unsaved_bytes += self.batch_bytes;
+        self.batch.clear();
+        self.batch_bytes = 0;
+        if self.unsaved_bytes >= SAVE_BYTES { self.save() } else { Ok(()) }
+    }
+
+    fn save(&mut self) -> Result<(), DataError> {
+        self.progress.training = self.training.save()?;
+        self.progress.validation = self.validation.save()?;
+        self.unsaved_bytes = 0;
+        let json = serde_json::to_vec(&self.progress).expect("strings and numbers are valid JSON");
+        let temporary = beside(&self.path, "tmp");
+        fs::write(&temporary, json).map_err(DataError::write(&temporary))?;
+        let tokens = self.progress.training.tokens + self.progress.validation.tokens;
+        tracing::info!(tokens, pieces = self.progress.pieces, "tokenizing");
+        move_into_place(&self.path)
+    }
+
+    /// Puts the parts together.
+    fn finish(mut self, tokens: &Path) -> Result<Parts, DataError> {
+        self.encode()?;
+        self.save()?;
+        let (back, validation_tokens) = (beside(tokens, "validation"), self.progress.validation.tokens);
+        self.training.append_file(&back, validation_tokens)?;
+        let all = self.training.save()?;
+        move_into_place(tokens)?;
+        for done in [self.path, back] {
+            fs::remove_file(&done).map_err(DataError::write(&done))?;
+        }
+        Ok(Parts { all, validation_tokens })
+    }
+}
+
+impl Progress {
+    fn open(path: &Path) -> Option<Self> {
+        serde_json::from_slice(&fs::read(path).ok()?).ok()
+    }
+}
+
+/// The path with an extension more.
+fn beside(path: &Path, kind: &str) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(".");
+    name.push(kind);
+    name.into()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+    use std::io;
+
+    use super::*;
+    use crate::texts::Visit;
+    use crate::{Corpus, CorpusReport};
+
+    /// Texts whose disk fails behind so many pieces.
+    struct Failing<'a>(&'a Corpus, u64);
+
+    impl Texts for Failing<'_> {
+        fn report(&self) -> CorpusReport {
+            self.0.report()
+        }
+
+        fn visit(&self, visit: &mut Visit) -> Result<(), DataError> {
+            let left = Cell::new(self.1);
+            self.0.visit(&mut |piece, last| {
+                if left.get() == 0 {
+                    return Err(DataError::read(Path::new("disk"), io::ErrorKind::Other.into()));
+                }
+                left.set(left.get() - 1);
+                visit(piece, last)
+            })
+        }
+    }
+
+    #[test]
+    fn what_was_ended_goes_on_to_the_same_bytes() {
+        let corpus = Corpus::from_texts((0..600).map(|index| format!("text number {index} of many, ").repeat(3)));
+        let vocabulary = Vocabulary::train(["text number of many"].into_iter(), 270).unwrap();
+        let every_third = |document: u64| document % 3 == 2;
+        let folder = tempfile::tempdir().unwrap();
+        let whole = folder.path().join("whole.bin");
+        let parts = tokenize(&corpus, &vocabulary, &every_third, &whole).unwrap();
+        let expected = fs::read(&whole).unwrap();
+        assert_eq!(parts.all.hash, blake3::hash(&expected).to_hex().to_string());
+
+        let path = folder.path().join("ended.bin");
+        let hash = corpus.report().hash;
+        let done = || Progress::open(&beside(&path, "progress")).map_or(0, |progress| progress.pieces);
+        for damage in [None, Some("tmp"), Some("validation"), Some("progress")] {
+            let mut before = 0;
+            for pieces in [3, 200, 210, 555] {
+                assert!(tokenize(&Failing(&corpus, pieces), &vocabulary, &every_third, &path).is_err());
+                assert!(before <= done() && done() <= pieces, "what is done stays done");
+                before = done();
+            }
+            assert!(before > 400 && begun_with(&path, &hash) == Some(vocabulary.hash()));
+            // What a process wrote behind its last progress does not matter; what it lost does.
+            let front = beside(&path, "tmp");
+            let mut longer = fs::read(&front).unwrap();
+            longer.extend([7; 100]);
+            fs::write(&front, longer).unwrap();
+            if let Some(kind) = damage {
+                let damaged = beside(&path, kind);
+                let half = fs::read(&damaged).unwrap();
+                fs::write(&damaged, &half[..half.len() / 2]).unwrap();
+            }
+            let again = tokenize(&corpus, &vocabulary, &every_third, &path).unwrap();
+            assert!(fs::read(&path).unwrap() == expected, "{damage:?}");
+            assert_eq!((again.all, again.validation_tokens), (parts.all.clone(), parts.validation_tokens));
+            assert_eq!((begun_with(&path, &hash), fs::read_dir(folder.path()).unwrap().count()), (None, 2));
+        }
+    }
+}
