@@ -1,0 +1,91 @@
+//! Generated text on disk to tokens on disk, beside `tokenizers`' own parallel encoder on text in memory.
+//!
+//! `cargo bench -p gapless-data --bench tokenize -- 1024` for 1,024 MiB; by default 64. Prints both rates, their ratio, and the most
+//! memory that the process had when the text was tokenized (of Linux).
+
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader, BufWriter, Write};
+use std::path::Path;
+use std::time::Instant;
+
+use gapless_data::{DataOptions, Dataset, Source, VocabularyChoice};
+
+/// Bytes of text that the peer gets at once.
+const BATCH_BYTES: usize = 16 << 20;
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let mebibytes: u64 = std::env::args().find_map(|argument| argument.parse().ok()).unwrap_or(64);
+    let folder = tempfile::tempdir_in(".")?;
+    let text = folder.path().join("text.txt");
+
+    // The vocabulary is of the same words.
+    write_text(&text, 4 << 20)?;
+    let cache = folder.path().join("cache");
+    let options = DataOptions { vocabulary: VocabularyChoice::Bpe { size: 4096 }, cache, ..DataOptions::default() };
+    let small = Dataset::prepare(&Source::Path(text.clone()), &options)?;
+    let tokenizer = small.folder().ok_or("no folder")?.join("tokenizer.json");
+    let options = DataOptions { vocabulary: VocabularyChoice::File(tokenizer.clone()), ..options };
+
+    let bytes = write_text(&text, mebibytes << 20)?;
+    let start = Instant::now();
+    let dataset = Dataset::prepare(&Source::Path(text.clone()), &options)?;
+    let ours = start.elapsed();
+    let memory = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let memory = memory.lines().find(|line| line.starts_with("VmHWM")).unwrap_or("VmHWM unknown").to_owned();
+
+    let (theirs, tokens) = peer(&text, &tokenizer)?;
+    let rate = |seconds: f64| bytes as f64 / f64::from(1 << 20) / seconds;
+    let (ours, theirs) = (rate(ours.as_secs_f64()), rate(theirs));
+    println!("{mebibytes} MiB, {} tokens: {ours:.2} MiB/s", dataset.training_tokens() + dataset.validation_tokens());
+    println!("encode_batch, {tokens} tokens: {theirs:.2} MiB/s");
+    println!("ratio {:.3}, {memory}", ours / theirs);
+    Ok(())
+}
+
+/// Seconds that `encode_batch` takes, reading left out, and the tokens that it makes.
+fn peer(text: &Path, tokenizer: &Path) -> Result<(f64, usize), Box<dyn std::error::Error>> {
+    let tokenizer: tokenizers::Tokenizer = fs::read_to_string(tokenizer)?.parse().map_err(|_| "no tokenizer")?;
+    let (mut seconds, mut tokens) = (0.0, 0);
+    let mut text = BufReader::new(File::open(text)?);
+    loop {
+        let (mut batch, mut bytes) = (Vec::new(), 0);
+        let mut line = String::new();
+        while bytes < BATCH_BYTES && text.read_line(&mut line)? > 0 {
+            bytes += line.len();
+            batch.push(std::mem::take(&mut line));
+        }
+        if batch.is_empty() {
+            return Ok((seconds, tokens));
+        }
+        let start = Instant::now();
+        let encoded = tokenizer.encode_batch(batch, false).map_err(|error| error.to_string())?;
+        seconds += start.elapsed().as_secs_f64();
+        tokens += encoded.iter().map(|encoding| encoding.len()).sum::<usize>();
+    }
+}
+
+/// Writes lines of words, frequent ones more often, and answers the bytes.
+fn write_text(path: &Path, bytes: u64) -> std::io::Result<u64> {
+    let mut file = BufWriter::new(File::create(path)?);
+    let mut state = 1u64;
+    let mut random = move || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        state >> 33
+    };
+    let words: Vec<String> = (0..20_000)
+        .map(|_| (0..2 + random() % 9).map(|_| char::from(b'a' + (random() % 26).min(random() % 26) as u8)).collect())
+        .collect();
+    let mut written = 0;
+    while written < bytes {
+        for _ in 0..12 {
+            let most = 1 + random() as usize % words.len();
+            let word = &words[random() as usize % most];
+            written += word.len() as u64 + 1;
+            write!(file, "{word} ")?;
+        }
+        written += 2;
+        writeln!(file, ".")?;
+    }
+    file.flush()?;
+    Ok(written)
+}
