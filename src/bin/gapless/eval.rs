@@ -18,7 +18,8 @@ use crate::output::{print, tell};
 pub struct Arguments {
     /// A folder with config.json, safetensors files and tokenizer.json.
     folder: PathBuf,
-    /// A text; token ids (u16, little-endian) as .bin; or a prepared dataset's folder, of which the validation part is taken.
+    /// A text; token ids as .bin (of 16 bits, or as the header of llm.c says); or a prepared dataset's folder, of which the validation
+    /// part is taken.
     data: PathBuf,
     /// Tokens per window.
     #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
