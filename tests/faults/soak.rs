@@ -47,9 +47,12 @@ fn rows(folder: &Path) -> BTreeMap<(u64, &'static str), String> {
     for row in text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok()) {
         let step = row["step"].as_u64().expect("a row names its step");
         for key in ["loss", "gradient_norm", "val_loss"] {
-            let Some(value) = row.get(key) else { continue };
-            let before = rows.insert((step, key), value.to_string());
-            assert!(before.is_none_or(|before| *value == before), "step {step} was done twice: {row}");
+            let Some(value) = row.get(key).map(Value::to_string) else { continue };
+            let before = rows.insert((step, key), value.clone());
+            assert!(
+                before.as_ref().is_none_or(|before| *before == value),
+                "step {step}, done again: {row}, not {before:?}"
+            );
         }
     }
     rows

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+use crate::encode::move_into_place;
 use crate::examples::{Examples, Line, encode_lines, read_lines};
 use crate::files::token_files;
 use crate::texts::{TextFiles, Texts};
@@ -354,16 +355,6 @@ impl Dataset {
 /// How many of `tokens` the last n-th is.
 fn last_part(tokens: u64, every: usize) -> u64 {
     if every == 0 { 0 } else { tokens / (every as u64).max(2) }
-}
-
-/// Renames `path` with `.tmp` appended to `path`, if it is there.
-pub(super) fn move_into_place(path: &Path) -> Result<(), DataError> {
-    let mut temporary = path.as_os_str().to_owned();
-    temporary.push(".tmp");
-    match fs::rename(&temporary, path) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(DataError::write(path)(error)),
-        _ => Ok(()),
-    }
 }
 
 #[cfg(test)]

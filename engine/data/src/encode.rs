@@ -82,6 +82,16 @@ impl TokenWriter {
     }
 }
 
+/// Renames `path` with `.tmp` appended to `path`, if it is there.
+pub(super) fn move_into_place(path: &Path) -> Result<(), DataError> {
+    let mut temporary = path.as_os_str().to_owned();
+    temporary.push(".tmp");
+    match std::fs::rename(&temporary, path) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(DataError::write(path)(error)),
+        _ => Ok(()),
+    }
+}
+
 /// Cuts a text into pieces of about [`PIECE_BYTES`], each ending with a line whose last character and whose
 /// successor's first are not white space. There the tokenizer's own pattern always cuts (a line break joins white space
 /// only), so that the pieces' tokens are the whole text's tokens.

@@ -10,8 +10,7 @@ use std::path::{Path, PathBuf};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use crate::dataset::move_into_place;
-use crate::encode::{TokenWriter, Written};
+use crate::encode::{TokenWriter, Written, move_into_place};
 use crate::permutation::mix;
 use crate::texts::Texts;
 use crate::{DataError, TokenWidth, Vocabulary};
