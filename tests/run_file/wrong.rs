@@ -1,0 +1,166 @@
+//! A hundred files that are no runs.
+
+use crate::{Place, TINY};
+
+/// What is to be changed in the tiny file, and what the error then names.
+const WRONG: &[(&str, &str, &[&str])] = &[
+    ("steps = 4", "steps = 0", &["steps (line 2)", "at least one"]),
+    ("steps = 4", "steps = -1", &["line 2", "steps", "invalid value"]),
+    ("steps = 4", "steps = \"4\"", &["line 2", "invalid type: string"]),
+    ("steps = 4", "step = 4", &["line", "duplicate key"]),
+    ("steps = 4", "stepz = 4", &["line 2", "unknown field `stepz`", "did you mean `steps`"]),
+    ("seed = 3", "seed = 3.5", &["line 3", "invalid type: floating point"]),
+    ("seed = 3", "seed = 3\nseed = 4", &["line 4", "duplicate key"]),
+    ("seed = 3", "seed =", &["line 3"]),
+    ("[model.gpt]", "[model.gtp]", &["line 5", "unknown variant `gtp`", "did you mean `gpt`"]),
+    ("[model.gpt]\nlayers = 1\nheads = 2\nwidth = 16", "", &["missing field `model`"]),
+    ("layers = 1", "layrs = 1", &["line 6", "did you mean `layers`"]),
+    ("layers = 1", "layers = true", &["line 6", "invalid type: boolean"]),
+    ("[data]\npath = \"DIR/text.txt\"", "[data]", &["missing field `path`"]),
+    ("text.txt", "nowhere.txt", &["data.path (line 11)", "nowhere.txt", "file or folder that is there"]),
+    ("vocabulary = 256", "vocabulary = 100", &["data.vocabulary (line 12)", "at least 256"]),
+    ("vocabulary = 256", "tokenizer = \"DIR/none.json\"", &["data.tokenizer (line 12)", "tokenizer.json"]),
+    (
+        "vocabulary = 256",
+        "vocabulary = 256\ntokenizer = \"DIR/text.txt\"",
+        &["data.vocabulary (line 12)", "leave one of them out"],
+    ),
+    ("vocabulary = 256", "vocab = 256", &["line 12", "did you mean `vocabulary`"]),
+    ("vocabulary = 256", "format = \"chats\"", &["line 12", "unknown variant `chats`", "did you mean `chat`"]),
+    ("vocabulary = 256", "format = \"prompt\"", &["data.format (line 12)", "text.txt is no .jsonl file"]),
+    ("text.txt\"", "lines.jsonl\"\nformat = \"chat\"", &["data.format (line 12)", "name a data.tokenizer"]),
+    ("vocabulary = 256", "isolate_documents = 1", &["line 12", "invalid type: integer"]),
+    ("batch = 4", "batch = 0", &["step.batch (line 17)", "at least 1"]),
+    ("batch = 4", "batch = 3", &["step.micro_batches (line 18)", "3 sequences do not divide into 2", "divisor"]),
+    ("threads = 1", "data_ranks = 0", &["step.data_ranks (line 21)", "at least 1"]),
+    ("threads = 1", "data_ranks = 4", &["step.micro_batches (line 18)", "4 × 1 ranks", "divisor"]),
+    ("threads = 1", "pipeline_ranks = -2", &["line 21", "invalid value"]),
+    ("threads = 1", "pipeline_rank = 2", &["line 21", "did you mean `pipeline_ranks`"]),
+    ("threads = 1", "expert_ranks = 2", &["step.expert_ranks (line 21)", "0 experts", "a model without"]),
+    ("threads = 1", "schedule = \"1f2b\"", &["step.schedule (line 21)", "gapless schedule --help"]),
+    (
+        "threads = 1",
+        "schedule = \"1f1b\"\nchunks = 2\npipeline_ranks = 2",
+        &["step.schedule (line 21)", "another step.chunks"],
+    ),
+    ("micro_batches = 2", "micro_batches = 0", &["step.micro_batches (line 18)", "at least 1"]),
+    ("micro_batches = 2", "microbatches = 2", &["line 18", "did you mean `micro_batches`"]),
+    ("sequence = 16", "sequence = 0", &["step.sequence (line 19)"]),
+    ("sequence = 16", "sequence = [16]", &["line 19", "invalid type: sequence"]),
+    ("device = \"cpu\"", "device = \"gpu\"", &["line 20", "no device", "cuda:0"]),
+    ("device = \"cpu\"", "device = \"cuda:x\"", &["line 20", "no number of a GPU"]),
+    ("threads = 1", "threads = 1\ndtype = \"f16\"", &["line 22", "unknown variant `f16`", "`bf16`"]),
+    ("threads = 1", "threads = 100000", &["step.threads (line 21)", "more than 1024", "0 for all"]),
+    ("threads = 1", "thread = 1", &["line 21", "did you mean `threads`"]),
+    ("[evaluation]", "[evalution]", &["line 23", "did you mean `evaluation`"]),
+    ("[checkpoints]\nevery = 2", "[checkpoints]\nkeep_last = 0", &["checkpoints.keep_last (line 27)", "at least one"]),
+    ("steps = 4", "max_minutes = 0", &["max_minutes (line 2)", "no time", "above 0"]),
+    ("steps = 4", "max_minutes = \"1h\"", &["line 2", "invalid type: string"]),
+    (
+        "[evaluation]\nevery = 2",
+        "[evaluation]\npatience = 2\nevery = 0",
+        &["evaluation.patience (line 24)", "no evaluations"],
+    ),
+    ("[checkpoints]\nevery = 2", "[checkpoints]\nminutes = -1", &["checkpoints.minutes (line 27)", "above 0"]),
+    ("[checkpoints]\nevery = 2", "[checkpoints]\nkeep_best = -1", &["line 27", "invalid value"]),
+    ("[checkpoints]\nevery = 2", "[checkpoints]\nkeep = 2", &["line 27", "did you mean `keep_last`"]),
+    ("[sample]", "[memory]\nbudget = 1000\nrecompute = \"layers\"\n[sample]", &["memory.budget (line 30)", "leave"]),
+    ("[sample]", "[memory]\nrecompute = \"some\"\n[sample]", &["line 30", "no policy", "first:8"]),
+    ("[sample]", "[memory]\nbudget = \"much\"\n[sample]", &["line 30", "not a number of bytes", "600MiB"]),
+    (
+        "[sample]",
+        "[optimizer]\nname = \"adam\"\n[sample]",
+        &["line 30", "unknown variant `adam`", "did you mean `adamw`"],
+    ),
+    ("[sample]", "[optimizer]\nlr = 0.1\n[sample]", &["line 30", "unknown field `lr`"]),
+    ("[sample]", "[learning_rate]\npeak = -1.0\n[sample]", &["learning_rate (line 29)", "at least 0"]),
+    (
+        "[sample]",
+        "[learning_rate]\npeak = 1e-4\nfloor = 1e-3\n[sample]",
+        &["learning_rate (line 29)", "lower the floor"],
+    ),
+    ("[sample]", "[learning_rate]\nshape = \"cosin\"\n[sample]", &["line 30", "did you mean `cosine`"]),
+    (
+        "[sample]",
+        "[learning_rate]\nshape = \"wsd\"\ndecay_steps = 9\n[sample]",
+        &["learning_rate (line 29)", "shorten"],
+    ),
+    ("prompt = \"to be\"", "prompt = 5", &["line 30", "invalid type: integer"]),
+    ("[sample]", "[trainable.lora]\nrang = 4\n[sample]", &["line 30", "did you mean `rank`"]),
+    ("[sample]", "[memory]\nbudget = -5\n[sample]", &["line 30", "invalid value"]),
+    ("tokens = 4", "tokens = -4", &["line 31", "invalid value"]),
+    ("tokens = 4", "token = 4", &["line 31", "did you mean `tokens`"]),
+    ("steps = 4", "steps = true", &["line 2", "invalid type: boolean"]),
+    ("steps = 4", "steps = 4.5", &["line 2", "invalid type: floating point"]),
+    ("steps = 4", "steps = 18446744073709551616", &["line 2"]),
+    ("seed = 3", "seed = \"three\"", &["line 3", "invalid type: string"]),
+    ("seed = 3", "seeds = 3", &["line 3", "did you mean `seed`"]),
+    ("steps = 4", "max_minute = 5", &["line 2", "did you mean `max_minutes`"]),
+    ("layers = 1", "layers = 1.0", &["line 6", "invalid type: floating point"]),
+    ("heads = 2", "heads = \"2\"", &["line 7", "invalid type: string"]),
+    ("width = 16", "width = -16", &["line 8", "invalid value"]),
+    ("width = 16", "widht = 16", &["line 8", "did you mean `width`"]),
+    ("[model.gpt]", "[model.gpt]\nlayers = 2", &["line 7", "duplicate key"]),
+    ("[model.gpt]", "[model.llama]\nlayers = 1\n[model.gpt]", &["model"]),
+    ("vocabulary = 256", "vocabulary = -256", &["line 12", "invalid value"]),
+    ("vocabulary = 256", "vocabulary = \"256\"", &["line 12", "invalid type: string"]),
+    ("validation_every = 8", "validation_every = -8", &["line 13", "invalid value"]),
+    ("validation_every = 8", "validate_every = 8", &["line 13", "did you mean `validation_every`"]),
+    ("cache = \"DIR/cache\"", "cache = 5", &["line 14", "invalid type: integer"]),
+    ("sequence = 16", "seqence = 16", &["line 19", "did you mean `sequence`"]),
+    ("sequence = 16", "sequence = -1", &["line 19", "invalid value"]),
+    ("threads = 1", "threads = -1", &["line 21", "invalid value"]),
+    ("threads = 1", "dtype = \"fp32\"", &["line 21", "unknown variant `fp32`", "did you mean `f32`"]),
+    ("threads = 1", "chunks = 0", &["step.chunks (line 21)", "at least 1"]),
+    ("threads = 1", "schedules = \"1f1b\"", &["line 21", "did you mean `schedule`"]),
+    ("threads = 1", "expert_ranks = 1.5", &["line 21", "invalid type: floating point"]),
+    ("threads = 1", "data_ranks = 3", &["step.micro_batches (line 18)", "divisor"]),
+    ("[evaluation]\nevery = 2", "[evaluation]\nevery = \"2\"", &["line 24", "invalid type: string"]),
+    ("[evaluation]\nevery = 2", "[evaluation]\npatience = -1", &["line 24", "invalid value"]),
+    ("[checkpoints]\nevery = 2", "[checkpoints]\nminutes = \"5\"", &["line 27", "invalid type: string"]),
+    ("[checkpoints]", "[checkpoint]", &["line 26", "did you mean `checkpoints`"]),
+    ("[sample]", "[samples]", &["line 29", "did you mean `sample`"]),
+    ("tokens = 4", "temperature = \"hot\"", &["line 31", "invalid type: string"]),
+    ("tokens = 4", "top_k = -1", &["line 31", "invalid value"]),
+    ("[sample]", "[optimizer]\nname = \"lino\"\n[sample]", &["line 30", "did you mean `lion`"]),
+    ("[sample]", "[optimizer]\nbeta_1 = 0.9\n[sample]", &["line 30", "did you mean `beta1`"]),
+    ("[sample]", "[learning_rate]\nwarmup = 5\n[sample]", &["line 30", "unknown field `warmup`"]),
+    ("[sample]", "[trainable]\nonly = 3\n[sample]", &["line"]),
+];
+
+/// Exit code 2, the key with its line and a remedy, and nothing is written.
+#[test]
+fn wrong_files_are_refused_by_key_line_and_remedy() {
+    let place = Place::new();
+    for (from, to, expected) in WRONG {
+        assert!(TINY.contains(from), "{from}");
+        let file = place.file(&TINY.replacen(from, to, 1)).display().to_string();
+        let output = place.gapless(&["train", &file, "--out", "out"]);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(2), "{to}: {said}");
+        for part in *expected {
+            assert!(said.contains(part), "{to}: {part:?} is not in {said}");
+        }
+        assert!(
+            !place.path().join("out").exists() && !place.path().join("cache").exists(),
+            "{to}: something was written"
+        );
+    }
+    let file = place.file(TINY).display().to_string();
+    for (assignment, part) in [
+        ("steps", "it has no ="),
+        ("=4", "names no key"),
+        ("step.batch=x", "invalid type: string"),
+        ("step.bach=4", "did you mean `batch`"),
+        ("steps.more=4", "steps is no table"),
+        ("step.batch=3", "step.micro_batches"),
+    ] {
+        let output = place.gapless(&["train", &file, "--set", assignment]);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.code() == Some(2) && said.contains(part), "{assignment}: {said}");
+    }
+    let output = place.gapless(&["train", "nowhere.toml"]);
+    assert!(
+        output.status.code() == Some(2) && String::from_utf8_lossy(&output.stderr).contains("cannot read nowhere.toml")
+    );
+}
