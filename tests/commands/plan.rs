@@ -287,7 +287,7 @@ fn every_rank_of_a_step_writes_its_plan() {
 #[test]
 fn an_expert_rank_is_planned_with_its_reserve() {
     let plan = |routing: &[&str]| -> serde_json::Value {
-        let step = ["plan", "--model", "mixtral8x7b", "--batch", "4", "--micro-batches", "2", "--sequence", "256"];
+        let step = ["plan", "--model", "mixtral8x7b", "--batch", "2", "--sequence", "256"];
         let arguments = [&step[..], &["--dtype", "bf16", "--expert-ranks", "2", "--json"], routing].concat();
         let output = Command::new(env!("CARGO_BIN_EXE_gapless")).args(arguments).output().unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));

@@ -125,7 +125,7 @@ impl Dataset {
         let folder = options.cache.join(format!("{}-{name}-{}", &report.hash[..16], options.validation_every));
         match Self::open_prepared(&folder) {
             Ok(dataset) if dataset.corpus.as_ref().is_some_and(|kept| kept.hash == report.hash) => {
-                tracing::info!(folder = %folder.display(), "dataset prepared before");
+                tracing::debug!(folder = %folder.display(), "dataset prepared before");
                 return Ok(Self { corpus: Some(report), ..dataset });
             }
             Err(error @ DataError::Damaged { .. }) => tracing::warn!(%error, "preparing the dataset again"),

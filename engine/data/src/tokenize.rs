@@ -70,9 +70,10 @@ pub(super) fn tokenize(
     tokens: &Path,
 ) -> Result<Parts, DataError> {
     let report = texts.report();
-    let mut job = Job::open(vocabulary, report.hash, tokens)?;
+    let mut job = Job::open(vocabulary, report.hash, report.bytes, tokens)?;
     let (done, mut piece, mut document) = (job.progress.pieces, 0, 0);
     texts.visit(&mut |text, last| {
+        job.seen += text.len() as u64;
         if piece >= done {
             job.push(text, last, is_validation(document))?;
         }
@@ -98,10 +99,13 @@ struct Job<'a> {
     batch: Vec<Piece>,
     batch_bytes: usize,
     unsaved_bytes: usize,
+    /// Bytes of text that were visited, of those that there are.
+    seen: u64,
+    bytes: u64,
 }
 
 impl<'a> Job<'a> {
-    fn open(vocabulary: &'a Vocabulary, corpus: String, tokens: &Path) -> Result<Self, DataError> {
+    fn open(vocabulary: &'a Vocabulary, corpus: String, bytes: u64, tokens: &Path) -> Result<Self, DataError> {
         let width = TokenWidth::of_vocabulary(vocabulary.size());
         let [path, front, back] = ["progress", "tmp", "validation"].map(|kind| beside(tokens, kind));
         let begun = Progress { corpus, vocabulary: vocabulary.hash(), ..Progress::default() };
@@ -117,8 +121,8 @@ impl<'a> Job<'a> {
             Some(resumed) => resumed,
             None => (begun, (TokenWriter::create(&front, width)?, TokenWriter::create(&back, width)?)),
         };
-        let (batch, batch_bytes, unsaved_bytes) = (Vec::new(), 0, 0);
-        Ok(Self { vocabulary, progress, path, training, validation, batch, batch_bytes, unsaved_bytes })
+        let (batch, batch_bytes, unsaved_bytes, seen) = (Vec::new(), 0, 0, 0);
+        Ok(Self { vocabulary, progress, path, training, validation, batch, batch_bytes, unsaved_bytes, seen, bytes })
     }
 
     fn push(&mut self, text: &str, ends_document: bool, is_validation: bool) -> Result<(), DataError> {
@@ -143,6 +147,7 @@ impl<'a> Job<'a> {
         self.unsaved_bytes += self.batch_bytes;
         self.batch.clear();
         self.batch_bytes = 0;
+        tracing::info!("tokenizing: {} %", 100 * self.seen / self.bytes.max(1));
         if self.unsaved_bytes >= SAVE_BYTES { self.save() } else { Ok(()) }
     }
 
@@ -153,8 +158,6 @@ impl<'a> Job<'a> {
         let json = serde_json::to_vec(&self.progress).expect("strings and numbers are valid JSON");
         let temporary = beside(&self.path, "tmp");
         fs::write(&temporary, json).map_err(DataError::write(&temporary))?;
-        let tokens = self.progress.training.tokens + self.progress.validation.tokens;
-        tracing::info!(tokens, pieces = self.progress.pieces, "tokenizing");
         move_into_place(&self.path)
     }
 

@@ -88,6 +88,7 @@ impl Vocabulary {
         if size < LEAST_BPE_SIZE {
             return Err(DataError::VocabularyTooSmall { size, least: LEAST_BPE_SIZE });
         }
+        tracing::info!("training a vocabulary of {size} tokens");
         let path = Path::new("in training");
         let mut tokenizer = Tokenizer::new(BPE::default());
         let byte_level = ByteLevel::new(false, false, true);

@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use gapless::run::{Console, Ended, Progress, RunConfig, RunError, Start, train};
 use indicatif::{ProgressBar, ProgressStyle};
 use tracing_chrome::FlushGuard;
-use tracing_subscriber::filter::{LevelFilter, filter_fn};
+use tracing_subscriber::filter::{LevelFilter, Targets, filter_fn};
 use tracing_subscriber::{Layer, layer::SubscriberExt, util::SubscriberInitExt};
 
 use crate::output::tell;
@@ -102,11 +102,13 @@ fn is_refused(error: &RunError) -> bool {
     matches!(error, Config(_) | NothingToResume { .. } | NothingLeft { .. } | Changed { .. })
 }
 
-/// Warnings go to the standard error; spans to a file, if one is named, until the guard is dropped.
+/// Warnings go to the standard error, and how far the data are; spans to a file, if one is named, until the guard is dropped.
 fn start_tracing(console: &Console, path: Option<&Path>) -> Result<Option<FlushGuard>, String> {
     let errors = console.errors();
     let warnings = tracing_subscriber::fmt::layer().without_time().with_writer(move || errors.clone());
-    let registry = tracing_subscriber::registry().with(warnings.with_filter(LevelFilter::WARN));
+    // What takes long before the first step is said, too.
+    let said = Targets::new().with_default(LevelFilter::WARN).with_target("gapless_data", LevelFilter::INFO);
+    let registry = tracing_subscriber::registry().with(warnings.with_filter(said));
     let Some(path) = path else {
         registry.init();
         return Ok(None);
