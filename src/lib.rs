@@ -44,9 +44,25 @@
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
 
+/// The examples of the pages, compiled.
 #[cfg(doctest)]
-#[doc = include_str!("../README.md")]
-struct Readme;
+mod pages {
+    macro_rules! pages {
+        ($($name:ident = $path:literal),* $(,)?) => { $(#[doc = include_str!($path)] struct $name;)* };
+    }
+    pages! {
+        Readme = "../README.md",
+        Arena = "../docs/arena.md",
+        Candle = "../docs/candle.md",
+        Generation = "../docs/generation.md",
+        HuggingFace = "../docs/hugging_face.md",
+        Moe = "../docs/moe.md",
+        Optimizers = "../docs/optimizers.md",
+        Planner = "../docs/planner.md",
+        Ranks = "../docs/ranks.md",
+        Recompute = "../docs/recompute.md",
+    }
+}
 
 mod page;
 pub mod plan;

@@ -137,10 +137,7 @@ fn several_ranks() {
             let served = report.map(|report| report.requests);
             assert_eq!(served > Some(0), mesh.expert > 1, "{kind:?} on {mesh:?}: rows are given room: {served:?}");
         }
-        assert!(
-            counts.iter().all(|&count| count == 0),
-            "{kind:?} on {mesh:?}: {counts:?} heap allocations"
-        );
+        assert!(counts.iter().all(|&count| count == 0), "{kind:?} on {mesh:?}: {counts:?} heap allocations");
     }
 }
 

@@ -5,6 +5,7 @@ use gapless::Trainer;
 use gapless::engine::nn::{Capacity, Choice as Chooser, RouterConfig};
 use gapless::engine::ops::{DropPolicy, ExpertGroups};
 use gapless::models::{LlamaConfig, MoeConfig, MoeStyle};
+use gapless_testing::in_turn;
 
 use crate::candle::{Choice, Twin, ids};
 use crate::verdict::Verdict;
@@ -178,8 +179,8 @@ fn gradients_are_those_of_candle_wherever_the_tokens_go() -> Result {
     const TOKENS: usize = 13;
     let mut verdict = Verdict::default();
     for mixture in all() {
-        for push in [Push::ToOne, Push::FromOne, Push::Oscillate, Push::Nowhere] {
-            for micro_batches in [1, 3] {
+        for (turn, push) in [Push::ToOne, Push::FromOne, Push::Oscillate, Push::Nowhere].into_iter().enumerate() {
+            for &micro_batches in in_turn(&[1, 3], turn) {
                 let config = Config::Moe(Box::new(mixture.clone()));
                 let mut options = options(TOKENS, micro_batches);
                 options.learning_rate.peak = 1e-3;

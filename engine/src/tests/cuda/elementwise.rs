@@ -1,6 +1,7 @@
 //! Generated kernels of one operation, and reduce.cu.
 
 use candle_core::DType;
+use gapless_testing::few;
 
 use super::judge::{check, check_in};
 use crate::Tensor;
@@ -51,11 +52,14 @@ fn functions_of_one_element() {
 fn functions_of_two_elements_with_every_kind_of_strides() {
     use BinaryKind::{Add, Div, Maximum, Minimum, Mul, Sub};
     let apply = |kind, a: &Tensor, b: &Tensor| Tensor::apply_op::<1>(Binary { kind }, &[a, b]).map(|[y]| y);
-    let kinds = [(Add, "add"), (Sub, "sub"), (Mul, "mul"), (Div, "div"), (Maximum, "maximum"), (Minimum, "minimum")];
+    let kinds = [(Div, "div"), (Sub, "sub"), (Add, "add"), (Mul, "mul"), (Maximum, "maximum"), (Minimum, "minimum")];
     for (kind, name) in kinds {
         for shape in SHAPES {
             check(&[name], &[shape, shape], &[], |x, _| apply(kind, &x[0], &x[1].sqr()?.affine(1.0, 1.0)?));
         }
+    }
+    // Strides are written alike for all of them.
+    for &(kind, name) in few(&kinds, 2) {
         // Rows and columns that are repeated, and a transposed operand.
         let shape = [3, 4, 10];
         check(&[name, "sum"], &[&shape, &[10], &[4, 1]], &[], |x, _| {
