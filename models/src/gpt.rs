@@ -5,12 +5,13 @@ use gapless_engine::nn::{
     linear_with_hints,
 };
 use gapless_engine::{Error, Model, Result, Tensor};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::head_size;
 
 /// Extents of a [`Gpt`].
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct GptConfig {
     /// Number of tokens that exist.
@@ -36,7 +37,7 @@ pub struct GptConfig {
 }
 
 /// GELU, exactly or nearly.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Activation {
     /// With a hyperbolic tangent for the error function: GPT-2's.

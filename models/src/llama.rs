@@ -4,12 +4,13 @@
 use gapless_engine::nn::{Embedding, Linear, Module, RmsNorm, VarBuilder, embedding, linear, linear_no_bias, rms_norm};
 use gapless_engine::ops::RopeScaling;
 use gapless_engine::{Error, Model, Result, Tensor};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::head_size;
 
 /// Extents of a [`Llama`].
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct LlamaConfig {
     /// Number of tokens that exist.
@@ -49,7 +50,7 @@ pub struct LlamaConfig {
 }
 
 /// What is normalised of queries and keys.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum QkNorm {
     /// Nothing.
@@ -62,7 +63,7 @@ pub enum QkNorm {
 }
 
 /// Where the norms of a block stand.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Norms {
     /// x + part(norm(x)).

@@ -7,12 +7,13 @@ use gapless_engine::nn::{
 };
 use gapless_engine::ops::{DropPolicy, ExpertGroups};
 use gapless_engine::{Error, Model, Result, Tensor};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::llama::{Attention, LlamaConfig, Mlp, Residual};
 
 /// Extents of a [`Moe`].
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct MoeConfig {
     /// What it has of a [`Llama`](crate::Llama); `hidden` is that of its dense layers.

@@ -9,6 +9,7 @@ use std::ops::Range;
 use std::path::Path;
 
 use rayon::prelude::*;
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value as Json;
 
@@ -16,7 +17,7 @@ use crate::files::read_text;
 use crate::{DataError, Tokenizer, Vocabulary};
 
 /// What a line of a .jsonl file holds.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Format {
     /// `text`, all of which counts; as .txt, .md and .rs files do.

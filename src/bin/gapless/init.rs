@@ -3,6 +3,7 @@
 use std::process::ExitCode;
 
 use clap::ValueEnum;
+use gapless::run::RunConfig;
 
 use crate::output::{print, tell};
 
@@ -29,10 +30,17 @@ enum Name {
     Lora,
     /// Somebody's weights, on prompts and answers of yours
     Sft,
+    /// No run, but every key that one may have: a JSON schema, for editors that complete and check by it
+    Schema,
 }
 
 pub fn run(arguments: &Arguments) -> ExitCode {
+    let schema;
     let text = match arguments.name {
+        Name::Schema => {
+            schema = serde_json::to_string_pretty(&RunConfig::schema()).expect("a schema is JSON") + "\n";
+            &schema
+        }
         Name::SmallGpt => include_str!("presets/small-gpt.toml"),
         Name::Llama => include_str!("presets/llama.toml"),
         Name::Moe => include_str!("presets/moe.toml"),

@@ -5,6 +5,7 @@
 
 mod check;
 mod read;
+mod schema;
 
 use std::fmt;
 use std::path::PathBuf;
@@ -19,6 +20,7 @@ use gapless_engine::optim::{AdamW, AdamW8bit, GaLore, Lion, Muon, Optimizer};
 use gapless_engine::{DType, DeviceChoice, Generation, Sampling, TrainOptions};
 use gapless_models::{GptConfig, LlamaConfig, MoeConfig};
 use gapless_parallel::{Mesh, Placement, by_name};
+use schemars::JsonSchema;
 use serde::de::Visitor;
 use serde::{Deserialize, Deserializer, Serialize};
 
@@ -28,7 +30,7 @@ pub(crate) use read::{line_of, text_of, with_nearest};
 use crate::{Offload, Pipeline, Recompute};
 
 /// All that decides a run. Every key has a default but `model` and `data.path`.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct RunConfig {
     /// Steps in all.
@@ -73,7 +75,7 @@ pub struct RunConfig {
 
 /// `[model.gpt]`, `[model.llama]`, `[model.moe]` with the extents of one that starts from random numbers, or `model.folder`. The
 /// vocabulary is the data's, and a GPT's positions are as many as a sequence has tokens.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ModelConfig {
     /// GPT-2 and its like.
@@ -87,16 +89,17 @@ pub enum ModelConfig {
 }
 
 /// `[data]`.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct DataConfig {
     /// A file or folder of .txt, .rs, .md or .jsonl, also as .gz or .zst, a .bin of token ids or a folder of them, or a `Cargo.lock` for the Rust
     /// sources that it names.
     pub path: PathBuf,
-    /// Tokens of the byte-pair encoding that is trained on it; 256 for plain bytes. Not beside `tokenizer`.
+    /// Tokens of the byte-pair encoding that is trained on it, 4096 where neither this nor `tokenizer` is there; 256 for plain bytes.
+    /// Not beside `tokenizer`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vocabulary: Option<usize>,
-    /// A tokenizer.json that is there already.
+    /// A tokenizer.json that is there already; of `model.folder` its own where this is absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tokenizer: Option<PathBuf>,
     /// What a line of a .jsonl file holds: `text`; `prompt` and `completion`; or `chat`, a conversation. Of the latter two only
@@ -115,7 +118,7 @@ pub struct DataConfig {
 }
 
 /// `[step]`.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct StepConfig {
     /// Sequences.
@@ -124,7 +127,7 @@ pub struct StepConfig {
     pub micro_batches: usize,
     /// Tokens per sequence.
     pub sequence: usize,
-    /// `f32` or `bf16`.
+    /// What it computes in; not f16, whose range gradients leave.
     pub dtype: Float,
     /// `auto`, `cpu`, `cuda` or `cuda:1`.
     #[serde(deserialize_with = "parses_as::<DeviceChoice, _>")]
@@ -145,7 +148,7 @@ pub struct StepConfig {
 }
 
 /// Types that a model can be trained in.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Float {
     /// 32 bits.
@@ -155,7 +158,7 @@ pub enum Float {
 }
 
 /// `[optimizer]`: `name`, and the keys of that rule.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct OptimizerConfig {
     /// The rule.
@@ -177,7 +180,7 @@ pub struct OptimizerConfig {
 }
 
 /// Update rules; docs/optimizers.md compares them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Rule {
     /// AdamW.
@@ -193,7 +196,7 @@ pub enum Rule {
 }
 
 /// `[learning_rate]`.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct RateConfig {
     /// The highest.
@@ -201,7 +204,7 @@ pub struct RateConfig {
     /// The last; a tenth of the highest where it is absent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub floor: Option<f64>,
-    /// Steps on which it rises.
+    /// Steps on which it rises; a quarter of all, at most.
     pub warmup_steps: u64,
     /// What comes then.
     pub shape: RateShape,
@@ -211,7 +214,7 @@ pub struct RateConfig {
 }
 
 /// What a learning rate does after the warm-up.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum RateShape {
     /// It stays.
@@ -227,7 +230,7 @@ pub enum RateShape {
 }
 
 /// `[memory]`.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct MemoryConfig {
     /// What is computed again in the backward: `none`, `layers`, `first:3`, `layers:h.0,h.2` or `ops:layer_norm,gelu`.
@@ -235,6 +238,7 @@ pub struct MemoryConfig {
     pub recompute: String,
     /// Bytes of the arena, at most, as a number or a text (`"600MiB"`): what is computed again is then chosen so that it costs least time.
     #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "size")]
+    #[schemars(schema_with = "schema::size")]
     pub budget: Option<u64>,
     /// Operations whose results wait for the backward in eight bits.
     pub compress: Vec<String>,
@@ -245,7 +249,7 @@ pub struct MemoryConfig {
 }
 
 /// `[evaluation]`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct EvaluationConfig {
     /// Steps from one to the next; 0 for the end alone.
@@ -255,7 +259,7 @@ pub struct EvaluationConfig {
 }
 
 /// `[checkpoints]`.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct CheckpointConfig {
     /// Steps from one to the next; 0 for the end alone.
@@ -270,7 +274,7 @@ pub struct CheckpointConfig {
 }
 
 /// `[sample]`.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct SampleConfig {
     /// How it begins; nothing is sampled without.

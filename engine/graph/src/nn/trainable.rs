@@ -2,6 +2,7 @@
 //!
 //! In: the names of parameters and layers. Out: which parameters are frozen, and which linear layers have an adapter. Never: values.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::adapter::{LORA_A, LORA_B};
@@ -10,7 +11,7 @@ use crate::graph::Graph;
 
 /// Which part of a model is trained. What is not has no gradient and no optimizer state, and the forward keeps for the backward only
 /// what the trained part needs.
-#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Trainable {
     /// Every parameter.
@@ -25,7 +26,7 @@ pub enum Trainable {
 
 /// Adapters of low rank (Hu et al., arXiv 2106.09685): y = x·Wᵀ + scale · (x·Aᵀ)·Bᵀ with A [rank, in] and B [out, rank], as PEFT
 /// defines them.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Lora {
     /// The inner extent.

@@ -5,6 +5,7 @@ use std::f64::consts::TAU;
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::{Args, InPieces, Pieces, vectorize};
 pub use gapless_kernels::cuda::launch::RopeFrequencies;
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::error::Result;
@@ -13,7 +14,7 @@ use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
 /// How the frequencies of a model that was trained on shorter sequences are stretched.
-#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum RopeScaling {
     /// As they are.

@@ -1,6 +1,7 @@
 //! Which experts a token goes to, and with what weight.
 
 use candle_core::{D, DType};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
@@ -12,7 +13,7 @@ use crate::optim::LoadBias;
 use crate::tensor::Tensor;
 
 /// What a router makes of its logits.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Score {
     /// Softmax over the experts (Shazeer et al., arXiv 1701.06538).
@@ -23,7 +24,7 @@ pub enum Score {
 }
 
 /// Who chooses.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Choice {
     /// Every token chooses `top_k` experts.
@@ -35,7 +36,7 @@ pub enum Choice {
 }
 
 /// How many rows an expert takes.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Capacity {
     /// Rows per expert and sequence, as a multiple of what each would have if all had the same number.
@@ -52,7 +53,7 @@ pub struct Capacity {
 /// | Mixtral | softmax | yes | 1 | | | 0.02 |
 /// | Qwen-MoE | softmax | no or yes | 1 | | | 0.001 |
 /// | DeepSeek-V3 | sigmoid | yes | 2.5 | 4 of 8 | 0.001 | 0.0001 |
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct RouterConfig {
     /// Number of experts.

@@ -19,7 +19,7 @@ pub enum Chooses {
 }
 
 /// Which of too many slots of an expert are left out.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum DropPolicy {
     /// Those of the last tokens (Switch, arXiv 2101.03961).

@@ -11,7 +11,7 @@ use crate::{Gradient, Op};
 
 /// Experts in equal groups, of which a token may use some (DeepSeek-V3, arXiv 2412.19437, section 2.1.2: node-limited routing).
 /// A group is worth the sum of its two best experts.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ExpertGroups {
     /// Number of groups; divides the experts.
