@@ -133,6 +133,18 @@ fn views_and_copies() {
     check(&[&[2, 3]], |x| x[0].squeeze(1)?.unsqueeze(2)?.squeeze(D::Minus1));
 }
 
+/// Half of what x² has is left of x times itself, detached: the other half is no gradient. Of a view of it, too.
+#[test]
+fn detached_tensors_are_constants() {
+    let of = |f: fn(&Tensor) -> Result<Tensor>| gradient_check(&[&[2, 3]], &[], |x, _| f(&x[0])).unwrap();
+    for error in [of(|x| x * x.detach()), of(|x| x * (x.detach().t()?.exp()?.log()?.t())?)] {
+        assert!((error.finite_difference - 0.5).abs() <= 1e-6 && error.kernel <= KERNEL, "{error:?}");
+    }
+    check(&[&[2, 3], &[2, 3]], |x| &x[0] * x[1].detach());
+    let error = refused(&[&[2, 3]], |x| x[0].detach().sqr());
+    assert_eq!(error, Error::NothingToTrain.to_string());
+}
+
 #[test]
 fn reductions() {
     check(&[&[2, 3, 4]], |x| x[0].sum((0, 2))?.sqr());

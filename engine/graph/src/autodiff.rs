@@ -76,10 +76,10 @@ impl Pass {
             (depends[id.index()], is_weight[id.index()]) = (true, true);
         }
         for node in g.nodes() {
-            let any = node.inputs.iter().any(|i| depends[i.index()]);
+            let any = !node.op.stops_gradients() && node.inputs.iter().any(|i| depends[i.index()]);
             for &output in &node.outputs {
                 depends[output.index()] = any;
-                is_weight[output.index()] = g.is_view(output) && is_weight[node.inputs[0].index()];
+                is_weight[output.index()] = any && g.is_view(output) && is_weight[node.inputs[0].index()];
             }
         }
         Self { graph: graph.clone(), depends, is_weight, forward_nodes: g.node_ids().collect() }

@@ -72,6 +72,11 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
         }
     }
 
+    /// Whether what it gives counts as a constant in the backward, whatever it was made of.
+    fn stops_gradients(&self) -> bool {
+        false
+    }
+
     /// Arithmetic, for schedules and reports.
     fn flops(&self, _inputs: &[Spec], outputs: &[Spec]) -> u64 {
         outputs.iter().map(|s| s.elements() as u64).sum()

@@ -106,6 +106,11 @@ impl Tensor {
         self.apply1(ops::Contiguous)
     }
 
+    /// The same elements, which count as constants in the backward: nothing behind them has a gradient by way of them. A view.
+    pub fn detach(&self) -> Self {
+        self.apply1(ops::Detach).expect("everything can be seen as it is")
+    }
+
     /// Zeroes elements with the given probability and scales the others by 1/(1−p) (Srivastava et al., 2014). The mask
     /// is a pure function of seed, step, micro-batch and this place in the model: it is never stored.
     ///

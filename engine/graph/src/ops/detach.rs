@@ -1,0 +1,31 @@
+//! The same elements, without a gradient.
+
+use candle_core::Layout;
+use gapless_kernels::Spec;
+
+use super::view_only;
+use crate::Op;
+
+/// A view that counts as a constant in the backward.
+#[derive(Debug, Clone, Copy)]
+pub struct Detach;
+
+impl Op for Detach {
+    fn name(&self) -> &'static str {
+        "detach"
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        Ok(vec![inputs[0].clone()])
+    }
+
+    fn view(&self, input: &Layout) -> Option<Layout> {
+        Some(input.clone())
+    }
+
+    fn stops_gradients(&self) -> bool {
+        true
+    }
+
+    view_only!();
+}
