@@ -34,6 +34,7 @@ mod report;
 mod saved;
 mod stop;
 mod train;
+mod trained;
 
 pub use config::{
     CheckpointConfig, ConfigError, DataConfig, EvaluationConfig, Float, MemoryConfig, ModelConfig, OptimizerConfig,
@@ -48,3 +49,4 @@ use saved::say_changes;
 pub use saved::{dataset, expect_same, with_saved};
 pub use stop::Stop;
 pub use train::{Progress, RunError, Start, Summary, train};
+pub use trained::TrainedRun;

@@ -57,6 +57,9 @@ const MAY_CHANGE: &[&str] = &[
     "data.cache",
 ];
 
+/// The vocabulary in a run's folder.
+pub(super) const TOKENIZER: &str = "tokenizer.json";
+
 /// Why a run ended before its last step.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -96,7 +99,7 @@ pub enum RunError {
         steps: u64,
     },
     /// The saved run was another one.
-    #[error("the run in {} was of another configuration: {}; these keys cannot change, set them back or choose another --out", path.display(), differences.join(", "))]
+    #[error("the run in {} was of another configuration: {}; these keys cannot change: set them back (run.toml beside its checkpoints has them) or choose another --out", path.display(), differences.join(", "))]
     Changed {
         /// The checkpoint.
         path: PathBuf,
@@ -193,6 +196,7 @@ pub struct Summary {
 ///
 /// ```text
 /// run.toml        the configuration with all defaults
+/// tokenizer.json  the vocabulary, but for plain bytes and bare ids
 /// memory.html     the memory map of the planned step
 /// metrics.jsonl   one row per step and per evaluation
 /// samples.txt     what was sampled at each evaluation
@@ -285,6 +289,7 @@ impl<'a> Rank<'a> {
         folder.begin(&mut run.trainer, checkpoint.as_ref(), run.console)?;
         if is_first {
             write(&out.join("run.toml"), &config.resolved(run.dataset.vocabulary().size()))?;
+            run.dataset.vocabulary().save(&out.join(TOKENIZER))?;
             run.console.write_rows(&out.join("metrics.jsonl"), resumed.is_some())?;
         }
         let stop =
@@ -401,12 +406,16 @@ impl<'a> Run<'a> {
 }
 
 /// The checkpoint at a path, or the newest of the run whose folder it is.
-fn forked(from: &Path, steps: u64) -> Result<Checkpoint, RunError> {
-    let checkpoints = from.join("checkpoints");
-    let checkpoint = match checkpoints.exists() {
+pub(super) fn checkpoint_of(path: &Path) -> Result<Checkpoint, RunError> {
+    let checkpoints = path.join("checkpoints");
+    Ok(match checkpoints.exists() {
         true => Checkpoint::latest(&checkpoints)?.ok_or(RunError::NothingToResume { path: checkpoints })?,
-        false => Checkpoint::open(from)?,
-    };
+        false => Checkpoint::open(path)?,
+    })
+}
+
+fn forked(from: &Path, steps: u64) -> Result<Checkpoint, RunError> {
+    let checkpoint = checkpoint_of(from)?;
     match checkpoint.step() {
         done if done >= steps => Err(RunError::NothingLeft { path: checkpoint.path().to_owned(), done, steps }),
         _ => Ok(checkpoint),
@@ -421,12 +430,11 @@ fn sampled(
     out: &Path,
     console: &Console,
 ) -> Result<(), RunError> {
-    let SampleConfig { prompt, tokens, temperature, top_k, top_p } = &config.sample;
+    let SampleConfig { prompt, tokens, .. } = &config.sample;
     if prompt.is_empty() {
         return Ok(());
     }
-    let sampling =
-        Sampling { temperature: *temperature, top_k: *top_k, top_p: *top_p, seed: config.seed, ..Sampling::default() };
+    let sampling = Sampling { seed: config.seed, ..config.sample.sampling() };
     // What has learned answers has learned where they end.
     let stop = vocabulary.end_of_text().filter(|_| config.data.format.has_answers()).into_iter().collect();
     let text = sample(trainer, vocabulary, prompt, &GenerateOptions { tokens: *tokens, sampling, stop })?;

@@ -200,6 +200,25 @@ impl Vocabulary {
         }
     }
 
+    /// Text as its tokens come: of each, what it completes, if anything. The end of text is left out.
+    pub fn stream(&self) -> Box<dyn FnMut(u32) -> Result<Option<String>, DataError> + '_> {
+        match &self.kind {
+            Kind::Tokenizer { tokenizer, .. } => {
+                let mut stream = tokenizer.decode_stream(true);
+                Box::new(move |id| stream.step(id).map_err(|error| tokenizer_error(Path::new("decoding"), error)))
+            }
+            Kind::Bytes => {
+                let mut begun = Vec::new();
+                Box::new(move |id| {
+                    begun.extend(u8::try_from(id).ok().filter(|&byte| byte != 0));
+                    let is_whole = std::str::from_utf8(&begun).err().is_none_or(|error| error.error_len().is_some());
+                    Ok(is_whole.then(|| String::from_utf8_lossy(&std::mem::take(&mut begun)).into_owned()))
+                })
+            }
+            Kind::Ids { .. } => Box::new(|id| Ok(Some(format!("{id} ")))),
+        }
+    }
+
     /// Checks that a model was built for this vocabulary.
     ///
     /// # Errors
@@ -222,7 +241,10 @@ impl Vocabulary {
     }
 
     /// Writes `tokenizer.json`; a vocabulary without a tokenizer writes nothing.
-    pub(super) fn save(&self, path: &Path) -> Result<(), DataError> {
+    ///
+    /// # Errors
+    /// A file that cannot be written.
+    pub fn save(&self, path: &Path) -> Result<(), DataError> {
         match &self.kind {
             Kind::Tokenizer { json, .. } => fs::write(path, json).map_err(DataError::write(path)),
             Kind::Bytes | Kind::Ids { .. } => Ok(()),

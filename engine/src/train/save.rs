@@ -14,7 +14,9 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::Trainer;
-use crate::checkpoint::{Checkpoint, CheckpointError, Draft, SavedSection, Section, TensorBytes, WrittenFiles};
+use crate::checkpoint::{
+    Checkpoint, CheckpointError, Draft, SavedSection, Section, TensorBytes, WrittenFiles, differences,
+};
 use crate::communicator::Communicator;
 use crate::error::{Result, TrainError};
 
@@ -78,19 +80,45 @@ impl Trainer {
         self.training()?;
         checkpoint.expect("tensors", &self.saved_shapes())?;
         let metadata = checkpoint.metadata();
-        for (kind, role) in ROLES {
-            let sections: Vec<&SavedSection> =
-                checkpoint.sections().iter().filter(|section| section.file().starts_with(kind)).collect();
-            let own: Vec<(String, DType)> =
-                self.session.executable().specs(role).map(|(name, spec)| (name.to_owned(), spec.dtype)).collect();
-            for (name, dtype) in own {
-                let start = self.layout.parts.get(&name).map_or(0, |part| part.first) * dtype.size_in_bytes();
-                self.session.fill_tensor(&name, |bytes| fill(&sections, metadata, (&name, dtype), start, bytes))??;
-            }
+        for kind in ROLES {
+            self.fill_from(checkpoint, kind)?;
         }
         self.step = checkpoint.step();
         self.options.seed = metadata["seed"].as_u64().unwrap_or(self.options.seed);
         Ok(metadata["run"].clone())
+    }
+
+    /// Takes the parameters of a checkpoint and nothing else, for a model that evaluates and generates ([`Self::for_inference`]).
+    ///
+    /// # Errors
+    /// As [`Self::resume`], of the parameters alone.
+    pub fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
+        let expected = self.session.executable().specs(Role::Parameter);
+        let expected: Map<String, Value> = expected.map(|(name, spec)| (name.to_owned(), json!(spec.dims()))).collect();
+        let mut saved = checkpoint.metadata()["tensors"].clone();
+        if let Some(saved) = saved.as_object_mut() {
+            saved.retain(|name, _| expected.contains_key(name));
+        }
+        let differences = differences(&saved, &Value::Object(expected));
+        if !differences.is_empty() {
+            let (path, key) = (checkpoint.path().to_owned(), "tensors".to_owned());
+            return Err(CheckpointError::Other { path, key, differences, config: None }.into());
+        }
+        self.fill_from(checkpoint, ROLES[0])
+    }
+
+    /// Reads the tensors of a role.
+    fn fill_from(&mut self, checkpoint: &Checkpoint, (kind, role): (&str, Role)) -> Result<()> {
+        let sections: Vec<&SavedSection> =
+            checkpoint.sections().iter().filter(|section| section.file().starts_with(kind)).collect();
+        let own: Vec<(String, DType)> =
+            self.session.executable().specs(role).map(|(name, spec)| (name.to_owned(), spec.dtype)).collect();
+        for (name, dtype) in own {
+            let start = self.layout.parts.get(&name).map_or(0, |part| part.first) * dtype.size_in_bytes();
+            let from = (&name[..], dtype);
+            self.session.fill_tensor(&name, |bytes| fill(&sections, checkpoint.metadata(), from, start, bytes))??;
+        }
+        Ok(())
     }
 
     /// Hashes of the parameters that other ranks may have, too, by name and first element.

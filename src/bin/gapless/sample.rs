@@ -1,4 +1,4 @@
-//! `gapless sample`: text out of a Hugging Face folder, as it comes.
+//! `gapless sample`: text out of a run or a Hugging Face folder, as it comes.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::ops::ControlFlow;
@@ -7,8 +7,9 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
-use gapless::engine::data::{Message, Tokenizer};
+use gapless::engine::data::{DataError, Message, Tokenizer};
 use gapless::models::hf::{Folder, GenerationConfig};
+use gapless::run::TrainedRun;
 use gapless::{DeviceChoice, GenerateOptions, Generation, NextToken, Sampling, TrainOptions, Trainer};
 
 use crate::output::tell;
@@ -16,13 +17,14 @@ use crate::output::tell;
 /// Tokens of a prompt that are read at a time.
 const CHUNK: usize = 128;
 
-/// Continue a text, or answer a question, with the weights of a Hugging Face folder.
+/// Continue a text, or answer a question, with the weights of a run or of a Hugging Face folder.
 ///
-/// What is not asked for here is as generation_config.json says, and else as in transformers: without do_sample the likeliest token
-/// is taken; any of --temperature, --top-k, --top-p and --min-p draws by chance.
+/// What is not asked for here is as run.toml says in [sample]; or as generation_config.json says, and else as in transformers: without
+/// do_sample the likeliest token is taken; any of --temperature, --top-k, --top-p and --min-p draws by chance.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
-    /// A folder with config.json, safetensors files and tokenizer.json.
+    /// A run's folder, of which the newest checkpoint is taken, or one of its checkpoints; or a folder with config.json, safetensors
+    /// files and tokenizer.json.
     folder: PathBuf,
     /// How the text begins, or what the user says; else the standard input.
     #[arg(long)]
@@ -78,22 +80,16 @@ pub fn run(arguments: &Arguments) -> ExitCode {
 
 fn sample(arguments: &Arguments) -> anyhow::Result<()> {
     // What is asked for.
-    let tokenizer = Tokenizer::open(&arguments.folder)?;
-    let config = GenerationConfig::read(&arguments.folder)?;
-    for (option, value) in &config.not_followed {
-        tell(format_args!("generation_config.json: {option} is {value}, which is not followed"));
-    }
-    let (prompt, ids) = prompt(arguments, &tokenizer)?;
-    let stop = if arguments.ignore_eos { Vec::new() } else { config.stop.clone() };
-    let options = GenerateOptions { tokens: arguments.tokens, sampling: sampling(arguments, &config), stop };
+    let source = Source::open(arguments)?;
+    let (prompt, ids) = source.prompt(arguments)?;
+    let stop = if arguments.ignore_eos { Vec::new() } else { source.stop() };
+    let options = GenerateOptions { tokens: arguments.tokens, sampling: source.sampling(arguments), stop };
 
     // The model.
-    let folder = Folder::open(&arguments.folder)?;
     let wanted = ids.len().saturating_add(arguments.tokens);
-    let limit = folder.config().longest_sequence();
+    let limit = source.longest_sequence()?;
     let window = arguments.window.map_or_else(|| wanted.min(limit.unwrap_or(wanted)), |window| window as usize);
-    let mut trainer =
-        inference(&folder, Generation { batch: 1, window: Some(window), chunk: CHUNK }, arguments.threads)?;
+    let mut trainer = source.model(Generation { batch: 1, window: Some(window), chunk: CHUNK }, arguments.threads)?;
     if wanted > window {
         tell(format_args!("a window of {window} tokens: when it is full, its newer half is read again"));
     }
@@ -101,7 +97,7 @@ fn sample(arguments: &Arguments) -> anyhow::Result<()> {
     // The text, as it comes.
     let mut out = Stream::default();
     out.write(&prompt);
-    let mut text = tokenizer.stream();
+    let mut text = source.stream();
     let (begun, mut first, mut failed) = (Instant::now(), None, None);
     let each = |next: &NextToken<'_>| {
         first.get_or_insert_with(Instant::now);
@@ -123,6 +119,104 @@ fn sample(arguments: &Arguments) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Whose weights they are.
+enum Source {
+    Run(Box<TrainedRun>),
+    Folder(Box<(Folder, Tokenizer, GenerationConfig)>),
+}
+
+impl Source {
+    fn open(arguments: &Arguments) -> anyhow::Result<Self> {
+        if TrainedRun::is_at(&arguments.folder) {
+            let run = TrainedRun::open(&arguments.folder)?;
+            ensure!(
+                !arguments.chat,
+                "a run has no chat template; leave --chat out, or name the model/ folder of a finished one"
+            );
+            tell(format_args!("{}: {} steps", run.checkpoint.path().display(), run.checkpoint.step()));
+            return Ok(Self::Run(Box::new(run)));
+        }
+        let tokenizer = Tokenizer::open(&arguments.folder)?;
+        let config = GenerationConfig::read(&arguments.folder)?;
+        for (option, value) in &config.not_followed {
+            tell(format_args!("generation_config.json: {option} is {value}, which is not followed"));
+        }
+        Ok(Self::Folder(Box::new((Folder::open(&arguments.folder)?, tokenizer, config))))
+    }
+
+    /// What is shown in front of the continuation, and the ids of the prompt.
+    fn prompt(&self, arguments: &Arguments) -> anyhow::Result<(String, Vec<u32>)> {
+        let mut text = arguments.prompt.clone().unwrap_or_default();
+        if arguments.prompt.is_none() {
+            io::stdin().read_to_string(&mut text).context("cannot read the prompt from the standard input")?;
+        }
+        let ids = match self {
+            Self::Run(run) => run.vocabulary.encode(&text)?,
+            Self::Folder(of) if arguments.chat => {
+                let (_, tokenizer, _) = &**of;
+                let system = arguments.system.iter().map(|system| Message::new("system", system));
+                let messages: Vec<Message> = system.chain([Message::new("user", text)]).collect();
+                let Some(template) = tokenizer.chat_template() else {
+                    bail!("{} has no chat template; leave --chat out", arguments.folder.display());
+                };
+                return Ok((String::new(), tokenizer.encode(&template.render(&messages, true)?, false)?));
+            }
+            Self::Folder(of) => of.1.encode(&text, true)?,
+        };
+        ensure!(!ids.is_empty(), "the prompt is empty; give at least one character");
+        Ok((text, ids))
+    }
+
+    /// The tokens that end a text.
+    fn stop(&self) -> Vec<u32> {
+        match self {
+            Self::Run(run) => run.vocabulary.end_of_text().into_iter().collect(),
+            Self::Folder(of) => of.2.stop.clone(),
+        }
+    }
+
+    /// Its own rule, with what is asked for instead.
+    fn sampling(&self, arguments: &Arguments) -> Sampling {
+        let &Arguments { temperature, top_k, top_p, min_p, repetition_penalty, seed, .. } = arguments;
+        let is_drawn = temperature.is_some() || top_k.is_some() || top_p.is_some() || min_p.is_some();
+        let base = match self {
+            Self::Run(run) => run.config.sample.sampling(),
+            Self::Folder(of) if is_drawn => of.2.sampling,
+            Self::Folder(of) => of.2.default_sampling(),
+        };
+        Sampling {
+            temperature: temperature.unwrap_or(base.temperature),
+            top_k: top_k.unwrap_or(base.top_k),
+            top_p: top_p.unwrap_or(base.top_p),
+            min_p: min_p.unwrap_or(base.min_p),
+            repetition_penalty: repetition_penalty.unwrap_or(base.repetition_penalty),
+            seed,
+        }
+    }
+
+    fn longest_sequence(&self) -> anyhow::Result<Option<usize>> {
+        Ok(match self {
+            Self::Run(run) => run.longest_sequence()?,
+            Self::Folder(of) => of.0.config().longest_sequence(),
+        })
+    }
+
+    fn model(&self, generation: Generation, threads: usize) -> anyhow::Result<Trainer> {
+        match self {
+            Self::Run(run) => Ok(run.model(generation, threads)?),
+            Self::Folder(of) => inference(&of.0, generation, threads),
+        }
+    }
+
+    /// Text as its tokens come.
+    fn stream(&self) -> Box<dyn FnMut(u32) -> Result<Option<String>, DataError> + '_> {
+        match self {
+            Self::Run(run) => run.vocabulary.stream(),
+            Self::Folder(of) => Box::new(of.1.stream()),
+        }
+    }
+}
+
 /// A model of a folder, with its weights, that is not trained.
 pub fn inference(folder: &Folder, generation: Generation, threads: usize) -> anyhow::Result<Trainer> {
     let sequence = generation.window.unwrap_or(CHUNK).min(CHUNK);
@@ -137,40 +231,6 @@ pub fn inference(folder: &Folder, generation: Generation, threads: usize) -> any
     let mut trainer = Trainer::for_inference(|vb| folder.model(vb), options)?;
     folder.load(&mut trainer)?;
     Ok(trainer)
-}
-
-/// What is shown in front of the continuation, and the ids of the prompt.
-fn prompt(arguments: &Arguments, tokenizer: &Tokenizer) -> anyhow::Result<(String, Vec<u32>)> {
-    let mut text = arguments.prompt.clone().unwrap_or_default();
-    if arguments.prompt.is_none() {
-        io::stdin().read_to_string(&mut text).context("cannot read the prompt from the standard input")?;
-    }
-    if !arguments.chat {
-        let ids = tokenizer.encode(&text, true)?;
-        ensure!(!ids.is_empty(), "the prompt is empty; give at least one character");
-        return Ok((text, ids));
-    }
-    let system = arguments.system.iter().map(|system| Message::new("system", system));
-    let messages: Vec<Message> = system.chain([Message::new("user", text)]).collect();
-    let Some(template) = tokenizer.chat_template() else {
-        bail!("{} has no chat template; leave --chat out", arguments.folder.display());
-    };
-    Ok((String::new(), tokenizer.encode(&template.render(&messages, true)?, false)?))
-}
-
-/// The folder's rule, with what is asked for instead.
-fn sampling(arguments: &Arguments, config: &GenerationConfig) -> Sampling {
-    let &Arguments { temperature, top_k, top_p, min_p, repetition_penalty, seed, .. } = arguments;
-    let is_drawn = temperature.is_some() || top_k.is_some() || top_p.is_some() || min_p.is_some();
-    let base = if is_drawn { config.sampling } else { config.default_sampling() };
-    Sampling {
-        temperature: temperature.unwrap_or(base.temperature),
-        top_k: top_k.unwrap_or(base.top_k),
-        top_p: top_p.unwrap_or(base.top_p),
-        min_p: min_p.unwrap_or(base.min_p),
-        repetition_penalty: repetition_penalty.unwrap_or(base.repetition_penalty),
-        seed,
-    }
 }
 
 fn report(read: usize, reading: Duration, added: usize, adding: Duration) {

@@ -426,6 +426,14 @@ pub(crate) fn pipeline(key: &str, name: &str, chunks: Option<usize>) -> Result<P
     Ok(Pipeline { schedule: schedule.into(), chunks, ..Pipeline::default() })
 }
 
+impl SampleConfig {
+    /// How tokens are drawn, of seed 0.
+    pub fn sampling(&self) -> Sampling {
+        let &Self { temperature, top_k, top_p, .. } = self;
+        Sampling { temperature, top_k, top_p, ..Sampling::default() }
+    }
+}
+
 impl DataConfig {
     /// Whether several documents, or examples, share a sequence without seeing each other.
     pub fn has_documents(&self) -> bool {

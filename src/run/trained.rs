@@ -1,0 +1,107 @@
+//! The model of a run, to be used.
+
+use std::path::Path;
+
+use gapless_engine::checkpoint::Checkpoint;
+use gapless_engine::data::Vocabulary;
+use gapless_engine::{DType, DeviceChoice, Generation, TrainOptions, Trainer};
+use gapless_models::hf::Folder;
+use gapless_models::{Gpt, Llama, Moe};
+
+use super::train::{TOKENIZER, checkpoint_of};
+use super::{Float, ModelConfig, RunConfig, RunError};
+
+/// What a run has made so far: its configuration, its vocabulary, and a checkpoint.
+///
+/// ```no_run
+/// use gapless::run::{TrainedRun, sample};
+///
+/// let run = TrainedRun::open("runs/run".as_ref())?;
+/// let mut model = run.model(gapless::Generation::default(), 0)?;
+/// println!("{}", sample(&mut model, &run.vocabulary, "Once", &Default::default())?);
+/// # Ok::<(), gapless::run::RunError>(())
+/// ```
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct TrainedRun {
+    /// As its run.toml has it.
+    pub config: RunConfig,
+    /// Text to token ids and back.
+    pub vocabulary: Vocabulary,
+    /// Its newest, or the one that was named.
+    pub checkpoint: Checkpoint,
+}
+
+impl TrainedRun {
+    /// Whether there is a run's folder, or one of its checkpoints.
+    pub fn is_at(path: &Path) -> bool {
+        folder_of(path).is_some()
+    }
+
+    /// Opens a run's folder, of which the newest sound checkpoint is taken, or one of its checkpoints. Nothing is locked: the run may
+    /// go on meanwhile.
+    ///
+    /// # Errors
+    /// A folder without a run or without a checkpoint; a tokenizer.json that is missing or none.
+    pub fn open(path: &Path) -> Result<Self, RunError> {
+        let folder = folder_of(path).unwrap_or(path);
+        let config = RunConfig::read(&folder.join("run.toml"), &[])?;
+        let checkpoint = checkpoint_of(path)?;
+        let tokenizer = folder.join(TOKENIZER);
+        let vocabulary = match config.data.vocabulary {
+            Some(256) if !tokenizer.exists() => Vocabulary::bytes(),
+            _ => Vocabulary::open(&tokenizer)?,
+        };
+        Ok(Self { config, vocabulary, checkpoint })
+    }
+
+    /// Its model with its weights on the CPU, to generate and evaluate; `threads` is 0 for all cores.
+    ///
+    /// # Errors
+    /// As [`Trainer::for_inference`] and [`Trainer::load`].
+    pub fn model(&self, generation: Generation, threads: usize) -> Result<Trainer, RunError> {
+        let sequence = generation.window.unwrap_or(usize::MAX).min(generation.chunk);
+        let options = TrainOptions {
+            batch: 1,
+            sequence,
+            device: DeviceChoice::Cpu,
+            threads,
+            dtype: match self.config.step.dtype {
+                Float::F32 => DType::F32,
+                Float::Bf16 => DType::BF16,
+            },
+            trainable: self.config.trainable.clone(),
+            generation: Some(generation),
+            ..TrainOptions::default()
+        };
+        let mut trainer = match self.config.model(self.vocabulary.size()) {
+            ModelConfig::Gpt(gpt) => Trainer::for_inference(|vb| Gpt::new(&gpt, vb), options)?,
+            ModelConfig::Llama(llama) => Trainer::for_inference(|vb| Llama::new(&llama, vb), options)?,
+            ModelConfig::Moe(moe) => Trainer::for_inference(|vb| Moe::new(&moe, vb), options)?,
+            ModelConfig::Folder(path) => {
+                let folder = Folder::open(path)?;
+                Trainer::for_inference(|vb| folder.model(vb), options)?
+            }
+        };
+        trainer.load(&self.checkpoint)?;
+        Ok(trainer)
+    }
+
+    /// Tokens that it can see at most, if there is a limit.
+    ///
+    /// # Errors
+    /// A Hugging Face folder that is no longer there.
+    pub fn longest_sequence(&self) -> Result<Option<usize>, RunError> {
+        Ok(match &self.config.model {
+            ModelConfig::Gpt(_) => Some(self.config.step.sequence),
+            ModelConfig::Llama(_) | ModelConfig::Moe(_) => None,
+            ModelConfig::Folder(path) => Folder::open(path)?.config().longest_sequence(),
+        })
+    }
+}
+
+/// The run's folder at a path that is one, or one of its checkpoints.
+fn folder_of(path: &Path) -> Option<&Path> {
+    let above = path.parent().and_then(Path::parent);
+    [Some(path), above].into_iter().flatten().find(|folder| folder.join("run.toml").exists())
+}
