@@ -61,6 +61,7 @@ mod pages {
         Planner = "../docs/planner.md",
         Ranks = "../docs/ranks.md",
         Recompute = "../docs/recompute.md",
+        Tour = "../docs/tour.md",
     }
 }
 
