@@ -31,6 +31,7 @@ mod console;
 mod fit;
 mod folder;
 mod report;
+mod routing;
 mod saved;
 mod stop;
 mod train;

@@ -21,6 +21,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::folder::write;
+use super::routing::StepRow;
 use super::{
     ConfigError, Console, Ended, Event, Fit, Fitted, ModelConfig, RunConfig, RunFolder, SampleConfig, StepConfig, Stop,
     expect_same, sample, say_changes, validation_windows,
@@ -362,7 +363,7 @@ impl<'a> Run<'a> {
             match &event {
                 Event::Step { report: StepReport { loss, lr, .. }, tokens_per_second } => {
                     let (loss, learning_rate, tokens_per_second) = (*loss, *lr, *tokens_per_second);
-                    console.row(&event);
+                    console.row(&StepRow::new(&event, trainer)?);
                     show(Progress { done: trainer.steps(), steps, loss, learning_rate, tokens_per_second });
                 }
                 Event::Evaluation { .. } => {

@@ -206,6 +206,29 @@ fn a_folder_holds_all_of_a_run() {
     assert_eq!(names, ["step-00000004"]);
 }
 
+/// Rows of a mixture say where its tokens went: at least the mean to the busiest expert, at most all; and what found no room.
+#[test]
+fn rows_of_a_mixture_say_where_tokens_go() {
+    let place = Place::new();
+    let moe = "[model.moe.llama]\nlayers = 3\nheads = 2\nkv_heads = 1\nwidth = 16\nhidden = 32\n[model.moe.router]\nexperts = 4\n\
+        top_k = 2\ncapacity = { factor = 0.5, drop = \"last\" }\n[model.moe]\nexpert_hidden = 8";
+    let text = TINY.replace("[model.gpt]\nlayers = 1\nheads = 2\nwidth = 16", moe);
+    let config = RunConfig::read(&place.file(&text), &[]).unwrap();
+    train(&config, &place.path().join("run"), &Start::Anew, &mut Console::default(), |_| {}).unwrap();
+    let rows = std::fs::read_to_string(place.path().join("run/metrics.jsonl")).unwrap();
+    let rows = rows.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+    let steps: Vec<_> = rows.filter(|row| row.get("loss").is_some()).collect();
+    assert_eq!(steps.len(), 4);
+    for row in steps {
+        let layers =
+            |key: &str| -> Vec<f64> { row[key].as_array().unwrap().iter().filter_map(|x| x.as_f64()).collect() };
+        let (load, dropped) = (layers("expert_load"), layers("expert_dropped"));
+        assert!(load.len() == 3 && load.iter().all(|most| (1.0..=2.0).contains(most)), "{row}");
+        // 64 tokens choose two, and there is room for half.
+        assert!(dropped.len() == 3 && dropped.iter().all(|&choices| (64.0..128.0).contains(&choices)), "{row}");
+    }
+}
+
 /// A tokenizer of as many tokens as the model in the repository knows.
 fn tokenizer(place: &Place) -> PathBuf {
     let vocabulary = VocabularyChoice::Bpe { size: 300 };
