@@ -106,6 +106,26 @@ fn every_policy_gives_the_bits_of_none_on_ranks() {
     }
 }
 
+/// Where the backward is split, W waits with the smaller side of what comes back: with SwiGLU's result, and not with both of its inputs.
+#[test]
+fn split_backwards_wait_with_the_smaller_side() {
+    for (schedule, chunks) in [("zb-h1", 1), ("zb-h2", 1), ("zbv", 2)] {
+        let mut run = Run { kind: Kind::Llama, ..Run::default() };
+        run.options.micro_batches = 8;
+        run.options.threads = 1;
+        put_on_pipeline(&mut run, schedule, 2, chunks);
+        let plain = run.steps_on_ranks(2);
+        let arenas = |run: &Run| run.on_ranks(|trainer| trainer.report().arena_bytes);
+        let kept = arenas(&run);
+        run.options.recompute = Recompute::Layers(Layers::All);
+        run.options.poison = true;
+        let again = arenas(&run);
+        println!("{schedule}: {kept:?} kept, {again:?} computed again");
+        assert!(again.iter().zip(&kept).all(|(again, kept)| again <= kept), "{schedule}: {again:?}, {kept:?}");
+        assert_eq!(plain, run.steps_on_ranks(2), "{schedule}");
+    }
+}
+
 /// Each rank of a pipeline keeps to the budget, whatever the others do.
 #[test]
 fn every_rank_keeps_to_its_budget() {

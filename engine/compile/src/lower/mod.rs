@@ -20,12 +20,12 @@ use gapless_alloc::{Label, Role};
 use gapless_graph::nn::{Init, Initializer};
 use gapless_graph::ops::{Binary, BinaryKind, Collective, Contiguous};
 use gapless_graph::{Graph, Node, NodeId, Op, Phase, Place, Source, Value, ValueId};
-use gapless_parallel::Action;
+use gapless_parallel::{Action, Kind};
 
 use self::dynamic_rows::Counts;
 use self::evict_rows::Evicted;
 use self::overlap_reduce::Early;
-use self::rematerialize::Occurrence;
+use self::rematerialize::{Occurrence, SmallerForWeights, smaller_for_weights};
 use crate::cross_rank::{CrossRankValues, phases};
 use crate::error::{Error, Result};
 use crate::lowering::{Lowering, Output, Target};
@@ -90,6 +90,10 @@ struct Lowerer<'a> {
     counts: Counts,
     /// Those that need not wait for the backward.
     evicted: Evicted,
+    /// By way to recompute: what takes fewer bytes than what it is made of while it waits for W.
+    smaller_for_weights: Vec<Vec<SmallerForWeights>>,
+    /// Whether the action is an I, whose W comes later.
+    is_split: bool,
 }
 
 impl<'a> Lowerer<'a> {
@@ -115,6 +119,7 @@ impl<'a> Lowerer<'a> {
         let evicted = Evicted::new(of, alive, &counts);
         let program = Program { name: of.name.into(), ..Program::default() };
         let (placed, made, alive, early) = (HashMap::new(), HashMap::new(), alive.to_vec(), Vec::new());
+        let smaller_for_weights = smaller_for_weights(of, &nodes);
         let lowerer = Self {
             of,
             crossings,
@@ -128,6 +133,8 @@ impl<'a> Lowerer<'a> {
             early,
             counts,
             evicted,
+            smaller_for_weights,
+            is_split: false,
         };
         Self { early: lowerer.early_nodes(), ..lowerer }
     }
@@ -145,6 +152,7 @@ impl<'a> Lowerer<'a> {
         let (first, micro_batch) = (self.program.instrs.len(), action.micro_batch.0);
         let mut nodes: Vec<NodeId> = self.nodes_of(action).collect();
         nodes.sort_unstable();
+        self.is_split = action.kind == Kind::BackwardInput;
         let last = self.last_phases(index, action);
         for id in nodes {
             let node = graph.node(id);

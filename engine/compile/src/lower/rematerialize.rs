@@ -1,12 +1,14 @@
 //! A value's second occurrence: computed again in front of its first reader in the backward.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 
 use gapless_graph::{Node, NodeId, Phase, Place, Source, ValueId};
 use gapless_parallel::StageId;
 
 use super::Lowerer;
+use crate::lowering::Lowering;
 use crate::program::Origin;
+use crate::recompute::Variant;
 
 /// Which making of a value is meant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,6 +29,44 @@ impl Occurrence {
             Self::IfEvicted(count) => Some(count),
         }
     }
+}
+
+/// A node whose results the weight-gradients read, and that are smaller than what of its inputs would wait for them otherwise.
+pub(super) struct SmallerForWeights {
+    node: NodeId,
+    /// What makes the last of those inputs.
+    last_input: NodeId,
+}
+
+/// Such nodes of each way to recompute.
+pub(super) fn smaller_for_weights(
+    of: &Lowering<'_>,
+    nodes: &HashMap<(Place, Phase), Vec<NodeId>>,
+) -> Vec<Vec<SmallerForWeights>> {
+    let graph = of.graph;
+    let mut by_weights = vec![false; graph.values().len()];
+    for (_, nodes) in nodes.iter().filter(|((_, phase), _)| *phase == Phase::BackwardWeight) {
+        for &input in nodes.iter().flat_map(|&node| &graph.node(node).inputs) {
+            by_weights[graph.value(input).root.index()] = true;
+        }
+    }
+    let bytes = |roots: &BTreeSet<ValueId>| roots.iter().map(|&root| graph.value(root).spec.bytes()).sum::<u64>();
+    let of_variant = |variant: &Variant| {
+        let of_node = |&node: &NodeId| {
+            let rematerialized = |all: &[ValueId]| -> BTreeSet<ValueId> {
+                all.iter().map(|&id| graph.value(id).root).filter(|&root| variant.is_rematerialized(root)).collect()
+            };
+            let (inputs, outputs) = (&graph.node(node).inputs, &graph.node(node).outputs);
+            let made = rematerialized(outputs);
+            let mut waiting = rematerialized(inputs);
+            waiting.retain(|root| !by_weights[root.index()]);
+            let is_wanted = made.iter().any(|root| by_weights[root.index()]);
+            let last_input = waiting.iter().filter_map(|&root| graph.maker(root)).max()?;
+            (is_wanted && bytes(&made) < bytes(&waiting)).then_some(SmallerForWeights { node, last_input })
+        };
+        variant.nodes().iter().filter_map(of_node).collect()
+    };
+    of.recomputation.variants().iter().map(of_variant).collect()
 }
 
 impl Lowerer<'_> {
@@ -57,6 +97,29 @@ impl Lowerer<'_> {
     pub(super) fn restore_inputs(&mut self, node: &Node, micro_batch: u32) {
         for maker in self.missing(node, micro_batch) {
             self.instruct(maker, micro_batch, Occurrence::Second);
+            if self.is_split && node.phase == Phase::BackwardInput {
+                self.make_for_weights(maker, micro_batch);
+            }
+        }
+    }
+
+    /// Makes what only the weight-gradients will read, and what a node has just made leads to, where it takes fewer bytes than what it
+    /// is made of: of a layer x → gate, up → swiglu, I reads gate and up, and W swiglu alone. Made at W, both would wait for it.
+    fn make_for_weights(&mut self, made: NodeId, micro_batch: u32) {
+        let graph = self.of.graph;
+        let of = &self.of.recomputation;
+        let Some(index) = of.of(micro_batch) else { return };
+        let smaller = self.smaller_for_weights[index].iter().filter(|smaller| smaller.last_input == made);
+        for node in smaller.map(|smaller| smaller.node).collect::<Vec<_>>() {
+            let variant = &of.variants()[index];
+            let is_there = |input: &ValueId| {
+                let root = graph.value(*input).root;
+                !variant.is_rematerialized(root) || self.placed.contains_key(&Origin::of(root, micro_batch))
+            };
+            let is_made = |output: &ValueId| self.placed.contains_key(&Origin::of(*output, micro_batch));
+            if graph.node(node).inputs.iter().all(is_there) && !graph.node(node).outputs.iter().any(is_made) {
+                self.instruct(node, micro_batch, Occurrence::Second);
+            }
         }
     }
 

@@ -57,6 +57,11 @@ impl Variant {
         self.rematerialized.get(root.index()).copied().unwrap_or(false)
     }
 
+    /// Nodes that run a second time, in order.
+    pub fn nodes(&self) -> &[NodeId] {
+        &self.nodes
+    }
+
     /// The roots that are computed again.
     pub fn rematerialized<'g>(&'g self, graph: &'g Graph) -> impl Iterator<Item = ValueId> + 'g {
         let outputs = self.nodes.iter().flat_map(|&node| &graph.node(node).outputs);
