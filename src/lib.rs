@@ -88,10 +88,11 @@ pub use gapless_engine::graph::{Device, IndexOp};
 pub use gapless_engine::learning_rate::LearningRate;
 pub use gapless_engine::metrics::JsonLines;
 pub use gapless_engine::nn::{Lora, Trainable};
-pub use gapless_engine::optim::{AdamW, AdamW8bit, GaLore, Lion, Muon};
+pub use gapless_engine::optim::{Adafactor, AdamW, AdamW8bit, GaLore, Lion, Muon};
 pub use gapless_engine::recompute::{Layers, Offload, Recompute, RecomputePolicy};
 pub use gapless_engine::{
-    Batch, DType, DeviceChoice, Error, GenerateOptions, Generation, Model, NextToken, Op, Overflow, Pipeline, Report,
-    Result, RunsOn, Sampling, StepReport, Tensor, TrainError, TrainOptions, Trainer, nn,
+    Batch, DType, DeviceChoice, Error, GenerateOptions, Generation, Limits, LossTerms, Model, NextToken, Op, Overflow,
+    ParameterGroup, Pipeline, Report, Result, RunsOn, Sampling, StepReport, Tensor, TrainError, TrainOptions, Trainer,
+    UpdateOptions, nn,
 };
 pub use gapless_parallel::Mesh;

@@ -61,11 +61,13 @@ pub use gapless_runtime::cuda;
 pub use error::TrainError;
 pub use gapless_alloc::Role;
 pub use gapless_compile::report::Report;
-pub use gapless_compile::step::{Overflow, Pipeline};
+pub use gapless_compile::step::{Overflow, ParameterGroup, Pipeline, UpdateOptions};
 pub use gapless_graph::{
     Args, Array, DType, Error, Gradient, Model, Numbers, Op, Reference, Result, Rows, Spec, Stream, Tensor,
 };
+pub use gapless_kernels::LossTerms;
 pub use gradient_check::{GradientError, gradient_check};
 pub use train::{
-    Batch, DeviceChoice, GenerateOptions, Generation, NextToken, RunsOn, Sampling, StepReport, TrainOptions, Trainer,
+    Batch, DeviceChoice, GenerateOptions, Generation, Limits, NextToken, RunsOn, Sampling, StepReport, TrainOptions,
+    Trainer,
 };

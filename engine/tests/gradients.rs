@@ -1,6 +1,7 @@
 //! Every operation against its judges: gradients by finite differences in f64, kernels by the f64 reference.
 
-use gapless_engine::ops::{LinearCrossEntropy, Rope, RopeScaling};
+use gapless_engine::LossTerms;
+use gapless_engine::ops::{CrossEntropy, LinearCrossEntropy, Rope, RopeScaling};
 use gapless_engine::{DType, Result, Tensor, gradient_check};
 
 /// Central differences in f64 are good to about 1e-9; f32 kernels to some multiples of 2⁻²⁴ = 6e-8.
@@ -157,6 +158,23 @@ fn a_head_fused_with_its_loss() {
     };
     check_ids(&[&[2, 3, 5], &[7, 5]], weighed, weighted);
     check_ids(&[&[2, 3, 5], &[7, 5]], weighed, |x, ids| weighted(x, ids)?.mean_all());
+}
+
+#[test]
+fn smoothed_labels_and_the_z_loss() {
+    let ids: &[(&[usize], &[u32])] = &[(&[2, 3], &[1, 0, 6, 1, 2, 3])];
+    for terms in [LossTerms { label_smoothing: 0.2, z_loss: 0.0 }, LossTerms { label_smoothing: 0.1, z_loss: 0.3 }] {
+        check_ids(&[&[2, 3, 7]], ids, |x, ids| {
+            let [losses, _] = Tensor::apply_op(CrossEntropy { terms }, &[&x[0], &ids[0]])?;
+            losses.mean_all()
+        });
+        let head = |x: &[Tensor], ids: &[Tensor]| {
+            let head = LinearCrossEntropy::new(None).with_terms(terms);
+            Tensor::apply_op(head, &[&x[0], &x[1], &ids[0]]).map(|[losses]| losses)
+        };
+        check_ids(&[&[2, 3, 5], &[7, 5]], ids, head);
+        check_ids(&[&[2, 3, 5], &[7, 5]], ids, |x, ids| head(x, ids)?.mean_all());
+    }
 }
 
 #[test]

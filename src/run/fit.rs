@@ -100,10 +100,11 @@ pub enum Event {
 impl fmt::Display for Event {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Step { report: StepReport { step, loss, gradient_norm, lr }, tokens_per_second } => {
+            Self::Step { report: StepReport { step, loss, gradient_norm, lr, skipped }, tokens_per_second } => {
+                let left_out = if *skipped { " left out" } else { "" };
                 write!(
                     f,
-                    "step {step:>5} loss {loss:.3} norm {gradient_norm:.2} lr {lr:.1e} {tokens_per_second:.0} tokens/s"
+                    "step {step:>5} loss {loss:.3} norm {gradient_norm:.2} lr {lr:.1e} {tokens_per_second:.0} tokens/s{left_out}"
                 )
             }
             Self::Evaluation { step, val_loss: Some(loss) } => write!(f, "step {step:>5} validation loss {loss:.4}"),

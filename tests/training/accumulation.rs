@@ -127,7 +127,7 @@ fn a_loss_of_an_output_without_a_gradient_is_refused() {
 
         fn loss(&self, tokens: &Tensor, targets: &Tensor, train: bool) -> Result<Tensor> {
             let logits = self.forward(tokens, train)?;
-            let [loss, lse] = Tensor::apply_op(gapless::engine::ops::CrossEntropy, &[&logits, targets])?;
+            let [loss, lse] = Tensor::apply_op(gapless::engine::ops::CrossEntropy::default(), &[&logits, targets])?;
             loss.add(&lse.sqr()?)?.mean_all()
         }
     }

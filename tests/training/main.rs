@@ -26,4 +26,5 @@ mod stash;
 mod step_memory;
 mod trainable;
 mod uneven;
+mod update;
 mod watch;

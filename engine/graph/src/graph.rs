@@ -11,7 +11,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::{DType, Layout, Shape};
-use gapless_kernels::Spec;
+use gapless_kernels::{LossTerms, Spec};
 use gapless_parallel::StageId;
 
 use crate::error::{Error, Result};
@@ -203,6 +203,7 @@ pub struct Graph {
     /// What a training step shows of itself, beside the loss.
     watched: Vec<(String, ValueId)>,
     sequences: Sequences,
+    loss_terms: LossTerms,
 }
 
 /// The graph behind its handles. A panic elsewhere leaves a graph that is short of nodes, not a broken one.
@@ -327,6 +328,16 @@ impl Graph {
     /// Says what the tokens are of what is recorded from now on.
     pub fn set_sequences(&mut self, sequences: Sequences) {
         self.sequences = sequences;
+    }
+
+    /// Says what losses over a vocabulary count, of those that are recorded from now on.
+    pub fn set_loss_terms(&mut self, terms: LossTerms) {
+        self.loss_terms = terms;
+    }
+
+    /// What losses over a vocabulary count beside the likelihood of their targets.
+    pub fn loss_terms(&self) -> LossTerms {
+        self.loss_terms
     }
 
     /// What the tokens are.

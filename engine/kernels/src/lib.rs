@@ -20,9 +20,11 @@
 
 pub mod cpu;
 pub mod cuda;
+mod loss;
 mod random;
 mod spec;
 
 pub use cpu::{Args, Element};
+pub use loss::{LossTerms, RowLoss};
 pub use random::{Numbers, Stream};
 pub use spec::{Spec, width};

@@ -9,7 +9,8 @@ use gapless_compile::recompute::RematPlan;
 use gapless_compile::{CompileOptions, Lowering, ProgramId, Target, compile, lower};
 use gapless_graph::nn::Init;
 use gapless_graph::optim::{
-    AdamW, AdamW8bit, GaLore, Lion, Muon, Optimizer, ParameterInfo, ParameterUpdate, SCALARS, State, StateInit,
+    Adafactor, AdamW, AdamW8bit, GaLore, Lion, Muon, Optimizer, ParameterInfo, ParameterUpdate, SCALARS, State,
+    StateInit,
 };
 use gapless_graph::reference::{Array, evaluate};
 use gapless_graph::{Graph, Phase, Source, Spec, Tensor, lock};
@@ -190,6 +191,10 @@ fn kernels_are_their_references() {
         check(Muon::default(), dims, 1e-4);
     }
     check(Muon::default(), &[40], 1e-5);
+    let adafactor = Adafactor { weight_decay: 0.1, max_norm: 1.0, ..Adafactor::default() };
+    for dims in [&[40, 300][..], &[3, 20, 30], &[50], &[1], &[7, 1]] {
+        check(adafactor, dims, 1e-5);
+    }
 }
 
 /// What Newton–Schulz iterations make of a matrix: singular values near 1, and a step of AdamW's usual size.
@@ -218,7 +223,7 @@ fn steps_of_muon_are_nearly_orthogonal() {
 fn threads_change_no_bit() {
     let eight_bit: Arc<dyn Optimizer> = AdamW8bit::default().into();
     let galore: Arc<dyn Optimizer> = GaLore { rank: 16, refresh_steps: 2, ..GaLore::default() }.into();
-    for rule in [eight_bit, galore, Lion::default().into(), Muon::default().into()] {
+    for rule in [eight_bit, galore, Lion::default().into(), Muon::default().into(), Adafactor::default().into()] {
         let on = |threads| {
             let mut update = Update::new(rule.clone(), &[300, 200], threads);
             (0..4).for_each(|_| _ = update.step());
@@ -232,7 +237,7 @@ fn threads_change_no_bit() {
 fn a_norm_that_is_not_finite_changes_nothing() {
     let eight_bit: Arc<dyn Optimizer> = AdamW8bit { smallest: 0, ..AdamW8bit::default() }.into();
     let galore: Arc<dyn Optimizer> = GaLore { rank: 4, refresh_steps: 1, ..GaLore::default() }.into();
-    for rule in [eight_bit, galore, Lion::default().into(), Muon::default().into()] {
+    for rule in [eight_bit, galore, Lion::default().into(), Muon::default().into(), Adafactor::default().into()] {
         let mut update = Update::new(rule, &[20, 30], 2);
         update.step();
         let before = update.all();
@@ -245,7 +250,8 @@ fn a_norm_that_is_not_finite_changes_nothing() {
 #[test]
 fn settings_without_sense_are_refused() {
     let adam = AdamW { beta1: 1.0, ..AdamW::default() };
-    let rules: [(Arc<dyn Optimizer>, &str); 7] = [
+    let rules: [(Arc<dyn Optimizer>, &str); 8] = [
+        (Adafactor { clip_threshold: 0.0, ..Adafactor::default() }.into(), "clip_threshold"),
         (Lion { beta2: 1.0, ..Lion::default() }.into(), "beta"),
         (Muon { momentum: 1.0, ..Muon::default() }.into(), "momentum"),
         (Muon { iterations: 0, ..Muon::default() }.into(), "iterations"),

@@ -21,7 +21,7 @@ use gapless_runtime::{Communicators, Session};
 use super::device;
 use super::documents::DocumentInputs;
 use super::ranks::{BatchCheck, communicators, expect_equal, expect_one_rank};
-use super::{DeviceChoice, Generation, Programs, RunsOn, TrainOptions, Trainer};
+use super::{DeviceChoice, Generation, Limits, Programs, RunsOn, TrainOptions, Trainer};
 use crate::communicator::Communicator;
 use crate::error::{Result, TrainError};
 
@@ -218,6 +218,7 @@ impl Trainer {
             at,
             share,
             step,
+            limits: Limits::default(),
             world,
             batch_check: None,
             documents,

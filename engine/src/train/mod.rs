@@ -13,7 +13,7 @@ use candle_core::DType;
 use gapless_alloc::arena::ArenaReport;
 use gapless_alloc::draw::MemoryMap;
 use gapless_compile::step::{
-    self, Build, CheckpointLayout, DOCUMENT_INPUTS, RankPlan, SCALARS_INPUT, Share, StepGraph, of_any,
+    self, Build, CheckpointLayout, DOCUMENT_INPUTS, LIMITS_INPUT, RankPlan, Share, StepGraph, of_any,
 };
 use gapless_graph::Model;
 use gapless_kernels::Element;
@@ -51,6 +51,32 @@ pub struct StepReport {
     pub gradient_norm: f32,
     /// Learning rate of the update.
     pub lr: f64,
+    /// Whether the step was left out, because the loss or the norm was above its [`Limits`] or not finite.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub skipped: bool,
+}
+
+/// Above what a guarded step is left out ([`UpdateOptions::guarded`](gapless_compile::step::UpdateOptions::guarded)).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Limits {
+    /// Of the loss.
+    pub loss: f32,
+    /// Of the norm of all gradients together, before clipping.
+    pub gradient_norm: f32,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { loss: f32::INFINITY, gradient_norm: f32::INFINITY }
+    }
+}
+
+impl Limits {
+    /// Whether a step is to be done.
+    fn allow(self, loss: f32, gradient_norm: f32) -> bool {
+        let is_within = |x: f32, limit: f32| x.is_finite() && x <= limit;
+        is_within(loss, self.loss) && is_within(gradient_norm, self.gradient_norm)
+    }
 }
 
 /// A model, its optimizer and all their memory.
@@ -72,6 +98,7 @@ pub struct Trainer {
     /// This rank's share of a training batch.
     share: Share,
     step: u64,
+    limits: Limits,
     /// A digest of the model's graph.
     model: String,
     /// The way to all ranks, if there are others.
@@ -258,7 +285,8 @@ impl Trainer {
         self.run(program, false)?;
         let loss = self.session.scalar(program, "loss")?;
         let gradient_norm = self.session.scalar(program, "gradient_norm")?;
-        if !loss.is_finite() || !gradient_norm.is_finite() {
+        let skipped = self.options.update.guarded && !self.limits.allow(loss, gradient_norm);
+        if !skipped && (!loss.is_finite() || !gradient_norm.is_finite()) {
             if self.options.release_gradients {
                 let culprit =
                     "a step whose gradients were let go of: the model has changed, go back to a checkpoint".into();
@@ -273,10 +301,17 @@ impl Trainer {
             });
             return Err(TrainError::NonFinite { step: self.step, loss, culprit });
         }
-        let report = StepReport { step: self.step, loss, gradient_norm, lr };
+        let report = StepReport { step: self.step, loss, gradient_norm, lr, skipped };
         self.step += 1;
         self.session.grow(self.options.most_bytes())?;
         Ok(report)
+    }
+
+    /// Above what the steps from now on are left out, if they are guarded
+    /// ([`UpdateOptions::guarded`](gapless_compile::step::UpdateOptions::guarded)); nothing by default, but what is not finite. With several
+    /// ranks, the same on all.
+    pub fn set_limits(&mut self, limits: Limits) {
+        self.limits = limits;
     }
 
     /// A step on a GPU whose instructions are timed one by one; the model is what it would be after [`Self::step`].
@@ -434,7 +469,7 @@ impl Trainer {
     /// # Errors
     /// When there is none of that name or size.
     pub fn set_elements(&mut self, name: &str, data: &[f32]) -> Result<()> {
-        if let Some(copy) = self.layout.copies.get(name) {
+        for copy in self.layout.copies.get(name).into_iter().flatten() {
             // A stage that only reads the parameter has no master of it; of several ranks each has a part of it.
             let first = |name: &str| self.layout.parts.get(name).map_or(0, |part| part.first);
             let own = first(copy) - first(name);
@@ -469,9 +504,15 @@ impl Trainer {
     fn write_step(&mut self, batch: &Batch<'_>, lr: f64) -> Result<()> {
         let program = self.training()?;
         self.write_batch(program, self.share, self.options.batch, batch)?;
-        let scalars: [f32; SCALARS] = self.options.optimizer.scalars(self.step, lr);
-        if self.session.has_input(program, SCALARS_INPUT) {
-            self.session.write_input(program, SCALARS_INPUT, 0, &scalars)?;
+        for (input, rule, factor) in self.options.update.rules(&self.options.optimizer) {
+            if self.session.has_input(program, &input) {
+                let scalars: [f32; SCALARS] = rule.scalars(self.step, lr * factor);
+                self.session.write_input(program, &input, 0, &scalars)?;
+            }
+        }
+        if self.session.has_input(program, LIMITS_INPUT) {
+            let Limits { loss, gradient_norm } = self.limits;
+            self.session.write_input(program, LIMITS_INPUT, 0, &[loss, gradient_norm])?;
         }
         Ok(())
     }

@@ -6,10 +6,11 @@ use candle_core::DType;
 use gapless_alloc::arena::Reserve;
 use gapless_compile::CompileOptions;
 use gapless_compile::recompute::{Offload, Recompute};
-use gapless_compile::step::{Overflow, Pipeline, StepOptions};
+use gapless_compile::step::{Overflow, Pipeline, StepOptions, UpdateOptions};
 use gapless_graph::FLOATS;
 use gapless_graph::nn::Trainable;
 use gapless_graph::optim::{AdamW, Optimizer};
+use gapless_kernels::LossTerms;
 use gapless_parallel::Mesh;
 use gapless_runtime::cpu::MOST_THREADS;
 
@@ -40,8 +41,12 @@ pub struct TrainOptions {
     /// Which part of the model is trained. Frozen parameters are there in [`Self::dtype`] alone, without gradients, states or
     /// masters, and the forward keeps what the trained part needs.
     pub trainable: Trainable,
+    /// What the training loss counts beside the likelihood of its targets; an evaluation's is the likelihood alone.
+    pub loss: LossTerms,
     /// The update rule: `AdamW { .. }.into()`, another one of [`optim`](crate::optim), or one of your own.
     pub optimizer: Arc<dyn Optimizer>,
+    /// What the update does beside that: parameters with a rule of their own, cut gradients, steps that are left out, averages.
+    pub update: UpdateOptions,
     /// Step → learning rate.
     pub learning_rate: LearningRate,
     /// Seed of the initial parameters and of dropout.
@@ -92,7 +97,9 @@ impl Default for TrainOptions {
             device: DeviceChoice::default(),
             dtype: DType::F32,
             trainable: Trainable::All,
+            loss: LossTerms::NONE,
             optimizer: AdamW::default().into(),
+            update: UpdateOptions::default(),
             learning_rate: LearningRate { peak: 3e-4, floor: 3e-4, warmup_steps: 0, steps: 0, shape: Shape::Constant },
             seed: 0,
             threads: 0,
@@ -126,7 +133,7 @@ impl TrainOptions {
     /// What of them decides the step's programs and their memory.
     pub(super) fn step(&self) -> StepOptions {
         let Self { batch, micro_batches, sequence, documents, dtype, planning, mesh, routing, overflow, .. } = *self;
-        let Self { release_gradients, keep_gradients, .. } = *self;
+        let Self { release_gradients, keep_gradients, loss, .. } = *self;
         StepOptions {
             batch,
             micro_batches,
@@ -134,7 +141,9 @@ impl TrainOptions {
             documents,
             dtype,
             trainable: self.trainable.clone(),
+            loss,
             optimizer: self.optimizer.clone(),
+            update: self.update.clone(),
             planning,
             mesh,
             pipeline: self.pipeline.clone(),
@@ -155,6 +164,8 @@ impl TrainOptions {
         let Self { device: _, threads: _, planning: _, poison: _, .. } = self;
         let Self { batch, micro_batches, sequence, documents, dtype, optimizer, learning_rate, seed, .. } = self;
         let Self {
+            loss,
+            update,
             mesh,
             pipeline,
             trainable,
@@ -177,7 +188,9 @@ impl TrainOptions {
             ("packing of documents", documents.to_string()),
             ("dtype", format!("{dtype:?}")),
             ("trainable part", format!("{trainable:?}")),
+            ("loss", format!("{loss:?}")),
             ("optimizer", format!("{optimizer:?}")),
+            ("update", format!("{update:?}")),
             ("learning rate", format!("{learning_rate:?}")),
             ("seed", seed.to_string()),
             ("recompute policy", format!("{recompute:?}")),
@@ -251,6 +264,12 @@ impl TrainOptions {
             let why = "rows that are made again of what was rounded are others than the forward's".to_owned();
             return fail("overflow", why, "compress nothing, or choose another policy");
         }
+        let LossTerms { label_smoothing, z_loss } = self.loss;
+        if !((0.0..1.0).contains(&label_smoothing) && z_loss >= 0.0 && z_loss.is_finite()) {
+            let why = format!("label_smoothing {label_smoothing}, z_loss {z_loss}");
+            return fail("loss", why, "the first is in [0, 1), the second at least 0");
+        }
+        self.update.check()?;
         self.learning_rate.check()?;
         self.trainable.check()?;
         Ok(self.optimizer.check()?)
@@ -259,8 +278,11 @@ impl TrainOptions {
     /// What waits for all gradients keeps them.
     fn check_release(&self) -> Result<()> {
         let fail = |why: &str, remedy| Err(TrainError::Config { what: "release_gradients", why: why.into(), remedy });
-        if self.optimizer.needs_norm() {
+        if self.update.rules(&self.optimizer).any(|(_, rule, _)| rule.needs_norm()) {
             return fail("gradients are clipped by their common norm", "set the optimizer's max_norm to infinity");
+        }
+        if self.update.guarded {
+            return fail("a step that may be left out waits for the loss and the norm", "set update.guarded to false");
         }
         if self.keep_gradients {
             return fail("gradients are kept", "choose one of the two");

@@ -26,11 +26,12 @@ impl StepGraph {
     /// is recomputed, compressed or offloaded is in it.
     pub fn key(options: &StepOptions) -> String {
         let StepOptions { batch, micro_batches, sequence, documents, dtype, mesh, overflow, .. } = options;
-        let StepOptions { trainable, optimizer, pipeline, release_gradients, keep_gradients, .. } = options;
+        let StepOptions { trainable, loss, optimizer, update, pipeline, release_gradients, keep_gradients, .. } =
+            options;
         let (stages, cut) = (mesh.pipeline * pipeline.chunks, &pipeline.cut);
         format!(
-            "{batch} {micro_batches} {sequence} {documents} {dtype:?} {stages} {cut:?} {} {} {trainable:?} {optimizer:?} {overflow:?} \
-             {release_gradients} {keep_gradients}",
+            "{batch} {micro_batches} {sequence} {documents} {dtype:?} {stages} {cut:?} {} {} {trainable:?} {loss:?} {optimizer:?} {update:?} \
+             {overflow:?} {release_gradients} {keep_gradients}",
             mesh.data, mesh.expert
         )
     }

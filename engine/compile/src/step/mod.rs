@@ -23,7 +23,7 @@ use gapless_graph::nn::VarBuilder;
 
 pub use self::generation::{Generation, compile_inference};
 pub use self::graph::StepGraph;
-pub use self::options::StepOptions;
+pub use self::options::{ParameterGroup, StepOptions, UpdateOptions};
 pub use self::overflow::Overflow;
 pub use self::ranks::{Pipeline, RankPlan, Share};
 use self::record::{Trace, TrainStep};
@@ -50,6 +50,9 @@ pub fn of_any<'a, M: Model + 'a>(
 
 /// The input that carries the optimizer's numbers of a step.
 pub const SCALARS_INPUT: &str = "step.scalars";
+
+/// The input that says above which loss and above which norm a guarded step is left out.
+pub const LIMITS_INPUT: &str = "step.limits";
 
 /// The inputs of a step over packed documents, beside `tokens` and `targets`, all [batch, sequence]: the first token of each token's
 /// document and its place therein (u32), and what its loss is multiplied by (f32).

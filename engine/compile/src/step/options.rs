@@ -5,12 +5,84 @@ use std::sync::Arc;
 use candle_core::DType;
 use gapless_alloc::arena::Reserve;
 use gapless_graph::nn::Trainable;
+use gapless_graph::nn::names;
 use gapless_graph::optim::{AdamW, Optimizer};
+use gapless_kernels::LossTerms;
 use gapless_parallel::Mesh;
 
-use super::{Generation, Overflow, Pipeline};
+use super::{Generation, Overflow, Pipeline, SCALARS_INPUT};
+use crate::error::{Error, Result};
 use crate::executable::CompileOptions;
 use crate::recompute::{Recompute, Stashing};
+
+/// What an update does beside its rule.
+#[derive(Debug, Clone, Default)]
+pub struct UpdateOptions {
+    /// Parameters with a rule or a learning rate of their own; of several that name one, the first counts.
+    pub groups: Vec<ParameterGroup>,
+    /// How far an element of a gradient may be from 0: what is farther is cut off, before the norm is taken.
+    pub max_value: Option<f64>,
+    /// Whether a step whose loss or norm is above its limits, or not finite, is left out: it changes no parameter and no state.
+    pub guarded: bool,
+    /// Keep an exponential moving average of every trained parameter, `average/NAME`, in f32: what stays of it in a step, 0.999 or more.
+    pub average: Option<f64>,
+}
+
+/// Parameters that are not updated as the others are.
+#[derive(Debug, Clone)]
+pub struct ParameterGroup {
+    /// Their names, or those of modules that they are in; `*` stands for any text.
+    pub names: Vec<String>,
+    /// Their rule.
+    pub optimizer: Arc<dyn Optimizer>,
+    /// What the learning rate is multiplied by.
+    pub learning_rate: f64,
+}
+
+impl UpdateOptions {
+    /// The number of a parameter's group, counted from 1; 0 for the rest.
+    pub fn group_of(&self, parameter: &str) -> usize {
+        let is_in = |group: &ParameterGroup| group.names.iter().any(|pattern| names(pattern, parameter));
+        self.groups.iter().position(is_in).map_or(0, |group| group + 1)
+    }
+
+    /// The rules that parameters are updated by, in the order of their groups, each with the input that carries its numbers of a step
+    /// and what its learning rate is multiplied by.
+    pub fn rules<'a>(
+        &'a self,
+        rest: &'a Arc<dyn Optimizer>,
+    ) -> impl Iterator<Item = (String, &'a Arc<dyn Optimizer>, f64)> + 'a {
+        let groups = self.groups.iter().map(|group| (&group.optimizer, group.learning_rate));
+        let named = |(index, (rule, rate)): (usize, _)| {
+            (if index == 0 { SCALARS_INPUT.to_owned() } else { format!("{SCALARS_INPUT}.{index}") }, rule, rate)
+        };
+        std::iter::once((rest, 1.0)).chain(groups).enumerate().map(named)
+    }
+
+    /// Refuses numbers that make no sense.
+    ///
+    /// # Errors
+    /// [`Error::Config`], and those of [`Optimizer::check`].
+    pub fn check(&self) -> Result<()> {
+        let fail = |what, why: String, remedy| Err(Error::Config { what, why, remedy });
+        if let Some(value) = self.max_value.filter(|value| !(*value > 0.0)) {
+            return fail("max_value", format!("is {value}"), "it is above 0");
+        }
+        if let Some(decay) = self.average.filter(|decay| !(0.0..1.0).contains(decay)) {
+            return fail("average", format!("a decay of {decay}"), "it is in [0, 1); 0.999 is usual");
+        }
+        for ParameterGroup { names, optimizer, learning_rate } in &self.groups {
+            if names.is_empty() {
+                return fail("groups", "one of them names nothing".into(), "name parameters or modules");
+            }
+            if !(*learning_rate >= 0.0 && learning_rate.is_finite()) {
+                return fail("groups", format!("a learning rate times {learning_rate}"), "it is at least 0");
+            }
+            optimizer.check()?;
+        }
+        Ok(())
+    }
+}
 
 /// What decides a step's programs and their memory: of a trainer's options those that are neither data, nor time, nor device.
 #[derive(Debug, Clone)]
@@ -27,8 +99,12 @@ pub struct StepOptions {
     pub dtype: DType,
     /// Which part of the model is trained.
     pub trainable: Trainable,
+    /// What the training loss counts beside the likelihood of its targets.
+    pub loss: LossTerms,
     /// The update rule.
     pub optimizer: Arc<dyn Optimizer>,
+    /// What the update does beside that.
+    pub update: UpdateOptions,
     /// The most work that planning the arena may be.
     pub planning: u64,
     /// How many ranks there are.
@@ -62,7 +138,9 @@ impl Default for StepOptions {
             documents: false,
             dtype: DType::F32,
             trainable: Trainable::All,
+            loss: LossTerms::NONE,
             optimizer: AdamW::default().into(),
+            update: UpdateOptions::default(),
             planning: CompileOptions::default().planner.work,
             mesh: Mesh::default(),
             pipeline: Pipeline::default(),
@@ -82,6 +160,14 @@ impl StepOptions {
     /// Parts into which the batch is cut: micro-batches of all ranks that share it.
     pub fn parts(&self) -> usize {
         self.micro_batches.saturating_mul(self.mesh.data).saturating_mul(self.mesh.expert)
+    }
+
+    /// The rule that a parameter is updated by, if the model says nothing else.
+    pub fn rule_of(&self, parameter: &str) -> &Arc<dyn Optimizer> {
+        match self.update.group_of(parameter) {
+            0 => &self.optimizer,
+            group => &self.update.groups[group - 1].optimizer,
+        }
     }
 
     /// Sequences per evaluation: as many as a micro-batch has.

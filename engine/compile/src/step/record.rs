@@ -51,6 +51,7 @@ impl TrainStep {
         let _span = tracing::info_span!("forward").entered();
         let parts = options.micro_batches * ranks.batch_ranks();
         let (trace, model) = Trace::new(build, options, ranks, (options.batch / parts, options.sequence), true)?;
+        trace.lock().set_loss_terms(options.loss);
         let loss = trace.loss(&*model, options.documents, true)?;
         Ok(Self {
             trace,
@@ -86,7 +87,7 @@ impl TrainStep {
             let (name, dims, dtype) = (&trace.name(parameter.id()), parameter.dims(), parameter.dtype());
             let of = ParameterInfo { name, dims, dtype, looked_up: looked_up.contains(&parameter.id()) };
             let rule = trace.lock().rule(parameter.id()).cloned();
-            if several { rule.as_deref().unwrap_or(&*options.optimizer).sum_dtype(&of) } else { dtype }
+            if several { rule.as_ref().unwrap_or(options.rule_of(name)).sum_dtype(&of) } else { dtype }
         })?;
         self.loss.set_phase(Phase::Update);
         for gradient in gradients {
@@ -111,7 +112,7 @@ impl TrainStep {
         let Self { trace, gradients, .. } = &*self;
         let trained = |p: &&Parameter| trace.lock().rule(p.tensor.id()).is_none();
         let count = gradients.iter().filter(trained).map(|p| p.dims.iter().product::<usize>() as u64).sum();
-        let update = Update { trace, plan: ranks, release: options.release_gradients };
+        let update = Update { trace, plan: ranks, options };
         let mean_loss = update.mean_loss(&self.loss, self.share)?;
         let mut outputs = vec![Output::everywhere("loss", mean_loss.id())];
         let watched = trace.lock().watched().to_vec();
@@ -121,7 +122,7 @@ impl TrainStep {
         if options.keep_gradients {
             outputs.extend(gradients.iter().map(|p| Output::local(gradient_output(&p.name), p.gradient.id())));
         }
-        let Recorded { norm, roles, mut layout } = update.record(gradients, &mean_loss, &*options.optimizer)?;
+        let Recorded { norm, roles, mut layout } = update.record(gradients, &mean_loss)?;
         outputs.push(Output::everywhere("gradient_norm", norm.id()));
         self.keep_frozen(&update, &mut layout);
         self.watched = watched.into_iter().map(|(name, _)| name).collect();

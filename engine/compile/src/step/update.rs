@@ -10,17 +10,17 @@ use std::sync::Arc;
 
 use candle_core::DType;
 use gapless_alloc::Role;
-use gapless_graph::nn::Init;
+use gapless_graph::nn::{Init, names};
 use gapless_graph::ops::{Collective, Contiguous, Group};
 use gapless_graph::optim::{
-    GlobalNorm, Optimizer, ParameterInfo, ParameterUpdate, SCALARS, SquaredNorms, State, StateInit,
+    GlobalNorm, Optimizer, ParameterInfo, ParameterUpdate, SCALARS, SquaredNorms, State, StateInit, WeightAverage,
 };
 use gapless_graph::{Error, Result};
 use gapless_graph::{Place, Spec, Tensor, ValueId};
 use gapless_parallel::StageId;
 
 use super::record::Trace;
-use super::{RankPlan, SCALARS_INPUT};
+use super::{LIMITS_INPUT, RankPlan, StepOptions};
 
 /// A parameter with the gradient that this rank has of it.
 #[derive(Debug)]
@@ -43,8 +43,7 @@ const SMALLEST_PART: usize = 256;
 pub(super) struct Update<'a> {
     pub trace: &'a Trace,
     pub plan: &'a RankPlan,
-    /// Whether each parameter is updated as soon as its gradient is complete.
-    pub release: bool,
+    pub options: &'a StepOptions,
 }
 
 /// What there is to update on this rank: a parameter, or its part of it.
@@ -53,8 +52,18 @@ struct Target<'a> {
     of: ParameterInfo<'a>,
     gradient: Tensor,
     part: Part,
-    /// Its own rule, in the optimizer's place.
-    rule: Option<Arc<dyn Optimizer>>,
+    rule: Arc<dyn Optimizer>,
+    /// Which group's numbers the rule reads.
+    group: usize,
+    /// Whether the model says itself how it changes.
+    is_own: bool,
+}
+
+/// What all updates of a step read.
+struct Inputs {
+    norm: Tensor,
+    /// Of each group.
+    scalars: Vec<Tensor>,
 }
 
 /// What part of a parameter a rank has and updates.
@@ -82,8 +91,8 @@ pub struct CheckpointLayout {
     pub frozen: BTreeSet<String>,
     /// Those of which this rank has only a part.
     pub parts: HashMap<String, KeptPart>,
-    /// The state that a parameter is made of in every step, by the parameter's name.
-    pub copies: HashMap<String, String>,
+    /// States that begin as their parameter, by its name: masters and averages.
+    pub copies: HashMap<String, Vec<String>>,
 }
 
 /// A flat part of a tensor.
@@ -121,109 +130,178 @@ impl Update<'_> {
     }
 
     /// Records the update of all parameters.
-    pub fn record(&self, parameters: &[Parameter], loss: &Tensor, optimizer: &dyn Optimizer) -> Result<Recorded> {
+    pub fn record(&self, parameters: &[Parameter], loss: &Tensor) -> Result<Recorded> {
         let looked_up = self.trace.looked_up();
-        let target = |p| self.target(p, &looked_up, optimizer);
+        let target = |p| self.target(p, &looked_up);
         let targets = parameters.iter().map(target).collect::<Result<Vec<Target<'_>>>>()?;
+        self.check_groups(&targets)?;
         let norm = self.norm(&targets, loss)?;
-        // Nothing to wait for: neither clipped nor left out.
-        let clip = if self.release { loss.constant(0.0, ()) } else { norm.clone() };
-        let scalars = self.trace.input(SCALARS_INPUT, Spec::f32(SCALARS))?;
+        let inputs = Inputs {
+            // Nothing to wait for: neither clipped nor left out.
+            norm: if self.options.release_gradients { loss.constant(0.0, ()) } else { self.guarded(&norm, loss)? },
+            scalars: {
+                let rules = self.options.update.rules(&self.options.optimizer);
+                rules.map(|(name, ..)| self.trace.input(&name, Spec::f32(SCALARS))).collect::<Result<_>>()?
+            },
+        };
         let (mut roles, mut layout) = (Roles::new(), CheckpointLayout::default());
         for target in &targets {
-            self.place(Place::Stage(target.parameter.owner));
-            let Parameter { name, tensor: here, .. } = target.parameter;
-            layout.shapes.insert(name.clone(), target.of.dims.to_vec());
-            layout.stages.insert(name.clone(), target.parameter.owner);
-            if target.part == Part::OfExperts {
-                layout.parts.insert(name.clone(), self.kept_part(target.part, here.elem_count()));
-            }
-            let mut states = Vec::new();
-            let optimizer = target.rule.as_deref().unwrap_or(optimizer);
-            for State { name: kind, spec, init } in optimizer.states(&target.of) {
-                let state = format!("{kind}/{name}");
-                if ![target.of.dtype, DType::F32, DType::U8].contains(&spec.dtype) {
-                    let (why, remedy) = (format!("{state} is {:?}", spec.dtype), "keep states in f32 or u8");
-                    return Err(Error::Config { what: "optimizer", why, remedy });
-                }
-                layout.shapes.insert(state.clone(), spec.dims().to_vec());
-                layout.stages.insert(state.clone(), target.parameter.owner);
-                let own = self.part_of_state(&state, spec, target.part)?;
-                if target.part != Part::Whole {
-                    layout.parts.insert(state.clone(), self.kept_part(target.part, own.elements()));
-                }
-                let id = match init {
-                    StateInit::Filled(init) => self.trace.lock().add_persistent(&state, own, init)?,
-                    StateInit::Parameter => {
-                        let skip = if target.part == Part::OfBatch { layout.parts[&state].first } else { 0 };
-                        let mut graph = self.trace.lock();
-                        let id = graph.add_persistent(&state, own, Init::Const(0.0))?;
-                        graph.fill_as(id, here.id(), skip);
-                        layout.copies.insert(name.clone(), state.clone());
-                        id
-                    }
-                };
-                roles.insert(id, Role::OptimizerState);
-                states.push(self.trace.tensor(id));
-            }
-            let parameter = match target.part {
-                Part::Whole => here.clone(),
-                Part::OfBatch => self.part_of(here)?,
-                Part::OfExperts => here.reshape(here.elem_count())?,
-            };
-            let updated = optimizer.update(ParameterUpdate {
-                parameter: &parameter,
-                of: target.of,
-                gradient: &target.gradient,
-                states: &states,
-                norm: &clip,
-                scalars: &scalars,
-            })?;
-            if target.part == Part::OfBatch {
-                Tensor::apply_op::<1>(Collective::Refill { ranks: self.ranks(target.part) }, &[here, &updated])?;
-            }
+            self.update(target, &inputs, &mut roles, &mut layout)?;
         }
         Ok(Recorded { norm, roles, layout })
     }
 
-    fn target<'p>(
+    /// Records the update of one parameter, with its states.
+    fn update(
         &self,
-        parameter: &'p Parameter,
-        looked_up: &HashSet<ValueId>,
-        optimizer: &dyn Optimizer,
-    ) -> Result<Target<'p>> {
+        target: &Target<'_>,
+        inputs: &Inputs,
+        roles: &mut Roles,
+        layout: &mut CheckpointLayout,
+    ) -> Result<()> {
+        self.place(Place::Stage(target.parameter.owner));
+        let Parameter { name, tensor: here, .. } = target.parameter;
+        layout.shapes.insert(name.clone(), target.of.dims.to_vec());
+        layout.stages.insert(name.clone(), target.parameter.owner);
+        if target.part == Part::OfExperts {
+            layout.parts.insert(name.clone(), self.kept_part(target.part, here.elem_count()));
+        }
+        let mut states = target.rule.states(&target.of);
+        let average = self.options.update.average.filter(|_| !target.is_own);
+        if average.is_some() {
+            let spec = Spec { shape: target.of.dims.into(), dtype: DType::F32 };
+            states.push(State { name: "average", spec, init: StateInit::Parameter });
+        }
+        let states = states.into_iter().map(|state| self.state(target, state, roles, layout));
+        let states = states.collect::<Result<Vec<_>>>()?;
+        let of_rule = &states[..states.len() - usize::from(average.is_some())];
+        let parameter = match target.part {
+            Part::Whole => here.clone(),
+            Part::OfBatch => self.part_of(here)?,
+            Part::OfExperts => here.reshape(here.elem_count())?,
+        };
+        let updated = target.rule.update(ParameterUpdate {
+            parameter: &parameter,
+            of: target.of,
+            gradient: &target.gradient,
+            states: of_rule,
+            norm: &inputs.norm,
+            scalars: &inputs.scalars[target.group],
+        })?;
+        if let Some((decay, average)) = average.zip(states.last()) {
+            Tensor::apply_op::<1>(WeightAverage { decay }, &[average, &updated, &inputs.norm])?;
+        }
+        if target.part == Part::OfBatch {
+            Tensor::apply_op::<1>(Collective::Refill { ranks: self.ranks(target.part) }, &[here, &updated])?;
+        }
+        Ok(())
+    }
+
+    /// Declares what this rank has of a parameter's state.
+    fn state(
+        &self,
+        target: &Target<'_>,
+        State { name: kind, spec, init }: State,
+        roles: &mut Roles,
+        layout: &mut CheckpointLayout,
+    ) -> Result<Tensor> {
+        let Parameter { name, tensor: here, owner, .. } = target.parameter;
+        let state = format!("{kind}/{name}");
+        if ![target.of.dtype, DType::F32, DType::U8].contains(&spec.dtype) {
+            let (why, remedy) = (format!("{state} is {:?}", spec.dtype), "keep states in f32 or u8");
+            return Err(Error::Config { what: "optimizer", why, remedy });
+        }
+        layout.shapes.insert(state.clone(), spec.dims().to_vec());
+        layout.stages.insert(state.clone(), *owner);
+        let own = self.part_of_state(&state, spec, target.part)?;
+        if target.part != Part::Whole {
+            layout.parts.insert(state.clone(), self.kept_part(target.part, own.elements()));
+        }
+        let id = match init {
+            StateInit::Filled(init) => self.trace.lock().add_persistent(&state, own, init)?,
+            StateInit::Parameter => {
+                let skip = if target.part == Part::OfBatch { layout.parts[&state].first } else { 0 };
+                let mut graph = self.trace.lock();
+                let id = graph.add_persistent(&state, own, Init::Const(0.0))?;
+                graph.fill_as(id, here.id(), skip);
+                layout.copies.entry(name.clone()).or_default().push(state.clone());
+                id
+            }
+        };
+        roles.insert(id, Role::OptimizerState);
+        Ok(self.trace.tensor(id))
+    }
+
+    /// Whether every pattern names a parameter that is trained.
+    fn check_groups(&self, targets: &[Target<'_>]) -> Result<()> {
+        let is_there = |pattern: &String| targets.iter().any(|target| names(pattern, &target.parameter.name));
+        match self.options.update.groups.iter().flat_map(|group| &group.names).find(|pattern| !is_there(pattern)) {
+            Some(pattern) => {
+                let why = format!("{pattern:?} names no trained parameter of this model");
+                Err(Error::Config { what: "groups", why, remedy: "see Trainer::parameter_names" })
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// The norm, or infinity where the step is to be left out.
+    fn guarded(&self, norm: &Tensor, loss: &Tensor) -> Result<Tensor> {
+        if !self.options.update.guarded {
+            return Ok(norm.clone());
+        }
+        self.place(Place::Everywhere);
+        let limits = self.trace.input(LIMITS_INPUT, Spec::f32(2))?;
+        let limit = |index: usize| limits.narrow(0, index, 1)?.reshape(());
+        let infinite = norm.constant(f64::INFINITY, ());
+        let norm = norm.gt(&limit(1)?)?.where_cond(&infinite, norm)?;
+        loss.gt(&limit(0)?)?.where_cond(&infinite, &norm)
+    }
+
+    fn target<'p>(&self, parameter: &'p Parameter, looked_up: &HashSet<ValueId>) -> Result<Target<'p>> {
         self.place(Place::Stage(parameter.owner));
         let Parameter { name, tensor, gradient, dims, shared, .. } = parameter;
         let of = ParameterInfo { name, dims, dtype: tensor.dtype(), looked_up: looked_up.contains(&tensor.id()) };
-        let rule = self.trace.lock().rule(tensor.id()).cloned();
-        let optimizer = rule.as_deref().unwrap_or(optimizer);
-        let divides = |ranks: usize| {
-            optimizer
-                .shard_granularity(&of)
-                .is_some_and(|grain| of.elements().is_multiple_of(ranks.saturating_mul(grain)))
+        let own = self.trace.lock().rule(tensor.id()).cloned();
+        let (is_own, group) = (own.is_some(), self.options.update.group_of(name));
+        let rule = own.unwrap_or_else(|| self.options.rule_of(name).clone());
+        let (gradient, part) = self.summed(gradient, &of, &*rule, *shared)?;
+        let gradient = match self.options.update.max_value.filter(|_| !is_own) {
+            Some(most) => gradient.clamp(-most, most)?,
+            None => gradient,
         };
-        let ranks = self.ranks(Part::OfBatch);
-        if *shared {
+        Ok(Target { parameter, of, gradient, part, rule, group, is_own })
+    }
+
+    /// A parameter's gradient over all ranks that share the batch, and what part of it this rank updates.
+    fn summed(
+        &self,
+        gradient: &Tensor,
+        of: &ParameterInfo<'_>,
+        rule: &dyn Optimizer,
+        is_shared: bool,
+    ) -> Result<(Tensor, Part)> {
+        let divides = |ranks: usize| {
+            rule.shard_granularity(of).is_some_and(|grain| of.elements().is_multiple_of(ranks.saturating_mul(grain)))
+        };
+        if is_shared {
             if !divides(self.ranks(Part::OfExperts)) {
-                let why = format!("it has no rule for a part of {name}, which expert ranks share");
+                let why = format!("it has no rule for a part of {}, which expert ranks share", of.name);
                 return Err(Error::Config { what: "optimizer", why, remedy: "use AdamW, or one expert rank" });
             }
             let gradient = match self.plan.mesh.data {
                 1 => gradient.clone(),
                 _ => self.all_reduce(&self.own(gradient)?, Group::Replicas)?,
             };
-            let gradient = gradient.reshape(gradient.elem_count())?;
-            return Ok(Target { parameter, of, gradient, part: Part::OfExperts, rule });
+            return Ok((gradient.reshape(gradient.elem_count())?, Part::OfExperts));
         }
-        let (gradient, part) = match ranks {
-            1 => (gradient.clone(), Part::Whole),
-            _ if divides(ranks) && of.elements() / ranks >= SMALLEST_PART => {
+        match self.ranks(Part::OfBatch) {
+            1 => Ok((gradient.clone(), Part::Whole)),
+            ranks if divides(ranks) && of.elements() / ranks >= SMALLEST_PART => {
                 let [part] = Tensor::apply_op(Collective::ReduceScatter { ranks }, &[gradient])?;
-                (part, Part::OfBatch)
+                Ok((part, Part::OfBatch))
             }
-            _ => (self.all_reduce(&self.own(gradient)?, Group::Batch)?, Part::Whole),
-        };
-        Ok(Target { parameter, of, gradient, part, rule })
+            _ => Ok((self.all_reduce(&self.own(gradient)?, Group::Batch)?, Part::Whole)),
+        }
     }
 
     /// A copy: what is summed in place must be nobody else's, and two parameters may have one gradient.
@@ -234,9 +312,9 @@ impl Update<'_> {
     /// The norm of all gradients: each stage squares its own, and everyone adds up. What changes by a rule of its own has none.
     fn norm(&self, targets: &[Target<'_>], loss: &Tensor) -> Result<Tensor> {
         let mut groups: BTreeMap<(StageId, Part, usize), Vec<&Tensor>> = BTreeMap::new();
-        for (index, target) in targets.iter().enumerate().filter(|(_, target)| target.rule.is_none()) {
+        for (index, target) in targets.iter().enumerate().filter(|(_, target)| !target.is_own) {
             // A gradient that is let go of is squared by itself.
-            let group = if self.release { index } else { 0 };
+            let group = if self.options.release_gradients { index } else { 0 };
             groups.entry((target.parameter.owner, target.part, group)).or_default().push(&target.gradient);
         }
         let mut squares = Vec::new();

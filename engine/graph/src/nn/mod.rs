@@ -29,7 +29,7 @@ pub use model::Model;
 pub use moe::{Capacity, Choice, Exchange, Experts, Router, RouterConfig, Routing, Score};
 pub use ops::Dropout;
 pub use sequential::{Sequential, seq};
-pub use trainable::{Lora, Trainable};
+pub use trainable::{Lora, Trainable, names};
 pub use var_builder::VarBuilder;
 
 use crate::error::Result;

@@ -149,8 +149,8 @@ fn adapted(parameter: &str) -> Option<&str> {
     layer.strip_suffix('.')
 }
 
-/// Whether a pattern names a parameter, or a module that it is in.
-fn names(pattern: &str, parameter: &str) -> bool {
+/// Whether a pattern names a parameter, or a module that it is in: `h.0`, `*.bias`, `*norm*`.
+pub fn names(pattern: &str, parameter: &str) -> bool {
     let ends = parameter.match_indices('.').map(|(at, _)| at).chain([parameter.len()]);
     ends.into_iter().any(|end| matches(pattern, &parameter[..end]))
 }

@@ -1,17 +1,20 @@
 //! The loss of a language model, with nothing of the size of the logits but the logits.
 
-use gapless_kernels::Spec;
 use gapless_kernels::cpu::{Args, InPieces, Pieces, math, reduce, rows_per_task, vectorize};
+use gapless_kernels::{LossTerms, Spec};
 
 use crate::error::Result;
 use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
-/// −log softmax(logits)`[target]` for logits [.., vocabulary] and targets [..].
+/// −log softmax(logits)`[target]` for logits [.., vocabulary] and targets [..], and what else the loss counts.
 /// Outputs: the losses [..], and the log-sum-exp of each row [..] for the gradient.
-#[derive(Debug, Clone, Copy)]
-pub struct CrossEntropy;
+#[derive(Debug, Clone, Copy, Default)]
+pub struct CrossEntropy {
+    /// What it counts beside the likelihood.
+    pub terms: LossTerms,
+}
 
 impl Op for CrossEntropy {
     fn name(&self) -> &'static str {
@@ -32,7 +35,7 @@ impl Op for CrossEntropy {
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         g.refuse(self, 1)?;
         let inputs = [&g.input(0), &g.input(1), &g.output(1), &g.grad(0)];
-        let [d_logits] = Tensor::apply_op(CrossEntropyGrad, &inputs)?;
+        let [d_logits] = Tensor::apply_op(CrossEntropyGrad { terms: self.terms }, &inputs)?;
         g.send(0, d_logits);
         Ok(())
     }
@@ -45,7 +48,7 @@ impl Op for CrossEntropy {
         let (losses, lse) = (args.output::<f32>(0), args.output::<f32>(1));
         let (logits, targets) = (args.input::<f32>(0), args.input::<u32>(1));
         let width = super::width(args.input_dims(0));
-        let rows = rows_per_task(width);
+        let (rows, terms) = (rows_per_task(width), self.terms.of_row(width));
         let tasks = losses.pieces_mut(rows).zip(lse.pieces_mut(rows));
         tasks.zip(targets.pieces(rows).zip(logits.pieces(rows * width))).for_each(|(out, (targets, logits))| {
             vectorize!({
@@ -53,13 +56,14 @@ impl Op for CrossEntropy {
                 for ((loss, lse), (&target, row)) in out.0.iter_mut().zip(out.1).zip(rows) {
                     let max = reduce::max(row);
                     *lse = max + reduce::sum(row, |x| math::exp(x - max)).ln();
-                    *loss = *lse - row[target as usize];
+                    let all = if terms.spread == 0.0 { 0.0 } else { reduce::sum(row, |x| x) };
+                    *loss = terms.loss(*lse, row[target as usize], all);
                 }
             });
         });
     }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
-        gapless_kernels::cuda::launch::cross_entropy(operands)
+        gapless_kernels::cuda::launch::cross_entropy(&self.terms, operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
@@ -71,15 +75,17 @@ impl Op for CrossEntropy {
                 max + row.iter().map(|x| (x - max).exp()).sum::<f64>().ln()
             })
             .collect();
-        let rows = lse.iter().zip(logits.rows()).zip(&targets.data);
-        let losses = rows.map(|((lse, row), &target)| lse - row[target as usize]).collect();
+        let rows = logits.rows().zip(&targets.data);
+        let losses = rows.map(|(row, &target)| self.terms.exact(row, target as usize).0).collect();
         vec![Array::new(&targets.dims, losses), Array::new(&targets.dims, lse)]
     }
 }
 
-/// d_logits = (softmax − one-hot)·d_loss from (logits, targets, log-sum-exp, d_loss), over the logits themselves.
+/// d_logits, without further terms (softmax − one-hot)·d_loss, from (logits, targets, log-sum-exp, d_loss), over the logits themselves.
 #[derive(Debug, Clone, Copy)]
-struct CrossEntropyGrad;
+struct CrossEntropyGrad {
+    terms: LossTerms,
+}
 
 impl Op for CrossEntropyGrad {
     fn name(&self) -> &'static str {
@@ -110,27 +116,28 @@ impl Op for CrossEntropyGrad {
         let (targets, lse) = (args.input::<u32>(1), args.input::<f32>(2));
         let (d_loss, d_layout) = args.strided::<f32>(3);
         let width = super::width(args.output_dims(0));
-        let rows = rows_per_task(width);
+        let (rows, terms) = (rows_per_task(width), self.terms.of_row(width));
         out.pieces_mut(rows * width).enumerate().for_each(|(task, out)| {
             for (i, row) in out.chunks_exact_mut(width).enumerate() {
                 let index = task * rows + i;
                 let (lse, target) = (lse[index], targets[index] as usize);
                 let scale = super::element(d_loss, d_layout, index);
-                vectorize!(row.iter_mut().for_each(|x| *x = math::exp(*x - lse) * scale));
-                row[target] -= scale;
+                let (of_softmax, spread) = (terms.of_softmax(lse) * scale, terms.spread * scale);
+                vectorize!(row.iter_mut().for_each(|x| *x = math::exp(*x - lse) * of_softmax - spread));
+                row[target] -= terms.keep * scale;
             }
         });
     }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
-        gapless_kernels::cuda::launch::cross_entropy_grad(operands)
+        gapless_kernels::cuda::launch::cross_entropy_grad(&self.terms, operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
-        let (logits, targets, lse, d_loss) = (args.input(0), args.input(1), args.input(2), args.input(3));
+        let (logits, targets, d_loss) = (args.input(0), args.input(1), args.input(3));
         let mut out = Vec::new();
         for (i, row) in logits.rows().enumerate() {
-            let hot = |c: usize| f64::from(u8::from(c == targets.data[i] as usize));
-            out.extend(row.iter().enumerate().map(|(c, x)| ((x - lse.data[i]).exp() - hot(c)) * d_loss.data[i]));
+            let (_, gradient) = self.terms.exact(row, targets.data[i] as usize);
+            out.extend(gradient.iter().map(|x| x * d_loss.data[i]));
         }
         vec![Array::new(&logits.dims, out)]
     }

@@ -1,7 +1,9 @@
 //! From gradients to new parameters: the update part of the step, as graph like everything else.
 
+mod adafactor;
 mod adamw;
 mod adamw8bit;
+mod average;
 mod eight_bit;
 mod galore;
 mod global_norm;
@@ -11,8 +13,10 @@ mod momentum;
 mod muon;
 mod subspace;
 
+pub use adafactor::Adafactor;
 pub use adamw::AdamW;
 pub use adamw8bit::AdamW8bit;
+pub use average::WeightAverage;
 pub use galore::GaLore;
 pub use global_norm::{GlobalNorm, SquaredNorms};
 pub use lion::Lion;
@@ -146,4 +150,4 @@ macro_rules! into_shared {
         })+
     };
 }
-into_shared!(AdamW, AdamW8bit, GaLore, Lion, LoadBias, Muon);
+into_shared!(Adafactor, AdamW, AdamW8bit, GaLore, Lion, LoadBias, Muon);

@@ -1,5 +1,7 @@
 //! Where tokens stand in their texts, and caches of what came before.
 
+use gapless_kernels::LossTerms;
+
 use super::Tensor;
 use crate::error::Result;
 use crate::graph::Sequences;
@@ -54,6 +56,11 @@ impl Tensor {
             }
             Sequences::Whole | Sequences::Continued { .. } => Ok(None),
         }
+    }
+
+    /// What a loss over a vocabulary counts beside the likelihood.
+    pub(super) fn loss_terms(&self) -> LossTerms {
+        lock(&self.graph).loss_terms()
     }
 
     /// `self` [batch, heads, tokens, head size] behind what a cache has of the tokens before: [batch, heads, window, head size].

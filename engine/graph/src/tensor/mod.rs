@@ -323,12 +323,13 @@ impl Tensor {
 
     /// Negative log-likelihood of `targets` (u32, [..]) under `self` as logits [.., vocabulary]: one number per target.
     /// The gradient overwrites the logits; neither a softmax nor a second copy of the logits is ever stored. Where documents are
-    /// packed ([`Sequences`](crate::Sequences)), each loss is multiplied by its token's weight.
+    /// packed ([`Sequences`](crate::Sequences)), each loss is multiplied by its token's weight. In a training step it counts the
+    /// terms of `TrainOptions::loss` too.
     ///
     /// # Errors
     /// When the shapes do not fit; where documents are packed, when there is not one target for each token.
     pub fn cross_entropy(&self, targets: &Self) -> Result<Self> {
-        let [losses, _] = Self::apply_op(ops::CrossEntropy, &[self, targets])?;
+        let [losses, _] = Self::apply_op(ops::CrossEntropy { terms: self.loss_terms() }, &[self, targets])?;
         match self.weights_of(targets)? {
             Some(weights) => losses.mul(&weights),
             None => Ok(losses),
@@ -345,6 +346,7 @@ impl Tensor {
     pub fn linear_cross_entropy(&self, weight: &Self, targets: &Self) -> Result<Self> {
         let weights = self.weights_of(targets)?;
         let inputs: Vec<&Self> = [self, weight, targets].into_iter().chain(&weights).collect();
-        Self::apply_op::<1>(ops::LinearCrossEntropy::new(None), &inputs).map(|[losses]| losses)
+        let op = ops::LinearCrossEntropy::new(None).with_terms(self.loss_terms());
+        Self::apply_op::<1>(op, &inputs).map(|[losses]| losses)
     }
 }

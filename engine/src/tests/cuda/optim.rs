@@ -14,7 +14,9 @@ use crate::cuda::{Operand, Operands, Random};
 use crate::gradient_check::random_array;
 use crate::graph::{Graph, Spec, lock};
 use crate::nn::Init;
-use crate::optim::{AdamW, GlobalNorm, LoadBias, Optimizer, ParameterInfo, ParameterUpdate, SCALARS, SquaredNorms};
+use crate::optim::{
+    AdamW, GlobalNorm, LoadBias, Optimizer, ParameterInfo, ParameterUpdate, SCALARS, SquaredNorms, WeightAverage,
+};
 use crate::reference::Array;
 use crate::{Op, Tensor};
 
@@ -136,6 +138,19 @@ fn the_update_of_one_parameter() {
     let dims = [3, 700];
     let of = |seed| random_array(&dims, seed);
     judge_update(&AdamW::default(), "adamw", [of(1), of(2)], 2.5, &[of(3), of(4).map(|x| x * x)]);
+}
+
+#[test]
+fn the_average_of_a_parameter() {
+    if !host::is_there() {
+        return;
+    }
+    let count = 700;
+    for (dtype, norm) in [(DType::F32, 2.5), (DType::BF16, 2.5), (DType::F32, f64::NAN)] {
+        let norm = Stored { data: vec![norm], layout: Layout::contiguous(()), dtype: DType::F32 };
+        let of = [stored(count, 1, DType::F32), stored(count, 2, dtype), norm];
+        judge_alone(&WeightAverage { decay: 0.75 }, &of);
+    }
 }
 
 /// More experts than a block has threads, of which some have the mean load, and a few; and nothing when the norm is broken.

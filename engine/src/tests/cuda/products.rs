@@ -12,6 +12,7 @@ use super::memory::{from_bf16, to_bf16};
 use crate::cuda::Product;
 use crate::cuda::launch::{Epilogue, Matrix, is_matrix};
 use crate::graph::Spec;
+use crate::kernels::LossTerms;
 use crate::ops::{Linear, LinearCrossEntropy, MatMul};
 use crate::{Op, Tensor};
 
@@ -180,11 +181,12 @@ fn heads_with_their_loss() {
     for (x, vocabulary) in [([2, 3, 5], 7), ([3, 200, 4], 9), ([1, 600, 4], 9)] {
         let rows: usize = x[..2].iter().product();
         let targets: Vec<u32> = (0..rows).map(|row| (row * 5 % vocabulary) as u32).collect();
-        for gradient in [None, Some(0.25)] {
+        let smooth = LossTerms { label_smoothing: 0.1, z_loss: 0.01 };
+        for (gradient, terms) in [(None, LossTerms::NONE), (Some(0.25), LossTerms::NONE), (Some(0.25), smooth)] {
             let given = [&x[..], &[vocabulary, x[2]]];
             let ids = [(&x[..2], &targets[..])];
             check(&["linear_cross_entropy"], &given, &ids, |x, ids| {
-                let head = LinearCrossEntropy::new(gradient);
+                let head = LinearCrossEntropy::new(gradient).with_terms(terms);
                 let inputs = [&x[0], &x[1], &ids[0]];
                 let losses = match gradient {
                     None => Tensor::apply_op::<1>(head, &inputs)?[0].clone(),

@@ -10,7 +10,11 @@ use crate::Tensor;
 use crate::cuda::Operand;
 use crate::cuda::launch::{Upstream, head};
 use crate::graph::Spec;
+use crate::kernels::LossTerms;
 use crate::ops::{Cast, CrossEntropy, Dropout, Embedding, Jitter, LogSumExp, Rope, RopeScaling, Softmax};
+
+/// The likelihood alone, and all that a loss may count.
+const TERMS: [LossTerms; 2] = [LossTerms::NONE, LossTerms { label_smoothing: 0.1, z_loss: 0.01 }];
 
 /// Rows of fewer elements than a warp has lanes, and of more than a block has threads.
 const SHAPES: [&[usize]; 3] = [&[2, 3, 5], &[4, 96], &[2, 2500]];
@@ -27,9 +31,10 @@ fn softmax_and_its_normaliser() {
 
 #[test]
 fn losses() {
-    for (shape, targets) in [(&[2usize, 3, 5][..], &[0u32, 4, 1, 2, 2, 3][..]), (&[2, 1, 2500], &[2499, 17])] {
+    let cases = [(&[2usize, 3, 5][..], &[0u32, 4, 1, 2, 2, 3][..]), (&[2, 1, 2500], &[2499, 17])];
+    for ((shape, targets), terms) in cases.into_iter().flat_map(|case| TERMS.map(|terms| (case, terms))) {
         check(&["cross_entropy", "cross_entropy_grad"], &[shape], &[(&shape[..2], targets)], |x, ids| {
-            let [losses, _] = Tensor::apply_op(CrossEntropy, &[&x[0], &ids[0]])?;
+            let [losses, _] = Tensor::apply_op(CrossEntropy { terms }, &[&x[0], &ids[0]])?;
             losses.to_dtype(x[0].dtype())
         });
     }
@@ -58,24 +63,22 @@ fn chunks_of_a_head_become_their_gradient() {
             (Upstream::Everywhere(0.5), &|_| 0.5),
             (Upstream::Each(&strided, first), &each),
         ];
-        for (upstream, d_loss, is_reversed) in upstreams.into_iter().flat_map(|(u, d)| [(u, d, false), (u, d, true)]) {
+        let all = upstreams.into_iter().flat_map(|(u, d)| [(u, d, false, TERMS[0]), (u, d, true, TERMS[1])]);
+        for (upstream, d_loss, is_reversed, terms) in all {
             let (region, ids) = (Region::of(&logits, dtype), Region::of(&targets, DType::U32));
             let losses = Region::poisoned(rows, DType::F32);
             let operand = Operand { address: region.address(), layout: Layout::contiguous((rows, width)), dtype };
-            for launch in head(&operand, ids.address(), losses.address(), upstream).unwrap() {
+            for launch in head(&operand, ids.address(), losses.address(), upstream, &terms).unwrap() {
                 // SAFETY: the regions are of these extents.
                 unsafe { host::run(&launch, is_reversed) }.unwrap();
             }
             assert!(region.is_intact() && losses.is_intact());
             let (got, losses) = (region.numbers(), losses.numbers());
             for (row, x) in logits.chunks_exact(width).enumerate() {
-                let sum: f64 = x.iter().map(|x| x.exp()).sum();
-                let loss = sum.ln() - x[targets[row] as usize];
-                assert!((losses[row] - loss).abs() <= 1e-5 * loss, "{} is not {loss}", losses[row]);
-                for (i, (got, x)) in got[row * width..].iter().zip(x).enumerate() {
-                    let hot = f64::from(u8::from(i == targets[row] as usize));
-                    let exact =
-                        if matches!(upstream, Upstream::None) { *x } else { (x.exp() / sum - hot) * d_loss(row) };
+                let (loss, gradient) = terms.exact(x, targets[row] as usize);
+                assert!((losses[row] - loss).abs() <= 1e-5 * loss.abs(), "{} is not {loss}", losses[row]);
+                for (got, (x, gradient)) in got[row * width..].iter().zip(x.iter().zip(gradient)) {
+                    let exact = if matches!(upstream, Upstream::None) { *x } else { gradient * d_loss(row) };
                     let relative = if dtype == DType::BF16 { 4e-3 } else { 1e-5 };
                     assert!((got - exact).abs() <= relative * exact.abs() + 1e-7, "{got} is not {exact}");
                 }

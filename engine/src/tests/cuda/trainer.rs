@@ -11,7 +11,7 @@ use crate::checkpoint::Checkpoint;
 use crate::learning_rate::{LearningRate, Shape};
 use crate::optim::AdamW;
 use crate::recompute::Recompute;
-use crate::{DeviceChoice, GenerateOptions, Role, TrainError, TrainOptions, Trainer};
+use crate::{DeviceChoice, GenerateOptions, Limits, LossTerms, Role, TrainError, TrainOptions, Trainer, UpdateOptions};
 
 pub fn options() -> TrainOptions {
     let learning_rate = LearningRate { peak: 1e-2, floor: 1e-2, warmup_steps: 0, steps: 0, shape: Shape::Constant };
@@ -230,6 +230,37 @@ fn a_trainer_is_saved_resumed_and_written_to() {
     step(&mut second).unwrap();
     // A step moves a parameter by the learning rate, not back to where it was.
     assert!(numbers(&second.tensor("q.weight").unwrap()).iter().all(|x| (x - 1.0).abs() < 0.1));
+}
+
+/// With all that a loss may count, gradients that are cut, averages, and steps above their limits, which change nothing.
+#[test]
+fn a_guarded_step_is_left_out() {
+    if !host::is_there() {
+        return;
+    }
+    let loss = LossTerms { label_smoothing: 0.1, z_loss: 0.01 };
+    let update = UpdateOptions { max_value: Some(1e-2), guarded: true, average: Some(0.9), ..UpdateOptions::default() };
+    let options = TrainOptions { loss, update, ..options() };
+    let (mut cpu, mut device) = (on_cpu(Style::Gpt, &options), on_device(Style::Gpt, &options));
+    let [[loss, norm], [of_cpu, norm_of_cpu]] = [step(&mut device).unwrap(), step(&mut cpu).unwrap()];
+    expect_near("the loss", loss, of_cpu, 1e-5);
+    expect_near("the norm", norm, norm_of_cpu, 1e-4);
+    let all = |trainer: &Trainer| -> Vec<Vec<f64>> {
+        let names = trainer.parameter_names().flat_map(|name| [name.to_owned(), format!("average/{name}")]);
+        names.map(|name| numbers(&trainer.tensor(&name).unwrap())).collect()
+    };
+    let before = all(&device);
+    let lower =
+        [Limits { loss: 0.5 * loss, ..Limits::default() }, Limits { gradient_norm: 0.1 * norm, ..Limits::default() }];
+    for limits in lower {
+        device.set_limits(limits);
+        let [tokens, targets] = batch(device.steps());
+        assert!(device.step(&tokens, &targets).unwrap().skipped);
+        assert_eq!(all(&device), before);
+    }
+    device.set_limits(Limits::default());
+    step(&mut device).unwrap();
+    assert_ne!(all(&device), before);
 }
 
 /// A step that breaks names the operation that it broke in, and leaves the model as it was.

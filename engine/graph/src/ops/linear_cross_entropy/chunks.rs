@@ -4,13 +4,13 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 
 use candle_core::{DType, Layout};
-use gapless_kernels::Spec;
 use gapless_kernels::cpu::gemm::{Gemm, Strides};
 use gapless_kernels::cpu::scratch::for_each_of;
 use gapless_kernels::cuda::{
     self, Launch, Product,
     launch::{self, Matrix},
 };
+use gapless_kernels::{LossTerms, Spec};
 
 /// Which products a pass takes of every chunk: that of its logits, and those of the gradients that are made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -25,6 +25,15 @@ impl Products {
     pub fn of_backward(has_d_weight: bool) -> Self {
         if has_d_weight { Self::Both } else { Self::Dx }
     }
+}
+
+/// A head on a GPU.
+pub(super) struct Head<'a> {
+    pub operands: &'a cuda::Operands<'a>,
+    /// What the losses count beside the likelihood.
+    pub terms: &'a LossTerms,
+    /// Where they are written.
+    pub losses: u64,
 }
 
 /// Rows of a chunk that are enough for its products to be as fast as those of all rows, and no more of a shorter sequence
@@ -137,8 +146,7 @@ impl Chunks {
     /// `[dx, d_weight]`, of which the latter is output `weight` of the operation.
     pub fn launches(
         &self,
-        operands: &cuda::Operands<'_>,
-        losses: u64,
+        &Head { operands, terms, losses }: &Head<'_>,
         backward: Option<(launch::Upstream<'_>, &[cuda::Operand])>,
         weight: usize,
     ) -> Option<Vec<Launch>> {
@@ -163,7 +171,7 @@ impl Chunks {
             };
             let chunk = cuda::Operand { address: logits, layout, dtype };
             let of_rows = |address: u64| address + 4 * range.start as u64;
-            launches.extend(launch::head(&chunk, of_rows(targets.address), of_rows(losses), upstream)?);
+            launches.extend(launch::head(&chunk, of_rows(targets.address), of_rows(losses), upstream, terms)?);
             let Some((_, [dx, rest @ ..])) = backward else { continue };
             if let [d_weight] = rest {
                 let to = Matrix::dense(d_weight.address, d_weight.dtype, width);

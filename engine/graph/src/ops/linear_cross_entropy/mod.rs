@@ -10,11 +10,11 @@ mod pass;
 use std::sync::Arc;
 
 use candle_core::{DType, Layout};
-use gapless_kernels::Spec;
 use gapless_kernels::cpu::{Args, with_float};
 use gapless_kernels::cuda::{Launch, Operands, launch};
+use gapless_kernels::{LossTerms, Spec};
 
-use self::chunks::{Chunks, Products};
+use self::chunks::{Chunks, Head, Products};
 use self::pass::{Backward, Inputs, Upstream};
 use super::OutputTypes;
 use crate::error::Result;
@@ -29,13 +29,20 @@ pub struct LinearCrossEntropy {
     gradient: Option<f64>,
     /// Whether d_weight is among the outputs.
     has_d_weight: bool,
+    terms: LossTerms,
     types: OutputTypes<3>,
 }
 
 impl LinearCrossEntropy {
     /// With the gradient of every loss, where that is known beforehand. Then dx and d_weight are two more outputs.
     pub fn new(gradient: Option<f64>) -> Self {
-        Self { gradient, has_d_weight: true, types: OutputTypes::default() }
+        Self { gradient, has_d_weight: true, terms: LossTerms::NONE, types: OutputTypes::default() }
+    }
+
+    /// With what it counts beside the likelihood.
+    #[must_use]
+    pub fn with_terms(self, terms: LossTerms) -> Self {
+        Self { terms, ..self }
     }
 
     /// Without d_weight: for a weight that is frozen.
@@ -86,15 +93,15 @@ impl Op for LinearCrossEntropy {
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         if !g.needs(1) {
             let [dx] = match g.constant(0) {
-                Some(number) => g.in_forward(Self::new(Some(number)).without_d_weight())?,
-                None => gradient_in_backward(g, false)?,
+                Some(number) => g.in_forward(Self { gradient: Some(number), has_d_weight: false, ..*self })?,
+                None => self.gradient_in_backward(g, false)?,
             };
             g.send(0, dx);
             return Ok(());
         }
         let [dx, d_weight] = match g.constant(0) {
-            Some(number) => g.in_forward(Self::new(Some(number)))?,
-            None => gradient_in_backward(g, true)?,
+            Some(number) => g.in_forward(Self { gradient: Some(number), ..*self })?,
+            None => self.gradient_in_backward(g, true)?,
         };
         if g.needs(0) {
             g.send(0, dx);
@@ -139,7 +146,7 @@ impl Op for LinearCrossEntropy {
             d_weight: self.has_d_weight.then(|| args.output(2)),
             accumulate: self.has_d_weight && args.accumulate(2),
         });
-        with_float!(args.input_dtype(1), T => chunks.pass(&Inputs::<T>::of(args), losses, backward, scratch));
+        with_float!(args.input_dtype(1), T => chunks.pass(&Inputs::<T>::of(args, self.terms), losses, backward, scratch));
         if let Some(weights) = weights {
             losses.iter_mut().zip(weights).for_each(|(loss, weight)| *loss *= weight);
         }
@@ -153,7 +160,8 @@ impl Op for LinearCrossEntropy {
             return None;
         }
         let upstream = self.gradient.map(|number| launch::Upstream::Everywhere(number as f32));
-        chunks.launches(operands, operands.outputs[0].address, upstream.zip(operands.outputs.get(1..)), 2)
+        let head = Head { operands, terms: &self.terms, losses: operands.outputs[0].address };
+        chunks.launches(&head, upstream.zip(operands.outputs.get(1..)), 2)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
@@ -163,9 +171,10 @@ impl Op for LinearCrossEntropy {
             let data = losses.data.iter().zip(&weights.data).map(|(loss, weight)| loss * weight).collect();
             Array::new(&losses.dims, data)
         };
-        let losses = times(reference_losses(x, weight, targets));
+        let losses = times(reference_losses(x, weight, targets, &self.terms));
         let Some(number) = self.gradient else { return vec![losses] };
-        let [dx, d_weight] = reference_gradients(x, weight, targets, &weights.map(|weight| number * weight));
+        let [dx, d_weight] =
+            reference_gradients(x, weight, targets, &weights.map(|weight| number * weight), &self.terms);
         [losses, dx].into_iter().chain(self.has_d_weight.then_some(d_weight)).collect()
     }
 }
@@ -176,13 +185,17 @@ impl Op for LinearCrossEntropy {
 struct LinearCrossEntropyGrad {
     /// Whether d_weight is among the outputs.
     has_d_weight: bool,
+    terms: LossTerms,
     types: OutputTypes<2>,
 }
 
-fn gradient_in_backward<const MADE: usize>(g: &Gradient, has_d_weight: bool) -> Result<[Tensor; MADE]> {
-    let d_losses = if g.inputs() > 3 { g.grad(0).mul(&g.input(3))? } else { g.grad(0) };
-    let inputs = [&g.input(0), &g.input(1), &g.input(2), &d_losses];
-    Tensor::apply_op(LinearCrossEntropyGrad { has_d_weight, types: OutputTypes::default() }, &inputs)
+impl LinearCrossEntropy {
+    fn gradient_in_backward<const MADE: usize>(&self, g: &Gradient, has_d_weight: bool) -> Result<[Tensor; MADE]> {
+        let d_losses = if g.inputs() > 3 { g.grad(0).mul(&g.input(3))? } else { g.grad(0) };
+        let inputs = [&g.input(0), &g.input(1), &g.input(2), &d_losses];
+        let op = LinearCrossEntropyGrad { has_d_weight, terms: self.terms, types: OutputTypes::default() };
+        Tensor::apply_op(op, &inputs)
+    }
 }
 
 impl Op for LinearCrossEntropyGrad {
@@ -238,7 +251,7 @@ impl Op for LinearCrossEntropyGrad {
             d_weight: self.has_d_weight.then(|| args.output(1)),
             accumulate: self.has_d_weight && args.accumulate(1),
         };
-        with_float!(args.input_dtype(1), T => chunks.pass(&Inputs::<T>::of(args), losses, Some(backward), scratch));
+        with_float!(args.input_dtype(1), T => chunks.pass(&Inputs::<T>::of(args, self.terms), losses, Some(backward), scratch));
     }
     fn cuda_workspace(&self, inputs: &[Spec], _: &[Spec]) -> Vec<u64> {
         let chunks = Chunks::of(inputs);
@@ -250,11 +263,13 @@ impl Op for LinearCrossEntropyGrad {
         // The losses are known already; here they are a by-product.
         let &[.., losses] = operands.workspace else { return None };
         let upstream = launch::Upstream::Each(&operands.inputs[3], 0);
-        chunks.launches(operands, losses, Some((upstream, operands.outputs)), 1)
+        let head = Head { operands, terms: &self.terms, losses };
+        chunks.launches(&head, Some((upstream, operands.outputs)), 1)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
-        let [dx, d_weight] = reference_gradients(args.input(0), args.input(1), args.input(2), args.input(3));
+        let [dx, d_weight] =
+            reference_gradients(args.input(0), args.input(1), args.input(2), args.input(3), &self.terms);
         [dx].into_iter().chain(self.has_d_weight.then_some(d_weight)).collect()
     }
 }
@@ -263,23 +278,17 @@ fn reference_logits<'a>(x: &'a Array, weight: &'a Array) -> impl Iterator<Item =
     x.rows().map(|x| weight.rows().map(|w| x.iter().zip(w).map(|(x, w)| x * w).sum()).collect())
 }
 
-fn reference_losses(x: &Array, weight: &Array, targets: &Array) -> Array {
-    let loss = |(logits, &target): (Vec<f64>, &f64)| {
-        let max = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        max + logits.iter().map(|logit| (logit - max).exp()).sum::<f64>().ln() - logits[target as usize]
-    };
+fn reference_losses(x: &Array, weight: &Array, targets: &Array, terms: &LossTerms) -> Array {
+    let loss = |(logits, &target): (Vec<f64>, &f64)| terms.exact(&logits, target as usize).0;
     Array::new(&targets.dims, reference_logits(x, weight).zip(&targets.data).map(loss).collect())
 }
 
-fn reference_gradients(x: &Array, weight: &Array, targets: &Array, d_losses: &Array) -> [Array; 2] {
+fn reference_gradients(x: &Array, weight: &Array, targets: &Array, d_losses: &Array, terms: &LossTerms) -> [Array; 2] {
     let width = weight.dims[1];
     let (mut dx, mut d_weight) = (Array::zeros(&x.dims), Array::zeros(&weight.dims));
     for (row, logits) in reference_logits(x, weight).enumerate() {
-        let max = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        let sum: f64 = logits.iter().map(|logit| (logit - max).exp()).sum();
-        for (token, logit) in logits.iter().enumerate() {
-            let hot = f64::from(u8::from(token == targets.data[row] as usize));
-            let d_logit = ((logit - max).exp() / sum - hot) * d_losses.data[row];
+        let (_, gradient) = terms.exact(&logits, targets.data[row] as usize);
+        for (token, d_logit) in gradient.iter().map(|x| x * d_losses.data[row]).enumerate() {
             for i in 0..width {
                 dx.data[row * width + i] += d_logit * weight.data[token * width + i];
                 d_weight.data[token * width + i] += d_logit * x.data[row * width + i];

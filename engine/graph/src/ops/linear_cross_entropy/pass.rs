@@ -1,6 +1,7 @@
 //! The pass over the chunks of a head on the CPU.
 
 use candle_core::Layout;
+use gapless_kernels::LossTerms;
 use gapless_kernels::cpu::gemm::{Epilogue, Factor, Mode};
 use gapless_kernels::cpu::{Args, InPieces, Pieces, Scratch, math, reduce, rows_per_task, vectorize};
 
@@ -36,9 +37,8 @@ impl Chunks {
             }
             .expect(FITS);
             let d_losses = backward.as_ref().map(|backward| backward.d_losses);
-            cross_entropy(logits, &inputs.targets[range.clone()], &mut losses[range.clone()], |row| {
-                d_losses.map(|d_losses| d_losses.at(range.start + row))
-            });
+            let of_row = |row| d_losses.map(|d_losses| d_losses.at(range.start + row));
+            cross_entropy(logits, &inputs.targets[range.clone()], &mut losses[range.clone()], inputs.terms, of_row);
             let Some(Backward { dx, d_weight, accumulate, .. }) = &mut backward else { continue };
             let mode = if *accumulate || index > 0 { Mode::Accumulate } else { Mode::Overwrite };
             if let Some(d_weight) = d_weight {
@@ -60,12 +60,14 @@ pub(super) struct Inputs<'a, T> {
     pub x: Option<&'a [T]>,
     pub weight: &'a [T],
     pub targets: &'a [u32],
+    /// What the losses count beside the likelihood.
+    pub terms: LossTerms,
 }
 
 impl<'a, T: Factor> Inputs<'a, T> {
-    pub fn of(args: &Args<'a>) -> Self {
+    pub fn of(args: &Args<'a>, terms: LossTerms) -> Self {
         let x = (!args.is_overwritten(0)).then(|| args.input(0));
-        Self { x, weight: args.input(1), targets: args.input(2) }
+        Self { x, weight: args.input(1), targets: args.input(2), terms }
     }
 }
 
@@ -96,15 +98,17 @@ impl Upstream<'_> {
     }
 }
 
-/// The loss of each row of logits. Where a row's loss has a gradient, the logits become theirs: (softmax − one-hot)·d_loss.
+/// The loss of each row of logits. Where a row's loss has a gradient, the logits become theirs: without further terms,
+/// (softmax − one-hot)·d_loss.
 fn cross_entropy(
     logits: &mut [f32],
     targets: &[u32],
     losses: &mut [f32],
+    terms: LossTerms,
     d_loss: impl Fn(usize) -> Option<f32> + Sync,
 ) {
     let vocabulary = logits.len() / targets.len();
-    let rows = rows_per_task(vocabulary);
+    let (rows, terms) = (rows_per_task(vocabulary), terms.of_row(vocabulary));
     let tasks = losses.pieces_mut(rows).zip(targets.pieces(rows));
     tasks.zip(logits.pieces_mut(rows * vocabulary)).enumerate().for_each(|(task, ((losses, targets), logits))| {
         let of_task = losses.iter_mut().zip(targets).zip(logits.chunks_exact_mut(vocabulary));
@@ -113,17 +117,19 @@ fn cross_entropy(
             for (row, ((loss, &target), logits)) in of_task.enumerate() {
                 let (target, max) = (target as usize, reduce::max(logits));
                 let logit = logits[target];
+                let all = if terms.spread == 0.0 { 0.0 } else { reduce::sum(logits, |x| x) };
                 for x in logits.iter_mut() {
                     *x = math::exp(*x - max);
                 }
                 let sum = reduce::sum(logits, |x| x);
-                *loss = max + sum.ln() - logit;
+                let lse = max + sum.ln();
+                *loss = terms.loss(lse, logit, all);
                 if let Some(d_loss) = d_loss(task * rows + row) {
-                    let scale = d_loss / sum;
+                    let (scale, spread) = (d_loss / sum * terms.of_softmax(lse), terms.spread * d_loss);
                     for x in logits.iter_mut() {
-                        *x *= scale;
+                        *x = *x * scale - spread;
                     }
-                    logits[target] -= d_loss;
+                    logits[target] -= terms.keep * d_loss;
                 }
             }
         });
@@ -156,6 +162,7 @@ mod tests {
         sequence: usize,
         width: usize,
         vocabulary: usize,
+        terms: LossTerms,
     }
 
     /// Operands of a case, and what they make.
@@ -171,7 +178,7 @@ mod tests {
     impl Case {
         /// In so many calls of equally many sequences, each adding to d_weight if that is made, dx over x or beside it.
         fn run(self, calls: usize, threads: usize, over_x: bool, products: Products) -> Run {
-            let Self { batch, sequence, width, vocabulary } = self;
+            let Self { batch, sequence, width, vocabulary, terms } = self;
             let rows = batch * sequence;
             let targets = random(rows, 3).iter().map(|x| ((x + 1.0) * 0.5 * vocabulary as f32) as u32).collect();
             let mut run = Run {
@@ -194,6 +201,7 @@ mod tests {
                     x: (!over_x).then_some(&run.x[elements.clone()]),
                     weight: &run.weight,
                     targets: &run.targets[rows.clone()],
+                    terms,
                 };
                 let backward = Backward {
                     d_losses: Upstream::Everywhere(0.5),
@@ -208,7 +216,7 @@ mod tests {
         }
 
         fn check(self) {
-            let Self { batch, sequence, width, vocabulary } = self;
+            let Self { batch, sequence, width, vocabulary, terms } = self;
             let run = self.run(1, 2, false, Products::Both);
             let frozen = self.run(1, 2, true, Products::Dx);
             assert!(run.losses == frozen.losses && run.dx == frozen.dx, "{self:?} of a frozen weight");
@@ -218,8 +226,8 @@ mod tests {
             let array = |dims: &[usize], data: &[f32]| Array::new(dims, data.iter().map(|&x| f64::from(x)).collect());
             let (x, weight) = (array(&[batch, sequence, width], &run.x), array(&[vocabulary, width], &run.weight));
             let targets = Array::new(&[batch, sequence], run.targets.iter().map(|&x| f64::from(x)).collect());
-            let losses = reference_losses(&x, &weight, &targets);
-            let [dx, d_weight] = reference_gradients(&x, &weight, &targets, &targets.map(|_| 0.5));
+            let losses = reference_losses(&x, &weight, &targets, &terms);
+            let [dx, d_weight] = reference_gradients(&x, &weight, &targets, &targets.map(|_| 0.5), &terms);
             for (name, data, exact) in
                 [("losses", run.losses, losses), ("dx", run.dx, dx), ("d_weight", run.d_weight, d_weight)]
             {
@@ -236,16 +244,19 @@ mod tests {
         #![cases(24)]
         #[test]
         fn losses_and_gradients_are_those_of_the_reference_however_the_batch_is_cut(
-            (batch, sequence, width, vocabulary) in (1..4usize, 1..700usize, 1..9usize, 1..40usize)
+            (batch, sequence, width, vocabulary) in (1..4usize, 1..700usize, 1..9usize, 1..40usize),
+            label_smoothing in prop::sample::select(vec![0.0, 0.1]), z_loss in prop::sample::select(vec![0.0, 0.01]),
         ) {
-            Case { batch, sequence, width, vocabulary }.check();
+            let terms = LossTerms { label_smoothing, z_loss };
+            Case { batch, sequence, width, vocabulary, terms }.check();
         }
     }
 
     #[test]
     fn a_piece_may_leave_a_rest() {
-        Case { batch: 2, sequence: 513, width: 5, vocabulary: 30 }.check();
-        Case { batch: 3, sequence: 100, width: 5, vocabulary: 30 }.check();
+        let terms = LossTerms::NONE;
+        Case { batch: 2, sequence: 513, width: 5, vocabulary: 30, terms }.check();
+        Case { batch: 3, sequence: 100, width: 5, vocabulary: 30, terms }.check();
     }
 
     /// Lengths of the chunks.

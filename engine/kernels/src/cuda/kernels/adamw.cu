@@ -66,6 +66,25 @@ __device__ void adamw(const AdamWArguments& to) {
 }
 KERNELS(adamw, AdamWArguments)
 
+struct AverageArguments {
+    f32* average;
+    const void* parameter;
+    const f32* norm;
+    u64 count;
+    // What the parameter counts.
+    f32 part;
+};
+
+// The average of a parameter over steps. Twin: optim/average.rs.
+template <typename T>
+__device__ void weight_average(const AverageArguments& to) {
+    const f32 norm = *to.norm;
+    const u64 i = global_thread();
+    if (i >= to.count || !(norm - norm == 0.0f)) return;
+    to.average[i] += to.part * (load((const T*)to.parameter + i) - to.average[i]);
+}
+KERNELS(weight_average, AverageArguments)
+
 struct NormTensor {
     const void* x;
     u64 count;

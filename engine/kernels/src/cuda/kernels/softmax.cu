@@ -96,12 +96,36 @@ __device__ void softmax_grad(const SoftmaxGradArguments& to) {
 }
 KERNELS(softmax_grad, SoftmaxGradArguments)
 
+// What a loss counts: of the target's own logit, of every logit, and of the square of the log-sum-exp (src/loss.rs).
+struct LossTerms {
+    f32 keep;
+    f32 spread;
+    f32 z;
+};
+
+// The loss of a row of logits with its log-sum-exp, in the first thread.
+template <typename T>
+__device__ __forceinline__ f32
+loss_of(const LossTerms& terms, const T* logits, u64 width, bool is_packed, f32 lse, u64 target, f32* scratch) {
+    f32 all = 0.0f;
+    if (terms.spread != 0.0f) {
+        each_of_row<Pack<T>::SIZE>(width, is_packed, [&](auto count, u64 i) {
+            f32 of_x[decltype(count)::VALUE];
+            load_neighbours(of_x, logits + i);
+            for (const f32 x : of_x) all += x;
+        });
+        all = sum_block(all, scratch);
+    }
+    return lse - terms.keep * load(logits + target) - terms.spread * all + terms.z * lse * lse;
+}
+
 struct CrossEntropyArguments {
     const void* logits;
     const u32* targets;
     f32* losses;
     f32* lse;
     u64 width;
+    LossTerms terms;
 };
 
 template <typename T>
@@ -110,10 +134,12 @@ __device__ void cross_entropy(const CrossEntropyArguments& to) {
     f32 max;
     const bool is_packed = are_packed((const T*)to.logits, to.width);
     const f32 sum = sum_of_exponentials(logits, to.width, is_packed, max, (f32*)shared_memory);
+    const f32 lse = max + logf(sum);
+    const f32 loss =
+        loss_of(to.terms, logits, to.width, is_packed, lse, to.targets[blockIdx.x], (f32*)shared_memory);
     if (threadIdx.x == 0) {
-        const f32 lse = max + logf(sum);
         to.lse[blockIdx.x] = lse;
-        to.losses[blockIdx.x] = lse - load(logits + to.targets[blockIdx.x]);
+        to.losses[blockIdx.x] = loss;
     }
 }
 KERNELS(cross_entropy, CrossEntropyArguments)
@@ -126,9 +152,10 @@ struct CrossEntropyGradArguments {
     void* d_logits;
     u64 width;
     Strides at_d_losses;
+    LossTerms terms;
 };
 
-// d_logits = (softmax - one-hot)·d_loss.
+// d_logits, without further terms (softmax - one-hot)·d_loss.
 template <typename T>
 __device__ void cross_entropy_grad(const CrossEntropyGradArguments& to) {
     const u64 row = blockIdx.x;
@@ -137,8 +164,10 @@ __device__ void cross_entropy_grad(const CrossEntropyGradArguments& to) {
     const f32 lse = to.lse[row], d_loss = to.d_losses[to.at_d_losses.at(row)];
     const u64 target = to.targets[row];
     const bool is_packed = are_packed((const T*)to.logits, to.width) && is_aligned(to.d_logits);
+    const LossTerms terms = to.terms;
+    const f32 of_softmax = 1.0f + 2.0f * terms.z * lse;
     map_row(logits, d_logits, to.width, is_packed, [&](u64 i, f32 x) {
-        return (expf(x - lse) - (i == target ? 1.0f : 0.0f)) * d_loss;
+        return (expf(x - lse) * of_softmax - (i == target ? terms.keep : 0.0f) - terms.spread) * d_loss;
     });
 }
 KERNELS(cross_entropy_grad, CrossEntropyGradArguments)
@@ -157,6 +186,7 @@ struct HeadArguments {
     Strides at_d_losses;
     f32 d_loss;
     u32 has_gradient;
+    LossTerms terms;
 };
 
 // One chunk of the head of a language model: the losses of its rows, and over the logits, if asked for, their gradient.
@@ -168,13 +198,16 @@ __device__ void head(const HeadArguments& to) {
     const bool is_packed = are_packed((const T*)to.logits, to.pitch);
     f32 max;
     const f32 sum = sum_of_exponentials(logits, to.width, is_packed, max, (f32*)shared_memory);
-    if (threadIdx.x == 0) to.losses[row] = max + logf(sum) - load(logits + target);
+    const f32 lse = max + logf(sum);
+    const LossTerms terms = to.terms;
+    const f32 loss = loss_of(terms, logits, to.width, is_packed, lse, target, (f32*)shared_memory);
+    if (threadIdx.x == 0) to.losses[row] = loss;
     if (!to.has_gradient) return;
     const f32 d_loss = to.d_losses ? to.d_losses[to.at_d_losses.at(to.first_row + row)] : to.d_loss;
     __syncthreads(); // The loss has been read from the logits.
-    const f32 scale = 1.0f / sum;
+    const f32 scale = (1.0f + 2.0f * terms.z * lse) / sum;
     map_row(logits, logits, to.width, is_packed, [&](u64 i, f32 x) {
-        return (expf(x - max) * scale - (i == target ? 1.0f : 0.0f)) * d_loss;
+        return (expf(x - max) * scale - (i == target ? terms.keep : 0.0f) - terms.spread) * d_loss;
     });
 }
 KERNELS(head, HeadArguments)

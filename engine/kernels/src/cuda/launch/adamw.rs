@@ -64,6 +64,16 @@ struct AdamWArguments {
     sums_in_f32: u32,
 }
 
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct AverageArguments {
+    average: u64,
+    parameter: u64,
+    norm: u64,
+    count: u64,
+    part: f32,
+}
+
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(C)]
 struct NormTensor {
@@ -116,6 +126,19 @@ pub fn adamw(rule: AdamWRule, decay: f64, operands: &Operands<'_>) -> Option<Vec
         sums_in_f32: u32::from(gradient.dtype == DType::F32),
     };
     launches([update.of(&[tensor])])
+}
+
+/// The average of a parameter after a step, in f32, from (average, parameter, norm).
+pub fn weight_average(decay: f64, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let [average, parameter, norm] = operands.inputs else { return None };
+    let arguments = AverageArguments {
+        average: average.address,
+        parameter: parameter.address,
+        norm: norm.address,
+        count: average.count(),
+        part: (1.0 - decay) as f32,
+    };
+    launches([Kernel::flat(AdamW, typed("weight_average", parameter.dtype)?, average.count(), arguments)])
 }
 
 /// What all tensors of a launch have in common.

@@ -19,6 +19,7 @@ mod softmax;
 pub use adamw::together;
 pub use adamw::{
     AdamWRule, AdamWTensor, adamw, global_norm, global_norm_workspace, squared_norms, squared_norms_workspace,
+    weight_average,
 };
 pub use attention::{attention, attention_grad, attention_grad_workspace};
 pub use copy::{cat, copy, copy_to, widen};

@@ -2,6 +2,7 @@
 
 use super::{Kernel, Launch, Operand, Operands, Strides, launches, typed};
 use crate::cuda::Family::Softmax;
+use crate::{LossTerms, RowLoss};
 
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
@@ -28,6 +29,7 @@ struct CrossEntropyArguments {
     losses: u64,
     lse: u64,
     width: u64,
+    terms: RowLoss,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -40,6 +42,7 @@ struct CrossEntropyGradArguments {
     d_logits: u64,
     width: u64,
     at_d_losses: Strides,
+    terms: RowLoss,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -55,6 +58,7 @@ struct HeadArguments {
     at_d_losses: Strides,
     d_loss: f32,
     has_gradient: u32,
+    terms: RowLoss,
 }
 
 /// One block for every row of a tensor.
@@ -85,7 +89,7 @@ pub fn softmax_grad(operands: &Operands<'_>) -> Option<Vec<Launch>> {
 }
 
 /// (losses, log-sum-exps) from (logits, targets).
-pub fn cross_entropy(operands: &Operands<'_>) -> Option<Vec<Launch>> {
+pub fn cross_entropy(terms: &LossTerms, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([logits, targets], [losses, lse]) = (operands.inputs, operands.outputs) else { return None };
     let arguments = CrossEntropyArguments {
         logits: logits.address,
@@ -93,12 +97,13 @@ pub fn cross_entropy(operands: &Operands<'_>) -> Option<Vec<Launch>> {
         losses: losses.address,
         lse: lse.address,
         width: logits.width(),
+        terms: terms.of_row(logits.width() as usize),
     };
     rows("cross_entropy", logits, arguments)
 }
 
 /// d_logits from (logits, targets, log-sum-exps, d_losses).
-pub fn cross_entropy_grad(operands: &Operands<'_>) -> Option<Vec<Launch>> {
+pub fn cross_entropy_grad(terms: &LossTerms, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([logits, targets, lse, d_losses], [d_logits]) = (operands.inputs, operands.outputs) else { return None };
     let arguments = CrossEntropyGradArguments {
         logits: logits.address,
@@ -108,6 +113,7 @@ pub fn cross_entropy_grad(operands: &Operands<'_>) -> Option<Vec<Launch>> {
         d_logits: d_logits.address,
         width: logits.width(),
         at_d_losses: Strides::of(d_losses)?,
+        terms: terms.of_row(logits.width() as usize),
     };
     rows("cross_entropy_grad", logits, arguments)
 }
@@ -125,7 +131,13 @@ pub enum Upstream<'a> {
 
 /// A chunk of a language model's head: the losses of logits [rows, vocabulary], whose rows may lie apart, and over the logits
 /// their gradient.
-pub fn head(logits: &Operand, targets: u64, losses: u64, upstream: Upstream<'_>) -> Option<Vec<Launch>> {
+pub fn head(
+    logits: &Operand,
+    targets: u64,
+    losses: u64,
+    upstream: Upstream<'_>,
+    terms: &LossTerms,
+) -> Option<Vec<Launch>> {
     let none = HeadArguments {
         logits: logits.address,
         targets,
@@ -137,6 +149,7 @@ pub fn head(logits: &Operand, targets: u64, losses: u64, upstream: Upstream<'_>)
         at_d_losses: Strides::NONE,
         d_loss: 0.0,
         has_gradient: 0,
+        terms: terms.of_row(logits.width() as usize),
     };
     let arguments = match upstream {
         Upstream::None => none,

@@ -1,0 +1,408 @@
+//! Adafactor (Shazeer & Stern, arXiv 1804.04235).
+
+use candle_core::DType;
+use gapless_kernels::Spec;
+use gapless_kernels::cpu::{Args, Float, InPieces, Pieces, reduce, vectorize, with_float};
+
+use super::{AdamW, Optimizer, ParameterInfo, ParameterUpdate, SCALARS, State};
+use crate::error::{Error, Result};
+use crate::nn::Init;
+use crate::op::Op;
+use crate::reference::{Array, Reference};
+use crate::tensor::Tensor;
+
+/// Adafactor: of a matrix's second moment only the means of its rows and of its columns are kept (section 3), m + n numbers instead of
+/// AdamW's 2mn, and no first moment. Steps are cut to a root mean square (section 6), and are relative to that of the parameter (section
+/// 8): the learning rate is about what part of itself a parameter changes by, 1e-2 as a rule. Experts' weights are matrices each. On the
+/// CPU.
+#[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Adafactor {
+    /// Of 1 − t^−exponent, the decay of the second moment in step t.
+    pub decay_exponent: f64,
+    /// The root mean square to which larger steps are scaled, of 1.
+    pub clip_threshold: f64,
+    /// The least root mean square that a parameter counts with.
+    pub least_scale: f64,
+    /// Decoupled weight decay of matrices.
+    pub weight_decay: f64,
+    /// The global norm to which larger gradients are scaled; infinite for no clipping.
+    pub max_norm: f64,
+    /// As [`AdamW::masters`], of the parameters.
+    pub masters: bool,
+}
+
+/// Added to the square of every gradient.
+const EPS: f64 = 1e-30;
+
+/// Columns that a task adds up.
+const COLUMNS: usize = 64;
+
+impl Default for Adafactor {
+    fn default() -> Self {
+        let (weight_decay, max_norm) = (0.0, f64::INFINITY);
+        Self { decay_exponent: 0.8, clip_threshold: 1.0, least_scale: 1e-3, weight_decay, max_norm, masters: true }
+    }
+}
+
+/// A parameter as so many matrices; a vector is one row of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Matrices {
+    count: usize,
+    rows: usize,
+    columns: usize,
+}
+
+impl Matrices {
+    fn of(dims: &[usize]) -> Self {
+        match dims {
+            [outer @ .., rows, columns] if *rows > 1 && *columns > 1 => {
+                Self { count: outer.iter().product(), rows: *rows, columns: *columns }
+            }
+            _ => Self { count: 1, rows: 1, columns: dims.iter().product() },
+        }
+    }
+
+    /// Whether the means of rows and columns stand for the second moment.
+    fn is_factored(self) -> bool {
+        self.rows > 1
+    }
+}
+
+impl Adafactor {
+    /// What it has in common with AdamW: bounds, decay, types, masters.
+    fn as_adamw(&self) -> AdamW {
+        let Self { weight_decay, max_norm, masters, .. } = *self;
+        AdamW { weight_decay, max_norm, masters, ..AdamW::default() }
+    }
+}
+
+impl Optimizer for Adafactor {
+    fn check(&self) -> Result<()> {
+        let Self { decay_exponent, clip_threshold, least_scale, .. } = *self;
+        if !(decay_exponent > 0.0 && clip_threshold > 0.0 && least_scale > 0.0) {
+            let why =
+                format!("decay_exponent {decay_exponent}, clip_threshold {clip_threshold}, least_scale {least_scale}");
+            return Err(Error::Config { what: "optimizer", why, remedy: "all are above 0; 0.8, 1 and 1e-3 are usual" });
+        }
+        self.as_adamw().check()
+    }
+
+    fn needs_norm(&self) -> bool {
+        self.as_adamw().needs_norm()
+    }
+
+    fn states(&self, of: &ParameterInfo<'_>) -> Vec<State> {
+        let matrices = Matrices::of(of.dims);
+        let state = |name, dims: Vec<usize>| State { name, spec: Spec::f32(dims), init: Init::Const(0.0).into() };
+        let mut states = match (matrices.is_factored(), of.dims) {
+            (true, [outer @ .., rows, columns]) => {
+                vec![state("row_sq", [outer, &[*rows]].concat()), state("column_sq", [outer, &[*columns]].concat())]
+            }
+            _ => vec![state("exp_avg_sq", of.dims.to_vec())],
+        };
+        states.extend(self.as_adamw().states(of).into_iter().filter(|state| state.name == "master"));
+        states
+    }
+
+    fn sum_dtype(&self, of: &ParameterInfo<'_>) -> DType {
+        self.as_adamw().sum_dtype(of)
+    }
+
+    /// Its root mean square is of the whole.
+    fn shard_granularity(&self, _: &ParameterInfo<'_>) -> Option<usize> {
+        None
+    }
+
+    fn scalars(&self, step: u64, lr: f64) -> [f32; SCALARS] {
+        let mut scalars = [0.0; SCALARS];
+        scalars[0] = lr as f32;
+        scalars[1] = (1.0 - ((step + 1) as f64).powf(-self.decay_exponent)) as f32;
+        scalars
+    }
+
+    fn update(&self, update: ParameterUpdate<'_>) -> Result<Tensor> {
+        let ParameterUpdate { parameter, of, gradient, states, norm, scalars } = update;
+        let matrices = Matrices::of(of.dims);
+        let moments = 1 + usize::from(matrices.is_factored());
+        let op = AdafactorUpdate {
+            rule: *self,
+            decay: self.as_adamw().decay(&of),
+            matrices,
+            has_master: states.len() > moments,
+        };
+        let mut inputs = vec![parameter, gradient, norm, scalars];
+        inputs.extend(states);
+        match states.len() {
+            1 => Tensor::apply_op::<2>(op, &inputs).map(|[parameter, ..]| parameter),
+            2 => Tensor::apply_op::<3>(op, &inputs).map(|[parameter, ..]| parameter),
+            _ => Tensor::apply_op::<4>(op, &inputs).map(|[parameter, ..]| parameter),
+        }
+    }
+}
+
+/// (parameter, second moment, or its rows and its columns) changed in place, from (parameter, gradient, norm, scalars, the same
+/// moments), perhaps with a master behind, of which the parameter then is the nearest. Does nothing when the norm is not finite.
+///
+/// ```text
+/// s ← clipped gradient² + ε                     R ← βR + (1 − β) mean of each row of s    C ← the same of columns
+/// u ← clipped gradient ÷ √(R ⊗ C ÷ mean of R)    u ← u ÷ max(1, rms(u) ÷ clip_threshold)
+/// p ← p − rate · (max(least_scale, rms(p)) · u + decay · p)
+/// ```
+#[derive(Debug, Clone, Copy)]
+struct AdafactorUpdate {
+    rule: Adafactor,
+    decay: f64,
+    matrices: Matrices,
+    has_master: bool,
+}
+
+impl AdafactorUpdate {
+    /// On parameters and gradients that are stored in these types.
+    fn run_on<P: Float, G: Float>(&self, args: &mut Args<'_>) {
+        let Matrices { rows, columns, .. } = self.matrices;
+        let (p, g) = (args.output::<P>(0), args.input::<G>(1));
+        let (norm, scalars) = (args.input::<f32>(2)[0], args.input::<f32>(3));
+        if !norm.is_finite() {
+            return;
+        }
+        let is_factored = self.matrices.is_factored();
+        let mut moments = [args.output::<f32>(1), if is_factored { args.output::<f32>(2) } else { &mut [] }];
+        let mut master = self.has_master.then(|| args.output::<f32>(2 + usize::from(is_factored)));
+        let sums = args.workspace().take::<f32>();
+        let step = Step {
+            clip: (self.rule.max_norm as f32 / (norm + 1e-6)).min(1.0),
+            beta: scalars[1],
+            rate: scalars[0],
+            decay: self.decay as f32,
+            threshold: self.rule.clip_threshold as f32,
+            least: self.rule.least_scale as f32,
+        };
+        let size = rows * columns;
+        let [first, second] = &mut moments;
+        for (index, (p, g)) in p.chunks_exact_mut(size).zip(g.chunks_exact(size)).enumerate() {
+            let master = master.as_mut().map(|master| &mut master[index * size..][..size]);
+            if is_factored {
+                let (of_rows, of_columns) =
+                    (&mut first[index * rows..][..rows], &mut second[index * columns..][..columns]);
+                step.factored(p, master, g, of_rows, of_columns, sums);
+            } else {
+                step.whole(p, master, g, first, sums);
+            }
+        }
+    }
+}
+
+/// The numbers of a step.
+#[derive(Clone, Copy)]
+struct Step {
+    clip: f32,
+    beta: f32,
+    rate: f32,
+    decay: f32,
+    threshold: f32,
+    least: f32,
+}
+
+impl Step {
+    /// β·before + (1 − β)·mean.
+    #[inline(always)]
+    fn moment(&self, before: f32, mean: f32) -> f32 {
+        self.beta * before + (1.0 - self.beta) * mean
+    }
+
+    #[inline(always)]
+    fn square<G: Float>(&self, g: G) -> f32 {
+        let g = g.load() * self.clip;
+        g * g + EPS as f32
+    }
+
+    /// How far a direction of this mean square goes, for parameters of that one.
+    fn far(&self, direction: f32, parameter: f32) -> f32 {
+        self.rate * parameter.sqrt().max(self.least) / (direction.sqrt() / self.threshold).max(1.0)
+    }
+
+    /// A matrix. `sums` has two numbers for each row.
+    fn factored<P: Float, G: Float>(
+        &self,
+        p: &mut [P],
+        master: Option<&mut [f32]>,
+        g: &[G],
+        of_rows: &mut [f32],
+        of_columns: &mut [f32],
+        sums: &mut [f32],
+    ) {
+        let (rows, columns) = (of_rows.len(), of_columns.len());
+        of_rows.pieces_mut(1).zip(g.pieces(columns)).for_each(|(moment, g)| {
+            let sum = vectorize!(reduce::sum(g, |g| {
+                let g = g * self.clip;
+                g * g + EPS as f32
+            }));
+            moment[0] = self.moment(moment[0], sum / columns as f32);
+        });
+        of_columns.pieces_mut(COLUMNS).enumerate().for_each(|(task, moments)| {
+            let first = task * COLUMNS;
+            let mut sums = [0.0; COLUMNS];
+            for row in g.chunks_exact(columns) {
+                for (sum, g) in sums.iter_mut().zip(&row[first..][..moments.len()]) {
+                    *sum += self.square(*g);
+                }
+            }
+            for (moment, sum) in moments.iter_mut().zip(sums) {
+                *moment = self.moment(*moment, sum / rows as f32);
+            }
+        });
+        let mean = of_rows.iter().sum::<f32>() / rows as f32;
+        let (of_rows, of_columns) = (&*of_rows, &*of_columns);
+        // The product of both moments would leave f32's range before their roots do.
+        let direction = |row: usize, column: usize, g: f32| {
+            g * self.clip / (of_rows[row] / mean).sqrt() / of_columns[column].sqrt()
+        };
+        self.apply(p, master, g, columns, sums, &direction);
+    }
+
+    /// A vector, with all of its second moment. `sums` has two numbers for each piece.
+    fn whole<P: Float, G: Float>(
+        &self,
+        p: &mut [P],
+        master: Option<&mut [f32]>,
+        g: &[G],
+        moments: &mut [f32],
+        sums: &mut [f32],
+    ) {
+        for (moment, g) in moments.iter_mut().zip(g) {
+            *moment = self.moment(*moment, self.square(*g));
+        }
+        let moments = &*moments;
+        self.apply(p, master, g, moments.len(), sums, &|_, column, g| g * self.clip / moments[column].sqrt());
+    }
+
+    /// Moves the parameters along a direction.
+    fn apply<P: Float, G: Float>(
+        &self,
+        p: &mut [P],
+        master: Option<&mut [f32]>,
+        g: &[G],
+        columns: usize,
+        sums: &mut [f32],
+        direction: &(impl Fn(usize, usize, f32) -> f32 + Sync),
+    ) {
+        let rows = p.len() / columns;
+        let (of_u, of_p) = sums[..2 * rows].split_at_mut(rows);
+        let before = |row: usize, p: &[P]| match &master {
+            Some(master) => reduce::sum(&master[row * columns..][..columns], |x| x * x),
+            None => reduce::sum(p, |x| x * x),
+        };
+        let pieces = of_u.pieces_mut(1).zip(of_p.pieces_mut(1)).zip((*p).pieces(columns).zip(g.pieces(columns)));
+        pieces.enumerate().for_each(|(row, ((u, x), (p, g)))| {
+            vectorize!({
+                let mut sum = 0.0;
+                for (column, g) in g.iter().enumerate() {
+                    let u = direction(row, column, g.load());
+                    sum += u * u;
+                }
+                (u[0], x[0]) = (sum, before(row, p));
+            });
+        });
+        let size = (rows * columns) as f32;
+        let (of_u, of_p) = (of_u.iter().sum::<f32>() / size, of_p.iter().sum::<f32>() / size);
+        let (far, left) = (self.far(of_u, of_p), 1.0 - self.rate * self.decay);
+        match master {
+            Some(master) => {
+                let pieces = p.pieces_mut(columns).zip(master.pieces_mut(columns)).zip(g.pieces(columns));
+                pieces.enumerate().for_each(|(row, ((p, master), g))| {
+                    for (column, ((p, master), g)) in p.iter_mut().zip(master).zip(g).enumerate() {
+                        *master = *master * left - far * direction(row, column, g.load());
+                        *p = P::store(*master);
+                    }
+                });
+            }
+            None => p.pieces_mut(columns).zip(g.pieces(columns)).enumerate().for_each(|(row, (p, g))| {
+                for (column, (p, g)) in p.iter_mut().zip(g).enumerate() {
+                    *p = P::store(p.load() * left - far * direction(row, column, g.load()));
+                }
+            }),
+        }
+    }
+}
+
+impl Op for AdafactorUpdate {
+    fn name(&self) -> &'static str {
+        "adafactor"
+    }
+
+    fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
+        let [parameter, gradient, _, _, states @ ..] = inputs else { return Err("4 inputs and the states".into()) };
+        if parameter.dims() != gradient.dims() || states.iter().any(|state| state.dtype != DType::F32) {
+            return Err("the gradient has the parameter's shape, and states are f32".into());
+        }
+        Ok([parameter].into_iter().chain(states).cloned().collect())
+    }
+
+    fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
+        20 * inputs[0].elements() as u64
+    }
+
+    fn mutates(&self) -> &[(usize, usize)] {
+        let states = 1 + usize::from(self.matrices.is_factored()) + usize::from(self.has_master);
+        &[(0, 0), (4, 1), (5, 2), (6, 3)][..1 + states]
+    }
+
+    fn workspace(&self, _: &[Spec], _: &[Spec], _: usize) -> Vec<u64> {
+        vec![8 * self.matrices.rows as u64]
+    }
+
+    fn runs_in_bf16(&self) -> bool {
+        true
+    }
+
+    fn run(&self, args: &mut Args<'_>) {
+        with_float!(args.output_dtype(0), P => with_float!(args.input_dtype(1), G => self.run_on::<P, G>(args)));
+    }
+
+    fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
+        let Matrices { count, rows, columns } = self.matrices;
+        let (norm, rate, beta) = (args.input(2).data[0], args.input(3).data[0], args.input(3).data[1]);
+        let clip = (self.rule.max_norm / (norm + 1e-6)).min(1.0);
+        let g = args.input(1).map(|g| g * clip);
+        let moments = 1 + usize::from(self.matrices.is_factored());
+        let from = if self.has_master { args.input(4 + moments) } else { args.input(0) };
+        let (mut next, size) = (from.clone(), rows * columns);
+        let mut states: Vec<Array> = (0..moments).map(|index| args.input(4 + index).clone()).collect();
+        let square = |g: f64| g * g + EPS;
+        let mean = |x: &mut dyn Iterator<Item = f64>| {
+            let (sum, count) = x.fold((0.0, 0), |(sum, count), x| (sum + x, count + 1));
+            sum / f64::from(count)
+        };
+        for matrix in 0..count {
+            let g = &g.data[matrix * size..][..size];
+            let u: Vec<f64> = if self.matrices.is_factored() {
+                for row in 0..rows {
+                    let of_row = mean(&mut g[row * columns..][..columns].iter().map(|&g| square(g)));
+                    let state = &mut states[0].data[matrix * rows + row];
+                    *state = beta * *state + (1.0 - beta) * of_row;
+                }
+                for column in 0..columns {
+                    let of_column = mean(&mut (0..rows).map(|row| square(g[row * columns + column])));
+                    let state = &mut states[1].data[matrix * columns + column];
+                    *state = beta * *state + (1.0 - beta) * of_column;
+                }
+                let of_rows = &states[0].data[matrix * rows..][..rows];
+                let of_all = mean(&mut of_rows.iter().copied());
+                let of_columns = &states[1].data[matrix * columns..][..columns];
+                (0..size).map(|i| g[i] / (of_rows[i / columns] / of_all * of_columns[i % columns]).sqrt()).collect()
+            } else {
+                let of_all = states[0].data.iter_mut().zip(g);
+                of_all.for_each(|(state, &g)| *state = beta * *state + (1.0 - beta) * square(g));
+                g.iter().zip(&states[0].data).map(|(g, state)| g / state.sqrt()).collect()
+            };
+            let root_mean_square = |x: &[f64]| mean(&mut x.iter().map(|x| x * x)).sqrt();
+            let p = &mut next.data[matrix * size..][..size];
+            let far = rate * root_mean_square(p).max(self.rule.least_scale)
+                / (root_mean_square(&u) / self.rule.clip_threshold).max(1.0);
+            p.iter_mut().zip(u).for_each(|(p, u)| *p = *p * (1.0 - rate * self.decay) - far * u);
+        }
+        let copy = self.has_master.then(|| next.clone());
+        [next].into_iter().chain(states).chain(copy).collect()
+    }
+}

@@ -1,0 +1,71 @@
+//! What a loss over a vocabulary counts beside the likelihood of its targets.
+
+/// Of logits x over a vocabulary of V, with L = ln Σ eˣ and target t:
+///
+/// ```text
+/// loss = L − (1 − ε)·x[t] − ε/V·Σx + z·L²
+/// ```
+///
+/// ε is the label smoothing (Szegedy et al., arXiv 1512.00567, section 7), z the z-loss (PaLM, arXiv 2204.02311, section 5).
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct LossTerms {
+    /// The part of a target's probability that is spread over the whole vocabulary.
+    pub label_smoothing: f64,
+    /// What the square of the log-sum-exp is multiplied by; 1e-4 is usual.
+    pub z_loss: f64,
+}
+
+impl LossTerms {
+    /// −log softmax(x)`[t]`, as it is by default.
+    pub const NONE: Self = Self { label_smoothing: 0.0, z_loss: 0.0 };
+
+    /// Whether there is more than the likelihood.
+    pub fn is_none(&self) -> bool {
+        *self == Self::NONE
+    }
+
+    /// As kernels have it, for a row of so many logits.
+    #[inline(always)]
+    pub fn of_row(&self, vocabulary: usize) -> RowLoss {
+        let (smoothing, z) = (self.label_smoothing as f32, self.z_loss as f32);
+        RowLoss { keep: 1.0 - smoothing, spread: smoothing / vocabulary as f32, z }
+    }
+
+    /// The loss of a row and the gradient of each of its logits, in f64.
+    pub fn exact(&self, logits: &[f64], target: usize) -> (f64, Vec<f64>) {
+        let (vocabulary, Self { label_smoothing: e, z_loss: z }) = (logits.len() as f64, *self);
+        let max = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let lse = max + logits.iter().map(|x| (x - max).exp()).sum::<f64>().ln();
+        let spread = if e > 0.0 { e / vocabulary * logits.iter().sum::<f64>() } else { 0.0 };
+        let loss = lse - (1.0 - e) * logits[target] - spread + z * lse * lse;
+        let wanted = |i: usize| e / vocabulary + if i == target { 1.0 - e } else { 0.0 };
+        let gradient = logits.iter().enumerate().map(|(i, x)| (x - lse).exp() * (1.0 + 2.0 * z * lse) - wanted(i));
+        (loss, gradient.collect())
+    }
+}
+
+/// The terms of a loss for rows of one length.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub struct RowLoss {
+    /// What the target's own logit counts: 1 − ε.
+    pub keep: f32,
+    /// What every logit counts: ε/V.
+    pub spread: f32,
+    /// What the square of the log-sum-exp counts.
+    pub z: f32,
+}
+
+impl RowLoss {
+    /// The loss from log-sum-exp, the target's logit, and the sum of all logits, which is not looked at without label smoothing.
+    #[inline(always)]
+    pub fn loss(self, lse: f32, logit: f32, sum: f32) -> f32 {
+        lse - self.keep * logit - self.spread * sum + self.z * lse * lse
+    }
+
+    /// What the softmax counts in the gradient.
+    #[inline(always)]
+    pub fn of_softmax(self, lse: f32) -> f32 {
+        1.0 + 2.0 * self.z * lse
+    }
+}
