@@ -12,7 +12,8 @@ use gapless_engine::{Batch, GenerateOptions, StepReport, Trainer};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::{RunError, RunFolder, Stop};
+use super::guard::Recent;
+use super::{GuardConfig, RunError, RunFolder, Stop};
 
 /// What a callback of [`Fit::run`] answers: whether to go on, or why it cannot.
 pub type Answer = Result<ControlFlow<()>, Box<dyn Error + Send + Sync>>;
@@ -46,6 +47,8 @@ pub struct Fit<'a> {
     limit: Option<Duration>,
     patience: Option<u64>,
     best: Option<Best>,
+    guard: Option<GuardConfig>,
+    recent: Recent,
 }
 
 /// The lowest validation loss so far.
@@ -133,7 +136,8 @@ impl<'a> Fit<'a> {
     /// Trains until there have been so many steps, those before a resume among them.
     pub fn new(training: &'a TrainingWindows, steps: u64) -> Self {
         let (evaluation, checkpoints, saves_after, stop) = (None, None, None, None);
-        Self { training, steps, evaluation, checkpoints, saves_after, stop, limit: None, patience: None, best: None }
+        let (limit, patience, best, guard, recent) = (None, None, None, None, Recent::default());
+        Self { training, steps, evaluation, checkpoints, saves_after, stop, limit, patience, best, guard, recent }
     }
 
     /// Measures the loss on these windows every so many steps, and at the end; 0 for the end alone.
@@ -164,8 +168,16 @@ impl<'a> Fit<'a> {
 
     /// Goes on from a checkpoint that a loop like this has saved: what the evaluations before it have found counts.
     pub fn go_on(self, checkpoint: &Checkpoint) -> Self {
-        let best = checkpoint.metadata().get("run").and_then(|run| run.get("best"));
-        Self { best: best.and_then(|best| Best::deserialize(best).ok()), ..self }
+        let said = |key: &str| checkpoint.metadata().get("run").and_then(|run| run.get(key));
+        let best = said("best").and_then(|best| Best::deserialize(best).ok());
+        let recent = said("recent").and_then(|recent| Recent::deserialize(recent).ok());
+        Self { best, recent: recent.unwrap_or_default(), ..self }
+    }
+
+    /// Leaves out steps far above those before them, of a trainer whose update is guarded
+    /// ([`UpdateOptions::guarded`](gapless_engine::UpdateOptions::guarded)). Too many in a row are an error.
+    pub fn guard(self, guard: GuardConfig) -> Self {
+        Self { guard: Some(guard), ..self }
     }
 
     /// Ends at a signal, with a checkpoint.
@@ -187,10 +199,13 @@ impl<'a> Fit<'a> {
         let (mut tokens, mut targets, mut starts) = buffers(trainer, size);
         let (first, begun, mut busy) = (trainer.steps(), Instant::now(), Duration::ZERO);
         let (mut breaks, mut best, mut saved) = (false, self.best, Saved { steps: None, at: begun });
-        let (mut fitted, mut val_loss) = (Fitted::default(), None);
+        let (mut fitted, mut val_loss, mut recent) = (Fitted::default(), None, self.recent.clone());
         fitted.ended = loop {
             if let Some(ended) = self.end(trainer, breaks, best, begun)? {
                 break ended;
+            }
+            if let Some(guard) = &self.guard {
+                trainer.set_limits(recent.limits(guard));
             }
             let step_begun = Instant::now();
             self.training.fill_documents(trainer.steps(), 0, &mut tokens, &mut targets, &mut starts)?;
@@ -200,6 +215,12 @@ impl<'a> Fit<'a> {
             let tokens_per_second = ((count - first) * size as u64) as f64 / busy.as_secs_f64().max(1e-9);
             (fitted.loss, fitted.tokens_per_second) = (Some(report.loss), tokens_per_second);
             breaks |= on(Event::Step { report, tokens_per_second }, trainer)?.is_break();
+            if let Some(guard) = &self.guard {
+                recent.push(&report, guard);
+                if recent.skipped >= guard.patience {
+                    return Err(RunError::Spikes { step: report.step, skipped: recent.skipped });
+                }
+            }
 
             val_loss = None;
             if let Some((windows, _)) =
@@ -213,13 +234,14 @@ impl<'a> Fit<'a> {
             if let Some((folder, every, run)) = &self.checkpoints
                 && (is_due(count, *every) || self.is_save_due(trainer, saved)?)
             {
-                let event = Event::Saved { saved: folder.save(trainer, with_evaluations(run, val_loss, best))? };
+                let event =
+                    Event::Saved { saved: folder.save(trainer, self.with_state(run, val_loss, best, &recent))? };
                 saved = Saved { steps: Some(count), at: Instant::now() };
                 breaks |= on(event, trainer)?.is_break();
             }
         };
         if let Some((folder, _, run)) = self.checkpoints.as_ref().filter(|_| saved.steps != Some(trainer.steps())) {
-            let event = Event::Saved { saved: folder.save(trainer, with_evaluations(run, val_loss, best))? };
+            let event = Event::Saved { saved: folder.save(trainer, self.with_state(run, val_loss, best, &recent))? };
             let _ends = on(event, trainer)?;
         }
         Ok(fitted)
@@ -246,6 +268,18 @@ impl<'a> Fit<'a> {
             Some(limit) if trainer.any(begun.elapsed() >= limit)? => Ok(Some(Ended::TimeLimit)),
             _ => Ok(None),
         }
+    }
+
+    /// What a checkpoint says besides: the evaluation right before it and the best of all, and the last steps; anything but a table stays
+    /// as it is.
+    fn with_state(&self, run: &Value, val_loss: Option<f32>, best: Option<Best>, recent: &Recent) -> Value {
+        let mut run = run.clone();
+        if let Value::Object(run) = &mut run {
+            run.extend(val_loss.map(|loss| ("val_loss".to_owned(), json!(loss))));
+            run.extend(best.map(|best| ("best".to_owned(), json!(best))));
+            run.extend(self.guard.map(|_| ("recent".to_owned(), json!(recent))));
+        }
+        run
     }
 
     fn is_save_due(&self, trainer: &mut Trainer, saved: Saved) -> Result<bool, RunError> {
@@ -281,16 +315,6 @@ struct Saved {
 
 fn is_due(count: u64, every: u64) -> bool {
     every > 0 && count.is_multiple_of(every)
-}
-
-/// What a checkpoint says besides, with the evaluation right before it and the best of all; anything but a table stays as it is.
-fn with_evaluations(run: &Value, val_loss: Option<f32>, best: Option<Best>) -> Value {
-    let mut run = run.clone();
-    if let Value::Object(run) = &mut run {
-        run.extend(val_loss.map(|loss| ("val_loss".to_owned(), json!(loss))));
-        run.extend(best.map(|best| ("best".to_owned(), json!(best))));
-    }
-    run
 }
 
 /// Room for the tokens and targets of a batch, and for where documents begin if the trainer tells them apart.

@@ -30,6 +30,7 @@ mod config;
 mod console;
 mod fit;
 mod folder;
+mod guard;
 mod report;
 mod routing;
 mod saved;
@@ -38,13 +39,14 @@ mod train;
 mod trained;
 
 pub use config::{
-    CheckpointConfig, ConfigError, DataConfig, EvaluationConfig, Float, MemoryConfig, ModelConfig, OptimizerConfig,
-    RateConfig, RateShape, Rule, RunConfig, SampleConfig, StepConfig,
+    CheckpointConfig, ConfigError, DataConfig, EvaluationConfig, Float, GroupConfig, LossConfig, MemoryConfig,
+    ModelConfig, OptimizerConfig, RateConfig, RateShape, Rule, RunConfig, SampleConfig, StepConfig,
 };
 pub(crate) use config::{line_of, pipeline, size, text_of, with_nearest};
 pub use console::{Console, ErrorOutput, OutputLost};
 pub use fit::{Answer, Ended, Event, Fit, Fitted, sample, validation_loss, validation_windows};
 pub use folder::RunFolder;
+pub use guard::GuardConfig;
 pub use report::{Report, ReportError, ReportServer, RunRecord};
 use saved::say_changes;
 pub use saved::{dataset, expect_same, with_saved};

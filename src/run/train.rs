@@ -52,6 +52,7 @@ const MAY_CHANGE: &[&str] = &[
     "step.schedule",
     "step.chunks",
     "memory",
+    "guard",
     "evaluation",
     "checkpoints",
     "sample",
@@ -106,6 +107,16 @@ pub enum RunError {
         path: PathBuf,
         /// Each key with its values.
         differences: Vec<String>,
+    },
+    /// Loss spikes without end.
+    #[error(
+        "{skipped} steps in a row, the last of them {step}, were far above those before them and were left out; the last checkpoint is from before: go on from it with --fork and a lower learning_rate.peak or another seed, or raise guard.norm and guard.loss"
+    )]
+    Spikes {
+        /// The last.
+        step: u64,
+        /// How many.
+        skipped: u64,
     },
     /// What a callback of [`Fit::run`] answered.
     #[error(transparent)]
@@ -358,10 +369,16 @@ impl<'a> Run<'a> {
         if config.evaluation.patience > 0 {
             fit = fit.patience(config.evaluation.patience);
         }
+        if config.guard.is_on() {
+            fit = fit.guard(config.guard);
+        }
         fit = resumed.into_iter().fold(fit, Fit::go_on);
         fit.run(trainer, |event, trainer| {
             match &event {
-                Event::Step { report: StepReport { loss, lr, .. }, tokens_per_second } => {
+                Event::Step { report: StepReport { loss, lr, skipped, .. }, tokens_per_second } => {
+                    if *skipped {
+                        console.say(&event);
+                    }
                     let (loss, learning_rate, tokens_per_second) = (*loss, *lr, *tokens_per_second);
                     console.row(&StepRow::new(&event, trainer)?);
                     show(Progress { done: trainer.steps(), steps, loss, learning_rate, tokens_per_second });

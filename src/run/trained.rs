@@ -30,6 +30,8 @@ pub struct TrainedRun {
     pub vocabulary: Vocabulary,
     /// Its newest, or the one that was named.
     pub checkpoint: Checkpoint,
+    /// Whether [`Self::model`] takes the averages of weights (`optimizer.average`) in place of the weights.
+    pub average: bool,
 }
 
 impl TrainedRun {
@@ -52,13 +54,13 @@ impl TrainedRun {
             Some(256) if !tokenizer.exists() => Vocabulary::bytes(),
             _ => Vocabulary::open(&tokenizer)?,
         };
-        Ok(Self { config, vocabulary, checkpoint })
+        Ok(Self { config, vocabulary, checkpoint, average: false })
     }
 
     /// Its model with its weights on the CPU, to generate and evaluate; `threads` is 0 for all cores.
     ///
     /// # Errors
-    /// As [`Trainer::for_inference`] and [`Trainer::load`].
+    /// As [`Trainer::for_inference`], [`Trainer::load`] and [`Trainer::load_average`].
     pub fn model(&self, generation: Generation, threads: usize) -> Result<Trainer, RunError> {
         let sequence = generation.window.unwrap_or(usize::MAX).min(generation.chunk);
         let options = TrainOptions {
@@ -83,7 +85,10 @@ impl TrainedRun {
                 Trainer::for_inference(|vb| folder.model(vb), options)?
             }
         };
-        trainer.load(&self.checkpoint)?;
+        match self.average {
+            false => trainer.load(&self.checkpoint)?,
+            true => trainer.load_average(&self.checkpoint)?,
+        }
         Ok(trainer)
     }
 

@@ -301,6 +301,83 @@ fn what_was_trained_continues_texts() {
     assert!(output.status.code() == Some(2) && String::from_utf8_lossy(&output.stderr).contains("chat template"));
 }
 
+/// Groups, averages, cut gradients, terms of the loss and a guard: resumed, the same steps are left out, to the same bits.
+#[test]
+fn steps_far_above_the_others_are_left_out() {
+    let place = Place::new();
+    let more = r#"
+[loss]
+label_smoothing = 0.1
+z_loss = 1e-4
+
+[guard]
+norm = 1.1
+loss = 0.2
+window = 4
+patience = 30
+
+[optimizer]
+average = 0.9
+max_value = 1.0
+
+[[optimizer.groups]]
+names = ["wte", "*.bias"]
+weight_decay = 0.0
+
+[[optimizer.groups]]
+names = ["h.0"]
+name = "lion"
+learning_rate = 0.3
+
+[sample]"#;
+    let file = place.file(&TINY.replace("[sample]", more));
+    // It learns at first, and then takes steps that are too long.
+    let assignments = [
+        "steps=30",
+        "learning_rate.peak=0.1",
+        "learning_rate.shape=constant",
+        "learning_rate.warmup_steps=4",
+        "checkpoints.every=0",
+    ];
+    let read = |last: &str| {
+        let assignments = assignments.iter().chain([&last]).map(|&text| text.to_owned()).collect::<Vec<_>>();
+        RunConfig::read(&file, &assignments).unwrap()
+    };
+    let out = |name: &str| place.path().join(name);
+    let go = |last: &str, name: &str, start| train(&read(last), &out(name), &start, &mut Console::default(), |_| {});
+    go("seed=3", "whole", Start::Anew).unwrap();
+    go("steps=17", "parts", Start::Anew).unwrap();
+    go("seed=3", "parts", Start::Resume).unwrap();
+    let rows = |name: &str| std::fs::read_to_string(out(name).join("metrics.jsonl")).unwrap();
+    let skipped = |rows: String| -> Vec<u64> {
+        let rows = rows.lines().map(|row| serde_json::from_str::<serde_json::Value>(row).unwrap()).collect::<Vec<_>>();
+        let skipped = rows.iter().filter(|row| row["skipped"] == true);
+        skipped.map(|row| row["step"].as_u64().unwrap()).collect()
+    };
+    assert!(skipped(rows("whole")).len() > 2, "{}", rows("whole"));
+    assert_eq!(skipped(rows("whole")), skipped(rows("parts")));
+    assert_eq!(losses(&out("whole").join("metrics.jsonl")), losses(&out("parts").join("metrics.jsonl")));
+    // The averages are another model than the weights.
+    let sampled = |more: &[&str]| {
+        let asked = [&["sample", "whole", "--prompt", "to", "--tokens", "20", "--temperature", "0"], more].concat();
+        let output = place.gapless(&asked);
+        assert!(output.status.success(), "{output:?}");
+        output.stdout
+    };
+    assert_ne!(sampled(&["--average"]), sampled(&[]));
+    // Too many in a row end it; what there is of it can be used.
+    let error = go("guard.patience=1", "ended", Start::Anew).unwrap_err();
+    assert!(matches!(error, RunError::Spikes { skipped: 1, .. }), "{error}");
+    let plain = place.file(TINY);
+    train(&RunConfig::read(&plain, &[]).unwrap(), &out("plain"), &Start::Anew, &mut Console::default(), |_| {})
+        .unwrap();
+    let output = place.gapless(&["sample", "plain", "--prompt", "to", "--average"]);
+    assert!(
+        output.status.code() == Some(2) && String::from_utf8_lossy(&output.stderr).contains("average/"),
+        "{output:?}"
+    );
+}
+
 /// A run that is gone on with differently: some keys may change, others not, and then nothing is touched.
 #[test]
 fn what_has_been_done_cannot_change() {

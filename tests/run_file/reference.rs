@@ -56,6 +56,9 @@ impl Reference {
             let kind = if resolved["properties"].is_object() {
                 below.push((path.clone(), resolved.clone(), name.map(str::to_owned)));
                 format!("[table](#{})", anchor(&path))
+            } else if let (items, Some(name)) = self.resolved(&resolved["items"]) {
+                below.push((path.clone(), items.clone(), Some(name.to_owned())));
+                format!("array of [tables](#{})", anchor(&path))
             } else if let Some(variants) = resolved["oneOf"].as_array() {
                 meaning += &self.variants(&path, variants, &mut below);
                 "one of".to_owned()

@@ -126,6 +126,18 @@ const WRONG: &[(&str, &str, &[&str])] = &[
     ("[sample]", "[optimizer]\nbeta_1 = 0.9\n[sample]", &["line 30", "did you mean `beta1`"]),
     ("[sample]", "[learning_rate]\nwarmup = 5\n[sample]", &["line 30", "unknown field `warmup`"]),
     ("[sample]", "[trainable]\nonly = 3\n[sample]", &["line"]),
+    ("[sample]", "[loss]\nlabel_smoothing = 1.0\n[sample]", &["loss.label_smoothing (line 30)", "below 1"]),
+    ("[sample]", "[loss]\nz_los = 1e-4\n[sample]", &["line 30", "did you mean `z_loss`"]),
+    ("[sample]", "[optimizer]\nmax_value = 0.0\n[sample]", &["optimizer.max_value (line 30)", "above 0"]),
+    ("[sample]", "[optimizer]\naverage = 1.5\n[sample]", &["optimizer.average (line 30)", "below 1"]),
+    ("[sample]", "[guard]\nnorm = 0.5\n[sample]", &["guard.norm (line 30)", "above 1"]),
+    ("[sample]", "[guard]\npatience = 0\n[sample]", &["guard.patience (line 30)", "at least 1"]),
+    (
+        "[sample]",
+        "[[optimizer.groups]]\nnames = [\"h\"]\nweight_decy = 0\n[sample]",
+        &["line 31", "did you mean `weight_decay`"],
+    ),
+    ("[sample]", "[[optimizer.groups]]\nnames = []\n[sample]", &["optimizer.groups", "names nothing"]),
 ];
 
 /// Exit code 2, the key with its line and a remedy, and nothing is written.

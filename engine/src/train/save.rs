@@ -107,6 +107,40 @@ impl Trainer {
         self.fill_from(checkpoint, ROLES[0])
     }
 
+    /// [`Self::load`], with the averages of those parameters that have one
+    /// ([`UpdateOptions::average`](gapless_compile::step::UpdateOptions::average)).
+    ///
+    /// # Errors
+    /// As [`Self::load`]; a checkpoint without averages.
+    pub fn load_average(&mut self, checkpoint: &Checkpoint) -> Result<()> {
+        self.load(checkpoint)?;
+        let [_, (optimizer, _)] = ROLES;
+        let sections: Vec<&SavedSection> =
+            checkpoint.sections().iter().filter(|section| section.file().starts_with(optimizer)).collect();
+        let own = self.session.executable().specs(Role::Parameter);
+        let own: Vec<(String, usize)> = own.map(|(name, spec)| (name.to_owned(), spec.elements())).collect();
+        let mut found = false;
+        for (name, elements) in own {
+            let average = format!("average/{name}");
+            // What is frozen has none.
+            if sections.iter().all(|section| section.find(&average).is_none()) {
+                continue;
+            }
+            let mut bytes = vec![0; elements * DType::F32.size_in_bytes()];
+            fill(&sections, checkpoint.metadata(), (&average, DType::F32), 0, &mut bytes)?;
+            let (numbers, _) = bytes.as_chunks();
+            self.set_elements(&name, &numbers.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect::<Vec<_>>())?;
+            found = true;
+        }
+        match found {
+            true => Ok(()),
+            false => {
+                let (path, name) = (checkpoint.path().to_owned(), "average/…".to_owned());
+                Err(CheckpointError::NoTensor { path, name }.into())
+            }
+        }
+    }
+
     /// Reads the tensors of a role.
     fn fill_from(&mut self, checkpoint: &Checkpoint, (kind, role): (&str, Role)) -> Result<()> {
         let sections: Vec<&SavedSection> =

@@ -26,6 +26,9 @@ pub struct Arguments {
     /// A run's folder, of which the newest checkpoint is taken, or one of its checkpoints; or a folder with config.json, safetensors
     /// files and tokenizer.json.
     folder: PathBuf,
+    /// The averages of a run's weights, if it has them (optimizer.average), in place of the weights.
+    #[arg(long)]
+    average: bool,
     /// How the text begins, or what the user says; else the standard input.
     #[arg(long)]
     prompt: Option<String>,
@@ -128,7 +131,8 @@ enum Source {
 impl Source {
     fn open(arguments: &Arguments) -> anyhow::Result<Self> {
         if TrainedRun::is_at(&arguments.folder) {
-            let run = TrainedRun::open(&arguments.folder)?;
+            let mut run = TrainedRun::open(&arguments.folder)?;
+            run.average = arguments.average;
             ensure!(
                 !arguments.chat,
                 "a run has no chat template; leave --chat out, or name the model/ folder of a finished one"
@@ -136,6 +140,7 @@ impl Source {
             tell(format_args!("{}: {} steps", run.checkpoint.path().display(), run.checkpoint.step()));
             return Ok(Self::Run(Box::new(run)));
         }
+        ensure!(!arguments.average, "a Hugging Face folder has no averages; leave --average out");
         let tokenizer = Tokenizer::open(&arguments.folder)?;
         let config = GenerationConfig::read(&arguments.folder)?;
         for (option, value) in &config.not_followed {

@@ -31,6 +31,7 @@ impl RunConfig {
         if self.checkpoints.keep_last == 0 {
             return fail("checkpoints.keep_last", "is 0".into(), "keep at least one, to resume from");
         }
+        self.check_update()?;
         for (key, minutes) in [("max_minutes", self.max_minutes), ("checkpoints.minutes", self.checkpoints.minutes)] {
             if minutes
                 .is_some_and(|minutes| Duration::try_from_secs_f64(60.0 * minutes).map_or(true, |it| it.is_zero()))
@@ -43,6 +44,46 @@ impl RunConfig {
             return fail("evaluation.patience", why, "set evaluation.every and data.validation_every, or leave it out");
         }
         self.learning_rate().check().map(drop).or_else(|error| fail("learning_rate", error.to_string(), "see its keys"))
+    }
+
+    /// Refuses what no update can do.
+    fn check_update(&self) -> Result<(), ConfigError> {
+        let numbers = [
+            ("loss.label_smoothing", Some(self.loss.label_smoothing), (0.0..1.0).contains(&self.loss.label_smoothing)),
+            ("loss.z_loss", Some(self.loss.z_loss), self.loss.z_loss >= 0.0 && self.loss.z_loss.is_finite()),
+            ("optimizer.max_value", self.optimizer.max_value, self.optimizer.max_value.is_none_or(|most| most > 0.0)),
+            (
+                "optimizer.average",
+                self.optimizer.average,
+                self.optimizer.average.is_none_or(|decay| (0.0..1.0).contains(&decay)),
+            ),
+            ("guard.norm", self.guard.norm.map(f64::from), self.guard.norm.is_none_or(|times| times > 1.0)),
+            ("guard.loss", self.guard.loss.map(f64::from), self.guard.loss.is_none_or(|above| above > 0.0)),
+        ];
+        if let Some((key, Some(number), _)) = numbers.into_iter().find(|(_, _, is_sound)| !is_sound) {
+            let remedy = match key {
+                "loss.label_smoothing" | "optimizer.average" => "it is at least 0 and below 1",
+                "loss.z_loss" => "it is at least 0",
+                "guard.norm" => "it is above 1",
+                _ => "it is above 0",
+            };
+            return fail(key, format!("is {number}"), remedy);
+        }
+        if self.guard.window == 0 || self.guard.patience == 0 {
+            let key = if self.guard.window == 0 { "guard.window" } else { "guard.patience" };
+            return fail(key, "is 0".into(), "it is at least 1");
+        }
+        let groups = &self.optimizer.groups;
+        if groups.iter().any(|group| group.names.is_empty()) {
+            return fail("optimizer.groups", "one of them names nothing".into(), "name parameters or modules");
+        }
+        match groups.iter().find(|group| !(group.learning_rate >= 0.0 && group.learning_rate.is_finite())) {
+            Some(group) => {
+                let why = format!("one has a learning_rate of {}", group.learning_rate);
+                fail("optimizer.groups", why, "it multiplies that of all, and is at least 0")
+            }
+            None => Ok(()),
+        }
     }
 
     /// Refuses extents, and ranks that cannot share them.

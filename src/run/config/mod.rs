@@ -16,8 +16,10 @@ use gapless_alloc::draw::Bytes;
 use gapless_engine::data::{DataOptions, Dataset, Format, Source, VocabularyChoice};
 use gapless_engine::learning_rate::{LearningRate, Shape};
 use gapless_engine::nn::Trainable;
-use gapless_engine::optim::{AdamW, AdamW8bit, GaLore, Lion, Muon, Optimizer};
-use gapless_engine::{DType, DeviceChoice, Generation, Sampling, TrainOptions};
+use gapless_engine::optim::{Adafactor, AdamW, AdamW8bit, GaLore, Lion, Muon, Optimizer};
+use gapless_engine::{
+    DType, DeviceChoice, Generation, LossTerms, ParameterGroup, Sampling, TrainOptions, UpdateOptions,
+};
 use gapless_models::{GptConfig, LlamaConfig, MoeConfig};
 use gapless_parallel::{Mesh, Placement, by_name};
 use schemars::JsonSchema;
@@ -27,6 +29,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 pub use read::ConfigError;
 pub(crate) use read::{line_of, text_of, with_nearest};
 
+use super::GuardConfig;
 use crate::{Offload, Pipeline, Recompute};
 
 /// All that decides a run. Every key has a default but `model` and `data.path`.
@@ -53,12 +56,18 @@ pub struct RunConfig {
     /// A step's extents, and where it runs.
     #[serde(default)]
     pub step: StepConfig,
+    /// What the training loss counts.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub loss: LossConfig,
     /// The update rule.
     #[serde(default)]
     pub optimizer: OptimizerConfig,
     /// Step → learning rate.
     #[serde(default)]
     pub learning_rate: RateConfig,
+    /// Which steps are left out.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub guard: GuardConfig,
     /// What of a step's memory is saved, and how.
     #[serde(default)]
     pub memory: MemoryConfig,
@@ -157,8 +166,18 @@ pub enum Float {
     Bf16,
 }
 
+/// `[loss]`: what it counts beside the likelihood of the next token, in training; docs/optimizers.md has the formula.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct LossConfig {
+    /// The part of a target's probability that is spread over the whole vocabulary.
+    pub label_smoothing: f64,
+    /// What the square of the log-sum-exp is multiplied by; 1e-4 is usual.
+    pub z_loss: f64,
+}
+
 /// `[optimizer]`: `name`, and the keys of that rule.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct OptimizerConfig {
     /// The rule.
@@ -177,6 +196,33 @@ pub struct OptimizerConfig {
     pub alpha: f64,
     /// Decay of Muon's moment.
     pub momentum: f64,
+    /// How far an element of a gradient may be from 0: what is farther is cut off, before the norm is taken.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_value: Option<f64>,
+    /// Keeps an exponential moving average of every trained parameter in f32: what stays of it in a step, 0.999 or more.
+    /// `gapless sample --average` uses it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub average: Option<f64>,
+    /// Parameters that are updated otherwise; of several that name one, the first counts.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub groups: Vec<GroupConfig>,
+}
+
+/// `[[optimizer.groups]]`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct GroupConfig {
+    /// Names of parameters, or of modules that they are in; `*` stands for any text: `"*.bias"`, `"h.0"`.
+    pub names: Vec<String>,
+    /// What their learning rate is multiplied by.
+    #[serde(default = "one")]
+    pub learning_rate: f64,
+    /// Their weight decay; without, that of all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub weight_decay: Option<f64>,
+    /// Their rule; without, that of all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<Rule>,
 }
 
 /// Update rules; docs/optimizers.md compares them.
@@ -193,6 +239,8 @@ pub enum Rule {
     Lion,
     /// Orthogonal steps of matrices.
     Muon,
+    /// Means of rows and columns in place of second moments.
+    Adafactor,
 }
 
 /// `[learning_rate]`.
@@ -289,6 +337,14 @@ pub struct SampleConfig {
     pub top_p: f32,
 }
 
+fn is_default<T: Default + PartialEq>(value: &T) -> bool {
+    *value == T::default()
+}
+
+fn one() -> f64 {
+    1.0
+}
+
 fn default_steps() -> u64 {
     300
 }
@@ -326,7 +382,8 @@ impl Default for OptimizerConfig {
     fn default() -> Self {
         let (AdamW { beta1, beta2, weight_decay, max_norm, .. }, galore) = (AdamW::default(), GaLore::default());
         let (name, rank, alpha, momentum) = (Rule::AdamW, galore.rank, galore.alpha, Muon::default().momentum);
-        Self { name, beta1, beta2, weight_decay, max_norm, rank, alpha, momentum }
+        let (max_value, average, groups) = (None, None, Vec::new());
+        Self { name, beta1, beta2, weight_decay, max_norm, rank, alpha, momentum, max_value, average, groups }
     }
 }
 
@@ -396,7 +453,7 @@ pub(crate) fn size<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D:
 impl OptimizerConfig {
     /// The rule, with or without masters of parameters that are stored in less than f32.
     pub fn optimizer(&self, masters: bool) -> Arc<dyn Optimizer> {
-        let &Self { name, beta1, beta2, weight_decay, max_norm, rank, alpha, momentum } = self;
+        let &Self { name, beta1, beta2, weight_decay, max_norm, rank, alpha, momentum, .. } = self;
         let adamw = AdamW { beta1, beta2, weight_decay, max_norm, masters, ..AdamW::default() };
         match name {
             Rule::AdamW => adamw.into(),
@@ -404,7 +461,28 @@ impl OptimizerConfig {
             Rule::GaLore => GaLore { rule: adamw, rank, alpha, ..GaLore::default() }.into(),
             Rule::Lion => Lion { beta1, beta2, weight_decay, max_norm, masters }.into(),
             Rule::Muon => Muon { rule: adamw, momentum, ..Muon::default() }.into(),
+            Rule::Adafactor => Adafactor { weight_decay, max_norm, masters, ..Adafactor::default() }.into(),
         }
+    }
+
+    /// What the update does beside that; `guarded` says whether steps may be left out.
+    pub fn update(&self, masters: bool, guarded: bool) -> UpdateOptions {
+        let group = |group: &GroupConfig| {
+            let name = group.name.unwrap_or(self.name);
+            let rule = Self {
+                name,
+                weight_decay: group.weight_decay.unwrap_or(self.weight_decay),
+                groups: Vec::new(),
+                ..self.clone()
+            };
+            ParameterGroup {
+                names: group.names.clone(),
+                optimizer: rule.optimizer(masters),
+                learning_rate: group.learning_rate,
+            }
+        };
+        let (max_value, average) = (self.max_value, self.average);
+        UpdateOptions { groups: self.groups.iter().map(group).collect(), max_value, guarded, average }
     }
 }
 
@@ -484,7 +562,9 @@ impl RunConfig {
                 Float::F32 => DType::F32,
                 Float::Bf16 => DType::BF16,
             },
+            loss: LossTerms { label_smoothing: self.loss.label_smoothing, z_loss: self.loss.z_loss },
             optimizer: self.optimizer.optimizer(AdamW::default().masters),
+            update: self.optimizer.update(AdamW::default().masters, self.guard.is_on()),
             learning_rate: self.learning_rate(),
             seed: self.seed,
             threads: self.step.threads,

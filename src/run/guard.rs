@@ -1,0 +1,100 @@
+//! Loss spikes: steps whose loss or norm is far above those before them are left out.
+
+use std::collections::VecDeque;
+
+use gapless_engine::{Limits, StepReport};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// `[guard]`: what is no longer a step as those before it. It changes no parameter and no state, and a row of metrics.jsonl says so.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct GuardConfig {
+    /// A step is left out whose gradient norm is above so many times the median of the steps before it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub norm: Option<f32>,
+    /// A step is left out whose loss is so far above the median of the steps before it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub loss: Option<f32>,
+    /// How many steps the medians are of, of those that were not left out. Until there are as many, only what is not finite is left out.
+    pub window: usize,
+    /// So many in a row that are left out end the run.
+    pub patience: u64,
+}
+
+impl Default for GuardConfig {
+    fn default() -> Self {
+        Self { norm: None, loss: None, window: 50, patience: 10 }
+    }
+}
+
+impl GuardConfig {
+    /// Whether any step is left out.
+    pub fn is_on(&self) -> bool {
+        self.norm.is_some() || self.loss.is_some()
+    }
+}
+
+/// The last steps: what a checkpoint says of them, for a run that goes on to leave out the same ones.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+pub(super) struct Recent {
+    losses: VecDeque<f32>,
+    norms: VecDeque<f32>,
+    /// Steps in a row that were left out.
+    pub skipped: u64,
+}
+
+impl Recent {
+    /// Above what the next step is left out.
+    pub fn limits(&self, guard: &GuardConfig) -> Limits {
+        if self.losses.len() < guard.window {
+            return Limits::default();
+        }
+        Limits {
+            loss: guard.loss.map_or(f32::INFINITY, |above| median(&self.losses) + above),
+            gradient_norm: guard.norm.map_or(f32::INFINITY, |times| median(&self.norms) * times),
+        }
+    }
+
+    pub fn push(&mut self, step: &StepReport, guard: &GuardConfig) {
+        if step.skipped {
+            self.skipped += 1;
+            return;
+        }
+        self.skipped = 0;
+        for (all, new) in [(&mut self.losses, step.loss), (&mut self.norms, step.gradient_norm)] {
+            all.push_back(new);
+            all.drain(..all.len().saturating_sub(guard.window));
+        }
+    }
+}
+
+/// The upper one of an even number; they are finite.
+fn median(of: &VecDeque<f32>) -> f32 {
+    let mut sorted: Vec<f32> = of.iter().copied().collect();
+    sorted.sort_unstable_by(f32::total_cmp);
+    sorted.get(sorted.len() / 2).copied().unwrap_or(f32::INFINITY)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn limits_are_above_medians_of_what_was_done() {
+        let guard = GuardConfig { norm: Some(3.0), loss: Some(0.5), window: 3, patience: 2 };
+        let step = |loss, gradient_norm, skipped| StepReport { step: 0, loss, gradient_norm, lr: 0.0, skipped };
+        let mut recent = Recent::default();
+        for (loss, norm) in [(9.0, 90.0), (4.0, 1.0), (5.0, 3.0)] {
+            assert_eq!(recent.limits(&guard), Limits::default());
+            recent.push(&step(loss, norm, false), &guard);
+        }
+        assert_eq!(recent.limits(&guard), Limits { loss: 5.5, gradient_norm: 9.0 });
+        recent.push(&step(50.0, 7.0, true), &guard);
+        assert_eq!((recent.limits(&guard), recent.skipped), (Limits { loss: 5.5, gradient_norm: 9.0 }, 1));
+        recent.push(&step(2.0, 2.0, false), &guard);
+        assert_eq!((recent.limits(&guard), recent.skipped), (Limits { loss: 4.5, gradient_norm: 6.0 }, 0));
+        let text = serde_json::to_string(&recent).unwrap();
+        assert_eq!(serde_json::from_str::<Recent>(&text).unwrap(), recent);
+    }
+}
