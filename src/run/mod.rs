@@ -40,7 +40,7 @@ mod trained;
 
 pub use config::{
     CheckpointConfig, ConfigError, DataConfig, EvaluationConfig, Float, GroupConfig, LossConfig, MemoryConfig,
-    ModelConfig, OptimizerConfig, RateConfig, RateShape, Rule, RunConfig, SampleConfig, StepConfig,
+    ModelConfig, OptimizerConfig, RateConfig, RateShape, Rule, RunConfig, SampleConfig, SourceConfig, StepConfig,
 };
 pub(crate) use config::{line_of, pipeline, size, text_of, with_nearest};
 pub use console::{Console, ErrorOutput, OutputLost};

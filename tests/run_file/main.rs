@@ -378,6 +378,38 @@ learning_rate = 0.3
     );
 }
 
+/// Sources of a mixture have the windows that their weights say, with one vocabulary that is trained on all of them, and a run goes on in
+/// the same windows.
+#[test]
+fn sources_are_mixed_by_weight() {
+    let place = Place::new();
+    let folder = place.path();
+    std::fs::write(folder.join("letters.txt"), "XYZZY YXZ ZZZY XY\n".repeat(300)).unwrap();
+    let mix = "vocabulary = 280\nmix = [{ path = \"DIR/letters.txt\", weight = 0.25 }]";
+    let file = place.file(&TINY.replace("vocabulary = 256", mix));
+    let read = |steps: &str| RunConfig::read(&file, &[steps.to_owned()]).unwrap();
+    let dataset = read("steps=4").dataset().unwrap();
+    assert_eq!(dataset.vocabulary().size(), 280);
+    let windows = dataset.training(16, 8, 3).unwrap();
+    let (mut tokens, mut targets) = (vec![0; 128], vec![0; 128]);
+    let mut of_letters = 0;
+    for step in 0..512 {
+        windows.fill(step, 0, &mut tokens, &mut targets).unwrap();
+        let is_of_letters = |ids: &&[u32]| dataset.vocabulary().decode(ids).unwrap().contains('Z');
+        of_letters += tokens.chunks(16).filter(is_of_letters).count();
+    }
+    assert_eq!(of_letters, 1024, "a quarter of 4096");
+    let validation = dataset.validation(16, 32).unwrap().unwrap();
+    assert!((8..=32).contains(&validation.count()));
+    let go =
+        |steps, name: &str, start| train(&read(steps), &folder.join(name), &start, &mut Console::default(), |_| {});
+    go("steps=4", "whole", Start::Anew).unwrap();
+    go("steps=2", "parts", Start::Anew).unwrap();
+    go("steps=4", "parts", Start::Resume).unwrap();
+    let rows = |name: &str| losses(&folder.join(name).join("metrics.jsonl"));
+    assert_eq!(rows("whole")[..2], rows("parts")[..2]);
+}
+
 /// A run that is gone on with differently: some keys may change, others not, and then nothing is touched.
 #[test]
 fn what_has_been_done_cannot_change() {

@@ -130,6 +130,13 @@ const WRONG: &[(&str, &str, &[&str])] = &[
     ("[sample]", "[loss]\nz_los = 1e-4\n[sample]", &["line 30", "did you mean `z_loss`"]),
     ("[sample]", "[optimizer]\nmax_value = 0.0\n[sample]", &["optimizer.max_value (line 30)", "above 0"]),
     ("[sample]", "[optimizer]\naverage = 1.5\n[sample]", &["optimizer.average (line 30)", "below 1"]),
+    (
+        "vocabulary = 256",
+        "vocabulary = 256\nmix = [{ path = \"DIR/text.txt\", weight = 1.0 }]",
+        &["data.mix (line 13)", "leave something"],
+    ),
+    ("vocabulary = 256", "mix = [{ path = \"DIR/none\", weight = 0.5 }]", &["data.mix (line 12)", "there is no"]),
+    ("vocabulary = 256", "mix = [{ path = \"DIR/text.txt\" }]", &["line 12", "missing field `weight`"]),
     ("[sample]", "[guard]\nnorm = 0.5\n[sample]", &["guard.norm (line 30)", "above 1"]),
     ("[sample]", "[guard]\npatience = 0\n[sample]", &["guard.patience (line 30)", "at least 1"]),
     (

@@ -63,14 +63,23 @@ impl Default for DataOptions {
 #[derive(Debug, Clone)]
 pub struct Dataset {
     vocabulary: Vocabulary,
-    tokens: Arc<Tokens>,
-    training: Range<u64>,
-    validation: Range<u64>,
+    /// One, or those of a mixture.
+    parts: Vec<Part>,
     hash: String,
     corpus: Option<CorpusReport>,
     folder: Option<PathBuf>,
+}
+
+/// A stream of tokens.
+#[derive(Debug, Clone)]
+struct Part {
+    tokens: Arc<Tokens>,
+    training: Range<u64>,
+    validation: Range<u64>,
     /// What belongs together and what counts, if that is not all.
     examples: Option<Arc<Examples>>,
+    /// What part of all windows is of this stream, relative to the others.
+    weight: f64,
 }
 
 /// `dataset.json`: what the folder holds, written last.
@@ -92,14 +101,52 @@ impl Dataset {
     /// # Errors
     /// Whatever is wrong with the source or the vocabulary, or a cache that cannot be written.
     pub fn prepare(source: &Source, options: &DataOptions) -> Result<Self, DataError> {
-        let corpus = match source {
-            Source::RustSources(sources) => Corpus::rust_sources(sources)?,
-            Source::Path(path) => match token_files(path)? {
-                Some((files, validation)) => return Self::from_ids(path, &files, validation, options),
-                None => return Self::from_texts(&TextFiles::open(path)?, options),
-            },
+        if let Source::Path(path) = source
+            && let Some((files, validation)) = token_files(path)?
+        {
+            return Self::from_ids(path, &files, validation, options);
+        }
+        Self::from_texts(&*source.texts()?, options)
+    }
+
+    /// [`Self::prepare`] of several sources with one vocabulary, mixed by weights: of the windows of training and of validation, each source
+    /// has the part that its weight is of all weights. A vocabulary that is to be trained is trained on all that are text.
+    ///
+    /// # Errors
+    /// As [`Self::prepare`]; weights that are none, and token ids of another vocabulary.
+    pub fn prepare_mixture(sources: &[(Source, f64)], options: &DataOptions) -> Result<Self, DataError> {
+        let options = DataOptions { vocabulary: shared_vocabulary(sources, options)?, ..options.clone() };
+        let prepared = sources.iter().map(|(source, weight)| Ok((Self::prepare(source, &options)?, *weight)));
+        Self::mixture(prepared.collect::<Result<_, DataError>>()?)
+    }
+
+    /// Several datasets of one vocabulary as one, mixed as [`Self::prepare_mixture`] does.
+    ///
+    /// # Errors
+    /// [`DataError::Mixture`]: weights that are none, other vocabularies, nothing at all.
+    pub fn mixture(parts: Vec<(Self, f64)>) -> Result<Self, DataError> {
+        let fail = |why: String| Err(DataError::Mixture { why });
+        if let Some((_, weight)) = parts.iter().find(|(_, weight)| !(*weight > 0.0 && weight.is_finite())) {
+            return fail(format!("a weight of {weight}; it is above 0"));
+        }
+        let Some(vocabulary) = parts.first().map(|(first, _)| first.vocabulary.clone()) else {
+            return fail("it has no source".into());
         };
-        Self::from_corpus(&corpus, options)
+        if parts.iter().any(|(part, _)| part.vocabulary.hash() != vocabulary.hash()) {
+            return fail("its sources have different vocabularies; name one tokenizer for all".into());
+        }
+        let said: Vec<String> = parts.iter().map(|(part, weight)| format!("{weight} {}", part.hash)).collect();
+        let of_part = |(dataset, weight): (Self, f64)| {
+            let all: f64 = dataset.parts.iter().map(|part| part.weight).sum();
+            dataset.parts.into_iter().map(move |part| Part { weight: weight * part.weight / all, ..part })
+        };
+        Ok(Self {
+            vocabulary,
+            parts: parts.into_iter().flat_map(of_part).collect(),
+            hash: blake3::hash(said.join("\n").as_bytes()).to_hex().to_string(),
+            corpus: None,
+            folder: None,
+        })
     }
 
     /// Tokenizes and splits a corpus, or takes what an earlier call kept.
@@ -213,8 +260,9 @@ impl Dataset {
         let (tokens, examples) = Examples::new(front.into_iter().map(|(_, example)| example).collect());
         let tokens = Tokens::from_ids(tokens);
         let hash = format!("{} {}", tokens.scan(vocabulary.size())?.hash, examples.hash());
-        let dataset = Self::new(vocabulary, tokens, validation, &hash);
-        Ok(Self { examples: Some(Arc::new(examples)), ..dataset })
+        let mut dataset = Self::new(vocabulary, tokens, validation, &hash);
+        dataset.parts[0].examples = Some(Arc::new(examples));
+        Ok(dataset)
     }
 
     /// The vocabulary.
@@ -222,24 +270,24 @@ impl Dataset {
         &self.vocabulary
     }
 
-    /// What text was read; nothing for bare tokens.
+    /// What text was read; nothing for bare tokens and mixtures.
     pub fn corpus(&self) -> Option<&CorpusReport> {
         self.corpus.as_ref()
     }
 
-    /// The folder that the tokenizer and the tokens are kept in; nothing for bare tokens.
+    /// The folder that the tokenizer and the tokens are kept in; nothing for bare tokens and mixtures.
     pub fn folder(&self) -> Option<&Path> {
         self.folder.as_deref()
     }
 
     /// Tokens for training.
     pub fn training_tokens(&self) -> u64 {
-        self.training.end - self.training.start
+        self.parts.iter().map(|part| part.training.end - part.training.start).sum()
     }
 
     /// Tokens for validation.
     pub fn validation_tokens(&self) -> u64 {
-        self.validation.end - self.validation.start
+        self.parts.iter().map(|part| part.validation.end - part.validation.start).sum()
     }
 
     /// blake3 of the vocabulary, the tokens and the split, in hexadecimal: the same hash gives the same batches.
@@ -252,7 +300,8 @@ impl Dataset {
     /// # Errors
     /// Data shorter than one window; a size of zero.
     pub fn training(&self, sequence: usize, batch: usize, seed: u64) -> Result<TrainingWindows, DataError> {
-        TrainingWindows::of(self.cut(&self.training, sequence, "training")?, batch, seed)
+        let cut = |part: &Part| Ok((self.cut(part, &part.training, sequence, "training")?, part.weight));
+        TrainingWindows::of(self.parts.iter().map(cut).collect::<Result<_, DataError>>()?, batch, seed)
     }
 
     /// At most `count` windows to evaluate on; nothing when there is no validation part.
@@ -260,18 +309,18 @@ impl Dataset {
     /// # Errors
     /// Data shorter than one window; a size of zero.
     pub fn validation(&self, sequence: usize, count: usize) -> Result<Option<ValidationWindows>, DataError> {
-        if self.validation.is_empty() {
-            return Ok(None);
-        }
-        ValidationWindows::of(self.cut(&self.validation, sequence, "validation")?, count).map(Some)
+        let there = self.parts.iter().filter(|part| !part.validation.is_empty());
+        let cut = |part: &Part| Ok((self.cut(part, &part.validation, sequence, "validation")?, part.weight));
+        let cuts = there.map(cut).collect::<Result<Vec<_>, DataError>>()?;
+        if cuts.is_empty() { Ok(None) } else { ValidationWindows::of(cuts, count).map(Some) }
     }
 
     /// A part of it in windows: of whole examples, or of a stream.
-    fn cut(&self, range: &Range<u64>, sequence: usize, part: &'static str) -> Result<Cut, DataError> {
-        let (tokens, range) = (self.tokens.clone(), range.clone());
-        match &self.examples {
-            Some(examples) => Cut::of_examples(tokens, range, examples.clone(), sequence, part),
-            None => Cut::new(tokens, range, self.vocabulary.end_of_text(), sequence, part),
+    fn cut(&self, part: &Part, range: &Range<u64>, sequence: usize, name: &'static str) -> Result<Cut, DataError> {
+        let (tokens, range) = (part.tokens.clone(), range.clone());
+        match &part.examples {
+            Some(examples) => Cut::of_examples(tokens, range, examples.clone(), sequence, name),
+            None => Cut::new(tokens, range, self.vocabulary.end_of_text(), sequence, name),
         }
     }
 
@@ -311,16 +360,10 @@ impl Dataset {
     fn new(vocabulary: Vocabulary, tokens: Tokens, validation: u64, tokens_hash: &str) -> Self {
         let training = 0..tokens.count() - validation;
         let hash = blake3::hash(format!("{} {tokens_hash} {training:?}", vocabulary.hash()).as_bytes());
-        Self {
-            vocabulary,
-            validation: training.end..tokens.count(),
-            training,
-            tokens: Arc::new(tokens),
-            hash: hash.to_hex().to_string(),
-            corpus: None,
-            folder: None,
-            examples: None,
-        }
+        let validation = training.end..tokens.count();
+        let part = Part { tokens: Arc::new(tokens), training, validation, examples: None, weight: 1.0 };
+        let hash = hash.to_hex().to_string();
+        Self { vocabulary, parts: vec![part], hash, corpus: None, folder: None }
     }
 
     /// Writes a dataset's folder, manifest last, and opens it.
@@ -352,6 +395,51 @@ impl Dataset {
     }
 }
 
+impl Source {
+    /// Its documents, if it is no file of ids.
+    fn texts(&self) -> Result<Box<dyn Texts>, DataError> {
+        Ok(match self {
+            Self::RustSources(sources) => Box::new(Corpus::rust_sources(sources)?),
+            Self::Path(path) => Box::new(TextFiles::open(path)?),
+        })
+    }
+
+    fn is_text(&self) -> Result<bool, DataError> {
+        match self {
+            Self::RustSources(_) => Ok(true),
+            Self::Path(path) => Ok(token_files(path)?.is_none()),
+        }
+    }
+}
+
+/// The vocabulary of a mixture: the one that was chosen, or one that is trained on all of its texts and kept in the cache.
+fn shared_vocabulary(sources: &[(Source, f64)], options: &DataOptions) -> Result<VocabularyChoice, DataError> {
+    let VocabularyChoice::Bpe { size } = options.vocabulary else { return Ok(options.vocabulary.clone()) };
+    let mut texts = Vec::new();
+    for (source, _) in sources {
+        if source.is_text()? {
+            texts.push(source.texts()?);
+        }
+    }
+    if texts.is_empty() {
+        return Ok(options.vocabulary.clone());
+    }
+    let mut hasher = blake3::Hasher::new();
+    texts.iter().for_each(|texts| _ = hasher.update(texts.report().hash.as_bytes()));
+    let folder = options.cache.join(format!("{}-bpe-{size}", &hasher.finalize().to_hex()[..16]));
+    let tokenizer = folder.join(TOKENIZER);
+    if !tokenizer.exists() {
+        let mut pieces = Vec::new();
+        for texts in texts {
+            pieces.extend(sample(&*texts)?);
+        }
+        fs::create_dir_all(&folder).map_err(DataError::write(&folder))?;
+        Vocabulary::train(pieces.iter().map(String::as_str), size)?.save(&tokenizer.with_extension("json.tmp"))?;
+        move_into_place(&tokenizer)?;
+    }
+    Ok(VocabularyChoice::File(tokenizer))
+}
+
 /// How many of `tokens` the last n-th is.
 fn last_part(tokens: u64, every: usize) -> u64 {
     if every == 0 { 0 } else { tokens / (every as u64).max(2) }
@@ -373,7 +461,7 @@ mod tests {
     /// All tokens of a part, as text.
     fn text_of(dataset: &Dataset, range: &Range<u64>) -> String {
         let mut ids = vec![0; (range.end - range.start) as usize];
-        dataset.tokens.read(range.start, &mut ids).unwrap();
+        dataset.parts[0].tokens.read(range.start, &mut ids).unwrap();
         dataset.vocabulary.decode(&ids).unwrap()
     }
 
@@ -383,7 +471,8 @@ mod tests {
         let check = |documents, every, letters: &str, tokens| {
             let options = options(folder.path(), VocabularyChoice::Bytes, every);
             let dataset = Dataset::from_corpus(&lettered(documents), &options).unwrap();
-            let mut text = text_of(&dataset, &dataset.validation).replace('\0', "").chars().collect::<Vec<_>>();
+            let mut text =
+                text_of(&dataset, &dataset.parts[0].validation).replace('\0', "").chars().collect::<Vec<_>>();
             text.dedup();
             assert_eq!((text.into_iter().collect::<String>().as_str(), dataset.validation_tokens()), (letters, tokens));
             assert_eq!(dataset.training_tokens() + tokens, 21 * documents as u64);

@@ -98,6 +98,12 @@ pub enum DataError {
         "bare token ids have no end of text, so their documents cannot be told apart; put their tokenizer.json beside the .bin"
     )]
     NoDocuments,
+    /// Sources that cannot be mixed.
+    #[error("the data's mixture: {why}")]
+    Mixture {
+        /// Why not.
+        why: String,
+    },
     /// There is no text (or no token) at all.
     #[error(
         "no text in {path} ({skipped} files skipped{}); .txt, .rs, .md and .jsonl files are read, also as .gz or .zst",

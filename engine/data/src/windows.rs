@@ -28,16 +28,20 @@ use crate::{DataError, IGNORED, Permutation, Tokens};
 /// ```
 #[derive(Debug, Clone)]
 pub struct TrainingWindows {
-    cut: Cut,
+    /// Each with the places that it has among [`PLACES`].
+    parts: Vec<(Cut, Range<u64>)>,
     batch: usize,
     seed: u64,
 }
 
+/// Windows of a mixture of which every part has as many as its weight says, in an order of their own.
+const PLACES: u64 = 4096;
+
 /// The same windows at every evaluation, spread evenly over a stream.
 #[derive(Debug, Clone)]
 pub struct ValidationWindows {
-    cut: Cut,
-    count: usize,
+    /// Each with how many of the windows are its.
+    parts: Vec<(Cut, usize)>,
 }
 
 /// A part of a stream, cut into windows.
@@ -70,22 +74,28 @@ impl TrainingWindows {
         batch: usize,
         seed: u64,
     ) -> Result<Self, DataError> {
-        Self::of(Cut::new(tokens, range, None, sequence, "training")?, batch, seed)
+        Self::of(vec![(Cut::new(tokens, range, None, sequence, "training")?, 1.0)], batch, seed)
     }
 
-    pub(super) fn of(cut: Cut, batch: usize, seed: u64) -> Result<Self, DataError> {
+    /// Of parts with their weights.
+    pub(super) fn of(parts: Vec<(Cut, f64)>, batch: usize, seed: u64) -> Result<Self, DataError> {
         if batch == 0 {
             return Err(DataError::Zero { what: "the batch size" });
         }
-        Ok(Self { cut, batch, seed })
+        let shares = shares(&parts, PLACES as usize);
+        let mut first = 0;
+        let with_places = |((cut, _), share): ((Cut, f64), usize)| {
+            let places = first..first + share as u64;
+            first = places.end;
+            (cut, places)
+        };
+        Ok(Self { parts: parts.into_iter().zip(shares).map(with_places).collect(), batch, seed })
     }
 
-    /// Windows in an epoch. The borders of a stream's shift by up to a window, so that the last one is left out (if there are more).
+    /// Windows in an epoch; of a mixture, those of all of its parts, of which each has epochs of its own. The borders of a stream's shift by
+    /// up to a window, so that the last one is left out (if there are more).
     pub fn per_epoch(&self) -> u64 {
-        match &self.cut.kind {
-            Kind::Stream { .. } => self.cut.whole_windows(self.cut.length() + 1 - self.cut.sequence as u64).max(1),
-            Kind::Rows { rows, .. } => rows.len() as u64,
-        }
+        self.parts.iter().map(|(cut, _)| cut.per_epoch()).sum()
     }
 
     /// Windows in a batch.
@@ -95,7 +105,7 @@ impl TrainingWindows {
 
     /// Tokens in a window.
     pub fn sequence(&self) -> usize {
-        self.cut.sequence
+        self.parts[0].0.sequence
     }
 
     /// How often all windows have been visited before `step`, in epochs.
@@ -103,21 +113,20 @@ impl TrainingWindows {
         step as f64 * self.batch as f64 / self.per_epoch() as f64
     }
 
-    /// Which window is number `index` of the batch of `step`: the position of its first token within the stream; of examples, the
-    /// number of the row.
-    fn start(&self, step: u64, index: usize) -> u64 {
+    /// Which window is number `index` of the batch of `step`: its part, and there the position of its first token within the stream; of
+    /// examples, the number of the row.
+    fn start(&self, step: u64, index: usize) -> (&Cut, u64) {
         let visit = u128::from(step) * self.batch as u128 + index as u128;
-        let windows = self.per_epoch();
-        let (epoch, place) = ((visit / u128::from(windows)) as u64, (visit % u128::from(windows)) as u64);
-
-        let key = mix(self.seed ^ mix(epoch));
-        if let Kind::Rows { .. } = self.cut.kind {
-            return Permutation::new(windows, key).at(place);
+        if let [(cut, _)] = &self.parts[..] {
+            return (cut, cut.visited(visit, self.seed));
         }
-        let sequence = self.cut.sequence as u64;
-        let spare = self.cut.length() - 1 - windows * sequence;
-        let shift = mix(key) % (spare.min(sequence - 1) + 1);
-        self.cut.range.start + shift + Permutation::new(windows, key).at(place) * sequence
+        // Every so many windows, each part has its places, at which it goes on where it was.
+        let (round, at) = (visit / u128::from(PLACES), (visit % u128::from(PLACES)) as u64);
+        let place = Permutation::new(PLACES, mix(!self.seed ^ mix(round as u64))).at(at);
+        let part = self.parts.iter().find(|(_, places)| places.contains(&place));
+        let (cut, places) = part.expect("the parts share all places");
+        let own = u128::from(places.end - places.start);
+        (cut, cut.visited(round * own + u128::from(place - places.start), self.seed))
     }
 
     /// Writes windows `first..` of the batch of `step`, as many as the slices hold: a micro-batch, or a rank's share.
@@ -126,7 +135,7 @@ impl TrainingWindows {
     /// # Errors
     /// Slices that don't hold whole windows, or more than the batch has; a read that fails.
     pub fn fill(&self, step: u64, first: usize, inputs: &mut [u32], targets: &mut [u32]) -> Result<(), DataError> {
-        self.cut.fill(self.batch, first, |index| self.start(step, index), inputs, targets)
+        fill(self.sequence(), self.batch, first, |index| self.start(step, index), inputs, targets)
     }
 
     /// [`Self::fill`], and the place in its window where the document, or the example, of each token begins. Targets that stand in
@@ -143,7 +152,7 @@ impl TrainingWindows {
         starts: &mut [u32],
     ) -> Result<(), DataError> {
         self.fill(step, first, inputs, targets)?;
-        self.cut.documents(|index| self.start(step, first + index), inputs, targets, starts)
+        documents(self.sequence(), |index| self.start(step, first + index), inputs, targets, starts)
     }
 }
 
@@ -153,32 +162,48 @@ impl ValidationWindows {
     /// # Errors
     /// A range shorter than one window and the target of its last token; a size of zero.
     pub fn new(tokens: Arc<Tokens>, range: Range<u64>, sequence: usize, count: usize) -> Result<Self, DataError> {
-        Self::of(Cut::new(tokens, range, None, sequence, "validation")?, count)
+        Self::of(vec![(Cut::new(tokens, range, None, sequence, "validation")?, 1.0)], count)
     }
 
-    pub(super) fn of(cut: Cut, count: usize) -> Result<Self, DataError> {
+    /// Of parts with their weights.
+    pub(super) fn of(parts: Vec<(Cut, f64)>, count: usize) -> Result<Self, DataError> {
         if count == 0 {
             return Err(DataError::Zero { what: "the number of validation windows" });
         }
-        Ok(Self { count: count.min(usize::try_from(cut.all()).unwrap_or(usize::MAX)), cut })
+        let shares = shares(&parts, count);
+        let most = |cut: &Cut| usize::try_from(cut.all()).unwrap_or(usize::MAX);
+        let with_count = |((cut, _), share): ((Cut, f64), usize)| {
+            let count = share.min(most(&cut));
+            (cut, count)
+        };
+        Ok(Self { parts: parts.into_iter().zip(shares).map(with_count).collect() })
     }
 
     /// How many windows there are.
     pub fn count(&self) -> usize {
-        self.count
+        self.parts.iter().map(|(_, count)| count).sum()
     }
 
     /// Tokens in a window.
     pub fn sequence(&self) -> usize {
-        self.cut.sequence
+        self.parts[0].0.sequence
     }
 
-    /// Which window is number `index`: the position of its first token within the stream; of examples, the number of the row.
-    fn start(&self, index: usize) -> u64 {
-        let window = (index as u128 * u128::from(self.cut.all()) / self.count as u128) as u64;
-        match self.cut.kind {
-            Kind::Stream { .. } => self.cut.range.start + window * self.cut.sequence as u64,
-            Kind::Rows { .. } => window,
+    /// Which window is number `index`: its part, and there the position of its first token within the stream; of examples, the number of
+    /// the row.
+    fn start(&self, mut index: usize) -> (&Cut, u64) {
+        let mut parts = self.parts.iter();
+        let (cut, count) = loop {
+            let (cut, count) = parts.next().expect("windows are counted");
+            match index.checked_sub(*count) {
+                Some(rest) => index = rest,
+                None => break (cut, *count),
+            }
+        };
+        let window = (index as u128 * u128::from(cut.all()) / count as u128) as u64;
+        match cut.kind {
+            Kind::Stream { .. } => (cut, cut.range.start + window * cut.sequence as u64),
+            Kind::Rows { .. } => (cut, window),
         }
     }
 
@@ -187,7 +212,7 @@ impl ValidationWindows {
     /// # Errors
     /// Slices that don't hold whole windows, or more than there are; a read that fails.
     pub fn fill(&self, first: usize, inputs: &mut [u32], targets: &mut [u32]) -> Result<(), DataError> {
-        self.cut.fill(self.count, first, |index| self.start(index), inputs, targets)
+        fill(self.sequence(), self.count(), first, |index| self.start(index), inputs, targets)
     }
 
     /// [`Self::fill`], as [`TrainingWindows::fill_documents`].
@@ -202,7 +227,7 @@ impl ValidationWindows {
         starts: &mut [u32],
     ) -> Result<(), DataError> {
         self.fill(first, inputs, targets)?;
-        self.cut.documents(|index| self.start(first + index), inputs, targets, starts)
+        documents(self.sequence(), |index| self.start(first + index), inputs, targets, starts)
     }
 }
 
@@ -261,34 +286,37 @@ impl Cut {
         (tokens - 1) / self.sequence as u64
     }
 
-    fn fill(
-        &self,
-        windows: usize,
-        first: usize,
-        start: impl Fn(usize) -> u64,
-        inputs: &mut [u32],
-        targets: &mut [u32],
-    ) -> Result<(), DataError> {
+    /// Windows in an epoch.
+    fn per_epoch(&self) -> u64 {
+        match &self.kind {
+            Kind::Stream { .. } => self.whole_windows(self.length() + 1 - self.sequence as u64).max(1),
+            Kind::Rows { rows, .. } => rows.len() as u64,
+        }
+    }
+
+    /// Which window a visit is of, counted from the first of a run: the position of its first token, or the number of the row.
+    fn visited(&self, visit: u128, seed: u64) -> u64 {
+        let windows = self.per_epoch();
+        let (epoch, place) = ((visit / u128::from(windows)) as u64, (visit % u128::from(windows)) as u64);
+        let key = mix(seed ^ mix(epoch));
+        if let Kind::Rows { .. } = self.kind {
+            return Permutation::new(windows, key).at(place);
+        }
+        let sequence = self.sequence as u64;
+        let spare = self.length() - 1 - windows * sequence;
+        let shift = mix(key) % (spare.min(sequence - 1) + 1);
+        self.range.start + shift + Permutation::new(windows, key).at(place) * sequence
+    }
+
+    /// Writes one window.
+    fn fill(&self, start: u64, inputs: &mut [u32], targets: &mut [u32]) -> Result<(), DataError> {
+        if let Kind::Rows { examples, rows } = &self.kind {
+            return self.fill_row(examples, &rows[start as usize], inputs, targets);
+        }
         let sequence = self.sequence;
-        let count = inputs.len() / sequence;
-        let whole = inputs.len() == targets.len() && inputs.len() == count * sequence;
-        if !whole || first.checked_add(count).is_none_or(|end| end > windows) {
-            let (inputs, targets) = (inputs.len(), targets.len());
-            return Err(DataError::Slices { inputs, targets, first, sequence, windows });
-        }
-        for (index, (inputs, targets)) in
-            (first..).zip(inputs.chunks_exact_mut(sequence).zip(targets.chunks_exact_mut(sequence)))
-        {
-            let start = start(index);
-            if let Kind::Rows { examples, rows } = &self.kind {
-                self.fill_row(examples, &rows[start as usize], inputs, targets)?;
-                continue;
-            }
-            self.tokens.read(start, inputs)?;
-            targets[..sequence - 1].copy_from_slice(&inputs[1..]);
-            self.tokens.read(start + sequence as u64, &mut targets[sequence - 1..])?;
-        }
-        Ok(())
+        self.tokens.read(start, inputs)?;
+        targets[..sequence - 1].copy_from_slice(&inputs[1..]);
+        self.tokens.read(start + sequence as u64, &mut targets[sequence - 1..])
     }
 
     /// Examples one after another, and tokens that don't count behind them.
@@ -315,39 +343,85 @@ impl Cut {
         Ok(())
     }
 
-    /// Where the document of each token begins, in windows that are filled already.
-    fn documents(
-        &self,
-        start: impl Fn(usize) -> u64,
-        inputs: &[u32],
-        targets: &mut [u32],
-        starts: &mut [u32],
-    ) -> Result<(), DataError> {
-        let windows = inputs.chunks_exact(self.sequence).zip(targets.chunks_exact_mut(self.sequence));
-        for (index, ((inputs, targets), starts)) in windows.zip(starts.chunks_exact_mut(self.sequence)).enumerate() {
-            let mut first = 0;
-            match &self.kind {
-                Kind::Stream { end_of_text } => {
-                    let end = end_of_text.ok_or(DataError::NoDocuments)?;
-                    for (at, token) in inputs.iter().enumerate() {
-                        starts[at] = first as u32;
-                        if *token == end {
-                            (first, targets[at]) = (at + 1, IGNORED);
-                        }
+    /// Where the document of each token begins, in a window that is filled already.
+    fn documents(&self, start: u64, inputs: &[u32], targets: &mut [u32], starts: &mut [u32]) -> Result<(), DataError> {
+        let mut first = 0;
+        match &self.kind {
+            Kind::Stream { end_of_text } => {
+                let end = end_of_text.ok_or(DataError::NoDocuments)?;
+                for (at, token) in inputs.iter().enumerate() {
+                    starts[at] = first as u32;
+                    if *token == end {
+                        (first, targets[at]) = (at + 1, IGNORED);
                     }
                 }
-                Kind::Rows { rows, .. } => {
-                    for example in &rows[start(index) as usize] {
-                        let end = first + (example.end - example.start - 1) as usize;
-                        starts[first..end].fill(first as u32);
-                        first = end;
-                    }
-                    starts[first..].fill(first as u32);
+            }
+            Kind::Rows { rows, .. } => {
+                for example in &rows[start as usize] {
+                    let end = first + (example.end - example.start - 1) as usize;
+                    starts[first..end].fill(first as u32);
+                    first = end;
                 }
+                starts[first..].fill(first as u32);
             }
         }
         Ok(())
     }
+}
+
+/// How many of `count` things each part has by its weight: one at least, and all together as many as there are, if there are enough.
+fn shares(parts: &[(Cut, f64)], count: usize) -> Vec<usize> {
+    let all: f64 = parts.iter().map(|(_, weight)| weight).sum();
+    let (mut weights, mut given) = (0.0, 0);
+    let mut shares = Vec::with_capacity(parts.len());
+    for (index, (_, weight)) in parts.iter().enumerate() {
+        weights += weight;
+        // What is left has room for one of each of those behind.
+        let most = count.saturating_sub(parts.len() - 1 - index).max(given + 1);
+        let end = ((count as f64 * weights / all).round() as usize).clamp(given + 1, most);
+        shares.push(end - given);
+        given = end;
+    }
+    shares
+}
+
+/// Writes windows `first..` of so many.
+fn fill<'a>(
+    sequence: usize,
+    windows: usize,
+    first: usize,
+    start: impl Fn(usize) -> (&'a Cut, u64),
+    inputs: &mut [u32],
+    targets: &mut [u32],
+) -> Result<(), DataError> {
+    let count = inputs.len() / sequence;
+    let whole = inputs.len() == targets.len() && inputs.len() == count * sequence;
+    if !whole || first.checked_add(count).is_none_or(|end| end > windows) {
+        let (inputs, targets) = (inputs.len(), targets.len());
+        return Err(DataError::Slices { inputs, targets, first, sequence, windows });
+    }
+    let slices = inputs.chunks_exact_mut(sequence).zip(targets.chunks_exact_mut(sequence));
+    for (index, (inputs, targets)) in (first..).zip(slices) {
+        let (cut, start) = start(index);
+        cut.fill(start, inputs, targets)?;
+    }
+    Ok(())
+}
+
+/// Where the document of each token begins, in windows that are filled already.
+fn documents<'a>(
+    sequence: usize,
+    start: impl Fn(usize) -> (&'a Cut, u64),
+    inputs: &[u32],
+    targets: &mut [u32],
+    starts: &mut [u32],
+) -> Result<(), DataError> {
+    let windows = inputs.chunks_exact(sequence).zip(targets.chunks_exact_mut(sequence));
+    for (index, ((inputs, targets), starts)) in windows.zip(starts.chunks_exact_mut(sequence)).enumerate() {
+        let (cut, start) = start(index);
+        cut.documents(start, inputs, targets, starts)?;
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -376,7 +450,7 @@ mod tests {
 
             let visits = epoch * per_epoch..(epoch + 1) * per_epoch;
             let starts: Vec<u64> = visits
-                .map(|visit| windows.start(visit / batch as u64, (visit % batch as u64) as usize))
+                .map(|visit| windows.start(visit / batch as u64, (visit % batch as u64) as usize).1)
                 .collect();
             let mut covered = HashSet::new();
             for start in starts {
@@ -408,10 +482,43 @@ mod tests {
             prop_assume!(length as usize > sequence);
             let windows = ValidationWindows::new(counting(length), 0..u64::from(length), sequence, count).unwrap();
             prop_assert!((1..=count).contains(&windows.count()));
-            let starts: Vec<u64> = (0..windows.count()).map(|index| windows.start(index)).collect();
+            let starts: Vec<u64> = (0..windows.count()).map(|index| windows.start(index).1).collect();
             prop_assert!(starts.windows(2).all(|pair| pair[0] + sequence as u64 <= pair[1]));
             prop_assert!(starts.last().unwrap() + (sequence as u64) < u64::from(length));
         }
+    }
+
+    /// Every 4096 windows each part has its share of them, goes through its own windows as it does alone, and depends on no other call.
+    #[test]
+    fn parts_of_a_mixture_have_their_shares_and_their_own_order() {
+        let cut = |from: u64, to: u64| Cut::new(counting(3000), from..to, None, 10, "training").unwrap();
+        let weights = [0.7, 0.3 - 1e-6, 1e-6];
+        let ranges = [(0, 1000), (1000, 1300), (1300, 3000)];
+        let parts: Vec<_> =
+            ranges.into_iter().zip(weights).map(|((from, to), weight)| (cut(from, to), weight)).collect();
+        let windows = TrainingWindows::of(parts, 8, 5).unwrap();
+        let mut seen: Vec<Vec<u64>> = vec![Vec::new(); 3];
+        for visit in 0..2 * PLACES {
+            let start = windows.start(visit / 8, (visit % 8) as usize).1;
+            let part = ranges.iter().position(|(from, to)| (*from..*to).contains(&start)).unwrap();
+            seen[part].push(start);
+        }
+        // 0.7 · 4096 is 2867.2; the last has one at least.
+        assert_eq!(seen.iter().map(Vec::len).collect::<Vec<_>>(), [2 * 2867, 2 * 1228, 2]);
+        for (of_mixture, (from, to)) in seen.iter().zip(ranges) {
+            let alone = TrainingWindows::of(vec![(cut(from, to), 1.0)], 1, 5).unwrap();
+            let mut of_mixture = of_mixture.clone();
+            let mut expected: Vec<u64> = (0..of_mixture.len() as u64).map(|visit| alone.start(visit, 0).1).collect();
+            of_mixture.sort_unstable();
+            expected.sort_unstable();
+            assert_eq!(of_mixture, expected);
+        }
+        // Of validation windows no more than there are.
+        let parts = vec![(cut(0, 1000), 1.0), (cut(1000, 1031), 1.0)];
+        let windows = ValidationWindows::of(parts, 20).unwrap();
+        let starts: Vec<u64> = (0..windows.count()).map(|index| windows.start(index).1).collect();
+        assert_eq!(starts[..2], [0, 90]);
+        assert_eq!(starts[10..], [1000, 1010, 1020]);
     }
 
     #[test]
@@ -419,7 +526,7 @@ mod tests {
         let starts = |seed, steps: Range<u64>| -> Vec<u64> {
             let windows = TrainingWindows::new(counting(1000), 0..1000, 10, 1, seed).unwrap();
             assert_eq!(windows.per_epoch(), 99);
-            steps.map(|step| windows.start(step, 0)).collect()
+            steps.map(|step| windows.start(step, 0).1).collect()
         };
         assert_eq!(starts(1, 0..99), starts(1, 0..99));
         assert_ne!(starts(1, 0..99), starts(2, 0..99));
@@ -433,7 +540,7 @@ mod tests {
         assert!(matches!(training(0..99, 20, 1), Err(DataError::TooShort { tokens: 20, .. })));
         assert!(matches!(training(0..20, 0, 1), Err(DataError::Zero { .. })));
         assert!(matches!(training(0..20, 10, 0), Err(DataError::Zero { .. })));
-        assert_eq!(training(0..11, 10, 1).unwrap().start(5, 0), 0);
+        assert_eq!(training(0..11, 10, 1).unwrap().start(5, 0).1, 0);
 
         let windows = training(0..20, 5, 2).unwrap();
         for (first, inputs, targets) in [(0, 15, 15), (2, 5, 5), (0, 4, 4), (0, 10, 5), (usize::MAX, 5, 5)] {

@@ -1,5 +1,6 @@
 //! What can be refused of a run before data, model and device are looked at.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use gapless_engine::data::Format;
@@ -146,9 +147,15 @@ impl RunConfig {
 
     /// Refuses what can be refused of the data before they are read.
     fn check_data(&self) -> Result<(), ConfigError> {
-        if !self.data.path.exists() {
-            let why = format!("there is no {}", self.data.path.display());
-            return fail("data.path", why, "name a file or folder that is there");
+        let sources = self.data.mix.iter().map(|source| ("data.mix", &source.path));
+        let sources: Vec<_> = std::iter::once(("data.path", &self.data.path)).chain(sources).collect();
+        if let Some((key, path)) = sources.iter().find(|(_, path)| !path.exists()) {
+            return fail(key, format!("there is no {}", path.display()), "name a file or folder that is there");
+        }
+        let weights: f64 = self.data.mix.iter().map(|source| source.weight).sum();
+        if self.data.mix.iter().any(|source| source.weight.is_nan() || source.weight <= 0.0) || weights >= 1.0 {
+            let why = format!("its weights are {weights} together");
+            return fail("data.mix", why, "each is above 0, and together they leave something of 1 to data.path");
         }
         if let Some(file) = self.data.tokenizer.as_ref().filter(|file| !file.is_file()) {
             return fail("data.tokenizer", format!("there is no {}", file.display()), "name a tokenizer.json");
@@ -168,9 +175,10 @@ impl RunConfig {
             return fail("data.vocabulary", format!("{size} tokens do not even hold the bytes"), "it is at least 256");
         }
         let is_lines =
-            self.data.path.extension().is_some_and(|extension| extension == "jsonl") && self.data.path.is_file();
-        if self.data.format.has_answers() && !is_lines {
-            let why = format!("{} is no .jsonl file, whose lines have answers", self.data.path.display());
+            |path: &&PathBuf| path.extension().is_some_and(|extension| extension == "jsonl") && path.is_file();
+        let other = sources.iter().map(|(_, path)| path).find(|path| !is_lines(path));
+        if let Some(path) = other.filter(|_| self.data.format.has_answers()) {
+            let why = format!("{} is no .jsonl file, whose lines have answers", path.display());
             return fail("data.format", why, "name one in data.path, or leave data.format out");
         }
         let has_tokenizer = self.data.tokenizer.is_some() || matches!(self.model, ModelConfig::Folder(_));

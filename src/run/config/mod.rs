@@ -104,6 +104,9 @@ pub struct DataConfig {
     /// A file or folder of .txt, .rs, .md or .jsonl, also as .gz or .zst, a .bin of token ids or a folder of them, or a `Cargo.lock` for the Rust
     /// sources that it names.
     pub path: PathBuf,
+    /// Further sources, each with its part of the windows; `path` has the rest.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub mix: Vec<SourceConfig>,
     /// Tokens of the byte-pair encoding that is trained on it, 4096 where neither this nor `tokenizer` is there; 256 for plain bytes.
     /// Not beside `tokenizer`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -124,6 +127,16 @@ pub struct DataConfig {
     /// Where tokens are kept.
     #[serde(default = "default_cache")]
     pub cache: PathBuf,
+}
+
+/// `[[data.mix]]`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct SourceConfig {
+    /// As `data.path`.
+    pub path: PathBuf,
+    /// Its part of the windows, of 1.
+    pub weight: f64,
 }
 
 /// `[step]`.
@@ -598,7 +611,7 @@ impl RunConfig {
     /// # Errors
     /// As [`Dataset::prepare`].
     pub fn dataset(&self) -> Result<Dataset, gapless_engine::data::DataError> {
-        let DataConfig { path, vocabulary, tokenizer, format, isolate_documents: _, validation_every, cache } =
+        let DataConfig { path, mix, vocabulary, tokenizer, format, isolate_documents: _, validation_every, cache } =
             self.data.clone();
         let tokenizer = tokenizer.or_else(|| match &self.model {
             ModelConfig::Folder(folder) => Some(folder.join("tokenizer.json")),
@@ -609,9 +622,19 @@ impl RunConfig {
             (None, size) => VocabularyChoice::of_size(size.unwrap_or(4096)),
         };
         let options = DataOptions { vocabulary, validation_every, cache };
-        match format.has_answers() {
-            true => Dataset::examples(&path, format, &options),
-            false => Dataset::prepare(&Source::from(path), &options),
+        if mix.is_empty() {
+            return match format.has_answers() {
+                true => Dataset::examples(&path, format, &options),
+                false => Dataset::prepare(&Source::from(path), &options),
+            };
         }
+        let rest = 1.0 - mix.iter().map(|source| source.weight).sum::<f64>();
+        let sources = std::iter::once((path, rest)).chain(mix.into_iter().map(|source| (source.path, source.weight)));
+        if format.has_answers() {
+            let parts = sources.map(|(path, weight)| Ok((Dataset::examples(&path, format, &options)?, weight)));
+            return Dataset::mixture(parts.collect::<Result<_, _>>()?);
+        }
+        let sources: Vec<(Source, f64)> = sources.map(|(path, weight)| (Source::from(path), weight)).collect();
+        Dataset::prepare_mixture(&sources, &options)
     }
 }
