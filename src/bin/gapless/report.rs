@@ -1,8 +1,9 @@
 //! `gapless report RUN …`: the folders of runs as one page.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use anyhow::Context;
 use gapless::run::Report;
 
 use crate::output::{picture, print, replace, tell};
@@ -18,6 +19,9 @@ pub struct Arguments {
     /// The page
     #[arg(long, value_name = "FILE.html", default_value = "report.html", value_parser = |path: &str| picture(path, &["html"]))]
     out: PathBuf,
+    /// Writes the numbers for TensorBoard instead, a folder in LOGDIR for each run (`tensorboard --logdir LOGDIR`)
+    #[arg(long, value_name = "LOGDIR", conflicts_with_all = ["out", "watch"])]
+    tensorboard: Option<PathBuf>,
     /// Serves the page on 127.0.0.1 instead, where it follows runs that go on, until Ctrl-C
     #[arg(long, conflicts_with = "out")]
     watch: bool,
@@ -37,6 +41,12 @@ pub fn run(arguments: &Arguments) -> ExitCode {
         Err(error) => return fail(&error, 2),
     };
     report.runs().iter().for_each(tell);
+    if let Some(folder) = &arguments.tensorboard {
+        return match events(&report, folder) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => fail(&format_args!("{error:#}"), 1),
+        };
+    }
     if arguments.watch {
         return match watch(report, arguments.port) {
             Ok(()) => ExitCode::SUCCESS,
@@ -54,6 +64,23 @@ pub fn run(arguments: &Arguments) -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => fail(&format_args!("{error:#}"), 1),
     }
+}
+
+/// An event file for each run, over that of an earlier call.
+fn events(report: &Report, folder: &Path) -> anyhow::Result<()> {
+    for run in report.runs() {
+        // A name that tells runs apart may be a path.
+        let name = run.name().trim_matches(|c| c == '/' || c == '.').replace(['/', '\\'], "-");
+        let folder = folder.join(if name.is_empty() { "run" } else { &name });
+        let file = folder.join("events.out.tfevents.0.gapless");
+        let write = || {
+            std::fs::create_dir_all(&folder)?;
+            replace(&file, |out| out.write_all(&run.events()))
+        };
+        write().with_context(|| format!("cannot write {}", file.display()))?;
+        print(|out| writeln!(out, "{}", file.display()))?;
+    }
+    Ok(())
 }
 
 fn watch(report: Report, port: u16) -> std::io::Result<()> {

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
+use std::time::UNIX_EPOCH;
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
@@ -11,6 +12,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::ReportError;
+use super::tensorboard::Events;
 
 /// The rows of a file that may still be written: what is behind the last line's end is read again next time.
 #[derive(Debug, Default)]
@@ -46,6 +48,19 @@ impl Metrics {
 
     pub fn curves(&self) -> BTreeMap<&str, Curve> {
         self.values.iter().map(|(name, points)| (name.as_str(), Curve::new(points))).collect()
+    }
+
+    /// The rows as a TensorBoard event file, each with the time of the last.
+    pub fn events(&self) -> Vec<u8> {
+        let modified = self.path.as_ref().and_then(|path| fs::metadata(path).ok()?.modified().ok());
+        let time = modified.and_then(|time| time.duration_since(UNIX_EPOCH).ok()).unwrap_or_default();
+        let mut steps: BTreeMap<u64, Vec<(&str, f32)>> = BTreeMap::new();
+        for (name, points) in &self.values {
+            points.iter().for_each(|(step, value)| steps.entry(*step).or_default().push((name, *value)));
+        }
+        let mut events = Events::new(time.as_secs_f64());
+        steps.into_iter().for_each(|(step, values)| events.step(step, values));
+        events.into_bytes()
     }
 
     /// Reads the rows that are new. A file that is shorter than before is another run's.
@@ -101,7 +116,9 @@ impl Metrics {
                 parts.iter().for_each(|(key, part)| self.put(&format!("{name}.{key}"), step, part));
                 return;
             }
-            Value::Bool(_) | Value::String(_) => return,
+            // A row says only what is so.
+            Value::Bool(is_so) => f32::from(u8::from(*is_so)),
+            Value::String(_) => return,
         };
         match self.values.get_mut(name) {
             Some(points) => drop(points.insert(step, number)),

@@ -5,6 +5,7 @@
 
 mod metrics;
 mod serve;
+mod tensorboard;
 #[cfg(test)]
 mod tests;
 
@@ -189,6 +190,11 @@ impl RunRecord {
     /// Where it lies.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Its numbers as a TensorBoard event file, whose name has to hold `tfevents`.
+    pub fn events(&self) -> Vec<u8> {
+        self.metrics.events()
     }
 
     /// Steps up to the last row; none without rows.
