@@ -1,6 +1,7 @@
 //! `gapless train RUN.toml`: a whole run, as a file says it.
 
 use std::fs::File;
+use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -105,7 +106,10 @@ fn is_refused(error: &RunError) -> bool {
 /// Warnings go to the standard error, and how far the data are; spans to a file, if one is named, until the guard is dropped.
 fn start_tracing(console: &Console, path: Option<&Path>) -> Result<Option<FlushGuard>, String> {
     let errors = console.errors();
-    let warnings = tracing_subscriber::fmt::layer().without_time().with_writer(move || errors.clone());
+    let warnings = tracing_subscriber::fmt::layer()
+        .without_time()
+        .with_ansi(std::io::stderr().is_terminal())
+        .with_writer(move || errors.clone());
     // What takes long before the first step is said, too.
     let said = Targets::new().with_default(LevelFilter::WARN).with_target("gapless_data", LevelFilter::INFO);
     let registry = tracing_subscriber::registry().with(warnings.with_filter(said));

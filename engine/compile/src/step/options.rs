@@ -65,7 +65,7 @@ impl UpdateOptions {
     /// [`Error::Config`], and those of [`Optimizer::check`].
     pub fn check(&self) -> Result<()> {
         let fail = |what, why: String, remedy| Err(Error::Config { what, why, remedy });
-        if let Some(value) = self.max_value.filter(|value| !(*value > 0.0)) {
+        if let Some(value) = self.max_value.filter(|value| value.is_nan() || *value <= 0.0) {
             return fail("max_value", format!("is {value}"), "it is above 0");
         }
         if let Some(decay) = self.average.filter(|decay| !(0.0..1.0).contains(decay)) {
