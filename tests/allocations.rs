@@ -11,7 +11,10 @@ use common::{Kind, Run};
 use gapless::alloc::arena::ArenaReport;
 use gapless::engine::optim::{AdamW8bit, GaLore, Optimizer};
 use gapless::models::MoeStyle;
-use gapless::{DType, GenerateOptions, Generation, Mesh, NextToken, Offload, Overflow, Reserve, Sampling};
+use gapless::{
+    DType, GenerateOptions, Generation, Mesh, NextToken, Offload, Overflow, ParameterGroup, Reserve, Sampling,
+    UpdateOptions,
+};
 use gapless_testing::{few, not_checked, only_test};
 
 struct Counting;
@@ -42,6 +45,7 @@ fn main() {
         one_rank_and_memory_stays_flat();
         tokens();
         optimizers_of_fewer_bytes();
+        what_an_update_does_beside_its_rule();
         what_waits_otherwise_than_as_it_is();
         several_ranks();
         rows_without_room();
@@ -161,6 +165,15 @@ fn optimizers_of_fewer_bytes() {
         run.options.optimizer = optimizer;
         assert_eq!(allocations_of_steps(&run), 0, "{:?}: heap allocations", run.options.optimizer);
     }
+}
+
+/// Groups, cut gradients, averages, and steps that might be left out.
+fn what_an_update_does_beside_its_rule() {
+    let mut run = Run::default();
+    let (names, optimizer) = (vec!["h.0".to_owned()], run.options.optimizer.clone());
+    let groups = vec![ParameterGroup { names, optimizer, learning_rate: 0.5 }];
+    run.options.update = UpdateOptions { groups, max_value: Some(1e-2), guarded: true, average: Some(0.9) };
+    assert_eq!(allocations_of_steps(&run), 0, "{:?}: heap allocations", run.options.update);
 }
 
 /// Activations that are packed, and that are copied to a file and back.

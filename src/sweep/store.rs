@@ -46,6 +46,13 @@ pub(super) struct Store {
     file: File,
 }
 
+/// As [`FolderLock`](gapless_engine::checkpoint::FolderLock)'s: a process that another thread starts has a copy of the file for a moment.
+impl Drop for Store {
+    fn drop(&mut self) {
+        let _ = self.file.unlock();
+    }
+}
+
 fn failed(path: &Path) -> impl Fn(io::Error) -> StoreError + '_ {
     move |source| StoreError::File { path: path.to_owned(), source }
 }

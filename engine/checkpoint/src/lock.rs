@@ -25,8 +25,16 @@ const OWNER_BYTES: u64 = 200;
 /// ```
 #[derive(Debug)]
 pub struct FolderLock {
-    /// Closing it releases the lock.
-    _file: File,
+    file: File,
+}
+
+/// Released in so many words, not by closing the file: a process that is being started in another thread has a copy of it until its
+/// own program begins.
+impl Drop for FolderLock {
+    fn drop(&mut self) {
+        // Of a file system without locks.
+        let _ = self.file.unlock();
+    }
 }
 
 impl FolderLock {
@@ -57,7 +65,7 @@ impl FolderLock {
             }
             Err(TryLockError::Error(error)) => return Err(write_error(error)),
         }
-        Ok(Self { _file: file })
+        Ok(Self { file })
     }
 }
 
@@ -74,5 +82,21 @@ fn owner(file: &File) -> String {
     match String::from_utf8_lossy(&bytes).lines().next() {
         Some(line) if !line.is_empty() => line.to_owned(),
         _ => "another process".into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As a child has it between its fork and its program's start.
+    #[test]
+    fn a_copy_of_the_file_does_not_hold_the_lock() {
+        let folder = tempfile::tempdir().unwrap();
+        let lock = FolderLock::acquire(folder.path()).unwrap();
+        let _copy = lock.file.try_clone().unwrap();
+        assert!(matches!(FolderLock::acquire(folder.path()), Err(CheckpointError::Locked { .. })));
+        drop(lock);
+        FolderLock::acquire(folder.path()).unwrap();
     }
 }

@@ -202,6 +202,7 @@ impl Trainer {
         tracing::info!("{device}");
         let CompiledStep { parameters, vocabulary, layout, watched, model } = compiled;
         let (at, step, world) = (plan.at, 0, None);
+        let scalars_inputs = options.update.scalars_inputs();
         let share = Share::of(&options.step(), at);
         let documents = DocumentInputs::new(if options.documents { options.batch * options.sequence } else { 0 });
         Ok(Self {
@@ -219,6 +220,7 @@ impl Trainer {
             share,
             step,
             limits: Limits::default(),
+            scalars_inputs,
             world,
             batch_check: None,
             documents,

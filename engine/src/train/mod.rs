@@ -99,6 +99,8 @@ pub struct Trainer {
     share: Share,
     step: u64,
     limits: Limits,
+    /// Of each group's rule.
+    scalars_inputs: Vec<String>,
     /// A digest of the model's graph.
     model: String,
     /// The way to all ranks, if there are others.
@@ -504,10 +506,11 @@ impl Trainer {
     fn write_step(&mut self, batch: &Batch<'_>, lr: f64) -> Result<()> {
         let program = self.training()?;
         self.write_batch(program, self.share, self.options.batch, batch)?;
-        for (input, rule, factor) in self.options.update.rules(&self.options.optimizer) {
-            if self.session.has_input(program, &input) {
+        let rules = self.options.update.rules(&self.options.optimizer);
+        for (input, (rule, factor)) in self.scalars_inputs.iter().zip(rules) {
+            if self.session.has_input(program, input) {
                 let scalars: [f32; SCALARS] = rule.scalars(self.step, lr * factor);
-                self.session.write_input(program, &input, 0, &scalars)?;
+                self.session.write_input(program, input, 0, &scalars)?;
             }
         }
         if self.session.has_input(program, LIMITS_INPUT) {

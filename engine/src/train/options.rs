@@ -278,7 +278,7 @@ impl TrainOptions {
     /// What waits for all gradients keeps them.
     fn check_release(&self) -> Result<()> {
         let fail = |why: &str, remedy| Err(TrainError::Config { what: "release_gradients", why: why.into(), remedy });
-        if self.update.rules(&self.optimizer).any(|(_, rule, _)| rule.needs_norm()) {
+        if self.update.rules(&self.optimizer).any(|(rule, _)| rule.needs_norm()) {
             return fail("gradients are clipped by their common norm", "set the optimizer's max_norm to infinity");
         }
         if self.update.guarded {

@@ -46,17 +46,19 @@ impl UpdateOptions {
         self.groups.iter().position(is_in).map_or(0, |group| group + 1)
     }
 
-    /// The rules that parameters are updated by, in the order of their groups, each with the input that carries its numbers of a step
-    /// and what its learning rate is multiplied by.
+    /// The rules that parameters are updated by, in the order of their groups, each with what its learning rate is multiplied by.
     pub fn rules<'a>(
         &'a self,
         rest: &'a Arc<dyn Optimizer>,
-    ) -> impl Iterator<Item = (String, &'a Arc<dyn Optimizer>, f64)> + 'a {
+    ) -> impl Iterator<Item = (&'a Arc<dyn Optimizer>, f64)> + 'a {
         let groups = self.groups.iter().map(|group| (&group.optimizer, group.learning_rate));
-        let named = |(index, (rule, rate)): (usize, _)| {
-            (if index == 0 { SCALARS_INPUT.to_owned() } else { format!("{SCALARS_INPUT}.{index}") }, rule, rate)
-        };
-        std::iter::once((rest, 1.0)).chain(groups).enumerate().map(named)
+        std::iter::once((rest, 1.0)).chain(groups)
+    }
+
+    /// The inputs that carry their numbers of a step, in the same order.
+    pub fn scalars_inputs(&self) -> Vec<String> {
+        let of_group = |group: usize| format!("{SCALARS_INPUT}.{group}");
+        std::iter::once(SCALARS_INPUT.to_owned()).chain((1..=self.groups.len()).map(of_group)).collect()
     }
 
     /// Refuses numbers that make no sense.

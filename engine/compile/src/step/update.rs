@@ -140,8 +140,8 @@ impl Update<'_> {
             // Nothing to wait for: neither clipped nor left out.
             norm: if self.options.release_gradients { loss.constant(0.0, ()) } else { self.guarded(&norm, loss)? },
             scalars: {
-                let rules = self.options.update.rules(&self.options.optimizer);
-                rules.map(|(name, ..)| self.trace.input(&name, Spec::f32(SCALARS))).collect::<Result<_>>()?
+                let names = self.options.update.scalars_inputs();
+                names.iter().map(|name| self.trace.input(name, Spec::f32(SCALARS))).collect::<Result<_>>()?
             },
         };
         let (mut roles, mut layout) = (Roles::new(), CheckpointLayout::default());
