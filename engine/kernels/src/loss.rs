@@ -19,11 +19,6 @@ impl LossTerms {
     /// −log softmax(x)`[t]`, as it is by default.
     pub const NONE: Self = Self { label_smoothing: 0.0, z_loss: 0.0 };
 
-    /// Whether there is more than the likelihood.
-    pub fn is_none(&self) -> bool {
-        *self == Self::NONE
-    }
-
     /// As kernels have it, for a row of so many logits.
     #[inline(always)]
     pub fn of_row(&self, vocabulary: usize) -> RowLoss {
@@ -38,9 +33,14 @@ impl LossTerms {
         let lse = max + logits.iter().map(|x| (x - max).exp()).sum::<f64>().ln();
         let spread = if e > 0.0 { e / vocabulary * logits.iter().sum::<f64>() } else { 0.0 };
         let loss = lse - (1.0 - e) * logits[target] - spread + z * lse * lse;
-        let wanted = |i: usize| e / vocabulary + if i == target { 1.0 - e } else { 0.0 };
-        let gradient = logits.iter().enumerate().map(|(i, x)| (x - lse).exp() * (1.0 + 2.0 * z * lse) - wanted(i));
-        (loss, gradient.collect())
+        (loss, self.gradient(logits, lse, target))
+    }
+
+    /// The gradient of each logit of a row, by its log-sum-exp, in f64.
+    pub fn gradient(&self, logits: &[f64], lse: f64, target: usize) -> Vec<f64> {
+        let Self { label_smoothing: e, z_loss: z } = *self;
+        let wanted = |i: usize| e / logits.len() as f64 + if i == target { 1.0 - e } else { 0.0 };
+        logits.iter().enumerate().map(|(i, x)| (x - lse).exp() * (1.0 + 2.0 * z * lse) - wanted(i)).collect()
     }
 }
 
