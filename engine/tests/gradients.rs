@@ -1,7 +1,7 @@
 //! Every operation against its judges: gradients by finite differences in f64, kernels by the f64 reference.
 
 use gapless_engine::LossTerms;
-use gapless_engine::ops::{CrossEntropy, LinearCrossEntropy, Rope, RopeScaling};
+use gapless_engine::ops::{Attention, CrossEntropy, LinearCrossEntropy, Rope, RopeScaling};
 use gapless_engine::{DType, Result, Tensor, gradient_check};
 
 /// Central differences in f64 are good to about 1e-9; f32 kernels to some multiples of 2⁻²⁴ = 6e-8.
@@ -120,6 +120,20 @@ fn attention() {
     let shapes: &[&[usize]] = &[&[2, 4, 5, 8], &[2, 2, 5, 8], &[2, 2, 5, 8]];
     let starts: (&[usize], &[u32]) = (&[2, 5], &[0, 0, 2, 2, 4, 0, 1, 1, 1, 9]);
     check_ids(shapes, &[starts], |x, ids| x[0].document_attention(&x[1], &x[2], &ids[0], 0.3));
+    // Windows, capped scores, and values of another size; all of it over packed documents.
+    let how = Attention { window: Some(2), cap: Some(0.5), ..Attention::causal(0.3) };
+    let of_another_size: &[&[usize]] = &[&[2, 4, 5, 8], &[2, 2, 5, 8], &[2, 2, 5, 3]];
+    for how in [
+        Attention { window: None, ..how },
+        Attention { cap: None, ..how },
+        how,
+        Attention { window: None, causal: false, ..how },
+    ] {
+        check(of_another_size, |x| x[0].attend(&x[1], &x[2], how));
+    }
+    check_ids(of_another_size, &[starts], |x, ids| {
+        Tensor::apply_op::<2>(how, &[&x[0], &x[1], &x[2], &ids[0]]).map(|[out, _]| out)
+    });
     // Heads whose elements do not lie side by side are copied first.
     check(&[&[1, 2, 8, 5], &[1, 2, 5, 8]], |x| x[0].transpose(2, 3)?.causal_attention(&x[1], &x[1], 0.3));
     check(&[&[2, 5, 48]], |x| {

@@ -1,7 +1,7 @@
 //! What continues sequences, judged by its f64 reference: these operations have no gradients.
 
 use gapless_compile::Output;
-use gapless_graph::ops::{CacheWrite, CachedAttention};
+use gapless_graph::ops::{Attention, CacheWrite, CachedAttention};
 use gapless_graph::reference::evaluate;
 use gapless_graph::{Result, Sequences, Stream, Tensor, lock};
 use gapless_runtime::RunOptions;
@@ -46,13 +46,20 @@ fn kernels_agree_with_their_references() {
     });
     // Grouped heads, over more keys than are packed together.
     let attend = |x: &[Tensor], p: &Tensor| {
-        Tensor::apply_op(CachedAttention { scale: 0.3 }, &[&x[0], &x[1], &x[2], p]).map(|[y]| y)
+        Tensor::apply_op(CachedAttention(Attention::causal(0.3)), &[&x[0], &x[1], &x[2], p]).map(|[y]| y)
     };
     check(&[&[2, 4, 3, 8], &[2, 2, 9, 8], &[2, 2, 9, 8]], (&[2, 3], &[6, 7, 8, 0, 1, 2]), attend);
     check(&[&[2, 4, 1, 8], &[2, 4, 900, 8], &[2, 4, 900, 8]], (&[2, 1], &[899, 0]), attend);
     check(&[&[2, 1, 4, 8], &[2, 2, 5, 8], &[2, 2, 5, 8]], (&[2, 1], &[3, 4]), |x, p| {
         attend(&[x[0].transpose(1, 2)?, x[1].clone(), x[2].clone()], p)
     });
+    // The last keys alone, scores that are capped, values of another size.
+    let windowed = |x: &[Tensor], p: &Tensor| {
+        let how = Attention { window: Some(5), cap: Some(0.7), ..Attention::causal(0.3) };
+        Tensor::apply_op(CachedAttention(how), &[&x[0], &x[1], &x[2], p]).map(|[y]| y)
+    };
+    check(&[&[2, 4, 3, 8], &[2, 2, 9, 8], &[2, 2, 9, 3]], (&[2, 3], &[6, 7, 8, 0, 1, 2]), windowed);
+    check(&[&[1, 2, 1, 8], &[1, 2, 900, 8], &[1, 2, 900, 13]], (&[1, 1], &[899]), windowed);
     // Rotation by places that are given.
     check(&[&[2, 3, 2, 8]], (&[2, 2], &[0, 1, 40, 41]), |x, positions| {
         let [cache] = Tensor::apply_op(

@@ -4,22 +4,27 @@ use candle_core::Layout;
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::Args;
 use gapless_kernels::cpu::attention::{self, HeadStrides, Mask};
+use gapless_kernels::cuda::launch::Scores;
 
 use crate::error::Result;
 use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
-/// softmax(scale·q·kᵀ)·v for q [batch, heads, tokens, head size] and k, v [batch, key-value heads, tokens, head size].
-/// Outputs: the result as [batch, tokens, heads, head size], and the log-sum-exp of the scores
-/// [batch, heads, tokens] for the gradient. A fourth input, u32 [batch, tokens], says the first key that each query sees, for
+/// softmax(scale·q·kᵀ)·v for q [batch, heads, tokens, head size], k [batch, key-value heads, tokens, head size] and v [batch,
+/// key-value heads, tokens, value size]. Outputs: the result as [batch, tokens, heads, value size], and the log-sum-exp of the
+/// scores [batch, heads, tokens] for the gradient. A fourth input, u32 [batch, tokens], says the first key that each query sees, for
 /// sequences of several documents; one behind all that the query sees is taken as the last of these.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Attention {
     /// Factor of the scores, 1/√(head size) as a rule.
     pub scale: f64,
     /// Whether a token sees only itself and those before it.
     pub causal: bool,
+    /// How many tokens it then sees at most, itself included (Beltagy et al., arXiv 2004.05150).
+    pub window: Option<usize>,
+    /// A score s counts as cap·tanh(s/cap) (Gemma 2, arXiv 2408.00118, section 2).
+    pub cap: Option<f64>,
 }
 
 /// Extents of one attention.
@@ -31,12 +36,52 @@ struct Extents {
     queries: usize,
     keys: usize,
     head_size: usize,
+    value_size: usize,
 }
 
 impl Extents {
-    fn of(q: &[usize], k: &[usize]) -> Option<Self> {
+    fn of(q: &[usize], k: &[usize], v: &[usize]) -> Option<Self> {
         let (&[batch, heads, queries, head_size], &[_, kv_heads, keys, _]) = (q, k) else { return None };
-        Some(Self { batch, heads, kv_heads, queries, keys, head_size })
+        let &[_, _, _, value_size] = v else { return None };
+        Some(Self { batch, heads, kv_heads, queries, keys, head_size, value_size })
+    }
+
+    fn of_specs(inputs: &[Spec]) -> Self {
+        Self::of(inputs[0].dims(), inputs[1].dims(), inputs[2].dims()).expect("rank 4 by the shape rule")
+    }
+}
+
+impl Attention {
+    /// Every query sees every key.
+    pub fn full(scale: f64) -> Self {
+        Self { scale, causal: false, window: None, cap: None }
+    }
+
+    /// Every query sees the keys up to its own.
+    pub fn causal(scale: f64) -> Self {
+        Self { causal: true, ..Self::full(scale) }
+    }
+
+    /// Whether its numbers make sense.
+    pub(super) fn check(&self) -> Result<(), String> {
+        let Self { scale, causal, window, cap } = *self;
+        if !(scale > 0.0 && scale.is_finite()) {
+            return Err(format!("the scale {scale} is not a positive number"));
+        }
+        if let Some(cap) = cap.filter(|cap| !(*cap > 0.0 && cap.is_finite())) {
+            return Err(format!("the cap of scores {cap} is not a positive number"));
+        }
+        match window {
+            Some(0) => Err("a window of no token: each sees itself at least".into()),
+            Some(_) if !causal => Err("a window is for causal attention".into()),
+            _ => Ok(()),
+        }
+    }
+
+    /// As the GPU's kernels have it.
+    fn scores(&self) -> Scores {
+        let Self { scale, causal, window, cap } = *self;
+        Scores { scale: scale as f32, cap: cap.unwrap_or(0.0) as f32, is_causal: causal, window }
     }
 }
 
@@ -47,21 +92,23 @@ impl Op for Attention {
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
         super::expect_float(&inputs[..3])?;
-        let Some(e) = Extents::of(inputs[0].dims(), inputs[1].dims()) else {
+        let Some(e) = Extents::of(inputs[0].dims(), inputs[1].dims(), inputs[2].dims()) else {
             return Err("[batch, heads, tokens, head size] is needed for q, k and v".into());
         };
-        if inputs[1] != inputs[2] || inputs[1].dims()[0] != e.batch || inputs[1].dims()[3] != e.head_size {
-            return Err("k and v must have equal shapes, and the batch and head size of q".into());
+        if inputs[1].dtype != inputs[2].dtype || inputs[1].dims()[..3] != inputs[2].dims()[..3] {
+            return Err("k and v must have equal types and shapes, up to the size of a head".into());
+        }
+        if inputs[1].dims()[0] != e.batch || inputs[1].dims()[3] != e.head_size {
+            return Err("k and v must have the batch of q, and k its head size".into());
         }
         if e.kv_heads == 0 || e.heads % e.kv_heads != 0 {
             return Err(format!("{} heads are not a multiple of {} key-value heads", e.heads, e.kv_heads));
         }
-        if e.head_size > attention::MAX_HEAD_SIZE {
-            return Err(format!("the head size {} is larger than {}", e.head_size, attention::MAX_HEAD_SIZE));
+        let widest = e.head_size.max(e.value_size);
+        if widest > attention::MAX_HEAD_SIZE {
+            return Err(format!("the head size {widest} is larger than {}", attention::MAX_HEAD_SIZE));
         }
-        if !(self.scale > 0.0 && self.scale.is_finite()) {
-            return Err(format!("the scale {} is not a positive number", self.scale));
-        }
+        self.check()?;
         if self.causal && e.keys < e.queries {
             return Err("causal attention needs a key for every query".into());
         }
@@ -71,7 +118,7 @@ impl Op for Attention {
                 return Err("the first keys must be [batch, tokens]".into());
             }
         }
-        let out = inputs[0].in_shape((e.batch, e.queries, e.heads, e.head_size));
+        let out = inputs[0].in_shape((e.batch, e.queries, e.heads, e.value_size));
         Ok(vec![out, Spec::f32((e.batch, e.heads, e.queries))])
     }
 
@@ -88,7 +135,8 @@ impl Op for Attention {
     }
 
     fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
-        2 * self.product_flops(inputs)
+        let e = Extents::of_specs(inputs);
+        (e.head_size + e.value_size) as u64 * self.flops_per_element(e)
     }
 
     fn reads_strides(&self, index: usize, layout: &Layout) -> bool {
@@ -107,22 +155,22 @@ impl Op for Attention {
         kernel.forward(q, k, v, starts, out, lse, scratch).expect("extents by the shape rule");
     }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
-        gapless_kernels::cuda::launch::attention(self.scale, self.causal, operands)
+        gapless_kernels::cuda::launch::attention(self.scores(), operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let (q, k, v) = (args.input(0), args.input(1), args.input(2));
-        let e = Extents::of(&q.dims, &k.dims).expect("rank 4 by the shape rule");
-        let mut out = Array::zeros(&[e.batch, e.queries, e.heads, e.head_size]);
+        let e = Extents::of(&q.dims, &k.dims, &v.dims).expect("rank 4 by the shape rule");
+        let mut out = Array::zeros(&[e.batch, e.queries, e.heads, e.value_size]);
         let mut lse = Array::zeros(&[e.batch, e.heads, e.queries]);
         let starts = (args.inputs() > 3).then(|| args.input(3));
         self.for_each_score(e, q, k, starts, |b, h, t, first, scores| {
             let sum = log_sum_exp(scores);
             lse.data[(b * e.heads + h) * e.queries + t] = sum;
             for (s, score) in (first..).zip(scores) {
-                for i in 0..e.head_size {
-                    out.data[((b * e.queries + t) * e.heads + h) * e.head_size + i] +=
-                        (score - sum).exp() * v.data[kv_index(e, b, h, s, i)];
+                for i in 0..e.value_size {
+                    out.data[((b * e.queries + t) * e.heads + h) * e.value_size + i] +=
+                        (score - sum).exp() * v.data[e.kv_row(b, h, s) * e.value_size + i];
                 }
             }
         });
@@ -133,17 +181,16 @@ impl Op for Attention {
 impl Attention {
     /// The kernel for operands with these strides; outputs and gradients are dense [batch, tokens, heads, head size].
     fn kernel(&self, q: &Layout, k: &Layout, v: &Layout) -> attention::Attention {
-        let e = Extents::of(q.dims(), k.dims()).expect("rank 4 by the shape rule");
+        let e = Extents::of(q.dims(), k.dims(), v.dims()).expect("rank 4 by the shape rule");
         let strides = |layout: &Layout| {
             let &[batch, head, token, _] = layout.stride() else { unreachable!("rank 4 by the shape rule") };
             HeadStrides { batch, head, token }
         };
-        let dense = |heads: usize, tokens: usize| HeadStrides {
-            batch: tokens * heads * e.head_size,
-            head: e.head_size,
-            token: heads * e.head_size,
+        let dense = |heads: usize, tokens: usize, size: usize| HeadStrides {
+            batch: tokens * heads * size,
+            head: size,
+            token: heads * size,
         };
-        let (d_q, d_kv) = (dense(e.heads, e.queries), dense(e.kv_heads, e.keys));
         attention::Attention {
             batch: e.batch,
             heads: e.heads,
@@ -151,23 +198,34 @@ impl Attention {
             queries: e.queries,
             keys: e.keys,
             head_size: e.head_size,
+            value_size: e.value_size,
             scale: self.scale as f32,
             mask: if self.causal { Mask::Causal { offset: e.keys - e.queries } } else { Mask::Full },
+            window: self.window,
+            cap: self.cap.map(|cap| cap as f32),
             q: strides(q),
             k: strides(k),
             v: strides(v),
-            out: d_q,
-            d_q,
-            d_k: d_kv,
-            d_v: d_kv,
+            out: dense(e.heads, e.queries, e.value_size),
+            d_q: dense(e.heads, e.queries, e.head_size),
+            d_k: dense(e.kv_heads, e.keys, e.head_size),
+            d_v: dense(e.kv_heads, e.keys, e.value_size),
         }
     }
 
-    /// Arithmetic of one product of queries with keys, the masked half left out.
-    fn product_flops(&self, inputs: &[Spec]) -> u64 {
-        let e = Extents::of(inputs[0].dims(), inputs[1].dims()).expect("rank 4 by the shape rule");
-        let scores = if self.causal { e.queries * (2 * e.keys - e.queries + 1) / 2 } else { e.queries * e.keys };
-        2 * (e.batch * e.heads * e.head_size * scores) as u64
+    /// Arithmetic of a product over scores for each element of a head, what the mask hides left out.
+    fn flops_per_element(&self, e: Extents) -> u64 {
+        let causal = |queries: usize, keys: usize| queries * (2 * keys - queries + 1) / 2;
+        let scores = match (self.causal, self.window) {
+            (false, _) => e.queries * e.keys,
+            (true, Some(window)) if window < e.keys => {
+                // Those that the window leaves out are seen causally by the queries behind it.
+                let behind = e.queries.min(e.keys - window);
+                causal(e.queries, e.keys) - causal(behind, e.keys - window)
+            }
+            (true, _) => causal(e.queries, e.keys),
+        };
+        2 * (e.batch * e.heads * scores) as u64
     }
 
     /// The first key that each query sees, and the scores over it and those behind it that it sees.
@@ -184,14 +242,18 @@ impl Attention {
         {
             let visible = if self.causal { t + 1 + e.keys - e.queries } else { e.keys };
             let q = &q.data[((b * e.heads + h) * e.queries + t) * e.head_size..][..e.head_size];
-            let score = |s| {
-                let dot: f64 = q.iter().enumerate().map(|(i, q)| q * k.data[kv_index(e, b, h, s, i)]).sum();
-                dot * self.scale
-            };
-            let first =
-                starts.map_or(0, |starts| starts.data[b * e.queries + t] as usize).min(visible.saturating_sub(1));
+            let score = |s| self.score(q, &k.data[e.kv_row(b, h, s) * e.head_size..]);
+            let in_window = self.window.map_or(0, |window| visible.saturating_sub(window));
+            let start = starts.map_or(0, |starts| starts.data[b * e.queries + t] as usize);
+            let first = start.max(in_window).min(visible.saturating_sub(1));
             f(b, h, t, first, &(first..visible).map(score).collect::<Vec<f64>>());
         }
+    }
+
+    /// What the product of a query with a key counts, in f64.
+    pub(super) fn score(&self, q: &[f64], k: &[f64]) -> f64 {
+        let score = self.scale * q.iter().zip(k).map(|(q, k)| q * k).sum::<f64>();
+        self.cap.map_or(score, |cap| cap * (score / cap).tanh())
     }
 }
 
@@ -205,9 +267,11 @@ fn dense(inputs: &[Spec], index: usize) -> Layout {
     Layout::contiguous(inputs[index].shape.clone())
 }
 
-/// Index into k or v [batch, key-value heads, keys, head size] for a query's head.
-fn kv_index(e: Extents, b: usize, h: usize, s: usize, i: usize) -> usize {
-    ((b * e.kv_heads + h / (e.heads / e.kv_heads)) * e.keys + s) * e.head_size + i
+impl Extents {
+    /// The row of k or v [batch, key-value heads, keys, …] for a query's head.
+    fn kv_row(self, b: usize, h: usize, s: usize) -> usize {
+        (b * self.kv_heads + h / (self.heads / self.kv_heads)) * self.keys + s
+    }
 }
 
 fn log_sum_exp(scores: &[f64]) -> f64 {
@@ -215,7 +279,7 @@ fn log_sum_exp(scores: &[f64]) -> f64 {
     max + scores.iter().map(|s| (s - max).exp()).sum::<f64>().ln()
 }
 
-/// (dq, dk, dv), each [batch, tokens, heads, head size], from (q, k, v, out, log-sum-exp, d_out). The probabilities are
+/// (dq, dk, dv), each [batch, tokens, heads, …], from (q, k, v, out, log-sum-exp, d_out). The probabilities are
 /// recomputed from the log-sum-exp.
 #[derive(Debug, Clone, Copy)]
 struct AttentionGrad {
@@ -228,13 +292,17 @@ impl Op for AttentionGrad {
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
-        let e = Extents::of(inputs[0].dims(), inputs[1].dims()).expect("rank 4 by the forward's rule");
-        let d_kv = inputs[1].in_shape((e.batch, e.keys, e.kv_heads, e.head_size));
-        Ok(vec![inputs[0].in_shape((e.batch, e.queries, e.heads, e.head_size)), d_kv.clone(), d_kv])
+        let e = Extents::of_specs(inputs);
+        Ok(vec![
+            inputs[0].in_shape((e.batch, e.queries, e.heads, e.head_size)),
+            inputs[1].in_shape((e.batch, e.keys, e.kv_heads, e.head_size)),
+            inputs[2].in_shape((e.batch, e.keys, e.kv_heads, e.value_size)),
+        ])
     }
 
     fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
-        5 * self.of.product_flops(inputs)
+        let e = Extents::of_specs(inputs);
+        (3 * e.head_size + 2 * e.value_size) as u64 * self.of.flops_per_element(e)
     }
 
     fn reads_strides(&self, index: usize, layout: &Layout) -> bool {
@@ -258,32 +326,37 @@ impl Op for AttentionGrad {
         gapless_kernels::cuda::launch::attention_grad_workspace(&inputs[4])
     }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
-        gapless_kernels::cuda::launch::attention_grad(self.of.scale, self.of.causal, operands)
+        gapless_kernels::cuda::launch::attention_grad(self.of.scores(), operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let (q, k, v, out) = (args.input(0), args.input(1), args.input(2), args.input(3));
         let (lse, d_out) = (args.input(4), args.input(5));
-        let e = Extents::of(&q.dims, &k.dims).expect("rank 4 by the forward's rule");
+        let e = Extents::of(&q.dims, &k.dims, &v.dims).expect("rank 4 by the forward's rule");
         let mut dq = Array::zeros(&[e.batch, e.queries, e.heads, e.head_size]);
         let mut dk = Array::zeros(&[e.batch, e.keys, e.kv_heads, e.head_size]);
-        let mut dv = dk.clone();
+        let mut dv = Array::zeros(&[e.batch, e.keys, e.kv_heads, e.value_size]);
         let group = e.heads / e.kv_heads;
         let starts = (args.inputs() > 6).then(|| args.input(6));
         self.of.for_each_score(e, q, k, starts, |b, h, t, first, scores| {
-            let row = ((b * e.queries + t) * e.heads + h) * e.head_size;
-            let (out, d_out) = (&out.data[row..][..e.head_size], &d_out.data[row..][..e.head_size]);
+            let row = (b * e.queries + t) * e.heads + h;
+            let of_out = row * e.value_size..(row + 1) * e.value_size;
+            let (out, d_out) = (&out.data[of_out.clone()], &d_out.data[of_out]);
             let delta: f64 = out.iter().zip(d_out).map(|(o, d)| o * d).sum();
             for (s, score) in (first..).zip(scores) {
                 let p = (score - lse.data[(b * e.heads + h) * e.queries + t]).exp();
-                let dp: f64 = d_out.iter().enumerate().map(|(i, d)| d * v.data[kv_index(e, b, h, s, i)]).sum();
-                let d_score = p * (dp - delta) * self.of.scale;
-                let kv_row = ((b * e.keys + s) * e.kv_heads + h / group) * e.head_size;
-                let q_row = ((b * e.heads + h) * e.queries + t) * e.head_size;
+                let of_kv = e.kv_row(b, h, s);
+                let dp: f64 = d_out.iter().zip(&v.data[of_kv * e.value_size..]).map(|(d, v)| d * v).sum();
+                let slope = self.of.cap.map_or(1.0, |cap| 1.0 - (score / cap).powi(2));
+                let d_score = p * (dp - delta) * slope * self.of.scale;
+                let to_kv = (b * e.keys + s) * e.kv_heads + h / group;
+                let of_q = (b * e.heads + h) * e.queries + t;
+                for i in 0..e.head_size {
+                    dq.data[row * e.head_size + i] += d_score * k.data[of_kv * e.head_size + i];
+                    dk.data[to_kv * e.head_size + i] += d_score * q.data[of_q * e.head_size + i];
+                }
                 for (i, d_out) in d_out.iter().enumerate() {
-                    dq.data[row + i] += d_score * k.data[kv_index(e, b, h, s, i)];
-                    dk.data[kv_row + i] += d_score * q.data[q_row + i];
-                    dv.data[kv_row + i] += p * d_out;
+                    dv.data[to_kv * e.value_size + i] += p * d_out;
                 }
             }
         });

@@ -5,19 +5,17 @@ use gapless_kernels::Spec;
 use gapless_kernels::cpu::Args;
 use gapless_kernels::cpu::attention::{self, HeadStrides, Mask};
 
+use super::Attention;
 use super::attention::head_is_dense;
 use crate::Op;
 use crate::reference::{Array, Reference};
 
-/// softmax(scale·q·kᵀ)·v for q [batch, heads, tokens, head size] and caches k, v [batch, key-value heads, window, head size], in
-/// which the keys and values of these tokens are already: a token at position p sees rows 0 to p. `positions` are u32
-/// [batch, tokens], consecutive in each sequence. The result is [batch, tokens, heads, head size], with the bits of
-/// [`Attention`](super::Attention) over the whole sequence. There is no gradient.
+/// Causal [`Attention`] of q [batch, heads, tokens, head size] over caches k [batch, key-value heads, window, head size] and v
+/// [batch, key-value heads, window, value size], in which the keys and values of these tokens are already: a token at position p
+/// sees rows 0 to p, or the last of these. `positions` are u32 [batch, tokens], consecutive in each sequence. The result is
+/// [batch, tokens, heads, value size], with the bits of the attention over the whole sequence. There is no gradient.
 #[derive(Debug, Clone, Copy)]
-pub struct CachedAttention {
-    /// Factor of the scores, 1/√(head size) as a rule.
-    pub scale: f64,
-}
+pub struct CachedAttention(pub Attention);
 
 impl Op for CachedAttention {
     fn name(&self) -> &'static str {
@@ -30,27 +28,34 @@ impl Op for CachedAttention {
         let (&[batch, heads, tokens, size], &[b, kv_heads, window, d]) = (inputs[0].dims(), inputs[1].dims()) else {
             return Err("[batch, heads, tokens, head size] is needed for q, k and v".into());
         };
-        if inputs[1] != inputs[2] || (b, d) != (batch, size) || inputs[3].dims() != [batch, tokens] {
-            return Err("k and v must have the batch and head size of q, and the positions [batch, tokens]".into());
+        let &[.., value_size] = inputs[2].dims() else { return Err("v must be as k".into()) };
+        if inputs[2] != inputs[1].in_shape((b, kv_heads, window, value_size)) {
+            return Err("k and v must have equal types and shapes, up to the size of a head".into());
+        }
+        if (b, d) != (batch, size) || inputs[3].dims() != [batch, tokens] {
+            return Err("k and v must have the batch of q, k its head size, and the positions [batch, tokens]".into());
         }
         if kv_heads == 0 || heads % kv_heads != 0 {
             return Err(format!("{heads} heads are not a multiple of {kv_heads} key-value heads"));
         }
-        if size > attention::MAX_HEAD_SIZE {
-            return Err(format!("the head size {size} is larger than {}", attention::MAX_HEAD_SIZE));
+        let widest = size.max(value_size);
+        if widest > attention::MAX_HEAD_SIZE {
+            return Err(format!("the head size {widest} is larger than {}", attention::MAX_HEAD_SIZE));
         }
         if tokens > window {
             return Err(format!("{tokens} tokens do not fit a window of {window}"));
         }
-        if !(self.scale > 0.0 && self.scale.is_finite()) {
-            return Err(format!("the scale {} is not a positive number", self.scale));
+        if !self.0.causal {
+            return Err("only causal attention continues sequences".into());
         }
-        Ok(vec![inputs[0].in_shape((batch, tokens, heads, size))])
+        self.0.check()?;
+        Ok(vec![inputs[0].in_shape((batch, tokens, heads, value_size))])
     }
 
     /// Over a full window.
     fn flops(&self, inputs: &[Spec], _: &[Spec]) -> u64 {
-        4 * (inputs[0].elements() * inputs[1].dims()[2]) as u64
+        let (&[batch, heads, tokens, size], value_size) = (inputs[0].dims(), inputs[2].dims()[3]) else { return 0 };
+        2 * (batch * heads * tokens * (size + value_size) * inputs[1].dims()[2]) as u64
     }
 
     fn reads_strides(&self, index: usize, layout: &Layout) -> bool {
@@ -59,32 +64,32 @@ impl Op for CachedAttention {
 
     fn workspace(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> Vec<u64> {
         let q = Layout::contiguous(inputs[0].shape.clone());
-        self.kernel(&q, inputs[1].dims()).forward_scratch(threads)
+        self.kernel(&q, inputs[1].dims(), inputs[2].dims()).forward_scratch(threads)
     }
 
     fn run(&self, args: &mut Args<'_>) {
         let (out, scratch) = (args.output::<f32>(0), &mut args.workspace());
         let ((q, layout), positions) = (args.strided(0), args.input(3));
-        let kernel = self.kernel(layout, args.input_dims(1));
+        let kernel = self.kernel(layout, args.input_dims(1), args.input_dims(2));
         kernel.forward_at(q, args.input(1), args.input(2), positions, out, scratch).expect("extents by the shape rule");
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let (q, k, v, positions) = (args.input(0), args.input(1), args.input(2), args.input(3));
         let &[batch, heads, tokens, size] = &q.dims[..] else { unreachable!("rank 4 by the shape rule") };
-        let (kv_heads, window) = (k.dims[1], k.dims[2]);
-        let mut out = Array::zeros(&[batch, tokens, heads, size]);
+        let (kv_heads, window, value_size) = (k.dims[1], k.dims[2], v.dims[3]);
+        let mut out = Array::zeros(&[batch, tokens, heads, value_size]);
         for (row, q) in q.rows().enumerate() {
             let (b, h, t) = (row / tokens / heads, row / tokens % heads, row % tokens);
-            let first = (b * kv_heads + h / (heads / kv_heads)) * window * size;
+            let rows = (b * kv_heads + h / (heads / kv_heads)) * window;
             let visible = positions.data[b * tokens + t] as usize + 1;
-            let key = |s: usize| &k.data[first + s * size..][..size];
-            let dot = |s: usize| q.iter().zip(key(s)).map(|(q, k)| q * k).sum::<f64>();
-            let weights: Vec<f64> = (0..visible).map(|s| (self.scale * dot(s)).exp()).collect();
-            let sum: f64 = weights.iter().sum();
-            for (s, weight) in weights.iter().enumerate() {
-                for i in 0..size {
-                    out.data[((b * tokens + t) * heads + h) * size + i] += weight / sum * v.data[first + s * size + i];
+            let seen = self.0.window.map_or(0, |window| visible.saturating_sub(window))..visible;
+            let weight = |s: usize| self.0.score(q, &k.data[(rows + s) * size..]).exp();
+            let sum: f64 = seen.clone().map(weight).sum();
+            for s in seen {
+                for i in 0..value_size {
+                    out.data[((b * tokens + t) * heads + h) * value_size + i] +=
+                        weight(s) / sum * v.data[(rows + s) * value_size + i];
                 }
             }
         }
@@ -94,13 +99,16 @@ impl Op for CachedAttention {
 
 impl CachedAttention {
     /// The kernel for queries with these strides and caches of these extents.
-    fn kernel(&self, q: &Layout, cache: &[usize]) -> attention::Attention {
+    fn kernel(&self, q: &Layout, keys: &[usize], values: &[usize]) -> attention::Attention {
         let (&[batch, heads, queries, head_size], &[q_batch, q_head, q_token, _]) = (q.dims(), q.stride()) else {
             unreachable!("rank 4 by the shape rule")
         };
-        let &[_, kv_heads, keys, _] = cache else { unreachable!("rank 4 by the shape rule") };
-        let kv = HeadStrides { batch: kv_heads * keys * head_size, head: keys * head_size, token: head_size };
-        let out = HeadStrides { batch: queries * heads * head_size, head: head_size, token: heads * head_size };
+        let (&[_, kv_heads, keys, _], &[_, _, _, value_size]) = (keys, values) else {
+            unreachable!("rank 4 by the shape rule")
+        };
+        let cache = |size| HeadStrides { batch: kv_heads * keys * size, head: keys * size, token: size };
+        let (k, v) = (cache(head_size), cache(value_size));
+        let out = HeadStrides { batch: queries * heads * value_size, head: value_size, token: heads * value_size };
         attention::Attention {
             batch,
             heads,
@@ -108,15 +116,18 @@ impl CachedAttention {
             queries,
             keys,
             head_size,
-            scale: self.scale as f32,
+            value_size,
+            scale: self.0.scale as f32,
             mask: Mask::Causal { offset: 0 },
+            window: self.0.window,
+            cap: self.0.cap.map(|cap| cap as f32),
             q: HeadStrides { batch: q_batch, head: q_head, token: q_token },
-            k: kv,
-            v: kv,
+            k,
+            v,
             out,
             d_q: out,
-            d_k: kv,
-            d_v: kv,
+            d_k: k,
+            d_v: v,
         }
     }
 }

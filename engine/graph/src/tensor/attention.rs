@@ -1,7 +1,5 @@
 //! Attention: fused where every query sees all keys or those before it, composed where a mask says which.
 
-use candle_core::D;
-
 use super::Tensor;
 use crate::error::Result;
 use crate::graph::Sequences;
@@ -17,15 +15,27 @@ impl Tensor {
     /// # Errors
     /// When the shapes do not fit or the heads are not a multiple of the key-value heads.
     pub fn causal_attention(&self, k: &Self, v: &Self, scale: f64) -> Result<Self> {
+        self.attend(k, v, ops::Attention::causal(scale))
+    }
+
+    /// Fused attention, with a window and capped scores as [`ops::Attention`] says; values of a head may be of another size than its
+    /// keys. If it is causal, sequences are continued and documents told apart as by [`Self::causal_attention`].
+    ///
+    /// # Errors
+    /// As [`Self::causal_attention`]; a window without causality; a scale or cap that is no positive number.
+    pub fn attend(&self, k: &Self, v: &Self, how: ops::Attention) -> Result<Self> {
+        if !how.causal {
+            self.expect_whole_sequences()?;
+        }
         let positions = match self.sequences() {
-            Sequences::Whole => return self.fused_attention(k, v, scale, true),
+            Sequences::Whole => return self.fused_attention(&[self, k, v], how),
             Sequences::Packed { starts, .. } => {
-                return self.document_attention(k, v, &Self::of(&self.graph, starts), scale);
+                return self.fused_attention(&[self, k, v, &Self::of(&self.graph, starts)], how);
             }
             Sequences::Continued { positions, .. } => Self::of(&self.graph, positions),
         };
         let (keys, values) = (k.cached("keys", &positions)?, v.cached("values", &positions)?);
-        let op = ops::CachedAttention { scale };
+        let op = ops::CachedAttention(how);
         Self::apply_op::<1>(op, &[self, &keys, &values, &positions])?[0].transpose(1, 2)
     }
 
@@ -34,13 +44,12 @@ impl Tensor {
     /// # Errors
     /// As [`Self::causal_attention`]; where sequences are continued, for the keys to come are not known, or documents packed.
     pub fn attention(&self, k: &Self, v: &Self, scale: f64) -> Result<Self> {
-        self.expect_whole_sequences()?;
-        self.fused_attention(k, v, scale, false)
+        self.attend(k, v, ops::Attention::full(scale))
     }
 
     /// As [`Self::causal_attention`], but no query sees a key before its first one: `starts` are u32 [batch, tokens]. Where each
     /// token's is the first of its document, documents that are packed into one sequence do not see each other. Four bytes a
-    /// token more than without; blocks of keys that nobody sees are passed over. CPU kernels alone.
+    /// token more than without; blocks of keys that nobody sees are passed over.
     ///
     /// # Errors
     /// As [`Self::causal_attention`]; where sequences are continued.
@@ -48,8 +57,7 @@ impl Tensor {
         if let Sequences::Continued { .. } = self.sequences() {
             self.expect_whole_sequences()?;
         }
-        let [out, _] = Self::apply_op::<2>(ops::Attention { scale, causal: true }, &[self, k, v, starts])?;
-        out.transpose(1, 2)
+        self.fused_attention(&[self, k, v, starts], ops::Attention::causal(scale))
     }
 
     /// Attention under a mask that broadcasts to [batch, heads, queries, keys]: of u8 or u32, 0 for the keys that a query does not
@@ -80,25 +88,13 @@ impl Tensor {
         scores.softmax_last_dim()?.matmul(&shared(v)?)
     }
 
-    /// Attention in which every query sees the last `window` keys up to its own (Beltagy et al., arXiv 2004.05150): fused if that
-    /// is all of them, else by [`Self::masked_attention`].
+    /// Causal attention in which every query sees the last `window` keys up to its own (Beltagy et al., arXiv 2004.05150). Blocks of
+    /// keys that nobody sees are passed over.
     ///
     /// # Errors
-    /// As [`Self::causal_attention`].
+    /// As [`Self::causal_attention`]; a window of 0.
     pub fn sliding_attention(&self, k: &Self, v: &Self, window: usize, scale: f64) -> Result<Self> {
-        let (queries, keys) = (self.dim(D::Minus2)?, k.dim(D::Minus2)?);
-        if window >= keys {
-            return self.causal_attention(k, v, scale);
-        }
-        if keys < queries || window == 0 {
-            return Err(self.shape_error("sliding_attention", "a key for every query, and a window, is needed".into()));
-        }
-        let sees = |i: usize| {
-            let (own, key) = (i / keys + keys - queries, i % keys);
-            u8::from(key <= own && own - key < window)
-        };
-        let mask: Vec<u8> = (0..queries * keys).map(sees).collect();
-        self.masked_attention(k, v, &Self::from_vec(mask, (queries, keys), self.device())?, scale)
+        self.attend(k, v, ops::Attention { window: Some(window), ..ops::Attention::causal(scale) })
     }
 
     fn expect_whole_sequences(&self) -> Result<()> {
@@ -110,8 +106,8 @@ impl Tensor {
         Err(self.shape_error("attention", why.into()))
     }
 
-    fn fused_attention(&self, k: &Self, v: &Self, scale: f64, causal: bool) -> Result<Self> {
-        let [out, _] = Self::apply_op::<2>(ops::Attention { scale, causal }, &[self, k, v])?;
+    fn fused_attention(&self, inputs: &[&Self], how: ops::Attention) -> Result<Self> {
+        let [out, _] = Self::apply_op::<2>(how, inputs)?;
         out.transpose(1, 2)
     }
 }

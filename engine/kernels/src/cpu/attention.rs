@@ -48,7 +48,7 @@ pub enum Mask {
     },
 }
 
-/// The shape of an attention.
+/// The shape of an attention, and what stands between scores and probabilities.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Attention {
     /// Number of sequences.
@@ -61,12 +61,18 @@ pub struct Attention {
     pub queries: usize,
     /// Keys per sequence.
     pub keys: usize,
-    /// Elements of a head, at most [`MAX_HEAD_SIZE`].
+    /// Elements of a head of queries and keys, at most [`MAX_HEAD_SIZE`].
     pub head_size: usize,
+    /// Elements of a head of values and outputs, at most [`MAX_HEAD_SIZE`].
+    pub value_size: usize,
     /// Factor of the scores, usually 1/√`head_size`; positive.
     pub scale: f32,
     /// Which keys a query sees.
     pub mask: Mask,
+    /// Of these, how many of the last it sees at most; not 0.
+    pub window: Option<usize>,
+    /// A score s counts as cap · tanh(s/cap); positive.
+    pub cap: Option<f32>,
     /// How the queries lie in memory.
     pub q: HeadStrides,
     /// How the keys lie in memory.
@@ -99,6 +105,15 @@ pub enum AttentionError {
     HeadSize {
         /// Elements of a head.
         head_size: usize,
+    },
+    /// A window in which no key is.
+    #[error("a window of no key; a query sees one key at least, itself")]
+    Window,
+    /// A cap that is not a positive number.
+    #[error("the cap of scores is {cap}; it must be positive and finite")]
+    Cap {
+        /// The cap.
+        cap: f32,
     },
     /// A factor that is not a positive number.
     #[error("scale is {scale}; it must be positive and finite, as 1/√head_size is")]
@@ -189,13 +204,18 @@ impl Attention {
 
     /// Floating-point operations of the forward's two products, hidden scores left out.
     pub fn forward_flops(&self) -> u64 {
-        let scores: u64 = (0..self.queries).map(|query| self.visible(query) as u64).sum();
-        4 * (self.batch * self.heads * self.head_size) as u64 * scores
+        2 * (self.head_size + self.value_size) as u64 * self.scores()
     }
 
     /// Floating-point operations of the backward's five products, hidden scores left out.
     pub fn backward_flops(&self) -> u64 {
-        self.forward_flops() / 2 * 5
+        2 * (3 * self.head_size + 2 * self.value_size) as u64 * self.scores()
+    }
+
+    /// Scores that are not hidden, of all heads.
+    fn scores(&self) -> u64 {
+        let seen = |query| self.visible(query).min(self.window.unwrap_or(usize::MAX)) as u64;
+        (self.batch * self.heads) as u64 * (0..self.queries).map(seen).sum::<u64>()
     }
 
     /// Computes the outputs and the log-sum-exp \[batch, heads, queries\] on all threads of the current rayon pool.
@@ -282,11 +302,11 @@ impl Attention {
         scratch: &Scratch<'_>,
     ) -> Result<(), AttentionError> {
         self.check_shape()?;
-        self.check("q", q.len(), self.q, self.heads, self.queries)?;
-        self.check("k", k.len(), self.k, self.kv_heads, self.keys)?;
-        self.check("v", v.len(), self.v, self.kv_heads, self.keys)?;
-        self.check("out", out.len(), self.out, self.heads, self.queries)?;
-        self.check_apart("out", self.out, self.heads, self.queries)?;
+        self.check("q", q.len(), self.q, (self.heads, self.queries, self.head_size))?;
+        self.check("k", k.len(), self.k, (self.kv_heads, self.keys, self.head_size))?;
+        self.check("v", v.len(), self.v, (self.kv_heads, self.keys, self.value_size))?;
+        self.check("out", out.len(), self.out, (self.heads, self.queries, self.value_size))?;
+        self.check_apart("out", self.out, (self.heads, self.queries, self.value_size))?;
         check_scratch(scratch, &forward::parts(self, rayon::current_num_threads()))
     }
 
@@ -322,20 +342,25 @@ impl Attention {
         scratch: &mut Scratch<'_>,
     ) -> Result<(), AttentionError> {
         self.check_shape()?;
-        for (operand, len, strides) in [("q", q.len(), self.q), ("dq", dq.len(), self.d_q)] {
-            self.check(operand, len, strides, self.heads, self.queries)?;
+        let of_q = (self.heads, self.queries, self.head_size);
+        let of_k = (self.kv_heads, self.keys, self.head_size);
+        let of_v = (self.kv_heads, self.keys, self.value_size);
+        let of_out = (self.heads, self.queries, self.value_size);
+        for (operand, len, strides, extents) in [
+            ("q", q.len(), self.q, of_q),
+            ("dq", dq.len(), self.d_q, of_q),
+            ("k", k.len(), self.k, of_k),
+            ("dk", dk.len(), self.d_k, of_k),
+            ("v", v.len(), self.v, of_v),
+            ("dv", dv.len(), self.d_v, of_v),
+            ("out", out.len(), self.out, of_out),
+            ("dout", dout.len(), self.out, of_out),
+        ] {
+            self.check(operand, len, strides, extents)?;
         }
-        for (operand, len, strides) in
-            [("k", k.len(), self.k), ("dk", dk.len(), self.d_k), ("v", v.len(), self.v), ("dv", dv.len(), self.d_v)]
-        {
-            self.check(operand, len, strides, self.kv_heads, self.keys)?;
-        }
-        for (operand, len) in [("out", out.len()), ("dout", dout.len())] {
-            self.check(operand, len, self.out, self.heads, self.queries)?;
-        }
-        self.check_apart("dq", self.d_q, self.heads, self.queries)?;
-        self.check_apart("dk", self.d_k, self.kv_heads, self.keys)?;
-        self.check_apart("dv", self.d_v, self.kv_heads, self.keys)?;
+        self.check_apart("dq", self.d_q, of_q)?;
+        self.check_apart("dk", self.d_k, of_k)?;
+        self.check_apart("dv", self.d_v, of_v)?;
         at_least("lse", self.batch * self.heads * self.queries, lse.len())?;
         check_scratch(scratch, &backward::parts(self, rayon::current_num_threads()))?;
         let starts = self.check_starts(starts)?;
@@ -365,7 +390,7 @@ impl Attention {
         unsafe { backward::run(self, &Level::best().into(), operands, scratch) }
     }
 
-    /// Number of keys that a query sees; they are the first ones.
+    /// Number of the first keys behind which the mask hides all from a query.
     fn visible(&self, query: usize) -> usize {
         match self.mask {
             Mask::Full => self.keys,
@@ -378,12 +403,14 @@ impl Attention {
     /// # Safety
     /// `starts` is null or has a number for each query of each sequence.
     unsafe fn first_key(&self, starts: *const u32, batch: usize, query: usize) -> usize {
+        let visible = self.visible(query);
+        let in_window = self.window.map_or(0, |window| visible.saturating_sub(window));
         if starts.is_null() {
-            return 0;
+            return in_window;
         }
         // SAFETY: the caller's promise.
         let start = unsafe { *starts.add(batch * self.queries + query) } as usize;
-        start.min(self.visible(query).saturating_sub(1))
+        start.max(in_window).min(visible.saturating_sub(1))
     }
 
     /// The first key that one of some queries sees.
@@ -392,7 +419,8 @@ impl Attention {
     /// As [`Self::first_key`].
     unsafe fn first_key_of(&self, starts: *const u32, batch: usize, queries: Range<usize>) -> usize {
         if starts.is_null() {
-            return 0;
+            // SAFETY: no start is looked at.
+            return unsafe { self.first_key(starts, batch, queries.start) };
         }
         // SAFETY: the caller's promise.
         queries.map(|query| unsafe { self.first_key(starts, batch, query) }).min().unwrap_or(0)
@@ -406,11 +434,17 @@ impl Attention {
     /// Keys that are packed together: fewer of wider heads, so that they stay in the level-2 cache.
     fn key_block(&self) -> usize {
         const FLOATS: usize = BLOCK_K * 64;
-        (FLOATS / self.head_size.max(1) / 32 * 32).clamp(96, BLOCK_K)
+        (FLOATS / self.widest().max(1) / 32 * 32).clamp(96, BLOCK_K)
+    }
+
+    /// The larger of the two sizes of a head.
+    fn widest(&self) -> usize {
+        self.head_size.max(self.value_size)
     }
 
     fn check_shape(&self) -> Result<(), AttentionError> {
-        let &Self { heads, kv_heads, head_size, scale, .. } = self;
+        let &Self { heads, kv_heads, scale, window, cap, .. } = self;
+        let head_size = self.widest();
         if heads > 0 && (kv_heads == 0 || heads % kv_heads != 0) {
             return Err(AttentionError::Heads { heads, kv_heads });
         }
@@ -419,6 +453,12 @@ impl Attention {
         }
         if !(scale > 0.0 && scale.is_finite()) {
             return Err(AttentionError::Scale { scale });
+        }
+        if window == Some(0) {
+            return Err(AttentionError::Window);
+        }
+        if let Some(cap) = cap.filter(|cap| !(*cap > 0.0 && cap.is_finite())) {
+            return Err(AttentionError::Cap { cap });
         }
         Ok(())
     }
@@ -429,17 +469,16 @@ impl Attention {
         operand: &'static str,
         given: usize,
         strides: HeadStrides,
-        heads: usize,
-        tokens: usize,
+        (heads, tokens, size): (usize, usize, usize),
     ) -> Result<(), AttentionError> {
-        if self.batch == 0 || heads == 0 || tokens == 0 || self.head_size == 0 {
+        if self.batch == 0 || heads == 0 || tokens == 0 || size == 0 {
             return Ok(());
         }
         let reach = || {
             let batch = (self.batch - 1).checked_mul(strides.batch)?;
             let head = (heads - 1).checked_mul(strides.head)?;
             let token = (tokens - 1).checked_mul(strides.token)?;
-            batch.checked_add(head)?.checked_add(token)?.checked_add(self.head_size)
+            batch.checked_add(head)?.checked_add(token)?.checked_add(size)
         };
         let limit = isize::MAX as usize / size_of::<f32>();
         let needed = reach().filter(|&needed| needed <= limit).ok_or(AttentionError::TooLarge { operand })?;
@@ -452,15 +491,14 @@ impl Attention {
         &self,
         operand: &'static str,
         strides: HeadStrides,
-        heads: usize,
-        tokens: usize,
+        (heads, tokens, size): (usize, usize, usize),
     ) -> Result<(), AttentionError> {
         let mut axes = [(strides.batch, self.batch), (strides.head, heads), (strides.token, tokens)];
         if axes.iter().any(|&(_, length)| length == 0) {
             return Ok(());
         }
         axes.sort_unstable();
-        let mut reach = self.head_size;
+        let mut reach = size;
         for (stride, length) in axes {
             if length > 1 {
                 if stride < reach {
@@ -505,9 +543,9 @@ fn packed_keys_len(job: &Attention) -> usize {
     packed_len(job, job.key_block().min(job.keys))
 }
 
-/// Floats of `tokens` × `head_size` packed as panels of B, in either direction.
+/// Floats of a head's `tokens` packed as panels of B, in either direction.
 fn packed_len(job: &Attention, tokens: usize) -> usize {
-    tokens.next_multiple_of(32) * job.head_size.next_multiple_of(32)
+    tokens.next_multiple_of(32) * job.widest().next_multiple_of(32)
 }
 
 /// One head of a tensor: its first element and the distance between tokens. Only what the caller gave as writable is

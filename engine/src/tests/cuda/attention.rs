@@ -23,7 +23,7 @@ fn forward_and_backward() {
     ];
     for (batch, heads, kv_heads, queries, keys, size) in shapes {
         for causal in [false, true] {
-            let attention = Attention { scale: 1.0 / (size as f64).sqrt(), causal };
+            let attention = Attention { causal, ..Attention::full(1.0 / (size as f64).sqrt()) };
             // Tokens in front of heads, in memory, as projections leave them.
             let (q, kv) = ([batch, queries, heads, size], [batch, keys, kv_heads, size]);
             check(&["attention", "attention_grad"], &[&q, &kv, &kv], &[], |x, _| {
@@ -32,5 +32,38 @@ fn forward_and_backward() {
                 Ok(out)
             });
         }
+    }
+}
+
+/// Windows, packed documents, capped scores and values of another size, over several tiles of keys and queries.
+#[test]
+fn of_every_kind() {
+    let causal = Attention::causal(0.3);
+    let window = |window| Attention { window: Some(window), ..causal };
+    let cap = |of: Attention| Attention { cap: Some(0.8), ..of };
+    // (how, queries, keys, head size, value size, starts)
+    let starts = |tokens: u32| (0..2 * tokens).map(|i| i % tokens / 37 * 37).collect::<Vec<u32>>();
+    let cases = [
+        (window(1), 20, 20, 8, 8, None),
+        (window(50), 150, 150, 16, 16, None),
+        (window(40), 70, 130, 80, 80, None),
+        (cap(Attention::full(0.3)), 40, 70, 16, 16, None),
+        (cap(causal), 140, 140, 16, 16, None),
+        (causal, 40, 70, 20, 10, None),
+        (causal, 70, 70, 16, 200, None),
+        (cap(window(33)), 150, 150, 72, 64, None),
+        (causal, 150, 150, 16, 16, Some(starts(150))),
+        (cap(window(20)), 80, 80, 130, 24, Some(starts(80))),
+    ];
+    for (how, queries, keys, size, of_v, starts) in cases {
+        let (q, k, v) = ([2, queries, 4, size], [2, keys, 2, size], [2, keys, 2, of_v]);
+        let tokens = [2, queries];
+        let ids: Vec<(&[usize], &[u32])> = starts.iter().map(|starts| (&tokens[..], &starts[..])).collect();
+        check(&["attention", "attention_grad"], &[&q, &k, &v], &ids, |x, ids| {
+            let [q, k, v] = [x[0].transpose(1, 2)?, x[1].transpose(1, 2)?, x[2].transpose(1, 2)?];
+            let inputs: Vec<&Tensor> = [&q, &k, &v].into_iter().chain(ids).collect();
+            let [out, _] = Tensor::apply_op(how, &inputs)?;
+            Ok(out)
+        });
     }
 }

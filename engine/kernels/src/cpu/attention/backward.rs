@@ -1,7 +1,7 @@
 //! The gradients: probabilities recomputed tile by tile, and five products on each tile.
 //!
 //! With P the probabilities and D the row sums of dO ∘ O: dV = Pᵀ·dO, dP = dO·Vᵀ, dS = scale · P ∘ (dP − D),
-//! dQ = dS·K, dK = dSᵀ·Q (FlashAttention-2, algorithm 2).
+//! dQ = dS·K, dK = dSᵀ·Q (FlashAttention-2, algorithm 2). Where scores S are capped at c, dS has the factor 1 − (S/c)².
 //!
 //! With many heads, a task computes all three gradients of a key head, and of the query heads that share it. With few,
 //! some tasks compute dK and dV of one block of keys, others dQ of some queries. Either way an element of dQ sums over
@@ -141,11 +141,11 @@ impl Task<'_> {
                 let keys = first_key..part.keys.end.min(first_key + job.key_block());
                 if part.dk_dv {
                     zero(Head::new(operands.dk, job.d_k, batch, kv_head), keys.clone(), job.head_size);
-                    zero(Head::new(operands.dv, job.d_v, batch, kv_head), keys.clone(), job.head_size);
+                    zero(Head::new(operands.dv, job.d_v, batch, kv_head), keys.clone(), job.value_size);
                 }
-                let (d, len) = (job.head_size, keys.len());
+                let (d, of_v, len) = (job.head_size, job.value_size, keys.len());
                 instructions.pack(k.at(first_key), Strides::transposed(k.token), d, len, arrays.k_transposed);
-                instructions.pack(v.at(first_key), Strides::transposed(v.token), d, len, arrays.v_transposed);
+                instructions.pack(v.at(first_key), Strides::transposed(v.token), of_v, len, arrays.v_transposed);
                 if part.dq {
                     instructions.pack(k.at(first_key), Strides::row_major(k.token), len, d, arrays.k);
                 }
@@ -175,13 +175,13 @@ impl Task<'_> {
             if part.dk_dv {
                 let q = Head::new(operands.q.cast_mut(), job.q, batch, head);
                 let dout = Head::new(operands.dout.cast_mut(), job.out, batch, head);
-                let (d, len) = (job.head_size, queries.len());
+                let (d, of_v, len) = (job.head_size, job.value_size, queries.len());
                 instructions.pack(q.at(queries.start), Strides::row_major(q.token), len, d, arrays.q);
-                instructions.pack(dout.at(queries.start), Strides::row_major(dout.token), len, d, arrays.dout);
+                instructions.pack(dout.at(queries.start), Strides::row_major(dout.token), len, of_v, arrays.dout);
                 let dk = Head::new(operands.dk, job.d_k, batch, self.kv_head);
                 let dv = Head::new(operands.dv, job.d_v, batch, self.kv_head);
-                self.add_transposed(arrays.probabilities, arrays.dout, &queries, &keys, dv);
-                self.add_transposed(arrays.gradients, arrays.q, &queries, &keys, dk);
+                self.add_transposed(arrays.probabilities, arrays.dout, &queries, &keys, (dv, of_v));
+                self.add_transposed(arrays.gradients, arrays.q, &queries, &keys, (dk, d));
             }
         }
     }
@@ -190,7 +190,7 @@ impl Task<'_> {
     unsafe fn scores(&self, head: usize, rows: Range<usize>, tile_start: usize, keys: &Range<usize>, dq: bool) {
         let &Self { job, instructions, operands, batch, ref arrays, .. } = self;
         let Instructions { products, rows: row_kernels } = instructions;
-        let d = job.head_size;
+        let (d, of_v) = (job.head_size, job.value_size);
         let seen = |query: usize| job.visible(query).saturating_sub(keys.start).min(keys.len());
         let columns = seen(rows.end - 1);
         if columns == 0 {
@@ -207,21 +207,21 @@ impl Task<'_> {
 
             for (i, query) in rows.clone().enumerate() {
                 std::ptr::copy_nonoverlapping(q.at(query), arrays.q_panel.add(i * ROW_STRIDE), d);
-                std::ptr::copy_nonoverlapping(dout.at(query), arrays.dout_panel.add(i * ROW_STRIDE), d);
+                std::ptr::copy_nonoverlapping(dout.at(query), arrays.dout_panel.add(i * ROW_STRIDE), of_v);
             }
-            let product = |a: *const f32, b: *const f32, c: *mut f32| Product {
+            let product = |a: *const f32, b: *const f32, depth: usize, c: *mut f32| Product {
                 a,
                 b,
-                depth: d,
-                k: d,
+                depth,
+                k: depth,
                 c,
                 c_row: ROW_STRIDE,
                 columns: columns.next_multiple_of(products.columns),
                 accumulate: false,
             };
-            let score = product(arrays.q_panel, arrays.k_transposed, probabilities);
+            let score = product(arrays.q_panel, arrays.k_transposed, d, probabilities);
             products.block(Layout::Rows, rows.len(), &score);
-            let probability_gradient = product(arrays.dout_panel, arrays.v_transposed, gradients);
+            let probability_gradient = product(arrays.dout_panel, arrays.v_transposed, of_v, gradients);
             products.block(Layout::Rows, rows.len(), &probability_gradient);
 
             let begin = job.first_key_of(operands.starts, batch, rows.clone());
@@ -229,8 +229,17 @@ impl Task<'_> {
                 let visible = seen(query);
                 let probabilities = from_raw_parts_mut(probabilities.add(i * ROW_STRIDE), padded(visible));
                 let gradients = from_raw_parts_mut(gradients.add(i * ROW_STRIDE), padded(visible));
-                let delta = (row_kernels.dot)(from_raw_parts(out.at(query), d), from_raw_parts(dout.at(query), d));
-                (row_kernels.probabilities)(probabilities, visible, job.scale, *lse.add(query));
+                let delta =
+                    (row_kernels.dot)(from_raw_parts(out.at(query), of_v), from_raw_parts(dout.at(query), of_v));
+                let (scale, delta) = match job.cap {
+                    None => (job.scale, delta),
+                    Some(cap) => {
+                        (row_kernels.cap)(probabilities, job.scale, cap);
+                        (row_kernels.cap_gradients)(gradients, probabilities, delta, cap);
+                        (1.0, 0.0)
+                    }
+                };
+                (row_kernels.probabilities)(probabilities, visible, scale, *lse.add(query));
                 let hidden = job.first_key(operands.starts, batch, query).saturating_sub(keys.start).min(visible);
                 probabilities[..hidden].fill(0.0);
                 (row_kernels.score_gradients)(gradients, visible, probabilities, delta, job.scale);
@@ -260,7 +269,7 @@ impl Task<'_> {
         packed: *const f32,
         queries: &Range<usize>,
         keys: &Range<usize>,
-        to: Head,
+        (to, size): (Head, usize),
     ) {
         let products = self.instructions.products;
         let visible = self.job.visible(queries.end - 1).min(keys.end);
@@ -276,7 +285,7 @@ impl Task<'_> {
                     k: queries.len() - blind,
                     c: to.at(first),
                     c_row: to.token,
-                    columns: self.job.head_size,
+                    columns: size,
                     accumulate: true,
                 };
                 products.block(Layout::WideColumns, rows, &product);

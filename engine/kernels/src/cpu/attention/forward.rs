@@ -112,7 +112,7 @@ impl Task<'_> {
                 let source = Head::new(operands.k.cast_mut(), job.k, batch, kv_head);
                 self.instructions.pack(source.at(first_key), Strides::transposed(source.token), job.head_size, len, k);
                 let source = Head::new(operands.v.cast_mut(), job.v, batch, kv_head);
-                self.instructions.pack(source.at(first_key), Strides::row_major(source.token), len, job.head_size, v);
+                self.instructions.pack(source.at(first_key), Strides::row_major(source.token), len, job.value_size, v);
 
                 for member in 0..job.group() {
                     let head = kv_head * job.group() + member;
@@ -187,10 +187,13 @@ impl Task<'_> {
                     row.fill(0.0);
                     continue;
                 }
+                if let Some(cap) = job.cap {
+                    (row_kernels.cap)(row, 1.0, cap);
+                }
                 row[..hidden].fill(f32::NEG_INFINITY);
                 let factor = (row_kernels.softmax)(row, visible, &mut running[i]);
                 if !is_first && factor != 1.0 {
-                    (row_kernels.scale)(from_raw_parts_mut(out.at(query), job.head_size), factor);
+                    (row_kernels.scale)(from_raw_parts_mut(out.at(query), job.value_size), factor);
                 }
             }
             let product = Product {
@@ -200,14 +203,14 @@ impl Task<'_> {
                 k: columns,
                 c: out.at(rows.start),
                 c_row: job.out.token,
-                columns: job.head_size,
+                columns: job.value_size,
                 accumulate: !is_first,
             };
             products.block(Layout::Rows, rows.len(), &product);
 
             if job.visible(rows.end - 1) <= block.keys.end {
                 for (query, running) in rows.zip(running) {
-                    let out = from_raw_parts_mut(out.at(query), job.head_size);
+                    let out = from_raw_parts_mut(out.at(query), job.value_size);
                     (row_kernels.scale)(out, 1.0 / running.sum);
                     if !operands.lse.is_null() {
                         let row = (batch * job.heads + head) * job.queries + query;
@@ -226,7 +229,7 @@ impl Task<'_> {
             unsafe {
                 let out = Head::new(operands.out, job.out, batch, head);
                 for query in queries.clone() {
-                    from_raw_parts_mut(out.at(query), job.head_size).fill(0.0);
+                    from_raw_parts_mut(out.at(query), job.value_size).fill(0.0);
                     if !operands.lse.is_null() {
                         *operands.lse.add((batch * job.heads + head) * job.queries + query) = f32::NEG_INFINITY;
                     }

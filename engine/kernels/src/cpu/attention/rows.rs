@@ -1,7 +1,7 @@
 //! What happens to one row of scores between the products: written as plain loops over sixteen lanes, compiled for each
 //! instruction set.
 
-use crate::cpu::math::exp;
+use crate::cpu::math::{exp, tanh};
 use crate::cpu::simd::Level;
 
 /// Lanes that a sum is spread over, on every level, so that the order of summation is one.
@@ -37,6 +37,10 @@ pub(super) struct Rows {
     pub softmax: unsafe fn(scores: &mut [f32], visible: usize, running: &mut Running) -> f32,
     /// Turns scores, of which the first `visible` count, into probabilities, given the row's log-sum-exp.
     pub probabilities: unsafe fn(scores: &mut [f32], visible: usize, scale: f32, lse: f32),
+    /// x = `cap` · tanh(`factor` · x / `cap`).
+    pub cap: unsafe fn(scores: &mut [f32], factor: f32, cap: f32),
+    /// (dp − `delta`) · (1 − (s/`cap`)²), of gradients of probabilities and scores that are capped.
+    pub cap_gradients: unsafe fn(gradients: &mut [f32], capped: &[f32], delta: f32, cap: f32),
     /// Turns gradients of probabilities into gradients of scores before scaling: `scale` · p · (dp − `delta`).
     pub score_gradients:
         unsafe fn(gradients: &mut [f32], visible: usize, probabilities: &[f32], delta: f32, scale: f32),
@@ -120,6 +124,23 @@ fn probabilities(scores: &mut [f32], visible: usize, scale: f32, lse: f32) {
 }
 
 #[inline(always)]
+fn cap(scores: &mut [f32], factor: f32, cap: f32) {
+    let factor = factor / cap;
+    for score in scores {
+        *score = cap * tanh(factor * *score);
+    }
+}
+
+#[inline(always)]
+fn cap_gradients(gradients: &mut [f32], capped: &[f32], delta: f32, cap: f32) {
+    let inverse = 1.0 / cap;
+    for (gradient, score) in gradients.iter_mut().zip(capped) {
+        let tanh = inverse * score;
+        *gradient = (*gradient - delta) * (1.0 - tanh * tanh);
+    }
+}
+
+#[inline(always)]
 fn score_gradients(gradients: &mut [f32], visible: usize, probabilities: &[f32], delta: f32, scale: f32) {
     gradients[visible..].fill(0.0);
     for (gradient, probability) in gradients.iter_mut().zip(probabilities) {
@@ -163,6 +184,14 @@ macro_rules! level {
                 super::probabilities(scores, visible, scale, lse);
             }
             $(#[target_feature(enable = $feature)])?
+            unsafe fn cap(scores: &mut [f32], factor: f32, cap: f32) {
+                super::cap(scores, factor, cap);
+            }
+            $(#[target_feature(enable = $feature)])?
+            unsafe fn cap_gradients(gradients: &mut [f32], capped: &[f32], delta: f32, cap: f32) {
+                super::cap_gradients(gradients, capped, delta, cap);
+            }
+            $(#[target_feature(enable = $feature)])?
             unsafe fn score_gradients(
                 gradients: &mut [f32],
                 visible: usize,
@@ -173,7 +202,8 @@ macro_rules! level {
                 super::score_gradients(gradients, visible, probabilities, delta, scale);
             }
 
-            pub(super) static ROWS: Rows = Rows { scaled, scale, dot, softmax, probabilities, score_gradients };
+            pub(super) static ROWS: Rows =
+                Rows { scaled, scale, dot, softmax, probabilities, cap, cap_gradients, score_gradients };
         }
     };
 }

@@ -39,13 +39,23 @@ struct Reference {
     dk_size: Tensor,
 }
 
-/// Calls back for each query head and query with its number among all rows, its scores' softmax, and their log-sum-exp.
+/// The scores of a query.
+struct Row {
+    /// Its number among all.
+    number: usize,
+    probabilities: Vec<f64>,
+    /// How much of its gradient each score passes on.
+    slopes: Vec<f64>,
+    lse: f64,
+}
+
+/// Calls back for each query head and query.
 fn for_each_row(
     job: &Attention,
     starts: &[u32],
     q: &Tensor,
     k: &Tensor,
-    mut row: impl FnMut((usize, usize, usize), usize, Vec<f64>, f64),
+    mut row: impl FnMut((usize, usize, usize), Row),
 ) {
     for b in 0..job.batch {
         for h in 0..job.heads {
@@ -56,15 +66,25 @@ fn for_each_row(
                         .sum()
                 };
                 let start = starts.get(b * job.queries + i).map_or(0, |&start| start as usize);
-                let hidden = |j: usize| j < start || matches!(job.mask, Mask::Causal { offset } if j > i + offset);
-                let scores: Vec<f64> = (0..job.keys)
-                    .map(|j| if hidden(j) { f64::NEG_INFINITY } else { f64::from(job.scale) * dot(j) })
-                    .collect();
+                let visible = match job.mask {
+                    Mask::Full => job.keys,
+                    Mask::Causal { offset } => job.keys.min(i + offset + 1),
+                };
+                let start = job.window.map_or(start, |window| start.max(visible.saturating_sub(window)));
+                let tanh = |j: usize| job.cap.map(|cap| (f64::from(job.scale) * dot(j) / f64::from(cap)).tanh());
+                let score = |j: usize| match (job.cap, tanh(j)) {
+                    (Some(cap), Some(tanh)) => f64::from(cap) * tanh,
+                    _ => f64::from(job.scale) * dot(j),
+                };
+                let seen = |j: usize| (start..visible).contains(&j);
+                let scores: Vec<f64> =
+                    (0..job.keys).map(|j| if seen(j) { score(j) } else { f64::NEG_INFINITY }).collect();
+                let slopes = (0..job.keys).map(|j| tanh(j).map_or(1.0, |tanh| 1.0 - tanh * tanh)).collect();
                 let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
                 let sum: f64 = scores.iter().map(|score| (score - max).exp()).sum();
                 let lse = if scores.is_empty() { f64::NEG_INFINITY } else { max + sum.ln() };
                 let probabilities = scores.iter().map(|score| (score - lse).exp()).collect();
-                row((b, h, i), (b * job.heads + h) * job.queries + i, probabilities, lse);
+                row((b, h, i), Row { number: (b * job.heads + h) * job.queries + i, probabilities, slopes, lse });
             }
         }
     }
@@ -80,23 +100,25 @@ fn reference(job: &Attention, starts: &[u32], q: &Tensor, k: &Tensor, v: &Tensor
         dq_size: q.zeros_like(),
         dk_size: k.zeros_like(),
     };
-    for_each_row(job, starts, q, k, |(b, h, i), row, probabilities, lse| {
-        result.lse[row] = lse;
+    for_each_row(job, starts, q, k, |(b, h, i), Row { number, probabilities, slopes, lse }| {
+        result.lse[number] = lse;
         let kv = h / job.group();
         let products =
-            |j| (0..job.head_size).map(move |d| dout.elements[dout.at(b, h, i, d)] * v.elements[v.at(b, kv, j, d)]);
+            |j| (0..job.value_size).map(move |d| dout.elements[dout.at(b, h, i, d)] * v.elements[v.at(b, kv, j, d)]);
         let dprobability = |j| products(j).sum::<f64>();
         let dprobability_size = |j| products(j).map(f64::abs).sum::<f64>();
         let delta: f64 = probabilities.iter().enumerate().map(|(j, p)| p * dprobability(j)).sum();
         let delta_size: f64 = probabilities.iter().enumerate().map(|(j, p)| p * dprobability_size(j)).sum();
         for (j, p) in probabilities.iter().enumerate() {
-            let dscore = f64::from(job.scale) * p * (dprobability(j) - delta);
+            let dscore = f64::from(job.scale) * slopes[j] * p * (dprobability(j) - delta);
             let dscore_size = f64::from(job.scale) * p * (dprobability_size(j) + delta_size);
-            for d in 0..job.head_size {
-                let (at_q, at_k, at_v, at_out) =
-                    (q.at(b, h, i, d), k.at(b, kv, j, d), v.at(b, kv, j, d), dout.at(b, h, i, d));
+            for d in 0..job.value_size {
+                let (at_v, at_out) = (v.at(b, kv, j, d), dout.at(b, h, i, d));
                 result.out.elements[at_out] += p * v.elements[at_v];
                 result.dv.elements[at_v] += p * dout.elements[at_out];
+            }
+            for d in 0..job.head_size {
+                let (at_q, at_k) = (q.at(b, h, i, d), k.at(b, kv, j, d));
                 result.dq.elements[at_q] += dscore * k.elements[at_k];
                 result.dk.elements[at_k] += dscore * q.elements[at_q];
                 result.dq_size.elements[at_q] += dscore_size * k.elements[at_k].abs();
@@ -215,7 +237,7 @@ fn check_case(case: &Case, threads: usize) {
             // Scores of size up to 4·head_size·scale carry rounding errors of their size into the exponent; the
             // gradients are sums over hundreds of such probabilities. In a norm, that stays below 2⁻²³ × 40. Dot
             // products over a head and an exponential are in front of it: head_size + 8 roundings of what is added up.
-            let rounding = f64::from(f32::EPSILON) * (job.head_size + 8) as f64;
+            let rounding = f64::from(f32::EPSILON) * (job.widest() + 8) as f64;
             let (error, bound) = (
                 got.iter().zip(expected).map(off).sum::<f64>().sqrt(),
                 5e-6 * norm(expected) + 1e-6 + rounding * norm(size),
@@ -249,8 +271,11 @@ fn job(
         queries,
         keys,
         head_size,
+        value_size: head_size,
         scale: 1.0 / (head_size.max(1) as f32).sqrt(),
         mask: Mask::Causal { offset: keys.saturating_sub(queries) },
+        window: None,
+        cap: None,
         q: strides(heads, queries),
         k: strides(kv_heads, keys),
         v: strides(kv_heads, keys),
@@ -272,6 +297,9 @@ generated! {
         head_size in prop_oneof![1usize..10, Just(32), Just(64), Just(70)],
         offset in prop_oneof![Just(None), (0usize..40).prop_map(Some)],
         heads_first in any::<bool>(),
+        value_size in prop_oneof![Just(None), (0usize..80).prop_map(Some)],
+        window in prop_oneof![Just(None), (1usize..50).prop_map(Some)],
+        cap in prop_oneof![Just(None), (1u32..20).prop_map(|tenths| Some(tenths as f32 / 10.0))],
         threads in 1usize..4,
     ) {
         let mut job = job(batch, (kv_heads * group, kv_heads), (queries, keys), head_size);
@@ -284,6 +312,13 @@ generated! {
             job.k = strides(kv_heads, keys);
             (job.d_q, job.d_k) = (job.q, job.k);
         }
+        if let Some(value_size) = value_size {
+            let strides = |heads, tokens| HeadStrides { batch: heads * tokens * value_size, head: value_size, token: heads * value_size };
+            job.value_size = value_size;
+            job.v = strides(kv_heads, keys);
+            (job.out, job.d_v) = (strides(job.heads, queries), job.v);
+        }
+        (job.window, job.cap) = (window, cap);
         check(job, threads);
     }
 }
@@ -298,6 +333,9 @@ fn long_sequences_agree_with_the_reference() {
         (job(1, (1, 1), (800, 10), 16), 2),
         (Attention { mask: Mask::Full, ..job(1, (2, 1), (120, 430), 33) }, 2),
         (Attention { mask: Mask::Causal { offset: 0 }, ..job(1, (2, 1), (40, 430), 64) }, 2),
+        (Attention { window: Some(1), ..job(1, (2, 1), (300, 500), 64) }, 2),
+        (Attention { window: Some(37), ..job(1, (1, 1), (700, 700), 32) }, 3),
+        (Attention { window: Some(300), cap: Some(1.5), ..job(1, (2, 1), (500, 700), 256) }, 1),
     ];
     for (job, threads) in cases {
         check(job, threads);
@@ -421,8 +459,9 @@ fn a_packed_qkv_is_read_and_written_in_place() {
 /// Judges the judge: its gradients are the slopes of Σ dO ∘ O.
 #[test]
 fn the_reference_gradients_are_finite_differences() {
-    for mask in [Mask::Full, Mask::Causal { offset: 2 }] {
-        let job = Attention { mask, ..job(2, (4, 2), (5, 7), 3) };
+    let causal = Mask::Causal { offset: 2 };
+    for (mask, window, cap) in [(Mask::Full, None, None), (causal, None, Some(0.7)), (causal, Some(3), None)] {
+        let job = Attention { mask, window, cap, ..job(2, (4, 2), (5, 7), 3) };
         let case = Case::of(job);
         let [q, k, v] = [(job.q, &case.q), (job.k, &case.k), (job.v, &case.v)].map(|(s, x)| Tensor::of(s, x));
         let dout = Tensor::of(job.out, &case.dout);
@@ -470,6 +509,8 @@ fn unsound_operands_are_refused() {
     let wide = Attention { head_size: 257, ..good };
     assert_eq!(run(wide, 30, enough), Err(AttentionError::HeadSize { head_size: 257 }));
     assert_eq!(run(Attention { scale: 0.0, ..good }, 30, enough), Err(AttentionError::Scale { scale: 0.0 }));
+    assert_eq!(run(Attention { window: Some(0), ..good }, 30, enough), Err(AttentionError::Window));
+    assert_eq!(run(Attention { cap: Some(0.0), ..good }, 30, enough), Err(AttentionError::Cap { cap: 0.0 }));
     let strides = HeadStrides { head: 4, ..good.out };
     assert_eq!(
         run(Attention { out: strides, ..good }, 30, enough),

@@ -16,26 +16,27 @@
 template <u32 ROWS, u32 COLUMNS>
 __device__ void attention(const AttentionArguments& to) {
     constexpr u32 LANES = Shape<ROWS, COLUMNS>::LANES;
-    const u32 size = u32(to.head_size);
-    const Tile q{(f32*)shared_memory, size + 1}, kv{q[ROWS], size + 1}, scores{kv[ROWS], ROWS + 1};
+    const u32 size = u32(to.head_size), of_v = u32(to.value_size), pitch = (size > of_v ? size : of_v) + 1;
+    const Tile q{(f32*)shared_memory, pitch}, kv{q[ROWS], pitch}, scores{kv[ROWS], ROWS + 1};
     const u32 row = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     const u64 head = blockIdx.y, batch = blockIdx.z, kv_head = head / (to.heads / to.kv_heads);
     const u64 first = u64(blockIdx.x) * ROWS, query = first + row;
-    const u64 seen = query < to.queries ? to.visible(query) : 0;
-    const u64 end = to.visible(smaller(first + ROWS, to.queries) - 1);
+    const u64 seen = query < to.queries ? to.visible(query) : 0, hidden = query < to.queries ? to.first_key(batch, query) : 0;
+    const u64 begin = to.first_key_of<ROWS>(batch, first) / ROWS * ROWS, end = to.visible(smaller(first + ROWS, to.queries) - 1);
     const f32* k = (const f32*)to.k + to.at_k.at(batch, kv_head);
     const f32* v = (const f32*)to.v + to.at_v.at(batch, kv_head);
     q.load_rows((const f32*)to.q + to.at_q.at(batch, head), to.at_q.token, first, to.queries, ROWS, size);
 
     f32 sums[COLUMNS] = {};
     f32 max = minus_infinity(), sum = 0.0f;
-    for (u64 start = 0; start < end; start += ROWS) {
+    for (u64 start = begin; start < end; start += ROWS) {
         __syncthreads(); // The values of the last tile have been read.
         kv.load_rows(k, to.at_k.token, start, to.keys, ROWS, size);
         __syncthreads();
         f32 greatest = minus_infinity();
         for (u32 j = lane; j < ROWS; j += LANES) {
-            const f32 score = start + j < seen ? to.scale * dot(q[row], kv[j], size) : minus_infinity();
+            const bool sees = start + j < seen && start + j >= hidden;
+            const f32 score = sees ? to.score(dot(q[row], kv[j], size)) : minus_infinity();
             scores[row][j] = score;
             greatest = fmaxf(greatest, score);
         }
@@ -51,7 +52,7 @@ __device__ void attention(const AttentionArguments& to) {
         sum = sum * kept + fold_lanes<Sum>(part, LANES);
         max = greatest;
         __syncthreads(); // The keys have been read.
-        kv.load_rows(v, to.at_v.token, start, to.keys, ROWS, size);
+        kv.load_rows(v, to.at_v.token, start, to.keys, ROWS, of_v);
         __syncthreads();
 #pragma unroll
         for (u32 c = 0; c < COLUMNS; ++c) sums[c] *= kept;
@@ -59,7 +60,7 @@ __device__ void attention(const AttentionArguments& to) {
             const f32 p = scores[row][j];
 #pragma unroll
             for (u32 c = 0; c < COLUMNS; ++c) {
-                if (lane + c * LANES < size) sums[c] += p * kv[j][lane + c * LANES];
+                if (lane + c * LANES < of_v) sums[c] += p * kv[j][lane + c * LANES];
             }
         }
     }
@@ -67,7 +68,7 @@ __device__ void attention(const AttentionArguments& to) {
     f32* out = (f32*)to.out + to.at_out.at(batch, head) + query * to.at_out.token;
 #pragma unroll
     for (u32 c = 0; c < COLUMNS; ++c) {
-        if (lane + c * LANES < size) store(out + lane + c * LANES, sums[c] / sum);
+        if (lane + c * LANES < of_v) store(out + lane + c * LANES, sums[c] / sum);
     }
     if (lane == 0) to.lse[(batch * to.heads + head) * to.queries + query] = max + logf(sum);
 }
@@ -81,7 +82,7 @@ __device__ void attention_delta(const AttentionArguments& to) {
     const u64 start = to.at_out.at(batch, head) + query * to.at_out.token;
     const T *out = (const T*)to.out + start, *d_out = (const T*)to.d_out + start;
     f32 sum = 0.0f;
-    for (u64 i = lane_of(); i < to.head_size; i += 32) sum += load(out + i) * load(d_out + i);
+    for (u64 i = lane_of(); i < to.value_size; i += 32) sum += load(out + i) * load(d_out + i);
     sum = fold_lanes<Sum>(sum, 32);
     if (lane_of() == 0) to.delta[(batch * to.heads + head) * to.queries + query] = sum;
 }
@@ -91,30 +92,30 @@ KERNELS(attention_delta, AttentionArguments)
 template <u32 ROWS, u32 COLUMNS>
 __device__ void attention_grad_q(const AttentionArguments& to) {
     constexpr u32 LANES = Shape<ROWS, COLUMNS>::LANES;
-    const u32 size = u32(to.head_size);
-    const Tile q{(f32*)shared_memory, size + 1}, d_out{q[ROWS], size + 1}, k{d_out[ROWS], size + 1}, v{k[ROWS], size + 1};
+    const u32 size = u32(to.head_size), of_v = u32(to.value_size), pitch = (size > of_v ? size : of_v) + 1;
+    const Tile q{(f32*)shared_memory, pitch}, d_out{q[ROWS], pitch}, k{d_out[ROWS], pitch}, v{k[ROWS], pitch};
     const Tile d_scores{v[ROWS], ROWS + 1};
     const u32 row = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     const u64 head = blockIdx.y, batch = blockIdx.z, kv_head = head / (to.heads / to.kv_heads);
     const u64 first = u64(blockIdx.x) * ROWS, query = first + row;
-    const u64 seen = query < to.queries ? to.visible(query) : 0;
-    const u64 end = to.visible(smaller(first + ROWS, to.queries) - 1);
+    const u64 seen = query < to.queries ? to.visible(query) : 0, hidden = query < to.queries ? to.first_key(batch, query) : 0;
+    const u64 begin = to.first_key_of<ROWS>(batch, first) / ROWS * ROWS, end = to.visible(smaller(first + ROWS, to.queries) - 1);
     const u64 statistic = (batch * to.heads + head) * to.queries + query;
     const f32 lse = query < to.queries ? to.lse[statistic] : 0.0f, delta = query < to.queries ? to.delta[statistic] : 0.0f;
     q.load_rows((const f32*)to.q + to.at_q.at(batch, head), to.at_q.token, first, to.queries, ROWS, size);
-    d_out.load_rows((const f32*)to.d_out + to.at_out.at(batch, head), to.at_out.token, first, to.queries, ROWS, size);
+    d_out.load_rows((const f32*)to.d_out + to.at_out.at(batch, head), to.at_out.token, first, to.queries, ROWS, of_v);
 
     f32 dq[COLUMNS] = {};
-    for (u64 start = 0; start < end; start += ROWS) {
+    for (u64 start = begin; start < end; start += ROWS) {
         __syncthreads(); // The keys of the last tile have been read.
         k.load_rows((const f32*)to.k + to.at_k.at(batch, kv_head), to.at_k.token, start, to.keys, ROWS, size);
-        v.load_rows((const f32*)to.v + to.at_v.at(batch, kv_head), to.at_v.token, start, to.keys, ROWS, size);
+        v.load_rows((const f32*)to.v + to.at_v.at(batch, kv_head), to.at_v.token, start, to.keys, ROWS, of_v);
         __syncthreads();
         for (u32 j = lane; j < ROWS; j += LANES) {
             f32 d_score = 0.0f;
-            if (start + j < seen) {
-                const f32 p = expf(to.scale * dot(q[row], k[j], size) - lse);
-                d_score = to.scale * p * (dot(d_out[row], v[j], size) - delta);
+            if (start + j < seen && start + j >= hidden) {
+                const f32 score = to.score(dot(q[row], k[j], size)), p = expf(score - lse);
+                d_score = to.scale * to.slope(score) * p * (dot(d_out[row], v[j], of_v) - delta);
             }
             d_scores[row][j] = d_score;
         }
@@ -128,7 +129,7 @@ __device__ void attention_grad_q(const AttentionArguments& to) {
         }
     }
     if (query >= to.queries) return;
-    f32* out = (f32*)to.dq + to.at_out.at(batch, head) + query * to.at_out.token;
+    f32* out = (f32*)to.dq + to.at_dq.at(batch, head) + query * to.at_dq.token;
 #pragma unroll
     for (u32 c = 0; c < COLUMNS; ++c) {
         if (lane + c * LANES < size) store(out + lane + c * LANES, dq[c]);
@@ -141,29 +142,32 @@ ATTENTION_KERNELS(attention_grad_q)
 template <u32 ROWS, u32 COLUMNS>
 __device__ void attention_grad_kv(const AttentionArguments& to) {
     constexpr u32 LANES = Shape<ROWS, COLUMNS>::LANES;
-    const u32 size = u32(to.head_size);
-    const Tile k{(f32*)shared_memory, size + 1}, v{k[ROWS], size + 1}, q{v[ROWS], size + 1}, d_out{q[ROWS], size + 1};
+    const u32 size = u32(to.head_size), of_v = u32(to.value_size), pitch = (size > of_v ? size : of_v) + 1;
+    const Tile k{(f32*)shared_memory, pitch}, v{k[ROWS], pitch}, q{v[ROWS], pitch}, d_out{q[ROWS], pitch};
     const Tile p{d_out[ROWS], ROWS + 1}, d_scores{p[ROWS], ROWS + 1};
     const u32 row = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     const u64 kv_head = blockIdx.y, batch = blockIdx.z, group = to.heads / to.kv_heads;
     const u64 first = u64(blockIdx.x) * ROWS, key = first + row;
     k.load_rows((const f32*)to.k + to.at_k.at(batch, kv_head), to.at_k.token, first, to.keys, ROWS, size);
-    v.load_rows((const f32*)to.v + to.at_v.at(batch, kv_head), to.at_v.token, first, to.keys, ROWS, size);
+    v.load_rows((const f32*)to.v + to.at_v.at(batch, kv_head), to.at_v.token, first, to.keys, ROWS, of_v);
 
     f32 dk[COLUMNS] = {}, dv[COLUMNS] = {};
     for (u64 head = kv_head * group; head < (kv_head + 1) * group; ++head) {
         const u64 statistics = (batch * to.heads + head) * to.queries;
-        for (u64 start = to.first_query(first) / ROWS * ROWS; start < to.queries; start += ROWS) {
+        const u64 end = to.end_query(smaller(first + ROWS, to.keys) - 1);
+        for (u64 start = to.first_query(first) / ROWS * ROWS; start < end; start += ROWS) {
             __syncthreads(); // The queries of the last tile have been read.
             q.load_rows((const f32*)to.q + to.at_q.at(batch, head), to.at_q.token, start, to.queries, ROWS, size);
-            d_out.load_rows((const f32*)to.d_out + to.at_out.at(batch, head), to.at_out.token, start, to.queries, ROWS, size);
+            d_out.load_rows((const f32*)to.d_out + to.at_out.at(batch, head), to.at_out.token, start, to.queries, ROWS, of_v);
             __syncthreads();
             for (u32 i = lane; i < ROWS; i += LANES) {
                 const u64 query = start + i;
                 f32 probability = 0.0f, d_score = 0.0f;
-                if (query < to.queries && key < to.visible(query)) {
-                    probability = expf(to.scale * dot(q[i], k[row], size) - to.lse[statistics + query]);
-                    d_score = to.scale * probability * (dot(d_out[i], v[row], size) - to.delta[statistics + query]);
+                if (query < to.queries && key < to.visible(query) && key >= to.first_key(batch, query)) {
+                    const f32 score = to.score(dot(q[i], k[row], size));
+                    probability = expf(score - to.lse[statistics + query]);
+                    const f32 d_probability = dot(d_out[i], v[row], of_v) - to.delta[statistics + query];
+                    d_score = to.scale * to.slope(score) * probability * d_probability;
                 }
                 p[row][i] = probability;
                 d_scores[row][i] = d_score;
@@ -173,22 +177,19 @@ __device__ void attention_grad_kv(const AttentionArguments& to) {
                 const f32 probability = p[row][i], d_score = d_scores[row][i];
 #pragma unroll
                 for (u32 c = 0; c < COLUMNS; ++c) {
-                    if (lane + c * LANES < size) {
-                        dv[c] += probability * d_out[i][lane + c * LANES];
-                        dk[c] += d_score * q[i][lane + c * LANES];
-                    }
+                    if (lane + c * LANES < of_v) dv[c] += probability * d_out[i][lane + c * LANES];
+                    if (lane + c * LANES < size) dk[c] += d_score * q[i][lane + c * LANES];
                 }
             }
         }
     }
     if (key >= to.keys) return;
-    const u64 at = to.at_d_kv.at(batch, kv_head) + key * to.at_d_kv.token;
+    f32* of_k = (f32*)to.dk + to.at_dk.at(batch, kv_head) + key * to.at_dk.token;
+    f32* of_values = (f32*)to.dv + to.at_dv.at(batch, kv_head) + key * to.at_dv.token;
 #pragma unroll
     for (u32 c = 0; c < COLUMNS; ++c) {
-        if (lane + c * LANES < size) {
-            store((f32*)to.dk + at + lane + c * LANES, dk[c]);
-            store((f32*)to.dv + at + lane + c * LANES, dv[c]);
-        }
+        if (lane + c * LANES < size) store(of_k + lane + c * LANES, dk[c]);
+        if (lane + c * LANES < of_v) store(of_values + lane + c * LANES, dv[c]);
     }
 }
 ATTENTION_KERNELS(attention_grad_kv)

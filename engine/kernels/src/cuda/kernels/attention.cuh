@@ -27,17 +27,27 @@ struct AttentionArguments {
     u64 kv_heads;
     u64 queries;
     u64 keys;
+    // Elements of a head of queries and keys, and of one of values and outputs.
     u64 head_size;
+    u64 value_size;
     HeadStrides at_q;
     HeadStrides at_k;
     HeadStrides at_v;
-    // Of the outputs and their gradient, and of dq; then of dk and dv.
+    // Of the outputs and their gradient.
     HeadStrides at_out;
-    HeadStrides at_d_kv;
+    HeadStrides at_dq;
+    HeadStrides at_dk;
+    HeadStrides at_dv;
+    // The first key that each query sees, [batch][queries], or null.
+    const u32* starts;
+    // How many of the last keys a query sees, or 0.
+    u64 window;
     f32 scale;
+    // Above 0, scores s count as cap·tanh(s/cap).
+    f32 cap;
     u32 is_causal;
 
-    // The number of keys that a query sees: the first ones.
+    // The number of the first keys behind which a query sees none.
     __device__ __forceinline__ u64 visible(u64 query) const {
         return is_causal ? smaller(query + (keys - queries) + 1, keys) : keys;
     }
@@ -47,6 +57,40 @@ struct AttentionArguments {
         const u64 offset = keys - queries;
         return is_causal && key > offset ? key - offset : 0;
     }
+
+    // Whether some queries do not see the first key.
+    __device__ __forceinline__ bool is_cut() const { return starts || window; }
+
+    // The first key that a query sees.
+    __device__ __forceinline__ u64 first_key(u64 batch, u64 query) const {
+        const u64 seen = visible(query), start = starts ? starts[batch * queries + query] : 0;
+        const u64 in_window = window && seen > window ? seen - window : 0, first = start > in_window ? start : in_window;
+        return seen > 0 ? smaller(first, seen - 1) : 0;
+    }
+
+    // The first key that one of ROWS queries from `first` on sees. For whole warps; there are fewer than 2^24 keys.
+    template <u32 ROWS>
+    __device__ __forceinline__ u64 first_key_of(u64 batch, u64 first) const {
+        if (!is_cut()) return 0;
+        f32 least = f32(keys);
+        for (u32 row = lane_of(); row < ROWS; row += 32) {
+            if (first + row < queries) least = fminf(least, f32(first_key(batch, first + row)));
+        }
+        return u64(-fold_lanes<Max>(-least, 32));
+    }
+
+    // The first query that a window hides a key from.
+    __device__ __forceinline__ u64 end_query(u64 key) const {
+        return window ? smaller(first_query(key) + window, queries) : queries;
+    }
+
+    // What the product of a query with a key counts.
+    __device__ __forceinline__ f32 score(f32 product) const {
+        return cap > 0.0f ? cap * tanhf(scale * product / cap) : scale * product;
+    }
+
+    // How much of its gradient a score passes on.
+    __device__ __forceinline__ f32 slope(f32 score) const { return cap > 0.0f ? 1.0f - score / cap * (score / cap) : 1.0f; }
 };
 
 constexpr u32 ATTENTION_THREADS = 128;

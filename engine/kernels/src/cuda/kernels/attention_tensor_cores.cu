@@ -31,25 +31,25 @@ struct HeadRows {
     }
 };
 
-__device__ __forceinline__ HeadRows rows_of(const AttentionArguments& to, const void* x, const HeadStrides& at,
-                                                   u64 batch, u64 head, u64 end) {
-    return {(const bf16*)x + at.at(batch, head), at.token, end, u32(to.head_size)};
+__device__ __forceinline__ HeadRows rows_of(const void* x, const HeadStrides& at,
+                                                   u64 batch, u64 head, u64 end, u64 size) {
+    return {(const bf16*)x + at.at(batch, head), at.token, end, u32(size)};
 }
 
 __device__ __forceinline__ HeadRows queries_of(const AttentionArguments& to, u64 batch, u64 head) {
-    return rows_of(to, to.q, to.at_q, batch, head, to.queries);
+    return rows_of(to.q, to.at_q, batch, head, to.queries, to.head_size);
 }
 
 __device__ __forceinline__ HeadRows gradients_of(const AttentionArguments& to, u64 batch, u64 head) {
-    return rows_of(to, to.d_out, to.at_out, batch, head, to.queries);
+    return rows_of(to.d_out, to.at_out, batch, head, to.queries, to.value_size);
 }
 
 __device__ __forceinline__ HeadRows keys_of(const AttentionArguments& to, u64 batch, u64 kv_head) {
-    return rows_of(to, to.k, to.at_k, batch, kv_head, to.keys);
+    return rows_of(to.k, to.at_k, batch, kv_head, to.keys, to.head_size);
 }
 
 __device__ __forceinline__ HeadRows values_of(const AttentionArguments& to, u64 batch, u64 kv_head) {
-    return rows_of(to, to.v, to.at_v, batch, kv_head, to.keys);
+    return rows_of(to.v, to.at_v, batch, kv_head, to.keys, to.value_size);
 }
 
 // A warp's sums: BANDS times sixteen rows of COLUMNS columns, in fragments of sixteen times eight.
@@ -187,16 +187,31 @@ __device__ __forceinline__ u32 seen_from(const AttentionArguments& to, u64 query
     return seen > start ? u32(smaller(seen - start, 0xffff)) : 0;
 }
 
+// The first key that a query sees; rows that are no query see all.
+__device__ __forceinline__ u32 hidden_from(const AttentionArguments& to, u64 batch, u64 query) {
+    return query < to.queries ? u32(to.first_key(batch, query)) : 0;
+}
+
 // The same from the first key on, for fewer registers: a sequence has fewer than 2^32 tokens.
 __device__ __forceinline__ u32 seen_by(const AttentionArguments& to, u32 query) {
     const u32 keys = u32(to.keys), seen = query + (keys - u32(to.queries)) + 1;
     return to.is_causal && seen < keys ? seen : keys;
 }
 
+// What scores are multiplied by to be exponents of two, once they are capped.
+__device__ __forceinline__ f32 exponent_scale(const AttentionArguments& to) {
+    return (to.cap > 0.0f ? 1.0f : to.scale) * LOG2_E;
+}
+
+// The slope of a capped score, by its probability: the score is that one's logarithm.
+__device__ __forceinline__ f32 slope_of(const AttentionArguments& to, f32 p, f32 lse) {
+    return p > 0.0f ? to.slope((log2f(p) + lse) * (1.0f / LOG2_E)) : 0.0f;
+}
+
 template <u32 SIZE, u32 BANDS, u32 TILE>
 __device__ void attention_tc(const AttentionArguments& to) {
     constexpr u32 WARP_ROWS = BANDS * BAND, BLOCK_ROWS = WARPS * WARP_ROWS, HALVES = BANDS * 2;
-    const u32 size = u32(to.head_size), warp_row = warp_of() * WARP_ROWS;
+    const u32 warp_row = warp_of() * WARP_ROWS;
     const HalfTile<SIZE> q{(bf16*)shared_memory};
     const Passing<SIZE, TILE> passing{{q[BLOCK_ROWS]}};
     const u64 head = blockIdx.y, batch = blockIdx.z, kv_head = head / (to.heads / to.kv_heads);
@@ -205,29 +220,38 @@ __device__ void attention_tc(const AttentionArguments& to) {
     const HeadRows queries = queries_of(to, batch, head);
     const HeadRows keys = keys_of(to, batch, kv_head);
     const HeadRows values = values_of(to, batch, kv_head);
+    const u32 skipped = u32(to.first_key_of<BLOCK_ROWS>(batch, first) / TILE);
     const u64 end = to.visible(smaller(first + BLOCK_ROWS, to.queries) - 1);
-    const f32 scale = to.scale * LOG2_E;
+    const f32 scale = exponent_scale(to);
 
     f32 max[HALVES], sum[HALVES] = {};
     for (u32 half = 0; half < HALVES; ++half) max[half] = minus_infinity();
     Bands<BANDS, SIZE> sums;
     queries.start<BLOCK_ROWS>(q, first);
     passing.go_by(
-        u32((end + TILE - 1) / TILE),
+        u32((end + TILE - 1) / TILE) - skipped,
         [&](u32 turn) {
-            keys.start<TILE>(passing.first(turn), u64(turn) * TILE);
-            values.start<TILE>(passing.second(turn), u64(turn) * TILE);
+            keys.start<TILE>(passing.first(turn), u64(skipped + turn) * TILE);
+            values.start<TILE>(passing.second(turn), u64(skipped + turn) * TILE);
         },
         [&](u32 turn) {
-            const u64 start = u64(turn) * TILE;
+            const u64 start = u64(skipped + turn) * TILE;
             if (start >= to.visible(own + WARP_ROWS - 1)) return;
             Bands<BANDS, TILE> scores;
             scores.set_to_products(q, warp_row, passing.first(turn));
+            if (to.cap > 0.0f) scores.visit([&](f32& score, u32, u32) { score = to.score(score); });
             if (start + TILE > to.visible(own)) {
                 u32 seen[HALVES];
                 for (u32 half = 0; half < HALVES; ++half) seen[half] = seen_by(to, u32(own) + scores.row_of(half));
                 scores.visit([&](f32& score, u32 half, u32 column) {
                     score = u32(start) + column < seen[half] ? score : minus_infinity();
+                });
+            }
+            if (to.is_cut()) {
+                u32 hidden[HALVES];
+                for (u32 half = 0; half < HALVES; ++half) hidden[half] = hidden_from(to, batch, own + scores.row_of(half));
+                scores.visit([&](f32& score, u32 half, u32 column) {
+                    score = u32(start) + column >= hidden[half] ? score : minus_infinity();
                 });
             }
             f32 greatest[HALVES], kept[HALVES], base[HALVES];
@@ -236,7 +260,8 @@ __device__ void attention_tc(const AttentionArguments& to) {
             for (u32 half = 0; half < HALVES; ++half) {
                 // Four neighbouring lanes have a row.
                 greatest[half] = fold_lanes<Max>(greatest[half], 4);
-                base[half] = greatest[half] * scale;
+                // Rows that have seen nothing yet have no maximum.
+                base[half] = greatest[half] == minus_infinity() ? 0.0f : greatest[half] * scale;
                 kept[half] = exp2_of(max[half] * scale - base[half]);
                 max[half] = greatest[half];
                 sum[half] *= kept[half];
@@ -252,12 +277,12 @@ __device__ void attention_tc(const AttentionArguments& to) {
         sum[half] = fold_lanes<Sum>(sum[half], 4);
         const u64 query = own + sums.row_of(half);
         if (lane_of() % 4 == 0 && query < to.queries) {
-            to.lse[(batch * to.heads + head) * to.queries + query] = max[half] * to.scale + logf(sum[half]);
+            to.lse[(batch * to.heads + head) * to.queries + query] = max[half] * scale * (1.0f / LOG2_E) + logf(sum[half]);
         }
         sum[half] = 1.0f / sum[half];
     }
     sums.visit([&](f32& out, u32 half, u32) { out *= sum[half]; });
-    sums.store((bf16*)to.out + to.at_out.at(batch, head), to.at_out.token, own, to.queries, size);
+    sums.store((bf16*)to.out + to.at_out.at(batch, head), to.at_out.token, own, to.queries, u32(to.value_size));
 }
 TENSOR_CORE_KERNEL(attention_tc, 64, 2, 64)
 TENSOR_CORE_KERNEL(attention_tc, 128, 2, 32)
@@ -266,7 +291,7 @@ TENSOR_CORE_KERNEL(attention_tc, 256, 1, 16)
 template <u32 SIZE, u32 BANDS, u32 TILE>
 __device__ void attention_tc_grad_q(const AttentionArguments& to) {
     constexpr u32 WARP_ROWS = BANDS * BAND, BLOCK_ROWS = WARPS * WARP_ROWS, HALVES = BANDS * 2;
-    const u32 size = u32(to.head_size), warp_row = warp_of() * WARP_ROWS;
+    const u32 warp_row = warp_of() * WARP_ROWS;
     const HalfTile<SIZE> q{(bf16*)shared_memory}, d_out{q[BLOCK_ROWS]};
     const Passing<SIZE, TILE> passing{{d_out[BLOCK_ROWS]}};
     const u64 head = blockIdx.y, batch = blockIdx.z, kv_head = head / (to.heads / to.kv_heads);
@@ -275,8 +300,9 @@ __device__ void attention_tc_grad_q(const AttentionArguments& to) {
     const HeadRows gradients = gradients_of(to, batch, head);
     const HeadRows keys = keys_of(to, batch, kv_head);
     const HeadRows values = values_of(to, batch, kv_head);
+    const u32 skipped = u32(to.first_key_of<BLOCK_ROWS>(batch, first) / TILE);
     const u64 end = to.visible(smaller(first + BLOCK_ROWS, to.queries) - 1);
-    const f32 scale = to.scale * LOG2_E;
+    const f32 scale = exponent_scale(to);
 
     Bands<BANDS, SIZE> dq;
     f32 lse[HALVES], delta[HALVES];
@@ -288,29 +314,39 @@ __device__ void attention_tc_grad_q(const AttentionArguments& to) {
     queries.start<BLOCK_ROWS>(q, first);
     gradients.start<BLOCK_ROWS>(d_out, first);
     passing.go_by(
-        u32((end + TILE - 1) / TILE),
+        u32((end + TILE - 1) / TILE) - skipped,
         [&](u32 turn) {
-            keys.start<TILE>(passing.first(turn), u64(turn) * TILE);
-            values.start<TILE>(passing.second(turn), u64(turn) * TILE);
+            keys.start<TILE>(passing.first(turn), u64(skipped + turn) * TILE);
+            values.start<TILE>(passing.second(turn), u64(skipped + turn) * TILE);
         },
         [&](u32 turn) {
-            const u64 start = u64(turn) * TILE;
+            const u64 start = u64(skipped + turn) * TILE;
             if (start >= to.visible(own + WARP_ROWS - 1)) return;
             Bands<BANDS, TILE> p, d_scores;
             p.set_to_products(q, warp_row, passing.first(turn));
             d_scores.set_to_products(d_out, warp_row, passing.second(turn));
+            if (to.cap > 0.0f) p.visit([&](f32& p, u32, u32) { p = to.score(p); });
             p.visit([&](f32& p, u32 half, u32) { p = exp2_of(p * scale - lse[half]); });
             if (start + TILE > to.visible(own)) {
                 u32 seen[HALVES];
                 for (u32 half = 0; half < HALVES; ++half) seen[half] = seen_from(to, own + p.row_of(half), start);
                 p.visit([&](f32& p, u32 half, u32 column) { p = column < seen[half] ? p : 0.0f; });
             }
+            if (to.is_cut()) {
+                u32 hidden[HALVES];
+                for (u32 half = 0; half < HALVES; ++half) hidden[half] = hidden_from(to, batch, own + p.row_of(half));
+                p.visit([&](f32& p, u32 half, u32 column) { p = u32(start) + column >= hidden[half] ? p : 0.0f; });
+            }
             d_scores.visit([&](f32& d_score, u32 half, u32) { d_score -= delta[half]; });
             d_scores.multiply_by(p);
+            if (to.cap > 0.0f) {
+                p.visit([&](f32& p, u32 half, u32) { p = slope_of(to, p, lse[half]); });
+                d_scores.multiply_by(p);
+            }
             dq.add(d_scores, passing.first(turn));
         });
     dq.visit([&](f32& dq, u32, u32) { dq *= to.scale; });
-    dq.store((bf16*)to.dq + to.at_out.at(batch, head), to.at_out.token, own, to.queries, size);
+    dq.store((bf16*)to.dq + to.at_dq.at(batch, head), to.at_dq.token, own, to.queries, u32(to.head_size));
 }
 TENSOR_CORE_KERNEL(attention_tc_grad_q, 64, 2, 32)
 TENSOR_CORE_KERNEL(attention_tc_grad_q, 128, 1, 32)
@@ -331,15 +367,17 @@ __device__ __forceinline__ void load_numbers(f32 (&to)[COUNT], const f32* from, 
 template <u32 SIZE, u32 BANDS, u32 TILE, bool OF_K, bool OF_V>
 __device__ void attention_tc_grad_of(const AttentionArguments& to) {
     constexpr u32 WARP_ROWS = BANDS * BAND, BLOCK_ROWS = WARPS * WARP_ROWS, HALVES = BANDS * 2;
-    const u32 size = u32(to.head_size), warp_row = warp_of() * WARP_ROWS;
+    const u32 warp_row = warp_of() * WARP_ROWS;
     const HalfTile<SIZE> k{(bf16*)shared_memory}, v{k[BLOCK_ROWS]};
     const Passing<SIZE, TILE> passing{{v[BLOCK_ROWS]}};
     const u64 kv_head = blockIdx.y, batch = blockIdx.z;
     const u32 group = u32(to.heads) / u32(to.kv_heads);
     const u32 first = blockIdx.x * BLOCK_ROWS, own = first + warp_row;
     // Every head's queries from the first on that sees a key of this block.
-    const u32 skipped = u32(to.first_query(first) / TILE), turns = u32((to.queries + TILE - 1) / TILE) - skipped;
-    const f32 scale = to.scale * LOG2_E;
+    const u32 skipped = u32(to.first_query(first) / TILE);
+    const u64 end = to.end_query(smaller(u64(first) + BLOCK_ROWS, to.keys) - 1);
+    const u32 turns = u32((end + TILE - 1) / TILE) - skipped;
+    const f32 scale = exponent_scale(to);
 
     Bands<BANDS, SIZE> dk, dv;
     keys_of(to, batch, kv_head).start<BLOCK_ROWS>(k, first);
@@ -357,18 +395,25 @@ __device__ void attention_tc_grad_of(const AttentionArguments& to) {
             const u32 start = (skipped + turn % turns) * TILE;
             const u32 queries = u32(to.queries), last = (start + TILE < queries ? start + TILE : queries) - 1;
             if (seen_by(to, last) <= own) return;
+            if (to.first_key_of<TILE>(batch, start) >= own + WARP_ROWS) return;
             const u64 statistics = (batch * to.heads + head) * to.queries + start;
             const u32 there = last - start + 1;
             f32 lse[TILE / 4];
             load_numbers(lse, to.lse + statistics, there);
             Bands<BANDS, TILE> p;
             p.set_to_products(k, warp_row, passing.first(turn));
+            if (to.cap > 0.0f) p.visit([&](f32& p, u32, u32) { p = to.score(p); });
             p.visit([&](f32& p, u32, u32 query) { p = exp2_of(p * scale - LOG2_E * lse[query / 8 * 2 + query % 2]); });
             if (seen_by(to, start) < own + WARP_ROWS) {
                 // Keys from the tile's first query on.
                 u32 hidden[HALVES];
                 for (u32 half = 0; half < HALVES; ++half) hidden[half] = u32(to.first_query(own + p.row_of(half)));
                 p.visit([&](f32& p, u32 half, u32 query) { p = start + query >= hidden[half] ? p : 0.0f; });
+            }
+            if (to.is_cut()) {
+                p.visit([&](f32& p, u32 half, u32 query) {
+                    p = own + Bands<BANDS, TILE>::row_of(half) >= hidden_from(to, batch, start + query) ? p : 0.0f;
+                });
             }
             if constexpr (OF_V) dv.add(p, passing.second(turn));
             if constexpr (OF_K) {
@@ -378,15 +423,20 @@ __device__ void attention_tc_grad_of(const AttentionArguments& to) {
                 d_scores.visit([&](f32& d_score, u32, u32 query) { d_score = -delta[query / 8 * 2 + query % 2]; });
                 d_scores.add_products(v, warp_row, passing.second(turn));
                 d_scores.multiply_by(p);
+                if (to.cap > 0.0f) {
+                    p.visit([&](f32& p, u32, u32 query) { p = slope_of(to, p, LOG2_E * lse[query / 8 * 2 + query % 2]); });
+                    d_scores.multiply_by(p);
+                }
                 dk.add(d_scores, passing.first(turn));
             }
         });
-    const u64 at = to.at_d_kv.at(batch, kv_head);
     if constexpr (OF_K) {
         dk.visit([&](f32& dk, u32, u32) { dk *= to.scale; });
-        dk.store((bf16*)to.dk + at, to.at_d_kv.token, own, to.keys, size);
+        dk.store((bf16*)to.dk + to.at_dk.at(batch, kv_head), to.at_dk.token, own, to.keys, u32(to.head_size));
     }
-    if constexpr (OF_V) dv.store((bf16*)to.dv + at, to.at_d_kv.token, own, to.keys, size);
+    if constexpr (OF_V) {
+        dv.store((bf16*)to.dv + to.at_dv.at(batch, kv_head), to.at_dv.token, own, to.keys, u32(to.value_size));
+    }
 }
 
 template <u32 SIZE, u32 BANDS, u32 TILE>

@@ -32,13 +32,32 @@ struct AttentionArguments {
     queries: u64,
     keys: u64,
     head_size: u64,
+    value_size: u64,
     at_q: HeadStrides,
     at_k: HeadStrides,
     at_v: HeadStrides,
     at_out: HeadStrides,
-    at_d_kv: HeadStrides,
+    at_dq: HeadStrides,
+    at_dk: HeadStrides,
+    at_dv: HeadStrides,
+    starts: u64,
+    window: u64,
     scale: f32,
+    cap: f32,
     is_causal: u32,
+}
+
+/// What stands between queries, keys and the scores that count.
+#[derive(Debug, Clone, Copy)]
+pub struct Scores {
+    /// What products are multiplied by.
+    pub scale: f32,
+    /// What scores are capped at; 0 for nothing.
+    pub cap: f32,
+    /// Whether a query sees no key behind its own.
+    pub is_causal: bool,
+    /// How many of the last keys it then sees.
+    pub window: Option<usize>,
 }
 
 /// Threads of a block: `ATTENTION_THREADS` of attention.cuh.
@@ -98,11 +117,11 @@ impl Part {
 }
 
 impl Form {
-    fn of(part: Part, dtype: DType, head_size: u64) -> Option<Self> {
-        let most = [64, 128, 256].into_iter().find(|&most| head_size <= most)?;
+    fn of(part: Part, dtype: DType, widest: u64) -> Option<Self> {
+        let most = [64, 128, 256].into_iter().find(|&most| widest <= most)?;
         match dtype {
             DType::BF16 => Some(Self::tensor_cores(part, most)),
-            DType::F32 => Some(Self::plain(part, most, head_size)),
+            DType::F32 => Some(Self::plain(part, most, widest)),
             _ => None,
         }
     }
@@ -126,7 +145,7 @@ impl Form {
     }
 
     /// attention.cu: tiles of heads, and squares of scores.
-    fn plain(part: Part, most: u64, head_size: u64) -> Self {
+    fn plain(part: Part, most: u64, widest: u64) -> Self {
         let rows = if most == 256 { 16 } else { 32 };
         let (tiles, squares) = match part {
             // Values take the place of keys.
@@ -138,16 +157,17 @@ impl Form {
             family: Attention,
             name: format!("attention{}_{most}_f32", part.suffix()),
             rows,
-            shared_bytes: tiles * rows * 4 * (head_size + 1) + squares * 4 * rows * (rows + 1),
+            shared_bytes: tiles * rows * 4 * (widest + 1) + squares * 4 * rows * (rows + 1),
         }
     }
 }
 
 impl AttentionArguments {
-    fn new(scale: f64, is_causal: bool, q: &Operand, k: &Operand, v: &Operand) -> Option<Self> {
+    fn new(of: Scores, [q, k, v]: [&Operand; 3], starts: Option<&Operand>) -> Option<Self> {
         let (&[_, heads, queries, head_size], &[_, kv_heads, keys, _]) = (q.dims(), k.dims()) else { return None };
-        let [heads, queries, head_size, kv_heads, keys] =
-            [heads, queries, head_size, kv_heads, keys].map(|extent| extent as u64);
+        let &[_, _, _, value_size] = v.dims() else { return None };
+        let [heads, queries, head_size, kv_heads, keys, value_size] =
+            [heads, queries, head_size, kv_heads, keys, value_size].map(|extent| extent as u64);
         Some(Self {
             q: q.address,
             k: k.address,
@@ -164,19 +184,30 @@ impl AttentionArguments {
             queries,
             keys,
             head_size,
+            value_size,
             at_q: HeadStrides::of(&q.layout)?,
             at_k: HeadStrides::of(&k.layout)?,
             at_v: HeadStrides::of(&v.layout)?,
-            at_out: HeadStrides::dense(queries, heads, head_size),
-            at_d_kv: HeadStrides::dense(keys, kv_heads, head_size),
-            scale: scale as f32,
-            is_causal: u32::from(is_causal),
+            at_out: HeadStrides::dense(queries, heads, value_size),
+            at_dq: HeadStrides::dense(queries, heads, head_size),
+            at_dk: HeadStrides::dense(keys, kv_heads, head_size),
+            at_dv: HeadStrides::dense(keys, kv_heads, value_size),
+            starts: starts.map_or(0, |starts| starts.address),
+            window: of.window.unwrap_or(0) as u64,
+            scale: of.scale,
+            cap: of.cap,
+            is_causal: u32::from(of.is_causal),
         })
+    }
+
+    /// The larger of the two sizes of a head.
+    fn widest(&self) -> u64 {
+        self.head_size.max(self.value_size)
     }
 
     /// A kernel over so many tokens and heads.
     fn launch(self, part: Part, of: &Operand, tokens: u64, heads: u64) -> Option<Kernel> {
-        let form = Form::of(part, of.dtype, self.head_size)?;
+        let form = Form::of(part, of.dtype, self.widest())?;
         let grid = [tokens.div_ceil(form.rows), heads, of.dims()[0] as u64];
         Some(Kernel {
             family: form.family,
@@ -189,10 +220,10 @@ impl AttentionArguments {
     }
 }
 
-/// (out, log-sum-exp) from (q, k, v).
-pub fn attention(scale: f64, is_causal: bool, operands: &Operands<'_>) -> Option<Vec<Launch>> {
-    let ([q, k, v], [out, lse]) = (operands.inputs, operands.outputs) else { return None };
-    let arguments = AttentionArguments::new(scale, is_causal, q, k, v)?;
+/// (out, log-sum-exp) from (q, k, v), and the first key that each query sees.
+pub fn attention(of: Scores, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([q, k, v, starts @ ..], [out, lse]) = (operands.inputs, operands.outputs) else { return None };
+    let arguments = AttentionArguments::new(of, [q, k, v], starts.first())?;
     let arguments = AttentionArguments { out: out.address, lse: lse.address, ..arguments };
     launches([arguments.launch(Part::Forward, q, arguments.queries, arguments.heads)?])
 }
@@ -202,9 +233,10 @@ pub fn attention_grad_workspace(lse: &Spec) -> Vec<u64> {
     vec![lse.bytes()]
 }
 
-/// (dq, dk, dv) from (q, k, v, out, log-sum-exp, d_out).
-pub fn attention_grad(scale: f64, is_causal: bool, operands: &Operands<'_>) -> Option<Vec<Launch>> {
-    let ([q, k, v, out, lse, d_out], [dq, dk, dv], &[delta]) = (operands.inputs, operands.outputs, operands.workspace)
+/// (dq, dk, dv) from (q, k, v, out, log-sum-exp, d_out), and the first key that each query sees.
+pub fn attention_grad(of: Scores, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([q, k, v, out, lse, d_out, starts @ ..], [dq, dk, dv], &[delta]) =
+        (operands.inputs, operands.outputs, operands.workspace)
     else {
         return None;
     };
@@ -216,7 +248,7 @@ pub fn attention_grad(scale: f64, is_causal: bool, operands: &Operands<'_>) -> O
         dq: dq.address,
         dk: dk.address,
         dv: dv.address,
-        ..AttentionArguments::new(scale, is_causal, q, k, v)?
+        ..AttentionArguments::new(of, [q, k, v], starts.first())?
     };
     let AttentionArguments { heads, kv_heads, queries, keys, .. } = arguments;
     // A warp for each query.
@@ -228,7 +260,7 @@ pub fn attention_grad(scale: f64, is_causal: bool, operands: &Operands<'_>) -> O
         shared_bytes: 0,
         arguments: Box::new(arguments),
     };
-    let of_kv = Part::of_kv(q.dtype, arguments.head_size).iter();
+    let of_kv = Part::of_kv(q.dtype, arguments.widest()).iter();
     [Some(deltas), arguments.launch(Part::GradQ, q, queries, heads)]
         .into_iter()
         .chain(of_kv.map(|&part| arguments.launch(part, q, keys, kv_heads)))

@@ -21,7 +21,7 @@ pub use adamw::{
     AdamWRule, AdamWTensor, adamw, global_norm, global_norm_workspace, squared_norms, squared_norms_workspace,
     weight_average,
 };
-pub use attention::{attention, attention_grad, attention_grad_workspace};
+pub use attention::{Scores, attention, attention_grad, attention_grad_workspace};
 pub use copy::{cat, copy, copy_to, widen};
 pub use embedding::{embedding, embedding_grad};
 pub use experts::{
