@@ -103,9 +103,10 @@ fn rotation() {
     let yarn = RopeScaling::yarn(4.0, (32.0, 1.0), 16.0, 100.0, 8, true);
     for scaling in [RopeScaling::Linear { factor: 3.0 }, yarn] {
         check(&[&[2, 2, 5, 8]], |x| x[0].rope_scaled(100.0, scaling));
+        check(&[&[2, 2, 5, 8]], |x| x[0].rope_i_scaled(100.0, scaling));
     }
     // At places that are given.
-    let op = Rope { frequencies: RopeScaling::None.frequencies(100.0), inverse: false };
+    let op = Rope { frequencies: RopeScaling::None.frequencies(100.0), neighbours: false, inverse: false };
     check_ids(&[&[2, 3, 2, 8]], &[(&[2, 3], &[0, 1, 0, 7, 8, 0])], |x, ids| {
         Tensor::apply_op(op, &[&x[0], &ids[0]]).map(|[rotated]| rotated)
     });
@@ -175,19 +176,21 @@ fn a_head_fused_with_its_loss() {
 }
 
 #[test]
-fn smoothed_labels_and_the_z_loss() {
+fn smoothed_labels_the_z_loss_and_capped_logits() {
     let ids: &[(&[usize], &[u32])] = &[(&[2, 3], &[1, 0, 6, 1, 2, 3])];
     for terms in [LossTerms { label_smoothing: 0.2, z_loss: 0.0 }, LossTerms { label_smoothing: 0.1, z_loss: 0.3 }] {
         check_ids(&[&[2, 3, 7]], ids, |x, ids| {
             let [losses, _] = Tensor::apply_op(CrossEntropy { terms }, &[&x[0], &ids[0]])?;
             losses.mean_all()
         });
-        let head = |x: &[Tensor], ids: &[Tensor]| {
-            let head = LinearCrossEntropy::new(None).with_terms(terms);
-            Tensor::apply_op(head, &[&x[0], &x[1], &ids[0]]).map(|[losses]| losses)
-        };
-        check_ids(&[&[2, 3, 5], &[7, 5]], ids, head);
-        check_ids(&[&[2, 3, 5], &[7, 5]], ids, |x, ids| head(x, ids)?.mean_all());
+        for cap in [None, Some(0.5)] {
+            let head = |x: &[Tensor], ids: &[Tensor]| {
+                let head = LinearCrossEntropy::new(None).with_terms(terms).with_cap(cap);
+                Tensor::apply_op(head, &[&x[0], &x[1], &ids[0]]).map(|[losses]| losses)
+            };
+            check_ids(&[&[2, 3, 5], &[7, 5]], ids, head);
+            check_ids(&[&[2, 3, 5], &[7, 5]], ids, |x, ids| head(x, ids)?.mean_all());
+        }
     }
 }
 

@@ -65,6 +65,7 @@ fn kernels_agree_with_their_references() {
         let [cache] = Tensor::apply_op(
             gapless_graph::ops::Rope {
                 frequencies: gapless_graph::ops::RopeScaling::None.frequencies(100.0),
+                neighbours: false,
                 inverse: false,
             },
             &[&x[0].transpose(1, 2)?, positions],

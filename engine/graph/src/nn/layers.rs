@@ -33,11 +33,20 @@ impl Linear {
     /// # Errors
     /// When the shapes do not fit.
     pub fn cross_entropy(&self, xs: &Tensor, targets: &Tensor) -> Result<Tensor> {
+        self.capped_cross_entropy(xs, targets, None)
+    }
+
+    /// [`Self::cross_entropy`] of logits that are capped, if they are, as by [`Tensor::cap`].
+    ///
+    /// # Errors
+    /// When the shapes do not fit.
+    pub fn capped_cross_entropy(&self, xs: &Tensor, targets: &Tensor, cap: Option<f64>) -> Result<Tensor> {
         if self.bias.is_some() || self.adapter.is_some() {
-            return self.forward(xs)?.cross_entropy(targets);
+            let logits = self.forward(xs)?;
+            return cap.map_or(Ok(logits.clone()), |cap| logits.cap(cap))?.cross_entropy(targets);
         }
         let _layer = xs.enter(&self.layer);
-        xs.linear_cross_entropy(&self.weight, targets)
+        xs.capped_cross_entropy(&self.weight, targets, cap)
     }
 }
 

@@ -90,12 +90,14 @@ impl RopeScaling {
 }
 
 /// Rotates the halves of each head against each other: for frequency i of token t, the pair (x_i, x_{i+d/2}) turns by t times
-/// frequency i, theta^(−2i/d) where nothing is scaled. Input and output are [batch, tokens, heads, head size]. A second input
+/// frequency i, theta^(−2i/d) where nothing is scaled; where pairs are neighbours, (x_2i, x_{2i+1}). Input and output are [batch, tokens, heads, head size]. A second input
 /// says where the tokens are, u32 [batch, tokens]; without it, they are the first of each sequence.
 #[derive(Debug, Clone, Copy)]
 pub struct Rope {
     /// What each pair turns by per token.
     pub frequencies: RopeFrequencies,
+    /// Whether elements turn against their neighbours, as in the paper, and not halves against each other.
+    pub neighbours: bool,
     /// Rotate back: the gradient.
     pub inverse: bool,
 }
@@ -184,6 +186,14 @@ impl Op for Rope {
                     let (x, step) = gapless_kernels::cpu::row_of(x, layout, row * heads + head);
                     out.iter_mut().enumerate().for_each(|(i, o)| *o = x[i * step]);
                 }
+                if self.neighbours {
+                    vectorize!({
+                        for ([a, b], (&cos, &sin)) in out.as_chunks_mut().0.iter_mut().zip(cos.iter().zip(sin)) {
+                            (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
+                        }
+                    });
+                    continue;
+                }
                 let (a, b) = out.split_at_mut(half);
                 vectorize!({
                     for ((a, b), (&cos, &sin)) in a.iter_mut().zip(b).zip(cos.iter().zip(sin)) {
@@ -197,10 +207,7 @@ impl Op for Rope {
         self.workspace(inputs, outputs, 1)
     }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
-        if operands.inputs.len() > 1 {
-            return None;
-        }
-        gapless_kernels::cuda::launch::rope(self.frequencies, self.inverse, operands)
+        gapless_kernels::cuda::launch::rope(self.frequencies, self.neighbours, self.inverse, operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
@@ -214,8 +221,9 @@ impl Op for Rope {
         for (row, out) in out.data.chunks_exact_mut(d).enumerate() {
             for i in 0..d / 2 {
                 let (cos, sin) = self.rotation(position(row), i, d);
-                let (a, b) = (out[i], out[i + d / 2]);
-                (out[i], out[i + d / 2]) = (a * cos - b * sin, b * cos + a * sin);
+                let (first, second) = if self.neighbours { (2 * i, 2 * i + 1) } else { (i, i + d / 2) };
+                let (a, b) = (out[first], out[second]);
+                (out[first], out[second]) = (a * cos - b * sin, b * cos + a * sin);
             }
         }
         vec![out]

@@ -49,6 +49,14 @@ impl Tensor {
         }
     }
 
+    /// cap·tanh(x/cap): as x near 0, and never beyond the cap (Gemma 2, arXiv 2408.00118, section 2).
+    ///
+    /// # Errors
+    /// When the type is not one of [`FLOATS`](crate::graph::FLOATS).
+    pub fn cap(&self, cap: f64) -> Result<Self> {
+        self.affine(1.0 / cap, 0.0)?.tanh()?.affine(cap, 0.0)
+    }
+
     /// −x.
     ///
     /// # Errors

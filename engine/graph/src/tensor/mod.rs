@@ -310,10 +310,23 @@ impl Tensor {
     /// # Errors
     /// As [`Self::rope`].
     pub fn rope_scaled(&self, theta: f64, scaling: ops::RopeScaling) -> Result<Self> {
+        self.rotated(theta, scaling, false)
+    }
+
+    /// [`Self::rope_scaled`], rotating each element of even number against the one behind it, as the paper and candle's `rope_i` do.
+    ///
+    /// # Errors
+    /// As [`Self::rope`].
+    pub fn rope_i_scaled(&self, theta: f64, scaling: ops::RopeScaling) -> Result<Self> {
+        self.rotated(theta, scaling, true)
+    }
+
+    fn rotated(&self, theta: f64, scaling: ops::RopeScaling, neighbours: bool) -> Result<Self> {
         if self.rank() != 4 {
             return Err(self.shape_error("rope", "[batch, heads, tokens, head size] is needed".into()));
         }
-        let (x, op) = (self.transpose(1, 2)?, ops::Rope { frequencies: scaling.frequencies(theta), inverse: false });
+        let x = self.transpose(1, 2)?;
+        let op = ops::Rope { frequencies: scaling.frequencies(theta), neighbours, inverse: false };
         let [rotated] = match self.positions() {
             Some(positions) => Self::apply_op(op, &[&x, &positions]),
             None => Self::apply_op(op, &[&x]),
@@ -344,9 +357,17 @@ impl Tensor {
     /// # Errors
     /// As [`Self::cross_entropy`].
     pub fn linear_cross_entropy(&self, weight: &Self, targets: &Self) -> Result<Self> {
+        self.capped_cross_entropy(weight, targets, None)
+    }
+
+    /// [`Self::linear_cross_entropy`] of logits x that count as cap·tanh(x/cap) (Gemma 2, arXiv 2408.00118, section 2).
+    ///
+    /// # Errors
+    /// As [`Self::linear_cross_entropy`]; a cap that is not a positive number.
+    pub fn capped_cross_entropy(&self, weight: &Self, targets: &Self, cap: Option<f64>) -> Result<Self> {
         let weights = self.weights_of(targets)?;
         let inputs: Vec<&Self> = [self, weight, targets].into_iter().chain(&weights).collect();
-        let op = ops::LinearCrossEntropy::new(None).with_terms(self.loss_terms());
+        let op = ops::LinearCrossEntropy::new(None).with_terms(self.loss_terms()).with_cap(cap);
         Self::apply_op::<1>(op, &inputs).map(|[losses]| losses)
     }
 }

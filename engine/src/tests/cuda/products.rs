@@ -182,11 +182,17 @@ fn heads_with_their_loss() {
         let rows: usize = x[..2].iter().product();
         let targets: Vec<u32> = (0..rows).map(|row| (row * 5 % vocabulary) as u32).collect();
         let smooth = LossTerms { label_smoothing: 0.1, z_loss: 0.01 };
-        for (gradient, terms) in [(None, LossTerms::NONE), (Some(0.25), LossTerms::NONE), (Some(0.25), smooth)] {
+        for (gradient, terms, cap) in [
+            (None, LossTerms::NONE, None),
+            (None, smooth, Some(0.7)),
+            (Some(0.25), LossTerms::NONE, None),
+            (Some(0.25), smooth, None),
+            (Some(0.25), LossTerms::NONE, Some(0.7)),
+        ] {
             let given = [&x[..], &[vocabulary, x[2]]];
             let ids = [(&x[..2], &targets[..])];
             check(&["linear_cross_entropy"], &given, &ids, |x, ids| {
-                let head = LinearCrossEntropy::new(gradient).with_terms(terms);
+                let head = LinearCrossEntropy::new(gradient).with_terms(terms).with_cap(cap);
                 let inputs = [&x[0], &x[1], &ids[0]];
                 let losses = match gradient {
                     None => Tensor::apply_op::<1>(head, &inputs)?[0].clone(),
@@ -195,5 +201,14 @@ fn heads_with_their_loss() {
                 losses.to_dtype(x[0].dtype())
             });
         }
+        // Losses that count by weights.
+        let given = [&x[..], &[vocabulary, x[2]]];
+        let weights: Vec<u32> = (0..rows).map(|row| (row % 3) as u32).collect();
+        let ids = [(&x[..2], &targets[..]), (&x[..2], &weights[..])];
+        check(&["linear_cross_entropy"], &given, &ids, |x, ids| {
+            let weights = ids[1].to_dtype(DType::F32)?;
+            let inputs = [&x[0], &x[1], &ids[0], &weights];
+            Tensor::apply_op::<3>(LinearCrossEntropy::new(Some(0.25)), &inputs)?[0].to_dtype(x[0].dtype())
+        });
     }
 }

@@ -8,7 +8,7 @@ use super::judge::{Stored, check, judge};
 use super::memory::Region;
 use crate::Tensor;
 use crate::cuda::Operand;
-use crate::cuda::launch::{Upstream, head};
+use crate::cuda::launch::{HeadRows, Upstream, head};
 use crate::graph::Spec;
 use crate::kernels::LossTerms;
 use crate::ops::{Cast, CrossEntropy, Dropout, Embedding, Jitter, LogSumExp, Rope, RopeScaling, Softmax};
@@ -68,7 +68,8 @@ fn chunks_of_a_head_become_their_gradient() {
             let (region, ids) = (Region::of(&logits, dtype), Region::of(&targets, DType::U32));
             let losses = Region::poisoned(rows, DType::F32);
             let operand = Operand { address: region.address(), layout: Layout::contiguous((rows, width)), dtype };
-            for launch in head(&operand, ids.address(), losses.address(), upstream, &terms).unwrap() {
+            let of_rows = HeadRows { targets: ids.address(), losses: losses.address(), weights: 0 };
+            for launch in head(&operand, of_rows, upstream, &terms, 0.0).unwrap() {
                 // SAFETY: the regions are of these extents.
                 unsafe { host::run(&launch, is_reversed) }.unwrap();
             }
@@ -91,16 +92,20 @@ fn chunks_of_a_head_become_their_gradient() {
 fn rotations_forth_and_back() {
     let llama3 = RopeScaling::Llama3 { factor: 8.0, low: 1.0, high: 4.0, original: 16.0 };
     for shape in [[2, 3, 2, 6], [1, 40, 3, 16]] {
-        for inverse in [false, true] {
-            check(&["rope"], &[&shape], &[], |x, _| {
-                Tensor::apply_op::<1>(Rope { frequencies: llama3.frequencies(10_000.0), inverse }, &[&x[0]])
-                    .map(|[y]| y)
+        let frequencies = llama3.frequencies(10_000.0);
+        // Where the tokens are said to be.
+        let positions: Vec<u32> = (0..shape[0] * shape[1]).map(|i| (i * 7 % 50) as u32).collect();
+        for (neighbours, inverse) in [(false, false), (true, false), (true, true)] {
+            let rope = Rope { frequencies, neighbours, inverse };
+            check(&["rope"], &[&shape], &[], |x, _| Tensor::apply_op::<1>(rope, &[&x[0]]).map(|[y]| y));
+            check(&["rope"], &[&shape], &[(&shape[..2], &positions)], |x, ids| {
+                Tensor::apply_op::<1>(rope, &[&x[0], &ids[0]]).map(|[y]| y)
             });
         }
         // Heads in front of tokens, in memory.
         let [batch, tokens, heads, size] = shape;
         check(&["rope"], &[&[batch, heads, tokens, size]], &[], |x, _| {
-            let rope = Rope { frequencies: RopeScaling::None.frequencies(100.0), inverse: false };
+            let rope = Rope { frequencies: RopeScaling::None.frequencies(100.0), neighbours: false, inverse: false };
             Tensor::apply_op::<1>(rope, &[&x[0].transpose(1, 2)?]).map(|[y]| y)
         });
     }

@@ -4,13 +4,15 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 
 use candle_core::{DType, Layout};
+use gapless_kernels::Spec;
 use gapless_kernels::cpu::gemm::{Gemm, Strides};
 use gapless_kernels::cpu::scratch::for_each_of;
 use gapless_kernels::cuda::{
     self, Launch, Product,
     launch::{self, Matrix},
 };
-use gapless_kernels::{LossTerms, Spec};
+
+use super::Counted;
 
 /// Which products a pass takes of every chunk: that of its logits, and those of the gradients that are made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,10 +32,11 @@ impl Products {
 /// A head on a GPU.
 pub(super) struct Head<'a> {
     pub operands: &'a cuda::Operands<'a>,
-    /// What the losses count beside the likelihood.
-    pub terms: &'a LossTerms,
-    /// Where they are written.
+    pub counted: Counted,
+    /// Where the losses are written.
     pub losses: u64,
+    /// What each is multiplied by; 0 if all count.
+    pub weights: u64,
 }
 
 /// Rows of a chunk that are enough for its products to be as fast as those of all rows, and no more of a shorter sequence
@@ -146,7 +149,7 @@ impl Chunks {
     /// `[dx, d_weight]`, of which the latter is output `weight` of the operation.
     pub fn launches(
         &self,
-        &Head { operands, terms, losses }: &Head<'_>,
+        &Head { operands, counted, losses, weights }: &Head<'_>,
         backward: Option<(launch::Upstream<'_>, &[cuda::Operand])>,
         weight: usize,
     ) -> Option<Vec<Launch>> {
@@ -156,13 +159,19 @@ impl Chunks {
         let scratch = launch::scratch_in(scratch, self.cuda_workspace(dtype, products)[1]);
         let (width, vocabulary, pitch) = (self.width as u64, self.vocabulary as u64, self.cuda_pitch());
         let at = |address: u64, elements: usize| address + (elements * dtype.size_in_bytes()) as u64;
-        let weights = Matrix::dense(of_weight.address, dtype, width);
+        let of_weight = Matrix::dense(of_weight.address, dtype, width);
         let mut launches = Vec::new();
         for (index, range) in self.cuda_ranges().enumerate() {
-            let rows = range.len() as u64;
+            let count = range.len() as u64;
             let x = Matrix::dense(at(x.address, range.start * self.width), dtype, width);
             let of_logits = Matrix::dense(logits, dtype, pitch as u64);
-            launches.push(Launch::Product(Product::new((rows, vocabulary, width), x, weights.t(), of_logits, scratch)));
+            launches.push(Launch::Product(Product::new(
+                (count, vocabulary, width),
+                x,
+                of_weight.t(),
+                of_logits,
+                scratch,
+            )));
             let layout = Layout::new((range.len(), self.vocabulary).into(), vec![pitch, 1], 0);
             let upstream = match backward {
                 Some((launch::Upstream::Each(d_losses, _), _)) => launch::Upstream::Each(d_losses, range.start as u64),
@@ -171,17 +180,22 @@ impl Chunks {
             };
             let chunk = cuda::Operand { address: logits, layout, dtype };
             let of_rows = |address: u64| address + 4 * range.start as u64;
-            launches.extend(launch::head(&chunk, of_rows(targets.address), of_rows(losses), upstream, terms)?);
+            let rows = launch::HeadRows {
+                targets: of_rows(targets.address),
+                losses: of_rows(losses),
+                weights: if weights > 0 { of_rows(weights) } else { 0 },
+            };
+            launches.extend(launch::head(&chunk, rows, upstream, &counted.terms, counted.cap.unwrap_or(0.0))?);
             let Some((_, [dx, rest @ ..])) = backward else { continue };
             if let [d_weight] = rest {
                 let to = Matrix::dense(d_weight.address, d_weight.dtype, width);
-                let product = Product::new((vocabulary, width, rows), of_logits.t(), x, to, scratch);
+                let product = Product::new((vocabulary, width, count), of_logits.t(), x, to, scratch);
                 let accumulate = index > 0 || operands.accumulates(weight);
                 launches.push(Launch::Product(Product { accumulate, ..product }));
             }
             // Last, as it may overwrite x.
             let to = Matrix::dense(at(dx.address, range.start * self.width), dtype, width);
-            launches.push(Launch::Product(Product::new((rows, width, vocabulary), of_logits, weights, to, scratch)));
+            launches.push(Launch::Product(Product::new((count, width, vocabulary), of_logits, of_weight, to, scratch)));
         }
         Some(launches)
     }

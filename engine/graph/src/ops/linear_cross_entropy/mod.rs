@@ -29,20 +29,35 @@ pub struct LinearCrossEntropy {
     gradient: Option<f64>,
     /// Whether d_weight is among the outputs.
     has_d_weight: bool,
-    terms: LossTerms,
+    counted: Counted,
     types: OutputTypes<3>,
+}
+
+/// What losses are made of.
+#[derive(Debug, Clone, Copy, Default)]
+struct Counted {
+    /// What they count beside the likelihood.
+    terms: LossTerms,
+    /// A logit x counts as cap·tanh(x/cap).
+    cap: Option<f64>,
 }
 
 impl LinearCrossEntropy {
     /// With the gradient of every loss, where that is known beforehand. Then dx and d_weight are two more outputs.
     pub fn new(gradient: Option<f64>) -> Self {
-        Self { gradient, has_d_weight: true, terms: LossTerms::NONE, types: OutputTypes::default() }
+        Self { gradient, has_d_weight: true, counted: Counted::default(), types: OutputTypes::default() }
     }
 
     /// With what it counts beside the likelihood.
     #[must_use]
     pub fn with_terms(self, terms: LossTerms) -> Self {
-        Self { terms, ..self }
+        Self { counted: Counted { terms, ..self.counted }, ..self }
+    }
+
+    /// Of logits x that count as cap·tanh(x/cap) (Gemma 2, arXiv 2408.00118, section 2).
+    #[must_use]
+    pub fn with_cap(self, cap: Option<f64>) -> Self {
+        Self { counted: Counted { cap, ..self.counted }, ..self }
     }
 
     /// Without d_weight: for a weight that is frozen.
@@ -79,6 +94,9 @@ impl Op for LinearCrossEntropy {
         }
         if inputs.get(3).is_some_and(|weights| *weights != Spec::f32(rows.to_vec())) {
             return Err("weights must be f32 in the shape of the targets".into());
+        }
+        if let Some(cap) = self.counted.cap.filter(|cap| !(*cap > 0.0 && cap.is_finite())) {
+            return Err(format!("the cap of logits {cap} is not a positive number"));
         }
         let losses = Spec::f32(rows.to_vec());
         Ok(match self.gradient {
@@ -146,7 +164,7 @@ impl Op for LinearCrossEntropy {
             d_weight: self.has_d_weight.then(|| args.output(2)),
             accumulate: self.has_d_weight && args.accumulate(2),
         });
-        with_float!(args.input_dtype(1), T => chunks.pass(&Inputs::<T>::of(args, self.terms), losses, backward, scratch));
+        with_float!(args.input_dtype(1), T => chunks.pass(&Inputs::<T>::of(args, self.counted), losses, backward, scratch));
         if let Some(weights) = weights {
             losses.iter_mut().zip(weights).for_each(|(loss, weight)| *loss *= weight);
         }
@@ -156,11 +174,9 @@ impl Op for LinearCrossEntropy {
     }
     fn cuda(&self, operands: &Operands<'_>) -> Option<Vec<Launch>> {
         let chunks = Chunks::new(operands.inputs[0].layout.dims(), operands.inputs[1].layout.dims());
-        if operands.inputs.len() > 3 {
-            return None;
-        }
         let upstream = self.gradient.map(|number| launch::Upstream::Everywhere(number as f32));
-        let head = Head { operands, terms: &self.terms, losses: operands.outputs[0].address };
+        let weights = operands.inputs.get(3).map_or(0, |weights| weights.address);
+        let head = Head { operands, counted: self.counted, losses: operands.outputs[0].address, weights };
         chunks.launches(&head, upstream.zip(operands.outputs.get(1..)), 2)
     }
 
@@ -171,10 +187,10 @@ impl Op for LinearCrossEntropy {
             let data = losses.data.iter().zip(&weights.data).map(|(loss, weight)| loss * weight).collect();
             Array::new(&losses.dims, data)
         };
-        let losses = times(reference_losses(x, weight, targets, &self.terms));
+        let losses = times(reference_losses(x, weight, targets, &self.counted));
         let Some(number) = self.gradient else { return vec![losses] };
         let [dx, d_weight] =
-            reference_gradients(x, weight, targets, &weights.map(|weight| number * weight), &self.terms);
+            reference_gradients(x, weight, targets, &weights.map(|weight| number * weight), &self.counted);
         [losses, dx].into_iter().chain(self.has_d_weight.then_some(d_weight)).collect()
     }
 }
@@ -185,7 +201,7 @@ impl Op for LinearCrossEntropy {
 struct LinearCrossEntropyGrad {
     /// Whether d_weight is among the outputs.
     has_d_weight: bool,
-    terms: LossTerms,
+    counted: Counted,
     types: OutputTypes<2>,
 }
 
@@ -193,7 +209,7 @@ impl LinearCrossEntropy {
     fn gradient_in_backward<const MADE: usize>(&self, g: &Gradient, has_d_weight: bool) -> Result<[Tensor; MADE]> {
         let d_losses = if g.inputs() > 3 { g.grad(0).mul(&g.input(3))? } else { g.grad(0) };
         let inputs = [&g.input(0), &g.input(1), &g.input(2), &d_losses];
-        let op = LinearCrossEntropyGrad { has_d_weight, terms: self.terms, types: OutputTypes::default() };
+        let op = LinearCrossEntropyGrad { has_d_weight, counted: self.counted, types: OutputTypes::default() };
         Tensor::apply_op(op, &inputs)
     }
 }
@@ -251,7 +267,7 @@ impl Op for LinearCrossEntropyGrad {
             d_weight: self.has_d_weight.then(|| args.output(1)),
             accumulate: self.has_d_weight && args.accumulate(1),
         };
-        with_float!(args.input_dtype(1), T => chunks.pass(&Inputs::<T>::of(args, self.terms), losses, Some(backward), scratch));
+        with_float!(args.input_dtype(1), T => chunks.pass(&Inputs::<T>::of(args, self.counted), losses, Some(backward), scratch));
     }
     fn cuda_workspace(&self, inputs: &[Spec], _: &[Spec]) -> Vec<u64> {
         let chunks = Chunks::of(inputs);
@@ -263,32 +279,35 @@ impl Op for LinearCrossEntropyGrad {
         // The losses are known already; here they are a by-product.
         let &[.., losses] = operands.workspace else { return None };
         let upstream = launch::Upstream::Each(&operands.inputs[3], 0);
-        let head = Head { operands, terms: &self.terms, losses };
+        let head = Head { operands, counted: self.counted, losses, weights: 0 };
         chunks.launches(&head, Some((upstream, operands.outputs)), 1)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let [dx, d_weight] =
-            reference_gradients(args.input(0), args.input(1), args.input(2), args.input(3), &self.terms);
+            reference_gradients(args.input(0), args.input(1), args.input(2), args.input(3), &self.counted);
         [dx].into_iter().chain(self.has_d_weight.then_some(d_weight)).collect()
     }
 }
 
-fn reference_logits<'a>(x: &'a Array, weight: &'a Array) -> impl Iterator<Item = Vec<f64>> + 'a {
-    x.rows().map(|x| weight.rows().map(|w| x.iter().zip(w).map(|(x, w)| x * w).sum()).collect())
+/// The logits of each row, as they count.
+fn reference_logits<'a>(x: &'a Array, weight: &'a Array, cap: Option<f64>) -> impl Iterator<Item = Vec<f64>> + 'a {
+    let counted = move |x: f64| cap.map_or(x, |cap| cap * (x / cap).tanh());
+    x.rows().map(move |x| weight.rows().map(|w| counted(x.iter().zip(w).map(|(x, w)| x * w).sum())).collect())
 }
 
-fn reference_losses(x: &Array, weight: &Array, targets: &Array, terms: &LossTerms) -> Array {
-    let loss = |(logits, &target): (Vec<f64>, &f64)| terms.exact(&logits, target as usize).0;
-    Array::new(&targets.dims, reference_logits(x, weight).zip(&targets.data).map(loss).collect())
+fn reference_losses(x: &Array, weight: &Array, targets: &Array, counted: &Counted) -> Array {
+    let loss = |(logits, &target): (Vec<f64>, &f64)| counted.terms.exact(&logits, target as usize).0;
+    Array::new(&targets.dims, reference_logits(x, weight, counted.cap).zip(&targets.data).map(loss).collect())
 }
 
-fn reference_gradients(x: &Array, weight: &Array, targets: &Array, d_losses: &Array, terms: &LossTerms) -> [Array; 2] {
+fn reference_gradients(x: &Array, weight: &Array, targets: &Array, d_losses: &Array, counted: &Counted) -> [Array; 2] {
     let width = weight.dims[1];
     let (mut dx, mut d_weight) = (Array::zeros(&x.dims), Array::zeros(&weight.dims));
-    for (row, logits) in reference_logits(x, weight).enumerate() {
-        let (_, gradient) = terms.exact(&logits, targets.data[row] as usize);
-        for (token, d_logit) in gradient.iter().map(|x| x * d_losses.data[row]).enumerate() {
+    for (row, logits) in reference_logits(x, weight, counted.cap).enumerate() {
+        let (_, gradient) = counted.terms.exact(&logits, targets.data[row] as usize);
+        for (token, (logit, gradient)) in logits.iter().zip(gradient).enumerate() {
+            let d_logit = gradient * d_losses.data[row] * counted.cap.map_or(1.0, |cap| 1.0 - (logit / cap).powi(2));
             for i in 0..width {
                 dx.data[row * width + i] += d_logit * weight.data[token * width + i];
                 d_weight.data[token * width + i] += d_logit * x.data[row * width + i];

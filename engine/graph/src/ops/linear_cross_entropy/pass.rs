@@ -1,10 +1,10 @@
 //! The pass over the chunks of a head on the CPU.
 
 use candle_core::Layout;
-use gapless_kernels::LossTerms;
 use gapless_kernels::cpu::gemm::{Epilogue, Factor, Mode};
 use gapless_kernels::cpu::{Args, InPieces, Pieces, Scratch, math, reduce, rows_per_task, vectorize};
 
+use super::Counted;
 use super::chunks::Chunks;
 use crate::ops::element;
 
@@ -38,7 +38,8 @@ impl Chunks {
             .expect(FITS);
             let d_losses = backward.as_ref().map(|backward| backward.d_losses);
             let of_row = |row| d_losses.map(|d_losses| d_losses.at(range.start + row));
-            cross_entropy(logits, &inputs.targets[range.clone()], &mut losses[range.clone()], inputs.terms, of_row);
+            let targets = &inputs.targets[range.clone()];
+            cross_entropy(logits, targets, &mut losses[range.clone()], inputs.counted, of_row);
             let Some(Backward { dx, d_weight, accumulate, .. }) = &mut backward else { continue };
             let mode = if *accumulate || index > 0 { Mode::Accumulate } else { Mode::Overwrite };
             if let Some(d_weight) = d_weight {
@@ -60,14 +61,13 @@ pub(super) struct Inputs<'a, T> {
     pub x: Option<&'a [T]>,
     pub weight: &'a [T],
     pub targets: &'a [u32],
-    /// What the losses count beside the likelihood.
-    pub terms: LossTerms,
+    pub counted: Counted,
 }
 
 impl<'a, T: Factor> Inputs<'a, T> {
-    pub fn of(args: &Args<'a>, terms: LossTerms) -> Self {
+    pub fn of(args: &Args<'a>, counted: Counted) -> Self {
         let x = (!args.is_overwritten(0)).then(|| args.input(0));
-        Self { x, weight: args.input(1), targets: args.input(2), terms }
+        Self { x, weight: args.input(1), targets: args.input(2), counted }
     }
 }
 
@@ -98,38 +98,59 @@ impl Upstream<'_> {
     }
 }
 
-/// The loss of each row of logits. Where a row's loss has a gradient, the logits become theirs: without further terms,
+/// The loss of each row of logits. Where a row's loss has a gradient, the logits become theirs: without further terms or a cap,
 /// (softmax − one-hot)·d_loss.
 fn cross_entropy(
     logits: &mut [f32],
     targets: &[u32],
     losses: &mut [f32],
-    terms: LossTerms,
+    Counted { terms, cap }: Counted,
     d_loss: impl Fn(usize) -> Option<f32> + Sync,
 ) {
     let vocabulary = logits.len() / targets.len();
-    let (rows, terms) = (rows_per_task(vocabulary), terms.of_row(vocabulary));
+    let (rows, terms, cap) = (rows_per_task(vocabulary), terms.of_row(vocabulary), cap.map(|cap| cap as f32));
     let tasks = losses.pieces_mut(rows).zip(targets.pieces(rows));
     tasks.zip(logits.pieces_mut(rows * vocabulary)).enumerate().for_each(|(task, ((losses, targets), logits))| {
         let of_task = losses.iter_mut().zip(targets).zip(logits.chunks_exact_mut(vocabulary));
         vectorize!({
             // Loops instead of closures, which might not be inlined, and would not be vectorised then.
             for (row, ((loss, &target), logits)) in of_task.enumerate() {
+                if let Some(cap) = cap {
+                    for x in logits.iter_mut() {
+                        *x = cap * math::tanh(*x / cap);
+                    }
+                }
                 let (target, max) = (target as usize, reduce::max(logits));
                 let logit = logits[target];
                 let all = if terms.spread == 0.0 { 0.0 } else { reduce::sum(logits, |x| x) };
-                for x in logits.iter_mut() {
-                    *x = math::exp(*x - max);
-                }
-                let sum = reduce::sum(logits, |x| x);
+                // Capped logits are read once more, for their slopes.
+                let sum = match cap {
+                    Some(_) => reduce::sum(logits, |x| math::exp(x - max)),
+                    None => {
+                        for x in logits.iter_mut() {
+                            *x = math::exp(*x - max);
+                        }
+                        reduce::sum(logits, |x| x)
+                    }
+                };
                 let lse = max + sum.ln();
                 *loss = terms.loss(lse, logit, all);
-                if let Some(d_loss) = d_loss(task * rows + row) {
-                    let (scale, spread) = (d_loss / sum * terms.of_softmax(lse), terms.spread * d_loss);
-                    for x in logits.iter_mut() {
-                        *x = *x * scale - spread;
+                let Some(d_loss) = d_loss(task * rows + row) else { continue };
+                let (scale, spread) = (d_loss / sum * terms.of_softmax(lse), terms.spread * d_loss);
+                match cap {
+                    None => {
+                        for x in logits.iter_mut() {
+                            *x = *x * scale - spread;
+                        }
+                        logits[target] -= terms.keep * d_loss;
                     }
-                    logits[target] -= terms.keep * d_loss;
+                    Some(cap) => {
+                        for x in logits.iter_mut() {
+                            let slope = 1.0 - (*x / cap) * (*x / cap);
+                            *x = (math::exp(*x - max) * scale - spread) * slope;
+                        }
+                        logits[target] -= terms.keep * d_loss * (1.0 - (logit / cap) * (logit / cap));
+                    }
                 }
             }
         });
@@ -144,6 +165,7 @@ mod tests {
     use super::super::{reference_gradients, reference_losses};
     use super::*;
     use crate::reference::Array;
+    use gapless_kernels::LossTerms;
     use gapless_kernels::cpu::ScratchMemory;
 
     fn pool(threads: usize) -> rayon::ThreadPool {
@@ -162,7 +184,7 @@ mod tests {
         sequence: usize,
         width: usize,
         vocabulary: usize,
-        terms: LossTerms,
+        counted: Counted,
     }
 
     /// Operands of a case, and what they make.
@@ -178,7 +200,7 @@ mod tests {
     impl Case {
         /// In so many calls of equally many sequences, each adding to d_weight if that is made, dx over x or beside it.
         fn run(self, calls: usize, threads: usize, over_x: bool, products: Products) -> Run {
-            let Self { batch, sequence, width, vocabulary, terms } = self;
+            let Self { batch, sequence, width, vocabulary, counted } = self;
             let rows = batch * sequence;
             let targets = random(rows, 3).iter().map(|x| ((x + 1.0) * 0.5 * vocabulary as f32) as u32).collect();
             let mut run = Run {
@@ -201,7 +223,7 @@ mod tests {
                     x: (!over_x).then_some(&run.x[elements.clone()]),
                     weight: &run.weight,
                     targets: &run.targets[rows.clone()],
-                    terms,
+                    counted,
                 };
                 let backward = Backward {
                     d_losses: Upstream::Everywhere(0.5),
@@ -216,7 +238,7 @@ mod tests {
         }
 
         fn check(self) {
-            let Self { batch, sequence, width, vocabulary, terms } = self;
+            let Self { batch, sequence, width, vocabulary, counted } = self;
             let run = self.run(1, 2, false, Products::Both);
             let frozen = self.run(1, 2, true, Products::Dx);
             assert!(run.losses == frozen.losses && run.dx == frozen.dx, "{self:?} of a frozen weight");
@@ -226,8 +248,8 @@ mod tests {
             let array = |dims: &[usize], data: &[f32]| Array::new(dims, data.iter().map(|&x| f64::from(x)).collect());
             let (x, weight) = (array(&[batch, sequence, width], &run.x), array(&[vocabulary, width], &run.weight));
             let targets = Array::new(&[batch, sequence], run.targets.iter().map(|&x| f64::from(x)).collect());
-            let losses = reference_losses(&x, &weight, &targets, &terms);
-            let [dx, d_weight] = reference_gradients(&x, &weight, &targets, &targets.map(|_| 0.5), &terms);
+            let losses = reference_losses(&x, &weight, &targets, &counted);
+            let [dx, d_weight] = reference_gradients(&x, &weight, &targets, &targets.map(|_| 0.5), &counted);
             for (name, data, exact) in
                 [("losses", run.losses, losses), ("dx", run.dx, dx), ("d_weight", run.d_weight, d_weight)]
             {
@@ -246,17 +268,18 @@ mod tests {
         fn losses_and_gradients_are_those_of_the_reference_however_the_batch_is_cut(
             (batch, sequence, width, vocabulary) in (1..4usize, 1..700usize, 1..9usize, 1..40usize),
             label_smoothing in prop::sample::select(vec![0.0, 0.1]), z_loss in prop::sample::select(vec![0.0, 0.01]),
+            cap in prop::sample::select(vec![None, Some(1.5)]),
         ) {
-            let terms = LossTerms { label_smoothing, z_loss };
-            Case { batch, sequence, width, vocabulary, terms }.check();
+            let counted = Counted { terms: LossTerms { label_smoothing, z_loss }, cap };
+            Case { batch, sequence, width, vocabulary, counted }.check();
         }
     }
 
     #[test]
     fn a_piece_may_leave_a_rest() {
-        let terms = LossTerms::NONE;
-        Case { batch: 2, sequence: 513, width: 5, vocabulary: 30, terms }.check();
-        Case { batch: 3, sequence: 100, width: 5, vocabulary: 30, terms }.check();
+        let counted = Counted::default();
+        Case { batch: 2, sequence: 513, width: 5, vocabulary: 30, counted }.check();
+        Case { batch: 3, sequence: 100, width: 5, vocabulary: 30, counted }.check();
     }
 
     /// Lengths of the chunks.

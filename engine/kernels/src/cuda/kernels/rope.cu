@@ -23,6 +23,8 @@ struct RopeArguments {
     void* y;
     // [tokens][cosines, then sines of half a head]
     f32* table;
+    // Of the table's tokens, or none if they are the first of a sequence.
+    const u32* positions;
     u64 tokens;
     u64 heads;
     u64 head_size;
@@ -30,6 +32,8 @@ struct RopeArguments {
     u64 pairs;
     Strides at_x;
     RopeFrequencies frequencies;
+    // Whether elements turn against their neighbours, and not halves of a head against each other.
+    u32 are_neighbours;
     u32 is_inverse;
 };
 
@@ -37,7 +41,8 @@ KERNEL(rope_table, RopeArguments) {
     const u64 half = arguments.head_size / 2, index = global_thread();
     if (index >= arguments.tokens * half) return;
     const u64 token = index / half, frequency = index % half;
-    const f64 angle = f64(token) * arguments.frequencies.at(frequency, arguments.head_size);
+    const f64 place = f64(arguments.positions ? arguments.positions[token] : token);
+    const f64 angle = place * arguments.frequencies.at(frequency, arguments.head_size);
     const f64 amplitude = arguments.frequencies.amplitude;
     f32* row = arguments.table + token * arguments.head_size;
     row[frequency] = f32(amplitude * cos(angle));
@@ -50,11 +55,12 @@ __device__ void rope(const RopeArguments& to) {
     const u64 half = to.head_size / 2, index = global_thread();
     if (index >= to.pairs) return;
     const u64 head = index / half, frequency = index % half, token = head / to.heads % to.tokens;
-    const u64 first = head * to.head_size + frequency;
+    const u64 first = head * to.head_size + (to.are_neighbours ? 2 * frequency : frequency);
+    const u64 second = first + (to.are_neighbours ? 1 : half);
     const f32* row = to.table + token * to.head_size;
     const f32 c = row[frequency], s = row[half + frequency];
-    const f32 a = load((const T*)to.x + to.at_x.at(first)), b = load((const T*)to.x + to.at_x.at(first + half));
+    const f32 a = load((const T*)to.x + to.at_x.at(first)), b = load((const T*)to.x + to.at_x.at(second));
     store((T*)to.y + first, a * c - b * s);
-    store((T*)to.y + first + half, b * c + a * s);
+    store((T*)to.y + second, b * c + a * s);
 }
 KERNELS(rope, RopeArguments)

@@ -176,8 +176,10 @@ struct HeadArguments {
     void* logits;
     const u32* targets;
     f32* losses;
-    // None if the gradient of every loss is `d_loss`.
+    // None if the gradient of every loss is `d_loss`, times its weight.
     const f32* d_losses;
+    // What losses are multiplied by, or none.
+    const f32* weights;
     u64 width;
     // Elements from one row of logits to the next.
     u64 pitch;
@@ -186,6 +188,8 @@ struct HeadArguments {
     Strides at_d_losses;
     f32 d_loss;
     u32 has_gradient;
+    // Above 0, a logit x counts as cap·tanh(x/cap).
+    f32 cap;
     LossTerms terms;
 };
 
@@ -196,18 +200,24 @@ __device__ void head(const HeadArguments& to) {
     T* logits = (T*)to.logits + row * to.pitch;
     const u64 target = to.targets[row];
     const bool is_packed = are_packed((const T*)to.logits, to.pitch);
+    const f32 cap = to.cap, weight = to.weights ? to.weights[row] : 1.0f;
+    if (cap > 0.0f) {
+        map_row(logits, logits, to.width, is_packed, [&](u64, f32 x) { return cap * tanhf(x / cap); });
+        __syncthreads(); // The target's logit has been written.
+    }
     f32 max;
     const f32 sum = sum_of_exponentials(logits, to.width, is_packed, max, (f32*)shared_memory);
     const f32 lse = max + logf(sum);
     const LossTerms terms = to.terms;
     const f32 loss = loss_of(terms, logits, to.width, is_packed, lse, target, (f32*)shared_memory);
-    if (threadIdx.x == 0) to.losses[row] = loss;
+    if (threadIdx.x == 0) to.losses[row] = weight * loss;
     if (!to.has_gradient) return;
-    const f32 d_loss = to.d_losses ? to.d_losses[to.at_d_losses.at(to.first_row + row)] : to.d_loss;
+    const f32 d_loss = to.d_losses ? to.d_losses[to.at_d_losses.at(to.first_row + row)] : weight * to.d_loss;
     __syncthreads(); // The loss has been read from the logits.
     const f32 scale = (1.0f + 2.0f * terms.z * lse) / sum;
     map_row(logits, logits, to.width, is_packed, [&](u64 i, f32 x) {
-        return (expf(x - max) * scale - (i == target ? terms.keep : 0.0f) - terms.spread) * d_loss;
+        const f32 slope = cap > 0.0f ? 1.0f - x / cap * (x / cap) : 1.0f;
+        return (expf(x - max) * scale - (i == target ? terms.keep : 0.0f) - terms.spread) * slope * d_loss;
     });
 }
 KERNELS(head, HeadArguments)

@@ -38,7 +38,7 @@ pub use product::{
 };
 pub use reduce::{column_sums_workspace, scaled_sum, sum};
 pub use rope::{RopeFrequencies, rope};
-pub use softmax::{Upstream, cross_entropy, cross_entropy_grad, head, log_sum_exp, softmax, softmax_grad};
+pub use softmax::{HeadRows, Upstream, cross_entropy, cross_entropy_grad, head, log_sum_exp, softmax, softmax_grad};
 
 use std::any::Any;
 use std::ffi::c_void;

@@ -33,30 +33,44 @@ struct RopeArguments {
     x: u64,
     y: u64,
     table: u64,
+    positions: u64,
     tokens: u64,
     heads: u64,
     head_size: u64,
     pairs: u64,
     at_x: Strides,
     frequencies: RopeFrequencies,
+    are_neighbours: u32,
     is_inverse: u32,
 }
 
-/// Rotates x [batch, tokens, heads, head size], with a table [tokens, head size] of f32 as workspace.
-pub fn rope(frequencies: RopeFrequencies, is_inverse: bool, operands: &Operands<'_>) -> Option<Vec<Launch>> {
-    let ([x], [y], &[table]) = (operands.inputs, operands.outputs, operands.workspace) else { return None };
-    let &[_, tokens, heads, head_size] = x.dims() else { return None };
+/// Rotates x [batch, tokens, heads, head size], with a table [tokens, head size] of f32 as workspace; where a second input says where
+/// the tokens are, u32 [batch, tokens], of all sequences.
+pub fn rope(
+    frequencies: RopeFrequencies,
+    are_neighbours: bool,
+    is_inverse: bool,
+    operands: &Operands<'_>,
+) -> Option<Vec<Launch>> {
+    let ([x, positions @ ..], [y], &[table]) = (operands.inputs, operands.outputs, operands.workspace) else {
+        return None;
+    };
+    let &[batch, tokens, heads, head_size] = x.dims() else { return None };
+    // As many rows as the table has.
+    let tokens = if positions.is_empty() { tokens } else { batch * tokens };
     let (tokens, heads, head_size, pairs) = (tokens as u64, heads as u64, head_size as u64, x.count() / 2);
     let arguments = RopeArguments {
         x: x.address,
         y: y.address,
         table,
+        positions: positions.first().map_or(0, |positions| positions.address),
         tokens,
         heads,
         head_size,
         pairs,
         at_x: Strides::of(x)?,
         frequencies,
+        are_neighbours: u32::from(are_neighbours),
         is_inverse: u32::from(is_inverse),
     };
     launches([

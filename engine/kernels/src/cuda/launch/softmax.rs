@@ -52,12 +52,14 @@ struct HeadArguments {
     targets: u64,
     losses: u64,
     d_losses: u64,
+    weights: u64,
     width: u64,
     pitch: u64,
     first_row: u64,
     at_d_losses: Strides,
     d_loss: f32,
     has_gradient: u32,
+    cap: f32,
     terms: RowLoss,
 }
 
@@ -129,26 +131,39 @@ pub enum Upstream<'a> {
     Each(&'a Operand, u64),
 }
 
+/// Where the numbers of a chunk's rows are.
+#[derive(Debug, Clone, Copy)]
+pub struct HeadRows {
+    /// Of u32.
+    pub targets: u64,
+    /// Of f32.
+    pub losses: u64,
+    /// What losses, and the gradients of them that are known beforehand, are multiplied by, of f32; 0 for nothing.
+    pub weights: u64,
+}
+
 /// A chunk of a language model's head: the losses of logits [rows, vocabulary], whose rows may lie apart, and over the logits
-/// their gradient.
+/// their gradient. Above 0, `cap` has logits x count as cap·tanh(x/cap).
 pub fn head(
     logits: &Operand,
-    targets: u64,
-    losses: u64,
+    HeadRows { targets, losses, weights }: HeadRows,
     upstream: Upstream<'_>,
     terms: &LossTerms,
+    cap: f64,
 ) -> Option<Vec<Launch>> {
     let none = HeadArguments {
         logits: logits.address,
         targets,
         losses,
         d_losses: 0,
+        weights,
         width: logits.width(),
         pitch: logits.layout.stride()[0] as u64,
         first_row: 0,
         at_d_losses: Strides::NONE,
         d_loss: 0.0,
         has_gradient: 0,
+        cap: cap as f32,
         terms: terms.of_row(logits.width() as usize),
     };
     let arguments = match upstream {
