@@ -26,7 +26,7 @@ mod llama;
 mod moe;
 
 pub use gpt::{Activation, Gpt, GptConfig};
-pub use llama::{Llama, LlamaConfig, Norms, QkNorm};
+pub use llama::{GateActivation, Llama, LlamaConfig, Norms, QkNorm};
 pub use moe::{Moe, MoeConfig, MoeStyle};
 
 use gapless_engine::{Error, Result};

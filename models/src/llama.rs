@@ -1,8 +1,10 @@
 //! Llama (Touvron et al., arXiv 2302.13971): RMS norm, rotary positions, SwiGLU, grouped-query attention
-//! (Ainslie et al., arXiv 2305.13245).
+//! (Ainslie et al., arXiv 2305.13245). By its options also what followed: Mistral, Qwen2 and 3, OLMo 2, Gemma 2 and 3.
 
-use gapless_engine::nn::{Embedding, Linear, Module, RmsNorm, VarBuilder, embedding, linear, linear_no_bias, rms_norm};
-use gapless_engine::ops::RopeScaling;
+use gapless_engine::nn::{
+    Embedding, Linear, Module, RmsNorm, VarBuilder, embedding, linear, linear_no_bias, rms_norm, rms_norm_offset,
+};
+use gapless_engine::ops::{self, RopeScaling};
 use gapless_engine::{Error, Model, Result, Tensor};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -45,8 +47,37 @@ pub struct LlamaConfig {
     pub norms: Norms,
     /// Whether the head's weight is the embedding.
     pub tied: bool,
-    /// Tokens that a token attends to at most, itself included. There is no windowed attention yet: longer sequences are refused.
+    /// Tokens that a token attends to at most, itself included (Mistral, arXiv 2310.06825, section 2).
     pub sliding_window: Option<usize>,
+    /// The layers that attend to all tokens although there is a window.
+    pub full_layers: Vec<usize>,
+    /// Base of the rotary frequencies in layers with a window, which are not scaled then; by default as in the others.
+    pub window_rope_theta: Option<f64>,
+    /// A token whose row of the embedding learns nothing from being looked up.
+    pub padding: Option<u32>,
+    /// What the gate of the feed-forward part passes through.
+    pub activation: GateActivation,
+    /// Whether the norms' weights count as 1 + w (Gemma).
+    pub offset_norms: bool,
+    /// Whether the embedding is multiplied by the square root of the width (Gemma).
+    pub scaled_embedding: bool,
+    /// Scores are divided by the square root of it; by default the width of a head.
+    pub query_scale: Option<f64>,
+    /// Scores s count as cap·tanh(s/cap) (Gemma 2, arXiv 2408.00118, section 2).
+    pub attention_cap: Option<f64>,
+    /// The same of logits.
+    pub logit_cap: Option<f64>,
+}
+
+/// What the gate of a feed-forward part passes through.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum GateActivation {
+    /// x·sigmoid(x): SwiGLU.
+    #[default]
+    Silu,
+    /// GELU's tanh form: GeGLU (Shazeer, arXiv 2002.05202).
+    Gelu,
 }
 
 /// What is normalised of queries and keys.
@@ -71,6 +102,8 @@ pub enum Norms {
     Before,
     /// x + norm(part(x)) (OLMo 2, arXiv 2501.00656).
     After,
+    /// x + norm(part(norm(x))) (Gemma 2, arXiv 2408.00118).
+    Both,
 }
 
 impl Default for LlamaConfig {
@@ -94,6 +127,15 @@ impl Default for LlamaConfig {
             norms: Norms::Before,
             tied: false,
             sliding_window: None,
+            full_layers: Vec::new(),
+            window_rope_theta: None,
+            padding: None,
+            activation: GateActivation::Silu,
+            offset_norms: false,
+            scaled_embedding: false,
+            query_scale: None,
+            attention_cap: None,
+            logit_cap: None,
         }
     }
 }
@@ -110,7 +152,8 @@ impl LlamaConfig {
             QkNorm::Width => q + kv,
         };
         let biases = usize::from(self.qkv_bias) * (q + 2 * kv) + usize::from(self.output_bias) * width;
-        let block = attention + qk_norms + biases + self.mlp_parameters() + 2 * width;
+        let norms = if self.norms == Norms::Both { 4 } else { 2 };
+        let block = attention + qk_norms + biases + self.mlp_parameters() + norms * width;
         let tables = if self.tied { 1 } else { 2 };
         (tables * self.vocabulary * width + self.layers * block + width) as u64
     }
@@ -127,6 +170,29 @@ impl LlamaConfig {
             false => linear_no_bias(self.width, self.vocabulary, vb),
         }
     }
+
+    /// A norm over so many elements.
+    pub(crate) fn norm(&self, width: usize, vb: VarBuilder) -> Result<RmsNorm> {
+        let norm = if self.offset_norms { rms_norm_offset } else { rms_norm };
+        norm(width, self.rms_norm_eps, vb)
+    }
+
+    /// The table of tokens, under the model's path.
+    pub(crate) fn embedding(&self, model: &VarBuilder) -> Result<Embedding> {
+        Ok(embedding(self.vocabulary, self.width, model.pp("embed_tokens"))?.with_padding(self.padding))
+    }
+
+    /// What the first block reads.
+    pub(crate) fn embed(&self, embedding: &Embedding, tokens: &Tensor) -> Result<Tensor> {
+        let x = embedding.forward(tokens)?;
+        if self.scaled_embedding { x.affine((self.width as f64).sqrt(), 0.0) } else { Ok(x) }
+    }
+
+    /// The logits of what the head reads.
+    pub(crate) fn logits(&self, head: &Linear, x: &Tensor) -> Result<Tensor> {
+        let logits = head.forward(x)?;
+        self.logit_cap.map_or(Ok(logits.clone()), |cap| logits.cap(cap))
+    }
 }
 
 /// The model.
@@ -136,6 +202,7 @@ pub struct Llama {
     blocks: Vec<Block>,
     norm: RmsNorm,
     lm_head: Linear,
+    config: LlamaConfig,
 }
 
 impl Llama {
@@ -145,16 +212,17 @@ impl Llama {
     /// When the heads do not divide the width, or the key-value heads the heads.
     pub fn new(config: &LlamaConfig, vb: VarBuilder) -> Result<Self> {
         let model = vb.pp("model");
-        let embed_tokens = embedding(config.vocabulary, config.width, model.pp("embed_tokens"))?;
-        let blocks = (0..config.layers).map(|i| Block::new(config, model.pp("layers").pp(i))).collect::<Result<_>>()?;
-        let norm = rms_norm(config.width, config.rms_norm_eps, model.pp("norm"))?;
+        let embed_tokens = config.embedding(&model)?;
+        let blocks =
+            (0..config.layers).map(|i| Block::new(config, i, model.pp("layers").pp(i))).collect::<Result<_>>()?;
+        let norm = config.norm(config.width, model.pp("norm"))?;
         let lm_head = config.head(&embed_tokens, vb.pp("lm_head"))?;
-        Ok(Self { embed_tokens, blocks, norm, lm_head })
+        Ok(Self { embed_tokens, blocks, norm, lm_head, config: config.clone() })
     }
 
     /// What the head reads: [batch, tokens, width].
     fn hidden(&self, tokens: &Tensor) -> Result<Tensor> {
-        let mut x = self.embed_tokens.forward(tokens)?;
+        let mut x = self.config.embed(&self.embed_tokens, tokens)?;
         for block in &self.blocks {
             x = block.forward(&x)?;
         }
@@ -164,11 +232,11 @@ impl Llama {
 
 impl Model for Llama {
     fn forward(&self, tokens: &Tensor, _train: bool) -> Result<Tensor> {
-        self.lm_head.forward(&self.hidden(tokens)?)
+        self.config.logits(&self.lm_head, &self.hidden(tokens)?)
     }
 
     fn loss(&self, tokens: &Tensor, targets: &Tensor, _train: bool) -> Result<Tensor> {
-        self.lm_head.cross_entropy(&self.hidden(tokens)?, targets)?.mean_all()
+        self.lm_head.capped_cross_entropy(&self.hidden(tokens)?, targets, self.config.logit_cap)?.mean_all()
     }
 }
 
@@ -181,10 +249,10 @@ struct Block {
 }
 
 impl Block {
-    fn new(config: &LlamaConfig, vb: VarBuilder) -> Result<Self> {
+    fn new(config: &LlamaConfig, layer: usize, vb: VarBuilder) -> Result<Self> {
         Ok(Self {
             residual: Residual::new(config, &vb)?,
-            self_attn: Attention::new(config, vb.pp("self_attn"))?,
+            self_attn: Attention::new(config, layer, vb.pp("self_attn"))?,
             mlp: Mlp::new(config, vb.pp("mlp"))?,
             layer: vb.prefix().to_owned(),
         })
@@ -200,35 +268,47 @@ impl Block {
 /// The two sums of a block, with their norms.
 #[derive(Debug, Clone)]
 pub(crate) struct Residual {
-    attention: RmsNorm,
-    feed_forward: RmsNorm,
-    norms: Norms,
+    attention: AroundPart,
+    feed_forward: AroundPart,
+}
+
+/// The norms of what a part reads and of what it makes.
+#[derive(Debug, Clone)]
+struct AroundPart {
+    before: Option<RmsNorm>,
+    after: Option<RmsNorm>,
 }
 
 impl Residual {
     /// Declares the norms, under the block's path.
     pub(crate) fn new(config: &LlamaConfig, vb: &VarBuilder) -> Result<Self> {
+        // Names of the norms before and after.
         let (attention, feed_forward) = match config.norms {
-            Norms::Before => ("input_layernorm", "post_attention_layernorm"),
-            Norms::After => ("post_attention_layernorm", "post_feedforward_layernorm"),
+            Norms::Before => ((Some("input_layernorm"), None), (Some("post_attention_layernorm"), None)),
+            Norms::After => ((None, Some("post_attention_layernorm")), (None, Some("post_feedforward_layernorm"))),
+            Norms::Both => (
+                (Some("input_layernorm"), Some("post_attention_layernorm")),
+                (Some("pre_feedforward_layernorm"), Some("post_feedforward_layernorm")),
+            ),
         };
-        let norm = |name| rms_norm(config.width, config.rms_norm_eps, vb.pp(name));
-        Ok(Self { attention: norm(attention)?, feed_forward: norm(feed_forward)?, norms: config.norms })
+        let norm = |name: Option<&str>| name.map(|name| config.norm(config.width, vb.pp(name))).transpose();
+        let around = |(before, after)| Ok::<_, Error>(AroundPart { before: norm(before)?, after: norm(after)? });
+        Ok(Self { attention: around(attention)?, feed_forward: around(feed_forward)? })
     }
 
     pub(crate) fn attention(&self, x: &Tensor, part: impl FnOnce(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
-        self.add(x, &self.attention, part)
+        self.attention.add(x, part)
     }
 
     pub(crate) fn feed_forward(&self, x: &Tensor, part: impl FnOnce(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
-        self.add(x, &self.feed_forward, part)
+        self.feed_forward.add(x, part)
     }
+}
 
-    fn add(&self, x: &Tensor, norm: &RmsNorm, part: impl FnOnce(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
-        match self.norms {
-            Norms::Before => x + part(&norm.forward(x)?)?,
-            Norms::After => x + norm.forward(&part(x)?)?,
-        }
+impl AroundPart {
+    fn add(&self, x: &Tensor, part: impl FnOnce(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
+        let normed = |norm: &Option<RmsNorm>, x: Tensor| norm.as_ref().map_or(Ok(x.clone()), |norm| norm.forward(&x));
+        x + normed(&self.after, part(&normed(&self.before, x.clone())?)?)?
     }
 }
 
@@ -243,12 +323,14 @@ pub(crate) struct Attention {
     norms: Option<(RmsNorm, RmsNorm)>,
     config: LlamaConfig,
     head_size: usize,
+    /// Tokens that a token attends to at most.
+    window: Option<usize>,
     layer: String,
 }
 
 impl Attention {
-    pub(crate) fn new(config: &LlamaConfig, vb: VarBuilder) -> Result<Self> {
-        let &LlamaConfig { width, heads, kv_heads, rms_norm_eps, qkv_bias, output_bias, .. } = config;
+    pub(crate) fn new(config: &LlamaConfig, layer_number: usize, vb: VarBuilder) -> Result<Self> {
+        let &LlamaConfig { width, heads, kv_heads, qkv_bias, output_bias, .. } = config;
         let head_size = config.head_size.map_or_else(|| head_size(width, heads), Ok)?;
         if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
             let why = format!("{kv_heads} key-value heads do not divide {heads} heads");
@@ -260,7 +342,7 @@ impl Attention {
             QkNorm::Head => (Some(head_size), Some(head_size)),
             QkNorm::Width => (Some(q), Some(kv)),
         };
-        let norm = |width, name| rms_norm(width, rms_norm_eps, vb.pp(name));
+        let norm = |width, name| config.norm(width, vb.pp(name));
         Ok(Self {
             q_proj: layer(qkv_bias, width, q, vb.pp("q_proj"))?,
             k_proj: layer(qkv_bias, width, kv, vb.pp("k_proj"))?,
@@ -270,6 +352,7 @@ impl Attention {
                 .zip(k_norm)
                 .map(|(q, k)| Ok::<_, Error>((norm(q, "q_norm")?, norm(k, "k_norm")?)))
                 .transpose()?,
+            window: config.sliding_window.filter(|_| !config.full_layers.contains(&layer_number)),
             config: config.clone(),
             head_size,
             layer: vb.prefix().to_owned(),
@@ -278,19 +361,12 @@ impl Attention {
 
     pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let _layer = x.enter(&self.layer);
-        let LlamaConfig { heads, kv_heads, rope_theta, rope_scaling, qk_norm, sliding_window, .. } = self.config;
+        let LlamaConfig { heads, kv_heads, rope_theta, rope_scaling, qk_norm, .. } = self.config;
         let (b, t, _) = x.dims3()?;
-        let longest = x.cache_window().unwrap_or(t);
-        if let Some(window) = sliding_window.filter(|&window| window < longest) {
-            let why = format!(
-                "sequences of {longest} tokens, but a sliding_window of {window}: windowed attention is not supported"
-            );
-            return Err(Error::Config {
-                what: "model",
-                why,
-                remedy: "train on sequences that are no longer than the window",
-            });
-        }
+        let (rope_theta, rope_scaling) = match self.window.and(self.config.window_rope_theta) {
+            Some(theta) => (theta, RopeScaling::None),
+            None => (rope_theta, rope_scaling),
+        };
         let split = |x: Tensor, heads: usize| x.reshape((b, t, heads, self.head_size));
         // Queries or keys: normalised before or after they are cut into heads, and rotated.
         let rotated = |x: Tensor, heads: usize, norm: Option<&RmsNorm>| {
@@ -305,18 +381,21 @@ impl Attention {
         let q_bhtd = rotated(self.q_proj.forward(x)?, heads, q_norm)?;
         let k_bhtd = rotated(self.k_proj.forward(x)?, kv_heads, k_norm)?;
         let v_bhtd = split(self.v_proj.forward(x)?, kv_heads)?.transpose(1, 2)?;
-        let scale = 1.0 / (self.head_size as f64).sqrt();
-        let y_bhtd = q_bhtd.causal_attention(&k_bhtd, &v_bhtd, scale)?;
+        let scale = 1.0 / self.config.query_scale.unwrap_or(self.head_size as f64).sqrt();
+        let (window, cap) = (self.window, self.config.attention_cap);
+        let y_bhtd =
+            q_bhtd.attend(&k_bhtd, &v_bhtd, ops::Attention { window, cap, ..ops::Attention::causal(scale) })?;
         self.o_proj.forward(&y_bhtd.transpose(1, 2)?.reshape((b, t, heads * self.head_size))?)
     }
 }
 
-/// down(silu(gate)·up).
+/// down(activation(gate)·up).
 #[derive(Debug, Clone)]
 pub(crate) struct Mlp {
     gate_proj: Linear,
     up_proj: Linear,
     down_proj: Linear,
+    activation: GateActivation,
     layer: String,
 }
 
@@ -327,13 +406,18 @@ impl Mlp {
             gate_proj: layer(mlp_bias, width, hidden, vb.pp("gate_proj"))?,
             up_proj: layer(mlp_bias, width, hidden, vb.pp("up_proj"))?,
             down_proj: layer(mlp_bias, hidden, width, vb.pp("down_proj"))?,
+            activation: config.activation,
             layer: vb.prefix().to_owned(),
         })
     }
 
     pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let _layer = x.enter(&self.layer);
-        self.down_proj.forward(&self.gate_proj.forward(x)?.swiglu(&self.up_proj.forward(x)?)?)
+        let (gate, up) = (self.gate_proj.forward(x)?, self.up_proj.forward(x)?);
+        self.down_proj.forward(&match self.activation {
+            GateActivation::Silu => gate.swiglu(&up)?,
+            GateActivation::Gelu => gate.gelu()?.mul(&up)?,
+        })
     }
 }
 

@@ -2,8 +2,8 @@
 //! (arXiv 2401.06066, 2412.19437) way of routing, by configuration.
 
 use gapless_engine::nn::{
-    Capacity, Choice, Embedding, Experts, Linear, Module, RmsNorm, Router, RouterConfig, Score, VarBuilder, embedding,
-    linear_no_bias, rms_norm,
+    Capacity, Choice, Embedding, Experts, Linear, Module, RmsNorm, Router, RouterConfig, Score, VarBuilder,
+    linear_no_bias,
 };
 use gapless_engine::ops::{DropPolicy, ExpertGroups};
 use gapless_engine::{Error, Model, Result, Tensor};
@@ -168,6 +168,7 @@ pub struct Moe {
     blocks: Vec<Block>,
     norm: RmsNorm,
     lm_head: Linear,
+    config: LlamaConfig,
 }
 
 impl Moe {
@@ -176,23 +177,23 @@ impl Moe {
     /// # Errors
     /// When the heads do not divide the width, the key-value heads the heads, or the router's settings make no sense.
     pub fn new(config: &MoeConfig, vb: VarBuilder) -> Result<Self> {
-        let LlamaConfig { vocabulary, width, layers, rms_norm_eps, .. } = config.llama;
+        let LlamaConfig { width, layers, .. } = config.llama;
         if let Some(layer) = config.dense_layers.iter().find(|&&layer| layer >= layers) {
             let why = format!("layer {layer} is to be dense, of {layers} layers");
             return Err(Error::Config { what: "model", why, remedy: "layers are numbered from 0" });
         }
         let model = vb.pp("model");
-        let embed_tokens = embedding(vocabulary, width, model.pp("embed_tokens"))?;
-        let block = |i| Block::new(config, config.dense_layers.contains(&i), model.pp("layers").pp(i));
+        let embed_tokens = config.llama.embedding(&model)?;
+        let block = |i| Block::new(config, i, model.pp("layers").pp(i));
         let blocks = (0..layers).map(block).collect::<Result<_>>()?;
-        let norm = rms_norm(width, rms_norm_eps, model.pp("norm"))?;
+        let norm = config.llama.norm(width, model.pp("norm"))?;
         let lm_head = config.llama.head(&embed_tokens, vb.pp("lm_head"))?;
-        Ok(Self { embed_tokens, blocks, norm, lm_head })
+        Ok(Self { embed_tokens, blocks, norm, lm_head, config: config.llama.clone() })
     }
 
     /// What the head reads, [batch, tokens, width], and what the routers add to the loss of every token.
     fn hidden(&self, tokens: &Tensor, train: bool) -> Result<(Tensor, Option<Tensor>)> {
-        let mut x = self.embed_tokens.forward(tokens)?;
+        let mut x = self.config.embed(&self.embed_tokens, tokens)?;
         let mut losses: Option<Tensor> = None;
         for block in &self.blocks {
             let (y, loss) = block.forward(&x, train)?;
@@ -208,13 +209,13 @@ impl Moe {
 
 impl Model for Moe {
     fn forward(&self, tokens: &Tensor, train: bool) -> Result<Tensor> {
-        self.lm_head.forward(&self.hidden(tokens, train)?.0)
+        self.config.logits(&self.lm_head, &self.hidden(tokens, train)?.0)
     }
 
     /// The mean over all tokens; while training, with what the routers add.
     fn loss(&self, tokens: &Tensor, targets: &Tensor, train: bool) -> Result<Tensor> {
         let (x, losses) = self.hidden(tokens, train)?;
-        let of_tokens = self.lm_head.cross_entropy(&x, targets)?;
+        let of_tokens = self.lm_head.capped_cross_entropy(&x, targets, self.config.logit_cap)?;
         losses.map_or(Ok(of_tokens.clone()), |losses| of_tokens.add(&losses))?.mean_all()
     }
 }
@@ -234,14 +235,14 @@ enum FeedForward {
 }
 
 impl Block {
-    fn new(config: &MoeConfig, dense: bool, vb: VarBuilder) -> Result<Self> {
-        let feed_forward = match dense {
+    fn new(config: &MoeConfig, layer: usize, vb: VarBuilder) -> Result<Self> {
+        let feed_forward = match config.dense_layers.contains(&layer) {
             true => FeedForward::Dense(Box::new(Mlp::new(&config.llama, vb.pp("mlp"))?)),
             false => FeedForward::Sparse(Box::new(Sparse::new(config, vb.pp("mlp"))?)),
         };
         Ok(Self {
             residual: Residual::new(&config.llama, &vb)?,
-            self_attn: Attention::new(&config.llama, vb.pp("self_attn"))?,
+            self_attn: Attention::new(&config.llama, layer, vb.pp("self_attn"))?,
             feed_forward,
             layer: vb.prefix().to_owned(),
         })

@@ -73,12 +73,7 @@ pub fn options(sequence: usize) -> TrainOptions {
 
 /// Why a folder is not supported, if that is all there is to an error.
 pub fn unsupported(error: &HfError) -> Option<String> {
-    let is = match error {
-        HfError::Config { .. } => true,
-        HfError::Train(TrainError::Graph(_)) => error.to_string().contains("sliding_window"),
-        _ => false,
-    };
-    is.then(|| error.to_string())
+    matches!(error, HfError::Config { .. }).then(|| error.to_string())
 }
 
 /// A stored tensor's place among the parameters: name, expert, and whether it is stored transposed. Says it otherwise than the

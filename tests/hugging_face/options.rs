@@ -30,7 +30,21 @@ fn what_is_not_supported_is_named() {
             assert!(error.contains(word), "{word} in {error}");
         }
     };
-    check("gemma2", json!({}), &["model_type", "gemma2", "qwen3_moe"]);
+    check("gemma", json!({}), &["model_type", "gemma", "qwen3_moe"]);
+    check("gemma2", json!({}), &["hidden_act", "silu", "gelu_pytorch_tanh"]);
+    let gelu = |more: Value| {
+        let mut config = json!({ "hidden_act": null, "hidden_activation": "gelu_pytorch_tanh" });
+        config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        config
+    };
+    check("gemma2", gelu(json!({ "attn_logit_softcapping": 0.0 })), &["attn_logit_softcapping", "above 0"]);
+    check("gemma2", gelu(json!({ "use_bidirectional_attention": true })), &["use_bidirectional_attention"]);
+    check("gemma2", gelu(json!({ "layer_types": ["full_attention"] })), &["layer_types", "2 layers"]);
+    check(
+        "gemma3_text",
+        gelu(json!({ "rope_parameters": { "full_attention": {}, "sliding_attention": { "rope_type": "linear" } } })),
+        &["rope_parameters.sliding_attention.rope_type", "linear"],
+    );
     check("llama", json!({ "hidden_act": "gelu" }), &["hidden_act", "gelu", "silu"]);
     check("llama", json!({ "attention_multiplier": 0.5 }), &["attention_multiplier", "0.5"]);
     check("llama", json!({ "partial_rotary_factor": 0.5 }), &["partial_rotary_factor"]);

@@ -10,14 +10,14 @@ use gapless_engine::{DType, Model, Tensor};
 use super::error::{ConfigProblem, HfError, Result};
 use super::fields::{Fields, read_object};
 use super::llama::Family;
-use super::{gpt2, llama, moe};
+use super::{gemma, gpt2, llama, moe};
 use crate::{Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig};
 
 /// Elements of all parameters, at most: 2⁴⁸ take a petabyte.
 const MOST_ELEMENTS: u128 = 1 << 48;
 
 /// Options that change no number that is computed: names, types on disk, what generation does, initial values.
-const PASSED_OVER: [&str; 23] = [
+const PASSED_OVER: [&str; 22] = [
     "_name_or_path",
     "architectures",
     "auto_map",
@@ -29,7 +29,6 @@ const PASSED_OVER: [&str; 23] = [
     "initializer_range",
     "label2id",
     "model_type",
-    "pad_token_id",
     "problem_type",
     "return_dict",
     "sep_token_id",
@@ -43,8 +42,19 @@ const PASSED_OVER: [&str; 23] = [
     "_attn_implementation",
 ];
 
-const FAMILIES: [&str; 9] =
-    ["gpt2", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"];
+const FAMILIES: [&str; 11] = [
+    "gemma2",
+    "gemma3_text",
+    "gpt2",
+    "llama",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+];
 
 /// What a config.json describes.
 #[derive(Debug, Clone, PartialEq)]
@@ -147,11 +157,11 @@ impl Config {
         &self.architecture
     }
 
-    /// Longest sequence, if there is a limit to it: position embeddings, or a window.
+    /// Longest sequence, if there is a limit to it: position embeddings.
     pub fn longest_sequence(&self) -> Option<usize> {
         match &self.architecture {
             Architecture::Gpt(config) => Some(config.sequence),
-            Architecture::Llama(llama) | Architecture::Moe(MoeConfig { llama, .. }) => llama.sliding_window,
+            Architecture::Llama(_) | Architecture::Moe(_) => None,
         }
     }
 
@@ -173,6 +183,8 @@ impl Config {
 
 fn architecture(family: &str, fields: &mut Fields) -> Option<Architecture> {
     Some(match family {
+        "gemma2" => Architecture::Llama(gemma::gemma2(fields)),
+        "gemma3_text" => Architecture::Llama(gemma::gemma3(fields)),
         "gpt2" => Architecture::Gpt(gpt2::take(fields)),
         "llama" => Architecture::Llama(llama::take(fields, &Family::LLAMA)),
         "mistral" => Architecture::Llama(llama::take(fields, &Family::MISTRAL)),

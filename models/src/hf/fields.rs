@@ -79,6 +79,13 @@ impl Fields {
         })
     }
 
+    /// A number above 0, if there is one.
+    pub fn optional_positive(&mut self, field: &str) -> Option<f64> {
+        let value = self.take(field)?;
+        self.left.insert(field.to_owned(), value);
+        Some(self.positive(field, None))
+    }
+
     pub fn flag(&mut self, field: &str, default: bool) -> bool {
         let Some(value) = self.take(field) else { return default };
         value.as_bool().unwrap_or_else(|| {

@@ -37,7 +37,7 @@ pub(super) fn take(fields: &mut Fields) -> GptConfig {
     // Dropout is off; the summary is of models that classify; n_ctx is what n_positions was called.
     fields.pass_over(&["attn_pdrop", "embd_pdrop", "resid_pdrop", "n_ctx", "task_specific_params"]);
     fields.pass_over(&["summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type"]);
-    fields.pass_over(&["summary_use_proj"]);
+    fields.pass_over(&["summary_use_proj", "pad_token_id"]);
     config
 }
 

@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use super::fields::Fields;
 use super::rope;
-use crate::{LlamaConfig, Norms, QkNorm};
+use crate::{GateActivation, LlamaConfig, Norms, QkNorm};
 
 /// Extents of one dimension.
 pub(super) const SIZE: RangeInclusive<usize> = 1..=1 << 20;
@@ -14,6 +14,8 @@ pub(super) const SIZE: RangeInclusive<usize> = 1..=1 << 20;
 /// What families have in common, and where they differ.
 pub(super) struct Family {
     pub rope_theta: f64,
+    /// That of layers with a window, if it is their own.
+    pub local_rope_theta: Option<f64>,
     pub rms_norm_eps: f64,
     /// Key-value heads where the file says nothing; all heads where there is nothing here.
     pub kv_heads: Option<usize>,
@@ -23,6 +25,11 @@ pub(super) struct Family {
     pub qk_norm: QkNorm,
     pub norms: Norms,
     pub window: Window,
+    pub activation: GateActivation,
+    /// The token of padding where the file says nothing.
+    pub padding: Option<u32>,
+    /// Whether the head is tied where the file says nothing.
+    pub tied: bool,
 }
 
 /// Where attention has biases.
@@ -44,11 +51,14 @@ pub(super) enum Window {
     Always(Option<usize>),
     /// With `use_sliding_window`, from layer `max_window_layers` on.
     Asked,
+    /// In all layers but every so manieth.
+    AllBut { every: usize },
 }
 
 impl Family {
     pub const LLAMA: Self = Self {
         rope_theta: 10_000.0,
+        local_rope_theta: None,
         rms_norm_eps: 1e-6,
         kv_heads: None,
         head_size: None,
@@ -56,6 +66,9 @@ impl Family {
         qk_norm: QkNorm::None,
         norms: Norms::Before,
         window: Window::Never,
+        activation: GateActivation::Silu,
+        padding: None,
+        tied: false,
     };
     pub const MISTRAL: Self =
         Self { kv_heads: Some(8), biases: Biases::Never, window: Window::Always(Some(4096)), ..Self::LLAMA };
@@ -63,7 +76,8 @@ impl Family {
         Self { kv_heads: Some(32), biases: Biases::Qkv { option: None }, window: Window::Asked, ..Self::LLAMA };
     pub const QWEN3: Self =
         Self { kv_heads: Some(32), head_size: Some(128), qk_norm: QkNorm::Head, window: Window::Asked, ..Self::LLAMA };
-    pub const OLMO2: Self = Self { rms_norm_eps: 1e-5, qk_norm: QkNorm::Width, norms: Norms::After, ..Self::LLAMA };
+    pub const OLMO2: Self =
+        Self { rms_norm_eps: 1e-5, qk_norm: QkNorm::Width, norms: Norms::After, padding: Some(1), ..Self::LLAMA };
 }
 
 pub(super) fn take(fields: &mut Fields, family: &Family) -> LlamaConfig {
@@ -74,12 +88,15 @@ pub(super) fn take(fields: &mut Fields, family: &Family) -> LlamaConfig {
         width: fields.count("hidden_size", None, SIZE),
         hidden: fields.count("intermediate_size", None, 1..=1 << 22),
         rope_theta: family.rope_theta,
+        window_rope_theta: family.local_rope_theta,
         rms_norm_eps: fields.positive("rms_norm_eps", Some(family.rms_norm_eps)),
         qk_norm: family.qk_norm,
         norms: family.norms,
-        tied: fields.flag("tie_word_embeddings", false),
+        activation: family.activation,
+        tied: fields.flag("tie_word_embeddings", family.tied),
         ..LlamaConfig::default()
     };
+    config.padding = padding(fields, family.padding, config.vocabulary);
     let heads = config.heads;
     config.kv_heads = fields.count("num_key_value_heads", Some(family.kv_heads.unwrap_or(heads)), SIZE);
     if !heads.is_multiple_of(config.kv_heads) {
@@ -88,7 +105,10 @@ pub(super) fn take(fields: &mut Fields, family: &Family) -> LlamaConfig {
     }
     let head_size = head_size(fields, &config, family);
     config.head_size = Some(head_size);
-    fields.one_of("hidden_act", &["silu", "swish"]);
+    match family.activation {
+        GateActivation::Silu => fields.one_of("hidden_act", &["silu", "swish"]),
+        GateActivation::Gelu => fields.one_of("hidden_act", &["gelu_pytorch_tanh"]),
+    };
     match family.biases {
         Biases::Never => fields.only("attention_bias", false),
         Biases::Qkv { option } => {
@@ -101,11 +121,25 @@ pub(super) fn take(fields: &mut Fields, family: &Family) -> LlamaConfig {
         }
     }
     config.mlp_bias = fields.flag("mlp_bias", false);
-    config.sliding_window = window(fields, &family.window, config.layers);
+    (config.sliding_window, config.full_layers) = window(fields, &family.window, config.layers);
     rope::take(fields, &mut config, head_size);
     // Dropout is off; the other is how a product was once split.
     fields.pass_over(&["attention_dropout", "pretraining_tp"]);
     config
+}
+
+/// The token of padding, whose row of the embedding PyTorch leaves as it is. Null is none; below 0 it counts from the end.
+fn padding(fields: &mut Fields, default: Option<u32>, vocabulary: usize) -> Option<u32> {
+    if !fields.has("pad_token_id") {
+        return default.filter(|&id| (id as usize) < vocabulary);
+    }
+    let value = fields.take("pad_token_id")?;
+    let place = |id: i64| u32::try_from(if id < 0 { id + vocabulary as i64 } else { id }).ok();
+    let id = value.as_i64().and_then(place).filter(|&id| (id as usize) < vocabulary);
+    if id.is_none() {
+        fields.wrong("pad_token_id", &value, &format!("a token, below {vocabulary}"));
+    }
+    id
 }
 
 fn head_size(fields: &mut Fields, config: &LlamaConfig, family: &Family) -> usize {
@@ -123,39 +157,52 @@ fn head_size(fields: &mut Fields, config: &LlamaConfig, family: &Family) -> usiz
     size
 }
 
-/// Tokens that a token of some layer attends to at most.
-fn window(fields: &mut Fields, window: &Window, layers: usize) -> Option<usize> {
+/// Tokens that a token of some layer attends to at most, and the layers that have no such limit.
+fn window(fields: &mut Fields, window: &Window, layers: usize) -> (Option<usize>, Vec<usize>) {
     let types = fields.take("layer_types");
-    let of_types = types.as_ref().map(|types| windowed(fields, types));
-    let (default, is_used) = match window {
+    let of_types = types.as_ref().and_then(|types| sliding_layers(fields, types, layers));
+    let (default, slides): (_, Box<dyn Fn(usize) -> bool>) = match *window {
         Window::Never => {
-            if of_types == Some(true) {
+            if of_types.is_some_and(|slides| slides.contains(&true)) {
                 fields.unsupported("layer_types", &types.unwrap_or_default(), "full_attention");
             }
-            return None;
+            return (None, Vec::new());
         }
-        Window::Always(default) => (*default, true),
+        Window::Always(default) => (default, Box::new(|_| true)),
         Window::Asked => {
             let first = fields.count("max_window_layers", Some(28), 0..=1 << 40);
-            (Some(4096), fields.flag("use_sliding_window", false) && first < layers)
+            let is_used = fields.flag("use_sliding_window", false);
+            (Some(4096), Box::new(move |layer| is_used && layer >= first))
         }
+        Window::AllBut { every } => (Some(4096), Box::new(move |layer| !(layer + 1).is_multiple_of(every))),
     };
     // Null is not the default, but none.
     let given = fields.has("sliding_window").then(|| fields.count("sliding_window", Some(0), 0..=1 << 40));
     let size = given.or(default).filter(|size| *size > 0);
     // What each layer does, where it is said, decides.
-    size.filter(|_| of_types.unwrap_or(is_used))
+    let slides = |layer: &usize| of_types.as_ref().map_or_else(|| slides(*layer), |slides| slides[*layer]);
+    let (sliding, full): (Vec<usize>, Vec<usize>) = (0..layers).partition(slides);
+    match size.filter(|_| !sliding.is_empty()) {
+        Some(size) => (Some(size), full),
+        None => (None, Vec::new()),
+    }
 }
 
-/// Whether some layer has a window.
-fn windowed(fields: &mut Fields, types: &Value) -> bool {
+/// Whether each layer has a window.
+fn sliding_layers(fields: &mut Fields, types: &Value, layers: usize) -> Option<Vec<bool>> {
     let all: Option<Vec<&str>> = types.as_array().and_then(|types| types.iter().map(Value::as_str).collect());
     let known = ["full_attention", "sliding_attention"];
     match all {
-        Some(all) if all.iter().all(|one| known.contains(one)) => all.contains(&known[1]),
+        Some(all) if all.iter().all(|one| known.contains(one)) => {
+            if all.len() != layers {
+                fields.wrong("layer_types", types, &format!("one for each of {layers} layers"));
+                return None;
+            }
+            Some(all.iter().map(|one| *one == known[1]).collect())
+        }
         _ => {
             fields.unsupported("layer_types", types, &known.join(", "));
-            false
+            None
         }
     }
 }

@@ -28,6 +28,7 @@ mod config;
 mod error;
 mod fields;
 mod folder;
+mod gemma;
 mod generation;
 mod gpt2;
 mod layout;

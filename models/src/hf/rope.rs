@@ -15,12 +15,28 @@ pub(super) fn take(fields: &mut Fields, config: &mut LlamaConfig, head_size: usi
     if let (Some(_), Some(_)) = (&old, &new) {
         fields.unsupported("rope_scaling", &"beside rope_parameters".into(), "one of the two");
     }
-    if let Some(mut scaling) = new.or(old) {
+    let mut given = new.or(old);
+    if config.window_rope_theta.is_some() && given.as_ref().is_some_and(|given| given.has("full_attention")) {
+        given = given.and_then(|given| by_layer_type(fields, config, given));
+    }
+    if let Some(mut scaling) = given {
         config.rope_theta = scaling.positive("rope_theta", Some(config.rope_theta));
         scaling.only("partial_rotary_factor", 1.0);
         config.rope_scaling = self::scaling(&mut scaling, config.rope_theta, head_size, positions);
         fields.problems.extend(scaling.finish());
     }
+}
+
+/// Takes what layers with a window have, and leaves what the others have.
+fn by_layer_type(fields: &mut Fields, config: &mut LlamaConfig, mut both: Fields) -> Option<Fields> {
+    if let Some(mut sliding) = both.object("sliding_attention") {
+        config.window_rope_theta = Some(sliding.positive("rope_theta", config.window_rope_theta));
+        sliding.one_of("rope_type", &["default"]);
+        fields.problems.extend(sliding.finish());
+    }
+    let full = both.object("full_attention");
+    fields.problems.extend(both.finish());
+    full
 }
 
 fn scaling(fields: &mut Fields, theta: f64, head_size: usize, positions: f64) -> RopeScaling {

@@ -100,13 +100,20 @@ pub fn linear_b(in_dim: usize, out_dim: usize, bias: bool, vb: VarBuilder) -> Re
 #[derive(Debug, Clone)]
 pub struct Embedding {
     embeddings: Tensor,
+    padding: Option<u32>,
     layer: String,
 }
 
 impl Embedding {
     /// A layer from its table [vocabulary, width].
     pub fn new(embeddings: Tensor, _width: usize) -> Self {
-        Self { embeddings, layer: String::new() }
+        Self { embeddings, padding: None, layer: String::new() }
+    }
+
+    /// With an id whose row learns nothing from being looked up, as PyTorch's `padding_idx`.
+    #[must_use]
+    pub fn with_padding(self, padding: Option<u32>) -> Self {
+        Self { padding, ..self }
     }
 
     /// The table, [vocabulary, width]: for a head that is tied to it.
@@ -118,7 +125,7 @@ impl Embedding {
 impl Module for Embedding {
     fn forward(&self, ids: &Tensor) -> Result<Tensor> {
         let _layer = ids.enter(&self.layer);
-        self.embeddings.embedding(ids)
+        self.embeddings.padded_embedding(ids, self.padding)
     }
 }
 
@@ -127,7 +134,7 @@ impl Module for Embedding {
 /// # Errors
 /// When the name was used with another shape.
 pub fn embedding(vocabulary: usize, width: usize, vb: VarBuilder) -> Result<Embedding> {
-    Ok(Embedding { embeddings: vb.get((vocabulary, width), "weight")?, layer: vb.prefix().into() })
+    Ok(Embedding { embeddings: vb.get((vocabulary, width), "weight")?, padding: None, layer: vb.prefix().into() })
 }
 
 /// Layer normalisation.
@@ -168,20 +175,25 @@ pub fn layer_norm(width: usize, eps: f64, vb: VarBuilder) -> Result<LayerNorm> {
 pub struct RmsNorm {
     weight: Tensor,
     eps: f64,
+    /// Whether weights count as 1 + w.
+    is_offset: bool,
     layer: String,
 }
 
 impl RmsNorm {
     /// A layer from its parameter `[width]`.
     pub fn new(weight: Tensor, eps: f64) -> Self {
-        Self { weight, eps, layer: String::new() }
+        Self { weight, eps, is_offset: false, layer: String::new() }
     }
 }
 
 impl Module for RmsNorm {
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         let _layer = xs.enter(&self.layer);
-        xs.rms_norm(&self.weight, self.eps)
+        match self.is_offset {
+            true => xs.rms_norm(&self.weight.affine(1.0, 1.0)?, self.eps),
+            false => xs.rms_norm(&self.weight, self.eps),
+        }
     }
 }
 
@@ -190,5 +202,15 @@ impl Module for RmsNorm {
 /// # Errors
 /// When the name was used with another shape.
 pub fn rms_norm(width: usize, eps: f64, vb: VarBuilder) -> Result<RmsNorm> {
-    Ok(RmsNorm { weight: vb.get_with_hints(width, "weight", Init::Const(1.0))?, eps, layer: vb.prefix().into() })
+    let weight = vb.get_with_hints(width, "weight", Init::Const(1.0))?;
+    Ok(RmsNorm { weight, eps, is_offset: false, layer: vb.prefix().into() })
+}
+
+/// [`rms_norm`] whose weights count as 1 + w and begin at 0, as Gemma's: weight decay draws them to 1.
+///
+/// # Errors
+/// When the name was used with another shape.
+pub fn rms_norm_offset(width: usize, eps: f64, vb: VarBuilder) -> Result<RmsNorm> {
+    let weight = vb.get_with_hints(width, "weight", Init::Const(0.0))?;
+    Ok(RmsNorm { weight, eps, is_offset: true, layer: vb.prefix().into() })
 }

@@ -13,8 +13,11 @@ use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
 /// [vocabulary, width] and ids [..] to [.., width].
-#[derive(Debug, Clone, Copy)]
-pub struct Embedding;
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Embedding {
+    /// An id whose row learns nothing from being looked up, as PyTorch's `padding_idx`.
+    pub padding: Option<u32>,
+}
 
 impl Op for Embedding {
     fn name(&self) -> &'static str {
@@ -31,8 +34,8 @@ impl Op for Embedding {
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
         let vocabulary = g.input(0).dims()[0];
-        let [d_table] =
-            Tensor::apply_op(EmbeddingGrad { vocabulary, types: OutputTypes::default() }, &[&g.input(1), &g.grad(0)])?;
+        let op = EmbeddingGrad { vocabulary, padding: self.padding, types: OutputTypes::default() };
+        let [d_table] = Tensor::apply_op(op, &[&g.input(1), &g.grad(0)])?;
         g.send(0, d_table);
         Ok(())
     }
@@ -82,6 +85,7 @@ fn look_up<T: Float>(args: &mut Args<'_>) {
 #[derive(Debug, Clone, Copy)]
 struct EmbeddingGrad {
     vocabulary: usize,
+    padding: Option<u32>,
     types: OutputTypes<1>,
 }
 
@@ -127,7 +131,7 @@ impl Op for EmbeddingGrad {
             }
             let first = task * rows;
             vectorize!({
-                for (&id, dy) in ids.iter().zip(dy.chunks_exact(width)) {
+                for (&id, dy) in ids.iter().zip(dy.chunks_exact(width)).filter(|(id, _)| Some(**id) != self.padding) {
                     let Some(row) = (id as usize).checked_sub(first).filter(|&row| row < rows) else { continue };
                     table[row * width..][..width].iter_mut().zip(dy).for_each(|(d, &dy)| *d += dy);
                 }
@@ -135,14 +139,14 @@ impl Op for EmbeddingGrad {
         });
     }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
-        gapless_kernels::cuda::launch::embedding_grad(operands)
+        gapless_kernels::cuda::launch::embedding_grad(self.padding, operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let (ids, dy) = (args.input(0), args.input(1));
         let width = super::width(&dy.dims);
         let mut d_table = Array::zeros(&[self.vocabulary, width]);
-        for (&id, dy) in ids.data.iter().zip(dy.rows()) {
+        for (&id, dy) in ids.data.iter().zip(dy.rows()).filter(|(id, _)| Some(**id as u32) != self.padding) {
             for (c, dy) in dy.iter().enumerate() {
                 d_table.data[id as usize * width + c] += dy;
             }

@@ -274,10 +274,18 @@ impl Tensor {
     /// # Errors
     /// When `self` is not a matrix, `ids` is not u32, or an id that is known here is outside.
     pub fn embedding(&self, ids: &Self) -> Result<Self> {
+        self.padded_embedding(ids, None)
+    }
+
+    /// [`Self::embedding`], where the row of one id learns nothing from being looked up, as by PyTorch's `padding_idx`.
+    ///
+    /// # Errors
+    /// As [`Self::embedding`].
+    pub fn padded_embedding(&self, ids: &Self, padding: Option<u32>) -> Result<Self> {
         if self.rank() == 2 {
             self.expect_inside(ids, 0, "embedding")?;
         }
-        Self::apply_op::<1>(ops::Embedding, &[self, ids]).map(|[out]| out)
+        Self::apply_op::<1>(ops::Embedding { padding }, &[self, ids]).map(|[out]| out)
     }
 
     /// Layer normalisation over the last dimension (Ba et al., arXiv 1607.06450).

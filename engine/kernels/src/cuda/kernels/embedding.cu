@@ -27,6 +27,8 @@ struct EmbeddingGradArguments {
     void* d_table;
     u64 count;
     u64 width;
+    // An id that adds nothing.
+    u32 padding;
 };
 
 // Columns of a thread, and rows that it reads before it adds the first of them.
@@ -40,6 +42,7 @@ __device__ void embedding_grad(const EmbeddingGradArguments& to) {
     u32* found = (u32*)shared_memory;
     const u64 own = blockIdx.x;
     const u32 id = to.ids[own];
+    if (id == to.padding) return;
     for (u64 start = 0; start < own; start += blockDim.x) {
         const u64 i = start + threadIdx.x;
         if (__syncthreads_or(i < own && to.ids[i] == id)) return;

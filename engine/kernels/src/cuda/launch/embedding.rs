@@ -21,6 +21,7 @@ struct EmbeddingGradArguments {
     d_table: u64,
     count: u64,
     width: u64,
+    padding: u32,
 }
 
 /// The rows of a table that ids name.
@@ -31,11 +32,14 @@ pub fn embedding(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     launches([Kernel::rows(Embedding, typed("embedding", table.dtype)?, ids.count(), table.packs(), arguments)])
 }
 
-/// The table's gradient from (ids, dy).
-pub fn embedding_grad(operands: &Operands<'_>) -> Option<Vec<Launch>> {
+/// The table's gradient from (ids, dy), to which one id may add nothing.
+pub fn embedding_grad(padding: Option<u32>, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([ids, dy], [d_table]) = (operands.inputs, operands.outputs) else { return None };
     let (count, width) = (ids.count(), d_table.width());
-    let arguments = EmbeddingGradArguments { ids: ids.address, dy: dy.address, d_table: d_table.address, count, width };
+    // No vocabulary has as many ids.
+    let padding = padding.unwrap_or(u32::MAX);
+    let (ids, of_rows) = (ids.address, dy.address);
+    let arguments = EmbeddingGradArguments { ids, dy: of_rows, d_table: d_table.address, count, width, padding };
     let name = typed_to("embedding_grad", dy.dtype, d_table.dtype)?;
     let grid = [blocks(count, 1), 1, 1];
     let arguments = Box::new(arguments);
