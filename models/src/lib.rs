@@ -22,10 +22,12 @@
 
 mod gpt;
 pub mod hf;
+mod latent;
 mod llama;
 mod moe;
 
 pub use gpt::{Activation, Gpt, GptConfig};
+pub use latent::LatentConfig;
 pub use llama::{GateActivation, Llama, LlamaConfig, Norms, QkNorm};
 pub use moe::{Moe, MoeConfig, MoeStyle};
 

@@ -143,6 +143,14 @@ impl Default for LlamaConfig {
 impl LlamaConfig {
     /// Number of trained numbers.
     pub fn parameters(&self) -> u64 {
+        let norms = if self.norms == Norms::Both { 4 } else { 2 };
+        let block = self.attention_parameters() + self.mlp_parameters() + norms * self.width;
+        let tables = if self.tied { 1 } else { 2 };
+        (tables * self.vocabulary * self.width + self.layers * block + self.width) as u64
+    }
+
+    /// Those of a layer's attention.
+    pub(crate) fn attention_parameters(&self) -> usize {
         let (width, head_size) = (self.width, self.head_size.unwrap_or(self.width / self.heads.max(1)));
         let (q, kv) = (self.heads * head_size, self.kv_heads * head_size);
         let attention = 2 * width * q + 2 * width * kv;
@@ -152,10 +160,7 @@ impl LlamaConfig {
             QkNorm::Width => q + kv,
         };
         let biases = usize::from(self.qkv_bias) * (q + 2 * kv) + usize::from(self.output_bias) * width;
-        let norms = if self.norms == Norms::Both { 4 } else { 2 };
-        let block = attention + qk_norms + biases + self.mlp_parameters() + norms * width;
-        let tables = if self.tied { 1 } else { 2 };
-        (tables * self.vocabulary * width + self.layers * block + width) as u64
+        attention + qk_norms + biases
     }
 
     /// Those of a feed-forward part.

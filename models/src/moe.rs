@@ -10,6 +10,7 @@ use gapless_engine::{Error, Model, Result, Tensor};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use crate::latent::{LatentAttention, LatentConfig};
 use crate::llama::{Attention, LlamaConfig, Mlp, Residual};
 
 /// Extents of a [`Moe`].
@@ -28,6 +29,8 @@ pub struct MoeConfig {
     pub shared_gate: bool,
     /// The layers that have no experts.
     pub dense_layers: Vec<usize>,
+    /// Attention over what keys and values are made of, in the place of a Llama's (DeepSeek).
+    pub latent: Option<LatentConfig>,
 }
 
 impl Default for MoeConfig {
@@ -41,6 +44,7 @@ impl Default for MoeConfig {
             shared_hidden: 0,
             shared_gate: false,
             dense_layers: Vec::new(),
+            latent: None,
         }
     }
 }
@@ -77,7 +81,7 @@ impl MoeConfig {
         };
         let router =
             RouterConfig { experts: 60, top_k: 4, renormalise: false, balance_loss: 0.001, ..Default::default() };
-        Self { llama, router, expert_hidden: 1408, shared_hidden: 5632, shared_gate: true, dense_layers: Vec::new() }
+        Self { llama, router, expert_hidden: 1408, shared_hidden: 5632, shared_gate: true, ..Self::default() }
     }
 
     /// A model of 4 layers and about 10 million parameters, of which a token uses a third: learns text on a CPU in minutes.
@@ -153,7 +157,10 @@ impl MoeConfig {
         let shared = 3 * width * self.shared_hidden as u64 + if self.has_shared_gate() { width } else { 0 };
         let router = width * self.router.experts as u64;
         let experts = 3 * width * (experts * self.expert_hidden) as u64;
-        self.llama.parameters() - layers * dense + layers * (router + experts + shared)
+        let of_all = self.llama.layers as u64;
+        let attention = self.latent.as_ref().map_or(0, |latent| of_all * latent.parameters(&self.llama) as u64);
+        let replaced = if self.latent.is_some() { of_all * self.llama.attention_parameters() as u64 } else { 0 };
+        self.llama.parameters() + attention - replaced - layers * dense + layers * (router + experts + shared)
     }
 
     fn has_shared_gate(&self) -> bool {
@@ -223,9 +230,31 @@ impl Model for Moe {
 #[derive(Debug, Clone)]
 struct Block {
     residual: Residual,
-    self_attn: Attention,
+    self_attn: SelfAttention,
     feed_forward: FeedForward,
     layer: String,
+}
+
+#[derive(Debug, Clone)]
+enum SelfAttention {
+    Whole(Box<Attention>),
+    Latent(Box<LatentAttention>),
+}
+
+impl SelfAttention {
+    fn new(config: &MoeConfig, layer: usize, vb: VarBuilder) -> Result<Self> {
+        Ok(match &config.latent {
+            None => Self::Whole(Box::new(Attention::new(&config.llama, layer, vb)?)),
+            Some(latent) => Self::Latent(Box::new(LatentAttention::new(&config.llama, latent, vb)?)),
+        })
+    }
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        match self {
+            Self::Whole(attention) => attention.forward(x),
+            Self::Latent(attention) => attention.forward(x),
+        }
+    }
 }
 
 #[derive(Debug, Clone)]
@@ -242,7 +271,7 @@ impl Block {
         };
         Ok(Self {
             residual: Residual::new(&config.llama, &vb)?,
-            self_attn: Attention::new(&config.llama, layer, vb.pp("self_attn"))?,
+            self_attn: SelfAttention::new(config, layer, vb.pp("self_attn"))?,
             feed_forward,
             layer: vb.prefix().to_owned(),
         })
@@ -281,7 +310,9 @@ impl Sparse {
             0 => None,
             hidden => {
                 let of_shared = LlamaConfig { hidden, ..config.llama.clone() };
-                Some(Mlp::new(&of_shared, vb.pp("shared_expert"))?)
+                // As those call it whose attention this is.
+                let name = if config.latent.is_some() { "shared_experts" } else { "shared_expert" };
+                Some(Mlp::new(&of_shared, vb.pp(name))?)
             }
         };
         let shared_gate =

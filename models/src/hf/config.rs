@@ -10,7 +10,7 @@ use gapless_engine::{DType, Model, Tensor};
 use super::error::{ConfigProblem, HfError, Result};
 use super::fields::{Fields, read_object};
 use super::llama::Family;
-use super::{gemma, gpt2, llama, moe};
+use super::{deepseek, gemma, gpt2, llama, moe};
 use crate::{Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig};
 
 /// Elements of all parameters, at most: 2⁴⁸ take a petabyte.
@@ -42,7 +42,8 @@ const PASSED_OVER: [&str; 22] = [
     "_attn_implementation",
 ];
 
-const FAMILIES: [&str; 11] = [
+const FAMILIES: [&str; 12] = [
+    "deepseek_v3",
     "gemma2",
     "gemma3_text",
     "gpt2",
@@ -86,7 +87,14 @@ impl Architecture {
 
     /// Layers that have adapters where nothing else is asked for, as in PEFT: queries and values.
     pub fn lora_targets(&self) -> Vec<String> {
-        let targets: &[&str] = if matches!(self, Self::Gpt(_)) { &["c_attn"] } else { &["q_proj", "v_proj"] };
+        let targets: &[&str] = match self {
+            Self::Gpt(_) => &["c_attn"],
+            Self::Moe(MoeConfig { latent: Some(latent), .. }) if latent.query_rank.is_some() => {
+                &["q_b_proj", "kv_b_proj"]
+            }
+            Self::Moe(MoeConfig { latent: Some(_), .. }) => &["q_proj", "kv_b_proj"],
+            Self::Llama(_) | Self::Moe(_) => &["q_proj", "v_proj"],
+        };
         targets.iter().map(|&target| target.to_owned()).collect()
     }
 }
@@ -183,6 +191,7 @@ impl Config {
 
 fn architecture(family: &str, fields: &mut Fields) -> Option<Architecture> {
     Some(match family {
+        "deepseek_v3" => Architecture::Moe(deepseek::take(fields)),
         "gemma2" => Architecture::Llama(gemma::gemma2(fields)),
         "gemma3_text" => Architecture::Llama(gemma::gemma3(fields)),
         "gpt2" => Architecture::Gpt(gpt2::take(fields)),

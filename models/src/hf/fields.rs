@@ -34,6 +34,11 @@ impl Fields {
         self.left.contains_key(field)
     }
 
+    /// What there is and is not null, left where it is.
+    pub fn peek(&self, field: &str) -> Option<&Value> {
+        self.left.get(field).filter(|value| !value.is_null())
+    }
+
     /// What there is and is not null.
     pub fn take(&mut self, field: &str) -> Option<Value> {
         self.left.remove(field).filter(|value| !value.is_null())

@@ -25,6 +25,7 @@
 
 mod adapter;
 mod config;
+mod deepseek;
 mod error;
 mod fields;
 mod folder;

@@ -8,7 +8,7 @@ use super::llama::{self, Biases, Family, SIZE, Window};
 use crate::MoeConfig;
 
 /// Most experts of a layer.
-const EXPERTS: usize = 1 << 16;
+pub(super) const EXPERTS: usize = 1 << 16;
 
 pub(super) fn mixtral(fields: &mut Fields) -> MoeConfig {
     let window = Window::Always(None);
@@ -39,6 +39,7 @@ pub(super) fn qwen2(fields: &mut Fields) -> MoeConfig {
         dense_layers: dense_layers(fields, llama.layers),
         router: router(fields, experts, 4, renormalise),
         llama,
+        latent: None,
     }
 }
 
@@ -67,7 +68,8 @@ pub(super) fn qwen3(fields: &mut Fields) -> MoeConfig {
     }
 }
 
-fn router(fields: &mut Fields, experts: usize, top_k: usize, renormalise: bool) -> RouterConfig {
+/// A router by softmax.
+pub(super) fn router(fields: &mut Fields, experts: usize, top_k: usize, renormalise: bool) -> RouterConfig {
     let top_k = fields.count("num_experts_per_tok", Some(top_k.min(experts)), 1..=experts);
     // The balance loss is added where the logits of routers are put out; it is another one than ours.
     fields.only("output_router_logits", false);

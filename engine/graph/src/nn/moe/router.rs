@@ -82,6 +82,8 @@ pub struct RouterConfig {
     /// How much a bias that is added to choose by moves after every step: up for experts with less than the mean load, down
     /// for those with more (Wang et al., arXiv 2408.15664). 0 for no bias.
     pub bias_rate: f64,
+    /// Whether there is such a bias even if it does not move, as in a model that is trained on.
+    pub fixed_bias: bool,
 }
 
 impl Default for RouterConfig {
@@ -100,6 +102,7 @@ impl Default for RouterConfig {
             balance_loss: 0.02,
             z_loss: 0.0,
             bias_rate: 0.0,
+            fixed_bias: false,
         }
     }
 }
@@ -125,7 +128,7 @@ impl RouterConfig {
             if self.capacity.is_none_or(|capacity| capacity.drop != DropPolicy::Lightest) {
                 return fail("experts that choose need a capacity", "set one that drops the lightest");
             }
-            if self.groups.is_some() || *bias_rate > 0.0 || *balance_loss > 0.0 {
+            if self.groups.is_some() || *bias_rate > 0.0 || self.fixed_bias || *balance_loss > 0.0 {
                 return fail("experts that choose are balanced", "leave out groups, bias_rate and balance_loss");
             }
         }
@@ -160,7 +163,7 @@ impl Router {
         config.check()?;
         let weight = vb.get((config.experts, width), "weight")?;
         let bias = match config.bias_rate {
-            0.0 => None,
+            0.0 if !config.fixed_bias => None,
             rate => {
                 let rule = LoadBias { rate };
                 Some(vb.get_with_rule(config.experts, "e_score_correction_bias", Init::Const(0.0), rule)?)

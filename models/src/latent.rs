@@ -1,0 +1,142 @@
+//! Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values of all heads are made of one short vector
+//! per token, and queries of another. Positions are rotated in a part of each head of their own, whose key all heads share.
+
+use gapless_engine::nn::{Linear, Module, RmsNorm, VarBuilder, linear_b, linear_no_bias, rms_norm};
+use gapless_engine::{Result, Tensor, ops};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::llama::LlamaConfig;
+
+/// Extents of latent attention.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct LatentConfig {
+    /// Width of what queries are made of; none makes them of the residual stream.
+    pub query_rank: Option<usize>,
+    /// Width of what keys and values are made of.
+    pub kv_rank: usize,
+    /// Width of a query's or key's part that is not rotated.
+    pub plain_size: usize,
+    /// Width of the part that is.
+    pub rotated_size: usize,
+    /// Width of a head's values.
+    pub value_size: usize,
+    /// Whether elements are rotated against their neighbours, and not halves against each other.
+    pub neighbours: bool,
+}
+
+impl Default for LatentConfig {
+    /// DeepSeek-V3's.
+    fn default() -> Self {
+        Self {
+            query_rank: Some(1536),
+            kv_rank: 512,
+            plain_size: 128,
+            rotated_size: 64,
+            value_size: 128,
+            neighbours: true,
+        }
+    }
+}
+
+impl LatentConfig {
+    /// Width of a query or key.
+    pub(crate) fn head_size(&self) -> usize {
+        self.plain_size + self.rotated_size
+    }
+
+    /// Number of trained numbers of a layer's attention.
+    pub(crate) fn parameters(&self, of: &LlamaConfig) -> usize {
+        let (width, q) = (of.width, of.heads * self.head_size());
+        let bias = |outputs: usize| if of.output_bias { outputs } else { 0 };
+        let queries = self.query_rank.map_or(width * q, |rank| rank * (width + 1 + q) + bias(rank));
+        let shared = self.kv_rank + self.rotated_size;
+        let of_heads = of.heads * (self.plain_size + self.value_size);
+        let keys_values = width * shared + bias(shared) + self.kv_rank * (1 + of_heads);
+        queries + keys_values + of.heads * self.value_size * width + bias(width)
+    }
+}
+
+/// What the norms of the short vectors add to the mean square, whatever the others do.
+const EPS: f64 = 1e-6;
+
+/// The layer.
+#[derive(Debug, Clone)]
+pub(crate) struct LatentAttention {
+    queries: Queries,
+    kv_a_proj_with_mqa: Linear,
+    kv_a_layernorm: RmsNorm,
+    kv_b_proj: Linear,
+    o_proj: Linear,
+    config: LlamaConfig,
+    latent: LatentConfig,
+    layer: String,
+}
+
+#[derive(Debug, Clone)]
+enum Queries {
+    Whole(Linear),
+    Latent { a: Linear, norm: RmsNorm, b: Linear },
+}
+
+impl LatentAttention {
+    /// Declares the parameters: `output_bias` has biases on what makes the short vectors, too.
+    pub(crate) fn new(config: &LlamaConfig, latent: &LatentConfig, vb: VarBuilder) -> Result<Self> {
+        let &LlamaConfig { width, heads, output_bias: bias, .. } = config;
+        let &LatentConfig { kv_rank, plain_size, rotated_size, value_size, .. } = latent;
+        let of_queries = heads * latent.head_size();
+        let queries = match latent.query_rank {
+            None => Queries::Whole(linear_no_bias(width, of_queries, vb.pp("q_proj"))?),
+            Some(rank) => Queries::Latent {
+                a: linear_b(width, rank, bias, vb.pp("q_a_proj"))?,
+                norm: rms_norm(rank, EPS, vb.pp("q_a_layernorm"))?,
+                b: linear_no_bias(rank, of_queries, vb.pp("q_b_proj"))?,
+            },
+        };
+        Ok(Self {
+            queries,
+            kv_a_proj_with_mqa: linear_b(width, kv_rank + rotated_size, bias, vb.pp("kv_a_proj_with_mqa"))?,
+            kv_a_layernorm: rms_norm(kv_rank, EPS, vb.pp("kv_a_layernorm"))?,
+            kv_b_proj: linear_no_bias(kv_rank, heads * (plain_size + value_size), vb.pp("kv_b_proj"))?,
+            o_proj: linear_b(heads * value_size, width, bias, vb.pp("o_proj"))?,
+            config: config.clone(),
+            latent: latent.clone(),
+            layer: vb.prefix().to_owned(),
+        })
+    }
+
+    pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let _layer = x.enter(&self.layer);
+        let LlamaConfig { heads, rope_theta, rope_scaling, query_scale, attention_cap: cap, .. } = self.config;
+        let LatentConfig { kv_rank, plain_size, rotated_size, value_size, neighbours, .. } = self.latent;
+        let (b, t, _) = x.dims3()?;
+        let rotated = |x: Tensor| match neighbours {
+            true => x.rope_i_scaled(rope_theta, rope_scaling),
+            false => x.rope_scaled(rope_theta, rope_scaling),
+        };
+        // [batch, heads, tokens, size], and a part of each head.
+        let split = |x: Tensor, heads: usize, size: usize| x.reshape((b, t, heads, size))?.transpose(1, 2);
+        let part = |x: &Tensor, first: usize, size: usize| x.narrow(3, first, size);
+
+        let q = match &self.queries {
+            Queries::Whole(q) => q.forward(x)?,
+            Queries::Latent { a, norm, b } => b.forward(&norm.forward(&a.forward(x)?)?)?,
+        };
+        let q = split(q, heads, self.latent.head_size())?;
+        let q_rotated = rotated(part(&q, plain_size, rotated_size)?)?;
+        let q = Tensor::cat(&[&part(&q, 0, plain_size)?, &q_rotated], 3)?;
+
+        let shared = self.kv_a_proj_with_mqa.forward(x)?;
+        let k_rotated = rotated(split(shared.narrow(2, kv_rank, rotated_size)?, 1, rotated_size)?)?;
+        let kv = self.kv_b_proj.forward(&self.kv_a_layernorm.forward(&shared.narrow(2, 0, kv_rank)?)?)?;
+        let kv = split(kv, heads, plain_size + value_size)?;
+        let k_rotated = k_rotated.broadcast_as((b, heads, t, rotated_size))?;
+        let k = Tensor::cat(&[&part(&kv, 0, plain_size)?, &k_rotated], 3)?;
+        let v = part(&kv, plain_size, value_size)?;
+
+        let scale = 1.0 / query_scale.unwrap_or(self.latent.head_size() as f64).sqrt();
+        let y = q.attend(&k, &v, ops::Attention { cap, ..ops::Attention::causal(scale) })?;
+        self.o_proj.forward(&y.transpose(1, 2)?.reshape((b, t, heads * value_size))?)
+    }
+}
