@@ -1,7 +1,9 @@
 //! Options of config.json: both styles mean the same, and what is not supported is refused by its name.
 
-use gapless::models::hf::Config;
+use gapless::models::hf::{Architecture, Config};
 use serde_json::{Value, json};
+
+use crate::case::Case;
 
 fn read(config: &Value) -> Result<Config, String> {
     let folder = tempfile::tempdir().unwrap();
@@ -20,6 +22,22 @@ fn with(model_type: &str, changes: &Value) -> Value {
     }
     config.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
     config
+}
+
+/// What a configuration counts is what the model declares, but for a bias that is not trained.
+#[test]
+fn parameters_are_counted() {
+    for case in Case::all() {
+        let config = Config::read(&case.checkpoint).unwrap();
+        let counted = match config.architecture() {
+            Architecture::Gpt(config) => config.parameters(),
+            Architecture::Llama(config) => config.parameters(),
+            Architecture::Moe(config) => config.parameters(),
+        };
+        let trained = config.parameters().filter(|(name, _)| !name.ends_with("e_score_correction_bias"));
+        let declared: usize = trained.map(|(_, shape)| shape.iter().product::<usize>()).sum();
+        assert_eq!(counted, declared as u64, "{}", case.name);
+    }
 }
 
 #[test]
