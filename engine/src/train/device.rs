@@ -95,12 +95,9 @@ impl TrainOptions {
     /// What of the options a GPU cannot do, and the remedy.
     #[cfg(feature = "cuda")]
     pub(super) fn check_for_gpu(&self) -> Result<()> {
-        let fail = |why: &str, remedy| Err(TrainError::Config { what: "device", why: why.into(), remedy });
         if self.poison {
-            return fail("dead ranges are filled with NaN on the CPU alone", "leave poison out, or use the CPU");
-        }
-        if self.documents {
-            return fail("packed documents have no GPU kernels", "use the CPU");
+            let why = "dead ranges are filled with NaN on the CPU alone".into();
+            return Err(TrainError::Config { what: "device", why, remedy: "leave poison out, or use the CPU" });
         }
         Ok(())
     }

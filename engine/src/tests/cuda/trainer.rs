@@ -8,10 +8,13 @@ use super::processor::{Processor, device};
 use super::small::{BATCH, SEQUENCE, Small, Style, VOCABULARY, WIDTH};
 use super::{gpu, host};
 use crate::checkpoint::Checkpoint;
+use crate::data::IGNORED;
 use crate::learning_rate::{LearningRate, Shape};
 use crate::optim::AdamW;
 use crate::recompute::Recompute;
-use crate::{DeviceChoice, GenerateOptions, Limits, LossTerms, Role, TrainError, TrainOptions, Trainer, UpdateOptions};
+use crate::{
+    Batch, DeviceChoice, GenerateOptions, Limits, LossTerms, Role, TrainError, TrainOptions, Trainer, UpdateOptions,
+};
 
 pub fn options() -> TrainOptions {
     let learning_rate = LearningRate { peak: 1e-2, floor: 1e-2, warmup_steps: 0, steps: 0, shape: Shape::Constant };
@@ -261,6 +264,40 @@ fn a_guarded_step_is_left_out() {
     device.set_limits(Limits::default());
     step(&mut device).unwrap();
     assert_ne!(all(&device), before);
+}
+
+/// Packed documents, of which some targets do not count: the CPU's loss and norm, and a document's tokens change nothing outside it.
+#[test]
+fn packed_documents_do_not_see_each_other() {
+    if !host::is_there() {
+        return;
+    }
+    for dtype in [DType::F32, DType::BF16] {
+        let options = TrainOptions { documents: true, dtype, ..options() };
+        let (mut cpu, mut device) = (on_cpu(Style::Llama, &options), on_device(Style::Llama, &options));
+        let [tokens, mut targets] = batch(0);
+        let sequence = options.sequence as u32;
+        let starts: Vec<u32> = (0..tokens.len() as u32).map(|i| i % sequence / 3 * 3).collect();
+        // The last token of a document has no next; the last document does not count at all.
+        let last = targets.len() - 3;
+        for (i, target) in targets.iter_mut().enumerate() {
+            if i % sequence as usize % 3 == 2 || i >= last {
+                *target = IGNORED;
+            }
+        }
+        let step = |trainer: &mut Trainer, tokens: &[u32]| {
+            let report = trainer.step_batch(&Batch { tokens, targets: &targets, starts: &starts }).unwrap();
+            [report.loss, report.gradient_norm]
+        };
+        let mut other = tokens.clone();
+        other[last..].iter_mut().for_each(|token| *token = (*token + 1) % 5);
+        let [of_cpu, of_device] = [&mut cpu, &mut device].map(|trainer| step(trainer, &tokens));
+        let [of_loss, of_norm] = if dtype == DType::F32 { [1e-5, 1e-4] } else { [1e-2, 3e-2] };
+        expect_near("the loss", of_device[0], of_cpu[0], of_loss);
+        expect_near("the norm", of_device[1], of_cpu[1], of_norm);
+        let mut again = on_device(Style::Llama, &options);
+        assert_eq!(step(&mut again, &other)[0], of_device[0]);
+    }
 }
 
 /// A step that breaks names the operation that it broke in, and leaves the model as it was.
