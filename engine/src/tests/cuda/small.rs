@@ -53,7 +53,7 @@ impl Small {
         Ok(Self {
             style,
             embedding,
-            positions: vb.get((SEQUENCE, WIDTH), "positions")?,
+            positions: vb.get((SEQUENCE, WIDTH), "places")?,
             norms: [norm("norm_1")?, norm("norm_2")?, norm("norm_3")?],
             q: project(WIDTH, WIDTH, "q")?,
             kv: [project(WIDTH, kv, "k")?, project(WIDTH, kv, "v")?],
