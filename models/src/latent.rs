@@ -64,7 +64,9 @@ const EPS: f64 = 1e-6;
 /// The layer.
 #[derive(Debug, Clone)]
 pub(crate) struct LatentAttention {
-    queries: Queries,
+    /// What makes the short vector of queries, if there is one.
+    short: Option<(Linear, RmsNorm)>,
+    queries: Linear,
     kv_a_proj_with_mqa: Linear,
     kv_a_layernorm: RmsNorm,
     kv_b_proj: Linear,
@@ -74,27 +76,22 @@ pub(crate) struct LatentAttention {
     layer: String,
 }
 
-#[derive(Debug, Clone)]
-enum Queries {
-    Whole(Linear),
-    Latent { a: Linear, norm: RmsNorm, b: Linear },
-}
-
 impl LatentAttention {
     /// Declares the parameters: `output_bias` has biases on what makes the short vectors, too.
     pub(crate) fn new(config: &LlamaConfig, latent: &LatentConfig, vb: VarBuilder) -> Result<Self> {
         let &LlamaConfig { width, heads, output_bias: bias, .. } = config;
         let &LatentConfig { kv_rank, plain_size, rotated_size, value_size, .. } = latent;
         let of_queries = heads * latent.head_size();
-        let queries = match latent.query_rank {
-            None => Queries::Whole(linear_no_bias(width, of_queries, vb.pp("q_proj"))?),
-            Some(rank) => Queries::Latent {
-                a: linear_b(width, rank, bias, vb.pp("q_a_proj"))?,
-                norm: rms_norm(rank, EPS, vb.pp("q_a_layernorm"))?,
-                b: linear_no_bias(rank, of_queries, vb.pp("q_b_proj"))?,
-            },
+        let (short, queries) = match latent.query_rank {
+            None => (None, linear_no_bias(width, of_queries, vb.pp("q_proj"))?),
+            Some(rank) => {
+                let short = linear_b(width, rank, bias, vb.pp("q_a_proj"))?;
+                let norm = rms_norm(rank, EPS, vb.pp("q_a_layernorm"))?;
+                (Some((short, norm)), linear_no_bias(rank, of_queries, vb.pp("q_b_proj"))?)
+            }
         };
         Ok(Self {
+            short,
             queries,
             kv_a_proj_with_mqa: linear_b(width, kv_rank + rotated_size, bias, vb.pp("kv_a_proj_with_mqa"))?,
             kv_a_layernorm: rms_norm(kv_rank, EPS, vb.pp("kv_a_layernorm"))?,
@@ -119,9 +116,9 @@ impl LatentAttention {
         let split = |x: Tensor, heads: usize, size: usize| x.reshape((b, t, heads, size))?.transpose(1, 2);
         let part = |x: &Tensor, first: usize, size: usize| x.narrow(3, first, size);
 
-        let q = match &self.queries {
-            Queries::Whole(q) => q.forward(x)?,
-            Queries::Latent { a, norm, b } => b.forward(&norm.forward(&a.forward(x)?)?)?,
+        let q = match &self.short {
+            None => self.queries.forward(x)?,
+            Some((short, norm)) => self.queries.forward(&norm.forward(&short.forward(x)?)?)?,
         };
         let q = split(q, heads, self.latent.head_size())?;
         let q_rotated = rotated(part(&q, plain_size, rotated_size)?)?;

@@ -67,6 +67,7 @@ pub struct Config {
 
 /// A family of models, with extents.
 #[derive(Debug, Clone, PartialEq)]
+#[expect(clippy::large_enum_variant, reason = "there is one of it")]
 pub enum Architecture {
     /// GPT-2.
     Gpt(GptConfig),

@@ -86,6 +86,7 @@ pub struct RunConfig {
 /// vocabulary is the data's, and a GPT's positions are as many as a sequence has tokens.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
+#[expect(clippy::large_enum_variant, reason = "there is one of it")]
 pub enum ModelConfig {
     /// GPT-2 and its like.
     Gpt(GptConfig),
