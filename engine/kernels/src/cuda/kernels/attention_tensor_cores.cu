@@ -424,6 +424,8 @@ __device__ void attention_tc_grad_of(const AttentionArguments& to) {
                 d_scores.add_products(v, warp_row, passing.second(turn));
                 d_scores.multiply_by(p);
                 if (to.cap > 0.0f) {
+                    // Loaded again: to be kept during the product before, registers are too few.
+                    load_numbers(lse, to.lse + statistics, there);
                     p.visit([&](f32& p, u32, u32 query) { p = slope_of(to, p, LOG2_E * lse[query / 8 * 2 + query % 2]); });
                     d_scores.multiply_by(p);
                 }
