@@ -256,8 +256,10 @@ mod tests {
                 let square = |x: f64| x * x;
                 let error: f64 = data.iter().zip(&exact.data).map(|(&a, &b)| square(f64::from(a) - b)).sum();
                 let scale: f64 = exact.data.iter().map(|&x| square(x)).sum();
-                // Sums of up to 700 numbers in f32: some multiples of 2⁻²⁴. With one token, all gradients are 0.
-                assert!(error.sqrt() <= 1e-5 * scale.sqrt() + 1e-9, "{name} of {self:?}: {error} of {scale}");
+                // Sums of up to 700 numbers in f32: some multiples of 2⁻²⁴. With one token, everything is a difference of
+                // terms of about 1 that cancel, but for their rounding.
+                let rounding = 2f64.powi(-22) * (batch as f64 * sequence as f64).sqrt();
+                assert!(error.sqrt() <= 1e-5 * scale.sqrt() + rounding, "{name} of {self:?}: {error} of {scale}");
             }
         }
     }
