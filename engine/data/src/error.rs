@@ -40,7 +40,9 @@ pub enum DataError {
         source: io::Error,
     },
     /// A file given as text is not text.
-    #[error("{path} is not text: {reason}; give UTF-8 text, .jsonl with a \"text\" field, or token ids as .bin")]
+    #[error(
+        "{path} is not text: {reason}; give UTF-8 text, .jsonl or .parquet with a \"text\" field, or token ids as .bin"
+    )]
     Binary {
         /// The file.
         path: PathBuf,
@@ -54,6 +56,16 @@ pub enum DataError {
         path: PathBuf,
         /// The line, counted from 1.
         line: usize,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A Parquet file that cannot be read.
+    #[error(
+        "{path}: {reason}; a .parquet file has a column \"text\", or those of its format, and needs the feature \"parquet\""
+    )]
+    Parquet {
+        /// The file.
+        path: PathBuf,
         /// What is wrong with it.
         reason: String,
     },
@@ -71,7 +83,7 @@ pub enum DataError {
         reason: String,
     },
     /// A file without an example.
-    #[error("{path} has no example; give a .jsonl file with one on each line")]
+    #[error("{path} has no example; give a .jsonl or .parquet file with one on each line")]
     NoExamples {
         /// The file.
         path: PathBuf,
@@ -106,7 +118,7 @@ pub enum DataError {
     },
     /// There is no text (or no token) at all.
     #[error(
-        "no text in {path} ({skipped} files skipped{}); .txt, .rs, .md and .jsonl files are read, also as .gz or .zst",
+        "no text in {path} ({skipped} files skipped{}); .txt, .rs, .md, .jsonl and .parquet files are read, the former also as .gz or .zst",
         named(others)
     )]
     Empty {

@@ -13,7 +13,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value as Json;
 
-use crate::files::read_text;
+use crate::files::{check_text, each_line};
 use crate::{DataError, Tokenizer, Vocabulary};
 
 /// What a line of a .jsonl file holds.
@@ -51,20 +51,22 @@ enum Content {
     Chat(Vec<Json>),
 }
 
-/// Reads the lines of a .jsonl file.
+/// Reads the lines of a .jsonl file, or the rows of a .parquet file.
 ///
 /// # Errors
 /// A file that cannot be read; a line that is something else, by its number; no line at all.
 pub(crate) fn read_lines(path: &Path, format: Format) -> Result<Vec<Line>, DataError> {
-    let text = read_text(path)?;
-    // Some editors begin a file with a byte-order mark.
-    let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
-    let read = |(index, line): (usize, &str)| match content_of(line, format) {
-        Ok(content) => Ok(Line { number: index + 1, content }),
-        Err(reason) => Err(DataError::Example { path: path.to_owned(), line: index + 1, reason }),
-    };
-    let lines: Vec<Line> =
-        text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()).map(read).collect::<Result<_, _>>()?;
+    check_text(path)?;
+    let mut lines = Vec::new();
+    each_line(path, |number, line| {
+        let content = content_of(line, format).map_err(|reason| DataError::Example {
+            path: path.to_owned(),
+            line: number,
+            reason,
+        })?;
+        lines.push(Line { number, content });
+        Ok(())
+    })?;
     if lines.is_empty() {
         return Err(DataError::NoExamples { path: path.to_owned() });
     }

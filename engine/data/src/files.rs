@@ -7,24 +7,26 @@ use std::path::{Path, PathBuf};
 use walkdir::WalkDir;
 
 use crate::compressed::{inner_extension, open, read_error};
+#[cfg(feature = "parquet")]
+use crate::parquet::each_row;
 use crate::{Corpus, DataError};
 
 /// What a folder is searched for.
-const TEXT_EXTENSIONS: [&str; 4] = ["txt", "rs", "md", "jsonl"];
+const TEXT_EXTENSIONS: [&str; 5] = ["txt", "rs", "md", "jsonl", "parquet"];
 
 /// Files of other types that are named where there is no text.
 const MOST_NAMED: usize = 3;
 
 impl Corpus {
-    /// Reads one file, whatever its extension, or every .txt, .rs, .md and .jsonl file below a folder, in sorted order; with .gz or
-    /// .zst behind the extension, what is compressed in it.
+    /// Reads one file, whatever its extension, or every .txt, .rs, .md, .jsonl and .parquet file below a folder, in sorted order; with
+    /// .gz or .zst behind the extension (but of Parquet, which compresses by itself), what is compressed in it.
     ///
-    /// Each line of a .jsonl file is one document. Hidden files, and folders marked as caches by a `CACHEDIR.TAG`
+    /// Each line of a .jsonl file is one document, and each row of a .parquet file, of its column `text`. Hidden files, and folders marked as caches by a `CACHEDIR.TAG`
     /// (as cargo marks its `target`), are passed over.
     ///
     /// # Errors
     /// A missing path; a file that is not UTF-8 text when it was given itself (within a folder it is skipped and
-    /// counted); a .jsonl line without a text; no text at all.
+    /// counted); a line or row without a text; Parquet without the feature `parquet`; no text at all.
     pub fn read(path: &Path) -> Result<Self, DataError> {
         let kind = fs::metadata(path).map_err(|error| DataError::read(path, error))?;
         let mut corpus = Self::default();
@@ -55,9 +57,9 @@ impl Corpus {
 
     fn add_file(&mut self, path: &Path) -> Result<(), DataError> {
         let name = path.display().to_string();
-        if inner_extension(path) == Some("jsonl") {
+        if has_lines(path) {
             check_text(path)?;
-            each_line(path, |number, text| {
+            each_text(path, |number, text| {
                 self.push(format!("{name}:{number}"), text);
                 Ok(())
             })?;
@@ -138,8 +140,11 @@ pub(super) fn read_text(path: &Path) -> Result<String, DataError> {
 }
 
 /// Checks that a file is UTF-8 without NUL bytes (UTF-16 and many binary formats are valid UTF-8 but for their NULs), and answers its
-/// bytes. Most of it is not in memory.
+/// bytes. Most of it is not in memory. Parquet is checked where it is read.
 pub(super) fn check_text(path: &Path) -> Result<u64, DataError> {
+    if is_parquet(path) {
+        return Ok(0);
+    }
     let binary = |reason| DataError::Binary { path: path.to_owned(), reason };
     let mut source = open(path)?;
     let (mut bytes, mut before) = (Vec::new(), 0);
@@ -164,11 +169,36 @@ pub(super) fn check_text(path: &Path) -> Result<u64, DataError> {
     }
 }
 
-/// Visits the texts of a .jsonl file that are not empty, with the numbers of their lines, counted from 1.
-pub(super) fn each_line(
+/// Whether each line, or row, of a file is a document.
+pub(super) fn has_lines(path: &Path) -> bool {
+    inner_extension(path) == Some("jsonl") || is_parquet(path)
+}
+
+fn is_parquet(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| extension == "parquet")
+}
+
+/// Visits the texts of a .jsonl or .parquet file that are not empty, with the numbers of their lines, counted from 1.
+pub(super) fn each_text(
     path: &Path,
     mut visit: impl FnMut(usize, String) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
+    each_line(path, |number, line| {
+        let text =
+            text_of_line(line).map_err(|reason| DataError::Json { path: path.to_owned(), line: number, reason })?;
+        if text.is_empty() { Ok(()) } else { visit(number, text) }
+    })
+}
+
+/// Visits the lines of a .jsonl file that are not blank, or the rows of a .parquet file as such lines, with their numbers, counted
+/// from 1.
+pub(super) fn each_line(
+    path: &Path,
+    mut visit: impl FnMut(usize, &str) -> Result<(), DataError>,
+) -> Result<(), DataError> {
+    if is_parquet(path) {
+        return each_row(path, visit);
+    }
     let mut source = open(path)?;
     let mut line = String::new();
     for number in 1.. {
@@ -179,16 +209,17 @@ pub(super) fn each_line(
         // Some editors begin a file with a byte-order mark.
         let content =
             line.strip_prefix('\u{feff}').filter(|_| number == 1).unwrap_or(&line).trim_end_matches(['\r', '\n']);
-        if content.trim().is_empty() {
-            continue;
-        }
-        let text =
-            text_of_line(content).map_err(|reason| DataError::Json { path: path.to_owned(), line: number, reason })?;
-        if !text.is_empty() {
-            visit(number, text)?;
+        if !content.trim().is_empty() {
+            visit(number, content)?;
         }
     }
     Ok(())
+}
+
+#[cfg(not(feature = "parquet"))]
+fn each_row(path: &Path, _visit: impl FnMut(usize, &str) -> Result<(), DataError>) -> Result<(), DataError> {
+    let reason = "this program was built without the feature \"parquet\"".to_owned();
+    Err(DataError::Parquet { path: path.to_owned(), reason })
 }
 
 fn text_of_line(line: &str) -> Result<String, String> {

@@ -42,6 +42,8 @@ mod encode;
 mod error;
 mod examples;
 mod files;
+#[cfg(feature = "parquet")]
+mod parquet;
 mod permutation;
 mod rust_sources;
 mod texts;

@@ -4,9 +4,9 @@ use std::fs;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use crate::compressed::{inner_extension, open, read_error};
+use crate::compressed::{open, read_error};
 use crate::encode::{PIECE_BYTES, border, pieces};
-use crate::files::{check_text, each_line, no_text, text_below};
+use crate::files::{check_text, each_text, has_lines, no_text, text_below};
 use crate::{Corpus, CorpusReport, DataError};
 
 /// Takes a piece of a document, and whether the document ends with it.
@@ -69,8 +69,8 @@ impl TextFiles {
                 (documents, bytes) = (documents + usize::from(length > 0), bytes + length);
                 length.to_le_bytes()
             };
-            if inner_extension(&file) == Some("jsonl") {
-                each_line(&file, |_, text| {
+            if has_lines(&file) {
+                each_text(&file, |_, text| {
                     hasher.update(&add(text.len() as u64)).update(text.as_bytes());
                     Ok(())
                 })?;
@@ -96,8 +96,8 @@ impl Texts for TextFiles {
 
     fn visit(&self, visit: &mut Visit) -> Result<(), DataError> {
         for file in &self.files {
-            if inner_extension(file) == Some("jsonl") {
-                each_line(file, |_, text| visit_text(&text, visit))?;
+            if has_lines(file) {
+                each_text(file, |_, text| visit_text(&text, visit))?;
             } else {
                 visit_file(file, visit)?;
             }
