@@ -12,6 +12,7 @@ mod corruptions;
 mod file_calls;
 #[cfg(unix)]
 mod outputs;
+mod preparation;
 #[cfg(unix)]
 mod signals;
 mod soak;
@@ -38,7 +39,13 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         });
     }
+    if let [_, flag, dir] = &arguments[..]
+        && flag == "--prepare"
+    {
+        return preparation::prepare(Path::new(dir), "cache").map_or(ExitCode::FAILURE, |_| ExitCode::SUCCESS);
+    }
     only_test("corruptions_are_seen", corruptions::are_seen);
+    only_test("a_kill_while_text_is_tokenized_loses_nothing", preparation::a_kill_loses_nothing);
     #[cfg(target_os = "linux")]
     {
         only_test("a_kill_at_any_file_call_loses_nothing", file_calls::a_kill_loses_nothing);
