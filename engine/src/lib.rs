@@ -66,6 +66,7 @@ pub use gapless_graph::{
     Args, Array, DType, Error, Gradient, Model, Numbers, Op, Reference, Result, Rows, Spec, Stream, Tensor,
 };
 pub use gapless_kernels::LossTerms;
+pub use gapless_runtime::Times;
 pub use gradient_check::{GradientError, gradient_check};
 pub use train::{
     Batch, DeviceChoice, GenerateOptions, Generation, Limits, NextToken, RunsOn, Sampling, StepReport, TrainOptions,

@@ -1,11 +1,12 @@
 //! What a run says. That nobody hears it (a closed pipe, a full disk) does not end the run, but its exit code tells.
 
 use std::fmt::{self, Display};
+use std::fs::File;
 use std::io::{self, Write};
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::process::ExitCode;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use gapless_engine::metrics::{JsonLines, MetricsError};
 use serde::Serialize;
@@ -36,11 +37,23 @@ impl Console {
         Ok(())
     }
 
+    /// Keeps what is said and warned of in a file, too, and what has been so far: one that is made anew, or behind what is in it.
+    ///
+    /// # Errors
+    /// A file that cannot be opened.
+    pub fn write_log(&self, path: &Path, is_appended: bool) -> io::Result<()> {
+        let file = File::options().create(true).write(true).truncate(!is_appended).append(is_appended).open(path)?;
+        self.errors.heard().log = Some((path.display().to_string(), file));
+        self.errors.log(b"");
+        Ok(())
+    }
+
     /// Writes a line to the standard output.
     pub fn say(&self, line: impl Display) {
         if self.is_silent {
             return;
         }
+        self.errors.log(format!("{line}\n").as_bytes());
         self.errors.note("the standard output", say_to(&mut io::stdout().lock(), line));
     }
 
@@ -60,7 +73,7 @@ impl Console {
         if !matches!(event, Event::Step { report, .. } if !(report.step + 1).is_multiple_of(10)) {
             self.say(event);
         }
-        if !matches!(event, Event::Saved { .. }) {
+        if matches!(event, Event::Step { .. } | Event::Evaluation { .. }) {
             self.row(event);
         }
         Ok(ControlFlow::Continue(()))
@@ -84,7 +97,7 @@ impl Console {
     /// # Errors
     /// When something could not be written.
     pub fn finish(self) -> Result<(), OutputLost> {
-        let lost = std::mem::take(&mut *self.errors.lost.lock().unwrap_or_else(PoisonError::into_inner));
+        let lost = std::mem::take(&mut self.errors.heard().lost);
         if lost.is_empty() { Ok(()) } else { Err(OutputLost { lost }) }
     }
 }
@@ -97,8 +110,20 @@ fn say_to(out: &mut impl Write, line: impl Display) -> io::Result<()> {
 /// The standard error, and what could not be written to any output.
 #[derive(Debug, Clone, Default)]
 pub struct ErrorOutput {
-    lost: Arc<Mutex<Vec<Lost>>>,
+    heard: Arc<Mutex<Heard>>,
 }
+
+#[derive(Debug, Default)]
+struct Heard {
+    lost: Vec<Lost>,
+    /// The log, and its path.
+    log: Option<(String, File)>,
+    /// What was said before there is one.
+    before: Vec<u8>,
+}
+
+/// Of what is said before there is a log, so many bytes are kept for it.
+const MOST_BEFORE: usize = 1 << 20;
 
 #[derive(Debug)]
 struct Lost {
@@ -117,8 +142,28 @@ impl ErrorOutput {
         }
     }
 
+    fn heard(&self) -> MutexGuard<'_, Heard> {
+        self.heard.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Keeps what is said, without colours.
+    fn log(&self, said: &[u8]) {
+        let mut heard = self.heard();
+        let Heard { log, before, .. } = &mut *heard;
+        if before.len() < MOST_BEFORE {
+            before.extend(plain(said));
+        }
+        let Some((path, file)) = log else { return };
+        let outcome = file.write_all(before).map_err(|error| (path.clone(), error));
+        before.clear();
+        drop(heard);
+        if let Err((path, error)) = outcome {
+            self.note(&path, Err(error));
+        }
+    }
+
     fn is_first(&self, output: &str, error: io::Error) -> bool {
-        let mut all = self.lost.lock().unwrap_or_else(PoisonError::into_inner);
+        let all = &mut self.heard().lost;
         match all.iter_mut().find(|lost| lost.output == output) {
             Some(lost) => {
                 lost.count += 1;
@@ -140,6 +185,7 @@ impl ErrorOutput {
 
 impl Write for ErrorOutput {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.log(bytes);
         self.write_line(bytes);
         Ok(bytes.len())
     }
@@ -147,6 +193,16 @@ impl Write for ErrorOutput {
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
     }
+}
+
+/// Text without the sequences that colour it (ECMA-48: ESC, `[`, and what follows up to a letter).
+fn plain(text: &[u8]) -> impl Iterator<Item = u8> {
+    let mut is_inside = false;
+    text.iter().copied().filter(move |&byte| {
+        let was_inside = is_inside;
+        is_inside = byte == 0x1b || is_inside && !byte.is_ascii_alphabetic();
+        !was_inside && !is_inside
+    })
 }
 
 /// What a run could not write.
@@ -177,6 +233,21 @@ mod tests {
         (0..3).for_each(|step| console.row(&step));
         let error = console.finish().unwrap_err().to_string();
         assert!(error.contains("3 to /dev/full (No space left"), "{error}");
+    }
+
+    #[test]
+    fn what_is_said_and_warned_of_is_in_the_log() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("log.txt");
+        for (is_appended, expected) in [(false, "one\nred\ntwo\n"), (true, "one\nred\ntwo\none\nred\ntwo\n")] {
+            let console = Console::default();
+            console.say("one");
+            writeln!(console.errors(), "\x1b[31mred\x1b[0m").unwrap();
+            console.write_log(&path, is_appended).unwrap();
+            console.say("two");
+            Console::silent().say("nothing");
+            assert_eq!(std::fs::read_to_string(&path).unwrap(), expected);
+        }
     }
 
     #[test]

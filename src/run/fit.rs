@@ -1,19 +1,17 @@
 //! The loop of a training program: data and a trainer → steps, evaluations and checkpoints, each told to a callback.
 
 use std::error::Error;
-use std::fmt;
 use std::ops::ControlFlow;
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use gapless_engine::checkpoint::Checkpoint;
 use gapless_engine::data::{DataError, Dataset, IGNORED, TrainingWindows, ValidationWindows, Vocabulary};
-use gapless_engine::{Batch, GenerateOptions, StepReport, Trainer};
+use gapless_engine::{Batch, GenerateOptions, Trainer};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::guard::Recent;
-use super::{GuardConfig, RunError, RunFolder, Stop};
+use super::{Event, GuardConfig, RunError, RunFolder, Seconds, Stop};
 
 /// What a callback of [`Fit::run`] answers: whether to go on, or why it cannot.
 pub type Answer = Result<ControlFlow<()>, Box<dyn Error + Send + Sync>>;
@@ -74,51 +72,6 @@ pub enum Ended {
     Asked,
 }
 
-/// What has happened in a [`Fit`]: a line to read, or a row for a file ([`Console::row`](super::Console::row)).
-#[derive(Debug, Clone, Serialize)]
-#[serde(untagged)]
-pub enum Event {
-    /// A step.
-    Step {
-        /// What it says.
-        #[serde(flatten)]
-        report: StepReport,
-        /// Mean since the loop began, of steps alone.
-        tokens_per_second: f64,
-    },
-    /// An evaluation.
-    Evaluation {
-        /// The last step before it, counted from 0.
-        step: u64,
-        /// Mean loss over the validation windows; none where there are fewer than a batch of them.
-        val_loss: Option<f32>,
-    },
-    /// A checkpoint.
-    Saved {
-        /// Its folder.
-        saved: PathBuf,
-    },
-}
-
-impl fmt::Display for Event {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Step { report: StepReport { step, loss, gradient_norm, lr, skipped }, tokens_per_second } => {
-                let left_out = if *skipped { " left out" } else { "" };
-                write!(
-                    f,
-                    "step {step:>5} loss {loss:.3} norm {gradient_norm:.2} lr {lr:.1e} {tokens_per_second:.0} tokens/s{left_out}"
-                )
-            }
-            Self::Evaluation { step, val_loss: Some(loss) } => write!(f, "step {step:>5} validation loss {loss:.4}"),
-            Self::Evaluation { step, val_loss: None } => {
-                write!(f, "step {step:>5} validation loss not measured: too little data")
-            }
-            Self::Saved { saved } => write!(f, "saved {}", saved.display()),
-        }
-    }
-}
-
 /// How a [`Fit`] ended.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Fitted {
@@ -168,14 +121,13 @@ impl<'a> Fit<'a> {
 
     /// Goes on from a checkpoint that a loop like this has saved: what the evaluations before it have found counts.
     pub fn go_on(self, checkpoint: &Checkpoint) -> Self {
-        let said = |key: &str| checkpoint.metadata().get("run").and_then(|run| run.get(key));
-        let best = said("best").and_then(|best| Best::deserialize(best).ok());
-        let recent = said("recent").and_then(|recent| Recent::deserialize(recent).ok());
-        Self { best, recent: recent.unwrap_or_default(), ..self }
+        let (best, recent) = found(checkpoint);
+        Self { best, recent, ..self }
     }
 
     /// Leaves out steps far above those before them, of a trainer whose update is guarded
-    /// ([`UpdateOptions::guarded`](gapless_engine::UpdateOptions::guarded)). Too many in a row are an error.
+    /// ([`UpdateOptions::guarded`](gapless_engine::UpdateOptions::guarded)). Too many in a row are an error, or take it back to a
+    /// checkpoint of [`Self::save`] as often as [`GuardConfig::rollbacks`] says.
     pub fn guard(self, guard: GuardConfig) -> Self {
         Self { guard: Some(guard), ..self }
     }
@@ -208,17 +160,22 @@ impl<'a> Fit<'a> {
                 trainer.set_limits(recent.limits(guard));
             }
             let step_begun = Instant::now();
-            self.training.fill_documents(trainer.steps(), 0, &mut tokens, &mut targets, &mut starts)?;
+            self.training.fill_documents(trainer.steps() + recent.ahead, 0, &mut tokens, &mut targets, &mut starts)?;
+            let data = step_begun.elapsed();
             let report = trainer.step_batch(&Batch { tokens: &tokens, targets: &targets, starts: &starts })?;
-            busy += step_begun.elapsed();
+            let both = step_begun.elapsed();
+            busy += both;
             let count = trainer.steps();
             let tokens_per_second = ((count - first) * size as u64) as f64 / busy.as_secs_f64().max(1e-9);
             (fitted.loss, fitted.tokens_per_second) = (Some(report.loss), tokens_per_second);
-            breaks |= on(Event::Step { report, tokens_per_second }, trainer)?.is_break();
+            let seconds = Seconds::of_step(trainer, data, both - data);
+            breaks |= on(Event::Step { report, tokens_per_second, seconds }, trainer)?.is_break();
             if let Some(guard) = &self.guard {
                 recent.push(&report, guard);
                 if recent.skipped >= guard.patience {
-                    return Err(RunError::Spikes { step: report.step, skipped: recent.skipped });
+                    (best, recent) = self.roll_back(trainer, guard, &recent)?;
+                    breaks |= on(Event::RolledBack { from: count, to: trainer.steps() }, trainer)?.is_break();
+                    continue;
                 }
             }
 
@@ -226,10 +183,13 @@ impl<'a> Fit<'a> {
             if let Some((windows, _)) =
                 self.evaluation.filter(|(_, every)| is_due(count, *every) || count == self.steps)
             {
+                let evaluation_begun = Instant::now();
                 val_loss = validation_loss(trainer, windows)?;
+                let evaluation = Some(evaluation_begun.elapsed().as_secs_f32());
+                let seconds = Seconds { evaluation, ..Seconds::default() };
                 fitted.val_loss = val_loss;
                 best = Best::with(best, val_loss);
-                breaks |= on(Event::Evaluation { step: report.step, val_loss }, trainer)?.is_break();
+                breaks |= on(Event::Evaluation { step: report.step, val_loss, seconds }, trainer)?.is_break();
             }
             if let Some((folder, every, run)) = &self.checkpoints
                 && (is_due(count, *every) || self.is_save_due(trainer, saved)?)
@@ -270,6 +230,34 @@ impl<'a> Fit<'a> {
         }
     }
 
+    /// Goes back to the newest checkpoint from before the steps that were left out in a row; what was found since is forgotten, but not
+    /// which data was seen. Checkpoints in between go: a run that is ended now goes the same way again.
+    ///
+    /// # Errors
+    /// [`RunError::Spikes`] where there is no such checkpoint, or the run has gone back often enough; those of [`Trainer::resume`].
+    fn roll_back(
+        &self,
+        trainer: &mut Trainer,
+        guard: &GuardConfig,
+        recent: &Recent,
+    ) -> Result<(Option<Best>, Recent), RunError> {
+        let (done, skipped) = (trainer.steps(), recent.skipped);
+        let folder =
+            self.checkpoints.as_ref().filter(|_| recent.rollbacks < guard.rollbacks).map(|(folder, ..)| folder);
+        let checkpoint = folder.map(|folder| folder.newest_until(done - skipped)).transpose()?.flatten();
+        let Some((folder, checkpoint)) = folder.zip(checkpoint) else {
+            return Err(RunError::Spikes { step: done - 1, skipped });
+        };
+        trainer.resume(&checkpoint)?;
+        // No rank looks for it any more.
+        trainer.any(false)?;
+        if trainer.rank() == 0 {
+            folder.remove_behind(checkpoint.step())?;
+        }
+        let (best, before) = found(&checkpoint);
+        Ok((best, before.rolled_back(recent, done - checkpoint.step())))
+    }
+
     /// What a checkpoint says besides: the evaluation right before it and the best of all, and the last steps; anything but a table stays
     /// as it is.
     fn with_state(&self, run: &Value, val_loss: Option<f32>, best: Option<Best>, recent: &Recent) -> Value {
@@ -292,6 +280,13 @@ impl<'a> Fit<'a> {
     fn is_stopped(&self) -> bool {
         self.stop.is_some_and(|stop| stop.signal().is_some())
     }
+}
+
+/// What a checkpoint says that [`Fit::with_state`] has said.
+fn found(checkpoint: &Checkpoint) -> (Option<Best>, Recent) {
+    let said = |key: &str| checkpoint.metadata().get("run").and_then(|run| run.get(key));
+    let best = said("best").and_then(|best| Best::deserialize(best).ok());
+    (best, said("recent").and_then(|recent| Recent::deserialize(recent).ok()).unwrap_or_default())
 }
 
 impl Best {

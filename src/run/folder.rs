@@ -89,6 +89,26 @@ impl RunFolder {
         Checkpoint::latest(path)?.ok_or_else(|| RunError::NothingToResume { path: path.clone() })
     }
 
+    /// The newest sound checkpoint of at most so many steps.
+    ///
+    /// # Errors
+    /// A folder that cannot be read.
+    pub(super) fn newest_until(&self, steps: u64) -> Result<Option<Checkpoint>, CheckpointError> {
+        let mut all = Checkpoint::list(&self.checkpoints)?.into_iter().filter(|listed| listed.step <= steps);
+        Ok(all.find_map(|listed| Checkpoint::open(&listed.path).ok()))
+    }
+
+    /// Removes the checkpoints of more steps.
+    ///
+    /// # Errors
+    /// A removal that fails.
+    pub(super) fn remove_behind(&self, steps: u64) -> Result<(), CheckpointError> {
+        for listed in Checkpoint::list(&self.checkpoints)?.into_iter().filter(|listed| listed.step > steps) {
+            fs::remove_dir_all(&listed.path).map_err(|source| CheckpointError::Write { path: listed.path, source })?;
+        }
+        Ok(())
+    }
+
     /// The start of a run: the trainer takes the checkpoint's place, if it goes on from one, of this folder or of another run. Then nothing can refuse it any more: the
     /// folder is this run's, an earlier one's checkpoints are set aside, the memory map is written, and all of it is said. With
     /// several ranks all call it, and the first does it.
@@ -115,6 +135,11 @@ impl RunFolder {
         }
         let map = self.path.join("memory.html");
         write(&map, &trainer.memory_map().html())?;
+        let plan = self.path.join("plan.csv");
+        let cannot = |source| RunError::Io { what: format!("cannot write {}", plan.display()), source };
+        fs::File::create(&plan)
+            .and_then(|file| trainer.write_plan(io::BufWriter::new(file)).map_err(io::Error::other))
+            .map_err(cannot)?;
         console.say(format_args!("memory map: {}", map.display()));
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! Loss spikes: steps whose loss or norm is far above those before them are left out.
+//! Loss spikes: steps whose loss or norm is far above those before them are left out, and a run goes back behind too many of them.
 
 use std::collections::VecDeque;
 
@@ -18,13 +18,16 @@ pub struct GuardConfig {
     pub loss: Option<f32>,
     /// How many steps the medians are of, of those that were not left out. Until there are as many, only what is not finite is left out.
     pub window: usize,
-    /// So many in a row that are left out end the run.
+    /// So many in a row that are left out end the run, or take it back.
     pub patience: u64,
+    /// So many times the run goes back to the last checkpoint from before the steps left out in a row, and from there on with data that it
+    /// has not seen.
+    pub rollbacks: u64,
 }
 
 impl Default for GuardConfig {
     fn default() -> Self {
-        Self { norm: None, loss: None, window: 50, patience: 10 }
+        Self { norm: None, loss: None, window: 50, patience: 10, rollbacks: 0 }
     }
 }
 
@@ -42,6 +45,12 @@ pub(super) struct Recent {
     norms: VecDeque<f32>,
     /// Steps in a row that were left out.
     pub skipped: u64,
+    /// How often the run has gone back.
+    #[serde(default)]
+    pub rollbacks: u64,
+    /// How far its data is ahead of its steps: the batches that it had seen when it went back.
+    #[serde(default)]
+    pub ahead: u64,
 }
 
 impl Recent {
@@ -67,6 +76,11 @@ impl Recent {
             all.drain(..all.len().saturating_sub(guard.window));
         }
     }
+
+    /// What a checkpoint says of them, for a run that goes back to it `now`, so many steps.
+    pub fn rolled_back(self, now: &Self, steps: u64) -> Self {
+        Self { skipped: 0, rollbacks: now.rollbacks + 1, ahead: now.ahead + steps, ..self }
+    }
 }
 
 /// The upper one of an even number; they are finite.
@@ -82,7 +96,7 @@ mod tests {
 
     #[test]
     fn limits_are_above_medians_of_what_was_done() {
-        let guard = GuardConfig { norm: Some(3.0), loss: Some(0.5), window: 3, patience: 2 };
+        let guard = GuardConfig { norm: Some(3.0), loss: Some(0.5), window: 3, patience: 2, rollbacks: 0 };
         let step = |loss, gradient_norm, skipped| StepReport { step: 0, loss, gradient_norm, lr: 0.0, skipped };
         let mut recent = Recent::default();
         for (loss, norm) in [(9.0, 90.0), (4.0, 1.0), (5.0, 3.0)] {

@@ -28,6 +28,7 @@
 
 mod config;
 mod console;
+mod event;
 mod fit;
 mod folder;
 mod guard;
@@ -44,7 +45,8 @@ pub use config::{
 };
 pub(crate) use config::{line_of, pipeline, size, text_of, with_nearest};
 pub use console::{Console, ErrorOutput, OutputLost};
-pub use fit::{Answer, Ended, Event, Fit, Fitted, sample, validation_loss, validation_windows};
+pub use event::{Event, Seconds};
+pub use fit::{Answer, Ended, Fit, Fitted, sample, validation_loss, validation_windows};
 pub use folder::RunFolder;
 pub use guard::GuardConfig;
 pub use report::{Report, ReportError, ReportServer, RunRecord};

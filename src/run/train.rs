@@ -110,7 +110,7 @@ pub enum RunError {
     },
     /// Loss spikes without end.
     #[error(
-        "{skipped} steps in a row, the last of them {step}, were far above those before them and were left out; the last checkpoint is from before: go on from it with --fork and a lower learning_rate.peak or another seed, or raise guard.norm and guard.loss"
+        "{skipped} steps in a row, the last of them {step}, were far above those before them and were left out; the last checkpoint is from before: let guard.rollbacks go back to it, go on from it with --fork and a lower learning_rate.peak or another seed, or raise guard.norm and guard.loss"
     )]
     Spikes {
         /// The last.
@@ -210,7 +210,9 @@ pub struct Summary {
 /// run.toml        the configuration with all defaults
 /// tokenizer.json  the vocabulary, but for plain bytes and bare ids
 /// memory.html     the memory map of the planned step
+/// plan.csv        where each tensor of the step lies and when, as `gapless compare` reads it
 /// metrics.jsonl   one row per step and per evaluation
+/// log.txt         what was said
 /// samples.txt     what was sampled at each evaluation
 /// summary.json    how it ended
 /// checkpoints/    the newest ones
@@ -303,6 +305,9 @@ impl<'a> Rank<'a> {
             write(&out.join("run.toml"), &config.resolved(run.dataset.vocabulary().size()))?;
             run.dataset.vocabulary().save(&out.join(TOKENIZER))?;
             run.console.write_rows(&out.join("metrics.jsonl"), resumed.is_some())?;
+            let log = out.join("log.txt");
+            let cannot = |source| RunError::Io { what: format!("cannot write {}", log.display()), source };
+            run.console.write_log(&log, resumed.is_some()).map_err(cannot)?;
         }
         let stop =
             Stop::on_signals().map_err(|source| RunError::Io { what: "cannot listen to signals".into(), source })?;
@@ -375,7 +380,7 @@ impl<'a> Run<'a> {
         fit = resumed.into_iter().fold(fit, Fit::go_on);
         fit.run(trainer, |event, trainer| {
             match &event {
-                Event::Step { report: StepReport { loss, lr, skipped, .. }, tokens_per_second } => {
+                Event::Step { report: StepReport { loss, lr, skipped, .. }, tokens_per_second, .. } => {
                     if *skipped {
                         console.say(&event);
                     }
@@ -388,6 +393,7 @@ impl<'a> Run<'a> {
                     console.say(&event);
                     sampled(config, dataset.vocabulary(), trainer, out, console)?;
                 }
+                Event::RolledBack { .. } => console.say(&event),
                 Event::Saved { .. } if trainer.steps() == steps => console.say(&event),
                 Event::Saved { .. } => {}
             }

@@ -201,6 +201,12 @@ fn a_folder_holds_all_of_a_run() {
     assert_eq!(summary["steps"], 4);
     assert!(summary["val_loss"].is_f64());
     assert!(std::fs::read_to_string(out.join("memory.html")).unwrap().contains("<html"));
+    // The log has what was said, and the plan is one for the planner's own command.
+    let log = std::fs::read_to_string(out.join("log.txt")).unwrap();
+    assert!(log.contains("training tokens") && log.contains("step     3 validation loss"), "{log}");
+    let output = place.gapless(&["plan", "run/plan.csv", "--json"]);
+    let planned: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(planned["lower_bound"], summary["lower_bound_bytes"], "{planned}");
     let names: Vec<_> =
         std::fs::read_dir(out.join("checkpoints")).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert_eq!(names, ["step-00000004"]);
@@ -344,7 +350,9 @@ learning_rate = 0.3
         RunConfig::read(&file, &assignments).unwrap()
     };
     let out = |name: &str| place.path().join(name);
-    let go = |last: &str, name: &str, start| train(&read(last), &out(name), &start, &mut Console::default(), |_| {});
+    let run =
+        |config: &RunConfig, name: &str, start| train(config, &out(name), &start, &mut Console::default(), |_| {});
+    let go = |last: &str, name: &str, start| run(&read(last), name, start);
     go("seed=3", "whole", Start::Anew).unwrap();
     go("steps=17", "parts", Start::Anew).unwrap();
     go("seed=3", "parts", Start::Resume).unwrap();
@@ -368,6 +376,19 @@ learning_rate = 0.3
     // Too many in a row end it; what there is of it can be used.
     let error = go("guard.patience=1", "ended", Start::Anew).unwrap_err();
     assert!(matches!(error, RunError::Spikes { skipped: 1, .. }), "{error}");
+
+    // Or take it back to the checkpoint from before them, and on with other data, twice; gone on with, it goes the same way again.
+    let mut back = read("checkpoints.every=5");
+    (back.guard.patience, back.guard.rollbacks) = (2, 2);
+    let rows_of = |start| {
+        let error = run(&back, "back", start).unwrap_err();
+        assert!(matches!(error, RunError::Spikes { skipped: 2, .. }), "{error}");
+        losses(&out("back").join("metrics.jsonl"))
+    };
+    let rows = rows_of(Start::Anew);
+    let returns: Vec<_> = rows.windows(2).filter(|pair| pair[1].0 <= pair[0].0).map(|pair| pair[1]).collect();
+    assert!(matches!(*returns, [(5, one), (5, two)] if one != two && ![one, two].contains(&rows[5].1)), "{rows:?}");
+    assert_eq!(rows_of(Start::Resume), [&rows[..], &rows[5..]].concat());
     let plain = place.file(TINY);
     train(&RunConfig::read(&plain, &[]).unwrap(), &out("plain"), &Start::Anew, &mut Console::default(), |_| {})
         .unwrap();
@@ -458,6 +479,21 @@ fn ranks_of_a_file_train_as_one() {
     assert_eq!(go("stages", &stages, &Start::Anew), one);
     let samples = |out: &str| std::fs::read_to_string(place.path().join(out).join("samples.txt")).unwrap();
     assert_eq!(samples("stages"), samples("one"));
+    // Where the time of a step went, and of an evaluation: parts of the whole, and ranks alone wait for each other.
+    for (out, parts) in [("one", 3), ("stages", 4)] {
+        let rows = std::fs::read_to_string(place.path().join(out).join("metrics.jsonl")).unwrap();
+        for row in rows.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap()) {
+            let seconds = row["seconds"].as_object().unwrap();
+            let known =
+                |part: &&str| seconds.get(*part).and_then(serde_json::Value::as_f64).is_some_and(|time| time > 0.0);
+            let there: Vec<&str> =
+                ["forward", "backward", "update", "communication"].into_iter().filter(known).collect();
+            assert_eq!(there.len(), if row.get("loss").is_some() { parts } else { 0 }, "{row}");
+            let sum: f64 = there.iter().map(|part| seconds[*part].as_f64().unwrap()).sum();
+            assert!(row.get("loss").is_none() || sum <= 1.0001 * seconds["step"].as_f64().unwrap(), "{row}");
+            assert_eq!(known(&"evaluation"), row.get("val_loss").is_some(), "{row}");
+        }
+    }
     let copies = go("copies", &[two_layers, "step.data_ranks=2"], &Start::Anew);
     for (&(step, copies), &(_, one)) in copies.iter().zip(&one) {
         let (copies, one) = (f32::from_bits(copies), f32::from_bits(one));

@@ -1,7 +1,10 @@
 //! Programs over one planned arena.
 
+use std::io::Write;
+
 use candle_core::DType;
 use gapless_alloc::arena::{ArenaOptions, ArenaPlan, Reserve};
+use gapless_alloc::csv::Table;
 use gapless_alloc::draw::Mark;
 use gapless_alloc::{Label, Options, PlanHash, Problem, Role, Solution};
 use gapless_graph::Spec;
@@ -71,6 +74,18 @@ impl Executable {
     /// Size of the arena.
     pub fn arena_bytes(&self) -> u64 {
         self.routing.as_ref().map_or(self.solution.height, ArenaPlan::height)
+    }
+
+    /// Writes what was planned as a table, in minimalloc's columns: of each buffer a number and its tensor's name, its ticks, bytes and
+    /// address.
+    ///
+    /// # Errors
+    /// Only what the writer returns.
+    pub fn write_plan(&self, out: impl Write) -> std::result::Result<(), gapless_alloc::Error> {
+        // Names may stand twice, and have commas.
+        let name = |(index, label): (usize, &Label)| format!("{index} {}", label.tensor.replace(',', ";"));
+        let ids = self.labels.iter().enumerate().map(name).collect();
+        Table::new(ids, self.problem.clone()).write(out, Some(&self.solution.offsets))
     }
 
     /// Size of the file that offloaded activations wait in.

@@ -13,13 +13,15 @@ use gapless_kernels::cpu::args::Address;
 use gapless_kernels::cpu::scratch::Piece;
 
 use crate::error::{Error, Result};
-use crate::program::InstrKind;
+use crate::program::{Activity, InstrKind};
 
 /// One operation at its addresses.
 #[derive(Debug)]
 pub struct Instruction {
     /// What is done.
     pub kind: InstrKind,
+    /// What its time counts as.
+    pub activity: Activity,
     /// From what.
     pub inputs: Box<[Address]>,
     /// Into what.

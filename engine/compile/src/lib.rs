@@ -49,4 +49,5 @@ pub mod internal {
     pub use crate::lifetimes::ALIGNMENT;
     pub use crate::lower::PER_STEP;
     pub use crate::plan::planned;
+    pub use crate::program::Activity;
 }

@@ -100,11 +100,13 @@ impl Linker<'_> {
         let Self { program, .. } = *self;
         let deaths = self.deaths();
         let mut dynamic = self.requests.by_step(self.number, program).into_iter();
+        let activities = program.activities();
         let instructions = program.instrs.iter().enumerate().map(|(index, instr)| {
             let dead = deaths.get(&tick_of(self.span.start, index)).map_or(&[][..], Vec::as_slice);
             let (requests, releases) = dynamic.next().expect("one for each step");
             Instruction {
                 kind: instr.kind.clone(),
+                activity: activities[index],
                 inputs: instr.inputs.iter().map(|operand| self.address(operand)).collect(),
                 outputs: instr.outputs.iter().map(|operand| self.address(operand)).collect(),
                 workspace: instr.workspace.iter().map(|&buffer| self.piece(buffer)).collect(),

@@ -9,7 +9,7 @@ use gapless_graph::Op;
 use gapless_graph::nn::Initializer;
 use gapless_graph::ops::Collective;
 use gapless_graph::{NodeId, Spec, Value, ValueId};
-use gapless_parallel::{Action, Rates};
+use gapless_parallel::{Action, Kind, Rates};
 
 /// Index of a buffer in its program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -265,6 +265,19 @@ pub struct Part {
     pub action: Option<Action>,
 }
 
+/// What an instruction's time counts as.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Activity {
+    /// The forward pass.
+    Forward,
+    /// The backward pass, with what it computes again.
+    Backward,
+    /// What is done once per step: norm, clipping, optimizer.
+    Update,
+    /// Messages and collectives: beginning them, and waiting.
+    Communication,
+}
+
 impl Instr {
     /// A step without scratch that sets its outputs, for the first time.
     pub fn plain(
@@ -317,6 +330,30 @@ impl Instr {
 }
 
 impl Program {
+    /// What each instruction's time counts as.
+    pub(crate) fn activities(&self) -> Vec<Activity> {
+        let mut activities = vec![Activity::Update; self.instrs.len()];
+        for part in &self.parts {
+            let activity = match part.action {
+                Some(Action { kind: Kind::Forward, .. }) => Activity::Forward,
+                Some(_) => Activity::Backward,
+                None => Activity::Update,
+            };
+            activities[part.instrs.clone()].fill(activity);
+        }
+        for (activity, instr) in activities.iter_mut().zip(&self.instrs) {
+            if let InstrKind::Send(_)
+            | InstrKind::Receive(_)
+            | InstrKind::Wait(_)
+            | InstrKind::Collective(..)
+            | InstrKind::Finish(_) = instr.kind
+            {
+                *activity = Activity::Communication;
+            }
+        }
+        activities
+    }
+
     /// Arithmetic of one run.
     pub fn flops(&self) -> u64 {
         self.flops_of(0..self.instrs.len())

@@ -20,5 +20,5 @@ pub mod process_memory;
 mod session;
 
 pub use error::{Error, Result};
-pub use session::{Backend, PersistentBytes, RunOptions, Session};
+pub use session::{Backend, PersistentBytes, RunOptions, Session, Times};
 pub use transfers::Communicators;

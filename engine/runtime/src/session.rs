@@ -5,11 +5,12 @@
 
 use std::any::Any;
 use std::fmt::Debug;
+use std::time::Duration;
 
 use candle_core::{DType, Tensor};
 use gapless_alloc::Label;
 use gapless_alloc::arena::ArenaReport;
-use gapless_compile::internal::Persistent;
+use gapless_compile::internal::{Activity, Persistent};
 use gapless_compile::{Executable, ProgramId};
 use gapless_kernels::cpu::args::Address;
 use gapless_kernels::{Element, Spec};
@@ -33,6 +34,30 @@ pub struct RunOptions {
     pub first_part: u64,
     /// How many parts on its next one is; 0 where there is only one.
     pub part_stride: u64,
+}
+
+/// Where the time of a run went.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Times {
+    /// The forward pass.
+    pub forward: Duration,
+    /// The backward pass, with what it computes again.
+    pub backward: Duration,
+    /// What is done once per step: norm, clipping, optimizer.
+    pub update: Duration,
+    /// Messages and collectives: beginning them, and waiting.
+    pub communication: Duration,
+}
+
+impl Times {
+    pub(crate) fn add(&mut self, activity: Activity, time: Duration) {
+        *match activity {
+            Activity::Forward => &mut self.forward,
+            Activity::Backward => &mut self.backward,
+            Activity::Update => &mut self.update,
+            Activity::Communication => &mut self.communication,
+        } += time;
+    }
 }
 
 /// A tensor that outlives the step, as [`Session::with_persistent`] shows it.
@@ -74,6 +99,11 @@ pub trait Backend: Any + Debug + Send {
     /// Worker threads of the CPU that compute.
     fn threads(&self) -> usize {
         1
+    }
+
+    /// Where the time of the last run went; nothing where that is not known.
+    fn times(&self) -> Option<Times> {
+        None
     }
 
     /// What the arena of routed rows has done; nothing where no size depends on data.
@@ -121,6 +151,11 @@ impl<B: Backend + ?Sized> Session<B> {
     /// Worker threads of the CPU that compute; one, which waits, for a GPU.
     pub fn threads(&self) -> usize {
         self.backend.threads()
+    }
+
+    /// Where the time of the last run went; nothing on a GPU, which runs a step as one graph.
+    pub fn times(&self) -> Option<Times> {
+        self.backend.times()
     }
 
     /// Connects it to the other ranks. Programs that were lowered for several ranks do not run before.

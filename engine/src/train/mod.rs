@@ -18,7 +18,7 @@ use gapless_compile::step::{
 use gapless_graph::Model;
 use gapless_kernels::Element;
 use gapless_parallel::{Action, Coordinate};
-use gapless_runtime::Session;
+use gapless_runtime::{Session, Times};
 
 pub use device::{DeviceChoice, RunsOn};
 pub use documents::Batch;
@@ -257,6 +257,14 @@ impl Trainer {
         Report::of(self.session.executable(), self.parameters)
     }
 
+    /// The plan as a table ([`Executable::write_plan`](gapless_compile::Executable::write_plan)).
+    ///
+    /// # Errors
+    /// Only what the writer returns.
+    pub fn write_plan(&self, out: impl std::io::Write) -> std::result::Result<(), gapless_alloc::Error> {
+        self.session.executable().write_plan(out)
+    }
+
     /// The plan as a picture.
     pub fn memory_map(&self) -> MemoryMap<'_> {
         report::memory_map(self.session.executable())
@@ -314,6 +322,11 @@ impl Trainer {
     /// ranks, the same on all.
     pub fn set_limits(&mut self, limits: Limits) {
         self.limits = limits;
+    }
+
+    /// Where the time of the last step or evaluation went; nothing on a GPU, which runs a step as one graph.
+    pub fn times(&self) -> Option<Times> {
+        self.session.times()
     }
 
     /// A step on a GPU whose instructions are timed one by one; the model is what it would be after [`Self::step`].

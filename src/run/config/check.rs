@@ -174,11 +174,12 @@ impl RunConfig {
         if let Some(size) = self.data.vocabulary.filter(|&size| size < 256) {
             return fail("data.vocabulary", format!("{size} tokens do not even hold the bytes"), "it is at least 256");
         }
-        let is_lines =
-            |path: &&PathBuf| path.extension().is_some_and(|extension| extension == "jsonl") && path.is_file();
+        let is_lines = |path: &&PathBuf| {
+            path.extension().is_some_and(|extension| extension == "jsonl" || extension == "parquet") && path.is_file()
+        };
         let other = sources.iter().map(|(_, path)| path).find(|path| !is_lines(path));
         if let Some(path) = other.filter(|_| self.data.format.has_answers()) {
-            let why = format!("{} is no .jsonl file, whose lines have answers", path.display());
+            let why = format!("{} is no .jsonl or .parquet file, whose lines have answers", path.display());
             return fail("data.format", why, "name one in data.path, or leave data.format out");
         }
         let has_tokenizer = self.data.tokenizer.is_some() || matches!(self.model, ModelConfig::Folder(_));

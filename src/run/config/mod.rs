@@ -102,7 +102,7 @@ pub enum ModelConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct DataConfig {
-    /// A file or folder of .txt, .rs, .md or .jsonl, also as .gz or .zst, a .bin of token ids or a folder of them, or a `Cargo.lock` for the Rust
+    /// A file or folder of .txt, .rs, .md or .jsonl, also as .gz or .zst, or of .parquet, a .bin of token ids or a folder of them, or a `Cargo.lock` for the Rust
     /// sources that it names.
     pub path: PathBuf,
     /// Further sources, each with its part of the windows; `path` has the rest.
@@ -115,7 +115,7 @@ pub struct DataConfig {
     /// A tokenizer.json that is there already; of `model.folder` its own where this is absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tokenizer: Option<PathBuf>,
-    /// What a line of a .jsonl file holds: `text`; `prompt` and `completion`; or `chat`, a conversation. Of the latter two only
+    /// What a line of a .jsonl file, or a row of a .parquet file, holds: `text`; `prompt` and `completion`; or `chat`, a conversation. Of the latter two only
     /// completions, or what the assistant says, count in the loss, and examples are packed into sequences without seeing each other.
     #[serde(default)]
     pub format: Format,

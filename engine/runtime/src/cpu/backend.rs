@@ -14,7 +14,7 @@ use super::routed::{Refusal, Routed};
 use super::run::{Failure, RunContext, run_all};
 use super::workers::Workers;
 use crate::error::{Error, Result};
-use crate::session::{Backend, RunOptions, Session};
+use crate::session::{Backend, RunOptions, Session, Times};
 use crate::transfers::{Base, Transfers};
 
 /// What its kernels read and write.
@@ -31,6 +31,8 @@ pub struct CpuBackend {
     workers: Workers,
     /// Where activations wait that are offloaded. Only ever locked by the one run under way.
     file: Mutex<Option<HostFile>>,
+    /// Of the last run. Only ever locked by the one run under way.
+    times: Mutex<Times>,
 }
 
 impl Session<CpuBackend> {
@@ -59,8 +61,8 @@ impl Session<CpuBackend> {
         let transfers = Mutex::new(Transfers::default());
         let counts = executable.programs.iter().map(|program| program.counts).max().unwrap_or(0);
         let routed = Mutex::new(Routed::new(executable.routing.as_ref(), counts));
-        let (arena, file) = (Arena::new(needed)?, Mutex::new(None));
-        Self::with_initial_values(executable, CpuBackend { transfers, arena, routed, workers, file }, seed)
+        let (arena, file, times) = (Arena::new(needed)?, Mutex::default(), Mutex::default());
+        Self::with_initial_values(executable, CpuBackend { transfers, arena, routed, workers, file, times }, seed)
     }
 
     /// Makes the file that offloaded activations wait in. An executable that has such cannot run without.
@@ -95,7 +97,14 @@ impl Backend for CpuBackend {
                 routed.begin(bytes);
                 let guard = transfers.guard();
                 let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
-                let context = RunContext { transfers: &mut *guard.transfers, routed: &mut routed, file: &mut file };
+                let mut times = self.times.lock().unwrap_or_else(PoisonError::into_inner);
+                *times = Times::default();
+                let context = RunContext {
+                    transfers: &mut *guard.transfers,
+                    routed: &mut routed,
+                    file: &mut file,
+                    times: &mut times,
+                };
                 let result = run_all(program, base, bytes, options, context);
                 guard.end(result.is_ok());
                 let _ = outcome.set(result);
@@ -164,6 +173,10 @@ impl Backend for CpuBackend {
 
     fn threads(&self) -> usize {
         self.workers.threads()
+    }
+
+    fn times(&self) -> Option<Times> {
+        Some(*self.times.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     fn routing(&self) -> Option<ArenaReport> {

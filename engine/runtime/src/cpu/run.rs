@@ -5,6 +5,7 @@
 
 use std::io;
 use std::ops::Range;
+use std::time::Instant;
 
 use gapless_communicator::CommunicatorError;
 use gapless_compile::InstrKind;
@@ -15,7 +16,7 @@ use half::bf16;
 
 use super::offload::HostFile;
 use super::routed::{Refusal, Routed};
-use crate::session::RunOptions;
+use crate::session::{RunOptions, Times};
 use crate::transfers::{Base, Transfers, begin, range, transfer};
 
 /// What a run reaches beside the planned arena.
@@ -23,6 +24,7 @@ pub(super) struct RunContext<'o> {
     pub transfers: &'o mut Transfers,
     pub routed: &'o mut Routed,
     pub file: &'o mut Option<HostFile>,
+    pub times: &'o mut Times,
 }
 
 /// Runs every instruction; returns the index of the first with a non-finite output when watching, or of the one that
@@ -34,8 +36,9 @@ pub(super) fn run_all(
     options: RunOptions,
     context: RunContext<'_>,
 ) -> Result<Option<usize>, (usize, Failure)> {
-    let RunContext { transfers, routed, file } = context;
+    let RunContext { transfers, routed, file, times } = context;
     let (mut culprit, mut had_room) = (None, true);
+    let mut begun = Instant::now();
     for (index, instruction) in program.instructions.iter().enumerate() {
         let span = tracing::trace_span!("op", name = instruction.kind.name(), layer = &*instruction.layer);
         let _entered = span.enter();
@@ -115,6 +118,9 @@ pub(super) fn run_all(
             // SAFETY: as above; the instruction is over.
             routed.count(count, unsafe { last_u32(base, &instruction.outputs[0]) });
         }
+        let ended = Instant::now();
+        times.add(instruction.activity, ended - begun);
+        begun = ended;
         routed.release(instruction);
         if options.poison {
             routed.released(instruction).for_each(|range| fill_with_nan(range, base, bytes));

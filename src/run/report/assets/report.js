@@ -4,9 +4,9 @@ let charts = [];
 const state = { view: null, hidden: new Set(), smoothing: null, log: false, map: null };
 
 const TITLES = {
-  loss: "Loss", val_loss: "Validation loss", lr: "Learning rate", gradient_norm: "Gradient norm", tokens_per_second: "Tokens per second",
+  loss: "Loss", val_loss: "Validation loss", lr: "Learning rate", gradient_norm: "Gradient norm", tokens_per_second: "Tokens per second", seconds: "Time by part",
 };
-const NOTES = { tokens_per_second: "mean since the run began or went on", gradient_norm: "before clipping" };
+const NOTES = { seconds: "in seconds, of a step or an evaluation", tokens_per_second: "mean since the run began or went on", gradient_norm: "before clipping" };
 // Not smoothed: what is no measurement, or one already.
 const STEADY = new Set(["lr", "val_loss", "tokens_per_second"]);
 const LOGARITHMIC = /loss|norm/;
@@ -104,7 +104,8 @@ function makeCharts() {
     const section = element(byId("charts"), "section", { id: `chart-${name}`, class: index === 0 ? "first" : index === 1 ? "second" : "" });
     const title = element(section, "h2", {}, TITLES[name] || name.replaceAll("_", " "));
     if (NOTES[name]) element(title, "small", {}, NOTES[name]);
-    const chart = { name, box: element(section, "div", { class: "plot" }), lines: [] };
+    const legend = element(title, "span", { class: "legend" });
+    const chart = { name, legend, box: element(section, "div", { class: "plot" }), lines: [] };
     listen(chart);
     return chart;
   });
@@ -116,6 +117,10 @@ function drawCharts() {
     chart.lines = linesOf(chart.name);
     chart.height = chart.box.clientWidth > 760 ? 340 : 250;
     drawChart(chart);
+    // What the lines of one run are; of several, the buttons above say whose they are.
+    const named = runs.length === 1 && chart.lines.length > 1 && chart.lines.length <= 8 ? chart.lines : [];
+    chart.legend.replaceChildren();
+    for (const { color, label } of named) element(element(chart.legend, "span", {}, label), "i", { style: `background:${color}` });
   }
   const strength = smoothing();
   byId("smoothed").textContent = strength ? `${strength.toLocaleString("en")} steps` : "off";
