@@ -5,7 +5,7 @@ use std::fmt;
 use gapless::engine::compile::Error as CompileError;
 use gapless::step::Step;
 use gapless::{Recompute, TrainError};
-use gapless_alloc::draw::Bytes;
+use gapless_alloc::draw::{Bytes, THEME, escape};
 use serde::Serialize;
 
 use super::step::{Planned, plan_rank};
@@ -63,51 +63,100 @@ impl fmt::Display for Curve {
     }
 }
 
-const WIDTH: f64 = 640.0;
-const HEIGHT: f64 = 400.0;
-/// Pixels around the plot, for the names of the axes.
-const MARGIN: f64 = 56.0;
+const WIDTH: f64 = 720.0;
+const HEIGHT: f64 = 420.0;
+/// Pixels around the plot, for titles and ticks: left, top, right, bottom.
+const MARGINS: [f64; 4] = [72.0, 64.0, 28.0, 56.0];
+
+/// One of the axes: values to pixels.
+struct Axis {
+    values: [f64; 2],
+    pixels: [f64; 2],
+    /// Between ticks.
+    step: f64,
+}
+
+impl Axis {
+    /// Over all values, with ticks at multiples of a step that `steps` has; there are at most about seven.
+    fn new(values: impl Iterator<Item = f64> + Clone, pixels: [f64; 2], mut steps: impl Iterator<Item = f64>) -> Self {
+        let (least, most) = (values.clone().fold(f64::INFINITY, f64::min), values.fold(0.0, f64::max));
+        let step = steps.find(|step| (most - least) / step <= 6.0).unwrap_or(1.0);
+        let least = (least / step).floor() * step;
+        Self { values: [least, ((most / step).ceil() * step).max(least + step)], pixels, step }
+    }
+
+    fn at(&self, value: f64) -> f64 {
+        let [[first, last], [from, to]] = [self.values, self.pixels];
+        from + (value - first) / (last - first) * (to - from)
+    }
+
+    /// Values and their places.
+    fn ticks(&self) -> impl Iterator<Item = (f64, f64)> {
+        let count = ((self.values[1] - self.values[0]) / self.step).round() as u32;
+        (0..=count).map(|i| self.values[0] + f64::from(i) * self.step).map(|value| (value, self.at(value)))
+    }
+}
 
 impl Curve {
-    /// Arena bytes to the right, overhead upwards.
-    pub fn svg(&self) -> String {
-        let bytes = || self.points.iter().map(|point| point.arena_bytes);
-        let (least, most) = (bytes().min().unwrap_or(0), bytes().max().unwrap_or(0));
-        let worst = self.points.iter().map(|point| point.overhead).fold(0.01, f64::max);
-        let x = |bytes: u64| MARGIN + (bytes - least) as f64 / (most - least).max(1) as f64 * (WIDTH - 2.0 * MARGIN);
-        let y = |overhead: f64| HEIGHT - MARGIN - overhead / worst * (HEIGHT - 2.0 * MARGIN);
-        let path: Vec<String> =
-            self.points.iter().map(|p| format!("{:.1},{:.1}", x(p.arena_bytes), y(p.overhead))).collect();
-        let dots: String = self
+    /// Arena bytes to the right, time of a step upwards; a ring is the plan that was `chosen`, its bytes and milliseconds.
+    pub fn svg(&self, title: &str, chosen: (u64, f64)) -> String {
+        let [left, top, right, bottom] = [MARGINS[0], MARGINS[1], WIDTH - MARGINS[2], HEIGHT - MARGINS[3]];
+        let points = || self.points.iter().map(|point| (point.arena_bytes, point.step_ms)).chain([chosen]);
+        let binary = (0..60).map(|power| (1u64 << power) as f64);
+        let x = Axis::new(points().map(|(bytes, _)| bytes as f64), [left, right], binary);
+        let decimal = (-9..12).flat_map(|power| [1.0, 2.0, 5.0].map(|n| n * 10f64.powi(power)));
+        let y = Axis::new(points().map(|(_, time)| time), [bottom, top], decimal);
+
+        let mut drawn = String::new();
+        for (bytes, x) in x.ticks() {
+            let bytes = Bytes(bytes as u64);
+            drawn += &format!("<path class=\"line\" d=\"M{x:.1} {top}V{bottom}\"/>");
+            drawn += &format!("<text x=\"{x:.1}\" y=\"{}\" text-anchor=\"middle\">{bytes}</text>\n", bottom + 18.0);
+        }
+        for (time, y) in y.ticks() {
+            // Without what adding steps has rounded.
+            let time = (time * 1e9).round() / 1e9;
+            drawn += &format!("<path class=\"line\" d=\"M{left} {y:.1}H{right}\"/>");
+            drawn += &format!("<text x=\"{}\" y=\"{:.1}\" text-anchor=\"end\">{time}</text>\n", left - 8.0, y + 4.0);
+        }
+        let at = |bytes: u64, time: f64| (x.at(bytes as f64), y.at(time));
+        let places: Vec<String> = self
             .points
             .iter()
-            .map(|p| {
-                format!(
-                    "<circle cx=\"{:.1}\" cy=\"{:.1}\" r=\"4\"><title>{}: {:.2} ms, {:.2} % computed again</title></circle>\n",
-                    x(p.arena_bytes),
-                    y(p.overhead),
-                    Bytes(p.arena_bytes),
-                    p.step_ms,
-                    100.0 * p.overhead
-                )
-            })
+            .map(|point| at(point.arena_bytes, point.step_ms))
+            .map(|(x, y)| format!("{x:.1},{y:.1}"))
             .collect();
+        drawn += &format!("<polyline class=\"curve\" points=\"{}\"/>\n", places.join(" "));
+        for Point { arena_bytes, step_ms, overhead, .. } in &self.points {
+            let (x, y) = at(*arena_bytes, *step_ms);
+            let says = format!("{}: {step_ms:.2} ms, {:.2} % computed again", Bytes(*arena_bytes), 100.0 * overhead);
+            drawn += &format!(
+                "<circle class=\"point\" cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"4\"><title>{says}</title></circle>\n"
+            );
+        }
+        let (chosen_x, chosen_y) = at(chosen.0, chosen.1);
+        let says = format!("chosen: {}, {:.2} ms", Bytes(chosen.0), chosen.1);
+        drawn += &format!(
+            "<circle class=\"chosen\" cx=\"{chosen_x:.1}\" cy=\"{chosen_y:.1}\" r=\"8\"><title>{says}</title></circle>\n"
+        );
+        let title = escape(title);
         format!(
-            "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{WIDTH}\" height=\"{HEIGHT}\" font-family=\"monospace\" \
-             font-size=\"11\" fill=\"#24527a\">\n\
-             <path d=\"M{MARGIN} {MARGIN}V{bottom}H{right}\" fill=\"none\" stroke=\"#888\"/>\n\
-             <polyline points=\"{path}\" fill=\"none\" stroke=\"#24527a\"/>\n{dots}\
-             <text x=\"{MARGIN}\" y=\"{names}\">{least}</text>\
-             <text x=\"{right}\" y=\"{names}\" text-anchor=\"end\">{most}</text>\
-             <text x=\"{MARGIN}\" y=\"{top}\">{worst:.1} % more time</text>\n</svg>\n",
-            bottom = HEIGHT - MARGIN,
-            right = WIDTH - MARGIN,
-            path = path.join(" "),
-            names = HEIGHT - MARGIN + 18.0,
-            top = MARGIN - 8.0,
-            least = Bytes(least),
-            most = Bytes(most),
-            worst = 100.0 * worst,
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" aria-label=\"{title}\">\n\
+             <style>{THEME}{STYLE}</style>\n<rect class=\"ground\" width=\"{WIDTH}\" height=\"{HEIGHT}\"/>\n\
+             <text class=\"title\" x=\"{left}\" y=\"26\">{title}</text>\n\
+             <text x=\"{left}\" y=\"46\">milliseconds of a step, modelled; ring: {says}</text>\n{drawn}\
+             <text x=\"{right}\" y=\"{}\" text-anchor=\"end\">arena</text>\n</svg>\n",
+            HEIGHT - 14.0,
         )
     }
 }
+
+const STYLE: &str = "
+text { font: 12px system-ui, sans-serif; fill: var(--quiet); }
+.title { font-size: 15px; font-weight: 600; fill: var(--text); }
+.ground { fill: var(--ground); }
+.line { stroke: var(--line); }
+.curve { fill: none; stroke: var(--accent); stroke-width: 1.6; }
+.point { fill: var(--accent); }
+.chosen { fill: none; stroke: var(--bound); stroke-width: 2; }
+";

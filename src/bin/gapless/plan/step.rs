@@ -10,7 +10,6 @@ use gapless::engine::compile::step::StepGraph;
 use gapless::engine::compile::{Error as CompileError, Executable};
 use gapless::step::Step;
 use gapless::{Recompute, Report, TrainError};
-use gapless_alloc::csv::Table;
 use gapless_alloc::draw::{Bytes, MemoryMap, RoleBytes, Summary};
 use gapless_alloc::{Fit, Options, explain};
 use serde::Serialize;
@@ -141,7 +140,8 @@ pub fn plan(arguments: &super::Arguments, step: &Step) -> anyhow::Result<Fit> {
         first.curve = Some(curve(step, first.rank, points.into())?);
     }
     if let (Some(path), Some(curve)) = (&of.curve_svg, &first.curve) {
-        std::fs::write(path, curve.svg()).with_context(|| format!("cannot draw {}", path.display()))?;
+        std::fs::write(path, curve.svg(step.title(), (first.arena_bytes, first.step_ms)))
+            .with_context(|| format!("cannot draw {}", path.display()))?;
     }
     match (arguments.json, &planned[..]) {
         (true, [one]) => {
@@ -162,12 +162,7 @@ fn write(arguments: &super::Arguments, step: &Step, rank: usize, executable: &Ex
     let ranks = step.ranks.len();
     if let Some(path) = &arguments.out {
         let path = of_rank(path, rank, ranks);
-        // Names may stand twice, and have commas.
-        let name =
-            |(index, label): (usize, &gapless_alloc::Label)| format!("{index} {}", label.tensor.replace(',', ";"));
-        let ids = executable.labels.iter().enumerate().map(name).collect();
-        let table = Table::new(ids, executable.problem.clone());
-        replace(&path, |out| table.write(out, Some(&executable.solution.offsets)).map_err(io::Error::other))
+        replace(&path, |out| executable.write_plan(out).map_err(io::Error::other))
             .with_context(|| format!("cannot write {}", path.display()))?;
     }
     match &arguments.draw {
