@@ -147,7 +147,8 @@ impl<'a> Job<'a> {
         self.unsaved_bytes += self.batch_bytes;
         self.batch.clear();
         self.batch_bytes = 0;
-        tracing::info!("tokenizing: {} %", 100 * self.seen / self.bytes.max(1));
+        let (done, all) = (self.seen, self.bytes);
+        tracing::info!(target: "gapless_data::progress", done, all, "tokenizing: {} %", 100 * done / all.max(1));
         if self.unsaved_bytes >= SAVE_BYTES { self.save() } else { Ok(()) }
     }
 

@@ -1,5 +1,6 @@
 //! `gapless train RUN.toml`: a whole run, as a file says it.
 
+use std::fmt::Debug;
 use std::fs::File;
 use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
@@ -7,9 +8,12 @@ use std::process::ExitCode;
 
 use gapless::run::{Console, Ended, Progress, RunConfig, RunError, Start, train};
 use indicatif::{ProgressBar, ProgressStyle};
+use tracing::field::{Field, Visit};
+use tracing::{Event, Subscriber};
 use tracing_chrome::FlushGuard;
 use tracing_subscriber::filter::{LevelFilter, Targets, filter_fn};
-use tracing_subscriber::{Layer, layer::SubscriberExt, util::SubscriberInitExt};
+use tracing_subscriber::layer::{Context, SubscriberExt};
+use tracing_subscriber::{Layer, util::SubscriberInitExt};
 
 use crate::output::tell;
 
@@ -105,14 +109,15 @@ fn is_refused(error: &RunError) -> bool {
 
 /// Warnings go to the standard error, and how far the data are; spans to a file, if one is named, until the guard is dropped.
 fn start_tracing(console: &Console, path: Option<&Path>) -> Result<Option<FlushGuard>, String> {
-    let errors = console.errors();
-    let warnings = tracing_subscriber::fmt::layer()
-        .without_time()
-        .with_ansi(std::io::stderr().is_terminal())
-        .with_writer(move || errors.clone());
-    // What takes long before the first step is said, too.
+    let (errors, is_terminal) = (console.errors(), std::io::stderr().is_terminal());
+    let warnings =
+        tracing_subscriber::fmt::layer().without_time().with_ansi(is_terminal).with_writer(move || errors.clone());
+    // What takes long before the first step is said, too, or a bar where there is somebody to see it.
     let said = Targets::new().with_default(LevelFilter::WARN).with_target("gapless_data", LevelFilter::INFO);
-    let registry = tracing_subscriber::registry().with(warnings.with_filter(said));
+    let said = if is_terminal { said.with_target(DATA_PROGRESS, LevelFilter::OFF) } else { said };
+    let shown = Targets::new().with_target(DATA_PROGRESS, LevelFilter::INFO);
+    let registry =
+        tracing_subscriber::registry().with(warnings.with_filter(said)).with(DataBar::new().with_filter(shown));
     let Some(path) = path else {
         registry.init();
         return Ok(None);
@@ -122,6 +127,43 @@ fn start_tracing(console: &Console, path: Option<&Path>) -> Result<Option<FlushG
     // A tokenizer's training has spans in its inner loops.
     registry.with(spans.with_filter(filter_fn(|metadata| metadata.target().starts_with("gapless")))).init();
     Ok(Some(guard))
+}
+
+/// Where it is told how much of the data is tokenized.
+const DATA_PROGRESS: &str = "gapless_data::progress";
+
+/// A bar for data that is tokenized before the first step.
+struct DataBar(ProgressBar);
+
+impl DataBar {
+    fn new() -> Self {
+        let style = "tokenizing {bytes}/{total_bytes} {wide_bar} {bytes_per_sec} ETA {eta}";
+        Self(ProgressBar::new(0).with_style(ProgressStyle::with_template(style).expect("the template is sound")))
+    }
+}
+
+impl<S: Subscriber> Layer<S> for DataBar {
+    fn on_event(&self, event: &Event<'_>, _: Context<'_, S>) {
+        event.record(&mut BytesOf(&self.0));
+        if Some(self.0.position()) == self.0.length() {
+            self.0.finish_and_clear();
+        }
+    }
+}
+
+/// Takes a bar to where an event says that the data is.
+struct BytesOf<'a>(&'a ProgressBar);
+
+impl Visit for BytesOf<'_> {
+    fn record_u64(&mut self, field: &Field, value: u64) {
+        match field.name() {
+            "done" => self.0.set_position(value),
+            "all" => self.0.set_length(value),
+            _ => {}
+        }
+    }
+
+    fn record_debug(&mut self, _: &Field, _: &dyn Debug) {}
 }
 
 fn progress_bar(steps: u64) -> ProgressBar {
