@@ -1,10 +1,10 @@
-//! Training steps of gapless beside candle's eager ones: the same GPT, the same batch, f32, AdamW.
+//! Training steps of gapless beside candle's eager ones (and PyTorch's): the same GPT, the same batch, f32, AdamW.
 //!
 //! `cargo bench -p gapless --bench train_step`, with `-- --quick` for a small model, with `-- --profile` for the time of
-//! each kind of instruction on our side.
+//! each kind of instruction on our side, with `-- --pytorch PYTHON` beside PyTorch, too.
 //!
 //! Each side is a process of its own, so that its peak memory is its own; the sides take their steps in turn, so that the
-//! machine's other work hits both. Neither side computes what the other leaves out, but for one thing: ours clips by the
+//! machine's other work hits all. None computes what another leaves out, but for one thing: candle's does not clip by the
 //! gradients' global norm. With `-p`, candle is built as its users get it; built with the whole workspace, its matrix
 //! products would take over the AVX-512 feature that the engine's own benches turn on.
 
@@ -12,6 +12,7 @@ mod profile;
 mod side;
 
 use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
 
 use anyhow::Context;
@@ -43,6 +44,9 @@ struct Options {
     /// Threads of our side; 0 for all cores. Candle's are set by RAYON_NUM_THREADS.
     #[arg(long, default_value_t = 0)]
     threads: usize,
+    /// A Python that has PyTorch: its steps too, in f32 and under bf16 autocast, and ours in bf16.
+    #[arg(long, value_name = "PYTHON")]
+    pytorch: Option<PathBuf>,
     /// Be one of the sides: a step for every line that comes in.
     #[arg(long, hide = true)]
     side: Option<Side>,
@@ -90,8 +94,12 @@ fn compare(options: &Options) -> anyhow::Result<()> {
         "GPT of {layers} layers, width {width}, {heads} heads ({millions:.1} M parameters); batch {} × {sequence} bytes; f32, AdamW",
         options.batch()
     );
-    let mut processes = [Process::start(Side::Gapless)?, Process::start(Side::Candle)?];
-    let mut measurements = [vec![], vec![]];
+    let mut sides = vec![Side::Gapless, Side::Candle];
+    if options.pytorch.is_some() {
+        sides.extend([Side::Pytorch, Side::GaplessBf16, Side::PytorchAutocast]);
+    }
+    let mut processes = sides.iter().map(|side| Process::start(*side, options)).collect::<anyhow::Result<Vec<_>>>()?;
+    let mut measurements = vec![vec![]; sides.len()];
     for round in 0..=options.steps {
         for (process, measurements) in processes.iter_mut().zip(&mut measurements) {
             let measurement = process.step()?;
@@ -105,29 +113,32 @@ fn compare(options: &Options) -> anyhow::Result<()> {
         process.finish()?;
     }
 
-    println!("side       tokens/s    ms/step   ms/step from–to   CPU ms/step   peak resident MiB      loss");
-    let [gapless, candle] = &measurements;
-    for (name, side) in [("gapless", gapless), ("candle", candle)] {
-        let ms = sorted(side.iter().map(|m| m.ms));
-        let last = side.last().context("--steps is at least 1")?;
+    println!("side               tokens/s    ms/step   ms/step from–to   CPU ms/step   peak resident MiB      loss");
+    for (side, measured) in sides.iter().zip(&measurements) {
+        let ms = sorted(measured.iter().map(|m| m.ms));
+        let last = measured.last().context("--steps is at least 1")?;
         println!(
-            "{name:8} {:10.0} {:10.1}   {:15} {:13.1} {:19} {:9.4}",
+            "{:16} {:10.0} {:10.1}   {:15} {:13.1} {:19} {:9.4}",
+            side.name(),
             options.tokens_per_step() as f64 / median(&ms) * 1000.0,
             median(&ms),
             format!("{:.1}–{:.1}", ms[0], ms[ms.len() - 1]),
-            median(&sorted(side.iter().map(|m| m.cpu_ms))),
+            median(&sorted(measured.iter().map(|m| m.cpu_ms))),
             last.peak_rss_bytes.map_or("unknown".into(), |bytes| format!("{:.0}", bytes as f64 / f64::from(1 << 20))),
             last.loss,
         );
     }
     // Steps that were taken one after the other saw the same machine: the median of their ratios, not the ratio of medians.
-    let speed = sorted(gapless.iter().zip(candle).map(|(ours, theirs)| theirs.ms / ours.ms));
-    let cpu = sorted(gapless.iter().zip(candle).map(|(ours, theirs)| theirs.cpu_ms / ours.cpu_ms));
-    println!("speed:  {:.2}× candle's tokens/s (goal: at least 5)", median(&speed));
-    println!("        {:.2}× candle's tokens per CPU second", median(&cpu));
-    let peak = |side: &[Measurement]| side.last().and_then(|m| m.peak_rss_bytes).map(|bytes| bytes as f64);
-    if let (Some(ours), Some(theirs)) = (peak(gapless), peak(candle)) {
-        println!("memory: {:.2}× candle's peak (goal: at most 0.3)", ours / theirs);
+    println!("\ngapless beside     tokens/s   tokens per CPU second   peak resident memory");
+    let [ours, others @ ..] = &measurements[..] else { anyhow::bail!("there are sides") };
+    for (side, theirs) in sides[1..].iter().zip(others) {
+        let pairs = || ours.iter().zip(theirs);
+        let speed = sorted(pairs().map(|(ours, theirs)| theirs.ms / ours.ms));
+        let cpu = sorted(pairs().map(|(ours, theirs)| theirs.cpu_ms / ours.cpu_ms));
+        let peak = |side: &[Measurement]| side.last().and_then(|m| m.peak_rss_bytes).map(|bytes| bytes as f64);
+        let memory =
+            peak(ours).zip(peak(theirs)).map_or("unknown".into(), |(ours, theirs)| format!("{:.2}×", ours / theirs));
+        println!("{:16} {:9.2}× {:22.2}× {memory:>22}", side.name(), median(&speed), median(&cpu));
     }
     Ok(())
 }
@@ -142,6 +153,21 @@ fn median(sorted: &[f64]) -> f64 {
     sorted[sorted.len() / 2]
 }
 
+/// PyTorch's side of the same step.
+fn pytorch(python: &Path, side: Side, options: &Options) -> Command {
+    let GptConfig { layers, width, heads, sequence, .. } = options.model();
+    let mut command = Command::new(python);
+    command.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/benches/train_step/pytorch.py"));
+    let extents = [("layers", layers), ("heads", heads), ("width", width), ("sequence", sequence)];
+    for (name, value) in extents.into_iter().chain([("batch", options.batch()), ("threads", options.threads)]) {
+        command.arg(format!("--{name}={value}"));
+    }
+    if matches!(side, Side::PytorchAutocast) {
+        command.arg("--autocast");
+    }
+    command
+}
+
 /// One side, running.
 struct Process {
     child: Child,
@@ -149,13 +175,16 @@ struct Process {
 }
 
 impl Process {
-    fn start(side: Side) -> anyhow::Result<Self> {
-        let mut child = Command::new(std::env::current_exe()?)
-            .args(std::env::args_os().skip(1))
-            .args(["--side", side.name()])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()?;
+    fn start(side: Side, options: &Options) -> anyhow::Result<Self> {
+        let mut command = match (side, &options.pytorch) {
+            (Side::Pytorch | Side::PytorchAutocast, Some(python)) => pytorch(python, side, options),
+            _ => {
+                let mut command = Command::new(std::env::current_exe()?);
+                command.args(std::env::args_os().skip(1)).args(["--side", side.name()]);
+                command
+            }
+        };
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
         let answers = BufReader::new(child.stdout.take().context("its output was asked for")?);
         Ok(Self { child, answers })
     }

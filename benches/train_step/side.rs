@@ -21,8 +21,14 @@ use crate::Options;
 pub enum Side {
     /// This project.
     Gapless,
+    /// This project in bf16, with f32 masters.
+    GaplessBf16,
     /// Candle's eager tensors, its autograd, candle-nn's optimizer.
     Candle,
+    /// PyTorch's eager modules, its fused AdamW.
+    Pytorch,
+    /// The same under bf16 autocast.
+    PytorchAutocast,
 }
 
 impl Side {
@@ -30,7 +36,10 @@ impl Side {
     pub fn name(self) -> &'static str {
         match self {
             Self::Gapless => "gapless",
+            Self::GaplessBf16 => "gapless-bf16",
             Self::Candle => "candle",
+            Self::Pytorch => "pytorch",
+            Self::PytorchAutocast => "pytorch-autocast",
         }
     }
 }
@@ -50,8 +59,9 @@ pub struct Measurement {
 pub fn serve(side: Side, options: &Options) -> anyhow::Result<()> {
     let (tokens, targets) = batch(options);
     match side {
-        Side::Gapless => {
-            let mut trainer = trainer(options)?;
+        Side::Gapless | Side::GaplessBf16 => {
+            let dtype = if matches!(side, Side::Gapless) { DType::F32 } else { DType::BF16 };
+            let mut trainer = trainer(options, dtype)?;
             answer(|| Ok(trainer.step(&tokens, &targets)?.loss))
         }
         Side::Candle => {
@@ -64,17 +74,19 @@ pub fn serve(side: Side, options: &Options) -> anyhow::Result<()> {
                 Ok(loss.to_scalar()?)
             })
         }
+        Side::Pytorch | Side::PytorchAutocast => anyhow::bail!("PyTorch's side is pytorch.py"),
     }
 }
 
 /// Our side.
-pub fn trainer(options: &Options) -> anyhow::Result<Trainer> {
+pub fn trainer(options: &Options, dtype: DType) -> anyhow::Result<Trainer> {
     let model = options.model();
     let train = TrainOptions {
         batch: options.batch(),
         sequence: model.sequence,
         threads: options.threads,
         device: DeviceChoice::Cpu,
+        dtype,
         ..TrainOptions::default()
     };
     Ok(Trainer::new(|vb| Gpt::new(&model, vb), train)?)
