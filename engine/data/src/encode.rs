@@ -11,6 +11,9 @@ use crate::{DataError, TokenWidth};
 /// Bytes of text that one task encodes, about: enough to hide its start, few enough to keep all cores busy.
 pub(super) const PIECE_BYTES: usize = 64 << 10;
 
+/// Bytes of text that a tokenizer gets at once, about: those of `tokenizers` take longer for each byte of a longer text (`benches/tokenize`).
+pub(super) const ENCODED_BYTES: usize = 2 << 10;
+
 /// Writes a file of tokens and hashes it on the way.
 pub(super) struct TokenWriter {
     file: BufWriter<File>,
@@ -92,15 +95,16 @@ pub(super) fn move_into_place(path: &Path) -> Result<(), DataError> {
     }
 }
 
-/// Cuts a text into pieces of about [`PIECE_BYTES`], each ending with a line whose last character and whose
-/// successor's first are not white space. There the tokenizer's own pattern always cuts (a line break joins white space
-/// only), so that the pieces' tokens are the whole text's tokens.
-pub(super) fn pieces(mut text: &str) -> impl Iterator<Item = &str> {
+/// Cuts a text into pieces of about so many bytes, each ending with a line whose last character and whose
+/// successor's first are not white space. There our own tokenizers' pattern always cuts (a line break joins white space
+/// only), and of others [`Vocabulary::cuts_at_lines`](crate::Vocabulary::cuts_at_lines) says it, so that the pieces' tokens are the
+/// whole text's tokens.
+pub(super) fn pieces(mut text: &str, least: usize) -> impl Iterator<Item = &str> {
     std::iter::from_fn(move || {
         if text.is_empty() {
             return None;
         }
-        let (piece, rest) = text.split_at(cut(text.as_bytes(), PIECE_BYTES));
+        let (piece, rest) = text.split_at(cut(text.as_bytes(), least));
         text = rest;
         Some(piece)
     })
@@ -113,7 +117,7 @@ const LONGEST_WORD: usize = 1024;
 /// Cuts a text for training a tokenizer: into the words that the whole text has, but for runs without white space, which are cut
 /// at [`LONGEST_WORD`]. A piece is about [`PIECE_BYTES`] at most, so that training takes memory by the piece, not by the file.
 pub(super) fn pieces_for_training(text: &str) -> impl Iterator<Item = &str> {
-    pieces(text).flat_map(|mut piece| {
+    pieces(text, PIECE_BYTES).flat_map(|mut piece| {
         std::iter::from_fn(move || {
             if piece.is_empty() {
                 return None;
@@ -203,11 +207,24 @@ mod tests {
         // More than one piece, with all the kinds of borders that sources have.
         let own = concat!(include_str!("vocabulary.rs"), "\n\n\n", include_str!("encode.rs"), "\r\n \u{a0}\n x\n");
         let text = own.repeat(20);
-        assert!(pieces(&text).count() > 3);
+        assert!(pieces(&text, PIECE_BYTES).count() > 3);
         let vocabulary = Vocabulary::train([own].into_iter(), 600).unwrap();
         let mut whole = vocabulary.encode(&text).unwrap();
         whole.extend(vocabulary.end_of_text());
         assert_eq!(encode(&[&text], &vocabulary), whole);
+    }
+
+    #[test]
+    fn a_tokenizer_that_marks_where_a_text_begins_encodes_documents_whole() {
+        let json = r#"{"version": "1.0", "added_tokens": [], "normalizer": {"type": "Prepend", "prepend": "_"}, "model":
+            {"type": "BPE", "unk_token": "?", "vocab": {"?": 0, "_": 1, "a": 2, "\n": 3, "</s>": 4}, "merges": []}}"#;
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), json).unwrap();
+        let vocabulary = Vocabulary::open(file.path()).unwrap();
+        assert!(!vocabulary.cuts_at_lines().unwrap() && Vocabulary::bytes().cuts_at_lines().unwrap());
+        let text = "a\n".repeat(PIECE_BYTES);
+        let expected = [&[1], &[2, 3].repeat(PIECE_BYTES)[..], &[4]].concat();
+        assert_eq!(encode(&[&text, &text], &vocabulary), expected.repeat(2));
     }
 
     generated! {

@@ -32,7 +32,7 @@ impl Texts for Corpus {
 }
 
 fn visit_text(text: &str, visit: &mut Visit) -> Result<(), DataError> {
-    let mut pieces = pieces(text).peekable();
+    let mut pieces = pieces(text, PIECE_BYTES).peekable();
     while let Some(piece) = pieces.next() {
         visit(piece, pieces.peek().is_none())?;
     }

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use crate::encode::{TokenWriter, Written, move_into_place};
+use crate::encode::{ENCODED_BYTES, TokenWriter, Written, move_into_place, pieces};
 use crate::permutation::mix;
 use crate::texts::Texts;
 use crate::{DataError, TokenWidth, Vocabulary};
@@ -83,9 +83,11 @@ pub(super) fn tokenize(
     job.finish(tokens)
 }
 
-/// A piece that waits to be encoded.
-struct Piece {
+/// A text that waits to be encoded.
+struct Waiting {
     text: String,
+    /// Pieces that it is of: one, but of a document that must not be cut.
+    pieces: u64,
     ends_document: bool,
     is_validation: bool,
 }
@@ -96,7 +98,8 @@ struct Job<'a> {
     path: PathBuf,
     training: TokenWriter,
     validation: TokenWriter,
-    batch: Vec<Piece>,
+    cuts_at_lines: bool,
+    batch: Vec<Waiting>,
     batch_bytes: usize,
     unsaved_bytes: usize,
     /// Bytes of text that were visited, of those that there are.
@@ -121,29 +124,53 @@ impl<'a> Job<'a> {
             Some(resumed) => resumed,
             None => (begun, (TokenWriter::create(&front, width)?, TokenWriter::create(&back, width)?)),
         };
+        let cuts_at_lines = vocabulary.cuts_at_lines()?;
         let (batch, batch_bytes, unsaved_bytes, seen) = (Vec::new(), 0, 0, 0);
-        Ok(Self { vocabulary, progress, path, training, validation, batch, batch_bytes, unsaved_bytes, seen, bytes })
+        Ok(Self {
+            vocabulary,
+            progress,
+            path,
+            training,
+            validation,
+            cuts_at_lines,
+            batch,
+            batch_bytes,
+            unsaved_bytes,
+            seen,
+            bytes,
+        })
     }
 
     fn push(&mut self, text: &str, ends_document: bool, is_validation: bool) -> Result<(), DataError> {
         self.batch_bytes += text.len();
-        self.batch.push(Piece { text: text.to_owned(), ends_document, is_validation });
-        if self.batch_bytes >= BATCH_BYTES { self.encode() } else { Ok(()) }
+        match self.batch.last_mut() {
+            Some(begun) if !begun.ends_document && !self.cuts_at_lines => {
+                begun.text += text;
+                begun.pieces += 1;
+                begun.ends_document = ends_document;
+            }
+            _ => self.batch.push(Waiting { text: text.to_owned(), pieces: 1, ends_document, is_validation }),
+        }
+        let may_encode = ends_document || self.cuts_at_lines;
+        if may_encode && self.batch_bytes >= BATCH_BYTES { self.encode() } else { Ok(()) }
     }
 
     /// Encodes and writes the batch.
     fn encode(&mut self) -> Result<(), DataError> {
-        let vocabulary = self.vocabulary;
-        let encode = |piece: &Piece| {
-            let mut ids = vocabulary.encode(&piece.text)?;
-            ids.extend(vocabulary.end_of_text().filter(|_| piece.ends_document));
+        let (vocabulary, at_once) = (self.vocabulary, if self.cuts_at_lines { ENCODED_BYTES } else { usize::MAX });
+        let encode = |waiting: &Waiting| {
+            let mut ids = Vec::new();
+            for part in pieces(&waiting.text, at_once) {
+                ids.extend(vocabulary.encode(part)?);
+            }
+            ids.extend(vocabulary.end_of_text().filter(|_| waiting.ends_document));
             Ok(ids)
         };
         let encoded: Vec<Vec<u32>> = self.batch.par_iter().map(encode).collect::<Result<_, DataError>>()?;
-        for (piece, ids) in self.batch.iter().zip(encoded) {
-            if piece.is_validation { &mut self.validation } else { &mut self.training }.append(&ids)?;
+        for (waiting, ids) in self.batch.iter().zip(encoded) {
+            if waiting.is_validation { &mut self.validation } else { &mut self.training }.append(&ids)?;
+            self.progress.pieces += waiting.pieces;
         }
-        self.progress.pieces += self.batch.len() as u64;
         self.unsaved_bytes += self.batch_bytes;
         self.batch.clear();
         self.batch_bytes = 0;

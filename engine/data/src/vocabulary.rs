@@ -165,6 +165,23 @@ impl Vocabulary {
         }
     }
 
+    /// Whether the tokens of a text are those of its parts, where it is cut behind a line: tried with a few lines. A tokenizer that marks
+    /// the beginning of a text, as Llama 2's does, encodes documents whole.
+    ///
+    /// # Errors
+    /// As [`Self::encode`].
+    pub(crate) fn cuts_at_lines(&self) -> Result<bool, DataError> {
+        for (before, behind) in
+            [("a line.\n", "Another"), ("x\n", "x x"), ("fn f() {\n", "}"), ("1\n", "2 3"), (".\n", "\"")]
+        {
+            let parts = [self.encode(before)?, self.encode(behind)?].concat();
+            if parts != self.encode(&[before, behind].concat())? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
     /// [`Self::encode`], and of each token whether any of its bytes stand in one of the spans.
     ///
     /// # Errors
