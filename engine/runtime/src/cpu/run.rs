@@ -36,25 +36,65 @@ pub(super) fn run_all(
     options: RunOptions,
     context: RunContext<'_>,
 ) -> Result<Option<usize>, (usize, Failure)> {
-    let RunContext { transfers, routed, file, times } = context;
-    let (mut culprit, mut had_room) = (None, true);
+    let mut run = Run { program, base, bytes, options, context, had_room: true };
+    let mut culprit = None;
     let mut begun = Instant::now();
     for (index, instruction) in program.instructions.iter().enumerate() {
         let span = tracing::trace_span!("op", name = instruction.kind.name(), layer = &*instruction.layer);
         let _entered = span.enter();
-        if routed.is_left_out(instruction) {
-            if options.poison {
-                instruction.dead_after.iter().for_each(|range| fill_with_nan(range.clone(), base, bytes));
-            }
+        if run.context.routed.is_left_out(instruction) {
+            run.poison(instruction);
             continue;
         }
-        if let Err(refusal) = routed.place(instruction) {
+        if let Err(refusal) = run.context.routed.place(instruction) {
             // Scores that are not numbers send all tokens to the same experts.
             let culprit = not_finite_before(program, index, base);
             return Err((culprit.unwrap_or(index), culprit.map_or(Failure::Overflow(refusal), |_| Failure::NonFinite)));
         }
+        run.execute(instruction).map_err(|failure| (index, failure))?;
+        if options.watch && culprit.is_none() && !are_finite(made(instruction), base, run.context.routed.places()) {
+            culprit = Some(index);
+        }
+        run.settle(instruction);
+        let ended = Instant::now();
+        run.context.times.add(instruction.activity, ended - begun);
+        begun = ended;
+        run.context.routed.release(instruction);
+        if options.poison {
+            run.context.routed.released(instruction).for_each(|range| fill_with_nan(range, base, bytes));
+        }
+        run.poison(instruction);
+    }
+    Ok(culprit)
+}
+
+/// What an instruction has made, of which a run that watches asks whether it is finite. What is being received is not looked at before
+/// the wait for it.
+fn made(instruction: &Instruction) -> &[Address] {
+    match &instruction.kind {
+        InstrKind::Compute(_) | InstrKind::Fetch(_) => &instruction.outputs,
+        InstrKind::Wait(_) | InstrKind::Finish(_) => &instruction.inputs,
+        _ => &[],
+    }
+}
+
+/// A run of a program.
+struct Run<'r> {
+    program: &'r CompiledProgram,
+    base: Base,
+    bytes: u64,
+    options: RunOptions,
+    context: RunContext<'r>,
+    /// Whether there is room here for what was voted on last.
+    had_room: bool,
+}
+
+impl Run<'_> {
+    /// Does what an instruction says, but for what is decided by it ([`Self::settle`]).
+    fn execute(&mut self, instruction: &Instruction) -> Result<(), Failure> {
+        let &mut Self { program, base, options, .. } = self;
+        let RunContext { transfers, routed, file, .. } = &mut self.context;
         let places = routed.places();
-        let failed = |source| (index, Failure::Communicator(source));
         let part = options.first_part + options.part_stride * u64::from(instruction.micro_batch);
         match &instruction.kind {
             InstrKind::Compute(op) => {
@@ -78,56 +118,51 @@ pub(super) fn run_all(
             }
             InstrKind::Send(message) | InstrKind::Receive(message) | InstrKind::Wait(message) => {
                 // SAFETY: as above; a program's last instructions wait for all that is under way.
-                unsafe { transfer(instruction, *message, base, transfers) }.map_err(failed)?;
+                unsafe { transfer(instruction, *message, base, transfers) }.map_err(Failure::Communicator)?;
             }
             InstrKind::Collective(collective, request) => {
                 // SAFETY: as above.
-                unsafe { begin(*collective, *request, instruction, (base, places), transfers) }.map_err(failed)?;
+                unsafe { begin(*collective, *request, instruction, (base, places), transfers) }
+                    .map_err(Failure::Communicator)?;
             }
-            InstrKind::Finish(request) => transfers.finish(*request).map_err(failed)?,
+            InstrKind::Finish(request) => transfers.finish(*request).map_err(Failure::Communicator)?,
             InstrKind::Vote(_) | InstrKind::ApplyVote(_) => {}
             InstrKind::Offload(id) | InstrKind::Fetch(id) => {
                 // SAFETY: as above.
-                unsafe { copy(instruction, program.host[id.index()], base, file) }
-                    .map_err(|source| (index, Failure::File(source)))?;
+                unsafe { copy(instruction, program.host[id.index()], base, file) }.map_err(Failure::File)?;
             }
         }
-        // What is being received is not to be looked at before the wait for it.
-        let watched = match &instruction.kind {
-            InstrKind::Compute(_) | InstrKind::Fetch(_) => &instruction.outputs,
-            InstrKind::Wait(_) | InstrKind::Finish(_) => &instruction.inputs,
-            _ => &Box::default(),
-        };
-        if options.watch && culprit.is_none() && !are_finite(watched, base, places) {
-            culprit = Some(index);
-        }
+        Ok(())
+    }
+
+    /// Votes, and counts what an instruction has counted.
+    fn settle(&mut self, instruction: &Instruction) {
+        let (base, routed) = (self.base, &mut *self.context.routed);
         match instruction.kind {
             InstrKind::Vote(_) => {
-                had_room = routed.offer(instruction);
-                // SAFETY: as above.
-                unsafe { scalar(base, &instruction.outputs[0]).write(if had_room { 0.0 } else { 1.0 }) };
+                self.had_room = routed.offer(instruction);
+                // SAFETY: as in `execute`.
+                unsafe { scalar(base, &instruction.outputs[0]).write(if self.had_room { 0.0 } else { 1.0 }) };
             }
             InstrKind::ApplyVote(_) => {
-                // SAFETY: as above.
+                // SAFETY: as in `execute`.
                 let without = unsafe { scalar(base, &instruction.inputs[0]).read() };
-                routed.settle(instruction, without != 0.0, had_room);
+                routed.settle(instruction, without != 0.0, self.had_room);
             }
             _ => {}
         }
         if let Some(count) = instruction.counts {
-            // SAFETY: as above; the instruction is over.
+            // SAFETY: as in `execute`; the instruction is over.
             routed.count(count, unsafe { last_u32(base, &instruction.outputs[0]) });
         }
-        let ended = Instant::now();
-        times.add(instruction.activity, ended - begun);
-        begun = ended;
-        routed.release(instruction);
-        if options.poison {
-            routed.released(instruction).for_each(|range| fill_with_nan(range, base, bytes));
-            instruction.dead_after.iter().for_each(|range| fill_with_nan(range.clone(), base, bytes));
+    }
+
+    /// Overwrites what is dead behind an instruction, if that was asked for.
+    fn poison(&self, instruction: &Instruction) {
+        if self.options.poison {
+            instruction.dead_after.iter().for_each(|range| fill_with_nan(range.clone(), self.base, self.bytes));
         }
     }
-    Ok(culprit)
 }
 
 /// Why a program did not run to its end.

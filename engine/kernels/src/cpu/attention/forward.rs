@@ -209,13 +209,23 @@ impl Task<'_> {
             products.block(Layout::Rows, rows.len(), &product);
 
             if job.visible(rows.end - 1) <= block.keys.end {
-                for (query, running) in rows.zip(running) {
-                    let out = from_raw_parts_mut(out.at(query), job.value_size);
-                    (row_kernels.scale)(out, 1.0 / running.sum);
-                    if !operands.lse.is_null() {
-                        let row = (batch * job.heads + head) * job.queries + query;
-                        *operands.lse.add(row) = running.max + running.sum.ln();
-                    }
+                self.finish(head, rows, running);
+            }
+        }
+    }
+
+    /// Divides the outputs of a panel by the sums of their weights, which have seen all keys.
+    unsafe fn finish(&self, head: usize, rows: Range<usize>, running: &[Running]) {
+        let &Self { job, operands, batch, .. } = self;
+        // SAFETY: heads and queries exist and are this task's.
+        unsafe {
+            let out = Head::new(operands.out, job.out, batch, head);
+            for (query, running) in rows.zip(running) {
+                let out = from_raw_parts_mut(out.at(query), job.value_size);
+                (self.instructions.rows.scale)(out, 1.0 / running.sum);
+                if !operands.lse.is_null() {
+                    let row = (batch * job.heads + head) * job.queries + query;
+                    *operands.lse.add(row) = running.max + running.sum.ln();
                 }
             }
         }
