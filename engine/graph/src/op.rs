@@ -61,6 +61,11 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
         false
     }
 
+    /// Whether the kernels for GPUs write output `index` through any strides but the last, which is 1.
+    fn writes_strides(&self, _index: usize) -> bool {
+        false
+    }
+
     /// Records the gradients of the inputs.
     ///
     /// # Errors

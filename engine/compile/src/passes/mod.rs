@@ -6,6 +6,7 @@
 mod fuse;
 mod hoist_update;
 mod in_place;
+mod join;
 mod messages;
 mod offload;
 mod renumber;
@@ -47,11 +48,13 @@ struct Pass {
 }
 
 /// All passes, in order.
-const PASSES: [Pass; 8] = [
+const PASSES: [Pass; 9] = [
     // Activations that wait for their backward in eight bits or in a file.
     Pass { name: "offload", run: offload::run },
     // What other ranks make is received, what they read is sent; whatever is under way is waited for.
     Pass { name: "messages", run: messages::run },
+    // Parts that are written where they would be copied to.
+    Pass { name: "join", run: join::run },
     // Outputs that take over the bytes of an input that nobody reads any more.
     Pass { name: "in_place", run: in_place::run },
     Pass { name: "renumber", run: renumber::run },
@@ -74,7 +77,7 @@ pub(crate) fn run(
     for pass in &PASSES {
         let is_for = match (pass.name, context.lowering.target) {
             ("widen", target) => matches!(target, Target::Cpu { .. }),
-            ("fuse", target) => target == Target::Cuda,
+            ("join" | "fuse", target) => target == Target::Cuda,
             _ => true,
         };
         if !is_for {

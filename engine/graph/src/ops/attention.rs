@@ -322,6 +322,9 @@ impl Op for AttentionGrad {
         let starts = (args.inputs() > 6).then(|| args.input(6));
         kernel.backward(q, k, v, out, lse, d_out, starts, grads, scratch).expect("extents by the shape rule");
     }
+    fn writes_strides(&self, _: usize) -> bool {
+        true
+    }
     fn cuda_workspace(&self, inputs: &[Spec], _: &[Spec]) -> Vec<u64> {
         gapless_kernels::cuda::launch::attention_grad_workspace(&inputs[4])
     }

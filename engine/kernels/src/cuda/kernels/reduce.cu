@@ -33,16 +33,19 @@ constexpr u32 RUN = 16;
 
 struct FoldPiecesArguments {
     const f32* parts;
-    void* out;
+    // One result, or two: the parts of the second lie so many elements behind those of the first.
+    void* out[2];
+    u64 second;
     u64 sequences;
     // Pieces of a sequence.
     u64 pieces;
     u64 width;
+    // Bit by bit.
     u32 accumulate;
 };
 
 // The pieces' sums: those of a run, and then the runs in order, onto what is there or from the first on. A block has as many
-// columns as a warp has lanes.
+// columns as a warp has lanes; a row of blocks has one result.
 template <typename T>
 __device__ void fold_pieces(const FoldPiecesArguments& to) {
     f32* sums = (f32*)shared_memory;
@@ -50,14 +53,15 @@ __device__ void fold_pieces(const FoldPiecesArguments& to) {
     const bool is_there = column < to.width;
     const u32 warps = blockDim.x / 32;
     const u64 of_sequence = (to.pieces + RUN - 1) / RUN, runs = to.sequences * of_sequence;
-    T* out = (T*)to.out + column;
-    f32 sum = to.accumulate && is_there ? load(out) : 0.0f;
+    const f32* parts = to.parts + blockIdx.y * to.second;
+    T* out = (T*)to.out[blockIdx.y] + column;
+    f32 sum = (to.accumulate >> blockIdx.y & 1) && is_there ? load(out) : 0.0f;
     for (u64 first = 0; first < runs; first += warps) {
         const u64 run = first + warp_of(), sequence = run / of_sequence;
         const u64 start = sequence * to.pieces + run % of_sequence * RUN;
         const u64 end = run < runs && is_there ? smaller(start + RUN, (sequence + 1) * to.pieces) : start;
         f32 of_run = 0.0f;
-        for (u64 piece = start; piece < end; ++piece) of_run += to.parts[piece * to.width + column];
+        for (u64 piece = start; piece < end; ++piece) of_run += parts[piece * to.width + column];
         __syncthreads(); // The sums before have been read.
         sums[threadIdx.x] = of_run;
         __syncthreads();

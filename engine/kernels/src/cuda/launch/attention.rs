@@ -72,6 +72,13 @@ impl HeadStrides {
         }
     }
 
+    /// Of [batch, tokens, heads, head size] with any strides but the last.
+    fn by_token(layout: &Layout) -> Option<Self> {
+        Some(match Self::of(layout)? {
+            Self { batch, head: token, token: head } => Self { batch, head, token },
+        })
+    }
+
     /// Of dense [batch, tokens, heads, head size].
     fn dense(tokens: u64, heads: u64, head_size: u64) -> Self {
         Self { batch: tokens * heads * head_size, head: head_size, token: heads * head_size }
@@ -189,9 +196,9 @@ impl AttentionArguments {
             at_k: HeadStrides::of(&k.layout)?,
             at_v: HeadStrides::of(&v.layout)?,
             at_out: HeadStrides::dense(queries, heads, value_size),
-            at_dq: HeadStrides::dense(queries, heads, head_size),
-            at_dk: HeadStrides::dense(keys, kv_heads, head_size),
-            at_dv: HeadStrides::dense(keys, kv_heads, value_size),
+            at_dq: HeadStrides::default(),
+            at_dk: HeadStrides::default(),
+            at_dv: HeadStrides::default(),
             starts: starts.map_or(0, |starts| starts.address),
             window: of.window.unwrap_or(0) as u64,
             scale: of.scale,
@@ -248,6 +255,9 @@ pub fn attention_grad(of: Scores, operands: &Operands<'_>) -> Option<Vec<Launch>
         dq: dq.address,
         dk: dk.address,
         dv: dv.address,
+        at_dq: HeadStrides::by_token(&dq.layout)?,
+        at_dk: HeadStrides::by_token(&dk.layout)?,
+        at_dv: HeadStrides::by_token(&dv.layout)?,
         ..AttentionArguments::new(of, [q, k, v], starts.first())?
     };
     let AttentionArguments { heads, kv_heads, queries, keys, .. } = arguments;

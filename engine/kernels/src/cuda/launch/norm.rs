@@ -1,7 +1,5 @@
 //! Launches of norm.cu.
 
-use candle_core::DType;
-
 use super::reduce::{PieceRows, Pieces, SUMMING, blocks_of_columns, fold};
 use super::{Kernel, Launch, Operands, blocks, launches, typed};
 use crate::Spec;
@@ -81,9 +79,7 @@ pub fn norm_grad_weight_workspace(x: &Spec) -> Vec<u64> {
 
 /// (d_weight, d_bias) from (x, stats, dy).
 pub fn norm_grad_weight(operands: &Operands<'_>) -> Option<Vec<Launch>> {
-    let ([x, stats, dy], [d_weight, d_bias], &[parts]) = (operands.inputs, operands.outputs, operands.workspace) else {
-        return None;
-    };
+    let ([x, stats, dy], &[parts]) = (operands.inputs, operands.workspace) else { return None };
     let pieces = Pieces::of(x.dims());
     let (count, width) = (pieces.count(), x.width());
     let arguments = NormGradWeightArguments {
@@ -102,10 +98,6 @@ pub fn norm_grad_weight(operands: &Operands<'_>) -> Option<Vec<Launch>> {
         shared_bytes: 0,
         arguments: Box::new(arguments),
     };
-    let bytes = DType::F32.size_in_bytes() as u64 * count * width;
-    launches([
-        sums,
-        fold(parts, d_weight, pieces, operands.accumulate(0))?,
-        fold(parts + bytes, d_bias, pieces, operands.accumulate(1))?,
-    ])
+    let accumulate = operands.accumulate(0) | operands.accumulate(1) << 1;
+    fold(sums, parts, operands.outputs, pieces, accumulate)
 }

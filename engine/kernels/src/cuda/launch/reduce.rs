@@ -68,7 +68,8 @@ struct ColumnSumsArguments {
 #[repr(C)]
 struct FoldPiecesArguments {
     parts: u64,
-    out: u64,
+    out: [u64; 2],
+    second: u64,
     sequences: u64,
     pieces: u64,
     width: u64,
@@ -100,19 +101,33 @@ struct ScaledSumArguments {
     accumulate: u32,
 }
 
-/// Adds up the sums of pieces.
-pub(super) fn fold(parts: u64, out: &Operand, pieces: Pieces, accumulate: u32) -> Option<Kernel> {
-    let (width, sequences) = (out.count(), pieces.sequences);
-    let of_sequence = pieces.of_sequence();
-    let arguments = FoldPiecesArguments { parts, out: out.address, sequences, pieces: of_sequence, width, accumulate };
-    Some(Kernel {
-        family: Reduce,
-        name: typed("fold_pieces", out.dtype)?,
-        grid: [blocks(width, 32), 1, 1],
-        block: BLOCK,
-        shared_bytes: 4 * BLOCK,
-        arguments: Box::new(arguments),
-    })
+/// Adds up the sums of pieces, behind the kernel that has made them, into one tensor, or into two of one width, whose sums lie one behind
+/// the other. Bits say which of them are added to.
+pub(super) fn fold(sums: Kernel, parts: u64, outs: &[Operand], pieces: Pieces, accumulate: u32) -> Option<Vec<Launch>> {
+    let width = outs.first()?.count();
+    let second = pieces.count() * width;
+    // Those of one type side by side.
+    let same = if outs.iter().all(|out| out.dtype == outs[0].dtype) { outs.len() } else { 1 };
+    let of = |(index, outs): (usize, &[Operand])| {
+        let arguments = FoldPiecesArguments {
+            parts: parts + 4 * second * index as u64,
+            out: [outs.first()?.address, outs.last()?.address],
+            second,
+            sequences: pieces.sequences,
+            pieces: pieces.of_sequence(),
+            width,
+            accumulate: accumulate >> index,
+        };
+        Some(Launch::Kernel(Kernel {
+            family: Reduce,
+            name: typed("fold_pieces", outs[0].dtype)?,
+            grid: [blocks(width, 32), outs.len() as u32, 1],
+            block: BLOCK,
+            shared_bytes: 4 * BLOCK,
+            arguments: Box::new(arguments),
+        }))
+    };
+    std::iter::once(Some(Launch::Kernel(sums))).chain(outs.chunks(same).enumerate().map(of)).collect()
 }
 
 /// The rows that are summed when `dims` are, if those lead: [rows in sequences, width].
@@ -149,7 +164,7 @@ pub fn sum(dims: &[usize], operands: &Operands<'_>) -> Option<Vec<Launch>> {
             shared_bytes: 0,
             arguments: Box::new(ColumnSumsArguments { x: x.address, parts, width, pieces: pieces.rows }),
         };
-        return launches([sums, fold(parts, out, pieces, accumulate)?]);
+        return fold(sums, parts, operands.outputs, pieces, accumulate);
     }
     let (extents, strides) = (x.dims(), x.layout.stride());
     let part = |keep: bool| {
