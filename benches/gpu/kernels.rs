@@ -147,11 +147,15 @@ fn table(title: &str, rows: &[Row], whole_ms: f64) -> String {
 mod tests {
     use std::time::Duration;
 
+    use gapless::engine::cuda::Work;
+
     use super::*;
 
     fn timed(operation: &'static str, layer: &str, ms: u64) -> Timed {
         let time = Duration::from_millis(ms);
-        Timed { operation, layer: layer.into(), micro_batch: 0, time, flops: 1_000_000, bytes: 20_000 }
+        let (layer, kernels) = (layer.to_owned(), Vec::new());
+        let work = Work { operation, layer, micro_batch: 0, kernels, flops: 1_000_000, bytes: 20_000 };
+        Timed { work, time }
     }
 
     #[test]

@@ -159,6 +159,12 @@ impl DeviceProfile {
         Rates { flops: self.products * self.peak(precision), bytes: self.bytes }
     }
 
+    /// What an operation reaches.
+    pub(super) fn rates_of(&self, operation: &str, precision: Precision) -> Rates {
+        let reached = if operation.contains("attention") { self.attention } else { self.products };
+        Rates { flops: reached * self.peak(precision), bytes: self.bytes }
+    }
+
     /// Products reach so many FLOP/s, whatever their type.
     pub(super) fn set_flops(&mut self, flops: f64) {
         (self.f32_flops, self.bf16_flops) = (flops / self.products, flops / self.products);
@@ -189,9 +195,7 @@ impl CostModel for DeviceProfile {
     /// Held up by arithmetic or by memory, whichever takes longer, and at least by its launch.
     fn nanoseconds(&self, instr: &Instr, precision: Precision) -> u64 {
         let InstrKind::Compute(op) = &instr.kind else { return 0 };
-        let reached = if op.name().contains("attention") { self.attention } else { self.products };
-        let rates = Rates { flops: reached * self.peak(precision), bytes: self.bytes };
-        instr.nanoseconds(&rates).max((self.launch * 1e9) as u64)
+        instr.nanoseconds(&self.rates_of(op.name(), precision)).max((self.launch * 1e9) as u64)
     }
 
     fn transfer(&self, bytes: u64) -> u64 {

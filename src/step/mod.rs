@@ -28,6 +28,8 @@ mod eager;
 mod estimate;
 mod model;
 mod read;
+#[cfg(feature = "cuda")]
+mod roofline;
 mod sketch;
 mod spec;
 mod timing;
@@ -36,6 +38,8 @@ pub use device::{CostModel, DeviceProfile, UnknownDevice};
 pub use eager::{EagerError, Lowering};
 pub use estimate::{Estimate, estimate};
 pub use model::{ModelSpec, PRESETS};
+#[cfg(feature = "cuda")]
+pub use roofline::{Bound, Roofline, RooflineRow};
 pub use sketch::{Sketch, SketchKey};
 pub use spec::{Precision, Step, StepSpec};
 pub use timing::{Timing, TimingError};

@@ -192,6 +192,28 @@ fn plan_model(arguments: &[&str]) -> Output {
 }
 
 #[test]
+#[cfg(feature = "cuda")]
+fn a_roofline_lists_what_a_step_launches() {
+    let plan_mixed = |arguments: &[&str]| {
+        let step = ["plan", "--model", "small", "--batch", "4", "--sequence", "128", "--dtype", "mixed", "--roofline"];
+        Command::new(env!("CARGO_BIN_EXE_gapless")).args(step).args(arguments).output().unwrap()
+    };
+    let roofline = |card: &str| -> serde_json::Value {
+        let output = plan_mixed(&["--kernels", "cuda", "--card", card, "--json"]);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        serde_json::from_slice::<serde_json::Value>(&output.stdout).unwrap()["roofline"].take()
+    };
+    let [a100, b200] = ["a100-80", "b200"].map(roofline);
+    assert_eq!((&a100["launches"], &a100["bytes"]), (&b200["launches"], &b200["bytes"]));
+    assert!(a100["milliseconds"].as_f64() > b200["milliseconds"].as_f64());
+    let shown = String::from_utf8(plan_mixed(&["--kernels", "cuda"]).stdout).unwrap();
+    assert!(shown.contains("on h100, estimated: ") && shown.contains("attention: attention_tc_64"), "{shown}");
+    let refused = plan_mixed(&[]);
+    assert_eq!(refused.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("no roofline; it is that of --kernels cuda"));
+}
+
+#[test]
 fn a_step_is_planned_within_its_budget_or_refused() {
     let json = |arguments: &[&str]| -> serde_json::Value {
         let output = plan_model(&[arguments, &["--json"]].concat());

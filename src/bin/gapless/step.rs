@@ -102,7 +102,7 @@ pub struct StepArguments {
     #[serde(skip_serializing_if = "Option::is_none")]
     routing: Option<f64>,
     /// The device that time is estimated for: a100-80, h100, h200, b200, or a file (docs/sweep.md); h100 if not given.
-    #[arg(long, value_name = "NAME|FILE.toml")]
+    #[arg(long, value_name = "NAME|FILE.toml", alias = "card")]
     #[serde(skip_serializing_if = "Option::is_none")]
     profile: Option<String>,
     /// TFLOP/s of its matrix products, where they are not the profile's.

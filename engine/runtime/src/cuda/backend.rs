@@ -93,8 +93,8 @@ impl Session<CudaBackend> {
     /// # Errors
     /// [`Error::NoDeviceKernels`], as [`Self::on_cuda`].
     pub fn launches(executable: &Executable) -> Result<Vec<Launch>> {
-        let nowhere = Place { base: 0, key: 0, first_part: 0, part_stride: 1 };
-        let parts = executable.programs.iter().map(|program| nowhere.parts(program)).collect::<Result<Vec<_>>>()?;
+        let parts =
+            executable.programs.iter().map(|program| Place::NOWHERE.parts(program)).collect::<Result<Vec<_>>>()?;
         let launches = parts.into_iter().flatten().filter_map(|part| match part {
             Part::Launches(launches) => Some(launches),
             Part::Exchange(_) => None,
@@ -253,6 +253,9 @@ pub(super) struct Place {
 }
 
 impl Place {
+    /// Before there is a device: as if the arena began at address 0.
+    pub(super) const NOWHERE: Self = Self { base: 0, key: 0, first_part: 0, part_stride: 1 };
+
     /// All that a program does: launches, each with the instruction that it is for, between what has to do with other ranks.
     pub(super) fn parts(&self, program: &CompiledProgram) -> Result<Vec<Part<Launches>>> {
         let (mut parts, mut launches) = (Vec::new(), Vec::new());

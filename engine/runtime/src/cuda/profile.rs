@@ -1,35 +1,54 @@
-//! How long each instruction of a program takes on a device.
+//! What each instruction of a program launches, reads, writes and computes, and how long it takes on a device.
 
+use std::ops::{Deref, Range};
 use std::time::Duration;
 
-use gapless_compile::internal::Instruction;
+use gapless_compile::internal::{CompiledProgram, Instruction};
 use gapless_compile::{Executable, InstrKind, ProgramId};
 use gapless_kernels::cuda::Launch;
 
-use super::backend::{CudaBackend, Part, specs};
+use super::backend::{CudaBackend, Launches, Part, Place, specs};
 use crate::error::Result;
 use crate::session::RunOptions;
 
-/// How long an instruction took, or several that are launched together, beside what it has to do.
+/// What an instruction has to do, or several that are launched together.
 #[derive(Debug, Clone, serde::Serialize)]
-pub struct Timed {
+pub struct Work {
     /// The operation's name.
     pub operation: &'static str,
     /// The layer that it belongs to.
     pub layer: String,
     /// The micro-batch.
     pub micro_batch: u32,
-    /// From the end of what came before it to the end of its last kernel.
-    pub time: Duration,
+    /// What is launched for it.
+    pub kernels: Vec<String>,
     /// Arithmetic (`Op::flops`).
     pub flops: u64,
     /// Bytes that it reads and writes (`Op::bytes_moved`).
     pub bytes: u64,
 }
 
-impl Timed {
-    /// Of instructions that were launched as the first of them; none if that computes nothing.
-    fn of(instructions: &[Instruction], time: Duration) -> Option<Self> {
+/// How long it took.
+#[derive(Debug, Clone, serde::Serialize)]
+pub struct Timed {
+    /// What it had to do.
+    #[serde(flatten)]
+    pub work: Work,
+    /// From the end of what came before it to the end of its last kernel.
+    pub time: Duration,
+}
+
+impl Deref for Timed {
+    type Target = Work;
+
+    fn deref(&self) -> &Work {
+        &self.work
+    }
+}
+
+impl Work {
+    /// Of instructions that are launched as the first of them; none if that computes nothing.
+    fn of(instructions: &[Instruction], launches: &[Launch]) -> Option<Self> {
         let operations = instructions.iter().filter_map(|instruction| match &instruction.kind {
             InstrKind::Compute(op) => Some((op, instruction)),
             _ => None,
@@ -40,11 +59,59 @@ impl Timed {
             let (inputs, outputs) = (specs(inputs), specs(outputs));
             (flops + op.flops(&inputs, &outputs), bytes + op.bytes_moved(&inputs, &outputs))
         });
-        Some(Self { operation, layer, micro_batch, time, flops, bytes })
+        let kernels = launches.iter().map(|launch| match launch {
+            Launch::Kernel(kernel) => kernel.name.clone(),
+            Launch::Product(product) => format!("product {}×{}×{}", product.m, product.n, product.k),
+        });
+        Some(Self { operation, layer, micro_batch, kernels: kernels.collect(), flops, bytes })
     }
 }
 
+/// Launches of one part of a program, up to the instruction `end`: each instruction's own together, with those that are launched as it.
+fn by_instruction(launches: Launches, end: usize) -> Vec<(Range<usize>, Vec<Launch>)> {
+    let mut groups: Vec<(Range<usize>, Vec<Launch>)> = Vec::new();
+    for (of, launch) in launches {
+        match groups.last_mut() {
+            Some((span, group)) if span.start == of => group.push(launch),
+            last => {
+                // Up to the next one that has launches of its own, others have theirs among them.
+                if let Some((span, _)) = last {
+                    span.end = of;
+                }
+                groups.push((of..end, vec![launch]));
+            }
+        }
+    }
+    groups
+}
+
+/// The parts of a program, each with the instruction that ends it.
+fn parts_with_ends(place: &Place, program: &CompiledProgram) -> Result<Vec<(Part<Launches>, usize)>> {
+    let parts = place.parts(program)?;
+    let end_behind = |index: usize| match parts.get(index + 1) {
+        Some(&Part::Exchange(end)) => end,
+        _ => program.instructions.len(),
+    };
+    let ends: Vec<usize> = (0..parts.len()).map(end_behind).collect();
+    Ok(parts.into_iter().zip(ends).collect())
+}
+
 impl CudaBackend {
+    /// What each program of an executable has to do on a device, in order, but for messages; known without one.
+    ///
+    /// # Errors
+    /// [`Error::NoDeviceKernels`](crate::Error::NoDeviceKernels), as [`Session::on_cuda`](crate::Session::on_cuda).
+    pub fn work(executable: &Executable) -> Result<Vec<Vec<Work>>> {
+        let of_program = |program: &CompiledProgram| -> Result<Vec<Work>> {
+            let work = parts_with_ends(&Place::NOWHERE, program)?.into_iter().flat_map(|(part, end)| match part {
+                Part::Launches(launches) => by_instruction(launches, end),
+                Part::Exchange(_) => Vec::new(),
+            });
+            Ok(work.filter_map(|(span, launches)| Work::of(&program.instructions[span], &launches)).collect())
+        };
+        executable.programs.iter().map(of_program).collect()
+    }
+
     /// Runs a program as [`Session::run`](crate::Session::run) does, and says how long each instruction took: on a stream instead of as a graph. Updates that
     /// are launched together are one.
     ///
@@ -57,8 +124,7 @@ impl CudaBackend {
         let mut exchanging = staging.run();
         let mut profile = || {
             let mut timed: Vec<Timed> = Vec::new();
-            let mut parts = place.parts(program)?.into_iter().peekable();
-            while let Some(part) = parts.next() {
+            for (part, end) in parts_with_ends(place, program)? {
                 let launches = match part {
                     Part::Launches(launches) => launches,
                     Part::Exchange(index) => {
@@ -66,23 +132,12 @@ impl CudaBackend {
                         continue;
                     }
                 };
-                let end = match parts.peek() {
-                    Some(&Part::Exchange(index)) => index,
-                    _ => program.instructions.len(),
-                };
-                let mut groups: Vec<(usize, Vec<Launch>)> = Vec::new();
-                for (of, launch) in launches {
-                    match groups.last_mut().filter(|group| group.0 == of) {
-                        Some(group) => group.1.push(launch),
-                        None => groups.push((of, vec![launch])),
-                    }
-                }
-                let (of, groups): (Vec<usize>, Vec<Vec<Launch>>) = groups.into_iter().unzip();
-                let times = device.time(&groups, &|group| program.instructions[of[group]].describe())?;
-                // Up to the next one that has launches of its own, others have theirs among them.
-                let ends = of.iter().skip(1).copied().chain([end]);
-                for ((&first, end), time) in of.iter().zip(ends).zip(times) {
-                    timed.extend(Timed::of(&program.instructions[first..end], time));
+                let (spans, groups): (Vec<Range<usize>>, Vec<Vec<Launch>>) =
+                    by_instruction(launches, end).into_iter().unzip();
+                let times = device.time(&groups, &|group| program.instructions[spans[group].start].describe())?;
+                for ((span, launches), time) in spans.into_iter().zip(&groups).zip(times) {
+                    let work = Work::of(&program.instructions[span], launches);
+                    timed.extend(work.map(|work| Timed { work, time }));
                 }
             }
             Ok(timed)

@@ -49,6 +49,11 @@ pub struct Arguments {
     step: StepArguments,
     #[command(flatten)]
     curve: step::CurveArguments,
+    /// Also list the step's kernels on a GPU, with launches, arithmetic, bytes and estimated time; needs --kernels cuda. The card is
+    /// --profile's.
+    #[cfg(feature = "cuda")]
+    #[arg(long, conflicts_with = "file")]
+    roofline: bool,
 }
 
 /// Does what the arguments ask and says how it went.

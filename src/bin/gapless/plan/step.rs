@@ -65,6 +65,9 @@ pub struct Planned {
     ranks: Vec<Run>,
     #[serde(skip_serializing_if = "Option::is_none")]
     curve: Option<Curve>,
+    #[cfg(feature = "cuda")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    roofline: Option<gapless::step::Roofline>,
 }
 
 /// What a rank of a run takes: its training step, evaluation and sampling in one arena.
@@ -103,6 +106,8 @@ pub fn plan_rank(step: &Step, graph: &StepGraph, rank: usize) -> Result<(Planned
         model,
         ranks: Vec::new(),
         curve: None,
+        #[cfg(feature = "cuda")]
+        roofline: None,
     };
     Ok((planned, executable))
 }
@@ -124,7 +129,13 @@ pub fn plan(arguments: &super::Arguments, step: &Step) -> anyhow::Result<Fit> {
                 return tell_why(step, &graph, rank, budget, smallest);
             }
             Err(error) => return Err(error.into()),
-            Ok((figures, executable)) => {
+            #[cfg_attr(not(feature = "cuda"), expect(unused_mut, reason = "only a roofline is added"))]
+            Ok((mut figures, executable)) => {
+                #[cfg(feature = "cuda")]
+                if arguments.roofline {
+                    let roofline = step.roofline(&executable).context("no roofline; it is that of --kernels cuda")?;
+                    figures.roofline = Some(roofline);
+                }
                 write(arguments, step, rank, &executable)?;
                 planned.push(figures);
             }
@@ -233,6 +244,10 @@ fn report(out: &mut dyn Write, of: &Step, step: &Planned) -> io::Result<()> {
         let ops = if first.ops.is_empty() { "nothing".to_owned() } else { first.ops.join(", ") };
         writeln!(out, "  {range:<28} {ops}")?;
         from += count;
+    }
+    #[cfg(feature = "cuda")]
+    if let Some(roofline) = &step.roofline {
+        write!(out, "\n{roofline}")?;
     }
     match &step.curve {
         Some(curve) => write!(out, "\n{curve}"),

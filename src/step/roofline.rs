@@ -1,0 +1,200 @@
+//! A step on a GPU, kernel by kernel, before there is one: launches, arithmetic, bytes, and the time that they take at least.
+//!
+//! In: a planned rank of a step, lowered for CUDA. Out: rows, each of the instructions that launch the same kernels. The model is the
+//! roofline's (Williams, Waterman and Patterson 2009, "Roofline: an insightful visual performance model"): an instruction takes as long
+//! as its arithmetic or its bytes at the rates that a [`DeviceProfile`](super::DeviceProfile) says are reached, or as its launches do.
+//! Never: scratch between the kernels of one instruction, caches, or clocks under load.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use gapless_engine::compile::Executable;
+use gapless_engine::cuda::{CudaBackend, Work};
+use serde::Serialize;
+
+use super::{DeviceProfile, Precision, Step};
+use crate::TrainError;
+
+/// What holds an instruction up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Bound {
+    /// Arithmetic.
+    Flops,
+    /// Memory.
+    Bytes,
+    /// The launches themselves.
+    Launches,
+}
+
+/// Instructions that launch the same kernels.
+#[derive(Debug, Clone, Serialize)]
+pub struct RooflineRow {
+    /// The operation's name.
+    pub operation: String,
+    /// What each of them launches, by name; products by their extents.
+    pub kernels: Vec<String>,
+    /// How many.
+    pub count: usize,
+    /// Launches of all of them.
+    pub launches: usize,
+    /// Arithmetic of all of them.
+    pub flops: u64,
+    /// Bytes read and written by all of them.
+    pub bytes: u64,
+    /// Estimated time of all of them.
+    pub milliseconds: f64,
+    /// What holds them up.
+    pub bound: Bound,
+}
+
+/// An estimate of a rank's step.
+#[derive(Debug, Clone, Serialize)]
+pub struct Roofline {
+    /// The device's name.
+    pub device: String,
+    /// Launches of a step.
+    pub launches: usize,
+    /// Its arithmetic.
+    pub flops: u64,
+    /// Bytes that it reads and writes.
+    pub bytes: u64,
+    /// Bytes of all but products and attention.
+    pub other_bytes: u64,
+    /// Estimated time, messages to other ranks left out.
+    pub milliseconds: f64,
+    /// By kernels, the longest first.
+    pub rows: Vec<RooflineRow>,
+}
+
+impl Step {
+    /// What a planned rank launches on a GPU, and how long that takes on the step's device.
+    ///
+    /// # Errors
+    /// [`TrainError::Runtime`] when it was not lowered for CUDA.
+    pub fn roofline(&self, executable: &Executable) -> Result<Roofline, TrainError> {
+        let mut rows: BTreeMap<(&str, Vec<String>, Bound), RooflineRow> = BTreeMap::new();
+        for work in CudaBackend::work(executable)?.into_iter().flatten() {
+            let (seconds, bound) = seconds(&work, &self.device, self.precision);
+            let Work { operation, kernels, flops, bytes, .. } = work;
+            let row = rows.entry((operation, kernels.clone(), bound)).or_insert_with(|| {
+                let operation = operation.to_owned();
+                RooflineRow { operation, kernels, count: 0, launches: 0, flops: 0, bytes: 0, milliseconds: 0.0, bound }
+            });
+            row.count += 1;
+            row.launches += row.kernels.len();
+            (row.flops, row.bytes) = (row.flops + flops, row.bytes + bytes);
+            row.milliseconds += 1e3 * seconds;
+        }
+        let mut rows: Vec<RooflineRow> = rows.into_values().collect();
+        rows.sort_by(|a, b| b.milliseconds.total_cmp(&a.milliseconds));
+        let is_other = |row: &&RooflineRow| {
+            !row.operation.contains("attention") && !row.kernels.iter().any(|kernel| kernel.starts_with("product"))
+        };
+        Ok(Roofline {
+            device: self.device.name.clone(),
+            launches: rows.iter().map(|row| row.launches).sum(),
+            flops: rows.iter().map(|row| row.flops).sum(),
+            bytes: rows.iter().map(|row| row.bytes).sum(),
+            other_bytes: rows.iter().filter(is_other).map(|row| row.bytes).sum(),
+            milliseconds: rows.iter().map(|row| row.milliseconds).sum(),
+            rows,
+        })
+    }
+}
+
+/// The time of an instruction, and what it is made of.
+fn seconds(work: &Work, device: &DeviceProfile, precision: Precision) -> (f64, Bound) {
+    let rates = device.rates_of(work.operation, precision);
+    let by_flops = (work.flops as f64 / rates.flops, Bound::Flops);
+    let by_bytes = (work.bytes as f64 / rates.bytes, Bound::Bytes);
+    let by_launches = (work.kernels.len() as f64 * device.launch, Bound::Launches);
+    [by_bytes, by_launches].into_iter().fold(by_flops, |most, other| if other.0 > most.0 { other } else { most })
+}
+
+impl fmt::Display for Roofline {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { device, launches, milliseconds, .. } = self;
+        let (teraflops, gigabytes) = (self.flops as f64 / 1e12, self.bytes as f64 / 1e9);
+        writeln!(
+            f,
+            "on {device}, estimated: {milliseconds:.2} ms per step; {launches} launches, {teraflops:.2} TFLOP, {gigabytes:.2} GB moved, {:.2} GB besides products and attention",
+            self.other_bytes as f64 / 1e9
+        )?;
+        writeln!(f, "{:>9} {:>6} {:>9} {:>10} {:>9}  {:8}  kernels", "ms", "%", "launches", "GFLOP", "MB", "bound")?;
+        for row in &self.rows {
+            let bound = match row.bound {
+                Bound::Flops => "flops",
+                Bound::Bytes => "bytes",
+                Bound::Launches => "launches",
+            };
+            writeln!(
+                f,
+                "{:9.3} {:6.1} {:9} {:10.1} {:9.1}  {bound:8}  {}× {}: {}",
+                row.milliseconds,
+                100.0 * row.milliseconds / milliseconds,
+                row.launches,
+                row.flops as f64 / 1e9,
+                row.bytes as f64 / 1e6,
+                row.count,
+                row.operation,
+                Counted(&row.kernels)
+            )?;
+        }
+        Ok(())
+    }
+}
+
+/// Each name once, in order, with how often it is there.
+struct Counted<'a>(&'a [String]);
+
+impl fmt::Display for Counted<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let count = |name: &String| self.0.iter().filter(|other| *other == name).count();
+        let firsts = self.0.iter().enumerate().filter(|(index, name)| !self.0[..*index].contains(name));
+        for (place, (_, name)) in firsts.enumerate() {
+            let comma = if place == 0 { "" } else { ", " };
+            match count(name) {
+                1 => write!(f, "{comma}{name}")?,
+                count => write!(f, "{comma}{count} × {name}")?,
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::step::StepSpec;
+
+    #[test]
+    fn a_step_is_as_long_as_what_holds_it_up() {
+        let spec = |kernels: &str| -> StepSpec {
+            let text = format!(
+                "model = \"gpt:vocabulary=64,layers=2,heads=2,width=64\"\nbatch = 2\nsequence = 64\ndtype = \"mixed\"\nkernels = \"{kernels}\""
+            );
+            toml::from_str(&text).unwrap()
+        };
+        let planned = |kernels| {
+            let step = spec(kernels).check().unwrap();
+            let program = step.program(&step.record().unwrap(), 0).unwrap();
+            let flops = program.flops();
+            let executable = step.plan(program).unwrap();
+            (step.roofline(&executable), flops, step)
+        };
+        let (roofline, flops, step) = planned("cuda");
+        let roofline = roofline.unwrap();
+        assert_eq!(roofline.flops, flops);
+        let least = |row: &super::RooflineRow| row.launches as f64 * step.device.launch * 1e3;
+        assert!(roofline.rows.iter().all(|row| row.milliseconds >= 0.9999 * least(row)));
+        assert!(roofline.milliseconds >= 0.9999e3 * roofline.bytes as f64 / step.device.bytes);
+        let shown = roofline.to_string();
+        assert!(shown.contains("12× adamw") || shown.contains("adamw"), "{shown}");
+        assert!(
+            roofline.rows.iter().any(|row| row.kernels.iter().any(|name| name.starts_with("product 128×"))),
+            "{shown}"
+        );
+        // What was lowered for the CPU has no kernels.
+        assert!(planned("cpu").0.is_err());
+    }
+}
