@@ -7,7 +7,19 @@
 use std::arch::x86_64::*;
 use std::sync::OnceLock;
 
-/// An instruction set that kernels are compiled for. All levels compute the same bits.
+/// Whether this machine multiplies pairs of bf16 (`vdpbf16ps` of AVX-512), asked once.
+pub fn multiplies_bf16() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    {
+        static ANSWER: OnceLock<bool> = OnceLock::new();
+        *ANSWER.get_or_init(|| Level::Avx512.is_available() && is_x86_feature_detected!("avx512bf16"))
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
+
+/// An instruction set that kernels are compiled for. All levels compute the same bits, but for products of which both factors are bf16,
+/// which [`Level::Avx512`] may take [in pairs](multiplies_bf16).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Level {
     /// Arrays of eight that the compiler vectorises as well as the target allows (NEON on 64-bit Arm).
@@ -61,6 +73,8 @@ pub(super) fn prefetch(at: *const f32) {
 /// [`Vector::LANES`] floats at the pointer, which need not be aligned.
 pub(super) trait Vector: Copy {
     const LANES: usize;
+    /// Whether a lane of a factor is two neighbours of bf16 along k, which [`Vector::mul_add`] multiplies and adds both.
+    const IS_PAIRS: bool = false;
 
     unsafe fn splat(x: f32) -> Self;
     unsafe fn load(from: *const f32) -> Self;
@@ -120,6 +134,51 @@ macro_rules! vector {
 vector!(__m512, 16, _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_add_ps, _mm512_fmadd_ps, transpose_16);
 #[cfg(target_arch = "x86_64")]
 vector!(__m256, 8, _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_add_ps, _mm256_fmadd_ps, transpose_8);
+
+/// A register of f32 sums, or of pairs of bf16 factors.
+#[cfg(target_arch = "x86_64")]
+#[derive(Clone, Copy)]
+pub(super) struct Pairs(__m512);
+
+#[cfg(target_arch = "x86_64")]
+impl Vector for Pairs {
+    const LANES: usize = 16;
+    const IS_PAIRS: bool = true;
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> Self {
+        // SAFETY: the caller has the level's features.
+        Self(unsafe { _mm512_set1_ps(x) })
+    }
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> Self {
+        // SAFETY: the caller gives sixteen readable floats.
+        Self(unsafe { _mm512_loadu_ps(from) })
+    }
+    #[inline(always)]
+    unsafe fn store(self, to: *mut f32) {
+        // SAFETY: the caller gives sixteen writable floats.
+        unsafe { _mm512_storeu_ps(to, self.0) }
+    }
+    #[inline(always)]
+    unsafe fn add(self, other: Self) -> Self {
+        // SAFETY: the caller has the level's features.
+        Self(unsafe { _mm512_add_ps(self.0, other.0) })
+    }
+    #[inline(always)]
+    unsafe fn mul_add(self, factor: Self, term: Self) -> Self {
+        // SAFETY: the caller has the level's features and `avx512bf16`; the types are registers of any bits.
+        Self(unsafe {
+            let [x, y] = [self.0, factor.0].map(|pairs| std::mem::transmute::<__m512, __m512bh>(pairs));
+            _mm512_dpbf16_ps(term.0, x, y)
+        })
+    }
+    #[inline(always)]
+    unsafe fn transpose(from: *const f32, from_row: usize, mut to: impl FnMut(usize, Self)) {
+        // SAFETY: the caller gives sixteen rows of sixteen floats.
+        unsafe { transpose_16(from, from_row, |column, register| to(column, Self(register))) }
+    }
+}
 
 /// The register of [`Level::Portable`].
 pub(super) type Lanes = [f32; 8];

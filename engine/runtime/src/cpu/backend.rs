@@ -7,6 +7,7 @@ use candle_core::{DType, Device, Tensor};
 use gapless_alloc::arena::{ArenaReport, Reserve};
 use gapless_compile::{Executable, ProgramId};
 use gapless_kernels::cpu::args::Address;
+use gapless_kernels::cpu::simd::multiplies_bf16;
 
 use super::arena::Arena;
 use super::offload::HostFile;
@@ -46,10 +47,10 @@ impl Session<CpuBackend> {
         if let Some(dtype) = executable.dtypes().find(|dtype| !KERNELS.contains(dtype)) {
             return Err(Error::NoKernels { dtype });
         }
-        if executable.dtypes().any(|dtype| dtype == DType::BF16) {
+        if executable.dtypes().any(|dtype| dtype == DType::BF16) && !multiplies_bf16() {
             static ONCE: Once = Once::new();
             ONCE.call_once(|| {
-                tracing::warn!("this CPU computes bf16 in f32, slower than f32 by itself, in less memory")
+                tracing::warn!("this CPU has no products of bf16 (vdpbf16ps) and computes them in f32, in less memory, but no faster")
             });
         }
         let needed = executable.arena_bytes();

@@ -244,7 +244,7 @@ unsafe fn multiply<A: Factor, B: Factor>(
         for first_row in rows.clone().step_by(BLOCK_ROWS) {
             let height = BLOCK_ROWS.min(rows.end - first_row);
             let from = offset(operands.a, first_row, block.start, job.a.row, job.a.column);
-            pack::rows(&Source { start: from, strides: job.a }, height, k, layout, packed_a);
+            A::pack_rows(kernels, &Source { start: from, strides: job.a }, height, k, layout, packed_a);
             for first_column in columns.clone().step_by(BLOCK_COLUMNS) {
                 let end_column = columns.end.min(first_column + BLOCK_COLUMNS);
                 for row in (0..height).step_by(kernels.rows()) {
@@ -253,6 +253,7 @@ unsafe fn multiply<A: Factor, B: Factor>(
                         let tile = Tile {
                             a: packed_a.row(row, layout),
                             b: packed_b.panel(column - columns.start),
+                            k: k.div_ceil(kernels.k_of_line),
                             columns: width.min(end_column - column),
                             ..operands.tile(job, first_row + row, column, &block)
                         };

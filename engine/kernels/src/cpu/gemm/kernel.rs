@@ -9,8 +9,11 @@ use std::arch::x86_64::{__m256, __m512};
 use half::bf16;
 
 use super::pack;
+use super::place::PackedA;
 use crate::cpu::Float;
-use crate::cpu::simd::{Lanes, Level, Vector};
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::simd::Pairs;
+use crate::cpu::simd::{Lanes, Level, Vector, multiplies_bf16};
 
 /// Distance between rows of A in [`Layout::Rows`]. Not a multiple of 1024, or the rows would share cache sets.
 pub const ROW_STRIDE: usize = 400;
@@ -41,7 +44,7 @@ pub struct Tile {
     pub a: *const f32,
     /// The packed panel: `k` × [`Kernels::columns`] floats.
     pub b: *const f32,
-    /// Length of the k block.
+    /// Lines of the k block.
     pub k: usize,
     /// The tile of C.
     pub c: *mut f32,
@@ -59,6 +62,22 @@ pub struct Tile {
 
 /// What products have factors of.
 pub trait Factor: Float {
+    /// Whether it is bf16.
+    const IS_BF16: bool;
+
+    /// Packs rows of A.
+    ///
+    /// # Safety
+    /// As of [`pack::rows`].
+    unsafe fn pack_rows(
+        kernels: &Kernels,
+        source: &pack::Source<Self>,
+        rows: usize,
+        k: usize,
+        layout: Layout,
+        to: &PackedA,
+    );
+
     /// Packs a panel of B.
     ///
     /// # Safety
@@ -70,6 +89,14 @@ pub trait Factor: Float {
 }
 
 impl Factor for f32 {
+    const IS_BF16: bool = false;
+
+    #[inline]
+    unsafe fn pack_rows(_: &Kernels, source: &pack::Source, rows: usize, k: usize, layout: Layout, to: &PackedA) {
+        // SAFETY: the caller's promise.
+        unsafe { pack::rows(source, rows, k, layout, to) }
+    }
+
     #[inline]
     unsafe fn pack_panel(kernels: &Kernels, source: &pack::Source<Self>, k: usize, columns: usize, to: *mut f32) {
         // SAFETY: the caller's promise.
@@ -83,6 +110,21 @@ impl Factor for f32 {
 }
 
 impl Factor for bf16 {
+    const IS_BF16: bool = true;
+
+    #[inline]
+    unsafe fn pack_rows(
+        kernels: &Kernels,
+        source: &pack::Source<Self>,
+        rows: usize,
+        k: usize,
+        layout: Layout,
+        to: &PackedA,
+    ) {
+        // SAFETY: the caller's promise.
+        unsafe { (kernels.pack_rows_bf16)(source, rows, k, layout, to) }
+    }
+
     #[inline]
     unsafe fn pack_panel(kernels: &Kernels, source: &pack::Source<Self>, k: usize, columns: usize, to: *mut f32) {
         // SAFETY: the caller's promise.
@@ -101,12 +143,16 @@ type Micro = unsafe fn(&Tile);
 pub struct Kernels {
     /// Columns of a panel of B.
     pub columns: usize,
+    /// How many k a line of packed factors has: 1, or 2 of bf16.
+    pub k_of_line: usize,
     /// Micro-kernels by layout of A and by number of rows − 1.
     micro: [&'static [Micro]; 3],
     /// Packs a panel of one of the factors.
     pub pack_panel: unsafe fn(&pack::Source, usize, usize, *mut f32),
     /// The same of bf16.
     pub pack_panel_bf16: unsafe fn(&pack::Source<bf16>, usize, usize, *mut f32),
+    /// Packs rows of A of bf16.
+    pub pack_rows_bf16: unsafe fn(&pack::Source<bf16>, usize, usize, Layout, &PackedA),
     /// One row by a panel of B as it lies in memory: k are neighbours, the second argument is the distance of columns.
     pub row: unsafe fn(&Tile, usize),
 }
@@ -121,6 +167,15 @@ impl Kernels {
             #[cfg(target_arch = "x86_64")]
             Level::Avx2 => &avx2::KERNELS,
             _ => &portable::KERNELS,
+        }
+    }
+
+    /// Those for two factors of bf16.
+    pub fn of_bf16(level: Level) -> &'static Self {
+        match level {
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512 if multiplies_bf16() => &avx512_bf16::KERNELS,
+            _ => Self::of(level),
         }
     }
 
@@ -193,7 +248,7 @@ pub struct Product {
     pub accumulate: bool,
 }
 
-/// `ROWS` × 2 vectors of C. Fused multiply-adds in the order of k, one accumulator per element.
+/// `ROWS` × 2 vectors of C. Fused multiply-adds in the order of k, or of pairs of k, one accumulator per element.
 #[inline(always)]
 #[expect(clippy::needless_range_loop, reason = "indexing by a constant range unrolls into registers")]
 unsafe fn micro<V: Vector, const ROWS: usize, const A_ROW: usize, const A_K: usize>(tile: &Tile) {
@@ -333,6 +388,23 @@ macro_rules! level {
             }
 
             $(#[target_feature(enable = $feature)])?
+            unsafe fn pack_rows_bf16(
+                source: &pack::Source<bf16>,
+                rows: usize,
+                k: usize,
+                layout: Layout,
+                to: &PackedA,
+            ) {
+                // SAFETY: the caller's promise.
+                unsafe {
+                    match <$vector>::IS_PAIRS {
+                        true => pack::rows_of_pairs(source, rows, k, layout, to),
+                        false => pack::rows(source, rows, k, layout, to),
+                    }
+                }
+            }
+
+            $(#[target_feature(enable = $feature)])?
             unsafe fn row(tile: &Tile, b_column: usize) {
                 // SAFETY: the caller's promise.
                 unsafe { super::row::<$vector>(tile, b_column) }
@@ -340,6 +412,7 @@ macro_rules! level {
 
             pub(super) static KERNELS: Kernels = Kernels {
                 columns: 2 * <$vector>::LANES,
+                k_of_line: if <$vector>::IS_PAIRS { 2 } else { 1 },
                 micro: [
                     &[$(micro::<$rows, ROW_STRIDE, 1>),*],
                     &[$(micro::<$rows, 1, COLUMN_STRIDE>),*],
@@ -347,6 +420,7 @@ macro_rules! level {
                 ],
                 pack_panel,
                 pack_panel_bf16,
+                pack_rows_bf16,
                 row,
             };
         }
@@ -356,6 +430,8 @@ macro_rules! level {
 // 24, 12 and 12 accumulators of 32, 16 and (as pairs of NEON registers) 32 registers.
 #[cfg(target_arch = "x86_64")]
 level!(avx512, __m512, [1 2 3 4 5 6 7 8 9 10 11 12], "avx512f,avx2,fma");
+#[cfg(target_arch = "x86_64")]
+level!(avx512_bf16, Pairs, [1 2 3 4 5 6 7 8 9 10 11 12], "avx512f,avx512bf16,avx2,fma");
 #[cfg(target_arch = "x86_64")]
 level!(avx2, __m256, [1 2 3 4 5 6], "avx2,fma");
 level!(portable, Lanes, [1 2 3 4 5 6]);

@@ -2,13 +2,16 @@
 //!
 //! In: two matrices with any strides, so that all four combinations of transposes are one code. Out: row-major C, with
 //! an optional bias and residual added while a tile is hot. Factors may be bf16, which are packed as the f32 that they are:
-//! the bits are those of the product of these. Never: a heap allocation, or a result that depends on the number of threads.
+//! the bits are those of the product of these; two such factors are packed as pairs along k where the processor multiplies these
+//! (`vdpbf16ps`). Never: a heap allocation, or a result that depends on the number of threads.
 //!
 //! # Order of summation
 //! k is cut into segments of [`Gemm::k_segment`], and each segment into blocks of at most [`BLOCK_K`]. Within a block,
 //! an element of C is one accumulator that starts at zero and takes fused multiply-adds in the order of k; the blocks'
 //! sums are added to C in order, then the bias, then the residual. So one call with k = 8·s and `k_segment` = s gives
-//! the bits of eight accumulating calls with k = s, and neither tiles, threads nor the instruction set change a bit.
+//! the bits of eight accumulating calls with k = s, and neither tiles, threads nor the instruction set change a bit. Of two factors of
+//! bf16 in pairs, an accumulator takes two products at a time, in the order of `vdpbf16ps`, which rounds after each and takes
+//! subnormals for zeros; a block's odd last k is a pair with 0. All but the instruction set holds there, too.
 //!
 //! # How it runs
 //! The scheme is that of Goto and van de Geijn ("Anatomy of High-Performance Matrix Multiplication", 2008): B is packed
@@ -288,7 +291,7 @@ impl Gemm {
         };
         // SAFETY: `check` has compared every extent with its slice; C and the scratch are borrowed exclusively.
         unsafe {
-            let kernels = Kernels::of(level);
+            let kernels = if A::IS_BF16 && B::IS_BF16 { Kernels::of_bf16(level) } else { Kernels::of(level) };
             drive::run(self, packing, kernels, a.as_ptr(), b.as_ptr(), c.as_mut_ptr(), mode, raw, scratch);
         }
         Ok(())

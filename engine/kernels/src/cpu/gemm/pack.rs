@@ -78,12 +78,16 @@ unsafe fn clear_behind(to: *mut f32, k: usize, columns: usize, width: usize) {
     }
 }
 
-/// [`panel`] of bf16, as the f32 that they are.
+/// [`panel`] of bf16, as the f32 that they are, or two k to a line.
 ///
 /// # Safety
 /// As of [`panel`].
 #[inline(always)]
 pub(super) unsafe fn panel_bf16<V: Vector>(source: &Source<bf16>, k: usize, columns: usize, to: *mut f32) {
+    if V::IS_PAIRS {
+        // SAFETY: the caller's promise.
+        return unsafe { panel_of_pairs::<V>(source, k, columns, to) };
+    }
     let Strides { row, column } = source.strides;
     let width = 2 * V::LANES;
     // SAFETY: rows below `k`, columns below `columns`, lines of `width` floats: all within the caller's promise.
@@ -113,6 +117,115 @@ pub(super) unsafe fn panel_bf16<V: Vector>(source: &Source<bf16>, k: usize, colu
             let done = if j < whole_columns { whole_k } else { 0 };
             for i in done..k {
                 *to.add(i * width + j) = (*source.start.add(i * row + j * column)).load();
+            }
+        }
+    }
+}
+
+/// Two neighbours along k as one lane: the first in the lower half. What is behind the last is 0.
+#[inline(always)]
+fn pair(first: bf16, second: Option<bf16>) -> u32 {
+    u32::from(first.to_bits()) | u32::from(second.map_or(0, bf16::to_bits)) << 16
+}
+
+/// [`pair`]s of two lines of `len` neighbours.
+///
+/// # Safety
+/// They can be read, the second if there is one, and as many lanes written.
+#[inline(always)]
+unsafe fn pairs(first: *const bf16, second: Option<*const bf16>, len: usize, to: *mut u32) {
+    // SAFETY: by this function's contract.
+    unsafe {
+        match second {
+            Some(second) => (0..len).for_each(|i| *to.add(i) = pair(*first.add(i), Some(*second.add(i)))),
+            None => (0..len).for_each(|i| *to.add(i) = pair(*first.add(i), None)),
+        }
+    }
+}
+
+/// [`panel`] of bf16, two k to a line.
+///
+/// # Safety
+/// As of [`panel`].
+#[inline(always)]
+unsafe fn panel_of_pairs<V: Vector>(source: &Source<bf16>, k: usize, columns: usize, to: *mut f32) {
+    let Strides { row, column } = source.strides;
+    let (width, lines) = (2 * V::LANES, k.div_ceil(2));
+    let lanes = to.cast::<u32>();
+    // SAFETY: rows below `k`, columns below `columns`, lines of `width` lanes: all within the caller's promise.
+    unsafe {
+        let at = |i: usize, j: usize| source.start.add(i * row + j * column);
+        if columns == width && column == 1 {
+            for line in 0..lines {
+                let ahead = source.start.wrapping_add((2 * line + AHEAD) * row);
+                prefetch(ahead.cast());
+                prefetch(ahead.wrapping_add(row).cast());
+                let second = (2 * line + 1 < k).then(|| at(2 * line + 1, 0));
+                pairs(at(2 * line, 0), second, width, lanes.add(line * width));
+            }
+            return;
+        }
+        clear_behind(to, lines, columns, width);
+        // Where k are neighbours, a pair is a lane as it lies in memory.
+        let whole = |length: usize| if row == 1 { length - length % V::LANES } else { 0 };
+        let (whole_lines, whole_columns) = (whole(k / 2), whole(columns));
+        for j in (0..whole_columns).step_by(V::LANES) {
+            for line in (0..whole_lines).step_by(V::LANES) {
+                // Rows that begin at any bf16 are copied to where floats are.
+                let mut block = [[0u32; 16]; 16];
+                for (i, block) in block.iter_mut().enumerate().take(V::LANES) {
+                    prefetch(source.start.wrapping_add(2 * line + (j + V::LANES + i) * column).cast());
+                    std::ptr::copy_nonoverlapping(at(2 * line, j + i), block.as_mut_ptr().cast(), 2 * V::LANES);
+                }
+                V::transpose(block.as_ptr().cast(), 16, |i, register| {
+                    register.store(to.add((line + i) * width + j));
+                });
+            }
+        }
+        for j in 0..columns {
+            let done = if j < whole_columns { whole_lines } else { 0 };
+            for line in done..lines {
+                let second = (2 * line + 1 < k).then(|| *at(2 * line + 1, j));
+                *lanes.add(line * width + j) = pair(*at(2 * line, j), second);
+            }
+        }
+    }
+}
+
+/// [`rows`] of bf16, two k to a line.
+///
+/// # Safety
+/// As of [`rows`].
+#[inline(always)]
+pub(super) unsafe fn rows_of_pairs(source: &Source<bf16>, rows: usize, k: usize, layout: Layout, to: &PackedA) {
+    let Strides { row, column } = source.strides;
+    // SAFETY: rows below `rows` and columns below `k` of both sides.
+    unsafe {
+        let at = |i: usize, p: usize| source.start.add(i * row + p * column);
+        let second = |i: usize, line: usize| (2 * line + 1 < k).then(|| at(i, 2 * line + 1));
+        match layout {
+            Layout::Rows | Layout::WideColumns => {
+                for i in 0..rows {
+                    let lanes = to.row(i, Layout::Rows).cast::<u32>();
+                    let copied = if column == 1 { k / 2 } else { 0 };
+                    std::ptr::copy_nonoverlapping(at(i, 0).cast::<u8>(), lanes.cast(), 4 * copied);
+                    for line in copied..k.div_ceil(2) {
+                        *lanes.add(line) = pair(*at(i, 2 * line), second(i, line).map(|second| *second));
+                    }
+                }
+            }
+            Layout::Columns => {
+                let (whole, rest) = (rows / PART_ROWS, rows % PART_ROWS);
+                for line in 0..k.div_ceil(2) {
+                    for (i, part) in to.parts().iter().enumerate().take(rows.div_ceil(PART_ROWS)) {
+                        let (first, lanes) = (i * PART_ROWS, part.add(line * COLUMN_STRIDE).cast());
+                        let (from, second) = (at(first, 2 * line), second(first, line));
+                        match i < whole {
+                            true => pairs(from, second, PART_ROWS, lanes),
+                            false => pairs(from, second, rest, lanes),
+                        }
+                    }
+                }
             }
         }
     }

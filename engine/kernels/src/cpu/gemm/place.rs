@@ -97,7 +97,7 @@ impl Packing {
 
 /// Room for [`BLOCK_ROWS`] rows of A, or for as many as there are, by parts.
 #[derive(Clone, Copy)]
-pub(super) struct PackedA([*mut f32; BLOCK_ROWS / PART_ROWS]);
+pub struct PackedA([*mut f32; BLOCK_ROWS / PART_ROWS]);
 
 impl PackedA {
     /// The parts; those beyond the rows that there are, null.
