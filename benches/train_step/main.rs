@@ -41,6 +41,9 @@ struct Options {
     sequence: Option<usize>,
     #[arg(long)]
     batch: Option<usize>,
+    /// The profile in bf16.
+    #[arg(long, requires = "profile")]
+    bf16: bool,
     /// Threads of our side; 0 for all cores. Candle's are set by RAYON_NUM_THREADS.
     #[arg(long, default_value_t = 0)]
     threads: usize,

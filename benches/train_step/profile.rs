@@ -18,7 +18,8 @@ use crate::{Options, median, side, sorted};
 pub fn run(options: &Options) -> anyhow::Result<()> {
     let profile = Profile { cpu: options.threads == 1, ..Profile::default() };
     tracing::subscriber::set_global_default(tracing_subscriber::registry().with(profile.clone()))?;
-    let mut trainer = side::trainer(options, candle_core::DType::F32)?;
+    let dtype = if options.bf16 { candle_core::DType::BF16 } else { candle_core::DType::F32 };
+    let mut trainer = side::trainer(options, dtype)?;
     let (tokens, targets) = side::batch(options);
     trainer.step(&tokens, &targets)?; // it warms the caches and touches memory for the first time
     profile.take();
