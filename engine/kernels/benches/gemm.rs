@@ -1,4 +1,5 @@
-//! Products of a GPT of width 384, each measured in turns with the `gemm` crate's. Prints GFLOP/s and their ratio.
+//! Products of a GPT of width 384, each measured in turns with the `gemm` crate's. Prints GFLOP/s and their ratio; then those of the same
+//! product of bf16, and what part that is of a loop of `vdpbf16ps` (or, without it, of fused multiply-adds) on the same threads.
 //!
 //! `cargo bench -p gapless-kernels --bench gemm [-- FILTER]`, where a line must contain FILTER to be measured.
 
@@ -6,6 +7,7 @@ use std::time::Instant;
 
 use gapless_kernels::cpu::ScratchMemory;
 use gapless_kernels::cpu::gemm::{Epilogue, Gemm, Mode, Strides};
+use half::bf16;
 
 /// Measurements of each side; the ratio is the median of theirs.
 const ROUNDS: usize = 15;
@@ -14,14 +16,15 @@ const FLOPS: f64 = 2e9;
 
 fn main() {
     let filter = std::env::args().skip(1).find(|argument| !argument.starts_with('-')).unwrap_or_default();
-    println!("threads kind     m     n     k   GFLOP/s    gemm's  ratio");
+    println!("threads kind     m     n     k   GFLOP/s    gemm's  ratio     bf16   of a loop");
     for threads in [1, 2] {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a thread pool starts");
         for (kind, job) in jobs() {
             let label = format!("{threads:7} {kind:4} {:5} {:5} {:5}", job.m, job.n, job.k);
             if label.contains(&filter) {
-                let (ours, theirs, ratio) = pool.install(|| measure(&job, threads));
-                println!("{label}  {ours:8.1}  {theirs:8.1}  {ratio:5.2}");
+                let ((ours, theirs, ratio), (bf16, of_loop)) =
+                    pool.install(|| (measure(&job, threads), measure_bf16(&job, threads)));
+                println!("{label}  {ours:8.1}  {theirs:8.1}  {ratio:5.2} {bf16:8.1} {of_loop:11.2}");
             }
         }
     }
@@ -96,6 +99,65 @@ fn measure(job: &Gemm, threads: usize) -> (f64, f64, f64) {
     rounds.sort_by(|x, y| (x.1 / x.0).total_cmp(&(y.1 / y.0)));
     let (ours, theirs) = rounds[ROUNDS / 2];
     (best_ours, best_theirs, theirs / ours)
+}
+
+/// GFLOP/s of the product of bf16, the best of its rounds, and the median of its ratios to the loop's.
+fn measure_bf16(job: &Gemm, threads: usize) -> (f64, f64) {
+    let &Gemm { m, n, k, .. } = job;
+    let fill = |len: usize| -> Vec<bf16> {
+        (0..len).map(|i| bf16::from_f32((i * 7919 % 1000) as f32 / 1000.0 - 0.5)).collect()
+    };
+    let (a, b, mut c) = (fill(m * k), fill(k * n), vec![0.0; m * n]);
+    let mut memory = ScratchMemory::new(&job.scratch(threads));
+    let mut ours = || {
+        job.run(&a, &b, &mut c, Mode::Overwrite, Epilogue::default(), &mut memory.lend()).expect("the operands fit");
+    };
+    let repeats = (FLOPS / job.flops() as f64).ceil().min(500.0) as usize;
+    let rate = |seconds: f64| job.flops() as f64 / seconds / 1e9;
+    let rounds: Vec<(f64, f64)> = (0..=ROUNDS).map(|_| (rate(seconds(repeats, &mut ours)), peak())).skip(1).collect();
+    let mut ratios: Vec<f64> = rounds.iter().map(|(ours, peak)| ours / peak).collect();
+    ratios.sort_by(f64::total_cmp);
+    (rounds.iter().map(|round| round.0).fold(0.0, f64::max), ratios[ROUNDS / 2])
+}
+
+/// GFLOP/s of all threads in registers alone.
+fn peak() -> f64 {
+    const STEPS: u64 = 2_000_000;
+    let start = Instant::now();
+    let flops: u64 = rayon::broadcast(|_| multiply(STEPS)).iter().sum();
+    flops as f64 / start.elapsed().as_secs_f64() / 1e9
+}
+
+/// Multiplies for so many steps, and says how much.
+fn multiply(steps: u64) -> u64 {
+    #[cfg(target_arch = "x86_64")]
+    if gapless_kernels::cpu::simd::multiplies_bf16() {
+        // SAFETY: the processor has what the function is compiled for.
+        return unsafe { pairs(steps) };
+    }
+    let mut sums = [[0.0f32; 8]; 12];
+    for _ in 0..steps {
+        let x = std::hint::black_box(1.0f32);
+        sums.as_flattened_mut().iter_mut().for_each(|sum| *sum = x.mul_add(0.5, *sum));
+    }
+    std::hint::black_box(sums);
+    2 * 8 * 12 * steps
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bf16")]
+fn pairs(steps: u64) -> u64 {
+    use std::arch::x86_64::{__m512bh, _mm512_dpbf16_ps, _mm512_set1_epi32, _mm512_setzero_ps};
+    let mut sums = [_mm512_setzero_ps(); 24];
+    for _ in 0..steps {
+        // SAFETY: both are registers of any bits.
+        let x: __m512bh = unsafe { std::mem::transmute(_mm512_set1_epi32(std::hint::black_box(0x3f80_3f80))) };
+        for sum in &mut sums {
+            *sum = _mm512_dpbf16_ps(*sum, x, x);
+        }
+    }
+    std::hint::black_box(sums);
+    2 * 32 * 24 * steps
 }
 
 /// Seconds per call.
