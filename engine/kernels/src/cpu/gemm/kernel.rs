@@ -68,7 +68,8 @@ pub trait Factor: Float {
     /// Packs rows of A.
     ///
     /// # Safety
-    /// As of [`pack::rows`].
+    /// `source` has that many rows and columns; `to` has a part for all rows, with room for them; `k` and `rows` fit the strides of
+    /// the layout.
     unsafe fn pack_rows(
         kernels: &Kernels,
         source: &pack::Source<Self>,
