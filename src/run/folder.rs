@@ -131,7 +131,10 @@ impl RunFolder {
         }
         let is_own = from.is_some_and(|checkpoint| checkpoint.path().parent() == Some(&self.checkpoints));
         if !is_own && let Some(earlier) = self.set_aside()? {
-            console.say(format_args!("checkpoints of an earlier run are now in {}", earlier.display()));
+            console.say(format_args!(
+                "checkpoints of an earlier run are now in {}; --resume would have gone on from them",
+                earlier.display()
+            ));
         }
         let map = self.path.join("memory.html");
         write(&map, &trainer.memory_map().html())?;

@@ -5,6 +5,8 @@ use std::io;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+#[cfg(unix)]
+use std::time::Duration;
 
 #[cfg(unix)]
 use signal_hook::consts::SIGHUP;
@@ -16,7 +18,11 @@ const SIGNALS: [i32; 3] = [SIGINT, SIGTERM, SIGHUP];
 #[cfg(not(unix))]
 const SIGNALS: [i32; 2] = [SIGINT, SIGTERM];
 
-/// Whether a signal has asked the process to end. The first is noted; the second ends the process.
+/// Signals within this time of the first count as the same one: `timeout` and cluster schedulers signal a process and its group.
+#[cfg(unix)]
+const SAME: Duration = Duration::from_secs(1);
+
+/// Whether a signal has asked the process to end. The first is noted; another one, a second later, ends the process.
 #[derive(Debug, Clone)]
 pub struct Stop {
     signal: Arc<AtomicUsize>,
@@ -29,11 +35,22 @@ impl Stop {
     /// When the operating system refuses a handler.
     pub fn on_signals() -> io::Result<Self> {
         let (signal, asked) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
-        for number in SIGNALS.into_iter().filter(|&number| !is_ignored(number)) {
-            // In this order: the second signal finds the flag that the first has set.
+        let heard: Vec<i32> = SIGNALS.into_iter().filter(|&number| !is_ignored(number)).collect();
+        for &number in &heard {
             flag::register_conditional_shutdown(number, 128 + number, asked.clone())?;
+            #[cfg(not(unix))]
             flag::register(number, asked.clone())?;
             flag::register_usize(number, signal.clone(), number as usize)?;
+        }
+        #[cfg(unix)]
+        {
+            let mut signals = signal_hook::iterator::Signals::new(&heard)?;
+            std::thread::Builder::new().name("signals".into()).spawn(move || {
+                if signals.forever().next().is_some() {
+                    std::thread::sleep(SAME);
+                    asked.store(true, Ordering::SeqCst);
+                }
+            })?;
         }
         Ok(Self { signal })
     }

@@ -314,10 +314,19 @@ impl<'a> Rank<'a> {
         let fitted = run.fit(&folder, resumed, saved, &stop, show)?;
         let summary = Summary::new(&run.trainer, &fitted, stop.signal());
         if is_first {
+            let path = out.join("summary.json");
+            // There may be none yet of a run that was killed after its last step.
+            let stays = summary.final_loss.is_none() && resumed.is_some() && path.is_file();
+            if stays {
+                let steps = summary.steps;
+                run.console.say(format_args!("all of its {steps} steps were done before; raise steps to go on"));
+            }
             if matches!(fitted.ended, Ended::Complete | Ended::NoImprovement) {
                 run.export(&folder)?;
             }
-            write(&out.join("summary.json"), &format!("{:#}\n", json!(summary)))?;
+            if !stays {
+                write(&path, &format!("{:#}\n", json!(summary)))?;
+            }
         }
         Ok(summary)
     }

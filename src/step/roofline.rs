@@ -118,7 +118,7 @@ impl fmt::Display for Roofline {
         let (teraflops, gigabytes) = (self.flops as f64 / 1e12, self.bytes as f64 / 1e9);
         writeln!(
             f,
-            "on {device}, estimated: {milliseconds:.2} ms per step; {launches} launches, {teraflops:.2} TFLOP, {gigabytes:.2} GB moved, {:.2} GB besides products and attention",
+            "on {device}, estimated: {milliseconds:.2} ms per step; {launches} launches, {teraflops:.2} TFLOP, {gigabytes:.2} GB moved, {:.2} GB besides products and attention\n(scratch between the kernels of an operation is not counted)",
             self.other_bytes as f64 / 1e9
         )?;
         writeln!(f, "{:>9} {:>6} {:>9} {:>10} {:>9}  {:8}  kernels", "ms", "%", "launches", "GFLOP", "MB", "bound")?;

@@ -210,7 +210,10 @@ fn a_roofline_lists_what_a_step_launches() {
     assert!(shown.contains("on h100, estimated: ") && shown.contains("attention: attention_tc_64"), "{shown}");
     let refused = plan_mixed(&[]);
     assert_eq!(refused.status.code(), Some(2));
-    assert!(String::from_utf8_lossy(&refused.stderr).contains("no roofline; it is that of --kernels cuda"));
+    assert!(
+        String::from_utf8_lossy(&refused.stderr)
+            .contains("a roofline is that of kernels for GPUs: give --kernels cuda")
+    );
 }
 
 #[test]

@@ -201,6 +201,11 @@ fn a_folder_holds_all_of_a_run() {
     assert_eq!(summary["steps"], 4);
     assert!(summary["val_loss"].is_f64());
     assert!(std::fs::read_to_string(out.join("memory.html")).unwrap().contains("<html"));
+    // Resumed behind its last step, it says so and leaves its figures alone.
+    train(&config, &out, &Start::Resume, &mut Console::default(), |_| {}).unwrap();
+    let after: serde_json::Value = serde_json::from_slice(&std::fs::read(out.join("summary.json")).unwrap()).unwrap();
+    assert_eq!(after, summary);
+    assert!(std::fs::read_to_string(out.join("log.txt")).unwrap().contains("all of its 4 steps were done before"));
     // The log has what was said, and the plan is one for the planner's own command.
     let log = std::fs::read_to_string(out.join("log.txt")).unwrap();
     assert!(log.contains("training tokens") && log.contains("step     3 validation loss"), "{log}");

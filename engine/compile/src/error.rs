@@ -15,7 +15,7 @@ pub enum Error {
     #[error("{name:?} holds {expected} elements, not {given}")]
     ElementCount { name: String, expected: usize, given: usize },
     #[error(
-        "no recomputation fits {budget} bytes; the smallest step found takes {smallest}\nwhat helps: more micro-batches, a shorter sequence, a smaller batch, more ranks"
+        "no recomputation fits {budget} bytes; the smallest step found takes {smallest}\nwhat helps: bf16, an optimizer with smaller states (adamw8bit, lion), more ranks or fewer trained parameters; and where activations are most of it, a smaller micro-batch or a shorter sequence"
     )]
     OverBudget { budget: u64, smallest: u64 },
     #[error(

@@ -133,7 +133,9 @@ pub fn plan(arguments: &super::Arguments, step: &Step) -> anyhow::Result<Fit> {
             Ok((mut figures, executable)) => {
                 #[cfg(feature = "cuda")]
                 if arguments.roofline {
-                    let roofline = step.roofline(&executable).context("no roofline; it is that of --kernels cuda")?;
+                    let roofline = step.roofline(&executable).context(
+                        "a roofline is that of kernels for GPUs: give --kernels cuda, and bf16 as --dtype mixed",
+                    )?;
                     figures.roofline = Some(roofline);
                 }
                 write(arguments, step, rank, &executable)?;
