@@ -11,9 +11,9 @@ use half::bf16;
 use super::pack;
 use super::place::PackedA;
 use crate::cpu::Float;
+use crate::cpu::simd::{Lanes, Level, Vector};
 #[cfg(target_arch = "x86_64")]
-use crate::cpu::simd::Pairs;
-use crate::cpu::simd::{Lanes, Level, Vector, multiplies_bf16};
+use crate::cpu::simd::{Pairs, multiplies_bf16};
 
 /// Distance between rows of A in [`Layout::Rows`]. Not a multiple of 1024, or the rows would share cache sets.
 pub const ROW_STRIDE: usize = 400;
