@@ -132,6 +132,11 @@ fn b200() -> DeviceProfile {
     }
 }
 
+/// Whether an operation is attention, or its gradient.
+pub(super) fn is_attention(operation: &str) -> bool {
+    operation.contains("attention")
+}
+
 impl DeviceProfile {
     /// Those that are known by name.
     pub fn known() -> [Self; 4] {
@@ -161,7 +166,7 @@ impl DeviceProfile {
 
     /// What an operation reaches.
     pub(super) fn rates_of(&self, operation: &str, precision: Precision) -> Rates {
-        let reached = if operation.contains("attention") { self.attention } else { self.products };
+        let reached = if is_attention(operation) { self.attention } else { self.products };
         Rates { flops: reached * self.peak(precision), bytes: self.bytes }
     }
 

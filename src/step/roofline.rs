@@ -12,6 +12,7 @@ use gapless_engine::compile::Executable;
 use gapless_engine::cuda::{CudaBackend, Work};
 use serde::Serialize;
 
+use super::device::is_attention;
 use super::{DeviceProfile, Precision, Step};
 use crate::TrainError;
 
@@ -89,7 +90,7 @@ impl Step {
         let mut rows: Vec<RooflineRow> = rows.into_values().collect();
         rows.sort_by(|a, b| b.milliseconds.total_cmp(&a.milliseconds));
         let is_other = |row: &&RooflineRow| {
-            !row.operation.contains("attention") && !row.kernels.iter().any(|kernel| kernel.starts_with("product"))
+            !is_attention(&row.operation) && !row.kernels.iter().any(|kernel| kernel.starts_with("product"))
         };
         Ok(Roofline {
             device: self.device.name.clone(),

@@ -52,6 +52,21 @@ impl Instruction {
         let layer = if self.layer.is_empty() { "the model" } else { &self.layer };
         format!("{} in {layer}, micro-batch {}", self.kind.name(), self.micro_batch)
     }
+
+    /// What it has made, of which a run that watches asks whether it is finite. What is being received is not looked at before the wait
+    /// for it.
+    pub fn made(&self) -> &[Address] {
+        match &self.kind {
+            InstrKind::Compute(_) | InstrKind::Fetch(_) => &self.outputs,
+            InstrKind::Wait(_) | InstrKind::Finish(_) => &self.inputs,
+            _ => &[],
+        }
+    }
+
+    /// Whether it has to do with other ranks.
+    pub fn is_exchange(&self) -> bool {
+        self.activity == Activity::Communication
+    }
 }
 
 /// A request for as many bytes as a count says.

@@ -52,7 +52,7 @@ pub(super) fn run_all(
             return Err((culprit.unwrap_or(index), culprit.map_or(Failure::Overflow(refusal), |_| Failure::NonFinite)));
         }
         run.execute(instruction).map_err(|failure| (index, failure))?;
-        if options.watch && culprit.is_none() && !are_finite(made(instruction), base, run.context.routed.places()) {
+        if options.watch && culprit.is_none() && !are_finite(instruction.made(), base, run.context.routed.places()) {
             culprit = Some(index);
         }
         run.settle(instruction);
@@ -66,16 +66,6 @@ pub(super) fn run_all(
         run.poison(instruction);
     }
     Ok(culprit)
-}
-
-/// What an instruction has made, of which a run that watches asks whether it is finite. What is being received is not looked at before
-/// the wait for it.
-fn made(instruction: &Instruction) -> &[Address] {
-    match &instruction.kind {
-        InstrKind::Compute(_) | InstrKind::Fetch(_) => &instruction.outputs,
-        InstrKind::Wait(_) | InstrKind::Finish(_) => &instruction.inputs,
-        _ => &[],
-    }
 }
 
 /// A run of a program.

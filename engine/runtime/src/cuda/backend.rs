@@ -14,7 +14,7 @@ use gapless_kernels::cpu::args::Address;
 use gapless_kernels::cuda::{Launch, Operand, Operands, Random};
 
 use super::device::{Device, DeviceMemory, Recording};
-use super::staging::{Staging, is_exchange};
+use super::staging::Staging;
 use crate::error::{Error, Result};
 use crate::session::{Backend, RunOptions, Session};
 use crate::transfers::Transfers;
@@ -151,7 +151,7 @@ impl CudaBackend {
         let Self { device, place, staging, .. } = self;
         let mut exchanging = staging.run();
         let mut run = |instruction: &Instruction| {
-            if is_exchange(instruction) {
+            if instruction.is_exchange() {
                 exchanging.exchange(id.0, instruction, &mut **device, place.base)?;
             } else {
                 let launches = place.of(instruction).ok_or_else(|| refused(instruction))?;
@@ -173,13 +173,7 @@ impl Backend for CudaBackend {
         }
         let mut culprit = None;
         self.run_one_by_one(executable, id, |device, place, instruction| {
-            // What is being received is not to be looked at before the wait for it.
-            let watched = match instruction.kind {
-                InstrKind::Compute(_) => &instruction.outputs,
-                InstrKind::Wait(_) | InstrKind::Finish(_) => &instruction.inputs,
-                _ => return Ok(()),
-            };
-            for address in watched.iter().filter(|address| address.dtype.is_float()) {
+            for address in instruction.made().iter().filter(|address| address.dtype.is_float()) {
                 if culprit.is_none() && !all_finite(&read(device, place, address)?)? {
                     culprit = Some(instruction.describe());
                 }
@@ -260,7 +254,7 @@ impl Place {
     pub(super) fn parts(&self, program: &CompiledProgram) -> Result<Vec<Part<Launches>>> {
         let (mut parts, mut launches) = (Vec::new(), Vec::new());
         for (index, instruction) in program.instructions.iter().enumerate() {
-            if is_exchange(instruction) {
+            if instruction.is_exchange() {
                 parts.extend(part(&mut launches));
                 parts.push(Part::Exchange(index));
                 continue;

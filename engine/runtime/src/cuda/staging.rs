@@ -143,11 +143,6 @@ fn requests(work: &InstrKind) -> [Option<usize>; 2] {
     }
 }
 
-/// Whether an instruction has to do with other ranks.
-pub(super) fn is_exchange(instruction: &Instruction) -> bool {
-    requests(&instruction.kind) != [None, None]
-}
-
 impl Staging {
     /// Plans the host memory of an executable's programs, of which one runs at a time.
     ///

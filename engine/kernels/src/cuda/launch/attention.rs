@@ -74,9 +74,7 @@ impl HeadStrides {
 
     /// Of [batch, tokens, heads, head size] with any strides but the last.
     fn by_token(layout: &Layout) -> Option<Self> {
-        Some(match Self::of(layout)? {
-            Self { batch, head: token, token: head } => Self { batch, head, token },
-        })
+        Self::of(layout).map(|of| Self { head: of.token, token: of.head, ..of })
     }
 
     /// Of dense [batch, tokens, heads, head size].
