@@ -4,6 +4,7 @@ use candle_core::Layout;
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::Args;
 use gapless_kernels::cpu::attention::{self, HeadStrides, Mask};
+use gapless_kernels::cpu::bf16::with_float;
 use gapless_kernels::cuda::launch::Scores;
 
 use crate::error::Result;
@@ -98,6 +99,9 @@ impl Op for Attention {
         if inputs[1].dtype != inputs[2].dtype || inputs[1].dims()[..3] != inputs[2].dims()[..3] {
             return Err("k and v must have equal types and shapes, up to the size of a head".into());
         }
+        if inputs[0].dtype != inputs[1].dtype {
+            return Err("q must have the type of k and v".into());
+        }
         if inputs[1].dims()[0] != e.batch || inputs[1].dims()[3] != e.head_size {
             return Err("k and v must have the batch of q, and k its head size".into());
         }
@@ -143,16 +147,22 @@ impl Op for Attention {
         index < 3 && head_is_dense(layout)
     }
 
+    fn reads_bf16(&self, _: usize) -> bool {
+        true
+    }
+
     fn workspace(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> Vec<u64> {
         self.kernel(&dense(inputs, 0), &dense(inputs, 1), &dense(inputs, 2)).forward_scratch(threads)
     }
 
     fn run(&self, args: &mut Args<'_>) {
         let (out, lse, scratch) = (args.output::<f32>(0), args.output::<f32>(1), &mut args.workspace());
-        let ((q, q_layout), (k, k_layout), (v, v_layout)) = (args.strided(0), args.strided(1), args.strided(2));
-        let kernel = self.kernel(q_layout, k_layout, v_layout);
         let starts = (args.inputs() > 3).then(|| args.input(3));
-        kernel.forward(q, k, v, starts, out, lse, scratch).expect("extents by the shape rule");
+        with_float!(args.input_dtype(0), T => {
+            let ((q, of_q), (k, of_k), (v, of_v)) = (args.strided::<T>(0), args.strided::<T>(1), args.strided::<T>(2));
+            let kernel = self.kernel(of_q, of_k, of_v);
+            kernel.forward(q, k, v, starts, out, lse, scratch).expect("extents by the shape rule");
+        });
     }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
         gapless_kernels::cuda::launch::attention(self.scores(), operands)
@@ -313,14 +323,20 @@ impl Op for AttentionGrad {
         self.of.kernel(&dense(inputs, 0), &dense(inputs, 1), &dense(inputs, 2)).backward_scratch(threads)
     }
 
+    fn reads_bf16(&self, _: usize) -> bool {
+        true
+    }
+
     fn run(&self, args: &mut Args<'_>) {
         let grads = (args.output::<f32>(0), args.output::<f32>(1), args.output::<f32>(2));
         let scratch = &mut args.workspace();
-        let ((q, q_layout), (k, k_layout), (v, v_layout)) = (args.strided(0), args.strided(1), args.strided(2));
-        let (out, lse, d_out) = (args.input(3), args.input(4), args.input(5));
-        let kernel = self.of.kernel(q_layout, k_layout, v_layout);
         let starts = (args.inputs() > 6).then(|| args.input(6));
-        kernel.backward(q, k, v, out, lse, d_out, starts, grads, scratch).expect("extents by the shape rule");
+        with_float!(args.input_dtype(0), T => {
+            let ((q, of_q), (k, of_k), (v, of_v)) = (args.strided::<T>(0), args.strided::<T>(1), args.strided::<T>(2));
+            let (out, lse, d_out) = (args.input::<T>(3), args.input(4), args.input::<T>(5));
+            let kernel = self.of.kernel(of_q, of_k, of_v);
+            kernel.backward(q, k, v, out, lse, d_out, starts, grads, scratch).expect("extents by the shape rule");
+        });
     }
     fn writes_strides(&self, _: usize) -> bool {
         true

@@ -4,6 +4,7 @@ use candle_core::Layout;
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::Args;
 use gapless_kernels::cpu::attention::{self, HeadStrides, Mask};
+use gapless_kernels::cpu::bf16::with_float;
 
 use super::Attention;
 use super::attention::head_is_dense;
@@ -31,6 +32,9 @@ impl Op for CachedAttention {
         let &[.., value_size] = inputs[2].dims() else { return Err("v must be as k".into()) };
         if inputs[2] != inputs[1].in_shape((b, kv_heads, window, value_size)) {
             return Err("k and v must have equal types and shapes, up to the size of a head".into());
+        }
+        if inputs[0].dtype != inputs[1].dtype {
+            return Err("q must have the type of k and v".into());
         }
         if (b, d) != (batch, size) || inputs[3].dims() != [batch, tokens] {
             return Err("k and v must have the batch of q, k its head size, and the positions [batch, tokens]".into());
@@ -67,11 +71,18 @@ impl Op for CachedAttention {
         self.kernel(&q, inputs[1].dims(), inputs[2].dims()).forward_scratch(threads)
     }
 
+    fn reads_bf16(&self, _: usize) -> bool {
+        true
+    }
+
     fn run(&self, args: &mut Args<'_>) {
         let (out, scratch) = (args.output::<f32>(0), &mut args.workspace());
-        let ((q, layout), positions) = (args.strided(0), args.input(3));
-        let kernel = self.kernel(layout, args.input_dims(1), args.input_dims(2));
-        kernel.forward_at(q, args.input(1), args.input(2), positions, out, scratch).expect("extents by the shape rule");
+        let positions = args.input(3);
+        with_float!(args.input_dtype(0), T => {
+            let ((q, layout), k, v) = (args.strided::<T>(0), args.input::<T>(1), args.input::<T>(2));
+            let kernel = self.kernel(layout, args.input_dims(1), args.input_dims(2));
+            kernel.forward_at(q, k, v, positions, out, scratch).expect("extents by the shape rule");
+        });
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {

@@ -1,7 +1,8 @@
 //! Tensors joined along one dimension.
 
 use gapless_kernels::Spec;
-use gapless_kernels::cpu::{Args, InPieces, Pieces, row_of};
+use gapless_kernels::cpu::bf16::with_float;
+use gapless_kernels::cpu::{Args, Float, InPieces, Pieces, row_of};
 
 use crate::error::Result;
 use crate::reference::{Array, Reference};
@@ -55,27 +56,12 @@ impl Op for Cat {
         0
     }
 
+    fn runs_in_bf16(&self) -> bool {
+        true
+    }
+
     fn run(&self, args: &mut Args<'_>) {
-        let out = args.output::<f32>(0);
-        let dims = args.output_dims(0);
-        let wide: usize = dims[self.dim..].iter().product();
-        let mut start = 0;
-        for input in 0..args.inputs() {
-            let (x, layout) = args.strided::<f32>(input);
-            let narrow: usize = layout.dims()[self.dim..].iter().product();
-            let width = gapless_kernels::cpu::last_extent(layout);
-            // A row is the innermost run of the input; several make up its share of one outer index.
-            let rows = narrow / width;
-            out.pieces_mut(wide.max(1)).enumerate().for_each_in_runs(8, |(outer, out)| {
-                for (row, out) in out[start..start + narrow].chunks_exact_mut(width).enumerate() {
-                    match row_of(x, layout, outer * rows + row) {
-                        (x, 1) => out.copy_from_slice(&x[..width]),
-                        (x, step) => out.iter_mut().enumerate().for_each(|(i, o)| *o = x[i * step]),
-                    }
-                }
-            });
-            start += narrow;
-        }
+        with_float!(args.output_dtype(0), T => self.join::<T>(args));
     }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
         gapless_kernels::cuda::launch::cat(self.dim, operands)
@@ -94,5 +80,30 @@ impl Op for Cat {
             }
         }
         vec![Array::new(&dims, data)]
+    }
+}
+
+impl Cat {
+    fn join<T: Float>(&self, args: &mut Args<'_>) {
+        let out = args.output::<T>(0);
+        let dims = args.output_dims(0);
+        let wide: usize = dims[self.dim..].iter().product();
+        let mut start = 0;
+        for input in 0..args.inputs() {
+            let (x, layout) = args.strided::<T>(input);
+            let narrow: usize = layout.dims()[self.dim..].iter().product();
+            let width = gapless_kernels::cpu::last_extent(layout);
+            // A row is the innermost run of the input; several make up its share of one outer index.
+            let rows = narrow / width;
+            out.pieces_mut(wide.max(1)).enumerate().for_each_in_runs(8, |(outer, out)| {
+                for (row, out) in out[start..start + narrow].chunks_exact_mut(width).enumerate() {
+                    match row_of(x, layout, outer * rows + row) {
+                        (x, 1) => out.copy_from_slice(&x[..width]),
+                        (x, step) => out.iter_mut().enumerate().for_each(|(i, o)| *o = x[i * step]),
+                    }
+                }
+            });
+            start += narrow;
+        }
     }
 }

@@ -1,8 +1,10 @@
 //! softmax(scale · Q·Kᵀ)·V in `f32` and its gradients, without ever holding a matrix of scores.
 //!
 //! In: queries, keys and values of any strides over (batch, head, token), so that a packed `qkv` is read and its
-//! gradient written in place. Out: the outputs and the log-sum-exp of each row of scores; from these the gradients.
-//! Never: a heap allocation, scratch that grows with keys × queries, or a result that depends on the number of threads.
+//! gradient written in place; in `f32`, or in bf16, which is packed as [`gemm`](crate::cpu::gemm) packs it: where the processor
+//! multiplies pairs of bf16, probabilities and gradients of scores are rounded to it before they are multiplied. Out: the outputs
+//! and the log-sum-exp of each row of scores, in `f32`; from these the gradients. Never: a heap allocation, scratch that grows with
+//! keys × queries, or a result that depends on the number of threads.
 //!
 //! The scheme is FlashAttention-2's (Dao 2023, algorithms 1 and 2): keys go by in blocks with a running maximum and sum
 //! per query; the backward recomputes the probabilities from the log-sum-exp. The small products are those of
@@ -17,8 +19,8 @@ mod tests;
 use std::ops::Range;
 
 use self::rows::Rows;
-use crate::cpu::gemm::BLOCK_K;
 use crate::cpu::gemm::kernel::{Kernels, ROW_STRIDE};
+use crate::cpu::gemm::{BLOCK_K, Factor};
 use crate::cpu::scratch::{Parts, Scratch};
 use crate::cpu::simd::Level;
 
@@ -149,13 +151,13 @@ pub enum AttentionError {
 
 /// What [`Attention::forward_raw`] reads and writes.
 #[derive(Debug, Clone, Copy)]
-pub struct Forward {
+pub struct Forward<T> {
     /// Queries.
-    pub q: *const f32,
+    pub q: *const T,
     /// Keys.
-    pub k: *const f32,
+    pub k: *const T,
     /// Values.
-    pub v: *const f32,
+    pub v: *const T,
     /// Outputs, written.
     pub out: *mut f32,
     /// Log-sum-exp of the scores, \[batch, heads, queries\], written; null if it is not wanted.
@@ -168,19 +170,19 @@ pub struct Forward {
 
 /// What [`Attention::backward_raw`] reads and writes.
 #[derive(Debug, Clone, Copy)]
-pub struct Backward {
+pub struct Backward<T> {
     /// Queries.
-    pub q: *const f32,
+    pub q: *const T,
     /// Keys.
-    pub k: *const f32,
+    pub k: *const T,
     /// Values.
-    pub v: *const f32,
+    pub v: *const T,
     /// Outputs of the forward.
-    pub out: *const f32,
+    pub out: *const T,
     /// Log-sum-exp of the forward, \[batch, heads, queries\].
     pub lse: *const f32,
     /// Gradient of the outputs.
-    pub dout: *const f32,
+    pub dout: *const T,
     /// The first key that each query sees, \[batch, queries\]; null if that is the first of all.
     pub starts: *const u32,
     /// Gradient of the queries, overwritten.
@@ -226,11 +228,11 @@ impl Attention {
     /// An unsound shape, a slice too short for its strides or for [`Attention::forward_scratch`] of the current
     /// pool, or outputs that overlap. Nothing is written then.
     #[expect(clippy::too_many_arguments, reason = "the operands of an attention")]
-    pub fn forward(
+    pub fn forward<T: Factor>(
         &self,
-        q: &[f32],
-        k: &[f32],
-        v: &[f32],
+        q: &[T],
+        k: &[T],
+        v: &[T],
         starts: Option<&[u32]>,
         out: &mut [f32],
         lse: &mut [f32],
@@ -258,11 +260,11 @@ impl Attention {
     ///
     /// # Errors
     /// As [`Attention::forward`]; when a position is not among the keys.
-    pub fn forward_at(
+    pub fn forward_at<T: Factor>(
         &self,
-        q: &[f32],
-        k: &[f32],
-        v: &[f32],
+        q: &[T],
+        k: &[T],
+        v: &[T],
         positions: &[u32],
         out: &mut [f32],
         scratch: &mut Scratch<'_>,
@@ -293,11 +295,11 @@ impl Attention {
     }
 
     /// Whether shape, operands and scratch of a forward fit together.
-    fn check_forward(
+    fn check_forward<T>(
         &self,
-        q: &[f32],
-        k: &[f32],
-        v: &[f32],
+        q: &[T],
+        k: &[T],
+        v: &[T],
         out: &[f32],
         scratch: &Scratch<'_>,
     ) -> Result<(), AttentionError> {
@@ -316,9 +318,9 @@ impl Attention {
     /// The shape is one that [`Attention::forward`] takes; the operands exist as far as its strides reach, `scratch`
     /// has the pieces of [`Attention::forward_scratch`]`(rayon::current_num_threads())`; what is written overlaps nothing
     /// else, and nothing else writes to any operand during the call.
-    pub unsafe fn forward_raw(&self, operands: Forward, scratch: &mut Scratch<'_>) {
+    pub unsafe fn forward_raw<T: Factor>(&self, operands: Forward<T>, scratch: &mut Scratch<'_>) {
         // SAFETY: the caller's promise.
-        unsafe { forward::run(self, &Level::best().into(), operands, scratch) }
+        unsafe { forward::run(self, &Instructions::of::<T>(Level::best()), operands, scratch) }
     }
 
     /// Computes the gradients of queries, keys and values on all threads of the current rayon pool.
@@ -329,14 +331,14 @@ impl Attention {
     /// An unsound shape, a slice too short for its strides or for [`Attention::backward_scratch`] of the current
     /// pool, or gradients that overlap. Nothing is written then.
     #[expect(clippy::too_many_arguments, reason = "the operands of an attention")]
-    pub fn backward(
+    pub fn backward<T: Factor>(
         &self,
-        q: &[f32],
-        k: &[f32],
-        v: &[f32],
-        out: &[f32],
+        q: &[T],
+        k: &[T],
+        v: &[T],
+        out: &[T],
         lse: &[f32],
-        dout: &[f32],
+        dout: &[T],
         starts: Option<&[u32]>,
         (dq, dk, dv): (&mut [f32], &mut [f32], &mut [f32]),
         scratch: &mut Scratch<'_>,
@@ -385,9 +387,9 @@ impl Attention {
     ///
     /// # Safety
     /// As [`Attention::forward_raw`], with [`Attention::backward_scratch`].
-    pub unsafe fn backward_raw(&self, operands: Backward, scratch: &mut Scratch<'_>) {
+    pub unsafe fn backward_raw<T: Factor>(&self, operands: Backward<T>, scratch: &mut Scratch<'_>) {
         // SAFETY: the caller's promise.
-        unsafe { backward::run(self, &Level::best().into(), operands, scratch) }
+        unsafe { backward::run(self, &Instructions::of::<T>(Level::best()), operands, scratch) }
     }
 
     /// Number of the first keys behind which the mask hides all from a query.
@@ -528,9 +530,11 @@ struct Instructions {
     rows: &'static Rows,
 }
 
-impl From<Level> for Instructions {
-    fn from(level: Level) -> Self {
-        Self { products: Kernels::of(level), rows: Rows::of(level) }
+impl Instructions {
+    /// Those for operands of a type.
+    fn of<T: Factor>(level: Level) -> Self {
+        let products = if T::IS_BF16 { Kernels::of_bf16(level) } else { Kernels::of(level) };
+        Self { products, rows: Rows::of(level) }
     }
 }
 
@@ -551,22 +555,22 @@ fn packed_len(job: &Attention, tokens: usize) -> usize {
 /// One head of a tensor: its first element and the distance between tokens. Only what the caller gave as writable is
 /// written to.
 #[derive(Clone, Copy)]
-struct Head {
-    start: *mut f32,
+struct Head<T> {
+    start: *mut T,
     token: usize,
 }
 
-impl Head {
+impl<T: Copy> Head<T> {
     /// # Safety
     /// The head exists.
-    unsafe fn new(tensor: *mut f32, strides: HeadStrides, batch: usize, head: usize) -> Self {
+    unsafe fn new(tensor: *mut T, strides: HeadStrides, batch: usize, head: usize) -> Self {
         // SAFETY: the caller's promise.
         Self { start: unsafe { tensor.add(batch * strides.batch + head * strides.head) }, token: strides.token }
     }
 
     /// # Safety
     /// The token exists.
-    unsafe fn at(self, token: usize) -> *mut f32 {
+    unsafe fn at(self, token: usize) -> *mut T {
         // SAFETY: the caller's promise.
         unsafe { self.start.add(token * self.token) }
     }

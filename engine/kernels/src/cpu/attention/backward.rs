@@ -9,13 +9,13 @@
 //! equal.
 
 use std::ops::Range;
-use std::slice::{from_raw_parts, from_raw_parts_mut};
+use std::slice::from_raw_parts_mut;
 
 use super::forward::queries_per_task;
 use super::rows::padded;
 use super::{Attention, Backward, Head, Instructions, PANEL_ROWS, packed_keys_len, packed_len};
-use crate::cpu::gemm::Strides;
 use crate::cpu::gemm::kernel::{Layout, Product, ROW_STRIDE};
+use crate::cpu::gemm::{Factor, Strides};
 use crate::cpu::scratch::{Parts, Scratch};
 use crate::cpu::tasks::{for_each, slot};
 
@@ -35,13 +35,18 @@ pub(super) fn parts(job: &Attention, threads: usize) -> [Parts; 9] {
 }
 
 // SAFETY: tasks write disjoint rows of dq, dk and dv and only read the rest.
-unsafe impl Send for Backward {}
+unsafe impl<T> Send for Backward<T> {}
 // SAFETY: as above.
-unsafe impl Sync for Backward {}
+unsafe impl<T> Sync for Backward<T> {}
 
 /// # Safety
 /// As [`Attention::backward_raw`].
-pub(super) unsafe fn run(job: &Attention, instructions: &Instructions, operands: Backward, scratch: &Scratch<'_>) {
+pub(super) unsafe fn run<T: Factor>(
+    job: &Attention,
+    instructions: &Instructions,
+    operands: Backward<T>,
+    scratch: &Scratch<'_>,
+) {
     let parts = parts(job, rayon::current_num_threads());
     let heads = job.batch * job.kv_heads;
     let all = Part { queries: 0..job.queries, keys: 0..job.keys, dq: true, dk_dv: true };
@@ -113,16 +118,16 @@ impl Arrays {
 }
 
 /// One key head and the query heads that share it.
-struct Task<'a> {
+struct Task<'a, T> {
     job: &'a Attention,
     instructions: &'a Instructions,
-    operands: &'a Backward,
+    operands: &'a Backward<T>,
     batch: usize,
     kv_head: usize,
     arrays: Arrays,
 }
 
-impl Task<'_> {
+impl<T: Factor> Task<'_, T> {
     /// # Safety
     /// As [`Attention::backward_raw`]; the part's gradients and the arrays are this thread's.
     unsafe fn run(&self, part: Part) {
@@ -178,6 +183,10 @@ impl Task<'_> {
                 let (d, of_v, len) = (job.head_size, job.value_size, queries.len());
                 instructions.pack(q.at(queries.start), Strides::row_major(q.token), len, d, arrays.q);
                 instructions.pack(dout.at(queries.start), Strides::row_major(dout.token), len, of_v, arrays.dout);
+                if products.k_of_line > 1 {
+                    self.pair_rows(arrays.probabilities, &queries, &keys);
+                    self.pair_rows(arrays.gradients, &queries, &keys);
+                }
                 let dk = Head::new(operands.dk, job.d_k, batch, self.kv_head);
                 let dv = Head::new(operands.dv, job.d_v, batch, self.kv_head);
                 self.add_transposed(arrays.probabilities, arrays.dout, &queries, &keys, (dv, of_v));
@@ -205,15 +214,13 @@ impl Task<'_> {
             let at = (rows.start - tile_start) * ROW_STRIDE;
             let (probabilities, gradients) = (arrays.probabilities.add(at), arrays.gradients.add(at));
 
-            for (i, query) in rows.clone().enumerate() {
-                std::ptr::copy_nonoverlapping(q.at(query), arrays.q_panel.add(i * ROW_STRIDE), d);
-                std::ptr::copy_nonoverlapping(dout.at(query), arrays.dout_panel.add(i * ROW_STRIDE), of_v);
-            }
+            instructions.pack_rows(q, rows.clone(), d, arrays.q_panel);
+            instructions.pack_rows(dout, rows.clone(), of_v, arrays.dout_panel);
             let product = |a: *const f32, b: *const f32, depth: usize, c: *mut f32| Product {
                 a,
                 b,
-                depth,
-                k: depth,
+                depth: products.lines(depth),
+                k: products.lines(depth),
                 c,
                 c_row: ROW_STRIDE,
                 columns: columns.next_multiple_of(products.columns),
@@ -229,8 +236,7 @@ impl Task<'_> {
                 let visible = seen(query);
                 let probabilities = from_raw_parts_mut(probabilities.add(i * ROW_STRIDE), padded(visible));
                 let gradients = from_raw_parts_mut(gradients.add(i * ROW_STRIDE), padded(visible));
-                let delta =
-                    (row_kernels.dot)(from_raw_parts(out.at(query), of_v), from_raw_parts(dout.at(query), of_v));
+                let delta = row_kernels.dot(out.at(query), dout.at(query), of_v);
                 let (scale, delta) = match job.cap {
                     None => (job.scale, delta),
                     Some(cap) => {
@@ -247,17 +253,39 @@ impl Task<'_> {
             }
             if dq {
                 let dq = Head::new(operands.dq, job.d_q, batch, head);
+                let mut factor = gradients;
+                if products.k_of_line > 1 {
+                    // The queries in their panel are no longer needed.
+                    factor = arrays.q_panel;
+                    (0..rows.len()).map(|i| i * ROW_STRIDE).for_each(|row| {
+                        (row_kernels.round)(gradients.add(row), columns.next_multiple_of(2), factor.add(row).cast());
+                    });
+                }
                 let product = Product {
-                    a: gradients,
+                    a: factor,
                     b: arrays.k,
-                    depth: keys.len(),
-                    k: columns,
+                    depth: products.lines(keys.len()),
+                    k: products.lines(columns),
                     c: dq.at(rows.start),
                     c_row: job.d_q.token,
                     columns: d,
                     accumulate: keys.start > begin,
                 };
                 products.block(Layout::Rows, rows.len(), &product);
+            }
+        }
+    }
+
+    /// Rounds a tile, two queries to a row of pairs, in place: the row of queries 2·i and 2·i + 1 is row i.
+    unsafe fn pair_rows(&self, tile: *mut f32, queries: &Range<usize>, keys: &Range<usize>) {
+        let seen = |query: usize| self.job.visible(query).saturating_sub(keys.start).min(keys.len());
+        for (line, query) in queries.clone().step_by(2).enumerate() {
+            let first = tile.wrapping_add(2 * line * ROW_STRIDE);
+            let last = (query + 1).min(queries.end - 1);
+            let second = if last > query { first.wrapping_add(ROW_STRIDE) } else { std::ptr::null_mut() };
+            // SAFETY: rows have `ROW_STRIDE` floats, and no row is read behind one that was written before.
+            unsafe {
+                (self.instructions.rows.pair)(first, second, padded(seen(last)), tile.add(line * ROW_STRIDE).cast());
             }
         }
     }
@@ -269,20 +297,21 @@ impl Task<'_> {
         packed: *const f32,
         queries: &Range<usize>,
         keys: &Range<usize>,
-        (to, size): (Head, usize),
+        (to, size): (Head<f32>, usize),
     ) {
         let products = self.instructions.products;
         let visible = self.job.visible(queries.end - 1).min(keys.end);
         for first in (keys.start..visible).step_by(products.rows()) {
             let rows = products.rows().min(visible - first);
             let blind = queries.clone().take_while(|&query| self.job.visible(query) <= first).count();
+            let (lines, blind) = (products.lines(queries.len()), blind / products.k_of_line);
             // SAFETY: as in `tile`.
             unsafe {
                 let product = Product {
                     a: tile.add(blind * ROW_STRIDE + first - keys.start),
                     b: packed.add(blind * products.columns),
-                    depth: queries.len(),
-                    k: queries.len() - blind,
+                    depth: lines,
+                    k: lines - blind,
                     c: to.at(first),
                     c_row: to.token,
                     columns: size,
@@ -295,7 +324,7 @@ impl Task<'_> {
 }
 
 /// Clears rows of a gradient.
-unsafe fn zero(head: Head, tokens: Range<usize>, head_size: usize) {
+unsafe fn zero(head: Head<f32>, tokens: Range<usize>, head_size: usize) {
     for token in tokens {
         // SAFETY: the caller names tokens that exist and are its own.
         unsafe { from_raw_parts_mut(head.at(token), head_size).fill(0.0) };

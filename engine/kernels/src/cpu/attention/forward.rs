@@ -1,13 +1,13 @@
 //! The outputs: keys in blocks, queries in panels of a micro-kernel's height.
 
 use std::ops::Range;
-use std::slice::{from_raw_parts, from_raw_parts_mut};
+use std::slice::from_raw_parts_mut;
 
 use super::rows::{Running, padded};
 use super::{Attention, Forward, Head, Instructions, Mask, PANEL_ROWS, packed_keys_len};
-use crate::cpu::gemm::Strides;
 use crate::cpu::gemm::kernel::{Layout, Product, ROW_STRIDE};
-use crate::cpu::gemm::pack::Source;
+use crate::cpu::gemm::pack::{PackedA, Source};
+use crate::cpu::gemm::{Factor, Strides};
 use crate::cpu::scratch::{Parts, Scratch};
 use crate::cpu::simd::prefetch;
 use crate::cpu::tasks::{for_each, slot};
@@ -23,9 +23,9 @@ pub(super) fn parts(job: &Attention, threads: usize) -> [Parts; 5] {
 }
 
 // SAFETY: tasks read q, k and v, and write disjoint rows of out and lse.
-unsafe impl Send for Forward {}
+unsafe impl<T> Send for Forward<T> {}
 // SAFETY: as above.
-unsafe impl Sync for Forward {}
+unsafe impl<T> Sync for Forward<T> {}
 
 /// Queries of a task: all of a head, unless there are so few heads that threads would be idle. A whole number of
 /// panels, so that a row's panel, and with it its bits, stays the same.
@@ -38,7 +38,12 @@ pub(super) fn queries_per_task(job: &Attention, panels: usize) -> usize {
 
 /// # Safety
 /// As [`Attention::forward_raw`].
-pub(super) unsafe fn run(job: &Attention, instructions: &Instructions, operands: Forward, scratch: &Scratch<'_>) {
+pub(super) unsafe fn run<T: Factor>(
+    job: &Attention,
+    instructions: &Instructions,
+    operands: Forward<T>,
+    scratch: &Scratch<'_>,
+) {
     let parts = parts(job, rayon::current_num_threads());
     let per_task = queries_per_task(job, PANEL_ROWS);
     let chunks = job.queries.div_ceil(per_task);
@@ -56,7 +61,7 @@ pub(super) unsafe fn run(job: &Attention, instructions: &Instructions, operands:
     });
 }
 
-impl Forward {
+impl<T> Forward<T> {
     /// The shape as a sequence sees it: from its own position on, if it has one.
     ///
     /// # Safety
@@ -72,10 +77,10 @@ impl Forward {
 }
 
 /// Some queries of all heads that share a key head.
-struct Task<'a> {
+struct Task<'a, T> {
     job: &'a Attention,
     instructions: &'a Instructions,
-    operands: &'a Forward,
+    operands: &'a Forward<T>,
     batch: usize,
     kv_head: usize,
 }
@@ -89,7 +94,7 @@ struct Block {
     v: *mut f32,
 }
 
-impl Task<'_> {
+impl<T: Factor> Task<'_, T> {
     /// # Safety
     /// As [`Attention::forward_raw`]; `scratch` are this thread's [`parts`].
     unsafe fn run(&self, queries: Range<usize>, scratch: [*mut f32; 5]) {
@@ -158,20 +163,21 @@ impl Task<'_> {
             let q = Head::new(operands.q.cast_mut(), job.q, batch, head);
             let out = Head::new(operands.out, job.out, batch, head);
             for query in rows.end..(rows.end + rows.len()).min(job.queries) {
-                for line in (0..job.head_size).step_by(16) {
-                    prefetch(q.at(query).add(line));
+                for line in (0..job.head_size).step_by(64 / size_of::<T>()) {
+                    prefetch(q.at(query).add(line).cast());
                 }
             }
-            for (i, query) in rows.clone().enumerate() {
-                let from = from_raw_parts(q.at(query), job.head_size);
-                let to = from_raw_parts_mut(query_panel.add(i * ROW_STRIDE), job.head_size);
-                (row_kernels.scaled)(from, job.scale, to);
+            self.instructions.pack_rows(q, rows.clone(), job.head_size, query_panel);
+            for i in (0..rows.len()).filter(|_| !T::IS_BF16) {
+                let row = from_raw_parts_mut(query_panel.add(i * ROW_STRIDE), job.head_size);
+                (row_kernels.scale)(row, job.scale);
             }
+            let lines = products.lines(job.head_size);
             let product = Product {
                 a: query_panel,
                 b: block.k,
-                depth: job.head_size,
-                k: job.head_size,
+                depth: lines,
+                k: lines,
                 c: scores,
                 c_row: ROW_STRIDE,
                 columns: columns.next_multiple_of(products.columns),
@@ -187,6 +193,9 @@ impl Task<'_> {
                     row.fill(0.0);
                     continue;
                 }
+                if T::IS_BF16 {
+                    (row_kernels.scale)(row, job.scale);
+                }
                 if let Some(cap) = job.cap {
                     (row_kernels.cap)(row, 1.0, cap);
                 }
@@ -196,11 +205,17 @@ impl Task<'_> {
                     (row_kernels.scale)(from_raw_parts_mut(out.at(query), job.value_size), factor);
                 }
             }
+            if products.k_of_line > 1 {
+                (0..rows.len()).for_each(|i| {
+                    let row = scores.add(i * ROW_STRIDE);
+                    (row_kernels.round)(row, columns.next_multiple_of(2), row.cast());
+                });
+            }
             let product = Product {
                 a: scores,
                 b: block.v,
-                depth: block.keys.len(),
-                k: columns,
+                depth: products.lines(block.keys.len()),
+                k: products.lines(columns),
                 c: out.at(rows.start),
                 c_row: job.out.token,
                 columns: job.value_size,
@@ -254,14 +269,39 @@ impl Instructions {
     ///
     /// # Safety
     /// The matrix exists; `to` has room for its panels.
-    pub(super) unsafe fn pack(&self, start: *const f32, strides: Strides, k: usize, columns: usize, to: *mut f32) {
-        let width = self.products.columns;
+    pub(super) unsafe fn pack<T: Factor>(
+        &self,
+        start: *const T,
+        strides: Strides,
+        k: usize,
+        columns: usize,
+        to: *mut f32,
+    ) {
+        let (width, lines) = (self.products.columns, self.products.lines(k));
         for column in (0..columns).step_by(width) {
             // SAFETY: the caller's promise.
             unsafe {
                 let source = Source { start: start.add(column * strides.column), strides };
-                (self.products.pack_panel)(&source, k, width.min(columns - column), to.add(column * k));
+                T::pack_panel(self.products, &source, k, width.min(columns - column), to.add(column * lines));
             }
+        }
+    }
+
+    /// Packs a head's `size` elements of some tokens as rows of A.
+    ///
+    /// # Safety
+    /// The tokens exist; `panel` has room for their rows.
+    pub(super) unsafe fn pack_rows<T: Factor>(
+        &self,
+        head: Head<T>,
+        tokens: Range<usize>,
+        size: usize,
+        panel: *mut f32,
+    ) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let source = Source { start: head.at(tokens.start).cast_const(), strides: Strides::row_major(head.token) };
+            T::pack_rows(self.products, &source, tokens.len(), size, Layout::Rows, &PackedA::of(panel));
         }
     }
 }

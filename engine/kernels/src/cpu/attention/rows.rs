@@ -1,6 +1,13 @@
 //! What happens to one row of scores between the products: written as plain loops over sixteen lanes, compiled for each
 //! instruction set.
 
+use std::slice::from_raw_parts;
+
+use half::bf16;
+
+use crate::cpu::Float;
+use crate::cpu::bf16::rounded;
+use crate::cpu::gemm::Factor;
 use crate::cpu::math::{exp, tanh};
 use crate::cpu::simd::Level;
 
@@ -26,12 +33,10 @@ impl Running {
 
 /// The functions of one level. All take rows whose length is a multiple of sixteen.
 pub(super) struct Rows {
-    /// `x` = `factor` · `from`.
-    pub scaled: unsafe fn(from: &[f32], factor: f32, to: &mut [f32]),
     /// `x` = `factor` · `x`.
     pub scale: unsafe fn(x: &mut [f32], factor: f32),
-    /// Σ `x`·`y`.
-    pub dot: unsafe fn(x: &[f32], y: &[f32]) -> f32,
+    dot_f32: unsafe fn(x: &[f32], y: &[f32]) -> f32,
+    dot_bf16: unsafe fn(x: &[bf16], y: &[bf16]) -> f32,
     /// Takes a row's next scores, of which the first `visible` count, into its running softmax, and turns them into
     /// exponentials below the new maximum. Returns the factor for all that was summed below the old one.
     pub softmax: unsafe fn(scores: &mut [f32], visible: usize, running: &mut Running) -> f32,
@@ -44,9 +49,29 @@ pub(super) struct Rows {
     /// Turns gradients of probabilities into gradients of scores before scaling: `scale` · p · (dp − `delta`).
     pub score_gradients:
         unsafe fn(gradients: &mut [f32], visible: usize, probabilities: &[f32], delta: f32, scale: f32),
+    /// Rounds `len` floats to bf16, or a few more, up to a multiple of sixteen; `to` may begin where `from` does.
+    pub round: unsafe fn(from: *const f32, len: usize, to: *mut bf16),
+    /// Rounds two rows of `len` floats to lanes of two bf16, the first row in the lower halves; without a second row the upper ones are
+    /// 0. `to` may be either row.
+    pub pair: unsafe fn(first: *const f32, second: *const f32, len: usize, to: *mut u32),
 }
 
 impl Rows {
+    /// Σ `x`·`y` of `len` elements.
+    ///
+    /// # Safety
+    /// They exist.
+    #[inline]
+    pub unsafe fn dot<T: Factor>(&self, x: *const T, y: *const T, len: usize) -> f32 {
+        // SAFETY: the caller's promise; a factor that is not f32 is bf16.
+        unsafe {
+            match (T::as_f32(x), T::as_f32(y)) {
+                (Some(x), Some(y)) => (self.dot_f32)(from_raw_parts(x, len), from_raw_parts(y, len)),
+                _ => (self.dot_bf16)(from_raw_parts(x.cast(), len), from_raw_parts(y.cast(), len)),
+            }
+        }
+    }
+
     /// The functions of a level that is available.
     pub fn of(level: Level) -> &'static Self {
         match level {
@@ -60,13 +85,6 @@ impl Rows {
 }
 
 #[inline(always)]
-fn scaled(from: &[f32], factor: f32, to: &mut [f32]) {
-    for (to, from) in to.iter_mut().zip(from) {
-        *to = factor * from;
-    }
-}
-
-#[inline(always)]
 fn scale(x: &mut [f32], factor: f32) {
     for x in x {
         *x *= factor;
@@ -74,17 +92,18 @@ fn scale(x: &mut [f32], factor: f32) {
 }
 
 #[inline(always)]
-fn dot(x: &[f32], y: &[f32]) -> f32 {
+fn dot<T: Float>(x: &[T], y: &[T]) -> f32 {
     let mut sums = [0.0; LANES];
     let (x, x_rest) = x.as_chunks::<LANES>();
     let (y, y_rest) = y.as_chunks::<LANES>();
     for (x, y) in x.iter().zip(y) {
+        let [x, y]: [[f32; LANES]; 2] = [x, y].map(|row| std::array::from_fn(|lane| row[lane].load()));
         for lane in 0..LANES {
             sums[lane] = x[lane].mul_add(y[lane], sums[lane]);
         }
     }
     for (lane, (x, y)) in x_rest.iter().zip(y_rest).enumerate() {
-        sums[lane] = x.mul_add(*y, sums[lane]);
+        sums[lane] = x.load().mul_add(y.load(), sums[lane]);
     }
     fold(sums, |x, y| x + y)
 }
@@ -148,6 +167,33 @@ fn score_gradients(gradients: &mut [f32], visible: usize, probabilities: &[f32],
     }
 }
 
+#[inline(always)]
+unsafe fn round(from: *const f32, len: usize, to: *mut bf16) {
+    for start in (0..len).step_by(LANES) {
+        // SAFETY: the caller's promise. Sixteen are read before they are written, over what was read before.
+        unsafe {
+            let x: [f32; LANES] = from.add(start).cast::<[f32; LANES]>().read_unaligned();
+            let x: [bf16; LANES] = std::array::from_fn(|lane| rounded(x[lane]));
+            to.add(start).cast::<[bf16; LANES]>().write_unaligned(x);
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn pair(first: *const f32, second: *const f32, len: usize, to: *mut u32) {
+    let bits = |x: f32| u32::from(rounded(x).to_bits());
+    for start in (0..len).step_by(LANES) {
+        // SAFETY: as in `round`.
+        unsafe {
+            let load = |row: *const f32| row.add(start).cast::<[f32; LANES]>().read_unaligned();
+            let low = load(first);
+            let high = if second.is_null() { [0.0; LANES] } else { load(second) };
+            let pairs: [u32; LANES] = std::array::from_fn(|lane| bits(low[lane]) | bits(high[lane]) << 16);
+            to.add(start).cast::<[u32; LANES]>().write_unaligned(pairs);
+        }
+    }
+}
+
 /// Combines the lanes pairwise: by constant lengths, so that it stays in registers.
 #[inline(always)]
 fn fold(lanes: [f32; LANES], combine: impl Fn(f32, f32) -> f32) -> f32 {
@@ -161,19 +207,29 @@ fn fold(lanes: [f32; LANES], combine: impl Fn(f32, f32) -> f32) -> f32 {
 macro_rules! level {
     ($module:ident $(, $feature:literal)?) => {
         mod $module {
-            use super::{Rows, Running};
+            use super::{Rows, Running, bf16};
 
-            $(#[target_feature(enable = $feature)])?
-            unsafe fn scaled(from: &[f32], factor: f32, to: &mut [f32]) {
-                super::scaled(from, factor, to);
-            }
             $(#[target_feature(enable = $feature)])?
             unsafe fn scale(x: &mut [f32], factor: f32) {
                 super::scale(x, factor);
             }
             $(#[target_feature(enable = $feature)])?
-            unsafe fn dot(x: &[f32], y: &[f32]) -> f32 {
+            unsafe fn dot_f32(x: &[f32], y: &[f32]) -> f32 {
                 super::dot(x, y)
+            }
+            $(#[target_feature(enable = $feature)])?
+            unsafe fn dot_bf16(x: &[bf16], y: &[bf16]) -> f32 {
+                super::dot(x, y)
+            }
+            $(#[target_feature(enable = $feature)])?
+            unsafe fn round(from: *const f32, len: usize, to: *mut bf16) {
+                // SAFETY: the caller's promise.
+                unsafe { super::round(from, len, to) }
+            }
+            $(#[target_feature(enable = $feature)])?
+            unsafe fn pair(first: *const f32, second: *const f32, len: usize, to: *mut u32) {
+                // SAFETY: the caller's promise.
+                unsafe { super::pair(first, second, len, to) }
             }
             $(#[target_feature(enable = $feature)])?
             unsafe fn softmax(scores: &mut [f32], visible: usize, running: &mut Running) -> f32 {
@@ -202,8 +258,18 @@ macro_rules! level {
                 super::score_gradients(gradients, visible, probabilities, delta, scale);
             }
 
-            pub(super) static ROWS: Rows =
-                Rows { scaled, scale, dot, softmax, probabilities, cap, cap_gradients, score_gradients };
+            pub(super) static ROWS: Rows = Rows {
+                scale,
+                dot_f32,
+                dot_bf16,
+                softmax,
+                probabilities,
+                cap,
+                cap_gradients,
+                score_gradients,
+                round,
+                pair,
+            };
         }
     };
 }

@@ -1,6 +1,7 @@
 //! Attention against a naive one in `f64`, whose gradient is itself judged by finite differences.
 
 use gapless_testing::prelude::*;
+use half::bf16;
 
 use super::*;
 use crate::cpu::ScratchMemory;
@@ -33,10 +34,12 @@ struct Reference {
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
-    /// As `dq` and `dk`, of the absolute values of all that is added up: what rounding errors are relative to where the
-    /// exact gradients cancel (entirely, with a single key).
+    /// The same of the absolute values of all that is added up: what rounding errors are relative to where the exact values
+    /// cancel (gradients entirely, with a single key).
+    out_size: Tensor,
     dq_size: Tensor,
     dk_size: Tensor,
+    dv_size: Tensor,
 }
 
 /// The scores of a query.
@@ -97,8 +100,10 @@ fn reference(job: &Attention, starts: &[u32], q: &Tensor, k: &Tensor, v: &Tensor
         dq: q.zeros_like(),
         dk: k.zeros_like(),
         dv: v.zeros_like(),
+        out_size: dout.zeros_like(),
         dq_size: q.zeros_like(),
         dk_size: k.zeros_like(),
+        dv_size: v.zeros_like(),
     };
     for_each_row(job, starts, q, k, |(b, h, i), Row { number, probabilities, slopes, lse }| {
         result.lse[number] = lse;
@@ -116,6 +121,8 @@ fn reference(job: &Attention, starts: &[u32], q: &Tensor, k: &Tensor, v: &Tensor
                 let (at_v, at_out) = (v.at(b, kv, j, d), dout.at(b, h, i, d));
                 result.out.elements[at_out] += p * v.elements[at_v];
                 result.dv.elements[at_v] += p * dout.elements[at_out];
+                result.out_size.elements[at_out] += p * v.elements[at_v].abs();
+                result.dv_size.elements[at_v] += p * dout.elements[at_out].abs();
             }
             for d in 0..job.head_size {
                 let (at_q, at_k) = (q.at(b, h, i, d), k.at(b, kv, j, d));
@@ -169,8 +176,17 @@ impl Case {
         reference(job, starts, &q, &k, &v, &dout)
     }
 
-    fn compute(&self, level: Level, threads: usize) -> Computed {
+    /// The same with operands that are bf16.
+    fn rounded(&self) -> Self {
+        let rounded = |x: &Vec<f32>| x.iter().map(|&x| bf16::from_f32(x).to_f32()).collect();
         let Self { job, q, k, v, dout, starts } = self;
+        let [q, k, v, dout] = [q, k, v, dout].map(rounded);
+        Self { job: *job, q, k, v, dout, starts: starts.clone() }
+    }
+
+    fn compute<T: Factor>(&self, level: Level, threads: usize) -> Computed {
+        let Self { job, q, k, v, dout, starts } = self;
+        let stored = |x: &Vec<f32>| x.iter().map(|&x| T::store(x)).collect::<Vec<T>>();
         // Zeros where strides leave gaps; scratch is full of NaN, so that a float that is read before it is written shows.
         let mut got = Computed {
             out: vec![0.0; dout.len()],
@@ -179,7 +195,8 @@ impl Case {
             dk: vec![0.0; k.len()],
             dv: vec![0.0; v.len()],
         };
-        let instructions = Instructions::from(level);
+        let instructions = Instructions::of::<T>(level);
+        let [q, k, v, dout] = [q, k, v, dout].map(stored);
         pool(threads).install(|| {
             let (q, k, v) = (q.as_ptr(), k.as_ptr(), v.as_ptr());
             let starts = if starts.is_empty() { std::ptr::null() } else { starts.as_ptr() };
@@ -198,11 +215,12 @@ impl Case {
             assert!(memory.is_intact(), "the forward of {job:?} writes beyond its scratch");
 
             let mut memory = ScratchMemory::new(&job.backward_scratch(threads));
+            let out = stored(&got.out);
             let operands = Backward {
                 q,
                 k,
                 v,
-                out: got.out.as_ptr(),
+                out: out.as_ptr(),
                 lse: got.lse.as_ptr(),
                 dout: dout.as_ptr(),
                 starts,
@@ -224,10 +242,16 @@ fn check(job: Attention, threads: usize) {
 }
 
 fn check_case(case: &Case, threads: usize) {
+    check_stored::<f32>(case, threads);
+    // Probabilities, gradients of scores, and the outputs that the backward reads are rounded once, to 2⁻⁹ of each, or less.
+    check_stored::<bf16>(&case.rounded(), threads);
+}
+
+fn check_stored<T: Factor>(case: &Case, threads: usize) {
     let job = case.job;
     let expected = case.reference();
     for level in Level::ALL.into_iter().filter(|level| level.is_available()) {
-        let got = case.compute(level, threads);
+        let got = case.compute::<T>(level, threads);
         let close = |name: &str, got: &[f32], expected: &[f64], size: &[f64]| {
             let norm = |x: &[f64]| x.iter().filter(|x| x.is_finite()).map(|x| x * x).sum::<f64>().sqrt();
             let off = |(&got, &expected): (&f32, &f64)| {
@@ -237,18 +261,20 @@ fn check_case(case: &Case, threads: usize) {
             // Scores of size up to 4·head_size·scale carry rounding errors of their size into the exponent; the
             // gradients are sums over hundreds of such probabilities. In a norm, that stays below 2⁻²³ × 40. Dot
             // products over a head and an exponential are in front of it: head_size + 8 roundings of what is added up.
-            let rounding = f64::from(f32::EPSILON) * (job.widest() + 8) as f64;
+            let of_storage = if T::IS_BF16 { 2f64.powi(-8) } else { 0.0 };
+            let rounding = f64::from(f32::EPSILON) * (job.widest() + 8) as f64 + of_storage;
             let (error, bound) = (
                 got.iter().zip(expected).map(off).sum::<f64>().sqrt(),
                 5e-6 * norm(expected) + 1e-6 + rounding * norm(size),
             );
             assert!(error <= bound, "{level:?} {name} is off by {error:e}, {bound:e} is allowed, {job:?}");
         };
-        close("out", &got.out, &expected.out.elements, &[]);
+        let when_rounded = |size: &Tensor| if T::IS_BF16 { size.elements.clone() } else { Vec::new() };
+        close("out", &got.out, &expected.out.elements, &when_rounded(&expected.out_size));
         close("lse", &got.lse, &expected.lse, &[]);
         close("dq", &got.dq, &expected.dq.elements, &expected.dq_size.elements);
         close("dk", &got.dk, &expected.dk.elements, &expected.dk_size.elements);
-        close("dv", &got.dv, &expected.dv.elements, &[]);
+        close("dv", &got.dv, &expected.dv.elements, &when_rounded(&expected.dv_size));
     }
 }
 
@@ -373,7 +399,7 @@ fn a_changed_document_changes_no_other() {
         }
         Case { job, q, k, v, dout, starts }
     };
-    let [one, other] = [case, other].map(|case| case.compute(Level::best(), 2));
+    let [one, other] = [case, other].map(|case| case.compute::<f32>(Level::best(), 2));
     for (name, width, one, other) in [
         ("out", 32, &one.out, &other.out),
         ("dq", 32, &one.dq, &other.dq),
@@ -389,10 +415,10 @@ fn a_changed_document_changes_no_other() {
 #[test]
 fn bits_do_not_depend_on_the_number_of_threads() {
     for job in [job(1, (1, 1), (500, 500), 64), job(2, (6, 3), (120, 400), 32), job(4, (6, 6), (100, 100), 64)] {
-        let case = Case::of(job);
-        let one = case.compute(Level::best(), 1);
-        for threads in 2..=4 {
-            let several = case.compute(Level::best(), threads);
+        let (case, kinds) = (Case::of(job), [Case::compute::<f32>, Case::compute::<bf16>]);
+        for (compute, threads) in kinds.into_iter().flat_map(|kind| (2..=4).map(move |threads| (kind, threads))) {
+            let one = compute(&case, Level::best(), 1);
+            let several = compute(&case, Level::best(), threads);
             let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
             let pairs = [
                 ("out", &one.out, &several.out),
@@ -422,7 +448,8 @@ fn a_packed_qkv_is_read_and_written_in_place() {
         x.chunks(3 * width).flat_map(|token| token[part * width..][..width].to_vec()).collect()
     };
     let [q, k, v] = [0, 1, 2].map(|part| unpack(&qkv, part));
-    let expected = Case { job: separate, q, k, v, dout: dout.clone(), starts: Vec::new() }.compute(Level::best(), 1);
+    let expected =
+        Case { job: separate, q, k, v, dout: dout.clone(), starts: Vec::new() }.compute::<f32>(Level::best(), 1);
 
     let (mut out, mut lse) = (vec![0.0; dout.len()], vec![0.0; 2 * 3 * 50]);
     let mut dqkv = vec![f32::NAN; qkv.len()];

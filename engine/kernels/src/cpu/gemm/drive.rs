@@ -101,16 +101,17 @@ pub(super) unsafe fn run<A: Factor, B: Factor>(
     }
 }
 
-/// The k blocks that begin in `range`, in order. An empty k is one empty block, so that C is written.
-fn blocks(job: &Gemm, range: Range<usize>) -> impl Iterator<Item = Range<usize>> {
-    let segment = job.k_segment;
-    let mut next = Some(range.start);
+/// The k blocks that begin in `range`, in order, each with the number of packed lines in front of it. An empty k is one empty block, so
+/// that C is written.
+fn blocks(job: &Gemm, kernels: &Kernels, range: Range<usize>) -> impl Iterator<Item = (usize, Range<usize>)> {
+    let (segment, longest) = (job.k_segment, BLOCK_K * kernels.k_of_line);
+    let mut next = Some((0, range.start));
     std::iter::from_fn(move || {
-        let start = next?;
+        let (line, start) = next?;
         let segment_end = (start / segment).saturating_add(1).saturating_mul(segment);
-        let end = (start + BLOCK_K).min(segment_end).min(range.end);
-        next = (end < range.end).then_some(end);
-        Some(start..end)
+        let end = (start + longest).min(segment_end).min(range.end);
+        next = (end < range.end).then_some((line + kernels.lines(end - start), end));
+        Some((line, start..end))
     })
 }
 
@@ -129,8 +130,8 @@ unsafe fn run_together<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, oper
         loop {
             // As many whole blocks as the scratch holds.
             let mut k_end = k_start;
-            for block in blocks(job, k_start..job.k) {
-                if k_end > k_start && block.end - k_start > depth {
+            for (line, block) in blocks(job, kernels, k_start..job.k) {
+                if k_end > k_start && line + kernels.lines(block.len()) > depth {
                     break;
                 }
                 k_end = block.end;
@@ -140,9 +141,10 @@ unsafe fn run_together<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, oper
             for_each(panels, &|panel| {
                 let start = columns.start + panel * width;
                 let width_here = width.min(columns.end - start);
-                for block in blocks(job, chunk.clone()) {
+                for (line, block) in blocks(job, kernels, chunk.clone()) {
                     let operands = &operands;
-                    let to = operands.packing.b(operands.scratch, 0, chunk.start, &block).panel(panel * width);
+                    let lines = line..line + kernels.lines(block.len());
+                    let to = operands.packing.b(operands.scratch, 0, lines).panel(panel * width);
                     // SAFETY: this panel is this task's alone, and the chunk is no deeper than its part.
                     unsafe {
                         let from = offset(operands.b, block.start, start, job.b.row, job.b.column);
@@ -155,8 +157,9 @@ unsafe fn run_together<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, oper
                 let rows = task * rows_per_task..job.m.min((task + 1) * rows_per_task);
                 let operands = &operands;
                 let packed_a = operands.packing.a(operands.scratch, slot());
-                for block in blocks(job, chunk.clone()) {
-                    let packed_b = operands.packing.b(operands.scratch, 0, chunk.start, &block);
+                for (line, block) in blocks(job, kernels, chunk.clone()) {
+                    let lines = line..line + kernels.lines(block.len());
+                    let packed_b = operands.packing.b(operands.scratch, 0, lines);
                     let part = Part { rows: rows.clone(), columns: columns.clone(), block };
                     // SAFETY: rows are this task's alone; the panels are packed and only read now.
                     unsafe { multiply(job, kernels, *operands, part, &packed_a, packed_b) };
@@ -196,12 +199,12 @@ unsafe fn run_privately<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, ope
                 operands.epilogue.residual = operands.epilogue.residual.add(matrix * job.batch.c);
             }
             let packed_a = operands.packing.a(operands.scratch, slot);
-            for block in blocks(job, 0..job.k) {
+            for (_, block) in blocks(job, kernels, 0..job.k) {
                 if let Some(b) = B::as_f32(operands.b).filter(|_| job.m == 1 && job.b.row == 1) {
                     multiply_row(job, kernels, operands, b, columns.clone(), block, &packed_a);
                     continue;
                 }
-                let packed_b = operands.packing.b(operands.scratch, slot, block.start, &block);
+                let packed_b = operands.packing.b(operands.scratch, slot, 0..kernels.lines(block.len()));
                 for start in columns.clone().step_by(width) {
                     let from = offset(operands.b, block.start, start, job.b.row, job.b.column);
                     let to = packed_b.panel(start - columns.start);
@@ -253,7 +256,7 @@ unsafe fn multiply<A: Factor, B: Factor>(
                         let tile = Tile {
                             a: packed_a.row(row, layout),
                             b: packed_b.panel(column - columns.start),
-                            k: k.div_ceil(kernels.k_of_line),
+                            k: kernels.lines(k),
                             columns: width.min(end_column - column),
                             ..operands.tile(job, first_row + row, column, &block)
                         };

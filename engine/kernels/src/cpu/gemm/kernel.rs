@@ -185,6 +185,11 @@ impl Kernels {
         self.micro[0].len()
     }
 
+    /// Lines of so many k, packed.
+    pub fn lines(&self, k: usize) -> usize {
+        k.div_ceil(self.k_of_line)
+    }
+
     /// Computes `rows` rows of one panel, tall micro-kernels first.
     ///
     /// # Safety

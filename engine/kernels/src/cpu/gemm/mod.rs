@@ -6,8 +6,8 @@
 //! (`vdpbf16ps`). Never: a heap allocation, or a result that depends on the number of threads.
 //!
 //! # Order of summation
-//! k is cut into segments of [`Gemm::k_segment`], and each segment into blocks of at most [`BLOCK_K`]. Within a block,
-//! an element of C is one accumulator that starts at zero and takes fused multiply-adds in the order of k; the blocks'
+//! k is cut into segments of [`Gemm::k_segment`], and each segment into blocks of at most [`BLOCK_K`], of pairs twice as many. Within a
+//! block, an element of C is one accumulator that starts at zero and takes fused multiply-adds in the order of k; the blocks'
 //! sums are added to C in order, then the bias, then the residual. So one call with k = 8·s and `k_segment` = s gives
 //! the bits of eight accumulating calls with k = s, and neither tiles, threads nor the instruction set change a bit. Of two factors of
 //! bf16 in pairs, an accumulator takes two products at a time, in the order of `vdpbf16ps`, which rounds after each and takes

@@ -2,7 +2,8 @@
 
 use super::Strides;
 use super::kernel::{COLUMN_STRIDE, Layout};
-use super::place::{PART_ROWS, PackedA};
+use super::place::PART_ROWS;
+pub use super::place::PackedA;
 use crate::cpu::Float;
 use crate::cpu::simd::{Vector, prefetch};
 

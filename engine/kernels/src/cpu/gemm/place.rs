@@ -6,7 +6,7 @@ use super::kernel::{COLUMN_STRIDE, Layout, ROW_STRIDE};
 use super::{Gemm, Strides};
 use crate::cpu::scratch::{Parts, Scratch};
 
-/// Longest k block: the widest of its panels takes 48 KiB, and a model of this width needs no second pass over C.
+/// Lines of the longest k block: the widest of its panels takes 48 KiB, and a model of this width needs no second pass over C.
 pub const BLOCK_K: usize = 384;
 /// Most rows of A packed at once, 150 KiB: with a [`BLOCK_COLUMNS`] block of B it fits a level-2 cache of 1 MiB.
 pub(super) const BLOCK_ROWS: usize = 96;
@@ -35,7 +35,7 @@ pub(super) struct Packing {
     a_parts: usize,
     /// Parts of a thread's B, or of all threads' where they pack together.
     b_parts: usize,
-    /// Most k of B that are packed at once.
+    /// Most lines of k of B that are packed at once.
     pub depth: usize,
     /// Whether B is packed once, by all threads together.
     pub together: bool,
@@ -87,11 +87,10 @@ impl Packing {
         PackedA(std::array::from_fn(part))
     }
 
-    /// Room for `block` of B, if the first k that is packed with it is `first_k`. `slot` is the thread's if each packs by
-    /// itself, 0 if all pack together.
-    pub fn b<'s>(&self, scratch: &'s Scratch<'s>, slot: usize, first_k: usize, block: &Range<usize>) -> PackedB<'s> {
-        let offset = (block.start - first_k) * PART_COLUMNS;
-        PackedB { scratch, parts: self.b, first: slot * self.b_parts, offset, k: block.len() }
+    /// Room for some lines of B, of those that are packed at once. `slot` is the thread's if each packs by itself, 0 if all pack together.
+    pub fn b<'s>(&self, scratch: &'s Scratch<'s>, slot: usize, lines: Range<usize>) -> PackedB<'s> {
+        let (offset, lines) = (lines.start * PART_COLUMNS, lines.len());
+        PackedB { scratch, parts: self.b, first: slot * self.b_parts, offset, lines }
     }
 }
 
@@ -100,6 +99,13 @@ impl Packing {
 pub struct PackedA([*mut f32; BLOCK_ROWS / PART_ROWS]);
 
 impl PackedA {
+    /// A single part.
+    pub fn of(part: *mut f32) -> Self {
+        let mut parts = [std::ptr::null_mut(); BLOCK_ROWS / PART_ROWS];
+        parts[0] = part;
+        Self(parts)
+    }
+
     /// The parts; those beyond the rows that there are, null.
     pub fn parts(&self) -> &[*mut f32] {
         &self.0
@@ -121,7 +127,7 @@ pub(super) struct PackedB<'s> {
     first: usize,
     /// Floats of the blocks before this one in each part.
     offset: usize,
-    k: usize,
+    lines: usize,
 }
 
 impl PackedB<'_> {
@@ -129,7 +135,7 @@ impl PackedB<'_> {
     #[inline]
     pub fn panel(&self, column: usize) -> *mut f32 {
         let part = self.parts.start(self.scratch, self.first + column / PART_COLUMNS);
-        part.wrapping_add(self.offset + column % PART_COLUMNS * self.k)
+        part.wrapping_add(self.offset + column % PART_COLUMNS * self.lines)
     }
 }
 
