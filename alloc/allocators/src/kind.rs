@@ -19,6 +19,7 @@ pub enum Kind {
     GmLake,
     Bfc,
     StAlloc,
+    StAllocStrips,
     Malloc,
 }
 
@@ -32,7 +33,7 @@ pub struct UnknownAllocator {
 
 impl Kind {
     /// All of them, in the order of reports.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Ideal,
         Self::Gapless,
         Self::PyTorch,
@@ -40,6 +41,7 @@ impl Kind {
         Self::GmLake,
         Self::Bfc,
         Self::StAlloc,
+        Self::StAllocStrips,
         Self::Malloc,
     ];
 
@@ -53,6 +55,7 @@ impl Kind {
             Self::GmLake => "gmlake",
             Self::Bfc => "bfc",
             Self::StAlloc => "stalloc",
+            Self::StAllocStrips => "stalloc-strips",
             Self::Malloc => "malloc",
         }
     }
@@ -87,6 +90,7 @@ impl Kind {
             Self::GmLake => Box::new(GmLake::new(device, GmLakeOptions::default())),
             Self::Bfc => Box::new(Bfc::growing(device)),
             Self::StAlloc => Box::new(StAlloc::new(device, problem, requests)),
+            Self::StAllocStrips => Box::new(StAlloc::strips(device, problem, requests)),
             Self::Malloc => Box::new(Malloc::new(device)),
         }
     }

@@ -70,6 +70,11 @@ impl Requests {
         self.streams.get(id.index()).copied().unwrap_or_default()
     }
 
+    /// How many buffers the table has.
+    pub(crate) fn buffers(&self) -> usize {
+        self.bytes.len()
+    }
+
     /// Buffers that live through all iterations.
     pub fn persistent(&self) -> &[BufferId] {
         &self.persistent

@@ -1,149 +1,203 @@
-//! STAlloc's groups: buffers that are born in one phase of a step and die in another, together.
+//! STAlloc's groups (`group` in the released code): buffers that are born in one phase of a step and die in another,
+//! together.
 //!
 //! All members of a group are alive at once between the two phases, so its size is their sum and their places in it are
 //! fixed beforehand. Two groups that overlap in time are fused, the smaller into what the larger leaves idle, where that
 //! makes the product of their time-memory usages larger. A group that uses less than 0.7 of its rectangle is no group.
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
 use gapless_alloc::Lifetime;
 
+use super::Rectangle;
+use super::layers::in_heap;
 use super::skyline::Skyline;
-use super::strips::Rectangle;
 
 /// Least part of a group's rectangle that its members use.
 const LEAST_USAGE: f64 = 0.7;
 
+/// A group of fewer members than this that is smaller than a tenth of the largest is no group.
+const FEW: usize = 5;
+
+/// Numbers of rectangles, and their offsets within the group.
+type Members = Vec<(usize, u64)>;
+
 /// Buffers with fixed places relative to each other.
 #[derive(Debug, Clone)]
 pub(super) struct Group {
-    /// Index of the rectangle and offset within the group.
-    pub members: Vec<(usize, u64)>,
+    pub members: Members,
     pub lifetime: Lifetime,
     pub bytes: u64,
 }
 
-/// Groups by first and last phase, fused where it pays, and the rectangles in no group. `phases` are the ticks at which a
-/// phase ends and the next begins.
-pub(super) fn form(rectangles: &[Rectangle], phases: &[u64]) -> (Vec<Group>, Vec<usize>) {
-    let phase = |tick: u64| phases.partition_point(|&boundary| boundary <= tick);
-    let mut by_phases: BTreeMap<(usize, usize), Vec<usize>> = BTreeMap::new();
+/// Groups of what lives from one phase to another (`spans`, by rectangle: iteration, first phase, last phase), before any
+/// are fused, and the rectangles in no group, in the order in which the released planner has them.
+pub(super) fn form(rectangles: &[Rectangle], spans: &[(u64, usize, usize)]) -> (Vec<Group>, Vec<usize>) {
+    let mut by_span: BTreeMap<(u64, usize, usize), Vec<usize>> = BTreeMap::new();
     let mut single = Vec::new();
-    for (index, rectangle) in rectangles.iter().enumerate() {
-        match (phase(rectangle.lifetime.start), phase(rectangle.lifetime.end - 1)) {
-            (first, last) if first == last => single.push(index),
-            ends => by_phases.entry(ends).or_default().push(index),
+    for (number, span) in spans.iter().enumerate() {
+        if span.1 == span.2 {
+            single.push(number);
+        } else {
+            by_span.entry(*span).or_default().push(number);
         }
     }
-    let mut groups = Vec::new();
-    for members in by_phases.into_values() {
-        match Group::stack(rectangles, &members).filter(|group| group.usage(rectangles) >= LEAST_USAGE) {
-            Some(group) => groups.push(group),
-            None => single.extend(members),
+    let mut groups: Vec<Group> = by_span.into_values().map(|members| Group::of(rectangles, members)).collect();
+    groups.sort_by_key(|group| group.lifetime.start);
+    let largest = groups.iter().map(|group| group.bytes).max().unwrap_or(0);
+    dissolve(&mut groups, &mut single, |g| (g.bytes as f64) < largest as f64 * 0.1 && g.members.len() < FEW);
+    // Single buffers as large as a group are groups; but the one after a buffer that left the list is passed over.
+    let smallest = groups.iter().map(|group| group.bytes).min().unwrap_or(u64::MAX);
+    let mut is_passed_over = false;
+    single.retain(|&number| {
+        let is_large = !is_passed_over && rectangles[number].bytes >= smallest;
+        if is_large {
+            groups.push(Group::of(rectangles, vec![number]));
         }
-    }
-    (fuse(rectangles, groups), single)
+        is_passed_over = is_large;
+        !is_large
+    });
+    dissolve(&mut groups, &mut single, |group| group.usage(rectangles) < LEAST_USAGE);
+    (groups, single)
 }
 
-/// Tries every pair, the larger group as the base; each group is fused once at most.
-fn fuse(rectangles: &[Rectangle], mut groups: Vec<Group>) -> Vec<Group> {
-    groups.sort_by_key(|group| (std::cmp::Reverse(group.bytes), group.lifetime.start, group.lifetime.end));
+/// Moves the members of some groups to the single buffers, by birth.
+fn dissolve(groups: &mut Vec<Group>, single: &mut Vec<usize>, is_none: impl Fn(&Group) -> bool) {
+    groups.retain(|group| {
+        let gone = is_none(group);
+        if gone {
+            let mut members: Vec<usize> = group.members.iter().map(|member| member.0).collect();
+            members.sort_unstable();
+            single.extend(members);
+        }
+        !gone
+    });
+}
+
+/// Groups by size, the largest first, each size in the order of [`in_heap`].
+pub(super) fn by_size(groups: &[Group]) -> Vec<Vec<usize>> {
+    let mut by_size: BTreeMap<u64, Vec<usize>> = BTreeMap::new();
+    for (number, group) in groups.iter().enumerate() {
+        by_size.entry(group.bytes).or_default().push(number);
+    }
+    by_size.into_values().rev().map(|alike| in_heap(alike, |number| groups[number].lifetime.start)).collect()
+}
+
+/// Tries each group with all larger ones. A base is fused once; a smaller group goes on to further bases in the same turn,
+/// as it does in the released code, so that its members may be in several of the resulting groups.
+pub(super) fn fuse(rectangles: &[Rectangle], groups: Vec<Group>) -> Vec<Group> {
+    let classes = by_size(&groups);
+    let mut is_used = vec![false; groups.len()];
     let mut fused = Vec::new();
-    let mut used = vec![false; groups.len()];
-    for small in 0..groups.len() {
-        for base in 0..small {
-            if used[small] || used[base] {
+    for (at, class) in classes.iter().enumerate() {
+        for &small in class {
+            if is_used[small] {
                 continue;
             }
-            if let Some((whole, rest)) = Group::fuse(rectangles, &groups[base], &groups[small]) {
-                (used[small], used[base]) = (true, true);
-                fused.push(whole);
-                fused.extend(rest);
+            for &base in classes[..at].iter().flatten() {
+                let pair = (!is_used[base]).then(|| Group::fuse(rectangles, &groups[base], &groups[small])).flatten();
+                if let Some((whole, rest)) = pair {
+                    (is_used[small], is_used[base]) = (true, true);
+                    fused.push(whole);
+                    fused.extend(rest);
+                }
             }
         }
     }
-    fused.extend(groups.into_iter().zip(used).filter(|(_, used)| !used).map(|(group, _)| group));
+    // The rest by sizes, in the order in which a size came first.
+    let mut classes = classes;
+    classes.sort_by_key(|class| class.iter().min().copied());
+    fused.extend(classes.into_iter().flatten().filter(|&number| !is_used[number]).map(|number| groups[number].clone()));
     fused
 }
 
 impl Group {
-    /// Members one above the other; `None` when their sum is past 2^64.
-    fn stack(rectangles: &[Rectangle], members: &[usize]) -> Option<Self> {
+    /// Members one above the other, the one that lives longest at the bottom.
+    fn of(rectangles: &[Rectangle], mut members: Vec<usize>) -> Self {
         let lifetime = span(rectangles, members.iter().copied());
-        let (mut bytes, mut placed) = (0u64, Vec::with_capacity(members.len()));
-        for &member in members {
-            placed.push((member, bytes));
-            bytes = bytes.checked_add(rectangles[member].bytes)?;
-        }
-        Some(Self { members: placed, lifetime, bytes })
+        let length = |number: usize| rectangles[number].lifetime.end - rectangles[number].lifetime.start;
+        members.sort_by_key(|&number| Reverse(length(number)));
+        let mut bytes = 0;
+        let mut place = |number: usize| {
+            bytes += rectangles[number].bytes;
+            (number, bytes - rectangles[number].bytes)
+        };
+        let members = members.into_iter().map(&mut place).collect();
+        Self { members, lifetime, bytes }
     }
 
     /// The part of the rectangle around the group that its members use.
     fn usage(&self, rectangles: &[Rectangle]) -> f64 {
-        let area = |lifetime: &Lifetime, bytes: u64| (lifetime.end - lifetime.start) as f64 * bytes as f64;
-        let used: f64 = self.members.iter().map(|m| area(&rectangles[m.0].lifetime, rectangles[m.0].bytes)).sum();
-        used / area(&self.lifetime, self.bytes).max(1.0)
+        let area = |lifetime: &Lifetime, bytes: u64| u128::from(lifetime.end - lifetime.start) * u128::from(bytes);
+        let used: u128 = self.members.iter().map(|m| area(&rectangles[m.0].lifetime, rectangles[m.0].bytes)).sum();
+        used as f64 / area(&self.lifetime, self.bytes).max(1) as f64
     }
 
     /// `small` in what `base` leaves idle: the fused group and what did not fit, if the usages improve.
     fn fuse(rectangles: &[Rectangle], base: &Self, small: &Self) -> Option<(Self, Option<Self>)> {
         let (a, b) = (&base.lifetime, &small.lifetime);
-        let overlap = a.start < b.end && b.start < a.end;
-        let nested = (a.start <= b.start && b.end <= a.end) || (b.start <= a.start && a.end <= b.end);
-        if !overlap || nested {
-            return None;
+        let base_first = a.start <= b.start;
+        let (former, latter) = if base_first { (a, b) } else { (b, a) };
+        if former.end <= latter.start || former.end > latter.end {
+            return None; // apart, or one within the other
         }
-        // The base becomes a staircase: its members by distance of their free end, the longest at the bottom. Idle memory is
-        // then in one piece, and each step of it takes the first member of the other group that does not reach back to it.
-        let base_first = a.start < b.start;
-        let mut steps: Vec<usize> = base.members.iter().map(|m| m.0).collect();
-        let mut incoming: Vec<usize> = small.members.iter().map(|m| m.0).collect();
-        if base_first {
-            steps.sort_by_key(|&m| std::cmp::Reverse(rectangles[m].lifetime.end));
-            incoming.sort_by_key(|&m| rectangles[m].lifetime.start);
-        } else {
-            steps.sort_by_key(|&m| rectangles[m].lifetime.start);
-            incoming.sort_by_key(|&m| std::cmp::Reverse(rectangles[m].lifetime.end));
-        }
-        let mut skyline = Skyline::flat();
-        let mut placed: Vec<(usize, u64)> = Vec::new();
-        for &member in &steps {
-            let Rectangle { lifetime, bytes } = &rectangles[member];
-            placed.push((member, skyline.stack(lifetime, *bytes, base.bytes)?));
-        }
-        let (mut step, mut floor) = (0, 0);
-        while !incoming.is_empty() {
-            while step + 1 < steps.len() && placed[step + 1].1 <= floor {
-                step += 1;
-            }
-            let of_step = &rectangles[steps[step]].lifetime;
-            let found = incoming.iter().enumerate().find_map(|(at, &member)| {
-                let Rectangle { lifetime, bytes } = &rectangles[member];
-                let apart = if base_first { lifetime.start >= of_step.end } else { lifetime.end <= of_step.start };
-                let fits = apart && floor.checked_add(*bytes).is_some_and(|top| top <= base.bytes);
-                let offset = fits.then(|| skyline.stack(lifetime, *bytes, base.bytes)).flatten()?;
-                Some((at, member, offset))
-            });
-            match found {
-                Some((at, member, offset)) => {
-                    incoming.remove(at);
-                    placed.push((member, offset));
-                    floor = offset + rectangles[member].bytes;
-                }
-                None if step + 1 == steps.len() => break,
-                None => floor = placed[step + 1].1,
-            }
-        }
-        let left = incoming;
-        if left.len() == small.members.len() {
-            return None;
-        }
+        let (placed, left) = fill(rectangles, base, small, base_first)?;
         let lifetime = span(rectangles, placed.iter().map(|m| m.0));
         let whole = Self { members: placed, lifetime, bytes: base.bytes };
-        let rest = if left.is_empty() { None } else { Some(Self::stack(rectangles, &left)?) };
+        let rest = (!left.is_empty()).then(|| Self::of(rectangles, left));
         let after = whole.usage(rectangles) * rest.as_ref().unwrap_or(&whole).usage(rectangles);
         (after > base.usage(rectangles) * small.usage(rectangles)).then_some((whole, rest))
     }
+}
+
+/// Members of both groups with their places, and those of the smaller that found none. The base becomes a staircase: its
+/// members by distance of their free end, the longest at the bottom. Idle memory is then in one piece, and each step of it
+/// takes the first member of the other group that does not reach back to it.
+fn fill(rectangles: &[Rectangle], base: &Group, small: &Group, base_first: bool) -> Option<(Members, Vec<usize>)> {
+    let start = |number: usize| rectangles[number].lifetime.start;
+    let end = |number: usize| rectangles[number].lifetime.end;
+    // By birth first: members of equal ends stay in that order.
+    let by_birth = |group: &Group| {
+        let mut members: Vec<usize> = group.members.iter().map(|m| m.0).collect();
+        members.sort_by_key(|&m| start(m));
+        members
+    };
+    let (mut steps, mut left) = (by_birth(base), by_birth(small));
+    (if base_first { &mut steps } else { &mut left }).sort_by_key(|&m| Reverse(end(m)));
+    let mut skyline = Skyline::flat(0);
+    let mut placed = Members::new();
+    for &member in &steps {
+        let Rectangle { lifetime, bytes } = &rectangles[member];
+        placed.push((member, skyline.stack(lifetime, *bytes, base.bytes)?));
+    }
+    let (mut step, mut floor) = (0, 0);
+    while !left.is_empty() {
+        while step + 1 < steps.len() && placed[step + 1].1 <= floor {
+            step += 1;
+        }
+        let found = left.iter().enumerate().find_map(|(at, &member)| {
+            let bytes = rectangles[member].bytes;
+            let fits = match base_first {
+                true => start(member) >= end(steps[step]) && floor + bytes <= base.bytes,
+                false => end(member) <= start(steps[step]),
+            };
+            let lifetime = &rectangles[member].lifetime;
+            Some((at, fits.then(|| skyline.stack(lifetime, bytes, base.bytes)).flatten()?))
+        });
+        match found {
+            Some((at, offset)) => {
+                let member = left.remove(at);
+                placed.push((member, offset));
+                floor = offset + rectangles[member].bytes;
+                // The floor may be lower than it was.
+                step = 0;
+            }
+            None if step + 1 == steps.len() => break,
+            None => floor = placed[step + 1].1,
+        }
+    }
+    Some((placed, left))
 }
 
 /// From the first birth to the last death.
@@ -156,34 +210,42 @@ fn span(rectangles: &[Rectangle], members: impl Iterator<Item = usize> + Clone) 
 mod tests {
     use super::*;
 
-    fn rectangles(rows: &[(Lifetime, u64)]) -> Vec<Rectangle> {
-        rows.iter().map(|(lifetime, bytes)| Rectangle { lifetime: lifetime.clone(), bytes: *bytes }).collect()
-    }
-
-    /// (members, lifetime, bytes) of each group, and the rest.
-    fn check(rows: &[(Lifetime, u64)], phases: &[u64], expected: &[(&[usize], Lifetime, u64)], rest: &[usize]) {
-        let (groups, single) = form(&rectangles(rows), phases);
-        let row = |g: &Group| (g.members.iter().map(|m| m.0).collect(), g.lifetime.clone(), g.bytes);
-        let found: Vec<(Vec<usize>, Lifetime, u64)> = groups.iter().map(row).collect();
-        let expected: Vec<_> = expected.iter().map(|(m, l, b)| (m.to_vec(), l.clone(), *b)).collect();
+    /// Members and bytes of each group, fused or not, and the rest.
+    fn check(rows: &[(Lifetime, u64)], phases: &[u64], is_fused: bool, expected: &[(&[usize], u64)], rest: &[usize]) {
+        let rectangles: Vec<Rectangle> =
+            rows.iter().map(|(lifetime, bytes)| Rectangle { lifetime: lifetime.clone(), bytes: *bytes }).collect();
+        let phase = |tick: u64| phases.partition_point(|&boundary| boundary <= tick);
+        let spans: Vec<_> = rows.iter().map(|(life, _)| (0, phase(life.start), phase(life.end - 1))).collect();
+        let (mut groups, single) = form(&rectangles, &spans);
+        if is_fused {
+            groups = fuse(&rectangles, groups);
+        }
+        let members = |group: &Group| group.members.iter().map(|m| m.0).collect::<Vec<_>>();
+        let found: Vec<(Vec<usize>, u64)> = groups.iter().map(|group| (members(group), group.bytes)).collect();
+        let expected: Vec<_> = expected.iter().map(|(members, bytes)| (members.to_vec(), *bytes)).collect();
         assert_eq!((found, single), (expected, rest.to_vec()), "{rows:?}");
     }
 
     #[test]
     fn groups_are_by_first_and_last_phase() {
-        let rows = [(0..30, 8), (1..29, 4), (2..3, 100), (11..29, 2)];
-        check(&rows, &[10, 20], &[(&[0, 1], 0..30, 12), (&[3], 11..29, 2)], &[2]);
-        check(&rows, &[], &[], &[0, 1, 2, 3]);
+        let rows = [(0..30, 8), (1..29, 4), (2..3, 1), (11..29, 2)];
+        check(&rows, &[10, 20], false, &[(&[0, 1], 12), (&[3], 2)], &[2]);
+        check(&rows, &[], false, &[], &[0, 1, 2, 3]);
         // Two thirds empty: no group.
-        check(&[(0..11, 8), (9..30, 8)], &[10], &[], &[0, 1]);
+        check(&[(0..11, 8), (9..30, 8)], &[10], false, &[], &[0, 1]);
+        // Few and less than a tenth of the largest: no group.
+        check(&[(0..30, 100), (1..15, 9)], &[10, 20], false, &[(&[0], 100)], &[1]);
+        // Of single buffers as large as a group, every second becomes one.
+        let rows = [(0..30, 4), (1..2, 5), (3..4, 5), (5..6, 5)];
+        check(&rows, &[10], false, &[(&[0], 4), (&[1], 5), (&[3], 5)], &[2]);
     }
 
     #[test]
     fn groups_fuse_where_usage_improves() {
         // The larger dies in steps, the smaller is born in steps after it.
         let rows = [(0..30, 8), (0..22, 8), (23..50, 6), (31..50, 6)];
-        check(&rows, &[10, 20, 40], &[(&[0, 1, 3, 2], 0..50, 16)], &[]);
+        check(&rows, &[10, 20, 40], true, &[(&[0, 1, 3, 2], 16)], &[]);
         // Nested in time: never.
-        check(&[(0..50, 8), (15..35, 6)], &[10, 20, 40], &[(&[0], 0..50, 8), (&[1], 15..35, 6)], &[]);
+        check(&[(0..50, 8), (15..35, 6)], &[10, 20, 40], true, &[(&[0], 8), (&[1], 6)], &[]);
     }
 }

@@ -1,25 +1,33 @@
-//! STAlloc: a static plan from a profiled iteration, matched request by request, and a caching allocator for the rest.
+//! STAlloc: a static plan from a profiled run, matched request by request, and a caching allocator for the rest.
 //!
-//! The planner lays persistent buffers end to end; the rest goes into strips, sizes in descending order, all rounded to
-//! 512 bytes. Where the phases of a step are known, buffers that are born in one phase and die in another are grouped and
-//! fused first (the paper's planner, `group` in its code); without phases there are only strips (`split-and-fuse`, the
-//! code's default). At run time the n-th request of an iteration gets the n-th planned
-//! offset if its size is the planned one; otherwise PyTorch's caching allocator serves it, and likewise if the bytes are
-//! taken. Buffers marked as dynamic (the data decides their sizes) are not planned: they get the best-fitting range that
-//! the plan leaves idle throughout their lifetime, or else come from the caching allocator too.
+//! Modelled after the released planner (`Synthesizer/` of infinigence/STAlloc at 3a9f97ff4896, arXiv 2507.16274). It lays persistent
+//! buffers end to end and plans what is born in the first two iterations, all sizes rounded to 512 bytes. By default
+//! ([`StAlloc::new`], `--static-algo split-and-fuse`) the rest goes into layers, size by size; where the phases of a step are known, buffers
+//! that are born in one phase and die in another are grouped and fused first ([`StAlloc::with`], `group`). Its users get the
+//! better of the two only with `--static-algo autotune`. [`StAlloc::strips`] is the idea of the layers without what the released code
+//! loses.
+//!
+//! At run time the n-th request of an iteration gets the n-th planned offset if its size is the planned one; otherwise
+//! PyTorch's caching allocator serves it, and likewise if the bytes are taken. Requests of at most 512 bytes have blocks of
+//! their own, twice as many as are ever alive. Buffers marked as dynamic (the data decides their sizes) are not planned: they
+//! get the best-fitting range that the plan leaves idle throughout their lifetime, or else come from the caching allocator too.
 
+mod chains;
 mod groups;
+mod lanes;
+mod layers;
+mod plan;
+mod rooms;
 mod skyline;
 mod strips;
 
 use std::collections::BTreeMap;
 
-use gapless_alloc::{BufferId, Lifetime, Problem};
-use strips::Rectangle;
+use gapless_alloc::{BufferId, Problem};
+use plan::{Plan, Planned, Rectangle, gaps};
 
 use crate::pytorch::PyTorchOptions;
-use crate::{Allocator, Block, Device, Extent, Gauge, OutOfMemory, PyTorch, Statistics, Stream};
-use crate::{Request, Requests};
+use crate::{Allocator, Block, Device, Extent, Gauge, OutOfMemory, PyTorch, Requests, Statistics, Stream};
 
 const GRAIN: u64 = 512;
 /// The slot of blocks from the static pool; the caching allocator's are below.
@@ -28,27 +36,19 @@ const IN_POOL: u32 = u32::MAX;
 /// STAlloc on one device.
 #[derive(Debug)]
 pub struct StAlloc {
-    plan: Vec<Planned>,
-    pool_bytes: u64,
+    name: &'static str,
+    plan: Plan,
     /// Address of the static pool, once it is taken.
     pool: Option<u64>,
-    /// Requests that come once, before the first iteration.
-    persistent: usize,
+    /// The request of the plan that is expected.
     next: usize,
     /// Offsets in use, with their bytes.
     live: BTreeMap<u64, u64>,
+    /// Offsets of small blocks that are free.
+    small: Vec<u64>,
     caching: PyTorch,
     in_pool: Statistics,
     statistics: Statistics,
-}
-
-/// What the plan says of one request.
-#[derive(Debug, Clone)]
-enum Planned {
-    /// This offset, if the size is this.
-    Static { offset: u64, bytes: u64 },
-    /// Anywhere in these ranges of the pool (offset, bytes), which are idle throughout its lifetime.
-    Dynamic { idle: Vec<(u64, u64)> },
 }
 
 impl StAlloc {
@@ -66,39 +66,21 @@ impl StAlloc {
         phases: &[u64],
         is_dynamic: impl Fn(BufferId) -> bool,
     ) -> Self {
-        let births = requests.step().iter().filter_map(|request| match request {
-            Request::Allocate(id) => Some(*id),
-            Request::Free(_) => None,
-        });
-        let births: Vec<BufferId> = births.collect();
-        let rounded = |id: BufferId| problem.buffer(id).bytes.saturating_add(GRAIN - 1) / GRAIN * GRAIN;
-        let mut pool_bytes = 0;
-        let mut plan = Vec::with_capacity(requests.persistent().len() + births.len());
-        for &id in requests.persistent() {
-            plan.push(Planned::Static { offset: pool_bytes, bytes: problem.buffer(id).bytes });
-            pool_bytes = pool_bytes.saturating_add(rounded(id));
-        }
-        let fixed: Vec<BufferId> = births.iter().copied().filter(|&id| !is_dynamic(id)).collect();
-        let rectangle = |&id| Rectangle { lifetime: problem.buffer(id).lifetime.clone(), bytes: rounded(id) };
-        let rectangles: Vec<Rectangle> = fixed.iter().map(rectangle).collect();
-        let placed = strips::place(&rectangles, phases);
-        let base = pool_bytes;
-        pool_bytes = pool_bytes.saturating_add(placed.height);
-        let mut offsets = placed.offsets.iter().map(|offset| base.saturating_add(*offset));
-        for &id in &births {
-            plan.push(if is_dynamic(id) {
-                let busy = rectangles.iter().zip(&placed.offsets).map(|(r, &offset)| (r, base.saturating_add(offset)));
-                Planned::Dynamic { idle: idle_ranges(busy, &problem.buffer(id).lifetime, base..pool_bytes) }
-            } else {
-                let offset = offsets.next().expect("one offset per static buffer");
-                Planned::Static { offset, bytes: problem.buffer(id).bytes }
-            });
-        }
+        Self::planned("stalloc", device, Plan::released(problem, requests, phases, is_dynamic))
+    }
+
+    /// Plans one iteration in strips without what the released planner loses: lifetimes end where they end, and a size class
+    /// is placed in order of birth.
+    pub fn strips(device: Device, problem: &Problem, requests: &Requests) -> Self {
+        Self::planned("stalloc-strips", device, Plan::strips(problem, requests))
+    }
+
+    fn planned(name: &'static str, device: Device, plan: Plan) -> Self {
         Self {
+            name,
+            small: (0..plan.small_blocks).rev().map(|block| plan.bytes.saturating_add(block * GRAIN)).collect(),
             plan,
-            pool_bytes,
             pool: None,
-            persistent: requests.persistent().len(),
             next: 0,
             live: BTreeMap::new(),
             caching: PyTorch::new(device, PyTorchOptions::default()),
@@ -107,11 +89,17 @@ impl StAlloc {
         }
     }
 
+    /// Bytes of the static pool and the small blocks behind it.
+    fn pool_bytes(&self) -> u64 {
+        self.plan.bytes.saturating_add(self.plan.small_blocks * GRAIN)
+    }
+
     /// Takes the pool from the device, if that has not happened.
     fn pool(&mut self) -> Option<u64> {
-        if self.pool.is_none() && self.pool_bytes > 0 {
-            self.pool = Some(self.caching.device_mut().malloc(self.pool_bytes)?);
-            self.in_pool.reserved.rise(self.pool_bytes);
+        let bytes = self.pool_bytes();
+        if self.pool.is_none() && bytes > 0 {
+            self.pool = Some(self.caching.device_mut().malloc(bytes)?);
+            self.in_pool.reserved.rise(bytes);
             self.in_pool.segments = 1;
             self.in_pool.device_allocations = 1;
         }
@@ -120,10 +108,13 @@ impl StAlloc {
 
     /// The offset that the plan has for the next request, if it holds.
     fn planned_offset(&mut self, bytes: u64) -> Option<u64> {
-        if self.next == self.plan.len() {
-            self.next = self.persistent;
+        if bytes <= self.plan.small {
+            return self.small.pop();
         }
-        let planned = self.plan.get(self.next)?;
+        if self.next == self.plan.requests.len() {
+            self.next = self.plan.again;
+        }
+        let planned = self.plan.requests.get(self.next)?;
         self.next += 1;
         match planned {
             Planned::Static { offset, bytes: expected } if *expected == bytes => {
@@ -167,37 +158,12 @@ impl StAlloc {
 }
 
 fn round(bytes: u64) -> u64 {
-    bytes.next_multiple_of(GRAIN)
-}
-
-/// The ranges of `within` that none of the placed rectangles touches during `lifetime`.
-fn idle_ranges<'r>(
-    placed: impl Iterator<Item = (&'r Rectangle, u64)>,
-    lifetime: &Lifetime,
-    within: std::ops::Range<u64>,
-) -> Vec<(u64, u64)> {
-    let overlapping = placed.filter(|(r, _)| r.lifetime.start < lifetime.end && lifetime.start < r.lifetime.end);
-    let mut used: Vec<(u64, u64)> = overlapping.map(|(r, offset)| (offset, offset.saturating_add(r.bytes))).collect();
-    used.sort_unstable();
-    gaps(within, &used)
-}
-
-/// What sorted ranges (start, end) leave free within a range, as (start, bytes).
-fn gaps(within: std::ops::Range<u64>, used: &[(u64, u64)]) -> Vec<(u64, u64)> {
-    let mut gaps = Vec::new();
-    let mut floor = within.start;
-    for &(start, end) in used.iter().chain(&[(within.end, within.end)]) {
-        if start > floor {
-            gaps.push((floor, start - floor));
-        }
-        floor = floor.max(end);
-    }
-    gaps
+    bytes.saturating_add(GRAIN - 1) / GRAIN * GRAIN
 }
 
 impl Allocator for StAlloc {
     fn name(&self) -> &'static str {
-        "stalloc"
+        self.name
     }
 
     fn allocate(&mut self, bytes: u64, stream: Stream) -> Result<Block, OutOfMemory> {
@@ -214,13 +180,16 @@ impl Allocator for StAlloc {
             None => self.caching.allocate(bytes, stream),
         };
         self.account();
-        block.map_err(|error| OutOfMemory::new("stalloc", bytes, &self.statistics, error.capacity))
+        block.map_err(|error| OutOfMemory::new(self.name, bytes, &self.statistics, error.capacity))
     }
 
     fn free(&mut self, block: Block) {
         if block.slot == IN_POOL {
             let offset = block.address - self.pool.unwrap_or_default();
             self.live.remove(&offset).expect("a block goes back to the allocator it came from");
+            if offset >= self.plan.bytes {
+                self.small.push(offset);
+            }
             self.in_pool.allocated.fall(block.bytes);
         } else {
             self.caching.free(block);
@@ -236,7 +205,7 @@ impl Allocator for StAlloc {
         let mut extents = self.caching.extents();
         if let Some(pool) = self.pool {
             let live = self.live.iter().map(|(&offset, &bytes)| (pool + offset, bytes));
-            extents.extend(crate::allocator::with_holes(pool, self.pool_bytes, live));
+            extents.extend(crate::allocator::with_holes(pool, self.pool_bytes(), live));
         }
         extents.sort_unstable_by_key(|extent| extent.address);
         extents
@@ -246,27 +215,42 @@ impl Allocator for StAlloc {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use gapless_alloc::Buffer;
+    use gapless_alloc::{Buffer, Lifetime};
 
     fn problem(rows: &[(Lifetime, u64)]) -> Problem {
         Problem::new(rows.iter().map(|(lifetime, bytes)| Buffer::new(lifetime.clone(), *bytes)).collect()).unwrap()
     }
 
-    #[test]
-    fn smaller_sizes_fill_larger_strips_first() {
-        let check = |rows: &[(Lifetime, u64)], expected: u64| {
-            let problem = problem(rows);
-            let requests = Requests::new(&problem);
-            let mut allocator = StAlloc::new(Device::new(1 << 30), &problem, &requests);
-            let report = crate::replay(&requests, &mut allocator, 2).unwrap();
-            assert_eq!(report.peak_reserved(), expected, "{rows:?}");
+    /// What is reserved, by the released planner and by strips.
+    fn check(rows: &[(Lifetime, u64)], released: u64, strips: u64) {
+        let problem = problem(rows);
+        let requests = Requests::new(&problem);
+        let device = Device::new(1 << 30);
+        let allocators =
+            [StAlloc::new(device.clone(), &problem, &requests), StAlloc::strips(device, &problem, &requests)];
+        for (mut allocator, expected) in allocators.into_iter().zip([released, strips]) {
+            let report = crate::replay(&requests, &mut allocator, 3).unwrap();
+            assert_eq!(report.peak_reserved(), expected, "{}: {rows:?}", report.allocator);
             assert_eq!(report.statistics.device_allocations, 1, "the plan holds");
-        };
-        check(&[(0..9, 512), (1..4, 4096), (4..8, 4096)], 512 + 4096);
-        check(&[(0..2, 4096), (2..4, 1024), (2..4, 2048), (5..6, 100)], 4096);
-        check(&[(0..2, 2048), (1..3, 2048), (3..5, 4096)], 4096);
-        // Strips are isolated: what two of them leave idle does not add up.
-        check(&[(0..2, 4096), (0..2, 4096), (2..4, 3072), (2..4, 3072), (2..4, 2048)], 4096 + 4096 + 2048);
+        }
+    }
+
+    #[test]
+    fn smaller_sizes_fill_larger_layers_first() {
+        check(&[(1..3, 2048), (2..4, 2048), (6..9, 4096)], 4096 + 2048, 4096);
+        check(&[(0..9, 1024), (1..4, 4096), (4..8, 4096)], 1024 + 4096, 1024 + 4096);
+        // Layers are isolated: what two of them leave idle does not add up.
+        let rows = [(0..2, 4096), (0..2, 4096), (2..4, 3072), (2..4, 3072), (2..4, 2048)];
+        check(&rows, 2 * 4096 + 2048, 2 * 4096 + 2048);
+    }
+
+    #[test]
+    fn the_released_planner_leaves_a_request_between() {
+        // Freed right before a member of the layer is born, in this iteration or in the next.
+        check(&[(0..1, 2048), (2..3, 4096)], 4096 + 2048, 4096);
+        check(&[(0..1, 4096), (2..3, 2048)], 4096 + 2048, 4096);
+        // A small buffer's requests lie between. It has blocks of its own.
+        check(&[(0..1, 2048), (2..3, 100), (4..5, 4096)], 4096 + 2 * 512, 4096);
     }
 
     #[test]
@@ -289,7 +273,8 @@ mod tests {
         let requests = Requests::new(&problem);
         let mut allocator = StAlloc::with(Device::new(1 << 30), &problem, &requests, &[], |id| id.index() >= 3);
         let report = crate::replay(&requests, &mut allocator, 1).unwrap();
-        // 4096 idle bytes serve the first, nothing is left for the second.
-        assert_eq!(report.peak_reserved(), 512 + 8192 + (2 << 20));
+        // The static buffer of 4096 bytes dies right before the next iteration's 8192 bytes, and so has a layer of its own.
+        // Of 8192 idle bytes the first takes half, and the second fits nowhere.
+        assert_eq!(report.peak_reserved(), 8192 + 4096 + 2 * 512 + (2 << 20));
     }
 }

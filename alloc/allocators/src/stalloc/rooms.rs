@@ -1,0 +1,133 @@
+//! What layers have room for, of one size class.
+//!
+//! The births and deaths of a class's members cut time into cells. A member needs some of them in a row, so that a trial is
+//! a copy of one height per cell and a look at a few neighbours for each member.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use gapless_alloc::Lifetime;
+
+use super::layers::Layer;
+use super::skyline::Skyline;
+
+/// Rectangles of one size, numbered in the order of their chains.
+pub(super) struct Class {
+    pub bytes: u64,
+    /// The ticks that a member needs in a layer that it fills.
+    pub ticks: Vec<Lifetime>,
+    by_start: Vec<usize>,
+}
+
+impl Class {
+    pub(super) fn new(bytes: u64, ticks: Vec<Lifetime>) -> Self {
+        let mut by_start: Vec<usize> = (0..ticks.len()).collect();
+        by_start.sort_by_key(|&member| ticks[member].start);
+        Self { bytes, ticks, by_start }
+    }
+
+    /// The members that lie within one of these ranges of ticks, by birth.
+    fn within(&self, valleys: &[Lifetime]) -> Vec<usize> {
+        let mut members = Vec::new();
+        for valley in valleys {
+            let from = self.by_start.partition_point(|&member| self.ticks[member].start < valley.start);
+            let born = self.by_start[from..].iter().take_while(|&&member| self.ticks[member].start < valley.end);
+            members.extend(born.filter(|&&member| self.ticks[member].end <= valley.end));
+        }
+        members
+    }
+}
+
+/// What one layer has room for, each member alone.
+pub(super) struct Room {
+    /// By number, with their cells.
+    members: Vec<(usize, Range<usize>)>,
+    /// The cells: where each starts, and the end of the last.
+    ticks: Vec<u64>,
+    /// The greatest height in each cell that a member needs.
+    pub heights: Vec<u64>,
+}
+
+impl Room {
+    fn new(layer: &Layer, class: &Class) -> Self {
+        let limit = layer.bytes.saturating_sub(class.bytes);
+        // A few members are looked up one by one, many in what is free.
+        let mut members = match class.ticks.len() < layer.skyline.pieces() / 16 {
+            true => (0..class.ticks.len()).filter(|&m| layer.skyline.is_low(&class.ticks[m], limit)).collect(),
+            false => class.within(&layer.skyline.valleys(limit)),
+        };
+        members.sort_unstable();
+        let mut ticks: Vec<u64> = members.iter().flat_map(|&m| [class.ticks[m].start, class.ticks[m].end]).collect();
+        ticks.sort_unstable();
+        ticks.dedup();
+        let cell = |tick: u64| ticks.partition_point(|&other| other < tick);
+        let cells = |member: usize| (member, cell(class.ticks[member].start)..cell(class.ticks[member].end));
+        let members: Vec<_> = members.into_iter().map(cells).collect();
+        // How many members need a cell, as differences between neighbours.
+        let mut needed = vec![0i64; ticks.len()];
+        for (_, cells) in &members {
+            needed[cells.start] += 1;
+            needed[cells.end] -= 1;
+        }
+        let mut now = 0;
+        let height = |(pair, change): (&[u64], &i64)| {
+            now += change;
+            if now > 0 { layer.skyline.top(&(pair[0]..pair[1])) } else { 0 }
+        };
+        let heights = ticks.windows(2).zip(&needed).map(height).collect();
+        Self { members, ticks, heights }
+    }
+
+    /// The places of its members in an order, ascending, and their cells.
+    pub(super) fn by_place(&self, rank: &[usize]) -> Vec<(usize, Range<usize>)> {
+        let mut places: Vec<_> = self.members.iter().map(|(member, cells)| (rank[*member], cells.clone())).collect();
+        places.sort_by_key(|place| place.0);
+        places
+    }
+
+    /// The layer's skyline with these heights in the cells that have grown.
+    pub(super) fn grown(&self, skyline: &Skyline, heights: &[u64]) -> Skyline {
+        let grown = (0..heights.len()).filter(|&cell| heights[cell] > self.heights[cell]);
+        skyline.with(grown.map(|cell| (self.ticks[cell]..self.ticks[cell + 1], heights[cell])))
+    }
+}
+
+/// Rooms by layer, looked for when they are first needed: many a class is placed before the last layers.
+#[derive(Default)]
+pub(super) struct Rooms {
+    known: BTreeMap<usize, Room>,
+}
+
+impl Rooms {
+    pub(super) fn of(&mut self, at: usize, layer: &Layer, class: &Class) -> &Room {
+        self.known.entry(at).or_insert_with(|| Room::new(layer, class))
+    }
+}
+
+/// Puts `bytes` on top of all that is there in these cells, if that stays within `limit`; returns the height below.
+pub(super) fn stack(cells: &mut [u64], bytes: u64, limit: u64) -> Option<u64> {
+    let below = cells.iter().copied().max()?;
+    let top = below.checked_add(bytes).filter(|&top| top <= limit)?;
+    cells.fill(top);
+    Some(below)
+}
+
+/// The places of an order that have found no room yet.
+pub(super) struct Left {
+    pub is_left: Vec<bool>,
+    pub count: usize,
+}
+
+impl Left {
+    pub(super) fn all(count: usize) -> Self {
+        Self { is_left: vec![true; count], count }
+    }
+
+    pub(super) fn take(&mut self, place: usize) {
+        self.count -= usize::from(std::mem::replace(&mut self.is_left[place], false));
+    }
+
+    pub(super) fn places(&self) -> impl Iterator<Item = usize> {
+        self.is_left.iter().enumerate().filter(|(_, is_left)| **is_left).map(|(place, _)| place)
+    }
+}
