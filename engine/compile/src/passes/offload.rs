@@ -4,7 +4,7 @@
 //! [`recompute`](crate::recompute) names wait in eight bits, or in a file. What is brought back has a buffer of its own. Never:
 //! which values these are.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use candle_core::Layout;
@@ -21,14 +21,52 @@ use crate::program::{
 use crate::recompute::Stash;
 
 pub(super) fn run(program: &mut Program, context: &Context<'_>) -> Result<()> {
-    let mut pass = Offload { context: *context, behind: BTreeMap::new(), before: BTreeMap::new() };
-    for (buffer, origin, stash) in pass.stashed() {
-        pass.put_away(program, buffer, origin, stash);
+    let mut pass =
+        Offload { context: *context, behind: BTreeMap::new(), before: BTreeMap::new(), back: HashMap::new() };
+    let stashed = pass.stashed();
+    let uses = uses_of(program, stashed.iter().map(|&(buffer, ..)| buffer));
+    for (buffer, origin, stash) in stashed {
+        // What the backward reads.
+        if let Uses { last: Some(last), first: Some(first) } = uses[&buffer] {
+            pass.put_away(program, buffer, origin, stash, (last, first));
+        }
     }
     if !pass.behind.is_empty() {
+        pass.read_back(program);
         pass.insert(program);
     }
     Ok(())
+}
+
+/// Where a buffer is used: in the forward for the last time, and elsewhere for the first.
+#[derive(Debug, Clone, Copy, Default)]
+struct Uses {
+    last: Option<usize>,
+    first: Option<usize>,
+}
+
+fn uses_of(program: &Program, buffers: impl Iterator<Item = BufferId>) -> HashMap<BufferId, Uses> {
+    let mut uses: HashMap<BufferId, Uses> = buffers.map(|buffer| (buffer, Uses::default())).collect();
+    if uses.is_empty() {
+        return uses;
+    }
+    for part in &program.parts {
+        for index in part.instrs.clone() {
+            let instr = &program.instrs[index];
+            for operand in instr.inputs.iter().chain(&instr.outputs) {
+                let Some(uses) = uses.get_mut(&operand.buffer) else { continue };
+                match is_forward(part) {
+                    true => uses.last = uses.last.max(Some(index)),
+                    false => uses.first = Some(uses.first.map_or(index, |first| first.min(index))),
+                }
+            }
+        }
+    }
+    uses
+}
+
+fn is_forward(part: &Part) -> bool {
+    part.action.is_some_and(|action| action.kind == Kind::Forward)
 }
 
 struct Offload<'a> {
@@ -36,6 +74,8 @@ struct Offload<'a> {
     /// What is laid down behind a step, and in front of one.
     behind: BTreeMap<usize, Vec<Instr>>,
     before: BTreeMap<usize, Vec<Instr>>,
+    /// By buffer, the one in which it comes back.
+    back: HashMap<BufferId, BufferId>,
 }
 
 impl Offload<'_> {
@@ -52,15 +92,15 @@ impl Offload<'_> {
         stashed
     }
 
-    /// Puts one buffer away, if the backward reads it.
-    fn put_away(&mut self, program: &mut Program, buffer: BufferId, origin: Origin, stash: Stash) {
-        let is_forward = |part: &Part| part.action.is_some_and(|action| action.kind == Kind::Forward);
-        let touches = |instr: &Instr| instr.inputs.iter().chain(&instr.outputs).any(|operand| operand.buffer == buffer);
-        let uses = |wanted: bool| {
-            let parts = program.parts.iter().filter(move |part| is_forward(part) == wanted);
-            parts.flat_map(|part| part.instrs.clone()).filter(|&instr| touches(&program.instrs[instr]))
-        };
-        let (Some(last), Some(first)) = (uses(true).max(), uses(false).min()) else { return };
+    /// Puts one buffer away behind its last use in the forward, and brings it back in front of its first one elsewhere.
+    fn put_away(
+        &mut self,
+        program: &mut Program,
+        buffer: BufferId,
+        origin: Origin,
+        stash: Stash,
+        (last, first): (usize, usize),
+    ) {
         let graph = self.context.lowering.graph;
         let (value, micro_batch) = (graph.value(origin.root), origin.micro_batch);
         let maker = graph.producer(origin.root).expect("what is put away is made by a node");
@@ -94,11 +134,16 @@ impl Offload<'_> {
         let instr = |(work, inputs, outputs)| Instr::plain(work, inputs, outputs, micro_batch, maker.layer.clone());
         self.behind.entry(last).or_default().push(instr(away));
         self.before.entry(first).or_default().push(instr(fetch));
-        // The backward reads what came back.
+        self.back.insert(buffer, back);
+    }
+
+    /// Has the backward read what came back.
+    fn read_back(&self, program: &mut Program) {
         for part in program.parts.iter().filter(|part| !is_forward(part)) {
             for instr in &mut program.instrs[part.instrs.clone()] {
-                let operands = instr.inputs.iter_mut().chain(&mut instr.outputs);
-                operands.filter(|operand| operand.buffer == buffer).for_each(|operand| operand.buffer = back);
+                for operand in instr.inputs.iter_mut().chain(&mut instr.outputs) {
+                    operand.buffer = self.back.get(&operand.buffer).copied().unwrap_or(operand.buffer);
+                }
             }
         }
     }
