@@ -26,8 +26,8 @@ pub struct GradientError {
     /// The compiled f32 program's output and gradients against the f64 reference's.
     pub kernel: f64,
     /// The compiled bf16 program, operation by operation: its results against the f64 reference's of the same bf16 inputs, as a
-    /// part of what one rounding of each number, by 2⁻⁸ of it at most, and sums in f32, to 1e-5 of the whole, allow. None if
-    /// the function is one of f32 alone.
+    /// part of what one rounding of each number, by 2⁻⁸ of it at most, and sums in f32, to 1e-5 of the whole, allow; or sums of
+    /// factors that [were rounded](gapless_graph::Op::rounds_factors), to 2⁻⁸ of the whole. None if the function is one of f32 alone.
     pub bf16: Option<f64>,
 }
 
@@ -141,12 +141,13 @@ fn judge_bf16(Recorded { graph, mut given, y, loss }: Recorded, stream: Stream) 
     for node in graph.nodes().iter().filter(|node| !graph.is_view(node.outputs[0])) {
         let inputs: Vec<Array> = node.inputs.iter().map(|&id| value_of(id)).collect();
         let exact = node.op.reference(&Reference { inputs: inputs.iter().collect(), stream });
+        let of_sums = if node.op.rounds_factors() { 1.0 / 256.0 } else { 1e-5 };
         for (&id, exact) in node.outputs.iter().zip(exact) {
             let unit = if graph.value(id).spec.dtype == DType::BF16 { 1.0 / 256.0 } else { 0.0 };
             let whole = exact.data.iter().map(|x| x * x).sum::<f64>().sqrt();
             for (&found, &exact) in value_of(id).data.iter().zip(&exact.data) {
                 let error =
-                    if found == exact { 0.0 } else { (found - exact).abs() / (unit * exact.abs() + 1e-5 * whole) };
+                    if found == exact { 0.0 } else { (found - exact).abs() / (unit * exact.abs() + of_sums * whole) };
                 worst = worse(worst, error);
             }
         }

@@ -131,6 +131,11 @@ pub trait Op: Any + fmt::Debug + Send + Sync {
         self.runs_in_bf16()
     }
 
+    /// Whether it may round to bf16 what it makes and multiplies again, where its inputs are bf16.
+    fn rounds_factors(&self) -> bool {
+        false
+    }
+
     /// The CPU kernel. Not called for views.
     fn run(&self, args: &mut Args<'_>);
 

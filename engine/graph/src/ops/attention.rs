@@ -151,6 +151,11 @@ impl Op for Attention {
         true
     }
 
+    /// Probabilities, and gradients of scores.
+    fn rounds_factors(&self) -> bool {
+        true
+    }
+
     fn workspace(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> Vec<u64> {
         self.kernel(&dense(inputs, 0), &dense(inputs, 1), &dense(inputs, 2)).forward_scratch(threads)
     }
@@ -324,6 +329,11 @@ impl Op for AttentionGrad {
     }
 
     fn reads_bf16(&self, _: usize) -> bool {
+        true
+    }
+
+    /// Probabilities, and gradients of scores.
+    fn rounds_factors(&self) -> bool {
         true
     }
 

@@ -75,6 +75,11 @@ impl Op for CachedAttention {
         true
     }
 
+    /// Probabilities, and gradients of scores.
+    fn rounds_factors(&self) -> bool {
+        true
+    }
+
     fn run(&self, args: &mut Args<'_>) {
         let (out, scratch) = (args.output::<f32>(0), &mut args.workspace());
         let positions = args.input(3);
