@@ -9,9 +9,9 @@ use gapless_engine::compile::{Instr, InstrKind};
 use gapless_parallel::Rates;
 use serde::{Deserialize, Serialize};
 
-use super::Precision;
+use super::{Precision, machine};
 
-/// A device, for estimates of time: a name of [`DeviceProfile::known`], or a TOML file with these keys.
+/// A device, for estimates of time: a name of [`DeviceProfile::known`], `this-machine`, or a TOML file with these keys.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DeviceProfile {
@@ -43,7 +43,7 @@ pub struct DeviceProfile {
 #[derive(Debug, thiserror::Error)]
 pub enum UnknownDevice {
     /// Neither a name nor a file.
-    #[error("no device {name:?}; there are {known}, and files of one's own", known = DeviceProfile::known().map(|known| known.name).join(", "))]
+    #[error("no device {name:?}; there are {known}, this-machine, and files of one's own", known = DeviceProfile::known().map(|known| known.name).join(", "))]
     Name {
         /// As given.
         name: String,
@@ -150,6 +150,9 @@ impl DeviceProfile {
     pub fn find(name: &str) -> Result<Self, UnknownDevice> {
         if let Some(known) = Self::known().into_iter().find(|known| known.name == name) {
             return Ok(known);
+        }
+        if name == machine::NAME {
+            return Ok(machine::profile());
         }
         if !Path::new(name).is_file() {
             return Err(UnknownDevice::Name { name: name.to_owned() });

@@ -26,6 +26,7 @@
 mod device;
 mod eager;
 mod estimate;
+mod machine;
 mod model;
 mod read;
 #[cfg(feature = "cuda")]
@@ -37,6 +38,7 @@ mod timing;
 pub use device::{CostModel, DeviceProfile, UnknownDevice};
 pub use eager::{EagerError, Lowering};
 pub use estimate::{Estimate, estimate};
+pub use machine::ThisMachine;
 pub use model::{ModelSpec, PRESETS};
 #[cfg(feature = "cuda")]
 pub use roofline::{Bound, Roofline, RooflineRow};

@@ -3,8 +3,6 @@
 use std::fmt;
 use std::path::Path;
 
-use gapless_engine::Model;
-use gapless_engine::nn::VarBuilder;
 use gapless_models::hf::{Architecture, Config};
 use gapless_models::{GptConfig, LlamaConfig, MoeConfig};
 use serde::de::value::MapAccessDeserializer;
@@ -125,11 +123,6 @@ impl Resolved {
             }
         };
         Ok(alone(text.clone(), architecture))
-    }
-
-    /// Declares it.
-    pub fn build(&self, vb: VarBuilder) -> gapless_engine::Result<Box<dyn Model>> {
-        Ok(Box::new(self.architecture.model(vb)?))
     }
 }
 

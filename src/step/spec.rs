@@ -3,15 +3,16 @@
 use gapless_alloc::arena::Reserve;
 use gapless_engine::compile::step::{Build, StepGraph};
 use gapless_engine::compile::{CompileOptions, Error as CompileError, Executable, Program, compile};
-use gapless_engine::nn::{Lora, Trainable};
+use gapless_engine::nn::{Lora, Trainable, VarBuilder};
 use gapless_engine::recompute::{Offload, Recompute};
 use gapless_engine::{DType, DeviceChoice, TrainError, TrainOptions, Trainer};
-use gapless_models::hf::{Architecture, Config};
+use gapless_models::hf::{Architecture, Config, Pretrained};
 use gapless_parallel::Mesh;
 use serde::{Deserialize, Serialize};
 
 use super::device::DeviceProfile;
 use super::eager::Lowering;
+use super::machine;
 use super::model::{ModelSpec, Resolved};
 use crate::run::{ConfigError, OptimizerConfig, Rule, pipeline, size};
 
@@ -221,6 +222,9 @@ impl StepSpec {
 
     /// The device, with what the keys say of it.
     fn profile(&self) -> Result<DeviceProfile, ConfigError> {
+        if self.profile == machine::NAME && self.kernels != "cpu" {
+            return Err(ConfigError::value("kernels", "are for another device than this machine", "use cpu"));
+        }
         let mut device = DeviceProfile::find(&self.profile)
             .map_err(|why| ConfigError::value("profile", why, "name a profile, or a TOML file of one"))?;
         if let Some(tflops) = self.tflops {
@@ -312,12 +316,20 @@ impl Step {
         self.model.config.as_ref()
     }
 
-    /// The graph of all ranks.
+    /// Declares its model, as a trainer builds it.
     ///
     /// # Errors
     /// When the extents do not fit together.
+    pub fn build(&self, vb: VarBuilder) -> gapless_engine::Result<Pretrained> {
+        self.model.architecture.model(vb)
+    }
+
+    /// The graph of all ranks.
+    ///
+    /// # Errors
+    /// As [`Self::build`].
     pub fn record(&self) -> Result<StepGraph, TrainError> {
-        let build: &Build<'_> = &|vb| self.model.build(vb);
+        let build: &Build<'_> = &|vb| Ok(Box::new(self.build(vb)?));
         Trainer::record(build, &self.options)
     }
 

@@ -6,13 +6,14 @@
 
 use std::collections::HashMap;
 
-use gapless_engine::compile::{Instr, InstrKind, Operand, Program};
+use gapless_alloc::lower_bound;
+use gapless_engine::compile::{Instr, InstrKind, Operand, Program, table};
 use gapless_engine::ops::{Collective, Group};
 use gapless_parallel::{
     Action, Cell, Costs, Durations, Error, Kind, Mesh, MicroBatch, Shape, StageId, Stuck, Timeline, simulate,
 };
 
-use super::{CostModel, Precision, Step};
+use super::{CostModel, Precision, Step, ThisMachine, machine};
 
 /// A step in time.
 #[derive(Debug, Clone)]
@@ -58,7 +59,7 @@ impl Step {
     /// # Errors
     /// When the schedule does not exist for the step's shape.
     pub fn timing(&self, programs: &[Program]) -> Result<Timing, TimingError> {
-        self.timing_with(programs, &self.device)
+        self.simulated(self.measured(programs))
     }
 
     /// The same, by costs of one's own instead of the step's device.
@@ -70,7 +71,25 @@ impl Step {
     }
 
     pub(super) fn measured(&self, programs: &[Program]) -> Measured {
-        Measured::of(programs, &self.device, self.precision, self.options.mesh)
+        let of = |costs: &dyn CostModel| Measured::of(programs, costs, self.precision, self.options.mesh);
+        match self.machine(programs) {
+            Some(machine) => of(&machine),
+            None => of(&self.device),
+        }
+    }
+
+    /// This machine, if the step is to run on it: its ranks share the cores.
+    fn machine(&self, programs: &[Program]) -> Option<ThisMachine> {
+        if self.device.name != machine::NAME {
+            return None;
+        }
+        let ranks = self.options.mesh.ranks().unwrap_or(1);
+        let threads = match self.options.threads {
+            0 => (rayon::current_num_threads() / ranks).max(1),
+            threads => threads,
+        };
+        let alive = |program: &Program| table(program).map_or(0, |table| lower_bound(&table));
+        ThisMachine::new(ranks, threads, programs.iter().map(alive).max().unwrap_or(0)).ok()
     }
 
     /// When everything happens, by known durations.

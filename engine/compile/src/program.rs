@@ -451,7 +451,7 @@ impl Program {
     }
 
     /// A new buffer.
-    pub(crate) fn add(&mut self, bytes: u64, label: Label, kind: BufferKind) -> BufferId {
+    pub fn add(&mut self, bytes: u64, label: Label, kind: BufferKind) -> BufferId {
         let id = BufferId(u32::try_from(self.buffers.len()).expect("fewer than 2^32 buffers"));
         self.buffers.push(Buffer { bytes, label, kind, counted: None });
         id

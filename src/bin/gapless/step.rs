@@ -101,7 +101,7 @@ pub struct StepArguments {
     #[arg(long, value_name = "FACTOR", allow_negative_numbers = true)]
     #[serde(skip_serializing_if = "Option::is_none")]
     routing: Option<f64>,
-    /// The device that time is estimated for: a100-80, h100, h200, b200, or a file (docs/sweep.md); h100 if not given.
+    /// The device that time is estimated for: a100-80, h100, h200, b200, this-machine, or a file (docs/sweep.md); h100 if not given.
     #[arg(long, value_name = "NAME|FILE.toml", alias = "card")]
     #[serde(skip_serializing_if = "Option::is_none")]
     profile: Option<String>,

@@ -1,0 +1,121 @@
+//! What `gapless::step` says of a step beforehand, beside what the step then takes on this machine: bytes and time of dense models, on one
+//! rank and on two that are threads.
+//!
+//! `cargo bench -p gapless --bench predicted`; `-- --every N` for every Nth configuration.
+//!
+//! Bytes are those of each rank's arena, and must be equal. Time is predicted from single operations, timed each on its own by
+//! [`gapless::step::ThisMachine`]; no whole step is timed for it. What is measured is the median step, of the slowest rank.
+
+use std::time::Instant;
+
+use anyhow::{Result, ensure};
+use clap::Parser;
+use gapless::communicator::on_threads;
+use gapless::step::{Step, StepSpec};
+use gapless::{TrainError, Trainer};
+
+#[derive(Parser)]
+struct Options {
+    /// Every Nth configuration.
+    #[arg(long, default_value_t = 1)]
+    every: usize,
+    /// Measured steps of each, behind one that warms up.
+    #[arg(long, default_value_t = 5)]
+    steps: usize,
+    /// What cargo passes to a bench.
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+/// What ranks of two mebibytes to some hundreds take.
+const MODELS: [&str; 3] = [
+    "gpt:vocabulary=512,layers=4,heads=4,width=128",
+    "gpt:vocabulary=2048,layers=6,heads=6,width=384",
+    "llama:vocabulary=1024,layers=4,heads=4,kv_heads=2,width=256,hidden=704,tied=true",
+];
+/// The keys of a step beside its model.
+const STEPS: [&str; 12] = [
+    "batch = 4\nsequence = 128",
+    "batch = 8\nsequence = 128\nmicro_batches = 4",
+    "batch = 8\nsequence = 256\nmicro_batches = 2\nrecompute = \"layers\"",
+    "batch = 4\nsequence = 256\ndtype = \"mixed\"",
+    "batch = 4\nsequence = 128\noptimizer = \"adamw8bit\"",
+    "batch = 8\nsequence = 128\nmicro_batches = 4\npipeline_ranks = 2",
+    "batch = 8\nsequence = 128\nmicro_batches = 8\npipeline_ranks = 2\nschedule = \"gpipe\"",
+    "batch = 8\nsequence = 128\nmicro_batches = 4\npipeline_ranks = 2\nschedule = \"zb-h1\"",
+    "batch = 8\nsequence = 128\nmicro_batches = 8\npipeline_ranks = 2\nschedule = \"zbv\"\nchunks = 2",
+    "batch = 8\nsequence = 128\nmicro_batches = 4\npipeline_ranks = 2\nschedule = \"interleaved\"\nchunks = 2",
+    "batch = 8\nsequence = 256\nmicro_batches = 4\npipeline_ranks = 2\nrecompute = \"layers\"",
+    "batch = 8\nsequence = 128\nmicro_batches = 2\ndata_ranks = 2",
+];
+
+/// Of a rank.
+#[derive(Debug, Clone, Copy)]
+struct Measured {
+    arena_bytes: u64,
+    milliseconds: f64,
+}
+
+fn main() -> Result<()> {
+    let options = Options::parse();
+    println!("predicted ms  measured ms  ratio      arena bytes  configuration");
+    let mut off = Vec::new();
+    let specs = MODELS
+        .iter()
+        .flat_map(|model| STEPS.map(|keys| format!("profile = \"this-machine\"\nmodel = \"{model}\"\n{keys}")));
+    for keys in specs.step_by(options.every.max(1)) {
+        let mut step = toml::from_str::<StepSpec>(&keys)?.check()?;
+        let ranks = step.options.mesh.ranks()?;
+        // As many as there are cores, together.
+        step.options.threads = (std::thread::available_parallelism()?.get() / ranks).max(1);
+        let (bytes, predicted) = predicted(&step, ranks)?;
+        let measured = measured(&step, ranks, options.steps)?;
+        let arenas: Vec<u64> = measured.iter().map(|rank| rank.arena_bytes).collect();
+        ensure!(arenas == bytes, "{keys}: arenas of {arenas:?} bytes, {bytes:?} predicted");
+        let milliseconds = measured.iter().map(|rank| rank.milliseconds).fold(0.0, f64::max);
+        let ratio = predicted / milliseconds;
+        off.push((ratio - 1.0).abs());
+        let most = bytes.iter().max().copied().unwrap_or(0);
+        println!("{predicted:12.2} {milliseconds:12.2} {ratio:6.3} {most:16}  {}", keys.replace('\n', ", "));
+    }
+    off.sort_by(f64::total_cmp);
+    let part = |tenths: usize| 100.0 * off[(off.len() - 1) * tenths / 10];
+    println!(
+        "{} configurations, all bytes equal; time is off by {:.1} % at the median, {:.1} % at nine tenths",
+        off.len(),
+        part(5),
+        part(9)
+    );
+    Ok(())
+}
+
+/// Bytes of each rank's arena, and milliseconds.
+fn predicted(step: &Step, ranks: usize) -> Result<(Vec<u64>, f64)> {
+    let runs = (0..ranks).map(|rank| Ok(Trainer::plan_run(|vb| step.build(vb), &step.options, rank)?.arena_bytes));
+    let bytes = runs.collect::<Result<Vec<u64>, TrainError>>()?;
+    let programs = step.programs(&step.record()?)?;
+    Ok((bytes, step.timing(&programs)?.nanoseconds() as f64 / 1e6))
+}
+
+/// What the ranks' trainers take.
+fn measured(step: &Step, ranks: usize, steps: usize) -> Result<Vec<Measured>> {
+    let tokens: Vec<u32> = (0..=step.options.batch * step.options.sequence).map(|i| (i * i % 499) as u32).collect();
+    let (inputs, targets) = (&tokens[..tokens.len() - 1], &tokens[1..]);
+    let run = |mut trainer: Trainer| {
+        trainer.step(inputs, targets)?;
+        let mut times = Vec::new();
+        for _ in 0..steps.max(1) {
+            let begun = Instant::now();
+            trainer.step(inputs, targets)?;
+            times.push(begun.elapsed().as_secs_f64() * 1e3);
+        }
+        times.sort_by(f64::total_cmp);
+        Ok(Measured { arena_bytes: trainer.report().arena_bytes, milliseconds: times[times.len() / 2] })
+    };
+    let build = |vb| step.build(vb);
+    let measured = match ranks {
+        1 => Trainer::new(build, step.options.clone()).and_then(run).map(|rank| vec![rank]),
+        _ => on_threads(ranks, |world| run(Trainer::on(world, build, step.options.clone())?)),
+    };
+    Ok(measured?)
+}

@@ -1,0 +1,338 @@
+//! What a step takes on the CPU at hand: every operation is timed here, on operands of its own.
+//!
+//! In: instructions of programs for the CPU. Out: their nanoseconds, each measured once in a process, while as many ranks as the step
+//! has do the same beside it. Never: a whole step, or the time of what data decide (the rows of experts).
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Barrier, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use gapless_alloc::{Label, Options, Role};
+use gapless_communicator::{Communicator, InProcess, Tag};
+use gapless_engine::compile::{
+    BufferId, BufferKind, CompileOptions, Executable, Instr, InstrKind, Operand, Part, Program, ProgramId, compile,
+};
+use gapless_engine::kernels::cpu::ScratchMemory;
+use gapless_engine::kernels::cpu::args::span;
+use gapless_engine::kernels::cpu::bf16::{Stored as bf16, widened_layout};
+use gapless_engine::kernels::cpu::gemm::{Epilogue, Factor, Gemm, Mode, Strides};
+use gapless_engine::nn::{Init, Initializer};
+use gapless_engine::runtime::cpu::{CpuBackend, Workers, resolve_threads};
+use gapless_engine::runtime::process_memory::available_memory_bytes;
+use gapless_engine::runtime::{RunOptions, Session};
+use gapless_engine::{DType, Spec, TrainError};
+use rayon::prelude::*;
+
+use super::{CostModel, DeviceProfile, Precision};
+
+/// Runs of an operation that are measured; what counts is their median.
+const ROUNDS: usize = 5;
+/// Operations run at a time, at most.
+const MOST_COPIES: u64 = 48;
+
+/// The CPU that this process runs on, as a step's ranks find it that are threads of one process.
+#[derive(Debug)]
+pub struct ThisMachine {
+    threads: usize,
+    ranks: usize,
+    footprint: u64,
+}
+
+/// What is known of this machine, by ranks, threads, copies and operation. Held while something is measured: nothing else is then.
+static KNOWN: Mutex<BTreeMap<(usize, usize, u64, String), u64>> = Mutex::new(BTreeMap::new());
+
+/// What a message takes from one thread to another.
+#[derive(Debug, Clone, Copy)]
+struct Link {
+    /// Nanoseconds of the smallest.
+    latency: f64,
+    /// Nanoseconds of each byte more.
+    byte: f64,
+}
+
+impl ThisMachine {
+    /// A machine on which `ranks` ranks compute at a time, with `threads` threads each (0 for all of its cores), in arenas of about
+    /// `footprint` bytes: an operation finds its operands in the caches or in memory accordingly.
+    ///
+    /// # Errors
+    /// When threads cannot be started.
+    pub fn new(ranks: usize, threads: usize, footprint: u64) -> Result<Self, TrainError> {
+        Workers::new(threads)?;
+        Ok(Self { ranks: ranks.max(1), threads: resolve_threads(threads), footprint })
+    }
+
+    /// How many times an operation is run in a row, on other operands each time, so that these were touched half an arena ago, as they
+    /// are on average in a step.
+    fn copies(&self, instr: &Instr) -> u64 {
+        let bytes: u64 = buffers(instr).into_values().map(|(bytes, _)| bytes).sum();
+        (self.footprint / 2 / bytes.max(1)).clamp(1, MOST_COPIES)
+    }
+
+    /// An operation's nanoseconds, the mean over the ranks that do it at the same time.
+    fn measured(&self, instr: &Instr, copies: u64) -> Result<u64, TrainError> {
+        let barrier = Barrier::new(self.ranks);
+        let rank = || -> Result<u64, TrainError> {
+            // All ranks reach the barrier, whatever becomes of them.
+            let session = self.session(instr, copies);
+            barrier.wait();
+            let mut session = session?;
+            let mut run = || -> Result<u64, TrainError> {
+                let begun = Instant::now();
+                session.run(ProgramId(0), RunOptions::default())?;
+                Ok(nanoseconds(begun.elapsed()) / copies)
+            };
+            run()?;
+            let mut times = (0..ROUNDS).map(|_| run()).collect::<Result<Vec<_>, _>>()?;
+            times.sort_unstable();
+            Ok(times[ROUNDS / 2])
+        };
+        let times: Vec<Result<u64, TrainError>> = std::thread::scope(|scope| {
+            let ranks: Vec<_> = (0..self.ranks).map(|_| scope.spawn(rank)).collect();
+            ranks.into_iter().map(|rank| rank.join().expect("an operation does not panic")).collect()
+        });
+        let times = times.into_iter().collect::<Result<Vec<u64>, TrainError>>()?;
+        Ok(times.iter().sum::<u64>() / self.ranks as u64)
+    }
+
+    /// A program of nothing but copies of an operation.
+    fn session(&self, instr: &Instr, copies: u64) -> Result<Session<CpuBackend>, TrainError> {
+        let workers = Workers::new(self.threads)?;
+        let mut program = Program { name: "one operation".into(), ..Program::default() };
+        (0..copies).for_each(|copy| add_copy(&mut program, instr, copy, workers.threads()));
+        program.parts = vec![Part { instrs: 0..program.instrs.len(), name: String::new(), action: None }];
+        let options = CompileOptions { planner: Options::quick(), ..CompileOptions::default() };
+        let executable: Executable = compile(&[program], &options)?;
+        Ok(Session::on_cpu(executable, workers, 0)?)
+    }
+}
+
+impl CostModel for ThisMachine {
+    /// As measured; 0 of what cannot be run alone.
+    fn nanoseconds(&self, instr: &Instr, _: Precision) -> u64 {
+        let InstrKind::Compute(op) = &instr.kind else { return 0 };
+        let operands = |operands: &[Operand]| {
+            let of =
+                |operand: &Operand| format!("{:?} {:?} {:?};", operand.layout, operand.dtype, operand.overwritten_by);
+            operands.iter().map(of).collect::<String>()
+        };
+        let key = format!("{op:?} {} > {} {}", operands(&instr.inputs), operands(&instr.outputs), instr.accumulate);
+        let copies = self.copies(instr);
+        let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+        let of = known.entry((self.ranks, self.threads, copies, key));
+        *of.or_insert_with(|| self.measured(instr, copies).unwrap_or(0))
+    }
+
+    fn transfer(&self, bytes: u64) -> u64 {
+        Link::known().nanoseconds(bytes as f64)
+    }
+
+    /// All of it: what sums in the meantime takes a core that would compute.
+    fn collective(&self, bytes: f64, _: bool) -> u64 {
+        Link::known().nanoseconds(bytes)
+    }
+}
+
+/// The name of [`profile`].
+pub(super) const NAME: &str = "this-machine";
+
+/// This machine as a device: the memory that is free, and rates of large products and copies, measured when first asked for.
+pub(super) fn profile() -> DeviceProfile {
+    static PROFILE: OnceLock<DeviceProfile> = OnceLock::new();
+    let measured = || {
+        let link = Link::known();
+        DeviceProfile {
+            name: NAME.to_owned(),
+            memory: available_memory_bytes().unwrap_or(u64::MAX),
+            f32_flops: products_per_second::<f32>(),
+            bf16_flops: products_per_second::<bf16>(),
+            products: 1.0,
+            attention: 0.5,
+            bytes: bytes_per_second(),
+            launch: 1e-6,
+            link: 1e9 / link.byte.max(1e-3),
+            latency: link.latency / 1e9,
+            overlap: 0.0,
+        }
+    };
+    PROFILE.get_or_init(measured).clone()
+}
+
+/// FLOP/s of a large product on all cores.
+fn products_per_second<T: Factor>() -> f64 {
+    const SIZE: usize = 1024;
+    let gemm = Gemm::new(SIZE, SIZE, SIZE, Strides::row_major(SIZE), Strides::row_major(SIZE));
+    let factor = vec![T::store(0.5); SIZE * SIZE];
+    let mut product = vec![0.0; SIZE * SIZE];
+    let mut memory = ScratchMemory::new(&gemm.scratch(rayon::current_num_threads()));
+    let mut run = || {
+        let begun = Instant::now();
+        let scratch = &mut memory.lend();
+        gemm.run(&factor, &factor, &mut product, Mode::Overwrite, Epilogue::default(), scratch)
+            .expect("the operands fit");
+        begun.elapsed().as_secs_f64()
+    };
+    let least = (0..ROUNDS).map(|_| run()).fold(f64::INFINITY, f64::min);
+    gemm.flops() as f64 / least
+}
+
+/// Bytes that all cores read and write in a second.
+fn bytes_per_second() -> f64 {
+    const BYTES: usize = 64 << 20;
+    let (from, mut to) = (vec![1u8; BYTES], vec![0u8; BYTES]);
+    let part = BYTES.div_ceil(rayon::current_num_threads());
+    let mut run = || {
+        let begun = Instant::now();
+        let copy = |(to, from): (&mut [u8], &[u8])| to.copy_from_slice(from);
+        to.par_chunks_mut(part).zip(from.par_chunks(part)).for_each(copy);
+        begun.elapsed().as_secs_f64()
+    };
+    let least = (0..ROUNDS).map(|_| run()).fold(f64::INFINITY, f64::min);
+    2.0 * BYTES as f64 / least
+}
+
+impl Link {
+    /// Measured when first asked for.
+    fn known() -> Self {
+        static LINK: OnceLock<Link> = OnceLock::new();
+        *LINK.get_or_init(Self::measured)
+    }
+
+    fn nanoseconds(self, bytes: f64) -> u64 {
+        (self.latency + self.byte * bytes) as u64
+    }
+
+    /// By messages from one thread to another and back.
+    fn measured() -> Self {
+        const LARGE: usize = 4 << 20;
+        let there_and_back = |bytes: usize| {
+            let mut world = InProcess::world(2).into_iter();
+            let ranks = world.next().zip(world.next());
+            let (first, second) = ranks.expect("a world of two has two ranks");
+            let pass = |mut rank: InProcess| {
+                let mut data = vec![1u8; bytes];
+                let (me, other) = (rank.rank(), 1 - rank.rank());
+                let mut times = Vec::new();
+                for _ in 0..2 * ROUNDS {
+                    let begun = Instant::now();
+                    let outcome = match me {
+                        0 => rank
+                            .send(&data, other, Tag::default())
+                            .and_then(|()| rank.receive(&mut data, other, Tag::default())),
+                        _ => rank
+                            .receive(&mut data, other, Tag::default())
+                            .and_then(|()| rank.send(&data, other, Tag::default())),
+                    };
+                    outcome.expect("both ranks are there to the end");
+                    times.push(nanoseconds(begun.elapsed()) as f64 / 2.0);
+                }
+                times.sort_by(f64::total_cmp);
+                times[ROUNDS]
+            };
+            std::thread::scope(|scope| {
+                let other = scope.spawn(move || pass(second));
+                let time = pass(first);
+                other.join().expect("a rank does not panic");
+                time
+            })
+        };
+        let (latency, large) = (there_and_back(4), there_and_back(LARGE));
+        Self { latency, byte: (large - latency).max(0.0) / LARGE as f64 }
+    }
+}
+
+fn nanoseconds(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
+/// The buffers that an operation reads or writes: bytes, and the type of their elements.
+fn buffers(instr: &Instr) -> HashMap<BufferId, (u64, DType)> {
+    let mut buffers = HashMap::new();
+    for operand in instr.inputs.iter().chain(&instr.outputs) {
+        let reach = operand.layout.start_offset() + span(&operand.layout);
+        let (bytes, _) = buffers.entry(operand.buffer).or_insert((0, operand.dtype));
+        *bytes = (*bytes).max((reach * operand.dtype.size_in_bytes()) as u64);
+    }
+    buffers
+}
+
+/// Adds an operation once more, on buffers of its own that hold numbers of usual size.
+fn add_copy(program: &mut Program, instr: &Instr, copy: u64, threads: usize) {
+    let InstrKind::Compute(op) = &instr.kind else { return };
+    let mut own = HashMap::new();
+    for (buffer, (bytes, dtype)) in buffers(instr) {
+        let name = format!("{copy}/{}", buffer.index());
+        let elements = bytes as usize / dtype.size_in_bytes();
+        let init = if dtype.is_float() { Init::Uniform { lo: 0.25, up: 0.75 } } else { Init::Const(0.0) };
+        let kind = match dtype {
+            // Sums, which nothing but the program itself writes.
+            DType::F64 => BufferKind::FromStart,
+            _ => BufferKind::Always {
+                fill: Initializer { init, name: name.clone(), first: 0, given: None },
+                spec: Spec { shape: elements.into(), dtype },
+            },
+        };
+        own.insert(buffer, program.add(bytes, label(name, op.name()), kind));
+    }
+    let specs = |operands: &[Operand]| -> Vec<Spec> {
+        operands.iter().map(|o| Spec { shape: o.layout.shape().clone(), dtype: o.dtype }).collect()
+    };
+    let pieces = op.workspace(&specs(&instr.inputs), &specs(&instr.outputs), threads);
+    let mut workspace: Vec<BufferId> = pieces
+        .into_iter()
+        .enumerate()
+        .map(|(piece, bytes)| program.add(bytes, label(format!("{copy}/workspace.{piece}"), op.name()), BufferKind::No))
+        .collect();
+    let mut placed = |operand: &Operand| {
+        let widened = operand.widened.map(|buffer| {
+            let bytes = (span(&widened_layout(&operand.layout)) * size_of::<f32>()) as u64;
+            let piece =
+                program.add(bytes, label(format!("{copy}/{} in f32", buffer.index()), op.name()), BufferKind::No);
+            workspace.push(piece);
+            piece
+        });
+        Operand { buffer: own[&operand.buffer], widened, ..operand.clone() }
+    };
+    let inputs = instr.inputs.iter().map(&mut placed).collect();
+    let outputs = instr.outputs.iter().map(&mut placed).collect();
+    let kind = InstrKind::Compute(op.clone());
+    let plain = Instr::plain(kind, inputs, outputs, instr.micro_batch, instr.layer.clone());
+    program.instrs.push(Instr { workspace, accumulate: instr.accumulate, ..plain });
+}
+
+fn label(tensor: String, op: &str) -> Label {
+    Label { tensor, op: op.into(), layer: String::new(), role: Role::Workspace }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::step::StepSpec;
+
+    /// In f32, in bf16 with its scratch, with operations that overwrite and that add to what is there.
+    #[test]
+    fn every_operation_of_a_step_can_be_run_alone() {
+        for keys in
+            ["micro_batches = 2\noptimizer = \"adamw8bit\"", "dtype = \"mixed\"\nmicro_batches = 2\npipeline_ranks = 2"]
+        {
+            let keys = format!(
+                "model = \"gpt:vocabulary=32,layers=2,heads=2,width=16\"\nbatch = 4\nsequence = 8\nprofile = \"{NAME}\"\n{keys}"
+            );
+            let step = toml::from_str::<StepSpec>(&keys).unwrap().check().unwrap();
+            let programs = step.programs(&step.record().unwrap()).unwrap();
+            let machine = ThisMachine::new(1, 1, 1 << 16).unwrap();
+            for instr in programs.iter().flat_map(|program| &program.instrs) {
+                if let InstrKind::Compute(op) = &instr.kind {
+                    machine.measured(instr, 2).unwrap_or_else(|error| panic!("{}: {error}", op.name()));
+                }
+            }
+            assert!(step.timing(&programs).unwrap().nanoseconds() > 0);
+        }
+    }
+
+    #[test]
+    fn kernels_of_another_device_are_refused() {
+        let keys = format!("model = \"small\"\nkernels = \"cuda\"\nprofile = \"{NAME}\"");
+        let error = toml::from_str::<StepSpec>(&keys).unwrap().check().unwrap_err();
+        assert!(error.to_string().contains("this machine"), "{error}");
+    }
+}
