@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::DType;
 use gapless_kernels::Spec;
-use gapless_kernels::cpu::gemm::{Epilogue, Factor, Gemm, Mode, Strides};
+use gapless_kernels::cpu::gemm::{Factor, Gemm, Mode, Strides};
 use gapless_kernels::cpu::{Args, with_float};
 
 use super::{Runs, exact_starts, used_rows};
@@ -56,7 +56,7 @@ fn run_on<T: Factor>(args: &mut Args<'_>, sources: usize, most: &Gemm) {
             let job = Gemm { m: rows.len(), ..*most };
             let x = &x[rows.start * most.k..rows.end * most.k];
             let out = &mut out[rows.start * most.n..rows.end * most.n];
-            job.run_within(most, x, weight, out, Mode::Overwrite, Epilogue::default(), &mut scratch)
+            job.run_within(most, x, weight, out, Mode::Overwrite, &[], &mut scratch)
                 .expect("extents by the shape rule");
         }
     }
@@ -246,11 +246,13 @@ impl GroupedLinearGradWeight {
             if !accumulate {
                 d_weight.fill(0.0);
             }
-            for rows in runs.by_sequence(expert) {
+            for source in 0..self.sources {
+                // Each sequence is a sum of its own.
+                let cuts = runs.of(source, expert);
+                let rows = cuts[0] as usize..cuts[cuts.len() - 1] as usize;
                 let job = Gemm { k: rows.len(), ..most };
                 let (x, dy) = (&x[rows.start * most.n..rows.end * most.n], &dy[rows.start * most.m..rows.end * most.m]);
-                let epilogue = Epilogue::default();
-                job.run_within(&most, dy, x, d_weight, Mode::Accumulate, epilogue, &mut scratch)
+                job.run_within(&most, dy, x, d_weight, Mode::Accumulate, cuts, &mut scratch)
                     .expect("extents by the shape rule");
             }
         }

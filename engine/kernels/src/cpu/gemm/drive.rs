@@ -24,6 +24,8 @@ struct Operands<'s, A, B> {
     epilogue: RawEpilogue,
     scratch: &'s Scratch<'s>,
     packing: Packing,
+    /// As [`Gemm::run_within`] has them.
+    cuts: &'s [u32],
 }
 
 impl<A, B> Clone for Operands<'_, A, B> {
@@ -83,6 +85,7 @@ pub(super) unsafe fn run<A: Factor, B: Factor>(
     c: *mut f32,
     mode: Mode,
     epilogue: RawEpilogue,
+    cuts: &[u32],
     scratch: &Scratch<'_>,
 ) {
     let nothing_to_add = epilogue.bias.is_null() && epilogue.residual.is_null();
@@ -90,7 +93,7 @@ pub(super) unsafe fn run<A: Factor, B: Factor>(
     if job.m == 0 || job.n == 0 || job.batch.count == 0 || (job.k == 0 && accumulate && nothing_to_add) {
         return;
     }
-    let operands = Operands { a, b, c, accumulate, epilogue, scratch, packing };
+    let operands = Operands { a, b, c, accumulate, epilogue, scratch, packing, cuts };
     // SAFETY: the caller's promise.
     unsafe {
         if packing.together {
@@ -101,18 +104,30 @@ pub(super) unsafe fn run<A: Factor, B: Factor>(
     }
 }
 
-/// The k blocks that begin in `range`, in order, each with the number of packed lines in front of it. An empty k is one empty block, so
-/// that C is written.
-fn blocks(job: &Gemm, kernels: &Kernels, range: Range<usize>) -> impl Iterator<Item = (usize, Range<usize>)> {
-    let (segment, longest) = (job.k_segment, BLOCK_K * kernels.k_of_line);
-    let mut next = Some((0, range.start));
-    std::iter::from_fn(move || {
-        let (line, start) = next?;
-        let segment_end = (start / segment).saturating_add(1).saturating_mul(segment);
-        let end = (start + longest).min(segment_end).min(range.end);
-        next = (end < range.end).then_some((line + kernels.lines(end - start), end));
-        Some((line, start..end))
-    })
+impl<A, B> Operands<'_, A, B> {
+    /// The k blocks that begin in `range`, in order, each with the number of packed lines in front of it. An empty k is one empty block,
+    /// so that C is written.
+    fn blocks(
+        &self,
+        job: &Gemm,
+        kernels: &Kernels,
+        range: Range<usize>,
+    ) -> impl Iterator<Item = (usize, Range<usize>)> {
+        let (segment, longest, cuts) = (job.k_segment, BLOCK_K * kernels.k_of_line, self.cuts);
+        let mut next = Some((0, range.start));
+        std::iter::from_fn(move || {
+            let (line, start) = next?;
+            let segment_end = (start / segment).saturating_add(1).saturating_mul(segment);
+            let mut end = (start + longest).min(segment_end).min(range.end);
+            if let [first, cuts @ ..] = cuts {
+                let cut = |cut: u32| (cut - first) as usize;
+                let behind = cuts.partition_point(|&at| cut(at) <= start);
+                end = cuts.get(behind).map_or(end, |&at| end.min(cut(at)));
+            }
+            next = (end < range.end).then_some((line + kernels.lines(end - start), end));
+            Some((line, start..end))
+        })
+    }
 }
 
 /// Alternates between packing a chunk of B on all threads and multiplying by it on all threads.
@@ -130,7 +145,7 @@ unsafe fn run_together<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, oper
         loop {
             // As many whole blocks as the scratch holds.
             let mut k_end = k_start;
-            for (line, block) in blocks(job, kernels, k_start..job.k) {
+            for (line, block) in operands.blocks(job, kernels, k_start..job.k) {
                 if k_end > k_start && line + kernels.lines(block.len()) > depth {
                     break;
                 }
@@ -141,7 +156,7 @@ unsafe fn run_together<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, oper
             for_each(panels, &|panel| {
                 let start = columns.start + panel * width;
                 let width_here = width.min(columns.end - start);
-                for (line, block) in blocks(job, kernels, chunk.clone()) {
+                for (line, block) in operands.blocks(job, kernels, chunk.clone()) {
                     let operands = &operands;
                     let lines = line..line + kernels.lines(block.len());
                     let to = operands.packing.b(operands.scratch, 0, lines).panel(panel * width);
@@ -157,7 +172,7 @@ unsafe fn run_together<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, oper
                 let rows = task * rows_per_task..job.m.min((task + 1) * rows_per_task);
                 let operands = &operands;
                 let packed_a = operands.packing.a(operands.scratch, slot());
-                for (line, block) in blocks(job, kernels, chunk.clone()) {
+                for (line, block) in operands.blocks(job, kernels, chunk.clone()) {
                     let lines = line..line + kernels.lines(block.len());
                     let packed_b = operands.packing.b(operands.scratch, 0, lines);
                     let part = Part { rows: rows.clone(), columns: columns.clone(), block };
@@ -199,7 +214,7 @@ unsafe fn run_privately<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, ope
                 operands.epilogue.residual = operands.epilogue.residual.add(matrix * job.batch.c);
             }
             let packed_a = operands.packing.a(operands.scratch, slot);
-            for (_, block) in blocks(job, kernels, 0..job.k) {
+            for (_, block) in operands.blocks(job, kernels, 0..job.k) {
                 if let Some(b) = B::as_f32(operands.b).filter(|_| job.m == 1 && job.b.row == 1) {
                     multiply_row(job, kernels, operands, b, columns.clone(), block, &packed_a);
                     continue;

@@ -176,6 +176,9 @@ pub enum GemmError {
         /// Inner length of the product.
         k: usize,
     },
+    /// Cuts of k that are not in order.
+    #[error("the cuts of k descend; sort them")]
+    Cuts,
     /// A segment of zero elements.
     #[error("k_segment is 0; give its length, or usize::MAX for a single segment")]
     EmptySegment,
@@ -245,14 +248,15 @@ impl Gemm {
         scratch: &mut Scratch<'_>,
     ) -> Result<(), GemmError> {
         let packing = Packing::new(self, rayon::current_num_threads());
-        self.run_packed(packing, level, a, b, c, mode, epilogue, scratch)
+        self.run_packed(packing, level, a, b, c, mode, epilogue, &[], scratch)
     }
 
     /// [`Gemm::run`] with the scratch of a product whose extents are known before these are: `most` has at least as many
-    /// rows, columns and k, the same strides, and one matrix.
+    /// rows, columns and k, the same strides, and one matrix. The order of summation also restarts at each of `cuts`, which are counted
+    /// from the first of them and do not descend.
     ///
     /// # Errors
-    /// As [`Gemm::run`], for [`Gemm::scratch_within`] of `most`; when this is larger than `most`.
+    /// As [`Gemm::run`], for [`Gemm::scratch_within`] of `most`; when this is larger than `most`; when cuts descend.
     #[expect(clippy::too_many_arguments, reason = "the operands of a product")]
     pub fn run_within<A: Factor, B: Factor>(
         &self,
@@ -261,15 +265,18 @@ impl Gemm {
         b: &[B],
         c: &mut [f32],
         mode: Mode,
-        epilogue: Epilogue,
+        cuts: &[u32],
         scratch: &mut Scratch<'_>,
     ) -> Result<(), GemmError> {
+        if !cuts.is_sorted() {
+            return Err(GemmError::Cuts);
+        }
         let fits = self.m <= most.m && self.n <= most.n && self.k <= most.k;
         if !fits || (self.a, self.b, self.batch) != (most.a, most.b, Batch::ONE) {
             return Err(GemmError::NotWithin { m: self.m, n: self.n, k: self.k });
         }
         let packing = Packing::within(most, self.m, rayon::current_num_threads());
-        self.run_packed(packing, Level::best(), a, b, c, mode, epilogue, scratch)
+        self.run_packed(packing, Level::best(), a, b, c, mode, Epilogue::default(), cuts, scratch)
     }
 
     #[expect(clippy::too_many_arguments, reason = "the operands of a product")]
@@ -282,6 +289,7 @@ impl Gemm {
         c: &mut [f32],
         mode: Mode,
         epilogue: Epilogue,
+        cuts: &[u32],
         scratch: &mut Scratch<'_>,
     ) -> Result<(), GemmError> {
         self.check(packing, a, b, c, epilogue, scratch)?;
@@ -292,7 +300,7 @@ impl Gemm {
         // SAFETY: `check` has compared every extent with its slice; C and the scratch are borrowed exclusively.
         unsafe {
             let kernels = if A::IS_BF16 && B::IS_BF16 { Kernels::of_bf16(level) } else { Kernels::of(level) };
-            drive::run(self, packing, kernels, a.as_ptr(), b.as_ptr(), c.as_mut_ptr(), mode, raw, scratch);
+            drive::run(self, packing, kernels, a.as_ptr(), b.as_ptr(), c.as_mut_ptr(), mode, raw, cuts, scratch);
         }
         Ok(())
     }
@@ -315,7 +323,7 @@ impl Gemm {
         // SAFETY: the caller's promise.
         unsafe {
             let packing = Packing::new(self, rayon::current_num_threads());
-            drive::run(self, packing, Kernels::of(Level::best()), a, b, c, mode, epilogue, scratch);
+            drive::run(self, packing, Kernels::of(Level::best()), a, b, c, mode, epilogue, &[], scratch);
         }
     }
 
