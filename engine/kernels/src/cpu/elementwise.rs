@@ -21,15 +21,26 @@ pub fn arch() -> pulp::Arch {
 #[doc(hidden)]
 #[macro_export]
 macro_rules! vectorize {
-    ($body:expr) => {
+    ($body:expr) => {{
+        // What moves a capture can be called once alone. Others are called through a shim that need not be inlined, and whose code is
+        // then for no instruction set: a call of `fmaf` for each multiply-add.
+        let once = $crate::cpu::CalledOnce;
         $crate::cpu::arch().dispatch(
             #[inline(always)]
-            || $body,
+            || {
+                let _called = once;
+                $body
+            },
         )
-    };
+    }};
 }
 #[doc(inline)]
 pub use vectorize;
+
+/// What [`vectorize`] moves into its closure.
+#[doc(hidden)]
+#[derive(Debug)]
+pub struct CalledOnce;
 
 /// Rows of `width` elements that make up a task.
 pub fn rows_per_task(width: usize) -> usize {
