@@ -215,8 +215,8 @@ impl Backend for CpuBackend {
     }
 }
 
-/// An arena in large pages, where the system has such: weights that are read once per token are read faster by a third, as hardly any
-/// address has to be translated.
+/// An arena in large pages, where the system has such: weights that are read once per token are read faster, as hardly any address has
+/// to be translated.
 fn arena_of(bytes: u64) -> Result<Arena> {
     let arena = Arena::new(bytes)?;
     #[cfg(target_os = "linux")]
