@@ -124,16 +124,21 @@ impl LatentAttention {
         let q_rotated = rotated(part(&q, plain_size, rotated_size)?)?;
         let q = Tensor::cat(&[&part(&q, 0, plain_size)?, &q_rotated], 3)?;
 
+        // Where sequences are continued, what is kept of the tokens before is the short vector and the rotated key; keys and values of
+        // the window are made of it anew, as those of a whole sequence are.
         let shared = self.kv_a_proj_with_mqa.forward(x)?;
         let k_rotated = rotated(split(shared.narrow(2, kv_rank, rotated_size)?, 1, rotated_size)?)?;
-        let kv = self.kv_b_proj.forward(&self.kv_a_layernorm.forward(&shared.narrow(2, 0, kv_rank)?)?)?;
-        let kv = split(kv, heads, plain_size + value_size)?;
-        let k_rotated = k_rotated.broadcast_as((b, heads, t, rotated_size))?;
+        let k_rotated = k_rotated.with_past("rotated_keys")?;
+        let latent = self.kv_a_layernorm.forward(&shared.narrow(2, 0, kv_rank)?)?.with_past("latent")?;
+        let seen = latent.dim(1)?;
+        let kv = self.kv_b_proj.forward(&latent)?;
+        let kv = kv.reshape((b, seen, heads, plain_size + value_size))?.transpose(1, 2)?;
+        let k_rotated = k_rotated.broadcast_as((b, heads, seen, rotated_size))?;
         let k = Tensor::cat(&[&part(&kv, 0, plain_size)?, &k_rotated], 3)?;
         let v = part(&kv, plain_size, value_size)?;
 
         let scale = 1.0 / query_scale.unwrap_or(self.latent.head_size() as f64).sqrt();
-        let y = q.attend(&k, &v, ops::Attention { cap, ..ops::Attention::causal(scale) })?;
+        let y = q.attend_past(&k, &v, ops::Attention { cap, ..ops::Attention::causal(scale) })?;
         self.o_proj.forward(&y.transpose(1, 2)?.reshape((b, t, heads * value_size))?)
     }
 }

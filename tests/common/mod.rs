@@ -8,7 +8,7 @@ use std::path::Path;
 use gapless::communicator::{self, Communicator};
 use gapless::engine::checkpoint::Checkpoint;
 use gapless::engine::nn::RouterConfig;
-use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig, MoeStyle};
+use gapless::models::{Gpt, GptConfig, LatentConfig, Llama, LlamaConfig, Moe, MoeConfig, MoeStyle};
 use gapless::nn::VarBuilder;
 use gapless::{Batch, DType, DeviceChoice, IGNORED, Model, StepReport, TrainOptions, Trainer};
 
@@ -17,6 +17,8 @@ pub enum Kind {
     Gpt,
     Llama,
     Moe(MoeStyle),
+    /// A mixture with DeepSeek's latent attention.
+    Latent,
 }
 
 impl Kind {
@@ -74,6 +76,9 @@ pub struct Outcome {
 
 pub const VOCABULARY: u32 = 50;
 
+/// Widths of the latent and of the rotated key of [`Kind::Latent`].
+pub const LATENT: (usize, usize) = (24, 6);
+
 /// What planning may cost where a judge is about what a step computes: the last thousandth of a small arena takes seconds.
 pub const PLANNING: u64 = 1 << 20;
 
@@ -121,6 +126,18 @@ impl Run {
                 self.with(world, |vb| Llama::new(&config, vb))
             }
             Kind::Moe(style) => self.with(world, |vb| Moe::new(&moe(style), vb)),
+            Kind::Latent => {
+                let latent = LatentConfig {
+                    query_rank: Some(20),
+                    kv_rank: LATENT.0,
+                    plain_size: 10,
+                    rotated_size: LATENT.1,
+                    value_size: 14,
+                    neighbours: true,
+                };
+                let config = MoeConfig { latent: Some(latent), ..moe(MoeStyle::DeepSeek) };
+                self.with(world, |vb| Moe::new(&config, vb))
+            }
         }
     }
 

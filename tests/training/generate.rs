@@ -8,8 +8,14 @@ use gapless::{DType, GenerateOptions, Generation, NextToken, Sampling, TrainErro
 use crate::common::{Kind, Run};
 
 /// Models of which a token's expert does not depend on other tokens.
-const KINDS: [Kind; 5] =
-    [Kind::Gpt, Kind::Llama, Kind::Moe(MoeStyle::Mixtral), Kind::Moe(MoeStyle::Qwen), Kind::Moe(MoeStyle::DeepSeek)];
+const KINDS: [Kind; 6] = [
+    Kind::Gpt,
+    Kind::Llama,
+    Kind::Moe(MoeStyle::Mixtral),
+    Kind::Moe(MoeStyle::Qwen),
+    Kind::Moe(MoeStyle::DeepSeek),
+    Kind::Latent,
+];
 
 fn run(kind: Kind, generation: Option<Generation>) -> Run {
     let mut run = Run { kind, ..Run::default() };
@@ -63,6 +69,35 @@ fn logits_have_the_bits_of_the_whole_window() {
             assert_eq!(bits, expected, "{kind:?}, {threads} threads, after {} tokens", context.len());
         }
     }
+}
+
+/// Of latent attention the latent and the rotated key of a token are cached, which all heads share; of any other, keys and values.
+#[test]
+fn caches_hold_what_heads_share() {
+    let cached = |kind| {
+        let trainer = run(kind, Some(Generation { batch: 3, window: Some(16), chunk: 4 })).trainer();
+        let mut plan = Vec::new();
+        trainer.write_plan(&mut plan).unwrap();
+        // The name, its number in front; when it lives, from and to; its bytes.
+        let rows: Vec<Vec<String>> =
+            String::from_utf8(plan).unwrap().lines().map(|l| l.split(',').map(str::to_owned).collect()).collect();
+        let cache = |row: &Vec<String>| {
+            let name = row[0].split_once(' ')?.1.to_owned();
+            let is_cache = ["/keys", "/values", "/latent", "/rotated_keys"].iter().any(|end| name.ends_with(end));
+            is_cache.then(|| (name, row[3].parse::<u64>().unwrap()))
+        };
+        rows.iter().filter_map(cache).collect::<std::collections::BTreeMap<_, _>>()
+    };
+    let bytes = |size: usize| (3 * 16 * size * 4) as u64;
+    let (rank, rotated) = crate::common::LATENT;
+    let caches = cached(Kind::Latent);
+    assert_eq!(caches.len(), 4);
+    for (name, found) in caches {
+        let of_a_token = if name.ends_with("/latent") { rank } else { rotated };
+        assert_eq!(found, bytes(of_a_token), "{name}");
+    }
+    let heads_of_llama = bytes(2 * 12);
+    assert!(cached(Kind::Llama).values().all(|&found| found == heads_of_llama));
 }
 
 /// With caches or without, alone or beside others, with a training step around it or not: one seed, one text. The window is filled

@@ -35,7 +35,7 @@ fn policies(kind: Kind) -> Vec<Recompute> {
     let (layer, selective) = match kind {
         Kind::Gpt => ("h.1", ops(&["layer_norm", "gelu"])),
         Kind::Llama => ("model.layers.1", ops(&["rms_norm", "swiglu"])),
-        Kind::Moe(_) => ("model.layers.1", ops(&["rms_norm", "dispatch", "routed_swiglu"])),
+        Kind::Moe(_) | Kind::Latent => ("model.layers.1", ops(&["rms_norm", "dispatch", "routed_swiglu"])),
     };
     let mut policies = vec![
         Recompute::Layers(Layers::All),
@@ -49,7 +49,7 @@ fn policies(kind: Kind) -> Vec<Recompute> {
     ];
     // The choice, and the noise it was made with.
     let choice = match kind {
-        Kind::Gpt | Kind::Llama => None,
+        Kind::Gpt | Kind::Llama | Kind::Latent => None,
         Kind::Moe(MoeStyle::Switch) => Some(ops(&["jitter", "softmax_last_dim", "top_k", "route"])),
         Kind::Moe(MoeStyle::DeepSeek) => Some(ops(&["div", "top_k", "route", "grouped_linear"])),
         Kind::Moe(MoeStyle::ExpertChoice) => Some(ops(&["softmax_last_dim", "route", "dispatch"])),

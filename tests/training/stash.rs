@@ -21,7 +21,9 @@ fn most(kind: Kind) -> Vec<String> {
     match kind {
         Kind::Gpt => names(&["linear", "gelu", "layer_norm", "attention", "add", "dropout"]),
         Kind::Llama => names(&["linear", "swiglu", "rms_norm", "attention", "add", "rope"]),
-        Kind::Moe(_) => names(&["linear", "routed_swiglu", "rms_norm", "attention", "add", "grouped_linear"]),
+        Kind::Moe(_) | Kind::Latent => {
+            names(&["linear", "routed_swiglu", "rms_norm", "attention", "add", "grouped_linear"])
+        }
     }
 }
 

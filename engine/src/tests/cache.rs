@@ -53,6 +53,12 @@ fn kernels_agree_with_their_references() {
     check(&[&[2, 1, 4, 8], &[2, 2, 5, 8], &[2, 2, 5, 8]], (&[2, 1], &[3, 4]), |x, p| {
         attend(&[x[0].transpose(1, 2)?, x[1].clone(), x[2].clone()], p)
     });
+    // Keys and values that are parts of a wider tensor, and a head that all share.
+    check(&[&[2, 4, 3, 8], &[2, 9, 4, 13], &[2, 1, 9, 3]], (&[2, 3], &[6, 7, 8, 0, 1, 2]), |x, p| {
+        let of_heads = x[1].transpose(1, 2)?;
+        let k = Tensor::cat(&[&of_heads.narrow(3, 0, 5)?, &x[2].broadcast_as((2, 4, 9, 3))?], 3)?;
+        attend(&[x[0].clone(), k, of_heads.narrow(3, 5, 8)?], p)
+    });
     // The last keys alone, scores that are capped, values of another size.
     let windowed = |x: &[Tensor], p: &Tensor| {
         let how = Attention { window: Some(5), cap: Some(0.7), ..Attention::causal(0.3) };

@@ -1,7 +1,7 @@
 //! The keys or values of new tokens, written behind those of the tokens before.
 
 use gapless_kernels::Spec;
-use gapless_kernels::cpu::{Args, InPieces, Pieces, row_of};
+use gapless_kernels::cpu::{Args, InPieces, Pieces, row_of, rows_per_task};
 
 use crate::Op;
 use crate::reference::{Array, Reference};
@@ -53,7 +53,7 @@ impl Op for CacheWrite {
         let ((x, layout), positions) = (args.strided::<f32>(1), args.input::<u32>(2));
         let &[_, heads, tokens, size] = args.input_dims(1) else { unreachable!("rank 4 by the shape rule") };
         let window = args.output_dims(0)[2];
-        cache.pieces_mut(window * size).enumerate().for_each(|(head, cache)| {
+        cache.pieces_mut(window * size).enumerate().for_each_in_runs(rows_per_task(tokens * size), |(head, cache)| {
             for token in 0..tokens {
                 let position = positions[head / heads * tokens + token] as usize;
                 let (row, step) = row_of(x, layout, head * tokens + token);

@@ -63,19 +63,19 @@ impl Op for CachedAttention {
     }
 
     fn reads_strides(&self, index: usize, layout: &Layout) -> bool {
-        index == 0 && head_is_dense(layout)
+        index < 3 && head_is_dense(layout)
     }
 
     fn workspace(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> Vec<u64> {
-        let q = Layout::contiguous(inputs[0].shape.clone());
-        self.kernel(&q, inputs[1].dims(), inputs[2].dims()).forward_scratch(threads)
+        let [q, k, v] = [0, 1, 2].map(|i| Layout::contiguous(inputs[i].shape.clone()));
+        self.kernel(&q, &k, &v).forward_scratch(threads)
     }
 
     fn reads_bf16(&self, _: usize) -> bool {
         true
     }
 
-    /// Probabilities, and gradients of scores.
+    /// Probabilities.
     fn rounds_factors(&self) -> bool {
         true
     }
@@ -84,8 +84,8 @@ impl Op for CachedAttention {
         let (out, scratch) = (args.output::<f32>(0), &mut args.workspace());
         let positions = args.input(3);
         with_float!(args.input_dtype(0), T => {
-            let ((q, layout), k, v) = (args.strided::<T>(0), args.input::<T>(1), args.input::<T>(2));
-            let kernel = self.kernel(layout, args.input_dims(1), args.input_dims(2));
+            let [(q, of_q), (k, of_k), (v, of_v)] = [0, 1, 2].map(|i| args.strided::<T>(i));
+            let kernel = self.kernel(of_q, of_k, of_v);
             kernel.forward_at(q, k, v, positions, out, scratch).expect("extents by the shape rule");
         });
     }
@@ -114,16 +114,17 @@ impl Op for CachedAttention {
 }
 
 impl CachedAttention {
-    /// The kernel for queries with these strides and caches of these extents.
-    fn kernel(&self, q: &Layout, keys: &[usize], values: &[usize]) -> attention::Attention {
-        let (&[batch, heads, queries, head_size], &[q_batch, q_head, q_token, _]) = (q.dims(), q.stride()) else {
+    /// The kernel for operands of these extents and strides.
+    fn kernel(&self, q: &Layout, k: &Layout, v: &Layout) -> attention::Attention {
+        let (&[batch, heads, queries, head_size], &[_, kv_heads, keys, _], &[_, _, _, value_size]) =
+            (q.dims(), k.dims(), v.dims())
+        else {
             unreachable!("rank 4 by the shape rule")
         };
-        let (&[_, kv_heads, keys, _], &[_, _, _, value_size]) = (keys, values) else {
-            unreachable!("rank 4 by the shape rule")
-        };
-        let cache = |size| HeadStrides { batch: kv_heads * keys * size, head: keys * size, token: size };
-        let (k, v) = (cache(head_size), cache(value_size));
+        let [q, k, v] = [q, k, v].map(|layout| {
+            let stride = layout.stride();
+            HeadStrides { batch: stride[0], head: stride[1], token: stride[2] }
+        });
         let out = HeadStrides { batch: queries * heads * value_size, head: value_size, token: heads * value_size };
         attention::Attention {
             batch,
@@ -137,7 +138,7 @@ impl CachedAttention {
             mask: Mask::Causal { offset: 0 },
             window: self.0.window,
             cap: self.0.cap.map(|cap| cap as f32),
-            q: HeadStrides { batch: q_batch, head: q_head, token: q_token },
+            q,
             k,
             v,
             out,

@@ -3,7 +3,7 @@
 use std::f64::consts::TAU;
 
 use gapless_kernels::Spec;
-use gapless_kernels::cpu::{Args, InPieces, Pieces, vectorize};
+use gapless_kernels::cpu::{Args, InPieces, Pieces, rows_per_task, vectorize};
 pub use gapless_kernels::cuda::launch::RopeFrequencies;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -168,7 +168,7 @@ impl Op for Rope {
         let positions = (args.inputs() > 1).then(|| args.input::<u32>(1));
         let rows = if positions.is_some() { batch * tokens } else { tokens };
         let table = &mut table[..rows * d];
-        table.pieces_mut(d).enumerate().for_each(|(index, row)| {
+        table.pieces_mut(d).enumerate().for_each_in_runs(8, |(index, row)| {
             let token = positions.map_or(index, |positions| positions[index] as usize);
             // Cosines first, then sines, so that the rotation below reads both in order.
             let (cos, sin) = row.split_at_mut(half);
@@ -179,7 +179,7 @@ impl Op for Rope {
         });
         let source = (!args.is_overwritten(0)).then(|| args.strided::<f32>(0));
         let table = &*table;
-        out.pieces_mut(heads * d).enumerate().for_each(|(row, out)| {
+        out.pieces_mut(heads * d).enumerate().for_each_in_runs(rows_per_task(heads * d), |(row, out)| {
             let (cos, sin) = table[row % rows * d..][..d].split_at(half);
             for (head, out) in out.chunks_exact_mut(d).enumerate() {
                 if let Some((x, layout)) = source {

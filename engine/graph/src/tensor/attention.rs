@@ -24,19 +24,28 @@ impl Tensor {
     /// # Errors
     /// As [`Self::causal_attention`]; a window without causality; a scale or cap that is no positive number.
     pub fn attend(&self, k: &Self, v: &Self, how: ops::Attention) -> Result<Self> {
+        self.attend_past(&k.with_past("keys")?, &v.with_past("values")?, how)
+    }
+
+    /// [`Self::attend`] where keys and values are made of what [`Self::with_past`] gives: they are of all tokens of the window, and are
+    /// cached no more.
+    ///
+    /// # Errors
+    /// As [`Self::attend`].
+    pub fn attend_past(&self, k: &Self, v: &Self, how: ops::Attention) -> Result<Self> {
         if !how.causal {
             self.expect_whole_sequences()?;
         }
-        let positions = match self.sequences() {
-            Sequences::Whole => return self.fused_attention(&[self, k, v], how),
+        match self.sequences() {
+            Sequences::Whole => self.fused_attention(&[self, k, v], how),
             Sequences::Packed { starts, .. } => {
-                return self.fused_attention(&[self, k, v, &Self::of(&self.graph, starts)], how);
+                self.fused_attention(&[self, k, v, &Self::of(&self.graph, starts)], how)
             }
-            Sequences::Continued { positions, .. } => Self::of(&self.graph, positions),
-        };
-        let (keys, values) = (k.cached("keys", &positions)?, v.cached("values", &positions)?);
-        let op = ops::CachedAttention(how);
-        Self::apply_op::<1>(op, &[self, &keys, &values, &positions])?[0].transpose(1, 2)
+            Sequences::Continued { positions, .. } => {
+                let inputs = [self, k, v, &Self::of(&self.graph, positions)];
+                Self::apply_op::<1>(ops::CachedAttention(how), &inputs)?[0].transpose(1, 2)
+            }
+        }
     }
 
     /// As [`Self::causal_attention`], but every query sees every key.

@@ -63,11 +63,20 @@ impl Tensor {
         lock(&self.graph).loss_terms()
     }
 
-    /// `self` [batch, heads, tokens, head size] behind what a cache has of the tokens before: [batch, heads, window, head size].
-    pub(super) fn cached(&self, what: &str, positions: &Self) -> Result<Self> {
-        let (batch, heads, tokens, size) = self.dims4()?;
-        let spec = self.spec.in_shape((batch, heads, self.cache_window().unwrap_or(tokens), size));
+    /// `self` [batch, heads, tokens, size] or [batch, tokens, size] behind what a cache has of the tokens before: a row for each token of
+    /// the window. `what` names the cache in the plan. `self` where no sequences are continued.
+    ///
+    /// # Errors
+    /// When the window is shorter than the tokens.
+    pub fn with_past(&self, what: &str) -> Result<Self> {
+        let Sequences::Continued { positions, window } = self.sequences() else { return Ok(self.clone()) };
+        if self.rank() == 3 {
+            return self.unsqueeze(1)?.with_past(what)?.squeeze(1);
+        }
+        let (batch, heads, _, size) = self.dims4()?;
+        let spec = self.spec.in_shape((batch, heads, window, size));
         let id = lock(&self.graph).add_cache(what, spec)?;
-        Self::apply_op::<1>(ops::CacheWrite, &[&Self::of(&self.graph, id), self, positions]).map(|[cache]| cache)
+        let positions = Self::of(&self.graph, positions);
+        Self::apply_op::<1>(ops::CacheWrite, &[&Self::of(&self.graph, id), self, &positions]).map(|[cache]| cache)
     }
 }

@@ -66,6 +66,18 @@ pub(super) fn prefetch(at: *const f32) {
     let _ = at;
 }
 
+/// The same for one that is read after many others: it is brought no nearer than the second level of caches.
+#[inline(always)]
+pub(super) fn prefetch_far(at: *const f32) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: as in [`prefetch`].
+    unsafe {
+        _mm_prefetch::<_MM_HINT_T1>(at.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = at;
+}
+
 /// A register of `f32` lanes.
 ///
 /// # Safety
@@ -82,7 +94,7 @@ pub(super) trait Vector: Copy {
     unsafe fn add(self, other: Self) -> Self;
     /// `self` × `factor` + `term`, rounded once.
     unsafe fn mul_add(self, factor: Self, term: Self) -> Self;
-    /// Transposes the square block whose rows are `from_row` floats apart: gives `to` each column's index and values.
+    /// Transposes the square block whose rows are `from_row` floats apart: gives `to` each column's index and values, in order.
     unsafe fn transpose(from: *const f32, from_row: usize, to: impl FnMut(usize, Self));
 }
 
@@ -217,77 +229,53 @@ impl Vector for Lanes {
     }
 }
 
-/// [`Vector::transpose`] of 8 × 8: interleaves neighbours, then pairs, then halves.
+/// [`Vector::transpose`] of 8 × 8, four columns at a time: halves of two rows side by side as they are loaded, then neighbours, then
+/// pairs interleaved.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
 unsafe fn transpose_8(from: *const f32, from_row: usize, mut to: impl FnMut(usize, __m256)) {
     // SAFETY: the caller has AVX and gives eight rows of eight floats.
     unsafe {
-        let mut rows = [_mm256_setzero_ps(); 8];
-        for (i, row) in rows.iter_mut().enumerate() {
-            *row = _mm256_loadu_ps(from.add(i * from_row));
-        }
-        // Lanes of pairs[i]: columns 2·(i % 2) and the next one, in turns, of rows 2·(i / 2) and the next one.
-        let mut pairs = rows;
-        for i in 0..4 {
-            pairs[2 * i] = _mm256_unpacklo_ps(rows[2 * i], rows[2 * i + 1]);
-            pairs[2 * i + 1] = _mm256_unpackhi_ps(rows[2 * i], rows[2 * i + 1]);
-        }
-        // quads[4·g + c]: column c (and c + 4 in the upper half) of the four rows of group g.
-        let mut quads = rows;
-        for group in 0..2 {
-            for half in 0..2 {
-                let (x, y) = (pairs[4 * group + half], pairs[4 * group + 2 + half]);
-                quads[4 * group + 2 * half] = _mm256_shuffle_ps::<0b01_00_01_00>(x, y);
-                quads[4 * group + 2 * half + 1] = _mm256_shuffle_ps::<0b11_10_11_10>(x, y);
+        for quad in 0..2 {
+            let first = 4 * quad;
+            let quarter = |row: usize| _mm_loadu_ps(from.add(row * from_row + first));
+            let mut rows = [_mm256_setzero_ps(); 4];
+            for (i, row) in rows.iter_mut().enumerate() {
+                *row = _mm256_insertf128_ps::<1>(_mm256_castps128_ps256(quarter(i)), quarter(4 + i));
             }
-        }
-        for column in 0..4 {
-            to(column, _mm256_permute2f128_ps::<0x20>(quads[column], quads[4 + column]));
-            to(column + 4, _mm256_permute2f128_ps::<0x31>(quads[column], quads[4 + column]));
+            let [low, low_2] = [_mm256_unpacklo_ps(rows[0], rows[1]), _mm256_unpacklo_ps(rows[2], rows[3])];
+            let [high, high_2] = [_mm256_unpackhi_ps(rows[0], rows[1]), _mm256_unpackhi_ps(rows[2], rows[3])];
+            to(first, _mm256_shuffle_ps::<0b01_00_01_00>(low, low_2));
+            to(first + 1, _mm256_shuffle_ps::<0b11_10_11_10>(low, low_2));
+            to(first + 2, _mm256_shuffle_ps::<0b01_00_01_00>(high, high_2));
+            to(first + 3, _mm256_shuffle_ps::<0b11_10_11_10>(high, high_2));
         }
     }
 }
 
-/// [`Vector::transpose`] of 16 × 16: as the one of 8 × 8, with one more round over quarters.
+/// [`Vector::transpose`] of 16 × 16: as the one of 8 × 8, with quarters of four rows side by side. Loads under a mask put them there,
+/// which take none of the time of a shuffle.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
 unsafe fn transpose_16(from: *const f32, from_row: usize, mut to: impl FnMut(usize, __m512)) {
     // SAFETY: the caller has AVX-512F and gives sixteen rows of sixteen floats.
     unsafe {
-        let mut rows = [_mm512_setzero_ps(); 16];
-        for (i, row) in rows.iter_mut().enumerate() {
-            *row = _mm512_loadu_ps(from.add(i * from_row));
-        }
-        let mut pairs = rows;
-        for i in 0..8 {
-            pairs[2 * i] = _mm512_unpacklo_ps(rows[2 * i], rows[2 * i + 1]);
-            pairs[2 * i + 1] = _mm512_unpackhi_ps(rows[2 * i], rows[2 * i + 1]);
-        }
-        // quads[4·g + c]: in quarter q, column 4·q + c of the four rows of group g.
-        let mut quads = rows;
-        for group in 0..4 {
-            for half in 0..2 {
-                let (x, y) = (pairs[4 * group + half], pairs[4 * group + 2 + half]);
-                quads[4 * group + 2 * half] = _mm512_shuffle_ps::<0b01_00_01_00>(x, y);
-                quads[4 * group + 2 * half + 1] = _mm512_shuffle_ps::<0b11_10_11_10>(x, y);
+        for quad in 0..4 {
+            let first = 4 * quad;
+            let quarter = |row: usize| _mm_loadu_ps(from.add(row * from_row + first));
+            let mut rows = [_mm512_setzero_ps(); 4];
+            for (i, row) in rows.iter_mut().enumerate() {
+                *row = _mm512_castps128_ps512(quarter(i));
+                *row = _mm512_mask_broadcast_f32x4(*row, 0x00f0, quarter(4 + i));
+                *row = _mm512_mask_broadcast_f32x4(*row, 0x0f00, quarter(8 + i));
+                *row = _mm512_mask_broadcast_f32x4(*row, 0xf000, quarter(12 + i));
             }
-        }
-        for column in 0..4 {
-            let quad = |group: usize| quads[4 * group + column];
-            // Quarters 0 and 2 (even) or 1 and 3 (odd) of two groups each.
-            let even = [
-                _mm512_shuffle_f32x4::<0b10_00_10_00>(quad(0), quad(1)),
-                _mm512_shuffle_f32x4::<0b10_00_10_00>(quad(2), quad(3)),
-            ];
-            let odd = [
-                _mm512_shuffle_f32x4::<0b11_01_11_01>(quad(0), quad(1)),
-                _mm512_shuffle_f32x4::<0b11_01_11_01>(quad(2), quad(3)),
-            ];
-            to(column, _mm512_shuffle_f32x4::<0b10_00_10_00>(even[0], even[1]));
-            to(column + 8, _mm512_shuffle_f32x4::<0b11_01_11_01>(even[0], even[1]));
-            to(column + 4, _mm512_shuffle_f32x4::<0b10_00_10_00>(odd[0], odd[1]));
-            to(column + 12, _mm512_shuffle_f32x4::<0b11_01_11_01>(odd[0], odd[1]));
+            let [low, low_2] = [_mm512_unpacklo_ps(rows[0], rows[1]), _mm512_unpacklo_ps(rows[2], rows[3])];
+            let [high, high_2] = [_mm512_unpackhi_ps(rows[0], rows[1]), _mm512_unpackhi_ps(rows[2], rows[3])];
+            to(first, _mm512_shuffle_ps::<0b01_00_01_00>(low, low_2));
+            to(first + 1, _mm512_shuffle_ps::<0b11_10_11_10>(low, low_2));
+            to(first + 2, _mm512_shuffle_ps::<0b01_00_01_00>(high, high_2));
+            to(first + 3, _mm512_shuffle_ps::<0b11_10_11_10>(high, high_2));
         }
     }
 }

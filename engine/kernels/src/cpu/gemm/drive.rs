@@ -5,8 +5,8 @@
 
 use std::ops::Range;
 
-use super::kernel::{Factor, Kernels, Layout, Tile};
-use super::pack::{self, Source};
+use super::kernel::{Factor, InPlace, Kernels, Tile};
+use super::pack::Source;
 use super::place::{BLOCK_COLUMNS, BLOCK_K, BLOCK_ROWS, CHUNK_COLUMNS, PackedA, PackedB, Packing, layout_of};
 use super::{Gemm, Mode, RawEpilogue};
 use crate::cpu::scratch::Scratch;
@@ -213,12 +213,15 @@ unsafe fn run_privately<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, ope
             if !operands.epilogue.residual.is_null() {
                 operands.epilogue.residual = operands.epilogue.residual.add(matrix * job.batch.c);
             }
+            if let (Some(a), Some(b)) = (A::as_f32(operands.a), B::as_f32(operands.b))
+                && job.m <= kernels.rows()
+                && (job.a.column, job.b.row) == (1, 1)
+            {
+                multiply_in_place(job, kernels, operands, (a, b), columns);
+                return;
+            }
             let packed_a = operands.packing.a(operands.scratch, slot);
             for (_, block) in operands.blocks(job, kernels, 0..job.k) {
-                if let Some(b) = B::as_f32(operands.b).filter(|_| job.m == 1 && job.b.row == 1) {
-                    multiply_row(job, kernels, operands, b, columns.clone(), block, &packed_a);
-                    continue;
-                }
                 let packed_b = operands.packing.b(operands.scratch, slot, 0..kernels.lines(block.len()));
                 for start in columns.clone().step_by(width) {
                     let from = offset(operands.b, block.start, start, job.b.row, job.b.column);
@@ -283,31 +286,33 @@ unsafe fn multiply<A: Factor, B: Factor>(
     }
 }
 
-/// Adds one k block to some columns of a single row, B's k being neighbours.
+/// All of k for some columns of a few rows, by factors whose k are neighbours, which are read as they lie in memory. A vector of
+/// columns is read to its end before the next: that is the order of memory, in which what is next is asked for.
 ///
 /// # Safety
-/// The columns are the caller's alone, and so is `packed_a`.
-unsafe fn multiply_row<A: Factor, B: Factor>(
+/// The columns are the caller's alone; there are no more rows than the tallest micro-kernel has.
+unsafe fn multiply_in_place<A: Factor, B: Factor>(
     job: &Gemm,
     kernels: &Kernels,
     operands: Operands<'_, A, B>,
-    b: *const f32,
+    (a, b): (*const f32, *const f32),
     columns: Range<usize>,
-    block: Range<usize>,
-    packed_a: &PackedA,
 ) {
-    // SAFETY: every address below is that of an element of the row or of B's columns.
-    unsafe {
-        let from = offset(operands.a, 0, block.start, job.a.row, job.a.column);
-        pack::rows(&Source { start: from, strides: job.a }, 1, block.len(), Layout::Rows, packed_a);
-        for column in columns.clone().step_by(kernels.columns) {
-            let tile = Tile {
-                a: packed_a.row(0, Layout::Rows),
-                b: offset(b, block.start, column, job.b.row, job.b.column),
-                columns: kernels.columns.min(columns.end - column),
-                ..operands.tile(job, 0, column, &block)
-            };
-            (kernels.row)(&tile, job.b.column);
+    let width = kernels.columns / 2;
+    for column in columns.clone().step_by(width) {
+        for (_, block) in operands.blocks(job, kernels, 0..job.k) {
+            // SAFETY: every address below is that of an element of the rows or of B's columns, but for `next`.
+            unsafe {
+                let b = offset(b, block.start, column, job.b.row, job.b.column);
+                let tile = Tile {
+                    a: offset(a, 0, block.start, job.a.row, job.a.column),
+                    b,
+                    columns: width.min(columns.end - column),
+                    ..operands.tile(job, 0, column, &block)
+                };
+                let next = b.wrapping_add(width * job.b.column + (width - 1) * block.start);
+                kernels.in_place(job.m, &InPlace { tile, a_row: job.a.row, b_column: job.b.column, next });
+            }
         }
     }
 }

@@ -11,7 +11,7 @@ use half::bf16;
 use super::pack;
 use super::place::PackedA;
 use crate::cpu::Float;
-use crate::cpu::simd::{Lanes, Level, Vector};
+use crate::cpu::simd::{Lanes, Level, Vector, prefetch_far};
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::simd::{Pairs, multiplies_bf16};
 
@@ -85,8 +85,8 @@ pub trait Factor: Float {
     /// As of [`Kernels::pack_panel`].
     unsafe fn pack_panel(kernels: &Kernels, source: &pack::Source<Self>, k: usize, columns: usize, to: *mut f32);
 
-    /// B as the f32 that it is, if it is.
-    fn as_f32(b: *const Self) -> Option<*const f32>;
+    /// Factors as the f32 that they are, if they are.
+    fn as_f32(factors: *const Self) -> Option<*const f32>;
 }
 
 impl Factor for f32 {
@@ -105,8 +105,8 @@ impl Factor for f32 {
     }
 
     #[inline]
-    fn as_f32(b: *const Self) -> Option<*const f32> {
-        Some(b)
+    fn as_f32(factors: *const Self) -> Option<*const f32> {
+        Some(factors)
     }
 }
 
@@ -138,6 +138,21 @@ impl Factor for bf16 {
     }
 }
 
+/// A few rows of A by columns of B, both as they lie in memory, where their k are neighbours.
+pub struct InPlace {
+    /// The operands: A and B at the k block's first k, and no more columns than a vector has lanes.
+    pub tile: Tile,
+    /// Distance between rows of A.
+    pub a_row: usize,
+    /// Distance between columns of B.
+    pub b_column: usize,
+    /// What is read after these columns, for as many bytes; any address will do.
+    pub next: *const f32,
+}
+
+/// Floats of a cache line.
+const LINE: usize = 16;
+
 type Micro = unsafe fn(&Tile);
 
 /// The kernels of one [`Level`].
@@ -154,8 +169,8 @@ pub struct Kernels {
     pub pack_panel_bf16: unsafe fn(&pack::Source<bf16>, usize, usize, *mut f32),
     /// Packs rows of A of bf16.
     pub pack_rows_bf16: unsafe fn(&pack::Source<bf16>, usize, usize, Layout, &PackedA),
-    /// One row by a panel of B as it lies in memory: k are neighbours, the second argument is the distance of columns.
-    pub row: unsafe fn(&Tile, usize),
+    /// Kernels of operands as they lie in memory, by number of rows − 1.
+    in_place: &'static [unsafe fn(&InPlace)],
 }
 
 impl Kernels {
@@ -209,6 +224,16 @@ impl Kernels {
             }
             left -= height;
         }
+    }
+
+    /// Computes `rows` rows, no more than of the tallest micro-kernel, of one vector of columns at most.
+    ///
+    /// # Safety
+    /// As [`Kernels::panel`].
+    #[inline]
+    pub unsafe fn in_place(&self, rows: usize, job: &InPlace) {
+        // SAFETY: the caller's promise.
+        unsafe { self.in_place[rows - 1](job) };
     }
 
     /// C (+)= A·B for `rows` × `product.columns` of C, without bias or residual.
@@ -273,44 +298,73 @@ unsafe fn micro<V: Vector, const ROWS: usize, const A_ROW: usize, const A_K: usi
             b = b.add(2 * V::LANES);
         }
 
-        if tile.columns < 2 * V::LANES {
-            let mut lines = [[0.0; 32]; ROWS];
-            for row in 0..ROWS {
-                sums[row][0].store(lines[row].as_mut_ptr());
-                sums[row][1].store(lines[row].as_mut_ptr().add(V::LANES));
-            }
-            finish_narrow(tile, &lines);
-            return;
+        match tile.columns < 2 * V::LANES {
+            true => finish_narrow(tile, &lines_of(&sums)),
+            false => finish(tile, sums),
         }
+    }
+}
+
+/// Writes whole vectors of a tile.
+///
+/// # Safety
+/// The tile's promise, for `ROWS` rows of `VECTORS` vectors.
+#[inline(always)]
+#[expect(clippy::needless_range_loop, reason = "indexing by a constant range unrolls into registers")]
+unsafe fn finish<V: Vector, const ROWS: usize, const VECTORS: usize>(tile: &Tile, mut sums: [[V; VECTORS]; ROWS]) {
+    // SAFETY: by this function's contract.
+    unsafe {
         // One short loop for each addition: a longer body would not be unrolled, and then the sums would live in
         // memory.
         if tile.accumulate {
             for row in 0..ROWS {
                 let c = tile.c.add(row * tile.c_row);
-                sums[row][0] = V::load(c).add(sums[row][0]);
-                sums[row][1] = V::load(c.add(V::LANES)).add(sums[row][1]);
+                for i in 0..VECTORS {
+                    sums[row][i] = V::load(c.add(i * V::LANES)).add(sums[row][i]);
+                }
             }
         }
         if !tile.bias.is_null() {
-            let bias = [V::load(tile.bias), V::load(tile.bias.add(V::LANES))];
-            for row in 0..ROWS {
-                sums[row][0] = sums[row][0].add(bias[0]);
-                sums[row][1] = sums[row][1].add(bias[1]);
+            for i in 0..VECTORS {
+                let bias = V::load(tile.bias.add(i * V::LANES));
+                for row in 0..ROWS {
+                    sums[row][i] = sums[row][i].add(bias);
+                }
             }
         }
         if !tile.residual.is_null() {
             for row in 0..ROWS {
                 let residual = tile.residual.add(row * tile.c_row);
-                sums[row][0] = sums[row][0].add(V::load(residual));
-                sums[row][1] = sums[row][1].add(V::load(residual.add(V::LANES)));
+                for i in 0..VECTORS {
+                    sums[row][i] = sums[row][i].add(V::load(residual.add(i * V::LANES)));
+                }
             }
         }
         for row in 0..ROWS {
             let c = tile.c.add(row * tile.c_row);
-            sums[row][0].store(c);
-            sums[row][1].store(c.add(V::LANES));
+            for i in 0..VECTORS {
+                sums[row][i].store(c.add(i * V::LANES));
+            }
         }
     }
+}
+
+/// Sums as rows of floats.
+///
+/// # Safety
+/// The caller has the level's features.
+#[inline(always)]
+unsafe fn lines_of<V: Vector, const ROWS: usize, const VECTORS: usize>(
+    sums: &[[V; VECTORS]; ROWS],
+) -> [[f32; 32]; ROWS] {
+    let mut lines = [[0.0; 32]; ROWS];
+    for (line, sums) in lines.iter_mut().zip(sums) {
+        for (i, sum) in sums.iter().enumerate() {
+            // SAFETY: a line holds two of the widest vectors.
+            unsafe { sum.store(line[i * V::LANES..].as_mut_ptr()) };
+        }
+    }
+    lines
 }
 
 /// Writes the columns that exist of a tile at C's right edge, adding in the same order as the full width does.
@@ -336,36 +390,41 @@ unsafe fn finish_narrow(tile: &Tile, lines: &[[f32; 32]]) {
     }
 }
 
-/// One row of C by B as it lies in memory: a decoded token reads each weight once, so that packing it first would take
-/// longer than using it.
+/// A few rows of C, with the order of summation of [`micro`], by columns of B as they lie in memory: a decoded token reads each
+/// weight once, so that packing it first would take longer than using it.
 #[inline(always)]
-unsafe fn row<V: Vector>(tile: &Tile, b_column: usize) {
-    let mut line = [0.0; 32];
-    let mut done = 0;
-    // SAFETY: the tile's promise, its B having `k` rows and `columns` columns.
+#[expect(clippy::needless_range_loop, reason = "indexing by a constant range unrolls into registers")]
+unsafe fn in_place<V: Vector, const ROWS: usize>(job: &InPlace) {
+    let &InPlace { ref tile, a_row, b_column, next } = job;
+    // SAFETY: the job's promise; the features are those of the wrapper that this is inlined into.
     unsafe {
-        if tile.columns == 2 * V::LANES {
+        let (mut sums, mut done) = ([[V::splat(0.0)]; ROWS], 0);
+        if tile.columns == V::LANES {
             done = tile.k - tile.k % V::LANES;
-            let mut sums = [V::splat(0.0); 2];
-            for (half, sum) in sums.iter_mut().enumerate() {
-                let from = tile.b.add(half * V::LANES * b_column);
-                for k in (0..done).step_by(V::LANES) {
-                    let mut block = [V::splat(0.0); 16];
-                    V::transpose(from.add(k), b_column, |i, register| block[i] = register);
-                    for (i, &register) in block[..V::LANES].iter().enumerate() {
-                        *sum = V::splat(*tile.a.add(k + i)).mul_add(register, *sum);
+            for k in (0..done).step_by(V::LANES) {
+                for line in (0..V::LANES * V::LANES).step_by(LINE) {
+                    prefetch_far(next.wrapping_add(k * V::LANES + line));
+                }
+                V::transpose(tile.b.add(k), b_column, |i, register| {
+                    for row in 0..ROWS {
+                        sums[row][0] = V::splat(*tile.a.add(row * a_row + k + i)).mul_add(register, sums[row][0]);
                     }
+                });
+            }
+            if done == tile.k {
+                finish(tile, sums);
+                return;
+            }
+        }
+        let mut lines = lines_of(&sums);
+        for (row, line) in lines.iter_mut().enumerate() {
+            for (column, sum) in line[..tile.columns].iter_mut().enumerate() {
+                for k in done..tile.k {
+                    *sum = (*tile.a.add(row * a_row + k)).mul_add(*tile.b.add(column * b_column + k), *sum);
                 }
             }
-            sums[0].store(line.as_mut_ptr());
-            sums[1].store(line.as_mut_ptr().add(V::LANES));
         }
-        for (column, sum) in line[..tile.columns].iter_mut().enumerate() {
-            for k in done..tile.k {
-                *sum = (*tile.a.add(k)).mul_add(*tile.b.add(column * b_column + k), *sum);
-            }
-        }
-        finish_narrow(tile, &[line]);
+        finish_narrow(tile, &lines);
     }
 }
 
@@ -411,9 +470,9 @@ macro_rules! level {
             }
 
             $(#[target_feature(enable = $feature)])?
-            unsafe fn row(tile: &Tile, b_column: usize) {
+            unsafe fn in_place<const ROWS: usize>(job: &InPlace) {
                 // SAFETY: the caller's promise.
-                unsafe { super::row::<$vector>(tile, b_column) }
+                unsafe { super::in_place::<$vector, ROWS>(job) }
             }
 
             pub(super) static KERNELS: Kernels = Kernels {
@@ -427,7 +486,7 @@ macro_rules! level {
                 pack_panel,
                 pack_panel_bf16,
                 pack_rows_bf16,
-                row,
+                in_place: &[$(in_place::<$rows>),*],
             };
         }
     };

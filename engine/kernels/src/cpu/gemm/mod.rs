@@ -17,7 +17,7 @@
 //! The scheme is that of Goto and van de Geijn ("Anatomy of High-Performance Matrix Multiplication", 2008): B is packed
 //! into panels by all threads, then each thread takes blocks of rows, packs its rows of A into its own scratch,
 //! and multiplies them from cache. With few rows, or many matrices, each thread packs what it needs of B by itself;
-//! a single row reads B as it is.
+//! the few rows of a decoded token, or of several sequences' tokens, read B as it is.
 
 mod drive;
 pub mod kernel;
