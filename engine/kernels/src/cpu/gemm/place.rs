@@ -94,7 +94,7 @@ impl Packing {
     }
 }
 
-/// Room for [`BLOCK_ROWS`] rows of A, or for as many as there are, by parts.
+/// Room for a block of rows of A, or for as many as there are, by parts.
 #[derive(Clone, Copy)]
 pub struct PackedA([*mut f32; BLOCK_ROWS / PART_ROWS]);
 
