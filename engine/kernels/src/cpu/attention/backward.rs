@@ -257,9 +257,7 @@ impl<T: Factor> Task<'_, T> {
                 if products.k_of_line > 1 {
                     // The queries in their panel are no longer needed.
                     factor = arrays.q_panel;
-                    (0..rows.len()).map(|i| i * ROW_STRIDE).for_each(|row| {
-                        (row_kernels.round)(gradients.add(row), columns.next_multiple_of(2), factor.add(row).cast());
-                    });
+                    instructions.round_rows(gradients, rows.len(), columns, factor);
                 }
                 let product = Product {
                     a: factor,

@@ -168,9 +168,12 @@ impl<T: Factor> Task<'_, T> {
                 }
             }
             self.instructions.pack_rows(q, rows.clone(), job.head_size, query_panel);
-            for i in (0..rows.len()).filter(|_| !T::IS_BF16) {
-                let row = from_raw_parts_mut(query_panel.add(i * ROW_STRIDE), job.head_size);
-                (row_kernels.scale)(row, job.scale);
+            // Of bf16, whose numbers would have to be rounded, the scores are scaled.
+            if !T::IS_BF16 {
+                for i in 0..rows.len() {
+                    let row = from_raw_parts_mut(query_panel.add(i * ROW_STRIDE), job.head_size);
+                    (row_kernels.scale)(row, job.scale);
+                }
             }
             let lines = products.lines(job.head_size);
             let product = Product {
@@ -206,10 +209,7 @@ impl<T: Factor> Task<'_, T> {
                 }
             }
             if products.k_of_line > 1 {
-                (0..rows.len()).for_each(|i| {
-                    let row = scores.add(i * ROW_STRIDE);
-                    (row_kernels.round)(row, columns.next_multiple_of(2), row.cast());
-                });
+                self.instructions.round_rows(scores, rows.len(), columns, scores);
             }
             let product = Product {
                 a: scores,
@@ -284,6 +284,17 @@ impl Instructions {
                 let source = Source { start: start.add(column * strides.column), strides };
                 T::pack_panel(self.products, &source, k, width.min(columns - column), to.add(column * lines));
             }
+        }
+    }
+
+    /// Rounds the first columns of rows of A to pairs, elsewhere or in place.
+    ///
+    /// # Safety
+    /// Both panels have that many rows of [`ROW_STRIDE`].
+    pub(super) unsafe fn round_rows(&self, from: *const f32, rows: usize, columns: usize, to: *mut f32) {
+        for row in (0..rows).map(|row| row * ROW_STRIDE) {
+            // SAFETY: the caller's promise.
+            unsafe { (self.rows.round)(from.add(row), columns.next_multiple_of(2), to.add(row).cast()) };
         }
     }
 
