@@ -273,10 +273,7 @@ fn add_copy(program: &mut Program, instr: &Instr, copy: u64, threads: usize) {
         };
         own.insert(buffer, program.add(bytes, label(name, op.name()), kind));
     }
-    let specs = |operands: &[Operand]| -> Vec<Spec> {
-        operands.iter().map(|o| Spec { shape: o.layout.shape().clone(), dtype: o.dtype }).collect()
-    };
-    let pieces = op.workspace(&specs(&instr.inputs), &specs(&instr.outputs), threads);
+    let pieces = op.workspace(&Instr::specs(&instr.inputs), &Instr::specs(&instr.outputs), threads);
     let mut workspace: Vec<BufferId> = pieces
         .into_iter()
         .enumerate()

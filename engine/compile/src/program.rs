@@ -303,7 +303,8 @@ impl Instr {
         }
     }
 
-    fn specs(operands: &[Operand]) -> Vec<Spec> {
+    /// Shapes and types of operands, as operations are asked about them.
+    pub fn specs(operands: &[Operand]) -> Vec<Spec> {
         operands.iter().map(|o| Spec { shape: o.layout.shape().clone(), dtype: o.dtype }).collect()
     }
 
