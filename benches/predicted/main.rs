@@ -1,16 +1,18 @@
 //! What `gapless::step` says of a step beforehand, beside what the step then takes on this machine: bytes and time of dense models, on one
-//! rank and on two that are threads.
+//! rank and on two that are threads, or processes over MPI.
 //!
-//! `cargo bench -p gapless --bench predicted`; `-- --every N` for every Nth configuration.
+//! `cargo bench -p gapless --bench predicted`; `-- --every N` for every Nth configuration. With `--features mpi`, `-- --processes`: the
+//! configurations of two ranks, each a process that `mpirun` starts.
 //!
 //! Bytes are those of each rank's arena, and must be equal. Time is predicted from single operations, timed each on its own by
 //! [`gapless::step::ThisMachine`]; no whole step is timed for it. What is measured is the median step, of the slowest rank.
 
+use std::process::Command;
 use std::time::Instant;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use clap::Parser;
-use gapless::communicator::on_threads;
+use gapless::communicator::{on_threads, world};
 use gapless::step::{Step, StepSpec};
 use gapless::{TrainError, Trainer};
 
@@ -22,6 +24,12 @@ struct Options {
     /// Measured steps of each, behind one that warms up.
     #[arg(long, default_value_t = 5)]
     steps: usize,
+    /// Ranks are processes over MPI; configurations of one rank are left out.
+    #[arg(long)]
+    processes: bool,
+    /// What a process does that was started for that: a rank of a step with these keys.
+    #[arg(long, hide = true, value_name = "KEYS")]
+    rank_of: Option<String>,
     /// What cargo passes to a bench.
     #[arg(long, hide = true)]
     bench: bool,
@@ -58,18 +66,24 @@ struct Measured {
 
 fn main() -> Result<()> {
     let options = Options::parse();
+    if let Some(keys) = &options.rank_of {
+        return one_process(&step(keys)?.0, options.steps);
+    }
     println!("predicted ms  measured ms  ratio      arena bytes  configuration");
     let mut off = Vec::new();
     let specs = MODELS
         .iter()
         .flat_map(|model| STEPS.map(|keys| format!("profile = \"this-machine\"\nmodel = \"{model}\"\n{keys}")));
     for keys in specs.step_by(options.every.max(1)) {
-        let mut step = toml::from_str::<StepSpec>(&keys)?.check()?;
-        let ranks = step.options.mesh.ranks()?;
-        // As many as there are cores, together.
-        step.options.threads = (std::thread::available_parallelism()?.get() / ranks).max(1);
+        let (step, ranks) = step(&keys)?;
+        if options.processes && ranks == 1 {
+            continue;
+        }
         let (bytes, predicted) = predicted(&step, ranks)?;
-        let measured = measured(&step, ranks, options.steps)?;
+        let measured = match options.processes {
+            true => on_processes(&keys, ranks, options.steps)?,
+            false => measured(&step, ranks, options.steps)?,
+        };
         let arenas: Vec<u64> = measured.iter().map(|rank| rank.arena_bytes).collect();
         ensure!(arenas == bytes, "{keys}: arenas of {arenas:?} bytes, {bytes:?} predicted");
         let milliseconds = measured.iter().map(|rank| rank.milliseconds).fold(0.0, f64::max);
@@ -89,6 +103,14 @@ fn main() -> Result<()> {
     Ok(())
 }
 
+/// A step and its ranks, with as many threads as there are cores for all of them together.
+fn step(keys: &str) -> Result<(Step, usize)> {
+    let mut step = toml::from_str::<StepSpec>(keys)?.check()?;
+    let ranks = step.options.mesh.ranks()?;
+    step.options.threads = (std::thread::available_parallelism()?.get() / ranks).max(1);
+    Ok((step, ranks))
+}
+
 /// Bytes of each rank's arena, and milliseconds.
 fn predicted(step: &Step, ranks: usize) -> Result<(Vec<u64>, f64)> {
     let runs = (0..ranks).map(|rank| Ok(Trainer::plan_run(|vb| step.build(vb), &step.options, rank)?.arena_bytes));
@@ -99,23 +121,59 @@ fn predicted(step: &Step, ranks: usize) -> Result<(Vec<u64>, f64)> {
 
 /// What the ranks' trainers take.
 fn measured(step: &Step, ranks: usize, steps: usize) -> Result<Vec<Measured>> {
-    let tokens: Vec<u32> = (0..=step.options.batch * step.options.sequence).map(|i| (i * i % 499) as u32).collect();
-    let (inputs, targets) = (&tokens[..tokens.len() - 1], &tokens[1..]);
-    let run = |mut trainer: Trainer| {
-        trainer.step(inputs, targets)?;
-        let mut times = Vec::new();
-        for _ in 0..steps.max(1) {
-            let begun = Instant::now();
-            trainer.step(inputs, targets)?;
-            times.push(begun.elapsed().as_secs_f64() * 1e3);
-        }
-        times.sort_by(f64::total_cmp);
-        Ok(Measured { arena_bytes: trainer.report().arena_bytes, milliseconds: times[times.len() / 2] })
-    };
+    let run = |trainer| timed(step, trainer, steps);
     let build = |vb| step.build(vb);
     let measured = match ranks {
         1 => Trainer::new(build, step.options.clone()).and_then(run).map(|rank| vec![rank]),
         _ => on_threads(ranks, |world| run(Trainer::on(world, build, step.options.clone())?)),
     };
     Ok(measured?)
+}
+
+/// The steps of a rank.
+fn timed(step: &Step, mut trainer: Trainer, steps: usize) -> Result<Measured, TrainError> {
+    let tokens: Vec<u32> = (0..=step.options.batch * step.options.sequence).map(|i| (i * i % 499) as u32).collect();
+    let (inputs, targets) = (&tokens[..tokens.len() - 1], &tokens[1..]);
+    trainer.step(inputs, targets)?;
+    let mut times = Vec::new();
+    for _ in 0..steps.max(1) {
+        let begun = Instant::now();
+        trainer.step(inputs, targets)?;
+        times.push(begun.elapsed().as_secs_f64() * 1e3);
+    }
+    times.sort_by(f64::total_cmp);
+    Ok(Measured { arena_bytes: trainer.report().arena_bytes, milliseconds: times[times.len() / 2] })
+}
+
+/// The same of ranks that are processes: this program, started again.
+fn on_processes(keys: &str, ranks: usize, steps: usize) -> Result<Vec<Measured>> {
+    let output = Command::new("mpirun")
+        .envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")])
+        .args(["--oversubscribe", "--bind-to", "none", "-n", &ranks.to_string()])
+        .arg(std::env::current_exe()?)
+        .args(["--steps", &steps.to_string(), "--rank-of", keys])
+        .output()
+        .context("mpirun cannot be run")?;
+    let (said, complaints) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    ensure!(output.status.success(), "{keys}: {complaints}");
+    let line = |line: &str| -> Option<(usize, Measured)> {
+        let mut words = line.strip_prefix("rank ")?.split(' ');
+        let rank = words.next()?.parse().ok()?;
+        let (arena_bytes, milliseconds) = (words.next()?.parse().ok()?, words.next()?.parse().ok()?);
+        Some((rank, Measured { arena_bytes, milliseconds }))
+    };
+    let mut all: Vec<(usize, Measured)> = said.lines().filter_map(line).collect();
+    all.sort_by_key(|(rank, _)| *rank);
+    ensure!(all.len() == ranks, "{keys}: {said}{complaints}");
+    Ok(all.into_iter().map(|(_, measured)| measured).collect())
+}
+
+/// What such a process says.
+fn one_process(step: &Step, steps: usize) -> Result<()> {
+    let world = world()?;
+    let rank = world.rank();
+    let trainer = Trainer::on(world, |vb| step.build(vb), step.options.clone())?;
+    let Measured { arena_bytes, milliseconds } = timed(step, trainer, steps)?;
+    println!("rank {rank} {arena_bytes} {milliseconds}");
+    Ok(())
 }

@@ -143,6 +143,11 @@ impl DeviceProfile {
         [a100_80(), h100(), h200(), b200()]
     }
 
+    /// Whether it is the CPU at hand, on which each operation is timed.
+    pub fn is_measured(&self) -> bool {
+        self.name == machine::NAME
+    }
+
     /// The profile of a name or in a file.
     ///
     /// # Errors

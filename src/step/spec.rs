@@ -359,8 +359,16 @@ impl Step {
     /// # Errors
     /// As [`compile`].
     pub fn plan(&self, program: Program) -> Result<Executable, TrainError> {
-        let TrainOptions { recompute, planning, routing, .. } = &self.options;
-        Ok(compile(&[program], &CompileOptions::within(recompute.capacity(), *planning, *routing))?)
+        self.plan_within(program, self.options.planning)
+    }
+
+    /// The same with so much work of the planner, rather than the step's.
+    ///
+    /// # Errors
+    /// As [`compile`].
+    pub fn plan_within(&self, program: Program, work: u64) -> Result<Executable, TrainError> {
+        let TrainOptions { recompute, routing, .. } = &self.options;
+        Ok(compile(&[program], &CompileOptions::within(recompute.capacity(), work, *routing))?)
     }
 
     /// The same step under another recompute policy.

@@ -13,7 +13,7 @@ use gapless_parallel::{
     Action, Cell, Costs, Durations, Error, Kind, Mesh, MicroBatch, Shape, StageId, Stuck, Timeline, simulate,
 };
 
-use super::{CostModel, Precision, Step, ThisMachine, machine};
+use super::{CostModel, Precision, Step, ThisMachine};
 
 /// A step in time.
 #[derive(Debug, Clone)]
@@ -80,7 +80,7 @@ impl Step {
 
     /// This machine, if the step is to run on it: its ranks share the cores.
     fn machine(&self, programs: &[Program]) -> Option<ThisMachine> {
-        if self.device.name != machine::NAME {
+        if !self.device.is_measured() {
             return None;
         }
         let ranks = self.options.mesh.ranks().unwrap_or(1);
@@ -89,7 +89,7 @@ impl Step {
             threads => threads,
         };
         let alive = |program: &Program| table(program).map_or(0, |table| lower_bound(&table));
-        ThisMachine::new(ranks, threads, programs.iter().map(alive).max().unwrap_or(0)).ok()
+        Some(ThisMachine::new(ranks, threads, programs.iter().map(alive).max().unwrap_or(0)))
     }
 
     /// When everything happens, by known durations.

@@ -8,7 +8,7 @@ use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Mutex, PoisonError};
 
-use gapless_alloc::{PlanHash, Problem, live_at, lower_bound, peak_tick, plan_hash};
+use gapless_alloc::{Options, PlanHash, Problem, live_at, lower_bound, peak_tick, plan_hash};
 use gapless_allocators::{Comparison, Kind, Report, Requests, compare};
 use gapless_engine::TrainError;
 use gapless_engine::compile::step::StepGraph;
@@ -55,10 +55,10 @@ impl From<TimingError> for Refused {
     }
 }
 
-/// The least that is reserved by what is as fast: of the plan, and of each allocator.
+/// The least that is reserved by what is as fast: of the plan, and of each allocator; by menu.
 pub(super) struct Least {
-    plan: u64,
-    of: BTreeMap<Kind, u64>,
+    plan: Vec<u64>,
+    of: BTreeMap<Kind, Vec<u64>>,
 }
 
 impl<'a> Evaluator<'a> {
@@ -92,7 +92,7 @@ impl<'a> Evaluator<'a> {
         let sure = figures.at_least.iter().copied().max().unwrap_or(0);
         let status = match sure > self.capacity(of) {
             true => Status::TooLarge,
-            false if self.sweep.options.plan == Planned::Front && least.is_no_front(sure) => Status::Dominated,
+            false if self.sweep.options.plan == Planned::Front && least.is_no_front(of, sure) => Status::Dominated,
             false => return None,
         };
         Some(Row { status, ..sketched.clone() })
@@ -107,7 +107,7 @@ impl<'a> Evaluator<'a> {
     /// Plans and replays a configuration as far as nothing that is as fast is known to take less.
     pub fn place(&self, of: &Configuration, mut row: Row, least: &Least) -> Row {
         let placed = match (&of.step, &mut row.figures) {
-            (Ok(step), Some(figures)) => self.figures(step, self.capacity(of), least, figures),
+            (Ok(step), Some(figures)) => self.figures(of, step, least, figures),
             _ => return row,
         };
         match placed {
@@ -116,37 +116,39 @@ impl<'a> Evaluator<'a> {
         }
     }
 
-    fn figures(&self, step: &Step, capacity: u64, least: &Least, figures: &mut Figures) -> Result<Status, Refused> {
+    fn figures(
+        &self,
+        of: &Configuration,
+        step: &Step,
+        least: &Least,
+        figures: &mut Figures,
+    ) -> Result<Status, Refused> {
         let graph = step.record()?;
         let programs = step.programs(&graph)?;
         let tables =
             programs.iter().map(table).collect::<Result<Vec<Problem>, CompileError>>().map_err(TrainError::from)?;
         figures.live_bytes = tables.iter().map(lower_bound).collect();
-        let most = figures.live();
+        let (most, capacity) = (figures.live(), self.capacity(of));
         if most > capacity {
             return Ok(Status::TooLarge);
         }
         let all = self.sweep.options.plan == Planned::All;
-        let is_planned = all || most < least.plan;
+        let can_be_on_front = most < least.plan(of);
+        if all || can_be_on_front {
+            plan(step, programs, can_be_on_front, figures)?;
+        }
         let kinds: Vec<Kind> =
-            least.of.iter().filter(|(_, bytes)| all || most < **bytes).map(|(kind, _)| *kind).collect();
-        let ranks = programs.into_iter().zip(tables).zip(figures.live_bytes.clone());
-        for (rank, ((program, problem), live)) in ranks.enumerate() {
-            if is_planned {
-                let executable = step.plan(program)?;
-                figures.arena_bytes.push(executable.arena_bytes());
-                figures.plans.push(executable.plan_hash.to_string());
-                if live == most {
-                    figures.roles = roles_at_peak(&executable);
-                }
+            least.of.keys().copied().filter(|kind| all || most < least.reserved(of, *kind)).collect();
+        for (rank, (problem, &live)) in tables.into_iter().zip(&figures.live_bytes).enumerate() {
+            if kinds.is_empty() || (live as f64) < self.sweep.options.fullest * most as f64 {
+                continue;
             }
-            let is_full = live as f64 >= self.sweep.options.fullest * most as f64;
-            let replayed = if is_full { &kinds[..] } else { &[] };
             let problem = match step.lowering {
-                Lowering::Eager | Lowering::EagerAmp if !replayed.is_empty() => step.eager(&graph, rank)?,
-                _ => problem,
+                Lowering::Gapless => problem,
+                Lowering::Eager | Lowering::EagerAmp => step.eager(&graph, rank)?,
             };
-            for (kind, bytes) in self.reserved(&problem, replayed) {
+            figures.allocated = figures.allocated.max(lower_bound(&problem));
+            for (kind, bytes) in self.reserved(&problem, &kinds) {
                 let most: &mut u64 = figures.reserved.entry(kind.name().to_owned()).or_default();
                 *most = bytes.max(*most);
             }
@@ -160,9 +162,6 @@ impl<'a> Evaluator<'a> {
 
     /// What allocators reserve for a table.
     fn reserved(&self, problem: &Problem, kinds: &[Kind]) -> Reserved {
-        if kinds.is_empty() {
-            return Reserved::new();
-        }
         let digest = plan_hash(problem, &vec![0; problem.len()]);
         let lock = || self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
         let mut reserved = lock().get(&digest).cloned().unwrap_or_default();
@@ -181,21 +180,34 @@ impl<'a> Evaluator<'a> {
 
 impl Least {
     pub fn new(sweep: &Sweep) -> Self {
-        Self { plan: u64::MAX, of: sweep.allocators.iter().map(|&kind| (kind, u64::MAX)).collect() }
+        let nothing = vec![u64::MAX; sweep.menus.len()];
+        Self { of: sweep.allocators.iter().map(|&kind| (kind, nothing.clone())).collect(), plan: nothing }
     }
 
-    /// Learns of a row that is no slower than those to come.
-    pub fn see(&mut self, row: &Row) {
+    /// Learns of a configuration that is no slower than those to come.
+    pub fn see(&mut self, of: &Configuration, row: &Row) {
         let Some(figures) = &row.figures else { return };
-        self.plan = self.plan.min(figures.arena().unwrap_or(u64::MAX));
-        for (kind, least) in &mut self.of {
-            *least = (*least).min(figures.reserved.get(kind.name()).copied().unwrap_or(u64::MAX));
+        for &menu in &of.menus {
+            self.plan[menu] = self.plan[menu].min(figures.arena().unwrap_or(u64::MAX));
+            for (kind, least) in &mut self.of {
+                least[menu] = least[menu].min(figures.reserved.get(kind.name()).copied().unwrap_or(u64::MAX));
+            }
         }
     }
 
-    /// Whether something that is as fast takes no more than so many bytes, of whatever allocator.
-    fn is_no_front(&self, bytes: u64) -> bool {
-        self.plan <= bytes && self.of.values().all(|&least| least <= bytes)
+    /// Of plans: what this one has to come below, to be on the front of some menu.
+    fn plan(&self, of: &Configuration) -> u64 {
+        of.menus.iter().map(|&menu| self.plan[menu]).max().unwrap_or(u64::MAX)
+    }
+
+    /// The same of an allocator.
+    fn reserved(&self, of: &Configuration, kind: Kind) -> u64 {
+        of.menus.iter().map(|&menu| self.of[&kind][menu]).max().unwrap_or(u64::MAX)
+    }
+
+    /// Whether in each of its menus something that is as fast takes no more than so many bytes, of whatever allocator.
+    fn is_no_front(&self, of: &Configuration, bytes: u64) -> bool {
+        self.plan(of) <= bytes && self.of.keys().all(|&kind| self.reserved(of, kind) <= bytes)
     }
 }
 
@@ -207,6 +219,28 @@ impl Refused {
         };
         row(of, status, Some(why), None)
     }
+}
+
+/// Plans all ranks with little work. Where an arena ends above the bytes that the fullest rank has alive anyway, it decides what the
+/// step takes: if the step can be on a front, its rank is planned with all of the step's work.
+fn plan(step: &Step, programs: Vec<Program>, can_be_on_front: bool, figures: &mut Figures) -> Result<(), Refused> {
+    let (most, whole) = (figures.live(), step.options.planning);
+    let quick = whole.min(Options::QUICK_WORK);
+    for (rank, program) in programs.into_iter().enumerate() {
+        let mut executable = step.plan_within(program.clone(), quick)?;
+        if can_be_on_front && executable.arena_bytes() > most && quick < whole {
+            let again = step.plan(program)?;
+            if again.arena_bytes() < executable.arena_bytes() {
+                executable = again;
+            }
+        }
+        figures.arena_bytes.push(executable.arena_bytes());
+        figures.plans.push(executable.plan_hash.to_string());
+        if figures.live_bytes[rank] == most {
+            figures.roles = roles_at_peak(&executable);
+        }
+    }
+    Ok(())
 }
 
 /// What is known of a step without its plan. Configurations that differ in their schedule alone may share a sketch.
@@ -245,6 +279,7 @@ fn sketch(
         arena_bytes: Vec::new(),
         plans: Vec::new(),
         roles: BTreeMap::new(),
+        allocated: 0,
         reserved: BTreeMap::new(),
         nanoseconds: timing.nanoseconds(),
         bubble: timing.timeline.bubble_share(),

@@ -2,7 +2,7 @@
 //! other allocators, and its time on a device.
 //!
 //! In: a [`Sweep`], read from a file of lists. Out: a [`Row`] for each configuration, in `results.jsonl` as they come, and in the end
-//! `results.csv` and `report.html` ([`Results`]). Never: a row twice: what is there from an earlier run is taken from there.
+//! `results.csv`, `throughput.csv` and `report.html` ([`Results`]). Never: a row twice: what is there from an earlier run is taken from there.
 //!
 //! ```
 //! use std::ops::ControlFlow;
@@ -33,6 +33,7 @@ mod report;
 mod row;
 mod spec;
 mod store;
+mod summary;
 #[cfg(test)]
 mod tests;
 
@@ -47,6 +48,7 @@ pub use self::row::{Row, Status};
 pub use self::spec::{Configuration, Planned, Sweep, SweepOptions};
 use self::store::Store;
 pub use self::store::StoreError;
+pub use self::summary::{Fragmentation, Gain, Throughput, above_bound, fragmentation, gains, throughput};
 use crate::step::Step;
 
 /// Configurations that are planned at a time.
@@ -91,7 +93,10 @@ pub fn run(
     let reused = rows.values().filter(|row| row.is_final()).count();
     let evaluator = Evaluator::new(sweep);
     let done = rows.values().map(weight).sum();
-    let mut run = Run { sweep, evaluator, threads: threads.max(1), store, lines, rows, done, show };
+    // What is timed here has the machine for itself.
+    let is_timed = sweep.configurations.iter().any(|of| of.step.as_ref().is_ok_and(|step| step.device.is_measured()));
+    let threads = if is_timed { 1 } else { threads.max(1) };
+    let mut run = Run { sweep, evaluator, threads, store, lines, rows, done, show };
     match run.sketch().and_then(|()| run.place()) {
         Ok(()) => run.finish(folder, reused).map(Some),
         Err(End::Stopped) => Ok(None),
@@ -146,8 +151,14 @@ impl<F: FnMut(Progress) -> ControlFlow<()>> Run<'_, F> {
     fn place(&mut self) -> Result<(), End> {
         let mut order: Vec<&Configuration> =
             self.sweep.configurations.iter().filter(|of| self.rows[&of.key].figures.is_some()).collect();
-        order.sort_by_key(|of| {
-            self.rows[&of.key].figures.as_ref().map(|of| (of.nanoseconds, of.at_least.iter().max().copied()))
+        // Time counts per token, as steps may have more or fewer of them.
+        let speed_and_bytes = |of: &Configuration| {
+            let figures = self.rows[&of.key].figures.as_ref();
+            figures.map_or((0.0, None), |of| (of.tokens_per_second, of.at_least.iter().max().copied()))
+        };
+        order.sort_by(|a, b| {
+            let ((fast, bytes), (slow, most)) = (speed_and_bytes(a), speed_and_bytes(b));
+            slow.total_cmp(&fast).then(bytes.cmp(&most))
         });
         let mut order = order.into_iter().peekable();
         let mut least = Least::new(self.sweep);
@@ -169,7 +180,7 @@ impl<F: FnMut(Progress) -> ControlFlow<()>> Run<'_, F> {
             self.each(&missing, |evaluator, (of, row), give| {
                 give(evaluator.place(of, row.clone(), &least));
             })?;
-            round.iter().for_each(|of| least.see(&self.rows[&of.key]));
+            round.iter().for_each(|of| least.see(of, &self.rows[&of.key]));
         }
         Ok(())
     }
@@ -229,6 +240,7 @@ impl<F: FnMut(Progress) -> ControlFlow<()>> Run<'_, F> {
         }
         self.store.finish(&lines, self.lines)?;
         store::replace(&folder.join("results.csv"), row::csv(self.sweep, &rows).as_bytes())?;
+        store::replace(&folder.join("throughput.csv"), summary::csv(self.sweep, &rows).as_bytes())?;
         store::replace(&folder.join("report.html"), report::page(self.sweep, &rows).as_bytes())?;
         Ok(Results { rows, reused })
     }

@@ -11,6 +11,7 @@ use gapless_parallel::{Cell, Shape};
 use serde::Serialize;
 
 use super::row::{Figures, plain};
+use super::summary::{self, Fragmentation, Gain, Throughput};
 use super::{Configuration, Row, Sweep};
 use crate::page;
 use crate::step::{Step, StepSpec};
@@ -23,6 +24,10 @@ struct Page<'a> {
     capacity: u64,
     varied: &'a [String],
     allocators: Vec<&'static str>,
+    menus: &'a [String],
+    fragmentation: Vec<Fragmentation>,
+    gains: Vec<Gain>,
+    throughput: Vec<Throughput>,
     rows: Vec<PageRow<'a>>,
     /// Rows of cells of the schedules, by `schedule ranks chunks micro-batches`.
     tables: BTreeMap<String, Vec<String>>,
@@ -33,6 +38,7 @@ struct Page<'a> {
 struct PageRow<'a> {
     key: &'a str,
     values: Vec<String>,
+    menus: &'a [usize],
     /// `plain`, or letters: R recomputed, V several chunks per rank, Z data ranks, O offloaded, C compressed.
     class: String,
     schedule: &'a str,
@@ -40,6 +46,8 @@ struct PageRow<'a> {
     micro_batch: usize,
     fits: bool,
     live: u64,
+    /// Bytes that the other allocators have to hold.
+    allocated: u64,
     /// Whether that is exact, rather than a bound.
     exact: bool,
     /// By allocator, in their order; null where nothing was replayed.
@@ -69,12 +77,17 @@ pub(super) fn page(sweep: &Sweep, rows: &[Row]) -> String {
         shown.push(page_row(sweep, of, row, figures, table));
     }
     let first = sweep.configurations.iter().find_map(|of| of.step.as_ref().ok());
+    let throughput = summary::throughput(sweep, rows);
     let page = Page {
         title: &sweep.title,
         device: first.map_or("", |step| &step.device.name),
         capacity: sweep.options.capacity.or(first.map(|step| step.device.memory)).unwrap_or(0),
         varied: &sweep.varied,
         allocators,
+        menus: &sweep.menus,
+        fragmentation: summary::fragmentation(sweep, rows),
+        gains: summary::gains(sweep, &throughput),
+        throughput,
         rows: shown,
         tables,
     };
@@ -101,12 +114,14 @@ fn page_row<'a>(
     PageRow {
         key: &row.key,
         values: sweep.varied.iter().map(|key| row.configuration.get(key).map_or_else(String::new, plain)).collect(),
+        menus: &of.menus,
         class: class(&of.spec),
         schedule: &of.spec.schedule,
         table,
         micro_batch: figures.micro_batch,
         fits: row.status == super::Status::Fits,
         live: figures.live(),
+        allocated: figures.allocated,
         exact: !figures.live_bytes.is_empty(),
         reserved: [figures.arena()].into_iter().chain(reserved).collect(),
         formula: figures.formula_bytes,

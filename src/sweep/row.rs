@@ -59,6 +59,8 @@ pub struct Figures {
     pub plans: Vec<String>,
     /// Bytes at the fullest rank's peak, by role.
     pub roles: BTreeMap<String, u64>,
+    /// The most bytes alive in the tables that were replayed: [`Self::live`], or that of an eager framework's lifetimes.
+    pub allocated: u64,
     /// What each allocator reserves, on a device without end; of those that it was replayed through.
     pub reserved: BTreeMap<String, u64>,
     /// Time of the step.
@@ -103,6 +105,7 @@ pub(super) fn csv(sweep: &Sweep, rows: &[Row]) -> String {
     let mut head: Vec<String> = sweep.varied.clone();
     head.extend(["status", "micro_batch", "sure_bytes", "live_bytes", "arena_bytes"].map(str::to_owned));
     head.extend(sweep.allocators.iter().map(|kind| format!("{kind}_bytes")));
+    head.extend(sweep.allocators.iter().map(|kind| format!("{kind}_reduction")));
     let last = ["formula_bytes", "megatron_bytes", "step_ms", "bubble", "overhead", "tokens_per_second", "key", "why"];
     head.extend(last.map(str::to_owned));
     let mut text = head.join(",") + "\n";
@@ -121,9 +124,10 @@ pub(super) fn csv(sweep: &Sweep, rows: &[Row]) -> String {
         fields.extend(
             sweep.allocators.iter().map(|kind| number(figures.and_then(|of| of.reserved.get(kind.name()).copied()))),
         );
+        let real = |of: Option<f64>, digits: usize| of.map_or_else(String::new, |x| format!("{x:.digits$}"));
+        fields.extend(sweep.allocators.iter().map(|&kind| real(figures.and_then(|of| of.reduction(kind)), 4)));
         fields.push(number(figures.map(|of| of.formula_bytes)));
         fields.push(number(figures.map(|of| of.megatron_bytes)));
-        let real = |of: Option<f64>, digits: usize| of.map_or_else(String::new, |x| format!("{x:.digits$}"));
         fields.push(real(figures.map(|of| of.nanoseconds as f64 / 1e6), 3));
         fields.push(real(figures.map(|of| of.bubble), 6));
         fields.push(real(figures.map(|of| of.overhead), 6));

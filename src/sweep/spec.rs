@@ -2,7 +2,6 @@
 
 use std::path::Path;
 
-use gapless_alloc::Options;
 use gapless_allocators::Kind;
 use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
@@ -25,6 +24,9 @@ struct File {
     /// Combinations that are left out: every key has that value, or one of those.
     #[serde(default)]
     skip: Vec<Table>,
+    /// Parts with fronts of their own: a name, and conditions as those of `skip`.
+    #[serde(default)]
+    menu: Vec<Table>,
     #[serde(default)]
     sweep: SweepOptions,
 }
@@ -72,6 +74,8 @@ pub struct Sweep {
     pub varied: Vec<String>,
     /// The allocators beside the plan.
     pub allocators: Vec<Kind>,
+    /// The menus to choose a configuration from: `all`, and those that the file names.
+    pub menus: Vec<String>,
     /// How it is done.
     pub options: SweepOptions,
     /// The name of the model, if all have the same.
@@ -85,6 +89,8 @@ pub struct Configuration {
     pub key: String,
     /// Its values of what varies.
     pub values: Table,
+    /// The menus that have it, as indices of [`Sweep::menus`]: 0, and others.
+    pub menus: Vec<usize>,
     /// All of it.
     pub spec: StepSpec,
     /// The step, or why there is none.
@@ -128,16 +134,19 @@ impl Sweep {
             }
         }
         for skip in &file.skip {
-            check_condition(skip).map_err(|error| here(error, "skip"))?;
+            check_condition("skip", skip).map_err(|error| here(error, "skip"))?;
         }
+        let menus = menus(&file.menu).map_err(|error| here(error, "menu"))?;
         let allocators = allocators(&file.sweep).map_err(|error| here(error, "sweep"))?;
-        let configurations = configurations(&file, &lists).map_err(|error| here(error, "vary"))?;
+        let configurations = configurations(&file, &lists, &menus).map_err(|error| here(error, "vary"))?;
         if configurations.is_empty() {
             return Err(ConfigError::value("skip", "leaves no configuration", "skip less, or vary more"));
         }
         let varied = lists.into_iter().map(|(key, _)| key).collect();
         let title = title(&configurations);
-        Ok(Self { configurations, varied, allocators, options: file.sweep, title })
+        let names = menus.into_iter().map(|(name, _)| name);
+        let menus = std::iter::once("all".to_owned()).chain(names).collect();
+        Ok(Self { configurations, varied, allocators, menus, options: file.sweep, title })
     }
 }
 
@@ -174,9 +183,26 @@ fn lists(vary: &Table) -> Result<Vec<(String, Vec<Value>)>, ConfigError> {
     }
 }
 
-/// That a condition has keys of steps, with values of their types.
-fn check_condition(skip: &Table) -> Result<(), ConfigError> {
-    for (key, value) in skip {
+/// Names and conditions of the menus that a file has.
+fn menus(tables: &[Table]) -> Result<Vec<(String, Table)>, ConfigError> {
+    let mut menus: Vec<(String, Table)> = Vec::new();
+    for table in tables {
+        let mut condition = table.clone();
+        let Some(Value::String(name)) = condition.remove("name") else {
+            return Err(ConfigError::value("menu", "has no name", "name it, e.g. name = \"coarse\""));
+        };
+        if name == "all" || menus.iter().any(|(other, _)| *other == name) {
+            return Err(ConfigError::value("name", format!("{name} is another menu's"), "name each menu once"));
+        }
+        check_condition("menu", &condition)?;
+        menus.push((name, condition));
+    }
+    Ok(menus)
+}
+
+/// That a condition of such a table has keys of steps, with values of their types.
+fn check_condition(table: &str, condition: &Table) -> Result<(), ConfigError> {
+    for (key, value) in condition {
         let one = |value: &Value| StepSpec::over(&Table::new(), &Table::from_iter([(key.clone(), value.clone())]));
         match value {
             // A list of a key that is one by itself, or of values.
@@ -184,8 +210,8 @@ fn check_condition(skip: &Table) -> Result<(), ConfigError> {
             value => one(value).map(drop),
         }?;
     }
-    match skip.is_empty() {
-        true => Err(ConfigError::value("skip", "has no key", "name what is left out, e.g. schedule = \"gpipe\"")),
+    match condition.is_empty() {
+        true => Err(ConfigError::value(table, "has no key", "say of which steps, e.g. schedule = \"gpipe\"")),
         false => Ok(()),
     }
 }
@@ -209,7 +235,11 @@ fn allocators(options: &SweepOptions) -> Result<Vec<Kind>, ConfigError> {
 }
 
 /// The product of the lists over what all have, without what is skipped; those of one graph one after another.
-fn configurations(file: &File, lists: &[(String, Vec<Value>)]) -> Result<Vec<Configuration>, ConfigError> {
+fn configurations(
+    file: &File,
+    lists: &[(String, Vec<Value>)],
+    menus: &[(String, Table)],
+) -> Result<Vec<Configuration>, ConfigError> {
     let count: usize = lists.iter().map(|(_, values)| values.len()).product();
     let mut all = Vec::with_capacity(count);
     for number in 0..count {
@@ -219,13 +249,14 @@ fn configurations(file: &File, lists: &[(String, Vec<Value>)]) -> Result<Vec<Con
             values.insert(key.clone(), list[rest % list.len()].clone());
             rest /= list.len();
         }
-        let mut spec = StepSpec::over(&file.step, &values)?;
-        spec.planning = spec.planning.or(Some(Options::QUICK_WORK));
+        let spec = StepSpec::over(&file.step, &values)?;
         let table = Table::try_from(&spec).expect("keys and plain values are TOML");
-        let skipped = file.skip.iter().any(|skip| skip.iter().all(|(key, value)| has(&table, key, value)));
-        if !skipped {
-            let key = digest(&table, &file.sweep);
-            all.push(Configuration { key, values, step: spec.check().map_err(|error| error.to_string()), spec });
+        let is_met = |condition: &Table| condition.iter().all(|(key, value)| has(&table, key, value));
+        if !file.skip.iter().any(is_met) {
+            let key = digest(&table, file);
+            let of = (1..).zip(menus).filter(|(_, (_, condition))| is_met(condition)).map(|(index, _)| index);
+            let menus = std::iter::once(0).chain(of).collect();
+            all.push(Configuration { key, values, menus, step: spec.check().map_err(|error| error.to_string()), spec });
         }
     }
     // Stable: what shares a graph keeps its order, and stands where the first of it does.
@@ -251,9 +282,10 @@ fn has(table: &Table, key: &str, value: &Value) -> bool {
 }
 
 /// Of all that decides a row.
-fn digest(step: &Table, options: &SweepOptions) -> String {
-    let options = Table::try_from(options).expect("keys and plain values are TOML");
-    let text = format!("{}\n{step}\n{options}", env!("CARGO_PKG_VERSION"));
+fn digest(step: &Table, file: &File) -> String {
+    let options = Table::try_from(&file.sweep).expect("keys and plain values are TOML");
+    let menus: Vec<String> = file.menu.iter().map(Table::to_string).collect();
+    let text = format!("{}\n{step}\n{options}\n{}", env!("CARGO_PKG_VERSION"), menus.join("\n"));
     blake3::hash(text.as_bytes()).to_hex()[..16].to_owned()
 }
 

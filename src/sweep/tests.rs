@@ -8,7 +8,7 @@ use gapless_engine::compile::{Executable, table};
 use gapless_models::{Gpt, GptConfig};
 
 use super::row::Figures;
-use super::{Status, Sweep, run};
+use super::{Status, Sweep, above_bound, fragmentation, gains, run, throughput};
 use crate::step::CostModel;
 
 const TINY: &str = r#"
@@ -61,19 +61,22 @@ fn rows_are_what_planning_one_by_one_says() {
     assert!(results.rows.iter().filter(|row| row.status == Status::Fits).count() >= 16);
 }
 
-/// What is left out is on no front: neither of the plan nor of an allocator.
+/// What is left out is on no front of any menu: neither of the plan nor of an allocator.
 #[test]
 fn fronts_are_those_of_all_plans() {
-    let wide = TINY.replace("[1, 2, 3, 4]", "[4]").replace("[\"none\", \"layers\"]", RECOMPUTE);
+    let wide = TINY.replace("[1, 2, 3, 4]", "[2, 4]").replace("[\"none\", \"layers\"]", RECOMPUTE);
+    let wide = wide + "[[menu]]\nname = \"coarse\"\nrecompute = [\"none\", \"layers\"]\n";
     let fronts = |options: &str| {
         let sweep = Sweep::parse(&(wide.clone() + options)).unwrap();
+        assert_eq!(sweep.menus, ["all", "coarse"]);
         let folder = tempfile::tempdir().unwrap();
         let rows = all(&sweep, folder.path(), 1).rows;
         let planned = rows.iter().filter(|row| row.figures.as_ref().is_some_and(|of| !of.plans.is_empty())).count();
         let names = ["gapless", "pytorch", "pytorch-expandable", "gmlake", "stalloc"];
-        let front = |name: &str| {
+        let front = |name: &str, menu: usize| {
             let bytes = |of: &Figures| if name == "gapless" { of.arena() } else { of.reserved.get(name).copied() };
-            let points = rows.iter().filter_map(|row| row.figures.as_ref());
+            let of_menu = sweep.configurations.iter().zip(&rows).filter(|(of, _)| of.menus.contains(&menu));
+            let points = of_menu.filter_map(|(_, row)| row.figures.as_ref());
             let mut points: Vec<(u64, u64)> = points.filter_map(|of| Some((of.nanoseconds, bytes(of)?))).collect();
             points.sort_unstable();
             let mut least = u64::MAX;
@@ -84,12 +87,50 @@ fn fronts_are_those_of_all_plans() {
             });
             points
         };
-        (planned, names.map(front))
+        (planned, [0, 1].map(|menu| names.map(|name| front(name, menu))))
     };
     let (few, some) = fronts("");
     let (all, every) = fronts("[sweep]\nplan = \"all\"");
     assert_eq!(some, every);
+    assert_ne!(some[0], some[1]);
     assert!(few < all, "{few} of {all}");
+}
+
+/// Of three rows: one without a plan, one of which an allocator wastes a tenth, and one that fits only by its plan.
+#[test]
+fn rows_are_summed_up_by_allocator_and_budget() {
+    let text = TINY.replace("[1, 2, 3, 4]", "[1, 2, 4]").replace("[\"1f1b\", \"gpipe\", \"zbv\"]", "[\"1f1b\"]");
+    let text = text.replace("recompute = [\"none\", \"layers\"]", "") + "[sweep]\nallocators = [\"pytorch\"]";
+    let sweep = Sweep::parse(&text).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let mut rows = all(&sweep, folder.path(), 1).rows;
+    let given = [(None, None, 5.0), (Some(900), Some(1000), 3.0), (Some(600), Some(1200), 2.0)];
+    for (row, (arena, reserved, speed)) in rows.iter_mut().zip(given) {
+        let figures = row.figures.as_mut().unwrap();
+        figures.at_least = vec![arena.unwrap_or(900)];
+        figures.live_bytes = figures.at_least.clone();
+        figures.arena_bytes = arena.into_iter().collect();
+        figures.allocated = arena.unwrap_or(900);
+        figures.reserved = reserved.map(|bytes| ("pytorch".to_owned(), bytes)).into_iter().collect();
+        figures.tokens_per_second = speed;
+    }
+    let [of] = &fragmentation(&sweep, &rows)[..] else { panic!("one allocator") };
+    assert_eq!((of.allocator, of.configurations, of.planned, of.reduction), ("pytorch", 2, 0.0, 1.0));
+    assert!((of.mean - 0.3).abs() < 1e-12 && (of.most - 0.5).abs() < 1e-12, "{of:?}");
+    assert!(above_bound(&rows).is_empty());
+    let throughput = throughput(&sweep, &rows);
+    let at = |budget: u64| throughput.iter().find(|of| of.budget == budget).map(|of| of.tokens_per_second[0].clone());
+    assert_eq!(at(592), None);
+    assert_eq!(at(608), Some(vec![Some(2.0), None]));
+    assert_eq!(at(912), Some(vec![Some(3.0), None]));
+    let [gain] = &gains(&sweep, &throughput)[..] else { panic!("one menu, one allocator") };
+    // Budgets are multiples of 16, up to 912: nothing fits under the allocator.
+    assert_eq!((gain.budgets, gain.only_planned), (0, 20));
+    rows[1].figures.as_mut().unwrap().arena_bytes = vec![1080];
+    assert_eq!(above_bound(&rows).len(), 1);
+    let [of] = &fragmentation(&sweep, &rows)[..] else { panic!("one allocator") };
+    // A sixth is more than a tenth, and all of a half.
+    assert!((of.reduction - (1.0 - (1.0 / 6.0) / 0.1 + 1.0) / 2.0).abs() < 1e-12, "{of:?}");
 }
 
 #[test]
@@ -171,6 +212,10 @@ fn a_wrong_sweep_is_refused_with_its_key_and_a_remedy() {
     check(&step("[vary]\nbatch = [1]\n[sweep]\nallocators = [\"jemalloc\"]"), &["sweep.allocators", "there are ideal"]);
     check(&step("[vary]\nbatch = [1]\n[sweep]\nallocators = [\"gapless\"]"), &["sweep.allocators", "in every row"]);
     check(&step("[vary]\nbatch = [1]\n[sweep]\nfullest = 2.0"), &["sweep.fullest", "between 0 and 1"]);
+    check(&step("[vary]\nbatch = [1]\n[[menu]]\nbatch = 1"), &["menu (line 5): has no name", "name it"]);
+    check(&step("[vary]\nbatch = [1]\n[[menu]]\nname = \"all\"\nbatch = 1"), &["another menu's"]);
+    check(&step("[vary]\nbatch = [1]\n[[menu]]\nname = \"few\"\nbach = 1"), &["did you mean `batch`?"]);
+    check(&step("[vary]\nbatch = [1]\n[[menu]]\nname = \"few\""), &["has no key", "say of which"]);
     check(&step("[vary]\nbatch = [1]\n[swep]"), &["unknown field `swep`", "did you mean `sweep`?"]);
     let many: Vec<String> = (1..1100).map(|n| n.to_string()).collect();
     let many = format!("batch = [{0}]\nsequence = [{0}]", many.join(","));

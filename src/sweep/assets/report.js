@@ -4,11 +4,24 @@ const gib = (bytes) => (bytes / GIB < 1 ? (bytes / 2 ** 20).toFixed(1) + " MiB" 
 const ms = (n) => (n >= 1000 ? (n / 1000).toFixed(2) + " s" : n.toFixed(n < 10 ? 2 : 1) + " ms");
 const color = (index) => `var(--c${index % 8})`;
 const shown = new Set(data.allocators.keys());
-const rows = data.rows;
-const planned = rows.filter((row) => row.reserved[0] !== null);
-const exact = rows.filter((row) => row.exact);
-const replayed = exact.filter((row) => row.reserved.some((bytes) => bytes !== null));
+// Those of the menu that is shown.
+let menu, rows, planned, exact, replayed;
+function show(index) {
+  menu = index;
+  rows = data.rows.filter((row) => row.menus.includes(index));
+  planned = rows.filter((row) => row.reserved[0] !== null);
+  exact = rows.filter((row) => row.exact);
+  replayed = exact.filter((row) => row.reserved.some((bytes) => bytes !== null));
+}
 let chosen = null;
+// Steps of as many tokens are compared by their time, others by that of a token.
+const perToken = new Set(data.rows.map((row) => Math.round(row.ms * row.tokens))).size > 1;
+const time = (row) => (perToken ? 1e6 / row.tokens : row.ms);
+const timeText = (row) => (perToken ? time(row).toFixed(2) + " µs per token" : ms(row.ms));
+const faster = (best, row) => (!best || time(row) < time(best) ? row : best);
+const percent = (part, digits = 2) => (100 * part).toFixed(digits) + " %";
+// What an allocator, by its index, has to hold: plans have lifetimes of their own.
+const held = (row, index) => (index ? row.allocated : row.live);
 
 const extent = (numbers, part = 0.04) => {
   const [low, high] = numbers.length ? [Math.min(...numbers), Math.max(...numbers)] : [0, 1];
@@ -21,25 +34,41 @@ const group = (list, by) => list.reduce((map, item) => map.set(by(item), [...(ma
 // What nothing is both smaller and faster than.
 function front(allocator) {
   const points = rows.filter((row) => row.reserved[allocator] !== null);
-  points.sort((a, b) => a.reserved[allocator] - b.reserved[allocator] || a.ms - b.ms);
+  points.sort((a, b) => a.reserved[allocator] - b.reserved[allocator] || time(a) - time(b));
   let best = Infinity;
-  return points.filter((row) => row.ms < best && ((best = row.ms), true));
+  return points.filter((row) => time(row) < best && ((best = time(row)), true));
 }
 
 function figures() {
   const fits = rows.filter((row) => row.fits);
-  const fastest = fits.reduce((best, row) => (!best || row.ms < best.ms ? row : best), null);
+  const fastest = fits.reduce(faster, null);
   const gap = Math.max(...planned.map((row) => row.reserved[0] / row.live), 1);
   const all = [
     ["device", data.device], ["memory", gib(data.capacity)], ["configurations", rows.length], ["fit", fits.length], ["planned", planned.length],
-    ["fastest", fastest ? ms(fastest.ms) : "–"], ["largest gap of a plan", ((gap - 1) * 100).toFixed(3) + " %"],
+    ["fastest", fastest ? timeText(fastest) : "–"], ["largest gap of a plan", ((gap - 1) * 100).toFixed(3) + " %"],
   ];
   const list = document.getElementById("figures");
+  list.replaceChildren();
   for (const [name, value] of all) {
     const pair = element(list, "div");
     element(pair, "dt", {}, name);
     element(pair, "dd", {}, value);
   }
+}
+
+function menus() {
+  const nav = document.getElementById("menus");
+  nav.hidden = data.menus.length < 2;
+  const buttons = data.menus.map((name, index) => {
+    const button = element(nav, "button", { "aria-pressed": index === menu }, `menu: ${name}`);
+    button.onclick = () => {
+      show(index);
+      buttons.forEach((other, at) => other.setAttribute("aria-pressed", at === index));
+      figures();
+      draw();
+    };
+    return button;
+  });
 }
 
 function toggles() {
@@ -63,12 +92,12 @@ function memoryTime() {
   const most = Math.max(data.capacity * 1.05, ...planned.map((row) => row.reserved[0]));
   const at = plot(box, {
     x: { ...extent(bytes.map((n) => Math.min(n, most) / GIB)), name: "GiB of the fullest rank" },
-    y: { ...extent(replayed.map((row) => row.ms)), name: "step, ms" },
+    y: { ...extent(replayed.map(time)), name: perToken ? "µs per token" : "step, ms" },
     height: 460,
   });
-  dots(at, planned.map((row) => [row.reserved[0] / GIB, row.ms]), "var(--quiet)", 3, 0.4);
+  dots(at, planned.map((row) => [row.reserved[0] / GIB, time(row)]), "var(--quiet)", 3, 0.4);
   [...shown].sort((a, b) => b - a).forEach((index) => {
-    const points = front(index).filter((row) => row.reserved[index] <= most).map((row) => [row.reserved[index] / GIB, row.ms]);
+    const points = front(index).filter((row) => row.reserved[index] <= most).map((row) => [row.reserved[index] / GIB, time(row)]);
     steps(at, points, color(index));
     dots(at, points, color(index), 5, 1);
   });
@@ -77,12 +106,12 @@ function memoryTime() {
     element(at.svg, "path", { class: "limit", d: `M${at.x(limit)} ${at.top}V${at.bottom}` });
   }
   if (chosen && chosen.reserved[0] !== null) {
-    element(at.svg, "circle", { class: "chosen", cx: at.x(chosen.reserved[0] / GIB), cy: at.y(chosen.ms), r: 7 });
+    element(at.svg, "circle", { class: "chosen", cx: at.x(chosen.reserved[0] / GIB), cy: at.y(time(chosen)), r: 7 });
   }
   at.svg.onclick = (event) => {
     const frame = at.svg.getBoundingClientRect();
     const [x, y] = [((event.clientX - frame.left) / frame.width) * at.width, ((event.clientY - frame.top) / frame.height) * at.height];
-    const away = (row) => Math.hypot(at.x(row.reserved[0] / GIB) - x, at.y(row.ms) - y);
+    const away = (row) => Math.hypot(at.x(row.reserved[0] / GIB) - x, at.y(time(row)) - y);
     const nearest = planned.reduce((best, row) => (!best || away(row) < away(best) ? row : best), null);
     if (nearest && away(nearest) < 30) choose(nearest);
   };
@@ -135,7 +164,7 @@ function estimate() {
 // Means and ranges of live ÷ reserved, by a property.
 function efficiency(id, name, by, order) {
   const groups = [...group(replayed, by)].sort(order);
-  const part = (row, index) => (100 * row.live) / row.reserved[index];
+  const part = (row, index) => (100 * held(row, index)) / row.reserved[index];
   const here = [...shown].sort((a, b) => a - b);
   const all = replayed.flatMap((row) => here.filter((index) => row.reserved[index] !== null).map((index) => part(row, index)));
   const low = Math.floor(Math.min(...all, 99) / 5) * 5;
@@ -155,6 +184,58 @@ function efficiency(id, name, by, order) {
       element(dot, "title", {}, `${data.allocators[index]}: ${mean.toFixed(2)} % (${least.toFixed(2)} to ${most.toFixed(2)}), ${found.length} configurations`);
     });
   });
+}
+
+// A table of rows of text.
+function table(box, head, lines) {
+  box.replaceChildren();
+  const made = element(box, "table");
+  const top = element(element(made, "thead"), "tr");
+  head.forEach((name) => element(top, "th", {}, name));
+  const body = element(made, "tbody");
+  for (const line of lines) {
+    const row = element(body, "tr");
+    line.forEach((text) => element(row, "td", {}, text));
+  }
+}
+
+function fragmentation() {
+  const head = ["allocator", "configurations", "mean", "most", "plans, mean", "taken off, mean"];
+  const line = (of) => [of.allocator, of.configurations, percent(of.mean), percent(of.most), percent(of.planned, 3), percent(of.reduction, 1)];
+  table(document.querySelector("#fragmentation .table"), head, data.fragmentation.map(line));
+  const above = planned.filter((row) => 1 - row.live / row.reserved[0] >= 0.0005).sort((a, b) => b.reserved[0] / b.live - a.reserved[0] / a.live);
+  const list = document.querySelector("#fragmentation details");
+  list.hidden = !above.length;
+  list.firstElementChild.textContent = `${above.length} of ${planned.length} plans end above the bytes that are alive at once, the best bound there is, by 0.05 % or more`;
+  const facts = (row) => [values(row), gib(row.reserved[0]), gib(row.live), percent(1 - row.live / row.reserved[0], 3)];
+  table(list.lastElementChild, ["configuration", "arena", "bound", "above"], above.map(facts));
+}
+
+function throughput() {
+  const found = data.throughput.flatMap((of) => of.tokens_per_second.flat()).filter((n) => n !== null);
+  const at = plot(document.querySelector("#throughput .plot"), {
+    x: { ...extent(data.throughput.map((of) => of.budget / GIB), 0), name: "budget, GiB" },
+    y: { ...extent(found), name: "tokens per second" },
+  });
+  const dash = ["", "6 3", "2 3"];
+  data.menus.forEach((_, which) => {
+    for (const index of [...shown].sort((a, b) => b - a)) {
+      const points = data.throughput.map((of) => [of.budget / GIB, of.tokens_per_second[which][index]]).filter(([, n]) => n !== null);
+      steps(at, points, color(index), dash[which % 3]);
+    }
+  });
+  const legend = element(document.querySelector("#throughput .plot"), "p", { style: "display:flex;flex-wrap:wrap;gap:2px 14px;margin-top:6px" });
+  data.menus.forEach((name, which) => {
+    const entry = element(legend, "span", { style: "display:flex;align-items:center;gap:6px" });
+    const style = ["solid", "dashed", "dotted"][which % 3];
+    element(entry, "i", { style: `height:0;width:18px;border-radius:0;border-top:2px ${style} var(--quiet)` });
+    entry.append(`menu ${name}`);
+  });
+  const head = ["allocator", "menu", "budgets", "of these without a gain", "budgets where only plans fit", "gain, mean", "gain, most"];
+  const line = (of) => [
+    of.allocator, of.menu, of.budgets, of.without, of.only_planned, percent(of.mean, 1), percent(of.most, 1) + (of.most > 0 ? ` at ${gib(of.most_at)}` : ""),
+  ];
+  table(document.querySelector("#throughput .table"), head, data.gains.map(line));
 }
 
 function fits() {
@@ -182,16 +263,15 @@ function fits() {
         cell.textContent = "nothing fits";
         continue;
       }
-      const best = inside.reduce((best, row) => (row.ms < best.ms ? row : best));
-      const link = element(cell, "a", { tabindex: 0, role: "button", title: values(best) }, ms(best.ms));
+      const best = inside.reduce(faster, null);
+      const link = element(cell, "a", { tabindex: 0, role: "button", title: values(best) }, timeText(best));
       link.onclick = () => choose(best);
       link.onkeydown = (event) => event.key === "Enter" && choose(best);
       const largest = Math.max(...inside.map((row) => row.micro_batch));
       element(cell, "small", {}, `${inside.length} fit, micro-batch ${largest}`);
       if (index) {
         const only = ours.filter((row) => row.reserved[index] > budget).length;
-        const fastest = ours.reduce((best, row) => (row.ms < best.ms ? row : best), best);
-        const slower = (best.ms / fastest.ms - 1) * 100;
+        const slower = (time(best) / time(ours.reduce(faster, best)) - 1) * 100;
         element(cell, "small", {}, `${only} only planned` + (slower >= 0.05 ? `, ${slower.toFixed(1)} % slower` : ""));
       }
     }
@@ -278,10 +358,14 @@ function draw() {
   const classes = (a, b) => (b[0] === "plain") - (a[0] === "plain") || a[0].length - b[0].length || (a[0] < b[0] ? -1 : 1);
   efficiency("classes", "", (row) => row.class, classes);
   efficiency("sizes", "sequences per micro-batch", (row) => row.micro_batch, (a, b) => a[0] - b[0]);
+  fragmentation();
+  throughput();
   fits();
 }
 
+show(0);
 figures();
+menus();
 toggles();
 draw();
 const linked = rows.find((row) => "#" + row.key === location.hash);
