@@ -127,7 +127,8 @@ impl<'g> SavedActivations<'g> {
         }
         let kept = self.stash.iter().filter(|(root, _)| !rematerialized[root.index()]);
         let stash: BTreeMap<ValueId, Stash> = kept.map(|(&root, &stash)| (root, stash)).collect();
-        Variant { rematerialized, nodes: nodes.into_iter().collect(), stash }
+        let (nodes, end_with_input) = (nodes.into_iter().collect(), BTreeSet::new());
+        Variant { rematerialized, nodes, end_with_input, stash }
     }
 }
 
