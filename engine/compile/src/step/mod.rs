@@ -12,6 +12,8 @@ mod options;
 mod overflow;
 mod ranks;
 mod record;
+#[cfg(test)]
+mod split_reference;
 mod update;
 
 use std::collections::{BTreeSet, HashMap};
@@ -186,7 +188,8 @@ fn policy(
     let alive = alive_nodes(&step.graph(), step.outputs());
     let graph = step.graph();
     let row = &ranks.table[ranks.at.pipeline];
-    let resolving = Resolving { graph: &graph, alive: &alive, row, stashing: options.stashing() };
+    let can_be_twice = options.overflow != Overflow::Recompute;
+    let resolving = Resolving { graph: &graph, alive: &alive, row, stashing: options.stashing(), can_be_twice };
     resolving.resolve(&options.recompute, |recomputation, capacity| {
         let train = step.lower_graph(&graph, ranks, target, recomputation)?;
         let programs: Vec<&Program> = [&train].into_iter().chain(others.iter().copied()).collect();
