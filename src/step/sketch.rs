@@ -4,12 +4,13 @@
 //! other; the same for every schedule that gives stages to the same ranks and splits the backward alike. Never: a search, so steps
 //! under a budget have no sketch.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
+use std::convert::Infallible;
 
 use gapless_alloc::Role;
 use gapless_engine::compile::step::StepGraph;
 use gapless_engine::compile::{BufferKind, Instr, InstrKind, Program};
-use gapless_engine::recompute::Recompute;
+use gapless_engine::recompute::{Recompute, stages_twice};
 use gapless_engine::{TrainError, Trainer};
 use gapless_parallel::{Action, Kind, MicroBatch, StageId};
 
@@ -31,6 +32,14 @@ type Place = (Kind, StageId);
 /// Costs and bytes by action.
 #[derive(Debug, Clone)]
 pub struct Sketch {
+    once: Way,
+    /// The same where all that is computed again for the input gradients of a split backward is computed once more for the weight
+    /// gradients, if the policy can mean that.
+    twice: Option<Way>,
+}
+
+#[derive(Debug, Clone)]
+struct Way {
     measured: Measured,
     ranks: Vec<Kept>,
 }
@@ -77,13 +86,19 @@ impl Step {
         for (split, _) in [true, false].into_iter().zip(key.kinds).filter(|(_, is_there)| *is_there) {
             let table: Vec<Vec<Action>> =
                 key.stages.iter().map(|stages| one_after_another(stages, last, split)).collect();
-            let program = |rank| Trainer::sketch(graph, &self.options, rank, table.clone());
-            let programs = (0..key.stages.len()).map(program).collect::<Result<Vec<Program>, TrainError>>()?;
-            let measured = Measured { all_as: Some(MicroBatch(last)), ..self.measured(&programs) };
-            let ranks = programs.iter().map(|program| Kept::of(program, last)).collect();
+            let of_rank = |rank| Trainer::sketch(graph, &self.options, rank, table.clone());
+            let mut once: Vec<Vec<Program>> = (0..key.stages.len()).map(of_rank).collect::<Result<_, TrainError>>()?;
+            let twice: Vec<Program> = once.iter_mut().flat_map(|ways| ways.drain(1..)).collect();
+            let once: Vec<Program> = once.into_iter().flatten().collect();
+            let way = |programs: &[Program]| Way {
+                measured: Measured { all_as: Some(MicroBatch(last)), ..self.measured(programs) },
+                ranks: programs.iter().map(|program| Kept::of(program, last)).collect(),
+            };
+            let is_twice = twice.len() == once.len();
+            let this = Sketch { once: way(&once), twice: is_twice.then(|| way(&twice)) };
             match &mut sketch {
-                None => sketch = Some(Sketch { measured, ranks }),
-                Some(both) => both.join(Sketch { measured, ranks }),
+                None => sketch = Some(this),
+                Some(both) => both.join(this),
             }
         }
         Ok(sketch.expect("a table has backwards of one kind or the other"))
@@ -94,10 +109,16 @@ impl Step {
     /// # Errors
     /// As [`Self::timing`].
     pub fn timing_by(&self, sketch: &Sketch) -> Result<Timing, TimingError> {
-        let mut measured = sketch.measured.clone();
-        // As often as there are micro-batches, rather than the two of the sketch.
-        let [here, there] = [self.options.micro_batches, self.options.micro_batches.min(2)].map(|n| n as u64);
-        measured.recomputed.iter_mut().for_each(|again| *again = *again * here / there);
+        let table = self.options.pipeline.schedule.actions(&self.shape())?;
+        let mut measured = sketch.once.measured.clone();
+        for (rank, row) in table.iter().enumerate() {
+            // Where it saves hardly anything, what lives within an action decides, which is not known here: then the faster way.
+            let twice = sketch.stages_twice(rank, row);
+            let [least, once] = [&twice, &BTreeSet::new()].map(|stages| sketch.kept(rank, stages).most(row));
+            if least < once - once / 100 {
+                sketch.take_twice(&twice, &mut measured);
+            }
+        }
         self.simulated(measured)
     }
 
@@ -108,7 +129,8 @@ impl Step {
     /// When the schedule does not exist for the step's shape.
     pub fn surely_alive(&self, sketch: &Sketch) -> Result<Vec<u64>, TimingError> {
         let table = self.options.pipeline.schedule.actions(&self.shape())?;
-        Ok(table.iter().zip(&sketch.ranks).map(|(row, kept)| kept.most(row)).collect())
+        let of_rank = |(rank, row): (usize, &Vec<Action>)| sketch.kept(rank, &sketch.stages_twice(rank, row)).most(row);
+        Ok(table.iter().enumerate().map(of_rank).collect())
     }
 }
 
@@ -126,7 +148,43 @@ fn one_after_another(stages: &[u32], last: u32, split: bool) -> Vec<Action> {
 impl Sketch {
     /// Takes the actions that another one knows beside its own.
     fn join(&mut self, other: Self) {
+        // Whole backwards compute nothing twice.
+        self.twice.iter_mut().for_each(|twice| twice.join(other.once.clone()));
+        self.once.join(other.once);
+    }
+
+    /// The stages of a rank that compute twice again, as they are chosen when it is compiled, but by the bytes that are known here.
+    fn stages_twice(&self, rank: usize, row: &[Action]) -> BTreeSet<StageId> {
+        let split = row.iter().filter(|action| self.twice.is_some() && action.kind == Kind::BackwardInput);
+        let all = split.map(|action| action.stage).collect();
+        let Ok(twice) = stages_twice(all, |stages| Ok::<u64, Infallible>(self.kept(rank, stages).most(row)));
+        twice
+    }
+
+    /// What a rank keeps with these stages computing twice again.
+    fn kept(&self, rank: usize, twice: &BTreeSet<StageId>) -> Kept {
+        let mut kept = self.once.ranks[rank].clone();
+        if let Some(other) = self.twice.as_ref().filter(|_| !twice.is_empty()) {
+            let is_other = |&(_, (_, stage)): &(Place, Place)| twice.contains(&stage);
+            kept.each.retain(|places, _| !is_other(places));
+            kept.each.extend(other.ranks[rank].each.iter().filter(|(places, _)| is_other(places)));
+        }
+        kept
+    }
+
+    /// Replaces the times of these stages.
+    fn take_twice(&self, stages: &BTreeSet<StageId>, measured: &mut Measured) {
+        let Some(Way { measured: twice, .. }) = &self.twice else { return };
+        for (mine, other) in [(&mut measured.actions, &twice.actions), (&mut measured.recomputed, &twice.recomputed)] {
+            mine.extend(other.iter().filter(|(action, _)| stages.contains(&action.stage)));
+        }
+    }
+}
+
+impl Way {
+    fn join(&mut self, other: Self) {
         self.measured.actions.extend(other.measured.actions);
+        self.measured.recomputed.extend(other.measured.recomputed);
         self.measured.transfers.extend(other.measured.transfers);
         for (mine, theirs) in self.ranks.iter_mut().zip(other.ranks) {
             mine.always = mine.always.min(theirs.always);

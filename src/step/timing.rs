@@ -95,13 +95,16 @@ impl Step {
     /// When everything happens, by known durations.
     pub(super) fn simulated(&self, measured: Measured) -> Result<Timing, TimingError> {
         let shape = self.shape();
+        let actions = self.options.pipeline.schedule.actions(&shape)?;
+        let again = |action: &Action| measured.recomputed.get(&measured.known(*action)).copied().unwrap_or(0);
+        let recomputed = actions.iter().map(|row| row.iter().map(again).sum()).collect();
         let mut table = self.options.pipeline.schedule.table(&shape)?;
         for (rank, row) in table.iter_mut().enumerate() {
             row.push(Cell::Update(StageId(rank as u32)));
         }
         let timeline = simulate(&table, &measured)?;
         let stages = (0..shape.ranks * shape.chunks).map(|stage| measured.mean(StageId(stage))).collect();
-        Ok(Timing { timeline, stages, updates: measured.updates, recomputed: measured.recomputed })
+        Ok(Timing { timeline, stages, updates: measured.updates, recomputed })
     }
 
     /// The extents of its pipeline.
@@ -121,7 +124,8 @@ pub(super) struct Measured {
     pub actions: HashMap<Action, u64>,
     pub transfers: HashMap<Action, u64>,
     pub updates: Vec<u64>,
-    pub recomputed: Vec<u64>,
+    /// Of each action, what goes into what is computed again.
+    pub recomputed: HashMap<Action, u64>,
     /// The micro-batch that stands for all, if it is one.
     pub all_as: Option<MicroBatch>,
 }
@@ -150,10 +154,10 @@ impl Measured {
         let mut measured = Self::default();
         let mut known = Known::default();
         for program in programs {
-            let (mut update, mut again) = (0, 0);
+            let mut update = 0;
             for part in &program.parts {
                 let mut sent = 0;
-                let mut time = 0;
+                let (mut time, mut again) = (0, 0);
                 for instr in &program.instrs[part.instrs.clone()] {
                     let here = match &instr.kind {
                         InstrKind::Compute(_) => known.nanoseconds(instr, device, precision),
@@ -171,6 +175,7 @@ impl Measured {
                     // What moved into an action has cut it in two.
                     Some(action) => {
                         *measured.actions.entry(action).or_default() += time;
+                        *measured.recomputed.entry(action).or_default() += again;
                         if sent > 0 {
                             let transfer = device.transfer(sent);
                             measured.transfers.entry(action).and_modify(|all| *all += transfer).or_insert(transfer);
@@ -180,7 +185,6 @@ impl Measured {
                 }
             }
             measured.updates.push(update);
-            measured.recomputed.push(again);
         }
         measured
     }

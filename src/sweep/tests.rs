@@ -227,7 +227,7 @@ fn a_wrong_sweep_is_refused_with_its_key_and_a_remedy() {
 fn a_sketch_bounds_the_step() {
     let mut checked = 0;
     for schedule in gapless_parallel::all() {
-        for (chunks, recompute) in [(1, "none"), (2, "none"), (2, "layers")] {
+        for (chunks, recompute) in [(1, "none"), (2, "none"), (1, "layers"), (2, "layers")] {
             let text = format!(
                 "model = 'gpt:vocabulary=64,layers=4,heads=2,width=32'\nsequence = 16\nbatch = 16\nmicro_batches = 8\n\
                  dtype = 'mixed'\npipeline_ranks = 2\nschedule = '{}'\nchunks = {chunks}\nrecompute = '{recompute}'",

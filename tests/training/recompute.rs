@@ -87,12 +87,14 @@ fn put_on_pipeline(run: &mut Run, schedule: &str, ranks: usize, chunks: usize) {
 fn every_policy_gives_the_bits_of_none_on_ranks() {
     let all = [
         (Kind::Gpt, "zbv", 2, 2),
+        (Kind::Llama, "zb-h2", 2, 1),
         (Kind::Moe(MoeStyle::DeepSeek), "1f1b", 2, 1),
+        (Kind::Moe(MoeStyle::DeepSeek), "zb-h1", 2, 1),
         (Kind::Gpt, "1f1b", 2, 1),
         (Kind::Gpt, "interleaved-zb", 2, 1),
         (Kind::Gpt, "gpipe", 2, 1),
     ];
-    for &(kind, schedule, ranks, chunks) in few(&all, 2) {
+    for &(kind, schedule, ranks, chunks) in few(&all, 3) {
         let mut run = Run { kind, ..Run::default() };
         run.options.micro_batches = 8;
         run.options.threads = 1;
@@ -106,9 +108,10 @@ fn every_policy_gives_the_bits_of_none_on_ranks() {
     }
 }
 
-/// Where the backward is split, W waits with the smaller side of what comes back: with SwiGLU's result, and not with both of its inputs.
+/// Where the backward is split, W waits with the smaller side of what comes back (with SwiGLU's result, and not with both of its inputs),
+/// or with nothing of it, where it is computed once more.
 #[test]
-fn split_backwards_wait_with_the_smaller_side() {
+fn split_backwards_wait_with_no_more_than_they_must() {
     for (schedule, chunks) in [("zb-h1", 1), ("zb-h2", 1), ("zbv", 2)] {
         let mut run = Run { kind: Kind::Llama, ..Run::default() };
         run.options.micro_batches = 8;
@@ -117,19 +120,22 @@ fn split_backwards_wait_with_the_smaller_side() {
         let plain = run.steps_on_ranks(2);
         let arenas = |run: &Run| run.on_ranks(|trainer| trainer.report().arena_bytes);
         let kept = arenas(&run);
-        run.options.recompute = Recompute::Layers(Layers::All);
         run.options.poison = true;
-        let again = arenas(&run);
-        println!("{schedule}: {kept:?} kept, {again:?} computed again");
-        assert!(again.iter().zip(&kept).all(|(again, kept)| again <= kept), "{schedule}: {again:?}, {kept:?}");
-        assert_eq!(plain, run.steps_on_ranks(2), "{schedule}");
+        for (policy, at_most) in [(ops(&["rms_norm", "swiglu"]), 100), (Recompute::Layers(Layers::All), 95)] {
+            run.options.recompute = policy;
+            let again = arenas(&run);
+            println!("{schedule}: {kept:?} kept, {again:?} computed again");
+            let is_less = |(again, kept): (&u64, &u64)| again * 100 <= kept * at_most;
+            assert!(again.iter().zip(&kept).all(is_less), "{schedule}: {again:?}, {kept:?}");
+            assert_eq!(plain, run.steps_on_ranks(2), "{schedule}");
+        }
     }
 }
 
 /// Each rank of a pipeline keeps to the budget, whatever the others do.
 #[test]
 fn every_rank_keeps_to_its_budget() {
-    for (schedule, ranks, chunks) in [("1f1b", 4, 1), ("zbv", 2, 2), ("interleaved", 2, 2)] {
+    for (schedule, ranks, chunks) in [("1f1b", 4, 1), ("zb-h2", 2, 1), ("zbv", 2, 2), ("interleaved", 2, 2)] {
         let mut run = Run::default();
         run.options.micro_batches = 8;
         run.options.threads = 1;

@@ -213,11 +213,16 @@ impl Trainer {
         Ok(graph.program(&options.step(), rank, options.target())?)
     }
 
-    /// The program of a rank for a table of fewer micro-batches ([`StepGraph::sketch`]).
+    /// The programs of a rank for a table of fewer micro-batches ([`StepGraph::sketch`]).
     ///
     /// # Errors
     /// As [`Self::lower`].
-    pub fn sketch(graph: &StepGraph, options: &TrainOptions, rank: usize, table: Vec<Vec<Action>>) -> Result<Program> {
+    pub fn sketch(
+        graph: &StepGraph,
+        options: &TrainOptions,
+        rank: usize,
+        table: Vec<Vec<Action>>,
+    ) -> Result<Vec<Program>> {
         options.check()?;
         Ok(graph.sketch(&options.step(), rank, table, options.target())?)
     }

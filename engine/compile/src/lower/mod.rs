@@ -90,8 +90,9 @@ struct Lowerer<'a> {
     counts: Counts,
     /// Those that need not wait for the backward.
     evicted: Evicted,
-    /// By way to recompute: what takes fewer bytes than what it is made of while it waits for W.
-    smaller_for_weights: Vec<Vec<SmallerForWeights>>,
+    /// By way to recompute: what takes fewer bytes than what it is made of while it waits for W, by the node that it is made behind
+    /// or in front of.
+    smaller_for_weights: Vec<SmallerForWeights>,
     /// Whether the action is an I, whose W comes later.
     is_split: bool,
 }
@@ -156,15 +157,13 @@ impl<'a> Lowerer<'a> {
         let last = self.last_phases(index, action);
         for id in nodes {
             let node = graph.node(id);
-            self.restore(node, micro_batch);
+            self.restore(id, micro_batch);
             self.node(id, micro_batch);
             if last.contains(&node.phase) {
                 self.complete(&node.outputs);
             }
         }
-        if phases(action.kind).contains(&Phase::Forward) {
-            self.drop_rematerialized(action.stage, micro_batch);
-        }
+        self.drop_rematerialized(action);
         self.end_part(first, action.to_string(), Some(*action));
     }
 

@@ -1,9 +1,10 @@
-//! A value's second occurrence: computed again in front of its first reader in the backward.
+//! A value's second occurrence: computed again in front of its first reader in the backward; and where the backward is split into
+//! I (gradients of inputs) and W (gradients of weights), its third, in front of the first reader of W.
 
 use std::collections::{BTreeSet, HashMap};
 
 use gapless_graph::{Node, NodeId, Phase, Place, Source, ValueId};
-use gapless_parallel::StageId;
+use gapless_parallel::{Action, Kind};
 
 use super::Lowerer;
 use crate::lowering::Lowering;
@@ -15,7 +16,7 @@ use crate::recompute::Variant;
 pub(super) enum Occurrence {
     /// The forward's, or the only one.
     First,
-    /// The one in front of its first reader in the backward.
+    /// One in front of its first reader in the backward, or in a half of it.
     Second,
     /// That too, but only if the rows of this count were let go.
     IfEvicted(u32),
@@ -31,71 +32,93 @@ impl Occurrence {
     }
 }
 
-/// A node whose results the weight-gradients read, and that are smaller than what of its inputs would wait for them otherwise.
-pub(super) struct SmallerForWeights {
-    node: NodeId,
-    /// What makes the last of those inputs.
-    last_input: NodeId,
-}
+/// Nodes whose results W reads, and that are smaller than what of their inputs would wait for W otherwise, each by the node that
+/// says when it is made: what makes the last of those inputs again, or if they are kept, the first of I that reads one of them.
+pub(super) type SmallerForWeights = HashMap<NodeId, Vec<NodeId>>;
 
 /// Such nodes of each way to recompute.
 pub(super) fn smaller_for_weights(
     of: &Lowering<'_>,
     nodes: &HashMap<(Place, Phase), Vec<NodeId>>,
-) -> Vec<Vec<SmallerForWeights>> {
+) -> Vec<SmallerForWeights> {
     let graph = of.graph;
+    let root_of = |&input: &ValueId| graph.value(input).root;
+    let of_phase = |wanted: Phase| nodes.iter().filter(move |((_, phase), _)| *phase == wanted).flat_map(|of| of.1);
     let mut by_weights = vec![false; graph.values().len()];
-    for (_, nodes) in nodes.iter().filter(|((_, phase), _)| *phase == Phase::BackwardWeight) {
-        for &input in nodes.iter().flat_map(|&node| &graph.node(node).inputs) {
-            by_weights[graph.value(input).root.index()] = true;
+    for root in of_phase(Phase::BackwardWeight).flat_map(|&node| &graph.node(node).inputs).map(root_of) {
+        by_weights[root.index()] = true;
+    }
+    let mut first_by_input: HashMap<(Place, ValueId), NodeId> = HashMap::new();
+    for &node in of_phase(Phase::BackwardInput) {
+        let Node { inputs, place, .. } = graph.node(node);
+        for root in inputs.iter().map(root_of) {
+            first_by_input.entry((*place, root)).and_modify(|first| *first = node.min(*first)).or_insert(node);
         }
     }
     let bytes = |roots: &BTreeSet<ValueId>| roots.iter().map(|&root| graph.value(root).spec.bytes()).sum::<u64>();
+    let is_of_forward = |root: &ValueId| graph.producer(*root).is_some_and(|maker| maker.phase == Phase::Forward);
     let of_variant = |variant: &Variant| {
-        let of_node = |&node: &NodeId| {
-            let rematerialized = |all: &[ValueId]| -> BTreeSet<ValueId> {
-                all.iter().map(|&id| graph.value(id).root).filter(|&root| variant.is_rematerialized(root)).collect()
-            };
-            let (inputs, outputs) = (&graph.node(node).inputs, &graph.node(node).outputs);
-            let made = rematerialized(outputs);
-            let mut waiting = rematerialized(inputs);
-            waiting.retain(|root| !by_weights[root.index()]);
+        let mut smaller = SmallerForWeights::new();
+        for &node in variant.nodes() {
+            let Node { inputs, outputs, place, .. } = graph.node(node);
+            let is_made = |root: &ValueId| variant.is_rematerialized(*root) && !variant.ends_with_input(*root);
+            let made: BTreeSet<ValueId> = outputs.iter().map(root_of).filter(is_made).collect();
+            let waiting: BTreeSet<ValueId> =
+                inputs.iter().map(root_of).filter(|root| !by_weights[root.index()]).filter(is_of_forward).collect();
+            let again = waiting.iter().filter(|&&root| variant.is_rematerialized(root));
+            let last_again = again.filter_map(|&root| graph.maker(root)).max();
+            let first = || waiting.iter().filter_map(|&root| first_by_input.get(&(*place, root))).min().copied();
+            let when = last_again.or_else(first);
             let is_wanted = made.iter().any(|root| by_weights[root.index()]);
-            let last_input = waiting.iter().filter_map(|&root| graph.maker(root)).max()?;
-            (is_wanted && bytes(&made) < bytes(&waiting)).then_some(SmallerForWeights { node, last_input })
-        };
-        variant.nodes().iter().filter_map(of_node).collect()
+            if let (true, Some(when)) = (is_wanted && bytes(&made) < bytes(&waiting), when) {
+                smaller.entry(when).or_default().push(node);
+            }
+        }
+        smaller
     };
     of.recomputation.variants().iter().map(of_variant).collect()
 }
 
 impl Lowerer<'_> {
-    /// Ends the first lives of a stage's values, behind its forward.
-    pub(super) fn drop_rematerialized(&mut self, stage: StageId, micro_batch: u32) {
-        let of = self.of;
-        let Some(variant) = of.recomputation.of(micro_batch) else { return };
-        for root in of.recomputation.variants()[variant].rematerialized(of.graph) {
-            if of.graph.place_of(root) == Some(Place::Stage(stage)) {
-                self.placed.remove(&Origin::of(root, micro_batch));
-            }
+    /// Ends the lives of a stage's values behind its forward, and behind the input gradients of a split backward.
+    pub(super) fn drop_rematerialized(&mut self, action: &Action) {
+        let (graph, micro_batch) = (self.of.graph, action.micro_batch.0);
+        let Some(variant) = self.variant(micro_batch) else { return };
+        let ends: Vec<ValueId> = match action.kind {
+            Kind::Forward => variant.rematerialized(graph).collect(),
+            Kind::BackwardInput => variant.ending_with_input().collect(),
+            Kind::Backward | Kind::BackwardWeight => return,
+        };
+        for root in ends.into_iter().filter(|&root| graph.place_of(root) == Some(Place::Stage(action.stage))) {
+            self.placed.remove(&Origin::of(root, micro_batch));
         }
     }
 
     /// Makes again what this node is the first to read in the backward.
-    pub(super) fn restore(&mut self, node: &Node, micro_batch: u32) {
+    pub(super) fn restore(&mut self, id: NodeId, micro_batch: u32) {
+        let graph = self.of.graph;
+        let node = graph.node(id);
         if node.phase == Phase::Forward {
             return;
         }
-        let graph = self.of.graph;
         let makers = self.missing(node, micro_batch).into_iter().map(|maker| graph.node(maker));
         let readers: Vec<&Node> = std::iter::once(node).chain(makers).collect();
         self.bring_rows_back(&readers, micro_batch);
         self.restore_inputs(node, micro_batch);
+        if self.is_split && node.phase == Phase::BackwardInput {
+            self.make_for_weights(id, micro_batch);
+        }
     }
 
     /// The same, but for rows that may have been let go.
     pub(super) fn restore_inputs(&mut self, node: &Node, micro_batch: u32) {
+        let graph = self.of.graph;
         for maker in self.missing(node, micro_batch) {
+            // What was made for W on the way.
+            let is_there = |output: &ValueId| self.placed.contains_key(&Origin::of(*output, micro_batch));
+            if graph.node(maker).outputs.iter().all(is_there) {
+                continue;
+            }
             self.instruct(maker, micro_batch, Occurrence::Second);
             if self.is_split && node.phase == Phase::BackwardInput {
                 self.make_for_weights(maker, micro_batch);
@@ -103,15 +126,13 @@ impl Lowerer<'_> {
         }
     }
 
-    /// Makes what only the weight-gradients will read, and what a node has just made leads to, where it takes fewer bytes than what it
-    /// is made of: of a layer x → gate, up → swiglu, I reads gate and up, and W swiglu alone. Made at W, both would wait for it.
-    fn make_for_weights(&mut self, made: NodeId, micro_batch: u32) {
+    /// Makes what only the weight-gradients will read, where it takes fewer bytes than what it is made of: of a layer
+    /// x → gate, up → swiglu, I reads gate and up, and W swiglu alone. Made at W, both would wait for it.
+    fn make_for_weights(&mut self, when: NodeId, micro_batch: u32) {
         let graph = self.of.graph;
-        let of = &self.of.recomputation;
-        let Some(index) = of.of(micro_batch) else { return };
-        let smaller = self.smaller_for_weights[index].iter().filter(|smaller| smaller.last_input == made);
-        for node in smaller.map(|smaller| smaller.node).collect::<Vec<_>>() {
-            let variant = &of.variants()[index];
+        let Some(index) = self.of.recomputation.of(micro_batch) else { return };
+        for node in self.smaller_for_weights[index].get(&when).cloned().unwrap_or_default() {
+            let variant = &self.of.recomputation.variants()[index];
             let is_there = |input: &ValueId| {
                 let root = graph.value(*input).root;
                 !variant.is_rematerialized(root) || self.placed.contains_key(&Origin::of(root, micro_batch))
@@ -123,17 +144,21 @@ impl Lowerer<'_> {
         }
     }
 
+    fn variant(&self, micro_batch: u32) -> Option<&Variant> {
+        let recomputation = &self.of.recomputation;
+        recomputation.of(micro_batch).map(|index| &recomputation.variants()[index])
+    }
+
     /// The nodes that must run again for a node.
     fn missing(&self, node: &Node, micro_batch: u32) -> BTreeSet<NodeId> {
         let of = self.of;
         let mut missing = BTreeSet::new();
-        let Some(variant) = of.recomputation.of(micro_batch).map(|index| &of.recomputation.variants()[index]) else {
-            return missing;
-        };
+        let Some(variant) = self.variant(micro_batch) else { return missing };
         let root_of = |&input: &ValueId| of.graph.value(input).root;
         let mut wanted: Vec<ValueId> = node.inputs.iter().map(root_of).collect();
         while let Some(root) = wanted.pop() {
-            if !variant.is_rematerialized(root) || self.placed.contains_key(&Origin::of(root, micro_batch)) {
+            let is_dropped = variant.is_rematerialized(root) || variant.ends_with_input(root);
+            if !is_dropped || self.placed.contains_key(&Origin::of(root, micro_batch)) {
                 continue;
             }
             let Source::Node { node: maker, .. } = of.graph.value(root).source else { continue };

@@ -7,7 +7,7 @@ use candle_core::DType;
 use gapless_graph::autodiff::differentiate;
 use gapless_graph::nn::VarBuilder;
 use gapless_graph::{Graph, Result, Spec, Tensor, lock};
-use gapless_parallel::{Action, Kind};
+use gapless_parallel::{Action, Kind, StageId};
 use insta::assert_snapshot;
 
 use crate::lower::lower_observed;
@@ -21,6 +21,9 @@ struct Case {
     stages: usize,
     rank: usize,
     recompute: Recompute,
+    /// Whether the backward is split, and whether it computes twice again.
+    split: bool,
+    twice: bool,
     compress: Vec<String>,
     target: Option<Target>,
 }
@@ -38,12 +41,18 @@ fn stages(case: &Case, f: impl Fn(&Tensor, &VarBuilder) -> Result<Tensor>) -> BT
         outputs.extend(gradient.summands.iter().map(|&id| Output::local(name.clone(), id)));
     }
     let graph = lock(&graph);
-    let row = |stage: u32| vec![Action::new(Kind::Forward, stage, 0), Action::new(Kind::Backward, stage, 0)];
+    let kinds: &[Kind] = match case.split {
+        true => &[Kind::Forward, Kind::BackwardInput, Kind::BackwardWeight],
+        false => &[Kind::Forward, Kind::Backward],
+    };
+    let row = |stage: u32| kinds.iter().map(|&kind| Action::new(kind, stage, 0)).collect();
     let table: Vec<Vec<Action>> = (0..ranks as u32).map(row).collect();
     let alive = crate::lower::alive_nodes(&graph, &outputs);
     let stashing = Stashing { compress: &case.compress, offload: &[] };
-    let resolving = Resolving { graph: &graph, alive: &alive, row: &table[case.rank], stashing };
-    let recomputation = resolving.resolve(&case.recompute, |_, _| Ok(0)).unwrap();
+    let resolving = Resolving { graph: &graph, alive: &alive, row: &table[case.rank], stashing, can_be_twice: true };
+    let once = resolving.resolve(&case.recompute, |_, _| Ok(0)).unwrap();
+    let twice = (0..ranks as u32).map(StageId).filter(|_| case.twice).collect();
+    let recomputation = once.twice_in(&graph, &twice);
     let lowering = Lowering {
         name: "case",
         graph: &graph,
@@ -200,6 +209,53 @@ fn what_is_dropped_runs_again_in_front_of_its_reader() {
     gradient 1 = %24 f32[4,4]
     gradient 2 = %17 f32[4,4]
     ");
+}
+
+/// The product comes back for I, and once more for W.
+#[test]
+fn what_is_dropped_runs_again_in_both_halves() {
+    let recompute = Recompute::Ops(vec!["linear".into(), "gelu".into()]);
+    let case = Case { recompute, split: true, twice: true, ..Case::default() };
+    assert_snapshot!(stages(&case, two_layers)["lower"], @r"
+    0F0:
+      %2 f32[2,4] = linear %0 f32[2,4], %1 f32[4,4] scratch %3, %4 @ the model, micro-batch 0
+      %5 f32[2,4] = gelu %2 f32[2,4] @ the model, micro-batch 0
+      %7 f32[2,4] = linear %5 f32[2,4], %6 f32[4,4] scratch %8, %9 @ the model, micro-batch 0
+      %10 f32[2,4] = tanh %7 f32[2,4] @ the model, micro-batch 0
+      %11 f32[] = scaled_sum %10 f32[2,4] scratch %12 @ the model, micro-batch 0
+    0I0:
+      %14 f32[2,4] = contiguous %13 f32[2,4]/0,0 @ the model, micro-batch 0
+      %15 f32[2,4] = linear %0 f32[2,4], %1 f32[4,4] scratch %16, %17 @ the model, micro-batch 0, recomputed
+      %18 f32[2,4] = gelu %15 f32[2,4] @ the model, micro-batch 0, recomputed
+      %19 f32[2,4] = linear %18 f32[2,4], %6 f32[4,4] scratch %20, %21 @ the model, micro-batch 0, recomputed
+      %22 f32[2,4] = tanh_grad %19 f32[2,4], %14 f32[2,4] @ the model, micro-batch 0
+      %23 f32[2,4] = linear_grad_input %22 f32[2,4], %6 f32[4,4] scratch %24, %25 @ the model, micro-batch 0
+      %26 f32[2,4] = gelu_grad %15 f32[2,4], %23 f32[2,4] @ the model, micro-batch 0
+    0W0:
+      %27 f32[2,4] = linear %0 f32[2,4], %1 f32[4,4] scratch %28, %29 @ the model, micro-batch 0, recomputed
+      %30 f32[2,4] = gelu %27 f32[2,4] @ the model, micro-batch 0, recomputed
+      %31 f32[4,4] = linear_grad_weight %30 f32[2,4], %22 f32[2,4] scratch %32, %33 @ the model, micro-batch 0
+      %34 f32[4,4] = linear_grad_weight %0 f32[2,4], %26 f32[2,4] scratch %35, %36 @ the model, micro-batch 0
+    update:
+    finish:
+    loss = %11 f32[]
+    gradient 1 = %34 f32[4,4]
+    gradient 2 = %31 f32[4,4]
+    ");
+}
+
+/// A product that both halves read, and that is smaller than its factors.
+#[test]
+fn what_is_made_for_weights_on_the_way_is_made_once() {
+    let recompute = Recompute::Ops(vec!["linear".into(), "mul".into()]);
+    let case = Case { recompute, split: true, ..Case::default() };
+    let lowered = stages(&case, |x, vb| {
+        let (up, gate) = (x.linear(&vb.get((4, 4), "up")?, None)?, x.linear(&vb.get((4, 4), "gate")?, None)?);
+        let product = up.mul(&gate)?;
+        product.linear(&vb.get((4, 4), "down")?, None)?.add(&product.gelu()?)?.tanh()?.sum_all()
+    });
+    let again = lowered["lower"].lines().filter(|line| line.contains(" = mul ") && line.ends_with("recomputed"));
+    assert_eq!(again.count(), 1, "{}", lowered["lower"]);
 }
 
 #[test]

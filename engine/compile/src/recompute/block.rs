@@ -17,7 +17,7 @@ use gapless_graph::{Graph, Node, NodeId, Phase, Place, ValueId};
 
 use super::SavedActivations;
 use super::groups::{Group, Groups};
-use super::layer::{CANDIDATES, Choice, Layer, Local};
+use super::layer::{CANDIDATES, Candidates, Choice, Layer, Local};
 
 /// A layer, or a part of one.
 #[derive(Debug)]
@@ -33,18 +33,32 @@ pub struct Block {
 impl Block {
     /// The values that a choice drops.
     pub fn dropped(&self, choice: &Choice) -> impl Iterator<Item = ValueId> + '_ {
-        let candidates = choice.dropped;
+        self.chosen(choice.dropped)
+    }
+
+    /// The values that it ends with the input gradients of a split backward.
+    pub fn again(&self, choice: &Choice) -> impl Iterator<Item = ValueId> + '_ {
+        self.chosen(choice.again)
+    }
+
+    fn chosen(&self, candidates: Candidates) -> impl Iterator<Item = ValueId> + '_ {
         let chosen = move |&(index, _): &(usize, &Vec<ValueId>)| candidates >> index & 1 == 1;
         self.candidates.iter().enumerate().filter(chosen).flat_map(|(_, roots)| roots.iter().copied())
     }
 }
 
-/// The layers of the nodes that are `alive`, in the order of the graph.
-pub fn blocks(graph: &Graph, alive: &[bool], saved: &SavedActivations<'_>, time: impl Fn(&Node) -> u64) -> Vec<Block> {
+/// The layers of the nodes that are `alive`, in the order of the graph; whether their backward is split into its two gradients.
+pub fn blocks(
+    graph: &Graph,
+    alive: &[bool],
+    saved: &SavedActivations<'_>,
+    is_split: bool,
+    time: impl Fn(&Node) -> u64,
+) -> Vec<Block> {
     let mut fronts: HashMap<Layer, Rc<[Choice]>> = HashMap::new();
     let mut blocks = Vec::new();
     for part in parts(graph, alive, saved) {
-        let (layer, candidates) = part.layer(graph, saved, &time);
+        let (layer, candidates) = part.layer(graph, saved, is_split, &time);
         let choices = fronts.entry(layer).or_insert_with_key(|layer| layer.choices().into()).clone();
         blocks.push(Block { place: part.place, candidates, choices });
     }
@@ -116,13 +130,18 @@ impl PartOfGraph {
         &self,
         graph: &Graph,
         saved: &SavedActivations<'_>,
+        is_split: bool,
         time: &impl Fn(&Node) -> u64,
     ) -> (Layer, Vec<Vec<ValueId>>) {
         let (mut locals, mut layer, mut candidates) = (Locals::default(), Layer::default(), Vec::new());
         let root = |value: ValueId| graph.value(value).root;
         for node in self.forward.iter().map(|&id| graph.node(id)) {
             let makes: Vec<usize> = node.outputs.iter().map(|&output| locals.index(graph, output)).collect();
-            // What comes from other layers is theirs to keep.
+            // What comes from other layers is theirs to keep, but for W to wait with, if it reads it.
+            let is_of_forward = |root: &ValueId| graph.producer(*root).is_some_and(|p| p.phase == Phase::Forward);
+            for root in node.inputs.iter().map(|&input| root(input)).filter(|of| is_split && is_of_forward(of)) {
+                locals.index(graph, root);
+            }
             let reads = node.inputs.iter().filter_map(|&input| locals.known(root(input))).collect();
             let kept = node.outputs.iter().zip(&makes).filter(|&(&output, _)| saved.is_read(output));
             layer.saved.extend(kept.map(|(_, &index)| index));
@@ -135,6 +154,7 @@ impl PartOfGraph {
                 candidates.push(roots);
             }
         }
+        layer.of_forward = locals.bytes.len();
         for node in self.backward.iter().map(|&id| graph.node(id)) {
             let is_gradient = |root: ValueId| graph.producer(root).is_some_and(|p| p.phase == Phase::BackwardInput);
             let mut reads = Vec::new();
@@ -146,9 +166,12 @@ impl PartOfGraph {
                 Phase::BackwardInput => node.outputs.iter().map(|&output| locals.index(graph, output)).collect(),
                 _ => Vec::new(),
             };
-            layer.backward.push(Local { reads, makes, nanoseconds: 0 });
+            let for_weights = is_split && node.phase == Phase::BackwardWeight;
+            let half = if for_weights { &mut layer.weights } else { &mut layer.backward };
+            half.push(Local { reads, makes, nanoseconds: 0 });
         }
-        let is_read = |index: &usize| layer.backward.iter().any(|local| local.reads.contains(index));
+        let readers = || layer.backward.iter().chain(&layer.weights);
+        let is_read = |index: &usize| readers().any(|local| local.reads.contains(index));
         let made = layer.backward.iter().flat_map(|local| &local.makes);
         layer.leaves = made.copied().filter(|index| !is_read(index)).collect();
         layer.bytes = locals.bytes;

@@ -8,11 +8,13 @@
 //! micro-batch under way all that it keeps. So a choice per layer is sought (a multiple-choice knapsack) with
 //!
 //! ```text
-//! (kept of other micro-batches) + Σ kept of layers before l + peak of l  ≤  limit,   for every l,
+//! (held by other micro-batches) + Σ kept of layers before l + peak of l  ≤  limit,   for every l,
 //! ```
 //!
 //! least in time; from the first layer to the last by dynamic programming over what no other state beats in bytes and
-//! time. The limit starts at the budget less what else the plan holds, and is corrected by what the real plans come to.
+//! time. Others hold what they keep between forward and backward, and where the backward is split, what waits between its halves;
+//! they are counted when most do the one, and when most do the other. The limit starts at the budget less what else the plan
+//! holds, and is corrected by what the real plans come to.
 //!
 //! All micro-batches have these choices but for the first to run backward: while it does, the gradients that the others find
 //! complete are still being born, so that there is room to keep more. Its limit is raised as far as the real plans allow.
@@ -50,7 +52,7 @@ pub struct Budget<'a> {
     /// Of this rank, in the order of the graph.
     pub blocks: &'a [Block],
     /// Micro-batches under way at once, by place.
-    pub in_flight: HashMap<Place, u64>,
+    pub in_flight: HashMap<Place, InFlight>,
     /// The micro-batch that runs backward first, if there are others.
     pub first: Option<u32>,
 }
@@ -179,51 +181,61 @@ impl Budget<'_> {
         times.fold(0, u64::saturating_add)
     }
 
-    /// Micro-batches beside the one at work that hold what a block keeps.
-    fn others(&self, block: usize) -> u64 {
-        self.in_flight.get(&self.blocks[block].place).map_or(0, |count| count.saturating_sub(1))
+    /// What other micro-batches than the one at work hold of a block, at either moment.
+    fn others(&self, block: usize, choice: &Choice) -> [u64; 2] {
+        let moments = self.in_flight.get(&self.blocks[block].place).copied().unwrap_or_default();
+        moments.map(|[kept, waits]| kept.saturating_sub(1) * choice.kept + waits * choice.waits)
     }
 
     /// The most bytes that layers hold, by the model.
     fn peak(&self, choices: &[usize]) -> u64 {
         let chosen = || choices.iter().enumerate().map(|(block, &choice)| (block, self.choice(block, choice)));
-        let others: u64 = chosen().map(|(block, choice)| self.others(block) * choice.kept).sum();
+        let others = chosen().map(|(block, choice)| self.others(block, choice)).fold([0, 0], added);
         let mut before = 0;
         let at_layer = chosen().map(|(_, choice)| {
             let peak = before + choice.peak;
             before += choice.kept;
             peak
         });
-        others + at_layer.max().unwrap_or(0)
+        others.into_iter().max().unwrap_or(0) + at_layer.max().unwrap_or(0)
     }
 
     /// The choices that take least time below a limit; none if there are none.
     fn solve(&self, limit: u64) -> Option<Vec<usize>> {
-        let alone = (0..self.blocks.len()).all(|block| self.others(block) == 0);
+        let alone = self.in_flight.values().flatten().all(|&[kept, waits]| kept <= 1 && waits == 0);
         let guesses = if alone { 0..1 } else { 0..GUESSES };
-        let solutions = guesses.filter_map(|guess| {
+        let mut best: Option<(Vec<usize>, u64)> = None;
+        for guess in guesses {
             let others = (u128::from(limit) * u128::from(guess) / u128::from(GUESSES)) as u64;
-            self.solve_beside(limit - others, others)
-        });
-        solutions.min_by_key(|choices| self.nanoseconds(choices))
+            let below = best.as_ref().map(|best| best.1);
+            if let Some(choices) = self.solve_beside(limit - others, others, below) {
+                let nanoseconds = self.nanoseconds(&choices);
+                best = Some((choices, nanoseconds));
+            }
+        }
+        best.map(|best| best.0)
     }
 
-    /// The same with `others` bytes for the other micro-batches.
-    fn solve_beside(&self, limit: u64, others: u64) -> Option<Vec<usize>> {
+    /// The same with `others` bytes for the other micro-batches, if it takes less than so much time.
+    fn solve_beside(&self, limit: u64, others: u64, below: Option<u64>) -> Option<Vec<usize>> {
         let mut layers: Vec<Vec<State>> = vec![vec![State::default()]];
         for (index, block) in self.blocks.iter().enumerate() {
-            let beside = self.others(index);
-            let mut next = States::new(&layers[index], block, beside);
+            let others_of: Vec<[u64; 2]> = block.choices.iter().map(|choice| self.others(index, choice)).collect();
+            let mut next = States::new(&layers[index], block, &others_of);
             for (from, state) in layers[index].iter().enumerate() {
                 for (choice, of) in block.choices.iter().enumerate() {
                     let state = State {
                         kept: state.kept + of.kept,
-                        others: state.others + beside * of.kept,
+                        others: added(state.others, others_of[choice]),
                         nanoseconds: state.nanoseconds.saturating_add(of.nanoseconds),
                         from: from as u32,
                         choice: choice as u32,
                     };
-                    if layers[index][from].kept + of.peak <= limit && state.others <= others {
+                    let takes_less = below.is_none_or(|below| state.nanoseconds < below);
+                    if takes_less
+                        && layers[index][from].kept + of.peak <= limit
+                        && state.others.iter().all(|&held| held <= others)
+                    {
                         next.push(state);
                     }
                 }
@@ -243,7 +255,9 @@ impl Budget<'_> {
 
     fn variant(&self, choices: &[usize]) -> Variant {
         let chosen = choices.iter().zip(self.blocks);
-        self.saved.dropping(chosen.flat_map(|(&choice, block)| block.dropped(&block.choices[choice])))
+        let dropping =
+            self.saved.dropping(chosen.clone().flat_map(|(&choice, block)| block.dropped(&block.choices[choice])));
+        self.saved.ending_with_input(dropping, chosen.flat_map(|(&choice, block)| block.again(&block.choices[choice])))
     }
 
     fn recomputation(&self, choices: &[usize]) -> RematPlan {
@@ -255,8 +269,8 @@ impl Budget<'_> {
 #[derive(Debug, Clone, Copy, Default)]
 struct State {
     kept: u64,
-    /// Kept by other micro-batches.
-    others: u64,
+    /// Held by other micro-batches, at either moment.
+    others: [u64; 2],
     nanoseconds: u64,
     /// The state of the layers before, and the last layer's choice.
     from: u32,
@@ -267,7 +281,7 @@ impl State {
     /// Bytes of the work at hand and of other micro-batches are added: as many micro-batches of one stage as of another make
     /// them go together; where they don't, a state may be missed.
     fn bytes(&self) -> u64 {
-        self.kept + self.others
+        self.kept + self.others[0].max(self.others[1])
     }
 }
 
@@ -283,11 +297,13 @@ struct States {
 
 impl States {
     /// What will be pushed comes from a state before and a choice of a layer.
-    fn new(before: &[State], block: &Block, beside: u64) -> Self {
-        let of_choices = || block.choices.iter().map(|choice| choice.kept * (1 + beside));
+    fn new(before: &[State], block: &Block, others: &[[u64; 2]]) -> Self {
+        let of_choices = |of: fn(u64, u64) -> u64| {
+            block.choices.iter().zip(others).map(move |(choice, others)| choice.kept + of(others[0], others[1]))
+        };
         let of_states = || before.iter().map(State::bytes);
-        let least = of_states().min().unwrap_or(0) + of_choices().min().unwrap_or(0);
-        let most = of_states().max().unwrap_or(0) + of_choices().max().unwrap_or(0);
+        let least = of_states().min().unwrap_or(0) + of_choices(u64::min).min().unwrap_or(0);
+        let most = of_states().max().unwrap_or(0) + of_choices(u64::max).max().unwrap_or(0);
         let many = before.len() * block.choices.len() > MANY;
         let fastest = vec![None; if many { STATES } else { 0 }];
         Self { all: Vec::new(), fastest, smallest: None, least, instr: (most - least) / STATES as u64 + 1 }
@@ -321,20 +337,32 @@ impl States {
     }
 }
 
+/// Micro-batches of a stage between forward and backward, and between the halves of a split backward: when most are in the former
+/// state, and when most are in the latter.
+pub type InFlight = [[u64; 2]; 2];
+
+fn added(one: [u64; 2], other: [u64; 2]) -> [u64; 2] {
+    [one[0] + other[0], one[1] + other[1]]
+}
+
 /// The most micro-batches of each stage that a rank's row of actions holds at once.
-pub fn in_flight(row: &[Action]) -> HashMap<Place, u64> {
-    let mut now: HashMap<Place, u64> = HashMap::new();
-    let mut most = HashMap::new();
+pub fn in_flight(row: &[Action]) -> HashMap<Place, InFlight> {
+    let mut now: HashMap<Place, [u64; 2]> = HashMap::new();
+    let mut most: HashMap<Place, InFlight> = HashMap::new();
     for action in row {
         let place = Place::Stage(action.stage);
-        let count = now.entry(place).or_default();
+        let [kept, waits] = now.entry(place).or_default();
         match action.kind {
-            Kind::Forward => *count += 1,
-            Kind::Backward | Kind::BackwardInput => *count = count.saturating_sub(1),
-            Kind::BackwardWeight => {}
+            Kind::Forward => *kept += 1,
+            Kind::Backward => *kept = kept.saturating_sub(1),
+            Kind::BackwardInput => (*kept, *waits) = (kept.saturating_sub(1), *waits + 1),
+            Kind::BackwardWeight => *waits = waits.saturating_sub(1),
         }
-        let most = most.entry(place).or_insert(0);
-        *most = (*count).max(*most);
+        let [most_kept, most_waits] = most.entry(place).or_default();
+        *most_kept = [*kept, *waits].max(*most_kept);
+        if (*waits, *kept) > (most_waits[1], most_waits[0]) {
+            *most_waits = [*kept, *waits];
+        }
     }
     most
 }

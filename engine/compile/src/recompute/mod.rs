@@ -18,16 +18,19 @@ mod min_cut;
 pub(crate) mod policy;
 mod saved;
 mod stash;
+mod twice;
 
 pub(crate) use policy::Resolving;
 pub use policy::{CustomPolicy, Layers, Recompute, RecomputePolicy, block_of};
 pub(crate) use saved::SavedActivations;
 pub use stash::Offload;
 pub(crate) use stash::{Stash, Stashing};
+pub use twice::stages_twice;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
-use gapless_graph::{Graph, NodeId, ValueId};
+use gapless_graph::{Graph, NodeId, Place, ValueId};
+use gapless_parallel::StageId;
 
 /// What each micro-batch of a step drops and computes again.
 #[derive(Debug, Clone, Default)]
@@ -47,6 +50,9 @@ pub struct Variant {
     rematerialized: Vec<bool>,
     /// Nodes that run a second time, in order.
     nodes: Vec<NodeId>,
+    /// Roots that end with the input gradients where a schedule splits the backward, whether they were kept or came back for them,
+    /// and are computed again where the weight gradients miss them.
+    end_with_input: BTreeSet<ValueId>,
     /// Roots that wait for the backward otherwise than as they are.
     stash: BTreeMap<ValueId, Stash>,
 }
@@ -60,6 +66,16 @@ impl Variant {
     /// Nodes that run a second time, in order.
     pub fn nodes(&self) -> &[NodeId] {
         &self.nodes
+    }
+
+    /// Whether a root does not wait for the weight gradients of a split backward.
+    pub fn ends_with_input(&self, root: ValueId) -> bool {
+        self.end_with_input.contains(&root)
+    }
+
+    /// The roots that do not.
+    pub fn ending_with_input(&self) -> impl Iterator<Item = ValueId> + '_ {
+        self.end_with_input.iter().copied()
     }
 
     /// The roots that are computed again.
@@ -90,6 +106,24 @@ impl RematPlan {
         self.exception = Some((micro_batch, self.variants.len()));
         self.variants.push(variant);
         self
+    }
+
+    /// The same, but in these stages what comes back for the input gradients of a split backward ends with them, and comes back
+    /// once more for the weight gradients.
+    pub fn twice_in(mut self, graph: &Graph, stages: &BTreeSet<StageId>) -> Self {
+        for variant in &mut self.variants {
+            let is_in = |root: &ValueId| match graph.place_of(*root) {
+                Some(Place::Stage(stage)) => stages.contains(&stage),
+                _ => false,
+            };
+            variant.end_with_input = variant.rematerialized(graph).filter(is_in).collect();
+        }
+        self
+    }
+
+    /// Whether anything is recomputed at all.
+    pub fn is_empty(&self) -> bool {
+        self.variants.iter().all(|variant| variant.nodes.is_empty())
     }
 
     /// The ways that there are.

@@ -6,7 +6,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use gapless_graph::{Graph, Node, Phase, Spec, ValueId};
-use gapless_parallel::{Action, Rates};
+use gapless_parallel::{Action, Kind, Rates};
 
 use super::block::blocks;
 use super::budget::{Budget, first_backward, in_flight};
@@ -115,6 +115,8 @@ pub struct Resolving<'a> {
     pub row: &'a [Action],
     /// What is kept otherwise than as it is.
     pub stashing: Stashing<'a>,
+    /// Whether what comes back for the input gradients of a split backward may end with them, and come back once more.
+    pub can_be_twice: bool,
 }
 
 impl Resolving<'_> {
@@ -149,7 +151,8 @@ impl Resolving<'_> {
             return Err(config(format!("{} FLOP/s and {} bytes/s are no device", rates.flops, rates.bytes)));
         }
         let in_flight = in_flight(self.row);
-        let mut blocks = blocks(self.graph, self.alive, saved, |node| self.nanoseconds(node, rates));
+        let is_split = self.can_be_twice && self.row.iter().any(|action| action.kind == Kind::BackwardInput);
+        let mut blocks = blocks(self.graph, self.alive, saved, is_split, |node| self.nanoseconds(node, rates));
         blocks.retain(|block| in_flight.contains_key(&block.place));
         Budget { bytes, saved, blocks: &blocks, in_flight, first: first_backward(self.row) }.fit(place)
     }

@@ -16,8 +16,9 @@ pub struct SavedActivations<'g> {
     roots: Vec<ValueId>,
     /// Whether a value's maker can run again, by index of the value.
     repeatable: Vec<bool>,
-    /// Whether a backward part reads the value.
+    /// Whether a backward part reads the value, and whether one of the gradients of weights does.
     is_read: Vec<bool>,
+    by_weights: Vec<bool>,
     /// Whether a forward part of another layer reads the value.
     leaves_layer: Vec<bool>,
     /// What waits for the backward otherwise than as it is, where it is kept.
@@ -28,7 +29,8 @@ impl<'g> SavedActivations<'g> {
     /// Looks at the nodes that are `alive`.
     pub fn new(graph: &'g Graph, alive: &[bool]) -> Self {
         let (values, groups) = (graph.values().len(), Groups::of(graph));
-        let [mut is_read, mut leaves_layer, mut leaves_stage, mut is_summed] = [(); 4].map(|()| vec![false; values]);
+        let [mut is_read, mut by_weights, mut leaves_layer, mut leaves_stage, mut is_summed] =
+            [(); 5].map(|()| vec![false; values]);
         for node in graph.node_ids().filter(|id| alive[id.index()]).map(|id| graph.node(id)) {
             for root in node.inputs.iter().map(|&input| graph.value(input).root) {
                 let Some(maker) = graph.producer(root).filter(|maker| maker.phase == Phase::Forward) else { continue };
@@ -37,6 +39,7 @@ impl<'g> SavedActivations<'g> {
                     Phase::BackwardInput | Phase::BackwardWeight => is_read[root.index()] = true,
                     Phase::Update => is_summed[root.index()] = true,
                 }
+                by_weights[root.index()] |= node.phase == Phase::BackwardWeight;
                 leaves_stage[root.index()] |= node.place != maker.place;
             }
         }
@@ -49,7 +52,7 @@ impl<'g> SavedActivations<'g> {
                 roots.extend(node.outputs.iter().copied().filter(|output| is_read[output.index()]));
             }
         }
-        Self { graph, roots, repeatable, is_read, leaves_layer, stash: BTreeMap::new() }
+        Self { graph, roots, repeatable, is_read, by_weights, leaves_layer, stash: BTreeMap::new() }
     }
 
     /// The same, with how some of [`Self::roots`] wait for the backward where they are kept. If some are rounded, choices
@@ -127,7 +130,26 @@ impl<'g> SavedActivations<'g> {
         }
         let kept = self.stash.iter().filter(|(root, _)| !rematerialized[root.index()]);
         let stash: BTreeMap<ValueId, Stash> = kept.map(|(&root, &stash)| (root, stash)).collect();
-        Variant { rematerialized, nodes: nodes.into_iter().collect(), stash }
+        let (nodes, end_with_input) = (nodes.into_iter().collect(), BTreeSet::new());
+        Variant { rematerialized, nodes, end_with_input, stash }
+    }
+
+    /// The same way, but these of [`Self::roots`] end with the input gradients where the backward is split. They are made again for the
+    /// weight gradients from what those read too, and from what is kept for good.
+    pub fn ending_with_input(&self, variant: Variant, ends: impl IntoIterator<Item = ValueId>) -> Variant {
+        let mut missing: Vec<ValueId> = ends.into_iter().collect();
+        let mut end_with_input: BTreeSet<ValueId> = missing.iter().copied().collect();
+        while let Some(root) = missing.pop() {
+            let Some(maker) = self.graph.producer(root) else { continue };
+            for input in maker.inputs.iter().map(|&input| self.graph.value(input).root) {
+                let index = input.index();
+                let waits = self.by_weights[index] || self.leaves_layer[index] || self.stash.contains_key(&input);
+                if self.repeatable[index] && !waits && end_with_input.insert(input) {
+                    missing.push(input);
+                }
+            }
+        }
+        Variant { end_with_input, ..variant }
     }
 }
 

@@ -1,17 +1,21 @@
 //! What a program computes again, layer by layer.
 
+use gapless_parallel::Kind;
 use serde::Serialize;
 
 use crate::recompute::policy::block_of;
 use crate::{InstrKind, Program};
 
 /// What is computed again in a layer.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct RecomputedLayer {
     /// Name of the layer, e.g. `h.3`; or of what stands outside of layers.
     pub layer: String,
     /// Operations that run a second time in a micro-batch, in order.
     pub ops: Vec<&'static str>,
+    /// The same for the weight gradients alone, where the schedule splits the backward; these may run a third time.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub ops_for_weights: Vec<&'static str>,
 }
 
 /// How many operations each micro-batch runs a second time.
@@ -31,17 +35,22 @@ pub fn recomputed_layers(program: &Program) -> Vec<RecomputedLayer> {
     let most = counts.iter().max().copied().unwrap_or(0);
     let micro_batch = counts.iter().position(|&count| count == most).unwrap_or(0);
     let mut layers: Vec<RecomputedLayer> = Vec::new();
-    for instr in &program.instrs {
-        let InstrKind::Compute(op) = &instr.kind else { continue };
-        let numbered = block_of(&instr.layer);
-        let layer = numbered.unwrap_or(&instr.layer);
-        let known = layers.iter().position(|known| known.layer == layer);
-        if known.is_none() && (numbered.is_some() || instr.rematerialized) {
-            layers.push(RecomputedLayer { layer: layer.to_owned(), ops: Vec::new() });
-        }
-        if instr.rematerialized && instr.micro_batch as usize == micro_batch {
-            let index = known.unwrap_or(layers.len() - 1);
-            layers[index].ops.push(op.name());
+    for part in &program.parts {
+        let is_for_weights = part.action.is_some_and(|action| action.kind == Kind::BackwardWeight);
+        for instr in &program.instrs[part.instrs.clone()] {
+            let InstrKind::Compute(op) = &instr.kind else { continue };
+            let numbered = block_of(&instr.layer);
+            let layer = numbered.unwrap_or(&instr.layer);
+            let known = layers.iter().position(|known| known.layer == layer);
+            if known.is_none() && (numbered.is_some() || instr.rematerialized) {
+                layers.push(RecomputedLayer { layer: layer.to_owned(), ..RecomputedLayer::default() });
+            }
+            if instr.rematerialized && instr.micro_batch as usize == micro_batch {
+                let index = known.unwrap_or(layers.len() - 1);
+                let RecomputedLayer { ops, ops_for_weights, .. } = &mut layers[index];
+                let ops = if is_for_weights { ops_for_weights } else { ops };
+                ops.push(op.name());
+            }
         }
     }
     layers

@@ -16,14 +16,14 @@ use crate::{CompileOptions, Program, Target};
 use gapless_graph::Result;
 
 /// Layers of x + W₂·f(W₁·norm(x)), of widths of their own.
-struct Chain {
+pub(super) struct Chain {
     embed: Embedding,
     layers: Vec<(RmsNorm, Linear, Linear, String)>,
     head: Linear,
 }
 
 impl Chain {
-    fn new(hidden: &[usize], vb: VarBuilder) -> Result<Self> {
+    pub(super) fn new(hidden: &[usize], vb: VarBuilder) -> Result<Self> {
         let layer = |(index, &hidden): (usize, &usize)| {
             let vb = vb.pp("h").pp(index);
             let (norm, up) = (rms_norm(16, 1e-5, vb.pp("norm"))?, linear_no_bias(16, hidden, vb.pp("up"))?);
@@ -48,7 +48,7 @@ impl Model for Chain {
 /// Sixteenths of the way from the least bytes to the most.
 const PARTS: [u64; 16] = [4, 8, 12, 16, 1, 2, 3, 5, 6, 7, 9, 10, 11, 13, 14, 15];
 
-const TARGET: Target = Target::Cpu { threads: 1 };
+pub(super) const TARGET: Target = Target::Cpu { threads: 1 };
 
 /// The program whose first micro-batch drops some values, and the others others.
 fn dropping(step: &TrainStep, plan: &RankPlan, first: Vec<ValueId>, rest: Vec<ValueId>) -> Program {
@@ -59,10 +59,7 @@ fn dropping(step: &TrainStep, plan: &RankPlan, first: Vec<ValueId>, rest: Vec<Va
 }
 
 /// What may be dropped. Norms make their statistics with their results: they go together.
-fn candidates(step: &TrainStep) -> Vec<Vec<ValueId>> {
-    let graph = step.graph();
-    let alive = alive_nodes(&graph, step.outputs());
-    let saved = SavedActivations::new(&graph, &alive);
+pub(super) fn candidates(saved: &SavedActivations<'_>) -> Vec<Vec<ValueId>> {
     let mut groups: Vec<Vec<_>> = Vec::new();
     for &root in saved.roots().iter().filter(|&&root| !saved.leaves_layer(root)) {
         match groups.last_mut() {
@@ -76,7 +73,9 @@ fn candidates(step: &TrainStep) -> Vec<Vec<ValueId>> {
 /// The most bytes alive at once, and the time of what is computed again, under every subset of what may be dropped: in all
 /// micro-batches, or one subset in the first and another in the rest.
 fn all_ways(step: &TrainStep, plan: &RankPlan, rates: &Rates, first_is_other: bool) -> Vec<(u64, u64)> {
-    let candidates = candidates(step);
+    let graph = step.graph();
+    let candidates = candidates(&SavedActivations::new(&graph, &alive_nodes(&graph, step.outputs())));
+    drop(graph);
     let of = |subset: usize| -> Vec<ValueId> {
         let chosen = candidates.iter().enumerate().filter(|(i, _)| subset >> i & 1 == 1);
         chosen.flat_map(|(_, group)| group.iter().copied()).collect()

@@ -9,7 +9,7 @@ use gapless_graph::Graph;
 use gapless_parallel::Action;
 
 use super::record::TrainStep;
-use super::{Build, RankPlan, StepOptions, recompute, record};
+use super::{Build, RankPlan, StepOptions, can_be_twice, policy, recompute, record};
 use crate::error::{Error, Result};
 use crate::lowering::Target;
 use crate::program::Program;
@@ -69,6 +69,7 @@ impl StepGraph {
     }
 
     /// The program of the same rank for a table of fewer micro-batches: what each of them costs and keeps, it does in the whole step.
+    /// Where the schedule may have a split backward compute twice again, the program that never does, and the one that always does.
     ///
     /// # Errors
     /// As [`Self::program`].
@@ -78,10 +79,17 @@ impl StepGraph {
         rank: usize,
         table: Vec<Vec<Action>>,
         target: Target,
-    ) -> Result<Program> {
+    ) -> Result<Vec<Program>> {
         let (mesh, stages) = (options.mesh, options.mesh.pipeline * options.pipeline.chunks);
         let at = mesh.coordinate(self.first_of(options, rank)?);
-        self.lower(options, &RankPlan { mesh, at, stages, table }, target)
+        let ranks = RankPlan { mesh, at, stages, table };
+        let once = policy(&self.step, options, &ranks, target, &[])?;
+        let mut programs = vec![self.step.lower(&ranks, target, &once)?];
+        if let Some(stages) = can_be_twice(options, &ranks, &once) {
+            let twice = once.twice_in(&self.graph(), &stages);
+            programs.push(self.step.lower(&ranks, target, &twice)?);
+        }
+        Ok(programs)
     }
 
     /// The first rank with the stages of a rank of the pipeline, if the graph is that of such a step.

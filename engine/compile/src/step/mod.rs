@@ -12,14 +12,17 @@ mod options;
 mod overflow;
 mod ranks;
 mod record;
+#[cfg(test)]
+mod split_reference;
 mod update;
 
 use std::collections::{BTreeSet, HashMap};
 
 use candle_core::{D, DType};
-use gapless_alloc::Role;
+use gapless_alloc::{Role, lower_bound};
 use gapless_graph::Model;
 use gapless_graph::nn::VarBuilder;
+use gapless_parallel::{Kind, StageId};
 
 pub use self::generation::{Generation, compile_inference};
 pub use self::graph::StepGraph;
@@ -30,13 +33,14 @@ use self::record::{Trace, TrainStep};
 pub use self::update::{CheckpointLayout, KeptPart};
 use crate::Executable;
 use crate::error::{Error, Result};
+use crate::lifetimes::lifetimes;
 use crate::link::{compile, height};
 use crate::lower::{alive_nodes, lower};
 use crate::lowering::{Lowering, Output, Target};
 use crate::partition::{ParameterStages, cut_like};
 use crate::passes::dump;
 use crate::program::{BufferKind, Program};
-use crate::recompute::{RematPlan, Resolving};
+use crate::recompute::{Recompute, RematPlan, Resolving, stages_twice};
 
 /// What makes a model, whichever it is: so what records and compiles steps is compiled once, and not for every model anew.
 pub type Build<'a> = dyn Fn(VarBuilder) -> gapless_graph::Result<Box<dyn Model + 'a>> + 'a;
@@ -143,7 +147,7 @@ fn record(build: &Build<'_>, options: &StepOptions, ranks: &RankPlan) -> Result<
     Ok(step)
 }
 
-/// What a step computes again. A budget is for it and `others` in one arena: each way that the search tries is lowered and placed.
+/// What a step computes again; twice in those stages of a split backward where that lowers the most bytes that are alive on the rank.
 fn recompute(
     step: &TrainStep,
     options: &StepOptions,
@@ -152,10 +156,40 @@ fn recompute(
     others: &[&Program],
 ) -> Result<RematPlan> {
     let _span = tracing::info_span!("recompute").entered();
+    let once = policy(step, options, ranks, target, others)?;
+    let Some(stages) = can_be_twice(options, ranks, &once) else { return Ok(once) };
+    let graph = step.graph();
+    let twice = stages_twice(stages, |stages| {
+        let train = step.lower_graph(&graph, ranks, target, &once.clone().twice_in(&graph, stages))?;
+        let programs: Vec<&Program> = [&train].into_iter().chain(others.iter().copied()).collect();
+        Ok::<u64, Error>(lower_bound(&lifetimes(&programs)?.problem))
+    })?;
+    Ok(once.twice_in(&graph, &twice))
+}
+
+/// The stages of a rank that may compute twice again: those whose backward is split, by a policy that names what it drops. Where rows
+/// are let go while the step runs, what makes them again reads what waits.
+fn can_be_twice(options: &StepOptions, ranks: &RankPlan, once: &RematPlan) -> Option<BTreeSet<StageId>> {
+    let row = &ranks.table[ranks.at.pipeline];
+    let split = row.iter().filter(|action| action.kind == Kind::BackwardInput);
+    let stages: BTreeSet<StageId> = split.map(|action| action.stage).collect();
+    let is_named = !matches!(options.recompute, Recompute::Budget { .. }) && !once.is_empty();
+    (is_named && options.overflow != Overflow::Recompute && !stages.is_empty()).then_some(stages)
+}
+
+/// What the policy says. A budget is for the step and `others` in one arena: each way that the search tries is lowered and placed.
+fn policy(
+    step: &TrainStep,
+    options: &StepOptions,
+    ranks: &RankPlan,
+    target: Target,
+    others: &[&Program],
+) -> Result<RematPlan> {
     let alive = alive_nodes(&step.graph(), step.outputs());
     let graph = step.graph();
     let row = &ranks.table[ranks.at.pipeline];
-    let resolving = Resolving { graph: &graph, alive: &alive, row, stashing: options.stashing() };
+    let can_be_twice = options.overflow != Overflow::Recompute;
+    let resolving = Resolving { graph: &graph, alive: &alive, row, stashing: options.stashing(), can_be_twice };
     resolving.resolve(&options.recompute, |recomputation, capacity| {
         let train = step.lower_graph(&graph, ranks, target, recomputation)?;
         let programs: Vec<&Program> = [&train].into_iter().chain(others.iter().copied()).collect();

@@ -240,11 +240,15 @@ fn report(out: &mut dyn Write, of: &Step, step: &Planned) -> io::Result<()> {
     }
     let mut from = 0;
     while let Some(first) = step.layers.get(from) {
-        let count = step.layers[from..].iter().take_while(|layer| layer.ops == first.ops).count();
+        let of = |layer: &RecomputedLayer| (layer.ops.clone(), layer.ops_for_weights.clone());
+        let count = step.layers[from..].iter().take_while(|layer| of(layer) == of(first)).count();
         let last = &step.layers[from + count - 1];
         let range = if count == 1 { first.layer.clone() } else { format!("{} … {}", first.layer, last.layer) };
         let ops = if first.ops.is_empty() { "nothing".to_owned() } else { first.ops.join(", ") };
         writeln!(out, "  {range:<28} {ops}")?;
+        if !first.ops_for_weights.is_empty() {
+            writeln!(out, "  {:<28} {}", "  for gradients of weights", first.ops_for_weights.join(", "))?;
+        }
         from += count;
     }
     #[cfg(feature = "cuda")]

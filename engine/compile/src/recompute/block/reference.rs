@@ -52,7 +52,7 @@ fn any_layer(candidates: std::ops::RangeInclusive<usize>) -> impl Strategy<Value
 
 fn all(layer: &Layer) -> Vec<Choice> {
     let mut costs = Costs::new(layer);
-    (0..1 << layer.candidates.len()).map(|dropped| costs.of(dropped)).collect()
+    (0..1 << layer.candidates.len()).map(|dropped| costs.of(dropped, 0)).collect()
 }
 
 /// Bytes and time of what lies on the lower convex hull of some choices, the fastest first.
@@ -81,7 +81,7 @@ generated! {
     #[test]
     fn minimal_cuts_are_the_corners_of_all_choices(layer in any_layer(1..=12)) {
         let mut costs = Costs::new(&layer);
-        let cuts: Vec<Choice> = hull(&layer).into_iter().map(|dropped| costs.of(dropped)).collect();
+        let cuts: Vec<Choice> = hull(&layer).into_iter().map(|dropped| costs.of(dropped, 0)).collect();
         let corners = lower_hull(&all(&layer));
         prop_assert_eq!(lower_hull(&cuts), corners.clone());
         // But for keeping everything, where something is to be had for nothing.
@@ -142,7 +142,7 @@ fn is_as_good(one: &Choice, other: &Choice, within: u64) -> bool {
 fn of_runs(layer: &Layer) -> Vec<Choice> {
     let mut costs = Costs::new(layer);
     let mut best = |subsets: Vec<u64>| -> Vec<Choice> {
-        let all: Vec<Choice> = subsets.into_iter().map(|dropped| costs.of(dropped)).collect();
+        let all: Vec<Choice> = subsets.into_iter().map(|dropped| costs.of(dropped, 0)).collect();
         let beats = |other: &Choice, one: &Choice| {
             is_as_good(other, one, 0) && (!is_as_good(one, other, 0) || other.dropped < one.dropped)
         };
@@ -202,7 +202,7 @@ fn a_layer_of_experts_has_choices_no_worse_than_those_of_its_runs() {
         rates.nanoseconds(node.op.flops(&inputs, &outputs), node.op.bytes_moved(&inputs, &outputs))
     };
     let layers: Vec<Layer> =
-        parts(&graph, &alive, &saved).iter().map(|part| part.layer(&graph, &saved, &time).0).collect();
+        parts(&graph, &alive, &saved).iter().map(|part| part.layer(&graph, &saved, false, &time).0).collect();
     let layer = layers.iter().max_by_key(|layer| layer.candidates.len()).unwrap();
     assert!(layer.candidates.len() > 16, "{} candidates", layer.candidates.len());
     let (choices, runs) = (layer.choices(), of_runs(layer));

@@ -1,0 +1,125 @@
+//! Judges what is computed again where a schedule splits the backward into I and W: every set of stages that compute twice again,
+//! and every way to keep and drop for each half, lowered one by one.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use gapless_alloc::lower_bound;
+use gapless_graph::{Phase, Place, ValueId};
+use gapless_parallel::{Kind, Mesh, Rates, StageId, by_name};
+use gapless_testing::few;
+
+use super::budget_reference::{Chain, TARGET, candidates};
+use super::record::TrainStep;
+use super::{Pipeline, RankPlan, StepOptions, of_any, policy, recompute, record};
+use crate::error::Error;
+use crate::lower::alive_nodes;
+use crate::recompute::{Layers, Recompute, RematPlan, SavedActivations};
+use crate::{Program, table};
+
+const RATES: Rates = Rates { flops: 1e9, bytes: 1e9 };
+
+fn options(schedule: &str, chunks: usize, micro_batches: usize, recompute: Recompute) -> StepOptions {
+    let schedule = Arc::from(by_name(schedule).unwrap());
+    let pipeline = Pipeline { schedule, chunks, ..Pipeline::default() };
+    let (mesh, batch) = (Mesh::pipeline(2), 4 * micro_batches);
+    StepOptions { batch, micro_batches, sequence: 16, mesh, pipeline, recompute, ..StepOptions::default() }
+}
+
+fn recorded(hidden: &[usize], options: &StepOptions, rank: usize) -> (TrainStep, RankPlan) {
+    let ranks = RankPlan::new(options.mesh, rank, &options.pipeline, options.micro_batches).unwrap();
+    (record(&of_any(|vb| Chain::new(hidden, vb)), options, &ranks).unwrap(), ranks)
+}
+
+/// The most bytes that are alive at once, and the time of what is computed again.
+fn cost(program: &Program) -> (u64, u64) {
+    (lower_bound(&table(program).unwrap()), program.nanoseconds(&RATES)[1])
+}
+
+/// By policies that name what they drop, what is computed again comes back twice in the stages where fewest bytes are alive so; of two
+/// that hold the same, in those that take less time.
+#[test]
+fn no_other_stages_hold_less() {
+    let layers = Recompute::Layers(Layers::All);
+    let gelu = Recompute::Ops(vec!["gelu".into()]);
+    let (mut once, mut twice) = (0, 0);
+    for (schedule, chunks) in [("zb-h1", 1), ("zb-h2", 1), ("zbv", 2), ("interleaved-zb", 2), ("v-min", 2)] {
+        for (rank, recomputed) in [(0, &layers), (1, &layers), (1, &gelu)] {
+            let options = options(schedule, chunks, 4, recomputed.clone());
+            let (step, ranks) = recorded(&[64, 96, 32, 64], &options, rank);
+            let named = policy(&step, &options, &ranks, TARGET, &[]).unwrap();
+            let of_row = ranks.table[rank].iter().filter(|action| action.kind == Kind::BackwardInput);
+            let stages: Vec<StageId> = of_row.map(|action| action.stage).collect::<BTreeSet<_>>().into_iter().collect();
+            let way = |set: usize| {
+                let chosen = stages.iter().enumerate().filter(|(index, _)| set >> index & 1 == 1);
+                let plan = named.clone().twice_in(&step.graph(), &chosen.map(|(_, &stage)| stage).collect());
+                cost(&step.lower(&ranks, TARGET, &plan).unwrap())
+            };
+            let best = (0..1 << stages.len()).map(way).min().unwrap();
+            let chosen = recompute(&step, &options, &ranks, TARGET, &[]).unwrap();
+            let found = cost(&step.lower(&ranks, TARGET, &chosen).unwrap());
+            println!("{schedule} {rank}: {found:?}, {:?} at once", way(0));
+            assert_eq!(found, best, "{schedule}, rank {rank}, {recomputed:?}");
+            *(if chosen.variants()[0].ending_with_input().next().is_some() { &mut twice } else { &mut once }) += 1;
+        }
+    }
+    assert!(once > 0 && twice > 0, "{once} once, {twice} twice");
+}
+
+/// All pairs of what is dropped behind F and what ends with I, of the candidates of a rank.
+fn all_ways(step: &TrainStep, ranks: &RankPlan) -> Vec<(u64, u64)> {
+    let graph = step.graph();
+    let alive = alive_nodes(&graph, step.outputs());
+    let saved = SavedActivations::new(&graph, &alive);
+    let here = Some(Place::Stage(StageId(ranks.at.pipeline as u32)));
+    let candidates: Vec<Vec<ValueId>> =
+        candidates(&saved).into_iter().filter(|roots| graph.place_of(roots[0]) == here).collect();
+    let by_weights = |roots: &Vec<ValueId>| {
+        let readers = graph.nodes().iter().filter(|node| node.phase == Phase::BackwardWeight);
+        readers.flat_map(|node| &node.inputs).any(|&input| roots.contains(&graph.value(input).root))
+    };
+    let for_weights: Vec<Vec<ValueId>> = candidates.iter().filter(|roots| by_weights(roots)).cloned().collect();
+    let of = |all: &[Vec<ValueId>], subset: usize| -> Vec<ValueId> {
+        let chosen = all.iter().enumerate().filter(|(index, _)| subset >> index & 1 == 1);
+        chosen.flat_map(|(_, roots)| roots.iter().copied()).collect()
+    };
+    println!("{} candidates, {} that W reads", candidates.len(), for_weights.len());
+    let way = |(dropped, again)| {
+        let dropping = saved.dropping(of(&candidates, dropped));
+        let plan = RematPlan::uniform(saved.ending_with_input(dropping, of(&for_weights, again)));
+        cost(&step.lower_graph(&graph, ranks, TARGET, &plan).unwrap())
+    };
+    let all_again = 1 << for_weights.len();
+    (0..1 << candidates.len()).flat_map(|dropped| (0..all_again).map(move |again| (dropped, again))).map(way).collect()
+}
+
+/// A budget finds the cheapest of all ways for both halves, beside that of the first micro-batch, which is better still.
+#[test]
+fn no_way_for_both_halves_is_cheaper() {
+    let all: [(&str, usize, &[usize]); 4] =
+        [("zb-h2", 1, &[64, 64]), ("zb-h1", 1, &[64, 64]), ("zb-h2", 0, &[64, 64]), ("zb-h2", 1, &[64, 96, 32, 64])];
+    for &(schedule, rank, hidden) in few(&all, 3) {
+        let within = |bytes| options(schedule, 1, 3, Recompute::Budget { bytes, rates: RATES });
+        let (step, ranks) = recorded(hidden, &within(0), rank);
+        let ways = all_ways(&step, &ranks);
+        let (least, most) = (ways.iter().map(|way| way.0).min().unwrap(), ways[0].0);
+        let found = |bytes| recompute(&step, &within(bytes), &ranks, TARGET, &[]);
+        let Err(Error::OverBudget { smallest, .. }) = found(least - 1) else { panic!("it fits below the least") };
+        println!("{schedule} {rank}: from {least} ({smallest} found) to {most}");
+        assert!((least..=least + least / 100).contains(&smallest), "{smallest}, not {least}");
+        let (mut again, mut at_best) = (0, 0);
+        for part in [0, 2, 4, 6, 8, 10, 12, 14] {
+            let bytes = smallest + (most - smallest) * part / 16;
+            let best = ways.iter().filter(|way| way.0 <= bytes).map(|way| way.1).min().unwrap();
+            let found = found(bytes).unwrap();
+            let alike = RematPlan::uniform(found.variants()[0].clone());
+            let [(alive, less), (_, time)] = [&found, &alike].map(|of| cost(&step.lower(&ranks, TARGET, of).unwrap()));
+            println!("{bytes} bytes, {alive} alive, {less} ns again, {time} if all are alike, {best} at best");
+            assert!(alive <= bytes && less <= time && best <= time);
+            (again, at_best) = (again + time, at_best + best);
+        }
+        println!("{again} ns again, {at_best} at best");
+        // The search counts what W brings back on top of all that another micro-batch keeps of the layers before, not of all layers.
+        assert!(again as f64 <= 1.03 * at_best as f64, "{again} ns again, {at_best} at best");
+    }
+}
