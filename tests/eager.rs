@@ -1,5 +1,5 @@
 //! The eager lowering against recordings of the real library: the most bytes alive, exactly, and what PyTorch's allocator wastes on them
-//! within half a point. With `GAPLESS_SLOW_TESTS`, on all recordings beside the project.
+//! within half a point; experts have the recorded rows. With `GAPLESS_SLOW_TESTS`, on all recordings beside the project.
 //!
 //! Not judged: sequences of changing lengths.
 
@@ -131,7 +131,7 @@ fn steps_allocate_what_the_library_does() {
         judged += 1;
     }
     assert!(wrong.is_empty(), "{wrong}");
-    assert!(judged >= 9, "{judged} of {} recordings are of models that can be said", entries.len());
+    assert!(judged >= 12, "{judged} of {} recordings are of models that can be said", entries.len());
 }
 
 #[test]
