@@ -186,7 +186,15 @@ fn what_has_no_rule_is_named() {
         assert!(error.contains(expected), "{error}");
     };
     let gpt = "model = 'gpt:vocabulary=64,layers=2,heads=2,width=32'";
-    check("model = 'moe:router.jitter=0.1'", "no rule says what jitter");
+    let moe = "llama.vocabulary=64,llama.layers=2,llama.heads=2,llama.kv_heads=2,llama.width=32,expert_hidden=16";
+    check(&format!("model = 'moe:{moe},router.jitter=0.1'"), "no rule says what jitter");
+    check(&format!("model = 'moe:{moe},router.z_loss=0.1'"), "no rule says what log_sum_exp");
+    let capacity = "router.capacity.factor=1.25,router.capacity.drop=\"lightest\"";
+    check(&format!("model = 'moe:{moe},{capacity}'"), "no rule says what unplaced");
+    let chosen = "router.choice=\"experts\",router.balance_loss=0.0";
+    check(&format!("model = 'moe:{moe},{capacity},{chosen}'"), "no rule says what unplaced");
+    let latent = "latent.kv_rank=8,latent.plain_size=8,latent.rotated_size=4,latent.value_size=8";
+    check(&format!("model = 'moe:{moe},{latent}'"), "no rule says what");
     check(&format!("{gpt}\nrecompute = 'ops:gelu'"), "other than layers");
     check(&format!("{gpt}\npipeline_ranks = 2\nmicro_batches = 2\nschedule = 'zb-h1'"), "splits backwards");
     check(&format!("{gpt}\noptimizer = 'galore'"), "nothing but adamw");

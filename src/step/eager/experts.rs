@@ -2,8 +2,8 @@
 //!
 //! | experts | program |
 //! |---|---|
-//! | all on one rank | the loop of `transformers` (`MixtralSparseMoeBlock.forward` up to 4.5x): each expert reads its tokens' rows out of all, and adds what it makes of them, weighted, to a sum in place |
-//! | shared | `all_to_all` of rows, sorted by expert, experts one by one, `cat`, sorted and sent back, put in their tokens' order, weighted and summed over choices |
+//! | all on one rank | `transformers`' loop over experts (`MixtralSparseMoeBlock`): each reads its tokens' rows, and adds what it makes of them to a sum in place |
+//! | shared | rows by `all_to_all`, sorted by expert, experts one by one, sorted and sent back, put in their tokens' order, weighted and summed |
 //!
 //! Both have each expert's weights as parameters of their own, and leave out experts that no row comes to. Functions read as those in
 //! `rules`.
@@ -22,7 +22,7 @@ pub type ExpertRows<'a> = dyn Fn(usize, &str) -> Vec<u64> + 'a;
 /// Tokens through their experts, which a graph has as nodes of one layer.
 #[derive(Debug)]
 pub struct Mixture {
-    /// The first of its nodes, and whether it is this one.
+    /// The first of its nodes, in whose place all of it runs.
     pub dispatch: NodeId,
     /// What each token's choices weigh.
     pub weights: ValueId,

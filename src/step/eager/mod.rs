@@ -4,8 +4,8 @@
 //! library have it: operations one by one, what autograd saves of each, temporaries and workspaces, gradients as they are added, frees
 //! when the last reference goes. Never: a kernel, or a number.
 //!
-//! `rules` says what each operation allocates, `experts` how mixtures are written; `tape` counts references; `autograd` runs backwards; `stage` takes from the graph what a
-//! rank runs, and `run` walks it.
+//! `rules` says what each operation allocates, `experts` how mixtures are written; `tape` counts references; `autograd` runs
+//! backwards; `stage` takes from the graph what a rank runs, and `run` walks it.
 
 mod autograd;
 mod experts;
