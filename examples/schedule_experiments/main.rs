@@ -39,13 +39,7 @@ struct Row {
     comparable: String,
     #[serde(default)]
     quick: bool,
-    #[serde(default = "yes")]
-    eager: bool,
     step: StepSpec,
-}
-
-fn yes() -> bool {
-    true
 }
 
 /// A figure of a paper, about an allocator.
@@ -90,12 +84,10 @@ fn measure(row: &Row) -> Result<Vec<Outcome>> {
         reserved: Some(plan.arena_bytes()),
         allocated: plan.solution.lower_bound,
     }];
-    if row.eager {
-        let problem = step.eager(&graph, rank)?;
-        let comparison = Comparison { kinds: PEERS.to_vec(), iterations: 3, ..Comparison::default() };
-        let compared = compare(&problem, &Requests::new(&problem), &comparison);
-        outcomes.extend(compared.allocators.iter().map(outcome));
-    }
+    let problem = step.eager(&graph, rank)?;
+    let comparison = Comparison { kinds: PEERS.to_vec(), iterations: 3, ..Comparison::default() };
+    let compared = compare(&problem, &Requests::new(&problem), &comparison);
+    outcomes.extend(compared.allocators.iter().map(outcome));
     Ok(outcomes)
 }
 

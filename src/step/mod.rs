@@ -36,7 +36,7 @@ mod spec;
 mod timing;
 
 pub use device::{CostModel, DeviceProfile, UnknownDevice};
-pub use eager::{EagerError, Lowering};
+pub use eager::{EagerError, ExpertRows, Lowering};
 pub use estimate::{Estimate, estimate};
 pub use machine::ThisMachine;
 pub use model::{ModelSpec, PRESETS};

@@ -212,7 +212,6 @@ impl StepSpec {
         match self.lowering {
             Lowering::Gapless => Ok(()),
             _ if self.optimizer != Rule::AdamW => refuse("optimizer", "nothing but adamw is known"),
-            _ if self.expert_ranks > 1 => refuse("expert_ranks", "nothing is known"),
             _ if !self.compress.is_empty() => refuse("compress", "nothing is known"),
             _ if !self.offload.is_empty() => refuse("offload", "nothing is known"),
             Lowering::EagerAmp if self.dtype != Precision::Mixed => refuse("dtype", "autocast makes it mixed"),

@@ -4,11 +4,14 @@
 //! library have it: operations one by one, what autograd saves of each, temporaries and workspaces, gradients as they are added, frees
 //! when the last reference goes. Never: a kernel, or a number.
 //!
-//! `rules` says what each operation allocates; `tape` counts references; `autograd` runs backwards; `run` walks the graph.
+//! `rules` says what each operation allocates, `experts` how mixtures are written; `tape` counts references; `autograd` runs
+//! backwards; `stage` takes from the graph what a rank runs, and `run` walks it.
 
 mod autograd;
+mod experts;
 mod rules;
 mod run;
+mod stage;
 mod tape;
 
 use gapless_alloc::Problem;
@@ -18,6 +21,7 @@ use gapless_models::hf::Architecture;
 use gapless_parallel::Kind;
 use serde::{Deserialize, Serialize};
 
+pub use self::experts::ExpertRows;
 use self::run::{Run, Style};
 use self::tape::{BF16, F32};
 use super::{Precision, Step};
@@ -59,11 +63,24 @@ pub enum EagerError {
 }
 
 impl Step {
-    /// The lifetimes of a rank of the pipeline as an eager framework has them, whatever this step's lowering but for autocast.
+    /// The lifetimes of a rank of the pipeline as an eager framework has them, whatever this step's lowering but for autocast. Each
+    /// row comes to any of a layer's experts with the same chance.
     ///
     /// # Errors
     /// [`EagerError`].
     pub fn eager(&self, graph: &StepGraph, rank: usize) -> Result<Problem, EagerError> {
+        self.eager_with(graph, rank, None)
+    }
+
+    /// The same with so many rows for each expert: a pure function, for layers that are recomputed ask again.
+    ///
+    /// # Errors
+    /// [`EagerError`].
+    pub fn eager_routed(&self, graph: &StepGraph, rank: usize, rows: &ExpertRows<'_>) -> Result<Problem, EagerError> {
+        self.eager_with(graph, rank, Some(rows))
+    }
+
+    fn eager_with(&self, graph: &StepGraph, rank: usize, rows: Option<&ExpertRows<'_>>) -> Result<Problem, EagerError> {
         let table = self.options.pipeline.schedule.actions(&self.shape())?;
         let row = table.get(rank).ok_or_else(|| EagerError::Unknown(format!("rank {rank}")))?;
         if row.iter().any(|action| !matches!(action.kind, Kind::Forward | Kind::Backward)) {
@@ -74,8 +91,9 @@ impl Step {
         }
         let graph = graph.graph();
         let mut run = Run::new(&graph, self.style(), row);
+        run.route(rows);
         run.checkpoint(self.checkpoints(run.blocks())?);
-        row.iter().try_for_each(|&action| run.act(action))?;
+        row.iter().enumerate().try_for_each(|(at, &action)| run.act(action, row.get(at + 1)))?;
         run.update();
         Ok(Problem::new(run.into_buffers())?)
     }
@@ -95,6 +113,7 @@ impl Step {
             micro_batches: self.options.micro_batches,
             stages: self.options.mesh.pipeline * self.options.pipeline.chunks,
             data_ranks: self.options.mesh.data as u64,
+            expert_ranks: self.options.mesh.expert as u64,
         }
     }
 

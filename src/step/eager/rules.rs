@@ -17,6 +17,11 @@ const CUBLAS: u64 = 8_519_680;
 /// cublasLt's, which adds a bias as it stores (`aten/src/ATen/cuda/CUDABlas.cpp`).
 const CUBLAS_LT: u64 = 1 << 20;
 
+/// What sorting so many int64 by keys of theirs takes beside its operands, as recorded of `cub::DeviceRadixSort`; a few fit into a block.
+pub fn sort_workspace(count: u64) -> u64 {
+    if count > 2300 { count * 65 / 4 + 5631 } else { 1 }
+}
+
 /// `torch::sum` over rows: partial sums of several blocks in float32, and a counter for each block's columns
 /// (`global_memory_size` in `aten/src/ATen/native/cuda/Reduce.cuh`: 128 columns and 4 rows per block, 1,728 blocks, at least 16 rows per
 /// thread).
@@ -201,14 +206,30 @@ impl Autograd {
         })
     }
 
-    /// `F.linear`: `addmm` with a bias, else `mm`. The weight's gradient comes before the input's in `mm`, behind it in `addmm`.
+    /// `F.linear` of more than two dimensions: views around that of two.
     pub fn linear(&self, x: &Var, weight: &Var, bias: Option<&Var>) -> Var {
         let (inner, outer) = (x.data.width, weight.data.elements / x.data.width);
-        let turned = self.record(&[weight]).output(weight.data.clone(), |_, g| vec![Some(g.view())]);
-        let flat = self.view(x, inner);
+        let turned = self.turned(weight);
+        let y = self.product(&self.view(x, inner), &turned, bias);
+        self.view(&y, outer)
+    }
+
+    /// `F.linear` of two dimensions.
+    pub fn flat_linear(&self, x: &Var, weight: &Var) -> Var {
+        self.product(x, &self.turned(weight), None)
+    }
+
+    /// `t()`.
+    fn turned(&self, weight: &Var) -> Var {
+        self.record(&[weight]).output(weight.data.clone(), |_, g| vec![Some(g.view())])
+    }
+
+    /// `addmm` with a bias, else `mm`. The weight's gradient comes before the input's in `mm`, behind it in `addmm`.
+    fn product(&self, flat: &Var, turned: &Var, bias: Option<&Var>) -> Var {
+        let (inner, outer) = (flat.data.width, turned.data.elements / flat.data.width);
         let mut op = match bias {
-            Some(bias) => self.record(&[&flat, &turned, bias]),
-            None => self.record(&[&flat, &turned]),
+            Some(bias) => self.record(&[flat, turned, bias]),
+            None => self.record(&[flat, turned]),
         };
         let needs = [op.needs(0), op.needs(1), bias.is_some() && op.needs(2)];
         if needs[1] {
@@ -217,7 +238,7 @@ impl Autograd {
         if needs[0] {
             op.save(&turned.data);
         }
-        let y = self.tape.new_tensor(flat.data.rows() * outer, outer, weight.data.dtype);
+        let y = self.tape.new_tensor(flat.data.rows() * outer, outer, turned.data.dtype);
         drop(self.tape.bytes(if bias.is_some() { CUBLAS_LT } else { CUBLAS }));
         let has_bias = bias.is_some();
         let product = |t: &Tape, elements, width, dtype| {
@@ -225,7 +246,7 @@ impl Autograd {
             drop(t.bytes(CUBLAS));
             product
         };
-        let y = op.output(y, move |t, g| {
+        op.output(y, move |t, g| {
             let of_x = || needs[0].then(|| product(t, g.rows() * inner, inner, g.dtype));
             let of_weight = || needs[1].then(|| product(t, inner * outer, inner, g.dtype));
             if has_bias {
@@ -234,8 +255,7 @@ impl Autograd {
                 let weight = of_weight();
                 vec![of_x(), weight]
             }
-        });
-        self.view(&y, outer)
+        })
     }
 
     /// Rotary positions as `transformers` writes them (`apply_rotary_pos_emb`): x·cos + cat(−x₂, x₁)·sin.
@@ -287,7 +307,7 @@ impl Autograd {
             }
             let [_sorted, _order] = [(); 2].map(|()| t.bytes(INT64 * count));
             let range = t.bytes(INT64 * count);
-            drop(t.bytes(count * 65 / 4 + 5631));
+            drop(t.bytes(sort_workspace(count)));
             drop(range);
             let gradient = of_table(t);
             let (_segments, _number) = (t.bytes(INT64 * count), t.bytes(8));

@@ -1,16 +1,18 @@
 //! Walks the forward of a graph, action by action, and calls what is recorded of it back.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
 
 use gapless_alloc::Buffer;
-use gapless_engine::graph::{Graph, NodeId, Phase, Place, Source, ValueId};
+use gapless_engine::graph::{DType, Graph, NodeId, Phase, Source, Spec, Stream, ValueId};
 use gapless_engine::recompute::block_of;
 use gapless_parallel::{Action, Kind, StageId};
 
 use super::EagerError;
 use super::autograd::{Autograd, Frame, Mode, Var};
+use super::experts::{ExpertRows, Mixture, drawn};
+use super::stage::{Stage, is_sum};
 use super::tape::{BF16, F32, INT64, Tensor};
 
 /// What of a step is a matter of how its program is written.
@@ -29,6 +31,8 @@ pub struct Style {
     pub stages: usize,
     /// Ranks that share the optimizer's states.
     pub data_ranks: u64,
+    /// Ranks that share the experts.
+    pub expert_ranks: u64,
 }
 
 /// In order, so that what goes together goes in the same order each time.
@@ -42,28 +46,28 @@ pub struct Run<'g> {
     /// The nodes of each stage of this rank.
     stages: HashMap<StageId, Stage>,
     parameters: HashMap<ValueId, Var>,
+    /// Parameters of which each of a rank's experts has one of its own.
+    of_experts: HashMap<ValueId, Vec<Var>>,
     /// In the order of the model.
-    trained: Vec<ValueId>,
+    trained: Vec<Var>,
     /// What lives through the step beside them.
     persistent: Vec<Tensor>,
-    /// Autocast's cache.
-    casts: RefCell<Environment>,
+    /// Autocast's cache, by parameter and expert.
+    casts: RefCell<BTreeMap<(ValueId, usize), Var>>,
     /// What swiglu takes the silu of, which is done as soon as it is there.
     gates: HashSet<ValueId>,
+    /// By layer.
+    mixtures: BTreeMap<String, Mixture>,
+    /// Drawn if there is none.
+    rows: Option<&'g ExpertRows<'g>>,
+    micro_batch: Cell<usize>,
     blocks: Vec<String>,
     checkpointed: HashSet<String>,
     in_flight: HashMap<Action, InFlight>,
+    /// Gradients of the next action's outputs, if they are there before it.
+    received: Vec<Tensor>,
     /// What the last backward leaves until the next action has received.
     left: Vec<Tensor>,
-}
-
-#[derive(Debug, Default)]
-struct Stage {
-    nodes: Vec<NodeId>,
-    /// The last node that reads a value, by position.
-    last: BTreeMap<ValueId, usize>,
-    /// What other stages read of it; the loss of the last one.
-    outputs: Vec<ValueId>,
 }
 
 /// A micro-batch between its forward and its backward.
@@ -72,79 +76,28 @@ struct InFlight {
     outputs: Vec<Var>,
 }
 
-/// Puts products of the same tensor behind each other, with the views of each: queries, keys and values are made before any of them is
-/// rotated.
-fn put_products_together(graph: &Graph, nodes: &mut [NodeId]) {
-    let read = |id: NodeId| Some(graph.node(id)).filter(|node| node.op.name() == "linear").map(|node| node.inputs[0]);
-    let is_view = |id: &&NodeId| matches!(graph.node(**id).op.name(), "reshape" | "transpose");
-    for position in 0..nodes.len() {
-        let Some(input) = read(nodes[position]) else { continue };
-        let views = |from: usize, nodes: &[NodeId]| from + 1 + nodes[from + 1..].iter().take_while(is_view).count();
-        let end = views(position, nodes);
-        if let Some(next) = (end..nodes.len()).take(32).find(|&next| read(nodes[next]) == Some(input)) {
-            let moved = views(next, nodes);
-            nodes[end..moved].rotate_right(moved - next);
-        }
-    }
-}
-
-/// The values of a stage that others read, in order; its last one if they read none.
-fn outputs(graph: &Graph, place: StageId, stage: &Stage) -> Vec<ValueId> {
-    let made: HashSet<ValueId> = stage.nodes.iter().flat_map(|&id| &graph.node(id).outputs).copied().collect();
-    let elsewhere =
-        graph.nodes().iter().filter(|node| node.phase == Phase::Forward && node.place != Place::Stage(place));
-    let mut read: Vec<ValueId> =
-        elsewhere.flat_map(|node| &node.inputs).filter(|id| made.contains(id)).copied().collect();
-    read.sort_unstable();
-    read.dedup();
-    match stage.nodes.last() {
-        Some(&last) if read.is_empty() => vec![graph.node(last).outputs[0]],
-        _ => read,
-    }
-}
-
 impl<'g> Run<'g> {
     /// Allocates what is there before a step.
     pub fn new(graph: &'g Graph, style: Style, row: &[Action]) -> Self {
-        let mut stages: HashMap<StageId, Stage> = HashMap::new();
-        let here: HashSet<StageId> = row.iter().map(|action| action.stage).collect();
-        let mut blocks: Vec<String> = Vec::new();
-        for id in graph.node_ids() {
-            let node = graph.node(id);
-            let Place::Stage(place) = node.place else { continue };
-            if node.phase != Phase::Forward {
-                continue;
-            }
-            if let Some(block) = block_of(&node.layer).filter(|block| !blocks.iter().any(|known| known == block)) {
-                blocks.push(block.to_owned());
-            }
-            if here.contains(&place) {
-                let stage = stages.entry(place).or_default();
-                stage.nodes.push(id);
-            }
-        }
-        for (&place, stage) in &mut stages {
-            if style.is_transformers {
-                put_products_together(graph, &mut stage.nodes);
-            }
-            let inputs =
-                |(position, &id): (usize, &NodeId)| graph.node(id).inputs.iter().map(move |&id| (id, position));
-            stage.last = stage.nodes.iter().enumerate().flat_map(inputs).collect();
-            stage.outputs = outputs(graph, place, stage);
-        }
+        let (stages, blocks) = Stage::of_rank(graph, row, style.is_transformers);
         let mut run = Self {
             graph,
             style,
             autograd: Autograd::default(),
             stages,
             parameters: HashMap::new(),
+            of_experts: HashMap::new(),
             trained: Vec::new(),
             persistent: Vec::new(),
             casts: RefCell::default(),
             gates: graph.nodes().iter().filter(|node| node.op.name() == "swiglu").map(|node| node.inputs[0]).collect(),
+            mixtures: Mixture::find(graph),
+            rows: None,
+            micro_batch: Cell::new(0),
             blocks,
             checkpointed: HashSet::new(),
             in_flight: HashMap::new(),
+            received: Vec::new(),
             left: Vec::new(),
         };
         run.allocate_persistent();
@@ -161,22 +114,34 @@ impl<'g> Run<'g> {
         self.checkpointed = blocks.into_iter().collect();
     }
 
+    /// Says which rows come to which experts.
+    pub fn route(&mut self, rows: Option<&'g ExpertRows<'g>>) {
+        self.rows = rows;
+    }
+
     /// Parameters, tables of rotary positions, and the optimizer's states.
     fn allocate_persistent(&mut self) {
         let Self { graph, style, .. } = *self;
         let read: HashSet<ValueId> = self.stages.values().flat_map(|stage| stage.last.keys().copied()).collect();
+        let of_experts: HashSet<ValueId> = self.mixtures.values().flat_map(|mixture| mixture.projections).collect();
         for (id, _) in graph.persistent().filter(|(id, _)| read.contains(id)) {
             let spec = &graph.value(id).spec;
             let (elements, width) = (spec.elements() as u64, spec.dims().last().copied().unwrap_or(1) as u64);
-            let data = self.autograd.tape.new_tensor(elements, width, style.parameter);
-            let var = match graph.is_frozen(id) {
-                true => Var { data, edge: None },
-                false => {
-                    self.trained.push(id);
-                    self.autograd.leaf(data, !style.is_mixed)
+            let count = if of_experts.contains(&id) { spec.dims()[0] } else { 1 };
+            let parameter = |_| {
+                let data = self.autograd.tape.new_tensor(elements / count as u64, width, style.parameter);
+                match graph.is_frozen(id) {
+                    true => Var { data, edge: None },
+                    false => self.autograd.leaf(data, !style.is_mixed),
                 }
             };
-            self.parameters.insert(id, var);
+            let mut vars: Vec<Var> = (0..count).map(parameter).collect();
+            self.trained.extend(vars.iter().filter(|var| var.edge.is_some()).cloned());
+            if of_experts.contains(&id) {
+                self.of_experts.insert(id, vars);
+            } else if let Some(var) = vars.pop() {
+                self.parameters.insert(id, var);
+            }
         }
         let tape = &self.autograd.tape;
         let node_ids = self.stages.values().flat_map(|stage| &stage.nodes);
@@ -186,22 +151,22 @@ impl<'g> Run<'g> {
             let dtype = if style.is_amp { F32 } else { style.parameter };
             self.persistent.extend([(); 2].map(|()| tape.new_tensor(elements, 1, dtype)));
         }
-        for id in &self.trained {
-            let elements = graph.value(*id).spec.elements() as u64;
+        for Var { data: Tensor { elements, .. }, .. } in &self.trained {
             let share = elements.div_ceil(style.data_ranks);
             let state = if style.is_mixed { F32 } else { style.parameter };
             if style.is_mixed {
-                self.persistent.push(tape.new_tensor(elements, 1, F32));
+                self.persistent.push(tape.new_tensor(*elements, 1, F32));
                 self.persistent.push(tape.new_tensor(share, 1, F32));
             }
             self.persistent.extend([share, share, 1].map(|count| tape.new_tensor(count, 1, state)));
         }
     }
 
-    /// Does an action of the schedule.
-    pub fn act(&mut self, action: Action) -> Result<(), EagerError> {
+    /// Does an action of the schedule, in front of the next one.
+    pub fn act(&mut self, action: Action, next: Option<&Action>) -> Result<(), EagerError> {
+        self.micro_batch.set(action.micro_batch.0 as usize);
         match action.kind {
-            Kind::Forward => self.forward(action),
+            Kind::Forward => self.forward(action, next),
             _ => {
                 self.backward(action);
                 Ok(())
@@ -209,7 +174,7 @@ impl<'g> Run<'g> {
         }
     }
 
-    fn forward(&mut self, action: Action) -> Result<(), EagerError> {
+    fn forward(&mut self, action: Action, next: Option<&Action>) -> Result<(), EagerError> {
         let graph = self.graph;
         let is_last = action.stage.0 as usize + 1 == self.style.stages;
         let Some(stage) = self.stages.get(&action.stage) else { return Ok(()) };
@@ -223,13 +188,19 @@ impl<'g> Run<'g> {
                 // Received from another stage.
                 Source::Node { .. } => {
                     let width = value.spec.dims().last().copied().unwrap_or(1) as u64;
-                    let data = self.autograd.tape.new_tensor(elements, width, self.style.parameter);
+                    let data = self.autograd.tape.new_tensor(elements, width, self.dtype(&value.spec));
                     inputs.push(self.autograd.leaf(data, true));
                     inputs[inputs.len() - 1].clone()
                 }
                 _ => continue,
             };
             environment.insert(id, var);
+        }
+        // Where stages are interleaved, one exchange brings what the backward behind needs, too.
+        if let Some(next) = next.filter(|_| self.stages.len() > 1) {
+            let is_received = |next: &&InFlight| next.outputs.iter().all(|output| output.data.elements > 1);
+            let outputs = self.in_flight.get(next).filter(is_received).map_or(&[][..], |next| &next.outputs);
+            self.received = outputs.iter().map(|output| self.autograd.tape.like(&output.data)).collect();
         }
         self.left.clear();
         let mut outputs = self.run_stage(stage, environment)?;
@@ -244,7 +215,10 @@ impl<'g> Run<'g> {
     fn backward(&mut self, action: Action) {
         let Some(InFlight { inputs, outputs }) = self.in_flight.remove(&action) else { return };
         let tape = &self.autograd.tape;
-        let gradients: Vec<Tensor> = outputs.iter().map(|output| tape.like(&output.data)).collect();
+        let gradients: Vec<Tensor> = match std::mem::take(&mut self.received) {
+            received if received.len() == outputs.len() => received,
+            _ => outputs.iter().map(|output| tape.like(&output.data)).collect(),
+        };
         self.left.clear();
         let stage = &self.stages[&action.stage];
         let (edges, data): (Vec<_>, Vec<Tensor>) = outputs.into_iter().map(|Var { data, edge }| (edge, data)).unzip();
@@ -269,8 +243,8 @@ impl<'g> Run<'g> {
         let norms: Vec<Tensor> = self.trained.iter().map(|_| tape.bytes(F32)).collect();
         let _stacked = tape.bytes(F32 * norms.len() as u64);
         let _norm = tape.bytes(F32);
-        for id in &self.trained {
-            self.parameters[id].leaf().map(|leaf| leaf.grad.take());
+        for parameter in &self.trained {
+            parameter.leaf().map(|leaf| leaf.grad.take());
         }
     }
 
@@ -283,14 +257,14 @@ impl<'g> Run<'g> {
     fn run_stage(&self, stage: &Stage, mut environment: Environment) -> Result<Vec<Var>, EagerError> {
         let block = |position: usize| block_of(&self.graph.node(stage.nodes[position]).layer);
         let mut start = 0;
-        // What the loop over blocks began with is a variable of its own.
+        // What the loop over blocks began with is a variable of its own, in the programs of dense models.
         let mut first: Option<Vec<(ValueId, Var)>> = None;
         while start < stage.nodes.len() {
             let name = block(start);
             let end = (start + 1..stage.nodes.len()).find(|&at| block(at) != name).unwrap_or(stage.nodes.len());
             let nodes = start..end;
             let inputs = self.inputs(stage, nodes.clone(), &environment);
-            first = name.map(|_| first.unwrap_or_else(|| inputs.clone()));
+            first = name.filter(|_| self.mixtures.is_empty()).map(|_| first.unwrap_or_else(|| inputs.clone()));
             let is_checkpointed = name.is_some_and(|name| self.checkpointed.contains(name));
             let frame = is_checkpointed.then(|| Frame::new(nodes.clone(), inputs.clone()));
             if let Some(frame) = &frame {
@@ -345,7 +319,8 @@ impl<'g> Run<'g> {
                 let read = node.inputs.iter().chain(&node.outputs);
                 locals.extend(read.filter_map(|id| values.get(id)).cloned());
             }
-            values.retain(|id, _| stage.last.get(id).is_none_or(|&last| last > position) || stage.outputs.contains(id));
+            values
+                .retain(|id, _| stage.last.get(id).is_some_and(|&last| last > position) || stage.outputs.contains(id));
         }
         Ok(())
     }
@@ -359,6 +334,14 @@ impl<'g> Run<'g> {
         };
         let unknown = || EagerError::Op { op: node.op.name().to_owned(), layer: node.layer.to_string() };
         let input = |index: usize| value(index).ok_or_else(unknown);
+        if let Some(mixture) = self.mixtures.get(&*node.layer) {
+            // One program does what its other nodes do, too.
+            if id == mixture.dispatch {
+                let weights = values.get(&mixture.weights).cloned().ok_or_else(unknown)?;
+                values.insert(mixture.output, self.experts(mixture, &node.layer, &input(0)?, &weights));
+            }
+            return Ok(());
+        }
         let output = node.outputs[0];
         let spec = &self.graph.value(output).spec;
         let width = spec.dims().last().copied().unwrap_or(1) as u64;
@@ -372,10 +355,26 @@ impl<'g> Run<'g> {
             }
             "narrow" => return self.split(id, &input(0)?, values),
             "broadcast_as" | "contiguous" | "scaled_sum" => input(0)?,
+            // Numbers beside a sum are a part of it.
+            "affine" if is_sum(self.graph, node.inputs[0]) => input(0)?,
+            "to_dtype" => autograd.cast(&input(0)?, self.dtype(spec)),
+            "softmax_last_dim" => autograd.softmax(&input(0)?),
+            "sigmoid" => autograd.sigmoid(&input(0)?),
+            "sum" => autograd.sum(&input(0)?, spec.elements() as u64, width),
+            "div" => autograd.div(&input(0)?, &input(1)?),
+            "top_k" => {
+                let made = autograd.top_k(&input(0)?, width);
+                values.extend(node.outputs.iter().copied().zip(made));
+                return Ok(());
+            }
+            "expert_load" => Var { data: autograd.tape.new_tensor(spec.elements() as u64, width, F32), edge: None },
+            // A part of what the experts' program sorts.
+            "route" => return Ok(()),
             "reshape" => autograd.view(&input(0)?, width),
             "transpose" => autograd.transpose(&input(0)?),
             "linear" => {
-                self.linear(node.inputs[1], &input(0)?, &input(1)?, value(2).map(|bias| (node.inputs[2], bias)))
+                let bias = value(2).map(|bias| (node.inputs[2], bias));
+                self.linear(node.inputs[1], &input(0)?, &input(1)?, bias)
             }
             "rope" => autograd.transpose(&autograd.rope(&autograd.transpose(&input(0)?))),
             "attention" => {
@@ -408,25 +407,69 @@ impl<'g> Run<'g> {
         Ok(())
     }
 
-    /// A product; under autocast of casts of what it reads, of which parameters' are kept until the forward's end.
+    /// A product of the last dimension.
     fn linear(&self, id: ValueId, x: &Var, weight: &Var, bias: Option<(ValueId, Var)>) -> Var {
-        let Self { autograd, style, .. } = self;
-        if !style.is_amp {
-            return autograd.linear(x, weight, bias.as_ref().map(|(_, bias)| bias));
-        }
-        let kept = |id: ValueId, parameter: &Var| {
-            let known = self.casts.borrow().get(&id).cloned();
-            known.unwrap_or_else(|| {
-                let cast = autograd.cast(parameter, BF16);
-                self.casts.borrow_mut().insert(id, cast.clone());
-                cast
-            })
-        };
         // C++ casts a call's arguments from the last to the first.
-        let bias = bias.map(|(id, bias)| kept(id, &bias));
-        let weight = kept(id, weight);
-        let x = autograd.cast(x, BF16);
-        autograd.linear(&x, &weight, bias.as_ref())
+        let bias = bias.map(|(id, bias)| self.autocast((id, 0), &bias));
+        let weight = self.autocast((id, 0), weight);
+        self.autograd.linear(&self.operand(x), &weight, bias.as_ref())
+    }
+
+    /// What a product reads of an activation.
+    fn operand(&self, x: &Var) -> Var {
+        if self.style.is_amp { self.autograd.cast(x, BF16) } else { x.clone() }
+    }
+
+    /// What a product reads of a parameter, or of one of an expert: under autocast a cast, which is kept until the forward's end.
+    fn autocast(&self, id: (ValueId, usize), parameter: &Var) -> Var {
+        if !self.style.is_amp {
+            return parameter.clone();
+        }
+        let known = self.casts.borrow().get(&id).cloned();
+        known.unwrap_or_else(|| {
+            let cast = self.autograd.cast(parameter, BF16);
+            self.casts.borrow_mut().insert(id, cast.clone());
+            cast
+        })
+    }
+
+    /// Tokens through their experts, down(silu(gate(x))·up(x)), as many rows each as routing says.
+    fn experts(&self, mixture: &Mixture, layer: &str, x: &Var, weights: &Var) -> Var {
+        let Self { autograd, style, .. } = self;
+        let [gate, up, down] = mixture.projections;
+        let project = |id: ValueId, expert: usize, x: &Var| {
+            let weight = self.autocast((id, expert), &self.of_experts[&id][expert]);
+            autograd.flat_linear(&self.operand(x), &weight)
+        };
+        let expert = |expert: usize, x: &Var| {
+            let hidden = {
+                let activated = autograd.activation(&project(gate, expert, x));
+                let product = autograd.mul(&activated, &project(up, expert, x));
+                drop(activated);
+                product
+            };
+            project(down, expert, &hidden)
+        };
+        let count = self.of_experts[&gate].len();
+        let (ranks, micro_batch) = (style.expert_ranks, self.micro_batch.get());
+        let mut rows = match self.rows {
+            Some(rows) => rows(micro_batch, layer),
+            None => {
+                let stream = Stream::new(0, 0, micro_batch as u64);
+                let numbers = stream.place(mixture.dispatch.index() as u64, count);
+                drawn(weights.data.elements * ranks, count as u64 * ranks, count as u64, numbers)
+            }
+        };
+        rows.truncate(count);
+        match ranks {
+            1 => autograd.experts_in_turn(x, weights, &rows, &expert),
+            _ => autograd.experts_over_ranks(x, weights, &rows, &expert),
+        }
+    }
+
+    /// Bytes of an element.
+    fn dtype(&self, spec: &Spec) -> u64 {
+        if spec.dtype == DType::F32 { F32 } else { self.style.parameter }
     }
 
     /// All parts of a tensor that is narrowed into parts that lie side by side.

@@ -1,0 +1,282 @@
+//! Mixtures of experts as programs of PyTorch run them, which of them by the number of ranks that share the experts:
+//!
+//! | experts | program |
+//! |---|---|
+//! | all on one rank | `transformers`' loop over experts (`MixtralSparseMoeBlock`): each reads its tokens' rows, and adds what it makes of them to a sum in place |
+//! | shared | rows by `all_to_all`, sorted by expert, experts one by one, sorted and sent back, put in their tokens' order, weighted and summed |
+//!
+//! Both have each expert's weights as parameters of their own, and leave out experts that no row comes to. Functions read as those in
+//! `rules`.
+
+use std::collections::{BTreeMap, HashSet};
+
+use gapless_engine::graph::{Graph, NodeId, Numbers, Phase, Place, ValueId};
+
+use super::autograd::{Autograd, Var};
+use super::rules::sort_workspace;
+use super::tape::{INT64, Tape, Tensor};
+
+/// How many rows each expert of a rank has, by micro-batch and the layer of the experts.
+pub type ExpertRows<'a> = dyn Fn(usize, &str) -> Vec<u64> + 'a;
+
+/// Tokens through their experts, which a graph has as nodes of one layer.
+#[derive(Debug)]
+pub struct Mixture {
+    /// The first of its nodes, in whose place all of it runs.
+    pub dispatch: NodeId,
+    /// What each token's choices weigh.
+    pub weights: ValueId,
+    /// Weights of experts for the gate, up and down.
+    pub projections: [ValueId; 3],
+    /// The tokens behind their experts.
+    pub output: ValueId,
+}
+
+impl Mixture {
+    /// Those of a graph, by layer; not those whose experts choose tokens, or that a stage begins inside of.
+    pub fn find(graph: &Graph) -> BTreeMap<String, Self> {
+        let mut layers: BTreeMap<String, Vec<NodeId>> = BTreeMap::new();
+        for id in graph.node_ids().filter(|&id| graph.node(id).phase == Phase::Forward) {
+            layers.entry(graph.node(id).layer.to_string()).or_default().push(id);
+        }
+        let of_layer = |(layer, nodes): (String, Vec<NodeId>)| Some((layer, Self::of_nodes(graph, &nodes)?));
+        layers.into_iter().filter_map(of_layer).collect()
+    }
+
+    fn of_nodes(graph: &Graph, nodes: &[NodeId]) -> Option<Self> {
+        let named = |name: &'static str| nodes.iter().copied().filter(move |&id| graph.node(id).op.name() == name);
+        let input = |id: NodeId, index: usize| graph.node(id).inputs[index];
+        let dispatch = named("dispatch").next()?;
+        let weights = input(named("slot_weights").next()?, 0);
+        let elements = |id: ValueId| graph.value(id).spec.elements();
+        let place = |id: &NodeId| graph.node(*id).place;
+        let places: HashSet<Place> = nodes.iter().map(place).collect();
+        if places.len() > 1 || elements(weights) != elements(input(dispatch, 2)) {
+            return None;
+        }
+        let projections: Vec<ValueId> = named("grouped_linear").map(|id| input(id, 1)).collect();
+        let output = graph.node(named("combine").next()?).outputs[0];
+        Some(Self { dispatch, weights, projections: projections.try_into().ok()?, output })
+    }
+}
+
+/// Rows of the first `here` of `experts`, if each of all rows comes to any of them with the same chance. Counts are normal, as binomial
+/// ones nearly are.
+pub fn drawn(rows: u64, experts: u64, here: u64, numbers: Numbers) -> Vec<u64> {
+    let mut left = rows;
+    let mut draw = |expert: u64| {
+        let chance = 1.0 / (experts - expert) as f64;
+        let mean = left as f64 * chance;
+        let deviation = (mean * (1.0 - chance)).sqrt();
+        let count = (mean + deviation * numbers.normal(expert as usize)).round().clamp(0.0, left as f64) as u64;
+        left -= count;
+        count
+    };
+    (0..here).map(&mut draw).collect()
+}
+
+/// An expert of this rank on its rows.
+type Expert<'a> = &'a dyn Fn(usize, &Var) -> Var;
+
+impl Autograd {
+    /// Experts that are all here.
+    pub fn experts_in_turn(&self, x: &Var, weights: &Var, rows: &[u64], expert: Expert<'_>) -> Var {
+        let mut sum = Var { data: self.tape.like(&x.data), edge: None };
+        // Variables of the loop, which keep what they have until the next expert's is there.
+        let (mut _made, mut _state): (Option<Var>, Option<Var>) = (None, None);
+        let (mut _tokens, mut _choices): (Option<Tensor>, Option<Tensor>) = (None, None);
+        for (index, &count) in rows.iter().enumerate().filter(|(_, count)| **count > 0) {
+            let choices = self.tape.new_tensor(count, 1, INT64);
+            _choices = Some(choices.clone());
+            let tokens = self.tape.new_tensor(count, 1, INT64);
+            _tokens = Some(tokens.clone());
+            let state = self.index_select(x, &tokens, count);
+            _state = Some(state.clone());
+            let weighted = {
+                let y = expert(index, &state);
+                let weight = self.index(weights, [&tokens, &choices]);
+                let product = self.mul(&y, &weight);
+                drop(y);
+                product
+            };
+            _made = Some(weighted.clone());
+            sum = self.index_add(&sum, &tokens, &self.cast(&weighted, x.data.dtype));
+        }
+        sum
+    }
+
+    /// Experts that other ranks have, too: what comes to this rank's is of all ranks' tokens.
+    pub fn experts_over_ranks(&self, x: &Var, weights: &Var, rows: &[u64], expert: Expert<'_>) -> Var {
+        let (sent, received) = (weights.data.elements, rows.iter().sum());
+        let [places, tokens] = [(); 2].map(|()| self.tape.new_tensor(sent, 1, INT64));
+        let by_rank = self.index_select(x, &tokens, sent);
+        let (arrived, by_expert) = (self.all_to_all(&by_rank, received), self.tape.new_tensor(received, 1, INT64));
+        let states = self.index_select(&arrived, &by_expert, received);
+        drop(arrived);
+        let parts = self.split_rows(&states, rows);
+        let mut made: Vec<Var> = parts
+            .iter()
+            .enumerate()
+            .filter(|(_, part)| part.data.elements > 0)
+            .map(|(index, part)| expert(index, part))
+            .collect();
+        let all = self.cat_rows(&made, x);
+        let sorted = self.index_select(&all, &by_expert, received);
+        drop(all);
+        let returned = self.all_to_all(&sorted, sent);
+        let in_order = self.index_copy(&returned, &places);
+        let output = self.sum(&self.mul(&in_order, weights), x.data.elements, x.data.width);
+        drop(by_rank);
+        // A list lets go of its last first.
+        made.reverse();
+        drop(made);
+        output
+    }
+
+    /// `softmax`, which saves its output.
+    pub fn softmax(&self, x: &Var) -> Var {
+        let mut op = self.record(&[x]);
+        let y = self.tape.like(&x.data);
+        op.save(&y);
+        op.output(y, |t, g| {
+            let gradient = t.like(g);
+            let _products = t.like(g);
+            vec![Some(gradient)]
+        })
+    }
+
+    /// `sigmoid`, which saves its output.
+    pub fn sigmoid(&self, x: &Var) -> Var {
+        let mut op = self.record(&[x]);
+        let y = self.tape.like(&x.data);
+        op.save(&y);
+        op.output(y, |t, g| vec![Some(t.like(g))])
+    }
+
+    /// `topk` of the last dimension: values, and their places.
+    pub fn top_k(&self, x: &Var, k: u64) -> [Var; 2] {
+        let mut op = self.record(&[x]);
+        let [values, places] = [x.data.dtype, INT64].map(|dtype| self.tape.new_tensor(x.data.rows() * k, k, dtype));
+        op.save(&places);
+        let (elements, width) = (x.data.elements, x.data.width);
+        let values = op.output(values, move |t, g| vec![Some(t.new_tensor(elements, width, g.dtype))]);
+        [values, Var { data: places, edge: None }]
+    }
+
+    /// `sum` of a dimension, of whose gradient all elements of the dimension are the same one.
+    pub fn sum(&self, x: &Var, elements: u64, width: u64) -> Var {
+        let y = self.tape.new_tensor(elements, width, x.data.dtype);
+        let (elements, width) = (x.data.elements, x.data.width);
+        self.record(&[x]).output(y, move |_, g| vec![Some(Tensor { elements, width, ..g.view() })])
+    }
+
+    /// `div` by something that is not larger. The second gradient, −g·((a ÷ b) ÷ b), comes before the first.
+    pub fn div(&self, a: &Var, b: &Var) -> Var {
+        let mut op = self.record(&[a, b]);
+        op.save(&b.data);
+        op.save(&a.data);
+        let (elements, width) = (b.data.elements, b.data.width);
+        op.output(self.tape.like(&a.data), move |t, g| {
+            let of_b = {
+                let [_negated, _quotient, _again] = [(); 3].map(|()| t.like(g));
+                t.like(g)
+            };
+            let of_a = t.like(g);
+            let of_b = if elements < g.elements { t.new_tensor(elements, width, g.dtype) } else { of_b };
+            vec![Some(of_a), Some(of_b)]
+        })
+    }
+
+    /// `index_select` of rows: `index_add_` into zeros in the backward.
+    fn index_select(&self, x: &Var, index: &Tensor, rows: u64) -> Var {
+        let mut op = self.record(&[x]);
+        op.save(index);
+        let (elements, width) = (x.data.elements, x.data.width);
+        op.output(self.tape.new_tensor(rows * width, width, x.data.dtype), move |t, g| {
+            vec![Some(t.new_tensor(elements, width, g.dtype))]
+        })
+    }
+
+    /// `x[i, j]`: `index_put_` into zeros in the backward, which sorts by place (`aten/src/ATen/native/cuda/Indexing.cu`).
+    fn index(&self, x: &Var, [i, j]: [&Tensor; 2]) -> Var {
+        let mut op = self.record(&[x]);
+        op.save(j);
+        op.save(i);
+        let (elements, width, count) = (x.data.elements, x.data.width, i.elements);
+        op.output(self.tape.new_tensor(count, 1, x.data.dtype), move |t, g| {
+            let gradient = t.new_tensor(elements, width, g.dtype);
+            let places = || t.new_tensor(count, 1, INT64);
+            let first = places();
+            let _linear = places();
+            drop(first);
+            drop([places(), places()]);
+            let [_sorted, _order, _range] = [(); 3].map(|()| places());
+            drop(t.bytes(sort_workspace(count)));
+            // The engine does not add to it in place, as recorded.
+            vec![Some(gradient.view())]
+        })
+    }
+
+    /// `index_add_` of rows to a sum: nothing new, but what is added is kept, for its extents alone.
+    fn index_add(&self, sum: &Var, index: &Tensor, rows: &Var) -> Var {
+        let mut op = self.record(&[sum, rows]);
+        op.save(index);
+        op.save(&rows.data);
+        let (elements, width) = (rows.data.elements, rows.data.width);
+        op.output(sum.data.clone(), move |t, g| {
+            let of_rows = t.new_tensor(elements, width, g.dtype);
+            vec![Some(g.clone()), Some(of_rows)]
+        })
+    }
+
+    /// `index_copy` of rows to zeros, which are copied before; what is written is kept, for its extents alone.
+    fn index_copy(&self, rows: &Var, index: &Tensor) -> Var {
+        let mut op = self.record(&[rows]);
+        op.save(index);
+        op.save(&rows.data);
+        let _zeros = self.tape.like(&rows.data);
+        op.output(self.tape.like(&rows.data), |t, g| vec![Some(t.like(g))])
+    }
+
+    /// `all_to_all_single` into so many rows, as a function of autograd.
+    fn all_to_all(&self, x: &Var, rows: u64) -> Var {
+        let (elements, width) = (x.data.elements, x.data.width);
+        self.record(&[x]).output(self.tape.new_tensor(rows * width, width, x.data.dtype), move |t, g| {
+            vec![Some(t.new_tensor(elements, width, g.dtype))]
+        })
+    }
+
+    /// `split` of rows: one tensor takes the gradients of all parts.
+    fn split_rows(&self, x: &Var, rows: &[u64]) -> Vec<Var> {
+        let (elements, width, dtype) = (x.data.elements, x.data.width, x.data.dtype);
+        let part = |count: &u64| Tensor { elements: count * width, ..x.data.view() };
+        let whole = move |t: &Tape, _: &[Option<Tensor>]| vec![Some(t.new_tensor(elements, width, dtype))];
+        self.record(&[x]).outputs(rows.iter().map(part).collect(), whole)
+    }
+
+    /// `cat` of rows, as wide as `like`: gradients are views.
+    fn cat_rows(&self, parts: &[Var], like: &Var) -> Var {
+        let counts: Vec<u64> = parts.iter().map(|part| part.data.elements).collect();
+        let dtype = parts.first().unwrap_or(like).data.dtype;
+        let y = self.tape.new_tensor(counts.iter().sum(), like.data.width, dtype);
+        let op = self.record(&parts.iter().collect::<Vec<_>>());
+        op.output(y, move |_, g| counts.iter().map(|&elements| Some(Tensor { elements, ..g.view() })).collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn drawn_rows_are_all_rows_on_all_experts() {
+        for (rows, experts) in [(0, 1), (7, 8), (16_384, 8), (1 << 20, 60)] {
+            let drawn = |here, seed| drawn(rows, experts, here, Numbers::from_seed(seed));
+            let all = drawn(experts, 3);
+            assert_eq!(all.iter().sum::<u64>(), rows);
+            // A rank's experts have what they have among all.
+            assert_eq!(drawn(experts.div_ceil(2), 3)[..], all[..experts.div_ceil(2) as usize]);
+            assert!(rows < 100 || drawn(experts, 4) != all);
+        }
+    }
+}

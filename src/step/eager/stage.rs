@@ -1,0 +1,89 @@
+//! What of a graph's forward a stage of the pipeline runs, in the order of an eager program.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+
+use gapless_engine::graph::{Graph, NodeId, Phase, Place, Source, ValueId};
+use gapless_engine::recompute::block_of;
+use gapless_parallel::{Action, StageId};
+
+/// Nodes of a stage.
+#[derive(Debug, Default)]
+pub struct Stage {
+    pub nodes: Vec<NodeId>,
+    /// The last node that reads a value, by position.
+    pub last: BTreeMap<ValueId, usize>,
+    /// What other stages read of it; the loss of the last one.
+    pub outputs: Vec<ValueId>,
+}
+
+impl Stage {
+    /// The stages of a rank's actions, and all blocks of the model, in order.
+    pub fn of_rank(graph: &Graph, row: &[Action], is_transformers: bool) -> (HashMap<StageId, Self>, Vec<String>) {
+        let mut stages: HashMap<StageId, Self> = HashMap::new();
+        let here: HashSet<StageId> = row.iter().map(|action| action.stage).collect();
+        let mut blocks: Vec<String> = Vec::new();
+        for id in graph.node_ids() {
+            let node = graph.node(id);
+            let Place::Stage(place) = node.place else { continue };
+            if node.phase != Phase::Forward {
+                continue;
+            }
+            if let Some(block) = block_of(&node.layer).filter(|block| !blocks.iter().any(|known| known == block)) {
+                blocks.push(block.to_owned());
+            }
+            if here.contains(&place) {
+                let stage = stages.entry(place).or_default();
+                stage.nodes.push(id);
+            }
+        }
+        for (&place, stage) in &mut stages {
+            if is_transformers {
+                put_products_together(graph, &mut stage.nodes);
+            }
+            let inputs =
+                |(position, &id): (usize, &NodeId)| graph.node(id).inputs.iter().map(move |&id| (id, position));
+            stage.last = stage.nodes.iter().enumerate().flat_map(inputs).collect();
+            stage.outputs = outputs(graph, place, stage);
+        }
+        (stages, blocks)
+    }
+}
+
+/// Whether a value is what `sum` makes.
+pub fn is_sum(graph: &Graph, id: ValueId) -> bool {
+    matches!(graph.value(id).source, Source::Node { node, .. } if graph.node(node).op.name() == "sum")
+}
+
+/// Puts products of the same tensor behind each other, with the views of each: queries, keys and values are made before any of them is
+/// rotated.
+fn put_products_together(graph: &Graph, nodes: &mut [NodeId]) {
+    let name = |id: NodeId| graph.node(id).op.name();
+    let read = |id: NodeId| Some(graph.node(id)).filter(|node| node.op.name() == "linear").map(|node| node.inputs[0]);
+    let is_view = |id: &&NodeId| matches!(name(**id), "reshape" | "transpose");
+    for position in 0..nodes.len() {
+        let Some(input) = read(nodes[position]) else { continue };
+        let views = |from: usize, nodes: &[NodeId]| from + 1 + nodes[from + 1..].iter().take_while(is_view).count();
+        let end = views(position, nodes);
+        // A router has chosen before a shared expert begins.
+        let mut near = (end..nodes.len()).take(32).take_while(|&next| name(nodes[next]) != "top_k");
+        if let Some(next) = near.find(|&next| read(nodes[next]) == Some(input)) {
+            let moved = views(next, nodes);
+            nodes[end..moved].rotate_right(moved - next);
+        }
+    }
+}
+
+/// The values of a stage that others read, in order; its last one if they read none.
+fn outputs(graph: &Graph, place: StageId, stage: &Stage) -> Vec<ValueId> {
+    let made: HashSet<ValueId> = stage.nodes.iter().flat_map(|&id| &graph.node(id).outputs).copied().collect();
+    let elsewhere =
+        graph.nodes().iter().filter(|node| node.phase == Phase::Forward && node.place != Place::Stage(place));
+    let mut read: Vec<ValueId> =
+        elsewhere.flat_map(|node| &node.inputs).filter(|id| made.contains(id)).copied().collect();
+    read.sort_unstable();
+    read.dedup();
+    match stage.nodes.last() {
+        Some(&last) if read.is_empty() => vec![graph.node(last).outputs[0]],
+        _ => read,
+    }
+}
