@@ -58,7 +58,7 @@ pub(super) fn dense(
     let operand = |&address: &u64| Operand { address, layout: Layout::contiguous(count as usize), dtype };
     let (inputs, outputs): (Vec<Operand>, _) = (inputs.iter().map(operand).collect(), [operand(&output)]);
     let random = Random { key: 0, micro_batch: 0 };
-    let operands = Operands { inputs: &inputs, outputs: &outputs, workspace: &[], accumulate: 0, random };
+    let operands = Operands { inputs: &inputs, outputs: &outputs, workspace: &[], accumulate: 0, tickets: 0, random };
     each(name, Fusible::each(expression), &operands)?.pop()
 }
 

@@ -1,6 +1,6 @@
 // Rows normalised, and their gradient: a block has one row.
 #pragma once
-#include "rows.cuh"
+#include "pieces.cuh"
 
 struct NormArguments {
     const void* x;
@@ -132,4 +132,15 @@ __device__ void norm_grad_input(const NormGradInputArguments& to) {
     norm_grad_input_to<T, Pack<T>::SIZE>(to, is_aligned(to.dx), [&](auto, u64 i, const auto& dx) {
         store_neighbours((T*)to.dx + i, dx);
     });
+}
+
+// What one row adds to the gradients of weight and bias.
+template <u32 N>
+__device__ __forceinline__ void add_to_gradients(f32 (&weight)[N], f32 (&bias)[N], const f32 (&x)[N], const f32 (&d)[N], f32 mean,
+                                                 f32 rstd) {
+#pragma unroll
+    for (u32 j = 0; j < N; ++j) {
+        weight[j] += d[j] * (x[j] - mean) * rstd;
+        bias[j] += d[j];
+    }
 }

@@ -220,6 +220,7 @@ impl AttentionArguments {
             name: form.name,
             grid: grid.map(|blocks| blocks as u32),
             block: THREADS,
+            tickets: 0,
             arguments: Box::new(self),
         })
     }
@@ -266,6 +267,7 @@ pub fn attention_grad(of: Scores, operands: &Operands<'_>) -> Option<Vec<Launch>
         grid: [queries.div_ceil(u64::from(THREADS / 32)), heads, q.dims()[0] as u64].map(|blocks| blocks as u32),
         block: THREADS,
         shared_bytes: 0,
+        tickets: 0,
         arguments: Box::new(arguments),
     };
     let of_kv = Part::of_kv(q.dtype, arguments.widest()).iter();

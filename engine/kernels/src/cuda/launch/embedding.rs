@@ -43,7 +43,8 @@ pub fn embedding_grad(padding: Option<u32>, operands: &Operands<'_>) -> Option<V
     let name = typed_to("embedding_grad", dy.dtype, d_table.dtype)?;
     let grid = [blocks(count, 1), 1, 1];
     let arguments = Box::new(arguments);
-    let rows = Kernel { family: Embedding, name, grid, block: BLOCK, shared_bytes: BLOCK / 32 * 4, arguments };
+    let rows =
+        Kernel { family: Embedding, name, grid, block: BLOCK, shared_bytes: BLOCK / 32 * 4, tickets: 0, arguments };
     let clear = if operands.accumulate(0) == 0 { Some(fill(d_table, 0.0)?) } else { None };
     Some(clear.into_iter().chain([rows]).map(Launch::Kernel).collect())
 }

@@ -1,6 +1,6 @@
 //! Launches of norm.cu.
 
-use super::reduce::{PieceRows, Pieces, SUMMING, blocks_of_columns, fold};
+use super::reduce::{Fold, Pieces, SUMMING, blocks_of_columns};
 use super::{Kernel, Launch, Operands, blocks, launches, typed};
 use crate::Spec;
 use crate::cuda::Family::Norm;
@@ -35,9 +35,7 @@ struct NormGradWeightArguments {
     x: u64,
     stats: u64,
     dy: u64,
-    parts: u64,
-    width: u64,
-    pieces: PieceRows,
+    fold: Fold,
 }
 
 /// (y, stats) from (x, weight) and, of layer normalisation, a bias.
@@ -79,25 +77,17 @@ pub fn norm_grad_weight_workspace(x: &Spec) -> Vec<u64> {
 
 /// (d_weight, d_bias) from (x, stats, dy).
 pub fn norm_grad_weight(operands: &Operands<'_>) -> Option<Vec<Launch>> {
-    let ([x, stats, dy], &[parts]) = (operands.inputs, operands.workspace) else { return None };
+    let [x, stats, dy] = operands.inputs else { return None };
     let pieces = Pieces::of(x.dims());
-    let (count, width) = (pieces.count(), x.width());
-    let arguments = NormGradWeightArguments {
-        x: x.address,
-        stats: stats.address,
-        dy: dy.address,
-        parts,
-        width,
-        pieces: pieces.rows,
-    };
-    let sums = Kernel {
+    let fold = Fold::new(pieces, x.dtype, operands.outputs, operands, operands.accumulate)?;
+    let blocks_side_by_side = blocks_of_columns(x.width());
+    launches([Kernel {
         family: Norm,
         name: typed("norm_grad_weight", x.dtype)?,
-        grid: [blocks(count, 1), blocks_of_columns(width), 1],
+        grid: [blocks(pieces.count(), 1), blocks_side_by_side, 1],
         block: SUMMING,
         shared_bytes: 0,
-        arguments: Box::new(arguments),
-    };
-    let accumulate = operands.accumulate(0) | operands.accumulate(1) << 1;
-    fold(sums, parts, operands.outputs, pieces, accumulate)
+        tickets: fold.tickets(blocks_side_by_side)?,
+        arguments: Box::new(NormGradWeightArguments { x: x.address, stats: stats.address, dy: dy.address, fold }),
+    }])
 }

@@ -226,7 +226,7 @@ pub fn linear_grad_weight(operands: &Operands<'_>) -> Option<Vec<Launch>> {
             outputs: d_bias,
             workspace: &operands.workspace[1..],
             accumulate: operands.accumulate >> 1,
-            random: operands.random,
+            ..*operands
         };
         let leading: Vec<usize> = (0..dy.dims().len() - 1).collect();
         launches.extend(super::sum(&leading, &of_bias)?);
