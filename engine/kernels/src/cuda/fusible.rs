@@ -26,6 +26,8 @@ pub enum Fusible {
         /// As above.
         is_centred: bool,
     },
+    /// The gradients of weight and bias, from (x, statistics, dy): made in the pass over the rows that makes theirs.
+    NormGradWeight,
 }
 
 impl Fusible {

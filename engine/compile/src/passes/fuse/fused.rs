@@ -34,7 +34,7 @@ pub struct Fused {
     pub specs: Vec<Spec>,
     /// (input, output) with the same bytes.
     pub overwrites: Vec<(usize, usize)>,
-    /// Scratch of a product among them.
+    /// Scratch of a product, or of sums over rows, among them.
     pub workspace: Vec<u64>,
     /// Arithmetic of all members.
     pub flops: u64,
@@ -71,8 +71,9 @@ impl Op for Fused {
             })
             .collect();
         let made = self.reference(&Reference { inputs: inputs.iter().collect(), stream: args.random() });
-        for (output, made) in outputs.into_iter().zip(made) {
-            output.iter_mut().zip(made.data).for_each(|(output, x)| *output = x as f32);
+        for (index, (output, made)) in outputs.into_iter().zip(made).enumerate() {
+            let adds = args.accumulate(index);
+            output.iter_mut().zip(made.data).for_each(|(y, x)| *y = if adds { *y + x as f32 } else { x as f32 });
         }
     }
 

@@ -4,7 +4,8 @@
 //! In: a program in its last order. Out: the same program with fewer instructions, and perhaps fewer buffers. An operation joins
 //! a later one that reads what it makes; they then happen where the last of them did. What nobody else reads stays in registers,
 //! and has no buffer any more unless they write over it; anything else is stored beside. Rows may be normalised in the end, and
-//! their gradient, or a product of matrices with an epilogue, may be the beginning. The most live bytes never rise. Never: over a
+//! their gradient, or a product of matrices with an epilogue, may be the beginning; with the gradient of rows go those of the
+//! normalisation's weight and bias, which read the same rows. The most live bytes never rise. Never: over a
 //! message, a collective, or from one action into another; with rows that are counted; or what is computed again with what is not,
 //! so that reports know one from the other.
 
@@ -21,7 +22,7 @@ use candle_core::DType;
 use gapless_graph::Spec;
 use gapless_kernels::cuda::Fusible;
 use gapless_kernels::cuda::generate::Source;
-use gapless_kernels::cuda::launch::can_walk;
+use gapless_kernels::cuda::launch::{can_walk, fits_one_pass};
 
 use self::fused::{Fused, Member};
 use self::product::Follows;
@@ -144,14 +145,17 @@ impl<'a> Fusion<'a> {
     /// All that can be merged with a step and stands in front of it; takes them.
     fn grow(&mut self, last: usize) -> BTreeSet<usize> {
         let mut group = BTreeSet::from([last]);
-        let begins =
-            !self.is_taken[last] && matches!(self.fusible[last], Some(Fusible::Each { .. } | Fusible::Norm { .. }));
+        let begins = !self.is_taken[last]
+            && matches!(
+                self.fusible[last],
+                Some(Fusible::Each { .. } | Fusible::Norm { .. } | Fusible::NormGradInput { .. })
+            );
         // Whoever joins may bring others.
         while begins && group.len() < MOST_MEMBERS {
             let makers = group.iter().flat_map(|&member| &self.read[member]).filter_map(|&v| self.versions[v].made);
-            let candidates: BTreeSet<usize> = makers.map(|(maker, _)| maker).collect();
-            let found =
-                candidates.into_iter().rev().find(|&maker| !group.contains(&maker) && self.joins(&group, maker));
+            let makers = makers.map(|(maker, _)| maker);
+            let candidates: BTreeSet<usize> = makers.chain(self.sums_beside(&group)).collect();
+            let found = candidates.into_iter().rev().find(|maker| !group.contains(maker) && self.joins(&group, *maker));
             let Some(maker) = found else { break };
             self.take(&mut group, maker);
         }
@@ -173,6 +177,7 @@ impl<'a> Fusion<'a> {
             Fusible::Each { .. } => !has_product(),
             Fusible::Product => group.len() == 1 && self.follows(maker, last),
             Fusible::NormGradInput { .. } => !is_norm && !has_head() && !has_product(),
+            Fusible::NormGradWeight => self.sums_beside(group).any(|beside| beside == maker),
             Fusible::Norm { .. } => false,
         };
         if !is_near || !is_alike || !may_begin || self.is_taken[maker] {
@@ -189,6 +194,23 @@ impl<'a> Fusion<'a> {
                 self.profile.live[at] + more <= self.most + less
             })
         }
+    }
+
+    /// The sums for a normalisation's weight and bias in front of a group's last, over the rows whose gradient the group begins with.
+    fn sums_beside(&self, group: &BTreeSet<usize>) -> impl Iterator<Item = usize> {
+        let last = group.last().copied().unwrap_or(0);
+        let has_sums = group.iter().any(|&member| self.fusible[member] == Some(Fusible::NormGradWeight));
+        let head = group.iter().find(|&&member| matches!(self.fusible[member], Some(Fusible::NormGradInput { .. })));
+        let rows = head.filter(|_| !has_sums).and_then(|&head| match self.read[head][..] {
+            [x, _, stats, dy] => Some([x, stats, dy]),
+            _ => None,
+        });
+        let readers = rows.map_or(&[][..], |[.., dy]| &self.versions[dy].readers);
+        let is_beside = move |at: &usize| {
+            let is_of_rows = rows.is_some_and(|rows| self.read[*at] == rows);
+            *at < last && is_of_rows && self.fusible[*at] == Some(Fusible::NormGradWeight)
+        };
+        readers.iter().copied().filter(is_beside)
     }
 
     /// Whether a step can be the epilogue of a product: it is a function that there is one for, and the product has columns in
@@ -322,16 +344,25 @@ impl<'a> Fusion<'a> {
                 };
                 (source, input.layout.dims().to_vec())
             });
-            let inputs = sources.collect();
-            members.push(Member { op: op.clone(), inputs });
+            let sources: Vec<(Source, Vec<usize>)> = sources.collect();
+            // Their kernel goes by the extents that it finds.
+            let is_found = |(source, dims): &(Source, Vec<usize>)| match *source {
+                Source::Memory(index) => inputs[index].layout.dims() == dims,
+                Source::Member(..) => false,
+            };
+            if self.fusible[at] == Some(Fusible::NormGradWeight) && !sources.iter().all(is_found) {
+                return None;
+            }
+            members.push(Member { op: op.clone(), inputs: sources });
         }
         let last = &self.program.instrs[*order.last()?];
         let is_norm = matches!(self.fusible[*order.last()?], Some(Fusible::Norm { .. }));
         let normalised = is_norm.then(|| self.read[order[order.len() - 1]][0]);
-        let (mut outputs, mut made) = (Vec::new(), Vec::new());
+        let (mut outputs, mut made, mut accumulate) = (Vec::new(), Vec::new(), 0);
         for (member, &at) in order.iter().enumerate() {
             for (index, (output, &version)) in self.program.instrs[at].outputs.iter().zip(&self.made[at]).enumerate() {
                 if normalised == Some(version) || !self.is_private(group, version) {
+                    accumulate |= (self.program.instrs[at].accumulate >> index & 1) << outputs.len();
                     outputs.push(output.clone());
                     made.push((member, index));
                 }
@@ -358,17 +389,16 @@ impl<'a> Fusion<'a> {
         if inputs.len() + outputs.len() > MOST_OPERANDS {
             return None;
         }
-        let spec = |operand: &Operand| Spec { shape: operand.layout.shape().clone(), dtype: operand.dtype };
         let specs = outputs.iter().map(spec).collect();
         let flops = order.iter().map(|&at| self.program.instrs[at].flops()).sum();
         let pieces: Vec<BufferId> = order.iter().flat_map(|&at| &self.program.instrs[at].workspace).copied().collect();
-        if !pieces.is_empty() && !overwrites.is_empty() {
+        if self.fusible[order[0]] == Some(Fusible::Product) && !overwrites.is_empty() {
             return None; // A library writes in an order of its own.
         }
         let workspace = pieces.iter().map(|piece| self.program.buffers[piece.index()].bytes).collect();
         let work = InstrKind::Compute(Arc::new(Fused { members, outputs: made, specs, overwrites, workspace, flops }));
         let instr = Instr::plain(work, inputs, outputs, last.micro_batch, last.layer.clone());
-        Some(Instr { workspace: pieces, rematerialized: last.rematerialized, ..instr })
+        Some(Instr { workspace: pieces, accumulate, rematerialized: last.rematerialized, ..instr })
     }
 }
 
@@ -377,8 +407,9 @@ fn fusible(program: &Program, instr: &Instr) -> Option<Fusible> {
     let InstrKind::Compute(op) = &instr.kind else { return None };
     let fusible = op.cuda_fusible()?;
     let mut operands = instr.inputs.iter().chain(&instr.outputs);
-    let is_plain = instr.accumulate == 0
-        && (instr.workspace.is_empty() || fusible == Fusible::Product)
+    let sums = fusible == Fusible::NormGradWeight;
+    let is_plain = (instr.accumulate == 0 || sums)
+        && (instr.workspace.is_empty() || sums || fusible == Fusible::Product)
         && instr.counts.is_none()
         && instr.predicate.is_none()
         && operands.all(|operand| {
@@ -394,6 +425,7 @@ fn fusible(program: &Program, instr: &Instr) -> Option<Fusible> {
                 && fusible.is_well_formed(instr.inputs.len())
         }
         Fusible::Norm { .. } => instr.inputs.iter().all(|input| input.overwritten_by.is_none()),
+        Fusible::NormGradWeight => fits_one_pass(&spec(&instr.inputs[0])),
         Fusible::NormGradInput { .. } | Fusible::Product => true,
     };
     (is_plain && fits && elements > 0 && instr.outputs.iter().all(|output| is_whole(program, output)))
@@ -406,6 +438,10 @@ fn is_whole(program: &Program, operand: &Operand) -> bool {
     operand.layout.is_contiguous()
         && operand.layout.start_offset() == 0
         && bytes as u64 == program.buffers[operand.buffer.index()].bytes
+}
+
+fn spec(operand: &Operand) -> Spec {
+    Spec { shape: operand.layout.shape().clone(), dtype: operand.dtype }
 }
 
 fn count(operand: &Operand) -> usize {

@@ -30,7 +30,8 @@ pub use experts::{
 };
 pub use gather::{gather_along, row_max, scatter_add};
 pub use grouped::{grouped_linear, grouped_linear_grad_input, grouped_linear_grad_weight};
-pub use norm::{norm, norm_grad_input, norm_grad_weight, norm_grad_weight_workspace};
+pub(super) use norm::OnePass;
+pub use norm::{fits_one_pass, norm, norm_grad_input, norm_grad_weight, norm_grad_weight_workspace};
 pub use product::ALIGNMENT;
 pub use product::{
     Batch, Epilogue, Matrix, Product, is_matrix, leading_sums_workspace, linear, linear_grad_input, linear_grad_weight,

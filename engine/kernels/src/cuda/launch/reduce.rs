@@ -106,6 +106,13 @@ impl Fold {
         let runs = self.sequences * self.pieces.sequence.div_ceil(PIECE).div_ceil(RUN);
         u32::try_from(u64::from(blocks_of_columns) * (runs + 1)).ok()
     }
+
+    /// The struct as fields of 8 bytes.
+    pub(super) fn words(&self) -> [u64; 10] {
+        let &Self { parts, tickets, out: [first, last], width, sequences, pieces, results, accumulate, is_f32 } = self;
+        let counts = u64::from(results) | u64::from(accumulate) << 32;
+        [parts, tickets, first, last, width, sequences, pieces.sequence, pieces.length, counts, u64::from(is_f32)]
+    }
 }
 
 #[derive(Debug, Clone, Copy)]
