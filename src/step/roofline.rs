@@ -169,8 +169,8 @@ mod tests {
     use crate::step::StepSpec;
 
     /// GPT-2 124M, 16 sequences of 1024, when its launches were first listed: 507. What they moved besides products and attention is
-    /// today's 25 passes over x and dy for norms' weights more, and 36 copies of 16384 × 768 numbers of bf16 to where they are read.
-    const AT_FIRST: (usize, u64) = (507, 12_558_000_000);
+    /// the 10.75 GB of 446 launches, and 36 copies of 16384 × 768 numbers of bf16, each read and written.
+    const AT_FIRST: (usize, u64) = (507, 10_746_000_000 + 36 * 2 * 2 * 16_384 * 768);
 
     #[test]
     fn a_step_of_gpt2_launches_little_and_moves_little() {
@@ -184,7 +184,7 @@ mod tests {
             roofline.launches, roofline.other_bytes, roofline.milliseconds
         );
         assert!(roofline.launches <= 330, "{roofline}");
-        assert!(roofline.other_bytes < bytes / 100 * 76, "{roofline}");
+        assert!(roofline.other_bytes < bytes / 100 * 65, "{roofline}");
         assert!(roofline.milliseconds <= 32.0, "{roofline}");
     }
 

@@ -420,7 +420,9 @@ impl Writer<'_> {
                 };
                 line(body, 1, format_args!("{call}"));
             }
-            Fusible::Each { .. } | Fusible::NormGradWeight | Fusible::Product => return None,
+            Fusible::Each { .. } | Fusible::NormGradWeight | Fusible::EmbeddingGrad { .. } | Fusible::Product => {
+                return None;
+            }
         }
         Some(Some(width))
     }

@@ -1,11 +1,15 @@
-//! Gradients of a norm's rows, weight and bias by one kernel.
+//! What is made beside something else: gradients of a norm's weight and bias, sums of products, sums of tables' gradients.
 
 use candle_core::DType;
 
-use super::fused::{Function, launched};
+use super::fused::{Function, devices, launched};
 use super::processor::{Processor, device};
+use super::small::{BATCH, SEQUENCE, Small, Style};
+use super::step::executable;
 use super::{gpu, host};
+use crate::TrainOptions;
 use crate::compile::Target;
+use crate::runtime::{RunOptions, Session};
 
 /// One pass over the rows makes what two kernels do, in the same order: sums for weight and bias have their bits, in f32 the rows'
 /// gradients too, whichever blocks and threads come first. Rows are packs or none; of some pieces and of some runs; of as many
@@ -54,5 +58,67 @@ fn gradients_of_a_norm_are_made_in_one_pass() {
                 );
             }
         }
+    }
+}
+
+/// A residual is added by the product in front, so that what is added is neither written nor read, whether a library does that or a
+/// kernel behind it; and the norm behind the sum has a kernel of its own. What else reads the product keeps it apart.
+#[test]
+fn products_are_added_to_residuals() {
+    if !host::is_there() {
+        return;
+    }
+    for (dtype, is_read) in [(DType::F32, false), (DType::BF16, false), (DType::F32, true)] {
+        let function = Function::new(dtype, |parameter| {
+            let x = parameter("x", &[3, 5, 7]).sigmoid()?;
+            let branch = x.linear(&parameter("weight", &[7, 7]), Some(&parameter("bias", &[7])))?;
+            let sum = if is_read { branch.add(&x)?.mul(&branch)? } else { x.add(&branch)? };
+            sum.add(&sum.layer_norm(&parameter("scale", &[7]), &parameter("shift", &[7]), 1e-5)?)
+        });
+        let function = function.unwrap();
+        let apart = function.results(&mut function.on_device(Target::CudaUnfused, device()));
+        let norms = launched(&function.executable(Target::Cuda));
+        let is_alone = norms.iter().any(|(_, name)| name.starts_with("layer_norm"));
+        assert_eq!(is_alone, !is_read, "{norms:?}");
+        for device in devices() {
+            let fused = function.results(&mut function.on_device(Target::Cuda, device));
+            for (fused, apart) in fused.iter().flatten().zip(apart.iter().flatten()) {
+                // A sum of products that is not rounded before it is added.
+                let allowed = if dtype == DType::F32 { 2e-5 } else { 4e-2 };
+                assert!((fused - apart).abs() <= allowed * (1.0 + apart.abs()), "{dtype:?}: {fused}, unfused {apart}");
+            }
+        }
+    }
+}
+
+/// The gradient of a table that is a matrix, too, is added to the matrix's in its place, with the bits of the sum of both: nothing is
+/// cleared first, and no row that no id names is touched. Micro-batches add up theirs as they did.
+#[test]
+fn gradients_of_a_table_are_added_in_place() {
+    if !host::is_there() {
+        return;
+    }
+    for micro_batches in [1, 2] {
+        let options = TrainOptions { batch: BATCH, micro_batches, sequence: SEQUENCE, ..TrainOptions::default() };
+        let planned = |target| executable(&options, target, |vb| Small::new(Style::Gpt, vb));
+        let cleared = launched(&planned(Target::Cuda)).iter().filter(|(_, name)| name.starts_with("fill")).count();
+        assert_eq!(cleared, usize::from(micro_batches > 1));
+        if micro_batches > 1 {
+            continue;
+        }
+        let [fused, apart] = [Target::Cuda, Target::CudaUnfused].map(|target| {
+            let mut session = Session::on_cuda(planned(target), device(), 3, (0, 1)).unwrap();
+            let program = session.executable().program("train").unwrap();
+            let ids: Vec<u32> = (0..BATCH * SEQUENCE).map(|i| (i * 5 % 7) as u32).collect();
+            session.write_input(program, "tokens", 0, &ids).unwrap();
+            session.write_input(program, "targets", 0, &ids).unwrap();
+            session.write_input(program, "step.scalars", 0, &options.optimizer.scalars(0, 1e-2)).unwrap();
+            session.run(program, RunOptions { seed: 3, ..RunOptions::default() }).unwrap();
+            let moment = session.tensor("exp_avg/embedding.weight").unwrap();
+            moment.flatten_all().unwrap().to_vec1::<f32>().unwrap()
+        });
+        let off = fused.iter().zip(&apart).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        // Products that are not rounded before GELU make other gradients, if not by much.
+        assert!(fused.iter().any(|&x| x != 0.0) && f64::from(off) <= gpu::allowed(1e-6, 1e-3), "{off}");
     }
 }

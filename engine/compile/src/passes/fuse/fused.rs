@@ -11,7 +11,7 @@ use gapless_graph::Spec;
 use gapless_graph::reference::{Array, Reference};
 use gapless_kernels::cpu::Args;
 use gapless_kernels::cuda::generate::{self, Source};
-use gapless_kernels::cuda::{Fusible, Launch, Operands};
+use gapless_kernels::cuda::{Fusible, Launch, Operands, launch};
 
 use super::product;
 
@@ -84,6 +84,10 @@ impl Op for Fused {
     fn cuda(&self, operands: &Operands<'_>) -> Option<Vec<Launch>> {
         let launch = match self.members[0].op.cuda_fusible()? {
             Fusible::Product => Launch::Product(product::product(self, operands)?),
+            Fusible::EmbeddingGrad { padding } => {
+                let rows = Operands { inputs: &operands.inputs[..2], ..*operands };
+                return launch::add_embedding_grad(padding, &rows);
+            }
             _ => {
                 let members = self.members.iter().map(|Member { op, inputs }| {
                     let inputs = inputs.iter().map(|(source, _)| *source).collect();

@@ -5,9 +5,9 @@
 //! a later one that reads what it makes; they then happen where the last of them did. What nobody else reads stays in registers,
 //! and has no buffer any more unless they write over it; anything else is stored beside. Rows may be normalised in the end, and
 //! their gradient, or a product of matrices with an epilogue, may be the beginning; with the gradient of rows go those of the
-//! normalisation's weight and bias, which read the same rows. The most live bytes never rise. Never: over a
-//! message, a collective, or from one action into another; with rows that are counted; or what is computed again with what is not,
-//! so that reports know one from the other.
+//! normalisation's weight and bias, which read the same rows. The gradient of a table is added where the sum with another is. The
+//! most live bytes never rise. Never: over a message, a collective, or from one action into another, that last one's sum in the update
+//! aside; with rows that are counted; or what is computed again with what is not, so that reports know one from the other.
 
 mod fused;
 mod product;
@@ -25,7 +25,6 @@ use gapless_kernels::cuda::generate::Source;
 use gapless_kernels::cuda::launch::{can_walk, fits_one_pass};
 
 use self::fused::{Fused, Member};
-use self::product::Follows;
 use super::Context;
 use crate::error::Result;
 use crate::passes::reorder::Profile;
@@ -167,17 +166,21 @@ impl<'a> Fusion<'a> {
         let last = *group.last().expect("a group has members");
         let (of_maker, of_last) = (&self.program.instrs[maker], &self.program.instrs[last]);
         let Some(fusible) = &self.fusible[maker] else { return false };
-        let is_near = self.within[last].contains(&maker) && last - maker <= REACH;
+        let reaches = || self.within[last].contains(&maker) || self.adds_in_update(maker, last);
+        let is_near = last - maker <= REACH && reaches();
         let is_alike = of_maker.micro_batch == of_last.micro_batch && of_maker.rematerialized == of_last.rematerialized;
         let has_head =
             || group.iter().any(|&member| matches!(self.fusible[member], Some(Fusible::NormGradInput { .. })));
         let is_norm = matches!(self.fusible[last], Some(Fusible::Norm { .. }));
-        let has_product = || group.iter().any(|&member| self.fusible[member] == Some(Fusible::Product));
+        // Neither a product nor the gradient of a table has more than one operation behind it.
+        let stands_alone = |of: &Fusible| matches!(of, Fusible::Product | Fusible::EmbeddingGrad { .. });
+        let is_closed = || group.iter().any(|&member| self.fusible[member].as_ref().is_some_and(stands_alone));
         let may_begin = match fusible {
-            Fusible::Each { .. } => !has_product(),
+            Fusible::Each { .. } => !(is_closed() || is_norm && self.is_products(maker)),
             Fusible::Product => group.len() == 1 && self.follows(maker, last),
-            Fusible::NormGradInput { .. } => !is_norm && !has_head() && !has_product(),
+            Fusible::NormGradInput { .. } => !is_norm && !has_head() && !is_closed(),
             Fusible::NormGradWeight => self.sums_beside(group).any(|beside| beside == maker),
+            Fusible::EmbeddingGrad { .. } => group.len() == 1 && self.adds_in_place(maker, last),
             Fusible::Norm { .. } => false,
         };
         if !is_near || !is_alike || !may_begin || self.is_taken[maker] {
@@ -211,21 +214,6 @@ impl<'a> Fusion<'a> {
             *at < last && is_of_rows && self.fusible[*at] == Some(Fusible::NormGradWeight)
         };
         readers.iter().copied().filter(is_beside)
-    }
-
-    /// Whether a step can be the epilogue of a product: it is a function that there is one for, and the product has columns in
-    /// whole packs: a row of what lies beside it is a multiple of 8 elements (cuBLASLt, `CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD`).
-    fn follows(&self, product: usize, last: usize) -> bool {
-        const PACK: usize = 8;
-        let Some(follows) = self.fusible[last].as_ref().and_then(Follows::of) else { return false };
-        let (from, to) = (&self.program.instrs[product].outputs[0], &self.program.instrs[last].outputs[0]);
-        let version = self.made[product][0];
-        let is_only = self.read[last].iter().enumerate().all(|(i, read)| (*read == version) == (i == follows.input()));
-        let is_kept = !self.is_private(&BTreeSet::from([product, last]), version);
-        let fits = from.layout.dims() == to.layout.dims() && from.dtype == to.dtype;
-        let columns = from.layout.dims().last().is_some_and(|columns| columns.is_multiple_of(PACK));
-        // There is no keeping a gradient that is not yet one.
-        is_only && fits && columns && !(is_kept && follows == Follows::GeluGrad)
     }
 
     /// Whether what a reader gets from a maker is the element at the same place.
@@ -276,7 +264,13 @@ impl<'a> Fusion<'a> {
             _ => None,
         });
         let scratch: u64 = instr.workspace.iter().map(|piece| self.profile.bytes[piece.index()]).sum();
-        let longer: Vec<(u64, Range<usize>)> = longer.chain([(scratch, last..last + 1)]).collect();
+        // Of what nobody reads there is none behind its maker, but beside it.
+        let unread = instr.outputs.iter().filter(|output| !self.vanishes(with, output.buffer));
+        let unread = unread.filter_map(|output| match held(&output.buffer) {
+            (bytes, _, Some(dies)) if dies < last => Some((bytes, last..last + 1)),
+            _ => None,
+        });
+        let longer: Vec<(u64, Range<usize>)> = longer.chain(unread).chain([(scratch, last..last + 1)]).collect();
         let gone =
             instr.outputs.iter().filter(|output| self.vanishes(with, output.buffer)).map(|output| &output.buffer);
         let gone: Vec<(u64, Range<usize>)> = gone
@@ -355,8 +349,9 @@ impl<'a> Fusion<'a> {
             }
             members.push(Member { op: op.clone(), inputs: sources });
         }
-        let last = &self.program.instrs[*order.last()?];
-        let is_norm = matches!(self.fusible[*order.last()?], Some(Fusible::Norm { .. }));
+        let last_at = order.last()?;
+        let last = &self.program.instrs[*last_at];
+        let is_norm = matches!(self.fusible[*last_at], Some(Fusible::Norm { .. }));
         let normalised = is_norm.then(|| self.read[order[order.len() - 1]][0]);
         let (mut outputs, mut made, mut accumulate) = (Vec::new(), Vec::new(), 0);
         for (member, &at) in order.iter().enumerate() {
@@ -368,6 +363,23 @@ impl<'a> Fusion<'a> {
                 }
             }
         }
+        let overwrites = self.overwrites(&order, &mut inputs, &outputs)?;
+        if inputs.len() + outputs.len() > MOST_OPERANDS {
+            return None;
+        }
+        let specs = outputs.iter().map(spec).collect();
+        let flops = order.iter().map(|&at| self.program.instrs[at].flops()).sum();
+        let pieces: Vec<BufferId> = order.iter().flat_map(|&at| &self.program.instrs[at].workspace).copied().collect();
+        let workspace = pieces.iter().map(|piece| self.program.buffers[piece.index()].bytes).collect();
+        let work = InstrKind::Compute(Arc::new(Fused { members, outputs: made, specs, overwrites, workspace, flops }));
+        // A sum behind a product is nobody's, the product some layer's.
+        let named = if self.fusible[order[0]] == Some(Fusible::Product) { order[0] } else { *last_at };
+        let layer = self.program.instrs[named].layer.clone();
+        let instr = Instr::plain(work, inputs, outputs, last.micro_batch, layer);
+        Some(Instr { workspace: pieces, accumulate, rematerialized: last.rematerialized, ..instr })
+    }
+    /// Marks the inputs that outputs lie over: (input, output). None where one kernel could not do that.
+    fn overwrites(&self, order: &[usize], inputs: &mut [Operand], outputs: &[Operand]) -> Option<Vec<(usize, usize)>> {
         let mut overwrites = Vec::new();
         for (index, output) in outputs.iter().enumerate() {
             // What is written twice, or read elsewhere than where it is written, would have to be in order.
@@ -379,26 +391,14 @@ impl<'a> Fusion<'a> {
             }
             if let Some(input) = first {
                 let fits = is_whole(self.program, &inputs[input]) && inputs[input].dtype == output.dtype;
-                if !fits || count(&inputs[input]) != count(output) {
+                if !fits || count(&inputs[input]) != count(output) || !self.may_overwrite(order, output.buffer) {
                     return None;
                 }
                 inputs[input].overwritten_by = Some(index);
                 overwrites.push((input, index));
             }
         }
-        if inputs.len() + outputs.len() > MOST_OPERANDS {
-            return None;
-        }
-        let specs = outputs.iter().map(spec).collect();
-        let flops = order.iter().map(|&at| self.program.instrs[at].flops()).sum();
-        let pieces: Vec<BufferId> = order.iter().flat_map(|&at| &self.program.instrs[at].workspace).copied().collect();
-        if self.fusible[order[0]] == Some(Fusible::Product) && !overwrites.is_empty() {
-            return None; // A library writes in an order of its own.
-        }
-        let workspace = pieces.iter().map(|piece| self.program.buffers[piece.index()].bytes).collect();
-        let work = InstrKind::Compute(Arc::new(Fused { members, outputs: made, specs, overwrites, workspace, flops }));
-        let instr = Instr::plain(work, inputs, outputs, last.micro_batch, last.layer.clone());
-        Some(Instr { workspace: pieces, accumulate, rematerialized: last.rematerialized, ..instr })
+        Some(overwrites)
     }
 }
 
@@ -408,13 +408,15 @@ fn fusible(program: &Program, instr: &Instr) -> Option<Fusible> {
     let fusible = op.cuda_fusible()?;
     let mut operands = instr.inputs.iter().chain(&instr.outputs);
     let sums = fusible == Fusible::NormGradWeight;
+    let reads_ids = matches!(fusible, Fusible::EmbeddingGrad { .. });
     let is_plain = (instr.accumulate == 0 || sums)
         && (instr.workspace.is_empty() || sums || fusible == Fusible::Product)
         && instr.counts.is_none()
         && instr.predicate.is_none()
         && operands.all(|operand| {
             let is_counted = program.buffers[operand.buffer.index()].counted.is_some();
-            !is_counted && matches!(operand.dtype, DType::F32 | DType::BF16 | DType::U8)
+            let is_id = reads_ids && operand.dtype == DType::U32;
+            !is_counted && (is_id || matches!(operand.dtype, DType::F32 | DType::BF16 | DType::U8))
         });
     let elements = count(instr.outputs.first()?);
     let fits = match &fusible {
@@ -426,7 +428,7 @@ fn fusible(program: &Program, instr: &Instr) -> Option<Fusible> {
         }
         Fusible::Norm { .. } => instr.inputs.iter().all(|input| input.overwritten_by.is_none()),
         Fusible::NormGradWeight => fits_one_pass(&spec(&instr.inputs[0])),
-        Fusible::NormGradInput { .. } | Fusible::Product => true,
+        Fusible::NormGradInput { .. } | Fusible::EmbeddingGrad { .. } | Fusible::Product => true,
     };
     (is_plain && fits && elements > 0 && instr.outputs.iter().all(|output| is_whole(program, output)))
         .then_some(fusible)
