@@ -168,6 +168,26 @@ impl fmt::Display for Counted<'_> {
 mod tests {
     use crate::step::StepSpec;
 
+    /// GPT-2 124M, 16 sequences of 1024, when its launches were first listed: 507. What they moved besides products and attention is
+    /// the 10.75 GB of 446 launches, and 36 copies of 16384 × 768 numbers of bf16, each read and written.
+    const AT_FIRST: (usize, u64) = (507, 10_746_000_000 + 36 * 2 * 2 * 16_384 * 768);
+
+    #[test]
+    fn a_step_of_gpt2_launches_little_and_moves_little() {
+        let text = "model = \"gpt2\"\nbatch = 16\ndtype = \"mixed\"\nkernels = \"cuda\"\nprofile = \"h200\"";
+        let step = toml::from_str::<StepSpec>(text).unwrap().check().unwrap();
+        let program = step.program(&step.record().unwrap(), 0).unwrap();
+        let roofline = step.roofline(&step.plan(program).unwrap()).unwrap();
+        let (launches, bytes) = AT_FIRST;
+        println!(
+            "{} launches, at first {launches}; {} bytes besides products and attention, at first {bytes}; {:.2} ms",
+            roofline.launches, roofline.other_bytes, roofline.milliseconds
+        );
+        assert!(roofline.launches <= 330, "{roofline}");
+        assert!(roofline.other_bytes < bytes / 100 * 65, "{roofline}");
+        assert!(roofline.milliseconds <= 32.0, "{roofline}");
+    }
+
     #[test]
     fn a_step_is_as_long_as_what_holds_it_up() {
         let spec = |kernels: &str| -> StepSpec {

@@ -138,6 +138,9 @@ impl Op for EmbeddingGrad {
             });
         });
     }
+    fn cuda_fusible(&self) -> Option<gapless_kernels::cuda::Fusible> {
+        Some(gapless_kernels::cuda::Fusible::EmbeddingGrad { padding: self.padding })
+    }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
         gapless_kernels::cuda::launch::embedding_grad(self.padding, operands)
     }

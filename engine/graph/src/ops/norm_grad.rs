@@ -173,6 +173,9 @@ impl Op for NormGradWeight {
             });
         });
     }
+    fn cuda_fusible(&self) -> Option<gapless_kernels::cuda::Fusible> {
+        Some(gapless_kernels::cuda::Fusible::NormGradWeight)
+    }
     fn cuda_workspace(&self, inputs: &[Spec], _: &[Spec]) -> Vec<u64> {
         gapless_kernels::cuda::launch::norm_grad_weight_workspace(&inputs[0])
     }

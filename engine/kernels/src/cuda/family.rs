@@ -91,6 +91,7 @@ pub const HEADERS: &[(&str, &str)] = &[
     ("copy_async.cuh", include_str!("kernels/copy_async.cuh")),
     ("fused.cuh", include_str!("kernels/fused.cuh")),
     ("grouped.cuh", include_str!("kernels/grouped.cuh")),
+    ("last_block.cuh", include_str!("kernels/last_block.cuh")),
     ("math.cuh", include_str!("kernels/math.cuh")),
     ("norm.cuh", include_str!("kernels/norm.cuh")),
     ("pieces.cuh", include_str!("kernels/pieces.cuh")),

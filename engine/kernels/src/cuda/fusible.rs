@@ -26,6 +26,13 @@ pub enum Fusible {
         /// As above.
         is_centred: bool,
     },
+    /// A table's gradient from (ids, dy), which can be added to a tensor in place.
+    EmbeddingGrad {
+        /// The id that adds nothing.
+        padding: Option<u32>,
+    },
+    /// The gradients of weight and bias, from (x, statistics, dy): made in the pass over the rows that makes theirs.
+    NormGradWeight,
 }
 
 impl Fusible {

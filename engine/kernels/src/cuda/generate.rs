@@ -12,7 +12,7 @@ use std::fmt::Write;
 
 use candle_core::{DType, Layout};
 
-use super::launch::{Arguments, Strides};
+use super::launch::{Arguments, OnePass, Strides};
 use super::{Constant, Family, Fusible, Generated, Kernel, Launch, Operand, Operands, Random};
 
 /// One of the operations of a kernel.
@@ -58,7 +58,7 @@ pub(super) fn dense(
     let operand = |&address: &u64| Operand { address, layout: Layout::contiguous(count as usize), dtype };
     let (inputs, outputs): (Vec<Operand>, _) = (inputs.iter().map(operand).collect(), [operand(&output)]);
     let random = Random { key: 0, micro_batch: 0 };
-    let operands = Operands { inputs: &inputs, outputs: &outputs, workspace: &[], accumulate: 0, random };
+    let operands = Operands { inputs: &inputs, outputs: &outputs, workspace: &[], accumulate: 0, tickets: 0, random };
     each(name, Fusible::each(expression), &operands)?.pop()
 }
 
@@ -136,7 +136,7 @@ const UNNAMED: &str = "UNNAMED";
 /// other types than those of the kernels.
 pub fn kernel(members: &[Member<'_>], outputs: &[(usize, usize)], operands: &Operands<'_>) -> Option<Kernel> {
     let writer = Writer { members, outputs, operands };
-    let first = outputs.iter().position(|&(member, _)| !matches!(members[member].fusible, Fusible::Norm { .. }))?;
+    let first = outputs.iter().position(|&(member, _)| makes_elements(&members[member].fusible))?;
     let count = operands.outputs[first].count();
     let mut fields = Fields::default();
     fields.push("u64 count", [count]);
@@ -144,8 +144,9 @@ pub fn kernel(members: &[Member<'_>], outputs: &[(usize, usize)], operands: &Ope
     let stored = writer.stores(&mut fields)?;
     let mut body = writer.constants(&mut fields);
     writer.each(&mut body, &loaded, &stored);
-    let pack = writer.several(&mut body, &loaded, &stored);
-    let width = writer.rows(&mut fields, &mut body)?;
+    let one_pass = writer.one_pass()?;
+    let pack = writer.several(&mut body, &loaded, &stored, one_pass.as_ref());
+    let width = writer.rows(&mut fields, &mut body, one_pass.as_ref())?;
     if width.is_none() {
         writer.flat(&mut body);
     }
@@ -156,14 +157,24 @@ pub fn kernel(members: &[Member<'_>], outputs: &[(usize, usize)], operands: &Ope
     let mut text = String::from("#include \"fused.cuh\"\n\n");
     line(&mut text, 0, format_args!("// {}.", names.join(", ")));
     line(&mut text, 0, format_args!("struct Operands {{\n{}}};\n", fields.text));
-    line(&mut text, 0, format_args!("KERNEL({UNNAMED}, Operands) {{\n    const Operands& to = arguments;\n{body}}}"));
+    let declared = match &one_pass {
+        Some(OnePass { most_threads, .. }) => format!("BOUNDED_KERNEL({UNNAMED}, Operands, {most_threads}, 1)"),
+        None => format!("KERNEL({UNNAMED}, Operands)"),
+    };
+    line(&mut text, 0, format_args!("{declared} {{\n    const Operands& to = arguments;\n{body}}}"));
     let name = named(&names, stored.first()?.type_name, &text);
     let generated = Generated::of(format!("{name}.cu"), text.replace(UNNAMED, &name));
     let (family, arguments) = (Family::Generated(generated), Words(fields.words.into()));
-    Some(match width {
-        Some(width) => Kernel::rows(family, name, count / width.max(1), width.div_ceil(pack), arguments),
-        None => Kernel::flat(family, name, count.div_ceil(pack), arguments),
+    Some(match (one_pass, width) {
+        (Some(one_pass), _) => one_pass.kernel(family, name, arguments),
+        (None, Some(width)) => Kernel::rows(family, name, count / width.max(1), width.div_ceil(pack), arguments),
+        (None, None) => Kernel::flat(family, name, count.div_ceil(pack), arguments),
     })
+}
+
+/// Whether what a member makes is stored element by element, rather than as rows or sums of them.
+fn makes_elements(fusible: &Fusible) -> bool {
+    !matches!(fusible, Fusible::Norm { .. } | Fusible::NormGradWeight)
 }
 
 /// What it does, what it stores, and a hash of how: no two texts have one name.
@@ -233,7 +244,7 @@ impl Writer<'_> {
     fn stores(&self, fields: &mut Fields) -> Option<Vec<Element>> {
         let mut all = Vec::new();
         for (index, (operand, &(member, _))) in self.operands.outputs.iter().zip(self.outputs).enumerate() {
-            if !matches!(self.members[member].fusible, Fusible::Norm { .. }) {
+            if makes_elements(&self.members[member].fusible) {
                 // Ids are not stored: they would be rounded.
                 let type_name = type_of(operand.dtype).filter(|_| operand.dtype != DType::U32)?;
                 fields.push(&format!("{type_name}* y{index}"), [operand.address]);
@@ -334,10 +345,10 @@ impl Writer<'_> {
     }
 
     /// The function that loads, makes and stores several neighbours, as many as there are of `count`, from place `i` on; and
-    /// whether as many may be moved together as fit 16 bytes. Returns how many these are.
-    fn several(&self, body: &mut String, loaded: &[Element], stored: &[Element]) -> u64 {
+    /// whether as many may be moved together as fit 16 bytes, or as a thread has of a row. Returns how many these are.
+    fn several(&self, body: &mut String, loaded: &[Element], stored: &[Element], one_pass: Option<&OnePass>) -> u64 {
         let bytes = loaded.iter().chain(stored).map(|element| element.dtype.size_in_bytes() as u64).min().unwrap_or(4);
-        let pack = 16 / bytes;
+        let pack = one_pass.map_or(16 / bytes, |one_pass| one_pass.pack);
         let dense = || loaded.iter().filter(|x| x.lies == Lies::Dense);
         let head = if self.head().is_some() { ", const auto& head" } else { "" };
         line(body, 1, format_args!("const auto several = [&](auto count, u64 i{head}) {{"));
@@ -369,8 +380,9 @@ impl Writer<'_> {
     }
 
     /// The normalisation of rows, or its gradient, around the elements, and the width of a row; none if there is neither.
-    fn rows(&self, fields: &mut Fields, body: &mut String) -> Option<Option<u64>> {
-        let Some((member, inputs, fusible)) = self.members().find(|(.., f)| !matches!(f, Fusible::Each { .. })) else {
+    fn rows(&self, fields: &mut Fields, body: &mut String, one_pass: Option<&OnePass>) -> Option<Option<u64>> {
+        let is_of_rows = |f: &Fusible| !matches!(f, Fusible::Each { .. } | Fusible::NormGradWeight);
+        let Some((member, inputs, fusible)) = self.members().find(|(.., f)| is_of_rows(f)) else {
             return Some(None);
         };
         let input = |index: usize| match inputs[index] {
@@ -399,11 +411,33 @@ impl Writer<'_> {
             Fusible::NormGradInput { is_centred } => {
                 let words = [x.address, address(1)?, address(2)?, address(3)?, 0, width, u64::from(is_centred)];
                 fields.push("NormGradInputArguments norm", words);
-                line(body, 1, format_args!("norm_grad_input_to<{type_name}, PACK>(to.norm, may_be_packed, several);"));
+                let call = match one_pass {
+                    Some(OnePass { fold, rows, .. }) => {
+                        fields.push("Fold fold", *fold);
+                        format!("norm_grad_to<{type_name}, PACK, {rows}>(to.norm, to.fold, may_be_packed, several);")
+                    }
+                    None => format!("norm_grad_input_to<{type_name}, PACK>(to.norm, may_be_packed, several);"),
+                };
+                line(body, 1, format_args!("{call}"));
             }
-            Fusible::Each { .. } | Fusible::Product => return None,
+            Fusible::Each { .. } | Fusible::NormGradWeight | Fusible::EmbeddingGrad { .. } | Fusible::Product => {
+                return None;
+            }
         }
         Some(Some(width))
+    }
+
+    /// How gradients of weight and bias are made in the same pass as that of the rows; none if there are none among the members.
+    fn one_pass(&self) -> Option<Option<OnePass>> {
+        let found = self.members().find(|(.., fusible)| matches!(fusible, Fusible::NormGradWeight));
+        let Some((member, inputs, _)) = found else { return Some(None) };
+        let Source::Memory(x) = inputs[0] else { return None };
+        let adds = |output: usize| {
+            let index = self.outputs.iter().position(|&made| made == (member, output))?;
+            Some(u64::from(self.operands.accumulates(index)) << output)
+        };
+        let outs = [self.output(member, 0)?, self.output(member, 1)?];
+        OnePass::of(&self.operands.inputs[x], &outs, adds(0)? | adds(1)?, self.operands).map(Some)
     }
 
     /// Where a member's output is stored.

@@ -2,7 +2,7 @@
 //! any two messages.
 //!
 //! In: an executable whose scratch is a GPU's ([`Target::Cuda`](gapless_compile::Target)), and a device. Out: inputs written, steps
-//! replayed, numbers read. Never: device memory beside the arena and the step's key, or a launch that was not recorded.
+//! replayed, numbers read. Never: device memory beside the arena, the step's key and tickets, or a launch that was not recorded.
 
 use candle_core::{DType, Device as CandleDevice, Tensor};
 use gapless_compile::internal::{CompiledProgram, Instruction};
@@ -41,8 +41,22 @@ pub(super) enum Part<L> {
     Exchange(usize),
 }
 
+/// What begins behind the arena is aligned to so many bytes.
+const ALIGNMENT: u64 = 256;
+
 /// Bytes behind the arena that hold the key of a step's random numbers: it changes from step to step, a recording doesn't.
-const KEY_BYTES: u64 = 256;
+const KEY_BYTES: u64 = ALIGNMENT;
+
+/// Bytes of the tickets behind the key, by which blocks find out which of them is the last: launches follow one another, so that all of
+/// them share those that one takes.
+fn tickets(launches: &[Launch]) -> u64 {
+    let of = |launch: &Launch| match launch {
+        Launch::Kernel(kernel) => kernel.tickets,
+        Launch::Product(_) => 0,
+    };
+    // There is always one: a write of nothing is another case.
+    launches.iter().map(of).max().unwrap_or(0).max(1) as u64 * size_of::<u32>() as u64
+}
 
 impl Session<CudaBackend> {
     /// Reserves the arena, records every program and fills the persistent tensors. Micro-batch 0 is part `first_part` of the whole
@@ -58,12 +72,12 @@ impl Session<CudaBackend> {
         seed: u64,
         (first_part, part_stride): (u64, u64),
     ) -> Result<Self> {
-        let nowhere = Place { base: 0, key: 0, first_part, part_stride };
-        executable.programs.iter().try_for_each(|program| nowhere.parts(program).map(drop))?;
+        let tickets = tickets(&Self::launches(&executable)?).next_multiple_of(ALIGNMENT);
         let staging = Staging::new(&executable, refused)?;
-        let bytes = executable.arena_bytes().next_multiple_of(KEY_BYTES);
-        let base = device.reserve(bytes + KEY_BYTES)?;
-        let place = Place { base, key: base + bytes, ..nowhere };
+        let bytes = executable.arena_bytes().next_multiple_of(ALIGNMENT);
+        let base = device.reserve(bytes + KEY_BYTES + tickets)?;
+        let key = base + bytes;
+        let place = Place { base, key, tickets: key + KEY_BYTES, first_part, part_stride };
         let mut recordings = Vec::new();
         for program in &executable.programs {
             let mut parts = Vec::new();
@@ -80,6 +94,7 @@ impl Session<CudaBackend> {
             recordings.push(parts);
         }
         // After the recordings, which may write anywhere.
+        device.write(place.tickets, &vec![0; tickets as usize])?;
         Self::with_initial_values(executable, CudaBackend { device, place, recordings, staging }, seed)
     }
 
@@ -242,13 +257,14 @@ fn refused(instruction: &Instruction) -> Error {
 pub(super) struct Place {
     pub(super) base: u64,
     key: u64,
+    tickets: u64,
     first_part: u64,
     part_stride: u64,
 }
 
 impl Place {
     /// Before there is a device: as if the arena began at address 0.
-    pub(super) const NOWHERE: Self = Self { base: 0, key: 0, first_part: 0, part_stride: 1 };
+    pub(super) const NOWHERE: Self = Self { base: 0, key: 0, tickets: 0, first_part: 0, part_stride: 1 };
 
     /// All that a program does: launches, each with the instruction that it is for, between what has to do with other ranks.
     pub(super) fn parts(&self, program: &CompiledProgram) -> Result<Vec<Part<Launches>>> {
@@ -287,6 +303,7 @@ impl Place {
             outputs: &all(&instruction.outputs)?,
             workspace: &workspace,
             accumulate: instruction.accumulate,
+            tickets: self.tickets,
             random: Random {
                 key: self.key,
                 micro_batch: self.first_part + self.part_stride * u64::from(instruction.micro_batch),

@@ -36,10 +36,11 @@ struct Form {
     count: u64,
     distances: [u64; 3],
     epilogue: Option<u32>,
-    accumulate: bool,
+    /// Whether it is added to something, and whether that is c.
+    onto: Option<bool>,
     workspace: u64,
-    /// Of a, b and c.
-    alignments: [u32; 3],
+    /// Of a, b, c, and what c is added to.
+    alignments: [u32; 4],
     /// Of the bias, and of what the epilogue keeps or reads: cuBLASLt sees them when it chooses, and goes by them.
     beside: [Option<u32>; 2],
 }
@@ -56,7 +57,8 @@ pub(super) enum Algorithm {
 
 impl Form {
     fn of(product: &Product) -> Self {
-        let &Product { m, n, k, a, b, c, bias, accumulate, batch, workspace, .. } = product;
+        let &Product { m, n, k, a, b, c, bias, onto, batch, workspace, .. } = product;
+        let d = Matrix { address: onto.unwrap_or(c.address), ..c };
         Self {
             extents: [m, n, k],
             types: [a.dtype, b.dtype, c.dtype],
@@ -65,10 +67,9 @@ impl Form {
             count: batch.count,
             distances: batch.distances,
             epilogue: epilogue(product),
-            accumulate,
+            onto: onto.map(|onto| onto == c.address),
             workspace: workspace.1,
-            alignments: [0, 1, 2].map(|index| {
-                let matrix = [a, b, c][index];
+            alignments: [(a, 0), (b, 1), (c, 2), (d, 2)].map(|(matrix, index)| {
                 let distance = if batch.count > 1 { batch.distances[index] } else { 0 };
                 alignment(matrix.address | (distance * matrix.dtype.size_in_bytes() as u64))
             }),
@@ -146,12 +147,12 @@ impl CublasLt {
             CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
             CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
         };
-        // Its A is our b, see `describe`.
-        let [of_a_bytes, of_b_bytes, of_c_bytes] = form.alignments;
+        // Its A is our b, see `describe`; its C is what is added to, and its D our c.
+        let [of_a_bytes, of_b_bytes, of_c_bytes, of_d_bytes] = form.alignments;
         let alignments = [
             (CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, of_b_bytes),
             (CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, of_a_bytes),
-            (CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, of_c_bytes),
+            (CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, of_d_bytes),
             (CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, of_c_bytes),
         ];
         // SAFETY: all of it was made above and is there until the end; the attributes have these types.
@@ -206,7 +207,7 @@ impl CublasLt {
         let failed = |error: result::CublasError| failed(&self.device, &format!("starting {product:?}"), &error);
         let described = describe(product).map_err(failed)?;
         let [of_b, of_a, of_c] = described.layouts;
-        let (alpha, beta) = (1f32, if product.accumulate { 1f32 } else { 0f32 });
+        let (alpha, beta) = (1f32, if product.onto.is_some() { 1f32 } else { 0f32 });
         let at = |address: u64| address as usize as *mut c_void;
         let (workspace, bytes) = product.workspace;
         let algorithm = &self.chosen[&Form::of(product)];
@@ -221,7 +222,7 @@ impl CublasLt {
                 of_b,
                 at(product.a.address),
                 of_a,
-                at(product.c.address),
+                at(product.onto.unwrap_or(product.c.address)),
                 of_c,
                 at(product.c.address),
                 of_c,

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use cudarc::driver::{result, sys};
 use gapless_kernels::cuda::Family;
-use gapless_kernels::cuda::launch::{Epilogue, Kernel, Launch, Product};
+use gapless_kernels::cuda::launch::{Kernel, Launch, Product};
 
 use super::context::Context;
 use super::cublaslt::{Algorithm, CublasLt};
@@ -239,7 +239,7 @@ impl Nvidia {
             match self.products.choose(product).map_err(what_for)? {
                 Algorithm::Known => {}
                 Algorithm::New => chosen.push((index, *product)),
-                Algorithm::None { why, .. } if product.epilogue == Epilogue::None => return Err(what_for(why)),
+                Algorithm::None { why, .. } if !product.is_followed() => return Err(what_for(why)),
                 Algorithm::None { why, is_new } => {
                     if is_new {
                         tracing::warn!(product = describe(index), %why, "no algorithm with an epilogue; two launches");

@@ -99,6 +99,7 @@ fn gradients_of_weights_do_not_depend_on_how_a_batch_is_cut() {
                 outputs: &[operand(&d_weight, &[experts, out, width], DType::F32)],
                 workspace: &[],
                 accumulate: u64::from(index > 0),
+                tickets: 0,
                 random: Random { key: 0, micro_batch: 0 },
             };
             for launch in grouped_linear_grad_weight(1, &operands).unwrap() {

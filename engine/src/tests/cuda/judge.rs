@@ -13,7 +13,7 @@ use gapless_graph::launches;
 use super::host;
 use super::memory::Region;
 use crate::autodiff::differentiate;
-use crate::cuda::{Operand, Operands, Random};
+use crate::cuda::{Launch, Operand, Operands, Random};
 use crate::gradient_check::{Recorded, random_array};
 use crate::graph::{Graph, Node, Source, Spec, Tensor, ValueId, lock};
 use crate::reference::{Array, Reference, evaluate};
@@ -206,6 +206,9 @@ fn before(outputs: &[Spec], index: usize, way: Way) -> Region {
     }
 }
 
+/// Tickets that there are for a launch.
+const MOST_TICKETS: usize = 4096;
+
 /// The outputs of one run; none without kernels.
 fn run(
     op: &dyn Op,
@@ -228,6 +231,7 @@ fn run(
     }
     let bytes = launches::workspace(op, inputs.iter().map(|input| (&input.layout, input.dtype)), outputs);
     let pieces: Vec<Region> = bytes.iter().map(|&bytes| Region::poisoned(bytes as usize, DType::U8)).collect();
+    let tickets = Region::from_bytes(vec![0; 4 * MOST_TICKETS], DType::U32);
     let key = Region::from_bytes(stream.key().to_ne_bytes().to_vec(), DType::I64);
     let at = |index: usize, input: &Stored| {
         let region = match pairs.iter().find(|pair| pair.0 == index) {
@@ -251,9 +255,11 @@ fn run(
             .collect::<Vec<_>>(),
         workspace: &pieces.iter().map(Region::address).collect::<Vec<_>>(),
         accumulate: way.accumulate,
+        tickets: tickets.address(),
         random: Random { key: key.address(), micro_batch: stream.micro_batch },
     };
     for launch in launches::launches(op, &operands)? {
+        assert!(!matches!(&launch, Launch::Kernel(kernel) if kernel.tickets as usize > MOST_TICKETS), "{launch:?}");
         // SAFETY: the regions are as large as the operands' layouts and the workspace say, and nobody else touches them.
         unsafe { host::run(&launch, is_reversed) }.unwrap_or_else(|why| panic!("{launch:?} of {op:?}: {why}"));
     }
@@ -266,6 +272,8 @@ fn run(
         assert!(region.is_intact(), "{op:?} writes beside output {index}");
     }
     assert!(pieces.iter().all(Region::is_intact), "{op:?} writes beside its workspace");
+    let are_back = tickets.is_intact() && tickets.bytes().iter().all(|&byte| byte == 0);
+    assert!(are_back, "{op:?} leaves tickets behind, or writes beside them");
     Some(of_output)
 }
 

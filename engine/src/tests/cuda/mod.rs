@@ -15,6 +15,7 @@ mod memory;
 mod mixture;
 mod model;
 mod norm;
+mod one_pass;
 mod optim;
 mod own_operation;
 mod processor;

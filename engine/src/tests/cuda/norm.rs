@@ -4,8 +4,9 @@ use super::judge::check;
 use crate::Tensor;
 use crate::ops::{LayerNorm, RmsNorm};
 
-/// Rows of fewer elements than a warp has lanes, of some warps, and of more than a block has threads; sequences of some pieces.
-const SHAPES: [[usize; 3]; 4] = [[2, 3, 5], [1, 1, 33], [2, 70, 96], [1, 2, 2500]];
+/// Rows of fewer elements than a warp has lanes, of some warps, and of more than a block has threads; sequences of some pieces,
+/// and of more than one run.
+const SHAPES: [[usize; 3]; 5] = [[2, 3, 5], [1, 1, 33], [2, 70, 96], [1, 2, 2500], [2, 1030, 3]];
 
 #[test]
 fn layer_norm() {

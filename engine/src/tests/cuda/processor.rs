@@ -10,6 +10,8 @@ pub struct Processor {
     recorded: Vec<Vec<Launch>>,
     /// Whether it has no algorithm for a product with an epilogue.
     has_no_epilogues: bool,
+    /// Whether blocks and threads go from the last to the first.
+    is_reversed: bool,
 }
 
 /// The GPU that judges are to use, or its stand-in.
@@ -21,6 +23,11 @@ impl Processor {
     /// One that does what follows a product by a kernel of its own.
     pub fn without_epilogues() -> Self {
         Self { has_no_epilogues: true, ..Self::default() }
+    }
+
+    /// One whose blocks and threads go from the last to the first.
+    pub fn reversed() -> Self {
+        Self { is_reversed: true, ..Self::default() }
     }
 
     fn at(&self, address: u64, bytes: usize) -> *mut u8 {
@@ -64,12 +71,12 @@ impl Device for Processor {
     }
 
     fn run(&mut self, launches: &[Launch], _: Describe<'_>) -> Result<(), DeviceError> {
-        run_all(launches);
+        run_all(launches, self.is_reversed);
         Ok(())
     }
 
     fn replay(&mut self, recording: Recording) -> Result<(), DeviceError> {
-        run_all(&self.recorded[recording.0]);
+        run_all(&self.recorded[recording.0], self.is_reversed);
         Ok(())
     }
 
@@ -79,9 +86,9 @@ impl Device for Processor {
     }
 }
 
-fn run_all(launches: &[Launch]) {
+fn run_all(launches: &[Launch], is_reversed: bool) {
     for launch in launches {
         // SAFETY: the addresses are those of a checked plan in this memory.
-        unsafe { host::run(launch, false) }.unwrap_or_else(|why| panic!("{launch:?}: {why}"));
+        unsafe { host::run(launch, is_reversed) }.unwrap_or_else(|why| panic!("{launch:?}: {why}"));
     }
 }

@@ -21,7 +21,7 @@ use crate::{Op, Tensor};
 /// # Safety
 /// The addresses are those of memory that is as large as the product says, and nobody else touches it.
 pub unsafe fn compute(product: &Product) {
-    let &Product { m, n, k, a, b, c, bias, epilogue, accumulate, batch, .. } = product;
+    let &Product { m, n, k, a, b, c, bias, epilogue, onto, batch, .. } = product;
     for index in 0..batch.count {
         let [a, b, c] = [(a, 0), (b, 1), (c, 2)].map(|(matrix, i)| (matrix, index * batch.distances[i]));
         // All of it first, as nobody says in which order a library writes.
@@ -35,8 +35,9 @@ pub unsafe fn compute(product: &Product) {
                 // SAFETY: as above.
                 unsafe { read((address, c.0.dtype)) }
             });
+            let onto = onto.map(|address| at((Matrix { address, ..c.0 }, c.1), row, column));
             // SAFETY: as above.
-            let before = if accumulate { unsafe { read(at(c, row, column)) } } else { 0.0 };
+            let before = onto.map_or(0.0, |onto| unsafe { read(onto) });
             sums.insert((row, column), sum + bias + before);
         }
         for ((row, column), sum) in sums {

@@ -294,7 +294,7 @@ fn ranks_break_together_and_are_of_one_kind() {
         trainer.set_tensor("out.weight", &infinite)?;
         let error = step(&mut trainer).unwrap_err();
         assert!(
-            matches!(&error, TrainError::NonFinite { culprit, .. } if culprit.starts_with("linear in out")),
+            matches!(&error, TrainError::NonFinite { culprit, .. } if culprit.starts_with("fused in out")),
             "{error}"
         );
         assert_eq!(numbers(&before), numbers(&trainer.tensor("up.weight")?));

@@ -311,7 +311,7 @@ fn a_broken_step_is_named() {
     let infinite = (trainer.tensor("out.weight").unwrap().ones_like().unwrap() * f64::INFINITY).unwrap();
     trainer.set_tensor("out.weight", &infinite).unwrap();
     let error = step(&mut trainer).unwrap_err();
-    assert!(matches!(&error, TrainError::NonFinite { culprit, .. } if culprit.starts_with("linear in out")), "{error}");
+    assert!(matches!(&error, TrainError::NonFinite { culprit, .. } if culprit.starts_with("fused in out")), "{error}");
     assert_eq!(numbers(&before), numbers(&trainer.tensor("up.weight").unwrap()));
 }
 

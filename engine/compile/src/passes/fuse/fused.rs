@@ -11,7 +11,7 @@ use gapless_graph::Spec;
 use gapless_graph::reference::{Array, Reference};
 use gapless_kernels::cpu::Args;
 use gapless_kernels::cuda::generate::{self, Source};
-use gapless_kernels::cuda::{Fusible, Launch, Operands};
+use gapless_kernels::cuda::{Fusible, Launch, Operands, launch};
 
 use super::product;
 
@@ -34,7 +34,7 @@ pub struct Fused {
     pub specs: Vec<Spec>,
     /// (input, output) with the same bytes.
     pub overwrites: Vec<(usize, usize)>,
-    /// Scratch of a product among them.
+    /// Scratch of a product, or of sums over rows, among them.
     pub workspace: Vec<u64>,
     /// Arithmetic of all members.
     pub flops: u64,
@@ -71,8 +71,9 @@ impl Op for Fused {
             })
             .collect();
         let made = self.reference(&Reference { inputs: inputs.iter().collect(), stream: args.random() });
-        for (output, made) in outputs.into_iter().zip(made) {
-            output.iter_mut().zip(made.data).for_each(|(output, x)| *output = x as f32);
+        for (index, (output, made)) in outputs.into_iter().zip(made).enumerate() {
+            let adds = args.accumulate(index);
+            output.iter_mut().zip(made.data).for_each(|(y, x)| *y = if adds { *y + x as f32 } else { x as f32 });
         }
     }
 
@@ -83,6 +84,10 @@ impl Op for Fused {
     fn cuda(&self, operands: &Operands<'_>) -> Option<Vec<Launch>> {
         let launch = match self.members[0].op.cuda_fusible()? {
             Fusible::Product => Launch::Product(product::product(self, operands)?),
+            Fusible::EmbeddingGrad { padding } => {
+                let rows = Operands { inputs: &operands.inputs[..2], ..*operands };
+                return launch::add_embedding_grad(padding, &rows);
+            }
             _ => {
                 let members = self.members.iter().map(|Member { op, inputs }| {
                     let inputs = inputs.iter().map(|(source, _)| *source).collect();

@@ -4,9 +4,10 @@
 //! In: a program in its last order. Out: the same program with fewer instructions, and perhaps fewer buffers. An operation joins
 //! a later one that reads what it makes; they then happen where the last of them did. What nobody else reads stays in registers,
 //! and has no buffer any more unless they write over it; anything else is stored beside. Rows may be normalised in the end, and
-//! their gradient, or a product of matrices with an epilogue, may be the beginning. The most live bytes never rise. Never: over a
-//! message, a collective, or from one action into another; with rows that are counted; or what is computed again with what is not,
-//! so that reports know one from the other.
+//! their gradient, or a product of matrices with an epilogue, may be the beginning; with the gradient of rows go those of the
+//! normalisation's weight and bias, which read the same rows. The gradient of a table is added where the sum with another is. The
+//! most live bytes never rise. Never: over a message, a collective, or from one action into another, that last one's sum in the update
+//! aside; with rows that are counted; or what is computed again with what is not, so that reports know one from the other.
 
 mod fused;
 mod product;
@@ -21,10 +22,9 @@ use candle_core::DType;
 use gapless_graph::Spec;
 use gapless_kernels::cuda::Fusible;
 use gapless_kernels::cuda::generate::Source;
-use gapless_kernels::cuda::launch::can_walk;
+use gapless_kernels::cuda::launch::{can_walk, fits_one_pass};
 
 use self::fused::{Fused, Member};
-use self::product::Follows;
 use super::Context;
 use crate::error::Result;
 use crate::passes::reorder::Profile;
@@ -144,14 +144,17 @@ impl<'a> Fusion<'a> {
     /// All that can be merged with a step and stands in front of it; takes them.
     fn grow(&mut self, last: usize) -> BTreeSet<usize> {
         let mut group = BTreeSet::from([last]);
-        let begins =
-            !self.is_taken[last] && matches!(self.fusible[last], Some(Fusible::Each { .. } | Fusible::Norm { .. }));
+        let begins = !self.is_taken[last]
+            && matches!(
+                self.fusible[last],
+                Some(Fusible::Each { .. } | Fusible::Norm { .. } | Fusible::NormGradInput { .. })
+            );
         // Whoever joins may bring others.
         while begins && group.len() < MOST_MEMBERS {
             let makers = group.iter().flat_map(|&member| &self.read[member]).filter_map(|&v| self.versions[v].made);
-            let candidates: BTreeSet<usize> = makers.map(|(maker, _)| maker).collect();
-            let found =
-                candidates.into_iter().rev().find(|&maker| !group.contains(&maker) && self.joins(&group, maker));
+            let makers = makers.map(|(maker, _)| maker);
+            let candidates: BTreeSet<usize> = makers.chain(self.sums_beside(&group)).collect();
+            let found = candidates.into_iter().rev().find(|maker| !group.contains(maker) && self.joins(&group, *maker));
             let Some(maker) = found else { break };
             self.take(&mut group, maker);
         }
@@ -163,16 +166,21 @@ impl<'a> Fusion<'a> {
         let last = *group.last().expect("a group has members");
         let (of_maker, of_last) = (&self.program.instrs[maker], &self.program.instrs[last]);
         let Some(fusible) = &self.fusible[maker] else { return false };
-        let is_near = self.within[last].contains(&maker) && last - maker <= REACH;
+        let reaches = || self.within[last].contains(&maker) || self.adds_in_update(maker, last);
+        let is_near = last - maker <= REACH && reaches();
         let is_alike = of_maker.micro_batch == of_last.micro_batch && of_maker.rematerialized == of_last.rematerialized;
         let has_head =
             || group.iter().any(|&member| matches!(self.fusible[member], Some(Fusible::NormGradInput { .. })));
         let is_norm = matches!(self.fusible[last], Some(Fusible::Norm { .. }));
-        let has_product = || group.iter().any(|&member| self.fusible[member] == Some(Fusible::Product));
+        // Neither a product nor the gradient of a table has more than one operation behind it.
+        let stands_alone = |of: &Fusible| matches!(of, Fusible::Product | Fusible::EmbeddingGrad { .. });
+        let is_closed = || group.iter().any(|&member| self.fusible[member].as_ref().is_some_and(stands_alone));
         let may_begin = match fusible {
-            Fusible::Each { .. } => !has_product(),
+            Fusible::Each { .. } => !(is_closed() || is_norm && self.is_products(maker)),
             Fusible::Product => group.len() == 1 && self.follows(maker, last),
-            Fusible::NormGradInput { .. } => !is_norm && !has_head() && !has_product(),
+            Fusible::NormGradInput { .. } => !is_norm && !has_head() && !is_closed(),
+            Fusible::NormGradWeight => self.sums_beside(group).any(|beside| beside == maker),
+            Fusible::EmbeddingGrad { .. } => group.len() == 1 && self.adds_in_place(maker, last),
             Fusible::Norm { .. } => false,
         };
         if !is_near || !is_alike || !may_begin || self.is_taken[maker] {
@@ -191,19 +199,21 @@ impl<'a> Fusion<'a> {
         }
     }
 
-    /// Whether a step can be the epilogue of a product: it is a function that there is one for, and the product has columns in
-    /// whole packs: a row of what lies beside it is a multiple of 8 elements (cuBLASLt, `CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD`).
-    fn follows(&self, product: usize, last: usize) -> bool {
-        const PACK: usize = 8;
-        let Some(follows) = self.fusible[last].as_ref().and_then(Follows::of) else { return false };
-        let (from, to) = (&self.program.instrs[product].outputs[0], &self.program.instrs[last].outputs[0]);
-        let version = self.made[product][0];
-        let is_only = self.read[last].iter().enumerate().all(|(i, read)| (*read == version) == (i == follows.input()));
-        let is_kept = !self.is_private(&BTreeSet::from([product, last]), version);
-        let fits = from.layout.dims() == to.layout.dims() && from.dtype == to.dtype;
-        let columns = from.layout.dims().last().is_some_and(|columns| columns.is_multiple_of(PACK));
-        // There is no keeping a gradient that is not yet one.
-        is_only && fits && columns && !(is_kept && follows == Follows::GeluGrad)
+    /// The sums for a normalisation's weight and bias in front of a group's last, over the rows whose gradient the group begins with.
+    fn sums_beside(&self, group: &BTreeSet<usize>) -> impl Iterator<Item = usize> {
+        let last = group.last().copied().unwrap_or(0);
+        let has_sums = group.iter().any(|&member| self.fusible[member] == Some(Fusible::NormGradWeight));
+        let head = group.iter().find(|&&member| matches!(self.fusible[member], Some(Fusible::NormGradInput { .. })));
+        let rows = head.filter(|_| !has_sums).and_then(|&head| match self.read[head][..] {
+            [x, _, stats, dy] => Some([x, stats, dy]),
+            _ => None,
+        });
+        let readers = rows.map_or(&[][..], |[.., dy]| &self.versions[dy].readers);
+        let is_beside = move |at: &usize| {
+            let is_of_rows = rows.is_some_and(|rows| self.read[*at] == rows);
+            *at < last && is_of_rows && self.fusible[*at] == Some(Fusible::NormGradWeight)
+        };
+        readers.iter().copied().filter(is_beside)
     }
 
     /// Whether what a reader gets from a maker is the element at the same place.
@@ -254,7 +264,13 @@ impl<'a> Fusion<'a> {
             _ => None,
         });
         let scratch: u64 = instr.workspace.iter().map(|piece| self.profile.bytes[piece.index()]).sum();
-        let longer: Vec<(u64, Range<usize>)> = longer.chain([(scratch, last..last + 1)]).collect();
+        // Of what nobody reads there is none behind its maker, but beside it.
+        let unread = instr.outputs.iter().filter(|output| !self.vanishes(with, output.buffer));
+        let unread = unread.filter_map(|output| match held(&output.buffer) {
+            (bytes, _, Some(dies)) if dies < last => Some((bytes, last..last + 1)),
+            _ => None,
+        });
+        let longer: Vec<(u64, Range<usize>)> = longer.chain(unread).chain([(scratch, last..last + 1)]).collect();
         let gone =
             instr.outputs.iter().filter(|output| self.vanishes(with, output.buffer)).map(|output| &output.buffer);
         let gone: Vec<(u64, Range<usize>)> = gone
@@ -322,21 +338,48 @@ impl<'a> Fusion<'a> {
                 };
                 (source, input.layout.dims().to_vec())
             });
-            let inputs = sources.collect();
-            members.push(Member { op: op.clone(), inputs });
+            let sources: Vec<(Source, Vec<usize>)> = sources.collect();
+            // Their kernel goes by the extents that it finds.
+            let is_found = |(source, dims): &(Source, Vec<usize>)| match *source {
+                Source::Memory(index) => inputs[index].layout.dims() == dims,
+                Source::Member(..) => false,
+            };
+            if self.fusible[at] == Some(Fusible::NormGradWeight) && !sources.iter().all(is_found) {
+                return None;
+            }
+            members.push(Member { op: op.clone(), inputs: sources });
         }
-        let last = &self.program.instrs[*order.last()?];
-        let is_norm = matches!(self.fusible[*order.last()?], Some(Fusible::Norm { .. }));
+        let last_at = order.last()?;
+        let last = &self.program.instrs[*last_at];
+        let is_norm = matches!(self.fusible[*last_at], Some(Fusible::Norm { .. }));
         let normalised = is_norm.then(|| self.read[order[order.len() - 1]][0]);
-        let (mut outputs, mut made) = (Vec::new(), Vec::new());
+        let (mut outputs, mut made, mut accumulate) = (Vec::new(), Vec::new(), 0);
         for (member, &at) in order.iter().enumerate() {
             for (index, (output, &version)) in self.program.instrs[at].outputs.iter().zip(&self.made[at]).enumerate() {
                 if normalised == Some(version) || !self.is_private(group, version) {
+                    accumulate |= (self.program.instrs[at].accumulate >> index & 1) << outputs.len();
                     outputs.push(output.clone());
                     made.push((member, index));
                 }
             }
         }
+        let overwrites = self.overwrites(&order, &mut inputs, &outputs)?;
+        if inputs.len() + outputs.len() > MOST_OPERANDS {
+            return None;
+        }
+        let specs = outputs.iter().map(spec).collect();
+        let flops = order.iter().map(|&at| self.program.instrs[at].flops()).sum();
+        let pieces: Vec<BufferId> = order.iter().flat_map(|&at| &self.program.instrs[at].workspace).copied().collect();
+        let workspace = pieces.iter().map(|piece| self.program.buffers[piece.index()].bytes).collect();
+        let work = InstrKind::Compute(Arc::new(Fused { members, outputs: made, specs, overwrites, workspace, flops }));
+        // A sum behind a product is nobody's, the product some layer's.
+        let named = if self.fusible[order[0]] == Some(Fusible::Product) { order[0] } else { *last_at };
+        let layer = self.program.instrs[named].layer.clone();
+        let instr = Instr::plain(work, inputs, outputs, last.micro_batch, layer);
+        Some(Instr { workspace: pieces, accumulate, rematerialized: last.rematerialized, ..instr })
+    }
+    /// Marks the inputs that outputs lie over: (input, output). None where one kernel could not do that.
+    fn overwrites(&self, order: &[usize], inputs: &mut [Operand], outputs: &[Operand]) -> Option<Vec<(usize, usize)>> {
         let mut overwrites = Vec::new();
         for (index, output) in outputs.iter().enumerate() {
             // What is written twice, or read elsewhere than where it is written, would have to be in order.
@@ -348,27 +391,14 @@ impl<'a> Fusion<'a> {
             }
             if let Some(input) = first {
                 let fits = is_whole(self.program, &inputs[input]) && inputs[input].dtype == output.dtype;
-                if !fits || count(&inputs[input]) != count(output) {
+                if !fits || count(&inputs[input]) != count(output) || !self.may_overwrite(order, output.buffer) {
                     return None;
                 }
                 inputs[input].overwritten_by = Some(index);
                 overwrites.push((input, index));
             }
         }
-        if inputs.len() + outputs.len() > MOST_OPERANDS {
-            return None;
-        }
-        let spec = |operand: &Operand| Spec { shape: operand.layout.shape().clone(), dtype: operand.dtype };
-        let specs = outputs.iter().map(spec).collect();
-        let flops = order.iter().map(|&at| self.program.instrs[at].flops()).sum();
-        let pieces: Vec<BufferId> = order.iter().flat_map(|&at| &self.program.instrs[at].workspace).copied().collect();
-        if !pieces.is_empty() && !overwrites.is_empty() {
-            return None; // A library writes in an order of its own.
-        }
-        let workspace = pieces.iter().map(|piece| self.program.buffers[piece.index()].bytes).collect();
-        let work = InstrKind::Compute(Arc::new(Fused { members, outputs: made, specs, overwrites, workspace, flops }));
-        let instr = Instr::plain(work, inputs, outputs, last.micro_batch, last.layer.clone());
-        Some(Instr { workspace: pieces, rematerialized: last.rematerialized, ..instr })
+        Some(overwrites)
     }
 }
 
@@ -377,13 +407,16 @@ fn fusible(program: &Program, instr: &Instr) -> Option<Fusible> {
     let InstrKind::Compute(op) = &instr.kind else { return None };
     let fusible = op.cuda_fusible()?;
     let mut operands = instr.inputs.iter().chain(&instr.outputs);
-    let is_plain = instr.accumulate == 0
-        && (instr.workspace.is_empty() || fusible == Fusible::Product)
+    let sums = fusible == Fusible::NormGradWeight;
+    let reads_ids = matches!(fusible, Fusible::EmbeddingGrad { .. });
+    let is_plain = (instr.accumulate == 0 || sums)
+        && (instr.workspace.is_empty() || sums || fusible == Fusible::Product)
         && instr.counts.is_none()
         && instr.predicate.is_none()
         && operands.all(|operand| {
             let is_counted = program.buffers[operand.buffer.index()].counted.is_some();
-            !is_counted && matches!(operand.dtype, DType::F32 | DType::BF16 | DType::U8)
+            let is_id = reads_ids && operand.dtype == DType::U32;
+            !is_counted && (is_id || matches!(operand.dtype, DType::F32 | DType::BF16 | DType::U8))
         });
     let elements = count(instr.outputs.first()?);
     let fits = match &fusible {
@@ -394,7 +427,8 @@ fn fusible(program: &Program, instr: &Instr) -> Option<Fusible> {
                 && fusible.is_well_formed(instr.inputs.len())
         }
         Fusible::Norm { .. } => instr.inputs.iter().all(|input| input.overwritten_by.is_none()),
-        Fusible::NormGradInput { .. } | Fusible::Product => true,
+        Fusible::NormGradWeight => fits_one_pass(&spec(&instr.inputs[0])),
+        Fusible::NormGradInput { .. } | Fusible::EmbeddingGrad { .. } | Fusible::Product => true,
     };
     (is_plain && fits && elements > 0 && instr.outputs.iter().all(|output| is_whole(program, output)))
         .then_some(fusible)
@@ -406,6 +440,10 @@ fn is_whole(program: &Program, operand: &Operand) -> bool {
     operand.layout.is_contiguous()
         && operand.layout.start_offset() == 0
         && bytes as u64 == program.buffers[operand.buffer.index()].bytes
+}
+
+fn spec(operand: &Operand) -> Spec {
+    Spec { shape: operand.layout.shape().clone(), dtype: operand.dtype }
 }
 
 fn count(operand: &Operand) -> usize {

@@ -1,10 +1,14 @@
 //! A product of matrices with what follows it.
 
+use std::collections::BTreeSet;
+
 use gapless_kernels::cuda::launch::Epilogue;
 use gapless_kernels::cuda::{Launch, Operand, Operands, Product};
 
-use super::{Fused, Fusible};
 use gapless_kernels::cuda::generate::Source;
+
+use super::{Fused, Fusible, Fusion, count};
+use crate::program::{BufferId, Instr, InstrKind, Operand as Placed};
 
 /// What may follow a product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -13,6 +17,8 @@ pub enum Follows {
     Gelu,
     /// The gradient of GELU, with the product for input 1.
     GeluGrad,
+    /// The sum of it and another tensor, either of which may be input 0.
+    Add,
 }
 
 impl Follows {
@@ -22,16 +28,90 @@ impl Follows {
         match &outputs[..] {
             [only] if only == "of_gelu($0)" => Some(Self::Gelu),
             [only] if only == "of_gelu_grad($0, $1)" => Some(Self::GeluGrad),
+            [only] if only == "$0 + $1" => Some(Self::Add),
             _ => None,
         }
     }
 
-    /// The input that the product is.
-    pub fn input(self) -> usize {
+    /// The inputs that the product may be.
+    pub fn inputs(self) -> &'static [usize] {
         match self {
-            Self::Gelu => 0,
-            Self::GeluGrad => 1,
+            Self::Gelu => &[0],
+            Self::GeluGrad => &[1],
+            Self::Add => &[0, 1],
         }
+    }
+}
+
+impl Fusion<'_> {
+    /// Whether a step can be the epilogue of a product. What a library keeps or reads beside the product lies in columns in whole packs:
+    /// a row of it is a multiple of 8 elements (cuBLASLt, `CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD`). What a product is added to lies as
+    /// its result does.
+    pub(super) fn follows(&self, product: usize, last: usize) -> bool {
+        const PACK: usize = 8;
+        let Some(follows) = self.fusible[last].as_ref().and_then(Follows::of) else { return false };
+        let (from, to) = (&self.program.instrs[product].outputs[0], &self.program.instrs[last].outputs[0]);
+        let version = self.made[product][0];
+        let places: Vec<usize> = (0..self.read[last].len()).filter(|&i| self.read[last][i] == version).collect();
+        let is_only = places.len() == 1 && follows.inputs().contains(&places[0]);
+        let is_kept = !self.is_private(&BTreeSet::from([product, last]), version);
+        let fits = from.layout.dims() == to.layout.dims() && from.dtype == to.dtype;
+        let columns = from.layout.dims().last().is_some_and(|columns| columns.is_multiple_of(PACK));
+        let beside = || self.program.instrs[last].inputs.iter().zip(&self.read[last]).filter(|(_, v)| **v != version);
+        is_only
+            && match follows {
+                Follows::Gelu => fits && columns,
+                // There is no keeping a gradient that is not yet one.
+                Follows::GeluGrad => fits && columns && !is_kept,
+                // Extents may differ: of neither are there gaps.
+                Follows::Add => {
+                    let lies_alike = |(other, _): (&Placed, _)| {
+                        other.layout.is_contiguous() && other.dtype == to.dtype && count(other) == count(to)
+                    };
+                    from.dtype == to.dtype && !is_kept && beside().all(lies_alike)
+                }
+            }
+    }
+
+    /// Whether a step adds a table's gradient, of which nobody asks for anything else, to another tensor in its place.
+    pub(super) fn adds_in_place(&self, rows: usize, last: usize) -> bool {
+        let version = self.made[rows][0];
+        let of_last = &self.program.instrs[last];
+        let over: Vec<&usize> = self.read[last]
+            .iter()
+            .zip(&of_last.inputs)
+            .filter(|(_, of)| of.overwritten_by == Some(0))
+            .map(|(v, _)| v)
+            .collect();
+        let is_other = matches!(over[..], [&other] if other != version);
+        let is_sum = self.fusible[last].as_ref().and_then(Follows::of) == Some(Follows::Add);
+        let is_alike = self.program.instrs[rows].outputs[0].dtype == of_last.outputs[0].dtype;
+        is_sum && is_other && is_alike && self.is_private(&BTreeSet::from([rows, last]), version)
+    }
+
+    /// Whether a step makes a table's gradient in the last action, which the update adds to another before any rank hears of it.
+    pub(super) fn adds_in_update(&self, rows: usize, last: usize) -> bool {
+        let computes = |instr: &Instr| matches!(instr.kind, InstrKind::Compute(_)) && instr.predicate.is_none();
+        let is_rows = matches!(self.fusible[rows], Some(Fusible::EmbeddingGrad { .. }));
+        is_rows && self.program.instrs[rows..=last].iter().all(computes)
+    }
+
+    /// Whether a sum would rather be made by a product in front of it than by what reads it: then what is added is neither written nor
+    /// read.
+    pub(super) fn is_products(&self, sum: usize) -> bool {
+        let makers = self.read[sum].iter().filter_map(|&version| self.versions[version].made);
+        let mut products =
+            makers.map(|(maker, _)| maker).filter(|&maker| self.fusible[maker] == Some(Fusible::Product));
+        products.any(|product| self.joins(&BTreeSet::from([sum]), product))
+    }
+
+    /// Whether steps may write over a buffer that they read. A library writes in an order of its own: over nothing but what it adds a
+    /// product to.
+    pub(super) fn may_overwrite(&self, order: &[usize], buffer: BufferId) -> bool {
+        let [first, .., last] = *order else { return true };
+        let is_sum = || self.fusible[last].as_ref().and_then(Follows::of) == Some(Follows::Add);
+        let is_read = || self.program.instrs[first].inputs.iter().any(|input| input.buffer == buffer);
+        self.fusible[first] != Some(Fusible::Product) || is_sum() && !is_read()
     }
 }
 
@@ -52,6 +132,10 @@ pub(super) fn product(fused: &Fused, operands: &Operands<'_>) -> Option<Product>
     let epilogue = match Follows::of(&second.op.cuda_fusible()?)? {
         Follows::Gelu => Epilogue::Gelu { kept: output(0).map(|kept| kept.address) },
         Follows::GeluGrad => Epilogue::GeluGrad { of: from_memory(second.inputs[0].0)?.address },
+        Follows::Add => {
+            let other = second.inputs.iter().find_map(|(source, _)| from_memory(*source))?;
+            return Some(Product { onto: Some(other.address), ..product });
+        }
     };
     Some(Product { epilogue, ..product })
 }

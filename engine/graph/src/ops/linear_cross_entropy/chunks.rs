@@ -190,8 +190,8 @@ impl Chunks {
             if let [d_weight] = rest {
                 let to = Matrix::dense(d_weight.address, d_weight.dtype, width);
                 let product = Product::new((vocabulary, width, count), of_logits.t(), x, to, scratch);
-                let accumulate = index > 0 || operands.accumulates(weight);
-                launches.push(Launch::Product(Product { accumulate, ..product }));
+                let adds = index > 0 || operands.accumulates(weight);
+                launches.push(Launch::Product(Product { onto: adds.then_some(d_weight.address), ..product }));
             }
             // Last, as it may overwrite x.
             let to = Matrix::dense(at(dx.address, range.start * self.width), dtype, width);

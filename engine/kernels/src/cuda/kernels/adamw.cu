@@ -1,8 +1,10 @@
 // AdamW over many tensors at once, and the norm of their gradients. Twins: optim/adamw.rs, optim/global_norm.rs.
+#include "last_block.cuh"
 #include "reduce.cuh"
 
-// Tensors of one launch: what fits into a kernel's arguments.
-constexpr u32 MAX_TENSORS = 32;
+// Tensors of one launch: what fits into the 4096 bytes of a kernel's arguments.
+constexpr u32 MAX_UPDATED = 60;
+constexpr u32 MAX_TENSORS = 160;
 
 struct AdamWTensor {
     void* parameter;
@@ -18,7 +20,7 @@ struct AdamWTensor {
 };
 
 struct AdamWArguments {
-    AdamWTensor tensors[MAX_TENSORS];
+    AdamWTensor tensors[MAX_UPDATED];
     u64 tensor_count;
     const f32* norm;
     // Learning rate, 1 - beta1^t, 1 - beta2^t.
@@ -37,8 +39,12 @@ constexpr u32 ADAMW_LENGTH = 2048;
 // Which of some tensors a block belongs to.
 template <typename Tensor>
 __device__ __forceinline__ u32 tensor_of(const Tensor* tensors, u64 count) {
-    u32 tensor = 0;
-    while (tensor + 1 < count && blockIdx.x >= tensors[tensor + 1].first_block) ++tensor;
+    u32 tensor = 0, end = u32(count);
+    while (tensor + 1 < end) {
+        const u32 middle = (tensor + end) / 2;
+        if (blockIdx.x >= tensors[middle].first_block) tensor = middle;
+        else end = middle;
+    }
     return tensor;
 }
 
@@ -96,16 +102,19 @@ struct SquaredNormsArguments {
     u64 tensor_count;
     // A number for each block.
     f32* parts;
-    // A number for each tensor.
+    // For each tensor one, and its number.
+    u32* tickets;
     f64* out;
 };
 
 // Elements of a block.
 constexpr u32 NORM_LENGTH = 16384;
 
+// The squares of a block's elements; a warp of the last block of a tensor adds up those of all of its blocks.
 template <typename T>
-__device__ void squared_norm_parts(const SquaredNormsArguments& to) {
-    const NormTensor& of = to.tensors[tensor_of(to.tensors, to.tensor_count)];
+__device__ void squared_norms(const SquaredNormsArguments& to) {
+    const u32 tensor = tensor_of(to.tensors, to.tensor_count);
+    const NormTensor& of = to.tensors[tensor];
     const u64 first = (blockIdx.x - of.first_block) * NORM_LENGTH, end = smaller(first + NORM_LENGTH, of.count);
     f32 sum = 0.0f;
     for (u64 i = first + threadIdx.x; i < end; i += blockDim.x) {
@@ -114,20 +123,15 @@ __device__ void squared_norm_parts(const SquaredNormsArguments& to) {
     }
     sum = sum_block(sum, (f32*)shared_memory);
     if (threadIdx.x == 0) to.parts[blockIdx.x] = sum;
+    const u64 parts = of.count > NORM_LENGTH ? (of.count + NORM_LENGTH - 1) / NORM_LENGTH : 1;
+    if (!is_last_block(to.tickets + tensor, u32(parts)) || warp_of() != 0) return;
+    __syncwarp(); // The only block of a tensor has met no barrier since.
+    f64 all = 0.0;
+    for (u64 part = lane_of(); part < parts; part += 32) all += to.parts[of.first_block + part];
+    for (u32 distance = 16; distance > 0; distance /= 2) all += __shfl_xor_sync(ALL_LANES, all, distance);
+    if (lane_of() == 0) to.out[tensor] = all;
 }
-KERNELS(squared_norm_parts, SquaredNormsArguments)
-
-// A warp adds up the parts of one tensor.
-KERNEL(squared_norms, SquaredNormsArguments) {
-    const u64 tensor = global_thread() / 32;
-    if (tensor >= arguments.tensor_count) return;
-    const NormTensor& of = arguments.tensors[tensor];
-    const u64 parts = (of.count + NORM_LENGTH - 1) / NORM_LENGTH;
-    f64 sum = 0.0;
-    for (u64 part = lane_of(); part < parts; part += 32) sum += arguments.parts[of.first_block + part];
-    for (u32 distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, distance);
-    if (lane_of() == 0) arguments.out[tensor] = sum;
-}
+KERNELS(squared_norms, SquaredNormsArguments)
 
 struct GlobalNormArguments {
     NormTensor tensors[MAX_TENSORS];

@@ -74,21 +74,7 @@ __device__ void attention(const AttentionArguments& to) {
 }
 ATTENTION_KERNELS(attention)
 
-// delta = sum(out·d_out) of each query. A warp has one.
-template <typename T>
-__device__ void attention_delta(const AttentionArguments& to) {
-    const u64 query = global_thread() / 32, head = blockIdx.y, batch = blockIdx.z;
-    if (query >= to.queries) return;
-    const u64 start = to.at_out.at(batch, head) + query * to.at_out.token;
-    const T *out = (const T*)to.out + start, *d_out = (const T*)to.d_out + start;
-    f32 sum = 0.0f;
-    for (u64 i = lane_of(); i < to.value_size; i += 32) sum += load(out + i) * load(d_out + i);
-    sum = fold_lanes<Sum>(sum, 32);
-    if (lane_of() == 0) to.delta[(batch * to.heads + head) * to.queries + query] = sum;
-}
-KERNELS(attention_delta, AttentionArguments)
-
-// A block has ROWS queries of one head, as in the forward.
+// A block has ROWS queries of one head, as in the forward. Leaves delta = sum(out·d_out) of each query to the kernel behind.
 template <u32 ROWS, u32 COLUMNS>
 __device__ void attention_grad_q(const AttentionArguments& to) {
     constexpr u32 LANES = Shape<ROWS, COLUMNS>::LANES;
@@ -101,7 +87,9 @@ __device__ void attention_grad_q(const AttentionArguments& to) {
     const u64 seen = query < to.queries ? to.visible(query) : 0, hidden = query < to.queries ? to.first_key(batch, query) : 0;
     const u64 begin = to.first_key_of<ROWS>(batch, first) / ROWS * ROWS, end = to.visible(smaller(first + ROWS, to.queries) - 1);
     const u64 statistic = (batch * to.heads + head) * to.queries + query;
-    const f32 lse = query < to.queries ? to.lse[statistic] : 0.0f, delta = query < to.queries ? to.delta[statistic] : 0.0f;
+    const f32 lse = query < to.queries ? to.lse[statistic] : 0.0f;
+    const f32 delta = fold_lanes<Sum>(to.share_of_delta<f32, LANES>(batch, head, query, lane), LANES);
+    if (lane == 0 && query < to.queries) to.delta[statistic] = delta;
     q.load_rows((const f32*)to.q + to.at_q.at(batch, head), to.at_q.token, first, to.queries, ROWS, size);
     d_out.load_rows((const f32*)to.d_out + to.at_out.at(batch, head), to.at_out.token, first, to.queries, ROWS, of_v);
 

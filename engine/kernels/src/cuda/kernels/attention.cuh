@@ -1,6 +1,6 @@
 // What the kernels of attention share: operands, tiles in shared memory, and which keys a query sees.
 #pragma once
-#include "reduce.cuh"
+#include "rows.cuh"
 
 // Distances in elements; the elements of a head are neighbours.
 struct HeadStrides {
@@ -82,6 +82,25 @@ struct AttentionArguments {
     // The first query that a window hides a key from.
     __device__ __forceinline__ u64 end_query(u64 key) const {
         return window ? smaller(first_query(key) + window, queries) : queries;
+    }
+
+    // One of LANES lanes' share of the sum of out·d_out of a query, 0 if there is none.
+    template <typename T, u32 LANES>
+    __device__ __forceinline__ f32 share_of_delta(u64 batch, u64 head, u64 query, u32 lane) const {
+        if (query >= queries) return 0.0f;
+        constexpr u32 PACK = Pack<T>::SIZE;
+        const u64 row = at_out.at(batch, head) + query * at_out.token;
+        const T *a = (const T*)out + row, *b = (const T*)d_out + row;
+        const u64 packed = value_size % PACK == 0 && is_aligned(out) && is_aligned(d_out) ? value_size : 0;
+        f32 sum = 0.0f;
+        for (u64 i = lane * PACK; i < packed; i += LANES * PACK) {
+            f32 of_a[PACK], of_b[PACK];
+            load_neighbours(of_a, a + i);
+            load_neighbours(of_b, b + i);
+            for (u32 j = 0; j < PACK; ++j) sum += of_a[j] * of_b[j];
+        }
+        for (u64 i = packed + lane; i < value_size; i += LANES) sum += load(a + i) * load(b + i);
+        return sum;
     }
 
     // What the product of a query with a key counts.

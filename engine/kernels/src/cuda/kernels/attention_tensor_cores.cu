@@ -288,6 +288,7 @@ TENSOR_CORE_KERNEL(attention_tc, 64, 2, 64)
 TENSOR_CORE_KERNEL(attention_tc, 128, 2, 32)
 TENSOR_CORE_KERNEL(attention_tc, 256, 1, 16)
 
+// Leaves delta = sum(out·d_out) of each query to the kernels behind.
 template <u32 SIZE, u32 BANDS, u32 TILE>
 __device__ void attention_tc_grad_q(const AttentionArguments& to) {
     constexpr u32 WARP_ROWS = BANDS * BAND, BLOCK_ROWS = WARPS * WARP_ROWS, HALVES = BANDS * 2;
@@ -309,7 +310,8 @@ __device__ void attention_tc_grad_q(const AttentionArguments& to) {
     for (u32 half = 0; half < HALVES; ++half) {
         const u64 query = own + dq.row_of(half), statistic = (batch * to.heads + head) * to.queries + query;
         lse[half] = query < to.queries ? to.lse[statistic] * LOG2_E : 0.0f;
-        delta[half] = query < to.queries ? to.delta[statistic] : 0.0f;
+        delta[half] = fold_lanes<Sum>(to.share_of_delta<bf16, 4>(batch, head, query, lane_of() % 4), 4);
+        if (lane_of() % 4 == 0 && query < to.queries) to.delta[statistic] = delta[half];
     }
     queries.start<BLOCK_ROWS>(q, first);
     gradients.start<BLOCK_ROWS>(d_out, first);

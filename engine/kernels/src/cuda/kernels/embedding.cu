@@ -29,6 +29,8 @@ struct EmbeddingGradArguments {
     u64 width;
     // An id that adds nothing.
     u32 padding;
+    // Whether rows are summed before they are added to what is there, rather than each by itself: as a sum of two tensors is.
+    u32 sums_first;
 };
 
 // Columns of a thread, and rows that it reads before it adds the first of them.
@@ -56,8 +58,14 @@ __device__ void embedding_grad(const EmbeddingGradArguments& to) {
             if (is_packed && column < to.width) return load_neighbours(all, row + column);
             for (u32 c = 0; c < OWN; ++c) all[c] = column + c < to.width ? load(row + column + c) : 0.0f;
         };
-        f32 sums[OWN], rows[AHEAD][OWN];
+        f32 before[OWN] = {}, sums[OWN], rows[AHEAD][OWN];
         load_own(sums, d_row);
+        if (to.sums_first) {
+            for (u32 c = 0; c < OWN; ++c) {
+                before[c] = sums[c];
+                sums[c] = 0.0f;
+            }
+        }
         u32 waiting = 0;
         const auto add_waiting = [&] {
 #pragma unroll
@@ -87,6 +95,7 @@ __device__ void embedding_grad(const EmbeddingGradArguments& to) {
             }
         }
         add_waiting();
+        for (u32 c = 0; c < OWN && to.sums_first; ++c) sums[c] += before[c];
         if (is_packed && column < to.width) {
             store_neighbours(d_row + column, sums);
         } else {

@@ -1,6 +1,6 @@
-// Rows normalised, and their gradient: a block has one row.
+// Rows normalised, and their gradient: a block has one row, or a piece of them.
 #pragma once
-#include "rows.cuh"
+#include "pieces.cuh"
 
 struct NormArguments {
     const void* x;
@@ -132,4 +132,100 @@ __device__ void norm_grad_input(const NormGradInputArguments& to) {
     norm_grad_input_to<T, Pack<T>::SIZE>(to, is_aligned(to.dx), [&](auto, u64 i, const auto& dx) {
         store_neighbours((T*)to.dx + i, dx);
     });
+}
+
+// What one row adds to the gradients of weight and bias.
+template <u32 N>
+__device__ __forceinline__ void add_to_gradients(f32 (&weight)[N], f32 (&bias)[N], const f32 (&x)[N], const f32 (&d)[N], f32 mean,
+                                                 f32 rstd) {
+#pragma unroll
+    for (u32 j = 0; j < N; ++j) {
+        weight[j] += d[j] * (x[j] - mean) * rstd;
+        bias[j] += d[j];
+    }
+}
+
+// The gradient of the rows of a piece, to put(how many, the first's index, dx) as above, and the piece's share of those of weight and
+// bias: rows are read once for all three. Each thread has PACK elements of a row at most, and so the sums of as many columns. A block
+// has ROWS of them in registers at a time, whose loads are on their way together and which share barriers. Every sum has the order
+// that the kernels for one of them have.
+template <typename T, u32 PACK, u32 ROWS, typename Put>
+__device__ void norm_grad_to(const NormGradInputArguments& to, const Fold& fold, bool may_be_packed, Put put) {
+    f32* scratch = (f32*)shared_memory;
+    const u64 piece = blockIdx.x, width = to.width;
+    const bool is_packed =
+        may_be_packed && width % PACK == 0 && is_aligned(to.x) && is_aligned(to.dy) && is_aligned(to.weight);
+    // Calls f(how many, the first column, its place among this thread's).
+    const auto own = [&](auto f) {
+        if (is_packed) {
+            if (threadIdx.x * PACK < width) f(Count<PACK>(), u64(threadIdx.x) * PACK, 0);
+            return;
+        }
+#pragma unroll
+        for (u32 j = 0; j < PACK; ++j) {
+            const u64 column = threadIdx.x + u64(j) * blockDim.x;
+            if (column < width) f(Count<1>(), column, j);
+        }
+    };
+    const auto load_own = [&](f32(&all)[PACK], const void* rows, u64 row) {
+        own([&](auto count, u64 column, u32 place) {
+            f32 some[decltype(count)::VALUE];
+            load_neighbours(some, (const T*)rows + row * width + column);
+            for (u32 j = 0; j < decltype(count)::VALUE; ++j) all[place + j] = some[j];
+        });
+    };
+    f32 of_weight[PACK] = {}, d_weight[PACK] = {}, d_bias[PACK] = {};
+    load_own(of_weight, to.weight, 0);
+    const u64 end = fold.pieces.end(piece);
+    for (u64 first = fold.pieces.first(piece); first < end; first += ROWS) {
+        f32 x[ROWS][PACK] = {}, d[ROWS][PACK] = {}, mean[ROWS] = {}, rstd[ROWS] = {};
+        // Of each row the sum of g = dy·weight, and of g·(x - mean).
+        f32 sums[2 * ROWS] = {};
+#pragma unroll
+        for (u32 r = 0; r < ROWS; ++r) {
+            if (first + r >= end) continue;
+            mean[r] = to.stats[2 * (first + r)];
+            rstd[r] = to.stats[2 * (first + r) + 1];
+            load_own(x[r], to.x, first + r);
+            load_own(d[r], to.dy, first + r);
+        }
+#pragma unroll
+        for (u32 r = 0; r < ROWS; ++r) {
+            own([&](auto count, u64, u32 place) {
+                for (u32 j = place; j < place + decltype(count)::VALUE; ++j) {
+                    const f32 g = d[r][j] * of_weight[j];
+                    sums[2 * r] += g;
+                    sums[2 * r + 1] += g * (x[r][j] - mean[r]);
+                }
+            });
+        }
+        sum_block_each(sums, scratch);
+#pragma unroll
+        for (u32 r = 0; r < ROWS; ++r) {
+            if (first + r >= end) continue;
+            const f32 mean_g = to.is_centred ? sums[2 * r] / f32(width) : 0.0f;
+            const f32 mean_gx = sums[2 * r + 1] * rstd[r] / f32(width);
+            add_to_gradients(d_weight, d_bias, x[r], d[r], mean[r], rstd[r]);
+            own([&](auto count, u64 column, u32 place) {
+                constexpr u32 N = decltype(count)::VALUE;
+                f32 dx[N];
+                for (u32 j = 0; j < N; ++j) {
+                    const f32 g = d[r][place + j] * of_weight[place + j];
+                    dx[j] = rstd[r] * (g - mean_g - (x[r][place + j] - mean[r]) * rstd[r] * mean_gx);
+                }
+                put(count, (first + r) * width + column, dx);
+            });
+        }
+    }
+    own([&](auto count, u64 column, u32 place) {
+        constexpr u32 N = decltype(count)::VALUE;
+        f32 weight[N], bias[N];
+        for (u32 j = 0; j < N; ++j) {
+            weight[j] = d_weight[place + j];
+            bias[j] = d_bias[place + j];
+        }
+        store_neighbours(fold.part(0, piece) + column, weight);
+        store_neighbours(fold.part(1, piece) + column, bias);
+    });
+    fold.finish<T>(piece, 0, [&](auto f) { own([&](auto count, u64 column, u32) { f(count, column); }); });
 }

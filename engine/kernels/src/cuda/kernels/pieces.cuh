@@ -3,6 +3,7 @@
 // A piece has a fixed number of rows and never reaches into another sequence. So sums over several micro-batches, each of whole
 // sequences and adding to the one before, have the same bits as one over all.
 #pragma once
+#include "last_block.cuh"
 #include "rows.cuh"
 
 struct Pieces {
@@ -36,3 +37,63 @@ __device__ __forceinline__ void own_columns(u64 width, bool may_be_packed, F f) 
     }
     for (u64 column = first; column < smaller(first + OWN_COLUMNS, width); ++column) f(Count<1>(), column);
 }
+
+// Pieces that are added up by themselves: neighbours in one sequence.
+constexpr u32 RUN = 16;
+
+// Where the sums of pieces go, and what becomes of them: those of a run are added up, and then the runs in order, onto what is there
+// or from the first on. Blocks have a piece each; the last one of a run that has its sums adds them up, and the last one of all adds
+// up the runs. Who that is differs, what it adds does not.
+struct Fold {
+    // [results][pieces][width]
+    f32* parts;
+    // For each block of columns one for every run, and one for all of them.
+    u32* tickets;
+    // One result, or two.
+    void* out[2];
+    u64 width;
+    u64 sequences;
+    Pieces pieces;
+    u32 results;
+    // Of each result a bit: whether it is added to, and whether it is f32, rather than of the type that was summed.
+    u32 accumulate;
+    u32 is_f32;
+
+    __device__ __forceinline__ f32* part(u32 result, u64 piece) const {
+        return parts + (result * sequences * pieces.of_sequence() + piece) * width;
+    }
+
+    // What a block does when it has stored the sums of its piece. `own` calls a function with (how many, the first of them) for the
+    // columns of a thread, as it did when they were stored.
+    template <typename T, typename Own>
+    __device__ __forceinline__ void finish(u64 piece, u64 columns, Own own) const {
+        const u64 of_sequence = pieces.of_sequence(), runs_of_sequence = (of_sequence + RUN - 1) / RUN;
+        const u64 runs = sequences * runs_of_sequence, sequence = piece / of_sequence, run = piece % of_sequence / RUN;
+        const u64 first = sequence * of_sequence + run * RUN, end = smaller(first + RUN, (sequence + 1) * of_sequence);
+        u32* own_tickets = tickets + columns * (runs + 1);
+        if (!is_last_block(own_tickets + sequence * runs_of_sequence + run, u32(end - first))) return;
+        for (u32 result = 0; result < results; ++result) {
+            own([&](auto count, u64 column) {
+                f32 sums[decltype(count)::VALUE] = {};
+                for (u64 piece = first; piece < end; ++piece) add_neighbours(sums, part(result, piece) + column);
+                store_neighbours(part(result, first) + column, sums);
+            });
+        }
+        if (!is_last_block(own_tickets + runs, u32(runs))) return;
+        for (u32 result = 0; result < results; ++result) {
+            T* const to = (T*)out[result];
+            f32* const to_f32 = (f32*)out[result];
+            const bool adds = accumulate >> result & 1, stores_f32 = is_f32 >> result & 1;
+            own([&](auto count, u64 column) {
+                constexpr u32 N = decltype(count)::VALUE;
+                f32 sums[N] = {};
+                for (u32 j = 0; j < N && adds; ++j) sums[j] = stores_f32 ? to_f32[column + j] : load(to + column + j);
+                for (u64 run = 0; run < runs; ++run) {
+                    const u64 piece = run / runs_of_sequence * of_sequence + run % runs_of_sequence * RUN;
+                    add_neighbours(sums, part(result, piece) + column);
+                }
+                for (u32 j = 0; j < N; ++j) stores_f32 ? store(to_f32 + column + j, sums[j]) : store(to + column + j, sums[j]);
+            });
+        }
+    }
+};

@@ -39,3 +39,23 @@ __device__ __forceinline__ f32 fold_block(f32 x, f32* scratch) {
 
 __device__ __forceinline__ f32 sum_block(f32 x, f32* scratch) { return fold_block<Sum>(x, scratch); }
 __device__ __forceinline__ f32 max_block(f32 x, f32* scratch) { return fold_block<Max>(x, scratch); }
+
+// Sums each number over a block of whole warps as sum_block does, all with the same two barriers. `scratch` holds MAX_WARPS floats for
+// each.
+template <u32 COUNT>
+__device__ __forceinline__ void sum_block_each(f32 (&x)[COUNT], f32* scratch) {
+#pragma unroll
+    for (u32 i = 0; i < COUNT; ++i) x[i] = fold_lanes<Sum>(x[i], 32);
+    __syncthreads(); // Someone may still read what the last fold left.
+#pragma unroll
+    for (u32 i = 0; i < COUNT; ++i) {
+        if (lane_of() == 0) scratch[warp_of() * COUNT + i] = x[i];
+    }
+    __syncthreads();
+#pragma unroll
+    for (u32 i = 0; i < COUNT; ++i) x[i] = scratch[i];
+    for (u32 warp = 1; warp < blockDim.x / 32; ++warp) {
+#pragma unroll
+        for (u32 i = 0; i < COUNT; ++i) x[i] += scratch[warp * COUNT + i];
+    }
+}

@@ -23,6 +23,14 @@ __device__ __forceinline__ void store_neighbours(T* to, const f32 (&from)[N]) {
     *reinterpret_cast<Neighbours<T, N>*>(to) = all;
 }
 
+template <u32 N, typename T>
+__device__ __forceinline__ void add_neighbours(f32 (&to)[N], const T* from) {
+    f32 all[N];
+    load_neighbours(all, from);
+#pragma unroll
+    for (u32 j = 0; j < N; ++j) to[j] += all[j];
+}
+
 // A number that is known when a kernel is compiled.
 template <u32 N>
 struct Count {

@@ -8,8 +8,11 @@ use super::{BLOCK, FOLD_BYTES, Kernel, Launch, Operand, Operands, blocks, launch
 use crate::Spec;
 use crate::cuda::Family::AdamW;
 
-/// Most tensors of a launch: `MAX_TENSORS` of adamw.cu.
-const MAX_TENSORS: usize = 32;
+/// Most tensors of a launch of updates: `MAX_UPDATED` of adamw.cu.
+const MAX_UPDATED: usize = 60;
+
+/// Most tensors of a launch of norms: `MAX_TENSORS` of adamw.cu.
+const MAX_TENSORS: usize = 160;
 
 /// Elements of a block: `ADAMW_LENGTH` of adamw.cu.
 const ADAMW_LENGTH: u64 = 2048;
@@ -56,7 +59,7 @@ pub struct AdamWRule {
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 struct AdamWArguments {
-    tensors: [AdamWTensor; MAX_TENSORS],
+    tensors: [AdamWTensor; MAX_UPDATED],
     tensor_count: u64,
     norm: u64,
     scalars: u64,
@@ -88,6 +91,7 @@ struct SquaredNormsArguments {
     tensors: [NormTensor; MAX_TENSORS],
     tensor_count: u64,
     parts: u64,
+    tickets: u64,
     out: u64,
 }
 
@@ -162,7 +166,7 @@ impl Updates {
 
     fn of(&self, tensors: &[AdamWTensor]) -> Kernel {
         let &Self { rule, norm, scalars, sums_in_f32, .. } = self;
-        let mut of_all = [AdamWTensor::default(); MAX_TENSORS];
+        let mut of_all = [AdamWTensor::default(); MAX_UPDATED];
         let mut first_block = 0;
         for (to, tensor) in of_all.iter_mut().zip(tensors) {
             *to = AdamWTensor { first_block, ..*tensor };
@@ -175,6 +179,7 @@ impl Updates {
             grid: [blocks(first_block, 1), 1, 1],
             block: BLOCK,
             shared_bytes: 0,
+            tickets: 0,
             arguments: Box::new(AdamWArguments { tensors: of_all, tensor_count, norm, scalars, rule, sums_in_f32 }),
         }
     }
@@ -187,7 +192,7 @@ pub fn together(launches: Vec<(usize, Launch)>) -> Vec<(usize, Launch)> {
     let mut pending: Option<(usize, Updates, Vec<AdamWTensor>)> = None;
     let flush = |pending: &mut Option<(usize, Updates, Vec<AdamWTensor>)>, all: &mut Vec<(usize, Launch)>| {
         if let Some((first, updates, tensors)) = pending.take() {
-            all.extend(tensors.chunks(MAX_TENSORS).map(|tensors| (first, Launch::Kernel(updates.of(tensors)))));
+            all.extend(tensors.chunks(MAX_UPDATED).map(|tensors| (first, Launch::Kernel(updates.of(tensors)))));
         }
     };
     for (index, launch) in launches {
@@ -210,43 +215,47 @@ pub fn together(launches: Vec<(usize, Launch)>) -> Vec<(usize, Launch)> {
     all
 }
 
+/// Blocks that square so many elements: one at least, which says that nothing is 0.
+fn norm_blocks(count: u64) -> u64 {
+    count.div_ceil(NORM_LENGTH).max(1)
+}
+
 /// Tensors in a launch's arguments, how many there are, and the blocks that go through them.
 fn table(tensors: &[Operand]) -> ([NormTensor; MAX_TENSORS], u64, u64) {
     let (mut table, mut first_block) = ([NormTensor::default(); MAX_TENSORS], 0);
     for (to, tensor) in table.iter_mut().zip(tensors) {
         let count = tensor.count();
         *to = NormTensor { x: tensor.address, count, first_block };
-        first_block += count.div_ceil(NORM_LENGTH);
+        first_block += norm_blocks(count);
     }
     (table, tensors.len() as u64, first_block)
 }
 
 /// Bytes of a number for each block that [`squared_norms`] starts at once.
 pub fn squared_norms_workspace(elements: impl Iterator<Item = usize>) -> Vec<u64> {
-    let blocks: Vec<u64> = elements.map(|count| (count as u64).div_ceil(NORM_LENGTH)).collect();
+    let blocks: Vec<u64> = elements.map(|count| norm_blocks(count as u64)).collect();
     vec![blocks.chunks(MAX_TENSORS).map(|blocks| 4 * blocks.iter().sum::<u64>()).max().unwrap_or(0)]
 }
 
 /// Σ x² of each input, as f64.
 pub fn squared_norms(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([first, ..], [out], &[parts]) = (operands.inputs, operands.outputs, operands.workspace) else { return None };
-    let name = typed("squared_norm_parts", first.dtype)?;
-    let chunks = operands.inputs.chunks(MAX_TENSORS).enumerate();
-    let kernels = chunks.flat_map(|(chunk, inputs)| {
+    let name = typed("squared_norms", first.dtype)?;
+    let kernels = operands.inputs.chunks(MAX_TENSORS).enumerate().map(|(chunk, inputs)| {
         let (tensors, tensor_count, part_count) = table(inputs);
         let out = out.address + (chunk * MAX_TENSORS * size_of::<f64>()) as u64;
-        let arguments = SquaredNormsArguments { tensors, tensor_count, parts, out };
-        let sums = Kernel {
+        let arguments = SquaredNormsArguments { tensors, tensor_count, parts, tickets: operands.tickets, out };
+        Launch::Kernel(Kernel {
             family: AdamW,
             name: name.clone(),
             grid: [blocks(part_count, 1), 1, 1],
             block: BLOCK,
             shared_bytes: FOLD_BYTES,
+            tickets: inputs.len() as u32,
             arguments: Box::new(arguments),
-        };
-        [sums, Kernel::flat(AdamW, "squared_norms".into(), 32 * tensor_count, arguments)]
+        })
     });
-    Some(kernels.map(Launch::Kernel).collect())
+    Some(kernels.collect())
 }
 
 /// Bytes of all numbers in order; and of all of them side by side, where a launch does not take as many tensors.
@@ -281,6 +290,7 @@ pub fn global_norm(operands: &Operands<'_>) -> Option<Vec<Launch>> {
         grid: [1; 3],
         block: BLOCK,
         shared_bytes: 0,
+        tickets: 0,
         arguments: Box::new(GlobalNormArguments { tensors, tensor_count, sorted: *sorted, out: out.address, count }),
     });
     Some(kernels.into_iter().map(Launch::Kernel).collect())

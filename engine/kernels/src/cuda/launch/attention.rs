@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Layout};
 
-use super::{Kernel, Launch, Operand, Operands, launches, typed};
+use super::{Kernel, Launch, Operand, Operands, launches};
 use crate::Spec;
 use crate::cuda::Family::{self, Attention, AttentionTensorCores};
 
@@ -217,6 +217,7 @@ impl AttentionArguments {
         Some(Kernel {
             family: form.family,
             shared_bytes: form.shared_bytes as u32,
+            tickets: 0,
             name: form.name,
             grid: grid.map(|blocks| blocks as u32),
             block: THREADS,
@@ -259,18 +260,9 @@ pub fn attention_grad(of: Scores, operands: &Operands<'_>) -> Option<Vec<Launch>
         ..AttentionArguments::new(of, [q, k, v], starts.first())?
     };
     let AttentionArguments { heads, kv_heads, queries, keys, .. } = arguments;
-    // A warp for each query.
-    let deltas = Kernel {
-        family: Attention,
-        name: typed("attention_delta", q.dtype)?,
-        grid: [queries.div_ceil(u64::from(THREADS / 32)), heads, q.dims()[0] as u64].map(|blocks| blocks as u32),
-        block: THREADS,
-        shared_bytes: 0,
-        arguments: Box::new(arguments),
-    };
     let of_kv = Part::of_kv(q.dtype, arguments.widest()).iter();
-    [Some(deltas), arguments.launch(Part::GradQ, q, queries, heads)]
-        .into_iter()
+    // The kernel for dq first: it leaves delta to the others.
+    std::iter::once(arguments.launch(Part::GradQ, q, queries, heads))
         .chain(of_kv.map(|&part| arguments.launch(part, q, keys, kv_heads)))
         .map(|kernel| kernel.map(Launch::Kernel))
         .collect()

@@ -101,6 +101,7 @@ impl GroupedArguments {
             grid: [blocks(tiles(&form), 1), 1, 1],
             block: THREADS,
             shared_bytes: are_along.map(|is_along| form.shared_bytes(is_along)).iter().sum::<u64>() as u32,
+            tickets: 0,
             arguments: Box::new(self),
         }])
     }

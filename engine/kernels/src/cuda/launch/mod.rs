@@ -23,14 +23,15 @@ pub use adamw::{
 };
 pub use attention::{Scores, attention, attention_grad, attention_grad_workspace};
 pub use copy::{cat, copy, copy_to, widen};
-pub use embedding::{embedding, embedding_grad};
+pub use embedding::{add_embedding_grad, embedding, embedding_grad};
 pub use experts::{
     Routing, combine, dispatch, expert_load, gather, load_bias, route, routed_gated, routed_gated_grad, run_lengths,
     run_starts, top_k, top_k_grad, unplaced,
 };
 pub use gather::{gather_along, row_max, scatter_add};
 pub use grouped::{grouped_linear, grouped_linear_grad_input, grouped_linear_grad_weight};
-pub use norm::{norm, norm_grad_input, norm_grad_weight, norm_grad_weight_workspace};
+pub(super) use norm::OnePass;
+pub use norm::{fits_one_pass, norm, norm_grad_input, norm_grad_weight, norm_grad_weight_workspace};
 pub use product::ALIGNMENT;
 pub use product::{
     Batch, Epilogue, Matrix, Product, is_matrix, leading_sums_workspace, linear, linear_grad_input, linear_grad_weight,
@@ -75,6 +76,8 @@ pub struct Kernel {
     pub block: u32,
     /// Shared memory of a block. The driver has to be told of more than 48 KiB.
     pub shared_bytes: u32,
+    /// Numbers from [`Operands::tickets`] on that its blocks count themselves by.
+    pub tickets: u32,
     /// The struct that the kernel takes.
     pub arguments: Box<dyn Arguments>,
 }
@@ -147,6 +150,8 @@ pub struct Operands<'a> {
     pub workspace: &'a [u64],
     /// Bits of the outputs that are added to.
     pub accumulate: u64,
+    /// Device address of `u32`s that are 0, and are again when the launches are over: as many as [`Kernel::tickets`] of any of them.
+    pub tickets: u64,
     /// Where the random numbers of this step and micro-batch come from.
     pub random: Random,
 }
@@ -270,7 +275,7 @@ impl Kernel {
     /// One thread for each of so many.
     pub fn flat(family: Family, name: String, threads: u64, arguments: impl Arguments + 'static) -> Self {
         let grid = [blocks(threads, BLOCK), 1, 1];
-        Self { family, name, grid, block: BLOCK, shared_bytes: 0, arguments: Box::new(arguments) }
+        Self { family, name, grid, block: BLOCK, shared_bytes: 0, tickets: 0, arguments: Box::new(arguments) }
     }
 
     /// One block for each of so many rows, with threads for a row of so many packs.
@@ -278,7 +283,7 @@ impl Kernel {
         // About one pack for a thread, in whole warps.
         let block = packs.next_multiple_of(32).clamp(32, 512) as u32;
         let grid = [blocks(rows, 1), 1, 1];
-        Self { family, name, grid, block, shared_bytes: FOLD_BYTES, arguments: Box::new(arguments) }
+        Self { family, name, grid, block, shared_bytes: FOLD_BYTES, tickets: 0, arguments: Box::new(arguments) }
     }
 }
 

@@ -88,7 +88,7 @@ pub enum Epilogue {
     },
 }
 
-/// c = a·b, or c += a·b: m × k times k × n. Sums are in f32, whatever is stored.
+/// c = a·b, or c = d + a·b with a d that lies as c does, and may be c: m × k times k × n. Sums are in f32, whatever is stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Product {
     /// Rows of a and c.
@@ -107,8 +107,8 @@ pub struct Product {
     pub bias: Option<u64>,
     /// What is done to each sum before it is stored.
     pub epilogue: Epilogue,
-    /// Whether c is added to.
-    pub accumulate: bool,
+    /// Address of what it is added to: c's own, or another where nothing of c lies.
+    pub onto: Option<u64>,
     /// How many of them.
     pub batch: Batch,
     /// Scratch for cuBLASLt: address and bytes.
@@ -134,7 +134,7 @@ impl Product {
     /// One product of matrices without gaps, of which a and b may be transposed.
     pub fn new((m, n, k): (u64, u64, u64), a: Matrix, b: Matrix, c: Matrix, workspace: (u64, u64)) -> Self {
         let batch = Batch { count: 1, distances: [0; 3] };
-        Self { m, n, k, a, b, c, bias: None, epilogue: Epilogue::None, accumulate: false, batch, workspace }
+        Self { m, n, k, a, b, c, bias: None, epilogue: Epilogue::None, onto: None, batch, workspace }
     }
 
     /// What it reads: addresses and bytes, from the first element of each operand to the last.
@@ -152,10 +152,15 @@ impl Product {
             Epilogue::GeluGrad { of } => Some(like_c(of)),
             Epilogue::None | Epilogue::Gelu { .. } => None,
         };
-        let added_to = self.accumulate.then(|| like_c(c.address));
+        let added_to = self.onto.map(like_c);
         let bias = self.bias.map(|address| (address, n as usize * c.dtype.size_in_bytes()));
         let factors = [matrix(a, (m, k), of_a), matrix(b, (k, n), of_b)];
         factors.into_iter().chain(added_to).chain(bias).chain(read_by_epilogue).collect()
+    }
+
+    /// Whether something is done with the sums before they are stored that another kernel could do behind it.
+    pub fn is_followed(&self) -> bool {
+        self.epilogue != Epilogue::None || self.onto.is_some_and(|onto| onto != self.c.address)
     }
 
     /// The same in two launches: for a library that has no algorithm for both at once.
@@ -163,7 +168,13 @@ impl Product {
         let (count, dtype) = (self.m * self.n, self.c.dtype);
         let product = Self { epilogue: Epilogue::None, ..self };
         let (product, behind) = match self.epilogue {
-            Epilogue::None => (product, None),
+            Epilogue::None => match self.onto.filter(|_| self.is_followed()) {
+                None => (product, None),
+                Some(onto) => {
+                    let (expression, c) = ("$0 + $1", self.c.address);
+                    (Self { onto: None, ..product }, dense("add", expression, &[onto, c], c, (count, dtype)))
+                }
+            },
             Epilogue::Gelu { kept } => {
                 let c = Matrix { address: kept.unwrap_or(self.c.address), ..self.c };
                 (Self { c, ..product }, dense("gelu", "of_gelu($0)", &[c.address], self.c.address, (count, dtype)))
@@ -219,14 +230,15 @@ pub fn linear_grad_weight(operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let of_x = Matrix::dense(x.address, x.dtype, n);
     let of_weight = Matrix::dense(d_weight.address, d_weight.dtype, n);
     let product = Product::new((m, n, k), of_dy, of_x, of_weight, scratch(operands, m, n)?);
-    let mut launches = vec![Launch::Product(Product { accumulate: operands.accumulates(0), ..product })];
+    let mut launches =
+        vec![Launch::Product(Product { onto: operands.accumulates(0).then_some(d_weight.address), ..product })];
     if !d_bias.is_empty() {
         let of_bias = Operands {
             inputs: std::slice::from_ref(dy),
             outputs: d_bias,
             workspace: &operands.workspace[1..],
             accumulate: operands.accumulate >> 1,
-            random: operands.random,
+            ..*operands
         };
         let leading: Vec<usize> = (0..dy.dims().len() - 1).collect();
         launches.extend(super::sum(&leading, &of_bias)?);

@@ -1,5 +1,7 @@
 //! Launches of reduce.cu.
 
+use candle_core::DType;
+
 use super::{BLOCK, Kernel, Launch, Operand, Operands, Strides, blocks, launches, typed, typed_to};
 use crate::Spec;
 use crate::cuda::Family::Reduce;
@@ -7,14 +9,14 @@ use crate::cuda::Family::Reduce;
 /// Rows cut into pieces.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Pieces {
-    pub(super) rows: PieceRows,
+    rows: PieceRows,
     sequences: u64,
 }
 
 /// Rows of sequences and of pieces, as pieces.cuh has them.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
-pub(super) struct PieceRows {
+struct PieceRows {
     sequence: u64,
     length: u64,
 }
@@ -55,25 +57,69 @@ impl Pieces {
     }
 }
 
+/// Pieces that are added up by themselves: `RUN` of pieces.cuh.
+const RUN: u64 = 16;
+
+/// What becomes of the sums of pieces, as pieces.cuh has it.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
-struct ColumnSumsArguments {
-    x: u64,
+pub(super) struct Fold {
     parts: u64,
+    tickets: u64,
+    out: [u64; 2],
     width: u64,
+    sequences: u64,
     pieces: PieceRows,
+    results: u32,
+    accumulate: u32,
+    is_f32: u32,
+}
+
+impl Fold {
+    /// The sums of pieces of rows of a type into one tensor, or into two of one width. Bits say which of them are added to.
+    pub(super) fn new(
+        pieces: Pieces,
+        dtype: DType,
+        outs: &[Operand],
+        operands: &Operands<'_>,
+        accumulate: u64,
+    ) -> Option<Self> {
+        let (first, last) = (outs.first()?, outs.last()?);
+        let is_stored = |out: &Operand| out.dtype == dtype || out.dtype == DType::F32;
+        let fits = outs.len() <= 2 && outs.iter().all(|out| is_stored(out) && out.count() == first.count());
+        let is_f32 = |(index, out): (usize, &Operand)| u32::from(out.dtype == DType::F32) << index;
+        fits.then_some(Self {
+            parts: *operands.workspace.first()?,
+            tickets: operands.tickets,
+            out: [first.address, last.address],
+            width: first.count(),
+            sequences: pieces.sequences,
+            pieces: pieces.rows,
+            results: outs.len() as u32,
+            accumulate: accumulate as u32,
+            is_f32: outs.iter().enumerate().map(is_f32).sum(),
+        })
+    }
+
+    /// Numbers that blocks count themselves by, if so many lie side by side.
+    pub(super) fn tickets(&self, blocks_of_columns: u32) -> Option<u32> {
+        let runs = self.sequences * self.pieces.sequence.div_ceil(PIECE).div_ceil(RUN);
+        u32::try_from(u64::from(blocks_of_columns) * (runs + 1)).ok()
+    }
+
+    /// The struct as fields of 8 bytes.
+    pub(super) fn words(&self) -> [u64; 10] {
+        let &Self { parts, tickets, out: [first, last], width, sequences, pieces, results, accumulate, is_f32 } = self;
+        let counts = u64::from(results) | u64::from(accumulate) << 32;
+        [parts, tickets, first, last, width, sequences, pieces.sequence, pieces.length, counts, u64::from(is_f32)]
+    }
 }
 
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
-struct FoldPiecesArguments {
-    parts: u64,
-    out: [u64; 2],
-    second: u64,
-    sequences: u64,
-    pieces: u64,
-    width: u64,
-    accumulate: u32,
+struct ColumnSumsArguments {
+    x: u64,
+    fold: Fold,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -93,41 +139,12 @@ struct SumArguments {
 struct ScaledSumArguments {
     x: u64,
     parts: u64,
+    ticket: u64,
     out: u64,
     count: u64,
     length: u64,
-    part_count: u64,
     scale: f64,
     accumulate: u32,
-}
-
-/// Adds up the sums of pieces, behind the kernel that has made them, into one tensor, or into two of one width, whose sums lie one behind
-/// the other. Bits say which of them are added to.
-pub(super) fn fold(sums: Kernel, parts: u64, outs: &[Operand], pieces: Pieces, accumulate: u32) -> Option<Vec<Launch>> {
-    let width = outs.first()?.count();
-    let second = pieces.count() * width;
-    // Those of one type side by side.
-    let same = if outs.iter().all(|out| out.dtype == outs[0].dtype) { outs.len() } else { 1 };
-    let of = |(index, outs): (usize, &[Operand])| {
-        let arguments = FoldPiecesArguments {
-            parts: parts + 4 * second * index as u64,
-            out: [outs.first()?.address, outs.last()?.address],
-            second,
-            sequences: pieces.sequences,
-            pieces: pieces.of_sequence(),
-            width,
-            accumulate: accumulate >> index,
-        };
-        Some(Launch::Kernel(Kernel {
-            family: Reduce,
-            name: typed("fold_pieces", outs[0].dtype)?,
-            grid: [blocks(width, 32), outs.len() as u32, 1],
-            block: BLOCK,
-            shared_bytes: 4 * BLOCK,
-            arguments: Box::new(arguments),
-        }))
-    };
-    std::iter::once(Some(Launch::Kernel(sums))).chain(outs.chunks(same).enumerate().map(of)).collect()
 }
 
 /// The rows that are summed when `dims` are, if those lead: [rows in sequences, width].
@@ -148,23 +165,23 @@ pub fn column_sums_workspace(x: &Spec, dims: &[usize]) -> Vec<u64> {
 /// The sum over `dims`.
 pub fn sum(dims: &[usize], operands: &Operands<'_>) -> Option<Vec<Launch>> {
     let ([x], [out]) = (operands.inputs, operands.outputs) else { return None };
-    let accumulate = operands.accumulate(0);
     // A grid has that many rows at most.
     let is_narrow = u64::from(blocks_of_columns(out.count())) <= MOST_GRID_ROWS;
-    if let (Some(rows), true, &[parts]) =
+    if let (Some(rows), true, [_]) =
         (as_rows(x.dims(), dims).filter(|_| is_narrow), x.layout.is_contiguous(), operands.workspace)
     {
         let pieces = Pieces::of(&rows);
-        let width = out.count();
-        let sums = Kernel {
+        let fold = Fold::new(pieces, x.dtype, operands.outputs, operands, operands.accumulate)?;
+        let blocks_side_by_side = blocks_of_columns(out.count());
+        return launches([Kernel {
             family: Reduce,
             name: typed("column_sums", x.dtype)?,
-            grid: [blocks(pieces.count(), 1), blocks_of_columns(width), 1],
+            grid: [blocks(pieces.count(), 1), blocks_side_by_side, 1],
             block: SUMMING,
             shared_bytes: 0,
-            arguments: Box::new(ColumnSumsArguments { x: x.address, parts, width, pieces: pieces.rows }),
-        };
-        return fold(sums, parts, operands.outputs, pieces, accumulate);
+            tickets: fold.tickets(blocks_side_by_side)?,
+            arguments: Box::new(ColumnSumsArguments { x: x.address, fold }),
+        }]);
     }
     let (extents, strides) = (x.dims(), x.layout.stride());
     let part = |keep: bool| {
@@ -181,7 +198,7 @@ pub fn sum(dims: &[usize], operands: &Operands<'_>) -> Option<Vec<Launch>> {
         summed,
         kept: part(true)?,
         reduced: part(false)?,
-        accumulate,
+        accumulate: operands.accumulate(0),
     };
     launches([Kernel::flat(Reduce, typed_to("sum", x.dtype, out.dtype)?, 32 * outputs, arguments)])
 }
@@ -193,28 +210,20 @@ pub fn scaled_sum(scale: f64, part_count: usize, operands: &Operands<'_>) -> Opt
     let arguments = ScaledSumArguments {
         x: x.address,
         parts,
+        ticket: operands.tickets,
         out: out.address,
         count: x.count(),
         length: x.count().div_ceil(part_count),
-        part_count,
         scale,
         accumulate: operands.accumulate(0),
     };
-    let sums = Kernel {
+    launches([Kernel {
         family: Reduce,
-        name: typed("scaled_sum_parts", x.dtype)?,
+        name: typed("scaled_sum", x.dtype).filter(|_| x.dtype == out.dtype)?,
         grid: [blocks(part_count, 1), 1, 1],
         block: BLOCK,
         shared_bytes: 8 * BLOCK,
+        tickets: 1,
         arguments: Box::new(arguments),
-    };
-    let total = Kernel {
-        family: Reduce,
-        name: typed("scaled_sum", out.dtype)?,
-        grid: [1; 3],
-        block: 32,
-        shared_bytes: 0,
-        arguments: Box::new(arguments),
-    };
-    launches([sums, total])
+    }])
 }

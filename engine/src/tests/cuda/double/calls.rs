@@ -40,11 +40,12 @@ struct Places {
     sum: u64,
     hidden: u64,
     kept: u64,
+    twice: u64,
 }
 
-const PLACES: Places = Places { x: 0, weight: 512, bias: 1024, sum: 1536, hidden: 2048, kept: 2560 };
+const PLACES: Places = Places { x: 0, weight: 512, bias: 1024, sum: 1536, hidden: 2048, kept: 2560, twice: 3072 };
 
-/// hidden = GELU(x·weightᵀ + bias), sum += hidden·weight.
+/// hidden = GELU(x·weightᵀ + bias), sum += hidden·weight, twice = hidden + x·weightᵀ + bias.
 fn products(base: u64, places: Places) -> Vec<Launch> {
     let workspace = scratch_in(base + 4096, 8192);
     let matrix = |place: u64, columns| Matrix::dense(base + place, DType::F32, columns);
@@ -55,7 +56,9 @@ fn products(base: u64, places: Places) -> Vec<Launch> {
     // Row by row: as many products as there are rows.
     let batch = Batch { count: M, distances: [N, 0, K] };
     let sum = Product::new((1, K, N), hidden, weight, matrix(places.sum, K), workspace);
-    [gelu, Product { accumulate: true, batch, ..sum }].map(Launch::Product).into()
+    let twice = Product::new((M, N, K), x, weight.t(), matrix(places.twice, N), workspace);
+    let twice = Product { bias, onto: Some(hidden.address), ..twice };
+    [gelu, Product { onto: Some(sum.c.address), batch, ..sum }, twice].map(Launch::Product).into()
 }
 
 /// What is written at first, by its place.
@@ -67,22 +70,30 @@ fn fill(device: &mut Nvidia, base: u64) -> Result<(), DeviceError> {
     device.write(base, &(0..512).flat_map(|i| number(4 * i).to_ne_bytes()).collect::<Vec<u8>>())
 }
 
-/// The sum is what it should be.
+/// The sums are what they should be.
 fn expect_sum(device: &Nvidia, base: u64, places: Places) -> Result<(), DeviceError> {
-    let mut bytes = vec![0; 4 * (M * K) as usize];
-    device.read(base + places.sum, &mut bytes)?;
     let at = |place: u64, index: u64| f64::from(number(place + 4 * index));
-    for (index, got) in (0..).zip(bytes.chunks_exact(4)) {
-        let (row, column) = (index / K, index % K);
-        let hidden = |n: u64| {
-            let of_k = |k| at(places.x, row * K + k) * at(places.weight, n * K + k);
-            gelu((0..K).map(of_k).sum::<f64>() + at(places.bias, n)).0
-        };
-        let expected =
-            at(places.sum, index) + (0..N).map(|n| hidden(n) * at(places.weight, n * K + column)).sum::<f64>();
-        let got = f64::from(f32::from_ne_bytes(got.try_into().expect("four bytes")));
-        // Sums of some numbers below a hundred, in f32.
-        assert!((got - expected).abs() <= 1e-4, "{got}, not {expected}");
+    let before_gelu = |row: u64, n: u64| {
+        let of_k = |k| at(places.x, row * K + k) * at(places.weight, n * K + k);
+        (0..K).map(of_k).sum::<f64>() + at(places.bias, n)
+    };
+    let hidden = |row, n| gelu(before_gelu(row, n)).0;
+    let sum = |row: u64, column: u64| {
+        let products = (0..N).map(|n| hidden(row, n) * at(places.weight, n * K + column));
+        at(places.sum, row * K + column) + products.sum::<f64>()
+    };
+    let twice = |row: u64, column: u64| hidden(row, column) + before_gelu(row, column);
+    type Expected<'a> = &'a dyn Fn(u64, u64) -> f64;
+    let all: [(u64, u64, Expected); 2] = [(places.sum, K, &sum), (places.twice, N, &twice)];
+    for (place, columns, expected) in all {
+        let mut bytes = vec![0; 4 * (M * columns) as usize];
+        device.read(base + place, &mut bytes)?;
+        for (index, got) in (0..).zip(bytes.chunks_exact(4)) {
+            let expected = expected(index / columns, index % columns);
+            let got = f64::from(f32::from_ne_bytes(got.try_into().expect("four bytes")));
+            // Sums of some numbers below a hundred, in f32.
+            assert!((got - expected).abs() <= 1e-4, "{got}, not {expected}");
+        }
     }
     Ok(())
 }
@@ -340,8 +351,9 @@ fn memory_may_not_be_enough() {
             (CONTEXT + PAGE - 1, "has 2097151 of its 442499071 bytes free, and 2097152 are needed"),
             (CONTEXT + PAGE, "has no memory left, says loading elementwise_gelu_f32_"),
             (CONTEXT + PAGE + MODULE, "has no memory left, says loading elementwise_gelu_f32_"),
-            (CONTEXT + PAGE + MODULE + FUNCTION, "has no memory left, says starting Product"),
-            (CONTEXT + PAGE + MODULE + FUNCTION + PRODUCTS, "has no memory left, says cuGraphUpload"),
+            (CONTEXT + PAGE + MODULE + FUNCTION, "has no memory left, says loading elementwise_add_f32_"),
+            (CONTEXT + PAGE + 2 * (MODULE + FUNCTION), "has no memory left, says starting Product"),
+            (CONTEXT + PAGE + 2 * (MODULE + FUNCTION) + PRODUCTS, "has no memory left, says cuGraphUpload"),
         ] {
             double.set("MEMORY", bytes);
             let error = open().and_then(|mut device| work(&mut device, apart)).unwrap_err().to_string();

@@ -206,6 +206,16 @@ void Device::enter() {
 
 static inline void __syncthreads() { device.leave(State::AT_BLOCK_BARRIER); }
 
+// Blocks run one after another: what one has stored is there for the next.
+static inline void __threadfence() {}
+
+// Adds one, or begins at 0 again behind the greatest.
+static inline unsigned atomicInc(unsigned* at, unsigned greatest) {
+    const unsigned before = *at;
+    *at = before >= greatest ? 0 : before + 1;
+    return before;
+}
+
 static inline void __syncwarp() { device.leave(State::AT_WARP_BARRIER); }
 
 static inline int __syncthreads_or(int vote) {
