@@ -21,7 +21,7 @@ pub enum Kind {
 pub enum Model {
     Gpt(GptConfig),
     Llama(LlamaConfig),
-    Mixtral(MoeConfig),
+    Mixtral(Box<MoeConfig>),
 }
 
 impl Model {
@@ -52,7 +52,7 @@ impl Model {
         let kv_heads = heads.div_ceil(2);
         let llama = LlamaConfig { layers, width, heads, kv_heads, hidden: width * 11 / 4, ..mixtral.llama.clone() };
         match options.model {
-            Kind::Mixtral => Self::Mixtral(MoeConfig { llama, expert_hidden: 2 * width, ..mixtral }),
+            Kind::Mixtral => Self::Mixtral(Box::new(MoeConfig { llama, expert_hidden: 2 * width, ..mixtral })),
             _ => Self::Llama(llama),
         }
     }
@@ -73,9 +73,7 @@ impl Model {
         let (kind, vocabulary, layers, width, heads) = match self {
             Self::Gpt(gpt) => ("gpt", gpt.vocabulary, gpt.layers, gpt.width, gpt.heads),
             Self::Llama(llama) => ("llama", llama.vocabulary, llama.layers, llama.width, llama.heads),
-            Self::Mixtral(MoeConfig { llama, .. }) => {
-                ("mixtral", llama.vocabulary, llama.layers, llama.width, llama.heads)
-            }
+            Self::Mixtral(moe) => ("mixtral", moe.llama.vocabulary, moe.llama.layers, moe.llama.width, moe.llama.heads),
         };
         let (kv_heads, hidden) = match self {
             Self::Gpt(gpt) => (gpt.heads, 4 * gpt.width),
