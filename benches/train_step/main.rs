@@ -1,13 +1,15 @@
-//! Training steps of gapless beside candle's eager ones (and PyTorch's): the same GPT, the same batch, f32, AdamW.
+//! Training steps of gapless beside candle's eager ones (and PyTorch's): the same model, the same batch, f32, AdamW.
 //!
 //! `cargo bench -p gapless --bench train_step`, with `-- --quick` for a small model, with `-- --profile` for the time of
-//! each kind of instruction on our side, with `-- --pytorch PYTHON` beside PyTorch, too.
+//! each kind of instruction on our side, with `-- --pytorch PYTHON` beside PyTorch, too. `-- --model llama` and `-- --model mixtral`
+//! have no side in candle; PyTorch's is that of the package `transformers`.
 //!
 //! Each side is a process of its own, so that its peak memory is its own; the sides take their steps in turn, so that the
 //! machine's other work hits all. None computes what another leaves out, but for one thing: candle's does not clip by the
 //! gradients' global norm. With `-p`, candle is built as its users get it; built with the whole workspace, its matrix
 //! products would take over the AVX-512 feature that the engine's own benches turn on.
 
+mod model;
 mod profile;
 mod side;
 
@@ -17,11 +19,13 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 
 use anyhow::Context;
 use clap::Parser;
-use gapless::models::GptConfig;
+use model::{Kind, Model};
 use side::{Measurement, Side};
 
 #[derive(Debug, Clone, Parser)]
 struct Options {
+    #[arg(long, value_enum, default_value = "gpt")]
+    model: Kind,
     /// A small model and few steps, to see that it all works.
     #[arg(long)]
     quick: bool,
@@ -59,17 +63,20 @@ struct Options {
 }
 
 impl Options {
-    fn model(&self) -> GptConfig {
-        let (layers, width, heads, sequence) = if self.quick { (2, 64, 2, 64) } else { (6, 384, 6, 256) };
-        GptConfig {
-            vocabulary: 256,
-            layers: self.layers.unwrap_or(layers),
-            width: self.width.unwrap_or(width),
-            heads: self.heads.unwrap_or(heads),
-            sequence: self.sequence.unwrap_or(sequence),
-            dropout: 0.0,
-            ..GptConfig::default()
+    fn vocabulary(&self) -> usize {
+        match (self.model, self.quick) {
+            (Kind::Gpt, _) => 256,
+            (Kind::Llama, false) => 8192,
+            _ => 2048,
         }
+    }
+
+    fn sequence(&self) -> usize {
+        self.sequence.unwrap_or(match (self.model, self.quick) {
+            (_, true) => 64,
+            (Kind::Mixtral, _) => 128,
+            _ => 256,
+        })
     }
 
     fn batch(&self) -> usize {
@@ -77,7 +84,7 @@ impl Options {
     }
 
     fn tokens_per_step(&self) -> usize {
-        self.batch() * self.model().sequence
+        self.batch() * self.sequence()
     }
 }
 
@@ -91,13 +98,12 @@ fn main() -> anyhow::Result<()> {
 }
 
 fn compare(options: &Options) -> anyhow::Result<()> {
-    let GptConfig { layers, width, heads, sequence, .. } = options.model();
-    let millions = options.model().parameters() as f64 / 1e6;
-    println!(
-        "GPT of {layers} layers, width {width}, {heads} heads ({millions:.1} M parameters); batch {} × {sequence} bytes; f32, AdamW",
-        options.batch()
-    );
-    let mut sides = vec![Side::Gapless, Side::Candle];
+    let (model, batch, sequence) = (Model::new(options).describe(), options.batch(), options.sequence());
+    println!("{model}; batch {batch} × {sequence} tokens; f32, AdamW");
+    let mut sides = vec![Side::Gapless];
+    if options.model == Kind::Gpt {
+        sides.push(Side::Candle);
+    }
     if options.pytorch.is_some() {
         sides.extend([Side::Pytorch, Side::GaplessBf16, Side::PytorchAutocast]);
     }
@@ -132,7 +138,9 @@ fn compare(options: &Options) -> anyhow::Result<()> {
         );
     }
     // Steps that were taken one after the other saw the same machine: the median of their ratios, not the ratio of medians.
-    println!("\ngapless beside     tokens/s   tokens per CPU second   peak resident memory");
+    if sides.len() > 1 {
+        println!("\ngapless beside     tokens/s   tokens per CPU second   peak resident memory");
+    }
     let [ours, others @ ..] = &measurements[..] else { anyhow::bail!("there are sides") };
     for (side, theirs) in sides[1..].iter().zip(others) {
         let pairs = || ours.iter().zip(theirs);
@@ -158,11 +166,12 @@ fn median(sorted: &[f64]) -> f64 {
 
 /// PyTorch's side of the same step.
 fn pytorch(python: &Path, side: Side, options: &Options) -> Command {
-    let GptConfig { layers, width, heads, sequence, .. } = options.model();
     let mut command = Command::new(python);
     command.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/benches/train_step/pytorch.py"));
-    let extents = [("layers", layers), ("heads", heads), ("width", width), ("sequence", sequence)];
-    for (name, value) in extents.into_iter().chain([("batch", options.batch()), ("threads", options.threads)]) {
+    for (name, value) in Model::new(options).flags() {
+        command.arg(format!("--{name}={value}"));
+    }
+    for (name, value) in [("sequence", options.sequence()), ("batch", options.batch()), ("threads", options.threads)] {
         command.arg(format!("--{name}={value}"));
     }
     if matches!(side, Side::PytorchAutocast) {

@@ -10,11 +10,11 @@ use std::time::Instant;
 use candle_core::{DType, Var};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarMap};
 use cpu_time::ProcessTime;
-use gapless::models::Gpt;
 use gapless::{DeviceChoice, TrainOptions, Trainer};
 use serde::{Deserialize, Serialize};
 
 use crate::Options;
+use crate::model::Model;
 
 /// Who trains.
 #[derive(Debug, Clone, Copy, clap::ValueEnum)]
@@ -65,7 +65,8 @@ pub fn serve(side: Side, options: &Options) -> anyhow::Result<()> {
             answer(|| Ok(trainer.step(&tokens, &targets)?.loss))
         }
         Side::Candle => {
-            let twin = candle::Twin::gpt(&options.model(), VarMap::new(), DType::F32)?;
+            let Model::Gpt(model) = Model::new(options) else { anyhow::bail!("candle's side is a GPT") };
+            let twin = candle::Twin::gpt(&model, VarMap::new(), DType::F32)?;
             let mut optimizer = candle_optimizer(&twin)?;
             let (tokens, targets) = (candle::ids(&tokens, options.batch())?, candle::ids(&targets, options.batch())?);
             answer(|| {
@@ -80,23 +81,25 @@ pub fn serve(side: Side, options: &Options) -> anyhow::Result<()> {
 
 /// Our side.
 pub fn trainer(options: &Options, dtype: DType) -> anyhow::Result<Trainer> {
-    let model = options.model();
     let train = TrainOptions {
         batch: options.batch(),
-        sequence: model.sequence,
+        sequence: options.sequence(),
         threads: options.threads,
         device: DeviceChoice::Cpu,
         dtype,
         ..TrainOptions::default()
     };
-    Ok(Trainer::new(|vb| Gpt::new(&model, vb), train)?)
+    Model::new(options).trainer(train)
 }
 
-/// Bytes of this file, and those that follow them.
+/// Of this file, pairs of neighbouring bytes, the first the lower, modulo the vocabulary (of 256: bytes); and those that follow them.
 pub fn batch(options: &Options) -> (Vec<u32>, Vec<u32>) {
-    let text = include_bytes!("side.rs").iter().map(|&byte| u32::from(byte)).cycle();
-    let count = options.tokens_per_step();
-    (text.clone().take(count).collect(), text.skip(1).take(count).collect())
+    let text = || include_bytes!("side.rs").iter().map(|&byte| u32::from(byte)).cycle();
+    let vocabulary = options.vocabulary() as u32;
+    let mut ids = text().zip(text().skip(1)).map(move |(first, second)| (first + 256 * second) % vocabulary);
+    let tokens: Vec<u32> = ids.by_ref().take(options.tokens_per_step()).collect();
+    let targets = tokens[1..].iter().copied().chain(ids.next()).collect();
+    (tokens, targets)
 }
 
 /// The update rule of our side; candle-nn decays all parameters alike.

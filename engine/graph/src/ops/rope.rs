@@ -102,11 +102,14 @@ pub struct Rope {
     pub inverse: bool,
 }
 
+/// Tokens whose angles are computed together, for each frequency once.
+const TABLE_ROWS: usize = 16;
+
 impl Rope {
     /// Cosine and sine for one token and frequency, in f64: positions may be large.
-    fn rotation(&self, token: usize, number: usize, head_size: usize) -> (f64, f64) {
+    fn rotation(&self, token: usize, frequency: f64) -> (f64, f64) {
         let amplitude = self.frequencies.amplitude;
-        let (sin, cos) = (token as f64 * self.frequencies.at(number, head_size)).sin_cos();
+        let (sin, cos) = (token as f64 * frequency).sin_cos();
         (amplitude * cos, if self.inverse { -amplitude * sin } else { amplitude * sin })
     }
 }
@@ -168,13 +171,16 @@ impl Op for Rope {
         let positions = (args.inputs() > 1).then(|| args.input::<u32>(1));
         let rows = if positions.is_some() { batch * tokens } else { tokens };
         let table = &mut table[..rows * d];
-        table.pieces_mut(d).enumerate().for_each_in_runs(8, |(index, row)| {
-            let token = positions.map_or(index, |positions| positions[index] as usize);
-            // Cosines first, then sines, so that the rotation below reads both in order.
-            let (cos, sin) = row.split_at_mut(half);
-            for (i, (cos, sin)) in cos.iter_mut().zip(sin).enumerate() {
-                let (c, s) = self.rotation(token, i, d);
-                (*cos, *sin) = (c as f32, s as f32);
+        table.pieces_mut(TABLE_ROWS * d).enumerate().for_each(|(piece, table)| {
+            for i in 0..half {
+                let frequency = self.frequencies.at(i, d);
+                for (row, angles) in table.chunks_exact_mut(d).enumerate() {
+                    let row = piece * TABLE_ROWS + row;
+                    let token = positions.map_or(row, |positions| positions[row] as usize);
+                    let (cos, sin) = self.rotation(token, frequency);
+                    // Cosines first, then sines, so that the rotation below reads both in order.
+                    (angles[i], angles[half + i]) = (cos as f32, sin as f32);
+                }
             }
         });
         let source = (!args.is_overwritten(0)).then(|| args.strided::<f32>(0));
@@ -220,7 +226,7 @@ impl Op for Rope {
         let mut out = x.clone();
         for (row, out) in out.data.chunks_exact_mut(d).enumerate() {
             for i in 0..d / 2 {
-                let (cos, sin) = self.rotation(position(row), i, d);
+                let (cos, sin) = self.rotation(position(row), self.frequencies.at(i, d));
                 let (first, second) = if self.neighbours { (2 * i, 2 * i + 1) } else { (i, i + d / 2) };
                 let (a, b) = (out[first], out[second]);
                 (out[first], out[second]) = (a * cos - b * sin, b * cos + a * sin);

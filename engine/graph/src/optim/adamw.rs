@@ -171,6 +171,12 @@ impl AdamWStep {
     pub fn change(&self, m: f32, v: f32) -> f32 {
         self.step * m / (v.sqrt() * self.root_correction + self.eps)
     }
+
+    /// A parameter after the step.
+    #[inline(always)]
+    fn changed(&self, p: f32, m: f32, v: f32) -> f32 {
+        p * self.keep - self.change(m, v)
+    }
 }
 
 /// (parameter, m, v) changed in place, from (parameter, gradient, m, v, norm, scalars), perhaps with a master behind both, of
@@ -190,15 +196,19 @@ impl AdamWUpdate {
         let (gradient, norm, scalars) = (args.input::<G>(1), args.input::<f32>(4)[0], args.input::<f32>(5));
         let Some(step) = self.rule.at(self.decay, norm, scalars) else { return };
         let moments = m.pieces_mut(BLOCK).zip(v.pieces_mut(BLOCK));
-        let changed = |p: f32, m: f32, v: f32| p * step.keep - step.change(m, v);
         if self.has_master {
             let masters = args.output::<M>(3).pieces_mut(BLOCK).zip(p.pieces_mut(BLOCK));
             masters.zip(gradient.pieces(BLOCK)).zip(moments).for_each(|(((master, p), g), (m, v))| {
                 vectorize!({
+                    #[expect(
+                        clippy::redundant_locals,
+                        reason = "in registers: a write might lie where a reference leads"
+                    )]
+                    let step = step;
                     for (((master, p), g), (m, v)) in master.iter_mut().zip(p).zip(g).zip(m.iter_mut().zip(v)) {
                         let (next_m, next_v) = step.moments(g.load(), m.load(), v.load());
                         (*m, *v) = (M::store(next_m), M::store(next_v));
-                        *master = M::store(changed(master.load(), next_m, next_v));
+                        *master = M::store(step.changed(master.load(), next_m, next_v));
                         *p = P::store(master.load());
                     }
                 });
@@ -207,10 +217,12 @@ impl AdamWUpdate {
         }
         p.pieces_mut(BLOCK).zip(gradient.pieces(BLOCK)).zip(moments).for_each(|((p, g), (m, v))| {
             vectorize!({
+                #[expect(clippy::redundant_locals, reason = "as above")]
+                let step = step;
                 for ((p, &g), (m, v)) in p.iter_mut().zip(g).zip(m.iter_mut().zip(v)) {
                     let (next_m, next_v) = step.moments(g.load(), m.load(), v.load());
                     (*m, *v) = (M::store(next_m), M::store(next_v));
-                    *p = P::store(changed(p.load(), next_m, next_v));
+                    *p = P::store(step.changed(p.load(), next_m, next_v));
                 }
             });
         });

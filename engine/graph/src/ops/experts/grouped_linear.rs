@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::DType;
 use gapless_kernels::Spec;
-use gapless_kernels::cpu::gemm::{Factor, Gemm, Mode, Strides};
+use gapless_kernels::cpu::gemm::{Factor, Gemm, Groups, Mode, Strides};
 use gapless_kernels::cpu::{Args, with_float};
 
 use super::{Runs, exact_starts, used_rows};
@@ -47,19 +47,9 @@ fn run(args: &mut Args<'_>, sources: usize, most: &Gemm) {
 fn run_on<T: Factor>(args: &mut Args<'_>, sources: usize, most: &Gemm) {
     let (out, mut scratch) = (args.output::<f32>(0), args.workspace());
     let (x, weight, starts) = (args.input::<T>(0), args.input::<T>(1), args.input::<u32>(2));
-    let size = most.n * most.k;
-    let experts = weight.len() / size;
-    let runs = Runs { starts, sources, experts };
-    for expert in 0..experts {
-        let weight = &weight[expert * size..][..size];
-        for rows in runs.by_source(expert) {
-            let job = Gemm { m: rows.len(), ..*most };
-            let x = &x[rows.start * most.k..rows.end * most.k];
-            let out = &mut out[rows.start * most.n..rows.end * most.n];
-            job.run_within(most, x, weight, out, Mode::Overwrite, &[], &mut scratch)
-                .expect("extents by the shape rule");
-        }
-    }
+    let experts = weight.len() / (most.n * most.k);
+    let groups = Groups::new(starts, sources * experts).expect("starts by the shape rule");
+    most.run_grouped(groups, experts, x, weight, out, &mut scratch).expect("extents by the shape rule");
     out[used_rows(starts) * most.n..].fill(0.0);
 }
 
@@ -122,7 +112,7 @@ impl Op for GroupedLinear {
 
     fn workspace(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> Vec<u64> {
         let (_, out, width) = weight_dims(inputs[1].dims());
-        forward(inputs[0].dims()[0], out, width).scratch_within(threads)
+        forward(inputs[0].dims()[0], out, width).scratch_grouped(threads)
     }
 
     /// As factors are packed.
@@ -183,7 +173,7 @@ impl Op for GroupedLinearGradInput {
 
     fn workspace(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> Vec<u64> {
         let (_, out, width) = weight_dims(inputs[1].dims());
-        backward(inputs[0].dims()[0], out, width).scratch_within(threads)
+        backward(inputs[0].dims()[0], out, width).scratch_grouped(threads)
     }
 
     /// As factors are packed.
@@ -240,21 +230,13 @@ impl GroupedLinearGradWeight {
         let (d_weight, mut scratch) = (args.output::<f32>(0), args.workspace());
         let (x, dy, starts) = (args.input::<T>(0), args.input::<T>(1), args.input::<u32>(2));
         let most = Self::most(args.input_dims(0), args.input_dims(1));
-        let size = most.m * most.n;
-        let runs = Runs { starts, sources: self.sources, experts: self.experts };
-        for (expert, d_weight) in d_weight.chunks_exact_mut(size).enumerate() {
-            if !accumulate {
-                d_weight.fill(0.0);
-            }
-            for source in 0..self.sources {
-                // Each sequence is a sum of its own.
-                let cuts = runs.of(source, expert);
-                let rows = cuts[0] as usize..cuts[cuts.len() - 1] as usize;
-                let job = Gemm { k: rows.len(), ..most };
-                let (x, dy) = (&x[rows.start * most.n..rows.end * most.n], &dy[rows.start * most.m..rows.end * most.m]);
-                job.run_within(&most, dy, x, d_weight, Mode::Accumulate, cuts, &mut scratch)
-                    .expect("extents by the shape rule");
-            }
+        // Each sequence is a sum of its own, those of one source behind those of another.
+        let of_source = (starts.len() - 1) / self.sources;
+        for source in 0..self.sources {
+            let starts = &starts[source * of_source..][..=of_source];
+            let groups = Groups::new(starts, self.experts).expect("starts by the shape rule");
+            let mode = if accumulate || source > 0 { Mode::Accumulate } else { Mode::Overwrite };
+            most.sum_grouped(groups, dy, x, d_weight, mode, &mut scratch).expect("extents by the shape rule");
         }
     }
 }
@@ -287,7 +269,7 @@ impl Op for GroupedLinearGradWeight {
     }
 
     fn workspace(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> Vec<u64> {
-        Self::most(inputs[0].dims(), inputs[1].dims()).scratch_within(threads)
+        Self::most(inputs[0].dims(), inputs[1].dims()).scratch_grouped(threads)
     }
 
     /// As factors are packed.

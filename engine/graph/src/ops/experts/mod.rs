@@ -84,12 +84,6 @@ impl<'a> Runs<'a> {
         let ranges = (0..self.sources).flat_map(move |source| self.of(source, expert).windows(2));
         ranges.map(|pair| pair[0] as usize..pair[1] as usize).filter(|rows| !rows.is_empty())
     }
-
-    /// The rows of an expert by source.
-    fn by_source(self, expert: usize) -> impl Iterator<Item = Range<usize>> {
-        let ranges = (0..self.sources).map(move |source| self.of(source, expert));
-        ranges.map(|runs| runs[0] as usize..runs[runs.len() - 1] as usize).filter(|rows| !rows.is_empty())
-    }
 }
 
 /// What an operation knows of rows that input `starts` ends: they are counted if the balanced number of them is given.

@@ -8,7 +8,7 @@ use std::ops::Range;
 use super::kernel::{Factor, InPlace, Kernels, Tile};
 use super::pack::Source;
 use super::place::{BLOCK_COLUMNS, BLOCK_K, BLOCK_ROWS, CHUNK_COLUMNS, PackedA, PackedB, Packing, layout_of};
-use super::{Gemm, Mode, RawEpilogue};
+use super::{Batch, Gemm, RawEpilogue};
 use crate::cpu::scratch::Scratch;
 use crate::cpu::tasks::{for_each, slot};
 
@@ -16,16 +16,16 @@ use crate::cpu::tasks::{for_each, slot};
 const PRIVATE_ROWS: usize = 384;
 
 /// The operands' addresses, shared by the tasks of one call.
-struct Operands<'s, A, B> {
-    a: *const A,
-    b: *const B,
-    c: *mut f32,
-    accumulate: bool,
-    epilogue: RawEpilogue,
-    scratch: &'s Scratch<'s>,
-    packing: Packing,
-    /// As [`Gemm::run_within`] has them.
-    cuts: &'s [u32],
+pub(super) struct Operands<'s, A, B> {
+    pub a: *const A,
+    pub b: *const B,
+    pub c: *mut f32,
+    pub accumulate: bool,
+    pub epilogue: RawEpilogue,
+    pub scratch: &'s Scratch<'s>,
+    pub packing: Packing,
+    /// The order of summation also restarts here: counted from the first of them, in order.
+    pub cuts: &'s [u32],
 }
 
 impl<A, B> Clone for Operands<'_, A, B> {
@@ -74,29 +74,15 @@ impl<A, B> Operands<'_, A, B> {
 }
 
 /// # Safety
-/// As [`Gemm::run_raw`]; the scratch has the pieces of `packing`, which is for this product or a larger one.
-#[expect(clippy::too_many_arguments, reason = "the operands of a product")]
-pub(super) unsafe fn run<A: Factor, B: Factor>(
-    job: &Gemm,
-    packing: Packing,
-    kernels: &Kernels,
-    a: *const A,
-    b: *const B,
-    c: *mut f32,
-    mode: Mode,
-    epilogue: RawEpilogue,
-    cuts: &[u32],
-    scratch: &Scratch<'_>,
-) {
-    let nothing_to_add = epilogue.bias.is_null() && epilogue.residual.is_null();
-    let accumulate = mode == Mode::Accumulate;
-    if job.m == 0 || job.n == 0 || job.batch.count == 0 || (job.k == 0 && accumulate && nothing_to_add) {
+/// As [`Gemm::run_raw`]; the scratch has the pieces of the packing, which is for this product; there are no cuts.
+pub(super) unsafe fn run<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, operands: Operands<'_, A, B>) {
+    let nothing_to_add = operands.epilogue.bias.is_null() && operands.epilogue.residual.is_null();
+    if job.m == 0 || job.n == 0 || job.batch.count == 0 || (job.k == 0 && operands.accumulate && nothing_to_add) {
         return;
     }
-    let operands = Operands { a, b, c, accumulate, epilogue, scratch, packing, cuts };
     // SAFETY: the caller's promise.
     unsafe {
-        if packing.together {
+        if operands.packing.together {
             run_together(job, kernels, operands);
         } else {
             run_privately(job, kernels, operands);
@@ -128,12 +114,38 @@ impl<A, B> Operands<'_, A, B> {
             Some((line, start..end))
         })
     }
+
+    /// As many whole blocks from `start` on as there is room for when packed, and one at least.
+    fn chunk(&self, job: &Gemm, kernels: &Kernels, start: usize) -> Range<usize> {
+        let mut end = start;
+        for (line, block) in self.blocks(job, kernels, start..job.k) {
+            if end > start && line + kernels.lines(block.len()) > self.packing.depth {
+                break;
+            }
+            end = block.end;
+        }
+        start..end
+    }
+
+    /// Packs a block of a panel's columns.
+    ///
+    /// # Safety
+    /// The columns exist, and nobody else reads or writes their panel of `to`.
+    unsafe fn pack(&self, job: &Gemm, kernels: &Kernels, block: &Range<usize>, columns: Range<usize>, to: *mut f32)
+    where
+        B: Factor,
+    {
+        // SAFETY: by this function's contract.
+        unsafe {
+            let from = offset(self.b, block.start, columns.start, job.b.row, job.b.column);
+            B::pack_panel(kernels, &Source { start: from, strides: job.b }, block.len(), columns.len(), to);
+        }
+    }
 }
 
 /// Alternates between packing a chunk of B on all threads and multiplying by it on all threads.
 unsafe fn run_together<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, operands: Operands<'_, A, B>) {
     let threads = rayon::current_num_threads();
-    let Packing { depth, .. } = operands.packing;
     let width = kernels.columns;
     // Enough tasks to even out the threads' speeds, of whole micro-kernels.
     let rows_per_task = job.m.div_ceil(4 * threads).next_multiple_of(kernels.rows()).min(BLOCK_ROWS);
@@ -143,29 +155,17 @@ unsafe fn run_together<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, oper
         let panels = columns.len().div_ceil(width);
         let mut k_start = 0;
         loop {
-            // As many whole blocks as the scratch holds.
-            let mut k_end = k_start;
-            for (line, block) in operands.blocks(job, kernels, k_start..job.k) {
-                if k_end > k_start && line + kernels.lines(block.len()) > depth {
-                    break;
-                }
-                k_end = block.end;
-            }
-            let chunk = k_start..k_end;
+            let chunk = operands.chunk(job, kernels, k_start);
 
             for_each(panels, &|panel| {
                 let start = columns.start + panel * width;
-                let width_here = width.min(columns.end - start);
+                let here = start..columns.end.min(start + width);
                 for (line, block) in operands.blocks(job, kernels, chunk.clone()) {
                     let operands = &operands;
                     let lines = line..line + kernels.lines(block.len());
                     let to = operands.packing.b(operands.scratch, 0, lines).panel(panel * width);
                     // SAFETY: this panel is this task's alone, and the chunk is no deeper than its part.
-                    unsafe {
-                        let from = offset(operands.b, block.start, start, job.b.row, job.b.column);
-                        let source = Source { start: from, strides: job.b };
-                        B::pack_panel(kernels, &source, block.len(), width_here, to);
-                    }
+                    unsafe { operands.pack(job, kernels, &block, here.clone(), to) };
                 }
             });
             for_each(job.m.div_ceil(rows_per_task), &|task| {
@@ -180,7 +180,7 @@ unsafe fn run_together<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, oper
                     unsafe { multiply(job, kernels, *operands, part, &packed_a, packed_b) };
                 }
             });
-            k_start = k_end;
+            k_start = chunk.end;
             if k_start >= job.k {
                 break;
             }
@@ -190,50 +190,133 @@ unsafe fn run_together<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, oper
 
 /// Each task computes a tile of one of the batch's matrices, packing all it needs by itself.
 unsafe fn run_privately<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, operands: Operands<'_, A, B>) {
-    let threads = rayon::current_num_threads();
-    let width = kernels.columns;
-    let row_tiles = job.m.div_ceil(PRIVATE_ROWS);
-    // With few matrices, narrower tiles keep all threads busy.
-    let wanted = (4 * threads).div_ceil(job.batch.count * row_tiles);
-    let tile_columns = job.n.div_ceil(wanted).next_multiple_of(width).min(BLOCK_COLUMNS);
-    let column_tiles = job.n.div_ceil(tile_columns);
+    let Batch { count, a, b, c } = job.batch;
+    let matrix = |index: usize| Group { m: job.m, k: job.k, a: index * a, b: index * b, c: index * c, cuts: None };
+    // SAFETY: the caller's promise.
+    unsafe { run_groups(job, kernels, operands, count, 4 * rayon::current_num_threads(), &matrix) };
+}
 
-    for_each(job.batch.count * row_tiles * column_tiles, &|task| {
-        let (matrix, tile) = (task / (row_tiles * column_tiles), task % (row_tiles * column_tiles));
+/// One of several products that differ in what they have of rows and of k.
+pub(super) struct Group<'s> {
+    pub m: usize,
+    pub k: usize,
+    /// Distances from the operands' first elements to this product's.
+    pub a: usize,
+    pub b: usize,
+    pub c: usize,
+    /// [`Operands::cuts`]; C is then a sum that begins at zero, or at C, even of no blocks.
+    pub cuts: Option<&'s [u32]>,
+}
+
+/// All groups' tiles as one list of tasks, about `wanted` or more where C is wide enough, of which each packs all it needs by itself.
+///
+/// # Safety
+/// As [`Gemm::run_raw`], for each of `count` groups; the scratch has the pieces of the packing, which is for the largest of them; no
+/// two groups' C overlap.
+pub(super) unsafe fn run_groups<'s, A: Factor, B: Factor>(
+    most: &Gemm,
+    kernels: &Kernels,
+    operands: Operands<'s, A, B>,
+    count: usize,
+    wanted: usize,
+    group: &(dyn Fn(usize) -> Group<'s> + Sync),
+) {
+    let row_tiles = (0..count).map(|index| group(index).m).max().unwrap_or(0).div_ceil(PRIVATE_ROWS);
+    if row_tiles == 0 || most.n == 0 {
+        return;
+    }
+    // With few matrices, narrower tiles keep all threads busy.
+    let wanted = wanted.div_ceil(count * row_tiles).max(most.n.div_ceil(BLOCK_COLUMNS));
+    let tile_columns = most.n.div_ceil(wanted).next_multiple_of(kernels.columns).min(BLOCK_COLUMNS);
+    let column_tiles = most.n.div_ceil(tile_columns);
+
+    for_each(count * row_tiles * column_tiles, &|task| {
+        let (index, tile) = (task / (row_tiles * column_tiles), task % (row_tiles * column_tiles));
         let (row_tile, column_tile) = (tile / column_tiles, tile % column_tiles);
-        let rows = row_tile * PRIVATE_ROWS..job.m.min((row_tile + 1) * PRIVATE_ROWS);
-        let columns = column_tile * tile_columns..job.n.min((column_tile + 1) * tile_columns);
-        let slot = slot();
-        // SAFETY: the tile of C is this task's alone, the slot this thread's.
+        let group = group(index);
+        let rows = row_tile * PRIVATE_ROWS..group.m.min((row_tile + 1) * PRIVATE_ROWS);
+        let columns = column_tile * tile_columns..most.n.min((column_tile + 1) * tile_columns);
+        if rows.is_empty() {
+            return;
+        }
+        let job = Gemm { m: group.m, k: group.k, ..*most };
+        // SAFETY: the tile of C is this task's alone.
         unsafe {
             let mut operands = operands;
-            operands.a = operands.a.add(matrix * job.batch.a);
-            operands.b = operands.b.add(matrix * job.batch.b);
-            operands.c = operands.c.add(matrix * job.batch.c);
+            operands.a = operands.a.add(group.a);
+            operands.b = operands.b.add(group.b);
+            operands.c = operands.c.add(group.c);
             if !operands.epilogue.residual.is_null() {
-                operands.epilogue.residual = operands.epilogue.residual.add(matrix * job.batch.c);
+                operands.epilogue.residual = operands.epilogue.residual.add(group.c);
             }
-            if let (Some(a), Some(b)) = (A::as_f32(operands.a), B::as_f32(operands.b))
-                && job.m <= kernels.rows()
-                && (job.a.column, job.b.row) == (1, 1)
-            {
-                multiply_in_place(job, kernels, operands, (a, b), columns);
-                return;
-            }
-            let packed_a = operands.packing.a(operands.scratch, slot);
-            for (_, block) in operands.blocks(job, kernels, 0..job.k) {
-                let packed_b = operands.packing.b(operands.scratch, slot, 0..kernels.lines(block.len()));
-                for start in columns.clone().step_by(width) {
-                    let from = offset(operands.b, block.start, start, job.b.row, job.b.column);
-                    let to = packed_b.panel(start - columns.start);
-                    let source = Source { start: from, strides: job.b };
-                    B::pack_panel(kernels, &source, block.len(), width.min(columns.end - start), to);
+            if let Some(cuts) = group.cuts {
+                operands.cuts = cuts;
+                if !operands.accumulate {
+                    operands.accumulate = true;
+                    let line = |row| operands.c.add(row * job.c_row + columns.start);
+                    rows.clone().for_each(|row| line(row).write_bytes(0, columns.len()));
                 }
-                let part = Part { rows: rows.clone(), columns: columns.clone(), block };
-                multiply(job, kernels, operands, part, &packed_a, packed_b);
+                if job.k == 0 {
+                    return;
+                }
             }
+            tile_privately(&job, kernels, operands, rows, columns);
         }
     });
+}
+
+/// A tile of C, by a thread that packs all it needs by itself.
+///
+/// # Safety
+/// The tile is the caller's alone; otherwise as [`run_groups`].
+unsafe fn tile_privately<A: Factor, B: Factor>(
+    job: &Gemm,
+    kernels: &Kernels,
+    operands: Operands<'_, A, B>,
+    rows: Range<usize>,
+    columns: Range<usize>,
+) {
+    let (width, slot) = (kernels.columns, slot());
+    // SAFETY: the tile is the caller's, the slot this thread's.
+    unsafe {
+        if let (Some(a), Some(b)) = (A::as_f32(operands.a), B::as_f32(operands.b))
+            && job.m <= kernels.rows()
+            && (job.a.column, job.b.row) == (1, 1)
+        {
+            multiply_in_place(job, kernels, operands, (a, b), columns);
+            return;
+        }
+        let packed_a = operands.packing.a(operands.scratch, slot);
+        let packed_b = |line, block: &Range<usize>| {
+            operands.packing.b(operands.scratch, slot, line..line + kernels.lines(block.len()))
+        };
+        let mut k_start = 0;
+        loop {
+            let chunk = operands.chunk(job, kernels, k_start);
+            let mut blocks = 0;
+            for (line, block) in operands.blocks(job, kernels, chunk.clone()) {
+                for start in columns.clone().step_by(width) {
+                    let to = packed_b(line, &block).panel(start - columns.start);
+                    operands.pack(job, kernels, &block, start..columns.end.min(start + width), to);
+                }
+                blocks += 1;
+            }
+            // Rows of C that several blocks are added to stay in the nearest cache meanwhile.
+            let height = if blocks > 1 { BLOCK_ROWS / 2 } else { BLOCK_ROWS };
+            for first_row in rows.clone().step_by(height) {
+                for (line, block) in operands.blocks(job, kernels, chunk.clone()) {
+                    let packed_b = packed_b(line, &block);
+                    let rows = first_row..rows.end.min(first_row + height);
+                    let part = Part { rows, columns: columns.clone(), block };
+                    multiply(job, kernels, operands, part, &packed_a, packed_b);
+                }
+            }
+            k_start = chunk.end;
+            if k_start >= job.k {
+                break;
+            }
+        }
+    }
 }
 
 /// A tile of C and one k block.

@@ -16,21 +16,24 @@
 //! # How it runs
 //! The scheme is that of Goto and van de Geijn ("Anatomy of High-Performance Matrix Multiplication", 2008): B is packed
 //! into panels by all threads, then each thread takes blocks of rows, packs its rows of A into its own scratch,
-//! and multiplies them from cache. With few rows, or many matrices, each thread packs what it needs of B by itself;
+//! and multiplies them from cache. With few rows, or many matrices (an expert's each), each thread packs what it needs of B by itself;
 //! the few rows of a decoded token, or of several sequences' tokens, read B as it is.
 
 mod drive;
+mod grouped;
 pub mod kernel;
 pub mod pack;
 mod place;
 #[cfg(test)]
 pub mod tests;
 
+use self::drive::Operands;
 use self::kernel::Kernels;
 use self::place::Packing;
-use crate::cpu::scratch::{Scratch, for_each_of};
+use crate::cpu::scratch::Scratch;
 use crate::cpu::simd::Level;
 
+pub use self::grouped::Groups;
 pub use self::kernel::Factor;
 pub use self::place::BLOCK_K;
 
@@ -166,19 +169,16 @@ pub enum GemmError {
         /// Distance between matrices.
         batch_c: usize,
     },
-    /// A product larger than the one whose scratch it shall do with.
-    #[error("a {m}×{n}×{k} product is not within the one that scratch was made for; make scratch for the largest")]
-    NotWithin {
-        /// Rows of the product.
-        m: usize,
-        /// Columns of the product.
-        n: usize,
-        /// Inner length of the product.
-        k: usize,
+    /// Starts of runs that descend, or are not as many for each group.
+    #[error(
+        "{starts} starts cannot be those of {groups} groups; give as many runs to each, in order, and where the last ends"
+    )]
+    Groups {
+        /// How many there are.
+        starts: usize,
+        /// Whose they should be.
+        groups: usize,
     },
-    /// Cuts of k that are not in order.
-    #[error("the cuts of k descend; sort them")]
-    Cuts,
     /// A segment of zero elements.
     #[error("k_segment is 0; give its length, or usize::MAX for a single segment")]
     EmptySegment,
@@ -208,11 +208,6 @@ impl Gemm {
     /// Bytes of each piece of scratch that [`Gemm::run`] needs in a pool of `threads` threads.
     pub fn scratch(&self, threads: usize) -> Vec<u64> {
         Packing::new(self, threads).bytes().collect()
-    }
-
-    /// [`Gemm::scratch`] for [`Gemm::run_within`] this product.
-    pub fn scratch_within(&self, threads: usize) -> Vec<u64> {
-        for_each_of(Packing::all_within(self, threads).map(|packing| packing.bytes().collect()))
     }
 
     /// Multiplies on all threads of the current rayon pool.
@@ -248,60 +243,23 @@ impl Gemm {
         scratch: &mut Scratch<'_>,
     ) -> Result<(), GemmError> {
         let packing = Packing::new(self, rayon::current_num_threads());
-        self.run_packed(packing, level, a, b, c, mode, epilogue, &[], scratch)
-    }
-
-    /// [`Gemm::run`] with the scratch of a product whose extents are known before these are: `most` has at least as many
-    /// rows, columns and k, the same strides, and one matrix. The order of summation also restarts at each of `cuts`, which are counted
-    /// from the first of them and do not descend.
-    ///
-    /// # Errors
-    /// As [`Gemm::run`], for [`Gemm::scratch_within`] of `most`; when this is larger than `most`; when cuts descend.
-    #[expect(clippy::too_many_arguments, reason = "the operands of a product")]
-    pub fn run_within<A: Factor, B: Factor>(
-        &self,
-        most: &Self,
-        a: &[A],
-        b: &[B],
-        c: &mut [f32],
-        mode: Mode,
-        cuts: &[u32],
-        scratch: &mut Scratch<'_>,
-    ) -> Result<(), GemmError> {
-        if !cuts.is_sorted() {
-            return Err(GemmError::Cuts);
-        }
-        let fits = self.m <= most.m && self.n <= most.n && self.k <= most.k;
-        if !fits || (self.a, self.b, self.batch) != (most.a, most.b, Batch::ONE) {
-            return Err(GemmError::NotWithin { m: self.m, n: self.n, k: self.k });
-        }
-        let packing = Packing::within(most, self.m, rayon::current_num_threads());
-        self.run_packed(packing, Level::best(), a, b, c, mode, Epilogue::default(), cuts, scratch)
-    }
-
-    #[expect(clippy::too_many_arguments, reason = "the operands of a product")]
-    fn run_packed<A: Factor, B: Factor>(
-        &self,
-        packing: Packing,
-        level: Level,
-        a: &[A],
-        b: &[B],
-        c: &mut [f32],
-        mode: Mode,
-        epilogue: Epilogue,
-        cuts: &[u32],
-        scratch: &mut Scratch<'_>,
-    ) -> Result<(), GemmError> {
         self.check(packing, a, b, c, epilogue, scratch)?;
         let raw = RawEpilogue {
             bias: epilogue.bias.map_or(std::ptr::null(), <[f32]>::as_ptr),
             residual: epilogue.residual.map_or(std::ptr::null(), <[f32]>::as_ptr),
         };
+        let operands = Operands {
+            a: a.as_ptr(),
+            b: b.as_ptr(),
+            c: c.as_mut_ptr(),
+            accumulate: mode == Mode::Accumulate,
+            epilogue: raw,
+            scratch,
+            packing,
+            cuts: &[],
+        };
         // SAFETY: `check` has compared every extent with its slice; C and the scratch are borrowed exclusively.
-        unsafe {
-            let kernels = if A::IS_BF16 && B::IS_BF16 { Kernels::of_bf16(level) } else { Kernels::of(level) };
-            drive::run(self, packing, kernels, a.as_ptr(), b.as_ptr(), c.as_mut_ptr(), mode, raw, cuts, scratch);
-        }
+        unsafe { drive::run(self, kernels_of::<A, B>(level), operands) };
         Ok(())
     }
 
@@ -320,11 +278,11 @@ impl Gemm {
         epilogue: RawEpilogue,
         scratch: &mut Scratch<'_>,
     ) {
+        let packing = Packing::new(self, rayon::current_num_threads());
+        let accumulate = mode == Mode::Accumulate;
+        let operands = Operands { a, b, c, accumulate, epilogue, scratch, packing, cuts: &[] };
         // SAFETY: the caller's promise.
-        unsafe {
-            let packing = Packing::new(self, rayon::current_num_threads());
-            drive::run(self, packing, Kernels::of(Level::best()), a, b, c, mode, epilogue, &[], scratch);
-        }
+        unsafe { drive::run(self, Kernels::of(Level::best()), operands) };
     }
 
     fn check<A, B>(
@@ -369,6 +327,11 @@ impl Gemm {
         }
         Ok(())
     }
+}
+
+/// The kernels for factors of these types.
+fn kernels_of<A: Factor, B: Factor>(level: Level) -> &'static Kernels {
+    if A::IS_BF16 && B::IS_BF16 { Kernels::of_bf16(level) } else { Kernels::of(level) }
 }
 
 /// Elements from the first to the last one that a batch of matrices reaches, both included.

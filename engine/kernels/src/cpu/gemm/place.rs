@@ -43,6 +43,15 @@ pub(super) struct Packing {
 
 impl Packing {
     pub fn new(job: &Gemm, threads: usize) -> Self {
+        Self::of(job, threads, job.batch.count == 1 && job.m > FEW_ROWS)
+    }
+
+    /// That of groups, of which none is larger than `most`: each thread packs what it needs of a group's B.
+    pub fn of_groups(most: &Gemm, threads: usize) -> Self {
+        Self::of(most, threads, false)
+    }
+
+    fn of(job: &Gemm, threads: usize, together: bool) -> Self {
         // An empty k is one empty block.
         let k = job.k.max(1);
         let a_parts = BLOCK_ROWS.min(job.m).div_ceil(PART_ROWS);
@@ -50,7 +59,6 @@ impl Packing {
             Layout::Columns => BLOCK_K.min(k) * COLUMN_STRIDE,
             _ => PART_ROWS.min(job.m) * ROW_STRIDE,
         };
-        let together = job.batch.count == 1 && job.m > FEW_ROWS;
         let (columns, longest, sharing) = match together {
             true => (CHUNK_COLUMNS, CHUNK_LEN, 1),
             false => (BLOCK_COLUMNS, 0, threads),
@@ -60,17 +68,6 @@ impl Packing {
         let a = Parts::new(0, threads * a_parts, a_len);
         let b = Parts::new(a.end(), sharing * b_parts, PART_COLUMNS * depth);
         Self { a, b, a_parts, b_parts, depth, together }
-    }
-
-    /// The packing of a product of `m` rows in scratch that is for up to `most`: with few rows, that of few.
-    pub fn within(most: &Gemm, m: usize, threads: usize) -> Self {
-        let bound = if m <= FEW_ROWS { FEW_ROWS.min(most.m) } else { most.m };
-        Self::new(&Gemm { m: bound, ..*most }, threads)
-    }
-
-    /// Every packing that [`Self::within`] chooses among.
-    pub fn all_within(most: &Gemm, threads: usize) -> [Self; 2] {
-        [FEW_ROWS, usize::MAX].map(|m| Self::within(most, m, threads))
     }
 
     /// Bytes of each piece of scratch.

@@ -233,64 +233,6 @@ generated! {
         let job = Gemm { c_row: if beside { n * count } else { n }, ..job.with_batch(batch) };
         check(&job, threads, extras);
     }
-
-    /// The product of some of the rows and of some of k, in scratch that was made for all, has its own bits.
-    #[test]
-    fn smaller_products_run_in_the_scratch_of_larger_ones(
-        (most_m, m) in (1..300usize).prop_flat_map(|most| (Just(most), 0..=most)),
-        (most_k, k) in (1..900usize).prop_flat_map(|most| (Just(most), 0..=most)),
-        n in 1..90usize,
-        a_transposed: bool,
-        b_transposed: bool,
-        threads in 1..4usize,
-    ) {
-        let strides = |transposed, rows, columns| {
-            if transposed { Strides::transposed(rows) } else { Strides::row_major(columns) }
-        };
-        let most = Gemm::new(most_m, n, most_k, strides(a_transposed, most_m, most_k), strides(b_transposed, most_k, n));
-        let job = Gemm { m, k, ..most };
-        let operands = Operands::of(&most);
-        let expected = operands.run(&job, Level::best(), threads, PLAIN);
-        let mut c = operands.c.clone();
-        let mut memory = ScratchMemory::new(&most.scratch_within(threads));
-        let run = || {
-            let (a, b) = (&operands.a, &operands.b);
-            job.run_within(&most, a, b, &mut c, Mode::Overwrite, &[], &mut memory.lend())
-        };
-        pool(threads).install(run).expect("it is within");
-        prop_assert!(memory.is_intact());
-        prop_assert_eq!(bits(&c), bits(&expected));
-    }
-}
-
-/// In f32 and bf16, with empty and odd segments, longer ones than a block, and more k than are packed at once.
-#[test]
-fn a_cut_is_where_one_call_ends_and_the_next_accumulates() {
-    fn check<T: Factor>(m: usize, n: usize, cuts: &[u32]) {
-        let k = (cuts[cuts.len() - 1] - cuts[0]) as usize;
-        let job = Gemm::new(m, n, k, Strides::transposed(m), Strides::row_major(n));
-        let stored = |x: Vec<f32>| x.into_iter().map(T::store).collect::<Vec<T>>();
-        let (a, b, c) = (stored(random(k * m, 1)), stored(random(k * n, 2)), random(m * n, 3));
-        let (mut at_once, mut one_by_one) = (c.clone(), c);
-        let mut memory = ScratchMemory::new(&job.scratch_within(2));
-        let mut run = |job: Gemm, from: usize, cuts: &[u32], c: &mut [f32]| {
-            let (a, b) = (&a[from * m..], &b[from * n..]);
-            let whole = Gemm { k, ..job };
-            pool(2).install(|| job.run_within(&whole, a, b, c, Mode::Accumulate, cuts, &mut memory.lend())).unwrap();
-        };
-        run(job, 0, cuts, &mut at_once);
-        for ends in cuts.windows(2) {
-            let [from, to] = [ends[0], ends[1]].map(|at| (at - cuts[0]) as usize);
-            run(Gemm { k: to - from, ..job }, from, &[], &mut one_by_one);
-        }
-        assert_eq!(bits(&at_once), bits(&one_by_one), "{m} × {n}, {cuts:?}");
-    }
-    for (m, n) in [(5, 7), (70, 40), (100, 2100)] {
-        for cuts in [&[0, 4, 4, 9, 10][..], &[7, 8, 11, 900, 1700], &[3, 3, 20]] {
-            check::<f32>(m, n, cuts);
-            check::<bf16>(m, n, cuts);
-        }
-    }
 }
 
 #[test]

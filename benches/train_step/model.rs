@@ -1,0 +1,103 @@
+//! What all sides train.
+
+use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig, MoeStyle};
+use gapless::{TrainOptions, Trainer};
+
+use crate::Options;
+
+/// The kinds of model that there are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Kind {
+    /// Layer norms, GELU, one head for each key; 256 tokens.
+    Gpt,
+    /// RMS norms, gated units, two heads for each key.
+    Llama,
+    /// The same with 8 experts in each layer, of which a token uses 2.
+    Mixtral,
+}
+
+/// A model's extents.
+#[derive(Debug, Clone)]
+pub enum Model {
+    Gpt(GptConfig),
+    Llama(LlamaConfig),
+    Mixtral(Box<MoeConfig>),
+}
+
+impl Model {
+    /// That of the command line, or of the kind where this says nothing.
+    pub fn new(options: &Options) -> Self {
+        let (layers, width, heads) = match (options.model, options.quick) {
+            (_, true) => (2, 64, 2),
+            (Kind::Gpt, _) => (6, 384, 6),
+            (Kind::Llama, _) => (8, 512, 8),
+            (Kind::Mixtral, _) => (4, 192, 4),
+        };
+        let (layers, width) = (options.layers.unwrap_or(layers), options.width.unwrap_or(width));
+        let heads = options.heads.unwrap_or(heads);
+        let vocabulary = options.vocabulary();
+        if options.model == Kind::Gpt {
+            let sequence = options.sequence();
+            return Self::Gpt(GptConfig {
+                vocabulary,
+                layers,
+                width,
+                heads,
+                sequence,
+                dropout: 0.0,
+                ..GptConfig::default()
+            });
+        }
+        let mixtral = MoeConfig::small(MoeStyle::Mixtral, vocabulary);
+        let kv_heads = heads.div_ceil(2);
+        let llama = LlamaConfig { layers, width, heads, kv_heads, hidden: width * 11 / 4, ..mixtral.llama.clone() };
+        match options.model {
+            Kind::Mixtral => Self::Mixtral(Box::new(MoeConfig { llama, expert_hidden: 2 * width, ..mixtral })),
+            _ => Self::Llama(llama),
+        }
+    }
+
+    /// With its extents.
+    pub fn describe(&self) -> String {
+        let (kind, layers, width, heads, parameters) = match self {
+            Self::Gpt(gpt) => ("GPT", gpt.layers, gpt.width, gpt.heads, gpt.parameters()),
+            Self::Llama(llama) => ("Llama", llama.layers, llama.width, llama.heads, llama.parameters()),
+            Self::Mixtral(moe) => ("Mixtral", moe.llama.layers, moe.llama.width, moe.llama.heads, moe.parameters()),
+        };
+        let millions = parameters as f64 / 1e6;
+        format!("{kind} of {layers} layers, width {width}, {heads} heads ({millions:.1} M parameters)")
+    }
+
+    /// What pytorch.py is told.
+    pub fn flags(&self) -> Vec<(&'static str, String)> {
+        let (kind, vocabulary, layers, width, heads) = match self {
+            Self::Gpt(gpt) => ("gpt", gpt.vocabulary, gpt.layers, gpt.width, gpt.heads),
+            Self::Llama(llama) => ("llama", llama.vocabulary, llama.layers, llama.width, llama.heads),
+            Self::Mixtral(moe) => ("mixtral", moe.llama.vocabulary, moe.llama.layers, moe.llama.width, moe.llama.heads),
+        };
+        let (kv_heads, hidden) = match self {
+            Self::Gpt(gpt) => (gpt.heads, 4 * gpt.width),
+            Self::Llama(llama) => (llama.kv_heads, llama.hidden),
+            Self::Mixtral(moe) => (moe.llama.kv_heads, moe.expert_hidden),
+        };
+        let extents = [
+            ("vocabulary", vocabulary),
+            ("layers", layers),
+            ("width", width),
+            ("heads", heads),
+            ("kv-heads", kv_heads),
+            ("hidden", hidden),
+        ];
+        let extents = extents.map(|(name, extent)| (name, extent.to_string()));
+        std::iter::once(("model", kind.to_owned())).chain(extents).collect()
+    }
+
+    /// Our side.
+    pub fn trainer(&self, train: TrainOptions) -> anyhow::Result<Trainer> {
+        Ok(match self {
+            Self::Gpt(gpt) => Trainer::new(|vb| Gpt::new(gpt, vb), train)?,
+            Self::Llama(llama) => Trainer::new(|vb| Llama::new(llama, vb), train)?,
+            Self::Mixtral(moe) => Trainer::new(|vb| Moe::new(moe, vb), train)?,
+        })
+    }
+}

@@ -1,0 +1,310 @@
+//! Products of rows that lie group by group: those of an expert each.
+//!
+//! In: operands of all groups, one behind another, and where each begins, which only the data says. Out: every group's product, by
+//! one list of tasks for all of them. Never: a wait between two groups, or another order of summation than of a product by itself.
+
+use std::ops::Range;
+
+use super::drive::{self, Group, Operands};
+use super::kernel::Factor;
+use super::place::Packing;
+use super::{Gemm, GemmError, Mode, RawEpilogue, Strides, extent, kernels_of};
+use crate::cpu::scratch::Scratch;
+use crate::cpu::simd::Level;
+
+/// Where rows of groups lie: each group has as many runs, which may be empty and lie one behind another.
+#[derive(Debug, Clone, Copy)]
+pub struct Groups<'a> {
+    starts: &'a [u32],
+    count: usize,
+    /// Runs of a group.
+    runs: usize,
+}
+
+impl<'a> Groups<'a> {
+    /// From the starts of all runs, and behind them, where the last ends.
+    ///
+    /// # Errors
+    /// When starts descend, or groups would not have as many runs each.
+    pub fn new(starts: &'a [u32], count: usize) -> Result<Self, GemmError> {
+        let runs = starts.len().checked_sub(1).and_then(|all| all.checked_div(count));
+        match runs {
+            Some(runs) if starts.len() == runs * count + 1 && starts.is_sorted() => Ok(Self { starts, count, runs }),
+            _ => Err(GemmError::Groups { starts: starts.len(), groups: count }),
+        }
+    }
+
+    /// Where a group's runs begin, and where the last ends.
+    fn cuts(&self, group: usize) -> &'a [u32] {
+        &self.starts[group * self.runs..][..=self.runs]
+    }
+
+    fn rows(&self, group: usize) -> Range<usize> {
+        let (first, end) = (group * self.runs, (group + 1) * self.runs);
+        self.starts[first] as usize..self.starts[end] as usize
+    }
+
+    /// Behind the last row of all.
+    fn end(&self) -> usize {
+        self.starts[self.starts.len() - 1] as usize
+    }
+}
+
+impl Gemm {
+    /// Bytes of each piece of scratch that groups need of which none is larger than this product.
+    pub fn scratch_grouped(&self, threads: usize) -> Vec<u64> {
+        Packing::of_groups(self, threads).bytes().collect()
+    }
+
+    /// C = A·B for the rows of each group, which have matrix number *group modulo `matrices`* of B. These lie one behind another. `self`
+    /// is the product if one group had all rows.
+    ///
+    /// # Errors
+    /// A slice too short for the groups or for [`Gemm::scratch_grouped`] of the current pool, or more rows than `self` has. Nothing is
+    /// written then.
+    pub fn run_grouped<A: Factor, B: Factor>(
+        &self,
+        groups: Groups<'_>,
+        matrices: usize,
+        a: &[A],
+        b: &[B],
+        c: &mut [f32],
+        scratch: &mut Scratch<'_>,
+    ) -> Result<(), GemmError> {
+        let size = self.k * self.n;
+        let group = |index: usize| {
+            let rows = groups.rows(index);
+            let (a, c) = (rows.start * self.a.row, rows.start * self.c_row);
+            Group { m: rows.len(), k: self.k, a, b: index % matrices * size, c, cuts: None }
+        };
+        let all = Gemm { m: groups.end(), ..*self };
+        all.check_grouped(self, (1, matrices.min(groups.count)), a, b, c, scratch)?;
+        // SAFETY: every extent has been compared with its slice; rows of groups do not overlap, C and the scratch are borrowed
+        // exclusively.
+        unsafe { self.drive_groups(groups.count, &group, a, b, c, Mode::Overwrite, scratch) };
+        Ok(())
+    }
+
+    /// C = A·B, or C + A·B, where k are the rows of each group, which has a matrix of its own in C. These lie one behind another. The
+    /// order of summation restarts with each run, from zero or from C. `self` is the product if one group had all rows.
+    ///
+    /// # Errors
+    /// As [`Gemm::run_grouped`].
+    pub fn sum_grouped<A: Factor, B: Factor>(
+        &self,
+        groups: Groups<'_>,
+        a: &[A],
+        b: &[B],
+        c: &mut [f32],
+        mode: Mode,
+        scratch: &mut Scratch<'_>,
+    ) -> Result<(), GemmError> {
+        let group = |index: usize| {
+            let rows = groups.rows(index);
+            let (a, b) = (rows.start * self.a.column, rows.start * self.b.row);
+            let c = index * self.m * self.c_row;
+            Group { m: self.m, k: rows.len(), a, b, c, cuts: Some(groups.cuts(index)) }
+        };
+        let all = Gemm { k: groups.end(), ..*self };
+        all.check_grouped(self, (groups.count, 1), a, b, c, scratch)?;
+        // SAFETY: as above; matrices of C do not overlap.
+        unsafe { self.drive_groups(groups.count, &group, a, b, c, mode, scratch) };
+        Ok(())
+    }
+
+    /// Compares extents with slices: of all rows, with so many matrices of C and of B, in the scratch for `most`.
+    fn check_grouped<A, B>(
+        &self,
+        most: &Self,
+        (of_c, of_b): (usize, usize),
+        a: &[A],
+        b: &[B],
+        c: &[f32],
+        scratch: &Scratch<'_>,
+    ) -> Result<(), GemmError> {
+        let &Self { m, n, k, c_row, .. } = self;
+        let too_short = |operand, needed, given| Err(GemmError::TooShort { operand, m, n, k, needed, given });
+        if m > most.m || k > most.k {
+            return too_short("the whole", m.max(k), if m > most.m { most.m } else { most.k });
+        }
+        if c_row < n {
+            return Err(GemmError::Overlap { n, c_row, count: of_c, batch_c: m * c_row });
+        }
+        let operands = [
+            ("A", extent("A", m, k, self.a, 1, 0)?, a.len()),
+            ("B", extent("B", k, n, self.b, of_b, most.k * n)?, b.len()),
+            ("C", extent("C", m, n, Strides::row_major(c_row), of_c, m * c_row)?, c.len()),
+        ];
+        for (operand, needed, given) in operands {
+            if given < needed {
+                return too_short(operand, needed, given);
+            }
+        }
+        match scratch.too_short(Packing::of_groups(most, rayon::current_num_threads()).bytes()) {
+            Some((needed, given)) => too_short("scratch", needed, given),
+            None => Ok(()),
+        }
+    }
+
+    /// # Safety
+    /// Of each group, A and B are readable and C writable as far as its shape and the strides reach; no two groups' C overlap.
+    #[expect(clippy::too_many_arguments, reason = "the operands of a product")]
+    unsafe fn drive_groups<'s, A: Factor, B: Factor>(
+        &self,
+        count: usize,
+        group: &(dyn Fn(usize) -> Group<'s> + Sync),
+        a: &[A],
+        b: &[B],
+        c: &mut [f32],
+        mode: Mode,
+        scratch: &'s Scratch<'_>,
+    ) {
+        let threads = rayon::current_num_threads();
+        let operands = Operands {
+            a: a.as_ptr(),
+            b: b.as_ptr(),
+            c: c.as_mut_ptr(),
+            accumulate: mode == Mode::Accumulate,
+            epilogue: RawEpilogue::NONE,
+            scratch,
+            packing: Packing::of_groups(self, threads),
+            cuts: &[],
+        };
+        let kernels = kernels_of::<A, B>(Level::best());
+        // Groups are uneven, so there are more tasks than for products that are alike.
+        // SAFETY: the caller's promise; the scratch was checked.
+        unsafe { drive::run_groups(self, kernels, operands, count, 8 * threads, group) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use gapless_testing::prelude::*;
+    use half::bf16;
+
+    use super::super::tests::{pool, random};
+    use super::super::{Epilogue, Mode};
+    use super::*;
+    use crate::cpu::ScratchMemory;
+
+    fn stored<T: Factor>(len: usize, seed: u64) -> Vec<T> {
+        random(len, seed).into_iter().map(T::store).collect()
+    }
+
+    fn bits(values: &[f32]) -> Vec<u32> {
+        values.iter().map(|x| x.to_bits()).collect()
+    }
+
+    /// `from` and what lies behind it, run by run.
+    fn starts_of(from: u32, runs: &[u32]) -> Vec<u32> {
+        let ends = runs.iter().scan(from, |end, rows| {
+            *end += rows;
+            Some(*end)
+        });
+        std::iter::once(from).chain(ends).collect()
+    }
+
+    /// One product by itself.
+    fn run<T: Factor>(job: &Gemm, a: &[T], b: &[T], c: &mut [f32], mode: Mode) {
+        let mut memory = ScratchMemory::new(&job.scratch(1));
+        pool(1).install(|| job.run(a, b, c, mode, Epilogue::default(), &mut memory.lend())).expect("it fits");
+    }
+
+    /// Each group's rows by its matrix.
+    fn check_rows<T: Factor>(starts: &[u32], count: usize, matrices: usize, (n, k): (usize, usize), transposed: bool) {
+        let groups = Groups::new(starts, count).expect("they are");
+        let rows = groups.end();
+        let b_strides = if transposed { Strides::transposed(k) } else { Strides::row_major(n) };
+        let job = Gemm::new(rows, n, k, Strides::row_major(k), b_strides);
+        let (a, b, c) = (stored::<T>(rows * k, 1), stored::<T>(matrices * n * k, 2), random(rows * n, 3));
+        let (mut together, mut one_by_one) = (c.clone(), c);
+        let mut memory = ScratchMemory::new(&job.scratch_grouped(2));
+        pool(2)
+            .install(|| job.run_grouped(groups, matrices, &a, &b, &mut together, &mut memory.lend()))
+            .expect("it fits");
+        assert!(memory.is_intact());
+        for group in 0..count {
+            let rows = groups.rows(group);
+            let b = &b[group % matrices * n * k..][..n * k];
+            let c = &mut one_by_one[rows.start * n..rows.end * n];
+            run(&Gemm { m: rows.len(), ..job }, &a[rows.start * k..rows.end * k], b, c, Mode::Overwrite);
+        }
+        assert_eq!(bits(&together), bits(&one_by_one), "{starts:?} in {count} groups by {n} × {k}");
+    }
+
+    /// Each group's sum, run by run.
+    fn check_sums<T: Factor>(starts: &[u32], count: usize, (m, n): (usize, usize), mode: Mode) {
+        let groups = Groups::new(starts, count).expect("they are");
+        let k = groups.end();
+        let job = Gemm::new(m, n, k, Strides::transposed(m), Strides::row_major(n));
+        let (a, b, c) = (stored::<T>(k * m, 1), stored::<T>(k * n, 2), random(count * m * n, 3));
+        let (mut together, mut one_by_one) = (c.clone(), c);
+        let mut memory = ScratchMemory::new(&job.scratch_grouped(2));
+        pool(2).install(|| job.sum_grouped(groups, &a, &b, &mut together, mode, &mut memory.lend())).expect("it fits");
+        assert!(memory.is_intact());
+        for (group, c) in one_by_one.chunks_exact_mut(m * n).enumerate() {
+            if mode == Mode::Overwrite {
+                c.fill(0.0);
+            }
+            for ends in groups.cuts(group).windows(2) {
+                let (from, to) = (ends[0] as usize, ends[1] as usize);
+                run(&Gemm { k: to - from, ..job }, &a[from * m..], &b[from * n..], c, Mode::Accumulate);
+            }
+        }
+        assert_eq!(bits(&together), bits(&one_by_one), "{starts:?} in {count} groups, {m} × {n}");
+    }
+
+    generated! {
+        #[test]
+        fn groups_have_the_bits_of_products_by_themselves(
+            (count, runs) in (1..5usize, 1..4usize).prop_flat_map(|(count, runs)| {
+                (Just(count), prop::collection::vec(0..60u32, count * runs..=count * runs))
+            }),
+            from in 0..9u32,
+            matrices in 1..5usize,
+            (n, k) in (1..90usize, 1..90usize),
+            transposed: bool,
+            accumulate: bool,
+        ) {
+            let starts = starts_of(from, &runs);
+            check_rows::<f32>(&starts, count, matrices, (n, k), transposed);
+            check_rows::<bf16>(&starts, count, matrices, (n, k), transposed);
+            let mode = if accumulate { Mode::Accumulate } else { Mode::Overwrite };
+            check_sums::<f32>(&starts, count, (n, k), mode);
+            check_sums::<bf16>(&starts, count, (n, k), mode);
+        }
+    }
+
+    /// Runs longer than a block, several blocks to what is packed at once, more rows and columns than a tile has.
+    #[test]
+    fn groups_may_be_large() {
+        for runs in [&[4, 0, 5, 1, 0, 0][..], &[1, 3, 889, 800, 0, 11], &[100, 120, 130, 90, 60, 35]] {
+            let starts = starts_of(7, runs);
+            check_rows::<f32>(&starts, 2, 2, (300, 70), true);
+            check_rows::<f32>(&starts, 3, 1, (40, 900), false);
+            check_rows::<bf16>(&starts, 3, 2, (40, 900), true);
+            check_sums::<f32>(&starts, 2, (100, 300), Mode::Overwrite);
+            check_sums::<f32>(&starts, 3, (400, 30), Mode::Accumulate);
+            check_sums::<bf16>(&starts, 2, (400, 40), Mode::Overwrite);
+        }
+    }
+
+    #[test]
+    fn what_is_not_there_is_an_error() {
+        for (starts, count) in [(&[][..], 1), (&[0], 0), (&[0, 2, 1], 2), (&[0, 1, 2], 3)] {
+            assert!(Groups::new(starts, count).is_err(), "{starts:?}, {count}");
+        }
+        let job = Gemm::new(4, 2, 3, Strides::row_major(3), Strides::row_major(2));
+        let memory = || ScratchMemory::new(&job.scratch_grouped(1));
+        let rows = |end, a: usize, b: usize, c: usize| {
+            let (starts, mut c) = ([0, end], vec![0.0; c]);
+            let groups = Groups::new(&starts, 1).expect("they are");
+            let (a, b) = (vec![0.0_f32; a], vec![0.0_f32; b]);
+            pool(1).install(|| job.run_grouped(groups, 1, &a, &b, &mut c, &mut memory().lend()))
+        };
+        assert_eq!(rows(4, 12, 6, 8), Ok(()));
+        for (end, a, b, c) in [(5, 15, 6, 10), (4, 11, 6, 8), (4, 12, 5, 8), (4, 12, 6, 7)] {
+            assert!(rows(end, a, b, c).is_err(), "{end}, {a}, {b}, {c}");
+        }
+    }
+}
