@@ -1,7 +1,7 @@
 //! What a sweep's rows say together: what each allocator wastes, and how fast the fastest step is that fits a budget under it.
 //!
-//! Fragmentation is 1 − allocated ÷ reserved at their peaks, as STAlloc counts it (arXiv 2507.16274, section 7.1: one less its memory efficiency);
-//! that of a plan is 1 − live ÷ arena.
+//! Fragmentation is what is reserved beyond what is allocated, at their peaks; of a plan, what its arena has beyond the live bytes. What a
+//! plan takes off it is counted in bytes, as STAlloc's paper does (arXiv 2507.16274, figure 8).
 
 use gapless_allocators::Kind;
 use serde::Serialize;
@@ -76,9 +76,13 @@ impl Figures {
         (reserved > 0).then(|| 1.0 - allocated as f64 / reserved as f64)
     }
 
-    /// The part of an allocator's fragmentation that the plan takes off, where there is any.
+    /// The part of an allocator's wasted bytes that the plan takes off, where there are any.
     pub fn reduction(&self, kind: Kind) -> Option<f64> {
-        let (before, after) = (self.fragmentation(Some(kind))?, self.fragmentation(None)?);
+        let wasted = |kind| {
+            let (reserved, allocated) = self.reserved_and_allocated(kind)?;
+            Some(reserved.saturating_sub(allocated) as f64)
+        };
+        let (before, after) = (wasted(Some(kind))?, wasted(None)?);
         (before > 0.0).then(|| 1.0 - after / before)
     }
 }

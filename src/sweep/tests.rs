@@ -129,8 +129,8 @@ fn rows_are_summed_up_by_allocator_and_budget() {
     rows[1].figures.as_mut().unwrap().arena_bytes = vec![1080];
     assert_eq!(above_bound(&rows).len(), 1);
     let [of] = &fragmentation(&sweep, &rows)[..] else { panic!("one allocator") };
-    // A sixth is more than a tenth, and all of a half.
-    assert!((of.reduction - (1.0 - (1.0 / 6.0) / 0.1 + 1.0) / 2.0).abs() < 1e-12, "{of:?}");
+    // 180 bytes instead of 100, and none of 600.
+    assert!((of.reduction - (1.0 - 1.8 + 1.0) / 2.0).abs() < 1e-12, "{of:?}");
 }
 
 #[test]
