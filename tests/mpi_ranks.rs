@@ -232,13 +232,7 @@ mod jobs {
     }
 
     fn processes(ranks: usize, program: &Path, arguments: &[String]) -> Output {
-        Command::new("mpirun")
-            .envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"), ("RUST_BACKTRACE", "0")])
-            .args(["--oversubscribe", "--mca", "btl_tcp_if_include", "lo", "-n", &ranks.to_string()])
-            .arg(program)
-            .args(arguments)
-            .output()
-            .unwrap()
+        gapless_testing::mpirun(ranks).env("RUST_BACKTRACE", "0").arg(program).args(arguments).output().unwrap()
     }
 
     fn said(output: &Output) -> String {

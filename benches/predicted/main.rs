@@ -7,7 +7,6 @@
 //! Bytes are those of each rank's arena, and must be equal. Time is predicted from single operations, timed each on its own by
 //! [`gapless::step::ThisMachine`]; no whole step is timed for it. What is measured is the median step, of the slowest rank.
 
-use std::process::Command;
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
@@ -15,6 +14,7 @@ use clap::Parser;
 use gapless::communicator::{on_threads, world};
 use gapless::step::{Step, StepSpec};
 use gapless::{TrainError, Trainer};
+use gapless_testing::mpirun;
 
 #[derive(Parser)]
 struct Options {
@@ -92,6 +92,7 @@ fn main() -> Result<()> {
         let most = bytes.iter().max().copied().unwrap_or(0);
         println!("{predicted:12.2} {milliseconds:12.2} {ratio:6.3} {most:16}  {}", keys.replace('\n', ", "));
     }
+    ensure!(!off.is_empty(), "none of these configurations has ranks that could be processes");
     off.sort_by(f64::total_cmp);
     let part = |tenths: usize| 100.0 * off[(off.len() - 1) * tenths / 10];
     println!(
@@ -147,9 +148,8 @@ fn timed(step: &Step, mut trainer: Trainer, steps: usize) -> Result<Measured, Tr
 
 /// The same of ranks that are processes: this program, started again.
 fn on_processes(keys: &str, ranks: usize, steps: usize) -> Result<Vec<Measured>> {
-    let output = Command::new("mpirun")
-        .envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")])
-        .args(["--oversubscribe", "--bind-to", "none", "-n", &ranks.to_string()])
+    let output = mpirun(ranks)
+        .args(["--bind-to", "none"])
         .arg(std::env::current_exe()?)
         .args(["--steps", &steps.to_string(), "--rank-of", keys])
         .output()

@@ -20,7 +20,7 @@ mod jobs {
     use std::time::{Duration, Instant};
 
     use gapless_communicator::{Communicator, Mpi, Result, Tag};
-    use gapless_testing::{not_checked, only_test};
+    use gapless_testing::{mpirun, not_checked, only_test};
 
     use crate::communicator_cases::CASES;
 
@@ -231,10 +231,8 @@ mod jobs {
     }
 
     fn start(ranks: usize, job: &str, environment: &[(&str, &str)]) -> Child {
-        let mut command = Command::new("mpirun");
-        command.args(["--oversubscribe", "--bind-to", "none", "--mca", "btl_tcp_if_include", "lo"]);
-        command.args(["-n", &ranks.to_string()]).arg(std::env::current_exe().unwrap()).args(["--job", job]);
-        command.env("OMPI_ALLOW_RUN_AS_ROOT", "1").env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
+        let mut command = mpirun(ranks);
+        command.args(["--bind-to", "none"]).arg(std::env::current_exe().unwrap()).args(["--job", job]);
         command.envs(environment.iter().copied());
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("mpirun starts")
     }

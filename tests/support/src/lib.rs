@@ -34,11 +34,13 @@
 mod evidence;
 mod generated;
 mod only;
+mod processes;
 mod skipped;
 
 pub use evidence::{evidence, open, table_name};
 pub use generated::{Generated, SEED};
 pub use only::only_test;
+pub use processes::mpirun;
 pub use proptest;
 pub use skipped::{few, in_turn, not_checked, shared};
 
