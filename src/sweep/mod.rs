@@ -70,6 +70,8 @@ pub struct Results {
     pub rows: Vec<Row>,
     /// How many of them an earlier run had left.
     pub reused: usize,
+    /// The fastest of what fits each budget.
+    pub throughput: Vec<Throughput>,
 }
 
 /// Makes the rows that are not in the folder yet, each written as soon as it is there, and then the table and the page. `show` is called
@@ -240,8 +242,9 @@ impl<F: FnMut(Progress) -> ControlFlow<()>> Run<'_, F> {
         }
         self.store.finish(&lines, self.lines)?;
         store::replace(&folder.join("results.csv"), row::csv(self.sweep, &rows).as_bytes())?;
-        store::replace(&folder.join("throughput.csv"), summary::csv(self.sweep, &rows).as_bytes())?;
-        store::replace(&folder.join("report.html"), report::page(self.sweep, &rows).as_bytes())?;
-        Ok(Results { rows, reused })
+        let throughput = throughput(self.sweep, &rows);
+        store::replace(&folder.join("throughput.csv"), summary::csv(self.sweep, &throughput).as_bytes())?;
+        store::replace(&folder.join("report.html"), report::page(self.sweep, &rows, &throughput).as_bytes())?;
+        Ok(Results { rows, reused, throughput })
     }
 }

@@ -26,8 +26,10 @@ struct Page<'a> {
     allocators: Vec<&'static str>,
     menus: &'a [String],
     fragmentation: Vec<Fragmentation>,
+    /// Keys of the rows whose plan ends above its bound.
+    above: Vec<&'a str>,
     gains: Vec<Gain>,
-    throughput: Vec<Throughput>,
+    throughput: &'a [Throughput],
     rows: Vec<PageRow<'a>>,
     /// Rows of cells of the schedules, by `schedule ranks chunks micro-batches`.
     tables: BTreeMap<String, Vec<String>>,
@@ -65,7 +67,7 @@ struct PageRow<'a> {
     command: String,
 }
 
-pub(super) fn page(sweep: &Sweep, rows: &[Row]) -> String {
+pub(super) fn page(sweep: &Sweep, rows: &[Row], throughput: &[Throughput]) -> String {
     let allocators: Vec<&'static str> =
         [Kind::Gapless].iter().chain(&sweep.allocators).map(|kind| kind.name()).collect();
     let mut tables = BTreeMap::new();
@@ -77,7 +79,6 @@ pub(super) fn page(sweep: &Sweep, rows: &[Row]) -> String {
         shown.push(page_row(sweep, of, row, figures, table));
     }
     let first = sweep.configurations.iter().find_map(|of| of.step.as_ref().ok());
-    let throughput = summary::throughput(sweep, rows);
     let page = Page {
         title: &sweep.title,
         device: first.map_or("", |step| &step.device.name),
@@ -86,7 +87,8 @@ pub(super) fn page(sweep: &Sweep, rows: &[Row]) -> String {
         allocators,
         menus: &sweep.menus,
         fragmentation: summary::fragmentation(sweep, rows),
-        gains: summary::gains(sweep, &throughput),
+        above: summary::above_bound(rows).into_iter().map(|row| &*row.key).collect(),
+        gains: summary::gains(sweep, throughput),
         throughput,
         rows: shown,
         tables,

@@ -178,10 +178,10 @@ pub fn gains(sweep: &Sweep, throughput: &[Throughput]) -> Vec<Gain> {
 }
 
 /// Throughput as a table: a line for each budget and menu.
-pub(super) fn csv(sweep: &Sweep, rows: &[Row]) -> String {
+pub(super) fn csv(sweep: &Sweep, throughput: &[Throughput]) -> String {
     let names: Vec<&str> = [Kind::Gapless].iter().chain(&sweep.allocators).map(|kind| kind.name()).collect();
     let mut text = format!("budget_bytes,menu,{}\n", names.join(","));
-    for Throughput { budget, tokens_per_second } in throughput(sweep, rows) {
+    for Throughput { budget, tokens_per_second } in throughput {
         for (menu, best) in sweep.menus.iter().zip(tokens_per_second) {
             let best = best.iter().map(|best| best.map_or_else(String::new, |best| format!("{best:.1}")));
             text += &format!("{budget},{menu},{}\n", best.collect::<Vec<_>>().join(","));

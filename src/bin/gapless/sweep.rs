@@ -6,9 +6,7 @@ use std::process::ExitCode;
 use std::thread::available_parallelism;
 
 use gapless::run::Stop;
-use gapless::sweep::{
-    Progress, Results, Row, Status, Sweep, above_bound, fragmentation, gains, run as sweep, throughput,
-};
+use gapless::sweep::{Progress, Results, Status, Sweep, above_bound, fragmentation, gains, run as sweep};
 use gapless_alloc::draw::Bytes;
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -75,7 +73,7 @@ fn progress_bar(rows: u64) -> ProgressBar {
 }
 
 fn summary(spec: &Sweep, results: &Results, arguments: &Arguments) -> anyhow::Result<()> {
-    let Results { rows, reused } = results;
+    let Results { rows, reused, .. } = results;
     let count = |status| rows.iter().filter(|row| row.status == status).count();
     let best =
         rows.iter().filter(|row| row.status == Status::Fits).filter_map(|row| Some((row, row.figures.as_ref()?)));
@@ -96,13 +94,14 @@ fn summary(spec: &Sweep, results: &Results, arguments: &Arguments) -> anyhow::Re
             let (ms, arena) = (figures.nanoseconds as f64 / 1e6, Bytes(figures.arena().unwrap_or(0)));
             writeln!(out, "fastest that fits: {ms:.1} ms in {arena}: {}", values.join(", "))?;
         }
-        allocators(out, spec, rows)?;
+        allocators(out, spec, results)?;
         writeln!(out, "{}", arguments.out.join("report.html").display())
     })
 }
 
 /// What each allocator wastes, what plans gain over it, and which plans end above their bound.
-fn allocators(out: &mut dyn std::io::Write, spec: &Sweep, rows: &[Row]) -> std::io::Result<()> {
+fn allocators(out: &mut dyn std::io::Write, spec: &Sweep, results: &Results) -> std::io::Result<()> {
+    let Results { rows, throughput, .. } = results;
     for of in fragmentation(spec, rows) {
         writeln!(
             out,
@@ -115,7 +114,7 @@ fn allocators(out: &mut dyn std::io::Write, spec: &Sweep, rows: &[Row]) -> std::
             100.0 * of.reduction
         )?;
     }
-    for of in gains(spec, &throughput(spec, rows)) {
+    for of in gains(spec, throughput) {
         writeln!(
             out,
             "{}, menu {}: plans are faster by {:.1} % at the mean of {} budgets ({} without a gain), by {:.1} % at most; {} budgets where only plans fit",

@@ -203,7 +203,7 @@ function fragmentation() {
   const head = ["allocator", "configurations", "mean", "most", "plans, mean", "taken off, mean"];
   const line = (of) => [of.allocator, of.configurations, percent(of.mean), percent(of.most), percent(of.planned, 3), percent(of.reduction, 1)];
   table(document.querySelector("#fragmentation .table"), head, data.fragmentation.map(line));
-  const above = planned.filter((row) => 1 - row.live / row.reserved[0] >= 0.0005).sort((a, b) => b.reserved[0] / b.live - a.reserved[0] / a.live);
+  const above = planned.filter((row) => data.above.includes(row.key)).sort((a, b) => b.reserved[0] / b.live - a.reserved[0] / a.live);
   const list = document.querySelector("#fragmentation details");
   list.hidden = !above.length;
   list.firstElementChild.textContent = `${above.length} of ${planned.length} plans end above the bytes that are alive at once, the best bound there is, by 0.05 % or more`;
