@@ -113,8 +113,8 @@ impl Step {
         let mut measured = sketch.once.measured.clone();
         for (rank, row) in table.iter().enumerate() {
             // Where it saves hardly anything, what lives within an action decides, which is not known here: then the faster way.
-            let twice = sketch.stages_twice(rank, row);
-            let [least, once] = [&twice, &BTreeSet::new()].map(|stages| sketch.kept(rank, stages).most(row));
+            let (twice, least) = sketch.stages_twice(rank, row);
+            let once = sketch.once.ranks[rank].most(row);
             if least < once - once / 100 {
                 sketch.take_twice(&twice, &mut measured);
             }
@@ -129,7 +129,7 @@ impl Step {
     /// When the schedule does not exist for the step's shape.
     pub fn surely_alive(&self, sketch: &Sketch) -> Result<Vec<u64>, TimingError> {
         let table = self.options.pipeline.schedule.actions(&self.shape())?;
-        let of_rank = |(rank, row): (usize, &Vec<Action>)| sketch.kept(rank, &sketch.stages_twice(rank, row)).most(row);
+        let of_rank = |(rank, row): (usize, &Vec<Action>)| sketch.stages_twice(rank, row).1;
         Ok(table.iter().enumerate().map(of_rank).collect())
     }
 }
@@ -153,12 +153,13 @@ impl Sketch {
         self.once.join(other.once);
     }
 
-    /// The stages of a rank that compute twice again, as they are chosen when it is compiled, but by the bytes that are known here.
-    fn stages_twice(&self, rank: usize, row: &[Action]) -> BTreeSet<StageId> {
+    /// The stages of a rank that compute twice again, as they are chosen when it is compiled, but by the bytes that are known here; and
+    /// these.
+    fn stages_twice(&self, rank: usize, row: &[Action]) -> (BTreeSet<StageId>, u64) {
         let split = row.iter().filter(|action| self.twice.is_some() && action.kind == Kind::BackwardInput);
         let all = split.map(|action| action.stage).collect();
-        let Ok(twice) = stages_twice(all, |stages| Ok::<u64, Infallible>(self.kept(rank, stages).most(row)));
-        twice
+        let Ok(found) = stages_twice(all, |stages| Ok::<u64, Infallible>(self.kept(rank, stages).most(row)));
+        found
     }
 
     /// What a rank keeps with these stages computing twice again.

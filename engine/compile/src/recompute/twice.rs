@@ -1,22 +1,22 @@
 //! Where what is computed again for the input gradients of a split backward (I) ends with them, and is computed once more for the
 //! weight gradients (W).
 //!
-//! In: the stages of a rank, and the most bytes that are alive there with some of them so. Out: those stages. Never: what is
-//! computed again.
+//! In: the stages of a rank, and the most bytes that are alive there with some of them so. Out: those stages, and the bytes.
+//! Never: what is computed again.
 
 use std::collections::BTreeSet;
 
 use gapless_parallel::StageId;
 
 /// The stages in which it pays: all of them, without those whose values may as well wait for W, as long as no more bytes are alive. Of
-/// two ways that hold the same, the one with fewer stages is the faster.
+/// two ways that hold the same, the one with fewer stages is the faster. And the most bytes alive with those.
 ///
 /// # Errors
 /// What `most_alive` returns.
 pub fn stages_twice<E>(
     all: BTreeSet<StageId>,
     mut most_alive: impl FnMut(&BTreeSet<StageId>) -> Result<u64, E>,
-) -> Result<BTreeSet<StageId>, E> {
+) -> Result<(BTreeSet<StageId>, u64), E> {
     let mut least = most_alive(&all)?;
     let mut twice = all.clone();
     let one_less = all.iter().map(|&stage| BTreeSet::from([stage]));
@@ -32,7 +32,7 @@ pub fn stages_twice<E>(
             (twice, least) = (fewer, bytes);
         }
     }
-    Ok(twice)
+    Ok((twice, least))
 }
 
 #[cfg(test)]
@@ -55,8 +55,8 @@ mod tests {
         ] {
             let all = (0..bytes.len().ilog2()).map(StageId).collect();
             let set = |stages: &BTreeSet<StageId>| stages.iter().map(|stage| 1usize << stage.0).sum::<usize>();
-            let found = stages_twice(all, |stages| Ok::<u64, ()>(bytes[set(stages)])).unwrap();
-            assert_eq!(set(&found), expected, "{bytes:?}");
+            let (found, least) = stages_twice(all, |stages| Ok::<u64, ()>(bytes[set(stages)])).unwrap();
+            assert_eq!((set(&found), least), (expected, bytes[expected]), "{bytes:?}");
         }
     }
 }

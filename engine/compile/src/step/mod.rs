@@ -159,7 +159,7 @@ fn recompute(
     let once = policy(step, options, ranks, target, others)?;
     let Some(stages) = can_be_twice(options, ranks, &once) else { return Ok(once) };
     let graph = step.graph();
-    let twice = stages_twice(stages, |stages| {
+    let (twice, _) = stages_twice(stages, |stages| {
         let train = step.lower_graph(&graph, ranks, target, &once.clone().twice_in(&graph, stages))?;
         let programs: Vec<&Program> = [&train].into_iter().chain(others.iter().copied()).collect();
         Ok::<u64, Error>(lower_bound(&lifetimes(&programs)?.problem))
