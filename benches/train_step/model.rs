@@ -57,37 +57,35 @@ impl Model {
         }
     }
 
+    /// Its kind, and its extents as pytorch.py is told of them.
+    fn extents(&self) -> (&'static str, [(&'static str, usize); 6]) {
+        let of_llama = |llama: &LlamaConfig, hidden| {
+            [llama.vocabulary, llama.layers, llama.width, llama.heads, llama.kv_heads, hidden]
+        };
+        let (kind, extents) = match self {
+            Self::Gpt(gpt) => ("gpt", [gpt.vocabulary, gpt.layers, gpt.width, gpt.heads, gpt.heads, 4 * gpt.width]),
+            Self::Llama(llama) => ("llama", of_llama(llama, llama.hidden)),
+            Self::Mixtral(moe) => ("mixtral", of_llama(&moe.llama, moe.expert_hidden)),
+        };
+        let names = ["vocabulary", "layers", "width", "heads", "kv-heads", "hidden"];
+        (kind, std::array::from_fn(|at| (names[at], extents[at])))
+    }
+
     /// With its extents.
     pub fn describe(&self) -> String {
-        let (kind, layers, width, heads, parameters) = match self {
-            Self::Gpt(gpt) => ("GPT", gpt.layers, gpt.width, gpt.heads, gpt.parameters()),
-            Self::Llama(llama) => ("Llama", llama.layers, llama.width, llama.heads, llama.parameters()),
-            Self::Mixtral(moe) => ("Mixtral", moe.llama.layers, moe.llama.width, moe.llama.heads, moe.parameters()),
+        let (name, parameters) = match self {
+            Self::Gpt(gpt) => ("GPT", gpt.parameters()),
+            Self::Llama(llama) => ("Llama", llama.parameters()),
+            Self::Mixtral(moe) => ("Mixtral", moe.parameters()),
         };
+        let (_, [_, (_, layers), (_, width), (_, heads), ..]) = self.extents();
         let millions = parameters as f64 / 1e6;
-        format!("{kind} of {layers} layers, width {width}, {heads} heads ({millions:.1} M parameters)")
+        format!("{name} of {layers} layers, width {width}, {heads} heads ({millions:.1} M parameters)")
     }
 
     /// What pytorch.py is told.
     pub fn flags(&self) -> Vec<(&'static str, String)> {
-        let (kind, vocabulary, layers, width, heads) = match self {
-            Self::Gpt(gpt) => ("gpt", gpt.vocabulary, gpt.layers, gpt.width, gpt.heads),
-            Self::Llama(llama) => ("llama", llama.vocabulary, llama.layers, llama.width, llama.heads),
-            Self::Mixtral(moe) => ("mixtral", moe.llama.vocabulary, moe.llama.layers, moe.llama.width, moe.llama.heads),
-        };
-        let (kv_heads, hidden) = match self {
-            Self::Gpt(gpt) => (gpt.heads, 4 * gpt.width),
-            Self::Llama(llama) => (llama.kv_heads, llama.hidden),
-            Self::Mixtral(moe) => (moe.llama.kv_heads, moe.expert_hidden),
-        };
-        let extents = [
-            ("vocabulary", vocabulary),
-            ("layers", layers),
-            ("width", width),
-            ("heads", heads),
-            ("kv-heads", kv_heads),
-            ("hidden", hidden),
-        ];
+        let (kind, extents) = self.extents();
         let extents = extents.map(|(name, extent)| (name, extent.to_string()));
         std::iter::once(("model", kind.to_owned())).chain(extents).collect()
     }

@@ -378,6 +378,7 @@ impl<'a> Fusion<'a> {
         let instr = Instr::plain(work, inputs, outputs, last.micro_batch, layer);
         Some(Instr { workspace: pieces, accumulate, rematerialized: last.rematerialized, ..instr })
     }
+
     /// Marks the inputs that outputs lie over: (input, output). None where one kernel could not do that.
     fn overwrites(&self, order: &[usize], inputs: &mut [Operand], outputs: &[Operand]) -> Option<Vec<(usize, usize)>> {
         let mut overwrites = Vec::new();
