@@ -260,8 +260,9 @@ impl<'p> Ejection<'p> {
         for i in missing {
             let item = items[i as usize];
             budget.spend(self.index.beside(item, &mut self.met) / 4);
+            self.obstacles.gather(&self.met, &self.price);
             taken.clear();
-            taken.extend(self.met.iter().map(|other| (other.from, other.to)));
+            taken.extend(self.obstacles.ranges.iter().map(|&(from, to, _)| (from, to)));
             taken.sort_unstable();
             // Only the end of the address space leaves an item without a place.
             if let Some(at) = lowest_gap(&taken, item.bytes, item.alignment) {
@@ -298,6 +299,17 @@ struct Choice {
 
 impl Obstacles {
     fn fill(&mut self, met: &[Rectangle], price: &[u64]) {
+        self.gather(met, price);
+        self.lower.clear();
+        self.upper.clear();
+        self.lower.extend(self.ranges.iter().map(|range| (range.0, range.2)));
+        self.upper.extend(self.ranges.iter().map(|range| (range.1, range.2)));
+        self.lower.sort_unstable();
+        self.upper.sort_unstable();
+    }
+
+    /// The ranges alone, in the order in which they are met.
+    fn gather(&mut self, met: &[Rectangle], price: &[u64]) {
         let size = (2 * met.len()).next_power_of_two();
         if self.table.len() < size || self.filling == u32::MAX {
             self.table = vec![(0, 0); size];
@@ -322,12 +334,6 @@ impl Obstacles {
                 slot += 1;
             }
         }
-        self.lower.clear();
-        self.upper.clear();
-        self.lower.extend(self.ranges.iter().map(|range| (range.0, range.2)));
-        self.upper.extend(self.ranges.iter().map(|range| (range.1, range.2)));
-        self.lower.sort_unstable();
-        self.upper.sort_unstable();
     }
 
     /// The cheapest place below the ceiling: of free ones, in the tightest hole; of others, any. `None` when pins leave
