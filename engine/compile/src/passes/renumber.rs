@@ -2,7 +2,7 @@
 
 use super::Context;
 use crate::error::Result;
-use crate::program::{BufferId, Program};
+use crate::program::{Buffer, BufferId, Program};
 
 pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
     // The order of first use.
@@ -19,6 +19,7 @@ pub(super) fn run(program: &mut Program, _: &Context<'_>) -> Result<()> {
         number[old.index()] = BufferId(new as u32);
     }
     program.each_use(|buffer| *buffer = number[buffer.index()]);
-    program.buffers = order.into_iter().map(|old| program.buffers[old.index()].clone()).collect();
+    let mut buffers: Vec<Option<Buffer>> = std::mem::take(&mut program.buffers).into_iter().map(Some).collect();
+    program.buffers = order.into_iter().filter_map(|old| buffers[old.index()].take()).collect();
     Ok(())
 }
