@@ -27,7 +27,7 @@ pub fn run(step: Step) -> Result<()> {
         let step = step.recomputing(policy);
         let programs = step.programs(&step.record()?)?;
         let timing = step.timing(&programs)?;
-        let most = programs.into_iter().map(|program| Ok(step.plan(program)?.arena_bytes()));
+        let most = programs.iter().map(|program| Ok(step.plan(program)?.arena_bytes()));
         let most = most.collect::<Result<Vec<u64>>>()?.into_iter().max().unwrap_or(0);
         println!(
             "{name}: {most} bytes, {} ns, {:.1} % computed again",

@@ -39,7 +39,7 @@ pub fn run(mut step: Step) -> Result<()> {
         let programs = step.programs(&step.record()?)?;
         let nanoseconds = step.timing(&programs)?.nanoseconds();
         let arenas: Vec<u64> =
-            programs.into_iter().map(|program| Ok(step.plan(program)?.arena_bytes())).collect::<Result<_>>()?;
+            programs.iter().map(|program| Ok(step.plan(program)?.arena_bytes())).collect::<Result<_>>()?;
         println!("{}: {nanoseconds} ns, arenas of {arenas:?} bytes", step.options.pipeline.schedule.name());
     }
     Ok(())

@@ -78,7 +78,7 @@ fn measure(row: &Row) -> Result<Vec<Outcome>> {
     step.options.pipeline.cut = equal_stages(&step);
     let graph = step.record()?;
     let rank = step.ranks[0];
-    let plan = step.plan(step.program(&graph, rank)?)?;
+    let plan = step.plan(&step.program(&graph, rank)?)?;
     let mut outcomes = vec![Outcome {
         name: "gapless's step",
         reserved: Some(plan.arena_bytes()),

@@ -177,7 +177,7 @@ mod tests {
         let text = "model = \"gpt2\"\nbatch = 16\ndtype = \"mixed\"\nkernels = \"cuda\"\nprofile = \"h200\"";
         let step = toml::from_str::<StepSpec>(text).unwrap().check().unwrap();
         let program = step.program(&step.record().unwrap(), 0).unwrap();
-        let roofline = step.roofline(&step.plan(program).unwrap()).unwrap();
+        let roofline = step.roofline(&step.plan(&program).unwrap()).unwrap();
         let (launches, bytes) = AT_FIRST;
         println!(
             "{} launches, at first {launches}; {} bytes besides products and attention, at first {bytes}; {:.2} ms",
@@ -200,7 +200,7 @@ mod tests {
             let step = spec(kernels).check().unwrap();
             let program = step.program(&step.record().unwrap(), 0).unwrap();
             let flops = program.flops();
-            let executable = step.plan(program).unwrap();
+            let executable = step.plan(&program).unwrap();
             (step.roofline(&executable), flops, step)
         };
         let (roofline, flops, step) = planned("cuda");

@@ -357,7 +357,7 @@ impl Step {
     ///
     /// # Errors
     /// As [`compile`].
-    pub fn plan(&self, program: Program) -> Result<Executable, TrainError> {
+    pub fn plan(&self, program: &Program) -> Result<Executable, TrainError> {
         self.plan_within(program, self.options.planning)
     }
 
@@ -365,9 +365,9 @@ impl Step {
     ///
     /// # Errors
     /// As [`compile`].
-    pub fn plan_within(&self, program: Program, work: u64) -> Result<Executable, TrainError> {
+    pub fn plan_within(&self, program: &Program, work: u64) -> Result<Executable, TrainError> {
         let TrainOptions { recompute, routing, .. } = &self.options;
-        Ok(compile(&[program], &CompileOptions::within(recompute.capacity(), work, *routing))?)
+        Ok(compile(std::slice::from_ref(program), &CompileOptions::within(recompute.capacity(), work, *routing))?)
     }
 
     /// The same step under another recompute policy.

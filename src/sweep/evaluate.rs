@@ -135,7 +135,7 @@ impl<'a> Evaluator<'a> {
         let all = self.sweep.options.plan == Planned::All;
         let can_be_on_front = most < least.plan(of);
         if all || can_be_on_front {
-            plan(step, &graph, programs, can_be_on_front, figures)?;
+            plan(step, &programs, can_be_on_front, figures)?;
         }
         let kinds: Vec<Kind> =
             least.of.keys().copied().filter(|kind| all || most < least.reserved(of, *kind)).collect();
@@ -223,19 +223,13 @@ impl Refused {
 
 /// Plans all ranks with little work. Where an arena ends above the bytes that the fullest rank has alive anyway, it decides what the
 /// step takes: if the step can be on a front, its rank is planned with all of the step's work.
-fn plan(
-    step: &Step,
-    graph: &StepGraph,
-    programs: Vec<Program>,
-    can_be_on_front: bool,
-    figures: &mut Figures,
-) -> Result<(), Refused> {
+fn plan(step: &Step, programs: &[Program], can_be_on_front: bool, figures: &mut Figures) -> Result<(), Refused> {
     let (most, whole) = (figures.live(), step.options.planning);
     let quick = whole.min(Options::QUICK_WORK);
-    for (rank, program) in programs.into_iter().enumerate() {
+    for (rank, program) in programs.iter().enumerate() {
         let mut executable = step.plan_within(program, quick)?;
         if can_be_on_front && executable.arena_bytes() > most && quick < whole {
-            let again = step.plan(step.program(graph, rank)?)?;
+            let again = step.plan(program)?;
             if again.arena_bytes() < executable.arena_bytes() {
                 executable = again;
             }

@@ -157,7 +157,7 @@ fn of_ranks(step: &StepArguments) -> anyhow::Result<Vec<Program>> {
     let planned = |&rank: &usize| {
         let (problem, plan) = match step.lowering {
             Lowering::Gapless => {
-                let Executable { problem, solution, .. } = step.plan(step.program(&graph, rank)?)?;
+                let Executable { problem, solution, .. } = step.plan(&step.program(&graph, rank)?)?;
                 (problem, Some(solution))
             }
             Lowering::Eager | Lowering::EagerAmp => (step.eager(&graph, rank)?, None),

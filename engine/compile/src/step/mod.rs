@@ -52,6 +52,9 @@ pub fn of_any<'a, M: Model + 'a>(
     move |vb| Ok(Box::new(build(vb)?))
 }
 
+/// Micro-batches, by ranks of a pipeline, after which its schedules repeat what they keep.
+const MICRO_BATCHES_PER_RANK: usize = 3;
+
 /// The input that carries the optimizer's numbers of a step.
 pub const SCALARS_INPUT: &str = "step.scalars";
 
@@ -159,12 +162,22 @@ fn recompute(
     let once = policy(step, options, ranks, target, others)?;
     let Some(stages) = can_be_twice(options, ranks, &once) else { return Ok(once) };
     let graph = step.graph();
+    let short = fewer_micro_batches(options, ranks);
     let (twice, _) = stages_twice(stages, |stages| {
-        let train = step.lower_graph(&graph, ranks, target, &once.clone().twice_in(&graph, stages))?;
+        let train = step.lower_graph(&graph, &short, target, &once.clone().twice_in(&graph, stages))?;
         let programs: Vec<&Program> = [&train].into_iter().chain(others.iter().copied()).collect();
         Ok::<u64, Error>(lower_bound(&lifetimes(&programs)?.problem))
     })?;
     Ok(once.twice_in(&graph, &twice))
+}
+
+/// The same rank in a step of as many micro-batches as are ever under way in the schedules of this repository, with some behind them: once
+/// as many are alive as ever will be, more of them repeat what was there.
+fn fewer_micro_batches(options: &StepOptions, ranks: &RankPlan) -> RankPlan {
+    let fewer = MICRO_BATCHES_PER_RANK * options.mesh.pipeline;
+    let short = (fewer < options.micro_batches)
+        .then(|| RankPlan::new(options.mesh, options.mesh.rank(ranks.at), &options.pipeline, fewer).ok());
+    short.flatten().unwrap_or_else(|| ranks.clone())
 }
 
 /// The stages of a rank that may compute twice again: those whose backward is split, by a policy that names what it drops. Where rows

@@ -85,7 +85,7 @@ pub fn plan_rank(step: &Step, graph: &StepGraph, rank: usize) -> Result<(Planned
     let (layers, again_by_micro_batch) = (recomputed_layers(&program), recomputed_per_micro_batch(&program));
     let flops = program.flops();
     let rematerialized_flops = program.rematerialized_flops();
-    let executable = step.plan(program)?;
+    let executable = step.plan(&program)?;
     let model = step.title().to_owned();
     let planned = Planned {
         rank,
