@@ -75,9 +75,9 @@ impl Op for Linear {
     }
 
     fn run(&self, args: &mut Args<'_>) {
-        let (out, scratch) = (args.output::<f32>(0), &mut args.workspace());
+        let ((out, rounded), scratch) = (args.output_rounded(0), &mut args.workspace());
         let gemm = forward(args.input_dims(0), args.input_dims(1));
-        let epilogue = Epilogue { bias: self.has_bias.then(|| args.input(2)), residual: None };
+        let epilogue = Epilogue { bias: self.has_bias.then(|| args.input(2)), rounded, ..Epilogue::default() };
         with_float!(args.input_dtype(0), T => {
             gemm.run(args.input::<T>(0), args.input::<T>(1), out, Mode::Overwrite, epilogue, scratch)
         })
@@ -156,11 +156,12 @@ impl Op for LinearGradInput {
     }
 
     fn run(&self, args: &mut Args<'_>) {
-        let (out, scratch) = (args.output::<f32>(0), &mut args.workspace());
+        let ((out, rounded), scratch) = (args.output_rounded(0), &mut args.workspace());
         let gemm = Self::gemm(args.input_dims(0), args.input_dims(1));
+        let epilogue = Epilogue { rounded, ..Epilogue::default() };
         with_float!(args.input_dtype(0), T => {
             let (dy, weight) = (args.input::<T>(0), args.input::<T>(1));
-            gemm.run(dy, weight, out, Mode::Overwrite, Epilogue::default(), scratch)
+            gemm.run(dy, weight, out, Mode::Overwrite, epilogue, scratch)
         })
         .expect("extents by the shape rule");
     }

@@ -101,6 +101,8 @@ pub struct Args<'a> {
     accumulate: u64,
     stream: Stream,
     taken: Cell<u64>,
+    /// Outputs that the kernel rounds, as bits.
+    rounded: Cell<u64>,
     arena: PhantomData<&'a mut [u8]>,
 }
 
@@ -169,7 +171,18 @@ impl<'a> Args<'a> {
         accumulate: u64,
         stream: Stream,
     ) -> Self {
-        Self { base, inputs, outputs, workspace, places, accumulate, stream, taken: Cell::new(0), arena: PhantomData }
+        Self {
+            base,
+            inputs,
+            outputs,
+            workspace,
+            places,
+            accumulate,
+            stream,
+            taken: Cell::new(0),
+            rounded: Cell::new(0),
+            arena: PhantomData,
+        }
     }
 
     /// The elements of an input that has no gaps.
@@ -239,9 +252,11 @@ impl<'a> Args<'a> {
         }
     }
 
-    /// Rounds the results that the kernel has made in f32. After it has run.
+    /// Rounds the results that the kernel has made in f32 and not rounded itself. After it has run.
     pub fn round(self) {
-        for operand in self.outputs.iter().filter(|operand| operand.widened.is_some()) {
+        let is_left =
+            |(index, operand): &(usize, &Address)| operand.widened.is_some() && self.rounded.get() >> index & 1 == 0;
+        for (_, operand) in self.outputs.iter().enumerate().filter(is_left) {
             // SAFETY: by `new`'s contract both lie in the arena, apart; the kernel is over, and with it what it was handed.
             unsafe {
                 let (to, len) = self.places.locate(self.base, operand);
@@ -296,6 +311,24 @@ impl<'a> Args<'a> {
             let (start, span) = self.locate(operand);
             std::slice::from_raw_parts_mut(start.cast(), span)
         }
+    }
+
+    /// An output as [`Self::output`] gives it in f32, and, if it is stored in bf16, where the kernel rounds it to by itself.
+    ///
+    /// # Panics
+    /// As [`Self::output`].
+    pub fn output_rounded(&mut self, index: usize) -> (&'a mut [f32], Option<&'a mut [bf16]>) {
+        let wide = self.output::<f32>(index);
+        let operand = &self.outputs[index];
+        let stored = operand.widened.is_some().then(|| {
+            self.rounded.set(self.rounded.get() | 1 << index);
+            // SAFETY: as of `output`; the copy in f32 lies apart.
+            unsafe {
+                let (start, len) = self.places.locate(self.base, operand);
+                std::slice::from_raw_parts_mut(start.cast(), len)
+            }
+        });
+        (wide, stored)
     }
 
     /// The pieces of `Op::workspace`, full of garbage.

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use candle_core::DType;
 use gapless_kernels::Spec;
+use gapless_kernels::cpu::bf16::Stored;
 use gapless_kernels::cpu::gemm::{Factor, Gemm, Groups, Mode, Strides};
 use gapless_kernels::cpu::{Args, with_float};
 
@@ -45,12 +46,17 @@ fn run(args: &mut Args<'_>, sources: usize, most: &Gemm) {
 }
 
 fn run_on<T: Factor>(args: &mut Args<'_>, sources: usize, most: &Gemm) {
-    let (out, mut scratch) = (args.output::<f32>(0), args.workspace());
+    let ((out, mut rounded), mut scratch) = (args.output_rounded(0), args.workspace());
     let (x, weight, starts) = (args.input::<T>(0), args.input::<T>(1), args.input::<u32>(2));
     let experts = weight.len() / (most.n * most.k);
     let groups = Groups::new(starts, sources * experts).expect("starts by the shape rule");
-    most.run_grouped(groups, experts, x, weight, out, &mut scratch).expect("extents by the shape rule");
-    out[used_rows(starts) * most.n..].fill(0.0);
+    let c = (&mut *out, rounded.as_deref_mut());
+    most.run_grouped(groups, experts, x, weight, c, &mut scratch).expect("extents by the shape rule");
+    let behind = used_rows(starts) * most.n..;
+    match rounded {
+        Some(rounded) => rounded[behind].fill(Stored::ZERO),
+        None => out[behind].fill(0.0),
+    }
 }
 
 impl Op for GroupedLinear {

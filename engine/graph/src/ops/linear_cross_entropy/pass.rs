@@ -21,17 +21,17 @@ impl Chunks {
         let &Self { width, vocabulary, .. } = self;
         let logits = scratch.take::<f32>();
         let scratch = &mut scratch;
-        let (weight, none) = (inputs.weight, Epilogue::default());
+        let (weight, none) = (inputs.weight, Epilogue::default);
         for (index, range) in self.ranges().enumerate() {
             let (rows, elements) = (range.len(), range.start * width..range.end * width);
             let logits = &mut logits[..rows * vocabulary];
             match (inputs.x, &backward) {
                 (Some(x), _) => {
-                    self.logits(rows).run(&x[elements.clone()], weight, logits, Mode::Overwrite, none, scratch)
+                    self.logits(rows).run(&x[elements.clone()], weight, logits, Mode::Overwrite, none(), scratch)
                 }
                 (None, Some(backward)) => {
                     let x = &backward.dx[elements.clone()];
-                    self.logits(rows).run(x, weight, logits, Mode::Overwrite, none, scratch)
+                    self.logits(rows).run(x, weight, logits, Mode::Overwrite, none(), scratch)
                 }
                 (None, None) => unreachable!("only dx overwrites x"),
             }
@@ -45,13 +45,13 @@ impl Chunks {
             if let Some(d_weight) = d_weight {
                 let product = self.d_weight(rows);
                 match inputs.x {
-                    Some(x) => product.run(logits, &x[elements.clone()], d_weight, mode, none, scratch),
-                    None => product.run(logits, &dx[elements.clone()], d_weight, mode, none, scratch),
+                    Some(x) => product.run(logits, &x[elements.clone()], d_weight, mode, none(), scratch),
+                    None => product.run(logits, &dx[elements.clone()], d_weight, mode, none(), scratch),
                 }
                 .expect(FITS);
             }
             // Last, as it may overwrite x.
-            self.dx(rows).run(logits, weight, &mut dx[elements], Mode::Overwrite, none, scratch).expect(FITS);
+            self.dx(rows).run(logits, weight, &mut dx[elements], Mode::Overwrite, none(), scratch).expect(FITS);
         }
     }
 }

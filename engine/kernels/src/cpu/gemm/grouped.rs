@@ -5,10 +5,12 @@
 
 use std::ops::Range;
 
-use super::drive::{self, Group, Operands};
+use half::bf16;
+
+use super::drive::{self, Group, Operands, RawEpilogue};
 use super::kernel::Factor;
 use super::place::Packing;
-use super::{Gemm, GemmError, Mode, RawEpilogue, Strides, extent, kernels_of};
+use super::{Epilogue, Gemm, GemmError, Mode, Strides, extent, kernels_of};
 use crate::cpu::scratch::Scratch;
 use crate::cpu::simd::Level;
 
@@ -57,7 +59,7 @@ impl Gemm {
     }
 
     /// C = A·B for the rows of each group, which have matrix number *group modulo `matrices`* of B. These lie one behind another. `self`
-    /// is the product if one group had all rows.
+    /// is the product if one group had all rows. If C is to be rounded, it goes there, and C holds anything afterwards.
     ///
     /// # Errors
     /// A slice too short for the groups or for [`Gemm::scratch_grouped`] of the current pool, or more rows than `self` has. Nothing is
@@ -68,7 +70,7 @@ impl Gemm {
         matrices: usize,
         a: &[A],
         b: &[B],
-        c: &mut [f32],
+        (c, rounded): (&mut [f32], Option<&mut [bf16]>),
         scratch: &mut Scratch<'_>,
     ) -> Result<(), GemmError> {
         let size = self.k * self.n;
@@ -78,10 +80,12 @@ impl Gemm {
             Group { m: rows.len(), k: self.k, a, b: index % matrices * size, c, cuts: None }
         };
         let all = Gemm { m: groups.end(), ..*self };
-        all.check_grouped(self, (1, matrices.min(groups.count)), a, b, c, scratch)?;
+        let reached = rounded.as_ref().map_or(c.len(), |rounded| rounded.len().min(c.len()));
+        all.check_grouped(self, (1, matrices.min(groups.count)), a, b, &c[..reached], scratch)?;
+        let epilogue = RawEpilogue::of(Epilogue { rounded, ..Epilogue::default() });
         // SAFETY: every extent has been compared with its slice; rows of groups do not overlap, C and the scratch are borrowed
         // exclusively.
-        unsafe { self.drive_groups(groups.count, &group, a, b, c, Mode::Overwrite, scratch) };
+        unsafe { self.drive_groups(groups.count, &group, a, b, (c, epilogue), Mode::Overwrite, scratch) };
         Ok(())
     }
 
@@ -108,7 +112,7 @@ impl Gemm {
         let all = Gemm { k: groups.end(), ..*self };
         all.check_grouped(self, (groups.count, 1), a, b, c, scratch)?;
         // SAFETY: as above; matrices of C do not overlap.
-        unsafe { self.drive_groups(groups.count, &group, a, b, c, mode, scratch) };
+        unsafe { self.drive_groups(groups.count, &group, a, b, (c, RawEpilogue::NONE), mode, scratch) };
         Ok(())
     }
 
@@ -155,7 +159,7 @@ impl Gemm {
         group: &(dyn Fn(usize) -> Group<'s> + Sync),
         a: &[A],
         b: &[B],
-        c: &mut [f32],
+        (c, epilogue): (&mut [f32], RawEpilogue),
         mode: Mode,
         scratch: &'s Scratch<'_>,
     ) {
@@ -165,7 +169,7 @@ impl Gemm {
             b: b.as_ptr(),
             c: c.as_mut_ptr(),
             accumulate: mode == Mode::Accumulate,
-            epilogue: RawEpilogue::NONE,
+            epilogue,
             scratch,
             packing: Packing::of_groups(self, threads),
             cuts: &[],
@@ -180,12 +184,12 @@ impl Gemm {
 #[cfg(test)]
 mod tests {
     use gapless_testing::prelude::*;
-    use half::bf16;
 
     use super::super::tests::{pool, random};
     use super::super::{Epilogue, Mode};
     use super::*;
     use crate::cpu::ScratchMemory;
+    use crate::cpu::bf16::rounded;
 
     fn stored<T: Factor>(len: usize, seed: u64) -> Vec<T> {
         random(len, seed).into_iter().map(T::store).collect()
@@ -204,6 +208,10 @@ mod tests {
         std::iter::once(from).chain(ends).collect()
     }
 
+    fn c_rounded(c: &[f32]) -> Vec<bf16> {
+        c.iter().map(|&c| rounded(c)).collect()
+    }
+
     /// One product by itself.
     fn run<T: Factor>(job: &Gemm, a: &[T], b: &[T], c: &mut [f32], mode: Mode) {
         let mut memory = ScratchMemory::new(&job.scratch(1));
@@ -218,11 +226,15 @@ mod tests {
         let job = Gemm::new(rows, n, k, Strides::row_major(k), b_strides);
         let (a, b, c) = (stored::<T>(rows * k, 1), stored::<T>(matrices * n * k, 2), random(rows * n, 3));
         let (mut together, mut one_by_one) = (c.clone(), c);
-        let mut memory = ScratchMemory::new(&job.scratch_grouped(2));
-        pool(2)
-            .install(|| job.run_grouped(groups, matrices, &a, &b, &mut together, &mut memory.lend()))
-            .expect("it fits");
-        assert!(memory.is_intact());
+        let mut to: Vec<bf16> = c_rounded(&together);
+        for rounded in [Some(&mut to[..]), None] {
+            let mut memory = ScratchMemory::new(&job.scratch_grouped(2));
+            pool(2)
+                .install(|| job.run_grouped(groups, matrices, &a, &b, (&mut together, rounded), &mut memory.lend()))
+                .expect("it fits");
+            assert!(memory.is_intact());
+        }
+        assert_eq!(to, c_rounded(&together), "{starts:?} in {count} groups by {n} × {k}");
         for group in 0..count {
             let rows = groups.rows(group);
             let b = &b[group % matrices * n * k..][..n * k];
@@ -300,7 +312,7 @@ mod tests {
             let (starts, mut c) = ([0, end], vec![0.0; c]);
             let groups = Groups::new(&starts, 1).expect("they are");
             let (a, b) = (vec![0.0_f32; a], vec![0.0_f32; b]);
-            pool(1).install(|| job.run_grouped(groups, 1, &a, &b, &mut c, &mut memory().lend()))
+            pool(1).install(|| job.run_grouped(groups, 1, &a, &b, (&mut c, None), &mut memory().lend()))
         };
         assert_eq!(rows(4, 12, 6, 8), Ok(()));
         for (end, a, b, c) in [(5, 15, 6, 10), (4, 11, 6, 8), (4, 12, 5, 8), (4, 12, 6, 7)] {

@@ -8,6 +8,7 @@ use std::arch::x86_64::{__m256, __m512};
 
 use half::bf16;
 
+use super::finish::{finish, finish_narrow, lines_of};
 use super::pack;
 use super::place::PackedA;
 use crate::cpu::Float;
@@ -58,6 +59,8 @@ pub struct Tile {
     pub bias: *const f32,
     /// A tile added in the end, laid out as C, or null.
     pub residual: *const f32,
+    /// Where the tile goes rounded, laid out as C, instead of to C; or null.
+    pub rounded: *mut bf16,
 }
 
 /// What products have factors of.
@@ -222,6 +225,9 @@ impl Kernels {
             if !tile.residual.is_null() {
                 tile.residual = tile.residual.wrapping_add(height * tile.c_row);
             }
+            if !tile.rounded.is_null() {
+                tile.rounded = tile.rounded.wrapping_add(height * tile.c_row);
+            }
             left -= height;
         }
     }
@@ -252,6 +258,7 @@ impl Kernels {
                 accumulate: product.accumulate,
                 bias: std::ptr::null(),
                 residual: std::ptr::null(),
+                rounded: std::ptr::null_mut(),
             };
             // SAFETY: the caller's promise.
             unsafe { self.panel(layout, rows, tile) };
@@ -301,91 +308,6 @@ unsafe fn micro<V: Vector, const ROWS: usize, const A_ROW: usize, const A_K: usi
         match tile.columns < 2 * V::LANES {
             true => finish_narrow(tile, &lines_of(&sums)),
             false => finish(tile, sums),
-        }
-    }
-}
-
-/// Writes whole vectors of a tile.
-///
-/// # Safety
-/// The tile's promise, for `ROWS` rows of `VECTORS` vectors.
-#[inline(always)]
-#[expect(clippy::needless_range_loop, reason = "indexing by a constant range unrolls into registers")]
-unsafe fn finish<V: Vector, const ROWS: usize, const VECTORS: usize>(tile: &Tile, mut sums: [[V; VECTORS]; ROWS]) {
-    // SAFETY: by this function's contract.
-    unsafe {
-        // One short loop for each addition: a longer body would not be unrolled, and then the sums would live in
-        // memory.
-        if tile.accumulate {
-            for row in 0..ROWS {
-                let c = tile.c.add(row * tile.c_row);
-                for i in 0..VECTORS {
-                    sums[row][i] = V::load(c.add(i * V::LANES)).add(sums[row][i]);
-                }
-            }
-        }
-        if !tile.bias.is_null() {
-            for i in 0..VECTORS {
-                let bias = V::load(tile.bias.add(i * V::LANES));
-                for row in 0..ROWS {
-                    sums[row][i] = sums[row][i].add(bias);
-                }
-            }
-        }
-        if !tile.residual.is_null() {
-            for row in 0..ROWS {
-                let residual = tile.residual.add(row * tile.c_row);
-                for i in 0..VECTORS {
-                    sums[row][i] = sums[row][i].add(V::load(residual.add(i * V::LANES)));
-                }
-            }
-        }
-        for row in 0..ROWS {
-            let c = tile.c.add(row * tile.c_row);
-            for i in 0..VECTORS {
-                sums[row][i].store(c.add(i * V::LANES));
-            }
-        }
-    }
-}
-
-/// Sums as rows of floats.
-///
-/// # Safety
-/// The caller has the level's features.
-#[inline(always)]
-unsafe fn lines_of<V: Vector, const ROWS: usize, const VECTORS: usize>(
-    sums: &[[V; VECTORS]; ROWS],
-) -> [[f32; 32]; ROWS] {
-    let mut lines = [[0.0; 32]; ROWS];
-    for (line, sums) in lines.iter_mut().zip(sums) {
-        for (i, sum) in sums.iter().enumerate() {
-            // SAFETY: a line holds two of the widest vectors.
-            unsafe { sum.store(line[i * V::LANES..].as_mut_ptr()) };
-        }
-    }
-    lines
-}
-
-/// Writes the columns that exist of a tile at C's right edge, adding in the same order as the full width does.
-unsafe fn finish_narrow(tile: &Tile, lines: &[[f32; 32]]) {
-    for (row, line) in lines.iter().enumerate() {
-        for (column, &sum) in line[..tile.columns].iter().enumerate() {
-            let at = row * tile.c_row + column;
-            let mut value = sum;
-            // SAFETY: the tile's promise, for columns below `tile.columns`.
-            unsafe {
-                if tile.accumulate {
-                    value += *tile.c.add(at);
-                }
-                if !tile.bias.is_null() {
-                    value += *tile.bias.add(column);
-                }
-                if !tile.residual.is_null() {
-                    value += *tile.residual.add(at);
-                }
-                *tile.c.add(at) = value;
-            }
         }
     }
 }

@@ -1,7 +1,7 @@
 //! C = A·B in `f32`, out of the caller's scratch, with a fixed order of summation.
 //!
 //! In: two matrices with any strides, so that all four combinations of transposes are one code. Out: row-major C, with
-//! an optional bias and residual added while a tile is hot. Factors may be bf16, which are packed as the f32 that they are:
+//! an optional bias and residual added while a tile is hot, and rounded to bf16 if asked for. Factors may be bf16, which are packed as the f32 that they are:
 //! the bits are those of the product of these; two such factors are packed as pairs along k where the processor multiplies these
 //! (`vdpbf16ps`). Never: a heap allocation, or a result that depends on the number of threads.
 //!
@@ -20,6 +20,7 @@
 //! the few rows of a decoded token, or of several sequences' tokens, read B as it is.
 
 mod drive;
+mod finish;
 mod grouped;
 pub mod kernel;
 pub mod pack;
@@ -27,7 +28,9 @@ mod place;
 #[cfg(test)]
 pub mod tests;
 
-use self::drive::Operands;
+use half::bf16;
+
+use self::drive::{Operands, RawEpilogue};
 use self::kernel::Kernels;
 use self::place::Packing;
 use crate::cpu::scratch::Scratch;
@@ -106,27 +109,15 @@ pub enum Mode {
     Accumulate,
 }
 
-/// What is added to each tile of C in the end.
-#[derive(Debug, Clone, Copy, Default)]
+/// What happens to each tile of C in the end.
+#[derive(Debug, Default)]
 pub struct Epilogue<'a> {
-    /// One value per column.
+    /// One value per column is added.
     pub bias: Option<&'a [f32]>,
-    /// A matrix laid out as C.
+    /// A matrix laid out as C is added.
     pub residual: Option<&'a [f32]>,
-}
-
-/// [`Epilogue`] as addresses; null for none.
-#[derive(Debug, Clone, Copy)]
-pub struct RawEpilogue {
-    /// `n` floats, or null.
-    pub bias: *const f32,
-    /// A matrix laid out as C, or null. It must not overlap C: accumulate into C instead.
-    pub residual: *const f32,
-}
-
-impl RawEpilogue {
-    /// Nothing is added.
-    pub const NONE: Self = Self { bias: std::ptr::null(), residual: std::ptr::null() };
+    /// C goes here, laid out alike and rounded to the nearest bf16. C itself has sums of blocks of k meanwhile, and anything afterwards.
+    pub rounded: Option<&'a mut [bf16]>,
 }
 
 /// Why a product cannot run.
@@ -138,7 +129,7 @@ pub enum GemmError {
          give all of the matrix, or correct its strides"
     )]
     TooShort {
-        /// "A", "B", "C", "bias", "residual", or "scratch" for one of its pieces.
+        /// "A", "B", "C", "bias", "residual", "rounded C", or "scratch" for one of its pieces.
         operand: &'static str,
         /// Rows of the product.
         m: usize,
@@ -221,7 +212,7 @@ impl Gemm {
         b: &[B],
         c: &mut [f32],
         mode: Mode,
-        epilogue: Epilogue,
+        epilogue: Epilogue<'_>,
         scratch: &mut Scratch<'_>,
     ) -> Result<(), GemmError> {
         self.run_at(Level::best(), a, b, c, mode, epilogue, scratch)
@@ -239,21 +230,17 @@ impl Gemm {
         b: &[B],
         c: &mut [f32],
         mode: Mode,
-        epilogue: Epilogue,
+        epilogue: Epilogue<'_>,
         scratch: &mut Scratch<'_>,
     ) -> Result<(), GemmError> {
         let packing = Packing::new(self, rayon::current_num_threads());
-        self.check(packing, a, b, c, epilogue, scratch)?;
-        let raw = RawEpilogue {
-            bias: epilogue.bias.map_or(std::ptr::null(), <[f32]>::as_ptr),
-            residual: epilogue.residual.map_or(std::ptr::null(), <[f32]>::as_ptr),
-        };
+        self.check(packing, a, b, c, &epilogue, scratch)?;
         let operands = Operands {
             a: a.as_ptr(),
             b: b.as_ptr(),
             c: c.as_mut_ptr(),
             accumulate: mode == Mode::Accumulate,
-            epilogue: raw,
+            epilogue: RawEpilogue::of(epilogue),
             scratch,
             packing,
             cuts: &[],
@@ -263,35 +250,13 @@ impl Gemm {
         Ok(())
     }
 
-    /// [`Gemm::run`] on addresses, for operands that lie in one arena.
-    ///
-    /// # Safety
-    /// A, B, bias and residual are readable and C writable as far as the shape and strides reach; `scratch` has the
-    /// pieces of [`Gemm::scratch`]`(rayon::current_num_threads())`; C overlaps no other operand and itself only
-    /// as [`Gemm::run`] allows; nothing else writes to any of them during the call; `k_segment` > 0.
-    pub unsafe fn run_raw(
-        &self,
-        a: *const f32,
-        b: *const f32,
-        c: *mut f32,
-        mode: Mode,
-        epilogue: RawEpilogue,
-        scratch: &mut Scratch<'_>,
-    ) {
-        let packing = Packing::new(self, rayon::current_num_threads());
-        let accumulate = mode == Mode::Accumulate;
-        let operands = Operands { a, b, c, accumulate, epilogue, scratch, packing, cuts: &[] };
-        // SAFETY: the caller's promise.
-        unsafe { drive::run(self, Kernels::of(Level::best()), operands) };
-    }
-
     fn check<A, B>(
         &self,
         packing: Packing,
         a: &[A],
         b: &[B],
         c: &[f32],
-        epilogue: Epilogue,
+        epilogue: &Epilogue<'_>,
         scratch: &Scratch,
     ) -> Result<(), GemmError> {
         let &Self { m, n, k, c_row, batch, .. } = self;
@@ -306,6 +271,7 @@ impl Gemm {
             ("C", c_needed, Some(c.len())),
             ("bias", n, epilogue.bias.map(<[f32]>::len)),
             ("residual", c_needed, epilogue.residual.map(<[f32]>::len)),
+            ("rounded C", c_needed, epilogue.rounded.as_deref().map(<[bf16]>::len)),
         ];
         for (operand, needed, given) in operands {
             if let Some(given) = given

@@ -75,17 +75,28 @@ impl Operands {
         threads: usize,
         extras: Extras,
     ) -> Vec<f32> {
-        let mut c = self.c.clone();
-        // Full of NaN, so that a float that is read before it is written shows.
-        let mut memory = ScratchMemory::new(&job.scratch(threads));
-        let epilogue = Epilogue {
-            bias: extras.bias.then_some(&self.bias[..]),
-            residual: extras.residual.then_some(&self.residual[..]),
+        let run = |to: Option<&mut [bf16]>| {
+            let mut c = self.c.clone();
+            // Full of NaN, so that a float that is read before it is written shows.
+            let mut memory = ScratchMemory::new(&job.scratch(threads));
+            let epilogue = Epilogue {
+                bias: extras.bias.then_some(&self.bias[..]),
+                residual: extras.residual.then_some(&self.residual[..]),
+                rounded: to,
+            };
+            pool(threads)
+                .install(|| job.run_at(level, a, b, &mut c, extras.mode, epilogue, &mut memory.lend()))
+                .expect("the operands fit");
+            assert!(memory.is_intact(), "{job:?} writes beyond its scratch");
+            c
         };
-        pool(threads)
-            .install(|| job.run_at(level, a, b, &mut c, extras.mode, epilogue, &mut memory.lend()))
-            .expect("the operands fit");
-        assert!(memory.is_intact(), "{job:?} writes beyond its scratch");
+        let c = run(None);
+        let mut stored: Vec<bf16> = self.c.iter().map(|&c| rounded(c)).collect();
+        run(Some(&mut stored));
+        assert!(
+            c.iter().zip(&stored).all(|(&c, &stored)| rounded(c).to_bits() == stored.to_bits()),
+            "{job:?} rounds otherwise"
+        );
         c
     }
 
