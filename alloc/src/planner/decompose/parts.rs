@@ -224,7 +224,7 @@ impl Part {
     /// Every height is a multiple of this.
     pub fn grain(&self) -> u64 {
         let sizes = self.items.iter().map(|item| gcd(item.bytes, if item.alignment == 1 { 0 } else { item.alignment }));
-        sizes.chain(self.pins.iter().map(|pin| pin.1)).fold(0, gcd).max(1)
+        sizes.chain(self.pins.iter().map(|pin| pin.1)).fold(0, |grain, size| gcd(size, grain)).max(1)
     }
 
     /// The part as seen from below `capacity`: forbidden ranges end there.
@@ -265,7 +265,9 @@ impl Table {
 
 /// Steps 1 and 2. Buffers of zero bytes take no part.
 fn table(problem: &Problem, rounded: bool) -> Table {
-    let mut table = Table::default();
+    let count = problem.len() + problem.groups().len();
+    let (lifetimes, items, sources) = (Vec::with_capacity(count), Vec::with_capacity(count), Vec::with_capacity(count));
+    let mut table = Table { lifetimes, items, sources, ..Table::default() };
     let grouped: HashSet<BufferId> = problem.groups().iter().flat_map(|g| &g.members).copied().collect();
     for id in problem.ids() {
         let b = problem.buffer(id);
@@ -285,7 +287,7 @@ fn table(problem: &Problem, rounded: bool) -> Table {
         let rounded = item.bytes.checked_next_multiple_of(unit).unwrap_or(item.bytes);
         table.padding = table.padding.max(rounded - item.bytes);
         item.bytes = rounded;
-        grain = gcd(grain, item.bytes);
+        grain = gcd(item.bytes, grain);
     }
     let whole_time = 0..problem.end();
     for range in problem.forbidden().iter().filter(|_| !problem.is_empty()) {
