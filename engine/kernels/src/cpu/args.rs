@@ -102,7 +102,7 @@ pub struct Args<'a> {
     stream: Stream,
     taken: Cell<u64>,
     /// Outputs that the kernel rounds, as bits.
-    rounded: Cell<u64>,
+    rounded: u64,
     arena: PhantomData<&'a mut [u8]>,
 }
 
@@ -180,7 +180,7 @@ impl<'a> Args<'a> {
             accumulate,
             stream,
             taken: Cell::new(0),
-            rounded: Cell::new(0),
+            rounded: 0,
             arena: PhantomData,
         }
     }
@@ -255,7 +255,7 @@ impl<'a> Args<'a> {
     /// Rounds the results that the kernel has made in f32 and not rounded itself. After it has run.
     pub fn round(self) {
         let is_left =
-            |(index, operand): &(usize, &Address)| operand.widened.is_some() && self.rounded.get() >> index & 1 == 0;
+            |(index, operand): &(usize, &Address)| operand.widened.is_some() && self.rounded >> index & 1 == 0;
         for (_, operand) in self.outputs.iter().enumerate().filter(is_left) {
             // SAFETY: by `new`'s contract both lie in the arena, apart; the kernel is over, and with it what it was handed.
             unsafe {
@@ -320,15 +320,16 @@ impl<'a> Args<'a> {
     pub fn output_rounded(&mut self, index: usize) -> (&'a mut [f32], Option<&'a mut [bf16]>) {
         let wide = self.output::<f32>(index);
         let operand = &self.outputs[index];
-        let stored = operand.widened.is_some().then(|| {
-            self.rounded.set(self.rounded.get() | 1 << index);
-            // SAFETY: as of `output`; the copy in f32 lies apart.
-            unsafe {
-                let (start, len) = self.places.locate(self.base, operand);
-                std::slice::from_raw_parts_mut(start.cast(), len)
-            }
-        });
-        (wide, stored)
+        if operand.widened.is_none() {
+            return (wide, None);
+        }
+        self.rounded |= 1 << index;
+        // SAFETY: as of `output`; the copy in f32 lies apart.
+        let stored = unsafe {
+            let (start, len) = self.places.locate(self.base, operand);
+            std::slice::from_raw_parts_mut(start.cast(), len)
+        };
+        (wide, Some(stored))
     }
 
     /// The pieces of `Op::workspace`, full of garbage.

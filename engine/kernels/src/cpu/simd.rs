@@ -95,8 +95,18 @@ pub(super) trait Vector: Copy {
     unsafe fn splat(x: f32) -> Self;
     unsafe fn load(from: *const f32) -> Self;
     unsafe fn store(self, to: *mut f32);
-    /// Stores the nearest bf16, as [`rounded`] does.
-    unsafe fn store_rounded(self, to: *mut bf16);
+    /// Stores the nearest bf16, [`rounded`]. The lanes stay in a register where the compiler vectorizes that.
+    #[inline(always)]
+    unsafe fn store_rounded(self, to: *mut bf16) {
+        let mut lanes = [0.0; 16];
+        // SAFETY: the caller has the level's features and gives as many writable bf16; no vector has more lanes.
+        unsafe {
+            self.store(lanes.as_mut_ptr());
+            for (i, &lane) in lanes[..Self::LANES].iter().enumerate() {
+                *to.add(i) = rounded(lane);
+            }
+        }
+    }
     unsafe fn add(self, other: Self) -> Self;
     /// `self` × `factor` + `term`, rounded once.
     unsafe fn mul_add(self, factor: Self, term: Self) -> Self;
@@ -108,7 +118,7 @@ pub(super) trait Vector: Copy {
 #[cfg(target_arch = "x86_64")]
 macro_rules! vector {
     (
-        $register:ty, $lanes:literal, $splat:ident, $load:ident, $store:ident, $store_rounded:ident, $add:ident, $mul_add:ident,
+        $register:ty, $lanes:literal, $splat:ident, $load:ident, $store:ident, $add:ident, $mul_add:ident,
         $transpose:ident
     ) => {
         impl Vector for $register {
@@ -130,11 +140,6 @@ macro_rules! vector {
                 unsafe { $store(to, self) }
             }
             #[inline(always)]
-            unsafe fn store_rounded(self, to: *mut bf16) {
-                // SAFETY: the caller has the level's features and gives as many writable bf16.
-                unsafe { $store_rounded(to, self) }
-            }
-            #[inline(always)]
             unsafe fn add(self, other: Self) -> Self {
                 // SAFETY: the caller has the level's features.
                 unsafe { $add(self, other) }
@@ -154,29 +159,9 @@ macro_rules! vector {
 }
 
 #[cfg(target_arch = "x86_64")]
-vector!(
-    __m512,
-    16,
-    _mm512_set1_ps,
-    _mm512_loadu_ps,
-    _mm512_storeu_ps,
-    store_rounded_16,
-    _mm512_add_ps,
-    _mm512_fmadd_ps,
-    transpose_16
-);
+vector!(__m512, 16, _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_add_ps, _mm512_fmadd_ps, transpose_16);
 #[cfg(target_arch = "x86_64")]
-vector!(
-    __m256,
-    8,
-    _mm256_set1_ps,
-    _mm256_loadu_ps,
-    _mm256_storeu_ps,
-    store_rounded_8,
-    _mm256_add_ps,
-    _mm256_fmadd_ps,
-    transpose_8
-);
+vector!(__m256, 8, _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_add_ps, _mm256_fmadd_ps, transpose_8);
 
 /// A register of f32 sums, or of pairs of bf16 factors.
 #[cfg(target_arch = "x86_64")]
@@ -202,11 +187,6 @@ impl Vector for Pairs {
     unsafe fn store(self, to: *mut f32) {
         // SAFETY: the caller gives sixteen writable floats.
         unsafe { _mm512_storeu_ps(to, self.0) }
-    }
-    #[inline(always)]
-    unsafe fn store_rounded(self, to: *mut bf16) {
-        // SAFETY: the caller gives sixteen writable bf16.
-        unsafe { store_rounded_16(to, self.0) }
     }
     #[inline(always)]
     unsafe fn add(self, other: Self) -> Self {
@@ -249,11 +229,6 @@ impl Vector for Lanes {
         unsafe { to.cast::<Self>().write_unaligned(self) }
     }
     #[inline(always)]
-    unsafe fn store_rounded(self, to: *mut bf16) {
-        // SAFETY: the caller gives eight writable bf16.
-        unsafe { to.cast::<[bf16; 8]>().write_unaligned(self.map(rounded)) }
-    }
-    #[inline(always)]
     unsafe fn add(self, other: Self) -> Self {
         std::array::from_fn(|i| self[i] + other[i])
     }
@@ -267,31 +242,6 @@ impl Vector for Lanes {
             // SAFETY: the caller gives eight rows of eight floats.
             to(column, std::array::from_fn(|row| unsafe { *from.add(row * from_row + column) }));
         }
-    }
-}
-
-/// [`Vector::store_rounded`] of 8.
-#[cfg(target_arch = "x86_64")]
-#[inline(always)]
-unsafe fn store_rounded_8(to: *mut bf16, register: __m256) {
-    // SAFETY: the caller has AVX and gives eight writable bf16; a register is eight floats.
-    unsafe { std::mem::transmute::<__m256, Lanes>(register).store_rounded(to) }
-}
-
-/// The same of 16, lane by lane what [`rounded`] does.
-#[cfg(target_arch = "x86_64")]
-#[inline(always)]
-unsafe fn store_rounded_16(to: *mut bf16, register: __m512) {
-    // SAFETY: the caller has AVX-512F and gives sixteen writable bf16.
-    unsafe {
-        let bits = _mm512_castps_si512(register);
-        let high = _mm512_srli_epi32::<16>(bits);
-        let half = _mm512_add_epi32(_mm512_set1_epi32(0x7fff), _mm512_and_si512(high, _mm512_set1_epi32(1)));
-        let nearest = _mm512_srli_epi32::<16>(_mm512_add_epi32(bits, half));
-        let quiet = _mm512_or_si512(high, _mm512_set1_epi32(0x40));
-        let is_nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(register, register);
-        let nearest = _mm512_mask_blend_epi32(is_nan, nearest, quiet);
-        _mm256_storeu_si256(to.cast(), _mm512_cvtepi32_epi16(nearest));
     }
 }
 

@@ -5,62 +5,16 @@
 
 use std::ops::Range;
 
-use half::bf16;
-
+use super::finish::RawEpilogue;
 use super::kernel::{Factor, InPlace, Kernels, Tile};
 use super::pack::Source;
 use super::place::{BLOCK_COLUMNS, BLOCK_K, BLOCK_ROWS, CHUNK_COLUMNS, PackedA, PackedB, Packing, layout_of};
-use super::{Batch, Epilogue, Gemm};
+use super::{Batch, Gemm};
 use crate::cpu::scratch::Scratch;
 use crate::cpu::tasks::{for_each, slot};
 
 /// Rows of a tile when each thread packs B by itself for one of several matrices.
 const PRIVATE_ROWS: usize = 384;
-
-/// [`Epilogue`] as addresses; null for none.
-#[derive(Clone, Copy)]
-pub(super) struct RawEpilogue {
-    bias: *const f32,
-    residual: *const f32,
-    rounded: *mut bf16,
-}
-
-impl RawEpilogue {
-    /// Nothing happens.
-    pub const NONE: Self = Self { bias: std::ptr::null(), residual: std::ptr::null(), rounded: std::ptr::null_mut() };
-
-    pub fn of(epilogue: Epilogue<'_>) -> Self {
-        Self {
-            bias: epilogue.bias.map_or(std::ptr::null(), <[f32]>::as_ptr),
-            residual: epilogue.residual.map_or(std::ptr::null(), <[f32]>::as_ptr),
-            rounded: epilogue.rounded.map_or(std::ptr::null_mut(), <[bf16]>::as_mut_ptr),
-        }
-    }
-
-    fn is_none(self) -> bool {
-        self.bias.is_null() && self.residual.is_null() && self.rounded.is_null()
-    }
-
-    /// That of a tile of C that begins `at` elements behind the first, in a column.
-    ///
-    /// # Safety
-    /// Each matrix reaches as far as C does, and the bias as far as its columns.
-    pub unsafe fn from(mut self, at: usize, column: usize) -> Self {
-        // SAFETY: by this function's contract.
-        unsafe {
-            if !self.bias.is_null() {
-                self.bias = self.bias.add(column);
-            }
-            if !self.residual.is_null() {
-                self.residual = self.residual.add(at);
-            }
-            if !self.rounded.is_null() {
-                self.rounded = self.rounded.add(at);
-            }
-        }
-        self
-    }
-}
 
 /// The operands' addresses, shared by the tasks of one call.
 pub(super) struct Operands<'s, A, B> {
@@ -97,26 +51,24 @@ impl<A, B> Operands<'_, A, B> {
     unsafe fn tile(&self, job: &Gemm, row: usize, column: usize, block: &Range<usize>) -> Tile {
         let at = row * job.c_row + column;
         let epilogue = if block.end == job.k { self.epilogue } else { RawEpilogue::NONE };
-        // SAFETY: the caller's promise; what the epilogue names reaches as far as C does.
-        let (c, RawEpilogue { bias, residual, rounded }) = unsafe { (self.c.add(at), epilogue.from(at, column)) };
         Tile {
             a: std::ptr::null(),
             b: std::ptr::null(),
             k: block.len(),
-            c,
+            // SAFETY: the caller's promise.
+            c: unsafe { self.c.add(at) },
             c_row: job.c_row,
             columns: 0,
             accumulate: self.accumulate || block.start > 0,
-            bias,
-            residual,
-            rounded,
+            epilogue: epilogue.from(at, column),
         }
     }
 }
 
 /// # Safety
 /// A, B, bias and residual are readable, C and its rounded form writable, as far as the shape and strides reach; neither overlaps
-/// another operand, nor itself but as [`Gemm::run`] allows; nothing else writes to any of them during the call; the scratch has the pieces of the packing, which is for this product; there are no cuts.
+/// another operand, nor itself but as [`Gemm::run`] allows; nothing else writes to any of them during the call; the scratch has the
+/// pieces of the packing, which is for this product; there are no cuts.
 pub(super) unsafe fn run<A: Factor, B: Factor>(job: &Gemm, kernels: &Kernels, operands: Operands<'_, A, B>) {
     let is_nothing = job.k == 0 && operands.accumulate && operands.epilogue.is_none();
     if job.m == 0 || job.n == 0 || job.batch.count == 0 || is_nothing {

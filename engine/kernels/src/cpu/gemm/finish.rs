@@ -1,9 +1,51 @@
 //! What happens to a tile of C once its block of k is summed: sums of blocks before, bias and residual are added, and it is stored,
 //! rounded if asked for.
 
+use half::bf16;
+
+use super::Epilogue;
 use super::kernel::Tile;
 use crate::cpu::bf16::rounded;
 use crate::cpu::simd::Vector;
+
+/// [`Epilogue`] as addresses; null for none.
+#[derive(Clone, Copy)]
+pub struct RawEpilogue {
+    bias: *const f32,
+    residual: *const f32,
+    rounded: *mut bf16,
+}
+
+impl RawEpilogue {
+    /// Nothing happens.
+    pub const NONE: Self = Self { bias: std::ptr::null(), residual: std::ptr::null(), rounded: std::ptr::null_mut() };
+
+    pub fn of(epilogue: Epilogue<'_>) -> Self {
+        Self {
+            bias: epilogue.bias.map_or(std::ptr::null(), <[f32]>::as_ptr),
+            residual: epilogue.residual.map_or(std::ptr::null(), <[f32]>::as_ptr),
+            rounded: epilogue.rounded.map_or(std::ptr::null_mut(), <[bf16]>::as_mut_ptr),
+        }
+    }
+
+    pub fn is_none(self) -> bool {
+        self.bias.is_null() && self.residual.is_null() && self.rounded.is_null()
+    }
+
+    /// That of a tile which begins `at` elements of C further on, and so many columns.
+    pub fn from(mut self, at: usize, columns: usize) -> Self {
+        if !self.bias.is_null() {
+            self.bias = self.bias.wrapping_add(columns);
+        }
+        if !self.residual.is_null() {
+            self.residual = self.residual.wrapping_add(at);
+        }
+        if !self.rounded.is_null() {
+            self.rounded = self.rounded.wrapping_add(at);
+        }
+        self
+    }
+}
 
 /// Writes whole vectors of a tile.
 ///
@@ -15,6 +57,7 @@ pub(super) unsafe fn finish<V: Vector, const ROWS: usize, const VECTORS: usize>(
     tile: &Tile,
     mut sums: [[V; VECTORS]; ROWS],
 ) {
+    let RawEpilogue { bias, residual, rounded } = tile.epilogue;
     // SAFETY: by this function's contract.
     unsafe {
         // One short loop for each addition: a longer body would not be unrolled, and then the sums would live in
@@ -27,25 +70,25 @@ pub(super) unsafe fn finish<V: Vector, const ROWS: usize, const VECTORS: usize>(
                 }
             }
         }
-        if !tile.bias.is_null() {
+        if !bias.is_null() {
             for i in 0..VECTORS {
-                let bias = V::load(tile.bias.add(i * V::LANES));
+                let bias = V::load(bias.add(i * V::LANES));
                 for row in 0..ROWS {
                     sums[row][i] = sums[row][i].add(bias);
                 }
             }
         }
-        if !tile.residual.is_null() {
+        if !residual.is_null() {
             for row in 0..ROWS {
-                let residual = tile.residual.add(row * tile.c_row);
+                let residual = residual.add(row * tile.c_row);
                 for i in 0..VECTORS {
                     sums[row][i] = sums[row][i].add(V::load(residual.add(i * V::LANES)));
                 }
             }
         }
-        if !tile.rounded.is_null() {
+        if !rounded.is_null() {
             for row in 0..ROWS {
-                let rounded = tile.rounded.add(row * tile.c_row);
+                let rounded = rounded.add(row * tile.c_row);
                 for i in 0..VECTORS {
                     sums[row][i].store_rounded(rounded.add(i * V::LANES));
                 }
@@ -81,6 +124,7 @@ pub(super) unsafe fn lines_of<V: Vector, const ROWS: usize, const VECTORS: usize
 
 /// Writes the columns that exist of a tile at C's right edge, adding in the same order as the full width does.
 pub(super) unsafe fn finish_narrow(tile: &Tile, lines: &[[f32; 32]]) {
+    let RawEpilogue { bias, residual, rounded: stored } = tile.epilogue;
     for (row, line) in lines.iter().enumerate() {
         for (column, &sum) in line[..tile.columns].iter().enumerate() {
             let at = row * tile.c_row + column;
@@ -90,15 +134,15 @@ pub(super) unsafe fn finish_narrow(tile: &Tile, lines: &[[f32; 32]]) {
                 if tile.accumulate {
                     value += *tile.c.add(at);
                 }
-                if !tile.bias.is_null() {
-                    value += *tile.bias.add(column);
+                if !bias.is_null() {
+                    value += *bias.add(column);
                 }
-                if !tile.residual.is_null() {
-                    value += *tile.residual.add(at);
+                if !residual.is_null() {
+                    value += *residual.add(at);
                 }
-                match tile.rounded.is_null() {
+                match stored.is_null() {
                     true => *tile.c.add(at) = value,
-                    false => *tile.rounded.add(at) = rounded(value),
+                    false => *stored.add(at) = rounded(value),
                 }
             }
         }

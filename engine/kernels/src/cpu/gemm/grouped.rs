@@ -7,7 +7,8 @@ use std::ops::Range;
 
 use half::bf16;
 
-use super::drive::{self, Group, Operands, RawEpilogue};
+use super::drive::{self, Group, Operands};
+use super::finish::RawEpilogue;
 use super::kernel::Factor;
 use super::place::Packing;
 use super::{Epilogue, Gemm, GemmError, Mode, Strides, extent, kernels_of};
@@ -80,8 +81,7 @@ impl Gemm {
             Group { m: rows.len(), k: self.k, a, b: index % matrices * size, c, cuts: None }
         };
         let all = Gemm { m: groups.end(), ..*self };
-        let reached = rounded.as_ref().map_or(c.len(), |rounded| rounded.len().min(c.len()));
-        all.check_grouped(self, (1, matrices.min(groups.count)), a, b, &c[..reached], scratch)?;
+        all.check_grouped(self, (1, matrices.min(groups.count)), a, b, (c, rounded.as_deref()), scratch)?;
         let epilogue = RawEpilogue::of(Epilogue { rounded, ..Epilogue::default() });
         // SAFETY: every extent has been compared with its slice; rows of groups do not overlap, C and the scratch are borrowed
         // exclusively.
@@ -110,7 +110,7 @@ impl Gemm {
             Group { m: self.m, k: rows.len(), a, b, c, cuts: Some(groups.cuts(index)) }
         };
         let all = Gemm { k: groups.end(), ..*self };
-        all.check_grouped(self, (groups.count, 1), a, b, c, scratch)?;
+        all.check_grouped(self, (groups.count, 1), a, b, (c, None), scratch)?;
         // SAFETY: as above; matrices of C do not overlap.
         unsafe { self.drive_groups(groups.count, &group, a, b, (c, RawEpilogue::NONE), mode, scratch) };
         Ok(())
@@ -123,7 +123,7 @@ impl Gemm {
         (of_c, of_b): (usize, usize),
         a: &[A],
         b: &[B],
-        c: &[f32],
+        (c, rounded): (&[f32], Option<&[bf16]>),
         scratch: &Scratch<'_>,
     ) -> Result<(), GemmError> {
         let &Self { m, n, k, c_row, .. } = self;
@@ -134,10 +134,12 @@ impl Gemm {
         if c_row < n {
             return Err(GemmError::Overlap { n, c_row, count: of_c, batch_c: m * c_row });
         }
+        let c_needed = extent("C", m, n, Strides::row_major(c_row), of_c, m * c_row)?;
         let operands = [
             ("A", extent("A", m, k, self.a, 1, 0)?, a.len()),
             ("B", extent("B", k, n, self.b, of_b, most.k * n)?, b.len()),
-            ("C", extent("C", m, n, Strides::row_major(c_row), of_c, m * c_row)?, c.len()),
+            ("C", c_needed, c.len()),
+            ("rounded C", c_needed, rounded.map_or(c_needed, <[bf16]>::len)),
         ];
         for (operand, needed, given) in operands {
             if given < needed {

@@ -8,7 +8,7 @@ use std::arch::x86_64::{__m256, __m512};
 
 use half::bf16;
 
-use super::finish::{finish, finish_narrow, lines_of};
+use super::finish::{RawEpilogue, finish, finish_narrow, lines_of};
 use super::pack;
 use super::place::PackedA;
 use crate::cpu::Float;
@@ -55,12 +55,8 @@ pub struct Tile {
     pub columns: usize,
     /// Whether C's values are added to.
     pub accumulate: bool,
-    /// One float per column added in the end, or null.
-    pub bias: *const f32,
-    /// A tile added in the end, laid out as C, or null.
-    pub residual: *const f32,
-    /// Where the tile goes rounded, laid out as C, instead of to C; or null.
-    pub rounded: *mut bf16,
+    /// What happens in the end, from the tile's first element on.
+    pub epilogue: RawEpilogue,
 }
 
 /// What products have factors of.
@@ -222,12 +218,7 @@ impl Kernels {
             unsafe { micro[height - 1](&tile) };
             tile.a = tile.a.wrapping_add(height * layout.row());
             tile.c = tile.c.wrapping_add(height * tile.c_row);
-            if !tile.residual.is_null() {
-                tile.residual = tile.residual.wrapping_add(height * tile.c_row);
-            }
-            if !tile.rounded.is_null() {
-                tile.rounded = tile.rounded.wrapping_add(height * tile.c_row);
-            }
+            tile.epilogue = tile.epilogue.from(height * tile.c_row, 0);
             left -= height;
         }
     }
@@ -256,9 +247,7 @@ impl Kernels {
                 c_row: product.c_row,
                 columns: self.columns.min(product.columns - column),
                 accumulate: product.accumulate,
-                bias: std::ptr::null(),
-                residual: std::ptr::null(),
-                rounded: std::ptr::null_mut(),
+                epilogue: RawEpilogue::NONE,
             };
             // SAFETY: the caller's promise.
             unsafe { self.panel(layout, rows, tile) };

@@ -1,9 +1,9 @@
 //! C = A·B in `f32`, out of the caller's scratch, with a fixed order of summation.
 //!
 //! In: two matrices with any strides, so that all four combinations of transposes are one code. Out: row-major C, with
-//! an optional bias and residual added while a tile is hot, and rounded to bf16 if asked for. Factors may be bf16, which are packed as the f32 that they are:
-//! the bits are those of the product of these; two such factors are packed as pairs along k where the processor multiplies these
-//! (`vdpbf16ps`). Never: a heap allocation, or a result that depends on the number of threads.
+//! an optional bias and residual added while a tile is hot, and rounded to bf16 if asked for. Factors may be bf16, which are packed
+//! as the f32 that they are: the bits are those of the product of these; two such factors are packed as pairs along k where the
+//! processor multiplies these (`vdpbf16ps`). Never: a heap allocation, or a result that depends on the number of threads.
 //!
 //! # Order of summation
 //! k is cut into segments of [`Gemm::k_segment`], and each segment into blocks of at most [`BLOCK_K`], of pairs twice as many. Within a
@@ -30,7 +30,8 @@ pub mod tests;
 
 use half::bf16;
 
-use self::drive::{Operands, RawEpilogue};
+use self::drive::Operands;
+use self::finish::RawEpilogue;
 use self::kernel::Kernels;
 use self::place::Packing;
 use crate::cpu::scratch::Scratch;
