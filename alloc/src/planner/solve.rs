@@ -30,8 +30,6 @@ pub(crate) struct Solver<'p> {
     pub goal: Goal,
     pub forward: Timeline<'p>,
     pub backward: Timeline<'p>,
-    /// Every height of the part is a multiple of this.
-    grain: u64,
     pub best: Option<Placement>,
     /// No plan is lower than this.
     pub proven: u64,
@@ -122,15 +120,17 @@ pub(crate) struct Outcome {
 ///
 /// `aim` and `enough` are heights of the whole: nothing below the first helps, nothing below the second is asked for.
 pub(crate) fn solve_parts(parts: &[Part], aim: u64, mut enough: u64, budget: &mut Budget) -> Vec<Outcome> {
-    let mut solvers: Vec<Solver> = parts.iter().map(|part| Solver::new(part, Goal::of(part.bound))).collect();
-    for solver in &mut solvers {
-        solver.aim_at(Goal { ceiling: aim, enough });
-        solver.sweep_once(budget);
-    }
+    // Heights are multiples of the grain; what is placed below a ceiling between two would not be aligned.
+    let goal = |part: &Part, enough: u64| {
+        let down = |height: u64| height.saturating_sub(part.base) / part.grain * part.grain;
+        Goal { ceiling: down(aim), enough: down(enough) }
+    };
+    let mut solvers: Vec<Solver> = parts.iter().map(|part| Solver::new(part, goal(part, enough))).collect();
+    solvers.iter_mut().for_each(|solver| solver.sweep_once(budget));
     let mut open = solvers.iter().filter(|solver| !solver.is_met()).count() as u64;
     let mut outcomes = Vec::with_capacity(parts.len());
     for mut solver in solvers {
-        solver.aim_at(Goal { ceiling: aim, enough });
+        solver.goal = goal(solver.part, enough);
         if !solver.is_met() {
             budget.within(budget.left() / open.max(1), |budget| solver.improve(budget));
             open = open.saturating_sub(1);
@@ -144,14 +144,7 @@ pub(crate) fn solve_parts(parts: &[Part], aim: u64, mut enough: u64, budget: &mu
 impl<'p> Solver<'p> {
     pub fn new(part: &'p Part, goal: Goal) -> Self {
         let (forward, backward) = (Timeline::forward(part), Timeline::backward(part));
-        let (grain, proven, repairs) = (part.grain(), part.bound, Vec::new());
-        Self { part, goal, forward, backward, grain, best: None, proven, placements: 0, repairs }
-    }
-
-    /// Takes over a goal of the whole. Heights are multiples of the grain; what is placed below a ceiling between two would not be aligned.
-    fn aim_at(&mut self, goal: Goal) {
-        let down = |height: u64| height.saturating_sub(self.part.base) / self.grain * self.grain;
-        self.goal = Goal { ceiling: down(goal.ceiling), enough: down(goal.enough) };
+        Self { part, goal, forward, backward, best: None, proven: part.bound, placements: 0, repairs: Vec::new() }
     }
 
     /// Takes over a plan if it is the lowest.
@@ -225,7 +218,7 @@ impl<'p> Solver<'p> {
         match search(self.part, capacity, budget) {
             Verdict::Found(offsets) => self.offer(Some(self.part.placement(offsets))),
             Verdict::Impossible => {
-                let next = capacity.saturating_add(1).checked_next_multiple_of(self.grain);
+                let next = capacity.saturating_add(1).checked_next_multiple_of(self.part.grain);
                 self.proven = self.proven.max(next.unwrap_or(u64::MAX));
             }
             Verdict::Unknown => {}
@@ -237,7 +230,7 @@ impl<'p> Solver<'p> {
     fn close_in(&mut self, budget: &mut Budget) {
         let Some(best) = &self.best else { return };
         let mut repair = self.repairs.pop().or_else(|| self.start_repair(&best.offsets, budget));
-        let grain = self.grain;
+        let grain = self.part.grain;
         let (mut missed, mut work) = (0, WORK_PER_HEIGHT * self.part.items.len() as u64);
         while !self.is_met() && budget.stopped().is_none() {
             let goal = self.goal.enough.max(self.proven);
@@ -265,7 +258,7 @@ impl<'p> Solver<'p> {
     /// plan. Where such a height was met, what is left is spent on the goal; where the first two were missed, other steps may do
     /// better with it.
     fn backtrack_down(&mut self, budget: &mut Budget) {
-        let grain = self.grain;
+        let grain = self.part.grain;
         let (mut lowest, mut is_any_met) = (self.goal.enough, false);
         if budget.within(budget.left() / 3, |budget| self.backtrack(lowest, budget)) {
             return;

@@ -59,6 +59,8 @@ pub(crate) struct Part {
     pub base: u64,
     /// Nothing lower exists, see [`Part::fullest`].
     pub bound: u64,
+    /// Every height is a multiple of this.
+    pub grain: u64,
 }
 
 /// A plan of a part.
@@ -152,16 +154,19 @@ impl Part {
         let is_forbidden = |k: &u32| kinds[sources[*k as usize] as usize] == Source::Forbidden;
         let forbidden = pins.iter().map(|pin| pin.0).filter(is_forbidden).collect();
         let cliques = cliques.end - cliques.start;
-        let mut part = Self { items, sources, pins, forbidden, cliques, base, bound: 0 };
-        part.bound = part.fullest();
-        part
+        Self { items, sources, pins, forbidden, cliques, base, ..Self::default() }.measured()
     }
 
     /// Some items of another part, which have no pins.
     pub fn of_items(items: Vec<Item>, cliques: u32) -> Self {
-        let mut part = Self { items, cliques, ..Self::default() };
-        part.bound = part.fullest();
-        part
+        Self { items, cliques, ..Self::default() }.measured()
+    }
+
+    /// With its bound and its grain.
+    fn measured(self) -> Self {
+        let sizes = self.items.iter().map(|item| gcd(item.bytes, if item.alignment == 1 { 0 } else { item.alignment }));
+        let grain = sizes.chain(self.pins.iter().map(|pin| pin.1)).fold(0, |grain, size| gcd(size, grain)).max(1);
+        Self { bound: self.fullest(), grain, ..self }
     }
 
     /// Bytes alive in each clique.
@@ -219,12 +224,6 @@ impl Part {
         let live = self.live();
         let most = live.iter().copied().max();
         (0..self.cliques).filter(|&k| Some(live[k as usize]) == most).collect()
-    }
-
-    /// Every height is a multiple of this.
-    pub fn grain(&self) -> u64 {
-        let sizes = self.items.iter().map(|item| gcd(item.bytes, if item.alignment == 1 { 0 } else { item.alignment }));
-        sizes.chain(self.pins.iter().map(|pin| pin.1)).fold(0, |grain, size| gcd(size, grain)).max(1)
     }
 
     /// The part as seen from below `capacity`: forbidden ranges end there.

@@ -79,7 +79,7 @@ impl<'p> Ejection<'p> {
         let mut ejection = Self {
             part,
             plan: Placement { height: u64::MAX, offsets: Vec::new() },
-            descent: Descent::new(goal, part.grain(), items.len()),
+            descent: Descent::new(goal, part.grain, items.len()),
             ceiling: u64::MAX,
             places: places.to_vec(),
             index,
