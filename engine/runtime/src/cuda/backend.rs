@@ -13,7 +13,7 @@ use gapless_kernels::Stream;
 use gapless_kernels::cpu::args::Address;
 use gapless_kernels::cuda::{Launch, Operand, Operands, Random};
 
-use super::device::{Device, DeviceMemory, Recording};
+use super::device::{Device, DeviceError, DeviceMemory, Recording};
 use super::staging::Staging;
 use crate::error::{Error, Result};
 use crate::session::{Backend, RunOptions, Session};
@@ -22,11 +22,12 @@ use crate::transfers::Transfers;
 /// An arena on a device, and what was recorded to run in it.
 #[derive(Debug)]
 pub struct CudaBackend {
+    /// First to be dropped: communicators may use the device's stream and memory.
+    pub(super) staging: Staging,
     pub(super) device: Box<dyn Device>,
     pub(super) place: Place,
     /// By program.
     recordings: Vec<Vec<Part<Recording>>>,
-    pub(super) staging: Staging,
 }
 
 /// Launches, each with the instruction that it is for.
@@ -73,7 +74,7 @@ impl Session<CudaBackend> {
         (first_part, part_stride): (u64, u64),
     ) -> Result<Self> {
         let tickets = tickets(&Self::launches(&executable)?).next_multiple_of(ALIGNMENT);
-        let staging = Staging::new(&executable, refused)?;
+        Staging::check(&executable, refused)?;
         let bytes = executable.arena_bytes().next_multiple_of(ALIGNMENT);
         let base = device.reserve(bytes + KEY_BYTES + tickets)?;
         let key = base + bytes;
@@ -95,7 +96,11 @@ impl Session<CudaBackend> {
         }
         // After the recordings, which may write anywhere.
         device.write(place.tickets, &vec![0; tickets as usize])?;
-        Self::with_initial_values(executable, CudaBackend { device, place, recordings, staging }, seed)
+        Self::with_initial_values(
+            executable,
+            CudaBackend { staging: Staging::default(), device, place, recordings },
+            seed,
+        )
     }
 
     /// The device's name.
@@ -130,22 +135,22 @@ impl CudaBackend {
     /// Replays what was recorded of a program.
     fn replay(&mut self, executable: &Executable, id: ProgramId) -> Result<()> {
         let Self { device, place, recordings, staging } = self;
-        let mut exchanging = staging.run();
+        let mut exchanging = staging.run(id.0)?;
+        let CompiledProgram { name, instructions, .. } = &executable.programs[id.0];
+        // Nobody knows which of the launches failed.
+        let during =
+            |error: DeviceError| error.during(&format!("{name}, all at once (compute-sanitizer names the kernel)"));
         let mut replay = || {
             for part in &recordings[id.0] {
                 match *part {
-                    Part::Launches(recording) => device.replay(recording).map_err(|error| {
-                        let program = &executable.programs[id.0].name;
-                        // Nobody knows which of the launches failed.
-                        error.during(&format!("{program}, all at once (compute-sanitizer names the kernel)"))
-                    })?,
+                    Part::Launches(recording) => device.replay(recording).map_err(during)?,
                     Part::Exchange(index) => {
-                        let instruction = &executable.programs[id.0].instructions[index];
-                        exchanging.exchange(id.0, instruction, &mut **device, place.base)?;
+                        exchanging.exchange(id.0, &instructions[index], &mut **device, place.base)?;
                     }
                 }
             }
-            Ok(())
+            exchanging.settle()?;
+            Ok(device.wait().map_err(during)?)
         };
         let ran = replay();
         exchanging.end(ran)
@@ -164,10 +169,11 @@ impl CudaBackend {
         mut show: impl FnMut(&dyn Device, Place, &Instruction) -> Result<()>,
     ) -> Result<()> {
         let Self { device, place, staging, .. } = self;
-        let mut exchanging = staging.run();
+        let mut exchanging = staging.run(id.0)?;
         let mut run = |instruction: &Instruction| {
             if instruction.is_exchange() {
                 exchanging.exchange(id.0, instruction, &mut **device, place.base)?;
+                exchanging.settle()?;
             } else {
                 let launches = place.of(instruction).ok_or_else(|| refused(instruction))?;
                 device.run(&launches, &|_| instruction.describe())?;
@@ -198,8 +204,9 @@ impl Backend for CudaBackend {
         Ok(culprit)
     }
 
-    fn connect(&mut self, transfers: Transfers) {
-        self.staging.connect(transfers);
+    fn connect(&mut self, executable: &Executable, transfers: Transfers) -> Result<()> {
+        self.staging = Staging::new(executable, transfers)?;
+        Ok(())
     }
 
     fn read(&self, addresses: &[&Address], show: &mut dyn FnMut(&[&[u8]])) -> Result<()> {

@@ -59,13 +59,37 @@ impl Mapped {
             }
             // From here on it is given back when it is dropped.
             let mapped = Self { address, bytes, handle };
-            let access = sys::CUmemAccessDesc {
-                location: kind.location,
-                flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
-            };
-            sys::cuMemSetAccess(address, bytes, &access, 1).result().named(name, "cuMemSetAccess")?;
+            mapped.allow(device).named(name, "cuMemSetAccess")?;
             Ok(mapped)
         }
+    }
+
+    /// Lets this host's other devices reach it, as far as they can: NCCL has the GPUs of one process read and write each other's
+    /// memory (NCCL's guide, `NCCL_P2P_DIRECT_DISABLE`), and memory that is mapped is otherwise its own device's.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn share(&self, name: &str, device: sys::CUdevice) -> Result<(), DeviceError> {
+        let count = result::device::get_count().named(name, "cuDeviceGetCount")?;
+        for ordinal in 0..count {
+            let peer = result::device::get(ordinal).named(name, "cuDeviceGet")?;
+            let mut reaches = 0;
+            // SAFETY: it writes one number.
+            unsafe { sys::cuDeviceCanAccessPeer(&mut reaches, peer, device).result() }
+                .named(name, "cuDeviceCanAccessPeer")?;
+            if peer != device && reaches != 0 {
+                self.allow(peer).named(name, "cuMemSetAccess")?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Lets a device read and write it.
+    fn allow(&self, device: sys::CUdevice) -> Result<(), result::DriverError> {
+        let flags = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+        let access = sys::CUmemAccessDesc { location: kind(device).location, flags };
+        // SAFETY: all of it is mapped.
+        unsafe { sys::cuMemSetAccess(self.address, self.bytes, &access, 1).result() }
     }
 
     /// Where it begins.

@@ -121,7 +121,7 @@ impl CudaBackend {
         self.write_key(options)?;
         let Self { device, place, staging, .. } = self;
         let program = &executable.programs[id.0];
-        let mut exchanging = staging.run();
+        let mut exchanging = staging.run(id.0)?;
         let mut profile = || {
             let mut timed: Vec<Timed> = Vec::new();
             for (part, end) in parts_with_ends(place, program)? {
@@ -129,6 +129,7 @@ impl CudaBackend {
                     Part::Launches(launches) => launches,
                     Part::Exchange(index) => {
                         exchanging.exchange(id.0, &program.instructions[index], &mut **device, place.base)?;
+                        exchanging.settle()?;
                         continue;
                     }
                 };
