@@ -194,16 +194,18 @@ impl Blocks {
         same(self.primitives.range(..first).next_back()) || same(self.primitives.range(first + 1..).next())
     }
 
-    /// Takes the chunks from `keep` on out of a stitched block.
-    pub fn shorten(&mut self, number: u32, keep: usize) {
+    /// Takes the chunks from `keep` on out of a stitched block. Returns how many those were.
+    pub fn shorten(&mut self, number: u32, keep: usize) -> u64 {
         self.remove_free_stitched(number);
         let block = self.stitched.get_mut(&number).expect("the caller's number is one of ours");
+        let taken = block.chunks.len().saturating_sub(keep) as u64;
         for chunk in block.chunks.drain(keep..) {
             let chunk = &mut self.chunks[chunk as usize];
             chunk.mapped_by.retain(|&n| n != number);
             block.free_chunks -= u32::from(chunk.free);
             self.stitched_bytes -= CHUNK;
         }
+        taken
     }
 
     /// Splits a primitive block in no set after `chunks`; the rest becomes a free block of its own.

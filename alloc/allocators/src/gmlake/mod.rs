@@ -130,7 +130,7 @@ impl GmLake {
                 // One that is in use holds other chunks than these, from its front.
                 match self.blocks.stitched[&number].used_chunks {
                     0 => self.drop_stitched(number),
-                    keep => self.blocks.shorten(number, keep as usize),
+                    keep => self.shorten(number, keep as usize),
                 }
             }
             self.small.device_mut().unmap_and_release(u64::from(chunks), CHUNK);
@@ -143,9 +143,14 @@ impl GmLake {
 
     /// Forgets a stitched block that is not in use.
     fn drop_stitched(&mut self, number: u32) {
-        self.blocks.shorten(number, 0);
-        let block = self.blocks.stitched.remove(&number).expect("dropped once");
-        self.small.device_mut().unstitch(block.chunks.len() as u64);
+        self.shorten(number, 0);
+        self.blocks.stitched.remove(&number);
+    }
+
+    /// Unmaps the chunks from `keep` on from a stitched block.
+    fn shorten(&mut self, number: u32, keep: usize) {
+        let unmapped = self.blocks.shorten(number, keep);
+        self.small.device_mut().unstitch(unmapped);
     }
 
     /// Both pools' sums, and the peaks of the sums.

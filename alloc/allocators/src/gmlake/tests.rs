@@ -69,9 +69,11 @@ fn cached_segments_go_back_with_what_was_stitched_of_them() {
     allocator.free(b);
     let [stitched] = allocate(&mut allocator, [150]);
     allocator.free(stitched);
-    // 204 MiB are more than the 200 at hand: both segments go.
+    // 204 MiB are more than the 200 at hand: both segments go, and what was stitched of them is unmapped as well.
+    let before = allocator.statistics().driver.unmaps;
     let [large] = allocate(&mut allocator, [204]);
     assert_eq!((allocator.reserved(), allocator.statistics().retries), (204 * MIB, 1));
+    assert_eq!(allocator.statistics().driver.unmaps - before, (150 + 200) * MIB / CHUNK);
     assert!(allocator.allocate(18 * MIB, Stream::default()).is_err());
     allocator.free(large);
     assert_eq!((allocator.blocks.stitched.len(), allocator.blocks.stitched_bytes), (0, 0));
