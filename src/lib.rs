@@ -31,7 +31,7 @@
 //! ```
 //!
 //! - [`models`]: GPT and Llama, written with candle's vocabulary; [`models::hf`] reads and writes pretrained weights.
-//! - [`engine`]: what compiles and runs them; [`Trainer`] is the way in.
+//! - [`engine`]: what compiles and runs them; [`Trainer`] is the entry point.
 //! - [`alloc`]: planning of bytes × time, on its own.
 //! - [`allocators`]: models of the allocators that people use today, to compare with.
 //! - [`parallel`]: schedules of pipeline stages.

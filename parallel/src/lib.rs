@@ -1,4 +1,4 @@
-//! Who does what when: pipeline schedules as one list of actions per rank.
+//! Pipeline schedules, as one list of actions per rank.
 //!
 //! A model is cut into stages; a batch is cut into micro-batches. A [`Schedule`] says, for every rank, in which order it
 //! runs the forward and backward parts of its stages. The engine lowers that list into one program per rank; the list

@@ -1,4 +1,4 @@
-//! Who does what when, as one HTML page to zoom into: a row per rank, and the activations that it keeps under it.
+//! Each rank's actions over time, as one HTML page to zoom into: a row per rank, and the activations that it keeps under it.
 //!
 //! ```
 //! use gapless::parallel::{Costs, Shape, by_name, simulate};

@@ -147,7 +147,7 @@ impl fmt::Display for Collective {
 
 /// One rank's end of a group of ranks. Used by one thread at a time.
 ///
-/// Starting never waits for another rank. An operation that all its ranks have started ends, whatever the ranks do
+/// Starting never waits for another rank (over NCCL the first one may). An operation that all its ranks have started ends, whatever the ranks do
 /// meanwhile; who waits for it need not be waited for. Two messages between the same ranks with the same tag arrive in
 /// the order in which they were sent. Collectives are started in the same order by all ranks of a communicator; they and
 /// messages may be waited for in any order. Messages of 0 bytes, messages to oneself and communicators of one rank are

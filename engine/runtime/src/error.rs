@@ -33,7 +33,7 @@ pub enum Error {
     )]
     DoesNotFit { needed: u64, available: u64, limit: crate::process_memory::MemoryLimit, largest: String },
     #[error(
-        "the system refuses to reserve {bytes} bytes for the arena; a limit of the process or container is below it; raise that, or have the arena smaller: recomputation within a \
+        "the system refuses to reserve {bytes} bytes for the arena; a limit of the process or container is below it; raise that, or shrink the arena: recomputation within a \
          budget (Recompute::budget), more micro-batches, a smaller batch"
     )]
     Reserve { bytes: u64 },

@@ -81,7 +81,7 @@ impl Transfers {
 
     /// Whether what is exchanged lies in a device's memory.
     #[cfg(feature = "cuda")]
-    pub(crate) fn are_between_devices(&self) -> bool {
+    pub(crate) fn are_on_device(&self) -> bool {
         let Communicators { pipeline, batch, experts, replicas } = &self.communicators;
         [pipeline, batch, experts, replicas].into_iter().flatten().any(|way| way.memory() == Memory::Device)
     }
@@ -227,7 +227,9 @@ impl Transfers {
                     return Err(OTHER_ROWS);
                 }
                 // Behind what comes nobody writes.
-                clear((output.0.wrapping_add(received), output.1 - received));
+                if received < output.1 {
+                    clear((output.0.wrapping_add(received), output.1 - received));
+                }
             }
             _ => {}
         }

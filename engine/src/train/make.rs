@@ -12,15 +12,15 @@ use gapless_graph::Model;
 use gapless_graph::nn::VarBuilder;
 #[cfg(feature = "cuda")]
 use gapless_runtime::Error as RuntimeError;
+use gapless_runtime::Session;
 use gapless_runtime::cpu::{Workers, resolve_threads};
 #[cfg(feature = "cuda")]
 use gapless_runtime::cuda;
-use gapless_runtime::{Communicators, Session};
 
 #[cfg(not(feature = "cuda"))]
 use super::device;
 use super::documents::DocumentInputs;
-use super::ranks::{BatchCheck, communicators, expect_equal, expect_one_rank};
+use super::ranks::{BatchCheck, communicators, expect_equal, expect_one_rank, expect_ranks};
 use super::{DeviceChoice, Generation, Limits, Programs, RunsOn, TrainOptions, Trainer};
 use crate::communicator::Communicator;
 use crate::error::{Result, TrainError};
@@ -92,28 +92,42 @@ impl Trainer {
     ) -> Result<Self> {
         let (rank, build) = (world.rank(), of_any(build));
         expect_equal(&mut *world, &options.shared_by_ranks())?;
-        let communicators = communicators(&mut *world, options.mesh)?;
+        expect_ranks(&*world, options.mesh)?;
         let mut trainer = Self::with(&build, options.clone(), rank, Purpose::Training)?;
         if !agree(&mut *world, trainer.device.is_gpu, options.device)? && trainer.device.is_gpu {
             let on_cpu = TrainOptions { device: DeviceChoice::Cpu, ..options.clone() };
             trainer = Self { options, ..Self::with(&build, on_cpu, rank, Purpose::Training)? };
             trainer.device.because = Some("another rank has found no GPU".into());
         }
-        trainer.join(world, communicators)
+        trainer.join(world)
     }
 
     /// Connects a rank to the others, which have the same model.
-    fn join(mut self, mut world: Box<dyn Communicator>, communicators: Communicators) -> Result<Self> {
+    fn join(mut self, mut world: Box<dyn Communicator>) -> Result<Self> {
         expect_equal(&mut *world, &[("model", self.model.clone())])?;
-        #[cfg(feature = "cuda")]
-        let communicators = match self.session.on::<cuda::CudaBackend>() {
-            Some((_, gpu)) => gpu.between_devices(&mut *world, communicators)?,
-            None => communicators,
+        let mesh = self.options.mesh;
+        let communicators = match self.between_devices(&mut *world)? {
+            Some(mut devices) => communicators(&mut *devices, mesh)?,
+            None => communicators(&mut *world, mesh)?,
         };
         self.session.connect(communicators)?;
         self.batch_check = Some(BatchCheck::new(world.size()));
         self.world = Some(world);
         Ok(self)
+    }
+
+    /// The same ranks over device memory, where they can.
+    #[cfg(feature = "cuda")]
+    fn between_devices(&mut self, world: &mut dyn Communicator) -> Result<Option<Box<dyn Communicator>>> {
+        match self.session.on::<cuda::CudaBackend>() {
+            Some((_, gpu)) => Ok(gpu.connect_devices(world)?),
+            None => Ok(None),
+        }
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn between_devices(&mut self, _: &mut dyn Communicator) -> Result<Option<Box<dyn Communicator>>> {
+        Ok(None)
     }
 
     /// A trainer on a device of one's own, which is used by nobody else.
@@ -142,10 +156,10 @@ impl Trainer {
         options: TrainOptions,
     ) -> Result<Self> {
         expect_equal(&mut *world, &options.shared_by_ranks())?;
-        let communicators = communicators(&mut *world, options.mesh)?;
+        expect_ranks(&*world, options.mesh)?;
         let trainer = Self::with_device(device, &of_any(build), options, world.rank(), Purpose::Training)?;
         agree(&mut *world, true, DeviceChoice::Cuda(0))?;
-        trainer.join(world, communicators)
+        trainer.join(world)
     }
 
     #[cfg(feature = "cuda")]

@@ -18,8 +18,8 @@ pub(super) fn expect_one_rank(mesh: Mesh) -> Result<()> {
     Ok(())
 }
 
-/// A rank's ways to the others that it has to do with, out of the way to all.
-pub(super) fn communicators(world: &mut dyn Communicator, mesh: Mesh) -> Result<Communicators> {
+/// Expects as many ranks as a mesh has.
+pub(super) fn expect_ranks(world: &dyn Communicator, mesh: Mesh) -> Result<()> {
     let (size, ranks) = (world.size(), mesh.ranks()?);
     if size != ranks {
         let why = format!("{ranks} ranks, but {size} were started");
@@ -29,6 +29,11 @@ pub(super) fn communicators(world: &mut dyn Communicator, mesh: Mesh) -> Result<
             remedy: "data × pipeline × expert is the number of ranks",
         });
     }
+    Ok(())
+}
+
+/// A rank's communicators with those that it has to do with, out of that of all ranks of a mesh.
+pub(super) fn communicators(world: &mut dyn Communicator, mesh: Mesh) -> Result<Communicators> {
     let at = mesh.coordinate(world.rank());
     let Mesh { expert, .. } = mesh;
     let pipeline = world.split(at.data * expert + at.expert, at.pipeline)?;

@@ -3,14 +3,17 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::operation::{Operation, Status};
-use super::{Nccl, Sums};
-use crate::launch_order::{Call, Kind, LaunchOrder, LaunchQueue};
+use super::operation::Operation;
+use super::{MOST_LEFT, Nccl, Sums};
+use crate::launch_order::{Call, Kind, LaunchOrder, LaunchQueue, Start};
 use crate::{Awaited, Collective, Communicator, CommunicatorError, Memory, Request, Result, Tag};
 
-// SAFETY: `wait` returns without an error when the operation's event has come to pass, so that the device is through with
-// the memory (the stream that computes waits for the same event after `wait_on_device`), and with one after `fail` or a failure before it, which aborts the communicator and waits for its stream. So does
-// a drop with operations under way. Addresses are those of a device.
+// SAFETY: lent memory is left alone
+// - after `wait` without an error, since the operation's event has come to pass;
+// - after `wait_on_device`, by what is launched behind it, since the stream that computes waits for the same event;
+// - after an error, since `fail` aborts the rank's communicators and waits for the stream that runs their operations;
+// - after a drop, which fails in the same way while operations are under way; without any, nothing is lent.
+// Addresses are those of a device.
 unsafe impl Communicator for Nccl {
     fn rank(&self) -> usize {
         self.control.rank()
@@ -64,11 +67,21 @@ unsafe impl Communicator for Nccl {
     }
 
     fn agree(&mut self, program: &[Call]) -> Result<Option<Arc<LaunchOrder>>> {
-        LaunchOrder::agree(&mut *self.control, program).map(|order| Some(Arc::new(order)))
+        self.expect_well()?;
+        self.bind()?;
+        let order = LaunchOrder::agree(&mut *self.control, program)?;
+        let peers = order.starts().iter().filter_map(|start| match *start {
+            Start::Send { to: peer, .. } | Start::Receive { from: peer, .. } => Some(peer),
+            Start::Collective(_) => None,
+        });
+        let me = self.control.rank();
+        self.greet(&peers.filter(|&peer| peer != me).collect())?;
+        Ok(Some(Arc::new(order)))
     }
 
     /// Outside of a run there are collectives alone.
     fn follow(&mut self, order: &Arc<LaunchOrder>) -> Result<()> {
+        self.expect_well()?;
         if self.run.is_some() {
             return Err(CommunicatorError::Unsupported {
                 what: "a run of a program before the end of another on the same communicator",
@@ -85,34 +98,34 @@ unsafe impl Communicator for Nccl {
     fn wait_on_device(&mut self, request: Request) -> Result<()> {
         let index = self.launched(request)?;
         let waits = self.slots[index].hold_up(&self.compute);
-        waits.map_err(|error| self.fail(error))
+        waits.map_err(|error| self.fail(error))?;
+        self.left.push_back(index);
+        // Before a queue of the driver's is full, behind which the host would wait without asking after the others.
+        self.settle_to(MOST_LEFT)
     }
 
     fn settle(&mut self) -> Result<()> {
-        for index in 0..self.slots.len() {
-            if self.slots[index].status == Status::LeftToDevice {
-                self.end_of(index)?;
-            }
-        }
-        Ok(())
+        self.expect_well()?;
+        self.settle_to(0)
     }
 
     fn split(&mut self, color: usize, key: usize) -> Result<Box<dyn Communicator>> {
         const WORD: usize = size_of::<usize>();
+        self.expect_well()?;
         let mut part = self.control.split(color, key).map_err(|error| self.fail(error))?;
         let mut members = vec![0; WORD * part.size()];
         part.all_gather(&self.me().to_ne_bytes(), &mut members).map_err(|error| self.fail(error))?;
         let members =
             members.chunks_exact(WORD).map(|word| usize::from_ne_bytes(word.try_into().expect("a word's bytes")));
-        let mut part = Self::join(part, members.collect(), &self.compute, self.timeout)?;
+        let mut part = Self::join(part, members.collect(), &self.compute, self.family.clone(), self.timeout)?;
         part.sums = self.sums;
         Ok(Box::new(part))
     }
 
     fn abort(&mut self, reason: &str) {
-        self.end();
         let (rank, why) = (self.me(), reason.to_owned());
         self.failure.get_or_insert(CommunicatorError::PeerGone { rank, why, by: rank, awaited: Awaited::Start });
         self.control.abort(reason);
+        self.end();
     }
 }

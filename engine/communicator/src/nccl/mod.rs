@@ -11,7 +11,7 @@
 //! use gapless_communicator::{Communicator, Nccl, Request, Result, Tag, launch_order::{Call, Start}, world};
 //!
 //! # fn run(bytes: *mut u8) -> gapless_communicator::Result<()> {
-//! let mut rank = Nccl::on_device(world()?, 0)?;              // under mpirun: one process per GPU
+//! let mut rank = Nccl::on_device(world()?, 0)?;              // under mpirun: one process per GPU, which it sees as its first
 //! let (tag, len) = (Tag::default(), 1 << 20);
 //! let start = match rank.rank() {
 //!     0 => Start::Send { to: 1, tag, len },
@@ -33,24 +33,28 @@
 //! # }
 //! ```
 //!
-//! `library` finds NCCL, `raw` calls it, `operation` is one operation's way through it, `communicator` what a rank asks for.
+//! `library` finds NCCL, `raw` calls it, `operation` is one operation's way through it, `communicator` what a rank asks for,
+//! `join` how a rank joins them, `family` what ends together.
 
 mod communicator;
+mod family;
+mod join;
 mod library;
 mod operation;
 mod raw;
 #[cfg(test)]
 mod tests;
 
+use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr};
+use cudarc::driver::{CudaSlice, CudaStream};
 
-use self::library::Library;
+use self::family::Family;
 use self::operation::{Operation, Slot, Status, cuda};
-use self::raw::{Comm, ID_BYTES};
+use self::raw::Comm;
 use crate::launch_order::{Launch, LaunchQueue, Start};
 use crate::{Awaited, Communicator, CommunicatorError, Owner, Request, Result, Tag};
 
@@ -60,6 +64,9 @@ const INTERVAL: Duration = Duration::from_micros(20);
 
 /// How often a rank that waits asks whether another has failed.
 const HEARTBEAT: Duration = Duration::from_millis(100);
+
+/// Operations that a device may wait for while the host goes on.
+const MOST_LEFT: usize = 64;
 
 /// In which order f32 are added up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -78,22 +85,28 @@ pub enum Sums {
 /// lent that is still being computed. What is lent is device memory of this rank's GPU, except for the sizes of
 /// [`Collective::AllToAllV`](crate::Collective::AllToAllV), which are the host's. [`wait`](Communicator::wait) blocks the host.
 ///
-/// Unlike the other backends' a start may wait for another rank, the first time that the two exchange anything; the common
-/// order sees to it that no circle comes of that. All ranks drop their communicators in the same order.
+/// Unlike the other backends' a start may wait for another rank, the first time that all ranks, or two, exchange anything in this
+/// way; making the communicator and [`agree`](Communicator::agree) get the first times over with that they can foresee. What two
+/// communicators of one rank launch runs side by side on the device, so the ranks must start operations of different
+/// communicators in orders that do not wait for each other in a circle: in one order, say. All ranks drop their communicators in the same order.
 pub struct Nccl {
     /// The same ranks, over the host.
     control: Box<dyn Communicator>,
     owner: Owner,
     /// The ranks' numbers in the world.
     members: Arc<[usize]>,
-    comm: Comm,
+    comm: Arc<Comm>,
+    /// With those that it was split from or into.
+    family: Arc<Family>,
     /// Makes what is sent, and reads what was received.
     compute: Arc<CudaStream>,
     /// Runs what was launched.
     stream: Arc<CudaStream>,
-    /// An element of the device, for what has no memory of its own, and its address.
-    word: (CudaSlice<f32>, u64),
+    /// Elements of the device, two at least, for what has no memory of its own, and the address of the first.
+    scratch: (CudaSlice<f32>, u64),
     slots: Vec<Slot>,
+    /// Slots whose ends the device waits for, from the first on.
+    left: VecDeque<usize>,
     /// The run under way.
     run: Option<LaunchQueue>,
     /// Slots of the run's starts, in order.
@@ -104,90 +117,6 @@ pub struct Nccl {
 }
 
 impl Nccl {
-    /// This rank of `control`'s ranks, on a GPU by its number in this process, with a new stream for its computations. A
-    /// collective operation.
-    ///
-    /// # Errors
-    /// [`CommunicatorError::Missing`] without driver or NCCL, before anything else. What NCCL refuses, such as two ranks on
-    /// one GPU. Whoever gets an error leaves, and the others' calls fail.
-    pub fn on_device(control: Box<dyn Communicator>, ordinal: usize) -> Result<Self> {
-        Library::load()?;
-        let context = CudaContext::new(ordinal).map_err(cuda("cuDevicePrimaryCtxRetain"))?;
-        let compute = context.new_stream().map_err(cuda("cuStreamCreate"))?;
-        Self::over(control, &compute)
-    }
-
-    /// As [`Self::on_device`], with the computations of a stream of that GPU's primary context.
-    ///
-    /// # Safety
-    /// The stream is one, and stays as long as this and what it is split into.
-    ///
-    /// # Errors
-    /// As [`Self::on_device`].
-    pub unsafe fn on_stream(
-        control: Box<dyn Communicator>,
-        ordinal: usize,
-        stream: *mut std::ffi::c_void,
-    ) -> Result<Self> {
-        Library::load()?;
-        let context = CudaContext::new(ordinal).map_err(cuda("cuDevicePrimaryCtxRetain"))?;
-        // SAFETY: by this function's contract.
-        let compute = unsafe { context.wrap_borrowed_stream(stream.cast()) };
-        Self::over(control, &compute)
-    }
-
-    /// Whether driver and NCCL are there.
-    ///
-    /// # Errors
-    /// [`CommunicatorError::Missing`].
-    pub fn find() -> Result<()> {
-        Library::load().map(drop)
-    }
-
-    /// As [`Self::on_device`], with the GPU and the computations of a stream that there is already.
-    ///
-    /// # Errors
-    /// As [`Self::on_device`].
-    pub fn over(control: Box<dyn Communicator>, compute: &Arc<CudaStream>) -> Result<Self> {
-        let members = (0..control.size()).collect();
-        Self::join(control, members, compute, super::default_timeout()?)
-    }
-
-    fn join(
-        mut control: Box<dyn Communicator>,
-        members: Arc<[usize]>,
-        compute: &Arc<CudaStream>,
-        timeout: Duration,
-    ) -> Result<Self> {
-        let library = Library::load()?;
-        let context = compute.context();
-        context.bind_to_thread().map_err(cuda("cuCtxSetCurrent"))?;
-        let stream = context.new_stream().map_err(cuda("cuStreamCreate"))?;
-        let word = stream.alloc_zeros(1).map_err(cuda("cuMemAlloc"))?;
-        let word_address = word.device_ptr(&stream).0;
-        let mut id = if control.rank() == 0 { raw::unique_id(library)? } else { [0; ID_BYTES] };
-        control.broadcast(&mut id, 0)?;
-        let comm = Comm::join(library, id, control.rank(), control.size())?;
-        let mut this = Self {
-            control,
-            owner: Owner::new(),
-            members,
-            comm,
-            compute: compute.clone(),
-            stream,
-            word: (word, word_address),
-            slots: Vec::new(),
-            run: None,
-            started: Vec::new(),
-            sums: Sums::default(),
-            timeout,
-            failure: None,
-        };
-        let joining = Awaited::Collective { what: "NCCL's set-up".into(), missing: Vec::new() };
-        this.until(|_| joining.clone(), |_| Ok(true))?;
-        Ok(this)
-    }
-
     /// The stream that computes.
     pub fn compute(&self) -> &Arc<CudaStream> {
         &self.compute
@@ -201,6 +130,11 @@ impl Nccl {
     /// This rank in the world.
     fn me(&self) -> usize {
         self.members[self.control.rank()]
+    }
+
+    /// Refuses to go on after a failure.
+    fn expect_well(&self) -> Result<()> {
+        self.failure.clone().map_or(Ok(()), Err)
     }
 
     /// Makes the GPU this thread's.
@@ -218,9 +152,7 @@ impl Nccl {
     /// # Safety
     /// Its memory is lent until the request was waited for.
     unsafe fn begin(&mut self, operation: Operation) -> Result<Request> {
-        if let Some(failure) = &self.failure {
-            return Err(failure.clone());
-        }
+        self.expect_well()?;
         self.bind()?;
         // SAFETY: an all-to-all has one size per rank.
         unsafe { operation.expect_on_device(self.members.len(), self.compute.context()) }?;
@@ -288,7 +220,7 @@ impl Nccl {
     /// # Safety
     /// The memory of the slot's operation is lent.
     unsafe fn launch(&mut self, index: usize) -> Result<()> {
-        let word = self.word.1 as *mut f32;
+        let word = self.scratch.1 as *mut f32;
         // SAFETY: the caller's promise; the word is this communicator's.
         let launched = unsafe { self.slots[index].launch(&self.comm, self.members.len(), &self.stream, word) };
         launched.map_err(|error| self.fail(error))?;
@@ -333,6 +265,15 @@ impl Nccl {
         Err(error)
     }
 
+    /// Waits for the ends that the device was left to wait for, up to the last so many.
+    fn settle_to(&mut self, most: usize) -> Result<()> {
+        while self.left.len() > most {
+            let index = self.left.pop_front().expect("there are more");
+            self.end_of(index)?;
+        }
+        Ok(())
+    }
+
     /// Waits for the end of what was launched, and frees its slot.
     fn end_of(&mut self, index: usize) -> Result<()> {
         let ended =
@@ -341,17 +282,16 @@ impl Nccl {
         ended
     }
 
-    /// Waits until NCCL is through with what it was called for, and something more.
-    fn until(&mut self, awaited: impl Fn(&Self) -> Awaited, mut and: impl FnMut(&Self) -> Result<bool>) -> Result<()> {
+    /// Waits until NCCL is through with what it was called for, and something more; or fails.
+    fn until(&mut self, awaited: impl Fn(&Self) -> Awaited, and: impl FnMut(&Self) -> Result<bool>) -> Result<()> {
+        self.poll(awaited, and).map_err(|error| self.fail(error))
+    }
+
+    fn poll(&mut self, awaited: impl Fn(&Self) -> Awaited, mut and: impl FnMut(&Self) -> Result<bool>) -> Result<()> {
         let begun = Instant::now();
         let mut asked = begun;
         let mut polls = 0;
-        loop {
-            match self.comm.is_settled().and_then(|settled| Ok(settled && and(self)?)) {
-                Ok(true) => return Ok(()),
-                Ok(false) => {}
-                Err(error) => return Err(self.fail(error)),
-            }
+        while !(self.comm.is_settled()? && and(self)?) {
             polls += 1;
             if polls < EAGER_POLLS {
                 std::hint::spin_loop();
@@ -360,44 +300,44 @@ impl Nccl {
             std::thread::sleep(INTERVAL);
             if begun.elapsed() >= self.timeout {
                 let (rank, awaited) = (self.me(), awaited(self));
-                return Err(self.fail(CommunicatorError::Timeout { rank, awaited, after: self.timeout }));
+                return Err(CommunicatorError::Timeout { rank, awaited, after: self.timeout });
             }
             if asked.elapsed() >= HEARTBEAT {
                 asked = Instant::now();
-                match heartbeat(&mut *self.control) {
-                    Ok(()) => {}
-                    Err(CommunicatorError::PeerGone { rank, why, by, .. }) => {
-                        let awaited = awaited(self);
-                        return Err(self.fail(CommunicatorError::PeerGone { rank, why, by, awaited }));
+                self.family.check()?;
+                heartbeat(&mut *self.control).map_err(|error| match error {
+                    CommunicatorError::PeerGone { rank, why, by, .. } => {
+                        CommunicatorError::PeerGone { rank, why, by, awaited: awaited(self) }
                     }
-                    Err(error) => return Err(self.fail(error)),
-                }
+                    error => error,
+                })?;
             }
         }
+        Ok(())
     }
 
-    /// Ends everything of this rank, and tells the others. Nothing touches lent memory afterwards.
+    /// Tells the others, and ends everything of this rank. Nothing touches lent memory afterwards.
     fn fail(&mut self, error: CommunicatorError) -> CommunicatorError {
         if self.failure.is_none() {
-            self.end();
             self.failure = Some(error.clone());
             self.control.abort(&error.to_string());
+            self.end();
         }
         error
     }
 
     fn end(&mut self) {
-        self.comm.abort();
-        // What was launched ends with the communicator. There is nothing to be done about a stream that does not answer.
+        self.family.abort();
+        // What was launched ends with the communicators. There is nothing to be done about a stream that does not answer.
         let _ = self.stream.synchronize();
     }
 
-    /// Leaves in order, together with the others.
+    /// Leaves in order, together with the others. If they don't come, they are not told: nothing is under way here.
     fn leave(&mut self) -> Result<()> {
         self.bind()?;
         self.comm.finalize()?;
         let leaving = Awaited::Collective { what: "the end of NCCL".into(), missing: Vec::new() };
-        self.until(|_| leaving.clone(), |_| Ok(true))?;
+        self.poll(|_| leaving.clone(), |_| Ok(true))?;
         self.comm.destroy()
     }
 }
@@ -412,6 +352,7 @@ impl Drop for Nccl {
         } else if under_way > 0 {
             self.abort(&format!("it left with {under_way} operation(s) under way"));
         } else if let Err(error) = self.leave() {
+            self.comm.abort();
             tracing::warn!("rank {} left NCCL out of order: {error}", self.me());
         }
     }

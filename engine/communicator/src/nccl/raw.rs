@@ -4,6 +4,7 @@
 //! else may be asked of the communicator until [`Comm::is_settled`] says so.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use cudarc::nccl::sys::{ncclComm_t, ncclConfig_t, ncclUniqueId};
 
@@ -25,12 +26,14 @@ const UNDEFINED: c_int = c_int::MIN;
 /// One rank's end of a communicator.
 pub(super) struct Comm {
     nccl: &'static Functions,
-    /// Null once it was destroyed.
-    handle: ncclComm_t,
+    handle: Mutex<Handle>,
 }
 
-// SAFETY: NCCL takes a communicator's calls from any thread, one at a time.
-unsafe impl Send for Comm {}
+/// Null once it was destroyed or aborted.
+struct Handle(ncclComm_t);
+
+// SAFETY: NCCL takes a communicator's calls from any thread, one at a time, which the lock sees to.
+unsafe impl Send for Handle {}
 
 /// What a new communicator is to be called by all its ranks.
 pub(super) fn unique_id(library: &'static Library) -> Result<[u8; ID_BYTES]> {
@@ -61,9 +64,23 @@ impl Comm {
         let mut handle = std::ptr::null_mut();
         // SAFETY: result and configuration outlive the call.
         let code = unsafe { (nccl.init)(&mut handle, count(size)?, id, count(rank)?, &mut config) };
-        let joined = Self { nccl, handle };
-        joined.checked("ncclCommInitRankConfig", code)?;
+        let joined = Self { nccl, handle: Mutex::new(Handle(handle)) };
+        checked(nccl, "ncclCommInitRankConfig", code, handle)?;
         Ok(joined)
+    }
+
+    /// Makes a call, unless the communicator was aborted.
+    fn call(&self, name: &'static str, call: impl FnOnce(&Functions, ncclComm_t) -> c_int) -> Result<()> {
+        let held = self.lock();
+        let handle = held.0;
+        if handle.is_null() {
+            return Err(CommunicatorError::Nccl { call: name, what: "the communicator was aborted".into() });
+        }
+        checked(self.nccl, name, call(self.nccl, handle), handle)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Handle> {
+        self.handle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Whether all that was called is through. What was launched may still be running.
@@ -71,11 +88,11 @@ impl Comm {
     /// # Errors
     /// What has happened to the communicator since.
     pub(super) fn is_settled(&self) -> Result<bool> {
+        const CALL: &str = "ncclCommGetAsyncError";
         let mut state = SUCCESS;
         // SAFETY: the handle is a communicator's; the result outlives the call.
-        let code = unsafe { (self.nccl.state)(self.handle, &mut state) };
-        checked(self.nccl, "ncclCommGetAsyncError", code, self.handle)?;
-        self.checked("ncclCommGetAsyncError", state)?;
+        self.call(CALL, |nccl, handle| unsafe { (nccl.state)(handle, &mut state) })?;
+        self.call(CALL, |_, _| state)?;
         Ok(state == SUCCESS)
     }
 
@@ -84,16 +101,18 @@ impl Comm {
     /// has come past the call. The stream is one of that device.
     pub(super) unsafe fn send(&self, bytes: *const u8, len: usize, to: usize, stream: Stream) -> Result<()> {
         // SAFETY: the caller's promise. Ranks were counted as `c_int` when the communicator was joined.
-        let code = unsafe { (self.nccl.send)(bytes.cast(), len, UINT8, to as c_int, self.handle, stream) };
-        self.checked("ncclSend", code)
+        self.call("ncclSend", |nccl, handle| unsafe {
+            (nccl.send)(bytes.cast(), len, UINT8, to as c_int, handle, stream)
+        })
     }
 
     /// # Safety
     /// As [`Self::send`].
     pub(super) unsafe fn receive(&self, bytes: *mut u8, len: usize, from: usize, stream: Stream) -> Result<()> {
         // SAFETY: the caller's promise.
-        let code = unsafe { (self.nccl.receive)(bytes.cast(), len, UINT8, from as c_int, self.handle, stream) };
-        self.checked("ncclRecv", code)
+        self.call("ncclRecv", |nccl, handle| unsafe {
+            (nccl.receive)(bytes.cast(), len, UINT8, from as c_int, handle, stream)
+        })
     }
 
     /// # Safety
@@ -101,8 +120,9 @@ impl Comm {
     pub(super) unsafe fn all_reduce(&self, values: *mut f32, count: usize, stream: Stream) -> Result<()> {
         let values: *mut c_void = values.cast();
         // SAFETY: the caller's promise.
-        let code = unsafe { (self.nccl.all_reduce)(values, values, count, FLOAT32, SUM, self.handle, stream) };
-        self.checked("ncclAllReduce", code)
+        self.call("ncclAllReduce", |nccl, handle| unsafe {
+            (nccl.all_reduce)(values, values, count, FLOAT32, SUM, handle, stream)
+        })
     }
 
     /// # Safety
@@ -116,8 +136,9 @@ impl Comm {
     ) -> Result<()> {
         let (send, receive) = (send.cast(), receive.cast());
         // SAFETY: the caller's promise.
-        let code = unsafe { (self.nccl.reduce_scatter)(send, receive, count, FLOAT32, SUM, self.handle, stream) };
-        self.checked("ncclReduceScatter", code)
+        self.call("ncclReduceScatter", |nccl, handle| unsafe {
+            (nccl.reduce_scatter)(send, receive, count, FLOAT32, SUM, handle, stream)
+        })
     }
 
     /// # Safety
@@ -130,8 +151,9 @@ impl Comm {
         stream: Stream,
     ) -> Result<()> {
         // SAFETY: the caller's promise.
-        let code = unsafe { (self.nccl.all_gather)(send.cast(), receive.cast(), len, UINT8, self.handle, stream) };
-        self.checked("ncclAllGather", code)
+        self.call("ncclAllGather", |nccl, handle| unsafe {
+            (nccl.all_gather)(send.cast(), receive.cast(), len, UINT8, handle, stream)
+        })
     }
 
     /// # Safety
@@ -139,48 +161,49 @@ impl Comm {
     pub(super) unsafe fn broadcast(&self, bytes: *mut u8, len: usize, root: usize, stream: Stream) -> Result<()> {
         let bytes: *mut c_void = bytes.cast();
         // SAFETY: the caller's promise.
-        let code = unsafe { (self.nccl.broadcast)(bytes, bytes, len, UINT8, root as c_int, self.handle, stream) };
-        self.checked("ncclBroadcast", code)
+        self.call("ncclBroadcast", |nccl, handle| unsafe {
+            (nccl.broadcast)(bytes, bytes, len, UINT8, root as c_int, handle, stream)
+        })
     }
 
     /// Launches what `calls` asks for as one: none of it waits for another part of it.
     pub(super) fn group(&self, calls: impl FnOnce() -> Result<()>) -> Result<()> {
         // SAFETY: every group that is started is ended.
-        let code = unsafe { (self.nccl.group_start)() };
-        self.checked("ncclGroupStart", code)?;
+        self.call("ncclGroupStart", |nccl, _| unsafe { (nccl.group_start)() })?;
         let called = calls();
         // SAFETY: as above.
-        let code = unsafe { (self.nccl.group_end)() };
-        called.and(self.checked("ncclGroupEnd", code))
+        called.and(self.call("ncclGroupEnd", |nccl, _| unsafe { (nccl.group_end)() }))
     }
 
     /// Begins to leave in order, which takes all ranks.
     pub(super) fn finalize(&self) -> Result<()> {
         // SAFETY: the handle is a communicator's.
-        let code = unsafe { (self.nccl.finalize)(self.handle) };
-        self.checked("ncclCommFinalize", code)
+        self.call("ncclCommFinalize", |nccl, handle| unsafe { (nccl.finalize)(handle) })
     }
 
     /// Frees what was finalized.
-    pub(super) fn destroy(&mut self) -> Result<()> {
-        let handle = std::mem::replace(&mut self.handle, std::ptr::null_mut());
+    pub(super) fn destroy(&self) -> Result<()> {
+        let handle = self.take();
+        if handle.is_null() {
+            return Ok(());
+        }
         // SAFETY: the handle is a communicator's, and nobody has it any more.
         let code = unsafe { (self.nccl.destroy)(handle) };
         checked(self.nccl, "ncclCommDestroy", code, std::ptr::null_mut())
     }
 
+    fn take(&self) -> ncclComm_t {
+        std::mem::replace(&mut *self.lock(), Handle(std::ptr::null_mut())).0
+    }
+
     /// Ends all that is running, without asking the others. Does nothing the second time.
-    pub(super) fn abort(&mut self) {
-        let handle = std::mem::replace(&mut self.handle, std::ptr::null_mut());
+    pub(super) fn abort(&self) {
+        let handle = self.take();
         if !handle.is_null() {
             // SAFETY: the handle is a communicator's, and nobody has it any more. Its result says nothing that could be
             // acted on.
             unsafe { (self.nccl.abort)(handle) };
         }
-    }
-
-    fn checked(&self, call: &'static str, code: c_int) -> Result<()> {
-        checked(self.nccl, call, code, self.handle)
     }
 }
 

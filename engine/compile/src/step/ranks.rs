@@ -12,7 +12,7 @@ use crate::partition::StagePartition;
 /// The order of work in a pipeline, and how the model is cut for it.
 #[derive(Clone)]
 pub struct Pipeline {
-    /// Who does what when.
+    /// Each rank's actions, in order.
     pub schedule: Arc<dyn Schedule + Send + Sync>,
     /// Stages per rank.
     pub chunks: usize,

@@ -75,11 +75,11 @@ pub trait Device: Debug + Send {
 
     /// What tells the device from all others of its host, if ranks can exchange what lies in its memory from device to device; or why
     /// they can't.
-    fn between_devices(&self) -> Result<String, String> {
+    fn exchange_id(&self) -> Result<String, String> {
         Err(format!("{} exchanges nothing by itself", self.name()))
     }
 
-    /// A communicator between devices, of the same ranks as one of the host, all of which have such a device; some of them may share
+    /// A communicator of device memory, of the same ranks as one of the host, all of which have such a device; some of them may share
     /// this process. A collective operation.
     ///
     /// # Errors
@@ -174,7 +174,7 @@ pub enum DeviceError {
     #[error("no GPU can be used here; there is no {what}: {remedy}")]
     Missing { what: &'static str, remedy: &'static str },
     #[error(
-        "{device} has {free} of its {total} bytes free, and {needed} are needed; have the arena smaller (Recompute::budget, more \
+        "{device} has {free} of its {total} bytes free, and {needed} are needed; shrink the arena (Recompute::budget, more \
          micro-batches), free some, choose another, or train on the CPU (DeviceChoice::Cpu); what holds its memory:\n{holders}"
     )]
     OutOfMemory { device: String, needed: u64, free: u64, total: u64, holders: String },

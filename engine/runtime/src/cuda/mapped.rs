@@ -111,7 +111,8 @@ impl Mapped {
 
 impl Drop for Mapped {
     fn drop(&mut self) {
-        // SAFETY: it was mapped when this was made, and whoever had it has waited for what was under way.
+        // SAFETY: it was mapped when this was made, and whoever had it has waited for what was under way: other devices reach it
+        // through communicators alone, which are dropped before.
         unsafe {
             let _ = sys::cuMemUnmap(self.address, self.bytes);
             let _ = sys::cuMemAddressFree(self.address, self.bytes);

@@ -27,6 +27,7 @@ mod peers;
 mod profile;
 mod resources;
 mod staging;
+mod stream;
 
 pub use backend::CudaBackend;
 pub use cache::Cache;

@@ -5,6 +5,7 @@
 
 use std::collections::HashMap;
 use std::ffi::CString;
+use std::sync::Arc;
 use std::time::Duration;
 
 use cudarc::driver::{result, sys};
@@ -17,9 +18,10 @@ use super::cublaslt::{Algorithm, CublasLt};
 use super::device::{Describe, Device, DeviceError, DeviceMemory, Recording, time_from_here};
 use super::event::{self, Event};
 use super::function::Function;
-use super::libraries::taken;
+use super::libraries::{keep_from_packages, taken};
 use super::mapped::{Mapped, used};
 use super::named::Named;
+use super::stream::Stream;
 use super::{Architecture, Cache, KernelError, Nvrtc};
 
 /// A GPU, with a range of its memory and what was recorded there.
@@ -35,7 +37,7 @@ pub struct Nvidia {
     bus: String,
     /// The newest CUDA that it knows, as 13000 is 13.0.
     driver: i32,
-    stream: sys::CUstream,
+    stream: Arc<Stream>,
     architecture: Architecture,
     nvrtc: &'static Nvrtc,
     cache: Cache,
@@ -114,7 +116,7 @@ impl Nvidia {
         let driver = driver_version(&name)?;
         let nvrtc = Nvrtc::load(Some(driver / 1000))?;
         let products = CublasLt::new(&name, driver / 1000)?;
-        let stream = result::stream::create(result::stream::StreamKind::NonBlocking).named(&name, "cuStreamCreate")?;
+        let stream = Arc::new(Stream::new(context, &name)?);
         let libraries = used(&name)?.in_use.saturating_sub(before);
         let beside = vec![("driver's context, and other processes", before), ("cuBLASLt", libraries)];
         let (modules, functions) = (HashMap::new(), HashMap::new());
@@ -192,12 +194,6 @@ impl Nvidia {
         self.context.enter(&self.name)
     }
 
-    /// Waits for all that was started.
-    fn synchronize(&self) -> Result<(), DeviceError> {
-        // SAFETY: the stream is there as long as this is.
-        unsafe { result::stream::synchronize(self.stream) }.named(&self.name, "cuStreamSynchronize")
-    }
-
     /// Whether a copy stays within the memory that is there.
     fn expect_inside(&self, address: u64, bytes: usize, call: &str) -> Result<(), DeviceError> {
         let inside = self.memory.as_ref().is_some_and(|memory| memory.holds(address, bytes));
@@ -271,18 +267,18 @@ impl Nvidia {
             for (address, bytes) in product.reads() {
                 // Nobody has written to it yet.
                 // SAFETY: the addresses come from a plan that has passed the checker, in memory of its size.
-                let zeroed = unsafe { result::memset_d8_async(address, 0, bytes, self.stream) };
+                let zeroed = unsafe { result::memset_d8_async(address, 0, bytes, self.stream.handle()) };
                 zeroed.named(&self.name, "cuMemsetD8Async").map_err(what_for)?;
             }
             // SAFETY: as above.
-            unsafe { self.products.start(product, self.stream) }.map_err(what_for)?;
+            unsafe { self.products.start(product, self.stream.handle()) }.map_err(what_for)?;
         }
         Ok(())
     }
 
     /// What is in use, when all that was started is done.
     fn in_use(&self) -> Result<u64, DeviceError> {
-        self.synchronize()?;
+        self.stream.synchronize()?;
         Ok(used(&self.name)?.in_use)
     }
 
@@ -294,7 +290,7 @@ impl Nvidia {
                     // SAFETY: the addresses come from a plan that has passed the checker, in memory of its size.
                     Launch::Kernel(kernel) => unsafe { self.start(kernel) },
                     // SAFETY: as above.
-                    Launch::Product(product) => unsafe { self.products.start(product, self.stream) },
+                    Launch::Product(product) => unsafe { self.products.start(product, self.stream.handle()) },
                 };
                 started.map_err(|error| error.during(&describe(index)))
             })
@@ -317,7 +313,7 @@ impl Nvidia {
         let mut arguments = [kernel.arguments.as_ref().address().cast_mut()];
         let (grid, block) = ((x, y, z), (block, 1, 1));
         // SAFETY: the kernel takes one struct, which the driver copies before it returns; the rest is this function's contract.
-        unsafe { result::launch_kernel(function, grid, block, shared_bytes, self.stream, &mut arguments) }
+        unsafe { result::launch_kernel(function, grid, block, shared_bytes, self.stream.handle(), &mut arguments) }
             .named(&self.name, &call())
     }
 }
@@ -372,15 +368,15 @@ impl Device for Nvidia {
         // A copy that is not on the stream may return before its last bytes have arrived ("API synchronization behavior"), and the
         // stream would not wait for it.
         // SAFETY: the range lies in memory that is mapped; the bytes are there until the copy was waited for.
-        let started = unsafe { result::memcpy_htod_async(address, bytes, self.stream) };
-        let waited = self.synchronize();
+        let started = unsafe { result::memcpy_htod_async(address, bytes, self.stream.handle()) };
+        let waited = self.stream.synchronize();
         started.named(&self.name, "cuMemcpyHtoDAsync").and(waited)
     }
 
     fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), DeviceError> {
         self.enter()?;
         self.expect_inside(address, bytes.len(), "cuMemcpyDtoH")?;
-        self.synchronize()?;
+        self.stream.synchronize()?;
         // SAFETY: as above.
         unsafe { result::memcpy_dtoh_sync(bytes, address) }.named(&self.name, "cuMemcpyDtoH")
     }
@@ -394,11 +390,12 @@ impl Device for Nvidia {
         let prepared = self.in_use()?;
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream is this device's own, and captures nothing yet.
-        unsafe { result::stream::begin_capture(self.stream, mode) }.named(&self.name, "cuStreamBeginCapture")?;
+        unsafe { result::stream::begin_capture(self.stream.handle(), mode) }
+            .named(&self.name, "cuStreamBeginCapture")?;
         let started = self.start_all(&launches, &instead, describe);
         // Ended in any case: a stream that goes on capturing could do nothing else.
         // SAFETY: the capture was begun above.
-        let captured = unsafe { result::stream::end_capture(self.stream) }.map(Captured);
+        let captured = unsafe { result::stream::end_capture(self.stream.handle()) }.map(Captured);
         // What was wrong with a launch says more than that the capture came to nothing.
         started?;
         let captured = captured.named(&self.name, "cuStreamEndCapture")?;
@@ -409,7 +406,7 @@ impl Device for Nvidia {
         drop(captured);
         // Otherwise the first replay would take what the graph needs of the device.
         // SAFETY: the graph and the stream are there.
-        unsafe { result::graph::upload(ready, self.stream) }.named(&self.name, "cuGraphUpload")?;
+        unsafe { result::graph::upload(ready, self.stream.handle()) }.named(&self.name, "cuGraphUpload")?;
         let after = self.in_use()?;
         for (what, bytes) in [("kernels", prepared.saturating_sub(before)), ("graphs", after.saturating_sub(prepared))]
         {
@@ -425,7 +422,7 @@ impl Device for Nvidia {
         self.enter()?;
         let (instead, _) = self.prepare(launches, describe)?;
         self.start_all(launches, &instead, describe)?;
-        self.synchronize().map_err(|error| error.during(&describe(0)))
+        self.stream.synchronize().map_err(|error| error.during(&describe(0)))
     }
 
     /// By events on the stream, all of which are there before the first is waited for: so that the device need not wait for the next
@@ -439,7 +436,7 @@ impl Device for Nvidia {
         let instead = prepared.map(|prepared| prepared.map(|(instead, _)| instead)).collect::<Result<Vec<_>, _>>()?;
         let mark = || -> Result<Event, DeviceError> {
             let event = Event::new(&self.name)?;
-            event.record(&self.name, self.stream)?;
+            event.record(&self.name, self.stream.handle())?;
             Ok(event)
         };
         let mut events = vec![mark()?];
@@ -448,33 +445,39 @@ impl Device for Nvidia {
             events.push(mark()?);
         }
         let of_all = || format!("from {} on", describe(0));
-        self.synchronize().map_err(|error| error.during(&of_all()))?;
+        self.stream.synchronize().map_err(|error| error.during(&of_all()))?;
         events.windows(2).map(|pair| pair[1].since(&pair[0], &self.name)).collect()
     }
 
     fn replay(&mut self, recording: Recording) -> Result<(), DeviceError> {
         self.enter()?;
         // SAFETY: the graph's memory is mapped as long as this is there, and one run ends before the next begins.
-        unsafe { result::graph::launch(self.graphs[recording.0], self.stream) }.named(&self.name, "cuGraphLaunch")
+        unsafe { result::graph::launch(self.graphs[recording.0], self.stream.handle()) }
+            .named(&self.name, "cuGraphLaunch")
     }
 
     fn clear(&mut self, address: u64, bytes: usize) -> Result<(), DeviceError> {
+        if bytes == 0 {
+            return Ok(());
+        }
         self.enter()?;
         self.expect_inside(address, bytes, "cuMemsetD8Async")?;
         // SAFETY: the range lies in memory that is mapped.
-        unsafe { result::memset_d8_async(address, 0, bytes, self.stream) }.named(&self.name, "cuMemsetD8Async")
+        unsafe { result::memset_d8_async(address, 0, bytes, self.stream.handle()) }.named(&self.name, "cuMemsetD8Async")
     }
 
     fn wait(&mut self) -> Result<(), DeviceError> {
         self.enter()?;
-        self.synchronize()
+        self.stream.synchronize()
     }
 
-    fn between_devices(&self) -> Result<String, String> {
+    fn exchange_id(&self) -> Result<String, String> {
         if std::env::var(NCCL_VARIABLE).is_ok_and(|value| value == "off") {
             return Err(format!("{NCCL_VARIABLE} is off"));
         }
-        Nccl::find().map_err(|error| error.to_string())?;
+        let of_packages = || keep_from_packages(&["libnccl.so.2"]);
+        let found = Nccl::is_available().or_else(|error| if of_packages() { Nccl::is_available() } else { Err(error) });
+        found.map_err(|error| error.to_string())?;
         Ok(self.bus.clone())
     }
 
@@ -485,10 +488,14 @@ impl Device for Nvidia {
     ) -> communicator::Result<Box<dyn Communicator>> {
         if let Some(memory) = self.memory.as_ref().filter(|_| shares_process) {
             let shared = self.enter().and_then(|()| memory.share(&self.name, self.device));
-            shared.map_err(|error| CommunicatorError::Cuda { call: "cuMemSetAccess", what: error.to_string() })?;
+            let failed = |error: DeviceError| CommunicatorError::Cuda {
+                call: "showing memory to other GPUs",
+                what: error.to_string(),
+            };
+            shared.map_err(failed)?;
         }
-        // SAFETY: the stream is of the primary context, and whoever has a device drops what it was connected to first.
-        let nccl = unsafe { Nccl::on_stream(control, self.ordinal, self.stream.cast()) };
+        // SAFETY: the stream is of the device's primary context, and stays as long as its owner.
+        let nccl = unsafe { Nccl::on_stream(control, self.ordinal, self.stream.handle().cast(), self.stream.clone()) };
         nccl.map(|mut nccl| -> Box<dyn Communicator> {
             nccl.set_sums(Sums::AnyOrder);
             Box::new(nccl)
@@ -505,7 +512,7 @@ impl Device for Nvidia {
 impl Drop for Nvidia {
     fn drop(&mut self) {
         // What fails here leaves memory to the end of the process.
-        let _ = self.enter().and_then(|()| self.synchronize());
+        let _ = self.enter().and_then(|()| self.stream.synchronize());
         // SAFETY: nothing is under way, and nobody else has these handles.
         unsafe {
             for graph in self.graphs.drain(..) {
@@ -514,7 +521,6 @@ impl Drop for Nvidia {
             for (_, module) in self.modules.drain() {
                 let _ = sys::cuModuleUnload(module);
             }
-            let _ = result::stream::destroy(self.stream);
         }
     }
 }

@@ -1,69 +1,65 @@
 //! Ranks whose devices exchange tensors by themselves, where all of them can.
 //!
-//! In: the ways to the other ranks, over the host. Out: the same from device to device; or as they were, and a word on why. Never: some
-//! ranks that go one way, and others the other.
+//! In: a communicator of the host. Out: one of the same ranks from device to device; or none, and a word on why. Never: some ranks
+//! that have one, and others that don't.
 
 use std::collections::HashSet;
+use std::ops::Range;
 
 use gapless_communicator::{self as communicator, Communicator};
 
 use super::backend::CudaBackend;
 use crate::error::{Error, Result};
-use crate::transfers::Communicators;
 
 /// Bytes of a digest.
 const DIGEST: usize = 16;
 
 /// What a rank tells the others: its device, if it exchanges tensors by itself; and its process.
-type Word = [u8; 1 + 2 * DIGEST];
+type Greeting = [u8; 1 + 2 * DIGEST];
+const DEVICE: Range<usize> = 1..1 + DIGEST;
+const PROCESS: Range<usize> = 1 + DIGEST..1 + 2 * DIGEST;
 
 impl CudaBackend {
-    /// The ways to the other ranks from device to device, if all ranks of `world` have devices that can, each its own. A collective
-    /// operation.
+    /// A communicator of device memory of the ranks of `world`, if all have devices that exchange tensors, each its own. A
+    /// collective operation.
     ///
     /// # Errors
     /// [`Error::Communicator`] when another rank fails, or NCCL does.
-    pub fn between_devices(&self, world: &mut dyn Communicator, ways: Communicators) -> Result<Communicators> {
+    pub fn connect_devices(&self, world: &mut dyn Communicator) -> Result<Option<Box<dyn Communicator>>> {
+        if world.size() == 1 {
+            return Ok(None);
+        }
         let failed = |source| Error::Communicator { instruction: "connecting devices".into(), source };
-        let mine = self.device.between_devices();
-        let words = gather(world, mine.as_deref().ok()).map_err(failed)?;
-        let distinct =
-            |part: std::ops::Range<usize>| words.iter().map(|word| &word[part.clone()]).collect::<HashSet<_>>().len();
+        let mine = self.device.exchange_id();
+        let greetings = gather(world, mine.as_deref().ok()).map_err(failed)?;
+        let are_distinct = |part: Range<usize>| {
+            let parts: HashSet<&[u8]> = greetings.iter().map(|greeting| &greeting[part.clone()]).collect();
+            parts.len() == greetings.len()
+        };
         let why = match &mine {
             Err(why) => why,
-            Ok(_) if words.iter().any(|word| word[0] == 0) => "another rank cannot exchange otherwise",
-            Ok(_) if distinct(1..1 + DIGEST) < words.len() => "ranks share a GPU",
+            Ok(_) if greetings.iter().any(|greeting| greeting[0] == 0) => "another rank has no NCCL",
+            Ok(_) if !are_distinct(DEVICE) => "ranks share a GPU",
             Ok(_) => {
-                let shares_process = distinct(1 + DIGEST..size_of::<Word>()) < words.len();
-                tracing::info!("ranks exchange from GPU to GPU, by NCCL");
-                let connect = |way: Option<Box<dyn Communicator>>| {
-                    way.map(|way| self.device.connect(way, shares_process)).transpose().map_err(failed)
-                };
-                let Communicators { pipeline, batch, experts, replicas } = ways;
-                return Ok(Communicators {
-                    pipeline: connect(pipeline)?,
-                    batch: connect(batch)?,
-                    experts: connect(experts)?,
-                    replicas: connect(replicas)?,
-                });
+                tracing::info!("ranks exchange tensors from GPU to GPU, by NCCL");
+                let control = world.split(0, world.rank()).map_err(failed)?;
+                return self.device.connect(control, !are_distinct(PROCESS)).map(Some).map_err(failed);
             }
         };
-        if world.size() > 1 {
-            tracing::info!(why, "ranks exchange by way of the host");
-        }
-        Ok(ways)
+        tracing::info!(why, "ranks exchange tensors through host memory");
+        Ok(None)
     }
 }
 
-/// The words of all ranks.
-fn gather(world: &mut dyn Communicator, device: Option<&str>) -> communicator::Result<Vec<Word>> {
+/// What all ranks say.
+fn gather(world: &mut dyn Communicator, device: Option<&str>) -> communicator::Result<Vec<Greeting>> {
     // Two hosts may have the same number for a process, or a place on the bus.
     let host = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    let mut mine: Word = [0; _];
+    let mut mine: Greeting = [0; _];
     mine[0] = u8::from(device.is_some());
-    mine[1..1 + DIGEST].copy_from_slice(&digest(&format!("{} of {host}", device.unwrap_or_default())));
-    mine[1 + DIGEST..].copy_from_slice(&digest(&format!("{} of {host}", std::process::id())));
-    let mut all = vec![0; size_of::<Word>() * world.size()];
+    mine[DEVICE].copy_from_slice(&digest(&format!("{} of {host}", device.unwrap_or_default())));
+    mine[PROCESS].copy_from_slice(&digest(&format!("{} of {host}", std::process::id())));
+    let mut all = vec![0; size_of::<Greeting>() * world.size()];
     world.all_gather(&mine, &mut all)?;
     Ok(all.as_chunks().0.to_vec())
 }

@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 use crate::transfers::{Bytes, Operands, RunGuard, Transfers};
 
 /// Alignment of all that is staged.
-const ALIGNMENT: u64 = 64;
+const ALIGNMENT: u64 = size_of::<u64>() as u64;
 
 /// What planning it may cost: host memory is plenty, so that a plan need not be the best.
 const PLANNING: u64 = 1 << 20;
@@ -34,7 +34,8 @@ pub(super) struct Staging {
 /// What a run exchanges.
 pub(super) struct Exchanging<'s> {
     guard: RunGuard<'s>,
-    memory: &'s mut [u64],
+    /// The first byte of the host memory: others write to what is lent of it.
+    memory: *mut u8,
     lent: &'s [Vec<Lent>],
 }
 
@@ -102,9 +103,9 @@ impl Lent {
     }
 
     /// What has a copy in host memory.
-    fn staged(&mut self, is_between_devices: bool) -> impl Iterator<Item = &mut Operand> {
+    fn staged(&mut self, is_on_device: bool) -> impl Iterator<Item = &mut Operand> {
         let lent = self.inputs.iter_mut().chain([&mut self.output]).flatten();
-        lent.filter(move |_| !is_between_devices).chain(self.starts.iter_mut().flatten())
+        lent.filter(move |_| !is_on_device).chain(self.starts.iter_mut().flatten())
     }
 }
 
@@ -136,7 +137,7 @@ impl Staging {
     /// # Errors
     /// [`Error::DoesNotFit`].
     pub fn new(executable: &Executable, transfers: Transfers) -> Result<Self> {
-        let is_between_devices = transfers.are_between_devices();
+        let is_on_device = transfers.are_on_device();
         let mut all: Vec<Vec<Lent>> = Vec::new();
         let mut buffers: Vec<Buffer> = Vec::new();
         let mut tick = 0;
@@ -146,7 +147,7 @@ impl Staging {
             for (index, instruction) in program.instructions.iter().enumerate() {
                 let [Some(request), _] = requests(&instruction.kind) else { continue };
                 let mut of = Lent::of(instruction).expect("checked before");
-                for operand in of.staged(is_between_devices) {
+                for operand in of.staged(is_on_device) {
                     // For now the number of its buffer.
                     operand.at = Some(buffers.len() as u64);
                     let lifetime = tick + index as u64..tick + ends[request] as u64 + 1;
@@ -159,7 +160,7 @@ impl Staging {
         }
         let problem = Problem::new(buffers)?;
         let solution = planned(&problem, &Options { work: PLANNING, ..Options::default() })?;
-        for operand in all.iter_mut().flatten().flat_map(|lent| lent.staged(is_between_devices)) {
+        for operand in all.iter_mut().flatten().flat_map(|lent| lent.staged(is_on_device)) {
             operand.at = operand.at.map(|buffer| solution.offsets[buffer as usize]);
         }
         let needed = solution.height;
@@ -183,7 +184,7 @@ impl Staging {
         let Self { transfers, memory, lent } = self;
         let guard = transfers.guard();
         guard.transfers.follow(program).map_err(|source| failed("a run's beginning", source))?;
-        Ok(Exchanging { guard, memory, lent })
+        Ok(Exchanging { guard, memory: memory.as_mut_ptr().cast(), lent })
     }
 }
 
@@ -194,10 +195,8 @@ fn failed(instruction: impl Into<String>, source: CommunicatorError) -> Error {
 impl Exchanging<'_> {
     /// Ends the run as it ended.
     pub fn end<T>(self, ended: Result<T>) -> Result<T> {
-        match &ended {
-            // The communicator has told the others.
-            Ok(_) | Err(Error::Communicator { .. }) => {}
-            Err(error) => self.guard.transfers.give_up(&error.to_string()),
+        if let Err(error) = &ended {
+            self.guard.transfers.give_up(&error.to_string());
         }
         self.guard.end(ended.is_ok());
         ended
@@ -223,12 +222,11 @@ impl Exchanging<'_> {
         device: &mut dyn Device,
         base: u64,
     ) -> Result<()> {
-        let memory = self.memory.as_mut_ptr().cast::<u8>();
         let [starts, ends] = requests(&instruction.kind);
         let Some(request) = starts.or(ends) else { unreachable!("asked for what has to do with other ranks alone") };
         let lent = &self.lent[program][request];
         // SAFETY: the plan has room for it there, and gives the room to nobody else until the request has ended.
-        let place = |at: u64| unsafe { memory.add(at as usize) };
+        let place = |at: u64| unsafe { self.memory.add(at as usize) };
         let on_device = |operand: &Operand| base + operand.address.offset;
         let bytes = |operand: &Operand| -> Bytes {
             match operand.at {
@@ -237,17 +235,17 @@ impl Exchanging<'_> {
             }
         };
         let during = |error: DeviceError| error.during(&instruction.describe());
+        let failed = |source| failed(instruction.describe(), source);
         if starts.is_some() {
             let read_as_well = lent.output.iter().filter(|_| lent.reads_output);
             let read = lent.inputs.iter().chain(&lent.starts).flatten().chain(read_as_well);
             for (operand, at) in read.filter_map(|operand| Some((operand, operand.at?))) {
-                self.guard.transfers.settle().map_err(|source| failed(instruction.describe(), source))?;
+                self.guard.transfers.settle().map_err(failed)?;
                 // SAFETY: as above; nothing of it is lent yet.
                 let host = unsafe { std::slice::from_raw_parts_mut(place(at), operand.bytes()) };
                 device.read(on_device(operand), host).map_err(during)?;
             }
         }
-        let failed = |source| failed(instruction.describe(), source);
         match &instruction.kind {
             InstrKind::Collective(collective, _) => {
                 let starts = lent.starts.each_ref().map(|starts| match starts {

@@ -35,10 +35,10 @@ fn ranks_exchange_by_nccl() {
     });
 }
 
-/// Two ranks on one device, or with NCCL turned off, exchange by way of the host.
+/// Two ranks on one device exchange through host memory.
 #[test]
-fn ranks_on_one_device_go_by_way_of_the_host() {
-    judge(module_path!(), "ranks_on_one_device_go_by_way_of_the_host", |double| {
+fn ranks_on_one_device_exchange_through_the_host() {
+    judge(module_path!(), "ranks_on_one_device_exchange_through_the_host", |double| {
         let options = TrainOptions { mesh: mesh(2, 1, 1), ..quick() };
         compare("one device", &options, |_| own(0), |vb| Small::new(Style::Gpt, vb));
         assert!(double.calls().iter().all(|(call, _)| !call.starts_with("ncclComm")), "NCCL is asked");
@@ -64,6 +64,29 @@ fn a_failure_of_nccl_is_told_to_the_others() {
             Ok::<_, TrainError>(error.to_string())
         });
         let errors = errors.unwrap();
-        assert!(errors.iter().any(|error| error.contains("ncclRecv")), "{errors:?}");
+        assert!(errors.iter().all(|error| error.contains("ncclRecv")), "{errors:?}");
+    });
+}
+
+/// A failure while several communicators have something under way, and other ranks wait for all of them.
+#[test]
+fn a_failure_ends_all_communicators() {
+    const INVALID_USAGE: i32 = 5;
+    judge(module_path!(), "a_failure_ends_all_communicators", |double| {
+        double.set("DEVICES", 4);
+        let options = TrainOptions { mesh: mesh(2, 2, 1), micro_batches: 2, ..quick() };
+        let errors = on_threads(4, |world: Box<dyn Communicator>| {
+            let rank = world.rank();
+            let mut trainer =
+                Trainer::rank_on_device(world, own(rank), |vb| Small::new(Style::Llama, vb), options.clone())?;
+            step(&mut trainer)?;
+            if rank == 3 {
+                double.fail("ncclAllReduce", 1, INVALID_USAGE);
+            }
+            let error = step(&mut trainer).unwrap_err();
+            Ok::<_, TrainError>(error.to_string())
+        });
+        let errors = errors.unwrap();
+        assert!(errors.iter().all(|error| error.contains("ncclAllReduce")), "{errors:?}");
     });
 }
