@@ -39,7 +39,7 @@
 //! - [`run`]: what a training program needs around its trainer.
 //! - [`step`]: one training step by name: its programs, plans and time.
 //! - [`sweep`]: many steps, and which of them fit under which allocator.
-//! - [`timeline`]: who does what when, as a page.
+//! - [`timeline`]: each rank's actions over time, as a page.
 //! - [`prelude`]: the names that most programs use.
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
