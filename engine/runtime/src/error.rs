@@ -18,8 +18,8 @@ pub enum Error {
     NoKernels { dtype: DType },
     #[cfg(feature = "cuda")]
     #[error(
-        "{instruction} cannot run on a GPU yet, with inputs of {dtypes:?} and the scratch that was planned; lower for Target::Cuda; \
-         docs/gpu.md says what can"
+        "{instruction} cannot run on a GPU, with inputs of {dtypes:?}; docs/gpu.md says what can; choose another optimizer or element \
+         type, or the CPU (DeviceChoice::Cpu); an executable of one's own is to be lowered for Target::Cuda"
     )]
     NoDeviceKernels { instruction: String, dtypes: Vec<DType> },
     #[cfg(feature = "cuda")]
@@ -32,8 +32,15 @@ pub enum Error {
          recomputation within a budget (Recompute::budget), more micro-batches, a shorter sequence, a smaller batch, a smaller model"
     )]
     DoesNotFit { needed: u64, available: u64, limit: crate::process_memory::MemoryLimit, largest: String },
+    #[cfg(feature = "cuda")]
     #[error(
-        "the system refuses to reserve {bytes} bytes for the arena; a limit of the process or container is below it; raise that, or shrink the arena: recomputation within a \
+        "tensors on their way from GPU to GPU through host memory need {needed} bytes of it, but {available} are available by \
+         {limit}; install NCCL, by which they do not pass through it, or use more micro-batches or fewer data ranks per host"
+    )]
+    NoHostMemory { needed: u64, available: u64, limit: crate::process_memory::MemoryLimit },
+    #[error(
+        "the system refuses to reserve {bytes} bytes for the arena; a limit of the process or container is below it; raise that, \
+         or shrink the arena: recomputation within a \
          budget (Recompute::budget), more micro-batches, a smaller batch"
     )]
     Reserve { bytes: u64 },

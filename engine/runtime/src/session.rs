@@ -161,8 +161,8 @@ impl<B: Backend + ?Sized> Session<B> {
     /// Connects it to the other ranks. Programs that were lowered for several ranks do not run before. All ranks call it.
     ///
     /// # Errors
-    /// [`Error::Communicator`] when another rank fails, or has messages that this one does not expect; [`Error::DoesNotFit`]
-    /// when the host has no room for what goes by way of it.
+    /// [`Error::Communicator`] when another rank fails, or has messages that this one does not expect; `Error::NoHostMemory`
+    /// when the host has no room for what passes through it between GPUs.
     pub fn connect(&mut self, communicators: Communicators) -> Result<()> {
         let transfers = Transfers::new(communicators, &self.executable)
             .map_err(|source| Error::Communicator { instruction: "agreeing on an order of messages".into(), source })?;

@@ -135,7 +135,7 @@ impl Staging {
     /// Given the ways to the other ranks, plans the host memory of an executable's programs, of which one runs at a time.
     ///
     /// # Errors
-    /// [`Error::DoesNotFit`].
+    /// [`Error::NoHostMemory`].
     pub fn new(executable: &Executable, transfers: Transfers) -> Result<Self> {
         let is_on_device = transfers.are_on_device();
         let mut all: Vec<Vec<Lent>> = Vec::new();
@@ -166,8 +166,7 @@ impl Staging {
         let needed = solution.height;
         if let Some((available, limit)) = crate::process_memory::available_memory().filter(|(bytes, _)| *bytes < needed)
         {
-            let largest = "tensors on their way to other ranks, by way of the host".into();
-            return Err(Error::DoesNotFit { needed, available, limit, largest });
+            return Err(Error::NoHostMemory { needed, available, limit });
         }
         if needed > 0 {
             tracing::info!(bytes = needed, "host memory for what goes between ranks");
