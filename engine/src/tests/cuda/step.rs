@@ -118,7 +118,7 @@ fn a_program_for_the_cpu_is_refused() {
     let options = TrainOptions { batch: BATCH, sequence: SEQUENCE, threads: 1, ..TrainOptions::default() };
     let planned = executable(&options, Target::Cpu { threads: 1 }, |vb| Small::new(Style::Gpt, vb));
     let error = Session::on_cuda(planned, Box::<Processor>::default(), 0, (0, 1)).unwrap_err().to_string();
-    assert!(error.contains("lower for Target::Cuda"), "{error}");
+    assert!(error.contains("lowered for Target::Cuda"), "{error}");
 }
 
 /// What has no kernels is refused by name, before anything runs.
