@@ -23,8 +23,11 @@ mod mapped;
 mod named;
 mod nvidia;
 mod nvrtc;
+mod place;
 mod profile;
 mod resources;
+mod runner;
+mod slots;
 mod staging;
 
 pub use backend::CudaBackend;

@@ -354,6 +354,11 @@ impl Device for Nvidia {
         Ok(address)
     }
 
+    fn extend(&mut self, bytes: u64) -> Result<(), DeviceError> {
+        self.enter()?;
+        self.memory.as_mut().map_or(Ok(()), |memory| memory.extend(&self.name, bytes))
+    }
+
     fn write(&mut self, address: u64, bytes: &[u8]) -> Result<(), DeviceError> {
         self.enter()?;
         self.expect_inside(address, bytes.len(), "cuMemcpyHtoDAsync")?;

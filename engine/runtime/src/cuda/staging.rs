@@ -15,6 +15,7 @@ use gapless_graph::ops::Collective;
 use gapless_kernels::cpu::args::Address;
 
 use super::device::{Device, DeviceError};
+use super::slots::Located;
 use crate::error::{Error, Result};
 use crate::transfers::{Bytes, Operands, RunGuard, Transfers};
 
@@ -67,9 +68,9 @@ struct Copied {
 }
 
 impl Copied {
-    /// If its place is known before the step, and the host can have it.
+    /// If the host can have it.
     fn new(address: &Address, is_sum: bool) -> Option<Self> {
-        let is_known = address.counted.is_none() && (!is_sum || [DType::F32, DType::BF16].contains(&address.dtype));
+        let is_known = !is_sum || [DType::F32, DType::BF16].contains(&address.dtype);
         let is_wide = is_sum && address.dtype == DType::BF16;
         is_known.then(|| Self { address: address.clone(), is_wide, at: 0 })
     }
@@ -79,16 +80,21 @@ impl Copied {
         self.address.span * self.address.dtype.size_in_bytes()
     }
 
-    /// Bytes on the host.
+    /// Bytes on the host, at most.
     fn bytes(&self) -> usize {
         if self.is_wide { 4 * self.address.span } else { self.stored() }
+    }
+
+    /// Bytes on the host, of as many rows as there are now.
+    fn bytes_now(&self, located: Located<'_>) -> usize {
+        if self.address.counted.is_some() { located.of(&self.address).1 } else { self.bytes() }
     }
 }
 
 impl Staged {
     /// What an instruction that starts something needs; none if it can't be had.
     fn of(instruction: &Instruction) -> Option<Self> {
-        let Instruction { inputs, outputs, predicate: None, .. } = instruction else { return None };
+        let Instruction { inputs, outputs, .. } = instruction;
         let plain = |address: &Address| Copied::new(address, false);
         Some(match instruction.kind {
             InstrKind::Send(_) => Self { inputs: [Some(plain(&inputs[0])?), None], ..Self::default() },
@@ -147,7 +153,7 @@ impl Staging {
     /// Plans the host memory of an executable's programs, of which one runs at a time.
     ///
     /// # Errors
-    /// What `refused` makes of an instruction whose operands have no place before the step.
+    /// What `refused` makes of an instruction whose operands the host cannot have.
     pub fn new(executable: &Executable, refused: impl Fn(&Instruction) -> Error) -> Result<Self> {
         let mut all: Vec<Vec<Staged>> = Vec::new();
         let mut buffers: Vec<Buffer> = Vec::new();
@@ -211,7 +217,7 @@ impl Exchanging<'_> {
         ended
     }
 
-    /// Does what an instruction has to do with other ranks, with the arena at `base`. All that was launched before has ended.
+    /// Does what an instruction has to do with other ranks, with its operands where they are now. All that was launched before has ended.
     ///
     /// # Errors
     /// [`Error::Device`]; [`Error::Communicator`] when another rank fails.
@@ -220,7 +226,7 @@ impl Exchanging<'_> {
         program: usize,
         instruction: &Instruction,
         device: &mut dyn Device,
-        base: u64,
+        located: Located<'_>,
     ) -> Result<()> {
         let memory = self.memory.as_mut_ptr().cast::<u8>();
         let [starts, ends] = requests(&instruction.kind);
@@ -228,13 +234,13 @@ impl Exchanging<'_> {
         let staged = &self.staged[program][request];
         // SAFETY: the plan has room for it there, and gives the room to nobody else until the request has ended.
         let place = |copied: &Copied| unsafe { memory.add(copied.at as usize) };
-        let bytes = |copied: &Copied| -> Bytes { (place(copied), copied.bytes()) };
+        let bytes = |copied: &Copied| -> Bytes { (place(copied), copied.bytes_now(located)) };
         if starts.is_some() {
             let read_as_well = staged.output.iter().filter(|_| staged.reads_output);
             for copied in staged.inputs.iter().chain(&staged.starts).flatten().chain(read_as_well) {
                 // SAFETY: as above; nothing of it is lent yet.
-                let host = unsafe { std::slice::from_raw_parts_mut(place(copied), copied.bytes()) };
-                fetch(device, base, copied, host).map_err(|error| error.during(&instruction.describe()))?;
+                let host = unsafe { std::slice::from_raw_parts_mut(place(copied), copied.bytes_now(located)) };
+                fetch(device, located, copied, host).map_err(|error| error.during(&instruction.describe()))?;
             }
         }
         let failed = |source| Error::Communicator { instruction: instruction.describe(), source };
@@ -264,8 +270,8 @@ impl Exchanging<'_> {
         }
         if let (Some(_), Some(copied)) = (ends, &staged.output) {
             // SAFETY: as above; it is not lent any more.
-            let host = unsafe { std::slice::from_raw_parts_mut(place(copied), copied.bytes()) };
-            bring(device, base, copied, host).map_err(|error| error.during(&instruction.describe()))?;
+            let host = unsafe { std::slice::from_raw_parts_mut(place(copied), copied.bytes_now(located)) };
+            bring(device, located, copied, host).map_err(|error| error.during(&instruction.describe()))?;
         }
         Ok(())
     }
@@ -283,8 +289,8 @@ fn ends(program: &CompiledProgram) -> Vec<usize> {
 }
 
 /// From the device to the host.
-fn fetch(device: &dyn Device, base: u64, copied: &Copied, host: &mut [u8]) -> Result<(), DeviceError> {
-    let address = base + copied.address.offset;
+fn fetch(device: &dyn Device, located: Located<'_>, copied: &Copied, host: &mut [u8]) -> Result<(), DeviceError> {
+    let (address, _) = located.of(&copied.address);
     if !copied.is_wide {
         return device.read(address, host);
     }
@@ -300,8 +306,8 @@ fn fetch(device: &dyn Device, base: u64, copied: &Copied, host: &mut [u8]) -> Re
 }
 
 /// From the host to the device.
-fn bring(device: &mut dyn Device, base: u64, copied: &Copied, host: &mut [u8]) -> Result<(), DeviceError> {
-    let address = base + copied.address.offset;
+fn bring(device: &mut dyn Device, located: Located<'_>, copied: &Copied, host: &mut [u8]) -> Result<(), DeviceError> {
+    let (address, _) = located.of(&copied.address);
     if !copied.is_wide {
         return device.write(address, host);
     }

@@ -1,0 +1,150 @@
+//! A run of a program on a device, part by part.
+//!
+//! In: parts, and what is to be done with the launches of each. Out: messages exchanged, counts read, places found in between. Never: a
+//! decision that [`Routed`](crate::routed::Routed) does not make, as on the CPU.
+
+use std::ops::Range;
+
+use candle_core::{DType, Device as CandleDevice, Tensor};
+use gapless_compile::internal::{CompiledProgram, Instruction};
+use gapless_compile::{Executable, InstrKind, ProgramId};
+use gapless_kernels::Stream;
+use gapless_kernels::cpu::args::Address;
+
+use super::device::Device;
+use super::place::{ALIGNMENT, Part, Place};
+use super::slots::{Located, Slots};
+use super::staging::{Exchanging, Staging};
+use crate::error::{Error, Result};
+use crate::routed::{Refusal, not_finite_before};
+use crate::session::RunOptions;
+
+/// What runs programs.
+#[derive(Debug)]
+pub(super) struct Runner {
+    pub device: Box<dyn Device>,
+    pub place: Place,
+    pub slots: Slots,
+    pub staging: Staging,
+}
+
+impl Runner {
+    /// Goes through the parts of a program. `launch` is called with each that is not left out: it does the launches of those that have
+    /// such; what others have to do with other ranks was done.
+    pub fn go_through<L>(
+        &mut self,
+        executable: &Executable,
+        id: ProgramId,
+        options: RunOptions,
+        parts: &[Part<L>],
+        mut launch: impl FnMut(&mut dyn Device, Located<'_>, &Part<L>) -> Result<()>,
+    ) -> Result<()> {
+        let Self { device, place, slots, staging } = self;
+        let (device, program) = (&mut **device, &executable.programs[id.0]);
+        device.write(place.key, &Stream::new(options.seed, options.step, 0).key().to_ne_bytes())?;
+        slots.routed.begin(executable.arena_bytes().next_multiple_of(ALIGNMENT));
+        let exchanging = staging.run();
+        let mut run = Run { device, place: *place, slots, exchanging, program, id, step: options.step };
+        let mut go = |part: &Part<L>| {
+            let instructions = &program.instructions[part.span.clone()];
+            if run.slots.routed.is_left_out(&instructions[0]) {
+                return Ok(());
+            }
+            run.find_places(part.span.clone())?;
+            if part.launches.is_none() {
+                instructions.iter().try_for_each(|instruction| run.exchange(instruction))?;
+            }
+            launch(run.device, run.slots.located(), part)?;
+            instructions.last().map_or(Ok(()), |last| run.count(last))
+        };
+        let ran = parts.iter().try_for_each(&mut go);
+        run.exchanging.end(ran)
+    }
+}
+
+/// A run of a program.
+struct Run<'r> {
+    device: &'r mut dyn Device,
+    place: Place,
+    slots: &'r mut Slots,
+    exchanging: Exchanging<'r>,
+    program: &'r CompiledProgram,
+    id: ProgramId,
+    step: u64,
+}
+
+impl Run<'_> {
+    /// Finds places for what instructions are the first to write, each when those in front of it have given theirs back: on the device
+    /// they run one after another, too.
+    fn find_places(&mut self, span: Range<usize>) -> Result<()> {
+        for instruction in &self.program.instructions[span.clone()] {
+            if let Err(refusal) = self.slots.routed.place(instruction) {
+                return Err(self.refused(refusal, instruction, span.start));
+            }
+            if let Some(end) = self.slots.routed.outside_end() {
+                self.place.reach(self.device, end).map_err(|error| error.during(&instruction.describe()))?;
+            }
+            self.slots.note(instruction);
+            self.slots.routed.release(instruction);
+        }
+        Ok(self.slots.write(self.device)?)
+    }
+
+    /// Why there is no room for an instruction, when those in front of `begun` have run.
+    fn refused(&self, refusal: Refusal, instruction: &Instruction, begun: usize) -> Error {
+        let located = self.slots.located();
+        let is_finite = |planned: &Address| is_finite(self.device, located, planned).unwrap_or(true);
+        match not_finite_before(self.program, begun, is_finite) {
+            Some(index) => {
+                let culprit = self.program.instructions[index].describe();
+                Error::NonFinite { step: self.step, loss: f32::NAN, culprit }
+            }
+            None => refusal.error(instruction.describe()),
+        }
+    }
+
+    /// Does what an instruction without launches has to do.
+    fn exchange(&mut self, instruction: &Instruction) -> Result<()> {
+        match instruction.kind {
+            // Of tensors of nothing.
+            InstrKind::Compute(_) => {}
+            InstrKind::Vote(_) => {
+                let without = self.slots.routed.offer(instruction);
+                let (at, _) = self.slots.located().of(&instruction.outputs[0]);
+                self.device.write(at, &without.to_ne_bytes())?;
+            }
+            InstrKind::ApplyVote(_) => {
+                let (at, _) = self.slots.located().of(&instruction.inputs[0]);
+                let mut without = [0; size_of::<f32>()];
+                self.device.read(at, &mut without)?;
+                self.slots.routed.settle(instruction, f32::from_ne_bytes(without));
+                self.slots.note(instruction);
+            }
+            _ => self.exchanging.exchange(self.id.0, instruction, self.device, self.slots.located())?,
+        }
+        Ok(())
+    }
+
+    /// Reads what the last instruction of a part has counted.
+    fn count(&mut self, instruction: &Instruction) -> Result<()> {
+        let Some(count) = instruction.counts else { return Ok(()) };
+        let (at, bytes) = self.slots.located().of(&instruction.outputs[0]);
+        let mut rows = [0; size_of::<u32>()];
+        self.device.read(at + (bytes - rows.len()) as u64, &mut rows)?;
+        self.slots.routed.count(count, u32::from_ne_bytes(rows));
+        Ok(())
+    }
+}
+
+/// Whether all numbers of a tensor are finite, if it has such.
+pub(super) fn is_finite(device: &dyn Device, located: Located<'_>, address: &Address) -> Result<bool> {
+    let (at, len) = located.of(address);
+    if !address.dtype.is_float() || len == 0 {
+        return Ok(true);
+    }
+    let mut bytes = vec![0; len];
+    device.read(at, &mut bytes)?;
+    let count = len / address.dtype.size_in_bytes();
+    let numbers = Tensor::from_raw_buffer(&bytes, address.dtype, &[count], &CandleDevice::Cpu)?;
+    Ok(numbers.to_dtype(DType::F64)?.to_vec1::<f64>()?.iter().all(|x| x.is_finite()))
+}
