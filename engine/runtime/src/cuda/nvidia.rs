@@ -356,7 +356,10 @@ impl Device for Nvidia {
 
     fn extend(&mut self, bytes: u64) -> Result<(), DeviceError> {
         self.enter()?;
-        self.memory.as_mut().map_or(Ok(()), |memory| memory.extend(&self.name, bytes))
+        match &mut self.memory {
+            Some(memory) => memory.extend(&self.name, bytes),
+            None => self.reserve(bytes).map(drop),
+        }
     }
 
     fn write(&mut self, address: u64, bytes: &[u8]) -> Result<(), DeviceError> {

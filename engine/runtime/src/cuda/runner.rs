@@ -51,8 +51,9 @@ impl Runner {
                 return Ok(());
             }
             run.find_places(part.span.clone())?;
-            if part.launches.is_none() {
-                instructions.iter().try_for_each(|instruction| run.exchange(instruction))?;
+            match part.launches {
+                Some(_) => run.slots.write(run.device)?,
+                None => instructions.iter().try_for_each(|instruction| run.exchange(instruction))?,
             }
             launch(run.device, run.slots.located(), part)?;
             instructions.last().map_or(Ok(()), |last| run.count(last))
@@ -87,7 +88,7 @@ impl Run<'_> {
             self.slots.note(instruction);
             self.slots.routed.release(instruction);
         }
-        Ok(self.slots.write(self.device)?)
+        Ok(())
     }
 
     /// Why there is no room for an instruction, when those in front of `begun` have run.

@@ -60,6 +60,7 @@ pub(super) fn slot(table: u64, counted: CountedAddress) -> u64 {
 }
 
 impl Slots {
+    /// For the programs of an executable, run one at a time.
     pub fn new(executable: &Executable, place: Place) -> Self {
         // Rows outside of the arena are in memory that goes on behind it.
         let routed = Routed::new(executable, OverflowHeap::elsewhere());
@@ -80,8 +81,7 @@ impl Slots {
             if self.slots[index] != slot {
                 self.slots[index] = slot;
                 let Range { start, end } = self.changed;
-                let is_first = self.changed.is_empty();
-                self.changed = if is_first { index..index + 1 } else { start.min(index)..end.max(index + 1) };
+                self.changed = if start == end { index..index + 1 } else { start.min(index)..end.max(index + 1) };
             }
         }
     }

@@ -87,7 +87,8 @@ impl Copied {
 
     /// Bytes on the host, of as many rows as there are now.
     fn bytes_now(&self, located: Located<'_>) -> usize {
-        if self.address.counted.is_some() { located.of(&self.address).1 } else { self.bytes() }
+        let most = self.bytes();
+        if self.address.counted.is_some() { located.of(&self.address).1.min(most) } else { most }
     }
 }
 
