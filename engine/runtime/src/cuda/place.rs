@@ -145,6 +145,7 @@ impl Place {
             },
         };
         let launches = launches::launches(&**op, &operands)?;
+        // Others would take a slot for a tensor.
         let reads_slots = |launch: &Launch| matches!(launch, Launch::Kernel(kernel) if kernel.family.reads_slots());
         let has_slots = operands.inputs.iter().chain(operands.outputs).any(Operand::has_slot);
         (!has_slots || launches.iter().all(reads_slots)).then_some(launches)

@@ -13,7 +13,7 @@ use crate::communicator::{Communicator, on_threads};
 use crate::nn::RouterConfig;
 use crate::recompute::Recompute;
 use crate::runtime::Error as RuntimeError;
-use crate::{Overflow, TrainError, TrainOptions, Trainer};
+use crate::{DeviceChoice, Overflow, TrainError, TrainOptions, Trainer};
 
 const STEPS: u64 = 3;
 
@@ -240,6 +240,27 @@ fn growing_keeps_to_the_budget() {
         on_threads(2, |world| Ok(step(&mut make(world, with(Recompute::budget(budget)))?).unwrap_err())).unwrap();
     let is_growth = |error: &TrainError| matches!(error, TrainError::Runtime(RuntimeError::Growth { needed, .. }) if *needed > budget);
     assert!(errors.iter().any(is_growth), "{errors:?}");
+}
+
+/// What is timed of a step is all of its arithmetic, and rows have places meanwhile.
+#[test]
+fn a_profile_of_expert_ranks_is_their_step() {
+    if !host::is_there() {
+        return;
+    }
+    let (config, [tokens, targets]) = (config(), batch(0));
+    let options = on(experts(Mesh::default()), Reserve::Worst, Overflow::Recompute);
+    let profiles = on_threads(2, |world| {
+        let mut trainer = on_device(&config, false)(world, options.clone())?;
+        let profile = trainer.profile(&tokens, &targets)?;
+        assert!(trainer.check_run()? > 0);
+        Ok(profile)
+    });
+    for (rank, profile) in profiles.unwrap().iter().enumerate() {
+        let options = TrainOptions { device: DeviceChoice::Cuda(0), ..options.clone() };
+        let plan = Trainer::plan_rank(|vb| Mixture::new(&config, false, vb), &options, rank).unwrap();
+        assert_eq!(profile.iter().map(|timed| timed.flops).sum::<u64>(), plan.flops[0], "rank {rank}");
+    }
 }
 
 /// A step that is not finite is run again, instruction by instruction, with the same places.
