@@ -47,8 +47,8 @@ impl Session<CudaBackend> {
     /// [connected](Self::connect).
     ///
     /// # Errors
-    /// Before anything is reserved, [`Error::NoDeviceKernels`] for what only the CPU can do so far, and for programs that were
-    /// lowered for it; [`Error::Device`].
+    /// Before anything is reserved, [`Error::NoDeviceKernels`](crate::Error::NoDeviceKernels) for what only the CPU can do so far, and
+    /// for programs that were lowered for it; [`Error::Device`](crate::Error::Device).
     pub fn on_cuda(
         executable: Executable,
         mut device: Box<dyn Device>,
@@ -89,7 +89,7 @@ impl Session<CudaBackend> {
     /// All that the programs of an executable launch, as if its arena began at address 0: what has to be compiled for it.
     ///
     /// # Errors
-    /// [`Error::NoDeviceKernels`], as [`Self::on_cuda`].
+    /// [`Error::NoDeviceKernels`](crate::Error::NoDeviceKernels), as [`Self::on_cuda`].
     pub fn launches(executable: &Executable) -> Result<Vec<Launch>> {
         let parts =
             executable.programs.iter().map(|program| Place::NOWHERE.parts(program)).collect::<Result<Vec<_>>>()?;
@@ -102,7 +102,7 @@ impl CudaBackend {
     /// What of the device's memory is in use, and for what.
     ///
     /// # Errors
-    /// [`Error::Device`].
+    /// [`Error::Device`](crate::Error::Device).
     pub fn memory(&self) -> Result<DeviceMemory> {
         Ok(self.runner.device.memory()?)
     }
