@@ -98,3 +98,29 @@ impl OverflowHeap {
         self.live
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_take_the_lowest_addresses_that_are_free() {
+        for (mut heap, has_memory) in [(OverflowHeap::default(), true), (OverflowHeap::elsewhere(), false)] {
+            heap.begin(1000);
+            let start = heap.range().start;
+            assert!(start > 1000 && heap.range().is_empty());
+            let offsets =
+                [(0, 65), (1, 64), (2, 1), (3, 0)].map(|(request, bytes)| heap.serve(request, bytes).unwrap());
+            assert_eq!(offsets, [0, 128, 192, 256].map(|offset| start + offset), "whole lines, one even of nothing");
+            assert!(heap.release(1) && heap.release(0) && !heap.release(0));
+            assert_eq!([heap.serve(4, 100), heap.serve(5, 100)], [Some(start), Some(start + 320)]);
+            assert_eq!((heap.live(), heap.range()), (64 * 6, start..start + 448));
+            // Nobody is given an address that is none.
+            assert!(heap.find(start).is_some() && heap.find(start + 64).is_none() && heap.find(0).is_none());
+            if has_memory {
+                // SAFETY: the block has so many bytes, and nobody else has it.
+                unsafe { std::slice::from_raw_parts_mut(heap.find(start + 320).unwrap(), 100) }.fill(1);
+            }
+        }
+    }
+}
