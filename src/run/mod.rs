@@ -28,6 +28,7 @@
 
 mod config;
 mod console;
+mod error;
 mod event;
 mod fit;
 mod folder;
@@ -36,6 +37,7 @@ mod report;
 mod routing;
 mod saved;
 mod stop;
+mod summary;
 mod train;
 mod trained;
 
@@ -45,6 +47,7 @@ pub use config::{
 };
 pub(crate) use config::{line_of, pipeline, size, text_of, with_nearest};
 pub use console::{Console, ErrorOutput, OutputLost};
+pub use error::RunError;
 pub use event::{Event, Seconds};
 pub use fit::{Answer, Ended, Fit, Fitted, sample, validation_loss, validation_windows};
 pub use folder::RunFolder;
@@ -53,5 +56,6 @@ pub use report::{Report, ReportError, ReportServer, RunRecord};
 use saved::say_changes;
 pub use saved::{dataset, expect_same, with_saved};
 pub use stop::Stop;
-pub use train::{Progress, RunError, Start, Summary, train};
+pub use summary::Summary;
+pub use train::{Progress, Start, train};
 pub use trained::TrainedRun;

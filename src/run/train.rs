@@ -1,6 +1,5 @@
 //! A whole run: data, model, steps, evaluations, samples, checkpoints, and a folder that holds all that there is to know of it.
 
-use std::fmt;
 use std::fs;
 use std::io::Write;
 use std::ops::ControlFlow;
@@ -8,23 +7,21 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use gapless_communicator::{Communicator, CommunicatorError, InProcess, RankError, on_threads};
-use gapless_engine::checkpoint::{Checkpoint, CheckpointError};
-use gapless_engine::data::{DataError, Dataset, TrainingWindows, ValidationWindows, Vocabulary};
-use gapless_engine::metrics::{MetricsError, peak_rss_bytes};
+use gapless_communicator::{Communicator, InProcess, on_threads};
+use gapless_engine::checkpoint::Checkpoint;
+use gapless_engine::data::{Dataset, TrainingWindows, ValidationWindows, Vocabulary};
 use gapless_engine::nn::Trainable;
 use gapless_engine::{GenerateOptions, Sampling, StepReport, TrainError, Trainer};
-use gapless_models::hf::{Folder, HfError};
+use gapless_models::hf::Folder;
 use gapless_models::{Gpt, Llama, Moe};
 use gapless_parallel::Mesh;
-use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::folder::write;
 use super::routing::StepRow;
 use super::{
-    ConfigError, Console, Ended, Event, Fit, Fitted, ModelConfig, RunConfig, RunFolder, SampleConfig, StepConfig, Stop,
-    expect_same, sample, say_changes, validation_windows,
+    ConfigError, Console, Ended, Event, Fit, Fitted, ModelConfig, RunConfig, RunError, RunFolder, SampleConfig,
+    StepConfig, Stop, Summary, expect_same, sample, say_changes, validation_windows,
 };
 
 /// How a run begins.
@@ -62,102 +59,6 @@ const MAY_CHANGE: &[&str] = &[
 /// The vocabulary in a run's folder.
 pub(super) const TOKENIZER: &str = "tokenizer.json";
 
-/// Why a run ended before its last step.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum RunError {
-    /// The configuration.
-    #[error(transparent)]
-    Config(#[from] ConfigError),
-    /// The data.
-    #[error(transparent)]
-    Data(#[from] DataError),
-    /// A Hugging Face folder.
-    #[error(transparent)]
-    Pretrained(Box<HfError>),
-    /// The trainer.
-    #[error(transparent)]
-    Train(Box<TrainError>),
-    /// The folder or its checkpoints.
-    #[error(transparent)]
-    Checkpoint(#[from] CheckpointError),
-    /// Figures that cannot be written.
-    #[error(transparent)]
-    Metrics(#[from] MetricsError),
-    /// Nothing to go on from.
-    #[error("there is no checkpoint in {}; run without --resume first", path.display())]
-    NothingToResume {
-        /// Where checkpoints would be.
-        path: PathBuf,
-    },
-    /// No step is left to do.
-    #[error("{} has done {done} steps, as many as the run is to have, or more; raise steps (it is {steps})", path.display())]
-    NothingLeft {
-        /// The checkpoint.
-        path: PathBuf,
-        /// Its steps.
-        done: u64,
-        /// Steps in all.
-        steps: u64,
-    },
-    /// The saved run was another one.
-    #[error("the run in {} was of another configuration: {}; these keys cannot change: set them back (run.toml beside its checkpoints has them) or choose another --out", path.display(), differences.join(", "))]
-    Changed {
-        /// The checkpoint.
-        path: PathBuf,
-        /// Each key with its values.
-        differences: Vec<String>,
-    },
-    /// Loss spikes without end.
-    #[error(
-        "{skipped} steps in a row, the last of them {step}, were far above those before them and were left out; the last checkpoint is from before: let guard.rollbacks go back to it, go on from it with --fork and a lower learning_rate.peak or another seed, or raise guard.norm and guard.loss"
-    )]
-    Spikes {
-        /// The last.
-        step: u64,
-        /// How many.
-        skipped: u64,
-    },
-    /// What a callback of [`Fit::run`] answered.
-    #[error(transparent)]
-    Callback(#[from] Box<dyn std::error::Error + Send + Sync>),
-    /// A file of the run's folder that cannot be written, or signals that cannot be listened to.
-    #[error("{what}: {source}")]
-    Io {
-        /// What was to be done.
-        what: String,
-        /// Why it cannot be done.
-        source: std::io::Error,
-    },
-}
-
-impl From<HfError> for RunError {
-    fn from(error: HfError) -> Self {
-        Self::Pretrained(Box::new(error))
-    }
-}
-
-impl From<TrainError> for RunError {
-    fn from(error: TrainError) -> Self {
-        Self::Train(Box::new(error))
-    }
-}
-
-impl From<CommunicatorError> for RunError {
-    fn from(error: CommunicatorError) -> Self {
-        TrainError::from(error).into()
-    }
-}
-
-impl RankError for RunError {
-    fn communicator(&self) -> Option<&CommunicatorError> {
-        match self {
-            Self::Train(error) => error.communicator(),
-            _ => None,
-        }
-    }
-}
-
 /// Where a run is, for whoever shows it.
 #[derive(Debug, Clone, Copy)]
 pub struct Progress {
@@ -171,37 +72,6 @@ pub struct Progress {
     pub learning_rate: f64,
     /// Mean since the start of the process.
     pub tokens_per_second: f64,
-}
-
-/// How a run ended: `summary.json`.
-#[derive(Debug, Clone, Serialize)]
-pub struct Summary {
-    /// Loss of the last step; none where no step was left to do.
-    pub final_loss: Option<f32>,
-    /// Mean loss over the validation windows; none where there are too few.
-    pub val_loss: Option<f32>,
-    /// Mean since the start of the process.
-    pub tokens_per_second: f64,
-    /// Steps done.
-    pub steps: u64,
-    /// Numbers that are trained.
-    pub parameters: u64,
-    /// Of the planned arena.
-    pub arena_bytes: u64,
-    /// No plan is smaller.
-    pub lower_bound_bytes: u64,
-    /// Arena ÷ lower bound.
-    pub gap: f64,
-    /// Most memory that the process has held.
-    pub peak_rss_bytes: Option<u64>,
-    /// Of planning.
-    pub plan_ms: f64,
-    /// Same hash, same plan.
-    pub plan_hash: String,
-    /// Why it ended.
-    pub ended: Ended,
-    /// The signal that ended it early.
-    pub signal: Option<u8>,
 }
 
 /// Trains as the configuration says, into a folder that is this run's own:
@@ -505,40 +375,4 @@ fn trainer(
             trainer
         }
     })
-}
-
-impl Summary {
-    /// Of a run that has ended, by a signal or not.
-    pub fn new(trainer: &Trainer, fitted: &Fitted, signal: Option<u8>) -> Self {
-        let report = trainer.report();
-        Self {
-            final_loss: fitted.loss,
-            val_loss: fitted.val_loss,
-            tokens_per_second: fitted.tokens_per_second,
-            steps: trainer.steps(),
-            parameters: report.parameters,
-            arena_bytes: report.arena_bytes,
-            lower_bound_bytes: report.lower_bound_bytes,
-            gap: report.gap,
-            peak_rss_bytes: peak_rss_bytes(),
-            plan_ms: report.plan_ms,
-            plan_hash: report.plan_hash.to_string(),
-            ended: fitted.ended,
-            signal,
-        }
-    }
-}
-
-impl fmt::Display for Summary {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} steps", self.steps)?;
-        if let Some(loss) = self.final_loss {
-            write!(f, ", loss {loss:.4}, {:.0} tokens/s", self.tokens_per_second)?;
-        }
-        if let Some(loss) = self.val_loss {
-            write!(f, ", validation loss {loss:.4}")?;
-        }
-        let mebibytes = self.arena_bytes as f64 / f64::from(1 << 20);
-        write!(f, ", arena {mebibytes:.1} MiB ({:.4} of the lower bound)", self.gap)
-    }
 }

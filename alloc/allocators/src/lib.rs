@@ -4,7 +4,7 @@
 //! snapshot ([`read_snapshot`]). Out: what each [`Allocator`] would reserve for it ([`replay`](fn@replay)), side by side
 //! ([`compare`](fn@compare)). Never: memory; nothing here touches a byte of what it hands out.
 //!
-//! Each allocator is one file, modelled after its source and judged where a recording of the real one exists;
+//! Each allocator is a file or a folder, modelled after its source and judged where a recording of the real one exists;
 //! `docs/allocators.md` says how each works and where its model deviates.
 //!
 //! ```

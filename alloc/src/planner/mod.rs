@@ -13,13 +13,14 @@
 //! - [`space`] is what these know of addresses.
 //! - [`solve`] says what is tried on a part, in which order; [`run`] does it for all parts and concludes what is proven.
 //! - [`features`]: groups whose members live differently, and plans that keep earlier addresses.
-//! - [`budget`] counts what that costs.
+//! - [`budget`] counts what that costs; [`mix`](mod@mix) has the random bits of all searches.
 
 mod budget;
 mod decompose;
 mod features;
 mod improve;
 mod lower_bound;
+mod mix;
 mod place;
 mod prove;
 mod run;

@@ -40,6 +40,7 @@ mod worlds;
 
 use std::ffi::OsStr;
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -51,6 +52,8 @@ pub use mpi::Mpi;
 pub use nccl::{Nccl, Sums};
 pub use tag::{Direction, Tag};
 pub use worlds::{RankError, on_threads, world};
+
+use self::launch_order::{Call, LaunchOrder};
 
 /// Where the addresses of a backend's messages point to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -157,7 +160,8 @@ impl fmt::Display for Collective {
 ///
 /// # Safety
 /// An implementation leaves lent memory alone once [`wait`](Self::wait) has returned for its request, *also with an
-/// error*, and once the communicator is dropped. [`memory`](Self::memory) is [`Memory::Host`] only if addresses are those
+/// error*, and once the communicator is dropped; after [`wait_on_device`](Self::wait_on_device), once the device comes to what
+/// is launched behind it, and with an error at once. [`memory`](Self::memory) is [`Memory::Host`] only if addresses are those
 /// of this process: the blocking methods over slices rest on both.
 pub unsafe trait Communicator: Send + std::fmt::Debug {
     /// This rank, from 0.
@@ -200,6 +204,41 @@ pub unsafe trait Communicator: Send + std::fmt::Debug {
     /// collective this is, or when it takes longer than the timeout. Also when the request is another communicator's, whose
     /// memory then stays lent until that one is dropped.
     fn wait(&mut self, request: Request) -> Result<()>;
+
+    /// Agrees with all ranks on the order in which a program's messages are launched ([`launch_order`]), which [`follow`](Self::follow)
+    /// begins a run of. None where messages are told apart by their tags. A collective operation, once per program.
+    ///
+    /// # Errors
+    /// As [`LaunchOrder::agree`].
+    fn agree(&mut self, _program: &[Call]) -> Result<Option<Arc<LaunchOrder>>> {
+        Ok(None)
+    }
+
+    /// Begins a run of a program that an order was agreed on for. It is over when everything was started that belongs to it.
+    ///
+    /// # Errors
+    /// When another run is under way.
+    fn follow(&mut self, _order: &Arc<LaunchOrder>) -> Result<()> {
+        Ok(())
+    }
+
+    /// Has what the rank computes from now on wait for an operation. Where memory is a device's, the device waits and the host goes on:
+    /// the operation's memory is the device's again for what is launched from now on, and the host's once all is
+    /// [settled](Self::settle).
+    ///
+    /// # Errors
+    /// As [`wait`](Self::wait), some of them not before it is settled.
+    fn wait_on_device(&mut self, request: Request) -> Result<()> {
+        self.wait(request)
+    }
+
+    /// Waits until all has ended that was left to the device to wait for.
+    ///
+    /// # Errors
+    /// As [`wait`](Self::wait).
+    fn settle(&mut self) -> Result<()> {
+        Ok(())
+    }
 
     /// Cuts the group into one communicator per `color`, of which the caller gets its own. Ranks are in the order of
     /// `key`, then of the rank here. A collective operation: all ranks call it, in the order of the other collectives.

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use candle_core::DType;
 use gapless_alloc::Label;
 use gapless_alloc::arena::RequestId;
+use gapless_communicator::launch_order::Call;
 use gapless_graph::Spec;
 use gapless_graph::nn::Initializer;
 use gapless_kernels::Element;
@@ -132,6 +133,8 @@ pub struct CompiledProgram {
     pub outputs: Vec<Named>,
     /// Messages and collectives that it has.
     pub requests: usize,
+    /// What it does with the pipeline's communicator, for ranks that have to agree on an order of messages.
+    pub messages: Vec<Call>,
     /// Where in the file what is offloaded waits, by [`HostId`](super::HostId).
     pub host: Vec<u64>,
     /// Numbers of rows that are counted while it runs.

@@ -126,6 +126,7 @@ impl Linker<'_> {
             inputs: program.inputs.iter().map(|input| self.named(input)).collect(),
             outputs: program.outputs.iter().map(|output| self.named(output)).collect(),
             requests: program.requests,
+            messages: program.messages(),
             host,
             counts: program.counts,
         }

@@ -80,7 +80,7 @@ pub trait Backend: Any + Debug + Send {
     fn run(&mut self, executable: &Executable, id: ProgramId, options: RunOptions) -> Result<Option<String>>;
 
     /// Connects it to the other ranks.
-    fn connect(&mut self, transfers: Transfers);
+    fn connect(&mut self, executable: &Executable, transfers: Transfers) -> Result<()>;
 
     /// Shows the bytes at several addresses at once.
     fn read(&self, addresses: &[&Address], show: &mut dyn FnMut(&[&[u8]])) -> Result<()>;
@@ -155,9 +155,15 @@ impl<B: Backend + ?Sized> Session<B> {
         self.backend.times()
     }
 
-    /// Connects it to the other ranks. Programs that were lowered for several ranks do not run before.
-    pub fn connect(&mut self, communicators: Communicators) {
-        self.backend.connect(Transfers::new(communicators, &self.executable));
+    /// Connects it to the other ranks. Programs that were lowered for several ranks do not run before. All ranks call it.
+    ///
+    /// # Errors
+    /// [`Error::Communicator`] when another rank fails, or has messages that this one does not expect; [`Error::DoesNotFit`]
+    /// when the host has no room for what goes by way of it.
+    pub fn connect(&mut self, communicators: Communicators) -> Result<()> {
+        let transfers = Transfers::new(communicators, &self.executable)
+            .map_err(|source| Error::Communicator { instruction: "agreeing on an order of messages".into(), source })?;
+        self.backend.connect(&self.executable, transfers)
     }
 
     /// Runs a program. Returns the first instruction with a non-finite output, if asked to watch for it.

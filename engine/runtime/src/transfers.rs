@@ -3,8 +3,13 @@
 //! In: instructions, and where the arena is. Out: requests to the communicators, each until the instruction that waits for it.
 //! Never: a heap allocation while a program runs.
 
+use std::sync::Arc;
+
+#[cfg(feature = "cuda")]
+use gapless_communicator::Memory;
+use gapless_communicator::launch_order::LaunchOrder;
 use gapless_communicator::{self as communicator, Communicator, CommunicatorError, Request};
-use gapless_compile::internal::Instruction;
+use gapless_compile::internal::{CompiledProgram, Instruction};
 use gapless_compile::{Executable, InstrKind, Message};
 use gapless_graph::ops::{Collective, Group};
 use gapless_kernels::cpu::args::{Address, Places};
@@ -56,15 +61,44 @@ pub struct Transfers {
     requests: Vec<Option<Under>>,
     /// Sizes of what goes to and comes from each expert rank, by request.
     lens: Vec<[Vec<usize>; 2]>,
+    /// By program: the order of its messages, where the pipeline's communicator needs one.
+    orders: Vec<Option<Arc<LaunchOrder>>>,
 }
 
 impl Transfers {
-    /// For the programs of an executable.
-    pub(crate) fn new(communicators: Communicators, executable: &Executable) -> Self {
+    /// For the programs of an executable. A collective operation.
+    pub(crate) fn new(mut communicators: Communicators, executable: &Executable) -> communicator::Result<Self> {
         let requests = executable.requests();
         let experts = communicators.experts.as_ref().map_or(0, |experts| experts.size());
         let lens = (0..requests).map(|_| [vec![0; experts], vec![0; experts]]).collect();
-        Self { communicators, requests: (0..requests).map(|_| None).collect(), lens }
+        let mut order = |program: &CompiledProgram| match &mut communicators.pipeline {
+            Some(pipeline) => pipeline.agree(&program.messages),
+            None => Ok(None),
+        };
+        let orders = executable.programs.iter().map(&mut order).collect::<communicator::Result<_>>()?;
+        Ok(Self { communicators, requests: (0..requests).map(|_| None).collect(), lens, orders })
+    }
+
+    /// Whether what is exchanged lies in a device's memory.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn are_between_devices(&self) -> bool {
+        let Communicators { pipeline, batch, experts, replicas } = &self.communicators;
+        [pipeline, batch, experts, replicas].into_iter().flatten().any(|way| way.memory() == Memory::Device)
+    }
+
+    /// Begins a run of a program.
+    pub(crate) fn follow(&mut self, program: usize) -> communicator::Result<()> {
+        match (self.orders.get(program), &mut self.communicators.pipeline) {
+            (Some(Some(order)), Some(pipeline)) => pipeline.follow(order),
+            _ => Ok(()),
+        }
+    }
+
+    /// Waits until all has ended that a device was left to wait for.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn settle(&mut self) -> communicator::Result<()> {
+        let Communicators { pipeline, batch, experts, replicas } = &mut self.communicators;
+        [pipeline, batch, experts, replicas].into_iter().flatten().try_for_each(|way| way.settle())
     }
 
     /// For a run.
@@ -153,14 +187,14 @@ impl Transfers {
                 let Some(Under::Message(under_way)) = self.requests[request].take() else {
                     unreachable!("lowering starts every message that it waits for")
                 };
-                return pipeline.wait(under_way);
+                return pipeline.wait_on_device(under_way);
             }
         };
         self.requests[request] = Some(Under::Message(started));
         Ok(())
     }
 
-    /// Starts a collective.
+    /// Starts a collective. `clear` fills a part of its output with zeros that nothing comes to.
     ///
     /// # Safety
     /// The operands are valid, apart or one as the collective's are, and nobody else touches them until it is finished.
@@ -169,6 +203,7 @@ impl Transfers {
         collective: Collective,
         request: usize,
         operands: &Operands<'_>,
+        clear: impl FnOnce(Bytes),
     ) -> communicator::Result<()> {
         let &Operands { inputs, output, starts, row_bytes } = operands;
         let group = collective.group();
@@ -191,8 +226,8 @@ impl Transfers {
                 if received > output.1 || inputs[0].is_none_or(|input| sent > input.1) {
                     return Err(OTHER_ROWS);
                 }
-                // SAFETY: what comes ends within the output, and behind it nobody writes.
-                unsafe { std::slice::from_raw_parts_mut(output.0.add(received), output.1 - received) }.fill(0);
+                // Behind what comes nobody writes.
+                clear((output.0.wrapping_add(received), output.1 - received));
             }
             _ => {}
         }
@@ -216,7 +251,7 @@ impl Transfers {
         let Some(Under::Collective(under_way, group)) = self.requests[request].take() else {
             unreachable!("lowering starts every collective that it finishes")
         };
-        self.communicators.of(group)?.wait(under_way)
+        self.communicators.of(group)?.wait_on_device(under_way)
     }
 }
 
@@ -268,7 +303,9 @@ pub(super) unsafe fn begin(
         row_bytes,
     };
     // SAFETY: by this function's contract; the plan keeps inputs and outputs apart, or makes them one.
-    unsafe { transfers.begin(collective, request, &operands) }
+    let clear = |(start, bytes): Bytes| unsafe { std::slice::from_raw_parts_mut(start, bytes) }.fill(0);
+    // SAFETY: as above.
+    unsafe { transfers.begin(collective, request, &operands, clear) }
 }
 
 /// An operand's first byte, and its number of bytes.

@@ -105,7 +105,12 @@ impl Trainer {
     /// Connects a rank to the others, which have the same model.
     fn join(mut self, mut world: Box<dyn Communicator>, communicators: Communicators) -> Result<Self> {
         expect_equal(&mut *world, &[("model", self.model.clone())])?;
-        self.session.connect(communicators);
+        #[cfg(feature = "cuda")]
+        let communicators = match self.session.on::<cuda::CudaBackend>() {
+            Some((_, gpu)) => gpu.between_devices(&mut *world, communicators)?,
+            None => communicators,
+        };
+        self.session.connect(communicators)?;
         self.batch_check = Some(BatchCheck::new(world.size()));
         self.world = Some(world);
         Ok(self)

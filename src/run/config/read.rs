@@ -1,8 +1,12 @@
 //! Reading: TOML and assignments → [`RunConfig`], and where mistakes are.
 
+use std::fmt;
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 
-use serde::Deserialize;
+use gapless_alloc::draw::Bytes;
+use serde::de::Visitor;
+use serde::{Deserialize, Deserializer};
 use toml::Value;
 
 use super::RunConfig;
@@ -134,4 +138,35 @@ pub(crate) fn line_of(text: &str, key: &str) -> Option<usize> {
         found = found.1.get_ref().as_table()?.get_key_value(part)?;
     }
     Some(text[..found.0.span().start].matches('\n').count() + 1)
+}
+
+/// A text that means a `T`, kept as it is written.
+pub(super) fn parses_as<'de, T: FromStr<Err: fmt::Display>, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
+    let text = String::deserialize(from)?;
+    T::from_str(&text).map(|_| text).map_err(serde::de::Error::custom)
+}
+
+/// A number of bytes, or a text that means one.
+pub(crate) fn size<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
+    struct Size;
+    impl Visitor<'_> for Size {
+        type Value = Option<u64>;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("a number of bytes, like 4096 or \"600MiB\"")
+        }
+
+        fn visit_i64<E: serde::de::Error>(self, bytes: i64) -> Result<Self::Value, E> {
+            u64::try_from(bytes).map(Some).map_err(|_| E::invalid_value(serde::de::Unexpected::Signed(bytes), &self))
+        }
+
+        fn visit_u64<E: serde::de::Error>(self, bytes: u64) -> Result<Self::Value, E> {
+            Ok(Some(bytes))
+        }
+
+        fn visit_str<E: serde::de::Error>(self, text: &str) -> Result<Self::Value, E> {
+            Bytes::read(text).map(Some).map_err(E::custom)
+        }
+    }
+    from.deserialize_any(Size)
 }

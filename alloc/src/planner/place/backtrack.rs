@@ -17,7 +17,7 @@ use super::sweep::{Rule, Start, Sweep};
 use crate::planner::budget::Budget;
 use crate::planner::decompose::parts::Item;
 use crate::planner::decompose::timeline::Timeline;
-use crate::planner::improve::ejection::mix;
+use crate::planner::mix::mix;
 use crate::planner::solve::Solver;
 use crate::planner::space::free_list::{FreeList, Hole, Place};
 

@@ -14,7 +14,7 @@ use super::backtrack::sixteenths_of_doublings;
 use super::lots::{At, Lots, Place, UNDECIDED};
 use super::open_stack::Course;
 use crate::planner::budget::Budget;
-use crate::planner::improve::ejection::mix;
+use crate::planner::mix::mix;
 
 /// An item in its place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -8,7 +8,7 @@
 use std::cmp::Reverse;
 
 use super::leap::Slab;
-use crate::planner::improve::ejection::mix;
+use crate::planner::mix::mix;
 
 /// When the stretch leaves that stands for what is not decided.
 pub(super) const UNDECIDED: u32 = u32::MAX;

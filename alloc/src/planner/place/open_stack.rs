@@ -17,7 +17,7 @@ use super::leap::{Arrival, BIRTHS, Leap, Slab};
 use super::lots::{At, Lots, UNDECIDED};
 use crate::planner::budget::Budget;
 use crate::planner::decompose::timeline::Timeline;
-use crate::planner::improve::ejection::mix;
+use crate::planner::mix::mix;
 use crate::planner::solve::Solver;
 
 /// Attempts of one kind: they differ in how many places a leap may try, and in whether a large item may part what is free.

@@ -8,8 +8,6 @@
 //! ([`launch_order`](super::launch_order)), and every run begins with [`Nccl::follow`]:
 //!
 //! ```no_run
-//! use std::sync::Arc;
-//!
 //! use gapless_communicator::{Communicator, Nccl, Request, Result, Tag, launch_order::{Call, Start}, world};
 //!
 //! # fn run(bytes: *mut u8) -> gapless_communicator::Result<()> {
@@ -19,7 +17,7 @@
 //!     0 => Start::Send { to: 1, tag, len },
 //!     _ => Start::Receive { from: 0, tag, len },
 //! };
-//! let order = Arc::new(rank.agree(&[Call::Start(start), Call::Wait(0)])?);
+//! let order = rank.agree(&[Call::Start(start), Call::Wait(0)])?.expect("NCCL needs one");
 //! for _step in 0..10 {
 //!     rank.follow(&order)?;
 //!     // SAFETY: the bytes are device memory that is left alone until the wait.
@@ -35,8 +33,9 @@
 //! # }
 //! ```
 //!
-//! `library` finds NCCL, `raw` calls it, `operation` is one operation's way through it.
+//! `library` finds NCCL, `raw` calls it, `operation` is one operation's way through it, `communicator` what a rank asks for.
 
+mod communicator;
 mod library;
 mod operation;
 mod raw;
@@ -52,8 +51,8 @@ use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr};
 use self::library::Library;
 use self::operation::{Operation, Slot, Status, cuda};
 use self::raw::{Comm, ID_BYTES};
-use crate::launch_order::{Call, Kind, Launch, LaunchOrder, LaunchQueue, Start};
-use crate::{Awaited, Collective, Communicator, CommunicatorError, Memory, Owner, Request, Result, Tag};
+use crate::launch_order::{Launch, LaunchQueue, Start};
+use crate::{Awaited, Communicator, CommunicatorError, Owner, Request, Result, Tag};
 
 /// Looks at the device without rest this often, and then at an interval.
 const EAGER_POLLS: u32 = 2000;
@@ -65,7 +64,7 @@ const HEARTBEAT: Duration = Duration::from_millis(100);
 /// In which order f32 are added up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Sums {
-    /// In the order of ranks, as [`Collective`] promises. Of two ranks there is but one order; sums over more are refused.
+    /// In the order of ranks, as [`Collective`](crate::Collective) promises. Of two ranks there is but one order; sums over more are refused.
     #[default]
     InOrder,
     /// In NCCL's, which depends on the topology, the algorithm and the size: the same bits on all ranks, but other bits than
@@ -77,7 +76,7 @@ pub enum Sums {
 ///
 /// An operation begins when the stream that was given has come to where it was at the operation's start, so memory may be
 /// lent that is still being computed. What is lent is device memory of this rank's GPU, except for the sizes of
-/// [`Collective::AllToAllV`], which are the host's. [`wait`](Communicator::wait) blocks the host.
+/// [`Collective::AllToAllV`](crate::Collective::AllToAllV), which are the host's. [`wait`](Communicator::wait) blocks the host.
 ///
 /// Unlike the other backends' a start may wait for another rank, the first time that the two exchange anything; the common
 /// order sees to it that no circle comes of that. All ranks drop their communicators in the same order.
@@ -116,6 +115,33 @@ impl Nccl {
         let context = CudaContext::new(ordinal).map_err(cuda("cuDevicePrimaryCtxRetain"))?;
         let compute = context.new_stream().map_err(cuda("cuStreamCreate"))?;
         Self::over(control, &compute)
+    }
+
+    /// As [`Self::on_device`], with the computations of a stream of that GPU's primary context.
+    ///
+    /// # Safety
+    /// The stream is one, and stays as long as this and what it is split into.
+    ///
+    /// # Errors
+    /// As [`Self::on_device`].
+    pub unsafe fn on_stream(
+        control: Box<dyn Communicator>,
+        ordinal: usize,
+        stream: *mut std::ffi::c_void,
+    ) -> Result<Self> {
+        Library::load()?;
+        let context = CudaContext::new(ordinal).map_err(cuda("cuDevicePrimaryCtxRetain"))?;
+        // SAFETY: by this function's contract.
+        let compute = unsafe { context.wrap_borrowed_stream(stream.cast()) };
+        Self::over(control, &compute)
+    }
+
+    /// Whether driver and NCCL are there.
+    ///
+    /// # Errors
+    /// [`CommunicatorError::Missing`].
+    pub fn find() -> Result<()> {
+        Library::load().map(drop)
     }
 
     /// As [`Self::on_device`], with the GPU and the computations of a stream that there is already.
@@ -170,33 +196,6 @@ impl Nccl {
     /// Allows sums in another order than that of ranks, or forbids them again.
     pub fn set_sums(&mut self, sums: Sums) {
         self.sums = sums;
-    }
-
-    /// Agrees with all ranks on the order of a program's messages. A collective operation, once per program.
-    ///
-    /// # Errors
-    /// As [`LaunchOrder::agree`].
-    pub fn agree(&mut self, program: &[Call]) -> Result<LaunchOrder> {
-        LaunchOrder::agree(&mut *self.control, program)
-    }
-
-    /// Begins a run of the program that an order was agreed on for. It is over when everything was started that belongs to
-    /// it. Outside of a run there are collectives alone.
-    ///
-    /// # Errors
-    /// When another run is under way.
-    pub fn follow(&mut self, order: &Arc<LaunchOrder>) -> Result<()> {
-        if self.run.is_some() {
-            return Err(CommunicatorError::Unsupported {
-                what: "a run of a program before the end of another on the same communicator",
-                remedy: "start everything that the first one was agreed to start, or split the communicator",
-            });
-        }
-        self.started.clear();
-        self.started.reserve(order.starts().len());
-        let queue = LaunchQueue::new(order);
-        self.run = (!queue.is_over()).then_some(queue);
-        Ok(())
     }
 
     /// This rank in the world.
@@ -309,6 +308,39 @@ impl Nccl {
         Ok(())
     }
 
+    /// The slot of an operation that is waited for, which is launched by then.
+    fn launched(&mut self, request: Request) -> Result<usize> {
+        if request.owner != self.owner {
+            return Err(CommunicatorError::UnknownRequest);
+        }
+        self.bind().map_err(|error| self.fail(error))?;
+        let index = request.slot;
+        let error = match (&self.failure, self.slots[index].status) {
+            (Some(failure), _) => failure.clone(),
+            (None, Status::Held) => {
+                // A program that was agreed on does not come here.
+                let expected = self.run.as_ref().and_then(LaunchQueue::held_back_by).map(ToString::to_string);
+                self.fail(CommunicatorError::NotAsAgreed {
+                    rank: self.me(),
+                    number: self.started.len(),
+                    started: format!("to wait for {}", self.slots[index].operation.start()),
+                    expected: expected.unwrap_or_default(),
+                })
+            }
+            (None, _) => return Ok(index),
+        };
+        self.slots[index].status = Status::Free;
+        Err(error)
+    }
+
+    /// Waits for the end of what was launched, and frees its slot.
+    fn end_of(&mut self, index: usize) -> Result<()> {
+        let ended =
+            self.until(|this| this.slots[index].operation.awaited(&this.members), |this| this.slots[index].is_done());
+        self.slots[index].status = Status::Free;
+        ended
+    }
+
     /// Waits until NCCL is through with what it was called for, and something more.
     fn until(&mut self, awaited: impl Fn(&Self) -> Awaited, mut and: impl FnMut(&Self) -> Result<bool>) -> Result<()> {
         let begun = Instant::now();
@@ -367,102 +399,6 @@ impl Nccl {
         let leaving = Awaited::Collective { what: "the end of NCCL".into(), missing: Vec::new() };
         self.until(|_| leaving.clone(), |_| Ok(true))?;
         self.comm.destroy()
-    }
-}
-
-// SAFETY: `wait` returns without an error when the operation's event has come to pass, so that the device is through with
-// the memory, and with one after `fail` or a failure before it, which aborts the communicator and waits for its stream. So does
-// a drop with operations under way. Addresses are those of a device.
-unsafe impl Communicator for Nccl {
-    fn rank(&self) -> usize {
-        self.control.rank()
-    }
-
-    fn size(&self) -> usize {
-        self.members.len()
-    }
-
-    fn memory(&self) -> Memory {
-        Memory::Device
-    }
-
-    fn set_timeout(&mut self, timeout: Duration) {
-        self.timeout = timeout;
-        self.control.set_timeout(timeout);
-    }
-
-    unsafe fn isend(&mut self, bytes: *const u8, len: usize, to: usize, tag: Tag) -> Result<Request> {
-        self.expect_rank(to)?;
-        // SAFETY: the caller's promise.
-        unsafe { self.begin(Operation::Send { bytes, len, to, tag }) }
-    }
-
-    unsafe fn irecv(&mut self, bytes: *mut u8, len: usize, from: usize, tag: Tag) -> Result<Request> {
-        self.expect_rank(from)?;
-        // SAFETY: the caller's promise.
-        unsafe { self.begin(Operation::Receive { bytes, len, from, tag }) }
-    }
-
-    unsafe fn start(&mut self, collective: Collective) -> Result<Request> {
-        match collective.kind() {
-            Kind::Broadcast { root, .. } => self.expect_rank(root)?,
-            Kind::AllReduce { .. } | Kind::ReduceScatter { .. }
-                if self.sums == Sums::InOrder && self.members.len() > 2 =>
-            {
-                return Err(CommunicatorError::Unsupported {
-                    what: "a sum in the order of ranks over more than two GPUs",
-                    remedy: "allow NCCL's own order with set_sums(Sums::AnyOrder), whose bits are not those of other backends",
-                });
-            }
-            _ => {}
-        }
-        // SAFETY: the caller's promise.
-        unsafe { self.begin(Operation::Collective(collective)) }
-    }
-
-    fn wait(&mut self, request: Request) -> Result<()> {
-        if request.owner != self.owner {
-            return Err(CommunicatorError::UnknownRequest);
-        }
-        self.bind().map_err(|error| self.fail(error))?;
-        let index = request.slot;
-        let outcome = match (&self.failure, self.slots[index].status) {
-            (Some(failure), _) => Err(failure.clone()),
-            (None, Status::Held) => {
-                // A program that was agreed on does not come here.
-                let expected = self.run.as_ref().and_then(LaunchQueue::held_back_by).map(ToString::to_string);
-                let error = CommunicatorError::NotAsAgreed {
-                    rank: self.me(),
-                    number: self.started.len(),
-                    started: format!("to wait for {}", self.slots[index].operation.start()),
-                    expected: expected.unwrap_or_default(),
-                };
-                Err(self.fail(error))
-            }
-            (None, _) => self
-                .until(|this| this.slots[index].operation.awaited(&this.members), |this| this.slots[index].is_done()),
-        };
-        self.slots[index].status = Status::Free;
-        outcome
-    }
-
-    fn split(&mut self, color: usize, key: usize) -> Result<Box<dyn Communicator>> {
-        const WORD: usize = size_of::<usize>();
-        let mut part = self.control.split(color, key).map_err(|error| self.fail(error))?;
-        let mut members = vec![0; WORD * part.size()];
-        part.all_gather(&self.me().to_ne_bytes(), &mut members).map_err(|error| self.fail(error))?;
-        let members =
-            members.chunks_exact(WORD).map(|word| usize::from_ne_bytes(word.try_into().expect("a word's bytes")));
-        let mut part = Self::join(part, members.collect(), &self.compute, self.timeout)?;
-        part.sums = self.sums;
-        Ok(Box::new(part))
-    }
-
-    fn abort(&mut self, reason: &str) {
-        self.end();
-        let (rank, why) = (self.me(), reason.to_owned());
-        self.failure.get_or_insert(CommunicatorError::PeerGone { rank, why, by: rank, awaited: Awaited::Start });
-        self.control.abort(reason);
     }
 }
 

@@ -35,6 +35,8 @@ pub(super) enum Status {
     /// Started, and waiting for its turn.
     Held,
     Launched,
+    /// Launched, and the device waits for its end.
+    LeftToDevice,
 }
 
 impl Operation {
@@ -177,6 +179,12 @@ impl Slot {
     pub(super) fn launched(&mut self, stream: &CudaStream) -> Result<()> {
         self.status = Status::Launched;
         self.done.record(stream).map_err(cuda("cuEventRecord"))
+    }
+
+    /// Has what is launched on `compute` from now on wait for its end.
+    pub(super) fn hold_up(&mut self, compute: &CudaStream) -> Result<()> {
+        self.status = Status::LeftToDevice;
+        compute.wait(&self.done).map_err(cuda("cuStreamWaitEvent"))
     }
 
     /// Whether it has ended.

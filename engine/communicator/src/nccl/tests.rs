@@ -5,7 +5,8 @@ use std::sync::Arc;
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
 
 use super::*;
-use crate::{InProcess, on_threads};
+use crate::launch_order::Call;
+use crate::{Collective, InProcess, Memory, on_threads};
 
 const LEN: usize = 1 << 20;
 
@@ -68,14 +69,17 @@ fn one_rank(mut rank: Nccl) {
         Call::Wait(1),
         Call::Wait(0),
     ];
-    let order = Arc::new(rank.agree(&program).unwrap());
-    for _run in 0..3 {
+    let order = rank.agree(&program).unwrap().unwrap();
+    for run in 0..3 {
         stream.memset_zeros(&mut to).unwrap();
         rank.follow(&order).unwrap();
         // SAFETY: both are left alone until the waits.
         let requests: [Request; 2] =
             unsafe { [rank.irecv(to_address, LEN, 0, tag).unwrap(), rank.isend(from_address, LEN, 0, tag).unwrap()] };
-        requests.into_iter().rev().for_each(|request| rank.wait(request).unwrap());
+        for request in requests.into_iter().rev() {
+            if run < 2 { rank.wait(request).unwrap() } else { rank.wait_on_device(request).unwrap() }
+        }
+        rank.settle().unwrap();
         assert!(stream.clone_dtoh(&to).unwrap() == bytes);
     }
 

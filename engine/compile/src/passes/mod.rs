@@ -11,6 +11,7 @@ mod messages;
 mod offload;
 mod renumber;
 mod reorder;
+mod sum_in_f32;
 #[cfg(test)]
 mod tests;
 mod widen;
@@ -48,7 +49,7 @@ struct Pass {
 }
 
 /// All passes, in order.
-const PASSES: [Pass; 9] = [
+const PASSES: [Pass; 10] = [
     // Activations that wait for their backward in eight bits or in a file.
     Pass { name: "offload", run: offload::run },
     // What other ranks make is received, what they read is sent; whatever is under way is waited for.
@@ -58,6 +59,8 @@ const PASSES: [Pass; 9] = [
     // Outputs that take over the bytes of an input that nobody reads any more.
     Pass { name: "in_place", run: in_place::run },
     Pass { name: "renumber", run: renumber::run },
+    // Sums over ranks, in f32.
+    Pass { name: "sum_in_f32", run: sum_in_f32::run },
     // Room for copies in f32 of what is stored in bf16, for kernels that know f32 alone.
     Pass { name: "widen", run: widen::run },
     // Sums and updates that let go of memory, as soon as all they need is there.

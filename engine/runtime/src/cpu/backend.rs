@@ -91,6 +91,7 @@ impl Backend for CpuBackend {
                 let mut routed = self.routed.lock().unwrap_or_else(PoisonError::into_inner);
                 routed.begin(bytes);
                 let guard = transfers.guard();
+                let followed = guard.transfers.follow(id.0).map_err(|error| (0, Failure::Communicator(error)));
                 let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
                 let mut times = self.times.lock().unwrap_or_else(PoisonError::into_inner);
                 *times = Times::default();
@@ -100,7 +101,7 @@ impl Backend for CpuBackend {
                     file: &mut file,
                     times: &mut times,
                 };
-                let result = run_all(program, base, bytes, options, context);
+                let result = followed.and_then(|()| run_all(program, base, bytes, options, context));
                 guard.end(result.is_ok());
                 let _ = outcome.set(result);
             });
@@ -121,8 +122,9 @@ impl Backend for CpuBackend {
         }
     }
 
-    fn connect(&mut self, transfers: Transfers) {
+    fn connect(&mut self, _: &Executable, transfers: Transfers) -> Result<()> {
         self.transfers = Mutex::new(transfers);
+        Ok(())
     }
 
     fn read(&self, addresses: &[&Address], show: &mut dyn FnMut(&[&[u8]])) -> Result<()> {

@@ -11,7 +11,7 @@ use gapless_kernels::cpu::args::Address;
 use gapless_kernels::cuda::Launch;
 
 use super::device::{Device, DeviceError, DeviceMemory, Recording};
-use super::place::{ALIGNMENT, Launches, Part, Place, refused};
+use super::place::{ALIGNMENT, Launches, Part, Place};
 use super::runner::{Runner, is_finite};
 use super::slots::{Slots, table_bytes};
 use super::staging::Staging;
@@ -57,7 +57,6 @@ impl Session<CudaBackend> {
     ) -> Result<Self> {
         let tickets = tickets(&Self::launches(&executable)?).next_multiple_of(ALIGNMENT);
         let table = table_bytes(&executable).next_multiple_of(ALIGNMENT);
-        let staging = Staging::new(&executable, refused)?;
         let arena = executable.arena_bytes().next_multiple_of(ALIGNMENT);
         // The arena comes last, for it may grow.
         let key = device.reserve(KEY_BYTES + tickets + table + arena)?;
@@ -77,7 +76,7 @@ impl Session<CudaBackend> {
         // After the recordings, which may write anywhere.
         device.write(place.tickets, &vec![0; tickets as usize])?;
         let slots = Slots::new(&executable, place);
-        let runner = Runner { device, place, slots, staging };
+        let runner = Runner { staging: Staging::default(), device, place, slots };
         Self::with_initial_values(executable, CudaBackend { runner, recordings }, seed)
     }
 
@@ -120,11 +119,9 @@ impl Backend for CudaBackend {
     fn run(&mut self, executable: &Executable, id: ProgramId, options: RunOptions) -> Result<Option<String>> {
         let program = &executable.programs[id.0];
         if !options.watch {
-            self.runner.go_through(executable, id, options, &self.recordings[id.0], |device, _, part| {
+            self.runner.go_through(executable, id, options, &self.recordings[id.0], |run, part| {
                 let Some(recording) = part.launches else { return Ok(()) };
-                // Nobody knows which of the launches failed.
-                let what_for = || format!("{}, all at once (compute-sanitizer names the kernel)", program.name);
-                Ok(device.replay(recording).map_err(|error| error.during(&what_for()))?)
+                Ok(run.device.replay(recording).map_err(|error| run.at_once(error))?)
             })?;
             return Ok(None);
         }
@@ -134,13 +131,14 @@ impl Backend for CudaBackend {
         let parts: Vec<Part<Vec<Launch>>> =
             self.runner.place.single_parts(program)?.into_iter().map(single).collect::<Result<_>>()?;
         let mut culprit = None;
-        self.runner.go_through(executable, id, options, &parts, |device, located, part| {
+        self.runner.go_through(executable, id, options, &parts, |run, part| {
             let instruction = &program.instructions[part.span.start];
+            run.settle()?;
             if let Some(launches) = &part.launches {
-                device.run(launches, &|_| instruction.describe())?;
+                run.device.run(launches, &|_| instruction.describe())?;
             }
             for address in instruction.made() {
-                if culprit.is_none() && !is_finite(device, located, address)? {
+                if culprit.is_none() && !is_finite(run.device, run.located(), address)? {
                     culprit = Some(instruction.describe());
                 }
             }
@@ -149,8 +147,9 @@ impl Backend for CudaBackend {
         Ok(culprit)
     }
 
-    fn connect(&mut self, transfers: Transfers) {
-        self.runner.staging.connect(transfers);
+    fn connect(&mut self, executable: &Executable, transfers: Transfers) -> Result<()> {
+        self.runner.staging = Staging::new(executable, transfers)?;
+        Ok(())
     }
 
     fn read(&self, addresses: &[&Address], show: &mut dyn FnMut(&[&[u8]])) -> Result<()> {

@@ -3,6 +3,7 @@
 use std::fmt::{self, Debug};
 use std::time::{Duration, Instant};
 
+use gapless_communicator::{self as communicator, Communicator};
 use gapless_kernels::cuda::launch::Launch;
 
 use super::KernelError;
@@ -58,11 +59,44 @@ pub trait Device: Debug + Send {
         time_from_here(self, groups, describe)
     }
 
-    /// Runs what was recorded, and waits for its end.
+    /// Starts what was recorded, behind all that was started before.
     ///
     /// # Errors
     /// What the driver says.
     fn replay(&mut self, recording: Recording) -> Result<(), DeviceError>;
+
+    /// Fills bytes with zeros, behind all that was started before.
+    ///
+    /// # Errors
+    /// What the driver says.
+    fn clear(&mut self, address: u64, bytes: usize) -> Result<(), DeviceError> {
+        self.write(address, &vec![0; bytes])
+    }
+
+    /// Waits for the end of all that was started.
+    ///
+    /// # Errors
+    /// What the driver says, of anything that was started.
+    fn wait(&mut self) -> Result<(), DeviceError>;
+
+    /// What tells the device from all others of its host, if ranks can exchange what lies in its memory from device to device; or why
+    /// they can't.
+    fn between_devices(&self) -> Result<String, String> {
+        Err(format!("{} exchanges nothing by itself", self.name()))
+    }
+
+    /// A communicator between devices, of the same ranks as one of the host, all of which have such a device; some of them may share
+    /// this process. A collective operation.
+    ///
+    /// # Errors
+    /// As that communicator says.
+    fn connect(
+        &mut self,
+        control: Box<dyn Communicator>,
+        _shares_process: bool,
+    ) -> communicator::Result<Box<dyn Communicator>> {
+        Ok(control)
+    }
 
     /// What of its memory is in use, and for what.
     ///

@@ -16,7 +16,8 @@ pub(super) struct Mapped {
     /// Addresses that are set aside, for as much as the device has.
     reserved: usize,
     granularity: usize,
-    kind: sys::CUmemAllocationProp,
+    /// Its own device, and those that may reach it too.
+    devices: Vec<sys::CUdevice>,
     /// What is mapped, from the first address on.
     bytes: usize,
     handles: Vec<sys::CUmemGenericAllocationHandle>,
@@ -40,7 +41,7 @@ impl Mapped {
         unsafe { sys::cuMemAddressReserve(&mut address, reserved, 0, 0, 0).result() }
             .named(name, "cuMemAddressReserve")?;
         // From here on it is given back when it is dropped.
-        let mut mapped = Self { address, reserved, granularity, kind, bytes: 0, handles: Vec::new() };
+        let mut mapped = Self { address, reserved, granularity, devices: vec![device], bytes: 0, handles: Vec::new() };
         mapped.extend(name, bytes)?;
         Ok(mapped)
     }
@@ -62,23 +63,40 @@ impl Mapped {
             return Err(out_of_memory());
         }
         let (mut handle, address) = (0, self.address + self.bytes as u64);
+        let kind = kind(self.devices[0]);
         // SAFETY: it writes one number.
-        let created = unsafe { sys::cuMemCreate(&mut handle, lacking, &self.kind, 0) };
+        let created = unsafe { sys::cuMemCreate(&mut handle, lacking, &kind, 0) };
         if created == sys::cudaError_enum::CUDA_ERROR_OUT_OF_MEMORY {
             return Err(out_of_memory());
         }
         created.result().named(name, "cuMemCreate")?;
         self.handles.push(handle);
-        let access = sys::CUmemAccessDesc {
-            location: self.kind.location,
-            flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
-        };
         // SAFETY: the addresses are reserved, and nothing is mapped there yet; what is mapped is unmapped when this is dropped.
-        unsafe {
-            sys::cuMemMap(address, lacking, 0, handle, 0).result().named(name, "cuMemMap")?;
-            self.bytes += lacking;
-            sys::cuMemSetAccess(address, lacking, &access, 1).result().named(name, "cuMemSetAccess")
+        unsafe { sys::cuMemMap(address, lacking, 0, handle, 0).result() }.named(name, "cuMemMap")?;
+        self.bytes += lacking;
+        let all = self.devices.iter().try_for_each(|&device| allow(device, address, lacking));
+        all.named(name, "cuMemSetAccess")
+    }
+
+    /// Lets this host's other devices reach it, as far as they can: NCCL has the GPUs of one process read and write each other's
+    /// memory (NCCL's guide, `NCCL_P2P_DIRECT_DISABLE`), and memory that is mapped is otherwise its own device's.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn share(&mut self, name: &str) -> Result<(), DeviceError> {
+        let count = result::device::get_count().named(name, "cuDeviceGetCount")?;
+        for ordinal in 0..count {
+            let peer = result::device::get(ordinal).named(name, "cuDeviceGet")?;
+            let mut reaches = 0;
+            // SAFETY: it writes one number.
+            unsafe { sys::cuDeviceCanAccessPeer(&mut reaches, peer, self.devices[0]).result() }
+                .named(name, "cuDeviceCanAccessPeer")?;
+            if !self.devices.contains(&peer) && reaches != 0 {
+                allow(peer, self.address, self.bytes).named(name, "cuMemSetAccess")?;
+                self.devices.push(peer);
+            }
         }
+        Ok(())
     }
 
     /// Where it begins.
@@ -111,6 +129,14 @@ impl Drop for Mapped {
             }
         }
     }
+}
+
+/// Lets a device read and write bytes that are mapped.
+fn allow(device: sys::CUdevice, address: sys::CUdeviceptr, bytes: usize) -> Result<(), result::DriverError> {
+    let flags = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    let access = sys::CUmemAccessDesc { location: kind(device).location, flags };
+    // SAFETY: all of it is mapped.
+    unsafe { sys::cuMemSetAccess(address, bytes, &access, 1).result() }
 }
 
 /// Memory of a device.

@@ -23,6 +23,7 @@ mod mapped;
 mod named;
 mod nvidia;
 mod nvrtc;
+mod peers;
 mod place;
 mod profile;
 mod resources;

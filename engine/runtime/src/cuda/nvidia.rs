@@ -8,6 +8,7 @@ use std::ffi::CString;
 use std::time::Duration;
 
 use cudarc::driver::{result, sys};
+use gapless_communicator::{self as communicator, Communicator, CommunicatorError, Nccl, Sums};
 use gapless_kernels::cuda::Family;
 use gapless_kernels::cuda::launch::{Kernel, Launch, Product};
 
@@ -28,6 +29,10 @@ pub struct Nvidia {
     card: String,
     /// With its number here, and its place on the bus.
     name: String,
+    /// Its number here.
+    ordinal: usize,
+    /// Its place on the host's bus.
+    bus: String,
     /// The newest CUDA that it knows, as 13000 is 13.0.
     driver: i32,
     stream: sys::CUstream,
@@ -93,7 +98,8 @@ impl Nvidia {
             [CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID, CU_DEVICE_ATTRIBUTE_PCI_BUS_ID, CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID];
         let [domain, bus, slot] = bus.map(attribute);
         // Its number is that of this process, while nvidia-smi, and who reads the list of whose memory it is, goes by this.
-        let name = format!("{number} ({card}, {:08X}:{:02X}:{:02X}.0)", domain?, bus?, slot?);
+        let bus = format!("{:08X}:{:02X}:{:02X}.0", domain?, bus?, slot?);
+        let name = format!("{number} ({card}, {bus})");
         let architecture = Architecture::new(
             attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? as u32,
             attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)? as u32,
@@ -117,6 +123,8 @@ impl Nvidia {
         Ok(Self {
             card,
             name,
+            ordinal,
+            bus,
             driver,
             stream,
             architecture,
@@ -184,7 +192,8 @@ impl Nvidia {
         self.context.enter(&self.name)
     }
 
-    fn wait(&self) -> Result<(), DeviceError> {
+    /// Waits for all that was started.
+    fn synchronize(&self) -> Result<(), DeviceError> {
         // SAFETY: the stream is there as long as this is.
         unsafe { result::stream::synchronize(self.stream) }.named(&self.name, "cuStreamSynchronize")
     }
@@ -273,7 +282,7 @@ impl Nvidia {
 
     /// What is in use, when all that was started is done.
     fn in_use(&self) -> Result<u64, DeviceError> {
-        self.wait()?;
+        self.synchronize()?;
         Ok(used(&self.name)?.in_use)
     }
 
@@ -323,6 +332,9 @@ impl Drop for Captured {
     }
 }
 
+/// Whether ranks may exchange by NCCL: not if it is "off".
+const NCCL_VARIABLE: &str = "GAPLESS_NCCL";
+
 /// What the names of the files of driver, cuBLASLt and NVRTC begin with.
 const LIBRARIES: [&str; 3] = ["libcuda.so", "libcublasLt.so", "libnvrtc.so"];
 
@@ -369,14 +381,14 @@ impl Device for Nvidia {
         // stream would not wait for it.
         // SAFETY: the range lies in memory that is mapped; the bytes are there until the copy was waited for.
         let started = unsafe { result::memcpy_htod_async(address, bytes, self.stream) };
-        let waited = self.wait();
+        let waited = self.synchronize();
         started.named(&self.name, "cuMemcpyHtoDAsync").and(waited)
     }
 
     fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), DeviceError> {
         self.enter()?;
         self.expect_inside(address, bytes.len(), "cuMemcpyDtoH")?;
-        self.wait()?;
+        self.synchronize()?;
         // SAFETY: as above.
         unsafe { result::memcpy_dtoh_sync(bytes, address) }.named(&self.name, "cuMemcpyDtoH")
     }
@@ -421,7 +433,7 @@ impl Device for Nvidia {
         self.enter()?;
         let (instead, _) = self.prepare(launches, describe)?;
         self.start_all(launches, &instead, describe)?;
-        self.wait().map_err(|error| error.during(&describe(0)))
+        self.synchronize().map_err(|error| error.during(&describe(0)))
     }
 
     /// By events on the stream, all of which are there before the first is waited for: so that the device need not wait for the next
@@ -444,15 +456,52 @@ impl Device for Nvidia {
             events.push(mark()?);
         }
         let of_all = || format!("from {} on", describe(0));
-        self.wait().map_err(|error| error.during(&of_all()))?;
+        self.synchronize().map_err(|error| error.during(&of_all()))?;
         events.windows(2).map(|pair| pair[1].since(&pair[0], &self.name)).collect()
     }
 
     fn replay(&mut self, recording: Recording) -> Result<(), DeviceError> {
         self.enter()?;
         // SAFETY: the graph's memory is mapped as long as this is there, and one run ends before the next begins.
-        unsafe { result::graph::launch(self.graphs[recording.0], self.stream) }.named(&self.name, "cuGraphLaunch")?;
-        self.wait()
+        unsafe { result::graph::launch(self.graphs[recording.0], self.stream) }.named(&self.name, "cuGraphLaunch")
+    }
+
+    fn clear(&mut self, address: u64, bytes: usize) -> Result<(), DeviceError> {
+        self.enter()?;
+        self.expect_inside(address, bytes, "cuMemsetD8Async")?;
+        // SAFETY: the range lies in memory that is mapped.
+        unsafe { result::memset_d8_async(address, 0, bytes, self.stream) }.named(&self.name, "cuMemsetD8Async")
+    }
+
+    fn wait(&mut self) -> Result<(), DeviceError> {
+        self.enter()?;
+        self.synchronize()
+    }
+
+    fn between_devices(&self) -> Result<String, String> {
+        if std::env::var(NCCL_VARIABLE).is_ok_and(|value| value == "off") {
+            return Err(format!("{NCCL_VARIABLE} is off"));
+        }
+        Nccl::find().map_err(|error| error.to_string())?;
+        Ok(self.bus.clone())
+    }
+
+    fn connect(
+        &mut self,
+        control: Box<dyn Communicator>,
+        shares_process: bool,
+    ) -> communicator::Result<Box<dyn Communicator>> {
+        let entered = self.enter();
+        if let Some(memory) = self.memory.as_mut().filter(|_| shares_process) {
+            let shared = entered.and_then(|()| memory.share(&self.name));
+            shared.map_err(|error| CommunicatorError::Cuda { call: "cuMemSetAccess", what: error.to_string() })?;
+        }
+        // SAFETY: the stream is of the primary context, and whoever has a device drops what it was connected to first.
+        let nccl = unsafe { Nccl::on_stream(control, self.ordinal, self.stream.cast()) };
+        nccl.map(|mut nccl| -> Box<dyn Communicator> {
+            nccl.set_sums(Sums::AnyOrder);
+            Box::new(nccl)
+        })
     }
 
     fn memory(&self) -> Result<DeviceMemory, DeviceError> {
@@ -465,7 +514,7 @@ impl Device for Nvidia {
 impl Drop for Nvidia {
     fn drop(&mut self) {
         // What fails here leaves memory to the end of the process.
-        let _ = self.enter().and_then(|()| self.wait());
+        let _ = self.enter().and_then(|()| self.synchronize());
         // SAFETY: nothing is under way, and nobody else has these handles.
         unsafe {
             for graph in self.graphs.drain(..) {

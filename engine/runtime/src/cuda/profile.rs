@@ -124,10 +124,11 @@ impl CudaBackend {
         let program = &executable.programs[id.0];
         let parts = grouped(&self.runner.place, program)?;
         let mut timed: Vec<Timed> = Vec::new();
-        self.runner.go_through(executable, id, options, &parts, |device, _, part| {
+        self.runner.go_through(executable, id, options, &parts, |run, part| {
             let Some((spans, launches)) = &part.launches else { return Ok(()) };
             let describe = |group: usize| program.instructions[spans[group].start].describe();
-            let times = device.time(launches, &describe)?;
+            run.settle()?;
+            let times = run.device.time(launches, &describe)?;
             for ((span, launches), time) in spans.iter().zip(launches).zip(times) {
                 let work = Work::of(&program.instructions[span.clone()], launches);
                 timed.extend(work.map(|work| Timed { work, time }));

@@ -1,7 +1,7 @@
 //! A run of a program on a device, part by part.
 //!
 //! In: parts, and what is to be done with the launches of each. Out: messages exchanged, counts read, places found in between. Never: a
-//! decision that [`Routed`](crate::routed::Routed) does not make, as on the CPU.
+//! decision that [`Routed`](crate::routed::Routed) does not make, as on the CPU; or a wait for the device before what it waits for has come.
 
 use std::ops::Range;
 
@@ -11,7 +11,7 @@ use gapless_compile::{Executable, InstrKind, ProgramId};
 use gapless_kernels::Stream;
 use gapless_kernels::cpu::args::Address;
 
-use super::device::Device;
+use super::device::{Device, DeviceError};
 use super::place::{ALIGNMENT, Part, Place};
 use super::slots::{Located, Slots};
 use super::staging::{Exchanging, Staging};
@@ -22,28 +22,29 @@ use crate::session::RunOptions;
 /// What runs programs.
 #[derive(Debug)]
 pub(super) struct Runner {
+    /// First to be dropped: communicators may use the device's stream and memory.
+    pub staging: Staging,
     pub device: Box<dyn Device>,
     pub place: Place,
     pub slots: Slots,
-    pub staging: Staging,
 }
 
 impl Runner {
-    /// Goes through the parts of a program. `launch` is called with each that is not left out: it does the launches of those that have
-    /// such; what others have to do with other ranks was done.
+    /// Goes through the parts of a program. `launch` is called with each that is not left out: it starts the launches of those that have
+    /// such; what others have to do with other ranks was started.
     pub fn go_through<L>(
         &mut self,
         executable: &Executable,
         id: ProgramId,
         options: RunOptions,
         parts: &[Part<L>],
-        mut launch: impl FnMut(&mut dyn Device, Located<'_>, &Part<L>) -> Result<()>,
+        mut launch: impl FnMut(&mut Run<'_>, &Part<L>) -> Result<()>,
     ) -> Result<()> {
-        let Self { device, place, slots, staging } = self;
+        let Self { staging, device, place, slots } = self;
         let (device, program) = (&mut **device, &executable.programs[id.0]);
         device.write(place.key, &Stream::new(options.seed, options.step, 0).key().to_ne_bytes())?;
         slots.routed.begin(executable.arena_bytes().next_multiple_of(ALIGNMENT));
-        let exchanging = staging.run();
+        let exchanging = staging.run(id.0)?;
         let mut run = Run { device, place: *place, slots, exchanging, program, id, step: options.step };
         let mut go = |part: &Part<L>| {
             let instructions = &program.instructions[part.span.clone()];
@@ -52,20 +53,20 @@ impl Runner {
             }
             run.find_places(part.span.clone())?;
             match part.launches {
-                Some(_) => run.slots.write(run.device)?,
+                Some(_) => run.write_slots()?,
                 None => instructions.iter().try_for_each(|instruction| run.exchange(instruction))?,
             }
-            launch(run.device, run.slots.located(), part)?;
+            launch(&mut run, part)?;
             instructions.last().map_or(Ok(()), |last| run.count(last))
         };
-        let ran = parts.iter().try_for_each(&mut go);
+        let ran = parts.iter().try_for_each(&mut go).and_then(|()| run.finish());
         run.exchanging.end(ran)
     }
 }
 
 /// A run of a program.
-struct Run<'r> {
-    device: &'r mut dyn Device,
+pub(super) struct Run<'r> {
+    pub device: &'r mut dyn Device,
     place: Place,
     slots: &'r mut Slots,
     exchanging: Exchanging<'r>,
@@ -75,6 +76,36 @@ struct Run<'r> {
 }
 
 impl Run<'_> {
+    /// Waits until everything has come that the device was left to wait for: to be called before the host waits for the device.
+    pub fn settle(&mut self) -> Result<()> {
+        self.exchanging.settle()
+    }
+
+    /// Where operands lie now.
+    pub fn located(&self) -> Located<'_> {
+        self.slots.located()
+    }
+
+    /// What is known of an error among what was recorded: nobody knows which of the launches failed.
+    pub fn at_once(&self, error: DeviceError) -> DeviceError {
+        error.during(&format!("{}, all at once (compute-sanitizer names the kernel)", self.program.name))
+    }
+
+    /// Waits for the end of all that was started.
+    fn finish(&mut self) -> Result<()> {
+        self.settle()?;
+        Ok(self.device.wait().map_err(|error| self.at_once(error))?)
+    }
+
+    /// Brings the slots that have changed to the device.
+    fn write_slots(&mut self) -> Result<()> {
+        if self.slots.have_changed() {
+            self.settle()?;
+            self.slots.write(self.device)?;
+        }
+        Ok(())
+    }
+
     /// Finds places for what instructions are the first to write, each when those in front of it have given theirs back: on the device
     /// they run one after another, too.
     fn find_places(&mut self, span: Range<usize>) -> Result<()> {
@@ -92,7 +123,10 @@ impl Run<'_> {
     }
 
     /// Why there is no room for an instruction, when those in front of `begun` have run.
-    fn refused(&self, refusal: Refusal, instruction: &Instruction, begun: usize) -> Error {
+    fn refused(&mut self, refusal: Refusal, instruction: &Instruction, begun: usize) -> Error {
+        if let Err(error) = self.settle() {
+            return error;
+        }
         let located = self.slots.located();
         let is_finite = |planned: &Address| is_finite(self.device, located, planned).unwrap_or(true);
         match not_finite_before(self.program, begun, is_finite) {
@@ -111,11 +145,13 @@ impl Run<'_> {
             InstrKind::Compute(_) => {}
             InstrKind::Vote(_) => {
                 let without = self.slots.routed.offer(instruction);
-                let (at, _) = self.slots.located().of(&instruction.outputs[0]);
+                let (at, _) = self.located().of(&instruction.outputs[0]);
+                self.settle()?;
                 self.device.write(at, &without.to_ne_bytes())?;
             }
             InstrKind::ApplyVote(_) => {
-                let (at, _) = self.slots.located().of(&instruction.inputs[0]);
+                let (at, _) = self.located().of(&instruction.inputs[0]);
+                self.settle()?;
                 let mut without = [0; size_of::<f32>()];
                 self.device.read(at, &mut without)?;
                 self.slots.routed.settle(instruction, f32::from_ne_bytes(without));
@@ -129,7 +165,8 @@ impl Run<'_> {
     /// Reads what the last instruction of a part has counted.
     fn count(&mut self, instruction: &Instruction) -> Result<()> {
         let Some(count) = instruction.counts else { return Ok(()) };
-        let (at, bytes) = self.slots.located().of(&instruction.outputs[0]);
+        let (at, bytes) = self.located().of(&instruction.outputs[0]);
+        self.settle()?;
         let mut rows = [0; size_of::<u32>()];
         self.device.read(at + (bytes - rows.len()) as u64, &mut rows)?;
         self.slots.routed.count(count, u32::from_ne_bytes(rows));

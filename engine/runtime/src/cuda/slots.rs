@@ -86,13 +86,15 @@ impl Slots {
         }
     }
 
+    /// Whether there are some that the device does not know.
+    pub fn have_changed(&self) -> bool {
+        !self.changed.is_empty()
+    }
+
     /// Brings what has changed to the device.
     pub fn write(&mut self, device: &mut dyn Device) -> Result<(), DeviceError> {
         let Range { start, .. } = self.changed;
         let slots = &self.slots[std::mem::take(&mut self.changed)];
-        if slots.is_empty() {
-            return Ok(());
-        }
         let bytes: Vec<u8> = slots.as_flattened().iter().flat_map(|word| word.to_ne_bytes()).collect();
         device.write(self.place.slots + (start * size_of::<Slot>()) as u64, &bytes)
     }

@@ -1,4 +1,4 @@
-//! The calls of NVIDIA's libraries, judged where there are none: by a double of the driver, of cuBLASLt and of NVRTC, which is written
+//! The calls of NVIDIA's libraries, judged where there are none: by a double of the driver, of cuBLASLt, NVRTC and NCCL, which is written
 //! from their documentation (`on_host/driver`), and refuses what it does not allow.
 //!
 //! A judge runs itself once more, in a process whose loader finds the double under the libraries' names.
@@ -18,10 +18,11 @@ const BROKEN: &str = "double of the driver:";
 const LEFT: &str = "left at the end:";
 
 /// The libraries, each with its sources. The others need the first.
-const LIBRARIES: [(&str, &[&str]); 3] = [
+const LIBRARIES: [(&str, &[&str]); 4] = [
     ("libcuda.so.1", &["context.cpp", "memory.cpp", "module.cpp", "stream.cpp", "event.cpp"]),
     ("libcublasLt.so.13", &["cublaslt.cpp", "descriptors.cpp", "product.cpp"]),
     ("libnvrtc.so.13", &["nvrtc.cpp"]),
+    ("libnccl.so.2", &["nccl.cpp"]),
 ];
 
 /// What a compiler of the double is told.
@@ -217,4 +218,5 @@ fn finish(compiler: Child) {
 
 mod calls;
 mod judges;
+mod nccl;
 mod rules;

@@ -7,23 +7,23 @@ use gapless_parallel::{Mesh, by_name};
 
 use super::mixture::Mixture;
 use super::processor::device;
-use super::small::{SEQUENCE, Small, Style};
+use super::small::{SEQUENCE, Small, Style, VOCABULARY};
 use super::trainer::{batch, expect_near, numbers, options, step};
 use super::{gpu, host};
 use crate::checkpoint::Checkpoint;
-use crate::communicator::{CommunicatorError, on_threads};
+use crate::communicator::{Communicator, CommunicatorError, on_threads};
 use crate::cuda::{Describe, Device, DeviceError, DeviceMemory, Launch, Recording};
-use crate::nn::{RouterConfig, VarBuilder};
-use crate::{DeviceChoice, GenerateOptions, Model, Pipeline, Result, TrainError, TrainOptions, Trainer};
+use crate::nn::{Embedding, Linear, Module, RouterConfig, VarBuilder, embedding, linear};
+use crate::{DeviceChoice, GenerateOptions, Model, Pipeline, Result, Tensor, TrainError, TrainOptions, Trainer};
 
 const STEPS: usize = 3;
 
 /// Options whose plans need not be the best.
-fn quick() -> TrainOptions {
+pub fn quick() -> TrainOptions {
     TrainOptions { planning: 1 << 20, ..options() }
 }
 
-fn mesh(data: usize, pipeline: usize, expert: usize) -> Mesh {
+pub fn mesh(data: usize, pipeline: usize, expert: usize) -> Mesh {
     Mesh { data, pipeline, expert }
 }
 
@@ -51,14 +51,28 @@ fn on_cpus<M: Model>(options: &TrainOptions, model: impl Fn(VarBuilder) -> Resul
     on_threads(ranks, |world| train(&mut Trainer::on(world, &model, options.clone())?)).unwrap()
 }
 
-fn on_devices<M: Model>(options: &TrainOptions, model: impl Fn(VarBuilder) -> Result<M> + Sync) -> Vec<Trained> {
+/// On the one device of judges, which ranks share, or each on its own.
+fn on_devices<M: Model>(
+    options: &TrainOptions,
+    device: impl Fn(usize) -> Box<dyn Device> + Sync,
+    model: impl Fn(VarBuilder) -> Result<M> + Sync,
+) -> Vec<Trained> {
     let ranks = options.mesh.ranks().unwrap();
-    on_threads(ranks, |world| train(&mut Trainer::rank_on_device(world, device(), &model, options.clone())?)).unwrap()
+    let on_rank = |world: Box<dyn Communicator>| {
+        let device = device(world.rank());
+        train(&mut Trainer::rank_on_device(world, device, &model, options.clone())?)
+    };
+    on_threads(ranks, on_rank).unwrap()
 }
 
 /// Every rank has on its device what it has on the CPU, but for the order of sums.
-fn compare<M: Model>(what: &str, options: &TrainOptions, model: impl Fn(VarBuilder) -> Result<M> + Sync) {
-    let (cpu, gpu) = (on_cpus(options, &model), on_devices(options, &model));
+pub fn compare<M: Model>(
+    what: &str,
+    options: &TrainOptions,
+    device: impl Fn(usize) -> Box<dyn Device> + Sync,
+    model: impl Fn(VarBuilder) -> Result<M> + Sync,
+) {
+    let (cpu, gpu) = (on_cpus(options, &model), on_devices(options, device, &model));
     let allowed = gpu::allowed(2e-5, 2e-4) as f32;
     for (rank, (cpu, gpu)) in cpu.iter().zip(&gpu).enumerate() {
         let what = format!("{what}, rank {rank}");
@@ -97,7 +111,34 @@ fn ranks_train_as_on_the_cpu() {
         ),
     ] {
         let options = TrainOptions { mesh, micro_batches, pipeline, ..quick() };
-        compare(&format!("{style:?} on {mesh:?}"), &options, |vb| Small::new(style, vb));
+        compare(&format!("{style:?} on {mesh:?}"), &options, |_| device(), |vb| Small::new(style, vb));
+    }
+}
+
+/// Tables that are large enough for data ranks to share their optimizer's states.
+pub struct Wide {
+    embedding: Embedding,
+    head: Linear,
+}
+
+impl Wide {
+    pub fn new(vb: VarBuilder) -> Result<Self> {
+        const WIDTH: usize = 64;
+        let embedding = embedding(VOCABULARY, WIDTH, vb.pp("embedding"))?;
+        Ok(Self { embedding, head: linear(WIDTH, VOCABULARY, vb.pp("head"))? })
+    }
+}
+
+impl Model for Wide {
+    fn forward(&self, tokens: &Tensor, _train: bool) -> Result<Tensor> {
+        self.head.forward(&self.embedding.forward(tokens)?.gelu()?)
+    }
+}
+
+#[test]
+fn data_ranks_share_states() {
+    if host::is_there() {
+        compare("shared states", &TrainOptions { mesh: mesh(2, 1, 1), ..quick() }, |_| device(), Wide::new);
     }
 }
 
@@ -130,12 +171,12 @@ fn experts_have_ranks() {
     let config = RouterConfig { experts: 4, balance_loss: 0.1, z_loss: 0.01, ..RouterConfig::default() };
     let model = |vb| Mixture::new(&config, false, vb);
     for mesh in [mesh(1, 1, 2), mesh(2, 1, 2), mesh(1, 2, 2)] {
-        compare(&format!("experts on {mesh:?}"), &TrainOptions { mesh, ..quick() }, model);
+        compare(&format!("experts on {mesh:?}"), &TrainOptions { mesh, ..quick() }, |_| device(), model);
     }
     // In bf16 a token may go to other experts.
     let in_f32 = TrainOptions { mesh: mesh(1, 1, 2), ..quick() };
     let exact = on_cpus(&in_f32, model);
-    let rounded = on_devices(&TrainOptions { dtype: DType::BF16, ..in_f32 }, model);
+    let rounded = on_devices(&TrainOptions { dtype: DType::BF16, ..in_f32 }, |_| device(), model);
     for (exact, got) in exact[0].steps.iter().zip(&rounded[0].steps) {
         expect_near("loss in bf16", got[0], exact[0], 2e-2);
     }
@@ -147,11 +188,15 @@ fn ranks_train_in_bf16() {
     if !host::is_there() {
         return;
     }
+    compare_in_bf16(|_| device());
+}
+
+pub fn compare_in_bf16(device: impl Fn(usize) -> Box<dyn Device> + Sync) {
     for (mesh, micro_batches) in [(mesh(2, 1, 1), 1), (mesh(1, 2, 1), 2)] {
         let in_f32 = TrainOptions { micro_batches: 2, ..quick() };
         let in_bf16 = TrainOptions { mesh, micro_batches, dtype: DType::BF16, ..quick() };
         let model = |vb| Small::new(Style::Llama, vb);
-        let (exact, ranks) = (on_cpus(&in_f32, model), on_devices(&in_bf16, model));
+        let (exact, ranks) = (on_cpus(&in_f32, model), on_devices(&in_bf16, &device, model));
         for rank in &ranks {
             for (exact, got) in exact[0].steps.iter().zip(&rank.steps) {
                 expect_near("loss", got[0], exact[0], 1e-2);
@@ -276,6 +321,10 @@ impl Device for Failing {
         let (device, call) = (self.name(), "cuGraphLaunch".to_owned());
         self.replays = self.replays.checked_sub(1).ok_or_else(|| DeviceError::Driver { device, call, what: what() })?;
         self.device.replay(recording)
+    }
+
+    fn wait(&mut self) -> Result<(), DeviceError> {
+        self.device.wait()
     }
 
     fn memory(&self) -> Result<DeviceMemory, DeviceError> {

@@ -140,7 +140,8 @@ impl<T: Factor> Task<'_, T> {
         }
     }
 
-    /// Takes a block of keys, the first that the panel sees or a later one, into the outputs of one panel of queries, and finishes them with their last visible block.
+    /// Takes a block of keys, the first that the panel sees or a later one, into the outputs of one panel of queries, and finishes
+    /// them with their last visible block.
     unsafe fn panel(
         &self,
         head: usize,
@@ -152,9 +153,7 @@ impl<T: Factor> Task<'_, T> {
     ) {
         let &Self { job, operands, batch, .. } = self;
         let Instructions { products, rows: row_kernels } = self.instructions;
-        let first_key = block.keys.start;
-        let seen = |query: usize| job.visible(query).saturating_sub(first_key).min(block.keys.len());
-        let columns = seen(rows.end - 1);
+        let columns = self.seen(rows.end - 1, block);
         if columns == 0 {
             return;
         }
@@ -188,26 +187,7 @@ impl<T: Factor> Task<'_, T> {
             };
             products.block(Layout::Rows, rows.len(), &product);
 
-            for (i, query) in rows.clone().enumerate() {
-                let visible = seen(query);
-                let row = from_raw_parts_mut(scores.add(i * ROW_STRIDE), padded(visible));
-                let hidden = job.first_key(operands.starts, batch, query).saturating_sub(first_key);
-                if hidden >= visible {
-                    row.fill(0.0);
-                    continue;
-                }
-                if T::IS_BF16 {
-                    (row_kernels.scale)(row, job.scale);
-                }
-                if let Some(cap) = job.cap {
-                    (row_kernels.cap)(row, 1.0, cap);
-                }
-                row[..hidden].fill(f32::NEG_INFINITY);
-                let factor = (row_kernels.softmax)(row, visible, &mut running[i]);
-                if !is_first && factor != 1.0 {
-                    (row_kernels.scale)(from_raw_parts_mut(out.at(query), job.value_size), factor);
-                }
-            }
+            self.weights(rows.clone(), (block, is_first), running, scores, out);
             if products.k_of_line > 1 {
                 self.instructions.round_rows(scores, rows.len(), columns, scores);
             }
@@ -225,6 +205,47 @@ impl<T: Factor> Task<'_, T> {
 
             if job.visible(rows.end - 1) <= block.keys.end {
                 self.finish(head, rows, running);
+            }
+        }
+    }
+
+    /// How many of the first keys of a block the mask shows a query.
+    fn seen(&self, query: usize, block: &Block) -> usize {
+        self.job.visible(query).saturating_sub(block.keys.start).min(block.keys.len())
+    }
+
+    /// Turns a panel's scores into weights below the running maxima, and scales what was summed below the maxima so far.
+    unsafe fn weights(
+        &self,
+        rows: Range<usize>,
+        (block, is_first): (&Block, bool),
+        running: &mut [Running],
+        scores: *mut f32,
+        out: Head<f32>,
+    ) {
+        let &Self { job, operands, batch, .. } = self;
+        let row_kernels = self.instructions.rows;
+        for (i, query) in rows.enumerate() {
+            let visible = self.seen(query, block);
+            // SAFETY: as in `panel`.
+            unsafe {
+                let row = from_raw_parts_mut(scores.add(i * ROW_STRIDE), padded(visible));
+                let hidden = job.first_key(operands.starts, batch, query).saturating_sub(block.keys.start);
+                if hidden >= visible {
+                    row.fill(0.0);
+                    continue;
+                }
+                if T::IS_BF16 {
+                    (row_kernels.scale)(row, job.scale);
+                }
+                if let Some(cap) = job.cap {
+                    (row_kernels.cap)(row, 1.0, cap);
+                }
+                row[..hidden].fill(f32::NEG_INFINITY);
+                let factor = (row_kernels.softmax)(row, visible, &mut running[i]);
+                if !is_first && factor != 1.0 {
+                    (row_kernels.scale)(from_raw_parts_mut(out.at(query), job.value_size), factor);
+                }
             }
         }
     }

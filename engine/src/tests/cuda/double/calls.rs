@@ -118,6 +118,7 @@ fn work(device: &mut Nvidia, launches: impl Fn(u64) -> Vec<Launch>) -> Result<()
     let recording = device.record(launches(base), &describe)?;
     fill(device, base)?;
     device.replay(recording)?;
+    device.wait()?;
     expect_sum(device, base, PLACES)?;
     fill(device, base)?;
     device.run(&launches(base), &describe)?;

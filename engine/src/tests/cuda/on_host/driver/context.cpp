@@ -215,13 +215,14 @@ EXPORTED int cuDeviceGetAttribute(int* value, int attribute, int device) {
     const std::map<int, int> all = {
         {1, 1024},      // MAX_THREADS_PER_BLOCK
         {8, 48 << 10},  // MAX_SHARED_MEMORY_PER_BLOCK
-        {33, 0x1b},     // PCI_BUS_ID
+        {33, 0x1b + device},  // PCI_BUS_ID
         {34, 0},        // PCI_DEVICE_ID
         {50, 0},        // PCI_DOMAIN_ID
         {75, architecture() / 10},
         {76, architecture() % 10},  // COMPUTE_CAPABILITY_MAJOR, _MINOR
         {97, most_shared_bytes()},  // MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
         {102, 1},                   // VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+        {115, 0},                   // MEMORY_POOLS_SUPPORTED
     };
     if (value == nullptr || all.count(attribute) == 0) return call.breaks(INVALID_VALUE, "attribute %d", attribute);
     *value = all.at(attribute);
@@ -236,14 +237,15 @@ EXPORTED int cuDevicePrimaryCtxRetain(void** context, int device) {
     if (call.refused) return call.refused;
     if (!is_device(call, device)) return INVALID_DEVICE;
     if (context == nullptr) return call.breaks(INVALID_VALUE, "nowhere to put it");
-    if (state().primary == nullptr) {
+    void*& primary = state().primaries[device];
+    if (primary == nullptr) {
         if (!take(CONTEXT_BYTES)) return OUT_OF_MEMORY;
         Context made;
         made.device = device;
-        state().primary = state().contexts.add(std::move(made));
+        primary = state().contexts.add(std::move(made));
     }
-    ++state().contexts.find(call, state().primary)->retained;
-    *context = state().primary;
+    ++state().contexts.find(call, primary)->retained;
+    *context = primary;
     return SUCCESS;
 }
 
@@ -264,8 +266,9 @@ EXPORTED int cuDevicePrimaryCtxRelease_v2(int device) {
     const Call call("cuDevicePrimaryCtxRelease", INITIALIZED);
     if (call.refused) return call.refused;
     if (!is_device(call, device)) return INVALID_DEVICE;
-    if (state().primary == nullptr) return call.breaks(INVALID_CONTEXT, "it is not retained");
-    Context* const context = state().contexts.find(call, state().primary);
+    void*& primary = state().primaries[device];
+    if (primary == nullptr) return call.breaks(INVALID_CONTEXT, "it is not retained");
+    Context* const context = state().contexts.find(call, primary);
     if (--context->retained > 0) return SUCCESS;
     end(call, state().streams, [&](const Stream& stream) { return stream.context == context; });
     end(call, state().modules, [&](const Module& module) { return module.context == context; });
@@ -274,8 +277,8 @@ EXPORTED int cuDevicePrimaryCtxRelease_v2(int device) {
     }
     state().is_library_lost |= !context->others.empty();
     give(CONTEXT_BYTES + context->local_bytes);
-    state().contexts.remove(call, state().primary);
-    state().primary = nullptr;
+    state().contexts.remove(call, primary);
+    primary = nullptr;
     return SUCCESS;
 }
 
@@ -289,6 +292,32 @@ EXPORTED void double_exists(const char* what, int difference, int is_in_context)
             call.breaks(0, "what it keeps for the process was in a context that is over");
         context->others[what] += difference;
     }
+}
+
+EXPORTED void double_lock(int takes) {
+    if (takes) state().lock.lock();
+    else state().lock.unlock();
+}
+
+EXPORTED int double_device() {
+    std::unique_lock<std::recursive_mutex> lock(state().lock);
+    const auto found = state().contexts.all.find((uint64_t)current);
+    return found == state().contexts.all.end() ? -1 : found->second->device;
+}
+
+EXPORTED int cuDeviceCanAccessPeer(int* can, int device, int peer) {
+    const Call call("cuDeviceCanAccessPeer", INITIALIZED);
+    if (call.refused) return call.refused;
+    if (!is_device(call, device) || !is_device(call, peer)) return INVALID_DEVICE;
+    *can = device != peer;
+    return SUCCESS;
+}
+
+EXPORTED int cuCtxGetCurrent(void** context) {
+    const Call call("cuCtxGetCurrent", INITIALIZED);
+    if (call.refused) return call.refused;
+    *context = current;
+    return SUCCESS;
 }
 
 EXPORTED int cuCtxSetCurrent(void* context) {

@@ -1,6 +1,6 @@
-// What the three libraries of the double of the driver share: how a broken rule is told, and what cuBLASLt's asks of the driver's.
+// What the libraries of the double of the driver share: how a broken rule is told, and what the others ask of the driver's.
 //
-// The double stands in for libcuda, libcublasLt and libnvrtc. It is written from NVIDIA's documentation of these, and judges the
+// The double stands in for libcuda, libcublasLt, libnvrtc and libnccl. It is written from NVIDIA's documentation of these, and judges the
 // calls that it gets: one that breaks a rule gets the error that the documentation names, and a line on the standard error.
 #pragma once
 
@@ -54,13 +54,18 @@ struct Binary {
     static constexpr char MAGIC[8] = {'\x7f', 'd', 'o', 'u', 'b', 'l', 'e', '1'};
 };
 
-// What a stream does when its turn has come. It returns what was wrong, or nothing.
+// What a stream does when its turn has come. It returns what was wrong, or nothing, or that it waits for another stream: then it is
+// asked again.
 struct Work {
+    static constexpr char WAITS[] = "\1";
+
     std::string name;
     std::function<std::string()> run;
+    // Whether it may touch the device's memory; else it does so by double_window alone.
+    bool touches = true;
 };
 
-// What libcuda does for the other two.
+// What libcuda does for the others.
 
 // Tells of a broken rule, and counts it.
 EXPORTED void double_broken(const char* call, const char* what);
@@ -70,6 +75,12 @@ EXPORTED int double_called(const char* call);
 EXPORTED int double_enter(const char* call, int is_unsafe_in_capture);
 // Puts work at the end of a stream, or into the graph that it captures: a Result.
 EXPORTED int double_enqueue(const char* call, void* stream, const Work* work);
+// Lets the device's memory be touched, or no more.
+EXPORTED void double_window(int opens);
+// Takes the lock under which calls are judged and streams run, or gives it back.
+EXPORTED void double_lock(int takes);
+// The device of the calling thread's context, or -1.
+EXPORTED int double_device();
 // Whether all of it can be read and written on the device.
 EXPORTED int double_is_accessible(uint64_t address, uint64_t bytes);
 // Takes device memory that belongs to a library, or gives it back: a Result.

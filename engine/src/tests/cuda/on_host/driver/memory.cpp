@@ -36,6 +36,7 @@ struct Physical {
     uint64_t bytes;
     bool is_released;
     int mappings;
+    int device;
 };
 
 struct Mapping {
@@ -83,8 +84,18 @@ Window::Window() {
     if (open_windows++ == 0) protect_all(PROT_READ | PROT_WRITE);
 }
 
+EXPORTED void double_window(int opens) {
+    static std::vector<std::unique_ptr<Window>>* const open = new std::vector<std::unique_ptr<Window>>;
+    if (opens) open->push_back(std::make_unique<Window>());
+    else open->pop_back();
+}
+
 Window::~Window() {
     if (--open_windows == 0) protect_all(PROT_NONE);
+}
+
+static bool is_device(const Location& location) {
+    return location.type == ON_DEVICE && location.id >= 0 && location.id < int(double_setting("DEVICES", 1));
 }
 
 static int judge(const Call& call, const Properties* properties, unsigned long long flags) {
@@ -93,8 +104,8 @@ static int judge(const Call& call, const Properties* properties, unsigned long l
     if (properties->type != PINNED) return call.breaks(INVALID_VALUE, "an allocation of type %d", properties->type);
     if (properties->location.type != ON_DEVICE)
         return call.breaks(INVALID_VALUE, "a location of type %d", properties->location.type);
-    if (properties->location.id != 0) return call.breaks(INVALID_DEVICE, "device %d", properties->location.id);
-    const Properties plain = {PINNED, 0, {ON_DEVICE, 0}, nullptr, 0, 0, 0, {}};
+    if (!is_device(properties->location)) return call.breaks(INVALID_DEVICE, "device %d", properties->location.id);
+    const Properties plain = {PINNED, 0, properties->location, nullptr, 0, 0, 0, {}};
     if (memcmp(properties, &plain, sizeof plain) != 0) return call.breaks(INVALID_VALUE, "properties that are not understood");
     return SUCCESS;
 }
@@ -123,7 +134,7 @@ EXPORTED int cuMemCreate(uint64_t* handle, uint64_t bytes, const Properties* pro
     memset(all, POISON, bytes);
     munmap(all, bytes);
     *handle = state().next_handle += 16;
-    physicals()[*handle] = {file, bytes, false, 0};
+    physicals()[*handle] = {file, bytes, false, 0, properties->location.id};
     return SUCCESS;
 }
 
@@ -243,7 +254,7 @@ EXPORTED int cuMemSetAccess(uint64_t address, uint64_t bytes, const Access* acce
     const Call call("cuMemSetAccess", INITIALIZED | SAFE);
     if (call.refused) return call.refused;
     if (access == nullptr || count != 1) return call.breaks(INVALID_VALUE, "%llu descriptions", (unsigned long long)count);
-    if (access->location.type != ON_DEVICE || access->location.id != 0) return call.breaks(INVALID_DEVICE, "no such location");
+    if (!is_device(access->location)) return call.breaks(INVALID_DEVICE, "no such location");
     if (access->flags != READ_AND_WRITE) return call.breaks(INVALID_VALUE, "access %d", access->flags);
     Reservation* const reservation = reservation_of(address, bytes);
     if (reservation == nullptr) return call.breaks(INVALID_VALUE, "%#llx is not reserved", (unsigned long long)address);
@@ -253,6 +264,52 @@ EXPORTED int cuMemSetAccess(uint64_t address, uint64_t bytes, const Access* acce
     for (uint64_t at = address; at < address + bytes; at += reservation->mappings.at(at).bytes)
         reservation->mappings.at(at).is_accessible = true;
     if (open_windows > 0) protect_all(PROT_READ | PROT_WRITE);
+    return SUCCESS;
+}
+
+// Memory that nobody has said where to put.
+EXPORTED int cuMemAlloc_v2(uint64_t* address, uint64_t bytes) {
+    const Call call("cuMemAlloc", CONTEXT | SAFE);
+    if (call.refused) return call.refused;
+    if (address == nullptr || bytes == 0) return call.breaks(INVALID_VALUE, "0 bytes");
+    const Properties properties = {PINNED, 0, {ON_DEVICE, call.context->device}, nullptr, 0, 0, 0, {}};
+    const Access access = {properties.location, READ_AND_WRITE};
+    const uint64_t whole = (bytes + GRANULARITY - 1) / GRANULARITY * GRANULARITY;
+    uint64_t handle;
+    if (const int code = cuMemCreate(&handle, whole, &properties, 0)) return code;
+    cuMemAddressReserve(address, whole, 0, 0, 0);
+    cuMemMap(*address, whole, 0, handle, 0);
+    cuMemSetAccess(*address, whole, &access, 1);
+    return cuMemRelease(handle);
+}
+
+EXPORTED int cuMemFree_v2(uint64_t address) {
+    const Call call("cuMemFree", CONTEXT | SAFE);
+    if (call.refused) return call.refused;
+    const auto found = reservations().find(address);
+    if (found == reservations().end()) return call.breaks(INVALID_VALUE, "%#llx was not allocated", (unsigned long long)address);
+    const uint64_t bytes = found->second.bytes;
+    if (const int code = cuMemUnmap(address, bytes)) return code;
+    return cuMemAddressFree(address, bytes);
+}
+
+EXPORTED int cuPointerGetAttribute(void* value, int attribute, uint64_t address) {
+    enum : int { MEMORY_TYPE = 2, DEVICE_ORDINAL = 9, OF_DEVICE = 2 };
+    const Call call("cuPointerGetAttribute", INITIALIZED);
+    if (call.refused) return call.refused;
+    // Asking of an address that is not known is how one learns of it.
+    Reservation* const reservation = reservation_of(address, 1);
+    if (reservation == nullptr) return INVALID_VALUE;
+    auto found = reservation->mappings.upper_bound(address);
+    if (found == reservation->mappings.begin()) return INVALID_VALUE;
+    --found;
+    if (attribute == MEMORY_TYPE) {
+        *(unsigned*)value = OF_DEVICE;
+    } else if (attribute == DEVICE_ORDINAL) {
+        *(int*)value = physicals().at(found->second.physical).device;
+    } else {
+        return call.breaks(INVALID_VALUE, "attribute %d", attribute);
+    }
     return SUCCESS;
 }
 
@@ -346,6 +403,19 @@ EXPORTED int cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, uint64_t bytes,
                            (unsigned long long)bytes);
     const Work work = {call.name, [to, from, bytes]() -> std::string {
                            memcpy((void*)to, from, bytes);
+                           return "";
+                       }};
+    return double_enqueue(call.name, stream, &work);
+}
+
+EXPORTED int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, uint64_t bytes, void* stream) {
+    const Call call("cuMemcpyDtoDAsync", CONTEXT);
+    if (call.refused) return call.refused;
+    if (bytes == 0) return SUCCESS;
+    if (!double_is_accessible(from, bytes) || !double_is_accessible(to, bytes))
+        return call.breaks(INVALID_VALUE, "%llu bytes: not all mapped and accessible", (unsigned long long)bytes);
+    const Work work = {call.name, [to, from, bytes]() -> std::string {
+                           memmove((void*)to, (const void*)from, bytes);
                            return "";
                        }};
     return double_enqueue(call.name, stream, &work);

@@ -52,8 +52,14 @@ struct Stream {
 struct Event {
     Context* context;
     bool is_timed;
-    bool is_recorded = false, is_reached = false;
+    // The stream that it was last recorded on.
+    void* stream = nullptr;
+    // How often it was recorded, and the last of these that its stream has come to.
+    uint64_t recorded = 0;
+    std::shared_ptr<uint64_t> reached = std::make_shared<uint64_t>(0);
     std::chrono::steady_clock::time_point at;
+
+    bool is_reached() const { return *reached == recorded; }
 };
 
 struct Module {
@@ -113,8 +119,8 @@ struct State {
     Table<Function> functions{"function", {}};
     Table<Graph> graphs{"graph", {}};
     Table<Graph> executables{"executable graph", {}};
-    // The primary context's handle while it is retained.
-    void* primary = nullptr;
+    // The primary contexts' handles while they are retained, by device.
+    std::map<int, void*> primaries;
     // Whether a primary context is over in which a library was: what that keeps for the process is lost.
     bool is_library_lost = false;
     // What runs now.
@@ -153,8 +159,16 @@ void give(uint64_t bytes);
 bool is_capturing(const void* stream);
 void invalidate(void* stream);
 
-// Has everything in a stream run; and copies to the device arrive, as far as the stream waits for them.
+// What a stream returns that waits for another.
+static constexpr int WAITING = -1;
+
+// Has everything in a stream run, up to what waits for another stream; and copies to the device arrive, as far as the stream waits for
+// them.
 int run(Stream& stream);
+// Has all streams run as far as they get.
+void run_others();
+// Has everything in a stream run. Other threads make their calls meanwhile.
+int finish(Call& call, Stream& stream);
 // Has copies arrive, and streams that wait for the legacy default stream run.
 int run_legacy(Context& context);
 // Leaves what is staged where it is, and has all else run that the legacy default stream waits for.

@@ -8,13 +8,17 @@ static constexpr uint64_t NODE_BYTES = 4096, GRAPH_PAGE = 64 << 10;
 
 static int run_all(Context& context, std::deque<Work>& queue) {
     while (!queue.empty() && context.error == 0) {
-        const Work work = std::move(queue.front());
+        Work work = std::move(queue.front());
         queue.pop_front();
-        const Window window;
+        const std::unique_ptr<Window> window = work.touches ? std::make_unique<Window>() : nullptr;
         state().running = work.name;
         const std::string what = work.run();
         state().running.clear();
         if (what.empty()) continue;
+        if (what == Work::WAITS) {
+            queue.push_front(std::move(work));
+            return WAITING;
+        }
         double_broken(work.name.c_str(), what.c_str());
         context.error = LAUNCH_FAILED;
     }
@@ -43,6 +47,43 @@ int run(Stream& stream) {
     return run_all(*stream.context, stream.context->landing);
 }
 
+void run_others() {
+    for (auto& [handle, stream] : state().streams.all) {
+        if (!stream->is_capturing) run(*stream);
+    }
+}
+
+// How long something may wait for what never comes.
+static constexpr std::chrono::seconds PATIENCE(60);
+
+int finish(Call& call, Stream& stream) {
+    const auto begun = std::chrono::steady_clock::now();
+    while (true) {
+        if (const int code = run(stream); code != WAITING) return code;
+        run_others();
+        if (std::chrono::steady_clock::now() - begun > PATIENCE) {
+            const std::string name = stream.queue.front().name;
+            return call.breaks(LAUNCH_FAILED, "%s waits for what does not come", name.c_str());
+        }
+        call.lock.unlock();
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+        call.lock.lock();
+    }
+}
+
+EXPORTED int cuCtxSynchronize() {
+    Call call("cuCtxSynchronize", CONTEXT | SAFE);
+    if (call.refused) return call.refused;
+    std::vector<Stream*> streams;
+    for (auto& [handle, stream] : state().streams.all) {
+        if (stream->context == call.context) streams.push_back(stream.get());
+    }
+    for (Stream* const stream : streams) {
+        if (const int code = finish(call, *stream)) return code;
+    }
+    return SUCCESS;
+}
+
 EXPORTED int cuStreamCreate(void** stream, unsigned flags) {
     const Call call("cuStreamCreate", CONTEXT);
     if (call.refused) return call.refused;
@@ -63,11 +104,11 @@ EXPORTED int cuStreamDestroy_v2(void* handle) {
     // It returns at once, and what the stream has is done later.
     const int code = run(*stream);
     state().streams.remove(call, handle);
-    return code;
+    return code == WAITING ? SUCCESS : code;
 }
 
 EXPORTED int cuStreamSynchronize(void* handle) {
-    const Call call("cuStreamSynchronize", CONTEXT | (handle == nullptr ? LEGACY : NOTHING));
+    Call call("cuStreamSynchronize", CONTEXT | (handle == nullptr ? LEGACY : NOTHING));
     if (call.refused) return call.refused;
     if (handle == nullptr) return run_legacy(*call.context);
     Stream* const stream = state().streams.find(call, handle);
@@ -76,7 +117,7 @@ EXPORTED int cuStreamSynchronize(void* handle) {
         stream->is_invalidated = true;
         return call.breaks(CAPTURE_UNSUPPORTED, "the stream captures");
     }
-    return run(*stream);
+    return finish(call, *stream);
 }
 
 // A stream that work may be put into.

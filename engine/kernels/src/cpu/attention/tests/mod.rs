@@ -1,140 +1,14 @@
 //! Attention against a naive one in `f64`, whose gradient is itself judged by finite differences.
 
+mod reference;
+
 use gapless_testing::prelude::*;
 use half::bf16;
 
+use self::reference::{Reference, Tensor, reference};
 use super::*;
 use crate::cpu::ScratchMemory;
 use crate::cpu::gemm::tests::{pool, random};
-
-/// A tensor's elements in `f64`, addressed by (batch, head, token, element).
-#[derive(Clone)]
-struct Tensor {
-    strides: HeadStrides,
-    elements: Vec<f64>,
-}
-
-impl Tensor {
-    fn of(strides: HeadStrides, values: &[f32]) -> Self {
-        Self { strides, elements: values.iter().map(|&x| f64::from(x)).collect() }
-    }
-
-    fn zeros_like(&self) -> Self {
-        Self { elements: vec![0.0; self.elements.len()], ..self.clone() }
-    }
-
-    fn at(&self, batch: usize, head: usize, token: usize, element: usize) -> usize {
-        batch * self.strides.batch + head * self.strides.head + token * self.strides.token + element
-    }
-}
-
-struct Reference {
-    out: Tensor,
-    lse: Vec<f64>,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    /// The same of the absolute values of all that is added up: what rounding errors are relative to where the exact values
-    /// cancel (gradients entirely, with a single key).
-    out_size: Tensor,
-    dq_size: Tensor,
-    dk_size: Tensor,
-    dv_size: Tensor,
-}
-
-/// The scores of a query.
-struct Row {
-    /// Its number among all.
-    number: usize,
-    probabilities: Vec<f64>,
-    /// How much of its gradient each score passes on.
-    slopes: Vec<f64>,
-    lse: f64,
-}
-
-/// Calls back for each query head and query.
-fn for_each_row(
-    job: &Attention,
-    starts: &[u32],
-    q: &Tensor,
-    k: &Tensor,
-    mut row: impl FnMut((usize, usize, usize), Row),
-) {
-    for b in 0..job.batch {
-        for h in 0..job.heads {
-            for i in 0..job.queries {
-                let dot = |j| -> f64 {
-                    (0..job.head_size)
-                        .map(|d| q.elements[q.at(b, h, i, d)] * k.elements[k.at(b, h / job.group(), j, d)])
-                        .sum()
-                };
-                let start = starts.get(b * job.queries + i).map_or(0, |&start| start as usize);
-                let visible = match job.mask {
-                    Mask::Full => job.keys,
-                    Mask::Causal { offset } => job.keys.min(i + offset + 1),
-                };
-                let start = job.window.map_or(start, |window| start.max(visible.saturating_sub(window)));
-                let tanh = |j: usize| job.cap.map(|cap| (f64::from(job.scale) * dot(j) / f64::from(cap)).tanh());
-                let score = |j: usize| match (job.cap, tanh(j)) {
-                    (Some(cap), Some(tanh)) => f64::from(cap) * tanh,
-                    _ => f64::from(job.scale) * dot(j),
-                };
-                let seen = |j: usize| (start..visible).contains(&j);
-                let scores: Vec<f64> =
-                    (0..job.keys).map(|j| if seen(j) { score(j) } else { f64::NEG_INFINITY }).collect();
-                let slopes = (0..job.keys).map(|j| tanh(j).map_or(1.0, |tanh| 1.0 - tanh * tanh)).collect();
-                let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-                let sum: f64 = scores.iter().map(|score| (score - max).exp()).sum();
-                let lse = if scores.is_empty() { f64::NEG_INFINITY } else { max + sum.ln() };
-                let probabilities = scores.iter().map(|score| (score - lse).exp()).collect();
-                row((b, h, i), Row { number: (b * job.heads + h) * job.queries + i, probabilities, slopes, lse });
-            }
-        }
-    }
-}
-
-fn reference(job: &Attention, starts: &[u32], q: &Tensor, k: &Tensor, v: &Tensor, dout: &Tensor) -> Reference {
-    let mut result = Reference {
-        out: dout.zeros_like(),
-        lse: vec![0.0; job.batch * job.heads * job.queries],
-        dq: q.zeros_like(),
-        dk: k.zeros_like(),
-        dv: v.zeros_like(),
-        out_size: dout.zeros_like(),
-        dq_size: q.zeros_like(),
-        dk_size: k.zeros_like(),
-        dv_size: v.zeros_like(),
-    };
-    for_each_row(job, starts, q, k, |(b, h, i), Row { number, probabilities, slopes, lse }| {
-        result.lse[number] = lse;
-        let kv = h / job.group();
-        let products =
-            |j| (0..job.value_size).map(move |d| dout.elements[dout.at(b, h, i, d)] * v.elements[v.at(b, kv, j, d)]);
-        let dprobability = |j| products(j).sum::<f64>();
-        let dprobability_size = |j| products(j).map(f64::abs).sum::<f64>();
-        let delta: f64 = probabilities.iter().enumerate().map(|(j, p)| p * dprobability(j)).sum();
-        let delta_size: f64 = probabilities.iter().enumerate().map(|(j, p)| p * dprobability_size(j)).sum();
-        for (j, p) in probabilities.iter().enumerate() {
-            let dscore = f64::from(job.scale) * slopes[j] * p * (dprobability(j) - delta);
-            let dscore_size = f64::from(job.scale) * p * (dprobability_size(j) + delta_size);
-            for d in 0..job.value_size {
-                let (at_v, at_out) = (v.at(b, kv, j, d), dout.at(b, h, i, d));
-                result.out.elements[at_out] += p * v.elements[at_v];
-                result.dv.elements[at_v] += p * dout.elements[at_out];
-                result.out_size.elements[at_out] += p * v.elements[at_v].abs();
-                result.dv_size.elements[at_v] += p * dout.elements[at_out].abs();
-            }
-            for d in 0..job.head_size {
-                let (at_q, at_k) = (q.at(b, h, i, d), k.at(b, kv, j, d));
-                result.dq.elements[at_q] += dscore * k.elements[at_k];
-                result.dk.elements[at_k] += dscore * q.elements[at_q];
-                result.dq_size.elements[at_q] += dscore_size * k.elements[at_k].abs();
-                result.dk_size.elements[at_k] += dscore_size * q.elements[at_q].abs();
-            }
-        }
-    });
-    result
-}
 
 /// What the kernels computed.
 struct Computed {

@@ -1,0 +1,213 @@
+//! GMLake (ASPLOS '24; glake's fork of PyTorch's allocator): free blocks stitched by virtual memory.
+//!
+//! Requests up to 1 MiB go the way of PyTorch's small pool. Larger ones are rounded to chunks of 2 MiB, each one piece of
+//! physical memory. A *primitive* block is a run of chunks that were mapped together; a *stitched* block maps chunks of
+//! several free primitive blocks a second time, under one range of addresses. The order of attempts: the best-fitting
+//! free primitive block (split, if a chunk or more is left over); a free stitched block of at most ten times the size;
+//! stitching, for requests of at least the fragmentation limit, the largest free primitive blocks until they are enough,
+//! the last one split; new chunks; after giving the cached blocks back, new chunks again. Stitched blocks are kept for
+//! reuse as long as their chunks exist, up to a limit of mapped addresses.
+
+mod blocks;
+#[cfg(test)]
+mod tests;
+
+use blocks::Blocks;
+
+use crate::pytorch::PyTorchOptions;
+use crate::{Allocator, Block, Device, Extent, OutOfMemory, PyTorch, Statistics, Stream};
+
+const CHUNK: u64 = 2 << 20;
+const SMALL_REQUEST: u64 = 1 << 20;
+const LARGE_REQUEST: u64 = 10 << 20;
+const LARGE_SEGMENT: u64 = 20 << 20;
+/// The model keeps a table of all chunks there ever were and takes no more: 64 TiB.
+const MOST_CHUNKS: usize = 1 << 25;
+
+/// GMLake's environment variables.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct GmLakeOptions {
+    /// `fragLimit`: smaller requests are never stitched, in bytes.
+    pub fragmentation_limit: u64,
+    /// `reuseLimit`: a stitched block serves requests down to its size divided by this.
+    pub reuse_limit: f64,
+    /// `autoGC`: stitched blocks that are not in use are dropped when more than this many bytes of addresses are stitched.
+    pub stitched_limit: u64,
+}
+
+impl Default for GmLakeOptions {
+    fn default() -> Self {
+        Self { fragmentation_limit: 512 << 20, reuse_limit: 10.0, stitched_limit: 1000 << 30 }
+    }
+}
+
+/// GMLake on one device.
+#[derive(Debug)]
+pub struct GmLake {
+    options: GmLakeOptions,
+    /// The small pool, and with it the device.
+    small: PyTorch,
+    /// Of larger requests.
+    blocks: Blocks,
+    large: Statistics,
+    /// Both pools together: peaks do not add up.
+    statistics: Statistics,
+}
+
+impl GmLake {
+    /// An empty allocator.
+    pub fn new(device: Device, options: GmLakeOptions) -> Self {
+        Self {
+            options,
+            small: PyTorch::new(device, PyTorchOptions::default()),
+            blocks: Blocks::default(),
+            large: Statistics::default(),
+            statistics: Statistics::default(),
+        }
+    }
+
+    fn allocate_large(&mut self, bytes: u64, stream: Stream) -> Option<Block> {
+        let chunks = u32::try_from(bytes.div_ceil(CHUNK)).ok().filter(|&chunks| chunks as usize <= MOST_CHUNKS)?;
+        if let Some(block) = self.blocks.take_primitive(chunks, stream) {
+            return Some(block);
+        }
+        if let Some(block) = self.blocks.take_stitched(chunks, stream, self.options.reuse_limit) {
+            return Some(block);
+        }
+        if let Some(block) = self.stitch(chunks, stream) {
+            return Some(block);
+        }
+        let segment = if bytes < LARGE_REQUEST { (LARGE_SEGMENT / CHUNK) as u32 } else { chunks };
+        if !self.create_segment(segment, stream) {
+            self.release_cached();
+            self.large.retries += 1;
+            if !self.create_segment(segment, stream) {
+                return self.stitch(chunks, stream);
+            }
+        }
+        self.blocks.take_primitive(chunks, stream)
+    }
+
+    /// Stitches the largest free primitive blocks into one of `chunks`.
+    fn stitch(&mut self, chunks: u32, stream: Stream) -> Option<Block> {
+        if u64::from(chunks) * CHUNK < self.options.fragmentation_limit {
+            return None;
+        }
+        let picked = self.blocks.pick(chunks, stream)?;
+        let address = self.small.device_mut().stitch(u64::from(chunks), CHUNK)?;
+        let number = self.blocks.stitch(picked, stream, address);
+        self.large.device_allocations += 1;
+        let block = self.blocks.hold_stitched(number, chunks);
+        if self.blocks.stitched_bytes > self.options.stitched_limit {
+            let idle = self.blocks.stitched.iter().filter(|(_, s)| s.used_chunks == 0);
+            let idle: Vec<u32> = idle.map(|(&n, _)| n).collect();
+            idle.into_iter().for_each(|number| self.drop_stitched(number));
+        }
+        Some(block)
+    }
+
+    /// New chunks from the device, as one free primitive block. Returns whether the device had them.
+    fn create_segment(&mut self, chunks: u32, stream: Stream) -> bool {
+        let device = self.small.device_mut();
+        if self.blocks.count() + chunks as usize > MOST_CHUNKS {
+            return false;
+        }
+        let Some(address) = device.reserve(u64::from(chunks) * CHUNK) else { return false };
+        if !device.create_and_map(u64::from(chunks), CHUNK) {
+            return false;
+        }
+        self.blocks.add_segment(address, chunks, stream);
+        self.large.reserved.rise(u64::from(chunks) * CHUNK);
+        self.large.segments += 1;
+        self.large.device_allocations += 1;
+        true
+    }
+
+    /// Gives all free primitive blocks that are whole segments back to the device, and the small pool's cache.
+    fn release_cached(&mut self) {
+        for (first, chunks) in self.blocks.free_segments() {
+            for number in self.blocks.remove_segment(first) {
+                // One that is in use holds other chunks than these, from its front.
+                match self.blocks.stitched[&number].used_chunks {
+                    0 => self.drop_stitched(number),
+                    keep => self.shorten(number, keep as usize),
+                }
+            }
+            self.small.device_mut().unmap_and_release(u64::from(chunks), CHUNK);
+            self.large.reserved.fall(u64::from(chunks) * CHUNK);
+            self.large.segments -= 1;
+            self.large.device_frees += 1;
+        }
+        self.small.empty_cache();
+    }
+
+    /// Forgets a stitched block that is not in use.
+    fn drop_stitched(&mut self, number: u32) {
+        self.shorten(number, 0);
+        self.blocks.stitched.remove(&number);
+    }
+
+    /// Unmaps the chunks from `keep` on from a stitched block.
+    fn shorten(&mut self, number: u32, keep: usize) {
+        let unmapped = self.blocks.shorten(number, keep);
+        self.small.device_mut().unstitch(unmapped);
+    }
+
+    /// Both pools' sums, and the peaks of the sums.
+    fn account(&mut self) {
+        let small = self.small.statistics();
+        let gauge = |gauge: &mut crate::Gauge, now: u64| {
+            gauge.current = now;
+            gauge.peak = gauge.peak.max(now);
+        };
+        gauge(&mut self.statistics.allocated, small.allocated.current + self.large.allocated.current);
+        gauge(&mut self.statistics.reserved, small.reserved.current + self.large.reserved.current);
+        self.statistics.segments = small.segments + self.large.segments;
+        self.statistics.device_allocations = small.device_allocations + self.large.device_allocations;
+        self.statistics.device_frees = small.device_frees + self.large.device_frees;
+        self.statistics.retries = small.retries + self.large.retries;
+        self.statistics.driver = small.driver;
+    }
+}
+
+impl Allocator for GmLake {
+    fn name(&self) -> &'static str {
+        "gmlake"
+    }
+
+    fn allocate(&mut self, bytes: u64, stream: Stream) -> Result<Block, OutOfMemory> {
+        let block = if bytes <= SMALL_REQUEST {
+            self.small.allocate(bytes, stream).ok().or_else(|| {
+                self.release_cached();
+                self.small.allocate(bytes, stream).ok()
+            })
+        } else {
+            let block = self.allocate_large(bytes, stream);
+            self.large.allocated.rise(block.as_ref().map_or(0, |block| block.bytes));
+            block
+        };
+        self.account();
+        let capacity = self.small.device_mut().capacity();
+        block.ok_or_else(|| OutOfMemory::new(self.name(), bytes, &self.statistics, capacity))
+    }
+
+    fn free(&mut self, block: Block) {
+        if block.bytes <= SMALL_REQUEST {
+            self.small.free(block);
+        } else {
+            self.large.allocated.fall(block.bytes);
+            self.blocks.free(&block);
+        }
+        self.account();
+    }
+
+    fn statistics(&self) -> Statistics {
+        self.statistics
+    }
+
+    fn extents(&self) -> Vec<Extent> {
+        let mut extents: Vec<Extent> = self.blocks.extents().chain(self.small.extents()).collect();
+        extents.sort_unstable_by_key(|extent| extent.address);
+        extents
+    }
+}

@@ -1,0 +1,141 @@
+//! A plan that is built from below, and the way back.
+//!
+//! In: items to put on the floor, floors to raise. Out: what is settled, what is still to come, and where that may go at lowest.
+//! Never: a choice between them.
+
+use crate::planner::decompose::parts::{Item, Part};
+use crate::planner::decompose::timeline::Buckets;
+use crate::planner::mix::mix128;
+
+/// One floor per clique, and the items that are under it.
+#[derive(Clone)]
+pub(super) struct State<'p> {
+    pub items: &'p [Item],
+    /// By item; empty without pins.
+    pins: Vec<Option<u64>>,
+    pub capacity: u64,
+    /// Where each clique's births begin among the items.
+    pub starts: Vec<u32>,
+    /// Items by clique that they are alive in.
+    pub alive: Vec<Vec<u32>>,
+    pub floor: Vec<u64>,
+    /// Bytes still to come, by clique.
+    pub rest: Vec<u64>,
+    pub offsets: Vec<u64>,
+    pub placed: Vec<bool>,
+    /// The lowest place of each item still to come, when floors were lifted last.
+    pub lowest: Vec<u64>,
+    pub trail: Vec<Change>,
+    keys: Vec<u128>,
+}
+
+/// One undoable change.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Change {
+    Floor(u32, u64),
+    Placed(u32),
+}
+
+impl<'p> State<'p> {
+    /// `None` when some clique holds more than the capacity.
+    pub fn new(part: &'p Part, capacity: u64) -> Option<Self> {
+        let rest = part.live();
+        if rest.iter().any(|&bytes| bytes > capacity) {
+            return None;
+        }
+        let mut alive = vec![Vec::new(); part.cliques as usize];
+        for (i, item) in part.items.iter().enumerate() {
+            alive[item.start as usize..item.end as usize].iter_mut().for_each(|list| list.push(i as u32));
+        }
+        let mut pins = vec![None; if part.pins.is_empty() { 0 } else { part.items.len() }];
+        part.pins.iter().for_each(|&(i, at)| pins[i as usize] = Some(at));
+        Some(Self {
+            items: &part.items,
+            pins,
+            capacity,
+            starts: Buckets::new(part.cliques + 1, part.items.iter().map(|item| item.start)).starts,
+            alive,
+            floor: vec![0; part.cliques as usize],
+            rest,
+            offsets: vec![0; part.items.len()],
+            placed: part.items.iter().map(|item| item.bytes == 0).collect(),
+            lowest: vec![0; part.items.len()],
+            trail: Vec::new(),
+            keys: (0..part.items.len() as u64).map(|i| mix128(i, 0x51)).collect(),
+        })
+    }
+
+    /// Where an item is pinned, if it is.
+    pub fn pin(&self, i: u32) -> Option<u64> {
+        self.pins.get(i as usize).copied().flatten()
+    }
+
+    /// Items still to come that start within cliques `[from, to)`.
+    pub fn to_come(&self, from: u32, to: u32) -> impl Iterator<Item = u32> + '_ {
+        (self.starts[from as usize]..self.starts[to as usize]).filter(|&i| !self.placed[i as usize])
+    }
+
+    /// Cuts `[from, to)` where nothing still to come crosses, the fullest first; what is settled is left out.
+    pub fn pieces(&self, from: u32, to: u32) -> Vec<(u32, u32)> {
+        let mut pieces: Vec<(u32, u32)> = Vec::new();
+        for i in self.to_come(from, to) {
+            let item = self.items[i as usize];
+            match pieces.last_mut() {
+                Some(piece) if item.start < piece.1 => piece.1 = piece.1.max(item.end),
+                _ => pieces.push((item.start, item.end)),
+            }
+        }
+        if pieces.len() > 1 {
+            pieces.sort_by_key(|&(a, b)| (a..b).map(|k| self.slack(k)).min());
+        }
+        pieces
+    }
+
+    /// Bytes of a clique that may stay empty.
+    pub fn slack(&self, k: u32) -> u64 {
+        self.capacity - self.floor[k as usize] - self.rest[k as usize]
+    }
+
+    /// Places an item on the floor under it.
+    pub fn put(&mut self, i: u32) {
+        let item = self.items[i as usize];
+        let at = self.floor[item.start as usize];
+        self.offsets[i as usize] = at;
+        self.placed[i as usize] = true;
+        self.trail.push(Change::Placed(i));
+        for k in item.start..item.end {
+            self.rest[k as usize] -= item.bytes;
+            self.raise(k, at + item.bytes);
+        }
+    }
+
+    /// Raises a clique's floor.
+    pub fn raise(&mut self, k: u32, floor: u64) {
+        self.trail.push(Change::Floor(k, self.floor[k as usize]));
+        self.floor[k as usize] = floor;
+    }
+
+    /// Takes back all changes behind the first `mark`.
+    pub fn undo(&mut self, mark: usize) {
+        while self.trail.len() > mark {
+            match self.trail.pop() {
+                Some(Change::Floor(k, floor)) => self.floor[k as usize] = floor,
+                Some(Change::Placed(i)) => {
+                    let item = self.items[i as usize];
+                    self.placed[i as usize] = false;
+                    for k in item.start..item.end {
+                        self.rest[k as usize] += item.bytes;
+                    }
+                }
+                None => return,
+            }
+        }
+    }
+
+    /// What decides whether `[from, to)` can be planned: who is still to come, and the floors under them.
+    pub fn hash(&self, from: u32, to: u32) -> u128 {
+        let floors = (from..to).filter(|&k| self.rest[k as usize] > 0);
+        let floors = floors.fold(0, |hash, k| hash ^ mix128(u64::from(k) << 1 | 1, self.floor[k as usize]));
+        self.to_come(from, to).fold(floors, |hash, i| hash ^ self.keys[i as usize])
+    }
+}

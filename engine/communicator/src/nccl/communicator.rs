@@ -1,0 +1,118 @@
+//! What a rank asks of the others through NCCL.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::operation::{Operation, Status};
+use super::{Nccl, Sums};
+use crate::launch_order::{Call, Kind, LaunchOrder, LaunchQueue};
+use crate::{Awaited, Collective, Communicator, CommunicatorError, Memory, Request, Result, Tag};
+
+// SAFETY: `wait` returns without an error when the operation's event has come to pass, so that the device is through with
+// the memory (the stream that computes waits for the same event after `wait_on_device`), and with one after `fail` or a failure before it, which aborts the communicator and waits for its stream. So does
+// a drop with operations under way. Addresses are those of a device.
+unsafe impl Communicator for Nccl {
+    fn rank(&self) -> usize {
+        self.control.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.members.len()
+    }
+
+    fn memory(&self) -> Memory {
+        Memory::Device
+    }
+
+    fn set_timeout(&mut self, timeout: Duration) {
+        self.timeout = timeout;
+        self.control.set_timeout(timeout);
+    }
+
+    unsafe fn isend(&mut self, bytes: *const u8, len: usize, to: usize, tag: Tag) -> Result<Request> {
+        self.expect_rank(to)?;
+        // SAFETY: the caller's promise.
+        unsafe { self.begin(Operation::Send { bytes, len, to, tag }) }
+    }
+
+    unsafe fn irecv(&mut self, bytes: *mut u8, len: usize, from: usize, tag: Tag) -> Result<Request> {
+        self.expect_rank(from)?;
+        // SAFETY: the caller's promise.
+        unsafe { self.begin(Operation::Receive { bytes, len, from, tag }) }
+    }
+
+    unsafe fn start(&mut self, collective: Collective) -> Result<Request> {
+        match collective.kind() {
+            Kind::Broadcast { root, .. } => self.expect_rank(root)?,
+            Kind::AllReduce { .. } | Kind::ReduceScatter { .. }
+                if self.sums == Sums::InOrder && self.members.len() > 2 =>
+            {
+                return Err(CommunicatorError::Unsupported {
+                    what: "a sum in the order of ranks over more than two GPUs",
+                    remedy: "allow NCCL's own order with set_sums(Sums::AnyOrder), whose bits are not those of other backends",
+                });
+            }
+            _ => {}
+        }
+        // SAFETY: the caller's promise.
+        unsafe { self.begin(Operation::Collective(collective)) }
+    }
+
+    fn wait(&mut self, request: Request) -> Result<()> {
+        let index = self.launched(request)?;
+        self.end_of(index)
+    }
+
+    fn agree(&mut self, program: &[Call]) -> Result<Option<Arc<LaunchOrder>>> {
+        LaunchOrder::agree(&mut *self.control, program).map(|order| Some(Arc::new(order)))
+    }
+
+    /// Outside of a run there are collectives alone.
+    fn follow(&mut self, order: &Arc<LaunchOrder>) -> Result<()> {
+        if self.run.is_some() {
+            return Err(CommunicatorError::Unsupported {
+                what: "a run of a program before the end of another on the same communicator",
+                remedy: "start everything that the first one was agreed to start, or split the communicator",
+            });
+        }
+        self.started.clear();
+        self.started.reserve(order.starts().len());
+        let queue = LaunchQueue::new(order);
+        self.run = (!queue.is_over()).then_some(queue);
+        Ok(())
+    }
+
+    fn wait_on_device(&mut self, request: Request) -> Result<()> {
+        let index = self.launched(request)?;
+        let waits = self.slots[index].hold_up(&self.compute);
+        waits.map_err(|error| self.fail(error))
+    }
+
+    fn settle(&mut self) -> Result<()> {
+        for index in 0..self.slots.len() {
+            if self.slots[index].status == Status::LeftToDevice {
+                self.end_of(index)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn split(&mut self, color: usize, key: usize) -> Result<Box<dyn Communicator>> {
+        const WORD: usize = size_of::<usize>();
+        let mut part = self.control.split(color, key).map_err(|error| self.fail(error))?;
+        let mut members = vec![0; WORD * part.size()];
+        part.all_gather(&self.me().to_ne_bytes(), &mut members).map_err(|error| self.fail(error))?;
+        let members =
+            members.chunks_exact(WORD).map(|word| usize::from_ne_bytes(word.try_into().expect("a word's bytes")));
+        let mut part = Self::join(part, members.collect(), &self.compute, self.timeout)?;
+        part.sums = self.sums;
+        Ok(Box::new(part))
+    }
+
+    fn abort(&mut self, reason: &str) {
+        self.end();
+        let (rank, why) = (self.me(), reason.to_owned());
+        self.failure.get_or_insert(CommunicatorError::PeerGone { rank, why, by: rank, awaited: Awaited::Start });
+        self.control.abort(reason);
+    }
+}

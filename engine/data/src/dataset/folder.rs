@@ -1,0 +1,126 @@
+//! The folder that a dataset is kept in: tokenizer, tokens, and a manifest that says what they are.
+//!
+//! In: texts, or a folder of an earlier call. Out: the dataset, tokenized once. Never: a folder that is used although its bytes are not
+//! those that were written.
+
+use std::fs;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::{DataOptions, Dataset, TOKENIZER, last_part};
+use crate::encode::move_into_place;
+use crate::texts::Texts;
+use crate::tokenize::{begun_with, sample, tokenize};
+use crate::{CorpusReport, DataError, TokenWidth, Tokens, Vocabulary, VocabularyChoice};
+
+pub(super) const TOKENS: &str = "tokens.bin";
+pub(super) const MANIFEST: &str = "dataset.json";
+
+/// `dataset.json`: what the folder holds, written last.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct Manifest {
+    corpus: CorpusReport,
+    /// Of the bytes, or of `tokenizer.json`.
+    vocabulary_hash: String,
+    width: TokenWidth,
+    training_tokens: u64,
+    validation_tokens: u64,
+    tokens_hash: String,
+}
+
+impl Dataset {
+    /// Takes what an earlier call kept of these texts, or tokenizes and splits them.
+    pub(super) fn from_texts(texts: &dyn Texts, options: &DataOptions) -> Result<Self, DataError> {
+        let report = texts.report();
+        let (known, name) = match &options.vocabulary {
+            VocabularyChoice::Bytes => (Some(Vocabulary::bytes()), "bytes".to_owned()),
+            VocabularyChoice::Bpe { size } => (None, format!("bpe-{size}")),
+            VocabularyChoice::File(path) => {
+                let given = Vocabulary::open(path)?;
+                let name = format!("given-{}", &given.hash()[..8]);
+                (Some(given), name)
+            }
+        };
+        // All that shapes the tokens is in the name: a folder that a run still needs is never made anew for another.
+        let folder = options.cache.join(format!("{}-{name}-{}", &report.hash[..16], options.validation_every));
+        match Self::open_prepared(&folder) {
+            Ok(dataset) if dataset.corpus.as_ref().is_some_and(|kept| kept.hash == report.hash) => {
+                tracing::debug!(folder = %folder.display(), "dataset prepared before");
+                return Ok(Self { corpus: Some(report), ..dataset });
+            }
+            Err(error @ DataError::Damaged { .. }) => tracing::warn!(%error, "preparing the dataset again"),
+            _ => tracing::info!(folder = %folder.display(), %report, "preparing the dataset"),
+        }
+        let vocabulary = match (known, &options.vocabulary) {
+            (None, VocabularyChoice::Bpe { size }) => match begun_with(&folder.join(TOKENS), &report.hash) {
+                // That of a preparation that was ended is not trained again.
+                Some(hash) => Vocabulary::open(&folder.join(TOKENIZER)).ok().filter(|kept| kept.hash() == hash),
+                None => None,
+            }
+            .map_or_else(|| Vocabulary::train(sample(texts)?.iter().map(String::as_str), *size), Ok)?,
+            (known, _) => known.unwrap_or_else(Vocabulary::bytes),
+        };
+        Self::build(texts, &vocabulary, options.validation_every, &folder)
+    }
+
+    /// Opens a folder that [`Dataset::prepare`] made, whatever has become of its source since: a run that resumes opens
+    /// the folder it started with.
+    ///
+    /// # Errors
+    /// A folder that is missing or damaged.
+    pub fn open_prepared(folder: &Path) -> Result<Self, DataError> {
+        let damaged = |reason: String| DataError::Damaged { path: folder.to_owned(), reason };
+        let path = folder.join(MANIFEST);
+        let json = fs::read(&path).map_err(|error| DataError::read(&path, error))?;
+        let manifest: Manifest =
+            serde_json::from_slice(&json).map_err(|error| damaged(format!("{MANIFEST}: {error}")))?;
+
+        let bytes = Vocabulary::bytes();
+        let vocabulary = if manifest.vocabulary_hash == bytes.hash() {
+            bytes
+        } else {
+            Vocabulary::open(&folder.join(TOKENIZER)).map_err(|error| damaged(error.to_string()))?
+        };
+        if vocabulary.hash() != manifest.vocabulary_hash {
+            return Err(damaged(format!("{TOKENIZER} is not the one that made the tokens")));
+        }
+        let tokens =
+            Tokens::open_bare(&folder.join(TOKENS), manifest.width).map_err(|error| damaged(error.to_string()))?;
+        let scan = tokens.scan(vocabulary.size())?;
+        let count = manifest.training_tokens.checked_add(manifest.validation_tokens);
+        if scan.hash != manifest.tokens_hash || scan.outside.is_some() || count != Some(tokens.count()) {
+            return Err(damaged(format!("{TOKENS} has changed")));
+        }
+        let dataset = Self::new(vocabulary, tokens, manifest.validation_tokens, &scan.hash);
+        Ok(Self { corpus: Some(manifest.corpus), folder: Some(folder.to_owned()), ..dataset })
+    }
+
+    /// Writes a dataset's folder, manifest last, and opens it.
+    fn build(texts: &dyn Texts, vocabulary: &Vocabulary, every: usize, folder: &Path) -> Result<Self, DataError> {
+        fs::create_dir_all(folder).map_err(DataError::write(folder))?;
+        let tokenizer = folder.join(TOKENIZER);
+        vocabulary.save(&tokenizer.with_extension("json.tmp"))?;
+        move_into_place(&tokenizer)?;
+
+        let corpus = texts.report();
+        let by_document = every > 0 && corpus.documents >= every.max(2);
+        let every_nth = every.max(2) as u64;
+        let is_validation = |document: u64| by_document && document % every_nth == every_nth - 1;
+        let parts = tokenize(texts, vocabulary, &is_validation, &folder.join(TOKENS))?;
+        let validation_tokens = if by_document { parts.validation_tokens } else { last_part(parts.all.tokens, every) };
+        let manifest = Manifest {
+            corpus,
+            vocabulary_hash: vocabulary.hash(),
+            width: TokenWidth::of_vocabulary(vocabulary.size()),
+            training_tokens: parts.all.tokens - validation_tokens,
+            validation_tokens,
+            tokens_hash: parts.all.hash,
+        };
+        let path = folder.join(MANIFEST);
+        let json = serde_json::to_vec_pretty(&manifest).expect("a manifest of strings and numbers is valid JSON");
+        fs::write(path.with_extension("json.tmp"), json).map_err(DataError::write(&path))?;
+        move_into_place(&path)?;
+        Self::open_prepared(folder)
+    }
+}

@@ -1,0 +1,80 @@
+//! Several datasets as one.
+//!
+//! In: sources, or datasets, each with its weight. Out: one dataset of one vocabulary. Never: a mixture of two vocabularies.
+
+use std::fs;
+
+use super::{DataOptions, Dataset, Part, Source, TOKENIZER};
+use crate::encode::move_into_place;
+use crate::tokenize::sample;
+use crate::{DataError, Vocabulary, VocabularyChoice};
+
+impl Dataset {
+    /// [`Self::prepare`] of several sources with one vocabulary, mixed by weights: of the windows of training and of validation, each source
+    /// has the part that its weight is of all weights. A vocabulary that is to be trained is trained on all that are text.
+    ///
+    /// # Errors
+    /// As [`Self::prepare`]; weights that are none, and token ids of another vocabulary.
+    pub fn prepare_mixture(sources: &[(Source, f64)], options: &DataOptions) -> Result<Self, DataError> {
+        let options = DataOptions { vocabulary: shared_vocabulary(sources, options)?, ..options.clone() };
+        let prepared = sources.iter().map(|(source, weight)| Ok((Self::prepare(source, &options)?, *weight)));
+        Self::mixture(prepared.collect::<Result<_, DataError>>()?)
+    }
+
+    /// Several datasets of one vocabulary as one, mixed as [`Self::prepare_mixture`] does.
+    ///
+    /// # Errors
+    /// [`DataError::Mixture`]: weights that are none, other vocabularies, nothing at all.
+    pub fn mixture(parts: Vec<(Self, f64)>) -> Result<Self, DataError> {
+        let fail = |why: String| Err(DataError::Mixture { why });
+        if let Some((_, weight)) = parts.iter().find(|(_, weight)| !(*weight > 0.0 && weight.is_finite())) {
+            return fail(format!("a weight of {weight}; it is above 0"));
+        }
+        let Some(vocabulary) = parts.first().map(|(first, _)| first.vocabulary.clone()) else {
+            return fail("it has no source".into());
+        };
+        if parts.iter().any(|(part, _)| part.vocabulary.hash() != vocabulary.hash()) {
+            return fail("its sources have different vocabularies; name one tokenizer for all".into());
+        }
+        let said: Vec<String> = parts.iter().map(|(part, weight)| format!("{weight} {}", part.hash)).collect();
+        let of_part = |(dataset, weight): (Self, f64)| {
+            let all: f64 = dataset.parts.iter().map(|part| part.weight).sum();
+            dataset.parts.into_iter().map(move |part| Part { weight: weight * part.weight / all, ..part })
+        };
+        Ok(Self {
+            vocabulary,
+            parts: parts.into_iter().flat_map(of_part).collect(),
+            hash: blake3::hash(said.join("\n").as_bytes()).to_hex().to_string(),
+            corpus: None,
+            folder: None,
+        })
+    }
+}
+
+/// The vocabulary of a mixture: the one that was chosen, or one that is trained on all of its texts and kept in the cache.
+fn shared_vocabulary(sources: &[(Source, f64)], options: &DataOptions) -> Result<VocabularyChoice, DataError> {
+    let VocabularyChoice::Bpe { size } = options.vocabulary else { return Ok(options.vocabulary.clone()) };
+    let mut texts = Vec::new();
+    for (source, _) in sources {
+        if source.is_text()? {
+            texts.push(source.texts()?);
+        }
+    }
+    if texts.is_empty() {
+        return Ok(options.vocabulary.clone());
+    }
+    let mut hasher = blake3::Hasher::new();
+    texts.iter().for_each(|texts| _ = hasher.update(texts.report().hash.as_bytes()));
+    let folder = options.cache.join(format!("{}-bpe-{size}", &hasher.finalize().to_hex()[..16]));
+    let tokenizer = folder.join(TOKENIZER);
+    if !tokenizer.exists() {
+        let mut pieces = Vec::new();
+        for texts in texts {
+            pieces.extend(sample(&*texts)?);
+        }
+        fs::create_dir_all(&folder).map_err(DataError::write(&folder))?;
+        Vocabulary::train(pieces.iter().map(String::as_str), size)?.save(&tokenizer.with_extension("json.tmp"))?;
+        move_into_place(&tokenizer)?;
+    }
+    Ok(VocabularyChoice::File(tokenizer))
+}

@@ -1,0 +1,62 @@
+//! Where data comes from, and how it is tokenized and split.
+
+use std::path::PathBuf;
+
+use crate::files::token_files;
+use crate::texts::{TextFiles, Texts};
+use crate::{Corpus, DataError, RustSources, VocabularyChoice};
+
+/// Where data comes from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Source {
+    /// The Rust sources of a workspace and its locked dependencies.
+    RustSources(RustSources),
+    /// A file of text, a folder of them, or token ids as .bin, a file or a folder of them: of 16 bits (of 32 bits for vocabularies of
+    /// more than 65,536), little-endian, or as the header of llm.c says.
+    Path(PathBuf),
+}
+
+/// A `Cargo.lock` stands for the Rust sources that it names: text that is there wherever Rust is.
+impl From<PathBuf> for Source {
+    fn from(path: PathBuf) -> Self {
+        let is_lock = path.file_name().is_some_and(|name| name == "Cargo.lock");
+        if is_lock { Self::RustSources(RustSources::of_lock(path)) } else { Self::Path(path) }
+    }
+}
+
+/// How data is tokenized and split.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DataOptions {
+    /// The vocabulary; by default BPE of 4,096 tokens.
+    pub vocabulary: VocabularyChoice,
+    /// Every n-th document is validation (so that both parts have the same distribution); with fewer documents than n,
+    /// and for .bin, it is the last n-th of the tokens. 0 means no validation; 1 would leave nothing to train on and is
+    /// taken as 2. By default 32, about 3 %.
+    pub validation_every: usize,
+    /// Where tokenizers and tokens are kept, one folder for each corpus, vocabulary and split. By default `.gapless/data`.
+    pub cache: PathBuf,
+}
+
+impl Default for DataOptions {
+    fn default() -> Self {
+        Self { vocabulary: VocabularyChoice::Bpe { size: 4096 }, validation_every: 32, cache: ".gapless/data".into() }
+    }
+}
+
+impl Source {
+    /// Its documents, if it is no file of ids.
+    pub(super) fn texts(&self) -> Result<Box<dyn Texts>, DataError> {
+        Ok(match self {
+            Self::RustSources(sources) => Box::new(Corpus::rust_sources(sources)?),
+            Self::Path(path) => Box::new(TextFiles::open(path)?),
+        })
+    }
+
+    /// Whether it has documents.
+    pub(super) fn is_text(&self) -> Result<bool, DataError> {
+        match self {
+            Self::RustSources(_) => Ok(true),
+            Self::Path(path) => Ok(token_files(path)?.is_none()),
+        }
+    }
+}

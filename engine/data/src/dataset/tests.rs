@@ -1,0 +1,141 @@
+//! What is validation, what is kept, what is damaged, and ids without a text.
+
+use std::fs;
+
+use super::folder::{MANIFEST, TOKENS};
+use super::*;
+
+/// Documents that tell themselves apart by their letter.
+fn lettered(count: usize) -> Corpus {
+    Corpus::from_texts((0..count).map(|index| char::from(b'a' + index as u8).to_string().repeat(20)))
+}
+
+fn options(folder: &Path, vocabulary: VocabularyChoice, validation_every: usize) -> DataOptions {
+    DataOptions { vocabulary, validation_every, cache: folder.join("cache") }
+}
+
+/// All tokens of a part, as text.
+fn text_of(dataset: &Dataset, range: &Range<u64>) -> String {
+    let mut ids = vec![0; (range.end - range.start) as usize];
+    dataset.parts[0].tokens.read(range.start, &mut ids).unwrap();
+    dataset.vocabulary.decode(&ids).unwrap()
+}
+
+#[test]
+fn every_nth_document_or_the_tail_is_validation() {
+    let folder = tempfile::tempdir().unwrap();
+    let check = |documents, every, letters: &str, tokens| {
+        let options = options(folder.path(), VocabularyChoice::Bytes, every);
+        let dataset = Dataset::from_corpus(&lettered(documents), &options).unwrap();
+        let mut text = text_of(&dataset, &dataset.parts[0].validation).replace('\0', "").chars().collect::<Vec<_>>();
+        text.dedup();
+        assert_eq!((text.into_iter().collect::<String>().as_str(), dataset.validation_tokens()), (letters, tokens));
+        assert_eq!(dataset.training_tokens() + tokens, 21 * documents as u64);
+    };
+    check(7, 3, "cf", 42);
+    check(3, 3, "c", 21);
+    check(2, 3, "b", 14);
+    check(1, 10, "a", 2);
+    check(5, 0, "", 0);
+    check(4, 1, "bd", 42);
+}
+
+#[test]
+fn what_is_kept_is_used_and_what_is_damaged_is_made_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let corpus = lettered(9);
+    let options = options(folder.path(), VocabularyChoice::Bpe { size: 280 }, 4);
+    let first = Dataset::from_corpus(&corpus, &options).unwrap();
+    let kept = first.folder().unwrap().to_owned();
+    let modified = |name: &str| fs::metadata(kept.join(name)).unwrap().modified().unwrap();
+    let before = (modified(TOKENS), modified(MANIFEST));
+    let again = Dataset::from_corpus(&corpus, &options).unwrap();
+    assert_eq!(again.hash(), first.hash());
+    assert_eq!((modified(TOKENS), modified(MANIFEST)), before);
+
+    for name in [TOKENIZER, TOKENS, MANIFEST] {
+        let path = kept.join(name);
+        let whole = fs::read(&path).unwrap();
+        let mut flipped = whole.clone();
+        flipped[whole.len() / 2] ^= 1;
+        let shorter = &whole[..whole.len() - 2];
+        for damaged in [flipped.as_slice(), shorter, b""] {
+            fs::write(&path, damaged).unwrap();
+            let error = Dataset::open_prepared(&kept).err().map(|error| error.to_string());
+            // A flip in the manifest may hit what is only told, like the number of files.
+            assert!(name == MANIFEST || error.is_some_and(|error| error.contains("is damaged")), "{name}");
+            assert_eq!(Dataset::from_corpus(&corpus, &options).unwrap().hash(), first.hash(), "{name}");
+            assert_eq!(Dataset::open_prepared(&kept).unwrap().hash(), first.hash());
+        }
+    }
+    let split_otherwise = DataOptions { validation_every: 3, ..options };
+    let other = Dataset::from_corpus(&corpus, &split_otherwise).unwrap();
+    assert_ne!(other.hash(), first.hash());
+    assert_eq!(other.vocabulary().hash(), first.vocabulary().hash());
+    assert_eq!(Dataset::open_prepared(&kept).unwrap().hash(), first.hash(), "the other has a folder of its own");
+}
+
+#[test]
+fn token_ids_and_their_vocabulary() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("ids.bin");
+    let prepare = |ids: &[u16], vocabulary| {
+        fs::write(&path, ids.iter().flat_map(|id| id.to_le_bytes()).collect::<Vec<_>>()).unwrap();
+        Dataset::prepare(&Source::Path(path.clone()), &options(folder.path(), vocabulary, 10))
+    };
+    let ids: Vec<u16> = (0..300).collect();
+    let bare = prepare(&ids, VocabularyChoice::Bpe { size: 300 }).unwrap();
+    assert_eq!((bare.training_tokens(), bare.validation_tokens(), bare.vocabulary().size()), (270, 30, 300));
+    assert_eq!(text_of(&bare, &(298..300)), "298 299");
+
+    let message = |result: Result<Dataset, DataError>| result.unwrap_err().to_string();
+    let outside = message(prepare(&ids, VocabularyChoice::Bpe { size: 299 }));
+    assert!(outside.contains("token 299 at position 299 is outside the vocabulary of 299"), "{outside}");
+    assert!(message(prepare(&ids, VocabularyChoice::Bytes)).contains("token 256 at position 256"));
+    assert!(message(prepare(&[], VocabularyChoice::Bytes)).contains("no text in"));
+
+    let trained = Vocabulary::train(["some text"].into_iter(), 260).unwrap();
+    trained.save(&folder.path().join(TOKENIZER)).unwrap();
+    assert!(message(prepare(&ids, VocabularyChoice::Bpe { size: 4096 })).contains("outside the vocabulary"));
+    let beside = prepare(&ids[..200], VocabularyChoice::Bpe { size: 4096 }).unwrap();
+    assert_eq!(beside.vocabulary().hash(), trained.hash());
+}
+
+#[test]
+fn a_folder_of_token_ids_is_one_stream() {
+    let folder = tempfile::tempdir().unwrap();
+    let write = |name: &str, ids: Range<u16>| {
+        fs::write(folder.path().join(name), ids.flat_map(u16::to_le_bytes).collect::<Vec<_>>()).unwrap();
+    };
+    let prepare = |size| {
+        let options = options(&folder.path().join(".cache"), VocabularyChoice::Bpe { size }, 10);
+        Dataset::prepare(&Source::Path(folder.path().to_owned()), &options)
+    };
+    write("some_train_000002.bin", 100..150);
+    write("some_train_000001.bin", 0..100);
+    let all = prepare(200).unwrap();
+    assert_eq!((all.training_tokens(), all.validation_tokens(), text_of(&all, &(99..101))), (135, 15, "99 100".into()));
+    write("some_val_000000.bin", 150..180);
+    let split = prepare(200).unwrap();
+    assert_eq!((split.training_tokens(), split.validation_tokens()), (150, 30));
+    let error = prepare(120).unwrap_err().to_string();
+    assert!(error.contains("some_train_000002.bin: token 120 at position 20 is outside"), "{error}");
+    fs::write(folder.path().join("notes.txt"), "text goes first").unwrap();
+    assert!(prepare(300).unwrap().corpus().is_some());
+}
+
+#[test]
+fn a_given_tokenizer_is_kept_with_the_tokens() {
+    let folder = tempfile::tempdir().unwrap();
+    let given = folder.path().join("given.json");
+    let prepare = |text: &str| {
+        Vocabulary::train([text].into_iter(), 265).unwrap().save(&given).unwrap();
+        let options = options(folder.path(), VocabularyChoice::File(given.clone()), 0);
+        Dataset::from_corpus(&lettered(3), &options).unwrap()
+    };
+    let (one, other) = (prepare("aaaa aaaa"), prepare("bbbb bbbb"));
+    assert_ne!(one.hash(), other.hash());
+    assert_eq!(Dataset::open_prepared(other.folder().unwrap()).unwrap().hash(), other.hash());
+    assert!(other.validation(4, 1).unwrap().is_none());
+    assert!(matches!(other.training(1000, 1, 0), Err(DataError::TooShort { .. })));
+}

@@ -1,0 +1,181 @@
+//! A part of a stream, cut into windows.
+//!
+//! In: tokens, or examples that lie whole in their windows. Out: which window a visit is of, and its inputs and targets in the
+//! caller's slices. Never: a state from one window to the next.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::examples::Examples;
+use crate::permutation::mix;
+use crate::{DataError, IGNORED, Permutation, Tokens};
+
+/// A part of a stream, cut into windows.
+#[derive(Debug, Clone)]
+pub(crate) struct Cut {
+    tokens: Arc<Tokens>,
+    range: Range<u64>,
+    pub sequence: usize,
+    kind: Kind,
+}
+
+/// What a window is.
+#[derive(Debug, Clone)]
+enum Kind {
+    /// Any tokens that follow each other. Documents end with this token, if there is one.
+    Stream { end_of_text: Option<u32> },
+    /// Whole examples side by side.
+    Rows { examples: Arc<Examples>, rows: Arc<Vec<Vec<Range<u64>>>> },
+}
+
+impl Cut {
+    /// Windows of a stream whose documents end with a token, if that is known.
+    pub fn new(
+        tokens: Arc<Tokens>,
+        range: Range<u64>,
+        end_of_text: Option<u32>,
+        sequence: usize,
+        part: &'static str,
+    ) -> Result<Self, DataError> {
+        if sequence == 0 {
+            return Err(DataError::Zero { what: "the sequence length" });
+        }
+        let range = range.start.min(tokens.count())..range.end.min(tokens.count());
+        let (length, needed) = (range.end.saturating_sub(range.start), sequence as u64 + 1);
+        if length < needed {
+            return Err(DataError::TooShort { part, tokens: length, sequence, needed });
+        }
+        Ok(Self { tokens, range, sequence, kind: Kind::Stream { end_of_text } })
+    }
+
+    /// Windows of whole examples.
+    pub fn of_examples(
+        tokens: Arc<Tokens>,
+        range: Range<u64>,
+        examples: Arc<Examples>,
+        sequence: usize,
+        part: &'static str,
+    ) -> Result<Self, DataError> {
+        if sequence == 0 {
+            return Err(DataError::Zero { what: "the sequence length" });
+        }
+        let rows = examples.rows(&range, sequence);
+        if rows.is_empty() {
+            return Err(DataError::NoAnswers { part, sequence });
+        }
+        Ok(Self { tokens, range, sequence, kind: Kind::Rows { examples, rows: rows.into() } })
+    }
+
+    /// How many windows there are side by side.
+    pub fn all(&self) -> u64 {
+        match &self.kind {
+            Kind::Stream { .. } => self.whole_windows(self.length()),
+            Kind::Rows { rows, .. } => rows.len() as u64,
+        }
+    }
+
+    fn length(&self) -> u64 {
+        self.range.end - self.range.start
+    }
+
+    /// Windows side by side in `tokens` tokens, the last target among them.
+    fn whole_windows(&self, tokens: u64) -> u64 {
+        (tokens - 1) / self.sequence as u64
+    }
+
+    /// Windows in an epoch.
+    pub fn per_epoch(&self) -> u64 {
+        match &self.kind {
+            Kind::Stream { .. } => self.whole_windows(self.length() + 1 - self.sequence as u64).max(1),
+            Kind::Rows { rows, .. } => rows.len() as u64,
+        }
+    }
+
+    /// Which of the windows side by side is number `window`, as [`Self::visited`] says it.
+    pub fn nth(&self, window: u64) -> u64 {
+        match self.kind {
+            Kind::Stream { .. } => self.range.start + window * self.sequence as u64,
+            Kind::Rows { .. } => window,
+        }
+    }
+
+    /// Which window a visit is of, counted from the first of a run: the position of its first token, or the number of the row.
+    pub fn visited(&self, visit: u128, seed: u64) -> u64 {
+        let windows = self.per_epoch();
+        let (epoch, place) = ((visit / u128::from(windows)) as u64, (visit % u128::from(windows)) as u64);
+        let key = mix(seed ^ mix(epoch));
+        if let Kind::Rows { .. } = self.kind {
+            return Permutation::new(windows, key).at(place);
+        }
+        let sequence = self.sequence as u64;
+        let spare = self.length() - 1 - windows * sequence;
+        let shift = mix(key) % (spare.min(sequence - 1) + 1);
+        self.range.start + shift + Permutation::new(windows, key).at(place) * sequence
+    }
+
+    /// Writes one window.
+    pub fn fill(&self, start: u64, inputs: &mut [u32], targets: &mut [u32]) -> Result<(), DataError> {
+        if let Kind::Rows { examples, rows } = &self.kind {
+            return self.fill_row(examples, &rows[start as usize], inputs, targets);
+        }
+        let sequence = self.sequence;
+        self.tokens.read(start, inputs)?;
+        targets[..sequence - 1].copy_from_slice(&inputs[1..]);
+        self.tokens.read(start + sequence as u64, &mut targets[sequence - 1..])
+    }
+
+    /// Examples one after another, and tokens that don't count behind them.
+    fn fill_row(
+        &self,
+        examples: &Examples,
+        row: &[Range<u64>],
+        inputs: &mut [u32],
+        targets: &mut [u32],
+    ) -> Result<(), DataError> {
+        let mut at = 0;
+        for example in row {
+            let length = (example.end - example.start - 1) as usize;
+            let (inputs, targets) = (&mut inputs[at..at + length], &mut targets[at..at + length]);
+            self.tokens.read(example.start, inputs)?;
+            self.tokens.read(example.start + 1, targets)?;
+            for (target, token) in targets.iter_mut().zip(example.start + 1..) {
+                *target = if examples.counts(token) { *target } else { IGNORED };
+            }
+            at += length;
+        }
+        inputs[at..].fill(0);
+        targets[at..].fill(IGNORED);
+        Ok(())
+    }
+
+    /// Where the document of each token begins, in a window that is filled already.
+    pub fn documents(
+        &self,
+        start: u64,
+        inputs: &[u32],
+        targets: &mut [u32],
+        starts: &mut [u32],
+    ) -> Result<(), DataError> {
+        let mut first = 0;
+        match &self.kind {
+            Kind::Stream { end_of_text } => {
+                let end = end_of_text.ok_or(DataError::NoDocuments)?;
+                for (at, token) in inputs.iter().enumerate() {
+                    starts[at] = first as u32;
+                    if *token == end {
+                        (first, targets[at]) = (at + 1, IGNORED);
+                    }
+                }
+            }
+            Kind::Rows { rows, .. } => {
+                for example in &rows[start as usize] {
+                    let end = first + (example.end - example.start - 1) as usize;
+                    starts[first..end].fill(first as u32);
+                    first = end;
+                }
+                starts[first..].fill(first as u32);
+            }
+        }
+        Ok(())
+    }
+}

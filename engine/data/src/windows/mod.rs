@@ -1,0 +1,68 @@
+//! Windows of a stream: which tokens belong to which batch.
+
+mod cut;
+#[cfg(test)]
+mod tests;
+mod training;
+mod validation;
+
+use crate::DataError;
+
+pub(crate) use cut::Cut;
+pub use training::TrainingWindows;
+pub use validation::ValidationWindows;
+
+/// How many of `count` things each part has by its weight: one at least, and all together as many as there are, if there are enough.
+fn shares(parts: &[(Cut, f64)], count: usize) -> Vec<usize> {
+    let all: f64 = parts.iter().map(|(_, weight)| weight).sum();
+    let (mut weights, mut given) = (0.0, 0);
+    let mut shares = Vec::with_capacity(parts.len());
+    for (index, (_, weight)) in parts.iter().enumerate() {
+        weights += weight;
+        // What is left has room for one of each of those behind.
+        let most = count.saturating_sub(parts.len() - 1 - index).max(given + 1);
+        let end = ((count as f64 * weights / all).round() as usize).clamp(given + 1, most);
+        shares.push(end - given);
+        given = end;
+    }
+    shares
+}
+
+/// Writes windows `first..` of so many.
+fn fill<'a>(
+    sequence: usize,
+    windows: usize,
+    first: usize,
+    start: impl Fn(usize) -> (&'a Cut, u64),
+    inputs: &mut [u32],
+    targets: &mut [u32],
+) -> Result<(), DataError> {
+    let count = inputs.len() / sequence;
+    let whole = inputs.len() == targets.len() && inputs.len() == count * sequence;
+    if !whole || first.checked_add(count).is_none_or(|end| end > windows) {
+        let (inputs, targets) = (inputs.len(), targets.len());
+        return Err(DataError::Slices { inputs, targets, first, sequence, windows });
+    }
+    let slices = inputs.chunks_exact_mut(sequence).zip(targets.chunks_exact_mut(sequence));
+    for (index, (inputs, targets)) in (first..).zip(slices) {
+        let (cut, start) = start(index);
+        cut.fill(start, inputs, targets)?;
+    }
+    Ok(())
+}
+
+/// Where the document of each token begins, in windows that are filled already.
+fn documents<'a>(
+    sequence: usize,
+    start: impl Fn(usize) -> (&'a Cut, u64),
+    inputs: &[u32],
+    targets: &mut [u32],
+    starts: &mut [u32],
+) -> Result<(), DataError> {
+    let windows = inputs.chunks_exact(sequence).zip(targets.chunks_exact_mut(sequence));
+    for (index, ((inputs, targets), starts)) in windows.zip(starts.chunks_exact_mut(sequence)).enumerate() {
+        let (cut, start) = start(index);
+        cut.documents(start, inputs, targets, starts)?;
+    }
+    Ok(())
+}

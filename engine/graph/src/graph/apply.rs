@@ -1,0 +1,137 @@
+//! Nodes: an operation's rules asked, its outputs made.
+//!
+//! In: an operation and its inputs. Out: a node at the end of the graph, behind copies of inputs that it cannot read as they lie; or
+//! one that makes more than before, or in another type. Never: an output of other than what the operation says.
+
+use std::sync::Arc;
+
+use candle_core::DType;
+use gapless_kernels::Spec;
+
+use super::{Graph, Node, NodeId, Phase, RowCount, Source, ValueId};
+use crate::error::{Error, Result};
+use crate::op::{Op, Rows};
+use crate::ops::Contiguous;
+
+impl Graph {
+    /// Applies `op`, with a copy in front of inputs whose strides it cannot read. Returns one value per output.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] with the operation's own words, the layer and the shapes.
+    pub fn apply(&mut self, op: Arc<dyn Op>, inputs: &[ValueId]) -> Result<Vec<ValueId>> {
+        let out_specs = self.infer(&*op, inputs)?;
+        if let Some(layout) = op.view(&self.value(inputs[0]).layout) {
+            let [spec] = <[Spec; 1]>::try_from(out_specs).expect("a view has one output");
+            let root = self.value(inputs[0]).root;
+            let id = self.push_view(root, spec, layout);
+            self.push_node(op, inputs.to_vec(), vec![id]);
+            return Ok(vec![id]);
+        }
+        let mut inputs = inputs.to_vec();
+        for (index, id) in inputs.iter_mut().enumerate() {
+            let layout = &self.value(*id).layout;
+            if !layout.is_contiguous() && !op.reads_strides(index, layout) {
+                *id = self.apply(Arc::new(Contiguous), &[*id])?[0];
+            }
+        }
+        let outputs: Vec<ValueId> = out_specs
+            .into_iter()
+            .enumerate()
+            .map(|(output, spec)| {
+                let node = NodeId(self.nodes.len() as u32);
+                self.push_value(spec, Source::Node { node, output })
+            })
+            .collect();
+        for &output in &outputs {
+            self.values[output.index()].rows = self.rows_of(&*op, &inputs, output);
+        }
+        self.push_node(op, inputs, outputs.clone());
+        Ok(outputs)
+    }
+
+    /// What counts the rows of an output, if anything does.
+    fn rows_of(&self, op: &dyn Op, inputs: &[ValueId], output: ValueId) -> Option<RowCount> {
+        let dims = self.value(output).spec.dims();
+        match op.rows() {
+            Rows::Counted { starts, balanced } => Some(RowCount { starts: inputs[starts], balanced }),
+            Rows::Inherited => inputs.iter().find_map(|&input| {
+                let input = self.value(input);
+                (input.spec.dims() == dims).then_some(self.value(input.root).rows).flatten()
+            }),
+            Rows::Unaware | Rows::Fixed => None,
+        }
+    }
+
+    /// The shape rule of `op`.
+    fn infer(&self, op: &dyn Op, inputs: &[ValueId]) -> Result<Vec<Spec>> {
+        let specs = self.specs(inputs);
+        let out_specs = op.infer(&specs).map_err(|what| self.refused(op, inputs, what))?;
+        self.check_sizes(op.name(), &out_specs)?;
+        Ok(out_specs)
+    }
+
+    fn refused(&self, op: &dyn Op, inputs: &[ValueId], what: impl Into<String>) -> Error {
+        let shapes = inputs.iter().map(|&id| self.value(id).spec.shape.clone()).collect();
+        Error::Shape { op: op.name().into(), layer: self.layer().to_string(), what: what.into(), shapes }
+    }
+
+    /// Lets a node compute more: `op` takes the node's inputs as they lie, and makes its outputs and `new` others, which are
+    /// returned.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] when it does not.
+    pub fn extend_node(&mut self, id: NodeId, op: Arc<dyn Op>, new: usize) -> Result<Vec<ValueId>> {
+        let Node { inputs, outputs, .. } = self.node(id).clone();
+        let out_specs = self.infer(&*op, &inputs)?;
+        let kept = outputs.iter().map(|&output| &self.value(output).spec);
+        if out_specs.len() != outputs.len() + new || !kept.eq(&out_specs[..outputs.len()]) {
+            let what = format!("its outputs must be those of {} and {new} more", self.node(id).op.name());
+            return Err(self.refused(&*op, &inputs, what));
+        }
+        let readable = |(index, &input): (usize, &ValueId)| {
+            let layout = &self.value(input).layout;
+            layout.is_contiguous() || op.reads_strides(index, layout)
+        };
+        if !inputs.iter().enumerate().all(readable) {
+            let what = format!("it must read the strides that {} reads", self.node(id).op.name());
+            return Err(self.refused(&*op, &inputs, what));
+        }
+        let first = outputs.len();
+        let new = out_specs.into_iter().enumerate().skip(first);
+        let new: Vec<ValueId> =
+            new.map(|(output, spec)| self.push_value(spec, Source::Node { node: id, output })).collect();
+        let node = &mut self.nodes[id.index()];
+        node.op = op;
+        node.outputs.extend(&new);
+        Ok(new)
+    }
+
+    /// Lets a node make a value, which nobody reads so far, in another type of float; false if it can't.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] when what the operation says that it makes then is anything else.
+    pub fn make_in(&mut self, id: ValueId, dtype: DType) -> Result<bool> {
+        let Source::Node { node, output } = self.value(id).source else { return Ok(false) };
+        let Node { op, inputs, outputs, .. } = self.node(node);
+        let Some(op) = op.with_output_dtype(output, dtype).filter(|_| outputs[output] == id) else { return Ok(false) };
+        let mut expected = self.specs(outputs);
+        expected[output].dtype = dtype;
+        if self.infer(&*op, inputs)? != expected {
+            return Err(self.refused(&*op, inputs, format!("only the type of output {output} may change")));
+        }
+        self.nodes[node.index()].op = op;
+        self.values[id.index()].spec.dtype = dtype;
+        Ok(true)
+    }
+
+    fn push_node(&mut self, op: Arc<dyn Op>, inputs: Vec<ValueId>, outputs: Vec<ValueId>) {
+        if let [output] = outputs[..]
+            && self.is_view(output)
+        {
+            let node = NodeId(self.nodes.len() as u32);
+            self.values[output.index()].source = Source::Node { node, output: 0 };
+        }
+        let (layer, phase) = (self.layer(), self.phase.unwrap_or(Phase::Forward));
+        self.nodes.push(Node { op, inputs, outputs, layer, phase, place: self.place });
+    }
+}

@@ -1,0 +1,120 @@
+//! Values that no node makes: parameters and states, inputs, caches, numbers.
+//!
+//! In: a name, a shape and a type. Out: the value; the same one for the same name. Never: a second meaning of a name.
+
+use candle_core::{Layout, Shape};
+use gapless_kernels::Spec;
+
+use super::{Graph, Source, ValueId};
+use crate::error::{Error, Result};
+use crate::nn::{Init, Initializer};
+
+impl Graph {
+    /// Declares a tensor that outlives the step, or finds it if it is there already.
+    ///
+    /// # Errors
+    /// [`Error::ParameterShape`] when it was declared with another shape, [`Error::TypeClash`] with another type.
+    pub fn add_persistent(&mut self, name: &str, spec: Spec, init: Init) -> Result<ValueId> {
+        self.check_sizes(name, std::slice::from_ref(&spec))?;
+        if let Some(&id) = self.names.get(name) {
+            let made = &self.value(id).spec;
+            if made.shape != spec.shape {
+                let (asked, made) = (spec.shape, made.shape.clone());
+                return Err(Error::ParameterShape { name: name.into(), asked, made });
+            }
+            return if made.dtype == spec.dtype { Ok(id) } else { Err(Error::TypeClash { name: name.into() }) };
+        }
+        let fill = Initializer { init, name: name.into(), first: 0, given: None };
+        let id = self.push_value(spec, Source::Persistent { name: name.into(), fill });
+        self.names.insert(name.into(), id);
+        Ok(id)
+    }
+
+    /// Declares this rank's share of the rows of a tensor that as many ranks share as divide them.
+    ///
+    /// # Errors
+    /// As [`Self::add_persistent`].
+    pub fn add_share(&mut self, name: &str, whole: Spec, init: Init, (ranks, rank): (usize, usize)) -> Result<ValueId> {
+        let mut dims = whole.dims().to_vec();
+        dims[0] /= ranks;
+        let id = self.add_persistent(name, whole.in_shape(dims), init)?;
+        let elements = self.value(id).spec.elements();
+        if let Source::Persistent { fill, .. } = &mut self.values[id.index()].source {
+            fill.first = rank * elements;
+        }
+        self.shares.insert(id, whole.shape);
+        Ok(id)
+    }
+
+    /// Lets a persistent tensor begin as the elements of a parameter from its `skip`th on, which may be of another type.
+    pub fn fill_as(&mut self, id: ValueId, parameter: ValueId, skip: usize) {
+        let Source::Persistent { fill, .. } = &self.value(parameter).source else { return };
+        let like = Initializer { first: fill.first + skip, ..fill.clone() };
+        if let Source::Persistent { fill, .. } = &mut self.values[id.index()].source {
+            *fill = like;
+        }
+    }
+
+    /// The shape of the whole tensor that a persistent one is this expert rank's share of.
+    pub fn shared(&self, id: ValueId) -> Option<&Shape> {
+        self.shares.get(&id)
+    }
+
+    /// Declares a tensor that the host writes, or finds it if it is there already.
+    ///
+    /// # Errors
+    /// [`Error::TypeClash`] when it was declared with another shape or type.
+    pub fn add_input(&mut self, name: &str, spec: Spec) -> Result<ValueId> {
+        self.check_sizes(name, std::slice::from_ref(&spec))?;
+        if let Some(&id) = self.names.get(name) {
+            let same = self.value(id).spec == spec && matches!(self.value(id).source, Source::Input { .. });
+            return if same { Ok(id) } else { Err(Error::TypeClash { name: name.into() }) };
+        }
+        let id = self.push_value(spec, Source::Input { name: name.into() });
+        self.names.insert(name.into(), id);
+        Ok(id)
+    }
+
+    /// Declares a tensor of past tokens, named after the layer that nodes are put in.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] when an extent is 0, or it has more bytes than there can be.
+    pub fn add_cache(&mut self, what: &str, spec: Spec) -> Result<ValueId> {
+        self.check_sizes(what, std::slice::from_ref(&spec))?;
+        let name = self.free_name(&format!("{}/{what}", self.layer()), |graph, name| graph.names.contains_key(name));
+        let id = self.push_value(spec, Source::Cache { name: name.clone() });
+        self.names.insert(name, id);
+        Ok(id)
+    }
+
+    /// A tensor of one number, stored as one element that every shape repeats.
+    pub fn add_constant(&mut self, number: f64, spec: Spec) -> ValueId {
+        let key = (number.to_bits(), spec.dtype);
+        let stored = match self.constants.get(&key) {
+            Some(&id) => id,
+            None => self.push_value(spec.in_shape(()), Source::Constant(number)),
+        };
+        self.constants.insert(key, stored);
+        if spec.shape.rank() == 0 {
+            return stored;
+        }
+        let layout = Layout::new(spec.shape.clone(), vec![0; spec.shape.rank()], 0);
+        self.push_view(stored, spec, layout)
+    }
+
+    /// A tensor of numbers that the model's source gives; equal ones are stored once.
+    pub fn add_data(&mut self, elements: Vec<f64>, spec: Spec) -> ValueId {
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(format!("{:?}", (spec.dtype, spec.dims())).as_bytes());
+        for x in &elements {
+            hasher.update(&x.to_le_bytes());
+        }
+        let name = format!("data {}", &hasher.finalize().to_hex()[..16]);
+        if let Some(&id) = self.names.get(&name) {
+            return id;
+        }
+        let id = self.push_value(spec, Source::Data { name: name.clone(), elements: elements.into() });
+        self.names.insert(name, id);
+        id
+    }
+}

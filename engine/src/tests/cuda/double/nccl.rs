@@ -1,0 +1,78 @@
+//! Ranks that exchange tensors by NCCL, each on a device of its own.
+
+use gapless_alloc::arena::Reserve;
+
+use super::judge;
+use crate::communicator::{Communicator, on_threads};
+use crate::cuda::{Cache, Device, Nvidia};
+use crate::nn::RouterConfig;
+use crate::tests::cuda::mixture::Mixture;
+use crate::tests::cuda::ranks::{Wide, compare, compare_in_bf16, mesh, quick};
+use crate::tests::cuda::small::{Small, Style};
+use crate::tests::cuda::trainer::step;
+use crate::{Overflow, TrainError, TrainOptions, Trainer};
+
+/// The rank's own device.
+fn own(rank: usize) -> Box<dyn Device> {
+    Box::new(Nvidia::new(rank, Cache::of_user()).expect("the double has as many"))
+}
+
+/// Stages, data ranks and expert ranks have on their devices what they have on CPUs.
+#[test]
+fn ranks_exchange_by_nccl() {
+    judge(module_path!(), "ranks_exchange_by_nccl", |double| {
+        double.set("DEVICES", 4);
+        let options = TrainOptions { mesh: mesh(2, 2, 1), micro_batches: 2, ..quick() };
+        compare("data ranks and stages", &options, own, |vb| Small::new(Style::Llama, vb));
+        // Sums over more than two ranks are in NCCL's order.
+        compare("shared states", &TrainOptions { mesh: mesh(4, 1, 1), ..quick() }, own, Wide::new);
+        let config = RouterConfig { experts: 4, balance_loss: 0.1, z_loss: 0.01, ..RouterConfig::default() };
+        for (routing, overflow) in [
+            (Reserve::Worst, Overflow::Error),
+            (Reserve::Bytes(0), Overflow::Grow),
+            (Reserve::Balanced { factor: 0.0 }, Overflow::Recompute),
+        ] {
+            let options = TrainOptions { mesh: mesh(2, 1, 2), routing, overflow, ..quick() };
+            let what = format!("experts, {routing:?}, {overflow:?}");
+            compare(&what, &options, own, |vb| Mixture::new(&config, false, vb));
+        }
+        compare_in_bf16(own);
+        let calls = double.calls();
+        for name in ["ncclSend", "ncclRecv", "ncclAllReduce", "ncclReduceScatter", "ncclAllGather"] {
+            assert!(calls.iter().any(|(call, _)| call == name), "{name} is not called: {calls:?}");
+        }
+    });
+}
+
+/// Two ranks on one device, or with NCCL turned off, exchange by way of the host.
+#[test]
+fn ranks_on_one_device_go_by_way_of_the_host() {
+    judge(module_path!(), "ranks_on_one_device_go_by_way_of_the_host", |double| {
+        let options = TrainOptions { mesh: mesh(2, 1, 1), ..quick() };
+        compare("one device", &options, |_| own(0), |vb| Small::new(Style::Gpt, vb));
+        assert!(double.calls().iter().all(|(call, _)| !call.starts_with("ncclComm")), "NCCL is asked");
+    });
+}
+
+/// A call that fails on one rank is an error of all.
+#[test]
+fn a_failure_of_nccl_is_told_to_the_others() {
+    const INVALID_USAGE: i32 = 5;
+    judge(module_path!(), "a_failure_of_nccl_is_told_to_the_others", |double| {
+        double.set("DEVICES", 2);
+        let options = TrainOptions { mesh: mesh(1, 2, 1), micro_batches: 2, ..quick() };
+        let errors = on_threads(2, |world: Box<dyn Communicator>| {
+            let rank = world.rank();
+            let mut trainer =
+                Trainer::rank_on_device(world, own(rank), |vb| Small::new(Style::Gpt, vb), options.clone())?;
+            step(&mut trainer)?;
+            if rank == 0 {
+                double.fail("ncclRecv", 1, INVALID_USAGE);
+            }
+            let error = step(&mut trainer).unwrap_err();
+            Ok::<_, TrainError>(error.to_string())
+        });
+        let errors = errors.unwrap();
+        assert!(errors.iter().any(|error| error.contains("ncclRecv")), "{errors:?}");
+    });
+}

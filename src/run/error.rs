@@ -1,0 +1,108 @@
+//! Why a run ends before its last step.
+
+use std::path::PathBuf;
+
+use gapless_communicator::{CommunicatorError, RankError};
+use gapless_engine::TrainError;
+use gapless_engine::checkpoint::CheckpointError;
+use gapless_engine::data::DataError;
+use gapless_engine::metrics::MetricsError;
+use gapless_models::hf::HfError;
+
+use super::ConfigError;
+
+/// Why a run ended before its last step.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RunError {
+    /// The configuration.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// The data.
+    #[error(transparent)]
+    Data(#[from] DataError),
+    /// A Hugging Face folder.
+    #[error(transparent)]
+    Pretrained(Box<HfError>),
+    /// The trainer.
+    #[error(transparent)]
+    Train(Box<TrainError>),
+    /// The folder or its checkpoints.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    /// Figures that cannot be written.
+    #[error(transparent)]
+    Metrics(#[from] MetricsError),
+    /// Nothing to go on from.
+    #[error("there is no checkpoint in {}; run without --resume first", path.display())]
+    NothingToResume {
+        /// Where checkpoints would be.
+        path: PathBuf,
+    },
+    /// No step is left to do.
+    #[error("{} has done {done} steps, as many as the run is to have, or more; raise steps (it is {steps})", path.display())]
+    NothingLeft {
+        /// The checkpoint.
+        path: PathBuf,
+        /// Its steps.
+        done: u64,
+        /// Steps in all.
+        steps: u64,
+    },
+    /// The saved run was another one.
+    #[error("the run in {} was of another configuration: {}; these keys cannot change: set them back (run.toml beside its checkpoints has them) or choose another --out", path.display(), differences.join(", "))]
+    Changed {
+        /// The checkpoint.
+        path: PathBuf,
+        /// Each key with its values.
+        differences: Vec<String>,
+    },
+    /// Loss spikes without end.
+    #[error(
+        "{skipped} steps in a row, the last of them {step}, were far above those before them and were left out; the last checkpoint is from before: let guard.rollbacks go back to it, go on from it with --fork and a lower learning_rate.peak or another seed, or raise guard.norm and guard.loss"
+    )]
+    Spikes {
+        /// The last.
+        step: u64,
+        /// How many.
+        skipped: u64,
+    },
+    /// What a callback of [`Fit::run`](super::Fit::run) answered.
+    #[error(transparent)]
+    Callback(#[from] Box<dyn std::error::Error + Send + Sync>),
+    /// A file of the run's folder that cannot be written, or signals that cannot be listened to.
+    #[error("{what}: {source}")]
+    Io {
+        /// What was to be done.
+        what: String,
+        /// Why it cannot be done.
+        source: std::io::Error,
+    },
+}
+
+impl From<HfError> for RunError {
+    fn from(error: HfError) -> Self {
+        Self::Pretrained(Box::new(error))
+    }
+}
+
+impl From<TrainError> for RunError {
+    fn from(error: TrainError) -> Self {
+        Self::Train(Box::new(error))
+    }
+}
+
+impl From<CommunicatorError> for RunError {
+    fn from(error: CommunicatorError) -> Self {
+        TrainError::from(error).into()
+    }
+}
+
+impl RankError for RunError {
+    fn communicator(&self) -> Option<&CommunicatorError> {
+        match self {
+            Self::Train(error) => error.communicator(),
+            _ => None,
+        }
+    }
+}

@@ -1,0 +1,65 @@
+//! Ranks of a run file.
+
+use std::path::Path;
+
+use gapless::run::{Console, RunConfig, Start, train};
+use serde_json::Value;
+
+use crate::{Place, TINY, losses, rows, tokenizer};
+
+/// Ranks of a file: stages train to the bits of one rank, copies to its rounding, and a run goes on with other ranks. Weights that came
+/// in as a folder leave as one, though no rank has all of them.
+#[test]
+fn ranks_of_a_file_train_as_one() {
+    let place = Place::new();
+    let go = |out: &str, settings: &[&str], start: &Start| {
+        let settings: Vec<String> = settings.iter().map(|&setting| setting.to_owned()).collect();
+        let config = RunConfig::read(&place.file(TINY), &settings).unwrap();
+        let out = place.path().join(out);
+        let (mut shown, mut console) = (Vec::new(), Console::default());
+        let summary = train(&config, &out, start, &mut console, |progress| shown.push(progress.done)).unwrap();
+        assert_eq!(summary.steps, config.steps);
+        assert_eq!(shown, (config.steps + 1 - shown.len() as u64..=config.steps).collect::<Vec<_>>());
+        losses(&out.join("metrics.jsonl"))
+    };
+    let two_layers = "model.gpt.layers=2";
+    let one = go("one", &[two_layers], &Start::Anew);
+    let stages = [two_layers, "step.pipeline_ranks=2", "step.schedule=zb-h1"];
+    assert_eq!(go("stages", &stages, &Start::Anew), one);
+    let samples = |out: &str| std::fs::read_to_string(place.path().join(out).join("samples.txt")).unwrap();
+    assert_eq!(samples("stages"), samples("one"));
+    // Where the time of a step went, and of an evaluation: parts of the whole, and ranks alone wait for each other.
+    for (out, parts) in [("one", 3), ("stages", 4)] {
+        for row in rows(&place.path().join(out).join("metrics.jsonl")) {
+            let seconds = row["seconds"].as_object().unwrap();
+            let known = |part: &&str| seconds.get(*part).and_then(Value::as_f64).is_some_and(|time| time > 0.0);
+            let there: Vec<&str> =
+                ["forward", "backward", "update", "communication"].into_iter().filter(known).collect();
+            assert_eq!(there.len(), if row.get("loss").is_some() { parts } else { 0 }, "{row}");
+            let sum: f64 = there.iter().map(|part| seconds[*part].as_f64().unwrap()).sum();
+            assert!(row.get("loss").is_none() || sum <= 1.0001 * seconds["step"].as_f64().unwrap(), "{row}");
+            assert_eq!(known(&"evaluation"), row.get("val_loss").is_some(), "{row}");
+        }
+    }
+    let copies = go("copies", &[two_layers, "step.data_ranks=2"], &Start::Anew);
+    for (&(step, copies), &(_, one)) in copies.iter().zip(&one) {
+        let (copies, one) = (f32::from_bits(copies), f32::from_bits(one));
+        assert!((copies - one).abs() < 1e-4 * one, "step {step}: {copies}, not {one}");
+    }
+    // Two steps on one rank, and two on two.
+    let constant = ["learning_rate.shape=constant", "learning_rate.warmup_steps=0"];
+    let whole = go("whole", &[&constant[..], &[two_layers]].concat(), &Start::Anew);
+    go("moved", &[&constant[..], &[two_layers, "steps=2"]].concat(), &Start::Anew);
+    assert_eq!(go("moved", &[&constant[..], &stages].concat(), &Start::Resume), whole);
+
+    let base = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/evidence/hf/models/mixtral_bf16/checkpoint");
+    let text = TINY.replace("[model.gpt]\nlayers = 1\nheads = 2\nwidth = 16", &format!("[model]\nfolder = {base:?}"));
+    let text = text.replace("vocabulary = 256", &format!("tokenizer = {:?}", tokenizer(&place)));
+    for (out, ranks) in [("one folder", "pipeline_ranks = 1"), ("two stages", "pipeline_ranks = 2")] {
+        let text = text.replace("micro_batches = 2", &format!("micro_batches = 2\n{ranks}"));
+        let config = RunConfig::read(&place.file(&text), &[]).unwrap();
+        train(&config, &place.path().join(out), &Start::Anew, &mut Console::default(), |_| {}).unwrap();
+    }
+    let weights = |out: &str| std::fs::read(place.path().join(out).join("model/model.safetensors")).unwrap();
+    assert!(weights("one folder") == weights("two stages"));
+}
