@@ -53,7 +53,7 @@ impl Runner {
             }
             run.find_places(part.span.clone())?;
             match part.launches {
-                Some(_) => run.write_slots()?,
+                Some(_) => run.slots.changes().map_or(Ok(()), |(at, slots)| run.write(at, &slots))?,
                 None => instructions.iter().try_for_each(|instruction| run.exchange(instruction))?,
             }
             launch(&mut run, part)?;
@@ -97,13 +97,18 @@ impl Run<'_> {
         Ok(self.device.wait().map_err(|error| self.at_once(error))?)
     }
 
-    /// Brings the slots that have changed to the device.
-    fn write_slots(&mut self) -> Result<()> {
-        if self.slots.have_changed() {
-            self.settle()?;
-            self.slots.write(self.device)?;
-        }
-        Ok(())
+    /// Copies bytes to the device, behind all that was started.
+    fn write(&mut self, address: u64, bytes: &[u8]) -> Result<()> {
+        self.settle()?;
+        Ok(self.device.write(address, bytes).map_err(|error| self.at_once(error))?)
+    }
+
+    /// Copies bytes from the device, behind all that was started.
+    fn read<const N: usize>(&mut self, address: u64) -> Result<[u8; N]> {
+        self.settle()?;
+        let mut bytes = [0; N];
+        self.device.read(address, &mut bytes).map_err(|error| self.at_once(error))?;
+        Ok(bytes)
     }
 
     /// Finds places for what instructions are the first to write, each when those in front of it have given theirs back: on the device
@@ -146,15 +151,12 @@ impl Run<'_> {
             InstrKind::Vote(_) => {
                 let without = self.slots.routed.offer(instruction);
                 let (at, _) = self.located().of(&instruction.outputs[0]);
-                self.settle()?;
-                self.device.write(at, &without.to_ne_bytes())?;
+                self.write(at, &without.to_ne_bytes())?;
             }
             InstrKind::ApplyVote(_) => {
                 let (at, _) = self.located().of(&instruction.inputs[0]);
-                self.settle()?;
-                let mut without = [0; size_of::<f32>()];
-                self.device.read(at, &mut without)?;
-                self.slots.routed.settle(instruction, f32::from_ne_bytes(without));
+                let without = f32::from_ne_bytes(self.read(at)?);
+                self.slots.routed.settle(instruction, without);
                 self.slots.note(instruction);
             }
             _ => self.exchanging.exchange(self.id.0, instruction, self.device, self.slots.located())?,
@@ -166,10 +168,8 @@ impl Run<'_> {
     fn count(&mut self, instruction: &Instruction) -> Result<()> {
         let Some(count) = instruction.counts else { return Ok(()) };
         let (at, bytes) = self.located().of(&instruction.outputs[0]);
-        self.settle()?;
-        let mut rows = [0; size_of::<u32>()];
-        self.device.read(at + (bytes - rows.len()) as u64, &mut rows)?;
-        self.slots.routed.count(count, u32::from_ne_bytes(rows));
+        let rows = u32::from_ne_bytes(self.read(at + (bytes - size_of::<u32>()) as u64)?);
+        self.slots.routed.count(count, rows);
         Ok(())
     }
 }

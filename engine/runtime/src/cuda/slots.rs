@@ -1,8 +1,7 @@
 //! Where counted rows lie on a device while a program runs: places that are found as on the CPU, and a table of them in device memory,
 //! of which launches have the addresses.
 //!
-//! In: instructions, in the order in which they run. Out: slots, as `slots.cuh` reads them, and addresses. Never: a write for each
-//! place; the table is written once in front of what reads it.
+//! In: instructions, in the order in which they run. Out: slots, as `slots.cuh` reads them, and addresses. Never: a call of the device.
 
 use std::ops::Range;
 
@@ -12,7 +11,6 @@ use gapless_kernels::cpu::args::{Address, CountedAddress, Places};
 use gapless_kernels::cpu::overflow_heap::OverflowHeap;
 use gapless_kernels::cuda::launch::SLOT;
 
-use super::device::{Device, DeviceError};
 use super::place::Place;
 use crate::routed::Routed;
 
@@ -86,16 +84,11 @@ impl Slots {
         }
     }
 
-    /// Whether there are some that the device does not know.
-    pub fn have_changed(&self) -> bool {
-        !self.changed.is_empty()
-    }
-
-    /// Brings what has changed to the device.
-    pub fn write(&mut self, device: &mut dyn Device) -> Result<(), DeviceError> {
-        let Range { start, .. } = self.changed;
-        let slots = &self.slots[std::mem::take(&mut self.changed)];
-        let bytes: Vec<u8> = slots.as_flattened().iter().flat_map(|word| word.to_ne_bytes()).collect();
-        device.write(self.place.slots + (start * size_of::<Slot>()) as u64, &bytes)
+    /// What has changed since this was last asked: where it is to be written, and what.
+    pub fn changes(&mut self) -> Option<(u64, Vec<u8>)> {
+        let changed = std::mem::take(&mut self.changed);
+        let at = self.place.slots + (changed.start * size_of::<Slot>()) as u64;
+        let slots = self.slots[changed].as_flattened();
+        (!slots.is_empty()).then(|| (at, slots.iter().flat_map(|word| word.to_ne_bytes()).collect()))
     }
 }
