@@ -9,7 +9,7 @@ use gapless::engine::compile::{CompileOptions, Target, compile};
 use gapless::engine::cuda::{Architecture, Cache, CudaBackend, Family, Launch, Nvrtc, Resources};
 use gapless::engine::runtime::Session;
 use gapless::models::{Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig, MoeStyle};
-use gapless::{DType, TrainError, TrainOptions, Trainer};
+use gapless::{DType, Mesh, TrainError, TrainOptions, Trainer};
 use rayon::prelude::*;
 use serde::Serialize;
 
@@ -105,21 +105,23 @@ struct Launched {
     shared_bytes: BTreeMap<String, u32>,
 }
 
-/// The steps of GPT-2, Llama and mixtures of every kind: two blocks of each, as more are equal, in both types, with one
-/// micro-batch and with two, whose gradients are added up.
+/// The steps of GPT-2, Llama and mixtures of every kind, by themselves and on two expert ranks: two blocks of each, as more are equal, in
+/// both types, with one micro-batch and with two, whose gradients are added up.
 fn launched() -> Result<Launched, TrainError> {
     let mut launched = Launched::default();
     for dtype in [DType::F32, DType::BF16] {
         for dropout in [0.0, 0.1] {
             let config = GptConfig { layers: 2, dropout, ..GptConfig::default() };
-            launched.add(dtype, &|vb| Gpt::new(&config, vb))?;
+            launched.add(dtype, 1, &|vb| Gpt::new(&config, vb))?;
         }
         let config = LlamaConfig { layers: 2, ..LlamaConfig::default() };
-        launched.add(dtype, &|vb| Llama::new(&config, vb))?;
+        launched.add(dtype, 1, &|vb| Llama::new(&config, vb))?;
         for style in [MoeStyle::Switch, MoeStyle::Mixtral, MoeStyle::Qwen, MoeStyle::DeepSeek, MoeStyle::ExpertChoice] {
             // Its router's bias has kernels in f32 alone (docs/gpu.md).
             if style != MoeStyle::DeepSeek || dtype == DType::F32 {
-                launched.add(dtype, &|vb| Moe::new(&MoeConfig::small(style, 512), vb))?;
+                for expert in [1, 2] {
+                    launched.add(dtype, expert, &|vb| Moe::new(&MoeConfig::small(style, 512), vb))?;
+                }
             }
         }
     }
@@ -130,10 +132,13 @@ impl Launched {
     fn add<M: Model>(
         &mut self,
         dtype: DType,
+        expert: usize,
         build: &dyn Fn(gapless::engine::nn::VarBuilder) -> gapless::Result<M>,
     ) -> Result<(), TrainError> {
         for micro_batches in [1, 2] {
-            let options = TrainOptions { batch: 2, micro_batches, sequence: 64, dtype, ..TrainOptions::default() };
+            let mesh = Mesh { expert, ..Mesh::default() };
+            let options =
+                TrainOptions { mesh, batch: 4, micro_batches, sequence: 64, dtype, ..TrainOptions::default() };
             let program = Trainer::program_for(build, &options, 0, Target::Cuda)?;
             let within = CompileOptions::within(None, options.planning, options.routing);
             for launch in Session::<CudaBackend>::launches(&compile(&[program], &within)?)? {

@@ -46,13 +46,6 @@ pub enum Target {
     CudaUnfused,
 }
 
-impl Target {
-    /// Whether what is counted while a program runs can be placed while it runs.
-    pub(crate) fn counts(self) -> bool {
-        matches!(self, Self::Cpu { .. })
-    }
-}
-
 /// A value that the host reads after a program.
 #[derive(Debug, Clone)]
 pub struct Output {

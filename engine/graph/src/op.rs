@@ -17,7 +17,9 @@ use crate::error::{Error, Result};
 use crate::reference::{Array, Reference};
 
 /// What an operation knows of rows that are counted while the step runs: its tensors' first dimension is then the most that
-/// there may be, and their slices are as long as the count says.
+/// there may be, and their slices are as long as the count says. On a GPU, kernels look in slots where such tensors lie: those that are
+/// made of an expression (`Op::cuda_fusible`) do; launches of others are refused, unless they are of a family that
+/// [reads slots](gapless_kernels::cuda::Family::reads_slots).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Rows {
     /// Nothing: it goes by shapes.

@@ -14,6 +14,7 @@ pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 mod error;
+mod routed;
 mod transfers;
 
 pub mod process_memory;

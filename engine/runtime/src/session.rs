@@ -107,19 +107,16 @@ pub trait Backend: Any + Debug + Send {
     }
 
     /// What the arena of routed rows has done; nothing where no size depends on data.
-    fn routing(&self) -> Option<ArenaReport> {
-        None
-    }
+    fn routing(&self) -> Option<ArenaReport>;
 
     /// Judges the addresses that were given during the last run, and returns how many there were.
-    fn check_run(&self, _: &Executable) -> Result<usize> {
-        Ok(0)
-    }
+    fn check_run(&self, executable: &Executable) -> Result<usize>;
+
+    /// Lets rows that find no room in the arena have room outside of it, as long as both take no more than `limit` bytes.
+    fn serve_outside(&mut self, limit: u64);
 
     /// Enlarges the arena if the last run needed more than it had, to `limit` bytes at most.
-    fn grow(&mut self, _: &mut Executable, _limit: u64) -> Result<()> {
-        Ok(())
-    }
+    fn grow(&mut self, executable: &mut Executable, limit: u64) -> Result<()>;
 }
 
 /// An executable whose arena is reserved on a backend. `Box<Session>` is one on any backend; [`Session::on_cpu`] and
@@ -297,12 +294,18 @@ impl<B: Backend + ?Sized> Session<B> {
     }
 
     /// Judges the addresses that the last run used, those of the plan and those that were given while it ran, and returns how
-    /// many of the latter there were. On a GPU there are none: all were judged when the step was planned.
+    /// many of the latter there were.
     ///
     /// # Errors
     /// [`Error::BadRun`] when two that lived at the same time have a byte in common.
     pub fn check_run(&self) -> Result<usize> {
         self.backend.check_run(&self.executable)
+    }
+
+    /// Lets counted buffers that find no room in the arena have room outside of it, as long as both take no more than `limit`
+    /// bytes: what [`grow`](Self::grow) then ends.
+    pub fn serve_outside(&mut self, limit: u64) {
+        self.backend.serve_outside(limit);
     }
 
     /// If the last run had to use room outside of the arena: makes the arena as large as would have served it, and a quarter

@@ -197,19 +197,19 @@ impl Trainer {
         if let Some(offload) = &options.offload {
             session.offload_to(&offload.folder)?;
         }
-        if options.overflow == Overflow::Grow {
-            session.serve_outside(options.most_bytes());
-        }
         Self::of(Box::new(session), RunsOn::cpu(threads, because), compiled, &plan, options)
     }
 
     fn of(
-        session: Box<Session>,
+        mut session: Box<Session>,
         device: RunsOn,
         compiled: CompiledStep,
         plan: &RankPlan,
         options: TrainOptions,
     ) -> Result<Self> {
+        if options.overflow == Overflow::Grow {
+            session.serve_outside(options.most_bytes());
+        }
         let find = |name| session.executable().program(name);
         let programs = Programs {
             train: find("train"),

@@ -3,7 +3,7 @@
 //! Operations that know of counted rows ([`Rows`]) read and write no more than those; so their buffers may be as large as the
 //! count says, which only an arena that serves them while the step runs can use. Where anything else looks at one of the values
 //! that share a count (an operation that knows of shapes alone, another rank, the update), all of them are planned at their
-//! largest; and for a GPU all are, since its launches are recorded with their addresses.
+//! largest.
 
 use std::collections::{HashMap, HashSet};
 
@@ -16,7 +16,7 @@ use crate::program::DynamicRows;
 use crate::recompute::Variant;
 
 /// The counts of a program.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Counts {
     /// Roots that are counted here.
     roots: HashMap<ValueId, RowCount>,
@@ -28,9 +28,6 @@ pub(super) struct Counts {
 
 impl Counts {
     pub(super) fn new(of: &Lowering<'_>, alive: &[bool], crossings: &CrossRankValues) -> Self {
-        if !of.target.counts() {
-            return Self::default();
-        }
         let graph = of.graph;
         let counted = |id: ValueId| graph.value(graph.value(id).root).rows;
         let here = |place: Place| crossings.ranks_of(place) == (of.rank..of.rank + 1);

@@ -73,17 +73,22 @@ impl Places<'_> {
     /// Nothing is.
     pub const NONE: Self = Self { offsets: &[], rows: &[], outside: None };
 
+    /// The byte offset and the number of elements of a tensor.
+    pub fn find(&self, address: &Address) -> (u64, usize) {
+        match address.counted {
+            Some(CountedAddress { request, count, row }) => {
+                (self.offsets[request as usize], self.rows[count as usize] * row as usize)
+            }
+            None => (address.offset, address.span),
+        }
+    }
+
     /// The first byte and the number of elements of a tensor.
     ///
     /// # Safety
     /// A planned tensor lies in the arena at `base`; one that is placed while a program runs, there or outside.
     pub unsafe fn locate(&self, base: *mut u8, address: &Address) -> (*mut u8, usize) {
-        let (offset, span) = match address.counted {
-            Some(CountedAddress { request, count, row }) => {
-                (self.offsets[request as usize], self.rows[count as usize] * row as usize)
-            }
-            None => (address.offset, address.span),
-        };
+        let (offset, span) = self.find(address);
         let outside = self.outside.filter(|_| address.counted.is_some()).and_then(|outside| outside.find(offset));
         // SAFETY: by this function's contract.
         (outside.unwrap_or_else(|| unsafe { base.add(offset as usize) }), span)

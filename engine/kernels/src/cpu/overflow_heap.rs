@@ -18,22 +18,30 @@ pub struct OverflowHeap {
     blocks: Vec<Block>,
     /// Where the arena ends.
     start: u64,
-    /// Where the next block begins. No address is used twice in a run, so that a checker can tell blocks apart.
+    /// Where the last of all blocks of the run ends.
     end: u64,
     /// Bytes of all blocks.
     live: u64,
+    /// Whether it knows addresses alone.
+    is_elsewhere: bool,
 }
 
 #[derive(Debug)]
 struct Block {
     /// Number of the request that it serves.
     request: u32,
-    start: u64,
+    /// Its addresses.
+    range: Range<u64>,
     /// Written through the addresses that [`OverflowHeap::find`] gives.
     lines: Box<[UnsafeCell<Line>]>,
 }
 
 impl OverflowHeap {
+    /// One whose user has the memory itself, at the same addresses.
+    pub fn elsewhere() -> Self {
+        Self { is_elsewhere: true, ..Self::default() }
+    }
+
     /// Nothing yet, behind an arena of so many bytes.
     pub fn begin(&mut self, arena_bytes: u64) {
         self.blocks.clear();
@@ -41,16 +49,24 @@ impl OverflowHeap {
         (self.start, self.end, self.live) = (start, start, 0);
     }
 
-    /// A block for a request, and its offset; none when the system has no memory.
+    /// A block for a request at the lowest free address, and its offset; none when the system has no memory.
     pub fn serve(&mut self, request: u32, bytes: u64) -> Option<u64> {
-        let count = usize::try_from(bytes.div_ceil(LINE)).ok()?;
+        // Nobody shares an address, not even what has no rows.
+        let count = bytes.div_ceil(LINE).max(1);
         let mut lines = Vec::new();
-        lines.try_reserve_exact(count).ok()?;
-        lines.resize_with(count, || UnsafeCell::new(Line([0; LINE as usize])));
-        let start = self.end;
-        self.end += count as u64 * LINE;
-        self.live += count as u64 * LINE;
-        self.blocks.push(Block { request, start, lines: lines.into() });
+        if !self.is_elsewhere {
+            let count = usize::try_from(count).ok()?;
+            lines.try_reserve_exact(count).ok()?;
+            lines.resize_with(count, || UnsafeCell::new(Line([0; LINE as usize])));
+        }
+        let bytes = count.checked_mul(LINE)?;
+        let is_free =
+            |at: &u64| self.blocks.iter().all(|block| block.range.end <= *at || at + bytes <= block.range.start);
+        let candidates = std::iter::once(self.start).chain(self.blocks.iter().map(|block| block.range.end));
+        let start = candidates.filter(is_free).min()?;
+        self.end = self.end.max(start + bytes);
+        self.live += bytes;
+        self.blocks.push(Block { request, range: start..start + bytes, lines: lines.into() });
         Some(start)
     }
 
@@ -58,7 +74,7 @@ impl OverflowHeap {
     pub fn release(&mut self, request: u32) -> bool {
         let found = self.blocks.iter().position(|block| block.request == request);
         if let Some(block) = found.map(|index| self.blocks.swap_remove(index)) {
-            self.live -= block.lines.len() as u64 * LINE;
+            self.live -= block.range.end - block.range.start;
         }
         found.is_some()
     }
@@ -68,7 +84,7 @@ impl OverflowHeap {
         if offset < self.start {
             return None;
         }
-        let block = self.blocks.iter().find(|block| block.start == offset)?;
+        let block = self.blocks.iter().find(|block| block.range.start == offset)?;
         Some(UnsafeCell::raw_get(block.lines.as_ptr()).cast())
     }
 
@@ -80,5 +96,31 @@ impl OverflowHeap {
     /// Bytes of all blocks.
     pub fn live(&self) -> u64 {
         self.live
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_take_the_lowest_addresses_that_are_free() {
+        for (mut heap, has_memory) in [(OverflowHeap::default(), true), (OverflowHeap::elsewhere(), false)] {
+            heap.begin(1000);
+            let start = heap.range().start;
+            assert!(start > 1000 && heap.range().is_empty());
+            let offsets =
+                [(0, 65), (1, 64), (2, 1), (3, 0)].map(|(request, bytes)| heap.serve(request, bytes).unwrap());
+            assert_eq!(offsets, [0, 128, 192, 256].map(|offset| start + offset), "whole lines, one even of nothing");
+            assert!(heap.release(1) && heap.release(0) && !heap.release(0));
+            assert_eq!([heap.serve(4, 100), heap.serve(5, 100)], [Some(start), Some(start + 320)]);
+            assert_eq!((heap.live(), heap.range()), (64 * 6, start..start + 448));
+            // Nobody is given an address that is none.
+            assert!(heap.find(start).is_some() && heap.find(start + 64).is_none() && heap.find(0).is_none());
+            if has_memory {
+                // SAFETY: the block has so many bytes, and nobody else has it.
+                unsafe { std::slice::from_raw_parts_mut(heap.find(start + 320).unwrap(), 100) }.fill(1);
+            }
+        }
     }
 }

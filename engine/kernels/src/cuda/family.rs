@@ -32,6 +32,11 @@ macro_rules! families {
                     Self::Generated(generated) => &generated.text,
                 }
             }
+
+            /// Whether its kernels ask the slots of counted rows where these lie ([`SLOT`](super::launch::SLOT)).
+            pub fn reads_slots(self) -> bool {
+                matches!(self, Self::Experts | Self::Grouped | Self::GroupedTensorCores | Self::Generated(_))
+            }
         }
     };
 }
@@ -98,6 +103,7 @@ pub const HEADERS: &[(&str, &str)] = &[
     ("random.cuh", include_str!("kernels/random.cuh")),
     ("reduce.cuh", include_str!("kernels/reduce.cuh")),
     ("rows.cuh", include_str!("kernels/rows.cuh")),
+    ("slots.cuh", include_str!("kernels/slots.cuh")),
     ("strides.cuh", include_str!("kernels/strides.cuh")),
     ("tensor_cores.cuh", include_str!("kernels/tensor_cores.cuh")),
 ];

@@ -161,7 +161,8 @@ pub fn kernel(members: &[Member<'_>], outputs: &[(usize, usize)], operands: &Ope
         Some(OnePass { most_threads, .. }) => format!("BOUNDED_KERNEL({UNNAMED}, Operands, {most_threads}, 1)"),
         None => format!("KERNEL({UNNAMED}, Operands)"),
     };
-    line(&mut text, 0, format_args!("{declared} {{\n    const Operands& to = arguments;\n{body}}}"));
+    let operands = writer.operands(&loaded, &stored);
+    line(&mut text, 0, format_args!("{declared} {{\n{operands}{body}}}"));
     let name = named(&names, stored.first()?.type_name, &text);
     let generated = Generated::of(format!("{name}.cu"), text.replace(UNNAMED, &name));
     let (family, arguments) = (Family::Generated(generated), Words(fields.words.into()));
@@ -252,6 +253,24 @@ impl Writer<'_> {
             }
         }
         Some(all)
+    }
+
+    /// Names the arguments. Where tensors have slots, addresses and number of elements are those that the slots have.
+    fn operands(&self, loaded: &[Element], stored: &[Element]) -> String {
+        let Operands { inputs, outputs, .. } = self.operands;
+        let read = loaded.iter().filter(|x| inputs[x.index].has_slot()).map(|x| format!("x{}", x.index));
+        let written = || stored.iter().filter(|y| outputs[y.index].has_slot()).map(|y| format!("y{}", y.index));
+        let placed: Vec<String> = read.chain(written()).collect();
+        let mut text = String::new();
+        let declared = if placed.is_empty() { "const Operands& to" } else { "Operands to" };
+        line(&mut text, 1, format_args!("{declared} = arguments;"));
+        for first in written().take(1) {
+            line(&mut text, 1, format_args!("to.count = counted(to.{first});"));
+        }
+        for name in placed {
+            line(&mut text, 1, format_args!("to.{name} = placed(to.{name});"));
+        }
+        text
     }
 
     /// Declares constants, and sets up the sequences of random numbers among them.

@@ -4,17 +4,18 @@ use std::path::Path;
 use std::sync::{Mutex, Once, OnceLock, PoisonError};
 
 use candle_core::{DType, Device, Tensor};
-use gapless_alloc::arena::{ArenaReport, Reserve};
+use gapless_alloc::arena::ArenaReport;
 use gapless_compile::{Executable, ProgramId};
 use gapless_kernels::cpu::args::Address;
+use gapless_kernels::cpu::overflow_heap::OverflowHeap;
 use gapless_kernels::cpu::simd::multiplies_bf16;
 
 use super::arena::Arena;
 use super::offload::HostFile;
-use super::routed::{Refusal, Routed};
 use super::run::{Failure, RunContext, run_all};
 use super::workers::Workers;
 use crate::error::{Error, Result};
+use crate::routed::Routed;
 use crate::session::{Backend, RunOptions, Session, Times};
 use crate::transfers::{Base, Transfers};
 
@@ -60,8 +61,7 @@ impl Session<CpuBackend> {
             return Err(Error::DoesNotFit { needed, available, limit, largest });
         }
         let transfers = Mutex::new(Transfers::default());
-        let counts = executable.programs.iter().map(|program| program.counts).max().unwrap_or(0);
-        let routed = Mutex::new(Routed::new(executable.routing.as_ref(), counts));
+        let routed = Mutex::new(Routed::new(&executable, OverflowHeap::default()));
         let (arena, file, times) = (arena_of(needed)?, Mutex::default(), Mutex::default());
         Self::with_initial_values(executable, CpuBackend { transfers, arena, routed, workers, file, times }, seed)
     }
@@ -74,12 +74,6 @@ impl Session<CpuBackend> {
         let file = HostFile::new(folder, self.executable.host_bytes())?;
         self.backend.file = Mutex::new(Some(file));
         Ok(())
-    }
-
-    /// Lets counted buffers that find no room in the arena have room outside of it, as long as both take no more than `limit`
-    /// bytes: what [`grow`](Self::grow) then ends.
-    pub fn serve_outside(&mut self, limit: u64) {
-        self.backend.routed.get_mut().unwrap_or_else(PoisonError::into_inner).serve_outside(limit);
     }
 }
 
@@ -119,12 +113,7 @@ impl Backend for CpuBackend {
                 let instruction = program.instructions[index].describe();
                 Err(match failure {
                     Failure::Communicator(source) => Error::Communicator { instruction, source },
-                    Failure::Overflow(Refusal { overflow, needed: None }) => {
-                        Error::Routing { instruction, source: overflow }
-                    }
-                    Failure::Overflow(Refusal { overflow, needed: Some(needed) }) => {
-                        Error::Growth { instruction, needed, source: overflow }
-                    }
+                    Failure::Overflow(refusal) => refusal.error(instruction),
                     Failure::NonFinite => Error::NonFinite { step: options.step, loss: f32::NAN, culprit: instruction },
                     Failure::File(source) => Error::Offload { what: instruction, source },
                 })
@@ -187,33 +176,27 @@ impl Backend for CpuBackend {
     }
 
     fn check_run(&self, executable: &Executable) -> Result<usize> {
-        let routed = self.routed.lock().unwrap_or_else(PoisonError::into_inner);
-        routed.check(executable).map_err(|violations| Error::BadRun {
-            what: violations.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "),
-        })
+        self.routed.lock().unwrap_or_else(PoisonError::into_inner).check(executable)
+    }
+
+    fn serve_outside(&mut self, limit: u64) {
+        self.routed.get_mut().unwrap_or_else(PoisonError::into_inner).serve_outside(limit);
     }
 
     fn grow(&mut self, executable: &mut Executable, limit: u64) -> Result<()> {
         let routed = self.routed.get_mut().unwrap_or_else(PoisonError::into_inner);
         let Some(factor) = routed.factor_needed() else { return Ok(()) };
         let limit = limit.min(crate::process_memory::available_memory_bytes().unwrap_or(u64::MAX));
-        for factor in [1.25 * factor, factor] {
-            let Some(plan) = executable.routing_with(Reserve::Balanced { factor })? else { continue };
-            if plan.height() > limit || plan.height() <= executable.arena_bytes() {
-                continue;
-            }
-            let (arena, bytes) = (arena_of(plan.height())?, executable.solution.height as usize);
+        let planned = executable.solution.height as usize;
+        routed.grow(executable, factor, limit, |bytes| {
+            let arena = arena_of(bytes)?;
             self.arena.exclusive(|from| {
                 // SAFETY: both arenas begin with the static plan, and are held exclusively; they are two allocations.
-                arena.exclusive(|to| unsafe { std::ptr::copy_nonoverlapping(from.cast_const(), to, bytes) })
+                arena.exclusive(|to| unsafe { std::ptr::copy_nonoverlapping(from.cast_const(), to, planned) })
             })??;
-            tracing::info!(factor, bytes = plan.height(), "the arena has grown");
-            routed.grow(plan.clone());
             self.arena = arena;
-            executable.routing = Some(plan);
-            break;
-        }
-        Ok(())
+            Ok(true)
+        })
     }
 }
 

@@ -3,7 +3,6 @@
 mod arena;
 mod backend;
 mod offload;
-mod routed;
 pub(crate) mod run;
 mod workers;
 

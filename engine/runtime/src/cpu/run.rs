@@ -15,7 +15,7 @@ use gapless_kernels::cpu::args::{Address, Args, Element, Places};
 use half::bf16;
 
 use super::offload::HostFile;
-use super::routed::{Refusal, Routed};
+use crate::routed::{Refusal, Routed, not_finite_before};
 use crate::session::{RunOptions, Times};
 use crate::transfers::{Base, Transfers, begin, range, transfer};
 
@@ -36,7 +36,7 @@ pub(super) fn run_all(
     options: RunOptions,
     context: RunContext<'_>,
 ) -> Result<Option<usize>, (usize, Failure)> {
-    let mut run = Run { program, base, bytes, options, context, had_room: true };
+    let mut run = Run { program, base, bytes, options, context };
     let mut culprit = None;
     let mut begun = Instant::now();
     for (index, instruction) in program.instructions.iter().enumerate() {
@@ -47,8 +47,8 @@ pub(super) fn run_all(
             continue;
         }
         if let Err(refusal) = run.context.routed.place(instruction) {
-            // Scores that are not numbers send all tokens to the same experts.
-            let culprit = not_finite_before(program, index, base);
+            let is_finite = |planned: &Address| are_finite(std::slice::from_ref(planned), base, Places::NONE);
+            let culprit = not_finite_before(program, index, is_finite);
             return Err((culprit.unwrap_or(index), culprit.map_or(Failure::Overflow(refusal), |_| Failure::NonFinite)));
         }
         run.execute(instruction).map_err(|failure| (index, failure))?;
@@ -75,8 +75,6 @@ struct Run<'r> {
     bytes: u64,
     options: RunOptions,
     context: RunContext<'r>,
-    /// Whether there is room here for what was voted on last.
-    had_room: bool,
 }
 
 impl Run<'_> {
@@ -130,14 +128,12 @@ impl Run<'_> {
         let (base, routed) = (self.base, &mut *self.context.routed);
         match instruction.kind {
             InstrKind::Vote(_) => {
-                self.had_room = routed.offer(instruction);
                 // SAFETY: as in `execute`.
-                unsafe { scalar(base, &instruction.outputs[0]).write(if self.had_room { 0.0 } else { 1.0 }) };
+                unsafe { scalar(base, &instruction.outputs[0]).write(routed.offer(instruction)) };
             }
             InstrKind::ApplyVote(_) => {
                 // SAFETY: as in `execute`.
-                let without = unsafe { scalar(base, &instruction.inputs[0]).read() };
-                routed.settle(instruction, without != 0.0, self.had_room);
+                routed.settle(instruction, unsafe { scalar(base, &instruction.inputs[0]).read() });
             }
             _ => {}
         }
@@ -208,34 +204,6 @@ unsafe fn scalar(base: Base, address: &Address) -> *mut f32 {
 unsafe fn last_u32(base: Base, address: &Address) -> u32 {
     // SAFETY: by this function's contract; a tensor has at least one element.
     unsafe { base.0.add(address.offset as usize).cast::<u32>().add(address.span - 1).read() }
-}
-
-/// How many instructions are looked at: a router's, and those that bring it what it routes.
-const LOOKED_AT: usize = 64;
-
-/// Of the instructions in front of one, the first whose planned results are still there and not all finite.
-fn not_finite_before(program: &CompiledProgram, index: usize, base: Base) -> Option<usize> {
-    let mut gone: Vec<Range<u64>> = Vec::new();
-    let mut culprit = None;
-    for (index, instruction) in program.instructions[..index].iter().enumerate().rev().take(LOOKED_AT) {
-        gone.extend(instruction.dead_after.iter().cloned());
-        let range =
-            |output: &Address| output.offset..output.offset + (output.span * output.dtype.size_in_bytes()) as u64;
-        let planned = || instruction.outputs.iter().filter(|output| output.counted.is_none());
-        let is_there = |output: &&Address| {
-            let range = range(output);
-            gone.iter().all(|gone| gone.end <= range.start || range.end <= gone.start)
-        };
-        // What is only done if rows were let go may have been left out.
-        let is_compute = matches!(instruction.kind, InstrKind::Compute(_)) && instruction.predicate.is_none();
-        let there: Vec<Address> = planned().filter(is_there).filter(|_| is_compute).cloned().collect();
-        if !are_finite(&there, base, Places::NONE) {
-            culprit = Some(index);
-        }
-        gone.extend(planned().map(range));
-        gone.extend(instruction.workspace.iter().map(|piece| piece.offset..piece.offset + piece.bytes));
-    }
-    culprit
 }
 
 fn are_finite(operands: &[Address], base: Base, places: Places<'_>) -> bool {

@@ -14,11 +14,17 @@ pub trait Device: Debug + Send {
     /// What it is, in words.
     fn name(&self) -> String;
 
-    /// Makes room for so many bytes, once, and returns the address of the first: a multiple of 256.
+    /// Makes room for so many bytes, once, which may be extended, and returns the address of the first: a multiple of 256.
     ///
     /// # Errors
     /// When the device has no such room.
     fn reserve(&mut self, bytes: u64) -> Result<u64, DeviceError>;
+
+    /// Makes the room at least so many bytes, where it is: what it holds stays.
+    ///
+    /// # Errors
+    /// As [`Self::reserve`].
+    fn extend(&mut self, bytes: u64) -> Result<(), DeviceError>;
 
     /// Copies bytes to the device, after all that was started before.
     ///
@@ -85,7 +91,7 @@ pub trait Device: Debug + Send {
     /// # Errors
     /// As that communicator says.
     fn connect(
-        &self,
+        &mut self,
         control: Box<dyn Communicator>,
         _shares_process: bool,
     ) -> communicator::Result<Box<dyn Communicator>> {

@@ -1,4 +1,4 @@
-//! Device memory at addresses of its own: made once, in whole pages, and given back.
+//! Device memory at addresses of its own: made in whole pages, and given back.
 //!
 //! In: how many bytes. Out: a range that is mapped, or who holds the memory that it would take. Never: a pool.
 
@@ -13,8 +13,14 @@ use super::named::Named;
 #[derive(Debug)]
 pub(super) struct Mapped {
     address: sys::CUdeviceptr,
+    /// Addresses that are set aside, for as much as the device has.
+    reserved: usize,
+    granularity: usize,
+    /// Its own device, and those that may reach it too.
+    devices: Vec<sys::CUdevice>,
+    /// What is mapped, from the first address on.
     bytes: usize,
-    handle: sys::CUmemGenericAllocationHandle,
+    handles: Vec<sys::CUmemGenericAllocationHandle>,
 }
 
 impl Mapped {
@@ -24,44 +30,52 @@ impl Mapped {
     /// [`DeviceError::OutOfMemory`], with who holds it, and what the driver says.
     pub fn new(name: &str, device: sys::CUdevice, bytes: u64) -> Result<Self, DeviceError> {
         let kind = kind(device);
-        let mut granularity = 0;
+        let (mut granularity, mut address) = (0, 0);
         let minimum = sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
         // SAFETY: it writes one number.
         unsafe { sys::cuMemGetAllocationGranularity(&mut granularity, &kind, minimum).result() }
             .named(name, "cuMemGetAllocationGranularity")?;
-        let bytes = (bytes as usize).next_multiple_of(granularity.max(1));
+        let granularity = granularity.max(1);
+        let reserved = (used(name)?.total.max(bytes) as usize).next_multiple_of(granularity);
+        // SAFETY: it writes one number.
+        unsafe { sys::cuMemAddressReserve(&mut address, reserved, 0, 0, 0).result() }
+            .named(name, "cuMemAddressReserve")?;
+        // From here on it is given back when it is dropped.
+        let mut mapped = Self { address, reserved, granularity, devices: vec![device], bytes: 0, handles: Vec::new() };
+        mapped.extend(name, bytes)?;
+        Ok(mapped)
+    }
+
+    /// Maps what it lacks to so many bytes.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn extend(&mut self, name: &str, bytes: u64) -> Result<(), DeviceError> {
+        let Some(lacking) = (bytes as usize).checked_sub(self.bytes).filter(|&lacking| lacking > 0) else {
+            return Ok(());
+        };
+        let lacking = lacking.next_multiple_of(self.granularity);
         let DeviceMemory { total, in_use, .. } = used(name)?;
-        let (needed, free) = (bytes as u64, total - in_use);
+        let (needed, free) = (lacking as u64, total - in_use);
         let out_of_memory =
             || DeviceError::OutOfMemory { device: name.into(), needed, free, total, holders: holders() };
-        if needed > free {
+        if needed > free || self.bytes + lacking > self.reserved {
             return Err(out_of_memory());
         }
-        let (mut handle, mut address) = (0, 0);
+        let (mut handle, address) = (0, self.address + self.bytes as u64);
+        let kind = kind(self.devices[0]);
         // SAFETY: it writes one number.
-        let created = unsafe { sys::cuMemCreate(&mut handle, bytes, &kind, 0) };
+        let created = unsafe { sys::cuMemCreate(&mut handle, lacking, &kind, 0) };
         if created == sys::cudaError_enum::CUDA_ERROR_OUT_OF_MEMORY {
             return Err(out_of_memory());
         }
         created.result().named(name, "cuMemCreate")?;
-        // SAFETY: each writes one number; what was made before is given back where a later one fails.
-        unsafe {
-            let reserved = sys::cuMemAddressReserve(&mut address, bytes, 0, 0, 0).result();
-            if let Err(error) = reserved.named(name, "cuMemAddressReserve") {
-                let _ = sys::cuMemRelease(handle);
-                return Err(error);
-            }
-            let mapped = sys::cuMemMap(address, bytes, 0, handle, 0).result().named(name, "cuMemMap");
-            if let Err(error) = mapped {
-                let _ = sys::cuMemAddressFree(address, bytes);
-                let _ = sys::cuMemRelease(handle);
-                return Err(error);
-            }
-            // From here on it is given back when it is dropped.
-            let mapped = Self { address, bytes, handle };
-            mapped.allow(device).named(name, "cuMemSetAccess")?;
-            Ok(mapped)
-        }
+        self.handles.push(handle);
+        // SAFETY: the addresses are reserved, and nothing is mapped there yet; what is mapped is unmapped when this is dropped.
+        unsafe { sys::cuMemMap(address, lacking, 0, handle, 0).result() }.named(name, "cuMemMap")?;
+        self.bytes += lacking;
+        let all = self.devices.iter().try_for_each(|&device| allow(device, address, lacking));
+        all.named(name, "cuMemSetAccess")
     }
 
     /// Lets this host's other devices reach it, as far as they can: NCCL has the GPUs of one process read and write each other's
@@ -69,27 +83,20 @@ impl Mapped {
     ///
     /// # Errors
     /// What the driver says.
-    pub fn share(&self, name: &str, device: sys::CUdevice) -> Result<(), DeviceError> {
+    pub fn share(&mut self, name: &str) -> Result<(), DeviceError> {
         let count = result::device::get_count().named(name, "cuDeviceGetCount")?;
         for ordinal in 0..count {
             let peer = result::device::get(ordinal).named(name, "cuDeviceGet")?;
             let mut reaches = 0;
             // SAFETY: it writes one number.
-            unsafe { sys::cuDeviceCanAccessPeer(&mut reaches, peer, device).result() }
+            unsafe { sys::cuDeviceCanAccessPeer(&mut reaches, peer, self.devices[0]).result() }
                 .named(name, "cuDeviceCanAccessPeer")?;
-            if peer != device && reaches != 0 {
-                self.allow(peer).named(name, "cuMemSetAccess")?;
+            if !self.devices.contains(&peer) && reaches != 0 {
+                allow(peer, self.address, self.bytes).named(name, "cuMemSetAccess")?;
+                self.devices.push(peer);
             }
         }
         Ok(())
-    }
-
-    /// Lets a device read and write it.
-    fn allow(&self, device: sys::CUdevice) -> Result<(), result::DriverError> {
-        let flags = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-        let access = sys::CUmemAccessDesc { location: kind(device).location, flags };
-        // SAFETY: all of it is mapped.
-        unsafe { sys::cuMemSetAccess(self.address, self.bytes, &access, 1).result() }
     }
 
     /// Where it begins.
@@ -111,14 +118,26 @@ impl Mapped {
 
 impl Drop for Mapped {
     fn drop(&mut self) {
-        // SAFETY: it was mapped when this was made, and whoever had it has waited for what was under way: other devices reach it
-        // through communicators alone, which are dropped before.
+        // SAFETY: it was mapped when this was made or extended, and whoever had it has waited for what was under way: other devices reach
+        // it through communicators alone, which are dropped before.
         unsafe {
-            let _ = sys::cuMemUnmap(self.address, self.bytes);
-            let _ = sys::cuMemAddressFree(self.address, self.bytes);
-            let _ = sys::cuMemRelease(self.handle);
+            if self.bytes > 0 {
+                let _ = sys::cuMemUnmap(self.address, self.bytes);
+            }
+            let _ = sys::cuMemAddressFree(self.address, self.reserved);
+            for &handle in &self.handles {
+                let _ = sys::cuMemRelease(handle);
+            }
         }
     }
+}
+
+/// Lets a device read and write bytes that are mapped.
+fn allow(device: sys::CUdevice, address: sys::CUdeviceptr, bytes: usize) -> Result<(), result::DriverError> {
+    let flags = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    let access = sys::CUmemAccessDesc { location: kind(device).location, flags };
+    // SAFETY: all of it is mapped.
+    unsafe { sys::cuMemSetAccess(address, bytes, &access, 1).result() }
 }
 
 /// Memory of a device.

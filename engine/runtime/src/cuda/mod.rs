@@ -24,8 +24,11 @@ mod named;
 mod nvidia;
 mod nvrtc;
 mod peers;
+mod place;
 mod profile;
 mod resources;
+mod runner;
+mod slots;
 mod staging;
 mod stream;
 

@@ -362,6 +362,14 @@ impl Device for Nvidia {
         Ok(address)
     }
 
+    fn extend(&mut self, bytes: u64) -> Result<(), DeviceError> {
+        self.enter()?;
+        match &mut self.memory {
+            Some(memory) => memory.extend(&self.name, bytes),
+            None => self.reserve(bytes).map(drop),
+        }
+    }
+
     fn write(&mut self, address: u64, bytes: &[u8]) -> Result<(), DeviceError> {
         self.enter()?;
         self.expect_inside(address, bytes.len(), "cuMemcpyHtoDAsync")?;
@@ -482,12 +490,13 @@ impl Device for Nvidia {
     }
 
     fn connect(
-        &self,
+        &mut self,
         control: Box<dyn Communicator>,
         shares_process: bool,
     ) -> communicator::Result<Box<dyn Communicator>> {
-        if let Some(memory) = self.memory.as_ref().filter(|_| shares_process) {
-            let shared = self.enter().and_then(|()| memory.share(&self.name, self.device));
+        let entered = self.enter();
+        if let Some(memory) = self.memory.as_mut().filter(|_| shares_process) {
+            let shared = entered.and_then(|()| memory.share(&self.name));
             let failed = |error: DeviceError| CommunicatorError::Cuda {
                 call: "showing memory to other GPUs",
                 what: error.to_string(),

@@ -25,12 +25,12 @@ impl CudaBackend {
     ///
     /// # Errors
     /// [`Error::Communicator`] when another rank fails, or NCCL does.
-    pub fn connect_devices(&self, world: &mut dyn Communicator) -> Result<Option<Box<dyn Communicator>>> {
+    pub fn connect_devices(&mut self, world: &mut dyn Communicator) -> Result<Option<Box<dyn Communicator>>> {
         if world.size() == 1 {
             return Ok(None);
         }
         let failed = |source| Error::Communicator { instruction: "connecting devices".into(), source };
-        let mine = self.device.exchange_id();
+        let mine = self.runner.device.exchange_id();
         let greetings = gather(world, mine.as_deref().ok()).map_err(failed)?;
         let are_distinct = |part: Range<usize>| {
             let parts: HashSet<&[u8]> = greetings.iter().map(|greeting| &greeting[part.clone()]).collect();
@@ -43,7 +43,7 @@ impl CudaBackend {
             Ok(_) => {
                 tracing::info!("ranks exchange tensors from GPU to GPU, by NCCL");
                 let control = world.split(0, world.rank()).map_err(failed)?;
-                return self.device.connect(control, !are_distinct(PROCESS)).map(Some).map_err(failed);
+                return self.runner.device.connect(control, !are_distinct(PROCESS)).map(Some).map_err(failed);
             }
         };
         tracing::info!(why, "ranks exchange tensors through host memory");

@@ -7,7 +7,8 @@ use gapless_compile::internal::{CompiledProgram, Instruction};
 use gapless_compile::{Executable, InstrKind, ProgramId};
 use gapless_kernels::cuda::Launch;
 
-use super::backend::{CudaBackend, Launches, Part, Place, specs};
+use super::backend::CudaBackend;
+use super::place::{Launches, Part, Place, specs};
 use crate::error::Result;
 use crate::session::RunOptions;
 
@@ -85,15 +86,16 @@ fn by_instruction(launches: Launches, end: usize) -> Vec<(Range<usize>, Vec<Laun
     groups
 }
 
-/// The parts of a program, each with the instruction that ends it.
-fn parts_with_ends(place: &Place, program: &CompiledProgram) -> Result<Vec<(Part<Launches>, usize)>> {
-    let parts = place.parts(program)?;
-    let end_behind = |index: usize| match parts.get(index + 1) {
-        Some(&Part::Exchange(end)) => end,
-        _ => program.instructions.len(),
+/// A part's instructions, and the launches of each.
+type Groups = (Vec<Range<usize>>, Vec<Vec<Launch>>);
+
+/// The parts of a program, and what each instruction of them launches.
+fn grouped(place: &Place, program: &CompiledProgram) -> Result<Vec<Part<Groups>>> {
+    let grouped = |part: Part<Launches>| {
+        let end = part.span.end;
+        part.try_map(|launches| Ok(by_instruction(launches, end).into_iter().unzip()))
     };
-    let ends: Vec<usize> = (0..parts.len()).map(end_behind).collect();
-    Ok(parts.into_iter().zip(ends).collect())
+    place.parts(program)?.into_iter().map(grouped).collect()
 }
 
 impl CudaBackend {
@@ -103,11 +105,12 @@ impl CudaBackend {
     /// [`Error::NoDeviceKernels`](crate::Error::NoDeviceKernels), as [`Session::on_cuda`](crate::Session::on_cuda).
     pub fn work(executable: &Executable) -> Result<Vec<Vec<Work>>> {
         let of_program = |program: &CompiledProgram| -> Result<Vec<Work>> {
-            let work = parts_with_ends(&Place::NOWHERE, program)?.into_iter().flat_map(|(part, end)| match part {
-                Part::Launches(launches) => by_instruction(launches, end),
-                Part::Exchange(_) => Vec::new(),
-            });
-            Ok(work.filter_map(|(span, launches)| Work::of(&program.instructions[span], &launches)).collect())
+            // What is only done if rows were let go is not counted.
+            let parts = grouped(&Place::NOWHERE, program)?.into_iter();
+            let parts = parts.filter(|part| program.instructions[part.span.start].predicate.is_none());
+            let groups =
+                parts.filter_map(|part| part.launches).flat_map(|(spans, launches)| spans.into_iter().zip(launches));
+            Ok(groups.filter_map(|(span, launches)| Work::of(&program.instructions[span], &launches)).collect())
         };
         executable.programs.iter().map(of_program).collect()
     }
@@ -118,32 +121,20 @@ impl CudaBackend {
     /// # Errors
     /// [`Error::Device`](crate::Error::Device); [`Error::Communicator`](crate::Error::Communicator) when another rank fails.
     pub fn profile(&mut self, executable: &Executable, id: ProgramId, options: RunOptions) -> Result<Vec<Timed>> {
-        self.write_key(options)?;
-        let Self { device, place, staging, .. } = self;
         let program = &executable.programs[id.0];
-        let mut exchanging = staging.run(id.0)?;
-        let mut profile = || {
-            let mut timed: Vec<Timed> = Vec::new();
-            for (part, end) in parts_with_ends(place, program)? {
-                let launches = match part {
-                    Part::Launches(launches) => launches,
-                    Part::Exchange(index) => {
-                        exchanging.exchange(id.0, &program.instructions[index], &mut **device, place.base)?;
-                        exchanging.settle()?;
-                        continue;
-                    }
-                };
-                let (spans, groups): (Vec<Range<usize>>, Vec<Vec<Launch>>) =
-                    by_instruction(launches, end).into_iter().unzip();
-                let times = device.time(&groups, &|group| program.instructions[spans[group].start].describe())?;
-                for ((span, launches), time) in spans.into_iter().zip(&groups).zip(times) {
-                    let work = Work::of(&program.instructions[span], launches);
-                    timed.extend(work.map(|work| Timed { work, time }));
-                }
+        let parts = grouped(&self.runner.place, program)?;
+        let mut timed: Vec<Timed> = Vec::new();
+        self.runner.go_through(executable, id, options, &parts, |run, part| {
+            let Some((spans, launches)) = &part.launches else { return Ok(()) };
+            let describe = |group: usize| program.instructions[spans[group].start].describe();
+            run.settle()?;
+            let times = run.device.time(launches, &describe)?;
+            for ((span, launches), time) in spans.iter().zip(launches).zip(times) {
+                let work = Work::of(&program.instructions[span.clone()], launches);
+                timed.extend(work.map(|work| Timed { work, time }));
             }
-            Ok(timed)
-        };
-        let ran = profile();
-        exchanging.end(ran)
+            Ok(())
+        })?;
+        Ok(timed)
     }
 }

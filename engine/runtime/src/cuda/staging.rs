@@ -12,6 +12,7 @@ use gapless_graph::ops::Collective;
 use gapless_kernels::cpu::args::Address;
 
 use super::device::{Device, DeviceError};
+use super::slots::Located;
 use crate::error::{Error, Result};
 use crate::transfers::{Bytes, Operands, RunGuard, Transfers};
 
@@ -63,43 +64,34 @@ struct Operand {
 }
 
 impl Operand {
-    /// If its place is known before the step.
-    fn new(address: &Address) -> Option<Self> {
-        address.counted.is_none().then(|| Self { address: address.clone(), at: None })
+    fn new(address: &Address) -> Self {
+        Self { address: address.clone(), at: None }
     }
 
+    /// Its bytes; of counted rows, the most that there may be.
     fn bytes(&self) -> usize {
         self.address.span * self.address.dtype.size_in_bytes()
     }
 }
 
 impl Lent {
-    /// What an instruction that starts something lends; none if that can't be had.
-    fn of(instruction: &Instruction) -> Option<Self> {
-        let Instruction { inputs, outputs, predicate: None, .. } = instruction else { return None };
-        let operand = |addresses: &[Address], index: usize| Operand::new(&addresses[index]).map(Some);
-        let all = Self { output: outputs.first().and_then(Operand::new), ..Self::default() };
-        let from_first = |all| Some(Self { inputs: [operand(inputs, 0)?, None], ..all });
-        Some(match instruction.kind {
-            InstrKind::Send(_) => from_first(all)?,
-            InstrKind::Receive(_) => Self { output: operand(outputs, 0)?, ..all },
-            InstrKind::Collective(collective, _) => {
-                let all = Self { output: operand(outputs, 0)?, ..all };
-                match collective {
-                    Collective::AllReduce { .. } => Self { reads_output: true, ..all },
-                    Collective::Refill { .. } => Self { inputs: [None, operand(inputs, 1)?], ..all },
-                    Collective::ReduceScatter { .. } | Collective::AllGather { .. } | Collective::AllToAll { .. } => {
-                        from_first(all)?
-                    }
-                    Collective::AllToAllRows { rows, .. } => Self {
-                        row_bytes: all.output.as_ref()?.bytes() / rows,
-                        starts: [operand(inputs, 1)?, operand(inputs, 2)?],
-                        ..from_first(all)?
-                    },
-                }
+    /// What an instruction lends that starts a message or a collective.
+    fn of(instruction: &Instruction) -> Self {
+        let Instruction { inputs, outputs, .. } = instruction;
+        let input = |index: usize| inputs.get(index).map(Operand::new);
+        let all = Self { inputs: [input(0), None], output: outputs.first().map(Operand::new), ..Self::default() };
+        match instruction.kind {
+            InstrKind::Collective(Collective::AllReduce { .. }, _) => {
+                Self { inputs: [None, None], reads_output: true, ..all }
             }
-            _ => return None,
-        })
+            InstrKind::Collective(Collective::Refill { .. }, _) => Self { inputs: [None, input(1)], ..all },
+            InstrKind::Collective(Collective::AllToAllRows { rows, .. }, _) => Self {
+                row_bytes: all.output.as_ref().map_or(0, Operand::bytes) / rows,
+                starts: [input(1), input(2)],
+                ..all
+            },
+            _ => all,
+        }
     }
 
     /// What has a copy in host memory.
@@ -121,17 +113,6 @@ fn requests(work: &InstrKind) -> [Option<usize>; 2] {
 }
 
 impl Staging {
-    /// Refuses what no rank can exchange from a device.
-    ///
-    /// # Errors
-    /// What `refused` makes of an instruction whose operands have no place before the step.
-    pub fn check(executable: &Executable, refused: impl Fn(&Instruction) -> Error) -> Result<()> {
-        let mut all = executable.programs.iter().flat_map(|program| &program.instructions);
-        let is_refused =
-            |instruction: &&Instruction| requests(&instruction.kind)[0].is_some() && Lent::of(instruction).is_none();
-        all.find(is_refused).map_or(Ok(()), |instruction| Err(refused(instruction)))
-    }
-
     /// Given the ways to the other ranks, plans the host memory of an executable's programs, of which one runs at a time.
     ///
     /// # Errors
@@ -146,7 +127,7 @@ impl Staging {
             let ends = ends(program);
             for (index, instruction) in program.instructions.iter().enumerate() {
                 let [Some(request), _] = requests(&instruction.kind) else { continue };
-                let mut of = Lent::of(instruction).expect("checked before");
+                let mut of = Lent::of(instruction);
                 for operand in of.staged(is_on_device) {
                     // For now the number of its buffer.
                     operand.at = Some(buffers.len() as u64);
@@ -210,7 +191,7 @@ impl Exchanging<'_> {
         self.guard.transfers.settle().map_err(|source| failed("messages of the step", source))
     }
 
-    /// Does what an instruction has to do with other ranks, with the arena at `base`, behind all that was started before.
+    /// Does what an instruction has to do with other ranks, with its operands where they are now, behind all that was started before.
     ///
     /// # Errors
     /// [`Error::Device`]; [`Error::Communicator`] when another rank fails.
@@ -219,29 +200,29 @@ impl Exchanging<'_> {
         program: usize,
         instruction: &Instruction,
         device: &mut dyn Device,
-        base: u64,
+        located: Located<'_>,
     ) -> Result<()> {
         let [starts, ends] = requests(&instruction.kind);
         let Some(request) = starts.or(ends) else { unreachable!("asked for what has to do with other ranks alone") };
         let lent = &self.lent[program][request];
         // SAFETY: the plan has room for it there, and gives the room to nobody else until the request has ended.
         let place = |at: u64| unsafe { self.memory.add(at as usize) };
-        let on_device = |operand: &Operand| base + operand.address.offset;
+        let on_device = |operand: &Operand| located.of(&operand.address).0;
         let bytes = |operand: &Operand| -> Bytes {
-            match operand.at {
-                Some(at) => (place(at), operand.bytes()),
-                None => (std::ptr::with_exposed_provenance_mut(on_device(operand) as usize), operand.bytes()),
-            }
+            // A count that is wrong reaches no further than what was planned.
+            let (start, bytes) = located.of(&operand.address);
+            let at = operand.at.map_or_else(|| std::ptr::with_exposed_provenance_mut(start as usize), place);
+            (at, bytes.min(operand.bytes()))
         };
         let during = |error: DeviceError| error.during(&instruction.describe());
         let failed = |source| failed(instruction.describe(), source);
         if starts.is_some() {
             let read_as_well = lent.output.iter().filter(|_| lent.reads_output);
             let read = lent.inputs.iter().chain(&lent.starts).flatten().chain(read_as_well);
-            for (operand, at) in read.filter_map(|operand| Some((operand, operand.at?))) {
+            for operand in read.filter(|operand| operand.at.is_some()) {
                 self.guard.transfers.settle().map_err(failed)?;
                 // SAFETY: as above; nothing of it is lent yet.
-                let host = unsafe { std::slice::from_raw_parts_mut(place(at), operand.bytes()) };
+                let host = unsafe { as_slice(bytes(operand)) };
                 device.read(on_device(operand), host).map_err(during)?;
             }
         }
@@ -260,7 +241,8 @@ impl Exchanging<'_> {
                 let mut cleared = Ok(());
                 let clear = |(start, bytes): Bytes| match output.at {
                     // SAFETY: as above.
-                    Some(_) => unsafe { std::slice::from_raw_parts_mut(start, bytes) }.fill(0),
+                    Some(_) => unsafe { as_slice((start, bytes)) }.fill(0),
+                    None if bytes == 0 => {}
                     None => cleared = device.clear(start.expose_provenance() as u64, bytes),
                 };
                 // SAFETY: as above; what is lent is left alone until the request is finished.
@@ -278,15 +260,22 @@ impl Exchanging<'_> {
                 unsafe { self.guard.transfers.transfer(work, message, operand) }.map_err(failed)?;
             }
         }
-        if let (Some(_), Some(output)) = (ends, &lent.output)
-            && let Some(at) = output.at
-        {
+        if let (Some(_), Some(output)) = (ends, lent.output.as_ref().filter(|output| output.at.is_some())) {
             // SAFETY: as above; it is not lent any more.
-            let host = unsafe { std::slice::from_raw_parts(place(at).cast_const(), output.bytes()) };
+            let host = unsafe { as_slice(bytes(output)) };
             device.write(on_device(output), host).map_err(during)?;
         }
         Ok(())
     }
+}
+
+/// Bytes of the host.
+///
+/// # Safety
+/// They are there, and nobody else reads or writes them meanwhile.
+unsafe fn as_slice<'a>((start, bytes): Bytes) -> &'a mut [u8] {
+    // SAFETY: by this function's contract.
+    unsafe { std::slice::from_raw_parts_mut(start, bytes) }
 }
 
 /// The instruction that ends each of a program's requests.

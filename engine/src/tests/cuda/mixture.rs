@@ -71,44 +71,25 @@ impl Model for Mixture {
     }
 }
 
-fn compare(name: &str, is_shared: bool, config: RouterConfig) {
-    if host::is_there() {
-        compare_steps(name, |vb| Mixture::new(&config, is_shared, vb));
-    }
-}
-
-/// Two of four, weights that sum to 1, a loss for balance.
-#[test]
-fn steps_of_a_mixtral() {
-    compare("Mixtral", false, RouterConfig { experts: 4, ..RouterConfig::default() });
-}
-
-/// Weights as they are, and an expert that all tokens share by a gate.
-#[test]
-fn steps_of_a_qwen() {
-    let config = RouterConfig { top_k: 3, renormalise: false, balance_loss: 0.01, ..RouterConfig::default() };
-    compare("Qwen", true, config);
-}
-
-/// One expert for a token, which has room for so many of them; noise, and a loss of the logits.
-#[test]
-fn steps_of_a_switch() {
-    let config = RouterConfig {
+/// Routers of every kind, each with its name and whether all tokens pass through one more expert.
+pub fn mixtures() -> Vec<(&'static str, bool, RouterConfig)> {
+    let most = |drop| Some(Capacity { factor: 1.0, drop });
+    // Two of four, weights that sum to 1, a loss for balance.
+    let mixtral = RouterConfig { experts: 4, ..RouterConfig::default() };
+    // Weights as they are, and an expert that all tokens share by a gate.
+    let qwen = RouterConfig { top_k: 3, renormalise: false, balance_loss: 0.01, ..RouterConfig::default() };
+    // One expert for a token, which has room for so many of them; noise, and a loss of the logits.
+    let switch = RouterConfig {
         experts: 4,
         top_k: 1,
         renormalise: false,
-        capacity: Some(Capacity { factor: 1.0, drop: DropPolicy::Last }),
+        capacity: most(DropPolicy::Last),
         jitter: 0.1,
         z_loss: 0.01,
         ..RouterConfig::default()
     };
-    compare("Switch", false, config);
-}
-
-/// Sigmoids in groups, and a bias that moves towards balance.
-#[test]
-fn steps_of_a_deepseek() {
-    let config = RouterConfig {
+    // Sigmoids in groups, and a bias that moves towards balance.
+    let deepseek = RouterConfig {
         experts: 8,
         score: Score::Sigmoid,
         scale: 2.5,
@@ -117,15 +98,29 @@ fn steps_of_a_deepseek() {
         balance_loss: 1e-3,
         ..RouterConfig::default()
     };
-    compare("DeepSeek", true, config);
+    // Room that the heaviest have, whether tokens or experts choose.
+    let heaviest = |choice| RouterConfig {
+        experts: 4,
+        choice,
+        capacity: most(DropPolicy::Lightest),
+        balance_loss: 0.0,
+        ..RouterConfig::default()
+    };
+    vec![
+        ("Mixtral", false, mixtral),
+        ("Qwen", true, qwen),
+        ("Switch", false, switch),
+        ("DeepSeek", true, deepseek),
+        ("tokens that choose", false, heaviest(Choice::Tokens)),
+        ("experts that choose", false, heaviest(Choice::Experts)),
+    ]
 }
 
-/// Room that the heaviest have, whether tokens or experts choose.
 #[test]
-fn steps_with_room_for_the_heaviest() {
-    let capacity = Some(Capacity { factor: 1.0, drop: DropPolicy::Lightest });
-    for choice in [Choice::Tokens, Choice::Experts] {
-        let config = RouterConfig { experts: 4, choice, capacity, balance_loss: 0.0, ..RouterConfig::default() };
-        compare(&format!("{choice:?} that choose"), false, config);
+fn steps_of_mixtures() {
+    if host::is_there() {
+        for (name, is_shared, config) in mixtures() {
+            compare_steps(name, |vb| Mixture::new(&config, is_shared, vb));
+        }
     }
 }

@@ -37,6 +37,11 @@ impl Processor {
     }
 }
 
+/// Numbers of 8 bytes that have room for so many bytes, and for their alignment.
+fn words(bytes: u64) -> usize {
+    bytes as usize / 8 + 64
+}
+
 impl Device for Processor {
     fn name(&self) -> String {
         "a stand-in for a GPU".into()
@@ -44,9 +49,21 @@ impl Device for Processor {
 
     fn reserve(&mut self, bytes: u64) -> Result<u64, DeviceError> {
         assert!(self.memory.is_empty(), "reserved once");
-        // Full of NaN, with room for the alignment.
-        self.memory = vec![u64::MAX; bytes as usize / 8 + 64];
+        // It stays where it is when it is extended.
+        self.memory = Vec::with_capacity(4 * words(bytes));
+        self.extend(bytes)?;
         Ok((self.memory.as_mut_ptr().expose_provenance() as u64).next_multiple_of(256))
+    }
+
+    fn extend(&mut self, bytes: u64) -> Result<(), DeviceError> {
+        let (needed, total) = (8 * words(bytes) as u64, 8 * self.memory.capacity() as u64);
+        if needed > total {
+            let (device, free) = (self.name(), total - 8 * self.memory.len() as u64);
+            return Err(DeviceError::OutOfMemory { device, needed, free, total, holders: String::new() });
+        }
+        // Full of NaN.
+        self.memory.resize(self.memory.len().max(words(bytes)), u64::MAX);
+        Ok(())
     }
 
     fn write(&mut self, address: u64, bytes: &[u8]) -> Result<(), DeviceError> {

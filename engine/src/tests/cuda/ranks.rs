@@ -296,6 +296,10 @@ impl Device for Failing {
         self.device.reserve(bytes)
     }
 
+    fn extend(&mut self, bytes: u64) -> Result<(), DeviceError> {
+        self.device.extend(bytes)
+    }
+
     fn write(&mut self, address: u64, bytes: &[u8]) -> Result<(), DeviceError> {
         self.device.write(address, bytes)
     }

@@ -2,6 +2,7 @@
 // block has one row.
 #include "math.cuh"
 #include "rows.cuh"
+#include "slots.cuh"
 
 constexpr u32 NONE = 0xffffffffu;
 
@@ -85,24 +86,25 @@ struct RoutedSwiGluArguments {
     u64 width;
 };
 
-// y = w·silu(gate)·up; zeros behind the rows that are used. y may lie over up.
+// y = w·silu(gate)·up; zeros behind the rows that are used, unless those are all that there is room for. y may lie over up.
 template <typename T>
 __device__ void routed_swiglu(const RoutedSwiGluArguments& to) {
-    const u64 row = blockIdx.x;
-    const T *gate = (const T*)to.gate + row * to.width, *up = (const T*)to.up + row * to.width;
-    T* y = (T*)to.y + row * to.width;
+    const u64 row = blockIdx.x, first = row * to.width;
     const bool is_used = row < *to.end;
-    const f32 weight = is_used ? load((const T*)to.weights + row) : 0.0f;
-    const bool is_packed = are_packed((const T*)to.gate, to.width) && is_aligned(to.up) && is_aligned(to.y);
+    if (!is_used && has_slot(to.y)) return;
+    const T *gate = placed((const T*)to.gate), *up = placed((const T*)to.up);
+    T* y = placed((T*)to.y);
+    const f32 weight = is_used ? load(placed((const T*)to.weights) + row) : 0.0f;
+    const bool is_packed = are_packed(gate, to.width) && is_aligned(up) && is_aligned(y);
     each_of_row<Pack<T>::SIZE>(to.width, is_packed, [&](auto count, u64 i) {
         constexpr u32 N = decltype(count)::VALUE;
         f32 of_gate[N] = {}, of_up[N] = {};
         if (is_used) {
-            load_neighbours(of_gate, gate + i);
-            load_neighbours(of_up, up + i);
+            load_neighbours(of_gate, gate + first + i);
+            load_neighbours(of_up, up + first + i);
         }
         for (u32 j = 0; j < N; ++j) of_up[j] *= weight * silu(of_gate[j]);
-        store_neighbours(y + i, of_up);
+        store_neighbours(y + first + i, of_up);
     });
 }
 KERNELS(routed_swiglu, RoutedSwiGluArguments)
@@ -111,19 +113,21 @@ KERNELS(routed_swiglu, RoutedSwiGluArguments)
 template <typename T>
 __device__ void routed_swiglu_grad(const RoutedSwiGluArguments& to) {
     const u64 row = blockIdx.x, first = row * to.width;
-    const T *gate = (const T*)to.gate + first, *up = (const T*)to.up + first, *dy = (const T*)to.dy + first;
     const bool is_used = row < *to.end;
-    const f32 weight = is_used ? load((const T*)to.weights + row) : 0.0f;
-    const bool is_packed = are_packed((const T*)to.gate, to.width) && is_aligned(to.up) && is_aligned(to.dy) &&
-                           is_aligned(to.d_gate) && is_aligned(to.d_up);
+    if (!is_used && has_slot(to.d_weights)) return;
+    const T *gate = placed((const T*)to.gate), *up = placed((const T*)to.up), *dy = placed((const T*)to.dy);
+    T *d_gate = placed((T*)to.d_gate), *d_up = placed((T*)to.d_up);
+    const f32 weight = is_used ? load(placed((const T*)to.weights) + row) : 0.0f;
+    const bool is_packed =
+        are_packed(gate, to.width) && is_aligned(up) && is_aligned(dy) && is_aligned(d_gate) && is_aligned(d_up);
     f32 d_weight = 0.0f;
     each_of_row<Pack<T>::SIZE>(to.width, is_packed, [&](auto count, u64 i) {
         constexpr u32 N = decltype(count)::VALUE;
         f32 g[N] = {}, u[N] = {}, d[N] = {};
         if (is_used) {
-            load_neighbours(g, gate + i);
-            load_neighbours(u, up + i);
-            load_neighbours(d, dy + i);
+            load_neighbours(g, gate + first + i);
+            load_neighbours(u, up + first + i);
+            load_neighbours(d, dy + first + i);
         }
         for (u32 j = 0; j < N; ++j) {
             const f32 activated = silu(g[j]), of_gate = weight * d[j] * u[j] * silu_derivative(g[j]);
@@ -131,10 +135,10 @@ __device__ void routed_swiglu_grad(const RoutedSwiGluArguments& to) {
             u[j] = weight * d[j] * activated;
             g[j] = of_gate;
         }
-        store_neighbours((T*)to.d_gate + first + i, g);
-        store_neighbours((T*)to.d_up + first + i, u);
+        store_neighbours(d_gate + first + i, g);
+        store_neighbours(d_up + first + i, u);
     });
     d_weight = sum_block(d_weight, (f32*)shared_memory);
-    if (threadIdx.x == 0) store((T*)to.d_weights + row, d_weight);
+    if (threadIdx.x == 0) store(placed((T*)to.d_weights) + row, d_weight);
 }
 KERNELS(routed_swiglu_grad, RoutedSwiGluArguments)

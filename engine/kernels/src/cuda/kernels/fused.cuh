@@ -3,4 +3,5 @@
 #include "math.cuh"
 #include "norm.cuh"
 #include "random.cuh"
+#include "slots.cuh"
 #include "strides.cuh"

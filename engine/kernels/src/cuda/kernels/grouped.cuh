@@ -7,8 +7,8 @@
 // columns. `add` adds a product of two factors, DEPTH of its index at a time; `visit` calls a function with each sum and its place
 // in the tile, and sets the sum to what the function returns.
 #pragma once
-#include "base.cuh"
 #include "reduce.cuh"
+#include "slots.cuh"
 
 // Threads of a block.
 constexpr u32 GROUPED_THREADS = 256;
@@ -29,7 +29,10 @@ struct GroupedArguments {
     u64 sequences;
     u32 accumulate;
 
-    // Where the rows begin of an expert and source, then those that nobody uses, and where these end.
+    // Groups of rows: those of each source and expert, and those that nobody uses. Of rows that were counted there are no such.
+    __device__ __forceinline__ u32 groups() const { return u32(sources * experts) + (has_slot(c) ? 0 : 1); }
+
+    // Where the rows of a group begin, and behind the last group where they end.
     __device__ __forceinline__ u32 start_of(u64 group) const {
         return group <= sources * experts ? starts[group * sequences] : u32(rows);
     }
@@ -96,7 +99,7 @@ struct OwnRows {
 // Each lane counts the tiles of some neighbouring groups; the lane that has the tile looks which of them it is.
 template <u32 TILE>
 __device__ __forceinline__ OwnRows rows_of(const GroupedArguments& to, u32 tile) {
-    const u32 groups = u32(to.sources * to.experts) + 1, share = (groups + 31) / 32;
+    const u32 groups = to.groups(), share = (groups + 31) / 32;
     const u32 first = lane_of() * share, end = u32(smaller(first + share, groups));
     const auto tiles_of = [&](u32 group) { return (to.start_of(group + 1) - to.start_of(group) + TILE - 1) / TILE; };
     u32 own = 0;
@@ -128,13 +131,14 @@ __device__ __forceinline__ void multiply_by_row(const GroupedArguments& to, u64 
     Own sums;
     if (rows.group < to.sources * to.experts) {
         const T* b = (const T*)to.b + rows.group % to.experts * inner * columns;
-        const Factor<T, true> of_a{(const T*)to.a, inner, rows.first, rows.end};
+        const Factor<T, true> of_a{placed((const T*)to.a), inner, rows.first, rows.end};
         const Factor<T, ALONG> of_b{b, ALONG ? inner : columns, column, u32(columns)};
         sums.add(of_a, of_b, Whole<Own::DEPTH>{0, u32(inner)});
     }
+    T* const c = placed((T*)to.c);
     sums.visit([&](u32 i, u32 j, f32 sum) {
         const u32 row = rows.first + i;
-        if (row < rows.end && column + j < columns) store((T*)to.c + u64(row) * columns + column + j, sum);
+        if (row < rows.end && column + j < columns) store(c + u64(row) * columns + column + j, sum);
         return sum;
     });
 }
@@ -152,7 +156,8 @@ __device__ __forceinline__ void multiply_by_expert(const GroupedArguments& to) {
     const auto at = [&](u32 i, u32 j) { return c + u64(row + i) * to.width + column + j; };
     Own sums;
     if (to.accumulate) sums.visit([&](u32 i, u32 j, f32) { return is_there(i, j) ? load(at(i, j)) : 0.0f; });
-    const Factor<T, false> of_a{(const T*)to.a, to.out, row, u32(to.out)}, of_b{(const T*)to.b, to.width, column, u32(to.width)};
+    const Factor<T, false> of_a{placed((const T*)to.a), to.out, row, u32(to.out)};
+    const Factor<T, false> of_b{placed((const T*)to.b), to.width, column, u32(to.width)};
     sums.add(of_a, of_b, ExpertRows<Own::DEPTH>{to, expert, 0, {0, 0}});
     sums.visit([&](u32 i, u32 j, f32 sum) {
         if (is_there(i, j)) store(at(i, j), sum);

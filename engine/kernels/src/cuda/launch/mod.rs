@@ -101,10 +101,14 @@ impl<T: Copy + Debug + Send + Sync + 'static> Arguments for T {
     }
 }
 
+/// The bit of an address that makes it that of a slot (`slots.cuh`): 16 bytes of device memory, in which kernels find the address and
+/// the number of bytes of a tensor whose rows are counted while a program runs. Its layout then has the most rows that there may be.
+pub const SLOT: u64 = 1 << 63;
+
 /// A tensor at its planned address.
 #[derive(Debug, Clone)]
 pub struct Operand {
-    /// Device address of the first element that the layout shows.
+    /// Device address of the first element that the layout shows, or of a slot that has it.
     pub address: u64,
     /// Strides; the start is already in the address.
     pub layout: Layout,
@@ -126,6 +130,11 @@ impl Operand {
     /// Extent of the last dimension.
     pub fn width(&self) -> u64 {
         crate::width(self.dims()) as u64
+    }
+
+    /// Whether a slot says where it lies.
+    pub fn has_slot(&self) -> bool {
+        self.address & SLOT != 0
     }
 
     /// Elements of a pack: 16 bytes.

@@ -179,6 +179,39 @@ fn memory_comes_and_goes() {
     });
 }
 
+/// Memory goes on behind its end, as far as the device has some; what it held and where it lies stay.
+#[test]
+fn memory_goes_on() {
+    judge(module_path!(), "memory_goes_on", |double| {
+        double.set("MEMORY", CONTEXT + 4 * PAGE);
+        let mut device = open().unwrap();
+        let address = device.reserve(1000).unwrap();
+        device.write(address, &[7; 1000]).unwrap();
+        device.extend(PAGE).unwrap();
+        assert_eq!(device.memory().unwrap().arena, PAGE, "there was as much");
+        assert!(device.write(address + PAGE, &[8]).is_err(), "beyond the end");
+        for (bytes, pages) in [(PAGE + 1, 2), (4 * PAGE, 4), (3 * PAGE, 4)] {
+            device.extend(bytes).unwrap();
+            let memory = device.memory().unwrap();
+            assert_eq!((memory.arena, memory.unexplained()), (pages * PAGE, 0), "{memory}");
+            device.write(address + pages * PAGE - 1, &[8]).unwrap();
+        }
+        let error = device.extend(4 * PAGE + 1).unwrap_err();
+        assert!(matches!(error, DeviceError::OutOfMemory { needed: PAGE, free: 0, .. }), "{error}");
+        let mut back = vec![0; 1000];
+        device.read(address, &mut back).unwrap();
+        assert_eq!(back, [7; 1000]);
+        for call in ["cuMemCreate", "cuMemMap", "cuMemSetAccess"] {
+            let mut device = open().unwrap();
+            double.set("MEMORY", CONTEXT + 8 * PAGE);
+            device.reserve(1000).unwrap();
+            double.fail(call, 1, 999);
+            let error = device.extend(2 * PAGE).unwrap_err().to_string();
+            assert!(error.contains(&format!("{call} failed on GPU 0")), "{error}");
+        }
+    });
+}
+
 /// The context is retained by the first device of a process, and stays.
 #[test]
 fn devices_share_a_context() {

@@ -1,5 +1,7 @@
 //! Ranks that exchange tensors by NCCL, each on a device of its own.
 
+use gapless_alloc::arena::Reserve;
+
 use super::judge;
 use crate::communicator::{Communicator, on_threads};
 use crate::cuda::{Cache, Device, Nvidia};
@@ -8,7 +10,7 @@ use crate::tests::cuda::mixture::Mixture;
 use crate::tests::cuda::ranks::{Wide, compare, compare_in_bf16, mesh, quick};
 use crate::tests::cuda::small::{Small, Style};
 use crate::tests::cuda::trainer::step;
-use crate::{TrainError, TrainOptions, Trainer};
+use crate::{Overflow, TrainError, TrainOptions, Trainer};
 
 /// The rank's own device.
 fn own(rank: usize) -> Box<dyn Device> {
@@ -25,8 +27,15 @@ fn ranks_exchange_by_nccl() {
         // Sums over more than two ranks are in NCCL's order.
         compare("shared states", &TrainOptions { mesh: mesh(4, 1, 1), ..quick() }, own, Wide::new);
         let config = RouterConfig { experts: 4, balance_loss: 0.1, z_loss: 0.01, ..RouterConfig::default() };
-        let options = TrainOptions { mesh: mesh(2, 1, 2), ..quick() };
-        compare("experts", &options, own, |vb| Mixture::new(&config, false, vb));
+        for (routing, overflow) in [
+            (Reserve::Worst, Overflow::Error),
+            (Reserve::Bytes(0), Overflow::Grow),
+            (Reserve::Balanced { factor: 0.0 }, Overflow::Recompute),
+        ] {
+            let options = TrainOptions { mesh: mesh(2, 1, 2), routing, overflow, ..quick() };
+            let what = format!("experts, {routing:?}, {overflow:?}");
+            compare(&what, &options, own, |vb| Mixture::new(&config, false, vb));
+        }
         compare_in_bf16(own);
         let calls = double.calls();
         for name in ["ncclSend", "ncclRecv", "ncclAllReduce", "ncclReduceScatter", "ncclAllGather"] {

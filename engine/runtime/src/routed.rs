@@ -1,15 +1,17 @@
 //! Tensors that get their place while a program runs: how many rows they have is counted first, and an arena finds room.
 //!
 //! In: requests that the compiler has planned, and counts as instructions make them. Out: places. Never: a heap allocation while
-//! a program runs.
+//! a program runs, or a look at where the arena is: each backend has one of its own.
 
 use std::ops::Range;
 
-use gapless_alloc::arena::{Arena, ArenaPlan, ArenaReport, Overflow, RequestId, RunViolation, Served, check_run};
-use gapless_compile::Executable;
-use gapless_compile::internal::{DynamicAlloc, DynamicFree, Instruction, When};
-use gapless_kernels::cpu::args::Places;
+use gapless_alloc::arena::{Arena, ArenaReport, Overflow, RequestId, Reserve, Served, check_run};
+use gapless_compile::internal::{CompiledProgram, DynamicAlloc, DynamicFree, Instruction, When};
+use gapless_compile::{Executable, InstrKind};
+use gapless_kernels::cpu::args::{Address, Places};
 use gapless_kernels::cpu::overflow_heap::OverflowHeap;
+
+use crate::error::{Error, Result};
 
 /// The counts and places of the run under way, or of the last one.
 #[derive(Debug, Default)]
@@ -22,24 +24,39 @@ pub(crate) struct Routed {
     outside: OverflowHeap,
     /// By count: whether its rows were let go.
     evicted: Vec<bool>,
+    /// Whether there is room here for what was voted on last.
+    had_room: bool,
     /// If what the arena refuses is served outside: up to how many bytes, of both.
     limit: Option<u64>,
 }
 
 /// Why there is no room.
 #[derive(Debug)]
-pub(super) struct Refusal {
-    pub overflow: Box<Overflow>,
+pub(crate) struct Refusal {
+    overflow: Box<Overflow>,
     /// Bytes that it takes to serve it outside, if those are too many.
-    pub needed: Option<u64>,
+    needed: Option<u64>,
+}
+
+impl Refusal {
+    /// The error of the instruction that there is no room for.
+    pub fn error(self, instruction: String) -> Error {
+        match self {
+            Self { overflow, needed: None } => Error::Routing { instruction, source: overflow },
+            Self { overflow, needed: Some(needed) } => Error::Growth { instruction, needed, source: overflow },
+        }
+    }
 }
 
 impl Routed {
     /// For the programs of an executable, run one at a time.
-    pub fn new(plan: Option<&ArenaPlan>, counts: usize) -> Self {
+    pub fn new(executable: &Executable, outside: OverflowHeap) -> Self {
+        let plan = executable.routing.as_ref();
         let requests = plan.map_or(0, |plan| plan.requests().len());
+        let counts = executable.programs.iter().map(|program| program.counts).max().unwrap_or(0);
         Self {
             arena: plan.cloned().map(Arena::new),
+            outside,
             offsets: vec![0; requests],
             rows: vec![0; counts],
             evicted: vec![false; counts],
@@ -71,22 +88,25 @@ impl Routed {
         instruction.predicate.is_some_and(|count| !self.evicted[count as usize])
     }
 
-    /// Looks for room for all rows that an instruction offers to keep. Whether there is.
-    pub fn offer(&mut self, instruction: &Instruction) -> bool {
+    /// Looks for room for all rows that an instruction offers to keep. What it tells the other ranks: 1 if there is none.
+    pub fn offer(&mut self, instruction: &Instruction) -> f32 {
         let arena = self.arena.as_mut().expect("an executable with requests has an arena");
         for (index, asked) in instruction.requests.iter().enumerate() {
             let bytes = self.rows[asked.count as usize] as u64 * asked.row_bytes;
             let Some(offset) = arena.offer(asked.request, bytes) else {
                 instruction.requests[..index].iter().for_each(|asked| arena.release(asked.request));
-                return false;
+                self.had_room = false;
+                return 1.0;
             };
             self.offsets[asked.place.index()] = offset;
         }
-        true
+        self.had_room = true;
+        0.0
     }
 
-    /// Keeps the rows that were offered room, or lets them go: then `had_room` says whether there was any.
-    pub fn settle(&mut self, instruction: &Instruction, evicts: bool, had_room: bool) {
+    /// Keeps the rows that were offered room, or lets them go if ranks are without: the sum of what each has told.
+    pub fn settle(&mut self, instruction: &Instruction, without: f32) {
+        let (evicts, had_room) = (without != 0.0, self.had_room);
         let arena = self.arena.as_mut().expect("an executable with requests has an arena");
         for &DynamicAlloc { request, place, count, row_bytes, .. } in &*instruction.requests {
             self.evicted[count as usize] = evicts;
@@ -167,15 +187,39 @@ impl Routed {
         ranges.filter(|range| range.end <= self.outside.range().start)
     }
 
+    /// Where rows end that lie outside of the arena, if any did in this run.
+    #[cfg(feature = "cuda")]
+    pub fn outside_end(&self) -> Option<u64> {
+        let range = self.outside.range();
+        (!range.is_empty()).then_some(range.end)
+    }
+
     /// The factor of balanced sizes that would have served the last run, if the arena has not.
     pub fn factor_needed(&self) -> Option<f64> {
         let arena = self.arena.as_ref()?;
         (!self.outside.range().is_empty() && arena.is_idle()).then(|| arena.factor())
     }
 
-    /// Goes on with a larger arena.
-    pub fn grow(&mut self, plan: ArenaPlan) {
-        self.arena.iter_mut().for_each(|arena| arena.grow(plan.clone()));
+    /// Goes on with an arena for this factor and a quarter more, or for this factor, whichever `limit` and `enlarge` have room for.
+    pub fn grow(
+        &mut self,
+        executable: &mut Executable,
+        factor: f64,
+        limit: u64,
+        mut enlarge: impl FnMut(u64) -> Result<bool>,
+    ) -> Result<()> {
+        for factor in [1.25 * factor, factor] {
+            let Some(plan) = executable.routing_with(Reserve::Balanced { factor })? else { continue };
+            let bytes = plan.height();
+            if bytes > limit || bytes <= executable.arena_bytes() || !enlarge(bytes)? {
+                continue;
+            }
+            tracing::info!(factor, bytes, "the arena has grown");
+            self.arena.iter_mut().for_each(|arena| arena.grow(plan.clone()));
+            executable.routing = Some(plan);
+            break;
+        }
+        Ok(())
     }
 
     pub fn places(&self) -> Places<'_> {
@@ -187,11 +231,45 @@ impl Routed {
     }
 
     /// Judges what the last run was served, together with the static plan.
-    pub fn check(&self, executable: &Executable) -> Result<usize, Vec<RunViolation>> {
+    pub fn check(&self, executable: &Executable) -> Result<usize> {
         let Some(plan) = &executable.routing else { return Ok(0) };
         let (problem, offsets) = (&executable.problem, &executable.solution.offsets);
         let limit = plan.height().max(self.outside.range().end);
-        check_run(problem, offsets, plan.requests(), &self.served, limit)?;
+        check_run(problem, offsets, plan.requests(), &self.served, limit).map_err(|violations| Error::BadRun {
+            what: violations.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "),
+        })?;
         Ok(self.served.len())
     }
+}
+
+/// How many instructions are looked at: a router's, and those that bring it what it routes.
+const LOOKED_AT: usize = 64;
+
+/// Of the instructions in front of one that finds no room, the first whose planned results are still there and not all finite: scores
+/// that are not numbers send all tokens to the same experts.
+pub(crate) fn not_finite_before(
+    program: &CompiledProgram,
+    index: usize,
+    is_finite: impl Fn(&Address) -> bool,
+) -> Option<usize> {
+    let mut gone: Vec<Range<u64>> = Vec::new();
+    let mut culprit = None;
+    for (index, instruction) in program.instructions[..index].iter().enumerate().rev().take(LOOKED_AT) {
+        gone.extend(instruction.dead_after.iter().cloned());
+        let range =
+            |output: &Address| output.offset..output.offset + (output.span * output.dtype.size_in_bytes()) as u64;
+        let planned = || instruction.outputs.iter().filter(|output| output.counted.is_none());
+        let is_there = |output: &&Address| {
+            let range = range(output);
+            gone.iter().all(|gone| gone.end <= range.start || range.end <= gone.start)
+        };
+        // What is only done if rows were let go may have been left out.
+        let is_compute = matches!(instruction.kind, InstrKind::Compute(_)) && instruction.predicate.is_none();
+        if is_compute && !planned().filter(is_there).all(&is_finite) {
+            culprit = Some(index);
+        }
+        gone.extend(planned().map(range));
+        gone.extend(instruction.workspace.iter().map(|piece| piece.offset..piece.offset + piece.bytes));
+    }
+    culprit
 }

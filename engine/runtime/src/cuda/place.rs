@@ -1,0 +1,153 @@
+//! Where programs run on a device, and what they launch there.
+//!
+//! In: a compiled program, and where arena, key, tickets and slots lie. Out: its parts: launches in order, cut wherever the host has
+//! something to do. Never: a call of the device.
+
+use std::ops::Range;
+
+use gapless_compile::InstrKind;
+use gapless_compile::internal::{CompiledProgram, Instruction};
+use gapless_graph::launches;
+use gapless_kernels::Spec;
+use gapless_kernels::cpu::args::Address;
+use gapless_kernels::cuda::launch::together;
+use gapless_kernels::cuda::{Launch, Operand, Operands, Random};
+
+use super::device::{Device, DeviceError};
+use super::slots::slot;
+use crate::error::{Error, Result};
+
+/// Launches, each with the instruction that it is for.
+pub(super) type Launches = Vec<(usize, Launch)>;
+
+/// What a program does next.
+#[derive(Debug)]
+pub(super) struct Part<L> {
+    /// The instructions.
+    pub span: Range<usize>,
+    /// What is launched for them; none of one that has to do with other ranks.
+    pub launches: Option<L>,
+}
+
+impl<L> Part<L> {
+    /// The same with something else in the place of the launches.
+    pub fn try_map<M>(self, f: impl FnOnce(L) -> Result<M>) -> Result<Part<M>> {
+        Ok(Part { span: self.span, launches: self.launches.map(f).transpose()? })
+    }
+}
+
+/// What is reserved is aligned to so many bytes, each piece of it.
+pub(super) const ALIGNMENT: u64 = 256;
+
+/// What is at addresses.
+pub(super) fn specs(addresses: &[Address]) -> Vec<Spec> {
+    let spec = |address: &Address| Spec { shape: address.layout.shape().clone(), dtype: address.dtype };
+    addresses.iter().map(spec).collect()
+}
+
+pub(super) fn refused(instruction: &Instruction) -> Error {
+    Error::NoDeviceKernels {
+        instruction: instruction.describe(),
+        dtypes: instruction.inputs.iter().map(|input| input.dtype).collect(),
+    }
+}
+
+/// Where a program runs, and on which part of the batch.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Place {
+    /// The arena, to the end of what is reserved.
+    pub base: u64,
+    /// The key of a step's random numbers: the first of what is reserved.
+    pub key: u64,
+    pub tickets: u64,
+    /// The slots of what is counted.
+    pub slots: u64,
+    pub first_part: u64,
+    pub part_stride: u64,
+}
+
+impl Place {
+    /// Before there is a device: as if the arena began at address 0.
+    pub const NOWHERE: Self = Self { base: 0, key: 0, tickets: 0, slots: 0, first_part: 0, part_stride: 1 };
+
+    /// Has a device's memory reach to this offset of the arena.
+    pub fn reach(&self, device: &mut dyn Device, offset: u64) -> Result<(), DeviceError> {
+        device.extend(self.base - self.key + offset)
+    }
+
+    /// All that a program does, in parts that are as long as may be: what stands between other ranks, counts, and instructions that are
+    /// left out in some runs.
+    pub fn parts(&self, program: &CompiledProgram) -> Result<Vec<Part<Launches>>> {
+        self.cut(program, |before, at| before.predicate == at.predicate && before.counts.is_none())
+    }
+
+    /// All that a program does, each instruction by itself.
+    pub fn single_parts(&self, program: &CompiledProgram) -> Result<Vec<Part<Launches>>> {
+        self.cut(program, |_, _| false)
+    }
+
+    fn cut(
+        &self,
+        program: &CompiledProgram,
+        are_one: impl Fn(&Instruction, &Instruction) -> bool,
+    ) -> Result<Vec<Part<Launches>>> {
+        let mut parts: Vec<Part<Launches>> = Vec::new();
+        for (index, instruction) in program.instructions.iter().enumerate() {
+            let launches = match instruction.kind {
+                InstrKind::Compute(_) => Some(self.of(instruction).ok_or_else(|| refused(instruction))?),
+                InstrKind::Vote(_) | InstrKind::ApplyVote(_) => None,
+                _ if instruction.is_exchange() => None,
+                _ => return Err(refused(instruction)),
+            };
+            let launches =
+                launches.map(|of_one| of_one.into_iter().map(|launch| (index, launch)).collect::<Launches>());
+            match (parts.last_mut(), launches) {
+                (Some(Part { span, launches: Some(all) }), Some(more))
+                    if are_one(&program.instructions[span.end - 1], instruction) =>
+                {
+                    span.end = index + 1;
+                    all.extend(more);
+                }
+                (_, launches) => parts.push(Part { span: index..index + 1, launches }),
+            }
+        }
+        for part in &mut parts {
+            part.launches = part.launches.take().map(together).filter(|launches| !launches.is_empty());
+        }
+        Ok(parts)
+    }
+
+    /// What an instruction launches; none if there are no kernels for it, or its scratch is not theirs.
+    fn of(&self, instruction: &Instruction) -> Option<Vec<Launch>> {
+        let InstrKind::Compute(op) = &instruction.kind else { return None };
+        let operand = |of: &Address| {
+            let address = of.counted.map_or(self.base + of.offset, |counted| slot(self.slots, counted));
+            Operand { address, layout: of.layout.clone(), dtype: of.dtype }
+        };
+        let all = |addresses: &[Address]| addresses.iter().map(operand).collect::<Vec<_>>();
+        let inputs = instruction.inputs.iter().map(|input| (&input.layout, input.dtype));
+        // A program that was lowered for the CPU has other scratch, which kernels would write beyond.
+        let needed = launches::workspace(&**op, inputs, &specs(&instruction.outputs));
+        let given = instruction.workspace.iter().map(|piece| piece.bytes);
+        if needed.len() != given.len() || needed.iter().zip(given).any(|(&needed, given)| needed > given) {
+            return None;
+        }
+        let workspace: Vec<u64> = instruction.workspace.iter().map(|piece| self.base + piece.offset).collect();
+        let operands = Operands {
+            inputs: &all(&instruction.inputs),
+            outputs: &all(&instruction.outputs),
+            workspace: &workspace,
+            accumulate: instruction.accumulate,
+            tickets: self.tickets,
+            random: Random {
+                key: self.key,
+                micro_batch: self.first_part + self.part_stride * u64::from(instruction.micro_batch),
+            },
+        };
+        let launches = launches::launches(&**op, &operands)?;
+        // Others would take a slot for a tensor.
+        let reads_slots = |launch: &Launch| matches!(launch, Launch::Kernel(kernel) if kernel.family.reads_slots());
+        let has_slots = operands.inputs.iter().chain(operands.outputs).any(Operand::has_slot);
+        (!has_slots || launches.iter().all(reads_slots)).then_some(launches)
+    }
+}

@@ -1,0 +1,190 @@
+//! A run of a program on a device, part by part.
+//!
+//! In: parts, and what is to be done with the launches of each. Out: messages exchanged, counts read, places found in between. Never: a
+//! decision that [`Routed`](crate::routed::Routed) does not make, as on the CPU; or a wait for the device before what it waits for has come.
+
+use std::ops::Range;
+
+use candle_core::{DType, Device as CandleDevice, Tensor};
+use gapless_compile::internal::{CompiledProgram, Instruction};
+use gapless_compile::{Executable, InstrKind, ProgramId};
+use gapless_kernels::Stream;
+use gapless_kernels::cpu::args::Address;
+
+use super::device::{Device, DeviceError};
+use super::place::{ALIGNMENT, Part, Place};
+use super::slots::{Located, Slots};
+use super::staging::{Exchanging, Staging};
+use crate::error::{Error, Result};
+use crate::routed::{Refusal, not_finite_before};
+use crate::session::RunOptions;
+
+/// What runs programs.
+#[derive(Debug)]
+pub(super) struct Runner {
+    /// First to be dropped: communicators may use the device's stream and memory.
+    pub staging: Staging,
+    pub device: Box<dyn Device>,
+    pub place: Place,
+    pub slots: Slots,
+}
+
+impl Runner {
+    /// Goes through the parts of a program. `launch` is called with each that is not left out: it starts the launches of those that have
+    /// such; what others have to do with other ranks was started.
+    pub fn go_through<L>(
+        &mut self,
+        executable: &Executable,
+        id: ProgramId,
+        options: RunOptions,
+        parts: &[Part<L>],
+        mut launch: impl FnMut(&mut Run<'_>, &Part<L>) -> Result<()>,
+    ) -> Result<()> {
+        let Self { staging, device, place, slots } = self;
+        let (device, program) = (&mut **device, &executable.programs[id.0]);
+        device.write(place.key, &Stream::new(options.seed, options.step, 0).key().to_ne_bytes())?;
+        slots.routed.begin(executable.arena_bytes().next_multiple_of(ALIGNMENT));
+        let exchanging = staging.run(id.0)?;
+        let mut run = Run { device, place: *place, slots, exchanging, program, id, step: options.step };
+        let mut go = |part: &Part<L>| {
+            let instructions = &program.instructions[part.span.clone()];
+            if run.slots.routed.is_left_out(&instructions[0]) {
+                return Ok(());
+            }
+            run.find_places(part.span.clone())?;
+            match part.launches {
+                Some(_) => run.slots.changes().map_or(Ok(()), |(at, slots)| run.write(at, &slots))?,
+                None => instructions.iter().try_for_each(|instruction| run.exchange(instruction))?,
+            }
+            launch(&mut run, part)?;
+            instructions.last().map_or(Ok(()), |last| run.count(last))
+        };
+        let ran = parts.iter().try_for_each(&mut go).and_then(|()| run.finish());
+        run.exchanging.end(ran)
+    }
+}
+
+/// A run of a program.
+pub(super) struct Run<'r> {
+    pub device: &'r mut dyn Device,
+    place: Place,
+    slots: &'r mut Slots,
+    exchanging: Exchanging<'r>,
+    program: &'r CompiledProgram,
+    id: ProgramId,
+    step: u64,
+}
+
+impl Run<'_> {
+    /// Waits until everything has come that the device was left to wait for: to be called before the host waits for the device.
+    pub fn settle(&mut self) -> Result<()> {
+        self.exchanging.settle()
+    }
+
+    /// Where operands lie now.
+    pub fn located(&self) -> Located<'_> {
+        self.slots.located()
+    }
+
+    /// What is known of an error among what was recorded: nobody knows which of the launches failed.
+    pub fn at_once(&self, error: DeviceError) -> DeviceError {
+        error.during(&format!("{}, all at once (compute-sanitizer names the kernel)", self.program.name))
+    }
+
+    /// Waits for the end of all that was started.
+    fn finish(&mut self) -> Result<()> {
+        let settled = self.settle();
+        // A kernel that failed is heard of by whoever asks the driver first.
+        self.device.wait().map_err(|error| self.at_once(error))?;
+        settled
+    }
+
+    /// Copies bytes to the device, behind all that was started.
+    fn write(&mut self, address: u64, bytes: &[u8]) -> Result<()> {
+        self.settle()?;
+        Ok(self.device.write(address, bytes).map_err(|error| self.at_once(error))?)
+    }
+
+    /// Copies bytes from the device, behind all that was started.
+    fn read<const N: usize>(&mut self, address: u64) -> Result<[u8; N]> {
+        self.settle()?;
+        let mut bytes = [0; N];
+        self.device.read(address, &mut bytes).map_err(|error| self.at_once(error))?;
+        Ok(bytes)
+    }
+
+    /// Finds places for what instructions are the first to write, each when those in front of it have given theirs back: on the device
+    /// they run one after another, too.
+    fn find_places(&mut self, span: Range<usize>) -> Result<()> {
+        for instruction in &self.program.instructions[span.clone()] {
+            if let Err(refusal) = self.slots.routed.place(instruction) {
+                return Err(self.refused(refusal, instruction, span.start));
+            }
+            if let Some(end) = self.slots.routed.outside_end() {
+                self.place.reach(self.device, end).map_err(|error| error.during(&instruction.describe()))?;
+            }
+            self.slots.note(instruction);
+            self.slots.routed.release(instruction);
+        }
+        Ok(())
+    }
+
+    /// Why there is no room for an instruction, when those in front of `begun` have run.
+    fn refused(&mut self, refusal: Refusal, instruction: &Instruction, begun: usize) -> Error {
+        if let Err(error) = self.settle() {
+            return error;
+        }
+        let located = self.slots.located();
+        let is_finite = |planned: &Address| is_finite(self.device, located, planned).unwrap_or(true);
+        match not_finite_before(self.program, begun, is_finite) {
+            Some(index) => {
+                let culprit = self.program.instructions[index].describe();
+                Error::NonFinite { step: self.step, loss: f32::NAN, culprit }
+            }
+            None => refusal.error(instruction.describe()),
+        }
+    }
+
+    /// Does what an instruction without launches has to do.
+    fn exchange(&mut self, instruction: &Instruction) -> Result<()> {
+        match instruction.kind {
+            // Of tensors of nothing.
+            InstrKind::Compute(_) => {}
+            InstrKind::Vote(_) => {
+                let without = self.slots.routed.offer(instruction);
+                let (at, _) = self.located().of(&instruction.outputs[0]);
+                self.write(at, &without.to_ne_bytes())?;
+            }
+            InstrKind::ApplyVote(_) => {
+                let (at, _) = self.located().of(&instruction.inputs[0]);
+                let without = f32::from_ne_bytes(self.read(at)?);
+                self.slots.routed.settle(instruction, without);
+                self.slots.note(instruction);
+            }
+            _ => self.exchanging.exchange(self.id.0, instruction, self.device, self.slots.located())?,
+        }
+        Ok(())
+    }
+
+    /// Reads what the last instruction of a part has counted.
+    fn count(&mut self, instruction: &Instruction) -> Result<()> {
+        let Some(count) = instruction.counts else { return Ok(()) };
+        let (at, bytes) = self.located().of(&instruction.outputs[0]);
+        let rows = u32::from_ne_bytes(self.read(at + (bytes - size_of::<u32>()) as u64)?);
+        self.slots.routed.count(count, rows);
+        Ok(())
+    }
+}
+
+/// Whether all numbers of a tensor are finite, if it has such.
+pub(super) fn is_finite(device: &dyn Device, located: Located<'_>, address: &Address) -> Result<bool> {
+    let (at, len) = located.of(address);
+    if !address.dtype.is_float() || len == 0 {
+        return Ok(true);
+    }
+    let mut bytes = vec![0; len];
+    device.read(at, &mut bytes)?;
+    let count = len / address.dtype.size_in_bytes();
+    let numbers = Tensor::from_raw_buffer(&bytes, address.dtype, &[count], &CandleDevice::Cpu)?;
+    Ok(numbers.to_dtype(DType::F64)?.to_vec1::<f64>()?.iter().all(|x| x.is_finite()))
+}
