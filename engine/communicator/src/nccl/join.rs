@@ -20,7 +20,7 @@ impl Nccl {
     /// collective operation.
     ///
     /// # Errors
-    /// [`CommunicatorError::Missing`] without driver or NCCL, before anything else. What NCCL refuses, such as two ranks on
+    /// [`CommunicatorError::Missing`](crate::CommunicatorError::Missing) without driver or NCCL, before anything else. What NCCL refuses, such as two ranks on
     /// one GPU. Whoever gets an error leaves, and the others' calls fail.
     pub fn on_device(control: Box<dyn Communicator>, ordinal: usize) -> Result<Self> {
         Library::load()?;
@@ -52,7 +52,7 @@ impl Nccl {
     /// Expects driver and NCCL.
     ///
     /// # Errors
-    /// [`CommunicatorError::Missing`].
+    /// [`CommunicatorError::Missing`](crate::CommunicatorError::Missing).
     pub fn is_available() -> Result<()> {
         Library::load().map(drop)
     }
