@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::operation::Operation;
-use super::{MOST_LEFT, Nccl, Sums};
+use super::{MOST_LEFT, Nccl, Sums, heartbeat};
 use crate::launch_order::{Call, Kind, LaunchOrder, LaunchQueue, Start};
 use crate::{Awaited, Collective, Communicator, CommunicatorError, Memory, Request, Result, Tag};
 
@@ -106,7 +106,12 @@ unsafe impl Communicator for Nccl {
 
     fn settle(&mut self) -> Result<()> {
         self.expect_well()?;
-        self.settle_to(0)
+        if self.left.is_empty() {
+            return Ok(());
+        }
+        self.settle_to(0)?;
+        // A rank that fails tells of it, and then aborts its communicators: what it had waited for lets go of what it sends next.
+        heartbeat(&mut *self.control).map_err(|error| self.fail(error))
     }
 
     fn split(&mut self, color: usize, key: usize) -> Result<Box<dyn Communicator>> {

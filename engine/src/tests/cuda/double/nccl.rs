@@ -2,6 +2,8 @@
 
 use gapless_alloc::arena::Reserve;
 
+use std::sync::Barrier;
+
 use super::judge;
 use crate::communicator::{Communicator, on_threads};
 use crate::cuda::{Cache, Device, Nvidia};
@@ -61,14 +63,15 @@ fn a_failure_of_nccl_is_told_to_the_others() {
     judge(module_path!(), "a_failure_of_nccl_is_told_to_the_others", |double| {
         double.set("DEVICES", 2);
         let options = TrainOptions { mesh: mesh(1, 2, 1), micro_batches: 2, ..quick() };
+        let together = Barrier::new(2);
         let errors = on_threads(2, |world: Box<dyn Communicator>| {
             let rank = world.rank();
             let mut trainer =
                 Trainer::rank_on_device(world, own(rank), |vb| Small::new(Style::Gpt, vb), options.clone())?;
             step(&mut trainer)?;
-            if rank == 0 {
-                double.fail("ncclRecv", 1, INVALID_USAGE);
-            }
+            together.wait();
+            double.fail("ncclRecv", 1, INVALID_USAGE);
+            together.wait();
             let error = step(&mut trainer).unwrap_err();
             Ok::<_, TrainError>(error.to_string())
         });
@@ -77,21 +80,23 @@ fn a_failure_of_nccl_is_told_to_the_others() {
     });
 }
 
-/// A failure while several communicators have something under way, and other ranks wait for all of them.
+/// A failure while several communicators have something under way, and other ranks wait for all of them. Nobody takes for a step
+/// what the failed rank lets go of.
 #[test]
 fn a_failure_ends_all_communicators() {
     const INVALID_USAGE: i32 = 5;
     judge(module_path!(), "a_failure_ends_all_communicators", |double| {
         double.set("DEVICES", 4);
         let options = TrainOptions { mesh: mesh(2, 2, 1), micro_batches: 2, ..quick() };
+        let together = Barrier::new(4);
         let errors = on_threads(4, |world: Box<dyn Communicator>| {
             let rank = world.rank();
             let mut trainer =
                 Trainer::rank_on_device(world, own(rank), |vb| Small::new(Style::Llama, vb), options.clone())?;
             step(&mut trainer)?;
-            if rank == 3 {
-                double.fail("ncclAllReduce", 1, INVALID_USAGE);
-            }
+            together.wait();
+            double.fail("ncclAllReduce", 1, INVALID_USAGE);
+            together.wait();
             let error = step(&mut trainer).unwrap_err();
             Ok::<_, TrainError>(error.to_string())
         });
