@@ -1,23 +1,23 @@
-//! Training as a user's own binary calls it: build, report, step, evaluate, generate.
+//! Training as a user's own binary calls it: build, report, step, evaluate, generate. What is planned without a trainer is in `plan`,
+//! how one is made in `make`.
 
 mod device;
 mod documents;
 mod generate;
 mod make;
 mod options;
+mod plan;
 mod ranks;
 mod sampling;
 mod save;
+mod tensors;
 
 use candle_core::DType;
 use gapless_alloc::arena::ArenaReport;
 use gapless_alloc::draw::MemoryMap;
-use gapless_compile::step::{
-    self, Build, CheckpointLayout, DOCUMENT_INPUTS, LIMITS_INPUT, RankPlan, Share, StepGraph, of_any,
-};
-use gapless_graph::Model;
+use gapless_compile::step::{CheckpointLayout, DOCUMENT_INPUTS, LIMITS_INPUT, Share};
 use gapless_kernels::Element;
-use gapless_parallel::{Action, Coordinate};
+use gapless_parallel::Coordinate;
 use gapless_runtime::{Session, Times};
 
 pub use device::{DeviceChoice, RunsOn};
@@ -32,9 +32,8 @@ use self::ranks::BatchCheck;
 use crate::communicator::Communicator;
 use crate::error::{Result, TrainError};
 use crate::learning_rate::Schedule;
+use gapless_compile::ProgramId;
 use gapless_compile::report::{self, Report};
-use gapless_compile::{Executable, Program, ProgramId, Target, compile};
-use gapless_graph::nn::VarBuilder;
 use gapless_graph::optim::SCALARS;
 use gapless_runtime::RunOptions;
 #[cfg(feature = "cuda")]
@@ -121,112 +120,6 @@ struct Programs {
 }
 
 impl Trainer {
-    /// Plans the training step of a model without reserving a byte: what rank 0 of its mesh would take, exactly, on the CPU, or on
-    /// a GPU if the options name one. In [`TrainOptions::dtype`] bf16 too.
-    ///
-    /// # Errors
-    /// When the options or the model's shapes do not fit together.
-    pub fn plan<M: Model>(
-        build: impl Fn(VarBuilder) -> gapless_graph::Result<M>,
-        options: &TrainOptions,
-    ) -> Result<Executable> {
-        Self::plan_rank(build, options, 0)
-    }
-
-    /// [`Self::plan`] for any rank of the mesh.
-    ///
-    /// # Errors
-    /// As [`Self::plan`], or when there is no such rank.
-    pub fn plan_rank<M: Model>(
-        build: impl Fn(VarBuilder) -> gapless_graph::Result<M>,
-        options: &TrainOptions,
-        rank: usize,
-    ) -> Result<Executable> {
-        let within = options.planning_within(options.recompute.capacity());
-        Ok(compile(&[Self::program(build, options, rank)?], &within)?)
-    }
-
-    /// What a rank's trainer takes in all, without reserving a byte: the training step, the evaluation and the sampling in one arena,
-    /// as [`Self::report`] then says it.
-    ///
-    /// # Errors
-    /// As [`Self::plan_rank`]; [`OverBudget`](gapless_compile::Error::OverBudget).
-    pub fn plan_run<M: Model>(
-        build: impl Fn(VarBuilder) -> gapless_graph::Result<M>,
-        options: &TrainOptions,
-        rank: usize,
-    ) -> Result<Report> {
-        options.check()?;
-        let ranks = RankPlan::new(options.mesh, rank, &options.pipeline, options.micro_batches)?;
-        let (executable, compiled) = step::compile_step(&of_any(build), &options.step(), &ranks, options.target())?;
-        Ok(Report::of(&executable, compiled.parameters))
-    }
-
-    /// The program of a rank's training step, before anything has an address: what the checker and the simulator of
-    /// `parallel` can be asked about.
-    ///
-    /// # Errors
-    /// As [`Self::plan_rank`].
-    pub fn program<M: Model>(
-        build: impl Fn(VarBuilder) -> gapless_graph::Result<M>,
-        options: &TrainOptions,
-        rank: usize,
-    ) -> Result<Program> {
-        Self::program_for(build, options, rank, options.target())
-    }
-
-    /// [`Self::program`] for other kernels than those of [`TrainOptions::device`].
-    ///
-    /// # Errors
-    /// As [`Self::plan_rank`].
-    pub fn program_for<M: Model>(
-        build: impl Fn(VarBuilder) -> gapless_graph::Result<M>,
-        options: &TrainOptions,
-        rank: usize,
-        target: Target,
-    ) -> Result<Program> {
-        options.check()?;
-        Ok(step::program(&of_any(build), &options.step(), rank, target)?)
-    }
-
-    /// The graph of a training step, from which [`Self::lower`] makes the programs of ranks, schedules and recompute policies without
-    /// recording it anew.
-    ///
-    /// # Errors
-    /// As [`Self::plan`].
-    pub fn record(build: &Build<'_>, options: &TrainOptions) -> Result<StepGraph> {
-        options.check()?;
-        Ok(StepGraph::record(build, &options.step())?)
-    }
-
-    /// What of the options decides that graph: with equal texts, [`Self::record`] makes equal graphs of one model.
-    pub fn graph_key(options: &TrainOptions) -> String {
-        StepGraph::key(&options.step())
-    }
-
-    /// The program of a rank of the pipeline, from a graph that was recorded with such options.
-    ///
-    /// # Errors
-    /// As [`Self::program`], and when the graph was recorded with options that make another.
-    pub fn lower(graph: &StepGraph, options: &TrainOptions, rank: usize) -> Result<Program> {
-        options.check()?;
-        Ok(graph.program(&options.step(), rank, options.target())?)
-    }
-
-    /// The programs of a rank for a table of fewer micro-batches ([`StepGraph::sketch`]).
-    ///
-    /// # Errors
-    /// As [`Self::lower`].
-    pub fn sketch(
-        graph: &StepGraph,
-        options: &TrainOptions,
-        rank: usize,
-        table: Vec<Vec<Action>>,
-    ) -> Result<Vec<Program>> {
-        options.check()?;
-        Ok(graph.sketch(&options.step(), rank, table, options.target())?)
-    }
-
     /// The options it was made with.
     pub fn options(&self) -> &TrainOptions {
         &self.options
@@ -404,38 +297,6 @@ impl Trainer {
         Ok(self.session.output(program, "logits")?.to_dtype(DType::F32)?)
     }
 
-    /// A parameter or an optimizer state (`exp_avg/…`, `exp_avg_sq/…`) by name: a candle tensor over the arena's own
-    /// bytes; on a GPU, or of a state in another type than f32, a copy.
-    ///
-    /// # Errors
-    /// When there is none of that name.
-    pub fn tensor(&self, name: &str) -> Result<candle_core::Tensor> {
-        self.session.tensor(name).map_err(|error| self.elsewhere(name).unwrap_or_else(|| error.into()))
-    }
-
-    /// The error for a tensor that another rank of the pipeline has.
-    fn elsewhere(&self, name: &str) -> Option<TrainError> {
-        let stage = *self.layout.stages.get(name)?;
-        let TrainOptions { mesh, pipeline, micro_batches, .. } = &self.options;
-        let table = RankPlan::new(*mesh, 0, pipeline, *micro_batches).ok()?.table;
-        let rank = table.iter().position(|row| row.iter().any(|action| action.stage == stage))?;
-        let rank = mesh.rank(Coordinate { pipeline: rank, ..self.at });
-        (rank != mesh.rank(self.at)).then(|| TrainError::OnAnotherRank { name: name.into(), rank })
-    }
-
-    /// The gradient of a parameter after a step, before clipping: a candle tensor over the arena's own bytes, valid until
-    /// the next run. Needs [`TrainOptions::keep_gradients`].
-    ///
-    /// # Errors
-    /// When gradients are not kept or there is no such parameter.
-    pub fn gradient(&self, name: &str) -> Result<candle_core::Tensor> {
-        if !self.options.keep_gradients {
-            let (why, remedy) = (format!("the gradient of {name:?} is not kept"), "set TrainOptions::keep_gradients");
-            return Err(TrainError::Config { what: "keep_gradients", why, remedy });
-        }
-        Ok(self.session.output(self.training()?, &step::gradient_output(name))?)
-    }
-
     /// What the arena of expert ranks' rows has done so far ([`TrainOptions::routing`]); nothing where every size is known
     /// beforehand.
     pub fn routing(&self) -> Option<ArenaReport> {
@@ -449,56 +310,6 @@ impl Trainer {
     /// [`RuntimeError::BadRun`](gapless_runtime::Error::BadRun) with all that do.
     pub fn check_run(&self) -> Result<usize> {
         Ok(self.session.check_run()?)
-    }
-
-    /// What the model shows of the last step under this name ([`Tensor::watch`](gapless_graph::Tensor::watch)): a candle tensor over the arena's own bytes, valid
-    /// until the next run.
-    ///
-    /// # Errors
-    /// When nothing is watched under that name.
-    pub fn watched(&self, name: &str) -> Result<candle_core::Tensor> {
-        Ok(self.session.output(self.training()?, &step::watched_output(name))?)
-    }
-
-    /// What the model shows of each step, in the order in which it was built.
-    pub fn watched_names(&self) -> impl Iterator<Item = &str> {
-        self.watched.iter().map(String::as_str)
-    }
-
-    /// Names of the parameters, in the order in which the model declared them.
-    pub fn parameter_names(&self) -> impl Iterator<Item = &str> {
-        self.session.executable().specs(gapless_alloc::Role::Parameter).map(|(name, _)| name)
-    }
-
-    /// Overwrites a parameter, and the master that it is updated in if it has one, or an optimizer state.
-    ///
-    /// # Errors
-    /// When there is none of that name or shape. Of a tensor that is divided over ranks, `value` is this rank's part, flat.
-    pub fn set_tensor(&mut self, name: &str, value: &candle_core::Tensor) -> Result<()> {
-        let expected =
-            self.session.executable().find_persistent(name).map_err(gapless_runtime::Error::from)?.spec.dims();
-        if value.dims() != expected && !self.layout.parts.contains_key(name) {
-            let (expected, given) = (expected.to_vec(), value.dims().to_vec());
-            return Err(TrainError::Shape { name: name.into(), expected, given });
-        }
-        self.set_elements(name, &value.flatten_all()?.to_dtype(DType::F32)?.to_vec1::<f32>()?)
-    }
-
-    /// [`Self::set_tensor`] from row-major elements.
-    ///
-    /// # Errors
-    /// When there is none of that name or size.
-    pub fn set_elements(&mut self, name: &str, data: &[f32]) -> Result<()> {
-        for copy in self.layout.copies.get(name).into_iter().flatten() {
-            // A stage that only reads the parameter has no master of it; of several ranks each has a part of it.
-            let first = |name: &str| self.layout.parts.get(name).map_or(0, |part| part.first);
-            let own = first(copy) - first(name);
-            if let Ok(found) = self.session.executable().find_persistent(copy) {
-                let part = data.get(own..own + found.address.span).unwrap_or(data);
-                self.session.write_tensor(copy, part)?;
-            }
-        }
-        Ok(self.session.write_tensor(name, data)?)
     }
 
     /// The training step.

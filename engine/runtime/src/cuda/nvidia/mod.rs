@@ -1,20 +1,21 @@
-//! NVIDIA's driver behind [`Device`]. It compiles and says what is missing; it has not met a GPU yet (docs/gpu.md).
+//! NVIDIA's driver behind [`Device`]. It compiles and says what is missing; it has not run on a GPU yet (docs/gpu.md).
 //!
 //! In: what a step asks of a device. Out: calls of the driver, all on one stream of the device's primary context. Never: a call of
 //! a library that was not found, or memory beside the one range that is reserved.
 
+mod launch;
+
 use std::collections::HashMap;
-use std::ffi::CString;
 use std::sync::Arc;
 use std::time::Duration;
 
 use cudarc::driver::{result, sys};
 use gapless_communicator::{self as communicator, Communicator, CommunicatorError, Nccl, Sums};
 use gapless_kernels::cuda::Family;
-use gapless_kernels::cuda::launch::{Kernel, Launch, Product};
+use gapless_kernels::cuda::launch::Launch;
 
 use super::context::Context;
-use super::cublaslt::{Algorithm, CublasLt};
+use super::cublaslt::CublasLt;
 use super::device::{Describe, Device, DeviceError, DeviceMemory, Recording, time_from_here};
 use super::event::{self, Event};
 use super::function::Function;
@@ -202,119 +203,10 @@ impl Nvidia {
         if inside { Ok(()) } else { Err(error()) }
     }
 
-    /// Compiles and loads a kernel, if that has not been done.
-    fn load(&mut self, kernel: &Kernel) -> Result<(), DeviceError> {
-        if let Some(known) = self.functions.get_mut(&kernel.name) {
-            return known.allow(kernel, &self.name);
-        }
-        let module = match self.modules.get(&kernel.family) {
-            Some(&module) => module,
-            None => {
-                let code = self.cache.load(self.nvrtc, kernel.family, self.architecture)?;
-                // SAFETY: the code is a whole CUBIN, which says itself how long it is.
-                let module = unsafe { result::module::load_data(code.as_ptr().cast()) };
-                let module = module.named(&self.name, &format!("loading {}", kernel.family.file()))?;
-                self.modules.insert(kernel.family, module);
-                module
-            }
-        };
-        let symbol = CString::new(kernel.name.as_str()).expect("names of kernels are words");
-        // SAFETY: the module is never unloaded before this is dropped.
-        let function = unsafe { result::module::get_function(module, symbol) };
-        let function = function.named(&self.name, &format!("finding {}", kernel.name))?;
-        let mut function = Function::loaded(function, &kernel.name, &self.name, self.driver)?;
-        function.allow(kernel, &self.name)?;
-        self.functions.insert(kernel.name.clone(), function);
-        Ok(())
-    }
-
-    /// Compiles and loads all kernels, and chooses how to do all products. Returns what is launched instead of some of them, by
-    /// their index, for an epilogue is more than there may be an algorithm for; and products of forms that there were none of.
-    fn prepare(&mut self, launches: &[Launch], describe: Describe<'_>) -> Result<(Instead, Tried), DeviceError> {
-        let (mut instead, mut chosen) = (Instead::new(), Vec::new());
-        for (index, launch) in launches.iter().enumerate() {
-            let what_for = |error: DeviceError| error.during(&describe(index));
-            let product = match launch {
-                Launch::Kernel(kernel) => {
-                    self.load(kernel).map_err(what_for)?;
-                    continue;
-                }
-                Launch::Product(product) => product,
-            };
-            match self.products.choose(product).map_err(what_for)? {
-                Algorithm::Known => {}
-                Algorithm::New => chosen.push((index, *product)),
-                Algorithm::None { why, .. } if !product.is_followed() => return Err(what_for(why)),
-                Algorithm::None { why, is_new } => {
-                    if is_new {
-                        tracing::warn!(product = describe(index), %why, "no algorithm with an epilogue; two launches");
-                    }
-                    let apart = product.apart();
-                    let of_apart = self.prepare(&apart, &|_| describe(index))?.1;
-                    chosen.extend(of_apart.into_iter().map(|(_, product)| (index, product)));
-                    instead.insert(index, apart);
-                }
-            }
-        }
-        Ok((instead, chosen))
-    }
-
-    /// Starts products once, on zeros: a library may load its kernels when they are first started, which no capture allows. What they
-    /// write, a step writes again.
-    fn try_out(&self, chosen: &Tried, describe: Describe<'_>) -> Result<(), DeviceError> {
-        for (index, product) in chosen {
-            let what_for = |error: DeviceError| error.during(&describe(*index));
-            for (address, bytes) in product.reads() {
-                // Nobody has written to it yet.
-                // SAFETY: the addresses come from a plan that has passed the checker, in memory of its size.
-                let zeroed = unsafe { result::memset_d8_async(address, 0, bytes, self.stream.handle()) };
-                zeroed.named(&self.name, "cuMemsetD8Async").map_err(what_for)?;
-            }
-            // SAFETY: as above.
-            unsafe { self.products.start(product, self.stream.handle()) }.map_err(what_for)?;
-        }
-        Ok(())
-    }
-
     /// What is in use, when all that was started is done.
     fn in_use(&self) -> Result<u64, DeviceError> {
         self.stream.synchronize()?;
         Ok(used(&self.name)?.in_use)
-    }
-
-    /// Starts launches on the stream, one after another.
-    fn start_all(&self, launches: &[Launch], instead: &Instead, describe: Describe<'_>) -> Result<(), DeviceError> {
-        launches.iter().enumerate().try_for_each(|(index, launch)| {
-            parts(instead, index, launch).iter().try_for_each(|part| {
-                let started = match part {
-                    // SAFETY: the addresses come from a plan that has passed the checker, in memory of its size.
-                    Launch::Kernel(kernel) => unsafe { self.start(kernel) },
-                    // SAFETY: as above.
-                    Launch::Product(product) => unsafe { self.products.start(product, self.stream.handle()) },
-                };
-                started.map_err(|error| error.during(&describe(index)))
-            })
-        })
-    }
-
-    /// Starts a kernel on the stream.
-    ///
-    /// # Safety
-    /// The addresses in its arguments are those of memory that is as large as the kernel takes it to be.
-    unsafe fn start(&self, kernel: &Kernel) -> Result<(), DeviceError> {
-        let &Kernel { grid: [x, y, z], block, shared_bytes, .. } = kernel;
-        // Tensors of nothing.
-        if x == 0 || y == 0 || z == 0 {
-            return Ok(());
-        }
-        let call =
-            || format!("launching {} as {x} × {y} × {z} blocks of {block}, {shared_bytes} bytes shared", kernel.name);
-        let function = self.functions[&kernel.name].handle();
-        let mut arguments = [kernel.arguments.as_ref().address().cast_mut()];
-        let (grid, block) = ((x, y, z), (block, 1, 1));
-        // SAFETY: the kernel takes one struct, which the driver copies before it returns; the rest is this function's contract.
-        unsafe { result::launch_kernel(function, grid, block, shared_bytes, self.stream.handle(), &mut arguments) }
-            .named(&self.name, &call())
     }
 }
 
@@ -333,17 +225,6 @@ const NCCL_VARIABLE: &str = "GAPLESS_NCCL";
 
 /// What the names of the files of driver, cuBLASLt and NVRTC begin with.
 const LIBRARIES: [&str; 3] = ["libcuda.so", "libcublasLt.so", "libnvrtc.so"];
-
-/// Products of forms that there were none of, by the index of the launch that they are for.
-type Tried = Vec<(usize, Product)>;
-
-/// What is launched instead of products for whose epilogues there is no algorithm, by index.
-type Instead = HashMap<usize, Vec<Launch>>;
-
-/// A launch, or what is launched instead.
-fn parts<'a>(instead: &'a Instead, index: usize, launch: &'a Launch) -> &'a [Launch] {
-    instead.get(&index).map_or(std::slice::from_ref(launch), Vec::as_slice)
-}
 
 impl Device for Nvidia {
     fn name(&self) -> String {

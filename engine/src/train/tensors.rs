@@ -1,0 +1,92 @@
+//! A trainer's tensors by name: parameters, optimizer states, gradients, and what the model shows.
+
+use candle_core::DType;
+use gapless_compile::step::{self, RankPlan};
+use gapless_parallel::Coordinate;
+
+use super::{TrainOptions, Trainer};
+use crate::error::{Result, TrainError};
+
+impl Trainer {
+    /// A parameter or an optimizer state (`exp_avg/…`, `exp_avg_sq/…`) by name: a candle tensor over the arena's own
+    /// bytes; on a GPU, or of a state in another type than f32, a copy.
+    ///
+    /// # Errors
+    /// When there is none of that name.
+    pub fn tensor(&self, name: &str) -> Result<candle_core::Tensor> {
+        self.session.tensor(name).map_err(|error| self.elsewhere(name).unwrap_or_else(|| error.into()))
+    }
+
+    /// The error for a tensor that another rank of the pipeline has.
+    fn elsewhere(&self, name: &str) -> Option<TrainError> {
+        let stage = *self.layout.stages.get(name)?;
+        let TrainOptions { mesh, pipeline, micro_batches, .. } = &self.options;
+        let table = RankPlan::new(*mesh, 0, pipeline, *micro_batches).ok()?.table;
+        let rank = table.iter().position(|row| row.iter().any(|action| action.stage == stage))?;
+        let rank = mesh.rank(Coordinate { pipeline: rank, ..self.at });
+        (rank != mesh.rank(self.at)).then(|| TrainError::OnAnotherRank { name: name.into(), rank })
+    }
+
+    /// The gradient of a parameter after a step, before clipping: a candle tensor over the arena's own bytes, valid until
+    /// the next run. Needs [`TrainOptions::keep_gradients`].
+    ///
+    /// # Errors
+    /// When gradients are not kept or there is no such parameter.
+    pub fn gradient(&self, name: &str) -> Result<candle_core::Tensor> {
+        if !self.options.keep_gradients {
+            let (why, remedy) = (format!("the gradient of {name:?} is not kept"), "set TrainOptions::keep_gradients");
+            return Err(TrainError::Config { what: "keep_gradients", why, remedy });
+        }
+        Ok(self.session.output(self.training()?, &step::gradient_output(name))?)
+    }
+
+    /// What the model shows of the last step under this name ([`Tensor::watch`](gapless_graph::Tensor::watch)): a candle tensor over the arena's own bytes, valid
+    /// until the next run.
+    ///
+    /// # Errors
+    /// When nothing is watched under that name.
+    pub fn watched(&self, name: &str) -> Result<candle_core::Tensor> {
+        Ok(self.session.output(self.training()?, &step::watched_output(name))?)
+    }
+
+    /// What the model shows of each step, in the order in which it was built.
+    pub fn watched_names(&self) -> impl Iterator<Item = &str> {
+        self.watched.iter().map(String::as_str)
+    }
+
+    /// Names of the parameters, in the order in which the model declared them.
+    pub fn parameter_names(&self) -> impl Iterator<Item = &str> {
+        self.session.executable().specs(gapless_alloc::Role::Parameter).map(|(name, _)| name)
+    }
+
+    /// Overwrites a parameter, and the master that it is updated in if it has one, or an optimizer state.
+    ///
+    /// # Errors
+    /// When there is none of that name or shape. Of a tensor that is divided over ranks, `value` is this rank's part, flat.
+    pub fn set_tensor(&mut self, name: &str, value: &candle_core::Tensor) -> Result<()> {
+        let expected =
+            self.session.executable().find_persistent(name).map_err(gapless_runtime::Error::from)?.spec.dims();
+        if value.dims() != expected && !self.layout.parts.contains_key(name) {
+            let (expected, given) = (expected.to_vec(), value.dims().to_vec());
+            return Err(TrainError::Shape { name: name.into(), expected, given });
+        }
+        self.set_elements(name, &value.flatten_all()?.to_dtype(DType::F32)?.to_vec1::<f32>()?)
+    }
+
+    /// [`Self::set_tensor`] from row-major elements.
+    ///
+    /// # Errors
+    /// When there is none of that name or size.
+    pub fn set_elements(&mut self, name: &str, data: &[f32]) -> Result<()> {
+        for copy in self.layout.copies.get(name).into_iter().flatten() {
+            // A stage that only reads the parameter has no master of it; of several ranks each has a part of it.
+            let first = |name: &str| self.layout.parts.get(name).map_or(0, |part| part.first);
+            let own = first(copy) - first(name);
+            if let Ok(found) = self.session.executable().find_persistent(copy) {
+                let part = data.get(own..own + found.address.span).unwrap_or(data);
+                self.session.write_tensor(copy, part)?;
+            }
+        }
+        Ok(self.session.write_tensor(name, data)?)
+    }
+}
