@@ -1,7 +1,7 @@
 //! The gated unit of Llama's feed-forward layers (Shazeer, arXiv 2002.05202).
 
 use gapless_kernels::Spec;
-use gapless_kernels::cpu::{Args, BLOCK, InPieces, Pieces, math, vectorize, zip};
+use gapless_kernels::cpu::{Args, BLOCK, Float, InPieces, Pieces, math, vectorize, with_float, zip};
 
 use super::unary::silu_derivative;
 use crate::error::Result;
@@ -68,24 +68,12 @@ impl Op for SwiGluGrad {
         &[(0, 0), (1, 1)]
     }
 
+    fn runs_in_bf16(&self) -> bool {
+        true
+    }
+
     fn run(&self, args: &mut Args<'_>) {
-        let (d_gate, d_up) = (args.output::<f32>(0), args.output::<f32>(1));
-        if !args.is_overwritten(0) {
-            d_gate.copy_from_slice(args.input(0));
-        }
-        if !args.is_overwritten(1) {
-            d_up.copy_from_slice(args.input(1));
-        }
-        let dy = args.input::<f32>(2).pieces(BLOCK);
-        d_gate.pieces_mut(BLOCK).zip(d_up.pieces_mut(BLOCK)).zip(dy).for_each(|((d_gate, d_up), dy)| {
-            vectorize!({
-                for ((gate, up), &dy) in d_gate.iter_mut().zip(d_up).zip(dy) {
-                    let (g, u) = (*gate, *up);
-                    *gate = dy * u * silu_derivative(g);
-                    *up = dy * g * math::sigmoid(g);
-                }
-            });
-        });
+        with_float!(args.output_dtype(0), T => gradients::<T>(args));
     }
     fn cuda_fusible(&self) -> Option<gapless_kernels::cuda::Fusible> {
         let outputs = vec!["$2 * $1 * silu_derivative($0)".into(), "$2 * silu($0)".into()];
@@ -99,4 +87,24 @@ impl Op for SwiGluGrad {
         let silu = gate.zip(&sigmoid, |g, s| g * s);
         vec![dy.zip(up, |dy, u| dy * u).zip(&slope, |a, s| a * s), dy.zip(&silu, |dy, s| dy * s)]
     }
+}
+
+fn gradients<T: Float>(args: &mut Args<'_>) {
+    let (d_gate, d_up) = (args.output::<T>(0), args.output::<T>(1));
+    if !args.is_overwritten(0) {
+        d_gate.copy_from_slice(args.input(0));
+    }
+    if !args.is_overwritten(1) {
+        d_up.copy_from_slice(args.input(1));
+    }
+    let dy = args.input::<T>(2).pieces(BLOCK);
+    d_gate.pieces_mut(BLOCK).zip(d_up.pieces_mut(BLOCK)).zip(dy).for_each(|((d_gate, d_up), dy)| {
+        vectorize!({
+            for ((gate, up), &dy) in d_gate.iter_mut().zip(d_up).zip(dy) {
+                let (g, u, dy) = (gate.load(), up.load(), dy.load());
+                *gate = T::store(dy * u * silu_derivative(g));
+                *up = T::store(dy * g * math::sigmoid(g));
+            }
+        });
+    });
 }
