@@ -23,7 +23,7 @@ fn forward_and_backward() {
         (1, 1, 1, 66, 130, 104),
         (1, 1, 1, 70, 70, 256),
     ];
-    for &(batch, heads, kv_heads, queries, keys, size) in few(&shapes, 8) {
+    for &(batch, heads, kv_heads, queries, keys, size) in few(&shapes, 5) {
         for causal in [false, true] {
             let attention = Attention { causal, ..Attention::full(1.0 / (size as f64).sqrt()) };
             // Tokens in front of heads, in memory, as projections leave them.
@@ -57,7 +57,7 @@ fn of_every_kind() {
         (causal, 150, 150, 16, 16, Some(starts(150))),
         (cap(window(20)), 80, 80, 130, 24, Some(starts(80))),
     ];
-    for &(how, queries, keys, size, of_v, ref starts) in few(&cases, 5) {
+    for &(how, queries, keys, size, of_v, ref starts) in few(&cases, 3) {
         let (q, k, v) = ([2, queries, 4, size], [2, keys, 2, size], [2, keys, 2, of_v]);
         let tokens = [2, queries];
         let ids: Vec<(&[usize], &[u32])> = starts.iter().map(|starts| (&tokens[..], &starts[..])).collect();

@@ -181,7 +181,7 @@ fn factors_that_are_no_matrices() {
 /// One chunk, and several: whole sequences together, and pieces of one. With the gradient made in the forward, and after it.
 #[test]
 fn heads_with_their_loss() {
-    for &(x, vocabulary) in few(&[([2, 3, 5], 7), ([1, 600, 4], 9), ([3, 200, 4], 9)], 2) {
+    for &(x, vocabulary) in few(&[([3, 200, 4], 9), ([1, 600, 4], 9), ([2, 3, 5], 7)], 1) {
         let rows: usize = x[..2].iter().product();
         let targets: Vec<u32> = (0..rows).map(|row| (row * 5 % vocabulary) as u32).collect();
         let smooth = LossTerms { label_smoothing: 0.1, z_loss: 0.01 };

@@ -4,6 +4,7 @@ use std::ops::ControlFlow;
 
 use candle_core::DType;
 use gapless_parallel::{Mesh, by_name};
+use gapless_testing::few;
 
 use super::mixture::Mixture;
 use super::processor::device;
@@ -170,7 +171,7 @@ fn experts_have_ranks() {
     }
     let config = RouterConfig { experts: 4, balance_loss: 0.1, z_loss: 0.01, ..RouterConfig::default() };
     let model = |vb| Mixture::new(&config, false, vb);
-    for mesh in [mesh(1, 1, 2), mesh(2, 1, 2), mesh(1, 2, 2)] {
+    for &mesh in few(&[mesh(2, 1, 2), mesh(1, 2, 2), mesh(1, 1, 2)], 1) {
         compare(&format!("experts on {mesh:?}"), &TrainOptions { mesh, ..quick() }, |_| device(), model);
     }
     // In bf16 a token may go to other experts.
