@@ -48,7 +48,7 @@ const OTHER_ROWS: CommunicatorError = CommunicatorError::Unsupported {
     remedy: "give it the starts of the rows that it is given",
 };
 
-const NO_COMMUNICATOR: CommunicatorError = CommunicatorError::Unsupported {
+pub(crate) const NO_COMMUNICATOR: CommunicatorError = CommunicatorError::Unsupported {
     what: "a program for several ranks without a communicator, or after one of them has failed",
     remedy: "make the trainer anew, with the communicator of all its ranks",
 };

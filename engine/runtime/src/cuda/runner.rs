@@ -45,7 +45,7 @@ impl Runner {
         device.write(place.key, &Stream::new(options.seed, options.step, 0).key().to_ne_bytes())?;
         slots.routed.begin(executable.arena_bytes().next_multiple_of(ALIGNMENT));
         let exchanging = staging.run(id.0)?;
-        let mut run = Run { device, place: *place, slots, exchanging, program, id, step: options.step };
+        let mut run = Run { device, place: *place, slots, exchanging, program, step: options.step };
         let mut go = |part: &Part<L>| {
             let instructions = &program.instructions[part.span.clone()];
             if run.slots.routed.is_left_out(&instructions[0]) {
@@ -71,7 +71,6 @@ pub(super) struct Run<'r> {
     slots: &'r mut Slots,
     exchanging: Exchanging<'r>,
     program: &'r CompiledProgram,
-    id: ProgramId,
     step: u64,
 }
 
@@ -161,7 +160,7 @@ impl Run<'_> {
                 self.slots.routed.settle(instruction, without);
                 self.slots.note(instruction);
             }
-            _ => self.exchanging.exchange(self.id.0, instruction, self.device, self.slots.located())?,
+            _ => self.exchanging.exchange(instruction, self.device, self.slots.located())?,
         }
         Ok(())
     }

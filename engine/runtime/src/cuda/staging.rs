@@ -14,7 +14,7 @@ use gapless_kernels::cpu::args::Address;
 use super::device::{Device, DeviceError};
 use super::slots::Located;
 use crate::error::{Error, Result};
-use crate::transfers::{Bytes, Operands, RunGuard, Transfers};
+use crate::transfers::{Bytes, NO_COMMUNICATOR, Operands, RunGuard, Transfers};
 
 /// Alignment of all that is staged.
 const ALIGNMENT: u64 = size_of::<u64>() as u64;
@@ -37,7 +37,8 @@ pub(super) struct Exchanging<'s> {
     guard: RunGuard<'s>,
     /// The first byte of the host memory: others write to what is lent of it.
     memory: *mut u8,
-    lent: &'s [Vec<Lent>],
+    /// By request of the program.
+    lent: &'s [Lent],
 }
 
 /// What a request reads and writes.
@@ -164,6 +165,8 @@ impl Staging {
         let Self { transfers, memory, lent } = self;
         let guard = transfers.guard();
         guard.transfers.follow(program).map_err(|source| failed("a run's beginning", source))?;
+        // Nothing is lent before it is connected to other ranks.
+        let lent = lent.get(program).map_or(&[][..], Vec::as_slice);
         Ok(Exchanging { guard, memory: memory.as_mut_ptr().cast(), lent })
     }
 }
@@ -195,16 +198,11 @@ impl Exchanging<'_> {
     ///
     /// # Errors
     /// [`Error::Device`]; [`Error::Communicator`] when another rank fails.
-    pub fn exchange(
-        &mut self,
-        program: usize,
-        instruction: &Instruction,
-        device: &mut dyn Device,
-        located: Located<'_>,
-    ) -> Result<()> {
+    pub fn exchange(&mut self, instruction: &Instruction, device: &mut dyn Device, located: Located<'_>) -> Result<()> {
         let [starts, ends] = requests(&instruction.kind);
         let Some(request) = starts.or(ends) else { unreachable!("asked for what has to do with other ranks alone") };
-        let lent = &self.lent[program][request];
+        let failed = |source| failed(instruction.describe(), source);
+        let lent = self.lent.get(request).ok_or(NO_COMMUNICATOR).map_err(failed)?;
         // SAFETY: the plan has room for it there, and gives the room to nobody else until the request has ended.
         let place = |at: u64| unsafe { self.memory.add(at as usize) };
         let on_device = |operand: &Operand| located.of(&operand.address).0;
@@ -215,7 +213,6 @@ impl Exchanging<'_> {
             (at, bytes.min(operand.bytes()))
         };
         let during = |error: DeviceError| error.during(&instruction.describe());
-        let failed = |source| failed(instruction.describe(), source);
         if starts.is_some() {
             let read_as_well = lent.output.iter().filter(|_| lent.reads_output);
             let read = lent.inputs.iter().chain(&lent.starts).flatten().chain(read_as_well);
@@ -242,7 +239,6 @@ impl Exchanging<'_> {
                 let clear = |(start, bytes): Bytes| match output.at {
                     // SAFETY: as above.
                     Some(_) => unsafe { as_slice((start, bytes)) }.fill(0),
-                    None if bytes == 0 => {}
                     None => cleared = device.clear(start.expose_provenance() as u64, bytes),
                 };
                 // SAFETY: as above; what is lent is left alone until the request is finished.

@@ -1,6 +1,7 @@
 //! Whole training steps on a stand-in for a device, beside the CPU's.
 
 use candle_core::DType;
+use gapless_parallel::Mesh;
 
 use super::processor::{Processor, device};
 use super::small::{BATCH, SEQUENCE, Small, Style, VOCABULARY};
@@ -119,6 +120,22 @@ fn a_program_for_the_cpu_is_refused() {
     let planned = executable(&options, Target::Cpu { threads: 1 }, |vb| Small::new(Style::Gpt, vb));
     let error = Session::on_cuda(planned, Box::<Processor>::default(), 0, (0, 1)).unwrap_err().to_string();
     assert!(error.contains("lowered for Target::Cuda"), "{error}");
+}
+
+/// A rank that nobody has connected says so at its first message.
+#[test]
+fn a_rank_without_others_is_an_error() {
+    if !host::is_there() {
+        return;
+    }
+    let (batch, sequence, mesh) = (BATCH, SEQUENCE, Mesh::pipeline(2));
+    let options = TrainOptions { batch, sequence, mesh, micro_batches: 2, ..TrainOptions::default() };
+    let program = Trainer::program_for(|vb| Small::new(Style::Gpt, vb), &options, 1, Target::Cuda).unwrap();
+    let planned = compile(&[program], &CompileOptions::default()).unwrap();
+    let train = planned.program("train").unwrap();
+    let mut session = Session::on_cuda(planned, device(), 0, (0, 1)).unwrap();
+    let error = session.run(train, RunOptions::default()).unwrap_err().to_string();
+    assert!(error.starts_with("receive") && error.contains("without a communicator"), "{error}");
 }
 
 /// What has no kernels is refused by name, before anything runs.
