@@ -12,8 +12,8 @@ use super::family::Family;
 use super::library::Library;
 use super::operation::cuda;
 use super::raw::{self, Comm, ID_BYTES};
-use super::{Nccl, Sums};
-use crate::{Awaited, Communicator, Owner, Result};
+use super::{Nccl, Sums, all};
+use crate::{Communicator, Owner, Result};
 
 impl Nccl {
     /// This rank of `control`'s ranks, on a GPU by its number in this process, with a new stream for its computations. A
@@ -104,8 +104,7 @@ impl Nccl {
             timeout,
             failure: None,
         };
-        let joining = Awaited::Collective { what: "NCCL's set-up".into(), missing: Vec::new() };
-        this.until(|_| joining.clone(), |_| Ok(true))?;
+        this.until(|_| all("NCCL's set-up"), |_| Ok(true))?;
         // The first time that all ranks exchange something.
         this.barrier()?;
         Ok(this)
@@ -126,8 +125,7 @@ impl Nccl {
             })
         });
         called.map_err(|error| self.fail(error))?;
-        let greeting = Awaited::Collective { what: "first messages over NCCL".into(), missing: Vec::new() };
-        self.until(|_| greeting.clone(), |_| Ok(true))
+        self.until(|_| all("first messages over NCCL"), |_| Ok(true))
     }
 }
 

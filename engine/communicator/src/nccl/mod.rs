@@ -336,8 +336,7 @@ impl Nccl {
     fn leave(&mut self) -> Result<()> {
         self.bind()?;
         self.comm.finalize()?;
-        let leaving = Awaited::Collective { what: "the end of NCCL".into(), missing: Vec::new() };
-        self.poll(|_| leaving.clone(), |_| Ok(true))?;
+        self.poll(|_| all("the end of NCCL"), |_| Ok(true))?;
         self.comm.destroy()
     }
 }
@@ -368,6 +367,11 @@ impl fmt::Debug for Nccl {
             .field("device", &device)
             .finish_non_exhaustive()
     }
+}
+
+/// What all ranks take part in.
+fn all(what: &str) -> Awaited {
+    Awaited::Collective { what: what.into(), missing: Vec::new() }
 }
 
 /// Hears whether a rank has failed: by a message to oneself, which fails if one has.

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, result, sys};
 
+use super::all;
 use super::raw::Comm;
 use crate::launch_order::Start;
 use crate::{Awaited, Collective, CommunicatorError, Result, Tag};
@@ -53,7 +54,7 @@ impl Operation {
         match *self {
             Self::Send { to, tag, .. } => Awaited::Taken { to: members[to], tag },
             Self::Receive { from, tag, .. } => Awaited::Message { from: members[from], tag },
-            Self::Collective(collective) => Awaited::Collective { what: collective.to_string(), missing: Vec::new() },
+            Self::Collective(collective) => all(&collective.to_string()),
         }
     }
 

@@ -4,9 +4,10 @@ use gapless_alloc::arena::Reserve;
 
 use std::sync::Barrier;
 
+use gapless_parallel::Mesh;
 use gapless_testing::few;
 
-use super::judge;
+use super::{Double, judge};
 use crate::communicator::{Communicator, on_threads};
 use crate::cuda::{Cache, Device, Nvidia};
 use crate::nn::RouterConfig;
@@ -61,27 +62,32 @@ fn ranks_on_one_device_exchange_through_the_host() {
     });
 }
 
+/// Has a call of NCCL's fail in the second step of some ranks: all of them say which it was.
+fn expect_told(double: &Double, style: Style, mesh: Mesh, call: &str) {
+    const INVALID_USAGE: i32 = 5;
+    let options = TrainOptions { mesh, micro_batches: 2, ..quick() };
+    let ranks = mesh.ranks().unwrap();
+    double.set("DEVICES", ranks as u64);
+    let together = Barrier::new(ranks);
+    let errors = on_threads(ranks, |world: Box<dyn Communicator>| {
+        let rank = world.rank();
+        let mut trainer = Trainer::rank_on_device(world, own(rank), |vb| Small::new(style, vb), options.clone())?;
+        step(&mut trainer)?;
+        together.wait();
+        double.fail(call, 1, INVALID_USAGE);
+        together.wait();
+        let error = step(&mut trainer).unwrap_err();
+        Ok::<_, TrainError>(error.to_string())
+    });
+    let errors = errors.unwrap();
+    assert!(errors.iter().all(|error| error.contains(call)), "{errors:?}");
+}
+
 /// A call that fails on one rank is an error of all.
 #[test]
 fn a_failure_of_nccl_is_told_to_the_others() {
-    const INVALID_USAGE: i32 = 5;
     judge(module_path!(), "a_failure_of_nccl_is_told_to_the_others", |double| {
-        double.set("DEVICES", 2);
-        let options = TrainOptions { mesh: mesh(1, 2, 1), micro_batches: 2, ..quick() };
-        let together = Barrier::new(2);
-        let errors = on_threads(2, |world: Box<dyn Communicator>| {
-            let rank = world.rank();
-            let mut trainer =
-                Trainer::rank_on_device(world, own(rank), |vb| Small::new(Style::Gpt, vb), options.clone())?;
-            step(&mut trainer)?;
-            together.wait();
-            double.fail("ncclRecv", 1, INVALID_USAGE);
-            together.wait();
-            let error = step(&mut trainer).unwrap_err();
-            Ok::<_, TrainError>(error.to_string())
-        });
-        let errors = errors.unwrap();
-        assert!(errors.iter().all(|error| error.contains("ncclRecv")), "{errors:?}");
+        expect_told(double, Style::Gpt, mesh(1, 2, 1), "ncclRecv");
     });
 }
 
@@ -89,23 +95,7 @@ fn a_failure_of_nccl_is_told_to_the_others() {
 /// what the failed rank lets go of.
 #[test]
 fn a_failure_ends_all_communicators() {
-    const INVALID_USAGE: i32 = 5;
     judge(module_path!(), "a_failure_ends_all_communicators", |double| {
-        double.set("DEVICES", 4);
-        let options = TrainOptions { mesh: mesh(2, 2, 1), micro_batches: 2, ..quick() };
-        let together = Barrier::new(4);
-        let errors = on_threads(4, |world: Box<dyn Communicator>| {
-            let rank = world.rank();
-            let mut trainer =
-                Trainer::rank_on_device(world, own(rank), |vb| Small::new(Style::Llama, vb), options.clone())?;
-            step(&mut trainer)?;
-            together.wait();
-            double.fail("ncclAllReduce", 1, INVALID_USAGE);
-            together.wait();
-            let error = step(&mut trainer).unwrap_err();
-            Ok::<_, TrainError>(error.to_string())
-        });
-        let errors = errors.unwrap();
-        assert!(errors.iter().all(|error| error.contains("ncclAllReduce")), "{errors:?}");
+        expect_told(double, Style::Llama, mesh(2, 2, 1), "ncclAllReduce");
     });
 }
