@@ -28,9 +28,6 @@ const LIBRARIES: [(&str, &[&str]); 4] = [
 /// What a compiler of the double is told.
 const OPTIONS: [&str; 6] = ["-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-Wall", "-Werror"];
 
-/// What the double of NVRTC tells a compiler. As `host`, but nothing is made faster: that would take longer than it saves.
-const KERNEL_OPTIONS: [&str; 5] = ["-std=c++17", "-O0", "-fPIC", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE"];
-
 /// The double, in a process that it judges.
 pub struct Double(libloading::Library);
 
@@ -140,7 +137,7 @@ fn command(folder: &Path, tests: &[&str]) -> Command {
         .args(tests)
         .envs([("LD_LIBRARY_PATH", folder), ("GAPLESS_CACHE", &folder.join("cache"))])
         .envs([(VARIABLE, OsStr::new("1")), ("GAPLESS_TEST_DEVICE", OsStr::new("cuda"))])
-        .env("GAPLESS_DOUBLE_COMPILER", compiler_of_kernels(folder))
+        .env("GAPLESS_DOUBLE_COMPILER", compiler_of_kernels())
         .env_remove("GAPLESS_NVRTC_LIBRARY");
     command
 }
@@ -159,23 +156,20 @@ fn sources() -> PathBuf {
 
 fn made() -> PathBuf {
     let texts = std::fs::read_dir(sources().join("driver")).expect("the double's sources");
-    let texts = texts.map(|text| text.expect("a file").path()).chain([sources().join("device.hpp")]);
+    // What it has compiled is kept with it.
+    let device = ["device.hpp", "device.cpp"].map(|text| sources().join(text));
+    let texts = texts.map(|text| text.expect("a file").path()).chain(device);
     host::kept("double", texts.collect(), b"", compile)
 }
 
-/// How the double of NVRTC compiles a kernel.
-fn compiler_of_kernels(folder: &Path) -> String {
-    let (compiler, options) = (host::compiler().expect("asked before"), KERNEL_OPTIONS.join(" "));
-    format!("{compiler} {options} -include '{}'", folder.join("device.hpp").display())
+/// How the double of NVRTC compiles a kernel: a shell's words, for its folder and file to follow.
+fn compiler_of_kernels() -> String {
+    let options = host::kernel_options();
+    let quoted = options.iter().map(|option| format!(" '{}'", option.to_string_lossy()));
+    quoted.fold(host::compiler().expect("asked before").to_owned(), |words, option| words + &option)
 }
 
 fn compile(folder: &Path) {
-    // What all kernels begin with is read once, and found in the place of the file.
-    std::fs::copy(sources().join("device.hpp"), folder.join("device.hpp")).expect("a copy");
-    let header = ["-x", "c++-header"].into_iter().chain(KERNEL_OPTIONS).map(OsString::from);
-    let header =
-        start(header.chain([folder.join("device.hpp").into(), "-o".into(), folder.join("device.hpp.gch").into()]));
-
     let object = |source: &str| folder.join(source).with_extension("o");
     let texts = || LIBRARIES.iter().flat_map(|(_, texts)| texts.iter().copied());
     let compiling: Vec<Child> = texts()
@@ -189,7 +183,7 @@ fn compile(folder: &Path) {
             ]))
         })
         .collect();
-    compiling.into_iter().chain([header]).for_each(finish);
+    compiling.into_iter().for_each(finish);
     for (name, texts) in LIBRARIES {
         let mut arguments: Vec<OsString> = vec!["-shared".into(), format!("-Wl,-soname,{name}").into()];
         arguments.extend(texts.iter().map(|text| object(text).into()));

@@ -1,7 +1,7 @@
 //! Kernels compiled for this machine's processor, and run on a stand-in for a device.
 
 use std::collections::BTreeMap;
-use std::ffi::{CStr, OsStr, c_char, c_void};
+use std::ffi::{CStr, OsString, c_char, c_void};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -104,28 +104,39 @@ fn compile(family: Family) -> libloading::Library {
     if !library.exists() {
         let mut text = tempfile::NamedTempFile::new_in(folder).expect("room for a source");
         text.write_all(family.source().as_bytes()).expect("room for a source");
-        build(&["-shared", "-x", "c++", "-include"], &[&folder.join(HEADER), text.path()], &library);
+        build(kernel_options().into_iter().chain(["-I".into(), KERNELS.into(), text.path().into()]), &library);
     }
     // SAFETY: it has been made so, and runs nothing by itself.
     unsafe { libloading::Library::new(&library) }.expect("a shared library")
 }
 
-const HEADER: &str = "device.hpp";
 const KERNELS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/kernels/src/cuda/kernels");
 const ON_HOST: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/src/tests/cuda/on_host");
 
-/// A folder for what this compiler makes of kernels, with device.hpp, compiled, in it.
+/// What a compiler of kernels is told ahead of a kernel's file.
+pub fn kernel_options() -> Vec<OsString> {
+    let mut options = FLAGS.map(OsString::from).to_vec();
+    options.extend(["-O1", "-shared", "-include"].map(OsString::from));
+    options.extend([Path::new(ON_HOST).join("device.hpp"), compiled().join(DEVICE)].map(OsString::from));
+    options.extend(["-x", "c++"].map(OsString::from));
+    options
+}
+
+/// The stand-in itself.
+const DEVICE: &str = "device.o";
+
+/// A folder for what this compiler makes of kernels, with the stand-in in it.
 fn compiled() -> &'static Path {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
     FOLDER.get_or_init(|| {
         let version = Command::new(compiler().expect("asked before")).arg("--version").output().expect("it has run");
-        let header = Path::new(ON_HOST).join(HEADER);
-        let texts = std::fs::read_dir(KERNELS).expect("kernels").map(|text| text.expect("a file").path());
+        let texts = [KERNELS, ON_HOST].into_iter().flat_map(|folder| std::fs::read_dir(folder).expect("sources"));
+        let texts = texts.map(|text| text.expect("a file").path()).filter(|text| text.is_file());
         let tools = [&version.stdout[..], FLAGS.join(" ").as_bytes()].concat();
-        kept("on-host", texts.chain([header.clone()]).collect(), &tools, |folder| {
-            let copy = folder.join(HEADER);
-            std::fs::copy(&header, &copy).expect("a copy");
-            build(&["-x", "c++-header"], &[&copy], &folder.join(format!("{HEADER}.gch")));
+        kept("on-host", texts.collect(), &tools, |folder| {
+            let source = Path::new(ON_HOST).join("device.cpp");
+            let options = FLAGS.map(OsString::from).into_iter().chain(["-O2".into(), "-c".into(), source.into()]);
+            build(options, &folder.join(DEVICE));
         })
     })
 }
@@ -158,9 +169,8 @@ pub fn kept(name: &str, mut texts: Vec<PathBuf>, tools: &[u8], make: impl FnOnce
     folder
 }
 
-const FLAGS: [&str; 8] = [
+const FLAGS: [&str; 7] = [
     "-std=c++17",
-    "-O1",
     "-fPIC",
     "-Wall",
     "-Werror",
@@ -171,16 +181,10 @@ const FLAGS: [&str; 8] = [
 ];
 
 /// Compiles, under another name until it is whole.
-fn build(flags: &[&str], inputs: &[&Path], output: &Path) {
+fn build(arguments: impl IntoIterator<Item = OsString>, output: &Path) {
     let draft = output.with_extension(format!("{}.draft", std::process::id()));
-    let made = Command::new(compiler().expect("asked before"))
-        .args(FLAGS)
-        .args(["-I", KERNELS])
-        .args(flags)
-        .args(inputs)
-        .args([OsStr::new("-o"), draft.as_os_str()])
-        .output()
-        .expect("the compiler runs");
+    let mut command = Command::new(compiler().expect("asked before"));
+    let made = command.args(arguments).arg("-o").arg(&draft).output().expect("the compiler runs");
     assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
     std::fs::rename(&draft, output).expect("the folder is ours");
 }

@@ -5,21 +5,34 @@
 // can be turned round. A kernel whose results are wrong, or change with it, lacks a barrier. What it checks beside: every thread of a block (or a warp) comes to the same barrier,
 // no lane leaves while others exchange numbers with it, and nothing is written behind the shared memory that was asked for.
 // What it cannot show: how fast anything is, what a compiler for the device makes of it, and races within a warp.
+//
+// It is compiled with every kernel: nothing but declarations, and no library. device.cpp is compiled once, and linked to each.
 #ifndef GAPLESS_ON_HOST_DEVICE
 #define GAPLESS_ON_HOST_DEVICE
 #define ON_HOST
 
-#include <math.h>
-#include <setjmp.h>
-#include <string.h>
-#include <ucontext.h>
-
-#include <deque>
-#include <string>
-#include <vector>
-
 #define __device__
 #define __forceinline__ inline
+
+// What CUDA takes from C's <math.h>, whose text is longer than a kernel's.
+extern "C" {
+#define OF_ONE(name)      \
+    float name##f(float); \
+    double name(double);
+#define OF_TWO(name)             \
+    float name##f(float, float); \
+    double name(double, double);
+OF_ONE(acos) OF_ONE(acosh) OF_ONE(asin) OF_ONE(asinh) OF_ONE(atan) OF_ONE(atanh) OF_ONE(cbrt) OF_ONE(ceil) OF_ONE(cos)
+OF_ONE(cosh) OF_ONE(erf) OF_ONE(erfc) OF_ONE(exp) OF_ONE(exp2) OF_ONE(expm1) OF_ONE(fabs) OF_ONE(floor) OF_ONE(lgamma)
+OF_ONE(log) OF_ONE(log10) OF_ONE(log1p) OF_ONE(log2) OF_ONE(rint) OF_ONE(round) OF_ONE(sin) OF_ONE(sinh) OF_ONE(sqrt)
+OF_ONE(tan) OF_ONE(tanh) OF_ONE(tgamma) OF_ONE(trunc) OF_TWO(atan2) OF_TWO(copysign) OF_TWO(fmax) OF_TWO(fmin) OF_TWO(fmod)
+OF_TWO(hypot) OF_TWO(pow)
+float fmaf(float, float, float);
+double fma(double, double, double);
+}
+
+// Every kernel has a device of its own.
+#pragma GCC visibility push(hidden)
 
 struct Coordinates {
     unsigned x, y, z;
@@ -34,177 +47,16 @@ struct Run {
     unsigned is_reversed;
 };
 
-enum class State { RUNNABLE, AT_BLOCK_BARRIER, AT_WARP_BARRIER, OVER };
+extern Coordinates gridDim, blockDim, blockIdx, threadIdx;
+extern unsigned char* shared_memory;
 
-// A copy that was started.
-struct AsyncCopy {
-    void* to;
-    const void* from;
-    unsigned count;
-    unsigned group;
-};
+// Runs all blocks; returns what was wrong, if anything.
+const char* run(const Run& run, void (*body)(const void*), const void* arguments);
 
-struct Fiber {
-    // Where it begins, and where it goes on once it has begun: a jump asks nothing of the operating system.
-    ucontext_t context;
-    jmp_buf here;
-    bool has_begun;
-    std::vector<char> stack;
-    State state;
-    Coordinates index;
-    // Numbers exchanged so far: two sets of slots take turns, so that one barrier per exchange is enough.
-    unsigned exchanges;
-    // Copies that have not been waited for, and how many groups of them were closed.
-    std::deque<AsyncCopy> copies;
-    unsigned groups;
-};
-
-static Coordinates gridDim, blockDim, blockIdx, threadIdx;
-static unsigned char* shared_memory;
-
-// What a lane brings to a product of matrices.
-struct Fragments {
-    unsigned a[4], b[2];
-};
-
-struct Device {
-    jmp_buf scheduler;
-    // They stay where they are: a context points into itself.
-    std::deque<Fiber> fibers;
-    std::vector<unsigned char> shared;
-    // By exchange's parity, then thread.
-    std::vector<unsigned long long> slots[2];
-    std::vector<int> votes[2];
-    std::vector<Fragments> fragments[2];
-    unsigned current;
-    void (*body)(const void*);
-    const void* arguments;
-    std::string error;
-
-    static constexpr unsigned STACK_BYTES = 128 << 10;
-    static constexpr unsigned GUARD_BYTES = 256;
-    static constexpr unsigned char POISON = 0xff;
-
-    Fiber& fiber() { return fibers[current]; }
-
-    static void enter();
-
-    // Runs the current fiber until it leaves.
-    void go_on() {
-        if (_setjmp(scheduler) != 0) return;
-        if (fiber().has_begun) _longjmp(fiber().here, 1);
-        fiber().has_begun = true;
-        setcontext(&fiber().context);
-    }
-
-    void leave(State at) {
-        fiber().state = at;
-        if (_setjmp(fiber().here) == 0) _longjmp(scheduler, 1);
-    }
-
-    // Whether all threads in a range are at this barrier, or over if that is allowed; if so, lets them go on.
-    bool release(unsigned first, unsigned end, State at, bool may_be_over) {
-        bool any = false;
-        for (unsigned t = first; t < end; ++t) {
-            any |= fibers[t].state == at;
-            if (fibers[t].state != at && !(may_be_over && fibers[t].state == State::OVER)) return false;
-        }
-        for (unsigned t = first; t < end; ++t) {
-            if (fibers[t].state == at) fibers[t].state = State::RUNNABLE;
-        }
-        return any;
-    }
-
-    // As far as it goes without the other warps.
-    void run_warp(unsigned warp, bool is_reversed) {
-        do {
-            for (unsigned i = 0; i < 32; ++i) {
-                current = warp * 32 + (is_reversed ? 31 - i : i);
-                if (fiber().state != State::RUNNABLE) continue;
-                threadIdx = fiber().index;
-                go_on();
-            }
-        } while (release(warp * 32, warp * 32 + 32, State::AT_WARP_BARRIER, false));
-    }
-
-    void run_block(const Run& run) {
-        const unsigned count = run.block;
-        memset(shared.data(), POISON, shared.size());
-        shared_memory = shared.data();
-        for (unsigned t = 0; t < count; ++t) {
-            Fiber& fiber = fibers[t];
-            if (fiber.stack.empty()) {
-                getcontext(&fiber.context);
-                fiber.stack.resize(STACK_BYTES);
-                fiber.context.uc_stack.ss_sp = fiber.stack.data();
-                fiber.context.uc_stack.ss_size = fiber.stack.size();
-                fiber.context.uc_link = nullptr;
-                makecontext(&fiber.context, &Device::enter, 0);
-            }
-            fiber.has_begun = false;
-            fiber.state = State::RUNNABLE;
-            fiber.index = {t, 0, 0};
-            fiber.exchanges = 0;
-            fiber.copies.clear();
-            fiber.groups = 0;
-        }
-        const unsigned warps = count / 32;
-        for (;;) {
-            for (unsigned i = 0; i < warps; ++i) run_warp(run.is_reversed ? warps - 1 - i : i, run.is_reversed);
-            if (release(0, count, State::AT_BLOCK_BARRIER, true)) continue;
-            for (unsigned t = 0; t < count; ++t) {
-                if (fibers[t].state == State::OVER) continue;
-                error = "threads of a block wait at different barriers, or for a lane that is over";
-                return;
-            }
-            break;
-        }
-        for (unsigned t = 0; t < count; ++t) {
-            if (!fibers[t].copies.empty()) error = "a copy that nobody waits for";
-        }
-        for (unsigned i = run.shared_bytes; i < shared.size(); ++i) {
-            if (shared[i] != POISON) error = "a write behind the block's shared memory";
-        }
-    }
-
-    void run(const Run& run) {
-        error.clear();
-        if (run.block == 0 || run.block % 32 != 0 || run.block > 1024) {
-            error = "a block is whole warps, 1024 threads at most";
-            return;
-        }
-        if (run.grid[1] > 65535 || run.grid[2] > 65535) {
-            error = "a grid has 65535 blocks at most along its second and third dimension";
-            return;
-        }
-        if (fibers.size() < run.block) fibers.resize(run.block);
-        for (int parity : {0, 1}) {
-            slots[parity].assign(run.block, 0);
-            votes[parity].assign(run.block, 0);
-            fragments[parity].assign(run.block, Fragments{});
-        }
-        shared.resize(run.shared_bytes + GUARD_BYTES);
-        gridDim = {run.grid[0], run.grid[1], run.grid[2]};
-        blockDim = {run.block, 1, 1};
-        const unsigned long long blocks = 1ull * run.grid[0] * run.grid[1] * run.grid[2];
-        for (unsigned long long i = 0; i < blocks && error.empty(); ++i) {
-            const unsigned long long block = run.is_reversed ? blocks - 1 - i : i;
-            blockIdx.x = unsigned(block % run.grid[0]);
-            blockIdx.y = unsigned(block / run.grid[0] % run.grid[1]);
-            blockIdx.z = unsigned(block / run.grid[0] / run.grid[1]);
-            run_block(run);
-        }
-    }
-};
-
-static Device device;
-
-void Device::enter() {
-    device.body(device.arguments);
-    device.leave(State::OVER);
-}
-
-static inline void __syncthreads() { device.leave(State::AT_BLOCK_BARRIER); }
+void __syncthreads();
+void __syncwarp();
+int __syncthreads_or(int vote);
+unsigned __ballot_sync(unsigned, int vote);
 
 // Blocks run one after another: what one has stored is there for the next.
 static inline void __threadfence() {}
@@ -216,135 +68,76 @@ static inline unsigned atomicInc(unsigned* at, unsigned greatest) {
     return before;
 }
 
-static inline void __syncwarp() { device.leave(State::AT_WARP_BARRIER); }
-
-static inline int __syncthreads_or(int vote) {
-    std::vector<int>& votes = device.votes[device.fiber().exchanges++ % 2];
-    votes[device.current] = vote;
-    __syncthreads();
-    int any = 0;
-    // Threads that are over have no vote.
-    for (unsigned t = 0; t < blockDim.x; ++t) any |= votes[t];
-    return any != 0;
-}
+// What a lane of this warp gives in the same exchange.
+unsigned long long exchange(unsigned long long own, unsigned lane);
 
 template <typename T>
-static T exchange(T x, unsigned from) {
+static T __shfl_sync(unsigned, T x, unsigned from) {
     static_assert(sizeof(T) <= sizeof(unsigned long long), "a number of at most 8 bytes");
-    std::vector<unsigned long long>& slots = device.slots[device.fiber().exchanges++ % 2];
-    memcpy(&slots[device.current], &x, sizeof(T));
-    __syncwarp();
-    memcpy(&x, &slots[device.current / 32 * 32 + from % 32], sizeof(T));
+    unsigned long long bits = 0;
+    __builtin_memcpy(&bits, &x, sizeof(T));
+    bits = exchange(bits, from);
+    __builtin_memcpy(&x, &bits, sizeof(T));
     return x;
 }
 
 template <typename T>
-static T __shfl_sync(unsigned, T x, unsigned from) {
-    return exchange(x, from);
-}
-
-template <typename T>
 static T __shfl_xor_sync(unsigned, T x, unsigned distance) {
-    return exchange(x, device.current ^ distance);
-}
-
-static inline unsigned __ballot_sync(unsigned, int vote) {
-    std::vector<unsigned long long>& slots = device.slots[device.fiber().exchanges++ % 2];
-    slots[device.current] = vote != 0;
-    __syncwarp();
-    unsigned ballot = 0;
-    for (unsigned lane = 0; lane < 32; ++lane) ballot |= unsigned(slots[device.current / 32 * 32 + lane]) << lane;
-    return ballot;
+    return __shfl_sync(0, x, threadIdx.x ^ distance);
 }
 
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 
 static inline unsigned __float_as_uint(float x) {
     unsigned bits;
-    memcpy(&bits, &x, sizeof bits);
+    __builtin_memcpy(&bits, &x, sizeof bits);
     return bits;
 }
 
 static inline float __uint_as_float(unsigned bits) {
     float x;
-    memcpy(&x, &bits, sizeof x);
+    __builtin_memcpy(&x, &bits, sizeof x);
     return x;
 }
 
 // mma.sync.m16n8k16: every lane lays down its fragments, and makes its four elements of the result from those of others.
-static inline void multiply_add(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    std::vector<Fragments>& all = device.fragments[device.fiber().exchanges++ % 2];
-    all[device.current] = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
-    __syncwarp();
-    const Fragments* warp = &all[device.current / 32 * 32];
-    const auto half = [](unsigned pair, unsigned which) { return __uint_as_float((which ? pair >> 16 : pair & 0xffff) << 16); };
-    for (unsigned e = 0; e < 4; ++e) {
-        const unsigned row = device.current % 32 / 4 + e / 2 * 8, column = device.current % 4 * 2 + e % 2;
-        for (unsigned k = 0; k < 16; ++k) {
-            const unsigned of_a = warp[row % 8 * 4 + k % 8 / 2].a[row / 8 + k / 8 * 2];
-            const unsigned of_b = warp[column * 4 + k % 8 / 2].b[k / 8];
-            d[e] += half(of_a, k % 2) * half(of_b, k % 2);
-        }
-    }
-}
+void multiply_add(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
 
 // ldmatrix.m8n8.x4: every lane names a row of a matrix, and gets two elements of each: neighbours of a row, or of a column.
-template <typename Half>
-static void load_fragments(unsigned (&to)[4], const Half* row, bool is_transposed) {
-    static_assert(sizeof(Half) == 2, "elements of 16 bits");
-    std::vector<unsigned long long>& rows = device.slots[device.fiber().exchanges++ % 2];
-    if ((unsigned long long)row % 16 != 0) device.error = "a row of a matrix that is not aligned to 16 bytes";
-    rows[device.current] = (unsigned long long)row;
-    __syncwarp();
-    const unsigned lane = device.current % 32, warp = device.current / 32 * 32;
-    for (unsigned matrix = 0; matrix < 4; ++matrix) {
-        unsigned short pair[2];
-        for (unsigned i = 0; i < 2; ++i) {
-            const unsigned outer = lane / 4, inner = lane % 4 * 2 + i;
-            const Half* from = (const Half*)rows[warp + matrix * 8 + (is_transposed ? inner : outer)];
-            memcpy(&pair[i], from + (is_transposed ? outer : inner), sizeof pair[i]);
-        }
-        to[matrix] = unsigned(pair[0]) | unsigned(pair[1]) << 16;
-    }
-}
+void load_fragments(unsigned (&to)[4], const void* row, bool is_transposed);
 
 template <typename Half>
 static void load_matrices(unsigned (&to)[4], const Half* row) {
+    static_assert(sizeof(Half) == 2, "elements of 16 bits");
     load_fragments(to, row, false);
 }
 
 template <typename Half>
 static void load_transposed(unsigned (&to)[4], const Half* row) {
+    static_assert(sizeof(Half) == 2, "elements of 16 bits");
     load_fragments(to, row, true);
 }
 
 // cp.async: nothing is there before it has been waited for.
-static inline void copy_async(void* to, const void* from, unsigned count) {
-    if (((unsigned long long)to | (unsigned long long)from) % 16 != 0 || count > 16) device.error = "a copy that is not aligned";
-    device.fiber().copies.push_back({to, from, count, device.fiber().groups});
-}
-
-static inline void close_copies() { ++device.fiber().groups; }
+void copy_async(void* to, const void* from, unsigned count);
+void close_copies();
+void wait_for_copies(unsigned but);
 
 template <unsigned BUT>
 static void wait_for_copies() {
-    std::deque<AsyncCopy>& copies = device.fiber().copies;
-    for (; !copies.empty() && copies.front().group + BUT < device.fiber().groups; copies.pop_front()) {
-        memcpy(copies.front().to, copies.front().from, copies.front().count);
-        memset((char*)copies.front().to + copies.front().count, 0, 16 - copies.front().count);
-    }
+    wait_for_copies(BUT);
 }
 
+#pragma GCC visibility pop
+
 // A kernel is a function that runs all blocks, and returns what was wrong, if anything.
-#define KERNEL(name, Arguments)                                                                       \
-    static void name##_thread(const Arguments& arguments);                                            \
-    extern "C" unsigned long long name##_bytes() { return sizeof(Arguments); }                         \
-    extern "C" const char* name(const Run* run, const void* arguments) {                              \
-        device.body = [](const void* arguments) { name##_thread(*(const Arguments*)arguments); };     \
-        device.arguments = arguments;                                                                 \
-        device.run(*run);                                                                             \
-        return device.error.empty() ? nullptr : device.error.c_str();                                 \
-    }                                                                                                 \
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+#define KERNEL(name, Arguments)                                                                                  \
+    static void name##_thread(const Arguments& arguments);                                                       \
+    EXPORTED unsigned long long name##_bytes() { return sizeof(Arguments); }                                     \
+    EXPORTED const char* name(const Run* asked, const void* arguments) {                                         \
+        return run(*asked, [](const void* all) { name##_thread(*(const Arguments*)all); }, arguments);           \
+    }                                                                                                            \
     static void name##_thread(const Arguments& arguments)
 
 #endif

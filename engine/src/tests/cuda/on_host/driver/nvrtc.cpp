@@ -214,7 +214,7 @@ static bool has_generic_lambda(const Program& program) {
 }
 
 static int compile(const Judged& call, Program& program, const Target& target) {
-    // The compiler with its options, device.hpp among them.
+    // The compiler with its options, device.hpp and device.cpp among them.
     const char* const compiler = getenv("GAPLESS_DOUBLE_COMPILER");
     if (compiler == nullptr) return call.breaks(NVRTC_INTERNAL, "it was not told of a compiler");
     const char* const temporary = getenv("TMPDIR");
@@ -222,8 +222,8 @@ static int compile(const Judged& call, Program& program, const Target& target) {
     if (mkdtemp(folder.data()) == nullptr) return call.breaks(NVRTC_INTERNAL, "no folder %s", folder.c_str());
     bool is_written = write_file(folder + "/" + program.name, program.source);
     for (const auto& [name, text] : program.headers) is_written &= write_file(folder + "/" + name, text);
-    const std::string command = std::string(compiler) + " -shared -I '" + folder + "' -x c++ '" + folder + "/" + program.name +
-                                "' -o '" + folder + "/binary' 2> '" + folder + "/log'";
+    const std::string command = std::string(compiler) + " -I '" + folder + "' '" + folder + "/" + program.name + "' -o '" +
+                                folder + "/binary' 2> '" + folder + "/log'";
     const bool is_compiled = is_written && system(command.c_str()) == 0;
     program.log = read_file(folder + "/log");
     if (is_compiled) {

@@ -1,0 +1,283 @@
+// The stand-in's blocks, fibers, barriers and exchanges (device.hpp).
+#include "device.hpp"
+
+#include <setjmp.h>
+#include <string.h>
+#include <ucontext.h>
+
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+Coordinates gridDim, blockDim, blockIdx, threadIdx;
+unsigned char* shared_memory;
+
+namespace {
+
+enum class State { RUNNABLE, AT_BLOCK_BARRIER, AT_WARP_BARRIER, OVER };
+
+// A copy that was started.
+struct AsyncCopy {
+    void* to;
+    const void* from;
+    unsigned count;
+    unsigned group;
+};
+
+struct Fiber {
+    // Where it begins, and where it goes on once it has begun, in this block and those that follow: a jump asks nothing of the
+    // operating system.
+    ucontext_t context;
+    jmp_buf here;
+    bool has_begun = false;
+    // As it comes from the operating system: what is not touched takes no memory.
+    std::unique_ptr<char[]> stack;
+    State state = State::OVER;
+    Coordinates index;
+    // Numbers exchanged so far: two sets of slots take turns, so that one barrier per exchange is enough.
+    unsigned exchanges;
+    // Copies that have not been waited for, and how many groups of them were closed.
+    std::deque<AsyncCopy> copies;
+    unsigned groups;
+};
+
+// What a lane brings to a product of matrices.
+struct Fragments {
+    unsigned a[4], b[2];
+};
+
+struct Device {
+    jmp_buf scheduler;
+    // They stay where they are: a context points into itself.
+    std::deque<Fiber> fibers;
+    std::vector<unsigned char> shared;
+    // By exchange's parity, then thread.
+    std::vector<unsigned long long> slots[2];
+    std::vector<int> votes[2];
+    std::vector<Fragments> fragments[2];
+    unsigned current;
+    void (*body)(const void*);
+    const void* arguments;
+    std::string error;
+
+    static constexpr unsigned STACK_BYTES = 128 << 10;
+    static constexpr unsigned GUARD_BYTES = 256;
+    static constexpr unsigned char POISON = 0xff;
+
+    Fiber& fiber() { return fibers[current]; }
+
+    static void enter();
+
+    // Runs the current fiber until it leaves.
+    void go_on() {
+        if (_setjmp(scheduler) != 0) return;
+        if (fiber().has_begun) _longjmp(fiber().here, 1);
+        fiber().has_begun = true;
+        setcontext(&fiber().context);
+    }
+
+    void leave(State at) {
+        fiber().state = at;
+        if (_setjmp(fiber().here) == 0) _longjmp(scheduler, 1);
+    }
+
+    // Whether all threads in a range are at this barrier, or over if that is allowed; if so, lets them go on.
+    bool release(unsigned first, unsigned end, State at, bool may_be_over) {
+        bool any = false;
+        for (unsigned t = first; t < end; ++t) {
+            any |= fibers[t].state == at;
+            if (fibers[t].state != at && !(may_be_over && fibers[t].state == State::OVER)) return false;
+        }
+        for (unsigned t = first; t < end; ++t) {
+            if (fibers[t].state == at) fibers[t].state = State::RUNNABLE;
+        }
+        return any;
+    }
+
+    // As far as it goes without the other warps.
+    void run_warp(unsigned warp, bool is_reversed) {
+        do {
+            for (unsigned i = 0; i < 32; ++i) {
+                current = warp * 32 + (is_reversed ? 31 - i : i);
+                if (fiber().state != State::RUNNABLE) continue;
+                threadIdx = fiber().index;
+                go_on();
+            }
+        } while (release(warp * 32, warp * 32 + 32, State::AT_WARP_BARRIER, false));
+    }
+
+    void run_block(const Run& run) {
+        const unsigned count = run.block;
+        memset(shared.data(), POISON, shared.size());
+        shared_memory = shared.data();
+        for (unsigned t = 0; t < count; ++t) {
+            Fiber& fiber = fibers[t];
+            if (!fiber.stack) {
+                getcontext(&fiber.context);
+                fiber.stack.reset(new char[STACK_BYTES]);
+                fiber.context.uc_stack.ss_sp = fiber.stack.get();
+                fiber.context.uc_stack.ss_size = STACK_BYTES;
+                fiber.context.uc_link = nullptr;
+                makecontext(&fiber.context, &Device::enter, 0);
+            }
+            // One that is over waits for the next block; one that an error has left in its midst begins anew.
+            fiber.has_begun &= fiber.state == State::OVER;
+            fiber.state = State::RUNNABLE;
+            fiber.index = {t, 0, 0};
+            fiber.exchanges = 0;
+            fiber.copies.clear();
+            fiber.groups = 0;
+        }
+        const unsigned warps = count / 32;
+        for (;;) {
+            for (unsigned i = 0; i < warps; ++i) run_warp(run.is_reversed ? warps - 1 - i : i, run.is_reversed);
+            if (release(0, count, State::AT_BLOCK_BARRIER, true)) continue;
+            for (unsigned t = 0; t < count; ++t) {
+                if (fibers[t].state == State::OVER) continue;
+                error = "threads of a block wait at different barriers, or for a lane that is over";
+                return;
+            }
+            break;
+        }
+        for (unsigned t = 0; t < count; ++t) {
+            if (!fibers[t].copies.empty()) error = "a copy that nobody waits for";
+        }
+        for (unsigned i = run.shared_bytes; i < shared.size(); ++i) {
+            if (shared[i] != POISON) error = "a write behind the block's shared memory";
+        }
+    }
+
+    void run(const Run& run) {
+        error.clear();
+        if (run.block == 0 || run.block % 32 != 0 || run.block > 1024) {
+            error = "a block is whole warps, 1024 threads at most";
+            return;
+        }
+        if (run.grid[1] > 65535 || run.grid[2] > 65535) {
+            error = "a grid has 65535 blocks at most along its second and third dimension";
+            return;
+        }
+        if (fibers.size() < run.block) fibers.resize(run.block);
+        for (int parity : {0, 1}) {
+            slots[parity].assign(run.block, 0);
+            votes[parity].assign(run.block, 0);
+            fragments[parity].assign(run.block, Fragments{});
+        }
+        shared.resize(run.shared_bytes + GUARD_BYTES);
+        gridDim = {run.grid[0], run.grid[1], run.grid[2]};
+        blockDim = {run.block, 1, 1};
+        const unsigned long long blocks = 1ull * run.grid[0] * run.grid[1] * run.grid[2];
+        for (unsigned long long i = 0; i < blocks && error.empty(); ++i) {
+            const unsigned long long block = run.is_reversed ? blocks - 1 - i : i;
+            blockIdx.x = unsigned(block % run.grid[0]);
+            blockIdx.y = unsigned(block / run.grid[0] % run.grid[1]);
+            blockIdx.z = unsigned(block / run.grid[0] / run.grid[1]);
+            run_block(run);
+        }
+    }
+};
+
+Device device;
+
+void Device::enter() {
+    for (;;) {
+        device.body(device.arguments);
+        device.leave(State::OVER);
+    }
+}
+
+// The slots of this thread's next exchange.
+template <typename Slot>
+std::vector<Slot>& next(std::vector<Slot> (&slots)[2]) {
+    return slots[device.fiber().exchanges++ % 2];
+}
+
+unsigned first_of_warp() { return device.current / 32 * 32; }
+
+}  // namespace
+
+const char* run(const Run& run, void (*body)(const void*), const void* arguments) {
+    device.body = body;
+    device.arguments = arguments;
+    device.run(run);
+    return device.error.empty() ? nullptr : device.error.c_str();
+}
+
+void __syncthreads() { device.leave(State::AT_BLOCK_BARRIER); }
+
+void __syncwarp() { device.leave(State::AT_WARP_BARRIER); }
+
+int __syncthreads_or(int vote) {
+    std::vector<int>& votes = next(device.votes);
+    votes[device.current] = vote;
+    __syncthreads();
+    int any = 0;
+    // Threads that are over have no vote.
+    for (unsigned t = 0; t < blockDim.x; ++t) any |= votes[t];
+    return any != 0;
+}
+
+unsigned long long exchange(unsigned long long own, unsigned lane) {
+    std::vector<unsigned long long>& slots = next(device.slots);
+    slots[device.current] = own;
+    __syncwarp();
+    return slots[first_of_warp() + lane % 32];
+}
+
+unsigned __ballot_sync(unsigned, int vote) {
+    std::vector<unsigned long long>& slots = next(device.slots);
+    slots[device.current] = vote != 0;
+    __syncwarp();
+    unsigned ballot = 0;
+    for (unsigned lane = 0; lane < 32; ++lane) ballot |= unsigned(slots[first_of_warp() + lane]) << lane;
+    return ballot;
+}
+
+void multiply_add(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    std::vector<Fragments>& all = next(device.fragments);
+    all[device.current] = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
+    __syncwarp();
+    const Fragments* warp = &all[first_of_warp()];
+    const auto half = [](unsigned pair, unsigned which) { return __uint_as_float((which ? pair >> 16 : pair & 0xffff) << 16); };
+    for (unsigned e = 0; e < 4; ++e) {
+        const unsigned row = device.current % 32 / 4 + e / 2 * 8, column = device.current % 4 * 2 + e % 2;
+        for (unsigned k = 0; k < 16; ++k) {
+            const unsigned of_a = warp[row % 8 * 4 + k % 8 / 2].a[row / 8 + k / 8 * 2];
+            const unsigned of_b = warp[column * 4 + k % 8 / 2].b[k / 8];
+            d[e] += half(of_a, k % 2) * half(of_b, k % 2);
+        }
+    }
+}
+
+void load_fragments(unsigned (&to)[4], const void* row, bool is_transposed) {
+    std::vector<unsigned long long>& rows = next(device.slots);
+    if ((unsigned long long)row % 16 != 0) device.error = "a row of a matrix that is not aligned to 16 bytes";
+    rows[device.current] = (unsigned long long)row;
+    __syncwarp();
+    const unsigned lane = device.current % 32, warp = first_of_warp();
+    for (unsigned matrix = 0; matrix < 4; ++matrix) {
+        unsigned short pair[2];
+        for (unsigned i = 0; i < 2; ++i) {
+            const unsigned outer = lane / 4, inner = lane % 4 * 2 + i;
+            const unsigned short* from = (const unsigned short*)rows[warp + matrix * 8 + (is_transposed ? inner : outer)];
+            memcpy(&pair[i], from + (is_transposed ? outer : inner), sizeof pair[i]);
+        }
+        to[matrix] = unsigned(pair[0]) | unsigned(pair[1]) << 16;
+    }
+}
+
+void copy_async(void* to, const void* from, unsigned count) {
+    if (((unsigned long long)to | (unsigned long long)from) % 16 != 0 || count > 16) device.error = "a copy that is not aligned";
+    device.fiber().copies.push_back({to, from, count, device.fiber().groups});
+}
+
+void close_copies() { ++device.fiber().groups; }
+
+void wait_for_copies(unsigned but) {
+    std::deque<AsyncCopy>& copies = device.fiber().copies;
+    for (; !copies.empty() && copies.front().group + but < device.fiber().groups; copies.pop_front()) {
+        memcpy(copies.front().to, copies.front().from, copies.front().count);
+        memset((char*)copies.front().to + copies.front().count, 0, 16 - copies.front().count);
+    }
+}
