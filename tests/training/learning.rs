@@ -18,9 +18,12 @@ pub fn walk(run: &Run, step: u64) -> (Vec<u32>, Vec<u32>) {
     (ids[..count].to_vec(), ids[1..].to_vec())
 }
 
+/// The learning rate that most rules learn by.
+pub const PEAK: f64 = 3e-3;
+
 /// Mean loss of the first and of the last ten of 200 steps.
 pub fn learn(run: Run) -> [f32; 2] {
-    learn_at(run, 3e-3)
+    learn_at(run, PEAK)
 }
 
 /// [`learn`] at another learning rate.

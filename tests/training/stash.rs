@@ -6,6 +6,7 @@ use gapless::TrainError;
 use gapless::engine::compile::Error as CompileError;
 use gapless::parallel::{self, Rates, Schedule};
 use gapless::{DType, Layers, Mesh, Offload, Pipeline, Recompute, TrainOptions};
+use gapless_testing::in_turn;
 
 use crate::common::{Kind, Run, on_cpu};
 use crate::learning::learn;
@@ -47,16 +48,17 @@ fn a_file_gives_the_bits_of_none() {
             let plain = run.steps(3);
             let all = run.trainer().report().arena_bytes;
             run.options.poison = true;
-            for ops in [names(&["add"]), names(&["linear", "attention"]), most(kind)] {
+            for (turn, ops) in [names(&["add"]), names(&["linear", "attention"]), most(kind)].into_iter().enumerate() {
                 run.options.offload = offload(ops.clone());
                 let report = run.trainer().report();
                 assert!(report.host_bytes > 0 && report.arena_bytes < all, "{ops:?}: {} of {all}", report.arena_bytes);
-                for recompute in [
+                let policies = [
                     Recompute::None,
                     Recompute::Layers(Layers::First(1)),
                     Recompute::Layers(Layers::All),
                     Recompute::Cycle(vec![Recompute::None, Recompute::Ops(names(&["attention"]))]),
-                ] {
+                ];
+                for recompute in in_turn(&policies, turn + micro_batches) {
                     run.options.recompute = recompute.clone();
                     assert_eq!(plain, run.steps(3), "{kind:?}, {micro_batches} micro-batches, {ops:?}, {recompute:?}");
                 }

@@ -6,7 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use gapless_testing::{few, not_checked};
+use gapless_testing::{may_take_long, not_checked};
 use serde_json::{Value, json};
 
 /// Width of the window, and whether its reader likes it dark.
@@ -126,7 +126,7 @@ fn run(folder: &Path, name: &str, first: f64, map: &Path) -> String {
 
 #[test]
 fn pages_open_in_a_browser() {
-    let Some(chromium) = chromium() else { return };
+    let Some(chromium) = chromium().filter(|_| may_take_long()) else { return };
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name).display().to_string();
     let [table, spec, map, compared, schedule, report] =
@@ -145,12 +145,12 @@ fn pages_open_in_a_browser() {
     let pages = [&map, &compared, &schedule, &swept].map(|page| (page.clone(), "const act = () => null;"));
     let pages = [&pages[..], &[(report.clone(), include_str!("act.js"))]].concat();
     // Some at a time: a browser takes a second, and not all of it of one core.
-    for window in few(&WINDOWS, 2) {
+    for window in WINDOWS {
         for some in pages.chunks(3) {
             std::thread::scope(|scope| {
                 for (page, act) in some {
                     scope.spawn(move || {
-                        let told = open(chromium, page.as_ref(), *window, act);
+                        let told = open(chromium, page.as_ref(), window, act);
                         if !told.is_null() {
                             read_and_zoomed(&told);
                         }

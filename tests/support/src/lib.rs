@@ -42,7 +42,7 @@ pub use generated::{Generated, SEED};
 pub use only::only_test;
 pub use processes::mpirun;
 pub use proptest;
-pub use skipped::{few, in_turn, not_checked, shared};
+pub use skipped::{few, in_turn, may_take_long, not_checked, shared};
 
 /// What a file with generated tests imports. Proptest's own `proptest!` is left out: it draws other cases on every run.
 pub mod prelude {

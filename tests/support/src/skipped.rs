@@ -23,6 +23,16 @@ pub(crate) fn is_slow_asked() -> bool {
     std::env::var_os("GAPLESS_SLOW_TESTS").is_some_and(|value| value != "0")
 }
 
+/// Whether a test may take long: where `GAPLESS_SLOW_TESTS` is set. Otherwise says that it does not run.
+#[track_caller]
+pub fn may_take_long() -> bool {
+    let is_asked = is_slow_asked();
+    if !is_asked {
+        not_checked("anything: it takes long; GAPLESS_SLOW_TESTS=1 does");
+    }
+    is_asked
+}
+
 /// All of them where `GAPLESS_SLOW_TESTS` is set; otherwise one, the `turn`-th, round and round: a loop over something else that
 /// counts its turns meets each of them, but not every combination. Says so.
 #[track_caller]

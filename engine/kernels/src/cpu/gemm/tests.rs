@@ -1,5 +1,6 @@
 //! The products against a naive one in `f64`, and their bits against each other.
 
+use gapless_testing::few;
 use gapless_testing::prelude::*;
 
 use super::*;
@@ -263,7 +264,7 @@ fn bits_do_not_depend_on_the_number_of_threads() {
         let job = Gemm::new(m, n, k, Strides::transposed(m), Strides::transposed(k)).with_batch(batch);
         let operands = Operands::of(&job);
         let one = operands.run(&job, Level::best(), 1, PLAIN);
-        for threads in 2..=4 {
+        for &threads in few(&[3, 2, 4], 1) {
             let several = operands.run(&job, Level::best(), threads, PLAIN);
             assert!(bits(&one) == bits(&several), "{threads} threads have other bits, {job:?}");
             let [one, several] = [1, threads].map(|threads| operands.run_bf16(&job, threads, PLAIN));
