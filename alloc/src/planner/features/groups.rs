@@ -271,7 +271,7 @@ impl<'p> Stairs<'p> {
         let mut occupied = Occupied::new(self.cliques);
         let always = Item { start: 0, end: self.cliques, bytes: 0, alignment: 1 };
         for range in self.problem.forbidden() {
-            occupied.insert(Item { bytes: range.end - range.start, ..always }, range.start);
+            occupied.insert(Item { bytes: range.end - range.start, ..always }, range.start, budget);
         }
         let mut placed = Placed { height: 0, offsets: without_bytes(self.problem), over: Vec::new() };
         let is_pinned = |u: &&u32| self.units[**u as usize].pin.is_some();
@@ -290,7 +290,7 @@ impl<'p> Stairs<'p> {
                 placed.offsets[id.index()] = next;
                 let item = self.items[id.index()];
                 if item.bytes > 0 {
-                    occupied.insert(item, next);
+                    occupied.insert(item, next, budget);
                 }
                 next += item.bytes;
             }

@@ -313,7 +313,7 @@ impl Rule for Fitted<'_> {
         }
         let fit = if item.cliques() >= policy.long_from { policy.long } else { policy.short };
         let looked = self.reserved.starting(item.start + 1..item.end, &mut self.blocked);
-        budget.spend(1 + looked + space.holes.len() as u64 / 4);
+        budget.spend(1 + looked / 4 + space.holes.len() as u64 / 4);
         let ceiling = self.solver.goal.ceiling;
         let place = space.find(item.bytes, item.alignment, fit, ceiling, &self.blocked)?;
         self.height = self.height.max(end(place.1));

@@ -4,6 +4,8 @@
 //! and those of all rectangles stored at it or below it. A rectangle is stored at the few nodes that make up its cliques; a query
 //! reads the second set of the nodes that make up its range, and the first set of those above.
 
+use std::ops::Range;
+
 use super::lowest_gap;
 use crate::planner::budget::Budget;
 use crate::planner::decompose::parts::Item;
@@ -25,16 +27,21 @@ impl Occupied {
         Self { leaves, covering: empty(), within: empty(), met: Vec::new() }
     }
 
-    /// Takes `[at, at + bytes)` during the item's cliques.
-    pub fn insert(&mut self, item: Item, at: u64) {
+    /// Takes `[at, at + bytes)` during the item's cliques; `budget` pays for the rectangle.
+    pub fn insert(&mut self, item: Item, at: u64, budget: &mut Budget) {
         let range = (at, at + item.bytes);
-        for node in self.making_up(item) {
+        budget.spend(1);
+        let leaves = self.leaves_of(item);
+        // What a node holds, all above it hold.
+        for mut node in [leaves.start, leaves.end - 1] {
+            while node > 1 && self.within[node / 2].add(range) {
+                node /= 2;
+            }
+        }
+        making_up(leaves, |node| {
             self.covering[node].add(range);
             self.within[node].add(range);
-        }
-        for node in self.above(item) {
-            self.within[node].add(range);
-        }
+        });
     }
 
     /// The lowest offset that is free during all of the item's cliques; `budget` pays for the ranges and nodes looked at. `None`
@@ -47,50 +54,44 @@ impl Occupied {
     /// The ranges that are taken in some of the item's cliques, ascending by their first byte; they may overlap.
     pub fn taken(&mut self, item: Item, budget: &mut Budget) -> &[(u64, u64)] {
         self.met.clear();
-        for node in self.making_up(item) {
-            self.met.extend(&self.within[node].0);
-            budget.spend(1);
-        }
-        for node in self.above(item) {
-            self.met.extend(&self.covering[node].0);
-            budget.spend(1);
+        let mut nodes = 0;
+        let leaves = self.leaves_of(item);
+        let mut above = [leaves.start / 2, (leaves.end - 1) / 2];
+        making_up(leaves, |node| {
+            self.met.extend_from_slice(&self.within[node].0);
+            nodes += 1;
+        });
+        // Some of them are among, or below, those that make the item up: what they hold is no more than the truth there either.
+        while above[0] > 0 {
+            let count = if above[0] == above[1] { 1 } else { 2 };
+            for &node in &above[..count] {
+                self.met.extend_from_slice(&self.covering[node].0);
+            }
+            nodes += count as u64;
+            above = above.map(|node| node / 2);
         }
         self.met.sort_unstable();
-        budget.spend(self.met.len() as u64);
+        budget.spend(nodes + self.met.len() as u64);
         &self.met
     }
 
-    /// The fewest nodes whose leaves are the item's cliques.
-    fn making_up(&self, item: Item) -> impl Iterator<Item = usize> + use<> {
-        let (mut from, mut to) = (self.leaves + item.start as usize, self.leaves + item.end as usize);
-        std::iter::from_fn(move || {
-            if from >= to {
-                return None;
-            }
-            let mut nodes = [None, None];
-            if from % 2 == 1 {
-                nodes[0] = Some(from);
-                from += 1;
-            }
-            if to % 2 == 1 {
-                to -= 1;
-                nodes[1] = Some(to);
-            }
-            (from, to) = (from / 2, to / 2);
-            Some(nodes.into_iter().flatten())
-        })
-        .flatten()
+    /// The leaves of the item's cliques.
+    fn leaves_of(&self, item: Item) -> Range<usize> {
+        self.leaves + item.start as usize..self.leaves + item.end as usize
     }
+}
 
-    /// The nodes above the item's first and last clique, each once. Some of them may be among, or below, those that make
-    /// the item up: what they hold is no more than the truth there either.
-    fn above(&self, item: Item) -> impl Iterator<Item = usize> + use<> {
-        let (mut first, mut last) = (self.leaves + item.start as usize, self.leaves + item.end as usize - 1);
-        std::iter::from_fn(move || {
-            (first, last) = (first / 2, last / 2);
-            (first > 0).then(|| [Some(first), (last != first).then_some(last)].into_iter().flatten())
-        })
-        .flatten()
+/// Visits the fewest nodes whose leaves are these.
+fn making_up(leaves: Range<usize>, mut visit: impl FnMut(usize)) {
+    let Range { mut start, mut end } = leaves;
+    while start < end {
+        if start % 2 == 1 {
+            visit(start);
+        }
+        if end % 2 == 1 {
+            visit(end - 1);
+        }
+        (start, end) = (start.div_ceil(2), end / 2);
     }
 }
 
@@ -99,15 +100,24 @@ impl Occupied {
 struct Union(Vec<(u64, u64)>);
 
 impl Union {
-    fn add(&mut self, (from, to): (u64, u64)) {
+    /// Whether that is more than there was.
+    fn add(&mut self, (from, to): (u64, u64)) -> bool {
         let first = self.0.partition_point(|range| range.1 < from);
-        let end = first + self.0[first..].partition_point(|range| range.0 <= to);
-        if first == end {
+        let Some(met) = self.0.get_mut(first).filter(|met| met.0 <= to) else {
             self.0.insert(first, (from, to));
-            return;
+            return true;
+        };
+        if met.0 <= from && to <= met.1 {
+            return false;
         }
-        self.0[first] = (from.min(self.0[first].0), to.max(self.0[end - 1].1));
-        self.0.drain(first + 1..end);
+        met.0 = met.0.min(from);
+        let more = self.0[first + 1..].iter().take_while(|range| range.0 <= to).count();
+        let end = self.0[first + more].1.max(to);
+        self.0[first].1 = end;
+        if more > 0 {
+            self.0.drain(first + 1..=first + more);
+        }
+        true
     }
 }
 
@@ -129,7 +139,7 @@ mod tests {
             };
             let placed: Vec<(Item, u64)> = placed.into_iter().map(|(s, c, b, at)| (item(s, c, b), at)).collect();
             let mut occupied = Occupied::new(21);
-            placed.iter().for_each(|&(item, at)| occupied.insert(item, at));
+            placed.iter().for_each(|&(item, at)| occupied.insert(item, at, &mut Budget::default()));
             let asked = item(asked.0, asked.1, 1);
             let met = |byte: u64| placed.iter().any(|&(p, at)| p.meets(asked.start..asked.end) && at <= byte && byte < at + p.bytes);
             let taken = occupied.taken(asked, &mut Budget::default());

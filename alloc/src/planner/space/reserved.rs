@@ -33,7 +33,7 @@ impl Reserved {
                 None if budget.left() == 0 => return None,
                 None => occupied.lowest(item, budget)?,
             };
-            occupied.insert(item, at);
+            occupied.insert(item, at, budget);
             reserved.places[i as usize] = Some(at);
             reserved.by_start.entries.push((item.start, at, at + item.bytes));
         }
