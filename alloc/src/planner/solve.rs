@@ -66,7 +66,7 @@ enum Step {
 /// in so many.
 const STEPS: [(u64, Step); 12] = [
     (64, Step::Repair),
-    (20, Step::Backtracking),
+    (22, Step::Backtracking),
     (32, Step::Learning),
     (8, Step::Regions),
     (16, Step::LongFirst),
