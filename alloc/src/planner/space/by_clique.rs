@@ -100,7 +100,7 @@ fn making_up(leaves: Range<usize>, mut visit: impl FnMut(usize)) {
 struct Union(Vec<(u64, u64)>);
 
 impl Union {
-    /// Whether that is more than there was.
+    /// Takes a range; whether that is more than there was.
     fn add(&mut self, (from, to): (u64, u64)) -> bool {
         let first = self.0.partition_point(|range| range.1 < from);
         let Some(met) = self.0.get_mut(first).filter(|met| met.0 <= to) else {

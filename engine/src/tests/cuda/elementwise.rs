@@ -10,7 +10,7 @@ use crate::ops::{Affine, Binary, BinaryKind, ScaledSum, Sum, SwiGlu, Unary, Unar
 /// Lengths around those of packs and blocks.
 const SHAPES: [&[usize]; 4] = [&[1], &[7], &[3, 5, 17], &[2, 1033]];
 
-/// Each in one of the types: kernels are generated alike for both, and a compiler takes a second for each.
+/// Each in one of the types: kernels are generated alike for both, and each is compiled.
 #[test]
 fn functions_of_one_element() {
     use UnaryKind::{Abs, Cos, Erf, Exp, Gelu, GeluErf, Log, Recip, Relu, Sigmoid, Silu, Sin, Sqr, Sqrt, Tanh};

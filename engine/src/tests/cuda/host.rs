@@ -116,7 +116,7 @@ const ON_HOST: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/src/tests/cuda/on_ho
 /// What a compiler of kernels is told ahead of a kernel's file.
 pub fn kernel_options() -> Vec<OsString> {
     let mut options = FLAGS.map(OsString::from).to_vec();
-    options.extend(["-O1", "-shared", "-include"].map(OsString::from));
+    options.extend(["-shared", "-include"].map(OsString::from));
     options.extend([Path::new(ON_HOST).join("device.hpp"), compiled().join(DEVICE)].map(OsString::from));
     options.extend(["-x", "c++"].map(OsString::from));
     options
@@ -169,8 +169,9 @@ pub fn kept(name: &str, mut texts: Vec<PathBuf>, tools: &[u8], make: impl FnOnce
     folder
 }
 
-const FLAGS: [&str; 7] = [
+const FLAGS: [&str; 8] = [
     "-std=c++17",
+    "-O1",
     "-fPIC",
     "-Wall",
     "-Werror",
