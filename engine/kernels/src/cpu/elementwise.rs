@@ -9,6 +9,9 @@ use super::{Args, Float, InPieces, Pieces, with_float};
 /// Elements per task: big enough to outweigh the hand-over, small enough to stay in a core's cache.
 pub const BLOCK: usize = 16 * 1024;
 
+/// Elements of a row that are copied at a time to lie side by side.
+const TILE: usize = 256;
+
 static ARCH: LazyLock<pulp::Arch> = LazyLock::new(pulp::Arch::new);
 
 /// The widest vectors that this machine has.
@@ -75,66 +78,81 @@ fn map_in<T: Float>(args: &mut Args<'_>, f: impl Fn(f32) -> f32 + Sync) {
 
 /// out = f(a, b) for equal shapes or broadcast strides, where the output may overwrite one of them. In either type of float.
 pub fn zip(args: &mut Args<'_>, f: impl Fn(f32, f32) -> f32 + Sync) {
-    with_float!(args.output_dtype(0), T => zip_in::<T>(args, f));
+    with_float!(args.output_dtype(0), T => {
+        // Two loops for each f. What is around them, for layouts and overwritten inputs, is compiled once.
+        let f = |a: T, b: T| T::store(f(a.load(), b.load()));
+        zip_in::<T>(
+            args,
+            &|out, a, b| vectorize!(out.iter_mut().zip(a.iter().zip(b)).for_each(|(o, (&a, &b))| *o = f(a, b))),
+            &|out, b| vectorize!(out.iter_mut().zip(b).for_each(|(o, &b)| *o = f(*o, b))),
+        );
+    });
 }
 
-fn zip_in<T: Float>(args: &mut Args<'_>, f: impl Fn(f32, f32) -> f32 + Sync) {
-    let f = |a: T, b: T| T::store(f(a.load(), b.load()));
-    let out = args.output::<T>(0);
-    match (args.is_overwritten(0), args.is_overwritten(1)) {
-        (true, _) => zip_onto(out, args.strided(1), f),
-        (_, true) => zip_onto(out, args.strided(0), |o, a| f(a, o)),
-        _ => {
-            let ((a, a_layout), (b, b_layout)) = (args.strided::<T>(0), args.strided::<T>(1));
-            if a_layout.is_contiguous() && b_layout.is_contiguous() {
-                let blocks = a.pieces(BLOCK).zip(b.pieces(BLOCK));
-                out.pieces_mut(BLOCK).zip(blocks).for_each(|(out, (a, b))| {
-                    vectorize!(out.iter_mut().zip(a.iter().zip(b)).for_each(|(o, (&a, &b))| *o = f(a, b)));
-                });
-                return;
-            }
-            let width = last_extent(a_layout);
-            let rows = rows_per_task(width);
-            out.pieces_mut(rows * width).enumerate().for_each(|(task, out)| {
-                for (row, out) in out.chunks_mut(width).enumerate() {
-                    let (a, a_step) = row_of(a, a_layout, task * rows + row);
-                    let (b, b_step) = row_of(b, b_layout, task * rows + row);
-                    vectorize!(with_steps(out, a, a_step, b, b_step, &f));
-                }
-            });
-        }
-    }
-}
-
+/// out = f(a, b).
+type Apart<'f, T> = dyn Fn(&mut [T], &[T], &[T]) + Sync + 'f;
 /// out = f(out, b).
-fn zip_onto<T: Float>(out: &mut [T], (b, layout): (&[T], &Layout), f: impl Fn(T, T) -> T + Sync) {
-    if layout.is_contiguous() {
-        out.pieces_mut(BLOCK).zip(b.pieces(BLOCK)).for_each(|(out, b)| {
-            vectorize!(out.iter_mut().zip(b).for_each(|(o, &b)| *o = f(*o, b)));
-        });
-        return;
-    }
-    let width = last_extent(layout);
+type InPlace<'f, T> = dyn Fn(&mut [T], &[T]) + Sync + 'f;
+
+fn zip_in<T: Float>(args: &mut Args<'_>, apart: &Apart<'_, T>, in_place: &InPlace<'_, T>) {
+    let out = args.output::<T>(0);
+    let sides = [0, 1].map(|input| (!args.is_overwritten(input)).then(|| args.strided::<T>(input)));
+    let mut layouts = sides.iter().flatten().map(|&(_, layout)| layout);
+    let is_dense = layouts.clone().all(Layout::is_contiguous);
+    // Each has the output's shape.
+    let width = if is_dense { BLOCK } else { layouts.next().map_or(1, last_extent) };
     let rows = rows_per_task(width);
     out.pieces_mut(rows * width).enumerate().for_each(|(task, out)| {
         for (row, out) in out.chunks_mut(width).enumerate() {
-            let (b, step) = row_of(b, layout, task * rows + row);
-            vectorize!(match step {
-                1 => out.iter_mut().zip(b).for_each(|(o, &b)| *o = f(*o, b)),
-                _ => out.iter_mut().enumerate().for_each(|(i, o)| *o = f(*o, b[i * step])),
+            let row = task * rows + row;
+            let sides = sides.map(|side| {
+                side.map(|(data, layout)| match is_dense {
+                    true => (&data[row * width..], 1),
+                    false => row_of(data, layout, row),
+                })
             });
+            match sides {
+                [Some((a, 1)), Some((b, 1))] => apart(out, a, b),
+                [None, Some((b, 1))] => in_place(out, b),
+                [a, b] => zip_in_tiles(out, a, b, apart, in_place),
+            }
         }
     });
 }
 
-#[inline(always)]
-fn with_steps<T: Float>(out: &mut [T], a: &[T], a_step: usize, b: &[T], b_step: usize, f: &impl Fn(T, T) -> T) {
-    match (a_step, b_step) {
-        (1, 1) => out.iter_mut().zip(a.iter().zip(b)).for_each(|(o, (&a, &b))| *o = f(a, b)),
-        (1, 0) => out.iter_mut().zip(a).for_each(|(o, &a)| *o = f(a, b[0])),
-        (0, 1) => out.iter_mut().zip(b).for_each(|(o, &b)| *o = f(a[0], b)),
-        _ => out.iter_mut().enumerate().for_each(|(i, o)| *o = f(a[i * a_step], b[i * b_step])),
+/// A row whose inputs, each with its step, do not all lie side by side, or of which the second is overwritten.
+fn zip_in_tiles<T: Float>(
+    out: &mut [T],
+    a: Option<(&[T], usize)>,
+    b: Option<(&[T], usize)>,
+    apart: &Apart<'_, T>,
+    in_place: &InPlace<'_, T>,
+) {
+    let mut copies = [[T::store(0.0); TILE]; 2];
+    for (start, out) in (0..).step_by(TILE).zip(out.chunks_mut(TILE)) {
+        let [a_copy, b_copy] = copies.each_mut().map(|copy| &mut copy[..out.len()]);
+        let b = match b {
+            Some((b, step)) => tile(b, start, step, b_copy),
+            None => {
+                b_copy.copy_from_slice(out);
+                b_copy
+            }
+        };
+        match a {
+            Some((a, step)) => apart(out, tile(a, start, step, a_copy), b),
+            None => in_place(out, b),
+        }
     }
+}
+
+/// As many elements as `copy` has, every `step`th from the `start`th on: where they lie, or copied.
+fn tile<'t, T: Copy>(data: &'t [T], start: usize, step: usize, copy: &'t mut [T]) -> &'t [T] {
+    match step {
+        0 => copy.fill(data[0]),
+        1 => return &data[start..][..copy.len()],
+        _ => copy.iter_mut().zip(start..).for_each(|(to, i)| *to = data[i * step]),
+    }
+    copy
 }
 
 /// Extent of the last dimension; 1 for scalars.
