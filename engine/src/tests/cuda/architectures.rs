@@ -1,12 +1,15 @@
-//! Generated kernels compile, of every kind of operand. Families and the models' own kernels: `gpu compile` (benches/gpu).
+//! All families compile, and of generated kernels one for every kind of operand. The models' own kernels: `gpu compile` (benches/gpu).
 
 use rayon::prelude::*;
 
 use super::fused::generated;
 use crate::cuda::{Architecture, Cache, Family, Nvrtc};
 
+/// Bytes that a thread of a kernel may write to local memory, or read back, for want of registers: what `gpu compile` lets pass.
+const MOST_SPILLED: u32 = 8;
+
 #[test]
-fn generated_kernels_compile_for_every_architecture() {
+fn kernels_compile_for_every_architecture() {
     let nvrtc = match Nvrtc::load(None) {
         Ok(nvrtc) => nvrtc,
         Err(error) => {
@@ -20,13 +23,20 @@ fn generated_kernels_compile_for_every_architecture() {
     // .ci/kernels says for which.
     let architectures = std::env::var("GAPLESS_TEST_ARCHITECTURES").unwrap_or_else(|_| "sm_80,sm_90,sm_100".into());
     let architectures: Vec<Architecture> = architectures.split(',').map(|name| name.parse().unwrap()).collect();
-    let families = generated();
+    let mut families: Vec<Family> = Family::ALL.iter().copied().chain(generated()).collect();
+    // The longest first, so that none of them is left over when the others are done.
+    families.sort_by_key(|family| std::cmp::Reverse(family.source().len()));
     let of_all = |&family| architectures.iter().map(move |&architecture| (family, architecture));
     let jobs: Vec<(Family, Architecture)> = families.iter().flat_map(of_all).collect();
     jobs.into_par_iter().for_each(|(family, architecture)| {
         let kernels = cache.fill(nvrtc, family, architecture).unwrap_or_else(|error| panic!("{error}"));
-        assert!(kernels.len() == 1 && kernels[0].registers > 0, "{family:?} for {architecture}: {kernels:?}");
-        assert_eq!((kernels[0].spill_store_bytes, kernels[0].spill_load_bytes), (0, 0), "{kernels:?}");
+        let is_generated = matches!(family, Family::Generated(_));
+        assert!(if is_generated { kernels.len() == 1 } else { !kernels.is_empty() }, "{family:?}: {kernels:?}");
+        let most = if is_generated { 0 } else { MOST_SPILLED };
+        for kernel in &kernels {
+            assert!(kernel.registers > 0, "for {architecture}: {kernel:?}");
+            assert!(kernel.spill_store_bytes.max(kernel.spill_load_bytes) <= most, "for {architecture}: {kernel:?}");
+        }
         // What is kept is used.
         assert!(cache.load(nvrtc, family, architecture).unwrap().starts_with(b"\x7fELF"));
     });
