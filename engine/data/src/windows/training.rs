@@ -83,11 +83,6 @@ impl TrainingWindows {
         self.parts[0].0.sequence
     }
 
-    /// How often all windows have been visited before `step`, in epochs.
-    pub fn epochs(&self, step: u64) -> f64 {
-        step as f64 * self.batch as f64 / self.per_epoch() as f64
-    }
-
     /// Which window is number `index` of the batch of `step`: its part, and there the position of its first token within the stream; of
     /// examples, the number of the row.
     pub(super) fn start(&self, step: u64, index: usize) -> (&Cut, u64) {

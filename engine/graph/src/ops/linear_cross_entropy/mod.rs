@@ -60,12 +60,6 @@ impl LinearCrossEntropy {
         Self { counted: Counted { cap, ..self.counted }, ..self }
     }
 
-    /// Without d_weight: for a weight that is frozen.
-    #[must_use]
-    pub fn without_d_weight(self) -> Self {
-        Self { has_d_weight: false, ..self }
-    }
-
     fn products(&self) -> Products {
         match (self.gradient, self.has_d_weight) {
             (None, _) => Products::Logits,
