@@ -9,8 +9,8 @@ use super::{Args, Float, InPieces, Pieces, with_float};
 /// Elements per task: big enough to outweigh the hand-over, small enough to stay in a core's cache.
 pub const BLOCK: usize = 16 * 1024;
 
-/// Elements of a row that are copied at a time to lie side by side.
-const TILE: usize = 256;
+/// Elements that are copied at a time to lie side by side.
+const TILE: usize = 1024;
 
 static ARCH: LazyLock<pulp::Arch> = LazyLock::new(pulp::Arch::new);
 
@@ -79,80 +79,93 @@ fn map_in<T: Float>(args: &mut Args<'_>, f: impl Fn(f32) -> f32 + Sync) {
 /// out = f(a, b) for equal shapes or broadcast strides, where the output may overwrite one of them. In either type of float.
 pub fn zip(args: &mut Args<'_>, f: impl Fn(f32, f32) -> f32 + Sync) {
     with_float!(args.output_dtype(0), T => {
-        // Two loops for each f. What is around them, for layouts and overwritten inputs, is compiled once.
+        // Three loops for each f and type. What is around them, for layouts and overwritten inputs, is compiled once for each type.
         let f = |a: T, b: T| T::store(f(a.load(), b.load()));
         zip_in::<T>(
             args,
             &|out, a, b| vectorize!(out.iter_mut().zip(a.iter().zip(b)).for_each(|(o, (&a, &b))| *o = f(a, b))),
             &|out, b| vectorize!(out.iter_mut().zip(b).for_each(|(o, &b)| *o = f(*o, b))),
+            &|out, a| vectorize!(out.iter_mut().zip(a).for_each(|(o, &a)| *o = f(a, *o))),
         );
     });
 }
 
 /// out = f(a, b).
 type Apart<'f, T> = dyn Fn(&mut [T], &[T], &[T]) + Sync + 'f;
-/// out = f(out, b).
-type InPlace<'f, T> = dyn Fn(&mut [T], &[T]) + Sync + 'f;
+/// out = f(out, b), or out = f(a, out).
+type Onto<'f, T> = dyn Fn(&mut [T], &[T]) + Sync + 'f;
 
-fn zip_in<T: Float>(args: &mut Args<'_>, apart: &Apart<'_, T>, in_place: &InPlace<'_, T>) {
+fn zip_in<T: Float>(args: &mut Args<'_>, apart: &Apart<'_, T>, onto_a: &Onto<'_, T>, onto_b: &Onto<'_, T>) {
     let out = args.output::<T>(0);
-    let sides = [0, 1].map(|input| (!args.is_overwritten(input)).then(|| args.strided::<T>(input)));
-    let mut layouts = sides.iter().flatten().map(|&(_, layout)| layout);
-    let is_dense = layouts.clone().all(Layout::is_contiguous);
-    // Each has the output's shape.
-    let width = if is_dense { BLOCK } else { layouts.next().map_or(1, last_extent) };
-    let rows = rows_per_task(width);
-    out.pieces_mut(rows * width).enumerate().for_each(|(task, out)| {
-        for (row, out) in out.chunks_mut(width).enumerate() {
-            let row = task * rows + row;
-            let sides = sides.map(|side| {
-                side.map(|(data, layout)| match is_dense {
-                    true => (&data[row * width..], 1),
-                    false => row_of(data, layout, row),
-                })
-            });
-            match sides {
-                [Some((a, 1)), Some((b, 1))] => apart(out, a, b),
-                [None, Some((b, 1))] => in_place(out, b),
-                [a, b] => zip_in_tiles(out, a, b, apart, in_place),
+    match [0, 1].map(|input| (!args.is_overwritten(input)).then(|| args.strided::<T>(input))) {
+        [Some(a), Some(b)] => in_tiles(out, [a, b], |out, [a, b]| apart(out, a, b)),
+        [None, Some(b)] => in_tiles(out, [b], |out, [b]| onto_a(out, b)),
+        [Some(a), None] => in_tiles(out, [a], |out, [a]| onto_b(out, a)),
+        [None, None] => unreachable!("an output overwrites one input at most"),
+    }
+}
+
+/// Calls f with pieces of a dense output, and what each input has for them side by side: where it lies, or copied.
+fn in_tiles<T: Float, const N: usize>(
+    out: &mut [T],
+    inputs: [(&[T], &Layout); N],
+    f: impl Fn(&mut [T], [&[T]; N]) + Sync,
+) {
+    let inputs = inputs.map(|(data, layout)| (data, (!layout.is_contiguous()).then_some(layout)));
+    let Some(width) = inputs.iter().find_map(|(_, layout)| layout.map(last_extent)) else {
+        out.pieces_mut(BLOCK).enumerate().for_each(|(task, out)| {
+            f(out, inputs.map(|(data, _)| &data[task * BLOCK..][..out.len()]));
+        });
+        return;
+    };
+    // Of narrow rows as many at once as fit into a tile.
+    let rows_per_tile = (TILE / width).max(1);
+    let tiles = rows_per_task(rows_per_tile * width);
+    out.pieces_mut(tiles * rows_per_tile * width).enumerate().for_each(|(task, out)| {
+        let mut copies = [[T::store(0.0); TILE]; N];
+        for (i, out) in out.chunks_mut(rows_per_tile * width).enumerate() {
+            let row = (task * tiles + i) * rows_per_tile;
+            for (column, out) in (0..).step_by(TILE).zip(out.chunks_mut(TILE)) {
+                let mut copies = copies.iter_mut();
+                f(
+                    out,
+                    inputs.map(|(data, layout)| {
+                        let copy = copies.next().expect("one for each input");
+                        match layout {
+                            None => &data[row * width + column..][..out.len()],
+                            Some(layout) => side_by_side(data, layout, row, column, out.len(), copy),
+                        }
+                    }),
+                );
             }
         }
     });
 }
 
-/// A row whose inputs, each with its step, do not all lie side by side, or of which the second is overwritten.
-fn zip_in_tiles<T: Float>(
-    out: &mut [T],
-    a: Option<(&[T], usize)>,
-    b: Option<(&[T], usize)>,
-    apart: &Apart<'_, T>,
-    in_place: &InPlace<'_, T>,
-) {
-    let mut copies = [[T::store(0.0); TILE]; 2];
-    for (start, out) in (0..).step_by(TILE).zip(out.chunks_mut(TILE)) {
-        let [a_copy, b_copy] = copies.each_mut().map(|copy| &mut copy[..out.len()]);
-        let b = match b {
-            Some((b, step)) => tile(b, start, step, b_copy),
-            None => {
-                b_copy.copy_from_slice(out);
-                b_copy
-            }
-        };
-        match a {
-            Some((a, step)) => apart(out, tile(a, start, step, a_copy), b),
-            None => in_place(out, b),
+/// The `len` elements that the layout shows from this place on: where they lie, or copied.
+fn side_by_side<'t, T: Copy>(
+    data: &'t [T],
+    layout: &Layout,
+    mut row: usize,
+    mut column: usize,
+    len: usize,
+    copy: &'t mut [T; TILE],
+) -> &'t [T] {
+    let width = last_extent(layout);
+    let mut copied = 0;
+    while copied < len {
+        let (data, step) = row_of(data, layout, row);
+        let to = &mut copy[copied..len.min(copied + width - column)];
+        let n = to.len();
+        match step {
+            1 if n == len => return &data[column..][..len],
+            0 => to.fill(data[0]),
+            1 => to.copy_from_slice(&data[column..][..n]),
+            _ => to.iter_mut().zip(column..).for_each(|(to, i)| *to = data[i * step]),
         }
+        (row, column, copied) = (row + 1, 0, copied + n);
     }
-}
-
-/// As many elements as `copy` has, every `step`th from the `start`th on: where they lie, or copied.
-fn tile<'t, T: Copy>(data: &'t [T], start: usize, step: usize, copy: &'t mut [T]) -> &'t [T] {
-    match step {
-        0 => copy.fill(data[0]),
-        1 => return &data[start..][..copy.len()],
-        _ => copy.iter_mut().zip(start..).for_each(|(to, i)| *to = data[i * step]),
-    }
-    copy
+    &copy[..len]
 }
 
 /// Extent of the last dimension; 1 for scalars.
@@ -171,4 +184,49 @@ pub fn row_of<'d, T>(data: &'d [T], layout: &Layout, mut row: usize) -> (&'d [T]
         row /= dim;
     }
     (&data[start..], step)
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Shape;
+
+    use super::*;
+
+    /// Rows that are narrower than a tile and wider, in tasks that end within them.
+    #[test]
+    fn pieces_have_what_their_layouts_show() {
+        for dims in [vec![], vec![1], vec![TILE], vec![3, 2 * TILE + 9], vec![5000, 7], vec![40, 3, 600]] {
+            let shape = Shape::from(dims);
+            let dense = Layout::contiguous(&shape);
+            let [count, width, rank] = [shape.elem_count(), last_extent(&dense), shape.rank()];
+            let of = |strides| Layout::new(shape.clone(), strides, 0);
+            let of_columns = of((0..rank).map(|dim| usize::from(dim + 1 == rank)).collect());
+            let of_rows = of(dense.stride().iter().map(|&stride| stride / width).collect());
+            let every_third = of(dense.stride().iter().map(|stride| 3 * stride).collect());
+            let layouts = [dense, of_columns, of_rows, every_third];
+            let data: Vec<f32> = (0..3 * count).map(|i| i as f32).collect();
+            let place = |mut i: usize, layout: &Layout| {
+                let mut place = 0;
+                for (dim, stride) in layout.dims().iter().zip(layout.stride()).rev() {
+                    place += i % dim * stride;
+                    i /= dim;
+                }
+                place
+            };
+            let shown = |layout: &Layout| (0..count).map(|i| data[place(i, layout)]).collect::<Vec<f32>>();
+            for a in &layouts {
+                let mut out = vec![-1.0; count];
+                in_tiles(&mut out, [(&data, a)], |out, [a]| out.copy_from_slice(a));
+                assert_eq!(out, shown(a), "{a:?}");
+                for b in &layouts {
+                    let mut out = vec![-1.0; count];
+                    in_tiles(&mut out, [(&data, a), (&data, b)], |out, [a, b]| {
+                        out.iter_mut().zip(a.iter().zip(b)).for_each(|(o, (a, b))| *o = a - 2.0 * b);
+                    });
+                    let expected: Vec<f32> = shown(a).iter().zip(shown(b)).map(|(a, b)| a - 2.0 * b).collect();
+                    assert_eq!(out, expected, "{a:?}, {b:?}");
+                }
+            }
+        }
+    }
 }

@@ -31,7 +31,10 @@ fn kernels_compile_for_every_architecture() {
     jobs.into_par_iter().for_each(|(family, architecture)| {
         let kernels = cache.fill(nvrtc, family, architecture).unwrap_or_else(|error| panic!("{error}"));
         let is_generated = matches!(family, Family::Generated(_));
-        assert!(if is_generated { kernels.len() == 1 } else { !kernels.is_empty() }, "{family:?}: {kernels:?}");
+        assert!(
+            if is_generated { kernels.len() == 1 } else { !kernels.is_empty() },
+            "{family:?} for {architecture}: {kernels:?}"
+        );
         let most = if is_generated { 0 } else { MOST_SPILLED };
         for kernel in &kernels {
             assert!(kernel.registers > 0, "for {architecture}: {kernel:?}");
