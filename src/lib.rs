@@ -65,6 +65,7 @@ mod pages {
     }
 }
 
+pub mod communicator;
 mod page;
 pub mod plan;
 pub mod prelude;
@@ -82,7 +83,6 @@ pub use gapless_parallel as parallel;
 pub use candle_core::{self, D};
 pub use gapless_alloc::arena::Reserve;
 pub use gapless_engine::checkpoint::Checkpoint;
-pub use gapless_engine::communicator;
 pub use gapless_engine::data::{DataOptions, Dataset, IGNORED, Source, VocabularyChoice};
 pub use gapless_engine::graph::{Device, IndexOp};
 pub use gapless_engine::learning_rate::LearningRate;

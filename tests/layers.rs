@@ -7,12 +7,13 @@ use std::process::Command;
 use serde_json::Value;
 
 /// All crates, from the lowest up. `gapless-testing` is for tests alone.
-const CRATES: [&str; 14] = [
+const CRATES: [&str; 15] = [
     "gapless-testing",
     "gapless-alloc",
     "gapless-allocators",
     "gapless-parallel",
     "gapless-communicator",
+    "gapless-mpi",
     "gapless-data",
     "gapless-checkpoint",
     "gapless-kernels",

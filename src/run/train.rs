@@ -105,7 +105,7 @@ pub fn train(
 ) -> Result<Summary, RunError> {
     config.check()?;
     let ranks = config.step.mesh().ranks().map_err(TrainError::from)?;
-    let world = gapless_communicator::world()?;
+    let world = gapless_mpi::world()?;
     if world.size() == ranks {
         let mut others = Console::silent();
         let console = if world.rank() == 0 { console } else { &mut others };

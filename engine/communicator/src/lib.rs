@@ -26,32 +26,27 @@
 //! rank 1   irecv ── compute ─╲── wait ── use             memory lent ├───────────────┤
 //! ```
 
+pub mod backend;
 mod error;
 mod in_process;
 pub mod launch_order;
-#[cfg(feature = "mpi")]
-mod mpi;
 #[cfg(feature = "cuda")]
 mod nccl;
-mod split;
-mod sum;
 mod tag;
 mod worlds;
 
 use std::ffi::OsStr;
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+pub use backend::Request;
 pub use error::{Awaited, CommunicatorError, MissingLibrary, Result};
 pub use in_process::InProcess;
-#[cfg(feature = "mpi")]
-pub use mpi::Mpi;
 #[cfg(feature = "cuda")]
 pub use nccl::{Nccl, Sums};
 pub use tag::{Direction, Tag};
-pub use worlds::{RankError, on_threads, world};
+pub use worlds::{RankError, on_threads};
 
 use self::launch_order::{Call, LaunchOrder};
 
@@ -62,26 +57,6 @@ pub enum Memory {
     Host,
     /// The memory of the backend's device.
     Device,
-}
-
-/// An operation under way. Its memory is lent until [`Communicator::wait`] takes the request back.
-#[derive(Debug, PartialEq, Eq)]
-#[must_use = "the memory stays lent until the request is waited for"]
-pub struct Request {
-    /// The communicator that made it: no other may take it for one of its own, and end another operation by it.
-    owner: Owner,
-    slot: usize,
-}
-
-/// A communicator of one rank, unlike all others of this process.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Owner(u64);
-
-impl Owner {
-    fn new() -> Self {
-        static NEXT: AtomicU64 = AtomicU64::new(0);
-        Self(NEXT.fetch_add(1, Ordering::Relaxed))
-    }
 }
 
 /// A collective operation of one rank: what it does, and this rank's memory.

@@ -1,8 +1,6 @@
-//! Where ranks come from: threads of this process, or whoever started it.
+//! Ranks that are threads of this process.
 
 use std::panic::resume_unwind;
-
-use gapless_parallel::World;
 
 use crate::{Communicator, CommunicatorError, InProcess, Result};
 
@@ -61,22 +59,4 @@ impl RankError for CommunicatorError {
 
 fn is_echo(error: &impl RankError) -> bool {
     matches!(error.communicator(), Some(CommunicatorError::PeerGone { .. }))
-}
-
-/// The world that this process was started in: of MPI, under `mpirun` and the like; else a world of this process alone.
-///
-/// # Errors
-/// When the environment speaks of several ranks, but this program was built without the feature `mpi`; when it
-/// contradicts itself; when MPI cannot be started.
-pub fn world() -> Result<Box<dyn Communicator>> {
-    match World::discover()? {
-        #[cfg(feature = "mpi")]
-        Some(_) => Ok(Box::new(crate::Mpi::world()?)),
-        #[cfg(not(feature = "mpi"))]
-        Some(world) if world.size > 1 => Err(CommunicatorError::Unsupported {
-            what: "a world of several processes in a program built without the feature `mpi`",
-            remedy: "build it with --features mpi, or use ranks that are threads (on_threads)",
-        }),
-        _ => Ok(Box::new(InProcess::world(1).remove(0))),
-    }
 }

@@ -12,7 +12,7 @@
 //! 4. Items of one collective write disjoint memory, and none writes what another reads.
 
 use crate::Collective;
-use crate::sum::sum;
+use crate::backend::sum;
 
 /// Elements, or bytes, of one item: large enough that the lock is not noticed, small enough to share the work.
 const SEGMENT: usize = 1 << 14;

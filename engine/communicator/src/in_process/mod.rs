@@ -12,9 +12,8 @@ use std::time::{Duration, Instant};
 
 use self::memory::{Disagreement, Entry, Range};
 use self::state::{Group, Post, Slot, State, Status};
-use crate::{
-    Awaited, Collective, Communicator, CommunicatorError, Memory, Owner, Request, Result, Tag, default_timeout,
-};
+use crate::backend::{Owner, places};
+use crate::{Awaited, Collective, Communicator, CommunicatorError, Memory, Request, Result, Tag, default_timeout};
 
 /// A rank that is a thread. Made by [`InProcess::world`], one per thread.
 ///
@@ -62,7 +61,7 @@ impl InProcess {
         let entries = Vec::with_capacity(members.len());
         Self {
             world: world.clone(),
-            owner: Owner::new(),
+            owner: Owner::unique(),
             group,
             members: members.clone(),
             rank,
@@ -84,7 +83,7 @@ impl InProcess {
 
     /// Takes a slot for an operation.
     fn open(&self, state: &mut State, status: Status) -> Request {
-        Request { owner: self.owner, slot: state.open(self.me(), self.group, status) }
+        self.owner.request(state.open(self.me(), self.group, status))
     }
 
     /// Posts one end of a message, and copies it if the other end is there.
@@ -252,9 +251,9 @@ unsafe impl Communicator for InProcess {
         let me = self.me();
         let mut state = self.world.lock();
         state.check(me, || Awaited::Start)?;
-        let request = self.open(&mut state, Status::Free);
+        let slot = state.open(me, self.group, Status::Free);
         let index = state.enter(self.group, self.collectives, self.rank, Entry(collective));
-        state.slots[me][request.slot].status = Status::Round(index);
+        state.slots[me][slot].status = Status::Round(index);
         self.collectives += 1;
         let round = &mut state.rounds[index];
         if round.is_full() {
@@ -267,15 +266,13 @@ unsafe impl Communicator for InProcess {
             }
             self.members.iter().for_each(|rank| self.world.changed[*rank].notify_all());
         }
-        Ok(request)
+        Ok(self.owner.request(slot))
     }
 
     fn wait(&mut self, request: Request) -> Result<()> {
+        let slot = self.owner.slot(request)?;
         let (world, me, timeout) = (self.world.clone(), self.me(), self.timeout);
-        if request.owner != self.owner {
-            return Err(CommunicatorError::UnknownRequest);
-        }
-        let (state, slot) = (world.lock(), request.slot);
+        let state = world.lock();
         let mut deadline = None;
         let (mut state, outcome) = self.settle(&world, state, slot, |state, slot| {
             let awaited = || state.awaited(me, slot);
@@ -305,7 +302,7 @@ unsafe impl Communicator for InProcess {
     }
 
     fn split(&mut self, color: usize, key: usize) -> Result<Box<dyn Communicator>> {
-        let places = super::split::places(self, color, key)?;
+        let places = places(self, color, key)?;
         let origin = (self.group, self.collectives, places.color);
         let mut state = self.world.lock();
         let group = state.groups.iter().position(|group| group.origin == origin).unwrap_or_else(|| {

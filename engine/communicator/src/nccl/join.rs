@@ -13,7 +13,8 @@ use super::library::Library;
 use super::operation::cuda;
 use super::raw::{self, Comm, ID_BYTES};
 use super::{Nccl, Sums, all};
-use crate::{Communicator, Owner, Result};
+use crate::backend::Owner;
+use crate::{Communicator, Result};
 
 impl Nccl {
     /// This rank of `control`'s ranks, on a GPU by its number in this process, with a new stream for its computations. A
@@ -89,7 +90,7 @@ impl Nccl {
         family.add(&comm);
         let mut this = Self {
             control,
-            owner: Owner::new(),
+            owner: Owner::unique(),
             members,
             comm,
             family,

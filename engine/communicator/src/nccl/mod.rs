@@ -8,10 +8,10 @@
 //! ([`launch_order`](super::launch_order)), and every run begins with [`Nccl::follow`]:
 //!
 //! ```no_run
-//! use gapless_communicator::{Communicator, Nccl, Request, Result, Tag, launch_order::{Call, Start}, world};
+//! use gapless_communicator::{Communicator, Nccl, Request, Result, Tag, launch_order::{Call, Start}};
 //!
-//! # fn run(bytes: *mut u8) -> gapless_communicator::Result<()> {
-//! let mut rank = Nccl::on_device(world()?, 0)?;              // under mpirun: one process per GPU, which it sees as its first
+//! # fn run(control: Box<dyn Communicator>, bytes: *mut u8) -> gapless_communicator::Result<()> {
+//! let mut rank = Nccl::on_device(control, 0)?;               // under mpirun, `gapless_mpi::world()`: each process sees one GPU
 //! let (tag, len) = (Tag::default(), 1 << 20);
 //! let start = match rank.rank() {
 //!     0 => Start::Send { to: 1, tag, len },
@@ -55,8 +55,9 @@ use cudarc::driver::{CudaSlice, CudaStream};
 use self::family::Family;
 use self::operation::{Operation, Slot, Status, cuda};
 use self::raw::Comm;
+use crate::backend::Owner;
 use crate::launch_order::{Launch, LaunchQueue, Start};
-use crate::{Awaited, Communicator, CommunicatorError, Owner, Request, Result, Tag};
+use crate::{Awaited, Communicator, CommunicatorError, Request, Result, Tag};
 
 /// Looks at the device without rest this often, and then at an interval.
 const EAGER_POLLS: u32 = 2000;
@@ -179,7 +180,7 @@ impl Nccl {
                 self.launch(slot)?;
             }
         }
-        Ok(Request { owner: self.owner, slot })
+        Ok(self.owner.request(slot))
     }
 
     /// Takes a slot for an operation.
@@ -242,11 +243,8 @@ impl Nccl {
 
     /// The slot of an operation that is waited for, which is launched by then.
     fn launched(&mut self, request: Request) -> Result<usize> {
-        if request.owner != self.owner {
-            return Err(CommunicatorError::UnknownRequest);
-        }
+        let index = self.owner.slot(request)?;
         self.bind().map_err(|error| self.fail(error))?;
-        let index = request.slot;
         let error = match (&self.failure, self.slots[index].status) {
             (Some(failure), _) => failure.clone(),
             (None, Status::Held) => {

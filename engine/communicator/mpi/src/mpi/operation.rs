@@ -10,9 +10,10 @@
 
 use std::sync::Arc;
 
+use gapless_communicator::backend::sum;
+use gapless_communicator::{Awaited, Collective, CommunicatorError, Result};
+
 use super::raw::{self, LARGEST, Outcome};
-use crate::sum::sum;
-use crate::{Awaited, Collective, CommunicatorError, Result};
 
 /// Elements of a part that are exchanged at a time: bounds the memory for what comes in.
 const WINDOW: usize = 1 << 18;

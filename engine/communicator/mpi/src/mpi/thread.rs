@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::time::Duration;
 
+use gapless_communicator::{Awaited, Collective, CommunicatorError, Result};
 use mpi::Threading;
 use mpi::environment::Universe;
 
@@ -11,7 +12,6 @@ use super::link::Link;
 use super::operation::{Group, Operation};
 use super::raw;
 use super::shutdown_notice::Farewells;
-use crate::{Awaited, Collective, CommunicatorError, Result};
 
 /// What the thread is asked to do.
 pub(super) enum Command {

@@ -2,8 +2,9 @@
 
 use std::time::{Duration, Instant};
 
+use gapless_communicator::Result;
+
 use super::raw::{self, Outcome};
-use crate::Result;
 
 /// One empty message from each rank to each other, when it leaves.
 pub(super) struct Farewells {

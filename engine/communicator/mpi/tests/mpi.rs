@@ -4,6 +4,7 @@
 //! it says so and ends.
 
 #[cfg(feature = "mpi")]
+#[path = "../../tests/communicator_cases/mod.rs"]
 mod communicator_cases;
 
 fn main() {
@@ -19,7 +20,8 @@ mod jobs {
     use std::process::{Child, Command, Stdio};
     use std::time::{Duration, Instant};
 
-    use gapless_communicator::{Communicator, Mpi, Result, Tag};
+    use gapless_communicator::{Communicator, Result, Tag};
+    use gapless_mpi::Mpi;
     use gapless_testing::{mpirun, not_checked, only_test};
 
     use crate::communicator_cases::CASES;

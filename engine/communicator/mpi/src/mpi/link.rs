@@ -4,8 +4,9 @@ use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
+use gapless_communicator::{Awaited, CommunicatorError};
+
 use super::thread::Command;
-use crate::{Awaited, CommunicatorError};
 
 /// How long MPI may take to end the job before the process ends itself.
 const PATIENCE: Duration = Duration::from_secs(5);

@@ -2,9 +2,8 @@
 
 use std::ffi::c_int;
 
+use gapless_communicator::{CommunicatorError, Result};
 use mpi::ffi;
-
-use crate::{CommunicatorError, Result};
 
 pub(super) use mpi::ffi::{MPI_Comm as Comm, MPI_Request as Request, MPI_Status as Status};
 

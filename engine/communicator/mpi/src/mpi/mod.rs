@@ -19,11 +19,14 @@ use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use gapless_communicator::backend::{Owner, places};
+use gapless_communicator::{
+    Awaited, Collective, Communicator, CommunicatorError, Direction, Memory, Request, Result, Tag, default_timeout,
+};
 use gapless_parallel::World;
 
 use self::link::Link;
 use self::thread::{Command, Started};
-use crate::{Awaited, Collective, Communicator, CommunicatorError, Direction, Memory, Owner, Request, Result, Tag};
 
 /// A rank that is a process under `mpirun`. One per process, made by [`Mpi::world`].
 pub struct Mpi {
@@ -57,7 +60,7 @@ impl Mpi {
     /// # Errors
     /// When it was started before, or when other variables than MPI's (`RANK`, …) give this process another place.
     pub fn world() -> Result<Self> {
-        let timeout = super::default_timeout()?;
+        let timeout = default_timeout()?;
         let link = Arc::new(Link::default());
         let (started, place) = mpsc::channel();
         let thread = {
@@ -75,7 +78,7 @@ impl Mpi {
         end_job_on_panic(link.clone(), rank);
         link.open();
         let shared = Arc::new(Shared { link, thread: Mutex::new(Some(thread)), largest_tag });
-        Ok(Self { shared, owner: Owner::new(), group: 0, members: (0..size).collect(), rank, timeout })
+        Ok(Self { shared, owner: Owner::unique(), group: 0, members: (0..size).collect(), rank, timeout })
     }
 
     /// This rank in the world.
@@ -97,7 +100,7 @@ impl Mpi {
         };
         let group = self.group;
         let message = |slot, awaited| Command::Message { slot, group, sends, address, len, peer, tag: number, awaited };
-        Ok(Request { owner: self.owner, slot: self.shared.link.start(group, awaited, message) })
+        Ok(self.owner.request(self.shared.link.start(group, awaited, message)))
     }
 }
 
@@ -135,19 +138,16 @@ unsafe impl Communicator for Mpi {
         let group = self.group;
         let awaited = Awaited::Collective { what: collective.to_string(), missing: Vec::new() };
         let command = |slot, awaited| Command::Collective { slot, group, collective, awaited };
-        Ok(Request { owner: self.owner, slot: self.shared.link.start(group, awaited, command) })
+        Ok(self.owner.request(self.shared.link.start(group, awaited, command)))
     }
 
     fn wait(&mut self, request: Request) -> Result<()> {
-        if request.owner != self.owner {
-            return Err(CommunicatorError::UnknownRequest);
-        }
-        self.shared.link.wait(self.me(), request.slot, self.timeout);
+        self.shared.link.wait(self.me(), self.owner.slot(request)?, self.timeout);
         Ok(())
     }
 
     fn split(&mut self, color: usize, key: usize) -> Result<Box<dyn Communicator>> {
-        let places = super::split::places(self, color, key)?;
+        let places = places(self, color, key)?;
         let members: Arc<[usize]> = places.members.iter().map(|rank| self.members[*rank]).collect();
         let (answer, answered) = mpsc::channel();
         let (group, color, key) = (self.group, places.color, places.rank);
@@ -159,7 +159,7 @@ unsafe impl Communicator for Mpi {
         self.shared.link.open();
         Ok(Box::new(Self {
             shared: self.shared.clone(),
-            owner: Owner::new(),
+            owner: Owner::unique(),
             group,
             members,
             rank: places.rank,

@@ -1,0 +1,30 @@
+//! Ranks that are processes, on one host or many, and the world that this process was started in.
+//!
+//! What trains uses a [`Communicator`] and no backend, so that the feature `mpi` compiles this crate and those above it alone.
+
+#[cfg(feature = "mpi")]
+mod mpi;
+
+use gapless_communicator::{Communicator, InProcess, Result};
+use gapless_parallel::World;
+
+#[cfg(feature = "mpi")]
+pub use mpi::Mpi;
+
+/// The world that this process was started in: of MPI, under `mpirun` and the like; else a world of this process alone.
+///
+/// # Errors
+/// When the environment speaks of several ranks, but this program was built without the feature `mpi`; when it
+/// contradicts itself; when MPI cannot be started.
+pub fn world() -> Result<Box<dyn Communicator>> {
+    match World::discover()? {
+        #[cfg(feature = "mpi")]
+        Some(_) => Ok(Box::new(Mpi::world()?)),
+        #[cfg(not(feature = "mpi"))]
+        Some(world) if world.size > 1 => Err(gapless_communicator::CommunicatorError::Unsupported {
+            what: "a world of several processes in a program built without the feature `mpi`",
+            remedy: "build it with --features mpi, or use ranks that are threads (on_threads)",
+        }),
+        _ => Ok(Box::new(InProcess::world(1).remove(0))),
+    }
+}
