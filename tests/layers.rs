@@ -7,7 +7,7 @@ use std::process::Command;
 use serde_json::Value;
 
 /// All crates, from the lowest up. `gapless-testing` is for tests alone.
-const CRATES: [&str; 15] = [
+const CRATES: [&str; 16] = [
     "gapless-testing",
     "gapless-alloc",
     "gapless-allocators",
@@ -23,6 +23,7 @@ const CRATES: [&str; 15] = [
     "gapless-engine",
     "gapless-models",
     "gapless",
+    "gapless-bench-generate",
 ];
 
 /// Modules that use each other: a tensor's methods are the operations, which are made of tensors.
