@@ -57,25 +57,27 @@ impl TrainedRun {
         Ok(Self { config, vocabulary, checkpoint, average: false })
     }
 
-    /// Its model with its weights on the CPU, to generate and evaluate; `threads` is 0 for all cores.
+    /// Its model with its weights on the CPU, to generate; `threads` is 0 for all cores.
+    ///
+    /// # Errors
+    /// As [`Self::for_inference`].
+    pub fn model(&self, generation: Generation, threads: usize) -> Result<Trainer, RunError> {
+        let sequence = generation.window.unwrap_or(usize::MAX).min(generation.chunk);
+        let device = DeviceChoice::Cpu;
+        let generation = Some(generation);
+        self.for_inference(TrainOptions { batch: 1, sequence, device, threads, generation, ..TrainOptions::default() })
+    }
+
+    /// Its model with its weights, to evaluate and, if the options have a generation, to generate. Types and adapters are the run's.
     ///
     /// # Errors
     /// As [`Trainer::for_inference`], [`Trainer::load`] and [`Trainer::load_average`].
-    pub fn model(&self, generation: Generation, threads: usize) -> Result<Trainer, RunError> {
-        let sequence = generation.window.unwrap_or(usize::MAX).min(generation.chunk);
-        let options = TrainOptions {
-            batch: 1,
-            sequence,
-            device: DeviceChoice::Cpu,
-            threads,
-            dtype: match self.config.step.dtype {
-                Float::F32 => DType::F32,
-                Float::Bf16 => DType::BF16,
-            },
-            trainable: self.config.trainable.clone(),
-            generation: Some(generation),
-            ..TrainOptions::default()
+    pub fn for_inference(&self, options: TrainOptions) -> Result<Trainer, RunError> {
+        let dtype = match self.config.step.dtype {
+            Float::F32 => DType::F32,
+            Float::Bf16 => DType::BF16,
         };
+        let options = TrainOptions { dtype, trainable: self.config.trainable.clone(), ..options };
         let mut trainer = match self.config.model(self.vocabulary.size()) {
             ModelConfig::Gpt(gpt) => Trainer::for_inference(|vb| Gpt::new(&gpt, vb), options)?,
             ModelConfig::Llama(llama) => Trainer::for_inference(|vb| Llama::new(&llama, vb), options)?,

@@ -2,9 +2,10 @@
 
 use std::path::Path;
 
-use gapless::Trainer;
 use gapless::models::hf::{Adapter, Folder};
-use gapless::run::{Console, RunConfig, Start, train};
+use gapless::run::{Console, RunConfig, Start, TrainedRun, train, validation_loss};
+use gapless::{DeviceChoice, TrainOptions, Trainer};
+use serde_json::Value;
 
 use crate::{Place, TINY, tokenizer};
 
@@ -39,13 +40,14 @@ fn trained_weights_leave_in_the_form_that_they_came_in() {
     assert!(!out.join("model").exists());
 }
 
-/// The command, given a run's folder or a checkpoint, writes what the run did when it was there: of a model of one rank and of a
-/// pipeline, in bf16, of bytes and of trained tokens, and of adapters.
+/// The command, given a run's folder or a checkpoint, writes what the run did when it was there, and measures what the library does: of
+/// a model of one rank and of a pipeline, in bf16, of bytes and of trained tokens, and of adapters.
 #[test]
-fn what_was_trained_continues_texts() {
+fn what_was_trained_continues_texts_and_is_measured() {
     let place = Place::new();
     let base = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/evidence/hf/models/mixtral_bf16/checkpoint");
-    let tokenizer = format!("tokenizer = {:?}", tokenizer(&place));
+    let other = tokenizer(&place);
+    let tokenizer = format!("tokenizer = {other:?}");
     let model = format!("[model]\nfolder = {base:?}\n[trainable.lora]\nrank = 2\ntargets = [\"q_proj\"]");
     let adapter = TINY.replace("[model.gpt]\nlayers = 1\nheads = 2\nwidth = 16", &model);
     let ranks = "threads = 1\npipeline_ranks = 2\ndtype = \"bf16\"";
@@ -67,7 +69,25 @@ fn what_was_trained_continues_texts() {
             let expected = expected.trim_end_matches(['\u{fffd}', '\n']);
             assert_eq!(String::from_utf8_lossy(&output.stdout).trim_end_matches('\n'), expected, "{of}: {output:?}");
         }
+        let dataset = config.dataset().unwrap();
+        let windows = dataset.validation(16, usize::MAX).unwrap().unwrap();
+        let options =
+            TrainOptions { batch: 1, sequence: 16, threads: 1, device: DeviceChoice::Cpu, ..TrainOptions::default() };
+        let mut model = TrainedRun::open(&place.path().join(name)).unwrap().for_inference(options).unwrap();
+        let expected = validation_loss(&mut model, &windows).unwrap().unwrap();
+        let folder = dataset.folder().unwrap().to_str().unwrap();
+        for (batch, data) in [("1", folder), ("7", folder), ("1", "text.txt")] {
+            let asked = ["eval", name, data, "--sequence", "16", "--batch", batch, "--device", "cpu", "--json"];
+            let output = place.gapless(&asked);
+            let said: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{output:?}"));
+            let difference = (said["loss"].as_f64().unwrap() - f64::from(expected)).abs();
+            // All of the text is the same sentence as its validation part.
+            let allowed = if data == folder { 1e-6 } else { 0.2 };
+            assert!(difference <= allowed * f64::from(expected), "{name} {batch} {data}: {said} is not {expected}");
+        }
     }
+    let output = place.gapless(&["eval", "bytes", other.parent().unwrap().to_str().unwrap()]);
+    assert!(output.status.code() == Some(2) && String::from_utf8_lossy(&output.stderr).contains("another vocabulary"));
     let output = place.gapless(&["sample", "bytes", "--prompt", "to be", "--chat"]);
     assert!(output.status.code() == Some(2) && String::from_utf8_lossy(&output.stderr).contains("chat template"));
 }

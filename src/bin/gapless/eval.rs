@@ -1,26 +1,31 @@
-//! `gapless eval`: the perplexity of a Hugging Face folder's model over a text.
+//! `gapless eval`: the perplexity of a run's or a Hugging Face folder's model over a text.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::{Context, ensure};
 use gapless::engine::data::{Dataset, TokenWidth, Tokenizer, Tokens, ValidationWindows};
 use gapless::models::hf::Folder;
+use gapless::run::TrainedRun;
 use gapless::{DeviceChoice, TrainOptions, Trainer};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::output::{print, tell};
 
-/// Measure the perplexity of a Hugging Face folder's model over a text: e to the mean loss of a token.
+/// Measure the perplexity of a run's or a Hugging Face folder's model over a text: e to the mean loss of a token.
 ///
 /// The text is cut into windows side by side, of which each begins anew.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
-    /// A folder with config.json, safetensors files and tokenizer.json.
+    /// A run's folder, of which the newest checkpoint is taken, or one of its checkpoints; or a folder with config.json, safetensors
+    /// files and tokenizer.json.
     folder: PathBuf,
     /// A text; token ids as .bin (of 16 bits, or as the header of llm.c says); or a prepared dataset's folder, of which the validation
     /// part is taken.
     data: PathBuf,
+    /// The averages of a run's weights, if it has them (optimizer.average), in place of the weights.
+    #[arg(long)]
+    average: bool,
     /// Tokens per window.
     #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
     sequence: u32,
@@ -54,20 +59,20 @@ pub fn run(arguments: &Arguments) -> ExitCode {
 
 fn evaluate(arguments: &Arguments) -> anyhow::Result<()> {
     // Windows of the data, and a model for as many at a time.
-    let folder = Folder::open(&arguments.folder)?;
+    let source = Source::open(arguments)?;
     let mut sequence = arguments.sequence as usize;
-    if let Some(longest) = folder.config().longest_sequence().filter(|&longest| longest < sequence) {
+    if let Some(longest) = source.longest_sequence()?.filter(|&longest| longest < sequence) {
         tell(format_args!("windows of {longest} tokens, which is as far as the model goes"));
         sequence = longest;
     }
-    let windows = Windows::open(arguments, &mut sequence)?;
+    let windows = Windows::open(&source, arguments, &mut sequence)?;
     let count = windows.count(sequence).min(arguments.windows.unwrap_or(usize::MAX));
     ensure!(count > 0, "{} has no window of {sequence} tokens", arguments.data.display());
     let batch = (arguments.batch as usize).min(count);
-    let mut model = trainer(arguments, &folder, batch, sequence)?;
+    let mut model = source.model(arguments, batch, sequence)?;
 
     // The loss of all of them. What does not fill a batch is measured one by one.
-    let mut single = if count.is_multiple_of(batch) { None } else { Some(trainer(arguments, &folder, 1, sequence)?) };
+    let mut single = if count.is_multiple_of(batch) { None } else { Some(source.model(arguments, 1, sequence)?) };
     let style = ProgressStyle::with_template("{pos}/{len} windows {wide_bar} perplexity {msg} ETA {eta}");
     let progress = ProgressBar::new(count as u64).with_style(style.context("the bar's template")?);
     let (mut tokens, mut targets) = (vec![0; batch * sequence], vec![0; batch * sequence]);
@@ -103,12 +108,53 @@ fn evaluate(arguments: &Arguments) -> anyhow::Result<()> {
     })
 }
 
-fn trainer(arguments: &Arguments, folder: &Folder, batch: usize, sequence: usize) -> anyhow::Result<Trainer> {
-    let (device, threads) = (arguments.device, arguments.threads);
-    let options = TrainOptions { batch, sequence, device, threads, ..TrainOptions::default() };
-    let mut trainer = Trainer::for_inference(|vb| folder.model(vb), options)?;
-    folder.load(&mut trainer)?;
-    Ok(trainer)
+/// Whose weights they are.
+enum Source {
+    Run(Box<TrainedRun>),
+    Folder(Box<Folder>),
+}
+
+impl Source {
+    fn open(arguments: &Arguments) -> anyhow::Result<Self> {
+        if TrainedRun::is_at(&arguments.folder) {
+            let mut run = TrainedRun::open(&arguments.folder)?;
+            run.average = arguments.average;
+            tell(format_args!("{}: {} steps", run.checkpoint.path().display(), run.checkpoint.step()));
+            return Ok(Self::Run(Box::new(run)));
+        }
+        ensure!(!arguments.average, "a Hugging Face folder has no averages; leave --average out");
+        Ok(Self::Folder(Box::new(Folder::open(&arguments.folder)?)))
+    }
+
+    fn longest_sequence(&self) -> anyhow::Result<Option<usize>> {
+        Ok(match self {
+            Self::Run(run) => run.longest_sequence()?,
+            Self::Folder(folder) => folder.config().longest_sequence(),
+        })
+    }
+
+    /// All of a text as one; of a folder with the special tokens that belong around it.
+    fn encode(&self, arguments: &Arguments) -> anyhow::Result<Vec<u32>> {
+        let path = &arguments.data;
+        let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+        Ok(match self {
+            Self::Run(run) => run.vocabulary.encode(&text)?,
+            Self::Folder(_) => Tokenizer::open(&arguments.folder)?.encode(&text, true)?,
+        })
+    }
+
+    fn model(&self, arguments: &Arguments, batch: usize, sequence: usize) -> anyhow::Result<Trainer> {
+        let (device, threads) = (arguments.device, arguments.threads);
+        let options = TrainOptions { batch, sequence, device, threads, ..TrainOptions::default() };
+        match self {
+            Self::Run(run) => Ok(run.for_inference(options)?),
+            Self::Folder(folder) => {
+                let mut trainer = Trainer::for_inference(|vb| folder.model(vb), options)?;
+                folder.load(&mut trainer)?;
+                Ok(trainer)
+            }
+        }
+    }
 }
 
 /// Token ids, and how they are cut.
@@ -120,17 +166,21 @@ enum Windows {
 }
 
 impl Windows {
-    /// Opens what the arguments name. A text that is shorter than a window makes the window shorter.
-    fn open(arguments: &Arguments, sequence: &mut usize) -> anyhow::Result<Self> {
+    /// Opens a text, token ids or a dataset. A text that is shorter than a window makes the window shorter.
+    fn open(source: &Source, arguments: &Arguments, sequence: &mut usize) -> anyhow::Result<Self> {
         let path = &arguments.data;
         if path.is_dir() {
             let dataset = Dataset::open_prepared(path)?;
+            if let Source::Run(run) = source {
+                let is_same = dataset.vocabulary().hash() == run.vocabulary.hash();
+                ensure!(is_same, "{} has another vocabulary than the run", path.display());
+            }
             let windows = dataset.validation(*sequence, usize::MAX)?;
             return Ok(Self::Dataset(windows.with_context(|| format!("{} has no validation part", path.display()))?));
         }
         let tokens = match path.extension().is_some_and(|extension| extension == "bin") {
             true => Tokens::open(path, TokenWidth::U16)?,
-            false => Tokens::from_ids(encode(&arguments.folder, path)?),
+            false => Tokens::from_ids(source.encode(arguments)?),
         };
         ensure!(tokens.count() > 1, "{} has {} tokens, and a loss takes two", path.display(), tokens.count());
         *sequence = (*sequence).min(usize::try_from(tokens.count() - 1).unwrap_or(usize::MAX));
@@ -160,10 +210,4 @@ impl Windows {
         }
         Ok(())
     }
-}
-
-/// All of a text as one, with the special tokens that belong around it.
-fn encode(folder: &Path, path: &Path) -> anyhow::Result<Vec<u32>> {
-    let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
-    Ok(Tokenizer::open(folder)?.encode(&text, true)?)
 }
