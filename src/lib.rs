@@ -32,6 +32,7 @@
 //!
 //! - [`models`]: GPT and Llama, written with candle's vocabulary; [`models::hf`] reads and writes pretrained weights.
 //! - [`engine`]: what compiles and runs them; [`Trainer`] is the entry point.
+//! - [`communicator`]: how ranks exchange tensors, and the world that this process was started in.
 //! - [`alloc`]: planning of bytes × time, on its own.
 //! - [`allocators`]: models of the allocators that people use today, to compare with.
 //! - [`parallel`]: schedules of pipeline stages.

@@ -30,7 +30,7 @@ pub struct TrainedRun {
     pub vocabulary: Vocabulary,
     /// Its newest, or the one that was named.
     pub checkpoint: Checkpoint,
-    /// Whether [`Self::model`] takes the averages of weights (`optimizer.average`) in place of the weights.
+    /// Whether its models take the averages of weights (`optimizer.average`) in place of the weights.
     pub average: bool,
 }
 
@@ -52,6 +52,8 @@ impl TrainedRun {
         let tokenizer = folder.join(TOKENIZER);
         let vocabulary = match config.data.vocabulary {
             Some(256) if !tokenizer.exists() => Vocabulary::bytes(),
+            // Of token ids without a tokenizer.
+            Some(size) if !tokenizer.exists() => Vocabulary::ids(size),
             _ => Vocabulary::open(&tokenizer)?,
         };
         Ok(Self { config, vocabulary, checkpoint, average: false })
@@ -68,7 +70,7 @@ impl TrainedRun {
         self.for_inference(TrainOptions { batch: 1, sequence, device, threads, generation, ..TrainOptions::default() })
     }
 
-    /// Its model with its weights, to evaluate and, if the options have a generation, to generate. Types and adapters are the run's.
+    /// Its model with its weights. The options' types and adapters (`dtype`, `trainable`) are replaced by the run's.
     ///
     /// # Errors
     /// As [`Trainer::for_inference`], [`Trainer::load`] and [`Trainer::load_average`].
@@ -109,6 +111,9 @@ impl TrainedRun {
 
 /// The run's folder at a path that is one, or one of its checkpoints.
 fn folder_of(path: &Path) -> Option<&Path> {
-    let above = path.parent().and_then(Path::parent);
-    [Some(path), above].into_iter().flatten().find(|folder| folder.join("run.toml").exists())
+    let checkpoints = path.parent().filter(|folder| folder.file_name().is_some_and(|name| name == "checkpoints"));
+    [Some(path), checkpoints.and_then(Path::parent)]
+        .into_iter()
+        .flatten()
+        .find(|folder| folder.join("run.toml").exists())
 }

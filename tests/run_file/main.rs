@@ -61,6 +61,8 @@ impl Place {
             .unwrap();
         let lines = "{\"prompt\": \"to be or not\", \"completion\": \" to be\"}\n{\"prompt\": \"that is\"}\n";
         std::fs::write(folder.path().join("lines.jsonl"), lines).unwrap();
+        std::fs::write(folder.path().join("documents.jsonl"), "{\"text\": \"to be or not to be\"}\n".repeat(400))
+            .unwrap();
         Self { folder }
     }
 

@@ -41,7 +41,7 @@ fn trained_weights_leave_in_the_form_that_they_came_in() {
 }
 
 /// The command, given a run's folder or a checkpoint, writes what the run did when it was there, and measures what the library does: of
-/// a model of one rank and of a pipeline, in bf16, of bytes and of trained tokens, and of adapters.
+/// a model of one rank and of a pipeline, in bf16, of bytes and of trained tokens, of documents apart, and of adapters.
 #[test]
 fn what_was_trained_continues_texts_and_is_measured() {
     let place = Place::new();
@@ -55,6 +55,7 @@ fn what_was_trained_continues_texts_and_is_measured() {
     for (name, text) in [
         ("bytes", TINY.to_owned()),
         ("pipeline", pipeline.replace("vocabulary = 256", "vocabulary = 280")),
+        ("documents", TINY.replace("text.txt\"", "documents.jsonl\"\nisolate_documents = true")),
         ("adapter", adapter.replace("vocabulary = 256", &tokenizer)),
     ] {
         let assignments = ["learning_rate.peak=0.03".to_owned(), "checkpoints.keep_last=2".to_owned()];
@@ -65,14 +66,15 @@ fn what_was_trained_continues_texts_and_is_measured() {
         for (of, expected) in [(name.to_owned(), last), (format!("{name}/checkpoints/step-00000002"), second)] {
             let asked = ["sample", &of, "--prompt", "to be", "--tokens", "4", "--seed", "3", "--ignore-eos"];
             let output = place.gapless(&asked);
-            // What is written as it comes leaves out a letter that has only begun.
+            // What is written as it comes leaves out ends of text, and a letter that has only begun.
+            let expected = expected.replace('\0', "");
             let expected = expected.trim_end_matches(['\u{fffd}', '\n']);
             assert_eq!(String::from_utf8_lossy(&output.stdout).trim_end_matches('\n'), expected, "{of}: {output:?}");
         }
         let dataset = config.dataset().unwrap();
         let windows = dataset.validation(16, usize::MAX).unwrap().unwrap();
-        let options =
-            TrainOptions { batch: 1, sequence: 16, threads: 1, device: DeviceChoice::Cpu, ..TrainOptions::default() };
+        let (device, documents) = (DeviceChoice::Cpu, config.data.has_documents());
+        let options = TrainOptions { batch: 1, sequence: 16, threads: 1, device, documents, ..TrainOptions::default() };
         let mut model = TrainedRun::open(&place.path().join(name)).unwrap().for_inference(options).unwrap();
         let expected = validation_loss(&mut model, &windows).unwrap().unwrap();
         let folder = dataset.folder().unwrap().to_str().unwrap();
@@ -86,8 +88,39 @@ fn what_was_trained_continues_texts_and_is_measured() {
             assert!(difference <= allowed * f64::from(expected), "{name} {batch} {data}: {said} is not {expected}");
         }
     }
-    let output = place.gapless(&["eval", "bytes", other.parent().unwrap().to_str().unwrap()]);
-    assert!(output.status.code() == Some(2) && String::from_utf8_lossy(&output.stderr).contains("another vocabulary"));
-    let output = place.gapless(&["sample", "bytes", "--prompt", "to be", "--chat"]);
-    assert!(output.status.code() == Some(2) && String::from_utf8_lossy(&output.stderr).contains("chat template"));
+    let refused = |asked: &[&str], why: &str| {
+        let output = place.gapless(asked);
+        assert!(output.status.code() == Some(2) && String::from_utf8_lossy(&output.stderr).contains(why), "{output:?}");
+    };
+    refused(&["eval", "bytes", other.parent().unwrap().to_str().unwrap()], "another vocabulary");
+    refused(&["eval", "bytes", "text.txt", "--average"], "average/");
+    refused(&["eval", base.to_str().unwrap(), "text.txt", "--average"], "has no averages");
+    refused(&["sample", "bytes", "--prompt", "to be", "--chat"], "chat template");
+    // A folder two levels below a run.toml is no run.
+    assert!(place.path().join("run.toml").exists() && !TrainedRun::is_at(&place.path().join("models/llama")));
+}
+
+/// Of token ids without a tokenizer: there is no text, but a perplexity.
+#[test]
+fn runs_of_bare_ids_are_measured() {
+    let place = Place::new();
+    for vocabulary in [300, 70_000u32] {
+        let ids = (0..4000).map(|i| i * i % 290);
+        let bytes: Vec<u8> = match vocabulary {
+            300 => ids.flat_map(|id| (id as u16).to_le_bytes()).collect(),
+            _ => ids.flat_map(u32::to_le_bytes).collect(),
+        };
+        std::fs::write(place.path().join("ids.bin"), bytes).unwrap();
+        let text = TINY.replace("text.txt", "ids.bin").replace("\"to be\"", "\"\"");
+        let file = place.file(&text.replace("vocabulary = 256", &format!("vocabulary = {vocabulary}")));
+        let config = RunConfig::read(&file, &[]).unwrap();
+        let out = place.path().join(vocabulary.to_string());
+        let summary = train(&config, &out, &Start::Anew, &mut Console::default(), |_| {}).unwrap();
+        let asked = ["eval", out.to_str().unwrap(), "ids.bin", "--sequence", "16", "--device", "cpu", "--json"];
+        let output = place.gapless(&asked);
+        let said: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{output:?}"));
+        assert_eq!(said["tokens"], 3999 / 16 * 16, "{said}");
+        let (loss, expected) = (said["loss"].as_f64().unwrap(), f64::from(summary.val_loss.unwrap()));
+        assert!((loss - expected).abs() < 0.2, "{loss} is not {expected}");
+    }
 }

@@ -7,7 +7,7 @@ use anyhow::{Context, ensure};
 use gapless::engine::data::{Dataset, TokenWidth, Tokenizer, Tokens, ValidationWindows};
 use gapless::models::hf::Folder;
 use gapless::run::TrainedRun;
-use gapless::{DeviceChoice, TrainOptions, Trainer};
+use gapless::{Batch, DeviceChoice, IGNORED, TrainOptions, Trainer};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::output::{print, tell};
@@ -20,8 +20,8 @@ pub struct Arguments {
     /// A run's folder, of which the newest checkpoint is taken, or one of its checkpoints; or a folder with config.json, safetensors
     /// files and tokenizer.json.
     folder: PathBuf,
-    /// A text; token ids as .bin (of 16 bits, or as the header of llm.c says); or a prepared dataset's folder, of which the validation
-    /// part is taken.
+    /// A text; token ids as .bin (of 16 bits, of a run with more than 65,536 tokens of 32, or as the header of llm.c says); or a
+    /// prepared dataset's folder, of which the validation part is taken.
     data: PathBuf,
     /// The averages of a run's weights, if it has them (optimizer.average), in place of the weights.
     #[arg(long)]
@@ -69,30 +69,40 @@ fn evaluate(arguments: &Arguments) -> anyhow::Result<()> {
     let count = windows.count(sequence).min(arguments.windows.unwrap_or(usize::MAX));
     ensure!(count > 0, "{} has no window of {sequence} tokens", arguments.data.display());
     let batch = (arguments.batch as usize).min(count);
-    let mut model = source.model(arguments, batch, sequence)?;
+    let documents = windows.has_documents(&source);
+    let model = |batch: usize| source.model(arguments, batch, sequence, documents);
+    let mut whole = model(batch)?;
 
     // The loss of all of them. What does not fill a batch is measured one by one.
-    let mut single = if count.is_multiple_of(batch) { None } else { Some(source.model(arguments, 1, sequence)?) };
+    let mut single = if count.is_multiple_of(batch) { None } else { Some(model(1)?) };
     let style = ProgressStyle::with_template("{pos}/{len} windows {wide_bar} perplexity {msg} ETA {eta}");
     let progress = ProgressBar::new(count as u64).with_style(style.context("the bar's template")?);
-    let (mut tokens, mut targets) = (vec![0; batch * sequence], vec![0; batch * sequence]);
-    let (mut done, mut sum) = (0, 0.0);
+    let ids = || vec![0; batch * sequence];
+    let (mut tokens, mut targets, mut starts) = (ids(), ids(), if documents { ids() } else { Vec::new() });
+    let (mut done, mut sum, mut measured) = (0, 0.0, 0);
     while done < count {
         let (model, taken) = match &mut single {
             Some(single) if count - done < batch => (single, 1),
-            _ => (&mut model, batch),
+            _ => (&mut whole, batch),
         };
-        let (tokens, targets) = (&mut tokens[..taken * sequence], &mut targets[..taken * sequence]);
-        windows.fill(done, sequence, tokens, targets)?;
-        sum += taken as f64 * f64::from(model.evaluate(tokens, targets)?);
-        done += taken;
+        let size = taken * sequence;
+        let (tokens, targets) = (&mut tokens[..size], &mut targets[..size]);
+        let starts = if documents { &mut starts[..size] } else { &mut [][..] };
+        windows.fill(done, sequence, tokens, targets, starts)?;
+        let loss = model.evaluate_batch(&Batch { tokens, targets, starts })?;
+        let counted = targets.iter().filter(|&&target| target != IGNORED).count();
+        if counted > 0 {
+            sum += counted as f64 * f64::from(loss);
+        }
+        (done, measured) = (done + taken, measured + counted);
         progress.set_position(done as u64);
-        progress.set_message(format!("{:.3}", (sum / done as f64).exp()));
+        progress.set_message(format!("{:.3}", (sum / measured as f64).exp()));
     }
     progress.finish_and_clear();
 
     // What came out.
-    let (loss, measured) = (sum / count as f64, count * sequence);
+    ensure!(measured > 0, "{} has no token that counts", arguments.data.display());
+    let loss = sum / measured as f64;
     let perplexity = loss.exp();
     print(|out| match arguments.json {
         true => {
@@ -133,6 +143,14 @@ impl Source {
         })
     }
 
+    /// Of ids in a file that does not say.
+    fn token_width(&self) -> TokenWidth {
+        match self {
+            Self::Run(run) => TokenWidth::of_vocabulary(run.vocabulary.size()),
+            Self::Folder(_) => TokenWidth::U16,
+        }
+    }
+
     /// All of a text as one; of a folder with the special tokens that belong around it.
     fn encode(&self, arguments: &Arguments) -> anyhow::Result<Vec<u32>> {
         let path = &arguments.data;
@@ -143,9 +161,9 @@ impl Source {
         })
     }
 
-    fn model(&self, arguments: &Arguments, batch: usize, sequence: usize) -> anyhow::Result<Trainer> {
+    fn model(&self, arguments: &Arguments, batch: usize, sequence: usize, documents: bool) -> anyhow::Result<Trainer> {
         let (device, threads) = (arguments.device, arguments.threads);
-        let options = TrainOptions { batch, sequence, device, threads, ..TrainOptions::default() };
+        let options = TrainOptions { batch, sequence, device, threads, documents, ..TrainOptions::default() };
         match self {
             Self::Run(run) => Ok(run.for_inference(options)?),
             Self::Folder(folder) => {
@@ -179,7 +197,7 @@ impl Windows {
             return Ok(Self::Dataset(windows.with_context(|| format!("{} has no validation part", path.display()))?));
         }
         let tokens = match path.extension().is_some_and(|extension| extension == "bin") {
-            true => Tokens::open(path, TokenWidth::U16)?,
+            true => Tokens::open(path, source.token_width())?,
             false => Tokens::from_ids(source.encode(arguments)?),
         };
         ensure!(tokens.count() > 1, "{} has {} tokens, and a loss takes two", path.display(), tokens.count());
@@ -198,15 +216,30 @@ impl Windows {
         }
     }
 
-    /// Writes windows from the `first`th on.
-    fn fill(&self, first: usize, sequence: usize, tokens: &mut [u32], targets: &mut [u32]) -> anyhow::Result<()> {
+    /// Whether the documents of a window do not see each other, as the run has trained.
+    fn has_documents(&self, source: &Source) -> bool {
+        match (self, source) {
+            (Self::Dataset(_), Source::Run(run)) => run.config.data.has_documents(),
+            _ => false,
+        }
+    }
+
+    /// Writes windows from the `first`th on, and where the documents in them start, if that is asked for.
+    fn fill(
+        &self,
+        first: usize,
+        sequence: usize,
+        tokens: &mut [u32],
+        targets: &mut [u32],
+        starts: &mut [u32],
+    ) -> anyhow::Result<()> {
         match self {
             Self::Tokens(ids) => {
                 let start = (first * sequence) as u64;
                 ids.read(start, tokens)?;
                 ids.read(start + 1, targets)?;
             }
-            Self::Dataset(windows) => windows.fill(first, tokens, targets)?,
+            Self::Dataset(windows) => windows.fill_documents(first, tokens, targets, starts)?,
         }
         Ok(())
     }
