@@ -91,7 +91,7 @@ fn warnings_are_shown() {
     );
 }
 
-/// By the NVRTC that there is, for the architectures that GAPLESS_TEST_ARCHITECTURES names; .ci/kernels says when.
+/// By the NVRTC that there is, for the architectures that GAPLESS_TEST_ARCHITECTURES names; .ci/kernels chooses both.
 #[test]
 fn every_kernel_compiles_and_none_spills() {
     let architectures = std::env::var("GAPLESS_TEST_ARCHITECTURES").unwrap_or_else(|_| "sm_90".into());

@@ -2,8 +2,8 @@
 //!
 //! `cargo run --release -p gapless-bench-generate --features candle-transformers` prints for 1 and 8 sequences the tokens per second of
 //! both and their ratio, and what share that is of what reading every weight once per token allows by the memory bandwidth that is
-//! measured beside it; then how fast prompts are read, beside the forward pass that evaluates. `RAYON_NUM_THREADS` bounds the threads of both. The ratio of processor times, of all
-//! threads, is there for machines that do other things too.
+//! measured beside it; then how fast prompts are read, beside the forward pass that evaluates. `RAYON_NUM_THREADS` bounds the threads
+//! of both. The ratio of processor times, of all threads, is there for machines that do other things too.
 
 use std::collections::HashMap;
 use std::ops::ControlFlow;

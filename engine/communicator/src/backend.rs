@@ -1,5 +1,5 @@
-//! What implementations of [`Communicator`] share: their requests, who is in which part when one is split, and the one sum on
-//! the host, in f32 and in the order of ranks, so that bits depend on nothing else.
+//! What implementations of [`Communicator`] share: their requests, the groups that a split makes, and the one sum on the
+//! host, in f32 and in the order of ranks, so that bits depend on nothing else.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -50,6 +50,9 @@ pub struct Places {
 }
 
 /// Tells all ranks of each other's color and key. A collective operation.
+///
+/// # Errors
+/// Those of [`Communicator::all_gather`].
 pub fn places(whole: &mut dyn Communicator, color: usize, key: usize) -> Result<Places> {
     const WORD: usize = size_of::<usize>();
     let mut bytes = vec![0; 2 * WORD * whole.size()];
@@ -74,7 +77,7 @@ const BLOCK: usize = 1 << 10;
 /// put, so it may be put to where it came from.
 ///
 /// # Safety
-/// `source` gives aligned addresses that are valid for reads of `len` elements, which nobody but `put` writes.
+/// There is a rank. Of each, `source` gives an aligned address that is valid for reads of `len` elements, which nobody but `put` writes.
 pub unsafe fn sum(ranks: usize, len: usize, source: impl Fn(usize) -> *const f32, mut put: impl FnMut(usize, &[f32])) {
     let mut block = [0.0f32; BLOCK];
     for at in (0..len).step_by(BLOCK) {

@@ -33,7 +33,7 @@ pub mod launch_order;
 #[cfg(feature = "cuda")]
 mod nccl;
 mod tag;
-mod worlds;
+mod threads;
 
 use std::ffi::OsStr;
 use std::fmt;
@@ -46,7 +46,7 @@ pub use in_process::InProcess;
 #[cfg(feature = "cuda")]
 pub use nccl::{Nccl, Sums};
 pub use tag::{Direction, Tag};
-pub use worlds::{RankError, on_threads};
+pub use threads::{RankError, on_threads};
 
 use self::launch_order::{Call, LaunchOrder};
 

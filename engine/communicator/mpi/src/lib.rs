@@ -1,6 +1,6 @@
 //! Ranks that are processes, on one host or many, and the world that this process was started in.
 //!
-//! What trains uses a [`Communicator`] and no backend, so that the feature `mpi` compiles this crate and those above it alone.
+//! The trainer is written against [`Communicator`]: turning the feature `mpi` on compiles this crate and those that depend on it anew.
 
 #[cfg(feature = "mpi")]
 mod mpi;

@@ -195,7 +195,7 @@ mod tests {
     /// Rows that are narrower than a tile and wider, in tasks that end within them.
     #[test]
     fn pieces_have_what_their_layouts_show() {
-        for dims in [vec![], vec![1], vec![TILE], vec![3, 2 * TILE + 9], vec![5000, 7], vec![40, 3, 600]] {
+        for dims in [vec![], vec![1], vec![0, 3], vec![TILE], vec![3, 2 * TILE + 9], vec![5000, 7], vec![40, 3, 600]] {
             let shape = Shape::from(dims);
             let dense = Layout::contiguous(&shape);
             let [count, width, rank] = [shape.elem_count(), last_extent(&dense), shape.rank()];
@@ -203,8 +203,12 @@ mod tests {
             let of_columns = of((0..rank).map(|dim| usize::from(dim + 1 == rank)).collect());
             let of_rows = of(dense.stride().iter().map(|&stride| stride / width).collect());
             let every_third = of(dense.stride().iter().map(|stride| 3 * stride).collect());
-            let layouts = [dense, of_columns, of_rows, every_third];
-            let data: Vec<f32> = (0..3 * count).map(|i| i as f32).collect();
+            let with_gaps =
+                of(dense.stride().iter().map(|&s| if s == 1 { 1 } else { s / width * (width + 3) }).collect());
+            let reversed =
+                of(shape.dims().iter().scan(1, |next, dim| Some(std::mem::replace(next, *next * dim))).collect());
+            let layouts = [dense, of_columns, of_rows, every_third, with_gaps, reversed];
+            let data: Vec<f32> = (0..4 * count).map(|i| i as f32).collect();
             let place = |mut i: usize, layout: &Layout| {
                 let mut place = 0;
                 for (dim, stride) in layout.dims().iter().zip(layout.stride()).rev() {
