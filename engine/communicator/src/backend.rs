@@ -39,6 +39,14 @@ impl Owner {
     }
 }
 
+/// A rank of a group, in the world, by the group's members there.
+///
+/// # Errors
+/// [`CommunicatorError::NoSuchRank`].
+pub fn world_rank(members: &[usize], rank: usize) -> Result<usize> {
+    members.get(rank).copied().ok_or(CommunicatorError::NoSuchRank { rank, size: members.len() })
+}
+
 /// A rank's part.
 pub struct Places {
     /// Number of the part among the parts, in the order of colors.

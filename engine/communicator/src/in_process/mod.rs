@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use self::memory::{Disagreement, Entry, Range};
 use self::state::{Group, Post, Slot, State, Status};
-use crate::backend::{Owner, places};
+use crate::backend::{Owner, places, world_rank};
 use crate::{Awaited, Collective, Communicator, CommunicatorError, Memory, Request, Result, Tag, default_timeout};
 
 /// A rank that is a thread. Made by [`InProcess::world`], one per thread.
@@ -76,11 +76,6 @@ impl InProcess {
         self.members[self.rank]
     }
 
-    /// A rank of this group, in the world.
-    fn world_rank(&self, rank: usize) -> Result<usize> {
-        self.members.get(rank).copied().ok_or(CommunicatorError::NoSuchRank { rank, size: self.members.len() })
-    }
-
     /// Takes a slot for an operation.
     fn open(&self, state: &mut State, status: Status) -> Request {
         self.owner.request(state.open(self.me(), self.group, status))
@@ -88,7 +83,7 @@ impl InProcess {
 
     /// Posts one end of a message, and copies it if the other end is there.
     fn post(&mut self, sends: bool, range: Range, peer: usize, tag: Tag) -> Result<Request> {
-        let (me, peer) = (self.me(), self.world_rank(peer)?);
+        let (me, peer) = (self.me(), world_rank(&self.members, peer)?);
         let mut state = self.world.lock();
         state.check(me, || Awaited::Start)?;
         let post = state.post(self.group, sends, peer, tag, range);
@@ -246,7 +241,7 @@ unsafe impl Communicator for InProcess {
 
     unsafe fn start(&mut self, collective: Collective) -> Result<Request> {
         if let Collective::Broadcast { root, .. } = collective {
-            self.world_rank(root)?;
+            world_rank(&self.members, root)?;
         }
         let me = self.me();
         let mut state = self.world.lock();

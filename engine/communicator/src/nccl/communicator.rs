@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use super::operation::Operation;
 use super::{MOST_LEFT, Nccl, Sums, heartbeat};
+use crate::backend::world_rank;
 use crate::launch_order::{Call, Kind, LaunchOrder, LaunchQueue, Start};
 use crate::{Awaited, Collective, Communicator, CommunicatorError, Memory, Request, Result, Tag};
 
@@ -33,20 +34,20 @@ unsafe impl Communicator for Nccl {
     }
 
     unsafe fn isend(&mut self, bytes: *const u8, len: usize, to: usize, tag: Tag) -> Result<Request> {
-        self.expect_rank(to)?;
+        world_rank(&self.members, to)?;
         // SAFETY: the caller's promise.
         unsafe { self.begin(Operation::Send { bytes, len, to, tag }) }
     }
 
     unsafe fn irecv(&mut self, bytes: *mut u8, len: usize, from: usize, tag: Tag) -> Result<Request> {
-        self.expect_rank(from)?;
+        world_rank(&self.members, from)?;
         // SAFETY: the caller's promise.
         unsafe { self.begin(Operation::Receive { bytes, len, from, tag }) }
     }
 
     unsafe fn start(&mut self, collective: Collective) -> Result<Request> {
         match collective.kind() {
-            Kind::Broadcast { root, .. } => self.expect_rank(root)?,
+            Kind::Broadcast { root, .. } => drop(world_rank(&self.members, root)?),
             Kind::AllReduce { .. } | Kind::ReduceScatter { .. }
                 if self.sums == Sums::InOrder && self.members.len() > 2 =>
             {

@@ -143,11 +143,6 @@ impl Nccl {
         self.compute.context().bind_to_thread().map_err(cuda("cuCtxSetCurrent"))
     }
 
-    fn expect_rank(&self, rank: usize) -> Result<()> {
-        let size = self.members.len();
-        if rank < size { Ok(()) } else { Err(CommunicatorError::NoSuchRank { rank, size }) }
-    }
-
     /// Starts an operation, and launches whatever has its turn.
     ///
     /// # Safety

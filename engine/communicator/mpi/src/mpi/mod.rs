@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use gapless_communicator::backend::{Owner, places};
+use gapless_communicator::backend::{Owner, places, world_rank};
 use gapless_communicator::{
     Awaited, Collective, Communicator, CommunicatorError, Direction, Memory, Request, Result, Tag, default_timeout,
 };
@@ -86,17 +86,12 @@ impl Mpi {
         self.members[self.rank]
     }
 
-    /// A rank of this group, in the world.
-    fn world_rank(&self, rank: usize) -> Result<usize> {
-        self.members.get(rank).copied().ok_or(CommunicatorError::NoSuchRank { rank, size: self.members.len() })
-    }
-
     fn message(&mut self, sends: bool, address: *mut u8, len: usize, peer: usize, tag: Tag) -> Result<Request> {
-        let world_rank = self.world_rank(peer)?;
+        let in_world = world_rank(&self.members, peer)?;
         let number = number(tag, self.shared.largest_tag)?;
         let awaited = match sends {
-            true => Awaited::Taken { to: world_rank, tag },
-            false => Awaited::Message { from: world_rank, tag },
+            true => Awaited::Taken { to: in_world, tag },
+            false => Awaited::Message { from: in_world, tag },
         };
         let group = self.group;
         let message = |slot, awaited| Command::Message { slot, group, sends, address, len, peer, tag: number, awaited };
@@ -133,7 +128,7 @@ unsafe impl Communicator for Mpi {
 
     unsafe fn start(&mut self, collective: Collective) -> Result<Request> {
         if let Collective::Broadcast { root, .. } = collective {
-            self.world_rank(root)?;
+            world_rank(&self.members, root)?;
         }
         let group = self.group;
         let awaited = Awaited::Collective { what: collective.to_string(), missing: Vec::new() };
