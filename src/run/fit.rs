@@ -5,7 +5,7 @@ use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
 use gapless_engine::checkpoint::Checkpoint;
-use gapless_engine::data::{DataError, Dataset, IGNORED, TrainingWindows, ValidationWindows, Vocabulary};
+use gapless_engine::data::{DataError, Dataset, TrainingWindows, ValidationWindows, Vocabulary};
 use gapless_engine::{Batch, GenerateOptions, Trainer};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -331,8 +331,8 @@ pub fn validation_loss(trainer: &mut Trainer, windows: &ValidationWindows) -> Re
     let (mut sum, mut counted) = (0.0, 0);
     for i in 0..batches {
         windows.fill_documents(i * batch, &mut tokens, &mut targets, &mut starts)?;
-        let loss = trainer.evaluate_batch(&Batch { tokens: &tokens, targets: &targets, starts: &starts })?;
-        let count = targets.iter().filter(|&&target| target != IGNORED).count();
+        let batch = Batch { tokens: &tokens, targets: &targets, starts: &starts };
+        let (loss, count) = (trainer.evaluate_batch(&batch)?, batch.counted());
         (sum, counted) = (sum + f64::from(loss) * count as f64, counted + count);
     }
     Ok(Some((sum / counted as f64) as f32))

@@ -4,12 +4,12 @@ use std::path::Path;
 
 use gapless_engine::checkpoint::Checkpoint;
 use gapless_engine::data::Vocabulary;
-use gapless_engine::{DType, DeviceChoice, Generation, TrainOptions, Trainer};
+use gapless_engine::{DeviceChoice, Generation, TrainOptions, Trainer};
 use gapless_models::hf::Folder;
 use gapless_models::{Gpt, Llama, Moe};
 
 use super::train::{TOKENIZER, checkpoint_of};
-use super::{Float, ModelConfig, RunConfig, RunError};
+use super::{ModelConfig, RunConfig, RunError};
 
 /// What a run has made so far: its configuration, its vocabulary, and a checkpoint.
 ///
@@ -51,10 +51,11 @@ impl TrainedRun {
         let checkpoint = checkpoint_of(path)?;
         let tokenizer = folder.join(TOKENIZER);
         let vocabulary = match config.data.vocabulary {
-            Some(256) if !tokenizer.exists() => Vocabulary::bytes(),
+            None => Vocabulary::open(&tokenizer)?,
+            Some(_) if tokenizer.exists() => Vocabulary::open(&tokenizer)?,
+            Some(256) => Vocabulary::bytes(),
             // Of token ids without a tokenizer.
-            Some(size) if !tokenizer.exists() => Vocabulary::ids(size),
-            _ => Vocabulary::open(&tokenizer)?,
+            Some(size) => Vocabulary::ids(size),
         };
         Ok(Self { config, vocabulary, checkpoint, average: false })
     }
@@ -75,11 +76,8 @@ impl TrainedRun {
     /// # Errors
     /// As [`Trainer::for_inference`], [`Trainer::load`] and [`Trainer::load_average`].
     pub fn for_inference(&self, options: TrainOptions) -> Result<Trainer, RunError> {
-        let dtype = match self.config.step.dtype {
-            Float::F32 => DType::F32,
-            Float::Bf16 => DType::BF16,
-        };
-        let options = TrainOptions { dtype, trainable: self.config.trainable.clone(), ..options };
+        let (dtype, trainable) = (self.config.step.dtype.into(), self.config.trainable.clone());
+        let options = TrainOptions { dtype, trainable, ..options };
         let mut trainer = match self.config.model(self.vocabulary.size()) {
             ModelConfig::Gpt(gpt) => Trainer::for_inference(|vb| Gpt::new(&gpt, vb), options)?,
             ModelConfig::Llama(llama) => Trainer::for_inference(|vb| Llama::new(&llama, vb), options)?,

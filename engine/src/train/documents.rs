@@ -17,6 +17,11 @@ pub struct Batch<'a> {
 }
 
 impl Batch<'_> {
+    /// The targets that count.
+    pub fn counted(&self) -> usize {
+        self.targets.iter().filter(|&&target| target != IGNORED).count()
+    }
+
     /// That nothing of it needs documents.
     pub(super) fn expect_none(&self) -> Result<()> {
         let fail = |why: &str| {
@@ -73,7 +78,7 @@ impl DocumentInputs {
             positions.push(at - start);
         }
         // What counts.
-        let counted = batch.targets.iter().filter(|&&target| target != IGNORED).count();
+        let counted = batch.counted();
         if counted == 0 {
             return fail("all targets are ignored".to_owned(), "give batches with a target that counts");
         }

@@ -7,10 +7,11 @@ use anyhow::{Context, ensure};
 use gapless::engine::data::{Dataset, TokenWidth, Tokenizer, Tokens, ValidationWindows};
 use gapless::models::hf::Folder;
 use gapless::run::TrainedRun;
-use gapless::{Batch, DeviceChoice, IGNORED, TrainOptions, Trainer};
+use gapless::{Batch, DeviceChoice, TrainOptions, Trainer};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::output::{print, tell};
+use crate::weights;
 
 /// Measure the perplexity of a run's or a Hugging Face folder's model over a text: e to the mean loss of a token.
 ///
@@ -77,8 +78,7 @@ fn evaluate(arguments: &Arguments) -> anyhow::Result<()> {
     let mut single = if count.is_multiple_of(batch) { None } else { Some(model(1)?) };
     let style = ProgressStyle::with_template("{pos}/{len} windows {wide_bar} perplexity {msg} ETA {eta}");
     let progress = ProgressBar::new(count as u64).with_style(style.context("the bar's template")?);
-    let ids = || vec![0; batch * sequence];
-    let (mut tokens, mut targets, mut starts) = (ids(), ids(), if documents { ids() } else { Vec::new() });
+    let [mut tokens, mut targets, mut starts] = [(); 3].map(|()| vec![0; batch * sequence]);
     let (mut done, mut sum, mut measured) = (0, 0.0, 0);
     while done < count {
         let (model, taken) = match &mut single {
@@ -87,21 +87,17 @@ fn evaluate(arguments: &Arguments) -> anyhow::Result<()> {
         };
         let size = taken * sequence;
         let (tokens, targets) = (&mut tokens[..size], &mut targets[..size]);
-        let starts = if documents { &mut starts[..size] } else { &mut [][..] };
+        let starts = &mut starts[..if documents { size } else { 0 }];
         windows.fill(done, sequence, tokens, targets, starts)?;
-        let loss = model.evaluate_batch(&Batch { tokens, targets, starts })?;
-        let counted = targets.iter().filter(|&&target| target != IGNORED).count();
-        if counted > 0 {
-            sum += counted as f64 * f64::from(loss);
-        }
-        (done, measured) = (done + taken, measured + counted);
+        let batch = Batch { tokens, targets, starts };
+        let (loss, counted) = (model.evaluate_batch(&batch)?, batch.counted());
+        (sum, measured, done) = (sum + f64::from(loss) * counted as f64, measured + counted, done + taken);
         progress.set_position(done as u64);
         progress.set_message(format!("{:.3}", (sum / measured as f64).exp()));
     }
     progress.finish_and_clear();
 
     // What came out.
-    ensure!(measured > 0, "{} has no token that counts", arguments.data.display());
     let loss = sum / measured as f64;
     let perplexity = loss.exp();
     print(|out| match arguments.json {
@@ -126,13 +122,10 @@ enum Source {
 
 impl Source {
     fn open(arguments: &Arguments) -> anyhow::Result<Self> {
-        if TrainedRun::is_at(&arguments.folder) {
-            let mut run = TrainedRun::open(&arguments.folder)?;
-            run.average = arguments.average;
+        if let Some(run) = weights::run_at(&arguments.folder, arguments.average)? {
             tell(format_args!("{}: {} steps", run.checkpoint.path().display(), run.checkpoint.step()));
             return Ok(Self::Run(Box::new(run)));
         }
-        ensure!(!arguments.average, "a Hugging Face folder has no averages; leave --average out");
         Ok(Self::Folder(Box::new(Folder::open(&arguments.folder)?)))
     }
 
@@ -166,11 +159,7 @@ impl Source {
         let options = TrainOptions { batch, sequence, device, threads, documents, ..TrainOptions::default() };
         match self {
             Self::Run(run) => Ok(run.for_inference(options)?),
-            Self::Folder(folder) => {
-                let mut trainer = Trainer::for_inference(|vb| folder.model(vb), options)?;
-                folder.load(&mut trainer)?;
-                Ok(trainer)
-            }
+            Self::Folder(folder) => weights::of_folder(folder, options),
         }
     }
 }

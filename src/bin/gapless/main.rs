@@ -11,6 +11,7 @@ mod schedule;
 mod step;
 mod sweep;
 mod train;
+mod weights;
 
 use std::process::ExitCode;
 

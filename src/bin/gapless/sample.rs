@@ -13,6 +13,7 @@ use gapless::run::TrainedRun;
 use gapless::{DeviceChoice, GenerateOptions, Generation, NextToken, Sampling, TrainOptions, Trainer};
 
 use crate::output::tell;
+use crate::weights;
 
 /// Tokens of a prompt that are read at a time.
 const CHUNK: usize = 128;
@@ -130,9 +131,7 @@ enum Source {
 
 impl Source {
     fn open(arguments: &Arguments) -> anyhow::Result<Self> {
-        if TrainedRun::is_at(&arguments.folder) {
-            let mut run = TrainedRun::open(&arguments.folder)?;
-            run.average = arguments.average;
+        if let Some(run) = weights::run_at(&arguments.folder, arguments.average)? {
             ensure!(
                 !arguments.chat,
                 "a run has no chat template; leave --chat out, or name the model/ folder of a finished one"
@@ -140,7 +139,6 @@ impl Source {
             tell(format_args!("{}: {} steps", run.checkpoint.path().display(), run.checkpoint.step()));
             return Ok(Self::Run(Box::new(run)));
         }
-        ensure!(!arguments.average, "a Hugging Face folder has no averages; leave --average out");
         let tokenizer = Tokenizer::open(&arguments.folder)?;
         let config = GenerationConfig::read(&arguments.folder)?;
         for (option, value) in &config.not_followed {
@@ -209,7 +207,13 @@ impl Source {
     fn model(&self, generation: Generation, threads: usize) -> anyhow::Result<Trainer> {
         match self {
             Self::Run(run) => Ok(run.model(generation, threads)?),
-            Self::Folder(of) => inference(&of.0, generation, threads),
+            Self::Folder(of) => {
+                let sequence = generation.window.unwrap_or(CHUNK).min(CHUNK);
+                let (device, generation) = (DeviceChoice::Cpu, Some(generation));
+                let options =
+                    TrainOptions { batch: 1, sequence, device, threads, generation, ..TrainOptions::default() };
+                weights::of_folder(&of.0, options)
+            }
         }
     }
 
@@ -220,22 +224,6 @@ impl Source {
             Self::Folder(of) => Box::new(of.1.stream()),
         }
     }
-}
-
-/// A model of a folder, with its weights, that is not trained.
-pub fn inference(folder: &Folder, generation: Generation, threads: usize) -> anyhow::Result<Trainer> {
-    let sequence = generation.window.unwrap_or(CHUNK).min(CHUNK);
-    let options = TrainOptions {
-        batch: 1,
-        sequence,
-        device: DeviceChoice::Cpu,
-        threads,
-        generation: Some(generation),
-        ..TrainOptions::default()
-    };
-    let mut trainer = Trainer::for_inference(|vb| folder.model(vb), options)?;
-    folder.load(&mut trainer)?;
-    Ok(trainer)
 }
 
 fn report(read: usize, reading: Duration, added: usize, adding: Duration) {

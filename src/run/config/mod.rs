@@ -16,7 +16,7 @@ use std::path::PathBuf;
 
 use gapless_engine::nn::Trainable;
 use gapless_engine::optim::AdamW;
-use gapless_engine::{DType, Generation, LossTerms, Sampling, TrainOptions};
+use gapless_engine::{Generation, LossTerms, Sampling, TrainOptions};
 use gapless_models::{GptConfig, LlamaConfig, MoeConfig};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -224,10 +224,7 @@ impl RunConfig {
             sequence: self.step.sequence,
             documents: self.data.has_documents(),
             device: self.step.device.parse().map_err(|why| wrong("step.device", why))?,
-            dtype: match self.step.dtype {
-                Float::F32 => DType::F32,
-                Float::Bf16 => DType::BF16,
-            },
+            dtype: self.step.dtype.into(),
             loss: LossTerms { label_smoothing: self.loss.label_smoothing, z_loss: self.loss.z_loss },
             optimizer: self.optimizer.optimizer(AdamW::default().masters),
             update: self.optimizer.update(AdamW::default().masters, self.guard.is_on()),

@@ -1,6 +1,6 @@
 //! `[step]`: the extents of a step, and where it runs.
 
-use gapless_engine::DeviceChoice;
+use gapless_engine::{DType, DeviceChoice};
 use gapless_parallel::{Mesh, Placement, by_name};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -47,6 +47,15 @@ pub enum Float {
     F32,
     /// 16 bits, with 32-bit masters.
     Bf16,
+}
+
+impl From<Float> for DType {
+    fn from(float: Float) -> Self {
+        match float {
+            Float::F32 => Self::F32,
+            Float::Bf16 => Self::BF16,
+        }
+    }
 }
 
 impl Default for StepConfig {
