@@ -216,6 +216,14 @@ pub enum DataError {
         /// The name that is looked for first.
         wanted: &'static str,
     },
+    /// A chat template that cannot be read, or a conversation that it does not take.
+    #[error("chat template in {path}: {reason}")]
+    Template {
+        /// The template's file.
+        path: PathBuf,
+        /// What is wrong, and in which line of the template.
+        reason: String,
+    },
     /// The tokenizers library refused.
     #[error("tokenizer {path}: {reason}")]
     Tokenizer {

@@ -53,7 +53,7 @@ mod tokens;
 mod vocabulary;
 mod windows;
 
-pub use chat::{ChatTemplate, Message};
+pub use chat::{Answers, ChatTemplate, Conversation, Message};
 pub use corpus::{Corpus, CorpusReport, Document};
 pub use dataset::{DataOptions, Dataset, Source};
 pub use error::DataError;

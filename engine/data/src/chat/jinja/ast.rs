@@ -1,0 +1,143 @@
+//! A template's syntax tree.
+
+use std::sync::Arc;
+
+/// A statement, and its line.
+#[derive(Debug)]
+pub(crate) struct Statement {
+    pub line: u32,
+    pub kind: Kind,
+}
+
+/// Statements.
+pub(crate) type Body = Vec<Statement>;
+
+/// What a statement does.
+#[derive(Debug)]
+pub(crate) enum Kind {
+    Text(Arc<str>),
+    Print(Expr),
+    For(Arc<For>),
+    /// Conditions with what they guard, and what stands behind `else`.
+    If(Vec<(Expr, Body)>, Body),
+    Set(Target, Expr),
+    /// A target, a filter over [`Expr::Captured`], if any, and what is captured.
+    SetBlock(Target, Option<Expr>, Body),
+    Macro(Arc<MacroNode>),
+    /// A call, and the body that it gets as `caller`.
+    Call(Expr, Arc<MacroNode>),
+    /// Filters over [`Expr::Captured`].
+    Filter(Expr, Body),
+    With(Vec<(Target, Expr)>, Body),
+    /// A named block, which stands where it is: there is nothing that extends a chat template.
+    Block(Body),
+    Generation(Body),
+    Break,
+    Continue,
+}
+
+/// A loop.
+#[derive(Debug)]
+pub(crate) struct For {
+    pub target: Target,
+    pub over: Expr,
+    pub condition: Option<Expr>,
+    pub is_recursive: bool,
+    pub body: Body,
+    pub otherwise: Body,
+}
+
+/// A macro, or the body of a call block.
+#[derive(Debug)]
+pub(crate) struct MacroNode {
+    pub name: Arc<str>,
+    /// Parameters with their defaults.
+    pub parameters: Vec<(Arc<str>, Option<Expr>)>,
+    pub body: Body,
+    pub uses: Uses,
+}
+
+/// The names that Jinja gives a macro which uses them.
+#[derive(Debug, Default, Clone, Copy)]
+pub(crate) struct Uses {
+    pub varargs: bool,
+    pub kwargs: bool,
+    pub caller: bool,
+}
+
+/// Where a value is put.
+#[derive(Debug)]
+pub(crate) enum Target {
+    Name(Arc<str>),
+    /// An attribute of a namespace.
+    Attribute(Arc<str>, Arc<str>),
+    Tuple(Vec<Target>),
+}
+
+/// Arguments of a call.
+#[derive(Debug, Default)]
+pub(crate) struct Arguments {
+    pub positional: Vec<Expr>,
+    pub named: Vec<(Arc<str>, Expr)>,
+    /// `*sequence`.
+    pub rest: Option<Box<Expr>>,
+    /// `**mapping`.
+    pub named_rest: Option<Box<Expr>>,
+}
+
+/// An expression.
+#[derive(Debug)]
+pub(crate) enum Expr {
+    None,
+    Bool(bool),
+    Int(i128),
+    Float(f64),
+    Str(Arc<str>),
+    Name(Arc<str>),
+    List(Vec<Expr>),
+    Tuple(Vec<Expr>),
+    Dict(Vec<(Expr, Expr)>),
+    Attribute(Box<Expr>, Arc<str>),
+    Item(Box<Expr>, Box<Expr>),
+    Slice(Box<[Option<Expr>; 3]>),
+    Call(Box<Expr>, Box<Arguments>),
+    Filter(Box<Expr>, Arc<str>, Box<Arguments>),
+    Test(Box<Expr>, Arc<str>, Box<Arguments>),
+    /// What a filter block or a set block has captured.
+    Captured,
+    Not(Box<Expr>),
+    Negative(Box<Expr>),
+    Positive(Box<Expr>),
+    And(Box<Expr>, Box<Expr>),
+    Or(Box<Expr>, Box<Expr>),
+    Binary(Operator, Box<Expr>, Box<Expr>),
+    Concat(Vec<Expr>),
+    Compare(Box<Expr>, Vec<(Comparison, Expr)>),
+    /// Condition, value, and what is taken otherwise.
+    If(Box<Expr>, Box<Expr>, Option<Box<Expr>>),
+}
+
+/// An arithmetic operator.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Operator {
+    Add,
+    Sub,
+    Mul,
+    Div,
+    FloorDiv,
+    Mod,
+    Pow,
+}
+
+/// A comparison.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Comparison {
+    Eq,
+    Ne,
+    Lt,
+    Le,
+    Gt,
+    Ge,
+    In,
+    NotIn,
+}
