@@ -29,8 +29,9 @@ pub(crate) enum Kind {
     /// Filters over [`Expr::Captured`].
     Filter(Expr, Body),
     With(Vec<(Target, Expr)>, Body),
-    /// A named block, which stands where it is: there is nothing that extends a chat template.
-    Block(Body),
+    /// A named block, which stands where it is: there is nothing that extends a chat template. Unless it is scoped, it sees the
+    /// variables of the template alone.
+    Block { is_scoped: bool, body: Body },
     Generation(Body),
     Break,
     Continue,

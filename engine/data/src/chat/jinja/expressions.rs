@@ -10,11 +10,10 @@ use super::{filters, tests};
 
 impl Parser {
     /// An expression, or several with commas between them.
-    pub(super) fn tuple(&mut self, with_condition: bool, ends: &[&str]) -> Outcome<Expr> {
+    pub(super) fn tuple(&mut self, with_condition: bool) -> Outcome<Expr> {
         let (mut items, mut is_tuple, mut height) = (Vec::new(), false, 0);
         loop {
-            let at_end = matches!(self.kind(), TokenKind::VariableEnd | TokenKind::BlockEnd) || self.is_sign(")");
-            if at_end || ends.iter().any(|end| self.is_word(end)) {
+            if matches!(self.kind(), TokenKind::VariableEnd | TokenKind::BlockEnd) || self.is_sign(")") {
                 break;
             }
             items.push(self.expression(with_condition)?);
@@ -201,7 +200,7 @@ impl Parser {
                 if self.take_sign(")") {
                     return Ok(Expr::Tuple(Vec::new()));
                 }
-                let value = self.tuple(true, &[])?;
+                let value = self.tuple(true)?;
                 self.sign(")")?;
                 Ok(value)
             }

@@ -44,12 +44,18 @@ pub(super) fn percent(renderer: &Renderer<'_>, format: &str, values: &Value) -> 
         Value::Tuple(items) => items.items.iter().cloned().collect(),
         other => [other.clone()].into(),
     };
-    let is_mapping = matches!(values, Value::Dict(_));
+    // Whatever has items counts as a mapping here, none of whose values has to be taken.
+    let is_mapping = matches!(values, Value::Dict(_) | Value::List(_) | Value::Range(..) | Value::Undefined(_));
     let mut rest = format;
     while let Some(at) = rest.find('%') {
         renderer.limits.step(1)?;
         out.push(&rest[..at])?;
         rest = &rest[at + 1..];
+        if let Some(behind) = rest.strip_prefix('%') {
+            out.push("%")?;
+            rest = behind;
+            continue;
+        }
         let mut keyed = None;
         if let Some(behind) = rest.strip_prefix('(') {
             let (Some(end), Value::Dict(dict)) = (behind.find(')'), values) else { return fault("format requires a mapping") };
@@ -88,10 +94,6 @@ pub(super) fn percent(renderer: &Renderer<'_>, format: &str, values: &Value) -> 
         rest = rest.strip_prefix(['h', 'l', 'L']).unwrap_or(rest);
         let Some(letter) = rest.chars().next() else { return fault("incomplete format") };
         rest = &rest[letter.len_utf8()..];
-        if letter == '%' {
-            out.push("%")?;
-            continue;
-        }
         let value = take(keyed)?;
         let alternate = flags.contains('#');
         let (is_negative, prefix, body) = match letter {
@@ -187,12 +189,12 @@ impl Spec {
 
 /// `text.format(...)`.
 pub(super) fn format_method(renderer: &Renderer<'_>, text: &str, given: Given) -> Outcome<String> {
-    Fields { renderer, given: &given, map: None, next: Some(0) }.all(text, 2)
+    Fields { renderer, given: &given, map: None, next: Some(0) }.all(text, 3)
 }
 
 /// `text.format_map(mapping)`.
 pub(super) fn format_map(renderer: &Renderer<'_>, text: &str, map: Value) -> Outcome<String> {
-    Fields { renderer, given: &Given::default(), map: Some(map), next: Some(0) }.all(text, 2)
+    Fields { renderer, given: &Given::default(), map: Some(map), next: Some(0) }.all(text, 3)
 }
 
 struct Fields<'a> {
@@ -263,7 +265,7 @@ impl Fields<'_> {
     fn value(&mut self, name: &str) -> Outcome<Value> {
         let end = name.find(['.', '[']).unwrap_or(name.len());
         let (first, mut rest) = name.split_at(end);
-        let index = match (first.is_empty(), leading_number(first)) {
+        let index = match (name.is_empty(), leading_number(first)) {
             (true, _) => match self.next {
                 Some(next) => {
                     self.next = Some(next + 1);
@@ -272,10 +274,10 @@ impl Fields<'_> {
                 None => return fault("cannot switch from manual field specification to automatic field numbering"),
             },
             (false, (Some(index), "")) => {
-                if self.next.is_some_and(|next| next > 0) {
+                if rest.is_empty() && self.next.is_some_and(|next| next > 0) {
                     return fault("cannot switch from automatic field numbering to manual field specification");
                 }
-                self.next = None;
+                self.next = self.next.filter(|_| !rest.is_empty());
                 Some(index)
             }
             _ => None,
@@ -331,9 +333,7 @@ fn write_formatted(renderer: &Renderer<'_>, out: &mut Text<'_>, value: &Value, s
         Some(letter)
     };
     let sign = take("+- ");
-    if take("z").is_some() {
-        return fault("the option z of a format is not supported");
-    }
+    let no_negative_zero = take("z").is_some();
     let alternate = take("#").is_some();
     if take("0").is_some() {
         fill = fill.or(Some('0'));
@@ -359,22 +359,22 @@ fn write_formatted(renderer: &Renderer<'_>, out: &mut Text<'_>, value: &Value, s
     }
     let spec = |default: char| Spec { width: width.unwrap_or(0), align: align.unwrap_or(default), fill: fill.unwrap_or(' ') };
     if let Value::Str(text, _) = value {
-        if letter.is_some_and(|letter| letter != 's') || sign.is_some() || alternate || separator.is_some() || align == Some('=') {
+        if letter.is_some_and(|letter| letter != 's') || no_negative_zero || sign.is_some() || alternate || separator.is_some() || align == Some('=') {
             return invalid();
         }
         return spec('<').write(out, "", first(text, digits.unwrap_or(usize::MAX)));
     }
     let (is_negative, prefix, mut body) = match (value.as_int(), letter) {
         (Some(number), None | Some('d' | 'n' | 'b' | 'o' | 'x' | 'X')) => {
-            if digits.is_some() {
-                return fault("Precision not allowed in integer format specifier");
+            if digits.is_some() || no_negative_zero {
+                return fault("Precision and z are not allowed in integer format specifier");
             }
             let letter = letter.unwrap_or('d');
             let prefix = if alternate && !matches!(letter, 'd' | 'n') { format!("0{letter}") } else { String::new() };
             (number < 0, prefix, int_digits(number, letter))
         }
         (Some(number), Some('c')) => match u32::try_from(number).ok().and_then(char::from_u32) {
-            Some(letter) => return spec('<').write(out, "", &letter.to_string()),
+            Some(letter) => return spec('>').write(out, "", &letter.to_string()),
             None => return fault("%c arg not in range(0x110000)"),
         },
         (_, letter) => {
@@ -386,7 +386,8 @@ fn write_formatted(renderer: &Renderer<'_>, out: &mut Text<'_>, value: &Value, s
                 (Some(letter), digits) if "eEfFgG%".contains(letter) => float_digits(number, letter, digits, alternate)?,
                 _ => return invalid(),
             };
-            (number.is_sign_negative() && !number.is_nan(), String::new(), text)
+            let is_zero = no_negative_zero && !text.bytes().any(|digit| matches!(digit, b'1'..=b'9' | b'i'));
+            (number.is_sign_negative() && !number.is_nan() && !is_zero, String::new(), text)
         }
     };
     let sign = if is_negative { "-" } else { sign.filter(|&sign| sign != '-').map_or("", |sign| if sign == '+' { "+" } else { " " }) };

@@ -187,6 +187,9 @@ impl<'a> Lexer<'a> {
                 return Ok(());
             }
         }
+        if rest.is_empty() {
+            return Ok(());
+        }
         self.fail("a raw block has no end; write {% endraw %}")
     }
 

@@ -138,5 +138,6 @@ pub(super) fn parse_float(text: &str) -> Option<f64> {
     if !underscores {
         return None;
     }
-    text.replace('_', "").parse().ok()
+    let ascii = |digit: char| decimal(digit).and_then(|value| char::from_digit(value, 10)).unwrap_or(digit);
+    text.chars().filter(|&letter| letter != '_').map(ascii).collect::<String>().parse().ok()
 }

@@ -136,7 +136,7 @@ impl Parser {
                 let kind = match parser.next() {
                     TokenKind::Data(text) => Kind::Text(text),
                     TokenKind::VariableBegin => {
-                        let value = parser.tuple(true, &[])?;
+                        let value = parser.tuple(true)?;
                         if *parser.kind() != TokenKind::VariableEnd {
                             return parser.unexpected("}}");
                         }
@@ -206,7 +206,7 @@ impl Parser {
                     if !values.is_empty() {
                         self.sign(",")?;
                     }
-                    let target = self.target(false, &[])?;
+                    let target = self.target(false)?;
                     self.sign("=")?;
                     values.push((target, self.expression(true)?));
                 }
@@ -215,10 +215,13 @@ impl Parser {
             }
             "block" => {
                 let name = self.name()?;
-                while self.take_word("scoped") || self.take_word("required") {}
+                let is_scoped = self.take_word("scoped");
+                if self.is_word("required") {
+                    return self.fail("a required block is not supported");
+                }
                 let body = self.frame(false, &["endblock"])?.0;
                 self.take_word(&name);
-                Kind::Block(body)
+                Kind::Block { is_scoped, body }
             }
             "generation" => {
                 self.marks_answers = true;
@@ -245,9 +248,9 @@ impl Parser {
     }
 
     fn for_loop(&mut self) -> Outcome<Kind> {
-        let target = self.target(false, &["in"])?;
+        let target = self.target(false)?;
         self.word("in")?;
-        let over = self.tuple(false, &["recursive"])?;
+        let over = self.tuple(false)?;
         let condition = if self.take_word("if") { Some(self.expression(true)?) } else { None };
         let is_recursive = self.take_word("recursive");
         let (body, end) = self.frame(true, &["endfor", "else"])?;
@@ -260,7 +263,7 @@ impl Parser {
         let (mut branches, mut otherwise) = (Vec::new(), Vec::new());
         loop {
             self.is_soft = true;
-            let condition = self.tuple(false, &[])?;
+            let condition = self.tuple(false)?;
             let (body, end) = self.rest(&["elif", "else", "endif"])?;
             branches.push((condition, body));
             match end {
@@ -274,9 +277,9 @@ impl Parser {
     }
 
     fn set(&mut self) -> Outcome<Kind> {
-        let target = self.target(true, &[])?;
+        let target = self.target(true)?;
         if self.take_sign("=") {
-            return Ok(Kind::Set(target, self.tuple(true, &[])?));
+            return Ok(Kind::Set(target, self.tuple(true)?));
         }
         let filter = if self.is_sign("|") { Some(self.filters(Expr::Captured, false)?) } else { None };
         Ok(Kind::SetBlock(target, filter, self.frame(false, &["endset"])?.0))
@@ -320,10 +323,10 @@ impl Parser {
     }
 
     /// Where a value is put: a name, a tuple of names, or an attribute of a namespace.
-    fn target(&mut self, with_attribute: bool, ends: &[&str]) -> Outcome<Target> {
+    fn target(&mut self, with_attribute: bool) -> Outcome<Target> {
         let (mut targets, mut is_tuple) = (Vec::new(), false);
         loop {
-            if self.is_sign(")") || *self.kind() == TokenKind::BlockEnd || ends.iter().any(|end| self.is_word(end)) {
+            if self.is_sign(")") || *self.kind() == TokenKind::BlockEnd {
                 break;
             }
             targets.push(self.deeper(|parser| parser.one_target(with_attribute))?);
@@ -344,7 +347,7 @@ impl Parser {
 
     fn one_target(&mut self, with_attribute: bool) -> Outcome<Target> {
         if self.take_sign("(") {
-            let target = self.target(false, &[])?;
+            let target = self.target(false)?;
             self.sign(")")?;
             return Ok(target);
         }

@@ -172,7 +172,10 @@ impl<'a> Renderer<'a> {
                 }
                 return self.body(body, &within);
             }
-            Kind::Block(body) => _ = self.body(body, &Scope::within(scope))?,
+            Kind::Block { is_scoped, body } => {
+                let around = if *is_scoped { scope.clone() } else { Scope::outermost(scope) };
+                self.body(body, &Scope::within(&around))?;
+            }
             Kind::Generation(body) => {
                 let (text, _) = self.capture(|| self.body(body, &Scope::within(scope)))?;
                 let is_captured = self.captures.get() > 0;

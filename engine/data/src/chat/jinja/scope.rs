@@ -23,6 +23,15 @@ impl Scope {
         Rc::new(Self { variables: RefCell::default(), around: Some(around.clone()) })
     }
 
+    /// The scope of the template.
+    pub fn outermost(scope: &Rc<Scope>) -> Rc<Self> {
+        let mut scope = scope;
+        while let Some(around) = &scope.around {
+            scope = around;
+        }
+        scope.clone()
+    }
+
     pub fn set(&self, name: &Arc<str>, value: Value) {
         let mut variables = self.variables.borrow_mut();
         match variables.iter_mut().find(|(known, _)| known == name) {

@@ -39,10 +39,10 @@ pub(super) fn call(renderer: &Renderer<'_>, text: &Arc<str>, method: &str, given
             return match method {
                 "upper" => Ok(Value::text(text.to_uppercase())),
                 "lower" => Ok(Value::text(text.to_lowercase())),
-                "casefold" if text.is_ascii() => Ok(Value::text(text.to_lowercase())),
-                "casefold" => Ok(Value::text(text.to_lowercase().replace('ß', "ss").replace('ς', "σ"))),
+                "casefold" => Ok(Value::text(text.chars().flat_map(folded).collect::<String>())),
                 "capitalize" => Ok(Value::text(capitalized(text))),
                 "title" => Ok(Value::text(titled(text))),
+                "swapcase" if text.contains('Σ') => fault("swapcase of a capital sigma is not supported"),
                 "swapcase" => Ok(Value::text(text.chars().map(swapped).collect::<String>())),
                 "isalnum" => of_letters(|letter| is_alpha(letter) || letter.is_numeric()),
                 "isalpha" => of_letters(is_alpha),
@@ -230,6 +230,17 @@ fn is_cased(text: &str) -> bool {
     text.chars().any(|letter| letter.is_uppercase() || letter.is_lowercase())
 }
 
+/// A letter without its case, which is not that of Rust's small letters for ß and ligatures.
+fn folded(letter: char) -> Vec<char> {
+    match letter {
+        'ı' => vec![letter],
+        // Cherokee folds to its capitals.
+        '\u{13a0}'..='\u{13fd}' | '\u{ab70}'..='\u{abbf}' => letter.to_uppercase().collect(),
+        _ if letter.is_lowercase() => letter.to_uppercase().flat_map(char::to_lowercase).collect(),
+        _ => letter.to_lowercase().collect(),
+    }
+}
+
 fn swapped(letter: char) -> String {
     if letter.is_uppercase() { letter.to_lowercase().collect() } else { letter.to_uppercase().collect() }
 }
@@ -253,15 +264,20 @@ pub(super) fn capitalized(text: &str) -> String {
 
 /// The first letter of each word as in a title, the others small.
 fn titled(text: &str) -> String {
-    let (mut out, mut within) = (String::with_capacity(text.len()), false);
-    for letter in text.chars() {
-        match within {
-            true => out.extend(letter.to_lowercase()),
-            false => title_letter(letter, &mut out),
-        }
-        within = letter.is_uppercase() || letter.is_lowercase();
+    let mut out = String::with_capacity(text.len());
+    let is_cased = |letter: char| letter.is_uppercase() || letter.is_lowercase();
+    let mut rest = text;
+    while let Some(start) = rest.find(is_cased) {
+        out.push_str(&rest[..start]);
+        let length = rest[start..].find(|letter| !is_cased(letter)).unwrap_or(rest.len() - start);
+        // The whole word decides which of its sigmas is the last letter.
+        let (word, behind) = rest[start..].split_at(length);
+        let first = word.chars().next().expect("it was found");
+        title_letter(first, &mut out);
+        out.push_str(&word.to_lowercase()[first.to_lowercase().map(char::len_utf8).sum()..]);
+        rest = behind;
     }
-    out
+    out + rest
 }
 
 /// A text without white space, or without some characters, at its ends.

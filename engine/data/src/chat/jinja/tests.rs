@@ -66,7 +66,7 @@ pub(super) fn apply(renderer: &Renderer<'_>, name: &str, value: &Value, given: G
         "string" => matches!(value, Value::Str(..)),
         "mapping" => matches!(value, Value::Dict(_)),
         "escaped" => matches!(value, Value::Str(_, true)),
-        "sequence" => matches!(value, Value::Str(..) | Value::List(_) | Value::Tuple(_) | Value::Dict(_) | Value::Range(..)),
+        "sequence" => matches!(value, Value::Undefined(_) | Value::Str(..) | Value::List(_) | Value::Tuple(_) | Value::Dict(_) | Value::Range(..)),
         "iterable" => matches!(
             value,
             Value::Undefined(_)
