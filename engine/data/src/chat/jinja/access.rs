@@ -4,7 +4,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use super::call::Given;
-use super::limits::{Outcome, fault};
+use super::limits::{Limits, Outcome, fault};
 use super::operators::equal;
 use super::render::Renderer;
 use super::scope::Loop;
@@ -47,7 +47,9 @@ pub(super) fn item(renderer: &Renderer<'_>, value: &Value, key: &Value) -> Outco
         usize::try_from(if index < 0 { index + length as i128 } else { index }).ok().filter(|&index| index < length)
     };
     let found = match value.defined()? {
-        Value::Dict(dict) => dict.get(key).ok().flatten().cloned(),
+        // No mapping has such a key.
+        Value::Dict(_) if matches!(key, Value::Undefined(_) | Value::List(_) | Value::Dict(_)) => None,
+        Value::Dict(dict) => dict.get(renderer.limits, key)?.cloned(),
         Value::List(items) | Value::Tuple(items) => at(items.items.len()).map(|index| items.items[index].clone()),
         Value::Str(text, safe) if key.as_int().is_some() => {
             renderer.limits.scan(text)?;
@@ -102,6 +104,7 @@ fn own(renderer: &Renderer<'_>, value: &Value, name: &Arc<str>) -> Outcome<Optio
         (Value::Range(_, end, _), "stop") => Some(Value::Int(*end)),
         (Value::Range(_, _, step), "step") => Some(Value::Int(*step)),
         (Value::Namespace(variables), name) => {
+            renderer.limits.step(variables.borrow().len() / 8)?;
             variables.borrow().iter().find(|(known, _)| **known == *name).map(|(_, value)| value.clone())
         }
         (Value::Macro(of), "name") => Some(Value::text(of.node.name.clone())),
@@ -200,13 +203,14 @@ pub(super) fn slice(renderer: &Renderer<'_>, value: &Value, parts: [Option<Value
 }
 
 /// Sets a variable of a namespace.
-pub(super) fn set(namespace: &Namespace, name: &Arc<str>, value: Value) -> Outcome<()> {
+pub(super) fn set(limits: &Limits, namespace: &Namespace, name: &Arc<str>, value: Value) -> Outcome<()> {
     if name.starts_with('_') {
         return fault(format!(
             "Chat templates cannot store underscore-prefixed attributes on a namespace, but got '{name}'. Please rename the attribute."
         ));
     }
     let mut variables = namespace.borrow_mut();
+    limits.step(variables.len() / 8)?;
     match variables.iter_mut().find(|(known, _)| known == name) {
         Some(variable) => variable.1 = value,
         None => variables.push((name.clone(), value)),
@@ -235,7 +239,7 @@ pub(super) fn call_method(renderer: &Renderer<'_>, value: &Value, name: &str, gi
             }
             let [key, default] = given.bind("get", ["key", "default"])?;
             let Some(key) = key else { return fault("get expected at least 1 argument, got 0") };
-            Ok(dict.get(&key)?.cloned().or(default).unwrap_or(Value::None))
+            Ok(dict.get(limits, &key)?.cloned().or(default).unwrap_or(Value::None))
         }
         (Value::Dict(dict), "items" | "keys" | "values" | "copy") => {
             given.bind::<0>(name, [])?;

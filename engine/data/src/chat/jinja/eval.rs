@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::ast::{Arguments, Comparison, Expr};
 use super::call::Given;
-use super::limits::{Outcome, fault};
+use super::limits::{Outcome, PARAMETERS, fault};
 use super::operators::{binary, compare, contains, equal, negative, positive};
 use super::print::{Text, write_str};
 use super::render::Renderer;
@@ -116,6 +116,7 @@ impl Renderer<'_> {
     }
 
     fn variable(&self, name: &Arc<str>, scope: &Rc<Scope>) -> Outcome<Value> {
+        self.limits.step(scope.size() / 8)?;
         match scope.get(name) {
             Some(value) => Ok(value),
             None if **name == *"self" => fault("blocks by name (self) are not supported"),
@@ -132,6 +133,9 @@ impl Renderer<'_> {
         }
         if let Some(rest) = &arguments.named_rest {
             let Value::Dict(dict) = self.value(rest, scope)? else { return fault("argument after ** must be a mapping") };
+            if dict.entries.len() > PARAMETERS {
+                return fault(format!("a call gets more than {PARAMETERS} named arguments"));
+            }
             for (key, value) in &dict.entries {
                 let Some(key) = key.as_str() else { return fault("keywords must be strings") };
                 if named.iter().any(|(name, _)| name == key) {

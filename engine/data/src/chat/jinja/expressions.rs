@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::ast::{Arguments, Comparison, Expr, Operator};
 use super::lexer::TokenKind;
-use super::limits::{Fault, NESTING, Outcome};
+use super::limits::{Fault, NESTING, Outcome, PARAMETERS};
 use super::parser::Parser;
 use super::{filters, tests};
 
@@ -316,6 +316,9 @@ impl Parser {
                     return parser.fail(format!("the argument {name} is given twice"));
                 }
                 arguments.named.push((name, parser.expression(true)?));
+                if arguments.named.len() > PARAMETERS {
+                    return parser.fail(format!("a call has more than {PARAMETERS} named arguments"));
+                }
             } else if !is_named && !has_rest && arguments.named.is_empty() {
                 arguments.positional.push(parser.expression(true)?);
             } else {

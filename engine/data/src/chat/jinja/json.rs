@@ -250,6 +250,7 @@ impl Style {
         let mut rest = text;
         while let Some(at) = rest.find(|letter| !is_plain(letter)) {
             out.push(&rest[..at])?;
+            out.limits.step(1)?;
             let letter = rest[at..].chars().next().expect("it was found");
             rest = &rest[at + letter.len_utf8()..];
             match letter {

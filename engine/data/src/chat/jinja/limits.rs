@@ -6,10 +6,14 @@
 
 use std::cell::Cell;
 
-/// Steps of a rendering. A conversation of a hundred turns takes some ten thousand.
-const STEPS: u64 = 6_000_000;
+/// Steps of a rendering, besides those that it may take for each byte of its input. A conversation of a hundred turns takes some ten
+/// thousand.
+const STEPS: u64 = 4_000_000;
 
-/// Bytes of a rendering's values, beside those that it may take for each byte of its input.
+/// Steps for each byte of the input.
+const STEPS_PER_INPUT: u64 = 2;
+
+/// Bytes of a rendering's values, besides those that it may take for each byte of its input.
 const BYTES: usize = 64 << 20;
 
 /// Bytes of values for each byte of the input: a template that collects the conversation in a string copies it once a turn.
@@ -20,6 +24,9 @@ const DEPTH: usize = 2_000;
 
 /// Lists within lists; and expressions, blocks and brackets within each other in a template's source, as of CPython's own parser.
 pub(crate) const NESTING: usize = 200;
+
+/// Parameters of a macro, and named arguments of a call.
+pub(crate) const PARAMETERS: usize = 1_000;
 
 /// Bytes of the stack on which a template is parsed and rendered, which [`DEPTH`] and [`NESTING`] do not exceed in an unoptimized build.
 pub(crate) const STACK: usize = 128 << 20;
@@ -44,6 +51,7 @@ pub(crate) fn fault<T>(reason: impl Into<String>) -> Outcome<T> {
 #[derive(Debug)]
 pub(crate) struct Limits {
     steps: Cell<u64>,
+    most_steps: u64,
     bytes: Cell<usize>,
     most_bytes: usize,
     depth: Cell<usize>,
@@ -53,20 +61,22 @@ impl Limits {
     /// The share of a rendering with this many bytes of template and messages.
     pub fn new(input: usize) -> Self {
         let most_bytes = BYTES + BYTES_PER_INPUT * input;
-        Self { steps: Cell::new(STEPS), bytes: Cell::new(most_bytes), most_bytes, depth: Cell::new(0) }
+        let most_steps = STEPS + STEPS_PER_INPUT * input as u64;
+        let (steps, bytes) = (Cell::new(most_steps), Cell::new(most_bytes));
+        Self { steps, most_steps, bytes, most_bytes, depth: Cell::new(0) }
     }
 
     /// Charges work.
     pub fn step(&self, count: usize) -> Outcome<()> {
         match self.steps.get().checked_sub(count as u64) {
             Some(left) => Ok(self.steps.set(left)),
-            None => fault(format!("the rendering takes more than {STEPS} steps; simplify the template")),
+            None => fault(format!("the rendering takes more than {} steps; simplify the template", self.most_steps)),
         }
     }
 
     /// Charges a look at every byte of a text.
     pub fn scan(&self, text: &str) -> Outcome<()> {
-        self.step(1 + text.len() / 64)
+        self.step(1 + text.len() / 8)
     }
 
     /// Charges memory, before it is allocated.

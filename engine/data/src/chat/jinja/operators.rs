@@ -183,7 +183,7 @@ pub(super) fn equal(limits: &Limits, a: &Value, b: &Value) -> Outcome<bool> {
                 return Ok(false);
             }
             for (key, value) in &a.entries {
-                match b.get(key)? {
+                match b.get(limits, key)? {
                     Some(other) if equal(limits, value, other)? => {}
                     _ => return Ok(false),
                 }
@@ -194,7 +194,7 @@ pub(super) fn equal(limits: &Limits, a: &Value, b: &Value) -> Outcome<bool> {
             let mut same = a.entries.len() == b.entries.len();
             for (key, _) in &a.entries {
                 limits.step(1)?;
-                same &= b.get(key)?.is_some();
+                same &= b.get(limits, key)?.is_some();
             }
             same
         }
@@ -283,7 +283,7 @@ pub(super) fn contains(renderer: &Renderer<'_>, container: &Value, item: &Value)
             }
             other => fault(format!("'in <string>' requires string as left operand, not {}", other.type_name())),
         },
-        Value::Dict(dict) | Value::View(View::Keys, dict) => Ok(dict.get(item)?.is_some()),
+        Value::Dict(dict) | Value::View(View::Keys, dict) => Ok(dict.get(limits, item)?.is_some()),
         Value::Stream(stream) => loop {
             let next = stream.left.borrow_mut().pop_front();
             match next {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::ast::{Body, Expr, For, Kind, MacroNode, Statement, Target, Uses};
 use super::lexer::{Token, TokenKind, tokens};
-use super::limits::{Fault, NESTING, Outcome};
+use super::limits::{Fault, NESTING, Outcome, PARAMETERS};
 
 /// A parser at one of its tokens.
 pub(super) struct Parser {
@@ -301,6 +301,9 @@ impl Parser {
                 return self.fail(format!("the parameter {name} is there twice"));
             }
             parameters.push((name, default));
+            if parameters.len() > PARAMETERS {
+                return self.fail(format!("a macro has more than {PARAMETERS} parameters"));
+            }
         }
         Ok(parameters)
     }

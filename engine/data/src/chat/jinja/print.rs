@@ -25,7 +25,7 @@ impl<'a> Text<'a> {
     /// The same text several times.
     pub fn repeat(&mut self, text: &str, count: usize) -> Outcome<()> {
         self.limits.grow(text.len().saturating_mul(count))?;
-        (0..count).for_each(|_| self.text.push_str(text));
+        self.text.push_str(&text.repeat(count));
         Ok(())
     }
 }

@@ -277,9 +277,12 @@ impl<'a> Renderer<'a> {
     /// Puts a value where a target says.
     pub fn assign(&self, target: &Target, value: Value, scope: &Rc<Scope>) -> Outcome<()> {
         match target {
-            Target::Name(name) => scope.set(name, value),
+            Target::Name(name) => {
+                self.limits.step(scope.size() / 8)?;
+                scope.set(name, value);
+            }
             Target::Attribute(name, attribute) => match scope.get(name) {
-                Some(Value::Namespace(namespace)) => access::set(&namespace, attribute, value)?,
+                Some(Value::Namespace(namespace)) => access::set(self.limits, &namespace, attribute, value)?,
                 _ => return fault("cannot assign attribute on non-namespace object"),
             },
             Target::Tuple(targets) => {

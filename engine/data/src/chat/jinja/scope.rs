@@ -50,6 +50,11 @@ impl Scope {
         }
     }
 
+    /// How many variables there are.
+    pub fn size(&self) -> usize {
+        self.variables.borrow().len()
+    }
+
     /// Forgets all variables, those that refer to the scope itself among them.
     pub fn clear(&self) {
         drop(self.variables.take());

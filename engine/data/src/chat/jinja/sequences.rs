@@ -64,6 +64,7 @@ pub(super) fn apply(renderer: &Renderer<'_>, name: &str, value: Value, given: Gi
     match name {
         "length" | "count" => {
             given.bind::<0>(name, [])?;
+            limits.scan(value.as_str().map_or("", |text| text))?;
             match (&value, value.len()) {
                 (Value::Loop(of), _) => Ok(Value::Int(of.length(renderer)? as i128)),
                 (_, Some(length)) => Ok(Value::Int(length as i128)),
@@ -238,9 +239,17 @@ fn map(renderer: &Renderer<'_>, value: &Value, mut given: Given) -> Outcome<Valu
             return fault("map requires a filter argument");
         }
         let filter = text_of(&given.positional.remove(0), "map")?;
-        items.into_iter().map(|item| filters::apply(renderer, &filter, item, given.clone())).collect::<Outcome<_>>()?
+        let apply = |item| filters::apply(renderer, &filter, item, again(renderer, &given)?);
+        items.into_iter().map(apply).collect::<Outcome<_>>()?
     };
     Value::stream(limits, mapped)
+}
+
+/// Arguments for one more call.
+fn again(renderer: &Renderer<'_>, given: &Given) -> Outcome<Given> {
+    renderer.limits.step(given.positional.len() + given.named.len())?;
+    renderer.limits.grow((given.positional.len() + given.named.len()) * super::value::ELEMENT)?;
+    Ok(given.clone())
 }
 
 fn select(renderer: &Renderer<'_>, name: &str, value: &Value, mut given: Given) -> Outcome<Value> {
@@ -260,7 +269,7 @@ fn select(renderer: &Renderer<'_>, name: &str, value: &Value, mut given: Given) 
     for item in if value.is_true() { value.iterate(limits)? } else { Vec::new() } {
         let tested = follow(renderer, &item, &attribute, None)?;
         let passes = match &test {
-            Some(test) => limits.deeper(|| tests::apply(renderer, test, &tested, given.clone()))?,
+            Some(test) => limits.deeper(|| tests::apply(renderer, test, &tested, again(renderer, &given)?))?,
             None => tested.is_true(),
         };
         if passes == name.starts_with("select") {

@@ -1,5 +1,6 @@
 //! Methods of texts, as Python's `str` has them.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use super::call::Given;
@@ -282,7 +283,8 @@ fn titled(text: &str) -> String {
 
 /// A text without white space, or without some characters, at its ends.
 pub(super) fn stripped<'a>(text: &'a str, letters: Option<&str>, start: bool, end: bool) -> &'a str {
-    let goes = |letter: char| letters.map_or_else(|| is_space(letter), |letters| letters.contains(letter));
+    let letters: Option<HashSet<char>> = letters.map(|letters| letters.chars().collect());
+    let goes = |letter: char| letters.as_ref().map_or_else(|| is_space(letter), |letters| letters.contains(&letter));
     let text = if start { text.trim_start_matches(goes) } else { text };
     if end { text.trim_end_matches(goes) } else { text }
 }

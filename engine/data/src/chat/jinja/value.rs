@@ -86,6 +86,9 @@ pub(crate) enum Key {
 /// Bytes that a value takes within a list.
 pub(super) const ELEMENT: usize = size_of::<Value>();
 
+/// Elements of a tuple that is a key, and of those within it.
+const LONGEST_KEY: usize = 1000;
+
 fn depth_over<'a>(items: impl IntoIterator<Item = &'a Value>) -> Outcome<usize> {
     let depth = 1 + items.into_iter().map(Value::depth).max().unwrap_or(0);
     if depth > NESTING {
@@ -96,7 +99,8 @@ fn depth_over<'a>(items: impl IntoIterator<Item = &'a Value>) -> Outcome<usize> 
 
 impl Dict {
     /// The value of a key, if there is one.
-    pub fn get(&self, key: &Value) -> Outcome<Option<&Value>> {
+    pub fn get(&self, limits: &Limits, key: &Value) -> Outcome<Option<&Value>> {
+        limits.scan(key.as_str().map_or("", |text| text))?;
         Ok(self.places.get(&key.key()?).map(|&place| &self.entries[place].1))
     }
 
@@ -122,6 +126,7 @@ impl Dict {
         let mut dict = Self::default();
         for (key, value) in entries {
             limits.grow(4 * ELEMENT)?;
+            limits.scan(key.as_str().map_or("", |text| text))?;
             dict.insert(key, value)?;
         }
         Ok(Value::Dict(Rc::new(dict)))
@@ -217,6 +222,7 @@ impl Value {
             Self::Bool(value) => *value,
             Self::Int(value) => *value != 0,
             Self::Float(value) => *value != 0.0,
+            Self::Str(text, _) => !text.is_empty(),
             Self::Stream(_) => true,
             _ => self.len().is_none_or(|length| length > 0),
         }
@@ -264,6 +270,15 @@ impl Value {
 
     /// What decides whether it is the same key as another.
     pub fn key(&self) -> Outcome<Key> {
+        let mut left = LONGEST_KEY;
+        self.key_within(&mut left)
+    }
+
+    fn key_within(&self, left: &mut usize) -> Outcome<Key> {
+        let Some(less) = left.checked_sub(1) else {
+            return fault(format!("a tuple of more than {LONGEST_KEY} elements is a key; use a text"));
+        };
+        *left = less;
         Ok(match self {
             Self::None => Key::None,
             Self::Bool(value) => Key::Int(i128::from(*value)),
@@ -271,7 +286,7 @@ impl Value {
             Self::Float(value) if value.fract() == 0.0 && value.abs() < 1e38 => Key::Int(*value as i128),
             Self::Float(value) => Key::Float(value.to_bits()),
             Self::Str(text, _) => Key::Str(text.clone()),
-            Self::Tuple(items) => Key::Tuple(items.items.iter().map(Self::key).collect::<Outcome<_>>()?),
+            Self::Tuple(items) => Key::Tuple(items.items.iter().map(|item| item.key_within(left)).collect::<Outcome<_>>()?),
             other => return fault(format!("unhashable type: '{}'", other.type_name())),
         })
     }
