@@ -8,7 +8,7 @@ use gapless_engine::{DeviceChoice, Generation, TrainOptions, Trainer};
 use gapless_models::hf::Folder;
 use gapless_models::{Gpt, Llama, Moe};
 
-use super::train::{TOKENIZER, checkpoint_of};
+use super::train::{CONFIG, TOKENIZER, checkpoint_of};
 use super::{ModelConfig, RunConfig, RunError};
 
 /// What a run has made so far: its configuration, its vocabulary, and a checkpoint.
@@ -47,7 +47,7 @@ impl TrainedRun {
     /// A folder without a run or without a checkpoint; a tokenizer.json that is missing or none.
     pub fn open(path: &Path) -> Result<Self, RunError> {
         let folder = folder_of(path).unwrap_or(path);
-        let config = RunConfig::read(&folder.join("run.toml"), &[])?;
+        let config = RunConfig::read(&folder.join(CONFIG), &[])?;
         let checkpoint = checkpoint_of(path)?;
         let tokenizer = folder.join(TOKENIZER);
         let vocabulary = match config.data.vocabulary {
@@ -110,8 +110,5 @@ impl TrainedRun {
 /// The run's folder at a path that is one, or one of its checkpoints.
 fn folder_of(path: &Path) -> Option<&Path> {
     let checkpoints = path.parent().filter(|folder| folder.file_name().is_some_and(|name| name == "checkpoints"));
-    [Some(path), checkpoints.and_then(Path::parent)]
-        .into_iter()
-        .flatten()
-        .find(|folder| folder.join("run.toml").exists())
+    [Some(path), checkpoints.and_then(Path::parent)].into_iter().flatten().find(|folder| folder.join(CONFIG).exists())
 }

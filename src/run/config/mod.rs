@@ -192,6 +192,11 @@ impl RunConfig {
         toml::to_string(&resolved).expect("tables of numbers and texts are TOML")
     }
 
+    /// Whether a text is this configuration as [`Self::resolved`] writes it.
+    pub(in crate::run) fn is_written_as(&self, text: &str) -> bool {
+        toml::to_string(self).is_ok_and(|written| written == text)
+    }
+
     /// The model for data of a vocabulary.
     pub fn model(&self, vocabulary: usize) -> ModelConfig {
         let llama = |llama: &LlamaConfig| LlamaConfig { vocabulary, ..llama.clone() };
