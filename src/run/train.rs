@@ -12,7 +12,7 @@ use gapless_engine::checkpoint::{Checkpoint, CheckpointError};
 use gapless_engine::data::{Dataset, TrainingWindows, ValidationWindows, Vocabulary};
 use gapless_engine::nn::Trainable;
 use gapless_engine::{GenerateOptions, Sampling, StepReport, TrainError, Trainer};
-use gapless_models::hf::Folder;
+use gapless_models::hf::{self, Folder};
 use gapless_models::{Gpt, Llama, Moe};
 use gapless_parallel::Mesh;
 use serde_json::{Value, json};
@@ -177,6 +177,10 @@ impl<'a> Rank<'a> {
             dataset.validation_tokens(),
             dataset.vocabulary().size()
         ));
+        if let Some(framing) = dataset.vocabulary().framing() {
+            console.say(framing);
+        }
+        expect_known(&dataset, &config.model)?;
         let writes_vocabulary = is_first && may_write_vocabulary(dataset.vocabulary(), &folder)?;
         let mut run = Run::new(world, config, out, dataset, checkpoint.is_none(), console)?;
         // From here on the folder is this run's.
@@ -185,7 +189,7 @@ impl<'a> Rank<'a> {
             (_, from) => folder.begin(&mut run.trainer, from.as_ref(), run.console)?,
         }
         if writes_config {
-            write(&out.join(CONFIG), &config.resolved(run.dataset.vocabulary().size()))?;
+            write(&out.join(CONFIG), &config.resolved(run.dataset.vocabulary()))?;
         }
         if writes_vocabulary {
             run.dataset.vocabulary().save(&out.join(TOKENIZER))?;
@@ -358,6 +362,17 @@ fn may_write_vocabulary(vocabulary: &Vocabulary, folder: &RunFolder) -> Result<b
         Ok(_) if folder.was_run() => Ok(true),
         Ok(_) => Err(CheckpointError::Foreign { path: folder.path().to_owned(), name: TOKENIZER }.into()),
     }
+}
+
+/// Refuses data with ids that a folder's model does not know: its embedding has no rows for them.
+fn expect_known(dataset: &Dataset, model: &ModelConfig) -> Result<(), RunError> {
+    let ModelConfig::Folder(path) = model else { return Ok(()) };
+    let (known, largest) = (hf::Config::read(path)?.vocabulary(), dataset.largest_token());
+    if (largest as usize) < known {
+        return Ok(());
+    }
+    let why = format!("they have the token id {largest}, and the model of {} knows {known} tokens", path.display());
+    Err(ConfigError::value("data", why, "use the tokenizer that the model was trained with").into())
 }
 
 /// The checkpoint at a path, or the newest of the run whose folder it is.

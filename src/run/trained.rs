@@ -5,7 +5,7 @@ use std::path::Path;
 use gapless_engine::checkpoint::Checkpoint;
 use gapless_engine::data::Vocabulary;
 use gapless_engine::{DeviceChoice, Generation, TrainOptions, Trainer};
-use gapless_models::hf::Folder;
+use gapless_models::hf::{Config, Folder};
 use gapless_models::{Gpt, Llama, Moe};
 
 use super::train::{CONFIG, TOKENIZER, checkpoint_of};
@@ -50,12 +50,13 @@ impl TrainedRun {
         let config = RunConfig::read(&folder.join(CONFIG), &[])?;
         let checkpoint = checkpoint_of(path)?;
         let tokenizer = folder.join(TOKENIZER);
-        let vocabulary = match config.data.vocabulary {
-            None => Vocabulary::open(&tokenizer)?,
-            Some(_) if tokenizer.exists() => Vocabulary::open(&tokenizer)?,
-            Some(256) => Vocabulary::bytes(),
+        let vocabulary = match (config.data.vocabulary, &config.model) {
+            _ if tokenizer.exists() => Vocabulary::open_with(&tokenizer, &config.data.text_options())?,
+            (Some(256), _) => Vocabulary::bytes(),
             // Of token ids without a tokenizer.
-            Some(size) => Vocabulary::ids(size),
+            (Some(size), _) => Vocabulary::ids(size),
+            (None, ModelConfig::Folder(model)) => Vocabulary::ids(Config::read(model)?.vocabulary()),
+            (None, _) => Vocabulary::open(&tokenizer)?,
         };
         Ok(Self { config, vocabulary, checkpoint, average: false })
     }

@@ -13,7 +13,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value as Json;
 
-use crate::files::{check_text, each_line};
+use crate::files::{check_text, each_line, has_lines};
 use crate::{DataError, Tokenizer, Vocabulary};
 
 /// What a line of a .jsonl file holds.
@@ -33,6 +33,11 @@ impl Format {
     /// Whether only a part of each text counts.
     pub fn has_answers(self) -> bool {
         self != Self::Text
+    }
+
+    /// Whether a file has lines, or rows, that can be examples, by its extension.
+    pub fn is_read_from(path: &Path) -> bool {
+        has_lines(path)
     }
 }
 
@@ -118,11 +123,14 @@ impl Line {
             Content::Prompt(text, prompt) => {
                 let answer = *prompt..text.len();
                 let (mut tokens, mut counts) = match folder {
-                    Some(tokenizer) => tokenizer.encode_spans(text, &[answer], true)?,
+                    Some(tokenizer) => {
+                        let begins = !vocabulary.begin_of_text().is_empty();
+                        tokenizer.encode_spans(text, &[answer], begins)?
+                    }
                     None => vocabulary.encode_spans(text, &[answer])?,
                 };
                 // An answer has an end, which is learned too.
-                if let Some(end) = folder.and_then(Tokenizer::eos).or(vocabulary.end_of_text()) {
+                if let Some(end) = vocabulary.end_of_text() {
                     let length = tokens.len() - usize::from(tokens.last() == Some(&end));
                     tokens.truncate(length);
                     counts.truncate(length);
