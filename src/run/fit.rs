@@ -348,7 +348,7 @@ pub fn sample(
     prompt: &str,
     options: &GenerateOptions,
 ) -> Result<String, RunError> {
-    let ids = vocabulary.encode(prompt)?;
+    let ids = vocabulary.encode_beginning(prompt)?;
     let added = trainer.generate(&[&ids], options, |_| ControlFlow::Continue(()))?.remove(0);
     Ok(format!("{prompt}{}", vocabulary.decode(&added)?))
 }

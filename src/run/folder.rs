@@ -13,6 +13,16 @@ use super::{Console, RunError};
 /// Checkpoints that are kept, unless it is said otherwise.
 const KEPT: usize = 2;
 
+/// The folder of checkpoints in a run's folder.
+const CHECKPOINTS: &str = "checkpoints";
+
+/// What runs write into their folders. A folder that no run has locked and that has one of them is somebody else's.
+const WRITTEN: [&str; 7] =
+    [CHECKPOINTS, "metrics.jsonl", "log.txt", "samples.txt", "summary.json", "memory.html", "plan.csv"];
+
+/// What says how an earlier run's checkpoints are to be read.
+const NEEDED: [&str; 2] = ["run.toml", "tokenizer.json"];
+
 /// A folder that one run at a time writes into. Its checkpoints are in `checkpoints`.
 ///
 /// [`Self::open`] is for the start of a program: it refuses a folder that is in use, and changes nothing. [`Self::claim`] is for
@@ -27,23 +37,36 @@ pub struct RunFolder {
 }
 
 impl RunFolder {
-    /// Locks the folder if it is there.
+    /// Locks the folder of a run that is there. Any other folder stays as it is until [`Self::claim`].
     ///
     /// # Errors
-    /// [`CheckpointError::Locked`], which names the process that has it; a folder that cannot be written into.
+    /// [`CheckpointError::Locked`], which names the process that has it; [`CheckpointError::Foreign`] for a folder that is no run's and
+    /// has a file that a run would replace; a folder that cannot be written into.
     pub fn open(path: &Path) -> Result<Self, CheckpointError> {
-        let lock = match fs::metadata(path) {
-            Ok(_) => FolderLock::acquire(path)?.into(),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => OnceLock::new(),
-            Err(source) => return Err(CheckpointError::Read { path: path.to_owned(), source }),
-        };
-        Ok(Self { lock, ..Self::of_another_rank(path) })
+        let folder = Self::of_another_rank(path);
+        match fs::metadata(path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(folder),
+            Err(source) => Err(CheckpointError::Read { path: path.to_owned(), source }),
+            Ok(_) if FolderLock::was_acquired(path) => Ok(Self { lock: FolderLock::acquire(path)?.into(), ..folder }),
+            Ok(_) => {
+                let there = |name: &&str| fs::symlink_metadata(path.join(name)).is_ok();
+                match WRITTEN.into_iter().chain([FolderLock::FILE]).find(there) {
+                    Some(name) => Err(CheckpointError::Foreign { path: path.to_owned(), name }),
+                    None => FolderLock::can_write(path).map(|()| folder),
+                }
+            }
+        }
+    }
+
+    /// Whether it was a run's when it was opened.
+    pub(super) fn was_run(&self) -> bool {
+        self.lock.get().is_some()
     }
 
     /// The folder as another rank than the first has it: the first locks it.
     pub(super) fn of_another_rank(path: &Path) -> Self {
         let (keep_last, keep_best, lock) = (KEPT, 0, OnceLock::new());
-        Self { path: path.to_owned(), checkpoints: path.join("checkpoints"), keep_last, keep_best, lock }
+        Self { path: path.to_owned(), checkpoints: path.join(CHECKPOINTS), keep_last, keep_best, lock }
     }
 
     /// Keeps as many of the newest checkpoints; two by default.
@@ -109,13 +132,32 @@ impl RunFolder {
         Ok(())
     }
 
-    /// The start of a run: the trainer takes the checkpoint's place, if it goes on from one, of this folder or of another run. Then nothing can refuse it any more: the
-    /// folder is this run's, an earlier one's checkpoints are set aside, the memory map is written, and all of it is said. With
-    /// several ranks all call it, and the first does it.
+    /// The start of a run that is new, or that goes on from a checkpoint of this folder: [`Self::fork`] is that of one that goes on
+    /// from another run. The trainer resumes from the checkpoint. Then nothing can refuse the run any more: the folder is locked, an
+    /// earlier run in it is set aside where this one is new, the memory map is written, and all of it is said. With several ranks all
+    /// call it, and the first does it.
     ///
     /// # Errors
     /// As [`Trainer::resume`], [`Self::claim`] and [`Self::set_aside`]; a memory map that cannot be written.
     pub fn begin(&self, trainer: &mut Trainer, from: Option<&Checkpoint>, console: &Console) -> Result<(), RunError> {
+        self.start(trainer, from, from.is_none(), console)
+    }
+
+    /// [`Self::begin`] of a new run that goes on from a checkpoint of another one, be it one that this folder has so far.
+    ///
+    /// # Errors
+    /// As [`Self::begin`].
+    pub fn fork(&self, trainer: &mut Trainer, from: &Checkpoint, console: &Console) -> Result<(), RunError> {
+        self.start(trainer, Some(from), true, console)
+    }
+
+    fn start(
+        &self,
+        trainer: &mut Trainer,
+        from: Option<&Checkpoint>,
+        is_new: bool,
+        console: &Console,
+    ) -> Result<(), RunError> {
         if let Some(checkpoint) = from {
             trainer.resume(checkpoint)?;
         }
@@ -129,10 +171,9 @@ impl RunFolder {
             let path = checkpoint.path().display();
             console.say(format_args!("resumed after {} steps from {path}", checkpoint.step()));
         }
-        let is_own = from.is_some_and(|checkpoint| checkpoint.path().parent() == Some(&self.checkpoints));
-        if !is_own && let Some(earlier) = self.set_aside()? {
+        if is_new && let Some(earlier) = self.set_aside()? {
             console.say(format_args!(
-                "checkpoints of an earlier run are now in {}; --resume would have gone on from them",
+                "the earlier run of this folder is now in {}; --resume would have gone on with it",
                 earlier.display()
             ));
         }
@@ -147,24 +188,31 @@ impl RunFolder {
         Ok(())
     }
 
-    /// Renames the checkpoints of an earlier run, for one that starts anew, and answers where they are now. To be called when
-    /// nothing can refuse the new run any more.
+    /// Moves what an earlier run has written, with copies of its run.toml and tokenizer.json, into a folder `earlier.N`, which is a
+    /// run's folder then, and answers which; nothing where there is no earlier run. To be called when nothing can refuse the new run
+    /// any more.
     ///
     /// # Errors
-    /// A rename that fails.
+    /// A rename or a copy that fails.
     pub fn set_aside(&self) -> Result<Option<PathBuf>, CheckpointError> {
-        match fs::symlink_metadata(&self.checkpoints) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            Err(source) => return Err(CheckpointError::Read { path: self.checkpoints.clone(), source }),
-            Ok(_) => {}
+        let is_there = |name: &&str| fs::symlink_metadata(self.path.join(name)).is_ok();
+        let written: Vec<&str> = WRITTEN.into_iter().filter(is_there).collect();
+        if written.is_empty() {
+            return Ok(None);
         }
-        let names = (1u64..).map(|number| self.path.join(format!("checkpoints.{number}")));
-        let mut free = names.filter(|path| fs::symlink_metadata(path).is_err());
-        let earlier = free.next().expect("numbers do not end");
-        match fs::rename(&self.checkpoints, &earlier) {
-            Ok(()) => Ok(Some(earlier)),
-            Err(source) => Err(CheckpointError::Write { path: self.checkpoints.clone(), source }),
+        let earlier = free_name(&self.path.join("earlier"), 1);
+        let put = |name: &str, put: fn(&Path, &Path) -> io::Result<()>| {
+            let (from, to) = (self.path.join(name), earlier.join(name));
+            put(&from, &to).map_err(|source| CheckpointError::Write { path: to, source })
+        };
+        fs::create_dir(&earlier).map_err(|source| CheckpointError::Write { path: earlier.clone(), source })?;
+        for name in NEEDED.into_iter().filter(|name| self.path.join(name).is_file()) {
+            put(name, |from, to| fs::copy(from, to).map(drop))?;
         }
+        for name in written {
+            put(name, |from, to| fs::rename(from, to))?;
+        }
+        Ok(Some(earlier))
     }
 
     /// Saves a checkpoint, and removes old ones but for the newest that are sound. That one cannot be removed is a warning.
@@ -194,6 +242,17 @@ impl RunFolder {
     }
 }
 
+/// The first path that is free of `path.FIRST`, `path.FIRST+1`, and so on.
+pub(super) fn free_name(path: &Path, first: u64) -> PathBuf {
+    let numbered = |number| {
+        let mut name = path.as_os_str().to_owned();
+        name.push(format!(".{number}"));
+        PathBuf::from(name)
+    };
+    let mut free = (first..).map(numbered).filter(|path| fs::symlink_metadata(path).is_err());
+    free.next().expect("numbers do not end")
+}
+
 /// Writes a file whole.
 pub(super) fn write(path: &Path, text: &str) -> Result<(), RunError> {
     fs::write(path, text).map_err(|source| RunError::Io { what: format!("cannot write {}", path.display()), source })
@@ -214,12 +273,34 @@ mod tests {
         assert!(error.contains(&format!("in use by process {}", std::process::id())), "{error}");
 
         assert_eq!(first.set_aside().unwrap(), None);
+        for name in ["metrics.jsonl", "run.toml"] {
+            fs::write(out.join(name), name).unwrap();
+        }
         fs::create_dir(first.checkpoints()).unwrap();
         drop(first);
         let second = RunFolder::open(&out).unwrap();
         assert!(second.checkpoints().exists());
-        assert_eq!(second.set_aside().unwrap(), Some(out.join("checkpoints.1")));
+        let earlier = out.join("earlier.1");
+        assert_eq!(second.set_aside().unwrap(), Some(earlier.clone()));
+        assert!(["checkpoints", "metrics.jsonl", "run.toml"].iter().all(|name| earlier.join(name).exists()));
+        assert!(out.join("run.toml").exists() && !out.join("metrics.jsonl").exists());
         fs::create_dir(second.checkpoints()).unwrap();
-        assert_eq!(second.set_aside().unwrap(), Some(out.join("checkpoints.2")));
+        assert_eq!(second.set_aside().unwrap(), Some(out.join("earlier.2")));
+    }
+
+    #[test]
+    fn a_folder_of_somebody_else_is_refused_and_left_as_it_is() {
+        for name in WRITTEN.into_iter().chain([FolderLock::FILE]) {
+            let folder = tempfile::tempdir().unwrap();
+            fs::write(folder.path().join(name), "mine").unwrap();
+            let error = RunFolder::open(folder.path()).unwrap_err();
+            assert!(matches!(error, CheckpointError::Foreign { name: found, .. } if found == name), "{error}");
+            assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+        }
+        // What a run does not write is nobody's business.
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join("notes.txt"), "mine").unwrap();
+        RunFolder::open(folder.path()).unwrap();
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
     }
 }

@@ -1,6 +1,7 @@
 //! How a run ended: what it says last, and `summary.json`.
 
 use std::fmt;
+use std::path::PathBuf;
 
 use gapless_engine::Trainer;
 use gapless_engine::metrics::peak_rss_bytes;
@@ -37,6 +38,9 @@ pub struct Summary {
     pub ended: Ended,
     /// The signal that ended it early.
     pub signal: Option<u8>,
+    /// The folder of the trained weights within the run's folder, where the model came as a folder.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub weights: Option<PathBuf>,
 }
 
 impl Summary {
@@ -57,6 +61,7 @@ impl Summary {
             plan_hash: report.plan_hash.to_string(),
             ended: fitted.ended,
             signal,
+            weights: None,
         }
     }
 }

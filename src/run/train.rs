@@ -8,16 +8,16 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use gapless_communicator::{Communicator, InProcess, on_threads};
-use gapless_engine::checkpoint::Checkpoint;
+use gapless_engine::checkpoint::{Checkpoint, CheckpointError};
 use gapless_engine::data::{Dataset, TrainingWindows, ValidationWindows, Vocabulary};
 use gapless_engine::nn::Trainable;
 use gapless_engine::{GenerateOptions, Sampling, StepReport, TrainError, Trainer};
-use gapless_models::hf::Folder;
+use gapless_models::hf::{self, Folder};
 use gapless_models::{Gpt, Llama, Moe};
 use gapless_parallel::Mesh;
 use serde_json::{Value, json};
 
-use super::folder::write;
+use super::folder::{free_name, write};
 use super::routing::StepRow;
 use super::{
     ConfigError, Console, Ended, Event, Fit, Fitted, ModelConfig, RunConfig, RunError, RunFolder, SampleConfig,
@@ -56,6 +56,9 @@ const MAY_CHANGE: &[&str] = &[
     "data.cache",
 ];
 
+/// The configuration in a run's folder.
+pub(super) const CONFIG: &str = "run.toml";
+
 /// The vocabulary in a run's folder.
 pub(super) const TOKENIZER: &str = "tokenizer.json";
 
@@ -87,9 +90,14 @@ pub struct Progress {
 /// summary.json    how it ended
 /// checkpoints/    the newest ones
 /// model/          of a Hugging Face folder: the trained one; with LoRA, adapter/ in PEFT's format
+/// earlier.1/      the run that was in the folder before, with all of the above; then earlier.2/ and so on
 /// ```
 ///
-/// Resumed, it goes on to the same bits as without the break; a fork goes on under any configuration that has the same parameters.
+/// A folder that is no run's is refused where it has one of these files, `model/` and `adapter/` aside: where they are there, the
+/// trained weights go to `model.1/` and so on.
+///
+/// Resumed, it goes on to the same bits as without the break; a fork is a new run that goes on under any configuration that has the same
+/// parameters.
 /// `show` is called after each step. A signal ([`Stop`]) ends it with a checkpoint.
 ///
 /// The ranks of `step` are threads of this process, or, where a launcher has started as many processes (`mpirun`), one process each.
@@ -143,6 +151,7 @@ impl<'a> Rank<'a> {
         let Self { config, out, start, console } = self;
         let is_first = world.rank() == 0;
         let folder = if is_first { RunFolder::open(out)? } else { RunFolder::of_another_rank(out) };
+        let writes_config = is_first && may_write_config(config, out)?;
         let folder = folder.keep_last(config.checkpoints.keep_last).keep_best(config.checkpoints.keep_best);
         let checkpoint = match start {
             Start::Anew => None,
@@ -168,12 +177,24 @@ impl<'a> Rank<'a> {
             dataset.validation_tokens(),
             dataset.vocabulary().size()
         ));
+        if let Some(framing) = dataset.vocabulary().framing() {
+            console.say(framing);
+        }
+        expect_known(&dataset, &config.model)?;
+        let writes_vocabulary = is_first && may_write_vocabulary(dataset.vocabulary(), &folder)?;
         let mut run = Run::new(world, config, out, dataset, checkpoint.is_none(), console)?;
         // From here on the folder is this run's.
-        folder.begin(&mut run.trainer, checkpoint.as_ref(), run.console)?;
-        if is_first {
-            write(&out.join("run.toml"), &config.resolved(run.dataset.vocabulary().size()))?;
+        match (start, &checkpoint) {
+            (Start::Fork(_), Some(from)) => folder.fork(&mut run.trainer, from, run.console)?,
+            (_, from) => folder.begin(&mut run.trainer, from.as_ref(), run.console)?,
+        }
+        if writes_config {
+            write(&out.join(CONFIG), &config.resolved(run.dataset.vocabulary()))?;
+        }
+        if writes_vocabulary {
             run.dataset.vocabulary().save(&out.join(TOKENIZER))?;
+        }
+        if is_first {
             run.console.write_rows(&out.join("metrics.jsonl"), resumed.is_some())?;
             let log = out.join("log.txt");
             let cannot = |source| RunError::Io { what: format!("cannot write {}", log.display()), source };
@@ -182,21 +203,26 @@ impl<'a> Rank<'a> {
         let stop =
             Stop::on_signals().map_err(|source| RunError::Io { what: "cannot listen to signals".into(), source })?;
         let fitted = run.fit(&folder, resumed, saved, &stop, show)?;
-        let summary = Summary::new(&run.trainer, &fitted, stop.signal());
+        let mut summary = Summary::new(&run.trainer, &fitted, stop.signal());
         if is_first {
             let path = out.join("summary.json");
             // There may be none yet of a run that was killed after its last step.
-            let stays = summary.final_loss.is_none() && resumed.is_some() && path.is_file();
-            if stays {
+            let before = fs::read(&path).ok().and_then(|text| serde_json::from_slice::<Value>(&text).ok());
+            let before = before.filter(|_| summary.final_loss.is_none() && resumed.is_some());
+            if before.is_some() {
                 let steps = summary.steps;
                 run.console.say(format_args!("all of its {steps} steps were done before; raise steps to go on"));
             }
-            if matches!(fitted.ended, Ended::Complete | Ended::NoImprovement) {
-                run.export(&folder)?;
+            let exported = before.as_ref().and_then(|before| Some(PathBuf::from(before.get("weights")?.as_str()?)));
+            summary.weights = match exported.filter(|folder| out.join(folder).exists()) {
+                None if matches!(fitted.ended, Ended::Complete | Ended::NoImprovement) => run.export(&folder)?,
+                exported => exported,
+            };
+            let mut row = before.unwrap_or_else(|| json!(summary));
+            if let Some(weights) = &summary.weights {
+                row["weights"] = json!(weights);
             }
-            if !stays {
-                write(&path, &format!("{:#}\n", json!(summary)))?;
-            }
+            write(&path, &format!("{row:#}\n"))?;
         }
         Ok(summary)
     }
@@ -280,11 +306,11 @@ impl<'a> Run<'a> {
         })
     }
 
-    /// Saves a finished run of somebody's weights in the form that they came in. Where ranks have parts of the model, a trainer that has
-    /// all of it takes them from the checkpoint.
-    fn export(self, saved: &RunFolder) -> Result<(), RunError> {
+    /// Saves a finished run of somebody's weights in the form that they came in, in a folder that was not there before, and answers its name.
+    /// Where ranks have parts of the model, a trainer that has all of it takes them from the checkpoint.
+    fn export(self, saved: &RunFolder) -> Result<Option<PathBuf>, RunError> {
         let Self { config, out, console, dataset, mut trainer, .. } = self;
-        let ModelConfig::Folder(path) = &config.model else { return Ok(()) };
+        let ModelConfig::Folder(path) = &config.model else { return Ok(None) };
         let (folder, is_lora) = (Folder::open(path)?, matches!(config.trainable, Trainable::Lora(_)));
         if config.step.mesh() != (Mesh { data: config.step.data_ranks, ..Mesh::default() }) {
             drop(trainer);
@@ -294,18 +320,59 @@ impl<'a> Run<'a> {
                 self::trainer(Box::new(InProcess::world(1).remove(0)), &whole, dataset.vocabulary().size(), false)?;
             trainer.resume(&saved.newest()?)?;
         }
-        let to = out.join(if is_lora { "adapter" } else { "model" });
-        if to.exists() {
-            fs::remove_dir_all(&to)
-                .map_err(|source| RunError::Io { what: format!("cannot replace {}", to.display()), source })?;
+        let mut to = out.join(if is_lora { "adapter" } else { "model" });
+        if fs::symlink_metadata(&to).is_ok() {
+            // It may be the folder that this run began with, or one that somebody uses.
+            console.say(format_args!("{} is there already, and stays as it is", to.display()));
+            to = free_name(&to, 1);
         }
         match is_lora {
             true => folder.save_adapter(&trainer, &to)?,
             false => folder.save(&trainer, &to, None)?,
         }
         console.say(format_args!("the trained weights are in {}", to.display()));
-        Ok(())
+        Ok(to.file_name().map(PathBuf::from))
     }
+}
+
+/// Whether the run may write its run.toml: not over one that says the same, which may be the very file that the run is of.
+///
+/// # Errors
+/// One that says something else, and that no run wrote: those are as [`RunConfig::resolved`] makes them.
+fn may_write_config(config: &RunConfig, out: &Path) -> Result<bool, RunError> {
+    let path = out.join(CONFIG);
+    let Ok(text) = fs::read_to_string(&path) else { return Ok(true) };
+    let there = toml::from_str::<RunConfig>(&text).ok();
+    match there {
+        Some(there) if there == *config => Ok(false),
+        Some(there) if there.is_written_as(&text) => Ok(true),
+        _ => Err(CheckpointError::Foreign { path: out.to_owned(), name: CONFIG }.into()),
+    }
+}
+
+/// Whether the run may write its tokenizer.json: not over the same one.
+///
+/// # Errors
+/// Another one, in a folder that was no run's.
+fn may_write_vocabulary(vocabulary: &Vocabulary, folder: &RunFolder) -> Result<bool, RunError> {
+    let path = folder.path().join(TOKENIZER);
+    match fs::symlink_metadata(&path) {
+        Err(_) => Ok(true),
+        Ok(_) if Vocabulary::open(&path).is_ok_and(|there| there.hash() == vocabulary.hash()) => Ok(false),
+        Ok(_) if folder.was_run() => Ok(true),
+        Ok(_) => Err(CheckpointError::Foreign { path: folder.path().to_owned(), name: TOKENIZER }.into()),
+    }
+}
+
+/// Refuses data with ids that a folder's model does not know: its embedding has no rows for them.
+fn expect_known(dataset: &Dataset, model: &ModelConfig) -> Result<(), RunError> {
+    let ModelConfig::Folder(path) = model else { return Ok(()) };
+    let (known, largest) = (hf::Config::read(path)?.vocabulary(), dataset.largest_token());
+    if (largest as usize) < known {
+        return Ok(());
+    }
+    let why = format!("they have the token id {largest}, and the model of {} knows {known} tokens", path.display());
+    Err(ConfigError::value("data", why, "use the tokenizer that the model was trained with").into())
 }
 
 /// The checkpoint at a path, or the newest of the run whose folder it is.

@@ -5,10 +5,10 @@ use std::path::Path;
 use gapless_engine::checkpoint::Checkpoint;
 use gapless_engine::data::Vocabulary;
 use gapless_engine::{DeviceChoice, Generation, TrainOptions, Trainer};
-use gapless_models::hf::Folder;
+use gapless_models::hf::{Config, Folder};
 use gapless_models::{Gpt, Llama, Moe};
 
-use super::train::{TOKENIZER, checkpoint_of};
+use super::train::{CONFIG, TOKENIZER, checkpoint_of};
 use super::{ModelConfig, RunConfig, RunError};
 
 /// What a run has made so far: its configuration, its vocabulary, and a checkpoint.
@@ -47,15 +47,16 @@ impl TrainedRun {
     /// A folder without a run or without a checkpoint; a tokenizer.json that is missing or none.
     pub fn open(path: &Path) -> Result<Self, RunError> {
         let folder = folder_of(path).unwrap_or(path);
-        let config = RunConfig::read(&folder.join("run.toml"), &[])?;
+        let config = RunConfig::read(&folder.join(CONFIG), &[])?;
         let checkpoint = checkpoint_of(path)?;
         let tokenizer = folder.join(TOKENIZER);
-        let vocabulary = match config.data.vocabulary {
-            None => Vocabulary::open(&tokenizer)?,
-            Some(_) if tokenizer.exists() => Vocabulary::open(&tokenizer)?,
-            Some(256) => Vocabulary::bytes(),
+        let vocabulary = match (config.data.vocabulary, &config.model) {
+            _ if tokenizer.exists() => Vocabulary::open_with(&tokenizer, &config.data.text_options())?,
+            (Some(256), _) => Vocabulary::bytes(),
             // Of token ids without a tokenizer.
-            Some(size) => Vocabulary::ids(size),
+            (Some(size), _) => Vocabulary::ids(size),
+            (None, ModelConfig::Folder(model)) => Vocabulary::ids(Config::read(model)?.vocabulary()),
+            (None, _) => Vocabulary::open(&tokenizer)?,
         };
         Ok(Self { config, vocabulary, checkpoint, average: false })
     }
@@ -110,8 +111,5 @@ impl TrainedRun {
 /// The run's folder at a path that is one, or one of its checkpoints.
 fn folder_of(path: &Path) -> Option<&Path> {
     let checkpoints = path.parent().filter(|folder| folder.file_name().is_some_and(|name| name == "checkpoints"));
-    [Some(path), checkpoints.and_then(Path::parent)]
-        .into_iter()
-        .flatten()
-        .find(|folder| folder.join("run.toml").exists())
+    [Some(path), checkpoints.and_then(Path::parent)].into_iter().flatten().find(|folder| folder.join(CONFIG).exists())
 }

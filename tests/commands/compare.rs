@@ -117,3 +117,22 @@ fn bad_input_is_named() {
     assert!(!compare(&[]).status.success());
     assert!(!compare(&["--trace", "a", "--snapshot", "b"]).status.success());
 }
+
+/// A snapshot of a program that ran out of memory: the request is named, and what each allocator would have done with it.
+#[test]
+fn the_request_that_was_refused_is_named() {
+    let snapshot = concat!(env!("CARGO_MANIFEST_DIR"), "/alloc/allocators/tests/snapshots/step.pickle");
+    let told = |more: &[&str]| {
+        let output = compare(&[&["--snapshot", snapshot, "--allocators", "pytorch,ideal"], more].concat());
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let text = told(&[]);
+    assert!(text.contains("out of memory at event 9, which asks for 1048576.0 MiB (1099511627776 bytes)"), "{text}");
+    assert!(text.contains("on a device of 22.0 MiB (23068672 bytes), where no allocator can serve it"), "{text}");
+    assert!(!told(&["--capacity", "4TiB"]).contains("no allocator"));
+    let json: Value = serde_json::from_str(&told(&["--json", "--capacity", "4TiB"])).unwrap();
+    assert_eq!((&json["refused"]["event"], &json["refused"]["device_free"]), (&9.into(), &0.into()));
+    let served = json["refused"]["allocators"].as_array().unwrap();
+    assert!(served.iter().all(|one| one["peak_reserved"].as_u64() >= Some(1 << 40)), "{json}");
+}

@@ -1,7 +1,7 @@
 //! Which checkpoints a run leaves and when it ends, and what may go on from them.
 
 use gapless::Checkpoint;
-use gapless::run::{Console, Ended, RunConfig, RunError, Start, train};
+use gapless::run::{Console, Ended, RunConfig, RunError, Start, TrainedRun, train};
 
 use crate::{Place, TINY, losses, rows};
 
@@ -54,6 +54,37 @@ fn a_fork_goes_on_from_another_run() {
     let error = go("none", &[], "first").unwrap_err();
     assert!(matches!(error, RunError::NothingLeft { done: 4, steps: 4, .. }), "{error}");
     assert!(!out("none").exists());
+}
+
+/// A fork into the folder that its checkpoint is in is a new run: what the earlier one left is a run of its own.
+#[test]
+fn a_fork_into_its_own_folder_sets_the_earlier_run_aside() {
+    let place = Place::new();
+    let out = place.path().join("run");
+    let go = |settings: &[&str], start: &Start| {
+        let settings: Vec<String> = settings.iter().map(|&setting| setting.to_owned()).collect();
+        let config = RunConfig::read(&place.file(TINY), &settings).unwrap();
+        train(&config, &out, start, &mut Console::default(), |_| {}).unwrap();
+        losses(&out.join("metrics.jsonl"))
+    };
+    let first = go(&["steps=6"], &Start::Anew);
+    let middle = out.join("checkpoints/step-00000002");
+    std::fs::rename(out.join("checkpoints/step-00000004"), &middle).unwrap();
+    let forked = Start::Fork(middle);
+    let other = go(&["steps=5", "checkpoints.keep_last=1", "learning_rate.peak=1e-2"], &forked);
+    assert_eq!(other.len(), 1);
+    let steps = |out: &std::path::Path| {
+        let all = Checkpoint::list(&out.join("checkpoints")).unwrap();
+        all.iter().map(|listed| listed.step).collect::<Vec<_>>()
+    };
+    assert_eq!((steps(&out), steps(&out.join("earlier.1"))), (vec![5], vec![6, 4]));
+    assert_eq!(losses(&out.join("earlier.1/metrics.jsonl")), first);
+    for folder in [&out, &out.join("earlier.1")] {
+        let run = TrainedRun::open(folder).unwrap();
+        assert_eq!(run.checkpoint.step(), run.config.steps);
+    }
+    go(&["steps=7", "learning_rate.peak=1e-2"], &Start::Resume);
+    assert_eq!(steps(&out), [7, 6]);
 }
 
 /// When a run ends before its last step, and which checkpoints are left, by what the rows say of it.

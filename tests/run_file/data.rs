@@ -1,6 +1,7 @@
 //! What a run learns from: answers to prompts, documents that do not see each other, and mixtures.
 
 use gapless::run::{Console, RateConfig, RateShape, RunConfig, Start, train};
+use gapless::{DataOptions, Dataset, Source, VocabularyChoice};
 
 use crate::{Place, TINY, losses};
 
@@ -75,4 +76,78 @@ fn sources_are_mixed_by_weight() {
     go("steps=4", "parts", Start::Resume).unwrap();
     let rows = |name: &str| losses(&folder.join(name).join("metrics.jsonl"));
     assert_eq!(rows("whole")[..2], rows("parts")[..2]);
+}
+
+/// Ids need no tokenizer, and may be few; ids that a folder's model does not know are refused before anything is written.
+#[test]
+fn ids_are_trained_on_as_the_model_knows_them() {
+    let place = Place::new();
+    let ids = |name: &str, vocabulary: u16| {
+        let bytes: Vec<u8> =
+            (0..4000u32).flat_map(|i| ((i * i % u32::from(vocabulary)) as u16).to_le_bytes()).collect();
+        std::fs::write(place.path().join(name), bytes).unwrap();
+    };
+    ids("few.bin", 65);
+    ids("many.bin", 500);
+    let silent = TINY.replace("\"to be\"", "\"\"");
+    let few = silent.replace("text.txt", "few.bin").replace("vocabulary = 256", "vocabulary = 65");
+    let go = |text: &str, out: &str| {
+        let config = RunConfig::read(&place.file(text), &[]).map_err(|error| error.to_string())?;
+        train(&config, &place.path().join(out), &Start::Anew, &mut Console::default(), |_| {})
+            .map_err(|error| error.to_string())
+    };
+    go(&few, "few").unwrap();
+    assert!(go(&silent.replace("= 256", "= 65"), "text").unwrap_err().contains("do not even hold the bytes"));
+
+    // A model's folder without a tokenizer.
+    let base =
+        std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/evidence/hf/models/mixtral_bf16/checkpoint");
+    assert!(!base.join("tokenizer.json").exists());
+    let model = format!("[model]\nfolder = {base:?}");
+    let folder =
+        silent.replace("[model.gpt]\nlayers = 1\nheads = 2\nwidth = 16", &model).replace("vocabulary = 256\n", "");
+    let known = gapless::models::hf::Config::read(&base).unwrap().vocabulary();
+    assert!((65..500).contains(&known));
+    go(&folder.replace("text.txt", "few.bin"), "folder").unwrap();
+    let opened = gapless::run::TrainedRun::open(&place.path().join("folder")).unwrap();
+    assert_eq!(opened.vocabulary.size(), known);
+    assert!(go(&folder, "text").unwrap_err().contains("there is no tokenizer"));
+    assert!(go(&folder.replace("text.txt", "many.bin"), "many").unwrap_err().contains("is outside the vocabulary of"));
+    // A tokenizer of more tokens than the model knows, where the data has one of them.
+    let larger = VocabularyChoice::Bpe { size: 700 };
+    let text: String = (0..800).map(|i| format!("{} and {}\n", i * i, (i * 7919) % 1000)).collect();
+    std::fs::write(place.path().join("numbers.txt"), text).unwrap();
+    let options = DataOptions { vocabulary: larger, cache: place.path().join("larger"), ..DataOptions::default() };
+    let prepared = Dataset::prepare(&Source::Path(place.path().join("numbers.txt")), &options).unwrap();
+    assert!(prepared.largest_token() as usize >= known);
+    let tokenizer = format!("text.txt\"\ntokenizer = {:?}", prepared.folder().unwrap().join("tokenizer.json"));
+    let error = go(&folder.replace("text.txt\"", &tokenizer.replace("text.txt", "numbers.txt")), "larger").unwrap_err();
+    assert!(error.contains(&format!("knows {known} tokens")), "{error}");
+    assert!(!place.path().join("larger/run.toml").exists() && !place.path().join("many").exists());
+}
+
+/// The table in docs/runs.md of what options make of a text.
+#[test]
+fn the_ids_in_the_docs_are_those_of_the_options() {
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
+    let tokenizer = root.join("tests/evidence/hf/tokenizers/sentencepiece_llama2/tokenizer.json");
+    let place = Place::new();
+    std::fs::write(place.path().join("text.txt"), "hi</s>").unwrap();
+    let docs = std::fs::read_to_string(root.join("docs/runs.md")).unwrap();
+    let section = docs.split("| options | ids |\n|---|---|\n").nth(1).unwrap();
+    let rows: Vec<_> = section.lines().take_while(|line| line.starts_with('|')).collect();
+    assert_eq!(rows.len(), 4);
+    for row in rows {
+        let cells: Vec<&str> = row.split('|').map(|cell| cell.trim().trim_matches('`')).collect();
+        let options = if cells[1] == "none" { "" } else { cells[1] };
+        let data = format!("tokenizer = {tokenizer:?}\n{options}");
+        let text = TINY.replace("vocabulary = 256", &data).replace("validation_every = 8", "validation_every = 0");
+        let dataset = RunConfig::read(&place.file(&text), &[]).unwrap().dataset().unwrap();
+        let length = dataset.training_tokens() as usize - 1;
+        let (mut inputs, mut targets) = (vec![0; length], vec![0; length]);
+        dataset.training(length, 1, 0).unwrap().fill(0, 0, &mut inputs, &mut targets).unwrap();
+        inputs.extend(targets.last());
+        let ids: Vec<String> = inputs.iter().map(u32::to_string).collect();
+        assert_eq!(ids.join(" "), cells[2], "{row}");
+    }
 }

@@ -40,6 +40,51 @@ fn trained_weights_leave_in_the_form_that_they_came_in() {
     assert!(!out.join("model").exists());
 }
 
+/// Nothing of the user's is replaced: neither the folder that the model comes from, nor files that have the names of a run's.
+#[test]
+fn what_no_run_wrote_stays() {
+    let place = Place::new();
+    let base = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/evidence/hf/models/mixtral_bf16/checkpoint");
+    let own = place.path().join("model");
+    std::fs::create_dir(&own).unwrap();
+    for entry in std::fs::read_dir(&base).unwrap().map(Result::unwrap) {
+        std::fs::copy(entry.path(), own.join(entry.file_name())).unwrap();
+    }
+    std::fs::write(own.join("notes.txt"), "mine").unwrap();
+    let contents = |folder: &Path| {
+        let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+        let mut all: Vec<_> = entries.map(|path| (path.clone(), std::fs::read(path).unwrap())).collect();
+        all.sort();
+        all
+    };
+    let text = TINY.replace("[model.gpt]\nlayers = 1\nheads = 2\nwidth = 16", "[model]\nfolder = \"model\"");
+    let text = text.replace("vocabulary = 256", &format!("tokenizer = {:?}", tokenizer(&place)));
+    let (before, file) = (contents(&own), place.file(&text));
+    let config = std::fs::read(&file).unwrap();
+    for (more, weights) in [(&[][..], "model.1"), (&["--set", "steps=4"], "model.2"), (&["--resume"], "model.2")] {
+        let output = place.gapless(&[&["train", "run.toml", "--out", "."], more].concat());
+        assert!(output.status.success(), "{output:?}");
+        assert_eq!((contents(&own), std::fs::read(&file).unwrap()), (before.clone(), config.clone()));
+        Folder::open(place.path().join(weights)).unwrap();
+        let summary = std::fs::read(place.path().join("summary.json")).unwrap();
+        assert_eq!(serde_json::from_slice::<Value>(&summary).unwrap()["weights"], weights);
+    }
+    assert!(!place.path().join("model.3").exists() && place.path().join("earlier.1/checkpoints").exists());
+
+    // Another configuration, or another vocabulary, in a folder that is no run's.
+    let refused = |arguments: &[&str], name: &str| {
+        let output = place.gapless(arguments);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.code() == Some(2) && said.contains(name), "{output:?}");
+    };
+    refused(&["train", "run.toml", "--out", ".", "--set", "steps=3"], "has a run.toml that no run wrote");
+    let other = place.path().join("other");
+    std::fs::create_dir(&other).unwrap();
+    std::fs::write(other.join("tokenizer.json"), "mine").unwrap();
+    refused(&["train", "run.toml", "--out", "other"], "has a tokenizer.json that no run wrote");
+    assert_eq!(contents(&other).len(), 1);
+}
+
 /// The command, given a run's folder or a checkpoint, writes what the run did when it was there, and measures what the library does: of
 /// a model of one rank and of a pipeline, in bf16, of bytes and of trained tokens, of documents apart, and of adapters.
 #[test]

@@ -51,5 +51,5 @@ pub use malloc::Malloc;
 pub use planned::Planned;
 pub use pytorch::{OptionsError, PyTorch, PyTorchOptions};
 pub use replay::{Report, Request, Requests, replay, replay_observed, smallest_capacity};
-pub use snapshot::{Snapshot, SnapshotError, read_snapshot};
+pub use snapshot::{Refused, Snapshot, SnapshotError, read_snapshot};
 pub use stalloc::StAlloc;

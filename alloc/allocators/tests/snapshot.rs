@@ -39,6 +39,27 @@ fn lifetimes_are_those_of_the_events() {
     }
 }
 
+/// A request that was refused, in a trace that goes on, and the program up to it.
+#[test]
+fn a_refused_request_is_told_with_the_device_as_it_was() {
+    const MIB: u64 = 1 << 20;
+    let snapshot = read("step", None).unwrap();
+    let [refused] = &snapshot.refused[..] else { panic!("{:?}", snapshot.refused) };
+    assert_eq!((refused.event, refused.tick, refused.bytes, refused.device_free), (9, 7, 1 << 40, 0));
+    assert_eq!((refused.reserved, refused.capacity()), (22 * MIB, 22 * MIB));
+    assert_eq!(refused.allocated, 5 * MIB + 200 + 1000);
+    let until = snapshot.until(refused).unwrap();
+    let expected = [
+        (0, 2, 100, 0),
+        (3, 7, 3 * MIB, 0),
+        (4, 9, 5 * MIB, 1),
+        (6, 9, 200, 0),
+        (0, 9, 1000, 0),
+        (8, 9, 1 << 40, 0), // the request itself
+    ];
+    assert_eq!(rows(&until), expected);
+}
+
 #[test]
 fn errors_say_what_is_wrong() {
     let check = |name: &str, device: Option<usize>, expected: &str| {

@@ -91,6 +91,16 @@ pub enum CheckpointError {
         /// What the operating system said.
         source: io::Error,
     },
+    /// A run's folder would have a file that is there already, and that no run wrote.
+    #[error(
+        "{path} has a {name} that no run wrote, and a run would replace it; choose another folder, or move the file"
+    )]
+    Foreign {
+        /// The folder.
+        path: PathBuf,
+        /// The file in it.
+        name: &'static str,
+    },
     /// Another process works in the folder.
     #[error("{path} is in use by {owner}; wait for its end, stop it, or choose another folder")]
     Locked {

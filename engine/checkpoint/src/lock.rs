@@ -1,14 +1,15 @@
 //! One run per folder: an advisory lock that the operating system releases when its owner ends, however it ends.
 
 use std::fs::{self, File, TryLockError};
-use std::io::{self, Read, Write};
+use std::io::{self, Read, Seek, Write};
 use std::path::Path;
 
 use crate::CheckpointError;
 
-const LOCK: &str = "lock";
 /// Most bytes that are read of who has the lock.
 const OWNER_BYTES: u64 = 200;
+/// The beginning of every owner that is written into the file. A file of this name that begins otherwise is somebody else's.
+const OWNER: &str = "process ";
 
 /// A folder that no other process locks as long as this lives. The file `lock` in it says who has it, and stays.
 ///
@@ -38,12 +39,30 @@ impl Drop for FolderLock {
 }
 
 impl FolderLock {
+    /// The name of the file that is locked.
+    pub const FILE: &str = "lock";
+
+    /// Whether a folder has been locked before, be it by a process that has ended since.
+    pub fn was_acquired(dir: &Path) -> bool {
+        File::open(dir.join(Self::FILE)).is_ok_and(|file| is_ours(&file))
+    }
+
+    /// Whether files can be made in a folder: one without a name is, and is gone again.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Unwritable`].
+    pub fn can_write(dir: &Path) -> Result<(), CheckpointError> {
+        let unwritable = |source| CheckpointError::Unwritable { path: dir.to_owned(), source };
+        tempfile::tempfile_in(dir).map(drop).map_err(unwritable)
+    }
+
     /// Locks a folder that is there. On a file system without locks it warns, and goes on without.
     ///
     /// # Errors
-    /// [`CheckpointError::Locked`], which names the owner; a folder that cannot be written into.
+    /// [`CheckpointError::Locked`], which names the owner; [`CheckpointError::Foreign`] where `lock` is a file of somebody else's; a
+    /// folder that cannot be written into.
     pub fn acquire(dir: &Path) -> Result<Self, CheckpointError> {
-        let path = dir.join(LOCK);
+        let path = dir.join(Self::FILE);
         let write_error = |source| CheckpointError::Write { path: path.clone(), source };
         let options = File::options().read(true).write(true).create(true).truncate(false).clone();
         let mut file = options.open(&path).map_err(|source| match source.kind() {
@@ -52,6 +71,9 @@ impl FolderLock {
             }
             _ => write_error(source),
         })?;
+        if !is_ours(&file) {
+            return Err(CheckpointError::Foreign { path: dir.to_owned(), name: Self::FILE });
+        }
         match file.try_lock() {
             Ok(()) => {
                 // Only a message would lack the owner.
@@ -72,22 +94,44 @@ impl FolderLock {
 fn this_process() -> String {
     let host = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let on = if host.trim().is_empty() { String::new() } else { format!(" on {}", host.trim()) };
-    format!("process {}{on}", std::process::id())
+    format!("{OWNER}{}{on}", std::process::id())
+}
+
+/// The first line of the file; empty where its owner has not written it yet.
+fn first_line(mut file: &File) -> String {
+    let mut bytes = Vec::new();
+    let _ = file.rewind().and_then(|()| file.take(OWNER_BYTES).read_to_end(&mut bytes));
+    let _ = file.rewind();
+    String::from_utf8_lossy(&bytes).lines().next().unwrap_or_default().to_owned()
+}
+
+fn is_ours(file: &File) -> bool {
+    let line = first_line(file);
+    line.is_empty() || line.starts_with(OWNER)
 }
 
 fn owner(file: &File) -> String {
-    let mut bytes = Vec::new();
-    // Its owner may not have written it yet.
-    let _ = file.take(OWNER_BYTES).read_to_end(&mut bytes);
-    match String::from_utf8_lossy(&bytes).lines().next() {
-        Some(line) if !line.is_empty() => line.to_owned(),
-        _ => "another process".into(),
-    }
+    Some(first_line(file)).filter(|line| !line.is_empty()).unwrap_or_else(|| "another process".into())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_file_of_somebody_else_is_not_locked_or_changed() {
+        let folder = tempfile::tempdir().unwrap();
+        assert!(!FolderLock::was_acquired(folder.path()));
+        fs::write(folder.path().join(FolderLock::FILE), "a key\n").unwrap();
+        assert!(matches!(
+            FolderLock::acquire(folder.path()),
+            Err(CheckpointError::Foreign { name: FolderLock::FILE, .. })
+        ));
+        assert_eq!(fs::read_to_string(folder.path().join(FolderLock::FILE)).unwrap(), "a key\n");
+        fs::remove_file(folder.path().join(FolderLock::FILE)).unwrap();
+        drop(FolderLock::acquire(folder.path()).unwrap());
+        assert!(FolderLock::was_acquired(folder.path()));
+    }
 
     /// As a child has it between its fork and its program's start.
     #[test]

@@ -3,7 +3,7 @@
 //! In: a path, whose last extension says how the file is compressed. Out: a reader of the bytes inside. Never: a file in memory as a
 //! whole.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, Read};
 use std::path::Path;
 
@@ -16,26 +16,60 @@ use crate::DataError;
 /// Bytes that are read at once.
 const BUFFER_BYTES: usize = 1 << 18;
 
-/// The extension of what is in a file: of `a.jsonl.gz` and `a.jsonl` alike `jsonl`.
-pub(crate) fn inner_extension(path: &Path) -> Option<&str> {
-    let extension = path.extension()?.to_str()?;
-    if matches!(extension, "gz" | "zst") { Path::new(path.file_stem()?).extension()?.to_str() } else { Some(extension) }
+/// The extension of what is in a file, in lower case: of `a.jsonl.gz` and `A.JSONL` alike `jsonl`.
+pub(crate) fn inner_extension(path: &Path) -> Option<String> {
+    let outer = extension(path)?;
+    if !matches!(&*outer, "gz" | "zst") {
+        return Some(outer);
+    }
+    extension(Path::new(path.file_stem()?))
+}
+
+fn extension(path: &Path) -> Option<String> {
+    Some(path.extension()?.to_str()?.to_lowercase())
 }
 
 /// Opens a file: gzip (RFC 1952) as .gz, Zstandard (RFC 8878) as .zst, of one or several members or frames; others as they are.
+///
+/// # Errors
+/// A path that is not a file: a pipe or a device has no second reading, and may have no end.
 pub(crate) fn open(path: &Path) -> Result<Box<dyn BufRead>, DataError> {
-    let file = File::open(path).map_err(|error| DataError::read(path, error))?;
+    let file = open_file(path)?;
     let file = BufReader::with_capacity(BUFFER_BYTES, file);
-    Ok(match path.extension().and_then(|extension| extension.to_str()) {
+    Ok(match extension(path).as_deref() {
         Some("gz") => Box::new(BufReader::with_capacity(BUFFER_BYTES, MultiGzDecoder::new(file))),
         Some("zst") => Box::new(BufReader::with_capacity(BUFFER_BYTES, Frames::new(file))),
         _ => Box::new(file),
     })
 }
 
+/// Opens a regular file.
+pub(crate) fn open_file(path: &Path) -> Result<File, DataError> {
+    // Looked at before it is opened: opening a pipe waits for its writer.
+    let kind = fs::metadata(path).map_err(|error| DataError::read(path, error))?;
+    if !kind.is_file() && !kind.is_dir() {
+        return Err(DataError::NotAFile { path: path.to_owned() });
+    }
+    File::open(path).map_err(|error| DataError::read(path, error))
+}
+
+/// [`open`] of a text: without the byte-order mark that some editors put before it.
+pub(crate) fn open_text(path: &Path) -> Result<Box<dyn BufRead>, DataError> {
+    let mut source = open(path)?;
+    let mut first = Vec::new();
+    source.by_ref().take(MARK.len() as u64).read_to_end(&mut first).map_err(|error| read_error(path, error))?;
+    if first == MARK {
+        first.clear();
+    }
+    Ok(Box::new(io::Cursor::new(first).chain(source)))
+}
+
+/// The byte-order mark of UTF-8 (Unicode 16, section 23.8).
+pub(crate) const MARK: &[u8] = "\u{feff}".as_bytes();
+
 /// Wraps an error of a reader of [`open`].
 pub(crate) fn read_error(path: &Path, source: io::Error) -> DataError {
-    match path.extension().and_then(|extension| extension.to_str()) {
+    match extension(path).as_deref() {
         Some("gz" | "zst") => DataError::Compressed { path: path.to_owned(), source },
         _ => DataError::read(path, source),
     }

@@ -65,10 +65,10 @@ impl Corpus {
 
     /// What was read, with the hash of the texts (names left out: they differ between machines).
     pub fn report(&self) -> CorpusReport {
-        let mut hasher = blake3::Hasher::new();
+        let mut hasher = TextHasher::default();
         for document in &self.documents {
-            hasher.update(&(document.text.len() as u64).to_le_bytes());
             hasher.update(document.text.as_bytes());
+            hasher.end_document();
         }
         CorpusReport {
             packages: self.packages,
@@ -76,7 +76,7 @@ impl Corpus {
             documents: self.documents.len(),
             bytes: self.bytes(),
             skipped: self.skipped,
-            hash: hasher.finalize().to_hex().to_string(),
+            hash: hasher.hash(),
         }
     }
 
@@ -100,6 +100,35 @@ impl Corpus {
 
     pub(super) fn skipped(&self) -> usize {
         self.skipped
+    }
+}
+
+/// The hash of texts in their order, piece by piece.
+#[derive(Debug, Default)]
+pub(crate) struct TextHasher {
+    hasher: blake3::Hasher,
+    length: u64,
+}
+
+impl TextHasher {
+    /// Takes the next bytes of a document.
+    pub fn update(&mut self, bytes: &[u8]) {
+        self.hasher.update(bytes);
+        self.length += bytes.len() as u64;
+    }
+
+    /// Ends a document, and answers its bytes. One without bytes is none.
+    pub fn end_document(&mut self) -> u64 {
+        let length = std::mem::take(&mut self.length);
+        if length > 0 {
+            self.hasher.update(&length.to_le_bytes());
+        }
+        length
+    }
+
+    /// blake3 of all so far, in hexadecimal.
+    pub fn hash(&self) -> String {
+        self.hasher.finalize().to_hex().to_string()
     }
 }
 

@@ -21,6 +21,28 @@ pub enum DataError {
         /// What the operating system said.
         source: io::Error,
     },
+    /// A pipe, a device or a socket.
+    #[error(
+        "{path} is not a file, but a pipe, a device or a socket; data are read more than once: copy them into a file"
+    )]
+    NotAFile {
+        /// The path as given.
+        path: PathBuf,
+    },
+    /// Text that was not the same when it was read again.
+    #[error("{path} has changed while it was read; run again when nothing writes it any more")]
+    Changed {
+        /// The folder of tokens that it was to be kept in.
+        path: PathBuf,
+    },
+    /// A text that goes on for too long without a place at which it may be cut.
+    #[error("{path} has no line break within {} MiB; break its lines", most >> 20)]
+    NoBreak {
+        /// The file.
+        path: PathBuf,
+        /// Bytes, at most.
+        most: usize,
+    },
     /// A file that is not what it was compressed to.
     #[error(
         "cannot decompress {path}: {source}; is it cut off, damaged, or compressed otherwise than its extension says?"
@@ -118,7 +140,7 @@ pub enum DataError {
     },
     /// There is no text (or no token) at all.
     #[error(
-        "no text in {path} ({skipped} files skipped{}); .txt, .rs, .md, .jsonl and .parquet files are read, the former also as .gz or .zst",
+        "no text in {path} ({skipped} files skipped{}); .txt, .rs, .md, .jsonl, .ndjson, .json and .parquet files are read, all but the last also as .gz or .zst",
         named(others)
     )]
     Empty {
@@ -164,6 +186,19 @@ pub enum DataError {
         /// Bytes per token.
         width: u64,
     },
+    /// A .bin file whose ids seem to be wider than they are read.
+    #[error(
+        "{path} looks like ids of {bytes} bytes: read as {read_as}, every second number is next to nothing; say in data.token_width how \
+         wide they are, \"u16\", \"u32\" or \"u64\""
+    )]
+    Width {
+        /// The file or folder.
+        path: PathBuf,
+        /// Bytes of an id as it would be read.
+        read_as: u64,
+        /// Bytes of an id as the file seems to have them.
+        bytes: u64,
+    },
     /// A .bin file with a header of llm.c that does not fit the file.
     #[error("{path} is no file of llm.c's tokens: {reason}; is it cut off, or of another program?")]
     Header {
@@ -208,8 +243,19 @@ pub enum DataError {
         /// Tokens that the tokenizer can make.
         tokenizer: usize,
     },
+    /// A token that is asked for and that the tokenizer does not have.
+    #[error("{path} has no token {token:?}, which data.end_of_text names; name one of its tokens")]
+    NoToken {
+        /// The tokenizer's file.
+        path: PathBuf,
+        /// The token's text.
+        token: String,
+    },
     /// A tokenizer without a token to put between documents.
-    #[error("{path} has no end-of-text token; add a special token named {wanted}")]
+    #[error(
+        "nothing says which token of {path} ends a text: the files beside it name none, and it has none with a usual name such as \
+         {wanted}; name one in data.end_of_text"
+    )]
     NoEndOfText {
         /// The tokenizer's file.
         path: PathBuf,
@@ -224,6 +270,11 @@ pub enum DataError {
         /// What is wrong, and in which line of the template.
         reason: String,
     },
+    /// Text, and ids without the tokenizer that made them.
+    #[error(
+        "there is no tokenizer that text could be encoded with; put the tokenizer.json of the ids beside the .bin, or into the model's folder"
+    )]
+    NoTokenizer,
     /// The tokenizers library refused.
     #[error("tokenizer {path}: {reason}")]
     Tokenizer {

@@ -13,8 +13,8 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value as Json;
 
-use crate::files::{check_text, each_line};
-use crate::{DataError, Tokenizer, Vocabulary};
+use crate::files::{check_text, each_line, has_lines};
+use crate::{Answers, Conversation, DataError, Tokenizer, Vocabulary};
 
 /// What a line of a .jsonl file holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
@@ -23,9 +23,10 @@ pub enum Format {
     /// `text`, all of which counts; as .txt, .md and .rs files do.
     #[default]
     Text,
-    /// `prompt`, and `completion` (or `response`), which alone counts.
+    /// `prompt`, and `completion` (or `response`), which alone counts: texts, or lists of messages.
     Prompt,
-    /// `messages`, each with `role` and `content`; what the assistant says counts.
+    /// `messages`, each with `role` and `content`, and perhaps `tools`, `documents` and `chat_template_kwargs`; what the assistant says
+    /// counts, as `answers` has it.
     Chat,
 }
 
@@ -33,6 +34,11 @@ impl Format {
     /// Whether only a part of each text counts.
     pub fn has_answers(self) -> bool {
         self != Self::Text
+    }
+
+    /// Whether a file has lines, or rows, that can be examples, by its extension.
+    pub fn is_read_from(path: &Path) -> bool {
+        has_lines(path)
     }
 }
 
@@ -48,7 +54,7 @@ pub(crate) struct Line {
 enum Content {
     /// A text, and where in it the answer begins.
     Prompt(String, usize),
-    Chat(Vec<Json>),
+    Chat(Conversation),
 }
 
 /// Reads the lines of a .jsonl file, or the rows of a .parquet file.
@@ -81,16 +87,13 @@ fn content_of(line: &str, format: Format) -> Result<Content, String> {
         completion: String,
     }
     #[derive(Deserialize)]
-    struct Chat {
-        messages: Vec<Json>,
+    struct Kind {
+        prompt: Option<Json>,
     }
-    if format == Format::Chat {
-        let Chat { messages } = serde_json::from_str(line).map_err(|error| error.to_string())?;
-        // What else a template reads of a message is its own affair.
-        if let Some(index) = messages.iter().position(|message| !message["role"].is_string()) {
-            return Err(format!("message {index} has no \"role\""));
-        }
-        return Ok(Content::Chat(messages));
+    let is_list =
+        || serde_json::from_str(line).is_ok_and(|Kind { prompt }| prompt.is_some_and(|prompt| prompt.is_array()));
+    if format == Format::Chat || is_list() {
+        return Conversation::of_row(line).map(Content::Chat);
     }
     let Prompt { prompt, completion } = serde_json::from_str(line).map_err(|error| error.to_string())?;
     Ok(Content::Prompt(format!("{prompt}{completion}"), prompt.len()))
@@ -107,22 +110,28 @@ impl Line {
 
     /// Its tokens, and which of them count: by the tokenizer of a Hugging Face folder, with the special tokens that belong around a
     /// text and those that a conversation's template writes; or by a vocabulary, with the end of text.
-    fn encode(&self, vocabulary: &Vocabulary, folder: Option<&Tokenizer>) -> Result<Encoded, DataError> {
+    fn encode(&self, encoding: &Encoding<'_>) -> Result<Encoded, DataError> {
+        let &Encoding { path, vocabulary, folder, answers } = encoding;
         match &self.content {
-            Content::Chat(messages) => {
+            Content::Chat(conversation) => {
                 let known = folder.and_then(|tokenizer| Some((tokenizer, tokenizer.chat_template()?)));
-                let (tokenizer, template) = known.expect("conversations come with a template");
-                let (text, answers) = template.answers(messages)?;
+                let Some((tokenizer, template)) = known else {
+                    return Err(DataError::NoTemplate { path: path.to_owned() });
+                };
+                let (text, answers) = template.answers_of(conversation, answers)?;
                 tokenizer.encode_spans(&text, &answers, false)
             }
             Content::Prompt(text, prompt) => {
                 let answer = *prompt..text.len();
                 let (mut tokens, mut counts) = match folder {
-                    Some(tokenizer) => tokenizer.encode_spans(text, &[answer], true)?,
+                    Some(tokenizer) => {
+                        let begins = !vocabulary.begin_of_text().is_empty();
+                        tokenizer.encode_spans(text, &[answer], begins)?
+                    }
                     None => vocabulary.encode_spans(text, &[answer])?,
                 };
                 // An answer has an end, which is learned too.
-                if let Some(end) = folder.and_then(Tokenizer::eos).or(vocabulary.end_of_text()) {
+                if let Some(end) = vocabulary.end_of_text() {
                     let length = tokens.len() - usize::from(tokens.last() == Some(&end));
                     tokens.truncate(length);
                     counts.truncate(length);
@@ -135,21 +144,28 @@ impl Line {
     }
 }
 
+/// What turns lines into tokens.
+#[derive(Clone, Copy)]
+pub(crate) struct Encoding<'a> {
+    /// The file of the lines.
+    pub path: &'a Path,
+    pub vocabulary: &'a Vocabulary,
+    /// The tokenizer of a Hugging Face folder, with its template.
+    pub folder: Option<&'a Tokenizer>,
+    pub answers: Answers,
+}
+
 /// Tokens of all lines, in parallel.
 ///
 /// # Errors
-/// Those of the tokenizer; what the template raises, by the line.
-pub(crate) fn encode_lines(
-    path: &Path,
-    lines: &[Line],
-    vocabulary: &Vocabulary,
-    folder: Option<&Tokenizer>,
-) -> Result<Vec<Encoded>, DataError> {
+/// Those of the tokenizer; what the template raises, by the line; conversations without a template.
+pub(crate) fn encode_lines(lines: &[Line], encoding: &Encoding<'_>) -> Result<Vec<Encoded>, DataError> {
     let encode = |line: &Line| {
-        line.encode(vocabulary, folder).map_err(|error| DataError::Example {
-            path: path.to_owned(),
-            line: line.number,
-            reason: error.to_string(),
+        line.encode(encoding).map_err(|error| match error {
+            error @ DataError::NoTemplate { .. } => error,
+            error => {
+                DataError::Example { path: encoding.path.to_owned(), line: line.number, reason: error.to_string() }
+            }
         })
     };
     lines.par_iter().map(encode).collect()

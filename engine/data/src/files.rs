@@ -6,27 +6,33 @@ use std::path::{Path, PathBuf};
 
 use walkdir::WalkDir;
 
-use crate::compressed::{inner_extension, open, read_error};
+use crate::compressed::{MARK, inner_extension, open, open_text, read_error};
 #[cfg(feature = "parquet")]
 use crate::parquet::each_row;
 use crate::{Corpus, DataError};
 
-/// What a folder is searched for.
-const TEXT_EXTENSIONS: [&str; 5] = ["txt", "rs", "md", "jsonl", "parquet"];
+/// The extensions of text in a folder, in lower case. A .json file counts where it has lines of texts: of the others in a folder, most
+/// say something about the data.
+const TEXT_EXTENSIONS: [&str; 7] = ["txt", "rs", "md", "jsonl", "ndjson", "json", "parquet"];
+
+/// Bytes of a line of .jsonl, at most.
+const LONGEST_LINE: u64 = 256 << 20;
 
 /// Files of other types that are named where there is no text.
 const MOST_NAMED: usize = 3;
 
 impl Corpus {
-    /// Reads one file, whatever its extension, or every .txt, .rs, .md, .jsonl and .parquet file below a folder, in sorted order; with
-    /// .gz or .zst behind the extension (but of Parquet, which compresses by itself), what is compressed in it.
+    /// Reads one file, whatever its extension, or every .txt, .rs, .md, .jsonl (or .ndjson), .json and .parquet file below a folder, in
+    /// sorted order; with .gz or .zst behind the extension (but of Parquet, which compresses by itself), what is compressed in it.
+    /// Extensions may be in any case. Links are followed. A byte-order mark is no part of a text.
     ///
-    /// Each line of a .jsonl file is one document, and each row of a .parquet file, of its column `text`. Hidden files, and folders marked as caches by a `CACHEDIR.TAG`
-    /// (as cargo marks its `target`), are passed over.
+    /// Each line of a .jsonl or .json file is one document, and each row of a .parquet file, of its column `text`. Hidden files, folders
+    /// marked as caches by a `CACHEDIR.TAG` (as cargo marks its `target`), and .json files of a folder without a text in their first
+    /// line are passed over.
     ///
     /// # Errors
     /// A missing path; a file that is not UTF-8 text when it was given itself (within a folder it is skipped and
-    /// counted); a line or row without a text; Parquet without the feature `parquet`; no text at all.
+    /// counted); a line or row without a text; Parquet without the feature `parquet`; a link to nothing; no text at all.
     pub fn read(path: &Path) -> Result<Self, DataError> {
         let kind = fs::metadata(path).map_err(|error| DataError::read(path, error))?;
         let mut corpus = Self::default();
@@ -75,7 +81,7 @@ impl Corpus {
 /// validation. Nothing where there is none.
 pub(super) fn token_files(path: &Path) -> Result<Option<(Vec<PathBuf>, usize)>, DataError> {
     if !path.is_dir() {
-        let is_bin = path.extension().is_some_and(|extension| extension == "bin");
+        let is_bin = inner_extension(path).is_some_and(|extension| extension == "bin");
         return Ok(is_bin.then(|| (vec![path.to_owned()], 0)));
     }
     let files = text_files(path, &["bin"])?;
@@ -101,7 +107,7 @@ pub(super) fn text_files(folder: &Path, extensions: &[&str]) -> Result<Vec<PathB
 
 /// The files below `folder` whose extensions count, sorted component by component.
 fn files_below(folder: &Path, counts: impl Fn(Option<&str>) -> bool) -> Result<Vec<PathBuf>, DataError> {
-    let walk = WalkDir::new(folder).sort_by_file_name().into_iter().filter_entry(|entry| {
+    let walk = WalkDir::new(folder).follow_links(true).sort_by_file_name().into_iter().filter_entry(|entry| {
         let hidden = entry.depth() > 0 && entry.file_name().to_string_lossy().starts_with('.');
         let cache = entry.depth() > 0 && entry.file_type().is_dir() && entry.path().join("CACHEDIR.TAG").exists();
         !hidden && !cache
@@ -110,9 +116,9 @@ fn files_below(folder: &Path, counts: impl Fn(Option<&str>) -> bool) -> Result<V
     for entry in walk {
         let entry = entry.map_err(|error| {
             let path = error.path().unwrap_or(folder).to_owned();
-            DataError::read(&path, error.into())
+            DataError::Read { path, source: error.into() }
         })?;
-        if entry.file_type().is_file() && counts(inner_extension(entry.path())) {
+        if entry.file_type().is_file() && counts(inner_extension(entry.path()).as_deref()) {
             files.push(entry.into_path());
         }
     }
@@ -121,13 +127,26 @@ fn files_below(folder: &Path, counts: impl Fn(Option<&str>) -> bool) -> Result<V
 
 /// The files of text below a folder.
 pub(super) fn text_below(folder: &Path) -> Result<Vec<PathBuf>, DataError> {
-    text_files(folder, &TEXT_EXTENSIONS)
+    let mut files = text_files(folder, &TEXT_EXTENSIONS)?;
+    files.retain(|file| !is_json(file) || begins_with_a_text(file));
+    Ok(files)
+}
+
+/// Whether the first line of a .json file is an object with a text.
+fn begins_with_a_text(path: &Path) -> bool {
+    let mut begins = false;
+    let ended = each_line(path, |_, line| {
+        begins = text_of_line(line).is_ok();
+        // One is enough.
+        Err(DataError::NoExamples { path: path.to_owned() })
+    });
+    begins && ended.is_err()
 }
 
 /// That there is no text at a path, and what there is instead.
 pub(super) fn no_text(path: &Path, is_folder: bool, skipped: usize) -> Result<DataError, DataError> {
     let others = if is_folder { files_below(path, |_| true)? } else { Vec::new() };
-    let is_read = |file: &PathBuf| inner_extension(file).is_some_and(|of| TEXT_EXTENSIONS.contains(&of));
+    let is_read = |file: &PathBuf| inner_extension(file).is_some_and(|of| TEXT_EXTENSIONS.contains(&&*of));
     let others = others.into_iter().filter(|file| !is_read(file)).take(MOST_NAMED).collect();
     Ok(DataError::Empty { path: path.to_owned(), skipped, others })
 }
@@ -135,19 +154,19 @@ pub(super) fn no_text(path: &Path, is_folder: bool, skipped: usize) -> Result<Da
 pub(super) fn read_text(path: &Path) -> Result<String, DataError> {
     check_text(path)?;
     let mut text = String::new();
-    open(path)?.read_to_string(&mut text).map_err(|error| read_error(path, error))?;
+    open_text(path)?.read_to_string(&mut text).map_err(|error| read_error(path, error))?;
     Ok(text)
 }
 
-/// Checks that a file is UTF-8 without NUL bytes (UTF-16 and many binary formats are valid UTF-8 but for their NULs), and answers its
-/// bytes. Most of it is not in memory. Parquet is checked where it is read.
+/// Checks that a file is UTF-8 without NUL bytes (UTF-16 and many binary formats are valid UTF-8 but for their NULs), and answers the
+/// bytes of its text. Most of it is not in memory. Parquet is checked where it is read.
 pub(super) fn check_text(path: &Path) -> Result<u64, DataError> {
     if is_parquet(path) {
         return Ok(0);
     }
     let binary = |reason| DataError::Binary { path: path.to_owned(), reason };
     let mut source = open(path)?;
-    let (mut bytes, mut before) = (Vec::new(), 0);
+    let (mut bytes, mut before, mut mark) = (Vec::new(), 0, 0);
     loop {
         let read = source.by_ref().take(1 << 20).read_to_end(&mut bytes).map_err(|error| read_error(path, error))?;
         if let Some(position) = bytes.iter().position(|&byte| byte == 0) {
@@ -161,21 +180,28 @@ pub(super) fn check_text(path: &Path) -> Result<u64, DataError> {
                 return Err(binary(format!("byte {} is not valid UTF-8", before + error.valid_up_to() as u64)));
             }
         };
+        if before == 0 && bytes.starts_with(MARK) {
+            mark = MARK.len() as u64;
+        }
         bytes.drain(..valid);
         before += valid as u64;
         if read == 0 {
-            return Ok(before);
+            return Ok(before - mark);
         }
     }
 }
 
 /// Whether each line, or row, of a file is a document.
 pub(super) fn has_lines(path: &Path) -> bool {
-    inner_extension(path) == Some("jsonl") || is_parquet(path)
+    inner_extension(path).is_some_and(|extension| matches!(&*extension, "jsonl" | "ndjson" | "json" | "parquet"))
+}
+
+fn is_json(path: &Path) -> bool {
+    inner_extension(path).is_some_and(|extension| extension == "json")
 }
 
 fn is_parquet(path: &Path) -> bool {
-    path.extension().is_some_and(|extension| extension == "parquet")
+    inner_extension(path).is_some_and(|extension| extension == "parquet")
 }
 
 /// Visits the texts of a .jsonl or .parquet file that are not empty, with the numbers of their lines, counted from 1.
@@ -199,21 +225,38 @@ pub(super) fn each_line(
     if is_parquet(path) {
         return each_row(path, visit);
     }
-    let mut source = open(path)?;
-    let mut line = String::new();
+    let wrong = |line, reason: &str| DataError::Json { path: path.to_owned(), line, reason: reason.to_owned() };
+    let mut source = open_text(path)?;
+    let (mut line, mut is_first) = (String::new(), true);
     for number in 1.. {
         line.clear();
-        if source.read_line(&mut line).map_err(|error| read_error(path, error))? == 0 {
+        let read =
+            source.by_ref().take(LONGEST_LINE + 1).read_line(&mut line).map_err(|error| read_error(path, error))?;
+        if read == 0 {
             break;
         }
-        // Some editors begin a file with a byte-order mark.
-        let content =
-            line.strip_prefix('\u{feff}').filter(|_| number == 1).unwrap_or(&line).trim_end_matches(['\r', '\n']);
-        if !content.trim().is_empty() {
-            visit(number, content)?;
+        if read as u64 > LONGEST_LINE {
+            return Err(wrong(number, "it has more than 256 MiB"));
         }
+        let content = line.trim_end_matches(['\r', '\n']);
+        if content.trim().is_empty() {
+            continue;
+        }
+        if is_first && is_json(path) && !is_one_object(content) {
+            return Err(wrong(
+                number,
+                "the file is one JSON value, not a line for each document (jq -c '.[]' makes lines of a list)",
+            ));
+        }
+        is_first = false;
+        visit(number, content)?;
     }
     Ok(())
+}
+
+/// Whether a line is an object of JSON from its beginning to its end.
+fn is_one_object(line: &str) -> bool {
+    line.trim_start().starts_with('{') && serde_json::from_str::<serde::de::IgnoredAny>(line).is_ok()
 }
 
 #[cfg(not(feature = "parquet"))]
@@ -260,6 +303,41 @@ mod tests {
         check(&[("a.txt", b"1"), (".git/b.txt", b"no"), ("t/CACHEDIR.TAG", b""), ("t/c.rs", b"no")], "", Ok(&["1"]));
         check(&[("a.txt", b"1"), ("b.txt", b"\xff\xfe"), ("c.txt", b"a\0b"), ("d.txt", b"")], "", Ok(&["1"]));
         check(&[("a.jsonl", b"{\"text\":\"x\",\"id\":1}\n\n{\"text\":\"y\"}\n")], "a.jsonl", Ok(&["x", "y"]));
+        // Whatever the case of the extension, and by its other names.
+        let lines = b"{\"text\":\"x\"}\n{\"text\":\"y\"}\n";
+        for name in ["A.JSONL", "a.ndjson", "a.json", "a.Json"] {
+            check(&[(name, lines)], name, Ok(&["x", "y"]));
+            check(
+                &[(name, lines), ("B.TXT", b"z")],
+                "",
+                Ok(if name == "A.JSONL" { &["x", "y", "z"] } else { &["z", "x", "y"] }),
+            );
+        }
+        // Of a folder, .json that is no text is what says something about it.
+        check(&[("info.json", b"{\n\"features\": 1\n}"), ("a.txt", b"1")], "", Ok(&["1"]));
+        check(&[("a.txt", b"\xef\xbb\xbfone"), ("b.txt", b"\xef\xbb\xbf"), ("c.md", b"\xef\xbb")], "", Ok(&["one"]));
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn links_are_followed_and_what_is_no_file_is_refused() {
+        use std::os::unix::fs::symlink;
+        let folder = tempfile::tempdir().unwrap();
+        let inside = |name: &str| folder.path().join(name);
+        fs::create_dir_all(inside("real")).unwrap();
+        fs::write(inside("real/x.txt"), "linked").unwrap();
+        fs::create_dir(inside("data")).unwrap();
+        symlink(inside("real/x.txt"), inside("data/a.txt")).unwrap();
+        symlink(inside("real"), inside("data/b")).unwrap();
+        let read = || Corpus::read(&inside("data")).map(|corpus| corpus.documents().len());
+        assert_eq!(read().unwrap(), 2);
+        symlink(inside("nowhere"), inside("data/c.txt")).unwrap();
+        assert!(read().unwrap_err().to_string().contains("c.txt"));
+        fs::remove_file(inside("data/c.txt")).unwrap();
+        symlink(inside("data"), inside("data/d")).unwrap();
+        assert!(read().unwrap_err().to_string().contains("loop"));
+        let device = Corpus::read(Path::new("/dev/zero")).unwrap_err().to_string();
+        assert!(device.contains("is not a file"), "{device}");
     }
 
     #[test]
@@ -274,6 +352,9 @@ mod tests {
         check(&[("a.jsonl", b"{\"text\":\"x\"}\n{\"body\":\"y\"}")], "a.jsonl", Err("line 2: missing field `text`"));
         check(&[("a.jsonl", b"\xef\xbb\xbf{\"text\":\"x\"}\n")], "a.jsonl", Ok(&["x"]));
         check(&[("a.jsonl", b"{\"text\":3}")], "a.jsonl", Err("line 1"));
+        for text in [&b"[{\"text\": \"x\"}]"[..], b"{\n\"text\": \"x\"\n}", b"3"] {
+            check(&[("a.json", text)], "a.json", Err("line 1: the file is one JSON value"));
+        }
     }
 
     #[test]

@@ -42,6 +42,7 @@ mod encode;
 mod error;
 mod examples;
 mod files;
+mod framing;
 #[cfg(feature = "parquet")]
 mod parquet;
 mod permutation;
@@ -58,6 +59,7 @@ pub use corpus::{Corpus, CorpusReport, Document};
 pub use dataset::{DataOptions, Dataset, Source};
 pub use error::DataError;
 pub use examples::Format;
+pub use framing::TextOptions;
 pub use permutation::Permutation;
 pub use rust_sources::RustSources;
 pub use tokenizer::Tokenizer;

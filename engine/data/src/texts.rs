@@ -1,10 +1,11 @@
 //! Texts that are read piece by piece, so that a corpus may be larger than the memory.
 
 use std::fs;
-use std::io::Read;
+use std::io::{BufRead, Read};
 use std::path::{Path, PathBuf};
 
-use crate::compressed::{open, read_error};
+use crate::compressed::{open_text, read_error};
+use crate::corpus::TextHasher;
 use crate::encode::{PIECE_BYTES, border, pieces};
 use crate::files::{check_text, each_text, has_lines, no_text, text_below};
 use crate::{Corpus, CorpusReport, DataError};
@@ -27,13 +28,30 @@ impl Texts for Corpus {
     }
 
     fn visit(&self, visit: &mut Visit) -> Result<(), DataError> {
-        self.documents().iter().try_for_each(|document| visit_text(&document.text, visit))
+        self.documents().iter().try_for_each(|document| visit_text(document.name.as_ref(), &document.text, visit))
     }
 }
 
-fn visit_text(text: &str, visit: &mut Visit) -> Result<(), DataError> {
+/// Visits texts that are to be those of their report, and answers whether they are: a file may change after it was hashed.
+pub(super) fn visit_as_reported(texts: &dyn Texts, visit: &mut Visit) -> Result<bool, DataError> {
+    let mut hasher = TextHasher::default();
+    texts.visit(&mut |piece, last| {
+        hasher.update(piece.as_bytes());
+        if last {
+            hasher.end_document();
+        }
+        visit(piece, last)
+    })?;
+    Ok(hasher.hash() == texts.report().hash)
+}
+
+/// Visits the pieces of a document in memory, which came from a path.
+fn visit_text(path: &Path, text: &str, visit: &mut Visit) -> Result<(), DataError> {
     let mut pieces = pieces(text, PIECE_BYTES).peekable();
     while let Some(piece) = pieces.next() {
+        if piece.len() > MOST_UNCUT {
+            return Err(DataError::NoBreak { path: path.to_owned(), most: MOST_UNCUT });
+        }
         visit(piece, pieces.peek().is_none())?;
     }
     Ok(())
@@ -54,7 +72,7 @@ impl TextFiles {
         let is_folder = fs::metadata(path).map_err(|error| DataError::read(path, error))?.is_dir();
         let candidates = if is_folder { text_below(path)? } else { vec![path.to_owned()] };
         let (mut files, mut skipped, mut documents, mut bytes) = (Vec::new(), 0, 0, 0);
-        let mut hasher = blake3::Hasher::new();
+        let mut hasher = TextHasher::default();
         for file in candidates {
             let length = match check_text(&file) {
                 Err(DataError::Binary { path, reason }) if is_folder => {
@@ -64,27 +82,26 @@ impl TextFiles {
                 }
                 length => length?,
             };
-            // As the report of a corpus in memory.
-            let mut add = |length: u64| {
+            let mut end_document = |hasher: &mut TextHasher| {
+                let length = hasher.end_document();
                 (documents, bytes) = (documents + usize::from(length > 0), bytes + length);
-                length.to_le_bytes()
             };
             if has_lines(&file) {
                 each_text(&file, |_, text| {
-                    hasher.update(&add(text.len() as u64)).update(text.as_bytes());
+                    hasher.update(text.as_bytes());
+                    end_document(&mut hasher);
                     Ok(())
                 })?;
             } else if length > 0 {
-                hasher.update(&add(length));
-                hasher.update_reader(open(&file)?).map_err(|error| read_error(&file, error))?;
+                each_part(&file, |part| hasher.update(part))?;
+                end_document(&mut hasher);
             }
             files.push(file);
         }
         if documents == 0 {
             return Err(no_text(path, is_folder, skipped)?);
         }
-        let hash = hasher.finalize().to_hex().to_string();
-        let report = CorpusReport { packages: 0, files: files.len(), documents, bytes, skipped, hash };
+        let report = CorpusReport { packages: 0, files: files.len(), documents, bytes, skipped, hash: hasher.hash() };
         Ok(Self { files, report })
     }
 }
@@ -97,7 +114,7 @@ impl Texts for TextFiles {
     fn visit(&self, visit: &mut Visit) -> Result<(), DataError> {
         for file in &self.files {
             if has_lines(file) {
-                each_text(file, |_, text| visit_text(&text, visit))?;
+                each_text(file, |_, text| visit_text(file, &text, visit))?;
             } else {
                 visit_file(file, visit)?;
             }
@@ -106,9 +123,26 @@ impl Texts for TextFiles {
     }
 }
 
+/// Visits all bytes of a text in parts.
+fn each_part(path: &Path, mut visit: impl FnMut(&[u8])) -> Result<(), DataError> {
+    let mut source = open_text(path)?;
+    loop {
+        let part = source.fill_buf().map_err(|error| read_error(path, error))?;
+        if part.is_empty() {
+            return Ok(());
+        }
+        visit(part);
+        let length = part.len();
+        source.consume(length);
+    }
+}
+
+/// Bytes without a place to cut at, at most: they are encoded at once, which takes many times as much memory.
+const MOST_UNCUT: usize = 32 << 20;
+
 /// Visits the pieces of a file that is one document, of which a few are in memory.
 fn visit_file(path: &Path, visit: &mut Visit) -> Result<(), DataError> {
-    let mut source = open(path)?;
+    let mut source = open_text(path)?;
     let (mut bytes, mut searched) = (Vec::new(), 0);
     loop {
         let mut start = 0;
@@ -118,6 +152,9 @@ fn visit_file(path: &Path, visit: &mut Visit) -> Result<(), DataError> {
         }
         bytes.drain(..start);
         searched = bytes.len();
+        if searched > MOST_UNCUT {
+            return Err(DataError::NoBreak { path: path.to_owned(), most: MOST_UNCUT });
+        }
         let read = source.by_ref().take(16 * PIECE_BYTES as u64).read_to_end(&mut bytes);
         if read.map_err(|error| read_error(path, error))? == 0 {
             return if bytes.is_empty() { Ok(()) } else { visit(text_of(path, &bytes)?, true) };
@@ -155,7 +192,7 @@ mod tests {
             (repeats, lines) in (1usize..30_000, prop::collection::vec("[a\n é]{0,9}", 0..4)),
         ) {
             let folder = tempfile::tempdir().unwrap();
-            fs::write(folder.path().join("a.txt"), words.concat().repeat(repeats)).unwrap();
+            fs::write(folder.path().join("a.txt"), ["\u{feff}", &words.concat().repeat(repeats)].concat()).unwrap();
             fs::write(folder.path().join("b.txt"), b"\xff").unwrap();
             let lines: String = lines.iter().map(|text| format!("{}\r\n\n", serde_json::json!({ "text": text }))).collect();
             fs::write(folder.path().join("c.jsonl"), format!("\u{feff}{lines}")).unwrap();

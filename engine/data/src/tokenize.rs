@@ -10,9 +10,10 @@ use std::path::{Path, PathBuf};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
+use crate::corpus::TextHasher;
 use crate::encode::{ENCODED_BYTES, TokenWriter, Written, move_into_place, pieces};
 use crate::permutation::mix;
-use crate::texts::Texts;
+use crate::texts::{Texts, visit_as_reported};
 use crate::{DataError, TokenWidth, Vocabulary};
 
 /// Bytes of text that are encoded at once.
@@ -37,6 +38,8 @@ struct Progress {
     vocabulary: String,
     /// Pieces that are done.
     pieces: u64,
+    /// The hash of their texts.
+    text: String,
     training: Written,
     validation: Written,
 }
@@ -48,21 +51,28 @@ pub(super) fn begun_with(tokens: &Path, corpus: &str) -> Option<String> {
 }
 
 /// Texts to train a vocabulary on: all pieces, or as many of a large corpus as fit, the same at each call.
-pub(super) fn sample(texts: &dyn Texts) -> Result<Vec<String>, DataError> {
+///
+/// # Errors
+/// [`DataError::Changed`], and those of a read.
+pub(super) fn sample(texts: &dyn Texts, folder: &Path) -> Result<Vec<String>, DataError> {
     let bytes = texts.report().bytes.max(SAMPLE_BYTES);
     let share = (u128::from(u64::MAX) * u128::from(SAMPLE_BYTES) / u128::from(bytes)) as u64;
     let (mut sample, mut index) = (Vec::new(), 0);
-    texts.visit(&mut |piece, _| {
+    let is_same = visit_as_reported(texts, &mut |piece, _| {
         if mix(index) <= share {
             sample.push(piece.to_owned());
         }
         index += 1;
         Ok(())
     })?;
-    Ok(sample)
+    if is_same { Ok(sample) } else { Err(DataError::Changed { path: folder.to_owned() }) }
 }
 
-/// Encodes documents, each followed by the end of text, into a file; goes on where an earlier call was ended.
+/// Encodes documents, each between the tokens that begin and end one, into a file; goes on where an earlier call was ended.
+///
+/// # Errors
+/// [`DataError::Changed`] where the texts are not those of their report any more; then nothing is kept. Those of a read or a write, and
+/// of the tokenizer.
 pub(super) fn tokenize(
     texts: &dyn Texts,
     vocabulary: &Vocabulary,
@@ -70,17 +80,38 @@ pub(super) fn tokenize(
     tokens: &Path,
 ) -> Result<Parts, DataError> {
     let report = texts.report();
-    let mut job = Job::open(vocabulary, report.hash, report.bytes, tokens)?;
-    let (done, mut piece, mut document) = (job.progress.pieces, 0, 0);
-    texts.visit(&mut |text, last| {
-        job.seen += text.len() as u64;
-        if piece >= done {
-            job.push(text, last, is_validation(document))?;
+    let mut job = Job::open(vocabulary, report.hash.clone(), report.bytes, tokens)?;
+    let (done, mut piece, mut document, mut begins) = (job.progress.pieces, 0, 0, true);
+    let changed = || DataError::Changed { path: tokens.to_owned() };
+    let visited = texts.visit(&mut |text, last| {
+        job.text.update(text.as_bytes());
+        if last {
+            job.text.end_document();
         }
-        (piece, document) = (piece + 1, document + u64::from(last));
+        job.seen += text.len() as u64;
+        piece += 1;
+        // What was encoded before may have been another text.
+        if piece == done && job.text.hash() != job.progress.text {
+            return Err(changed());
+        }
+        let begins = std::mem::replace(&mut begins, last);
+        if piece > done {
+            job.push(text, begins, last, is_validation(document))?;
+        }
+        document += u64::from(last);
         Ok(())
-    })?;
-    job.finish(tokens)
+    });
+    match visited.and_then(|()| if job.text.hash() == report.hash { Ok(()) } else { Err(changed()) }) {
+        Err(error @ DataError::Changed { .. }) => {
+            fs::remove_file(&job.path).or_else(not_there).map_err(DataError::write(&job.path))?;
+            Err(error)
+        }
+        visited => visited.and_then(|()| job.finish(tokens)),
+    }
+}
+
+fn not_there(error: std::io::Error) -> std::io::Result<()> {
+    if error.kind() == std::io::ErrorKind::NotFound { Ok(()) } else { Err(error) }
 }
 
 /// A text that waits to be encoded.
@@ -88,6 +119,7 @@ struct Waiting {
     text: String,
     /// Pieces that it is of: one, but of a document that must not be cut.
     pieces: u64,
+    begins_document: bool,
     ends_document: bool,
     is_validation: bool,
 }
@@ -102,7 +134,10 @@ struct Job<'a> {
     batch: Vec<Waiting>,
     batch_bytes: usize,
     unsaved_bytes: usize,
-    /// Bytes of text that were visited, of those that there are.
+    /// Pieces with a special token that is spelled out and taken for text, and the first such token.
+    spelled: (u64, Option<String>),
+    /// The texts that were visited, and their bytes, of those that there are.
+    text: TextHasher,
     seen: u64,
     bytes: u64,
 }
@@ -136,12 +171,20 @@ impl<'a> Job<'a> {
             batch,
             batch_bytes,
             unsaved_bytes,
+            spelled: (0, None),
+            text: TextHasher::default(),
             seen,
             bytes,
         })
     }
 
-    fn push(&mut self, text: &str, ends_document: bool, is_validation: bool) -> Result<(), DataError> {
+    fn push(
+        &mut self,
+        text: &str,
+        begins_document: bool,
+        ends_document: bool,
+        is_validation: bool,
+    ) -> Result<(), DataError> {
         self.batch_bytes += text.len();
         match self.batch.last_mut() {
             Some(begun) if !begun.ends_document && !self.cuts_at_lines => {
@@ -149,7 +192,13 @@ impl<'a> Job<'a> {
                 begun.pieces += 1;
                 begun.ends_document = ends_document;
             }
-            _ => self.batch.push(Waiting { text: text.to_owned(), pieces: 1, ends_document, is_validation }),
+            _ => self.batch.push(Waiting {
+                text: text.to_owned(),
+                pieces: 1,
+                begins_document,
+                ends_document,
+                is_validation,
+            }),
         }
         let may_encode = ends_document || self.cuts_at_lines;
         if may_encode && self.batch_bytes >= BATCH_BYTES { self.encode() } else { Ok(()) }
@@ -160,14 +209,20 @@ impl<'a> Job<'a> {
         let (vocabulary, at_once) = (self.vocabulary, if self.cuts_at_lines { ENCODED_BYTES } else { usize::MAX });
         let encode = |waiting: &Waiting| {
             let mut ids = Vec::new();
+            if waiting.begins_document {
+                ids.extend(vocabulary.begin_of_text());
+            }
             for part in pieces(&waiting.text, at_once) {
                 ids.extend(vocabulary.encode(part)?);
             }
             ids.extend(vocabulary.end_of_text().filter(|_| waiting.ends_document));
-            Ok(ids)
+            Ok((ids, vocabulary.spelled_special(&waiting.text).map(str::to_owned)))
         };
-        let encoded: Vec<Vec<u32>> = self.batch.par_iter().map(encode).collect::<Result<_, DataError>>()?;
-        for (waiting, ids) in self.batch.iter().zip(encoded) {
+        let encoded: Vec<(Vec<u32>, Option<String>)> =
+            self.batch.par_iter().map(encode).collect::<Result<_, DataError>>()?;
+        for (waiting, (ids, spelled)) in self.batch.iter().zip(encoded) {
+            self.spelled.0 += u64::from(spelled.is_some());
+            self.spelled.1 = self.spelled.1.take().or(spelled);
             if waiting.is_validation { &mut self.validation } else { &mut self.training }.append(&ids)?;
             self.progress.pieces += waiting.pieces;
         }
@@ -182,6 +237,7 @@ impl<'a> Job<'a> {
     fn save(&mut self) -> Result<(), DataError> {
         self.progress.training = self.training.save()?;
         self.progress.validation = self.validation.save()?;
+        self.progress.text = self.text.hash();
         self.unsaved_bytes = 0;
         let json = serde_json::to_vec(&self.progress).expect("strings and numbers are valid JSON");
         let temporary = beside(&self.path, "tmp");
@@ -193,6 +249,12 @@ impl<'a> Job<'a> {
     fn finish(mut self, tokens: &Path) -> Result<Parts, DataError> {
         self.encode()?;
         self.save()?;
+        if let (pieces, Some(token)) = &self.spelled {
+            tracing::warn!(
+                pieces,
+                "texts spell out special tokens such as {token}, which are text here; data.special_tokens = true makes them ids"
+            );
+        }
         let (back, validation_tokens) = (beside(tokens, "validation"), self.progress.validation.tokens);
         self.training.append_file(&back, validation_tokens)?;
         let all = self.training.save()?;
@@ -245,6 +307,63 @@ mod tests {
                 visit(piece, last)
             })
         }
+    }
+
+    /// Texts of which one changes behind so many pieces, after they were hashed.
+    struct Changing<'a>(&'a Corpus, u64);
+
+    impl Texts for Changing<'_> {
+        fn report(&self) -> CorpusReport {
+            self.0.report()
+        }
+
+        fn visit(&self, visit: &mut Visit) -> Result<(), DataError> {
+            let mut piece = 0;
+            self.0.visit(&mut |text, last| {
+                piece += 1;
+                if piece == self.1 { visit(&text.replace('t', "T"), last) } else { visit(text, last) }
+            })
+        }
+    }
+
+    /// Tokens of another text are never kept under the hash of the first, be it that the process ends before it could see.
+    #[test]
+    fn a_text_that_changes_meanwhile_is_not_kept() {
+        let corpus = Corpus::from_texts((0..600).map(|index| format!("text number {index} of many, ").repeat(3)));
+        let vocabulary = Vocabulary::bytes();
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("tokens.bin");
+        let make = |texts: &dyn Texts| tokenize(texts, &vocabulary, &|_| false, &path);
+        for piece in [1, 300, 600] {
+            assert!(matches!(make(&Changing(&corpus, piece)), Err(DataError::Changed { .. })));
+            assert!(!path.exists() && !beside(&path, "progress").exists());
+        }
+        // Ended behind a change, and begun again on the first text.
+        struct Ended<'a>(Changing<'a>);
+        impl Texts for Ended<'_> {
+            fn report(&self) -> CorpusReport {
+                self.0.report()
+            }
+
+            fn visit(&self, visit: &mut Visit) -> Result<(), DataError> {
+                let mut left = 500;
+                self.0.visit(&mut |text, last| {
+                    left -= 1;
+                    if left == 0 {
+                        return Err(DataError::read(Path::new("disk"), io::ErrorKind::Other.into()));
+                    }
+                    visit(text, last)
+                })
+            }
+        }
+        assert!(matches!(make(&Ended(Changing(&corpus, 10))), Err(DataError::Read { .. })));
+        assert!(beside(&path, "progress").exists());
+        assert!(matches!(make(&corpus), Err(DataError::Changed { .. })));
+        let parts = make(&corpus).unwrap();
+        assert_eq!(fs::read(&path).unwrap().len() as u64, 2 * parts.all.tokens);
+        let expected: Vec<u8> = corpus.documents().iter().flat_map(|it| [it.text.as_bytes(), &[0]].concat()).collect();
+        let ids: Vec<u8> = fs::read(&path).unwrap().chunks(2).map(|id| id[0]).collect();
+        assert!(ids == expected);
     }
 
     #[test]

@@ -8,8 +8,10 @@ use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use crate::chat::{read_config, special_token};
-use crate::{ChatTemplate, DataError};
+use tokenizers::models::ModelWrapper;
+
+use crate::framing::Framing;
+use crate::{ChatTemplate, DataError, TextOptions};
 
 /// A tokenizer, its special tokens, and its chat template.
 pub struct Tokenizer {
@@ -32,14 +34,17 @@ impl Tokenizer {
     /// A tokenizer.json that is missing or no tokenizer; a tokenizer_config.json that is no JSON; a template with a mistake.
     pub fn open(folder: &Path) -> Result<Self, DataError> {
         let path = folder.join("tokenizer.json");
-        let json = fs::read_to_string(&path).map_err(|error| DataError::read(&path, error))?;
-        let tokenizer: tokenizers::Tokenizer = json.parse().map_err(|error| wrong(&path, error))?;
-        let eos = special_token(&read_config(folder)?, "eos_token").and_then(|token| tokenizer.token_to_id(&token));
+        let tokenizer = read(&path)?;
+        let eos = match Framing::of(&tokenizer, &path, &TextOptions::default()) {
+            Ok(framing) => Some(framing.end),
+            Err(DataError::NoEndOfText { .. }) => None,
+            Err(error) => return Err(error),
+        };
         let template = ChatTemplate::open(folder)?;
         Ok(Self { path, tokenizer: Box::new(tokenizer), eos, template })
     }
 
-    /// The end-of-text token of tokenizer_config.json.
+    /// The token that ends a text, as [`TextOptions::end`] has it by default.
     pub fn eos(&self) -> Option<u32> {
         self.eos
     }
@@ -92,6 +97,28 @@ impl Tokenizer {
     pub fn chat_template(&self) -> Option<&ChatTemplate> {
         self.template.as_ref()
     }
+}
+
+/// Reads a tokenizer.json. Truncation, padding and dropout in it are settings of the call that was made last before it was saved, or of
+/// how its model was trained: texts are encoded whole, alone, and the same every time, as transformers does.
+///
+/// # Errors
+/// A file that is missing or no tokenizer.
+pub(crate) fn read(path: &Path) -> Result<tokenizers::Tokenizer, DataError> {
+    let json = fs::read_to_string(path).map_err(|error| DataError::read(path, error))?;
+    // `parse` is compiled with the tokenizers, where `from_bytes` would compile all that there can be in a file here.
+    let mut tokenizer: tokenizers::Tokenizer = json.parse().map_err(|error| wrong(path, error))?;
+    tokenizer.with_padding(None).with_truncation(None).map_err(|error| wrong(path, error))?;
+    let mut model = tokenizer.get_model().clone();
+    let is_random = match &mut model {
+        ModelWrapper::BPE(bpe) => bpe.dropout.take().is_some(),
+        ModelWrapper::Unigram(unigram) => unigram.alpha.take().is_some() | unigram.nbest_size.take().is_some(),
+        _ => false,
+    };
+    if is_random {
+        tokenizer.with_model(model);
+    }
+    Ok(tokenizer)
 }
 
 /// Of each token whether any of its bytes stand in one of the spans. A token of white space may say that it has no bytes.

@@ -5,15 +5,18 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use crate::DataError;
+use crate::compressed::open_file;
 
 /// Bytes per token id in a file, little-endian.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum TokenWidth {
-    /// Vocabularies of up to 65,536 tokens.
+    /// Two bytes; vocabularies of up to 65,536 tokens.
     U16,
-    /// Larger ones.
+    /// Four bytes.
     U32,
+    /// Eight bytes, as NumPy writes them by default.
+    U64,
 }
 
 /// The 256 numbers of 32 bits in front of the ids in llm.c's files: magic number, version, ids that follow, zeros.
@@ -57,6 +60,8 @@ pub(super) struct Scan {
     pub hash: String,
     /// The first token that is not below the vocabulary, with its position.
     pub outside: Option<(u64, u32)>,
+    /// The largest token.
+    pub largest: u32,
 }
 
 impl Tokens {
@@ -82,6 +87,37 @@ impl Tokens {
             count += ids;
         }
         Ok(Self { storage: Storage::Shards(shards), count })
+    }
+
+    /// The width that the ids of bare files seem to have, where it is another than theirs: of ids that are read in halves, every second
+    /// number is that of the halves above, which is next to nothing.
+    pub(super) fn looks_like(&self) -> Result<Option<TokenWidth>, DataError> {
+        /// Numbers that are looked at in each file, at most and at least.
+        const LOOKED_AT: (usize, u64) = (1 << 16, 64);
+        /// Halves above are smaller: vocabularies have below 2²⁰ tokens.
+        const HALF_ABOVE: u32 = 16;
+        let Storage::Shards(shards) = &self.storage else { return Ok(None) };
+        for (index, shard) in shards.iter().enumerate().filter(|(_, shard)| shard.header == 0) {
+            let end = shards.get(index + 1).map_or(self.count, |next| next.first);
+            let count = (end - shard.first).min(LOOKED_AT.0 as u64);
+            let wider = match shard.width {
+                TokenWidth::U16 => TokenWidth::U32,
+                TokenWidth::U32 => TokenWidth::U64,
+                TokenWidth::U64 => continue,
+            };
+            let mut ids = vec![0; count as usize];
+            self.read(shard.first, &mut ids)?;
+            let are_halves = |stride: usize| {
+                ids.chunks_exact(stride).all(|id| id[stride / 2..].iter().all(|&half| half < HALF_ABOVE))
+                    && ids.chunks_exact(stride).any(|id| id[0] >= HALF_ABOVE)
+            };
+            if count < LOOKED_AT.1 || !are_halves(2) {
+                continue;
+            }
+            let is_quarter = shard.width == TokenWidth::U16 && are_halves(4) && count % 4 == 0;
+            return Ok(Some(if is_quarter { TokenWidth::U64 } else { wider }));
+        }
+        Ok(None)
     }
 
     /// Opens a file that has ids alone, whatever they look like.
@@ -143,7 +179,7 @@ impl Tokens {
     pub(super) fn scan(&self, vocabulary: usize) -> Result<Scan, DataError> {
         const CHUNK: u64 = 1 << 14;
         let mut hasher = blake3::Hasher::new();
-        let mut outside = None;
+        let (mut outside, mut largest) = (None, 0);
         let mut ids = vec![0; CHUNK as usize];
         let mut bytes = Vec::new();
         let mut position = 0;
@@ -157,15 +193,17 @@ impl Tokens {
                 let first = ids.iter().position(|&id| id as usize >= vocabulary);
                 outside = first.map(|index| (position + index as u64, ids[index]));
             }
+            largest = ids.iter().fold(largest, |largest, &id| largest.max(id));
             position += ids.len() as u64;
         }
-        Ok(Scan { hash: hasher.finalize().to_hex().to_string(), outside })
+        Ok(Scan { hash: hasher.finalize().to_hex().to_string(), outside, largest })
     }
 
     fn width(&self) -> TokenWidth {
         match self.storage {
             Storage::Memory(_) => TokenWidth::U32,
             Storage::Shards(ref shards) if shards.iter().all(|shard| shard.width == TokenWidth::U16) => TokenWidth::U16,
+            // Ids of 64 bits hash as the 32 that they are read as.
             Storage::Shards(_) => TokenWidth::U32,
         }
     }
@@ -183,7 +221,7 @@ impl Shard {
     /// Opens a file whose first id stands at `first`, and answers how many ids it has. A header's width goes before the one given.
     fn open(path: &Path, width: TokenWidth, first: u64, may_have_header: bool) -> Result<(Self, u64), DataError> {
         let read = |error| DataError::read(path, error);
-        let file = File::open(path).map_err(read)?;
+        let file = open_file(path)?;
         let bytes = file.metadata().map_err(read)?.len();
         let mut start = [0; 12];
         if may_have_header && bytes >= HEADER_BYTES {
@@ -221,6 +259,7 @@ impl TokenWidth {
         match self {
             Self::U16 => 2,
             Self::U32 => 4,
+            Self::U64 => 8,
         }
     }
 
@@ -229,6 +268,7 @@ impl TokenWidth {
         match self {
             Self::U16 => bytes.extend(ids.iter().flat_map(|&id| (id as u16).to_le_bytes())),
             Self::U32 => bytes.extend(ids.iter().flat_map(|&id| id.to_le_bytes())),
+            Self::U64 => bytes.extend(ids.iter().flat_map(|&id| u64::from(id).to_le_bytes())),
         }
     }
 }
@@ -250,6 +290,12 @@ fn read_ids(file: &File, width: TokenWidth, mut position: u64, out: &mut [u32]) 
             TokenWidth::U32 => {
                 for (id, bytes) in ids.iter_mut().zip(bytes.as_chunks().0) {
                     *id = u32::from_le_bytes(*bytes);
+                }
+            }
+            // What does not fit is outside any vocabulary.
+            TokenWidth::U64 => {
+                for (id, bytes) in ids.iter_mut().zip(bytes.as_chunks().0) {
+                    *id = u32::try_from(u64::from_le_bytes(*bytes)).unwrap_or(u32::MAX);
                 }
             }
         }

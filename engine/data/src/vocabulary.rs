@@ -4,20 +4,16 @@ use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use aho_corasick::AhoCorasick;
 use tokenizers::models::TrainerWrapper;
 use tokenizers::models::bpe::{BPE, BpeTrainer};
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::{AddedToken, Tokenizer};
 
-use crate::DataError;
 use crate::encode::pieces_for_training;
-use crate::tokenizer::are_inside;
-
-/// Stands between documents, and ends what is sampled.
-const END_OF_TEXT: &str = "<|endoftext|>";
-
-/// What other tokenizers call it.
-const END_OF_TEXT_NAMES: [&str; 5] = [END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]"];
+use crate::framing::{END_OF_TEXT, Framing};
+use crate::tokenizer::{are_inside, read};
+use crate::{DataError, TextOptions};
 
 /// Every byte, and the end of text.
 const LEAST_BPE_SIZE: usize = 256 + 1;
@@ -34,6 +30,11 @@ pub enum VocabularyChoice {
     },
     /// A `tokenizer.json` that is there already.
     File(PathBuf),
+    /// Bare ids, as of a model without its tokenizer: no text can be encoded.
+    Ids {
+        /// Tokens that there are.
+        size: usize,
+    },
 }
 
 impl VocabularyChoice {
@@ -64,7 +65,7 @@ pub struct Vocabulary {
 #[derive(Debug, Clone)]
 enum Kind {
     Bytes,
-    Tokenizer { tokenizer: Box<Tokenizer>, size: usize, end_of_text: u32, json: String },
+    Tokenizer { tokenizer: Box<Tokenizer>, size: usize, framing: Framing, spelled: Option<AhoCorasick>, json: String },
     Ids { size: usize },
 }
 
@@ -104,30 +105,34 @@ impl Vocabulary {
         );
         let pieces = texts.flat_map(pieces_for_training);
         tokenizer.train(&mut trainer, pieces).map_err(|error| tokenizer_error(path, error))?;
-        Self::new(tokenizer, path)
+        Self::new(tokenizer, path, &TextOptions::default())
     }
 
-    /// Opens a `tokenizer.json`.
+    /// Opens a `tokenizer.json`, with the defaults of [`TextOptions`].
     ///
     /// # Errors
-    /// A file that is missing or not a tokenizer; one without an end-of-text token.
+    /// As [`Self::open_with`].
     pub fn open(path: &Path) -> Result<Self, DataError> {
-        let json = fs::read_to_string(path).map_err(|error| DataError::read(path, error))?;
-        // `parse` is compiled with the tokenizers, where `from_bytes` would compile all that there can be in a file here.
-        Self::new(json.parse().map_err(|error| tokenizer_error(path, error))?, path)
+        Self::open_with(path, &TextOptions::default())
     }
 
-    fn new(mut tokenizer: Tokenizer, path: &Path) -> Result<Self, DataError> {
+    /// Opens a `tokenizer.json`. Its settings of truncation, padding and dropout do not count. The files beside it say which token ends a
+    /// document.
+    ///
+    /// # Errors
+    /// A file that is missing or not a tokenizer; one without the end that is asked for, or without any.
+    pub fn open_with(path: &Path, options: &TextOptions) -> Result<Self, DataError> {
+        Self::new(read(path)?, path, options)
+    }
+
+    fn new(mut tokenizer: Tokenizer, path: &Path, options: &TextOptions) -> Result<Self, DataError> {
         let json = serde_json::to_string_pretty(&tokenizer).map_err(|error| tokenizer_error(path, error.into()))?;
-        // A corpus may spell the special token out, as this file does: that is text, not an end.
-        tokenizer.set_encode_special_tokens(true);
-        let end_of_text = END_OF_TEXT_NAMES
-            .iter()
-            .find_map(|name| tokenizer.token_to_id(name))
-            .ok_or_else(|| DataError::NoEndOfText { path: path.to_owned(), wanted: END_OF_TEXT })?;
+        let framing = Framing::of(&tokenizer, path, options)?;
+        tokenizer.set_encode_special_tokens(!options.special);
+        let spelled = if options.special { None } else { special_tokens(&tokenizer) };
         // Ids may have holes, so that counting tokens would not do.
         let size = tokenizer.get_vocab(true).values().max().map_or(0, |&id| id as usize + 1);
-        Ok(Self { kind: Kind::Tokenizer { tokenizer: Box::new(tokenizer), size, end_of_text, json } })
+        Ok(Self { kind: Kind::Tokenizer { tokenizer: Box::new(tokenizer), size, framing, spelled, json } })
     }
 
     /// Rows that an embedding of this vocabulary needs.
@@ -142,9 +147,55 @@ impl Vocabulary {
     pub fn end_of_text(&self) -> Option<u32> {
         match self.kind {
             Kind::Bytes => Some(0),
-            Kind::Tokenizer { end_of_text, .. } => Some(end_of_text),
+            Kind::Tokenizer { ref framing, .. } => Some(framing.end),
             Kind::Ids { .. } => None,
         }
+    }
+
+    /// The tokens that begin a document; few tokenizers have any.
+    pub fn begin_of_text(&self) -> &[u32] {
+        match &self.kind {
+            Kind::Tokenizer { framing, .. } => &framing.begin,
+            Kind::Bytes | Kind::Ids { .. } => &[],
+        }
+    }
+
+    /// How its documents are made of texts, with the end that was chosen; nothing for bytes and bare ids.
+    pub fn text_options(&self) -> Option<TextOptions> {
+        match &self.kind {
+            Kind::Tokenizer { tokenizer, framing, .. } => Some(TextOptions {
+                begin: !framing.begin.is_empty(),
+                end: Some(framing.end_token.clone()),
+                special: !tokenizer.get_encode_special_tokens(),
+            }),
+            Kind::Bytes | Kind::Ids { .. } => None,
+        }
+    }
+
+    /// The tokens around its documents in words: `documents begin with <s> (1) and end with </s> (2) of tokenizer_config.json`.
+    pub fn framing(&self) -> Option<String> {
+        let Kind::Tokenizer { tokenizer, framing, .. } = &self.kind else { return None };
+        let Framing { begin, end, end_token, source } = framing;
+        let token = |&id: &u32| format!("{} ({id})", tokenizer.id_to_token(id).unwrap_or_default());
+        let begin = match &begin[..] {
+            [] => String::new(),
+            begin => format!("begin with {} and ", begin.iter().map(token).collect::<Vec<_>>().join(" ")),
+        };
+        Some(format!("documents {begin}end with {end_token} ({end}), by {source}"))
+    }
+
+    /// A special token that a text spells out, where such are text.
+    pub(crate) fn spelled_special<'a>(&self, text: &'a str) -> Option<&'a str> {
+        let Kind::Tokenizer { spelled: Some(special), .. } = &self.kind else { return None };
+        special.find(text).map(|found| &text[found.range()])
+    }
+
+    /// The tokens of a text that is to be continued: with those that begin a document.
+    ///
+    /// # Errors
+    /// As [`Self::encode`].
+    pub fn encode_beginning(&self, text: &str) -> Result<Vec<u32>, DataError> {
+        Ok([self.begin_of_text(), &self.encode(text)?].concat())
     }
 
     /// The tokens of a text, no end-of-text added.
@@ -158,10 +209,7 @@ impl Vocabulary {
                 let encoding = tokenizer.encode_fast(text, false);
                 Ok(encoding.map_err(|error| tokenizer_error(Path::new("encoding"), error))?.get_ids().to_vec())
             }
-            Kind::Ids { .. } => Err(DataError::Tokenizer {
-                path: PathBuf::from("of a .bin"),
-                reason: "there is none, so text cannot be encoded; put its tokenizer.json beside the .bin".into(),
-            }),
+            Kind::Ids { .. } => Err(DataError::NoTokenizer),
         }
     }
 
@@ -251,7 +299,18 @@ impl Vocabulary {
     pub fn hash(&self) -> String {
         let definition = match &self.kind {
             Kind::Bytes => "bytes",
-            Kind::Tokenizer { json, .. } => json,
+            // Those that are trained here have no other documents.
+            Kind::Tokenizer { json, framing, tokenizer, .. }
+                if framing.begin.is_empty()
+                    && framing.end_token == END_OF_TEXT
+                    && tokenizer.get_encode_special_tokens() =>
+            {
+                json
+            }
+            Kind::Tokenizer { json, framing, tokenizer, .. } => {
+                let Framing { begin, end, .. } = framing;
+                &format!("{json}\n{begin:?} {end} {}", tokenizer.get_encode_special_tokens())
+            }
             Kind::Ids { size } => &format!("ids {size}"),
         };
         blake3::hash(definition.as_bytes()).to_hex().to_string()
@@ -267,6 +326,13 @@ impl Vocabulary {
             Kind::Bytes | Kind::Ids { .. } => Ok(()),
         }
     }
+}
+
+/// Finds the special tokens of a tokenizer in a text.
+fn special_tokens(tokenizer: &Tokenizer) -> Option<AhoCorasick> {
+    let special = tokenizer.get_added_tokens_decoder().into_values().filter(|token| token.special);
+    let special: Vec<String> = special.map(|token| token.content).filter(|token| !token.is_empty()).collect();
+    AhoCorasick::new(special).ok().filter(|special| special.patterns_len() > 0)
 }
 
 fn tokenizer_error(path: &Path, error: tokenizers::Error) -> DataError {
@@ -322,7 +388,7 @@ mod tests {
         assert!(message(Vocabulary::open(file.path())).contains("tokenizer"));
         let without_end = Tokenizer::new(BPE::default()).to_string(false).unwrap();
         fs::write(file.path(), without_end).unwrap();
-        assert!(message(Vocabulary::open(file.path())).contains("no end-of-text token"));
+        assert!(message(Vocabulary::open(file.path())).contains("name one in data.end_of_text"));
 
         let mismatch = TRAINED.check_model(50257).unwrap_err().to_string();
         assert!(mismatch.contains("50257") && mismatch.contains("512"), "{mismatch}");

@@ -55,7 +55,7 @@ impl Folder {
     fn write_into(&self, trainer: &Trainer, to: &Path, max_shard_size: Option<u64>) -> Result<()> {
         for name in COPIED {
             let from = self.path.join(name);
-            if from.is_file() {
+            if from.is_file() || name == "config.json" {
                 fs::copy(&from, to.join(name)).map_err(write_error(&to.join(name)))?;
             }
         }
@@ -224,13 +224,8 @@ pub(super) fn put_in_place(out: &Path, write: impl FnOnce(&Path) -> Result<()>) 
     if out.exists() && fs::read_dir(out).is_ok_and(|mut entries| entries.next().is_some()) || out.is_file() {
         return Err(HfError::Exists { path: out.to_owned() });
     }
-    let mut partial = out.as_os_str().to_owned();
-    partial.push(".partial");
-    let partial = PathBuf::from(partial);
+    let partial = free_name_beside(out);
     let put = || {
-        if partial.exists() {
-            fs::remove_dir_all(&partial).map_err(write_error(&partial))?;
-        }
         fs::create_dir_all(&partial).map_err(write_error(&partial))?;
         write(&partial)?;
         sync_folder(&partial).map_err(write_error(&partial))?;
@@ -244,6 +239,16 @@ pub(super) fn put_in_place(out: &Path, write: impl FnOnce(&Path) -> Result<()>) 
         let _ = fs::remove_dir_all(&partial);
     }
     saved
+}
+
+/// A path for what is not complete yet, at which there is nothing.
+fn free_name_beside(out: &Path) -> PathBuf {
+    let beside = |number: u64| {
+        let mut path = out.as_os_str().to_owned();
+        path.push(if number == 0 { ".partial".to_owned() } else { format!(".partial.{number}") });
+        PathBuf::from(path)
+    };
+    (0..).map(beside).find(|path| fs::symlink_metadata(path).is_err()).expect("numbers do not end")
 }
 
 /// A parameter with what its layer's adapter adds: W + scale · B·A.

@@ -1,5 +1,6 @@
 //! `gapless compare`: what every allocator would reserve for a program.
 
+use std::fmt::{self, Display};
 use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -12,7 +13,10 @@ use gapless::engine::compile::Executable;
 use gapless::step::Lowering;
 use gapless_alloc::draw::Bytes;
 use gapless_alloc::{Options, Problem, Solution, csv};
-use gapless_allocators::{Compared, Comparison, Kind, PyTorchOptions, Requests, page, read_snapshot};
+use gapless_allocators::{
+    Compared, Comparison, Kind, PyTorchOptions, Refused, Requests, Snapshot, SnapshotError, page, read_snapshot,
+};
+use serde::Serialize;
 
 use crate::output::{picture, print, tell};
 use crate::plan::seconds;
@@ -75,53 +79,127 @@ fn compare_all(arguments: &Arguments) -> anyhow::Result<()> {
     if let ([_, _, ..], Some(report)) = (&programs[..], &arguments.html) {
         bail!("{} would be written once for each rank; ask for one of them with --rank", report.display());
     }
-    let compared: Vec<(String, Compared)> = programs
-        .into_iter()
-        .map(|program| Ok((program.title.clone(), compare_one(arguments, program)?)))
-        .collect::<anyhow::Result<_>>()?;
+    let mut compared: Vec<Outcome> = Vec::new();
+    for program in programs {
+        let (title, refused) = (program.title.clone(), program.refused.clone());
+        let refused = refused.map(|(refused, program)| {
+            let capacity = arguments.capacity.unwrap_or(refused.capacity());
+            Ok::<_, anyhow::Error>(OutOfMemory { compared: replayed(arguments, *program, Some(capacity))?, refused })
+        });
+        compared.push(Outcome { title, refused: refused.transpose()?, compared: compare_one(arguments, program)? });
+    }
     let text = match (arguments.json, &compared[..]) {
-        (true, [(_, one)]) => serde_json::to_string_pretty(one)? + "\n",
-        (true, all) => serde_json::to_string_pretty(&all.iter().map(|(_, one)| one).collect::<Vec<_>>())? + "\n",
-        (false, [(_, one)]) => one.to_string(),
-        (false, all) => all.iter().map(|(title, one)| format!("{title}\n{one}\n")).collect(),
+        (true, [one]) => serde_json::to_string_pretty(one)? + "\n",
+        (true, all) => serde_json::to_string_pretty(all)? + "\n",
+        (false, [one]) => one.to_string(),
+        (false, all) => all.iter().map(|one| format!("{}\n{one}\n", one.title)).collect(),
     };
     print(|out| out.write_all(text.as_bytes()))
 }
 
+/// A program under every allocator.
+#[derive(Serialize)]
+struct Outcome {
+    #[serde(skip)]
+    title: String,
+    #[serde(flatten)]
+    compared: Compared,
+    /// The last request of a snapshot that PyTorch could not serve.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    refused: Option<OutOfMemory>,
+}
+
+/// A request that PyTorch could not serve, and the program up to it under every allocator.
+#[derive(Serialize)]
+struct OutOfMemory {
+    #[serde(flatten)]
+    refused: Refused,
+    #[serde(flatten)]
+    compared: Compared,
+}
+
+impl Display for Outcome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.compared)?;
+        let Some(OutOfMemory { refused, compared }) = &self.refused else { return Ok(()) };
+        let &Refused { event, bytes, device_free, reserved, allocated, .. } = refused;
+        let (idle, alive) = (reserved.saturating_sub(allocated), allocated.saturating_add(bytes));
+        writeln!(
+            f,
+            "\nPyTorch was out of memory at event {event}, which asks for {}: {} of the device were free, and of the {} that PyTorch held \
+             {} were idle. With it {} are alive, on a device of {}{}:",
+            Size(bytes),
+            Size(device_free),
+            Size(reserved),
+            Size(idle),
+            Size(alive),
+            Size(compared.capacity),
+            if alive > compared.capacity { ", where no allocator can serve it" } else { "" }
+        )?;
+        for gapless_allocators::Entry { kind, outcome, .. } in &compared.allocators {
+            match outcome {
+                Ok(report) => {
+                    writeln!(f, "{:<20}serves it, and holds {}", kind.name(), Size(report.peak_reserved()))?;
+                }
+                Err(error) => writeln!(f, "{:<20}{error}", kind.name())?,
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Bytes as people read them, and exactly.
+struct Size(u64);
+
+impl Display for Size {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self(bytes) = self;
+        write!(f, "{:.1} MiB ({bytes} bytes)", *bytes as f64 / f64::from(1 << 20))
+    }
+}
+
 /// What is replayed.
+#[derive(Clone)]
 struct Program {
     title: String,
     problem: Problem,
     requests: Requests,
     /// The plan of it, if there is one already.
     plan: Option<Solution>,
+    /// The last request that was refused, and the program up to it.
+    refused: Option<(Refused, Box<Program>)>,
 }
 
 fn compare_one(arguments: &Arguments, program: Program) -> anyhow::Result<Compared> {
-    let Program { title, problem, requests, plan } = program;
+    let title = program.title.clone();
+    let compared = replayed(arguments, program, arguments.capacity)?;
+    if let Some(report) = &arguments.html {
+        let cannot = || format!("cannot write {}", report.display());
+        std::fs::write(report, page(&compared, &title)).with_context(cannot)?;
+    }
+    Ok(compared)
+}
+
+fn replayed(arguments: &Arguments, program: Program, capacity: Option<u64>) -> anyhow::Result<Compared> {
+    let Program { title, problem, requests, plan, .. } = program;
     if problem.is_empty() {
         bail!("{title}: no buffers, nothing to compare");
     }
     let chosen = &arguments.allocators;
-    let compared = gapless_allocators::compare(
+    Ok(gapless_allocators::compare(
         &problem,
         &requests,
         &Comparison {
             iterations: arguments.iterations,
             kinds: if chosen.is_empty() { Kind::ALL.to_vec() } else { chosen.clone() },
-            capacity: arguments.capacity,
+            capacity,
             pytorch: arguments.pytorch_options.clone(),
             smallest_device: arguments.smallest_device,
             pictures: arguments.html.is_some(),
             planner: Options { deadline: arguments.deadline, ..Options::default() },
             plan,
         },
-    );
-    if let Some(report) = &arguments.html {
-        let cannot = || format!("cannot write {}", report.display());
-        std::fs::write(report, page(&compared, &title)).with_context(cannot)?;
-    }
-    Ok(compared)
+    ))
 }
 
 /// What to replay, and what to call it: a table, a snapshot, or the ranks of a step.
@@ -138,12 +216,21 @@ fn read(arguments: &Arguments) -> anyhow::Result<Vec<Program>> {
                 tell("gapless compare: gaps are left out: every buffer keeps its bytes all its life");
             }
             let requests = Requests::new(&table.problem);
-            Ok(vec![Program { title: title(path), problem: table.problem, requests, plan: None }])
+            Ok(vec![Program { title: title(path), problem: table.problem, requests, plan: None, refused: None }])
         }
         (None, Some(path)) => {
             let snapshot = read_snapshot(open(path)?, arguments.device).with_context(|| cannot(path))?;
-            let requests = Requests::new(&snapshot.problem).on_streams(snapshot.streams);
-            Ok(vec![Program { title: title(path), problem: snapshot.problem, requests, plan: None }])
+            let program = |snapshot: Snapshot, refused| {
+                let requests = Requests::new(&snapshot.problem).on_streams(snapshot.streams);
+                Program { title: title(path), problem: snapshot.problem, requests, plan: None, refused }
+            };
+            let refused = snapshot.refused.last().cloned();
+            let until = refused.map(|refused| {
+                let until = snapshot.until(&refused)?;
+                Ok::<_, SnapshotError>((refused, Box::new(program(until, None))))
+            });
+            let until = until.transpose().with_context(|| cannot(path))?;
+            Ok(vec![program(snapshot, until)])
         }
         (None, None) if arguments.step.names_a_model()? => of_ranks(&arguments.step),
         (None, None) => bail!("nothing to compare; give --trace, --snapshot or --model"),
@@ -167,7 +254,7 @@ fn of_ranks(step: &StepArguments) -> anyhow::Result<Vec<Program>> {
             _ => format!("{}, rank {rank}", step.title()),
         };
         let requests = Requests::new(&problem);
-        Ok(Program { title, problem, requests, plan })
+        Ok(Program { title, problem, requests, plan, refused: None })
     };
     step.ranks.iter().map(planned).collect()
 }

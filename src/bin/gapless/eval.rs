@@ -149,7 +149,7 @@ impl Source {
         let path = &arguments.data;
         let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
         Ok(match self {
-            Self::Run(run) => run.vocabulary.encode(&text)?,
+            Self::Run(run) => run.vocabulary.encode_beginning(&text)?,
             Self::Folder(_) => Tokenizer::open(&arguments.folder)?.encode(&text, true)?,
         })
     }

@@ -154,7 +154,7 @@ impl Source {
             io::stdin().read_to_string(&mut text).context("cannot read the prompt from the standard input")?;
         }
         let ids = match self {
-            Self::Run(run) => run.vocabulary.encode(&text)?,
+            Self::Run(run) => run.vocabulary.encode_beginning(&text)?,
             Self::Folder(of) if arguments.chat => {
                 let (_, tokenizer, _) = &**of;
                 let system = arguments.system.iter().map(|system| Message::new("system", system));

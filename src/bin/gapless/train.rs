@@ -6,6 +6,7 @@ use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use gapless::engine::checkpoint::CheckpointError;
 use gapless::run::{Console, Ended, Progress, RunConfig, RunError, Start, train};
 use indicatif::{ProgressBar, ProgressStyle};
 use tracing::field::{Field, Visit};
@@ -103,8 +104,15 @@ pub fn run(arguments: &Arguments) -> ExitCode {
 
 /// Whether nothing was written.
 fn is_refused(error: &RunError) -> bool {
-    use RunError::{Changed, Config, NothingLeft, NothingToResume};
-    matches!(error, Config(_) | NothingToResume { .. } | NothingLeft { .. } | Changed { .. })
+    use RunError::{Changed, Checkpoint, Config, NothingLeft, NothingToResume};
+    matches!(
+        error,
+        Config(_)
+            | NothingToResume { .. }
+            | NothingLeft { .. }
+            | Changed { .. }
+            | Checkpoint(CheckpointError::Foreign { .. } | CheckpointError::Locked { .. })
+    )
 }
 
 /// Warnings go to the standard error, and how far the data are; spans to a file, if one is named, until the guard is dropped.

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use gapless_engine::data::Format;
+use gapless_engine::data::{Format, Source};
 use gapless_engine::runtime::cpu::MOST_THREADS;
 use gapless_parallel::Shape;
 
@@ -171,13 +171,13 @@ impl RunConfig {
             let why = "a tokenizer of its own has other ids than the model of model.folder knows".to_owned();
             return fail("data.vocabulary", why, "leave it out: the folder's tokenizer.json is used");
         }
-        if let Some(size) = self.data.vocabulary.filter(|&size| size < 256) {
+        let are_ids = |path: &PathBuf| Source::Path(path.clone()).is_ids().unwrap_or(false);
+        if let Some(size) = self.data.vocabulary.filter(|&size| size < 256)
+            && !sources.iter().all(|(_, path)| are_ids(path))
+        {
             return fail("data.vocabulary", format!("{size} tokens do not even hold the bytes"), "it is at least 256");
         }
-        let is_lines = |path: &&PathBuf| {
-            path.extension().is_some_and(|extension| extension == "jsonl" || extension == "parquet") && path.is_file()
-        };
-        let other = sources.iter().map(|(_, path)| path).find(|path| !is_lines(path));
+        let other = sources.iter().map(|(_, path)| path).find(|path| !Format::is_read_from(path) || !path.is_file());
         if let Some(path) = other.filter(|_| self.data.format.has_answers()) {
             let why = format!("{} is no .jsonl or .parquet file, whose lines have answers", path.display());
             return fail("data.format", why, "name one in data.path, or leave data.format out");

@@ -2,11 +2,15 @@
 
 use std::path::PathBuf;
 
-use gapless_engine::data::{DataError, DataOptions, Dataset, Format, Source, VocabularyChoice};
+use gapless_engine::data::{
+    Answers, DataError, DataOptions, Dataset, Format, Source, TextOptions, TokenWidth, VocabularyChoice,
+};
+use gapless_models::hf::Config;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::{ModelConfig, RunConfig};
+use crate::run::RunError;
 
 /// `[data]`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -29,9 +33,27 @@ pub struct DataConfig {
     /// completions, or what the assistant says, count in the loss, and examples are packed into sequences without seeing each other.
     #[serde(default)]
     pub format: Format,
+    /// Which answers of a conversation count, where the format is `chat`.
+    #[serde(default)]
+    pub answers: Answers,
     /// Whether documents that share a sequence of the format `text` neither see each other nor share their places.
     #[serde(default)]
     pub isolate_documents: bool,
+    /// Whether a document begins with the tokens that the tokenizer puts before a text, as `<s>` of Llama 2 or `<bos>` of Gemma; GPT-2 and
+    /// Qwen have none.
+    #[serde(default = "default_begin")]
+    pub begin_of_text: bool,
+    /// The token that ends a document, by its text; without, the one that the files beside the tokenizer name.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub end_of_text: Option<String>,
+    /// Whether special tokens that a text spells out, as `<|im_end|>`, become their ids. Else they are text as any other. In the formats
+    /// `prompt` and `chat` they always do where the tokenizer comes from a file.
+    #[serde(default)]
+    pub special_tokens: bool,
+    /// The width of the ids in .bin files without a header: `"u16"`, `"u32"` or `"u64"`; without, 16 bits, or 32 for vocabularies of more
+    /// than 65,536 tokens.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub token_width: Option<TokenWidth>,
     /// Every n-th document is for validation; 0 for none.
     #[serde(default = "default_validation")]
     pub validation_every: usize,
@@ -50,6 +72,10 @@ pub struct SourceConfig {
     pub weight: f64,
 }
 
+fn default_begin() -> bool {
+    TextOptions::default().begin
+}
+
 fn default_validation() -> usize {
     DataOptions::default().validation_every
 }
@@ -63,38 +89,47 @@ impl DataConfig {
     pub fn has_documents(&self) -> bool {
         self.isolate_documents || self.format.has_answers()
     }
+
+    /// What a document's text becomes.
+    pub fn text_options(&self) -> TextOptions {
+        let special = self.special_tokens || self.format.has_answers();
+        TextOptions { begin: self.begin_of_text, end: self.end_of_text.clone(), special }
+    }
 }
 
 impl RunConfig {
     /// The data, tokenized: read anew, or as an earlier run left them.
     ///
     /// # Errors
-    /// As [`Dataset::prepare`].
-    pub fn dataset(&self) -> Result<Dataset, DataError> {
-        let DataConfig { path, mix, vocabulary, tokenizer, format, isolate_documents: _, validation_every, cache } =
-            self.data.clone();
-        let tokenizer = tokenizer.or_else(|| match &self.model {
+    /// As [`Dataset::prepare`]; a model's folder that cannot be read.
+    pub fn dataset(&self) -> Result<Dataset, RunError> {
+        let DataConfig { path, mix, vocabulary, tokenizer, format, answers, validation_every, cache, .. } = self.data.clone();
+        let beside = match &self.model {
             ModelConfig::Folder(folder) => Some(folder.join("tokenizer.json")),
             _ => None,
-        });
-        let vocabulary = match (tokenizer, vocabulary) {
-            (Some(file), _) => VocabularyChoice::File(file),
-            (None, size) => VocabularyChoice::of_size(size.unwrap_or(4096)),
         };
-        let options = DataOptions { vocabulary, validation_every, cache };
+        let vocabulary = match (tokenizer.or(beside), vocabulary, &self.model) {
+            (Some(file), ..) if file.exists() => VocabularyChoice::File(file),
+            // Ids need no tokenizer.
+            (_, _, ModelConfig::Folder(folder)) => VocabularyChoice::Ids { size: Config::read(folder)?.vocabulary() },
+            (Some(file), ..) => VocabularyChoice::File(file),
+            (None, size, _) => VocabularyChoice::of_size(size.unwrap_or(4096)),
+        };
+        let (text, width) = (self.data.text_options(), self.data.token_width);
+        let options = DataOptions { vocabulary, validation_every, text, width, answers, cache };
         if mix.is_empty() {
-            return match format.has_answers() {
+            return Ok(match format.has_answers() {
                 true => Dataset::examples(&path, format, &options),
                 false => Dataset::prepare(&Source::from(path), &options),
-            };
+            }?);
         }
         let rest = 1.0 - mix.iter().map(|source| source.weight).sum::<f64>();
         let sources = std::iter::once((path, rest)).chain(mix.into_iter().map(|source| (source.path, source.weight)));
         if format.has_answers() {
             let parts = sources.map(|(path, weight)| Ok((Dataset::examples(&path, format, &options)?, weight)));
-            return Dataset::mixture(parts.collect::<Result<_, _>>()?);
+            return Ok(Dataset::mixture(parts.collect::<Result<_, DataError>>()?)?);
         }
         let sources: Vec<(Source, f64)> = sources.map(|(path, weight)| (Source::from(path), weight)).collect();
-        Dataset::prepare_mixture(&sources, &options)
+        Ok(Dataset::prepare_mixture(&sources, &options)?)
     }
 }

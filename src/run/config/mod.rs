@@ -14,6 +14,7 @@ mod step;
 
 use std::path::PathBuf;
 
+use gapless_engine::data::Vocabulary;
 use gapless_engine::nn::Trainable;
 use gapless_engine::optim::AdamW;
 use gapless_engine::{Generation, LossTerms, Sampling, TrainOptions};
@@ -186,10 +187,17 @@ impl SampleConfig {
 }
 
 impl RunConfig {
-    /// As TOML, with all defaults, and with what the data say of the model.
-    pub fn resolved(&self, vocabulary: usize) -> String {
-        let resolved = Self { model: self.model(vocabulary), ..self.clone() };
+    /// As TOML, with all defaults, and with what the data say of the model and of the end of their documents.
+    pub fn resolved(&self, vocabulary: &Vocabulary) -> String {
+        let mut resolved = Self { model: self.model(vocabulary.size()), ..self.clone() };
+        let is_given = self.data.tokenizer.is_some() || matches!(self.model, ModelConfig::Folder(_));
+        resolved.data.end_of_text = vocabulary.text_options().filter(|_| is_given).and_then(|options| options.end);
         toml::to_string(&resolved).expect("tables of numbers and texts are TOML")
+    }
+
+    /// Whether a text is this configuration as [`Self::resolved`] writes it.
+    pub(in crate::run) fn is_written_as(&self, text: &str) -> bool {
+        toml::to_string(self).is_ok_and(|written| written == text)
     }
 
     /// The model for data of a vocabulary.

@@ -10,6 +10,7 @@ use std::io::Read;
 
 use gapless_alloc::{Buffer, Problem};
 use pickle::{Pickle, ValueId};
+use serde::Serialize;
 
 use crate::Stream;
 
@@ -17,6 +18,7 @@ use crate::Stream;
 const LARGEST_FILE: u64 = 2 << 30;
 const MOST_BLOCKS: usize = 1 << 26;
 const MOST_DEVICES: usize = 1 << 10;
+const MOST_REFUSED: usize = 16;
 
 /// The allocations of one device.
 #[derive(Debug, Clone)]
@@ -30,6 +32,58 @@ pub struct Snapshot {
     pub device: usize,
     /// Bytes that PyTorch held from the device when the snapshot was taken.
     pub reserved: u64,
+    /// The last 16 requests that PyTorch could not serve, in their order. The problem has none of them.
+    pub refused: Vec<Refused>,
+}
+
+/// A request for which PyTorch was out of memory, and the device as it was then.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Refused {
+    /// Its event in the device's trace, counted from 0.
+    pub event: usize,
+    /// The tick of the problem after which it came.
+    pub tick: u64,
+    /// Bytes that were asked for, as PyTorch rounds them.
+    pub bytes: u64,
+    /// Bytes of the device that nobody had.
+    pub device_free: u64,
+    /// Bytes that PyTorch held.
+    pub reserved: u64,
+    /// Of those, bytes in the program's hands.
+    pub allocated: u64,
+    /// Its stream, numbered as in [`Snapshot::streams`].
+    #[serde(skip)]
+    pub stream: Stream,
+}
+
+impl Refused {
+    /// Bytes of the device that an allocator in the place of PyTorch's would have had.
+    pub fn capacity(&self) -> u64 {
+        self.reserved.saturating_add(self.device_free)
+    }
+}
+
+impl Snapshot {
+    /// The program up to a request that was refused, which is its last buffer.
+    ///
+    /// # Errors
+    /// As [`Problem::new`].
+    pub fn until(&self, refused: &Refused) -> Result<Self, SnapshotError> {
+        let (asked, end) = (refused.tick + 1, refused.tick + 2);
+        let (mut buffers, mut streams) = (Vec::new(), Vec::new());
+        for (buffer, &stream) in self.problem.buffers().iter().zip(&self.streams) {
+            let lifetime = buffer.lifetime.clone();
+            if lifetime.start < asked {
+                let until = if lifetime.end <= refused.tick { lifetime.end } else { end };
+                buffers.push(Buffer::new(lifetime.start..until, buffer.bytes));
+                streams.push(stream);
+            }
+        }
+        buffers.push(Buffer::new(asked..end, refused.bytes));
+        streams.push(refused.stream);
+        let problem = Problem::new(buffers).map_err(Box::new)?;
+        Ok(Self { problem, streams, refused: Vec::new(), ..*self })
+    }
 }
 
 /// Why a snapshot cannot be read.
@@ -135,6 +189,7 @@ fn blocks(pickle: &Pickle, device: usize) -> Result<Vec<SegmentBlock>, SnapshotE
 #[derive(Debug)]
 struct Entry {
     action: Action,
+    /// Of a refused request, the bytes of the device that nobody had.
     address: i64,
     bytes: i64,
     stream: i64,
@@ -147,7 +202,13 @@ enum Action {
     Free,
     /// Every stream is.
     FreeCompleted,
-    /// Segments, snapshots, refused requests: how PyTorch served the program, not what it asked for.
+    /// PyTorch was out of memory.
+    Refused,
+    /// PyTorch took memory from the device.
+    Take,
+    /// PyTorch gave memory back to the device.
+    GiveBack,
+    /// Snapshots, and what else tells nothing of the program.
     Other,
 }
 
@@ -157,12 +218,19 @@ impl Entry {
             Some(b"alloc") => Action::Allocate,
             Some(b"free_requested") => Action::Free,
             Some(b"free_completed") => Action::FreeCompleted,
+            Some(b"oom") => Action::Refused,
+            Some(b"segment_alloc" | b"segment_map") => Action::Take,
+            Some(b"segment_free" | b"segment_unmap") => Action::GiveBack,
             Some(_) => return Ok(Self { action: Action::Other, address: 0, bytes: 0, stream: 0 }),
             None => return Err(SnapshotError::NotASnapshot { what: "an event has no action".into() }),
         };
         Ok(Self {
             action,
-            address: integer(pickle, id, "addr")?,
+            address: match action {
+                Action::Refused => integer(pickle, id, "device_free").unwrap_or(0),
+                Action::Take | Action::GiveBack => 0,
+                _ => integer(pickle, id, "addr")?,
+            },
             bytes: integer(pickle, id, "size")?,
             stream: integer(pickle, id, "stream").unwrap_or(0),
         })
@@ -179,6 +247,7 @@ fn integer<T: TryFrom<i64>>(pickle: &Pickle, id: ValueId, key: &str) -> Result<T
 }
 
 fn lifetimes(events: &[Entry], blocks: &[SegmentBlock], device: usize) -> Result<Snapshot, SnapshotError> {
+    let held = blocks.iter().fold(0, |sum: u64, block| sum.saturating_add(block.bytes));
     let mut history = History::default();
     for (event, entry) in events.iter().enumerate() {
         history.record(entry).map_err(|what| SnapshotError::Event { device, event, what })?;
@@ -186,17 +255,50 @@ fn lifetimes(events: &[Entry], blocks: &[SegmentBlock], device: usize) -> Result
     for block in blocks.iter().filter(|block| block.active && !history.seen.contains(&block.address)) {
         history.allocations.push(Allocation { start: 0, end: None, bytes: block.requested, stream: block.stream });
     }
-    let reserved = blocks.iter().fold(0, |sum: u64, block| sum.saturating_add(block.bytes));
     let end = history.tick + 1;
     let mut numbers: HashMap<i64, u32> = HashMap::new();
+    let mut number = |stream: i64| {
+        let next = numbers.len() as u32;
+        Stream(*numbers.entry(stream).or_insert(next))
+    };
     let (mut buffers, mut streams) = (Vec::new(), Vec::new());
     for allocation in &history.allocations {
         buffers.push(Buffer::new(allocation.start..allocation.end.unwrap_or(end), allocation.bytes));
-        let next = numbers.len() as u32;
-        streams.push(Stream(*numbers.entry(allocation.stream).or_insert(next)));
+        streams.push(number(allocation.stream));
     }
+    let refused = refused(events, &history, held, number);
     let problem = Problem::new(buffers).map_err(Box::new)?;
-    Ok(Snapshot { problem, streams, device, reserved })
+    Ok(Snapshot { problem, streams, device, reserved: held, refused })
+}
+
+/// The requests that PyTorch could not serve; what it held then is what it holds at the end without what came to it and went since.
+fn refused(events: &[Entry], history: &History, held: u64, mut number: impl FnMut(i64) -> Stream) -> Vec<Refused> {
+    let (mut refused, mut reserved, mut tick) = (Vec::new(), held, history.tick);
+    for (event, entry) in events.iter().enumerate().rev() {
+        let bytes = u64::try_from(entry.bytes).unwrap_or(0);
+        match entry.action {
+            Action::Take => reserved = reserved.saturating_sub(bytes),
+            Action::GiveBack => reserved = reserved.saturating_add(bytes),
+            Action::Refused if refused.len() < MOST_REFUSED => {
+                let is_alive = |it: &&Allocation| it.start <= tick && it.end.is_none_or(|end| end > tick);
+                let allocated = history.allocations.iter().filter(is_alive).map(|it| it.bytes);
+                let device_free = u64::try_from(entry.address).unwrap_or(0);
+                refused.push(Refused {
+                    event,
+                    tick,
+                    bytes,
+                    device_free,
+                    reserved,
+                    allocated: allocated.fold(0, u64::saturating_add),
+                    stream: number(entry.stream),
+                });
+            }
+            Action::Allocate | Action::Free | Action::FreeCompleted => tick -= 1,
+            Action::Refused | Action::Other => {}
+        }
+    }
+    refused.reverse();
+    refused
 }
 
 /// An allocation while it is put together.
@@ -225,7 +327,7 @@ struct History {
 impl History {
     fn record(&mut self, entry: &Entry) -> Result<(), String> {
         let Entry { action, address, bytes, stream } = *entry;
-        if action == Action::Other {
+        if !matches!(action, Action::Allocate | Action::Free | Action::FreeCompleted) {
             return Ok(());
         }
         let bytes = u64::try_from(bytes).map_err(|_| format!("size {bytes} is negative"))?;

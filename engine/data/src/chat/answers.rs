@@ -1,10 +1,14 @@
 //! Where the answers of a conversation stand in its text.
+//!
+//! Between a template's `{% generation %}` tags; of a template without them, where the prompt for an answer ends and the text up to the
+//! answer does. Texts are compared byte by byte: an answer whose place does not follow from them is an error.
 
 use std::ops::Range;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use super::conversation::{MARK, Part};
 use super::{ChatTemplate, Conversation};
 use crate::DataError;
 
@@ -12,17 +16,17 @@ use crate::DataError;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Answers {
-    /// Every message of the assistant.
+    /// Every message of the assistant, but for those of the `weight` 0.
     #[default]
     All,
-    /// The last message of the assistant. What follows it is left out.
+    /// The last message of the assistant, after which the conversation ends. For templates that write earlier answers differently.
     Last,
 }
 
 impl ChatTemplate {
     /// A conversation as text, and the bytes of it that count: those between the template's `{% generation %}` tags, or, of a template
     /// without them, what each answer adds to the conversation before it, which ends with the prompt for it. The token that ends the
-    /// assistant's turn is included as far as the template writes it. Messages of the weight 0 do not count.
+    /// assistant's turn is included as far as the template writes it. Of a prompt with a completion, the completion counts.
     ///
     /// # Errors
     /// As [`Self::render`]; an answer whose place in the text is not well defined.
@@ -32,32 +36,55 @@ impl ChatTemplate {
         which: Answers,
     ) -> Result<(String, Vec<Range<usize>>), DataError> {
         let turns = conversation.turns();
-        let is_answer = |&index: &usize| turns[index].is_answer;
-        let answers: Vec<usize> = (0..turns.len()).filter(is_answer).collect();
+        if let Some(prompt) = conversation.prompt() {
+            let start = self.text_of(conversation, prompt, true)?;
+            let text = self.text_of(conversation, turns.len(), false)?;
+            if !text.starts_with(&start) {
+                return Err(self.fail("the text of the prompt is not how the text with its completion begins".into()));
+            }
+            let completion = start.len()..text.len();
+            return Ok((text, vec![completion]));
+        }
+        let answers: Vec<usize> = (0..turns.len()).filter(|&index| turns[index].is_answer).collect();
         let last = answers.last().copied();
         let length = if which == Answers::Last { last.map_or(turns.len(), |last| last + 1) } else { turns.len() };
-        let (text, tagged) = self.render_part(conversation, length, false)?;
         let counts = |index: usize| turns[index].counts && (which == Answers::All || last == Some(index));
-        if !self.template_of(conversation).marks_answers {
-            let spans = answers.into_iter().filter(|&index| counts(index));
-            let spans = spans.map(|index| self.added(conversation, index, &text)).collect::<Result<_, _>>()?;
-            return Ok((text, spans));
-        }
-        if answers.iter().all(|&index| counts(index)) {
-            return Ok((text, tagged));
-        }
-        // Which of the tagged parts belong to which message.
-        let mut spans = Vec::new();
-        let mut before = 0;
-        for index in answers {
-            let (prefix, tags) = self.render_part(conversation, index + 1, false)?;
-            let same = tags.len() <= tagged.len()
-                && tags.len() >= before
-                && tags.iter().zip(&tagged).all(|(a, b)| prefix[a.clone()] == text[b.clone()]);
-            if !same {
+        let whole = Part { messages: length, add_generation_prompt: false, marked: None };
+        let (text, tagged) = self.render_part(conversation, whole)?;
+        let spans = if !self.template_of(conversation).marks_answers {
+            let added = |index| self.added(conversation, index, length, &text);
+            answers.into_iter().filter(|&index| counts(index)).map(added).collect::<Result<_, _>>()?
+        } else if answers.iter().all(|&index| counts(index)) {
+            tagged
+        } else {
+            self.tagged(conversation, &answers, &text, &tagged, counts)?
+        };
+        Ok((text, spans))
+    }
+
+    fn text_of(&self, conversation: &Conversation, messages: usize, prompt: bool) -> Result<String, DataError> {
+        Ok(self.render_part(conversation, Part { messages, add_generation_prompt: prompt, marked: None })?.0)
+    }
+
+    /// The tagged parts of the answers that count. Those of a message are the ones that the text up to it has more.
+    fn tagged(
+        &self,
+        conversation: &Conversation,
+        answers: &[usize],
+        text: &str,
+        tagged: &[Range<usize>],
+        counts: impl Fn(usize) -> bool,
+    ) -> Result<Vec<Range<usize>>, DataError> {
+        let (mut spans, mut before) = (Vec::new(), 0);
+        for &index in answers {
+            let part = Part { messages: index + 1, add_generation_prompt: false, marked: None };
+            let (upto, tags) = self.render_part(conversation, part)?;
+            let is_same = (before..=tagged.len()).contains(&tags.len())
+                && tags.iter().zip(tagged).all(|(a, b)| upto[a.clone()] == text[b.clone()]);
+            if !is_same {
                 return Err(self.fail(format!(
-                    "the {{% generation %}} tags write the answers up to message {index} differently when more messages follow, so which \
-                     of them is that message is not known; leave \"weight\" out and set data.answers to \"all\""
+                    "which of the {{% generation %}} tags is of message {index} is not well defined: the template tags the answers up to \
+                     it differently when more messages follow; leave \"weight\" out, or write one row per answer"
                 )));
             }
             if counts(index) {
@@ -65,23 +92,72 @@ impl ChatTemplate {
             }
             before = tags.len();
         }
-        Ok((text, spans))
+        Ok(spans)
     }
 
-    /// What an answer adds to the conversation before it.
-    fn added(&self, conversation: &Conversation, index: usize, text: &str) -> Result<Range<usize>, DataError> {
-        let (prompt, _) = self.render_part(conversation, index, true)?;
-        let (upto, _) = self.render_part(conversation, index + 1, false)?;
-        let reason = if !upto.starts_with(&prompt) {
-            "the text up to it with the prompt for it is not how the text with it begins"
-        } else if !text.starts_with(&upto) {
-            "the template writes it, or a message before it, differently when more messages follow"
-        } else {
-            return Ok(prompt.len()..upto.len());
+    /// What an answer adds to the conversation before it, in the text of the first `length` messages.
+    fn added(
+        &self,
+        conversation: &Conversation,
+        index: usize,
+        length: usize,
+        text: &str,
+    ) -> Result<Range<usize>, DataError> {
+        let upto = self.text_of(conversation, index + 1, false)?;
+        let marked = |messages| self.around_mark(conversation, index, messages);
+        let prompt = match self.text_of(conversation, index, true) {
+            Ok(prompt) => prompt,
+            // Templates that look at the first message refuse a prompt without one.
+            Err(error) if index == 0 => {
+                let all = self.text_of(conversation, length, false)?;
+                let with_prompt = self.text_of(conversation, length, true)?;
+                let prompt = with_prompt.strip_prefix(&*all).filter(|prompt| !prompt.is_empty());
+                match (marked(1)?, prompt) {
+                    (Some((before, _)), Some(prompt)) if before.ends_with(prompt) => before,
+                    _ => return Err(error),
+                }
+            }
+            Err(error) => return Err(error),
         };
-        Err(self.fail(format!(
+        let Some(answer) = upto.strip_prefix(&*prompt) else {
+            return Err(
+                self.not_defined(index, "the text up to it with the prompt for it is not how the text with it begins")
+            );
+        };
+        if text.starts_with(&upto) {
+            return Ok(prompt.len()..upto.len());
+        }
+        // The template writes earlier messages differently when more follow. The answer itself may still be the same.
+        let found = match (marked(index + 1)?, marked(length)?) {
+            (Some((before, after)), Some((around, behind))) if text.starts_with(&around) && text.ends_with(&behind) => {
+                let start = before.strip_prefix(&*prompt).and_then(|more| around.strip_suffix(more)).map(str::len);
+                let is_whole = behind.starts_with(&after);
+                start
+                    .filter(|&start| is_whole && text[start..].starts_with(answer))
+                    .map(|start| start..start + answer.len())
+            }
+            _ => None,
+        };
+        found.ok_or_else(|| self.not_defined(index, "the template writes it differently when more messages follow"))
+    }
+
+    /// The text around a message's content, where it comes once.
+    fn around_mark(
+        &self,
+        conversation: &Conversation,
+        index: usize,
+        messages: usize,
+    ) -> Result<Option<(String, String)>, DataError> {
+        let part = Part { messages, add_generation_prompt: false, marked: Some(index) };
+        let (text, _) = self.render_part(conversation, part)?;
+        let once = text.split_once(MARK).filter(|(_, after)| !after.contains(MARK));
+        Ok(once.map(|(before, after)| (before.to_owned(), after.to_owned())))
+    }
+
+    fn not_defined(&self, index: usize, reason: &str) -> DataError {
+        self.fail(format!(
             "which part of the text is the answer in message {index} is not well defined: {reason}; put {{% generation %}} and \
              {{% endgeneration %}} around the answers in the template, or set data.answers to \"last\""
-        )))
+        ))
     }
 }

@@ -26,8 +26,12 @@ impl Message {
 pub struct Conversation {
     /// The row as it was read, whose keys are in order and whose numbers have all their digits.
     row: String,
+    /// The lists of messages in the row: `messages`, or `prompt` and `completion`.
+    lists: &'static [&'static str],
     /// Of each message, whether the assistant says it, and whether it counts.
     turns: Vec<Turn>,
+    /// Messages of the prompt, where the others are its completion.
+    prompt: Option<usize>,
     has_tools: bool,
 }
 
@@ -46,16 +50,25 @@ const TAKEN: [&str; 4] = ["messages", "tools", "documents", "add_generation_prom
 const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 
 impl Conversation {
-    /// The conversation of a data row: an object with `messages`, and perhaps `tools` and `documents` (lists, or texts of JSON lists) and
-    /// `chat_template_kwargs` (an object of further variables).
+    /// The conversation of a data row: an object with `messages`, or with `prompt` and `completion` as lists of messages; and perhaps with
+    /// `tools` and `documents` (lists, or texts of JSON lists) and `chat_template_kwargs` (an object of further variables).
     ///
     /// # Errors
     /// A text that is not such an object, and why.
     pub fn of_row(row: &str) -> Result<Self, String> {
         let known: Json = serde_json::from_str(row).map_err(|error| error.to_string())?;
-        let Some(messages) = known.get("messages") else { return Err("missing field `messages`".into()) };
-        let Json::Array(messages) = messages else { return Err("\"messages\" is not a list".into()) };
-        let turns = messages.iter().enumerate().map(|(index, message)| Turn::of(index, message));
+        let lists: &[&str] = if known["prompt"].is_array() { &["prompt", "completion"] } else { &["messages"] };
+        let (mut turns, mut prompt) = (Vec::new(), None);
+        for name in lists {
+            if *name == "completion" {
+                prompt = Some(turns.len());
+            }
+            let Some(messages) = known.get(name) else { return Err(format!("missing field `{name}`")) };
+            let Json::Array(messages) = messages else { return Err(format!("{name:?} is not a list of messages")) };
+            for message in messages {
+                turns.push(Turn::of(turns.len(), message)?);
+            }
+        }
         let tools = known.get("tools").unwrap_or(&Json::Null);
         for (name, list) in [("tools", tools), ("documents", known.get("documents").unwrap_or(&Json::Null))] {
             let parsed = list.as_str().and_then(|text| serde_json::from_str(text).ok());
@@ -69,12 +82,14 @@ impl Conversation {
             None | Some(Json::Null) => {}
             Some(Json::Object(variables)) => {
                 if let Some(name) = TAKEN.iter().find(|name| variables.contains_key(**name)) {
-                    return Err(format!("\"chat_template_kwargs\" has {name:?}, which the template is given by itself; leave it out"));
+                    return Err(format!(
+                        "\"chat_template_kwargs\" has {name:?}, which the template is given by itself; leave it out"
+                    ));
                 }
             }
             Some(_) => return Err("\"chat_template_kwargs\" is not an object".into()),
         }
-        Ok(Self { row: row.to_owned(), turns: turns.collect::<Result<_, _>>()?, has_tools: !tools.is_null() })
+        Ok(Self { row: row.to_owned(), lists, turns, prompt, has_tools: !tools.is_null() })
     }
 
     /// A conversation of messages alone.
@@ -95,6 +110,10 @@ impl Conversation {
         &self.turns
     }
 
+    pub(super) fn prompt(&self) -> Option<usize> {
+        self.prompt
+    }
+
     pub(super) fn has_tools(&self) -> bool {
         self.has_tools
     }
@@ -103,8 +122,8 @@ impl Conversation {
         self.row.len()
     }
 
-    /// Sets what a template sees of the first messages: as in transformers, tools and documents are none where there are none.
-    pub(super) fn set_variables(&self, variables: &mut Variables<'_>, messages: usize) -> Result<(), String> {
+    /// Sets what a template sees of a part: as in transformers, tools and documents are none where there are none.
+    pub(super) fn set_variables(&self, variables: &mut Variables<'_>, part: Part) -> Result<(), String> {
         let row = variables.parse(&self.row)?;
         let field = |name: &str| row.field(name).cloned().unwrap_or(Value::None);
         if let Value::Dict(more) = field("chat_template_kwargs") {
@@ -119,13 +138,39 @@ impl Conversation {
             };
             variables.set(name, value);
         }
-        let Value::List(all) = field("messages") else { unreachable!("messages were a list when the row was read") };
-        let messages = all.items.iter().take(messages).map(|message| with_reasoning(variables, message));
-        let messages = messages.collect::<Result<_, _>>()?;
+        let mut messages = Vec::new();
+        for name in self.lists {
+            let Value::List(list) = field(name) else { unreachable!("{name} was a list when the row was read") };
+            for message in list.items.iter().take(part.messages - messages.len()) {
+                let is_marked = part.marked == Some(messages.len());
+                let message = with_reasoning(variables, message)?;
+                messages.push(if is_marked { marked(variables, &message)? } else { message });
+            }
+        }
         let messages = variables.list(messages)?;
         variables.set("messages", messages);
         Ok(())
     }
+}
+
+/// A part of a conversation to be rendered.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Part {
+    /// The first messages.
+    pub messages: usize,
+    /// Whether the prompt for an answer follows.
+    pub add_generation_prompt: bool,
+    /// The message whose content is [`MARK`].
+    pub marked: Option<usize>,
+}
+
+/// Stands for the content of a message, to see where the template puts it. No text has these characters (Unicode 16, section 23.7).
+pub(super) const MARK: &str = "\u{fdd0}\u{fdd1}";
+
+fn marked(variables: &Variables<'_>, message: &Value) -> Result<Value, String> {
+    let Value::Dict(fields) = message else { return Ok(message.clone()) };
+    let content = (Value::text("content"), Value::text(MARK));
+    variables.dict(fields.entries.iter().cloned().chain([content]))
 }
 
 impl Turn {
@@ -136,7 +181,11 @@ impl Turn {
             weight => match weight.as_f64() {
                 Some(0.0) => false,
                 Some(1.0) => true,
-                _ => return Err(format!("message {index} has the \"weight\" {weight}; it is 1, or 0 for a message that does not count")),
+                _ => {
+                    return Err(format!(
+                        "message {index} has the \"weight\" {weight}; it is 1, or 0 for a message that does not count"
+                    ));
+                }
             },
         };
         Ok(Self { is_answer: role == "assistant", counts })

@@ -17,6 +17,7 @@ use serde::Serialize;
 use serde_json::Value as Json;
 
 use crate::DataError;
+use conversation::Part;
 use jinja::{Template, Value, Variables};
 
 pub use answers::Answers;
@@ -93,7 +94,8 @@ impl ChatTemplate {
         conversation: &Conversation,
         add_generation_prompt: bool,
     ) -> Result<String, DataError> {
-        Ok(self.render_part(conversation, conversation.len(), add_generation_prompt)?.0)
+        let part = Part { messages: conversation.len(), add_generation_prompt, marked: None };
+        Ok(self.render_part(conversation, part)?.0)
     }
 
     /// A conversation as text, and the bytes of it that the assistant says, as of [`Self::answers_of`] with [`Answers::All`].
@@ -112,20 +114,15 @@ impl ChatTemplate {
         DataError::Template { path: self.path.clone(), reason }
     }
 
-    /// The first messages of a conversation as text, and the bytes of it within generation blocks.
-    fn render_part(
-        &self,
-        conversation: &Conversation,
-        messages: usize,
-        add_generation_prompt: bool,
-    ) -> Result<(String, Vec<Range<usize>>), DataError> {
+    /// A part of a conversation as text, and the bytes of it within generation blocks.
+    fn render_part(&self, conversation: &Conversation, part: Part) -> Result<(String, Vec<Range<usize>>), DataError> {
         let template = self.template_of(conversation);
         let set = |variables: &mut Variables<'_>| {
             for (name, token) in &self.special {
                 variables.set(name, Value::text(token.as_str()));
             }
-            conversation.set_variables(variables, messages)?;
-            variables.set("add_generation_prompt", Value::Bool(add_generation_prompt));
+            conversation.set_variables(variables, part)?;
+            variables.set("add_generation_prompt", Value::Bool(part.add_generation_prompt));
             Ok(())
         };
         template.render(self.bytes + conversation.bytes(), set).map_err(|reason| self.fail(reason))

@@ -3,7 +3,7 @@
 //! In: texts, or a folder of an earlier call. Out: the dataset, tokenized once. Never: a folder that is used although its bytes are not
 //! those that were written.
 
-use std::fs;
+use std::fs::{self, File};
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
@@ -12,7 +12,7 @@ use super::{DataOptions, Dataset, TOKENIZER, last_part};
 use crate::encode::move_into_place;
 use crate::texts::Texts;
 use crate::tokenize::{begun_with, sample, tokenize};
-use crate::{CorpusReport, DataError, TokenWidth, Tokens, Vocabulary, VocabularyChoice};
+use crate::{CorpusReport, DataError, TextOptions, TokenWidth, Tokens, Vocabulary, VocabularyChoice};
 
 pub(super) const TOKENS: &str = "tokens.bin";
 pub(super) const MANIFEST: &str = "dataset.json";
@@ -21,12 +21,33 @@ pub(super) const MANIFEST: &str = "dataset.json";
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Manifest {
     corpus: CorpusReport,
-    /// Of the bytes, or of `tokenizer.json`.
+    /// Of the bytes, or of `tokenizer.json` with `text`.
     vocabulary_hash: String,
+    /// What a text becomes by the tokenizer.
+    #[serde(default)]
+    text: TextOptions,
     width: TokenWidth,
     training_tokens: u64,
     validation_tokens: u64,
     tokens_hash: String,
+}
+
+/// Makes a folder, and locks it until the answer is dropped: waits for a process that prepares the same. The system releases the lock of
+/// a process that ends. A file system without locks has none.
+pub(super) fn lock(folder: &Path) -> Result<File, DataError> {
+    let path = folder.join("lock");
+    fs::create_dir_all(folder).map_err(DataError::write(folder))?;
+    let file = File::options().create(true).write(true).truncate(false).open(&path).map_err(DataError::write(&path))?;
+    if file.try_lock().is_err() {
+        tracing::info!(folder = %folder.display(), "waiting for another process that prepares the same data");
+        match file.lock() {
+            Err(error) if error.kind() != std::io::ErrorKind::Unsupported => {
+                return Err(DataError::write(&path)(error));
+            }
+            _ => {}
+        }
+    }
+    Ok(file)
 }
 
 impl Dataset {
@@ -36,21 +57,33 @@ impl Dataset {
         let (known, name) = match &options.vocabulary {
             VocabularyChoice::Bytes => (Some(Vocabulary::bytes()), "bytes".to_owned()),
             VocabularyChoice::Bpe { size } => (None, format!("bpe-{size}")),
+            VocabularyChoice::Ids { .. } => return Err(DataError::NoTokenizer),
             VocabularyChoice::File(path) => {
-                let given = Vocabulary::open(path)?;
+                let given = Vocabulary::open_with(path, &options.text)?;
                 let name = format!("given-{}", &given.hash()[..8]);
                 (Some(given), name)
             }
         };
         // All that shapes the tokens is in the name: a folder that a run still needs is never made anew for another.
         let folder = options.cache.join(format!("{}-{name}-{}", &report.hash[..16], options.validation_every));
-        match Self::open_prepared(&folder) {
-            Ok(dataset) if dataset.corpus.as_ref().is_some_and(|kept| kept.hash == report.hash) => {
-                tracing::debug!(folder = %folder.display(), "dataset prepared before");
-                return Ok(Self { corpus: Some(report), ..dataset });
-            }
-            Err(error @ DataError::Damaged { .. }) => tracing::warn!(%error, "preparing the dataset again"),
-            _ => tracing::info!(folder = %folder.display(), %report, "preparing the dataset"),
+        let kept = |folder| match Self::open_prepared(folder) {
+            Ok(dataset) if dataset.corpus.as_ref().is_some_and(|kept| kept.hash == report.hash) => Ok(Some(dataset)),
+            Err(error @ DataError::Damaged { .. }) => Err(error),
+            _ => Ok(None),
+        };
+        let prepared = |dataset: Self| {
+            tracing::debug!(folder = %folder.display(), "dataset prepared before");
+            Ok(Self { corpus: Some(report.clone()), ..dataset })
+        };
+        if let Ok(Some(dataset)) = kept(&folder) {
+            return prepared(dataset);
+        }
+        // Of several processes that need it, one prepares it, and the others wait.
+        let _alone = lock(&folder)?;
+        match kept(&folder) {
+            Ok(Some(dataset)) => return prepared(dataset),
+            Err(error) => tracing::warn!(%error, "preparing the dataset again"),
+            Ok(None) => tracing::info!(folder = %folder.display(), %report, "preparing the dataset"),
         }
         let vocabulary = match (known, &options.vocabulary) {
             (None, VocabularyChoice::Bpe { size }) => match begun_with(&folder.join(TOKENS), &report.hash) {
@@ -58,7 +91,7 @@ impl Dataset {
                 Some(hash) => Vocabulary::open(&folder.join(TOKENIZER)).ok().filter(|kept| kept.hash() == hash),
                 None => None,
             }
-            .map_or_else(|| Vocabulary::train(sample(texts)?.iter().map(String::as_str), *size), Ok)?,
+            .map_or_else(|| Vocabulary::train(sample(texts, &folder)?.iter().map(String::as_str), *size), Ok)?,
             (known, _) => known.unwrap_or_else(Vocabulary::bytes),
         };
         Self::build(texts, &vocabulary, options.validation_every, &folder)
@@ -80,7 +113,8 @@ impl Dataset {
         let vocabulary = if manifest.vocabulary_hash == bytes.hash() {
             bytes
         } else {
-            Vocabulary::open(&folder.join(TOKENIZER)).map_err(|error| damaged(error.to_string()))?
+            Vocabulary::open_with(&folder.join(TOKENIZER), &manifest.text)
+                .map_err(|error| damaged(error.to_string()))?
         };
         if vocabulary.hash() != manifest.vocabulary_hash {
             return Err(damaged(format!("{TOKENIZER} is not the one that made the tokens")));
@@ -92,13 +126,12 @@ impl Dataset {
         if scan.hash != manifest.tokens_hash || scan.outside.is_some() || count != Some(tokens.count()) {
             return Err(damaged(format!("{TOKENS} has changed")));
         }
-        let dataset = Self::new(vocabulary, tokens, manifest.validation_tokens, &scan.hash);
+        let dataset = Self::new(vocabulary, tokens, manifest.validation_tokens, &scan);
         Ok(Self { corpus: Some(manifest.corpus), folder: Some(folder.to_owned()), ..dataset })
     }
 
     /// Writes a dataset's folder, manifest last, and opens it.
     fn build(texts: &dyn Texts, vocabulary: &Vocabulary, every: usize, folder: &Path) -> Result<Self, DataError> {
-        fs::create_dir_all(folder).map_err(DataError::write(folder))?;
         let tokenizer = folder.join(TOKENIZER);
         vocabulary.save(&tokenizer.with_extension("json.tmp"))?;
         move_into_place(&tokenizer)?;
@@ -112,6 +145,7 @@ impl Dataset {
         let manifest = Manifest {
             corpus,
             vocabulary_hash: vocabulary.hash(),
+            text: vocabulary.text_options().unwrap_or_default(),
             width: TokenWidth::of_vocabulary(vocabulary.size()),
             training_tokens: parts.all.tokens - validation_tokens,
             validation_tokens,

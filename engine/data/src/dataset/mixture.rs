@@ -2,8 +2,7 @@
 //!
 //! In: sources, or datasets, each with its weight. Out: one dataset of one vocabulary. Never: a mixture of two vocabularies.
 
-use std::fs;
-
+use super::folder::lock;
 use super::{DataOptions, Dataset, Part, Source, TOKENIZER};
 use crate::encode::move_into_place;
 use crate::tokenize::sample;
@@ -36,6 +35,7 @@ impl Dataset {
         if parts.iter().any(|(part, _)| part.vocabulary.hash() != vocabulary.hash()) {
             return fail("its sources have different vocabularies; name one tokenizer for all".into());
         }
+        let largest = parts.iter().map(|(part, _)| part.largest).max().unwrap_or(0);
         let said: Vec<String> = parts.iter().map(|(part, weight)| format!("{weight} {}", part.hash)).collect();
         let of_part = |(dataset, weight): (Self, f64)| {
             let all: f64 = dataset.parts.iter().map(|part| part.weight).sum();
@@ -47,6 +47,7 @@ impl Dataset {
             hash: blake3::hash(said.join("\n").as_bytes()).to_hex().to_string(),
             corpus: None,
             folder: None,
+            largest,
         })
     }
 }
@@ -56,7 +57,7 @@ fn shared_vocabulary(sources: &[(Source, f64)], options: &DataOptions) -> Result
     let VocabularyChoice::Bpe { size } = options.vocabulary else { return Ok(options.vocabulary.clone()) };
     let mut texts = Vec::new();
     for (source, _) in sources {
-        if source.is_text()? {
+        if !source.is_ids()? {
             texts.push(source.texts()?);
         }
     }
@@ -67,12 +68,12 @@ fn shared_vocabulary(sources: &[(Source, f64)], options: &DataOptions) -> Result
     texts.iter().for_each(|texts| _ = hasher.update(texts.report().hash.as_bytes()));
     let folder = options.cache.join(format!("{}-bpe-{size}", &hasher.finalize().to_hex()[..16]));
     let tokenizer = folder.join(TOKENIZER);
+    let _alone = lock(&folder)?;
     if !tokenizer.exists() {
         let mut pieces = Vec::new();
         for texts in texts {
-            pieces.extend(sample(&*texts)?);
+            pieces.extend(sample(&*texts, &folder)?);
         }
-        fs::create_dir_all(&folder).map_err(DataError::write(&folder))?;
         Vocabulary::train(pieces.iter().map(String::as_str), size)?.save(&tokenizer.with_extension("json.tmp"))?;
         move_into_place(&tokenizer)?;
     }

@@ -10,8 +10,9 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::examples::{Examples, Line, encode_lines, read_lines};
+use crate::examples::{Encoding, Examples, Line, encode_lines, read_lines};
 use crate::files::token_files;
+use crate::tokens::Scan;
 use crate::windows::Cut;
 use crate::{
     Corpus, CorpusReport, DataError, Format, TokenWidth, Tokenizer, Tokens, TrainingWindows, ValidationWindows,
@@ -31,6 +32,8 @@ pub struct Dataset {
     hash: String,
     corpus: Option<CorpusReport>,
     folder: Option<PathBuf>,
+    /// The largest id.
+    largest: u32,
 }
 
 /// A stream of tokens.
@@ -85,28 +88,28 @@ impl Dataset {
     pub fn examples(path: &Path, format: Format, options: &DataOptions) -> Result<Self, DataError> {
         let lines = read_lines(path, format)?;
         let vocabulary = match &options.vocabulary {
-            VocabularyChoice::File(file) => Vocabulary::open(file)?,
+            VocabularyChoice::File(file) => Vocabulary::open_with(file, &options.text)?,
             VocabularyChoice::Bytes => Vocabulary::bytes(),
+            VocabularyChoice::Ids { size } => Vocabulary::ids(*size),
             VocabularyChoice::Bpe { size } => Vocabulary::train(lines.iter().map(Line::text), *size)?,
         };
         let folder = match &options.vocabulary {
             VocabularyChoice::File(file) => file.parent().map(Tokenizer::open).transpose()?,
             _ => None,
         };
-        if format == Format::Chat && folder.as_ref().and_then(Tokenizer::chat_template).is_none() {
-            return Err(DataError::NoTemplate { path: path.to_owned() });
-        }
         // Those for validation come last.
         let every = options.validation_every;
         let is_validation = |index: usize| every > 0 && index % every.max(2) == every.max(2) - 1;
-        let encoded = encode_lines(path, &lines, &vocabulary, folder.as_ref())?.into_iter().enumerate();
+        let encoding = Encoding { path, vocabulary: &vocabulary, folder: folder.as_ref(), answers: options.answers };
+        let encoded = encode_lines(&lines, &encoding)?.into_iter().enumerate();
         let (back, mut front): (Vec<_>, Vec<_>) = encoded.partition(|(index, _)| is_validation(*index));
         let validation = back.iter().map(|(_, (tokens, _))| tokens.len() as u64).sum();
         front.extend(back);
         let (tokens, examples) = Examples::new(front.into_iter().map(|(_, example)| example).collect());
         let tokens = Tokens::from_ids(tokens);
-        let hash = format!("{} {}", tokens.scan(vocabulary.size())?.hash, examples.hash());
-        let mut dataset = Self::new(vocabulary, tokens, validation, &hash);
+        let scan = tokens.scan(vocabulary.size())?;
+        let scan = Scan { hash: format!("{} {}", scan.hash, examples.hash()), ..scan };
+        let mut dataset = Self::new(vocabulary, tokens, validation, &scan);
         dataset.parts[0].examples = Some(Arc::new(examples));
         Ok(dataset)
     }
@@ -134,6 +137,11 @@ impl Dataset {
     /// Tokens for validation.
     pub fn validation_tokens(&self) -> u64 {
         self.parts.iter().map(|part| part.validation.end - part.validation.start).sum()
+    }
+
+    /// The largest token id in it: a model has more rows in its embedding.
+    pub fn largest_token(&self) -> u32 {
+        self.largest
     }
 
     /// blake3 of the vocabulary, the tokens and the split, in hexadecimal: the same hash gives the same batches.
@@ -175,13 +183,20 @@ impl Dataset {
     fn from_ids(path: &Path, files: &[PathBuf], validation: usize, options: &DataOptions) -> Result<Self, DataError> {
         let beside = if path.is_dir() { path.join(TOKENIZER) } else { path.with_file_name(TOKENIZER) };
         let vocabulary = match &options.vocabulary {
-            VocabularyChoice::File(tokenizer) => Vocabulary::open(tokenizer)?,
+            VocabularyChoice::File(tokenizer) => Vocabulary::open_with(tokenizer, &options.text)?,
             VocabularyChoice::Bytes => Vocabulary::bytes(),
-            VocabularyChoice::Bpe { .. } if beside.exists() => Vocabulary::open(&beside)?,
-            VocabularyChoice::Bpe { size } => Vocabulary::ids(*size),
+            VocabularyChoice::Bpe { .. } | VocabularyChoice::Ids { .. } if beside.exists() => {
+                Vocabulary::open_with(&beside, &options.text)?
+            }
+            VocabularyChoice::Bpe { size } | VocabularyChoice::Ids { size } => Vocabulary::ids(*size),
         };
-        let width = TokenWidth::of_vocabulary(vocabulary.size());
+        let width = options.width.unwrap_or(TokenWidth::of_vocabulary(vocabulary.size()));
         let tokens = Tokens::open_all(files, width)?;
+        if options.width.is_none()
+            && let Some(wider) = tokens.looks_like()?
+        {
+            return Err(DataError::Width { path: path.to_owned(), read_as: width.bytes(), bytes: wider.bytes() });
+        }
         let validation = match validation {
             0 => last_part(tokens.count(), options.validation_every),
             _ if options.validation_every == 0 => 0,
@@ -200,16 +215,16 @@ impl Dataset {
             let path = path.to_owned();
             return Err(DataError::TokenOutside { path, position, token, vocabulary });
         }
-        Ok(Self::new(vocabulary, tokens, validation, &scan.hash))
+        Ok(Self::new(vocabulary, tokens, validation, &scan))
     }
 
-    fn new(vocabulary: Vocabulary, tokens: Tokens, validation: u64, tokens_hash: &str) -> Self {
+    fn new(vocabulary: Vocabulary, tokens: Tokens, validation: u64, scan: &Scan) -> Self {
         let training = 0..tokens.count() - validation;
-        let hash = blake3::hash(format!("{} {tokens_hash} {training:?}", vocabulary.hash()).as_bytes());
+        let hash = blake3::hash(format!("{} {} {training:?}", vocabulary.hash(), scan.hash).as_bytes());
         let validation = training.end..tokens.count();
         let part = Part { tokens: Arc::new(tokens), training, validation, examples: None, weight: 1.0 };
         let hash = hash.to_hex().to_string();
-        Self { vocabulary, parts: vec![part], hash, corpus: None, folder: None }
+        Self { vocabulary, parts: vec![part], hash, corpus: None, folder: None, largest: scan.largest }
     }
 }
 

@@ -11,7 +11,7 @@ fn lettered(count: usize) -> Corpus {
 }
 
 fn options(folder: &Path, vocabulary: VocabularyChoice, validation_every: usize) -> DataOptions {
-    DataOptions { vocabulary, validation_every, cache: folder.join("cache") }
+    DataOptions { vocabulary, validation_every, cache: folder.join("cache"), ..DataOptions::default() }
 }
 
 /// All tokens of a part, as text.
@@ -138,4 +138,59 @@ fn a_given_tokenizer_is_kept_with_the_tokens() {
     assert_eq!(Dataset::open_prepared(other.folder().unwrap()).unwrap().hash(), other.hash());
     assert!(other.validation(4, 1).unwrap().is_none());
     assert!(matches!(other.training(1000, 1, 0), Err(DataError::TooShort { .. })));
+}
+
+/// Bare ids that are wider than they would be read have every second number next to nothing.
+#[test]
+fn ids_of_another_width_are_not_read_in_halves() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("ids.bin");
+    let ids: Vec<u32> = (0..400).map(|i| i * 97 % 50_257).collect();
+    let bytes = |width: TokenWidth| {
+        let mut bytes = Vec::new();
+        width.append(&ids, &mut bytes);
+        bytes
+    };
+    let read = |size: usize, width: Option<TokenWidth>| {
+        let options = DataOptions { width, ..options(folder.path(), VocabularyChoice::Bpe { size }, 0) };
+        Dataset::prepare(&Source::Path(file.clone()), &options)
+    };
+    use TokenWidth::{U16, U32, U64};
+    for (written, size, seems) in
+        [(U32, 50_257, "of 4 bytes"), (U64, 50_257, "of 8 bytes"), (U64, 100_000, "of 8 bytes")]
+    {
+        fs::write(&file, bytes(written)).unwrap();
+        let error = read(size, None).unwrap_err().to_string();
+        assert!(error.contains(seems) && error.contains("data.token_width"), "{error}");
+        let dataset = read(size, Some(written)).unwrap();
+        assert_eq!((dataset.training_tokens(), dataset.largest_token()), (400, *ids.iter().max().unwrap()));
+    }
+    // Of the width that they seem to have.
+    for (written, size) in [(U16, 50_257), (U32, 100_000)] {
+        fs::write(&file, bytes(written)).unwrap();
+        assert_eq!(read(size, None).unwrap().training_tokens(), 400);
+    }
+    // Small ids are no halves of larger ones.
+    fs::write(&file, [1, 0].repeat(300)).unwrap();
+    assert_eq!(read(65, None).unwrap().training_tokens(), 300);
+    // What does not fit 32 bits is outside.
+    fs::write(&file, (1u64 << 40).to_le_bytes().repeat(3)).unwrap();
+    assert!(matches!(read(65, Some(U64)), Err(DataError::TokenOutside { .. })));
+}
+
+/// Several processes, or threads, that need the same data at once find what one of them makes.
+#[test]
+fn one_prepares_and_the_others_wait() {
+    let folder = tempfile::tempdir().unwrap();
+    let text: String = (0..3000).map(|i| format!("line {i} of a text\n")).collect();
+    fs::write(folder.path().join("text.txt"), text).unwrap();
+    let source = Source::Path(folder.path().join("text.txt"));
+    let options = options(folder.path(), VocabularyChoice::Bpe { size: 300 }, 4);
+    let hashes: Vec<String> = std::thread::scope(|scope| {
+        let threads: Vec<_> =
+            (0..6).map(|_| scope.spawn(|| Dataset::prepare(&source, &options).unwrap().hash().to_owned())).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    assert!(hashes.iter().all(|hash| *hash == hashes[0]));
+    assert_eq!(fs::read_dir(&options.cache).unwrap().count(), 1);
 }

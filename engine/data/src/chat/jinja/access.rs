@@ -19,7 +19,19 @@ const CHANGES: [&str; 10] =
 const NOT_SUPPORTED: [(&str, &[&str]); 5] = [
     ("str", &strings::NOT_SUPPORTED),
     ("Markup", &["encode", "maketrans", "translate", "unescape", "striptags", "escape"]),
-    ("int", &["as_integer_ratio", "bit_count", "bit_length", "conjugate", "denominator", "from_bytes", "numerator", "to_bytes"]),
+    (
+        "int",
+        &[
+            "as_integer_ratio",
+            "bit_count",
+            "bit_length",
+            "conjugate",
+            "denominator",
+            "from_bytes",
+            "numerator",
+            "to_bytes",
+        ],
+    ),
     ("float", &["as_integer_ratio", "conjugate", "fromhex", "hex"]),
     ("dict", &["fromkeys"]),
 ];
@@ -82,7 +94,9 @@ fn own(renderer: &Renderer<'_>, value: &Value, name: &Arc<str>) -> Outcome<Optio
     let method = || Some(Value::Method(Rc::new((value.clone(), name.clone()))));
     Ok(match (value, &**name) {
         (Value::Dict(_), "get" | "items" | "keys" | "values" | "copy") => method(),
-        (Value::List(_), "count" | "index" | "copy") | (Value::Tuple(_) | Value::Range(..), "count" | "index") => method(),
+        (Value::List(_), "count" | "index" | "copy") | (Value::Tuple(_) | Value::Range(..), "count" | "index") => {
+            method()
+        }
         (Value::List(_) | Value::Dict(_), name) if CHANGES.contains(&name) || (name == "update" && kind == "dict") => {
             // Lists have no setdefault and mappings no append, but nobody stores keys under these names.
             let is_of_list = !matches!(name, "popitem" | "setdefault");
@@ -123,7 +137,12 @@ fn own(renderer: &Renderer<'_>, value: &Value, name: &Arc<str>) -> Outcome<Optio
     })
 }
 
-fn of_loop(renderer: &Renderer<'_>, of: &Loop, name: &str, method: impl Fn() -> Option<Value>) -> Outcome<Option<Value>> {
+fn of_loop(
+    renderer: &Renderer<'_>,
+    of: &Loop,
+    name: &str,
+    method: impl Fn() -> Option<Value>,
+) -> Outcome<Option<Value>> {
     let index0 = of.index0();
     let length = || of.length(renderer).map(|length| length as i128);
     Ok(Some(match name {
@@ -174,7 +193,8 @@ pub(super) fn slice(renderer: &Renderer<'_>, value: &Value, parts: [Option<Value
         Some(at) if at < 0 => at.saturating_add(length).clamp(low, high),
         Some(at) => at.clamp(low, high),
     };
-    let (start, end) = if step > 0 { (bound(start, low), bound(end, high)) } else { (bound(start, high), bound(end, low)) };
+    let (start, end) =
+        if step > 0 { (bound(start, low), bound(end, high)) } else { (bound(start, high), bound(end, low)) };
     let step = step.clamp(-length - 1, length + 1);
     let count = range_len(start, end, step);
     limits.step(1 + count)?;
@@ -226,8 +246,8 @@ pub(super) fn call_method(renderer: &Renderer<'_>, value: &Value, name: &str, gi
         // Methods that take no text have no text to escape.
         (
             Value::Str(text, true),
-            "strip" | "lstrip" | "rstrip" | "upper" | "lower" | "capitalize" | "title" | "swapcase" | "startswith" | "endswith" | "find"
-            | "count" | "isspace" | "isdigit" | "isalpha",
+            "strip" | "lstrip" | "rstrip" | "upper" | "lower" | "capitalize" | "title" | "swapcase" | "startswith"
+            | "endswith" | "find" | "count" | "isspace" | "isdigit" | "isalpha",
         ) => match strings::call(renderer, text, name, given)? {
             Value::Str(text, _) => Ok(Value::Str(text, true)),
             other => Ok(other),
@@ -309,7 +329,9 @@ pub(super) fn dict(renderer: &Renderer<'_>, given: Given) -> Outcome<Vec<(Value,
             for pair in pairs.defined()?.iterate(renderer.limits)? {
                 match <[Value; 2]>::try_from(pair.iterate(renderer.limits)?) {
                     Ok([key, value]) => entries.push((key, value)),
-                    Err(items) => return fault(format!("an element for dict has length {}; 2 is required", items.len())),
+                    Err(items) => {
+                        return fault(format!("an element for dict has length {}; 2 is required", items.len()));
+                    }
                 }
             }
         }

@@ -31,7 +31,10 @@ pub(crate) enum Kind {
     With(Vec<(Target, Expr)>, Body),
     /// A named block, which stands where it is: there is nothing that extends a chat template. Unless it is scoped, it sees the
     /// variables of the template alone.
-    Block { is_scoped: bool, body: Body },
+    Block {
+        is_scoped: bool,
+        body: Body,
+    },
     Generation(Body),
     Break,
     Continue,

@@ -7,7 +7,7 @@ use super::value::Value;
 
 /// Evaluated arguments.
 #[derive(Clone, Default)]
-pub(super) struct Given {
+pub(crate) struct Given {
     pub positional: Vec<Value>,
     pub named: Vec<(Arc<str>, Value)>,
 }
@@ -26,7 +26,9 @@ impl Given {
         for (name, value) in self.named {
             match parameters.iter().position(|parameter| **parameter == *name) {
                 None => return fault(format!("{function} got an unexpected keyword argument '{name}'")),
-                Some(index) if index < count => return fault(format!("{function} got multiple values for argument '{name}'")),
+                Some(index) if index < count => {
+                    return fault(format!("{function} got multiple values for argument '{name}'"));
+                }
                 Some(index) => values[index] = Some(value),
             }
         }

@@ -36,7 +36,8 @@ impl Renderer<'_> {
             Expr::List(items) => Value::list(self.limits, self.values(items, scope)?)?,
             Expr::Tuple(items) => Value::tuple(self.limits, self.values(items, scope)?)?,
             Expr::Dict(entries) => {
-                let entries = entries.iter().map(|(key, value)| Ok((self.value(key, scope)?, self.value(value, scope)?)));
+                let entries =
+                    entries.iter().map(|(key, value)| Ok((self.value(key, scope)?, self.value(value, scope)?)));
                 Dict::of(self.limits, entries.collect::<Outcome<Vec<_>>>()?)?
             }
             Expr::Attribute(of, name) => access::attribute(self, &self.value(of, scope)?, name)?,
@@ -96,7 +97,9 @@ impl Renderer<'_> {
             Expr::If(condition, value, otherwise) => match (self.value(condition, scope)?.is_true(), otherwise) {
                 (true, _) => self.value(value, scope)?,
                 (false, Some(otherwise)) => self.value(otherwise, scope)?,
-                (false, None) => Value::undefined("the inline if-expression evaluated to false and no else section was defined."),
+                (false, None) => {
+                    Value::undefined("the inline if-expression evaluated to false and no else section was defined.")
+                }
             },
         })
     }
@@ -120,7 +123,8 @@ impl Renderer<'_> {
         match scope.get(name) {
             Some(value) => Ok(value),
             None if **name == *"self" => fault("blocks by name (self) are not supported"),
-            None => Ok(functions::find(name).map_or_else(|| Value::undefined(format!("'{name}' is undefined")), Value::Function)),
+            None => Ok(functions::find(name)
+                .map_or_else(|| Value::undefined(format!("'{name}' is undefined")), Value::Function)),
         }
     }
 
@@ -132,7 +136,9 @@ impl Renderer<'_> {
             positional.extend(self.value(rest, scope)?.iterate(self.limits)?);
         }
         if let Some(rest) = &arguments.named_rest {
-            let Value::Dict(dict) = self.value(rest, scope)? else { return fault("argument after ** must be a mapping") };
+            let Value::Dict(dict) = self.value(rest, scope)? else {
+                return fault("argument after ** must be a mapping");
+            };
             if dict.entries.len() > PARAMETERS {
                 return fault(format!("a call gets more than {PARAMETERS} named arguments"));
             }

@@ -12,11 +12,60 @@ use super::{access, ast, format, json, sequences};
 
 /// Jinja's filters; the last ones are not supported.
 const FILTERS: [&str; 54] = [
-    "abs", "attr", "batch", "capitalize", "center", "count", "d", "default", "dictsort", "e", "escape", "filesizeformat", "first",
-    "float", "forceescape", "format", "groupby", "indent", "int", "items", "join", "last", "length", "list", "lower", "map", "max",
-    "min", "reject", "rejectattr", "replace", "reverse", "round", "safe", "select", "selectattr", "slice", "sort", "string", "sum",
-    "title", "tojson", "trim", "truncate", "unique", "upper", "wordcount", "pprint", "random", "striptags", "urlencode", "urlize",
-    "wordwrap", "xmlattr",
+    "abs",
+    "attr",
+    "batch",
+    "capitalize",
+    "center",
+    "count",
+    "d",
+    "default",
+    "dictsort",
+    "e",
+    "escape",
+    "filesizeformat",
+    "first",
+    "float",
+    "forceescape",
+    "format",
+    "groupby",
+    "indent",
+    "int",
+    "items",
+    "join",
+    "last",
+    "length",
+    "list",
+    "lower",
+    "map",
+    "max",
+    "min",
+    "reject",
+    "rejectattr",
+    "replace",
+    "reverse",
+    "round",
+    "safe",
+    "select",
+    "selectattr",
+    "slice",
+    "sort",
+    "string",
+    "sum",
+    "title",
+    "tojson",
+    "trim",
+    "truncate",
+    "unique",
+    "upper",
+    "wordcount",
+    "pprint",
+    "random",
+    "striptags",
+    "urlencode",
+    "urlize",
+    "wordwrap",
+    "xmlattr",
 ];
 
 /// Whether there is a filter by this name.
@@ -53,8 +102,10 @@ pub(super) fn apply(renderer: &Renderer<'_>, name: &str, value: Value, given: Gi
             }
         }
         "abs" | "int" | "float" | "round" | "filesizeformat" => number(renderer, name, &value, given),
-        "capitalize" | "center" | "format" | "indent" | "lower" | "replace" | "title" | "trim" | "truncate" | "upper" | "wordcount" | "string"
-        | "safe" | "e" | "escape" | "forceescape" => text(renderer, name, value, given),
+        "capitalize" | "center" | "format" | "indent" | "lower" | "replace" | "title" | "trim" | "truncate"
+        | "upper" | "wordcount" | "string" | "safe" | "e" | "escape" | "forceescape" => {
+            text(renderer, name, value, given)
+        }
         "pprint" | "random" | "striptags" | "urlencode" | "urlize" | "wordwrap" | "xmlattr" => {
             fault(format!("the filter {name} is not supported"))
         }
@@ -74,7 +125,8 @@ fn text(renderer: &Renderer<'_>, name: &str, value: Value, given: Given) -> Outc
     limits.grow(text.len())?;
     let same_kind = |text: String| Ok(Value::Str(text.into(), is_safe));
     match name {
-        "string" | "safe" | "e" | "escape" | "forceescape" | "capitalize" | "lower" | "upper" | "title" | "wordcount" => {
+        "string" | "safe" | "e" | "escape" | "forceescape" | "capitalize" | "lower" | "upper" | "title"
+        | "wordcount" => {
             given.bind::<0>(name, [])?;
             match name {
                 "string" => Ok(Value::Str(text, is_safe)),
@@ -90,7 +142,11 @@ fn text(renderer: &Renderer<'_>, name: &str, value: Value, given: Given) -> Outc
                 "title" => Ok(Value::text(title(&text))),
                 _ => {
                     let is_word = |letter: char| letter == '_' || letter.is_alphanumeric();
-                    Ok(Value::Int(text.split(|letter| !is_word(letter)).filter(|word| !word.is_empty()).count() as i128))
+                    Ok(
+                        Value::Int(
+                            text.split(|letter| !is_word(letter)).filter(|word| !word.is_empty()).count() as i128
+                        ),
+                    )
                 }
             }
         }
@@ -271,7 +327,9 @@ fn round(renderer: &Renderer<'_>, value: &Value, given: Given) -> Outcome<Value>
             None if !number.is_finite() || precision > 300 => Ok(Value::Float(number)),
             None if precision < 0 => fault("rounding to tens is not supported"),
             // The nearest decimal, of two the even one, then the nearest float.
-            None => Ok(Value::Float(format!("{number:.*}", precision as usize).parse().expect("it was written as a number"))),
+            None => Ok(Value::Float(
+                format!("{number:.*}", precision as usize).parse().expect("it was written as a number"),
+            )),
         },
         "ceil" | "floor" => {
             let scale = binary(renderer, ast::Operator::Pow, &Value::Int(10), &Value::Int(precision))?;

@@ -58,9 +58,13 @@ pub(super) fn percent(renderer: &Renderer<'_>, format: &str, values: &Value) -> 
         }
         let mut keyed = None;
         if let Some(behind) = rest.strip_prefix('(') {
-            let (Some(end), Value::Dict(dict)) = (behind.find(')'), values) else { return fault("format requires a mapping") };
+            let (Some(end), Value::Dict(dict)) = (behind.find(')'), values) else {
+                return fault("format requires a mapping");
+            };
             let key = &behind[..end];
-            let Some(value) = dict.get_str(key) else { return fault(format!("the format's mapping has no key '{key}'")) };
+            let Some(value) = dict.get_str(key) else {
+                return fault(format!("the format's mapping has no key '{key}'"));
+            };
             keyed = Some(value.clone());
             rest = &behind[end + 1..];
         }
@@ -118,7 +122,9 @@ pub(super) fn percent(renderer: &Renderer<'_>, format: &str, values: &Value) -> 
                 let number = match (&value, value.as_int()) {
                     (_, Some(number)) => number,
                     (Value::Float(number), _) if is_decimal && number.abs() < 1e38 => *number as i128,
-                    _ => return fault(format!("%{letter} format: a real number is required, not {}", value.type_name())),
+                    _ => {
+                        return fault(format!("%{letter} format: a real number is required, not {}", value.type_name()));
+                    }
                 };
                 let text = int_digits(number, letter);
                 let zeros = digits.unwrap_or(0).saturating_sub(text.len());
@@ -149,7 +155,17 @@ pub(super) fn percent(renderer: &Renderer<'_>, format: &str, values: &Value) -> 
             _ => "",
         };
         let is_zeroed = flags.contains('0') && !is_left && is_negative.is_some();
-        let spec = Spec { width, align: if is_left { '<' } else if is_zeroed { '=' } else { '>' }, fill: if is_zeroed { '0' } else { ' ' } };
+        let spec = Spec {
+            width,
+            align: if is_left {
+                '<'
+            } else if is_zeroed {
+                '='
+            } else {
+                '>'
+            },
+            fill: if is_zeroed { '0' } else { ' ' },
+        };
         spec.write(&mut out, &format!("{sign}{prefix}"), &body)?;
     }
     out.push(rest)?;
@@ -295,7 +311,9 @@ impl Fields<'_> {
                 value = access::attribute(self.renderer, &value, &behind[..end].into())?;
                 rest = &behind[end..];
             } else {
-                let Some((item, behind)) = rest[1..].split_once(']') else { return fault("Missing ']' in format string") };
+                let Some((item, behind)) = rest[1..].split_once(']') else {
+                    return fault("Missing ']' in format string");
+                };
                 let item = match leading_number(item) {
                     (Some(index), "") => Value::Int(index as i128),
                     _ => Value::text(item),
@@ -357,9 +375,16 @@ fn write_formatted(renderer: &Renderer<'_>, out: &mut Text<'_>, value: &Value, s
     if letters.next().is_some() {
         return invalid();
     }
-    let spec = |default: char| Spec { width: width.unwrap_or(0), align: align.unwrap_or(default), fill: fill.unwrap_or(' ') };
+    let spec =
+        |default: char| Spec { width: width.unwrap_or(0), align: align.unwrap_or(default), fill: fill.unwrap_or(' ') };
     if let Value::Str(text, _) = value {
-        if letter.is_some_and(|letter| letter != 's') || no_negative_zero || sign.is_some() || alternate || separator.is_some() || align == Some('=') {
+        if letter.is_some_and(|letter| letter != 's')
+            || no_negative_zero
+            || sign.is_some()
+            || alternate
+            || separator.is_some()
+            || align == Some('=')
+        {
             return invalid();
         }
         return spec('<').write(out, "", first(text, digits.unwrap_or(usize::MAX)));
@@ -383,14 +408,20 @@ fn write_formatted(renderer: &Renderer<'_>, out: &mut Text<'_>, value: &Value, s
                 (None, None) => float_repr(number.abs()),
                 (None, Some(digits)) => short_float(number, digits)?,
                 (Some('n'), digits) => float_digits(number, 'g', digits, alternate)?,
-                (Some(letter), digits) if "eEfFgG%".contains(letter) => float_digits(number, letter, digits, alternate)?,
+                (Some(letter), digits) if "eEfFgG%".contains(letter) => {
+                    float_digits(number, letter, digits, alternate)?
+                }
                 _ => return invalid(),
             };
             let is_zero = no_negative_zero && !text.bytes().any(|digit| matches!(digit, b'1'..=b'9' | b'i'));
             (number.is_sign_negative() && !number.is_nan() && !is_zero, String::new(), text)
         }
     };
-    let sign = if is_negative { "-" } else { sign.filter(|&sign| sign != '-').map_or("", |sign| if sign == '+' { "+" } else { " " }) };
+    let sign = if is_negative {
+        "-"
+    } else {
+        sign.filter(|&sign| sign != '-').map_or("", |sign| if sign == '+' { "+" } else { " " })
+    };
     let sign = format!("{sign}{prefix}");
     if let Some(separator) = separator {
         let size = if matches!(letter, Some('b' | 'o' | 'x' | 'X')) { 4 } else { 3 };

@@ -30,7 +30,9 @@ pub(super) fn call(renderer: &Renderer<'_>, name: &str, given: Given) -> Outcome
             for value in &given.positional {
                 match value.defined()?.as_int() {
                     Some(number) => numbers.push(number),
-                    None => return fault(format!("'{}' object cannot be interpreted as an integer", value.type_name())),
+                    None => {
+                        return fault(format!("'{}' object cannot be interpreted as an integer", value.type_name()));
+                    }
                 }
             }
             let (start, end, step) = match (&numbers[..], given.named.is_empty()) {
@@ -44,7 +46,9 @@ pub(super) fn call(renderer: &Renderer<'_>, name: &str, given: Given) -> Outcome
                 return fault("range() arg 3 must not be zero, and numbers must be below 2**100");
             }
             if range_len(start, end, step) > LONGEST_RANGE {
-                return fault(format!("Range too big. The sandbox blocks ranges larger than MAX_RANGE ({LONGEST_RANGE})."));
+                return fault(format!(
+                    "Range too big. The sandbox blocks ranges larger than MAX_RANGE ({LONGEST_RANGE})."
+                ));
             }
             Ok(Value::Range(start, end, step))
         }
@@ -54,7 +58,9 @@ pub(super) fn call(renderer: &Renderer<'_>, name: &str, given: Given) -> Outcome
             for (key, value) in access::dict(renderer, given)? {
                 let name = text_of(&key, "namespace")?;
                 if name.starts_with('_') {
-                    return fault(format!("Chat templates cannot store underscore-prefixed attributes on a namespace, but got '{name}'."));
+                    return fault(format!(
+                        "Chat templates cannot store underscore-prefixed attributes on a namespace, but got '{name}'."
+                    ));
                 }
                 variables.push((name, value));
             }
@@ -68,7 +74,9 @@ pub(super) fn call(renderer: &Renderer<'_>, name: &str, given: Given) -> Outcome
             let [format] = given.require(name, ["format"])?;
             let format = text_of(&format, name)?;
             // Dates of some length; a width within the format could ask for more.
-            if format.len() > 256 || format.chars().any(|letter| letter.is_ascii_digit()) && format.contains('%') && has_width(&format) {
+            if format.len() > 256
+                || format.chars().any(|letter| letter.is_ascii_digit()) && format.contains('%') && has_width(&format)
+            {
                 return fault("the format of strftime_now is longer than 256 bytes or has a width");
             }
             match jiff::fmt::strtime::format(&*format, &jiff::Zoned::now()) {
@@ -93,5 +101,7 @@ pub(super) fn call(renderer: &Renderer<'_>, name: &str, given: Given) -> Outcome
 
 /// Whether digits follow a percent sign and its flags.
 fn has_width(format: &str) -> bool {
-    format.split('%').skip(1).any(|behind| behind.trim_start_matches(['-', '_', '^', '#', '0']).starts_with(|letter: char| letter.is_ascii_digit()))
+    format.split('%').skip(1).any(|behind| {
+        behind.trim_start_matches(['-', '_', '^', '#', '0']).starts_with(|letter: char| letter.is_ascii_digit())
+    })
 }

@@ -124,7 +124,8 @@ impl Reader<'_> {
 
     fn number(&mut self) -> Outcome<Value> {
         let rest = &self.text[self.at..];
-        let end = rest.find(|letter: char| !matches!(letter, '0'..='9' | '+' | '-' | '.' | 'e' | 'E')).unwrap_or(rest.len());
+        let end =
+            rest.find(|letter: char| !matches!(letter, '0'..='9' | '+' | '-' | '.' | 'e' | 'E')).unwrap_or(rest.len());
         let number = &rest[..end];
         // The grammar of numbers is JSON's, and not Rust's.
         if serde_json::from_str::<serde_json::Number>(number).is_err() && !is_long_number(number) {
@@ -133,7 +134,9 @@ impl Reader<'_> {
         self.at += end;
         match number.contains(['.', 'e', 'E']) {
             true => number.parse().map(Value::Float).or_else(|_| fault(format!("{number} is not a number"))),
-            false => number.parse().map(Value::Int).or_else(|_| fault(format!("{number} is not an integer of 128 bits"))),
+            false => {
+                number.parse().map(Value::Int).or_else(|_| fault(format!("{number} is not an integer of 128 bits")))
+            }
         }
     }
 }
@@ -142,7 +145,8 @@ impl Reader<'_> {
 fn is_long_number(number: &str) -> bool {
     let digits = number.strip_prefix('-').unwrap_or(number);
     let starts = digits.starts_with('0') && !digits[1..].starts_with(|digit: char| digit.is_ascii_digit());
-    (starts || digits.starts_with(|digit: char| digit.is_ascii_digit())) && number.parse::<f64>().is_ok_and(f64::is_infinite)
+    (starts || digits.starts_with(|digit: char| digit.is_ascii_digit()))
+        && number.parse::<f64>().is_ok_and(f64::is_infinite)
 }
 
 /// How `json.dumps` writes.
@@ -230,7 +234,10 @@ impl Style {
                         Value::Int(_) => self.string(out, &str_of(out.limits, key)?)?,
                         Value::Float(value) => self.string(out, &json_float(*value))?,
                         other => {
-                            return fault(format!("keys must be str, int, float, bool or None, not {}", other.type_name()));
+                            return fault(format!(
+                                "keys must be str, int, float, bool or None, not {}",
+                                other.type_name()
+                            ));
                         }
                     }
                     out.push(&self.behind_key)?;
@@ -246,7 +253,9 @@ impl Style {
     fn string(&self, out: &mut Text<'_>, text: &str) -> Outcome<()> {
         out.push("\"")?;
         // Stretches without escapes are copied whole.
-        let is_plain = |letter: char| !matches!(letter, '"' | '\\' | '\0'..' ') && (!self.ensure_ascii || (letter.is_ascii() && letter != '\x7f'));
+        let is_plain = |letter: char| {
+            !matches!(letter, '"' | '\\' | '\0'..' ') && (!self.ensure_ascii || (letter.is_ascii() && letter != '\x7f'))
+        };
         let mut rest = text;
         while let Some(at) = rest.find(|letter| !is_plain(letter)) {
             out.push(&rest[..at])?;

@@ -31,8 +31,8 @@ pub(super) enum TokenKind {
 
 /// Longest first.
 const SIGNS: [&str; 27] = [
-    "//", "**", "==", "!=", ">=", "<=", "+", "-", "/", "*", "%", "~", "[", "]", "(", ")", "{", "}", ">", "<", "=", ".", ":",
-    "|", ",", ";", "!",
+    "//", "**", "==", "!=", ">=", "<=", "+", "-", "/", "*", "%", "~", "[", "]", "(", ")", "{", "}", ">", "<", "=", ".",
+    ":", "|", ",", ";", "!",
 ];
 
 struct Lexer<'a> {
@@ -95,7 +95,9 @@ impl<'a> Lexer<'a> {
     /// Text up to the next tag, and the tag.
     fn data(&mut self) -> Outcome<()> {
         let rest = self.rest();
-        let is_tag = |&(index, _): &(usize, &str)| rest[index..].starts_with(['{']) && rest[index + 1..].starts_with(['{', '%', '#']);
+        let is_tag = |&(index, _): &(usize, &str)| {
+            rest[index..].starts_with(['{']) && rest[index + 1..].starts_with(['{', '%', '#'])
+        };
         let Some((length, _)) = rest.match_indices('{').find(is_tag) else {
             self.push_data(rest);
             self.skip(rest.len());
@@ -202,7 +204,9 @@ impl<'a> Lexer<'a> {
                 let is_block = kind == TokenKind::BlockEnd;
                 for sign in ["-", "+", ""] {
                     // A variable's end takes no "+", which is an operator there.
-                    if (sign != "+" || is_block) && self.rest().strip_prefix(sign).is_some_and(|rest| rest.starts_with(end)) {
+                    if (sign != "+" || is_block)
+                        && self.rest().strip_prefix(sign).is_some_and(|rest| rest.starts_with(end))
+                    {
                         self.push(kind.clone());
                         self.skip(sign.len() + 2);
                         self.behind_tag(sign, is_block);
@@ -227,7 +231,9 @@ impl<'a> Lexer<'a> {
                     "(" => brackets.push(")"),
                     "[" => brackets.push("]"),
                     "{" => brackets.push("}"),
-                    ")" | "]" | "}" if brackets.pop() != Some(sign) => return self.fail(format!("unexpected '{sign}'")),
+                    ")" | "]" | "}" if brackets.pop() != Some(sign) => {
+                        return self.fail(format!("unexpected '{sign}'"));
+                    }
                     "!" => return self.fail("unexpected character '!'"),
                     _ => {}
                 }

@@ -119,9 +119,9 @@ pub(super) fn parse_int(text: &str, base: u32) -> Outcome<Option<i128>> {
     let value = |digit: char| decimal(digit).or_else(|| digit.to_digit(36)).filter(|&value| value < base);
     let digits: Option<Vec<u32>> = digits.chars().filter(|&digit| digit != '_').map(value).collect();
     let Some(digits) = digits.filter(|_| is_sound) else { return Ok(None) };
-    let whole = digits.into_iter().try_fold(0i128, |whole, digit| {
-        whole.checked_mul(i128::from(base))?.checked_add(i128::from(digit))
-    });
+    let whole = digits
+        .into_iter()
+        .try_fold(0i128, |whole, digit| whole.checked_mul(i128::from(base))?.checked_add(i128::from(digit)));
     match whole {
         Some(whole) => Ok(Some(sign * whole)),
         None => fault(format!("{text} is not an integer of 128 bits")),

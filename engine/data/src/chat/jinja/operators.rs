@@ -94,7 +94,11 @@ pub(super) fn binary(renderer: &Renderer<'_>, operator: Operator, left: &Value, 
                     limits.step(length)?;
                     limits.grow(length.saturating_mul(ELEMENT))?;
                     let items = (0..length).map(|index| items.items[index % items.items.len()].clone()).collect();
-                    if matches!(sequence, Value::List(_)) { Value::list(limits, items) } else { Value::tuple(limits, items) }
+                    if matches!(sequence, Value::List(_)) {
+                        Value::list(limits, items)
+                    } else {
+                        Value::tuple(limits, items)
+                    }
                 }
                 _ => refused(),
             }
@@ -109,7 +113,11 @@ fn of_ints(operator: Operator, a: i128, b: i128) -> Outcome<Value> {
         Operator::Sub => a.checked_sub(b),
         Operator::Mul => a.checked_mul(b),
         Operator::Div | Operator::FloorDiv | Operator::Mod if b == 0 => {
-            return fault(if operator == Operator::Div { "division by zero" } else { "integer division or modulo by zero" });
+            return fault(if operator == Operator::Div {
+                "division by zero"
+            } else {
+                "integer division or modulo by zero"
+            });
         }
         Operator::Div => return Ok(Value::Float(a as f64 / b as f64)),
         Operator::FloorDiv => a.checked_div(b).map(|quotient| quotient - i128::from(a % b != 0 && (a < 0) != (b < 0))),
@@ -128,7 +136,11 @@ fn of_ints(operator: Operator, a: i128, b: i128) -> Outcome<Value> {
 fn of_floats(operator: Operator, a: f64, b: f64) -> Outcome<f64> {
     let modulo = || {
         let rest = a % b;
-        if rest != 0.0 && (rest < 0.0) != (b < 0.0) { rest + b } else { rest.abs().copysign(if rest == 0.0 { b } else { rest }) }
+        if rest != 0.0 && (rest < 0.0) != (b < 0.0) {
+            rest + b
+        } else {
+            rest.abs().copysign(if rest == 0.0 { b } else { rest })
+        }
     };
     Ok(match operator {
         Operator::Add => a + b,
@@ -251,7 +263,12 @@ pub(super) fn compare(limits: &Limits, a: &Value, b: &Value, sign: &str) -> Outc
 }
 
 /// Values in order, as Python's `sorted` puts them; equal ones stay as they are, in reverse too.
-pub(super) fn sorted<T>(limits: &Limits, items: Vec<T>, key: impl Fn(&T) -> Outcome<Value>, reverse: bool) -> Outcome<Vec<T>> {
+pub(super) fn sorted<T>(
+    limits: &Limits,
+    items: Vec<T>,
+    key: impl Fn(&T) -> Outcome<Value>,
+    reverse: bool,
+) -> Outcome<Vec<T>> {
     let keyed = items.into_iter().map(|item| Ok((key(&item)?, item)));
     let mut keyed: Vec<(Value, T)> = keyed.collect::<Outcome<_>>()?;
     let mut failed = None;

@@ -89,7 +89,12 @@ pub(super) fn write_repr(out: &mut Text<'_>, value: &Value) -> Outcome<()> {
             }
         }
         // Python prints their addresses.
-        Value::Stream(_) | Value::Function(_) | Value::Method(_) | Value::Cycler(_) | Value::Joiner(_) | Value::Namespace(_) => {
+        Value::Stream(_)
+        | Value::Function(_)
+        | Value::Method(_)
+        | Value::Cycler(_)
+        | Value::Joiner(_)
+        | Value::Namespace(_) => {
             fault(format!("a {} cannot be printed; of a generator, take |list", value.type_name()))
         }
     }

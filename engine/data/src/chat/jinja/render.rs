@@ -8,7 +8,7 @@ use super::access;
 use super::ast::{Body, Expr, For, Kind, MacroNode, Target};
 use super::call::Given;
 use super::limits::{Fault, Limits, Outcome, fault};
-use super::print::{str_of, write_repr, Text};
+use super::print::{Text, str_of, write_repr};
 use super::scope::{Loop, Macro, Scope};
 use super::value::{Dict, Namespace, Value};
 
@@ -29,7 +29,7 @@ pub(crate) struct Renderer<'a> {
 }
 
 /// What a generation block has made, and where it stands in the output.
-pub(super) struct Answer {
+pub(crate) struct Answer {
     pub start: usize,
     pub text: String,
 }

@@ -111,7 +111,13 @@ impl Source {
 }
 
 impl Loop {
-    pub fn new(renderer: &Renderer<'_>, node: &Arc<For>, scope: &Rc<Scope>, over: &Value, depth0: usize) -> Outcome<Self> {
+    pub fn new(
+        renderer: &Renderer<'_>,
+        node: &Arc<For>,
+        scope: &Rc<Scope>,
+        over: &Value,
+        depth0: usize,
+    ) -> Outcome<Self> {
         let source = match over {
             Value::List(items) | Value::Tuple(items) => Source::Items(items.clone(), 0),
             Value::Stream(stream) => Source::Stream(stream.clone()),

@@ -35,7 +35,9 @@ fn follow(renderer: &Renderer<'_>, item: &Value, path: &Path, default: Option<&V
     let mut value = item.clone();
     for part in path {
         value = access::item(renderer, &value, part)?;
-        if let (Value::Undefined(_), Some(default)) = (&value, default.filter(|default| !matches!(default, Value::None))) {
+        if let (Value::Undefined(_), Some(default)) =
+            (&value, default.filter(|default| !matches!(default, Value::None)))
+        {
             value = default.clone();
         }
     }
@@ -138,11 +140,17 @@ pub(super) fn apply(renderer: &Renderer<'_>, name: &str, value: Value, given: Gi
         "map" => map(renderer, &value, given),
         "select" | "reject" | "selectattr" | "rejectattr" => select(renderer, name, &value, given),
         "batch" | "slice" => {
-            let [count, fill] = given.bind(name, [if name == "batch" { "linecount" } else { "slices" }, "fill_with"])?;
+            let [count, fill] =
+                given.bind(name, [if name == "batch" { "linecount" } else { "slices" }, "fill_with"])?;
             let Some(count) = count else { return fault(format!("{name} is missing its size")) };
             let fill = fill.filter(|fill| !matches!(fill, Value::None));
             let items = value.iterate(limits)?;
-            let parts = if name == "batch" { batches } else { slices }(count_of(Some(count), 0, name)?, &items, fill.as_ref(), limits)?;
+            let parts = if name == "batch" { batches } else { slices }(
+                count_of(Some(count), 0, name)?,
+                &items,
+                fill.as_ref(),
+                limits,
+            )?;
             let parts = parts.into_iter().map(|part| Value::list(limits, part)).collect::<Outcome<_>>()?;
             Value::stream(limits, parts)
         }
@@ -163,7 +171,9 @@ pub(super) fn apply(renderer: &Renderer<'_>, name: &str, value: Value, given: Gi
             let case = is_set(case);
             // Several paths may stand between commas.
             let paths = match &attribute {
-                Some(Value::Str(text, _)) => text.split(',').map(|one| path(Some(&Value::text(one)))).collect::<Outcome<_>>()?,
+                Some(Value::Str(text, _)) => {
+                    text.split(',').map(|one| path(Some(&Value::text(one)))).collect::<Outcome<_>>()?
+                }
                 other => vec![path(other.as_ref())?],
             };
             let key = |item: &Value| {
@@ -195,7 +205,9 @@ pub(super) fn apply(renderer: &Renderer<'_>, name: &str, value: Value, given: Gi
                 let key = folded(renderer, follow(renderer, &item, &path, None)?, case)?;
                 let is_better = match &best {
                     None => true,
-                    Some((known, _)) if name == "min" => compare(limits, &key, known, "<")?.is_some_and(|order| order.is_lt()),
+                    Some((known, _)) if name == "min" => {
+                        compare(limits, &key, known, "<")?.is_some_and(|order| order.is_lt())
+                    }
                     Some((known, _)) => compare(limits, &key, known, ">")?.is_some_and(|order| order.is_gt()),
                 };
                 if is_better {
@@ -300,7 +312,12 @@ fn batches(
     Ok(parts)
 }
 
-fn slices(count: i128, items: &[Value], fill: Option<&Value>, limits: &super::limits::Limits) -> Outcome<Vec<Vec<Value>>> {
+fn slices(
+    count: i128,
+    items: &[Value],
+    fill: Option<&Value>,
+    limits: &super::limits::Limits,
+) -> Outcome<Vec<Vec<Value>>> {
     let Some(count) = usize::try_from(count).ok().filter(|&count| count > 0) else {
         return fault("integer division or modulo by zero");
     };

@@ -12,10 +12,50 @@ use super::value::Value;
 
 /// Methods that are known.
 pub(super) const METHODS: [&str; 44] = [
-    "capitalize", "casefold", "center", "count", "endswith", "expandtabs", "find", "format", "format_map", "index", "isalnum",
-    "isalpha", "isascii", "isdecimal", "isdigit", "isidentifier", "islower", "isnumeric", "isprintable", "isspace", "istitle",
-    "isupper", "join", "ljust", "lower", "lstrip", "partition", "removeprefix", "removesuffix", "replace", "rfind", "rindex", "rjust",
-    "rpartition", "rsplit", "rstrip", "split", "splitlines", "startswith", "strip", "swapcase", "title", "upper", "zfill",
+    "capitalize",
+    "casefold",
+    "center",
+    "count",
+    "endswith",
+    "expandtabs",
+    "find",
+    "format",
+    "format_map",
+    "index",
+    "isalnum",
+    "isalpha",
+    "isascii",
+    "isdecimal",
+    "isdigit",
+    "isidentifier",
+    "islower",
+    "isnumeric",
+    "isprintable",
+    "isspace",
+    "istitle",
+    "isupper",
+    "join",
+    "ljust",
+    "lower",
+    "lstrip",
+    "partition",
+    "removeprefix",
+    "removesuffix",
+    "replace",
+    "rfind",
+    "rindex",
+    "rjust",
+    "rpartition",
+    "rsplit",
+    "rstrip",
+    "split",
+    "splitlines",
+    "startswith",
+    "strip",
+    "swapcase",
+    "title",
+    "upper",
+    "zfill",
 ];
 
 /// Methods that Python has besides.
@@ -34,8 +74,9 @@ pub(super) fn call(renderer: &Renderer<'_>, text: &Arc<str>, method: &str, given
     limits.grow(text.len())?;
     let of_letters = |test: fn(char) -> bool| Ok(Value::Bool(!text.is_empty() && text.chars().all(test)));
     Ok(match method {
-        "upper" | "lower" | "capitalize" | "title" | "swapcase" | "casefold" | "isalnum" | "isalpha" | "isascii" | "isdecimal"
-        | "isdigit" | "isidentifier" | "islower" | "isnumeric" | "isprintable" | "isspace" | "istitle" | "isupper" => {
+        "upper" | "lower" | "capitalize" | "title" | "swapcase" | "casefold" | "isalnum" | "isalpha" | "isascii"
+        | "isdecimal" | "isdigit" | "isidentifier" | "islower" | "isnumeric" | "isprintable" | "isspace"
+        | "istitle" | "isupper" => {
             given.bind::<0>(method, [])?;
             return match method {
                 "upper" => Ok(Value::text(text.to_uppercase())),
@@ -220,8 +261,8 @@ fn is_small_digit(letter: char) -> bool {
 pub(super) fn decimal(letter: char) -> Option<u32> {
     // The zeros of the scripts that people write numbers with.
     const ZEROS: [u32; 22] = [
-        0x30, 0x660, 0x6f0, 0x7c0, 0x966, 0x9e6, 0xa66, 0xae6, 0xb66, 0xbe6, 0xc66, 0xce6, 0xd66, 0xde6, 0xe50, 0xed0, 0xf20, 0x1040,
-        0x17e0, 0x1810, 0xff10, 0x1d7ce,
+        0x30, 0x660, 0x6f0, 0x7c0, 0x966, 0x9e6, 0xa66, 0xae6, 0xb66, 0xbe6, 0xc66, 0xce6, 0xd66, 0xde6, 0xe50, 0xed0,
+        0xf20, 0x1040, 0x17e0, 0x1810, 0xff10, 0x1d7ce,
     ];
     let code = u32::from(letter);
     ZEROS.into_iter().find(|zero| (*zero..zero + 10).contains(&code)).map(|zero| code - zero)

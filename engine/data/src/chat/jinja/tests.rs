@@ -12,9 +12,45 @@ use super::value::Value;
 
 /// Jinja's tests.
 const TESTS: [&str; 39] = [
-    "!=", "<", "<=", "==", ">", ">=", "boolean", "callable", "defined", "divisibleby", "eq", "equalto", "escaped", "even", "false",
-    "filter", "float", "ge", "greaterthan", "gt", "in", "integer", "iterable", "le", "lessthan", "lower", "lt", "mapping", "ne", "none",
-    "number", "odd", "sameas", "sequence", "string", "test", "true", "undefined", "upper",
+    "!=",
+    "<",
+    "<=",
+    "==",
+    ">",
+    ">=",
+    "boolean",
+    "callable",
+    "defined",
+    "divisibleby",
+    "eq",
+    "equalto",
+    "escaped",
+    "even",
+    "false",
+    "filter",
+    "float",
+    "ge",
+    "greaterthan",
+    "gt",
+    "in",
+    "integer",
+    "iterable",
+    "le",
+    "lessthan",
+    "lower",
+    "lt",
+    "mapping",
+    "ne",
+    "none",
+    "number",
+    "odd",
+    "sameas",
+    "sequence",
+    "string",
+    "test",
+    "true",
+    "undefined",
+    "upper",
 ];
 
 /// Whether there is a test by this name.
@@ -66,7 +102,10 @@ pub(super) fn apply(renderer: &Renderer<'_>, name: &str, value: &Value, given: G
         "string" => matches!(value, Value::Str(..)),
         "mapping" => matches!(value, Value::Dict(_)),
         "escaped" => matches!(value, Value::Str(_, true)),
-        "sequence" => matches!(value, Value::Undefined(_) | Value::Str(..) | Value::List(_) | Value::Tuple(_) | Value::Dict(_) | Value::Range(..)),
+        "sequence" => matches!(
+            value,
+            Value::Undefined(_) | Value::Str(..) | Value::List(_) | Value::Tuple(_) | Value::Dict(_) | Value::Range(..)
+        ),
         "iterable" => matches!(
             value,
             Value::Undefined(_)
@@ -81,7 +120,12 @@ pub(super) fn apply(renderer: &Renderer<'_>, name: &str, value: &Value, given: G
         ),
         "callable" => matches!(
             value,
-            Value::Undefined(_) | Value::Macro(_) | Value::Loop(_) | Value::Function(_) | Value::Method(_) | Value::Joiner(_)
+            Value::Undefined(_)
+                | Value::Macro(_)
+                | Value::Loop(_)
+                | Value::Function(_)
+                | Value::Method(_)
+                | Value::Joiner(_)
         ),
         "odd" => equal(renderer.limits, &modulo(&Value::Int(2))?, &Value::Int(1))?,
         "even" => equal(renderer.limits, &modulo(&Value::Int(2))?, &Value::Int(0))?,
@@ -106,6 +150,8 @@ fn same(a: &Value, b: &Value) -> Outcome<bool> {
         (Value::Dict(a), Value::Dict(b)) => Rc::ptr_eq(a, b),
         (Value::Namespace(a), Value::Namespace(b)) => Rc::ptr_eq(a, b),
         (a, b) if a.type_name() != b.type_name() => false,
-        _ => return fault(format!("sameas of two values of type '{}' is up to Python's memory; use ==", a.type_name())),
+        _ => {
+            return fault(format!("sameas of two values of type '{}' is up to Python's memory; use ==", a.type_name()));
+        }
     })
 }

@@ -253,10 +253,13 @@ impl Value {
                 text.chars().map(|letter| Self::Str(letter.encode_utf8(&mut [0; 4]).into(), *safe)).collect()
             }
             Self::List(items) | Self::Tuple(items) => items.items.clone(),
-            Self::Dict(dict) | Self::View(View::Keys, dict) => dict.entries.iter().map(|(key, _)| key.clone()).collect(),
+            Self::Dict(dict) | Self::View(View::Keys, dict) => {
+                dict.entries.iter().map(|(key, _)| key.clone()).collect()
+            }
             Self::View(View::Values, dict) => dict.entries.iter().map(|(_, value)| value.clone()).collect(),
             Self::View(View::Items, dict) => {
-                let pairs = dict.entries.iter().map(|(key, value)| Self::tuple(limits, vec![key.clone(), value.clone()]));
+                let pairs =
+                    dict.entries.iter().map(|(key, value)| Self::tuple(limits, vec![key.clone(), value.clone()]));
                 pairs.collect::<Outcome<_>>()?
             }
             Self::Range(start, end, step) => {
@@ -286,7 +289,9 @@ impl Value {
             Self::Float(value) if value.fract() == 0.0 && value.abs() < 1e38 => Key::Int(*value as i128),
             Self::Float(value) => Key::Float(value.to_bits()),
             Self::Str(text, _) => Key::Str(text.clone()),
-            Self::Tuple(items) => Key::Tuple(items.items.iter().map(|item| item.key_within(left)).collect::<Outcome<_>>()?),
+            Self::Tuple(items) => {
+                Key::Tuple(items.items.iter().map(|item| item.key_within(left)).collect::<Outcome<_>>()?)
+            }
             other => return fault(format!("unhashable type: '{}'", other.type_name())),
         })
     }

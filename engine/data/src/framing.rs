@@ -1,0 +1,131 @@
+//! The special tokens around a document: which token ends it, which begin it, and what one that is spelled out in a text becomes.
+//!
+//! In: a tokenizer, the files beside it, and what a run asks for. Out: a [`Framing`], in which every choice names its source. Never: a
+//! token that the tokenizer does not have.
+
+use std::fs;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value as Json;
+use tokenizers::Tokenizer;
+
+use crate::DataError;
+use crate::chat::{read_config, special_token};
+
+/// Ends the documents of tokenizers that this crate trains.
+pub(crate) const END_OF_TEXT: &str = "<|endoftext|>";
+
+/// The names that tokenizers give to the end of a text, for one beside which nothing says it.
+const END_OF_TEXT_NAMES: [&str; 6] =
+    [END_OF_TEXT, "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>", "[SEP]"];
+
+/// How the text of a document becomes token ids.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct TextOptions {
+    /// Whether a document begins with the tokens that the tokenizer's post-processor puts before a text, as `<s>` of Llama 2 and `<bos>`
+    /// of Gemma; GPT-2 and Qwen have none. By default it does, as it does in transformers.
+    pub begin: bool,
+    /// The token that ends a document, by its text. By default the one that the files beside the tokenizer name.
+    pub end: Option<String>,
+    /// Whether special tokens that a text spells out become their ids, as in transformers, or are text, as any other text is. By default
+    /// they are text, so that a document about a tokenizer does not end in its middle.
+    pub special: bool,
+}
+
+impl Default for TextOptions {
+    fn default() -> Self {
+        Self { begin: true, end: None, special: false }
+    }
+}
+
+/// The tokens around each document of a tokenizer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Framing {
+    pub begin: Vec<u32>,
+    pub end: u32,
+    pub end_token: String,
+    /// The file, or the option, that names the end.
+    pub source: &'static str,
+}
+
+impl Framing {
+    /// The framing of a tokenizer at a path: asks the options, then tokenizer_config.json and special_tokens_map.json, where transformers
+    /// looks for `eos_token`, then the model's config.json and generation_config.json for `eos_token_id`, and then the tokenizer itself
+    /// for a token with one of the usual names.
+    ///
+    /// # Errors
+    /// An end that the tokenizer does not have; no end at all; a file that is no JSON.
+    pub fn of(tokenizer: &Tokenizer, path: &Path, options: &TextOptions) -> Result<Self, DataError> {
+        let begin = if options.begin { begin_of(tokenizer, path)? } else { Vec::new() };
+        let (source, end_token, end) = match &options.end {
+            Some(token) => {
+                let end = tokenizer
+                    .token_to_id(token)
+                    .ok_or_else(|| DataError::NoToken { path: path.to_owned(), token: token.clone() })?;
+                ("data.end_of_text", token.clone(), end)
+            }
+            None => end_of(tokenizer, path)?
+                .ok_or_else(|| DataError::NoEndOfText { path: path.to_owned(), wanted: END_OF_TEXT })?,
+        };
+        Ok(Self { begin, end, end_token, source })
+    }
+}
+
+/// The tokens that the post-processor puts before a text.
+fn begin_of(tokenizer: &Tokenizer, path: &Path) -> Result<Vec<u32>, DataError> {
+    let ids = |special| {
+        let encoding = tokenizer
+            .encode_fast("a", special)
+            .map_err(|error| DataError::Tokenizer { path: path.to_owned(), reason: error.to_string() })?;
+        Ok::<_, DataError>(encoding.get_ids().to_vec())
+    };
+    let (bare, all) = (ids(false)?, ids(true)?);
+    let at = if bare.is_empty() { None } else { all.windows(bare.len()).position(|window| window == bare) };
+    Ok(all[..at.unwrap_or(0)].to_vec())
+}
+
+type Found = (&'static str, String, u32);
+
+fn end_of(tokenizer: &Tokenizer, path: &Path) -> Result<Option<Found>, DataError> {
+    let folder = path.parent().unwrap_or(Path::new("."));
+    for file in ["tokenizer_config.json", "special_tokens_map.json"] {
+        let token = special_token(&json_at(folder, file)?, "eos_token");
+        if let Some((token, id)) = token.and_then(|token| Some((token.clone(), tokenizer.token_to_id(&token)?))) {
+            return Ok(Some((file, token, id)));
+        }
+    }
+    for file in ["config.json", "generation_config.json"] {
+        let found = json_at(folder, file)?["eos_token_id"].take();
+        // Of several, the first is the tokenizer's own.
+        let id = if found.is_array() { found[0].as_u64() } else { found.as_u64() };
+        let id = id.and_then(|id| u32::try_from(id).ok());
+        if let Some((id, token)) = id.and_then(|id| Some((id, tokenizer.id_to_token(id)?))) {
+            return Ok(Some((file, token, id)));
+        }
+    }
+    // A special token goes before one that is text to the tokenizer, as Gemma's `</s>` of HTML.
+    let special: Vec<String> =
+        tokenizer.get_added_tokens_decoder().into_values().filter(|it| it.special).map(|it| it.content).collect();
+    let named = |name: &&str| special.is_empty() || special.iter().any(|token| token == name);
+    Ok(END_OF_TEXT_NAMES
+        .into_iter()
+        .filter(named)
+        .find_map(|name| Some(("the names of its tokens", name.to_owned(), tokenizer.token_to_id(name)?))))
+}
+
+/// A JSON file beside the tokenizer; nothing where it is not there.
+fn json_at(folder: &Path, file: &str) -> Result<Json, DataError> {
+    if file == "tokenizer_config.json" {
+        return read_config(folder);
+    }
+    let path = folder.join(file);
+    match fs::read_to_string(&path) {
+        Ok(text) => {
+            serde_json::from_str(&text).map_err(|error| DataError::Tokenizer { path, reason: error.to_string() })
+        }
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Json::Null),
+        Err(error) => Err(DataError::read(&path, error)),
+    }
+}
