@@ -28,6 +28,7 @@ const WRONG: &[(&str, &str, &[&str])] = &[
     ("vocabulary = 256", "vocab = 256", &["line 12", "did you mean `vocabulary`"]),
     ("vocabulary = 256", "format = \"chats\"", &["line 12", "unknown variant `chats`", "did you mean `chat`"]),
     ("vocabulary = 256", "format = \"prompt\"", &["data.format (line 12)", "text.txt is no .jsonl or .parquet file"]),
+    ("vocabulary = 256", "vocabulary = 256\nanswers = \"last\"", &["data.answers (line 13)", "set data.format"]),
     ("text.txt\"", "lines.jsonl\"\nformat = \"chat\"", &["data.format (line 12)", "name a data.tokenizer"]),
     ("vocabulary = 256", "isolate_documents = 1", &["line 12", "invalid type: integer"]),
     ("batch = 4", "batch = 0", &["step.batch (line 17)", "at least 1"]),

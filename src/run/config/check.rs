@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use gapless_engine::data::{Format, Source};
+use gapless_engine::data::{Answers, Format, Source};
 use gapless_engine::runtime::cpu::MOST_THREADS;
 use gapless_parallel::Shape;
 
@@ -186,6 +186,10 @@ impl RunConfig {
         if self.data.format == Format::Chat && !has_tokenizer {
             let why = "a conversation is written by the template of a tokenizer, and there is none".to_owned();
             return fail("data.format", why, "name a data.tokenizer, or a model.folder");
+        }
+        if self.data.answers != Answers::All && self.data.format != Format::Chat {
+            let why = "only conversations have answers before the last".to_owned();
+            return fail("data.answers", why, "leave it out, or set data.format to \"chat\"");
         }
         if self.data.has_documents() && self.step.device.starts_with("cuda") {
             let why = "documents that do not see each other are trained on the CPU alone".to_owned();

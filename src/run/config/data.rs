@@ -103,7 +103,8 @@ impl RunConfig {
     /// # Errors
     /// As [`Dataset::prepare`]; a model's folder that cannot be read.
     pub fn dataset(&self) -> Result<Dataset, RunError> {
-        let DataConfig { path, mix, vocabulary, tokenizer, format, answers, validation_every, cache, .. } = self.data.clone();
+        let DataConfig { path, mix, vocabulary, tokenizer, format, answers, validation_every, cache, .. } =
+            self.data.clone();
         let beside = match &self.model {
             ModelConfig::Folder(folder) => Some(folder.join("tokenizer.json")),
             _ => None,

@@ -120,9 +120,8 @@ impl ChatTemplate {
             Err(error) => return Err(error),
         };
         let Some(answer) = upto.strip_prefix(&*prompt) else {
-            return Err(
-                self.not_defined(index, "the text up to it with the prompt for it is not how the text with it begins")
-            );
+            let reason = "the text up to it with the prompt for it is not how the text with it begins";
+            return Err(self.not_defined(index, reason, ""));
         };
         if text.starts_with(&upto) {
             return Ok(prompt.len()..upto.len());
@@ -138,7 +137,8 @@ impl ChatTemplate {
             }
             _ => None,
         };
-        found.ok_or_else(|| self.not_defined(index, "the template writes it differently when more messages follow"))
+        let reason = "the template writes it differently when more messages follow";
+        found.ok_or_else(|| self.not_defined(index, reason, ", or set data.answers to \"last\""))
     }
 
     /// The text around a message's content, where it comes once.
@@ -154,10 +154,11 @@ impl ChatTemplate {
         Ok(once.map(|(before, after)| (before.to_owned(), after.to_owned())))
     }
 
-    fn not_defined(&self, index: usize, reason: &str) -> DataError {
+    /// The error of an answer without a place, with a further remedy.
+    fn not_defined(&self, index: usize, reason: &str, or: &str) -> DataError {
         self.fail(format!(
             "which part of the text is the answer in message {index} is not well defined: {reason}; put {{% generation %}} and \
-             {{% endgeneration %}} around the answers in the template, or set data.answers to \"last\""
+             {{% endgeneration %}} around the answers in the template{or}"
         ))
     }
 }

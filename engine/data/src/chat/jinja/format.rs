@@ -18,12 +18,16 @@ fn leading_number(text: &str) -> (Option<usize>, &str) {
 /// `repr(value)` with escapes for all that is not ASCII.
 fn ascii_of(renderer: &Renderer<'_>, value: &Value) -> Outcome<String> {
     let text = repr_of(renderer, value)?;
-    Ok(text.chars().fold(String::new(), |out, letter| match u32::from(letter) {
-        _ if letter.is_ascii() => out + letter.encode_utf8(&mut [0; 4]),
-        code @ 0..0x100 => out + &format!("\\x{code:02x}"),
-        code @ 0x100..0x10000 => out + &format!("\\u{code:04x}"),
-        code => out + &format!("\\U{code:08x}"),
-    }))
+    let mut out = Text::new(renderer.limits);
+    for letter in text.chars() {
+        match u32::from(letter) {
+            _ if letter.is_ascii() => out.push(letter.encode_utf8(&mut [0; 4]))?,
+            code @ 0..0x100 => out.push(&format!("\\x{code:02x}"))?,
+            code @ 0x100..0x10000 => out.push(&format!("\\u{code:04x}"))?,
+            code => out.push(&format!("\\U{code:08x}"))?,
+        }
+    }
+    Ok(out.text)
 }
 
 fn repr_of(renderer: &Renderer<'_>, value: &Value) -> Outcome<String> {
@@ -123,7 +127,10 @@ pub(super) fn percent(renderer: &Renderer<'_>, format: &str, values: &Value) -> 
                     (_, Some(number)) => number,
                     (Value::Float(number), _) if is_decimal && number.abs() < 1e38 => *number as i128,
                     _ => {
-                        return fault(format!("%{letter} format: a real number is required, not {}", value.type_name()));
+                        return fault(format!(
+                            "%{letter} format: a real number is required, not {}",
+                            value.type_name()
+                        ));
                     }
                 };
                 let text = int_digits(number, letter);

@@ -55,7 +55,10 @@ pub(super) fn write_repr(out: &mut Text<'_>, value: &Value) -> Outcome<()> {
         Value::Bool(value) => out.push(if *value { "True" } else { "False" }),
         Value::Int(value) => out.push(&value.to_string()),
         Value::Float(value) => out.push(&float_repr(*value)),
-        Value::Str(text, false) => out.push(&str_repr(text)),
+        Value::Str(text, false) => {
+            out.limits.scan(text)?;
+            out.push(&str_repr(text))
+        }
         Value::Str(text, true) => out.push(&format!("Markup({})", str_repr(text))),
         Value::List(items) => write_items(out, "[", &items.items, "]"),
         Value::Tuple(items) if items.items.len() == 1 => write_items(out, "(", &items.items, ",)"),
