@@ -29,7 +29,7 @@ pub(crate) const NESTING: usize = 200;
 pub(crate) const PARAMETERS: usize = 1_000;
 
 /// Bytes of the stack on which a template is parsed and rendered, which [`DEPTH`] and [`NESTING`] do not exceed in an unoptimized build.
-pub(crate) const STACK: usize = 128 << 20;
+pub(crate) const STACK: usize = 64 << 20;
 
 /// Why a template was refused or its rendering ended.
 #[derive(Debug)]
@@ -69,7 +69,10 @@ impl Limits {
     /// Charges work.
     pub fn step(&self, count: usize) -> Outcome<()> {
         match self.steps.get().checked_sub(count as u64) {
-            Some(left) => Ok(self.steps.set(left)),
+            Some(left) => {
+                self.steps.set(left);
+                Ok(())
+            }
             None => fault(format!("the rendering takes more than {} steps; simplify the template", self.most_steps)),
         }
     }
@@ -82,7 +85,10 @@ impl Limits {
     /// Charges memory, before it is allocated.
     pub fn grow(&self, bytes: usize) -> Outcome<()> {
         match self.bytes.get().checked_sub(bytes) {
-            Some(left) => Ok(self.bytes.set(left)),
+            Some(left) => {
+                self.bytes.set(left);
+                Ok(())
+            }
             None => fault(format!(
                 "the rendering makes more than {} MiB ({} bytes) of text and lists; simplify the template",
                 self.most_bytes >> 20,

@@ -11,7 +11,7 @@
 //! | `render`, `eval`, `scope` | statements to text, expressions to values, variables |
 //! | `value`, `operators`, `access` | values, and what can be done with all of them |
 //! | `strings`, `format`, `numbers`, `print`, `json` | texts |
-//! | `filters`, `sequences`, `tests`, `functions` | Jinja's own, by name |
+//! | `filters`, `sequences`, `tests`, `functions`, `call` | Jinja's own, by name, and their arguments |
 //! | `limits` | what a rendering may take |
 
 mod access;

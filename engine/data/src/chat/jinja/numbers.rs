@@ -110,7 +110,7 @@ pub(super) fn parse_int(text: &str, base: u32) -> Outcome<Option<i128>> {
     let (base, digits, is_prefixed) = match (base, prefixed) {
         (0, Some((base, _))) => (base, &digits[2..], true),
         (base, Some((own, _))) if base == own => (base, &digits[2..], true),
-        (0, None) if digits.starts_with('0') && digits.trim_matches(['0', '_']) != "" => return Ok(None),
+        (0, None) if digits.starts_with('0') && !digits.trim_matches(['0', '_']).is_empty() => return Ok(None),
         (0, None) => (10, digits, false),
         _ => (base, digits, false),
     };

@@ -2,7 +2,7 @@
 
 use std::rc::Rc;
 
-use super::ast::Comparison;
+use super::ast::{Comparison, Operator};
 use super::call::Given;
 use super::filters;
 use super::limits::{Outcome, fault};
@@ -74,10 +74,7 @@ pub(super) fn apply(renderer: &Renderer<'_>, name: &str, value: &Value, given: G
         let [other] = given.require(name, ["other"])?;
         return renderer.compared(comparison, value, &other);
     }
-    let modulo = |by: &Value| {
-        let rest = binary(renderer, super::ast::Operator::Mod, value, by)?;
-        Ok(rest)
-    };
+    let modulo = |by: &Value| binary(renderer, Operator::Mod, value, by);
     match name {
         "divisibleby" => {
             let [by] = given.require(name, ["num"])?;
