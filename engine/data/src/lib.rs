@@ -55,6 +55,7 @@ mod vocabulary;
 mod windows;
 
 pub use chat::{ChatTemplate, Message};
+pub use compressed::{open_regular, read_text};
 pub use corpus::{Corpus, CorpusReport, Document};
 pub use dataset::{DataOptions, Dataset, Source};
 pub use error::DataError;

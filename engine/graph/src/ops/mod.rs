@@ -88,6 +88,11 @@ use gapless_kernels::cpu::{last_extent, row_of};
 use self::output_types::OutputTypes;
 use crate::graph::FLOATS;
 
+/// Whether kernels can multiply by a number and divide by it, in f32.
+pub(crate) fn is_positive_f32(x: f64) -> bool {
+    x > 0.0 && (x as f32).is_normal() && (1.0 / x as f32).is_normal()
+}
+
 /// Refuses anything but tensors of one of the [`FLOATS`].
 pub(crate) fn expect_float(inputs: &[Spec]) -> Result<(), String> {
     let first = inputs.first().map_or(DType::F32, |s| s.dtype);

@@ -16,7 +16,7 @@ use gapless_kernels::{LossTerms, Spec};
 
 use self::chunks::{Chunks, Head, Products};
 use self::pass::{Backward, Inputs, Upstream};
-use super::OutputTypes;
+use super::{OutputTypes, is_positive_f32};
 use crate::error::Result;
 use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
@@ -89,8 +89,8 @@ impl Op for LinearCrossEntropy {
         if inputs.get(3).is_some_and(|weights| *weights != Spec::f32(rows.to_vec())) {
             return Err("weights must be f32 in the shape of the targets".into());
         }
-        if let Some(cap) = self.counted.cap.filter(|cap| !(*cap > 0.0 && cap.is_finite())) {
-            return Err(format!("the cap of logits {cap} is not a positive number"));
+        if let Some(cap) = self.counted.cap.filter(|&cap| !is_positive_f32(cap)) {
+            return Err(format!("the cap of logits {cap} is not a positive number in f32"));
         }
         let losses = Spec::f32(rows.to_vec());
         Ok(match self.gradient {
