@@ -105,7 +105,7 @@ fn caches_hold_what_heads_share() {
 #[test]
 fn one_seed_is_one_text() {
     let sampling = Sampling { temperature: 1.5, top_k: 0, top_p: 0.95, repetition_penalty: 1.2, ..Sampling::default() };
-    let options = GenerateOptions { tokens: 70, sampling, stop: Vec::new() };
+    let options = GenerateOptions { tokens: 70, sampling, ..GenerateOptions::default() };
     for kind in KINDS {
         let whole = texts(&mut run(kind, None).trainer(), &options);
         for generation in [

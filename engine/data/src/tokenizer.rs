@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use crate::chat::{read_config, special_token};
-use crate::{ChatTemplate, DataError};
+use crate::{ChatTemplate, DataError, TextStream};
 
 /// A tokenizer, its special tokens, and its chat template.
 pub struct Tokenizer {
@@ -82,10 +82,9 @@ impl Tokenizer {
         self.tokenizer.decode(ids, !with_special).map_err(|error| wrong(&self.path, error))
     }
 
-    /// Text as its tokens come: of each, what it completes, if anything. Special tokens are left out.
-    pub fn stream(&self) -> impl FnMut(u32) -> Result<Option<String>, DataError> {
-        let mut stream = self.tokenizer.decode_stream(true);
-        move |id| stream.step(id).map_err(|error| wrong(&self.path, error))
+    /// Text as its tokens come. Special tokens are left out.
+    pub fn stream(&self) -> TextStream<'_> {
+        TextStream::new(|ids| self.decode(ids, false))
     }
 
     /// How conversations are written, if the folder says so.
