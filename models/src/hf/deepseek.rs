@@ -1,5 +1,7 @@
 //! DeepSeek-V3 (arXiv 2412.19437): latent attention, experts in groups, chosen by sigmoids with a bias, and one that is shared.
 
+use std::ops::Range;
+
 use gapless_engine::nn::{RouterConfig, Score};
 use gapless_engine::ops::ExpertGroups;
 use serde_json::Value;
@@ -32,10 +34,6 @@ pub(super) fn take(fields: &mut Fields) -> MoeConfig {
     let dense = fields.count("first_k_dense_replace", Some(3), 0..=4096);
     let router = sigmoid_router(fields, experts);
     fields.only("moe_layer_freq", 1);
-    // More tokens than the next are not predicted.
-    fields.only("num_nextn_predict_layers", 0);
-    // Losses that are not added, and how others spread the work.
-    fields.pass_over(&["aux_loss_alpha", "seq_aux", "ep_size"]);
     MoeConfig {
         dense_layers: (0..dense.min(llama.layers)).collect(),
         expert_hidden,
@@ -45,6 +43,12 @@ pub(super) fn take(fields: &mut Fields) -> MoeConfig {
         router,
         llama,
     }
+}
+
+/// Layers behind the model's own that predict further tokens. They are not part of the model, here as in transformers.
+pub(super) fn unread_layers(fields: &mut Fields, layers: usize) -> Range<usize> {
+    let name = ["num_nextn_predict_layers", "num_mtp_layers"].into_iter().find(|name| fields.peek(name).is_some());
+    layers..layers + name.map_or(0, |name| fields.count(name, Some(0), 0..=4096))
 }
 
 fn latent(fields: &mut Fields) -> LatentConfig {

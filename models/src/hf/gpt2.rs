@@ -30,14 +30,11 @@ pub(super) fn take(fields: &mut Fields) -> GptConfig {
         ("scale_attn_weights", true),
         ("scale_attn_by_inverse_layer_idx", false),
         ("reorder_and_upcast_attn", false),
-        ("add_cross_attention", false),
     ] {
         fields.only(field, supported);
     }
-    // Dropout is off; the summary is of models that classify; n_ctx is what n_positions was called.
-    fields.pass_over(&["attn_pdrop", "embd_pdrop", "resid_pdrop", "n_ctx", "task_specific_params"]);
-    fields.pass_over(&["summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type"]);
-    fields.pass_over(&["summary_use_proj", "pad_token_id"]);
+    // The summary is of models that classify.
+    fields.pass_over_if(|field| field.starts_with("summary_"));
     config
 }
 
