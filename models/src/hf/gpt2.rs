@@ -10,7 +10,7 @@ pub(super) fn take(fields: &mut Fields) -> GptConfig {
     if !width.is_multiple_of(heads) {
         fields.wrong("n_head", &heads.into(), &format!("a divisor of n_embd, {width}"));
     }
-    let hidden = fields.has("n_inner").then(|| fields.count("n_inner", Some(4 * width), 1..=1 << 22));
+    let hidden = fields.peek("n_inner").is_some().then(|| fields.count("n_inner", Some(4 * width), 1..=1 << 22));
     let config = GptConfig {
         vocabulary: fields.count("vocab_size", None, 1..=1 << 28),
         sequence: fields.count("n_positions", None, 1..=1 << 28),

@@ -101,6 +101,7 @@ pub(super) fn take(fields: &mut Fields, family: &Family) -> LlamaConfig {
         Biases::Qkv { option } => {
             fields.only("attention_bias", false);
             config.qkv_bias = option.is_none_or(|option| fields.flag(option, true));
+            fields.only("qkv_bias", config.qkv_bias);
         }
         Biases::All => {
             config.qkv_bias = fields.flag("attention_bias", false);
@@ -108,6 +109,9 @@ pub(super) fn take(fields: &mut Fields, family: &Family) -> LlamaConfig {
         }
     }
     config.mlp_bias = fields.flag("mlp_bias", false);
+    if family.qk_norm != QkNorm::None {
+        ["qk_norm", "use_qk_norm"].iter().for_each(|name| fields.only(name, true));
+    }
     (config.sliding_window, config.full_layers) = window::take(fields, family.window, config.layers);
     rope::take(fields, &mut config, head_size);
     config

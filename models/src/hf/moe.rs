@@ -46,7 +46,6 @@ pub(super) fn qwen2(fields: &mut Fields) -> MoeConfig {
 
 pub(super) fn qwen3(fields: &mut Fields) -> MoeConfig {
     let family = Family { kv_heads: Some(4), head_size: None, window: Window::AllIfUsed, ..Family::QWEN3 };
-    fields.only("use_qk_norm", true);
     let llama = llama::take(fields, &family);
     let renormalise = fields.flag("norm_topk_prob", false);
     // Two names of one option.
