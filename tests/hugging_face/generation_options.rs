@@ -61,9 +61,12 @@ fn options_that_are_not_followed_are_named() {
     ] {
         assert_eq!(named(json!({ option: value.clone() })), [option], "{value}");
     }
-    for (option, value) in
-        [("min_length", json!(-1)), ("stop_strings", json!([1])), ("bad_words_ids", json!([1])), ("do_sample", json!(1))]
-    {
+    for (option, value) in [
+        ("min_length", json!(-1)),
+        ("stop_strings", json!([1])),
+        ("bad_words_ids", json!([1])),
+        ("do_sample", json!(1)),
+    ] {
         let error = read(Some(json!({ option: value })), json!({})).unwrap_err().to_string();
         assert!(error.contains(option) && error.contains("generation_config.json"), "{error}");
     }
@@ -87,7 +90,8 @@ fn options_are_those_of_transformers() {
         eta_cutoff: 0.125,
         ..Sampling::default()
     };
-    let drawn = json!({ "do_sample": true, "temperature": 0.5, "typical_p": 0.5, "epsilon_cutoff": 0.25, "eta_cutoff": 0.125 });
+    let drawn =
+        json!({ "do_sample": true, "temperature": 0.5, "typical_p": 0.5, "epsilon_cutoff": 0.25, "eta_cutoff": 0.125 });
     assert_eq!(options(drawn, 5), GenerateOptions { sampling, ..plain.clone() });
     // Lengths: with the prompt, or without it, which takes precedence.
     for (own, prompt, tokens, min_tokens) in [

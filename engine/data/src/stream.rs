@@ -7,10 +7,12 @@ use crate::DataError;
 /// What stands for bytes that are no character, or not yet.
 const REPLACEMENT: char = '\u{fffd}';
 
+type Decode<'a> = Box<dyn Fn(&[u32]) -> Result<String, DataError> + 'a>;
+
 /// The text of tokens that come one by one. All pieces together are the text of all tokens: a character that several tokens make is
 /// told with the last of them, or at the end as it is.
 pub struct TextStream<'a> {
-    decode: Box<dyn Fn(&[u32]) -> Result<String, DataError> + 'a>,
+    decode: Decode<'a>,
     /// The tokens of the last piece, which decide how the next ones begin, and those whose text was not told.
     ids: Vec<u32>,
     /// How many of them are told.

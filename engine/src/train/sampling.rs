@@ -274,7 +274,8 @@ mod tests {
             kept.push((id, weight));
             sum += weight;
         }
-        let kept = by_probability(sampling, kept.into_iter().map(|(id, _)| penalised((id as usize, &logits[id as usize]))));
+        let kept =
+            by_probability(sampling, kept.into_iter().map(|(id, _)| penalised((id as usize, &logits[id as usize]))));
         let weight = |logit: f32| f64::from(((logit - best) / sampling.temperature).exp());
         let sum: f64 = kept.iter().map(|&(_, logit)| weight(logit)).sum();
         kept.into_iter().map(|(id, logit)| (id, weight(logit) / sum)).collect()

@@ -29,6 +29,7 @@ pub(super) fn take(fields: &mut Fields) -> MoeConfig {
     let llama = LlamaConfig { head_size: Some(size), query_scale, qkv_bias: false, ..llama };
 
     let experts = fields.count("n_routed_experts", Some(256), 1..=EXPERTS);
+    fields.only("num_local_experts", experts);
     let expert_hidden = fields.count("moe_intermediate_size", Some(2048), SIZE);
     let shared = fields.count("n_shared_experts", Some(1), 0..=EXPERTS);
     let dense = fields.count("first_k_dense_replace", Some(3), 0..=4096);

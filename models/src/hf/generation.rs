@@ -203,7 +203,7 @@ impl Options {
         let stop = self.parsed("eos_token_id", ids)?.unwrap_or_default();
         let mut banned: Vec<Vec<u32>> = self.parsed("bad_words_ids", sequences)?.unwrap_or_default();
         // An end token that is a bad word comes all the same.
-        banned.retain(|word| !word.is_empty() && !(word.len() == 1 && stop.contains(&word[0])));
+        banned.retain(|word| !matches!(word[..], [id] if stop.contains(&id)));
         banned.extend(self.parsed("suppress_tokens", ids)?.unwrap_or_default().into_iter().map(|id| vec![id]));
         let config = GenerationConfig {
             stop_strings: self.parsed("stop_strings", texts)?.unwrap_or_default(),

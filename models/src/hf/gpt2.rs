@@ -26,12 +26,19 @@ pub(super) fn take(fields: &mut Fields) -> GptConfig {
         tied: fields.flag("tie_word_embeddings", true),
         dropout: 0.0,
     };
-    for (field, supported) in [
-        ("scale_attn_weights", true),
-        ("scale_attn_by_inverse_layer_idx", false),
-        ("reorder_and_upcast_attn", false),
-    ] {
+    for (field, supported) in
+        [("scale_attn_weights", true), ("scale_attn_by_inverse_layer_idx", false), ("reorder_and_upcast_attn", false)]
+    {
         fields.only(field, supported);
+    }
+    // What other families call these.
+    for (field, value) in [
+        ("hidden_size", width),
+        ("max_position_embeddings", config.sequence),
+        ("num_attention_heads", heads),
+        ("num_hidden_layers", config.layers),
+    ] {
+        fields.only(field, value);
     }
     // The summary is of models that classify.
     fields.pass_over_if(|field| field.starts_with("summary_"));

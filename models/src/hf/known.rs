@@ -164,6 +164,10 @@ fn architectures(fields: &mut Fields) {
         None => !name.ends_with("DoubleHeadsModel"),
     };
     if !names.is_empty() && !names.iter().any(predicts_tokens) {
-        fields.unsupported("architectures", &found, "models that predict the next token (…ForCausalLM, GPT2LMHeadModel)");
+        fields.unsupported(
+            "architectures",
+            &found,
+            "models that predict the next token (…ForCausalLM, GPT2LMHeadModel)",
+        );
     }
 }

@@ -23,6 +23,7 @@ pub(super) fn mixtral(fields: &mut Fields) -> MoeConfig {
     let llama = llama::take(fields, &family);
     fields.only("router_jitter_noise", 0.0);
     let experts = fields.count("num_local_experts", Some(8), 1..=EXPERTS);
+    fields.only("num_experts", experts);
     let router = router(fields, experts, 2, true);
     MoeConfig { expert_hidden: llama.hidden, llama, router, ..MoeConfig::default() }
 }

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::ensure;
+use anyhow::{anyhow, ensure};
 use gapless::models::hf::{Adapter, Folder, HfError};
 use gapless::run::TrainedRun;
 use gapless::{DType, TrainOptions, Trainer};
@@ -87,12 +87,15 @@ impl Pretrained {
 }
 
 /// The adapter at a path, if there is one, with its base.
-pub fn with_base(path: &Path, base: Option<&Path>) -> Result<Option<(Adapter, Folder)>, HfError> {
+pub fn with_base(path: &Path, base: Option<&Path>) -> anyhow::Result<Option<(Adapter, Folder)>> {
     if !Adapter::is_at(path) {
         return Ok(None);
     }
     let adapter = Adapter::open(path)?;
-    let base = base.map_or_else(|| adapter.base(), |base| Ok(base.to_owned()))?;
+    let base = match base {
+        Some(base) => base.to_owned(),
+        None => adapter.base().map_err(|error| anyhow!("{error}; --base names the base model's folder"))?,
+    };
     let folder = Folder::open(base)?;
     Ok(Some((adapter, folder)))
 }
