@@ -141,6 +141,14 @@ impl Config {
         &self.architecture
     }
 
+    /// Tokens that it knows.
+    pub fn vocabulary(&self) -> usize {
+        match &self.architecture {
+            Architecture::Gpt(config) => config.vocabulary,
+            Architecture::Llama(llama) | Architecture::Moe(MoeConfig { llama, .. }) => llama.vocabulary,
+        }
+    }
+
     /// Longest sequence, if there is a limit to it: position embeddings.
     pub fn longest_sequence(&self) -> Option<usize> {
         match &self.architecture {

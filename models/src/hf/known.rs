@@ -80,13 +80,14 @@ const METADATA_PREFIXES: [&str; 2] = ["_", "unsloth_"];
 const METADATA_SUFFIXES: [&str; 6] = ["_token_id", "_token_ids", "_token_index", "_pdrop", "_dropout", "_dropout_prob"];
 
 /// Features that no family here has, or not this one: supported where they are off.
-const OFF: [&str; 30] = [
+const OFF: [&str; 31] = [
     "add_bias_linear",
     "add_cross_attention",
     "alibi",
     "attention_chunk_size",
     "attention_out_bias",
     "attention_qkv_bias",
+    "bias",
     "clip_qkv",
     "cross_attention_hidden_size",
     "dual_chunk_attention_config",

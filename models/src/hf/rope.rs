@@ -56,7 +56,7 @@ fn scaling(fields: &mut Fields, theta: f64, head_size: usize, positions: f64) ->
             if high <= low {
                 fields.wrong("high_freq_factor", &high.into(), "above low_freq_factor");
             }
-            let original = fields.positive("original_max_position_embeddings", None);
+            let original = fields.positive("original_max_position_embeddings", Some(positions));
             RopeScaling::Llama3 { factor, low, high, original }
         }
         "yarn" => yarn(fields, theta, head_size, positions),

@@ -20,7 +20,7 @@ pub struct Arguments {
     /// A run's folder, of which the newest checkpoint is taken, or one of its checkpoints; a folder with config.json, safetensors files
     /// and tokenizer.json; or the folder of an adapter (adapter_config.json), which names its base.
     folder: PathBuf,
-    /// A text; token ids as .bin (of 16 bits, of a run with more than 65,536 tokens of 32, or as the header of llm.c says); or a
+    /// A text; token ids as .bin (of 16 bits, of a model with more than 65,536 tokens of 32, or as the header of llm.c says); or a
     /// prepared dataset's folder, of which the validation part is taken.
     data: PathBuf,
     /// The averages of a run's weights, if it has them (optimizer.average), in place of the weights.
@@ -141,7 +141,7 @@ impl Source {
     fn token_width(&self) -> TokenWidth {
         match self {
             Self::Run(run) => TokenWidth::of_vocabulary(run.vocabulary.size()),
-            Self::Folder(_) => TokenWidth::U16,
+            Self::Folder(of) => TokenWidth::of_vocabulary(of.folder.config().vocabulary()),
         }
     }
 
