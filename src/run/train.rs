@@ -407,7 +407,12 @@ fn sampled(
     let sampling = Sampling { seed: config.seed, ..config.sample.sampling() };
     // What has learned answers has learned where they end.
     let stop = vocabulary.end_of_text().filter(|_| config.data.format.has_answers()).into_iter().collect();
-    let text = sample(trainer, vocabulary, prompt, &GenerateOptions { tokens: *tokens, sampling, stop })?;
+    let text = sample(
+        trainer,
+        vocabulary,
+        prompt,
+        &GenerateOptions { tokens: *tokens, sampling, stop, ..GenerateOptions::default() },
+    )?;
     if trainer.rank() > 0 {
         return Ok(());
     }

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use tokenizers::models::ModelWrapper;
 
 use crate::framing::Framing;
-use crate::{ChatTemplate, DataError, TextOptions};
+use crate::{ChatTemplate, DataError, TextOptions, TextStream};
 
 /// A tokenizer, its special tokens, and its chat template.
 pub struct Tokenizer {
@@ -87,10 +87,9 @@ impl Tokenizer {
         self.tokenizer.decode(ids, !with_special).map_err(|error| wrong(&self.path, error))
     }
 
-    /// Text as its tokens come: of each, what it completes, if anything. Special tokens are left out.
-    pub fn stream(&self) -> impl FnMut(u32) -> Result<Option<String>, DataError> {
-        let mut stream = self.tokenizer.decode_stream(true);
-        move |id| stream.step(id).map_err(|error| wrong(&self.path, error))
+    /// Text as its tokens come. Special tokens are left out.
+    pub fn stream(&self) -> TextStream<'_> {
+        TextStream::new(|ids| self.decode(ids, false))
     }
 
     /// How conversations are written, if the folder says so.

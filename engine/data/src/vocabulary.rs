@@ -13,7 +13,7 @@ use tokenizers::{AddedToken, Tokenizer};
 use crate::encode::pieces_for_training;
 use crate::framing::{END_OF_TEXT, Framing};
 use crate::tokenizer::{are_inside, read};
-use crate::{DataError, TextOptions};
+use crate::{DataError, TextOptions, TextStream};
 
 /// Every byte, and the end of text.
 const LEAST_BPE_SIZE: usize = 256 + 1;
@@ -265,22 +265,17 @@ impl Vocabulary {
         }
     }
 
-    /// Text as its tokens come: of each, what it completes, if anything. The end of text is left out.
-    pub fn stream(&self) -> Box<dyn FnMut(u32) -> Result<Option<String>, DataError> + '_> {
+    /// Text as its tokens come. The end of text is left out.
+    pub fn stream(&self) -> TextStream<'_> {
         match &self.kind {
-            Kind::Tokenizer { tokenizer, .. } => {
-                let mut stream = tokenizer.decode_stream(true);
-                Box::new(move |id| stream.step(id).map_err(|error| tokenizer_error(Path::new("decoding"), error)))
-            }
-            Kind::Bytes => {
-                let mut begun = Vec::new();
-                Box::new(move |id| {
-                    begun.extend(u8::try_from(id).ok().filter(|&byte| byte != 0));
-                    let is_whole = std::str::from_utf8(&begun).err().is_none_or(|error| error.error_len().is_some());
-                    Ok(is_whole.then(|| String::from_utf8_lossy(&std::mem::take(&mut begun)).into_owned()))
-                })
-            }
-            Kind::Ids { .. } => Box::new(|id| Ok(Some(format!("{id} ")))),
+            Kind::Tokenizer { tokenizer, .. } => TextStream::new(|ids| {
+                tokenizer.decode(ids, true).map_err(|error| tokenizer_error(Path::new("decoding"), error))
+            }),
+            Kind::Bytes => TextStream::new(|ids| {
+                let bytes: Vec<u8> = ids.iter().filter_map(|&id| u8::try_from(id).ok()).filter(|&id| id != 0).collect();
+                Ok(String::from_utf8_lossy(&bytes).into_owned())
+            }),
+            Kind::Ids { .. } => TextStream::new(|ids| Ok(ids.iter().map(|id| format!("{id} ")).collect())),
         }
     }
 

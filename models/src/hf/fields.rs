@@ -134,6 +134,25 @@ impl Fields {
         fields.iter().for_each(|field| drop(self.left.remove(*field)));
     }
 
+    /// [`Self::pass_over`] of all options whose name is one of those.
+    pub fn pass_over_if(&mut self, is_one: impl Fn(&str) -> bool) {
+        self.left.retain(|field, _| !is_one(field));
+    }
+
+    /// Options that are supported where they are off: null, false or empty.
+    pub fn off(&mut self, fields: &[&str]) {
+        for field in fields {
+            let is_off = |value: &Value| match value {
+                Value::Array(values) => values.is_empty(),
+                Value::Object(options) => options.is_empty(),
+                value => *value == false,
+            };
+            if let Some(found) = self.take(field).filter(|value| !is_off(value)) {
+                self.unsupported(field, &found, "null, false or nothing");
+            }
+        }
+    }
+
     pub fn wrong(&mut self, field: &str, found: &Value, expected: &str) {
         let (field, found, expected) = (self.full(field), short(found), expected.to_owned());
         self.problems.push(ConfigProblem::Value { field, found, expected });

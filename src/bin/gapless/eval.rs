@@ -5,23 +5,22 @@ use std::process::ExitCode;
 
 use anyhow::{Context, ensure};
 use gapless::engine::data::{Dataset, TokenWidth, Tokenizer, Tokens, ValidationWindows};
-use gapless::models::hf::Folder;
 use gapless::run::TrainedRun;
 use gapless::{Batch, DeviceChoice, TrainOptions, Trainer};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::output::{print, tell};
-use crate::weights;
+use crate::weights::{self, FolderArguments, Pretrained};
 
 /// Measure the perplexity of a run's or a Hugging Face folder's model over a text: e to the mean loss of a token.
 ///
 /// The text is cut into windows side by side, of which each begins anew.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
-    /// A run's folder, of which the newest checkpoint is taken, or one of its checkpoints; or a folder with config.json, safetensors
-    /// files and tokenizer.json.
+    /// A run's folder, of which the newest checkpoint is taken, or one of its checkpoints; a folder with config.json, safetensors files
+    /// and tokenizer.json; or the folder of an adapter (adapter_config.json), which names its base.
     folder: PathBuf,
-    /// A text; token ids as .bin (of 16 bits, of a run with more than 65,536 tokens of 32, or as the header of llm.c says); or a
+    /// A text; token ids as .bin (of 16 bits, of a model with more than 65,536 tokens of 32, or as the header of llm.c says); or a
     /// prepared dataset's folder, of which the validation part is taken.
     data: PathBuf,
     /// The averages of a run's weights, if it has them (optimizer.average), in place of the weights.
@@ -45,6 +44,8 @@ pub struct Arguments {
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    of_folder: FolderArguments,
 }
 
 /// Does what the arguments ask and says how it went.
@@ -117,22 +118,22 @@ fn evaluate(arguments: &Arguments) -> anyhow::Result<()> {
 /// Whose weights they are.
 enum Source {
     Run(Box<TrainedRun>),
-    Folder(Box<Folder>),
+    Folder(Box<Pretrained>),
 }
 
 impl Source {
     fn open(arguments: &Arguments) -> anyhow::Result<Self> {
-        if let Some(run) = weights::run_at(&arguments.folder, arguments.average)? {
+        if let Some(run) = weights::run_at(&arguments.folder, arguments.average, &arguments.of_folder)? {
             tell(format_args!("{}: {} steps", run.checkpoint.path().display(), run.checkpoint.step()));
             return Ok(Self::Run(Box::new(run)));
         }
-        Ok(Self::Folder(Box::new(Folder::open(&arguments.folder)?)))
+        Ok(Self::Folder(Box::new(Pretrained::open(&arguments.folder, &arguments.of_folder)?)))
     }
 
     fn longest_sequence(&self) -> anyhow::Result<Option<usize>> {
         Ok(match self {
             Self::Run(run) => run.longest_sequence()?,
-            Self::Folder(folder) => folder.config().longest_sequence(),
+            Self::Folder(of) => of.folder.config().longest_sequence(),
         })
     }
 
@@ -140,7 +141,7 @@ impl Source {
     fn token_width(&self) -> TokenWidth {
         match self {
             Self::Run(run) => TokenWidth::of_vocabulary(run.vocabulary.size()),
-            Self::Folder(_) => TokenWidth::U16,
+            Self::Folder(of) => TokenWidth::of_vocabulary(of.folder.config().vocabulary()),
         }
     }
 
@@ -150,7 +151,7 @@ impl Source {
         let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
         Ok(match self {
             Self::Run(run) => run.vocabulary.encode_beginning(&text)?,
-            Self::Folder(_) => Tokenizer::open(&arguments.folder)?.encode(&text, true)?,
+            Self::Folder(of) => Tokenizer::open(&of.tokenizer)?.encode(&text, true)?,
         })
     }
 
@@ -159,7 +160,7 @@ impl Source {
         let options = TrainOptions { batch, sequence, device, threads, documents, ..TrainOptions::default() };
         match self {
             Self::Run(run) => Ok(run.for_inference(options)?),
-            Self::Folder(folder) => weights::of_folder(folder, options),
+            Self::Folder(of) => Ok(of.model(options)?),
         }
     }
 }
