@@ -16,6 +16,7 @@ mod live_bytes;
 mod moe;
 mod optimizers;
 mod overflow;
+mod padding;
 mod programs;
 mod ranks;
 mod ranks_differ;

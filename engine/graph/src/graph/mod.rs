@@ -50,7 +50,18 @@ pub enum Sequences {
         positions: ValueId,
         /// What each token's loss is multiplied by: f32 [batch, tokens].
         weights: ValueId,
+        /// What each token counts in the statistics of a router, 1 in the mean over the batch: f32 [batch, tokens], 0 for padding.
+        routed: ValueId,
     },
+}
+
+/// A part of a training loss that each step reports apart from the likelihood.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LossPart {
+    /// The balance losses of routers.
+    Balance,
+    /// The z-losses of routers.
+    RouterZ,
 }
 
 /// Values and the nodes that make them, in an order in which they can run.
@@ -73,6 +84,8 @@ pub struct Graph {
     frozen: HashSet<ValueId>,
     /// What a training step shows of itself, beside the loss.
     watched: Vec<(String, ValueId)>,
+    /// Scalars that the loss of a micro-batch is the sum of, among others.
+    loss_parts: Vec<(LossPart, ValueId)>,
     sequences: Sequences,
     loss_terms: LossTerms,
 }
@@ -211,6 +224,16 @@ impl Graph {
     /// The values that are shown, with their names, in the order in which they were recorded.
     pub fn watched(&self) -> &[(String, ValueId)] {
         &self.watched
+    }
+
+    /// Says that a scalar is a summand of the loss, which is reported as a part of it.
+    pub fn report_loss(&mut self, part: LossPart, id: ValueId) {
+        self.loss_parts.push((part, id));
+    }
+
+    /// Summands of the loss that are reported, in the order in which they were recorded.
+    pub fn loss_parts(&self) -> &[(LossPart, ValueId)] {
+        &self.loss_parts
     }
 
     /// The layer that nodes are put in from now on.

@@ -58,7 +58,7 @@ pub use dropout::Dropout;
 pub use embedding::Embedding;
 pub(crate) use experts::TopKGrad;
 pub use experts::{
-    Chooses, Combine, Dispatch, DropPolicy, ExpertGroups, ExpertLoad, GroupedLinear, Jitter, LogSumExp, NONE, Route,
+    Chooses, Combine, Dispatch, DocumentLoad, DropPolicy, ExpertGroups, ExpertLoad, GroupedLinear, Jitter, LogSumExp, NONE, Route,
     RoutedSwiGlu, RunLengths, RunStarts, SlotWeights, TopK, Unplaced,
 };
 pub use gather::{Gather, ScatterAdd};

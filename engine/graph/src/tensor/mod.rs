@@ -23,7 +23,7 @@ use std::sync::{Arc, Mutex};
 use candle_core::shape::Dim;
 use candle_core::{DType, Shape};
 
-use super::{Graph, Phase, Spec, ValueId, lock};
+use super::{Graph, LossPart, Phase, Spec, ValueId, lock};
 use crate::error::{Error, Result};
 use crate::nn::{Module, ModuleT};
 use crate::op::Op;
@@ -215,6 +215,12 @@ impl Tensor {
     /// behind it: `name.2`.
     pub fn watch(&self, name: &str) {
         lock(&self.graph).watch(name, self.id);
+    }
+
+    /// Says that this scalar is a summand of the loss of a micro-batch: each step reports the sum of those of a part apart from the
+    /// likelihood, as the mean over micro-batches and data ranks.
+    pub fn report_loss(&self, part: LossPart) {
+        lock(&self.graph).report_loss(part, self.id);
     }
 
     /// A key for numbers that are drawn here.
