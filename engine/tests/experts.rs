@@ -2,8 +2,8 @@
 
 use gapless_engine::nn::{Capacity, Choice, RouterConfig, Score};
 use gapless_engine::ops::{
-    Chooses, Combine, Dispatch, DocumentLoad, DropPolicy, ExpertGroups, ExpertLoad, GroupedLinear, Jitter, Route, RoutedSwiGlu,
-    SlotWeights, TopK, Unplaced,
+    Chooses, Combine, Dispatch, DocumentLoad, DropPolicy, ExpertGroups, ExpertLoad, GroupedLinear, Jitter, Route,
+    RoutedSwiGlu, SlotWeights, TopK, Unplaced,
 };
 use gapless_engine::{Result, Tensor, gradient_check};
 
@@ -137,10 +137,8 @@ fn padded(x: &Tensor) -> Result<[Tensor; 3]> {
     let starts: Vec<u32> = vec![0, 0, 0, 0, 4, 4, 4, 0, 0, 2, 2, 2, 5, 5];
     // Half of the tokens, rounded up.
     let limits: Vec<u32> = (0..=TOKENS as u32).map(|count| count.div_ceil(2).max(1)).collect();
-    let [routed, starts] = [
-        Tensor::from_slice(&routed, (2, TOKENS), x.device())?,
-        Tensor::from_slice(&starts, (2, TOKENS), x.device())?,
-    ];
+    let [routed, starts] =
+        [Tensor::from_slice(&routed, (2, TOKENS), x.device())?, Tensor::from_slice(&starts, (2, TOKENS), x.device())?];
     Ok([routed, starts, Tensor::new(limits, x.device())?])
 }
 

@@ -2,6 +2,7 @@
 
 mod checkpoints;
 mod data;
+mod evaluation;
 mod guard;
 mod ranks;
 mod reference;

@@ -4,7 +4,9 @@ use gapless::engine::nn::{Capacity, Choice, RouterConfig, Score};
 use gapless::engine::ops::{DropPolicy, ExpertGroups};
 use gapless::models::{Moe, MoeConfig, MoeStyle};
 use gapless::parallel;
-use gapless::{Batch, DType, IGNORED, Layers, Mesh, Pipeline, Recompute, StepReport, TrainOptions, Trainer, communicator};
+use gapless::{
+    Batch, DType, IGNORED, Layers, Mesh, Pipeline, Recompute, StepReport, TrainOptions, Trainer, communicator,
+};
 
 use crate::common::{PLANNING, VOCABULARY, moe, on_cpu};
 
@@ -24,12 +26,7 @@ fn routers() -> Vec<(&'static str, RouterConfig)> {
         ("lightest dropped", RouterConfig { capacity: capacity(DropPolicy::Lightest), ..base.clone() }),
         (
             "experts choose",
-            RouterConfig {
-                choice: Choice::Experts,
-                capacity: capacity(DropPolicy::Lightest),
-                z_loss: 0.1,
-                ..plain
-            },
+            RouterConfig { choice: Choice::Experts, capacity: capacity(DropPolicy::Lightest), z_loss: 0.1, ..plain },
         ),
         (
             "bias",
@@ -92,7 +89,9 @@ struct Seen {
 }
 
 fn run(trainer: &mut Trainer, batch: &Batch<'_>) -> Seen {
-    let numbers = |tensor: candle_core::Tensor| tensor.flatten_all().unwrap().to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap();
+    let numbers = |tensor: candle_core::Tensor| {
+        tensor.flatten_all().unwrap().to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap()
+    };
     let (mut reports, mut statistics) = (Vec::new(), Vec::new());
     for _ in 0..STEPS {
         reports.push(trainer.step_batch(batch).unwrap());
@@ -145,11 +144,8 @@ fn a_sequence_without_padding_is_what_it_is_without_documents() {
     for (name, router) in routers() {
         let mut rows = Rows::new(&[&[33], &[33]], 33, 0);
         rows.targets = rows.targets.iter().map(|&target| if target == IGNORED { 1 } else { target }).collect();
-        let expected = steps(
-            &router,
-            TrainOptions { documents: false, ..options(2, 33) },
-            &Batch { starts: &[], ..rows.batch() },
-        );
+        let expected =
+            steps(&router, TrainOptions { documents: false, ..options(2, 33) }, &Batch { starts: &[], ..rows.batch() });
         expect_close(name, &steps(&router, options(2, 33), &rows.batch()), &expected);
     }
 }
@@ -172,7 +168,9 @@ fn examples_in_one_sequence_are_those_of_sequences_of_their_own() {
 fn padding_counts_nowhere_however_a_step_is_done() {
     let rows = Rows::new(&[&[33], &[20, 15], &[], &[9, 10, 11]], 40, 0);
     let on = |router: &RouterConfig, options: &TrainOptions| -> Vec<Seen> {
-        let step = |world| Ok(run(&mut Trainer::on(world, |vb| Moe::new(&config(router), vb), options.clone())?, &rows.batch()));
+        let step = |world| {
+            Ok(run(&mut Trainer::on(world, |vb| Moe::new(&config(router), vb), options.clone())?, &rows.batch()))
+        };
         communicator::on_threads(options.mesh.ranks().unwrap(), step).unwrap()
     };
     for (name, router) in routers() {

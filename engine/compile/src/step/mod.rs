@@ -20,8 +20,8 @@ use std::collections::{BTreeSet, HashMap};
 
 use candle_core::{D, DType};
 use gapless_alloc::{Role, lower_bound};
-use gapless_graph::{LossPart, Model};
 use gapless_graph::nn::VarBuilder;
+use gapless_graph::{LossPart, Model};
 use gapless_parallel::{Kind, StageId};
 
 pub use self::generation::{Generation, compile_inference};

@@ -2,8 +2,8 @@
 
 use super::judge::check;
 use crate::ops::{
-    Chooses, Combine, Dispatch, DocumentLoad, DropPolicy, ExpertGroups, ExpertLoad, Route, RoutedSwiGlu, RunLengths, RunStarts,
-    SlotWeights, TopK, Unplaced,
+    Chooses, Combine, Dispatch, DocumentLoad, DropPolicy, ExpertGroups, ExpertLoad, Route, RoutedSwiGlu, RunLengths,
+    RunStarts, SlotWeights, TopK, Unplaced,
 };
 use crate::{Result, Tensor};
 

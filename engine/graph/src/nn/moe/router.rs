@@ -8,7 +8,8 @@ use crate::error::{Error, Result};
 use crate::graph::LossPart;
 use crate::nn::{Init, VarBuilder};
 use crate::ops::{
-    Chooses, Combine, Dispatch, DocumentLoad, DropPolicy, ExpertGroups, ExpertLoad, Jitter, Route, SlotWeights, TopK, Unplaced,
+    Chooses, Combine, Dispatch, DocumentLoad, DropPolicy, ExpertGroups, ExpertLoad, Jitter, Route, SlotWeights, TopK,
+    Unplaced,
 };
 use crate::optim::LoadBias;
 use crate::tensor::Tensor;
