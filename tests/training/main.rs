@@ -13,6 +13,7 @@ mod expert_ranks;
 mod generate;
 mod learning;
 mod live_bytes;
+mod loss_parts;
 mod moe;
 mod optimizers;
 mod overflow;

@@ -19,6 +19,9 @@ pub struct LossParts {
     /// The z-losses of all routers.
     #[serde(rename = "loss_router_z", skip_serializing_if = "Option::is_none")]
     pub router_z: Option<f32>,
+    /// Label smoothing and z-loss of the head ([`TrainOptions::loss`](super::TrainOptions::loss)), together.
+    #[serde(rename = "loss_regularization", skip_serializing_if = "Option::is_none")]
+    pub regularization: Option<f32>,
 }
 
 impl LossParts {
@@ -36,15 +39,19 @@ impl LossParts {
         outputs: &[(LossPart, &str)],
         loss: f32,
     ) -> Result<Option<Self>> {
-        let mut parts = Self { likelihood: loss, balance: None, router_z: None };
+        let (mut likelihood, mut balance, mut router_z) = (None, None, None);
         for (part, name) in outputs {
-            let value = session.scalar(program, name)?;
+            let value = Some(session.scalar(program, name)?);
             match part {
-                LossPart::Balance => parts.balance = Some(value),
-                LossPart::RouterZ => parts.router_z = Some(value),
+                LossPart::Likelihood => likelihood = value,
+                LossPart::Balance => balance = value,
+                LossPart::RouterZ => router_z = value,
             }
-            parts.likelihood -= value;
         }
+        // What the head counts in all.
+        let of_head = loss - balance.unwrap_or_default() - router_z.unwrap_or_default();
+        let regularization = likelihood.map(|likelihood| of_head - likelihood);
+        let parts = Self { likelihood: likelihood.unwrap_or(of_head), balance, router_z, regularization };
         Ok((!outputs.is_empty()).then_some(parts))
     }
 }
@@ -53,7 +60,8 @@ impl std::fmt::Display for LossParts {
     /// "likelihood 3.141, balance 0.021, router z 0.001".
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "likelihood {:.3}", self.likelihood)?;
-        for (name, part) in [("balance", self.balance), ("router z", self.router_z)] {
+        let parts = [("balance", self.balance), ("router z", self.router_z), ("regularization", self.regularization)];
+        for (name, part) in parts {
             part.map_or(Ok(()), |part| write!(f, ", {name} {part:.3}"))?;
         }
         Ok(())

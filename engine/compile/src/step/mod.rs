@@ -66,8 +66,11 @@ pub const LIMITS_INPUT: &str = "step.limits";
 pub const DOCUMENT_INPUTS: [&str; 4] = ["starts", "positions", "weights", "routed"];
 
 /// The outputs of a training step that say what parts its loss has, of those that it has.
-pub const LOSS_PARTS: [(LossPart, &str); 2] =
-    [(LossPart::Balance, "loss of balance"), (LossPart::RouterZ, "z-loss of routers")];
+pub const LOSS_PARTS: [(LossPart, &str); 3] = [
+    (LossPart::Likelihood, "likelihood"),
+    (LossPart::Balance, "loss of balance"),
+    (LossPart::RouterZ, "z-loss of routers"),
+];
 
 /// What there is to know of a trainer's programs beside the executable.
 #[derive(Debug)]

@@ -58,6 +58,8 @@ pub enum Sequences {
 /// A part of a training loss that each step reports apart from the likelihood.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LossPart {
+    /// −log p of the targets, where a head counts more than that.
+    Likelihood,
     /// The balance losses of routers.
     Balance,
     /// The z-losses of routers.
