@@ -1,7 +1,7 @@
 //! What a step's loss is made of is reported apart.
 
 use gapless::models::{Llama, LlamaConfig, Moe, MoeConfig, MoeStyle};
-use gapless::nn::{Embedding, Linear, Module, VarBuilder, embedding, linear_no_bias};
+use gapless::nn::{Embedding, Experts, Linear, Module, Router, RouterConfig, VarBuilder, embedding, linear_no_bias};
 use gapless::{LossParts, LossTerms, Mesh, Model, Tensor, TrainOptions, Trainer, communicator};
 
 use crate::common::{Kind, Run, VOCABULARY, moe};
@@ -126,4 +126,32 @@ fn heads_report_the_likelihood_that_an_evaluation_measures() {
             assert!(report.loss > parts.likelihood, "{report:?}");
         }
     }
+}
+
+/// Leaves out what its router would add to the loss.
+struct Unbalanced(Embedding, Router, Experts, Linear);
+
+impl Model for Unbalanced {
+    fn forward(&self, tokens: &Tensor, train: bool) -> gapless::Result<Tensor> {
+        let x = self.0.forward(tokens)?;
+        self.3.forward(&self.2.forward(&x, &self.1.forward(&x, train)?)?)
+    }
+
+    fn loss(&self, tokens: &Tensor, targets: &Tensor, train: bool) -> gapless::Result<Tensor> {
+        self.forward(tokens, train)?.cross_entropy(targets)?.mean_all()
+    }
+}
+
+#[test]
+fn a_loss_that_is_not_added_is_not_reported() {
+    let size = VOCABULARY as usize;
+    let build = |vb: VarBuilder| {
+        let router = Router::new(&RouterConfig::default(), 8, vb.pp("router"))?;
+        let experts = Experts::new(8, 8, 8, vb.pp("experts"))?;
+        let head = linear_no_bias(8, size, vb.pp("head"))?;
+        Ok(Unbalanced(embedding(size, 8, vb.pp("embed"))?, router, experts, head))
+    };
+    let run = Run { options: options(LossTerms::NONE), ..Run::default() };
+    let report = run.step(&mut Trainer::new(build, run.options.clone()).unwrap());
+    assert_eq!(report.loss_parts, None);
 }

@@ -116,7 +116,9 @@ impl TrainStep {
         let mean_loss = update.mean_loss(&self.loss, self.share)?;
         let mut outputs = vec![Output::everywhere("loss", mean_loss.id())];
         for (part, name) in LOSS_PARTS {
-            outputs.extend(update.mean_loss_part(part, self.share)?.map(|mean| Output::everywhere(name, mean.id())));
+            outputs.extend(
+                update.mean_loss_part(part, &self.loss, self.share)?.map(|mean| Output::everywhere(name, mean.id())),
+            );
         }
         let watched = trace.lock().watched().to_vec();
         for (name, id) in &watched {

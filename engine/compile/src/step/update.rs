@@ -122,10 +122,10 @@ impl Update<'_> {
     }
 
     /// A part of that loss: each stage adds up its summands, and everyone those of the stages. None if the loss has no such part.
-    pub fn mean_loss_part(&self, part: LossPart, share: f64) -> Result<Option<Tensor>> {
+    pub fn mean_loss_part(&self, part: LossPart, loss: &Tensor, share: f64) -> Result<Option<Tensor>> {
         let mut stages: BTreeMap<Place, Vec<Tensor>> = BTreeMap::new();
-        let summands = self.trace.lock().loss_parts().to_vec();
-        for (_, id) in summands.into_iter().filter(|(other, _)| *other == part) {
+        let summands = self.trace.lock().parts_of_loss(loss.id(), part);
+        for id in summands {
             let place = self.trace.lock().place_of(id).unwrap_or_default();
             stages.entry(place).or_default().push(self.trace.tensor(id));
         }

@@ -55,7 +55,7 @@ pub enum Sequences {
     },
 }
 
-/// A part of a training loss that each step reports apart from the likelihood.
+/// A part of a training loss that each step reports apart from the others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LossPart {
     /// −log p of the targets, where a head counts more than that.
@@ -64,6 +64,17 @@ pub enum LossPart {
     Balance,
     /// The z-losses of routers.
     RouterZ,
+}
+
+/// A scalar that is reported as a part of the loss.
+#[derive(Debug, Clone, Copy)]
+pub struct ReportedLoss {
+    /// Which part.
+    pub part: LossPart,
+    /// What the loss is made of if it has this part.
+    pub of: ValueId,
+    /// What the part counts in the loss of a micro-batch.
+    pub mean: ValueId,
 }
 
 /// Values and the nodes that make them, in an order in which they can run.
@@ -86,8 +97,8 @@ pub struct Graph {
     frozen: HashSet<ValueId>,
     /// What a training step shows of itself, beside the loss.
     watched: Vec<(String, ValueId)>,
-    /// Scalars that the loss of a micro-batch is the sum of, among others.
-    loss_parts: Vec<(LossPart, ValueId)>,
+    /// What the loss of a micro-batch is the sum of, among others.
+    loss_parts: Vec<ReportedLoss>,
     sequences: Sequences,
     loss_terms: LossTerms,
 }
@@ -228,14 +239,21 @@ impl Graph {
         &self.watched
     }
 
-    /// Says that a scalar is a summand of the loss, which is reported as a part of it.
-    pub fn report_loss(&mut self, part: LossPart, id: ValueId) {
-        self.loss_parts.push((part, id));
+    /// Has a scalar reported as a part of the loss.
+    pub fn report_loss(&mut self, reported: ReportedLoss) {
+        self.loss_parts.push(reported);
     }
 
-    /// Summands of the loss that are reported, in the order in which they were recorded.
-    pub fn loss_parts(&self) -> &[(LossPart, ValueId)] {
-        &self.loss_parts
+    /// The scalars that are reported as a part of a loss, in the order in which they were recorded; those that it is not made of are not.
+    pub fn parts_of_loss(&self, loss: ValueId, part: LossPart) -> Vec<ValueId> {
+        let mut made_of = HashSet::from([loss]);
+        for node in self.nodes.iter().rev().filter(|_| !self.loss_parts.is_empty()) {
+            if node.outputs.iter().any(|output| made_of.contains(output)) {
+                made_of.extend(&node.inputs);
+            }
+        }
+        let reported = self.loss_parts.iter().filter(|reported| reported.part == part);
+        reported.filter(|reported| made_of.contains(&reported.of)).map(|reported| reported.mean).collect()
     }
 
     /// The layer that nodes are put in from now on.

@@ -24,7 +24,7 @@ use candle_core::shape::Dim;
 use candle_core::{DType, Shape};
 use gapless_kernels::LossTerms;
 
-use super::{Graph, LossPart, Phase, Spec, ValueId, lock};
+use super::{Graph, LossPart, Phase, ReportedLoss, Spec, ValueId, lock};
 use crate::error::{Error, Result};
 use crate::nn::{Module, ModuleT};
 use crate::op::Op;
@@ -218,10 +218,15 @@ impl Tensor {
         lock(&self.graph).watch(name, self.id);
     }
 
-    /// Says that this scalar is a summand of the loss of a micro-batch: each step reports the sum of those of a part apart from the
-    /// likelihood, as the mean over micro-batches and data ranks.
-    pub fn report_loss(&self, part: LossPart) {
-        lock(&self.graph).report_loss(part, self.id);
+    /// Says that the mean of these numbers is a summand of the loss, if that is made of `of`: each step reports the sum of those of a part
+    /// apart from the others, as the mean over micro-batches and data ranks.
+    ///
+    /// # Errors
+    /// As [`Self::mean_all`].
+    pub fn report_loss(&self, part: LossPart, of: &Self) -> Result<()> {
+        let mean = self.mean_all()?.id;
+        lock(&self.graph).report_loss(ReportedLoss { part, of: of.id, mean });
+        Ok(())
     }
 
     /// A key for numbers that are drawn here.
@@ -364,7 +369,7 @@ impl Tensor {
         if terms != LossTerms::NONE {
             let last = self.rank() - 1;
             let logits = self.gather(&targets.unsqueeze(last)?, last)?.squeeze(last)?.to_dtype(DType::F32)?;
-            weighted(lse.sub(&logits)?)?.mean_all()?.report_loss(LossPart::Likelihood);
+            weighted(lse.sub(&logits)?)?.report_loss(LossPart::Likelihood, &losses)?;
         }
         weighted(losses)
     }
@@ -393,7 +398,7 @@ impl Tensor {
             return Self::apply_op::<1>(op, &inputs).map(|[losses]| losses);
         }
         let [losses, likelihoods] = Self::apply_op(op.with_likelihoods(), &inputs)?;
-        likelihoods.mean_all()?.report_loss(LossPart::Likelihood);
+        likelihoods.report_loss(LossPart::Likelihood, &losses)?;
         Ok(losses)
     }
 }

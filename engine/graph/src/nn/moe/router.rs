@@ -205,7 +205,7 @@ impl Router {
                 dropped.watch(&format!("{}.dropped", self.layer));
             }
             for (part, loss) in &routing.losses {
-                loss.mean_all()?.report_loss(*part);
+                loss.report_loss(*part, loss)?;
             }
         }
         Ok(routing)
