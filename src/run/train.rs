@@ -250,7 +250,7 @@ impl<'a> Run<'a> {
     ) -> Result<Self, RunError> {
         let (sequence, batch) = (config.step.sequence, config.step.batch);
         let training = dataset.training(sequence, batch, config.seed)?;
-        let validation = validation_windows(&dataset, sequence, batch.max(32))?;
+        let validation = validation_windows(&dataset, sequence, config.evaluation.windows)?;
         if !config.sample.prompt.is_empty() {
             dataset.vocabulary().encode(&config.sample.prompt)?;
         }

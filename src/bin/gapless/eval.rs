@@ -5,8 +5,8 @@ use std::process::ExitCode;
 
 use anyhow::{Context, ensure};
 use gapless::engine::data::{Dataset, TokenWidth, Tokenizer, Tokens, ValidationWindows};
-use gapless::run::TrainedRun;
-use gapless::{Batch, DeviceChoice, TrainOptions, Trainer};
+use gapless::run::{EvaluationBatch, Measured, TrainedRun};
+use gapless::{DeviceChoice, TrainOptions, Trainer};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::output::{print, tell};
@@ -72,34 +72,24 @@ fn evaluate(arguments: &Arguments) -> anyhow::Result<()> {
     ensure!(count > 0, "{} has no window of {sequence} tokens", arguments.data.display());
     let batch = (arguments.batch as usize).min(count);
     let documents = windows.has_documents(&source);
-    let model = |batch: usize| source.model(arguments, batch, sequence, documents);
-    let mut whole = model(batch)?;
+    let mut model = source.model(arguments, batch, sequence, documents)?;
 
-    // The loss of all of them. What does not fill a batch is measured one by one.
-    let mut single = if count.is_multiple_of(batch) { None } else { Some(model(1)?) };
+    // The loss of all of them.
     let style = ProgressStyle::with_template("{pos}/{len} windows {wide_bar} perplexity {msg} ETA {eta}");
     let progress = ProgressBar::new(count as u64).with_style(style.context("the bar's template")?);
-    let [mut tokens, mut targets, mut starts] = [(); 3].map(|()| vec![0; batch * sequence]);
-    let (mut done, mut sum, mut measured) = (0, 0.0, 0);
+    let (mut room, mut measured, mut done) = (EvaluationBatch::new(&model), Measured::default(), 0);
     while done < count {
-        let (model, taken) = match &mut single {
-            Some(single) if count - done < batch => (single, 1),
-            _ => (&mut whole, batch),
-        };
-        let size = taken * sequence;
-        let (tokens, targets) = (&mut tokens[..size], &mut targets[..size]);
-        let starts = &mut starts[..if documents { size } else { 0 }];
+        let taken = batch.min(count - done);
+        let [tokens, targets, starts] = room.windows(taken, sequence);
         windows.fill(done, sequence, tokens, targets, starts)?;
-        let batch = Batch { tokens, targets, starts };
-        let (loss, counted) = (model.evaluate_batch(&batch)?, batch.counted());
-        (sum, measured, done) = (sum + f64::from(loss) * counted as f64, measured + counted, done + taken);
+        (measured, done) = (measured.with(room.measure(&mut model, taken)?), done + taken);
         progress.set_position(done as u64);
-        progress.set_message(format!("{:.3}", (sum / measured as f64).exp()));
+        progress.set_message(format!("{:.3}", measured.mean().unwrap_or(f64::NAN).exp()));
     }
     progress.finish_and_clear();
 
     // What came out.
-    let loss = sum / measured as f64;
+    let (loss, measured) = (measured.mean().context("no target counts")?, measured.counted);
     let perplexity = loss.exp();
     print(|out| match arguments.json {
         true => {
