@@ -10,7 +10,8 @@ const SEQUENCE: usize = 12;
 /// Conversations of different lengths, some packed together; or one text.
 fn dataset(folder: &std::path::Path, format: Format) -> Dataset {
     let vocabulary = VocabularyChoice::Bytes;
-    let options = DataOptions { vocabulary, validation_every: 2, cache: folder.join("cache") };
+    let options =
+        DataOptions { vocabulary, validation_every: 2, cache: folder.join("cache"), ..DataOptions::default() };
     let line = |i: usize| {
         format!("{{\"prompt\": \"{i}? \", \"completion\": \"{}\"}}\n", "ab cd efgh"[..1 + i * i % 9].to_owned())
     };

@@ -47,6 +47,7 @@ mod framing;
 mod parquet;
 mod permutation;
 mod rust_sources;
+mod sound;
 mod stream;
 mod texts;
 mod tokenize;

@@ -3,11 +3,11 @@
 //! In: a JSON object. Out: checked values, and every problem at the end. Never: an option that nobody asked for and that is passed
 //! over in silence.
 
-use std::fs::File;
 use std::io::Read;
 use std::ops::RangeInclusive;
 use std::path::Path;
 
+use gapless_engine::data::open_regular;
 use serde_json::{Map, Value};
 
 use super::error::{ConfigProblem, HfError, Result};
@@ -194,7 +194,7 @@ fn shortened(text: &str) -> String {
 /// Reads a file that holds a JSON object.
 pub(super) fn read_object(path: &Path) -> Result<Map<String, Value>> {
     let read_error = |source| HfError::Read { path: path.to_owned(), source };
-    let file = File::open(path).map_err(read_error)?;
+    let file = open_regular(path).map_err(read_error)?;
     let mut bytes = Vec::new();
     file.take(MOST_BYTES + 1).read_to_end(&mut bytes).map_err(read_error)?;
     if bytes.len() as u64 > MOST_BYTES {

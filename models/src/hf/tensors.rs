@@ -9,6 +9,7 @@ use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
+use gapless_engine::data::open_regular;
 use half::{bf16, f16};
 use safetensors::tensor::{Metadata, TensorInfo};
 
@@ -41,7 +42,7 @@ impl TensorFile {
         let path = path.as_ref().to_owned();
         let read = |source| HfError::Read { path: path.clone(), source };
         let bad = |why: String| HfError::Header { path: path.clone(), why };
-        let mut file = File::open(&path).map_err(read)?;
+        let mut file = open_regular(&path).map_err(read)?;
         let bytes = file.metadata().map_err(read)?.len();
         if bytes < 8 {
             return Err(bad(format!("it has {bytes} bytes, less than the length of a header takes")));

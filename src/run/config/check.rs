@@ -128,7 +128,7 @@ impl RunConfig {
         ];
         if let Some((key, extent, most)) = extents.into_iter().find(|(_, extent, most)| !(1..=*most).contains(extent)) {
             let why = if extent == 0 { "is 0".into() } else { format!("is {extent}, and {most} are the most") };
-            return fail(key, why, "choose one from 1 on");
+            return fail(key, why, "it is at least 1");
         }
         if batch.checked_mul(sequence).is_none_or(|tokens| tokens > MOST_TOKENS) {
             let why = format!("{batch} sequences of {sequence} tokens are more than {MOST_TOKENS} tokens");
