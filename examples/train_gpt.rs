@@ -103,7 +103,7 @@ fn main() -> Result<ExitCode> {
     let stop = Stop::on_signals()?;
     let saved = json!({ "flags": args, "config": config, "data": dataset.folder(), "data_hash": dataset.hash() });
     let fitted = Fit::new(&training, steps)
-        .evaluate(validation_windows(&dataset, sequence, batch.max(32))?.as_ref(), args.eval_every)
+        .evaluate(validation_windows(&dataset, sequence, 32)?.as_ref(), args.eval_every)
         .save(&folder, args.save_every, saved)
         .stop(&stop)
         .run(&mut trainer, |event, _| console.event(&event))?;

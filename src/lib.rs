@@ -92,8 +92,8 @@ pub use gapless_engine::nn::{Lora, Trainable};
 pub use gapless_engine::optim::{Adafactor, AdamW, AdamW8bit, GaLore, Lion, Muon};
 pub use gapless_engine::recompute::{Layers, Offload, Recompute, RecomputePolicy};
 pub use gapless_engine::{
-    Batch, DType, DeviceChoice, Error, GenerateOptions, Generation, Limits, LossTerms, Model, NextToken, Op, Overflow,
-    ParameterGroup, Pipeline, Report, Result, RunsOn, Sampling, StepReport, Tensor, TrainError, TrainOptions, Trainer,
-    UpdateOptions, nn,
+    Batch, DType, DeviceChoice, Error, GenerateOptions, Generation, Limits, LossParts, LossTerms, Model, NextToken, Op,
+    Overflow, ParameterGroup, Pipeline, Report, Result, RunsOn, Sampling, StepReport, Tensor, TrainError, TrainOptions,
+    Trainer, UpdateOptions, nn,
 };
 pub use gapless_parallel::Mesh;

@@ -69,6 +69,6 @@ pub use gapless_kernels::LossTerms;
 pub use gapless_runtime::Times;
 pub use gradient_check::{GradientError, gradient_check};
 pub use train::{
-    Batch, DeviceChoice, GenerateOptions, Generation, Limits, NextToken, RunsOn, Sampling, StepReport, TrainOptions,
-    Trainer,
+    Batch, DeviceChoice, GenerateOptions, Generation, Limits, LossParts, NextToken, RunsOn, Sampling, StepReport,
+    TrainOptions, Trainer,
 };

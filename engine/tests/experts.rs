@@ -2,8 +2,8 @@
 
 use gapless_engine::nn::{Capacity, Choice, RouterConfig, Score};
 use gapless_engine::ops::{
-    Chooses, Combine, Dispatch, DropPolicy, ExpertGroups, ExpertLoad, GroupedLinear, Jitter, Route, RoutedSwiGlu,
-    SlotWeights, TopK, Unplaced,
+    Chooses, Combine, Dispatch, DocumentLoad, DropPolicy, ExpertGroups, ExpertLoad, GroupedLinear, Jitter, Route,
+    RoutedSwiGlu, SlotWeights, TopK, Unplaced,
 };
 use gapless_engine::{Result, Tensor, gradient_check};
 
@@ -129,6 +129,49 @@ fn losses_and_noise() {
             x[0].sum_all()?.mul(&count)
         });
     }
+}
+
+/// Padding behind the fifth token of the second sequence, whose other tokens are of two documents.
+fn padded(x: &Tensor) -> Result<[Tensor; 3]> {
+    let routed: Vec<f32> = (0..2 * TOKENS).map(|token| if token < TOKENS + 5 { 1.2 } else { 0.0 }).collect();
+    let starts: Vec<u32> = vec![0, 0, 0, 0, 4, 4, 4, 0, 0, 2, 2, 2, 5, 5];
+    // Half of the tokens, rounded up.
+    let limits: Vec<u32> = (0..=TOKENS as u32).map(|count| count.div_ceil(2).max(1)).collect();
+    let [routed, starts] =
+        [Tensor::from_slice(&routed, (2, TOKENS), x.device())?, Tensor::from_slice(&starts, (2, TOKENS), x.device())?];
+    Ok([routed, starts, Tensor::new(limits, x.device())?])
+}
+
+#[test]
+fn padding_has_no_experts() {
+    let most = TOKENS.div_ceil(2);
+    let capacities = [None, Some((most, DropPolicy::Last)), Some((most, DropPolicy::Lightest))];
+    for capacity in capacities {
+        check(&[&[2, TOKENS, EXPERTS], &[2, TOKENS, 5]], &[], |x, _| {
+            let [routed, starts, limits] = padded(&x[0])?;
+            let [weights, ids] = Tensor::apply_op(TopK { k: 2, groups: None }, &[&x[0], &routed])?;
+            let lightest = capacity.filter(|(_, drop)| *drop == DropPolicy::Lightest).map(|_| &weights);
+            let limits = capacity.map(|_| &limits);
+            let inputs: Vec<&Tensor> = [&ids].into_iter().chain(lightest).chain([&routed]).chain(limits).collect();
+            let route = Route { experts: EXPERTS, chooses: Chooses::Tokens, capacity };
+            let [places, slots, _] = Tensor::apply_op(route, &inputs)?;
+            let [rows] = Tensor::apply_op(Dispatch, &[&x[1], &places, &slots])?;
+            let [weights] = Tensor::apply_op(SlotWeights, &[&weights, &places, &slots])?;
+            let [y] = Tensor::apply_op(Combine, &[&rows.broadcast_mul(&weights)?, &places, &slots])?;
+            let [load] = Tensor::apply_op(DocumentLoad { experts: EXPERTS }, &[&ids, &starts])?;
+            let [dropped] = Tensor::apply_op(Unplaced { whole_tokens: false }, &[&places, &routed])?;
+            y.sum_all()?.mul(&dropped.affine(1.0, 1.0)?)?.add(&load.mul(&x[0])?.sum_all()?)
+        });
+    }
+    check(&[&[2, TOKENS, EXPERTS], &[2, TOKENS, 5]], &[], |x, _| {
+        let [routed, _, limits] = padded(&x[0])?;
+        let capacity = Some((most, DropPolicy::Lightest));
+        let route = Route { experts: EXPERTS, chooses: Chooses::Experts, capacity };
+        let [places, slots, _] = Tensor::apply_op(route, &[&x[0], &routed, &limits])?;
+        let [rows] = Tensor::apply_op(Dispatch, &[&x[1], &places, &slots])?;
+        let [dropped] = Tensor::apply_op(Unplaced { whole_tokens: true }, &[&places, &routed])?;
+        rows.sqr()?.sum_all()?.mul(&dropped.affine(1.0, 1.0)?)
+    });
 }
 
 /// Whole routers, whose parameters the finite differences move.

@@ -190,6 +190,13 @@ fn smoothed_labels_the_z_loss_and_capped_logits() {
             };
             check_ids(&[&[2, 3, 5], &[7, 5]], ids, head);
             check_ids(&[&[2, 3, 5], &[7, 5]], ids, |x, ids| head(x, ids)?.mean_all());
+            // With the likelihoods apart.
+            let apart = |x: &[Tensor], ids: &[Tensor]| {
+                let head = LinearCrossEntropy::new(None).with_terms(terms).with_cap(cap).with_likelihoods();
+                Tensor::apply_op(head, &[&x[0], &x[1], &ids[0]]).map(|[losses, _]| losses)
+            };
+            check_ids(&[&[2, 3, 5], &[7, 5]], ids, apart);
+            check_ids(&[&[2, 3, 5], &[7, 5]], ids, |x, ids| apart(x, ids)?.mean_all());
         }
     }
 }

@@ -9,6 +9,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::head_size;
+use crate::limits::{Checked, MOST_HIDDEN, MOST_LAYERS, MOST_TOKENS, MOST_WIDTH};
 
 /// Extents of a [`Gpt`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -77,6 +78,25 @@ impl GptConfig {
     fn hidden(&self) -> usize {
         self.hidden.unwrap_or(4 * self.width)
     }
+
+    /// Refuses extents and numbers of which no model can be made ([`limits`](crate::limits)).
+    ///
+    /// # Errors
+    /// The first of them.
+    pub fn check(&self) -> Result<()> {
+        let &Self { vocabulary, sequence, layers, heads, width, .. } = self;
+        Checked::default()
+            .extent("vocabulary", vocabulary, MOST_TOKENS)
+            .extent("sequence", sequence, MOST_TOKENS)
+            .extent("layers", layers, MOST_LAYERS)
+            .extent("heads", heads, MOST_WIDTH)
+            .extent("width", width, MOST_WIDTH)
+            .extent("hidden", self.hidden.unwrap_or(width), MOST_HIDDEN)
+            .positive("layer_norm_eps", self.layer_norm_eps)
+            .probability("dropout", self.dropout)
+            .done()?;
+        Checked::default().elements(self.parameters().into()).done()
+    }
 }
 
 /// The model.
@@ -94,12 +114,9 @@ impl Gpt {
     /// Declares the parameters.
     ///
     /// # Errors
-    /// When the heads do not divide the width, or an extent is 0.
+    /// When the heads do not divide the width; as [`GptConfig::check`].
     pub fn new(config: &GptConfig, vb: VarBuilder) -> Result<Self> {
-        if config.vocabulary == 0 || config.sequence == 0 {
-            let why = "an extent is 0".to_owned();
-            return Err(Error::Config { what: "model", why, remedy: "vocabulary and sequence are at least 1" });
-        }
+        config.check()?;
         let wte = embedding(config.vocabulary, config.width, vb.pp("wte"))?;
         let wpe = vb.pp("wpe").get((config.sequence, config.width), "weight")?;
         let blocks = (0..config.layers).map(|i| Block::new(config, vb.pp("h").pp(i))).collect::<Result<_>>()?;

@@ -23,6 +23,7 @@
 mod gpt;
 pub mod hf;
 mod latent;
+pub mod limits;
 mod llama;
 mod moe;
 

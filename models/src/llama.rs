@@ -10,6 +10,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::head_size;
+use crate::limits::{Checked, MOST_HIDDEN, MOST_LAYERS, MOST_TOKENS, MOST_WIDTH};
 
 /// Extents of a [`Llama`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -141,6 +142,35 @@ impl Default for LlamaConfig {
 }
 
 impl LlamaConfig {
+    /// Refuses extents and numbers of which no model can be made ([`limits`](crate::limits)).
+    ///
+    /// # Errors
+    /// The first of them.
+    pub fn check(&self) -> Result<()> {
+        let &Self { vocabulary, layers, heads, kv_heads, width, hidden, .. } = self;
+        let checked = Checked::default()
+            .extent("vocabulary", vocabulary, MOST_TOKENS)
+            .extent("layers", layers, MOST_LAYERS)
+            .extent("heads", heads, MOST_WIDTH)
+            .extent("kv_heads", kv_heads, MOST_WIDTH)
+            .extent("width", width, MOST_WIDTH)
+            .extent("hidden", hidden, MOST_HIDDEN)
+            .extent("head_size", self.head_size.unwrap_or(1), MOST_WIDTH)
+            .extent("heads × head_size", heads.saturating_mul(self.head_size.unwrap_or(1)), MOST_HIDDEN)
+            .extent("sliding_window", self.sliding_window.unwrap_or(1), usize::MAX)
+            .positive("rope_theta", self.rope_theta)
+            .positive("rms_norm_eps", self.rms_norm_eps);
+        let optional = [
+            ("window_rope_theta", self.window_rope_theta),
+            ("query_scale", self.query_scale),
+            ("attention_cap", self.attention_cap),
+            ("logit_cap", self.logit_cap),
+        ];
+        let numbers = optional.into_iter().filter_map(|(name, number)| Some((name, number?)));
+        numbers.fold(checked, |checked, (name, number)| checked.positive(name, number)).done()?;
+        Checked::default().elements(self.parameters().into()).done()
+    }
+
     /// Number of trained numbers.
     pub fn parameters(&self) -> u64 {
         let norms = if self.norms == Norms::Both { 4 } else { 2 };
@@ -216,6 +246,7 @@ impl Llama {
     /// # Errors
     /// When the heads do not divide the width, or the key-value heads the heads.
     pub fn new(config: &LlamaConfig, vb: VarBuilder) -> Result<Self> {
+        config.check()?;
         let model = vb.pp("model");
         let embed_tokens = config.embedding(&model)?;
         let blocks =

@@ -11,6 +11,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::latent::{LatentAttention, LatentConfig};
+use crate::limits::{Checked, MOST_HIDDEN, MOST_TOKENS, MOST_WIDTH};
 use crate::llama::{Attention, LlamaConfig, Mlp, Residual};
 
 /// Extents of a [`Moe`].
@@ -140,6 +141,34 @@ impl MoeConfig {
         }
     }
 
+    /// Refuses extents and numbers of which no model can be made ([`limits`](crate::limits)).
+    ///
+    /// # Errors
+    /// The first of them.
+    pub fn check(&self) -> Result<()> {
+        self.llama.check()?;
+        let checked = Checked::default()
+            .extent("router.experts", self.router.experts, MOST_WIDTH)
+            .extent("expert_hidden", self.expert_hidden, MOST_HIDDEN)
+            .extent("experts × expert_hidden", self.router.experts.saturating_mul(self.expert_hidden), MOST_TOKENS)
+            .extent("shared_hidden", self.shared_hidden.max(1), MOST_HIDDEN);
+        let latent = self.latent.iter().flat_map(|latent| {
+            let LatentConfig { query_rank, kv_rank, plain_size, rotated_size, value_size, .. } = *latent;
+            let rank = query_rank.unwrap_or(1);
+            [
+                ("latent.query_rank", rank),
+                ("latent.kv_rank", kv_rank),
+                ("latent.plain_size", plain_size),
+                ("latent.rotated_size", rotated_size),
+                ("latent.value_size", value_size),
+                ("heads × latent.plain_size", self.llama.heads.saturating_mul(plain_size)),
+                ("heads × latent.value_size", self.llama.heads.saturating_mul(value_size)),
+            ]
+        });
+        latent.fold(checked, |checked, (name, extent)| checked.extent(name, extent, MOST_WIDTH)).done()?;
+        Checked::default().elements(self.parameters().into()).done()
+    }
+
     /// Number of trained numbers.
     pub fn parameters(&self) -> u64 {
         self.count(self.router.experts)
@@ -184,6 +213,7 @@ impl Moe {
     /// # Errors
     /// When the heads do not divide the width, the key-value heads the heads, or the router's settings make no sense.
     pub fn new(config: &MoeConfig, vb: VarBuilder) -> Result<Self> {
+        config.check()?;
         let LlamaConfig { width, layers, .. } = config.llama;
         if let Some(layer) = config.dense_layers.iter().find(|&&layer| layer >= layers) {
             let why = format!("layer {layer} is to be dense, of {layers} layers");

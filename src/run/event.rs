@@ -25,7 +25,8 @@ pub enum Event {
     Evaluation {
         /// The last step before it, counted from 0.
         step: u64,
-        /// Mean loss over the validation windows; none where there are fewer than a batch of them.
+        /// Mean −log p over the targets of the validation windows, without whatever else a training loss counts; none where no target
+        /// counts.
         val_loss: Option<f32>,
         /// Where its time went.
         seconds: Seconds,
@@ -90,18 +91,20 @@ impl Seconds {
 impl fmt::Display for Event {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Step { report: StepReport { step, loss, gradient_norm, lr, skipped }, tokens_per_second, .. } => {
+            Self::Step { report, tokens_per_second, .. } => {
+                let StepReport { step, loss, gradient_norm, lr, skipped, .. } = report;
+                let parts = report.loss_parts.map_or(String::new(), |parts| format!(" ({parts})"));
                 let left_out = if *skipped { " left out" } else { "" };
                 write!(
                     f,
-                    "step {step:>5} loss {loss:.3} norm {gradient_norm:.2} lr {lr:.1e} {tokens_per_second:.0} tokens/s{left_out}"
+                    "step {step:>5} loss {loss:.3}{parts} norm {gradient_norm:.2} lr {lr:.1e} {tokens_per_second:.0} tokens/s{left_out}"
                 )
             }
             Self::Evaluation { step, val_loss: Some(loss), .. } => {
                 write!(f, "step {step:>5} validation loss {loss:.4}")
             }
             Self::Evaluation { step, val_loss: None, .. } => {
-                write!(f, "step {step:>5} validation loss not measured: too little data")
+                write!(f, "step {step:>5} validation loss not measured: no target counts")
             }
             Self::Saved { saved } => write!(f, "saved {}", saved.display()),
             Self::RolledBack { from, to } => {

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::guard::Recent;
-use super::{Event, GuardConfig, RunError, RunFolder, Seconds, Stop};
+use super::{Event, GuardConfig, RunError, RunFolder, Seconds, Stop, validation_loss};
 
 /// What a callback of [`Fit::run`] answers: whether to go on, or why it cannot.
 pub type Answer = Result<ControlFlow<()>, Box<dyn Error + Send + Sync>>;
@@ -317,27 +317,6 @@ fn buffers(trainer: &Trainer, size: usize) -> (Vec<u32>, Vec<u32>, Vec<u32>) {
     (vec![0; size], vec![0; size], vec![0; if trainer.options().documents { size } else { 0 }])
 }
 
-/// Mean loss over what counts of all validation windows; none if there are fewer than a batch of them.
-///
-/// # Errors
-/// A read that fails; those of [`Trainer::evaluate`].
-pub fn validation_loss(trainer: &mut Trainer, windows: &ValidationWindows) -> Result<Option<f32>, RunError> {
-    let batch = trainer.options().evaluation_batch();
-    let (batches, size) = (windows.count() / batch, batch * windows.sequence());
-    if batches == 0 {
-        return Ok(None);
-    }
-    let (mut tokens, mut targets, mut starts) = buffers(trainer, size);
-    let (mut sum, mut counted) = (0.0, 0);
-    for i in 0..batches {
-        windows.fill_documents(i * batch, &mut tokens, &mut targets, &mut starts)?;
-        let batch = Batch { tokens: &tokens, targets: &targets, starts: &starts };
-        let (loss, count) = (trainer.evaluate_batch(&batch)?, batch.counted());
-        (sum, counted) = (sum + f64::from(loss) * count as f64, counted + count);
-    }
-    Ok(Some((sum / counted as f64) as f32))
-}
-
 /// How a prompt goes on: its text with what the model adds, drawn as the options say.
 ///
 /// # Errors
@@ -353,16 +332,16 @@ pub fn sample(
     Ok(format!("{prompt}{}", vocabulary.decode(&added)?))
 }
 
-/// At most `count` windows to measure the loss on; none, and a warning, where the data is too short for one.
+/// At most `count` windows to measure the loss on, spread evenly, or all for 0; none, and a warning, where the data is too short for one.
 ///
 /// # Errors
-/// A read that fails; a size of zero.
+/// A read that fails; a sequence of zero.
 pub fn validation_windows(
     dataset: &Dataset,
     sequence: usize,
     count: usize,
 ) -> Result<Option<ValidationWindows>, DataError> {
-    match dataset.validation(sequence, count) {
+    match dataset.validation(sequence, if count == 0 { usize::MAX } else { count }) {
         Err(error @ DataError::TooShort { .. }) => {
             tracing::warn!(%error, "no validation");
             Ok(None)

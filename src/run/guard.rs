@@ -97,7 +97,14 @@ mod tests {
     #[test]
     fn limits_are_above_medians_of_what_was_done() {
         let guard = GuardConfig { norm: Some(3.0), loss: Some(0.5), window: 3, patience: 2, rollbacks: 0 };
-        let step = |loss, gradient_norm, skipped| StepReport { step: 0, loss, gradient_norm, lr: 0.0, skipped };
+        let step = |loss, gradient_norm, skipped| StepReport {
+            step: 0,
+            loss,
+            loss_parts: None,
+            gradient_norm,
+            lr: 0.0,
+            skipped,
+        };
         let mut recent = Recent::default();
         for (loss, norm) in [(9.0, 90.0), (4.0, 1.0), (5.0, 3.0)] {
             assert_eq!(recent.limits(&guard), Limits::default());

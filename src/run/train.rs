@@ -180,7 +180,7 @@ impl<'a> Rank<'a> {
         if let Some(framing) = dataset.vocabulary().framing() {
             console.say(framing);
         }
-        expect_known(&dataset, &config.model)?;
+        expect_known(&dataset, &config.model, console)?;
         let writes_vocabulary = is_first && may_write_vocabulary(dataset.vocabulary(), &folder)?;
         let mut run = Run::new(world, config, out, dataset, checkpoint.is_none(), console)?;
         // From here on the folder is this run's.
@@ -250,7 +250,7 @@ impl<'a> Run<'a> {
     ) -> Result<Self, RunError> {
         let (sequence, batch) = (config.step.sequence, config.step.batch);
         let training = dataset.training(sequence, batch, config.seed)?;
-        let validation = validation_windows(&dataset, sequence, batch.max(32))?;
+        let validation = validation_windows(&dataset, sequence, config.evaluation.windows)?;
         if !config.sample.prompt.is_empty() {
             dataset.vocabulary().encode(&config.sample.prompt)?;
         }
@@ -364,10 +364,12 @@ fn may_write_vocabulary(vocabulary: &Vocabulary, folder: &RunFolder) -> Result<b
     }
 }
 
-/// Refuses data with ids that a folder's model does not know: its embedding has no rows for them.
-fn expect_known(dataset: &Dataset, model: &ModelConfig) -> Result<(), RunError> {
+/// Refuses data with ids that a folder's model does not know: its embedding has no rows for them. Says what of the folder is left out.
+fn expect_known(dataset: &Dataset, model: &ModelConfig, console: &Console) -> Result<(), RunError> {
     let ModelConfig::Folder(path) = model else { return Ok(()) };
-    let (known, largest) = (hf::Config::read(path)?.vocabulary(), dataset.largest_token());
+    let config = hf::Config::read(path)?;
+    config.notices().iter().for_each(|notice| console.say(notice));
+    let (known, largest) = (config.vocabulary(), dataset.largest_token());
     if (largest as usize) < known {
         return Ok(());
     }
@@ -407,7 +409,12 @@ fn sampled(
     let sampling = Sampling { seed: config.seed, ..config.sample.sampling() };
     // What has learned answers has learned where they end.
     let stop = vocabulary.end_of_text().filter(|_| config.data.format.has_answers()).into_iter().collect();
-    let text = sample(trainer, vocabulary, prompt, &GenerateOptions { tokens: *tokens, sampling, stop })?;
+    let text = sample(
+        trainer,
+        vocabulary,
+        prompt,
+        &GenerateOptions { tokens: *tokens, sampling, stop, ..GenerateOptions::default() },
+    )?;
     if trainer.rank() > 0 {
         return Ok(());
     }

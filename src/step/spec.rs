@@ -323,6 +323,11 @@ impl Step {
         self.model.architecture.model(vb)
     }
 
+    /// What the user of a config.json should know ([`Config::notices`]).
+    pub fn notices(&self) -> Vec<String> {
+        self.model.config.as_ref().map(Config::notices).unwrap_or_default()
+    }
+
     /// The graph of all ranks.
     ///
     /// # Errors

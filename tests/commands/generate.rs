@@ -5,19 +5,19 @@ use std::process::{Command, Output, Stdio};
 
 use candle_core::{D, DType, Device, IndexOp};
 
-fn gapless(arguments: &[&str]) -> Output {
+pub fn gapless(arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_gapless")).args(arguments).stdin(Stdio::null()).output().unwrap()
 }
 
 /// What it writes, of a run that succeeds.
-fn text(arguments: &[&str]) -> String {
+pub fn text(arguments: &[&str]) -> String {
     let output = gapless(arguments);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).unwrap()
 }
 
 /// What it says, of a run that fails.
-fn error(arguments: &[&str]) -> String {
+pub fn error(arguments: &[&str]) -> String {
     let output = gapless(arguments);
     assert_eq!(output.status.code(), Some(2), "{output:?}");
     String::from_utf8(output.stderr).unwrap()

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use candle_core::{DType, Device, Tensor};
 use gapless::engine::data::{ChatTemplate, DataError, Message, Tokenizer};
 use gapless::models::hf::{Adapter, Folder, HfError, TensorFile};
 use gapless::{DeviceChoice, TrainOptions, Trainer};
@@ -69,5 +70,58 @@ fn spoiled_folders_are_refused() {
             }
         }
         assert!(checked > 0);
+    }
+}
+
+/// Copies a checkpoint with a tensor changed, or one more.
+fn changed(from: &Path, to: &Path, name: &str, change: impl Fn(Option<&Tensor>) -> Tensor) {
+    for entry in std::fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        std::fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
+    }
+    let mut tensors = candle_core::safetensors::load(from.join("model.safetensors"), &Device::Cpu).unwrap();
+    let tensor = change(tensors.get(name));
+    tensors.insert(name.to_owned(), tensor);
+    candle_core::safetensors::save(&tensors, to.join("model.safetensors")).unwrap();
+}
+
+#[test]
+fn weights_that_are_not_finite_are_named() {
+    let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/evidence/hf/models/mixtral_bf16/checkpoint");
+    for (name, value) in [("model.norm.weight", f32::NAN), ("lm_head.weight", f32::NEG_INFINITY)] {
+        let folder = tempfile::tempdir().unwrap();
+        changed(&from, folder.path(), name, |tensor| {
+            let tensor = tensor.unwrap();
+            let flat = vec![value; tensor.elem_count()];
+            Tensor::from_vec(flat, tensor.shape(), &Device::Cpu).unwrap().to_dtype(DType::BF16).unwrap()
+        });
+        let error = load(folder.path()).unwrap_err().to_string();
+        assert!(error.contains(name) && error.contains(&value.to_string()), "{error}");
+    }
+}
+
+/// Layers of DeepSeek-V3 that predict further tokens are left out where config.json announces them, and their user is told.
+#[test]
+fn layers_for_further_tokens_are_left_out() {
+    let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/evidence/hf/models/deepseek_v3_bf16/checkpoint");
+    let mut config: Value = serde_json::from_slice(&std::fs::read(from.join("config.json")).unwrap()).unwrap();
+    let layers = config["num_hidden_layers"].as_u64().unwrap();
+    let name = format!("model.layers.{layers}.eh_proj.weight");
+    let folder = tempfile::tempdir().unwrap();
+    changed(&from, folder.path(), &name, |_| Tensor::ones((2, 3), DType::BF16, &Device::Cpu).unwrap());
+    for (option, count) in [("num_nextn_predict_layers", 1), ("num_mtp_layers", 1), ("num_nextn_predict_layers", 0)] {
+        let options = config.as_object_mut().unwrap();
+        options.retain(|name, _| !name.starts_with("num_nextn") && !name.starts_with("num_mtp"));
+        options.insert(option.into(), count.into());
+        std::fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
+        match Folder::open(folder.path()) {
+            Ok(opened) => {
+                assert_eq!(count, 1);
+                let notices = opened.notices();
+                assert!(notices.len() == 1 && notices[0].contains(&format!("model.layers.{layers} ")), "{notices:?}");
+                load(folder.path()).unwrap();
+            }
+            Err(error) => assert!(count == 0 && error.to_string().contains(&name), "{error}"),
+        }
     }
 }

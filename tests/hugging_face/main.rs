@@ -4,10 +4,12 @@
 
 mod case;
 mod generation;
+mod generation_options;
 mod hostile;
 mod lora;
 mod numbers;
 mod options;
+mod published;
 mod saving;
 mod tokenizers;
 

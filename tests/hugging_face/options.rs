@@ -5,20 +5,26 @@ use serde_json::{Value, json};
 
 use crate::case::Case;
 
-fn read(config: &Value) -> Result<Config, String> {
+pub fn read(config: &Value) -> Result<Config, String> {
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
     Config::read(folder.path()).map_err(|error| error.to_string())
 }
 
 /// A small model with some options changed.
-fn with(model_type: &str, changes: &Value) -> Value {
+pub fn with(model_type: &str, changes: &Value) -> Value {
     let mut config = json!({
         "model_type": model_type, "vocab_size": 10, "hidden_size": 8, "intermediate_size": 10, "num_hidden_layers": 2,
         "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_act": "silu", "max_position_embeddings": 32,
     });
-    if model_type == "gpt2" {
-        config = json!({ "model_type": "gpt2", "vocab_size": 10, "n_embd": 8, "n_head": 2, "n_layer": 2, "n_positions": 16 });
+    let mut extend = |more: Value| config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    match model_type {
+        "gpt2" => {
+            config = json!({ "model_type": "gpt2", "vocab_size": 10, "n_embd": 8, "n_head": 2, "n_layer": 2, "n_positions": 16 });
+        }
+        "gemma2" | "gemma3_text" => extend(json!({ "hidden_act": null, "hidden_activation": "gelu_pytorch_tanh" })),
+        "deepseek_v3" => extend(json!({ "num_key_value_heads": 2, "n_routed_experts": 8, "qk_rope_head_dim": 4 })),
+        _ => {}
     }
     config.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
     config
@@ -49,18 +55,13 @@ fn what_is_not_supported_is_named() {
         }
     };
     check("gemma", json!({}), &["model_type", "gemma", "qwen3_moe"]);
-    check("gemma2", json!({}), &["hidden_act", "silu", "gelu_pytorch_tanh"]);
-    let gelu = |more: Value| {
-        let mut config = json!({ "hidden_act": null, "hidden_activation": "gelu_pytorch_tanh" });
-        config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-        config
-    };
-    check("gemma2", gelu(json!({ "attn_logit_softcapping": 0.0 })), &["attn_logit_softcapping", "above 0"]);
-    check("gemma2", gelu(json!({ "use_bidirectional_attention": true })), &["use_bidirectional_attention"]);
-    check("gemma2", gelu(json!({ "layer_types": ["full_attention"] })), &["layer_types", "2 layers"]);
+    check("gemma2", json!({ "hidden_act": "silu" }), &["hidden_act", "silu", "gelu_pytorch_tanh"]);
+    check("gemma2", json!({ "attn_logit_softcapping": 0.0 }), &["attn_logit_softcapping", "above 0"]);
+    check("gemma2", json!({ "use_bidirectional_attention": true }), &["use_bidirectional_attention"]);
+    check("gemma2", json!({ "layer_types": ["full_attention"] }), &["layer_types", "2 layers"]);
     check(
         "gemma3_text",
-        gelu(json!({ "rope_parameters": { "full_attention": {}, "sliding_attention": { "rope_type": "linear" } } })),
+        json!({ "rope_parameters": { "full_attention": {}, "sliding_attention": { "rope_type": "linear" } } }),
         &["rope_parameters.sliding_attention.rope_type", "linear"],
     );
     check("llama", json!({ "hidden_act": "gelu" }), &["hidden_act", "gelu", "silu"]);

@@ -2,6 +2,7 @@
 
 mod checkpoints;
 mod data;
+mod evaluation;
 mod guard;
 mod ranks;
 mod reference;
@@ -198,6 +199,10 @@ fn rows_of_a_mixture_say_where_tokens_go() {
         let (load, dropped) = (layers("expert_load"), layers("expert_dropped"));
         assert!(load.len() == 3 && load.iter().all(|most| (1.0..=2.0).contains(most)), "{row}");
         // 64 tokens choose two, and there is room for half.
+        let part = |key: &str| row[key].as_f64().unwrap();
+        let (loss, likelihood, balance) = (part("loss"), part("loss_likelihood"), part("loss_balance"));
+        // Of f32, to three layers of 0.02 each.
+        assert!(balance >= 0.06 - 1e-6 && (likelihood + balance - loss).abs() < 1e-5, "{row}");
         assert!(dropped.len() == 3 && dropped.iter().all(|&choices| (64.0..128.0).contains(&choices)), "{row}");
     }
 }

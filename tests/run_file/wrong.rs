@@ -1,5 +1,7 @@
 //! A hundred files that are no runs.
 
+use gapless::run::RunConfig;
+
 use crate::{Place, TINY};
 
 /// What is to be changed in the tiny file, and what the error then names.
@@ -183,4 +185,49 @@ fn wrong_files_are_refused_by_key_line_and_remedy() {
     assert!(
         output.status.code() == Some(2) && String::from_utf8_lossy(&output.stderr).contains("cannot read nowhere.toml")
     );
+}
+
+/// What would end the process, or never end it: refused when the file is read, with the limit.
+#[test]
+fn numbers_without_measure_and_lists_for_tables_are_refused() {
+    let place = Place::new();
+    let gpt = "[model.gpt]\nlayers = 1\nheads = 2\nwidth = 16";
+    let llama =
+        |more: &str| format!("[model.llama]\nlayers = 1\nheads = 2\nkv_heads = 1\nwidth = 16\nhidden = 32\n{more}");
+    let moe = |more: &str| format!("[model.moe]\nexpert_hidden = 8\n{more}\n[model.moe.llama]\nlayers = 1\nwidth = 16");
+    for (from, to, key, why) in [
+        ("vocabulary = 256", "vocabulary = 4000000000".to_owned(), "data.vocabulary", "are the most"),
+        ("vocabulary = 256", "vocabulary = 9223372036854775807".to_owned(), "data.vocabulary", "are the most"),
+        ("batch = 4", "batch = 1000000000000".to_owned(), "step.batch", "are the most"),
+        ("batch = 4", "batch = 134217728".to_owned(), "step.batch", "more than 268435456 tokens"),
+        ("micro_batches = 2", "micro_batches = 1000000000".to_owned(), "step.micro_batches", "are the most"),
+        ("sequence = 16", "sequence = 9223372036854775807".to_owned(), "step.sequence", "are the most"),
+        ("threads = 1", "threads = 1\ndata_ranks = 100000000".to_owned(), "step.data_ranks", "are the most"),
+        ("layers = 1", "layers = 4294967296".to_owned(), "model.gpt", "layers is 4294967296"),
+        ("width = 16", "width = 9223372036854775807".to_owned(), "model.gpt", "width is"),
+        ("width = 16", "width = 16\nlayer_norm_eps = nan".to_owned(), "model.gpt", "layer_norm_eps is NaN"),
+        ("width = 16", "width = 16\nhidden = 0".to_owned(), "model.gpt", "hidden is 0"),
+        (gpt, llama("attention_cap = 1e300"), "model.llama", "attention_cap is"),
+        (gpt, llama("attention_cap = 1e-310"), "model.llama", "attention_cap is"),
+        (gpt, llama("query_scale = 1e-320"), "model.llama", "query_scale is"),
+        (gpt, llama("logit_cap = inf"), "model.llama", "logit_cap is inf"),
+        (gpt, llama("head_size = 1048577"), "model.llama", "head_size is"),
+        (gpt, moe("[model.moe.router]\nexperts = 1000000000000"), "model.moe", "router.experts is"),
+        (gpt, "[model]\ngpt = [1, 1, 8]".to_owned(), "model.gpt", "is a list"),
+        (gpt, "[model]\nmoe = { llama = [1, 2] }".to_owned(), "model.moe.llama", "is a list"),
+        ("[evaluation]\nevery = 2", "[optimizer]\ngroups = [[1, 2]]".to_owned(), "optimizer.groups", "is a list"),
+    ] {
+        let error = RunConfig::read(&place.file(&TINY.replace(from, &to)), &[]).unwrap_err().to_string();
+        assert!(error.contains(key) && error.contains(why), "{to}: {error}");
+    }
+    let text = TINY.replace("[evaluation]\nevery = 2", "evaluation = [2]");
+    let text = format!("evaluation = [2]\n{}", text.replace("evaluation = [2]\n", ""));
+    let error = RunConfig::read(&place.file(&text), &[]).unwrap_err().to_string();
+    assert!(error.contains("evaluation (line 1): is a list"), "{error}");
+    let error = RunConfig::read(&place.file(TINY), &["evaluation=[1]".into()]).unwrap_err().to_string();
+    assert!(error.contains("evaluation: is a list"), "{error}");
+    if cfg!(unix) {
+        let error = RunConfig::read("/dev/zero".as_ref(), &[]).unwrap_err().to_string();
+        assert!(error.contains("it is a pipe, a device or a socket"), "{error}");
+    }
 }

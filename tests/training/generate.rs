@@ -105,7 +105,7 @@ fn caches_hold_what_heads_share() {
 #[test]
 fn one_seed_is_one_text() {
     let sampling = Sampling { temperature: 1.5, top_k: 0, top_p: 0.95, repetition_penalty: 1.2, ..Sampling::default() };
-    let options = GenerateOptions { tokens: 70, sampling, stop: Vec::new() };
+    let options = GenerateOptions { tokens: 70, sampling, ..GenerateOptions::default() };
     for kind in KINDS {
         let whole = texts(&mut run(kind, None).trainer(), &options);
         for generation in [
@@ -192,6 +192,56 @@ fn sequences_end_one_by_one() {
     assert_eq!([&ended[0], &ended[2], &ended[3]], [&all[0], &all[2], &all[3]]);
     assert!(trainer.generate(&[], &options, go_on).unwrap().is_empty());
     assert_eq!(texts(&mut trainer, &GenerateOptions { tokens: 0, ..options }), vec![vec![0; 0]; 4]);
+}
+
+/// What may not come: every token is the likeliest of those that a slow reading of the rules leaves.
+#[test]
+fn tokens_that_may_not_come_do_not() {
+    let mut trainer = run(Kind::Gpt, Some(Generation { batch: 2, window: Some(16), chunk: 4 })).trainer();
+    let free = texts(&mut trainer, &GenerateOptions::greedy(12));
+    let (first, second) = (free[0][0], free[0][1]);
+    let greedy = GenerateOptions::greedy(40);
+    let ngram = |no_repeat_ngram_size| Sampling { no_repeat_ngram_size, ..Sampling::greedy() };
+    let prompts = prompts();
+    for options in [
+        GenerateOptions { banned: vec![vec![first]], ..greedy.clone() },
+        GenerateOptions { banned: vec![vec![first, second], vec![first, first, first], vec![]], ..greedy.clone() },
+        GenerateOptions { banned_first: vec![first, 1_000_000], ..greedy.clone() },
+        GenerateOptions { min_tokens: 7, stop: vec![first, second], ..greedy.clone() },
+        GenerateOptions { sampling: ngram(1), ..GenerateOptions::greedy(20) },
+        GenerateOptions { sampling: ngram(2), ..greedy.clone() },
+        GenerateOptions { sampling: ngram(3), ..greedy },
+    ] {
+        let mut texts: Vec<Vec<u32>> = prompts.iter().map(Vec::clone).collect();
+        let check = |next: &NextToken<'_>| {
+            let text = &mut texts[next.sequence];
+            let prompt = prompts[next.sequence].len();
+            let may_come = |&id: &u32| {
+                let with: Vec<u32> = text.iter().copied().chain([id]).collect();
+                let size = options.sampling.no_repeat_ngram_size;
+                let repeats = size > 0
+                    && with.len() > size
+                    && (0..with.len() - size).any(|at| with[at..at + size] == with[with.len() - size..]);
+                let is_early = text.len() - prompt < options.min_tokens && options.stop.contains(&id);
+                let is_first = text.len() == prompt && options.banned_first.contains(&id);
+                let is_banned = options.banned.iter().any(|banned| !banned.is_empty() && with.ends_with(banned));
+                !repeats && !is_early && !is_first && !is_banned
+            };
+            let ids = (0..next.logits.len() as u32).filter(may_come);
+            // Of equals, the first.
+            let best = ids.rev().max_by(|&a, &b| next.logits[a as usize].total_cmp(&next.logits[b as usize]));
+            assert_eq!(Some(next.token), best, "{options:?}, {text:?}");
+            text.push(next.token);
+            ControlFlow::Continue(())
+        };
+        let prompts = prompts.each_ref().map(Vec::as_slice);
+        let added = trainer.generate(&prompts, &options, check).unwrap();
+        let ends = |text: &Vec<u32>| text.len() == options.tokens || options.stop.contains(text.last().unwrap());
+        assert!(added.iter().all(|text| ends(text) && text.len() > options.min_tokens), "{options:?}");
+    }
+    let all = GenerateOptions { banned: (0..50).map(|id| vec![id]).collect(), ..GenerateOptions::greedy(1) };
+    let prompts = prompts.each_ref().map(Vec::as_slice);
+    assert!(trainer.generate(&prompts, &all, go_on).unwrap_err().to_string().contains("suppress"));
 }
 
 #[test]

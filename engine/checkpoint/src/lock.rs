@@ -44,7 +44,8 @@ impl FolderLock {
 
     /// Whether a folder has been locked before, be it by a process that has ended since.
     pub fn was_acquired(dir: &Path) -> bool {
-        File::open(dir.join(Self::FILE)).is_ok_and(|file| is_ours(&file))
+        let path = dir.join(Self::FILE);
+        path.is_file() && File::open(path).is_ok_and(|file| is_ours(&file))
     }
 
     /// Whether files can be made in a folder: one without a name is, and is gone again.

@@ -43,14 +43,38 @@ pub(crate) fn open(path: &Path) -> Result<Box<dyn BufRead>, DataError> {
     })
 }
 
-/// Opens a regular file.
+/// Opens a file that can be read more than once, and that ends.
 pub(crate) fn open_file(path: &Path) -> Result<File, DataError> {
-    // Looked at before it is opened: opening a pipe waits for its writer.
-    let kind = fs::metadata(path).map_err(|error| DataError::read(path, error))?;
+    open_regular(path).map_err(|error| DataError::read(path, error))
+}
+
+/// Opens a regular file.
+///
+/// # Errors
+/// As [`File::open`]; a pipe, a device or a socket, of which the first would wait for a writer, and the second may never end.
+pub fn open_regular(path: &Path) -> io::Result<File> {
+    // Looked at before it is opened: opening a pipe waits.
+    let kind = fs::metadata(path)?;
     if !kind.is_file() && !kind.is_dir() {
-        return Err(DataError::NotAFile { path: path.to_owned() });
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            "it is a pipe, a device or a socket; copy it into a file",
+        ));
     }
-    File::open(path).map_err(|error| DataError::read(path, error))
+    File::open(path)
+}
+
+/// Reads a regular file of UTF-8 text.
+///
+/// # Errors
+/// As [`open_regular`] and [`fs::read_to_string`]; a file of more than `most` bytes.
+pub fn read_text(path: &Path, most: u64) -> io::Result<String> {
+    let mut text = String::new();
+    open_regular(path)?.take(most + 1).read_to_string(&mut text)?;
+    if text.len() as u64 > most {
+        return Err(io::Error::new(io::ErrorKind::FileTooLarge, format!("it has more than {most} bytes")));
+    }
+    Ok(text)
 }
 
 /// [`open`] of a text: without the byte-order mark that some editors put before it.

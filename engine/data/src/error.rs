@@ -21,14 +21,6 @@ pub enum DataError {
         /// What the operating system said.
         source: io::Error,
     },
-    /// A pipe, a device or a socket.
-    #[error(
-        "{path} is not a file, but a pipe, a device or a socket; data are read more than once: copy them into a file"
-    )]
-    NotAFile {
-        /// The path as given.
-        path: PathBuf,
-    },
     /// Text that was not the same when it was read again.
     #[error("{path} has changed while it was read; run again when nothing writes it any more")]
     Changed {
@@ -41,7 +33,7 @@ pub enum DataError {
         /// The file.
         path: PathBuf,
         /// Bytes, at most.
-        most: usize,
+        most: u64,
     },
     /// A file that is not what it was compressed to.
     #[error(

@@ -9,6 +9,7 @@ use walkdir::WalkDir;
 use crate::compressed::{MARK, inner_extension, open, open_text, read_error};
 #[cfg(feature = "parquet")]
 use crate::parquet::each_row;
+use crate::texts::MOST_UNCUT;
 use crate::{Corpus, DataError};
 
 /// The extensions of text in a folder, in lower case. A .json file counts where it has lines of texts: of the others in a folder, most
@@ -166,7 +167,8 @@ pub(super) fn check_text(path: &Path) -> Result<u64, DataError> {
     }
     let binary = |reason| DataError::Binary { path: path.to_owned(), reason };
     let mut source = open(path)?;
-    let (mut bytes, mut before, mut mark) = (Vec::new(), 0, 0);
+    let (mut bytes, mut before, mut mark, mut line) = (Vec::new(), 0, 0, 0);
+    let most = if has_lines(path) { LONGEST_LINE } else { MOST_UNCUT as u64 };
     loop {
         let read = source.by_ref().take(1 << 20).read_to_end(&mut bytes).map_err(|error| read_error(path, error))?;
         if let Some(position) = bytes.iter().position(|&byte| byte == 0) {
@@ -180,6 +182,13 @@ pub(super) fn check_text(path: &Path) -> Result<u64, DataError> {
                 return Err(binary(format!("byte {} is not valid UTF-8", before + error.valid_up_to() as u64)));
             }
         };
+        line = bytes[..valid]
+            .iter()
+            .rposition(|&byte| byte == b'\n')
+            .map_or(line + valid as u64, |at| (valid - at) as u64);
+        if line > most {
+            return Err(DataError::NoBreak { path: path.to_owned(), most });
+        }
         if before == 0 && bytes.starts_with(MARK) {
             mark = MARK.len() as u64;
         }
@@ -337,7 +346,7 @@ mod tests {
         symlink(inside("data"), inside("data/d")).unwrap();
         assert!(read().unwrap_err().to_string().contains("loop"));
         let device = Corpus::read(Path::new("/dev/zero")).unwrap_err().to_string();
-        assert!(device.contains("is not a file"), "{device}");
+        assert!(device.contains("it is a pipe, a device or a socket"), "{device}");
     }
 
     #[test]

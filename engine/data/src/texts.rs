@@ -50,7 +50,7 @@ fn visit_text(path: &Path, text: &str, visit: &mut Visit) -> Result<(), DataErro
     let mut pieces = pieces(text, PIECE_BYTES).peekable();
     while let Some(piece) = pieces.next() {
         if piece.len() > MOST_UNCUT {
-            return Err(DataError::NoBreak { path: path.to_owned(), most: MOST_UNCUT });
+            return Err(DataError::NoBreak { path: path.to_owned(), most: MOST_UNCUT as u64 });
         }
         visit(piece, pieces.peek().is_none())?;
     }
@@ -138,7 +138,7 @@ fn each_part(path: &Path, mut visit: impl FnMut(&[u8])) -> Result<(), DataError>
 }
 
 /// Bytes without a place to cut at, at most: they are encoded at once, which takes many times as much memory.
-const MOST_UNCUT: usize = 32 << 20;
+pub(super) const MOST_UNCUT: usize = 32 << 20;
 
 /// Visits the pieces of a file that is one document, of which a few are in memory.
 fn visit_file(path: &Path, visit: &mut Visit) -> Result<(), DataError> {
@@ -153,7 +153,7 @@ fn visit_file(path: &Path, visit: &mut Visit) -> Result<(), DataError> {
         bytes.drain(..start);
         searched = bytes.len();
         if searched > MOST_UNCUT {
-            return Err(DataError::NoBreak { path: path.to_owned(), most: MOST_UNCUT });
+            return Err(DataError::NoBreak { path: path.to_owned(), most: MOST_UNCUT as u64 });
         }
         let read = source.by_ref().take(16 * PIECE_BYTES as u64).read_to_end(&mut bytes);
         if read.map_err(|error| read_error(path, error))? == 0 {

@@ -4,14 +4,18 @@
 //! model was trained with, text as its tokens come, conversations as text. Never: a special token that is taken for plain text.
 
 use std::fmt;
-use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use tokenizers::models::ModelWrapper;
 
+use crate::compressed::read_text;
 use crate::framing::Framing;
-use crate::{ChatTemplate, DataError, TextOptions};
+use crate::sound::{check, guarded, probe};
+use crate::{ChatTemplate, DataError, TextOptions, TextStream};
+
+/// Bytes of a tokenizer.json, at most: those of 256,000 tokens have 35 MiB.
+const MOST_BYTES: u64 = 512 << 20;
 
 /// A tokenizer, its special tokens, and its chat template.
 pub struct Tokenizer {
@@ -61,8 +65,8 @@ impl Tokenizer {
     /// # Errors
     /// When the tokenizer refuses.
     pub fn encode(&self, text: &str, with_special: bool) -> Result<Vec<u32>, DataError> {
-        let encoding = self.tokenizer.encode_fast(text, with_special);
-        Ok(encoding.map_err(|error| wrong(&self.path, error))?.get_ids().to_vec())
+        let encoding = guarded(&self.path, || self.tokenizer.encode_fast(text, with_special))?;
+        Ok(encoding.get_ids().to_vec())
     }
 
     /// [`Self::encode`], and of each id whether any of its bytes stand in one of the spans, as of [`ChatTemplate::answers`].
@@ -75,7 +79,7 @@ impl Tokenizer {
         spans: &[Range<usize>],
         with_special: bool,
     ) -> Result<(Vec<u32>, Vec<bool>), DataError> {
-        let encoding = self.tokenizer.encode(text, with_special).map_err(|error| wrong(&self.path, error))?;
+        let encoding = guarded(&self.path, || self.tokenizer.encode(text, with_special))?;
         Ok((encoding.get_ids().to_vec(), are_inside(encoding.get_offsets(), spans)))
     }
 
@@ -84,13 +88,12 @@ impl Tokenizer {
     /// # Errors
     /// When the tokenizer refuses.
     pub fn decode(&self, ids: &[u32], with_special: bool) -> Result<String, DataError> {
-        self.tokenizer.decode(ids, !with_special).map_err(|error| wrong(&self.path, error))
+        guarded(&self.path, || self.tokenizer.decode(ids, !with_special))
     }
 
-    /// Text as its tokens come: of each, what it completes, if anything. Special tokens are left out.
-    pub fn stream(&self) -> impl FnMut(u32) -> Result<Option<String>, DataError> {
-        let mut stream = self.tokenizer.decode_stream(true);
-        move |id| stream.step(id).map_err(|error| wrong(&self.path, error))
+    /// Text as its tokens come. Special tokens are left out.
+    pub fn stream(&self) -> TextStream<'_> {
+        TextStream::new(|ids| self.decode(ids, false))
     }
 
     /// How conversations are written, if the folder says so.
@@ -103,11 +106,12 @@ impl Tokenizer {
 /// how its model was trained: texts are encoded whole, alone, and the same every time, as transformers does.
 ///
 /// # Errors
-/// A file that is missing or no tokenizer.
+/// A file that is missing, no tokenizer, or one that the library cannot bear.
 pub(crate) fn read(path: &Path) -> Result<tokenizers::Tokenizer, DataError> {
-    let json = fs::read_to_string(path).map_err(|error| DataError::read(path, error))?;
+    let json = read_text(path, MOST_BYTES).map_err(|error| DataError::read(path, error))?;
+    check(&json, path)?;
     // `parse` is compiled with the tokenizers, where `from_bytes` would compile all that there can be in a file here.
-    let mut tokenizer: tokenizers::Tokenizer = json.parse().map_err(|error| wrong(path, error))?;
+    let mut tokenizer: tokenizers::Tokenizer = guarded(path, || json.parse())?;
     tokenizer.with_padding(None).with_truncation(None).map_err(|error| wrong(path, error))?;
     let mut model = tokenizer.get_model().clone();
     let is_random = match &mut model {
@@ -118,6 +122,7 @@ pub(crate) fn read(path: &Path) -> Result<tokenizers::Tokenizer, DataError> {
     if is_random {
         tokenizer.with_model(model);
     }
+    probe(&tokenizer, path)?;
     Ok(tokenizer)
 }
 

@@ -12,8 +12,9 @@ use tokenizers::{AddedToken, Tokenizer};
 
 use crate::encode::pieces_for_training;
 use crate::framing::{END_OF_TEXT, Framing};
+use crate::sound::guarded;
 use crate::tokenizer::{are_inside, read};
-use crate::{DataError, TextOptions};
+use crate::{DataError, TextOptions, TextStream};
 
 /// Every byte, and the end of text.
 const LEAST_BPE_SIZE: usize = 256 + 1;
@@ -206,8 +207,7 @@ impl Vocabulary {
         match &self.kind {
             Kind::Bytes => Ok(text.bytes().map(u32::from).collect()),
             Kind::Tokenizer { tokenizer, .. } => {
-                let encoding = tokenizer.encode_fast(text, false);
-                Ok(encoding.map_err(|error| tokenizer_error(Path::new("encoding"), error))?.get_ids().to_vec())
+                Ok(guarded(Path::new("encoding"), || tokenizer.encode_fast(text, false))?.get_ids().to_vec())
             }
             Kind::Ids { .. } => Err(DataError::NoTokenizer),
         }
@@ -237,8 +237,7 @@ impl Vocabulary {
     pub(crate) fn encode_spans(&self, text: &str, spans: &[Range<usize>]) -> Result<(Vec<u32>, Vec<bool>), DataError> {
         match &self.kind {
             Kind::Tokenizer { tokenizer, .. } => {
-                let encoding =
-                    tokenizer.encode(text, false).map_err(|error| tokenizer_error(Path::new("encoding"), error))?;
+                let encoding = guarded(Path::new("encoding"), || tokenizer.encode(text, false))?;
                 Ok((encoding.get_ids().to_vec(), are_inside(encoding.get_offsets(), spans)))
             }
             Kind::Bytes | Kind::Ids { .. } => {
@@ -258,29 +257,22 @@ impl Vocabulary {
                 let bytes: Vec<u8> = ids.iter().map(|&id| id as u8).collect();
                 Ok(String::from_utf8_lossy(&bytes).into_owned())
             }
-            Kind::Tokenizer { tokenizer, .. } => {
-                tokenizer.decode(ids, false).map_err(|error| tokenizer_error(Path::new("decoding"), error))
-            }
+            Kind::Tokenizer { tokenizer, .. } => guarded(Path::new("decoding"), || tokenizer.decode(ids, false)),
             Kind::Ids { .. } => Ok(ids.iter().map(u32::to_string).collect::<Vec<_>>().join(" ")),
         }
     }
 
-    /// Text as its tokens come: of each, what it completes, if anything. The end of text is left out.
-    pub fn stream(&self) -> Box<dyn FnMut(u32) -> Result<Option<String>, DataError> + '_> {
+    /// Text as its tokens come. The end of text is left out.
+    pub fn stream(&self) -> TextStream<'_> {
         match &self.kind {
             Kind::Tokenizer { tokenizer, .. } => {
-                let mut stream = tokenizer.decode_stream(true);
-                Box::new(move |id| stream.step(id).map_err(|error| tokenizer_error(Path::new("decoding"), error)))
+                TextStream::new(|ids| guarded(Path::new("decoding"), || tokenizer.decode(ids, true)))
             }
-            Kind::Bytes => {
-                let mut begun = Vec::new();
-                Box::new(move |id| {
-                    begun.extend(u8::try_from(id).ok().filter(|&byte| byte != 0));
-                    let is_whole = std::str::from_utf8(&begun).err().is_none_or(|error| error.error_len().is_some());
-                    Ok(is_whole.then(|| String::from_utf8_lossy(&std::mem::take(&mut begun)).into_owned()))
-                })
-            }
-            Kind::Ids { .. } => Box::new(|id| Ok(Some(format!("{id} ")))),
+            Kind::Bytes => TextStream::new(|ids| {
+                let bytes: Vec<u8> = ids.iter().filter_map(|&id| u8::try_from(id).ok()).filter(|&id| id != 0).collect();
+                Ok(String::from_utf8_lossy(&bytes).into_owned())
+            }),
+            Kind::Ids { .. } => TextStream::new(|ids| Ok(ids.iter().map(|id| format!("{id} ")).collect())),
         }
     }
 

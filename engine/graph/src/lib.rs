@@ -45,7 +45,9 @@ pub use gapless_kernels::{Args, Element, Numbers, Spec, Stream};
 pub use gradient::Gradient;
 #[doc(hidden)]
 pub use graph::lock;
-pub use graph::{FLOATS, Graph, Node, NodeId, Phase, Place, RowCount, Sequences, Source, Value, ValueId};
+pub use graph::{
+    FLOATS, Graph, LossPart, Node, NodeId, Phase, Place, ReportedLoss, RowCount, Sequences, Source, Value, ValueId,
+};
 pub use nn::Model;
 pub use op::{Op, Rows};
 pub use reference::{Array, Reference};

@@ -243,9 +243,9 @@ impl Routed {
 }
 
 /// How many instructions are looked at: a router's, and those that bring it what it routes.
-const LOOKED_AT: usize = 64;
+const LOOKED_AT: usize = 96;
 
-/// Of the instructions in front of one that finds no room, the first whose planned results are still there and not all finite: scores
+/// Of the instructions in front of one that finds no room and of its micro-batch, the first whose planned results are still there and not all finite: scores
 /// that are not numbers send all tokens to the same experts.
 pub(crate) fn not_finite_before(
     program: &CompiledProgram,
@@ -254,6 +254,7 @@ pub(crate) fn not_finite_before(
 ) -> Option<usize> {
     let mut gone: Vec<Range<u64>> = Vec::new();
     let mut culprit = None;
+    let micro_batch = program.instructions[index].micro_batch;
     for (index, instruction) in program.instructions[..index].iter().enumerate().rev().take(LOOKED_AT) {
         gone.extend(instruction.dead_after.iter().cloned());
         let range =
@@ -265,7 +266,8 @@ pub(crate) fn not_finite_before(
         };
         // What is only done if rows were let go may have been left out.
         let is_compute = matches!(instruction.kind, InstrKind::Compute(_)) && instruction.predicate.is_none();
-        if is_compute && !planned().filter(is_there).all(&is_finite) {
+        let is_own = instruction.micro_batch == micro_batch;
+        if is_compute && is_own && !planned().filter(is_there).all(&is_finite) {
             culprit = Some(index);
         }
         gone.extend(planned().map(range));

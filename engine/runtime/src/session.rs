@@ -181,6 +181,11 @@ impl<B: Backend + ?Sized> Session<B> {
         self.executable.has_input(id, name)
     }
 
+    /// Whether a program has such an output on this rank.
+    pub fn has_output(&self, id: ProgramId, name: &str) -> bool {
+        self.executable.programs[id.0].outputs.iter().any(|output| output.name == name)
+    }
+
     /// Writes an input of a program.
     ///
     /// # Errors

@@ -12,7 +12,8 @@ pub struct Batch<'a> {
     /// The id that follows each of them; [`IGNORED`] where the loss does not count it, which needs
     /// [`TrainOptions::documents`](super::TrainOptions::documents).
     pub targets: &'a [u32],
-    /// Where in its sequence the document of each token begins; empty where each sequence is one document.
+    /// Where in its sequence the document of each token begins. A document of which no target counts is padding: routers of experts pay
+    /// no attention to it. Empty where each sequence is one document, and padding what follows its last target that counts.
     pub starts: &'a [u32],
 }
 
@@ -44,28 +45,35 @@ pub(super) struct DocumentInputs {
     pub positions: Vec<u32>,
     pub targets: Vec<u32>,
     pub weights: Vec<f32>,
+    pub routed: Vec<f32>,
 }
 
 impl DocumentInputs {
     /// For batches of at most so many tokens.
     pub fn new(tokens: usize) -> Self {
         let ids = || Vec::with_capacity(tokens);
-        Self { starts: ids(), positions: ids(), targets: ids(), weights: Vec::with_capacity(tokens) }
+        let numbers = || Vec::with_capacity(tokens);
+        Self { starts: ids(), positions: ids(), targets: ids(), weights: numbers(), routed: numbers() }
     }
 
     /// Takes a batch of sequences of so many tokens. A loss that counts is weighted so that the mean over all tokens of the batch,
-    /// wherever they are computed, is the mean over those that count.
+    /// wherever they are computed, is the mean over those that count; what routers count of a token, by those that are no padding.
     ///
     /// # Errors
     /// Documents that begin behind their tokens, or are not contiguous; a batch in which no target counts.
     pub fn fill(&mut self, batch: &Batch<'_>, sequence: usize) -> Result<()> {
         let fail = |why, remedy| Err(TrainError::Config { what: "documents", why, remedy });
         let tokens = batch.tokens.len();
-        let Self { starts, positions, targets, weights } = self;
+        let Self { starts, positions, targets, weights, routed } = self;
         // The first token of each document, and the place of each token in its own.
         starts.clear();
         starts.extend_from_slice(batch.starts);
-        starts.resize(tokens, 0);
+        if batch.starts.is_empty() {
+            for targets in batch.targets.chunks_exact(sequence) {
+                let end = targets.iter().rposition(|&target| target != IGNORED).map_or(0, |last| last + 1);
+                starts.extend((0..sequence).map(|at| if at < end { 0 } else { end as u32 }));
+            }
+        }
         positions.clear();
         for (index, &start) in starts.iter().enumerate() {
             let at = (index % sequence) as u32;
@@ -87,6 +95,18 @@ impl DocumentInputs {
         targets.extend(batch.targets.iter().map(|&target| if target == IGNORED { 0 } else { target }));
         weights.clear();
         weights.extend(batch.targets.iter().map(|&target| if target == IGNORED { 0.0 } else { weight }));
+        // What is routed: documents of which a target counts.
+        routed.clear();
+        for (starts, mut targets) in starts.chunks_exact(sequence).zip(batch.targets.chunks_exact(sequence)) {
+            for document in starts.chunk_by(|a, b| a == b) {
+                let (own, others) = targets.split_at(document.len());
+                let counts = own.iter().any(|&target| target != IGNORED);
+                routed.extend(std::iter::repeat_n(f32::from(u8::from(counts)), own.len()));
+                targets = others;
+            }
+        }
+        let weight = (tokens as f64 / routed.iter().map(|&counts| f64::from(counts)).sum::<f64>()) as f32;
+        routed.iter_mut().for_each(|counts| *counts *= weight);
         Ok(())
     }
 }

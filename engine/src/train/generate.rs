@@ -21,18 +21,37 @@ pub struct GenerateOptions {
     pub sampling: Sampling,
     /// Tokens that end a sequence; they are part of it.
     pub stop: Vec<u32>,
+    /// So many tokens are added before one of `stop` may come.
+    pub min_tokens: usize,
+    /// Sequences of tokens that do not come: the last token of one is not drawn behind the others. One of one token never is.
+    pub banned: Vec<Vec<u32>>,
+    /// Tokens that are not drawn as the first.
+    pub banned_first: Vec<u32>,
 }
 
 impl Default for GenerateOptions {
     fn default() -> Self {
-        Self { tokens: 200, sampling: Sampling::default(), stop: Vec::new() }
+        Self {
+            tokens: 200,
+            sampling: Sampling::default(),
+            stop: Vec::new(),
+            min_tokens: 0,
+            banned: Vec::new(),
+            banned_first: Vec::new(),
+        }
     }
 }
 
 impl GenerateOptions {
     /// So many tokens, always the likeliest.
     pub fn greedy(tokens: usize) -> Self {
-        Self { tokens, sampling: Sampling::greedy(), stop: Vec::new() }
+        Self { tokens, sampling: Sampling::greedy(), ..Self::default() }
+    }
+
+    /// Whether some token may not come at some time.
+    fn has_bans(&self) -> bool {
+        let has_first = !self.banned_first.is_empty() || self.min_tokens > 0 && !self.stop.is_empty();
+        has_first || !self.banned.is_empty() || self.sampling.no_repeat_ngram_size > 0
     }
 }
 
@@ -57,7 +76,8 @@ impl Trainer {
     /// tokens or drop them.
     ///
     /// # Errors
-    /// An empty prompt, ids outside the vocabulary, unsound sampling, logits that are not finite; else as [`Self::evaluate`].
+    /// An empty prompt, ids outside the vocabulary, unsound sampling, logits that are not finite, no token that may come; else as
+    /// [`Self::evaluate`].
     pub fn generate(
         &mut self,
         prompts: &[&[u32]],
@@ -114,7 +134,7 @@ impl Trainer {
                 let mut rows = logits.chunks_exact(width).zip(&mut *sequences).filter(|(_, one)| !one.has_ended);
                 rows.try_for_each(|(logits, sequence)| {
                     let logits = &logits[..vocabulary];
-                    let token = sequence.choose(logits, sampler, index)?;
+                    let token = sequence.choose(logits, sampler, options, index)?;
                     let ends = each(&NextToken { sequence: sequence.number, token, logits }).is_break();
                     sequence.has_ended = ends || options.stop.contains(&token);
                     Some(())
@@ -126,8 +146,9 @@ impl Trainer {
                 (None, Way::Cached(_)) => None,
             };
             if chosen.is_none() {
-                let why = "logits that are not finite".to_owned();
-                return Err(TrainError::Config { what: "generation", why, remedy: "go back to a sound checkpoint" });
+                let why = "logits that are not finite, or none of a token that may come".to_owned();
+                let remedy = "go back to a sound checkpoint, or suppress fewer tokens";
+                return Err(TrainError::Config { what: "generation", why, remedy });
             }
             if sequences.iter().all(|sequence| sequence.has_ended) {
                 break;
@@ -264,6 +285,8 @@ struct Sequence {
     has_ended: bool,
     /// Of every id, whether it is there; empty if nobody asks.
     seen: Vec<bool>,
+    /// Of every id, whether it may not come next; empty if all may.
+    banned: Vec<bool>,
     numbers: Numbers,
 }
 
@@ -277,9 +300,10 @@ impl Sequence {
             seen.resize(vocabulary, false);
             prompt.iter().for_each(|&id| seen[id as usize] = true);
         }
+        let banned = vec![false; if options.has_bans() { vocabulary } else { 0 }];
         let first = prompt.len().saturating_sub(window);
         let numbers = Numbers::from_seed(options.sampling.seed.wrapping_add(number as u64));
-        Self { number, tokens, prompt: prompt.len(), first, has_ended: false, seen, numbers }
+        Self { number, tokens, prompt: prompt.len(), first, has_ended: false, seen, banned, numbers }
     }
 
     /// The tokens that the next one is drawn from; of a sequence that has ended, as many as fit.
@@ -289,13 +313,49 @@ impl Sequence {
     }
 
     /// Adds the next token; nothing if the logits are not finite.
-    fn choose(&mut self, logits: &[f32], sampler: &mut Sampler, index: usize) -> Option<u32> {
-        let token = sampler.choose(logits, &self.seen, self.numbers.uniform(index))?;
+    fn choose(
+        &mut self,
+        logits: &[f32],
+        sampler: &mut Sampler,
+        options: &GenerateOptions,
+        index: usize,
+    ) -> Option<u32> {
+        self.ban(options, index);
+        let token = sampler.choose(logits, &self.seen, &self.banned, self.numbers.uniform(index))?;
         self.tokens.push(token);
         if let Some(seen) = self.seen.get_mut(token as usize) {
             *seen = true;
         }
         Some(token)
+    }
+
+    /// Marks the tokens that may not come next.
+    fn ban(&mut self, options: &GenerateOptions, index: usize) {
+        let Self { tokens, banned, .. } = self;
+        banned.fill(false);
+        let mut ban = |id: u32| {
+            if let Some(is_banned) = banned.get_mut(id as usize) {
+                *is_banned = true;
+            }
+        };
+        for sequence in &options.banned {
+            if let Some((&last, before)) = sequence.split_last()
+                && tokens.ends_with(before)
+            {
+                ban(last);
+            }
+        }
+        if index == 0 {
+            options.banned_first.iter().for_each(|&id| ban(id));
+        }
+        if index < options.min_tokens {
+            options.stop.iter().for_each(|&id| ban(id));
+        }
+        let size = options.sampling.no_repeat_ngram_size;
+        if size > 0 && size <= tokens.len() {
+            let newest = &tokens[tokens.len() + 1 - size..];
+            tokens.windows(size).filter(|ngram| ngram.starts_with(newest)).for_each(|ngram| ban(ngram[size - 1]));
+        }
     }
 
     /// Lets go of the older half if the window cannot hold all; whether it did.

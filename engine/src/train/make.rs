@@ -21,7 +21,7 @@ use gapless_runtime::cuda;
 use super::device;
 use super::documents::DocumentInputs;
 use super::ranks::{BatchCheck, communicators, expect_equal, expect_one_rank, expect_ranks};
-use super::{DeviceChoice, Generation, Limits, Programs, RunsOn, TrainOptions, Trainer};
+use super::{DeviceChoice, Generation, Limits, LossParts, Programs, RunsOn, TrainOptions, Trainer};
 use crate::communicator::Communicator;
 use crate::error::{Result, TrainError};
 
@@ -223,6 +223,7 @@ impl Trainer {
         let (at, step, world) = (plan.at, 0, None);
         let scalars_inputs = options.update.scalars_inputs();
         let share = Share::of(&options.step(), at);
+        let loss_parts = LossParts::outputs(&session, programs.train);
         let documents = DocumentInputs::new(if options.documents { options.batch * options.sequence } else { 0 });
         Ok(Self {
             session,
@@ -239,6 +240,7 @@ impl Trainer {
             share,
             step,
             limits: Limits::default(),
+            loss_parts,
             scalars_inputs,
             world,
             batch_check: None,

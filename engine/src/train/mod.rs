@@ -4,6 +4,7 @@
 mod device;
 mod documents;
 mod generate;
+mod loss_parts;
 mod make;
 mod options;
 mod plan;
@@ -24,6 +25,7 @@ pub use device::{DeviceChoice, RunsOn};
 pub use documents::Batch;
 pub use gapless_compile::step::Generation;
 pub use generate::{GenerateOptions, NextToken};
+pub use loss_parts::LossParts;
 pub use options::TrainOptions;
 pub use sampling::Sampling;
 
@@ -34,6 +36,7 @@ use crate::error::{Result, TrainError};
 use crate::learning_rate::Schedule;
 use gapless_compile::ProgramId;
 use gapless_compile::report::{self, Report};
+use gapless_graph::LossPart;
 use gapless_graph::optim::SCALARS;
 use gapless_runtime::RunOptions;
 #[cfg(feature = "cuda")]
@@ -44,8 +47,11 @@ use gapless_runtime::cuda;
 pub struct StepReport {
     /// The step, counted from 0.
     pub step: u64,
-    /// Mean loss over the batch, before the update.
+    /// Mean loss over the batch, before the update: all that is minimised.
     pub loss: f32,
+    /// What it is made of, where it is more than the likelihood.
+    #[serde(flatten)]
+    pub loss_parts: Option<LossParts>,
     /// Norm of all gradients together, before clipping.
     pub gradient_norm: f32,
     /// Learning rate of the update.
@@ -98,6 +104,8 @@ pub struct Trainer {
     share: Share,
     step: u64,
     limits: Limits,
+    /// Outputs of the training step that say what its loss is made of.
+    loss_parts: Vec<(LossPart, &'static str)>,
     /// Of each group's rule.
     scalars_inputs: Vec<String>,
     /// A digest of the model's graph.
@@ -209,7 +217,8 @@ impl Trainer {
             });
             return Err(TrainError::NonFinite { step: self.step, loss, culprit });
         }
-        let report = StepReport { step: self.step, loss, gradient_norm, lr, skipped };
+        let loss_parts = LossParts::read(&self.session, program, &self.loss_parts, loss)?;
+        let report = StepReport { step: self.step, loss, loss_parts, gradient_norm, lr, skipped };
         self.step += 1;
         self.session.grow(self.options.most_bytes())?;
         Ok(report)
@@ -365,13 +374,13 @@ impl Trainer {
         }
         let mut documents = std::mem::take(&mut self.documents);
         let written = documents.fill(batch, self.options.sequence).and_then(|()| {
-            let DocumentInputs { starts, positions, targets, weights } = &documents;
+            let DocumentInputs { starts, positions, targets, weights, routed } = &documents;
             self.check_ids(targets)?;
-            let [of_starts, of_positions, of_weights] = DOCUMENT_INPUTS;
+            let [of_starts, of_positions, of_weights, of_routed] = DOCUMENT_INPUTS;
             let ids =
                 [("tokens", batch.tokens), ("targets", &**targets), (of_starts, starts), (of_positions, positions)];
             self.write_inputs(program, share, &ids)?;
-            self.write_inputs(program, share, &[(of_weights, &**weights)])
+            self.write_inputs(program, share, &[(of_weights, &**weights), (of_routed, routed)])
         });
         self.documents = documents;
         written

@@ -5,7 +5,9 @@
 
 use crate::error::{Result, TrainError};
 
-/// How tokens are drawn, in this order: penalty, temperature, then the likeliest that all of `top_k`, `top_p` and `min_p` leave.
+/// How tokens are drawn, in this order: the penalty, repeated sequences, the temperature, then the likeliest that all of `top_k`, `top_p`
+/// and `min_p` leave, and of these what `typical_p`, `epsilon_cutoff` and `eta_cutoff` leave, one after the other. Where the
+/// temperature is 0, nothing after it counts.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sampling {
     /// Divides the logits; 0 takes the likeliest token.
@@ -16,16 +18,36 @@ pub struct Sampling {
     pub top_p: f32,
     /// Only tokens that are at least so likely as this part of the likeliest (Nguyen et al., arXiv 2407.01082).
     pub min_p: f32,
+    /// Only the tokens whose information is nearest to what is expected of one, that have this much of the probability together
+    /// (locally typical sampling: Meister et al., arXiv 2202.00666, section 4).
+    pub typical_p: f32,
+    /// Only tokens that are at least so likely; 0 for all (Hewitt et al., arXiv 2210.15191).
+    pub epsilon_cutoff: f32,
+    /// The same with η = min(ε, √ε·exp(−entropy)), where this is ε; 0 for all (the same paper, section 4).
+    pub eta_cutoff: f32,
     /// Divides the logits of tokens that are there already, if they are positive, else multiplies them (Keskar et al., arXiv
     /// 1909.05858).
     pub repetition_penalty: f32,
+    /// No sequence of so many tokens comes twice, the prompt's included; 0 for any.
+    pub no_repeat_ngram_size: usize,
     /// Same seed, same text.
     pub seed: u64,
 }
 
 impl Default for Sampling {
     fn default() -> Self {
-        Self { temperature: 0.8, top_k: 40, top_p: 1.0, min_p: 0.0, repetition_penalty: 1.0, seed: 0 }
+        Self {
+            temperature: 0.8,
+            top_k: 40,
+            top_p: 1.0,
+            min_p: 0.0,
+            typical_p: 1.0,
+            epsilon_cutoff: 0.0,
+            eta_cutoff: 0.0,
+            repetition_penalty: 1.0,
+            no_repeat_ngram_size: 0,
+            seed: 0,
+        }
     }
 }
 
@@ -35,17 +57,25 @@ impl Sampling {
         Self { temperature: 0.0, top_k: 0, ..Self::default() }
     }
 
+    /// Whether a rule goes by the probabilities of what the others leave.
+    fn goes_by_probability(&self) -> bool {
+        self.typical_p < 1.0 || self.epsilon_cutoff > 0.0 || self.eta_cutoff > 0.0
+    }
+
     pub(super) fn check(&self) -> Result<()> {
-        let Self { temperature, top_p, min_p, repetition_penalty, .. } = *self;
+        let Self { temperature, top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff, repetition_penalty, .. } = *self;
         for (name, value, is_sound) in [
             ("temperature", temperature, temperature >= 0.0 && temperature.is_finite()),
             ("top_p", top_p, top_p > 0.0 && top_p <= 1.0),
             ("min_p", min_p, (0.0..=1.0).contains(&min_p)),
+            ("typical_p", typical_p, typical_p > 0.0 && typical_p <= 1.0),
+            ("epsilon_cutoff", epsilon_cutoff, (0.0..1.0).contains(&epsilon_cutoff)),
+            ("eta_cutoff", eta_cutoff, (0.0..1.0).contains(&eta_cutoff)),
             ("repetition_penalty", repetition_penalty, repetition_penalty > 0.0 && repetition_penalty.is_finite()),
         ] {
             if !is_sound {
-                let remedy =
-                    "a temperature is at least 0, a probability from 0 to 1 (top_p above 0), a penalty above 0";
+                let remedy = "a temperature is at least 0, a probability from 0 to 1 (top_p and typical_p above 0), a cutoff \
+                              below 1, a penalty above 0";
                 return Err(TrainError::Config { what: "sampling", why: format!("a {name} of {value}"), remedy });
             }
         }
@@ -81,14 +111,15 @@ impl Sampler {
         Self { sampling, candidates: Vec::with_capacity(vocabulary) }
     }
 
-    /// The token at `point`, in [0, 1), of the cumulative distribution of what is left, likeliest first. None if a logit is not a
-    /// number, or none is finite.
-    pub fn choose(&mut self, logits: &[f32], seen: &[bool], point: f32) -> Option<u32> {
+    /// The token at `point`, in [0, 1), of the cumulative distribution of what is left, likeliest first; none of those that are
+    /// banned. None if a logit is not a number, or none that may come is finite.
+    pub fn choose(&mut self, logits: &[f32], seen: &[bool], banned: &[bool], point: f32) -> Option<u32> {
         let Sampling { temperature, top_k, top_p, min_p, repetition_penalty, .. } = self.sampling;
         let penalised = |(id, &logit): (usize, &f32)| {
-            let logit = match seen.get(id) {
-                Some(true) if logit > 0.0 => logit / repetition_penalty,
-                Some(true) => logit * repetition_penalty,
+            let logit = match (banned.get(id), seen.get(id)) {
+                (Some(true), _) => f32::NEG_INFINITY,
+                (_, Some(true)) if logit > 0.0 => logit / repetition_penalty,
+                (_, Some(true)) => logit * repetition_penalty,
                 _ => logit,
             };
             Candidate { logit, id: id as u32 }
@@ -102,7 +133,7 @@ impl Sampler {
             return Some(best.id);
         }
         self.candidates.clear();
-        self.candidates.extend(all);
+        self.candidates.extend(all.filter(|candidate| candidate.logit != f32::NEG_INFINITY));
         if top_k > 0 && top_k < self.candidates.len() {
             self.candidates.select_nth_unstable_by(top_k - 1, Candidate::order);
             self.candidates.truncate(top_k);
@@ -111,8 +142,13 @@ impl Sampler {
         let weight = |candidate: &Candidate| f64::from(((candidate.logit - best.logit) / temperature).exp());
         let total: f64 = self.candidates.iter().map(weight).sum();
 
-        // As much of the order as holds what is asked for, and how much that is.
-        let wanted = total * f64::from(if top_p < 1.0 { top_p } else { point });
+        // As much of the order as holds what is asked for, and how much that is: all of it where a later rule looks at all.
+        let is_cut_later = self.sampling.goes_by_probability();
+        let wanted = match (top_p < 1.0, is_cut_later) {
+            (true, _) => total * f64::from(top_p),
+            (false, true) => f64::INFINITY,
+            (false, false) => total * f64::from(point),
+        };
         let (mut kept, mut sum) = (0, 0.0);
         let mut sorted = 0;
         loop {
@@ -132,14 +168,79 @@ impl Sampler {
                 break;
             }
         }
+        if is_cut_later {
+            self.candidates.truncate(kept);
+            self.keep_by_probability();
+            (kept, sum) = (self.candidates.len(), self.candidates.iter().map(weight).sum());
+        }
         // What is kept is all that is drawn from; without a limit, the whole distribution.
-        let has_limit = top_p < 1.0 || min_p > 0.0;
+        let has_limit = top_p < 1.0 || min_p > 0.0 || is_cut_later;
         let mut left = f64::from(point) * if has_limit { sum } else { total };
         let drawn = self.candidates[..kept].iter().find(|candidate| {
             left -= weight(candidate);
             left < 0.0
         });
         Some(drawn.unwrap_or(&self.candidates[kept - 1]).id)
+    }
+
+    /// Keeps the candidates that `typical_p`, `epsilon_cutoff` and `eta_cutoff` leave, each of those that the one before has left.
+    /// Likeliest first, before and after.
+    fn keep_by_probability(&mut self) {
+        let Sampling { temperature, typical_p, epsilon_cutoff, eta_cutoff, .. } = self.sampling;
+        let all = &mut self.candidates;
+        if typical_p < 1.0 {
+            let left = Distribution::of(all, temperature);
+            let distance = |one: &Candidate| (left.information(one) - left.entropy).abs();
+            all.sort_unstable_by(|a, b| distance(a).total_cmp(&distance(b)).then(Candidate::order(a, b)));
+            let mut mass = 0.0;
+            let last = all.iter().find(|one| {
+                mass += left.probability(one);
+                mass >= f64::from(typical_p)
+            });
+            let farthest = last.map_or(f64::INFINITY, distance);
+            all.retain(|one| distance(one) <= farthest);
+            all.sort_unstable_by(Candidate::order);
+        }
+        let mut keep_above = |least: &dyn Fn(&Distribution) -> f64| {
+            let left = Distribution::of(all, temperature);
+            let (best, least) = (all[0].logit, least(&left));
+            all.retain(|one| left.probability(one) >= least || one.logit == best);
+        };
+        if epsilon_cutoff > 0.0 {
+            keep_above(&|_| f64::from(epsilon_cutoff));
+        }
+        if eta_cutoff > 0.0 {
+            let epsilon = f64::from(eta_cutoff);
+            keep_above(&|left| epsilon.min(epsilon.sqrt() * (-left.entropy).exp()));
+        }
+    }
+}
+
+/// What the probabilities of some candidates are made of.
+struct Distribution {
+    best: f32,
+    temperature: f32,
+    log_total: f64,
+    entropy: f64,
+}
+
+impl Distribution {
+    /// Of at least one candidate.
+    fn of(candidates: &[Candidate], temperature: f32) -> Self {
+        let best = candidates.iter().map(|one| one.logit).fold(f32::NEG_INFINITY, f32::max);
+        let mut new = Self { best, temperature, log_total: 0.0, entropy: 0.0 };
+        new.log_total = candidates.iter().map(|one| (-new.information(one)).exp()).sum::<f64>().ln();
+        new.entropy = candidates.iter().map(|one| new.probability(one) * new.information(one)).sum();
+        new
+    }
+
+    /// −log of a probability.
+    fn information(&self, of: &Candidate) -> f64 {
+        self.log_total + f64::from((self.best - of.logit) / self.temperature)
+    }
+
+    fn probability(&self, of: &Candidate) -> f64 {
+        (-self.information(of)).exp()
     }
 }
 
@@ -173,7 +274,45 @@ mod tests {
             kept.push((id, weight));
             sum += weight;
         }
-        kept.iter().map(|&(id, weight)| (id, weight / sum)).collect()
+        let kept =
+            by_probability(sampling, kept.into_iter().map(|(id, _)| penalised((id as usize, &logits[id as usize]))));
+        let weight = |logit: f32| f64::from(((logit - best) / sampling.temperature).exp());
+        let sum: f64 = kept.iter().map(|&(_, logit)| weight(logit)).sum();
+        kept.into_iter().map(|(id, logit)| (id, weight(logit) / sum)).collect()
+    }
+
+    /// What `typical_p`, `epsilon_cutoff` and `eta_cutoff` leave of ids and logits, likeliest first.
+    fn by_probability(sampling: &Sampling, left: impl Iterator<Item = (u32, f32)>) -> Vec<(u32, f32)> {
+        let mut left: Vec<(u32, f32)> = left.collect();
+        let probabilities = |left: &[(u32, f32)]| {
+            let weights = left.iter().map(|x| f64::from((x.1 - left[0].1) / sampling.temperature).exp());
+            let weights: Vec<f64> = weights.collect();
+            let sum: f64 = weights.iter().sum();
+            weights.into_iter().map(|weight| weight / sum).collect::<Vec<f64>>()
+        };
+        let entropy = |p: &[f64]| p.iter().map(|p| -p * p.ln()).filter(|x| !x.is_nan()).sum::<f64>();
+        if sampling.typical_p < 1.0 {
+            let p = probabilities(&left);
+            let expected = entropy(&p);
+            let mut order: Vec<usize> = (0..left.len()).collect();
+            order.sort_by(|&a, &b| {
+                let [a, b] = [a, b].map(|at| (-p[at].ln() - expected).abs());
+                a.total_cmp(&b)
+            });
+            let before = |at: usize| order[..at].iter().map(|&at| p[at]).sum::<f64>();
+            let kept = (0..order.len()).filter(|&at| before(at) < f64::from(sampling.typical_p));
+            let mut kept: Vec<usize> = kept.map(|at| order[at]).collect();
+            kept.sort_unstable();
+            left = kept.into_iter().map(|at| left[at]).collect();
+        }
+        for is_eta in [false, true] {
+            let p = probabilities(&left);
+            let eta = f64::from(sampling.eta_cutoff);
+            let eta = eta.min(eta.sqrt() * (-entropy(&p)).exp());
+            let least = if is_eta { eta } else { f64::from(sampling.epsilon_cutoff) };
+            left = left.into_iter().zip(&p).filter(|(_, of)| **of >= least || **of == p[0]).map(|x| x.0).collect();
+        }
+        left
     }
 
     generated! {
@@ -182,11 +321,14 @@ mod tests {
             logits in prop::collection::vec(-8.0f32..8.0, 1..300),
             (temperature, top_k, top_p) in (0.1f32..3.0, 0..100usize, prop_oneof![Just(1.0f32), 0.01f32..1.0]),
             (min_p, repetition_penalty) in (prop_oneof![Just(0.0f32), 0.0f32..1.0], prop_oneof![Just(1.0f32), 0.5f32..2.0]),
+            typical_p in prop_oneof![Just(1.0f32), 0.05f32..1.0],
+            (epsilon_cutoff, eta_cutoff) in (prop_oneof![Just(0.0f32), 0.0f32..0.3], prop_oneof![Just(0.0f32), 0.0f32..0.3]),
             point in 0.0f32..1.0,
         ) {
-            let sampling = Sampling { temperature, top_k, top_p, min_p, repetition_penalty, seed: 0 };
+            let cutoffs = Sampling { typical_p, epsilon_cutoff, eta_cutoff, ..Sampling::default() };
+            let sampling = Sampling { temperature, top_k, top_p, min_p, repetition_penalty, ..cutoffs };
             let seen: Vec<bool> = (0..logits.len()).map(|id| id % 3 == 0).collect();
-            let id = Sampler::new(sampling, logits.len()).choose(&logits, &seen, point).unwrap();
+            let id = Sampler::new(sampling, logits.len()).choose(&logits, &seen, &[], point).unwrap();
             let left = left(&sampling, &logits, &seen);
             let at = left.iter().position(|&(kept, _)| kept == id);
             prop_assert!(at.is_some(), "{id} is not among {left:?}");
@@ -199,7 +341,7 @@ mod tests {
 
     #[test]
     fn special_cases() {
-        let choose = |sampling, logits: &[f32]| Sampler::new(sampling, logits.len()).choose(logits, &[], 0.999);
+        let choose = |sampling, logits: &[f32]| Sampler::new(sampling, logits.len()).choose(logits, &[], &[], 0.999);
         assert_eq!(choose(Sampling::greedy(), &[1.0, 3.0, 3.0, 2.0]), Some(1), "of equals, the first");
         assert_eq!(choose(Sampling { top_k: 1, ..Sampling::default() }, &[1.0, 3.0, 2.0]), Some(1));
         assert_eq!(choose(Sampling { top_p: 1e-6, ..Sampling::default() }, &[1.0, 3.0, 2.0]), Some(1));
@@ -208,8 +350,41 @@ mod tests {
         assert_eq!(choose(Sampling::default(), &[1.0, f32::NAN]), None);
         assert_eq!(choose(Sampling::default(), &[]), None);
         let penalty = Sampling { repetition_penalty: 2.0, ..Sampling::greedy() };
-        assert_eq!(Sampler::new(penalty, 2).choose(&[3.0, 2.0], &[true, false], 0.0), Some(1));
-        assert_eq!(Sampler::new(penalty, 2).choose(&[-1.0, -1.5], &[true, false], 0.0), Some(1));
+        assert_eq!(Sampler::new(penalty, 2).choose(&[3.0, 2.0], &[true, false], &[], 0.0), Some(1));
+        assert_eq!(Sampler::new(penalty, 2).choose(&[-1.0, -1.5], &[true, false], &[], 0.0), Some(1));
+        let banned = |sampling| Sampler::new(sampling, 2).choose(&[3.0, 2.0], &[], &[true, false], 0.0);
+        assert_eq!((banned(Sampling::greedy()), banned(Sampling::default())), (Some(1), Some(1)));
+    }
+
+    /// Probabilities 0.5, 0.3, 0.15 and 0.05, whose entropy is 1.142: information 0.693, 1.204, 1.897 and 2.996.
+    #[test]
+    fn cutoffs_by_hand() {
+        let logits = [0.5f32, 0.3, 0.15, 0.05].map(f32::ln);
+        let plain = Sampling { temperature: 1.0, top_k: 0, ..Sampling::default() };
+        let kept = |sampling| {
+            let mut sampler = Sampler::new(sampling, 4);
+            let mut drawn: Vec<u32> =
+                (0..100).map(|point| sampler.choose(&logits, &[], &[], point as f32 / 100.0).unwrap()).collect();
+            drawn.dedup();
+            drawn
+        };
+        for (sampling, expected) in [
+            (plain, &[0, 1, 2, 3][..]),
+            // The second is nearest to the entropy, then the first.
+            (Sampling { typical_p: 0.2, ..plain }, &[1]),
+            (Sampling { typical_p: 0.7, ..plain }, &[0, 1]),
+            (Sampling { typical_p: 0.9, ..plain }, &[0, 1, 2]),
+            (Sampling { epsilon_cutoff: 0.1, ..plain }, &[0, 1, 2]),
+            (Sampling { epsilon_cutoff: 0.9, ..plain }, &[0]),
+            // min(0.2, 0.447 · exp(−1.142) = 0.143)
+            (Sampling { eta_cutoff: 0.2, ..plain }, &[0, 1, 2]),
+            (Sampling { eta_cutoff: 0.01, ..plain }, &[0, 1, 2, 3]),
+            // Of the first three, whose probabilities are 0.526, 0.316 and 0.158 then.
+            (Sampling { top_k: 3, epsilon_cutoff: 0.155, ..plain }, &[0, 1, 2]),
+            (Sampling { typical_p: 0.2, ..Sampling::greedy() }, &[0]),
+        ] {
+            assert_eq!(kept(sampling), expected, "{sampling:?}");
+        }
     }
 
     #[test]
@@ -221,6 +396,9 @@ mod tests {
             Sampling { top_p: 0.0, ..default },
             Sampling { min_p: 1.5, ..default },
             Sampling { repetition_penalty: 0.0, ..default },
+            Sampling { typical_p: 0.0, ..default },
+            Sampling { epsilon_cutoff: 1.0, ..default },
+            Sampling { eta_cutoff: -0.1, ..default },
         ] {
             assert!(unsound.check().is_err(), "{unsound:?}");
         }

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use candle_core::DType;
 use gapless_engine::nn::{Lora, Trainable};
-use gapless_engine::{TrainError, Trainer};
+use gapless_engine::{DeviceChoice, TrainError, TrainOptions, Trainer};
 use safetensors::tensor::TensorView;
 use serde_json::{Map, Value, json};
 
@@ -99,6 +99,11 @@ impl Adapter {
         Ok(Self { path, config, lora, base, file })
     }
 
+    /// Whether a folder has an adapter, which is then what it is opened as, as by transformers.
+    pub fn is_at(path: &Path) -> bool {
+        path.join(CONFIG).is_file()
+    }
+
     /// The folder of the model that it was trained for: beside the adapter's folder or, failing that, from where the program runs.
     ///
     /// # Errors
@@ -137,9 +142,8 @@ impl Adapter {
         self.compare(&expected)?;
         let here: BTreeSet<String> = trainer.parameter_names().map(str::to_owned).collect();
         for (stored, (parameter, shape)) in expected.iter().filter(|(_, (parameter, _))| here.contains(parameter)) {
-            let info = self.file.info(stored).expect("compared above");
             let mut elements = Vec::new();
-            self.file.read_elements(info, 0, shape.iter().product(), |x| elements.push(x))?;
+            self.file.read_elements(stored, 0, shape.iter().product(), |x| elements.push(x))?;
             trainer.set_elements(parameter, &elements)?;
         }
         Ok(())
@@ -152,6 +156,38 @@ impl Adapter {
     pub fn save(&self, base: &Folder, trainer: &Trainer, out: impl AsRef<Path>) -> Result<()> {
         let dtype = |stored: &str| self.file.info(stored).map_or(Dtype::F32, |info| info.dtype);
         write(base, trainer, out.as_ref(), self.config.clone(), &dtype)
+    }
+
+    /// A model of `base` with these adapters, made to infer, with the weights of both. `options` says the rest.
+    ///
+    /// # Errors
+    /// As [`Trainer::for_inference`], [`Folder::load`] and [`Self::load`].
+    pub fn for_inference(&self, base: &Folder, options: TrainOptions) -> Result<Trainer> {
+        let options = TrainOptions { trainable: self.trainable(), ..options };
+        let mut trainer = Trainer::for_inference(|vb| base.model(vb), options)?;
+        base.load(&mut trainer)?;
+        self.load(base, &mut trainer)?;
+        Ok(trainer)
+    }
+
+    /// Adds the adapters to the weights of their layers, in f32, and saves the model as a folder at `out`, which must not be there or be
+    /// empty: as [`Folder::save`], with the adapter's tokenizer where it has one.
+    ///
+    /// # Errors
+    /// As [`Self::for_inference`] and [`Folder::save`].
+    pub fn merge(&self, base: &Folder, out: impl AsRef<Path>) -> Result<()> {
+        put_in_place(out.as_ref(), |partial| {
+            // Nothing is computed with the model.
+            let options = TrainOptions { batch: 1, sequence: 1, device: DeviceChoice::Cpu, ..TrainOptions::default() };
+            let trainer = self.for_inference(base, options)?;
+            let tokenizer = if self.has_tokenizer() { &self.path } else { &base.path };
+            base.write_into(&trainer, partial, None, tokenizer)
+        })
+    }
+
+    /// Whether its folder has a tokenizer of its own.
+    pub fn has_tokenizer(&self) -> bool {
+        self.path.join("tokenizer.json").is_file()
     }
 
     fn compare(&self, expected: &Adapters) -> Result<()> {
@@ -289,17 +325,7 @@ fn take(fields: &mut Fields) -> Lora {
     fields.one_of("bias", &["none"]);
     fields.one_of("task_type", &["CAUSAL_LM"]);
     initial_values(fields);
-    for field in OFF {
-        let is_off = |value: &Value| match value {
-            Value::Bool(is_on) => !is_on,
-            Value::Array(values) => values.is_empty(),
-            Value::Object(options) => options.is_empty(),
-            _ => false,
-        };
-        if let Some(found) = fields.take(field).filter(|value| !is_off(value)) {
-            fields.unsupported(field, &found, "null, false or nothing");
-        }
-    }
+    fields.off(&OFF);
     fields.pass_over(&PASSED_OVER);
     lora
 }

@@ -1,5 +1,6 @@
 //! A config.json, checked.
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -10,37 +11,11 @@ use gapless_engine::{DType, Model, Tensor};
 use super::error::{ConfigProblem, HfError, Result};
 use super::fields::{Fields, read_object};
 use super::llama::Family;
-use super::{deepseek, gemma, gpt2, llama, moe};
+use super::{deepseek, gemma, gpt2, known, llama, moe};
 use crate::{Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig};
 
 /// Elements of all parameters, at most: 2⁴⁸ take a petabyte.
 const MOST_ELEMENTS: u128 = 1 << 48;
-
-/// Options that change no number that is computed: names, types on disk, what generation does, initial values.
-const PASSED_OVER: [&str; 22] = [
-    "_name_or_path",
-    "architectures",
-    "auto_map",
-    "bos_token_id",
-    "decoder_start_token_id",
-    "dtype",
-    "eos_token_id",
-    "id2label",
-    "initializer_range",
-    "label2id",
-    "model_type",
-    "problem_type",
-    "return_dict",
-    "sep_token_id",
-    "tokenizer_class",
-    "torch_dtype",
-    "transformers_version",
-    "unk_token_id",
-    "use_cache",
-    "output_attentions",
-    "output_hidden_states",
-    "_attn_implementation",
-];
 
 const FAMILIES: [&str; 12] = [
     "deepseek_v3",
@@ -63,6 +38,8 @@ pub struct Config {
     path: PathBuf,
     architecture: Architecture,
     parameters: Vec<(String, Vec<usize>)>,
+    /// Layers that the files may have and the model does not.
+    unread_layers: Range<usize>,
 }
 
 /// A family of models, with extents.
@@ -118,13 +95,11 @@ impl Config {
                 Some(found) => ConfigProblem::Unsupported { field, found, supported: FAMILIES.join(", ") },
             }]));
         };
-        for field in ["is_encoder_decoder", "is_decoder", "tie_encoder_decoder"] {
-            fields.only(field, false);
-        }
-        if let Some(quantised) = fields.take("quantization_config") {
-            fields.unsupported("quantization_config", &quantised, "weights that are not quantised");
-        }
-        fields.pass_over(&PASSED_OVER);
+        let unread_layers = match &architecture {
+            Architecture::Moe(moe) if moe.latent.is_some() => deepseek::unread_layers(&mut fields, moe.llama.layers),
+            _ => 0..0,
+        };
+        known::take(&mut fields);
         let problems = fields.finish();
         if !problems.is_empty() {
             return Err(refused(problems));
@@ -140,7 +115,7 @@ impl Config {
                 expected: format!("below {MOST_ELEMENTS}"),
             }]));
         }
-        Ok(Self { path, architecture, parameters })
+        Ok(Self { path, architecture, parameters, unread_layers })
     }
 
     /// Declares the model: what a [`Trainer`](gapless_engine::Trainer) is made with.
@@ -180,6 +155,24 @@ impl Config {
             Architecture::Gpt(config) => Some(config.sequence),
             Architecture::Llama(_) | Architecture::Moe(_) => None,
         }
+    }
+
+    /// What its user should know: parts of the files that are not part of the model.
+    pub fn notices(&self) -> Vec<String> {
+        let notice = |layer| {
+            format!(
+                "{}: model.layers.{layer} is left out, as transformers does: it predicts further tokens \
+                 (num_nextn_predict_layers)",
+                self.path.display()
+            )
+        };
+        self.unread_layers.clone().map(notice).collect()
+    }
+
+    /// Whether a stored tensor is of a layer that is not part of the model.
+    pub(super) fn is_unread(&self, stored: &str) -> bool {
+        let layer = stored.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.'));
+        layer.and_then(|(layer, _)| layer.parse().ok()).is_some_and(|layer| self.unread_layers.contains(&layer))
     }
 
     /// Whether linear layers are stored as GPT-2 does.

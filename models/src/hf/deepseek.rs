@@ -1,5 +1,7 @@
 //! DeepSeek-V3 (arXiv 2412.19437): latent attention, experts in groups, chosen by sigmoids with a bias, and one that is shared.
 
+use std::ops::Range;
+
 use gapless_engine::nn::{RouterConfig, Score};
 use gapless_engine::ops::ExpertGroups;
 use serde_json::Value;
@@ -27,15 +29,12 @@ pub(super) fn take(fields: &mut Fields) -> MoeConfig {
     let llama = LlamaConfig { head_size: Some(size), query_scale, qkv_bias: false, ..llama };
 
     let experts = fields.count("n_routed_experts", Some(256), 1..=EXPERTS);
+    fields.only("num_local_experts", experts);
     let expert_hidden = fields.count("moe_intermediate_size", Some(2048), SIZE);
     let shared = fields.count("n_shared_experts", Some(1), 0..=EXPERTS);
     let dense = fields.count("first_k_dense_replace", Some(3), 0..=4096);
     let router = sigmoid_router(fields, experts);
     fields.only("moe_layer_freq", 1);
-    // More tokens than the next are not predicted.
-    fields.only("num_nextn_predict_layers", 0);
-    // Losses that are not added, and how others spread the work.
-    fields.pass_over(&["aux_loss_alpha", "seq_aux", "ep_size"]);
     MoeConfig {
         dense_layers: (0..dense.min(llama.layers)).collect(),
         expert_hidden,
@@ -45,6 +44,12 @@ pub(super) fn take(fields: &mut Fields) -> MoeConfig {
         router,
         llama,
     }
+}
+
+/// Layers behind the model's own that predict further tokens. They are not part of the model, here as in transformers.
+pub(super) fn unread_layers(fields: &mut Fields, layers: usize) -> Range<usize> {
+    let name = ["num_nextn_predict_layers", "num_mtp_layers"].into_iter().find(|name| fields.peek(name).is_some());
+    layers..layers + name.map_or(0, |name| fields.count(name, Some(0), 0..=4096))
 }
 
 fn latent(fields: &mut Fields) -> LatentConfig {

@@ -35,8 +35,8 @@ pub enum HfError {
     ShardPath { index: PathBuf, file: String },
     #[error("{path} is no safetensors file: {why}")]
     Header { path: PathBuf, why: String },
-    /// Every tensor that is missing, one too many, or not as the configuration says.
-    #[error("the weights in {path} are not those of config.json: {}", listed(problems))]
+    /// Every tensor that is missing, one too many, not as the configuration says, or unsound.
+    #[error("the weights in {path} are refused: {}", listed(problems))]
     Weights { path: PathBuf, problems: Vec<WeightProblem> },
     #[error("{path} is there already, and not empty; save to a new folder")]
     Exists { path: PathBuf },
@@ -86,6 +86,8 @@ pub enum WeightProblem {
     NotInShard { name: String, file: String },
     #[error("{name} is in {file}, but not in the index")]
     NotInIndex { name: String, file: String },
+    #[error("{name} has {value} among its elements; go back to a sound checkpoint")]
+    NotFinite { name: String, value: String },
     #[error("{name} differs from {other}, to which tie_word_embeddings ties it")]
     Untied { name: String, other: String },
 }

@@ -3,11 +3,11 @@
 //! In: a JSON object. Out: checked values, and every problem at the end. Never: an option that nobody asked for and that is passed
 //! over in silence.
 
-use std::fs::File;
 use std::io::Read;
 use std::ops::RangeInclusive;
 use std::path::Path;
 
+use gapless_engine::data::open_regular;
 use serde_json::{Map, Value};
 
 use super::error::{ConfigProblem, HfError, Result};
@@ -134,6 +134,25 @@ impl Fields {
         fields.iter().for_each(|field| drop(self.left.remove(*field)));
     }
 
+    /// [`Self::pass_over`] of all options whose name is one of those.
+    pub fn pass_over_if(&mut self, is_one: impl Fn(&str) -> bool) {
+        self.left.retain(|field, _| !is_one(field));
+    }
+
+    /// Options that are supported where they are off: null, false or empty.
+    pub fn off(&mut self, fields: &[&str]) {
+        for field in fields {
+            let is_off = |value: &Value| match value {
+                Value::Array(values) => values.is_empty(),
+                Value::Object(options) => options.is_empty(),
+                value => *value == false,
+            };
+            if let Some(found) = self.take(field).filter(|value| !is_off(value)) {
+                self.unsupported(field, &found, "null, false or nothing");
+            }
+        }
+    }
+
     pub fn wrong(&mut self, field: &str, found: &Value, expected: &str) {
         let (field, found, expected) = (self.full(field), short(found), expected.to_owned());
         self.problems.push(ConfigProblem::Value { field, found, expected });
@@ -175,7 +194,7 @@ fn shortened(text: &str) -> String {
 /// Reads a file that holds a JSON object.
 pub(super) fn read_object(path: &Path) -> Result<Map<String, Value>> {
     let read_error = |source| HfError::Read { path: path.to_owned(), source };
-    let file = File::open(path).map_err(read_error)?;
+    let file = open_regular(path).map_err(read_error)?;
     let mut bytes = Vec::new();
     file.take(MOST_BYTES + 1).read_to_end(&mut bytes).map_err(read_error)?;
     if bytes.len() as u64 > MOST_BYTES {

@@ -62,6 +62,16 @@ impl Folder {
         &self.config
     }
 
+    /// Where it lies.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What its user should know: parts of the files that are not part of the model.
+    pub fn notices(&self) -> Vec<String> {
+        self.config.notices()
+    }
+
     /// Declares the model: what a [`Trainer`] is made with.
     ///
     /// # Errors
@@ -74,8 +84,8 @@ impl Folder {
     /// memory. A rank of a pipeline reads those of its stages. Adapters stay as they are ([`Adapter::load`](super::Adapter::load)).
     ///
     /// # Errors
-    /// When a file cannot be read, the trainer is of another model, or a head that is stored differs from the embedding that it is
-    /// tied to. The trainer's parameters are then partly filled.
+    /// When a file cannot be read, an element is not finite, the trainer is of another model, or a head that is stored differs from
+    /// the embedding that it is tied to. The trainer's parameters are then partly filled.
     pub fn load(&self, trainer: &mut Trainer) -> Result<()> {
         self.check_tied()?;
         let trainable = &trainer.options().trainable;
@@ -106,15 +116,15 @@ impl Folder {
 
     /// Appends what a piece has.
     fn read(&self, piece: &Piece, elements: &mut Vec<f32>) -> Result<()> {
-        let (file, info) = self.find(&piece.stored).expect("every piece was found when the folder was opened");
+        let (file, _) = self.find(&piece.stored).expect("every piece was found when the folder was opened");
         let (first, count) = (piece.elements.start, piece.elements.len());
         if !piece.transposed {
-            return file.read_elements(info, first, count, |x| elements.push(x));
+            return file.read_elements(&piece.stored, first, count, |x| elements.push(x));
         }
         let (rows, columns) = (piece.shape[0], piece.shape[1]);
         let (begin, mut at) = (elements.len(), 0);
         elements.resize(begin + count, 0.0);
-        file.read_elements(info, first, count, |x| {
+        file.read_elements(&piece.stored, first, count, |x| {
             elements[begin + at % columns * rows + at / columns] = x;
             at += 1;
         })

@@ -1,7 +1,8 @@
 //! Gemma 2 (arXiv 2408.00118) and the text models of Gemma 3 (arXiv 2503.19786).
 
 use super::fields::Fields;
-use super::llama::{self, Family, Window};
+use super::llama::{self, Family};
+use super::window::Window;
 use crate::{GateActivation, LlamaConfig, Norms, QkNorm};
 
 /// What both have: norms on both sides of a part, whose weights count as 1 + w; GeGLU; a scaled embedding, to which the head is tied.
@@ -17,15 +18,16 @@ const GEMMA: Family = Family {
 };
 
 pub(super) fn gemma2(fields: &mut Fields) -> LlamaConfig {
+    // An older name of `sliding_window`, beside it.
+    fields.pass_over(&["sliding_window_size"]);
     take(fields, &GEMMA, Some(50.0), Some(30.0))
 }
 
 pub(super) fn gemma3(fields: &mut Fields) -> LlamaConfig {
     // The layers with a window turn by a base of their own.
     let local = fields.positive("rope_local_base_freq", Some(10_000.0));
-    // Both names are in use.
-    let every = ["sliding_window_pattern", "_sliding_window_pattern"].map(|name| fields.count(name, Some(6), 1..=4096));
-    let every = if every[0] == 6 { every[1] } else { every[0] };
+    // Files that have `_sliding_window_pattern` have `layer_types`, and transformers reads those.
+    let every = fields.count("sliding_window_pattern", Some(6), 1..=4096);
     let window = Window::AllBut { every };
     let family = Family { rope_theta: 1e6, qk_norm: QkNorm::Head, window, local_rope_theta: Some(local), ..GEMMA };
     take(fields, &family, None, None)
@@ -34,7 +36,6 @@ pub(super) fn gemma3(fields: &mut Fields) -> LlamaConfig {
 fn take(fields: &mut Fields, family: &Family, attention_cap: Option<f64>, logit_cap: Option<f64>) -> LlamaConfig {
     fields.one_of("hidden_activation", &["gelu_pytorch_tanh"]);
     fields.only("use_bidirectional_attention", false);
-    fields.pass_over(&["cache_implementation"]);
     let attention_cap = cap(fields, "attn_logit_softcapping", attention_cap);
     let logit_cap = cap(fields, "final_logit_softcapping", logit_cap);
     let query_scale = Some(fields.positive("query_pre_attn_scalar", Some(256.0)));

@@ -1,8 +1,8 @@
-//! What a folder says of generation: generation_config.json, and the end token of config.json.
+//! The rules of generation that a folder asks for: generation_config.json or, in a folder without one, the same options of config.json.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use gapless_engine::Sampling;
+use gapless_engine::{GenerateOptions, Sampling};
 use serde_json::{Map, Value};
 
 use super::error::{HfError, Result};
@@ -13,90 +13,278 @@ use super::fields::read_object;
 pub struct GenerationConfig {
     /// Tokens that end a sequence.
     pub stop: Vec<u32>,
+    /// Texts that end a sequence, with the token that completes one ([`StopStrings`](super::StopStrings)).
+    pub stop_strings: Vec<String>,
+    /// Tokens to add at most.
+    pub max_new_tokens: Option<usize>,
+    /// Tokens of the prompt and the text together, at most. `max_new_tokens` takes precedence.
+    pub max_length: Option<usize>,
+    /// Tokens to add before one of `stop` may come.
+    pub min_new_tokens: Option<usize>,
+    /// The same, the prompt's tokens included. `min_new_tokens` takes precedence.
+    pub min_length: Option<usize>,
     /// Whether tokens are drawn by chance; else the likeliest is taken.
     pub do_sample: bool,
-    /// The rule. Of what the folder does not say, what transformers takes.
+    /// The rule. Where the folder leaves an option out, the default of transformers.
     pub sampling: Sampling,
-    /// Options that it sets and that are not followed, with their values.
+    /// Sequences of tokens that do not come: `suppress_tokens` and `bad_words_ids`.
+    pub banned: Vec<Vec<u32>>,
+    /// Tokens that do not come first: `begin_suppress_tokens`.
+    pub banned_first: Vec<u32>,
+    /// Options that would change the text and that are not followed, with their values.
     pub not_followed: Vec<(String, String)>,
 }
 
-/// Options that have no effect on which tokens come, or only for other kinds of generation.
-const PASSED_OVER: [&str; 18] = [
-    "_from_model_config",
-    "bos_token_id",
-    "cache_implementation",
-    "decoder_start_token_id",
-    "disable_compile",
+/// Options that are followed.
+const FOLLOWED: [&str; 19] = [
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "do_sample",
+    "eos_token_id",
+    "epsilon_cutoff",
+    "eta_cutoff",
     "max_length",
     "max_new_tokens",
+    "min_length",
+    "min_new_tokens",
+    "min_p",
+    "no_repeat_ngram_size",
+    "repetition_penalty",
+    "stop_strings",
+    "suppress_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "typical_p",
+];
+
+/// Options that are not followed, and the number at which each changes nothing, if there is one. All of them are off at null, false and
+/// empty values.
+const NOT_FOLLOWED: [(&str, Option<f64>); 21] = [
+    ("constraints", None),
+    ("diversity_penalty", Some(0.0)),
+    ("dola_layers", None),
+    ("encoder_no_repeat_ngram_size", Some(0.0)),
+    ("encoder_repetition_penalty", Some(1.0)),
+    ("exponential_decay_length_penalty", None),
+    ("force_bos_token_to_be_generated", None),
+    ("force_words_ids", None),
+    ("forced_bos_token_id", None),
+    ("forced_eos_token_id", None),
+    ("guidance_scale", Some(1.0)),
+    ("max_time", None),
+    ("num_beam_groups", Some(1.0)),
+    ("num_beams", Some(1.0)),
+    ("num_return_sequences", Some(1.0)),
+    ("penalty_alpha", Some(0.0)),
+    ("remove_invalid_values", None),
+    ("sequence_bias", None),
+    ("token_healing", None),
+    ("top_h", None),
+    ("watermarking_config", None),
+];
+
+/// Options that do not change which tokens come: outputs beside the text, caches, speculation, and those that count with several
+/// beams alone, which are not followed by themselves.
+const WITHOUT_EFFECT: [&str; 36] = [
+    "assistant_confidence_threshold",
+    "assistant_early_exit",
+    "assistant_ensemble_weight",
+    "assistant_lookbehind",
+    "bos_token_id",
+    "cache_config",
+    "cache_implementation",
+    "compile_config",
+    "continuous_batching_config",
+    "decoder_start_token_id",
+    "disable_compile",
+    "early_stopping",
+    "is_assistant",
+    "length_penalty",
+    "low_memory",
+    "max_cache_len",
+    "max_matching_ngram_size",
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
     "output_attentions",
     "output_hidden_states",
     "output_logits",
     "output_scores",
     "pad_token_id",
+    "prefill_chunk_size",
+    "prompt_lookup_num_tokens",
+    "renormalize_logits",
     "return_dict_in_generate",
+    "sep_token_id",
+    "speculation_type",
+    "target_lookbehind",
     "transformers_version",
     "trust_remote_code",
+    "unk_token_id",
     "use_cache",
-    "early_stopping",
-    "length_penalty",
+    "use_mtp",
 ];
 
+/// The length that full dumps of older configurations have, whatever the model.
+const DUMPED_MAX_LENGTH: usize = 20;
+
+/// Whether an option is one of generation.
+pub(super) fn is_option(name: &str) -> bool {
+    FOLLOWED.contains(&name) || WITHOUT_EFFECT.contains(&name) || NOT_FOLLOWED.iter().any(|(known, _)| *known == name)
+}
+
 impl GenerationConfig {
-    /// Reads the files of a folder; one without generation_config.json has its end token in config.json.
+    /// Reads the files of a folder. Where there is no generation_config.json, options of generation in config.json count; the end token
+    /// of config.json does wherever generation_config.json has none.
     ///
     /// # Errors
     /// A file that is no JSON; a value of another type or size than its option has.
     pub fn read(folder: impl AsRef<Path>) -> Result<Self> {
         let folder = folder.as_ref();
-        let path = folder.join("generation_config.json");
-        let mut options = if path.exists() { read_object(&path)? } else { Map::new() };
-        let mut model = read_object(&folder.join("config.json"))?;
-        let wrong = |option: &str, found: &Value| HfError::Malformed {
-            path: path.clone(),
-            why: format!("its {option} is {found}, which is none"),
+        let (own, model) = (folder.join("generation_config.json"), folder.join("config.json"));
+        let mut config = Options { left: read_object(&model)?, path: model };
+        let end = config.left.get("eos_token_id").cloned();
+        let is_own = own.exists();
+        let mut options = if is_own {
+            Options { left: read_object(&own)?, path: own }
+        } else {
+            config.left.retain(|option, _| is_option(option));
+            config
         };
-        let mut take = |option: &str| options.remove(option).filter(|value| !value.is_null());
-        let stop = match take("eos_token_id").or_else(|| model.remove("eos_token_id")) {
-            None | Some(Value::Null) => Vec::new(),
-            Some(found) => ids(&found).ok_or_else(|| wrong("eos_token_id", &found))?,
-        };
-        let do_sample = match take("do_sample") {
-            None => false,
-            Some(found) => found.as_bool().ok_or_else(|| wrong("do_sample", &found))?,
-        };
-        let mut number = |option: &str, default: f32| match take(option) {
-            None => Ok(default),
-            Some(found) => found.as_f64().map(|x| x as f32).ok_or_else(|| wrong(option, &found)),
-        };
-        let sampling = Sampling {
-            temperature: number("temperature", 1.0)?,
-            top_k: number("top_k", 50.0)? as usize,
-            top_p: number("top_p", 1.0)?,
-            min_p: number("min_p", 0.0)?,
-            repetition_penalty: number("repetition_penalty", 1.0)?,
-            seed: 0,
-        };
-        let is_set = |(option, value): &(&String, &Value)| {
-            let is_off = matches!(value, Value::Null | Value::Bool(false)) || value.as_f64().is_some_and(|x| x <= 1.0);
-            !is_off && !PASSED_OVER.contains(&option.as_str())
-        };
-        let not_followed = options.iter().filter(is_set).map(|(option, value)| (option.clone(), value.to_string()));
-        Ok(Self { stop, do_sample, sampling, not_followed: not_followed.collect() })
+        options.left.entry("eos_token_id").or_insert(Value::Null);
+        if options.left["eos_token_id"].is_null() {
+            options.left.insert("eos_token_id".into(), end.unwrap_or_default());
+        }
+        options.take(is_own)
+    }
+
+    /// What `generate` of transformers does with a prompt of so many tokens, but for the stop strings; without a limit, 200 tokens at
+    /// most.
+    pub fn options(&self, prompt: usize) -> GenerateOptions {
+        let default = GenerateOptions::default();
+        GenerateOptions {
+            tokens: self.tokens(prompt).unwrap_or(default.tokens),
+            min_tokens: self.min_new_tokens.unwrap_or_else(|| self.min_length.unwrap_or(0).saturating_sub(prompt)),
+            sampling: self.default_sampling(),
+            stop: self.stop.clone(),
+            banned: self.banned.clone(),
+            banned_first: self.banned_first.clone(),
+        }
+    }
+
+    /// Tokens to add to a prompt of so many at most, if the folder says so.
+    pub fn tokens(&self, prompt: usize) -> Option<usize> {
+        self.max_new_tokens.or_else(|| Some(self.max_length?.saturating_sub(prompt)))
     }
 
     /// The rule that `generate` of transformers follows.
     pub fn default_sampling(&self) -> Sampling {
+        let Sampling { repetition_penalty, no_repeat_ngram_size, .. } = self.sampling;
         match self.do_sample {
             true => self.sampling,
-            false => Sampling { repetition_penalty: self.sampling.repetition_penalty, ..Sampling::greedy() },
+            false => Sampling { repetition_penalty, no_repeat_ngram_size, ..Sampling::greedy() },
         }
     }
+}
+
+/// Options that are left to take.
+struct Options {
+    path: PathBuf,
+    left: Map<String, Value>,
+}
+
+impl Options {
+    fn take(mut self, is_own: bool) -> Result<GenerationConfig> {
+        let top_k = self.number("top_k", 50.0)?.max(0.0) as usize;
+        // One of 0 leaves the likeliest token.
+        let top_p = self.number("top_p", 1.0)?.min(1.0);
+        let top_p = if top_p == 0.0 { f32::MIN_POSITIVE } else { top_p };
+        let max_length = self.count("max_length")?;
+        let stop = self.parsed("eos_token_id", ids)?.unwrap_or_default();
+        let mut banned: Vec<Vec<u32>> = self.parsed("bad_words_ids", sequences)?.unwrap_or_default();
+        // An end token that is a bad word comes all the same.
+        banned.retain(|word| !matches!(word[..], [id] if stop.contains(&id)));
+        banned.extend(self.parsed("suppress_tokens", ids)?.unwrap_or_default().into_iter().map(|id| vec![id]));
+        let config = GenerationConfig {
+            stop_strings: self.parsed("stop_strings", texts)?.unwrap_or_default(),
+            max_new_tokens: self.count("max_new_tokens")?,
+            max_length: max_length.filter(|&length| is_own || length != DUMPED_MAX_LENGTH),
+            min_new_tokens: self.count("min_new_tokens")?,
+            min_length: self.count("min_length")?,
+            do_sample: self.parsed("do_sample", Value::as_bool)?.unwrap_or(false),
+            sampling: Sampling {
+                temperature: self.number("temperature", 1.0)?,
+                top_k,
+                top_p,
+                min_p: self.number("min_p", 0.0)?,
+                typical_p: self.number("typical_p", 1.0)?.min(1.0),
+                epsilon_cutoff: self.cutoff("epsilon_cutoff")?,
+                eta_cutoff: self.cutoff("eta_cutoff")?,
+                repetition_penalty: self.number("repetition_penalty", 1.0)?,
+                no_repeat_ngram_size: self.count("no_repeat_ngram_size")?.unwrap_or(0),
+                seed: 0,
+            },
+            banned,
+            banned_first: self.parsed("begin_suppress_tokens", ids)?.unwrap_or_default(),
+            not_followed: Vec::new(),
+            stop,
+        };
+        let not_followed = self.left.iter().filter(|(option, value)| changes_the_text(option, value));
+        let not_followed = not_followed.map(|(option, value)| (option.clone(), value.to_string())).collect();
+        Ok(GenerationConfig { not_followed, ..config })
+    }
+
+    /// An option that is there and not null.
+    fn parsed<T>(&mut self, option: &str, parse: impl Fn(&Value) -> Option<T>) -> Result<Option<T>> {
+        let Some(found) = self.left.remove(option).filter(|value| !value.is_null()) else { return Ok(None) };
+        let wrong = || {
+            let why = format!("its {option} is {found}, which is not a value of this option");
+            HfError::Malformed { path: self.path.clone(), why }
+        };
+        parse(&found).map(Some).ok_or_else(wrong)
+    }
+
+    fn number(&mut self, option: &str, default: f32) -> Result<f32> {
+        Ok(self.parsed(option, Value::as_f64)?.map_or(default, |number| number as f32))
+    }
+
+    /// A cutoff counts between 0 and 1.
+    fn cutoff(&mut self, option: &str) -> Result<f32> {
+        let cutoff = self.number(option, 0.0)?;
+        Ok(if cutoff > 0.0 && cutoff < 1.0 { cutoff } else { 0.0 })
+    }
+
+    fn count(&mut self, option: &str) -> Result<Option<usize>> {
+        self.parsed(option, |value| usize::try_from(value.as_u64()?).ok())
+    }
+}
+
+/// Whether an option that nobody took is on. One that is not known may be.
+fn changes_the_text(option: &str, value: &Value) -> bool {
+    let neutral = NOT_FOLLOWED.iter().find(|(known, _)| *known == option).and_then(|(_, neutral)| *neutral);
+    let is_off = match value {
+        Value::Null | Value::Bool(false) => true,
+        Value::Array(values) => values.is_empty(),
+        Value::Object(values) => values.is_empty(),
+        value => neutral.is_some() && value.as_f64() == neutral,
+    };
+    !is_off && !option.starts_with('_') && !FOLLOWED.contains(&option) && !WITHOUT_EFFECT.contains(&option)
 }
 
 /// A token, or several.
 fn ids(found: &Value) -> Option<Vec<u32>> {
     let id = |value: &Value| u32::try_from(value.as_u64()?).ok();
     found.as_array().map_or_else(|| Some(vec![id(found)?]), |list| list.iter().map(id).collect())
+}
+
+fn sequences(found: &Value) -> Option<Vec<Vec<u32>>> {
+    found.as_array()?.iter().map(|ids_of_one| ids_of_one.is_array().then(|| ids(ids_of_one))?).collect()
+}
+
+/// A text, or several; an empty one ends nothing.
+fn texts(found: &Value) -> Option<Vec<String>> {
+    let text = |value: &Value| value.as_str().map(str::to_owned);
+    let texts: Vec<String> =
+        found.as_array().map_or_else(|| Some(vec![text(found)?]), |list| list.iter().map(text).collect())?;
+    Some(texts.into_iter().filter(|text| !text.is_empty()).collect())
 }

@@ -10,7 +10,7 @@ pub(super) fn take(fields: &mut Fields) -> GptConfig {
     if !width.is_multiple_of(heads) {
         fields.wrong("n_head", &heads.into(), &format!("a divisor of n_embd, {width}"));
     }
-    let hidden = fields.has("n_inner").then(|| fields.count("n_inner", Some(4 * width), 1..=1 << 22));
+    let hidden = fields.peek("n_inner").is_some().then(|| fields.count("n_inner", Some(4 * width), 1..=1 << 22));
     let config = GptConfig {
         vocabulary: fields.count("vocab_size", None, 1..=1 << 28),
         sequence: fields.count("n_positions", None, 1..=1 << 28),
@@ -26,18 +26,22 @@ pub(super) fn take(fields: &mut Fields) -> GptConfig {
         tied: fields.flag("tie_word_embeddings", true),
         dropout: 0.0,
     };
-    for (field, supported) in [
-        ("scale_attn_weights", true),
-        ("scale_attn_by_inverse_layer_idx", false),
-        ("reorder_and_upcast_attn", false),
-        ("add_cross_attention", false),
-    ] {
+    for (field, supported) in
+        [("scale_attn_weights", true), ("scale_attn_by_inverse_layer_idx", false), ("reorder_and_upcast_attn", false)]
+    {
         fields.only(field, supported);
     }
-    // Dropout is off; the summary is of models that classify; n_ctx is what n_positions was called.
-    fields.pass_over(&["attn_pdrop", "embd_pdrop", "resid_pdrop", "n_ctx", "task_specific_params"]);
-    fields.pass_over(&["summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type"]);
-    fields.pass_over(&["summary_use_proj", "pad_token_id"]);
+    // What other families call these.
+    for (field, value) in [
+        ("hidden_size", width),
+        ("max_position_embeddings", config.sequence),
+        ("num_attention_heads", heads),
+        ("num_hidden_layers", config.layers),
+    ] {
+        fields.only(field, value);
+    }
+    // The summary is of models that classify.
+    fields.pass_over_if(|field| field.starts_with("summary_"));
     config
 }
 

@@ -95,10 +95,12 @@ fn experts(layer: &str, part: &str, shape: &[usize], stored: &BTreeSet<&str>) ->
     (0..count).map(|expert| whole(name(expert), shape[1..].to_vec())).collect()
 }
 
-/// Whether a stored tensor is one that no model has, but many files: causal masks, tables of frequencies, a head that is tied.
+/// Whether a stored tensor is one that no model has, but many files: causal masks, tables of frequencies, a head that
+/// is tied, layers that predict further tokens.
 pub(super) fn is_known_buffer(config: &Config, name: &str, shape: &[usize]) -> bool {
     let is_mask = name.ends_with(".attn.bias") && shape.len() == 4 && shape[..2] == [1, 1];
-    (config.is_gpt2() && (is_mask || name.ends_with(".attn.masked_bias")))
+    config.is_unread(name)
+        || (config.is_gpt2() && (is_mask || name.ends_with(".attn.masked_bias")))
         || (!config.is_gpt2() && name.ends_with(".rotary_emb.inv_freq"))
         || (config.tied_to().is_some() && name == HEAD)
 }

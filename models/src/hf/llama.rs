@@ -2,10 +2,9 @@
 
 use std::ops::RangeInclusive;
 
-use serde_json::Value;
-
 use super::fields::Fields;
 use super::rope;
+use super::window::{self, Window};
 use crate::{GateActivation, LlamaConfig, Norms, QkNorm};
 
 /// Extents of one dimension.
@@ -43,18 +42,6 @@ pub(super) enum Biases {
     All,
 }
 
-/// When `sliding_window` counts.
-pub(super) enum Window {
-    /// There is no such option.
-    Never,
-    /// Always; this where the file says nothing.
-    Always(Option<usize>),
-    /// With `use_sliding_window`, from layer `max_window_layers` on.
-    Asked,
-    /// In all layers but every so manieth.
-    AllBut { every: usize },
-}
-
 impl Family {
     pub const LLAMA: Self = Self {
         rope_theta: 10_000.0,
@@ -71,11 +58,11 @@ impl Family {
         tied: false,
     };
     pub const MISTRAL: Self =
-        Self { kv_heads: Some(8), biases: Biases::Never, window: Window::Always(Some(4096)), ..Self::LLAMA };
+        Self { kv_heads: Some(8), biases: Biases::Never, window: Window::All(Some(4096)), ..Self::LLAMA };
     pub const QWEN2: Self =
-        Self { kv_heads: Some(32), biases: Biases::Qkv { option: None }, window: Window::Asked, ..Self::LLAMA };
+        Self { kv_heads: Some(32), biases: Biases::Qkv { option: None }, window: Window::Last, ..Self::LLAMA };
     pub const QWEN3: Self =
-        Self { kv_heads: Some(32), head_size: Some(128), qk_norm: QkNorm::Head, window: Window::Asked, ..Self::LLAMA };
+        Self { kv_heads: Some(32), head_size: Some(128), qk_norm: QkNorm::Head, window: Window::Last, ..Self::LLAMA };
     pub const OLMO2: Self =
         Self { rms_norm_eps: 1e-5, qk_norm: QkNorm::Width, norms: Norms::After, padding: Some(1), ..Self::LLAMA };
 }
@@ -114,6 +101,7 @@ pub(super) fn take(fields: &mut Fields, family: &Family) -> LlamaConfig {
         Biases::Qkv { option } => {
             fields.only("attention_bias", false);
             config.qkv_bias = option.is_none_or(|option| fields.flag(option, true));
+            fields.only("qkv_bias", config.qkv_bias);
         }
         Biases::All => {
             config.qkv_bias = fields.flag("attention_bias", false);
@@ -121,10 +109,11 @@ pub(super) fn take(fields: &mut Fields, family: &Family) -> LlamaConfig {
         }
     }
     config.mlp_bias = fields.flag("mlp_bias", false);
-    (config.sliding_window, config.full_layers) = window(fields, &family.window, config.layers);
+    if family.qk_norm != QkNorm::None {
+        ["qk_norm", "use_qk_norm"].iter().for_each(|name| fields.only(name, true));
+    }
+    (config.sliding_window, config.full_layers) = window::take(fields, family.window, config.layers);
     rope::take(fields, &mut config, head_size);
-    // Dropout is off; the other is how a product was once split.
-    fields.pass_over(&["attention_dropout", "pretraining_tp"]);
     config
 }
 
@@ -155,54 +144,4 @@ fn head_size(fields: &mut Fields, config: &LlamaConfig, family: &Family) -> usiz
         fields.wrong("head_dim", &size.into(), "even, as rotary positions need");
     }
     size
-}
-
-/// Tokens that a token of some layer attends to at most, and the layers that have no such limit.
-fn window(fields: &mut Fields, window: &Window, layers: usize) -> (Option<usize>, Vec<usize>) {
-    let types = fields.take("layer_types");
-    let of_types = types.as_ref().and_then(|types| sliding_layers(fields, types, layers));
-    let (default, slides): (_, Box<dyn Fn(usize) -> bool>) = match *window {
-        Window::Never => {
-            if of_types.is_some_and(|slides| slides.contains(&true)) {
-                fields.unsupported("layer_types", &types.unwrap_or_default(), "full_attention");
-            }
-            return (None, Vec::new());
-        }
-        Window::Always(default) => (default, Box::new(|_| true)),
-        Window::Asked => {
-            let first = fields.count("max_window_layers", Some(28), 0..=1 << 40);
-            let is_used = fields.flag("use_sliding_window", false);
-            (Some(4096), Box::new(move |layer| is_used && layer >= first))
-        }
-        Window::AllBut { every } => (Some(4096), Box::new(move |layer| !(layer + 1).is_multiple_of(every))),
-    };
-    // Null is not the default, but none.
-    let given = fields.has("sliding_window").then(|| fields.count("sliding_window", Some(0), 0..=1 << 40));
-    let size = given.or(default).filter(|size| *size > 0);
-    // What each layer does, where it is said, decides.
-    let slides = |layer: &usize| of_types.as_ref().map_or_else(|| slides(*layer), |slides| slides[*layer]);
-    let (sliding, full): (Vec<usize>, Vec<usize>) = (0..layers).partition(slides);
-    match size.filter(|_| !sliding.is_empty()) {
-        Some(size) => (Some(size), full),
-        None => (None, Vec::new()),
-    }
-}
-
-/// Whether each layer has a window.
-fn sliding_layers(fields: &mut Fields, types: &Value, layers: usize) -> Option<Vec<bool>> {
-    let all: Option<Vec<&str>> = types.as_array().and_then(|types| types.iter().map(Value::as_str).collect());
-    let known = ["full_attention", "sliding_attention"];
-    match all {
-        Some(all) if all.iter().all(|one| known.contains(one)) => {
-            if all.len() != layers {
-                fields.wrong("layer_types", types, &format!("one for each of {layers} layers"));
-                return None;
-            }
-            Some(all.iter().map(|one| *one == known[1]).collect())
-        }
-        _ => {
-            fields.unsupported("layer_types", types, &known.join(", "));
-            None
-        }
-    }
 }

@@ -32,18 +32,22 @@ mod folder;
 mod gemma;
 mod generation;
 mod gpt2;
+mod known;
 mod layout;
 mod llama;
 mod moe;
 mod rope;
 mod save;
+mod stop;
 mod tensors;
+mod window;
 
 pub use adapter::Adapter;
 pub use config::{Architecture, Config, Pretrained};
 pub use error::{ConfigProblem, HfError, Result, WeightProblem};
 pub use folder::Folder;
 pub use generation::GenerationConfig;
+pub use stop::StopStrings;
 pub use tensors::{Dtype, TensorFile};
 
 /// The head's stored name, where it has weights of its own.

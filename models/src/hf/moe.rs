@@ -4,32 +4,34 @@ use gapless_engine::nn::RouterConfig;
 use serde_json::Value;
 
 use super::fields::Fields;
-use super::llama::{self, Biases, Family, SIZE, Window};
+use super::llama::{self, Biases, Family, SIZE};
+use super::window::Window;
 use crate::MoeConfig;
 
 /// Most experts of a layer.
 pub(super) const EXPERTS: usize = 1 << 16;
 
 pub(super) fn mixtral(fields: &mut Fields) -> MoeConfig {
-    let window = Window::Always(None);
     let family = Family {
         rope_theta: 1e6,
         rms_norm_eps: 1e-5,
         kv_heads: Some(8),
         biases: Biases::Never,
-        window,
+        window: Window::All(None),
         ..Family::LLAMA
     };
     let llama = llama::take(fields, &family);
     fields.only("router_jitter_noise", 0.0);
     let experts = fields.count("num_local_experts", Some(8), 1..=EXPERTS);
+    fields.only("num_experts", experts);
     let router = router(fields, experts, 2, true);
     MoeConfig { expert_hidden: llama.hidden, llama, router, ..MoeConfig::default() }
 }
 
 pub(super) fn qwen2(fields: &mut Fields) -> MoeConfig {
     let biases = Biases::Qkv { option: Some("qkv_bias") };
-    let llama = llama::take(fields, &Family { kv_heads: Some(16), biases, ..Family::QWEN2 });
+    let family = Family { kv_heads: Some(16), biases, window: Window::Alternate, ..Family::QWEN2 };
+    let llama = llama::take(fields, &family);
     let renormalise = fields.flag("norm_topk_prob", false);
     let experts = fields.count("num_experts", Some(60), 1..=EXPERTS);
     MoeConfig {
@@ -44,15 +46,7 @@ pub(super) fn qwen2(fields: &mut Fields) -> MoeConfig {
 }
 
 pub(super) fn qwen3(fields: &mut Fields) -> MoeConfig {
-    // A window is for all layers, whatever `max_window_layers` says.
-    fields.pass_over(&["max_window_layers"]);
-    let mut family = Family { kv_heads: Some(4), head_size: None, ..Family::QWEN3 };
-    if !fields.flag("use_sliding_window", false) {
-        fields.pass_over(&["sliding_window"]);
-        family.window = Window::Never;
-    } else {
-        family.window = Window::Always(Some(4096));
-    }
+    let family = Family { kv_heads: Some(4), head_size: None, window: Window::AllIfUsed, ..Family::QWEN3 };
     let llama = llama::take(fields, &family);
     let renormalise = fields.flag("norm_topk_prob", false);
     // Two names of one option.
@@ -73,7 +67,6 @@ pub(super) fn router(fields: &mut Fields, experts: usize, top_k: usize, renormal
     let top_k = fields.count("num_experts_per_tok", Some(top_k.min(experts)), 1..=experts);
     // The balance loss is added where the logits of routers are put out; it is another one than ours.
     fields.only("output_router_logits", false);
-    fields.pass_over(&["router_aux_loss_coef"]);
     RouterConfig { experts, top_k, renormalise, balance_loss: 0.0, ..RouterConfig::default() }
 }
 

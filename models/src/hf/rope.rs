@@ -40,18 +40,23 @@ fn by_layer_type(fields: &mut Fields, config: &mut LlamaConfig, mut both: Fields
 }
 
 fn scaling(fields: &mut Fields, theta: f64, head_size: usize, positions: f64) -> RopeScaling {
+    // A note of what was done to the weights.
+    fields.pass_over(&["finetuned"]);
     // The older name says the same where both are there.
     let older = fields.has("rope_type").then(|| fields.take("type")).is_none();
     let kind = fields.one_of(if older { "type" } else { "rope_type" }, &["default", "linear", "llama3", "yarn"]);
     match kind {
-        "linear" => RopeScaling::Linear { factor: fields.positive("factor", None) },
+        "linear" => {
+            fields.pass_over(&["original_max_position_embeddings"]);
+            RopeScaling::Linear { factor: fields.positive("factor", None) }
+        }
         "llama3" => {
             let factor = fields.positive("factor", None);
             let (low, high) = (fields.positive("low_freq_factor", None), fields.positive("high_freq_factor", None));
             if high <= low {
                 fields.wrong("high_freq_factor", &high.into(), "above low_freq_factor");
             }
-            let original = fields.positive("original_max_position_embeddings", None);
+            let original = fields.positive("original_max_position_embeddings", Some(positions));
             RopeScaling::Llama3 { factor, low, high, original }
         }
         "yarn" => yarn(fields, theta, head_size, positions),

@@ -24,12 +24,13 @@ use super::tensors::narrow;
 const CONVERTED: usize = 1 << 18;
 
 /// What is copied as it is, where it is there.
-const COPIED: [&str; 11] = [
+const COPIED: [&str; 2] = ["config.json", "generation_config.json"];
+
+/// The same of a tokenizer.
+const TOKENIZER: [&str; 9] = [
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
-    "config.json",
-    "generation_config.json",
     "merges.txt",
     "special_tokens_map.json",
     "tokenizer.json",
@@ -49,13 +50,21 @@ impl Folder {
     /// # Errors
     /// [`HfError::Exists`]; when something cannot be read or written, and then nothing is at `out`.
     pub fn save(&self, trainer: &Trainer, out: impl AsRef<Path>, max_shard_size: Option<u64>) -> Result<()> {
-        put_in_place(out.as_ref(), |partial| self.write_into(trainer, partial, max_shard_size))
+        put_in_place(out.as_ref(), |partial| self.write_into(trainer, partial, max_shard_size, &self.path))
     }
 
-    fn write_into(&self, trainer: &Trainer, to: &Path, max_shard_size: Option<u64>) -> Result<()> {
-        for name in COPIED {
-            let from = self.path.join(name);
-            if from.is_file() || name == "config.json" {
+    /// The files of a folder, with the tokenizer of another one or this.
+    pub(super) fn write_into(
+        &self,
+        trainer: &Trainer,
+        to: &Path,
+        max_shard_size: Option<u64>,
+        tokenizer: &Path,
+    ) -> Result<()> {
+        let own = COPIED.iter().map(|name| (self.path.as_path(), name));
+        for (folder, name) in own.chain(TOKENIZER.iter().map(|name| (tokenizer, name))) {
+            let from = folder.join(name);
+            if from.is_file() || *name == "config.json" {
                 fs::copy(&from, to.join(name)).map_err(write_error(&to.join(name)))?;
             }
         }

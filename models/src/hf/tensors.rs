@@ -9,12 +9,13 @@ use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
+use gapless_engine::data::open_regular;
 use half::{bf16, f16};
 use safetensors::tensor::{Metadata, TensorInfo};
 
 pub use safetensors::tensor::Dtype;
 
-use super::error::{HfError, Result};
+use super::error::{HfError, Result, WeightProblem};
 
 /// Bytes of a header, at most: what the safetensors library allows.
 const MOST_HEADER_BYTES: u64 = 100_000_000;
@@ -41,7 +42,7 @@ impl TensorFile {
         let path = path.as_ref().to_owned();
         let read = |source| HfError::Read { path: path.clone(), source };
         let bad = |why: String| HfError::Header { path: path.clone(), why };
-        let mut file = File::open(&path).map_err(read)?;
+        let mut file = open_regular(&path).map_err(read)?;
         let bytes = file.metadata().map_err(read)?.len();
         if bytes < 8 {
             return Err(bad(format!("it has {bytes} bytes, less than the length of a header takes")));
@@ -109,20 +110,35 @@ impl TensorFile {
         Ok(())
     }
 
-    /// Calls `with` on elements as f32, in order.
+    /// Calls `with` on elements of a tensor as f32, in order. One that is not finite is an error.
     pub(super) fn read_elements(
         &self,
-        info: &TensorInfo,
+        name: &str,
         first: usize,
         count: usize,
         mut with: impl FnMut(f32),
     ) -> Result<()> {
+        let info = self.info(name).expect("only tensors of the file are read");
+        let mut unsound = None;
+        let mut with = |element: f32| {
+            if !element.is_finite() {
+                unsound.get_or_insert(element);
+            }
+            with(element);
+        };
         self.read(info, first, count, &mut |bytes| match info.dtype {
             Dtype::BF16 => bytes.as_chunks().0.iter().for_each(|&one| with(bf16::from_le_bytes(one).to_f32())),
             Dtype::F16 => bytes.as_chunks().0.iter().for_each(|&one| with(f16::from_le_bytes(one).to_f32())),
             Dtype::F32 => bytes.as_chunks().0.iter().for_each(|&one| with(f32::from_le_bytes(one))),
             other => unreachable!("{other:?} was refused when the folder was opened"),
-        })
+        })?;
+        match unsound {
+            None => Ok(()),
+            Some(value) => {
+                let problem = WeightProblem::NotFinite { name: name.to_owned(), value: value.to_string() };
+                Err(HfError::Weights { path: self.path.clone(), problems: vec![problem] })
+            }
+        }
     }
 }
 

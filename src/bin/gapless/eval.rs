@@ -5,23 +5,22 @@ use std::process::ExitCode;
 
 use anyhow::{Context, ensure};
 use gapless::engine::data::{Dataset, TokenWidth, Tokenizer, Tokens, ValidationWindows};
-use gapless::models::hf::Folder;
-use gapless::run::TrainedRun;
-use gapless::{Batch, DeviceChoice, TrainOptions, Trainer};
+use gapless::run::{EvaluationBatch, Measured, TrainedRun};
+use gapless::{DeviceChoice, TrainOptions, Trainer};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::output::{print, tell};
-use crate::weights;
+use crate::weights::{self, FolderArguments, Pretrained};
 
 /// Measure the perplexity of a run's or a Hugging Face folder's model over a text: e to the mean loss of a token.
 ///
 /// The text is cut into windows side by side, of which each begins anew.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
-    /// A run's folder, of which the newest checkpoint is taken, or one of its checkpoints; or a folder with config.json, safetensors
-    /// files and tokenizer.json.
+    /// A run's folder, of which the newest checkpoint is taken, or one of its checkpoints; a folder with config.json, safetensors files
+    /// and tokenizer.json; or the folder of an adapter (adapter_config.json), which names its base.
     folder: PathBuf,
-    /// A text; token ids as .bin (of 16 bits, of a run with more than 65,536 tokens of 32, or as the header of llm.c says); or a
+    /// A text; token ids as .bin (of 16 bits, of a model with more than 65,536 tokens of 32, or as the header of llm.c says); or a
     /// prepared dataset's folder, of which the validation part is taken.
     data: PathBuf,
     /// The averages of a run's weights, if it has them (optimizer.average), in place of the weights.
@@ -45,6 +44,8 @@ pub struct Arguments {
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    of_folder: FolderArguments,
 }
 
 /// Does what the arguments ask and says how it went.
@@ -71,34 +72,24 @@ fn evaluate(arguments: &Arguments) -> anyhow::Result<()> {
     ensure!(count > 0, "{} has no window of {sequence} tokens", arguments.data.display());
     let batch = (arguments.batch as usize).min(count);
     let documents = windows.has_documents(&source);
-    let model = |batch: usize| source.model(arguments, batch, sequence, documents);
-    let mut whole = model(batch)?;
+    let mut model = source.model(arguments, batch, sequence, documents)?;
 
-    // The loss of all of them. What does not fill a batch is measured one by one.
-    let mut single = if count.is_multiple_of(batch) { None } else { Some(model(1)?) };
+    // The loss of all of them.
     let style = ProgressStyle::with_template("{pos}/{len} windows {wide_bar} perplexity {msg} ETA {eta}");
     let progress = ProgressBar::new(count as u64).with_style(style.context("the bar's template")?);
-    let [mut tokens, mut targets, mut starts] = [(); 3].map(|()| vec![0; batch * sequence]);
-    let (mut done, mut sum, mut measured) = (0, 0.0, 0);
+    let (mut room, mut measured, mut done) = (EvaluationBatch::new(&model), Measured::default(), 0);
     while done < count {
-        let (model, taken) = match &mut single {
-            Some(single) if count - done < batch => (single, 1),
-            _ => (&mut whole, batch),
-        };
-        let size = taken * sequence;
-        let (tokens, targets) = (&mut tokens[..size], &mut targets[..size]);
-        let starts = &mut starts[..if documents { size } else { 0 }];
+        let taken = batch.min(count - done);
+        let [tokens, targets, starts] = room.windows(taken, sequence);
         windows.fill(done, sequence, tokens, targets, starts)?;
-        let batch = Batch { tokens, targets, starts };
-        let (loss, counted) = (model.evaluate_batch(&batch)?, batch.counted());
-        (sum, measured, done) = (sum + f64::from(loss) * counted as f64, measured + counted, done + taken);
+        (measured, done) = (measured.with(room.measure(&mut model, taken)?), done + taken);
         progress.set_position(done as u64);
-        progress.set_message(format!("{:.3}", (sum / measured as f64).exp()));
+        progress.set_message(format!("{:.3}", measured.mean().unwrap_or(f64::NAN).exp()));
     }
     progress.finish_and_clear();
 
     // What came out.
-    let loss = sum / measured as f64;
+    let (loss, measured) = (measured.mean().context("no target counts")?, measured.counted);
     let perplexity = loss.exp();
     print(|out| match arguments.json {
         true => {
@@ -117,22 +108,22 @@ fn evaluate(arguments: &Arguments) -> anyhow::Result<()> {
 /// Whose weights they are.
 enum Source {
     Run(Box<TrainedRun>),
-    Folder(Box<Folder>),
+    Folder(Box<Pretrained>),
 }
 
 impl Source {
     fn open(arguments: &Arguments) -> anyhow::Result<Self> {
-        if let Some(run) = weights::run_at(&arguments.folder, arguments.average)? {
+        if let Some(run) = weights::run_at(&arguments.folder, arguments.average, &arguments.of_folder)? {
             tell(format_args!("{}: {} steps", run.checkpoint.path().display(), run.checkpoint.step()));
             return Ok(Self::Run(Box::new(run)));
         }
-        Ok(Self::Folder(Box::new(Folder::open(&arguments.folder)?)))
+        Ok(Self::Folder(Box::new(Pretrained::open(&arguments.folder, &arguments.of_folder)?)))
     }
 
     fn longest_sequence(&self) -> anyhow::Result<Option<usize>> {
         Ok(match self {
             Self::Run(run) => run.longest_sequence()?,
-            Self::Folder(folder) => folder.config().longest_sequence(),
+            Self::Folder(of) => of.folder.config().longest_sequence(),
         })
     }
 
@@ -140,7 +131,7 @@ impl Source {
     fn token_width(&self) -> TokenWidth {
         match self {
             Self::Run(run) => TokenWidth::of_vocabulary(run.vocabulary.size()),
-            Self::Folder(_) => TokenWidth::U16,
+            Self::Folder(of) => TokenWidth::of_vocabulary(of.folder.config().vocabulary()),
         }
     }
 
@@ -150,7 +141,7 @@ impl Source {
         let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
         Ok(match self {
             Self::Run(run) => run.vocabulary.encode_beginning(&text)?,
-            Self::Folder(_) => Tokenizer::open(&arguments.folder)?.encode(&text, true)?,
+            Self::Folder(of) => Tokenizer::open(&of.tokenizer)?.encode(&text, true)?,
         })
     }
 
@@ -159,7 +150,7 @@ impl Source {
         let options = TrainOptions { batch, sequence, device, threads, documents, ..TrainOptions::default() };
         match self {
             Self::Run(run) => Ok(run.for_inference(options)?),
-            Self::Folder(folder) => weights::of_folder(folder, options),
+            Self::Folder(of) => Ok(of.model(options)?),
         }
     }
 }

@@ -3,6 +3,7 @@
 mod compare;
 mod eval;
 mod init;
+mod merge;
 mod output;
 mod plan;
 mod report;
@@ -30,6 +31,7 @@ enum Command {
     Compare(Box<compare::Arguments>),
     Eval(Box<eval::Arguments>),
     Init(init::Arguments),
+    Merge(merge::Arguments),
     Plan(Box<plan::Arguments>),
     Report(report::Arguments),
     Sample(Box<sample::Arguments>),
@@ -43,6 +45,7 @@ fn main() -> ExitCode {
         Command::Compare(arguments) => compare::run(&arguments),
         Command::Eval(arguments) => eval::run(&arguments),
         Command::Init(arguments) => init::run(&arguments),
+        Command::Merge(arguments) => merge::run(&arguments),
         Command::Plan(arguments) => plan::run(&arguments),
         Command::Report(arguments) => report::run(&arguments),
         Command::Sample(arguments) => sample::run(&arguments),

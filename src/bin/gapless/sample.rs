@@ -7,16 +7,19 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
-use gapless::engine::data::{DataError, Message, Tokenizer};
-use gapless::models::hf::{Folder, GenerationConfig};
+use gapless::engine::data::{DataError, Message, TextStream, Tokenizer};
+use gapless::models::hf::{GenerationConfig, StopStrings};
 use gapless::run::TrainedRun;
 use gapless::{DeviceChoice, GenerateOptions, Generation, NextToken, Sampling, TrainOptions, Trainer};
 
 use crate::output::tell;
-use crate::weights;
+use crate::weights::{self, FolderArguments, Pretrained};
 
 /// Tokens of a prompt that are read at a time.
 const CHUNK: usize = 128;
+
+/// Tokens to add at most where nothing else is said.
+const TOKENS: usize = 256;
 
 /// Continue a text, or answer a question, with the weights of a run or of a Hugging Face folder.
 ///
@@ -24,8 +27,8 @@ const CHUNK: usize = 128;
 /// do_sample the likeliest token is taken; any of --temperature, --top-k, --top-p and --min-p draws by chance.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
-    /// A run's folder, of which the newest checkpoint is taken, or one of its checkpoints; or a folder with config.json, safetensors
-    /// files and tokenizer.json.
+    /// A run's folder, of which the newest checkpoint is taken, or one of its checkpoints; a folder with config.json, safetensors files
+    /// and tokenizer.json; or the folder of an adapter (adapter_config.json), which names its base.
     folder: PathBuf,
     /// The averages of a run's weights, if it has them (optimizer.average), in place of the weights.
     #[arg(long)]
@@ -39,9 +42,9 @@ pub struct Arguments {
     /// What the system says before the user.
     #[arg(long, requires = "chat")]
     system: Option<String>,
-    /// Tokens to add at most.
-    #[arg(long, default_value_t = 256)]
-    tokens: usize,
+    /// Tokens to add at most; without it, as generation_config.json says (max_new_tokens or max_length), else 256.
+    #[arg(long)]
+    tokens: Option<usize>,
     /// Tokens that are seen at most; without it, the prompt's and those to add, as far as the model goes.
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     window: Option<u32>,
@@ -69,6 +72,8 @@ pub struct Arguments {
     /// Worker threads; 0 for all cores.
     #[arg(long, default_value_t = 0)]
     threads: usize,
+    #[command(flatten)]
+    of_folder: FolderArguments,
 }
 
 /// Does what the arguments ask and says how it went.
@@ -86,12 +91,18 @@ fn sample(arguments: &Arguments) -> anyhow::Result<()> {
     // What is asked for.
     let source = Source::open(arguments)?;
     let (prompt, ids) = source.prompt(arguments)?;
-    let stop = if arguments.ignore_eos { Vec::new() } else { source.stop() };
-    let options = GenerateOptions { tokens: arguments.tokens, sampling: source.sampling(arguments), stop };
+    let options = source.options(arguments, ids.len())?;
 
     // The model.
-    let wanted = ids.len().saturating_add(arguments.tokens);
+    let wanted = ids.len().saturating_add(options.tokens);
     let limit = source.longest_sequence()?;
+    if let Some(limit) = limit.filter(|&limit| limit < ids.len() && arguments.window.is_none()) {
+        let read = ids.len();
+        bail!(
+            "the prompt has {read} tokens, and the model has positions for {limit}; shorten it, or read its last tokens \
+             alone with --window {limit}"
+        );
+    }
     let window = arguments.window.map_or_else(|| wanted.min(limit.unwrap_or(wanted)), |window| window as usize);
     let mut trainer = source.model(Generation { batch: 1, window: Some(window), chunk: CHUNK }, arguments.threads)?;
     if wanted > window {
@@ -101,20 +112,27 @@ fn sample(arguments: &Arguments) -> anyhow::Result<()> {
     // The text, as it comes.
     let mut out = Stream::default();
     out.write(&prompt);
-    let mut text = source.stream();
+    let mut text = source.stream().after(&ids)?;
+    let mut stop = source.stop_strings(&ids);
     let (begun, mut first, mut failed) = (Instant::now(), None, None);
     let each = |next: &NextToken<'_>| {
         first.get_or_insert_with(Instant::now);
-        match text(next.token) {
-            Ok(piece) => out.write(piece.as_deref().unwrap_or_default()),
+        let mut next = || -> Result<bool, DataError> {
+            out.write(text.push(next.token)?.as_deref().unwrap_or_default());
+            Ok(out.is_over() || stop.as_mut().map_or(Ok(false), |stop| stop.ends_with(next.token))?)
+        };
+        match next() {
+            Ok(false) => return ControlFlow::Continue(()),
+            Ok(true) => {}
             Err(error) => failed = Some(error),
         }
-        if failed.is_some() || out.is_over() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        ControlFlow::Break(())
     };
     let added = trainer.generate(&[&ids], &options, each)?.remove(0);
     if let Some(error) = failed {
         return Err(error.into());
     }
+    out.write(&text.finish()?);
     out.write("\n");
     out.end()?;
     if let Some(first) = first {
@@ -126,12 +144,12 @@ fn sample(arguments: &Arguments) -> anyhow::Result<()> {
 /// Whose weights they are.
 enum Source {
     Run(Box<TrainedRun>),
-    Folder(Box<(Folder, Tokenizer, GenerationConfig)>),
+    Folder(Box<(Pretrained, Tokenizer, GenerationConfig)>),
 }
 
 impl Source {
     fn open(arguments: &Arguments) -> anyhow::Result<Self> {
-        if let Some(run) = weights::run_at(&arguments.folder, arguments.average)? {
+        if let Some(run) = weights::run_at(&arguments.folder, arguments.average, &arguments.of_folder)? {
             ensure!(
                 !arguments.chat,
                 "a run has no chat template; leave --chat out, or name the model/ folder of a finished one"
@@ -139,12 +157,13 @@ impl Source {
             tell(format_args!("{}: {} steps", run.checkpoint.path().display(), run.checkpoint.step()));
             return Ok(Self::Run(Box::new(run)));
         }
-        let tokenizer = Tokenizer::open(&arguments.folder)?;
-        let config = GenerationConfig::read(&arguments.folder)?;
+        let pretrained = Pretrained::open(&arguments.folder, &arguments.of_folder)?;
+        let tokenizer = Tokenizer::open(&pretrained.tokenizer)?;
+        let config = GenerationConfig::read(pretrained.folder.path())?;
         for (option, value) in &config.not_followed {
-            tell(format_args!("generation_config.json: {option} is {value}, which is not followed"));
+            tell(format_args!("{option} is {value} in the folder's options of generation, and is not followed"));
         }
-        Ok(Self::Folder(Box::new((Folder::open(&arguments.folder)?, tokenizer, config))))
+        Ok(Self::Folder(Box::new((pretrained, tokenizer, config))))
     }
 
     /// What is shown in front of the continuation, and the ids of the prompt.
@@ -170,11 +189,37 @@ impl Source {
         Ok((text, ids))
     }
 
-    /// The tokens that end a text.
-    fn stop(&self) -> Vec<u32> {
+    /// How a prompt of so many tokens is continued.
+    fn options(&self, arguments: &Arguments, prompt: usize) -> anyhow::Result<GenerateOptions> {
+        let mut options = match self {
+            Self::Run(run) => {
+                let stop = run.vocabulary.end_of_text().into_iter().collect();
+                GenerateOptions { tokens: TOKENS, stop, ..GenerateOptions::default() }
+            }
+            Self::Folder(of) => {
+                let of_folder = &of.2;
+                let is_allowed = of_folder.tokens(prompt) != Some(0) || arguments.tokens.is_some();
+                let most = of_folder.max_length.unwrap_or_default();
+                ensure!(
+                    is_allowed,
+                    "the prompt has {prompt} tokens, and the folder's max_length allows {most} with the text; give --tokens"
+                );
+                GenerateOptions { tokens: of_folder.tokens(prompt).unwrap_or(TOKENS), ..of_folder.options(prompt) }
+            }
+        };
+        options.tokens = arguments.tokens.unwrap_or(options.tokens);
+        options.sampling = self.sampling(arguments);
+        if arguments.ignore_eos {
+            options.stop.clear();
+        }
+        Ok(options)
+    }
+
+    /// The texts that end a text, if there are any.
+    fn stop_strings(&self, prompt: &[u32]) -> Option<StopStrings<'_>> {
         match self {
-            Self::Run(run) => run.vocabulary.end_of_text().into_iter().collect(),
-            Self::Folder(of) => of.2.stop.clone(),
+            Self::Run(_) => None,
+            Self::Folder(of) => Some(StopStrings::new(&of.1, &of.2.stop_strings, prompt)),
         }
     }
 
@@ -194,13 +239,14 @@ impl Source {
             min_p: min_p.unwrap_or(base.min_p),
             repetition_penalty: repetition_penalty.unwrap_or(base.repetition_penalty),
             seed,
+            ..base
         }
     }
 
     fn longest_sequence(&self) -> anyhow::Result<Option<usize>> {
         Ok(match self {
             Self::Run(run) => run.longest_sequence()?,
-            Self::Folder(of) => of.0.config().longest_sequence(),
+            Self::Folder(of) => of.0.folder.config().longest_sequence(),
         })
     }
 
@@ -212,16 +258,16 @@ impl Source {
                 let (device, generation) = (DeviceChoice::Cpu, Some(generation));
                 let options =
                     TrainOptions { batch: 1, sequence, device, threads, generation, ..TrainOptions::default() };
-                weights::of_folder(&of.0, options)
+                Ok(of.0.model(options)?)
             }
         }
     }
 
     /// Text as its tokens come.
-    fn stream(&self) -> Box<dyn FnMut(u32) -> Result<Option<String>, DataError> + '_> {
+    fn stream(&self) -> TextStream<'_> {
         match self {
             Self::Run(run) => run.vocabulary.stream(),
-            Self::Folder(of) => Box::new(of.1.stream()),
+            Self::Folder(of) => of.1.stream(),
         }
     }
 }

@@ -1,26 +1,101 @@
 //! Trained weights, in a model that is not trained.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use anyhow::ensure;
-use gapless::models::hf::Folder;
+use anyhow::{anyhow, ensure};
+use gapless::models::hf::{Adapter, Folder, HfError};
 use gapless::run::TrainedRun;
-use gapless::{TrainOptions, Trainer};
+use gapless::{DType, TrainOptions, Trainer};
+
+use crate::output::tell;
+
+/// The type that a folder's weights have in memory and are computed with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum WeightType {
+    /// Stored weights as they are, or widened; nothing is rounded to 16 bits.
+    F32,
+    /// Half the memory. Weights and results are rounded to bf16, as transformers computes a model that is stored in it.
+    Bf16,
+}
+
+/// What the weights of a folder are opened with.
+#[derive(Debug, clap::Args)]
+pub struct FolderArguments {
+    /// The type of a folder's weights in memory. f32 is the default whatever is stored, as it adds no rounding to that of the file;
+    /// bf16 takes half the memory, and computes as transformers does where bf16 is stored.
+    #[arg(long, value_enum)]
+    dtype: Option<WeightType>,
+    /// The base model's folder of an adapter, where it is not the one that the adapter names.
+    #[arg(long)]
+    base: Option<PathBuf>,
+}
 
 /// The run at a path, if there is one. A Hugging Face folder, which it is else, has no averages to ask for.
-pub fn run_at(path: &Path, average: bool) -> anyhow::Result<Option<TrainedRun>> {
+pub fn run_at(path: &Path, average: bool, of_folder: &FolderArguments) -> anyhow::Result<Option<TrainedRun>> {
     if !TrainedRun::is_at(path) {
         ensure!(!average, "a Hugging Face folder has no averages; leave --average out");
         return Ok(None);
     }
+    ensure!(of_folder.dtype.is_none(), "a run's weights have the type of its run.toml; leave --dtype out");
+    ensure!(of_folder.base.is_none(), "a run has its weights itself; leave --base out");
     let mut run = TrainedRun::open(path)?;
     run.average = average;
     Ok(Some(run))
 }
 
-/// A model of a folder, with its weights.
-pub fn of_folder(folder: &Folder, options: TrainOptions) -> anyhow::Result<Trainer> {
-    let mut trainer = Trainer::for_inference(|vb| folder.model(vb), options)?;
-    folder.load(&mut trainer)?;
-    Ok(trainer)
+/// A Hugging Face folder: a model's, or an adapter's with that of its base.
+pub struct Pretrained {
+    /// The model's folder, an adapter's base.
+    pub folder: Folder,
+    adapter: Option<Adapter>,
+    /// The folder that has the tokenizer.
+    pub tokenizer: PathBuf,
+    dtype: DType,
+}
+
+impl Pretrained {
+    /// Opens a folder, and says what its user should know.
+    pub fn open(path: &Path, arguments: &FolderArguments) -> anyhow::Result<Self> {
+        let dtype = match arguments.dtype {
+            None | Some(WeightType::F32) => DType::F32,
+            Some(WeightType::Bf16) => DType::BF16,
+        };
+        let opened = match with_base(path, arguments.base.as_deref())? {
+            Some((adapter, folder)) => {
+                let tokenizer = if adapter.has_tokenizer() { path } else { folder.path() }.to_owned();
+                Self { folder, adapter: Some(adapter), tokenizer, dtype }
+            }
+            None => {
+                ensure!(arguments.base.is_none(), "{} is no adapter; leave --base out", path.display());
+                Self { folder: Folder::open(path)?, adapter: None, tokenizer: path.to_owned(), dtype }
+            }
+        };
+        opened.folder.notices().iter().for_each(tell);
+        Ok(opened)
+    }
+
+    /// The model with its weights. The options' type and adapters are replaced by the folder's.
+    pub fn model(&self, options: TrainOptions) -> Result<Trainer, HfError> {
+        let options = TrainOptions { dtype: self.dtype, ..options };
+        if let Some(adapter) = &self.adapter {
+            return adapter.for_inference(&self.folder, options);
+        }
+        let mut trainer = Trainer::for_inference(|vb| self.folder.model(vb), options)?;
+        self.folder.load(&mut trainer)?;
+        Ok(trainer)
+    }
+}
+
+/// The adapter at a path, if there is one, with its base.
+pub fn with_base(path: &Path, base: Option<&Path>) -> anyhow::Result<Option<(Adapter, Folder)>> {
+    if !Adapter::is_at(path) {
+        return Ok(None);
+    }
+    let adapter = Adapter::open(path)?;
+    let base = match base {
+        Some(base) => base.to_owned(),
+        None => adapter.base().map_err(|error| anyhow!("{error}; --base names the base model's folder"))?,
+    };
+    let folder = Folder::open(base)?;
+    Ok(Some((adapter, folder)))
 }

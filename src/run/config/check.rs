@@ -5,10 +5,20 @@ use std::time::Duration;
 
 use gapless_engine::data::{Answers, Format, Source};
 use gapless_engine::runtime::cpu::MOST_THREADS;
+use gapless_models::limits;
 use gapless_parallel::Shape;
 
 use super::{ConfigError, ModelConfig, RunConfig, StepConfig, pipeline};
 use crate::Pipeline;
+
+/// Tokens of a step, at most.
+const MOST_TOKENS: usize = 1 << 28;
+/// Micro-batches of a step, at most.
+const MOST_MICRO_BATCHES: usize = 1 << 16;
+/// Ranks along one axis, and chunks of one, at most.
+const MOST_RANKS: usize = 1 << 16;
+/// Tokens of a vocabulary that is trained, at most.
+const MOST_TRAINED: usize = 1 << 24;
 
 fn fail(key: &str, why: String, remedy: &'static str) -> Result<(), ConfigError> {
     Err(ConfigError::value(key, why, remedy))
@@ -23,6 +33,7 @@ impl RunConfig {
         if self.steps == 0 {
             return fail("steps", "is 0".into(), "train at least one step");
         }
+        self.check_model()?;
         self.check_step()?;
         self.check_data()?;
         if self.memory.budget.is_some() && self.memory.recompute != "none" {
@@ -87,21 +98,41 @@ impl RunConfig {
         }
     }
 
+    /// Refuses a model of which nothing can be made.
+    fn check_model(&self) -> Result<(), ConfigError> {
+        let (key, checked) = match &self.model {
+            ModelConfig::Gpt(gpt) => ("model.gpt", gpt.check()),
+            ModelConfig::Llama(llama) => ("model.llama", llama.check()),
+            ModelConfig::Moe(moe) => ("model.moe", moe.check()),
+            ModelConfig::Folder(_) => return Ok(()),
+        };
+        match checked {
+            Ok(()) => Ok(()),
+            Err(gapless_engine::Error::Config { why, remedy, .. }) => fail(key, why, remedy),
+            Err(error) => fail(key, error.to_string(), "correct it"),
+        }
+    }
+
     /// Refuses extents, and ranks that cannot share them.
     fn check_step(&self) -> Result<(), ConfigError> {
         let StepConfig { batch, micro_batches, sequence, data_ranks, pipeline_ranks, expert_ranks, chunks, .. } =
             self.step;
         let extents = [
-            ("step.batch", batch),
-            ("step.micro_batches", micro_batches),
-            ("step.sequence", sequence),
-            ("step.data_ranks", data_ranks),
-            ("step.pipeline_ranks", pipeline_ranks),
-            ("step.expert_ranks", expert_ranks),
-            ("step.chunks", chunks.unwrap_or(1)),
+            ("step.batch", batch, MOST_TOKENS),
+            ("step.micro_batches", micro_batches, MOST_MICRO_BATCHES),
+            ("step.sequence", sequence, MOST_TOKENS),
+            ("step.data_ranks", data_ranks, MOST_RANKS),
+            ("step.pipeline_ranks", pipeline_ranks, MOST_RANKS),
+            ("step.expert_ranks", expert_ranks, MOST_RANKS),
+            ("step.chunks", chunks.unwrap_or(1), MOST_RANKS),
         ];
-        if let Some((key, _)) = extents.into_iter().find(|(_, extent)| *extent == 0) {
-            return fail(key, "is 0".into(), "it is at least 1");
+        if let Some((key, extent, most)) = extents.into_iter().find(|(_, extent, most)| !(1..=*most).contains(extent)) {
+            let why = if extent == 0 { "is 0".into() } else { format!("is {extent}, and {most} are the most") };
+            return fail(key, why, "it is at least 1");
+        }
+        if batch.checked_mul(sequence).is_none_or(|tokens| tokens > MOST_TOKENS) {
+            let why = format!("{batch} sequences of {sequence} tokens are more than {MOST_TOKENS} tokens");
+            return fail("step.batch", why, "choose a smaller step.batch or step.sequence");
         }
         if self.step.threads > MOST_THREADS {
             let why = format!("{} are more than {MOST_THREADS}", self.step.threads);
@@ -176,6 +207,10 @@ impl RunConfig {
             && !sources.iter().all(|(_, path)| are_ids(path))
         {
             return fail("data.vocabulary", format!("{size} tokens do not even hold the bytes"), "it is at least 256");
+        }
+        let most = if sources.iter().all(|(_, path)| are_ids(path)) { limits::MOST_TOKENS } else { MOST_TRAINED };
+        if let Some(size) = self.data.vocabulary.filter(|&size| size > most) {
+            return fail("data.vocabulary", format!("is {size}, and {most} are the most"), "choose a smaller one");
         }
         let other = sources.iter().map(|(_, path)| path).find(|path| !Format::is_read_from(path) || !path.is_file());
         if let Some(path) = other.filter(|_| self.data.format.has_answers()) {

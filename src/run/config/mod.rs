@@ -116,6 +116,8 @@ pub struct LossConfig {
 pub struct EvaluationConfig {
     /// Steps from one to the next; 0 for the end alone.
     pub every: u64,
+    /// Windows of `step.sequence` tokens that it is measured on, at most, spread evenly over the validation part; 0 for all.
+    pub windows: usize,
     /// The run ends when so many in a row have not lowered the validation loss; 0 for never.
     pub patience: u64,
 }
@@ -161,7 +163,7 @@ fn default_steps() -> u64 {
 
 impl Default for EvaluationConfig {
     fn default() -> Self {
-        Self { every: 100, patience: 0 }
+        Self { every: 100, windows: 32, patience: 0 }
     }
 }
 

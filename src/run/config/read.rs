@@ -5,8 +5,10 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use gapless_alloc::draw::Bytes;
+use gapless_engine::data::read_text;
 use serde::de::Visitor;
 use serde::{Deserialize, Deserializer};
+use serde_json::Value as Json;
 use toml::Value;
 
 use super::RunConfig;
@@ -69,6 +71,8 @@ impl RunConfig {
     pub fn read(path: &Path, assignments: &[String]) -> Result<Self, ConfigError> {
         let text = text_of(path)?;
         let syntax = |message| ConfigError::Syntax { path: path.to_owned(), message };
+        let table: toml::Table = toml::from_str(&text).map_err(|error| syntax(error.to_string()))?;
+        expect_tables(&table).map_err(|error| at_line(error, &text, &[]))?;
         // The file by itself first, for the lines of its mistakes; then with what the command line says.
         let config: Self = toml::from_str(&text).map_err(|error| syntax(with_nearest(error.to_string())))?;
         let config = if assignments.is_empty() { config } else { assigned(&text, assignments)? };
@@ -77,8 +81,54 @@ impl RunConfig {
     }
 }
 
+/// Bytes of a file that somebody writes by hand, at most.
+const MOST_BYTES: u64 = 16 << 20;
+
 pub(crate) fn text_of(path: &Path) -> Result<String, ConfigError> {
-    std::fs::read_to_string(path).map_err(|source| ConfigError::Read { path: path.to_owned(), source })
+    read_text(path, MOST_BYTES).map_err(|source| ConfigError::Read { path: path.to_owned(), source })
+}
+
+/// Refuses lists where tables belong: they would be taken for the values of the table's keys in their order.
+fn expect_tables(table: &toml::Table) -> Result<(), ConfigError> {
+    let schema = RunConfig::schema();
+    match list_for_table(&schema, &schema, &Value::Table(table.clone())) {
+        None => Ok(()),
+        Some(mut path) => {
+            path.reverse();
+            Err(ConfigError::value(&path.join("."), "is a list, where a table belongs", "give each value its key"))
+        }
+    }
+}
+
+/// The keys, from the last to the first, of a list in the place of a table.
+fn list_for_table(root: &Json, schema: &Json, value: &Value) -> Option<Vec<String>> {
+    let forms = forms(root, schema);
+    match value {
+        Value::Array(items) => {
+            let has_type = |form: &&Json, name: &str| {
+                form["type"] == name || form["type"].as_array().is_some_and(|of| of.iter().any(|of| of == name))
+            };
+            let lists: Vec<&Json> = forms.iter().copied().filter(|form| has_type(form, "array")).collect();
+            if lists.is_empty() {
+                return forms.iter().any(|form| has_type(form, "object")).then(Vec::new);
+            }
+            items.iter().find_map(|item| lists.iter().find_map(|list| list_for_table(root, &list["items"], item)))
+        }
+        Value::Table(table) => table.iter().find_map(|(key, value)| {
+            let mut path = forms.iter().find_map(|form| list_for_table(root, form["properties"].get(key)?, value))?;
+            path.push(key.clone());
+            Some(path)
+        }),
+        _ => None,
+    }
+}
+
+/// All forms that a schema allows.
+fn forms<'a>(root: &'a Json, schema: &'a Json) -> Vec<&'a Json> {
+    let named = schema["$ref"].as_str().and_then(|name| root.pointer(name.strip_prefix('#')?));
+    let several = ["anyOf", "oneOf", "allOf"].into_iter().filter_map(|of| schema[of].as_array()).flatten();
+    let inner: Vec<&Json> = named.into_iter().chain(several).flat_map(|schema| forms(root, schema)).collect();
+    inner.into_iter().chain([schema]).collect()
 }
 
 /// The file's configuration with other values.
@@ -102,6 +152,7 @@ fn assigned(text: &str, assignments: &[String]) -> Result<RunConfig, ConfigError
         table.insert(last.to_owned(), value);
     }
     let text = assignments.join(" ");
+    expect_tables(&root)?;
     RunConfig::deserialize(root)
         .map_err(|error| ConfigError::Assignment { assignment: text, why: with_nearest(error.to_string()) })
 }

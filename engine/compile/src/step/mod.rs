@@ -20,8 +20,8 @@ use std::collections::{BTreeSet, HashMap};
 
 use candle_core::{D, DType};
 use gapless_alloc::{Role, lower_bound};
-use gapless_graph::Model;
 use gapless_graph::nn::VarBuilder;
+use gapless_graph::{LossPart, Model};
 use gapless_parallel::{Kind, StageId};
 
 pub use self::generation::{Generation, compile_inference};
@@ -62,8 +62,15 @@ pub const SCALARS_INPUT: &str = "step.scalars";
 pub const LIMITS_INPUT: &str = "step.limits";
 
 /// The inputs of a step over packed documents, beside `tokens` and `targets`, all [batch, sequence]: the first token of each token's
-/// document and its place therein (u32), and what its loss is multiplied by (f32).
-pub const DOCUMENT_INPUTS: [&str; 3] = ["starts", "positions", "weights"];
+/// document and its place therein (u32), what its loss is multiplied by, and what it counts in the statistics of routers (f32).
+pub const DOCUMENT_INPUTS: [&str; 4] = ["starts", "positions", "weights", "routed"];
+
+/// The outputs of a training step that say what parts its loss has, of those that it has.
+pub const LOSS_PARTS: [(LossPart, &str); 3] = [
+    (LossPart::Likelihood, "likelihood"),
+    (LossPart::Balance, "loss of balance"),
+    (LossPart::RouterZ, "z-loss of routers"),
+];
 
 /// What there is to know of a trainer's programs beside the executable.
 #[derive(Debug)]

@@ -12,7 +12,7 @@ use gapless_graph::{Graph, Model, Phase, Place, Sequences, Spec, Tensor, ValueId
 use gapless_parallel::StageId;
 
 use super::update::{CheckpointLayout, Parameter, Recorded, Update};
-use super::{Build, DOCUMENT_INPUTS, Overflow, RankPlan, StepOptions, gradient_output, watched_output};
+use super::{Build, DOCUMENT_INPUTS, LOSS_PARTS, Overflow, RankPlan, StepOptions, gradient_output, watched_output};
 use crate::error::{Error, Result};
 use crate::lower::lower;
 use crate::lowering::{Lowering, Output, Target};
@@ -115,6 +115,11 @@ impl TrainStep {
         let update = Update { trace, plan: ranks, options };
         let mean_loss = update.mean_loss(&self.loss, self.share)?;
         let mut outputs = vec![Output::everywhere("loss", mean_loss.id())];
+        for (part, name) in LOSS_PARTS {
+            outputs.extend(
+                update.mean_loss_part(part, &self.loss, self.share)?.map(|mean| Output::everywhere(name, mean.id())),
+            );
+        }
         let watched = trace.lock().watched().to_vec();
         for (name, id) in &watched {
             outputs.push(Output::everywhere(watched_output(name), update.total(&trace.tensor(*id))?.id()));
@@ -232,10 +237,10 @@ impl Trace {
         if !documents {
             return Ok(model.loss(&self.tokens, &targets, train)?);
         }
-        let [starts, positions, weights] = DOCUMENT_INPUTS;
+        let [starts, positions, weights, routed] = DOCUMENT_INPUTS;
         let (starts, positions) = (input(starts, DType::U32)?.id(), input(positions, DType::U32)?.id());
-        let weights = input(weights, DType::F32)?.id();
-        self.lock().set_sequences(Sequences::Packed { starts, positions, weights });
+        let (weights, routed) = (input(weights, DType::F32)?.id(), input(routed, DType::F32)?.id());
+        self.lock().set_sequences(Sequences::Packed { starts, positions, weights, routed });
         let loss = model.loss(&self.tokens, &targets, train)?;
         let is_weighted = self.lock().nodes().iter().any(|node| node.inputs.contains(&weights));
         if !is_weighted {

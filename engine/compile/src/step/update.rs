@@ -16,7 +16,7 @@ use gapless_graph::optim::{
     GlobalNorm, Optimizer, ParameterInfo, ParameterUpdate, SCALARS, SquaredNorms, State, StateInit, WeightAverage,
 };
 use gapless_graph::{Error, Result};
-use gapless_graph::{Place, Spec, Tensor, ValueId};
+use gapless_graph::{LossPart, Place, Spec, Tensor, ValueId};
 use gapless_parallel::StageId;
 
 use super::record::Trace;
@@ -119,6 +119,26 @@ impl Update<'_> {
         self.place(place);
         let mean = loss.affine(share, 0.0)?;
         self.all_reduce(&mean, Group::Batch)
+    }
+
+    /// A part of that loss: each stage adds up its summands, and everyone those of the stages. None if the loss has no such part.
+    pub fn mean_loss_part(&self, part: LossPart, loss: &Tensor, share: f64) -> Result<Option<Tensor>> {
+        let mut stages: BTreeMap<Place, Vec<Tensor>> = BTreeMap::new();
+        let summands = self.trace.lock().parts_of_loss(loss.id(), part);
+        for id in summands {
+            let place = self.trace.lock().place_of(id).unwrap_or_default();
+            stages.entry(place).or_default().push(self.trace.tensor(id));
+        }
+        let sum = |summands: Vec<Tensor>| summands.into_iter().map(Ok).reduce(|a, b| a?.add(&b?)).transpose();
+        let mut means = Vec::new();
+        for (place, summands) in stages {
+            self.place(place);
+            if let Some(sum) = sum(summands)? {
+                means.push(self.all_reduce(&sum.affine(share, 0.0)?, Group::Batch)?);
+            }
+        }
+        self.place(Place::Everywhere);
+        sum(means)
     }
 
     /// What a value of every micro-batch is in all, for whoever trains.

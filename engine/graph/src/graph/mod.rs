@@ -50,7 +50,31 @@ pub enum Sequences {
         positions: ValueId,
         /// What each token's loss is multiplied by: f32 [batch, tokens].
         weights: ValueId,
+        /// What each token counts in the statistics of a router, 1 in the mean over the batch: f32 [batch, tokens], 0 for padding.
+        routed: ValueId,
     },
+}
+
+/// A part of a training loss that each step reports apart from the others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LossPart {
+    /// −log p of the targets, where a head counts more than that.
+    Likelihood,
+    /// The balance losses of routers.
+    Balance,
+    /// The z-losses of routers.
+    RouterZ,
+}
+
+/// A scalar that is reported as a part of the loss.
+#[derive(Debug, Clone, Copy)]
+pub struct ReportedLoss {
+    /// Which part.
+    pub part: LossPart,
+    /// What the loss is made of if it has this part.
+    pub of: ValueId,
+    /// What the part counts in the loss of a micro-batch.
+    pub mean: ValueId,
 }
 
 /// Values and the nodes that make them, in an order in which they can run.
@@ -73,6 +97,8 @@ pub struct Graph {
     frozen: HashSet<ValueId>,
     /// What a training step shows of itself, beside the loss.
     watched: Vec<(String, ValueId)>,
+    /// What the loss of a micro-batch is the sum of, among others.
+    loss_parts: Vec<ReportedLoss>,
     sequences: Sequences,
     loss_terms: LossTerms,
 }
@@ -211,6 +237,23 @@ impl Graph {
     /// The values that are shown, with their names, in the order in which they were recorded.
     pub fn watched(&self) -> &[(String, ValueId)] {
         &self.watched
+    }
+
+    /// Has a scalar reported as a part of the loss.
+    pub fn report_loss(&mut self, reported: ReportedLoss) {
+        self.loss_parts.push(reported);
+    }
+
+    /// The scalars that are reported as a part of a loss, in the order in which they were recorded; those that it is not made of are not.
+    pub fn parts_of_loss(&self, loss: ValueId, part: LossPart) -> Vec<ValueId> {
+        let mut made_of = HashSet::from([loss]);
+        for node in self.nodes.iter().rev().filter(|_| !self.loss_parts.is_empty()) {
+            if node.outputs.iter().any(|output| made_of.contains(output)) {
+                made_of.extend(&node.inputs);
+            }
+        }
+        let reported = self.loss_parts.iter().filter(|reported| reported.part == part);
+        reported.filter(|reported| made_of.contains(&reported.of)).map(|reported| reported.mean).collect()
     }
 
     /// The layer that nodes are put in from now on.

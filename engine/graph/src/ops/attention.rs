@@ -7,6 +7,7 @@ use gapless_kernels::cpu::attention::{self, HeadStrides, Mask};
 use gapless_kernels::cpu::bf16::with_float;
 use gapless_kernels::cuda::launch::Scores;
 
+use super::is_positive_f32;
 use crate::error::Result;
 use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
@@ -66,11 +67,11 @@ impl Attention {
     /// Whether its numbers make sense.
     pub(super) fn check(&self) -> Result<(), String> {
         let Self { scale, causal, window, cap } = *self;
-        if !(scale > 0.0 && scale.is_finite()) {
-            return Err(format!("the scale {scale} is not a positive number"));
+        if !is_positive_f32(scale) {
+            return Err(format!("the scale {scale} is not a positive number in f32"));
         }
-        if let Some(cap) = cap.filter(|cap| !(*cap > 0.0 && cap.is_finite())) {
-            return Err(format!("the cap of scores {cap} is not a positive number"));
+        if let Some(cap) = cap.filter(|&cap| !is_positive_f32(cap)) {
+            return Err(format!("the cap of scores {cap} is not a positive number in f32"));
         }
         match window {
             Some(0) => Err("a window of no token: each sees itself at least".into()),

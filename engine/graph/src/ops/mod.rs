@@ -58,8 +58,8 @@ pub use dropout::Dropout;
 pub use embedding::Embedding;
 pub(crate) use experts::TopKGrad;
 pub use experts::{
-    Chooses, Combine, Dispatch, DropPolicy, ExpertGroups, ExpertLoad, GroupedLinear, Jitter, LogSumExp, NONE, Route,
-    RoutedSwiGlu, RunLengths, RunStarts, SlotWeights, TopK, Unplaced,
+    Chooses, Combine, Dispatch, DocumentLoad, DropPolicy, ExpertGroups, ExpertLoad, GroupedLinear, Jitter, LogSumExp,
+    NONE, Route, RoutedSwiGlu, RunLengths, RunStarts, SlotWeights, TopK, Unplaced,
 };
 pub use gather::{Gather, ScatterAdd};
 pub use layer_norm::LayerNorm;
@@ -87,6 +87,11 @@ use gapless_kernels::cpu::{last_extent, row_of};
 
 use self::output_types::OutputTypes;
 use crate::graph::FLOATS;
+
+/// Whether kernels can multiply by a number and divide by it, in f32.
+pub(crate) fn is_positive_f32(x: f64) -> bool {
+    x > 0.0 && (x as f32).is_normal() && (1.0 / x as f32).is_normal()
+}
 
 /// Refuses anything but tensors of one of the [`FLOATS`].
 pub(crate) fn expect_float(inputs: &[Spec]) -> Result<(), String> {

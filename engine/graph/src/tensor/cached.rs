@@ -58,6 +58,14 @@ impl Tensor {
         }
     }
 
+    /// Where documents are packed: the first token of each token's document, and what the token counts in the statistics of a router.
+    pub(crate) fn documents(&self) -> Option<[Self; 2]> {
+        match self.sequences() {
+            Sequences::Packed { starts, routed, .. } => Some([starts, routed].map(|id| Self::of(&self.graph, id))),
+            Sequences::Whole | Sequences::Continued { .. } => None,
+        }
+    }
+
     /// What a loss over a vocabulary counts beside the likelihood.
     pub(super) fn loss_terms(&self) -> LossTerms {
         lock(&self.graph).loss_terms()

@@ -22,8 +22,9 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::shape::Dim;
 use candle_core::{DType, Shape};
+use gapless_kernels::LossTerms;
 
-use super::{Graph, Phase, Spec, ValueId, lock};
+use super::{Graph, LossPart, Phase, ReportedLoss, Spec, ValueId, lock};
 use crate::error::{Error, Result};
 use crate::nn::{Module, ModuleT};
 use crate::op::Op;
@@ -217,6 +218,17 @@ impl Tensor {
         lock(&self.graph).watch(name, self.id);
     }
 
+    /// Says that the mean of these numbers is a summand of the loss, if that is made of `of`: each step reports the sum of those of a part
+    /// apart from the others, as the mean over micro-batches and data ranks.
+    ///
+    /// # Errors
+    /// As [`Self::mean_all`].
+    pub fn report_loss(&self, part: LossPart, of: &Self) -> Result<()> {
+        let mean = self.mean_all()?.id;
+        lock(&self.graph).report_loss(ReportedLoss { part, of: of.id, mean });
+        Ok(())
+    }
+
     /// A key for numbers that are drawn here.
     pub(crate) fn next_random(&self) -> u64 {
         lock(&self.graph).next_random()
@@ -345,16 +357,21 @@ impl Tensor {
     /// Negative log-likelihood of `targets` (u32, [..]) under `self` as logits [.., vocabulary]: one number per target.
     /// The gradient overwrites the logits; neither a softmax nor a second copy of the logits is ever stored. Where documents are
     /// packed ([`Sequences`](crate::Sequences)), each loss is multiplied by its token's weight. In a training step it counts the
-    /// terms of `TrainOptions::loss` too.
+    /// terms of `TrainOptions::loss` too, and reports the likelihood apart from them.
     ///
     /// # Errors
     /// When the shapes do not fit; where documents are packed, when there is not one target for each token.
     pub fn cross_entropy(&self, targets: &Self) -> Result<Self> {
-        let [losses, _] = Self::apply_op(ops::CrossEntropy { terms: self.loss_terms() }, &[self, targets])?;
-        match self.weights_of(targets)? {
-            Some(weights) => losses.mul(&weights),
-            None => Ok(losses),
+        let terms = self.loss_terms();
+        let [losses, lse] = Self::apply_op(ops::CrossEntropy { terms }, &[self, targets])?;
+        let weights = self.weights_of(targets)?;
+        let weighted = |losses: Self| weights.as_ref().map_or(Ok(losses.clone()), |weights| losses.mul(weights));
+        if terms != LossTerms::NONE {
+            let last = self.rank() - 1;
+            let logits = self.gather(&targets.unsqueeze(last)?, last)?.squeeze(last)?.to_dtype(DType::F32)?;
+            weighted(lse.sub(&logits)?)?.report_loss(LossPart::Likelihood, &losses)?;
         }
+        weighted(losses)
     }
 
     /// Negative log-likelihood of `targets` (u32, [..]) under the logits `self`·`weight`ᵀ, for `self` [.., width] and `weight`
@@ -375,7 +392,13 @@ impl Tensor {
     pub fn capped_cross_entropy(&self, weight: &Self, targets: &Self, cap: Option<f64>) -> Result<Self> {
         let weights = self.weights_of(targets)?;
         let inputs: Vec<&Self> = [self, weight, targets].into_iter().chain(&weights).collect();
-        let op = ops::LinearCrossEntropy::new(None).with_terms(self.loss_terms()).with_cap(cap);
-        Self::apply_op::<1>(op, &inputs).map(|[losses]| losses)
+        let terms = self.loss_terms();
+        let op = ops::LinearCrossEntropy::new(None).with_terms(terms).with_cap(cap);
+        if terms == LossTerms::NONE {
+            return Self::apply_op::<1>(op, &inputs).map(|[losses]| losses);
+        }
+        let [losses, likelihoods] = Self::apply_op(op.with_likelihoods(), &inputs)?;
+        likelihoods.report_loss(LossPart::Likelihood, &losses)?;
+        Ok(losses)
     }
 }

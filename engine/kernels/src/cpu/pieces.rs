@@ -89,6 +89,20 @@ impl<'a, T: Sync> Pieces for Shared<'a, T> {
     }
 }
 
+/// Pieces that may not be there, of as many tasks as the others have.
+impl<P: Pieces> Pieces for Option<P> {
+    type Piece = Option<P::Piece>;
+
+    fn count(&self) -> usize {
+        self.as_ref().map_or(usize::MAX, P::count)
+    }
+
+    unsafe fn piece(&self, index: usize) -> Self::Piece {
+        // SAFETY: by the contract.
+        self.as_ref().map(|pieces| unsafe { pieces.piece(index) })
+    }
+}
+
 /// See [`InPieces::pieces_mut`].
 pub struct Exclusive<'a, T> {
     start: *mut T,

@@ -2,8 +2,8 @@
 
 use super::judge::check;
 use crate::ops::{
-    Chooses, Combine, Dispatch, DropPolicy, ExpertGroups, ExpertLoad, Route, RoutedSwiGlu, RunLengths, RunStarts,
-    SlotWeights, TopK, Unplaced,
+    Chooses, Combine, Dispatch, DocumentLoad, DropPolicy, ExpertGroups, ExpertLoad, Route, RoutedSwiGlu, RunLengths,
+    RunStarts, SlotWeights, TopK, Unplaced,
 };
 use crate::{Result, Tensor};
 
@@ -88,6 +88,52 @@ fn gated_units_of_used_rows() {
                     let op = RoutedSwiGlu { balanced: None };
                     let [y] = Tensor::apply_op(op, &[&x[0], &x[1], &x[2], &starts])?;
                     Ok(y)
+                },
+            );
+        }
+    }
+}
+
+/// Padding behind most of each sequence, whose other tokens are of documents of different lengths.
+#[test]
+fn padding_has_no_experts() {
+    const K: usize = 2;
+    let ends = [TOKENS - 4, 3];
+    let routed: Vec<f32> =
+        (0..2 * TOKENS).map(|token| if token % TOKENS < ends[token / TOKENS] { 1.5 } else { 0.0 }).collect();
+    // The first document is longer than a warp.
+    let start = |token: usize| [0, 0, TOKENS - 6, ends[0]].into_iter().rfind(|&start| start <= token);
+    let starts: Vec<u32> = (0..2 * TOKENS).map(|token| start(token % TOKENS).unwrap_or_default() as u32).collect();
+    let limits: Vec<u32> = (0..=TOKENS as u32).map(|count| count.div_ceil(5).max(1)).collect();
+    let most = TOKENS.div_ceil(5);
+    for capacity in [None, Some((most, DropPolicy::Last)), Some((most, DropPolicy::Lightest))] {
+        for chooses in [Chooses::Tokens, Chooses::Experts] {
+            let is_lightest = matches!(capacity, Some((_, DropPolicy::Lightest)));
+            if chooses == Chooses::Experts && !is_lightest {
+                continue;
+            }
+            check(
+                &["top_k", "top_k_grad", "route", "unplaced", "document_load", "expert_load"],
+                &[&[2, TOKENS, EXPERTS], &[EXPERTS], &[2, TOKENS, 5]],
+                &[(&[2, TOKENS], &starts), (&[TOKENS + 1], &limits)],
+                |x, ids| {
+                    let routed = Tensor::from_slice(&routed, (2, TOKENS), x[0].device())?;
+                    let [weights, chosen] = Tensor::apply_op(TopK { k: K, groups: None }, &[&x[0], &x[1], &routed])?;
+                    let (choices, weights_of) = match chooses {
+                        Chooses::Tokens => (&chosen, Some(&weights).filter(|_| is_lightest)),
+                        Chooses::Experts => (&x[0], None),
+                    };
+                    let limits = capacity.map(|_| &ids[1]);
+                    let inputs = [choices].into_iter().chain(weights_of).chain([&routed]).chain(limits);
+                    let route = Route { experts: EXPERTS, chooses, capacity };
+                    let [places, slots, _] = Tensor::apply_op(route, &inputs.collect::<Vec<_>>())?;
+                    let whole_tokens = chooses == Chooses::Experts;
+                    let [_] = Tensor::apply_op(Unplaced { whole_tokens }, &[&places, &routed])?;
+                    let [_] = Tensor::apply_op(ExpertLoad { experts: EXPERTS, by_sequence: true }, &[&chosen])?;
+                    let [load] = Tensor::apply_op(DocumentLoad { experts: EXPERTS }, &[&chosen, &ids[0]])?;
+                    let [rows] = Tensor::apply_op(Dispatch, &[&x[2], &places, &slots])?;
+                    let loss = load.to_dtype(x[0].dtype())?.mul(&x[0])?.sum_all()?.add(&rows.sqr()?.sum_all()?)?;
+                    loss.add(&weights.sum_all()?)
                 },
             );
         }

@@ -3,13 +3,16 @@
 use gapless_testing::few;
 
 use super::host;
+use super::processor::device;
 use super::small::{Small, Style, WIDTH};
 use super::step::compare_steps;
+use super::trainer::{batch, expect_near, options};
+use crate::data::IGNORED;
 use crate::nn::{
     Capacity, Choice, Experts, Linear, Module, Router, RouterConfig, Score, VarBuilder, linear_no_bias, rms_norm,
 };
 use crate::ops::{DropPolicy, ExpertGroups};
-use crate::{Model, Result, Tensor};
+use crate::{Batch, DeviceChoice, Model, Result, StepReport, Tensor, TrainOptions, Trainer};
 
 /// A small Llama with a layer of experts behind it, and perhaps one that all tokens pass through.
 pub struct Mixture {
@@ -123,6 +126,40 @@ fn steps_of_mixtures() {
     if host::is_there() {
         for (name, is_shared, config) in few(&mixtures(), 2) {
             compare_steps(name, |vb| Mixture::new(config, *is_shared, vb));
+        }
+    }
+}
+
+/// Examples with padding behind them: losses and norms of CPUs.
+#[test]
+fn padding_counts_nowhere() {
+    if !host::is_there() {
+        return;
+    }
+    for (name, is_shared, config) in few(&mixtures(), 2) {
+        let options = TrainOptions { documents: true, ..options() };
+        let build = |vb| Mixture::new(config, *is_shared, vb);
+        let mut cpu = Trainer::new(build, TrainOptions { device: DeviceChoice::Cpu, ..options.clone() }).unwrap();
+        let mut device = Trainer::on_device(device(), build, options.clone()).unwrap();
+        let [tokens, mut targets] = batch(0);
+        // Two examples of two tokens and then padding; of the last sequence, padding alone.
+        let (sequence, all) = (options.sequence, tokens.len());
+        let starts: Vec<u32> = (0..all).map(|i| (i % sequence / 2 * 2).min(4) as u32).collect();
+        for (i, target) in targets.iter_mut().enumerate() {
+            if i % sequence >= 4 || i % 2 == 0 || i >= all - sequence {
+                *target = IGNORED;
+            }
+        }
+        for _ in 0..3 {
+            let [of_cpu, of_device] = [&mut cpu, &mut device].map(|trainer| {
+                trainer.step_batch(&Batch { tokens: &tokens, targets: &targets, starts: &starts }).unwrap()
+            });
+            let parts = |report: &StepReport| report.loss_parts.map(|parts| (parts.balance, parts.router_z));
+            let (a, b) = (parts(&of_device).unwrap_or_default(), parts(&of_cpu).unwrap_or_default());
+            for (device, cpu) in [(a.0, b.0), (a.1, b.1), (Some(of_device.loss), Some(of_cpu.loss))] {
+                expect_near(name, device.unwrap_or_default(), cpu.unwrap_or_default(), 1e-5);
+            }
+            expect_near(name, of_device.gradient_norm, of_cpu.gradient_norm, 1e-4);
         }
     }
 }

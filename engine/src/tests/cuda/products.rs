@@ -211,6 +211,13 @@ fn heads_with_their_loss() {
         check(&["linear_cross_entropy"], &given, &ids, |x, ids| {
             let weights = ids[1].to_dtype(DType::F32)?;
             let inputs = [&x[0], &x[1], &ids[0], &weights];
+            let smooth = LossTerms { label_smoothing: 0.1, z_loss: 0.01 };
+            let head = LinearCrossEntropy::new(Some(0.25)).with_terms(smooth).with_likelihoods();
+            Tensor::apply_op::<4>(head, &inputs)?[0].to_dtype(x[0].dtype())
+        });
+        check(&["linear_cross_entropy"], &given, &ids, |x, ids| {
+            let weights = ids[1].to_dtype(DType::F32)?;
+            let inputs = [&x[0], &x[1], &ids[0], &weights];
             Tensor::apply_op::<3>(LinearCrossEntropy::new(Some(0.25)), &inputs)?[0].to_dtype(x[0].dtype())
         });
     }

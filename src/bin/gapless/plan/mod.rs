@@ -77,6 +77,7 @@ fn step(arguments: &Arguments) -> anyhow::Result<Fit> {
         bail!("nothing to plan; give a table, or --model");
     }
     let step = arguments.step.step()?;
+    step.notices().iter().for_each(tell);
     match (step.lowering, &step.ranks[..]) {
         (Lowering::Gapless, _) => step::plan(arguments, &step),
         (_, &[rank]) => {

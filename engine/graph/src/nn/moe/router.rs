@@ -5,9 +5,11 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
+use crate::graph::LossPart;
 use crate::nn::{Init, VarBuilder};
 use crate::ops::{
-    Chooses, Combine, Dispatch, DropPolicy, ExpertGroups, ExpertLoad, Jitter, Route, SlotWeights, TopK, Unplaced,
+    Chooses, Combine, Dispatch, DocumentLoad, DropPolicy, ExpertGroups, ExpertLoad, Jitter, Route, SlotWeights, TopK,
+    Unplaced,
 };
 use crate::optim::LoadBias;
 use crate::tensor::Tensor;
@@ -39,7 +41,8 @@ pub enum Choice {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Capacity {
-    /// Rows per expert and sequence, as a multiple of what each would have if all had the same number.
+    /// Rows per expert and sequence, as a multiple of what each would have if all had the same number. Where documents are packed, of the
+    /// tokens that are no padding.
     pub factor: f64,
     /// What is left out beyond.
     pub drop: DropPolicy,
@@ -75,7 +78,8 @@ pub struct RouterConfig {
     /// While training, the router's input is multiplied by numbers between 1 − this and 1 + this (Switch, arXiv 2101.03961).
     pub jitter: f64,
     /// Weight of the load-balance loss: experts/k · Σ fᵉ·Pᵉ with fᵉ the share of a sequence's choices and Pᵉ the mean score,
-    /// the mean over sequences (DeepSeek-V3's; Switch's of one sequence).
+    /// the mean over sequences (DeepSeek-V3's; Switch's of one sequence). Where documents are packed, of each document, the mean over
+    /// the tokens that are no padding.
     pub balance_loss: f64,
     /// Weight of the mean of (ln Σ e^logit)² (ST-MoE, arXiv 2202.08906).
     pub z_loss: f64,
@@ -143,6 +147,11 @@ impl RouterConfig {
         let rows = (factor * even * (1.0 - 1e-12)).ceil() as usize;
         Some((rows.clamp(1, tokens), drop))
     }
+
+    /// The same by the number of a sequence's tokens that are no padding, up to all of them.
+    fn limits(&self, tokens: usize) -> Vec<u32> {
+        (0..=tokens).map(|count| self.capacity(count.max(1)).map_or(0, |(rows, _)| rows as u32)).collect()
+    }
 }
 
 /// A layer that chooses: `weight` [experts, width] and, if it has a rate, `e_score_correction_bias` \[experts\].
@@ -175,7 +184,8 @@ impl Router {
     /// Chooses for the tokens of `x` [batch, tokens, width].
     ///
     /// While training, what it does can be watched ([`Tensor::watch`]) under the layer's name: `….load`, the tokens that
-    /// chose each expert, and `….dropped`, choices that found no room; of experts that choose, tokens that none took.
+    /// chose each expert, and `….dropped`, choices that found no room; of experts that choose, tokens that none took. Padding is in
+    /// neither. What its losses add to the model's is reported by each step.
     ///
     /// # Errors
     /// When the shapes do not fit.
@@ -189,8 +199,13 @@ impl Router {
                 load.watch(&format!("{}.load", self.layer));
             }
             if self.config.capacity.is_some() {
-                let [dropped] = Tensor::apply_op(Unplaced { whole_tokens: routing.ids.is_none() }, &[&routing.places])?;
+                let routed = x.documents().map(|[_, routed]| routed);
+                let inputs: Vec<&Tensor> = [&routing.places].into_iter().chain(&routed).collect();
+                let [dropped] = Tensor::apply_op(Unplaced { whole_tokens: routing.ids.is_none() }, &inputs)?;
                 dropped.watch(&format!("{}.dropped", self.layer));
+            }
+            for (part, loss) in &routing.losses {
+                loss.report_loss(*part, loss)?;
             }
         }
         Ok(routing)
@@ -213,19 +228,26 @@ impl RouterConfig {
         // Shares and their sums are f32 whatever the model computes in, as everyone's are.
         let logits = logits.to_dtype(DType::F32)?;
         let bias = bias.map(|bias| bias.to_dtype(DType::F32)).transpose()?;
+        let documents = x.documents();
+        let routed = documents.as_ref().map(|[_, routed]| routed);
+        let limits = match (routed, self.capacity) {
+            (Some(routed), Some(_)) => Some(Tensor::new(self.limits(tokens), routed.device())?),
+            _ => None,
+        };
         let scores = match self.score {
             Score::Softmax => logits.softmax_last_dim()?,
             Score::Sigmoid => logits.sigmoid()?,
         };
         let route = |chooses, inputs: &[&Tensor]| {
             let op = Route { experts: self.experts, chooses, capacity: self.capacity(tokens) };
-            Tensor::apply_op::<3>(op, inputs)
+            let inputs: Vec<&Tensor> = inputs.iter().copied().chain(routed).chain(&limits).collect();
+            Tensor::apply_op::<3>(op, &inputs)
         };
         let (weights, ids, [places, slots, starts]) = match self.choice {
             Choice::Experts => (scores.clone(), None, route(Chooses::Experts, &[&scores])?),
             Choice::Tokens => {
                 let op = TopK { k: self.top_k, groups: self.groups };
-                let inputs: Vec<&Tensor> = [&scores].into_iter().chain(&bias).collect();
+                let inputs: Vec<&Tensor> = [&scores].into_iter().chain(&bias).chain(routed).collect();
                 let [weights, ids] = Tensor::apply_op(op, &inputs)?;
                 let routed = match self.capacity {
                     Some(Capacity { drop: DropPolicy::Lightest, .. }) => route(Chooses::Tokens, &[&ids, &weights])?,
@@ -234,10 +256,14 @@ impl RouterConfig {
                 (weights, Some(ids), routed)
             }
         };
-        let loss = if train { self.losses(&logits, &scores, ids.as_ref())? } else { None };
+        let losses = match train {
+            true => self.losses(&logits, &scores, ids.as_ref(), documents.as_ref())?,
+            false => Vec::new(),
+        };
+        let loss = losses.iter().map(|(_, loss)| Ok(loss.clone())).reduce(|a, b| a?.add(&b?)).transpose()?;
         let weights = self.finish(weights)?.to_dtype(x.dtype())?;
         let capacity = self.capacity(tokens).map(|(rows, _)| rows);
-        Ok(Routing { experts: self.experts, capacity, weights, ids, places, slots, starts, loss })
+        Ok(Routing { experts: self.experts, capacity, weights, ids, places, slots, starts, losses, loss })
     }
 
     /// Divided by their sum, and scaled.
@@ -250,27 +276,43 @@ impl RouterConfig {
         if self.scale == 1.0 { Ok(weights) } else { weights.affine(self.scale, 0.0) }
     }
 
-    /// Of each token, so that they can be summed in one order however a batch is cut.
-    fn losses(&self, logits: &Tensor, scores: &Tensor, ids: Option<&Tensor>) -> Result<Option<Tensor>> {
+    /// Of each token, so that they can be summed in one order however a batch is cut; each with what it is.
+    fn losses(
+        &self,
+        logits: &Tensor,
+        scores: &Tensor,
+        ids: Option<&Tensor>,
+        documents: Option<&[Tensor; 2]>,
+    ) -> Result<Vec<(LossPart, Tensor)>> {
         let &Self { experts, top_k, balance_loss, z_loss, .. } = self;
         let (_, tokens, _) = scores.dims3()?;
+        // The mean over the batch is that over tokens that are no padding.
+        let counted = |loss: Tensor| documents.map_or(Ok(loss.clone()), |[_, routed]| loss.mul(routed));
         let mut losses = Vec::new();
         if let Some(ids) = ids
             && balance_loss > 0.0
         {
-            let [load] = Tensor::apply_op(ExpertLoad { experts, by_sequence: true }, &[ids])?;
             let shares = match self.score {
                 Score::Softmax => scores.clone(),
                 Score::Sigmoid => scores.broadcast_div(&scores.sum_keepdim(2)?.affine(1.0, 1e-20)?)?,
             };
             // experts/k · Σₑ (load/tokens) · share: the mean over a sequence's tokens has its mean share for Pᵉ.
-            let scale = balance_loss * experts as f64 / (top_k * tokens) as f64;
-            losses.push(shares.broadcast_mul(&load.unsqueeze(1)?)?.sum(2)?.affine(scale, 0.0)?);
+            let (load, scale) = match documents {
+                Some([starts, _]) => {
+                    let [load] = Tensor::apply_op(DocumentLoad { experts }, &[ids, starts])?;
+                    (load, balance_loss * experts as f64)
+                }
+                None => {
+                    let [load] = Tensor::apply_op(ExpertLoad { experts, by_sequence: true }, &[ids])?;
+                    (load.unsqueeze(1)?, balance_loss * experts as f64 / (top_k * tokens) as f64)
+                }
+            };
+            losses.push((LossPart::Balance, counted(shares.broadcast_mul(&load)?.sum(2)?.affine(scale, 0.0)?)?));
         }
         if z_loss > 0.0 {
-            losses.push(logits.log_sum_exp(D::Minus1)?.sqr()?.affine(z_loss, 0.0)?);
+            losses.push((LossPart::RouterZ, counted(logits.log_sum_exp(D::Minus1)?.sqr()?.affine(z_loss, 0.0)?)?));
         }
-        losses.into_iter().map(Ok).reduce(|a, b| a?.add(&b?)).transpose()
+        Ok(losses)
     }
 }
 
@@ -286,6 +328,8 @@ pub struct Routing {
     pub(super) places: Tensor,
     pub(super) slots: Tensor,
     pub(super) starts: Tensor,
+    /// What training adds to the loss of every token: its parts, and all together.
+    losses: Vec<(LossPart, Tensor)>,
     loss: Option<Tensor>,
 }
 

@@ -3,11 +3,12 @@
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::Args;
 
-use super::NONE;
+use super::{NONE, expect_routed, is_routed};
 use crate::op::Op;
 use crate::reference::{Array, Reference};
 
-/// Counts of ids [.., tokens, k] below `experts`, as f32: [batch, experts] by sequence, or \[experts\] of all. Has no gradient.
+/// Counts of ids [.., tokens, k] below `experts`, as f32: [batch, experts] by sequence, or \[experts\] of all; [`NONE`] counts nowhere. Has
+/// no gradient.
 #[derive(Debug, Clone, Copy)]
 pub struct ExpertLoad {
     /// Number of experts.
@@ -49,7 +50,7 @@ impl Op for ExpertLoad {
         }
         let sequences = load.len() / self.experts;
         for (load, ids) in load.chunks_exact_mut(self.experts).zip(ids.chunks_exact(ids.len() / sequences)) {
-            ids.iter().for_each(|&id| load[id as usize] += 1.0);
+            ids.iter().filter(|&&id| id != NONE).for_each(|&id| load[id as usize] += 1.0);
         }
     }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
@@ -60,7 +61,7 @@ impl Op for ExpertLoad {
         let ids = args.input(0);
         let (batch, tokens, k) = super::by_sequence(&ids.dims).expect("checked by the shape rule");
         let mut load = Array::zeros(&if self.by_sequence { vec![batch, self.experts] } else { vec![self.experts] });
-        for (slot, &id) in ids.data.iter().enumerate() {
+        for (slot, &id) in ids.data.iter().enumerate().filter(|(_, id)| **id != f64::from(NONE)) {
             let sequence = if self.by_sequence { slot / (tokens * k) } else { 0 };
             load.data[sequence * self.experts + id as usize] += 1.0;
         }
@@ -68,11 +69,32 @@ impl Op for ExpertLoad {
     }
 }
 
-/// How many of places [.., k] are nowhere, or of how many tokens all are: a scalar. Has no gradient.
+/// How many of places [.., k] are nowhere, or of how many tokens all are: a scalar. A second input, f32 [..], is 0 for tokens that do not
+/// count. Has no gradient.
 #[derive(Debug, Clone, Copy)]
 pub struct Unplaced {
     /// Whether tokens of no place are counted, rather than places.
     pub whole_tokens: bool,
+}
+
+impl Unplaced {
+    fn nowhere<P: PartialEq, T: PartialOrd + Default>(
+        &self,
+        places: &[P],
+        k: usize,
+        routed: Option<&[T]>,
+        none: P,
+    ) -> usize {
+        let of_token = |(token, places): (usize, &[P])| {
+            let nowhere = places.iter().filter(|place| **place == none).count();
+            match is_routed(routed, token) {
+                false => 0,
+                true if self.whole_tokens => usize::from(nowhere == k),
+                true => nowhere,
+            }
+        };
+        places.chunks_exact(k).enumerate().map(of_token).sum()
+    }
 }
 
 impl Op for Unplaced {
@@ -82,6 +104,9 @@ impl Op for Unplaced {
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
         crate::ops::expect_ids("places", &inputs[0])?;
+        if let Some(routed) = inputs.get(1) {
+            expect_routed(routed, &inputs[0])?;
+        }
         Ok(vec![Spec::f32(())])
     }
 
@@ -102,21 +127,18 @@ impl Op for Unplaced {
         let accumulate = args.accumulate(0);
         let [count] = args.output::<f32>(0) else { unreachable!("a scalar") };
         let places = args.input::<u32>(0);
-        let group = if self.whole_tokens { gapless_kernels::width(args.input_dims(0)) } else { 1 };
-        let nowhere = places.chunks_exact(group).filter(|group| group.iter().all(|&place| place == NONE)).count();
+        let routed = (args.inputs() > 1).then(|| args.input::<f32>(1));
+        let nowhere = self.nowhere(places, gapless_kernels::width(args.input_dims(0)), routed, NONE);
         *count = if accumulate { *count } else { 0.0 } + nowhere as f32;
     }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
-        gapless_kernels::cuda::launch::unplaced(
-            if self.whole_tokens { gapless_kernels::width(operands.inputs[0].layout.dims()) } else { 1 },
-            operands,
-        )
+        gapless_kernels::cuda::launch::unplaced(self.whole_tokens, operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let places = args.input(0);
-        let group = if self.whole_tokens { gapless_kernels::width(&places.dims) } else { 1 };
-        let nowhere = |group: &&[f64]| group.iter().all(|&place| place == f64::from(NONE));
-        vec![Array::new(&[], vec![places.data.chunks_exact(group).filter(nowhere).count() as f64])]
+        let routed = (args.inputs() > 1).then(|| &*args.input(1).data);
+        let nowhere = self.nowhere(&places.data, gapless_kernels::width(&places.dims), routed, f64::from(NONE));
+        vec![Array::new(&[], vec![nowhere as f64])]
     }
 }

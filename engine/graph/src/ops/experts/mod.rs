@@ -11,10 +11,14 @@
 //! x ─▶ dispatch ─▶ grouped_linear ×2 ─▶ routed_swiglu ─▶ grouped_linear ─▶ combine ─▶ y
 //! ```
 //!
+//! Where documents are packed, operations that decide or count have one input more, `routed`, f32 [batch, tokens]: what a token
+//! counts in a router's statistics, 0 for padding. Padding has no row, no choice ([`NONE`]) and no part in a capacity.
+//!
 //! Rows of an expert stand in the order of their tokens, and weights' gradients are summed sequence by sequence, so that the
 //! bits do not depend on how a batch is cut into micro-batches.
 
 mod combine;
+mod document_load;
 mod grouped_linear;
 mod jitter;
 mod load;
@@ -26,6 +30,7 @@ mod starts;
 mod top_k;
 
 pub use combine::{Combine, Dispatch};
+pub use document_load::DocumentLoad;
 pub use grouped_linear::GroupedLinear;
 pub use jitter::Jitter;
 pub use load::{ExpertLoad, Unplaced};
@@ -61,6 +66,20 @@ fn expect_places(places: &Spec, slots: &Spec) -> Result<usize, String> {
     super::expect_ids("slots", slots)?;
     super::expect_rank(places, 1)?;
     Ok(super::width(places.dims()))
+}
+
+/// Refuses what says of each token of `x` [batch, tokens, ..] what it counts, if it is not f32 [batch, tokens].
+fn expect_routed(routed: &Spec, x: &Spec) -> Result<(), String> {
+    let (_, tokens) = x.dims().split_last().ok_or("[batch, tokens, ..] is needed")?;
+    if *routed != Spec::f32(tokens.to_vec()) {
+        return Err("what each token counts must be f32, one number for each token".into());
+    }
+    Ok(())
+}
+
+/// Whether a token has experts: none of padding has.
+fn is_routed<T: PartialOrd + Default>(routed: Option<&[T]>, token: usize) -> bool {
+    routed.is_none_or(|routed| routed[token] > T::default())
 }
 
 /// Which rows each expert has. `starts` says where runs of rows begin, and last, where all end. Runs are in the order of

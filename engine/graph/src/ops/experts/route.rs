@@ -4,7 +4,7 @@ use candle_core::DType;
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::Args;
 
-use super::NONE;
+use super::{NONE, expect_routed, is_routed};
 use crate::op::Op;
 use crate::reference::{Array, Reference};
 
@@ -34,6 +34,9 @@ pub enum DropPolicy {
 /// sequence, token; those of expert e and sequence s begin at `starts[e × sequences + s]`.
 ///
 /// Without a capacity there are as many rows as slots; with one, at most that many for each expert and sequence.
+///
+/// A further input, f32 [.., tokens], is 0 for padding, which has no row. With a capacity, one more says the most rows that an expert takes
+/// of a sequence by the number of its other tokens: u32 [tokens + 1], none above the capacity.
 #[derive(Debug, Clone, Copy)]
 pub struct Route {
     /// Number of experts.
@@ -58,19 +61,47 @@ impl Route {
     }
 
     /// As kernels for GPUs have it.
-    fn on_device(&self, dims: &[usize]) -> gapless_kernels::cuda::launch::Routing {
-        let (sequences, ..) = Self::extents(dims);
+    fn on_device(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> gapless_kernels::cuda::launch::Routing {
+        let dims = |index: usize| operands.inputs[index].layout.dims();
+        let (sequences, ..) = Self::extents(dims(0));
+        let (routed, limits) = self.routed_and_limits(operands.inputs.len(), |index| dims(index).len());
         gapless_kernels::cuda::launch::Routing {
             experts: self.experts,
             sequences,
             has_ids: self.chooses == Chooses::Tokens,
-            weighs: self.weighs(),
+            weights: self.weights(),
+            routed,
+            limits,
             capacity: self.capacity.map(|(most, _)| most),
         }
     }
 
     fn weighs(&self) -> bool {
         matches!(self.capacity, Some((_, DropPolicy::Lightest)))
+    }
+
+    /// The index of the weights, if the lightest are left out.
+    fn weights(&self) -> Option<usize> {
+        self.weighs().then_some(usize::from(self.chooses == Chooses::Tokens))
+    }
+
+    /// The indices of what each token counts and, with a capacity, of the limits: behind the weights, by their rank.
+    fn routed_and_limits(&self, inputs: usize, rank: impl Fn(usize) -> usize) -> (Option<usize>, Option<usize>) {
+        let routed = (1..inputs).find(|&index| rank(index) + 1 == rank(0));
+        (routed, routed.filter(|_| self.capacity.is_some()).map(|routed| routed + 1))
+    }
+
+    /// The most rows of each run: those of its sequence's tokens.
+    fn most<T: PartialOrd + Default>(
+        &self,
+        sequence: usize,
+        tokens: usize,
+        routed: Option<&[T]>,
+        limit: impl Fn(usize) -> Option<usize>,
+    ) -> Option<usize> {
+        let (most, _) = self.capacity?;
+        let count = (sequence * tokens..(sequence + 1) * tokens).filter(|&token| is_routed(routed, token)).count();
+        Some(limit(count).unwrap_or(most))
     }
 }
 
@@ -99,6 +130,16 @@ impl Op for Route {
         if matches!(self.capacity, Some((0, _))) {
             return Err("a capacity of 0 rows".into());
         }
+        let (routed, limits) = self.routed_and_limits(inputs.len(), |index| inputs[index].dims().len());
+        if let Some(routed) = routed {
+            expect_routed(&inputs[routed], &inputs[0])?;
+        }
+        if let Some(limits) = limits {
+            let tokens = super::by_sequence(inputs[0].dims())?.1;
+            if inputs.get(limits) != Some(&Spec { shape: (tokens + 1).into(), dtype: DType::U32 }) {
+                return Err(format!("the limits must be u32 [{}]", tokens + 1));
+            }
+        }
         let slots = inputs[0].elements();
         if slots >= NONE as usize {
             return Err(format!("{slots} choices; they are counted in u32"));
@@ -125,9 +166,11 @@ impl Op for Route {
         let (places, slots, starts) = (args.output::<u32>(0), args.output::<u32>(1), args.output::<u32>(2));
         let sorted = args.workspace().take::<u32>();
         let dims = args.input_dims(0);
-        let (sequences, length, _) = Self::extents(dims);
+        let (sequences, length, k) = Self::extents(dims);
+        let (routed, limits) = self.routed_and_limits(args.inputs(), |index| args.input_dims(index).len());
+        let (routed, limits) = (routed.map(|i| args.input::<f32>(i)), limits.map(|i| args.input::<u32>(i)));
         let ids = (self.chooses == Chooses::Tokens).then(|| args.input::<u32>(0));
-        let weights = self.weighs().then(|| args.input::<f32>(args.inputs() - 1));
+        let weights = self.weights().map(|index| args.input::<f32>(index));
         let experts = self.experts;
         let run_of = |slot: usize| {
             let expert = ids.map_or(slot % experts, |ids| ids[slot] as usize);
@@ -135,13 +178,14 @@ impl Op for Route {
         };
         // A counting sort: `starts` are ends while the slots are put in place, from the last one on.
         starts.fill(0);
-        (0..places.len()).for_each(|slot| starts[run_of(slot)] += 1);
+        let has_row = |slot: &usize| is_routed(routed, slot / k);
+        (0..places.len()).filter(has_row).for_each(|slot| starts[run_of(slot)] += 1);
         let mut end = 0;
         for start in starts.iter_mut() {
             end += *start;
             *start = end;
         }
-        for slot in (0..places.len()).rev() {
+        for slot in (0..places.len()).rev().filter(has_row) {
             let start = &mut starts[run_of(slot)];
             *start -= 1;
             sorted[*start as usize] = slot as u32;
@@ -152,7 +196,8 @@ impl Op for Route {
         for run in 0..starts.len() - 1 {
             let (start, end) = (starts[run] as usize, starts[run + 1] as usize);
             let mut kept = &mut sorted[start..end];
-            if let Some((most, _)) = self.capacity
+            let limit = |count: usize| limits.map(|limits| limits[count] as usize);
+            if let Some(most) = self.most(run % sequences, length / k, routed, limit)
                 && kept.len() > most
             {
                 if let Some(weights) = weights {
@@ -177,12 +222,14 @@ impl Op for Route {
         self.workspace(inputs, outputs, 1)
     }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
-        gapless_kernels::cuda::launch::route(self.on_device(operands.inputs[0].layout.dims()), operands)
+        gapless_kernels::cuda::launch::route(self.on_device(operands), operands)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
         let input = args.input(0);
-        let (sequences, length, _) = Self::extents(&input.dims);
+        let (sequences, length, k) = Self::extents(&input.dims);
+        let (routed, limits) = self.routed_and_limits(args.inputs(), |index| args.input(index).dims.len());
+        let (routed, limits) = (routed.map(|i| &*args.input(i).data), limits.map(|i| &*args.input(i).data));
         let none = f64::from(NONE);
         let mut places = Array { dims: input.dims.clone(), data: vec![none; input.data.len()] };
         let (mut slots, mut starts) = (Vec::new(), Vec::new());
@@ -193,10 +240,12 @@ impl Op for Route {
                     Chooses::Tokens => input.data[slot] as usize == expert,
                     Chooses::Experts => slot % self.experts == expert,
                 };
-                let mut run: Vec<usize> = (sequence * length..(sequence + 1) * length).filter(|&s| chosen(s)).collect();
-                if let Some((most, drop)) = self.capacity {
-                    if drop == DropPolicy::Lightest {
-                        let weights = &args.input(args.inputs() - 1).data;
+                let has_row = |&slot: &usize| is_routed(routed, slot / k) && chosen(slot);
+                let mut run: Vec<usize> = (sequence * length..(sequence + 1) * length).filter(has_row).collect();
+                let limit = |count: usize| limits.map(|limits| limits[count] as usize);
+                if let Some(most) = self.most(sequence, length / k, routed, limit) {
+                    if let Some(weights) = self.weights() {
+                        let weights = &args.input(weights).data;
                         run.sort_by(|&a, &b| weights[b].total_cmp(&weights[a]));
                     }
                     run.truncate(most);

@@ -3,7 +3,7 @@
 use gapless_kernels::Spec;
 use gapless_kernels::cpu::Args;
 
-use super::ExpertLoad;
+use super::{ExpertLoad, NONE, expect_routed, is_routed};
 use crate::error::Result;
 use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
@@ -25,6 +25,9 @@ pub struct ExpertGroups {
 ///
 /// The bias has no gradient of the loss. What takes its place is the number of tokens that chose each expert, which is what
 /// balancing without a loss goes by (Wang et al., arXiv 2408.15664).
+///
+/// Of scores [batch, tokens, experts], a last input f32 [batch, tokens] is 0 for padding, whose ids are [`NONE`]: it has neither a part
+/// in that number nor a gradient.
 #[derive(Debug, Clone, Copy)]
 pub struct TopK {
     /// Experts per token.
@@ -37,6 +40,12 @@ pub struct TopK {
 const MAX_EXPERTS: usize = 1024;
 
 impl TopK {
+    /// The indices of the bias and of what each token counts, by the ranks of the inputs.
+    fn bias_and_routed(inputs: usize, rank: impl Fn(usize) -> usize) -> (Option<usize>, Option<usize>) {
+        let routed = (inputs > 1 && rank(inputs - 1) > 1).then_some(inputs - 1);
+        ((routed.unwrap_or(inputs) > 1).then_some(1), routed)
+    }
+
     /// Writes the ids of a token's experts.
     fn choose<T: PartialOrd + Copy + std::ops::Add<Output = T>>(
         &self,
@@ -100,13 +109,15 @@ impl Op for TopK {
     }
 
     fn infer(&self, inputs: &[Spec]) -> Result<Vec<Spec>, String> {
-        crate::ops::expect_float(inputs)?;
+        let (bias, routed) = Self::bias_and_routed(inputs.len(), |index| inputs[index].dims().len());
+        crate::ops::expect_float(&inputs[..routed.unwrap_or(inputs.len())])?;
         crate::ops::expect_rank(&inputs[0], 2)?;
         let (&experts, tokens) = inputs[0].dims().split_last().expect("rank was checked");
-        if let Some(bias) = inputs.get(1)
-            && bias.dims() != [experts]
-        {
+        if bias.is_some_and(|bias| inputs[bias].dims() != [experts]) {
             return Err(format!("the bias must be [{experts}]"));
+        }
+        if let Some(routed) = routed {
+            expect_routed(&inputs[routed], &inputs[0])?;
         }
         let mut choice = experts;
         if let Some(ExpertGroups { count, limit }) = self.groups {
@@ -131,7 +142,8 @@ impl Op for TopK {
             let [d_scores] = Tensor::apply_op(TopKGrad { experts }, &[&g.output(1), &g.grad(0)])?;
             g.send(0, d_scores);
         }
-        if g.inputs() > 1 && g.needs(1) {
+        let (bias, _) = Self::bias_and_routed(g.inputs(), |index| g.input(index).rank());
+        if bias.is_some_and(|bias| g.needs(bias)) {
             let [load] = Tensor::apply_op(ExpertLoad { experts, by_sequence: false }, &[&g.output(1)])?;
             g.send(1, load);
         }
@@ -145,13 +157,17 @@ impl Op for TopK {
     fn run(&self, args: &mut Args<'_>) {
         let (values, ids) = (args.output::<f32>(0), args.output::<u32>(1));
         let scores = args.input::<f32>(0);
-        let bias = (args.inputs() > 1).then(|| args.input::<f32>(1));
+        let (bias, routed) = Self::bias_and_routed(args.inputs(), |index| args.input_dims(index).len());
+        let (bias, routed) = (bias.map(|i| args.input::<f32>(i)), routed.map(|i| args.input::<f32>(i)));
         let experts = gapless_kernels::width(args.input_dims(0));
         let tokens =
             values.chunks_exact_mut(self.k).zip(ids.chunks_exact_mut(self.k)).zip(scores.chunks_exact(experts));
-        tokens.for_each(|((values, ids), scores)| {
+        tokens.enumerate().for_each(|(token, ((values, ids), scores))| {
             self.choose(|i| scores[i] + bias.map_or(0.0, |bias| bias[i]), experts, ids);
-            values.iter_mut().zip(ids).for_each(|(value, &mut id)| *value = scores[id as usize]);
+            values.iter_mut().zip(&*ids).for_each(|(value, &id)| *value = scores[id as usize]);
+            if !is_routed(routed, token) {
+                ids.fill(NONE);
+            }
         });
     }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
@@ -162,10 +178,11 @@ impl Op for TopK {
         let scores = args.input(0);
         let mut dims = scores.dims.clone();
         let experts = std::mem::replace(dims.last_mut().expect("rank was checked"), self.k);
+        let (bias, routed) = Self::bias_and_routed(args.inputs(), |index| args.input(index).dims.len());
+        let (bias, routed) = (bias.map(|i| &*args.input(i).data), routed.map(|i| &*args.input(i).data));
         let (mut values, mut ids) = (Vec::new(), Vec::new());
-        for row in scores.rows() {
-            let biased: Vec<f64> =
-                (0..experts).map(|i| row[i] + if args.inputs() > 1 { args.input(1).data[i] } else { 0.0 }).collect();
+        for (token, row) in scores.rows().enumerate() {
+            let biased: Vec<f64> = (0..experts).map(|i| row[i] + bias.map_or(0.0, |bias| bias[i])).collect();
             // Best first, and of equal ones the first: a stable sort.
             let sorted = |mut of: Vec<usize>, by: &dyn Fn(usize) -> f64| {
                 of.sort_by(|&a, &b| by(b).total_cmp(&by(a)));
@@ -181,14 +198,14 @@ impl Op for TopK {
             allowed.sort_unstable();
             for &id in &sorted(allowed, &|i| biased[i])[..self.k] {
                 values.push(row[id]);
-                ids.push(id as f64);
+                ids.push(if is_routed(routed, token) { id as f64 } else { f64::from(NONE) });
             }
         }
         vec![Array::new(&dims, values), Array::new(&dims, ids)]
     }
 }
 
-/// The gradients of all scores, zero for experts that were not chosen, from (ids, gradients of those that were).
+/// The gradients of all scores, zero for experts that were not chosen, from (ids, gradients of those that were); [`NONE`] chose none.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct TopKGrad {
     /// Number of scores.
@@ -214,7 +231,8 @@ impl Op for TopKGrad {
         for ((d_scores, ids), dy) in
             d_scores.chunks_exact_mut(self.experts).zip(ids.chunks_exact(k)).zip(dy.chunks_exact(k))
         {
-            ids.iter().zip(dy).for_each(|(&id, &dy)| d_scores[id as usize] = dy);
+            let chosen = ids.iter().zip(dy).filter(|(id, _)| **id != NONE);
+            chosen.for_each(|(&id, &dy)| d_scores[id as usize] = dy);
         }
     }
     fn cuda(&self, operands: &gapless_kernels::cuda::Operands<'_>) -> Option<Vec<gapless_kernels::cuda::Launch>> {
@@ -227,7 +245,7 @@ impl Op for TopKGrad {
         *dims.last_mut().expect("rank by the forward's rule") = self.experts;
         let mut d_scores = Array::zeros(&dims);
         for ((token, ids), dy) in ids.rows().enumerate().zip(dy.rows()) {
-            for (&id, &dy) in ids.iter().zip(dy) {
+            for (&id, &dy) in ids.iter().zip(dy).filter(|(id, _)| **id != f64::from(NONE)) {
                 d_scores.data[token * self.experts + id as usize] = dy;
             }
         }

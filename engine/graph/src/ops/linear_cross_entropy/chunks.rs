@@ -35,6 +35,8 @@ pub(super) struct Head<'a> {
     pub counted: Counted,
     /// Where the losses are written.
     pub losses: u64,
+    /// Where the likelihoods are written; 0 for nowhere.
+    pub likelihoods: u64,
     /// What each is multiplied by; 0 if all count.
     pub weights: u64,
 }
@@ -149,7 +151,7 @@ impl Chunks {
     /// `[dx, d_weight]`, of which the latter is output `weight` of the operation.
     pub fn launches(
         &self,
-        &Head { operands, counted, losses, weights }: &Head<'_>,
+        &Head { operands, counted, losses, likelihoods, weights }: &Head<'_>,
         backward: Option<(launch::Upstream<'_>, &[cuda::Operand])>,
         weight: usize,
     ) -> Option<Vec<Launch>> {
@@ -179,11 +181,12 @@ impl Chunks {
                 None => launch::Upstream::None,
             };
             let chunk = cuda::Operand { address: logits, layout, dtype };
-            let of_rows = |address: u64| address + 4 * range.start as u64;
+            let of_rows = |address: u64| if address > 0 { address + 4 * range.start as u64 } else { 0 };
             let rows = launch::HeadRows {
                 targets: of_rows(targets.address),
                 losses: of_rows(losses),
-                weights: if weights > 0 { of_rows(weights) } else { 0 },
+                likelihoods: of_rows(likelihoods),
+                weights: of_rows(weights),
             };
             launches.extend(launch::head(&chunk, rows, upstream, &counted.terms, counted.cap.unwrap_or(0.0))?);
             let Some((_, [dx, rest @ ..])) = backward else { continue };

@@ -15,22 +15,24 @@ use gapless_kernels::cuda::{Launch, Operands, launch};
 use gapless_kernels::{LossTerms, Spec};
 
 use self::chunks::{Chunks, Head, Products};
-use self::pass::{Backward, Inputs, Upstream};
-use super::OutputTypes;
+use self::pass::{Backward, Inputs, Losses, Upstream};
+use super::{OutputTypes, is_positive_f32};
 use crate::error::Result;
 use crate::reference::{Array, Reference};
 use crate::tensor::Tensor;
 use crate::{Gradient, Op};
 
 /// −log softmax(x·Wᵀ)`[target]` for x [.., width], weight [vocabulary, width] and targets [..]: the losses [..]. A fourth input,
-/// f32 [..], is what each loss is multiplied by.
+/// f32 [..], is what each loss is multiplied by. With [`Self::with_likelihoods`], the second output is −log softmax(x·Wᵀ)`[target]` in any
+/// case, multiplied likewise; it has no gradient.
 #[derive(Debug, Clone, Copy)]
 pub struct LinearCrossEntropy {
     gradient: Option<f64>,
     /// Whether d_weight is among the outputs.
     has_d_weight: bool,
     counted: Counted,
-    types: OutputTypes<3>,
+    has_likelihoods: bool,
+    types: OutputTypes<4>,
 }
 
 /// What losses are made of.
@@ -45,7 +47,8 @@ struct Counted {
 impl LinearCrossEntropy {
     /// With the gradient of every loss, where that is known beforehand. Then dx and d_weight are two more outputs.
     pub fn new(gradient: Option<f64>) -> Self {
-        Self { gradient, has_d_weight: true, counted: Counted::default(), types: OutputTypes::default() }
+        let (counted, types) = (Counted::default(), OutputTypes::default());
+        Self { gradient, has_d_weight: true, counted, has_likelihoods: false, types }
     }
 
     /// With what it counts beside the likelihood.
@@ -58,6 +61,17 @@ impl LinearCrossEntropy {
     #[must_use]
     pub fn with_cap(self, cap: Option<f64>) -> Self {
         Self { counted: Counted { cap, ..self.counted }, ..self }
+    }
+
+    /// With the likelihood apart from what else is counted.
+    #[must_use]
+    pub fn with_likelihoods(self) -> Self {
+        Self { has_likelihoods: true, ..self }
+    }
+
+    /// The output that dx is.
+    fn dx(&self) -> usize {
+        if self.has_likelihoods { 2 } else { 1 }
     }
 
     fn products(&self) -> Products {
@@ -89,20 +103,23 @@ impl Op for LinearCrossEntropy {
         if inputs.get(3).is_some_and(|weights| *weights != Spec::f32(rows.to_vec())) {
             return Err("weights must be f32 in the shape of the targets".into());
         }
-        if let Some(cap) = self.counted.cap.filter(|cap| !(*cap > 0.0 && cap.is_finite())) {
-            return Err(format!("the cap of logits {cap} is not a positive number"));
+        if let Some(cap) = self.counted.cap.filter(|&cap| !is_positive_f32(cap)) {
+            return Err(format!("the cap of logits {cap} is not a positive number in f32"));
         }
-        let losses = Spec::f32(rows.to_vec());
+        let losses = vec![Spec::f32(rows.to_vec()); self.dx()];
         Ok(match self.gradient {
-            None => vec![losses],
+            None => losses,
             Some(_) => {
                 let d_weight = self.has_d_weight.then(|| inputs[1].clone());
-                self.types.of([losses, inputs[0].clone()].into_iter().chain(d_weight))
+                self.types.of(losses.into_iter().chain([inputs[0].clone()]).chain(d_weight))
             }
         })
     }
 
     fn gradient(&self, g: &mut Gradient) -> Result<()> {
+        if self.has_likelihoods {
+            g.refuse(self, 1)?;
+        }
         if !g.needs(1) {
             let [dx] = match g.constant(0) {
                 Some(number) => g.in_forward(Self { gradient: Some(number), has_d_weight: false, ..*self })?,
@@ -127,15 +144,20 @@ impl Op for LinearCrossEntropy {
     }
 
     fn inplace(&self) -> &[(usize, usize)] {
-        if self.gradient.is_some() { &[(0, 1)] } else { &[] }
+        match (self.gradient, self.has_likelihoods) {
+            (None, _) => &[],
+            (Some(_), false) => &[(0, 1)],
+            (Some(_), true) => &[(0, 2)],
+        }
     }
 
     fn accumulates(&self, index: usize) -> bool {
-        index == 2
+        index == self.dx() + 1
     }
 
     fn with_output_dtype(&self, index: usize, dtype: DType) -> Option<Arc<dyn Op>> {
-        (index == 2).then(|| Arc::new(Self { types: self.types.with(index, dtype), ..*self }) as Arc<dyn Op>)
+        (index == self.dx() + 1)
+            .then(|| Arc::new(Self { types: self.types.with(index, dtype), ..*self }) as Arc<dyn Op>)
     }
 
     fn workspace(&self, inputs: &[Spec], _: &[Spec], threads: usize) -> Vec<u64> {
@@ -149,18 +171,22 @@ impl Op for LinearCrossEntropy {
 
     fn run(&self, args: &mut Args<'_>) {
         let chunks = Chunks::new(args.input_dims(0), args.input_dims(1));
-        let (losses, scratch) = (args.output(0), args.workspace());
+        let (losses, scratch, dx) = (args.output(0), args.workspace(), self.dx());
+        let mut likelihoods = self.has_likelihoods.then(|| args.output(1));
         let weights = (args.inputs() > 3).then(|| args.input::<f32>(3));
         let upstream = |number: f32| weights.map_or(Upstream::Everywhere(number), |w| Upstream::Weighted(number, w));
         let backward = self.gradient.map(|number| Backward {
             d_losses: upstream(number as f32),
-            dx: args.output(1),
-            d_weight: self.has_d_weight.then(|| args.output(2)),
-            accumulate: self.has_d_weight && args.accumulate(2),
+            dx: args.output(dx),
+            d_weight: self.has_d_weight.then(|| args.output(dx + 1)),
+            accumulate: self.has_d_weight && args.accumulate(dx + 1),
         });
-        with_float!(args.input_dtype(1), T => chunks.pass(&Inputs::<T>::of(args, self.counted), losses, backward, scratch));
+        let mut made = Losses { losses, likelihoods: likelihoods.as_deref_mut() };
+        with_float!(args.input_dtype(1), T => chunks.pass(&Inputs::<T>::of(args, self.counted), &mut made, backward, scratch));
         if let Some(weights) = weights {
-            losses.iter_mut().zip(weights).for_each(|(loss, weight)| *loss *= weight);
+            for made in [Some(losses), likelihoods].into_iter().flatten() {
+                made.iter_mut().zip(weights).for_each(|(loss, weight)| *loss *= weight);
+            }
         }
     }
     fn cuda_workspace(&self, inputs: &[Spec], _: &[Spec]) -> Vec<u64> {
@@ -170,8 +196,10 @@ impl Op for LinearCrossEntropy {
         let chunks = Chunks::new(operands.inputs[0].layout.dims(), operands.inputs[1].layout.dims());
         let upstream = self.gradient.map(|number| launch::Upstream::Everywhere(number as f32));
         let weights = operands.inputs.get(3).map_or(0, |weights| weights.address);
-        let head = Head { operands, counted: self.counted, losses: operands.outputs[0].address, weights };
-        chunks.launches(&head, upstream.zip(operands.outputs.get(1..)), 2)
+        let (dx, losses) = (self.dx(), operands.outputs[0].address);
+        let likelihoods = if self.has_likelihoods { operands.outputs[1].address } else { 0 };
+        let head = Head { operands, counted: self.counted, losses, likelihoods, weights };
+        chunks.launches(&head, upstream.zip(operands.outputs.get(dx..)), dx + 1)
     }
 
     fn reference(&self, args: &Reference<'_>) -> Vec<Array> {
@@ -181,11 +209,13 @@ impl Op for LinearCrossEntropy {
             let data = losses.data.iter().zip(&weights.data).map(|(loss, weight)| loss * weight).collect();
             Array::new(&losses.dims, data)
         };
-        let losses = times(reference_losses(x, weight, targets, &self.counted));
-        let Some(number) = self.gradient else { return vec![losses] };
+        let alone = Counted { terms: LossTerms::NONE, ..self.counted };
+        let likelihoods = self.has_likelihoods.then(|| times(reference_losses(x, weight, targets, &alone)));
+        let losses = [times(reference_losses(x, weight, targets, &self.counted))].into_iter().chain(likelihoods);
+        let Some(number) = self.gradient else { return losses.collect() };
         let [dx, d_weight] =
             reference_gradients(x, weight, targets, &weights.map(|weight| number * weight), &self.counted);
-        [losses, dx].into_iter().chain(self.has_d_weight.then_some(d_weight)).collect()
+        losses.chain([dx]).chain(self.has_d_weight.then_some(d_weight)).collect()
     }
 }
 
@@ -261,7 +291,8 @@ impl Op for LinearCrossEntropyGrad {
             d_weight: self.has_d_weight.then(|| args.output(1)),
             accumulate: self.has_d_weight && args.accumulate(1),
         };
-        with_float!(args.input_dtype(1), T => chunks.pass(&Inputs::<T>::of(args, self.counted), losses, Some(backward), scratch));
+        let mut made = Losses { losses, likelihoods: None };
+        with_float!(args.input_dtype(1), T => chunks.pass(&Inputs::<T>::of(args, self.counted), &mut made, Some(backward), scratch));
     }
     fn cuda_workspace(&self, inputs: &[Spec], _: &[Spec]) -> Vec<u64> {
         let chunks = Chunks::of(inputs);
@@ -273,7 +304,7 @@ impl Op for LinearCrossEntropyGrad {
         // The losses are known already; here they are a by-product.
         let &[.., losses] = operands.workspace else { return None };
         let upstream = launch::Upstream::Each(&operands.inputs[3], 0);
-        let head = Head { operands, counted: self.counted, losses, weights: 0 };
+        let head = Head { operands, counted: self.counted, losses, likelihoods: 0, weights: 0 };
         chunks.launches(&head, Some((upstream, operands.outputs)), 1)
     }
 

@@ -1,5 +1,7 @@
 //! The pass over the chunks of a head on the CPU.
 
+use std::ops::Range;
+
 use candle_core::Layout;
 use gapless_kernels::cpu::gemm::{Epilogue, Factor, Mode};
 use gapless_kernels::cpu::{Args, InPieces, Pieces, Scratch, math, reduce, rows_per_task, vectorize};
@@ -13,7 +15,7 @@ impl Chunks {
     pub fn pass<T: Factor>(
         &self,
         inputs: &Inputs<'_, T>,
-        losses: &mut [f32],
+        made: &mut Losses<'_>,
         mut backward: Option<Backward<'_>>,
         mut scratch: Scratch<'_>,
     ) {
@@ -39,7 +41,7 @@ impl Chunks {
             let d_losses = backward.as_ref().map(|backward| backward.d_losses);
             let of_row = |row| d_losses.map(|d_losses| d_losses.at(range.start + row));
             let targets = &inputs.targets[range.clone()];
-            cross_entropy(logits, targets, &mut losses[range.clone()], inputs.counted, of_row);
+            cross_entropy(logits, targets, made.of_rows(range.clone()), inputs.counted, of_row);
             let Some(Backward { dx, d_weight, accumulate, .. }) = &mut backward else { continue };
             let mode = if *accumulate || index > 0 { Mode::Accumulate } else { Mode::Overwrite };
             if let Some(d_weight) = d_weight {
@@ -68,6 +70,19 @@ impl<'a, T: Factor> Inputs<'a, T> {
     pub fn of(args: &Args<'a>, counted: Counted) -> Self {
         let x = (!args.is_overwritten(0)).then(|| args.input(0));
         Self { x, weight: args.input(1), targets: args.input(2), counted }
+    }
+}
+
+pub(super) struct Losses<'a> {
+    pub losses: &'a mut [f32],
+    /// Apart from what else is counted.
+    pub likelihoods: Option<&'a mut [f32]>,
+}
+
+impl Losses<'_> {
+    fn of_rows(&mut self, rows: Range<usize>) -> Losses<'_> {
+        let likelihoods = self.likelihoods.as_deref_mut().map(|likelihoods| &mut likelihoods[rows.clone()]);
+        Losses { losses: &mut self.losses[rows], likelihoods }
     }
 }
 
@@ -103,58 +118,64 @@ impl Upstream<'_> {
 fn cross_entropy(
     logits: &mut [f32],
     targets: &[u32],
-    losses: &mut [f32],
+    Losses { losses, likelihoods }: Losses<'_>,
     Counted { terms, cap }: Counted,
     d_loss: impl Fn(usize) -> Option<f32> + Sync,
 ) {
     let vocabulary = logits.len() / targets.len();
     let (rows, terms, cap) = (rows_per_task(vocabulary), terms.of_row(vocabulary), cap.map(|cap| cap as f32));
-    let tasks = losses.pieces_mut(rows).zip(targets.pieces(rows));
-    tasks.zip(logits.pieces_mut(rows * vocabulary)).enumerate().for_each(|(task, ((losses, targets), logits))| {
-        let of_task = losses.iter_mut().zip(targets).zip(logits.chunks_exact_mut(vocabulary));
-        vectorize!({
-            // Loops instead of closures, which might not be inlined, and would not be vectorised then.
-            for (row, ((loss, &target), logits)) in of_task.enumerate() {
-                if let Some(cap) = cap {
-                    for x in logits.iter_mut() {
-                        *x = cap * math::tanh(*x / cap);
+    let likelihoods = likelihoods.map(|likelihoods| likelihoods.pieces_mut(rows));
+    let tasks = losses.pieces_mut(rows).zip(likelihoods).zip(targets.pieces(rows));
+    tasks.zip(logits.pieces_mut(rows * vocabulary)).enumerate().for_each(
+        |(task, (((losses, mut likelihoods), targets), logits))| {
+            let of_task = losses.iter_mut().zip(targets).zip(logits.chunks_exact_mut(vocabulary));
+            vectorize!({
+                // Loops instead of closures, which might not be inlined, and would not be vectorised then.
+                for (row, ((loss, &target), logits)) in of_task.enumerate() {
+                    if let Some(cap) = cap {
+                        for x in logits.iter_mut() {
+                            *x = cap * math::tanh(*x / cap);
+                        }
+                    }
+                    let (target, max) = (target as usize, reduce::max(logits));
+                    let logit = logits[target];
+                    let all = if terms.spread == 0.0 { 0.0 } else { reduce::sum(logits, |x| x) };
+                    // Capped logits are read once more, for their slopes.
+                    let sum = match cap {
+                        Some(_) => reduce::sum(logits, |x| math::exp(x - max)),
+                        None => {
+                            for x in logits.iter_mut() {
+                                *x = math::exp(*x - max);
+                            }
+                            reduce::sum(logits, |x| x)
+                        }
+                    };
+                    let lse = max + sum.ln();
+                    *loss = terms.loss(lse, logit, all);
+                    if let Some(likelihoods) = &mut likelihoods {
+                        likelihoods[row] = lse - logit;
+                    }
+                    let Some(d_loss) = d_loss(task * rows + row) else { continue };
+                    let (scale, spread) = (d_loss / sum * terms.of_softmax(lse), terms.spread * d_loss);
+                    match cap {
+                        None => {
+                            for x in logits.iter_mut() {
+                                *x = *x * scale - spread;
+                            }
+                            logits[target] -= terms.keep * d_loss;
+                        }
+                        Some(cap) => {
+                            for x in logits.iter_mut() {
+                                let slope = 1.0 - (*x / cap) * (*x / cap);
+                                *x = (math::exp(*x - max) * scale - spread) * slope;
+                            }
+                            logits[target] -= terms.keep * d_loss * (1.0 - (logit / cap) * (logit / cap));
+                        }
                     }
                 }
-                let (target, max) = (target as usize, reduce::max(logits));
-                let logit = logits[target];
-                let all = if terms.spread == 0.0 { 0.0 } else { reduce::sum(logits, |x| x) };
-                // Capped logits are read once more, for their slopes.
-                let sum = match cap {
-                    Some(_) => reduce::sum(logits, |x| math::exp(x - max)),
-                    None => {
-                        for x in logits.iter_mut() {
-                            *x = math::exp(*x - max);
-                        }
-                        reduce::sum(logits, |x| x)
-                    }
-                };
-                let lse = max + sum.ln();
-                *loss = terms.loss(lse, logit, all);
-                let Some(d_loss) = d_loss(task * rows + row) else { continue };
-                let (scale, spread) = (d_loss / sum * terms.of_softmax(lse), terms.spread * d_loss);
-                match cap {
-                    None => {
-                        for x in logits.iter_mut() {
-                            *x = *x * scale - spread;
-                        }
-                        logits[target] -= terms.keep * d_loss;
-                    }
-                    Some(cap) => {
-                        for x in logits.iter_mut() {
-                            let slope = 1.0 - (*x / cap) * (*x / cap);
-                            *x = (math::exp(*x - max) * scale - spread) * slope;
-                        }
-                        logits[target] -= terms.keep * d_loss * (1.0 - (logit / cap) * (logit / cap));
-                    }
-                }
-            }
-        });
-    });
+            });
+        },
+    );
 }
 
 #[cfg(test)]
@@ -231,8 +252,8 @@ mod tests {
                     d_weight: (products == Products::Both).then_some(&mut run.d_weight),
                     accumulate: call > 0,
                 };
-                let losses = &mut run.losses[rows];
-                pool(threads).install(|| chunks.pass(&inputs, losses, Some(backward), memory.lend()));
+                let mut made = Losses { losses: &mut run.losses[rows], likelihoods: None };
+                pool(threads).install(|| chunks.pass(&inputs, &mut made, Some(backward), memory.lend()));
             }
             run
         }

@@ -1,5 +1,5 @@
 // Who goes where: the best experts of each token, and the rows of each expert. Twins: ops/experts/top_k.rs, route.rs, starts.rs,
-// load.rs. Every count and every place is that of the CPU; there are no atomics.
+// load.rs, document_load.rs. Every count and every place is that of the CPU; there are no atomics.
 #include "reduce.cuh"
 
 constexpr u32 NONE = 0xffffffffu;
@@ -30,6 +30,8 @@ struct TopKArguments {
     const void* scores;
     // None without.
     const void* bias;
+    // What a token counts: 0 for padding. None if all count.
+    const f32* routed;
     void* values;
     u32* ids;
     u64 tokens;
@@ -88,7 +90,7 @@ __device__ void top_k(const TopKArguments& to) {
         own = best_of_warp(own);
         if (own.index % 32 == lane) chosen |= 1u << own.index / 32;
         if (lane == 0) {
-            to.ids[token * to.k + nth] = own.index;
+            to.ids[token * to.k + nth] = !to.routed || to.routed[token] > 0.0f ? own.index : NONE;
             ((T*)to.values)[token * to.k + nth] = scores[own.index];
         }
     }
@@ -122,6 +124,10 @@ struct RouteArguments {
     const u32* ids;
     // Where the lightest are left out.
     const void* weights;
+    // What a token counts: 0 for padding. None if all count.
+    const f32* routed;
+    // The most rows of an expert and sequence by the number of its tokens that are no padding. None if it is the capacity.
+    const u32* limits;
     // Whether a slot stays, where the lightest are left out.
     u32* stays;
     u32* places;
@@ -131,12 +137,26 @@ struct RouteArguments {
     u64 sequences;
     // Slots of a sequence.
     u64 length;
+    // Slots of a token.
+    u64 k;
     // Rows in all.
     u64 rows;
     // Most rows of an expert and sequence.
     u64 capacity;
 
-    __device__ __forceinline__ u32 expert(u64 slot) const { return ids ? ids[slot] : u32(slot % experts); }
+    // NONE for padding.
+    __device__ __forceinline__ u32 expert(u64 slot) const {
+        if (routed && !(routed[slot / k] > 0.0f)) return NONE;
+        return ids ? ids[slot] : u32(slot % experts);
+    }
+
+    // Every `step`th token of a slot's sequence from the `start`th on: how many are no padding.
+    __device__ __forceinline__ u32 tokens_of(u64 slot, u32 start, u32 step) const {
+        u32 count = 0;
+        const u64 tokens = length / k, first = slot / length * tokens;
+        for (u64 token = first + start; token < first + tokens; token += step) count += routed[token] > 0.0f;
+        return count;
+    }
 };
 
 // The order of f32's bits as numbers, minus zero below zero.
@@ -161,7 +181,7 @@ __device__ void route_clear(const RouteArguments& to) {
         const u32 weight = ordered(load((const T*)to.weights + other));
         heavier += weight > own || (weight == own && other < slot);
     }
-    to.stays[slot] = heavier < to.capacity;
+    to.stays[slot] = heavier < (to.limits ? to.limits[to.tokens_of(slot, 0, 1)] : to.capacity);
 }
 KERNELS(route_clear, RouteArguments)
 
@@ -170,16 +190,17 @@ template <typename F>
 __device__ __forceinline__ u64 for_each_of_run(const RouteArguments& to, u64 run, F f) {
     const u32 expert = u32(run / to.sequences);
     const u64 first = run % to.sequences * to.length;
+    const u64 most = to.limits ? to.limits[u32(fold_lanes<Sum>(f32(to.tokens_of(first, lane_of(), 32)), 32))] : to.capacity;
     u64 count = 0;
     for (u64 start = first; start < first + to.length; start += 32) {
         const u64 slot = start + lane_of();
         const bool is_here = slot < first + to.length && to.expert(slot) == expert && (!to.weights || to.stays[slot]);
         const u32 here = __ballot_sync(ALL_LANES, is_here);
         const u64 number = count + __popc(here & lanes_below());
-        if (is_here && number < to.capacity) f(slot, number);
+        if (is_here && number < most) f(slot, number);
         count += __popc(here);
     }
-    return smaller(count, to.capacity);
+    return smaller(count, most);
 }
 
 // The rows of every run.
@@ -232,12 +253,15 @@ KERNEL(run_lengths, RunsArguments) {
 
 struct CountArguments {
     const u32* from;
+    // Of unplaced: what a token counts, 0 for padding. None if all count.
+    const f32* routed;
     f32* out;
     // Of a sequence, or in all.
     u64 length;
     u64 experts;
     u64 sequences;
-    // Of unplaced: how many places are looked at together.
+    // Of unplaced: the places of a token, and how many of them are looked at together.
+    u64 k;
     u64 group;
     u32 accumulate;
 };
@@ -255,11 +279,47 @@ KERNEL(expert_load, CountArguments) {
     if (lane_of() == 0) store_or_add(arguments.out + index, f32(count), arguments.accumulate);
 }
 
+struct DocumentLoadArguments {
+    const u32* ids;
+    const u32* starts;
+    f32* shares;
+    u64 batch_tokens;
+    // Of a sequence.
+    u64 tokens;
+    u64 experts;
+    u64 k;
+};
+
+// The share of its document's choices that each expert has, for each token. A warp has a token and an expert; that of a document's first
+// token counts and writes for all of them.
+KERNEL(document_load, DocumentLoadArguments) {
+    const u64 token = global_thread() / 32 / arguments.experts, expert = global_thread() / 32 % arguments.experts;
+    if (token >= arguments.batch_tokens) return;
+    const u64 first = token % arguments.tokens, behind = token - first + arguments.tokens;
+    if (arguments.starts[token] != first) return;
+    u32 chosen = 0, all = 0;
+    u64 end = token;
+    for (bool goes_on = true; goes_on;) {
+        const u64 own = end + lane_of();
+        const bool is_inside = own < behind && arguments.starts[own] == first;
+        for (u64 slot = own * arguments.k; slot < (own + 1) * arguments.k; ++slot) {
+            const u32 id = is_inside ? arguments.ids[slot] : NONE;
+            chosen += __popc(__ballot_sync(ALL_LANES, id == expert));
+            all += __popc(__ballot_sync(ALL_LANES, id != NONE));
+        }
+        const u32 inside = __popc(__ballot_sync(ALL_LANES, is_inside));
+        end += inside;
+        goes_on = inside == 32;
+    }
+    const f32 share = f32(chosen) / f32(all > 1 ? all : 1);
+    for (u64 own = token + lane_of(); own < end; own += 32) arguments.shares[own * arguments.experts + expert] = share;
+}
+
 // How many groups of places are nowhere. One block.
 KERNEL(unplaced, CountArguments) {
     f32 count = 0.0f;
     for (u64 group = threadIdx.x; group < arguments.length / arguments.group; group += blockDim.x) {
-        bool is_nowhere = true;
+        bool is_nowhere = !arguments.routed || arguments.routed[group * arguments.group / arguments.k] > 0.0f;
         for (u64 i = 0; i < arguments.group; ++i) is_nowhere &= arguments.from[group * arguments.group + i] == NONE;
         count += is_nowhere ? 1.0f : 0.0f;
     }

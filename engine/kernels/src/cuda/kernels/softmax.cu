@@ -176,6 +176,8 @@ struct HeadArguments {
     void* logits;
     const u32* targets;
     f32* losses;
+    // Losses without what else is counted, or none.
+    f32* likelihoods;
     // None if the gradient of every loss is `d_loss`, times its weight.
     const f32* d_losses;
     // What losses are multiplied by, or none.
@@ -210,7 +212,10 @@ __device__ void head(const HeadArguments& to) {
     const f32 lse = max + logf(sum);
     const LossTerms terms = to.terms;
     const f32 loss = loss_of(terms, logits, to.width, is_packed, lse, target, (f32*)shared_memory);
-    if (threadIdx.x == 0) to.losses[row] = weight * loss;
+    if (threadIdx.x == 0) {
+        to.losses[row] = weight * loss;
+        if (to.likelihoods) to.likelihoods[row] = weight * (lse - load(logits + target));
+    }
     if (!to.has_gradient) return;
     const f32 d_loss = to.d_losses ? to.d_losses[to.at_d_losses.at(to.first_row + row)] : weight * to.d_loss;
     __syncthreads(); // The loss has been read from the logits.

@@ -10,6 +10,7 @@ use crate::cuda::Family::{Experts, Route};
 struct TopKArguments {
     scores: u64,
     bias: u64,
+    routed: u64,
     values: u64,
     ids: u64,
     tokens: u64,
@@ -35,6 +36,8 @@ struct TopKGradArguments {
 struct RouteArguments {
     ids: u64,
     weights: u64,
+    routed: u64,
+    limits: u64,
     stays: u64,
     places: u64,
     slots: u64,
@@ -42,6 +45,7 @@ struct RouteArguments {
     experts: u64,
     sequences: u64,
     length: u64,
+    k: u64,
     rows: u64,
     capacity: u64,
 }
@@ -58,12 +62,26 @@ struct RunsArguments {
 #[repr(C)]
 struct CountArguments {
     from: u64,
+    routed: u64,
     out: u64,
     length: u64,
     experts: u64,
     sequences: u64,
+    k: u64,
     group: u64,
     accumulate: u32,
+}
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct DocumentLoadArguments {
+    ids: u64,
+    starts: u64,
+    shares: u64,
+    batch_tokens: u64,
+    tokens: u64,
+    experts: u64,
+    k: u64,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -110,9 +128,10 @@ struct RoutedSwiGluArguments {
     width: u64,
 }
 
-/// (values, ids) from scores and perhaps a bias. `groups` is how many there are, and how many of them a token may use.
+/// (values, ids) from scores, perhaps a bias, and perhaps what each token counts. `groups` is how many there are, and how many of them a token may use.
 pub fn top_k(k: usize, groups: Option<(usize, usize)>, operands: &Operands<'_>) -> Option<Vec<Launch>> {
-    let ([scores, bias @ ..], [values, ids]) = (operands.inputs, operands.outputs) else { return None };
+    let ([scores, others @ ..], [values, ids]) = (operands.inputs, operands.outputs) else { return None };
+    let address = |is_bias| others.iter().find(|other| (rank(other) == 1) == is_bias).map_or(0, |other| other.address);
     // A warp marks what it has chosen in 32 words of 32 bits.
     if scores.width() > 1024 {
         return None;
@@ -121,7 +140,8 @@ pub fn top_k(k: usize, groups: Option<(usize, usize)>, operands: &Operands<'_>) 
     let (groups, group_limit) = groups.map_or((0, 0), |(count, limit)| (count as u64, limit as u64));
     let arguments = TopKArguments {
         scores: scores.address,
-        bias: bias.first().map_or(0, |bias| bias.address),
+        bias: address(true),
+        routed: address(false),
         values: values.address,
         ids: ids.address,
         tokens,
@@ -133,6 +153,10 @@ pub fn top_k(k: usize, groups: Option<(usize, usize)>, operands: &Operands<'_>) 
     let launch = Kernel::flat(Route, typed("top_k", scores.dtype)?, 32 * tokens, arguments);
     // Two words for each warp and group.
     launches([Kernel { shared_bytes: 8 * (BLOCK / 32) * groups as u32, ..launch }])
+}
+
+fn rank(operand: &Operand) -> usize {
+    operand.layout.dims().len()
 }
 
 /// The gradients of all scores from (ids, gradients of those that were chosen).
@@ -158,8 +182,12 @@ pub struct Routing {
     pub sequences: usize,
     /// Whether input 0 is ids: tokens choose.
     pub has_ids: bool,
-    /// Whether the last input's lightest are left out.
-    pub weighs: bool,
+    /// The input whose lightest are left out, if any are.
+    pub weights: Option<usize>,
+    /// The input that says what each token counts, if they do not all count.
+    pub routed: Option<usize>,
+    /// The input that says the most rows of an expert and sequence by the number of tokens that count, if it is not the capacity.
+    pub limits: Option<usize>,
     /// Most rows of an expert and sequence.
     pub capacity: Option<usize>,
 }
@@ -170,12 +198,14 @@ pub fn route(routing: Routing, operands: &Operands<'_>) -> Option<Vec<Launch>> {
     else {
         return None;
     };
-    let Routing { experts, sequences, has_ids, weighs, capacity } = routing;
-    let weights = operands.inputs.last().filter(|_| weighs);
+    let Routing { experts, sequences, has_ids, weights, routed, limits, capacity } = routing;
+    let address = |input: Option<usize>| input.map_or(0, |input| operands.inputs[input].address);
     let (runs, count) = ((experts * sequences) as u64, places.count());
     let arguments = RouteArguments {
         ids: if has_ids { first.address } else { 0 },
-        weights: weights.map_or(0, |weights| weights.address),
+        weights: address(weights),
+        routed: address(routed),
+        limits: address(limits),
         stays,
         places: places.address,
         slots: slots.address,
@@ -183,10 +213,11 @@ pub fn route(routing: Routing, operands: &Operands<'_>) -> Option<Vec<Launch>> {
         experts: experts as u64,
         sequences: sequences as u64,
         length: count / sequences as u64,
+        k: places.width(),
         rows: slots.count(),
         capacity: capacity.map_or(u64::MAX, |most| most as u64),
     };
-    let clear = typed("route_clear", weights.map_or(DType::F32, |weights| weights.dtype))?;
+    let clear = typed("route_clear", weights.map_or(DType::F32, |weights| operands.inputs[weights].dtype))?;
     launches([
         Kernel::flat(Route, clear, count, arguments),
         Kernel::flat(Route, "route_count".into(), 32 * runs, arguments),
@@ -220,26 +251,45 @@ pub fn expert_load(experts: usize, operands: &Operands<'_>) -> Option<Vec<Launch
     let sequences = load.count() / experts as u64;
     let arguments = CountArguments {
         from: ids.address,
+        routed: 0,
         out: load.address,
         length: ids.count() / sequences,
         experts: experts as u64,
         sequences,
+        k: 1,
         group: 1,
         accumulate: operands.accumulate(0),
     };
     launches([Kernel::flat(Route, "expert_load".into(), 32 * load.count(), arguments)])
 }
 
-/// How many groups of so many places are nowhere.
-pub fn unplaced(group: usize, operands: &Operands<'_>) -> Option<Vec<Launch>> {
-    let ([places], [count]) = (operands.inputs, operands.outputs) else { return None };
+/// The share of each expert in the choices of each token's document, from (ids, starts).
+pub fn document_load(operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([ids, starts], [shares]) = (operands.inputs, operands.outputs) else { return None };
+    let arguments = DocumentLoadArguments {
+        ids: ids.address,
+        starts: starts.address,
+        shares: shares.address,
+        batch_tokens: starts.count(),
+        tokens: starts.width(),
+        experts: shares.width(),
+        k: ids.width(),
+    };
+    launches([Kernel::flat(Route, "document_load".into(), 32 * shares.count(), arguments)])
+}
+
+/// How many places, or tokens of none, are nowhere; perhaps of those tokens that count.
+pub fn unplaced(whole_tokens: bool, operands: &Operands<'_>) -> Option<Vec<Launch>> {
+    let ([places, routed @ ..], [count]) = (operands.inputs, operands.outputs) else { return None };
     let arguments = CountArguments {
         from: places.address,
+        routed: routed.first().map_or(0, |routed| routed.address),
         out: count.address,
         length: places.count(),
         experts: 1,
         sequences: 1,
-        group: group as u64,
+        k: places.width(),
+        group: if whole_tokens { places.width() } else { 1 },
         accumulate: operands.accumulate(0),
     };
     let launch = Kernel::flat(Route, "unplaced".into(), 1, arguments);

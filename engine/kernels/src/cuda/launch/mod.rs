@@ -25,8 +25,8 @@ pub use attention::{Scores, attention, attention_grad, attention_grad_workspace}
 pub use copy::{cat, copy, copy_to, widen};
 pub use embedding::{add_embedding_grad, embedding, embedding_grad};
 pub use experts::{
-    Routing, combine, dispatch, expert_load, gather, load_bias, route, routed_gated, routed_gated_grad, run_lengths,
-    run_starts, top_k, top_k_grad, unplaced,
+    Routing, combine, dispatch, document_load, expert_load, gather, load_bias, route, routed_gated, routed_gated_grad,
+    run_lengths, run_starts, top_k, top_k_grad, unplaced,
 };
 pub use gather::{gather_along, row_max, scatter_add};
 pub use grouped::{grouped_linear, grouped_linear_grad_input, grouped_linear_grad_weight};

@@ -51,6 +51,7 @@ struct HeadArguments {
     logits: u64,
     targets: u64,
     losses: u64,
+    likelihoods: u64,
     d_losses: u64,
     weights: u64,
     width: u64,
@@ -138,6 +139,8 @@ pub struct HeadRows {
     pub targets: u64,
     /// Of f32.
     pub losses: u64,
+    /// Of f32: losses without what else is counted; 0 for none.
+    pub likelihoods: u64,
     /// What losses, and the gradients of them that are known beforehand, are multiplied by, of f32; 0 for nothing.
     pub weights: u64,
 }
@@ -146,7 +149,7 @@ pub struct HeadRows {
 /// their gradient. Above 0, `cap` has logits x count as cap·tanh(x/cap).
 pub fn head(
     logits: &Operand,
-    HeadRows { targets, losses, weights }: HeadRows,
+    HeadRows { targets, losses, likelihoods, weights }: HeadRows,
     upstream: Upstream<'_>,
     terms: &LossTerms,
     cap: f64,
@@ -155,6 +158,7 @@ pub fn head(
         logits: logits.address,
         targets,
         losses,
+        likelihoods,
         d_losses: 0,
         weights,
         width: logits.width(),

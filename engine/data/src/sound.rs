@@ -1,0 +1,201 @@
+//! What the tokenizers library takes for granted of a tokenizer.json, checked before it reads the file; and a panic in it as an error.
+//!
+//! In: the text of a file, from anyone. Out: nothing, or why the file is refused. Never: a look at its vocabulary, which the library
+//! checks itself.
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
+
+use serde::Deserialize;
+use serde_json::Value as Json;
+
+use crate::DataError;
+
+/// Times that replacements may lengthen a text, together. Real ones write three bytes for a space.
+const MOST_GROWTH: f64 = 256.0;
+
+/// Characters of a word that WordPiece looks at, at most: it takes time by the square.
+const LONGEST_WORD: u64 = 1 << 14;
+
+/// The parts of a tokenizer.json that are looked at.
+#[derive(Deserialize)]
+struct File {
+    #[serde(default)]
+    normalizer: Json,
+    #[serde(default)]
+    post_processor: Json,
+    #[serde(default)]
+    decoder: Json,
+    #[serde(default)]
+    model: Model,
+}
+
+#[derive(Default, Deserialize)]
+struct Model {
+    #[serde(default)]
+    max_input_chars_per_word: Json,
+}
+
+/// Refuses a file that would panic, run out of memory or take hours in the library.
+///
+/// # Errors
+/// [`DataError::Tokenizer`] with the part and the limit.
+pub(crate) fn check(json: &str, path: &Path) -> Result<(), DataError> {
+    let wrong = |reason: String| DataError::Tokenizer { path: path.to_owned(), reason };
+    let file: File = serde_json::from_str(json).map_err(|error| wrong(error.to_string()))?;
+    for (name, part) in [("normalizer", &file.normalizer), ("decoder", &file.decoder)] {
+        let mut growth = 1.0;
+        each(part, &mut |part| {
+            match part["type"].as_str() {
+                Some("Replace") => growth *= growth_of(part)?,
+                Some("Precompiled") => check_charsmap(part)?,
+                _ => {}
+            }
+            Ok(())
+        })
+        .map_err(|why: String| wrong(format!("its {name} {why}")))?;
+        if growth > MOST_GROWTH {
+            let why = format!(
+                "its {name} replaces texts by longer ones, up to {growth:.0} × the text; {MOST_GROWTH} × is the limit"
+            );
+            return Err(wrong(why));
+        }
+    }
+    each(&file.post_processor, &mut check_template).map_err(|why| wrong(format!("its post_processor {why}")))?;
+    match file.model.max_input_chars_per_word.as_u64().filter(|&word| word > LONGEST_WORD) {
+        Some(word) => Err(wrong(format!("its model has max_input_chars_per_word {word}; {LONGEST_WORD} is the limit"))),
+        None => Ok(()),
+    }
+}
+
+/// Visits a part and those that it is a sequence of.
+fn each(part: &Json, visit: &mut impl FnMut(&Json) -> Result<(), String>) -> Result<(), String> {
+    visit(part)?;
+    let inner = ["normalizers", "decoders", "processors"].into_iter().filter_map(|name| part[name].as_array());
+    inner.flatten().try_for_each(|part| each(part, visit))
+}
+
+/// How many times as long a replacement makes a text, at most.
+fn growth_of(replace: &Json) -> Result<f64, String> {
+    let content = replace["content"].as_str().unwrap_or_default().len();
+    let replaced = match replace["pattern"]["String"].as_str() {
+        Some("") => return Err("replaces the empty text, which stands everywhere".into()),
+        Some(text) => text.len(),
+        // A match has a byte, at least.
+        None => 1,
+    };
+    Ok((content as f64 / replaced as f64).max(1.0))
+}
+
+/// A charsmap begins with the bytes of its trie, which follow, four for each node (`spm_precompiled`).
+fn check_charsmap(precompiled: &Json) -> Result<(), String> {
+    let text = precompiled["precompiled_charsmap"].as_str().unwrap_or_default();
+    // Four characters of base64 are three bytes.
+    let bytes = text.len() / 4 * 3;
+    let mut first = [0; 8];
+    for (byte, character) in first.iter_mut().zip(text.bytes()) {
+        *byte = match character {
+            b'A'..=b'Z' => character - b'A',
+            b'a'..=b'z' => character - b'a' + 26,
+            b'0'..=b'9' => character - b'0' + 52,
+            b'+' => 62,
+            b'/' => 63,
+            _ => 0,
+        };
+    }
+    let bits = first.iter().fold(0u64, |bits, &six| bits << 6 | u64::from(six));
+    let trie = u32::from_le_bytes([40, 32, 24, 16].map(|shift| (bits >> shift) as u8));
+    if trie as usize > bytes || !trie.is_multiple_of(4) || trie == 0 {
+        return Err(format!("has a precompiled_charsmap of {bytes} bytes, whose trie is to have {trie}"));
+    }
+    Ok(())
+}
+
+/// A template's special tokens are listed with their ids.
+fn check_template(processor: &Json) -> Result<(), String> {
+    if processor["type"] != "TemplateProcessing" {
+        return Ok(());
+    }
+    let pieces = ["single", "pair"].into_iter().filter_map(|name| processor[name].as_array()).flatten();
+    let mut named = pieces.filter_map(|piece| piece["SpecialToken"]["id"].as_str());
+    match named.find(|token| processor["special_tokens"].get(token).is_none()) {
+        Some(token) => Err(format!("writes the special token {token:?}, of which special_tokens says nothing")),
+        None => Ok(()),
+    }
+}
+
+/// Texts of all kinds, to see whether a tokenizer panics.
+const PROBES: [&str; 5] = ["a", "A b aaaa\n", "  \t", "é1漢\u{1f600}", ""];
+
+/// Encodes a few texts, so that a file which makes the library panic is refused when it is opened.
+///
+/// # Errors
+/// What the library says, or its panic.
+pub(crate) fn probe(tokenizer: &tokenizers::Tokenizer, path: &Path) -> Result<(), DataError> {
+    for text in PROBES {
+        guarded(path, || {
+            tokenizer.encode(text, true).and_then(|encoding| tokenizer.decode(encoding.get_ids(), false))
+        })?;
+    }
+    Ok(())
+}
+
+/// Calls the library; a panic in it is an error.
+///
+/// # Errors
+/// What it says, or its panic.
+pub(crate) fn guarded<T>(path: &Path, call: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, DataError> {
+    // What the library leaves behind of a call that panics are caches, which it locks.
+    let reason = match catch_unwind(AssertUnwindSafe(call)) {
+        Ok(Ok(done)) => return Ok(done),
+        Ok(Err(error)) => error.to_string(),
+        Err(panic) => format!("the tokenizers library fails: {}", message(&*panic)),
+    };
+    Err(DataError::Tokenizer { path: path.to_owned(), reason })
+}
+
+fn message(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<&str>().copied();
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("for an unknown reason")
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn files_that_the_library_cannot_bear_are_refused() {
+        let replace = |pattern: Json, content: &str| json!({"type": "Replace", "pattern": pattern, "content": content});
+        let growing = replace(json!({"String": "a"}), &"a".repeat(20));
+        let template = |token: &str| {
+            json!({"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": token, "type_id": 0}}], "pair": [],
+                "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}})
+        };
+        for (file, expected) in [
+            (json!({"normalizer": replace(json!({"String": " "}), "▁")}), None),
+            (json!({ "normalizer": growing }), None),
+            (json!({"normalizer": {"type": "Sequence", "normalizers": [growing, growing]}}), Some("up to 400 ×")),
+            (json!({"decoder": {"type": "Sequence", "decoders": [growing, growing]}}), Some("its decoder replaces")),
+            (json!({"normalizer": replace(json!({"Regex": "a+"}), &"b".repeat(300))}), Some("up to 300 ×")),
+            (json!({"normalizer": replace(json!({"String": ""}), "x")}), Some("the empty text")),
+            (json!({"post_processor": template("<s>")}), None),
+            (json!({"post_processor": {"type": "Sequence", "processors": [template("[NONE]")]}}), Some("\"[NONE]\"")),
+            (json!({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAAgP8="}}), Some("2147483648")),
+            (json!({"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}}), Some("of 0 bytes")),
+            (json!({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "BAAAAAAAAAAA"}}), None),
+            (json!({"model": {"max_input_chars_per_word": 100}}), None),
+            (json!({"model": {"max_input_chars_per_word": 1_000_000_000}}), Some("max_input_chars_per_word")),
+        ] {
+            let found = check(&file.to_string(), Path::new("t.json")).map_err(|error| error.to_string());
+            match expected {
+                None => assert_eq!(found, Ok(()), "{file}"),
+                Some(part) => assert!(found.as_ref().is_err_and(|error| error.contains(part)), "{file}: {found:?}"),
+            }
+        }
+        let failed = guarded::<()>(Path::new("t.json"), || panic!("no room")).unwrap_err().to_string();
+        assert!(failed.contains("t.json") && failed.contains("no room"), "{failed}");
+    }
+}

@@ -1,0 +1,69 @@
+//! What the loss of a step is made of.
+
+use gapless_compile::ProgramId;
+use gapless_compile::step::LOSS_PARTS;
+use gapless_graph::LossPart;
+use gapless_runtime::Session;
+
+use crate::error::Result;
+
+/// The summands of a training loss, each weighted as in the loss.
+#[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
+pub struct LossParts {
+    /// The mean of −log p over the targets that count.
+    #[serde(rename = "loss_likelihood")]
+    pub likelihood: f32,
+    /// The balance losses of all routers.
+    #[serde(rename = "loss_balance", skip_serializing_if = "Option::is_none")]
+    pub balance: Option<f32>,
+    /// The z-losses of all routers.
+    #[serde(rename = "loss_router_z", skip_serializing_if = "Option::is_none")]
+    pub router_z: Option<f32>,
+    /// Label smoothing and z-loss of the head ([`TrainOptions::loss`](super::TrainOptions::loss)), together.
+    #[serde(rename = "loss_regularization", skip_serializing_if = "Option::is_none")]
+    pub regularization: Option<f32>,
+}
+
+impl LossParts {
+    /// The outputs of a training step that [`Self::read`] needs.
+    pub(super) fn outputs(session: &Session, program: Option<ProgramId>) -> Vec<(LossPart, &'static str)> {
+        let Some(program) = program else { return Vec::new() };
+        let has_output = |name: &str| session.has_output(program, name);
+        LOSS_PARTS.into_iter().filter(|(_, name)| has_output(name)).collect()
+    }
+
+    /// The parts of the loss of the last step; none where it is the likelihood alone.
+    pub(super) fn read(
+        session: &Session,
+        program: ProgramId,
+        outputs: &[(LossPart, &str)],
+        loss: f32,
+    ) -> Result<Option<Self>> {
+        let (mut likelihood, mut balance, mut router_z) = (None, None, None);
+        for (part, name) in outputs {
+            let value = Some(session.scalar(program, name)?);
+            match part {
+                LossPart::Likelihood => likelihood = value,
+                LossPart::Balance => balance = value,
+                LossPart::RouterZ => router_z = value,
+            }
+        }
+        // What the head counts in all.
+        let of_head = loss - balance.unwrap_or_default() - router_z.unwrap_or_default();
+        let regularization = likelihood.map(|likelihood| of_head - likelihood);
+        let parts = Self { likelihood: likelihood.unwrap_or(of_head), balance, router_z, regularization };
+        Ok((!outputs.is_empty()).then_some(parts))
+    }
+}
+
+impl std::fmt::Display for LossParts {
+    /// "likelihood 3.141, balance 0.021, router z 0.001".
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "likelihood {:.3}", self.likelihood)?;
+        let parts = [("balance", self.balance), ("router z", self.router_z), ("regularization", self.regularization)];
+        for (name, part) in parts {
+            part.map_or(Ok(()), |part| write!(f, ", {name} {part:.3}"))?;
+        }
+        Ok(())
+    }
+}

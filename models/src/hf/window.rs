@@ -1,0 +1,118 @@
+//! Windows of attention: which layers have one, and how wide it is.
+//!
+//! Families differ in the options that have an effect; what transformers' code of a family does not read has none here either.
+
+use serde_json::Value;
+
+use super::fields::Fields;
+
+/// Which layers have a window, of the width `sliding_window`.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Window {
+    /// None.
+    Never,
+    /// All; this wide where the file says nothing.
+    All(Option<usize>),
+    /// All, with `use_sliding_window`.
+    AllIfUsed,
+    /// Those from `max_window_layers` on, with `use_sliding_window`; `layer_types` says otherwise.
+    Last,
+    /// Every other one below `max_window_layers`, with `use_sliding_window`; `layer_types` says otherwise.
+    Alternate,
+    /// All but every so manieth; `layer_types` says otherwise.
+    AllBut { every: usize },
+}
+
+/// Tokens that a token attends to at most in layers with a window, and the layers without.
+pub(super) fn take(fields: &mut Fields, window: Window, layers: usize) -> (Option<usize>, Vec<usize>) {
+    if let Window::Never = window {
+        never(fields);
+        return (None, Vec::new());
+    }
+    let mut limit = 0;
+    match window {
+        Window::Last | Window::Alternate => limit = fields.count("max_window_layers", Some(28), 0..=1 << 40),
+        _ => fields.pass_over(&["max_window_layers"]),
+    }
+    let is_used = match window {
+        Window::AllIfUsed | Window::Last | Window::Alternate => fields.flag("use_sliding_window", false),
+        _ => {
+            fields.pass_over(&["use_sliding_window"]);
+            true
+        }
+    };
+    let size = match window {
+        _ if !is_used => {
+            fields.pass_over(&["sliding_window"]);
+            None
+        }
+        Window::All(default) => width(fields, default),
+        _ => width(fields, Some(4096)),
+    };
+    let types = match window {
+        Window::All(_) | Window::AllIfUsed => {
+            fields.pass_over(&["layer_types"]);
+            None
+        }
+        _ => layer_types(fields, layers),
+    };
+    let slides = |layer: &usize| match (&types, window) {
+        (Some(types), _) => types[*layer],
+        (None, Window::Last) => size.is_some() && *layer >= limit,
+        (None, Window::Alternate) => is_used && layer.is_multiple_of(2) && *layer < limit,
+        (None, Window::AllBut { every }) => !(layer + 1).is_multiple_of(every),
+        (None, _) => size.is_some(),
+    };
+    let (sliding, full): (Vec<usize>, Vec<usize>) = (0..layers).partition(slides);
+    if sliding.is_empty() {
+        return (None, Vec::new());
+    }
+    if size.is_none() {
+        let supported = "a number of tokens (with use_sliding_window, where the family has it), as layers of the type \
+                         sliding_attention need";
+        fields.unsupported("sliding_window", &Value::Null, supported);
+    }
+    (size, full)
+}
+
+/// A file that asks for windows all the same is refused.
+fn never(fields: &mut Fields) {
+    if fields.peek("use_sliding_window") == Some(&Value::Bool(false)) {
+        fields.pass_over(&["sliding_window"]);
+    }
+    fields.pass_over(&["max_window_layers"]);
+    fields.off(&["sliding_window", "use_sliding_window"]);
+    if let Some(types) = fields.take("layer_types")
+        && types.as_array().is_none_or(|types| types.iter().any(|one| one != FULL))
+    {
+        fields.unsupported("layer_types", &types, FULL);
+    }
+}
+
+/// What the file says; null is none.
+fn width(fields: &mut Fields, default: Option<usize>) -> Option<usize> {
+    if !fields.has("sliding_window") {
+        return default;
+    }
+    fields.peek("sliding_window")?;
+    Some(fields.count("sliding_window", None, 1..=1 << 40))
+}
+
+const FULL: &str = "full_attention";
+const SLIDING: &str = "sliding_attention";
+
+/// Of each layer whether it has a window, if the file says so.
+fn layer_types(fields: &mut Fields, layers: usize) -> Option<Vec<bool>> {
+    let types = fields.take("layer_types")?;
+    let all: Option<Vec<&str>> = types.as_array().and_then(|types| types.iter().map(Value::as_str).collect());
+    match all {
+        Some(all) if all.iter().all(|one| [FULL, SLIDING].contains(one)) => {
+            if all.len() == layers {
+                return Some(all.iter().map(|one| *one == SLIDING).collect());
+            }
+            fields.wrong("layer_types", &types, &format!("one for each of {layers} layers"));
+        }
+        _ => fields.unsupported("layer_types", &types, &[FULL, SLIDING].join(", ")),
+    }
+    None
+}
