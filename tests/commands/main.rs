@@ -4,4 +4,5 @@ mod compare;
 mod generate;
 mod pages;
 mod plan;
+mod report;
 mod schedule;

@@ -3,6 +3,8 @@
 mod checkpoints;
 mod data;
 mod guard;
+#[cfg(target_os = "linux")]
+mod limits;
 mod ranks;
 mod reference;
 mod weights;
