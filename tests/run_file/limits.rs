@@ -2,7 +2,6 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader};
-use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
 use crate::{Place, TINY};
@@ -88,24 +87,21 @@ fn a_trace_that_cannot_be_written_is_told() {
 #[test]
 fn a_folder_that_goes_away_ends_its_run() {
     let place = Place::new();
-    let path = |name: &str| place.path().join(name);
-    let ways: [(&str, &dyn Fn(&Path)); 3] = [
-        ("deleted", &|out| fs::remove_dir_all(out).unwrap()),
-        ("moved", &|out| fs::rename(out, path("elsewhere")).unwrap()),
-        ("replaced", &|out| {
-            fs::rename(out, path("aside")).unwrap();
-            fs::create_dir(out).unwrap();
-        }),
-    ];
     let file = place.file(TINY).display().to_string();
-    for (name, change) in ways {
+    for name in ["deleted", "moved", "replaced"] {
         let mut command = Command::new(env!("CARGO_BIN_EXE_gapless"));
         command.current_dir(place.path()).args(["train", &file, "--out", name, "--set", "steps=1000000000"]);
         command.args(["--set", "checkpoints.every=0", "--set", "evaluation.every=0"]);
         let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
         let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map_while(Result::ok);
         lines.find(|line| line.starts_with("step ")).unwrap();
-        change(&path(name));
+        let (out, aside) = (place.path().join(name), place.path().join(format!("{name}.aside")));
+        fs::rename(&out, &aside).unwrap();
+        match name {
+            "deleted" => fs::remove_dir_all(&aside).unwrap(),
+            "replaced" => fs::create_dir(&out).unwrap(),
+            _ => {}
+        }
         let last = lines.last().unwrap();
         assert_eq!(child.wait().unwrap().code(), Some(1), "{name}: {last}");
         assert!(last.contains(&format!("{name} was deleted, moved or replaced")), "{name}: {last}");

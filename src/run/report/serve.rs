@@ -236,13 +236,12 @@ mod tests {
         let refused = answer(&mut connect());
         assert!(refused.starts_with("HTTP/1.1 503 ") && refused.ends_with("come again\n"), "{refused}");
         drop(silent);
-        let asked = (0..100_000).map(|_| {
+        let mut asked = (0..100_000).map(|_| {
             let mut stream = connect();
             let _ = write!(stream, "GET / HTTP/1.1\r\nHost: {address}\r\n\r\n");
             answer(&mut stream)
         });
-        let served = asked.skip_while(|answer| !answer.starts_with("HTTP/1.1 200 OK")).next();
-        assert!(served.is_some());
+        assert!(asked.any(|answer| answer.starts_with("HTTP/1.1 200 OK")));
     }
 
     /// The time is that of all reads together: bytes that come one by one do not prolong it.

@@ -6,6 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
+use std::slice::from_ref;
 
 use super::CHUNK;
 use crate::{Block, Extent, Stream};
@@ -109,7 +110,7 @@ impl Blocks {
         self.free_primitives.remove(&(stream, size, first));
         self.cut(first, chunks);
         self.primitives.get_mut(&first).expect("just cut").free = false;
-        self.use_chunks(&[first..first + chunks]);
+        self.use_chunks(from_ref(&(first..first + chunks)));
         Some(Block { address: self.address(first), bytes: u64::from(chunks) * CHUNK, slot: first })
     }
 
@@ -178,7 +179,7 @@ impl Blocks {
     pub fn free(&mut self, block: &Block) {
         if block.slot & STITCHED == 0 {
             let chunks = (block.bytes / CHUNK) as u32;
-            self.free_chunks(&[block.slot..block.slot + chunks]);
+            self.free_chunks(from_ref(&(block.slot..block.slot + chunks)));
             self.free_primitive(block.slot);
             return;
         }
