@@ -10,14 +10,14 @@ use crate::{Place, TINY};
 fn limited(place: &Place, limits: &str, stack: u64, arguments: &[&str]) -> Output {
     let mut command = Command::new("sh");
     command.args(["-c", &format!("{limits} exec \"$0\" \"$@\""), env!("CARGO_BIN_EXE_gapless")]).args(arguments);
-    command.current_dir(place.path()).env("RUST_MIN_STACK", stack.to_string()).env_remove("RAYON_NUM_THREADS");
+    command.current_dir(place.path()).env("RUST_MIN_STACK", stack.to_string()).env("RAYON_NUM_THREADS", "2");
     command.output().unwrap()
 }
 
 const MIB: u64 = 1 << 20;
 
-/// Some 15 threads have room.
-const FEW_THREADS: (&str, u64) = ("ulimit -v 4000000;", 256 * MIB);
+/// Eight threads have room, and what they do.
+const FEW_THREADS: (&str, u64) = ("ulimit -v 9175040;", 1024 * MIB);
 
 #[test]
 fn threads_that_cannot_be_started_are_told() {

@@ -13,15 +13,7 @@ pub fn prepare() -> anyhow::Result<()> {
     let cores = available_parallelism().map_or(1, usize::from);
     let wanted = std::env::var("RAYON_NUM_THREADS").ok().and_then(|number| number.parse().ok()).filter(|&n| n > 0);
     let wanted = wanted.unwrap_or(cores);
-    let threads = match startable(wanted) {
-        0 => bail!("the system starts no thread for this process; {REMEDY}"),
-        all if all == wanted => all,
-        // The others are for ranks, and for whoever else has the same limit.
-        some => {
-            tell(format_args!("gapless: the system starts {some} of {wanted} threads; half of them compute"));
-            some.div_ceil(2)
-        }
-    };
+    let threads = threads(wanted)?;
     // The pool can be built once: it is asked for no more threads than there were a moment ago.
     match rayon::ThreadPoolBuilder::new().num_threads(threads).build_global() {
         Ok(()) => Ok(()),
@@ -30,6 +22,19 @@ pub fn prepare() -> anyhow::Result<()> {
 }
 
 const REMEDY: &str = "raise the limit of processes (ulimit -u) or of memory (ulimit -v)";
+
+/// As many threads as are wanted, where the system starts them; else half of what it starts, for the others and the memory that they
+/// take are wanted elsewhere.
+pub fn threads(wanted: usize) -> anyhow::Result<usize> {
+    match startable(wanted) {
+        0 => bail!("the system starts no thread for this process; {REMEDY}"),
+        all if all == wanted => Ok(all),
+        some => {
+            tell(format_args!("gapless: the system starts {some} of {wanted} threads; half of them compute"));
+            Ok(some.div_ceil(2))
+        }
+    }
+}
 
 /// How many threads, up to `wanted`, the system has at once.
 fn startable(wanted: usize) -> usize {

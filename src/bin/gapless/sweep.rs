@@ -10,6 +10,7 @@ use gapless::sweep::{Progress, Results, Status, Sweep, above_bound, fragmentatio
 use gapless_alloc::draw::Bytes;
 use indicatif::{ProgressBar, ProgressStyle};
 
+use crate::limits;
 use crate::output::{print, tell};
 
 /// Plan the product of lists of a training step's keys: bytes, under the plan and under other allocators, and time.
@@ -44,8 +45,12 @@ pub fn run(arguments: &Arguments) -> ExitCode {
         Err(error) => return fail(&error, 1),
     };
     let bar = progress_bar(spec.configurations.len() as u64);
-    let threads =
-        arguments.threads.map(usize::from).or_else(|| available_parallelism().ok().map(usize::from)).unwrap_or(1);
+    let wanted = arguments.threads.map(usize::from);
+    let wanted = wanted.or_else(|| available_parallelism().ok().map(usize::from)).unwrap_or(1);
+    let threads = match limits::threads(wanted) {
+        Ok(threads) => threads,
+        Err(error) => return fail(&error, 1),
+    };
     let show = |Progress { done, all }: Progress| {
         bar.set_position(done as u64);
         if bar.is_hidden() && (done % 1000 == 0 || done == all) {
