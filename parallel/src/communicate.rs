@@ -58,10 +58,12 @@ fn exchange(table: &[Vec<Cell>]) -> Result<Vec<Vec<Cell>>, Stuck> {
     let mut lowered: Vec<Vec<Cell>> = vec![Vec::new(); table.len()];
     let mut there: Vec<BTreeSet<Cell>> = vec![BTreeSet::new(); table.len()];
     let mut at = vec![0; table.len()];
+    let mut unfinished: Vec<usize> = (0..table.len()).collect();
     loop {
+        unfinished.retain(|&rank| at[rank] < table[rank].len());
         let mut moved = false;
-        for rank in 0..table.len() {
-            let Some(&cell) = table[rank].get(at[rank]) else { continue };
+        for &rank in &unfinished {
+            let cell = table[rank][at[rank]];
             if !cell.actions().all(|action| has_input(action, last, &there[rank])) {
                 continue;
             }

@@ -26,8 +26,11 @@ pub enum Error {
     Peak { schedule: &'static str, needed: u32, peak: u32 },
     #[error("{schedule} finds no order with a peak of {peak} activations; {needed} are always enough")]
     Room { schedule: &'static str, needed: u32, peak: u32 },
-    #[error("{schedule}: {ranks} ranks × {chunks} chunks × {micro_batches} micro-batches do not fit 32 bits")]
-    TooLarge { schedule: &'static str, ranks: u32, chunks: u32, micro_batches: u32 },
+    #[error(
+        "{schedule}: {ranks} ranks × {chunks} chunks × {micro_batches} micro-batches are too many: ranks × chunks × (micro-batches \
+         + ranks) is at most {most}; use fewer of them"
+    )]
+    TooLarge { schedule: &'static str, ranks: u32, chunks: u32, micro_batches: u32, most: u32 },
     #[error("a mesh of {data} data × {pipeline} pipeline × {expert} expert ranks does not exist; each is at least 1")]
     Mesh { data: usize, pipeline: usize, expert: usize },
     #[error("no schedule is called {name:?}; there are {known}")]

@@ -44,10 +44,12 @@ pub fn simulate(table: &[Vec<Cell>], costs: &(impl Durations + ?Sized)) -> Resul
     let sends_are_written = table.iter().flatten().any(|cell| matches!(cell, Cell::Communicate(c) if is_send(c.kind)));
     let mut results = Results { sends_are_written, ends: BTreeMap::new(), sends: BTreeMap::new() };
     let mut ranks: Vec<Vec<Span>> = vec![Vec::new(); table.len()];
+    let mut unfinished: Vec<usize> = (0..table.len()).collect();
     loop {
+        unfinished.retain(|&rank| ranks[rank].len() < table[rank].len());
         let mut moved = false;
-        for (rank, row) in table.iter().enumerate() {
-            while let Some(&cell) = row.get(ranks[rank].len()) {
+        for &rank in &unfinished {
+            while let Some(&cell) = table[rank].get(ranks[rank].len()) {
                 let free = ranks[rank].last().map_or(0, |span| span.end);
                 let Some(ready) = results.ready(&cell, rank, last, costs) else { break };
                 let start = free.max(ready);

@@ -31,6 +31,25 @@ fn every_order_trains() {
 }
 
 #[test]
+fn a_table_that_is_too_large_is_refused_before_it_is_made() {
+    let mut refused = 0;
+    for schedule in all() {
+        for (ranks, chunks, micro_batches) in
+            [(1, 1, 1 << 21), (1, 2, 1 << 31), (1 << 12, 1, 1), (u32::MAX, u32::MAX, u32::MAX)]
+        {
+            match schedule.actions(&Shape { ranks, chunks, micro_batches }) {
+                Err(Error::TooLarge { most, .. }) => refused += u32::from(most == Shape::MAX_EXTENT),
+                Err(Error::Chunks { .. } | Error::Ranks { .. }) => {}
+                other => panic!("{}: {other:?}", schedule.name()),
+            }
+        }
+    }
+    assert!(refused > 20, "{refused}");
+    let long = Shape { ranks: 2, chunks: 2, micro_batches: 1 << 13 };
+    assert!(matches!(by_name("automatic").unwrap().actions(&long), Err(Error::TooLarge { most: 16384, .. })));
+}
+
+#[test]
 fn groups_of_any_size_train() {
     let (mut legal, mut illegal) = (0, 0);
     for (ranks, chunks, micro_batches, group) in [2, 3, 4]

@@ -4,7 +4,7 @@ use std::fmt::{self, Display};
 use std::fs::File;
 use std::io::{self, Write};
 use std::ops::ControlFlow;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -17,7 +17,8 @@ use super::{Answer, Event, Stop};
 /// on the standard error, and an error at the end.
 #[derive(Debug, Default)]
 pub struct Console {
-    rows: Option<JsonLines>,
+    /// Where rows are written, and its path.
+    rows: Option<(PathBuf, JsonLines)>,
     errors: ErrorOutput,
     is_silent: bool,
 }
@@ -33,7 +34,8 @@ impl Console {
     /// # Errors
     /// A file that cannot be opened.
     pub fn write_rows(&mut self, path: &Path, is_appended: bool) -> Result<(), MetricsError> {
-        self.rows = Some(if is_appended { JsonLines::append(path) } else { JsonLines::create(path) }?);
+        let rows = if is_appended { JsonLines::append(path) } else { JsonLines::create(path) }?;
+        self.rows = Some((path.to_owned(), rows));
         Ok(())
     }
 
@@ -59,7 +61,7 @@ impl Console {
 
     /// Writes a row, if rows are written.
     pub fn row(&mut self, row: &impl Serialize) {
-        if let Some(Err(MetricsError { path, source })) = self.rows.as_mut().map(|rows| rows.write(row)) {
+        if let Some(Err(MetricsError { path, source })) = self.rows.as_mut().map(|(_, rows)| rows.write(row)) {
             self.errors.note(&path.display().to_string(), Err(source));
         }
     }
@@ -95,8 +97,14 @@ impl Console {
     /// The end of the run.
     ///
     /// # Errors
-    /// When something could not be written.
+    /// When something could not be written, or was deleted since.
     pub fn finish(self) -> Result<(), OutputLost> {
+        let log = self.errors.heard().log.as_ref().map(|(path, _)| PathBuf::from(path));
+        for path in self.rows.into_iter().map(|(path, _)| path).chain(log) {
+            if let Err(error) = path.symlink_metadata() {
+                self.errors.is_first(&path.display().to_string(), error);
+            }
+        }
         let lost = std::mem::take(&mut self.errors.heard().lost);
         if lost.is_empty() { Ok(()) } else { Err(OutputLost { lost }) }
     }
@@ -233,6 +241,19 @@ mod tests {
         (0..3).for_each(|step| console.row(&step));
         let error = console.finish().unwrap_err().to_string();
         assert!(error.contains("3 to /dev/full (No space left"), "{error}");
+    }
+
+    #[test]
+    fn files_that_were_deleted_are_told_at_the_end() {
+        let folder = tempfile::tempdir().unwrap();
+        let [rows, log] = ["rows.jsonl", "log.txt"].map(|name| folder.path().join(name));
+        let mut console = Console::default();
+        console.write_rows(&rows, false).unwrap();
+        console.write_log(&log, false).unwrap();
+        std::fs::remove_file(&rows).unwrap();
+        std::fs::remove_file(&log).unwrap();
+        let error = console.finish().unwrap_err().to_string();
+        assert!(error.contains("rows.jsonl (No such file") && error.contains("log.txt (No such file"), "{error}");
     }
 
     #[test]

@@ -67,6 +67,16 @@ pub enum RunError {
         /// How many.
         skipped: u64,
     },
+    /// The folder of a run was deleted or moved while the run went on.
+    #[error(
+        "{} was deleted, moved or replaced while the run was writing into it, and the run has ended; its checkpoints are where the folder \
+         is now: go on from there with --resume, or run it again",
+        path.display()
+    )]
+    FolderGone {
+        /// Where the folder was.
+        path: PathBuf,
+    },
     /// What a callback of [`Fit::run`](super::Fit::run) answered.
     #[error(transparent)]
     Callback(#[from] Box<dyn std::error::Error + Send + Sync>),

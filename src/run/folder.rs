@@ -93,6 +93,18 @@ impl RunFolder {
         Ok(())
     }
 
+    /// That the folder is still the one that was claimed: what is written after it was deleted or moved is lost, or lies in a folder
+    /// that another run may claim. Other ranks than the first, which claim nothing, see nothing.
+    ///
+    /// # Errors
+    /// [`RunError::FolderGone`].
+    pub fn expect_there(&self) -> Result<(), RunError> {
+        match self.lock.get() {
+            Some(lock) if !lock.holds(&self.path) => Err(RunError::FolderGone { path: self.path.clone() }),
+            _ => Ok(()),
+        }
+    }
+
     /// Where it lies.
     pub fn path(&self) -> &Path {
         &self.path
@@ -286,6 +298,27 @@ mod tests {
         assert!(out.join("run.toml").exists() && !out.join("metrics.jsonl").exists());
         fs::create_dir(second.checkpoints()).unwrap();
         assert_eq!(second.set_aside().unwrap(), Some(out.join("earlier.2")));
+    }
+
+    #[test]
+    fn a_folder_that_is_gone_is_seen() {
+        let place = tempfile::tempdir().unwrap();
+        let (out, moved) = (place.path().join("run"), place.path().join("moved"));
+        let folder = RunFolder::open(&out).unwrap();
+        folder.expect_there().unwrap();
+        folder.claim().unwrap();
+        folder.expect_there().unwrap();
+        fs::rename(&out, &moved).unwrap();
+        let is_gone = || matches!(folder.expect_there(), Err(RunError::FolderGone { path }) if path == out);
+        assert!(is_gone());
+        // Another one in its place.
+        let other = RunFolder::open(&out).unwrap();
+        other.claim().unwrap();
+        assert!(is_gone() == cfg!(unix) && other.expect_there().is_ok());
+        drop(other);
+        fs::remove_dir_all(&out).unwrap();
+        fs::rename(&moved, &out).unwrap();
+        folder.expect_there().unwrap();
     }
 
     #[test]

@@ -57,7 +57,7 @@ pub use measure::{EvaluationBatch, Measured, validation_loss};
 pub use report::{Report, ReportError, ReportServer, RunRecord};
 use saved::say_changes;
 pub use saved::{dataset, expect_same, with_saved};
-pub use stop::Stop;
+pub use stop::{Stop, fail_at_file_limit};
 pub use summary::Summary;
 pub use train::{Progress, Start, train};
 pub use trained::TrainedRun;

@@ -9,12 +9,12 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 #[cfg(unix)]
-use signal_hook::consts::SIGHUP;
+use signal_hook::consts::{SIGHUP, SIGXCPU, SIGXFSZ};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
 
 #[cfg(unix)]
-const SIGNALS: [i32; 3] = [SIGINT, SIGTERM, SIGHUP];
+const SIGNALS: [i32; 4] = [SIGINT, SIGTERM, SIGHUP, SIGXCPU];
 #[cfg(not(unix))]
 const SIGNALS: [i32; 2] = [SIGINT, SIGTERM];
 
@@ -29,15 +29,20 @@ pub struct Stop {
 }
 
 impl Stop {
-    /// Listens for Ctrl-C, SIGTERM and SIGHUP. A signal that whoever started the process told it to ignore (`nohup`) stays ignored.
+    /// Listens for Ctrl-C, SIGTERM, SIGHUP and the end of the time that the process may compute (`ulimit -t`, SIGXCPU). A signal that
+    /// whoever started the process told it to ignore (`nohup`) stays ignored.
     ///
     /// # Errors
     /// When the operating system refuses a handler.
     pub fn on_signals() -> io::Result<Self> {
+        fail_at_file_limit()?;
         let (signal, asked) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
         let heard: Vec<i32> = SIGNALS.into_iter().filter(|&number| !is_ignored(number)).collect();
         for &number in &heard {
-            flag::register_conditional_shutdown(number, 128 + number, asked.clone())?;
+            // The end of its time is told again each second, and gives the process until its hard limit to save.
+            if !is_time_limit(number) {
+                flag::register_conditional_shutdown(number, 128 + number, asked.clone())?;
+            }
             #[cfg(not(unix))]
             flag::register(number, asked.clone())?;
             flag::register_usize(number, signal.clone(), number as usize)?;
@@ -64,6 +69,27 @@ impl Stop {
     pub fn exit_code(&self) -> Option<ExitCode> {
         self.signal().map(|signal| ExitCode::from(128 + signal))
     }
+}
+
+/// Makes writes past the largest size of a file (`ulimit -f`) fail as on a full disk, which is told, where they would end the process
+/// in silence (SIGXFSZ).
+///
+/// # Errors
+/// When the operating system refuses a handler.
+pub fn fail_at_file_limit() -> io::Result<()> {
+    #[cfg(unix)]
+    flag::register(SIGXFSZ, Arc::default())?;
+    Ok(())
+}
+
+#[cfg(unix)]
+fn is_time_limit(signal: i32) -> bool {
+    signal == SIGXCPU
+}
+
+#[cfg(not(unix))]
+fn is_time_limit(_: i32) -> bool {
+    false
 }
 
 /// Whether the process was started to ignore the signal; false where the operating system does not say.

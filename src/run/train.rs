@@ -203,6 +203,7 @@ impl<'a> Rank<'a> {
         let stop =
             Stop::on_signals().map_err(|source| RunError::Io { what: "cannot listen to signals".into(), source })?;
         let fitted = run.fit(&folder, resumed, saved, &stop, show)?;
+        folder.expect_there()?;
         let mut summary = Summary::new(&run.trainer, &fitted, stop.signal());
         if is_first {
             let path = out.join("summary.json");
@@ -286,6 +287,7 @@ impl<'a> Run<'a> {
         fit.run(trainer, |event, trainer| {
             match &event {
                 Event::Step { report: StepReport { loss, lr, skipped, .. }, tokens_per_second, .. } => {
+                    folder.expect_there()?;
                     if *skipped {
                         console.say(&event);
                     }

@@ -199,8 +199,13 @@ impl StepSpec {
             ("expert_ranks", expert_ranks),
             ("chunks", self.chunks.unwrap_or(1)),
         ];
-        match extents.into_iter().find(|(_, extent)| *extent == 0) {
-            Some((key, _)) => Err(ConfigError::value(key, "is 0", "it is at least 1")),
+        if let Some((key, _)) = extents.into_iter().find(|(_, extent)| *extent == 0) {
+            return Err(ConfigError::value(key, "is 0", "it is at least 1"));
+        }
+        match self.routing.filter(|factor| !(factor.is_finite() && *factor >= 0.0)) {
+            Some(factor) => {
+                Err(ConfigError::value("routing", format!("is {factor}"), "it is at least 0; 1.25 is usual"))
+            }
             None => Ok(()),
         }
     }

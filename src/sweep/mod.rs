@@ -46,8 +46,8 @@ use std::sync::mpsc;
 use self::evaluate::{Evaluator, Least};
 pub use self::row::{Row, Status};
 pub use self::spec::{Configuration, Planned, Sweep, SweepOptions};
-use self::store::Store;
 pub use self::store::StoreError;
+use self::store::{Known, Store};
 pub use self::summary::{Fragmentation, Gain, Throughput, above_bound, fragmentation, gains, throughput};
 use crate::step::Step;
 
@@ -70,6 +70,8 @@ pub struct Results {
     pub rows: Vec<Row>,
     /// How many of them an earlier run had left.
     pub reused: usize,
+    /// Rows in the folder's file that were not as they were written, and so were not used.
+    pub changed: usize,
     /// The fastest of what fits each budget.
     pub throughput: Vec<Throughput>,
 }
@@ -85,7 +87,7 @@ pub fn run(
     threads: usize,
     show: impl FnMut(Progress) -> ControlFlow<()>,
 ) -> Result<Option<Results>, StoreError> {
-    let (store, lines) = Store::open(folder)?;
+    let (store, Known { by_key: lines, changed }) = Store::open(folder)?;
     let mut rows = HashMap::new();
     for of in &sweep.configurations {
         if let Some(line) = lines.get(&of.key) {
@@ -100,7 +102,7 @@ pub fn run(
     let threads = if is_timed { 1 } else { threads.max(1) };
     let mut run = Run { sweep, evaluator, threads, store, lines, rows, done, show };
     match run.sketch().and_then(|()| run.place()) {
-        Ok(()) => run.finish(folder, reused).map(Some),
+        Ok(()) => run.finish(folder, reused, changed).map(Some),
         Err(End::Stopped) => Ok(None),
         Err(End::Failed(error)) => Err(error),
     }
@@ -197,9 +199,9 @@ impl<F: FnMut(Progress) -> ControlFlow<()>> Run<'_, F> {
         let evaluator = std::mem::replace(&mut self.evaluator, evaluator);
         let written = std::thread::scope(|scope| {
             let (send, receive) = mpsc::channel::<Row>();
-            for _ in 0..self.threads.min(work.len()) {
+            for started in 0..self.threads.min(work.len()) {
                 let (send, next, stopped, job, evaluator) = (send.clone(), &next, &stopped, &job, &evaluator);
-                scope.spawn(move || {
+                let thread = std::thread::Builder::new().spawn_scoped(scope, move || {
                     while let Some(item) = work.get(next.fetch_add(1, Ordering::Relaxed)) {
                         let is_stopped = || stopped.load(Ordering::Relaxed);
                         job(evaluator, item, &mut |row| !is_stopped() && send.send(row).is_ok() && !is_stopped());
@@ -208,6 +210,11 @@ impl<F: FnMut(Progress) -> ControlFlow<()>> Run<'_, F> {
                         }
                     }
                 });
+                match thread {
+                    // A system that starts no more of them still has those.
+                    Err(_) if started > 0 => break,
+                    thread => drop(thread.map_err(StoreError::Threads)?),
+                }
             }
             drop(send);
             let written = receive.into_iter().try_for_each(|row| self.write(row));
@@ -233,7 +240,7 @@ impl<F: FnMut(Progress) -> ControlFlow<()>> Run<'_, F> {
     }
 
     /// Puts the rows in order, and writes the table and the page.
-    fn finish(mut self, folder: &Path, reused: usize) -> Result<Results, StoreError> {
+    fn finish(mut self, folder: &Path, reused: usize, changed: usize) -> Result<Results, StoreError> {
         let keys = || self.sweep.configurations.iter().map(|of| &of.key);
         let lines: Vec<String> = keys().filter_map(|key| self.lines.get(key).cloned()).collect();
         let rows: Vec<Row> = keys().filter_map(|key| self.rows.get(key).cloned()).collect();
@@ -245,6 +252,6 @@ impl<F: FnMut(Progress) -> ControlFlow<()>> Run<'_, F> {
         let throughput = throughput(self.sweep, &rows);
         store::replace(&folder.join("throughput.csv"), summary::csv(self.sweep, &throughput).as_bytes())?;
         store::replace(&folder.join("report.html"), report::page(self.sweep, &rows, &throughput).as_bytes())?;
-        Ok(Results { rows, reused, throughput })
+        Ok(Results { rows, reused, changed, throughput })
     }
 }

@@ -1,5 +1,6 @@
 //! What is swept: a file's steps, as the product of lists.
 
+use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
 
 use gapless_allocators::Kind;
@@ -9,8 +10,14 @@ use toml::{Table, Value};
 use crate::run::{ConfigError, line_of, size, text_of, with_nearest};
 use crate::step::{Step, StepSpec};
 
-/// Configurations of one sweep, at most.
-const MOST: usize = 1_000_000;
+/// Configurations of one sweep, at most: some hundred megabytes, and seconds before the first is timed.
+const MAX_CONFIGURATIONS: usize = 100_000;
+
+/// Menus of one sweep, at most: each has fronts of its own.
+const MAX_MENUS: usize = 100;
+
+/// Values of conditions × configurations, at most: each configuration is compared with all of them.
+const MAX_COMPARISONS: usize = 1 << 24;
 
 /// A sweep as a file says it.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -118,8 +125,18 @@ impl Sweep {
         let syntax = |message| ConfigError::Syntax { path: "sweep".into(), message };
         let file: File = toml::from_str(text).map_err(|error| syntax(with_nearest(error.to_string())))?;
         let here = |error: ConfigError, table: &str| in_table(error, text, table);
-        // Every value by itself, beside the first of each other list.
+        // What is counted comes before what takes time for each of them.
         let lists = lists(&file.vary).map_err(|error| here(error, "vary"))?;
+        count_conditions(&file, count(&lists)).map_err(|error| {
+            let table = if names(&error, "menu") { "menu" } else { "skip" };
+            here(error, table)
+        })?;
+        let allocators = allocators(&file.sweep).map_err(|error| here(error, "sweep"))?;
+        let menus = menus(&file.menu).map_err(|error| here(error, "menu"))?;
+        for skip in &file.skip {
+            check_condition("skip", skip).map_err(|error| here(error, "skip"))?;
+        }
+        // Every value by itself, beside the first of each other list.
         let mut base = file.step.clone();
         StepSpec::over(&Table::new(), &base).map_err(|error| here(error, "step"))?;
         base.extend(lists.iter().map(|(key, values)| (key.clone(), values[0].clone())));
@@ -133,11 +150,6 @@ impl Sweep {
                 })?;
             }
         }
-        for skip in &file.skip {
-            check_condition("skip", skip).map_err(|error| here(error, "skip"))?;
-        }
-        let menus = menus(&file.menu).map_err(|error| here(error, "menu"))?;
-        let allocators = allocators(&file.sweep).map_err(|error| here(error, "sweep"))?;
         let configurations = configurations(&file, &lists, &menus).map_err(|error| here(error, "vary"))?;
         if configurations.is_empty() {
             return Err(ConfigError::value("skip", "leaves no configuration", "skip less, or vary more"));
@@ -170,17 +182,42 @@ fn lists(vary: &Table) -> Result<Vec<(String, Vec<Value>)>, ConfigError> {
         if values.is_empty() {
             return Err(ConfigError::value(key, "is an empty list", "name a value, or leave the key out"));
         }
-        if let Some(twice) = (1..values.len()).find(|&at| values[..at].contains(&values[at])) {
-            return Err(ConfigError::value(key, format!("{} stands twice", values[twice]), "name each value once"));
-        }
         Ok((key.clone(), values.clone()))
     };
     let lists = vary.iter().map(list).collect::<Result<Vec<_>, _>>()?;
-    let count = lists.iter().try_fold(1usize, |count, (_, values)| count.checked_mul(values.len()));
-    match count {
-        Some(count) if count <= MOST => Ok(lists),
-        _ => Err(ConfigError::value("vary", format!("makes more than {MOST} configurations"), "vary less at a time")),
+    if count(&lists) > MAX_CONFIGURATIONS {
+        let why = format!("makes more than {MAX_CONFIGURATIONS} configurations");
+        return Err(ConfigError::value("vary", why, "vary less at a time"));
     }
+    for (key, values) in &lists {
+        let mut known = BTreeSet::new();
+        if let Some(twice) = values.iter().map(Value::to_string).find(|value| !known.insert(value.clone())) {
+            return Err(ConfigError::value(key, format!("{twice} stands twice"), "name each value once"));
+        }
+    }
+    Ok(lists)
+}
+
+/// How many configurations the product of lists has.
+fn count(lists: &[(String, Vec<Value>)]) -> usize {
+    lists.iter().fold(1, |count, (_, values)| count.saturating_mul(values.len()))
+}
+
+/// Refuses more menus and conditions than can be compared with every configuration.
+fn count_conditions(file: &File, configurations: usize) -> Result<(), ConfigError> {
+    if file.menu.len() > MAX_MENUS {
+        let why = format!("{} menus are more than {MAX_MENUS}", file.menu.len());
+        return Err(ConfigError::value("menu", why, "name fewer"));
+    }
+    let values = |value: &Value| value.as_array().map_or(1, Vec::len);
+    let of = |table: &Table| 1 + table.iter().map(|(_, value)| values(value)).sum::<usize>();
+    let conditions: usize = file.skip.iter().chain(&file.menu).map(of).sum();
+    // A condition takes longer to check than to compare.
+    if conditions.saturating_mul(configurations.max(1000)) > MAX_COMPARISONS {
+        let why = format!("the {conditions} values of skip and menu are too many for {configurations} configurations");
+        return Err(ConfigError::value("skip", why, "skip less, or vary less at a time"));
+    }
+    Ok(())
 }
 
 /// Names and conditions of the menus that a file has.
@@ -240,9 +277,8 @@ fn configurations(
     lists: &[(String, Vec<Value>)],
     menus: &[(String, Table)],
 ) -> Result<Vec<Configuration>, ConfigError> {
-    let count: usize = lists.iter().map(|(_, values)| values.len()).product();
-    let mut all = Vec::with_capacity(count);
-    for number in 0..count {
+    let mut all = Vec::new();
+    for number in 0..count(lists) {
         let mut values = Table::new();
         let mut rest = number;
         for (key, list) in lists.iter().rev() {
@@ -253,14 +289,15 @@ fn configurations(
         let table = Table::try_from(&spec).expect("keys and plain values are TOML");
         let is_met = |condition: &Table| condition.iter().all(|(key, value)| has(&table, key, value));
         if !file.skip.iter().any(is_met) {
-            let key = digest(&table, file);
+            let step = spec.check().map_err(|error| error.to_string());
+            let key = digest(&table, &step, file);
             let of = (1..).zip(menus).filter(|(_, (_, condition))| is_met(condition)).map(|(index, _)| index);
             let menus = std::iter::once(0).chain(of).collect();
-            all.push(Configuration { key, values, menus, step: spec.check().map_err(|error| error.to_string()), spec });
+            all.push(Configuration { key, values, menus, step, spec });
         }
     }
     // Stable: what shares a graph keeps its order, and stands where the first of it does.
-    let mut first = std::collections::HashMap::new();
+    let mut first = HashMap::new();
     let graph = |of: &Configuration| of.step.as_ref().map_or_else(Clone::clone, Step::graph_key);
     let order: Vec<usize> = all
         .iter()
@@ -281,11 +318,15 @@ fn has(table: &Table, key: &str, value: &Value) -> bool {
     }
 }
 
-/// Of all that decides a row.
-fn digest(step: &Table, file: &File) -> String {
+/// Of all that decides a row, what files of models and devices say among it. What is measured here is another number each time.
+fn digest(keys: &Table, step: &Result<Step, String>, file: &File) -> String {
+    let read = match step {
+        Ok(step) => format!("{} {:?}", step.graph_key(), (!step.device.is_measured()).then_some(&step.device)),
+        Err(why) => why.clone(),
+    };
     let options = Table::try_from(&file.sweep).expect("keys and plain values are TOML");
     let menus: Vec<String> = file.menu.iter().map(Table::to_string).collect();
-    let text = format!("{}\n{step}\n{options}\n{}", env!("CARGO_PKG_VERSION"), menus.join("\n"));
+    let text = format!("{}\n{keys}\n{read}\n{options}\n{}", env!("CARGO_PKG_VERSION"), menus.join("\n"));
     blake3::hash(text.as_bytes()).to_hex()[..16].to_owned()
 }
 

@@ -1,7 +1,8 @@
 //! The rows of a sweep in a file, one a line, each there whole or not at all.
 //!
 //! In: rows, as they come. Out: the lines of earlier runs, by key. A last line without an end, of a process that was killed, is
-//! dropped. Never: a line that is rewritten while rows still come.
+//! dropped, and so is a row that is not as it was written: each line begins with a hash of its row. Never: a line that is rewritten
+//! while rows still come.
 
 use std::collections::HashMap;
 use std::fs::{self, File, TryLockError};
@@ -28,6 +29,9 @@ pub enum StoreError {
         /// Which.
         path: PathBuf,
     },
+    /// The system starts no thread.
+    #[error("cannot start a thread: {0}; raise the limit of processes (ulimit -u) or of memory (ulimit -v)")]
+    Threads(io::Error),
     /// A line that is no row.
     #[error("{}, line {line}: {why}; take it out, or use another folder", path.display())]
     Line {
@@ -57,9 +61,26 @@ fn failed(path: &Path) -> impl Fn(io::Error) -> StoreError + '_ {
     move |source| StoreError::File { path: path.to_owned(), source }
 }
 
+/// The lines of earlier runs.
+pub(super) struct Known {
+    pub by_key: HashMap<String, String>,
+    /// Rows that are not as they were written.
+    pub changed: usize,
+}
+
+/// A row's line, with a hash before what is hashed.
+fn sealed(row: &str) -> String {
+    format!("{{\"hash\":\"{}\",{}", &blake3::hash(row.as_bytes()).to_hex()[..16], &row[1..])
+}
+
+/// Whether a line is as it was written.
+fn is_sealed(line: &str) -> bool {
+    line.split_once(',').is_some_and(|(_, rest)| sealed(&format!("{{{rest}")) == line)
+}
+
 impl Store {
-    /// Opens or makes it; answers the lines that are there, by key.
-    pub fn open(folder: &Path) -> Result<(Self, HashMap<String, String>), StoreError> {
+    /// Opens or makes it; answers the lines that are there.
+    pub fn open(folder: &Path) -> Result<(Self, Known), StoreError> {
         fs::create_dir_all(folder).map_err(failed(folder))?;
         let path = folder.join("results.jsonl");
         let cannot = failed(&path);
@@ -76,12 +97,15 @@ impl Store {
         bytes.truncate(bytes.iter().rposition(|&byte| byte == b'\n').map_or(0, |end| end + 1));
         file.set_len(bytes.len() as u64).map_err(&cannot)?;
         file.seek(SeekFrom::End(0)).map_err(&cannot)?;
-        let mut known = HashMap::new();
+        let mut known = Known { by_key: HashMap::new(), changed: 0 };
         for (index, line) in bytes.split(|&byte| byte == b'\n').enumerate().filter(|(_, line)| !line.is_empty()) {
             let fail = |why: String| StoreError::Line { path: path.clone(), line: index + 1, why };
             let line = std::str::from_utf8(line).map_err(|error| fail(error.to_string()))?;
             let row: Row = serde_json::from_str(line).map_err(|error| fail(error.to_string()))?;
-            known.insert(row.key, line.to_owned());
+            match is_sealed(line) {
+                true => drop(known.by_key.insert(row.key, line.to_owned())),
+                false => known.changed += 1,
+            }
         }
         let path = path.clone();
         Ok((Self { path, file }, known))
@@ -89,7 +113,7 @@ impl Store {
 
     /// Writes a row, and answers its line.
     pub fn append(&mut self, row: &Row) -> Result<String, StoreError> {
-        let line = serde_json::to_string(row).expect("a row is plain data");
+        let line = sealed(&serde_json::to_string(row).expect("a row is plain data"));
         self.file.write_all(format!("{line}\n").as_bytes()).map_err(failed(&self.path))?;
         Ok(line)
     }

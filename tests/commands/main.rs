@@ -5,4 +5,5 @@ mod folders;
 mod generate;
 mod pages;
 mod plan;
+mod report;
 mod schedule;

@@ -36,6 +36,11 @@ fn exit_codes_tell_what_happened() {
     ] {
         fs::write(folder.path().join(name), table).unwrap();
     }
+    // A stage on each of 100,000 ranks; two ranks that wait for each other in each micro-batch, and 50,000 idle ones between them.
+    let wide: String = (0..100_000).map(|stage| format!("{stage}F0,{stage}B0\n")).collect();
+    let row = |stage| (0..1000).map(|m| format!("{stage}F{m},{stage}B{m},")).collect::<String>();
+    fs::write(folder.path().join("wide.csv"), wide).unwrap();
+    fs::write(folder.path().join("idle.csv"), row(0) + &"\n".repeat(50_000) + &row(1)).unwrap();
     for (arguments, code, words) in [
         ("1f1b --ranks 2 --micro-batches 2", 0, "makespan 9 ticks"),
         ("2f2b --ranks 2 --micro-batches 2", 2, "no schedule is called \"2f2b\"; there are gpipe, 1f1b"),
@@ -45,6 +50,10 @@ fn exit_codes_tell_what_happened() {
         ("gpipe --ranks 0 --micro-batches 1", 2, "ranks must be at least 1"),
         ("gpipe --ranks 4000000000 --micro-batches 4000000000", 2, "are too many to show"),
         ("zbv --ranks 10000 --micro-batches 1", 2, "are too many to show"),
+        ("v-min --ranks 8 --micro-batches 50000", 2, "is at most 131072; ask for fewer"),
+        ("v-min --ranks 8 --micro-batches 8000 --csv", 0, "0F0,"),
+        ("automatic --ranks 8 --micro-batches 2000", 2, "is at most 16384; use fewer of them"),
+        ("1f1b --ranks 8 --batch 100000 --micro-batches 100000 --model small", 2, "are too many to show"),
         ("gpipe --ranks 2", 2, "--micro-batches"),
         ("", 2, "--table"),
         ("gpipe --table good.csv --ranks 1 --micro-batches 1", 2, "cannot be used with"),
@@ -72,6 +81,8 @@ fn exit_codes_tell_what_happened() {
         ("--table empty.csv", 2, "there are no actions in the table"),
         ("--table wrong.csv", 3, "stage 0 of micro-batch 1 has no backward"),
         ("--table wrong.csv", 3, "rank 1 waits for ever at 1F1"),
+        ("--table wide.csv", 2, "100000 ranks, 100000 stages and 1 micro-batches are too many to show"),
+        ("--table idle.csv --csv", 0, "1F999,1B999"),
         ("--table crossed.csv", 0, "this table needs buffered sends"),
     ] {
         let output = gapless(folder.path(), arguments);

@@ -57,6 +57,7 @@ fn main() -> ExitCode {
         only_test("a_second_run_in_a_folder_is_refused", signals::a_second_run_is_refused);
         only_test("training_goes_on_unheard", outputs::training_goes_on_unheard);
         only_test("a_full_disk_loses_nothing", outputs::a_full_disk_loses_nothing);
+        only_test("a_limit_of_file_sizes_loses_nothing", outputs::a_limit_of_file_sizes_loses_nothing);
     }
     let name = "a_run_that_is_killed_again_and_again_is_the_same_run";
     only_test(name, soak::a_run_that_is_killed_again_and_again_is_the_same_run);

@@ -63,3 +63,23 @@ pub fn a_full_disk_loses_nothing() {
     }
     assert_eq!((codes[0], codes[3]), (Some(1), Some(0)), "{codes:?}");
 }
+
+/// Writes past the largest size of a file fail as on a full disk, and do not end the process in silence.
+pub fn a_limit_of_file_sizes_loses_nothing() {
+    let mut judge = Judge::new();
+    let mut codes = Vec::new();
+    for blocks in [8, 16, 4096] {
+        let dir = tempfile::tempdir().unwrap();
+        let mut command = Command::new("sh");
+        command.args(["-c", "ulimit -f $0 && exec \"$@\"", &blocks.to_string()]);
+        let output =
+            command.arg(std::env::current_exe().unwrap()).arg("--victim").arg(dir.path()).arg("4").output().unwrap();
+        let error = String::from_utf8_lossy(&output.stderr);
+        let said = String::from_utf8_lossy(&output.stdout).lines().filter_map(|line| line.parse().ok()).max();
+        let resumed = judge.resumes(dir.path());
+        assert!(resumed >= said.unwrap_or(0), "{said:?} was saved, but {resumed} is left: {error}");
+        assert!(output.status.success() || error.contains("File too large"), "{}: {error}", output.status);
+        codes.push(output.status.code());
+    }
+    assert_eq!((codes[0], codes[2]), (Some(1), Some(0)), "{codes:?}");
+}

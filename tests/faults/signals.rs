@@ -11,7 +11,7 @@ use gapless_testing::not_checked;
 
 use crate::{Budget, Draw, Judge, victim_command};
 
-const SIGNALS: [(&str, i32); 4] = [("INT", 2), ("TERM", 15), ("HUP", 1), ("KILL", 9)];
+const SIGNALS: [(&str, i32); 5] = [("INT", 2), ("TERM", 15), ("HUP", 1), ("XCPU", 24), ("KILL", 9)];
 
 /// A victim that does not end by itself, and the steps that it says it has saved.
 fn endless(dir: &Path) -> (Child, Receiver<u64>) {

@@ -4,6 +4,8 @@ mod checkpoints;
 mod data;
 mod evaluation;
 mod guard;
+#[cfg(target_os = "linux")]
+mod limits;
 mod ranks;
 mod reference;
 mod weights;

@@ -168,6 +168,11 @@ fn wrong_files_are_refused_by_key_line_and_remedy() {
             "{to}: something was written"
         );
     }
+    let groups = "[[optimizer.groups]]\nnames = [\"h\"]\n".repeat(257);
+    let file = place.file(&(TINY.to_owned() + &groups)).display().to_string();
+    let output = place.gapless(&["train", &file, "--out", "out"]);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.code() == Some(2) && said.contains("257 are more than 256"), "{said}");
     let file = place.file(TINY).display().to_string();
     for (assignment, part) in [
         ("steps", "it has no ="),

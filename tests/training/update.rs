@@ -118,6 +118,10 @@ fn groups_have_rates_and_rules_of_their_own() {
     assert!(trainer.tensor("exp_avg_sq/h.1.ln_1.weight").is_ok());
     for (update, word) in [
         (UpdateOptions { groups: vec![group(&["h.7"], 1.0)], ..UpdateOptions::default() }, "\"h.7\""),
+        (
+            UpdateOptions { groups: vec![group(&["h.0"], 1.0); 257], ..UpdateOptions::default() },
+            "257 are more than 256",
+        ),
         (UpdateOptions { groups: vec![group(&[], 1.0)], ..UpdateOptions::default() }, "names nothing"),
         (UpdateOptions { groups: vec![group(&["h.0"], -1.0)], ..UpdateOptions::default() }, "times -1"),
         (UpdateOptions { max_value: Some(0.0), ..UpdateOptions::default() }, "max_value"),

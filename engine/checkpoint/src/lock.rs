@@ -90,6 +90,27 @@ impl FolderLock {
         }
         Ok(Self { file })
     }
+
+    /// Whether the folder is still the one that was locked: false where it was deleted or moved, or another is in its place.
+    pub fn holds(&self, dir: &Path) -> bool {
+        match (fs::metadata(dir.join(Self::FILE)), self.file.metadata()) {
+            (Ok(there), Ok(locked)) => is_same_file(&there, &locked),
+            (Err(error), _) => !matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory),
+            (_, Err(_)) => true,
+        }
+    }
+}
+
+#[cfg(unix)]
+fn is_same_file(a: &fs::Metadata, b: &fs::Metadata) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    (a.dev(), a.ino()) == (b.dev(), b.ino())
+}
+
+/// The system does not say.
+#[cfg(not(unix))]
+fn is_same_file(_: &fs::Metadata, _: &fs::Metadata) -> bool {
+    true
 }
 
 fn this_process() -> String {

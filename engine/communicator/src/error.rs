@@ -47,6 +47,11 @@ pub enum CommunicatorError {
     Mpi { call: &'static str, what: String },
     #[error("MPI was started before in this process; it can be started once")]
     StartedTwice,
+    #[error(
+        "the system starts no thread for rank {rank}: {why}; use fewer ranks, or raise the limit of processes (ulimit -u) or of memory \
+         (ulimit -v)"
+    )]
+    NoThread { rank: usize, why: String },
     #[error("the thread for MPI could not be started: {0}")]
     Thread(String),
     #[error(

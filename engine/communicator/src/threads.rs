@@ -19,7 +19,8 @@ use crate::{Communicator, CommunicatorError, InProcess, Result};
 /// ```
 ///
 /// # Errors
-/// The first rank's error that is not the mere echo of another rank's failure.
+/// The first rank's error that is not the mere echo of another rank's failure; [`CommunicatorError::NoThread`] where the system
+/// starts no thread for a rank.
 ///
 /// # Panics
 /// When a rank does, once all have ended; its end makes the others' waits fail.
@@ -28,9 +29,18 @@ pub fn on_threads<T: Send, E: RankError>(
     f: impl Fn(Box<dyn Communicator>) -> Result<T, E> + Sync,
 ) -> Result<Vec<T>, E> {
     let outcomes: Vec<_> = std::thread::scope(|scope| {
-        let start = |rank: InProcess| scope.spawn(|| f(Box::new(rank)));
-        let threads: Vec<_> = InProcess::world(ranks).into_iter().map(start).collect();
-        threads.into_iter().map(|thread| thread.join()).collect()
+        let f = &f;
+        let start = |(number, rank): (usize, InProcess)| {
+            let thread = std::thread::Builder::new().spawn_scoped(scope, move || f(Box::new(rank)));
+            thread.map_err(|error| CommunicatorError::NoThread { rank: number, why: error.to_string() })
+        };
+        let threads: Vec<_> = InProcess::world(ranks).into_iter().enumerate().map(start).collect();
+        // The ranks that have started find the one gone that has not.
+        let end = |thread: Result<std::thread::ScopedJoinHandle<_>, CommunicatorError>| match thread {
+            Ok(thread) => thread.join(),
+            Err(error) => Ok(Err(error.into())),
+        };
+        threads.into_iter().map(end).collect()
     });
     let mut values = Vec::with_capacity(ranks);
     let mut echo = None;
@@ -46,7 +56,7 @@ pub fn on_threads<T: Send, E: RankError>(
 }
 
 /// Errors of what a rank does, which may come of another rank's end.
-pub trait RankError: Send {
+pub trait RankError: Send + From<CommunicatorError> {
     /// The failure of a message or collective that it came of.
     fn communicator(&self) -> Option<&CommunicatorError>;
 }

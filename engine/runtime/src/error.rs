@@ -60,7 +60,9 @@ pub enum Error {
     BadRun { what: String },
     #[error("{what}: {source}; choose another folder to offload to, or offload less")]
     Offload { what: String, source: std::io::Error },
-    #[error("cannot start worker threads: {0}")]
+    #[error(
+        "cannot start worker threads: {0}; use fewer threads or ranks, or raise the limit of processes (ulimit -u) or of memory (ulimit -v)"
+    )]
     Workers(#[from] rayon::ThreadPoolBuildError),
 }
 

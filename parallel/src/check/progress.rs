@@ -33,9 +33,11 @@ impl Table {
             .collect();
         let mut at = vec![0; programs.len()];
         let (mut made, mut sent) = (BTreeSet::new(), BTreeSet::new());
+        let mut unfinished: Vec<usize> = (0..programs.len()).collect();
         loop {
+            unfinished.retain(|&rank| at[rank] < programs[rank].len());
             let mut moved = false;
-            for rank in 0..programs.len() {
+            for &rank in &unfinished {
                 while let Some(&(step, _)) = programs[rank].get(at[rank]) {
                     match step {
                         Step::Compute(message) => _ = made.insert((rank, message)),

@@ -29,6 +29,9 @@ impl Default for Automatic {
     }
 }
 
+/// The largest [`Shape::extent`] that is searched: some two hundred orders are grown and simulated.
+const MAX_EXTENT: u32 = 1 << 14;
+
 impl Schedule for Automatic {
     fn name(&self) -> &'static str {
         "automatic"
@@ -40,6 +43,7 @@ impl Schedule for Automatic {
 
     fn actions(&self, shape: &Shape) -> Result<Vec<Vec<Action>>, Error> {
         shape.check(self.name())?;
+        shape.check_extent(self.name(), MAX_EXTENT)?;
         let default = shape.chunks * shape.ranks;
         let limit = self.peak.unwrap_or(default);
         if limit < shape.chunks {

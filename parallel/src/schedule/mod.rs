@@ -167,6 +167,16 @@ pub fn by_name(name: &str) -> Result<Box<dyn Schedule + Send + Sync>, Error> {
 }
 
 impl Shape {
+    /// The largest [`Self::extent`] of which a table is made: some hundred megabytes, and seconds.
+    pub const MAX_EXTENT: u32 = 1 << 21;
+
+    /// A measure of the work on a table, ranks × chunks × (micro-batches + ranks): some rules fill and drain the pipeline with
+    /// as many micro-batches again as there are ranks.
+    pub fn extent(&self) -> u128 {
+        let &Self { ranks, chunks, micro_batches } = self;
+        u128::from(ranks) * u128::from(chunks) * (u128::from(micro_batches) + u128::from(ranks))
+    }
+
     fn check(&self, schedule: &'static str) -> Result<(), Error> {
         let &Self { ranks, chunks, micro_batches } = self;
         for (what, value) in [("ranks", ranks), ("chunks", chunks), ("micro-batches", micro_batches)] {
@@ -174,10 +184,13 @@ impl Shape {
                 return Err(Error::Zero { schedule, what });
             }
         }
-        // Six slots per micro-batch is the most that any generator counts to.
-        let slots = u128::from(ranks) * u128::from(chunks) * (u128::from(micro_batches) + u128::from(ranks)) * 6;
-        if slots > u128::from(u32::MAX) {
-            return Err(Error::TooLarge { schedule, ranks, chunks, micro_batches });
+        self.check_extent(schedule, Self::MAX_EXTENT)
+    }
+
+    fn check_extent(&self, schedule: &'static str, most: u32) -> Result<(), Error> {
+        let &Self { ranks, chunks, micro_batches } = self;
+        if self.extent() > u128::from(most) {
+            return Err(Error::TooLarge { schedule, ranks, chunks, micro_batches, most });
         }
         Ok(())
     }

@@ -3,6 +3,7 @@
 mod compare;
 mod eval;
 mod init;
+mod limits;
 mod merge;
 mod output;
 mod plan;
@@ -11,6 +12,7 @@ mod sample;
 mod schedule;
 mod step;
 mod sweep;
+mod trace;
 mod train;
 mod weights;
 
@@ -41,7 +43,12 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    match Cli::parse().command {
+    let command = Cli::parse().command;
+    if let Err(error) = limits::prepare() {
+        output::tell(format_args!("gapless: {error:#}"));
+        return ExitCode::FAILURE;
+    }
+    match command {
         Command::Compare(arguments) => compare::run(&arguments),
         Command::Eval(arguments) => eval::run(&arguments),
         Command::Init(arguments) => init::run(&arguments),

@@ -16,8 +16,8 @@ use gapless_parallel::{
 use crate::output::{picture, print, tell};
 use crate::step::StepArguments;
 
-/// Actions, but for a small factor, that are still made and drawn: within seconds.
-const MOST_ACTIONS: u128 = 1 << 21;
+/// The largest [`Shape::extent`] that is made, checked, simulated and drawn: within seconds.
+const MAX_EXTENT: u128 = 1 << 17;
 
 /// Print a pipeline schedule, in ticks or with the times of a model's step (--model), or check and draw a table of your own.
 ///
@@ -239,14 +239,14 @@ fn read(arguments: &Arguments) -> anyhow::Result<(String, Vec<Vec<Cell>>)> {
     Ok((name.clone(), schedule.table(&shape)?))
 }
 
-/// Refuses what nobody could look at.
+/// Refuses a table that is too large to look at, before it is made or checked.
 fn expect_few(shape: &Shape) -> anyhow::Result<()> {
     let &Shape { ranks, chunks, micro_batches } = shape;
-    // Some rules fill and drain the pipeline with as many micro-batches again as there are ranks.
-    let actions =
-        [ranks, chunks].map(u128::from).iter().product::<u128>() * (u128::from(micro_batches) + u128::from(ranks));
-    if actions > MOST_ACTIONS {
-        bail!("{ranks} ranks × {chunks} chunks × {micro_batches} micro-batches are too many to show; ask for fewer");
+    if shape.extent() > MAX_EXTENT {
+        bail!(
+            "{ranks} ranks × {chunks} chunks × {micro_batches} micro-batches are too many to show: ranks × chunks × (micro-batches \
+             + ranks) is at most {MAX_EXTENT}; ask for fewer"
+        );
     }
     Ok(())
 }
@@ -275,7 +275,7 @@ fn saved(text: &str) -> anyhow::Result<Saved> {
 }
 
 fn read_file(path: &Path) -> anyhow::Result<(String, Vec<Vec<Cell>>)> {
-    const MOST_BYTES: u64 = 64 << 20;
+    const MOST_BYTES: u64 = 16 << 20;
     let mut text = String::new();
     std::fs::File::open(path)?.take(MOST_BYTES + 1).read_to_string(&mut text)?;
     if text.len() as u64 > MOST_BYTES {
@@ -307,7 +307,14 @@ impl Extent {
         if stages * micro_batches > 2 * count + 64 {
             bail!("stage {stage} and micro-batch {micro_batch} are in a table of {count} actions; one is a slip");
         }
-        Ok(Self { ranks: table.len(), stages: stages as u32, micro_batches: micro_batches as u32 })
+        let (ranks, work) = (table.len(), stages * (micro_batches + table.len() as u128));
+        if work > MAX_EXTENT {
+            bail!(
+                "{ranks} ranks, {stages} stages and {micro_batches} micro-batches are too many to show: stages × (micro-batches + \
+                 ranks) is at most {MAX_EXTENT}; show a part of the table"
+            );
+        }
+        Ok(Self { ranks, stages: stages as u32, micro_batches: micro_batches as u32 })
     }
 }
 

@@ -10,6 +10,7 @@ use gapless::sweep::{Progress, Results, Status, Sweep, above_bound, fragmentatio
 use gapless_alloc::draw::Bytes;
 use indicatif::{ProgressBar, ProgressStyle};
 
+use crate::limits;
 use crate::output::{print, tell};
 
 /// Plan the product of lists of a training step's keys: bytes, under the plan and under other allocators, and time.
@@ -25,8 +26,8 @@ pub struct Arguments {
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
     /// Threads; as many as there are cores if not given.
-    #[arg(long, value_name = "N")]
-    threads: Option<usize>,
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    threads: Option<u16>,
 }
 
 /// Does what the arguments ask and says how it went.
@@ -44,7 +45,12 @@ pub fn run(arguments: &Arguments) -> ExitCode {
         Err(error) => return fail(&error, 1),
     };
     let bar = progress_bar(spec.configurations.len() as u64);
-    let threads = arguments.threads.or_else(|| available_parallelism().ok().map(usize::from)).unwrap_or(1);
+    let wanted = arguments.threads.map(usize::from);
+    let wanted = wanted.or_else(|| available_parallelism().ok().map(usize::from)).unwrap_or(1);
+    let threads = match limits::threads(wanted) {
+        Ok(threads) => threads,
+        Err(error) => return fail(&error, 1),
+    };
     let show = |Progress { done, all }: Progress| {
         bar.set_position(done as u64);
         if bar.is_hidden() && (done % 1000 == 0 || done == all) {
@@ -73,7 +79,12 @@ fn progress_bar(rows: u64) -> ProgressBar {
 }
 
 fn summary(spec: &Sweep, results: &Results, arguments: &Arguments) -> anyhow::Result<()> {
-    let Results { rows, reused, .. } = results;
+    let Results { rows, reused, changed, .. } = results;
+    if *changed > 0 {
+        tell(format_args!(
+            "gapless sweep: {changed} rows of results.jsonl were not as they were written (edited, or of an older version); they were left out and computed again where this sweep has them"
+        ));
+    }
     let count = |status| rows.iter().filter(|row| row.status == status).count();
     let best =
         rows.iter().filter(|row| row.status == Status::Fits).filter_map(|row| Some((row, row.figures.as_ref()?)));

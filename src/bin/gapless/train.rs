@@ -1,7 +1,6 @@
 //! `gapless train RUN.toml`: a whole run, as a file says it.
 
 use std::fmt::Debug;
-use std::fs::File;
 use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -11,12 +10,12 @@ use gapless::run::{Console, Ended, Progress, RunConfig, RunError, Start, train};
 use indicatif::{ProgressBar, ProgressStyle};
 use tracing::field::{Field, Visit};
 use tracing::{Event, Subscriber};
-use tracing_chrome::FlushGuard;
 use tracing_subscriber::filter::{LevelFilter, Targets, filter_fn};
 use tracing_subscriber::layer::{Context, SubscriberExt};
 use tracing_subscriber::{Layer, util::SubscriberInitExt};
 
 use crate::output::tell;
+use crate::trace::{MAX_BYTES, Trace};
 
 /// Trains as a file says (`gapless init` prints one to begin with).
 #[derive(clap::Args)]
@@ -35,7 +34,7 @@ pub struct Arguments {
     /// Goes on from a checkpoint of another run, or the newest in its folder, in a folder of its own
     #[arg(long, value_name = "FOLDER", conflicts_with = "resume")]
     fork: Option<PathBuf>,
-    /// Writes what the time goes into here, for chrome://tracing or Perfetto
+    /// Writes what the time goes into here, for chrome://tracing or Perfetto; 256 MiB at most, of the first steps
     #[arg(long, value_name = "FILE.json")]
     trace: Option<PathBuf>,
 }
@@ -43,7 +42,7 @@ pub struct Arguments {
 /// Exit code 0: done; 1: ended by an error; 2: refused before anything was written; 3: ended by its time limit, after a checkpoint; 128 + n:
 /// ended by signal n, after a checkpoint.
 pub fn run(arguments: &Arguments) -> ExitCode {
-    let mut console = Console::default();
+    let console = Console::default();
     let config = match RunConfig::read(&arguments.config, &arguments.assignments) {
         Ok(config) => config,
         Err(error) => {
@@ -51,13 +50,33 @@ pub fn run(arguments: &Arguments) -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    let _trace = match start_tracing(&console, arguments.trace.as_deref()) {
-        Ok(guard) => guard,
+    let trace = match start_tracing(&console, arguments.trace.as_deref()) {
+        Ok(trace) => trace,
         Err(error) => {
             tell(format_args!("error: {error}"));
             return ExitCode::from(2);
         }
     };
+    let code = run_traced(arguments, &config, console);
+    match arguments.trace.as_deref().zip(trace.map(|trace| trace.finish())) {
+        Some((path, Err(error))) => {
+            tell(format_args!("error: the trace {} is not whole: {error}", path.display()));
+            if code == ExitCode::SUCCESS { ExitCode::FAILURE } else { code }
+        }
+        Some((path, Ok(left_out @ 1..))) => {
+            tell(format_args!(
+                "the trace {} is full with {} MiB: {left_out} later spans are not in it; trace fewer steps",
+                path.display(),
+                MAX_BYTES >> 20
+            ));
+            code
+        }
+        _ => code,
+    }
+}
+
+/// The run itself.
+fn run_traced(arguments: &Arguments, config: &RunConfig, mut console: Console) -> ExitCode {
     let name = arguments.config.file_stem().unwrap_or_default();
     let out = arguments.out.clone().unwrap_or_else(|| PathBuf::from("runs").join(name));
     let bar = progress_bar(config.steps);
@@ -75,7 +94,7 @@ pub fn run(arguments: &Arguments) -> ExitCode {
         None if arguments.resume => Start::Resume,
         None => Start::Anew,
     };
-    let summary = match train(&config, &out, &start, &mut console, show) {
+    let summary = match train(config, &out, &start, &mut console, show) {
         Ok(summary) => summary,
         Err(error) => {
             bar.finish_and_clear();
@@ -115,8 +134,8 @@ fn is_refused(error: &RunError) -> bool {
     )
 }
 
-/// Warnings go to the standard error, and how far the data are; spans to a file, if one is named, until the guard is dropped.
-fn start_tracing(console: &Console, path: Option<&Path>) -> Result<Option<FlushGuard>, String> {
+/// Warnings go to the standard error, and how far the data are; spans to a file, if one is named, until that is finished.
+fn start_tracing(console: &Console, path: Option<&Path>) -> Result<Option<Trace>, String> {
     let (errors, is_terminal) = (console.errors(), std::io::stderr().is_terminal());
     let warnings =
         tracing_subscriber::fmt::layer().without_time().with_ansi(is_terminal).with_writer(move || errors.clone());
@@ -130,11 +149,10 @@ fn start_tracing(console: &Console, path: Option<&Path>) -> Result<Option<FlushG
         registry.init();
         return Ok(None);
     };
-    let file = File::create(path).map_err(|error| format!("cannot create {}: {error}", path.display()))?;
-    let (spans, guard) = tracing_chrome::ChromeLayerBuilder::new().writer(file).include_args(true).build();
+    let trace = Trace::create(path).map_err(|error| format!("cannot create {}: {error}", path.display()))?;
     // A tokenizer's training has spans in its inner loops.
-    registry.with(spans.with_filter(filter_fn(|metadata| metadata.target().starts_with("gapless")))).init();
-    Ok(Some(guard))
+    registry.with(trace.clone().with_filter(filter_fn(|metadata| metadata.target().starts_with("gapless")))).init();
+    Ok(Some(trace))
 }
 
 /// Where it is told how much of the data is tokenized.

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use gapless_engine::UpdateOptions;
 use gapless_engine::data::{Answers, Format, Source};
 use gapless_engine::runtime::cpu::MOST_THREADS;
 use gapless_models::limits;
@@ -86,6 +87,10 @@ impl RunConfig {
             return fail(key, "is 0".into(), "it is at least 1");
         }
         let groups = &self.optimizer.groups;
+        if groups.len() > UpdateOptions::MAX_GROUPS {
+            let why = format!("{} are more than {}", groups.len(), UpdateOptions::MAX_GROUPS);
+            return fail("optimizer.groups", why, "put parameters that are updated alike into one group");
+        }
         if groups.iter().any(|group| group.names.is_empty()) {
             return fail("optimizer.groups", "one of them names nothing".into(), "name parameters or modules");
         }

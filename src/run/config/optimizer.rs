@@ -34,7 +34,7 @@ pub struct OptimizerConfig {
     /// `gapless sample --average` uses it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub average: Option<f64>,
-    /// Parameters that are updated otherwise; of several that name one, the first counts.
+    /// Parameters that are updated otherwise; of several that name one, the first counts. At most 256.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub groups: Vec<GroupConfig>,
 }

@@ -1,8 +1,8 @@
 //! `metrics.jsonl` → one curve per number of its rows.
 
 use std::collections::BTreeMap;
-use std::fs::{self, File};
-use std::io::{self, ErrorKind, Read, Seek, SeekFrom};
+use std::fs;
+use std::io::{self, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 
@@ -11,8 +11,8 @@ use base64::engine::general_purpose::STANDARD;
 use serde::Serialize;
 use serde_json::Value;
 
-use super::ReportError;
 use super::tensorboard::Events;
+use super::{ReportError, open};
 
 /// The rows of a file that may still be written: what is behind the last line's end is read again next time.
 #[derive(Debug, Default)]
@@ -155,10 +155,7 @@ fn find(folder: &Path) -> Option<PathBuf> {
 
 /// What is behind so many bytes; none of a file that is shorter.
 fn read_from(path: &Path, start: u64) -> io::Result<Option<Vec<u8>>> {
-    let mut file = match File::open(path) {
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-        file => file?,
-    };
+    let Some(mut file) = open(path)? else { return Ok(None) };
     if file.metadata()?.len() < start {
         return Ok(None);
     }

@@ -11,8 +11,8 @@ mod tests;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::fs;
-use std::io;
+use std::fs::{self, File};
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use gapless_alloc::draw::escape;
@@ -293,9 +293,22 @@ fn samples(text: &str) -> BTreeMap<u64, String> {
 
 /// A file's text; none if it is not there. What is no UTF-8 is replaced: a sample may be cut within a character.
 fn text_of(path: &Path) -> Result<Option<String>, ReportError> {
-    match fs::read(path) {
-        Ok(bytes) => Ok(Some(String::from_utf8_lossy(&bytes).into_owned())),
+    let read = || {
+        let Some(mut file) = open(path)? else { return Ok(None) };
+        let mut bytes = Vec::new();
+        file.read_to_end(&mut bytes)?;
+        Ok(Some(String::from_utf8_lossy(&bytes).into_owned()))
+    };
+    read().map_err(|source| ReportError::Read { path: path.to_owned(), source })
+}
+
+/// A file to read; none if it is not there. Opening a pipe would wait for somebody to write to it, and a device may have no end.
+fn open(path: &Path) -> io::Result<Option<File>> {
+    match fs::metadata(path) {
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => Ok(None),
-        Err(source) => Err(ReportError::Read { path: path.to_owned(), source }),
+        Ok(metadata) if !metadata.is_file() => {
+            Err(io::Error::other("it is no regular file; move it out of the folder"))
+        }
+        metadata => metadata.and_then(|_| File::open(path)).map(Some),
     }
 }

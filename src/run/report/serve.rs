@@ -2,17 +2,24 @@
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::{Report, ReportError};
 
-/// How long a client may take for its request, or for taking what it has asked for.
+/// How long a client may take for its whole request, and then for taking what it has asked for.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// No request of a browser is longer, in bytes.
 const LONGEST: usize = 16 << 10;
+
+/// Connections that are served at once: a browser opens six. A further one is told to come again.
+const MAX_CONNECTIONS: usize = 64;
+
+/// How long nobody is accepted after the system has refused a connection, as where no more files may be open.
+const PAUSE: Duration = Duration::from_millis(100);
 
 /// A report that is served on 127.0.0.1.
 #[derive(Debug)]
@@ -40,28 +47,66 @@ impl ReportServer {
         format!("http://{}/", self.address)
     }
 
-    /// Answers until the process ends.
-    ///
-    /// # Errors
-    /// A listener that is broken.
-    pub fn run(&self) -> io::Result<()> {
-        for stream in self.listener.incoming() {
-            let stream = match stream {
-                Err(error) if error.kind() == ErrorKind::ConnectionAborted => continue,
-                stream => stream?,
-            };
-            let (report, address) = (self.report.clone(), self.address);
-            // A browser opens connections before it needs them: each waits by itself. Who has left misses nothing.
-            thread::spawn(move || drop(serve(&report, address, stream)));
+    /// Answers until the process ends. What the system refuses (no more open files, no more threads) ends a connection, never the
+    /// server.
+    pub fn run(&self) -> ! {
+        let open = Arc::new(AtomicUsize::new(0));
+        loop {
+            match self.listener.accept() {
+                Ok((stream, _)) => self.start(stream, &open),
+                Err(error) if error.kind() == ErrorKind::ConnectionAborted => {}
+                Err(_) => thread::sleep(PAUSE),
+            }
         }
-        Ok(())
+    }
+
+    /// Serves a connection on a thread of its own: a browser opens connections before it needs them. Who has left misses nothing.
+    fn start(&self, stream: TcpStream, open: &Arc<AtomicUsize>) {
+        let place = Place::take(open);
+        if open.load(Ordering::Relaxed) > MAX_CONNECTIONS {
+            return refuse(stream);
+        }
+        let (report, address) = (self.report.clone(), self.address);
+        let serve = move || {
+            let _place = place;
+            drop(serve(&report, address, stream));
+        };
+        // The connection that gets no thread is closed.
+        drop(thread::Builder::new().name("report".into()).spawn(serve));
     }
 }
 
-fn serve(report: &Mutex<Report>, address: SocketAddr, mut stream: TcpStream) -> io::Result<()> {
-    stream.set_read_timeout(Some(PATIENCE))?;
-    stream.set_write_timeout(Some(PATIENCE))?;
-    let request = head(&mut stream)?;
+/// A connection that counts until it is dropped.
+struct Place(Arc<AtomicUsize>);
+
+impl Place {
+    fn take(open: &Arc<AtomicUsize>) -> Self {
+        open.fetch_add(1, Ordering::Relaxed);
+        Self(open.clone())
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Tells a client to come again, without waiting for what it asks or for it to listen.
+fn refuse(mut stream: TcpStream) {
+    if stream.set_nonblocking(true).is_ok() {
+        let body = "the server is busy; come again\n";
+        let _ = write!(
+            stream,
+            "HTTP/1.1 503 Service Unavailable\r\nContent-Type: text/plain\r\nContent-Length: {}\r\nRetry-After: 1\r\n\
+             Connection: close\r\n\r\n{body}",
+            body.len()
+        );
+    }
+}
+
+fn serve(report: &Mutex<Report>, address: SocketAddr, stream: TcpStream) -> io::Result<()> {
+    let request = head(&mut Timed::new(&stream))?;
     let (status, kind, body) = match route(&request, address) {
         None => ("404 Not Found", "text/plain", "there is nothing here\n".to_owned()),
         Some(path) => match answer(&mut report.lock().unwrap_or_else(PoisonError::into_inner), path) {
@@ -71,10 +116,48 @@ fn serve(report: &Mutex<Report>, address: SocketAddr, mut stream: TcpStream) -> 
     };
     let length = body.len();
     write!(
-        stream,
+        Timed::new(&stream),
         "HTTP/1.1 {status}\r\nContent-Type: {kind}; charset=utf-8\r\nContent-Length: {length}\r\nCache-Control: no-store\r\n\
          X-Content-Type-Options: nosniff\r\nConnection: close\r\n\r\n{body}"
     )
+}
+
+/// A connection of which all reads, or all writes, together end within [`PATIENCE`].
+struct Timed<'a> {
+    stream: &'a TcpStream,
+    until: Instant,
+}
+
+impl<'a> Timed<'a> {
+    fn new(stream: &'a TcpStream) -> Self {
+        Self { stream, until: Instant::now() + PATIENCE }
+    }
+
+    /// The time that is left; an error where there is none.
+    fn left(&self) -> io::Result<Option<Duration>> {
+        match self.until.saturating_duration_since(Instant::now()) {
+            Duration::ZERO => Err(ErrorKind::TimedOut.into()),
+            left => Ok(Some(left)),
+        }
+    }
+}
+
+impl Read for Timed<'_> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        self.stream.set_read_timeout(self.left()?)?;
+        self.stream.read(bytes)
+    }
+}
+
+impl Write for Timed<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.stream.set_write_timeout(self.left()?)?;
+        self.stream.write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.stream.flush()
+    }
 }
 
 /// What there is.
@@ -127,4 +210,52 @@ fn head(stream: &mut impl Read) -> io::Result<String> {
         }
     }
     String::from_utf8(request).map_err(|_| ErrorKind::InvalidData.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn answer(stream: &mut TcpStream) -> String {
+        let mut text = String::new();
+        // Who is refused may find the connection reset behind the answer.
+        let _ = stream.read_to_string(&mut text);
+        text
+    }
+
+    /// As many connections as are served at once, which ask nothing; one more; and another when they have left.
+    #[test]
+    fn connections_are_bounded() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("run.toml"), "steps = 4\n").unwrap();
+        let server = Report::open(&[folder.path().to_owned()]).unwrap().listen(0).unwrap();
+        let address = server.address;
+        thread::spawn(move || server.run());
+        let connect = || TcpStream::connect(address).unwrap();
+        let silent: Vec<TcpStream> = (0..MAX_CONNECTIONS).map(|_| connect()).collect();
+        let refused = answer(&mut connect());
+        assert!(refused.starts_with("HTTP/1.1 503 ") && refused.ends_with("come again\n"), "{refused}");
+        drop(silent);
+        let mut asked = (0..100_000).map(|_| {
+            let mut stream = connect();
+            let _ = write!(stream, "GET / HTTP/1.1\r\nHost: {address}\r\n\r\n");
+            answer(&mut stream)
+        });
+        assert!(asked.any(|answer| answer.starts_with("HTTP/1.1 200 OK")));
+    }
+
+    /// The time is that of all reads together: bytes that come one by one do not prolong it.
+    #[test]
+    fn a_request_has_an_end() {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let mut client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (stream, _) = listener.accept().unwrap();
+        client.write_all(b"GET / HTTP/1.1\r\n").unwrap();
+        let mut timed = Timed::new(&stream);
+        timed.read_exact(&mut [0; 3]).unwrap();
+        timed.until = Instant::now();
+        assert_eq!(timed.read(&mut [0; 3]).unwrap_err().kind(), ErrorKind::TimedOut);
+        assert_eq!(timed.write(b"x").unwrap_err().kind(), ErrorKind::TimedOut);
+        assert_eq!(head(&mut timed).unwrap_err().kind(), ErrorKind::TimedOut);
+    }
 }

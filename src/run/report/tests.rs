@@ -119,3 +119,19 @@ fn a_served_report_follows_its_run() {
     }
     assert_eq!(ask("GET /data.json", "rebound.example").0, "404", "another name for this address");
 }
+
+/// A pipe that nobody writes to is told of, and neither read nor waited for.
+#[cfg(unix)]
+#[test]
+fn what_is_no_regular_file_is_not_read() {
+    for name in ["run.toml", "metrics.jsonl", "summary.json", "samples.txt", "memory.html", "other.jsonl"] {
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join("run.toml"), "steps = 4\n").unwrap();
+        let pipe = folder.path().join(name);
+        let _ = fs::remove_file(&pipe);
+        assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+        let report = Report::open(&[folder.path().to_owned()]);
+        let error = report.and_then(|report| report.html()).unwrap_err().to_string();
+        assert!(error.contains(name) && error.contains("no regular file"), "{name}: {error}");
+    }
+}

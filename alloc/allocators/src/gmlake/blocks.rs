@@ -5,6 +5,8 @@
 //! device.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::slice::from_ref;
 
 use super::CHUNK;
 use crate::{Block, Extent, Stream};
@@ -12,10 +14,12 @@ use crate::{Block, Extent, Stream};
 /// Slots of stitched blocks carry this bit, those of primitive ones do not.
 const STITCHED: u32 = 1 << 31;
 
-/// All chunks and the blocks that map them.
+/// All chunks and the blocks that map them. The work on a block grows with the runs that it was cut into, not with its chunks.
 #[derive(Debug, Default)]
 pub(super) struct Blocks {
-    chunks: Vec<Chunk>,
+    /// All chunks that there ever were, in runs by the number of their first.
+    runs: BTreeMap<u32, Run>,
+    count: u32,
     /// Runs of chunks by the number of their first. Neighbours in one segment are neighbours in number.
     primitives: BTreeMap<u32, Primitive>,
     /// By stream, then chunks, then first chunk.
@@ -28,12 +32,14 @@ pub(super) struct Blocks {
     segments: u32,
 }
 
-/// 2 MiB of physical memory.
+/// Chunks of 2 MiB of physical memory, one after another, that are used and mapped alike.
 #[derive(Debug)]
-struct Chunk {
+struct Run {
+    chunks: u32,
+    /// Address of the first.
     address: u64,
     free: bool,
-    /// Stitched blocks that map it.
+    /// Stitched blocks that map them.
     mapped_by: Vec<u32>,
 }
 
@@ -49,7 +55,10 @@ struct Primitive {
 pub(super) struct Stitched {
     stream: Stream,
     address: u64,
-    pub chunks: Vec<u32>,
+    /// The numbers of its chunks, in the order of their addresses.
+    ranges: Vec<Range<u32>>,
+    /// How many chunks it has.
+    chunks: u32,
     /// How many of them are free.
     free_chunks: u32,
     /// How many, from the front, the program holds; 0 while it is not in use.
@@ -58,15 +67,21 @@ pub(super) struct Stitched {
 
 impl Blocks {
     /// Chunks that there ever were.
-    pub fn count(&self) -> usize {
-        self.chunks.len()
+    pub fn count(&self) -> u32 {
+        self.count
+    }
+
+    /// The runs that they are in.
+    #[cfg(test)]
+    pub fn runs(&self) -> usize {
+        self.runs.len()
     }
 
     /// New chunks from `address` on, as one free primitive block.
     pub fn add_segment(&mut self, address: u64, chunks: u32, stream: Stream) {
-        let first = u32::try_from(self.chunks.len()).expect("fewer than 2^32 chunks of 2 MiB");
-        let chunk = |i| Chunk { address: address + u64::from(i) * CHUNK, free: true, mapped_by: Vec::new() };
-        self.chunks.extend((0..chunks).map(chunk));
+        let first = self.count;
+        self.count += chunks;
+        self.runs.insert(first, Run { chunks, address, free: true, mapped_by: Vec::new() });
         self.primitives.insert(first, Primitive { chunks, stream, segment: self.segments, free: true });
         self.free_primitives.insert((stream, chunks, first));
         self.segments += 1;
@@ -83,8 +98,7 @@ impl Blocks {
         let Primitive { chunks, stream, .. } =
             self.primitives.remove(&first).expect("the caller's number is one of ours");
         self.free_primitives.remove(&(stream, chunks, first));
-        let mapped_by = |chunk| std::mem::take(&mut self.chunks[chunk as usize].mapped_by);
-        (first..first + chunks).flat_map(mapped_by).collect()
+        self.runs_of(first..first + chunks).flat_map(|run| std::mem::take(&mut run.mapped_by)).collect()
     }
 
     /// Takes the best-fitting free primitive block, cut to size.
@@ -96,8 +110,8 @@ impl Blocks {
         self.free_primitives.remove(&(stream, size, first));
         self.cut(first, chunks);
         self.primitives.get_mut(&first).expect("just cut").free = false;
-        self.use_chunks(first..first + chunks);
-        Some(Block { address: self.chunks[first as usize].address, bytes: u64::from(chunks) * CHUNK, slot: first })
+        self.use_chunks(from_ref(&(first..first + chunks)));
+        Some(Block { address: self.address(first), bytes: u64::from(chunks) * CHUNK, slot: first })
     }
 
     /// Takes the best-fitting free stitched block of at most `reuse_limit` times the size.
@@ -106,17 +120,20 @@ impl Blocks {
         if found_stream != stream || f64::from(size) > f64::from(chunks) * reuse_limit {
             return None;
         }
-        let held: Vec<u32> = self.stitched[&number].chunks[..chunks as usize].to_vec();
-        for &chunk in &held {
-            self.isolate(chunk, &held);
+        let (held, _) = split(&self.stitched[&number].ranges, chunks);
+        for range in &held {
+            let mut chunk = range.start;
+            while chunk < range.end {
+                chunk = self.isolate(chunk, &held);
+            }
         }
         Some(self.hold_stitched(number, chunks))
     }
 
     /// Marks a stitched block and its first `chunks` as in use.
     pub fn hold_stitched(&mut self, number: u32, chunks: u32) -> Block {
-        let held: Vec<u32> = self.stitched[&number].chunks[..chunks as usize].to_vec();
-        self.use_chunks(held);
+        let (held, _) = split(&self.stitched[&number].ranges, chunks);
+        self.use_chunks(&held);
         let stitched = self.stitched.get_mut(&number).expect("the caller's number is one of ours");
         stitched.used_chunks = chunks;
         Block { address: stitched.address, bytes: u64::from(chunks) * CHUNK, slot: STITCHED | number }
@@ -140,21 +157,20 @@ impl Blocks {
 
     /// A stitched block, not in use yet, of what was [picked](Self::pick). Returns its number.
     pub fn stitch(&mut self, picked: Vec<(u32, u32, u32)>, stream: Stream, address: u64) -> u32 {
-        let mut stitched = Vec::new();
+        let mut ranges = Vec::new();
         for (first, size, take) in picked {
             self.free_primitives.remove(&(stream, size, first));
             self.cut(first, take);
             self.primitives.get_mut(&first).expect("just cut").free = false;
-            stitched.extend(first..first + take);
+            ranges.push(first..first + take);
         }
         let number = self.next_stitched;
         self.next_stitched += 1;
-        for &chunk in &stitched {
-            self.chunks[chunk as usize].mapped_by.push(number);
+        for range in &ranges {
+            self.runs_of(range.clone()).for_each(|run| run.mapped_by.push(number));
         }
-        let chunks = stitched.len() as u32;
-        let block = Stitched { stream, address, chunks: stitched, free_chunks: chunks, used_chunks: 0 };
-        self.stitched.insert(number, block);
+        let chunks = ranges.iter().map(|range| range.end - range.start).sum();
+        self.stitched.insert(number, Stitched { stream, address, ranges, chunks, free_chunks: chunks, used_chunks: 0 });
         self.stitched_bytes += u64::from(chunks) * CHUNK;
         number
     }
@@ -163,18 +179,22 @@ impl Blocks {
     pub fn free(&mut self, block: &Block) {
         if block.slot & STITCHED == 0 {
             let chunks = (block.bytes / CHUNK) as u32;
-            self.free_chunks(block.slot..block.slot + chunks);
+            self.free_chunks(from_ref(&(block.slot..block.slot + chunks)));
             self.free_primitive(block.slot);
             return;
         }
         let number = block.slot & !STITCHED;
         let stitched = self.stitched.get_mut(&number).expect("a block goes back to the allocator it came from");
-        let held = stitched.chunks[..std::mem::take(&mut stitched.used_chunks) as usize].to_vec();
-        self.free_chunks(held.iter().copied());
-        for chunk in held {
-            let (&first, primitive) = self.primitives.range(..=chunk).next_back().expect("chunks have blocks");
-            if !primitive.free {
-                self.free_primitive(first);
+        let (held, _) = split(&stitched.ranges, std::mem::take(&mut stitched.used_chunks));
+        self.free_chunks(&held);
+        for range in held {
+            let mut chunk = range.start;
+            while chunk < range.end {
+                let (first, primitive) = self.primitive_of(chunk);
+                if !primitive.free {
+                    self.free_primitive(first);
+                }
+                chunk = first + primitive.chunks;
             }
         }
     }
@@ -182,7 +202,7 @@ impl Blocks {
     /// The ranges of addresses that primitive blocks have.
     pub fn extents(&self) -> impl Iterator<Item = Extent> {
         self.primitives.iter().map(|(&first, primitive)| Extent {
-            address: self.chunks[first as usize].address,
+            address: self.address(first),
             bytes: u64::from(primitive.chunks) * CHUNK,
             in_use: !primitive.free,
         })
@@ -195,17 +215,22 @@ impl Blocks {
     }
 
     /// Takes the chunks from `keep` on out of a stitched block. Returns how many those were.
-    pub fn shorten(&mut self, number: u32, keep: usize) -> u64 {
-        self.remove_free_stitched(number);
+    pub fn shorten(&mut self, number: u32, keep: u32) -> u64 {
         let block = self.stitched.get_mut(&number).expect("the caller's number is one of ours");
-        let taken = block.chunks.len().saturating_sub(keep) as u64;
-        for chunk in block.chunks.drain(keep..) {
-            let chunk = &mut self.chunks[chunk as usize];
-            chunk.mapped_by.retain(|&n| n != number);
-            block.free_chunks -= u32::from(chunk.free);
-            self.stitched_bytes -= CHUNK;
+        self.free_stitched.remove(&(block.stream, block.chunks, number));
+        let (kept, dropped) = split(&block.ranges, keep);
+        let taken = block.chunks.saturating_sub(keep);
+        (block.ranges, block.chunks) = (kept, block.chunks - taken);
+        let mut free = 0;
+        for range in dropped {
+            for run in self.runs_of(range) {
+                run.mapped_by.retain(|&n| n != number);
+                free += if run.free { run.chunks } else { 0 };
+            }
         }
-        taken
+        self.stitched.get_mut(&number).expect("it was there").free_chunks -= free;
+        self.stitched_bytes -= u64::from(taken) * CHUNK;
+        u64::from(taken)
     }
 
     /// Splits a primitive block in no set after `chunks`; the rest becomes a free block of its own.
@@ -219,17 +244,17 @@ impl Blocks {
         }
     }
 
-    /// Cuts the free primitive block around `chunk` so that the longest run of `held` chunks from there on is a block
-    /// of its own, not free any more. Does nothing when that has happened.
-    fn isolate(&mut self, chunk: u32, held: &[u32]) {
-        let (&first, &whole) =
-            self.primitives.range(..=chunk).next_back().expect("every chunk is in a primitive block");
-        if !whole.free {
-            return;
-        }
+    /// Cuts the free primitive block around `chunk` so that the longest runs of `held` chunks in it are blocks of their own, not free
+    /// any more. Does nothing when that has happened. Returns the end of the block as it was.
+    fn isolate(&mut self, chunk: u32, held: &[Range<u32>]) -> u32 {
+        let (first, whole) = self.primitive_of(chunk);
         let end = first + whole.chunks;
-        let mut inside: Vec<u32> = held.iter().copied().filter(|c| (first..end).contains(c)).collect();
-        inside.sort_unstable();
+        if !whole.free {
+            return end;
+        }
+        let inside = held.iter().map(|range| range.start.max(first)..range.end.min(end));
+        let mut inside: Vec<Range<u32>> = inside.filter(|range| range.start < range.end).collect();
+        inside.sort_unstable_by_key(|range| range.start);
         self.free_primitives.remove(&(whole.stream, whole.chunks, first));
         self.primitives.remove(&first);
         let mut add = |from: u32, to: u32, free: bool| {
@@ -241,43 +266,77 @@ impl Blocks {
             }
         };
         let mut floor = first;
-        for run in inside.chunk_by(|a, b| a + 1 == *b) {
-            add(floor, run[0], true);
-            add(run[0], run[0] + run.len() as u32, false);
-            floor = run[0] + run.len() as u32;
+        for run in inside.chunk_by(|a, b| a.end == b.start) {
+            let (start, end) = (run[0].start, run[run.len() - 1].end);
+            add(floor, start, true);
+            add(start, end, false);
+            floor = end;
         }
         add(floor, end, true);
+        end
+    }
+
+    /// The primitive block that a chunk is in, with its first chunk.
+    fn primitive_of(&self, chunk: u32) -> (u32, Primitive) {
+        let (&first, &primitive) =
+            self.primitives.range(..=chunk).next_back().expect("every chunk is in a primitive block");
+        (first, primitive)
+    }
+
+    /// The address of a chunk.
+    fn address(&self, chunk: u32) -> u64 {
+        let (first, run) = self.runs.range(..=chunk).next_back().expect("every chunk is in a run");
+        run.address + u64::from(chunk - first) * CHUNK
+    }
+
+    /// The runs of a range, which are cut at its ends.
+    fn runs_of(&mut self, range: Range<u32>) -> impl Iterator<Item = &mut Run> {
+        for at in [range.start, range.end] {
+            if let Some((first, run)) = self.runs.range_mut(..at).next_back()
+                && run.chunks > at - first
+            {
+                let (before, address) = (at - first, run.address + u64::from(at - first) * CHUNK);
+                let rest = Run { chunks: run.chunks - before, address, mapped_by: run.mapped_by.clone(), ..*run };
+                run.chunks = before;
+                self.runs.insert(at, rest);
+            }
+        }
+        self.runs.range_mut(range).map(|(_, run)| run)
     }
 
     /// Marks chunks as in use, and every stitched block that maps them as not free.
-    fn use_chunks(&mut self, chunks: impl IntoIterator<Item = u32>) {
-        for chunk in chunks {
-            debug_assert!(self.chunks[chunk as usize].free, "a chunk is used by one block at a time");
-            self.chunks[chunk as usize].free = false;
-            for number in self.chunks[chunk as usize].mapped_by.clone() {
-                self.remove_free_stitched(number);
-                self.stitched.get_mut(&number).expect("chunks know living stitched blocks only").free_chunks -= 1;
+    fn use_chunks(&mut self, ranges: &[Range<u32>]) {
+        let mut mapped = Vec::new();
+        for range in ranges {
+            for run in self.runs_of(range.clone()) {
+                debug_assert!(run.free, "a chunk is used by one block at a time");
+                run.free = false;
+                mapped.extend(run.mapped_by.iter().map(|&number| (number, run.chunks)));
             }
+        }
+        for (number, chunks) in mapped {
+            let block = self.stitched.get_mut(&number).expect("chunks know living stitched blocks only");
+            self.free_stitched.remove(&(block.stream, block.chunks, number));
+            block.free_chunks -= chunks;
         }
     }
 
     /// The reverse of [`use_chunks`](Self::use_chunks).
-    fn free_chunks(&mut self, chunks: impl IntoIterator<Item = u32>) {
-        for chunk in chunks {
-            self.chunks[chunk as usize].free = true;
-            for &number in &self.chunks[chunk as usize].mapped_by {
-                let block = self.stitched.get_mut(&number).expect("chunks know living stitched blocks only");
-                block.free_chunks += 1;
-                if block.free_chunks as usize == block.chunks.len() && block.used_chunks == 0 {
-                    self.free_stitched.insert((block.stream, block.free_chunks, number));
-                }
+    fn free_chunks(&mut self, ranges: &[Range<u32>]) {
+        let mut mapped = Vec::new();
+        for range in ranges {
+            for run in self.runs_of(range.clone()) {
+                run.free = true;
+                mapped.extend(run.mapped_by.iter().map(|&number| (number, run.chunks)));
             }
         }
-    }
-
-    fn remove_free_stitched(&mut self, number: u32) {
-        let block = &self.stitched[&number];
-        self.free_stitched.remove(&(block.stream, block.chunks.len() as u32, number));
+        for (number, chunks) in mapped {
+            let block = self.stitched.get_mut(&number).expect("chunks know living stitched blocks only");
+            block.free_chunks += chunks;
+            if block.free_chunks == block.chunks && block.used_chunks == 0 {
+                self.free_stitched.insert((block.stream, block.chunks, number));
+            }
+        }
     }
 
     /// Makes a primitive block free, joined with its free neighbours in the segment.
@@ -304,4 +363,16 @@ impl Blocks {
         self.primitives.insert(first, Primitive { free: true, ..block });
         self.free_primitives.insert((block.stream, block.chunks, first));
     }
+}
+
+/// The first `count` chunks of ranges, and the others.
+fn split(ranges: &[Range<u32>], count: u32) -> (Vec<Range<u32>>, Vec<Range<u32>>) {
+    let (mut first, mut others, mut left) = (Vec::new(), Vec::new(), count);
+    for range in ranges {
+        let middle = range.start + left.min(range.end - range.start);
+        left -= middle - range.start;
+        first.extend((range.start < middle).then_some(range.start..middle));
+        others.extend((middle < range.end).then_some(middle..range.end));
+    }
+    (first, others)
 }

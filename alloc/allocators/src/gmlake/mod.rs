@@ -21,8 +21,8 @@ const CHUNK: u64 = 2 << 20;
 const SMALL_REQUEST: u64 = 1 << 20;
 const LARGE_REQUEST: u64 = 10 << 20;
 const LARGE_SEGMENT: u64 = 20 << 20;
-/// The model keeps a table of all chunks there ever were and takes no more: 64 TiB.
-const MOST_CHUNKS: usize = 1 << 25;
+/// Chunks that there ever may be: one bit of a block's slot says that it is stitched, the others number its first chunk.
+const MAX_CHUNKS: u32 = 1 << 31;
 
 /// GMLake's environment variables.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -67,7 +67,7 @@ impl GmLake {
     }
 
     fn allocate_large(&mut self, bytes: u64, stream: Stream) -> Option<Block> {
-        let chunks = u32::try_from(bytes.div_ceil(CHUNK)).ok().filter(|&chunks| chunks as usize <= MOST_CHUNKS)?;
+        let chunks = u32::try_from(bytes.div_ceil(CHUNK)).ok().filter(|&chunks| chunks <= MAX_CHUNKS)?;
         if let Some(block) = self.blocks.take_primitive(chunks, stream) {
             return Some(block);
         }
@@ -109,7 +109,7 @@ impl GmLake {
     /// New chunks from the device, as one free primitive block. Returns whether the device had them.
     fn create_segment(&mut self, chunks: u32, stream: Stream) -> bool {
         let device = self.small.device_mut();
-        if self.blocks.count() + chunks as usize > MOST_CHUNKS {
+        if chunks > MAX_CHUNKS - self.blocks.count() {
             return false;
         }
         let Some(address) = device.reserve(u64::from(chunks) * CHUNK) else { return false };
@@ -130,7 +130,7 @@ impl GmLake {
                 // One that is in use holds other chunks than these, from its front.
                 match self.blocks.stitched[&number].used_chunks {
                     0 => self.drop_stitched(number),
-                    keep => self.shorten(number, keep as usize),
+                    keep => self.shorten(number, keep),
                 }
             }
             self.small.device_mut().unmap_and_release(u64::from(chunks), CHUNK);
@@ -148,7 +148,7 @@ impl GmLake {
     }
 
     /// Unmaps the chunks from `keep` on from a stitched block.
-    fn shorten(&mut self, number: u32, keep: usize) {
+    fn shorten(&mut self, number: u32, keep: u32) {
         let unmapped = self.blocks.shorten(number, keep);
         self.small.device_mut().unstitch(unmapped);
     }

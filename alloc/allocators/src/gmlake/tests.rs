@@ -78,3 +78,18 @@ fn cached_segments_go_back_with_what_was_stitched_of_them() {
     allocator.free(large);
     assert_eq!((allocator.blocks.stitched.len(), allocator.blocks.stitched_bytes), (0, 0));
 }
+
+/// Nothing is kept for each chunk of 2 MiB: there are 40 million.
+#[test]
+fn what_blocks_cost_does_not_grow_with_their_bytes() {
+    const TIB: u64 = 1 << 20;
+    let mut allocator = allocator(4 * MIB, 200 * TIB * MIB);
+    let [a, b] = allocate(&mut allocator, [40 * TIB, 40 * TIB]);
+    allocator.free(a);
+    allocator.free(b);
+    let [stitched] = allocate(&mut allocator, [60 * TIB]);
+    assert_eq!((allocator.reserved(), allocator.blocks.count()), (80 * TIB * MIB, 40 << 20));
+    assert_eq!(allocator.blocks.runs(), 3, "one segment, and the other cut in two");
+    allocator.free(stitched);
+    assert_eq!(allocator.allocated(), 0);
+}

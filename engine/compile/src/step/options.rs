@@ -40,6 +40,9 @@ pub struct ParameterGroup {
 }
 
 impl UpdateOptions {
+    /// Groups of one update, at most: every parameter is compared with each, and each has an input of its own.
+    pub const MAX_GROUPS: usize = 256;
+
     /// The number of a parameter's group, counted from 1; 0 for the rest.
     pub fn group_of(&self, parameter: &str) -> usize {
         let is_in = |group: &ParameterGroup| group.names.iter().any(|pattern| names(pattern, parameter));
@@ -72,6 +75,10 @@ impl UpdateOptions {
         }
         if let Some(decay) = self.average.filter(|decay| !(0.0..1.0).contains(decay)) {
             return fail("average", format!("a decay of {decay}"), "it is in [0, 1); 0.999 is usual");
+        }
+        if self.groups.len() > Self::MAX_GROUPS {
+            let why = format!("{} are more than {}", self.groups.len(), Self::MAX_GROUPS);
+            return fail("groups", why, "put parameters that are updated alike into one group");
         }
         for ParameterGroup { names, optimizer, learning_rate } in &self.groups {
             if names.is_empty() {

@@ -1,0 +1,62 @@
+//! Limits of the system that would end the command in silence or by a panic, made into errors before it begins.
+
+use std::thread::{self, available_parallelism};
+
+use anyhow::{Context, bail};
+use gapless::run::fail_at_file_limit;
+
+use crate::output::tell;
+
+/// Makes writes past the largest size of a file fail, and starts the threads that the command computes on besides those of ranks.
+pub fn prepare() -> anyhow::Result<()> {
+    fail_at_file_limit().context("cannot listen to signals")?;
+    let cores = available_parallelism().map_or(1, usize::from);
+    let wanted = std::env::var("RAYON_NUM_THREADS").ok().and_then(|number| number.parse().ok()).filter(|&n| n > 0);
+    let wanted = wanted.unwrap_or(cores);
+    let threads = threads(wanted)?;
+    // The pool can be built once: it is asked for no more threads than there were a moment ago.
+    match rayon::ThreadPoolBuilder::new().num_threads(threads).build_global() {
+        Ok(()) => Ok(()),
+        Err(error) => bail!("cannot start {threads} threads: {error}; {REMEDY}"),
+    }
+}
+
+const REMEDY: &str = "raise the limit of processes (ulimit -u) or of memory (ulimit -v)";
+
+/// As many threads as are wanted, where the system starts them; else half of what it starts, for the others and the memory that they
+/// take are wanted elsewhere.
+pub fn threads(wanted: usize) -> anyhow::Result<usize> {
+    match startable(wanted) {
+        0 => bail!("the system starts no thread for this process; {REMEDY}"),
+        all if all == wanted => Ok(all),
+        some => {
+            tell(format_args!("gapless: the system starts {some} of {wanted} threads; half of them compute"));
+            Ok(some.div_ceil(2))
+        }
+    }
+}
+
+/// How many threads, up to `wanted`, the system has at once.
+fn startable(wanted: usize) -> usize {
+    let (keep, wait) = std::sync::mpsc::channel::<()>();
+    let wait = std::sync::Mutex::new(wait);
+    thread::scope(|scope| {
+        let start = |_| {
+            let until_dropped = || drop(wait.lock().map(|end| end.recv()));
+            thread::Builder::new().spawn_scoped(scope, until_dropped).ok()
+        };
+        let started = (0..wanted).map_while(start).count();
+        drop(keep);
+        started
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn threads_are_counted_and_end() {
+        assert_eq!((startable(0), startable(3)), (0, 3));
+    }
+}
