@@ -17,6 +17,7 @@ use gapless_models::{Gpt, Llama, Moe};
 use gapless_parallel::Mesh;
 use serde_json::{Value, json};
 
+use super::config::text_of;
 use super::folder::{free_name, write};
 use super::routing::StepRow;
 use super::{
@@ -343,9 +344,11 @@ impl<'a> Run<'a> {
 /// One that says something else, and that no run wrote: those are as [`RunConfig::resolved`] makes them.
 fn may_write_config(config: &RunConfig, out: &Path) -> Result<bool, RunError> {
     let path = out.join(CONFIG);
-    let Ok(text) = fs::read_to_string(&path) else { return Ok(true) };
-    let there = toml::from_str::<RunConfig>(&text).ok();
-    match there {
+    if fs::symlink_metadata(&path).is_err() {
+        return Ok(true);
+    }
+    let text = text_of(&path).unwrap_or_default();
+    match toml::from_str::<RunConfig>(&text).ok() {
         Some(there) if there == *config => Ok(false),
         Some(there) if there.is_written_as(&text) => Ok(true),
         _ => Err(CheckpointError::Foreign { path: out.to_owned(), name: CONFIG }.into()),

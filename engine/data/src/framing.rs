@@ -3,15 +3,13 @@
 //! In: a tokenizer, the files beside it, and what a run asks for. Out: a [`Framing`], in which every choice names its source. Never: a
 //! token that the tokenizer does not have.
 
-use std::fs;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
-use serde_json::Value as Json;
 use tokenizers::Tokenizer;
 
 use crate::DataError;
-use crate::chat::{read_config, special_token};
+use crate::chat::{read_json, special_token};
 
 /// Ends the documents of tokenizers that this crate trains.
 pub(crate) const END_OF_TEXT: &str = "<|endoftext|>";
@@ -91,13 +89,13 @@ type Found = (&'static str, String, u32);
 fn end_of(tokenizer: &Tokenizer, path: &Path) -> Result<Option<Found>, DataError> {
     let folder = path.parent().unwrap_or(Path::new("."));
     for file in ["tokenizer_config.json", "special_tokens_map.json"] {
-        let token = special_token(&json_at(folder, file)?, "eos_token");
+        let token = special_token(&read_json(folder, file)?, "eos_token");
         if let Some((token, id)) = token.and_then(|token| Some((token.clone(), tokenizer.token_to_id(&token)?))) {
             return Ok(Some((file, token, id)));
         }
     }
     for file in ["config.json", "generation_config.json"] {
-        let found = json_at(folder, file)?["eos_token_id"].take();
+        let found = read_json(folder, file)?["eos_token_id"].take();
         // Of several, the first is the tokenizer's own.
         let id = if found.is_array() { found[0].as_u64() } else { found.as_u64() };
         let id = id.and_then(|id| u32::try_from(id).ok());
@@ -113,19 +111,4 @@ fn end_of(tokenizer: &Tokenizer, path: &Path) -> Result<Option<Found>, DataError
         .into_iter()
         .filter(named)
         .find_map(|name| Some(("the names of its tokens", name.to_owned(), tokenizer.token_to_id(name)?))))
-}
-
-/// A JSON file beside the tokenizer; nothing where it is not there.
-fn json_at(folder: &Path, file: &str) -> Result<Json, DataError> {
-    if file == "tokenizer_config.json" {
-        return read_config(folder);
-    }
-    let path = folder.join(file);
-    match fs::read_to_string(&path) {
-        Ok(text) => {
-            serde_json::from_str(&text).map_err(|error| DataError::Tokenizer { path, reason: error.to_string() })
-        }
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Json::Null),
-        Err(error) => Err(DataError::read(&path, error)),
-    }
 }

@@ -4,8 +4,12 @@ use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use crate::compressed::read_text;
 use crate::files::text_files;
 use crate::{Corpus, DataError};
+
+/// Bytes of a lock file, at most.
+const MOST_BYTES: u64 = 64 << 20;
 
 /// The Rust sources of a workspace and of its locked dependencies, as cargo unpacked them.
 ///
@@ -98,7 +102,7 @@ fn locked_packages(lock: &Path) -> Result<Vec<String>, DataError> {
         version: String,
         source: Option<String>,
     }
-    let text = fs::read_to_string(lock).map_err(|error| DataError::read(lock, error))?;
+    let text = read_text(lock, MOST_BYTES).map_err(|error| DataError::read(lock, error))?;
     let parsed: Lock = toml::from_str(&text)
         .map_err(|error| DataError::Lock { path: lock.to_owned(), reason: error.message().to_owned() })?;
     let mut packages = parsed.package;

@@ -4,13 +4,16 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::{Context, ensure};
-use gapless::engine::data::{Dataset, TokenWidth, Tokenizer, Tokens, ValidationWindows};
+use gapless::engine::data::{Dataset, TokenWidth, Tokenizer, Tokens, ValidationWindows, read_text};
 use gapless::run::{EvaluationBatch, Measured, TrainedRun};
 use gapless::{DeviceChoice, TrainOptions, Trainer};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::output::{print, tell};
 use crate::weights::{self, FolderArguments, Pretrained};
+
+/// Bytes of a text, at most: all of it is in memory.
+const MOST_BYTES: u64 = 1 << 30;
 
 /// Measure the perplexity of a run's or a Hugging Face folder's model over a text: e to the mean loss of a token.
 ///
@@ -138,7 +141,7 @@ impl Source {
     /// All of a text as one; of a folder with the special tokens that belong around it.
     fn encode(&self, arguments: &Arguments) -> anyhow::Result<Vec<u32>> {
         let path = &arguments.data;
-        let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+        let text = read_text(path, MOST_BYTES).with_context(|| format!("cannot read {}", path.display()))?;
         Ok(match self {
             Self::Run(run) => run.vocabulary.encode_beginning(&text)?,
             Self::Folder(of) => Tokenizer::open(&of.tokenizer)?.encode(&text, true)?,

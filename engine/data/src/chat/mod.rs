@@ -9,7 +9,6 @@ mod jinja;
 #[cfg(test)]
 mod tests;
 
-use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -17,6 +16,7 @@ use serde::Serialize;
 use serde_json::Value as Json;
 
 use crate::DataError;
+use crate::compressed::read_text;
 use conversation::Part;
 use jinja::{Template, Value, Variables};
 
@@ -141,7 +141,12 @@ const CONFIG: &str = "tokenizer_config.json";
 
 /// tokenizer_config.json; nothing if it is not there.
 pub(super) fn read_config(folder: &Path) -> Result<Json, DataError> {
-    let path = folder.join(CONFIG);
+    read_json(folder, CONFIG)
+}
+
+/// A JSON file of a folder; nothing if it is not there.
+pub(super) fn read_json(folder: &Path, file: &str) -> Result<Json, DataError> {
+    let path = folder.join(file);
     let Some(text) = read_if_there(&path)? else { return Ok(Json::Null) };
     serde_json::from_str(&text).map_err(|error| DataError::Tokenizer { path, reason: error.to_string() })
 }
@@ -152,8 +157,11 @@ pub(super) fn special_token(config: &Json, name: &str) -> Option<String> {
     token.as_str().or_else(|| token["content"].as_str()).map(str::to_owned)
 }
 
+/// Bytes of a file beside a tokenizer, at most.
+const MOST_BYTES: u64 = 64 << 20;
+
 fn read_if_there(path: &Path) -> Result<Option<String>, DataError> {
-    match fs::read_to_string(path) {
+    match read_text(path, MOST_BYTES) {
         Ok(text) => Ok(Some(text)),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(DataError::read(path, error)),
